@@ -1,0 +1,172 @@
+//! A mergeable latency histogram and its percentiles.
+//!
+//! Bins are the load generator's own (fio: 64 per power of two, so a value is
+//! known to within 1/64); merging adds counts. A percentile comes with the
+//! order-statistic interval of its rank, which needs no distribution.
+
+use std::collections::BTreeMap;
+
+use rtvirtio_units::{Nanos, Percentile};
+use serde::{Deserialize, Serialize};
+
+/// Latencies by bin: nanoseconds → requests.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Histogram(BTreeMap<u64, u64>);
+
+/// A measured percentile.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Quantile {
+    /// Which percentile.
+    pub percentile: Percentile,
+    /// The measured value.
+    pub value: Nanos,
+    /// Lower end of the 95 % interval.
+    pub low: Nanos,
+    /// Upper end of the 95 % interval; the largest sample if the rank's interval leaves the data.
+    pub high: Nanos,
+    /// Samples in all.
+    pub n: u64,
+    /// Samples beyond the percentile: n × (1 − p).
+    pub beyond: u64,
+}
+
+impl Histogram {
+    /// An empty histogram.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(BTreeMap::new())
+    }
+
+    /// Adds `count` requests of one latency.
+    pub fn record(&mut self, latency: Nanos, count: u64) {
+        if count > 0 {
+            *self.0.entry(latency.get()).or_default() += count;
+        }
+    }
+
+    /// Adds all of `other`.
+    pub fn merge(&mut self, other: &Self) {
+        for (&ns, &count) in &other.0 {
+            self.record(Nanos::new(ns), count);
+        }
+    }
+
+    /// Requests in all.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.0.values().sum()
+    }
+
+    /// Mean, or zero without samples.
+    #[must_use]
+    pub fn mean(&self) -> Nanos {
+        let n = self.count();
+        if n == 0 {
+            return Nanos::ZERO;
+        }
+        let sum: f64 = self.0.iter().map(|(&ns, &c)| ns as f64 * c as f64).sum();
+        Nanos::new((sum / n as f64).round() as u64)
+    }
+
+    /// The largest sample, or zero without samples.
+    #[must_use]
+    pub fn max(&self) -> Nanos {
+        Nanos::new(self.0.last_key_value().map_or(0, |(&ns, _)| ns))
+    }
+
+    /// Bins in rising order: (latency, requests).
+    pub fn bins(&self) -> impl Iterator<Item = (Nanos, u64)> {
+        self.0.iter().map(|(&ns, &count)| (Nanos::new(ns), count))
+    }
+
+    /// The sample of `rank` (1 is the smallest); clamps to the data.
+    fn at_rank(&self, rank: u64) -> Nanos {
+        let mut seen = 0;
+        for (&ns, &count) in &self.0 {
+            seen += count;
+            if seen >= rank {
+                return Nanos::new(ns);
+            }
+        }
+        self.max()
+    }
+
+    /// The `percentile` (nearest rank) with its interval; `None` without samples.
+    ///
+    /// The interval is ranks ±1.96·√(n·p·(1−p)) about n·p: the normal
+    /// approximation of the binomial law of the number of samples below.
+    #[must_use]
+    pub fn quantile(&self, percentile: Percentile) -> Option<Quantile> {
+        let n = self.count();
+        if n == 0 {
+            return None;
+        }
+        let p = percentile.fraction();
+        let rank = n as f64 * p;
+        let half = 1.96 * (n as f64 * p * (1.0 - p)).sqrt();
+        Some(Quantile {
+            percentile,
+            value: self.at_rank(rank.ceil().max(1.0) as u64),
+            low: self.at_rank((rank - half).floor().max(1.0) as u64),
+            high: self.at_rank((rank + half).ceil() as u64 + 1),
+            n,
+            beyond: beyond(n, percentile),
+        })
+    }
+}
+
+/// Samples beyond `percentile` among `n`, rounded down.
+#[must_use]
+pub fn beyond(n: u64, percentile: Percentile) -> u64 {
+    // 1 − p loses digits at p = 99.99 %; a tiny nudge keeps 10,000 × 0.001 at 10.
+    (n as f64 * (1.0 - percentile.fraction()) + 1e-6).floor() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ramp(n: u64) -> Histogram {
+        let mut h = Histogram::new();
+        for i in 1..=n {
+            h.record(Nanos::new(i), 1);
+        }
+        h
+    }
+
+    #[test]
+    fn quantile_of_a_ramp_is_its_rank() {
+        let q = ramp(10_000).quantile(Percentile::new(99.9).unwrap()).unwrap();
+        assert_eq!(q.value, Nanos::new(9990));
+        assert_eq!(q.beyond, 10);
+        assert!(q.low < q.value && q.high > q.value);
+    }
+
+    #[test]
+    fn quantile_of_one_sample_is_that_sample() {
+        let q = ramp(1).quantile(Percentile::new(99.0).unwrap()).unwrap();
+        assert_eq!((q.low, q.value, q.high), (Nanos::new(1), Nanos::new(1), Nanos::new(1)));
+    }
+
+    #[test]
+    fn quantile_without_samples_is_none() {
+        assert_eq!(Histogram::new().quantile(Percentile::new(99.0).unwrap()), None);
+    }
+
+    #[test]
+    fn merge_adds_counts_and_keeps_the_mean() {
+        let mut a = ramp(3);
+        a.merge(&ramp(3));
+        assert_eq!(a.count(), 6);
+        assert_eq!(a.mean(), Nanos::new(2));
+    }
+
+    #[test]
+    fn beyond_counts_exactly_at_round_numbers() {
+        assert_eq!(beyond(10_000, Percentile::new(99.9).unwrap()), 10);
+        assert_eq!(beyond(9_999, Percentile::new(99.9).unwrap()), 9);
+        assert_eq!(beyond(100_000, Percentile::new(99.99).unwrap()), 10);
+    }
+}

@@ -1,0 +1,20 @@
+//! The types that rooms exchange and the file formats that users keep.
+//!
+//! - [`specification`]: what an operator wants (TOML), hostile until parsed.
+//! - [`settings`]: every knob rtvirtio may set, as typed values and as the
+//!   flat [`settings::Knobs`] map that a host observes and writes.
+//! - [`profile`]: what calibration learned of a device (JSON).
+//! - [`plan`]: settings chosen for a specification, with predictions (JSON).
+//! - [`run`]: what a benchmark measured, one JSON record a cell.
+//! - [`latency`]: a mergeable latency histogram and its percentiles.
+//!
+//! Formats live here and not in their writers, so that a reader needs no
+//! other room. Every file carries a version; a reader refuses one it does not
+//! know.
+
+pub mod latency;
+pub mod plan;
+pub mod profile;
+pub mod run;
+pub mod settings;
+pub mod specification;

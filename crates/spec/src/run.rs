@@ -1,0 +1,145 @@
+//! What a benchmark measured: one JSON record a cell, one line each (JSONL).
+//!
+//! A cell is one case under one scheme for one window of time. All times are
+//! as the load generator saw them (`measured_at` says which layer).
+
+use std::collections::BTreeMap;
+
+use rtvirtio_units::{BytesPerSecond, Nanos, Percentile, TaskName, VmName};
+use serde::{Deserialize, Serialize};
+
+use crate::latency::{Histogram, Quantile};
+use crate::settings::Settings;
+
+/// The record format that this version writes and reads.
+pub const RUN_VERSION: u32 = 1;
+
+/// One cell.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Cell {
+    /// [`RUN_VERSION`].
+    pub version: u32,
+    /// What identifies the cell within its campaign.
+    pub key: CellKey,
+    /// When it started, RFC 3339, UTC.
+    pub started: String,
+    /// The device it ran on, such as `ref-4x250` or `raw`.
+    pub device: String,
+    /// Length of the measured window, s.
+    pub window_s: f64,
+    /// Settings in force.
+    pub settings: Settings,
+    /// ioprio class and level of each VM, if the scheme sets them, as `rt/0` or `be/4`.
+    pub ioprio: BTreeMap<VmName, String>,
+    /// Each task's result.
+    pub tasks: Vec<TaskResult>,
+    /// Background VMs: bytes per second within the tasks' window.
+    pub background: BTreeMap<VmName, BytesPerSecond>,
+    /// Lateness of a sleeping thread during the window.
+    pub canary: Canary,
+    /// State of the machine during the window.
+    pub machine: Machine,
+    /// Whether every task passed.
+    pub passed: bool,
+    /// Why the cell does not count, if it does not.
+    pub discarded: Option<String>,
+}
+
+/// What identifies a cell.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CellKey {
+    /// Case, such as `4xL+M+H`.
+    pub case: String,
+    /// Tier of targets, such as `strict`.
+    pub tier: String,
+    /// Neighbour, such as `writer` or `none`.
+    pub neighbour: String,
+    /// Scheme, such as `bfq` or `rtvirtio`.
+    pub scheme: String,
+    /// Repetition, from 0.
+    pub repetition: u32,
+}
+
+/// One task's result in a cell.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TaskResult {
+    /// Its VM.
+    pub vm: VmName,
+    /// The task.
+    pub task: TaskName,
+    /// Where the latency was taken: `guest`, `qemu`, `data-plane` or `host`.
+    pub measured_at: MeasuredAt,
+    /// Requests per second that it was to issue.
+    pub requested_iops: f64,
+    /// Requests per second completed in the window.
+    pub delivered_iops: f64,
+    /// The judged percentile; `None` with too few samples for p99.
+    pub judged: Option<Quantile>,
+    /// Its target at the judged percentile; `None` for a task without one.
+    pub target: Option<Nanos>,
+    /// What the scheme predicted for the judged percentile, if it predicts.
+    pub prediction: Option<Prediction>,
+    /// Whether tail and rate both held.
+    pub passed: bool,
+    /// Every request's latency.
+    pub histogram: Histogram,
+    /// Largest latency in each interval of the window: (ms since its start, latency).
+    pub timeline: Vec<(u64, Nanos)>,
+}
+
+/// A layer at which latency is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MeasuredAt {
+    /// In the guest.
+    Guest,
+    /// In QEMU's block layer.
+    Qemu,
+    /// In the data plane.
+    DataPlane,
+    /// On the host, by the load generator or the block layer.
+    Host,
+}
+
+/// A prediction made before the cell ran.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Prediction {
+    /// Percentile that it is for.
+    pub percentile: Percentile,
+    /// Expected value.
+    pub predicted: Nanos,
+    /// Bound.
+    pub bound: Nanos,
+    /// The paper's model for the same task, as printed and λ refit.
+    pub paper: Option<Nanos>,
+}
+
+/// Lateness of a thread that sleeps for a fixed time, over the window.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Canary {
+    /// Wake-ups.
+    pub n: u64,
+    /// Median lateness.
+    pub p50: Nanos,
+    /// 99th percentile.
+    pub p99: Nanos,
+    /// Largest.
+    pub max: Nanos,
+}
+
+/// State of the machine during a window.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Machine {
+    /// One-minute load average at its end.
+    pub load1: f64,
+    /// CPU time used, in cores.
+    pub busy_cores: f64,
+    /// CPU time taken by the hypervisor, in cores.
+    pub steal_cores: f64,
+}

@@ -1,0 +1,327 @@
+//! Every knob of the kernel path, twice: as typed [`Settings`], which models
+//! and planner reason about, and as flat [`Knobs`] (knob → text), which a
+//! host observes, compares and writes.
+//!
+//! Knob values are texts in the kernel's own unit (µs for `slice_idle_us`,
+//! ms for `timeout_sync`, sectors for `max_budget`, bytes per second for limits;
+//! `max` is no limit), so that what is read back compares equal.
+//! Source: kernel `Documentation/block/bfq-iosched.rst`,
+//! `Documentation/admin-guide/cgroup-v2.rst` (io.max).
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use rtvirtio_units::{BytesPerSecond, DeviceName, VmName, Weight};
+use serde::{Deserialize, Serialize};
+
+/// bfq's parameters that rtvirtio sets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Bfq {
+    /// `slice_idle_us`: how long to wait for an empty queue's next request. Default 8000.
+    pub slice_idle_us: u32,
+    /// `timeout_sync`, ms: the most device time that one queue gets once selected. Default 124.
+    pub timeout_sync_ms: u32,
+    /// `low_latency`: boost interactive queues. Default true.
+    pub low_latency: bool,
+    /// `max_budget`, sectors served before another queue is selected; 0 tunes itself. Default 0.
+    pub max_budget: u32,
+}
+
+impl Bfq {
+    /// The kernel's defaults (`block/bfq-iosched.c`, at HZ = 1000 and HZ = 250 alike).
+    pub const DEFAULT: Self =
+        Self { slice_idle_us: 8000, timeout_sync_ms: 124, low_latency: true, max_budget: 0 };
+}
+
+/// A block device's I/O scheduler with its parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(tag = "name", rename_all = "kebab-case")]
+pub enum Scheduler {
+    /// First come first served, no scheduler.
+    None,
+    /// Deadlines per direction, sorted by sector.
+    MqDeadline,
+    /// Token domains with latency goals per direction.
+    Kyber,
+    /// Budget fair queueing.
+    Bfq(Bfq),
+}
+
+impl Scheduler {
+    /// The kernel's name, as in `/sys/block/D/queue/scheduler`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::MqDeadline => "mq-deadline",
+            Self::Kyber => "kyber",
+            Self::Bfq(_) => "bfq",
+        }
+    }
+}
+
+impl fmt::Display for Scheduler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bfq(b) => write!(
+                f,
+                "bfq slice_idle={}us timeout_sync={}ms low_latency={} max_budget={}",
+                b.slice_idle_us,
+                b.timeout_sync_ms,
+                u8::from(b.low_latency),
+                b.max_budget
+            ),
+            other => f.write_str(other.name()),
+        }
+    }
+}
+
+/// Limits of one cgroup on one device (`io.max`, `blkio.throttle.*`); `None` is no limit.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Limits {
+    /// Bytes read per second.
+    pub read_bps: Option<BytesPerSecond>,
+    /// Bytes written per second.
+    pub write_bps: Option<BytesPerSecond>,
+    /// Reads per second.
+    pub read_iops: Option<u64>,
+    /// Writes per second.
+    pub write_iops: Option<u64>,
+}
+
+impl Limits {
+    /// The same limit in bytes per second on reads and on writes.
+    #[must_use]
+    pub const fn bps(limit: BytesPerSecond) -> Self {
+        Self { read_bps: Some(limit), write_bps: Some(limit), read_iops: None, write_iops: None }
+    }
+}
+
+/// One VM's settings on one device.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VmSettings {
+    /// Weight under bfq; other schedulers ignore it.
+    pub weight: Weight,
+    /// Limits, enforced above the scheduler.
+    pub limits: Limits,
+}
+
+/// One device's settings: its scheduler and those of each VM that uses it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DeviceSettings {
+    /// Scheduler and parameters.
+    pub scheduler: Scheduler,
+    /// Each VM's weight and limits on this device.
+    pub vms: BTreeMap<VmName, VmSettings>,
+}
+
+/// Settings of every device.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Settings(pub BTreeMap<DeviceName, DeviceSettings>);
+
+/// A bfq parameter's file under `queue/iosched/`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BfqParameter {
+    /// µs; writing it also sets `slice_idle` (ms).
+    SliceIdleUs,
+    /// ms.
+    TimeoutSync,
+    /// 0 or 1. Turned off before weights are relied on.
+    LowLatency,
+    /// Sectors (512 bytes) of service; 0 is automatic.
+    MaxBudget,
+}
+
+impl BfqParameter {
+    /// The file's name.
+    #[must_use]
+    pub const fn file(self) -> &'static str {
+        match self {
+            Self::SliceIdleUs => "slice_idle_us",
+            Self::TimeoutSync => "timeout_sync",
+            Self::LowLatency => "low_latency",
+            Self::MaxBudget => "max_budget",
+        }
+    }
+}
+
+/// Which limit of a cgroup on a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Limit {
+    /// Bytes read per second.
+    ReadBps,
+    /// Bytes written per second.
+    WriteBps,
+    /// Reads per second.
+    ReadIops,
+    /// Writes per second.
+    WriteIops,
+}
+
+/// One knob of a host. The order is the order of application: a scheduler
+/// before its parameters (a switch resets them), those before weights.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(tag = "knob", rename_all = "snake_case", deny_unknown_fields)]
+pub enum Knob {
+    /// A device's scheduler: `none`, `mq-deadline`, `kyber` or `bfq`.
+    Scheduler {
+        /// Which device.
+        device: DeviceName,
+    },
+    /// A parameter of the device's bfq; absent under another scheduler.
+    Bfq {
+        /// Which device.
+        device: DeviceName,
+        /// Which parameter.
+        parameter: BfqParameter,
+    },
+    /// A VM's bfq weight on a device.
+    Weight {
+        /// Which device.
+        device: DeviceName,
+        /// Which VM.
+        vm: VmName,
+    },
+    /// A VM's limit on a device, a number or `max`.
+    Limit {
+        /// Which device.
+        device: DeviceName,
+        /// Which VM.
+        vm: VmName,
+        /// Which limit.
+        limit: Limit,
+    },
+}
+
+impl Knob {
+    /// The device that the knob belongs to.
+    #[must_use]
+    pub const fn device(&self) -> &DeviceName {
+        match self {
+            Self::Scheduler { device }
+            | Self::Bfq { device, .. }
+            | Self::Weight { device, .. }
+            | Self::Limit { device, .. } => device,
+        }
+    }
+
+    /// The VM that the knob belongs to, if it is not the device's own.
+    #[must_use]
+    pub const fn vm(&self) -> Option<&VmName> {
+        match self {
+            Self::Scheduler { .. } | Self::Bfq { .. } => None,
+            Self::Weight { vm, .. } | Self::Limit { vm, .. } => Some(vm),
+        }
+    }
+}
+
+impl fmt::Display for Knob {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = match self {
+            Self::Scheduler { device } => format!("{device}: scheduler"),
+            Self::Bfq { device, parameter } => format!("{device}: bfq {}", parameter.file()),
+            Self::Weight { device, vm } => format!("{device}: {vm}: weight"),
+            Self::Limit { device, vm, limit } => {
+                let what = match limit {
+                    Limit::ReadBps => "read limit (B/s)",
+                    Limit::WriteBps => "write limit (B/s)",
+                    Limit::ReadIops => "read limit (IOPS)",
+                    Limit::WriteIops => "write limit (IOPS)",
+                };
+                format!("{device}: {vm}: {what}")
+            }
+        };
+        f.pad(&text)
+    }
+}
+
+/// Knob → value text. A knob that is not there has no entry.
+pub type Knobs = BTreeMap<Knob, String>;
+
+/// One line of a diff; `None` means the knob does not exist (yet).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Change {
+    /// Which knob.
+    pub knob: Knob,
+    /// Its value before.
+    pub old: Option<String>,
+    /// Its value after.
+    pub new: String,
+}
+
+
+impl Settings {
+    /// Every knob that these settings define.
+    #[must_use]
+    pub fn knobs(&self) -> Knobs {
+        let mut knobs = Knobs::new();
+        for (device, settings) in &self.0 {
+            knobs.insert(
+                Knob::Scheduler { device: device.clone() },
+                settings.scheduler.name().to_owned(),
+            );
+            let is_bfq = if let Scheduler::Bfq(bfq) = settings.scheduler {
+                let parameters = [
+                    (BfqParameter::SliceIdleUs, bfq.slice_idle_us),
+                    (BfqParameter::TimeoutSync, bfq.timeout_sync_ms),
+                    (BfqParameter::LowLatency, u32::from(bfq.low_latency)),
+                    (BfqParameter::MaxBudget, bfq.max_budget),
+                ];
+                for (parameter, value) in parameters {
+                    let knob = Knob::Bfq { device: device.clone(), parameter };
+                    knobs.insert(knob, value.to_string());
+                }
+                true
+            } else {
+                false
+            };
+            for (vm, v) in &settings.vms {
+                if is_bfq {
+                    let knob = Knob::Weight { device: device.clone(), vm: vm.clone() };
+                    knobs.insert(knob, v.weight.to_string());
+                }
+                let limits = [
+                    (Limit::ReadBps, v.limits.read_bps.map(BytesPerSecond::get)),
+                    (Limit::WriteBps, v.limits.write_bps.map(BytesPerSecond::get)),
+                    (Limit::ReadIops, v.limits.read_iops),
+                    (Limit::WriteIops, v.limits.write_iops),
+                ];
+                for (limit, value) in limits {
+                    let text = value.map_or_else(|| "max".to_owned(), |v| v.to_string());
+                    let knob = Knob::Limit { device: device.clone(), vm: vm.clone(), limit };
+                    knobs.insert(knob, text);
+                }
+            }
+        }
+        knobs
+    }
+}
+
+/// What must change to get from `current` to `wanted`, in order of application.
+///
+/// A scheduler that changes resets its parameters, so all parameters of a new
+/// scheduler are listed, whatever `current` says of them.
+#[must_use]
+pub fn diff(current: &Knobs, wanted: &Knobs) -> Vec<Change> {
+    let switched = |knob: &Knob| {
+        let scheduler = Knob::Scheduler { device: knob.device().clone() };
+        matches!(knob, Knob::Bfq { .. }) && current.get(&scheduler) != wanted.get(&scheduler)
+    };
+    wanted
+        .iter()
+        .filter(|(knob, new)| switched(knob) || current.get(*knob) != Some(*new))
+        .map(|(knob, new)| Change {
+            knob: knob.clone(),
+            old: current.get(knob).cloned(),
+            new: new.clone(),
+        })
+        .collect()
+}

@@ -1,0 +1,133 @@
+//! What an operator wants: devices, VMs, their disks and tasks, and targets.
+//!
+//! A specification arrives as hostile TOML. [`parse`] turns it into a
+//! [`Specification`] in which every name is checked and unique, every
+//! reference resolves and every number is in range, or into an error with
+//! file, line and a hint. Nothing else builds one from text.
+
+mod parse;
+
+use std::path::PathBuf;
+
+use rtvirtio_units::{
+    Bytes, Confidence, DeviceName, DiskName, Iops, Nanos, Percentile, TaskName, VmName,
+};
+
+pub use parse::{MAX_FILE_BYTES, SpecificationError, parse};
+
+/// A checked specification.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Specification {
+    /// Shared block devices, at least one.
+    pub devices: Vec<Device>,
+    /// VMs in order of the file, at least one.
+    pub vms: Vec<Vm>,
+}
+
+/// A shared block device of the host.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Device {
+    /// Its name in this specification.
+    pub name: DeviceName,
+    /// Its node, such as `/dev/disk/by-id/…`.
+    pub path: PathBuf,
+    /// Its profile file, made by `rtvirtio calibrate`.
+    pub profile: PathBuf,
+}
+
+/// How a VM's disks are served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backend {
+    /// QEMU's virtio-blk on a host block device; the kernel's knobs apply.
+    Kernel,
+}
+
+/// A VM.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Vm {
+    /// Unique name.
+    pub name: VmName,
+    /// How its disks are served.
+    pub backend: Backend,
+    /// Its cgroup below the io controller's mount, such as `machine.slice/plc.scope`.
+    pub cgroup: PathBuf,
+    /// Its disks, at least one.
+    pub disks: Vec<Disk>,
+    /// Its tasks; a VM without a task is a background VM of unknown load.
+    pub tasks: Vec<Task>,
+}
+
+/// A VM's disk.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Disk {
+    /// Unique within its VM.
+    pub name: DiskName,
+    /// The device that it lies on.
+    pub device: DeviceName,
+}
+
+/// How the host tells a task's requests from others of its VM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Recognise {
+    /// Not at all: the VM's strictest target applies to all it does.
+    Unrecognised,
+    /// By its disk.
+    Disk,
+}
+
+/// What one task does and how late its slowest request may be.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Task {
+    /// Unique within its VM.
+    pub name: TaskName,
+    /// One of its VM's disks.
+    pub disk: DiskName,
+    /// How it is recognised.
+    pub recognise: Recognise,
+    /// What it does.
+    pub load: Load,
+    /// Its target; none makes it background load.
+    pub target: Option<Target>,
+}
+
+/// A task's declared load.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Load {
+    /// Requests per second that it issues; `None`: as many as it can.
+    pub iops: Option<Iops>,
+    /// Request size, 512 bytes to 16 MiB in whole sectors.
+    pub block_size: Bytes,
+    /// Fraction of reads, 0 to 1.
+    pub read_fraction: f64,
+    /// Requests in flight, 1 to 1024.
+    pub queue_depth: u32,
+}
+
+/// A latency target.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Target {
+    /// Which percentile of the task's latency.
+    pub percentile: Percentile,
+    /// How long that percentile may take.
+    pub latency: Nanos,
+    /// How sure the bound must be.
+    pub confidence: Confidence,
+}
+
+impl Vm {
+    /// The device that `task` of this VM works on.
+    ///
+    /// # Panics
+    /// If `task` is not of this VM: a checked specification has no such task.
+    #[must_use]
+    pub fn device_of(&self, task: &Task) -> &DeviceName {
+        let disk = self.disks.iter().find(|d| d.name == task.disk);
+        &disk.expect("a checked task names a disk of its VM").device
+    }
+
+    /// Whether no task of this VM has a target.
+    #[must_use]
+    pub fn is_background(&self) -> bool {
+        self.tasks.iter().all(|t| t.target.is_none())
+    }
+}

@@ -1,0 +1,153 @@
+//! Names that a person gives to devices, VMs, disks and tasks.
+//!
+//! A name becomes part of a cgroup path, a file name and a report, so its
+//! alphabet is closed: no separator, no leading dot, no control character.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// Longest name in bytes: fits a cgroup directory name (NAME_MAX 255) with room for a prefix.
+const MAX_LEN: usize = 64;
+
+/// Why a text is not a name.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NameError {
+    /// The text is empty.
+    #[error("a name is empty")]
+    Empty,
+    /// The text is longer than 64 bytes.
+    #[error("a name of {0} bytes is longer than {MAX_LEN}")]
+    TooLong(usize),
+    /// A character outside `A-Z a-z 0-9 . _ - @ +`.
+    #[error("character {0:?} is not allowed in a name (use letters, digits, '_', '-', '+', '@', '.')")]
+    BadCharacter(char),
+    /// The first character is not a letter, digit or underscore.
+    #[error("a name starts with {0:?} (use a letter, a digit or '_')")]
+    BadStart(char),
+}
+
+/// A checked name: 1 to 64 bytes of `A-Z a-z 0-9 . _ - @ +`, no leading dot or dash.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Name(String);
+
+impl Name {
+    /// Checks `text`.
+    ///
+    /// # Errors
+    /// [`NameError`] says which rule it breaks.
+    pub fn new(text: impl Into<String>) -> Result<Self, NameError> {
+        let text = text.into();
+        let first = text.chars().next().ok_or(NameError::Empty)?;
+        if text.len() > MAX_LEN {
+            return Err(NameError::TooLong(text.len()));
+        }
+        let allowed = |c: char| c.is_ascii_alphanumeric() || "._-@+".contains(c);
+        if let Some(bad) = text.chars().find(|&c| !allowed(c)) {
+            return Err(NameError::BadCharacter(bad));
+        }
+        if !(first.is_ascii_alphanumeric() || first == '_') {
+            return Err(NameError::BadStart(first));
+        }
+        Ok(Self(text))
+    }
+
+    /// The text.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl TryFrom<String> for Name {
+    type Error = NameError;
+    fn try_from(text: String) -> Result<Self, NameError> {
+        Self::new(text)
+    }
+}
+
+impl From<Name> for String {
+    fn from(name: Name) -> Self {
+        name.0
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&self.0)
+    }
+}
+
+macro_rules! named {
+    ($(#[$doc:meta])* $type:ident) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[serde(transparent)]
+        pub struct $type(Name);
+
+        impl $type {
+            /// Checks `text`.
+            ///
+            /// # Errors
+            /// [`NameError`] says which rule it breaks.
+            pub fn new(text: impl Into<String>) -> Result<Self, NameError> {
+                Name::new(text).map(Self)
+            }
+
+            /// The text.
+            #[must_use]
+            pub fn as_str(&self) -> &str {
+                self.0.as_str()
+            }
+        }
+
+        impl fmt::Display for $type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.fmt(f)
+            }
+        }
+    };
+}
+
+named! {
+    /// A host block device's name in a specification (`[device.NAME]`).
+    DeviceName
+}
+named! {
+    /// A VM's name in a specification.
+    VmName
+}
+named! {
+    /// A disk's name within its VM.
+    DiskName
+}
+named! {
+    /// A task's name within its VM.
+    TaskName
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn name_plain_is_kept() {
+        assert_eq!(VmName::new("plc-1.a").unwrap().as_str(), "plc-1.a");
+    }
+
+    #[test]
+    fn name_with_separator_or_leading_dot_is_refused() {
+        assert_eq!(Name::new("../x"), Err(NameError::BadCharacter('/')));
+        assert_eq!(Name::new(".."), Err(NameError::BadStart('.')));
+        assert_eq!(Name::new("-x"), Err(NameError::BadStart('-')));
+        assert_eq!(Name::new(""), Err(NameError::Empty));
+        assert_eq!(Name::new("a".repeat(65)), Err(NameError::TooLong(65)));
+        assert_eq!(Name::new("a\nb"), Err(NameError::BadCharacter('\n')));
+    }
+
+    #[test]
+    fn name_from_json_is_checked() {
+        assert!(serde_json::from_str::<VmName>("\"a b\"").is_err());
+    }
+}
