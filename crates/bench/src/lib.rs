@@ -1,3 +1,4 @@
 //! bench.
 
 pub mod report;
+pub mod scratch;

@@ -1,1 +1,326 @@
-//! planner.
+//! From a specification, profiles and the knobs found on the host to a plan,
+//! or to the reason why there is none.
+//!
+//! Terms: a *candidate* is one setting of every knob of a device; its *worth*
+//! orders candidates; a *victim* is a VM whose targets are given up so that
+//! more urgent ones hold.
+//!
+//! Algorithm, for each device by itself ([`search`]): a local search over
+//! scheduler, bfq's parameters and weights. Each candidate's caps on VMs
+//! without targets are as high as the targets allow: the bound of every task
+//! grows with them, so the largest is found by bisection. Worth is, in this
+//! order: targets met by urgency, background throughput, little that keeps the
+//! device idle, few changes from what is set. If a device cannot hold what is
+//! declared, the least urgent VM becomes a victim and the search starts anew.
+//!
+//! A target is met when its bound, not its prediction, is within it and the
+//! declared rate is delivered.
+//!
+//! Pure: same input, same plan.
+//!
+//! Properties (tests of the same name): `same_input_gives_same_plan`,
+//! `largest_cap_is_found`, `impossible_target_is_named`,
+//! `overload_sacrifices_the_least_urgent`.
+
+mod search;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use rtvirtio_model::structural::Structural;
+use rtvirtio_model::{DeviceLoad, Stream, VmLoad, conformal};
+use rtvirtio_spec::plan::{PLAN_VERSION, Plan, PlannedDevice, PlannedVm, TaskPromise};
+use rtvirtio_spec::profile::{DeviceIdentity, PROFILE_VERSION, Profile};
+use rtvirtio_spec::settings::{DeviceSettings, Knobs, Settings, diff};
+use rtvirtio_spec::specification::{Device, Specification, Task, Vm};
+use rtvirtio_units::{DeviceName, Nanos, Percentile};
+
+/// Fraction of the declared rate that a task must be given (DESIGN: the pass rule).
+pub const DELIVERED: f64 = 0.95;
+
+/// Why there is no plan at all. (Targets that cannot be met are part of a plan.)
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    /// The profile was made on another device.
+    #[error("device {device}: the profile is of {profile:?}, the device is {found:?}")]
+    OtherDevice {
+        /// The device in the specification.
+        device: DeviceName,
+        /// Whose profile it is.
+        profile: Box<DeviceIdentity>,
+        /// What is there.
+        found: Box<DeviceIdentity>,
+    },
+    /// No profile was given for a device.
+    #[error("device {device}: no profile {path}")]
+    NoProfile {
+        /// The device.
+        device: DeviceName,
+        /// Where it was expected.
+        path: PathBuf,
+    },
+    /// The profile is of another version of rtvirtio.
+    #[error("device {device}: profile version {found}, this rtvirtio reads {PROFILE_VERSION}")]
+    ProfileVersion {
+        /// The device.
+        device: DeviceName,
+        /// The file's version.
+        found: u32,
+    },
+}
+
+impl PlanError {
+    /// What to do about it.
+    #[must_use]
+    pub fn hint(&self) -> String {
+        match self {
+            Self::OtherDevice { device, .. }
+            | Self::NoProfile { device, .. }
+            | Self::ProfileVersion { device, .. } => {
+                format!("make a profile of {device}: rtvirtio calibrate PATH -o PROFILE")
+            }
+        }
+    }
+}
+
+/// A device of the specification as it was found.
+#[derive(Debug, Clone)]
+pub struct FoundDevice<'a> {
+    /// Its profile.
+    pub profile: &'a Profile,
+    /// What it is.
+    pub identity: DeviceIdentity,
+}
+
+/// Plans every device of `specification`.
+///
+/// `found` holds each device's profile and identity, `observed` the host's
+/// knobs as they are now.
+///
+/// # Errors
+/// [`PlanError`]: a profile is missing, foreign or of another version.
+pub fn plan(
+    specification: &Specification,
+    found: &BTreeMap<DeviceName, FoundDevice<'_>>,
+    observed: &Knobs,
+) -> Result<Plan, PlanError> {
+    let mut settings = Settings::default();
+    let mut tasks = Vec::new();
+    let mut background = Vec::new();
+    let mut cost = Vec::new();
+    let mut reasons = Vec::new();
+    let mut devices = Vec::new();
+    for device in &specification.devices {
+        let there = check(device, found)?;
+        let problem = Problem::of(specification, device, there.profile);
+        let choice = search::search(&problem, observed);
+        tasks.extend(choice.evaluation.promises.iter().cloned());
+        background.extend(choice.shares(&problem));
+        cost.push(choice.cost(&problem));
+        reasons.extend(choice.reasons.iter().map(|r| format!("{}: {r}", device.name)));
+        settings.0.insert(device.name.clone(), choice.settings(&problem));
+        devices.push(PlannedDevice {
+            name: device.name.clone(),
+            path: device.path.clone(),
+            identity: there.identity.clone(),
+        });
+    }
+    let vms = specification
+        .vms
+        .iter()
+        .map(|vm| PlannedVm { name: vm.name.clone(), cgroup: vm.cgroup.clone() })
+        .collect();
+    let changes = diff(observed, &settings.knobs());
+    Ok(Plan {
+        version: PLAN_VERSION,
+        devices,
+        vms,
+        settings,
+        observed: observed.clone(),
+        changes,
+        tasks,
+        background,
+        cost,
+        reasons,
+    })
+}
+
+/// What the model promises each task under `settings`, whoever chose them.
+///
+/// # Errors
+/// As [`plan`].
+pub fn predict(
+    specification: &Specification,
+    found: &BTreeMap<DeviceName, FoundDevice<'_>>,
+    settings: &Settings,
+) -> Result<Vec<TaskPromise>, PlanError> {
+    let mut promises = Vec::new();
+    for device in &specification.devices {
+        let there = check(device, found)?;
+        let problem = Problem::of(specification, device, there.profile);
+        if let Some(of_device) = settings.0.get(&device.name) {
+            let load = problem.load(of_device);
+            promises.extend(problem.evaluate(&load, &[]).promises);
+        }
+    }
+    Ok(promises)
+}
+
+fn check<'a>(
+    device: &Device,
+    found: &'a BTreeMap<DeviceName, FoundDevice<'a>>,
+) -> Result<&'a FoundDevice<'a>, PlanError> {
+    let there = found.get(&device.name).ok_or_else(|| PlanError::NoProfile {
+        device: device.name.clone(),
+        path: device.profile.clone(),
+    })?;
+    if there.profile.version != PROFILE_VERSION {
+        let found = there.profile.version;
+        return Err(PlanError::ProfileVersion { device: device.name.clone(), found });
+    }
+    if there.profile.device != there.identity {
+        return Err(PlanError::OtherDevice {
+            device: device.name.clone(),
+            profile: Box::new(there.profile.device.clone()),
+            found: Box::new(there.identity.clone()),
+        });
+    }
+    Ok(there)
+}
+
+/// One device, the VMs on it, and its model.
+struct Problem<'a> {
+    device: &'a Device,
+    vms: Vec<ProblemVm<'a>>,
+    profile: &'a Profile,
+    model: Structural<'a>,
+}
+
+struct ProblemVm<'a> {
+    vm: &'a Vm,
+    streams: Vec<Stream>,
+    /// Tasks on this device, in the order of `streams`.
+    tasks: Vec<&'a Task>,
+    /// The strictest target; `None` for a background VM.
+    urgency: Option<Nanos>,
+}
+
+/// What a candidate promises.
+#[derive(Debug, Clone)]
+struct Evaluation {
+    promises: Vec<TaskPromise>,
+    utilisation: f64,
+}
+
+impl<'a> Problem<'a> {
+    fn of(specification: &'a Specification, device: &'a Device, profile: &'a Profile) -> Self {
+        let mut vms = Vec::new();
+        for vm in &specification.vms {
+            if !vm.disks.iter().any(|d| d.device == device.name) {
+                continue;
+            }
+            let tasks: Vec<&Task> =
+                vm.tasks.iter().filter(|t| *vm.device_of(t) == device.name).collect();
+            let mut streams: Vec<Stream> = tasks.iter().map(|t| Stream::from(t.load)).collect();
+            if vm.tasks.is_empty() {
+                streams.push(Stream::UNDECLARED);
+            }
+            let urgency = tasks.iter().filter_map(|t| Some(t.target?.latency)).min();
+            vms.push(ProblemVm { vm, streams, tasks, urgency });
+        }
+        let model = Structural::new(&profile.structural, &profile.capacity);
+        Self { device, vms, profile, model }
+    }
+
+    /// The load under `settings`; a VM without settings has the defaults.
+    fn load(&self, settings: &DeviceSettings) -> DeviceLoad {
+        let vms = self
+            .vms
+            .iter()
+            .map(|v| VmLoad {
+                streams: v.streams.clone(),
+                settings: settings.vms.get(&v.vm.name).copied().unwrap_or_default(),
+            })
+            .collect();
+        DeviceLoad { scheduler: settings.scheduler, vms }
+    }
+
+    fn evaluate(&self, load: &DeviceLoad, victims: &[usize]) -> Evaluation {
+        let situation = self.model.situation(load);
+        let mut promises = Vec::new();
+        for (i, v) in self.vms.iter().enumerate() {
+            for (task, stream) in v.tasks.iter().zip(&v.streams) {
+                let Some(target) = task.target else { continue };
+                let estimate = self.model.estimate(&situation, stream, target.percentile);
+                let bound = conformal::bound(
+                    &self.profile.residuals.structural,
+                    estimate.regime,
+                    estimate.tail,
+                    target.confidence,
+                );
+                let facts = Facts {
+                    percentile: target.percentile,
+                    target: target.latency,
+                    predicted: estimate.tail,
+                    bound,
+                    delivered: estimate.delivered,
+                    utilisation: situation.utilisation,
+                    is_victim: victims.contains(&i),
+                };
+                promises.push(TaskPromise {
+                    vm: v.vm.name.clone(),
+                    task: task.name.clone(),
+                    percentile: target.percentile,
+                    target: target.latency,
+                    predicted: estimate.tail,
+                    bound: bound.unwrap_or(Nanos::new(u64::MAX)),
+                    confidence: target.confidence,
+                    delivered: estimate.delivered,
+                    unmet: facts.unmet(),
+                });
+            }
+        }
+        Evaluation { promises, utilisation: situation.utilisation }
+    }
+}
+
+struct Facts {
+    percentile: Percentile,
+    target: Nanos,
+    predicted: Nanos,
+    bound: Option<Nanos>,
+    delivered: f64,
+    utilisation: f64,
+    is_victim: bool,
+}
+
+impl Facts {
+    /// Why the target is not met, if it is not.
+    fn unmet(&self) -> Option<String> {
+        let overloaded = if self.utilisation > 1.0 {
+            format!("; the declared loads need {:.0} % of the device", self.utilisation * 100.0)
+        } else {
+            String::new()
+        };
+        if self.is_victim {
+            return Some(format!("given up for more urgent VMs{overloaded}"));
+        }
+        let Some(bound) = self.bound else {
+            return Some("the profile has too few runs for a bound at this confidence".to_owned());
+        };
+        if self.delivered < DELIVERED {
+            let percent = self.delivered * 100.0;
+            return Some(format!("only {percent:.0} % of its rate would be delivered{overloaded}"));
+        }
+        if bound > self.target {
+            return Some(format!(
+                "p{} is bounded by {bound} (predicted {}), above {}{overloaded}",
+                self.percentile, self.predicted, self.target
+            ));
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -108,7 +108,8 @@ impl Histogram {
         let half = 1.96 * (n as f64 * p * (1.0 - p)).sqrt();
         Some(Quantile {
             percentile,
-            value: self.at_rank(rank.ceil().max(1.0) as u64),
+            // The nudge keeps 10,000 × 0.999 at rank 9,990.
+            value: self.at_rank((rank - 1e-6).ceil().max(1.0) as u64),
             low: self.at_rank((rank - half).floor().max(1.0) as u64),
             high: self.at_rank((rank + half).ceil() as u64 + 1),
             n,

@@ -1,8 +1,12 @@
 //! A device's profile: who it is, what was measured of it, and the models
-//! fitted to that.
+//! fitted to that. The `model` room says what the fitted numbers mean.
 
-use rtvirtio_units::Bytes;
+use std::collections::BTreeMap;
+
+use rtvirtio_units::{Bytes, BytesPerSecond, Nanos, Percentile};
 use serde::{Deserialize, Serialize};
+
+use crate::settings::Scheduler;
 
 /// The profile format that this version writes and reads.
 pub const PROFILE_VERSION: u32 = 1;
@@ -22,4 +26,177 @@ pub struct DeviceIdentity {
     pub size: Bytes,
     /// Whether the kernel takes it for a rotational disk.
     pub rotational: bool,
+}
+
+/// A profile file (`rtvirtio calibrate`).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Profile {
+    /// [`PROFILE_VERSION`].
+    pub version: u32,
+    /// Whose profile it is.
+    pub device: DeviceIdentity,
+    /// Kernel release during calibration.
+    pub kernel: String,
+    /// When it was made, RFC 3339, UTC.
+    pub date: String,
+    /// The device alone.
+    pub capacity: Capacity,
+    /// Parameters of the structural model.
+    pub structural: StructuralFit,
+    /// λ of the paper's model.
+    pub paper: PaperFit,
+    /// What the models left unexplained, for the bound.
+    pub residuals: Residuals,
+    /// What the fits come from.
+    pub probes: Vec<Probe>,
+}
+
+/// What the device does for one user.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Capacity {
+    /// 4 KiB requests per second, 70 % reads, at depth 64.
+    pub iops_4k: f64,
+    /// Bytes written per second in 128 KiB requests at depth 64.
+    pub write_throughput: BytesPerSecond,
+    /// 4 KiB at depth 1, as the submitter sees it.
+    pub response_4k: Response,
+    /// 128 KiB writes at depth 1.
+    pub response_128k: Response,
+}
+
+/// Response time at depth 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Response {
+    /// Mean.
+    pub mean: Nanos,
+    /// Median.
+    pub p50: Nanos,
+    /// 99th percentile.
+    pub p99: Nanos,
+    /// 99.9th percentile.
+    pub p999: Nanos,
+}
+
+/// Parameters of the structural model; see `rtvirtio_model::structural`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StructuralFit {
+    /// Tails of depth-1 requests without a deep neighbour, by rising utilisation; at least one.
+    pub base: Vec<BasePoint>,
+    /// Factor on the base tails for each scheduler's name; 1 for `none`.
+    pub scheduler_factor: BTreeMap<String, f64>,
+    /// How much of a cap is released at once, as a time: bytes = cap × this.
+    pub burst: Nanos,
+    /// Times in which the device serves nothing, if it has them.
+    pub stalls: Option<StallFit>,
+    /// Factor of each regime: median of measured over modelled.
+    pub regime_factor: BTreeMap<Regime, f64>,
+}
+
+/// Base tails at one utilisation.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BasePoint {
+    /// Fraction of the device in use, 0 to 1.
+    pub utilisation: f64,
+    /// Mean response.
+    pub mean: Nanos,
+    /// 99th percentile.
+    pub p99: Nanos,
+    /// 99.9th percentile.
+    pub p999: Nanos,
+}
+
+/// Stalls as the calibration saw them.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StallFit {
+    /// Stalls per second, upper 95 % limit.
+    pub per_second: f64,
+    /// The longest seen.
+    pub length: Nanos,
+}
+
+/// What dominates a tail; each regime has its own law and its own residuals.
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Regime {
+    /// The scheduler does not idle and no deep queue is unlimited.
+    Flowing,
+    /// The scheduler does not idle; an unlimited deep queue fills the device.
+    Flooded,
+    /// bfq idles between the requests of a queue.
+    Idling,
+    /// bfq idles and an unlimited deep queue is there.
+    IdlingFlooded,
+}
+
+impl Regime {
+    /// All four.
+    pub const ALL: [Self; 4] = [Self::Flowing, Self::Flooded, Self::Idling, Self::IdlingFlooded];
+}
+
+/// λ of the paper's model (Table III), host part.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PaperFit {
+    /// λ^φ, influence of the weight.
+    pub weight: f64,
+    /// λ^TS of the host.
+    pub timeout_sync: f64,
+    /// λ^SI of the host.
+    pub slice_idle: f64,
+    /// T_agg of the host.
+    pub throughput: BytesPerSecond,
+}
+
+/// Logarithms of measured over predicted tails, sorted, of the calibration's task-runs.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Residuals {
+    /// Of the structural model.
+    pub structural: BTreeMap<Regime, Vec<f64>>,
+    /// Of the paper's model.
+    pub paper: BTreeMap<Regime, Vec<f64>>,
+}
+
+/// One calibration cell.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Probe {
+    /// What was set.
+    pub scheduler: Scheduler,
+    /// Competing VMs, each with the tasks L, M and H.
+    pub vms: u32,
+    /// Whether a deep writer competed.
+    pub writer: bool,
+    /// Its cap.
+    pub cap: Option<BytesPerSecond>,
+    /// Bytes per second that it got.
+    pub writer_throughput: BytesPerSecond,
+    /// Measured tails.
+    pub tails: Vec<ProbeTail>,
+    /// Largest delay of a sleeping thread.
+    pub canary: Nanos,
+}
+
+/// One task's tail in a probe.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProbeTail {
+    /// Which VM, from 0.
+    pub vm: u32,
+    /// Requested rate.
+    pub iops: f64,
+    /// Delivered fraction.
+    pub delivered: f64,
+    /// Which percentile.
+    pub percentile: Percentile,
+    /// Its value.
+    pub tail: Nanos,
 }

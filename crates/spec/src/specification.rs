@@ -3,9 +3,16 @@
 //! A specification arrives as hostile TOML. [`parse`] turns it into a
 //! [`Specification`] in which every name is checked and unique, every
 //! reference resolves and every number is in range, or into an error with
-//! file, line and a hint. Nothing else builds one from text.
+//! file, line and a hint. Nothing else builds one from text. [`to_toml`] writes
+//! one that [`parse`] reads back as it was.
 
+mod error;
 mod parse;
+mod raw;
+mod write;
+
+#[cfg(test)]
+mod tests;
 
 use std::path::PathBuf;
 
@@ -13,7 +20,13 @@ use rtvirtio_units::{
     Bytes, Confidence, DeviceName, DiskName, Iops, Nanos, Percentile, TaskName, VmName,
 };
 
-pub use parse::{MAX_FILE_BYTES, SpecificationError, parse};
+pub use error::{
+    CgroupFault, Found, Kind, Label, PathFault, Problem, SpecificationError, Subject, Wanted,
+};
+pub use parse::{
+    MAX_DISKS_PER_VM, MAX_FILE_BYTES, MAX_KEY_PARTS, MAX_TASKS_PER_VM, MAX_VMS, parse,
+};
+pub use write::to_toml;
 
 /// A checked specification.
 #[derive(Debug, Clone, PartialEq)]

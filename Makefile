@@ -1,0 +1,95 @@
+# The one entry, for people and CI alike. `make` lists the targets.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup build demo test check fmt clippy doc deny fuzz \
+	bench-strict bench-ssd bench-prediction bench-planner \
+	bench-full bench-full-24 bench-full-raw
+
+# A fresh rustup is not yet on PATH.
+export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
+
+RTVIRTIO := $(or $(CARGO_TARGET_DIR),target)/release/rtvirtio
+RESULTS ?= docs/results
+
+# Every scheme, and those of which more than one repetition is made.
+SCHEMES := bfq,ionice,rt-xen,none,mq-deadline,kyber,hand,rtvirtio
+REPEATED := rtvirtio,hand
+REPETITIONS ?= 3
+
+help: ## List the targets
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
+		while IFS='|' read -r target text; do printf '  make %-18s %s\n' "$$target" "$$text"; done
+
+setup: ## Install what is missing (Debian packages, as root), or say what to install
+	@scripts/setup build
+
+build: setup ## Build the release binary
+	cargo build --release --locked
+
+demo: ## Baselines and rtvirtio side by side on a scratch disk (root; DEMO_FLAGS=...)
+	@scripts/setup run
+	cargo build --release --locked
+	$(RTVIRTIO) demo $(DEMO_FLAGS)
+
+test: setup ## All tests; those that need root or FUSE say so when they are skipped
+	cargo test --workspace --all-features --locked
+
+check: setup fmt clippy doc deny fuzz ## All that a change must pass beside the tests
+
+fmt: ## Formatting
+	cargo fmt --all --check
+
+clippy: ## Lints, of tests and benchmarks too
+	cargo clippy --workspace --all-targets --all-features --locked -- -D warnings
+
+doc: ## The documentation builds without a warning
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --all-features --no-deps --locked
+
+deny: ## Licences, sources and advisories of the dependencies
+	@scripts/deny
+
+fuzz: ## Fuzz the specification's parser for FUZZ_SECONDS (60)
+	@scripts/fuzz specification
+
+# The first repetition has every scheme, interleaved; the others repeat two of them.
+# All of these continue where they were interrupted.
+bench-strict: build ## 8 cases, strict targets, background writer; then the sweep of its cap
+	$(RTVIRTIO) bench --cases strict8 --schemes $(SCHEMES) --tier strict --neighbour writer \
+		--ssd ref-4x250 --repetitions 1 --out $(RESULTS)/strict
+	$(RTVIRTIO) bench --cases strict8 --schemes $(REPEATED) --tier strict --neighbour writer \
+		--ssd ref-4x250 --repetitions $(REPETITIONS) --out $(RESULTS)/strict
+	$(RTVIRTIO) bench --sweep-cap 5,10,15,20,30,40 --cases strict8 --tier strict \
+		--neighbour writer --ssd ref-4x250 --out $(RESULTS)/strict-sweep
+	$(RTVIRTIO) report $(RESULTS)/strict
+
+bench-ssd: build ## 4 cases on a faster disk and on one that stalls
+	for ssd in ref-8x80 ref-stall; do \
+		$(RTVIRTIO) bench --cases 1xH,2xM+H,3xL+M+H,4xL+M+H --schemes $(SCHEMES) --tier strict \
+			--neighbour writer --ssd $$ssd --repetitions 1 --out $(RESULTS)/$$ssd; \
+		$(RTVIRTIO) report $(RESULTS)/$$ssd; \
+	done
+
+bench-prediction: build ## Predictions and bounds against 200 and more task-runs
+	$(RTVIRTIO) bench --prediction --ssd ref-4x250 --out $(RESULTS)/prediction
+
+bench-planner: setup ## Time of a plan, 4 to 1,000 VMs
+	mkdir -p $(RESULTS)
+	cargo bench -p rtvirtio-planner --locked | tee $(RESULTS)/planner.txt
+
+TIER ?= strict
+NEIGHBOUR ?= writer
+
+bench-full: bench-full-24 bench-full-raw ## Both of the following: many hours
+
+bench-full-24: build ## The 24 cases (TIER=strict|paper NEIGHBOUR=writer|none)
+	$(RTVIRTIO) bench --cases all --schemes $(SCHEMES) --tier $(TIER) --neighbour $(NEIGHBOUR) \
+		--ssd ref-4x250 --repetitions $(REPETITIONS) --out $(RESULTS)/full-$(TIER)-$(NEIGHBOUR)
+	$(RTVIRTIO) report $(RESULTS)/full-$(TIER)-$(NEIGHBOUR)
+
+bench-full-raw: build ## The 8 cases on a loop device over a plain file, with its noise floor
+	$(RTVIRTIO) bench --raw --cases strict8 --schemes $(SCHEMES) --tier $(TIER) \
+		--neighbour $(NEIGHBOUR) --repetitions $(REPETITIONS) --out $(RESULTS)/full-raw
+	$(RTVIRTIO) report $(RESULTS)/full-raw

@@ -1,0 +1,90 @@
+//! What the models are asked about: one device, its VMs, their streams.
+
+use rtvirtio_spec::settings::{Scheduler, VmSettings};
+use rtvirtio_spec::specification::Load;
+use rtvirtio_units::{Bytes, BytesPerSecond};
+
+/// What one task (or an undeclared background) issues.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Stream {
+    /// Requests per second; `None`: as many as it can.
+    pub iops: Option<f64>,
+    /// Request size.
+    pub block_size: Bytes,
+    /// Fraction of reads, 0 to 1.
+    pub read_fraction: f64,
+    /// Requests in flight.
+    pub depth: u32,
+}
+
+impl Stream {
+    /// What a VM that declares nothing is taken for: 128 KiB writes at depth 64.
+    pub const UNDECLARED: Self = Self {
+        iops: None,
+        block_size: Bytes::from_kib(128),
+        read_fraction: 0.0,
+        depth: 64,
+    };
+}
+
+impl From<Load> for Stream {
+    fn from(load: Load) -> Self {
+        Self {
+            iops: load.iops.map(rtvirtio_units::Iops::get),
+            block_size: load.block_size,
+            read_fraction: load.read_fraction,
+            depth: load.queue_depth,
+        }
+    }
+}
+
+/// One VM on the device.
+#[derive(Debug, Clone, PartialEq)]
+pub struct VmLoad {
+    /// What it issues.
+    pub streams: Vec<Stream>,
+    /// How it is set.
+    pub settings: VmSettings,
+}
+
+impl VmLoad {
+    /// Bytes per second that it asks for; infinite if a stream has no rate.
+    #[must_use]
+    pub fn demand(&self) -> f64 {
+        let bytes = |s: &Stream| s.iops.unwrap_or(f64::INFINITY) * s.block_size.get() as f64;
+        self.streams.iter().map(bytes).sum()
+    }
+
+    /// The most that its limits let through, bytes per second, by its mix of
+    /// reads and writes; `None` without a limit.
+    #[must_use]
+    pub fn cap(&self) -> Option<f64> {
+        let limits = self.settings.limits;
+        let block = self.streams.iter().map(|s| s.block_size.get()).max().unwrap_or(4096) as f64;
+        let reads = self.streams.iter().map(|s| s.read_fraction).fold(0.0, f64::max);
+        let writes = self.streams.iter().map(|s| 1.0 - s.read_fraction).fold(0.0, f64::max);
+        let bps = |limit: Option<BytesPerSecond>| limit.map(|l| l.get() as f64);
+        let iops = |limit: Option<u64>| limit.map(|l| l as f64 * block);
+        let tightest = |a: Option<f64>, b: Option<f64>| match (a, b) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        };
+        let read = tightest(bps(limits.read_bps), iops(limits.read_iops));
+        let write = tightest(bps(limits.write_bps), iops(limits.write_iops));
+        match (reads > 0.0, writes > 0.0) {
+            (true, false) => read,
+            (false, _) => write,
+            // A stream that mixes stands still when either direction does.
+            (true, true) => tightest(read.map(|r| r / reads), write.map(|w| w / writes)),
+        }
+    }
+}
+
+/// One device.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DeviceLoad {
+    /// Its scheduler.
+    pub scheduler: Scheduler,
+    /// The VMs that use it.
+    pub vms: Vec<VmLoad>,
+}

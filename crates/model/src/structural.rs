@@ -1,0 +1,251 @@
+//! The structural model, found by measurement.
+//!
+//! A request's response is its *base* response (device service, queueing
+//! behind the other depth-1 requests, software) plus the time for which
+//! something blocks the device for it. *Blockings* recur: each has a rate and
+//! a length.
+//!
+//! | blocking | rate | length |
+//! | --- | --- | --- |
+//! | a capped VM's burst | 1 / burst | cap × burst / throughput |
+//! | bfq idling on other VMs' queues | 1 / (n·slice) | (n − 1)·slice |
+//! | a stall of the device | measured | measured |
+//! | an unlimited deep queue | always | depth × service / channels |
+//!
+//! *burst*: blk-throttle releases a cap in slices (`DFL_THROTL_SLICE_HD`,
+//! HZ/10, kernel `block/blk-throttle.c`), so that a capped VM sends
+//! cap × slice at once, each slice. *slice*: `timeout_sync`, or the time that
+//! `max_budget` takes at depth 1 if that is less (bfq expires the queue in
+//! service on either, kernel `block/bfq-iosched.c`).
+//!
+//! A depth-1 stream of rate λ has at most one request waiting, so a blocking
+//! of rate r and length ℓ makes a fraction `r · min(ℓ − x, 1/λ)` of its
+//! requests wait longer than x. The tail at p is the base tail at p plus the x
+//! at which these fractions sum to 1 − p. (A rare blocking is invisible to a
+//! low percentile of a fast stream, and is not to one of a slow stream.)
+//!
+//! Properties (tests of the same name): `tail_grows_with_percentile`,
+//! `tail_grows_with_a_neighbours_cap`, `idling_tail_is_other_vms_times_timeout`,
+//! `flood_waits_for_the_whole_queue`.
+
+use rtvirtio_spec::profile::{BasePoint, Capacity, Regime, StructuralFit};
+use rtvirtio_spec::settings::Scheduler;
+use rtvirtio_units::{Nanos, Percentile};
+
+use crate::{DeviceLoad, Estimate, Stream};
+
+/// A queue this deep without a rate or a limit fills the device; it is the
+/// depth at which the reference devices' channels are all busy twice over.
+const DEEP: u32 = 8;
+
+/// Utilisation above which the base response is not extrapolated further.
+const SATURATED: f64 = 0.98;
+
+/// Recurring times in which a request cannot be served.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Blocking {
+    per_second: f64,
+    seconds: f64,
+}
+
+/// The model, fitted to one device.
+#[derive(Debug, Clone, Copy)]
+pub struct Structural<'a> {
+    fit: &'a StructuralFit,
+    capacity: &'a Capacity,
+}
+
+/// A [`DeviceLoad`] with all that its streams share worked out.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Situation {
+    regime: Regime,
+    blockings: Vec<Blocking>,
+    /// Wait behind an unlimited deep queue, s.
+    flood: f64,
+    scheduler_factor: f64,
+    /// Fraction of the device that declared and capped loads use; more than 1 is an overload.
+    pub utilisation: f64,
+}
+
+impl<'a> Structural<'a> {
+    /// The model with the numbers of a profile.
+    #[must_use]
+    pub const fn new(fit: &'a StructuralFit, capacity: &'a Capacity) -> Self {
+        Self { fit, capacity }
+    }
+
+    /// Device time that one request takes when the device is busy, s: what one
+    /// more of them costs, all channels working.
+    fn cost(&self, block_size: f64) -> f64 {
+        let small = 1.0 / self.capacity.iops_4k;
+        let large = 131_072.0 / self.capacity.write_throughput.get() as f64;
+        // Linear in length between the two measured sizes, and beyond.
+        let slope = (large - small) / (131_072.0 - 4096.0);
+        (small + slope * (block_size - 4096.0)).max(small / 8.0)
+    }
+
+    /// What `load` means for every stream on the device.
+    #[must_use]
+    pub fn situation(&self, load: &DeviceLoad) -> Situation {
+        let mut blockings = Vec::new();
+        let mut flood = 0.0;
+        let mut utilisation = 0.0;
+        let burst = self.fit.burst.as_secs_f64();
+        for vm in &load.vms {
+            let cap = vm.cap();
+            let is_unlimited = |s: &&Stream| s.iops.is_none() && s.depth >= DEEP;
+            for s in &vm.streams {
+                let block = s.block_size.get() as f64;
+                let lone_rate = f64::from(s.depth) / self.base(0.0).mean.as_secs_f64();
+                let rate = s.iops.unwrap_or(lone_rate).min(cap.unwrap_or(f64::INFINITY) / block);
+                if s.iops.is_some() || cap.is_some() || s.depth < DEEP {
+                    utilisation += rate * self.cost(block);
+                }
+            }
+            match cap {
+                Some(cap) if cap < vm.demand() => {
+                    let block =
+                        vm.streams.iter().map(|s| s.block_size.get()).max().unwrap_or(4096) as f64;
+                    let in_flight: u32 = vm.streams.iter().map(|s| s.depth).sum();
+                    // No more at once than it keeps in flight.
+                    let at_once = (cap * burst / block).min(f64::from(in_flight));
+                    let seconds = at_once * self.cost(block);
+                    blockings.push(Blocking { per_second: 1.0 / burst, seconds });
+                }
+                _ => {
+                    for s in vm.streams.iter().filter(is_unlimited) {
+                        flood += f64::from(s.depth) * self.cost(s.block_size.get() as f64);
+                    }
+                }
+            }
+        }
+        if let Some(stalls) = self.fit.stalls {
+            let seconds = stalls.length.as_secs_f64();
+            blockings.push(Blocking { per_second: stalls.per_second, seconds });
+        }
+        let is_flooded = flood > 0.0;
+        let slice = self.idle_slice(load.scheduler);
+        let regime = match (slice, is_flooded) {
+            (None, false) => Regime::Flowing,
+            (None, true) => Regime::Flooded,
+            (Some(_), false) => Regime::Idling,
+            (Some(_), true) => Regime::IdlingFlooded,
+        };
+        if let Some(slice) = slice {
+            let vms = load.vms.iter().filter(|vm| !vm.streams.is_empty()).count().max(1) as f64;
+            if vms > 1.0 {
+                let seconds = (vms - 1.0) * slice;
+                blockings.push(Blocking { per_second: 1.0 / (vms * slice), seconds });
+            }
+            // A queue in service keeps the flood out for its slice.
+            flood = 0.0;
+        }
+        let name = load.scheduler.name();
+        let scheduler_factor = self.fit.scheduler_factor.get(name).copied().unwrap_or(1.0);
+        Situation { regime, blockings, flood, scheduler_factor, utilisation }
+    }
+
+    /// How long bfq keeps one VM in service while it idles, s; `None` if it does not idle.
+    fn idle_slice(&self, scheduler: Scheduler) -> Option<f64> {
+        let Scheduler::Bfq(bfq) = scheduler else { return None };
+        if bfq.slice_idle_us == 0 {
+            return None;
+        }
+        let timeout = f64::from(bfq.timeout_sync_ms) / 1e3;
+        if bfq.max_budget == 0 {
+            return Some(timeout);
+        }
+        let requests = f64::from(bfq.max_budget) / 8.0; // sectors in 4 KiB
+        Some(timeout.min(requests * self.capacity.response_4k.mean.as_secs_f64()))
+    }
+
+    /// Base tails at a utilisation: linear between the measured points, growing
+    /// as 1 / (1 − u) beyond the last.
+    fn base(&self, utilisation: f64) -> BasePoint {
+        let points = &self.fit.base;
+        let (Some(first), Some(last)) = (points.first(), points.last()) else {
+            let r = self.capacity.response_4k;
+            return BasePoint { utilisation, mean: r.mean, p99: r.p99, p999: r.p999 };
+        };
+        if utilisation <= first.utilisation {
+            return BasePoint { utilisation, ..*first };
+        }
+        if utilisation >= last.utilisation {
+            let growth = (1.0 - last.utilisation.min(SATURATED))
+                / (1.0 - utilisation.min(SATURATED)).max(1e-3);
+            let grown = |n: Nanos| n.scale(growth.max(1.0));
+            return BasePoint {
+                utilisation,
+                mean: grown(last.mean),
+                p99: grown(last.p99),
+                p999: grown(last.p999),
+            };
+        }
+        let above = points.iter().position(|p| p.utilisation > utilisation).unwrap_or(1).max(1);
+        let (a, b) = (&points[above - 1], &points[above]);
+        let t = (utilisation - a.utilisation) / (b.utilisation - a.utilisation);
+        let between = |x: Nanos, y: Nanos| {
+            Nanos::from_secs_f64(x.as_secs_f64() * (1.0 - t) + y.as_secs_f64() * t)
+        };
+        BasePoint {
+            utilisation,
+            mean: between(a.mean, b.mean),
+            p99: between(a.p99, b.p99),
+            p999: between(a.p999, b.p999),
+        }
+    }
+
+    /// The estimate for `stream` at percentile `p`.
+    #[must_use]
+    pub fn estimate(&self, situation: &Situation, stream: &Stream, p: Percentile) -> Estimate {
+        let base = self.base(situation.utilisation);
+        let factor = situation.scheduler_factor;
+        let beyond = 1.0 - p.fraction();
+        let base_tail = tail_of(&base, beyond) * factor;
+        // A closed loop at its limit issues as fast as it is served.
+        let mean = base.mean.as_secs_f64() * factor + situation.flood;
+        let blocked: f64 = situation
+            .blockings
+            .iter()
+            .map(|b| (b.per_second * b.seconds).min(1.0))
+            .sum::<f64>()
+            .min(0.99);
+        let most = f64::from(stream.depth) * (1.0 - blocked) / mean;
+        let rate = stream.iops.unwrap_or(most).min(most);
+        let delivered = stream.iops.map_or(1.0, |wanted| (most / wanted).min(1.0));
+        let wait = wait_at(&situation.blockings, 1.0 / rate, beyond);
+        let regime_factor =
+            self.fit.regime_factor.get(&situation.regime).copied().unwrap_or(1.0);
+        let tail = (base_tail + situation.flood + wait) * regime_factor;
+        Estimate { tail: Nanos::from_secs_f64(tail), delivered, regime: situation.regime }
+    }
+}
+
+/// The base tail, s: linear in log(1 − p) through p99 and p99.9.
+fn tail_of(base: &BasePoint, beyond: f64) -> f64 {
+    let (p99, p999) = (base.p99.as_secs_f64(), base.p999.as_secs_f64());
+    let decades = (0.01 / beyond).log10();
+    (p99 + (p999 - p99) * decades).max(base.mean.as_secs_f64())
+}
+
+/// The wait x, s, that a fraction `beyond` of a stream's requests exceeds:
+/// Σ rate · min(length − x, interval) = beyond.
+fn wait_at(blockings: &[Blocking], interval: f64, beyond: f64) -> f64 {
+    let exceeding = |x: f64| -> f64 {
+        blockings.iter().map(|b| b.per_second * (b.seconds - x).clamp(0.0, interval)).sum()
+    };
+    let mut high = blockings.iter().map(|b| b.seconds).fold(0.0, f64::max);
+    if exceeding(0.0) <= beyond {
+        return 0.0;
+    }
+    let mut low = 0.0;
+    // The sum falls with x; 24 halvings leave less than 10^-7 of the longest blocking.
+    for _ in 0..24 {
+        let middle = (low + high) / 2.0;
+        if exceeding(middle) > beyond { low = middle } else { high = middle }
+    }
+    (low + high) / 2.0
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,157 @@
+use std::collections::BTreeMap;
+
+use rtvirtio_spec::profile::{Response, StallFit};
+use rtvirtio_spec::settings::{Bfq, Limits, VmSettings};
+use rtvirtio_units::{Bytes, BytesPerSecond};
+
+use super::*;
+use crate::VmLoad;
+
+fn capacity() -> Capacity {
+    let response = Response {
+        mean: Nanos::from_micros(320),
+        p50: Nanos::from_micros(310),
+        p99: Nanos::from_micros(550),
+        p999: Nanos::from_micros(700),
+    };
+    Capacity {
+        iops_4k: 16_000.0,
+        write_throughput: BytesPerSecond::from_megabytes(371),
+        response_4k: response,
+        response_128k: response,
+    }
+}
+
+fn fit() -> StructuralFit {
+    StructuralFit {
+        base: vec![BasePoint {
+            utilisation: 0.1,
+            mean: Nanos::from_micros(320),
+            p99: Nanos::from_micros(600),
+            p999: Nanos::from_micros(900),
+        }],
+        scheduler_factor: BTreeMap::new(),
+        burst: Nanos::from_millis(100),
+        stalls: None,
+        regime_factor: BTreeMap::new(),
+    }
+}
+
+fn task(iops: f64) -> Stream {
+    Stream { iops: Some(iops), block_size: Bytes::from_kib(4), read_fraction: 0.7, depth: 1 }
+}
+
+fn vm(streams: &[Stream], limits: Limits) -> VmLoad {
+    VmLoad { streams: streams.to_vec(), settings: VmSettings { limits, ..Default::default() } }
+}
+
+fn four(scheduler: Scheduler, writer: Option<Limits>) -> DeviceLoad {
+    let tasks = [task(100.0), task(500.0), task(1500.0)];
+    let mut vms = vec![vm(&tasks, Limits::default()); 4];
+    if let Some(limits) = writer {
+        vms.push(vm(&[Stream::UNDECLARED], limits));
+    }
+    DeviceLoad { scheduler, vms }
+}
+
+fn tail_ms(load: &DeviceLoad, stream: &Stream, p: f64) -> f64 {
+    let (fit, capacity) = (fit(), capacity());
+    let model = Structural::new(&fit, &capacity);
+    let situation = model.situation(load);
+    model.estimate(&situation, stream, Percentile::new(p).unwrap()).tail.as_millis_f64()
+}
+
+fn capped(mb: u64) -> Option<Limits> {
+    Some(Limits::bps(BytesPerSecond::from_megabytes(mb)))
+}
+
+#[test]
+fn burst_of_30_mb_waits_for_3_mb_of_device_time() {
+    // 3 MB at 371 MB/s are 8.09 ms; p99.9 sees all but 0.1 ms of it.
+    let tail = tail_ms(&four(Scheduler::None, capped(30)), &task(500.0), 99.9);
+    assert!((8.2..11.0).contains(&tail), "{tail}");
+}
+
+#[test]
+fn burst_is_invisible_to_p99_of_a_fast_stream() {
+    // One of 150 requests a burst is 0.67 %.
+    let fast = tail_ms(&four(Scheduler::None, capped(30)), &task(1500.0), 99.0);
+    let slow = tail_ms(&four(Scheduler::None, capped(30)), &task(100.0), 99.0);
+    assert!(fast < 2.0, "{fast}");
+    assert!(slow > 7.0, "{slow}");
+}
+
+#[test]
+fn tail_grows_with_percentile() {
+    let load = four(Scheduler::None, capped(20));
+    let tails = [99.0, 99.5, 99.9, 99.99].map(|p| tail_ms(&load, &task(100.0), p));
+    assert!(tails.is_sorted(), "{tails:?}");
+}
+
+#[test]
+fn tail_grows_with_a_neighbours_cap() {
+    let tails =
+        [5, 10, 20, 40].map(|mb| tail_ms(&four(Scheduler::None, capped(mb)), &task(500.0), 99.9));
+    assert!(tails.is_sorted(), "{tails:?}");
+}
+
+#[test]
+fn idling_tail_is_other_vms_times_timeout() {
+    let idling = |timeout_sync_ms| {
+        Scheduler::Bfq(Bfq { timeout_sync_ms, ..Bfq::DEFAULT })
+    };
+    for (timeout, expected) in [(32, 96.0), (64, 192.0), (124, 372.0)] {
+        let tail = tail_ms(&four(idling(timeout), None), &task(500.0), 99.9);
+        assert!((tail - expected).abs() < 0.05 * expected, "{timeout}: {tail}");
+    }
+}
+
+#[test]
+fn idling_slice_is_cut_by_max_budget() {
+    // 64 sectors are 8 requests of 0.32 ms: 2.56 ms a VM, three others.
+    let scheduler = Scheduler::Bfq(Bfq { max_budget: 64, ..Bfq::DEFAULT });
+    let tail = tail_ms(&four(scheduler, None), &task(100.0), 99.0);
+    assert!((7.0..11.0).contains(&tail), "{tail}");
+}
+
+#[test]
+fn flood_waits_for_the_whole_queue() {
+    // 64 × 128 KiB at 371 MB/s are 22.6 ms; 44 requests a second are left of 1,500.
+    let (fit, capacity) = (fit(), capacity());
+    let model = Structural::new(&fit, &capacity);
+    let load = four(Scheduler::None, Some(Limits::default()));
+    let situation = model.situation(&load);
+    let e = model.estimate(&situation, &task(1500.0), Percentile::new(99.9).unwrap());
+    assert!((22.0..25.5).contains(&e.tail.as_millis_f64()), "{e:?}");
+    assert!((0.025..0.035).contains(&e.delivered), "{e:?}");
+    assert_eq!(e.regime, Regime::Flooded);
+}
+
+#[test]
+fn stall_is_seen_by_a_percentile_that_it_reaches() {
+    let mut fit = fit();
+    fit.stalls = Some(StallFit { per_second: 0.2, length: Nanos::from_millis(20) });
+    let capacity = capacity();
+    let model = Structural::new(&fit, &capacity);
+    let situation = model.situation(&four(Scheduler::None, None));
+    let tail = |iops, p: f64| {
+        let p = Percentile::new(p).unwrap();
+        model.estimate(&situation, &task(iops), p).tail.as_millis_f64()
+    };
+    // 20 ms every 5 s: 0.4 % of time, of which p99 sees nothing and p99.9 of a
+    // slow stream all but 5 ms.
+    assert!(tail(100.0, 99.0) < 2.0);
+    assert!((14.0..18.0).contains(&tail(100.0, 99.9)));
+    assert!(tail(1500.0, 99.9) < 2.0);
+}
+
+#[test]
+fn overload_shows_in_utilisation() {
+    let (fit, capacity) = (fit(), capacity());
+    let load = DeviceLoad {
+        scheduler: Scheduler::None,
+        vms: vec![vm(&[task(8000.0)], Limits::default()); 3],
+    };
+    let situation = Structural::new(&fit, &capacity).situation(&load);
+    assert!((situation.utilisation - 1.5).abs() < 1e-9);
+}

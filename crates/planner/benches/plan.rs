@@ -1,0 +1,115 @@
+//! How long a plan takes, and how that grows with the number of VMs.
+
+use std::collections::BTreeMap;
+use std::hint::black_box;
+
+use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+use rtvirtio_planner::{FoundDevice, plan};
+use rtvirtio_spec::profile::{
+    BasePoint, Capacity, DeviceIdentity, PROFILE_VERSION, PaperFit, Profile, Regime, Residuals,
+    Response, StructuralFit,
+};
+use rtvirtio_spec::settings::Knobs;
+use rtvirtio_spec::specification::{Specification, parse};
+use rtvirtio_units::{Bytes, BytesPerSecond, Nanos};
+
+fn identity() -> DeviceIdentity {
+    DeviceIdentity {
+        kind: "nvme".to_owned(),
+        model: "bench".to_owned(),
+        serial: None,
+        size: Bytes::from_kib(1 << 30),
+        rotational: false,
+    }
+}
+
+fn profile() -> Profile {
+    let response = Response {
+        mean: Nanos::from_micros(320),
+        p50: Nanos::from_micros(310),
+        p99: Nanos::from_micros(550),
+        p999: Nanos::from_micros(700),
+    };
+    let scores = || Regime::ALL.map(|r| (r, vec![0.1; 100])).into();
+    Profile {
+        version: PROFILE_VERSION,
+        device: identity(),
+        kernel: String::new(),
+        date: String::new(),
+        capacity: Capacity {
+            iops_4k: 60_000.0,
+            write_throughput: BytesPerSecond::from_megabytes(1500),
+            response_4k: response,
+            response_128k: response,
+        },
+        structural: StructuralFit {
+            base: vec![BasePoint {
+                utilisation: 0.5,
+                mean: Nanos::from_micros(330),
+                p99: Nanos::from_micros(620),
+                p999: Nanos::from_micros(900),
+            }],
+            scheduler_factor: BTreeMap::new(),
+            burst: Nanos::from_millis(100),
+            stalls: None,
+            regime_factor: BTreeMap::new(),
+        },
+        paper: PaperFit {
+            weight: 0.36,
+            timeout_sync: 0.7,
+            slice_idle: 0.5,
+            throughput: BytesPerSecond::from_megabytes(245),
+        },
+        residuals: Residuals { structural: scores(), paper: scores() },
+        probes: Vec::new(),
+    }
+}
+
+/// `vms` VMs of three tasks on `devices` devices; every fifth VM is background.
+fn specification(vms: usize, devices: usize) -> Specification {
+    let mut text = "version = 1\n".to_owned();
+    for d in 0..devices {
+        text += &format!("[device.d{d}]\npath = \"/dev/d{d}\"\nprofile = \"p\"\n");
+    }
+    for v in 0..vms {
+        let d = v % devices;
+        text += &format!(
+            "[[vm]]\nname = \"vm{v}\"\n[[vm.disk]]\nname = \"data\"\ndevice = \"d{d}\"\n"
+        );
+        if v / devices % 5 == 4 {
+            continue;
+        }
+        let target = 10 + v / devices;
+        for (task, iops) in [("light", 100), ("medium", 500), ("heavy", 1500)] {
+            text += &format!(
+                "[[vm.task]]\nname = \"{task}\"\niops = {iops}\n\
+                 target = {{ percentile = 99.9, latency_ms = {target} }}\n"
+            );
+        }
+    }
+    parse("bench.toml", &text).expect("the specification is well-formed")
+}
+
+fn plans(c: &mut Criterion) {
+    let mut group = c.benchmark_group("plan");
+    group.sample_size(10).noise_threshold(0.05);
+    let profile = profile();
+    for (vms, devices) in [(4, 1), (20, 1), (100, 5), (1000, 50)] {
+        let specification = specification(vms, devices);
+        let found: BTreeMap<_, _> = specification
+            .devices
+            .iter()
+            .map(|d| {
+                (d.name.clone(), FoundDevice { profile: &profile, identity: identity() })
+            })
+            .collect();
+        let id = BenchmarkId::from_parameter(format!("{vms} VMs on {devices} devices"));
+        group.bench_function(id, |b| {
+            b.iter(|| plan(black_box(&specification), &found, &Knobs::new()));
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, plans);
+criterion_main!(benches);

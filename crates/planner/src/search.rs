@@ -1,0 +1,314 @@
+//! The local search over one device's settings. See the crate's header.
+
+use std::cmp::Ordering;
+
+use rtvirtio_model::DeviceLoad;
+use rtvirtio_spec::plan::{BackgroundShare, DeviceCost};
+use rtvirtio_spec::settings::{
+    Bfq, DeviceSettings, Knobs, Limits, Scheduler, Settings, VmSettings, diff,
+};
+use rtvirtio_units::{BytesPerSecond, Nanos, Weight};
+
+use crate::{Evaluation, Problem};
+
+/// The least that a background VM is left: it must stay alive.
+const LEAST_CAP: f64 = 1e6;
+
+/// Caps are multiples of this, bytes per second.
+const CAP_STEP: f64 = 1e5;
+
+/// Values of each bfq parameter, in the order in which neighbours are tried.
+const SLICE_IDLE_US: [u32; 5] = [0, 1000, 2000, 4000, 8000];
+const TIMEOUT_SYNC_MS: [u32; 3] = [32, 64, 124];
+const MAX_BUDGET: [u32; 4] = [0, 64, 512, 4096];
+
+/// Weight of a VM without a target: a hundredth of the most urgent one's.
+const BACKGROUND_WEIGHT: u32 = 10;
+
+/// The settings chosen for a device, with what they promise.
+pub(crate) struct Choice {
+    scheduler: Scheduler,
+    /// Index of each capped VM.
+    capped: Vec<usize>,
+    /// The cap of each of them, bytes per second; `None`: none is needed.
+    cap: Option<f64>,
+    pub(crate) evaluation: Evaluation,
+    worth: Worth,
+    pub(crate) reasons: Vec<String>,
+}
+
+/// Orders candidates; greater is better.
+#[derive(Debug, Clone, PartialEq)]
+struct Worth {
+    /// Whether each task's target is met, most urgent VM first.
+    met: Vec<bool>,
+    /// Background throughput in per cent of the device's.
+    background: i64,
+    /// Knobs that keep the device idle or override weights.
+    idle_knobs: u32,
+    changes: usize,
+    /// Worst bound over target, in per mille.
+    tightness: u64,
+}
+
+impl Worth {
+    fn compare(&self, other: &Self) -> Ordering {
+        let fewer = |a: usize, b: usize| b.cmp(&a);
+        self.met
+            .cmp(&other.met)
+            .then(self.background.cmp(&other.background))
+            .then(other.idle_knobs.cmp(&self.idle_knobs))
+            .then(fewer(self.changes, other.changes))
+            .then(other.tightness.cmp(&self.tightness))
+    }
+}
+
+/// The best settings for `problem` on a host whose knobs are `observed`.
+pub(crate) fn search(problem: &Problem<'_>, observed: &Knobs) -> Choice {
+    let mut victims = Vec::new();
+    let mut best = local_search(problem, observed, &victims);
+    // Urgency of those that may still be given up, least urgent last.
+    let mut by_urgency: Vec<usize> =
+        (0..problem.vms.len()).filter(|&i| problem.vms[i].urgency.is_some()).collect();
+    by_urgency.sort_by_key(|&i| problem.vms[i].urgency);
+    while by_urgency.len() > 1 && !unmet_vms(&best, &victims, problem).is_empty() {
+        victims.extend(by_urgency.pop());
+        let mut choice = local_search(problem, observed, &victims);
+        if choice.worth.compare(&best.worth) == Ordering::Greater {
+            for &i in &victims {
+                let vm = &problem.vms[i].vm.name;
+                choice.reasons.push(format!("{vm} is given up so that more urgent VMs are met"));
+            }
+            best = choice;
+        }
+    }
+    best
+}
+
+/// VMs other than victims with an unmet target.
+fn unmet_vms<'a>(choice: &'a Choice, victims: &[usize], problem: &'a Problem<'_>) -> Vec<&'a str> {
+    let is_victim = |name: &str| victims.iter().any(|&i| problem.vms[i].vm.name.as_str() == name);
+    let unmet = choice.evaluation.promises.iter().filter(|p| p.unmet.is_some());
+    unmet.map(|p| p.vm.as_str()).filter(|name| !is_victim(name)).collect()
+}
+
+fn local_search(problem: &Problem<'_>, observed: &Knobs, victims: &[usize]) -> Choice {
+    let quiet = Bfq { slice_idle_us: 0, low_latency: false, ..Bfq::DEFAULT };
+    let starts =
+        [Scheduler::None, Scheduler::MqDeadline, Scheduler::Kyber, Scheduler::Bfq(quiet)];
+    let mut best: Option<Choice> = None;
+    for start in starts {
+        let mut here = candidate(problem, observed, victims, start);
+        loop {
+            let better = neighbours(here.scheduler)
+                .into_iter()
+                .map(|s| candidate(problem, observed, victims, s))
+                .find(|c| c.worth.compare(&here.worth) == Ordering::Greater);
+            match better {
+                Some(c) => here = c,
+                None => break,
+            }
+        }
+        if best.as_ref().is_none_or(|b| here.worth.compare(&b.worth) == Ordering::Greater) {
+            best = Some(here);
+        }
+    }
+    let mut best = best.unwrap_or_else(|| candidate(problem, observed, victims, Scheduler::None));
+    best.reasons = best.explain(problem, victims);
+    best
+}
+
+/// Schedulers that differ in one parameter.
+fn neighbours(scheduler: Scheduler) -> Vec<Scheduler> {
+    let Scheduler::Bfq(bfq) = scheduler else { return Vec::new() };
+    let slice_idle = SLICE_IDLE_US.map(|slice_idle_us| Bfq { slice_idle_us, ..bfq });
+    let timeout = TIMEOUT_SYNC_MS.map(|timeout_sync_ms| Bfq { timeout_sync_ms, ..bfq });
+    let budget = MAX_BUDGET.map(|max_budget| Bfq { max_budget, ..bfq });
+    let latency = [Bfq { low_latency: !bfq.low_latency, ..bfq }];
+    slice_idle
+        .into_iter()
+        .chain(timeout)
+        .chain(budget)
+        .chain(latency)
+        .filter(|&b| b != bfq)
+        .map(Scheduler::Bfq)
+        .collect()
+}
+
+/// The candidate of `scheduler` with the largest caps that its targets allow.
+fn candidate(
+    problem: &Problem<'_>,
+    observed: &Knobs,
+    victims: &[usize],
+    scheduler: Scheduler,
+) -> Choice {
+    let capped: Vec<usize> = (0..problem.vms.len())
+        .filter(|i| problem.vms[*i].urgency.is_none() || victims.contains(i))
+        .collect();
+    let evaluate = |cap: Option<f64>| {
+        let load = problem.load(&settings(problem, scheduler, &capped, cap));
+        problem.evaluate(&load, victims)
+    };
+    let met = |e: &Evaluation| -> Vec<bool> {
+        e.promises.iter().map(|p| p.unmet.is_none()).collect()
+    };
+    let mut cap = None;
+    let mut evaluation = evaluate(None);
+    if !capped.is_empty() && met(&evaluation).contains(&false) {
+        let least = evaluate(Some(LEAST_CAP));
+        let reachable = met(&least);
+        let keeps = |e: &Evaluation| met(e).iter().zip(&reachable).all(|(now, then)| now >= then);
+        if reachable != met(&evaluation) {
+            // Bounds grow with the cap, so the largest that keeps what the least one meets
+            // is found by bisection.
+            let throughput = problem.profile.capacity.write_throughput.get() as f64;
+            let (mut low, mut high) = (LEAST_CAP, throughput.max(2.0 * LEAST_CAP));
+            while high - low > CAP_STEP {
+                let middle = f64::midpoint(low, high);
+                if keeps(&evaluate(Some(middle))) { low = middle } else { high = middle }
+            }
+            let whole = ((low / CAP_STEP).floor() * CAP_STEP).max(LEAST_CAP);
+            cap = Some(whole);
+            evaluation = evaluate(cap);
+        }
+    }
+    let worth = worth(problem, observed, scheduler, &capped, cap, &evaluation);
+    Choice { scheduler, capped, cap, evaluation, worth, reasons: Vec::new() }
+}
+
+fn worth(
+    problem: &Problem<'_>,
+    observed: &Knobs,
+    scheduler: Scheduler,
+    capped: &[usize],
+    cap: Option<f64>,
+    evaluation: &Evaluation,
+) -> Worth {
+    let mut by_urgency: Vec<_> = evaluation.promises.iter().collect();
+    by_urgency.sort_by_key(|p| {
+        problem.vms.iter().find(|v| v.vm.name == p.vm).and_then(|v| v.urgency)
+    });
+    let settings = settings(problem, scheduler, capped, cap);
+    let wanted = Settings([(problem.device.name.clone(), settings)].into()).knobs();
+    let throughput = problem.profile.capacity.write_throughput.get() as f64;
+    let idle_knobs = match scheduler {
+        Scheduler::Bfq(b) => u32::from(b.slice_idle_us > 0) + u32::from(b.low_latency),
+        _ => 0,
+    };
+    let tightness = evaluation
+        .promises
+        .iter()
+        .map(|p| (p.bound.get() as f64 / p.target.get().max(1) as f64 * 1000.0) as u64)
+        .max();
+    Worth {
+        met: by_urgency.iter().map(|p| p.unmet.is_none()).collect(),
+        background: (background(problem, capped, cap, evaluation) / throughput * 100.0) as i64,
+        idle_knobs,
+        changes: diff(observed, &wanted).len(),
+        tightness: tightness.unwrap_or(0),
+    }
+}
+
+/// Background throughput, bytes per second: the caps, or what the declared loads leave.
+fn background(
+    problem: &Problem<'_>,
+    capped: &[usize],
+    cap: Option<f64>,
+    evaluation: &Evaluation,
+) -> f64 {
+    let throughput = problem.profile.capacity.write_throughput.get() as f64;
+    match cap {
+        Some(cap) => cap * capped.len() as f64,
+        None if capped.is_empty() => 0.0,
+        None => throughput * (1.0 - evaluation.utilisation).max(0.0),
+    }
+}
+
+fn settings(
+    problem: &Problem<'_>,
+    scheduler: Scheduler,
+    capped: &[usize],
+    cap: Option<f64>,
+) -> DeviceSettings {
+    let strictest = problem.vms.iter().filter_map(|v| v.urgency).min().unwrap_or(Nanos::ZERO);
+    let vms = problem.vms.iter().enumerate().map(|(i, v)| {
+        let is_capped = capped.contains(&i);
+        // In proportion to urgency: half the latency, twice the weight.
+        let weight = match v.urgency {
+            Some(target) if !is_capped => {
+                let share = strictest.as_secs_f64() / target.as_secs_f64();
+                ((share * 1000.0) as u32).max(BACKGROUND_WEIGHT)
+            }
+            _ => BACKGROUND_WEIGHT,
+        };
+        let limits = match cap {
+            Some(cap) if is_capped => Limits::bps(BytesPerSecond::new(cap as u64)),
+            _ => Limits::default(),
+        };
+        let weight = Weight::new(weight).unwrap_or(Weight::DEFAULT);
+        (v.vm.name.clone(), VmSettings { weight, limits })
+    });
+    DeviceSettings { scheduler, vms: vms.collect() }
+}
+
+impl Choice {
+    pub(crate) fn settings(&self, problem: &Problem<'_>) -> DeviceSettings {
+        settings(problem, self.scheduler, &self.capped, self.cap)
+    }
+
+    pub(crate) fn shares(&self, problem: &Problem<'_>) -> Vec<BackgroundShare> {
+        let share = |&i: &usize| BackgroundShare {
+            vm: problem.vms[i].vm.name.clone(),
+            device: problem.device.name.clone(),
+            cap: self.cap.map(|c| BytesPerSecond::new(c as u64)),
+            held_by: self.cap.and_then(|_| self.held_by()),
+        };
+        self.capped.iter().map(share).collect()
+    }
+
+    pub(crate) fn cost(&self, problem: &Problem<'_>) -> DeviceCost {
+        let planned = background(problem, &self.capped, self.cap, &self.evaluation);
+        let throughput = problem.profile.capacity.write_throughput;
+        let has_background = !self.capped.is_empty();
+        DeviceCost {
+            device: problem.device.name.clone(),
+            background_alone: if has_background { throughput } else { BytesPerSecond::default() },
+            background_planned: BytesPerSecond::new(planned as u64),
+            utilisation: self.evaluation.utilisation,
+        }
+    }
+
+    /// The met promise with the least room, which a larger cap would break.
+    fn held_by(&self) -> Option<String> {
+        let met = self.evaluation.promises.iter().filter(|p| p.unmet.is_none());
+        let tightest = met.max_by(|a, b| {
+            let ratio = |p: &rtvirtio_spec::plan::TaskPromise| {
+                p.bound.as_secs_f64() / p.target.as_secs_f64()
+            };
+            ratio(a).total_cmp(&ratio(b))
+        })?;
+        Some(format!(
+            "{}/{}: p{} bounded by {} of {}",
+            tightest.vm, tightest.task, tightest.percentile, tightest.bound, tightest.target
+        ))
+    }
+
+    fn explain(&self, problem: &Problem<'_>, victims: &[usize]) -> Vec<String> {
+        let mut reasons = vec![format!("scheduler: {}", self.scheduler)];
+        if let (Some(cap), Some(held_by)) = (self.cap, self.held_by()) {
+            let load: DeviceLoad =
+                problem.load(&settings(problem, self.scheduler, &self.capped, None));
+            let uncapped = problem.evaluate(&load, victims);
+            let lost = uncapped.promises.iter().filter(|p| p.unmet.is_some()).count();
+            let met = self.evaluation.promises.iter().filter(|p| p.unmet.is_none()).count();
+            let of = uncapped.promises.len();
+            reasons.push(format!(
+                "cap of {} on each VM without a target: the largest at which the bounds of {met} \
+                 of {of} tasks hold, by bisection; the next step breaks {held_by}; without a cap \
+                 {lost} of {of} would miss",
+                BytesPerSecond::new(cap as u64)
+            ));
+        }
+        reasons
+    }
+}

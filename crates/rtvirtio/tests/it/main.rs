@@ -1,0 +1,4 @@
+//! Integration tests of the workspace and its binary.
+
+mod readme;
+mod rooms;
