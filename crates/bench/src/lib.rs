@@ -1,4 +1,21 @@
-//! bench.
+//! Benchmarks on a host: scratch disks, load, calibration, campaigns, report.
+//!
+//! - [`scratch`]: a disk to try things on.
+//! - [`load`]: one cell's load, by fio in cgroups.
+//! - [`cell`]: one case under one scheme: apply, load, judge.
+//! - [`calibrate`]: measures a device and fits the models: a profile.
+//! - [`campaign`]: cells in random order, resumable, as JSONL.
+//! - [`report`]: one HTML file, and a table for a terminal.
 
+pub mod calibrate;
+pub mod campaign;
+pub mod cell;
+pub mod load;
+pub mod progress;
 pub mod report;
 pub mod scratch;
+
+/// The run was interrupted by the user.
+#[derive(Debug, thiserror::Error)]
+#[error("interrupted")]
+pub struct InterruptedError;

@@ -1,1 +1,167 @@
-//! report
+//! The report of a benchmark: one self-contained HTML file, and its text twin for a terminal.
+//!
+//! A *group* is one case under one tier of targets beside one neighbour; each
+//! group has its own tables and plots, one column, line or panel per scheme.
+//! The file loads nothing: style and plots are inline, there is no script.
+//! Times are milliseconds, rates MB/s (10^6 bytes per second), and numbers
+//! carry three significant digits.
+//!
+//! Terms: a scheme's *runs* are its cells of one group, one for each
+//! repetition. Where a plot shows one value for several repetitions it is
+//! their median (of an even number, the larger of the two in the middle, so
+//! that it is a value that was measured), and the whisker spans all of
+//! their intervals.
+//!
+//! Properties: whatever text a cell or the context carries is escaped; a
+//! discarded cell counts nowhere unless [`Discarded::Count`] says so, and is
+//! listed with its reason either way; rtvirtio comes first, then `hand`, then
+//! the other schemes in the order of the cells.
+
+mod across;
+mod bars;
+mod curves;
+mod group;
+mod predictions;
+mod stats;
+mod svg;
+mod tables;
+mod text;
+
+#[cfg(test)]
+mod tests;
+
+use maud::{DOCTYPE, Markup, PreEscaped, html};
+use rtvirtio_cases::judge::MIN_DELIVERED;
+use rtvirtio_spec::run::Cell;
+
+use group::Group;
+pub use text::table;
+
+/// Why there is no report.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ReportError {
+    /// There is nothing to report on.
+    #[error("there is no cell to report on")]
+    NoCells,
+}
+
+/// What becomes of cells that were discarded, for a busy machine, say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Discarded {
+    /// They are listed and count nowhere.
+    #[default]
+    LeaveOut,
+    /// They count like any other; the report says so.
+    Count,
+}
+
+/// What a report says of the campaign beside its cells.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Context {
+    /// Heading.
+    pub title: String,
+    /// When the report was made, RFC 3339.
+    pub generated: String,
+    /// The machine, in a line.
+    pub machine: String,
+    /// The device, in a line.
+    pub device: String,
+    /// Version of rtvirtio.
+    pub version: String,
+    /// What a reader must know, a paragraph each.
+    pub notes: Vec<String>,
+    /// What becomes of discarded cells.
+    pub discarded: Discarded,
+}
+
+/// Renders `cells` as one HTML file.
+///
+/// # Errors
+/// [`ReportError::NoCells`] without any cell. Cells that are all discarded
+/// still make a report: it says that nothing counts, and why.
+pub fn render(cells: &[Cell], context: &Context) -> Result<String, ReportError> {
+    if cells.is_empty() {
+        return Err(ReportError::NoCells);
+    }
+    let groups = group::groups(cells, context.discarded);
+    let page = html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                title { (context.title) }
+                style { (PreEscaped(include_str!("report/style.css"))) }
+            }
+            body {
+                (header(cells, context))
+                @if groups.len() > 1 {
+                    (contents(&groups))
+                    (across::section(&groups))
+                }
+                @for (index, group) in groups.iter().enumerate() {
+                    section.group id=(format!("group-{index}")) { (group_sections(group)) }
+                }
+            }
+        }
+    };
+    Ok(page.into_string())
+}
+
+fn header(cells: &[Cell], context: &Context) -> Markup {
+    let discarded = cells.iter().filter(|c| c.discarded.is_some()).count();
+    html! {
+        header {
+            h1 { (context.title) }
+            dl.facts {
+                div { dt { "Generated" } dd { (context.generated) } }
+                div { dt { "rtvirtio" } dd { (context.version) } }
+                div { dt { "Machine" } dd { (context.machine) } }
+                div { dt { "Device" } dd { (context.device) } }
+                div { dt { "Cells" } dd {
+                    (cells.len())
+                    @if discarded > 0 {
+                        ", of them " (discarded) " discarded "
+                        @match context.discarded {
+                            Discarded::LeaveOut => "(left out of every number and plot)",
+                            Discarded::Count => "(counted all the same)",
+                        }
+                    }
+                } }
+            }
+            @for note in &context.notes { p.note { (note) } }
+            p.rule {
+                "A run passes when every task's tail is within its target and every task delivers at least "
+                (MIN_DELIVERED) " of its rate. The tail is the highest of p99, p99.9 and p99.99 with at least \
+                 10 samples beyond it. "
+                span.pass { "✓ blue" } " passes, " span.fail { "✗ orange" } " fails. Intervals are 95 %."
+            }
+        }
+    }
+}
+
+fn contents(groups: &[Group<'_>]) -> Markup {
+    html! {
+        nav {
+            a href="#across" { "Across cases" }
+            @for (index, group) in groups.iter().enumerate() {
+                " " a href=(format!("#group-{index}")) {
+                    (group.case) ", " (group.tier) ", " (group.neighbour)
+                }
+            }
+        }
+    }
+}
+
+fn group_sections(group: &Group<'_>) -> Markup {
+    html! {
+        h2 { (group.title()) }
+        (tables::summary(group))
+        (bars::section(group))
+        (curves::distributions(group))
+        (curves::timelines(group))
+        (tables::settings(group))
+        (tables::machine(group))
+        (predictions::section(group.schemes.iter()))
+    }
+}

@@ -1,10 +1,10 @@
 //! Scratch disks: a loop device over an emulated SSD (a file of a FUSE file
 //! system that is never attached to the mount tree) or over a plain file.
 //!
-//! A scratch disk needs no clean-up by anybody: the loop device is set to
-//! clear itself when its last user is gone, the FUSE mount is detached from
-//! the start, the plain file is unlinked while open. So a killed server leaves
-//! nothing.
+//! A killed server leaves no mount, file or attached device: the loop device
+//! clears itself when its last user is gone, the FUSE file system is detached
+//! from the start, the plain file is unlinked while open. The empty loop
+//! device that it may leave is removed by the next start.
 //!
 //! The server is a process of its own ([`serve`]), so that the load under
 //! test and the device never share a fate or a priority; [`ScratchDisk`] is
@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result, bail};
-use rtvirtio_ssd::SsdConfig;
+use rtvirtio_engine::SsdConfig;
 use rtvirtio_units::Bytes;
 use serde::{Deserialize, Serialize};
 

@@ -6,3 +6,5 @@ mod priority;
 
 pub use emulated::{Completion, EmulatedSsd, EngineError, Operation, Outcome};
 pub use priority::raise_thread_priority;
+// Whoever starts an emulated SSD says what it is like.
+pub use rtvirtio_ssd::SsdConfig;

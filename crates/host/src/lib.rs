@@ -1,1 +1,198 @@
-//! host.
+//! A host: its knobs observed, changed and put back, safely.
+//!
+//! [`Host`] is the entry. Its root is injected, and so is the kernel under it
+//! ([`sysfs::Sysfs`]), so that every path is tested without root.
+//!
+//! - [`Host::observe`], [`Host::identity`], [`Host::cgroup_version`]: what is there;
+//! - [`Host::apply`], [`Host::rollback`], [`Host::verify`], [`Host::confirm`]:
+//!   changes, journalled before the first write;
+//! - [`Host::create_cgroup`], [`Host::remove_cgroup`]: a benchmark's VMs;
+//! - [`Host::other_writers`]: udev rules, TuneD and units that set the same knobs;
+//! - [`doctor`]: what this host can do.
+
+#![forbid(unsafe_code)]
+
+mod apply;
+mod cgroup;
+mod device;
+pub mod doctor;
+mod error;
+#[cfg(any(test, feature = "test-utils"))]
+pub mod fake;
+mod groups;
+mod journal;
+mod knobs;
+mod restore;
+pub mod sysfs;
+#[cfg(test)]
+mod tests;
+mod topology;
+mod writers;
+
+use std::fmt;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rtvirtio_spec::profile::DeviceIdentity;
+use rtvirtio_spec::settings::{Knob, Knobs};
+use serde::Serialize;
+
+pub use apply::{Applied, ApplyOptions, JournalStatus, RollbackOutcome, WatchdogOutcome};
+pub use cgroup::CgroupVersion;
+pub use error::HostError;
+pub use restore::{Restoration, Skipped};
+pub use topology::Topology;
+pub use writers::{OtherWriter, WriterKind};
+
+use journal::StateDirectory;
+use sysfs::{RealSysfs, Sysfs};
+
+/// A knob that is not what it should be.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Drift {
+    /// Which knob.
+    pub knob: Knob,
+    /// What it should be; `None`: it should not exist.
+    pub wanted: Option<String>,
+    /// What it is; `None`: it does not exist.
+    pub found: Option<String>,
+}
+
+impl fmt::Display for Drift {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = |v: &Option<String>| v.clone().unwrap_or_else(|| "absent".to_owned());
+        write!(f, "{}: wanted {}, found {}", self.knob, text(&self.wanted), text(&self.found))
+    }
+}
+
+/// A point of [`Host::apply`] or [`Host::rollback`] at which a process may die.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Step {
+    /// The journal is about to be written.
+    BeforeJournal,
+    /// The new journal lies beside the old one.
+    JournalStaged,
+    /// The new journal is in its place.
+    JournalCommitted,
+    /// A kernel file is about to be written.
+    BeforeWrite {
+        /// Which file.
+        file: PathBuf,
+        /// With what.
+        text: String,
+    },
+    /// A kernel file was written, or refused it.
+    AfterWrite {
+        /// Which file.
+        file: PathBuf,
+        /// With what.
+        text: String,
+    },
+    /// The journal is about to be removed.
+    BeforeJournalRemoval,
+    /// The journal is removed.
+    JournalRemoved,
+}
+
+/// Called at each step; `Break` stops the work as a crash would.
+pub type Observer = Arc<dyn Fn(&Step) -> ControlFlow<()> + Send + Sync>;
+
+/// A host.
+#[derive(Clone)]
+pub struct Host {
+    sysfs: Arc<dyn Sysfs>,
+    state: StateDirectory,
+    observer: Option<Observer>,
+}
+
+impl fmt::Debug for Host {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Host").field("sysfs", &self.sysfs).field("state", &self.state).finish()
+    }
+}
+
+impl Host {
+    /// The host whose file tree is under `root`, `/` in production. Journal
+    /// and lock lie in `run/rtvirtio` below it.
+    #[must_use]
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        let root = root.into();
+        let state = root.join("run/rtvirtio");
+        Self::with_sysfs(state, Arc::new(RealSysfs::new(root)))
+    }
+
+    /// A host with another kernel, whose journal and lock lie in `state_directory`.
+    #[must_use]
+    pub fn with_sysfs(state_directory: impl Into<PathBuf>, sysfs: Arc<dyn Sysfs>) -> Self {
+        Self { sysfs, state: StateDirectory(state_directory.into()), observer: None }
+    }
+
+    /// The same host with journal and lock in another directory.
+    #[must_use]
+    pub fn with_state_directory(mut self, directory: impl Into<PathBuf>) -> Self {
+        self.state = StateDirectory(directory.into());
+        self
+    }
+
+    /// The same host, whose steps `observer` sees.
+    #[must_use]
+    pub fn with_observer(mut self, observer: Observer) -> Self {
+        self.observer = Some(observer);
+        self
+    }
+
+    /// The cgroup version that carries block I/O.
+    ///
+    /// # Errors
+    /// [`HostError::NoIoController`] if none does.
+    pub fn cgroup_version(&self) -> Result<CgroupVersion, HostError> {
+        CgroupVersion::find(&*self.sysfs)
+    }
+
+    /// What identifies the device at `device`; a partition has its disk's
+    /// identity with its own size.
+    ///
+    /// # Errors
+    /// If it is not there or no block device.
+    pub fn identity(&self, device: &Path) -> Result<DeviceIdentity, HostError> {
+        device::identity(&*self.sysfs, device)
+    }
+
+    /// `/proc/sys/kernel/osrelease`, such as `6.12.1-amd64`.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn kernel_release(&self) -> Result<String, HostError> {
+        let text = cgroup::read(&*self.sysfs, Path::new("/proc/sys/kernel/osrelease"))?;
+        Ok(text.trim().to_owned())
+    }
+
+    /// Every knob of the topology that exists, as the kernel shows it. A VM
+    /// has a weight only on a device whose scheduler is bfq.
+    ///
+    /// # Errors
+    /// If a device or a VM's cgroup is not there, or a file cannot be read.
+    pub fn observe(&self, topology: &Topology) -> Result<Knobs, HostError> {
+        let resolved = topology::Resolved::find(&*self.sysfs, topology)?;
+        knobs::observe(&*self.sysfs, &resolved)
+    }
+
+    /// Other programs that may set the same knobs.
+    #[must_use]
+    pub fn other_writers(&self) -> Vec<OtherWriter> {
+        writers::find(&*self.sysfs)
+    }
+
+    fn step(&self, step: impl FnOnce() -> Step) -> Result<(), HostError> {
+        let Some(observer) = &self.observer else {
+            return Ok(());
+        };
+        let step = step();
+        match observer(&step) {
+            ControlFlow::Continue(()) => Ok(()),
+            ControlFlow::Break(()) => Err(HostError::Interrupted { step: Box::new(step) }),
+        }
+    }
+}

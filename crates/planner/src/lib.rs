@@ -27,6 +27,7 @@ mod search;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use rtvirtio_model::paper::{self, Reading};
 use rtvirtio_model::structural::Structural;
 use rtvirtio_model::{DeviceLoad, Stream, VmLoad, conformal};
 use rtvirtio_spec::plan::{PLAN_VERSION, Plan, PlannedDevice, PlannedVm, TaskPromise};
@@ -145,7 +146,8 @@ pub fn plan(
     })
 }
 
-/// What the model promises each task under `settings`, whoever chose them.
+/// What the model promises each task under `settings`, whoever chose them, and
+/// beside it the tail that the paper's model gives (refit, corrected reading).
 ///
 /// # Errors
 /// As [`plan`].
@@ -153,17 +155,21 @@ pub fn predict(
     specification: &Specification,
     found: &BTreeMap<DeviceName, FoundDevice<'_>>,
     settings: &Settings,
-) -> Result<Vec<TaskPromise>, PlanError> {
-    let mut promises = Vec::new();
+) -> Result<Vec<(TaskPromise, Option<Nanos>)>, PlanError> {
+    let mut predictions = Vec::new();
     for device in &specification.devices {
         let there = check(device, found)?;
         let problem = Problem::of(specification, device, there.profile);
-        if let Some(of_device) = settings.0.get(&device.name) {
-            let load = problem.load(of_device);
-            promises.extend(problem.evaluate(&load, &[]).promises);
+        let Some(of_device) = settings.0.get(&device.name) else { continue };
+        let load = problem.load(of_device);
+        for promise in problem.evaluate(&load, &[]).promises {
+            let vm = problem.vms.iter().position(|v| v.vm.name == promise.vm);
+            let paper =
+                vm.map(|vm| paper::host_part(&there.profile.paper, &load, vm, Reading::Corrected));
+            predictions.push((promise, paper));
         }
     }
-    Ok(promises)
+    Ok(predictions)
 }
 
 fn check<'a>(

@@ -18,8 +18,9 @@ use fuser::{
     KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyOpen,
     ReplyWrite, Request, Session, SessionACL, WriteFlags,
 };
-use rtvirtio_engine::{Completion, EmulatedSsd, Operation, Outcome, raise_thread_priority};
-use rtvirtio_ssd::SsdConfig;
+use rtvirtio_engine::{
+    Completion, EmulatedSsd, Operation, Outcome, SsdConfig, raise_thread_priority,
+};
 use rtvirtio_units::Bytes;
 use rustix::fs::{Mode, OFlags};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags};

@@ -1,4 +1,9 @@
 //! A loop device that clears itself (kernel `include/uapi/linux/loop.h`).
+//!
+//! Each is a new one with a number of its own, and is removed at the end: a
+//! loop device outlives what is attached to it, and so would the scheduler and
+//! the knobs that were set on it. Its number is noted in the state directory,
+//! so that the next start removes what a killed server left.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -7,8 +12,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-const LOOP_CTL_GET_FREE: libc::c_ulong = 0x4C82;
+const LOOP_CTL_ADD: libc::c_ulong = 0x4C80;
+const LOOP_CTL_REMOVE: libc::c_ulong = 0x4C81;
 const LOOP_CONFIGURE: libc::c_ulong = 0x4C0A;
+/// Numbers tried for a new device: above those that others ask for.
+const NUMBERS: std::ops::Range<i32> = 100..200;
+/// Where the numbers of devices made here are noted.
+const NOTES: &str = "/run/rtvirtio/scratch";
 const LO_FLAGS_AUTOCLEAR: u32 = 4;
 const LO_FLAGS_DIRECT_IO: u32 = 16;
 
@@ -41,44 +51,98 @@ struct LoopConfig {
 
 /// An attached loop device; gone once this and every other user are.
 pub(super) struct LoopDevice {
-    _open: File,
+    number: i32,
+    open: Option<File>,
     path: PathBuf,
 }
 
 impl LoopDevice {
-    /// Attaches `backing` with direct I/O to a free loop device.
+    /// Attaches `backing` with direct I/O to a new loop device.
     pub(super) fn attach(backing: BorrowedFd<'_>) -> Result<Self> {
-        const REMEDY: &str = "a scratch disk needs root and the loop driver (modprobe loop)";
-        let control = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .open("/dev/loop-control")
-            .context("open /dev/loop-control")
-            .context(REMEDY)?;
-        // Another process may take the free one first: ask again then.
-        for _ in 0..16 {
-            // SAFETY: the request takes no argument; the fd is open.
-            let number = unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE) };
-            if number < 0 {
-                return Err(io::Error::last_os_error()).context("find a free loop device");
+        let control = control()?;
+        sweep(&control);
+        std::fs::create_dir_all(NOTES)?;
+        for number in NUMBERS {
+            match request(&control, LOOP_CTL_ADD, number) {
+                Ok(()) => {}
+                Err(e) if e.raw_os_error() == Some(libc::EEXIST) => continue,
+                Err(e) => return Err(e).context("add a loop device"),
             }
             let path = PathBuf::from(format!("/dev/loop{number}"));
+            // From here on Drop removes it.
+            let mut device = Self { number, open: None, path };
+            std::fs::write(note(number), std::process::id().to_string())?;
             let node = OpenOptions::new()
                 .read(true)
                 .write(true)
-                .open(&path)
-                .with_context(|| format!("open {}", path.display()))?;
-            match configure(&node, backing) {
-                Ok(()) => return Ok(Self { _open: node, path }),
-                Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {}
-                Err(e) => return Err(e).with_context(|| format!("configure {}", path.display())),
-            }
+                .open(&device.path)
+                .with_context(|| format!("open {}", device.path.display()))?;
+            configure(&node, backing)
+                .with_context(|| format!("configure {}", device.path.display()))?;
+            device.open = Some(node);
+            return Ok(device);
         }
-        anyhow::bail!("every free loop device was taken by another process")
+        anyhow::bail!("loop devices {NUMBERS:?} are all in use")
     }
 
     pub(super) fn path(&self) -> &Path {
         &self.path
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        drop(self.open.take());
+        // Another user may still hold it open: the next start removes it then.
+        if control().is_ok_and(|c| remove(&c, self.number)) {
+            let _ = std::fs::remove_file(note(self.number));
+        }
+    }
+}
+
+fn note(number: i32) -> PathBuf {
+    Path::new(NOTES).join(format!("loop{number}"))
+}
+
+fn control() -> Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open("/dev/loop-control")
+        .context("open /dev/loop-control")
+        .context("a scratch disk needs root and the loop driver (modprobe loop)")
+}
+
+fn request(control: &File, request: libc::c_ulong, number: i32) -> io::Result<()> {
+    // SAFETY: both requests take an integer by value; the fd is open.
+    let result = unsafe { libc::ioctl(control.as_raw_fd(), request, number) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Removes a device, waiting a little for its last user; true once it is gone.
+fn remove(control: &File, number: i32) -> bool {
+    for _ in 0..50 {
+        match request(control, LOOP_CTL_REMOVE, number) {
+            Ok(()) => return true,
+            Err(e) if e.raw_os_error() == Some(libc::ENODEV) => return true,
+            Err(_) => std::thread::sleep(std::time::Duration::from_millis(20)),
+        }
+    }
+    false
+}
+
+/// Removes devices that killed servers left: unattached ones that are noted here.
+fn sweep(control: &File) {
+    for number in NUMBERS {
+        let attached = Path::new("/sys/block").join(format!("loop{number}/loop/backing_file"));
+        let note = note(number);
+        if note.exists() && !attached.exists() {
+            let alive = std::fs::read_to_string(&note)
+                .is_ok_and(|pid| Path::new("/proc").join(pid.trim()).exists());
+            if !alive && remove(control, number) {
+                let _ = std::fs::remove_file(&note);
+            }
+        }
     }
 }
 

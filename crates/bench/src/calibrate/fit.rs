@@ -1,0 +1,295 @@
+//! From probes to the models' parameters and residuals.
+
+use std::collections::BTreeMap;
+
+use rtvirtio_model::paper::{self, Reading, Sample};
+use rtvirtio_model::structural::Structural;
+use rtvirtio_model::{DeviceLoad, Stream, VmLoad};
+use rtvirtio_spec::latency::Histogram;
+use rtvirtio_spec::profile::{
+    BasePoint, Capacity, DeviceIdentity, PROFILE_VERSION, Probe, ProbeTail, Profile, Regime,
+    Residuals, StallFit, StructuralFit,
+};
+use rtvirtio_spec::settings::{Limits, Scheduler, VmSettings};
+use rtvirtio_units::{Bytes, Nanos, Percentile};
+
+use super::{PROBE, ProbeRun, Writer};
+use crate::cell::highest_percentile;
+
+/// Samples beyond a probe's percentile. Fewer than a judged one has: probes
+/// are short, and what that adds to the spread is part of the bound.
+const MIN_BEYOND: u64 = 2;
+
+pub(super) fn fit(
+    device: DeviceIdentity,
+    kernel: String,
+    date: String,
+    capacity: Capacity,
+    runs: &[ProbeRun],
+) -> Profile {
+    let mut structural = StructuralFit {
+        base: Vec::new(),
+        scheduler_factor: BTreeMap::new(),
+        burst: Nanos::from_millis(100),
+        stalls: stalls(runs),
+        regime_factor: BTreeMap::new(),
+    };
+    structural.base = base(runs, &structural, &capacity);
+    structural.scheduler_factor = scheduler_factors(runs);
+    structural.burst = burst(runs, &structural, &capacity);
+    structural.regime_factor = regime_factors(runs, &structural, &capacity);
+    let samples = paper_samples(runs);
+    let paper = paper::fit(&samples, capacity.write_throughput, Reading::Corrected);
+    let mut residuals = Residuals::default();
+    for observation in observations(runs) {
+        let (regime, predicted) = observation.predicted(&structural, &capacity);
+        let score = ln_ratio(observation.tail, predicted);
+        residuals.structural.entry(regime).or_default().push(score);
+        let of_paper = paper::host_part(
+            &paper,
+            &load(observation.run),
+            observation.vm,
+            Reading::Corrected,
+        );
+        residuals.paper.entry(regime).or_default().push(ln_ratio(observation.tail, of_paper));
+    }
+    for scores in residuals.structural.values_mut().chain(residuals.paper.values_mut()) {
+        scores.sort_by(f64::total_cmp);
+    }
+    let probes = runs.iter().map(summary).collect();
+    Profile {
+        version: PROFILE_VERSION,
+        device,
+        kernel,
+        date,
+        capacity,
+        structural,
+        paper,
+        residuals,
+        probes,
+    }
+}
+
+/// ln(a / b), finite for zero too.
+fn ln_ratio(a: Nanos, b: Nanos) -> f64 {
+    (a.get().max(1) as f64 / b.get().max(1) as f64).ln()
+}
+
+/// One task's tail in a probe.
+struct Observation<'a> {
+    run: &'a ProbeRun,
+    vm: usize,
+    stream: Stream,
+    percentile: Percentile,
+    tail: Nanos,
+}
+
+impl Observation<'_> {
+    fn predicted(&self, fit: &StructuralFit, capacity: &Capacity) -> (Regime, Nanos) {
+        let model = Structural::new(fit, capacity);
+        let situation = model.situation(&load(self.run));
+        let estimate = model.estimate(&situation, &self.stream, self.percentile);
+        (estimate.regime, estimate.tail)
+    }
+}
+
+fn observations(runs: &[ProbeRun]) -> Vec<Observation<'_>> {
+    let of_run = |run| {
+        let run: &ProbeRun = run;
+        run.tasks.iter().filter_map(move |task| {
+            let percentile = highest_percentile(task.histogram.count(), MIN_BEYOND)?;
+            let tail = task.histogram.quantile(percentile)?.value;
+            Some(Observation { run, vm: task.vm as usize, stream: stream(task.iops), percentile, tail })
+        })
+    };
+    runs.iter().flat_map(of_run).collect()
+}
+
+/// A task as all probes have it: 4 KiB, 70 % reads, depth 1.
+fn stream(iops: f64) -> Stream {
+    Stream { iops: Some(iops), block_size: Bytes::from_kib(4), read_fraction: 0.7, depth: 1 }
+}
+
+fn load(run: &ProbeRun) -> DeviceLoad {
+    let (scheduler, vms, writer) = run.setting;
+    let mut loads: Vec<VmLoad> = (0..u32::from(vms))
+        .map(|vm| VmLoad {
+            streams: run.tasks.iter().filter(|t| t.vm == vm).map(|t| stream(t.iops)).collect(),
+            settings: VmSettings::default(),
+        })
+        .collect();
+    if writer != Writer::Absent {
+        let limits = run.cap.map(Limits::bps).unwrap_or_default();
+        loads.push(VmLoad {
+            streams: vec![Stream::UNDECLARED],
+            settings: VmSettings { limits, ..VmSettings::default() },
+        });
+    }
+    DeviceLoad { scheduler, vms: loads }
+}
+
+fn pooled(run: &ProbeRun) -> Histogram {
+    let mut all = Histogram::new();
+    for task in &run.tasks {
+        all.merge(&task.histogram);
+    }
+    all
+}
+
+fn at(histogram: &Histogram, percentile: f64) -> Nanos {
+    let quantile = Percentile::new(percentile).ok().and_then(|p| histogram.quantile(p));
+    quantile.map_or(Nanos::ZERO, |q| q.value)
+}
+
+fn base(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Vec<BasePoint> {
+    let model = Structural::new(fit, capacity);
+    let mut points: Vec<BasePoint> = runs
+        .iter()
+        .filter(|r| r.setting.0 == Scheduler::None && r.setting.2 == Writer::Absent)
+        .map(|run| {
+            let all = pooled(run);
+            BasePoint {
+                utilisation: model.situation(&load(run)).utilisation,
+                mean: all.mean(),
+                p99: at(&all, 99.0),
+                p999: at(&all, 99.9),
+            }
+        })
+        .collect();
+    points.sort_by(|a, b| a.utilisation.total_cmp(&b.utilisation));
+    // Tails do not fall with utilisation; where they seem to, it is noise.
+    for i in 1..points.len() {
+        let before = points[i - 1];
+        points[i].mean = points[i].mean.max(before.mean);
+        points[i].p99 = points[i].p99.max(before.p99);
+        points[i].p999 = points[i].p999.max(before.p999);
+    }
+    points
+}
+
+/// Each scheduler's p99.9 over that of `none`, with four VMs and no writer.
+fn scheduler_factors(runs: &[ProbeRun]) -> BTreeMap<String, f64> {
+    let flowing = |run: &&ProbeRun| {
+        let idles = matches!(run.setting.0, Scheduler::Bfq(b) if b.slice_idle_us > 0);
+        run.setting.1 == 4 && run.setting.2 == Writer::Absent && !idles
+    };
+    let tails: BTreeMap<&str, Nanos> = runs
+        .iter()
+        .filter(flowing)
+        .map(|run| (run.setting.0.name(), at(&pooled(run), 99.9)))
+        .collect();
+    let Some(plain) = tails.get(Scheduler::None.name()).copied() else { return BTreeMap::new() };
+    let factor = |t: &Nanos| t.as_secs_f64() / plain.as_secs_f64().max(1e-9);
+    tails.iter().map(|(name, tail)| ((*name).to_owned(), factor(tail))).collect()
+}
+
+/// The burst time (1 to 250 ms) that explains the capped probes best, by least
+/// squares of the logarithms.
+fn burst(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Nanos {
+    let capped: Vec<_> = observations(runs)
+        .into_iter()
+        .filter(|o| matches!(o.run.setting.2, Writer::Capped(_)))
+        .collect();
+    let error = |burst: Nanos| -> f64 {
+        let fit = StructuralFit { burst, ..fit.clone() };
+        capped.iter().map(|o| ln_ratio(o.tail, o.predicted(&fit, capacity).1).powi(2)).sum()
+    };
+    (1..=250)
+        .map(Nanos::from_millis)
+        .min_by(|&a, &b| error(a).total_cmp(&error(b)))
+        .unwrap_or(fit.burst)
+}
+
+/// Median of measured over modelled, for each regime that has observations.
+fn regime_factors(
+    runs: &[ProbeRun],
+    fit: &StructuralFit,
+    capacity: &Capacity,
+) -> BTreeMap<Regime, f64> {
+    let mut scores: BTreeMap<Regime, Vec<f64>> = BTreeMap::new();
+    for o in observations(runs) {
+        let (regime, predicted) = o.predicted(fit, capacity);
+        scores.entry(regime).or_default().push(ln_ratio(o.tail, predicted));
+    }
+    scores
+        .into_iter()
+        .map(|(regime, mut scores)| {
+            scores.sort_by(f64::total_cmp);
+            (regime, scores[scores.len() / 2].exp())
+        })
+        .collect()
+}
+
+/// Stalls of the device, from what the fastest task of the first VM saw where
+/// nothing else can block: no writer, no idling.
+///
+/// A stall shows once to a depth-1 task that is fast enough. What is five
+/// times as long as the 99.9th percentile and 5 ms at least is taken for one;
+/// fewer than three are chance.
+fn stalls(runs: &[ProbeRun]) -> Option<StallFit> {
+    let quiet = |run: &&ProbeRun| {
+        let idles = matches!(run.setting.0, Scheduler::Bfq(b) if b.slice_idle_us > 0);
+        run.setting.2 == Writer::Absent && !idles
+    };
+    let mut seen = 0;
+    let mut longest = Nanos::ZERO;
+    let mut seconds = 0.0;
+    for run in runs.iter().filter(quiet) {
+        let Some(fastest) = run
+            .tasks
+            .iter()
+            .filter(|t| t.vm == 0)
+            .max_by(|a, b| a.iops.total_cmp(&b.iops))
+        else {
+            continue;
+        };
+        let long = at(&pooled(run), 99.9).scale(5.0).max(Nanos::from_millis(5));
+        for (latency, count) in fastest.histogram.bins().filter(|(l, _)| *l > long) {
+            seen += count;
+            longest = longest.max(latency);
+        }
+        seconds += PROBE.as_secs_f64();
+    }
+    if seen < 3 || seconds == 0.0 {
+        return None;
+    }
+    // Upper 95 % limit of a Poisson count, normal approximation.
+    let upper = seen as f64 + 1.645 * (seen as f64).sqrt();
+    Some(StallFit { per_second: upper / seconds, length: longest })
+}
+
+/// Tails under bfq that idles, which is what the paper's model speaks of.
+fn paper_samples(runs: &[ProbeRun]) -> Vec<Sample> {
+    observations(runs)
+        .into_iter()
+        .filter(|o| matches!(o.run.setting.0, Scheduler::Bfq(b) if b.slice_idle_us > 0))
+        .map(|o| Sample { load: load(o.run), vm: o.vm, tail: o.tail })
+        .collect()
+}
+
+fn summary(run: &ProbeRun) -> Probe {
+    let (scheduler, vms, writer) = run.setting;
+    let tails = run
+        .tasks
+        .iter()
+        .filter_map(|t| {
+            let percentile = highest_percentile(t.histogram.count(), MIN_BEYOND)?;
+            Some(ProbeTail {
+                vm: t.vm,
+                iops: t.iops,
+                delivered: t.histogram.count() as f64 / PROBE.as_secs_f64() / t.iops,
+                percentile,
+                tail: t.histogram.quantile(percentile)?.value,
+            })
+        })
+        .collect();
+    Probe {
+        scheduler,
+        vms: u32::from(vms),
+        writer: writer != Writer::Absent,
+        cap: run.cap,
+        writer_throughput: run.writer_throughput,
+        tails,
+        canary: run.canary,
+    }
+}

@@ -1,0 +1,241 @@
+//! One cell: a specification's VMs as cgroups, a scheme's settings, a load, a
+//! verdict.
+//!
+//! A [`Testbed`] owns what it changes: its own journal (apart from an
+//! operator's), the cgroups under `rtvirtio/bench`, a lock against a second
+//! one. Dropping it puts the knobs back and removes the cgroups; a killed one
+//! is cleaned up by the next.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use rtvirtio_cases::{SchemeSettings, judge};
+use rtvirtio_host::{ApplyOptions, Host, Topology};
+use rtvirtio_spec::plan::TaskPromise;
+use rtvirtio_spec::profile::DeviceIdentity;
+use rtvirtio_spec::run::{Cell, CellKey, MeasuredAt, Prediction, RUN_VERSION, TaskResult};
+use rtvirtio_spec::settings::{Knobs, diff};
+use rtvirtio_spec::specification::{Device, Specification};
+use rtvirtio_units::{DeviceName, Nanos, Percentile};
+
+use crate::load::{CellLoad, Interrupted, Measurement};
+
+/// Where a testbed's VMs have their cgroups.
+pub const CGROUP_ROOT: &str = "rtvirtio/bench";
+const STATE: &str = "/run/rtvirtio/bench";
+
+/// A cell whose canary was later than this at its 99th percentile does not
+/// count: its tails may be the CPU's. Fixed before the first comparison.
+pub const CANARY_LIMIT: Nanos = Nanos::from_millis(1);
+
+/// A device under test and what is set on it.
+pub struct Testbed {
+    host: Host,
+    device: Device,
+    label: String,
+    mount: PathBuf,
+    _lock: File,
+}
+
+impl Testbed {
+    /// Takes `device`, which results call `label`. Cleans up after a killed run first.
+    ///
+    /// # Errors
+    /// Without root, or while another testbed is in use.
+    pub fn new(device: &Path, label: &str) -> Result<Self> {
+        std::fs::create_dir_all(STATE)
+            .with_context(|| format!("create {STATE} (a benchmark needs root)"))?;
+        let lock = File::create(Path::new(STATE).join("in-use"))?;
+        let flock = rustix::fs::FlockOperation::NonBlockingLockExclusive;
+        if rustix::fs::flock(&lock, flock).is_err() {
+            bail!("another rtvirtio benchmark or calibration is running on this host");
+        }
+        let host = Host::new("/").with_state_directory(STATE);
+        host.rollback().context("undo what a killed run left")?;
+        host.remove_cgroup(Path::new(CGROUP_ROOT))?;
+        let mount = host.cgroup_version()?.mount().to_owned();
+        let name = DeviceName::new("scratch")?;
+        let device =
+            Device { name, path: device.to_owned(), profile: PathBuf::from("profile.json") };
+        Ok(Self { host, device, label: label.to_owned(), mount, _lock: lock })
+    }
+
+    /// The device as specifications name it.
+    #[must_use]
+    pub const fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// How results name the device.
+    #[must_use]
+    pub fn label(&self) -> &str {
+        &self.label
+    }
+
+    /// What the device is.
+    ///
+    /// # Errors
+    /// If it is gone.
+    pub fn identity(&self) -> Result<DeviceIdentity> {
+        Ok(self.host.identity(&self.device.path)?)
+    }
+
+    /// The kernel's release.
+    ///
+    /// # Errors
+    /// If `/proc` cannot be read.
+    pub fn kernel_release(&self) -> Result<String> {
+        Ok(self.host.kernel_release()?)
+    }
+
+    /// Makes the specification's cgroups and says how everything is set.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub fn prepare(&self, specification: &Specification) -> Result<Knobs> {
+        for vm in &specification.vms {
+            self.host.create_cgroup(&vm.cgroup)?;
+        }
+        Ok(self.host.observe(&Topology::of_specification(specification))?)
+    }
+
+    /// Applies the settings, runs the load, measures.
+    ///
+    /// # Errors
+    /// If a knob cannot be set, fio fails, or the user interrupts.
+    pub fn measure(
+        &self,
+        specification: &Specification,
+        scheme: &SchemeSettings,
+        window: Duration,
+        interrupted: &Interrupted,
+    ) -> Result<Measurement> {
+        let observed = self.prepare(specification)?;
+        let changes = diff(&observed, &scheme.settings.knobs());
+        let topology = Topology::of_specification(specification);
+        self.host.apply(&topology, &observed, &changes, ApplyOptions::default())?;
+        let load = CellLoad {
+            specification,
+            device: &self.device.path,
+            ioprio: &scheme.ioprio,
+            cgroup_mount: &self.mount,
+            window,
+        };
+        load.run(interrupted)
+    }
+}
+
+impl Drop for Testbed {
+    fn drop(&mut self) {
+        // Each on its own: one failure must not keep the other from being tried.
+        let knobs = self.host.rollback().err();
+        let cgroups = self.host.remove_cgroup(Path::new(CGROUP_ROOT)).err();
+        for error in [knobs, cgroups].into_iter().flatten() {
+            eprintln!("warning: clean-up: {error}; the next run tries again");
+        }
+    }
+}
+
+/// What a cell is judged against and labelled with.
+pub struct CellContext<'a> {
+    /// Which cell it is.
+    pub key: CellKey,
+    /// What the VMs do.
+    pub specification: &'a Specification,
+    /// What was set.
+    pub scheme: &'a SchemeSettings,
+    /// Predicts each task at a percentile, if the scheme predicts.
+    pub predict: &'a dyn Fn(&Specification) -> Vec<(TaskPromise, Option<Nanos>)>,
+    /// Name of the device.
+    pub device: String,
+    /// Length of the window.
+    pub window: Duration,
+    /// When it started, RFC 3339.
+    pub started: String,
+}
+
+impl CellContext<'_> {
+    /// Judges a measurement by the pass rule.
+    #[must_use]
+    pub fn judge(&self, measurement: Measurement) -> Cell {
+        let window_s = self.window.as_secs_f64();
+        let mut judged_specification = self.specification.clone();
+        let mut tasks = Vec::new();
+        for vm in &mut judged_specification.vms {
+            for task in &mut vm.tasks {
+                let measured =
+                    measurement.tasks.iter().find(|m| m.vm == vm.name && m.task == task.name);
+                let (Some(measured), Some(target), Some(iops)) =
+                    (measured, &mut task.target, task.load.iops)
+                else {
+                    continue;
+                };
+                let verdict = judge(&measured.histogram, window_s, iops, target.latency);
+                if let Some(judged) = verdict.judged {
+                    target.percentile = judged.percentile;
+                }
+                tasks.push(TaskResult {
+                    vm: vm.name.clone(),
+                    task: task.name.clone(),
+                    measured_at: MeasuredAt::Host,
+                    requested_iops: iops.get(),
+                    delivered_iops: measured.histogram.count() as f64 / window_s,
+                    judged: verdict.judged,
+                    target: Some(target.latency),
+                    prediction: None,
+                    passed: verdict.passed(),
+                    histogram: measured.histogram.clone(),
+                    timeline: measured.timeline.clone(),
+                });
+            }
+        }
+        // The prediction is for the percentile that could be judged; the model saw no result.
+        for (promise, paper) in (self.predict)(&judged_specification) {
+            let found = tasks.iter_mut().find(|t| t.vm == promise.vm && t.task == promise.task);
+            if let Some(task) = found {
+                task.prediction = Some(Prediction {
+                    percentile: promise.percentile,
+                    predicted: promise.predicted,
+                    bound: promise.bound,
+                    paper,
+                });
+            }
+        }
+        let late = measurement.canary.p99 > CANARY_LIMIT;
+        Cell {
+            version: RUN_VERSION,
+            key: self.key.clone(),
+            started: self.started.clone(),
+            device: self.device.clone(),
+            window_s,
+            settings: self.scheme.settings.clone(),
+            ioprio: self.scheme.ioprio.iter().map(|(v, p)| (v.clone(), p.to_string())).collect(),
+            passed: tasks.iter().all(|t| t.passed),
+            tasks,
+            background: measurement.background,
+            canary: measurement.canary,
+            machine: measurement.machine,
+            discarded: late.then(|| {
+                format!("canary p99 {} above {CANARY_LIMIT}", measurement.canary.p99)
+            }),
+        }
+    }
+}
+
+/// The highest of p99, p99.9 and p99.99 with `at_least` of `n` samples beyond it.
+#[must_use]
+pub fn highest_percentile(n: u64, at_least: u64) -> Option<Percentile> {
+    [99.99, 99.9, 99.0]
+        .into_iter()
+        .filter_map(|p| Percentile::new(p).ok())
+        .find(|&p| rtvirtio_spec::latency::beyond(n, p) >= at_least)
+}
+
+/// Settings without I/O priorities.
+#[must_use]
+pub fn plain(settings: rtvirtio_spec::settings::Settings) -> SchemeSettings {
+    SchemeSettings { settings, ioprio: BTreeMap::new() }
+}

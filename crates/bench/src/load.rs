@@ -1,0 +1,281 @@
+//! The load of one cell: every VM's tasks as fio jobs within the VM's cgroup.
+//!
+//! One fio process a VM, one thread a task (each with an I/O context of its
+//! own, as bfq sees it). Background VMs start first, are seen to do I/O,
+//! outlive the tasks, and are measured in the tasks' window only. fio's
+//! processes die with their starter (`PR_SET_PDEATHSIG`).
+//!
+//! Latency is fio's completion latency, which starts at submission: a rare
+//! stall delays requests that are then never issued in time, and shows in the
+//! delivered rate instead.
+
+mod canary;
+mod fio;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_cases::IoPriority;
+use rtvirtio_spec::latency::Histogram;
+use rtvirtio_spec::run::{Canary, Machine};
+use rtvirtio_spec::specification::Specification;
+use rtvirtio_units::{BytesPerSecond, Nanos, TaskName, VmName};
+
+use canary::CanaryThread;
+
+/// Told to stop by Ctrl-C.
+pub type Interrupted = AtomicBool;
+
+/// Settling time before the window, in which fio does I/O but does not count.
+const RAMP: Duration = Duration::from_secs(1);
+/// How long a neighbour may take to be seen doing I/O.
+const NEIGHBOUR_START: Duration = Duration::from_secs(5);
+/// How much longer than expected fio may take before it is given up.
+const OVERTIME: Duration = Duration::from_secs(30);
+
+/// What to run.
+#[derive(Debug, Clone, Copy)]
+pub struct CellLoad<'a> {
+    /// VMs and tasks. All disks are `device`.
+    pub specification: &'a Specification,
+    /// Where they work.
+    pub device: &'a Path,
+    /// Each VM's I/O priority, if the scheme sets one.
+    pub ioprio: &'a BTreeMap<VmName, IoPriority>,
+    /// Where the VMs' cgroups are: `path` of a VM is below it.
+    pub cgroup_mount: &'a Path,
+    /// How long to measure.
+    pub window: Duration,
+}
+
+/// What one task did in the window.
+#[derive(Debug, Clone)]
+pub struct TaskMeasurement {
+    /// Its VM.
+    pub vm: VmName,
+    /// The task.
+    pub task: TaskName,
+    /// Each request's latency.
+    pub histogram: Histogram,
+    /// Largest latency in each interval: (ms since the window's start, latency).
+    pub timeline: Vec<(u64, Nanos)>,
+}
+
+/// What a cell measured.
+#[derive(Debug, Clone)]
+pub struct Measurement {
+    /// Tasks of VMs that have one with a target.
+    pub tasks: Vec<TaskMeasurement>,
+    /// What each background VM moved in the window.
+    pub background: BTreeMap<VmName, BytesPerSecond>,
+    /// Lateness of a sleeping thread.
+    pub canary: Canary,
+    /// State of the machine.
+    pub machine: Machine,
+}
+
+/// A fio process that does not outlive its owner.
+struct Fio {
+    child: Child,
+    output: PathBuf,
+    vm: VmName,
+}
+
+impl Drop for Fio {
+    fn drop(&mut self) {
+        if matches!(self.child.try_wait(), Ok(None)) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+impl CellLoad<'_> {
+    /// How long [`CellLoad::run`] takes, about.
+    #[must_use]
+    pub fn duration(window: Duration) -> Duration {
+        window + RAMP + Duration::from_millis(1200)
+    }
+
+    /// Runs the load and measures it.
+    ///
+    /// # Errors
+    /// If fio is missing or fails, if a neighbour does no I/O, or if interrupted.
+    pub fn run(&self, interrupted: &Interrupted) -> Result<Measurement> {
+        let directory = tempfile::Builder::new().prefix("rtvirtio-fio-").tempdir()?;
+        let tail = self.window + RAMP + Duration::from_secs(4);
+        let mut background = Vec::new();
+        let mut tasks = Vec::new();
+        let before = written_sectors(self.device)?;
+        for vm in self.specification.vms.iter().filter(|vm| vm.is_background()) {
+            background.push(self.start(directory.path(), vm, tail, Duration::ZERO)?);
+        }
+        if !background.is_empty() {
+            self.wait_for_neighbour(before, &mut background, interrupted)?;
+        }
+        let vms: Vec<_> = self.specification.vms.iter().filter(|vm| !vm.is_background()).collect();
+        let canary = CanaryThread::start();
+        let machine = MachineSample::now()?;
+        let start = SystemTime::now().duration_since(UNIX_EPOCH)? + RAMP;
+        for vm in &vms {
+            tasks.push(self.start(directory.path(), vm, self.window, RAMP)?);
+        }
+        if tasks.is_empty() {
+            wait(RAMP + self.window, interrupted)?;
+        }
+        let deadline = Instant::now() + self.window + RAMP + OVERTIME;
+        for fio in &mut tasks {
+            fio.finish(deadline, interrupted)?;
+        }
+        let machine = machine.since()?;
+        let canary = canary.stop();
+        let mut measured = Vec::new();
+        for (fio, vm) in tasks.iter().zip(&vms) {
+            let histograms = fio::histograms(&fio.output)?;
+            for (index, task) in vm.tasks.iter().enumerate() {
+                let histogram = histograms
+                    .get(task.name.as_str())
+                    .with_context(|| format!("fio reported nothing of {}/{}", vm.name, task.name))?;
+                let log = fio::log_path(directory.path(), &vm.name, "clat", index);
+                measured.push(TaskMeasurement {
+                    vm: vm.name.clone(),
+                    task: task.name.clone(),
+                    histogram: histogram.clone(),
+                    timeline: fio::timeline(&log)?,
+                });
+            }
+        }
+        // Its own log tells what a neighbour moved in the window; it is written at the end.
+        let mut moved = BTreeMap::new();
+        for fio in &mut background {
+            // It ends by itself a few seconds after the window; SIGTERM makes it write its log now.
+            fio.terminate();
+            fio.finish(Instant::now() + OVERTIME, interrupted)?;
+            let vm = self.specification.vms.iter().find(|v| v.name == fio.vm);
+            let streams = vm.map_or(1, |v| v.tasks.len().max(1));
+            let mut total = 0.0;
+            for index in 0..streams {
+                let log = fio::log_path(directory.path(), &fio.vm, "bw", index);
+                total += fio::mean_bandwidth(&log, start, start + self.window)?;
+            }
+            moved.insert(fio.vm.clone(), BytesPerSecond::new(total as u64));
+        }
+        Ok(Measurement { tasks: measured, background: moved, canary, machine })
+    }
+
+    fn start(
+        &self,
+        directory: &Path,
+        vm: &rtvirtio_spec::specification::Vm,
+        runtime: Duration,
+        ramp: Duration,
+    ) -> Result<Fio> {
+        let job = fio::job_file(vm, self.device, self.ioprio.get(&vm.name), runtime, ramp);
+        let procs = self.cgroup_mount.join(&vm.cgroup).join("cgroup.procs");
+        let output = directory.join(format!("{}.json", vm.name));
+        let child = fio::spawn(directory, &vm.name, &job, &procs, &output)?;
+        Ok(Fio { child, output, vm: vm.name.clone() })
+    }
+
+    fn wait_for_neighbour(
+        &self,
+        before: u64,
+        background: &mut [Fio],
+        interrupted: &Interrupted,
+    ) -> Result<()> {
+        let deadline = Instant::now() + NEIGHBOUR_START;
+        while written_sectors(self.device)? <= before {
+            ensure!(Instant::now() < deadline, "the background VM did no I/O within 5 s");
+            for fio in &mut *background {
+                if let Some(status) = fio.child.try_wait()? {
+                    bail!("fio of {} ended early ({status}): {}", fio.vm, fio::complaint(&fio.output));
+                }
+            }
+            wait(Duration::from_millis(20), interrupted)?;
+        }
+        // Until its queue is full.
+        wait(Duration::from_millis(300), interrupted)
+    }
+}
+
+impl Fio {
+    fn finish(&mut self, deadline: Instant, interrupted: &Interrupted) -> Result<()> {
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                // 128 is fio's code for "terminated by a signal it handled".
+                let ok = status.success() || status.code() == Some(128);
+                ensure!(ok, "fio of {} failed ({status}): {}", self.vm, fio::complaint(&self.output));
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "fio of {} does not end", self.vm);
+            wait(Duration::from_millis(20), interrupted)?;
+        }
+    }
+
+    fn terminate(&self) {
+        if let Some(pid) = rustix::process::Pid::from_raw(self.child.id() as i32) {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+        }
+    }
+}
+
+/// Sleeps, unless interrupted.
+///
+/// # Errors
+/// If interrupted.
+pub fn wait(time: Duration, interrupted: &Interrupted) -> Result<()> {
+    let end = Instant::now() + time;
+    loop {
+        ensure!(!interrupted.load(Ordering::Relaxed), crate::InterruptedError);
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Ok(());
+        }
+        std::thread::sleep(left.min(Duration::from_millis(100)));
+    }
+}
+
+/// Sectors read and written so far (kernel `Documentation/block/stat.rst`).
+fn written_sectors(device: &Path) -> Result<u64> {
+    let node = std::fs::canonicalize(device)?;
+    let name = node.file_name().context("a device has a name")?.to_string_lossy();
+    let text = std::fs::read_to_string(format!("/sys/class/block/{name}/stat"))?;
+    let fields: Vec<u64> = text.split_whitespace().filter_map(|f| f.parse().ok()).collect();
+    Ok(fields.get(2).unwrap_or(&0) + fields.get(6).unwrap_or(&0))
+}
+
+/// CPU time so far, in ticks of 1/100 s (`/proc/stat`).
+struct MachineSample {
+    at: Instant,
+    busy: u64,
+    steal: u64,
+}
+
+impl MachineSample {
+    fn now() -> Result<Self> {
+        let text = std::fs::read_to_string("/proc/stat")?;
+        let first = text.lines().next().unwrap_or_default();
+        let t: Vec<u64> =
+            first.split_whitespace().skip(1).filter_map(|f| f.parse().ok()).collect();
+        ensure!(t.len() >= 8, "/proc/stat has no CPU line");
+        // user nice system idle iowait irq softirq steal
+        Ok(Self { at: Instant::now(), busy: t[0] + t[1] + t[2] + t[5] + t[6], steal: t[7] })
+    }
+
+    fn since(self) -> Result<Machine> {
+        let now = Self::now()?;
+        let seconds = (now.at - self.at).as_secs_f64();
+        let cores = |ticks: u64| ticks as f64 / 100.0 / seconds;
+        let load = std::fs::read_to_string("/proc/loadavg")?;
+        let load1 = load.split_whitespace().next().and_then(|l| l.parse().ok()).unwrap_or(0.0);
+        Ok(Machine {
+            load1,
+            busy_cores: cores(now.busy - self.busy),
+            steal_cores: cores(now.steal - self.steal),
+        })
+    }
+}

@@ -1,0 +1,131 @@
+//! Progress with an ETA on standard error: a bar on a terminal, a line a step
+//! elsewhere.
+
+use std::io::IsTerminal;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// Progress over steps whose lengths are known beforehand.
+pub struct Progress {
+    bar: Option<ProgressBar>,
+    started: Instant,
+    planned: Duration,
+    done: Duration,
+    steps: usize,
+    step: usize,
+    ticker: Option<Ticker>,
+}
+
+/// Moves the bar while a step runs.
+struct Ticker {
+    stop: std::sync::mpsc::Sender<()>,
+    thread: std::thread::JoinHandle<()>,
+}
+
+impl Progress {
+    /// For `steps` steps that take `planned` in all.
+    #[must_use]
+    pub fn new(steps: usize, planned: Duration) -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::new(planned.as_millis() as u64);
+            let style = ProgressStyle::with_template("{bar:30} {percent:>3}%  {msg}");
+            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+            bar
+        });
+        Self {
+            bar,
+            started: Instant::now(),
+            planned,
+            done: Duration::ZERO,
+            steps,
+            step: 0,
+            ticker: None,
+        }
+    }
+
+    /// A step of about `expected` starts.
+    pub fn start(&mut self, label: &str, expected: Duration) {
+        self.stop_ticker();
+        self.step += 1;
+        let (step, steps) = (self.step, self.steps);
+        let left = self.planned.saturating_sub(self.done);
+        match &self.bar {
+            None => eprintln!("[{step:>3}/{steps}] {label}  (ETA {})", human(left)),
+            Some(bar) => {
+                let (bar, label, done) = (bar.clone(), label.to_owned(), self.done);
+                let (stop, stopped) = std::sync::mpsc::channel();
+                let thread = std::thread::spawn(move || {
+                    let began = Instant::now();
+                    loop {
+                        let here = began.elapsed().min(expected);
+                        bar.set_position((done + here).as_millis() as u64);
+                        let eta = human(left.saturating_sub(here));
+                        bar.set_message(format!("{step}/{steps}  ETA {eta}  {label}"));
+                        let wait = stopped.recv_timeout(Duration::from_millis(250));
+                        if wait != Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+                            return;
+                        }
+                    }
+                });
+                self.ticker = Some(Ticker { stop, thread });
+            }
+        }
+    }
+
+    /// The step that was started has ended; it had been expected to take `expected`.
+    pub fn finish(&mut self, expected: Duration) {
+        self.stop_ticker();
+        self.done += expected;
+    }
+
+    /// One more step of `expected` than was planned.
+    pub fn extend(&mut self, expected: Duration) {
+        self.steps += 1;
+        self.planned += expected;
+        if let Some(bar) = &self.bar {
+            bar.set_length(self.planned.as_millis() as u64);
+        }
+    }
+
+    /// A line above the bar.
+    pub fn note(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| eprintln!("{text}")),
+            None => eprintln!("{text}"),
+        }
+    }
+
+    /// Time since the start.
+    #[must_use]
+    pub fn elapsed(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    fn stop_ticker(&mut self) {
+        if let Some(ticker) = self.ticker.take() {
+            let _ = ticker.stop.send(());
+            let _ = ticker.thread.join();
+        }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.stop_ticker();
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// A length of time for people: `45 s`, `3 min 20 s`, `2 h 05 min`.
+#[must_use]
+pub fn human(time: Duration) -> String {
+    let s = time.as_secs();
+    match s {
+        0..60 => format!("{s} s"),
+        60..3600 => format!("{} min {:02} s", s / 60, s % 60),
+        _ => format!("{} h {:02} min", s / 3600, s % 3600 / 60),
+    }
+}

@@ -1,0 +1,243 @@
+//! Tests of the report, and the cells that they are made of.
+
+use std::collections::BTreeMap;
+
+use rtvirtio_spec::latency::Histogram;
+use rtvirtio_spec::run::{Canary, Cell, CellKey, Machine, MeasuredAt, Prediction, TaskResult};
+use rtvirtio_spec::settings::{Bfq, DeviceSettings, Scheduler, Settings, VmSettings};
+use rtvirtio_units::{BytesPerSecond, DeviceName, Nanos, Percentile, TaskName, VmName};
+
+use super::stats::{median, rate, short, sig3, wilson};
+use super::{Context, Discarded, ReportError, render, table};
+
+/// A task of `vm` whose latencies rise evenly to `slowest_ms` over 2,000 requests.
+fn task(vm: &str, name: &str, slowest_ms: u64, target_ms: u64) -> TaskResult {
+    let mut histogram = Histogram::new();
+    for i in 1..=2_000 {
+        histogram.record(Nanos::from_micros(i * slowest_ms / 2), 1);
+    }
+    let p99 = Percentile::new(99.0).unwrap();
+    let judged = histogram.quantile(p99);
+    TaskResult {
+        vm: VmName::new(vm).unwrap(),
+        task: TaskName::new(name).unwrap(),
+        measured_at: MeasuredAt::Host,
+        requested_iops: 100.0,
+        delivered_iops: 99.0,
+        passed: judged.is_some_and(|q| q.value <= Nanos::from_millis(target_ms)),
+        judged,
+        target: Some(Nanos::from_millis(target_ms)),
+        prediction: None,
+        timeline: (0..300).map(|i| (i * 100, Nanos::from_micros(500 + i))).collect(),
+        histogram,
+    }
+}
+
+/// Two VMs with one task each; vm1 is the more urgent.
+fn cell(case: &str, scheme: &str, repetition: u32, slowest_ms: u64) -> Cell {
+    let tasks = vec![task("vm0", "M", slowest_ms, 40), task("vm1", "M", slowest_ms, 20)];
+    let vms = tasks.iter().map(|t| (t.vm.clone(), VmSettings::default())).collect();
+    let device = DeviceSettings { scheduler: Scheduler::Bfq(Bfq::DEFAULT), vms };
+    Cell {
+        version: 1,
+        key: CellKey {
+            case: case.to_owned(),
+            tier: "strict".to_owned(),
+            neighbour: "writer".to_owned(),
+            scheme: scheme.to_owned(),
+            repetition,
+        },
+        started: "2026-01-02T03:04:05Z".to_owned(),
+        device: "ref-4x250".to_owned(),
+        window_s: 30.0,
+        settings: Settings(BTreeMap::from([(DeviceName::new("data").unwrap(), device)])),
+        ioprio: BTreeMap::new(),
+        passed: tasks.iter().all(|t| t.passed),
+        tasks,
+        background: BTreeMap::from([(
+            VmName::new("background").unwrap(),
+            BytesPerSecond::from_megabytes(210),
+        )]),
+        canary: Canary {
+            n: 3_000,
+            p50: Nanos::from_micros(60),
+            p99: Nanos::from_micros(123),
+            max: Nanos::from_millis(4),
+        },
+        machine: Machine { load1: 1.5, busy_cores: 1.25, steal_cores: 0.0 },
+        discarded: None,
+    }
+}
+
+fn context() -> Context {
+    Context {
+        title: "A campaign".to_owned(),
+        notes: vec!["n = 2".to_owned()],
+        ..Context::default()
+    }
+}
+
+/// What stands in `html` between `from` and the next `to`.
+fn between<'a>(html: &'a str, from: &str, to: &str) -> &'a str {
+    let rest = html.split_once(from).unwrap_or_else(|| panic!("no {from:?}")).1;
+    rest.split_once(to).unwrap_or_else(|| panic!("no {to:?} after {from:?}")).0
+}
+
+#[test]
+fn render_without_cells_is_an_error() {
+    assert_eq!(render(&[], &context()), Err(ReportError::NoCells));
+}
+
+#[test]
+fn render_has_every_section_and_loads_nothing() {
+    let mut cells = vec![cell("2xM", "bfq", 0, 100), cell("2xM", "rtvirtio", 0, 5)];
+    cells[1].tasks[0].prediction = Some(Prediction {
+        percentile: Percentile::new(99.0).unwrap(),
+        predicted: Nanos::from_millis(6),
+        bound: Nanos::from_millis(8),
+        paper: None,
+    });
+    let html = render(&cells, &context()).unwrap();
+    for heading in [
+        "Case 2xM, strict targets, neighbour: writer",
+        "Summary",
+        "Tail latency of each task",
+        "Latency distributions",
+        "vm1, the most urgent VM",
+        "Timelines of vm1",
+        "Settings in force",
+        "State of the machine",
+        "Predictions against measurements",
+        "n = 2",
+    ] {
+        assert!(html.contains(heading), "no {heading:?}");
+    }
+    assert!(!html.contains("Across cases"));
+    assert!(!html.contains("http") && !html.contains("<script") && !html.contains("NaN"));
+}
+
+#[test]
+fn summary_states_rate_ratio_and_background_of_each_scheme() {
+    // 99 % of an even rise to 100 ms is 99 ms: 4.95 of the 20 ms that vm1 has.
+    let cells = [cell("2xM", "bfq", 0, 100), cell("2xM", "rtvirtio", 0, 10)];
+    let html = render(&cells, &context()).unwrap();
+    let summary = between(&html, "<h3>Summary</h3>", "</table>");
+    let bfq = between(summary, "bfq", "</tr>");
+    assert!(bfq.contains("0/1 (0–79 %)") && bfq.contains("4.95") && bfq.contains("99 %"), "{bfq}");
+    let ours = between(summary, "<tr class=\"ours\">", "</tr>");
+    assert!(
+        ours.contains("1/1 (21–100 %)") && ours.contains("0.495") && ours.contains("210"),
+        "{ours}"
+    );
+}
+
+#[test]
+fn schemes_start_with_rtvirtio_and_hand_and_keep_the_rest() {
+    let cells = ["none", "bfq", "hand", "rtvirtio"].map(|s| cell("2xM", s, 0, 10));
+    let html = render(&cells, &context()).unwrap();
+    let summary = between(&html, "<h3>Summary</h3>", "</table>");
+    let at = |s: &str| summary.find(&format!("<th scope=\"row\">{s}</th>")).unwrap();
+    assert!(at("rtvirtio") < at("hand") && at("hand") < at("none") && at("none") < at("bfq"));
+}
+
+#[test]
+fn render_escapes_every_text_of_a_cell_and_of_the_context() {
+    const EVIL: &str = "\"><script>alert(1)</script>";
+    let mut bad = cell(EVIL, EVIL, 0, 10);
+    bad.key.tier = EVIL.to_owned();
+    bad.key.neighbour = EVIL.to_owned();
+    bad.started = EVIL.to_owned();
+    bad.discarded = Some(EVIL.to_owned());
+    bad.ioprio.insert(VmName::new("vm0").unwrap(), EVIL.to_owned());
+    let all = Context {
+        title: EVIL.to_owned(),
+        generated: EVIL.to_owned(),
+        machine: EVIL.to_owned(),
+        device: EVIL.to_owned(),
+        version: EVIL.to_owned(),
+        notes: vec![EVIL.to_owned()],
+        discarded: Discarded::Count,
+    };
+    let html = render(&[bad, cell("2xM", EVIL, 0, 10)], &all).unwrap();
+    assert!(!html.contains("<script") && !html.contains("\">&lt;script"));
+    assert!(html.contains("&lt;script&gt;"));
+}
+
+#[test]
+fn discarded_cell_is_listed_and_counts_only_when_asked() {
+    let mut busy = cell("2xM", "bfq", 1, 100);
+    busy.discarded = Some("the canary was 9 ms late".to_owned());
+    let cells = [cell("2xM", "bfq", 0, 10), busy];
+    let left_out = render(&cells, &context()).unwrap();
+    assert!(left_out.contains("the canary was 9 ms late") && left_out.contains("1/1 (21–100 %)"));
+    let counted = Context { discarded: Discarded::Count, ..context() };
+    let counted = render(&cells, &counted).unwrap();
+    assert!(counted.contains("the canary was 9 ms late") && counted.contains("1/2 (9–91 %)"));
+}
+
+#[test]
+fn cells_all_discarded_or_without_tasks_still_make_a_report() {
+    let mut busy = cell("2xM", "bfq", 0, 10);
+    busy.discarded = Some("busy".to_owned());
+    assert!(render(&[busy.clone()], &context()).unwrap().contains("no cell counts"));
+    assert!(table(&[busy]).contains("discarded: bfq repetition 0: busy"));
+    let mut empty = cell("2xM", "bfq", 0, 10);
+    empty.tasks.clear();
+    let html = render(&[empty], &context()).unwrap();
+    assert!(!html.contains("NaN") && !html.contains("inf"));
+}
+
+#[test]
+fn several_cases_are_compared_by_vms_and_by_mix() {
+    let cells = [
+        cell("1xM", "rtvirtio", 0, 10),
+        cell("2xM", "rtvirtio", 0, 10),
+        cell("2xL+M", "rtvirtio", 0, 100),
+    ];
+    let html = render(&cells, &context()).unwrap();
+    let panel = |title: &str| between(&html, &format!("<b>{title}</b>"), "</figure>").to_owned();
+    assert!(panel("All cases").contains("2/3 (67 %)"));
+    assert!(panel("2 VMs").contains("1/2 (50 %)"));
+    assert!(panel("Tasks L+M").contains("0/1 (0 %)"));
+}
+
+#[test]
+fn table_shows_tail_rate_and_verdict_within_120_columns() {
+    let names = ["bfq", "ionice", "rt-xen", "none", "mq-deadline", "kyber", "hand", "rtvirtio"];
+    let cells = names.map(|s| cell("2xM", s, 0, if s == "rtvirtio" { 10 } else { 100 }));
+    let text = table(&cells);
+    let row = text.lines().find(|l| l.starts_with("vm1 M")).unwrap();
+    assert!(row.starts_with("vm1 M     20  9.90  99%✓  99.0  99%✗"), "{row}");
+    assert!(text.contains("rtvirtio     ✓ 1/1 (21–100 %)"), "{text}");
+    assert!(text.lines().all(|l| l.chars().count() <= 120), "{text}");
+}
+
+#[test]
+fn table_replaces_control_characters() {
+    let text = table(&[cell("2xM\u{1b}[2J", "b\u{7}fq", 0, 10)]);
+    assert!(!text.contains(['\u{1b}', '\u{7}']));
+}
+
+#[test]
+fn wilson_matches_known_values() {
+    // 8/8: n / (n + z²) = 8 / 11.8415; 0/10: z² / (n + z²) = 3.8415 / 13.8415.
+    let (low, high) = wilson(8, 8);
+    assert!((low - 0.6756).abs() < 1e-3 && (high - 1.0).abs() < 1e-9);
+    let (low, high) = wilson(0, 10);
+    assert!(low.abs() < 1e-9 && (high - 0.2775).abs() < 1e-3);
+    assert_eq!(rate(0, 0), "0/0");
+}
+
+#[test]
+fn numbers_carry_three_significant_digits() {
+    let cases =
+        [(0.0, "0"), (0.012_345, "0.0123"), (9.996, "10.0"), (371.4, "371"), (12_345.0, "12300")];
+    for (x, text) in cases {
+        assert_eq!(sig3(x), text);
+    }
+    assert_eq!(
+        (short(20.0).as_str(), short(22.5).as_str(), short(200.0).as_str()),
+        ("20", "22.5", "200")
+    );
+    assert_eq!(median(vec![3.0, 1.0, 2.0, 4.0]), Some(3.0));
+}

@@ -1,0 +1,97 @@
+//! The report's text twin, for a terminal of 120 columns.
+//!
+//! For each group a matrix of tasks × schemes, each entry `tail rate mark`
+//! (ms, percent of the requested rate), then a line per scheme. A discarded
+//! cell counts nowhere and is listed.
+
+use std::fmt::Write as _;
+
+use rtvirtio_spec::run::Cell;
+
+use super::Discarded;
+use super::group::{Group, SchemeCells, TaskId, groups};
+use super::stats::{ms, percent_down, rate, short, sig3};
+
+const WIDTH: usize = 120;
+/// ` 12300 100%✓`: a space, the tail, the rate and the mark.
+const ENTRY: usize = 12;
+const TARGET: usize = 7;
+
+/// Each task's tail, delivered rate and verdict per scheme, as plain text.
+/// Control characters in names are replaced. No cells, no text.
+#[must_use]
+pub fn table(cells: &[Cell]) -> String {
+    let blocks: Vec<String> =
+        groups(cells, Discarded::LeaveOut).iter().map(|g| group_text(g)).collect();
+    blocks.join("\n")
+}
+
+fn group_text(group: &Group<'_>) -> String {
+    let tasks = group.tasks();
+    let names: Vec<String> = tasks.iter().map(|t| format!("{} {}", t.vm, t.task)).collect();
+    let label = names.iter().map(String::len).max().unwrap_or(0).max(4);
+    let columns = ((WIDTH.saturating_sub(label + TARGET)) / ENTRY).max(1);
+    let mut out = format!("{}\n", clean(&group.title()));
+    out.push_str("tail latency, ms; delivered rate; ✓ both held in every run, ✗ not\n\n");
+    for schemes in group.schemes.chunks(columns) {
+        let _ = write!(out, "{:<label$}{:>TARGET$}", "task", "target");
+        for scheme in schemes {
+            let _ = write!(out, " {:>11.11}", clean(scheme.name));
+        }
+        out.push('\n');
+        for (id, name) in tasks.iter().zip(&names) {
+            let target = group.targets(|r| r.vm == *id.vm && r.task == *id.task);
+            let target = target.first().map_or("–".to_owned(), |t| short(t.as_millis_f64()));
+            let _ = write!(out, "{name:<label$}{target:>TARGET$}");
+            for scheme in schemes {
+                out.push_str(&entry(scheme, *id));
+            }
+            out.push('\n');
+        }
+        out.push('\n');
+    }
+    for scheme in &group.schemes {
+        out.push_str(&verdict(scheme));
+    }
+    for cell in group.schemes.iter().flat_map(|s| &s.discarded) {
+        let reason = cell.discarded.as_deref().unwrap_or_default();
+        let key = format!("{} repetition {}", cell.key.scheme, cell.key.repetition);
+        let _ = writeln!(out, "discarded: {}: {}", clean(&key), clean(reason));
+    }
+    out
+}
+
+/// One task under one scheme, [`ENTRY`] characters.
+fn entry(scheme: &SchemeCells<'_>, id: TaskId<'_>) -> String {
+    let Some(runs) = scheme.task(id) else { return format!(" {:>11}", "–") };
+    let tail = match runs.tail() {
+        Some(q) if q.value.as_millis_f64() < 0.01 => "<0.01".to_owned(),
+        Some(q) => ms(q.value),
+        None => "few".to_owned(),
+    };
+    let rate = runs.delivered().map_or("–".to_owned(), |d| format!("{}%", percent_down(d)));
+    format!(" {tail:>5} {rate:>4}{}", if runs.passed() { '✓' } else { '✗' })
+}
+
+/// How a scheme did, in a line.
+fn verdict(scheme: &SchemeCells<'_>) -> String {
+    let (passed, n) = (scheme.passed(), scheme.counted.len());
+    let name = clean(scheme.name);
+    if n == 0 {
+        return format!("{name:<12} no cell counts\n");
+    }
+    let mark = if passed == n { '✓' } else { '✗' };
+    let dash = || "–".to_owned();
+    let ratio = scheme.worst_ratio().map_or_else(dash, |r| format!("{}x", sig3(r)));
+    let least = scheme.least_delivered().map_or_else(dash, |d| format!("{}%", percent_down(d)));
+    let background = scheme.background_mb().map_or_else(dash, |b| format!("{} MB/s", sig3(b)));
+    format!(
+        "{name:<12} {mark} {:<16} runs passed   worst tail/target {ratio:>7}   least rate {least:>4}   background {background}\n",
+        rate(passed, n)
+    )
+}
+
+/// `text` without control characters, which a terminal would obey.
+fn clean(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+}

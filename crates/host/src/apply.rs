@@ -1,0 +1,417 @@
+//! Applying a plan's changes, undoing them, confirming them.
+//!
+//! Algorithm of `apply`, under the host's lock:
+//!
+//! 1. Finish what a dead process left: an apply that stopped half way, one
+//!    whose deadline passed, or a rollback.
+//! 2. Look before writing: devices are the plan's, cgroups are there, values
+//!    are in range, schedulers are offered, current knobs are those observed.
+//! 3. Journal every old value, then write the knobs in their order and read
+//!    each back. On the first failure put everything back.
+//! 4. Settle the journal, or leave it unconfirmed with a deadline.
+//!
+//! A second apply keeps the values from before the first, so a rollback
+//! returns to the state before rtvirtio; undoing an apply that failed or was
+//! not confirmed returns to the state before that apply.
+//!
+//! Properties: `rollback_after_crash_at_any_step_restores`,
+//! `next_apply_after_crash_at_any_step_succeeds`,
+//! `rollback_itself_crashing_at_any_step_restores`, `second_apply_keeps_the_original_values`,
+//! `failed_write_undoes_everything`, `stale_plan_writes_nothing`,
+//! `unconfirmed_apply_is_reverted_by_the_watchdog`,
+//! `expired_apply_is_reverted_by_the_next_command`.
+
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use rtvirtio_spec::settings::{Change, Knob, Knobs};
+use serde::Serialize;
+
+use crate::cgroup::Write;
+use crate::journal::{Journal, Lock, Pending, Phase, Record, boot_time};
+use crate::knobs::{Schedulers, check, observe, value, write};
+use crate::restore::{Restoration, save};
+use crate::topology::Resolved;
+use crate::{Drift, Host, HostError, Step, Topology};
+
+/// How often the watchdog looks whether it was confirmed.
+const WATCH: Duration = Duration::from_millis(500);
+/// How long the watchdog waits for the lock: an apply takes well under a second.
+const LOCK_WAIT: Duration = Duration::from_secs(60);
+
+/// How to apply.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ApplyOptions {
+    /// Revert after this time unless confirmed. The caller starts a process
+    /// that calls [`Host::revert_unless_confirmed`] after `apply` returned.
+    pub confirm_timeout: Option<Duration>,
+}
+
+/// What an apply did.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Applied {
+    /// How many knobs were written.
+    pub written: usize,
+    /// What a dead or unconfirmed apply had left, and was put back first.
+    pub recovered: Option<Restoration>,
+    /// Whether it is reverted unless confirmed.
+    pub awaits_confirmation: bool,
+}
+
+/// What a rollback did.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(tag = "outcome", rename_all = "snake_case")]
+pub enum RollbackOutcome {
+    /// There was nothing to undo.
+    Nothing,
+    /// The state before rtvirtio is back, but for what is not there any more.
+    RolledBack(Restoration),
+}
+
+/// How the watchdog ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(tag = "outcome", rename_all = "snake_case")]
+pub enum WatchdogOutcome {
+    /// No apply waits any more: it was confirmed or undone.
+    Settled,
+    /// The deadline passed and the apply was reverted.
+    Reverted(Restoration),
+}
+
+/// What the journal says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(tag = "journal", rename_all = "snake_case")]
+pub enum JournalStatus {
+    /// rtvirtio has changed nothing since boot.
+    Clean,
+    /// Changes are in place.
+    Applied,
+    /// Changes are in place and wait to be confirmed.
+    AwaitsConfirmation {
+        /// Until they are reverted.
+        remaining: Duration,
+    },
+    /// A process died while it changed knobs, or a deadline passed: the next
+    /// `apply`, `verify` or `rollback` puts them back.
+    Unfinished,
+}
+
+impl Host {
+    /// Applies `changes`, all or none.
+    ///
+    /// # Errors
+    /// See [`HostError`]; after any but [`HostError::UndoIncomplete`] and
+    /// [`HostError::Interrupted`] the knobs are as before.
+    pub fn apply(
+        &self,
+        topology: &Topology,
+        observed: &Knobs,
+        changes: &[Change],
+        options: ApplyOptions,
+    ) -> Result<Applied, HostError> {
+        let lock = self.state.lock()?;
+        let recovered = self.recover(&lock)?;
+        let journal = self.state.load()?;
+        if let Some(pending) = journal.as_ref().and_then(|j| j.pending.as_ref()) {
+            let remaining = pending.deadline().unwrap_or_default().saturating_sub(boot_time());
+            return Err(HostError::AwaitsConfirmation { remaining });
+        }
+        let resolved = Resolved::find(&*self.sysfs, topology)?;
+        let mut changes = changes.to_vec();
+        changes.sort_by(|a, b| a.knob.cmp(&b.knob));
+        self.check_changes(&resolved, &changes)?;
+        let current = observe(&*self.sysfs, &resolved)?;
+        let differences = differences(observed, &current);
+        if !differences.is_empty() {
+            return Err(HostError::Stale { differences });
+        }
+        if changes.is_empty() {
+            return Ok(Applied { written: 0, recovered, awaits_confirmation: false });
+        }
+
+        let mut journal = journal.unwrap_or_else(|| Journal::new(self.boot_id()));
+        let deadline_ns = || {
+            let end = options.confirm_timeout.map(|t| boot_time().saturating_add(t));
+            end.map(|d| u64::try_from(d.as_nanos()).unwrap_or(u64::MAX))
+        };
+        let record = save(&*self.sysfs, &resolved, &changes)?;
+        journal.pending =
+            Some(Pending { phase: Phase::Applying, deadline_ns: deadline_ns(), record });
+        self.store(&journal)?;
+        let applying = journal.clone();
+        let settled = self.write_all(&resolved, &changes).and_then(|()| {
+            match (&mut journal.pending, options.confirm_timeout) {
+                (Some(pending), Some(_)) => {
+                    pending.phase = Phase::Unconfirmed;
+                    pending.deadline_ns = deadline_ns();
+                }
+                _ => journal.settle(),
+            }
+            self.store(&journal)
+        });
+        if let Err(cause) = settled {
+            if matches!(cause, HostError::Interrupted { .. }) {
+                return Err(cause);
+            }
+            return Err(self.undo_failed(applying, cause));
+        }
+        let awaits_confirmation = options.confirm_timeout.is_some();
+        Ok(Applied { written: changes.len(), recovered, awaits_confirmation })
+    }
+
+    /// Puts back the state before rtvirtio's first change since boot. May be repeated.
+    ///
+    /// # Errors
+    /// [`HostError::RestoreIncomplete`] if part of it could not be restored:
+    /// the journal is kept, and a repetition tries again.
+    pub fn rollback(&self) -> Result<RollbackOutcome, HostError> {
+        let _lock = self.state.lock()?;
+        let Some(mut journal) = self.load_of_this_boot()? else {
+            return Ok(RollbackOutcome::Nothing);
+        };
+        journal.settle();
+        journal.rolling_back = true;
+        self.store(&journal)?;
+        self.finish_rollback(&journal).map(RollbackOutcome::RolledBack)
+    }
+
+    /// Compares the host with what was applied. An apply that died or was not
+    /// confirmed in time is undone first, unless another process holds the lock.
+    ///
+    /// # Errors
+    /// See [`HostError`]; a VM whose cgroup is gone is one.
+    pub fn verify(&self, topology: &Topology, wanted: &Knobs) -> Result<Vec<Drift>, HostError> {
+        if self.journal_status()? == JournalStatus::Unfinished {
+            match self.state.lock() {
+                Ok(lock) => drop(self.recover(&lock)?),
+                // Not dead, but at work.
+                Err(HostError::Locked { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let found = self.observe(topology)?;
+        let drift = |(knob, wanted): (&Knob, &String)| {
+            let found = found.get(knob);
+            (found != Some(wanted)).then(|| Drift {
+                knob: knob.clone(),
+                wanted: Some(wanted.clone()),
+                found: found.cloned(),
+            })
+        };
+        Ok(wanted.iter().filter_map(drift).collect())
+    }
+
+    /// Keeps an apply that waits to be confirmed.
+    ///
+    /// # Errors
+    /// [`HostError::NothingToConfirm`], or [`HostError::ConfirmedTooLate`]
+    /// after the deadline: then it is reverted here.
+    pub fn confirm(&self) -> Result<(), HostError> {
+        let lock = self.state.lock()?;
+        if self.recover(&lock)?.is_some() {
+            return Err(HostError::ConfirmedTooLate);
+        }
+        let mut journal = self.state.load()?.ok_or(HostError::NothingToConfirm)?;
+        if journal.pending.is_none() {
+            return Err(HostError::NothingToConfirm);
+        }
+        journal.settle();
+        self.store(&journal)
+    }
+
+    /// Blocks until the apply that waits to be confirmed is settled, or its
+    /// deadline passes, and then reverts it. For a process of its own.
+    ///
+    /// # Errors
+    /// See [`HostError`].
+    pub fn revert_unless_confirmed(&self) -> Result<WatchdogOutcome, HostError> {
+        loop {
+            // Without the lock: a journal is replaced whole.
+            let pending = self.load_of_this_boot()?.and_then(|j| j.pending);
+            let Some(deadline) = pending.and_then(|p| p.deadline()) else {
+                return Ok(WatchdogOutcome::Settled);
+            };
+            let remaining = deadline.saturating_sub(boot_time());
+            if remaining.is_zero() {
+                break;
+            }
+            thread::sleep(remaining.min(WATCH));
+        }
+        let lock = self.state.lock_within("lock", LOCK_WAIT)?;
+        Ok(self.recover(&lock)?.map_or(WatchdogOutcome::Settled, WatchdogOutcome::Reverted))
+    }
+
+    /// What the journal says.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn journal_status(&self) -> Result<JournalStatus, HostError> {
+        let Some(journal) = self.load_of_this_boot()? else {
+            return Ok(JournalStatus::Clean);
+        };
+        let now = boot_time();
+        if journal.rolling_back || journal.is_to_be_undone(now) {
+            return Ok(JournalStatus::Unfinished);
+        }
+        let deadline = journal.pending.and_then(|p| p.deadline());
+        Ok(deadline.map_or(JournalStatus::Applied, |d| JournalStatus::AwaitsConfirmation {
+            remaining: d.saturating_sub(now),
+        }))
+    }
+
+    fn check_changes(&self, resolved: &Resolved, changes: &[Change]) -> Result<(), HostError> {
+        for Change { knob, new, .. } in changes {
+            let (disk, _) = resolved.of(knob)?;
+            check(knob, new)?;
+            let schedulers = Schedulers::read(&*self.sysfs, disk)?;
+            let switch = changes
+                .iter()
+                .find(|c| matches!(&c.knob, Knob::Scheduler { device } if device == knob.device()));
+            match knob {
+                Knob::Scheduler { device } if !schedulers.offered.contains(new) => {
+                    return Err(HostError::SchedulerNotOffered {
+                        device: device.clone(),
+                        wanted: new.clone(),
+                        offered: schedulers.offered,
+                    });
+                }
+                Knob::Bfq { .. } | Knob::Weight { .. } => {
+                    let scheduler = switch.map_or(&schedulers.selected, |c| &c.new);
+                    if scheduler != "bfq" {
+                        let (knob, scheduler) = (Box::new(knob.clone()), scheduler.clone());
+                        return Err(HostError::NotBfq { knob, scheduler });
+                    }
+                }
+                Knob::Scheduler { .. } | Knob::Limit { .. } => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn write_all(&self, resolved: &Resolved, changes: &[Change]) -> Result<(), HostError> {
+        for Change { knob, new, .. } in changes {
+            let target: Write = write(resolved, knob, new)?;
+            self.write(&target)?.map_err(|source| HostError::WriteRefused {
+                knob: Box::new(knob.clone()),
+                file: target.file.clone(),
+                wanted: new.clone(),
+                source,
+            })?;
+            let (file, found) = value(&*self.sysfs, resolved, knob)?;
+            if found != *new {
+                let (knob, wanted) = (Box::new(knob.clone()), new.clone());
+                return Err(HostError::ReadBackDiffers { knob, file, wanted, found });
+            }
+        }
+        Ok(())
+    }
+
+    fn undo_failed(&self, applying: Journal, cause: HostError) -> HostError {
+        if matches!(cause, HostError::State { .. }) {
+            // The settled journal may be in its place already. If this fails
+            // too, what is there leads a rollback to the same values.
+            let _ = self.store(&applying);
+        }
+        match self.undo_pending(applying) {
+            Ok(_) => cause,
+            Err(HostError::RestoreIncomplete { failures, .. }) => {
+                HostError::UndoIncomplete { cause: Box::new(cause), failures }
+            }
+            Err(interrupted @ HostError::Interrupted { .. }) => interrupted,
+            Err(other) => {
+                let failures = vec![other.to_string()];
+                HostError::UndoIncomplete { cause: Box::new(cause), failures }
+            }
+        }
+    }
+
+    /// Finishes what a dead process or a passed deadline left.
+    fn recover(&self, _: &Lock) -> Result<Option<Restoration>, HostError> {
+        let Some(journal) = self.load_of_this_boot()? else {
+            // Of another boot, if any: its knobs died with it.
+            return self.state.remove().map(|()| None);
+        };
+        if journal.rolling_back {
+            return self.finish_rollback(&journal).map(Some);
+        }
+        if journal.is_to_be_undone(boot_time()) {
+            return self.undo_pending(journal);
+        }
+        Ok(None)
+    }
+
+    /// Undoes the pending apply, if there is one.
+    fn undo_pending(&self, mut journal: Journal) -> Result<Option<Restoration>, HostError> {
+        let Some(pending) = &mut journal.pending else {
+            return Ok(None);
+        };
+        // Should this die too, the next one goes on.
+        if pending.phase != Phase::Applying {
+            pending.phase = Phase::Applying;
+            self.store(&journal)?;
+        }
+        let record = journal.pending.take().map(|p| p.record).unwrap_or_default();
+        let done = self.restore_or_fail(&record)?;
+        if journal.original.is_some() {
+            self.store(&journal)?;
+        } else {
+            self.discard()?;
+        }
+        Ok(Some(done))
+    }
+
+    fn finish_rollback(&self, journal: &Journal) -> Result<Restoration, HostError> {
+        let record = journal.original.clone().unwrap_or_default();
+        let done = self.restore_or_fail(&record)?;
+        self.discard()?;
+        Ok(done)
+    }
+
+    fn restore_or_fail(&self, record: &Record) -> Result<Restoration, HostError> {
+        let done = self.restore(record)?;
+        if done.failures.is_empty() {
+            return Ok(done);
+        }
+        let failures = done.failures.clone();
+        Err(HostError::RestoreIncomplete { failures, done: Box::new(done) })
+    }
+
+    fn load_of_this_boot(&self) -> Result<Option<Journal>, HostError> {
+        Ok(self.state.load()?.filter(|j| j.boot_id == self.boot_id()))
+    }
+
+    fn boot_id(&self) -> String {
+        let text = self.sysfs.read(Path::new("/proc/sys/kernel/random/boot_id"));
+        text.unwrap_or_default().trim().to_owned()
+    }
+
+    fn store(&self, journal: &Journal) -> Result<(), HostError> {
+        self.step(|| Step::BeforeJournal)?;
+        self.state.stage(journal)?;
+        self.step(|| Step::JournalStaged)?;
+        self.state.commit()?;
+        self.step(|| Step::JournalCommitted)
+    }
+
+    fn discard(&self) -> Result<(), HostError> {
+        self.step(|| Step::BeforeJournalRemoval)?;
+        self.state.remove()?;
+        self.step(|| Step::JournalRemoved)
+    }
+}
+
+fn differences(observed: &Knobs, current: &Knobs) -> Vec<Drift> {
+    let mut knobs: Vec<&Knob> = observed.keys().chain(current.keys()).collect();
+    knobs.sort();
+    knobs.dedup();
+    let drift = |knob: &Knob| {
+        let (wanted, found) = (observed.get(knob), current.get(knob));
+        (wanted != found).then(|| Drift {
+            knob: knob.clone(),
+            wanted: wanted.cloned(),
+            found: found.cloned(),
+        })
+    };
+    knobs.into_iter().filter_map(drift).collect()
+}

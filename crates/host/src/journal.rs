@@ -1,0 +1,394 @@
+//! The journal: everything needed to return to the state before rtvirtio.
+//!
+//! One file, `journal.json` in the state directory (`/run/rtvirtio`, since the
+//! knobs themselves do not outlive a boot either), mode 0600 in a directory
+//! of mode 0700. It is staged, synced and renamed, so a reader sees the old
+//! one or the new one.
+//!
+//! Terms: a *record* holds old values. `original` holds those from before
+//! rtvirtio's first change; `pending` those from before the apply that is
+//! under way or unconfirmed. Settling an apply merges `pending` into
+//! `original`, where the older value wins.
+//!
+//! Properties: `merge_keeps_the_oldest_value`, `journal_of_another_boot_is_void`,
+//! `journal_is_private`.
+
+use std::collections::BTreeMap;
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::io::{self, Read as _, Seek as _, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rtvirtio_spec::settings::Limit;
+use rtvirtio_units::DeviceName;
+use rustix::fs::{FlockOperation, flock};
+use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
+
+use crate::HostError;
+use crate::sysfs::DeviceNumber;
+
+const VERSION: u32 = 1;
+
+/// A device's queue as it was.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct QueueRecord {
+    /// The selected scheduler.
+    pub(crate) scheduler: String,
+    /// File under `queue/` → text: all of `iosched/`, and what a change of
+    /// scheduler resets beside it.
+    pub(crate) parameters: BTreeMap<String, String>,
+}
+
+/// A device that was changed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct DeviceRecord {
+    pub(crate) name: DeviceName,
+    /// 512-byte sectors.
+    pub(crate) size_sectors: u64,
+    pub(crate) diskseq: Option<u64>,
+    /// `None` if only cgroup knobs were changed.
+    pub(crate) queue: Option<QueueRecord>,
+}
+
+/// Which of a cgroup's knobs on a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum GroupKnob {
+    Weight,
+    Limit(Limit),
+}
+
+/// A cgroup's knob on one device as it was.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct GroupRecord {
+    /// Below the io controller's mount.
+    pub(crate) cgroup: PathBuf,
+    /// The cgroup's inode: another cgroup of the same path is not restored.
+    pub(crate) id: u64,
+    pub(crate) device: DeviceNumber,
+    pub(crate) knob: GroupKnob,
+    /// `None`: no weight line, no limit.
+    pub(crate) old: Option<String>,
+    /// The knob is not rtvirtio's: a change of scheduler dropped it. It is put
+    /// back only where nobody has set it since.
+    pub(crate) only_if_absent: bool,
+}
+
+impl GroupRecord {
+    fn same_knob(&self, other: &Self) -> bool {
+        let key = |r: &Self| (r.id, r.device, r.knob);
+        key(self) == key(other) && self.cgroup == other.cgroup
+    }
+}
+
+/// Old values.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Record {
+    pub(crate) devices: BTreeMap<DeviceNumber, DeviceRecord>,
+    pub(crate) groups: Vec<GroupRecord>,
+}
+
+impl Record {
+    /// Adds a cgroup's knob unless an older value is known.
+    pub(crate) fn add_group(&mut self, newer: GroupRecord) {
+        match self.groups.iter_mut().find(|r| r.same_knob(&newer)) {
+            Some(older) => older.only_if_absent &= newer.only_if_absent,
+            None => self.groups.push(newer),
+        }
+    }
+
+    /// Both records; where both know a value, the one of `self`, which is older.
+    pub(crate) fn merged(mut self, newer: Self) -> Self {
+        for (number, record) in newer.devices {
+            match self.devices.get_mut(&number) {
+                // Another device under the same number: the old one's state died with it.
+                Some(older)
+                    if (older.size_sectors, older.diskseq)
+                        != (record.size_sectors, record.diskseq) =>
+                {
+                    *older = record;
+                }
+                Some(older) => older.queue = older.queue.take().or(record.queue),
+                None => {
+                    self.devices.insert(number, record);
+                }
+            }
+        }
+        newer.groups.into_iter().for_each(|g| self.add_group(g));
+        self
+    }
+}
+
+/// How far an apply has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Phase {
+    /// Writes are under way; found by another process, it died.
+    Applying,
+    /// All is written; reverted at the deadline unless confirmed.
+    Unconfirmed,
+}
+
+/// An apply that is not settled.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Pending {
+    pub(crate) phase: Phase,
+    /// On CLOCK_BOOTTIME, ns.
+    pub(crate) deadline_ns: Option<u64>,
+    pub(crate) record: Record,
+}
+
+/// The journal.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Journal {
+    version: u32,
+    /// `/proc/sys/kernel/random/boot_id`: `/run` is not a tmpfs everywhere.
+    pub(crate) boot_id: String,
+    pub(crate) original: Option<Record>,
+    pub(crate) pending: Option<Pending>,
+    /// A rollback to before rtvirtio has begun.
+    pub(crate) rolling_back: bool,
+}
+
+#[derive(Deserialize)]
+struct VersionOnly {
+    version: u32,
+}
+
+impl Journal {
+    pub(crate) fn new(boot_id: String) -> Self {
+        Self { version: VERSION, boot_id, original: None, pending: None, rolling_back: false }
+    }
+
+    /// Merges the pending apply into what is to be kept.
+    pub(crate) fn settle(&mut self) {
+        if let Some(pending) = self.pending.take() {
+            self.original = Some(match self.original.take() {
+                Some(original) => original.merged(pending.record),
+                None => pending.record,
+            });
+        }
+    }
+
+    /// Whether the pending apply must be undone: its process died, or its deadline has passed.
+    pub(crate) fn is_to_be_undone(&self, now: Duration) -> bool {
+        self.pending
+            .as_ref()
+            .is_some_and(|p| p.phase == Phase::Applying || p.deadline().is_some_and(|d| d <= now))
+    }
+}
+
+impl Pending {
+    pub(crate) fn deadline(&self) -> Option<Duration> {
+        self.deadline_ns.map(Duration::from_nanos)
+    }
+}
+
+/// Time since boot, suspends included.
+pub(crate) fn boot_time() -> Duration {
+    let now = clock_gettime(ClockId::Boottime);
+    Duration::try_from(now).unwrap_or_default()
+}
+
+/// The directory that holds journal and lock.
+#[derive(Debug, Clone)]
+pub(crate) struct StateDirectory(pub(crate) PathBuf);
+
+/// Held as long as this host is being changed; the kernel drops it with its process.
+#[derive(Debug)]
+pub(crate) struct Lock(File);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Closing would not do: a child that another thread is starting holds
+        // a copy of the descriptor until it executes its program.
+        let _ = flock(&self.0, FlockOperation::Unlock);
+    }
+}
+
+impl StateDirectory {
+    pub(crate) fn journal(&self) -> PathBuf {
+        self.0.join("journal.json")
+    }
+
+    fn staged(&self) -> PathBuf {
+        self.0.join("journal.json.tmp")
+    }
+
+    fn create(&self) -> Result<(), HostError> {
+        let create = || {
+            DirBuilder::new().recursive(true).mode(0o700).create(&self.0)?;
+            fs::set_permissions(&self.0, Permissions::from_mode(0o700))
+        };
+        create().map_err(state("create", &self.0))
+    }
+
+    /// Takes the host's lock at once or fails with its holder's pid.
+    pub(crate) fn lock(&self) -> Result<Lock, HostError> {
+        self.lock_file("lock")
+    }
+
+    /// Takes a lock, waiting while another process holds it.
+    pub(crate) fn lock_within(&self, name: &str, limit: Duration) -> Result<Lock, HostError> {
+        let start = Instant::now();
+        loop {
+            match self.lock_file(name) {
+                Err(HostError::Locked { .. }) if start.elapsed() < limit => {
+                    thread::sleep(Duration::from_millis(20));
+                }
+                other => return other,
+            }
+        }
+    }
+
+    fn lock_file(&self, name: &str) -> Result<Lock, HostError> {
+        self.create()?;
+        let path = self.0.join(name);
+        let open = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(&path);
+        let mut file = open.map_err(state("open", &path))?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                let mut text = String::new();
+                let pid =
+                    file.read_to_string(&mut text).ok().and_then(|_| text.trim().parse().ok());
+                return Err(HostError::Locked { pid });
+            }
+            Err(errno) => return Err(state("lock", &path)(errno.into())),
+        }
+        let mut note = || {
+            file.set_len(0)?;
+            file.rewind()?;
+            writeln!(file, "{}", std::process::id())
+        };
+        note().map_err(state("write", &path))?;
+        Ok(Lock(file))
+    }
+
+    pub(crate) fn load(&self) -> Result<Option<Journal>, HostError> {
+        let file = self.journal();
+        let text = match fs::read(&file) {
+            Ok(text) => text,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(state("read", &file)(e)),
+        };
+        let damaged = |source| HostError::JournalDamaged { file: file.clone(), source };
+        let VersionOnly { version } = serde_json::from_slice(&text).map_err(damaged)?;
+        if version != VERSION {
+            return Err(HostError::JournalVersion { file, found: version, known: VERSION });
+        }
+        serde_json::from_slice(&text).map(Some).map_err(damaged)
+    }
+
+    /// Writes and syncs the journal beside its place.
+    pub(crate) fn stage(&self, journal: &Journal) -> Result<(), HostError> {
+        self.create()?;
+        let path = self.staged();
+        let write = || {
+            let text = serde_json::to_vec_pretty(journal)?;
+            let mut options = OpenOptions::new();
+            let mut file =
+                options.write(true).create(true).truncate(true).mode(0o600).open(&path)?;
+            file.write_all(&text)?;
+            file.sync_all()
+        };
+        write().map_err(state("write", &path))
+    }
+
+    /// Puts the staged journal in its place.
+    pub(crate) fn commit(&self) -> Result<(), HostError> {
+        let rename = || {
+            fs::rename(self.staged(), self.journal())?;
+            File::open(&self.0)?.sync_all()
+        };
+        rename().map_err(state("write", &self.journal()))
+    }
+
+    pub(crate) fn remove(&self) -> Result<(), HostError> {
+        let remove = || {
+            match fs::remove_file(self.journal()) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+                _ => {}
+            }
+            File::open(&self.0)?.sync_all()
+        };
+        remove().map_err(state("remove", &self.journal()))
+    }
+}
+
+pub(crate) fn state(action: &'static str, file: &Path) -> impl FnOnce(io::Error) -> HostError {
+    move |source| HostError::State { action, file: file.to_path_buf(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn weight(old: Option<&str>, only_if_absent: bool) -> GroupRecord {
+        GroupRecord {
+            cgroup: "a".into(),
+            id: 1,
+            device: DeviceNumber::new(7, 0),
+            knob: GroupKnob::Weight,
+            old: old.map(str::to_owned),
+            only_if_absent,
+        }
+    }
+
+    #[test]
+    fn merge_keeps_the_oldest_value() {
+        let older = Record { devices: BTreeMap::new(), groups: vec![weight(Some("300"), true)] };
+        let newer = Record { devices: BTreeMap::new(), groups: vec![weight(None, false)] };
+        assert_eq!(older.merged(newer).groups, [weight(Some("300"), false)]);
+    }
+
+    #[test]
+    fn journal_is_private() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = StateDirectory(root.path().join("run/rtvirtio"));
+        directory.stage(&Journal::new("b".to_owned())).unwrap();
+        assert_eq!(directory.load().unwrap(), None);
+        directory.commit().unwrap();
+        let mode = |p: &Path| fs::metadata(p).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(&directory.0), 0o700);
+        assert_eq!(mode(&directory.journal()), 0o600);
+        assert_eq!(directory.load().unwrap().unwrap().boot_id, "b");
+    }
+
+    #[test]
+    fn journal_damaged_is_an_error_with_a_hint() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = StateDirectory(root.path().to_path_buf());
+        fs::write(directory.journal(), "{\"version\": 1, \"boo").unwrap();
+        let error = directory.load().unwrap_err();
+        assert!(matches!(error, HostError::JournalDamaged { .. }) && error.hint().is_some());
+        fs::write(directory.journal(), "{\"version\": 9}").unwrap();
+        assert!(matches!(directory.load(), Err(HostError::JournalVersion { found: 9, .. })));
+    }
+
+    #[test]
+    fn lock_held_names_its_holder() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = StateDirectory(root.path().to_path_buf());
+        let held = directory.lock().unwrap();
+        let pid = std::process::id();
+        assert!(matches!(directory.lock(), Err(HostError::Locked { pid: Some(p) }) if p == pid));
+        drop(held);
+        directory.lock().unwrap();
+    }
+}

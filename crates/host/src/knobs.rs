@@ -1,0 +1,188 @@
+//! One knob: its value as the kernel shows it, and the write that sets it.
+//!
+//! Values are the texts of `rtvirtio_spec::settings`. Under a scheduler other
+//! than bfq, bfq's parameters and weights do not exist. `timeout_sync` reads
+//! as the kernel's tick allows (33 written at HZ=250 reads 36).
+//!
+//! Properties: `selected_scheduler_is_the_one_in_brackets`,
+//! `value_that_the_kernel_would_truncate_is_refused`.
+
+use std::path::PathBuf;
+
+use rtvirtio_spec::settings::{BfqParameter, Knob, Knobs, Limit};
+
+use crate::HostError;
+use crate::cgroup::{Write, read};
+use crate::device::Disk;
+use crate::sysfs::Sysfs;
+use crate::topology::Resolved;
+
+/// No limit.
+pub(crate) const MAX: &str = "max";
+
+/// `queue/scheduler`: what the kernel offers and which one is selected.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Schedulers {
+    pub(crate) offered: Vec<String>,
+    pub(crate) selected: String,
+}
+
+impl Schedulers {
+    pub(crate) fn read(sysfs: &dyn Sysfs, disk: &Disk) -> Result<Self, HostError> {
+        let file = disk.queue("scheduler");
+        let text = read(sysfs, &file)?;
+        Self::parse(&text).ok_or_else(|| HostError::Format {
+            file,
+            found: text.trim().to_owned(),
+            expected: "a list of schedulers with one in brackets",
+        })
+    }
+
+    /// `none [mq-deadline] kyber bfq`; a device without a choice shows a bare `none`.
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        let strip = |word: &str| word.trim_matches(['[', ']']).to_owned();
+        let offered: Vec<String> = text.split_whitespace().map(strip).collect();
+        let selected = text.split_whitespace().find(|w| w.starts_with('[')).map(strip);
+        let only = || (offered.len() == 1).then(|| offered[0].clone());
+        Some(Self { selected: selected.or_else(only)?, offered })
+    }
+
+    pub(crate) fn is_bfq(&self) -> bool {
+        self.selected == "bfq"
+    }
+}
+
+const PARAMETERS: [BfqParameter; 4] = [
+    BfqParameter::SliceIdleUs,
+    BfqParameter::TimeoutSync,
+    BfqParameter::LowLatency,
+    BfqParameter::MaxBudget,
+];
+const LIMITS: [Limit; 4] = [Limit::ReadBps, Limit::WriteBps, Limit::ReadIops, Limit::WriteIops];
+
+/// Every knob of the topology that exists, with its value.
+pub(crate) fn observe(sysfs: &dyn Sysfs, resolved: &Resolved) -> Result<Knobs, HostError> {
+    let mut wanted = Vec::new();
+    for (device, disk) in &resolved.devices {
+        wanted.push(Knob::Scheduler { device: device.clone() });
+        let bfq = Schedulers::read(sysfs, disk)?.is_bfq();
+        if bfq {
+            let knob = |parameter| Knob::Bfq { device: device.clone(), parameter };
+            wanted.extend(PARAMETERS.map(knob));
+        }
+        for (vm, _) in resolved.pairs.iter().filter(|(_, d)| d == device) {
+            if bfq {
+                wanted.push(Knob::Weight { device: device.clone(), vm: vm.clone() });
+            }
+            let knob = |limit| Knob::Limit { device: device.clone(), vm: vm.clone(), limit };
+            wanted.extend(LIMITS.map(knob));
+        }
+    }
+    let mut knobs = Knobs::new();
+    for knob in wanted {
+        let (_, text) = value(sysfs, resolved, &knob)?;
+        knobs.insert(knob, text);
+    }
+    Ok(knobs)
+}
+
+/// The file and the value of a knob that exists.
+pub(crate) fn value(
+    sysfs: &dyn Sysfs,
+    resolved: &Resolved,
+    knob: &Knob,
+) -> Result<(PathBuf, String), HostError> {
+    let (disk, group) = resolved.of(knob)?;
+    let write = write(resolved, knob, "0")?;
+    let text = match (knob, group) {
+        (Knob::Scheduler { .. }, _) => Schedulers::read(sysfs, disk)?.selected,
+        (Knob::Weight { .. }, Some(g)) => g.cgroup.weight(sysfs, disk.number)?,
+        (Knob::Limit { limit, .. }, Some(g)) => {
+            let limit = g.cgroup.limit(sysfs, disk.number, *limit)?;
+            limit.unwrap_or_else(|| MAX.to_owned())
+        }
+        _ => read(sysfs, &write.file)?.trim().to_owned(),
+    };
+    Ok((write.file, text))
+}
+
+/// The write that sets `knob` to `text`.
+pub(crate) fn write(resolved: &Resolved, knob: &Knob, text: &str) -> Result<Write, HostError> {
+    let (disk, group) = resolved.of(knob)?;
+    Ok(match (knob, group) {
+        (Knob::Weight { .. }, Some(g)) => g.cgroup.weight_write(disk.number, Some(text)),
+        (Knob::Limit { limit, .. }, Some(g)) => {
+            g.cgroup.limit_write(disk.number, *limit, Some(text).filter(|t| *t != MAX))
+        }
+        (Knob::Bfq { parameter, .. }, _) => {
+            let file = disk.queue("iosched").join(parameter.file());
+            Write { file, text: text.to_owned() }
+        }
+        _ => Write { file: disk.queue("scheduler"), text: text.to_owned() },
+    })
+}
+
+/// Refuses a text that the knob's file cannot hold, or that would be parsed as something else.
+pub(crate) fn check(knob: &Knob, text: &str) -> Result<(), HostError> {
+    let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    let number = if digits { text.parse::<u64>().ok() } else { None };
+    let within = |low: u64, high: u64| number.is_some_and(|n| (low..=high).contains(&n));
+    let (good, expected) = match knob {
+        // Whether it is offered is checked against the kernel's list.
+        Knob::Scheduler { .. } => (
+            !text.is_empty() && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-'),
+            "a scheduler's name",
+        ),
+        Knob::Bfq { parameter: BfqParameter::LowLatency, .. } => (within(0, 1), "0 or 1"),
+        Knob::Bfq { .. } => (within(0, i32::MAX as u64), "a number from 0 to 2147483647"),
+        Knob::Weight { .. } => (within(1, 1000), "a number from 1 to 1000"),
+        // The kernel cuts v1 IOPS limits to 32 bits and takes the largest value for no limit;
+        // 0 removes a v1 limit.
+        Knob::Limit { limit: Limit::ReadIops | Limit::WriteIops, .. } => (
+            text == MAX || within(1, u64::from(u32::MAX - 1)),
+            "max, or a number from 1 to 4294967294",
+        ),
+        Knob::Limit { .. } => {
+            (text == MAX || within(1, u64::MAX - 1), "max, or a number from 1 below 2^64 - 1")
+        }
+    };
+    // A leading zero would read back without it.
+    let plain = text.len() == 1 || !text.starts_with('0');
+    if good && plain {
+        return Ok(());
+    }
+    Err(HostError::BadValue { knob: Box::new(knob.clone()), value: text.to_owned(), expected })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rtvirtio_units::{DeviceName, VmName};
+
+    #[test]
+    fn selected_scheduler_is_the_one_in_brackets() {
+        let found = Schedulers::parse("none mq-deadline kyber [bfq] \n").unwrap();
+        assert_eq!(found.selected, "bfq");
+        assert_eq!(found.offered, ["none", "mq-deadline", "kyber", "bfq"]);
+        assert_eq!(Schedulers::parse("none\n").unwrap().selected, "none");
+        assert_eq!(Schedulers::parse("\n"), None);
+    }
+
+    #[test]
+    fn value_that_the_kernel_would_truncate_is_refused() {
+        let device = DeviceName::new("d").unwrap();
+        let vm = VmName::new("v").unwrap();
+        let limit = |limit| Knob::Limit { device: device.clone(), vm: vm.clone(), limit };
+        assert!(check(&limit(Limit::ReadIops), "5000000000").is_err());
+        assert!(check(&limit(Limit::ReadBps), "5000000000").is_ok());
+        assert!(check(&limit(Limit::ReadBps), "max").is_ok());
+        assert!(check(&limit(Limit::ReadBps), "0").is_err());
+        assert!(check(&limit(Limit::ReadBps), "1 wbps=1").is_err());
+        assert!(check(&limit(Limit::ReadBps), "01").is_err());
+        let weight = Knob::Weight { device: device.clone(), vm: vm.clone() };
+        assert!(check(&weight, "0").is_err());
+        assert!(check(&weight, "1001").is_err());
+        assert!(check(&weight, "default").is_err());
+        assert!(check(&Knob::Scheduler { device }, "no\nne").is_err());
+    }
+}

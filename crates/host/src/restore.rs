@@ -1,0 +1,359 @@
+//! Saving old values and putting them back.
+//!
+//! Restoring writes only what differs, so it may be repeated after a crash at
+//! any step. Order: each device's scheduler, then its parameters (selecting a
+//! scheduler reset them), then weights and limits of cgroups. A device or
+//! cgroup that is gone, or another one in its place, is reported and skipped:
+//! its knobs died with it.
+//!
+//! A change of scheduler drops things that are nobody's knob here, so they are
+//! saved too: all of `queue/iosched/`, `queue/nr_requests`, `queue/wbt_lat_usec`
+//! (bfq turns writeback throttling off), and every cgroup's weight line.
+//!
+//! Properties, tested with `apply`: `rollback_after_crash_at_any_step_restores`,
+//! `rollback_itself_crashing_at_any_step_restores`,
+//! `switch_away_from_bfq_and_back_keeps_foreign_weights`.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use rtvirtio_spec::settings::{Change, Knob};
+use rtvirtio_units::DeviceName;
+use serde::Serialize;
+
+use crate::cgroup::{CgroupVersion, Write, read, weight_lines};
+use crate::device::{Disk, directory, generation};
+use crate::journal::{DeviceRecord, GroupKnob, GroupRecord, QueueRecord, Record};
+use crate::knobs::Schedulers;
+use crate::sysfs::{DeviceNumber, Sysfs};
+use crate::topology::Resolved;
+use crate::{Host, HostError, Step};
+
+/// Files beside `iosched/` that a change of scheduler resets.
+const QUEUE_FILES: [&str; 2] = ["nr_requests", "wbt_lat_usec"];
+/// One parameter may move another (`strict_guarantees` raises `slice_idle`).
+const PASSES: usize = 3;
+
+/// What was not restored because it is not there any more.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(tag = "skipped", rename_all = "snake_case")]
+pub enum Skipped {
+    /// A device is gone, or another one has its number.
+    Device {
+        /// Its name when it was changed.
+        device: DeviceName,
+        /// Its `MAJOR:MINOR`.
+        number: DeviceNumber,
+    },
+    /// A cgroup is gone, or another one has its path.
+    Cgroup {
+        /// Its path below the io controller's mount.
+        cgroup: PathBuf,
+    },
+}
+
+/// What a restoration did.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+pub struct Restoration {
+    /// Each file that was written, with the text.
+    pub restored: Vec<(PathBuf, String)>,
+    /// What is not there any more.
+    pub skipped: Vec<Skipped>,
+    /// What could not be restored, and why; empty unless within an error.
+    pub failures: Vec<String>,
+}
+
+impl Restoration {
+    fn skip(&mut self, skipped: Skipped) {
+        if !self.skipped.contains(&skipped) {
+            self.skipped.push(skipped);
+        }
+    }
+}
+
+/// Saves what `changes` would overwrite.
+pub(crate) fn save(
+    sysfs: &dyn Sysfs,
+    resolved: &Resolved,
+    changes: &[Change],
+) -> Result<Record, HostError> {
+    let mut record = Record::default();
+    for change in changes {
+        let (disk, group) = resolved.of(&change.knob)?;
+        let number = disk.number;
+        if let Entry::Vacant(entry) = record.devices.entry(number) {
+            let (size_sectors, diskseq) = generation(sysfs, number)?;
+            let name = change.knob.device().clone();
+            entry.insert(DeviceRecord { name, size_sectors, diskseq, queue: None });
+        }
+        let knob = match (&change.knob, group) {
+            (Knob::Limit { limit, .. }, Some(_)) => GroupKnob::Limit(*limit),
+            (Knob::Weight { .. }, Some(_)) => GroupKnob::Weight,
+            _ => {
+                let device = record.devices.get_mut(&number);
+                if let Some(DeviceRecord { queue: queue @ None, .. }) = device {
+                    *queue = Some(save_queue(sysfs, disk)?);
+                }
+                let selected = Schedulers::read(sysfs, disk)?;
+                let leaves_bfq = matches!(change.knob, Knob::Scheduler { .. })
+                    && selected.is_bfq()
+                    && change.new != selected.selected;
+                if leaves_bfq {
+                    save_weights(sysfs, resolved, number, &mut record)?;
+                }
+                continue;
+            }
+        };
+        let Some(group) = group else { continue };
+        let old = match knob {
+            GroupKnob::Limit(limit) => group.cgroup.limit(sysfs, number, limit)?,
+            // Under another scheduler there are no weight lines.
+            GroupKnob::Weight if Schedulers::read(sysfs, disk)?.is_bfq() => {
+                group.cgroup.weight_line(sysfs, number)?
+            }
+            GroupKnob::Weight => None,
+        };
+        record.add_group(GroupRecord {
+            cgroup: group.path.clone(),
+            id: group_id(sysfs, &group.cgroup.directory)?,
+            device: number,
+            knob,
+            old,
+            only_if_absent: false,
+        });
+    }
+    Ok(record)
+}
+
+fn group_id(sysfs: &dyn Sysfs, path: &Path) -> Result<u64, HostError> {
+    let read = |source| HostError::Read { file: path.to_path_buf(), source };
+    sysfs.inode(path).map_err(read)
+}
+
+fn save_queue(sysfs: &dyn Sysfs, disk: &Disk) -> Result<QueueRecord, HostError> {
+    let mut parameters = BTreeMap::new();
+    let iosched = disk.queue("iosched");
+    // `none` has no directory.
+    if sysfs.exists(&iosched) {
+        let list = sysfs.list(&iosched);
+        for name in list.map_err(|source| HostError::Read { file: iosched.clone(), source })? {
+            let text = read(sysfs, &iosched.join(&name))?;
+            parameters.insert(format!("iosched/{name}"), text.trim().to_owned());
+        }
+    }
+    for name in QUEUE_FILES {
+        // Not every device has them: then there is nothing to reset.
+        if let Ok(text) = sysfs.read(&disk.queue(name)) {
+            parameters.insert(name.to_owned(), text.trim().to_owned());
+        }
+    }
+    Ok(QueueRecord { scheduler: Schedulers::read(sysfs, disk)?.selected, parameters })
+}
+
+fn save_weights(
+    sysfs: &dyn Sysfs,
+    resolved: &Resolved,
+    device: DeviceNumber,
+    record: &mut Record,
+) -> Result<(), HostError> {
+    // A topology without VMs has not looked for the hierarchy.
+    let version = match &resolved.version {
+        Some(version) => Some(version.clone()),
+        None => CgroupVersion::find(sysfs).ok(),
+    };
+    let Some(version) = version else {
+        return Ok(());
+    };
+    for (cgroup, weight) in weight_lines(sysfs, &version, device) {
+        let path = version.mount().join(&cgroup);
+        record.add_group(GroupRecord {
+            id: group_id(sysfs, &path)?,
+            cgroup,
+            device,
+            knob: GroupKnob::Weight,
+            old: Some(weight),
+            only_if_absent: true,
+        });
+    }
+    Ok(())
+}
+
+impl Host {
+    /// Puts back all that `record` holds. The only error is [`HostError::Interrupted`];
+    /// what cannot be restored is among the result's failures.
+    pub(crate) fn restore(&self, record: &Record) -> Result<Restoration, HostError> {
+        let mut done = Restoration::default();
+        for (number, device) in &record.devices {
+            if !self.is_same_device(*number, device) {
+                done.skip(Skipped::Device { device: device.name.clone(), number: *number });
+                continue;
+            }
+            if let Some(queue) = &device.queue {
+                self.restore_queue(*number, device, queue, &mut done)?;
+            }
+        }
+        if record.groups.is_empty() {
+            return Ok(done);
+        }
+        match CgroupVersion::find(&*self.sysfs) {
+            Ok(version) => {
+                for group in &record.groups {
+                    self.restore_group(&version, record, group, &mut done)?;
+                }
+            }
+            Err(error) => done.failures.push(error.to_string()),
+        }
+        Ok(done)
+    }
+
+    fn is_same_device(&self, number: DeviceNumber, record: &DeviceRecord) -> bool {
+        generation(&*self.sysfs, number)
+            .is_ok_and(|found| found == (record.size_sectors, record.diskseq))
+    }
+
+    fn restore_queue(
+        &self,
+        number: DeviceNumber,
+        device: &DeviceRecord,
+        queue: &QueueRecord,
+        done: &mut Restoration,
+    ) -> Result<(), HostError> {
+        let base = directory(number).join("queue");
+        let scheduler = || {
+            let text = self.sysfs.read(&base.join("scheduler")).ok();
+            text.and_then(|t| Schedulers::parse(&t)).map(|s| s.selected)
+        };
+        let mut failures = Vec::new();
+        if scheduler().as_ref() != Some(&queue.scheduler) {
+            let write = Write { file: base.join("scheduler"), text: queue.scheduler.clone() };
+            self.put_back(write, &mut failures, done)?;
+        }
+        if scheduler().as_ref() == Some(&queue.scheduler) {
+            let differing = || {
+                let mut names: Vec<(&String, &String)> = queue
+                    .parameters
+                    .iter()
+                    // The same value in coarser units, which would round it.
+                    .filter(|(name, _)| {
+                        *name != "iosched/slice_idle"
+                            || !queue.parameters.contains_key("iosched/slice_idle_us")
+                    })
+                    .filter(|(name, old)| {
+                        self.sysfs.read(&base.join(name)).ok().as_deref().map(str::trim)
+                            != Some(old.as_str())
+                    })
+                    .collect();
+                names.sort_by_key(|(name, _)| *name != "iosched/strict_guarantees");
+                names
+            };
+            for _ in 0..PASSES {
+                failures.clear();
+                for (name, old) in differing() {
+                    let write = Write { file: base.join(name), text: old.clone() };
+                    self.put_back(write, &mut failures, done)?;
+                }
+            }
+            if failures.is_empty() {
+                let left = differing();
+                failures.extend(left.iter().map(|(name, old)| {
+                    format!("{} does not read {old:?} again", base.join(name).display())
+                }));
+            }
+        } else if failures.is_empty() {
+            let file = base.join("scheduler");
+            failures.push(format!("{} does not read {:?} again", file.display(), queue.scheduler));
+        }
+        if failures.is_empty() {
+            return Ok(());
+        }
+        // It may have vanished meanwhile.
+        if self.is_same_device(number, device) {
+            done.failures.append(&mut failures);
+        } else {
+            done.skip(Skipped::Device { device: device.name.clone(), number });
+        }
+        Ok(())
+    }
+
+    fn restore_group(
+        &self,
+        version: &CgroupVersion,
+        record: &Record,
+        group: &GroupRecord,
+        done: &mut Restoration,
+    ) -> Result<(), HostError> {
+        let sysfs = &*self.sysfs;
+        let number = group.device;
+        if record.devices.get(&number).is_some_and(|d| !self.is_same_device(number, d)) {
+            return Ok(());
+        }
+        let cgroup = match version.cgroup(&group.cgroup) {
+            Ok(cgroup) => cgroup,
+            Err(error) => {
+                done.failures.push(error.to_string());
+                return Ok(());
+            }
+        };
+        let is_same = || sysfs.inode(&cgroup.directory).is_ok_and(|id| id == group.id);
+        let current = match group.knob {
+            GroupKnob::Weight => {
+                let text = sysfs.read(&directory(number).join("queue/scheduler"));
+                if !text.is_ok_and(|t| Schedulers::parse(&t).is_some_and(|s| s.is_bfq())) {
+                    // Weight lines died with bfq, and none was there before it.
+                    return Ok(());
+                }
+                cgroup.weight_line(sysfs, number)
+            }
+            GroupKnob::Limit(limit) => cgroup.limit(sysfs, number, limit),
+        };
+        if !is_same() {
+            done.skip(Skipped::Cgroup { cgroup: group.cgroup.clone() });
+            return Ok(());
+        }
+        let old = group.old.as_deref();
+        match current {
+            Ok(current) if current == group.old => return Ok(()),
+            Ok(Some(_)) if group.only_if_absent => return Ok(()),
+            Ok(_) => {}
+            Err(error) => {
+                done.failures.push(error.to_string());
+                return Ok(());
+            }
+        }
+        let write = match group.knob {
+            GroupKnob::Weight => cgroup.weight_write(number, old),
+            GroupKnob::Limit(limit) => cgroup.limit_write(number, limit, old),
+        };
+        let mut failures = Vec::new();
+        self.put_back(write, &mut failures, done)?;
+        if is_same() {
+            done.failures.append(&mut failures);
+        } else {
+            done.skip(Skipped::Cgroup { cgroup: group.cgroup.clone() });
+        }
+        Ok(())
+    }
+
+    fn put_back(
+        &self,
+        write: Write,
+        failures: &mut Vec<String>,
+        done: &mut Restoration,
+    ) -> Result<(), HostError> {
+        match self.write(&write)? {
+            Ok(()) => done.restored.push((write.file, write.text)),
+            Err(e) => failures.push(format!("{}: {e}", write.file.display())),
+        }
+        Ok(())
+    }
+
+    /// One write, with its steps. The outer error is [`HostError::Interrupted`].
+    pub(crate) fn write(&self, write: &Write) -> Result<io::Result<()>, HostError> {
+        self.step(|| Step::BeforeWrite { file: write.file.clone(), text: write.text.clone() })?;
+        let result = self.sysfs.write(&write.file, &write.text);
+        self.step(|| Step::AfterWrite { file: write.file.clone(), text: write.text.clone() })?;
+        Ok(result)
+    }
+}

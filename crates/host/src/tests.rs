@@ -1,0 +1,289 @@
+//! Apply, rollback, verify, confirm and cgroups on the kernel in memory.
+
+mod crash;
+mod groups;
+mod refusal;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rtvirtio_spec::settings::{
+    Bfq, Change, DeviceSettings, Knob, Knobs, Limit, Limits, Scheduler, Settings, VmSettings, diff,
+};
+use rtvirtio_units::{BytesPerSecond, DeviceName, VmName, Weight};
+use tempfile::TempDir;
+
+use crate::fake::FakeSysfs;
+use crate::sysfs::{DeviceNumber, Sysfs as _};
+use crate::{
+    Applied, ApplyOptions, Host, HostError, JournalStatus, RollbackOutcome, Topology,
+    WatchdogOutcome,
+};
+
+const DISK: DeviceNumber = DeviceNumber::new(8, 0);
+
+struct Bed {
+    fake: Arc<FakeSysfs>,
+    host: Host,
+    topology: Topology,
+    state: TempDir,
+}
+
+fn device() -> DeviceName {
+    DeviceName::new("data").unwrap()
+}
+
+fn vm(name: &str) -> VmName {
+    VmName::new(name).unwrap()
+}
+
+fn group(name: &str) -> String {
+    format!("machine.slice/{name}.scope")
+}
+
+impl Bed {
+    /// A disk under `scheduler` with parameters that are not the defaults, two VMs of
+    /// rtvirtio and a foreign one, each with knobs of its own.
+    fn new(v2: bool, scheduler: &str) -> Self {
+        let fake = if v2 { FakeSysfs::v2() } else { FakeSysfs::v1() };
+        fake.add_disk("sda", DISK, 1 << 20);
+        let queue = Path::new("/sys/block/sda/queue");
+        let set = |file: &str, text: &str| fake.write(&queue.join(file), text).unwrap();
+        set("scheduler", scheduler);
+        match scheduler {
+            "bfq" => {
+                set("iosched/strict_guarantees", "1");
+                set("iosched/slice_idle_us", "2500");
+                set("iosched/back_seek_max", "77");
+            }
+            "mq-deadline" => set("iosched/read_expire", "99"),
+            _ => {}
+        }
+        set("nr_requests", "64");
+        for name in ["plc", "backup", "foreign"] {
+            fake.add_cgroup(&group(name));
+        }
+        let mount = if v2 { "/sys/fs/cgroup" } else { "/sys/fs/cgroup/blkio" };
+        let weight = if v2 { "io.bfq.weight" } else { "blkio.bfq.weight_device" };
+        let (limit, text) = if v2 {
+            ("io.max", "8:0 wbps=5000 riops=7")
+        } else {
+            ("blkio.throttle.write_bps_device", "8:0 5000")
+        };
+        let write = |name: &str, file: &str, text: &str| {
+            fake.write(&Path::new(mount).join(group(name)).join(file), text).unwrap();
+        };
+        if scheduler == "bfq" {
+            write("plc", weight, "8:0 300");
+            write("foreign", weight, "8:0 900");
+        }
+        write("backup", limit, text);
+        let vms = ["plc", "backup"];
+        let topology = Topology {
+            devices: BTreeMap::from([(device(), "/dev/sda".into())]),
+            vms: vms.map(|name| (vm(name), group(name).into())).into(),
+            uses: vms.map(|name| (vm(name), BTreeSet::from([device()]))).into(),
+            identities: BTreeMap::new(),
+        };
+        let state = tempfile::tempdir().unwrap();
+        let fake = Arc::new(fake);
+        let host = Host::with_sysfs(state.path(), fake.clone());
+        Self { fake, host, topology, state }
+    }
+
+    fn observe(&self) -> Knobs {
+        self.host.observe(&self.topology).unwrap()
+    }
+
+    fn changes_to(&self, wanted: &Knobs) -> (Knobs, Vec<Change>) {
+        let observed = self.observe();
+        let changes = diff(&observed, wanted);
+        (observed, changes)
+    }
+
+    fn apply_with(&self, wanted: &Knobs, options: ApplyOptions) -> Result<Applied, HostError> {
+        let (observed, changes) = self.changes_to(wanted);
+        self.host.apply(&self.topology, &observed, &changes, options)
+    }
+
+    fn apply(&self, wanted: &Knobs) -> Result<Applied, HostError> {
+        self.apply_with(wanted, ApplyOptions::default())
+    }
+
+    fn drift(&self, wanted: &Knobs) -> usize {
+        self.host.verify(&self.topology, wanted).unwrap().len()
+    }
+}
+
+/// bfq without idling, weights 500 and 50, the second VM capped.
+fn wanted() -> Knobs {
+    wanted_with(Scheduler::Bfq(Bfq {
+        slice_idle_us: 0,
+        timeout_sync_ms: 32,
+        low_latency: false,
+        max_budget: 64,
+    }))
+}
+
+fn wanted_with(scheduler: Scheduler) -> Knobs {
+    let of = |weight, limits| VmSettings { weight: Weight::new(weight).unwrap(), limits };
+    let vms = BTreeMap::from([
+        (vm("plc"), of(500, Limits::default())),
+        (vm("backup"), of(50, Limits::bps(BytesPerSecond::from_megabytes(10)))),
+    ]);
+    Settings(BTreeMap::from([(device(), DeviceSettings { scheduler, vms })])).knobs()
+}
+
+const STARTS: [(bool, &str); 5] =
+    [(false, "none"), (false, "bfq"), (false, "mq-deadline"), (true, "bfq"), (true, "kyber")];
+
+fn short() -> ApplyOptions {
+    ApplyOptions { confirm_timeout: Some(Duration::from_millis(30)) }
+}
+
+fn long() -> ApplyOptions {
+    ApplyOptions { confirm_timeout: Some(Duration::from_secs(3600)) }
+}
+
+#[test]
+fn observe_shows_the_formats_of_settings() {
+    let bed = Bed::new(true, "bfq");
+    let knobs = bed.observe();
+    let text = |knob: Knob| knobs.get(&knob).cloned();
+    let weight = |name| Knob::Weight { device: device(), vm: vm(name) };
+    let limit = |limit| Knob::Limit { device: device(), vm: vm("backup"), limit };
+    assert_eq!(text(Knob::Scheduler { device: device() }).as_deref(), Some("bfq"));
+    assert_eq!(text(weight("plc")).as_deref(), Some("300"));
+    assert_eq!(text(weight("backup")).as_deref(), Some("100"));
+    assert_eq!(text(limit(Limit::WriteBps)).as_deref(), Some("5000"));
+    assert_eq!(text(limit(Limit::ReadBps)).as_deref(), Some("max"));
+    assert_eq!(text(limit(Limit::ReadIops)).as_deref(), Some("7"));
+    assert_eq!(knobs.len(), 1 + 4 + 2 + 8);
+
+    let bed = Bed::new(false, "none");
+    assert_eq!(bed.observe().len(), 1 + 8, "no bfq parameter and no weight under none");
+}
+
+#[test]
+fn apply_then_verify_then_rollback_returns_to_the_start() {
+    for (v2, scheduler) in STARTS {
+        let bed = Bed::new(v2, scheduler);
+        let before = bed.fake.snapshot();
+        let wanted = wanted();
+        assert!(bed.drift(&wanted) > 0);
+        assert!(bed.apply(&wanted).unwrap().written > 0);
+        assert_eq!(bed.drift(&wanted), 0);
+        assert_eq!(bed.host.journal_status().unwrap(), JournalStatus::Applied);
+        let outcome = bed.host.rollback().unwrap();
+        assert!(matches!(outcome, RollbackOutcome::RolledBack(r) if r.skipped.is_empty()));
+        assert_eq!(bed.fake.snapshot(), before, "v2={v2} {scheduler}");
+        assert_eq!(bed.host.rollback().unwrap(), RollbackOutcome::Nothing);
+        assert_eq!(bed.host.journal_status().unwrap(), JournalStatus::Clean);
+    }
+}
+
+#[test]
+fn switch_away_from_bfq_and_back_keeps_foreign_weights() {
+    for v2 in [false, true] {
+        let bed = Bed::new(v2, "bfq");
+        let before = bed.fake.snapshot();
+        bed.apply(&wanted_with(Scheduler::Kyber)).unwrap();
+        assert!(!bed.fake.snapshot().contains("900"), "the switch dropped the foreign weight");
+        bed.apply(&wanted()).unwrap();
+        bed.host.rollback().unwrap();
+        assert_eq!(bed.fake.snapshot(), before);
+    }
+}
+
+#[test]
+fn second_apply_keeps_the_original_values() {
+    for (v2, scheduler) in STARTS {
+        let bed = Bed::new(v2, scheduler);
+        let before = bed.fake.snapshot();
+        bed.apply(&wanted()).unwrap();
+        bed.apply(&wanted_with(Scheduler::MqDeadline)).unwrap();
+        bed.apply(&wanted_with(Scheduler::Bfq(Bfq::DEFAULT))).unwrap();
+        bed.host.rollback().unwrap();
+        assert_eq!(bed.fake.snapshot(), before, "v2={v2} {scheduler}");
+    }
+}
+
+#[test]
+fn nothing_to_change_leaves_no_journal() {
+    let bed = Bed::new(false, "bfq");
+    let observed = bed.observe();
+    assert_eq!(bed.apply(&observed).unwrap().written, 0);
+    assert_eq!(bed.host.journal_status().unwrap(), JournalStatus::Clean);
+}
+
+#[test]
+fn unconfirmed_apply_is_reverted_by_the_watchdog() {
+    let bed = Bed::new(false, "mq-deadline");
+    let before = bed.fake.snapshot();
+    assert!(bed.apply_with(&wanted(), short()).unwrap().awaits_confirmation);
+    assert_ne!(bed.fake.snapshot(), before);
+    let outcome = bed.host.revert_unless_confirmed().unwrap();
+    assert!(matches!(outcome, WatchdogOutcome::Reverted(_)));
+    assert_eq!(bed.fake.snapshot(), before);
+}
+
+#[test]
+fn confirmed_apply_is_left_alone_by_the_watchdog() {
+    let bed = Bed::new(false, "none");
+    assert!(matches!(bed.host.confirm(), Err(HostError::NothingToConfirm)));
+    bed.apply_with(&wanted(), long()).unwrap();
+    bed.host.confirm().unwrap();
+    assert_eq!(bed.host.revert_unless_confirmed().unwrap(), WatchdogOutcome::Settled);
+    assert_eq!(bed.drift(&wanted()), 0);
+}
+
+#[test]
+fn expired_apply_is_reverted_by_the_next_command() {
+    let expire = || std::thread::sleep(Duration::from_millis(40));
+    for command in 0..4 {
+        let bed = Bed::new(false, "bfq");
+        let before = bed.fake.snapshot();
+        let start = bed.observe();
+        bed.apply_with(&wanted(), short()).unwrap();
+        expire();
+        assert_eq!(bed.host.journal_status().unwrap(), JournalStatus::Unfinished);
+        match command {
+            0 => drop(bed.host.rollback().unwrap()),
+            1 => assert_eq!(bed.drift(&start), 0),
+            2 => assert!(matches!(bed.host.confirm(), Err(HostError::ConfirmedTooLate))),
+            _ => {
+                let options = ApplyOptions::default();
+                let applied = bed.host.apply(&bed.topology, &start, &[], options).unwrap();
+                assert!(applied.recovered.is_some());
+            }
+        }
+        assert_eq!(bed.fake.snapshot(), before, "command {command}");
+    }
+}
+
+#[test]
+fn revert_returns_to_the_apply_before() {
+    let bed = Bed::new(true, "kyber");
+    let before = bed.fake.snapshot();
+    bed.apply(&wanted()).unwrap();
+    let first = bed.fake.snapshot();
+    bed.apply_with(&wanted_with(Scheduler::None), short()).unwrap();
+    bed.host.revert_unless_confirmed().unwrap();
+    assert_eq!(bed.fake.snapshot(), first);
+    bed.host.rollback().unwrap();
+    assert_eq!(bed.fake.snapshot(), before);
+}
+
+#[test]
+fn journal_of_another_boot_is_void() {
+    let bed = Bed::new(false, "none");
+    bed.apply(&wanted()).unwrap();
+    bed.fake.put("/proc/sys/kernel/random/boot_id", "second\n");
+    assert_eq!(bed.host.journal_status().unwrap(), JournalStatus::Clean);
+    assert_eq!(bed.host.rollback().unwrap(), RollbackOutcome::Nothing);
+    let observed = bed.observe();
+    bed.apply(&observed).unwrap();
+    assert!(!bed.state.path().join("journal.json").exists());
+}

@@ -1,0 +1,187 @@
+//! What is refused before the first write, and what fails after it.
+
+use rustix::io::Errno;
+
+use super::*;
+
+const QUEUE: &str = "/sys/dev/block/8:0/queue";
+
+/// Applies `wanted` with the plan of a healthy host, after `harm`.
+fn refused(harm: impl FnOnce(&Bed)) -> (Bed, HostError, bool) {
+    let mut bed = Bed::new(false, "mq-deadline");
+    let identity = bed.host.identity(Path::new("/dev/sda")).unwrap();
+    bed.topology.identities.insert(device(), identity);
+    let (observed, changes) = bed.changes_to(&wanted());
+    harm(&bed);
+    let before = bed.fake.snapshot();
+    let options = ApplyOptions::default();
+    let error = bed.host.apply(&bed.topology, &observed, &changes, options).unwrap_err();
+    let untouched = bed.fake.snapshot() == before;
+    assert_ne!(bed.host.journal_status().unwrap(), JournalStatus::Applied);
+    (bed, error, untouched)
+}
+
+#[test]
+fn stale_plan_writes_nothing() {
+    let (_, error, untouched) = refused(|bed| {
+        bed.fake.write(Path::new("/sys/block/sda/queue/scheduler"), "kyber").unwrap();
+    });
+    assert!(matches!(&error, HostError::Stale { differences } if differences.len() == 1));
+    assert!(error.to_string().contains("data: scheduler: wanted mq-deadline, found kyber"));
+    assert!(untouched && error.hint().is_some());
+}
+
+#[test]
+fn vanished_cgroup_is_named_and_nothing_written() {
+    let (_, error, untouched) = refused(|bed| bed.fake.remove_cgroup(&group("plc")));
+    assert!(matches!(&error, HostError::CgroupMissing { vm, .. } if vm.as_str() == "plc"));
+    assert!(untouched);
+}
+
+#[test]
+fn vanished_device_is_named_and_nothing_written() {
+    let (_, error, _) = refused(|bed| bed.fake.remove_disk(DISK));
+    assert!(
+        matches!(&error, HostError::DeviceMissing { path, .. } if path == Path::new("/dev/sda"))
+    );
+}
+
+#[test]
+fn replaced_device_is_refused() {
+    let (_, error, untouched) = refused(|bed| bed.fake.add_disk("sda", DISK, 77));
+    assert!(matches!(error, HostError::DeviceReplaced { .. }) && untouched);
+}
+
+#[test]
+fn scheduler_not_offered_is_refused_before_any_write() {
+    let (_, error, untouched) = refused(|bed| bed.fake.withhold(DISK, "bfq"));
+    assert!(matches!(error, HostError::SchedulerNotOffered { .. }) && untouched);
+}
+
+#[test]
+fn failed_write_undoes_everything() {
+    let last = "/sys/fs/cgroup/blkio/machine.slice/backup.scope/blkio.throttle.read_bps_device";
+    let (_, error, untouched) = refused(|bed| bed.fake.refuse(last, Errno::IO));
+    let HostError::WriteRefused { file, wanted, .. } = error else { panic!("{error}") };
+    assert_eq!((file.as_path(), wanted.as_str()), (Path::new(last), "10000000"));
+    assert!(untouched);
+}
+
+#[test]
+fn read_back_that_differs_undoes_everything() {
+    let file = format!("{QUEUE}/iosched/slice_idle_us");
+    let (_, error, untouched) = refused(|bed| bed.fake.ignore(&file));
+    assert!(matches!(&error, HostError::ReadBackDiffers { found, .. } if found == "8000"));
+    assert!(untouched);
+
+    // HZ=250: 33 ms reads 36.
+    let bed = Bed::new(true, "bfq");
+    let before = bed.fake.snapshot();
+    let rounded = Scheduler::Bfq(Bfq { timeout_sync_ms: 33, ..Bfq::DEFAULT });
+    let error = bed.apply(&wanted_with(rounded)).unwrap_err();
+    assert!(matches!(&error, HostError::ReadBackDiffers { found, .. } if found == "36"));
+    assert_eq!(bed.fake.snapshot(), before);
+}
+
+#[test]
+fn undo_that_fails_keeps_the_journal_for_rollback() {
+    let bed = Bed::new(false, "bfq");
+    let before = bed.fake.snapshot();
+    let (observed, changes) = bed.changes_to(&wanted());
+    let scope = "/sys/fs/cgroup/blkio/machine.slice/plc.scope";
+    // The weight is written and then cannot be put back.
+    let fake = bed.fake.clone();
+    let weight = format!("{scope}/blkio.bfq.weight_device");
+    let refuse = weight.clone();
+    let host = bed.host.clone().with_observer(Arc::new(move |step| {
+        if matches!(step, crate::Step::AfterWrite { file, .. } if *file == Path::new(&refuse)) {
+            fake.refuse(&refuse, Errno::IO);
+            fake.refuse(
+                "/sys/fs/cgroup/blkio/machine.slice/backup.scope/blkio.throttle.read_bps_device",
+                Errno::IO,
+            );
+        }
+        std::ops::ControlFlow::Continue(())
+    }));
+    let options = ApplyOptions::default();
+    let error = host.apply(&bed.topology, &observed, &changes, options).unwrap_err();
+    let HostError::UndoIncomplete { failures, .. } = &error else { panic!("{error}") };
+    assert!(failures.iter().any(|f| f.contains(&weight)));
+    assert!(matches!(bed.host.rollback(), Err(HostError::RestoreIncomplete { .. })));
+    bed.fake.heal();
+    bed.host.rollback().unwrap();
+    assert_eq!(bed.fake.snapshot(), before);
+}
+
+#[test]
+fn rollback_skips_what_is_gone_and_restores_the_rest() {
+    let bed = Bed::new(false, "bfq");
+    bed.apply(&wanted()).unwrap();
+    bed.fake.remove_cgroup(&group("plc"));
+    // Another VM of the same name: not the one that was changed.
+    bed.fake.remove_cgroup(&group("backup"));
+    bed.fake.add_cgroup(&group("backup"));
+    let RollbackOutcome::RolledBack(done) = bed.host.rollback().unwrap() else { panic!() };
+    assert_eq!(done.skipped.len(), 2);
+    assert!(done.restored.iter().any(|(f, t)| f.ends_with("slice_idle_us") && t == "2500"));
+    let weight = bed
+        .fake
+        .read(Path::new("/sys/fs/cgroup/blkio/machine.slice/backup.scope/blkio.bfq.weight_device"));
+    assert_eq!(weight.unwrap(), "default 100\n");
+}
+
+#[test]
+fn rollback_leaves_a_replaced_device_alone() {
+    let bed = Bed::new(false, "none");
+    bed.apply(&wanted()).unwrap();
+    bed.fake.add_disk("sda", DISK, 1 << 20);
+    let before = bed.fake.snapshot();
+    let RollbackOutcome::RolledBack(done) = bed.host.rollback().unwrap() else { panic!() };
+    assert_eq!((done.restored.len(), done.skipped.len()), (0, 1));
+    assert_eq!(bed.fake.snapshot(), before);
+}
+
+#[test]
+fn second_apply_while_one_runs_names_its_process() {
+    let bed = Bed::new(false, "none");
+    let other = bed.host.clone();
+    let (topology, observed) = (bed.topology.clone(), bed.observe());
+    let host = bed.host.clone().with_observer(Arc::new(move |_| {
+        let error = other.apply(&topology, &observed, &[], ApplyOptions::default()).unwrap_err();
+        assert!(matches!(error, HostError::Locked { pid: Some(p) } if p == std::process::id()));
+        std::ops::ControlFlow::Continue(())
+    }));
+    let (observed, changes) = bed.changes_to(&wanted());
+    host.apply(&bed.topology, &observed, &changes, ApplyOptions::default()).unwrap();
+}
+
+#[test]
+fn apply_while_another_waits_to_be_confirmed_is_refused() {
+    let bed = Bed::new(false, "none");
+    bed.apply_with(&wanted(), long()).unwrap();
+    let error = bed.apply(&wanted_with(Scheduler::None)).unwrap_err();
+    assert!(matches!(error, HostError::AwaitsConfirmation { .. }));
+    bed.host.rollback().unwrap();
+}
+
+#[test]
+fn edited_change_is_refused() {
+    let bed = Bed::new(false, "none");
+    let observed = bed.observe();
+    let apply = |knob: Knob, new: &str| {
+        let change = Change { knob, old: None, new: new.to_owned() };
+        bed.host.apply(&bed.topology, &observed, &[change], ApplyOptions::default()).unwrap_err()
+    };
+    let weight = |name| Knob::Weight { device: device(), vm: vm(name) };
+    assert!(matches!(apply(weight("nobody"), "5"), HostError::UnknownKnob { .. }));
+    assert!(matches!(apply(weight("plc"), "5\n8:16 5"), HostError::BadValue { .. }));
+    assert!(matches!(apply(weight("plc"), "5"), HostError::NotBfq { .. }));
+}
+
+#[test]
+fn two_names_of_one_disk_are_refused() {
+    let mut bed = Bed::new(false, "none");
+    bed.fake.add_partition("sda1", DeviceNumber::new(8, 1), "sda", 5);
+    bed.topology.devices.insert(DeviceName::new("part").unwrap(), "/dev/sda1".into());
+    assert!(matches!(bed.host.observe(&bed.topology), Err(HostError::SameDisk { .. })));
+}

@@ -1,0 +1,152 @@
+//! Which devices and VMs a plan or specification is about, and what they are on this host.
+//!
+//! Terms: a [`Topology`] holds names and paths, as an operator wrote them; a
+//! [`Resolved`] topology holds the disks and cgroups that were found there.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+
+use rtvirtio_spec::plan::Plan;
+use rtvirtio_spec::profile::DeviceIdentity;
+use rtvirtio_spec::settings::Knob;
+use rtvirtio_spec::specification::Specification;
+use rtvirtio_units::{DeviceName, VmName};
+
+use crate::HostError;
+use crate::cgroup::{Cgroup, CgroupVersion, relative};
+use crate::device::{self, Disk};
+use crate::sysfs::Sysfs;
+
+/// Devices, VMs, and which VM uses which device.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Topology {
+    /// Each device's node.
+    pub devices: BTreeMap<DeviceName, PathBuf>,
+    /// Each VM's cgroup below the io controller's mount.
+    pub vms: BTreeMap<VmName, PathBuf>,
+    /// The devices that each VM uses: it has a weight and limits on each.
+    pub uses: BTreeMap<VmName, BTreeSet<DeviceName>>,
+    /// What a device must be, where that is known; another one is refused.
+    pub identities: BTreeMap<DeviceName, DeviceIdentity>,
+}
+
+impl Topology {
+    /// The plan's devices and VMs. A VM uses the devices on which the plan
+    /// settles, saw or changes one of its knobs.
+    #[must_use]
+    pub fn of_plan(plan: &Plan) -> Self {
+        let mut uses: BTreeMap<VmName, BTreeSet<DeviceName>> = BTreeMap::new();
+        let mut add = |vm: &VmName, device: &DeviceName| {
+            uses.entry(vm.clone()).or_default().insert(device.clone());
+        };
+        for (device, settings) in &plan.settings.0 {
+            settings.vms.keys().for_each(|vm| add(vm, device));
+        }
+        let changed = plan.changes.iter().map(|c| &c.knob);
+        for knob in plan.observed.keys().chain(changed) {
+            if let Some(vm) = knob.vm() {
+                add(vm, knob.device());
+            }
+        }
+        Self {
+            devices: plan.devices.iter().map(|d| (d.name.clone(), d.path.clone())).collect(),
+            vms: plan.vms.iter().map(|v| (v.name.clone(), v.cgroup.clone())).collect(),
+            uses,
+            identities: plan.devices.iter().map(|d| (d.name.clone(), d.identity.clone())).collect(),
+        }
+    }
+
+    /// The specification's devices and VMs. A VM uses the devices of its disks.
+    #[must_use]
+    pub fn of_specification(specification: &Specification) -> Self {
+        let uses = specification.vms.iter().map(|v| {
+            (v.name.clone(), v.disks.iter().map(|d| d.device.clone()).collect::<BTreeSet<_>>())
+        });
+        Self {
+            devices: specification
+                .devices
+                .iter()
+                .map(|d| (d.name.clone(), d.path.clone()))
+                .collect(),
+            vms: specification.vms.iter().map(|v| (v.name.clone(), v.cgroup.clone())).collect(),
+            uses: uses.collect(),
+            identities: BTreeMap::new(),
+        }
+    }
+}
+
+/// A VM's cgroup as found.
+#[derive(Debug, Clone)]
+pub(crate) struct VmGroup {
+    /// Below the mount.
+    pub(crate) path: PathBuf,
+    pub(crate) cgroup: Cgroup,
+}
+
+/// A topology as found on the host.
+#[derive(Debug, Clone)]
+pub(crate) struct Resolved {
+    pub(crate) devices: BTreeMap<DeviceName, Disk>,
+    pub(crate) vms: BTreeMap<VmName, VmGroup>,
+    /// Each VM with each device it uses.
+    pub(crate) pairs: BTreeSet<(VmName, DeviceName)>,
+    pub(crate) version: Option<CgroupVersion>,
+}
+
+impl Resolved {
+    /// Finds everything, or names what is not there.
+    pub(crate) fn find(sysfs: &dyn Sysfs, topology: &Topology) -> Result<Self, HostError> {
+        let mut devices: BTreeMap<DeviceName, Disk> = BTreeMap::new();
+        for (name, path) in &topology.devices {
+            let disk = Disk::find(sysfs, path)?;
+            if let Some(expected) = topology.identities.get(name) {
+                let found = device::identity(sysfs, path)?;
+                if found != *expected {
+                    return Err(HostError::DeviceReplaced {
+                        device: name.clone(),
+                        expected: Box::new(expected.clone()),
+                        found: Box::new(found),
+                    });
+                }
+            }
+            if let Some((first, _)) = devices.iter().find(|(_, d)| d.number == disk.number) {
+                return Err(HostError::SameDisk {
+                    first: first.clone(),
+                    second: name.clone(),
+                    disk: disk.number.to_string(),
+                });
+            }
+            devices.insert(name.clone(), disk);
+        }
+        let version =
+            if topology.vms.is_empty() { None } else { Some(CgroupVersion::find(sysfs)?) };
+        let mut vms = BTreeMap::new();
+        for (vm, path) in &topology.vms {
+            let Some(version) = &version else { break };
+            let cgroup = version.cgroup(path)?;
+            if !sysfs.exists(&cgroup.directory) {
+                let path = cgroup.directory;
+                return Err(HostError::CgroupMissing { vm: vm.clone(), path });
+            }
+            vms.insert(vm.clone(), VmGroup { path: relative(path)?, cgroup });
+        }
+        let pairs = topology.uses.iter().flat_map(|(vm, used)| {
+            used.iter().map(|device| (vm.clone(), device.clone())).collect::<Vec<_>>()
+        });
+        let found = Self { devices, vms, pairs: pairs.collect(), version };
+        for (vm, device) in &found.pairs {
+            found.of(&Knob::Weight { device: device.clone(), vm: vm.clone() })?;
+        }
+        Ok(found)
+    }
+
+    /// The disk and, for a VM's knob, the cgroup that carry `knob`.
+    pub(crate) fn of(&self, knob: &Knob) -> Result<(&Disk, Option<&VmGroup>), HostError> {
+        let unknown = || HostError::UnknownKnob { knob: Box::new(knob.clone()) };
+        let disk = self.devices.get(knob.device()).ok_or_else(unknown)?;
+        let Some(vm) = knob.vm() else {
+            return Ok((disk, None));
+        };
+        Ok((disk, Some(self.vms.get(vm).ok_or_else(unknown)?)))
+    }
+}
