@@ -24,7 +24,7 @@ use rtvirtio_spec::specification::{Load, Specification, Target, Task};
 use rtvirtio_units::{Bytes, BytesPerSecond, Confidence, Nanos, Percentile, TaskName};
 use serde::{Deserialize, Serialize};
 
-use crate::cell::{CGROUP_ROOT, Testbed, plain};
+use crate::cell::{CANARY_LIMIT, CGROUP_ROOT, Testbed, plain};
 use crate::load::{CellLoad, Interrupted};
 use crate::progress::Progress;
 
@@ -160,8 +160,18 @@ pub fn calibrate(
         }
         let expected = CellLoad::duration(PROBE);
         progress.start(&format!("calibrate: {}", describe(setting)), expected);
-        let run = probe(testbed, setting, &capacity, interrupted)?;
+        let mut run = probe(testbed, setting, &capacity, interrupted)?;
         progress.finish(expected);
+        if run.canary > CANARY_LIMIT {
+            // The CPU was late: once more, and the less disturbed of the two counts.
+            progress.extend(expected);
+            progress.start(&format!("calibrate: again {}", describe(setting)), expected);
+            let again = probe(testbed, setting, &capacity, interrupted)?;
+            progress.finish(expected);
+            if again.canary < run.canary {
+                run = again;
+            }
+        }
         keep(&mut file, &Kept::Probe(run.clone()))?;
         runs.push(run);
     }
@@ -255,7 +265,7 @@ fn probe(
         cap,
         writer_throughput: measured.background.values().copied().next().unwrap_or_default(),
         tasks,
-        canary: measured.canary.max,
+        canary: measured.canary.p99,
     })
 }
 

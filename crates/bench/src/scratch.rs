@@ -17,12 +17,16 @@ use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use rtvirtio_engine::SsdConfig;
+pub use rtvirtio_engine::SsdConfig;
 use rtvirtio_units::Bytes;
 use serde::{Deserialize, Serialize};
+
+use crate::load::{Interrupted, wait};
 
 /// What lies under a scratch disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,12 +54,19 @@ struct Ready {
     device: PathBuf,
 }
 
-/// Serves a scratch disk until standard input ends: prints its device node as
-/// one JSON line once it is ready.
+/// Serves a scratch disk and prints its node once it is ready. With `owned`,
+/// the node is one JSON line and the disk goes when standard input ends (its
+/// owner may be killed); else it stays until SIGINT or SIGTERM.
 ///
 /// # Errors
 /// Without root, FUSE or a free loop device, with the remedy.
-pub fn serve(backing: &Backing, size: Bytes, seed: u64) -> Result<()> {
+pub fn serve(
+    backing: &Backing,
+    size: Bytes,
+    seed: u64,
+    owned: bool,
+    interrupted: &Interrupted,
+) -> Result<()> {
     let file = match backing {
         Backing::Ssd(name) => {
             let config: SsdConfig = name.parse()?;
@@ -64,12 +75,23 @@ pub fn serve(backing: &Backing, size: Bytes, seed: u64) -> Result<()> {
         Backing::Raw(directory) => open_raw(directory, size)?,
     };
     let device = loop_device::LoopDevice::attach(file.as_fd())?;
-    let ready = Ready { device: device.path().to_owned() };
-    println!("{}", serde_json::to_string(&ready)?);
-    std::io::stdout().flush()?;
-    let mut sink = [0; 64];
-    let mut stdin = std::io::stdin().lock();
-    while stdin.read(&mut sink).is_ok_and(|n| n > 0) {}
+    if owned {
+        let ready = Ready { device: device.path().to_owned() };
+        println!("{}", serde_json::to_string(&ready)?);
+        std::io::stdout().flush()?;
+        let mut sink = [0; 64];
+        let mut stdin = std::io::stdin().lock();
+        loop {
+            match stdin.read(&mut sink) {
+                Ok(0) => break,
+                Err(e) if e.kind() != std::io::ErrorKind::Interrupted => break,
+                _ => {}
+            }
+        }
+    } else {
+        println!("{} ({}, {size}); Ctrl-C removes it", device.path().display(), backing.label());
+        while wait(Duration::from_secs(3600), interrupted).is_ok() {}
+    }
     // The device before the file: its last flush goes through the file.
     drop(device);
     drop(file);
@@ -124,6 +146,8 @@ impl ScratchDisk {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
+            // Ctrl-C is its owner's to handle.
+            .process_group(0)
             .spawn()
             .context("start the scratch disk")?;
         let mut line = String::new();
@@ -156,4 +180,30 @@ impl Drop for ScratchDisk {
         drop(self.server.stdin.take());
         let _ = self.server.wait();
     }
+}
+
+/// Whether `device` is a scratch disk that is being served now.
+#[must_use]
+pub fn is_scratch(device: &Path) -> bool {
+    device.file_name().is_some_and(|name| loop_device::is_noted(&name.to_string_lossy()))
+}
+
+/// Opens a block device exclusively: fails while it is mounted or otherwise in use.
+///
+/// # Errors
+/// With the remedy.
+pub fn claim(device: &Path) -> Result<File> {
+    use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+    let metadata = std::fs::metadata(device)?;
+    anyhow::ensure!(
+        metadata.file_type().is_block_device(),
+        "{} is not a block device",
+        device.display()
+    );
+    // O_EXCL on a block device: refused while a file system, RAID or LVM holds it (open(2)).
+    OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_EXCL)
+        .open(device)
+        .with_context(|| format!("{} is in use (mounted?)", device.display()))
 }

@@ -88,6 +88,7 @@ impl<'a> Structural<'a> {
     #[must_use]
     pub fn situation(&self, load: &DeviceLoad) -> Situation {
         let mut blockings = Vec::new();
+        let mut bursts = false;
         let mut flood = 0.0;
         let mut utilisation = 0.0;
         let burst = self.fit.burst.as_secs_f64();
@@ -110,6 +111,7 @@ impl<'a> Structural<'a> {
                     // No more at once than it keeps in flight.
                     let at_once = (cap * burst / block).min(f64::from(in_flight));
                     let seconds = at_once * self.cost(block);
+                    bursts = true;
                     blockings.push(Blocking { per_second: 1.0 / burst, seconds });
                 }
                 _ => {
@@ -126,6 +128,7 @@ impl<'a> Structural<'a> {
         let is_flooded = flood > 0.0;
         let slice = self.idle_slice(load.scheduler);
         let regime = match (slice, is_flooded) {
+            (None, false) if bursts => Regime::Bursting,
             (None, false) => Regime::Flowing,
             (None, true) => Regime::Flooded,
             (Some(_), false) => Regime::Idling,

@@ -1,12 +1,137 @@
-//! temporary
-use rtvirtio_units::Bytes;
-fn main() -> anyhow::Result<()> {
-    let args: Vec<String> = std::env::args().collect();
-    let get = |k: &str| args.iter().position(|a| a == k).map(|i| args[i + 1].clone());
-    let backing = match get("--raw") {
-        Some(d) => rtvirtio_bench::scratch::Backing::Raw(d.into()),
-        None => rtvirtio_bench::scratch::Backing::Ssd(get("--ssd").unwrap()),
+//! The `rtvirtio` binary: verbs and their wiring.
+//!
+//! Exit codes: 0 done, or nothing to change; 1 error; 2 there are changes
+//! (`plan`) or drift (`verify`); 3 targets are unmet; 130 interrupted. A wrong
+//! command line is 1 as well, so that 2 keeps its one meaning.
+
+mod input;
+mod verbs;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use rtvirtio_bench::InterruptedError;
+use rtvirtio_host::HostError;
+use rtvirtio_planner::PlanError;
+use rtvirtio_spec::specification::SpecificationError;
+
+/// Predictable, cheap disk I/O for virtual machines.
+///
+/// State how long the slowest request of each VM's tasks may take; rtvirtio
+/// measures the device, finds settings that meet every target or names the one
+/// that cannot be met, applies them and takes them back.
+#[derive(Parser)]
+#[command(version, after_help = "Exit codes: 0 done or nothing to change, 1 error, 2 changes \
+    (plan) or drift (verify), 3 unmet targets, 130 interrupted.\n\
+    First steps: `rtvirtio doctor`, then `rtvirtio demo`.")]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Say what this host can do, and what is missing
+    Doctor(verbs::doctor::Args),
+    /// Serve a scratch disk until Ctrl-C: an emulated SSD or a plain file
+    Scratch(verbs::scratch::Args),
+    /// Measure a scratch device and fit the models: writes a profile
+    Calibrate(verbs::calibrate::Args),
+    /// Predict, search, and print what to change; changes nothing
+    Plan(verbs::plan::Args),
+    /// Apply a saved plan, journal first; all of it or nothing
+    Apply(verbs::apply::ApplyArgs),
+    /// Keep what `apply --confirm-timeout` applied
+    Confirm(verbs::apply::ConfirmArgs),
+    /// Compare the host with a plan; names drift and other writers
+    Verify(verbs::apply::VerifyArgs),
+    /// Put all knobs back as they were before the first apply
+    Rollback(verbs::apply::RollbackArgs),
+    /// Run schemes × cases on a scratch disk; resumable
+    Bench(verbs::bench::Args),
+    /// Draw a benchmark's results: one HTML file, and a table
+    Report(verbs::report::Args),
+    /// The main job on a scratch disk: baselines and rtvirtio side by side
+    Demo(verbs::demo::Args),
+    /// Revert an unconfirmed apply once its time is up (started by `apply`)
+    #[command(hide = true)]
+    ConfirmWatchdog,
+}
+
+/// How a verb ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    Done,
+    Changes,
+    Unmet,
+}
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) => {
+            let _ = e.print();
+            return ExitCode::from(u8::from(e.use_stderr()));
+        }
     };
-    let size: u64 = get("--size-mib").unwrap().parse()?;
-    rtvirtio_bench::scratch::serve(&backing, Bytes::new(size << 20), 1)
+    let interrupted = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        if let Err(e) = signal_hook::flag::register(signal, Arc::clone(&interrupted)) {
+            eprintln!("error: install a signal handler: {e}");
+            return ExitCode::FAILURE;
+        }
+    }
+    match run(cli.verb, &interrupted) {
+        Ok(Outcome::Done) => ExitCode::SUCCESS,
+        Ok(Outcome::Changes) => ExitCode::from(2),
+        Ok(Outcome::Unmet) => ExitCode::from(3),
+        Err(_) if interrupted.load(Ordering::Relaxed) => {
+            eprintln!("interrupted; everything is back as it was");
+            ExitCode::from(130)
+        }
+        Err(e) => {
+            complain(&e);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(verb: Verb, interrupted: &AtomicBool) -> Result<Outcome> {
+    match verb {
+        Verb::Doctor(args) => verbs::doctor::run(&args),
+        Verb::Scratch(args) => verbs::scratch::run(&args, interrupted),
+        Verb::Calibrate(args) => verbs::calibrate::run(&args, interrupted),
+        Verb::Plan(args) => verbs::plan::run(&args),
+        Verb::Apply(args) => verbs::apply::apply(&args),
+        Verb::Confirm(args) => verbs::apply::confirm(&args),
+        Verb::Verify(args) => verbs::apply::verify(&args),
+        Verb::Rollback(args) => verbs::apply::rollback(&args),
+        Verb::Bench(args) => verbs::bench::run(&args, interrupted),
+        Verb::Report(args) => verbs::report::run(&args),
+        Verb::Demo(args) => verbs::demo::run(&args, interrupted),
+        Verb::ConfirmWatchdog => verbs::apply::watchdog(),
+    }
+}
+
+/// Prints an error with its causes, each once, and a hint if there is one.
+fn complain(error: &anyhow::Error) {
+    if error.downcast_ref::<InterruptedError>().is_some() {
+        return;
+    }
+    eprintln!("error: {error:#}");
+    let hint = error.chain().find_map(|cause| {
+        if let Some(e) = cause.downcast_ref::<HostError>() {
+            e.hint()
+        } else if let Some(e) = cause.downcast_ref::<SpecificationError>() {
+            Some(e.hint())
+        } else {
+            cause.downcast_ref::<PlanError>().map(PlanError::hint)
+        }
+    });
+    if let Some(hint) = hint {
+        eprintln!("hint: {hint}");
+    }
 }

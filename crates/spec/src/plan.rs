@@ -27,6 +27,7 @@ pub struct Plan {
     /// The chosen settings.
     pub settings: Settings,
     /// The knobs found on the host when the plan was made; `apply` refuses if they have changed.
+    #[serde(with = "crate::settings::knob_list")]
     pub observed: Knobs,
     /// What must change, in order of application.
     pub changes: Vec<Change>,

@@ -86,7 +86,7 @@ pub struct Response {
 pub struct StructuralFit {
     /// Tails of depth-1 requests without a deep neighbour, by rising utilisation; at least one.
     pub base: Vec<BasePoint>,
-    /// Factor on the base tails for each scheduler's name; 1 for `none`.
+    /// Factor on the base tails for each scheduler's name, 1 or more; 1 for `none`.
     pub scheduler_factor: BTreeMap<String, f64>,
     /// How much of a cap is released at once, as a time: bytes = cap × this.
     pub burst: Nanos,
@@ -128,6 +128,8 @@ pub struct StallFit {
 pub enum Regime {
     /// The scheduler does not idle and no deep queue is unlimited.
     Flowing,
+    /// As flowing, and a cap holds a VM back: what it sends comes in bursts.
+    Bursting,
     /// The scheduler does not idle; an unlimited deep queue fills the device.
     Flooded,
     /// bfq idles between the requests of a queue.
@@ -137,8 +139,9 @@ pub enum Regime {
 }
 
 impl Regime {
-    /// All four.
-    pub const ALL: [Self; 4] = [Self::Flowing, Self::Flooded, Self::Idling, Self::IdlingFlooded];
+    /// All five.
+    pub const ALL: [Self; 5] =
+        [Self::Flowing, Self::Bursting, Self::Flooded, Self::Idling, Self::IdlingFlooded];
 }
 
 /// λ of the paper's model (Table III), host part.
@@ -181,7 +184,7 @@ pub struct Probe {
     pub writer_throughput: BytesPerSecond,
     /// Measured tails.
     pub tails: Vec<ProbeTail>,
-    /// Largest delay of a sleeping thread.
+    /// Delay of a sleeping thread, 99th percentile.
     pub canary: Nanos,
 }
 

@@ -245,6 +245,29 @@ impl fmt::Display for Knob {
 /// Knob → value text. A knob that is not there has no entry.
 pub type Knobs = BTreeMap<Knob, String>;
 
+/// [`Knobs`] as a list of (knob, value): JSON has text keys only.
+pub mod knob_list {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use super::{Knob, Knobs};
+
+    /// Writes the list.
+    ///
+    /// # Errors
+    /// The serializer's.
+    pub fn serialize<S: Serializer>(knobs: &Knobs, serializer: S) -> Result<S::Ok, S::Error> {
+        knobs.iter().collect::<Vec<(&Knob, &String)>>().serialize(serializer)
+    }
+
+    /// Reads the list; the last of two values for one knob counts.
+    ///
+    /// # Errors
+    /// The deserializer's.
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Knobs, D::Error> {
+        Ok(Vec::<(Knob, String)>::deserialize(deserializer)?.into_iter().collect())
+    }
+}
+
 /// One line of a diff; `None` means the knob does not exist (yet).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -324,4 +347,56 @@ pub fn diff(current: &Knobs, wanted: &Knobs) -> Vec<Change> {
             new: new.clone(),
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device() -> DeviceName {
+        DeviceName::new("data").unwrap()
+    }
+
+    fn settings(scheduler: Scheduler) -> Settings {
+        let vm = VmName::new("a").unwrap();
+        let limits = Limits { write_bps: Some(BytesPerSecond::new(5)), ..Limits::default() };
+        let vms = [(vm, VmSettings { limits, ..VmSettings::default() })].into();
+        Settings([(device(), DeviceSettings { scheduler, vms })].into())
+    }
+
+    #[test]
+    fn knobs_of_bfq_have_parameters_and_weights_and_others_have_not() {
+        let bfq = settings(Scheduler::Bfq(Bfq::DEFAULT)).knobs();
+        // Scheduler, 4 parameters, weight, 4 limits.
+        assert_eq!(bfq.len(), 10);
+        assert_eq!(settings(Scheduler::None).knobs().len(), 5);
+        let parameter = BfqParameter::SliceIdleUs;
+        assert_eq!(bfq[&Knob::Bfq { device: device(), parameter }], "8000");
+    }
+
+    #[test]
+    fn diff_to_itself_is_empty() {
+        let knobs = settings(Scheduler::Bfq(Bfq::DEFAULT)).knobs();
+        assert!(diff(&knobs, &knobs).is_empty());
+    }
+
+    #[test]
+    fn diff_after_a_switch_lists_every_parameter() {
+        let bfq = settings(Scheduler::Bfq(Bfq::DEFAULT)).knobs();
+        let mut current = bfq.clone();
+        current.insert(Knob::Scheduler { device: device() }, "none".to_owned());
+        let changes = diff(&current, &bfq);
+        // The scheduler first, then its four parameters, though their values look equal.
+        assert_eq!(changes.len(), 5);
+        assert!(matches!(changes[0].knob, Knob::Scheduler { .. }));
+    }
+
+    #[test]
+    fn plan_with_knobs_survives_json() {
+        #[derive(Serialize, Deserialize, PartialEq, Debug)]
+        struct Holder(#[serde(with = "knob_list")] Knobs);
+        let holder = Holder(settings(Scheduler::None).knobs());
+        let json = serde_json::to_string(&holder).unwrap();
+        assert_eq!(serde_json::from_str::<Holder>(&json).unwrap(), holder);
+    }
 }

@@ -35,7 +35,7 @@ pub(super) fn fit(
         regime_factor: BTreeMap::new(),
     };
     structural.base = base(runs, &structural, &capacity);
-    structural.scheduler_factor = scheduler_factors(runs);
+    structural.scheduler_factor = scheduler_factors(runs, &structural);
     structural.burst = burst(runs, &structural, &capacity);
     structural.regime_factor = regime_factors(runs, &structural, &capacity);
     let samples = paper_samples(runs);
@@ -141,54 +141,69 @@ fn at(histogram: &Histogram, percentile: f64) -> Nanos {
     quantile.map_or(Nanos::ZERO, |q| q.value)
 }
 
+/// Whether nothing but the tasks themselves delays a task: no writer, no idling.
+fn is_quiet(run: &ProbeRun) -> bool {
+    let idles = matches!(run.setting.0, Scheduler::Bfq(b) if b.slice_idle_us > 0);
+    run.setting.2 == Writer::Absent && !idles
+}
+
+/// Base tails by utilisation, the least over the schedulers: noise only
+/// lengthens a tail, and no scheduler shortens it.
 fn base(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Vec<BasePoint> {
     let model = Structural::new(fit, capacity);
-    let mut points: Vec<BasePoint> = runs
-        .iter()
-        .filter(|r| r.setting.0 == Scheduler::None && r.setting.2 == Writer::Absent)
-        .map(|run| {
-            let all = pooled(run);
-            BasePoint {
-                utilisation: model.situation(&load(run)).utilisation,
-                mean: all.mean(),
-                p99: at(&all, 99.0),
-                p999: at(&all, 99.9),
-            }
-        })
-        .collect();
-    points.sort_by(|a, b| a.utilisation.total_cmp(&b.utilisation));
-    // Tails do not fall with utilisation; where they seem to, it is noise.
-    for i in 1..points.len() {
-        let before = points[i - 1];
-        points[i].mean = points[i].mean.max(before.mean);
-        points[i].p99 = points[i].p99.max(before.p99);
-        points[i].p999 = points[i].p999.max(before.p999);
+    let mut points: BTreeMap<u8, BasePoint> = BTreeMap::new();
+    for run in runs.iter().filter(|r| is_quiet(r)) {
+        let all = pooled(run);
+        let here = BasePoint {
+            utilisation: model.situation(&load(run)).utilisation,
+            mean: all.mean(),
+            p99: at(&all, 99.0),
+            p999: at(&all, 99.9),
+        };
+        let least = points.entry(run.setting.1).or_insert(here);
+        *least = lesser(least, &here);
+    }
+    let mut points: Vec<BasePoint> = points.into_values().collect();
+    // Tails do not fall with utilisation: a point above a busier one is noise.
+    for i in (1..points.len()).rev() {
+        points[i - 1] = lesser(&points[i - 1], &points[i]);
     }
     points
 }
 
-/// Each scheduler's p99.9 over that of `none`, with four VMs and no writer.
-fn scheduler_factors(runs: &[ProbeRun]) -> BTreeMap<String, f64> {
-    let flowing = |run: &&ProbeRun| {
-        let idles = matches!(run.setting.0, Scheduler::Bfq(b) if b.slice_idle_us > 0);
-        run.setting.1 == 4 && run.setting.2 == Writer::Absent && !idles
+/// `a` with no tail longer than that of `b`.
+fn lesser(a: &BasePoint, b: &BasePoint) -> BasePoint {
+    BasePoint {
+        utilisation: a.utilisation,
+        mean: a.mean.min(b.mean),
+        p99: a.p99.min(b.p99),
+        p999: a.p999.min(b.p999),
+    }
+}
+
+/// Each scheduler's p99.9 over the base, with four VMs and no writer; 1 for `none`.
+fn scheduler_factors(runs: &[ProbeRun], fit: &StructuralFit) -> BTreeMap<String, f64> {
+    let Some(base) = fit.base.last() else { return BTreeMap::new() };
+    let factor = |run: &ProbeRun| {
+        let over = at(&pooled(run), 99.9).as_secs_f64() / base.p999.as_secs_f64().max(1e-9);
+        if run.setting.0 == Scheduler::None { 1.0 } else { over.max(1.0) }
     };
-    let tails: BTreeMap<&str, Nanos> = runs
-        .iter()
-        .filter(flowing)
-        .map(|run| (run.setting.0.name(), at(&pooled(run), 99.9)))
-        .collect();
-    let Some(plain) = tails.get(Scheduler::None.name()).copied() else { return BTreeMap::new() };
-    let factor = |t: &Nanos| t.as_secs_f64() / plain.as_secs_f64().max(1e-9);
-    tails.iter().map(|(name, tail)| ((*name).to_owned(), factor(tail))).collect()
+    runs.iter()
+        .filter(|run| is_quiet(run) && run.setting.1 == 4)
+        .map(|run| (run.setting.0.name().to_owned(), factor(run)))
+        .collect()
 }
 
 /// The burst time (1 to 250 ms) that explains the capped probes best, by least
-/// squares of the logarithms.
+/// squares of the logarithms, over the fastest stream of each VM: it meets
+/// every burst, while a slow one that keeps step with the bursts meets all of
+/// them or none.
 fn burst(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Nanos {
+    let fastest = |run: &ProbeRun| run.tasks.iter().map(|t| t.iops).fold(0.0, f64::max);
     let capped: Vec<_> = observations(runs)
         .into_iter()
         .filter(|o| matches!(o.run.setting.2, Writer::Capped(_)))
+        .filter(|o| o.stream.iops == Some(fastest(o.run)))
         .collect();
     let error = |burst: Nanos| -> f64 {
         let fit = StructuralFit { burst, ..fit.clone() };
@@ -227,14 +242,10 @@ fn regime_factors(
 /// times as long as the 99.9th percentile and 5 ms at least is taken for one;
 /// fewer than three are chance.
 fn stalls(runs: &[ProbeRun]) -> Option<StallFit> {
-    let quiet = |run: &&ProbeRun| {
-        let idles = matches!(run.setting.0, Scheduler::Bfq(b) if b.slice_idle_us > 0);
-        run.setting.2 == Writer::Absent && !idles
-    };
     let mut seen = 0;
     let mut longest = Nanos::ZERO;
     let mut seconds = 0.0;
-    for run in runs.iter().filter(quiet) {
+    for run in runs.iter().filter(|r| is_quiet(r)) {
         let Some(fastest) = run
             .tasks
             .iter()

@@ -111,7 +111,9 @@ pub(super) fn spawn(
         .arg(&job_path)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
-        .stderr(errors);
+        .stderr(errors)
+        // Ctrl-C is this process's to handle.
+        .process_group(0);
     let enter = move || {
         // "0" is the writing process itself (cgroup-v1/cgroups.rst, cgroup-v2.rst).
         rustix::io::write(&cgroup, b"0")?;

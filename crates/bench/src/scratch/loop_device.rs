@@ -104,6 +104,12 @@ fn note(number: i32) -> PathBuf {
     Path::new(NOTES).join(format!("loop{number}"))
 }
 
+/// Whether a live server noted the loop device of this name.
+pub(super) fn is_noted(name: &str) -> bool {
+    let note = Path::new(NOTES).join(name);
+    std::fs::read_to_string(note).is_ok_and(|pid| Path::new("/proc").join(pid.trim()).exists())
+}
+
 fn control() -> Result<File> {
     OpenOptions::new()
         .read(true)

@@ -1,0 +1,78 @@
+//! Files that a user names: specifications, profiles, plans.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use rtvirtio_spec::plan::{PLAN_VERSION, Plan};
+use rtvirtio_spec::profile::{PROFILE_VERSION, Profile};
+use rtvirtio_spec::specification::{MAX_FILE_BYTES, Specification, parse};
+
+/// Largest plan or profile that is read; 1,000 VMs make a plan of about 3 MB.
+const MAX_JSON_BYTES: u64 = 256 << 20;
+
+fn read(path: &Path, limit: u64) -> Result<String> {
+    let context = || format!("read {}", path.display());
+    let file = File::open(path).with_context(context)?;
+    let mut text = String::new();
+    // One byte more than allowed tells a file that is too large, whatever its stated size.
+    file.take(limit + 1).read_to_string(&mut text).with_context(context)?;
+    Ok(text)
+}
+
+/// A checked specification; profiles it names are relative to its directory.
+pub(crate) fn specification(path: &Path) -> Result<Specification> {
+    let text = read(path, MAX_FILE_BYTES as u64)?;
+    let mut specification = parse(&path.display().to_string(), &text)?;
+    let directory = path.parent().unwrap_or(Path::new("."));
+    for device in &mut specification.devices {
+        device.profile = directory.join(&device.profile);
+    }
+    Ok(specification)
+}
+
+fn json<T: serde::de::DeserializeOwned>(path: &Path, what: &str) -> Result<T> {
+    let text = read(path, MAX_JSON_BYTES)?;
+    ensure!(text.len() as u64 <= MAX_JSON_BYTES, "{}: too large for a {what}", path.display());
+    serde_json::from_str(&text).with_context(|| format!("{}: not a {what}", path.display()))
+}
+
+/// A profile of a version that this binary reads.
+pub(crate) fn profile(path: &Path) -> Result<Profile> {
+    let profile: Profile = json(path, "profile")?;
+    let (found, wanted) = (profile.version, PROFILE_VERSION);
+    ensure!(found == wanted, "{}: profile version {found}, not {wanted}", path.display());
+    Ok(profile)
+}
+
+/// A plan of a version that this binary reads.
+pub(crate) fn plan(path: &Path) -> Result<Plan> {
+    let plan: Plan = json(path, "plan (made by `rtvirtio plan -o`)")?;
+    let (found, wanted) = (plan.version, PLAN_VERSION);
+    ensure!(found == wanted, "{}: plan version {found}, not {wanted}", path.display());
+    Ok(plan)
+}
+
+/// Writes a file whole or not at all: stage, then rename.
+pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
+    use std::io::Write as _;
+    let context = || format!("write {}", path.display());
+    let directory = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+        _ => PathBuf::from("."),
+    };
+    let mut staged = tempfile::NamedTempFile::new_in(directory).with_context(context)?;
+    staged.write_all(text.as_bytes()).with_context(context)?;
+    staged.as_file().sync_all().with_context(context)?;
+    use std::os::unix::fs::PermissionsExt;
+    staged.as_file().set_permissions(std::fs::Permissions::from_mode(0o644))?;
+    staged.persist(path).with_context(context)?;
+    Ok(())
+}
+
+/// Prints a value as JSON on standard output.
+pub(crate) fn print_json<T: serde::Serialize>(value: &T) -> Result<()> {
+    println!("{}", serde_json::to_string_pretty(value)?);
+    Ok(())
+}

@@ -1,0 +1,10 @@
+//! One module a verb: its arguments and what it does.
+
+pub(crate) mod apply;
+pub(crate) mod bench;
+pub(crate) mod calibrate;
+pub(crate) mod demo;
+pub(crate) mod doctor;
+pub(crate) mod plan;
+pub(crate) mod report;
+pub(crate) mod scratch;

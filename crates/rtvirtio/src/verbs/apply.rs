@@ -1,0 +1,156 @@
+//! `rtvirtio apply`, `confirm`, `verify`, `rollback`.
+
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use rtvirtio_host::{ApplyOptions, Host, RollbackOutcome, Topology};
+use serde_json::json;
+
+use crate::{Outcome, input};
+
+/// Arguments of `apply`.
+#[derive(clap::Args)]
+#[command(after_help = "The journal is written first and every write is read back; on the first \
+    failure all is undone. Refuses a plan that the host has moved away from since.")]
+pub(crate) struct ApplyArgs {
+    /// A plan saved by `rtvirtio plan -o`
+    plan: PathBuf,
+    /// Apply although targets are unmet
+    #[arg(long)]
+    force: bool,
+    /// Revert after this many seconds unless `rtvirtio confirm` is run
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    confirm_timeout: Option<u64>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Arguments of `confirm`.
+#[derive(clap::Args)]
+pub(crate) struct ConfirmArgs {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Arguments of `verify`.
+#[derive(clap::Args)]
+#[command(after_help = "Exit codes: 0 no drift, 2 drift, 1 error.")]
+pub(crate) struct VerifyArgs {
+    /// The plan that was applied
+    plan: PathBuf,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Arguments of `rollback`.
+#[derive(clap::Args)]
+pub(crate) struct RollbackArgs {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
+    let plan = input::plan(&args.plan)?;
+    if !plan.meets_all() && !args.force {
+        for t in plan.tasks.iter().filter(|t| t.unmet.is_some()) {
+            eprintln!("{}/{}: {}", t.vm, t.task, t.unmet.as_deref().unwrap_or_default());
+        }
+        bail!("the plan leaves targets unmet (--force applies it all the same)");
+    }
+    let confirm_timeout = args.confirm_timeout.map(Duration::from_secs);
+    let host = Host::new("/");
+    let topology = Topology::of_plan(&plan);
+    let options = ApplyOptions { confirm_timeout };
+    let applied = host.apply(&topology, &plan.observed, &plan.changes, options)?;
+    if applied.awaits_confirmation {
+        watch()?;
+    }
+    if args.json {
+        input::print_json(&applied)?;
+        return Ok(Outcome::Done);
+    }
+    if applied.recovered.is_some() {
+        println!("an earlier apply had not ended well; it was put back first");
+    }
+    println!("{} knobs written and read back", applied.written);
+    match args.confirm_timeout {
+        Some(s) if applied.awaits_confirmation => {
+            println!("reverts in {s} s unless you run: rtvirtio confirm");
+        }
+        _ => println!("take back: rtvirtio rollback"),
+    }
+    Ok(Outcome::Done)
+}
+
+/// Starts the process that reverts an unconfirmed apply, detached from this one.
+fn watch() -> Result<()> {
+    Command::new(std::env::current_exe()?)
+        .arg("confirm-watchdog")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        // Out of the terminal's process group: Ctrl-C or a hang-up there must not stop it.
+        .process_group(0)
+        .spawn()
+        .context("start the watchdog; run `rtvirtio rollback` to take the changes back")?;
+    Ok(())
+}
+
+pub(crate) fn watchdog() -> Result<Outcome> {
+    Host::new("/").revert_unless_confirmed()?;
+    Ok(Outcome::Done)
+}
+
+pub(crate) fn confirm(args: &ConfirmArgs) -> Result<Outcome> {
+    Host::new("/").confirm()?;
+    if args.json {
+        input::print_json(&json!({ "confirmed": true }))?;
+    } else {
+        println!("confirmed");
+    }
+    Ok(Outcome::Done)
+}
+
+pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
+    let plan = input::plan(&args.plan)?;
+    let host = Host::new("/");
+    let drift = host.verify(&Topology::of_plan(&plan), &plan.settings.knobs())?;
+    let writers = host.other_writers();
+    if args.json {
+        input::print_json(&json!({ "drift": drift, "other_writers": writers }))?;
+    } else {
+        for d in &drift {
+            println!("{d}");
+        }
+        println!("{}", if drift.is_empty() { "no drift" } else { "the host has drifted" });
+        for w in &writers {
+            println!("may write too: {:?}: {}: {}", w.kind, w.file.display(), w.line);
+        }
+    }
+    Ok(if drift.is_empty() { Outcome::Done } else { Outcome::Changes })
+}
+
+pub(crate) fn rollback(args: &RollbackArgs) -> Result<Outcome> {
+    let outcome = Host::new("/").rollback()?;
+    if args.json {
+        input::print_json(&outcome)?;
+        return Ok(Outcome::Done);
+    }
+    match outcome {
+        RollbackOutcome::Nothing => println!("nothing to roll back"),
+        RollbackOutcome::RolledBack(restoration) => {
+            println!("{} values restored", restoration.restored.len());
+            for skipped in &restoration.skipped {
+                println!("gone since, nothing to restore: {skipped:?}");
+            }
+        }
+    }
+    Ok(Outcome::Done)
+}

@@ -1,0 +1,216 @@
+//! `rtvirtio bench`.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_bench::campaign::{Campaign, Job, Source};
+use rtvirtio_bench::cell::{CGROUP_ROOT, Testbed};
+use rtvirtio_bench::load::Interrupted;
+use rtvirtio_bench::report;
+use rtvirtio_bench::scratch::ScratchDisk;
+use rtvirtio_cases::{Case, Neighbour, Scheme, Tier, wilson_interval};
+use rtvirtio_spec::profile::Profile;
+use rtvirtio_spec::run::{Cell, CellKey};
+use rtvirtio_spec::specification::Specification;
+use rtvirtio_units::{Bytes, BytesPerSecond};
+use serde::Serialize;
+
+use super::scratch::BackingArgs;
+use crate::{Outcome, input};
+
+/// Size of the scratch disk.
+pub(crate) const DISK: Bytes = Bytes::new(2 << 30);
+
+/// Arguments of `bench`.
+#[derive(clap::Args)]
+#[command(after_help = "Results go to OUT as JSON lines (cells.jsonl) with the profile they were \
+    planned with; the same OUT continues where it was. Every write goes to a scratch disk.")]
+pub(crate) struct Args {
+    /// Cases: strict8, all, or a list such as 1xL,4xL+M+H
+    #[arg(long, default_value = "strict8")]
+    cases: String,
+    /// Schemes: bfq, ionice, rt-xen, none, mq-deadline, kyber, hand, rtvirtio
+    #[arg(long, value_delimiter = ',', default_values_t = Scheme::ALL)]
+    schemes: Vec<Scheme>,
+    /// Targets: strict or paper
+    #[arg(long, default_value = "strict")]
+    tier: Tier,
+    /// Neighbour: writer or none
+    #[arg(long, default_value = "writer")]
+    neighbour: Neighbour,
+    #[command(flatten)]
+    backing: BackingArgs,
+    /// Repetitions of each case and scheme
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repetitions: u32,
+    /// Length of a cell's window in seconds; 21 is the least that judges p99.9 of 500 IOPS
+    #[arg(long, default_value_t = 21, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    window: u64,
+    /// Where results go
+    #[arg(long, default_value = "rtvirtio-bench")]
+    out: PathBuf,
+    /// Use this profile instead of calibrating
+    #[arg(long)]
+    profile: Option<PathBuf>,
+    /// Instead of schemes: rtvirtio's settings with these caps (MB/s) on background VMs
+    #[arg(long, value_delimiter = ',', value_name = "MB/S", conflicts_with = "prediction")]
+    sweep_cap: Vec<u64>,
+    /// Instead of schemes: N cells of random cases and settings, to hold predictions against
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "40")]
+    prediction: Option<u32>,
+    /// Instead of cases: the VMs and tasks of this specification, on the scratch disk
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["sweep_cap", "prediction"])]
+    spec: Option<PathBuf>,
+    /// With --spec: run although the plan leaves targets unmet
+    #[arg(long, requires = "spec")]
+    force: bool,
+    /// Seed of order and random choices
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Print each scheme's verdict as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
+    let cases = cases(&args.cases)?;
+    let specification = args.spec.as_deref().map(input::specification).transpose()?;
+    std::fs::create_dir_all(&args.out)
+        .with_context(|| format!("create {}", args.out.display()))?;
+    let backing = args.backing.backing()?;
+    let program = std::env::current_exe()?;
+    let disk = ScratchDisk::start(&program, &backing, DISK, args.seed)?;
+    let testbed = Testbed::new(disk.device(), disk.label())?;
+    let profile = self::profile(args, &testbed, interrupted)?;
+    let campaign = Campaign {
+        testbed: &testbed,
+        profile: &profile,
+        window: Duration::from_secs(args.window),
+        directory: &args.out,
+        seed: args.seed,
+    };
+    let jobs = match (specification, args.prediction) {
+        (Some(specification), _) => own(&campaign, specification, args)?,
+        (None, Some(cells)) => campaign.prediction_jobs(cells),
+        (None, None) => {
+            let sources: Vec<_> = if args.sweep_cap.is_empty() {
+                args.schemes.iter().map(|&s| (s.to_string(), Source::Scheme(s))).collect()
+            } else {
+                let cap = |&mb| {
+                    let cap = BytesPerSecond::from_megabytes(mb);
+                    (format!("cap-{mb}"), Source::PlannedWithCap(cap))
+                };
+                args.sweep_cap.iter().map(cap).collect()
+            };
+            campaign.matrix(&cases, args.tier, args.neighbour, &sources, args.repetitions)
+        }
+    };
+    let cells = campaign.run(jobs, interrupted)?;
+    let command: Vec<String> = std::env::args().skip(1).collect();
+    let note = format!("rtvirtio {}", command.join(" "));
+    super::report::write(&cells, &args.out.join("report.html"), "rtvirtio benchmark", &[note])?;
+    if args.json {
+        input::print_json(&verdicts(&cells))?;
+    } else {
+        println!("{}", report::table(&cells));
+        println!("{}", args.out.join("report.html").display());
+    }
+    Ok(Outcome::Done)
+}
+
+fn cases(text: &str) -> Result<Vec<Case>> {
+    match text {
+        "strict8" => Ok(Case::strict8().to_vec()),
+        "all" => Ok(Case::all()),
+        list => list.split(',').map(|c| Ok(c.parse::<Case>()?)).collect(),
+    }
+}
+
+/// The profile given, the one in the directory if it is this device's, or a new one.
+fn profile(args: &Args, testbed: &Testbed, interrupted: &Interrupted) -> Result<Profile> {
+    if let Some(path) = &args.profile {
+        return input::profile(path);
+    }
+    let path = args.out.join("profile.json");
+    if path.exists() {
+        let profile = input::profile(&path)?;
+        ensure!(
+            profile.device == testbed.identity()?,
+            "{} is of another device than --ssd/--raw asks for (use another --out)",
+            path.display()
+        );
+        return Ok(profile);
+    }
+    super::calibrate::profile(testbed, &path, interrupted)
+}
+
+/// One cell of an operator's own specification, its VMs on the scratch disk.
+fn own(campaign: &Campaign<'_>, mut specification: Specification, args: &Args) -> Result<Vec<Job>> {
+    let device = campaign.testbed.device().clone();
+    for vm in &mut specification.vms {
+        vm.cgroup = Path::new(CGROUP_ROOT).join(vm.name.as_str());
+        for disk in &mut vm.disks {
+            disk.device = device.name.clone();
+        }
+    }
+    specification.devices = vec![device];
+    let observed = campaign.testbed.prepare(&specification)?;
+    let plan = campaign.plan(&specification, &observed)?;
+    eprint!("{}", super::plan::describe(&plan));
+    if !plan.meets_all() && !args.force {
+        bail!("the plan leaves targets unmet, as said above (--force runs it all the same)");
+    }
+    let job = |repetition| Job {
+        key: CellKey {
+            case: "specification".to_owned(),
+            tier: "own".to_owned(),
+            neighbour: "own".to_owned(),
+            scheme: Scheme::Rtvirtio.to_string(),
+            repetition,
+        },
+        specification: specification.clone(),
+        source: Source::Scheme(Scheme::Rtvirtio),
+    };
+    Ok((0..args.repetitions).map(job).collect())
+}
+
+/// How a scheme did.
+#[derive(Debug, Serialize)]
+pub(crate) struct Verdict {
+    scheme: String,
+    runs: usize,
+    passed: usize,
+    /// Wilson's 95 % interval of the pass rate.
+    interval: (f64, f64),
+    discarded: usize,
+    by_case: BTreeMap<String, (usize, usize)>,
+}
+
+/// Each scheme's verdict over all cells, with (passed, runs) by case.
+pub(crate) fn verdicts(cells: &[Cell]) -> Vec<Verdict> {
+    let mut by_scheme: BTreeMap<&str, Vec<&Cell>> = BTreeMap::new();
+    for cell in cells {
+        by_scheme.entry(&cell.key.scheme).or_default().push(cell);
+    }
+    let verdict = |(scheme, all): (&str, Vec<&Cell>)| {
+        let counted: Vec<_> = all.iter().filter(|c| c.discarded.is_none()).collect();
+        let passed = counted.iter().filter(|c| c.passed).count();
+        let mut by_case: BTreeMap<String, (usize, usize)> = BTreeMap::new();
+        for cell in &counted {
+            let entry = by_case.entry(cell.key.case.clone()).or_default();
+            entry.0 += usize::from(cell.passed);
+            entry.1 += 1;
+        }
+        Verdict {
+            scheme: scheme.to_owned(),
+            runs: counted.len(),
+            passed,
+            interval: wilson_interval(passed as u64, counted.len() as u64),
+            discarded: all.len() - counted.len(),
+            by_case,
+        }
+    };
+    by_scheme.into_iter().map(verdict).collect()
+}

@@ -1,0 +1,105 @@
+//! `rtvirtio calibrate`.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use rtvirtio_bench::cell::Testbed;
+use rtvirtio_bench::load::Interrupted;
+use rtvirtio_bench::{calibrate, scratch};
+use rtvirtio_spec::profile::Profile;
+
+use crate::{Outcome, input};
+
+/// Arguments of `calibrate`.
+#[derive(clap::Args)]
+#[command(after_help = "Takes about 3 minutes. An interrupted calibration goes on where it was \
+    when it is started again with the same -o.")]
+pub(crate) struct Args {
+    /// The block device; its data is overwritten
+    device: PathBuf,
+    /// Where to write the profile
+    #[arg(short, long, default_value = "profile.json")]
+    output: PathBuf,
+    /// Overwrite a device that `rtvirtio scratch` did not make
+    #[arg(long)]
+    overwrite_all_data_on_device: bool,
+    /// Print the profile as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
+    let device = std::fs::canonicalize(&args.device)
+        .with_context(|| format!("device {}", args.device.display()))?;
+    if !scratch::is_scratch(&device) && !args.overwrite_all_data_on_device {
+        bail!(
+            "{} is not a scratch disk, and calibration overwrites it (make one with `rtvirtio \
+             scratch`, or give --overwrite-all-data-on-device)",
+            device.display()
+        );
+    }
+    let _claim = scratch::claim(&device)?;
+    let testbed = Testbed::new(&device, "device")?;
+    let profile = profile(&testbed, &args.output, interrupted)?;
+    if args.json {
+        input::print_json(&profile)?;
+    } else {
+        println!("{}", summary(&profile));
+        println!("profile written to {}", args.output.display());
+    }
+    Ok(Outcome::Done)
+}
+
+/// Calibrates and writes the profile.
+pub(crate) fn profile(
+    testbed: &Testbed,
+    output: &Path,
+    interrupted: &Interrupted,
+) -> Result<Profile> {
+    let partial = output.with_extension("partial");
+    let date = jiff::Timestamp::now().to_string();
+    let profile = calibrate::calibrate(testbed, &partial, date, interrupted)?;
+    input::write(output, &serde_json::to_string_pretty(&profile)?)?;
+    Ok(profile)
+}
+
+/// What a profile says, for people.
+pub(crate) fn summary(profile: &Profile) -> String {
+    let c = &profile.capacity;
+    let s = &profile.structural;
+    let mut text = format!(
+        "device    {} {} ({}), kernel {}\n\
+         capacity  {:.0} IOPS of 4 KiB, {} in 128 KiB writes\n\
+         response  4 KiB: mean {}, p99 {}, p99.9 {}; 128 KiB: mean {}\n\
+         bursts    a cap is released {} at a time\n",
+        profile.device.kind,
+        profile.device.model,
+        profile.device.size,
+        profile.kernel,
+        c.iops_4k,
+        c.write_throughput,
+        c.response_4k.mean,
+        c.response_4k.p99,
+        c.response_4k.p999,
+        c.response_128k.mean,
+        s.burst,
+    );
+    if let Some(stalls) = s.stalls {
+        text += &format!(
+            "stalls    up to {} long, at most {:.2} a second\n",
+            stalls.length, stalls.per_second
+        );
+    }
+    text += "tails     VMs  writer      worst p99.9/p99 of a task  under\n";
+    for p in &profile.probes {
+        let worst = p.tails.iter().map(|t| t.tail).max().unwrap_or_default();
+        let writer = match (p.writer, p.cap) {
+            (false, _) => "none".to_owned(),
+            (true, Some(cap)) => cap.to_string(),
+            (true, None) => "unlimited".to_owned(),
+        };
+        let tail = worst.to_string();
+        text += &format!("          {:>3}  {writer:<10}  {tail:>24}  {}\n", p.vms, p.scheduler);
+    }
+    text
+}

@@ -1,0 +1,146 @@
+//! `rtvirtio plan`.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use comfy_table::{CellAlignment, Table, presets};
+use rtvirtio_host::{Host, Topology};
+use rtvirtio_planner::FoundDevice;
+use rtvirtio_spec::plan::Plan;
+use rtvirtio_spec::specification::Specification;
+
+use crate::{Outcome, input};
+
+/// Arguments of `plan`.
+#[derive(clap::Args)]
+#[command(after_help = "Exit codes: 0 nothing to change, 2 changes, 3 unmet targets, 1 error.")]
+pub(crate) struct Args {
+    /// The specification (TOML)
+    specification: PathBuf,
+    /// Save the plan for `rtvirtio apply`
+    #[arg(short, long)]
+    output: Option<PathBuf>,
+    /// Print the plan as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(args: &Args) -> Result<Outcome> {
+    let specification = input::specification(&args.specification)?;
+    let plan = plan(&specification)?;
+    if let Some(output) = &args.output {
+        input::write(output, &serde_json::to_string_pretty(&plan)?)?;
+    }
+    if args.json {
+        input::print_json(&plan)?;
+    } else {
+        print!("{}", describe(&plan));
+        if let Some(output) = &args.output {
+            println!("\nsaved: rtvirtio apply {}", output.display());
+        }
+    }
+    Ok(if !plan.meets_all() {
+        Outcome::Unmet
+    } else if plan.changes.is_empty() {
+        Outcome::Done
+    } else {
+        Outcome::Changes
+    })
+}
+
+/// The plan for this host as it is now.
+pub(crate) fn plan(specification: &Specification) -> Result<Plan> {
+    let host = Host::new("/");
+    let mut profiles = BTreeMap::new();
+    for device in &specification.devices {
+        let profile = input::profile(&device.profile).with_context(|| {
+            let path = device.path.display();
+            format!("device {} (make its profile: rtvirtio calibrate {path})", device.name)
+        })?;
+        profiles.insert(device.name.clone(), (profile, host.identity(&device.path)?));
+    }
+    let found = profiles
+        .iter()
+        .map(|(name, (profile, identity))| {
+            (name.clone(), FoundDevice { profile, identity: identity.clone() })
+        })
+        .collect();
+    let observed = host.observe(&Topology::of_specification(specification))?;
+    Ok(rtvirtio_planner::plan(specification, &found, &observed)?)
+}
+
+/// A plan for people: changes, promises, cost, what is unmet and why.
+pub(crate) fn describe(plan: &Plan) -> String {
+    let mut text = String::new();
+    if plan.changes.is_empty() {
+        text += "Nothing to change.\n";
+    } else {
+        let mut table = table(["knob", "old", "new"]);
+        for c in &plan.changes {
+            let old = c.old.as_deref().unwrap_or("-").to_owned();
+            table.add_row([c.knob.to_string(), old, c.new.clone()]);
+        }
+        text += &format!("Changes\n{table}\n");
+    }
+    let headers = ["task", "percentile", "target", "predicted", "bound", "rate", ""];
+    let mut promises = table(headers);
+    for column in 2..6 {
+        if let Some(column) = promises.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    for t in &plan.tasks {
+        let unbounded = t.bound.get() == u64::MAX;
+        promises.add_row([
+            format!("{}/{}", t.vm, t.task),
+            format!("p{}", t.percentile),
+            t.target.to_string(),
+            t.predicted.to_string(),
+            if unbounded { "unknown".to_owned() } else { t.bound.to_string() },
+            format!("{:.0} %", (t.delivered * 100.0).floor()),
+            if t.unmet.is_none() { "met" } else { "UNMET" }.to_owned(),
+        ]);
+    }
+    let confidence = plan.tasks.first().map_or(0.95, |t| t.confidence.get());
+    text += &format!("\nTasks (bound at confidence {confidence})\n{promises}\n");
+    text += "\nCost\n";
+    for c in &plan.cost {
+        text += &format!(
+            "  {}: declared loads use {:.0} % of it",
+            c.device,
+            c.utilisation * 100.0
+        );
+        if c.background_alone.get() > 0 {
+            text += &format!(
+                "; background gets {} of {}",
+                c.background_planned, c.background_alone
+            );
+        }
+        text += "\n";
+    }
+    for b in &plan.background {
+        let cap = b.cap.map_or_else(|| "needs no cap".to_owned(), |c| format!("capped at {c}"));
+        let held = b.held_by.as_ref().map_or_else(String::new, |h| format!(", held by {h}"));
+        text += &format!("  {} on {}: {cap}{held}\n", b.vm, b.device);
+    }
+    text += "\nHow\n";
+    for reason in &plan.reasons {
+        text += &format!("  {reason}\n");
+    }
+    let unmet: Vec<_> = plan.tasks.iter().filter(|t| t.unmet.is_some()).collect();
+    if !unmet.is_empty() {
+        text += "\nUnmet\n";
+        for t in unmet {
+            let reason = t.unmet.as_deref().unwrap_or_default();
+            text += &format!("  {}/{}: {reason}\n", t.vm, t.task);
+        }
+    }
+    text
+}
+
+fn table<const N: usize>(header: [&str; N]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header(header);
+    table
+}
