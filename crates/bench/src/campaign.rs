@@ -16,11 +16,9 @@ use anyhow::{Context, Result, bail};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
-use rtvirtio_cases::{
-    Case, Neighbour, Scheme, SchemeSettings, Tier, specification_for_window,
-};
+use rtvirtio_cases::{Case, Neighbour, Scheme, SchemeSettings, Tier, specification_for_window};
 use rtvirtio_planner::FoundDevice;
-use rtvirtio_spec::plan::{Plan, TaskPromise};
+use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::run::{Cell, CellKey, RUN_VERSION};
 use rtvirtio_spec::settings::{
@@ -257,7 +255,7 @@ impl Campaign<'_> {
         let measured =
             self.testbed.measure(&job.specification, &scheme, self.window, interrupted)?;
         let found = self.found()?;
-        let predict = |specification: &Specification| -> Vec<(TaskPromise, Option<Nanos>)> {
+        let predict = |specification: &Specification| {
             rtvirtio_planner::predict(specification, &found, &scheme.settings).unwrap_or_default()
         };
         let context = CellContext {

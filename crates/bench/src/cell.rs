@@ -14,7 +14,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use rtvirtio_cases::{SchemeSettings, judge};
 use rtvirtio_host::{ApplyOptions, Host, Topology};
-use rtvirtio_spec::plan::TaskPromise;
+use rtvirtio_planner::Predicted;
 use rtvirtio_spec::profile::DeviceIdentity;
 use rtvirtio_spec::run::{Cell, CellKey, MeasuredAt, Prediction, RUN_VERSION, TaskResult};
 use rtvirtio_spec::settings::{Knobs, diff};
@@ -148,7 +148,7 @@ pub struct CellContext<'a> {
     /// What was set.
     pub scheme: &'a SchemeSettings,
     /// Predicts each task at a percentile, if the scheme predicts.
-    pub predict: &'a dyn Fn(&Specification) -> Vec<(TaskPromise, Option<Nanos>)>,
+    pub predict: &'a dyn Fn(&Specification) -> Vec<Predicted>,
     /// Name of the device.
     pub device: String,
     /// Length of the window.
@@ -193,7 +193,7 @@ impl CellContext<'_> {
             }
         }
         // The prediction is for the percentile that could be judged; the model saw no result.
-        for (promise, paper) in (self.predict)(&judged_specification) {
+        for Predicted { promise, paper } in (self.predict)(&judged_specification) {
             let found = tasks.iter_mut().find(|t| t.vm == promise.vm && t.task == promise.task);
             if let Some(task) = found {
                 task.prediction = Some(Prediction {
@@ -218,9 +218,8 @@ impl CellContext<'_> {
             background: measurement.background,
             canary: measurement.canary,
             machine: measurement.machine,
-            discarded: late.then(|| {
-                format!("canary p99 {} above {CANARY_LIMIT}", measurement.canary.p99)
-            }),
+            discarded: late
+                .then(|| format!("canary p99 {} above {CANARY_LIMIT}", measurement.canary.p99)),
         }
     }
 }

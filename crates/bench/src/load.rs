@@ -137,9 +137,9 @@ impl CellLoad<'_> {
         for (fio, vm) in tasks.iter().zip(&vms) {
             let histograms = fio::histograms(&fio.output)?;
             for (index, task) in vm.tasks.iter().enumerate() {
-                let histogram = histograms
-                    .get(task.name.as_str())
-                    .with_context(|| format!("fio reported nothing of {}/{}", vm.name, task.name))?;
+                let histogram = histograms.get(task.name.as_str()).with_context(|| {
+                    format!("fio reported nothing of {}/{}", vm.name, task.name)
+                })?;
                 let log = fio::log_path(directory.path(), &vm.name, "clat", index);
                 measured.push(TaskMeasurement {
                     vm: vm.name.clone(),
@@ -192,7 +192,11 @@ impl CellLoad<'_> {
             ensure!(Instant::now() < deadline, "the background VM did no I/O within 5 s");
             for fio in &mut *background {
                 if let Some(status) = fio.child.try_wait()? {
-                    bail!("fio of {} ended early ({status}): {}", fio.vm, fio::complaint(&fio.output));
+                    bail!(
+                        "fio of {} ended early ({status}): {}",
+                        fio.vm,
+                        fio::complaint(&fio.output)
+                    );
                 }
             }
             wait(Duration::from_millis(20), interrupted)?;
@@ -208,7 +212,12 @@ impl Fio {
             if let Some(status) = self.child.try_wait()? {
                 // 128 is fio's code for "terminated by a signal it handled".
                 let ok = status.success() || status.code() == Some(128);
-                ensure!(ok, "fio of {} failed ({status}): {}", self.vm, fio::complaint(&self.output));
+                ensure!(
+                    ok,
+                    "fio of {} failed ({status}): {}",
+                    self.vm,
+                    fio::complaint(&self.output)
+                );
                 return Ok(());
             }
             ensure!(Instant::now() < deadline, "fio of {} does not end", self.vm);
@@ -259,8 +268,7 @@ impl MachineSample {
     fn now() -> Result<Self> {
         let text = std::fs::read_to_string("/proc/stat")?;
         let first = text.lines().next().unwrap_or_default();
-        let t: Vec<u64> =
-            first.split_whitespace().skip(1).filter_map(|f| f.parse().ok()).collect();
+        let t: Vec<u64> = first.split_whitespace().skip(1).filter_map(|f| f.parse().ok()).collect();
         ensure!(t.len() >= 8, "/proc/stat has no CPU line");
         // user nice system idle iowait irq softirq steal
         Ok(Self { at: Instant::now(), busy: t[0] + t[1] + t[2] + t[5] + t[6], steal: t[7] })

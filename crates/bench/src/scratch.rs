@@ -16,8 +16,8 @@ mod loop_device;
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::AsFd;
-use std::path::{Path, PathBuf};
 use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -113,7 +113,11 @@ fn open_raw(directory: &Path, size: Bytes) -> Result<File> {
     while left > 0 {
         let n = left.min(chunk.len() as u64) as usize;
         (&file).write_all(&chunk[..n]).with_context(|| {
-            format!("fill {} bytes in {} (--raw-dir names another place)", size.get(), directory.display())
+            format!(
+                "fill {} bytes in {} (--raw-dir names another place)",
+                size.get(),
+                directory.display()
+            )
         })?;
         left -= n as u64;
     }

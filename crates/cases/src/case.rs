@@ -128,10 +128,7 @@ impl FromStr for Mix {
     type Err = CasesError;
     fn from_str(text: &str) -> Result<Self, CasesError> {
         let unknown = || CasesError::unknown("mix", text, "L, M, H, L+M, M+H or L+M+H");
-        Self::ALL
-            .into_iter()
-            .find(|m| m.label() == text)
-            .ok_or_else(unknown)
+        Self::ALL.into_iter().find(|m| m.label() == text).ok_or_else(unknown)
     }
 }
 
@@ -148,11 +145,7 @@ impl Case {
     /// # Errors
     /// [`CasesError::VmCount`].
     pub const fn new(vms: u8, mix: Mix) -> Result<Self, CasesError> {
-        if vms >= 1 && vms <= 4 {
-            Ok(Self { vms, mix })
-        } else {
-            Err(CasesError::VmCount(vms))
-        }
+        if vms >= 1 && vms <= 4 { Ok(Self { vms, mix }) } else { Err(CasesError::VmCount(vms)) }
     }
 
     /// Number of VMs with targets, 1 to 4.
@@ -170,9 +163,7 @@ impl Case {
     /// The 24 cases, by number of VMs, then by mix.
     #[must_use]
     pub fn all() -> Vec<Self> {
-        (1..=4)
-            .flat_map(|vms| Mix::ALL.into_iter().map(move |mix| Self { vms, mix }))
-            .collect()
+        (1..=4).flat_map(|vms| Mix::ALL.into_iter().map(move |mix| Self { vms, mix })).collect()
     }
 
     /// The eight that span the 24: every number of VMs and every mix but M alone,
@@ -180,38 +171,14 @@ impl Case {
     #[must_use]
     pub const fn strict8() -> [Self; 8] {
         [
-            Self {
-                vms: 1,
-                mix: Mix::Light,
-            },
-            Self {
-                vms: 1,
-                mix: Mix::Heavy,
-            },
-            Self {
-                vms: 2,
-                mix: Mix::MediumHeavy,
-            },
-            Self {
-                vms: 3,
-                mix: Mix::LightMedium,
-            },
-            Self {
-                vms: 3,
-                mix: Mix::LightMediumHeavy,
-            },
-            Self {
-                vms: 4,
-                mix: Mix::LightMedium,
-            },
-            Self {
-                vms: 4,
-                mix: Mix::Heavy,
-            },
-            Self {
-                vms: 4,
-                mix: Mix::LightMediumHeavy,
-            },
+            Self { vms: 1, mix: Mix::Light },
+            Self { vms: 1, mix: Mix::Heavy },
+            Self { vms: 2, mix: Mix::MediumHeavy },
+            Self { vms: 3, mix: Mix::LightMedium },
+            Self { vms: 3, mix: Mix::LightMediumHeavy },
+            Self { vms: 4, mix: Mix::LightMedium },
+            Self { vms: 4, mix: Mix::Heavy },
+            Self { vms: 4, mix: Mix::LightMediumHeavy },
         ]
     }
 }
@@ -260,9 +227,7 @@ mod tests {
     #[test]
     fn strict8_is_the_fixed_list() {
         let names: Vec<_> = Case::strict8().iter().map(Case::to_string).collect();
-        let fixed = [
-            "1xL", "1xH", "2xM+H", "3xL+M", "3xL+M+H", "4xL+M", "4xH", "4xL+M+H",
-        ];
+        let fixed = ["1xL", "1xH", "2xM+H", "3xL+M", "3xL+M+H", "4xL+M", "4xH", "4xL+M+H"];
         assert_eq!(names, fixed);
     }
 
@@ -270,20 +235,15 @@ mod tests {
     fn case_outside_the_24_is_refused() {
         assert_eq!("5xL".parse::<Case>(), Err(CasesError::VmCount(5)));
         assert_eq!("0xL".parse::<Case>(), Err(CasesError::VmCount(0)));
-        for text in [
-            "", "x", "L", "4", "4xL+H", "4xM+L", "04xL", "+4xL", "4XL", "4xL ",
-        ] {
+        for text in ["", "x", "L", "4", "4xL+H", "4xM+L", "04xL", "+4xL", "4XL", "4xL "] {
             assert!(text.parse::<Case>().is_err(), "{text:?}");
         }
     }
 
     #[test]
     fn tasks_are_those_of_the_paper() {
-        let rates: Vec<f64> = Mix::LightMediumHeavy
-            .kinds()
-            .iter()
-            .map(|k| k.iops().get())
-            .collect();
+        let rates: Vec<f64> =
+            Mix::LightMediumHeavy.kinds().iter().map(|k| k.iops().get()).collect();
         assert_eq!(rates, [100.0, 500.0, 1500.0]);
         let load = TaskKind::Heavy.load();
         assert_eq!((load.block_size.get(), load.queue_depth), (4096, 1));

@@ -31,10 +31,7 @@ pub(crate) fn p99() -> Percentile {
 /// The highest of p99, p99.9 and p99.99 with at least 10 of `n` samples beyond it.
 #[must_use]
 pub fn judged_percentile(n: u64) -> Option<Percentile> {
-    [99.99, 99.9, 99.0]
-        .map(percentile)
-        .into_iter()
-        .find(|&p| beyond(n, p) >= MIN_BEYOND)
+    [99.99, 99.9, 99.0].map(percentile).into_iter().find(|&p| beyond(n, p) >= MIN_BEYOND)
 }
 
 /// What is wrong with a task's run.
@@ -65,23 +62,13 @@ impl fmt::Display for Miss {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::TooFewSamples { n } => {
-                write!(
-                    f,
-                    "too few samples: {n} leave fewer than {MIN_BEYOND} beyond p99"
-                )
+                write!(f, "too few samples: {n} leave fewer than {MIN_BEYOND} beyond p99")
             }
-            Self::Tail {
-                percentile,
-                value,
-                target,
-            } => {
+            Self::Tail { percentile, value, target } => {
                 write!(f, "p{percentile} of {value} exceeds the target of {target}")
             }
             Self::Rate { delivered } => {
-                write!(
-                    f,
-                    "delivered {delivered:.3} of its rate, less than {MIN_DELIVERED}"
-                )
+                write!(f, "delivered {delivered:.3} of its rate, less than {MIN_DELIVERED}")
             }
         }
     }
@@ -144,18 +131,12 @@ pub fn judge(histogram: &Histogram, window_s: f64, requested: Iops, target: Nano
     match judged {
         None => misses.push(Miss::TooFewSamples { n }),
         Some(q) if !passed_tail => {
-            misses.push(Miss::Tail {
-                percentile: q.percentile,
-                value: q.value,
-                target,
-            });
+            misses.push(Miss::Tail { percentile: q.percentile, value: q.value, target });
         }
         Some(_) => {}
     }
     if !passed_rate {
-        misses.push(Miss::Rate {
-            delivered: delivered_fraction,
-        });
+        misses.push(Miss::Rate { delivered: delivered_fraction });
     }
     Judgement {
         judged,
@@ -201,12 +182,7 @@ mod tests {
 
     fn judge_light(n: u64, slow: u64) -> Judgement {
         let requested = Iops::new(100.0).unwrap();
-        judge(
-            &histogram(n, slow),
-            WINDOW_S,
-            requested,
-            Nanos::from_millis(10),
-        )
+        judge(&histogram(n, slow), WINDOW_S, requested, Nanos::from_millis(10))
     }
 
     #[test]
@@ -247,21 +223,13 @@ mod tests {
         assert!(judge_light(3_000, 30).passed());
         let j = judge_light(3_000, 31);
         assert!(!j.passed_tail && j.passed_rate && !j.passed());
-        assert_eq!(
-            j.reason().unwrap(),
-            "p99 of 12.00 ms exceeds the target of 10.00 ms"
-        );
+        assert_eq!(j.reason().unwrap(), "p99 of 12.00 ms exceeds the target of 10.00 ms");
     }
 
     #[test]
     fn tail_equal_to_the_target_passes() {
         let requested = Iops::new(100.0).unwrap();
-        let j = judge(
-            &histogram(3_000, 3_000),
-            WINDOW_S,
-            requested,
-            Nanos::from_millis(12),
-        );
+        let j = judge(&histogram(3_000, 3_000), WINDOW_S, requested, Nanos::from_millis(12));
         assert!(j.passed());
     }
 
@@ -279,12 +247,7 @@ mod tests {
     fn window_without_a_length_does_not_pass() {
         let requested = Iops::new(100.0).unwrap();
         for window_s in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            let j = judge(
-                &histogram(3_000, 0),
-                window_s,
-                requested,
-                Nanos::from_millis(10),
-            );
+            let j = judge(&histogram(3_000, 0), window_s, requested, Nanos::from_millis(10));
             assert!(!j.passed_rate && !j.passed_rate_90);
         }
     }
@@ -292,10 +255,7 @@ mod tests {
     #[test]
     fn wilson_interval_matches_textbook_values() {
         let close = |(low, high): (f64, f64), l: f64, h: f64| {
-            assert!(
-                (low - l).abs() < 5e-4 && (high - h).abs() < 5e-4,
-                "{low} {high}"
-            );
+            assert!((low - l).abs() < 5e-4 && (high - h).abs() < 5e-4, "{low} {high}");
         };
         // z² = 3.8415. 10 of 10: low = 10 / 13.8415. 0 of 10: high = 3.8415 / 13.8415.
         close(wilson_interval(10, 10), 0.7225, 1.0);

@@ -43,10 +43,6 @@ pub enum CasesError {
 
 impl CasesError {
     fn unknown(what: &'static str, text: &str, expected: &'static str) -> Self {
-        Self::Unknown {
-            what,
-            text: text.to_owned(),
-            expected,
-        }
+        Self::Unknown { what, text: text.to_owned(), expected }
     }
 }

@@ -97,27 +97,20 @@ impl Scheme {
             Self::None => {
                 ranked.settings(specification, Scheduler::None, |_, _| VmSettings::default())
             }
-            Self::MqDeadline => ranked.settings(specification, Scheduler::MqDeadline, |_, _| {
-                VmSettings::default()
-            }),
-            Self::Kyber => ranked.settings(specification, Scheduler::Kyber, |_, _| {
-                VmSettings::default()
-            }),
+            Self::MqDeadline => {
+                ranked.settings(specification, Scheduler::MqDeadline, |_, _| VmSettings::default())
+            }
+            Self::Kyber => {
+                ranked.settings(specification, Scheduler::Kyber, |_, _| VmSettings::default())
+            }
             Self::Hand => {
-                let scheduler = Scheduler::Bfq(Bfq {
-                    slice_idle_us: 0,
-                    low_latency: false,
-                    ..Bfq::DEFAULT
-                });
+                let scheduler =
+                    Scheduler::Bfq(Bfq { slice_idle_us: 0, low_latency: false, ..Bfq::DEFAULT });
                 ranked.settings(specification, scheduler, |_, vm| ranked.hand(vm))
             }
             Self::Rtvirtio => return None,
         };
-        let ioprio = if self == Self::Ionice {
-            ranked.ioprio()
-        } else {
-            BTreeMap::new()
-        };
+        let ioprio = if self == Self::Ionice { ranked.ioprio() } else { BTreeMap::new() };
         Some(SchemeSettings { settings, ioprio })
     }
 }
@@ -133,10 +126,7 @@ impl FromStr for Scheme {
     fn from_str(text: &str) -> Result<Self, CasesError> {
         const NAMES: &str = "bfq, ionice, rt-xen, none, mq-deadline, kyber, hand or rtvirtio";
         let unknown = || CasesError::unknown("scheme", text, NAMES);
-        Self::ALL
-            .into_iter()
-            .find(|s| s.label() == text)
-            .ok_or_else(unknown)
+        Self::ALL.into_iter().find(|s| s.label() == text).ok_or_else(unknown)
     }
 }
 
@@ -200,17 +190,9 @@ struct Ranked<'a> {
 
 impl<'a> Ranked<'a> {
     fn new(specification: &'a Specification) -> Self {
-        let mut ranked = Self {
-            urgent: Vec::new(),
-            background: Vec::new(),
-        };
+        let mut ranked = Self { urgent: Vec::new(), background: Vec::new() };
         for vm in &specification.vms {
-            match vm
-                .tasks
-                .iter()
-                .filter_map(|t| Some(t.target?.latency))
-                .min()
-            {
+            match vm.tasks.iter().filter_map(|t| Some(t.target?.latency)).min() {
                 Some(strictest) => ranked.urgent.push((vm, strictest)),
                 None => ranked.background.push(vm),
             }
@@ -228,18 +210,14 @@ impl<'a> Ranked<'a> {
     ) -> Settings {
         let devices = specification.devices.iter().map(|device| {
             let on_device = specification.vms.iter().filter(|vm| uses(vm, &device.name));
-            let vms = on_device
-                .map(|vm| (vm.name.clone(), each(&device.name, vm)))
-                .collect();
+            let vms = on_device.map(|vm| (vm.name.clone(), each(&device.name, vm))).collect();
             (device.name.clone(), DeviceSettings { scheduler, vms })
         });
         Settings(devices.collect())
     }
 
     fn rank(&self, vm: &Vm) -> Option<usize> {
-        self.urgent
-            .iter()
-            .position(|(other, _)| other.name == vm.name)
+        self.urgent.iter().position(|(other, _)| other.name == vm.name)
     }
 
     fn ioprio(&self) -> BTreeMap<VmName, IoPriority> {
@@ -252,10 +230,8 @@ impl<'a> Ranked<'a> {
             };
             (vm.name.clone(), priority)
         });
-        let background = self
-            .background
-            .iter()
-            .map(|vm| (vm.name.clone(), IoPriority::BestEffort(last)));
+        let background =
+            self.background.iter().map(|vm| (vm.name.clone(), IoPriority::BestEffort(last)));
         urgent.chain(background).collect()
     }
 
@@ -264,10 +240,7 @@ impl<'a> Ranked<'a> {
         match self.rank(vm) {
             Some(rank) => {
                 let rank = rank.min(HAND_WEIGHTS.len() - 1);
-                VmSettings {
-                    weight: weight(HAND_WEIGHTS[rank]),
-                    limits: Limits::default(),
-                }
+                VmSettings { weight: weight(HAND_WEIGHTS[rank]), limits: Limits::default() }
             }
             None => VmSettings {
                 weight: weight(HAND_BACKGROUND_WEIGHT),
@@ -285,10 +258,7 @@ impl<'a> Ranked<'a> {
     fn rt_xen_limits(&self, device: &DeviceName, vm: &Vm, capacity: Iops) -> Limits {
         let here = || self.urgent.iter().filter(|(vm, _)| uses(vm, device));
         // Without any target all shares are equal, whatever the value.
-        let loosest = here()
-            .map(|&(_, t)| t)
-            .max()
-            .unwrap_or(Nanos::from_millis(1));
+        let loosest = here().map(|&(_, t)| t).max().unwrap_or(Nanos::from_millis(1));
         let urgency = |target: Nanos| 1.0 / target.get().max(1) as f64;
         let background = self.background.iter().filter(|vm| uses(vm, device)).count();
         let total =
@@ -316,18 +286,10 @@ fn uses(vm: &Vm, device: &DeviceName) -> bool {
 /// A task without a rate counts as much as the mean of those with one; a VM
 /// without a task there counts as half and half.
 fn read_fraction(vm: &Vm, device: &DeviceName) -> f64 {
-    let loads = || {
-        vm.tasks
-            .iter()
-            .filter(|t| vm.device_of(t) == device)
-            .map(|t| &t.load)
-    };
+    let loads = || vm.tasks.iter().filter(|t| vm.device_of(t) == device).map(|t| &t.load);
     let rates: Vec<f64> = loads().filter_map(|l| l.iops.map(Iops::get)).collect();
-    let unknown = if rates.is_empty() {
-        1.0
-    } else {
-        rates.iter().sum::<f64>() / rates.len() as f64
-    };
+    let unknown =
+        if rates.is_empty() { 1.0 } else { rates.iter().sum::<f64>() / rates.len() as f64 };
     let (reads, all) = loads().fold((0.0, 0.0), |(reads, all), load| {
         let rate = load.iops.map_or(unknown, Iops::get);
         (reads + rate * load.read_fraction, all + rate)
@@ -343,9 +305,7 @@ mod tests {
 
     fn baseline(scheme: Scheme, case: &str, neighbour: Neighbour) -> SchemeSettings {
         let capacity = Iops::new(10_000.0).unwrap();
-        scheme
-            .baseline_settings(&strict(case, neighbour), capacity)
-            .unwrap()
+        scheme.baseline_settings(&strict(case, neighbour), capacity).unwrap()
     }
 
     fn device(settings: &SchemeSettings) -> &DeviceSettings {
@@ -387,26 +347,14 @@ mod tests {
     fn rtvirtio_has_no_baseline() {
         let capacity = Iops::new(10_000.0).unwrap();
         let specification = strict("1xL", Neighbour::None);
-        assert_eq!(
-            Scheme::Rtvirtio.baseline_settings(&specification, capacity),
-            None
-        );
+        assert_eq!(Scheme::Rtvirtio.baseline_settings(&specification, capacity), None);
     }
 
     #[test]
     fn ionice_orders_vms_by_target_and_puts_the_background_last() {
         let s = baseline(Scheme::Ionice, "4xL+M+H", Neighbour::Writer);
         let texts: Vec<_> = s.ioprio.iter().map(|(vm, p)| format!("{vm} {p}")).collect();
-        assert_eq!(
-            texts,
-            [
-                "background be/7",
-                "vm0 rt/0",
-                "vm1 be/0",
-                "vm2 be/1",
-                "vm3 be/2"
-            ]
-        );
+        assert_eq!(texts, ["background be/7", "vm0 rt/0", "vm1 be/0", "vm2 be/1", "vm3 be/2"]);
         assert_eq!(device(&s).scheduler, Scheduler::Bfq(Bfq::DEFAULT));
     }
 
@@ -415,17 +363,9 @@ mod tests {
         let mut specification = strict("3xH", Neighbour::None);
         specification.vms.reverse();
         let capacity = Iops::new(10_000.0).unwrap();
-        let s = Scheme::Ionice
-            .baseline_settings(&specification, capacity)
-            .unwrap();
-        assert_eq!(
-            s.ioprio[&VmName::new("vm0").unwrap()],
-            IoPriority::RealTime(0)
-        );
-        assert_eq!(
-            s.ioprio[&VmName::new("vm2").unwrap()],
-            IoPriority::BestEffort(1)
-        );
+        let s = Scheme::Ionice.baseline_settings(&specification, capacity).unwrap();
+        assert_eq!(s.ioprio[&VmName::new("vm0").unwrap()], IoPriority::RealTime(0));
+        assert_eq!(s.ioprio[&VmName::new("vm2").unwrap()], IoPriority::BestEffort(1));
     }
 
     #[test]
@@ -460,14 +400,11 @@ mod tests {
     #[test]
     fn hand_does_not_idle_weighs_by_urgency_and_caps_the_background() {
         let s = baseline(Scheme::Hand, "4xH", Neighbour::Writer);
-        let Scheduler::Bfq(bfq) = device(&s).scheduler else {
-            panic!("hand is bfq")
-        };
+        let Scheduler::Bfq(bfq) = device(&s).scheduler else { panic!("hand is bfq") };
         assert_eq!((bfq.slice_idle_us, bfq.low_latency), (0, false));
         assert_eq!((bfq.timeout_sync_ms, bfq.max_budget), (124, 0));
-        let weights: Vec<_> = ["vm0", "vm1", "vm2", "vm3", "background"]
-            .map(|vm| of(&s, vm).weight.get())
-            .into();
+        let weights: Vec<_> =
+            ["vm0", "vm1", "vm2", "vm3", "background"].map(|vm| of(&s, vm).weight.get()).into();
         assert_eq!(weights, [1000, 700, 500, 300, 10]);
         assert_eq!(of(&s, "vm0").limits, Limits::default());
         let limits = of(&s, "background").limits;

@@ -52,9 +52,7 @@ pub fn specification_for_window(
 ) -> Specification {
     let ranked = (0..case.vms()).map(|rank| {
         let tasks = case.mix().kinds().iter().map(|&kind| {
-            let latency = tier
-                .target(case, rank, kind)
-                .expect("the rank is of this case");
+            let latency = tier.target(case, rank, kind).expect("the rank is of this case");
             let samples = (kind.iops().get() * window.as_secs_f64()).floor() as u64;
             let target = Target {
                 percentile: judged_percentile(samples).unwrap_or(crate::judge::p99()),
@@ -63,12 +61,7 @@ pub fn specification_for_window(
             };
             task(kind.task_name(), kind.load(), Some(target))
         });
-        vm(
-            &format!("vm{rank}"),
-            tasks.collect(),
-            &device.name,
-            cgroup_root,
-        )
+        vm(&format!("vm{rank}"), tasks.collect(), &device.name, cgroup_root)
     });
     let mut vms: Vec<Vm> = ranked.collect();
     if neighbour == Neighbour::Writer {
@@ -79,17 +72,9 @@ pub fn specification_for_window(
             queue_depth: 64,
         };
         let name = TaskName::new("write").expect("a constant name");
-        vms.push(vm(
-            BACKGROUND_VM,
-            vec![task(name, load, None)],
-            &device.name,
-            cgroup_root,
-        ));
+        vms.push(vm(BACKGROUND_VM, vec![task(name, load, None)], &device.name, cgroup_root));
     }
-    Specification {
-        devices: vec![device],
-        vms,
-    }
+    Specification { devices: vec![device], vms }
 }
 
 fn disk_name() -> DiskName {
@@ -97,13 +82,7 @@ fn disk_name() -> DiskName {
 }
 
 fn task(name: TaskName, load: Load, target: Option<Target>) -> Task {
-    Task {
-        name,
-        disk: disk_name(),
-        recognise: Recognise::Unrecognised,
-        load,
-        target,
-    }
+    Task { name, disk: disk_name(), recognise: Recognise::Unrecognised, load, target }
 }
 
 fn vm(name: &str, tasks: Vec<Task>, device: &DeviceName, cgroup_root: &Path) -> Vm {
@@ -111,10 +90,7 @@ fn vm(name: &str, tasks: Vec<Task>, device: &DeviceName, cgroup_root: &Path) -> 
         name: VmName::new(name).expect("a constant name"),
         backend: Backend::Kernel,
         cgroup: cgroup_root.join(name),
-        disks: vec![Disk {
-            name: disk_name(),
-            device: device.clone(),
-        }],
+        disks: vec![Disk { name: disk_name(), device: device.clone() }],
         tasks,
     }
 }
@@ -133,13 +109,7 @@ pub(crate) mod tests {
 
     pub(crate) fn strict(case: &str, neighbour: Neighbour) -> Specification {
         let case = case.parse().unwrap();
-        specification(
-            case,
-            Tier::Strict,
-            neighbour,
-            device(),
-            Path::new("rtvirtio"),
-        )
+        specification(case, Tier::Strict, neighbour, device(), Path::new("rtvirtio"))
     }
 
     #[test]
@@ -171,11 +141,8 @@ pub(crate) mod tests {
         let window = Nanos::from_millis(100_000);
         let (tier, none) = (Tier::Paper, Neighbour::None);
         let s = specification_for_window(case, tier, none, window, device(), Path::new("r"));
-        let percentiles: Vec<_> = s.vms[0]
-            .tasks
-            .iter()
-            .map(|t| t.target.unwrap().percentile.get())
-            .collect();
+        let percentiles: Vec<_> =
+            s.vms[0].tasks.iter().map(|t| t.target.unwrap().percentile.get()).collect();
         assert_eq!(percentiles, [99.9, 99.9, 99.99]);
     }
 

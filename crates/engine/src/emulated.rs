@@ -172,11 +172,7 @@ impl<C: Completion> EmulatedSsd<C> {
     ///
     /// # Errors
     /// [`EngineError::OutOfRange`] with the completion, which was not told.
-    pub fn submit(
-        &self,
-        operation: Operation<'_>,
-        completion: C,
-    ) -> Result<(), (EngineError, C)> {
+    pub fn submit(&self, operation: Operation<'_>, completion: C) -> Result<(), (EngineError, C)> {
         let (offset, length) = match operation {
             Operation::Read { offset, length } => (offset, u64::from(length)),
             Operation::Write { offset, data } => (offset, data.len() as u64),
@@ -278,7 +274,9 @@ mod tests {
     fn read_returns_what_was_written() {
         let (ssd, (tx, rx)) = (engine(), mpsc::channel());
         let data = [7; 4096];
-        assert!(ssd.submit(Operation::Write { offset: 8192, data: &data }, Tell(tx.clone())).is_ok());
+        assert!(
+            ssd.submit(Operation::Write { offset: 8192, data: &data }, Tell(tx.clone())).is_ok()
+        );
         rx.recv().unwrap();
         assert!(ssd.submit(Operation::Read { offset: 8192, length: 4096 }, Tell(tx)).is_ok());
         assert_eq!(rx.recv().unwrap().1, data);

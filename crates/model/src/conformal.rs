@@ -25,15 +25,28 @@ pub fn factor(scores: &[f64], confidence: Confidence) -> Option<f64> {
     scores.get(rank.checked_sub(1)?).map(|s| s.exp())
 }
 
-/// The bound for a prediction in `regime`; `None` with too few scores.
+/// The bound that `tasks` predictions in `regime` keep together at `confidence`;
+/// `None` with too few scores for one of them alone.
+///
+/// The chance of a miss is shared among them (Bonferroni). With fewer scores
+/// than that takes, the largest score stands for the rest.
 #[must_use]
 pub fn bound(
     residuals: &BTreeMap<Regime, Vec<f64>>,
     regime: Regime,
     predicted: Nanos,
     confidence: Confidence,
+    tasks: usize,
 ) -> Option<Nanos> {
-    Some(predicted.scale(factor(residuals.get(&regime)?, confidence)?))
+    let scores = residuals.get(&regime)?;
+    let alone = factor(scores, confidence)?;
+    let shared = 1.0 - (1.0 - confidence.get()) / tasks.max(1) as f64;
+    let together = match Confidence::new(shared) {
+        Ok(shared) => factor(scores, shared),
+        Err(_) => None,
+    };
+    let largest = scores.last().map_or(alone, |s| s.exp());
+    Some(predicted.scale(together.unwrap_or(largest)))
 }
 
 #[cfg(test)]
@@ -54,6 +67,21 @@ mod tests {
     fn factor_with_too_few_scores_is_none() {
         assert_eq!(factor(&[0.0; 18], confidence(0.95)), None);
         assert_eq!(factor(&[], confidence(0.5)), None);
+    }
+
+    #[test]
+    fn bound_of_several_tasks_takes_a_higher_rank() {
+        let scores: Vec<f64> = (0..99).map(|i| f64::from(i) / 100.0).collect();
+        let residuals = BTreeMap::from([(Regime::Flowing, scores)]);
+        let of = |tasks| {
+            let predicted = Nanos::from_millis(100);
+            bound(&residuals, Regime::Flowing, predicted, confidence(0.95), tasks).unwrap()
+        };
+        // Ranks 95 of 99 for one, 98 (1 − 0.05/3 = 0.983) for three.
+        assert_eq!(of(1), Nanos::from_millis(100).scale(0.94_f64.exp()));
+        assert_eq!(of(3), Nanos::from_millis(100).scale(0.98_f64.exp()));
+        // 1,000 tasks would take rank 100: the largest stands for it.
+        assert_eq!(of(1000), Nanos::from_millis(100).scale(0.98_f64.exp()));
     }
 
     #[test]

@@ -19,12 +19,8 @@ pub struct Stream {
 
 impl Stream {
     /// What a VM that declares nothing is taken for: 128 KiB writes at depth 64.
-    pub const UNDECLARED: Self = Self {
-        iops: None,
-        block_size: Bytes::from_kib(128),
-        read_fraction: 0.0,
-        depth: 64,
-    };
+    pub const UNDECLARED: Self =
+        Self { iops: None, block_size: Bytes::from_kib(128), read_fraction: 0.0, depth: 64 };
 }
 
 impl From<Load> for Stream {

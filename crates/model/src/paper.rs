@@ -98,9 +98,7 @@ fn host_terms(load: &DeviceLoad, vm: usize, slice_idle: f64, t: f64, r: Reading)
 pub fn host_part(fit: &PaperFit, load: &DeviceLoad, vm: usize, reading: Reading) -> Nanos {
     let t = fit.throughput.get() as f64 / 1000.0;
     let terms = host_terms(load, vm, fit.slice_idle, t, reading);
-    Nanos::from_secs_f64(
-        terms.own / fit.weight + terms.others + fit.timeout_sync * terms.timeout,
-    )
+    Nanos::from_secs_f64(terms.own / fit.weight + terms.others + fit.timeout_sync * terms.timeout)
 }
 
 /// The guest part, Eq. 4 and 5, of task `task` of VM `vm`, all tasks of equal weight.
@@ -123,11 +121,10 @@ pub fn guest_part(
     let t_guest = fit.weight * phi * t_host;
     let t_task = fit.weight * t_guest / streams.len() as f64;
     let e = effect_of_slice_idle(TABLE_III_GUEST, guest.slice_idle_us, reading);
-    let own = issued(&streams[task], t_host) + B_MAX - streams[task].block_size.get() as f64 / 1024.0;
-    let others: f64 = (0..streams.len())
-        .filter(|&i| i != task)
-        .map(|i| issued(&streams[i], t_host))
-        .sum();
+    let own =
+        issued(&streams[task], t_host) + B_MAX - streams[task].block_size.get() as f64 / 1024.0;
+    let others: f64 =
+        (0..streams.len()).filter(|&i| i != task).map(|i| issued(&streams[i], t_host)).sum();
     let timeout = TABLE_III_GUEST * f64::from(guest.timeout_sync_ms) / 1000.0;
     Nanos::from_secs_f64(own / (e * t_task) + (others + B_MAX) / (e * t_guest) + timeout)
 }
@@ -182,8 +179,7 @@ pub fn fit(samples: &[Sample], throughput: BytesPerSecond, reading: Reading) -> 
             .map(|(terms, tail)| (u * terms.own + terms.others + v * terms.timeout - tail).powi(2))
             .sum();
         if error < best.0 {
-            let fitted =
-                PaperFit { weight: 1.0 / u, timeout_sync: v, slice_idle, throughput };
+            let fitted = PaperFit { weight: 1.0 / u, timeout_sync: v, slice_idle, throughput };
             best = (error, fitted);
         }
     }
@@ -249,8 +245,7 @@ mod tests {
         let mut samples = Vec::new();
         for (timeout_sync_ms, weight) in [(32, 100), (64, 300), (124, 700)] {
             for slice_idle_us in [2000, 4000, 8000] {
-                let mut load =
-                    four_heavy(Bfq { timeout_sync_ms, slice_idle_us, ..Bfq::DEFAULT });
+                let mut load = four_heavy(Bfq { timeout_sync_ms, slice_idle_us, ..Bfq::DEFAULT });
                 load.vms[0].settings.weight = rtvirtio_units::Weight::new(weight).unwrap();
                 let tail = host_part(&truth, &load, 0, Reading::Corrected);
                 samples.push(Sample { load, vm: 0, tail });

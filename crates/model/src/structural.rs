@@ -217,8 +217,7 @@ impl<'a> Structural<'a> {
         let rate = stream.iops.unwrap_or(most).min(most);
         let delivered = stream.iops.map_or(1.0, |wanted| (most / wanted).min(1.0));
         let wait = wait_at(&situation.blockings, 1.0 / rate, beyond);
-        let regime_factor =
-            self.fit.regime_factor.get(&situation.regime).copied().unwrap_or(1.0);
+        let regime_factor = self.fit.regime_factor.get(&situation.regime).copied().unwrap_or(1.0);
         let tail = (base_tail + situation.flood + wait) * regime_factor;
         Estimate { tail: Nanos::from_secs_f64(tail), delivered, regime: situation.regime }
     }

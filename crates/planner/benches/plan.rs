@@ -73,9 +73,8 @@ fn specification(vms: usize, devices: usize) -> Specification {
     }
     for v in 0..vms {
         let d = v % devices;
-        text += &format!(
-            "[[vm]]\nname = \"vm{v}\"\n[[vm.disk]]\nname = \"data\"\ndevice = \"d{d}\"\n"
-        );
+        text +=
+            &format!("[[vm]]\nname = \"vm{v}\"\n[[vm.disk]]\nname = \"data\"\ndevice = \"d{d}\"\n");
         if v / devices % 5 == 4 {
             continue;
         }
@@ -99,9 +98,7 @@ fn plans(c: &mut Criterion) {
         let found: BTreeMap<_, _> = specification
             .devices
             .iter()
-            .map(|d| {
-                (d.name.clone(), FoundDevice { profile: &profile, identity: identity() })
-            })
+            .map(|d| (d.name.clone(), FoundDevice { profile: &profile, identity: identity() }))
             .collect();
         let id = BenchmarkId::from_parameter(format!("{vms} VMs on {devices} devices"));
         group.bench_function(id, |b| {

@@ -14,7 +14,8 @@
 //! declared, the least urgent VM becomes a victim and the search starts anew.
 //!
 //! A target is met when its bound, not its prediction, is within it and the
-//! declared rate is delivered.
+//! declared rate is delivered. The bounds of one VM's tasks hold together at
+//! the stated confidence.
 //!
 //! Pure: same input, same plan.
 //!
@@ -93,6 +94,15 @@ pub struct FoundDevice<'a> {
     pub identity: DeviceIdentity,
 }
 
+/// What the models say of one task.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Predicted {
+    /// The structural model and its bound.
+    pub promise: TaskPromise,
+    /// The paper's model, refit, in the corrected reading.
+    pub paper: Option<Nanos>,
+}
+
 /// Plans every device of `specification`.
 ///
 /// `found` holds each device's profile and identity, `observed` the host's
@@ -155,7 +165,7 @@ pub fn predict(
     specification: &Specification,
     found: &BTreeMap<DeviceName, FoundDevice<'_>>,
     settings: &Settings,
-) -> Result<Vec<(TaskPromise, Option<Nanos>)>, PlanError> {
+) -> Result<Vec<Predicted>, PlanError> {
     let mut predictions = Vec::new();
     for device in &specification.devices {
         let there = check(device, found)?;
@@ -166,7 +176,7 @@ pub fn predict(
             let vm = problem.vms.iter().position(|v| v.vm.name == promise.vm);
             let paper =
                 vm.map(|vm| paper::host_part(&there.profile.paper, &load, vm, Reading::Corrected));
-            predictions.push((promise, paper));
+            predictions.push(Predicted { promise, paper });
         }
     }
     Ok(predictions)
@@ -255,6 +265,7 @@ impl<'a> Problem<'a> {
         let situation = self.model.situation(load);
         let mut promises = Vec::new();
         for (i, v) in self.vms.iter().enumerate() {
+            let with_target = v.tasks.iter().filter(|t| t.target.is_some()).count();
             for (task, stream) in v.tasks.iter().zip(&v.streams) {
                 let Some(target) = task.target else { continue };
                 let estimate = self.model.estimate(&situation, stream, target.percentile);
@@ -263,6 +274,7 @@ impl<'a> Problem<'a> {
                     estimate.regime,
                     estimate.tail,
                     target.confidence,
+                    with_target,
                 );
                 let facts = Facts {
                     percentile: target.percentile,

@@ -47,6 +47,8 @@ struct Worth {
     /// Knobs that keep the device idle or override weights.
     idle_knobs: u32,
     changes: usize,
+    /// CPU time that the scheduler takes for a request, by rank.
+    work: u32,
     /// Worst bound over target, in per mille.
     tightness: u64,
 }
@@ -59,6 +61,7 @@ impl Worth {
             .then(self.background.cmp(&other.background))
             .then(other.idle_knobs.cmp(&self.idle_knobs))
             .then(fewer(self.changes, other.changes))
+            .then(other.work.cmp(&self.work))
             .then(other.tightness.cmp(&self.tightness))
     }
 }
@@ -94,8 +97,7 @@ fn unmet_vms<'a>(choice: &'a Choice, victims: &[usize], problem: &'a Problem<'_>
 
 fn local_search(problem: &Problem<'_>, observed: &Knobs, victims: &[usize]) -> Choice {
     let quiet = Bfq { slice_idle_us: 0, low_latency: false, ..Bfq::DEFAULT };
-    let starts =
-        [Scheduler::None, Scheduler::MqDeadline, Scheduler::Kyber, Scheduler::Bfq(quiet)];
+    let starts = [Scheduler::None, Scheduler::MqDeadline, Scheduler::Kyber, Scheduler::Bfq(quiet)];
     let mut best: Option<Choice> = None;
     for start in starts {
         let mut here = candidate(problem, observed, victims, start);
@@ -149,9 +151,8 @@ fn candidate(
         let load = problem.load(&settings(problem, scheduler, &capped, cap));
         problem.evaluate(&load, victims)
     };
-    let met = |e: &Evaluation| -> Vec<bool> {
-        e.promises.iter().map(|p| p.unmet.is_none()).collect()
-    };
+    let met =
+        |e: &Evaluation| -> Vec<bool> { e.promises.iter().map(|p| p.unmet.is_none()).collect() };
     let mut cap = None;
     let mut evaluation = evaluate(None);
     if !capped.is_empty() && met(&evaluation).contains(&false) {
@@ -185,15 +186,20 @@ fn worth(
     evaluation: &Evaluation,
 ) -> Worth {
     let mut by_urgency: Vec<_> = evaluation.promises.iter().collect();
-    by_urgency.sort_by_key(|p| {
-        problem.vms.iter().find(|v| v.vm.name == p.vm).and_then(|v| v.urgency)
-    });
+    by_urgency
+        .sort_by_key(|p| problem.vms.iter().find(|v| v.vm.name == p.vm).and_then(|v| v.urgency));
     let settings = settings(problem, scheduler, capped, cap);
     let wanted = Settings([(problem.device.name.clone(), settings)].into()).knobs();
     let throughput = problem.profile.capacity.write_throughput.get() as f64;
     let idle_knobs = match scheduler {
         Scheduler::Bfq(b) => u32::from(b.slice_idle_us > 0) + u32::from(b.low_latency),
         _ => 0,
+    };
+    // No insertion, sorting by sector, token domains, trees of budgets.
+    let work = match scheduler {
+        Scheduler::None => 0,
+        Scheduler::MqDeadline | Scheduler::Kyber => 1,
+        Scheduler::Bfq(_) => 2,
     };
     let tightness = evaluation
         .promises
@@ -205,6 +211,7 @@ fn worth(
         background: (background(problem, capped, cap, evaluation) / throughput * 100.0) as i64,
         idle_knobs,
         changes: diff(observed, &wanted).len(),
+        work,
         tightness: tightness.unwrap_or(0),
     }
 }

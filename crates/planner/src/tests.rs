@@ -61,8 +61,8 @@ fn profile() -> Profile {
 }
 
 fn specification(vms: &[(&str, f64, f64)], writer: bool) -> Specification {
-    let mut text = "version = 1\n[device.data]\npath = \"/dev/loop7\"\nprofile = \"p.json\"\n"
-        .to_owned();
+    let mut text =
+        "version = 1\n[device.data]\npath = \"/dev/loop7\"\nprofile = \"p.json\"\n".to_owned();
     for (name, iops, latency) in vms {
         text += &format!(
             "[[vm]]\nname = \"{name}\"\n[[vm.disk]]\nname = \"d\"\ndevice = \"data\"\n\
@@ -127,18 +127,18 @@ fn impossible_target_is_named() {
     assert_eq!(unmet.len(), 1);
     assert_eq!(unmet[0].vm.as_str(), "a");
     let reason = unmet[0].unmet.as_ref().unwrap();
-    assert!(reason.contains("bounded by") && reason.contains("200.00 µs") || reason.contains("0.20 ms"), "{reason}");
+    assert!(
+        reason.contains("bounded by") && reason.contains("200.00 µs") || reason.contains("0.20 ms"),
+        "{reason}"
+    );
 }
 
 #[test]
 fn overload_sacrifices_the_least_urgent() {
     // Depth 1 at 2,000 IOPS each is 12 × 2,000 = 24,000 of 16,000.
     let names: Vec<String> = (0..12).map(|i| format!("vm{i:02}")).collect();
-    let vms: Vec<_> = names
-        .iter()
-        .enumerate()
-        .map(|(i, n)| (n.as_str(), 2000.0, 10.0 + i as f64))
-        .collect();
+    let vms: Vec<_> =
+        names.iter().enumerate().map(|(i, n)| (n.as_str(), 2000.0, 10.0 + i as f64)).collect();
     let plan = planned(&specification(&vms, false));
     let unmet: Vec<_> =
         plan.tasks.iter().filter(|t| t.unmet.is_some()).map(|t| t.vm.as_str()).collect();

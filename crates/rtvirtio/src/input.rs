@@ -5,6 +5,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use rtvirtio_host::Host;
 use rtvirtio_spec::plan::{PLAN_VERSION, Plan};
 use rtvirtio_spec::profile::{PROFILE_VERSION, Profile};
 use rtvirtio_spec::specification::{MAX_FILE_BYTES, Specification, parse};
@@ -69,6 +70,15 @@ pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
     staged.as_file().set_permissions(std::fs::Permissions::from_mode(0o644))?;
     staged.persist(path).with_context(context)?;
     Ok(())
+}
+
+/// This host; `RTVIRTIO_STATE_DIR` moves journal and lock away from `/run/rtvirtio`.
+pub(crate) fn host() -> Host {
+    let host = Host::new("/");
+    match std::env::var_os("RTVIRTIO_STATE_DIR") {
+        Some(directory) => host.with_state_directory(directory),
+        None => host,
+    }
 }
 
 /// Prints a value as JSON on standard output.

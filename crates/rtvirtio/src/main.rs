@@ -24,9 +24,13 @@ use rtvirtio_spec::specification::SpecificationError;
 /// measures the device, finds settings that meet every target or names the one
 /// that cannot be met, applies them and takes them back.
 #[derive(Parser)]
-#[command(version, after_help = "Exit codes: 0 done or nothing to change, 1 error, 2 changes \
+#[command(
+    version,
+    after_help = "Exit codes: 0 done or nothing to change, 1 error, 2 changes \
     (plan) or drift (verify), 3 unmet targets, 130 interrupted.\n\
-    First steps: `rtvirtio doctor`, then `rtvirtio demo`.")]
+    RTVIRTIO_STATE_DIR moves journal and lock away from /run/rtvirtio.\n\
+    First steps: `rtvirtio doctor`, then `rtvirtio demo`."
+)]
 struct Cli {
     #[command(subcommand)]
     verb: Verb,

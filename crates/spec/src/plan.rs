@@ -3,9 +3,7 @@
 
 use std::path::PathBuf;
 
-use rtvirtio_units::{
-    BytesPerSecond, Confidence, DeviceName, Nanos, Percentile, TaskName, VmName,
-};
+use rtvirtio_units::{BytesPerSecond, Confidence, DeviceName, Nanos, Percentile, TaskName, VmName};
 use serde::{Deserialize, Serialize};
 
 use crate::profile::DeviceIdentity;
@@ -77,7 +75,7 @@ pub struct TaskPromise {
     pub target: Nanos,
     /// The expected value of the percentile.
     pub predicted: Nanos,
-    /// The percentile stays below this with `confidence`.
+    /// The percentiles of all the VM's tasks stay below their bounds with `confidence`.
     pub bound: Nanos,
     /// The bound's confidence.
     pub confidence: Confidence,

@@ -121,9 +121,7 @@ pub struct StallFit {
 }
 
 /// What dominates a tail; each regime has its own law and its own residuals.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
-)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Regime {
     /// The scheduler does not idle and no deep queue is unlimited.

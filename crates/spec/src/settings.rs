@@ -280,7 +280,6 @@ pub struct Change {
     pub new: String,
 }
 
-
 impl Settings {
     /// Every knob that these settings define.
     #[must_use]

@@ -151,8 +151,7 @@ impl Ssd {
     /// Submits a request of `length` at `now` and says when it completes.
     /// `now` must not go back between calls.
     pub fn submit(&mut self, now: Nanos, length: Bytes) -> Nanos {
-        let growth =
-            1.0 + self.config.length_slope * (length.get() as f64 / 4096.0 - 1.0).max(0.0);
+        let growth = 1.0 + self.config.length_slope * (length.get() as f64 / 4096.0 - 1.0).max(0.0);
         let factor = self.service.sample(&mut self.rng) * growth;
         let service = self.config.mean_service.scale(factor);
         // At least one channel exists: `new` checks it.
@@ -180,7 +179,8 @@ impl Ssd {
         let mut i = 0;
         loop {
             if i == self.stalls.len() {
-                let from = self.stalls.back().map_or(Nanos::ZERO, |s| s.saturating_add(stalls.length));
+                let from =
+                    self.stalls.back().map_or(Nanos::ZERO, |s| s.saturating_add(stalls.length));
                 let wait = Nanos::from_secs_f64(gap.sample(&mut self.rng));
                 self.stalls.push_back(from.saturating_add(wait));
             }

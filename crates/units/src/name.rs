@@ -20,7 +20,9 @@ pub enum NameError {
     #[error("a name of {0} bytes is longer than {MAX_LEN}")]
     TooLong(usize),
     /// A character outside `A-Z a-z 0-9 . _ - @ +`.
-    #[error("character {0:?} is not allowed in a name (use letters, digits, '_', '-', '+', '@', '.')")]
+    #[error(
+        "character {0:?} is not allowed in a name (use letters, digits, '_', '-', '+', '@', '.')"
+    )]
     BadCharacter(char),
     /// The first character is not a letter, digit or underscore.
     #[error("a name starts with {0:?} (use a letter, a digit or '_')")]

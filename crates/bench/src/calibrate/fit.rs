@@ -45,12 +45,8 @@ pub(super) fn fit(
         let (regime, predicted) = observation.predicted(&structural, &capacity);
         let score = ln_ratio(observation.tail, predicted);
         residuals.structural.entry(regime).or_default().push(score);
-        let of_paper = paper::host_part(
-            &paper,
-            &load(observation.run),
-            observation.vm,
-            Reading::Corrected,
-        );
+        let of_paper =
+            paper::host_part(&paper, &load(observation.run), observation.vm, Reading::Corrected);
         residuals.paper.entry(regime).or_default().push(ln_ratio(observation.tail, of_paper));
     }
     for scores in residuals.structural.values_mut().chain(residuals.paper.values_mut()) {
@@ -99,7 +95,13 @@ fn observations(runs: &[ProbeRun]) -> Vec<Observation<'_>> {
         run.tasks.iter().filter_map(move |task| {
             let percentile = highest_percentile(task.histogram.count(), MIN_BEYOND)?;
             let tail = task.histogram.quantile(percentile)?.value;
-            Some(Observation { run, vm: task.vm as usize, stream: stream(task.iops), percentile, tail })
+            Some(Observation {
+                run,
+                vm: task.vm as usize,
+                stream: stream(task.iops),
+                percentile,
+                tail,
+            })
         })
     };
     runs.iter().flat_map(of_run).collect()
@@ -246,11 +248,8 @@ fn stalls(runs: &[ProbeRun]) -> Option<StallFit> {
     let mut longest = Nanos::ZERO;
     let mut seconds = 0.0;
     for run in runs.iter().filter(|r| is_quiet(r)) {
-        let Some(fastest) = run
-            .tasks
-            .iter()
-            .filter(|t| t.vm == 0)
-            .max_by(|a, b| a.iops.total_cmp(&b.iops))
+        let Some(fastest) =
+            run.tasks.iter().filter(|t| t.vm == 0).max_by(|a, b| a.iops.total_cmp(&b.iops))
         else {
             continue;
         };

@@ -145,7 +145,9 @@ impl Filesystem for DiskFs {
         _lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
-        if let Err((_, reply)) = self.ssd.submit(Operation::Write { offset, data }, Reply::Write(reply)) {
+        if let Err((_, reply)) =
+            self.ssd.submit(Operation::Write { offset, data }, Reply::Write(reply))
+        {
             reply.refuse();
         }
     }

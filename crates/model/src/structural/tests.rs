@@ -97,9 +97,7 @@ fn tail_grows_with_a_neighbours_cap() {
 
 #[test]
 fn idling_tail_is_other_vms_times_timeout() {
-    let idling = |timeout_sync_ms| {
-        Scheduler::Bfq(Bfq { timeout_sync_ms, ..Bfq::DEFAULT })
-    };
+    let idling = |timeout_sync_ms| Scheduler::Bfq(Bfq { timeout_sync_ms, ..Bfq::DEFAULT });
     for (timeout, expected) in [(32, 96.0), (64, 192.0), (124, 372.0)] {
         let tail = tail_ms(&four(idling(timeout), None), &task(500.0), 99.9);
         assert!((tail - expected).abs() < 0.05 * expected, "{timeout}: {tail}");

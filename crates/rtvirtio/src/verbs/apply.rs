@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use rtvirtio_host::{ApplyOptions, Host, RollbackOutcome, Topology};
+use rtvirtio_host::{ApplyOptions, RollbackOutcome, Topology};
 use serde_json::json;
 
 use crate::{Outcome, input};
@@ -65,7 +65,7 @@ pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
         bail!("the plan leaves targets unmet (--force applies it all the same)");
     }
     let confirm_timeout = args.confirm_timeout.map(Duration::from_secs);
-    let host = Host::new("/");
+    let host = input::host();
     let topology = Topology::of_plan(&plan);
     let options = ApplyOptions { confirm_timeout };
     let applied = host.apply(&topology, &plan.observed, &plan.changes, options)?;
@@ -104,12 +104,12 @@ fn watch() -> Result<()> {
 }
 
 pub(crate) fn watchdog() -> Result<Outcome> {
-    Host::new("/").revert_unless_confirmed()?;
+    input::host().revert_unless_confirmed()?;
     Ok(Outcome::Done)
 }
 
 pub(crate) fn confirm(args: &ConfirmArgs) -> Result<Outcome> {
-    Host::new("/").confirm()?;
+    input::host().confirm()?;
     if args.json {
         input::print_json(&json!({ "confirmed": true }))?;
     } else {
@@ -120,7 +120,7 @@ pub(crate) fn confirm(args: &ConfirmArgs) -> Result<Outcome> {
 
 pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
     let plan = input::plan(&args.plan)?;
-    let host = Host::new("/");
+    let host = input::host();
     let drift = host.verify(&Topology::of_plan(&plan), &plan.settings.knobs())?;
     let writers = host.other_writers();
     if args.json {
@@ -138,7 +138,7 @@ pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
 }
 
 pub(crate) fn rollback(args: &RollbackArgs) -> Result<Outcome> {
-    let outcome = Host::new("/").rollback()?;
+    let outcome = input::host().rollback()?;
     if args.json {
         input::print_json(&outcome)?;
         return Ok(Outcome::Done);

@@ -77,8 +77,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let cases = cases(&args.cases)?;
     let specification = args.spec.as_deref().map(input::specification).transpose()?;
-    std::fs::create_dir_all(&args.out)
-        .with_context(|| format!("create {}", args.out.display()))?;
+    std::fs::create_dir_all(&args.out).with_context(|| format!("create {}", args.out.display()))?;
     let backing = args.backing.backing()?;
     let program = std::env::current_exe()?;
     let disk = ScratchDisk::start(&program, &backing, DISK, args.seed)?;

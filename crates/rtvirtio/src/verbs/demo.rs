@@ -12,7 +12,6 @@ use rtvirtio_bench::scratch::{Backing, ScratchDisk};
 use rtvirtio_bench::{calibrate, report};
 use rtvirtio_cases::{Case, Mix, Neighbour, Scheme, Tier};
 use rtvirtio_host::doctor::{Status, probe};
-use rtvirtio_host::Host;
 use rtvirtio_spec::run::Cell;
 use rtvirtio_spec::specification::to_toml;
 
@@ -52,8 +51,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         }
     };
     check_host(&backing)?;
-    std::fs::create_dir_all(&args.out)
-        .with_context(|| format!("create {}", args.out.display()))?;
+    std::fs::create_dir_all(&args.out).with_context(|| format!("create {}", args.out.display()))?;
     for stale in [CELLS, "profile.json", "profile.partial", "report.html"] {
         let _ = std::fs::remove_file(args.out.join(stale));
     }
@@ -68,8 +66,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let program = std::env::current_exe()?;
     let disk = ScratchDisk::start(&program, &backing, DISK, 1)?;
     let testbed = Testbed::new(disk.device(), disk.label())?;
-    let profile =
-        super::calibrate::profile(&testbed, &args.out.join("profile.json"), interrupted)?;
+    let profile = super::calibrate::profile(&testbed, &args.out.join("profile.json"), interrupted)?;
     eprintln!("{}", super::calibrate::summary(&profile));
     let campaign = Campaign {
         testbed: &testbed,
@@ -86,10 +83,8 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     input::write(&args.out.join("plan.json"), &serde_json::to_string_pretty(&plan)?)?;
     let described = super::plan::describe(&plan);
     eprintln!("{described}");
-    let sources: Vec<_> =
-        Scheme::ALL.iter().map(|&s| (s.to_string(), Source::Scheme(s))).collect();
-    let jobs =
-        campaign.matrix(&[case], Tier::Strict, Neighbour::Writer, &sources, REPETITIONS);
+    let sources: Vec<_> = Scheme::ALL.iter().map(|&s| (s.to_string(), Source::Scheme(s))).collect();
+    let jobs = campaign.matrix(&[case], Tier::Strict, Neighbour::Writer, &sources, REPETITIONS);
     let cells = campaign.run(jobs, interrupted)?;
     let html = args.out.join("report.html");
     super::report::write(&cells, &html, "rtvirtio demo", &plan.reasons)?;
@@ -112,7 +107,7 @@ fn check_host(backing: &Backing) -> Result<()> {
     if matches!(backing, Backing::Ssd(_)) {
         needed.push("fuse");
     }
-    let findings = probe(&Host::new("/"));
+    let findings = probe(&input::host());
     let missing: Vec<_> = findings
         .iter()
         .filter(|f| needed.contains(&f.name) && f.status == Status::Missing)
@@ -139,8 +134,7 @@ fn meets_what_hand_meets(cells: &[Cell]) -> bool {
         let name = scheme.to_string();
         for cell in cells.iter().filter(|c| c.key.scheme == name && c.discarded.is_none()) {
             for t in &cell.tasks {
-                let all: &mut bool =
-                    tasks.entry((t.vm.clone(), t.task.clone())).or_insert(true);
+                let all: &mut bool = tasks.entry((t.vm.clone(), t.task.clone())).or_insert(true);
                 *all &= t.passed;
             }
         }

@@ -2,7 +2,6 @@
 
 use anyhow::Result;
 use comfy_table::{ContentArrangement, Table, presets};
-use rtvirtio_host::Host;
 use rtvirtio_host::doctor::{Finding, Status, probe};
 
 use crate::{Outcome, input};
@@ -16,7 +15,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
-    let findings = probe(&Host::new("/"));
+    let findings = probe(&input::host());
     if args.json {
         input::print_json(&findings)?;
     } else {

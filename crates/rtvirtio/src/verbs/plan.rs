@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use comfy_table::{CellAlignment, Table, presets};
-use rtvirtio_host::{Host, Topology};
+use rtvirtio_host::Topology;
 use rtvirtio_planner::FoundDevice;
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::specification::Specification;
@@ -51,7 +51,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
 
 /// The plan for this host as it is now.
 pub(crate) fn plan(specification: &Specification) -> Result<Plan> {
-    let host = Host::new("/");
+    let host = input::host();
     let mut profiles = BTreeMap::new();
     for device in &specification.devices {
         let profile = input::profile(&device.profile).with_context(|| {
@@ -103,19 +103,15 @@ pub(crate) fn describe(plan: &Plan) -> String {
         ]);
     }
     let confidence = plan.tasks.first().map_or(0.95, |t| t.confidence.get());
-    text += &format!("\nTasks (bound at confidence {confidence})\n{promises}\n");
+    text += &format!(
+        "\nTasks (bounds hold together for each VM at confidence {confidence})\n{promises}\n"
+    );
     text += "\nCost\n";
     for c in &plan.cost {
-        text += &format!(
-            "  {}: declared loads use {:.0} % of it",
-            c.device,
-            c.utilisation * 100.0
-        );
+        text += &format!("  {}: declared loads use {:.0} % of it", c.device, c.utilisation * 100.0);
         if c.background_alone.get() > 0 {
-            text += &format!(
-                "; background gets {} of {}",
-                c.background_planned, c.background_alone
-            );
+            text +=
+                &format!("; background gets {} of {}", c.background_planned, c.background_alone);
         }
         text += "\n";
     }

@@ -1,4 +1,7 @@
 //! Integration tests of the workspace and its binary.
 
+mod cli;
+mod lifecycle;
 mod readme;
 mod rooms;
+mod scratch_disk;

@@ -19,11 +19,7 @@ struct Room {
 }
 
 const fn room(name: &'static str, may_use: &'static [&'static str], pure: bool) -> Room {
-    Room {
-        name,
-        may_use,
-        pure,
-    }
+    Room { name, may_use, pure }
 }
 
 /// Every room, in order: a room's dev-dependencies are rooms above it.
@@ -36,44 +32,25 @@ const ROOMS: &[Room] = &[
     room("ssd", &["units"], true),
     room("host", &["units", "spec"], false),
     room("engine", &["units", "ssd"], false),
-    room(
-        "bench",
-        &[
-            "units", "spec", "cases", "model", "planner", "host", "engine",
-        ],
-        false,
-    ),
+    room("bench", &["units", "spec", "cases", "model", "planner", "host", "engine"], false),
     room(
         "rtvirtio",
-        &[
-            "units", "spec", "cases", "model", "planner", "ssd", "host", "engine", "bench",
-        ],
+        &["units", "spec", "cases", "model", "planner", "ssd", "host", "engine", "bench"],
         false,
     ),
 ];
 
 /// External crates that a pure room may use: none of them has a thread, file,
 /// clock or random source in the form that is used here.
-const PURE_CRATES: &[&str] = &[
-    "rand",
-    "rand_distr",
-    "rand_pcg",
-    "serde",
-    "serde_json",
-    "thiserror",
-    "toml",
-    "toml_parser",
-];
+const PURE_CRATES: &[&str] =
+    &["rand", "rand_distr", "rand_pcg", "serde", "serde_json", "thiserror", "toml", "toml_parser"];
 
 /// Features with which `rand` brings a random source of its own.
 const IMPURE_RAND_FEATURES: &[&str] = &["default", "os_rng", "std_rng", "sys_rng", "thread_rng"];
 
 fn metadata() -> Metadata {
     // Without resolution: no network, no change to the lock file.
-    MetadataCommand::new()
-        .no_deps()
-        .exec()
-        .expect("cargo metadata runs in the workspace")
+    MetadataCommand::new().no_deps().exec().expect("cargo metadata runs in the workspace")
 }
 
 /// The room of a package name; `None` for an external crate.
@@ -91,9 +68,7 @@ fn find(name: &str) -> Option<(usize, &'static Room)> {
 /// The packages of the workspace by room.
 fn packages(metadata: &Metadata) -> BTreeMap<&str, &Package> {
     let packages = metadata.packages.iter();
-    packages
-        .filter_map(|p| Some((room_of(p.name.as_str())?, p)))
-        .collect()
+    packages.filter_map(|p| Some((room_of(p.name.as_str())?, p))).collect()
 }
 
 /// What `package`, which is `room`, uses against the table.
@@ -127,15 +102,8 @@ fn table_lists_every_crate_and_only_those() {
     let metadata = metadata();
     let found: BTreeSet<&str> = packages(&metadata).into_keys().collect();
     let listed: BTreeSet<&str> = ROOMS.iter().map(|r| r.name).collect();
-    assert_eq!(
-        found, listed,
-        "a new room gets a row in this table and in docs/ARCHITECTURE.md"
-    );
-    assert_eq!(
-        metadata.packages.len(),
-        ROOMS.len(),
-        "a crate is named rtvirtio-ROOM"
-    );
+    assert_eq!(found, listed, "a new room gets a row in this table and in docs/ARCHITECTURE.md");
+    assert_eq!(metadata.packages.len(), ROOMS.len(), "a crate is named rtvirtio-ROOM");
 }
 
 #[test]
@@ -185,10 +153,7 @@ fn pure_rooms_use_only_pure_crates() {
             }
         }
     }
-    assert!(
-        impure.is_empty(),
-        "not among the crates of pure rooms: {impure:#?}"
-    );
+    assert!(impure.is_empty(), "not among the crates of pure rooms: {impure:#?}");
 }
 
 #[test]
@@ -209,10 +174,6 @@ fn architecture_document_names_every_room() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let text = std::fs::read_to_string(root.join("docs/ARCHITECTURE.md")).expect("it is there");
     for room in ROOMS {
-        assert!(
-            text.contains(&format!("| `{}` |", room.name)),
-            "no row for {}",
-            room.name
-        );
+        assert!(text.contains(&format!("| `{}` |", room.name)), "no row for {}", room.name);
     }
 }

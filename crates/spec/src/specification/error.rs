@@ -317,10 +317,7 @@ pub enum Problem {
         recognise: String,
     },
     /// Recognition by ioprio on the kernel path.
-    #[error(
-        "recognise is {}, and the host path cannot see a guest's ioprio",
-        Quoted(recognise)
-    )]
+    #[error("recognise is {}, and the host path cannot see a guest's ioprio", Quoted(recognise))]
     GuestIoprio {
         /// The text.
         recognise: String,
@@ -550,11 +547,7 @@ fn reference_hint(name: &str, known: &[&str], add: &str) -> String {
 fn listed(names: &[&str]) -> String {
     const MOST: usize = 8;
     let shown = names[..names.len().min(MOST)].join(", ");
-    if names.len() > MOST {
-        format!("{shown}, ... ({} in all)", names.len())
-    } else {
-        shown
-    }
+    if names.len() > MOST { format!("{shown}, ... ({} in all)", names.len()) } else { shown }
 }
 
 /// The one of `known` within a third of its length in edits, if any.
@@ -611,10 +604,6 @@ impl fmt::Display for Plain<'_> {
                 write!(f, "{c}")?;
             }
         }
-        if self.0.chars().nth(MOST).is_some() {
-            f.write_str("...")
-        } else {
-            Ok(())
-        }
+        if self.0.chars().nth(MOST).is_some() { f.write_str("...") } else { Ok(()) }
     }
 }

@@ -61,12 +61,7 @@ const MAX_LATENCY_MS: f64 = 3_600_000.0;
 /// # Errors
 /// [`SpecificationError`] says where, what and what to do. The first problem ends the parse.
 pub fn parse(file: &str, text: &str) -> Result<Specification, SpecificationError> {
-    let scope = Scope {
-        file,
-        text,
-        subject: Subject::File,
-        span: 0..0,
-    };
+    let scope = Scope { file, text, subject: Subject::File, span: 0..0 };
     if text.len() > MAX_FILE_BYTES {
         return Err(scope.fail(Problem::TooLarge { bytes: text.len() }));
     }
@@ -96,12 +91,7 @@ struct Scope<'a> {
 
 impl<'a> Scope<'a> {
     fn of(&self, subject: Subject, span: Range<usize>) -> Scope<'a> {
-        Scope {
-            file: self.file,
-            text: self.text,
-            subject,
-            span,
-        }
+        Scope { file: self.file, text: self.text, subject, span }
     }
 
     /// A problem of the entry as a whole.
@@ -164,13 +154,10 @@ impl<'a> Scope<'a> {
         let Scalar::Integer(number) = *value.get_ref() else {
             return Err(self.wrong_type(key, Wanted::WholeNumber, value));
         };
-        u32::try_from(number)
-            .ok()
-            .filter(|n| range.contains(n))
-            .ok_or_else(|| {
-                let (low, high) = (f64::from(*range.start()), f64::from(*range.end()));
-                self.out_of_range(key, value, low, high)
-            })
+        u32::try_from(number).ok().filter(|n| range.contains(n)).ok_or_else(|| {
+            let (low, high) = (f64::from(*range.start()), f64::from(*range.end()));
+            self.out_of_range(key, value, low, high)
+        })
     }
 
     /// A number that is a `T`.
@@ -193,15 +180,7 @@ impl<'a> Scope<'a> {
         high: f64,
     ) -> SpecificationError {
         let found = value.get_ref().found();
-        self.fail_at(
-            value.span(),
-            Problem::OutOfRange {
-                key,
-                found,
-                low,
-                high,
-            },
-        )
+        self.fail_at(value.span(), Problem::OutOfRange { key, found, low, high })
     }
 
     /// A name, checked by `new`.
@@ -216,11 +195,7 @@ impl<'a> Scope<'a> {
         match new(text) {
             Ok(name) => Ok((name, value.span())),
             Err(reason) => {
-                let problem = Problem::BadName {
-                    kind,
-                    name: text.to_owned(),
-                    reason,
-                };
+                let problem = Problem::BadName { kind, name: text.to_owned(), reason };
                 Err(self.fail_at(value.span(), problem))
             }
         }
@@ -242,11 +217,7 @@ impl<'a> Scope<'a> {
         match fault {
             None => Ok(PathBuf::from(text)),
             Some(fault) => {
-                let problem = Problem::BadPath {
-                    key,
-                    path: text.to_owned(),
-                    fault,
-                };
+                let problem = Problem::BadPath { key, path: text.to_owned(), fault };
                 Err(self.fail_at(value.span(), problem))
             }
         }
@@ -266,9 +237,7 @@ fn path_fault(text: &str) -> Option<PathFault> {
     } else if text.len() > MAX_PATH_BYTES {
         Some(PathFault::TooLong)
     } else {
-        text.chars()
-            .find(|c| c.is_control())
-            .map(PathFault::ControlCharacter)
+        text.chars().find(|c| c.is_control()).map(PathFault::ControlCharacter)
     }
 }
 
@@ -317,9 +286,8 @@ fn check_key_depth(scope: &Scope<'_>) -> Result<(), SpecificationError> {
 /// The TOML parser's error, with an unknown key taken out of serde's words.
 fn toml_error(scope: &Scope<'_>, error: &toml::de::Error) -> SpecificationError {
     let message = error.message();
-    let problem = unknown_key(message).unwrap_or_else(|| Problem::Toml {
-        message: message.to_owned(),
-    });
+    let problem =
+        unknown_key(message).unwrap_or_else(|| Problem::Toml { message: message.to_owned() });
     scope.fail_at(error.span().unwrap_or(0..0), problem)
 }
 
@@ -328,16 +296,8 @@ fn unknown_key(message: &str) -> Option<Problem> {
     let rest = message.strip_prefix("unknown field `")?;
     // From the right: X is the user's and may hold anything, the keys are ours.
     let (key, keys) = rest.rsplit_once("`, expected ")?;
-    let expected = keys
-        .split('`')
-        .skip(1)
-        .step_by(2)
-        .map(str::to_owned)
-        .collect();
-    Some(Problem::UnknownKey {
-        key: key.to_owned(),
-        expected,
-    })
+    let expected = keys.split('`').skip(1).step_by(2).map(str::to_owned).collect();
+    Some(Problem::UnknownKey { key: key.to_owned(), expected })
 }
 
 fn check_version(scope: &Scope<'_>, value: &Value) -> Result<(), SpecificationError> {
@@ -370,13 +330,7 @@ fn specification(
         let (vm, name_span) = vm(scope, index, entry, &devices, &known)?;
         if !names.insert(vm.name.clone()) {
             let name = vm.name.as_str().to_owned();
-            return Err(scope.fail_at(
-                name_span,
-                Problem::DuplicateName {
-                    kind: Kind::Vm,
-                    name,
-                },
-            ));
+            return Err(scope.fail_at(name_span, Problem::DuplicateName { kind: Kind::Vm, name }));
         }
         vms.push(vm);
     }
@@ -395,11 +349,7 @@ fn devices(scope: &Scope<'_>, raw: &RawSpecification) -> Result<Vec<Device>, Spe
         let subject = Subject::Device(Label::Name(text.clone()));
         let scope = scope.of(subject, key.span());
         let name = DeviceName::new(text.as_str()).map_err(|reason| {
-            scope.fail(Problem::BadName {
-                kind: Kind::Device,
-                name: text.clone(),
-                reason,
-            })
+            scope.fail(Problem::BadName { kind: Kind::Device, name: text.clone(), reason })
         })?;
         let raw = entry.get_ref();
         let path = scope.path("path", raw.path.as_ref(), true)?;
@@ -409,11 +359,7 @@ fn devices(scope: &Scope<'_>, raw: &RawSpecification) -> Result<Vec<Device>, Spe
             return Err(scope.fail_at(span, Problem::DuplicatePath { path, other }));
         }
         let profile = scope.path("profile", raw.profile.as_ref(), false)?;
-        devices.push(Device {
-            name,
-            path,
-            profile,
-        });
+        devices.push(Device { name, path, profile });
     }
     Ok(devices)
 }
@@ -442,70 +388,32 @@ fn vm(
 
     let mut disks: Vec<Disk> = Vec::with_capacity(raw.disk.len());
     for (index, entry) in raw.disk.iter().enumerate() {
-        let subject = |disk| Subject::Disk {
-            vm: label.clone(),
-            disk,
-        };
+        let subject = |disk| Subject::Disk { vm: label.clone(), disk };
         let numbered = scope.of(subject(Label::Number(index + 1)), entry.span());
         let name = entry.get_ref().name.as_ref();
         let (name, span) = numbered.name(Kind::Disk, name, |t| DiskName::new(t))?;
         if disks.iter().any(|d| d.name == name) {
             let name = name.as_str().to_owned();
-            return Err(scope.fail_at(
-                span,
-                Problem::DuplicateName {
-                    kind: Kind::Disk,
-                    name,
-                },
-            ));
+            return Err(scope.fail_at(span, Problem::DuplicateName { kind: Kind::Disk, name }));
         }
         let named = subject(Label::Name(name.as_str().to_owned()));
-        disks.push(disk(
-            &scope.of(named, entry.span()),
-            entry.get_ref(),
-            name,
-            devices,
-            known,
-        )?);
+        disks.push(disk(&scope.of(named, entry.span()), entry.get_ref(), name, devices, known)?);
     }
 
     let mut tasks: Vec<Task> = Vec::with_capacity(raw.task.len());
     for (index, entry) in raw.task.iter().enumerate() {
-        let subject = |task| Subject::Task {
-            vm: label.clone(),
-            task,
-        };
+        let subject = |task| Subject::Task { vm: label.clone(), task };
         let numbered = scope.of(subject(Label::Number(index + 1)), entry.span());
         let name = entry.get_ref().name.as_ref();
         let (name, span) = numbered.name(Kind::Task, name, |t| TaskName::new(t))?;
         if tasks.iter().any(|t| t.name == name) {
             let name = name.as_str().to_owned();
-            return Err(scope.fail_at(
-                span,
-                Problem::DuplicateName {
-                    kind: Kind::Task,
-                    name,
-                },
-            ));
+            return Err(scope.fail_at(span, Problem::DuplicateName { kind: Kind::Task, name }));
         }
         let named = subject(Label::Name(name.as_str().to_owned()));
-        tasks.push(task(
-            &scope.of(named, entry.span()),
-            entry.get_ref(),
-            name,
-            &disks,
-        )?);
+        tasks.push(task(&scope.of(named, entry.span()), entry.get_ref(), name, &disks)?);
     }
-    Ok((
-        Vm {
-            name,
-            backend,
-            cgroup,
-            disks,
-            tasks,
-        },
-        name_span,
-    ))
+    Ok((Vm { name, backend, cgroup, disks, tasks }, name_span))
 }
 
 fn backend(scope: &Scope<'_>, value: Option<&Value>) -> Result<Backend, SpecificationError> {
@@ -515,9 +423,7 @@ fn backend(scope: &Scope<'_>, value: Option<&Value>) -> Result<Backend, Specific
     let problem = match scope.text("backend", value)? {
         "kernel" => return Ok(Backend::Kernel),
         "vhost-user" => Problem::VhostUserUnavailable,
-        other => Problem::UnknownBackend {
-            backend: other.to_owned(),
-        },
+        other => Problem::UnknownBackend { backend: other.to_owned() },
     };
     Err(scope.fail_at(value.span(), problem))
 }
@@ -534,10 +440,7 @@ fn cgroup(
     match cgroup_fault(text) {
         None => Ok(PathBuf::from(text)),
         Some(fault) => {
-            let problem = Problem::BadCgroup {
-                cgroup: text.to_owned(),
-                fault,
-            };
+            let problem = Problem::BadCgroup { cgroup: text.to_owned(), fault };
             Err(scope.fail_at(value.span(), problem))
         }
     }
@@ -553,17 +456,11 @@ fn disk(
     let value = scope.required("device", raw.device.as_ref())?;
     let text = scope.text("device", value)?;
     // A text that is no name is no device's name.
-    match DeviceName::new(text)
-        .ok()
-        .filter(|device| known.contains(device))
-    {
+    match DeviceName::new(text).ok().filter(|device| known.contains(device)) {
         Some(device) => Ok(Disk { name, device }),
         None => {
             let known = devices.iter().map(|d| d.name.clone()).collect();
-            let problem = Problem::DanglingDevice {
-                device: text.to_owned(),
-                known,
-            };
+            let problem = Problem::DanglingDevice { device: text.to_owned(), known };
             Err(scope.fail_at(value.span(), problem))
         }
     }
@@ -577,33 +474,15 @@ fn task(
 ) -> Result<Task, SpecificationError> {
     let disk = task_disk(scope, raw.disk.as_ref(), disks)?;
     let recognise = recognise(scope, raw.recognise.as_ref())?;
-    let iops = raw
-        .iops
-        .as_ref()
-        .map(|value| scope.quantity("iops", value, Iops::new))
-        .transpose()?;
+    let iops =
+        raw.iops.as_ref().map(|value| scope.quantity("iops", value, Iops::new)).transpose()?;
     let block_size = block_size(scope, raw.block_size.as_ref())?;
     let read_percent = scope.whole("read_percent", raw.read_percent.as_ref(), 70, 0..=100)?;
     let queue_depth = scope.whole("queue_depth", raw.queue_depth.as_ref(), 1, 1..=1024)?;
-    let target = raw
-        .target
-        .as_ref()
-        .map(|entry| target(scope, entry))
-        .transpose()?;
+    let target = raw.target.as_ref().map(|entry| target(scope, entry)).transpose()?;
     let read_fraction = f64::from(read_percent) / 100.0;
-    let load = Load {
-        iops,
-        block_size,
-        read_fraction,
-        queue_depth,
-    };
-    Ok(Task {
-        name,
-        disk,
-        recognise,
-        load,
-        target,
-    })
+    let load = Load { iops, block_size, read_fraction, queue_depth };
+    Ok(Task { name, disk, recognise, load, target })
 }
 
 fn task_disk(
@@ -619,10 +498,7 @@ fn task_disk(
             let text = scope.text("disk", value)?;
             let disk = disks.iter().find(|d| d.name.as_str() == text);
             disk.map(|d| d.name.clone()).ok_or_else(|| {
-                let problem = Problem::DanglingDisk {
-                    disk: text.to_owned(),
-                    known: known(),
-                };
+                let problem = Problem::DanglingDisk { disk: text.to_owned(), known: known() };
                 scope.fail_at(value.span(), problem)
             })
         }
@@ -636,12 +512,8 @@ fn recognise(scope: &Scope<'_>, value: Option<&Value>) -> Result<Recognise, Spec
     let text = scope.text("recognise", value)?;
     let problem = match text {
         "disk" => return Ok(Recognise::Disk),
-        _ if text.starts_with("ioprio") => Problem::GuestIoprio {
-            recognise: text.to_owned(),
-        },
-        _ => Problem::UnknownRecognise {
-            recognise: text.to_owned(),
-        },
+        _ if text.starts_with("ioprio") => Problem::GuestIoprio { recognise: text.to_owned() },
+        _ => Problem::UnknownRecognise { recognise: text.to_owned() },
     };
     Err(scope.fail_at(value.span(), problem))
 }
@@ -691,11 +563,7 @@ fn target(scope: &Scope<'_>, entry: &Spanned<RawTarget>) -> Result<Target, Speci
     let latency = Nanos::new((milliseconds * 1e6).round() as u64);
     let confidence = raw.confidence.clone().unwrap_or_else(|| default(0.95));
     let confidence = scope.quantity("confidence", &confidence, Confidence::new)?;
-    Ok(Target {
-        percentile,
-        latency,
-        confidence,
-    })
+    Ok(Target { percentile, latency, confidence })
 }
 
 /// Refuses two VMs in one cgroup and a VM's cgroup inside another's.
@@ -722,18 +590,10 @@ fn check_cgroups(
         let problem = if vms[inner].cgroup == vms[outer].cgroup {
             Problem::CgroupShared { cgroup, other }
         } else {
-            Problem::CgroupNested {
-                cgroup,
-                other_cgroup: text(first),
-                other,
-            }
+            Problem::CgroupNested { cgroup, other_cgroup: text(first), other }
         };
         let entry = &raw[second];
-        let span = entry
-            .get_ref()
-            .cgroup
-            .as_ref()
-            .map_or_else(|| entry.span(), Spanned::span);
+        let span = entry.get_ref().cgroup.as_ref().map_or_else(|| entry.span(), Spanned::span);
         let label = Label::Name(vms[second].name.as_str().to_owned());
         return Err(scope.of(Subject::Vm(label), span).fail(problem));
     }

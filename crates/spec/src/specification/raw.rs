@@ -71,10 +71,7 @@ pub(super) struct RawTask {
 
 /// `target = { ... }`
 #[derive(Debug, Deserialize)]
-#[serde(
-    deny_unknown_fields,
-    expecting = "a table { percentile = ..., latency_ms = ... }"
-)]
+#[serde(deny_unknown_fields, expecting = "a table { percentile = ..., latency_ms = ... }")]
 pub(super) struct RawTarget {
     pub(super) percentile: Option<Value>,
     pub(super) latency_ms: Option<Value>,

@@ -51,12 +51,7 @@ fn small(vm: &str, task: &str) -> String {
 const TASK_LINE: usize = 13;
 
 fn task_of(task: &str) -> Task {
-    parse("s.toml", &small("", task))
-        .unwrap()
-        .vms
-        .remove(0)
-        .tasks
-        .remove(0)
+    parse("s.toml", &small("", task)).unwrap().vms.remove(0).tasks.remove(0)
 }
 
 fn refused(text: &str) -> SpecificationError {
@@ -146,12 +141,8 @@ fn parse_devices_keep_the_order_of_the_file() {
     let text = "version = 1\n[device.z]\npath = \"/dev/z\"\nprofile = \"z\"\n\
                 [device.a]\npath = \"/dev/a\"\nprofile = \"a\"\n\
                 [[vm]]\nname = \"v\"\n[[vm.disk]]\nname = \"d\"\ndevice = \"a\"\n";
-    let names: Vec<String> = parse("s.toml", text)
-        .unwrap()
-        .devices
-        .iter()
-        .map(|d| d.name.to_string())
-        .collect();
+    let names: Vec<String> =
+        parse("s.toml", text).unwrap().devices.iter().map(|d| d.name.to_string()).collect();
     assert_eq!(names, ["z", "a"]);
 }
 
@@ -171,12 +162,7 @@ fn parse_windows_line_ends_and_byte_order_mark_are_accepted() {
 
 #[test]
 fn block_size_texts_and_bytes_are_read() {
-    let size = |text: &str| {
-        task_of(&format!("block_size = {text}"))
-            .load
-            .block_size
-            .get()
-    };
+    let size = |text: &str| task_of(&format!("block_size = {text}")).load.block_size.get();
     assert_eq!(size("\"512\""), 512);
     assert_eq!(size("512"), 512);
     assert_eq!(size("\"4k\""), 4096);
@@ -203,22 +189,10 @@ fn block_size_off_sector_or_out_of_range_is_refused() {
     ];
     for text in bad {
         let found = task_problem(&format!("block_size = {text}"));
-        assert!(
-            matches!(found, Problem::BadBlockSize { .. }),
-            "{text}: {found}"
-        );
+        assert!(matches!(found, Problem::BadBlockSize { .. }), "{text}: {found}");
     }
     let found = task_problem("block_size = 4.5");
-    assert!(
-        matches!(
-            found,
-            Problem::WrongType {
-                key: "block_size",
-                ..
-            }
-        ),
-        "{found}"
-    );
+    assert!(matches!(found, Problem::WrongType { key: "block_size", .. }), "{found}");
 }
 
 #[test]
@@ -228,10 +202,7 @@ fn error_display_has_file_line_column_subject_and_hint() {
         error.to_string(),
         "s.toml:13:25: vm \"plc\": task \"control\": latency_ms is -4, outside 0.000001 to 3600000"
     );
-    assert_eq!(
-        error.hint(),
-        "write latency_ms = 20 (from 0.000001 to 3600000)"
-    );
+    assert_eq!(error.hint(), "write latency_ms = 20 (from 0.000001 to 3600000)");
 }
 
 #[test]
@@ -265,13 +236,7 @@ fn unknown_key_of_another_table_is_sent_home() {
 fn unknown_key_with_backticks_keeps_its_text() {
     let found = problem("version = 1\n'a`, expected `b' = 1\n");
     let expected = ["version", "device", "vm"].map(str::to_owned).to_vec();
-    assert_eq!(
-        found,
-        Problem::UnknownKey {
-            key: "a`, expected `b".to_owned(),
-            expected
-        }
-    );
+    assert_eq!(found, Problem::UnknownKey { key: "a`, expected `b".to_owned(), expected });
 }
 
 #[test]
@@ -286,10 +251,7 @@ fn unknown_key_in_every_table_is_refused() {
     ];
     for text in texts {
         let found = problem(&text);
-        assert!(
-            matches!(&found, Problem::UnknownKey { key, .. } if key == "x"),
-            "{found}"
-        );
+        assert!(matches!(&found, Problem::UnknownKey { key, .. } if key == "x"), "{found}");
     }
 }
 
@@ -298,33 +260,17 @@ fn key_twice_or_device_twice_is_refused() {
     let error = refused("version = 1\nversion = 1\n");
     assert_eq!(error.to_string(), "s.toml:2:1: duplicate key");
     let error = refused("version = 1\n[device.a]\n[device.'a']\n");
-    assert_eq!(
-        (error.line, error.to_string().ends_with("duplicate key")),
-        (3, true)
-    );
-    assert!(
-        error.hint().contains("rename or remove"),
-        "{}",
-        error.hint()
-    );
+    assert_eq!((error.line, error.to_string().ends_with("duplicate key")), (3, true));
+    assert!(error.hint().contains("rename or remove"), "{}", error.hint());
 }
 
 #[test]
 fn version_other_or_absent_is_refused() {
     // A later version's keys must not be called misspelt.
-    assert_eq!(
-        problem("version = 2\n[[vmx]]\n"),
-        Problem::UnknownVersion { found: 2 }
-    );
+    assert_eq!(problem("version = 2\n[[vmx]]\n"), Problem::UnknownVersion { found: 2 });
     assert_eq!(problem("[[vm]]\n"), Problem::MissingKey { key: "version" });
-    assert!(matches!(
-        problem("version = \"1\""),
-        Problem::WrongType { key: "version", .. }
-    ));
-    assert!(matches!(
-        problem("version = 1.0"),
-        Problem::WrongType { key: "version", .. }
-    ));
+    assert!(matches!(problem("version = \"1\""), Problem::WrongType { key: "version", .. }));
+    assert!(matches!(problem("version = 1.0"), Problem::WrongType { key: "version", .. }));
 }
 
 #[test]
@@ -333,10 +279,7 @@ fn no_device_no_vm_or_no_disk_is_refused() {
     let device = "version = 1\n[device.a]\npath = \"/dev/a\"\nprofile = \"p\"\n";
     assert_eq!(problem(device), Problem::NoVm);
     let error = refused(&format!("{device}[[vm]]\nname = \"v\"\n"));
-    assert_eq!(
-        error.to_string(),
-        "s.toml:5:1: vm \"v\": the vm has no disk"
-    );
+    assert_eq!(error.to_string(), "s.toml:5:1: vm \"v\": the vm has no disk");
 }
 
 #[test]
@@ -361,39 +304,17 @@ fn number_not_finite_negative_or_zero_is_refused() {
     }
     for value in ["nan", "inf", "0", "0.0", "-0.0", "-20", "1e-9", "3600001"] {
         let found = task_problem(&format!("target = {{ latency_ms = {value} }}"));
-        let fits = matches!(
-            found,
-            Problem::OutOfRange {
-                key: "latency_ms",
-                ..
-            }
-        );
+        let fits = matches!(found, Problem::OutOfRange { key: "latency_ms", .. });
         assert!(fits, "{value}: {found}");
     }
     for value in ["nan", "100", "49", "-99.9"] {
-        let found = task_problem(&format!(
-            "target = {{ percentile = {value}, latency_ms = 1 }}"
-        ));
-        let fits = matches!(
-            found,
-            Problem::OutOfRange {
-                key: "percentile",
-                ..
-            }
-        );
+        let found = task_problem(&format!("target = {{ percentile = {value}, latency_ms = 1 }}"));
+        let fits = matches!(found, Problem::OutOfRange { key: "percentile", .. });
         assert!(fits, "{value}: {found}");
     }
     for value in ["nan", "1", "0", "-0.95"] {
-        let found = task_problem(&format!(
-            "target = {{ confidence = {value}, latency_ms = 1 }}"
-        ));
-        let fits = matches!(
-            found,
-            Problem::OutOfRange {
-                key: "confidence",
-                ..
-            }
-        );
+        let found = task_problem(&format!("target = {{ confidence = {value}, latency_ms = 1 }}"));
+        let fits = matches!(found, Problem::OutOfRange { key: "confidence", .. });
         assert!(fits, "{value}: {found}");
     }
 }
@@ -404,11 +325,7 @@ fn number_at_its_limits_is_accepted() {
     assert_eq!(task_of("read_percent = 100").load.read_fraction, 1.0);
     assert_eq!(task_of("queue_depth = 1024").load.queue_depth, 1024);
     let latency = |ms: &str| {
-        task_of(&format!("target = {{ latency_ms = {ms} }}"))
-            .target
-            .unwrap()
-            .latency
-            .get()
+        task_of(&format!("target = {{ latency_ms = {ms} }}")).target.unwrap().latency.get()
     };
     assert_eq!(latency("0.000001"), 1);
     assert_eq!(latency("3600000"), 3_600_000_000_000);
@@ -424,22 +341,10 @@ fn value_of_wrong_type_is_named_with_an_example() {
     assert_eq!(error.hint(), "write latency_ms = 20");
     for value in ["[1]", "{ a = 1 }", "true", "2026-01-01", "\"x\""] {
         let found = task_problem(&format!("iops = {value}"));
-        assert!(
-            matches!(found, Problem::WrongType { key: "iops", .. }),
-            "{value}: {found}"
-        );
+        assert!(matches!(found, Problem::WrongType { key: "iops", .. }), "{value}: {found}");
     }
     let found = task_problem("read_percent = 70.0");
-    assert!(
-        matches!(
-            found,
-            Problem::WrongType {
-                key: "read_percent",
-                ..
-            }
-        ),
-        "{found}"
-    );
+    assert!(matches!(found, Problem::WrongType { key: "read_percent", .. }), "{found}");
 }
 
 #[test]
@@ -455,24 +360,14 @@ fn table_where_a_list_belongs_is_refused_with_the_shape() {
     let error = refused("version = 1\n[vm]\nname = \"plc\"\n");
     assert_eq!(error.line, 2);
     assert!(error.hint().contains("[[vm.disk]]"), "{}", error.hint());
-    assert!(matches!(
-        problem("version = 1\nvm = [1]"),
-        Problem::Toml { .. }
-    ));
-    assert!(matches!(
-        problem(&small("", "target = 20")),
-        Problem::Toml { .. }
-    ));
+    assert!(matches!(problem("version = 1\nvm = [1]"), Problem::Toml { .. }));
+    assert!(matches!(problem(&small("", "target = 20")), Problem::Toml { .. }));
 }
 
 #[test]
 fn name_with_traversal_nul_or_control_is_refused() {
     let reason = |name: &str| match problem(&FULL.replacen("\"plc\"", &format!("\"{name}\""), 1)) {
-        Problem::BadName {
-            kind: Kind::Vm,
-            reason,
-            ..
-        } => reason,
+        Problem::BadName { kind: Kind::Vm, reason, .. } => reason,
         other => panic!("{other}"),
     };
     assert_eq!(reason("../plc"), NameError::BadCharacter('/'));
@@ -484,29 +379,15 @@ fn name_with_traversal_nul_or_control_is_refused() {
 
     let error = refused(&FULL.replacen("\"plc\"", "\"a\\nb\"", 1));
     assert!(!error.to_string().contains('\n'), "{error}");
-    assert!(
-        error
-            .to_string()
-            .starts_with("s.toml:7:8: vm 1: \"a\\nb\" is not a name"),
-        "{error}"
-    );
+    assert!(error.to_string().starts_with("s.toml:7:8: vm 1: \"a\\nb\" is not a name"), "{error}");
 
     let other = |text: String| match problem(&text) {
         Problem::BadName { kind, .. } => kind,
         other => panic!("{other}"),
     };
-    assert_eq!(
-        other(FULL.replacen("[device.data]", "[device.\"../x\"]", 1)),
-        Kind::Device
-    );
-    assert_eq!(
-        other(FULL.replacen("name = \"root\"", "name = \"../x\"", 1)),
-        Kind::Disk
-    );
-    assert_eq!(
-        other(FULL.replacen("name = \"control\"", "name = \"../x\"", 1)),
-        Kind::Task
-    );
+    assert_eq!(other(FULL.replacen("[device.data]", "[device.\"../x\"]", 1)), Kind::Device);
+    assert_eq!(other(FULL.replacen("name = \"root\"", "name = \"../x\"", 1)), Kind::Disk);
+    assert_eq!(other(FULL.replacen("name = \"control\"", "name = \"../x\"", 1)), Kind::Task);
 }
 
 #[test]
@@ -528,23 +409,14 @@ fn cgroup_that_leaves_the_mount_is_refused() {
     let nul = PathFault::ControlCharacter('\0');
     assert_eq!(cgroup_fault("a\\u0000"), CgroupFault::Path(nul));
     assert_eq!(cgroup_fault(&"a".repeat(256)), CgroupFault::LongComponent);
-    assert_eq!(
-        cgroup_fault(&"a/".repeat(2048)),
-        CgroupFault::Path(PathFault::TooLong)
-    );
+    assert_eq!(cgroup_fault(&"a/".repeat(2048)), CgroupFault::Path(PathFault::TooLong));
 }
 
 #[test]
 fn cgroup_of_libvirt_is_accepted() {
-    let text = small(
-        "cgroup = 'machine.slice/machine-qemu\\x2d1\\x2dplc.scope/..a'",
-        "",
-    );
+    let text = small("cgroup = 'machine.slice/machine-qemu\\x2d1\\x2dplc.scope/..a'", "");
     let expected = "machine.slice/machine-qemu\\x2d1\\x2dplc.scope/..a";
-    assert_eq!(
-        parse("s.toml", &text).unwrap().vms[0].cgroup,
-        PathBuf::from(expected)
-    );
+    assert_eq!(parse("s.toml", &text).unwrap().vms[0].cgroup, PathBuf::from(expected));
 }
 
 #[test]
@@ -562,35 +434,22 @@ fn cgroup_shared_or_nested_is_refused() {
         error.to_string(),
         "s.toml:19:10: vm \"v2\": cgroup \"a/b\" is the cgroup of vm \"v0\" too"
     );
-    let error = refused(&vms(&[
-        "cgroup = \"a/b/c\"",
-        "cgroup = \"a/b-c\"",
-        "cgroup = \"a/b\"",
-    ]));
+    let error = refused(&vms(&["cgroup = \"a/b/c\"", "cgroup = \"a/b-c\"", "cgroup = \"a/b\""]));
     assert_eq!(
         error.to_string(),
         "s.toml:19:10: vm \"v2\": cgroup \"a/b\" and cgroup \"a/b/c\" of vm \"v0\" lie one inside the other"
     );
     let error = refused(&vms(&["", "cgroup = \"rtvirtio/v0/x\""]));
+    assert!(matches!(*error.problem, Problem::CgroupNested { .. }), "{error}");
     assert!(
-        matches!(*error.problem, Problem::CgroupNested { .. }),
-        "{error}"
-    );
-    assert!(
-        parse(
-            "s",
-            &vms(&["cgroup = \"a/b\"", "cgroup = \"a/bc\"", "cgroup = \"a/b-\""])
-        )
-        .is_ok()
+        parse("s", &vms(&["cgroup = \"a/b\"", "cgroup = \"a/bc\"", "cgroup = \"a/b-\""])).is_ok()
     );
 }
 
 #[test]
 fn device_path_relative_empty_or_with_control_is_refused() {
     let fault = |path: &str| match problem(&FULL.replacen("/dev/disk/by-id/nvme-x", path, 1)) {
-        Problem::BadPath {
-            key: "path", fault, ..
-        } => fault,
+        Problem::BadPath { key: "path", fault, .. } => fault,
         other => panic!("{other}"),
     };
     assert_eq!(fault("dev/vdb"), PathFault::Relative);
@@ -634,21 +493,13 @@ fn reference_to_nothing_is_refused_with_the_nearest() {
         error.to_string(),
         "s.toml:12:10: vm \"plc\": disk \"root\": there is no device \"dat\""
     );
-    assert!(
-        error.hint().starts_with("did you mean \"data\"?"),
-        "{}",
-        error.hint()
-    );
+    assert!(error.hint().starts_with("did you mean \"data\"?"), "{}", error.hint());
     let error = refused(&FULL.replacen("disk = \"root\"", "disk = \"boot\"", 1));
     assert_eq!(
         error.to_string(),
         "s.toml:15:8: vm \"plc\": task \"control\": the vm has no disk \"boot\""
     );
-    assert!(
-        error.hint().ends_with("use one of root"),
-        "{}",
-        error.hint()
-    );
+    assert!(error.hint().ends_with("use one of root"), "{}", error.hint());
 }
 
 #[test]
@@ -667,26 +518,15 @@ fn backend_vhost_user_is_refused_as_not_yet() {
     );
     assert!(error.hint().contains("backend = \"kernel\""));
     let found = problem(&small("backend = \"virtio\"", ""));
-    assert_eq!(
-        found,
-        Problem::UnknownBackend {
-            backend: "virtio".to_owned()
-        }
-    );
+    assert_eq!(found, Problem::UnknownBackend { backend: "virtio".to_owned() });
 }
 
 #[test]
 fn recognise_ioprio_is_refused_on_the_host_path() {
     let error = refused(&small("", "recognise = \"ioprio:rt/0\""));
-    assert!(
-        error.to_string().contains("cannot see a guest's ioprio"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("cannot see a guest's ioprio"), "{error}");
     assert!(error.hint().contains("recognise = \"disk\""));
-    assert!(matches!(
-        task_problem("recognise = \"x\""),
-        Problem::UnknownRecognise { .. }
-    ));
+    assert!(matches!(task_problem("recognise = \"x\""), Problem::UnknownRecognise { .. }));
 }
 
 #[test]
@@ -714,19 +554,10 @@ fn nesting_deep_is_refused_without_overflow() {
         let error = refused(&format!("version = 1\nx = {}", open.repeat(100_000)));
         assert!(error.hint().contains("levels"), "{error}: {}", error.hint());
     }
-    assert_eq!(
-        problem(&format!("{}x = 1", "a.".repeat(100_000))),
-        Problem::KeyTooDeep
-    );
-    assert_eq!(
-        problem(&format!("[{}x]", "a.".repeat(100_000))),
-        Problem::KeyTooDeep
-    );
+    assert_eq!(problem(&format!("{}x = 1", "a.".repeat(100_000))), Problem::KeyTooDeep);
+    assert_eq!(problem(&format!("[{}x]", "a.".repeat(100_000))), Problem::KeyTooDeep);
     assert_eq!(problem("a.b.c.d.e.f.g.h.i = 1"), Problem::KeyTooDeep);
-    assert!(matches!(
-        problem("a.b.c.d.e.f.g.h = 1"),
-        Problem::UnknownKey { .. }
-    ));
+    assert!(matches!(problem("a.b.c.d.e.f.g.h = 1"), Problem::UnknownKey { .. }));
 }
 
 /// The TOML parser bounds brackets and the parts of a key, not their product.
@@ -738,24 +569,14 @@ fn nesting_of_dotted_keys_in_tables_does_not_overflow() {
         format!("{open}1{}", "}".repeat(depth))
     };
     let nested = |parts: usize, depth: usize| {
-        format!(
-            "version = 1\n[{0}]\n{0} = {1}\n",
-            key(parts),
-            tables(parts, depth)
-        )
+        format!("version = 1\n[{0}]\n{0} = {1}\n", key(parts), tables(parts, depth))
     };
     assert_eq!(problem(&nested(79, 79)), Problem::KeyTooDeep);
     // The deepest that reaches the parser's tree; a test's stack is 2 MiB.
-    assert!(matches!(
-        problem(&nested(8, 79)),
-        Problem::UnknownKey { .. }
-    ));
+    assert!(matches!(problem(&nested(8, 79)), Problem::UnknownKey { .. }));
     // A table in place of a scalar is dropped unread.
     let found = task_problem(&format!("iops = {}", tables(8, 79)));
-    assert!(
-        matches!(found, Problem::WrongType { key: "iops", .. }),
-        "{found}"
-    );
+    assert!(matches!(found, Problem::WrongType { key: "iops", .. }), "{found}");
 }
 
 #[test]
@@ -811,10 +632,7 @@ fn to_toml_writes_decimals_and_escapes() {
         .replacen("\"128k\"", "1536", 1);
     let written = to_toml(&parse("s.toml", &text).unwrap());
     assert!(written.contains("latency_ms = 0.0105,"), "{written}");
-    assert!(
-        written.contains(r#"path = "/dev/disk/by-id/a\"b\\c""#),
-        "{written}"
-    );
+    assert!(written.contains(r#"path = "/dev/disk/by-id/a\"b\\c""#), "{written}");
     assert!(written.contains("block_size = 1536\n"), "{written}");
     assert!(written.contains("read_percent = 29\n"), "{written}");
     assert_eq!(parse("w", &written), parse("s.toml", &text));
@@ -838,25 +656,14 @@ fn target() -> impl Strategy<Value = Target> {
 }
 
 fn task(disks: usize) -> impl Strategy<Value = (String, usize, bool, Load, Option<Target>)> {
-    let load = (
-        proptest::option::of(0.001..=1e8_f64),
-        1..=32_768_u64,
-        0..=100_u32,
-        1..=1024_u32,
-    )
+    let load = (proptest::option::of(0.001..=1e8_f64), 1..=32_768_u64, 0..=100_u32, 1..=1024_u32)
         .prop_map(|(iops, sectors, percent, queue_depth)| Load {
             iops: iops.map(|i| Iops::new(i).unwrap()),
             block_size: Bytes::new(sectors * 512),
             read_fraction: f64::from(percent) / 100.0,
             queue_depth,
         });
-    (
-        name(),
-        0..disks,
-        any::<bool>(),
-        load,
-        proptest::option::of(target()),
-    )
+    (name(), 0..disks, any::<bool>(), load, proptest::option::of(target()))
 }
 
 fn vm(devices: Vec<DeviceName>) -> impl Strategy<Value = Vm> {
@@ -884,24 +691,14 @@ fn vm(devices: Vec<DeviceName>) -> impl Strategy<Value = Vm> {
                     .map(|(i, (name, disk, by_disk, load, target))| Task {
                         name: TaskName::new(format!("{name}{i}")).unwrap(),
                         disk: disks[disk].name.clone(),
-                        recognise: if by_disk {
-                            Recognise::Disk
-                        } else {
-                            Recognise::Unrecognised
-                        },
+                        recognise: if by_disk { Recognise::Disk } else { Recognise::Unrecognised },
                         load,
                         target,
                     })
                     .collect();
                 let cgroup = cgroup.map(PathBuf::from).unwrap_or_default();
                 let name = VmName::new(vm).unwrap();
-                Vm {
-                    name,
-                    backend: Backend::Kernel,
-                    cgroup,
-                    disks,
-                    tasks,
-                }
+                Vm { name, backend: Backend::Kernel, cgroup, disks, tasks }
             })
     })
 }
@@ -929,10 +726,7 @@ fn specification() -> impl Strategy<Value = Specification> {
                     PathBuf::from(format!("{i}.slice/x{own}"))
                 };
             }
-            Specification {
-                devices: devices.clone(),
-                vms,
-            }
+            Specification { devices: devices.clone(), vms }
         })
     })
 }

@@ -16,10 +16,7 @@ pub fn to_toml(specification: &Specification) -> String {
     let mut out = String::from("version = 1\n");
     for device in &specification.devices {
         line(&mut out, "");
-        line(
-            &mut out,
-            &format!("[device.{}]", quoted(device.name.as_str())),
-        );
+        line(&mut out, &format!("[device.{}]", quoted(device.name.as_str())));
         pair(&mut out, "path", &path(&device.path));
         pair(&mut out, "profile", &path(&device.profile));
     }
@@ -57,12 +54,7 @@ fn write_task(out: &mut String, task: &Task) {
     let percent = (task.load.read_fraction * 100.0).round() as u64;
     pair(out, "read_percent", &percent.to_string());
     pair(out, "queue_depth", &task.load.queue_depth.to_string());
-    if let Some(Target {
-        percentile,
-        latency,
-        confidence,
-    }) = task.target
-    {
+    if let Some(Target { percentile, latency, confidence }) = task.target {
         let latency = milliseconds(latency);
         let target = format!(
             "{{ percentile = {percentile}, latency_ms = {latency}, confidence = {confidence} }}"
@@ -86,9 +78,7 @@ fn milliseconds(latency: Nanos) -> String {
     if rest == 0 {
         return whole.to_string();
     }
-    format!("{whole}.{rest:06}")
-        .trim_end_matches('0')
-        .to_owned()
+    format!("{whole}.{rest:06}").trim_end_matches('0').to_owned()
 }
 
 fn block_size(size: Bytes) -> String {

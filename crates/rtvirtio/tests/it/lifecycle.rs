@@ -1,0 +1,225 @@
+//! Real knobs of a real loop device: plan, apply, verify, rollback, and what
+//! is left after Ctrl-C and kill −9.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use crate::scratch_disk::{
+    Disk, Groups, RTVIRTIO, can_run, eventually, left_behind, rtvirtio, said,
+};
+
+/// A profile of a 2 GiB ref-4x250 scratch disk, as `calibrate` wrote it.
+const PROFILE: &str = include_str!("ref-4x250.json");
+
+struct Setup {
+    directory: tempfile::TempDir,
+    disk: Disk,
+    _groups: Groups,
+}
+
+impl Setup {
+    /// A disk, two cgroups and a specification with a target of `latency_ms`.
+    fn new(latency_ms: f64) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let disk = Disk::start();
+        let groups = Groups::make(&["plc", "backup"]);
+        let text = format!(
+            r#"
+version = 1
+[device.data]
+path = "{}"
+profile = "profile.json"
+[[vm]]
+name = "plc"
+cgroup = "{}"
+[[vm.disk]]
+name = "root"
+device = "data"
+[[vm.task]]
+name = "control"
+iops = 500
+target = {{ percentile = 99.9, latency_ms = {latency_ms} }}
+[[vm]]
+name = "backup"
+cgroup = "{}"
+[[vm.disk]]
+name = "root"
+device = "data"
+"#,
+            disk.node.display(),
+            groups.path("plc"),
+            groups.path("backup"),
+        );
+        std::fs::write(directory.path().join("spec.toml"), text).unwrap();
+        std::fs::write(directory.path().join("profile.json"), PROFILE).unwrap();
+        Self { directory, disk, _groups: groups }
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.directory.path().join(name).display().to_string()
+    }
+
+    fn run(&self, arguments: &[&str]) -> std::process::Output {
+        rtvirtio(&self.directory.path().join("state"), arguments)
+    }
+
+    fn expect(&self, code: i32, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {}", said(&output));
+        said(&output)
+    }
+
+    /// Everything that a plan may touch.
+    fn knobs(&self) -> String {
+        let host = rtvirtio_host::Host::new("/");
+        let plan = std::fs::read_to_string(self.path("plan.json")).unwrap();
+        let plan = serde_json::from_str(&plan).unwrap();
+        let topology = rtvirtio_host::Topology::of_plan(&plan);
+        format!("{:?} {}", host.observe(&topology).unwrap(), self.disk.queue("scheduler"))
+    }
+}
+
+#[test]
+fn plan_apply_verify_rollback_on_a_real_device() {
+    let Some(_host) = can_run("plan_apply_verify_rollback_on_a_real_device") else { return };
+    let s = Setup::new(10.0);
+    let (spec, plan) = (s.path("spec.toml"), s.path("plan.json"));
+    s.expect(2, &["plan", &spec, "-o", &plan]);
+    let before = s.knobs();
+    s.expect(2, &["verify", &plan]);
+    s.expect(0, &["apply", &plan]);
+    assert_ne!(s.knobs(), before);
+    s.expect(0, &["verify", &plan]);
+    s.expect(0, &["plan", &spec]);
+    let complaint = s.expect(1, &["apply", &plan]);
+    assert!(complaint.contains("hint: "), "a stale plan must be refused: {complaint}");
+    s.expect(0, &["rollback"]);
+    assert_eq!(s.knobs(), before);
+    assert!(s.expect(0, &["rollback"]).contains("nothing"));
+}
+
+#[test]
+fn unconfirmed_apply_reverts_by_itself() {
+    let Some(_host) = can_run("unconfirmed_apply_reverts_by_itself") else { return };
+    let s = Setup::new(10.0);
+    let (spec, plan) = (s.path("spec.toml"), s.path("plan.json"));
+    s.expect(2, &["plan", &spec, "-o", &plan]);
+    let before = s.knobs();
+    s.expect(0, &["apply", &plan, "--confirm-timeout", "1"]);
+    assert_ne!(s.knobs(), before);
+    eventually("the revert", Duration::from_secs(10), || s.knobs() == before);
+    s.expect(0, &["apply", &plan, "--confirm-timeout", "3"]);
+    s.expect(0, &["confirm"]);
+    std::thread::sleep(Duration::from_secs(4));
+    assert_ne!(s.knobs(), before);
+    s.expect(0, &["rollback"]);
+}
+
+#[test]
+fn impossible_target_is_named_and_not_applied() {
+    let Some(_host) = can_run("impossible_target_is_named_and_not_applied") else { return };
+    let s = Setup::new(0.1);
+    let (spec, plan) = (s.path("spec.toml"), s.path("plan.json"));
+    let text = s.expect(3, &["plan", &spec, "-o", &plan]);
+    assert!(text.contains("plc/control: p99.9 is bounded by"), "{text}");
+    let before = s.knobs();
+    assert!(s.expect(1, &["apply", &plan]).contains("--force"));
+    assert_eq!(s.knobs(), before);
+    s.expect(0, &["apply", &plan, "--force"]);
+    s.expect(0, &["rollback"]);
+}
+
+#[test]
+fn profile_of_another_device_is_refused() {
+    let Some(_host) = can_run("profile_of_another_device_is_refused") else { return };
+    let s = Setup::new(10.0);
+    let other = PROFILE.replace("\"ref-4x250\"", "\"ref-8x80\"");
+    std::fs::write(s.path("profile.json"), other).unwrap();
+    let complaint = s.expect(1, &["plan", &s.path("spec.toml")]);
+    assert!(complaint.contains("ref-8x80") && complaint.contains("hint: "), "{complaint}");
+}
+
+#[test]
+fn calibrate_refuses_what_is_no_scratch_disk() {
+    let Some(_host) = can_run("calibrate_refuses_what_is_no_scratch_disk") else { return };
+    let directory = tempfile::tempdir().unwrap();
+    let output = rtvirtio(directory.path(), &["calibrate", "/dev/null"]);
+    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    assert!(said(&output).contains("not a scratch disk"), "{}", said(&output));
+}
+
+/// Starts a benchmark of one long cell and waits until it does I/O.
+fn start_bench(out: &Path) -> std::process::Child {
+    std::fs::create_dir_all(out).unwrap();
+    let profile = out.join("profile-given.json");
+    std::fs::write(&profile, PROFILE).unwrap();
+    let child = Command::new(RTVIRTIO)
+        .args(["bench", "--cases", "2xL", "--schemes", "hand", "--repetitions", "1"])
+        .args(["--window", "60", "--profile", profile.to_str().unwrap()])
+        .args(["--out", out.to_str().unwrap()])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let started = || {
+        let mount = rtvirtio_host::Host::new("/").cgroup_version().unwrap().mount().to_owned();
+        let procs = mount.join("rtvirtio/bench/vm1/cgroup.procs");
+        std::fs::read_to_string(procs).is_ok_and(|text| !text.trim().is_empty())
+    };
+    eventually("the load", Duration::from_secs(20), started);
+    child
+}
+
+#[test]
+fn interrupted_and_killed_benchmarks_leave_nothing() {
+    let Some(_host) = can_run("interrupted_and_killed_benchmarks_leave_nothing") else { return };
+    let directory = tempfile::tempdir().unwrap();
+    let mut child = start_bench(directory.path());
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert_eq!(left_behind(), Vec::<String>::new());
+
+    let mut child = start_bench(directory.path());
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // The scratch disk goes with its owner; the cgroups wait for the next start.
+    let no_disk = || !left_behind().iter().any(|l| l.starts_with("loop"));
+    eventually("the disk's end", Duration::from_secs(10), no_disk);
+    let out = directory.path().join("next");
+    std::fs::create_dir_all(&out).unwrap();
+    let profile = directory.path().join("profile-given.json");
+    let output = rtvirtio(
+        directory.path(),
+        &[
+            "bench",
+            "--cases",
+            "1xL",
+            "--schemes",
+            "none",
+            "--repetitions",
+            "1",
+            "--window",
+            "1",
+            "--profile",
+            profile.to_str().unwrap(),
+            "--out",
+            out.to_str().unwrap(),
+        ],
+    );
+    assert!(output.status.success(), "{}", said(&output));
+    assert!(out.join("report.html").exists());
+    assert_eq!(left_behind(), Vec::<String>::new());
+}
+
+#[test]
+fn killed_disk_server_leaves_a_device_that_the_next_start_removes() {
+    let test = "killed_disk_server_leaves_a_device_that_the_next_start_removes";
+    let Some(_host) = can_run(test) else { return };
+    let mut disk = Disk::start();
+    disk.kill();
+    drop(Disk::start());
+    assert_eq!(left_behind(), Vec::<String>::new());
+}
