@@ -173,6 +173,14 @@ fn candidate(
             evaluation = evaluate(cap);
         }
     }
+    if !capped.is_empty() && cap.is_none() && met(&evaluation).contains(&false) {
+        // No cap helps, so none is set; the reason is what holds even under the least one.
+        let least = evaluate(Some(LEAST_CAP));
+        for (promise, at_best) in evaluation.promises.iter_mut().zip(least.promises) {
+            let even = |r| format!("even with background VMs at 1 MB/s {r}");
+            promise.unmet = at_best.unmet.map(even).or(promise.unmet.take());
+        }
+    }
     let worth = worth(problem, observed, scheduler, &capped, cap, &evaluation);
     Choice { scheduler, capped, cap, evaluation, worth, reasons: Vec::new() }
 }

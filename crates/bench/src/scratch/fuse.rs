@@ -112,7 +112,11 @@ impl Filesystem for DiskFs {
     fn open(&self, _req: &Request, _ino: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
         // This also runs on the session's thread first of all: the right place to raise it.
         let _ = raise_thread_priority(55);
-        let flags = FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES;
+        // Without NOFLUSH a killed server waits for its own answer: at exit the kernel flushes
+        // each file on its close, and closes /dev/fuse for good only after all of them.
+        let flags = FopenFlags::FOPEN_DIRECT_IO
+            | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES
+            | FopenFlags::FOPEN_NOFLUSH;
         reply.opened(FileHandle(0), flags);
     }
 
