@@ -22,7 +22,7 @@ use rtvirtio_spec::specification::{Load, Specification, Target, Task};
 use rtvirtio_units::{Bytes, BytesPerSecond, Confidence, Nanos, Percentile, TaskName};
 use serde::{Deserialize, Serialize};
 
-use crate::cell::{CANARY_LIMIT, CGROUP_ROOT, Testbed, plain};
+use crate::cell::{CGROUP_ROOT, Testbed, plain};
 use crate::load::{CellLoad, Interrupted};
 use crate::progress::Progress;
 
@@ -30,6 +30,12 @@ use crate::progress::Progress;
 const PROBE: Duration = Duration::from_millis(5500);
 /// Length of a run on the device alone.
 const ALONE: Duration = Duration::from_millis(2000);
+
+/// Probes whose canary was later than this at its 99th percentile are repeated: base tails are
+/// below 1 ms.
+const PROBE_CANARY_LIMIT: Nanos = Nanos::from_micros(300);
+/// How many repetitions a calibration of three minutes has room for.
+const REPEATS: u32 = 2;
 
 const QUIET: Bfq = Bfq { slice_idle_us: 0, low_latency: false, ..Bfq::DEFAULT };
 const SHORT: Bfq = Bfq { timeout_sync_ms: 32, ..Bfq::DEFAULT };
@@ -52,9 +58,8 @@ type ProbeSetting = (Scheduler, u8, Writer);
 /// The fixed list. Each regime has at least the 19 task-runs that a bound at 0.95 needs, and the
 /// one that the planner goes to (bursts of capped writers) the 59 that it needs for three tasks
 /// together.
-const PROBES: [ProbeSetting; 22] = [
+const PROBES: [ProbeSetting; 20] = [
     (Scheduler::None, 1, Writer::Absent),
-    (Scheduler::None, 2, Writer::Absent),
     (Scheduler::None, 4, Writer::Absent),
     (Scheduler::MqDeadline, 4, Writer::Absent),
     (Scheduler::Kyber, 4, Writer::Absent),
@@ -66,7 +71,6 @@ const PROBES: [ProbeSetting; 22] = [
     (Scheduler::None, 4, Writer::Capped(0.15)),
     (Scheduler::MqDeadline, 3, Writer::Capped(0.06)),
     (Scheduler::None, 4, Writer::Unlimited),
-    (Scheduler::MqDeadline, 3, Writer::Unlimited),
     (Scheduler::Kyber, 2, Writer::Unlimited),
     (Scheduler::Bfq(QUIET), 4, Writer::Unlimited),
     (Scheduler::Bfq(Bfq::DEFAULT), 4, Writer::Absent),
@@ -154,6 +158,7 @@ pub fn calibrate(
             _ => None,
         })
         .collect();
+    let mut repeats = REPEATS;
     for setting in PROBES {
         if runs.iter().any(|r| r.setting == setting) {
             continue;
@@ -162,8 +167,9 @@ pub fn calibrate(
         progress.start(&format!("calibrate: {}", describe(setting)), expected);
         let mut run = probe(testbed, setting, &capacity, interrupted)?;
         progress.finish(expected);
-        if run.canary > CANARY_LIMIT {
+        if run.canary > PROBE_CANARY_LIMIT && repeats > 0 {
             // The CPU was late: once more, and the less disturbed of the two counts.
+            repeats -= 1;
             progress.extend(expected);
             progress.start(&format!("calibrate: again {}", describe(setting)), expected);
             let again = probe(testbed, setting, &capacity, interrupted)?;
@@ -300,7 +306,14 @@ fn alone(testbed: &Testbed, load: Load, interrupted: &Interrupted) -> Result<His
     vm.tasks = vec![Task { name, disk, recognise, load, target: Some(target) }];
     let settings = device_settings(&specification, Scheduler::None, None);
     let settings = Settings([(testbed.device().name.clone(), settings)].into());
-    let measured = testbed.measure(&specification, &plain(settings), ALONE, interrupted)?;
+    let measure = || testbed.measure(&specification, &plain(settings.clone()), ALONE, interrupted);
+    let mut measured = measure()?;
+    if measured.canary.p99 > PROBE_CANARY_LIMIT {
+        let again = measure()?;
+        if again.canary.p99 < measured.canary.p99 {
+            measured = again;
+        }
+    }
     let task = measured.tasks.into_iter().next().context("fio measured nothing")?;
     Ok(task.histogram)
 }

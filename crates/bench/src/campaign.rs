@@ -16,15 +16,17 @@ use anyhow::{Context, Result, bail};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
-use rtvirtio_cases::{Case, Neighbour, Scheme, SchemeSettings, Tier, specification_for_window};
+use rtvirtio_cases::{
+    Case, Neighbour, Scheme, SchemeSettings, Tier, judged_percentile, specification_for_window,
+};
 use rtvirtio_planner::FoundDevice;
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::profile::Profile;
-use rtvirtio_spec::run::{Cell, CellKey, RUN_VERSION};
+use rtvirtio_spec::run::{Cell, CellKey, NoiseFloor, RUN_VERSION};
 use rtvirtio_spec::settings::{
     Bfq, DeviceSettings, Knobs, Limits, Scheduler, Settings, VmSettings,
 };
-use rtvirtio_spec::specification::Specification;
+use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, Iops, Nanos, VmName};
 
 use crate::cell::{CGROUP_ROOT, CellContext, Testbed, plain};
@@ -33,6 +35,9 @@ use crate::progress::Progress;
 
 /// The file of a campaign's directory that holds its cells.
 pub const CELLS: &str = "cells.jsonl";
+
+/// Window of a look at the noise floor: the least that judges p99 of 100 requests a second.
+const FLOOR: Duration = Duration::from_secs(11);
 
 /// Where a cell's settings come from.
 #[derive(Debug, Clone, PartialEq)]
@@ -68,6 +73,9 @@ pub struct Campaign<'a> {
     pub directory: &'a Path,
     /// Seed of the order.
     pub seed: u64,
+    /// Whether the disk is shared with the rest of the machine: the most urgent VM runs alone
+    /// before and after each cell, which counts only if it meets its targets then.
+    pub noise_floor: bool,
 }
 
 impl Campaign<'_> {
@@ -108,9 +116,9 @@ impl Campaign<'_> {
         jobs
     }
 
-    /// `cells` random cases; every other one under the planner's settings, the
-    /// rest under settings that it would not choose (bfq that idles, a writer
-    /// without a cap or with a large one).
+    /// `cells` random cases under random settings that the planner would not choose: bfq that
+    /// idles, a writer without a cap or with a large one. What predictions of the planner's own
+    /// settings are worth shows in every cell of [`Scheme::Rtvirtio`].
     #[must_use]
     pub fn prediction_jobs(&self, cells: u32) -> Vec<Job> {
         let mut rng = Pcg64Mcg::seed_from_u64(self.seed);
@@ -118,40 +126,35 @@ impl Campaign<'_> {
         let throughput = self.profile.capacity.write_throughput.get() as f64;
         let mut pick = |n: usize| rng.random_range(0..n);
         (0..cells)
-            .map(|i| {
+            .map(|repetition| {
                 let case = all[pick(all.len())];
-                let planned = i % 2 == 0;
-                let neighbour =
-                    if planned || pick(2) == 0 { Neighbour::Writer } else { Neighbour::None };
-                let source = if planned {
-                    Source::Scheme(Scheme::Rtvirtio)
-                } else {
-                    let idling = Bfq {
-                        slice_idle_us: [1000, 2000, 4000, 8000][pick(4)],
-                        timeout_sync_ms: [32, 64, 124][pick(3)],
-                        low_latency: pick(2) == 0,
-                        max_budget: [0, 0, 64, 512][pick(4)],
-                    };
-                    let quiet = Bfq { slice_idle_us: 0, low_latency: false, ..Bfq::DEFAULT };
-                    let scheduler = match pick(5) {
-                        0 => Scheduler::None,
-                        1 => Scheduler::Kyber,
-                        2 => Scheduler::Bfq(quiet),
-                        _ => Scheduler::Bfq(idling),
-                    };
-                    let part = [None, None, Some(0.12), Some(0.16)][pick(4)];
-                    let cap = part.map(|p| BytesPerSecond::new((throughput * p) as u64));
-                    Source::Drawn(scheduler, cap)
+                let neighbour = [Neighbour::Writer, Neighbour::None][pick(2)];
+                let idling = Bfq {
+                    slice_idle_us: [1000, 2000, 4000, 8000][pick(4)],
+                    timeout_sync_ms: [32, 64, 124][pick(3)],
+                    low_latency: pick(2) == 0,
+                    max_budget: [0, 0, 64, 512][pick(4)],
                 };
+                let quiet = Bfq { slice_idle_us: 0, low_latency: false, ..Bfq::DEFAULT };
+                // Without a writer only idling is a choice that it would not make.
+                let kinds = pick(5);
+                let scheduler = match if neighbour == Neighbour::None { 4 } else { kinds } {
+                    0 => Scheduler::None,
+                    1 => Scheduler::Kyber,
+                    2 => Scheduler::Bfq(quiet),
+                    _ => Scheduler::Bfq(idling),
+                };
+                let part = [None, None, Some(0.12), Some(0.16)][pick(4)];
+                let cap = part.map(|p| BytesPerSecond::new((throughput * p) as u64));
                 let key = CellKey {
                     case: case.to_string(),
                     tier: Tier::Strict.to_string(),
                     neighbour: neighbour.to_string(),
-                    scheme: if planned { "rtvirtio" } else { "drawn" }.to_owned(),
-                    repetition: i,
+                    scheme: "drawn".to_owned(),
+                    repetition,
                 };
                 let specification = self.specification(case, Tier::Strict, neighbour);
-                Job { key, specification, source }
+                Job { key, specification, source: Source::Drawn(scheduler, cap) }
             })
             .collect()
     }
@@ -218,7 +221,13 @@ impl Campaign<'_> {
         std::fs::create_dir_all(self.directory)
             .with_context(|| format!("create {}", self.directory.display()))?;
         let path = self.directory.join(CELLS);
-        let mut cells = if path.exists() { read(self.directory)? } else { Vec::new() };
+        let mut cells = Vec::new();
+        if path.exists() {
+            let whole;
+            (cells, whole) = parse(self.directory)?;
+            // A last line that a kill cut off would be glued to the next one.
+            OpenOptions::new().write(true).open(&path)?.set_len(whole)?;
+        }
         let there: BTreeSet<CellKey> = cells.iter().map(|c| c.key.clone()).collect();
         let mut jobs: Vec<Job> = jobs.into_iter().filter(|j| !there.contains(&j.key)).collect();
         let mut rng = Pcg64Mcg::seed_from_u64(self.seed);
@@ -229,24 +238,68 @@ impl Campaign<'_> {
             .append(true)
             .open(&path)
             .with_context(|| format!("open {}", path.display()))?;
-        let expected = CellLoad::duration(self.window);
+        let floors = if self.noise_floor { 2 * CellLoad::duration(FLOOR) } else { Duration::ZERO };
+        let expected = CellLoad::duration(self.window) + floors;
         let mut progress = Progress::new(jobs.len(), expected * jobs.len() as u32);
         for job in &jobs {
             let label = format!("{} {} {}", job.key.case, job.key.scheme, job.key.repetition);
             progress.start(&label, expected);
-            let mut cell = self.cell(job, interrupted).with_context(|| label.clone())?;
+            let mut cell = self.floored_cell(job, interrupted).with_context(|| label.clone())?;
             progress.finish(expected);
             if let Some(reason) = &cell.discarded {
                 progress.note(&format!("{label}: {reason}; once more"));
                 progress.extend(expected);
                 progress.start(&label, expected);
-                cell = self.cell(job, interrupted).with_context(|| label.clone())?;
+                cell = self.floored_cell(job, interrupted).with_context(|| label.clone())?;
+                cell.attempts = 2;
                 progress.finish(expected);
             }
             append(&mut file, &cell)?;
             cells.push(cell);
         }
         Ok(cells)
+    }
+
+    /// A cell, between two looks at the noise floor if the disk has one.
+    fn floored_cell(&self, job: &Job, interrupted: &Interrupted) -> Result<Cell> {
+        if !self.noise_floor {
+            return self.cell(job, interrupted);
+        }
+        let before = self.floor(job, interrupted)?;
+        let mut cell = self.cell(job, interrupted)?;
+        let after = self.floor(job, interrupted)?;
+        cell.noise_floor = Some(NoiseFloor { before, after });
+        let met = |floor: Option<f64>| floor.is_some_and(|ratio| ratio <= 1.0);
+        if !(met(before) && met(after)) {
+            let text =
+                |f: Option<f64>| f.map_or("too few samples".to_owned(), |r| format!("{r:.2}"));
+            cell.discarded.get_or_insert(format!(
+                "the most urgent VM alone: tail/target {} before, {} after",
+                text(before),
+                text(after)
+            ));
+        }
+        Ok(cell)
+    }
+
+    /// The most urgent VM alone under no scheduler: its worst tail over target.
+    fn floor(&self, job: &Job, interrupted: &Interrupted) -> Result<Option<f64>> {
+        let mut specification = job.specification.clone();
+        let strictest = |vm: &Vm| vm.tasks.iter().filter_map(|t| Some(t.target?.latency)).min();
+        specification.vms.retain(|vm| !vm.is_background());
+        specification.vms.sort_by_key(strictest);
+        specification.vms.truncate(1);
+        let capacity = Iops::new(self.profile.capacity.iops_4k)?;
+        let scheme = Scheme::None.baseline_settings(&specification, capacity).unwrap_or_default();
+        let measured = self.testbed.measure(&specification, &scheme, FLOOR, interrupted)?;
+        let worst = specification.vms.iter().flat_map(|vm| &vm.tasks).map(|task| {
+            let histogram = &measured.tasks.iter().find(|m| m.task == task.name)?.histogram;
+            let percentile = judged_percentile(histogram.count())?;
+            let tail = histogram.quantile(percentile)?.value.as_secs_f64();
+            Some(tail / task.target?.latency.as_secs_f64())
+        });
+        // A task without enough samples makes the whole floor unknown.
+        Ok(worst.collect::<Option<Vec<f64>>>().and_then(|w| w.into_iter().max_by(f64::total_cmp)))
     }
 
     fn cell(&self, job: &Job, interrupted: &Interrupted) -> Result<Cell> {
@@ -282,20 +335,23 @@ fn append(file: &mut File, cell: &Cell) -> Result<()> {
     Ok(file.sync_data()?)
 }
 
-/// All cells of a campaign's directory. A last line that was cut off is left out.
+/// All cells of a campaign's directory. A last line that is not whole (yet) is left out.
 ///
 /// # Errors
 /// If the file cannot be read, a line is damaged, or its version is unknown.
 pub fn read(directory: &Path) -> Result<Vec<Cell>> {
+    Ok(parse(directory)?.0)
+}
+
+/// Cells, and the length of the whole lines, bytes.
+fn parse(directory: &Path) -> Result<(Vec<Cell>, u64)> {
     let path = directory.join(CELLS);
     let text =
         std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
     let mut cells = Vec::new();
+    let mut whole = 0;
     for (index, line) in text.split_inclusive('\n').enumerate() {
         if !line.ends_with('\n') {
-            // Cut off by a kill: what follows would be glued to it, so it goes.
-            let whole = text.len() - line.len();
-            OpenOptions::new().write(true).open(&path)?.set_len(whole as u64)?;
             break;
         }
         let cell: Cell = serde_json::from_str(line)
@@ -304,6 +360,30 @@ pub fn read(directory: &Path) -> Result<Vec<Cell>> {
             bail!("{}:{}: record version {}", path.display(), index + 1, cell.version);
         }
         cells.push(cell);
+        whole += line.len() as u64;
     }
-    Ok(cells)
+    Ok((cells, whole))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unfinished_last_line_is_left_out_and_the_file_is_untouched() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(CELLS);
+        std::fs::write(&path, "{\"version\": 1, \"key\"").unwrap();
+        let (cells, whole) = parse(directory.path()).unwrap();
+        assert_eq!((cells.len(), whole), (0, 0));
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), 20);
+    }
+
+    #[test]
+    fn damaged_line_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join(CELLS), "{}\n").unwrap();
+        let error = format!("{:#}", read(directory.path()).unwrap_err());
+        assert!(error.contains("cells.jsonl:1: not a cell"), "{error}");
+    }
 }

@@ -13,19 +13,21 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use rtvirtio_cases::{SchemeSettings, judge};
-use rtvirtio_host::{ApplyOptions, Host, Topology};
+use rtvirtio_host::{ApplyOptions, Host, RollbackOutcome, Topology};
 use rtvirtio_planner::Predicted;
 use rtvirtio_spec::profile::DeviceIdentity;
 use rtvirtio_spec::run::{Cell, CellKey, MeasuredAt, Prediction, RUN_VERSION, TaskResult};
 use rtvirtio_spec::settings::{Knobs, diff};
 use rtvirtio_spec::specification::{Device, Specification};
-use rtvirtio_units::{DeviceName, Nanos, Percentile};
+use rtvirtio_units::{DeviceName, Nanos};
 
 use crate::load::{CellLoad, Interrupted, Measurement};
 
 /// Where a testbed's VMs have their cgroups.
 pub const CGROUP_ROOT: &str = "rtvirtio/bench";
 const STATE: &str = "/run/rtvirtio/bench";
+/// Where fio's job files and logs lie while a cell runs.
+pub(crate) const FIO_FILES: &str = "/run/rtvirtio/bench/fio";
 
 /// A cell whose canary was later than this at its 99th percentile does not
 /// count: its tails may be the CPU's. Fixed before the first comparison.
@@ -46,16 +48,11 @@ impl Testbed {
     /// # Errors
     /// Without root, or while another testbed is in use.
     pub fn new(device: &Path, label: &str) -> Result<Self> {
-        std::fs::create_dir_all(STATE)
-            .with_context(|| format!("create {STATE} (a benchmark needs root)"))?;
-        let lock = File::create(Path::new(STATE).join("in-use"))?;
-        let flock = rustix::fs::FlockOperation::NonBlockingLockExclusive;
-        if rustix::fs::flock(&lock, flock).is_err() {
+        let Some(lock) = lock_testbed()? else {
             bail!("another rtvirtio benchmark or calibration is running on this host");
-        }
+        };
         let host = Host::new("/").with_state_directory(STATE);
-        host.rollback().context("undo what a killed run left")?;
-        host.remove_cgroup(Path::new(CGROUP_ROOT))?;
+        clean_up(&host).context("undo what a killed run left")?;
         let mount = host.cgroup_version()?.mount().to_owned();
         let name = DeviceName::new("scratch")?;
         let device =
@@ -128,9 +125,42 @@ impl Testbed {
     }
 }
 
+/// Takes the lock that a testbed holds; `None` while another one does.
+fn lock_testbed() -> Result<Option<File>> {
+    std::fs::create_dir_all(STATE)
+        .with_context(|| format!("create {STATE} (a benchmark needs root)"))?;
+    let lock = File::create(Path::new(STATE).join("in-use"))?;
+    let flock = rustix::fs::FlockOperation::NonBlockingLockExclusive;
+    Ok(rustix::fs::flock(&lock, flock).is_ok().then_some(lock))
+}
+
+/// Undoes what a killed testbed left: knobs, cgroups with their processes, fio's files.
+fn clean_up(host: &Host) -> Result<RollbackOutcome> {
+    let outcome = host.rollback()?;
+    host.remove_cgroup(Path::new(CGROUP_ROOT))?;
+    match std::fs::remove_dir_all(FIO_FILES) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(e.into()),
+        _ => Ok(outcome),
+    }
+}
+
+/// Undoes what a killed calibration or benchmark left, unless one is running.
+///
+/// # Errors
+/// If part of it cannot be undone.
+pub fn recover_killed() -> Result<RollbackOutcome> {
+    if !Path::new(STATE).exists() {
+        return Ok(RollbackOutcome::Nothing);
+    }
+    match lock_testbed()? {
+        Some(_lock) => clean_up(&Host::new("/").with_state_directory(STATE)),
+        None => Ok(RollbackOutcome::Nothing),
+    }
+}
+
 impl Drop for Testbed {
     fn drop(&mut self) {
-        // Each on its own: one failure must not keep the other from being tried.
+        // Each on its own: one failure must not keep the others from being tried.
         let knobs = self.host.rollback().err();
         let cgroups = self.host.remove_cgroup(Path::new(CGROUP_ROOT)).err();
         for error in [knobs, cgroups].into_iter().flatten() {
@@ -192,8 +222,12 @@ impl CellContext<'_> {
                 });
             }
         }
-        // The prediction is for the percentile that could be judged; the model saw no result.
-        for Predicted { promise, paper } in (self.predict)(&judged_specification) {
+        // The prediction is for the percentile that could be judged; the model saw no result. It
+        // knows nothing of I/O priorities.
+        let predicts = self.scheme.ioprio.is_empty();
+        for Predicted { promise, paper, paper_bound } in
+            if predicts { (self.predict)(&judged_specification) } else { Vec::new() }
+        {
             let found = tasks.iter_mut().find(|t| t.vm == promise.vm && t.task == promise.task);
             if let Some(task) = found {
                 task.prediction = Some(Prediction {
@@ -201,6 +235,7 @@ impl CellContext<'_> {
                     predicted: promise.predicted,
                     bound: promise.bound,
                     paper,
+                    paper_bound,
                 });
             }
         }
@@ -213,7 +248,9 @@ impl CellContext<'_> {
             window_s,
             settings: self.scheme.settings.clone(),
             ioprio: self.scheme.ioprio.iter().map(|(v, p)| (v.clone(), p.to_string())).collect(),
-            passed: tasks.iter().all(|t| t.passed),
+            passed: !tasks.is_empty() && tasks.iter().all(|t| t.passed),
+            attempts: 1,
+            noise_floor: None,
             tasks,
             background: measurement.background,
             canary: measurement.canary,
@@ -222,15 +259,6 @@ impl CellContext<'_> {
                 .then(|| format!("canary p99 {} above {CANARY_LIMIT}", measurement.canary.p99)),
         }
     }
-}
-
-/// The highest of p99, p99.9 and p99.99 with `at_least` of `n` samples beyond it.
-#[must_use]
-pub fn highest_percentile(n: u64, at_least: u64) -> Option<Percentile> {
-    [99.99, 99.9, 99.0]
-        .into_iter()
-        .filter_map(|p| Percentile::new(p).ok())
-        .find(|&p| rtvirtio_spec::latency::beyond(n, p) >= at_least)
 }
 
 /// Settings without I/O priorities.

@@ -27,6 +27,8 @@ use rtvirtio_units::{BytesPerSecond, Nanos, TaskName, VmName};
 
 use canary::CanaryThread;
 
+use crate::cell::FIO_FILES;
+
 /// Told to stop by Ctrl-C.
 pub type Interrupted = AtomicBool;
 
@@ -106,7 +108,8 @@ impl CellLoad<'_> {
     /// # Errors
     /// If fio is missing or fails, if a neighbour does no I/O, or if interrupted.
     pub fn run(&self, interrupted: &Interrupted) -> Result<Measurement> {
-        let directory = tempfile::Builder::new().prefix("rtvirtio-fio-").tempdir()?;
+        std::fs::create_dir_all(FIO_FILES)?;
+        let directory = tempfile::tempdir_in(FIO_FILES)?;
         let tail = self.window + RAMP + Duration::from_secs(4);
         let mut background = Vec::new();
         let mut tasks = Vec::new();
@@ -133,6 +136,11 @@ impl CellLoad<'_> {
         }
         let machine = machine.since()?;
         let canary = canary.stop();
+        for fio in &mut background {
+            // A neighbour that is gone early makes every scheme look good.
+            let ended = fio.child.try_wait()?.is_some();
+            ensure!(!ended, "background VM {} ended before the tasks", fio.vm);
+        }
         let mut measured = Vec::new();
         for (fio, vm) in tasks.iter().zip(&vms) {
             let histograms = fio::histograms(&fio.output)?;
@@ -156,7 +164,9 @@ impl CellLoad<'_> {
             fio.terminate();
             fio.finish(Instant::now() + OVERTIME, interrupted)?;
             let vm = self.specification.vms.iter().find(|v| v.name == fio.vm);
-            let streams = vm.map_or(1, |v| v.tasks.len().max(1));
+            let undeclared = rtvirtio_model::Stream::UNDECLARED.len();
+            let streams =
+                vm.map_or(0, |v| if v.tasks.is_empty() { undeclared } else { v.tasks.len() });
             let mut total = 0.0;
             for index in 0..streams {
                 let log = fio::log_path(directory.path(), &fio.vm, "bw", index);
@@ -174,7 +184,7 @@ impl CellLoad<'_> {
         runtime: Duration,
         ramp: Duration,
     ) -> Result<Fio> {
-        let job = fio::job_file(vm, self.device, self.ioprio.get(&vm.name), runtime, ramp);
+        let job = fio::job_file(vm, self.device, self.ioprio.get(&vm.name), runtime, ramp)?;
         let procs = self.cgroup_mount.join(&vm.cgroup).join("cgroup.procs");
         let output = directory.join(format!("{}.json", vm.name));
         let child = fio::spawn(directory, &vm.name, &job, &procs, &output)?;

@@ -9,7 +9,6 @@ use indicatif::{ProgressBar, ProgressStyle};
 /// Progress over steps whose lengths are known beforehand.
 pub struct Progress {
     bar: Option<ProgressBar>,
-    started: Instant,
     planned: Duration,
     done: Duration,
     steps: usize,
@@ -33,15 +32,7 @@ impl Progress {
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
             bar
         });
-        Self {
-            bar,
-            started: Instant::now(),
-            planned,
-            done: Duration::ZERO,
-            steps,
-            step: 0,
-            ticker: None,
-        }
+        Self { bar, planned, done: Duration::ZERO, steps, step: 0, ticker: None }
     }
 
     /// A step of about `expected` starts.
@@ -94,12 +85,6 @@ impl Progress {
             Some(bar) => bar.suspend(|| eprintln!("{text}")),
             None => eprintln!("{text}"),
         }
-    }
-
-    /// Time since the start.
-    #[must_use]
-    pub fn elapsed(&self) -> Duration {
-        self.started.elapsed()
     }
 
     fn stop_ticker(&mut self) {

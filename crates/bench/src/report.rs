@@ -14,7 +14,7 @@
 //!
 //! Properties: whatever text a cell or the context carries is escaped; a
 //! discarded cell counts nowhere unless [`Discarded::Count`] says so, and is
-//! listed with its reason either way; rtvirtio comes first, then `hand`, then
+//! listed with its reason either way; where more than a fifth were discarded none counts; rtvirtio comes first, then `hand`, then
 //! the other schemes in the order of the cells.
 
 mod across;
@@ -35,6 +35,7 @@ use rtvirtio_cases::judge::MIN_DELIVERED;
 use rtvirtio_spec::run::Cell;
 
 use group::Group;
+pub use predictions::{Agreement, agreement};
 pub use text::table;
 
 /// Why there is no report.
@@ -72,6 +73,15 @@ pub struct Context {
     pub notes: Vec<String>,
     /// What becomes of discarded cells.
     pub discarded: Discarded,
+}
+
+/// Said where too many cells were discarded for the others to count.
+const WITHHELD: &str = "More than 20 % of the measurements were discarded: no cell counts.";
+
+/// Whether so many measurements were discarded that no cell counts.
+#[must_use]
+pub fn is_withheld(cells: &[Cell]) -> bool {
+    group::is_withheld(cells)
 }
 
 /// Renders `cells` as one HTML file.
@@ -130,6 +140,9 @@ fn header(cells: &[Cell], context: &Context) -> Markup {
                 } }
             }
             @for note in &context.notes { p.note { (note) } }
+            @if context.discarded == Discarded::LeaveOut && group::is_withheld(cells) {
+                p.note { strong { (WITHHELD) } }
+            }
             p.rule {
                 "A run passes when every task's tail is within its target and every task delivers at least "
                 (MIN_DELIVERED) " of its rate. The tail is the highest of p99, p99.9 and p99.99 with at least \

@@ -99,7 +99,14 @@ pub fn serve(
 }
 
 fn open_raw(directory: &Path, size: Bytes) -> Result<File> {
-    let path = directory.join(format!(".rtvirtio-scratch-{}", std::process::id()));
+    // The name is part of the device's identity: one directory, one identity, so that a
+    // benchmark can go on with the profile that it has.
+    let path = directory.join(".rtvirtio-scratch");
+    if let Err(e) = std::fs::remove_file(&path)
+        && e.kind() != std::io::ErrorKind::NotFound
+    {
+        return Err(e).with_context(|| format!("remove {}", path.display()));
+    }
     let file = OpenOptions::new()
         .read(true)
         .write(true)
@@ -113,11 +120,7 @@ fn open_raw(directory: &Path, size: Bytes) -> Result<File> {
     while left > 0 {
         let n = left.min(chunk.len() as u64) as usize;
         (&file).write_all(&chunk[..n]).with_context(|| {
-            format!(
-                "fill {} bytes in {} (--raw-dir names another place)",
-                size.get(),
-                directory.display()
-            )
+            format!("fill {} bytes in {} (name another directory)", size.get(), directory.display())
         })?;
         left -= n as u64;
     }

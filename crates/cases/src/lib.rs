@@ -18,7 +18,7 @@ mod specification;
 pub mod tier;
 
 pub use case::{Case, Mix, TaskKind};
-pub use judge::{Judgement, Miss, judge, judged_percentile, wilson_interval};
+pub use judge::{Judgement, Miss, highest_percentile, judge, judged_percentile, wilson_interval};
 pub use scheme::{IoPriority, Scheme, SchemeSettings};
 pub use specification::{BACKGROUND_VM, DEFAULT_WINDOW, specification, specification_for_window};
 pub use tier::{Neighbour, Tier};

@@ -30,7 +30,7 @@ use serde::Serialize;
 
 use crate::cgroup::Write;
 use crate::journal::{Journal, Lock, Pending, Phase, Record, boot_time};
-use crate::knobs::{Schedulers, check, observe, value, write};
+use crate::knobs::{Schedulers, check, has_module, module, observe, value, write};
 use crate::restore::{Restoration, save};
 use crate::topology::Resolved;
 use crate::{Drift, Host, HostError, Step, Topology};
@@ -261,6 +261,7 @@ impl Host {
     }
 
     fn check_changes(&self, resolved: &Resolved, changes: &[Change]) -> Result<(), HostError> {
+        let release = self.kernel_release().unwrap_or_default();
         for Change { knob, new, .. } in changes {
             let (disk, _) = resolved.of(knob)?;
             check(knob, new)?;
@@ -269,7 +270,10 @@ impl Host {
                 .iter()
                 .find(|c| matches!(&c.knob, Knob::Scheduler { device } if device == knob.device()));
             match knob {
-                Knob::Scheduler { device } if !schedulers.offered.contains(new) => {
+                Knob::Scheduler { device }
+                    if !schedulers.offered.contains(new)
+                        && !has_module(&*self.sysfs, &release, module(new)) =>
+                {
                     return Err(HostError::SchedulerNotOffered {
                         device: device.clone(),
                         wanted: new.clone(),

@@ -13,6 +13,7 @@ use std::process::Command;
 use rustix::process::{Resource, geteuid, getrlimit};
 use serde::Serialize;
 
+use crate::knobs::{has_module, module};
 use crate::sysfs::Sysfs;
 use crate::{CgroupVersion, Host, WriterKind};
 
@@ -125,20 +126,18 @@ fn schedulers(sysfs: &dyn Sysfs, release: &str) -> Vec<Finding> {
         let text = sysfs.read(&block.join(name).join("queue/scheduler")).unwrap_or_default();
         offered.extend(text.split_whitespace().map(|w| w.trim_matches(['[', ']']).to_owned()));
     }
-    let modules = Path::new("/lib/modules").join(release);
-    let listed = |file: &str| sysfs.read(&modules.join(file)).unwrap_or_default();
-    let modules = listed("modules.dep") + &listed("modules.builtin");
-    let find = |(name, module): (&'static str, &str)| {
+    let find = |name: &'static str| {
+        let module = module(name);
         if offered.contains(name) {
             ok(name, "offered by a block device")
-        } else if modules.contains(&format!("/{module}.ko")) {
+        } else if has_module(sysfs, release, module) {
             degraded(name, "a module that is not loaded", format!("`modprobe {module}`"))
         } else {
             let detail = "offered by no block device, no module on disk";
             missing(name, detail, format!("install the kernel's extra modules ({module})"))
         }
     };
-    [("bfq", "bfq"), ("kyber", "kyber-iosched"), ("mq-deadline", "mq-deadline")].map(find).to_vec()
+    ["bfq", "kyber", "mq-deadline"].map(find).to_vec()
 }
 
 /// A non-root cgroup's directory, since the root has few io files.

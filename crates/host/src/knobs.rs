@@ -7,7 +7,7 @@
 //! Properties: `selected_scheduler_is_the_one_in_brackets`,
 //! `value_that_the_kernel_would_truncate_is_refused`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use rtvirtio_spec::settings::{BfqParameter, Knob, Knobs, Limit};
 
@@ -50,6 +50,22 @@ impl Schedulers {
     pub(crate) fn is_bfq(&self) -> bool {
         self.selected == "bfq"
     }
+}
+
+/// The module of a scheduler that may be built as one.
+pub(crate) fn module(scheduler: &str) -> &str {
+    if scheduler == "kyber" { "kyber-iosched" } else { scheduler }
+}
+
+/// Whether a module lies on disk (or in the kernel). `queue/scheduler` lists what is loaded only;
+/// selecting a scheduler loads its module (kernel `block/elevator.c`).
+pub(crate) fn has_module(sysfs: &dyn Sysfs, release: &str, module: &str) -> bool {
+    let modules = Path::new("/lib/modules").join(release);
+    let holds = |file: &str| {
+        let text = sysfs.read(&modules.join(file)).unwrap_or_default();
+        text.contains(&format!("/{module}.ko"))
+    };
+    holds("modules.dep") || holds("modules.builtin")
 }
 
 const PARAMETERS: [BfqParameter; 4] = [

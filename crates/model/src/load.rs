@@ -18,9 +18,15 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// What a VM that declares nothing is taken for: 128 KiB writes at depth 64.
-    pub const UNDECLARED: Self =
-        Self { iops: None, block_size: Bytes::from_kib(128), read_fraction: 0.0, depth: 64 };
+    /// Request size that undeclared load is taken for; a cap on requests goes with it.
+    pub const UNDECLARED_BLOCK: Bytes = Bytes::from_kib(128);
+
+    /// What a VM that declares nothing is taken for: deep reads and deep writes.
+    pub const UNDECLARED: [Self; 2] = [Self::deep(1.0), Self::deep(0.0)];
+
+    const fn deep(read_fraction: f64) -> Self {
+        Self { iops: None, block_size: Self::UNDECLARED_BLOCK, read_fraction, depth: 64 }
+    }
 }
 
 impl From<Load> for Stream {
@@ -67,11 +73,14 @@ impl VmLoad {
         };
         let read = tightest(bps(limits.read_bps), iops(limits.read_iops));
         let write = tightest(bps(limits.write_bps), iops(limits.write_iops));
+        let mixes = self.streams.iter().any(|s| s.read_fraction > 0.0 && s.read_fraction < 1.0);
         match (reads > 0.0, writes > 0.0) {
             (true, false) => read,
             (false, _) => write,
             // A stream that mixes stands still when either direction does.
-            (true, true) => tightest(read.map(|r| r / reads), write.map(|w| w / writes)),
+            (true, true) if mixes => tightest(read.map(|r| r / reads), write.map(|w| w / writes)),
+            // Readers and writers side by side each get their own.
+            (true, true) => Some(read? + write?),
         }
     }
 }

@@ -18,9 +18,10 @@
 //! `max_budget` takes at depth 1 if that is less (bfq expires the queue in
 //! service on either, kernel `block/bfq-iosched.c`).
 //!
-//! A depth-1 stream of rate λ has at most one request waiting, so a blocking
-//! of rate r and length ℓ makes a fraction `r · min(ℓ − x, 1/λ)` of its
-//! requests wait longer than x. The tail at p is the base tail at p plus the x
+//! A stream of rate λ and depth d has at most d requests waiting, so a blocking
+//! of rate r and length ℓ makes a fraction `r · min(ℓ − x, d/λ)` of its
+//! requests wait longer than x. Bursts of several capped VMs may coincide, and
+//! are taken to. The tail at p is the base tail at p plus the x
 //! at which these fractions sum to 1 − p. (A rare blocking is invisible to a
 //! low percentile of a fast stream, and is not to one of a slow stream.)
 //!
@@ -28,15 +29,11 @@
 //! `tail_grows_with_a_neighbours_cap`, `idling_tail_is_other_vms_times_timeout`,
 //! `flood_waits_for_the_whole_queue`.
 
-use rtvirtio_spec::profile::{BasePoint, Capacity, Regime, StructuralFit};
+use rtvirtio_spec::profile::{BasePoint, Capacity, Regime, Response, StructuralFit};
 use rtvirtio_spec::settings::Scheduler;
 use rtvirtio_units::{Nanos, Percentile};
 
 use crate::{DeviceLoad, Estimate, Stream};
-
-/// A queue this deep without a rate or a limit fills the device; it is the
-/// depth at which the reference devices' channels are all busy twice over.
-const DEEP: u32 = 8;
 
 /// Utilisation above which the base response is not extrapolated further.
 const SATURATED: f64 = 0.98;
@@ -67,6 +64,14 @@ pub struct Situation {
     pub utilisation: f64,
 }
 
+impl Situation {
+    /// What dominates the tails.
+    #[must_use]
+    pub const fn regime(&self) -> Regime {
+        self.regime
+    }
+}
+
 impl<'a> Structural<'a> {
     /// The model with the numbers of a profile.
     #[must_use]
@@ -84,22 +89,36 @@ impl<'a> Structural<'a> {
         (small + slope * (block_size - 4096.0)).max(small / 8.0)
     }
 
+    /// The depth from which a queue without a rate or a limit fills the device: twice what is
+    /// in flight at capacity (Little's law).
+    fn deep(&self) -> f64 {
+        2.0 * self.capacity.response_4k.mean.as_secs_f64() * self.capacity.iops_4k
+    }
+
+    /// What a request of `block_size` takes longer than one of 4 KiB on the idle device, s.
+    fn longer(&self, block_size: f64, of: fn(&Response) -> Nanos) -> f64 {
+        let (small, large) = (&self.capacity.response_4k, &self.capacity.response_128k);
+        let slope = (of(large).as_secs_f64() - of(small).as_secs_f64()) / (131_072.0 - 4096.0);
+        (slope * (block_size - 4096.0)).max(0.0)
+    }
+
     /// What `load` means for every stream on the device.
     #[must_use]
     pub fn situation(&self, load: &DeviceLoad) -> Situation {
         let mut blockings = Vec::new();
-        let mut bursts = false;
+        let mut bursts = 0.0;
+        let deep = self.deep();
         let mut flood = 0.0;
         let mut utilisation = 0.0;
         let burst = self.fit.burst.as_secs_f64();
         for vm in &load.vms {
             let cap = vm.cap();
-            let is_unlimited = |s: &&Stream| s.iops.is_none() && s.depth >= DEEP;
+            let is_unlimited = |s: &&Stream| s.iops.is_none() && f64::from(s.depth) >= deep;
             for s in &vm.streams {
                 let block = s.block_size.get() as f64;
                 let lone_rate = f64::from(s.depth) / self.base(0.0).mean.as_secs_f64();
                 let rate = s.iops.unwrap_or(lone_rate).min(cap.unwrap_or(f64::INFINITY) / block);
-                if s.iops.is_some() || cap.is_some() || s.depth < DEEP {
+                if !is_unlimited(&s) || cap.is_some() {
                     utilisation += rate * self.cost(block);
                 }
             }
@@ -110,9 +129,8 @@ impl<'a> Structural<'a> {
                     let in_flight: u32 = vm.streams.iter().map(|s| s.depth).sum();
                     // No more at once than it keeps in flight.
                     let at_once = (cap * burst / block).min(f64::from(in_flight));
-                    let seconds = at_once * self.cost(block);
-                    bursts = true;
-                    blockings.push(Blocking { per_second: 1.0 / burst, seconds });
+                    // Several capped VMs may be released together.
+                    bursts += at_once * self.cost(block);
                 }
                 _ => {
                     for s in vm.streams.iter().filter(is_unlimited) {
@@ -121,6 +139,9 @@ impl<'a> Structural<'a> {
                 }
             }
         }
+        if bursts > 0.0 {
+            blockings.push(Blocking { per_second: 1.0 / burst, seconds: bursts });
+        }
         if let Some(stalls) = self.fit.stalls {
             let seconds = stalls.length.as_secs_f64();
             blockings.push(Blocking { per_second: stalls.per_second, seconds });
@@ -128,7 +149,7 @@ impl<'a> Structural<'a> {
         let is_flooded = flood > 0.0;
         let slice = self.idle_slice(load.scheduler);
         let regime = match (slice, is_flooded) {
-            (None, false) if bursts => Regime::Bursting,
+            (None, false) if bursts > 0.0 => Regime::Bursting,
             (None, false) => Regime::Flowing,
             (None, true) => Regime::Flooded,
             (Some(_), false) => Regime::Idling,
@@ -204,9 +225,11 @@ impl<'a> Structural<'a> {
         let base = self.base(situation.utilisation);
         let factor = situation.scheduler_factor;
         let beyond = 1.0 - p.fraction();
-        let base_tail = tail_of(&base, beyond) * factor;
+        let block = stream.block_size.get() as f64;
+        let base_tail = tail_of(&base, beyond) * factor + self.longer(block, |r| r.p999);
         // A closed loop at its limit issues as fast as it is served.
-        let mean = base.mean.as_secs_f64() * factor + situation.flood;
+        let mean =
+            base.mean.as_secs_f64() * factor + self.longer(block, |r| r.mean) + situation.flood;
         let blocked: f64 = situation
             .blockings
             .iter()
@@ -216,7 +239,9 @@ impl<'a> Structural<'a> {
         let most = f64::from(stream.depth) * (1.0 - blocked) / mean;
         let rate = stream.iops.unwrap_or(most).min(most);
         let delivered = stream.iops.map_or(1.0, |wanted| (most / wanted).min(1.0));
-        let wait = wait_at(&situation.blockings, 1.0 / rate, beyond);
+        // A blocking may meet as many of its requests as it keeps in flight.
+        let interval = f64::from(stream.depth) / rate;
+        let wait = wait_at(&situation.blockings, interval, beyond);
         let regime_factor = self.fit.regime_factor.get(&situation.regime).copied().unwrap_or(1.0);
         let tail = (base_tail + situation.flood + wait) * regime_factor;
         Estimate { tail: Nanos::from_secs_f64(tail), delivered, regime: situation.regime }

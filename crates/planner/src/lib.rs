@@ -6,7 +6,7 @@
 //! more urgent ones hold.
 //!
 //! Algorithm, for each device by itself ([`search`]): a local search over
-//! scheduler, bfq's parameters and weights. Each candidate's caps on VMs
+//! scheduler and bfq's parameters; weights follow urgency. Each candidate's caps on VMs
 //! without targets are as high as the targets allow: the bound of every task
 //! grows with them, so the largest is found by bisection. Worth is, in this
 //! order: targets met by urgency, background throughput, little that keeps the
@@ -32,13 +32,17 @@ use rtvirtio_model::paper::{self, Reading};
 use rtvirtio_model::structural::Structural;
 use rtvirtio_model::{DeviceLoad, Stream, VmLoad, conformal};
 use rtvirtio_spec::plan::{PLAN_VERSION, Plan, PlannedDevice, PlannedVm, TaskPromise};
-use rtvirtio_spec::profile::{DeviceIdentity, PROFILE_VERSION, Profile};
-use rtvirtio_spec::settings::{DeviceSettings, Knobs, Settings, diff};
+use rtvirtio_spec::profile::{DeviceIdentity, Profile, ProfileError};
+use rtvirtio_spec::settings::{DeviceSettings, Knobs, Scheduler, Settings, diff};
 use rtvirtio_spec::specification::{Device, Specification, Task, Vm};
-use rtvirtio_units::{DeviceName, Nanos, Percentile};
+use rtvirtio_units::{Bytes, DeviceName, Nanos, Percentile};
 
 /// Fraction of the declared rate that a task must be given (DESIGN: the pass rule).
 pub const DELIVERED: f64 = 0.95;
+
+/// What calibration's tasks issue, and the highest percentile that it sees.
+const PROBED_BLOCK: Bytes = Bytes::from_kib(4);
+const PROBED_PERCENTILE: f64 = 99.9;
 
 /// Why there is no plan at all. (Targets that cannot be met are part of a plan.)
 #[derive(Debug, thiserror::Error)]
@@ -61,13 +65,14 @@ pub enum PlanError {
         /// Where it was expected.
         path: PathBuf,
     },
-    /// The profile is of another version of rtvirtio.
-    #[error("device {device}: profile version {found}, this rtvirtio reads {PROFILE_VERSION}")]
-    ProfileVersion {
+    /// The profile is of another version of rtvirtio, or damaged.
+    #[error("device {device}: its profile")]
+    Profile {
         /// The device.
         device: DeviceName,
-        /// The file's version.
-        found: u32,
+        /// What is wrong with it.
+        #[source]
+        source: ProfileError,
     },
 }
 
@@ -78,7 +83,7 @@ impl PlanError {
         match self {
             Self::OtherDevice { device, .. }
             | Self::NoProfile { device, .. }
-            | Self::ProfileVersion { device, .. } => {
+            | Self::Profile { device, .. } => {
                 format!("make a profile of {device}: rtvirtio calibrate PATH -o PROFILE")
             }
         }
@@ -99,8 +104,10 @@ pub struct FoundDevice<'a> {
 pub struct Predicted {
     /// The structural model and its bound.
     pub promise: TaskPromise,
-    /// The paper's model, refit, in the corrected reading.
+    /// The paper's model, refit, in the corrected reading, where bfq idles: it speaks of nothing else.
     pub paper: Option<Nanos>,
+    /// A bound on top of it.
+    pub paper_bound: Option<Nanos>,
 }
 
 /// Plans every device of `specification`.
@@ -128,7 +135,8 @@ pub fn plan(
         tasks.extend(choice.evaluation.promises.iter().cloned());
         background.extend(choice.shares(&problem));
         cost.push(choice.cost(&problem));
-        reasons.extend(choice.reasons.iter().map(|r| format!("{}: {r}", device.name)));
+        let said = choice.reasons.iter().cloned().chain(problem.caveats());
+        reasons.extend(said.map(|r| format!("{}: {r}", device.name)));
         settings.0.insert(device.name.clone(), choice.settings(&problem));
         devices.push(PlannedDevice {
             name: device.name.clone(),
@@ -156,8 +164,8 @@ pub fn plan(
     })
 }
 
-/// What the model promises each task under `settings`, whoever chose them, and
-/// beside it the tail that the paper's model gives (refit, corrected reading).
+/// What the models say of each task under `settings`, whoever chose them. Each
+/// bound is for its task alone.
 ///
 /// # Errors
 /// As [`plan`].
@@ -172,11 +180,18 @@ pub fn predict(
         let problem = Problem::of(specification, device, there.profile);
         let Some(of_device) = settings.0.get(&device.name) else { continue };
         let load = problem.load(of_device);
-        for promise in problem.evaluate(&load, &[]).promises {
+        let residuals = &there.profile.residuals.paper;
+        let idles = matches!(of_device.scheduler, Scheduler::Bfq(b) if b.slice_idle_us > 0);
+        let regime = problem.model.situation(&load).regime();
+        for promise in problem.evaluate(&load, &[], Together::No).promises {
             let vm = problem.vms.iter().position(|v| v.vm.name == promise.vm);
-            let paper =
-                vm.map(|vm| paper::host_part(&there.profile.paper, &load, vm, Reading::Corrected));
-            predictions.push(Predicted { promise, paper });
+            let paper = vm
+                .filter(|_| idles)
+                .map(|vm| paper::host_part(&there.profile.paper, &load, vm, Reading::Corrected));
+            let paper_bound = paper.and_then(|predicted| {
+                conformal::bound(residuals, regime, predicted, promise.confidence, 1)
+            });
+            predictions.push(Predicted { promise, paper, paper_bound });
         }
     }
     Ok(predictions)
@@ -190,10 +205,8 @@ fn check<'a>(
         device: device.name.clone(),
         path: device.profile.clone(),
     })?;
-    if there.profile.version != PROFILE_VERSION {
-        let found = there.profile.version;
-        return Err(PlanError::ProfileVersion { device: device.name.clone(), found });
-    }
+    let bad = |source| PlanError::Profile { device: device.name.clone(), source };
+    there.profile.check().map_err(bad)?;
     if there.profile.device != there.identity {
         return Err(PlanError::OtherDevice {
             device: device.name.clone(),
@@ -221,6 +234,15 @@ struct ProblemVm<'a> {
     urgency: Option<Nanos>,
 }
 
+/// For how many tasks at once a bound is to hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Together {
+    /// For each task alone.
+    No,
+    /// For all tasks of a VM.
+    Vm,
+}
+
 /// What a candidate promises.
 #[derive(Debug, Clone)]
 struct Evaluation {
@@ -238,14 +260,44 @@ impl<'a> Problem<'a> {
             let tasks: Vec<&Task> =
                 vm.tasks.iter().filter(|t| *vm.device_of(t) == device.name).collect();
             let mut streams: Vec<Stream> = tasks.iter().map(|t| Stream::from(t.load)).collect();
-            if vm.tasks.is_empty() {
-                streams.push(Stream::UNDECLARED);
+            if tasks.is_empty() {
+                // Nothing is declared on this device.
+                streams.extend(Stream::UNDECLARED);
             }
             let urgency = tasks.iter().filter_map(|t| Some(t.target?.latency)).min();
             vms.push(ProblemVm { vm, streams, tasks, urgency });
         }
         let model = Structural::new(&profile.structural, &profile.capacity);
         Self { device, vms, profile, model }
+    }
+
+    /// Where the profile's probes say little of what is declared.
+    fn caveats(&self) -> Vec<String> {
+        let mut caveats = Vec::new();
+        for v in &self.vms {
+            if v.tasks.is_empty() {
+                caveats.push(format!(
+                    "{} declares nothing here: taken for deep {} reads and writes",
+                    v.vm.name,
+                    Stream::UNDECLARED_BLOCK
+                ));
+            }
+            for task in v.tasks.iter().filter(|t| t.target.is_some()) {
+                let name = format!("{}/{}", v.vm.name, task.name);
+                let load = task.load;
+                if load.block_size != PROBED_BLOCK || load.queue_depth != 1 {
+                    caveats.push(format!(
+                        "{name}: probes are of {PROBED_BLOCK} at depth 1; its bound extrapolates"
+                    ));
+                }
+                if task.target.is_some_and(|t| t.percentile.get() > PROBED_PERCENTILE) {
+                    caveats.push(format!(
+                        "{name}: probes reach p{PROBED_PERCENTILE}; its bound extrapolates"
+                    ));
+                }
+            }
+        }
+        caveats
     }
 
     /// The load under `settings`; a VM without settings has the defaults.
@@ -261,11 +313,14 @@ impl<'a> Problem<'a> {
         DeviceLoad { scheduler: settings.scheduler, vms }
     }
 
-    fn evaluate(&self, load: &DeviceLoad, victims: &[usize]) -> Evaluation {
+    fn evaluate(&self, load: &DeviceLoad, victims: &[usize], together: Together) -> Evaluation {
         let situation = self.model.situation(load);
         let mut promises = Vec::new();
         for (i, v) in self.vms.iter().enumerate() {
-            let with_target = v.tasks.iter().filter(|t| t.target.is_some()).count();
+            let with_target = match together {
+                Together::No => 1,
+                Together::Vm => v.tasks.iter().filter(|t| t.target.is_some()).count(),
+            };
             for (task, stream) in v.tasks.iter().zip(&v.streams) {
                 let Some(target) = task.target else { continue };
                 let estimate = self.model.estimate(&situation, stream, target.percentile);
@@ -283,6 +338,7 @@ impl<'a> Problem<'a> {
                     bound,
                     delivered: estimate.delivered,
                     utilisation: situation.utilisation,
+                    tasks: with_target,
                     is_victim: victims.contains(&i),
                 };
                 promises.push(TaskPromise {
@@ -291,7 +347,7 @@ impl<'a> Problem<'a> {
                     percentile: target.percentile,
                     target: target.latency,
                     predicted: estimate.tail,
-                    bound: bound.unwrap_or(Nanos::new(u64::MAX)),
+                    bound,
                     confidence: target.confidence,
                     delivered: estimate.delivered,
                     unmet: facts.unmet(),
@@ -309,6 +365,7 @@ struct Facts {
     bound: Option<Nanos>,
     delivered: f64,
     utilisation: f64,
+    tasks: usize,
     is_victim: bool,
 }
 
@@ -324,7 +381,10 @@ impl Facts {
             return Some(format!("given up for more urgent VMs{overloaded}"));
         }
         let Some(bound) = self.bound else {
-            return Some("the profile has too few runs for a bound at this confidence".to_owned());
+            return Some(format!(
+                "the profile has too few runs for a bound at this confidence on {} tasks together",
+                self.tasks
+            ));
         };
         if self.delivered < DELIVERED {
             let percent = self.delivered * 100.0;

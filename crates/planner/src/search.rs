@@ -2,14 +2,14 @@
 
 use std::cmp::Ordering;
 
-use rtvirtio_model::DeviceLoad;
-use rtvirtio_spec::plan::{BackgroundShare, DeviceCost};
+use rtvirtio_model::{DeviceLoad, Stream};
+use rtvirtio_spec::plan::{BackgroundShare, DeviceCost, TaskPromise};
 use rtvirtio_spec::settings::{
     Bfq, DeviceSettings, Knobs, Limits, Scheduler, Settings, VmSettings, diff,
 };
 use rtvirtio_units::{BytesPerSecond, Nanos, Weight};
 
-use crate::{Evaluation, Problem};
+use crate::{Evaluation, Problem, Together};
 
 /// The least that a background VM is left: it must stay alive.
 const LEAST_CAP: f64 = 1e6;
@@ -34,6 +34,8 @@ pub(crate) struct Choice {
     cap: Option<f64>,
     pub(crate) evaluation: Evaluation,
     worth: Worth,
+    /// What keeps the cap from being larger.
+    held_by: Option<String>,
     pub(crate) reasons: Vec<String>,
 }
 
@@ -116,6 +118,7 @@ fn local_search(problem: &Problem<'_>, observed: &Knobs, victims: &[usize]) -> C
         }
     }
     let mut best = best.unwrap_or_else(|| candidate(problem, observed, victims, Scheduler::None));
+    best.held_by = best.held_by(problem, victims);
     best.reasons = best.explain(problem, victims);
     best
 }
@@ -149,7 +152,7 @@ fn candidate(
         .collect();
     let evaluate = |cap: Option<f64>| {
         let load = problem.load(&settings(problem, scheduler, &capped, cap));
-        problem.evaluate(&load, victims)
+        problem.evaluate(&load, victims, Together::Vm)
     };
     let met =
         |e: &Evaluation| -> Vec<bool> { e.promises.iter().map(|p| p.unmet.is_none()).collect() };
@@ -182,7 +185,13 @@ fn candidate(
         }
     }
     let worth = worth(problem, observed, scheduler, &capped, cap, &evaluation);
-    Choice { scheduler, capped, cap, evaluation, worth, reasons: Vec::new() }
+    Choice { scheduler, capped, cap, evaluation, worth, held_by: None, reasons: Vec::new() }
+}
+
+/// Bound over target; infinite without a bound.
+fn tightness(promise: &TaskPromise) -> f64 {
+    let bound = promise.bound.map_or(f64::INFINITY, Nanos::as_secs_f64);
+    bound / promise.target.as_secs_f64()
 }
 
 fn worth(
@@ -209,18 +218,14 @@ fn worth(
         Scheduler::MqDeadline | Scheduler::Kyber => 1,
         Scheduler::Bfq(_) => 2,
     };
-    let tightness = evaluation
-        .promises
-        .iter()
-        .map(|p| (p.bound.get() as f64 / p.target.get().max(1) as f64 * 1000.0) as u64)
-        .max();
+    let tightest = evaluation.promises.iter().map(|p| (tightness(p) * 1000.0) as u64).max();
     Worth {
         met: by_urgency.iter().map(|p| p.unmet.is_none()).collect(),
         background: (background(problem, capped, cap, evaluation) / throughput * 100.0) as i64,
         idle_knobs,
         changes: diff(observed, &wanted).len(),
         work,
-        tightness: tightness.unwrap_or(0),
+        tightness: tightest.unwrap_or(0),
     }
 }
 
@@ -257,6 +262,7 @@ fn settings(
             _ => BACKGROUND_WEIGHT,
         };
         let limits = match cap {
+            Some(cap) if is_capped && v.tasks.is_empty() => undeclared_limits(cap),
             Some(cap) if is_capped => Limits::bps(BytesPerSecond::new(cap as u64)),
             _ => Limits::default(),
         };
@@ -264,6 +270,18 @@ fn settings(
         (v.vm.name.clone(), VmSettings { weight, limits })
     });
     DeviceSettings { scheduler, vms: vms.collect() }
+}
+
+/// Limits that leave an undeclared load `cap` in all, whatever it reads or writes: half each way,
+/// and no more requests than the size that it is taken for makes of that.
+fn undeclared_limits(cap: f64) -> Limits {
+    let half = cap / 2.0;
+    let requests = (half / Stream::UNDECLARED_BLOCK.get() as f64).ceil() as u64;
+    Limits {
+        read_iops: Some(requests),
+        write_iops: Some(requests),
+        ..Limits::bps(BytesPerSecond::new(half as u64))
+    }
 }
 
 impl Choice {
@@ -276,7 +294,7 @@ impl Choice {
             vm: problem.vms[i].vm.name.clone(),
             device: problem.device.name.clone(),
             cap: self.cap.map(|c| BytesPerSecond::new(c as u64)),
-            held_by: self.cap.and_then(|_| self.held_by()),
+            held_by: self.held_by.clone(),
         };
         self.capped.iter().map(share).collect()
     }
@@ -293,35 +311,33 @@ impl Choice {
         }
     }
 
-    /// The met promise with the least room, which a larger cap would break.
-    fn held_by(&self) -> Option<String> {
-        let met = self.evaluation.promises.iter().filter(|p| p.unmet.is_none());
-        let tightest = met.max_by(|a, b| {
-            let ratio = |p: &rtvirtio_spec::plan::TaskPromise| {
-                p.bound.as_secs_f64() / p.target.as_secs_f64()
-            };
-            ratio(a).total_cmp(&ratio(b))
-        })?;
-        Some(format!(
-            "{}/{}: p{} bounded by {} of {}",
-            tightest.vm, tightest.task, tightest.percentile, tightest.bound, tightest.target
-        ))
+    /// What a cap one step larger would break.
+    fn held_by(&self, problem: &Problem<'_>, victims: &[usize]) -> Option<String> {
+        let larger = self.cap? + CAP_STEP;
+        let load = problem.load(&settings(problem, self.scheduler, &self.capped, Some(larger)));
+        let broken = problem.evaluate(&load, victims, Together::Vm).promises;
+        let pairs = self.evaluation.promises.iter().zip(&broken);
+        let broken = pairs.filter(|(now, _)| now.unmet.is_none()).find_map(|(_, then)| {
+            Some(format!("{}/{}: {}", then.vm, then.task, then.unmet.as_ref()?))
+        });
+        Some(broken.unwrap_or_else(|| "the device's throughput".to_owned()))
     }
 
     fn explain(&self, problem: &Problem<'_>, victims: &[usize]) -> Vec<String> {
         let mut reasons = vec![format!("scheduler: {}", self.scheduler)];
-        if let (Some(cap), Some(held_by)) = (self.cap, self.held_by()) {
+        if let (Some(cap), Some(held_by)) = (self.cap, self.held_by.as_ref()) {
             let load: DeviceLoad =
                 problem.load(&settings(problem, self.scheduler, &self.capped, None));
-            let uncapped = problem.evaluate(&load, victims);
+            let uncapped = problem.evaluate(&load, victims, Together::Vm);
             let lost = uncapped.promises.iter().filter(|p| p.unmet.is_some()).count();
             let met = self.evaluation.promises.iter().filter(|p| p.unmet.is_none()).count();
             let of = uncapped.promises.len();
             reasons.push(format!(
                 "cap of {} on each VM without a target: the largest at which the bounds of {met} \
-                 of {of} tasks hold, by bisection; the next step breaks {held_by}; without a cap \
-                 {lost} of {of} would miss",
-                BytesPerSecond::new(cap as u64)
+                 of {of} tasks hold, found by bisection; {} more would break {held_by}; without a \
+                 cap {lost} of {of} would miss",
+                BytesPerSecond::new(cap as u64),
+                BytesPerSecond::new(CAP_STEP as u64)
             ));
         }
         reasons

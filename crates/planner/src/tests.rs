@@ -1,5 +1,5 @@
 use rtvirtio_spec::profile::{
-    BasePoint, Capacity, PaperFit, Regime, Residuals, Response, StructuralFit,
+    BasePoint, Capacity, PROFILE_VERSION, PaperFit, Regime, Residuals, Response, StructuralFit,
 };
 use rtvirtio_spec::settings::{Knob, Scheduler};
 use rtvirtio_spec::specification::parse;

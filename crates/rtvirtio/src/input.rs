@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use rtvirtio_host::Host;
 use rtvirtio_spec::plan::{PLAN_VERSION, Plan};
-use rtvirtio_spec::profile::{PROFILE_VERSION, Profile};
+use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::specification::{MAX_FILE_BYTES, Specification, parse};
 
 /// Largest plan or profile that is read; 1,000 VMs make a plan of about 3 MB.
@@ -39,11 +39,10 @@ fn json<T: serde::de::DeserializeOwned>(path: &Path, what: &str) -> Result<T> {
     serde_json::from_str(&text).with_context(|| format!("{}: not a {what}", path.display()))
 }
 
-/// A profile of a version that this binary reads.
+/// A profile that can be used.
 pub(crate) fn profile(path: &Path) -> Result<Profile> {
-    let profile: Profile = json(path, "profile")?;
-    let (found, wanted) = (profile.version, PROFILE_VERSION);
-    ensure!(found == wanted, "{}: profile version {found}, not {wanted}", path.display());
+    let profile: Profile = json(path, "profile (made by `rtvirtio calibrate`)")?;
+    profile.check().with_context(|| format!("{}", path.display()))?;
     Ok(profile)
 }
 

@@ -9,7 +9,7 @@ mod verbs;
 
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -28,7 +28,7 @@ use rtvirtio_spec::specification::SpecificationError;
     version,
     after_help = "Exit codes: 0 done or nothing to change, 1 error, 2 changes \
     (plan) or drift (verify), 3 unmet targets, 130 interrupted.\n\
-    RTVIRTIO_STATE_DIR moves journal and lock away from /run/rtvirtio.\n\
+    RTVIRTIO_STATE_DIR moves apply's journal and lock away from /run/rtvirtio.\n\
     First steps: `rtvirtio doctor`, then `rtvirtio demo`."
 )]
 struct Cli {
@@ -65,6 +65,26 @@ enum Verb {
     ConfirmWatchdog,
 }
 
+impl Verb {
+    /// Whether a signal must let it finish or clean up; any other just ends.
+    const fn cleans_up(&self) -> bool {
+        match self {
+            Self::Scratch(_)
+            | Self::Calibrate(_)
+            | Self::Apply(_)
+            | Self::Confirm(_)
+            | Self::Rollback(_)
+            | Self::Bench(_)
+            | Self::Demo(_) => true,
+            Self::Doctor(_)
+            | Self::Plan(_)
+            | Self::Verify(_)
+            | Self::Report(_)
+            | Self::ConfirmWatchdog => false,
+        }
+    }
+}
+
 /// How a verb ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
@@ -82,18 +102,21 @@ fn main() -> ExitCode {
         }
     };
     let interrupted = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        if let Err(e) = signal_hook::flag::register(signal, Arc::clone(&interrupted)) {
-            eprintln!("error: install a signal handler: {e}");
-            return ExitCode::FAILURE;
+    if cli.verb.cleans_up() {
+        use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+        for signal in [SIGINT, SIGTERM, SIGHUP] {
+            if let Err(e) = signal_hook::flag::register(signal, Arc::clone(&interrupted)) {
+                eprintln!("error: install a signal handler: {e}");
+                return ExitCode::FAILURE;
+            }
         }
     }
     match run(cli.verb, &interrupted) {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
         Ok(Outcome::Changes) => ExitCode::from(2),
         Ok(Outcome::Unmet) => ExitCode::from(3),
-        Err(_) if interrupted.load(Ordering::Relaxed) => {
-            eprintln!("interrupted; everything is back as it was");
+        Err(e) if e.downcast_ref::<InterruptedError>().is_some() => {
+            eprintln!("interrupted");
             ExitCode::from(130)
         }
         Err(e) => {
@@ -122,9 +145,6 @@ fn run(verb: Verb, interrupted: &AtomicBool) -> Result<Outcome> {
 
 /// Prints an error with its causes, each once, and a hint if there is one.
 fn complain(error: &anyhow::Error) {
-    if error.downcast_ref::<InterruptedError>().is_some() {
-        return;
-    }
     eprintln!("error: {error:#}");
     let hint = error.chain().find_map(|cause| {
         if let Some(e) = cause.downcast_ref::<HostError>() {

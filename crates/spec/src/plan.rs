@@ -75,8 +75,9 @@ pub struct TaskPromise {
     pub target: Nanos,
     /// The expected value of the percentile.
     pub predicted: Nanos,
-    /// The percentiles of all the VM's tasks stay below their bounds with `confidence`.
-    pub bound: Nanos,
+    /// The percentiles of all the VM's tasks stay below their bounds with `confidence`; `None` if
+    /// the profile holds too few runs to say.
+    pub bound: Option<Nanos>,
     /// The bound's confidence.
     pub confidence: Confidence,
     /// Expected fraction of the declared rate that is delivered, 0 to 1.

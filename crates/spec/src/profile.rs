@@ -52,6 +52,62 @@ pub struct Profile {
     pub probes: Vec<Probe>,
 }
 
+/// Why a profile is not usable: it was damaged or edited.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ProfileError {
+    /// The version is not [`PROFILE_VERSION`].
+    #[error("profile version {0}, this rtvirtio reads {PROFILE_VERSION}")]
+    Version(u32),
+    /// A number is not one that calibration writes.
+    #[error("{0} is out of range")]
+    OutOfRange(&'static str),
+}
+
+impl Profile {
+    /// Checks what the models rely on: finite, positive numbers, a base, sorted residuals.
+    ///
+    /// # Errors
+    /// [`ProfileError`] names the first field that is not as it must be.
+    pub fn check(&self) -> Result<(), ProfileError> {
+        if self.version != PROFILE_VERSION {
+            return Err(ProfileError::Version(self.version));
+        }
+        let positive = |x: f64| x.is_finite() && x > 0.0;
+        let factor = |x: &f64| (0.001..=1000.0).contains(x);
+        let time = |t: Nanos| t > Nanos::ZERO && t <= Nanos::from_millis(3_600_000);
+        let response =
+            |r: &Response| [r.mean, r.p50, r.p99, r.p999].into_iter().all(time) && r.p99 <= r.p999;
+        let s = &self.structural;
+        let base = |p: &BasePoint| {
+            (0.0..1.0).contains(&p.utilisation) && [p.mean, p.p99, p.p999].into_iter().all(time)
+        };
+        let rising = s.base.is_sorted_by(|a, b| a.utilisation < b.utilisation);
+        let stalls =
+            |f: StallFit| f.per_second.is_finite() && f.per_second >= 0.0 && time(f.length);
+        let scores = |v: &Vec<f64>| v.iter().all(|x| x.is_finite()) && v.is_sorted();
+        let residuals = &self.residuals;
+        let checks = [
+            ("capacity.iops_4k", positive(self.capacity.iops_4k)),
+            ("capacity.write_throughput", self.capacity.write_throughput.get() > 0),
+            ("capacity.response_4k", response(&self.capacity.response_4k)),
+            ("capacity.response_128k", response(&self.capacity.response_128k)),
+            ("structural.base", !s.base.is_empty() && rising && s.base.iter().all(base)),
+            ("structural.scheduler_factor", s.scheduler_factor.values().all(factor)),
+            ("structural.burst", time(s.burst)),
+            ("structural.stalls", s.stalls.is_none_or(stalls)),
+            ("structural.regime_factor", s.regime_factor.values().all(factor)),
+            ("paper.weight", positive(self.paper.weight)),
+            ("paper.throughput", self.paper.throughput.get() > 0),
+            ("residuals.structural", residuals.structural.values().all(scores)),
+            ("residuals.paper", residuals.paper.values().all(scores)),
+        ];
+        match checks.into_iter().find(|(_, holds)| !holds) {
+            Some((field, _)) => Err(ProfileError::OutOfRange(field)),
+            None => Ok(()),
+        }
+    }
+}
+
 /// What the device does for one user.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -42,8 +42,18 @@ pub struct Cell {
     pub machine: Machine,
     /// Whether every task passed.
     pub passed: bool,
+    /// The most urgent VM alone, where the disk is shared with the rest of the machine.
+    #[serde(default)]
+    pub noise_floor: Option<NoiseFloor>,
+    /// How often it was measured; all but the last were discarded.
+    #[serde(default = "once")]
+    pub attempts: u32,
     /// Why the cell does not count, if it does not.
     pub discarded: Option<String>,
+}
+
+const fn once() -> u32 {
+    1
 }
 
 /// What identifies a cell.
@@ -112,10 +122,24 @@ pub struct Prediction {
     pub percentile: Percentile,
     /// Expected value.
     pub predicted: Nanos,
-    /// Bound.
-    pub bound: Nanos,
-    /// The paper's model for the same task, as printed and λ refit.
+    /// Bound for this task alone at 0.95; `None` if the profile holds too few runs to say.
+    pub bound: Option<Nanos>,
+    /// The paper's model, λ refit, corrected reading; where bfq idles, which is what it speaks of.
     pub paper: Option<Nanos>,
+    /// A bound on top of it.
+    #[serde(default)]
+    pub paper_bound: Option<Nanos>,
+}
+
+/// The most urgent VM's worst tail over target when it is alone, `None` with too
+/// few samples. Above 1, the disk itself misses the target.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NoiseFloor {
+    /// Right before the cell.
+    pub before: Option<f64>,
+    /// Right after it.
+    pub after: Option<f64>,
 }
 
 /// Lateness of a thread that sleeps for a fixed time, over the window.

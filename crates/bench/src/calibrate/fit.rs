@@ -2,19 +2,19 @@
 
 use std::collections::BTreeMap;
 
+use rtvirtio_cases::highest_percentile;
 use rtvirtio_model::paper::{self, Reading, Sample};
 use rtvirtio_model::structural::Structural;
 use rtvirtio_model::{DeviceLoad, Stream, VmLoad};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::profile::{
-    BasePoint, Capacity, DeviceIdentity, PROFILE_VERSION, Probe, ProbeTail, Profile, Regime,
-    Residuals, StallFit, StructuralFit,
+    BasePoint, Capacity, DeviceIdentity, PROFILE_VERSION, PaperFit, Probe, ProbeTail, Profile,
+    Regime, Residuals, StallFit, StructuralFit,
 };
 use rtvirtio_spec::settings::{Limits, Scheduler, VmSettings};
 use rtvirtio_units::{Bytes, Nanos, Percentile};
 
 use super::{PROBE, ProbeRun, Writer};
-use crate::cell::highest_percentile;
 
 /// Samples beyond a probe's percentile. Fewer than a judged one has: probes
 /// are short, and what that adds to the spread is part of the bound.
@@ -27,27 +27,26 @@ pub(super) fn fit(
     capacity: Capacity,
     runs: &[ProbeRun],
 ) -> Profile {
-    let mut structural = StructuralFit {
-        base: Vec::new(),
-        scheduler_factor: BTreeMap::new(),
-        burst: Nanos::from_millis(100),
-        stalls: stalls(runs),
-        regime_factor: BTreeMap::new(),
-    };
-    structural.base = base(runs, &structural, &capacity);
-    structural.scheduler_factor = scheduler_factors(runs, &structural);
-    structural.burst = burst(runs, &structural, &capacity);
-    structural.regime_factor = regime_factors(runs, &structural, &capacity);
-    let samples = paper_samples(runs);
-    let paper = paper::fit(&samples, capacity.write_throughput, Reading::Corrected);
+    let structural = structural(runs, &capacity);
+    let paper = fit_paper(runs, &capacity);
     let mut residuals = Residuals::default();
-    for observation in observations(runs) {
-        let (regime, predicted) = observation.predicted(&structural, &capacity);
-        let score = ln_ratio(observation.tail, predicted);
-        residuals.structural.entry(regime).or_default().push(score);
-        let of_paper =
-            paper::host_part(&paper, &load(observation.run), observation.vm, Reading::Corrected);
-        residuals.paper.entry(regime).or_default().push(ln_ratio(observation.tail, of_paper));
+    // Each probe under a fit to all the others: its task-runs share its noise.
+    for (left_out, run) in runs.iter().enumerate() {
+        let mut others = runs.to_vec();
+        others.remove(left_out);
+        let (structural, paper) =
+            (self::structural(&others, &capacity), fit_paper(&others, &capacity));
+        for observation in observations(std::slice::from_ref(run)) {
+            let (regime, predicted) = observation.predicted(&structural, &capacity);
+            let score = ln_ratio(observation.tail, predicted);
+            residuals.structural.entry(regime).or_default().push(score);
+            if idles(run) {
+                let reading = Reading::Corrected;
+                let of_paper = paper::host_part(&paper, &load(run), observation.vm, reading);
+                let score = ln_ratio(observation.tail, of_paper);
+                residuals.paper.entry(regime).or_default().push(score);
+            }
+        }
     }
     for scores in residuals.structural.values_mut().chain(residuals.paper.values_mut()) {
         scores.sort_by(f64::total_cmp);
@@ -64,6 +63,36 @@ pub(super) fn fit(
         residuals,
         probes,
     }
+}
+
+/// The structural model's parameters from `runs`.
+fn structural(runs: &[ProbeRun], capacity: &Capacity) -> StructuralFit {
+    let mut fit = StructuralFit {
+        base: Vec::new(),
+        scheduler_factor: BTreeMap::new(),
+        burst: Nanos::from_millis(100),
+        stalls: stalls(runs),
+        regime_factor: BTreeMap::new(),
+    };
+    fit.base = base(runs, &fit, capacity);
+    fit.scheduler_factor = scheduler_factors(runs, &fit);
+    fit.burst = burst(runs, &fit, capacity);
+    fit.regime_factor = regime_factors(runs, &fit, capacity);
+    fit
+}
+
+/// λ from the tails where bfq idles, which is what the paper's model speaks of.
+fn fit_paper(runs: &[ProbeRun], capacity: &Capacity) -> PaperFit {
+    let samples: Vec<Sample> = observations(runs)
+        .into_iter()
+        .filter(|o| idles(o.run))
+        .map(|o| Sample { load: load(o.run), vm: o.vm, tail: o.tail })
+        .collect();
+    paper::fit(&samples, capacity.write_throughput, Reading::Corrected)
+}
+
+fn idles(run: &ProbeRun) -> bool {
+    matches!(run.setting.0, Scheduler::Bfq(b) if b.slice_idle_us > 0)
 }
 
 /// ln(a / b), finite for zero too.
@@ -123,7 +152,7 @@ fn load(run: &ProbeRun) -> DeviceLoad {
     if writer != Writer::Absent {
         let limits = run.cap.map(Limits::bps).unwrap_or_default();
         loads.push(VmLoad {
-            streams: vec![Stream::UNDECLARED],
+            streams: vec![Stream::UNDECLARED[1]],
             settings: VmSettings { limits, ..VmSettings::default() },
         });
     }
@@ -145,8 +174,7 @@ fn at(histogram: &Histogram, percentile: f64) -> Nanos {
 
 /// Whether nothing but the tasks themselves delays a task: no writer, no idling.
 fn is_quiet(run: &ProbeRun) -> bool {
-    let idles = matches!(run.setting.0, Scheduler::Bfq(b) if b.slice_idle_us > 0);
-    run.setting.2 == Writer::Absent && !idles
+    run.setting.2 == Writer::Absent && !idles(run)
 }
 
 /// Base tails by utilisation, the least over the schedulers: noise only
@@ -183,12 +211,11 @@ fn lesser(a: &BasePoint, b: &BasePoint) -> BasePoint {
     }
 }
 
-/// Each scheduler's p99.9 over the base, with four VMs and no writer; 1 for `none`.
+/// Each scheduler's p99.9 over the base, with four VMs and no writer.
 fn scheduler_factors(runs: &[ProbeRun], fit: &StructuralFit) -> BTreeMap<String, f64> {
     let Some(base) = fit.base.last() else { return BTreeMap::new() };
     let factor = |run: &ProbeRun| {
-        let over = at(&pooled(run), 99.9).as_secs_f64() / base.p999.as_secs_f64().max(1e-9);
-        if run.setting.0 == Scheduler::None { 1.0 } else { over.max(1.0) }
+        (at(&pooled(run), 99.9).as_secs_f64() / base.p999.as_secs_f64().max(1e-9)).max(1.0)
     };
     runs.iter()
         .filter(|run| is_quiet(run) && run.setting.1 == 4)
@@ -241,8 +268,8 @@ fn regime_factors(
 /// nothing else can block: no writer, no idling.
 ///
 /// A stall shows once to a depth-1 task that is fast enough. What is five
-/// times as long as the 99.9th percentile and 5 ms at least is taken for one;
-/// fewer than three are chance.
+/// times as long as the 99.9th percentile and 5 ms at least is taken for one; a
+/// single one is chance.
 fn stalls(runs: &[ProbeRun]) -> Option<StallFit> {
     let mut seen = 0;
     let mut longest = Nanos::ZERO;
@@ -260,21 +287,13 @@ fn stalls(runs: &[ProbeRun]) -> Option<StallFit> {
         }
         seconds += PROBE.as_secs_f64();
     }
-    if seen < 3 || seconds == 0.0 {
+    if seen < 2 || seconds == 0.0 {
         return None;
     }
-    // Upper 95 % limit of a Poisson count, normal approximation.
-    let upper = seen as f64 + 1.645 * (seen as f64).sqrt();
+    // Byar's upper 95 % limit of a Poisson count, within 1 % of the exact one.
+    let n = seen as f64 + 1.0;
+    let upper = n * (1.0 - 1.0 / (9.0 * n) + 1.645 / (3.0 * n.sqrt())).powi(3);
     Some(StallFit { per_second: upper / seconds, length: longest })
-}
-
-/// Tails under bfq that idles, which is what the paper's model speaks of.
-fn paper_samples(runs: &[ProbeRun]) -> Vec<Sample> {
-    observations(runs)
-        .into_iter()
-        .filter(|o| matches!(o.run.setting.0, Scheduler::Bfq(b) if b.slice_idle_us > 0))
-        .map(|o| Sample { load: load(o.run), vm: o.vm, tail: o.tail })
-        .collect()
 }
 
 fn summary(run: &ProbeRun) -> Probe {

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use rtvirtio_cases::IoPriority;
 use rtvirtio_model::Stream;
 use rtvirtio_spec::latency::Histogram;
@@ -27,7 +27,7 @@ pub(super) fn job_file(
     ioprio: Option<&IoPriority>,
     runtime: Duration,
     ramp: Duration,
-) -> String {
+) -> Result<String> {
     let mut text = format!(
         "[global]\nfilename={}\ndirect=1\nthread=1\ntime_based=1\nruntime={}ms\nramp_time={}ms\n\
          randrepeat=0\nnorandommap=1\nunified_rw_reporting=mixed\n\
@@ -41,7 +41,7 @@ pub(super) fn job_file(
     }
     let prefix = vm.name.as_str();
     let is_background = vm.is_background();
-    let mut job = |name: &str, index: usize, stream: &Stream| {
+    let mut job = |name: &str, index: usize, stream: &Stream| -> Result<()> {
         let reads = stream.read_fraction;
         let rw = match reads {
             r if r >= 1.0 => "randread",
@@ -59,11 +59,18 @@ pub(super) fn job_file(
             let _ = writeln!(text, "rwmixread={}", (reads * 100.0).round());
         }
         if let Some(iops) = stream.iops {
-            let (r, w) = ((iops * reads).round(), (iops * (1.0 - reads)).round());
-            let _ = match rw {
-                "randread" => writeln!(text, "rate_iops={r}"),
-                "randwrite" => writeln!(text, "rate_iops={w}"),
-                _ => writeln!(text, "rate_iops={r},{w}"),
+            // fio takes whole rates, and 0 for no limit at all.
+            let total = iops.round().max(if rw == "randrw" { 2.0 } else { 1.0 });
+            ensure!(
+                (total - iops).abs() <= 0.02 * iops,
+                "{}/{name}: fio cannot issue {iops} requests a second",
+                vm.name
+            );
+            let _ = if rw == "randrw" {
+                let r = (total * reads).round().clamp(1.0, total - 1.0);
+                writeln!(text, "rate_iops={r},{}", total - r)
+            } else {
+                writeln!(text, "rate_iops={total}")
             };
         }
         // Background: what it moved, by time. Tasks: the largest latency, by time.
@@ -72,14 +79,17 @@ pub(super) fn job_file(
         } else {
             writeln!(text, "write_lat_log={prefix}.{index}\nper_job_logs=0\nlog_max_value=1")
         };
+        Ok(())
     };
     for (index, task) in vm.tasks.iter().enumerate() {
-        job(task.name.as_str(), index, &Stream::from(task.load));
+        job(task.name.as_str(), index, &Stream::from(task.load))?;
     }
     if vm.tasks.is_empty() {
-        job("undeclared", 0, &Stream::UNDECLARED);
+        for (index, stream) in Stream::UNDECLARED.iter().enumerate() {
+            job(&format!("undeclared{index}"), index, stream)?;
+        }
     }
-    text
+    Ok(text)
 }
 
 /// Where fio writes a log of task `index`.

@@ -1,10 +1,12 @@
 //! Predictions against what was measured.
 
 use maud::{Markup, html};
-use rtvirtio_spec::run::TaskResult;
+use rtvirtio_spec::run::{Cell, TaskResult};
+use serde::Serialize;
 
-use super::group::{SchemeCells, distinct};
-use super::stats::{median, ms, rate, sig3};
+use super::Discarded;
+use super::group::{SchemeCells, distinct, groups};
+use super::stats::{median, ms, rate, sig3, wilson};
 use super::svg::{Plot, Scale, px};
 
 /// One prediction with its outcome, ms.
@@ -15,19 +17,22 @@ struct Pair<'a> {
     predicted: f64,
     bound: f64,
     paper: Option<f64>,
+    paper_bound: Option<f64>,
 }
 
 impl<'a> Pair<'a> {
-    /// `None` without a prediction, a measured tail, or one percentile for both.
+    /// `None` without a prediction, its bound, a measured tail, or one percentile for both.
     fn new(scheme: &'a str, result: &'a TaskResult) -> Option<Self> {
         let (judged, prediction) = (result.judged?, result.prediction.as_ref()?);
+        let bound = prediction.bound?;
         (judged.percentile == prediction.percentile).then(|| Self {
             result,
             scheme,
             measured: judged.value.as_millis_f64(),
             predicted: prediction.predicted.as_millis_f64(),
-            bound: prediction.bound.as_millis_f64(),
+            bound: bound.as_millis_f64(),
             paper: prediction.paper.map(|p| p.as_millis_f64()),
+            paper_bound: prediction.paper_bound.map(|p| p.as_millis_f64()),
         })
     }
 
@@ -109,27 +114,86 @@ fn hint(pair: &Pair<'_>) -> Markup {
     }
 }
 
-fn table(pairs: &[Pair<'_>]) -> Markup {
-    let ratio = |of: &[&Pair<'_>], value: fn(&Pair<'_>) -> Option<f64>| {
-        let ratios = of.iter().filter_map(|p| Some(value(p)? / p.measured));
-        median(ratios.collect()).map_or_else(|| "–".to_owned(), sig3)
+/// How predictions of one scheme's task-runs agree with what was measured.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Agreement {
+    /// The scheme.
+    pub scheme: String,
+    /// Task-runs with a judged tail and a prediction for that percentile.
+    pub n: usize,
+    /// Bounds that held.
+    pub held: usize,
+    /// Wilson's 95 % interval of the fraction that held.
+    pub interval: (f64, f64),
+    /// Median of bound over measured.
+    pub bound: Option<f64>,
+    /// Median of predicted over measured.
+    pub predicted: Option<f64>,
+    /// Median of the paper's model over measured, where it speaks.
+    pub paper: Option<f64>,
+    /// Task-runs with a bound on top of the paper's model.
+    pub paper_n: usize,
+    /// Those of them that held.
+    pub paper_held: usize,
+    /// Median of that bound over measured.
+    pub paper_bound: Option<f64>,
+}
+
+/// The agreement of each scheme that predicts, over the cells that count.
+#[must_use]
+pub fn agreement(cells: &[Cell]) -> Vec<Agreement> {
+    let groups = groups(cells, Discarded::LeaveOut);
+    let pairs: Vec<Pair<'_>> = groups
+        .iter()
+        .flat_map(|g| &g.schemes)
+        .flat_map(|s| s.results().filter_map(|r| Pair::new(s.name, r)))
+        .collect();
+    agreements(&pairs)
+}
+
+fn agreements(pairs: &[Pair<'_>]) -> Vec<Agreement> {
+    let of_scheme = |scheme: &str| {
+        let of: Vec<_> = pairs.iter().filter(|p| p.scheme == scheme).collect();
+        let ratio = |value: fn(&Pair<'_>) -> Option<f64>| {
+            median(of.iter().filter_map(|p| Some(value(p)? / p.measured)).collect())
+        };
+        let held = of.iter().filter(|p| p.measured <= p.bound).count();
+        let paper = of.iter().filter_map(|p| Some((p.measured, p.paper_bound?)));
+        Agreement {
+            scheme: scheme.to_owned(),
+            n: of.len(),
+            held,
+            interval: wilson(held as u64, of.len() as u64),
+            bound: ratio(|p| Some(p.bound)),
+            predicted: ratio(|p| Some(p.predicted)),
+            paper: ratio(|p| p.paper),
+            paper_n: paper.clone().count(),
+            paper_held: paper.filter(|(measured, bound)| measured <= bound).count(),
+            paper_bound: ratio(|p| p.paper_bound),
+        }
     };
+    distinct(pairs.iter().map(|p| p.scheme)).into_iter().map(of_scheme).collect()
+}
+
+fn table(pairs: &[Pair<'_>]) -> Markup {
+    let number = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), sig3);
     html! {
         div.scroll { table {
             thead { tr {
                 th { "Scheme" } th { "Bounds that hold" } th { "Median bound / measured" }
                 th { "Median predicted / measured" } th { "Median paper / measured" }
+                th { "Paper's bounds that hold" } th { "Median paper's bound / measured" }
             } }
             tbody {
-                @for scheme in distinct(pairs.iter().map(|p| p.scheme)) {
-                    @let of: Vec<_> = pairs.iter().filter(|p| p.scheme == scheme).collect();
-                    @let hold = of.iter().filter(|p| p.measured <= p.bound).count();
+                @for a in agreements(pairs) {
                     tr {
-                        th scope="row" { (scheme) }
-                        td { (rate(hold, of.len())) }
-                        td { (ratio(&of, |p| Some(p.bound))) }
-                        td { (ratio(&of, |p| Some(p.predicted))) }
-                        td { (ratio(&of, |p| p.paper)) }
+                        th scope="row" { (a.scheme) }
+                        td { (rate(a.held, a.n)) }
+                        td { (number(a.bound)) }
+                        td { (number(a.predicted)) }
+                        td { (number(a.paper)) }
+                        td { (rate(a.paper_held, a.paper_n)) }
+                        td { (number(a.paper_bound)) }
                     }
                 }
             }

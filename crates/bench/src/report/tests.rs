@@ -65,6 +65,8 @@ fn cell(case: &str, scheme: &str, repetition: u32, slowest_ms: u64) -> Cell {
             max: Nanos::from_millis(4),
         },
         machine: Machine { load1: 1.5, busy_cores: 1.25, steal_cores: 0.0 },
+        noise_floor: None,
+        attempts: 1,
         discarded: None,
     }
 }
@@ -94,7 +96,8 @@ fn render_has_every_section_and_loads_nothing() {
     cells[1].tasks[0].prediction = Some(Prediction {
         percentile: Percentile::new(99.0).unwrap(),
         predicted: Nanos::from_millis(6),
-        bound: Nanos::from_millis(8),
+        bound: Some(Nanos::from_millis(8)),
+        paper_bound: None,
         paper: None,
     });
     let html = render(&cells, &context()).unwrap();
@@ -167,12 +170,24 @@ fn render_escapes_every_text_of_a_cell_and_of_the_context() {
 fn discarded_cell_is_listed_and_counts_only_when_asked() {
     let mut busy = cell("2xM", "bfq", 1, 100);
     busy.discarded = Some("the canary was 9 ms late".to_owned());
-    let cells = [cell("2xM", "bfq", 0, 10), busy];
+    let good = |n: u32| (2..2 + n).map(|r| cell("2xM", "bfq", r, 10));
+    let cells: Vec<Cell> = good(4).chain([busy.clone()]).collect();
     let left_out = render(&cells, &context()).unwrap();
-    assert!(left_out.contains("the canary was 9 ms late") && left_out.contains("1/1 (21–100 %)"));
+    assert!(left_out.contains("the canary was 9 ms late") && left_out.contains("4/4 (51–100 %)"));
     let counted = Context { discarded: Discarded::Count, ..context() };
     let counted = render(&cells, &counted).unwrap();
-    assert!(counted.contains("the canary was 9 ms late") && counted.contains("1/2 (9–91 %)"));
+    assert!(counted.contains("the canary was 9 ms late") && counted.contains("4/5 (38–96 %)"));
+}
+
+#[test]
+fn more_than_a_fifth_discarded_counts_nothing() {
+    let cells: Vec<Cell> = (0..8).map(|r| cell("2xM", "bfq", r, 10)).collect();
+    let mut repeated = cells.clone();
+    // Three of eleven measurements were thrown away, though each cell came out well in the end.
+    repeated.iter_mut().take(3).for_each(|c| c.attempts = 2);
+    assert!(!table(&cells).contains("no cell counts"));
+    assert!(table(&repeated).contains("More than 20 %"), "{}", table(&repeated));
+    assert!(render(&repeated, &context()).unwrap().contains("More than 20 %"));
 }
 
 #[test]

@@ -54,6 +54,8 @@ pub(super) struct LoopDevice {
     number: i32,
     open: Option<File>,
     path: PathBuf,
+    /// Held locked for as long as this lives.
+    _note: File,
 }
 
 impl LoopDevice {
@@ -69,9 +71,10 @@ impl LoopDevice {
                 Err(e) => return Err(e).context("add a loop device"),
             }
             let path = PathBuf::from(format!("/dev/loop{number}"));
+            let note = File::create(note(number))?;
+            rustix::fs::flock(&note, rustix::fs::FlockOperation::NonBlockingLockExclusive)?;
             // From here on Drop removes it.
-            let mut device = Self { number, open: None, path };
-            std::fs::write(note(number), std::process::id().to_string())?;
+            let mut device = Self { number, open: None, path, _note: note };
             let node = OpenOptions::new()
                 .read(true)
                 .write(true)
@@ -104,10 +107,11 @@ fn note(number: i32) -> PathBuf {
     Path::new(NOTES).join(format!("loop{number}"))
 }
 
-/// Whether a live server noted the loop device of this name.
+/// Whether a live server noted the loop device of this name: it holds the note's lock.
 pub(super) fn is_noted(name: &str) -> bool {
-    let note = Path::new(NOTES).join(name);
-    std::fs::read_to_string(note).is_ok_and(|pid| Path::new("/proc").join(pid.trim()).exists())
+    let shared = rustix::fs::FlockOperation::NonBlockingLockShared;
+    File::open(Path::new(NOTES).join(name))
+        .is_ok_and(|note| rustix::fs::flock(&note, shared) == Err(rustix::io::Errno::WOULDBLOCK))
 }
 
 fn control() -> Result<File> {
@@ -142,12 +146,9 @@ fn sweep(control: &File) {
     for number in NUMBERS {
         let attached = Path::new("/sys/block").join(format!("loop{number}/loop/backing_file"));
         let note = note(number);
-        if note.exists() && !attached.exists() {
-            let alive = std::fs::read_to_string(&note)
-                .is_ok_and(|pid| Path::new("/proc").join(pid.trim()).exists());
-            if !alive && remove(control, number) {
-                let _ = std::fs::remove_file(&note);
-            }
+        let is_left = note.exists() && !attached.exists() && !is_noted(&format!("loop{number}"));
+        if is_left && remove(control, number) {
+            let _ = std::fs::remove_file(&note);
         }
     }
 }

@@ -59,6 +59,17 @@ fn scheduler_not_offered_is_refused_before_any_write() {
 }
 
 #[test]
+fn scheduler_whose_module_is_on_disk_is_tried() {
+    let (_, error, untouched) = refused(|bed| {
+        bed.fake.withhold(DISK, "bfq");
+        bed.fake.put("/proc/sys/kernel/osrelease", "6.12\n");
+        bed.fake.put("/lib/modules/6.12/modules.dep", "kernel/block/bfq.ko.xz:\n");
+    });
+    // This kernel does not load it, which it says at the write.
+    assert!(matches!(error, HostError::WriteRefused { .. }) && untouched, "{error}");
+}
+
+#[test]
 fn failed_write_undoes_everything() {
     let last = "/sys/fs/cgroup/blkio/machine.slice/backup.scope/blkio.throttle.read_bps_device";
     let (_, error, untouched) = refused(|bed| bed.fake.refuse(last, Errno::IO));

@@ -49,7 +49,7 @@ fn four(scheduler: Scheduler, writer: Option<Limits>) -> DeviceLoad {
     let tasks = [task(100.0), task(500.0), task(1500.0)];
     let mut vms = vec![vm(&tasks, Limits::default()); 4];
     if let Some(limits) = writer {
-        vms.push(vm(&[Stream::UNDECLARED], limits));
+        vms.push(vm(&[Stream::UNDECLARED[1]], limits));
     }
     DeviceLoad { scheduler, vms }
 }
@@ -123,6 +123,28 @@ fn flood_waits_for_the_whole_queue() {
     assert!((22.0..25.5).contains(&e.tail.as_millis_f64()), "{e:?}");
     assert!((0.025..0.035).contains(&e.delivered), "{e:?}");
     assert_eq!(e.regime, Regime::Flooded);
+}
+
+#[test]
+fn bursts_of_two_capped_vms_add() {
+    let mut load = four(Scheduler::None, capped(10));
+    load.vms.push(load.vms[4].clone());
+    let two = tail_ms(&load, &task(500.0), 99.9);
+    let one_of_20 = tail_ms(&four(Scheduler::None, capped(20)), &task(500.0), 99.9);
+    assert!((two - one_of_20).abs() < 0.1, "{two} {one_of_20}");
+}
+
+#[test]
+fn large_requests_take_their_own_time() {
+    let (fit, mut capacity) = (fit(), capacity());
+    capacity.response_128k.p999 = Nanos::from_millis(4);
+    let model = Structural::new(&fit, &capacity);
+    let large = Stream { block_size: Bytes::from_kib(128), ..task(100.0) };
+    let load =
+        DeviceLoad { scheduler: Scheduler::None, vms: vec![vm(&[large], Limits::default())] };
+    let tail = model.estimate(&model.situation(&load), &large, Percentile::new(99.9).unwrap()).tail;
+    // 0.9 ms of base and the 3.3 ms that 128 KiB take longer.
+    assert!((4.1..4.4).contains(&tail.as_millis_f64()), "{tail}");
 }
 
 #[test]

@@ -138,17 +138,20 @@ pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
 }
 
 pub(crate) fn rollback(args: &RollbackArgs) -> Result<Outcome> {
-    let outcome = input::host().rollback()?;
+    let applied = input::host().rollback()?;
+    let benchmark = rtvirtio_bench::cell::recover_killed()?;
     if args.json {
-        input::print_json(&outcome)?;
+        input::print_json(&json!({ "applied": applied, "killed_benchmark": benchmark }))?;
         return Ok(Outcome::Done);
     }
-    match outcome {
-        RollbackOutcome::Nothing => println!("nothing to roll back"),
-        RollbackOutcome::RolledBack(restoration) => {
-            println!("{} values restored", restoration.restored.len());
-            for skipped in &restoration.skipped {
-                println!("gone since, nothing to restore: {skipped:?}");
+    for (what, outcome) in [("apply", applied), ("a killed benchmark", benchmark)] {
+        match outcome {
+            RollbackOutcome::Nothing => println!("{what}: nothing to roll back"),
+            RollbackOutcome::RolledBack(restoration) => {
+                println!("{what}: {} values restored", restoration.restored.len());
+                for skipped in &restoration.skipped {
+                    println!("{what}: gone since, nothing to restore: {skipped:?}");
+                }
             }
         }
     }

@@ -9,13 +9,14 @@ use rtvirtio_bench::campaign::{Campaign, Job, Source};
 use rtvirtio_bench::cell::{CGROUP_ROOT, Testbed};
 use rtvirtio_bench::load::Interrupted;
 use rtvirtio_bench::report;
-use rtvirtio_bench::scratch::ScratchDisk;
+use rtvirtio_bench::scratch::{Backing, ScratchDisk};
 use rtvirtio_cases::{Case, Neighbour, Scheme, Tier, wilson_interval};
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::run::{Cell, CellKey};
 use rtvirtio_spec::specification::Specification;
 use rtvirtio_units::{Bytes, BytesPerSecond};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
 
 use super::scratch::BackingArgs;
 use crate::{Outcome, input};
@@ -57,8 +58,9 @@ pub(crate) struct Args {
     /// Instead of schemes: rtvirtio's settings with these caps (MB/s) on background VMs
     #[arg(long, value_delimiter = ',', value_name = "MB/S", conflicts_with = "prediction")]
     sweep_cap: Vec<u64>,
-    /// Instead of schemes: N cells of random cases and settings, to hold predictions against
-    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "40")]
+    /// Instead of schemes: N cells of random cases under settings that the planner would not
+    /// choose, to hold predictions against
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "26")]
     prediction: Option<u32>,
     /// Instead of cases: the VMs and tasks of this specification, on the scratch disk
     #[arg(long, value_name = "FILE", conflicts_with_all = ["sweep_cap", "prediction"])]
@@ -83,12 +85,14 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let disk = ScratchDisk::start(&program, &backing, DISK, args.seed)?;
     let testbed = Testbed::new(disk.device(), disk.label())?;
     let profile = self::profile(args, &testbed, interrupted)?;
+    check_shared(args, &testbed, &profile)?;
     let campaign = Campaign {
         testbed: &testbed,
         profile: &profile,
         window: Duration::from_secs(args.window),
         directory: &args.out,
         seed: args.seed,
+        noise_floor: matches!(backing, Backing::Raw(_)),
     };
     let jobs = match (specification, args.prediction) {
         (Some(specification), _) => own(&campaign, specification, args)?,
@@ -106,17 +110,35 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             campaign.matrix(&cases, args.tier, args.neighbour, &sources, args.repetitions)
         }
     };
+    let notes = note_command(&args.out)?;
     let cells = campaign.run(jobs, interrupted)?;
-    let command: Vec<String> = std::env::args().skip(1).collect();
-    let note = format!("rtvirtio {}", command.join(" "));
-    super::report::write(&cells, &args.out.join("report.html"), "rtvirtio benchmark", &[note])?;
+    super::report::write(&cells, &args.out.join("report.html"), "rtvirtio benchmark", &notes)?;
     if args.json {
-        input::print_json(&verdicts(&cells))?;
+        input::print_json(&json!({
+            "schemes": verdicts(&cells),
+            "predictions": report::agreement(&cells),
+        }))?;
     } else {
         println!("{}", report::table(&cells));
         println!("{}", args.out.join("report.html").display());
     }
     Ok(Outcome::Done)
+}
+
+/// Adds this command with date and machine to the directory's list, and returns the list.
+fn note_command(out: &Path) -> Result<Vec<String>> {
+    let path = out.join("commands.txt");
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let mut text = std::fs::read_to_string(&path).unwrap_or_default();
+    text += &format!(
+        "{} rtvirtio {} ({}; {})\n",
+        jiff::Timestamp::now().strftime("%F %TZ"),
+        arguments.join(" "),
+        env!("CARGO_PKG_VERSION"),
+        super::report::machine()
+    );
+    input::write(&path, &text)?;
+    Ok(text.lines().map(str::to_owned).collect())
 }
 
 fn cases(text: &str) -> Result<Vec<Case>> {
@@ -127,27 +149,65 @@ fn cases(text: &str) -> Result<Vec<Case>> {
     }
 }
 
-/// The profile given, the one in the directory if it is this device's, or a new one.
+/// The profile given, the one in the directory, or a new one; of this device in any case.
 fn profile(args: &Args, testbed: &Testbed, interrupted: &Interrupted) -> Result<Profile> {
-    if let Some(path) = &args.profile {
-        return input::profile(path);
+    let kept = args.out.join("profile.json");
+    let path = args.profile.clone().unwrap_or_else(|| kept.clone());
+    if args.profile.is_none() && !path.exists() {
+        return super::calibrate::profile(testbed, &kept, interrupted);
     }
-    let path = args.out.join("profile.json");
-    if path.exists() {
-        let profile = input::profile(&path)?;
-        ensure!(
-            profile.device == testbed.identity()?,
-            "{} is of another device than --ssd/--raw asks for (use another --out)",
-            path.display()
-        );
-        return Ok(profile);
+    let profile = input::profile(&path)?;
+    ensure!(
+        profile.device == testbed.identity()?,
+        "{} is of another device than --ssd or --raw asks for (use another --out or --profile)",
+        path.display()
+    );
+    Ok(profile)
+}
+
+/// What all cells of a directory share.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Shared {
+    device: String,
+    window_s: u64,
+    /// When its profile was made.
+    profile: String,
+    /// The text of `--spec`.
+    specification: Option<String>,
+}
+
+/// Refuses to mix cells of two experiments in one directory.
+fn check_shared(args: &Args, testbed: &Testbed, profile: &Profile) -> Result<()> {
+    let specification = args.spec.as_ref().map(std::fs::read_to_string).transpose()?;
+    let mine = Shared {
+        device: testbed.label().to_owned(),
+        window_s: args.window,
+        profile: profile.date.clone(),
+        specification,
+    };
+    let path = args.out.join("campaign.json");
+    if !path.exists() {
+        return input::write(&path, &serde_json::to_string_pretty(&mine)?);
     }
-    super::calibrate::profile(testbed, &path, interrupted)
+    let there: Shared = serde_json::from_str(&std::fs::read_to_string(&path)?)
+        .with_context(|| format!("{}", path.display()))?;
+    ensure!(
+        there == mine,
+        "{} holds another campaign: its device, window, profile or specification differs (use \
+         another --out)",
+        args.out.display()
+    );
+    Ok(())
 }
 
 /// One cell of an operator's own specification, its VMs on the scratch disk.
 fn own(campaign: &Campaign<'_>, mut specification: Specification, args: &Args) -> Result<Vec<Job>> {
     let device = campaign.testbed.device().clone();
+    let mut tasks = specification.vms.iter().flat_map(|v| &v.tasks);
+    ensure!(
+        tasks.all(|t| t.target.is_none() || t.load.iops.is_some()),
+        "a task has a target and no iops: give its rate, or it cannot be judged"
+    );
     for vm in &mut specification.vms {
         vm.cgroup = Path::new(CGROUP_ROOT).join(vm.name.as_str());
         for disk in &mut vm.disks {
@@ -189,12 +249,13 @@ pub(crate) struct Verdict {
 
 /// Each scheme's verdict over all cells, with (passed, runs) by case.
 pub(crate) fn verdicts(cells: &[Cell]) -> Vec<Verdict> {
+    let withheld = report::is_withheld(cells);
     let mut by_scheme: BTreeMap<&str, Vec<&Cell>> = BTreeMap::new();
     for cell in cells {
         by_scheme.entry(&cell.key.scheme).or_default().push(cell);
     }
     let verdict = |(scheme, all): (&str, Vec<&Cell>)| {
-        let counted: Vec<_> = all.iter().filter(|c| c.discarded.is_none()).collect();
+        let counted: Vec<_> = all.iter().filter(|c| c.discarded.is_none() && !withheld).collect();
         let passed = counted.iter().filter(|c| c.passed).count();
         let mut by_case: BTreeMap<String, (usize, usize)> = BTreeMap::new();
         for cell in &counted {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_bench::campaign::{CELLS, Campaign, Source};
 use rtvirtio_bench::cell::Testbed;
 use rtvirtio_bench::load::{CellLoad, Interrupted};
@@ -52,6 +52,11 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     };
     check_host(&backing)?;
     std::fs::create_dir_all(&args.out).with_context(|| format!("create {}", args.out.display()))?;
+    ensure!(
+        !args.out.join("commands.txt").exists(),
+        "{} holds a benchmark; use another --out",
+        args.out.display()
+    );
     for stale in [CELLS, "profile.json", "profile.partial", "report.html"] {
         let _ = std::fs::remove_file(args.out.join(stale));
     }
@@ -74,6 +79,8 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         window: WINDOW,
         directory: &args.out,
         seed: 1,
+        // It would take a demo to 20 minutes.
+        noise_floor: false,
     };
     let case = Case::new(4, Mix::LightMediumHeavy)?;
     let specification = campaign.specification(case, Tier::Strict, Neighbour::Writer);
@@ -96,14 +103,14 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     }
     let level = meets_what_hand_meets(&cells);
     if !level {
-        eprintln!("rtvirtio missed a target that the hand setting met");
+        eprintln!("rtvirtio missed a target that the hand setting met, or nothing counts");
     }
     Ok(if level { Outcome::Done } else { Outcome::Unmet })
 }
 
 /// Clear words, before anything is started, on what the host lacks.
 fn check_host(backing: &Backing) -> Result<()> {
-    let mut needed = vec!["root", "loop", "fio", "bfq"];
+    let mut needed = vec!["root", "loop", "fio", "bfq", "kyber", "mq-deadline", "limits"];
     if matches!(backing, Backing::Ssd(_)) {
         needed.push("fuse");
     }
@@ -141,5 +148,6 @@ fn meets_what_hand_meets(cells: &[Cell]) -> bool {
         tasks
     };
     let (hand, ours) = (passed(Scheme::Hand), passed(Scheme::Rtvirtio));
-    hand.iter().filter(|(_, met)| **met).all(|(task, _)| ours.get(task) == Some(&true))
+    let met = |task| ours.get(task) == Some(&true);
+    !hand.is_empty() && hand.iter().filter(|(_, met)| **met).all(|(task, _)| met(task))
 }

@@ -83,29 +83,26 @@ pub(crate) fn describe(plan: &Plan) -> String {
         }
         text += &format!("Changes\n{table}\n");
     }
-    let headers = ["task", "percentile", "target", "predicted", "bound", "rate", ""];
+    let headers = ["task", "percentile", "target", "predicted", "bound", "confidence", "rate", ""];
     let mut promises = table(headers);
-    for column in 2..6 {
+    for column in 2..7 {
         if let Some(column) = promises.column_mut(column) {
             column.set_cell_alignment(CellAlignment::Right);
         }
     }
     for t in &plan.tasks {
-        let unbounded = t.bound.get() == u64::MAX;
         promises.add_row([
             format!("{}/{}", t.vm, t.task),
             format!("p{}", t.percentile),
             t.target.to_string(),
             t.predicted.to_string(),
-            if unbounded { "unknown".to_owned() } else { t.bound.to_string() },
+            t.bound.map_or_else(|| "unknown".to_owned(), |b| b.to_string()),
+            t.confidence.to_string(),
             format!("{:.0} %", (t.delivered * 100.0).floor()),
             if t.unmet.is_none() { "met" } else { "UNMET" }.to_owned(),
         ]);
     }
-    let confidence = plan.tasks.first().map_or(0.95, |t| t.confidence.get());
-    text += &format!(
-        "\nTasks (bounds hold together for each VM at confidence {confidence})\n{promises}\n"
-    );
+    text += &format!("\nTasks (the bounds of a VM's tasks hold together)\n{promises}\n");
     text += "\nCost\n";
     for c in &plan.cost {
         text += &format!("  {}: declared loads use {:.0} % of it", c.device, c.utilisation * 100.0);

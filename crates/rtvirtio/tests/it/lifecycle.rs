@@ -96,7 +96,7 @@ fn plan_apply_verify_rollback_on_a_real_device() {
     assert!(complaint.contains("hint: "), "a stale plan must be refused: {complaint}");
     s.expect(0, &["rollback"]);
     assert_eq!(s.knobs(), before);
-    assert!(s.expect(0, &["rollback"]).contains("nothing"));
+    assert!(s.expect(0, &["rollback"]).contains("apply: nothing to roll back"));
 }
 
 #[test]
