@@ -116,9 +116,10 @@ impl Campaign<'_> {
         jobs
     }
 
-    /// `cells` random cases under random settings that the planner would not choose: bfq that
-    /// idles, a writer without a cap or with a large one. What predictions of the planner's own
-    /// settings are worth shows in every cell of [`Scheme::Rtvirtio`].
+    /// `cells` random cases under random settings that the planner would not choose: each kind of
+    /// scheduler alike, with a writer that has no cap or too large a one; where bfq idles, also
+    /// without a writer. What predictions of the planner's own settings are worth shows in every
+    /// cell of [`Scheme::Rtvirtio`].
     #[must_use]
     pub fn prediction_jobs(&self, cells: u32) -> Vec<Job> {
         let mut rng = Pcg64Mcg::seed_from_u64(self.seed);
@@ -128,7 +129,6 @@ impl Campaign<'_> {
         (0..cells)
             .map(|repetition| {
                 let case = all[pick(all.len())];
-                let neighbour = [Neighbour::Writer, Neighbour::None][pick(2)];
                 let idling = Bfq {
                     slice_idle_us: [1000, 2000, 4000, 8000][pick(4)],
                     timeout_sync_ms: [32, 64, 124][pick(3)],
@@ -136,14 +136,14 @@ impl Campaign<'_> {
                     max_budget: [0, 0, 64, 512][pick(4)],
                 };
                 let quiet = Bfq { slice_idle_us: 0, low_latency: false, ..Bfq::DEFAULT };
-                // Without a writer only idling is a choice that it would not make.
-                let kinds = pick(5);
-                let scheduler = match if neighbour == Neighbour::None { 4 } else { kinds } {
-                    0 => Scheduler::None,
-                    1 => Scheduler::Kyber,
-                    2 => Scheduler::Bfq(quiet),
-                    _ => Scheduler::Bfq(idling),
+                let (scheduler, alone) = match pick(5) {
+                    0 => (Scheduler::None, false),
+                    1 => (Scheduler::MqDeadline, false),
+                    2 => (Scheduler::Kyber, false),
+                    3 => (Scheduler::Bfq(quiet), false),
+                    _ => (Scheduler::Bfq(idling), pick(2) == 0),
                 };
+                let neighbour = if alone { Neighbour::None } else { Neighbour::Writer };
                 let part = [None, None, Some(0.12), Some(0.16)][pick(4)];
                 let cap = part.map(|p| BytesPerSecond::new((throughput * p) as u64));
                 let key = CellKey {

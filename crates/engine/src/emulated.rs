@@ -131,7 +131,8 @@ pub struct EmulatedSsd<C: Completion> {
 }
 
 impl<C: Completion> EmulatedSsd<C> {
-    /// Starts a device of `size` zero bytes; memory is taken as it is written.
+    /// Starts a device of `size` bytes. Its memory is taken at once: a page fault in a first
+    /// write would be a service time that the model does not have.
     ///
     /// Without permission for real-time priority it runs at the normal one,
     /// and its service times spread under load.
@@ -149,7 +150,8 @@ impl<C: Completion> EmulatedSsd<C> {
             start: Instant::now(),
             queue: Mutex::new(queue),
             earlier: Condvar::new(),
-            store: Mutex::new(vec![0; size.get() as usize]),
+            // Not zero: zeroes would be mapped lazily.
+            store: Mutex::new(vec![0xa5; size.get() as usize]),
         });
         let for_thread = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
