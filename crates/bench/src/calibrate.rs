@@ -26,7 +26,7 @@ use crate::cell::{CGROUP_ROOT, Testbed, plain};
 use crate::load::{CellLoad, Interrupted};
 use crate::progress::Progress;
 
-/// Length of a probe: H has 8 samples beyond p99.9 in it, M 2, L 5 beyond p99.
+/// Length of a probe: H has 8 samples beyond p99.9 in it, M 27 and L 5 beyond p99.
 const PROBE: Duration = Duration::from_millis(5500);
 /// Length of a run on the device alone.
 const ALONE: Duration = Duration::from_millis(2000);

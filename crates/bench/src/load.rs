@@ -110,12 +110,13 @@ impl CellLoad<'_> {
     pub fn run(&self, interrupted: &Interrupted) -> Result<Measurement> {
         std::fs::create_dir_all(FIO_FILES)?;
         let directory = tempfile::tempdir_in(FIO_FILES)?;
-        let tail = self.window + RAMP + Duration::from_secs(4);
+        // Longer than the tasks can take; it is stopped once they are done.
+        let outlive = self.window + RAMP + 2 * OVERTIME;
         let mut background = Vec::new();
         let mut tasks = Vec::new();
         let before = written_sectors(self.device)?;
         for vm in self.specification.vms.iter().filter(|vm| vm.is_background()) {
-            background.push(self.start(directory.path(), vm, tail, Duration::ZERO)?);
+            background.push(self.start(directory.path(), vm, outlive, Duration::ZERO)?);
         }
         if !background.is_empty() {
             self.wait_for_neighbour(before, &mut background, interrupted)?;
@@ -160,7 +161,7 @@ impl CellLoad<'_> {
         // Its own log tells what a neighbour moved in the window; it is written at the end.
         let mut moved = BTreeMap::new();
         for fio in &mut background {
-            // It ends by itself a few seconds after the window; SIGTERM makes it write its log now.
+            // SIGTERM makes it write its log and end.
             fio.terminate();
             fio.finish(Instant::now() + OVERTIME, interrupted)?;
             let vm = self.specification.vms.iter().find(|v| v.name == fio.vm);

@@ -16,9 +16,11 @@ use rtvirtio_units::{Bytes, Nanos, Percentile};
 
 use super::{PROBE, ProbeRun, Writer};
 
-/// Samples beyond a probe's percentile. Fewer than a judged one has: probes
-/// are short, and what that adds to the spread is part of the bound.
-const MIN_BEYOND: u64 = 2;
+/// The percentile that a probe of `n` samples shows: the highest with 5 beyond it, which keeps the
+/// luck of one sample out of it, else p99 with 2 (a flooded task issues no more).
+fn observed_percentile(n: u64) -> Option<Percentile> {
+    highest_percentile(n, 5).or_else(|| highest_percentile(n, 2))
+}
 
 pub(super) fn fit(
     device: DeviceIdentity,
@@ -122,7 +124,7 @@ fn observations(runs: &[ProbeRun]) -> Vec<Observation<'_>> {
     let of_run = |run| {
         let run: &ProbeRun = run;
         run.tasks.iter().filter_map(move |task| {
-            let percentile = highest_percentile(task.histogram.count(), MIN_BEYOND)?;
+            let percentile = observed_percentile(task.histogram.count())?;
             let tail = task.histogram.quantile(percentile)?.value;
             Some(Observation {
                 run,
@@ -302,7 +304,7 @@ fn summary(run: &ProbeRun) -> Probe {
         .tasks
         .iter()
         .filter_map(|t| {
-            let percentile = highest_percentile(t.histogram.count(), MIN_BEYOND)?;
+            let percentile = observed_percentile(t.histogram.count())?;
             Some(ProbeTail {
                 vm: t.vm,
                 iops: t.iops,
