@@ -142,7 +142,7 @@ pub struct Response {
 pub struct StructuralFit {
     /// Tails of depth-1 requests without a deep neighbour, by rising utilisation; at least one.
     pub base: Vec<BasePoint>,
-    /// Factor on the base tails for each scheduler's name, 1 or more; 1 for `none`.
+    /// Factor on the base tails for each scheduler's name, 1 or more.
     pub scheduler_factor: BTreeMap<String, f64>,
     /// How much of a cap is released at once, as a time: bytes = cap × this.
     pub burst: Nanos,
