@@ -14,7 +14,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use rtvirtio_cases::{Case, Mix, Neighbour, Tier, specification_for_window};
+use rtvirtio_cases::{Case, Mix, Neighbour, Tier};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::profile::{Capacity, DeviceIdentity, Profile, Response};
 use rtvirtio_spec::settings::{Bfq, DeviceSettings, Limits, Scheduler, Settings, VmSettings};
@@ -228,7 +228,7 @@ fn specification(testbed: &Testbed, vms: u8, writer: Writer) -> Result<Specifica
     let device = testbed.device().clone();
     let window = Nanos::from(PROBE);
     let root = Path::new(CGROUP_ROOT);
-    Ok(specification_for_window(case, Tier::Strict, neighbour, window, device, root))
+    Ok(rtvirtio_cases::specification(case, Tier::Strict, neighbour, window, device, root))
 }
 
 fn probe(

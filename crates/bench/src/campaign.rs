@@ -16,9 +16,7 @@ use anyhow::{Context, Result, bail};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
-use rtvirtio_cases::{
-    Case, Neighbour, Scheme, SchemeSettings, Tier, judged_percentile, specification_for_window,
-};
+use rtvirtio_cases::{Case, Neighbour, Scheme, SchemeSettings, Tier, judged_percentile};
 use rtvirtio_planner::FoundDevice;
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::profile::Profile;
@@ -84,7 +82,7 @@ impl Campaign<'_> {
     pub fn specification(&self, case: Case, tier: Tier, neighbour: Neighbour) -> Specification {
         let device = self.testbed.device().clone();
         let root = Path::new(CGROUP_ROOT);
-        specification_for_window(case, tier, neighbour, Nanos::from(self.window), device, root)
+        rtvirtio_cases::specification(case, tier, neighbour, Nanos::from(self.window), device, root)
     }
 
     /// The cells of `cases` × `schemes` × `repetitions`.

@@ -67,6 +67,7 @@ pub fn serve(
     owned: bool,
     interrupted: &Interrupted,
 ) -> Result<()> {
+    eprintln!("Making a scratch disk ({}, {size}): up to 10 s", backing.label());
     let file = match backing {
         Backing::Ssd(name) => {
             let config: SsdConfig = name.parse()?;

@@ -20,7 +20,7 @@ pub mod tier;
 pub use case::{Case, Mix, TaskKind};
 pub use judge::{Judgement, Miss, highest_percentile, judge, judged_percentile, wilson_interval};
 pub use scheme::{IoPriority, Scheme, SchemeSettings};
-pub use specification::{BACKGROUND_VM, DEFAULT_WINDOW, specification, specification_for_window};
+pub use specification::{BACKGROUND_VM, specification};
 pub use tier::{Neighbour, Tier};
 
 /// Why a text or a number names nothing here.

@@ -11,26 +11,11 @@ use crate::case::Case;
 use crate::judge::judged_percentile;
 use crate::tier::{Neighbour, Tier};
 
-/// The window of an ordinary cell: p99 is judged for L, p99.9 for M and H.
-pub const DEFAULT_WINDOW: Nanos = Nanos::from_millis(30_000);
-
 /// The name of the neighbour's VM.
 pub const BACKGROUND_VM: &str = "background";
 
 /// How sure a bound must be, in every case.
 const CONFIDENCE: f64 = 0.95;
-
-/// [`specification_for_window`] with the [`DEFAULT_WINDOW`].
-#[must_use]
-pub fn specification(
-    case: Case,
-    tier: Tier,
-    neighbour: Neighbour,
-    device: Device,
-    cgroup_root: &Path,
-) -> Specification {
-    specification_for_window(case, tier, neighbour, DEFAULT_WINDOW, device, cgroup_root)
-}
 
 /// VMs `vm0` (most urgent) to `vm3` with tasks `light`, `medium`, `heavy` as the
 /// mix has them, then the neighbour's VM, all on `device` as disk `data`; each
@@ -42,7 +27,7 @@ pub fn specification(
 /// # Panics
 /// Never: the names and numbers are all constants in range.
 #[must_use]
-pub fn specification_for_window(
+pub fn specification(
     case: Case,
     tier: Tier,
     neighbour: Neighbour,
@@ -109,7 +94,8 @@ pub(crate) mod tests {
 
     pub(crate) fn strict(case: &str, neighbour: Neighbour) -> Specification {
         let case = case.parse().unwrap();
-        specification(case, Tier::Strict, neighbour, device(), Path::new("rtvirtio"))
+        let window = Nanos::from_millis(30_000);
+        specification(case, Tier::Strict, neighbour, window, device(), Path::new("rtvirtio"))
     }
 
     #[test]
@@ -125,7 +111,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn default_window_judges_p99_for_light_and_p999_for_the_others() {
+    fn window_of_30_s_judges_p99_for_light_and_p999_for_the_others() {
         let s = strict("1xL+M+H", Neighbour::None);
         let targets: Vec<_> = s.vms[0].tasks.iter().map(|t| t.target.unwrap()).collect();
         let percentiles: Vec<_> = targets.iter().map(|t| t.percentile.get()).collect();
@@ -140,7 +126,7 @@ pub(crate) mod tests {
         // 100 s of L are 10,000 requests: 10 beyond p99.9. 100 s of H: 150,000, 15 beyond p99.99.
         let window = Nanos::from_millis(100_000);
         let (tier, none) = (Tier::Paper, Neighbour::None);
-        let s = specification_for_window(case, tier, none, window, device(), Path::new("r"));
+        let s = specification(case, tier, none, window, device(), Path::new("r"));
         let percentiles: Vec<_> =
             s.vms[0].tasks.iter().map(|t| t.target.unwrap().percentile.get()).collect();
         assert_eq!(percentiles, [99.9, 99.9, 99.99]);

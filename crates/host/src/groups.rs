@@ -72,17 +72,6 @@ impl Host {
         Ok(directory)
     }
 
-    /// Moves the process `pid` with all its threads into the cgroup `path` of
-    /// [`Host::create_cgroup`].
-    ///
-    /// # Errors
-    /// If the kernel refuses.
-    pub fn enter_cgroup(&self, path: &Path, pid: u32) -> Result<(), HostError> {
-        let directory = self.cgroup_version()?.mount().join(own(path)?);
-        let procs = directory.join("cgroup.procs");
-        self.sysfs.write(&procs, &pid.to_string()).map_err(cgroup_error("enter", &directory))
-    }
-
     /// Kills what is left in the cgroup `path` and below, removes it, and
     /// removes its parents within `rtvirtio/` that are empty now. One that is
     /// not there is no error.

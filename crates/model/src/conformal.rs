@@ -3,7 +3,10 @@
 //! Conformal prediction with the multiplicative score s = ln(measured /
 //! predicted): given n scores from runs like the one to come, predicted ×
 //! exp(s₍ₖ₎) with k = ⌈(n + 1)·confidence⌉ is exceeded with probability at most
-//! 1 − confidence, whatever the model's quality (Vovk et al. 2005). A profile's
+//! 1 − confidence, whatever the model's quality (Vovk et al. 2005). That is on
+//! average over calibrations; a profile is one of them, so k is the least rank
+//! at which nine of ten calibrations keep the confidence (Vovk 2012, Prop. 2a;
+//! Wilks 1941), or the largest score where n is too small for that. A profile's
 //! scores are of each probe under a fit to all the others (leave one out, as in
 //! cross-conformal prediction; Barber et al. 2021). Task-runs of one probe are
 //! not independent, so the confidence is held against runs that no fit has
@@ -18,14 +21,33 @@ use std::collections::BTreeMap;
 use rtvirtio_spec::profile::Regime;
 use rtvirtio_units::{Confidence, Nanos};
 
+/// The part of all calibrations whose bounds are to keep their confidence.
+pub const ASSURANCE: f64 = 0.9;
+
 /// The factor on a prediction at `confidence`; `None` with too few scores:
-/// n must be at least confidence / (1 − confidence), 19 for 0.95.
+/// n must be at least confidence / (1 − confidence), 19 for 0.95. (The
+/// [`ASSURANCE`] that the calibration is no lucky one needs 45.)
 ///
 /// `scores` must be sorted, as a profile's are.
 #[must_use]
 pub fn factor(scores: &[f64], confidence: Confidence) -> Option<f64> {
-    let rank = ((scores.len() + 1) as f64 * confidence.get()).ceil() as usize;
-    scores.get(rank.checked_sub(1)?).map(|s| s.exp())
+    let n = scores.len();
+    let least = ((n + 1) as f64 * confidence.get()).ceil() as usize;
+    if least > n {
+        return None;
+    }
+    // How many scores may lie above: P(Bin(n, 1 − confidence) ≤ above) ≤ 1 − ASSURANCE.
+    let (miss, hit) = (1.0 - confidence.get(), confidence.get());
+    let mut term = hit.powi(n as i32);
+    let mut below = term;
+    let mut above = 0;
+    while below <= 1.0 - ASSURANCE && above < n {
+        above += 1;
+        term *= (n - above + 1) as f64 / above as f64 * miss / hit;
+        below += term;
+    }
+    let rank = n - above.saturating_sub(1);
+    scores.get(rank.max(least) - 1).map(|s| s.exp())
 }
 
 /// The bound that `tasks` predictions in `regime` keep together at `confidence`:
@@ -73,23 +95,40 @@ mod tests {
             bound(&residuals, Regime::Flowing, predicted, confidence(0.95), tasks)
         };
         let times = |score: f64| Some(Nanos::from_millis(100).scale(score.exp()));
-        // Ranks 95 of 99 for one, 98 (1 − 0.05/3 = 0.983) for three.
-        assert_eq!(of(1), times(0.94));
+        // P(Bin(99, 0.05) ≤ 1) = 0.04 and ≤ 2: 0.12, so one may lie above; of three, whose share
+        // is 0.05/3, P(Bin(99, 0.0167) ≤ 0) = 0.19, so none.
+        assert_eq!(of(1), times(0.97));
         assert_eq!(of(3), times(0.98));
         // Six would take rank 100 (1 − 0.05/6 = 0.992).
         assert_eq!(of(6), None);
     }
 
+    /// Numbers from 0 to 1 by a fixed linear congruential sequence.
+    fn uniform(state: &mut u64) -> f64 {
+        *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (*state >> 40) as f64 / (1_u64 << 24) as f64
+    }
+
+    #[test]
+    fn most_calibrations_keep_their_confidence() {
+        // Of uniform scores, a fraction s is below s.
+        let mut state = 1;
+        let keeps = (0..1000)
+            .filter(|_| {
+                let mut scores: Vec<f64> = (0..63).map(|_| uniform(&mut state)).collect();
+                scores.sort_by(f64::total_cmp);
+                factor(&scores, confidence(0.95)).unwrap().ln() >= 0.95
+            })
+            .count();
+        // P(Bin(63, 0.05) ≤ 0) = 0.04; ≤ 1 would be 0.17.
+        assert!((940..980).contains(&keeps), "{keeps} of 1000");
+    }
+
     #[test]
     fn bound_holds_at_its_confidence() {
-        // Scores from a fixed linear congruential sequence; each is held against the rest.
-        let mut state = 1_u64;
-        let scores: Vec<f64> = (0..400)
-            .map(|_| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                (state >> 40) as f64 / (1_u64 << 24) as f64
-            })
-            .collect();
+        // Each score is held against the rest.
+        let mut state = 1;
+        let scores: Vec<f64> = (0..400).map(|_| uniform(&mut state)).collect();
         let held = (0..scores.len())
             .filter(|&i| {
                 let mut rest = scores.clone();

@@ -20,10 +20,12 @@
 //!
 //! A stream of rate λ and depth d has at most d requests waiting, so a blocking
 //! of rate r and length ℓ makes a fraction `r · min(ℓ − x, d/λ)` of its
-//! requests wait longer than x. Bursts of several capped VMs may coincide, and
-//! are taken to. The tail at p is the base tail at p plus the x
-//! at which these fractions sum to 1 − p. (A rare blocking is invisible to a
-//! low percentile of a fast stream, and is not to one of a slow stream.)
+//! requests wait longer than x; a request that is blocked has otherwise the mean
+//! base response, as the two are independent. Bursts of several capped VMs may
+//! coincide, and are taken to. The tail at p is the t at which the fractions that
+//! base and blockings keep longer than t sum to 1 − p. (A rare blocking is
+//! invisible to a low percentile of a fast stream, and is not to one of a slow
+//! stream.)
 //!
 //! Properties (tests of the same name): `tail_grows_with_percentile`,
 //! `tail_grows_with_a_neighbours_cap`, `idling_tail_is_other_vms_times_timeout`,
@@ -226,8 +228,8 @@ impl<'a> Structural<'a> {
         let factor = situation.scheduler_factor;
         let beyond = 1.0 - p.fraction();
         let block = stream.block_size.get() as f64;
-        let base_tail = tail_of(&base, beyond) * factor + self.longer(block, |r| r.p999);
-        // A closed loop at its limit issues as fast as it is served.
+        // What every request has on top of its base response.
+        let longer = self.longer(block, |r| r.p999) + situation.flood;
         let mean =
             base.mean.as_secs_f64() * factor + self.longer(block, |r| r.mean) + situation.flood;
         let blocked: f64 = situation
@@ -236,15 +238,30 @@ impl<'a> Structural<'a> {
             .map(|b| (b.per_second * b.seconds).min(1.0))
             .sum::<f64>()
             .min(0.99);
+        // A closed loop at its limit issues as fast as it is served.
         let most = f64::from(stream.depth) * (1.0 - blocked) / mean;
         let rate = stream.iops.unwrap_or(most).min(most);
         let delivered = stream.iops.map_or(1.0, |wanted| (most / wanted).min(1.0));
         // A blocking may meet as many of its requests as it keeps in flight.
         let interval = f64::from(stream.depth) / rate;
-        let wait = wait_at(&situation.blockings, interval, beyond);
+        let base_tail = tail_of(&base, beyond) * factor + longer;
+        let exceeding = |t: f64| -> f64 {
+            let blocked = situation
+                .blockings
+                .iter()
+                .map(|b| b.per_second * (b.seconds - (t - mean)).clamp(0.0, interval));
+            beyond_of(&base, (t - longer) / factor) + blocked.sum::<f64>()
+        };
+        let longest = situation.blockings.iter().map(|b| b.seconds).fold(0.0, f64::max);
+        // The fraction falls with t; 24 halvings leave less than 10^-7 of the longest blocking.
+        let (mut low, mut high) = (base_tail, base_tail + longest);
+        for _ in 0..24 {
+            let middle = f64::midpoint(low, high);
+            if exceeding(middle) > beyond { low = middle } else { high = middle }
+        }
         let regime_factor = self.fit.regime_factor.get(&situation.regime).copied().unwrap_or(1.0);
-        let tail = (base_tail + situation.flood + wait) * regime_factor;
-        Estimate { tail: Nanos::from_secs_f64(tail), delivered, regime: situation.regime }
+        let tail = Nanos::from_secs_f64(high * regime_factor);
+        Estimate { tail, delivered, regime: situation.regime }
     }
 }
 
@@ -255,23 +272,11 @@ fn tail_of(base: &BasePoint, beyond: f64) -> f64 {
     (p99 + (p999 - p99) * decades).max(base.mean.as_secs_f64())
 }
 
-/// The wait x, s, that a fraction `beyond` of a stream's requests exceeds:
-/// Σ rate · min(length − x, interval) = beyond.
-fn wait_at(blockings: &[Blocking], interval: f64, beyond: f64) -> f64 {
-    let exceeding = |x: f64| -> f64 {
-        blockings.iter().map(|b| b.per_second * (b.seconds - x).clamp(0.0, interval)).sum()
-    };
-    let mut high = blockings.iter().map(|b| b.seconds).fold(0.0, f64::max);
-    if exceeding(0.0) <= beyond {
-        return 0.0;
-    }
-    let mut low = 0.0;
-    // The sum falls with x; 24 halvings leave less than 10^-7 of the longest blocking.
-    for _ in 0..24 {
-        let middle = (low + high) / 2.0;
-        if exceeding(middle) > beyond { low = middle } else { high = middle }
-    }
-    (low + high) / 2.0
+/// The fraction of base responses longer than `tail`, s: the inverse of [`tail_of`].
+fn beyond_of(base: &BasePoint, tail: f64) -> f64 {
+    let (p99, p999) = (base.p99.as_secs_f64(), base.p999.as_secs_f64());
+    let decades = (tail - p99) / (p999 - p99).max(1e-9);
+    (0.01 * 10_f64.powf(-decades)).min(1.0)
 }
 
 #[cfg(test)]

@@ -5,65 +5,12 @@ use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use rtvirtio_planner::{FoundDevice, plan};
-use rtvirtio_spec::profile::{
-    BasePoint, Capacity, DeviceIdentity, PROFILE_VERSION, PaperFit, Profile, Regime, Residuals,
-    Response, StructuralFit,
-};
 use rtvirtio_spec::settings::Knobs;
 use rtvirtio_spec::specification::{Specification, parse};
-use rtvirtio_units::{Bytes, BytesPerSecond, Nanos};
+use rtvirtio_units::BytesPerSecond;
 
-fn identity() -> DeviceIdentity {
-    DeviceIdentity {
-        kind: "nvme".to_owned(),
-        model: "bench".to_owned(),
-        serial: None,
-        size: Bytes::from_kib(1 << 30),
-        rotational: false,
-    }
-}
-
-fn profile() -> Profile {
-    let response = Response {
-        mean: Nanos::from_micros(320),
-        p50: Nanos::from_micros(310),
-        p99: Nanos::from_micros(550),
-        p999: Nanos::from_micros(700),
-    };
-    let scores = || Regime::ALL.map(|r| (r, vec![0.1; 100])).into();
-    Profile {
-        version: PROFILE_VERSION,
-        device: identity(),
-        kernel: String::new(),
-        date: String::new(),
-        capacity: Capacity {
-            iops_4k: 60_000.0,
-            write_throughput: BytesPerSecond::from_megabytes(1500),
-            response_4k: response,
-            response_128k: response,
-        },
-        structural: StructuralFit {
-            base: vec![BasePoint {
-                utilisation: 0.5,
-                mean: Nanos::from_micros(330),
-                p99: Nanos::from_micros(620),
-                p999: Nanos::from_micros(900),
-            }],
-            scheduler_factor: BTreeMap::new(),
-            burst: Nanos::from_millis(100),
-            stalls: None,
-            regime_factor: BTreeMap::new(),
-        },
-        paper: PaperFit {
-            weight: 0.36,
-            timeout_sync: 0.7,
-            slice_idle: 0.5,
-            throughput: BytesPerSecond::from_megabytes(245),
-        },
-        residuals: Residuals { structural: scores(), paper: scores() },
-        probes: Vec::new(),
-    }
-}
+#[path = "../src/tests/profile.rs"]
+mod profile;
 
 /// `vms` VMs of three tasks on `devices` devices; every fifth VM is background.
 fn specification(vms: usize, devices: usize) -> Specification {
@@ -92,13 +39,24 @@ fn specification(vms: usize, devices: usize) -> Specification {
 fn plans(c: &mut Criterion) {
     let mut group = c.benchmark_group("plan");
     group.sample_size(10).noise_threshold(0.05);
-    let profile = profile();
+    let mut profile = profile::profile();
+    // Twenty VMs on one device need more than the tests' one has.
+    profile.capacity.iops_4k = 60_000.0;
+    profile.capacity.write_throughput = BytesPerSecond::from_megabytes(1500);
+    for scores in profile.residuals.structural.values_mut() {
+        scores.resize(100, 0.1);
+    }
     for (vms, devices) in [(4, 1), (20, 1), (100, 5), (1000, 50)] {
         let specification = specification(vms, devices);
         let found: BTreeMap<_, _> = specification
             .devices
             .iter()
-            .map(|d| (d.name.clone(), FoundDevice { profile: &profile, identity: identity() }))
+            .map(|d| {
+                (
+                    d.name.clone(),
+                    FoundDevice { profile: &profile, identity: profile.device.clone() },
+                )
+            })
             .collect();
         let id = BenchmarkId::from_parameter(format!("{vms} VMs on {devices} devices"));
         group.bench_function(id, |b| {

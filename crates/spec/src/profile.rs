@@ -148,7 +148,7 @@ pub struct StructuralFit {
     pub burst: Nanos,
     /// Times in which the device serves nothing, if it has them.
     pub stalls: Option<StallFit>,
-    /// Factor of each regime: median of measured over modelled.
+    /// Factor of each regime but bursting, which `burst` fits: median of measured over modelled.
     pub regime_factor: BTreeMap<Regime, f64>,
 }
 

@@ -43,17 +43,11 @@ pub struct Cell {
     /// Whether every task passed.
     pub passed: bool,
     /// The most urgent VM alone, where the disk is shared with the rest of the machine.
-    #[serde(default)]
     pub noise_floor: Option<NoiseFloor>,
     /// How often it was measured; all but the last were discarded.
-    #[serde(default = "once")]
     pub attempts: u32,
     /// Why the cell does not count, if it does not.
     pub discarded: Option<String>,
-}
-
-const fn once() -> u32 {
-    1
 }
 
 /// What identifies a cell.
@@ -127,7 +121,6 @@ pub struct Prediction {
     /// The paper's model, λ refit, corrected reading; where bfq idles, which is what it speaks of.
     pub paper: Option<Nanos>,
     /// A bound on top of it.
-    #[serde(default)]
     pub paper_bound: Option<Nanos>,
 }
 

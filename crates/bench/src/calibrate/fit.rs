@@ -213,11 +213,12 @@ fn lesser(a: &BasePoint, b: &BasePoint) -> BasePoint {
     }
 }
 
-/// Each scheduler's p99.9 over the base, with four VMs and no writer.
+/// Each scheduler's mean response over the base, with four VMs and no writer: the CPU time that
+/// it adds shows there, and the machine's own lateness, which is in the tails, does not.
 fn scheduler_factors(runs: &[ProbeRun], fit: &StructuralFit) -> BTreeMap<String, f64> {
     let Some(base) = fit.base.last() else { return BTreeMap::new() };
     let factor = |run: &ProbeRun| {
-        (at(&pooled(run), 99.9).as_secs_f64() / base.p999.as_secs_f64().max(1e-9)).max(1.0)
+        (pooled(run).mean().as_secs_f64() / base.mean.as_secs_f64().max(1e-9)).max(1.0)
     };
     runs.iter()
         .filter(|run| is_quiet(run) && run.setting.1 == 4)
@@ -246,7 +247,8 @@ fn burst(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Nanos {
         .unwrap_or(fit.burst)
 }
 
-/// Median of measured over modelled, for each regime that has observations.
+/// Median of measured over modelled, for each regime that has observations. Where bursts are,
+/// their length is the fit, of the tasks that meet each of them.
 fn regime_factors(
     runs: &[ProbeRun],
     fit: &StructuralFit,
@@ -259,6 +261,7 @@ fn regime_factors(
     }
     scores
         .into_iter()
+        .filter(|(regime, _)| *regime != Regime::Bursting)
         .map(|(regime, mut scores)| {
             scores.sort_by(f64::total_cmp);
             (regime, scores[scores.len() / 2].exp())

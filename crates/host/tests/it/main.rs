@@ -352,10 +352,11 @@ fn real_cgroup_with_a_process_is_removed() {
     };
     let path = bed.topology.vms[&vm("plc")].clone();
     let mut sleeper = Sleeper(Command::new("sleep").arg("60").spawn().unwrap());
-    bed.host.enter_cgroup(&path, sleeper.0.id()).unwrap();
+    let version = bed.host.cgroup_version().unwrap();
+    let procs = version.mount().join(&path).join("cgroup.procs");
+    fs::write(procs, sleeper.0.id().to_string()).unwrap();
     bed.host.remove_cgroup(&path).unwrap();
     assert_eq!(sleeper.0.wait().unwrap().signal(), Some(9));
-    let version = bed.host.cgroup_version().unwrap();
     assert!(!version.mount().join(&path).exists());
     if let CgroupVersion::V1 { mount } = version {
         assert!(mount.join(&bed.topology.vms[&vm("backup")]).exists());
