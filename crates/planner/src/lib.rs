@@ -5,7 +5,7 @@
 //! orders candidates; a *victim* is a VM whose targets are given up so that
 //! more urgent ones hold.
 //!
-//! Algorithm, for each device by itself ([`search`]): a local search over
+//! Algorithm, for each device by itself (module `search`): a local search over
 //! scheduler and bfq's parameters; weights follow urgency. Each candidate's caps on VMs
 //! without targets are as high as the targets allow: the bound of every task
 //! grows with them, so the largest is found by bisection. Worth is, in this
