@@ -8,6 +8,7 @@
 //!   changes, journalled before the first write;
 //! - [`Host::create_cgroup`], [`Host::remove_cgroup`]: a benchmark's VMs;
 //! - [`Host::other_writers`]: udev rules, TuneD and units that set the same knobs;
+//! - [`Host::qemu_processes`], [`qemu`]: the VMs that run, QEMU's monitor and the guests' agents;
 //! - [`doctor`]: what this host can do.
 
 #![forbid(unsafe_code)]
@@ -22,6 +23,7 @@ pub mod fake;
 mod groups;
 mod journal;
 mod knobs;
+pub mod qemu;
 mod restore;
 pub mod sysfs;
 #[cfg(test)]
@@ -177,6 +179,14 @@ impl Host {
     pub fn observe(&self, topology: &Topology) -> Result<Knobs, HostError> {
         let resolved = topology::Resolved::find(&*self.sysfs, topology)?;
         knobs::observe(&*self.sysfs, &resolved)
+    }
+
+    /// The QEMU processes, by process id.
+    ///
+    /// # Errors
+    /// If `/proc` cannot be listed.
+    pub fn qemu_processes(&self) -> Result<Vec<qemu::QemuProcess>, HostError> {
+        qemu::discover::processes(&*self.sysfs)
     }
 
     /// Other programs that may set the same knobs.

@@ -3,6 +3,8 @@
 //! Needs root, losetup and a cgroup hierarchy with block I/O; without them each
 //! test says that it is skipped, and why.
 
+mod qemu;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{self, Write as _};

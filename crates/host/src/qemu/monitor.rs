@@ -1,0 +1,497 @@
+//! QEMU's monitor: QMP over its socket, or through libvirt.
+//!
+//! Terms: a *QOM path* names an object of QEMU, such as `/objects/io0` or a
+//! virtio-blk disk's `/machine/peripheral/ID/virtio-backend`; only that finds
+//! latency histograms and throttling, a device's id does not. An *event* is a
+//! message that answers nothing; events are skipped.
+//!
+//! What is set is read back. A request that was given up may be answered later:
+//! the `id` tells such an answer from the next one's.
+//!
+//! Properties: `answer_with_a_foreign_id_is_refused`, `late_answer_is_not_the_next_ones`,
+//! `ten_thousand_events_are_skipped`, `endless_events_keep_the_deadline`,
+//! `value_that_is_not_taken_is_an_error`.
+
+use std::fmt;
+use std::path::Path;
+use std::time::Duration;
+
+use qapi::qmp::{
+    block_latency_histogram_set, qmp_capabilities, qom_get, qom_set, query_block, query_blockstats,
+    query_iothreads, query_status, query_version,
+};
+use qapi::{Command, Empty};
+use rtvirtio_units::{BytesPerSecond, Nanos};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use super::peer::{Deadline, Peer};
+use super::virsh::Virsh;
+use super::{Address, Fault, QemuError, reply};
+
+/// The most messages that are skipped for one answer. QEMU keeps events for a
+/// client that reads seldom; this is a day of one each second.
+const MOST_SKIPPED: usize = 100_000;
+
+/// QEMU's version.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+pub struct Version {
+    /// 10 of 10.0.2.
+    pub major: u32,
+    /// The first 0 of 10.0.2.
+    pub minor: u32,
+    /// 2 of 10.0.2.
+    pub micro: u32,
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.micro)
+    }
+}
+
+/// Whether the guest runs.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Status {
+    /// Whether its virtual CPUs run.
+    pub running: bool,
+    /// QEMU's word for it, such as `running`, `paused` or `io-error`.
+    pub status: String,
+}
+
+/// An IOThread: a thread of QEMU that serves virtqueues.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct IoThread {
+    /// Its id; its QOM path is `/objects/ID`.
+    pub id: String,
+    /// Its thread id on the host.
+    pub thread_id: u32,
+    /// The longest that it polls before it sleeps; zero: it does not poll.
+    #[serde(rename = "poll-max-ns")]
+    pub poll_max: Nanos,
+    /// By what factor polling grows; 0 is QEMU's default.
+    pub poll_grow: u64,
+    /// By what divisor polling shrinks; 0 is QEMU's default.
+    pub poll_shrink: u64,
+}
+
+/// Limits that QEMU itself holds a disk to; `None` is no limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Throttle {
+    /// Bytes read and written per second.
+    pub bandwidth: Option<BytesPerSecond>,
+    /// Requests per second.
+    pub iops: Option<u64>,
+}
+
+impl Throttle {
+    /// From QEMU's numbers, in which 0 is no limit.
+    fn from_wire(bps: u64, iops: u64) -> Self {
+        Self {
+            bandwidth: (bps > 0).then(|| BytesPerSecond::new(bps)),
+            iops: (iops > 0).then_some(iops),
+        }
+    }
+
+    fn bps(self) -> u64 {
+        self.bandwidth.map_or(0, BytesPerSecond::get)
+    }
+}
+
+/// A block device of QEMU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Block {
+    /// The QOM path of the guest's device, if it has one.
+    pub qom_path: Option<String>,
+    /// The name of a `-drive`; empty with `-blockdev`.
+    pub device: String,
+    /// The top node's name.
+    pub node: Option<String>,
+    /// The file or device on the host, as QEMU writes it; `None`: no medium.
+    pub file: Option<String>,
+    /// What QEMU limits it to.
+    pub throttle: Throttle,
+}
+
+/// Requests counted by their latency.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Histogram {
+    /// Where one bin ends and the next begins, ascending.
+    pub boundaries: Vec<Nanos>,
+    /// Requests in each bin: one more than there are boundaries.
+    pub bins: Vec<u64>,
+}
+
+/// One block device's histograms, as QEMU sees its requests.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+pub struct LatencyHistograms {
+    /// Of reads; `None`: not set.
+    #[serde(rename = "rd_latency_histogram")]
+    pub read: Option<Histogram>,
+    /// Of writes; `None`: not set.
+    #[serde(rename = "wr_latency_histogram")]
+    pub write: Option<Histogram>,
+    /// Of flushes; `None`: not set.
+    #[serde(rename = "flush_latency_histogram")]
+    pub flush: Option<Histogram>,
+}
+
+/// `block_set_io_throttle`: qapi's type has a deprecated field that must be named.
+#[derive(Serialize)]
+struct SetThrottle<'a> {
+    id: &'a str,
+    bps: u64,
+    bps_rd: u64,
+    bps_wr: u64,
+    iops: u64,
+    iops_rd: u64,
+    iops_wr: u64,
+}
+
+impl Command for SetThrottle<'_> {
+    type Ok = Empty;
+    const NAME: &'static str = "block_set_io_throttle";
+    const ALLOW_OOB: bool = false;
+}
+
+#[derive(Debug)]
+enum Transport {
+    Socket { peer: Peer, last_id: u64 },
+    Libvirt(Virsh),
+}
+
+/// A QEMU process's monitor.
+#[derive(Debug)]
+pub struct Monitor {
+    address: Address,
+    transport: Transport,
+}
+
+impl Monitor {
+    /// Connects to the QMP socket at `path` and negotiates, all within `timeout`.
+    /// QEMU serves one client of a socket at a time; a second one hears nothing.
+    ///
+    /// # Errors
+    /// If nobody listens, nobody greets in time, or it is no QMP socket.
+    pub fn connect(path: impl AsRef<Path>, timeout: Duration) -> Result<Self, QemuError> {
+        let deadline = Deadline::after(timeout);
+        let address = Address::Socket(path.as_ref().to_owned());
+        match Peer::connect(path.as_ref(), deadline) {
+            Ok(peer) => Self::negotiate(address, peer, deadline),
+            Err(fault) => Err(QemuError { peer: address, command: "connect", fault }),
+        }
+    }
+
+    /// The monitor of a libvirt domain, by name or UUID. Nothing is asked yet.
+    #[must_use]
+    pub fn libvirt(domain: &str) -> Self {
+        Self::through(Virsh::new(domain))
+    }
+
+    pub(super) fn through(virsh: Virsh) -> Self {
+        let address = Address::Domain(virsh.domain.clone());
+        Self { address, transport: Transport::Libvirt(virsh) }
+    }
+
+    /// A monitor that says `bytes`, whatever it is asked.
+    ///
+    /// # Errors
+    /// If they do not begin with a greeting and an answer.
+    #[cfg(any(test, feature = "test-utils"))]
+    pub fn replay(bytes: &[u8]) -> Result<Self, QemuError> {
+        let peer = Peer::over(super::peer::Replay(std::io::Cursor::new(bytes.to_vec())));
+        let deadline = Deadline::after(Duration::from_secs(60));
+        Self::negotiate(Address::Socket("replay".into()), peer, deadline)
+    }
+
+    fn negotiate(address: Address, mut peer: Peer, deadline: Deadline) -> Result<Self, QemuError> {
+        if let Err(fault) = greeting(&mut peer, deadline) {
+            return Err(QemuError { peer: address, command: "greeting", fault });
+        }
+        let transport = Transport::Socket { peer, last_id: 0 };
+        let mut monitor = Self { address, transport };
+        monitor.ask::<_, Empty>(&qmp_capabilities { enable: None }, deadline)?;
+        Ok(monitor)
+    }
+
+    /// Executes any command of `qapi::qmp`.
+    ///
+    /// # Errors
+    /// [`QemuError`], at most a moment after `timeout`.
+    pub fn execute<C: Command>(
+        &mut self,
+        command: &C,
+        timeout: Duration,
+    ) -> Result<C::Ok, QemuError> {
+        self.ask(command, Deadline::after(timeout))
+    }
+
+    /// QEMU's version.
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub fn version(&mut self, timeout: Duration) -> Result<Version, QemuError> {
+        #[derive(Deserialize)]
+        struct Reply {
+            qemu: Version,
+        }
+        let reply: Reply = self.ask(&query_version {}, Deadline::after(timeout))?;
+        Ok(reply.qemu)
+    }
+
+    /// Whether the guest runs.
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub fn status(&mut self, timeout: Duration) -> Result<Status, QemuError> {
+        self.ask(&query_status {}, Deadline::after(timeout))
+    }
+
+    /// The IOThreads.
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub fn iothreads(&mut self, timeout: Duration) -> Result<Vec<IoThread>, QemuError> {
+        self.ask(&query_iothreads {}, Deadline::after(timeout))
+    }
+
+    /// Sets the longest that an IOThread polls, at once and while the guest runs.
+    ///
+    /// # Errors
+    /// As [`Self::execute`]; [`Fault::ReadBackDiffers`].
+    pub fn set_poll_max(
+        &mut self,
+        iothread: &str,
+        poll_max: Nanos,
+        timeout: Duration,
+    ) -> Result<(), QemuError> {
+        let deadline = Deadline::after(timeout);
+        let (path, property) = (format!("/objects/{iothread}"), "poll-max-ns".to_owned());
+        let value = json!(poll_max.get());
+        let set = qom_set { path: path.clone(), property: property.clone(), value };
+        self.ask::<_, Empty>(&set, deadline)?;
+        let found: Nanos = self.ask(&qom_get { path, property }, deadline)?;
+        self.compare::<qom_set, _>(poll_max, found)
+    }
+
+    /// The block devices.
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub fn blocks(&mut self, timeout: Duration) -> Result<Vec<Block>, QemuError> {
+        self.query_block(Deadline::after(timeout))
+    }
+
+    /// Starts to count the requests of the device at `qom_path` by latency, reads,
+    /// writes and flushes alike; without boundaries, stops. Counts begin at zero.
+    ///
+    /// # Errors
+    /// As [`Self::execute`]; QEMU refuses boundaries that do not ascend, and a
+    /// device without a block backend, such as vhost-user-blk.
+    pub fn set_latency_histogram(
+        &mut self,
+        qom_path: &str,
+        boundaries: &[Nanos],
+        timeout: Duration,
+    ) -> Result<(), QemuError> {
+        let boundaries: Vec<u64> = boundaries.iter().map(|b| b.get()).collect();
+        let set = block_latency_histogram_set {
+            id: qom_path.to_owned(),
+            boundaries: (!boundaries.is_empty()).then_some(boundaries),
+            boundaries_read: None,
+            boundaries_write: None,
+            boundaries_zap: None,
+            boundaries_flush: None,
+        };
+        self.ask::<_, Empty>(&set, Deadline::after(timeout)).map(drop)
+    }
+
+    /// The histograms of the device at `qom_path`.
+    ///
+    /// # Errors
+    /// As [`Self::execute`]; [`Fault::Unexpected`] if there is no such device.
+    pub fn latency_histograms(
+        &mut self,
+        qom_path: &str,
+        timeout: Duration,
+    ) -> Result<LatencyHistograms, QemuError> {
+        #[derive(Deserialize)]
+        struct Reply {
+            qdev: Option<String>,
+            stats: LatencyHistograms,
+        }
+        let query = query_blockstats { query_nodes: Some(false) };
+        let reply: Vec<Reply> = self.ask(&query, Deadline::after(timeout))?;
+        let device = reply.into_iter().find(|r| r.qdev.as_deref() == Some(qom_path));
+        let Some(Reply { stats, .. }) = device else {
+            return Err(self.error::<query_blockstats>(no_device(qom_path)));
+        };
+        let all = [&stats.read, &stats.write, &stats.flush];
+        if let Some(odd) = all.into_iter().flatten().find(|h| !h.is_whole()) {
+            let (found, expected) = (format!("{odd:?}"), "a histogram");
+            let found = super::error::excerpt(found.as_bytes());
+            return Err(self.error::<query_blockstats>(Fault::Unexpected { found, expected }));
+        }
+        Ok(stats)
+    }
+
+    /// Limits the device at `qom_path`.
+    ///
+    /// # Errors
+    /// As [`Self::execute`]; [`Fault::ReadBackDiffers`].
+    pub fn set_throttle(
+        &mut self,
+        qom_path: &str,
+        throttle: Throttle,
+        timeout: Duration,
+    ) -> Result<(), QemuError> {
+        let deadline = Deadline::after(timeout);
+        let set = SetThrottle {
+            id: qom_path,
+            bps: throttle.bps(),
+            bps_rd: 0,
+            bps_wr: 0,
+            iops: throttle.iops.unwrap_or(0),
+            iops_rd: 0,
+            iops_wr: 0,
+        };
+        self.ask::<_, Empty>(&set, deadline)?;
+        let blocks = self.query_block(deadline)?;
+        let device = blocks.iter().find(|b| b.qom_path.as_deref() == Some(qom_path));
+        let Some(device) = device else {
+            return Err(self.error::<query_block>(no_device(qom_path)));
+        };
+        self.compare::<SetThrottle<'_>, _>(throttle, device.throttle)
+    }
+
+    /// Limits a `throttle-group` object, and so the disks in it together.
+    ///
+    /// # Errors
+    /// As [`Self::execute`]; [`Fault::ReadBackDiffers`].
+    pub fn set_throttle_group(
+        &mut self,
+        group: &str,
+        throttle: Throttle,
+        timeout: Duration,
+    ) -> Result<(), QemuError> {
+        #[derive(Deserialize)]
+        #[serde(rename_all = "kebab-case")]
+        struct Reply {
+            bps_total: u64,
+            iops_total: u64,
+        }
+        let deadline = Deadline::after(timeout);
+        let (path, property) = (format!("/objects/{group}"), "limits".to_owned());
+        let iops = throttle.iops.unwrap_or(0);
+        let value = json!({"bps-total": throttle.bps(), "iops-total": iops});
+        let set = qom_set { path: path.clone(), property: property.clone(), value };
+        self.ask::<_, Empty>(&set, deadline)?;
+        let found: Reply = self.ask(&qom_get { path, property }, deadline)?;
+        let found = Throttle::from_wire(found.bps_total, found.iops_total);
+        self.compare::<qom_set, _>(throttle, found)
+    }
+
+    fn query_block(&mut self, deadline: Deadline) -> Result<Vec<Block>, QemuError> {
+        #[derive(Deserialize)]
+        struct Reply {
+            device: String,
+            qdev: Option<String>,
+            inserted: Option<Inserted>,
+        }
+        #[derive(Deserialize)]
+        struct Inserted {
+            file: String,
+            #[serde(rename = "node-name")]
+            node: Option<String>,
+            bps: u64,
+            iops: u64,
+        }
+        let reply: Vec<Reply> = self.ask(&query_block {}, deadline)?;
+        let block = |r: Reply| {
+            let throttle = r.inserted.as_ref().map(|i| Throttle::from_wire(i.bps, i.iops));
+            let (node, file) = r.inserted.map_or((None, None), |i| (i.node, Some(i.file)));
+            let throttle = throttle.unwrap_or_default();
+            Block { qom_path: r.qdev, device: r.device, node, file, throttle }
+        };
+        Ok(reply.into_iter().map(block).collect())
+    }
+
+    /// Executes `command` and reads its answer as an `R`, which may name fewer
+    /// members than qapi's type does.
+    fn ask<C: Command, R: DeserializeOwned>(
+        &mut self,
+        command: &C,
+        deadline: Deadline,
+    ) -> Result<R, QemuError> {
+        let answer = match &mut self.transport {
+            Transport::Socket { peer, last_id } => exchange(peer, last_id, command, deadline),
+            Transport::Libvirt(virsh) => reply::request(command, None)
+                .and_then(|request| virsh.monitor(&request, deadline))
+                .and_then(|line| reply::message(&line)?.result()),
+        };
+        answer.map_err(|fault| self.error::<C>(fault))
+    }
+
+    fn compare<C: Command, T: PartialEq + fmt::Debug>(
+        &self,
+        wanted: T,
+        found: T,
+    ) -> Result<(), QemuError> {
+        if wanted == found {
+            return Ok(());
+        }
+        let (wanted, found) = (format!("{wanted:?}"), format!("{found:?}"));
+        Err(self.error::<C>(Fault::ReadBackDiffers { wanted, found }))
+    }
+
+    fn error<C: Command>(&self, fault: Fault) -> QemuError {
+        QemuError { peer: self.address.clone(), command: C::NAME, fault }
+    }
+}
+
+impl Histogram {
+    fn is_whole(&self) -> bool {
+        self.bins.len() == self.boundaries.len() + 1 && self.boundaries.is_sorted()
+    }
+}
+
+fn no_device(qom_path: &str) -> Fault {
+    Fault::Unexpected { found: qom_path.to_owned(), expected: "the QOM path of a block device" }
+}
+
+fn greeting(peer: &mut Peer, deadline: Deadline) -> Result<(), Fault> {
+    let line = peer.line(deadline)?;
+    if reply::message(&line)?.greeting.is_some() {
+        return Ok(());
+    }
+    let found = super::error::excerpt(&line);
+    Err(Fault::Unexpected { found, expected: "QMP's greeting" })
+}
+
+fn exchange<C: Command, R: DeserializeOwned>(
+    peer: &mut Peer,
+    last_id: &mut u64,
+    command: &C,
+    deadline: Deadline,
+) -> Result<R, Fault> {
+    *last_id += 1;
+    let id = *last_id;
+    peer.send(&reply::request(command, Some(id))?, deadline)?;
+    for _ in 0..MOST_SKIPPED {
+        let line = peer.line(deadline)?;
+        let message = reply::message(&line)?;
+        match message.id() {
+            Some(of) if of == id => return message.result(),
+            // To a request that was given up.
+            Some(of) if of < id => {}
+            None if message.event.is_some() => {}
+            _ => {
+                let found = super::error::excerpt(&line);
+                return Err(Fault::Unexpected { found, expected: "the answer to this request" });
+            }
+        }
+    }
+    Err(Fault::Flood { limit: MOST_SKIPPED })
+}

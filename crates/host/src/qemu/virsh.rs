@@ -1,0 +1,106 @@
+//! The same commands where libvirt holds the sockets: `virsh` passes them on.
+//!
+//! Each command is a process of its own, which has the request's deadline and is
+//! killed when it is late. libvirt marks a domain whose monitor was used this
+//! way as tainted (`custom-monitor`); that changes nothing about it.
+//!
+//! Properties: `virsh_that_hangs_is_killed`, `endless_output_is_refused`,
+//! `domain_name_is_never_an_option`.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use super::Fault;
+use super::error::excerpt;
+use super::peer::{Deadline, Peer};
+use super::reply::says_disabled;
+
+/// A domain of the local libvirt.
+#[derive(Debug)]
+pub(super) struct Virsh {
+    pub(super) program: PathBuf,
+    pub(super) domain: String,
+}
+
+impl Virsh {
+    pub(super) fn new(domain: &str) -> Self {
+        Self { program: "virsh".into(), domain: domain.to_owned() }
+    }
+
+    /// The monitor's answer to `request`.
+    pub(super) fn monitor(&self, request: &[u8], deadline: Deadline) -> Result<Vec<u8>, Fault> {
+        self.run("qemu-monitor-command", &[], request, deadline)
+    }
+
+    /// The guest agent's answer to `request`.
+    pub(super) fn agent(&self, request: &[u8], deadline: Deadline) -> Result<Vec<u8>, Fault> {
+        // libvirt waits in whole seconds; the deadline of the process is exact.
+        let seconds = deadline.left()?.as_secs().saturating_add(1).to_string();
+        self.run("qemu-agent-command", &["--timeout", &seconds], request, deadline)
+    }
+
+    fn run(
+        &self,
+        verb: &str,
+        options: &[&str],
+        request: &[u8],
+        deadline: Deadline,
+    ) -> Result<Vec<u8>, Fault> {
+        let request = String::from_utf8_lossy(request);
+        let (mut output, stdout) = pipe()?;
+        let (mut complaint, stderr) = pipe()?;
+        let child = Command::new(&self.program)
+            .args(["--quiet", "--connect", "qemu:///system", verb, "--domain", &self.domain])
+            .args(options)
+            .arg(request.trim_end())
+            // Its messages are looked at.
+            .env("LC_ALL", "C")
+            .stdin(Stdio::null())
+            .stdout(stdout)
+            .stderr(stderr)
+            .spawn();
+        let mut child = Killed(child.map_err(Fault::Connect)?);
+        let answer = output.rest(deadline)?;
+        let complaint = complaint.rest(deadline)?;
+        if child.succeeds(deadline)? {
+            return Ok(answer);
+        }
+        let message = excerpt(&complaint);
+        Err(if says_disabled(&message) {
+            Fault::Disabled { description: message }
+        } else {
+            Fault::Virsh { message }
+        })
+    }
+}
+
+/// A pipe whose reading end keeps deadlines, and its writing end.
+fn pipe() -> Result<(Peer, Stdio), Fault> {
+    let (ours, theirs) = UnixStream::pair().map_err(Fault::Connection)?;
+    Ok((Peer::over(ours), Stdio::from(OwnedFd::from(theirs))))
+}
+
+/// Killed when dropped.
+struct Killed(Child);
+
+impl Killed {
+    fn succeeds(&mut self, deadline: Deadline) -> Result<bool, Fault> {
+        loop {
+            if let Some(status) = self.0.try_wait().map_err(Fault::Connection)? {
+                return Ok(status.success());
+            }
+            thread::sleep(deadline.left()?.min(Duration::from_millis(1)));
+        }
+    }
+}
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
