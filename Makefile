@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup build demo test check fmt clippy doc deny fuzz \
+.PHONY: help setup build guest demo test check fmt clippy doc deny fuzz \
 	bench-strict bench-ssd bench-prediction bench-planner \
 	bench-full bench-full-24 bench-full-raw
 
@@ -29,12 +29,19 @@ setup: ## Install what is missing (Debian packages, as root), or say what to ins
 build: setup ## Build the release binary
 	cargo build --release --locked
 
+# Where the guests' kernel and initramfs are kept.
+GUEST := $(or $(CARGO_TARGET_DIR),target)/guest
+
+guest: ## Kernel and initramfs for test guests, and QEMU (root)
+	@scripts/guest $(GUEST)
+
 demo: ## Baselines and rtvirtio side by side on a scratch disk (root; DEMO_FLAGS=...)
 	@scripts/setup run
 	cargo build --release --locked
-	$(RTVIRTIO) demo $(DEMO_FLAGS)
+	$(RTVIRTIO) demo --guest-image $(GUEST) $(DEMO_FLAGS)
 
-test: setup ## All tests; those that need root or FUSE say so when they are skipped
+test: setup ## All tests; those that need root, FUSE or guests say so when they are skipped
+	@scripts/guest $(GUEST) || echo "tests: without guests"
 	cargo test --workspace --all-features --locked
 
 check: setup fmt clippy doc deny fuzz ## All that a change must pass beside the tests
@@ -51,8 +58,9 @@ doc: ## The documentation builds without a warning
 deny: ## Licences, sources and advisories of the dependencies
 	@scripts/deny
 
-fuzz: ## Fuzz the specification's parser for FUZZ_SECONDS (60)
+fuzz: ## Fuzz the parsers of specifications and of QEMU's replies, FUZZ_SECONDS (60) each
 	@scripts/fuzz specification
+	@scripts/fuzz replies
 
 # The first repetition has every scheme, interleaved; the others repeat two of them.
 # All of these continue where they were interrupted. 21 s is the least window that judges p99.9

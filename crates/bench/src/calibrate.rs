@@ -17,12 +17,13 @@ use anyhow::{Context, Result, bail};
 use rtvirtio_cases::{Case, Mix, Neighbour, Tier};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::profile::{Capacity, DeviceIdentity, Profile, Response};
+use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::{Bfq, DeviceSettings, Limits, Scheduler, Settings, VmSettings};
 use rtvirtio_spec::specification::{Load, Specification, Target, Task};
 use rtvirtio_units::{Bytes, BytesPerSecond, Confidence, Nanos, Percentile, TaskName};
 use serde::{Deserialize, Serialize};
 
-use crate::cell::{CGROUP_ROOT, Testbed, plain};
+use crate::cell::{Testbed, plain};
 use crate::load::{CellLoad, Interrupted};
 use crate::progress::Progress;
 
@@ -81,8 +82,34 @@ const PROBES: [ProbeSetting; 20] = [
     (Scheduler::Bfq(SHORT), 3, Writer::Unlimited),
 ];
 
+/// The list where VMs are guests, which take longer to start and stop a task: all VMs, fewer
+/// schedulers with a writer. Where bfq idles it has too few task-runs for a bound, so that no plan
+/// idles.
+const PROBES_IN_GUESTS: [ProbeSetting; 13] = [
+    (Scheduler::None, 4, Writer::Absent),
+    (Scheduler::MqDeadline, 4, Writer::Absent),
+    (Scheduler::Kyber, 4, Writer::Absent),
+    (Scheduler::Bfq(QUIET), 4, Writer::Absent),
+    (Scheduler::None, 4, Writer::Capped(0.03)),
+    (Scheduler::Bfq(QUIET), 4, Writer::Capped(0.06)),
+    (Scheduler::None, 4, Writer::Capped(0.09)),
+    (Scheduler::Bfq(QUIET), 4, Writer::Capped(0.09)),
+    (Scheduler::None, 4, Writer::Capped(0.15)),
+    (Scheduler::None, 4, Writer::Unlimited),
+    (Scheduler::Bfq(QUIET), 4, Writer::Unlimited),
+    (Scheduler::Bfq(Bfq::DEFAULT), 4, Writer::Absent),
+    (Scheduler::Bfq(Bfq::DEFAULT), 4, Writer::Unlimited),
+];
+
+fn probes(testbed: &Testbed) -> &'static [ProbeSetting] {
+    match testbed.measured_at() {
+        MeasuredAt::Host => &PROBES,
+        _ => &PROBES_IN_GUESTS,
+    }
+}
+
 /// One measured probe, as it is kept for a resumption and given to the fit.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct ProbeRun {
     setting: ProbeSetting,
     cap: Option<BytesPerSecond>,
@@ -91,7 +118,7 @@ struct ProbeRun {
     canary: Nanos,
 }
 
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct ProbeTask {
     vm: u32,
     iops: f64,
@@ -99,17 +126,17 @@ struct ProbeTask {
 }
 
 /// What is kept of an unfinished calibration, one JSON value a line.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
 enum Kept {
-    Device(DeviceIdentity, String),
+    Device(DeviceIdentity, String, MeasuredAt),
     Capacity(Capacity),
     Probe(ProbeRun),
 }
 
-/// How long a calibration takes, about.
+/// How long a calibration of the testbed takes, about.
 #[must_use]
-pub fn duration() -> Duration {
-    CellLoad::duration(PROBE) * PROBES.len() as u32 + CellLoad::duration(ALONE) * 4
+pub fn duration(testbed: &Testbed) -> Duration {
+    CellLoad::duration(PROBE) * probes(testbed).len() as u32 + CellLoad::duration(ALONE) * 4
 }
 
 /// Calibrates the testbed's device, whose data is overwritten. `partial` is
@@ -125,15 +152,16 @@ pub fn calibrate(
 ) -> Result<Profile> {
     let identity = testbed.identity()?;
     let kernel = testbed.kernel_release()?;
-    let mut kept = resume(partial, &identity, &kernel)?;
+    let mut kept =
+        resume(partial, Kept::Device(identity.clone(), kernel.clone(), testbed.measured_at()))?;
     let mut file =
         std::fs::File::create(partial).with_context(|| format!("create {}", partial.display()))?;
     for value in &kept {
         keep(&mut file, value)?;
     }
     let done = kept.len() - 1;
-    let steps = PROBES.len() + 1;
-    let left = duration().mul_f64((steps - done.min(steps)) as f64 / steps as f64);
+    let steps = probes(testbed).len() + 1;
+    let left = duration(testbed).mul_f64((steps - done.min(steps)) as f64 / steps as f64);
     let mut progress = Progress::new(steps - done.min(steps), left);
     let capacity = kept.iter().find_map(|k| match k {
         Kept::Capacity(c) => Some(*c),
@@ -159,7 +187,7 @@ pub fn calibrate(
         })
         .collect();
     let mut repeats = REPEATS;
-    for setting in PROBES {
+    for &setting in probes(testbed) {
         if runs.iter().any(|r| r.setting == setting) {
             continue;
         }
@@ -181,7 +209,7 @@ pub fn calibrate(
         keep(&mut file, &Kept::Probe(run.clone()))?;
         runs.push(run);
     }
-    let profile = fit::fit(identity, kernel, date, capacity, &runs);
+    let profile = fit::fit(identity, kernel, testbed.measured_at(), date, capacity, &runs);
     let _ = std::fs::remove_file(partial);
     Ok(profile)
 }
@@ -202,20 +230,16 @@ fn keep(file: &mut std::fs::File, value: &Kept) -> Result<()> {
     Ok(file.sync_data()?)
 }
 
-/// What an earlier calibration of the same device and kernel left; its first value names them.
-fn resume(partial: &Path, identity: &DeviceIdentity, kernel: &str) -> Result<Vec<Kept>> {
-    let fresh = || vec![Kept::Device(identity.clone(), kernel.to_owned())];
+/// What an earlier calibration of the same `device` left; its first value names that.
+fn resume(partial: &Path, device: Kept) -> Result<Vec<Kept>> {
     let text = match std::fs::read_to_string(partial) {
         Ok(text) => text,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(fresh()),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(vec![device]),
         Err(e) => return Err(e).with_context(|| format!("read {}", partial.display())),
     };
     // The last line may be cut off.
     let values: Vec<Kept> = text.lines().map_while(|l| serde_json::from_str(l).ok()).collect();
-    match values.first() {
-        Some(Kept::Device(d, k)) if d == identity && k == kernel => Ok(values),
-        _ => Ok(fresh()),
-    }
+    Ok(if values.first() == Some(&device) { values } else { vec![device] })
 }
 
 /// VMs with L, M and H, and the writer; targets are there to be measured, not met.
@@ -225,10 +249,7 @@ fn specification(testbed: &Testbed, vms: u8, writer: Writer) -> Result<Specifica
         Writer::Capped(_) | Writer::Unlimited => Neighbour::Writer,
     };
     let case = Case::new(vms, Mix::LightMediumHeavy)?;
-    let device = testbed.device().clone();
-    let window = Nanos::from(PROBE);
-    let root = Path::new(CGROUP_ROOT);
-    Ok(rtvirtio_cases::specification(case, Tier::Strict, neighbour, window, device, root))
+    Ok(testbed.specification(case, Tier::Strict, neighbour, Nanos::from(PROBE)))
 }
 
 fn probe(

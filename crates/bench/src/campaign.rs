@@ -27,7 +27,7 @@ use rtvirtio_spec::settings::{
 use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, Iops, Nanos, VmName};
 
-use crate::cell::{CGROUP_ROOT, CellContext, Testbed, plain};
+use crate::cell::{CellContext, Testbed, plain};
 use crate::load::{CellLoad, Interrupted};
 use crate::progress::Progress;
 
@@ -80,9 +80,7 @@ impl Campaign<'_> {
     /// The specification of a case on the testbed.
     #[must_use]
     pub fn specification(&self, case: Case, tier: Tier, neighbour: Neighbour) -> Specification {
-        let device = self.testbed.device().clone();
-        let root = Path::new(CGROUP_ROOT);
-        rtvirtio_cases::specification(case, tier, neighbour, Nanos::from(self.window), device, root)
+        self.testbed.specification(case, tier, neighbour, Nanos::from(self.window))
     }
 
     /// The cells of `cases` × `schemes` × `repetitions`.
@@ -180,7 +178,7 @@ impl Campaign<'_> {
         match &job.source {
             Source::Scheme(scheme) => {
                 let capacity = Iops::new(self.profile.capacity.iops_4k)?;
-                match scheme.baseline_settings(specification, capacity) {
+                match scheme.baseline_settings(specification, capacity, self.testbed.scale()) {
                     Some(settings) => Ok(settings),
                     None => Ok(plain(planned()?)),
                 }
@@ -288,7 +286,9 @@ impl Campaign<'_> {
         specification.vms.sort_by_key(strictest);
         specification.vms.truncate(1);
         let capacity = Iops::new(self.profile.capacity.iops_4k)?;
-        let scheme = Scheme::None.baseline_settings(&specification, capacity).unwrap_or_default();
+        let scale = self.testbed.scale();
+        let scheme =
+            Scheme::None.baseline_settings(&specification, capacity, scale).unwrap_or_default();
         let measured = self.testbed.measure(&specification, &scheme, FLOOR, interrupted)?;
         let worst = specification.vms.iter().flat_map(|vm| &vm.tasks).map(|task| {
             let histogram = &measured.tasks.iter().find(|m| m.task == task.name)?.histogram;
@@ -315,6 +315,7 @@ impl Campaign<'_> {
             scheme: &scheme,
             predict: &predict,
             device: self.testbed.label().to_owned(),
+            measured_at: self.testbed.measured_at(),
             window: self.window,
             started,
         };

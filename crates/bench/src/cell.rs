@@ -1,9 +1,9 @@
-//! One cell: a specification's VMs as cgroups, a scheme's settings, a load, a
-//! verdict.
+//! One cell: a specification's VMs as cgroups or as guests in them, a scheme's
+//! settings, a load, a verdict.
 //!
 //! A [`Testbed`] owns what it changes: its own journal (apart from an
-//! operator's), the cgroups under `rtvirtio/bench`, a lock against a second
-//! one. Dropping it puts the knobs back and removes the cgroups; a killed one
+//! operator's), the cgroups under `rtvirtio/bench`, the guests, a lock against
+//! a second one. Dropping it puts the knobs back and removes the cgroups; a killed one
 //! is cleaned up by the next.
 
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use rtvirtio_cases::{SchemeSettings, judge};
+use rtvirtio_cases::{Case, Neighbour, Scale, SchemeSettings, Tier, judge};
 use rtvirtio_host::{ApplyOptions, Host, RollbackOutcome, Topology};
 use rtvirtio_planner::Predicted;
 use rtvirtio_spec::profile::DeviceIdentity;
@@ -21,6 +21,7 @@ use rtvirtio_spec::settings::{Knobs, diff};
 use rtvirtio_spec::specification::{Device, Specification};
 use rtvirtio_units::{DeviceName, Nanos};
 
+use crate::guests::{self, Accelerator, GuestImage, Guests, with_own_disks};
 use crate::load::{CellLoad, Interrupted, Measurement};
 
 /// Where a testbed's VMs have their cgroups.
@@ -28,6 +29,8 @@ pub const CGROUP_ROOT: &str = "rtvirtio/bench";
 const STATE: &str = "/run/rtvirtio/bench";
 /// Where fio's job files and logs lie while a cell runs.
 pub(crate) const FIO_FILES: &str = "/run/rtvirtio/bench/fio";
+/// Where guests have their sockets.
+const GUEST_FILES: &str = "/run/rtvirtio/bench/guests";
 
 /// A cell whose canary was later than this at its 99th percentile does not
 /// count: its tails may be the CPU's. Fixed before the first comparison.
@@ -39,6 +42,7 @@ pub struct Testbed {
     device: Device,
     label: String,
     mount: PathBuf,
+    guests: Option<Guests>,
     _lock: File,
 }
 
@@ -57,7 +61,67 @@ impl Testbed {
         let name = DeviceName::new("scratch")?;
         let device =
             Device { name, path: device.to_owned(), profile: PathBuf::from("profile.json") };
-        Ok(Self { host, device, label: label.to_owned(), mount, _lock: lock })
+        Ok(Self { host, device, label: label.to_owned(), mount, guests: None, _lock: lock })
+    }
+
+    /// Boots a guest for each VM of `case` and for the one that writes; from now on cells run in
+    /// them, all of it as slow as [`Testbed::scale`] says.
+    ///
+    /// # Errors
+    /// As [`Guests::boot`].
+    pub fn boot_guests(
+        &mut self,
+        image: &GuestImage,
+        accelerator: Accelerator,
+        case: Case,
+        interrupted: &Interrupted,
+    ) -> Result<()> {
+        let all = self.specification(case, Tier::Strict, Neighbour::Writer, Nanos::ZERO);
+        let all = with_own_disks(all);
+        self.prepare(&all)?;
+        std::fs::create_dir_all(GUEST_FILES)?;
+        let place = guests::Place {
+            device: &self.device.path,
+            size: self.identity()?.size,
+            cgroup_mount: &self.mount,
+            directory: Path::new(GUEST_FILES),
+        };
+        self.guests = Some(Guests::boot(image, accelerator, &all, &place, interrupted)?);
+        Ok(())
+    }
+
+    /// How slow the evaluation runs here.
+    #[must_use]
+    pub fn scale(&self) -> Scale {
+        self.guests.as_ref().map_or(Scale::ONE, |g| g.accelerator().scale())
+    }
+
+    /// A case on this testbed.
+    #[must_use]
+    pub fn specification(
+        &self,
+        case: Case,
+        tier: Tier,
+        neighbour: Neighbour,
+        window: Nanos,
+    ) -> Specification {
+        let (device, root) = (self.device.clone(), Path::new(CGROUP_ROOT));
+        let scale = self.scale();
+        let specification =
+            rtvirtio_cases::specification(case, tier, neighbour, window, device, root, scale);
+        match self.guests {
+            Some(_) => with_own_disks(specification),
+            None => specification,
+        }
+    }
+
+    /// Where latency is taken.
+    #[must_use]
+    pub const fn measured_at(&self) -> MeasuredAt {
+        match self.guests {
+            Some(_) => MeasuredAt::Guest,
+            None => MeasuredAt::Host,
+        }
     }
 
     /// The device as specifications name it.
@@ -119,6 +183,7 @@ impl Testbed {
             device: &self.device.path,
             ioprio: &scheme.ioprio,
             cgroup_mount: &self.mount,
+            guests: self.guests.as_ref(),
             window,
         };
         load.run(interrupted)
@@ -134,14 +199,19 @@ fn lock_testbed() -> Result<Option<File>> {
     Ok(rustix::fs::flock(&lock, flock).is_ok().then_some(lock))
 }
 
-/// Undoes what a killed testbed left: knobs, cgroups with their processes, fio's files.
+/// Undoes what a killed testbed left: knobs, cgroups with their processes, files.
 fn clean_up(host: &Host) -> Result<RollbackOutcome> {
-    let outcome = host.rollback()?;
-    host.remove_cgroup(Path::new(CGROUP_ROOT))?;
-    match std::fs::remove_dir_all(FIO_FILES) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(e.into()),
-        _ => Ok(outcome),
-    }
+    // Each on its own: one failure must not keep the others from being tried.
+    let outcome = host.rollback();
+    let cgroups = host.remove_cgroup(Path::new(CGROUP_ROOT));
+    let files =
+        [FIO_FILES, GUEST_FILES].map(|directory| match std::fs::remove_dir_all(directory) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        });
+    cgroups?;
+    files.into_iter().collect::<std::io::Result<()>>()?;
+    Ok(outcome?)
 }
 
 /// Undoes what a killed calibration or benchmark left, unless one is running.
@@ -160,11 +230,9 @@ pub fn recover_killed() -> Result<RollbackOutcome> {
 
 impl Drop for Testbed {
     fn drop(&mut self) {
-        // Each on its own: one failure must not keep the others from being tried.
-        let knobs = self.host.rollback().err();
-        let cgroups = self.host.remove_cgroup(Path::new(CGROUP_ROOT)).err();
-        for error in [knobs, cgroups].into_iter().flatten() {
-            eprintln!("warning: clean-up: {error}; the next run tries again");
+        self.guests = None;
+        if let Err(error) = clean_up(&self.host) {
+            eprintln!("warning: clean-up: {error:#}; the next run tries again");
         }
     }
 }
@@ -181,6 +249,8 @@ pub struct CellContext<'a> {
     pub predict: &'a dyn Fn(&Specification) -> Vec<Predicted>,
     /// Name of the device.
     pub device: String,
+    /// Where its latencies are taken.
+    pub measured_at: MeasuredAt,
     /// Length of the window.
     pub window: Duration,
     /// When it started, RFC 3339.
@@ -210,7 +280,7 @@ impl CellContext<'_> {
                 tasks.push(TaskResult {
                     vm: vm.name.clone(),
                     task: task.name.clone(),
-                    measured_at: MeasuredAt::Host,
+                    measured_at: self.measured_at,
                     requested_iops: iops.get(),
                     delivered_iops: measured.histogram.count() as f64 / window_s,
                     judged: verdict.judged,

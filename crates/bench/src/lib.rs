@@ -1,7 +1,8 @@
 //! Benchmarks on a host: scratch disks, load, calibration, campaigns, report.
 //!
 //! - [`scratch`]: a disk to try things on.
-//! - [`load`]: one cell's load, by fio in cgroups.
+//! - [`guests`]: real virtual machines for a load.
+//! - [`load`]: one cell's load, by fio in cgroups or in guests.
 //! - [`cell`]: one case under one scheme: apply, load, judge.
 //! - [`calibrate`]: measures a device and fits the models: a profile.
 //! - [`campaign`]: cells in random order, resumable, as JSONL.
@@ -10,6 +11,8 @@
 pub mod calibrate;
 pub mod campaign;
 pub mod cell;
+mod confine;
+pub mod guests;
 pub mod load;
 pub mod progress;
 pub mod report;

@@ -1,7 +1,8 @@
-//! The load of one cell: every VM's tasks as fio jobs within the VM's cgroup.
+//! The load of one cell: every VM's tasks as fio jobs within the VM's cgroup, or
+//! within its guest.
 //!
 //! One fio process a VM, one thread a task (each with an I/O context of its
-//! own, as bfq sees it). Background VMs start first, are seen to do I/O,
+//! own, as bfq sees it; a guest's requests are all QEMU's). Background VMs start first, are seen to do I/O,
 //! outlive the tasks, and are measured in the tasks' window only. fio's
 //! processes die with their starter (`PR_SET_PDEATHSIG`).
 //!
@@ -11,23 +12,25 @@
 
 mod canary;
 mod fio;
+mod worker;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::process::Child;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use rtvirtio_cases::IoPriority;
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::run::{Canary, Machine};
-use rtvirtio_spec::specification::Specification;
+use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, Nanos, TaskName, VmName};
 
 use canary::CanaryThread;
+use worker::{Place, Worker, streams};
 
 use crate::cell::FIO_FILES;
+use crate::guests::Guests;
 
 /// Told to stop by Ctrl-C.
 pub type Interrupted = AtomicBool;
@@ -40,7 +43,7 @@ const NEIGHBOUR_START: Duration = Duration::from_secs(5);
 const OVERTIME: Duration = Duration::from_secs(30);
 
 /// What to run.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 pub struct CellLoad<'a> {
     /// VMs and tasks. All disks are `device`.
     pub specification: &'a Specification,
@@ -50,6 +53,8 @@ pub struct CellLoad<'a> {
     pub ioprio: &'a BTreeMap<VmName, IoPriority>,
     /// Where the VMs' cgroups are: `path` of a VM is below it.
     pub cgroup_mount: &'a Path,
+    /// The VMs as guests; without, fio runs on the host.
+    pub guests: Option<&'a Guests>,
     /// How long to measure.
     pub window: Duration,
 }
@@ -80,22 +85,6 @@ pub struct Measurement {
     pub machine: Machine,
 }
 
-/// A fio process that does not outlive its owner.
-struct Fio {
-    child: Child,
-    output: PathBuf,
-    vm: VmName,
-}
-
-impl Drop for Fio {
-    fn drop(&mut self) {
-        if matches!(self.child.try_wait(), Ok(None)) {
-            let _ = self.child.kill();
-            let _ = self.child.wait();
-        }
-    }
-}
-
 impl CellLoad<'_> {
     /// How long [`CellLoad::run`] takes, about.
     #[must_use]
@@ -112,44 +101,45 @@ impl CellLoad<'_> {
         let directory = tempfile::tempdir_in(FIO_FILES)?;
         // Longer than the tasks can take; it is stopped once they are done.
         let outlive = self.window + RAMP + 2 * OVERTIME;
+        let (backgrounds, vms): (Vec<&Vm>, Vec<&Vm>) =
+            self.specification.vms.iter().partition(|vm| vm.is_background());
         let mut background = Vec::new();
         let mut tasks = Vec::new();
         let before = written_sectors(self.device)?;
-        for vm in self.specification.vms.iter().filter(|vm| vm.is_background()) {
-            background.push(self.start(directory.path(), vm, outlive, Duration::ZERO)?);
+        for &vm in &backgrounds {
+            background.push(self.start(directory.path(), vm, (outlive, Duration::ZERO))?);
         }
         if !background.is_empty() {
             self.wait_for_neighbour(before, &mut background, interrupted)?;
         }
-        let vms: Vec<_> = self.specification.vms.iter().filter(|vm| !vm.is_background()).collect();
         let canary = CanaryThread::start();
         let machine = MachineSample::now()?;
-        let start = SystemTime::now().duration_since(UNIX_EPOCH)? + RAMP;
-        for vm in &vms {
-            tasks.push(self.start(directory.path(), vm, self.window, RAMP)?);
+        for &vm in &vms {
+            tasks.push(self.start(directory.path(), vm, (self.window, RAMP))?);
         }
+        // By each neighbour's own clock, which its log goes by.
+        let starts = background.iter().map(|b| Ok(b.now()? + RAMP)).collect::<Result<Vec<_>>>()?;
+        let expected = Instant::now() + RAMP + self.window;
         if tasks.is_empty() {
             wait(RAMP + self.window, interrupted)?;
         }
-        let deadline = Instant::now() + self.window + RAMP + OVERTIME;
-        for fio in &mut tasks {
-            fio.finish(deadline, interrupted)?;
+        for task in &mut tasks {
+            task.finish(expected, expected + OVERTIME, interrupted)?;
         }
         let machine = machine.since()?;
         let canary = canary.stop();
-        for fio in &mut background {
-            // A neighbour that is gone early makes every scheme look good.
-            let ended = fio.child.try_wait()?.is_some();
-            ensure!(!ended, "background VM {} ended before the tasks", fio.vm);
+        for neighbour in &mut background {
+            // One that is gone early makes every scheme look good.
+            neighbour.check().context("the background VM ended before the tasks")?;
         }
         let mut measured = Vec::new();
-        for (fio, vm) in tasks.iter().zip(&vms) {
-            let histograms = fio::histograms(&fio.output)?;
+        for (worker, vm) in tasks.iter().zip(&vms) {
+            let histograms = fio::histograms(&worker.output())?;
             for (index, task) in vm.tasks.iter().enumerate() {
                 let histogram = histograms.get(task.name.as_str()).with_context(|| {
                     format!("fio reported nothing of {}/{}", vm.name, task.name)
                 })?;
-                let log = fio::log_path(directory.path(), &vm.name, "clat", index);
+                let log = directory.path().join(fio::log_name(&vm.name, "clat", index));
                 measured.push(TaskMeasurement {
                     vm: vm.name.clone(),
                     task: task.name.clone(),
@@ -160,86 +150,45 @@ impl CellLoad<'_> {
         }
         // Its own log tells what a neighbour moved in the window; it is written at the end.
         let mut moved = BTreeMap::new();
-        for fio in &mut background {
-            // SIGTERM makes it write its log and end.
-            fio.terminate();
-            fio.finish(Instant::now() + OVERTIME, interrupted)?;
-            let vm = self.specification.vms.iter().find(|v| v.name == fio.vm);
-            let undeclared = rtvirtio_model::Stream::UNDECLARED.len();
-            let streams =
-                vm.map_or(0, |v| if v.tasks.is_empty() { undeclared } else { v.tasks.len() });
+        for ((worker, vm), start) in background.iter_mut().zip(&backgrounds).zip(starts) {
+            worker.terminate()?;
+            let now = Instant::now();
+            worker.finish(now, now + OVERTIME, interrupted)?;
             let mut total = 0.0;
-            for index in 0..streams {
-                let log = fio::log_path(directory.path(), &fio.vm, "bw", index);
+            for index in 0..streams(vm) {
+                let log = directory.path().join(fio::log_name(&vm.name, "bw", index));
                 total += fio::mean_bandwidth(&log, start, start + self.window)?;
             }
-            moved.insert(fio.vm.clone(), BytesPerSecond::new(total as u64));
+            moved.insert(vm.name.clone(), BytesPerSecond::new(total as u64));
         }
         Ok(Measurement { tasks: measured, background: moved, canary, machine })
     }
 
-    fn start(
-        &self,
-        directory: &Path,
-        vm: &rtvirtio_spec::specification::Vm,
-        runtime: Duration,
-        ramp: Duration,
-    ) -> Result<Fio> {
-        let job = fio::job_file(vm, self.device, self.ioprio.get(&vm.name), runtime, ramp)?;
+    fn start(&self, directory: &Path, vm: &Vm, times: (Duration, Duration)) -> Result<Worker<'_>> {
         let procs = self.cgroup_mount.join(&vm.cgroup).join("cgroup.procs");
-        let output = directory.join(format!("{}.json", vm.name));
-        let child = fio::spawn(directory, &vm.name, &job, &procs, &output)?;
-        Ok(Fio { child, output, vm: vm.name.clone() })
+        let place = match self.guests {
+            None => Place::Host { device: self.device, procs },
+            Some(guests) => Place::Guest(guests.guest(&vm.name)?),
+        };
+        Worker::start(place, directory, vm, self.ioprio.get(&vm.name), times)
     }
 
     fn wait_for_neighbour(
         &self,
         before: u64,
-        background: &mut [Fio],
+        background: &mut [Worker<'_>],
         interrupted: &Interrupted,
     ) -> Result<()> {
         let deadline = Instant::now() + NEIGHBOUR_START;
         while written_sectors(self.device)? <= before {
             ensure!(Instant::now() < deadline, "the background VM did no I/O within 5 s");
-            for fio in &mut *background {
-                if let Some(status) = fio.child.try_wait()? {
-                    bail!(
-                        "fio of {} ended early ({status}): {}",
-                        fio.vm,
-                        fio::complaint(&fio.output)
-                    );
-                }
+            for worker in &mut *background {
+                worker.check()?;
             }
             wait(Duration::from_millis(20), interrupted)?;
         }
         // Until its queue is full.
         wait(Duration::from_millis(300), interrupted)
-    }
-}
-
-impl Fio {
-    fn finish(&mut self, deadline: Instant, interrupted: &Interrupted) -> Result<()> {
-        loop {
-            if let Some(status) = self.child.try_wait()? {
-                // 128 is fio's code for "terminated by a signal it handled".
-                let ok = status.success() || status.code() == Some(128);
-                ensure!(
-                    ok,
-                    "fio of {} failed ({status}): {}",
-                    self.vm,
-                    fio::complaint(&self.output)
-                );
-                return Ok(());
-            }
-            ensure!(Instant::now() < deadline, "fio of {} does not end", self.vm);
-            wait(Duration::from_millis(20), interrupted)?;
-        }
-    }
-
-    fn terminate(&self) {
-        if let Some(pid) = rustix::process::Pid::from_raw(self.child.id() as i32) {
-            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
-        }
     }
 }
 

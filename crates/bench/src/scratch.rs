@@ -22,6 +22,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use rtvirtio_cases::Scale;
 pub use rtvirtio_engine::SsdConfig;
 use rtvirtio_units::Bytes;
 use serde::{Deserialize, Serialize};
@@ -38,7 +39,16 @@ pub enum Backing {
 }
 
 impl Backing {
-    /// How results name it: `ref-4x250`, `raw`.
+    /// The same disk, slower; a plain file is as it is.
+    #[must_use]
+    pub fn slower(self, scale: Scale) -> Self {
+        match self {
+            Self::Ssd(name) if scale != Scale::ONE => Self::Ssd(format!("{name}*{scale}")),
+            same => same,
+        }
+    }
+
+    /// How results name it: `ref-4x250`, `ref-4x250*2` (two times slower), `raw`.
     #[must_use]
     pub fn label(&self) -> &str {
         match self {

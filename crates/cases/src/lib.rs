@@ -5,6 +5,7 @@
 //! - [`tier`]: how late each VM's tasks may be.
 //! - [`fn@specification`]: a case as the specification that the planner reads.
 //! - [`scheme`]: the settings of each baseline.
+//! - [`Scale`]: all of it, slower.
 //! - [`mod@judge`]: which percentile is judged, when a task passes, and the
 //!   interval of a pass rate.
 //!
@@ -13,12 +14,14 @@
 
 pub mod case;
 pub mod judge;
+mod scale;
 pub mod scheme;
 mod specification;
 pub mod tier;
 
 pub use case::{Case, Mix, TaskKind};
 pub use judge::{Judgement, Miss, highest_percentile, judge, judged_percentile, wilson_interval};
+pub use scale::Scale;
 pub use scheme::{IoPriority, Scheme, SchemeSettings};
 pub use specification::{BACKGROUND_VM, specification};
 pub use tier::{Neighbour, Tier};

@@ -13,6 +13,7 @@ use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, DeviceName, Iops, Nanos, VmName, Weight};
 
 use crate::CasesError;
+use crate::scale::Scale;
 
 /// Fraction of the device's capacity that mimic RT-Xen hands out as budgets.
 const RT_XEN_UTILISATION: f64 = 0.85;
@@ -76,13 +77,14 @@ impl Scheme {
     }
 
     /// The baseline's settings for `specification` on devices of `capacity`
-    /// requests of 4 KiB per second; `None` for [`Scheme::Rtvirtio`], whose
+    /// requests of 4 KiB per second, all as slow as `scale` says; `None` for [`Scheme::Rtvirtio`], whose
     /// settings come from a plan.
     #[must_use]
     pub fn baseline_settings(
         self,
         specification: &Specification,
         capacity: Iops,
+        scale: Scale,
     ) -> Option<SchemeSettings> {
         let ranked = Ranked::new(specification);
         let bfq = Scheduler::Bfq(Bfq::DEFAULT);
@@ -106,7 +108,7 @@ impl Scheme {
             Self::Hand => {
                 let scheduler =
                     Scheduler::Bfq(Bfq { slice_idle_us: 0, low_latency: false, ..Bfq::DEFAULT });
-                ranked.settings(specification, scheduler, |_, vm| ranked.hand(vm))
+                ranked.settings(specification, scheduler, |_, vm| ranked.hand(vm, scale))
             }
             Self::Rtvirtio => return None,
         };
@@ -235,7 +237,7 @@ impl<'a> Ranked<'a> {
         urgent.chain(background).collect()
     }
 
-    fn hand(&self, vm: &Vm) -> VmSettings {
+    fn hand(&self, vm: &Vm, scale: Scale) -> VmSettings {
         let weight = |w| Weight::new(w).expect("the hand weights are weights");
         match self.rank(vm) {
             Some(rank) => {
@@ -244,7 +246,7 @@ impl<'a> Ranked<'a> {
             }
             None => VmSettings {
                 weight: weight(HAND_BACKGROUND_WEIGHT),
-                limits: Limits::bps(HAND_BACKGROUND_CAP),
+                limits: Limits::bps(scale.throughput(HAND_BACKGROUND_CAP)),
             },
         }
     }
@@ -305,7 +307,7 @@ mod tests {
 
     fn baseline(scheme: Scheme, case: &str, neighbour: Neighbour) -> SchemeSettings {
         let capacity = Iops::new(10_000.0).unwrap();
-        scheme.baseline_settings(&strict(case, neighbour), capacity).unwrap()
+        scheme.baseline_settings(&strict(case, neighbour), capacity, Scale::ONE).unwrap()
     }
 
     fn device(settings: &SchemeSettings) -> &DeviceSettings {
@@ -347,7 +349,7 @@ mod tests {
     fn rtvirtio_has_no_baseline() {
         let capacity = Iops::new(10_000.0).unwrap();
         let specification = strict("1xL", Neighbour::None);
-        assert_eq!(Scheme::Rtvirtio.baseline_settings(&specification, capacity), None);
+        assert_eq!(Scheme::Rtvirtio.baseline_settings(&specification, capacity, Scale::ONE), None);
     }
 
     #[test]
@@ -363,7 +365,7 @@ mod tests {
         let mut specification = strict("3xH", Neighbour::None);
         specification.vms.reverse();
         let capacity = Iops::new(10_000.0).unwrap();
-        let s = Scheme::Ionice.baseline_settings(&specification, capacity).unwrap();
+        let s = Scheme::Ionice.baseline_settings(&specification, capacity, Scale::ONE).unwrap();
         assert_eq!(s.ioprio[&VmName::new("vm0").unwrap()], IoPriority::RealTime(0));
         assert_eq!(s.ioprio[&VmName::new("vm2").unwrap()], IoPriority::BestEffort(1));
     }

@@ -9,6 +9,7 @@ use rtvirtio_units::{Bytes, Confidence, DeviceName, DiskName, Nanos, TaskName, V
 
 use crate::case::Case;
 use crate::judge::judged_percentile;
+use crate::scale::Scale;
 use crate::tier::{Neighbour, Tier};
 
 /// The name of the neighbour's VM.
@@ -22,7 +23,8 @@ const CONFIDENCE: f64 = 0.95;
 /// in its own cgroup below `cgroup_root`.
 ///
 /// A target's percentile is the one that is judged when the task delivers its
-/// full rate for `window` (p99 if even that has too few samples).
+/// full rate for `window` (p99 if even that has too few samples). All of it is as slow as `scale`
+/// says.
 ///
 /// # Panics
 /// Never: the names and numbers are all constants in range.
@@ -34,17 +36,20 @@ pub fn specification(
     window: Nanos,
     device: Device,
     cgroup_root: &Path,
+    scale: Scale,
 ) -> Specification {
     let ranked = (0..case.vms()).map(|rank| {
         let tasks = case.mix().kinds().iter().map(|&kind| {
             let latency = tier.target(case, rank, kind).expect("the rank is of this case");
-            let samples = (kind.iops().get() * window.as_secs_f64()).floor() as u64;
+            let load = scale.load(kind.load());
+            let rate = load.iops.map_or(0.0, rtvirtio_units::Iops::get);
+            let samples = (rate * window.as_secs_f64()).floor() as u64;
             let target = Target {
                 percentile: judged_percentile(samples).unwrap_or(crate::judge::p99()),
-                latency,
+                latency: scale.time(latency),
                 confidence: Confidence::new(CONFIDENCE).expect("0.95 is a confidence"),
             };
-            task(kind.task_name(), kind.load(), Some(target))
+            task(kind.task_name(), load, Some(target))
         });
         vm(&format!("vm{rank}"), tasks.collect(), &device.name, cgroup_root)
     });
@@ -75,7 +80,8 @@ fn vm(name: &str, tasks: Vec<Task>, device: &DeviceName, cgroup_root: &Path) -> 
         name: VmName::new(name).expect("a constant name"),
         backend: Backend::Kernel,
         cgroup: cgroup_root.join(name),
-        disks: vec![Disk { name: disk_name(), device: device.clone() }],
+        vcpus: None,
+        disks: vec![Disk { name: disk_name(), device: device.clone(), queues: None }],
         tasks,
     }
 }
@@ -95,7 +101,8 @@ pub(crate) mod tests {
     pub(crate) fn strict(case: &str, neighbour: Neighbour) -> Specification {
         let case = case.parse().unwrap();
         let window = Nanos::from_millis(30_000);
-        specification(case, Tier::Strict, neighbour, window, device(), Path::new("rtvirtio"))
+        let root = Path::new("rtvirtio");
+        specification(case, Tier::Strict, neighbour, window, device(), root, Scale::ONE)
     }
 
     #[test]
@@ -126,10 +133,25 @@ pub(crate) mod tests {
         // 100 s of L are 10,000 requests: 10 beyond p99.9. 100 s of H: 150,000, 15 beyond p99.99.
         let window = Nanos::from_millis(100_000);
         let (tier, none) = (Tier::Paper, Neighbour::None);
-        let s = specification(case, tier, none, window, device(), Path::new("r"));
+        let root = Path::new("r");
+        let s = specification(case, tier, none, window, device(), root, Scale::ONE);
         let percentiles: Vec<_> =
             s.vms[0].tasks.iter().map(|t| t.target.unwrap().percentile.get()).collect();
         assert_eq!(percentiles, [99.9, 99.9, 99.99]);
+    }
+
+    #[test]
+    fn scale_divides_rates_and_multiplies_targets() {
+        let case = "1xL+M+H".parse().unwrap();
+        let window = Nanos::from_millis(30_000);
+        let (tier, none, root) = (Tier::Strict, Neighbour::None, Path::new("r"));
+        let s = specification(case, tier, none, window, device(), root, Scale::new(4));
+        let heavy = &s.vms[0].tasks[2];
+        assert_eq!(heavy.load.iops.unwrap().get(), 375.0);
+        let target = heavy.target.unwrap();
+        assert_eq!(target.latency, Nanos::from_millis(40));
+        // 11,250 samples: 11 beyond p99.9.
+        assert_eq!(target.percentile.get(), 99.9);
     }
 
     #[test]

@@ -17,12 +17,18 @@
 //! declared rate is delivered. The bounds of one VM's tasks hold together at
 //! the stated confidence.
 //!
+//! What is no knob of the host, a VM's IOThreads, is [`iothreads`].
+//!
+//! When a plan has to be made again: [`control`].
+//!
 //! Pure: same input, same plan.
 //!
 //! Properties (tests of the same name): `same_input_gives_same_plan`,
 //! `largest_cap_is_found`, `impossible_target_is_named`,
 //! `overload_sacrifices_the_least_urgent`.
 
+pub mod control;
+pub mod iothreads;
 mod search;
 
 use std::collections::BTreeMap;
@@ -31,7 +37,7 @@ use std::path::PathBuf;
 use rtvirtio_model::paper::{self, Reading};
 use rtvirtio_model::structural::Structural;
 use rtvirtio_model::{DeviceLoad, Stream, VmLoad, conformal};
-use rtvirtio_spec::plan::{PLAN_VERSION, Plan, PlannedDevice, PlannedVm, TaskPromise};
+use rtvirtio_spec::plan::{IoThreads, PLAN_VERSION, Plan, PlannedDevice, PlannedVm, TaskPromise};
 use rtvirtio_spec::profile::{DeviceIdentity, Profile, ProfileError};
 use rtvirtio_spec::settings::{DeviceSettings, Knobs, Scheduler, Settings, diff};
 use rtvirtio_spec::specification::{Device, Specification, Task, Vm};
@@ -113,7 +119,8 @@ pub struct Predicted {
 /// Plans every device of `specification`.
 ///
 /// `found` holds each device's profile and identity, `observed` the host's
-/// knobs as they are now.
+/// knobs as they are now. The plan has no IOThreads yet: they depend on the
+/// host's CPUs ([`iothreads::assign`]).
 ///
 /// # Errors
 /// [`PlanError`]: a profile is missing, foreign or of another version.
@@ -160,6 +167,7 @@ pub fn plan(
         tasks,
         background,
         cost,
+        iothreads: IoThreads::default(),
         reasons,
     })
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use rtvirtio_host::Host;
-use rtvirtio_spec::plan::{PLAN_VERSION, Plan};
+use rtvirtio_spec::plan::{OLDEST_PLAN_VERSION, PLAN_VERSION, Plan};
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::specification::{MAX_FILE_BYTES, Specification, parse};
 
@@ -49,8 +49,12 @@ pub(crate) fn profile(path: &Path) -> Result<Profile> {
 /// A plan of a version that this binary reads.
 pub(crate) fn plan(path: &Path) -> Result<Plan> {
     let plan: Plan = json(path, "plan (made by `rtvirtio plan -o`)")?;
-    let (found, wanted) = (plan.version, PLAN_VERSION);
-    ensure!(found == wanted, "{}: plan version {found}, not {wanted}", path.display());
+    ensure!(
+        (OLDEST_PLAN_VERSION..=PLAN_VERSION).contains(&plan.version),
+        "{}: plan version {}, not {OLDEST_PLAN_VERSION} to {PLAN_VERSION}",
+        path.display(),
+        plan.version
+    );
     Ok(plan)
 }
 

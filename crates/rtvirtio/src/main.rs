@@ -54,6 +54,8 @@ enum Verb {
     Verify(verbs::apply::VerifyArgs),
     /// Put all knobs back as they were before the first apply
     Rollback(verbs::apply::RollbackArgs),
+    /// Show each task's tail as it happens; --control keeps targets met
+    Watch(verbs::watch::Args),
     /// Run schemes × cases on a scratch disk; resumable
     Bench(verbs::bench::Args),
     /// Draw a benchmark's results: one HTML file, and a table
@@ -74,6 +76,7 @@ impl Verb {
             | Self::Apply(_)
             | Self::Confirm(_)
             | Self::Rollback(_)
+            | Self::Watch(_)
             | Self::Bench(_)
             | Self::Demo(_) => true,
             Self::Doctor(_)
@@ -136,6 +139,7 @@ fn run(verb: Verb, interrupted: &AtomicBool) -> Result<Outcome> {
         Verb::Confirm(args) => verbs::apply::confirm(&args),
         Verb::Verify(args) => verbs::apply::verify(&args),
         Verb::Rollback(args) => verbs::apply::rollback(&args),
+        Verb::Watch(args) => verbs::watch::run(&args, interrupted),
         Verb::Bench(args) => verbs::bench::run(&args, interrupted),
         Verb::Report(args) => verbs::report::run(&args),
         Verb::Demo(args) => verbs::demo::run(&args, interrupted),

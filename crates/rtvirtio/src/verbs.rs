@@ -5,6 +5,8 @@ pub(crate) mod bench;
 pub(crate) mod calibrate;
 pub(crate) mod demo;
 pub(crate) mod doctor;
+mod guests;
 pub(crate) mod plan;
 pub(crate) mod report;
 pub(crate) mod scratch;
+pub(crate) mod watch;

@@ -1,22 +1,31 @@
 //! A plan: the settings chosen for a specification, what they change, what
 //! they promise and what they cost.
 
+pub mod qemu;
+
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use rtvirtio_units::{BytesPerSecond, Confidence, DeviceName, Nanos, Percentile, TaskName, VmName};
+use rtvirtio_units::{
+    BytesPerSecond, Confidence, CpuId, DeviceName, DiskName, IoThreadId, Nanos, Percentile,
+    TaskName, VmName,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::profile::DeviceIdentity;
 use crate::settings::{Change, Knobs, Settings};
 
-/// The plan format that this version writes and reads.
-pub const PLAN_VERSION: u32 = 1;
+/// The plan format that this version writes.
+pub const PLAN_VERSION: u32 = 2;
+
+/// The oldest plan format that this version reads: 1 had no [`Plan::iothreads`].
+pub const OLDEST_PLAN_VERSION: u32 = 1;
 
 /// A saved plan (`rtvirtio plan -o`). Holds all that `apply` needs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Plan {
-    /// [`PLAN_VERSION`].
+    /// [`OLDEST_PLAN_VERSION`] to [`PLAN_VERSION`].
     pub version: u32,
     /// The devices it is for.
     pub devices: Vec<PlannedDevice>,
@@ -35,6 +44,10 @@ pub struct Plan {
     pub background: Vec<BackgroundShare>,
     /// Throughput that the settings give up, per device.
     pub cost: Vec<DeviceCost>,
+    /// IOThreads for the VMs' next start; `apply` leaves them alone, for QEMU takes them at a
+    /// guest's start only.
+    #[serde(default)]
+    pub iothreads: IoThreads,
     /// How the settings were found, for people.
     pub reasons: Vec<String>,
 }
@@ -114,10 +127,109 @@ pub struct DeviceCost {
     pub utilisation: f64,
 }
 
+/// Which IOThread serves each virtqueue, and where IOThreads and vCPUs run.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct IoThreads {
+    /// CPUs that the vCPUs have to themselves, ascending; empty if no IOThread is pinned.
+    pub vcpu_cpus: Vec<CpuId>,
+    /// The VMs whose queues are known.
+    pub vms: Vec<VmIoThreads>,
+}
+
+/// The IOThreads of one VM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VmIoThreads {
+    /// The VM.
+    pub vm: VmName,
+    /// Its virtual CPUs, if it says.
+    pub vcpus: Option<u32>,
+    /// Its IOThreads, ascending.
+    pub threads: Vec<IoThread>,
+    /// Its disks whose queues are known.
+    pub disks: Vec<DiskIoThreads>,
+}
+
+/// One IOThread.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct IoThread {
+    /// Its id within its VM.
+    pub id: IoThreadId,
+    /// The CPU to pin it to; `None`: no CPU is left for it.
+    pub cpu: Option<CpuId>,
+}
+
+/// The IOThread of each queue of a disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskIoThreads {
+    /// The disk.
+    pub disk: DiskName,
+    /// The IOThread of queue 0, 1, 2, …
+    pub queues: Vec<IoThreadId>,
+}
+
+impl DiskIoThreads {
+    /// The queues of each IOThread that serves the disk, ascending.
+    #[must_use]
+    pub fn by_thread(&self) -> BTreeMap<IoThreadId, Vec<usize>> {
+        let mut threads: BTreeMap<IoThreadId, Vec<usize>> = BTreeMap::new();
+        for (queue, &thread) in self.queues.iter().enumerate() {
+            threads.entry(thread).or_default().push(queue);
+        }
+        threads
+    }
+}
+
 impl Plan {
     /// Whether every target is met.
     #[must_use]
     pub fn meets_all(&self) -> bool {
         self.tasks.iter().all(|t| t.unmet.is_none())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan() -> Plan {
+        let thread = IoThread { id: IoThreadId::new(1), cpu: Some(CpuId::new(3)) };
+        let disk = DiskIoThreads {
+            disk: DiskName::new("root").unwrap(),
+            queues: vec![IoThreadId::new(1); 2],
+        };
+        let vm = VmName::new("plc").unwrap();
+        let vm = VmIoThreads { vm, vcpus: Some(2), threads: vec![thread], disks: vec![disk] };
+        Plan {
+            version: PLAN_VERSION,
+            devices: Vec::new(),
+            vms: Vec::new(),
+            settings: Settings::default(),
+            observed: Knobs::new(),
+            changes: Vec::new(),
+            tasks: Vec::new(),
+            background: Vec::new(),
+            cost: Vec::new(),
+            iothreads: IoThreads { vcpu_cpus: vec![CpuId::new(0)], vms: vec![vm] },
+            reasons: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn plan_with_iothreads_is_read_back_as_it_was() {
+        let text = serde_json::to_string(&plan()).unwrap();
+        assert_eq!(serde_json::from_str::<Plan>(&text).unwrap(), plan());
+    }
+
+    #[test]
+    fn plan_of_version_1_has_no_iothreads() {
+        let mut json = serde_json::to_value(plan()).unwrap();
+        json["version"] = 1.into();
+        json.as_object_mut().unwrap().remove("iothreads").unwrap();
+        let read: Plan = serde_json::from_value(json).unwrap();
+        assert_eq!(read, Plan { version: 1, iothreads: IoThreads::default(), ..plan() });
     }
 }

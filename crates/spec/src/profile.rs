@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use rtvirtio_units::{Bytes, BytesPerSecond, Nanos, Percentile};
 use serde::{Deserialize, Serialize};
 
+use crate::run::MeasuredAt;
 use crate::settings::Scheduler;
 
 /// The profile format that this version writes and reads.
@@ -38,6 +39,9 @@ pub struct Profile {
     pub device: DeviceIdentity,
     /// Kernel release during calibration.
     pub kernel: String,
+    /// Where the latencies of its probes were taken: on the host, or in guests.
+    #[serde(default = "on_host")]
+    pub measured_at: MeasuredAt,
     /// When it was made, RFC 3339, UTC.
     pub date: String,
     /// The device alone.
@@ -50,6 +54,11 @@ pub struct Profile {
     pub residuals: Residuals,
     /// What the fits come from.
     pub probes: Vec<Probe>,
+}
+
+/// Profiles were all of the host before guests could be measured.
+const fn on_host() -> MeasuredAt {
+    MeasuredAt::Host
 }
 
 /// Why a profile is not usable: it was damaged or edited.

@@ -24,7 +24,8 @@ pub use error::{
     CgroupFault, Found, Kind, Label, PathFault, Problem, SpecificationError, Subject, Wanted,
 };
 pub use parse::{
-    MAX_DISKS_PER_VM, MAX_FILE_BYTES, MAX_KEY_PARTS, MAX_TASKS_PER_VM, MAX_VMS, parse,
+    MAX_DISKS_PER_VM, MAX_FILE_BYTES, MAX_KEY_PARTS, MAX_QUEUES, MAX_TASKS_PER_VM, MAX_VCPUS,
+    MAX_VMS, parse,
 };
 pub use write::to_toml;
 
@@ -64,6 +65,8 @@ pub struct Vm {
     pub backend: Backend,
     /// Its cgroup below the io controller's mount, such as `machine.slice/plc.scope`.
     pub cgroup: PathBuf,
+    /// Its virtual CPUs, 1 to [`MAX_VCPUS`]; `None`: not said.
+    pub vcpus: Option<u32>,
     /// Its disks, at least one.
     pub disks: Vec<Disk>,
     /// Its tasks; a VM without a task is a background VM of unknown load.
@@ -77,6 +80,8 @@ pub struct Disk {
     pub name: DiskName,
     /// The device that it lies on.
     pub device: DeviceName,
+    /// Its virtqueues, 1 to [`MAX_QUEUES`]; `None`: QEMU's default ([`Vm::queues_of`]).
+    pub queues: Option<u32>,
 }
 
 /// How the host tells a task's requests from others of its VM.
@@ -136,6 +141,14 @@ impl Vm {
     pub fn device_of(&self, task: &Task) -> &DeviceName {
         let disk = self.disks.iter().find(|d| d.name == task.disk);
         &disk.expect("a checked task names a disk of its VM").device
+    }
+
+    /// The virtqueues of `disk`, a disk of this VM; `None` if it says neither these nor its vCPUs.
+    #[must_use]
+    pub fn queues_of(&self, disk: &Disk) -> Option<u32> {
+        // QEMU's default is a queue for each vCPU (hw/virtio/virtio-pci.c,
+        // virtio_pci_optimal_num_queues).
+        disk.queues.or(self.vcpus)
     }
 
     /// Whether no task of this VM has a target.

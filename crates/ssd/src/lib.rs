@@ -71,8 +71,17 @@ pub const REFERENCE_NAMES: [&str; 3] = ["ref-4x250", "ref-8x80", "ref-stall"];
 impl FromStr for SsdConfig {
     type Err = SsdError;
 
-    /// The reference device of that name.
-    fn from_str(name: &str) -> Result<Self, SsdError> {
+    /// The reference device of that name; `NAME*N` is one that is N times slower, 1 to 100.
+    fn from_str(text: &str) -> Result<Self, SsdError> {
+        let unknown = || SsdError::UnknownName(text.to_owned());
+        let (name, slower) = match text.split_once('*') {
+            None => (text, 1),
+            Some((name, n)) => {
+                let n = n.parse().ok().filter(|n| (1..=100_u32).contains(n));
+                (name, n.ok_or_else(unknown)?)
+            }
+        };
+
         let reference = Self {
             channels: 4,
             mean_service: Nanos::from_micros(250),
@@ -80,20 +89,23 @@ impl FromStr for SsdConfig {
             length_slope: 0.15,
             stalls: None,
         };
-        match name {
-            "ref-4x250" => Ok(reference),
-            "ref-8x80" => {
-                Ok(Self { channels: 8, mean_service: Nanos::from_micros(80), ..reference })
-            }
-            "ref-stall" => Ok(Self {
+        let device = match name {
+            "ref-4x250" => reference,
+            "ref-8x80" => Self { channels: 8, mean_service: Nanos::from_micros(80), ..reference },
+            "ref-stall" => Self {
                 stalls: Some(Stalls {
                     length: Nanos::from_millis(20),
                     mean_interval: Nanos::from_millis(5000),
                 }),
                 ..reference
-            }),
-            other => Err(SsdError::UnknownName(other.to_owned())),
-        }
+            },
+            _ => return Err(unknown()),
+        };
+        let times = |n: Nanos| n.scale(f64::from(slower));
+        let stalls = device
+            .stalls
+            .map(|s| Stalls { length: times(s.length), mean_interval: times(s.mean_interval) });
+        Ok(Self { mean_service: times(device.mean_service), stalls, ..device })
     }
 }
 

@@ -5,9 +5,11 @@
 //! conversion) is the one way out. On the wire a quantity is its bare number
 //! in the unit that its type documents.
 
+mod id;
 mod name;
 mod quantity;
 
+pub use id::{CpuId, IoThreadId};
 pub use name::{DeviceName, DiskName, Name, NameError, TaskName, VmName};
 pub use quantity::{
     Bytes, BytesPerSecond, Confidence, Iops, Nanos, Percentile, QuantityError, Weight,

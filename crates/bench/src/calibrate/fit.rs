@@ -11,6 +11,7 @@ use rtvirtio_spec::profile::{
     BasePoint, Capacity, DeviceIdentity, PROFILE_VERSION, PaperFit, Probe, ProbeTail, Profile,
     Regime, Residuals, StallFit, StructuralFit,
 };
+use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::{Limits, Scheduler, VmSettings};
 use rtvirtio_units::{Bytes, Nanos, Percentile};
 
@@ -25,6 +26,7 @@ fn observed_percentile(n: u64) -> Option<Percentile> {
 pub(super) fn fit(
     device: DeviceIdentity,
     kernel: String,
+    measured_at: MeasuredAt,
     date: String,
     capacity: Capacity,
     runs: &[ProbeRun],
@@ -58,6 +60,7 @@ pub(super) fn fit(
         version: PROFILE_VERSION,
         device,
         kernel,
+        measured_at,
         date,
         capacity,
         structural,

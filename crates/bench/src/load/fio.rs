@@ -2,10 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::fs::OpenOptions;
 use std::io;
-use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -14,25 +12,27 @@ use rtvirtio_cases::IoPriority;
 use rtvirtio_model::Stream;
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::specification::Vm;
-use rtvirtio_units::{Nanos, VmName};
+use rtvirtio_units::{DiskName, Nanos, VmName};
 use serde::Deserialize;
+
+use crate::confine::confine;
 
 /// Interval of timelines and bandwidth logs, ms.
 const LOG_INTERVAL_MS: u64 = 250;
 
-/// A VM's tasks as a fio job file; a VM without tasks is the undeclared writer.
+/// A VM's tasks as a fio job file; a VM without tasks is the undeclared writer. `node` gives the
+/// block device of a disk.
 pub(super) fn job_file(
     vm: &Vm,
-    device: &Path,
+    node: impl Fn(&DiskName) -> Result<String>,
     ioprio: Option<&IoPriority>,
     runtime: Duration,
     ramp: Duration,
 ) -> Result<String> {
     let mut text = format!(
-        "[global]\nfilename={}\ndirect=1\nthread=1\ntime_based=1\nruntime={}ms\nramp_time={}ms\n\
+        "[global]\ndirect=1\nthread=1\ntime_based=1\nruntime={}ms\nramp_time={}ms\n\
          randrepeat=0\nnorandommap=1\nunified_rw_reporting=mixed\n\
          log_avg_msec={LOG_INTERVAL_MS}\nlog_unix_epoch=1\n",
-        device.display(),
         runtime.as_millis(),
         ramp.as_millis(),
     );
@@ -41,7 +41,7 @@ pub(super) fn job_file(
     }
     let prefix = vm.name.as_str();
     let is_background = vm.is_background();
-    let mut job = |name: &str, index: usize, stream: &Stream| -> Result<()> {
+    let mut job = |name: &str, index: usize, disk: &DiskName, stream: &Stream| -> Result<()> {
         let reads = stream.read_fraction;
         let rw = match reads {
             r if r >= 1.0 => "randread",
@@ -51,7 +51,8 @@ pub(super) fn job_file(
         let engine = if stream.depth == 1 { "psync" } else { "libaio" };
         let _ = writeln!(
             text,
-            "[{name}]\nrw={rw}\nioengine={engine}\niodepth={}\nbs={}",
+            "[{name}]\nfilename={}\nrw={rw}\nioengine={engine}\niodepth={}\nbs={}",
+            node(disk)?,
             stream.depth,
             stream.block_size.get()
         );
@@ -82,57 +83,46 @@ pub(super) fn job_file(
         Ok(())
     };
     for (index, task) in vm.tasks.iter().enumerate() {
-        job(task.name.as_str(), index, &Stream::from(task.load))?;
+        job(task.name.as_str(), index, &task.disk, &Stream::from(task.load))?;
     }
-    if vm.tasks.is_empty() {
+    if let (true, Some(disk)) = (vm.tasks.is_empty(), vm.disks.first()) {
         for (index, stream) in Stream::UNDECLARED.iter().enumerate() {
-            job(&format!("undeclared{index}"), index, stream)?;
+            job(&format!("undeclared{index}"), index, &disk.name, stream)?;
         }
     }
     Ok(text)
 }
 
-/// Where fio writes a log of task `index`.
-pub(super) fn log_path(directory: &Path, vm: &VmName, kind: &str, index: usize) -> PathBuf {
-    directory.join(format!("{vm}.{index}_{kind}.log"))
+/// The name of fio's log of task `index`.
+pub(super) fn log_name(vm: &VmName, kind: &str, index: usize) -> String {
+    format!("{vm}.{index}_{kind}.log")
 }
 
-/// Starts fio in the cgroup of `procs`; it dies with this process.
-pub(super) fn spawn(
-    directory: &Path,
-    vm: &VmName,
-    job: &str,
-    procs: &Path,
-    output: &Path,
-) -> Result<Child> {
-    let job_path = directory.join(format!("{vm}.fio"));
-    std::fs::write(&job_path, job)?;
-    let cgroup = OpenOptions::new()
-        .write(true)
-        .open(procs)
-        .with_context(|| format!("VM {vm}: open {}", procs.display()))?;
-    let errors = std::fs::File::create(output.with_extension("err"))?;
+/// The files in which fio leaves what it did, of a VM with `streams` jobs.
+pub(super) fn files(vm: &Vm, streams: usize) -> Vec<String> {
+    let kind = if vm.is_background() { "bw" } else { "clat" };
+    let logs = (0..streams).map(|index| log_name(&vm.name, kind, index));
+    [format!("{}.err", vm.name), format!("{}.json", vm.name)].into_iter().chain(logs).collect()
+}
+
+/// The arguments that run a VM's job file in the current directory.
+pub(super) fn arguments(vm: &VmName) -> [String; 4] {
+    let output = format!("--output={vm}.json");
+    ["--output-format=json+".to_owned(), "--eta=never".to_owned(), output, format!("{vm}.fio")]
+}
+
+/// Starts fio in `directory` and in the cgroup of `procs`; it dies with this process.
+pub(super) fn spawn(directory: &Path, vm: &VmName, job: &str, procs: &Path) -> Result<Child> {
+    std::fs::write(directory.join(format!("{vm}.fio")), job)?;
+    let errors = std::fs::File::create(directory.join(format!("{vm}.err")))?;
     let mut command = Command::new("fio");
     command
         .current_dir(directory)
-        .arg("--output-format=json+")
-        .arg("--eta=never")
-        .arg(format!("--output={}", output.display()))
-        .arg(&job_path)
+        .args(arguments(vm))
         .stdin(Stdio::null())
         .stdout(Stdio::null())
-        .stderr(errors)
-        // Ctrl-C is this process's to handle.
-        .process_group(0);
-    let enter = move || {
-        // "0" is the writing process itself (cgroup-v1/cgroups.rst, cgroup-v2.rst).
-        rustix::io::write(&cgroup, b"0")?;
-        // SAFETY: prctl with PR_SET_PDEATHSIG reads its integer arguments only.
-        let result = unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
-        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-    };
-    // SAFETY: between fork and exec `enter` makes two system calls and allocates nothing.
-    let command = unsafe { command.pre_exec(enter) };
+        .stderr(errors);
+    confine(&mut command, Some(procs)).with_context(|| format!("VM {vm}"))?;
     command.spawn().map_err(|e| {
         let missing = e.kind() == io::ErrorKind::NotFound;
         let hint = if missing { " (install it: apt-get install fio)" } else { "" };

@@ -6,6 +6,7 @@ use rtvirtio_spec::profile::{
     BasePoint, Capacity, DeviceIdentity, PROFILE_VERSION, PaperFit, Profile, Regime, Residuals,
     Response, StructuralFit,
 };
+use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_units::{Bytes, BytesPerSecond, Nanos};
 
 pub(super) fn identity() -> DeviceIdentity {
@@ -31,6 +32,7 @@ pub(super) fn profile() -> Profile {
         version: PROFILE_VERSION,
         device: identity(),
         kernel: "6.12".to_owned(),
+        measured_at: MeasuredAt::Host,
         date: "2026-01-01T00:00:00Z".to_owned(),
         capacity: Capacity {
             iops_4k: 16_000.0,

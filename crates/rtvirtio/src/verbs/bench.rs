@@ -10,7 +10,7 @@ use rtvirtio_bench::cell::{CGROUP_ROOT, Testbed};
 use rtvirtio_bench::load::Interrupted;
 use rtvirtio_bench::report;
 use rtvirtio_bench::scratch::{Backing, ScratchDisk};
-use rtvirtio_cases::{Case, Neighbour, Scheme, Tier, wilson_interval};
+use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier, wilson_interval};
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::run::{Cell, CellKey};
 use rtvirtio_spec::specification::Specification;
@@ -18,6 +18,7 @@ use rtvirtio_units::{Bytes, BytesPerSecond};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+use super::guests::{ImageArgs, VmKind};
 use super::scratch::BackingArgs;
 use crate::{Outcome, input};
 
@@ -68,6 +69,11 @@ pub(crate) struct Args {
     /// With --spec: run although the plan leaves targets unmet
     #[arg(long, requires = "spec")]
     force: bool,
+    /// The VMs
+    #[arg(long, value_enum, default_value_t = VmKind::Cgroup)]
+    guests: VmKind,
+    #[command(flatten)]
+    image: ImageArgs,
     /// Seed of order and random choices
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -80,10 +86,16 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let cases = cases(&args.cases)?;
     let specification = args.spec.as_deref().map(input::specification).transpose()?;
     std::fs::create_dir_all(&args.out).with_context(|| format!("create {}", args.out.display()))?;
-    let backing = args.backing.backing()?;
+    let guests = args.image.choose(args.guests, interrupted)?;
+    let scale = guests.as_ref().map_or(Scale::ONE, |(_, accelerator)| accelerator.scale());
+    let backing = args.backing.backing()?.slower(scale);
     let program = std::env::current_exe()?;
     let disk = ScratchDisk::start(&program, &backing, DISK, args.seed)?;
-    let testbed = Testbed::new(disk.device(), disk.label())?;
+    let mut testbed = Testbed::new(disk.device(), disk.label())?;
+    if let Some((image, accelerator)) = &guests {
+        let largest = Case::new(4, Mix::LightMediumHeavy)?;
+        testbed.boot_guests(image, *accelerator, largest, interrupted)?;
+    }
     let profile = self::profile(args, &testbed, interrupted)?;
     check_shared(args, &testbed, &profile)?;
     let campaign = Campaign {
@@ -160,6 +172,11 @@ fn profile(args: &Args, testbed: &Testbed, interrupted: &Interrupted) -> Result<
     ensure!(
         profile.device == testbed.identity()?,
         "{} is of another device than --ssd or --raw asks for (use another --out or --profile)",
+        path.display()
+    );
+    ensure!(
+        profile.measured_at == testbed.measured_at(),
+        "{} was not measured with the VMs that --guests asks for (use another --out or --profile)",
         path.display()
     );
     Ok(profile)

@@ -10,12 +10,13 @@ use rtvirtio_bench::load::{CellLoad, Interrupted};
 use rtvirtio_bench::progress::human;
 use rtvirtio_bench::scratch::{Backing, ScratchDisk};
 use rtvirtio_bench::{calibrate, report};
-use rtvirtio_cases::{Case, Mix, Neighbour, Scheme, Tier};
+use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier};
 use rtvirtio_host::doctor::{Status, probe};
 use rtvirtio_spec::run::Cell;
 use rtvirtio_spec::specification::to_toml;
 
 use super::bench::DISK;
+use super::guests::{ImageArgs, VmKind};
 use crate::{Outcome, input};
 
 /// The least window that judges p99.9 of 500 requests a second.
@@ -34,6 +35,11 @@ pub(crate) struct Args {
     /// Directory of the plain file for `--device raw`
     #[arg(long, default_value = "/var/tmp")]
     raw_dir: PathBuf,
+    /// The four VMs and the one that writes
+    #[arg(long, value_enum, default_value_t = VmKind::Cgroup)]
+    guests: VmKind,
+    #[command(flatten)]
+    image: ImageArgs,
     /// Where results go; an earlier demo's are replaced
     #[arg(long, default_value = "rtvirtio-demo")]
     out: PathBuf,
@@ -51,6 +57,9 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         }
     };
     check_host(&backing)?;
+    let guests = args.image.choose(args.guests, interrupted)?;
+    let scale = guests.as_ref().map_or(Scale::ONE, |(_, accelerator)| accelerator.scale());
+    let backing = backing.slower(scale);
     std::fs::create_dir_all(&args.out).with_context(|| format!("create {}", args.out.display()))?;
     ensure!(
         !args.out.join("commands.txt").exists(),
@@ -60,17 +69,21 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     for stale in [CELLS, "profile.json", "profile.partial", "report.html"] {
         let _ = std::fs::remove_file(args.out.join(stale));
     }
+    let case = Case::new(4, Mix::LightMediumHeavy)?;
+    let program = std::env::current_exe()?;
+    let disk = ScratchDisk::start(&program, &backing, DISK, 1)?;
+    let mut testbed = Testbed::new(disk.device(), disk.label())?;
+    if let Some((image, accelerator)) = &guests {
+        testbed.boot_guests(image, *accelerator, case, interrupted)?;
+    }
     let cells_planned = Scheme::ALL.len() as u32 * REPETITIONS;
-    let expected = calibrate::duration() + CellLoad::duration(WINDOW) * cells_planned;
+    let expected = calibrate::duration(&testbed) + CellLoad::duration(WINDOW) * cells_planned;
     eprintln!(
         "Disk {}: calibration, then {} schemes × {REPETITIONS}, about {} in all.",
-        backing.label(),
+        disk.label(),
         Scheme::ALL.len(),
         human(expected)
     );
-    let program = std::env::current_exe()?;
-    let disk = ScratchDisk::start(&program, &backing, DISK, 1)?;
-    let testbed = Testbed::new(disk.device(), disk.label())?;
     let profile = super::calibrate::profile(&testbed, &args.out.join("profile.json"), interrupted)?;
     eprintln!("{}", super::calibrate::summary(&profile));
     let campaign = Campaign {
@@ -82,7 +95,6 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         // It would take a demo to 20 minutes.
         noise_floor: false,
     };
-    let case = Case::new(4, Mix::LightMediumHeavy)?;
     let specification = campaign.specification(case, Tier::Strict, Neighbour::Writer);
     input::write(&args.out.join("specification.toml"), &to_toml(&specification))?;
     let observed = testbed.prepare(&specification)?;

@@ -1,5 +1,7 @@
 //! `rtvirtio plan`.
 
+mod iothreads;
+
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -9,6 +11,8 @@ use rtvirtio_host::Topology;
 use rtvirtio_planner::FoundDevice;
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::specification::Specification;
+use rtvirtio_units::CpuId;
+use rustix::thread::{CpuSet, sched_getaffinity};
 
 use crate::{Outcome, input};
 
@@ -24,6 +28,9 @@ pub(crate) struct Args {
     /// Print the plan as JSON
     #[arg(long)]
     json: bool,
+    /// Print each VM's IOThreads as QEMU arguments and libvirt XML too
+    #[arg(long, conflicts_with = "json")]
+    qemu: bool,
 }
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
@@ -36,6 +43,9 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         input::print_json(&plan)?;
     } else {
         print!("{}", describe(&plan));
+        if args.qemu {
+            print!("\n{}", iothreads::start_with(&plan.iothreads));
+        }
         if let Some(output) = &args.output {
             println!("\nsaved: rtvirtio apply {}", output.display());
         }
@@ -67,7 +77,18 @@ pub(crate) fn plan(specification: &Specification) -> Result<Plan> {
         })
         .collect();
     let observed = host.observe(&Topology::of_specification(specification))?;
-    Ok(rtvirtio_planner::plan(specification, &found, &observed)?)
+    let mut plan = rtvirtio_planner::plan(specification, &found, &observed)?;
+    let (iothreads, reasons) = rtvirtio_planner::iothreads::assign(specification, &cpus()?);
+    plan.iothreads = iothreads;
+    plan.reasons.extend(reasons);
+    Ok(plan)
+}
+
+/// The host's CPUs, ascending: those that this process may use, so `taskset` can leave some out.
+fn cpus() -> Result<Vec<CpuId>> {
+    let set = sched_getaffinity(None).context("read the host's CPUs")?;
+    let ids = (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu));
+    Ok(ids.map(|cpu| CpuId::new(cpu as u32)).collect())
 }
 
 /// A plan for people: changes, promises, cost, what is unmet and why.
@@ -117,6 +138,7 @@ pub(crate) fn describe(plan: &Plan) -> String {
         let held = b.held_by.as_ref().map_or_else(String::new, |h| format!(", held by {h}"));
         text += &format!("  {} on {}: {cap}{held}\n", b.vm, b.device);
     }
+    text += &iothreads::describe(&plan.iothreads);
     text += "\nHow\n";
     for reason in &plan.reasons {
         text += &format!("  {reason}\n");

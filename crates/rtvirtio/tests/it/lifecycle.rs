@@ -33,6 +33,7 @@ profile = "profile.json"
 [[vm]]
 name = "plc"
 cgroup = "{}"
+vcpus = 1
 [[vm.disk]]
 name = "root"
 device = "data"
@@ -91,7 +92,9 @@ fn plan_apply_verify_rollback_on_a_real_device() {
     s.expect(0, &["apply", &plan]);
     assert_ne!(s.knobs(), before);
     s.expect(0, &["verify", &plan]);
-    s.expect(0, &["plan", &spec]);
+    let text = s.expect(0, &["plan", &spec, "--qemu"]);
+    assert!(text.contains("plc/root: 1 IOThread for 1 queue"), "{text}");
+    assert!(text.contains(r#""iothread-vq-mapping":[{"iothread":"iothread1","vqs":[0]}]"#));
     let complaint = s.expect(1, &["apply", &plan]);
     assert!(complaint.contains("hint: "), "a stale plan must be refused: {complaint}");
     s.expect(0, &["rollback"]);

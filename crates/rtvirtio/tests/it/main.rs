@@ -1,6 +1,7 @@
 //! Integration tests of the workspace and its binary.
 
 mod cli;
+mod guest;
 mod lifecycle;
 mod readme;
 mod rooms;

@@ -488,6 +488,8 @@ fn example(key: &str) -> &'static str {
         "name" => "name = \"...\"",
         "backend" => "backend = \"kernel\"",
         "cgroup" => "cgroup = \"machine.slice/plc.scope\"",
+        "vcpus" => "vcpus = 4",
+        "queues" => "queues = 4",
         "device" => "device = \"data\" for a table [device.data]",
         "disk" => "disk = \"root\"",
         "recognise" => "recognise = \"disk\"",
@@ -521,7 +523,8 @@ fn unknown_key_hint(key: &str, expected: &[String]) -> String {
     let home = match key {
         "version" => Some("the top of the file, before the first table"),
         "path" | "profile" => Some("[device.NAME]"),
-        "backend" | "cgroup" => Some("[[vm]], before its first [[vm.disk]]"),
+        "backend" | "cgroup" | "vcpus" => Some("[[vm]], before its first [[vm.disk]]"),
+        "queues" => Some("[[vm.disk]]"),
         "iops" | "block_size" | "read_percent" | "queue_depth" | "recognise" | "target" => {
             Some("[[vm.task]]")
         }

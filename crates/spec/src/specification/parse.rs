@@ -39,6 +39,12 @@ pub const MAX_DISKS_PER_VM: usize = 64;
 /// Most tasks of one VM.
 pub const MAX_TASKS_PER_VM: usize = 64;
 
+/// Most virtual CPUs of one VM.
+pub const MAX_VCPUS: u32 = 512;
+
+/// Most virtqueues of one disk: QEMU aborts beyond (include/hw/virtio/virtio.h, `VIRTIO_QUEUE_MAX`).
+pub const MAX_QUEUES: u32 = 1024;
+
 /// Most parts of a dotted key; `device.NAME.path` has three.
 pub const MAX_KEY_PARTS: usize = 8;
 
@@ -140,21 +146,21 @@ impl<'a> Scope<'a> {
         }
     }
 
-    /// A whole number of `range`, `default` where there is none.
+    /// A whole number of `range`, if there is one.
     fn whole(
         &self,
         key: &'static str,
         value: Option<&Value>,
-        default: u32,
         range: RangeInclusive<u32>,
-    ) -> Result<u32, SpecificationError> {
+    ) -> Result<Option<u32>, SpecificationError> {
         let Some(value) = value else {
-            return Ok(default);
+            return Ok(None);
         };
         let Scalar::Integer(number) = *value.get_ref() else {
             return Err(self.wrong_type(key, Wanted::WholeNumber, value));
         };
-        u32::try_from(number).ok().filter(|n| range.contains(n)).ok_or_else(|| {
+        let whole = u32::try_from(number).ok().filter(|n| range.contains(n));
+        whole.map(Some).ok_or_else(|| {
             let (low, high) = (f64::from(*range.start()), f64::from(*range.end()));
             self.out_of_range(key, value, low, high)
         })
@@ -380,6 +386,7 @@ fn vm(
 
     let backend = backend(&scope, raw.backend.as_ref())?;
     let cgroup = cgroup(&scope, &name, raw.cgroup.as_ref())?;
+    let vcpus = scope.whole("vcpus", raw.vcpus.as_ref(), 1..=MAX_VCPUS)?;
     if raw.disk.is_empty() {
         return Err(scope.fail(Problem::NoDisk));
     }
@@ -413,7 +420,7 @@ fn vm(
         let named = subject(Label::Name(name.as_str().to_owned()));
         tasks.push(task(&scope.of(named, entry.span()), entry.get_ref(), name, &disks)?);
     }
-    Ok((Vm { name, backend, cgroup, disks, tasks }, name_span))
+    Ok((Vm { name, backend, cgroup, vcpus, disks, tasks }, name_span))
 }
 
 fn backend(scope: &Scope<'_>, value: Option<&Value>) -> Result<Backend, SpecificationError> {
@@ -456,14 +463,14 @@ fn disk(
     let value = scope.required("device", raw.device.as_ref())?;
     let text = scope.text("device", value)?;
     // A text that is no name is no device's name.
-    match DeviceName::new(text).ok().filter(|device| known.contains(device)) {
-        Some(device) => Ok(Disk { name, device }),
-        None => {
-            let known = devices.iter().map(|d| d.name.clone()).collect();
-            let problem = Problem::DanglingDevice { device: text.to_owned(), known };
-            Err(scope.fail_at(value.span(), problem))
-        }
-    }
+    let device = DeviceName::new(text).ok().filter(|device| known.contains(device));
+    let device = device.ok_or_else(|| {
+        let known = devices.iter().map(|d| d.name.clone()).collect();
+        let problem = Problem::DanglingDevice { device: text.to_owned(), known };
+        scope.fail_at(value.span(), problem)
+    })?;
+    let queues = scope.whole("queues", raw.queues.as_ref(), 1..=MAX_QUEUES)?;
+    Ok(Disk { name, device, queues })
 }
 
 fn task(
@@ -477,8 +484,9 @@ fn task(
     let iops =
         raw.iops.as_ref().map(|value| scope.quantity("iops", value, Iops::new)).transpose()?;
     let block_size = block_size(scope, raw.block_size.as_ref())?;
-    let read_percent = scope.whole("read_percent", raw.read_percent.as_ref(), 70, 0..=100)?;
-    let queue_depth = scope.whole("queue_depth", raw.queue_depth.as_ref(), 1, 1..=1024)?;
+    let read_percent =
+        scope.whole("read_percent", raw.read_percent.as_ref(), 0..=100)?.unwrap_or(70);
+    let queue_depth = scope.whole("queue_depth", raw.queue_depth.as_ref(), 1..=1024)?.unwrap_or(1);
     let target = raw.target.as_ref().map(|entry| target(scope, entry)).transpose()?;
     let read_fraction = f64::from(read_percent) / 100.0;
     let load = Load { iops, block_size, read_fraction, queue_depth };

@@ -41,6 +41,7 @@ pub(super) struct RawVm {
     pub(super) name: Option<Value>,
     pub(super) backend: Option<Value>,
     pub(super) cgroup: Option<Value>,
+    pub(super) vcpus: Option<Value>,
     #[serde(default)]
     pub(super) disk: Vec<Spanned<RawDisk>>,
     #[serde(default)]
@@ -53,6 +54,7 @@ pub(super) struct RawVm {
 pub(super) struct RawDisk {
     pub(super) name: Option<Value>,
     pub(super) device: Option<Value>,
+    pub(super) queues: Option<Value>,
 }
 
 /// `[[vm.task]]`

@@ -33,9 +33,11 @@ target = { percentile = 99.9, latency_ms = 20.5, confidence = 0.9 }
 
 [[vm]]
 name = "backup"
+vcpus = 4
 [[vm.disk]]
 name = "root"
 device = "data"
+queues = 2
 "#;
 
 /// The least that parses, with `vm` below the VM's name and `task` in a task.
@@ -77,13 +79,15 @@ fn cgroup_fault(cgroup: &str) -> CgroupFault {
 
 #[test]
 fn parse_full_file_gives_every_field() {
-    let vm = |name: &str, cgroup: &str, tasks| Vm {
+    let vm = |name: &str, cgroup: &str, vcpus, queues, tasks| Vm {
         name: VmName::new(name).unwrap(),
         backend: Backend::Kernel,
         cgroup: PathBuf::from(cgroup),
+        vcpus,
         disks: vec![Disk {
             name: DiskName::new("root").unwrap(),
             device: DeviceName::new("data").unwrap(),
+            queues,
         }],
         tasks,
     };
@@ -110,8 +114,8 @@ fn parse_full_file_gives_every_field() {
             profile: PathBuf::from("profiles/data.json"),
         }],
         vms: vec![
-            vm("plc", "machine.slice/plc.scope", vec![control]),
-            vm("backup", "rtvirtio/backup", vec![]),
+            vm("plc", "machine.slice/plc.scope", None, None, vec![control]),
+            vm("backup", "rtvirtio/backup", Some(4), Some(2), vec![]),
         ],
     };
     let parsed = parse("s.toml", FULL).unwrap();
@@ -228,7 +232,7 @@ fn unknown_key_of_another_table_is_sent_home() {
     assert_eq!(
         error.hint(),
         "`latency_ms` belongs in the task's target = { percentile = 99.99, latency_ms = 20 }; \
-         the keys of this table are name, backend, cgroup, disk, task"
+         the keys of this table are name, backend, cgroup, vcpus, disk, task"
     );
 }
 
@@ -329,6 +333,49 @@ fn number_at_its_limits_is_accepted() {
     };
     assert_eq!(latency("0.000001"), 1);
     assert_eq!(latency("3600000"), 3_600_000_000_000);
+}
+
+#[test]
+fn vcpus_and_queues_outside_their_limits_are_refused() {
+    let disk = |line: &str| FULL.replacen("queues = 2", line, 1);
+    let vm = |line: &str| FULL.replacen("vcpus = 4", line, 1);
+    for (key, text) in [
+        ("vcpus", vm("vcpus = 0")),
+        ("vcpus", vm("vcpus = 513")),
+        ("vcpus", vm("vcpus = -1")),
+        ("queues", disk("queues = 0")),
+        ("queues", disk("queues = 1025")),
+        ("queues", disk("queues = 18446744073709551616")),
+    ] {
+        let found = problem(&text);
+        let fits = matches!(&found, Problem::OutOfRange { key: k, .. } if *k == key);
+        assert!(fits, "{key}: {found}");
+    }
+    for text in [vm("vcpus = 4.0"), vm("vcpus = \"4\""), disk("queues = [2]")] {
+        let found = problem(&text);
+        assert!(matches!(found, Problem::WrongType { .. }), "{found}");
+    }
+    let error = refused(&disk("queues = 0"));
+    assert_eq!(
+        error.to_string(),
+        "s.toml:29:10: vm \"backup\": disk \"root\": queues is 0, outside 1 to 1024"
+    );
+    assert_eq!(error.hint(), "write queues = 4 (from 1 to 1024)");
+    assert!(parse("s.toml", &vm("vcpus = 512")).is_ok());
+    assert!(parse("s.toml", &disk("queues = 1024")).is_ok());
+}
+
+#[test]
+fn queues_left_out_are_one_for_each_vcpu() {
+    let queues = |vm: &str, disk: &str| {
+        let text = small(vm, "").replacen("device = \"data\"", disk, 1);
+        let vm = parse("s.toml", &text).unwrap().vms.remove(0);
+        vm.queues_of(&vm.disks[0])
+    };
+    assert_eq!(queues("vcpus = 8", "device = \"data\""), Some(8));
+    assert_eq!(queues("vcpus = 8", "device = \"data\"\nqueues = 2"), Some(2));
+    assert_eq!(queues("", "device = \"data\"\nqueues = 2"), Some(2));
+    assert_eq!(queues("", "device = \"data\""), None);
 }
 
 #[test]
@@ -672,17 +719,22 @@ fn vm(devices: Vec<DeviceName>) -> impl Strategy<Value = Vm> {
         (
             name(),
             proptest::option::of("[^/\\p{Cc}]{0,40}"),
-            proptest::collection::vec((name(), 0..devices.len()), disks),
+            proptest::option::of(1..=MAX_VCPUS),
+            proptest::collection::vec(
+                (name(), 0..devices.len(), proptest::option::of(1..=MAX_QUEUES)),
+                disks,
+            ),
             proptest::collection::vec(task(disks), 0..4),
         )
-            .prop_map(move |(vm, cgroup, disks, tasks)| {
+            .prop_map(move |(vm, cgroup, vcpus, disks, tasks)| {
                 // A number makes names unique within a VM; `specification` does so for VMs.
                 let disks: Vec<Disk> = disks
                     .into_iter()
                     .enumerate()
-                    .map(|(i, (name, device))| Disk {
+                    .map(|(i, (name, device, queues))| Disk {
                         name: DiskName::new(format!("{name}{i}")).unwrap(),
                         device: devices[device].clone(),
+                        queues,
                     })
                     .collect();
                 let tasks = tasks
@@ -698,7 +750,7 @@ fn vm(devices: Vec<DeviceName>) -> impl Strategy<Value = Vm> {
                     .collect();
                 let cgroup = cgroup.map(PathBuf::from).unwrap_or_default();
                 let name = VmName::new(vm).unwrap();
-                Vm { name, backend: Backend::Kernel, cgroup, disks, tasks }
+                Vm { name, backend: Backend::Kernel, cgroup, vcpus, disks, tasks }
             })
     })
 }

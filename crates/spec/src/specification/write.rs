@@ -27,10 +27,16 @@ pub fn to_toml(specification: &Specification) -> String {
             Backend::Kernel => pair(&mut out, "backend", &quoted("kernel")),
         }
         pair(&mut out, "cgroup", &path(&vm.cgroup));
+        if let Some(vcpus) = vm.vcpus {
+            pair(&mut out, "vcpus", &vcpus.to_string());
+        }
         for disk in &vm.disks {
             line(&mut out, "[[vm.disk]]");
             pair(&mut out, "name", &quoted(disk.name.as_str()));
             pair(&mut out, "device", &quoted(disk.device.as_str()));
+            if let Some(queues) = disk.queues {
+                pair(&mut out, "queues", &queues.to_string());
+            }
         }
         for task in &vm.tasks {
             write_task(&mut out, task);

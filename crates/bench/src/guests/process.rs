@@ -1,0 +1,155 @@
+//! One guest's QEMU process.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
+
+use anyhow::{Context, Result, anyhow, bail};
+use serde_json::json;
+
+use super::{Accelerator, GuestImage};
+use crate::confine::confine;
+
+/// Guest memory, MiB: the initramfs takes 100, fio 100.
+const MEMORY_MIB: u32 = 384;
+
+/// The guest's kernel command line. Under TCG a clock other than the TSC is an exit for each look
+/// at it, and mitigations guard against a processor that is not there.
+const COMMAND_LINE: &str =
+    "console=ttyS0 quiet panic=1 random.trust_cpu=on tsc=reliable clocksource=tsc mitigations=off";
+
+/// A part of the device under test, as a disk of this name: QEMU's id for it.
+pub(super) struct Slice<'a> {
+    pub(super) name: &'a str,
+    pub(super) device: &'a Path,
+    pub(super) offset: u64,
+    pub(super) size: u64,
+}
+
+/// A running QEMU; dropping it kills it.
+pub(super) struct Process {
+    child: Mutex<Child>,
+    name: String,
+    directory: PathBuf,
+}
+
+impl Process {
+    /// Starts a guest with one virtio-blk disk for each slice, in the cgroup of `procs`.
+    pub(super) fn start(
+        image: &GuestImage,
+        accelerator: Accelerator,
+        directory: &Path,
+        name: &str,
+        slices: &[Slice<'_>],
+        procs: Option<&Path>,
+    ) -> Result<Self> {
+        let file = |kind: &str| directory.join(format!("{name}.{kind}"));
+        let mut command = Command::new("qemu-system-x86_64");
+        command
+            .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
+            .args(["-name", &format!("guest={name},debug-threads=on")])
+            .args(["-machine", "q35", "-accel", accelerator.name(), "-smp", "1"])
+            .args(["-cpu", if accelerator == Accelerator::Kvm { "host" } else { "max" }])
+            .args(["-m", &MEMORY_MIB.to_string()])
+            .arg("-kernel")
+            .arg(&image.kernel)
+            .arg("-initrd")
+            .arg(&image.initramfs)
+            .args(["-append", COMMAND_LINE])
+            .arg("-serial")
+            .arg(format!("file:{}", file("console").display()))
+            .arg("-qmp")
+            .arg(format!("unix:{},server=on,wait=off", file("qmp").display()))
+            .arg("-chardev")
+            .arg(format!("socket,id=agent,path={},server=on,wait=off", file("agent").display()))
+            // Each port costs the main loop two descriptors to poll.
+            .args(["-device", "virtio-serial-pci,max_ports=2"])
+            .args(["-device", "virtserialport,chardev=agent,name=org.qemu.guest_agent.0"]);
+        if accelerator == Accelerator::Kvm {
+            command.args(["-object", "iothread,id=io0"]);
+        }
+        for slice in slices {
+            let node = format!("node-{}", slice.name);
+            let blockdev = json!({
+                "driver": "raw", "node-name": node, "offset": slice.offset, "size": slice.size,
+                "cache": {"direct": true},
+                "file": {
+                    "driver": "host_device", "filename": slice.device, "aio": "native",
+                    // The guests share the device, each within its slice.
+                    "locking": "off", "cache": {"direct": true},
+                },
+            });
+            let mut device = json!({
+                "driver": "virtio-blk-pci", "id": slice.name, "drive": node,
+                "num-queues": 1, "share-rw": true,
+            });
+            if accelerator == Accelerator::Kvm {
+                // Under TCG an interrupt goes through the main loop: an IOThread is one more hop.
+                device["iothread"] = "io0".into();
+            }
+            command.args(["-blockdev", &blockdev.to_string(), "-device", &device.to_string()]);
+        }
+        let errors = File::create(file("err"))?;
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
+        confine(&mut command, procs).with_context(|| format!("VM {name}"))?;
+        let child = command.spawn().map_err(|e| {
+            let missing = e.kind() == io::ErrorKind::NotFound;
+            let hint = if missing { " (install it: apt-get install qemu-system-x86)" } else { "" };
+            anyhow!("start qemu-system-x86_64 for {name}: {e}{hint}")
+        })?;
+        Ok(Self {
+            child: Mutex::new(child),
+            name: name.to_owned(),
+            directory: directory.to_owned(),
+        })
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(super) fn id(&self) -> Result<u32> {
+        Ok(self.child.lock().map_err(|_| anyhow!("a lock is poisoned"))?.id())
+    }
+
+    pub(super) fn agent_socket(&self) -> PathBuf {
+        self.directory.join(format!("{}.agent", self.name))
+    }
+
+    /// An error if QEMU has ended.
+    pub(super) fn check(&self) -> Result<()> {
+        let mut child = self.child.lock().map_err(|_| anyhow!("a lock is poisoned"))?;
+        match child.try_wait()? {
+            None => Ok(()),
+            Some(status) => {
+                let said =
+                    std::fs::read_to_string(self.directory.join(format!("{}.err", self.name)))
+                        .unwrap_or_default();
+                bail!("QEMU of {} ended ({status}): {}", self.name, said.trim())
+            }
+        }
+    }
+
+    /// The end of what the guest's kernel said.
+    pub(super) fn console(&self) -> String {
+        let path = self.directory.join(format!("{}.console", self.name));
+        let text = std::fs::read(&path).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text[text.len().saturating_sub(400)..]).into_owned();
+        if text.trim().is_empty() {
+            "its console is silent".to_owned()
+        } else {
+            format!("its console ends with: {}", text.trim())
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if let Ok(mut child) = self.child.lock() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}

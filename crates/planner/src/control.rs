@@ -1,0 +1,240 @@
+//! When to plan again: the decision of the closed loop, without its hands.
+//!
+//! Terms: a VM is *present* while it runs; a task is *at risk* when more of its
+//! requests missed the target than its percentile allows; the *margin* is by
+//! how much targets are tightened for the next plan, 1 to [`MARGIN_MAX`].
+//!
+//! Algorithm: a change of who is present is planned for at once. A task at risk
+//! under an unchanged load says that the model is too hopeful here, so the
+//! margin grows by [`MARGIN_STEP`]; after [`CALM`] without a task at risk it
+//! shrinks by one step. Changes are at least [`INTERVAL`] apart, whatever the
+//! reason: a setting needs that long to show in a tail.
+//!
+//! Pure: the caller passes time and counts, and acts.
+//!
+//! Properties (tests of the same name): `a_vm_that_comes_is_planned_for_at_once`,
+//! `changes_keep_their_distance`, `too_few_requests_are_no_risk`,
+//! `margin_grows_with_risk_and_shrinks_in_calm`.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use rtvirtio_units::{Nanos, Percentile, TaskName, VmName};
+
+/// Least time between two changes.
+pub const INTERVAL: Nanos = Nanos::from_millis(10_000);
+/// How long nothing may be at risk before the margin shrinks.
+pub const CALM: Nanos = Nanos::from_millis(60_000);
+/// Growth of the margin by one step.
+pub const MARGIN_STEP: f64 = 1.25;
+/// The most that targets are tightened: to half.
+pub const MARGIN_MAX: f64 = 2.0;
+
+/// Misses that are no risk, however few requests there were: 10 beyond the percentile make a tail.
+const LEAST_MISSES: u64 = 10;
+
+/// What one task did since the last observation.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TaskObservation {
+    /// Its VM.
+    pub vm: VmName,
+    /// The task.
+    pub task: TaskName,
+    /// The target's percentile.
+    pub percentile: Percentile,
+    /// Requests completed.
+    pub requests: u64,
+    /// Of these, above the target.
+    pub misses: u64,
+}
+
+/// What the caller is to do.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Decision {
+    /// Nothing.
+    Keep,
+    /// Plan for the present VMs with targets divided by `margin`, and apply what changes.
+    Plan {
+        /// How much to tighten targets, 1 to [`MARGIN_MAX`].
+        margin: f64,
+        /// Why, for the log.
+        reason: String,
+    },
+}
+
+/// The state of the loop.
+#[derive(Debug, Clone)]
+pub struct Controller {
+    present: BTreeSet<VmName>,
+    margin: f64,
+    changed: Option<Nanos>,
+    calm_since: Nanos,
+    seen_since: Nanos,
+    /// Requests and misses since the last change, or for [`INTERVAL`], by task.
+    seen: BTreeMap<(VmName, TaskName), (u64, u64)>,
+}
+
+impl Controller {
+    /// A loop that starts at `now` under a plan for the VMs `present`.
+    #[must_use]
+    pub fn new(now: Nanos, present: BTreeSet<VmName>) -> Self {
+        Self {
+            present,
+            margin: 1.0,
+            changed: None,
+            calm_since: now,
+            seen_since: now,
+            seen: BTreeMap::new(),
+        }
+    }
+
+    /// Takes what was seen since the last call and decides. The caller acts on
+    /// a [`Decision::Plan`] or loses it.
+    pub fn step(
+        &mut self,
+        now: Nanos,
+        present: &BTreeSet<VmName>,
+        tasks: &[TaskObservation],
+    ) -> Decision {
+        if now.saturating_sub(self.seen_since) >= INTERVAL {
+            self.seen_since = now;
+            self.seen.clear();
+        }
+        let mut at_risk = Vec::new();
+        for task in tasks {
+            let (requests, misses) =
+                self.seen.entry((task.vm.clone(), task.task.clone())).or_default();
+            *requests += task.requests;
+            *misses += task.misses;
+            let allowed = *requests as f64 * (1.0 - task.percentile.fraction());
+            if *misses >= LEAST_MISSES && *misses as f64 > allowed {
+                at_risk.push(format!(
+                    "{}/{}: {misses} of {requests} requests above the target of its p{}",
+                    task.vm, task.task, task.percentile
+                ));
+            }
+        }
+        if !at_risk.is_empty() {
+            self.calm_since = now;
+        }
+        let settled = self.changed.is_none_or(|at| now.saturating_sub(at) >= INTERVAL);
+        if !settled {
+            return Decision::Keep;
+        }
+        if *present != self.present {
+            let reason = self.difference(present);
+            self.present.clone_from(present);
+            return self.plan(now, reason);
+        }
+        if !at_risk.is_empty() {
+            if self.margin >= MARGIN_MAX {
+                return Decision::Keep;
+            }
+            self.margin = (self.margin * MARGIN_STEP).min(MARGIN_MAX);
+            return self.plan(now, at_risk.join("; "));
+        }
+        if self.margin > 1.0 && now.saturating_sub(self.calm_since) >= CALM {
+            self.margin = (self.margin / MARGIN_STEP).max(1.0);
+            self.calm_since = now;
+            return self.plan(now, format!("no task at risk for {CALM}"));
+        }
+        Decision::Keep
+    }
+
+    fn plan(&mut self, now: Nanos, reason: String) -> Decision {
+        self.changed = Some(now);
+        self.seen_since = now;
+        self.seen.clear();
+        Decision::Plan { margin: self.margin, reason }
+    }
+
+    fn difference(&self, present: &BTreeSet<VmName>) -> String {
+        let names = |of: &BTreeSet<VmName>, without: &BTreeSet<VmName>| {
+            of.difference(without).map(VmName::as_str).collect::<Vec<_>>().join(", ")
+        };
+        let (came, went) = (names(present, &self.present), names(&self.present, present));
+        match (came.is_empty(), went.is_empty()) {
+            (false, true) => format!("came: {came}"),
+            (true, _) => format!("went: {went}"),
+            (false, false) => format!("came: {came}; went: {went}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vms(names: &[&str]) -> BTreeSet<VmName> {
+        names.iter().map(|n| VmName::new(*n).unwrap()).collect()
+    }
+
+    fn at(seconds: u64) -> Nanos {
+        Nanos::from_millis(seconds * 1000)
+    }
+
+    fn task(requests: u64, misses: u64) -> TaskObservation {
+        TaskObservation {
+            vm: VmName::new("plc").unwrap(),
+            task: TaskName::new("control").unwrap(),
+            percentile: Percentile::new(99.0).unwrap(),
+            requests,
+            misses,
+        }
+    }
+
+    fn margin(decision: &Decision) -> Option<f64> {
+        match decision {
+            Decision::Keep => None,
+            Decision::Plan { margin, .. } => Some(*margin),
+        }
+    }
+
+    #[test]
+    fn a_vm_that_comes_is_planned_for_at_once() {
+        let mut controller = Controller::new(at(0), vms(&["plc"]));
+        assert_eq!(controller.step(at(1), &vms(&["plc"]), &[]), Decision::Keep);
+        let decision = controller.step(at(2), &vms(&["backup", "plc"]), &[]);
+        let reason = "came: backup".to_owned();
+        assert_eq!(decision, Decision::Plan { margin: 1.0, reason });
+        assert_eq!(controller.step(at(13), &vms(&["backup", "plc"]), &[]), Decision::Keep);
+    }
+
+    #[test]
+    fn changes_keep_their_distance() {
+        let mut controller = Controller::new(at(0), vms(&["a"]));
+        let mut changes = Vec::new();
+        for second in 1..100 {
+            // Somebody comes or goes every second, and a task misses all the time.
+            let present = if second % 2 == 0 { vms(&["a"]) } else { vms(&["a", "b"]) };
+            if controller.step(at(second), &present, &[task(100, 50)]) != Decision::Keep {
+                changes.push(second);
+            }
+        }
+        assert!(changes.len() > 2);
+        assert!(changes.windows(2).all(|w| w[1] - w[0] >= 10), "{changes:?}");
+    }
+
+    #[test]
+    fn too_few_requests_are_no_risk() {
+        let mut controller = Controller::new(at(0), vms(&["plc"]));
+        // 9 misses of 9 may be chance; 10 of 2,000 are below 1 %.
+        assert_eq!(controller.step(at(1), &vms(&["plc"]), &[task(9, 9)]), Decision::Keep);
+        assert_eq!(controller.step(at(2), &vms(&["plc"]), &[task(1991, 1)]), Decision::Keep);
+        assert_eq!(margin(&controller.step(at(3), &vms(&["plc"]), &[task(20, 15)])), Some(1.25));
+    }
+
+    #[test]
+    fn margin_grows_with_risk_and_shrinks_in_calm() {
+        let mut controller = Controller::new(at(0), vms(&["plc"]));
+        let mut margins = Vec::new();
+        for second in 1..=320 {
+            // Misses for 50 s, then none.
+            let seen = if second <= 50 { task(1000, 50) } else { task(1000, 0) };
+            margins.extend(margin(&controller.step(at(second), &vms(&["plc"]), &[seen])));
+        }
+        let up = [1.25, 1.5625, 1.953_125, 2.0];
+        assert_eq!(margins[..4], up);
+        assert!(margins[4..].is_sorted_by(|a, b| a > b), "{margins:?}");
+        assert_eq!(margins.last(), Some(&1.0));
+    }
+}

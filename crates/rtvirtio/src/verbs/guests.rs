@@ -1,0 +1,56 @@
+//! Options of the verbs that may run their load in guests.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use rtvirtio_bench::guests::{Accelerator, GuestImage};
+use rtvirtio_bench::load::Interrupted;
+
+/// What a benchmark's VMs are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum VmKind {
+    /// Guests where QEMU and an image of theirs are there, else cgroups
+    Auto,
+    /// QEMU guests, under KVM where one boots, else under TCG
+    Qemu,
+    /// A cgroup whose tasks are fio on the host
+    Cgroup,
+}
+
+/// Where the guests' kernel is.
+#[derive(clap::Args)]
+pub(crate) struct ImageArgs {
+    /// What guests boot from: the directory that scripts/guest wrote
+    #[arg(long, value_name = "DIR", default_value = "target/guest")]
+    guest_image: PathBuf,
+}
+
+impl ImageArgs {
+    /// The image and what runs it; `None` for cgroups.
+    pub(crate) fn choose(
+        &self,
+        kind: VmKind,
+        interrupted: &Interrupted,
+    ) -> Result<Option<(GuestImage, Accelerator)>> {
+        let found = || -> Result<_> {
+            let image = GuestImage::find(&self.guest_image)?;
+            let accelerator = Accelerator::probe(&image, interrupted)?;
+            Ok((image, accelerator))
+        };
+        let (image, accelerator) = match (kind, found) {
+            (VmKind::Cgroup, _) => return Ok(None),
+            (VmKind::Qemu, found) => found().context("guests cannot run here")?,
+            (VmKind::Auto, found) => match found() {
+                Ok(found) => found,
+                Err(error) if error.is::<rtvirtio_bench::InterruptedError>() => return Err(error),
+                Err(error) => {
+                    eprintln!("VMs are cgroups, not guests: {error:#}");
+                    return Ok(None);
+                }
+            },
+        };
+        let (name, scale) = (accelerator.name(), accelerator.scale());
+        eprintln!("VMs are QEMU guests under {name}; scale factor s = {scale}");
+        Ok(Some((image, accelerator)))
+    }
+}

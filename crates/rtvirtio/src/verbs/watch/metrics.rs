@@ -1,0 +1,96 @@
+//! Metrics for Prometheus: targets, tails, misses (text exposition format 0.0.4).
+
+use std::fmt::Write as _;
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+
+use super::{Look, PERCENTILES};
+
+/// How long one client may take for its request or our answer.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// The most that is read of a request.
+const REQUEST: usize = 4096;
+
+/// Answers every request with the last look, one client after the other.
+pub(super) struct Server {
+    text: Arc<Mutex<String>>,
+}
+
+impl Server {
+    pub(super) fn start(address: SocketAddr) -> Result<Self> {
+        let listener =
+            TcpListener::bind(address).with_context(|| format!("listen on {address}"))?;
+        let text = Arc::new(Mutex::new(String::new()));
+        let served = Arc::clone(&text);
+        // It ends with the process.
+        std::thread::Builder::new().name("metrics".to_owned()).spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let body = served.lock().map(|t| t.clone()).unwrap_or_default();
+                let _ = answer(stream, &body);
+            }
+        })?;
+        Ok(Self { text })
+    }
+
+    pub(super) fn publish(&self, look: &Look) {
+        if let Ok(mut text) = self.text.lock() {
+            *text = exposition(look);
+        }
+    }
+}
+
+fn answer(mut stream: TcpStream, body: &str) -> std::io::Result<()> {
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let mut request = [0; REQUEST];
+    let n = stream.read(&mut request)?;
+    let is_metrics = request[..n].starts_with(b"GET /metrics ");
+    let (status, body) = if is_metrics { ("200 OK", body) } else { ("404 Not Found", "") };
+    let length = body.len();
+    write!(
+        stream,
+        "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: \
+         {length}\r\nConnection: close\r\n\r\n{body}"
+    )
+}
+
+/// A look as metrics. Names are checked ones, so labels need no escape.
+fn exposition(look: &Look) -> String {
+    let mut text = String::new();
+    let mut metric = |name: &str, kind: &str, help: &str, values: Vec<(String, f64)>| {
+        let _ = writeln!(text, "# HELP rtvirtio_{name} {help}\n# TYPE rtvirtio_{name} {kind}");
+        for (labels, value) in values {
+            let _ = writeln!(text, "rtvirtio_{name}{{{labels}}} {value}");
+        }
+    };
+    let labels = |vm, task| format!("vm=\"{vm}\",task=\"{task}\"");
+    let rows = &look.tasks;
+    let targets = rows.iter().filter_map(|r| {
+        let target = r.target?;
+        let labels = format!("{},percentile=\"{}\"", labels(&r.vm, &r.task), target.percentile);
+        Some((labels, target.latency.as_secs_f64()))
+    });
+    metric("task_target_seconds", "gauge", "Stated latency target.", targets.collect());
+    let tails = rows.iter().flat_map(|r| {
+        let each = PERCENTILES.iter().zip(&r.tails);
+        each.filter_map(|(p, tail)| {
+            let labels =
+                format!("{},percentile=\"{p}\",measured_at=\"qemu\"", labels(&r.vm, &r.task));
+            Some((labels, tail.as_ref()?.value.as_secs_f64()))
+        })
+        .collect::<Vec<_>>()
+    });
+    let help = "Latency percentile of the last minute; absent with too few samples.";
+    metric("task_latency_seconds", "gauge", help, tails.collect());
+    let each = |value: fn(&super::Row) -> f64| {
+        rows.iter().map(|r| (labels(&r.vm, &r.task), value(r))).collect::<Vec<_>>()
+    };
+    let help = "Requests above the target.";
+    metric("task_misses_total", "counter", help, each(|r| r.misses as f64));
+    metric("task_requests_total", "counter", "Requests.", each(|r| r.requests as f64));
+    text
+}

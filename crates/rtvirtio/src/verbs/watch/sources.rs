@@ -1,0 +1,212 @@
+//! Where a task's latencies come from: the latency histograms of its disk in QEMU.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use rtvirtio_host::Host;
+use rtvirtio_host::qemu::{Monitor, QemuProcess};
+use rtvirtio_spec::latency::Histogram;
+use rtvirtio_spec::specification::{Specification, Vm};
+use rtvirtio_units::{DiskName, Nanos, TaskName, VmName};
+
+/// How long QEMU may take to answer; a look is lost if it takes longer.
+const ANSWER: Duration = Duration::from_millis(500);
+/// How long a monitor that did not answer is left alone.
+const LEFT_ALONE: Duration = Duration::from_secs(10);
+
+/// Boundaries of QEMU's bins: from 10 µs to 100 s, each 10 % above the last.
+const LEAST: f64 = 1e-5;
+const GROWTH: f64 = 1.1;
+const BOUNDARIES: u32 = 170;
+
+/// What a task did between two looks.
+#[derive(Debug, Clone)]
+pub(super) struct Sample {
+    /// Its latencies, each at the upper end of QEMU's bin.
+    pub(super) histogram: Histogram,
+    /// Those above the target.
+    pub(super) misses: u64,
+    /// How long that took, s.
+    pub(super) seconds: f64,
+}
+
+/// A VM's disk as its QEMU counts it.
+struct DiskSource {
+    qom_path: String,
+    /// The strictest target of a task on it is one of the boundaries.
+    target: Option<Nanos>,
+    seen: Vec<u64>,
+    at: Instant,
+}
+
+/// All VMs of a specification.
+pub(super) struct Sources {
+    host: Host,
+    vms: Vec<Vm>,
+    connected: BTreeMap<VmName, (Monitor, BTreeMap<DiskName, DiskSource>)>,
+    left_alone: BTreeMap<VmName, Instant>,
+    present: BTreeSet<VmName>,
+}
+
+impl Sources {
+    pub(super) fn new(specification: &Specification, host: Host) -> Result<Self> {
+        host.cgroup_version()?;
+        Ok(Self {
+            host,
+            vms: specification.vms.clone(),
+            connected: BTreeMap::new(),
+            left_alone: BTreeMap::new(),
+            present: BTreeSet::new(),
+        })
+    }
+
+    /// VMs that have a process in their cgroup.
+    pub(super) const fn present(&self) -> &BTreeSet<VmName> {
+        &self.present
+    }
+
+    /// Sees which VMs run, and connects to those that are new. Returns what happened.
+    pub(super) fn refresh(&mut self) -> Vec<String> {
+        let mut events = Vec::new();
+        if let Ok(version) = self.host.cgroup_version() {
+            let runs = |vm: &&Vm| has_process(&version.mount().join(&vm.cgroup), 4);
+            self.present = self.vms.iter().filter(runs).map(|vm| vm.name.clone()).collect();
+        }
+        self.connected.retain(|vm, _| self.present.contains(vm));
+        let now = Instant::now();
+        self.left_alone.retain(|_, since| now - *since < LEFT_ALONE);
+        let is_new = |vm: &&Vm| {
+            self.present.contains(&vm.name)
+                && !vm.tasks.is_empty()
+                && !self.connected.contains_key(&vm.name)
+                && !self.left_alone.contains_key(&vm.name)
+        };
+        let new: Vec<Vm> = self.vms.iter().filter(is_new).cloned().collect();
+        if new.is_empty() {
+            return events;
+        }
+        let processes = self.host.qemu_processes().unwrap_or_default();
+        for vm in new {
+            let process = processes.iter().find(|p| p.name.as_deref() == Some(vm.name.as_str()));
+            let connected = process.context("no QEMU of this name").and_then(|p| connect(&vm, p));
+            match connected {
+                Ok(source) => {
+                    events.push(format!("{}: watched at QEMU", vm.name));
+                    self.connected.insert(vm.name, source);
+                }
+                Err(error) => {
+                    events.push(format!("{}: not watched: {error:#}", vm.name));
+                    self.left_alone.insert(vm.name, now);
+                }
+            }
+        }
+        events
+    }
+
+    /// What `task` did since the last look; `None` if its VM is not watched, or this is the first.
+    pub(super) fn sample(&mut self, vm: &VmName, task: &TaskName) -> Result<Option<Sample>> {
+        let Some((monitor, disks)) = self.connected.get_mut(vm) else { return Ok(None) };
+        let task = self
+            .vms
+            .iter()
+            .filter(|v| v.name == *vm)
+            .flat_map(|v| &v.tasks)
+            .find(|t| t.name == *task);
+        let Some(source) = task.and_then(|t| disks.get_mut(&t.disk)) else { return Ok(None) };
+        match source.sample(monitor) {
+            Ok(sample) => Ok(Some(sample)),
+            Err(error) => {
+                // A monitor that does not answer is not asked at each look.
+                self.connected.remove(vm);
+                self.left_alone.insert(vm.clone(), Instant::now());
+                Err(error)
+            }
+        }
+    }
+}
+
+/// Whether a process is in the cgroup, or in one of its children.
+fn has_process(cgroup: &Path, depth: u32) -> bool {
+    if std::fs::read_to_string(cgroup.join("cgroup.procs")).is_ok_and(|t| !t.trim().is_empty()) {
+        return true;
+    }
+    let Ok(entries) = std::fs::read_dir(cgroup) else { return false };
+    let children = entries.flatten().filter(|e| e.file_type().is_ok_and(|t| t.is_dir()));
+    depth > 0 && children.into_iter().any(|child| has_process(&child.path(), depth - 1))
+}
+
+/// Connects to a VM's QEMU and has it count latencies.
+fn connect(vm: &Vm, process: &QemuProcess) -> Result<(Monitor, BTreeMap<DiskName, DiskSource>)> {
+    let mut monitor = match (&process.libvirt_domain, process.monitors.first()) {
+        (Some(domain), _) => Monitor::libvirt(domain),
+        (None, Some(socket)) => Monitor::connect(socket, ANSWER)?,
+        (None, None) => anyhow::bail!("its QEMU has no monitor (start it with -qmp)"),
+    };
+    let blocks = monitor.blocks(ANSWER)?;
+    let mut disks = BTreeMap::new();
+    for disk in &vm.disks {
+        let part = format!("/peripheral/{}", disk.name);
+        let is_it = |path: &&String| path.ends_with(&part) || path.contains(&format!("{part}/"));
+        let path = blocks.iter().filter_map(|b| b.qom_path.as_ref()).find(is_it);
+        let path = path.with_context(|| format!("QEMU has no disk with id {}", disk.name))?;
+        let on_it = vm.tasks.iter().filter(|t| t.disk == disk.name);
+        let target = on_it.filter_map(|t| Some(t.target?.latency)).min();
+        monitor.set_latency_histogram(path, &boundaries(target), ANSWER)?;
+        let (qom_path, seen) = (path.clone(), Vec::new());
+        disks.insert(disk.name.clone(), DiskSource { qom_path, target, seen, at: Instant::now() });
+    }
+    Ok((monitor, disks))
+}
+
+/// Boundaries of the bins, the target among them, so that misses are counted exactly.
+fn boundaries(target: Option<Nanos>) -> Vec<Nanos> {
+    let bins = (0..BOUNDARIES).map(|i| Nanos::from_secs_f64(LEAST * GROWTH.powi(i as i32)));
+    let all: BTreeSet<Nanos> = bins.chain(target).collect();
+    all.into_iter().collect()
+}
+
+impl DiskSource {
+    fn sample(&mut self, monitor: &mut Monitor) -> Result<Sample> {
+        let histograms = monitor.latency_histograms(&self.qom_path, ANSWER)?;
+        let now = Instant::now();
+        let mut counts: Vec<u64> = Vec::new();
+        let mut ends: Vec<Nanos> = Vec::new();
+        for h in [histograms.read, histograms.write].into_iter().flatten() {
+            counts.resize(counts.len().max(h.bins.len()), 0);
+            for (sum, n) in counts.iter_mut().zip(&h.bins) {
+                *sum += n;
+            }
+            ends = h.boundaries;
+        }
+        self.seen.resize(counts.len(), 0);
+        let mut histogram = Histogram::new();
+        let mut misses = 0;
+        for (i, (now, before)) in counts.iter().zip(&self.seen).enumerate() {
+            let new = now.saturating_sub(*before);
+            // The last bin has no end: its start stands for it.
+            let end = ends.get(i).or(ends.last()).copied().unwrap_or_default();
+            let start = i.checked_sub(1).and_then(|i| ends.get(i)).copied().unwrap_or_default();
+            histogram.record(end, new);
+            if self.target.is_some_and(|t| start >= t) {
+                misses += new;
+            }
+        }
+        let seconds = (now - self.at).as_secs_f64();
+        self.seen = counts;
+        self.at = now;
+        Ok(Sample { histogram, misses, seconds })
+    }
+}
+
+impl Drop for Sources {
+    fn drop(&mut self) {
+        // QEMU counts no longer than somebody looks.
+        for (monitor, disks) in self.connected.values_mut() {
+            for disk in disks.values() {
+                let _ = monitor.set_latency_histogram(&disk.qom_path, &[], ANSWER);
+            }
+        }
+    }
+}
