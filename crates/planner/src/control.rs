@@ -66,7 +66,7 @@ pub enum Decision {
 pub struct Controller {
     present: BTreeSet<VmName>,
     margin: f64,
-    changed: Option<Nanos>,
+    changed: Nanos,
     calm_since: Nanos,
     seen_since: Nanos,
     /// Requests and misses since the last change, or for [`INTERVAL`], by task.
@@ -74,13 +74,13 @@ pub struct Controller {
 }
 
 impl Controller {
-    /// A loop that starts at `now` under a plan for the VMs `present`.
+    /// A loop that starts at `now`, when a plan for the VMs `present` was applied.
     #[must_use]
     pub fn new(now: Nanos, present: BTreeSet<VmName>) -> Self {
         Self {
             present,
             margin: 1.0,
-            changed: None,
+            changed: now,
             calm_since: now,
             seen_since: now,
             seen: BTreeMap::new(),
@@ -116,7 +116,7 @@ impl Controller {
         if !at_risk.is_empty() {
             self.calm_since = now;
         }
-        let settled = self.changed.is_none_or(|at| now.saturating_sub(at) >= INTERVAL);
+        let settled = now.saturating_sub(self.changed) >= INTERVAL;
         if !settled {
             return Decision::Keep;
         }
@@ -141,7 +141,7 @@ impl Controller {
     }
 
     fn plan(&mut self, now: Nanos, reason: String) -> Decision {
-        self.changed = Some(now);
+        self.changed = now;
         self.seen_since = now;
         self.seen.clear();
         Decision::Plan { margin: self.margin, reason }
@@ -192,11 +192,11 @@ mod tests {
     #[test]
     fn a_vm_that_comes_is_planned_for_at_once() {
         let mut controller = Controller::new(at(0), vms(&["plc"]));
-        assert_eq!(controller.step(at(1), &vms(&["plc"]), &[]), Decision::Keep);
-        let decision = controller.step(at(2), &vms(&["backup", "plc"]), &[]);
+        assert_eq!(controller.step(at(10), &vms(&["plc"]), &[]), Decision::Keep);
+        let decision = controller.step(at(11), &vms(&["backup", "plc"]), &[]);
         let reason = "came: backup".to_owned();
         assert_eq!(decision, Decision::Plan { margin: 1.0, reason });
-        assert_eq!(controller.step(at(13), &vms(&["backup", "plc"]), &[]), Decision::Keep);
+        assert_eq!(controller.step(at(22), &vms(&["backup", "plc"]), &[]), Decision::Keep);
     }
 
     #[test]
@@ -218,9 +218,9 @@ mod tests {
     fn too_few_requests_are_no_risk() {
         let mut controller = Controller::new(at(0), vms(&["plc"]));
         // 9 misses of 9 may be chance; 10 of 2,000 are below 1 %.
-        assert_eq!(controller.step(at(1), &vms(&["plc"]), &[task(9, 9)]), Decision::Keep);
-        assert_eq!(controller.step(at(2), &vms(&["plc"]), &[task(1991, 1)]), Decision::Keep);
-        assert_eq!(margin(&controller.step(at(3), &vms(&["plc"]), &[task(20, 15)])), Some(1.25));
+        assert_eq!(controller.step(at(11), &vms(&["plc"]), &[task(9, 9)]), Decision::Keep);
+        assert_eq!(controller.step(at(12), &vms(&["plc"]), &[task(1991, 1)]), Decision::Keep);
+        assert_eq!(margin(&controller.step(at(13), &vms(&["plc"]), &[task(20, 15)])), Some(1.25));
     }
 
     #[test]

@@ -183,7 +183,7 @@ impl Agent {
                 let count = (limit - bytes.len()).saturating_add(1).min(READ);
                 let command = guest_file_read { handle, count: Some(count as i64) };
                 let read: GuestFileRead = agent.ask(&command, deadline)?;
-                // A size that only claims to be at its end is no reason to go on.
+                // An agent that sends nothing and promises more is not asked again.
                 let is_end = read.eof || read.buf_b64.is_empty();
                 bytes.extend(read.buf_b64);
                 if bytes.len() > limit {

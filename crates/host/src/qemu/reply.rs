@@ -72,7 +72,8 @@ fn not_an_answer(text: &[u8], source: serde_json::Error) -> Fault {
     Fault::NotAnAnswer { found: excerpt(text), source }
 }
 
-fn refused(class: String, description: &str) -> Fault {
+/// The fault of a peer's refusal.
+pub(super) fn refused(class: String, description: &str) -> Fault {
     let is_disabled = class == "CommandNotFound" || says_disabled(description);
     let description = excerpt(description.as_bytes());
     if is_disabled {
@@ -85,7 +86,7 @@ fn refused(class: String, description: &str) -> Fault {
 /// Whether a refusal is about the command itself. Agents before QEMU 5 give a
 /// disabled command the class `GenericError`, all of them one that lacks a part
 /// of the guest (`guest-set-time` without hwclock), and virsh gives no class.
-pub(super) fn says_disabled(description: &str) -> bool {
+fn says_disabled(description: &str) -> bool {
     description.contains("has been disabled")
         || description.contains("this feature or command is not currently supported")
         || (description.contains("The command ") && description.contains("has not been found"))

@@ -17,7 +17,7 @@ use std::time::Duration;
 use super::Fault;
 use super::error::excerpt;
 use super::peer::{Deadline, Peer};
-use super::reply::says_disabled;
+use super::reply::refused;
 
 /// A domain of the local libvirt.
 #[derive(Debug)]
@@ -69,12 +69,16 @@ impl Virsh {
         if child.succeeds(deadline)? {
             return Ok(answer);
         }
-        let message = excerpt(&complaint);
-        Err(if says_disabled(&message) {
-            Fault::Disabled { description: message }
-        } else {
-            Fault::Virsh { message }
-        })
+        Err(failure(excerpt(&complaint)))
+    }
+}
+
+/// What virsh complains of: mostly what the agent said.
+fn failure(message: String) -> Fault {
+    let passed_on = message.split_once("unable to execute QEMU agent command '");
+    match passed_on.and_then(|(_, rest)| rest.split_once("': ")) {
+        Some((_, description)) => refused("GenericError".to_owned(), description),
+        None => Fault::Virsh { message },
     }
 }
 

@@ -78,13 +78,20 @@ fn domain_name_is_never_an_option() {
 }
 
 #[test]
-fn disabled_command_has_a_fault_of_its_own() {
-    let played = Played::new(
-        "echo \"error: internal error: unable to execute QEMU agent command 'guest-exec': \
-         Command guest-exec has been disabled: the command is not allowed\" >&2; exit 1",
-    );
-    let error = Agent::through(played.virsh("plc")).exec("/bin/true", &[], ENOUGH).unwrap_err();
-    assert!(matches!(error.fault, Fault::Disabled { .. }), "{error}");
+fn refusal_of_the_agent_is_told_apart_from_virshs_own() {
+    // As libvirt 9 passes them on.
+    let fault = |said: &str| {
+        let command = "error: internal error: unable to execute QEMU agent command";
+        let played = Played::new(&format!("echo \"{command} 'guest-exec': {said}\" >&2; exit 1"));
+        let mut agent = Agent::through(played.virsh("plc"));
+        agent.exec("/bin/true", &[], ENOUGH).unwrap_err().fault
+    };
+    let disabled = fault("Command guest-exec has been disabled: the command is not allowed");
+    assert!(matches!(disabled, Fault::Disabled { .. }), "{disabled:?}");
+    let Fault::Refused { description, .. } = fault("failed to flush file: Invalid argument") else {
+        panic!()
+    };
+    assert_eq!(description, "failed to flush file: Invalid argument");
 }
 
 #[test]
