@@ -16,6 +16,9 @@ use crate::guests::Guest;
 /// Where a guest's fio works.
 const IN_GUEST: &str = "/tmp";
 
+/// Keeps fio from spinning (`scripts/guest-sleep.c`).
+const SLEEP: &str = "/lib/fio-sleep.so";
+
 /// Where fio runs.
 pub(super) enum Place<'a> {
     /// On the host: the device, and the `cgroup.procs` to enter.
@@ -60,7 +63,9 @@ impl<'a> Worker<'a> {
                 let name = &vm.name;
                 guest.write(&format!("{IN_GUEST}/{name}.fio"), &job)?;
                 let arguments = fio::arguments(name).join(" ");
-                let shell = format!("cd {IN_GUEST} && exec fio {arguments} 2>{name}.err");
+                let shell = format!(
+                    "cd {IN_GUEST} && LD_PRELOAD={SLEEP} exec fio {arguments} 2>{name}.err"
+                );
                 let pid = guest.spawn("/bin/sh", &["-c", &shell])?;
                 Running::Guest { guest, pid, ended: false }
             }
