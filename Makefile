@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup build guest demo test check fmt clippy doc deny fuzz \
-	bench-strict bench-ssd bench-prediction bench-planner \
+	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop \
 	bench-full bench-full-24 bench-full-raw
 
 # A fresh rustup is not yet on PATH.
@@ -37,6 +37,7 @@ guest: ## Kernel and initramfs for test guests, and QEMU (root)
 
 demo: ## Baselines and rtvirtio side by side on a scratch disk (root; DEMO_FLAGS=...)
 	@scripts/setup run
+	@scripts/guest $(GUEST) || echo "demo: without guests"
 	cargo build --release --locked
 	$(RTVIRTIO) demo --guest-image $(GUEST) $(DEMO_FLAGS)
 
@@ -89,6 +90,10 @@ SSD_CASES := 1xH,2xM+H,3xL+M+H,4xL+M+H
 bench-prediction: build ## Predictions and bounds under settings that the planner would not choose
 	$(RTVIRTIO) bench --prediction 26 --window 24 --ssd ref-4x250 --profile $(RESULTS)/strict/profile.json \
 		--out $(RESULTS)/prediction
+
+bench-closed-loop: build guest ## A background VM starts while `watch --control` runs (guests)
+	$(RTVIRTIO) bench --closed-loop --guests qemu --guest-image $(GUEST) --ssd ref-4x250 \
+		--out $(RESULTS)/closed-loop
 
 bench-planner: setup ## Time of a plan, 4 to 1,000 VMs
 	mkdir -p $(RESULTS)

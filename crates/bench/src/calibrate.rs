@@ -32,8 +32,8 @@ const PROBE: Duration = Duration::from_millis(5500);
 /// Length of a run on the device alone.
 const ALONE: Duration = Duration::from_millis(2000);
 
-/// Probes whose canary was later than this at its 99th percentile are repeated: base tails are
-/// below 1 ms.
+/// Probes whose canary was later than this, times the testbed's scale, at its 99th percentile are
+/// repeated: base tails are below 1 ms.
 const PROBE_CANARY_LIMIT: Nanos = Nanos::from_micros(300);
 /// How many repetitions a calibration of three minutes has room for.
 const REPEATS: u32 = 2;
@@ -82,10 +82,11 @@ const PROBES: [ProbeSetting; 20] = [
     (Scheduler::Bfq(SHORT), 3, Writer::Unlimited),
 ];
 
-/// The list where VMs are guests, which take longer to start and stop a task: all VMs, fewer
-/// schedulers with a writer. Where bfq idles it has too few task-runs for a bound, so that no plan
-/// idles.
+/// The list where VMs are guests, which take longer to start and stop a task: fewer schedulers
+/// with a writer, and 19 VM-runs, which a bound needs, without and with a capped one. Where bfq
+/// idles it has too few for a bound, so that no plan idles.
 const PROBES_IN_GUESTS: [ProbeSetting; 13] = [
+    (Scheduler::None, 3, Writer::Absent),
     (Scheduler::None, 4, Writer::Absent),
     (Scheduler::MqDeadline, 4, Writer::Absent),
     (Scheduler::Kyber, 4, Writer::Absent),
@@ -96,7 +97,6 @@ const PROBES_IN_GUESTS: [ProbeSetting; 13] = [
     (Scheduler::Bfq(QUIET), 4, Writer::Capped(0.09)),
     (Scheduler::None, 4, Writer::Capped(0.15)),
     (Scheduler::None, 4, Writer::Unlimited),
-    (Scheduler::Bfq(QUIET), 4, Writer::Unlimited),
     (Scheduler::Bfq(Bfq::DEFAULT), 4, Writer::Absent),
     (Scheduler::Bfq(Bfq::DEFAULT), 4, Writer::Unlimited),
 ];
@@ -195,7 +195,7 @@ pub fn calibrate(
         progress.start(&format!("calibrate: {}", describe(setting)), expected);
         let mut run = probe(testbed, setting, &capacity, interrupted)?;
         progress.finish(expected);
-        if run.canary > PROBE_CANARY_LIMIT && repeats > 0 {
+        if run.canary > testbed.scale().time(PROBE_CANARY_LIMIT) && repeats > 0 {
             // The CPU was late: once more, and the less disturbed of the two counts.
             repeats -= 1;
             progress.extend(expected);
@@ -329,7 +329,7 @@ fn alone(testbed: &Testbed, load: Load, interrupted: &Interrupted) -> Result<His
     let settings = Settings([(testbed.device().name.clone(), settings)].into());
     let measure = || testbed.measure(&specification, &plain(settings.clone()), ALONE, interrupted);
     let mut measured = measure()?;
-    if measured.canary.p99 > PROBE_CANARY_LIMIT {
+    if measured.canary.p99 > testbed.scale().time(PROBE_CANARY_LIMIT) {
         let again = measure()?;
         if again.canary.p99 < measured.canary.p99 {
             measured = again;

@@ -316,6 +316,7 @@ impl Campaign<'_> {
             predict: &predict,
             device: self.testbed.label().to_owned(),
             measured_at: self.testbed.measured_at(),
+            scale: self.testbed.scale(),
             window: self.window,
             started,
         };

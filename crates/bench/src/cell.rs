@@ -19,7 +19,7 @@ use rtvirtio_spec::profile::DeviceIdentity;
 use rtvirtio_spec::run::{Cell, CellKey, MeasuredAt, Prediction, RUN_VERSION, TaskResult};
 use rtvirtio_spec::settings::{Knobs, diff};
 use rtvirtio_spec::specification::{Device, Specification};
-use rtvirtio_units::{DeviceName, Nanos};
+use rtvirtio_units::{DeviceName, Nanos, VmName};
 
 use crate::guests::{self, Accelerator, GuestImage, Guests, with_own_disks};
 use crate::load::{CellLoad, Interrupted, Measurement};
@@ -30,10 +30,10 @@ const STATE: &str = "/run/rtvirtio/bench";
 /// Where fio's job files and logs lie while a cell runs.
 pub(crate) const FIO_FILES: &str = "/run/rtvirtio/bench/fio";
 /// Where guests have their sockets.
-const GUEST_FILES: &str = "/run/rtvirtio/bench/guests";
+pub(crate) const GUEST_FILES: &str = "/run/rtvirtio/bench/guests";
 
-/// A cell whose canary was later than this at its 99th percentile does not
-/// count: its tails may be the CPU's. Fixed before the first comparison.
+/// A cell whose canary was later than this, times the testbed's scale, at its 99th percentile does
+/// not count: its tails may be the CPU's. Fixed before the first comparison.
 pub const CANARY_LIMIT: Nanos = Nanos::from_millis(1);
 
 /// A device under test and what is set on it.
@@ -81,13 +81,33 @@ impl Testbed {
         self.prepare(&all)?;
         std::fs::create_dir_all(GUEST_FILES)?;
         let place = guests::Place {
-            device: &self.device.path,
+            device: self.device.path.clone(),
             size: self.identity()?.size,
-            cgroup_mount: &self.mount,
-            directory: Path::new(GUEST_FILES),
+            cgroup_mount: self.mount.clone(),
+            directory: GUEST_FILES.into(),
         };
-        self.guests = Some(Guests::boot(image, accelerator, &all, &place, interrupted)?);
+        let mut guests = Guests::new(image, accelerator, &all, place)?;
+        guests.boot_all(interrupted)?;
+        self.guests = Some(guests);
         Ok(())
+    }
+
+    /// Whether VMs are guests.
+    #[must_use]
+    pub const fn guests_run(&self) -> bool {
+        self.guests.is_some()
+    }
+
+    /// The guests, if VMs are guests.
+    pub(crate) const fn guests(&self) -> Option<&Guests> {
+        self.guests.as_ref()
+    }
+
+    /// Ends a VM's guest, for [`Guests::start`] to start it again.
+    pub(crate) fn stop_guest(&mut self, vm: &VmName) {
+        if let Some(guests) = &mut self.guests {
+            guests.stop(vm);
+        }
     }
 
     /// How slow the evaluation runs here.
@@ -251,6 +271,8 @@ pub struct CellContext<'a> {
     pub device: String,
     /// Where its latencies are taken.
     pub measured_at: MeasuredAt,
+    /// How slow the evaluation runs.
+    pub scale: Scale,
     /// Length of the window.
     pub window: Duration,
     /// When it started, RFC 3339.
@@ -309,7 +331,8 @@ impl CellContext<'_> {
                 });
             }
         }
-        let late = measurement.canary.p99 > CANARY_LIMIT;
+        let limit = self.scale.time(CANARY_LIMIT);
+        let late = measurement.canary.p99 > limit;
         Cell {
             version: RUN_VERSION,
             key: self.key.clone(),
@@ -325,8 +348,7 @@ impl CellContext<'_> {
             background: measurement.background,
             canary: measurement.canary,
             machine: measurement.machine,
-            discarded: late
-                .then(|| format!("canary p99 {} above {CANARY_LIMIT}", measurement.canary.p99)),
+            discarded: late.then(|| format!("canary p99 {} above {limit}", measurement.canary.p99)),
         }
     }
 }

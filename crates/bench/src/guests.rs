@@ -26,10 +26,11 @@ use rtvirtio_spec::specification::{Disk, Specification};
 use rtvirtio_units::{Bytes, DiskName, VmName};
 
 use crate::load::{Interrupted, wait};
-use process::Process;
+pub(crate) use process::Process;
+use process::Slice;
 
 /// How long a boot may take: 3 s for one guest under TCG, and five share two cores.
-const BOOT: Duration = Duration::from_secs(90);
+pub(crate) const BOOT: Duration = Duration::from_secs(90);
 /// How long a probe boot under KVM may take.
 const PROBE_BOOT: Duration = Duration::from_secs(10);
 /// How long the agent may take for one command that does not wait for a task.
@@ -84,7 +85,15 @@ impl Accelerator {
             return Ok(Self::Tcg);
         }
         let directory = tempfile::tempdir()?;
-        let guest = Process::start(image, Self::Kvm, directory.path(), "probe", &[], None)?;
+        let guest = Process::start(&process::Start {
+            image,
+            accelerator: Self::Kvm,
+            directory: directory.path(),
+            name: "probe",
+            device: Path::new("/dev/null"),
+            slices: &[],
+            procs: None,
+        })?;
         match guest.agent(Instant::now() + PROBE_BOOT, interrupted) {
             Ok(_) => Ok(Self::Kvm),
             Err(error) if error.is::<crate::InterruptedError>() => Err(error),
@@ -115,21 +124,26 @@ impl Accelerator {
 const TCG_SCALE: u32 = 4;
 
 /// What guests are given of the host.
-pub struct Place<'a> {
+#[derive(Debug, Clone)]
+pub struct Place {
     /// The device under test.
-    pub device: &'a Path,
+    pub device: PathBuf,
     /// Its size.
     pub size: Bytes,
     /// Where the VMs' cgroups are.
-    pub cgroup_mount: &'a Path,
+    pub cgroup_mount: PathBuf,
     /// Where sockets and logs go.
-    pub directory: &'a Path,
+    pub directory: PathBuf,
 }
 
-/// Running guests, one for each VM.
+/// Guests, one for each VM of a specification; those that run, and what the others start from.
 pub struct Guests {
-    guests: BTreeMap<VmName, Guest>,
+    running: BTreeMap<VmName, Guest>,
     accelerator: Accelerator,
+    image: GuestImage,
+    place: Place,
+    /// Each VM's cgroup and disks.
+    layout: BTreeMap<VmName, (PathBuf, Vec<Slice>)>,
 }
 
 /// One running guest.
@@ -142,51 +156,83 @@ pub(crate) struct Guest {
 }
 
 impl Guests {
-    /// Boots a guest for each of the specification's VMs, all at once. The device is divided among
-    /// all their disks.
+    /// Divides the device among all disks of the specification's VMs. No guest runs yet.
     ///
     /// # Errors
-    /// If QEMU fails or a guest's agent does not answer in time; all are gone then.
-    pub fn boot(
+    /// If the device is too small for so many disks.
+    pub fn new(
         image: &GuestImage,
         accelerator: Accelerator,
         specification: &Specification,
-        place: &Place<'_>,
-        interrupted: &Interrupted,
+        place: Place,
     ) -> Result<Self> {
         let disks: usize = specification.vms.iter().map(|vm| vm.disks.len()).sum();
         // Whole MiB, so that slices are aligned for direct I/O.
-        let slice = ((place.size.get() / disks.max(1) as u64) >> 20) << 20;
-        ensure!(slice > 0, "{} is too small for {disks} disks", place.size);
+        let size = ((place.size.get() / disks.max(1) as u64) >> 20) << 20;
+        ensure!(size > 0, "{} is too small for {disks} disks", place.size);
         let mut offset = 0;
-        let mut started = Vec::new();
+        let mut layout = BTreeMap::new();
         for vm in &specification.vms {
             let mut slices = Vec::new();
-            let mut nodes = BTreeMap::new();
-            for (disk, letter) in vm.disks.iter().zip('a'..='z') {
-                slices.push(process::Slice {
-                    name: disk.name.as_str(),
-                    device: place.device,
-                    offset,
-                    size: slice,
-                });
-                nodes.insert(disk.name.clone(), format!("/dev/vd{letter}"));
-                offset += slice;
+            for disk in &vm.disks {
+                slices.push(Slice { disk: disk.name.clone(), offset, size });
+                offset += size;
             }
-            let name = vm.name.as_str();
-            let procs = place.cgroup_mount.join(&vm.cgroup).join("cgroup.procs");
-            let directory = place.directory;
-            let process =
-                Process::start(image, accelerator, directory, name, &slices, Some(&procs))?;
-            started.push((vm.name.clone(), process, nodes));
+            layout.insert(vm.name.clone(), (vm.cgroup.clone(), slices));
         }
+        let running = BTreeMap::new();
+        Ok(Self { running, accelerator, image: image.clone(), place, layout })
+    }
+
+    /// Boots a guest for each VM, all at once.
+    ///
+    /// # Errors
+    /// If QEMU fails or a guest's agent does not answer in time; all are gone then.
+    pub fn boot_all(&mut self, interrupted: &Interrupted) -> Result<()> {
+        let vms = self.layout.keys();
+        let started = vms.map(|vm| self.start(vm)).collect::<Result<Vec<_>>>()?;
         let deadline = Instant::now() + BOOT;
-        let mut guests = BTreeMap::new();
-        for (name, process, disks) in started {
-            let agent = process.agent(deadline, interrupted)?;
-            guests.insert(name, Guest { agent: Mutex::new(agent), process, disks });
+        for process in started {
+            let guest = self.ready(process, deadline, interrupted)?;
+            self.running.insert(guest.0, guest.1);
         }
-        Ok(Self { guests, accelerator })
+        Ok(())
+    }
+
+    /// Ends a VM's guest.
+    pub(crate) fn stop(&mut self, vm: &VmName) {
+        self.running.remove(vm);
+    }
+
+    /// Starts a VM's guest, for [`Guests::ready`].
+    pub(crate) fn start(&self, vm: &VmName) -> Result<(VmName, Process)> {
+        let (cgroup, slices) = self.layout.get(vm).with_context(|| format!("no VM {vm}"))?;
+        let procs = self.place.cgroup_mount.join(cgroup).join("cgroup.procs");
+        let start = process::Start {
+            image: &self.image,
+            accelerator: self.accelerator,
+            directory: &self.place.directory,
+            name: vm.as_str(),
+            device: &self.place.device,
+            slices,
+            procs: Some(&procs),
+        };
+        Ok((vm.clone(), Process::start(&start)?))
+    }
+
+    /// Waits until a guest's agent answers.
+    pub(crate) fn ready(
+        &self,
+        (vm, process): (VmName, Process),
+        deadline: Instant,
+        interrupted: &Interrupted,
+    ) -> Result<(VmName, Guest)> {
+        let agent = process.agent(deadline, interrupted)?;
+        let slices = self.layout.get(&vm).map(|(_, slices)| slices.as_slice()).unwrap_or_default();
+        let node =
+            |(slice, letter): (&Slice, char)| (slice.disk.clone(), format!("/dev/vd{letter}"));
+        let disks = slices.iter().zip('a'..='z').map(node).collect();
+        Ok((vm, Guest { agent: Mutex::new(agent), process, disks }))
     }
 
     /// What runs them.
@@ -196,7 +242,7 @@ impl Guests {
     }
 
     pub(crate) fn guest(&self, vm: &VmName) -> Result<&Guest> {
-        self.guests.get(vm).with_context(|| format!("there is no guest for VM {vm}"))
+        self.running.get(vm).with_context(|| format!("there is no guest for VM {vm}"))
     }
 }
 

@@ -6,11 +6,13 @@
 //! - [`cell`]: one case under one scheme: apply, load, judge.
 //! - [`calibrate`]: measures a device and fits the models: a profile.
 //! - [`campaign`]: cells in random order, resumable, as JSONL.
+//! - [`closed_loop`]: `watch --control` on trial.
 //! - [`report`]: one HTML file, and a table for a terminal.
 
 pub mod calibrate;
 pub mod campaign;
 pub mod cell;
+pub mod closed_loop;
 mod confine;
 pub mod guests;
 pub mod load;

@@ -11,8 +11,8 @@
 //! delivered rate instead.
 
 mod canary;
-mod fio;
-mod worker;
+pub(crate) mod fio;
+pub(crate) mod worker;
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -19,6 +19,7 @@
 
 mod across;
 mod bars;
+pub mod closed_loop;
 mod curves;
 mod group;
 mod predictions;

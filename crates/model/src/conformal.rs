@@ -16,9 +16,7 @@
 //!
 //! Property (test of the same name): `bound_holds_at_its_confidence`.
 
-use std::collections::BTreeMap;
-
-use rtvirtio_spec::profile::Regime;
+use rtvirtio_spec::profile::{Regime, Residuals};
 use rtvirtio_units::{Confidence, Nanos};
 
 /// The part of all calibrations whose bounds are to keep their confidence.
@@ -50,20 +48,24 @@ pub fn factor(scores: &[f64], confidence: Confidence) -> Option<f64> {
     scores.get(rank.max(least) - 1).map(|s| s.exp())
 }
 
-/// The bound that `tasks` predictions in `regime` keep together at `confidence`:
-/// the chance of a miss is shared among them (Bonferroni). `None` with too few
-/// scores: n must be at least 1 / share − 1, 59 for three tasks at 0.95.
+/// The bound that `tasks` predictions of one VM in `regime` keep together at
+/// `confidence`: the chance of a miss is shared among them (Bonferroni). That
+/// needs 1 / share − 1 scores, 59 for three tasks at 0.95; with fewer, the
+/// scores of whole VMs serve, each the largest of its tasks', of which the
+/// confidence itself is asked. `None` with too few of either.
 #[must_use]
 pub fn bound(
-    residuals: &BTreeMap<Regime, Vec<f64>>,
+    residuals: &Residuals,
     regime: Regime,
     predicted: Nanos,
     confidence: Confidence,
     tasks: usize,
 ) -> Option<Nanos> {
     let share = (1.0 - confidence.get()) / tasks.max(1) as f64;
-    let each = Confidence::new(1.0 - share).ok()?;
-    Some(predicted.scale(factor(residuals.get(&regime)?, each)?))
+    let of_tasks = residuals.structural.get(&regime);
+    let shared = || factor(of_tasks?, Confidence::new(1.0 - share).ok()?);
+    let of_vms = || factor(residuals.structural_vms.get(&regime)?, confidence);
+    Some(predicted.scale(shared().or_else(of_vms)?))
 }
 
 #[cfg(test)]
@@ -89,7 +91,8 @@ mod tests {
     #[test]
     fn bound_of_several_tasks_takes_a_higher_rank() {
         let scores: Vec<f64> = (0..99).map(|i| f64::from(i) / 100.0).collect();
-        let residuals = BTreeMap::from([(Regime::Flowing, scores)]);
+        let structural = [(Regime::Flowing, scores)].into();
+        let residuals = Residuals { structural, ..Residuals::default() };
         let of = |tasks| {
             let predicted = Nanos::from_millis(100);
             bound(&residuals, Regime::Flowing, predicted, confidence(0.95), tasks)
@@ -101,6 +104,29 @@ mod tests {
         assert_eq!(of(3), times(0.98));
         // Six would take rank 100 (1 − 0.05/6 = 0.992).
         assert_eq!(of(6), None);
+    }
+
+    #[test]
+    fn bound_with_too_few_task_scores_takes_those_of_vms() {
+        let residuals = Residuals {
+            structural: [(Regime::Flowing, vec![0.1; 40])].into(),
+            structural_vms: [(Regime::Flowing, vec![0.5; 19])].into(),
+            ..Residuals::default()
+        };
+        let of = |tasks| {
+            let predicted = Nanos::from_millis(100);
+            bound(&residuals, Regime::Flowing, predicted, confidence(0.95), tasks)
+        };
+        assert_eq!(of(1), Some(Nanos::from_millis(100).scale(0.1_f64.exp())));
+        assert_eq!(of(3), Some(Nanos::from_millis(100).scale(0.5_f64.exp())));
+        let fewer = Residuals {
+            structural_vms: [(Regime::Flowing, vec![0.5; 18])].into(),
+            ..residuals.clone()
+        };
+        assert_eq!(
+            bound(&fewer, Regime::Flowing, Nanos::from_millis(1), confidence(0.95), 3),
+            None
+        );
     }
 
     /// Numbers from 0 to 1 by a fixed linear congruential sequence.

@@ -188,7 +188,6 @@ pub fn predict(
         let problem = Problem::of(specification, device, there.profile);
         let Some(of_device) = settings.0.get(&device.name) else { continue };
         let load = problem.load(of_device);
-        let residuals = &there.profile.residuals.paper;
         let idles = matches!(of_device.scheduler, Scheduler::Bfq(b) if b.slice_idle_us > 0);
         let regime = problem.model.situation(&load).regime();
         for promise in problem.evaluate(&load, &[], Together::No).promises {
@@ -196,9 +195,9 @@ pub fn predict(
             let paper = vm
                 .filter(|_| idles)
                 .map(|vm| paper::host_part(&there.profile.paper, &load, vm, Reading::Corrected));
-            let paper_bound = paper.and_then(|predicted| {
-                conformal::bound(residuals, regime, predicted, promise.confidence, 1)
-            });
+            let scores = there.profile.residuals.paper.get(&regime);
+            let factor = scores.and_then(|s| conformal::factor(s, promise.confidence));
+            let paper_bound = paper.zip(factor).map(|(predicted, factor)| predicted.scale(factor));
             predictions.push(Predicted { promise, paper, paper_bound });
         }
     }
@@ -333,7 +332,7 @@ impl<'a> Problem<'a> {
                 let Some(target) = task.target else { continue };
                 let estimate = self.model.estimate(&situation, stream, target.percentile);
                 let bound = conformal::bound(
-                    &self.profile.residuals.structural,
+                    &self.profile.residuals,
                     estimate.regime,
                     estimate.tail,
                     target.confidence,

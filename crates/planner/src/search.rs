@@ -166,13 +166,14 @@ fn candidate(
             // Bounds grow with the cap, so the largest that keeps what the least one meets
             // is found by bisection.
             let throughput = problem.profile.capacity.write_throughput.get() as f64;
-            let (mut low, mut high) = (LEAST_CAP, throughput.max(2.0 * LEAST_CAP));
-            while high - low > CAP_STEP {
-                let middle = f64::midpoint(low, high);
-                if keeps(&evaluate(Some(middle))) { low = middle } else { high = middle }
+            let steps = |bytes: f64| (bytes / CAP_STEP).ceil() as u64;
+            let (mut low, mut high) = (steps(LEAST_CAP), steps(throughput.max(2.0 * LEAST_CAP)));
+            while high - low > 1 {
+                let middle = low.midpoint(high);
+                let keeps_it = keeps(&evaluate(Some(middle as f64 * CAP_STEP)));
+                if keeps_it { low = middle } else { high = middle }
             }
-            let whole = ((low / CAP_STEP).floor() * CAP_STEP).max(LEAST_CAP);
-            cap = Some(whole);
+            cap = Some(low as f64 * CAP_STEP);
             evaluation = evaluate(cap);
         }
     }

@@ -108,6 +108,7 @@ impl Profile {
             ("paper.weight", positive(self.paper.weight)),
             ("paper.throughput", self.paper.throughput.get() > 0),
             ("residuals.structural", residuals.structural.values().all(scores)),
+            ("residuals.structural_vms", residuals.structural_vms.values().all(scores)),
             ("residuals.paper", residuals.paper.values().all(scores)),
         ];
         match checks.into_iter().find(|(_, holds)| !holds) {
@@ -227,6 +228,9 @@ pub struct PaperFit {
 pub struct Residuals {
     /// Of the structural model.
     pub structural: BTreeMap<Regime, Vec<f64>>,
+    /// Of the structural model, the largest of each VM's tasks in a probe.
+    #[serde(default)]
+    pub structural_vms: BTreeMap<Regime, Vec<f64>>,
     /// Of the paper's model.
     pub paper: BTreeMap<Regime, Vec<f64>>,
 }

@@ -40,10 +40,13 @@ pub(super) fn fit(
         others.remove(left_out);
         let (structural, paper) =
             (self::structural(&others, &capacity), fit_paper(&others, &capacity));
+        let mut of_vms: BTreeMap<(Regime, usize), f64> = BTreeMap::new();
         for observation in observations(std::slice::from_ref(run)) {
             let (regime, predicted) = observation.predicted(&structural, &capacity);
             let score = ln_ratio(observation.tail, predicted);
             residuals.structural.entry(regime).or_default().push(score);
+            let of_vm = of_vms.entry((regime, observation.vm)).or_insert(score);
+            *of_vm = of_vm.max(score);
             if idles(run) {
                 let reading = Reading::Corrected;
                 let of_paper = paper::host_part(&paper, &load(run), observation.vm, reading);
@@ -51,9 +54,13 @@ pub(super) fn fit(
                 residuals.paper.entry(regime).or_default().push(score);
             }
         }
+        for ((regime, _), score) in of_vms {
+            residuals.structural_vms.entry(regime).or_default().push(score);
+        }
     }
-    for scores in residuals.structural.values_mut().chain(residuals.paper.values_mut()) {
-        scores.sort_by(f64::total_cmp);
+    let Residuals { structural: of_tasks, structural_vms, paper: of_paper } = &mut residuals;
+    for by_regime in [of_tasks, structural_vms, of_paper] {
+        by_regime.values_mut().for_each(|scores| scores.sort_by(f64::total_cmp));
     }
     let probes = runs.iter().map(summary).collect();
     Profile {

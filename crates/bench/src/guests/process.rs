@@ -7,6 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
 
 use anyhow::{Context, Result, anyhow, bail};
+use rtvirtio_units::DiskName;
 use serde_json::json;
 
 use super::{Accelerator, GuestImage};
@@ -20,31 +21,40 @@ const MEMORY_MIB: u32 = 384;
 const COMMAND_LINE: &str =
     "console=ttyS0 quiet panic=1 random.trust_cpu=on tsc=reliable clocksource=tsc mitigations=off";
 
-/// A part of the device under test, as a disk of this name: QEMU's id for it.
-pub(super) struct Slice<'a> {
-    pub(super) name: &'a str,
-    pub(super) device: &'a Path,
+/// A part of the device under test, as a disk whose name is QEMU's id for it.
+#[derive(Debug, Clone)]
+pub(super) struct Slice {
+    pub(super) disk: DiskName,
     pub(super) offset: u64,
     pub(super) size: u64,
 }
 
+/// What a guest starts with.
+pub(super) struct Start<'a> {
+    pub(super) image: &'a GuestImage,
+    pub(super) accelerator: Accelerator,
+    /// Where its sockets and logs go.
+    pub(super) directory: &'a Path,
+    pub(super) name: &'a str,
+    /// What its disks are slices of.
+    pub(super) device: &'a Path,
+    /// One virtio-blk disk for each.
+    pub(super) slices: &'a [Slice],
+    /// The `cgroup.procs` to enter.
+    pub(super) procs: Option<&'a Path>,
+}
+
 /// A running QEMU; dropping it kills it.
-pub(super) struct Process {
+pub(crate) struct Process {
     child: Mutex<Child>,
     name: String,
     directory: PathBuf,
 }
 
 impl Process {
-    /// Starts a guest with one virtio-blk disk for each slice, in the cgroup of `procs`.
-    pub(super) fn start(
-        image: &GuestImage,
-        accelerator: Accelerator,
-        directory: &Path,
-        name: &str,
-        slices: &[Slice<'_>],
-        procs: Option<&Path>,
-    ) -> Result<Self> {
+    /// Starts a guest.
+    pub(super) fn start(start: &Start<'_>) -> Result<Self> {
+        let Start { image, accelerator, directory, name, .. } = *start;
         let file = |kind: &str| directory.join(format!("{name}.{kind}"));
         let mut command = Command::new("qemu-system-x86_64");
         command
@@ -70,19 +80,19 @@ impl Process {
         if accelerator == Accelerator::Kvm {
             command.args(["-object", "iothread,id=io0"]);
         }
-        for slice in slices {
-            let node = format!("node-{}", slice.name);
+        for slice in start.slices {
+            let node = format!("node-{}", slice.disk);
             let blockdev = json!({
                 "driver": "raw", "node-name": node, "offset": slice.offset, "size": slice.size,
                 "cache": {"direct": true},
                 "file": {
-                    "driver": "host_device", "filename": slice.device, "aio": "native",
+                    "driver": "host_device", "filename": start.device, "aio": "native",
                     // The guests share the device, each within its slice.
                     "locking": "off", "cache": {"direct": true},
                 },
             });
             let mut device = json!({
-                "driver": "virtio-blk-pci", "id": slice.name, "drive": node,
+                "driver": "virtio-blk-pci", "id": slice.disk, "drive": node,
                 "num-queues": 1, "share-rw": true,
             });
             if accelerator == Accelerator::Kvm {
@@ -93,7 +103,7 @@ impl Process {
         }
         let errors = File::create(file("err"))?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
-        confine(&mut command, procs).with_context(|| format!("VM {name}"))?;
+        confine(&mut command, start.procs).with_context(|| format!("VM {name}"))?;
         let child = command.spawn().map_err(|e| {
             let missing = e.kind() == io::ErrorKind::NotFound;
             let hint = if missing { " (install it: apt-get install qemu-system-x86)" } else { "" };

@@ -94,7 +94,7 @@ pub(super) fn job_file(
 }
 
 /// The name of fio's log of task `index`.
-pub(super) fn log_name(vm: &VmName, kind: &str, index: usize) -> String {
+pub(crate) fn log_name(vm: &VmName, kind: &str, index: usize) -> String {
     format!("{vm}.{index}_{kind}.log")
 }
 
@@ -181,7 +181,7 @@ pub(super) fn histograms(output: &Path) -> Result<BTreeMap<String, Histogram>> {
 }
 
 /// Lines of a fio log: (ms, value).
-fn log_lines(path: &Path) -> Result<Vec<(u64, u64)>> {
+pub(crate) fn log_lines(path: &Path) -> Result<Vec<(u64, u64)>> {
     let text = std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?;
     let line = |l: &str| {
         let mut fields = l.split(',').map(str::trim);
@@ -191,7 +191,7 @@ fn log_lines(path: &Path) -> Result<Vec<(u64, u64)>> {
 }
 
 /// Largest latency in each interval: (ms since the first, latency).
-pub(super) fn timeline(path: &Path) -> Result<Vec<(u64, Nanos)>> {
+pub(crate) fn timeline(path: &Path) -> Result<Vec<(u64, Nanos)>> {
     let lines = log_lines(path)?;
     let first = lines.first().map_or(0, |&(ms, _)| ms);
     let mut largest = BTreeMap::new();

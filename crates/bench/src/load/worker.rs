@@ -20,7 +20,7 @@ const IN_GUEST: &str = "/tmp";
 const SLEEP: &str = "/lib/fio-sleep.so";
 
 /// Where fio runs.
-pub(super) enum Place<'a> {
+pub(crate) enum Place<'a> {
     /// On the host: the device, and the `cgroup.procs` to enter.
     Host { device: &'a Path, procs: PathBuf },
     /// In the VM's guest.
@@ -28,8 +28,8 @@ pub(super) enum Place<'a> {
 }
 
 /// A running fio that does not outlive its owner.
-pub(super) struct Worker<'a> {
-    pub(super) vm: VmName,
+pub(crate) struct Worker<'a> {
+    pub(crate) vm: VmName,
     directory: PathBuf,
     files: Vec<String>,
     running: Running<'a>,
@@ -42,7 +42,7 @@ enum Running<'a> {
 
 impl<'a> Worker<'a> {
     /// Starts a VM's tasks, or an undeclared VM's streams, for `runtime` after `ramp`.
-    pub(super) fn start(
+    pub(crate) fn start(
         place: Place<'a>,
         directory: &Path,
         vm: &Vm,
@@ -75,12 +75,12 @@ impl<'a> Worker<'a> {
     }
 
     /// fio's JSON, there once [`Worker::finish`] has returned.
-    pub(super) fn output(&self) -> PathBuf {
+    pub(crate) fn output(&self) -> PathBuf {
         self.directory.join(format!("{}.json", self.vm))
     }
 
     /// Its exit code if it has ended; a signal counts as a code.
-    pub(super) fn ended(&mut self) -> Result<Option<i64>> {
+    pub(crate) fn ended(&mut self) -> Result<Option<i64>> {
         match &mut self.running {
             Running::Host(child) => {
                 let status = child.try_wait()?;
@@ -96,7 +96,7 @@ impl<'a> Worker<'a> {
     }
 
     /// An error that says why it ended too early, if it has ended.
-    pub(super) fn check(&mut self) -> Result<()> {
+    pub(crate) fn check(&mut self) -> Result<()> {
         match self.ended()? {
             None => Ok(()),
             Some(code) => bail!("{}", self.failure(&format!("ended early with code {code}"))),
@@ -104,7 +104,7 @@ impl<'a> Worker<'a> {
     }
 
     /// Waits until it has ended, which it does not before `expected`, and fetches its files.
-    pub(super) fn finish(
+    pub(crate) fn finish(
         &mut self,
         expected: Instant,
         deadline: Instant,
@@ -136,7 +136,7 @@ impl<'a> Worker<'a> {
     }
 
     /// The clock that its logs go by, since the epoch.
-    pub(super) fn now(&self) -> Result<Duration> {
+    pub(crate) fn now(&self) -> Result<Duration> {
         match &self.running {
             Running::Host(_) => Ok(SystemTime::now().duration_since(UNIX_EPOCH)?),
             Running::Guest { guest, .. } => guest.now(),
@@ -144,7 +144,7 @@ impl<'a> Worker<'a> {
     }
 
     /// Makes it write its logs and end.
-    pub(super) fn terminate(&self) -> Result<()> {
+    pub(crate) fn terminate(&self) -> Result<()> {
         match &self.running {
             Running::Host(child) => {
                 if let Some(pid) = rustix::process::Pid::from_raw(child.id() as i32) {
@@ -164,7 +164,7 @@ impl<'a> Worker<'a> {
 }
 
 /// How many jobs fio runs for a VM.
-pub(super) fn streams(vm: &Vm) -> usize {
+pub(crate) fn streams(vm: &Vm) -> usize {
     if vm.tasks.is_empty() { Stream::UNDECLARED.len() } else { vm.tasks.len() }
 }
 

@@ -58,7 +58,11 @@ pub(super) fn profile() -> Profile {
             slice_idle: 0.5,
             throughput: BytesPerSecond::from_megabytes(245),
         },
-        residuals: Residuals { structural: scores(1.1_f64.ln()), paper: scores(0.0) },
+        residuals: Residuals {
+            structural: scores(1.1_f64.ln()),
+            structural_vms: BTreeMap::new(),
+            paper: scores(0.0),
+        },
         probes: Vec::new(),
     }
 }

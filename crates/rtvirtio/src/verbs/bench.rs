@@ -1,5 +1,7 @@
 //! `rtvirtio bench`.
 
+mod closed_loop;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -69,6 +71,9 @@ pub(crate) struct Args {
     /// With --spec: run although the plan leaves targets unmet
     #[arg(long, requires = "spec")]
     force: bool,
+    /// Instead of schemes: a background VM starts while `watch --control` looks after four others
+    #[arg(long, conflicts_with_all = ["sweep_cap", "prediction", "spec"])]
+    closed_loop: bool,
     /// The VMs
     #[arg(long, value_enum, default_value_t = VmKind::Cgroup)]
     guests: VmKind,
@@ -96,7 +101,10 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         let largest = Case::new(4, Mix::LightMediumHeavy)?;
         testbed.boot_guests(image, *accelerator, largest, interrupted)?;
     }
-    let profile = self::profile(args, &testbed, interrupted)?;
+    let (profile, path) = self::profile(args, &testbed, interrupted)?;
+    if args.closed_loop {
+        return closed_loop::run(args, &mut testbed, &path, interrupted);
+    }
     check_shared(args, &testbed, &profile)?;
     let campaign = Campaign {
         testbed: &testbed,
@@ -161,12 +169,17 @@ fn cases(text: &str) -> Result<Vec<Case>> {
     }
 }
 
-/// The profile given, the one in the directory, or a new one; of this device in any case.
-fn profile(args: &Args, testbed: &Testbed, interrupted: &Interrupted) -> Result<Profile> {
+/// The profile given, the one in the directory, or a new one, with its file; of this device in any
+/// case.
+fn profile(
+    args: &Args,
+    testbed: &Testbed,
+    interrupted: &Interrupted,
+) -> Result<(Profile, PathBuf)> {
     let kept = args.out.join("profile.json");
     let path = args.profile.clone().unwrap_or_else(|| kept.clone());
     if args.profile.is_none() && !path.exists() {
-        return super::calibrate::profile(testbed, &kept, interrupted);
+        return Ok((super::calibrate::profile(testbed, &kept, interrupted)?, kept));
     }
     let profile = input::profile(&path)?;
     ensure!(
@@ -179,7 +192,7 @@ fn profile(args: &Args, testbed: &Testbed, interrupted: &Interrupted) -> Result<
         "{} was not measured with the VMs that --guests asks for (use another --out or --profile)",
         path.display()
     );
-    Ok(profile)
+    Ok((profile, path))
 }
 
 /// What all cells of a directory share.

@@ -92,13 +92,13 @@ pub(crate) fn summary(profile: &Profile) -> String {
     }
     text += "tails     VMs  writer      worst p99.9/p99 of a task  under\n";
     for p in &profile.probes {
-        let worst = p.tails.iter().map(|t| t.tail).max().unwrap_or_default();
+        let worst = p.tails.iter().map(|t| t.tail).max();
         let writer = match (p.writer, p.cap) {
             (false, _) => "none".to_owned(),
             (true, Some(cap)) => cap.to_string(),
             (true, None) => "unlimited".to_owned(),
         };
-        let tail = worst.to_string();
+        let tail = worst.map_or("too few requests".to_owned(), |t| t.to_string());
         text += &format!("          {:>3}  {writer:<10}  {tail:>24}  {}\n", p.vms, p.scheduler);
     }
     text

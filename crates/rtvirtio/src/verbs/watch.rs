@@ -9,7 +9,8 @@ mod display;
 mod metrics;
 mod sources;
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt;
 use std::io::{IsTerminal as _, Write as _};
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -23,7 +24,7 @@ use rtvirtio_planner::control::{Controller, Decision, TaskObservation};
 use rtvirtio_spec::latency::{Histogram, Quantile};
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::specification::{Specification, Target};
-use rtvirtio_units::{Nanos, Percentile, TaskName, VmName};
+use rtvirtio_units::{BytesPerSecond, Nanos, Percentile, TaskName, VmName};
 use serde::Serialize;
 
 use crate::{Outcome, input};
@@ -97,6 +98,38 @@ pub(crate) struct Row {
     wanted_iops: Option<f64>,
 }
 
+/// What the closed loop did.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Change {
+    /// Why it planned again.
+    reason: String,
+    /// Knobs written.
+    written: usize,
+    /// Targets that the plan leaves unmet.
+    unmet: usize,
+    /// Each background VM's cap, if it has one.
+    caps: BTreeMap<VmName, Option<BytesPerSecond>>,
+    /// Why nothing was applied.
+    failed: Option<String>,
+}
+
+impl fmt::Display for Change {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { reason, written, unmet, .. } = self;
+        if let Some(failed) = &self.failed {
+            return write!(f, "{reason}: not changed: {failed}");
+        }
+        write!(f, "{reason}: planned; {written} knobs changed, {unmet} targets unmet")?;
+        for (vm, cap) in &self.caps {
+            match cap {
+                Some(cap) => write!(f, "; {vm} capped at {cap}")?,
+                None => write!(f, "; {vm} has no cap")?,
+            }
+        }
+        Ok(())
+    }
+}
+
 /// What one look says.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Look {
@@ -105,7 +138,9 @@ pub(crate) struct Look {
     tasks: Vec<Row>,
     /// VMs that run.
     present: BTreeSet<VmName>,
-    /// What happened: changes with their reason, monitors lost and found.
+    /// What `--control` did.
+    change: Option<Change>,
+    /// What happened: the change, monitors lost and found.
     events: Vec<String>,
 }
 
@@ -124,6 +159,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         let now = Instant::now();
         let observed = take(&mut tasks, &mut sources, now, &mut events);
         let present = sources.present().clone();
+        let mut change = None;
         if args.control {
             let decision = match &mut controller {
                 Some(controller) => controller.step(clock(now), &present, &observed),
@@ -133,13 +169,16 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
                 }
             };
             if let Decision::Plan { margin, reason } = decision {
-                events.push(format!("{reason}: {}", act(&specification, &present, margin)));
+                let done = act(&specification, &present, margin, reason);
+                events.push(done.to_string());
+                change = Some(done);
             }
         }
         let look = Look {
             at_s: (now - start).as_secs_f64(),
             tasks: tasks.iter().map(|t| t.row(now)).collect(),
             present,
+            change,
             events,
         };
         if let Some(metrics) = &metrics {
@@ -245,40 +284,36 @@ impl TaskState {
     }
 }
 
-/// Plans for the VMs that run with targets tightened by `margin`, applies what changes, and says
-/// what was done.
-fn act(specification: &Specification, present: &BTreeSet<VmName>, margin: f64) -> String {
+/// Plans for the VMs that run with targets tightened by `margin`, and applies what changes.
+fn act(
+    specification: &Specification,
+    present: &BTreeSet<VmName>,
+    margin: f64,
+    reason: String,
+) -> Change {
     let mut wanted = specification.clone();
     wanted.vms.retain(|vm| present.contains(&vm.name));
-    if wanted.vms.is_empty() {
-        return "no VM runs".to_owned();
-    }
     for task in wanted.vms.iter_mut().flat_map(|vm| &mut vm.tasks) {
         if let Some(target) = &mut task.target {
             target.latency = target.latency.scale(1.0 / margin);
         }
     }
-    let done = || -> Result<String> {
+    let mut change = Change { reason, written: 0, unmet: 0, caps: BTreeMap::new(), failed: None };
+    if wanted.vms.is_empty() {
+        change.failed = Some("no VM runs".to_owned());
+        return change;
+    }
+    let mut apply = || -> Result<()> {
         let plan = super::plan::plan(&wanted)?;
-        let unmet = plan.tasks.iter().filter(|t| t.unmet.is_some()).count();
-        if plan.changes.is_empty() {
-            return Ok(format!("planned, nothing to change ({unmet} targets unmet)"));
-        }
-        let topology = Topology::of_plan(&plan);
-        let options = ApplyOptions::default();
-        let applied = input::host().apply(&topology, &plan.observed, &plan.changes, options)?;
-        let caps: Vec<String> = plan
-            .background
-            .iter()
-            .map(|b| {
-                let cap = b.cap.map_or_else(|| "no cap".to_owned(), |c| c.to_string());
-                format!("{} {cap}", b.vm)
-            })
-            .collect();
-        let caps = if caps.is_empty() { String::new() } else { format!("; {}", caps.join(", ")) };
-        Ok(format!("{} knobs changed, {unmet} targets unmet{caps}", applied.written))
+        change.unmet = plan.tasks.iter().filter(|t| t.unmet.is_some()).count();
+        change.caps = plan.background.iter().map(|b| (b.vm.clone(), b.cap)).collect();
+        let (topology, options) = (Topology::of_plan(&plan), ApplyOptions::default());
+        let host = input::host();
+        change.written = host.apply(&topology, &plan.observed, &plan.changes, options)?.written;
+        Ok(())
     };
-    done().unwrap_or_else(|error| format!("not changed: {error:#}"))
+    change.failed = apply().err().map(|error| format!("{error:#}"));
+    change
 }
 
 fn print(look: &Look, json: bool) -> Result<()> {
