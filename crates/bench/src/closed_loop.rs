@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use rtvirtio_spec::specification::{Specification, Vm};
-use rtvirtio_units::{Nanos, TaskName, VmName};
+use rtvirtio_units::{BytesPerSecond, Nanos, TaskName, VmName};
 use serde::{Deserialize, Serialize};
 
 use crate::cell::{FIO_FILES, GUEST_FILES, Testbed};
@@ -69,6 +69,8 @@ pub struct Change {
     pub written: u64,
     /// Targets left unmet.
     pub unmet: u64,
+    /// Each background VM's cap.
+    pub caps: BTreeMap<VmName, Option<BytesPerSecond>>,
     /// Why nothing was applied.
     pub failed: Option<String>,
 }
@@ -240,8 +242,8 @@ pub fn run(
     let mut workers = Vec::new();
     for vm in &vms {
         let place = Place::Guest(guests.guest(&vm.name)?);
-        let began = at(Instant::now());
         let worker = Worker::start(place, directory.path(), vm, None, (ENDS, Duration::ZERO))?;
+        let began = epoch(&worker, start)?;
         workers.push((*vm, worker, began));
     }
     let watch = Watch::start(program, file, &state)?;
@@ -257,6 +259,7 @@ pub fn run(
     let load_started = at(Instant::now());
     let place = Place::Guest(&guest);
     let mut writer = Worker::start(place, directory.path(), background, None, times)?;
+    let writer_began = epoch(&writer, start)?;
     until(KILLED)?;
     progress.finish(KILLED - VM_STARTS);
 
@@ -279,9 +282,8 @@ pub fn run(
         worker.finish(Instant::now(), Instant::now() + OVERTIME, interrupted)?;
         for (index, task) in vm.tasks.iter().enumerate() {
             let log = directory.path().join(fio::log_name(&vm.name, "clat", index));
-            let point =
-                |(ms, latency): (u64, Nanos)| (*began + ms as f64 / 1e3, latency.as_millis_f64());
-            let points: Vec<_> = fio::timeline(&log)?.into_iter().map(point).collect();
+            let point = |(ms, ns): (u64, u64)| (ms as f64 / 1e3 - *began, ns as f64 / 1e6);
+            let points: Vec<_> = fio::log_lines(&log)?.into_iter().map(point).collect();
             timelines.insert((vm.name.clone(), task.name.clone()), points);
         }
     }
@@ -289,12 +291,10 @@ pub fn run(
     writer.finish(Instant::now(), Instant::now() + OVERTIME, interrupted)?;
     let mut moved = Vec::new();
     for index in 0..streams(background) {
-        let lines =
-            fio::log_lines(&directory.path().join(fio::log_name(&background.name, "bw", index)))?;
-        let first = lines.first().map_or(0, |l| l.0);
-        moved.extend(lines.into_iter().map(|(ms, kib)| {
-            (load_started + (ms - first) as f64 / 1e3, kib as f64 * 1024.0 / 1e6)
-        }));
+        let log = directory.path().join(fio::log_name(&background.name, "bw", index));
+        let point =
+            |(ms, kib): (u64, u64)| (ms as f64 / 1e3 - writer_began, kib as f64 * 1024.0 / 1e6);
+        moved.extend(fio::log_lines(&log)?.into_iter().map(point));
     }
     progress.finish(DURATION - ENDS);
 
@@ -343,13 +343,20 @@ pub fn run(
     })
 }
 
+/// `start` by the clock that a worker's logs go by, s since the epoch.
+fn epoch(worker: &Worker<'_>, start: Instant) -> Result<f64> {
+    let (before, now) = (start.elapsed(), worker.now()?);
+    Ok(now.as_secs_f64() - (before + start.elapsed()).as_secs_f64() / 2.0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn change(failed: bool) -> Change {
         let failed = failed.then(|| "refused".to_owned());
-        Change { reason: "came: b".to_owned(), written: 2, unmet: 0, failed }
+        let (reason, caps) = ("came: b".to_owned(), BTreeMap::new());
+        Change { reason, written: 2, unmet: 0, caps, failed }
     }
 
     fn record() -> Record {

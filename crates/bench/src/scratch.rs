@@ -103,6 +103,12 @@ pub fn serve(
         println!("{} ({}, {size}); Ctrl-C removes it", device.path().display(), backing.label());
         while wait(Duration::from_secs(3600), interrupted).is_ok() {}
     }
+    if owned {
+        // An owner that was killed has left its testbed too; this process has outlived it.
+        if let Err(error) = crate::cell::recover_killed() {
+            eprintln!("warning: clean-up: {error:#}; the next run tries again");
+        }
+    }
     // The device before the file: its last flush goes through the file.
     drop(device);
     drop(file);

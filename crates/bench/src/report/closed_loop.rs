@@ -47,6 +47,9 @@ pub fn page(record: &Record, notes: &[String]) -> String {
                         Some(why) => { "not changed: " (why) },
                         None => { (c.written) " knobs changed, " (c.unmet) " targets unmet" },
                     }
+                    @for (vm, cap) in &c.caps {
+                        @if let Some(cap) = cap { "; " (vm) " capped at " (cap) }
+                    }
                 } } }
                 h3 { "From the new plan until watch was killed, seen at QEMU" }
                 table {
