@@ -12,6 +12,7 @@
 //!
 //! Guests die with their starter (`PR_SET_PDEATHSIG`), and with their cgroup.
 
+mod archive;
 mod process;
 
 use std::collections::BTreeMap;
@@ -21,13 +22,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use rtvirtio_cases::{IoPriority, Scale};
-use rtvirtio_host::qemu::{Agent, ExecStatus};
+use rtvirtio_host::qemu::{Agent, ExecStatus, Output};
 use rtvirtio_spec::specification::{Disk, Specification};
 use rtvirtio_units::{Bytes, DiskName, VmName};
 
 use crate::load::{Interrupted, wait};
+pub use archive::GuestFile;
 pub(crate) use process::Process;
-use process::Slice;
+use process::{Slice, Start};
 
 /// How long a boot may take: 3 s for one guest under TCG, and five share two cores.
 pub(crate) const BOOT: Duration = Duration::from_secs(90);
@@ -64,6 +66,17 @@ impl GuestImage {
         }
         Ok(image)
     }
+
+    /// The same image with more files, which replace those of the same paths: its initramfs is
+    /// written to `initramfs`, which must outlive the boot.
+    ///
+    /// # Errors
+    /// If it cannot be written, or a file has more than 4 GiB.
+    pub fn with_files(&self, files: &[GuestFile], initramfs: &Path) -> Result<Self> {
+        archive::extend(&self.initramfs, files, initramfs)
+            .with_context(|| format!("write {}", initramfs.display()))?;
+        Ok(Self { kernel: self.kernel.clone(), initramfs: initramfs.to_owned() })
+    }
 }
 
 /// What runs a guest's instructions.
@@ -85,15 +98,8 @@ impl Accelerator {
             return Ok(Self::Tcg);
         }
         let directory = tempfile::tempdir()?;
-        let guest = Process::start(&process::Start {
-            image,
-            accelerator: Self::Kvm,
-            directory: directory.path(),
-            name: "probe",
-            device: Path::new("/dev/null"),
-            slices: &[],
-            procs: None,
-        })?;
+        let start = Start::without_disks(image, Self::Kvm, directory.path(), "probe");
+        let guest = Process::start(&start)?;
         match guest.agent(Instant::now() + PROBE_BOOT, interrupted) {
             Ok(_) => Ok(Self::Kvm),
             Err(error) if error.is::<crate::InterruptedError>() => Err(error),
@@ -146,8 +152,8 @@ pub struct Guests {
     layout: BTreeMap<VmName, (PathBuf, Vec<Slice>)>,
 }
 
-/// One running guest.
-pub(crate) struct Guest {
+/// One running guest; dropping it kills it.
+pub struct Guest {
     // The agent first: its socket closes before QEMU goes.
     agent: Mutex<Agent>,
     process: Process,
@@ -208,7 +214,7 @@ impl Guests {
     pub(crate) fn start(&self, vm: &VmName) -> Result<(VmName, Process)> {
         let (cgroup, slices) = self.layout.get(vm).with_context(|| format!("no VM {vm}"))?;
         let procs = self.place.cgroup_mount.join(cgroup).join("cgroup.procs");
-        let start = process::Start {
+        let start = Start {
             image: &self.image,
             accelerator: self.accelerator,
             directory: &self.place.directory,
@@ -216,6 +222,7 @@ impl Guests {
             device: &self.place.device,
             slices,
             procs: Some(&procs),
+            arguments: &[],
         };
         Ok((vm.clone(), Process::start(&start)?))
     }
@@ -266,6 +273,35 @@ pub fn with_own_disks(mut specification: Specification) -> Specification {
 }
 
 impl Guest {
+    /// Boots one guest on its own, in the cgroup of its starter, with `arguments` added to QEMU's.
+    /// Sockets and logs of its `name` go to `directory`.
+    ///
+    /// # Errors
+    /// If QEMU fails or the agent does not answer in time; it is gone then.
+    pub fn boot(
+        image: &GuestImage,
+        accelerator: Accelerator,
+        directory: &Path,
+        name: &str,
+        arguments: &[&str],
+        interrupted: &Interrupted,
+    ) -> Result<Self> {
+        let start = Start::without_disks(image, accelerator, directory, name);
+        let process = Process::start(&Start { arguments, ..start })?;
+        let agent = process.agent(Instant::now() + BOOT, interrupted)?;
+        Ok(Self { agent: Mutex::new(agent), process, disks: BTreeMap::new() })
+    }
+
+    /// Runs a program to its end.
+    ///
+    /// # Errors
+    /// If it cannot be started or does not end in time; then it goes on running. How it ended is
+    /// no error.
+    pub fn run(&self, program: &str, arguments: &[&str], timeout: Duration) -> Result<Output> {
+        self.with_agent(|agent| agent.run(program, arguments, timeout))
+            .with_context(|| format!("run {program} in the guest; {}", self.process.console()))
+    }
+
     fn with_agent<T, E>(&self, f: impl FnOnce(&mut Agent) -> Result<T, E>) -> Result<T>
     where
         E: std::error::Error + Send + Sync + 'static,
@@ -293,7 +329,10 @@ impl Guest {
     }
 
     /// Writes a file of the guest.
-    pub(crate) fn write(&self, path: &str, text: &str) -> Result<()> {
+    ///
+    /// # Errors
+    /// If the guest refuses, or its agent does not answer.
+    pub fn write(&self, path: &str, text: &str) -> Result<()> {
         self.with_agent(|agent| agent.write_file(path, text, COMMAND))
     }
 

@@ -42,6 +42,21 @@ pub(super) struct Start<'a> {
     pub(super) slices: &'a [Slice],
     /// The `cgroup.procs` to enter.
     pub(super) procs: Option<&'a Path>,
+    /// What QEMU gets beside its own.
+    pub(super) arguments: &'a [&'a str],
+}
+
+impl<'a> Start<'a> {
+    /// A guest without disks of ours, in the cgroup of its starter.
+    pub(super) fn without_disks(
+        image: &'a GuestImage,
+        accelerator: Accelerator,
+        directory: &'a Path,
+        name: &'a str,
+    ) -> Self {
+        let (device, slices, procs, arguments) = (Path::new("/dev/null"), &[], None, &[]);
+        Self { image, accelerator, directory, name, device, slices, procs, arguments }
+    }
 }
 
 /// A running QEMU; dropping it kills it.
@@ -101,6 +116,7 @@ impl Process {
             }
             command.args(["-blockdev", &blockdev.to_string(), "-device", &device.to_string()]);
         }
+        command.args(start.arguments);
         let errors = File::create(file("err"))?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
         confine(&mut command, start.procs).with_context(|| format!("VM {name}"))?;

@@ -1,33 +1,17 @@
 //! A real guest: its disk planned, applied, verified and rolled back while it runs.
 
-use std::io::Write as _;
-use std::path::Path;
-use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use rtvirtio_bench::cell::{Testbed, plain};
-use rtvirtio_bench::guests::{Accelerator, GuestImage};
+use rtvirtio_bench::guests::Accelerator;
 use rtvirtio_cases::{Neighbour, Tier};
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::specification::to_toml;
 use rtvirtio_units::Nanos;
 
+use crate::in_guest::image;
 use crate::scratch_disk::{Disk, can_run, left_behind, rtvirtio, said};
-
-/// Where `make test` has the guests' image made: beside what cargo builds.
-fn image(test: &str) -> Option<GuestImage> {
-    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap();
-    let found = GuestImage::find(&target.join("guest"));
-    let qemu = Command::new("qemu-system-x86_64").arg("--version").output();
-    let why = match (&found, qemu) {
-        (Err(error), _) => error.to_string(),
-        (_, Err(error)) => format!("qemu-system-x86_64: {error}"),
-        (Ok(_), Ok(_)) => return found.ok(),
-    };
-    let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {why}");
-    None
-}
 
 #[test]
 fn guests_are_planned_applied_verified_rolled_back() {

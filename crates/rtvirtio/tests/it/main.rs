@@ -1,7 +1,9 @@
 //! Integration tests of the workspace and its binary.
 
+mod cgroup2;
 mod cli;
 mod guest;
+mod in_guest;
 mod lifecycle;
 mod readme;
 mod rooms;

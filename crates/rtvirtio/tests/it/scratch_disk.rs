@@ -40,7 +40,12 @@ pub(crate) fn can_run(test: &str) -> Option<MutexGuard<'static, ()>> {
     {
         return skip("needs fio");
     }
-    Some(HOST.lock().unwrap_or_else(PoisonError::into_inner))
+    Some(alone())
+}
+
+/// Until it is dropped, no other test here uses the host or loads it.
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
+    HOST.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Runs the binary with its state in `state`.

@@ -1,0 +1,304 @@
+//! cgroup v2 on a real kernel: a guest's, whatever the host has.
+//!
+//! In one guest: the host room's own tests on its kernel, the verbs on a disk
+//! and two cgroups of it, and whether the limits and weights that `apply` sets
+//! act.
+
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use cargo_metadata::Message;
+use rtvirtio_bench::guests::GuestFile;
+use rtvirtio_spec::plan::Plan;
+use rtvirtio_spec::settings::{Bfq, DeviceSettings, Limits, Scheduler, VmSettings, diff};
+use rtvirtio_units::{VmName, Weight};
+use serde_json::Value;
+
+use crate::in_guest::{Machine, image, program};
+use crate::scratch_disk::{RTVIRTIO, alone};
+
+/// What the disk can do: so little that a guest under TCG is never the limit.
+const DISK_IOPS: u32 = 400;
+/// The cap on reads that is tried.
+const CAP_IOPS: u32 = 100;
+const DISK_BYTES: u64 = 1 << 30;
+
+/// The host room's tests that need a real kernel.
+const HOST_TESTS: [&str; 7] = [
+    "real_cgroup_with_a_process_is_removed",
+    "real_doctor_probes_this_host",
+    "real_loop_apply_verify_rollback_restores",
+    "real_loop_detached_is_skipped_by_rollback",
+    "real_loop_drift_is_found",
+    "real_loop_identity_names_the_backing_file",
+    "real_loop_killed_at_any_step_is_restored",
+];
+
+const SPECIFICATION: &str = r#"
+version = 1
+[device.data]
+path = "/dev/vda"
+profile = "profile.json"
+[[vm]]
+name = "plc"
+cgroup = "machine/plc"
+[[vm.disk]]
+name = "root"
+device = "data"
+[[vm.task]]
+name = "control"
+iops = 500
+target = { percentile = 99.9, latency_ms = 10 }
+[[vm]]
+name = "backup"
+cgroup = "machine/backup"
+[[vm.disk]]
+name = "root"
+device = "data"
+"#;
+
+/// Every file that a plan may touch; `io.stat` and the like change by themselves.
+const KNOBS: &str = "cd /sys/block/vda/queue
+    for f in scheduler nr_requests wbt_lat_usec iosched/* \
+        /sys/fs/cgroup/machine/*/io.max /sys/fs/cgroup/machine/*/io.bfq.weight
+    do echo $f: $(cat $f); done";
+
+#[test]
+fn cgroup2_in_a_guest_is_applied_verified_restored_and_acts() {
+    const NAME: &str = "cgroup2_in_a_guest_is_applied_verified_restored_and_acts";
+    let Some(image) = image(NAME) else { return };
+    let files = match files() {
+        Ok(files) => files,
+        Err(why) => {
+            let _ = writeln!(std::io::stderr(), "SKIPPED {NAME}: {why}");
+            return;
+        }
+    };
+    let _host = alone();
+    let group = format!(
+        r#"{{"qom-type":"throttle-group","id":"slow","limits":{{"iops-total":{DISK_IOPS}}}}}"#
+    );
+    let disk = format!(
+        r#"{{"driver":"throttle","node-name":"disk","throttle-group":"slow",
+            "file":{{"driver":"null-co","size":{DISK_BYTES},"read-zeroes":true}}}}"#
+    );
+    let device = "virtio-blk-pci,drive=disk,serial=slow,num-queues=1";
+    let arguments = ["-object", &group, "-blockdev", &disk, "-device", device];
+    let machine = Machine::boot(&image, &files, &arguments);
+
+    host_tests_pass(&machine);
+    machine.expect(0, "mkdir -p /sys/fs/cgroup/machine/plc /sys/fs/cgroup/machine/backup");
+    machine.expect(0, "echo mq-deadline >/sys/block/vda/queue/scheduler");
+    machine.expect(0, "echo 99 >/sys/block/vda/queue/iosched/read_expire");
+    io_is_to_be_enabled(&machine);
+    machine.expect(0, "cd /sys/fs/cgroup && echo +io | tee machine/cgroup.subtree_control");
+    doctor_sees_v2(&machine);
+    let plan = plan_is_applied_and_rolled_back(&machine);
+    killed_apply_is_rolled_back(&machine);
+    limits_and_weights_act(&machine, plan);
+}
+
+/// The binary, the host room's tests, and losetup, which busybox has in a smaller form.
+fn files() -> Result<Vec<GuestFile>, String> {
+    let losetup = ["/usr/sbin/losetup", "/sbin/losetup"].map(PathBuf::from);
+    let losetup = losetup.into_iter().find(|p| p.exists()).ok_or("needs losetup")?;
+    let programs: [(&Path, &str); 3] = [
+        (Path::new(RTVIRTIO), "/usr/bin/rtvirtio"),
+        (&host_tests(), "/usr/bin/host-tests"),
+        (&losetup, "/usr/sbin/losetup"),
+    ];
+    let mut files = BTreeMap::new();
+    for (source, path) in programs {
+        files.extend(program(source, path)?.into_iter().map(|f| (f.path.clone(), f)));
+    }
+    Ok(files.into_values().collect())
+}
+
+/// The host room's integration tests, built as `make test` builds them: then there is nothing to
+/// build here.
+fn host_tests() -> PathBuf {
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap();
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.args(["test", "--workspace", "--all-features", "--locked", "--test", "it", "--no-run"]);
+    cargo.args(["--message-format", "json", "--target-dir"]).arg(target);
+    if !cfg!(debug_assertions) {
+        cargo.arg("--release");
+    }
+    let output = cargo.stderr(Stdio::inherit()).output().unwrap();
+    assert!(output.status.success(), "{:?}", output.status);
+    let executable = |message: std::io::Result<Message>| match message.unwrap() {
+        Message::CompilerArtifact(a) if a.manifest_path.ends_with("host/Cargo.toml") => {
+            a.executable.map(PathBuf::from)
+        }
+        _ => None,
+    };
+    Message::parse_stream(&output.stdout[..]).find_map(executable).expect("host's tests")
+}
+
+fn host_tests_pass(machine: &Machine) {
+    // /bin comes first in PATH, and busybox's losetup is there.
+    let script = "ln -sf /usr/sbin/losetup /bin/losetup
+        host-tests real_ --skip qemu:: --test-threads 1 2>&1";
+    let said = machine.shell(script, Duration::from_secs(120));
+    assert_eq!(said.code, Some(0), "{}", said.stdout);
+    assert!(!said.stdout.contains("SKIPPED"), "{}", said.stdout);
+    for test in HOST_TESTS {
+        assert!(said.stdout.contains(&format!("test {test} ... ok")), "{test}: {}", said.stdout);
+    }
+}
+
+/// On v2 a cgroup has io files only if its parents say so: that is an error with a remedy.
+fn io_is_to_be_enabled(machine: &Machine) {
+    let rotational = machine.expect(0, "cat /sys/block/vda/queue/rotational").trim() == "1";
+    let mut profile: Value = serde_json::from_str(include_str!("ref-4x250.json")).unwrap();
+    profile["device"] = serde_json::json!({
+        "kind": "vd", "model": "vd", "serial": "slow", "size": DISK_BYTES, "rotational": rotational,
+    });
+    machine.write("/tmp/profile.json", &profile.to_string());
+    machine.write("/tmp/spec.toml", SPECIFICATION);
+    let complaint = machine.expect(1, "rtvirtio plan /tmp/spec.toml");
+    assert!(complaint.contains("machine/backup/io.max"), "{complaint}");
+    assert!(complaint.contains("hint: ") && complaint.contains("+io"), "{complaint}");
+}
+
+fn doctor_sees_v2(machine: &Machine) {
+    let findings: Value =
+        serde_json::from_str(&machine.expect(0, "rtvirtio doctor --json")).unwrap();
+    let finding = |name: &str| {
+        let all = findings.as_array().unwrap();
+        let found = all.iter().find(|f| f["name"] == name).unwrap();
+        (found["status"].as_str().unwrap(), found["detail"].as_str().unwrap())
+    };
+    assert_eq!(finding("cgroup"), ("ok", "v2 io at /sys/fs/cgroup"));
+    assert_eq!(finding("limits"), ("ok", "io.max"));
+    assert_eq!(finding("io.cost"), ("ok", "/sys/fs/cgroup/io.cost.qos"));
+    for scheduler in ["bfq", "kyber", "mq-deadline"] {
+        assert_eq!(finding(scheduler), ("ok", "offered by a block device"));
+    }
+}
+
+/// `MAJOR:MINOR` of the disk.
+fn number(machine: &Machine) -> String {
+    machine.expect(0, "cat /sys/block/vda/dev").trim().to_owned()
+}
+
+fn plan_is_applied_and_rolled_back(machine: &Machine) -> Plan {
+    let before = machine.expect(0, KNOBS);
+    assert!(before.contains("[mq-deadline]") && before.contains("read_expire: 99"), "{before}");
+    machine.expect(2, "rtvirtio plan /tmp/spec.toml -o /tmp/plan.json");
+    let plan: Plan = serde_json::from_str(&machine.expect(0, "cat /tmp/plan.json")).unwrap();
+    assert_eq!(machine.expect(0, KNOBS), before, "a plan changes nothing");
+    machine.expect(0, "rtvirtio apply /tmp/plan.json");
+    machine.expect(0, "rtvirtio verify /tmp/plan.json");
+
+    // The kernel's own files against the plan.
+    let knobs = machine.expect(0, KNOBS);
+    let lines: BTreeMap<&str, &str> = knobs.lines().filter_map(|l| l.split_once(": ")).collect();
+    let device = plan.settings.0.values().next().unwrap();
+    let Scheduler::Bfq(bfq) = device.scheduler else { panic!("{:?}", device.scheduler) };
+    assert!(lines["scheduler"].contains("[bfq]"), "{knobs}");
+    assert_eq!(lines["iosched/slice_idle_us"], bfq.slice_idle_us.to_string());
+    assert_eq!(lines["iosched/timeout_sync"], bfq.timeout_sync_ms.to_string());
+    let number = number(machine);
+    for (vm, settings) in &device.vms {
+        let file = |name: &str| lines[&*format!("/sys/fs/cgroup/machine/{vm}/{name}")];
+        let weight = settings.weight.get();
+        let line = format!("default 100 {number} {weight}");
+        let expected = if weight == 100 { "default 100" } else { &line };
+        assert_eq!(file("io.bfq.weight"), expected);
+        let limits = settings.limits;
+        let rate = |r: Option<rtvirtio_units::BytesPerSecond>| {
+            r.map_or("max".to_owned(), |r| r.get().to_string())
+        };
+        let expected = if limits == Limits::default() {
+            String::new()
+        } else {
+            let (read, write) = (rate(limits.read_bps), rate(limits.write_bps));
+            format!("{number} rbps={read} wbps={write} riops=max wiops=max")
+        };
+        assert_eq!(file("io.max"), expected);
+    }
+    // The background VM is capped.
+    assert!(knobs.contains(" wbps="), "{knobs}");
+
+    machine.expect(0, "rtvirtio rollback");
+    assert_eq!(machine.expect(0, KNOBS), before);
+    machine.expect(2, "rtvirtio verify /tmp/plan.json");
+    plan
+}
+
+/// Killed once its journal is there: the change of scheduler behind it takes long.
+fn killed_apply_is_rolled_back(machine: &Machine) {
+    let before = machine.expect(0, KNOBS);
+    machine.expect(
+        137,
+        "rtvirtio apply /tmp/plan.json & pid=$!
+        while kill -0 $pid && [ ! -e /run/rtvirtio/journal.json ]; do :; done
+        kill -9 $pid; wait $pid",
+    );
+    machine.expect(0, "test -e /run/rtvirtio/journal.json");
+    let said = machine.expect(0, "rtvirtio rollback");
+    assert!(said.contains("values restored"), "{said}");
+    assert_eq!(machine.expect(0, KNOBS), before);
+}
+
+fn limits_and_weights_act(machine: &Machine, mut plan: Plan) {
+    let before = machine.expect(0, KNOBS);
+    let device = plan.devices[0].name.clone();
+    let mut apply = |vms: [(u32, Option<u32>); 2]| {
+        let vms = ["plc", "backup"].into_iter().zip(vms).map(|(name, (weight, read_iops))| {
+            let limits = Limits { read_iops: read_iops.map(u64::from), ..Limits::default() };
+            let weight = Weight::new(weight).unwrap();
+            (VmName::new(name).unwrap(), VmSettings { weight, limits })
+        });
+        let settings =
+            DeviceSettings { scheduler: Scheduler::Bfq(Bfq::DEFAULT), vms: vms.collect() };
+        plan.settings.0.insert(device.clone(), settings);
+        plan.changes = diff(&plan.observed, &plan.settings.knobs());
+        machine.write("/tmp/hand.json", &serde_json::to_string(&plan).unwrap());
+        machine.expect(0, "rtvirtio apply /tmp/hand.json");
+    };
+
+    apply([(100, None), (100, Some(CAP_IOPS))]);
+    let free = readers(machine, &["plc"])[0];
+    assert!(free > 2.0 * f64::from(CAP_IOPS), "{free} of {DISK_IOPS} requests a second");
+    let capped = readers(machine, &["backup"])[0];
+    let of_cap = capped / f64::from(CAP_IOPS);
+    println!("io.max: {capped:.0} of {CAP_IOPS} requests a second, {free:.0} without it");
+    assert!((0.9..1.1).contains(&of_cap), "{capped} of {CAP_IOPS} requests a second");
+    machine.expect(0, "rtvirtio rollback");
+
+    apply([(400, None), (100, None)]);
+    let rates = readers(machine, &["plc", "backup"]);
+    let ratio = rates[0] / rates[1];
+    println!("io.bfq.weight 400:100: {:.0}:{:.0}, {ratio:.1}:1", rates[0], rates[1]);
+    assert!((2.0..8.0).contains(&ratio), "{rates:?} requests a second");
+    machine.expect(0, "rtvirtio rollback");
+    assert_eq!(machine.expect(0, KNOBS), before);
+}
+
+/// Random reads a second of a saturating fio in each cgroup, all at once.
+fn readers(machine: &Machine, vms: &[&str]) -> Vec<f64> {
+    let script = format!(
+        "cd /tmp
+        reader() {{
+            echo 0 >/sys/fs/cgroup/machine/$1/cgroup.procs
+            exec fio --name=$1 --filename=/dev/vda --direct=1 --ioengine=libaio --iodepth=16 \
+                --rw=randread --bs=4k --time_based --runtime=4 --ramp_time=1 --thread \
+                --output-format=json --output=$1.json
+        }}
+        for vm in {}; do (reader $vm) & done
+        wait",
+        vms.join(" ")
+    );
+    machine.expect(0, &script);
+    let rate = |vm: &&str| {
+        let json: Value =
+            serde_json::from_str(&machine.expect(0, &format!("cat /tmp/{vm}.json"))).unwrap();
+        json["jobs"][0]["read"]["iops"].as_f64().unwrap()
+    };
+    vms.iter().map(rate).collect()
+}
