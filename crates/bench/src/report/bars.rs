@@ -8,7 +8,7 @@ use super::stats::{ms, percent_down, short};
 use super::svg::{Plot, Scale, cut, px};
 
 const WIDTH: f64 = 380.0;
-const LEFT: f64 = 76.0;
+const LEFT: f64 = 84.0;
 /// Room for the value, the mark and the delivered fraction.
 const RIGHT: f64 = 112.0;
 const ROW: f64 = 17.0;

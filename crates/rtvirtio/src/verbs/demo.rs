@@ -118,7 +118,15 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let jobs = campaign.matrix(&[case], Tier::Strict, Neighbour::Writer, &sources, repetitions);
     let cells = campaign.run(jobs, interrupted)?;
     let html = args.out.join("report.html");
-    super::report::write(&cells, &html, "rtvirtio demo", &plan.reasons)?;
+    let vms = guests.as_ref().map(|(_, accelerator)| {
+        format!(
+            "VMs are QEMU guests under {}; scale factor s = {scale}: rates and the disk are {scale} \
+             times slower than written, targets as much longer.",
+            accelerator.name()
+        )
+    });
+    let notes: Vec<String> = vms.into_iter().chain(plan.reasons.iter().cloned()).collect();
+    super::report::write(&cells, &html, "rtvirtio demo", &notes)?;
     if args.json {
         input::print_json(&super::bench::verdicts(&cells))?;
     } else {
