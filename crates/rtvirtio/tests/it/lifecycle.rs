@@ -1,6 +1,7 @@
 //! Real knobs of a real loop device: plan, apply, verify, rollback, and what
 //! is left after Ctrl-C and kill −9.
 
+use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -15,7 +16,7 @@ const PROFILE: &str = include_str!("ref-4x250.json");
 struct Setup {
     directory: tempfile::TempDir,
     disk: Disk,
-    _groups: Groups,
+    groups: Groups,
 }
 
 impl Setup {
@@ -54,7 +55,7 @@ device = "data"
         );
         std::fs::write(directory.path().join("spec.toml"), text).unwrap();
         std::fs::write(directory.path().join("profile.json"), PROFILE).unwrap();
-        Self { directory, disk, _groups: groups }
+        Self { directory, disk, groups }
     }
 
     fn path(&self, name: &str) -> String {
@@ -117,6 +118,65 @@ fn unconfirmed_apply_reverts_by_itself() {
     std::thread::sleep(Duration::from_secs(4));
     assert_ne!(s.knobs(), before);
     s.expect(0, &["rollback"]);
+}
+
+/// A process in a cgroup, as a VM that runs and does nothing.
+struct Idler(std::process::Child);
+
+impl Idler {
+    fn start(group: &str) -> Self {
+        let child = Command::new("sleep").arg("600").spawn().unwrap();
+        let mount = rtvirtio_host::Host::new("/").cgroup_version().unwrap().mount().to_owned();
+        std::fs::write(mount.join(group).join("cgroup.procs"), child.id().to_string()).unwrap();
+        Self(child)
+    }
+}
+
+impl Drop for Idler {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+#[test]
+fn watch_plans_for_a_vm_that_comes_and_its_kill_is_rolled_back() {
+    let test = "watch_plans_for_a_vm_that_comes_and_its_kill_is_rolled_back";
+    let Some(_host) = can_run(test) else { return };
+    let s = Setup::new(10.0);
+    s.expect(2, &["plan", &s.path("spec.toml"), "-o", &s.path("plan.json")]);
+    let before = s.knobs();
+    let _plc = Idler::start(&s.groups.path("plc"));
+    let mut watch = Command::new(RTVIRTIO)
+        .args(["watch", &s.path("spec.toml"), "--control", "--json"])
+        .env("RTVIRTIO_STATE_DIR", s.path("state"))
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines();
+    // The next change; looks are a second apart.
+    let mut change = || loop {
+        let look = lines.next().unwrap().unwrap();
+        let look: serde_json::Value = serde_json::from_str(&look).unwrap();
+        if !look["change"].is_null() {
+            return look["change"].clone();
+        }
+    };
+    assert_eq!(change()["reason"], "start");
+    // Changes are 10 s apart.
+    std::thread::sleep(Duration::from_secs(10));
+    let backup = Idler::start(&s.groups.path("backup"));
+    let came = std::time::Instant::now();
+    let planned = change();
+    assert_eq!((&planned["reason"], &planned["unmet"]), (&"came: backup".into(), &0.into()));
+    assert!(planned["caps"]["backup"].as_u64().unwrap() > 1_000_000, "{planned}");
+    assert!(came.elapsed() < Duration::from_secs(5), "{:?}", came.elapsed());
+    watch.kill().unwrap();
+    watch.wait().unwrap();
+    assert_ne!(s.knobs(), before);
+    s.expect(0, &["rollback"]);
+    assert_eq!(s.knobs(), before);
+    drop(backup);
 }
 
 #[test]
