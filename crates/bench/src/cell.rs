@@ -30,7 +30,7 @@ const STATE: &str = "/run/rtvirtio/bench";
 /// Where fio's job files and logs lie while a cell runs.
 pub(crate) const FIO_FILES: &str = "/run/rtvirtio/bench/fio";
 /// Where guests have their sockets.
-const GUEST_FILES: &str = "/run/rtvirtio/bench/guests";
+pub(crate) const GUEST_FILES: &str = "/run/rtvirtio/bench/guests";
 
 /// A cell whose canary was later than this at its 99th percentile does not
 /// count: its tails may be the CPU's. Fixed before the first comparison.
@@ -52,11 +52,7 @@ impl Testbed {
     /// # Errors
     /// Without root, or while another testbed is in use.
     pub fn new(device: &Path, label: &str) -> Result<Self> {
-        let Some(lock) = lock_testbed()? else {
-            bail!("another rtvirtio benchmark or calibration is running on this host");
-        };
-        let host = Host::new("/").with_state_directory(STATE);
-        clean_up(&host).context("undo what a killed run left")?;
+        let (host, lock) = take_host()?;
         let mount = host.cgroup_version()?.mount().to_owned();
         let name = DeviceName::new("scratch")?;
         let device =
@@ -188,6 +184,16 @@ impl Testbed {
         };
         load.run(interrupted)
     }
+}
+
+/// Takes the host for a benchmark, as long as the lock is kept: cleans up after a killed run first.
+pub(crate) fn take_host() -> Result<(Host, File)> {
+    let Some(lock) = lock_testbed()? else {
+        bail!("another rtvirtio benchmark or calibration is running on this host");
+    };
+    let host = Host::new("/").with_state_directory(STATE);
+    clean_up(&host).context("undo what a killed run left")?;
+    Ok((host, lock))
 }
 
 /// Takes the lock that a testbed holds; `None` while another one does.

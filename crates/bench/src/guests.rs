@@ -21,11 +21,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use rtvirtio_cases::{IoPriority, Scale};
-use rtvirtio_host::qemu::{Agent, ExecStatus};
+use rtvirtio_host::qemu::{Agent, ExecStatus, Monitor};
 use rtvirtio_spec::specification::{Disk, Specification};
 use rtvirtio_units::{Bytes, DiskName, VmName};
 
 use crate::load::{Interrupted, wait};
+pub(crate) use process::Equipment;
 use process::Process;
 
 /// How long a boot may take: 3 s for one guest under TCG, and five share two cores.
@@ -84,7 +85,8 @@ impl Accelerator {
             return Ok(Self::Tcg);
         }
         let directory = tempfile::tempdir()?;
-        let guest = Process::start(image, Self::Kvm, directory.path(), "probe", &[], None)?;
+        let none = Equipment { vcpus: 1, disks: Vec::new() };
+        let guest = Process::start(image, Self::Kvm, directory.path(), "probe", &none, None)?;
         match guest.agent(Instant::now() + PROBE_BOOT, interrupted) {
             Ok(_) => Ok(Self::Kvm),
             Err(error) if error.is::<crate::InterruptedError>() => Err(error),
@@ -176,8 +178,9 @@ impl Guests {
             let name = vm.name.as_str();
             let procs = place.cgroup_mount.join(&vm.cgroup).join("cgroup.procs");
             let directory = place.directory;
+            let equipment = Equipment::slices(&slices, accelerator);
             let process =
-                Process::start(image, accelerator, directory, name, &slices, Some(&procs))?;
+                Process::start(image, accelerator, directory, name, &equipment, Some(&procs))?;
             started.push((vm.name.clone(), process, nodes));
         }
         let deadline = Instant::now() + BOOT;
@@ -220,6 +223,29 @@ pub fn with_own_disks(mut specification: Specification) -> Specification {
 }
 
 impl Guest {
+    /// Boots one guest, in this process's cgroup.
+    pub(crate) fn boot(
+        image: &GuestImage,
+        accelerator: Accelerator,
+        directory: &Path,
+        equipment: &Equipment,
+        interrupted: &Interrupted,
+    ) -> Result<Self> {
+        let process = Process::start(image, accelerator, directory, "guest", equipment, None)?;
+        let agent = process.agent(Instant::now() + BOOT, interrupted)?;
+        Ok(Self { agent: Mutex::new(agent), process, disks: BTreeMap::new() })
+    }
+
+    /// QEMU's process id.
+    pub(crate) fn process_id(&self) -> Result<u32> {
+        self.process.id()
+    }
+
+    /// QEMU's monitor.
+    pub(crate) fn monitor(&self) -> Result<Monitor> {
+        Ok(Monitor::connect(self.process.monitor_socket(), COMMAND)?)
+    }
+
     fn with_agent<T, E>(&self, f: impl FnOnce(&mut Agent) -> Result<T, E>) -> Result<T>
     where
         E: std::error::Error + Send + Sync + 'static,

@@ -5,6 +5,7 @@
 //! - [`load`]: one cell's load, by fio in cgroups or in guests.
 //! - [`cell`]: one case under one scheme: apply, load, judge.
 //! - [`calibrate`]: measures a device and fits the models: a profile.
+//! - [`iothreads`]: what a queue mapping costs and carries.
 //! - [`campaign`]: cells in random order, resumable, as JSONL.
 //! - [`report`]: one HTML file, and a table for a terminal.
 
@@ -13,6 +14,7 @@ pub mod campaign;
 pub mod cell;
 mod confine;
 pub mod guests;
+pub mod iothreads;
 pub mod load;
 pub mod progress;
 pub mod report;

@@ -28,47 +28,20 @@ pub(super) struct Slice<'a> {
     pub(super) size: u64,
 }
 
-/// A running QEMU; dropping it kills it.
-pub(super) struct Process {
-    child: Mutex<Child>,
-    name: String,
-    directory: PathBuf,
+/// What a guest has beside its agent.
+pub(crate) struct Equipment {
+    /// Virtual CPUs.
+    pub(crate) vcpus: u32,
+    /// QEMU's arguments for its disks.
+    pub(crate) disks: Vec<String>,
 }
 
-impl Process {
-    /// Starts a guest with one virtio-blk disk for each slice, in the cgroup of `procs`.
-    pub(super) fn start(
-        image: &GuestImage,
-        accelerator: Accelerator,
-        directory: &Path,
-        name: &str,
-        slices: &[Slice<'_>],
-        procs: Option<&Path>,
-    ) -> Result<Self> {
-        let file = |kind: &str| directory.join(format!("{name}.{kind}"));
-        let mut command = Command::new("qemu-system-x86_64");
-        command
-            .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
-            .args(["-name", &format!("guest={name},debug-threads=on")])
-            .args(["-machine", "q35", "-accel", accelerator.name(), "-smp", "1"])
-            .args(["-cpu", if accelerator == Accelerator::Kvm { "host" } else { "max" }])
-            .args(["-m", &MEMORY_MIB.to_string()])
-            .arg("-kernel")
-            .arg(&image.kernel)
-            .arg("-initrd")
-            .arg(&image.initramfs)
-            .args(["-append", COMMAND_LINE])
-            .arg("-serial")
-            .arg(format!("file:{}", file("console").display()))
-            .arg("-qmp")
-            .arg(format!("unix:{},server=on,wait=off", file("qmp").display()))
-            .arg("-chardev")
-            .arg(format!("socket,id=agent,path={},server=on,wait=off", file("agent").display()))
-            // Each port costs the main loop two descriptors to poll.
-            .args(["-device", "virtio-serial-pci,max_ports=2"])
-            .args(["-device", "virtserialport,chardev=agent,name=org.qemu.guest_agent.0"]);
+impl Equipment {
+    /// One vCPU, and a virtio-blk disk for each slice.
+    pub(super) fn slices(slices: &[Slice<'_>], accelerator: Accelerator) -> Self {
+        let mut disks = Vec::new();
         if accelerator == Accelerator::Kvm {
-            command.args(["-object", "iothread,id=io0"]);
+            disks.extend(["-object".to_owned(), "iothread,id=io0".to_owned()]);
         }
         for slice in slices {
             let node = format!("node-{}", slice.name);
@@ -89,8 +62,54 @@ impl Process {
                 // Under TCG an interrupt goes through the main loop: an IOThread is one more hop.
                 device["iothread"] = "io0".into();
             }
-            command.args(["-blockdev", &blockdev.to_string(), "-device", &device.to_string()]);
+            let arguments = ["-blockdev", &blockdev.to_string(), "-device", &device.to_string()];
+            disks.extend(arguments.map(str::to_owned));
         }
+        Self { vcpus: 1, disks }
+    }
+}
+
+/// A running QEMU; dropping it kills it.
+pub(super) struct Process {
+    child: Mutex<Child>,
+    name: String,
+    directory: PathBuf,
+}
+
+impl Process {
+    /// Starts a guest, in the cgroup of `procs`.
+    pub(super) fn start(
+        image: &GuestImage,
+        accelerator: Accelerator,
+        directory: &Path,
+        name: &str,
+        equipment: &Equipment,
+        procs: Option<&Path>,
+    ) -> Result<Self> {
+        let file = |kind: &str| directory.join(format!("{name}.{kind}"));
+        let mut command = Command::new("qemu-system-x86_64");
+        command
+            .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
+            .args(["-name", &format!("guest={name},debug-threads=on")])
+            .args(["-machine", "q35", "-accel", accelerator.name()])
+            .args(["-smp", &equipment.vcpus.to_string()])
+            .args(["-cpu", if accelerator == Accelerator::Kvm { "host" } else { "max" }])
+            .args(["-m", &MEMORY_MIB.to_string()])
+            .arg("-kernel")
+            .arg(&image.kernel)
+            .arg("-initrd")
+            .arg(&image.initramfs)
+            .args(["-append", COMMAND_LINE])
+            .arg("-serial")
+            .arg(format!("file:{}", file("console").display()))
+            .arg("-qmp")
+            .arg(format!("unix:{},server=on,wait=off", file("qmp").display()))
+            .arg("-chardev")
+            .arg(format!("socket,id=agent,path={},server=on,wait=off", file("agent").display()))
+            // Each port costs the main loop two descriptors to poll.
+            .args(["-device", "virtio-serial-pci,max_ports=2"])
+            .args(["-device", "virtserialport,chardev=agent,name=org.qemu.guest_agent.0"])
+            .args(&equipment.disks);
         let errors = File::create(file("err"))?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
         confine(&mut command, procs).with_context(|| format!("VM {name}"))?;
@@ -112,6 +131,10 @@ impl Process {
 
     pub(super) fn id(&self) -> Result<u32> {
         Ok(self.child.lock().map_err(|_| anyhow!("a lock is poisoned"))?.id())
+    }
+
+    pub(super) fn monitor_socket(&self) -> PathBuf {
+        self.directory.join(format!("{}.qmp", self.name))
     }
 
     pub(super) fn agent_socket(&self) -> PathBuf {
