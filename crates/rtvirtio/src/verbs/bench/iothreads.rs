@@ -3,14 +3,14 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use comfy_table::{CellAlignment, Table, presets};
 use rtvirtio_bench::guests::Accelerator;
 use rtvirtio_bench::iothreads::{Benchmark, Service, Spread, Summary, VCPUS, backend, summaries};
 use rtvirtio_bench::load::Interrupted;
 use serde_json::json;
 
-use crate::verbs::guests::{ImageArgs, VmKind};
+use crate::verbs::guests::ImageArgs;
 use crate::{Outcome, input};
 
 const GUEST_BOUND: &str = "guest-bound: TCG translates the vCPUs' instructions, which sets the \
@@ -41,11 +41,9 @@ pub(crate) struct Args {
 }
 
 pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
-    let path = args.out.join("result.json");
-    ensure!(!path.exists(), "{} is there already (use another --out)", path.display());
     std::fs::create_dir_all(&args.out).with_context(|| format!("create {}", args.out.display()))?;
-    let chosen = args.image.choose(VmKind::Qemu, interrupted)?;
-    let (image, accelerator) = chosen.context("this benchmark needs guests")?;
+    let found = args.image.find(interrupted);
+    let (image, accelerator) = found.context("this benchmark needs guests")?;
     let notes = notes(accelerator);
     notes.iter().for_each(|note| eprintln!("{note}"));
     let benchmark = Benchmark {
@@ -72,11 +70,12 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         "summary": summaries,
         "runs": runs,
     });
+    let path = args.out.join("result.json");
     input::write(&path, &serde_json::to_string_pretty(&result)?)?;
     if args.json {
         input::print_json(&result)?;
     } else {
-        print!("{}", describe(&summaries, &notes));
+        print!("{}", describe(&summaries, accelerator, &notes));
         println!("{}", path.display());
     }
     Ok(Outcome::Done)
@@ -99,12 +98,13 @@ fn notes(accelerator: Accelerator) -> Vec<String> {
 }
 
 /// A table, and what must be read beside it.
-fn describe(summaries: &[Summary], notes: &[String]) -> String {
+fn describe(summaries: &[Summary], accelerator: Accelerator, notes: &[String]) -> String {
+    let iops = if accelerator == Accelerator::Tcg { "IOPS, guest-bound" } else { "IOPS" };
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header([
         "depth",
         "served by",
-        "IOPS",
+        iops,
         "CPU",
         "IOThreads",
         "main loop",
@@ -152,7 +152,10 @@ mod tests {
         assert_eq!(labelled(&notes(Accelerator::Tcg)), [true, true]);
         assert_eq!(labelled(&notes(Accelerator::Kvm)), [false, false]);
         assert!(GUEST_BOUND.starts_with("guest-bound") && NO_KVM.contains("KVM lane"));
-        assert!(describe(&[], &notes(Accelerator::Tcg)).contains("guest-bound"));
+        let header =
+            |accelerator| describe(&[], accelerator, &[]).lines().next().map(str::to_owned);
+        assert!(header(Accelerator::Tcg).unwrap().contains("IOPS, guest-bound"));
+        assert!(!header(Accelerator::Kvm).unwrap().contains("guest-bound"));
     }
 
     #[test]
