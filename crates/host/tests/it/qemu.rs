@@ -91,7 +91,7 @@ fn real_qemu_is_found_and_controlled() {
     let mapped = [
         "-S",
         "-blockdev",
-        "null-co,node-name=null,size=1M,read-zeroes=on",
+        r#"{"driver":"null-co","node-name":"null","size":1048576,"read-zeroes":true}"#,
         "-device",
         r#"{"driver":"virtio-blk-pci","id":"d1","drive":"null","num-queues":2,"iothread-vq-mapping":[{"iothread":"io0","vqs":[0,1]}]}"#,
     ];
