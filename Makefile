@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup build guest demo test check fmt clippy doc deny fuzz \
-	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop \
+	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads \
 	bench-full bench-full-24 bench-full-raw
 
 # A fresh rustup is not yet on PATH.
@@ -98,6 +98,10 @@ bench-closed-loop: build guest ## A background VM starts while `watch --control`
 bench-planner: setup ## Time of a plan, 4 to 1,000 VMs
 	mkdir -p $(RESULTS)
 	cargo bench -p rtvirtio-planner --locked | tee $(RESULTS)/planner.txt
+
+bench-iothreads: build ## One guest with 4 queues: 1 IOThread against a mapping over 2 (root)
+	@scripts/guest $(GUEST)
+	$(RTVIRTIO) bench iothreads --guest-image $(GUEST) --out $(RESULTS)/iothreads
 
 TIER ?= strict
 NEIGHBOUR ?= writer

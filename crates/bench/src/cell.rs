@@ -52,11 +52,7 @@ impl Testbed {
     /// # Errors
     /// Without root, or while another testbed is in use.
     pub fn new(device: &Path, label: &str) -> Result<Self> {
-        let Some(lock) = lock_testbed()? else {
-            bail!("another rtvirtio benchmark or calibration is running on this host");
-        };
-        let host = Host::new("/").with_state_directory(STATE);
-        clean_up(&host).context("undo what a killed run left")?;
+        let (host, lock) = take_host()?;
         let mount = host.cgroup_version()?.mount().to_owned();
         let name = DeviceName::new("scratch")?;
         let device =
@@ -208,6 +204,16 @@ impl Testbed {
         };
         load.run(interrupted)
     }
+}
+
+/// Takes the host for a benchmark, as long as the lock is kept: cleans up after a killed run first.
+pub(crate) fn take_host() -> Result<(Host, File)> {
+    let Some(lock) = lock_testbed()? else {
+        bail!("another rtvirtio benchmark or calibration is running on this host");
+    };
+    let host = Host::new("/").with_state_directory(STATE);
+    clean_up(&host).context("undo what a killed run left")?;
+    Ok((host, lock))
 }
 
 /// Takes the lock that a testbed holds; `None` while another one does.

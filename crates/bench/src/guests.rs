@@ -22,14 +22,14 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use rtvirtio_cases::{IoPriority, Scale};
-use rtvirtio_host::qemu::{Agent, ExecStatus, Output};
+use rtvirtio_host::qemu::{Agent, ExecStatus, Monitor, Output};
 use rtvirtio_spec::specification::{Disk, Specification};
 use rtvirtio_units::{Bytes, DiskName, VmName};
 
 use crate::load::{Interrupted, wait};
 pub use archive::GuestFile;
-pub(crate) use process::Process;
-use process::{Slice, Start};
+use process::Slice;
+pub(crate) use process::{Process, Start};
 
 /// How long a boot may take: 3 s for one guest under TCG, and five share two cores.
 pub(crate) const BOOT: Duration = Duration::from_secs(90);
@@ -98,7 +98,7 @@ impl Accelerator {
             return Ok(Self::Tcg);
         }
         let directory = tempfile::tempdir()?;
-        let start = Start::without_disks(image, Self::Kvm, directory.path(), "probe");
+        let start = Start::new(image, Self::Kvm, directory.path(), "probe");
         let guest = Process::start(&start)?;
         match guest.agent(Instant::now() + PROBE_BOOT, interrupted) {
             Ok(_) => Ok(Self::Kvm),
@@ -214,15 +214,11 @@ impl Guests {
     pub(crate) fn start(&self, vm: &VmName) -> Result<(VmName, Process)> {
         let (cgroup, slices) = self.layout.get(vm).with_context(|| format!("no VM {vm}"))?;
         let procs = self.place.cgroup_mount.join(cgroup).join("cgroup.procs");
+        let (image, directory) = (&self.image, &self.place.directory);
         let start = Start {
-            image: &self.image,
-            accelerator: self.accelerator,
-            directory: &self.place.directory,
-            name: vm.as_str(),
-            device: &self.place.device,
-            slices,
             procs: Some(&procs),
-            arguments: &[],
+            arguments: process::disks(&self.place.device, slices, self.accelerator),
+            ..Start::new(image, self.accelerator, directory, vm.as_str())
         };
         Ok((vm.clone(), Process::start(&start)?))
     }
@@ -286,10 +282,26 @@ impl Guest {
         arguments: &[&str],
         interrupted: &Interrupted,
     ) -> Result<Self> {
-        let start = Start::without_disks(image, accelerator, directory, name);
-        let process = Process::start(&Start { arguments, ..start })?;
+        let arguments = arguments.iter().map(|&a| a.to_owned()).collect();
+        let start = Start { arguments, ..Start::new(image, accelerator, directory, name) };
+        Self::start(&start, interrupted)
+    }
+
+    /// Boots one guest.
+    pub(crate) fn start(start: &Start<'_>, interrupted: &Interrupted) -> Result<Self> {
+        let process = Process::start(start)?;
         let agent = process.agent(Instant::now() + BOOT, interrupted)?;
         Ok(Self { agent: Mutex::new(agent), process, disks: BTreeMap::new() })
+    }
+
+    /// QEMU's process id.
+    pub(crate) fn process_id(&self) -> Result<u32> {
+        self.process.id()
+    }
+
+    /// QEMU's monitor.
+    pub(crate) fn monitor(&self) -> Result<Monitor> {
+        Ok(Monitor::connect(self.process.monitor_socket(), COMMAND)?)
     }
 
     /// Runs a program to its end.

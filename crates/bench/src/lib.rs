@@ -5,6 +5,7 @@
 //! - [`load`]: one cell's load, by fio in cgroups or in guests.
 //! - [`cell`]: one case under one scheme: apply, load, judge.
 //! - [`calibrate`]: measures a device and fits the models: a profile.
+//! - [`iothreads`]: what a queue mapping costs and carries.
 //! - [`campaign`]: cells in random order, resumable, as JSONL.
 //! - [`closed_loop`]: `watch --control` on trial.
 //! - [`report`]: one HTML file, and a table for a terminal.
@@ -15,6 +16,7 @@ pub mod cell;
 pub mod closed_loop;
 mod confine;
 pub mod guests;
+pub mod iothreads;
 pub mod load;
 pub mod progress;
 pub mod report;

@@ -218,14 +218,14 @@ fn written_sectors(device: &Path) -> Result<u64> {
 }
 
 /// CPU time so far, in ticks of 1/100 s (`/proc/stat`).
-struct MachineSample {
+pub(crate) struct MachineSample {
     at: Instant,
     busy: u64,
     steal: u64,
 }
 
 impl MachineSample {
-    fn now() -> Result<Self> {
+    pub(crate) fn now() -> Result<Self> {
         let text = std::fs::read_to_string("/proc/stat")?;
         let first = text.lines().next().unwrap_or_default();
         let t: Vec<u64> = first.split_whitespace().skip(1).filter_map(|f| f.parse().ok()).collect();
@@ -234,7 +234,7 @@ impl MachineSample {
         Ok(Self { at: Instant::now(), busy: t[0] + t[1] + t[2] + t[5] + t[6], steal: t[7] })
     }
 
-    fn since(self) -> Result<Machine> {
+    pub(crate) fn since(self) -> Result<Machine> {
         let now = Self::now()?;
         let seconds = (now.at - self.at).as_secs_f64();
         let cores = |ticks: u64| ticks as f64 / 100.0 / seconds;

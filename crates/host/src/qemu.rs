@@ -27,6 +27,6 @@ pub use agent::{Agent, ExecStatus, GuestDisk, Output};
 pub use discover::{QemuDisk, QemuProcess};
 pub use error::{Address, Fault, QemuError};
 pub use monitor::{
-    Block, Histogram, IoThread, LatencyHistograms, Monitor, Status, Throttle, Version,
+    Block, Histogram, IoThread, LatencyHistograms, MappedQueues, Monitor, Status, Throttle, Version,
 };
 pub use peer::LARGEST_MESSAGE;

@@ -57,7 +57,7 @@ enum Verb {
     /// Show each task's tail as it happens; --control keeps targets met
     Watch(verbs::watch::Args),
     /// Run schemes × cases on a scratch disk; resumable
-    Bench(verbs::bench::Args),
+    Bench(Box<verbs::bench::Args>),
     /// Draw a benchmark's results: one HTML file, and a table
     Report(verbs::report::Args),
     /// The main job on a scratch disk: baselines and rtvirtio side by side

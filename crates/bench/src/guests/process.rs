@@ -30,33 +30,67 @@ pub(super) struct Slice {
 }
 
 /// What a guest starts with.
-pub(super) struct Start<'a> {
-    pub(super) image: &'a GuestImage,
-    pub(super) accelerator: Accelerator,
+#[derive(Clone)]
+pub(crate) struct Start<'a> {
+    pub(crate) image: &'a GuestImage,
+    pub(crate) accelerator: Accelerator,
     /// Where its sockets and logs go.
-    pub(super) directory: &'a Path,
-    pub(super) name: &'a str,
-    /// What its disks are slices of.
-    pub(super) device: &'a Path,
-    /// One virtio-blk disk for each.
-    pub(super) slices: &'a [Slice],
-    /// The `cgroup.procs` to enter.
-    pub(super) procs: Option<&'a Path>,
-    /// What QEMU gets beside its own.
-    pub(super) arguments: &'a [&'a str],
+    pub(crate) directory: &'a Path,
+    pub(crate) name: &'a str,
+    /// Virtual CPUs.
+    pub(crate) vcpus: u32,
+    /// The `cgroup.procs` to enter; none: its starter's.
+    pub(crate) procs: Option<&'a Path>,
+    /// What QEMU gets beside its own, such as disks.
+    pub(crate) arguments: Vec<String>,
 }
 
 impl<'a> Start<'a> {
-    /// A guest without disks of ours, in the cgroup of its starter.
-    pub(super) fn without_disks(
+    /// One vCPU and no disk.
+    pub(crate) fn new(
         image: &'a GuestImage,
         accelerator: Accelerator,
         directory: &'a Path,
         name: &'a str,
     ) -> Self {
-        let (device, slices, procs, arguments) = (Path::new("/dev/null"), &[], None, &[]);
-        Self { image, accelerator, directory, name, device, slices, procs, arguments }
+        let (vcpus, procs, arguments) = (1, None, Vec::new());
+        Self { image, accelerator, directory, name, vcpus, procs, arguments }
     }
+}
+
+/// QEMU's arguments for a virtio-blk disk for each slice of `node_under_test`.
+pub(super) fn disks(
+    node_under_test: &Path,
+    slices: &[Slice],
+    accelerator: Accelerator,
+) -> Vec<String> {
+    let mut disks = Vec::new();
+    if accelerator == Accelerator::Kvm {
+        disks.extend(["-object".to_owned(), "iothread,id=io0".to_owned()]);
+    }
+    for slice in slices {
+        let node = format!("node-{}", slice.disk);
+        let blockdev = json!({
+            "driver": "raw", "node-name": node, "offset": slice.offset, "size": slice.size,
+            "cache": {"direct": true},
+            "file": {
+                "driver": "host_device", "filename": node_under_test, "aio": "native",
+                // The guests share the device, each within its slice.
+                "locking": "off", "cache": {"direct": true},
+            },
+        });
+        let mut device = json!({
+            "driver": "virtio-blk-pci", "id": slice.disk, "drive": node,
+            "num-queues": 1, "share-rw": true,
+        });
+        if accelerator == Accelerator::Kvm {
+            // Under TCG an interrupt goes through the main loop: an IOThread is one more hop.
+            device["iothread"] = "io0".into();
+        }
+        let arguments = ["-blockdev", &blockdev.to_string(), "-device", &device.to_string()];
+        disks.extend(arguments.map(str::to_owned));
+    }
+    disks
 }
 
 /// A running QEMU; dropping it kills it.
@@ -69,13 +103,14 @@ pub(crate) struct Process {
 impl Process {
     /// Starts a guest.
     pub(super) fn start(start: &Start<'_>) -> Result<Self> {
-        let Start { image, accelerator, directory, name, .. } = *start;
+        let Start { image, accelerator, directory, name, procs, .. } = *start;
         let file = |kind: &str| directory.join(format!("{name}.{kind}"));
         let mut command = Command::new("qemu-system-x86_64");
         command
             .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
             .args(["-name", &format!("guest={name},debug-threads=on")])
-            .args(["-machine", "q35", "-accel", accelerator.name(), "-smp", "1"])
+            .args(["-machine", "q35", "-accel", accelerator.name()])
+            .args(["-smp", &start.vcpus.to_string()])
             .args(["-cpu", if accelerator == Accelerator::Kvm { "host" } else { "max" }])
             .args(["-m", &MEMORY_MIB.to_string()])
             .arg("-kernel")
@@ -91,35 +126,11 @@ impl Process {
             .arg(format!("socket,id=agent,path={},server=on,wait=off", file("agent").display()))
             // Each port costs the main loop two descriptors to poll.
             .args(["-device", "virtio-serial-pci,max_ports=2"])
-            .args(["-device", "virtserialport,chardev=agent,name=org.qemu.guest_agent.0"]);
-        if accelerator == Accelerator::Kvm {
-            command.args(["-object", "iothread,id=io0"]);
-        }
-        for slice in start.slices {
-            let node = format!("node-{}", slice.disk);
-            let blockdev = json!({
-                "driver": "raw", "node-name": node, "offset": slice.offset, "size": slice.size,
-                "cache": {"direct": true},
-                "file": {
-                    "driver": "host_device", "filename": start.device, "aio": "native",
-                    // The guests share the device, each within its slice.
-                    "locking": "off", "cache": {"direct": true},
-                },
-            });
-            let mut device = json!({
-                "driver": "virtio-blk-pci", "id": slice.disk, "drive": node,
-                "num-queues": 1, "share-rw": true,
-            });
-            if accelerator == Accelerator::Kvm {
-                // Under TCG an interrupt goes through the main loop: an IOThread is one more hop.
-                device["iothread"] = "io0".into();
-            }
-            command.args(["-blockdev", &blockdev.to_string(), "-device", &device.to_string()]);
-        }
-        command.args(start.arguments);
+            .args(["-device", "virtserialport,chardev=agent,name=org.qemu.guest_agent.0"])
+            .args(&start.arguments);
         let errors = File::create(file("err"))?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
-        confine(&mut command, start.procs).with_context(|| format!("VM {name}"))?;
+        confine(&mut command, procs).with_context(|| format!("VM {name}"))?;
         let child = command.spawn().map_err(|e| {
             let missing = e.kind() == io::ErrorKind::NotFound;
             let hint = if missing { " (install it: apt-get install qemu-system-x86)" } else { "" };
@@ -138,6 +149,10 @@ impl Process {
 
     pub(super) fn id(&self) -> Result<u32> {
         Ok(self.child.lock().map_err(|_| anyhow!("a lock is poisoned"))?.id())
+    }
+
+    pub(super) fn monitor_socket(&self) -> PathBuf {
+        self.directory.join(format!("{}.qmp", self.name))
     }
 
     pub(super) fn agent_socket(&self) -> PathBuf {

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use qapi::qmp::{
     block_latency_histogram_set, qmp_capabilities, qom_get, qom_set, query_block, query_blockstats,
-    query_iothreads, query_status, query_version,
+    query_cpus_fast, query_iothreads, query_status, query_version,
 };
 use qapi::{Command, Empty};
 use rtvirtio_units::{BytesPerSecond, Nanos};
@@ -75,6 +75,16 @@ pub struct IoThread {
     pub poll_grow: u64,
     /// By what divisor polling shrinks; 0 is QEMU's default.
     pub poll_shrink: u64,
+}
+
+/// The virtqueues of a disk that one IOThread serves.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct MappedQueues {
+    /// The IOThread's id.
+    pub iothread: String,
+    /// The queues, as they were given; empty: QEMU chose.
+    #[serde(default)]
+    pub vqs: Vec<u16>,
 }
 
 /// Limits that QEMU itself holds a disk to; `None` is no limit.
@@ -257,6 +267,33 @@ impl Monitor {
         self.ask(&query_iothreads {}, Deadline::after(timeout))
     }
 
+    /// Thread ids on the host of the virtual CPUs.
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub fn vcpu_threads(&mut self, timeout: Duration) -> Result<Vec<u32>, QemuError> {
+        #[derive(Deserialize)]
+        #[serde(rename_all = "kebab-case")]
+        struct Reply {
+            thread_id: u32,
+        }
+        let reply: Vec<Reply> = self.ask(&query_cpus_fast {}, Deadline::after(timeout))?;
+        Ok(reply.into_iter().map(|r| r.thread_id).collect())
+    }
+
+    /// The `iothread-vq-mapping` of the virtio-blk disk at `qom_path`; empty without one.
+    ///
+    /// # Errors
+    /// As [`Self::execute`]; QEMU before 9.0 refuses.
+    pub fn queue_mapping(
+        &mut self,
+        qom_path: &str,
+        timeout: Duration,
+    ) -> Result<Vec<MappedQueues>, QemuError> {
+        let property = "iothread-vq-mapping".to_owned();
+        self.ask(&qom_get { path: qom_path.to_owned(), property }, Deadline::after(timeout))
+    }
+
     /// Sets the longest that an IOThread polls, at once and while the guest runs.
     ///
     /// # Errors
@@ -317,17 +354,7 @@ impl Monitor {
         qom_path: &str,
         timeout: Duration,
     ) -> Result<LatencyHistograms, QemuError> {
-        #[derive(Deserialize)]
-        struct Reply {
-            qdev: Option<String>,
-            stats: LatencyHistograms,
-        }
-        let query = query_blockstats { query_nodes: Some(false) };
-        let reply: Vec<Reply> = self.ask(&query, Deadline::after(timeout))?;
-        let device = reply.into_iter().find(|r| r.qdev.as_deref() == Some(qom_path));
-        let Some(Reply { stats, .. }) = device else {
-            return Err(self.error::<query_blockstats>(no_device(qom_path)));
-        };
+        let stats: LatencyHistograms = self.statistics(qom_path, timeout)?;
         let all = [&stats.read, &stats.write, &stats.flush];
         if let Some(odd) = all.into_iter().flatten().find(|h| !h.is_whole()) {
             let (found, expected) = (format!("{odd:?}"), "a histogram");
@@ -335,6 +362,38 @@ impl Monitor {
             return Err(self.error::<query_blockstats>(Fault::Unexpected { found, expected }));
         }
         Ok(stats)
+    }
+
+    /// Reads that the device at `qom_path` has completed.
+    ///
+    /// # Errors
+    /// As [`Self::execute`]; [`Fault::Unexpected`] if there is no such device.
+    pub fn reads_completed(&mut self, qom_path: &str, timeout: Duration) -> Result<u64, QemuError> {
+        #[derive(Deserialize)]
+        struct Reads {
+            rd_operations: u64,
+        }
+        self.statistics(qom_path, timeout).map(|r: Reads| r.rd_operations)
+    }
+
+    /// What QEMU counts of the device at `qom_path`.
+    fn statistics<T: DeserializeOwned>(
+        &mut self,
+        qom_path: &str,
+        timeout: Duration,
+    ) -> Result<T, QemuError> {
+        #[derive(Deserialize)]
+        struct Reply<T> {
+            qdev: Option<String>,
+            stats: T,
+        }
+        let query = query_blockstats { query_nodes: Some(false) };
+        let reply: Vec<Reply<T>> = self.ask(&query, Deadline::after(timeout))?;
+        let device = reply.into_iter().find(|r| r.qdev.as_deref() == Some(qom_path));
+        match device {
+            Some(Reply { stats, .. }) => Ok(stats),
+            None => Err(self.error::<query_blockstats>(no_device(qom_path))),
+        }
     }
 
     /// Limits the device at `qom_path`.

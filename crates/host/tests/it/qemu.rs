@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rtvirtio_host::Host;
-use rtvirtio_host::qemu::{Agent, Fault, Monitor, QemuError, QemuProcess, Throttle};
+use rtvirtio_host::qemu::{Agent, Fault, MappedQueues, Monitor, QemuError, QemuProcess, Throttle};
 use rtvirtio_units::{BytesPerSecond, Nanos};
 use tempfile::TempDir;
 
@@ -88,7 +88,14 @@ fn is_late<T>(result: Result<T, QemuError>) -> bool {
 
 #[test]
 fn real_qemu_is_found_and_controlled() {
-    let Some(qemu) = Qemu::start("real_qemu_is_found_and_controlled", &["-S"]) else { return };
+    let mapped = [
+        "-S",
+        "-blockdev",
+        r#"{"driver":"null-co","node-name":"null","size":1048576,"read-zeroes":true}"#,
+        "-device",
+        r#"{"driver":"virtio-blk-pci","id":"d1","drive":"null","num-queues":2,"iothread-vq-mapping":[{"iothread":"io0","vqs":[0,1]}]}"#,
+    ];
+    let Some(qemu) = Qemu::start("real_qemu_is_found_and_controlled", &mapped) else { return };
     let mut monitor = qemu.monitor();
     let found = Host::new("/").qemu_processes().unwrap();
     let process: &QemuProcess = found.iter().find(|p| p.pid == qemu.child.id()).unwrap();
@@ -105,12 +112,21 @@ fn real_qemu_is_found_and_controlled() {
     assert_eq!((iothread.id.as_str(), iothread.poll_max), ("io0", Nanos::new(12_345)));
     let task = format!("/proc/{}/task/{}", process.pid, iothread.thread_id);
     assert!(Path::new(&task).exists());
+    let vcpus = monitor.vcpu_threads(ENOUGH).unwrap();
+    assert_eq!(vcpus.len(), 1);
+    assert!(Path::new(&format!("/proc/{}/task/{}", process.pid, vcpus[0])).exists());
     let missing = monitor.set_poll_max("io1", Nanos::ZERO, ENOUGH).unwrap_err();
     assert!(matches!(missing.fault, Fault::Refused { .. }), "{missing}");
 
     let block = monitor.blocks(ENOUGH).unwrap().remove(0);
     assert_eq!((block.qom_path.as_deref(), block.node.as_deref()), (Some(DISK), Some("root")));
     assert_eq!(block.file.as_deref(), qemu.file("disk").to_str());
+    let mapping = MappedQueues { iothread: "io0".to_owned(), vqs: vec![0, 1] };
+    let mapped = "/machine/peripheral/d1/virtio-backend";
+    assert_eq!(monitor.queue_mapping(mapped, ENOUGH).unwrap(), [mapping]);
+    assert_eq!(monitor.queue_mapping(DISK, ENOUGH).unwrap(), []);
+    assert_eq!(monitor.reads_completed(DISK, ENOUGH).unwrap(), 0);
+    assert!(monitor.reads_completed("/machine", ENOUGH).is_err());
     let throttle =
         Throttle { bandwidth: Some(BytesPerSecond::from_megabytes(10)), iops: Some(500) };
     monitor.set_throttle(DISK, throttle, ENOUGH).unwrap();

@@ -1,6 +1,7 @@
 //! `rtvirtio bench`.
 
 mod closed_loop;
+mod iothreads;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -29,9 +30,14 @@ pub(crate) const DISK: Bytes = Bytes::new(2 << 30);
 
 /// Arguments of `bench`.
 #[derive(clap::Args)]
-#[command(after_help = "Results go to OUT as JSON lines (cells.jsonl) with the profile they were \
-    planned with; the same OUT continues where it was. Every write goes to a scratch disk.")]
+#[command(
+    args_conflicts_with_subcommands = true,
+    after_help = "Results go to OUT as JSON lines (cells.jsonl) with the profile they were \
+    planned with; the same OUT continues where it was. Every write goes to a scratch disk."
+)]
 pub(crate) struct Args {
+    #[command(subcommand)]
+    other: Option<Other>,
     /// Cases: strict8, all, or a list such as 1xL,4xL+M+H
     #[arg(long, default_value = "strict8")]
     cases: String,
@@ -87,7 +93,17 @@ pub(crate) struct Args {
     json: bool,
 }
 
+/// Benchmarks of something else than schemes.
+#[derive(clap::Subcommand)]
+enum Other {
+    /// One guest with 4 queues: main loop, 1 IOThread and a mapping over 2, CPU per I/O and IOPS
+    Iothreads(iothreads::Args),
+}
+
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
+    if let Some(Other::Iothreads(args)) = &args.other {
+        return iothreads::run(args, interrupted);
+    }
     let cases = cases(&args.cases)?;
     let specification = args.spec.as_deref().map(input::specification).transpose()?;
     std::fs::create_dir_all(&args.out).with_context(|| format!("create {}", args.out.display()))?;

@@ -26,21 +26,23 @@ pub(crate) struct ImageArgs {
 }
 
 impl ImageArgs {
+    /// The image and what runs it.
+    pub(crate) fn find(&self, interrupted: &Interrupted) -> Result<(GuestImage, Accelerator)> {
+        let image = GuestImage::find(&self.guest_image)?;
+        let accelerator = Accelerator::probe(&image, interrupted)?;
+        Ok((image, accelerator))
+    }
+
     /// The image and what runs it; `None` for cgroups.
     pub(crate) fn choose(
         &self,
         kind: VmKind,
         interrupted: &Interrupted,
     ) -> Result<Option<(GuestImage, Accelerator)>> {
-        let found = || -> Result<_> {
-            let image = GuestImage::find(&self.guest_image)?;
-            let accelerator = Accelerator::probe(&image, interrupted)?;
-            Ok((image, accelerator))
-        };
-        let (image, accelerator) = match (kind, found) {
-            (VmKind::Cgroup, _) => return Ok(None),
-            (VmKind::Qemu, found) => found().context("guests cannot run here")?,
-            (VmKind::Auto, found) => match found() {
+        let (image, accelerator) = match kind {
+            VmKind::Cgroup => return Ok(None),
+            VmKind::Qemu => self.find(interrupted).context("guests cannot run here")?,
+            VmKind::Auto => match self.find(interrupted) {
                 Ok(found) => found,
                 Err(error) if error.is::<rtvirtio_bench::InterruptedError>() => return Err(error),
                 Err(error) => {

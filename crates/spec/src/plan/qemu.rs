@@ -25,9 +25,15 @@ pub fn name(thread: IoThreadId) -> String {
     format!("iothread{thread}")
 }
 
-/// The value of QEMU's `-object` for an IOThread.
+/// QEMU's arguments for a VM's IOThreads and disks, an option and its value each.
 #[must_use]
-pub fn object(thread: IoThreadId) -> String {
+pub fn arguments(vm: &VmIoThreads) -> Vec<(&'static str, String)> {
+    let objects = vm.threads.iter().map(|t| ("-object", object(t.id)));
+    objects.chain(vm.disks.iter().map(|d| ("-device", device(d)))).collect()
+}
+
+/// The value of QEMU's `-object` for an IOThread.
+fn object(thread: IoThreadId) -> String {
     format!("iothread,id={}", name(thread))
 }
 
@@ -36,8 +42,7 @@ pub fn object(thread: IoThreadId) -> String {
 ///
 /// # Panics
 /// Never: names and numbers are JSON.
-#[must_use]
-pub fn device(disk: &DiskIoThreads) -> String {
+fn device(disk: &DiskIoThreads) -> String {
     let mapping = disk.by_thread().into_iter();
     let device = Device {
         driver: "virtio-blk-pci",

@@ -37,11 +37,9 @@ pub(super) fn start_with(iothreads: &IoThreads) -> String {
     for vm in &iothreads.vms {
         let name = &vm.vm;
         text += &format!("\n{name}: QEMU 9.0 or later; `drive` is the disk's -blockdev\n");
-        for thread in &vm.threads {
-            text += &format!("  -object {}\n", qemu::object(thread.id));
-        }
-        for disk in &vm.disks {
-            text += &format!("  -device '{}'\n", qemu::device(disk));
+        for (option, value) in qemu::arguments(vm) {
+            let quote = if value.starts_with('{') { "'" } else { "" };
+            text += &format!("  {option} {quote}{value}{quote}\n");
         }
         for (id, cpu) in vm.threads.iter().filter_map(|t| Some((t.id, t.cpu?))) {
             let thread = qemu::name(id);
