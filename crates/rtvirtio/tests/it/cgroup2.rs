@@ -94,7 +94,10 @@ fn cgroup2_in_a_guest_is_applied_verified_restored_and_acts() {
     machine.expect(0, "echo mq-deadline >/sys/block/vda/queue/scheduler");
     machine.expect(0, "echo 99 >/sys/block/vda/queue/iosched/read_expire");
     io_is_to_be_enabled(&machine);
-    machine.expect(0, "cd /sys/fs/cgroup && echo +io | tee machine/cgroup.subtree_control");
+    machine.expect(
+        0,
+        "cd /sys/fs/cgroup && for d in . machine; do echo +io >$d/cgroup.subtree_control; done",
+    );
     doctor_sees_v2(&machine);
     let plan = plan_is_applied_and_rolled_back(&machine);
     killed_apply_is_rolled_back(&machine);
@@ -162,21 +165,26 @@ fn io_is_to_be_enabled(machine: &Machine) {
     let complaint = machine.expect(1, "rtvirtio plan /tmp/spec.toml");
     assert!(complaint.contains("machine/backup/io.max"), "{complaint}");
     assert!(complaint.contains("hint: ") && complaint.contains("+io"), "{complaint}");
+    assert_eq!(doctor(machine)["limits"], "degraded: io is not enabled below /sys/fs/cgroup");
+}
+
+/// What doctor found: status and detail by name.
+fn doctor(machine: &Machine) -> BTreeMap<String, String> {
+    let json = machine.expect(0, "rtvirtio doctor --json");
+    let findings: Vec<Value> = serde_json::from_str(&json).unwrap();
+    let text = |finding: &Value, key: &str| finding[key].as_str().unwrap().to_owned();
+    let finding =
+        |f: &Value| (text(f, "name"), format!("{}: {}", text(f, "status"), text(f, "detail")));
+    findings.iter().map(finding).collect()
 }
 
 fn doctor_sees_v2(machine: &Machine) {
-    let findings: Value =
-        serde_json::from_str(&machine.expect(0, "rtvirtio doctor --json")).unwrap();
-    let finding = |name: &str| {
-        let all = findings.as_array().unwrap();
-        let found = all.iter().find(|f| f["name"] == name).unwrap();
-        (found["status"].as_str().unwrap(), found["detail"].as_str().unwrap())
-    };
-    assert_eq!(finding("cgroup"), ("ok", "v2 io at /sys/fs/cgroup"));
-    assert_eq!(finding("limits"), ("ok", "io.max"));
-    assert_eq!(finding("io.cost"), ("ok", "/sys/fs/cgroup/io.cost.qos"));
+    let found = doctor(machine);
+    assert_eq!(found["cgroup"], "ok: v2 io at /sys/fs/cgroup");
+    assert_eq!(found["limits"], "ok: io.max");
+    assert_eq!(found["io.cost"], "ok: /sys/fs/cgroup/io.cost.qos");
     for scheduler in ["bfq", "kyber", "mq-deadline"] {
-        assert_eq!(finding(scheduler), ("ok", "offered by a block device"));
+        assert_eq!(found[scheduler], "ok: offered by a block device");
     }
 }
 
