@@ -14,7 +14,7 @@ use cargo_metadata::Message;
 use rtvirtio_bench::guests::GuestFile;
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::settings::{Bfq, DeviceSettings, Limits, Scheduler, VmSettings, diff};
-use rtvirtio_units::{VmName, Weight};
+use rtvirtio_units::{BytesPerSecond, VmName, Weight};
 use serde_json::Value;
 
 use crate::in_guest::{Machine, image, program};
@@ -92,7 +92,7 @@ fn cgroup2_in_a_guest_is_applied_verified_restored_and_acts() {
     host_tests_pass(&machine);
     machine.expect(0, "mkdir -p /sys/fs/cgroup/machine/plc /sys/fs/cgroup/machine/backup");
     machine.expect(0, "echo mq-deadline >/sys/block/vda/queue/scheduler");
-    machine.expect(0, "echo 99 >/sys/block/vda/queue/iosched/read_expire");
+    machine.expect(0, "echo 96 >/sys/block/vda/queue/iosched/read_expire");
     io_is_to_be_enabled(&machine);
     machine.expect(
         0,
@@ -188,50 +188,52 @@ fn doctor_sees_v2(machine: &Machine) {
     }
 }
 
-/// `MAJOR:MINOR` of the disk.
-fn number(machine: &Machine) -> String {
-    machine.expect(0, "cat /sys/block/vda/dev").trim().to_owned()
+/// The kernel's own files against the plan, in its formats (cgroup-v2.rst, bfq-iosched.rst).
+fn files_hold(machine: &Machine, plan: &Plan) {
+    let number = machine.expect(0, "cat /sys/block/vda/dev").trim().to_owned();
+    let knobs = machine.expect(0, KNOBS);
+    let line = |l: &str| l.split_once(':').map(|(k, v)| (k.to_owned(), v.trim().to_owned()));
+    let lines: BTreeMap<String, String> = knobs.lines().filter_map(line).collect();
+    let device = plan.settings.0.values().next().unwrap();
+    let selected = format!("[{}]", device.scheduler.name());
+    assert!(lines["scheduler"].contains(&selected), "{selected}: {knobs}");
+    let is_bfq = if let Scheduler::Bfq(bfq) = device.scheduler {
+        assert_eq!(lines["iosched/slice_idle_us"], bfq.slice_idle_us.to_string());
+        assert_eq!(lines["iosched/timeout_sync"], bfq.timeout_sync_ms.to_string());
+        true
+    } else {
+        false
+    };
+    for (vm, settings) in &device.vms {
+        let file = |name: &str| &lines[&format!("/sys/fs/cgroup/machine/{vm}/{name}")];
+        if is_bfq {
+            let expected = format!("default 100 {number} {}", settings.weight.get());
+            assert_eq!(*file("io.bfq.weight"), expected);
+        }
+        let text = |limit: Option<u64>| limit.map_or("max".to_owned(), |l| l.to_string());
+        let Limits { read_bps, write_bps, read_iops, write_iops } = settings.limits;
+        let expected = format!(
+            "{number} rbps={} wbps={} riops={} wiops={}",
+            text(read_bps.map(|r| r.get())),
+            text(write_bps.map(|r| r.get())),
+            text(read_iops),
+            text(write_iops)
+        );
+        let is_free = settings.limits == Limits::default();
+        assert_eq!(*file("io.max"), if is_free { "" } else { &expected });
+    }
 }
 
 fn plan_is_applied_and_rolled_back(machine: &Machine) -> Plan {
     let before = machine.expect(0, KNOBS);
-    assert!(before.contains("[mq-deadline]") && before.contains("read_expire: 99"), "{before}");
+    assert!(before.contains("[mq-deadline]") && before.contains("read_expire: 96"), "{before}");
     machine.expect(2, "rtvirtio plan /tmp/spec.toml -o /tmp/plan.json");
     let plan: Plan = serde_json::from_str(&machine.expect(0, "cat /tmp/plan.json")).unwrap();
     assert_eq!(machine.expect(0, KNOBS), before, "a plan changes nothing");
     machine.expect(0, "rtvirtio apply /tmp/plan.json");
     machine.expect(0, "rtvirtio verify /tmp/plan.json");
 
-    // The kernel's own files against the plan.
-    let knobs = machine.expect(0, KNOBS);
-    let lines: BTreeMap<&str, &str> = knobs.lines().filter_map(|l| l.split_once(": ")).collect();
-    let device = plan.settings.0.values().next().unwrap();
-    let Scheduler::Bfq(bfq) = device.scheduler else { panic!("{:?}", device.scheduler) };
-    assert!(lines["scheduler"].contains("[bfq]"), "{knobs}");
-    assert_eq!(lines["iosched/slice_idle_us"], bfq.slice_idle_us.to_string());
-    assert_eq!(lines["iosched/timeout_sync"], bfq.timeout_sync_ms.to_string());
-    let number = number(machine);
-    for (vm, settings) in &device.vms {
-        let file = |name: &str| lines[&*format!("/sys/fs/cgroup/machine/{vm}/{name}")];
-        let weight = settings.weight.get();
-        let line = format!("default 100 {number} {weight}");
-        let expected = if weight == 100 { "default 100" } else { &line };
-        assert_eq!(file("io.bfq.weight"), expected);
-        let limits = settings.limits;
-        let rate = |r: Option<rtvirtio_units::BytesPerSecond>| {
-            r.map_or("max".to_owned(), |r| r.get().to_string())
-        };
-        let expected = if limits == Limits::default() {
-            String::new()
-        } else {
-            let (read, write) = (rate(limits.read_bps), rate(limits.write_bps));
-            format!("{number} rbps={read} wbps={write} riops=max wiops=max")
-        };
-        assert_eq!(file("io.max"), expected);
-    }
-    // The background VM is capped.
-    assert!(knobs.contains(" wbps="), "{knobs}");
-
+    files_hold(machine, &plan);
     machine.expect(0, "rtvirtio rollback");
     assert_eq!(machine.expect(0, KNOBS), before);
     machine.expect(2, "rtvirtio verify /tmp/plan.json");
@@ -258,16 +260,21 @@ fn limits_and_weights_act(machine: &Machine, mut plan: Plan) {
     let device = plan.devices[0].name.clone();
     let mut apply = |vms: [(u32, Option<u32>); 2]| {
         let vms = ["plc", "backup"].into_iter().zip(vms).map(|(name, (weight, read_iops))| {
-            let limits = Limits { read_iops: read_iops.map(u64::from), ..Limits::default() };
+            // A limit on writes beside it shares its line.
+            let write_bps = read_iops.map(|_| BytesPerSecond::from_megabytes(10));
+            let read_iops = read_iops.map(u64::from);
+            let limits = Limits { read_iops, write_bps, ..Limits::default() };
             let weight = Weight::new(weight).unwrap();
             (VmName::new(name).unwrap(), VmSettings { weight, limits })
         });
-        let settings =
-            DeviceSettings { scheduler: Scheduler::Bfq(Bfq::DEFAULT), vms: vms.collect() };
+        // bfq-iosched.rst: low_latency off where weights count.
+        let bfq = Bfq { low_latency: false, ..Bfq::DEFAULT };
+        let settings = DeviceSettings { scheduler: Scheduler::Bfq(bfq), vms: vms.collect() };
         plan.settings.0.insert(device.clone(), settings);
         plan.changes = diff(&plan.observed, &plan.settings.knobs());
         machine.write("/tmp/hand.json", &serde_json::to_string(&plan).unwrap());
         machine.expect(0, "rtvirtio apply /tmp/hand.json");
+        files_hold(machine, &plan);
     };
 
     apply([(100, None), (100, Some(CAP_IOPS))]);
@@ -294,7 +301,7 @@ fn readers(machine: &Machine, vms: &[&str]) -> Vec<f64> {
         "cd /tmp
         reader() {{
             echo 0 >/sys/fs/cgroup/machine/$1/cgroup.procs
-            exec fio --name=$1 --filename=/dev/vda --direct=1 --ioengine=libaio --iodepth=16 \
+            exec fio --name=$1 --filename=/dev/vda --direct=1 --ioengine=libaio --iodepth=8 \
                 --rw=randread --bs=4k --time_based --runtime=4 --ramp_time=1 --thread \
                 --output-format=json --output=$1.json
         }}
