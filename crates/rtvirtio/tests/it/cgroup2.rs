@@ -295,25 +295,39 @@ fn limits_and_weights_act(machine: &Machine, mut plan: Plan) {
     assert_eq!(machine.expect(0, KNOBS), before);
 }
 
-/// Random reads a second of a saturating fio in each cgroup, all at once.
+/// Random reads a second of a saturating fio in each cgroup, by io.stat, while all of them read.
 fn readers(machine: &Machine, vms: &[&str]) -> Vec<f64> {
     let script = format!(
-        "cd /tmp
-        reader() {{
-            echo 0 >/sys/fs/cgroup/machine/$1/cgroup.procs
-            exec fio --name=$1 --filename=/dev/vda --direct=1 --ioengine=libaio --iodepth=8 \
-                --rw=randread --bs=4k --time_based --runtime=4 --ramp_time=1 --thread \
-                --output-format=json --output=$1.json
+        r#"
+        device=$(cat /sys/block/vda/dev)
+        cd /sys/fs/cgroup/machine
+        reads() {{
+            count=$(sed -n "s/^$device .*rios=\([0-9]*\).*/\1/p" $1/io.stat)
+            echo ${{count:-0}}
         }}
-        for vm in {}; do (reader $vm) & done
-        wait",
+        reader() {{
+            echo 0 >$1/cgroup.procs
+            exec fio --name=$1 --filename=/dev/vda --direct=1 --ioengine=libaio --iodepth=8 \
+                --rw=randread --bs=4k --time_based --runtime=60 --thread >/dev/null
+        }}
+        look() {{
+            cut -d' ' -f1 /proc/uptime
+            for vm in {0}; do reads $vm; done
+        }}
+        for vm in {0}; do
+            started=$(($(reads $vm) + 50))
+            (reader $vm) &
+            while kill -0 $! && [ $(reads $vm) -lt $started ]; do sleep 0.1; done
+        done
+        look; sleep 4; look
+        killall fio; wait"#,
         vms.join(" ")
     );
-    machine.expect(0, &script);
-    let rate = |vm: &&str| {
-        let json: Value =
-            serde_json::from_str(&machine.expect(0, &format!("cat /tmp/{vm}.json"))).unwrap();
-        json["jobs"][0]["read"]["iops"].as_f64().unwrap()
-    };
-    vms.iter().map(rate).collect()
+    let said = machine.expect(0, &script);
+    // What the shell says of the killed comes after it.
+    let words = said.split_whitespace().take(2 * (vms.len() + 1));
+    let numbers: Vec<f64> = words.map(|n| n.parse().expect(&said)).collect();
+    let (first, last) = numbers.split_at(vms.len() + 1);
+    let rate = |i: usize| (last[i] - first[i]) / (last[0] - first[0]);
+    (1..=vms.len()).map(rate).collect()
 }
