@@ -4,7 +4,8 @@
 //! disk but not loaded counts: the kernel loads a scheduler when it is selected.
 //!
 //! Property: `probe_names_each_capability_once`,
-//! `bfq_as_module_on_disk_is_degraded`, `missing_capability_has_a_remedy`.
+//! `bfq_as_module_on_disk_is_degraded`, `limits_on_v2_need_io_enabled_below_the_root`,
+//! `missing_capability_has_a_remedy`.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -158,18 +159,26 @@ fn limits(sysfs: &dyn Sysfs, version: Option<&CgroupVersion>) -> Finding {
                 missing("limits", format!("no {name}"), remedy)
             }
         }
-        Some(CgroupVersion::V2 { mount }) => match some_cgroup(sysfs, mount) {
-            Some(group) if sysfs.exists(&group.join("io.max")) => ok("limits", "io.max"),
-            Some(group) => degraded(
-                "limits",
-                format!("no io.max in {}", group.display()),
-                format!(
-                    "io may not be enabled there (rtvirtio enables it for its own); else it {remedy}"
-                ),
-            ),
-            None => degraded("limits", "no cgroup to look at", remedy),
-        },
+        Some(CgroupVersion::V2 { mount }) => limits_v2(sysfs, mount, remedy),
         None => missing("limits", "no io controller", "mount cgroup2 with io"),
+    }
+}
+
+/// Without io in the root's `cgroup.subtree_control` no cgroup has `io.max`, whatever the kernel.
+fn limits_v2(sysfs: &dyn Sysfs, mount: &Path, remedy: &str) -> Finding {
+    let enabled = sysfs.read(&mount.join("cgroup.subtree_control")).unwrap_or_default();
+    if !enabled.split_whitespace().any(|c| c == "io") {
+        return degraded(
+            "limits",
+            format!("io is not enabled below {}", mount.display()),
+            "write +io to cgroup.subtree_control of each parent of a VM's cgroup (systemd: set \
+             IOAccounting=yes on the unit); rtvirtio does so for cgroups of its own",
+        );
+    }
+    match some_cgroup(sysfs, mount) {
+        Some(group) if sysfs.exists(&group.join("io.max")) => ok("limits", "io.max"),
+        Some(group) => missing("limits", format!("no io.max in {}", group.display()), remedy),
+        None => degraded("limits", "no cgroup to look at", "start a VM and look again"),
     }
 }
 
@@ -322,6 +331,24 @@ mod tests {
         let findings = of(sysfs);
         assert_eq!(status(&findings, "bfq"), Status::Degraded);
         assert_eq!(status(&findings, "kyber"), Status::Missing);
+    }
+
+    #[test]
+    fn limits_on_v2_need_io_enabled_below_the_root() {
+        let of = |control: &str, files: &[&str]| {
+            let sysfs = FakeSysfs::bare();
+            sysfs.put("/cg/cgroup.subtree_control", control);
+            files.iter().for_each(|f| sysfs.put(f, ""));
+            let finding = limits_v2(&sysfs, Path::new("/cg"), "");
+            (finding.status, finding.detail)
+        };
+        let group = "/cg/a/cgroup.procs";
+        let (status, detail) = of("cpu memory\n", &[group]);
+        assert_eq!((status, &*detail), (Status::Degraded, "io is not enabled below /cg"));
+        assert_eq!(of("cpu io\n", &[]).0, Status::Degraded);
+        let (status, detail) = of("cpu io\n", &[group]);
+        assert_eq!((status, &*detail), (Status::Missing, "no io.max in /cg/a"));
+        assert_eq!(of("cpu io\n", &[group, "/cg/a/io.max"]).0, Status::Ok);
     }
 
     #[test]

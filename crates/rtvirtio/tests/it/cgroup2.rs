@@ -14,7 +14,7 @@ use cargo_metadata::Message;
 use rtvirtio_bench::guests::GuestFile;
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::settings::{Bfq, DeviceSettings, Limits, Scheduler, VmSettings, diff};
-use rtvirtio_units::{VmName, Weight};
+use rtvirtio_units::{BytesPerSecond, VmName, Weight};
 use serde_json::Value;
 
 use crate::in_guest::{Machine, image, program};
@@ -92,9 +92,12 @@ fn cgroup2_in_a_guest_is_applied_verified_restored_and_acts() {
     host_tests_pass(&machine);
     machine.expect(0, "mkdir -p /sys/fs/cgroup/machine/plc /sys/fs/cgroup/machine/backup");
     machine.expect(0, "echo mq-deadline >/sys/block/vda/queue/scheduler");
-    machine.expect(0, "echo 99 >/sys/block/vda/queue/iosched/read_expire");
+    machine.expect(0, "echo 96 >/sys/block/vda/queue/iosched/read_expire");
     io_is_to_be_enabled(&machine);
-    machine.expect(0, "cd /sys/fs/cgroup && echo +io | tee machine/cgroup.subtree_control");
+    machine.expect(
+        0,
+        "cd /sys/fs/cgroup && for d in . machine; do echo +io >$d/cgroup.subtree_control; done",
+    );
     doctor_sees_v2(&machine);
     let plan = plan_is_applied_and_rolled_back(&machine);
     killed_apply_is_rolled_back(&machine);
@@ -162,68 +165,75 @@ fn io_is_to_be_enabled(machine: &Machine) {
     let complaint = machine.expect(1, "rtvirtio plan /tmp/spec.toml");
     assert!(complaint.contains("machine/backup/io.max"), "{complaint}");
     assert!(complaint.contains("hint: ") && complaint.contains("+io"), "{complaint}");
+    assert_eq!(doctor(machine)["limits"], "degraded: io is not enabled below /sys/fs/cgroup");
+}
+
+/// What doctor found: status and detail by name.
+fn doctor(machine: &Machine) -> BTreeMap<String, String> {
+    let json = machine.expect(0, "rtvirtio doctor --json");
+    let findings: Vec<Value> = serde_json::from_str(&json).unwrap();
+    let text = |finding: &Value, key: &str| finding[key].as_str().unwrap().to_owned();
+    let finding =
+        |f: &Value| (text(f, "name"), format!("{}: {}", text(f, "status"), text(f, "detail")));
+    findings.iter().map(finding).collect()
 }
 
 fn doctor_sees_v2(machine: &Machine) {
-    let findings: Value =
-        serde_json::from_str(&machine.expect(0, "rtvirtio doctor --json")).unwrap();
-    let finding = |name: &str| {
-        let all = findings.as_array().unwrap();
-        let found = all.iter().find(|f| f["name"] == name).unwrap();
-        (found["status"].as_str().unwrap(), found["detail"].as_str().unwrap())
-    };
-    assert_eq!(finding("cgroup"), ("ok", "v2 io at /sys/fs/cgroup"));
-    assert_eq!(finding("limits"), ("ok", "io.max"));
-    assert_eq!(finding("io.cost"), ("ok", "/sys/fs/cgroup/io.cost.qos"));
+    let found = doctor(machine);
+    assert_eq!(found["cgroup"], "ok: v2 io at /sys/fs/cgroup");
+    assert_eq!(found["limits"], "ok: io.max");
+    assert_eq!(found["io.cost"], "ok: /sys/fs/cgroup/io.cost.qos");
     for scheduler in ["bfq", "kyber", "mq-deadline"] {
-        assert_eq!(finding(scheduler), ("ok", "offered by a block device"));
+        assert_eq!(found[scheduler], "ok: offered by a block device");
     }
 }
 
-/// `MAJOR:MINOR` of the disk.
-fn number(machine: &Machine) -> String {
-    machine.expect(0, "cat /sys/block/vda/dev").trim().to_owned()
+/// The kernel's own files against the plan, in its formats (cgroup-v2.rst, bfq-iosched.rst).
+fn files_hold(machine: &Machine, plan: &Plan) {
+    let number = machine.expect(0, "cat /sys/block/vda/dev").trim().to_owned();
+    let knobs = machine.expect(0, KNOBS);
+    let line = |l: &str| l.split_once(':').map(|(k, v)| (k.to_owned(), v.trim().to_owned()));
+    let lines: BTreeMap<String, String> = knobs.lines().filter_map(line).collect();
+    let device = plan.settings.0.values().next().unwrap();
+    let selected = format!("[{}]", device.scheduler.name());
+    assert!(lines["scheduler"].contains(&selected), "{selected}: {knobs}");
+    let is_bfq = if let Scheduler::Bfq(bfq) = device.scheduler {
+        assert_eq!(lines["iosched/slice_idle_us"], bfq.slice_idle_us.to_string());
+        assert_eq!(lines["iosched/timeout_sync"], bfq.timeout_sync_ms.to_string());
+        true
+    } else {
+        false
+    };
+    for (vm, settings) in &device.vms {
+        let file = |name: &str| &lines[&format!("/sys/fs/cgroup/machine/{vm}/{name}")];
+        if is_bfq {
+            let expected = format!("default 100 {number} {}", settings.weight.get());
+            assert_eq!(*file("io.bfq.weight"), expected);
+        }
+        let text = |limit: Option<u64>| limit.map_or("max".to_owned(), |l| l.to_string());
+        let Limits { read_bps, write_bps, read_iops, write_iops } = settings.limits;
+        let expected = format!(
+            "{number} rbps={} wbps={} riops={} wiops={}",
+            text(read_bps.map(|r| r.get())),
+            text(write_bps.map(|r| r.get())),
+            text(read_iops),
+            text(write_iops)
+        );
+        let is_free = settings.limits == Limits::default();
+        assert_eq!(*file("io.max"), if is_free { "" } else { &expected });
+    }
 }
 
 fn plan_is_applied_and_rolled_back(machine: &Machine) -> Plan {
     let before = machine.expect(0, KNOBS);
-    assert!(before.contains("[mq-deadline]") && before.contains("read_expire: 99"), "{before}");
+    assert!(before.contains("[mq-deadline]") && before.contains("read_expire: 96"), "{before}");
     machine.expect(2, "rtvirtio plan /tmp/spec.toml -o /tmp/plan.json");
     let plan: Plan = serde_json::from_str(&machine.expect(0, "cat /tmp/plan.json")).unwrap();
     assert_eq!(machine.expect(0, KNOBS), before, "a plan changes nothing");
     machine.expect(0, "rtvirtio apply /tmp/plan.json");
     machine.expect(0, "rtvirtio verify /tmp/plan.json");
 
-    // The kernel's own files against the plan.
-    let knobs = machine.expect(0, KNOBS);
-    let lines: BTreeMap<&str, &str> = knobs.lines().filter_map(|l| l.split_once(": ")).collect();
-    let device = plan.settings.0.values().next().unwrap();
-    let Scheduler::Bfq(bfq) = device.scheduler else { panic!("{:?}", device.scheduler) };
-    assert!(lines["scheduler"].contains("[bfq]"), "{knobs}");
-    assert_eq!(lines["iosched/slice_idle_us"], bfq.slice_idle_us.to_string());
-    assert_eq!(lines["iosched/timeout_sync"], bfq.timeout_sync_ms.to_string());
-    let number = number(machine);
-    for (vm, settings) in &device.vms {
-        let file = |name: &str| lines[&*format!("/sys/fs/cgroup/machine/{vm}/{name}")];
-        let weight = settings.weight.get();
-        let line = format!("default 100 {number} {weight}");
-        let expected = if weight == 100 { "default 100" } else { &line };
-        assert_eq!(file("io.bfq.weight"), expected);
-        let limits = settings.limits;
-        let rate = |r: Option<rtvirtio_units::BytesPerSecond>| {
-            r.map_or("max".to_owned(), |r| r.get().to_string())
-        };
-        let expected = if limits == Limits::default() {
-            String::new()
-        } else {
-            let (read, write) = (rate(limits.read_bps), rate(limits.write_bps));
-            format!("{number} rbps={read} wbps={write} riops=max wiops=max")
-        };
-        assert_eq!(file("io.max"), expected);
-    }
-    // The background VM is capped.
-    assert!(knobs.contains(" wbps="), "{knobs}");
-
+    files_hold(machine, &plan);
     machine.expect(0, "rtvirtio rollback");
     assert_eq!(machine.expect(0, KNOBS), before);
     machine.expect(2, "rtvirtio verify /tmp/plan.json");
@@ -250,16 +260,21 @@ fn limits_and_weights_act(machine: &Machine, mut plan: Plan) {
     let device = plan.devices[0].name.clone();
     let mut apply = |vms: [(u32, Option<u32>); 2]| {
         let vms = ["plc", "backup"].into_iter().zip(vms).map(|(name, (weight, read_iops))| {
-            let limits = Limits { read_iops: read_iops.map(u64::from), ..Limits::default() };
+            // A limit on writes beside it shares its line.
+            let write_bps = read_iops.map(|_| BytesPerSecond::from_megabytes(10));
+            let read_iops = read_iops.map(u64::from);
+            let limits = Limits { read_iops, write_bps, ..Limits::default() };
             let weight = Weight::new(weight).unwrap();
             (VmName::new(name).unwrap(), VmSettings { weight, limits })
         });
-        let settings =
-            DeviceSettings { scheduler: Scheduler::Bfq(Bfq::DEFAULT), vms: vms.collect() };
+        // bfq-iosched.rst: low_latency off where weights count.
+        let bfq = Bfq { low_latency: false, ..Bfq::DEFAULT };
+        let settings = DeviceSettings { scheduler: Scheduler::Bfq(bfq), vms: vms.collect() };
         plan.settings.0.insert(device.clone(), settings);
         plan.changes = diff(&plan.observed, &plan.settings.knobs());
         machine.write("/tmp/hand.json", &serde_json::to_string(&plan).unwrap());
         machine.expect(0, "rtvirtio apply /tmp/hand.json");
+        files_hold(machine, &plan);
     };
 
     apply([(100, None), (100, Some(CAP_IOPS))]);
@@ -280,25 +295,39 @@ fn limits_and_weights_act(machine: &Machine, mut plan: Plan) {
     assert_eq!(machine.expect(0, KNOBS), before);
 }
 
-/// Random reads a second of a saturating fio in each cgroup, all at once.
+/// Random reads a second of a saturating fio in each cgroup, by io.stat, while all of them read.
 fn readers(machine: &Machine, vms: &[&str]) -> Vec<f64> {
     let script = format!(
-        "cd /tmp
-        reader() {{
-            echo 0 >/sys/fs/cgroup/machine/$1/cgroup.procs
-            exec fio --name=$1 --filename=/dev/vda --direct=1 --ioengine=libaio --iodepth=16 \
-                --rw=randread --bs=4k --time_based --runtime=4 --ramp_time=1 --thread \
-                --output-format=json --output=$1.json
+        r#"
+        device=$(cat /sys/block/vda/dev)
+        cd /sys/fs/cgroup/machine
+        reads() {{
+            count=$(sed -n "s/^$device .*rios=\([0-9]*\).*/\1/p" $1/io.stat)
+            echo ${{count:-0}}
         }}
-        for vm in {}; do (reader $vm) & done
-        wait",
+        reader() {{
+            echo 0 >$1/cgroup.procs
+            exec fio --name=$1 --filename=/dev/vda --direct=1 --ioengine=libaio --iodepth=8 \
+                --rw=randread --bs=4k --time_based --runtime=60 --thread >/dev/null
+        }}
+        look() {{
+            cut -d' ' -f1 /proc/uptime
+            for vm in {0}; do reads $vm; done
+        }}
+        for vm in {0}; do
+            started=$(($(reads $vm) + 50))
+            (reader $vm) &
+            while kill -0 $! && [ $(reads $vm) -lt $started ]; do sleep 0.1; done
+        done
+        look; sleep 4; look
+        killall fio; wait"#,
         vms.join(" ")
     );
-    machine.expect(0, &script);
-    let rate = |vm: &&str| {
-        let json: Value =
-            serde_json::from_str(&machine.expect(0, &format!("cat /tmp/{vm}.json"))).unwrap();
-        json["jobs"][0]["read"]["iops"].as_f64().unwrap()
-    };
-    vms.iter().map(rate).collect()
+    let said = machine.expect(0, &script);
+    // What the shell says of the killed comes after it.
+    let words = said.split_whitespace().take(2 * (vms.len() + 1));
+    let numbers: Vec<f64> = words.map(|n| n.parse().expect(&said)).collect();
+    let (first, last) = numbers.split_at(vms.len() + 1);
+    let rate = |i: usize| (last[i] - first[i]) / (last[0] - first[0]);
+    (1..=vms.len()).map(rate).collect()
 }
