@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup build guest demo test check fmt clippy doc deny fuzz \
+.PHONY: help setup build guest libvirt demo test check fmt clippy doc deny fuzz \
 	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads \
 	bench-full bench-full-24 bench-full-raw
 
@@ -35,14 +35,21 @@ GUEST := $(or $(CARGO_TARGET_DIR),target)/guest
 guest: ## Kernel and initramfs for test guests, and QEMU (root)
 	@scripts/guest $(GUEST)
 
+# Where the tests' libvirt is kept.
+LIBVIRT := $(or $(CARGO_TARGET_DIR),target)/libvirt
+
+libvirt: ## libvirt 10 or later for tests: unpacked, not installed
+	@scripts/libvirt $(LIBVIRT)
+
 demo: ## Baselines and rtvirtio side by side on a scratch disk (root; DEMO_FLAGS=...)
 	@scripts/setup run
 	@scripts/guest $(GUEST) || echo "demo: without guests"
 	cargo build --release --locked
 	$(RTVIRTIO) demo --guest-image $(GUEST) $(DEMO_FLAGS)
 
-test: setup ## All tests; those that need root, FUSE or guests say so when they are skipped
+test: setup ## All tests; those that need root, FUSE, guests or libvirt say so when they are skipped
 	@scripts/guest $(GUEST) || echo "tests: without guests"
+	@scripts/libvirt $(LIBVIRT) || echo "tests: without libvirt"
 	cargo test --workspace --all-features --locked
 
 check: setup fmt clippy doc deny fuzz ## All that a change must pass beside the tests

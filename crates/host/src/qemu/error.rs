@@ -166,6 +166,9 @@ impl QemuError {
                 "allow it in the guest (allow-rpcs, block-rpcs in qemu-ga.conf), or leave the guest as it is: the host's knobs are set without it"
             }
             Fault::Disabled { .. } => "use QEMU 9 or later",
+            Fault::Virsh { message } if message.contains("guest agent") => {
+                "give the domain a channel org.qemu.guest_agent.0, and see that qemu-guest-agent runs in the guest"
+            }
             Fault::Virsh { .. } => "`virsh -c qemu:///system list --all` shows the domains",
             Fault::ReadBackDiffers { .. } => "another client may set the same property",
             Fault::Connection(_) | Fault::Closed => {

@@ -18,7 +18,9 @@ use crate::{Outcome, input};
 
 /// Arguments of `plan`.
 #[derive(clap::Args)]
-#[command(after_help = "Exit codes: 0 nothing to change, 2 changes, 3 unmet targets, 1 error.")]
+#[command(after_help = "Exit codes: 0 nothing to change, 2 changes, 3 unmet targets, 1 error.\n\
+    A disk's NAME in the specification is the device with the id NAME or ua-NAME in QEMU; in \
+    libvirt <alias name='ua-NAME'/> in its <disk> gives it that id.")]
 pub(crate) struct Args {
     /// The specification (TOML)
     specification: PathBuf,

@@ -39,7 +39,8 @@ const LEAST_BEYOND: u64 = 10;
 
 /// Arguments of `watch`.
 #[derive(clap::Args)]
-#[command(after_help = "A disk's name in the specification is the id of its device in QEMU. \
+#[command(after_help = "A disk's NAME in the specification is the device with the id NAME or \
+    ua-NAME in QEMU; in libvirt <alias name='ua-NAME'/> in its <disk> gives it that id.\n\
     Ctrl-C ends it; settings that --control applied stay until `rtvirtio rollback`.")]
 pub(crate) struct Args {
     /// The specification (TOML)

@@ -4,6 +4,7 @@ mod cgroup2;
 mod cli;
 mod guest;
 mod in_guest;
+mod libvirt;
 mod lifecycle;
 mod readme;
 mod rooms;

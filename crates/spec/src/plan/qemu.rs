@@ -6,11 +6,14 @@
 //! list and want the attribute `queues` beside them (docs/formatdomain.rst).
 //!
 //! IOThreads are `iothread1`, `iothread2`, …, as libvirt calls its own. So of all
-//! names only a disk's gets into the text, as a JSON string; the XML is made of
-//! numbers.
+//! names only a disk's gets into the text: as a JSON string, and as an alias of
+//! letters, digits, `-` and `_`; the rest of the XML is numbers.
+//!
+//! The disk NAME of a specification is the device with the id `NAME` or `ua-NAME`
+//! ([`is_device_of`]): libvirt lets an operator choose an id only with that prefix.
 //!
 //! Properties (tests of the same name): `qemu_text_is_as_expected`,
-//! `libvirt_text_is_as_expected`, `a_name_injects_nothing`.
+//! `libvirt_text_is_as_expected`, `device_is_told_by_its_id`, `a_name_injects_nothing`.
 
 use std::fmt::Write as _;
 
@@ -37,6 +40,34 @@ fn object(thread: IoThreadId) -> String {
     format!("iothread,id={}", name(thread))
 }
 
+/// libvirt's prefix of an alias that an operator chose (src/conf/domain_conf.c, as of 3.9).
+const USER_ALIAS: &str = "ua-";
+
+/// A disk's id in QEMU: its name, if QEMU takes that as an id (util/id.c, id_wellformed).
+fn id(disk: &DiskName) -> Option<&str> {
+    let name = disk.as_str();
+    let is_well_formed = name.starts_with(|c: char| c.is_ascii_alphabetic())
+        && name.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c));
+    is_well_formed.then_some(name)
+}
+
+/// A disk's alias in libvirt, if libvirt takes it: it ignores one with other characters
+/// (USER_ALIAS_CHARS).
+fn alias(disk: &DiskName) -> Option<String> {
+    let name = disk.as_str();
+    let is_well_formed = name.chars().all(|c| c.is_ascii_alphanumeric() || "-_".contains(c));
+    is_well_formed.then(|| format!("{USER_ALIAS}{name}"))
+}
+
+/// Whether the device at a QOM path, such as `/machine/peripheral/ua-root/virtio-backend`, is the
+/// disk of that name.
+#[must_use]
+pub fn is_device_of(disk: &DiskName, qom_path: &str) -> bool {
+    let below = qom_path.strip_prefix("/machine/peripheral/");
+    let id = below.and_then(|path| path.split('/').next()).unwrap_or_default();
+    id == disk.as_str() || id.strip_prefix(USER_ALIAS) == Some(disk.as_str())
+}
+
 /// The value of QEMU's `-device` for a disk; its `drive` is the disk's name, to be the node-name of
 /// a `-blockdev`. Holds no single quote, so a shell takes it in single quotes.
 ///
@@ -46,6 +77,7 @@ fn device(disk: &DiskIoThreads) -> String {
     let mapping = disk.by_thread().into_iter();
     let device = Device {
         driver: "virtio-blk-pci",
+        id: id(&disk.disk),
         drive: &disk.disk,
         num_queues: disk.queues.len(),
         iothread_vq_mapping: mapping
@@ -59,6 +91,8 @@ fn device(disk: &DiskIoThreads) -> String {
 #[serde(rename_all = "kebab-case")]
 struct Device<'a> {
     driver: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<&'a str>,
     drive: &'a DiskName,
     num_queues: usize,
     iothread_vq_mapping: Vec<Mapping>,
@@ -97,9 +131,9 @@ pub fn domain_xml(vm: &VmIoThreads, vcpu_cpus: &[CpuId]) -> String {
     xml
 }
 
-/// The `<driver>` of a disk's `<disk>` in libvirt's domain.
+/// The `<driver>` and the `<alias>` of a disk's `<disk>` in libvirt's domain.
 #[must_use]
-pub fn driver_xml(disk: &DiskIoThreads) -> String {
+pub fn disk_xml(disk: &DiskIoThreads) -> String {
     let mut xml = format!("<driver name='qemu' queues='{}'>\n  <iothreads>\n", disk.queues.len());
     for (thread, queues) in disk.by_thread() {
         let _ = writeln!(xml, "    <iothread id='{thread}'>");
@@ -109,6 +143,9 @@ pub fn driver_xml(disk: &DiskIoThreads) -> String {
         xml += "    </iothread>\n";
     }
     xml += "  </iothreads>\n</driver>\n";
+    if let Some(alias) = alias(&disk.disk) {
+        let _ = writeln!(xml, "<alias name='{alias}'/>");
+    }
     xml
 }
 
@@ -158,12 +195,12 @@ mod tests {
         assert_eq!(object(vm.threads[1].id), "iothread,id=iothread2");
         assert_eq!(
             device(&vm.disks[0]),
-            r#"{"driver":"virtio-blk-pci","drive":"root","num-queues":4,"iothread-vq-mapping":[{"iothread":"iothread1","vqs":[0,2]},{"iothread":"iothread2","vqs":[1,3]}]}"#
+            r#"{"driver":"virtio-blk-pci","id":"root","drive":"root","num-queues":4,"iothread-vq-mapping":[{"iothread":"iothread1","vqs":[0,2]},{"iothread":"iothread2","vqs":[1,3]}]}"#
         );
         // An IOThread without a queue would be refused, so it is not in the list.
         assert_eq!(
             device(&vm.disks[1]),
-            r#"{"driver":"virtio-blk-pci","drive":"log","num-queues":1,"iothread-vq-mapping":[{"iothread":"iothread2","vqs":[0]}]}"#
+            r#"{"driver":"virtio-blk-pci","id":"log","drive":"log","num-queues":1,"iothread-vq-mapping":[{"iothread":"iothread2","vqs":[0]}]}"#
         );
     }
 
@@ -184,7 +221,7 @@ mod tests {
              </cputune>\n"
         );
         assert_eq!(
-            driver_xml(&vm.disks[0]),
+            disk_xml(&vm.disks[0]),
             "<driver name='qemu' queues='4'>\n\
              \x20 <iothreads>\n\
              \x20   <iothread id='1'>\n\
@@ -196,7 +233,8 @@ mod tests {
              \x20     <queue id='3'/>\n\
              \x20   </iothread>\n\
              \x20 </iothreads>\n\
-             </driver>\n"
+             </driver>\n\
+             <alias name='ua-root'/>\n"
         );
         vm.threads.iter_mut().for_each(|t| t.cpu = None);
         assert_eq!(
@@ -207,6 +245,35 @@ mod tests {
              \x20 <iothread id='2'/>\n\
              </iothreadids>\n"
         );
+    }
+
+    #[test]
+    fn device_is_told_by_its_id() {
+        let root = DiskName::new("root").unwrap();
+        for path in ["root", "root/virtio-backend", "ua-root", "ua-root/virtio-backend"] {
+            assert!(is_device_of(&root, &format!("/machine/peripheral/{path}")), "{path}");
+        }
+        for path in ["", "root2", "ua-root2/virtio-backend", "ua-ua-root", "x/root", "UA-root"] {
+            assert!(!is_device_of(&root, &format!("/machine/peripheral/{path}")), "{path}");
+        }
+        assert!(!is_device_of(&root, "/machine/unattached/root"));
+        let libvirts_own = DiskName::new("virtio-disk0").unwrap();
+        assert!(is_device_of(&libvirts_own, "/machine/peripheral/virtio-disk0/virtio-backend"));
+    }
+
+    #[test]
+    fn ids_are_those_that_qemu_and_libvirt_take() {
+        let both = |name: &str| {
+            let disk = DiskName::new(name).unwrap();
+            (id(&disk).map(str::to_owned), alias(&disk))
+        };
+        let some = |text: &str| Some(text.to_owned());
+        assert_eq!(both("a-b_1"), (some("a-b_1"), some("ua-a-b_1")));
+        assert_eq!(both("1a"), (None, some("ua-1a")));
+        assert_eq!(both("_a"), (None, some("ua-_a")));
+        assert_eq!(both("a.b"), (some("a.b"), None));
+        assert_eq!(both("a@b"), (None, None));
+        assert_eq!(both("a+b"), (None, None));
     }
 
     #[test]
@@ -224,7 +291,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the names: the same XML, and JSON that differs in `drive` only.
+        /// Whatever the names: XML that differs in the alias only, JSON in `id` and `drive` only.
         #[test]
         fn a_name_injects_nothing(
             name in "[A-Za-z0-9_][A-Za-z0-9._@+-]{0,63}",
@@ -233,12 +300,20 @@ mod tests {
             let (hostile, plain) = (vm(&name, &disk), vm("plc", "root"));
             let cpus = cpus(&[0, 1]);
             prop_assert_eq!(domain_xml(&hostile, &cpus), domain_xml(&plain, &cpus));
-            prop_assert_eq!(driver_xml(&hostile.disks[0]), driver_xml(&plain.disks[0]));
+            let line = |name: &str| format!("<alias name='ua-{name}'/>\n");
+            let xml = disk_xml(&hostile.disks[0]);
+            let xml = xml.strip_suffix(&line(&disk)).unwrap_or(&xml);
+            let plain_xml = disk_xml(&plain.disks[0]);
+            prop_assert_eq!(Some(xml), plain_xml.strip_suffix(&line("root")));
             let text = device(&hostile.disks[0]);
             prop_assert!(!text.contains(['\'', '\n']));
-            let found: serde_json::Value = serde_json::from_str(&text).unwrap();
+            let mut found: serde_json::Value = serde_json::from_str(&text).unwrap();
             let mut expected: serde_json::Value =
                 serde_json::from_str(&device(&plain.disks[0])).unwrap();
+            if let Some(id) = found.as_object_mut().unwrap().remove("id") {
+                prop_assert_eq!(id, json!(disk));
+            }
+            expected.as_object_mut().unwrap().remove("id");
             expected["drive"] = json!(disk);
             prop_assert_eq!(found, expected);
         }

@@ -103,6 +103,11 @@ fn missing_domain_and_missing_virsh_are_faults() {
     let error = Monitor::through(played.virsh("plc")).status(ENOUGH).unwrap_err();
     assert!(matches!(error.fault, Fault::Virsh { ref message } if message.contains("not found")));
     assert!(error.hint().unwrap().contains("list --all"));
+    // As libvirt 11 says it while the guest boots.
+    let not_connected = "error: Guest agent is not responding: QEMU guest agent is not connected";
+    let played = Played::new(&format!("echo '{not_connected}' >&2; exit 1"));
+    let error = Agent::through(played.virsh("plc")).time(ENOUGH).unwrap_err();
+    assert!(error.hint().unwrap().contains("org.qemu.guest_agent.0"));
     let absent = Virsh { program: "/nonexistent/virsh".into(), domain: "plc".to_owned() };
     let error = Monitor::through(absent).status(ENOUGH).unwrap_err();
     assert!(error.hint().unwrap().contains("install virsh"));

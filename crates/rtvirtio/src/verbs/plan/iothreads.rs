@@ -53,8 +53,11 @@ pub(super) fn start_with(iothreads: &IoThreads) -> String {
         text += &format!("\n{name}: libvirt 10.0 or later, in its <domain>\n");
         text += &indented(&qemu::domain_xml(vm, vcpu_cpus));
         for disk in &vm.disks {
-            text += &format!("{name}: in the <disk> of {}\n", disk.disk);
-            text += &indented(&qemu::driver_xml(disk));
+            let disk_name = &disk.disk;
+            text += &format!(
+                "{name}: in the <disk> of {disk_name}; its <driver> keeps type, cache and io too\n"
+            );
+            text += &indented(&qemu::disk_xml(disk));
         }
     }
     text
@@ -136,8 +139,8 @@ plc: QEMU 9.0 or later; `drive` is the disk's -blockdev
   -object iothread,id=iothread1
   -object iothread,id=iothread2
   -object iothread,id=iothread3
-  -device '{"driver":"virtio-blk-pci","drive":"root","num-queues":4,"iothread-vq-mapping":[{"iothread":"iothread1","vqs":[0,2]},{"iothread":"iothread2","vqs":[1,3]}]}'
-  -device '{"driver":"virtio-blk-pci","drive":"log","num-queues":1,"iothread-vq-mapping":[{"iothread":"iothread3","vqs":[0]}]}'
+  -device '{"driver":"virtio-blk-pci","id":"root","drive":"root","num-queues":4,"iothread-vq-mapping":[{"iothread":"iothread1","vqs":[0,2]},{"iothread":"iothread2","vqs":[1,3]}]}'
+  -device '{"driver":"virtio-blk-pci","id":"log","drive":"log","num-queues":1,"iothread-vq-mapping":[{"iothread":"iothread3","vqs":[0]}]}'
   taskset -pc 7 TID  # iothread1's thread-id in query-iothreads
   taskset -pc 6 TID  # iothread2's thread-id in query-iothreads
   taskset -pc 5 TID  # iothread3's thread-id in query-iothreads
@@ -156,7 +159,7 @@ plc: libvirt 10.0 or later, in its <domain>
     <iothreadpin iothread='2' cpuset='6'/>
     <iothreadpin iothread='3' cpuset='5'/>
   </cputune>
-plc: in the <disk> of root
+plc: in the <disk> of root; its <driver> keeps type, cache and io too
   <driver name='qemu' queues='4'>
     <iothreads>
       <iothread id='1'>
@@ -169,7 +172,8 @@ plc: in the <disk> of root
       </iothread>
     </iothreads>
   </driver>
-plc: in the <disk> of log
+  <alias name='ua-root'/>
+plc: in the <disk> of log; its <driver> keeps type, cache and io too
   <driver name='qemu' queues='1'>
     <iothreads>
       <iothread id='3'>
@@ -177,6 +181,7 @@ plc: in the <disk> of log
       </iothread>
     </iothreads>
   </driver>
+  <alias name='ua-log'/>
 "#;
         assert_eq!(start_with(&planned(8)), expected);
     }

@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use rtvirtio_host::Host;
 use rtvirtio_host::qemu::{Monitor, QemuProcess};
 use rtvirtio_spec::latency::Histogram;
+use rtvirtio_spec::plan::qemu;
 use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{DiskName, Nanos, TaskName, VmName};
 
@@ -147,10 +148,11 @@ fn connect(vm: &Vm, process: &QemuProcess) -> Result<(Monitor, BTreeMap<DiskName
     let blocks = monitor.blocks(ANSWER)?;
     let mut disks = BTreeMap::new();
     for disk in &vm.disks {
-        let part = format!("/peripheral/{}", disk.name);
-        let is_it = |path: &&String| path.ends_with(&part) || path.contains(&format!("{part}/"));
+        let name = &disk.name;
+        let is_it = |path: &&String| qemu::is_device_of(name, path);
         let path = blocks.iter().filter_map(|b| b.qom_path.as_ref()).find(is_it);
-        let path = path.with_context(|| format!("QEMU has no disk with id {}", disk.name))?;
+        let path =
+            path.with_context(|| format!("QEMU has no disk with the id {name} or ua-{name}"))?;
         let on_it = vm.tasks.iter().filter(|t| t.disk == disk.name);
         let target = on_it.filter_map(|t| Some(t.target?.latency)).min();
         monitor.set_latency_histogram(path, &boundaries(target), ANSWER)?;
