@@ -81,8 +81,16 @@ pub(crate) fn generation(
     Ok((size, sequence.ok().and_then(|s| s.trim().parse().ok())))
 }
 
-fn sectors(sysfs: &dyn Sysfs, number: DeviceNumber) -> Result<u64, HostError> {
-    let file = directory(number).join("size");
+/// Where a partition begins on its disk.
+pub(crate) fn partition_start(sysfs: &dyn Sysfs, number: DeviceNumber) -> Result<u64, HostError> {
+    number_in(sysfs, directory(number).join("start"))
+}
+
+pub(crate) fn sectors(sysfs: &dyn Sysfs, number: DeviceNumber) -> Result<u64, HostError> {
+    number_in(sysfs, directory(number).join("size"))
+}
+
+fn number_in(sysfs: &dyn Sysfs, file: PathBuf) -> Result<u64, HostError> {
     let text = read(sysfs, &file)?;
     text.trim().parse().map_err(|_| HostError::Format {
         file,
@@ -91,7 +99,7 @@ fn sectors(sysfs: &dyn Sysfs, number: DeviceNumber) -> Result<u64, HostError> {
     })
 }
 
-fn node_number(sysfs: &dyn Sysfs, path: &Path) -> Result<DeviceNumber, HostError> {
+pub(crate) fn node_number(sysfs: &dyn Sysfs, path: &Path) -> Result<DeviceNumber, HostError> {
     sysfs
         .device_number(path)
         .map_err(|source| HostError::DeviceMissing { path: path.to_path_buf(), source })?

@@ -63,12 +63,7 @@ pub fn probe(host: &Host) -> Vec<Finding> {
     findings.push(fio());
     findings.push(kvm(sysfs));
     findings.push(locked_memory());
-    findings.push(file(
-        sysfs,
-        "btf",
-        "/sys/kernel/btf/vmlinux",
-        "per-VM host latency needs a kernel with CONFIG_DEBUG_INFO_BTF=y",
-    ));
+    findings.push(block_trace(sysfs));
     findings.push(processors());
     findings.push(realtime(sysfs));
     findings.push(writers(host));
@@ -241,6 +236,19 @@ fn locked_memory() -> Finding {
     }
 }
 
+/// What [`crate::block_trace`] needs; whether this process may use it is seen when it does.
+fn block_trace(sysfs: &dyn Sysfs) -> Finding {
+    let remedy = "latency per disk on the host needs CONFIG_PERF_EVENTS and CONFIG_EVENT_TRACING";
+    let filesystems = sysfs.read(Path::new("/proc/filesystems")).unwrap_or_default();
+    if !filesystems.lines().any(|l| l.ends_with("\ttracefs")) {
+        missing("block-trace", "no tracefs", remedy)
+    } else if !sysfs.exists(Path::new("/proc/sys/kernel/perf_event_paranoid")) {
+        missing("block-trace", "no perf events", remedy)
+    } else {
+        ok("block-trace", "tracefs and perf events")
+    }
+}
+
 fn processors() -> Finding {
     let count = std::thread::available_parallelism().map_or(1, usize::from);
     if count >= 4 {
@@ -313,12 +321,15 @@ mod tests {
     fn probe_names_each_capability_once() {
         let sysfs = FakeSysfs::v1();
         sysfs.add_disk("sda", DeviceNumber::new(8, 0), 10);
+        sysfs.put("/proc/filesystems", "nodev\tdebugfs\nnodev\ttracefs\n\text4\n");
+        sysfs.put("/proc/sys/kernel/perf_event_paranoid", "2\n");
         let findings = of(sysfs);
         let names: BTreeSet<_> = findings.iter().map(|f| f.name).collect();
         assert_eq!(names.len(), findings.len());
         assert_eq!(status(&findings, "bfq"), Status::Ok);
         assert_eq!(status(&findings, "kyber"), Status::Ok);
         assert_eq!(status(&findings, "cgroup"), Status::Degraded);
+        assert_eq!(status(&findings, "block-trace"), Status::Ok);
         let json = serde_json::to_value(&findings).unwrap();
         assert_eq!(json[0]["name"], "root");
     }
@@ -356,5 +367,6 @@ mod tests {
         let findings = of(FakeSysfs::bare());
         assert!(findings.iter().all(|f| f.status == Status::Ok || f.remedy.is_some()));
         assert_eq!(status(&findings, "cgroup"), Status::Missing);
+        assert_eq!(status(&findings, "block-trace"), Status::Missing);
     }
 }

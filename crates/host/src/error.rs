@@ -230,6 +230,17 @@ pub enum HostError {
         /// The version that this program writes.
         known: u32,
     },
+    /// The block layer's tracepoints cannot be used.
+    #[error("cannot {action}")]
+    Trace {
+        /// `open …`, `read …`
+        action: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// A trace has ended because CPUs came or went.
+    #[error("CPUs came or went, which ends the trace of the block layer")]
+    TraceStale,
     /// The observer stopped the work, as a crash would: nothing is undone.
     #[error("stopped at {step:?}")]
     Interrupted {
@@ -256,6 +267,13 @@ impl HostError {
             {
                 "run as root".to_owned()
             }
+            Self::Trace { source, .. } if denied(source) => {
+                "run as root; a kernel in lockdown mode refuses root too".to_owned()
+            }
+            Self::Trace { .. } => {
+                "needs a kernel with CONFIG_EVENT_TRACING, CONFIG_PERF_EVENTS and tracefs".to_owned()
+            }
+            Self::TraceStale => "start another trace".to_owned(),
             Self::Read { file, source }
                 if source.kind() == io::ErrorKind::NotFound
                     && file.file_name().is_some_and(|n| n.as_encoded_bytes().starts_with(b"io.")) =>

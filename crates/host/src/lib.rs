@@ -9,11 +9,13 @@
 //! - [`Host::create_cgroup`], [`Host::remove_cgroup`]: a benchmark's VMs;
 //! - [`Host::other_writers`]: udev rules, TuneD and units that set the same knobs;
 //! - [`Host::qemu_processes`], [`qemu`]: the VMs that run, QEMU's monitor and the guests' agents;
+//! - [`Host::trace_block`], [`block_trace`]: latency in the host's block layer, by sectors;
 //! - [`doctor`]: what this host can do.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod apply;
+pub mod block_trace;
 mod cgroup;
 mod device;
 pub mod doctor;
@@ -31,6 +33,7 @@ mod tests;
 mod topology;
 mod writers;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -41,6 +44,7 @@ use rtvirtio_spec::settings::{Knob, Knobs};
 use serde::Serialize;
 
 pub use apply::{Applied, ApplyOptions, JournalStatus, RollbackOutcome, WatchdogOutcome};
+pub use block_trace::{BlockTrace, Extent, Latencies};
 pub use cgroup::CgroupVersion;
 pub use error::HostError;
 pub use restore::{Restoration, Skipped};
@@ -187,6 +191,22 @@ impl Host {
     /// If `/proc` cannot be listed.
     pub fn qemu_processes(&self) -> Result<Vec<qemu::QemuProcess>, HostError> {
         qemu::discover::processes(&*self.sysfs)
+    }
+
+    /// The sectors of a block device of QEMU.
+    ///
+    /// # Errors
+    /// If its file is not there or no block device: sectors of an image file are its filesystem's.
+    pub fn extent(&self, part: &qemu::Part) -> Result<Extent, HostError> {
+        Extent::find(&*self.sysfs, part)
+    }
+
+    /// Starts to measure the latency of I/O within `extents`, no two of which may overlap.
+    ///
+    /// # Errors
+    /// If this kernel has no tracepoints, or this process may not use them.
+    pub fn trace_block(&self, extents: &BTreeSet<Extent>) -> Result<BlockTrace, HostError> {
+        BlockTrace::start(Arc::clone(&self.sysfs), extents)
     }
 
     /// Other programs that may set the same knobs.

@@ -17,6 +17,7 @@ mod agent;
 pub mod discover;
 mod error;
 mod monitor;
+mod part;
 mod peer;
 mod reply;
 #[cfg(test)]
@@ -29,4 +30,5 @@ pub use error::{Address, Fault, QemuError};
 pub use monitor::{
     Block, Histogram, IoThread, LatencyHistograms, MappedQueues, Monitor, Status, Throttle, Version,
 };
+pub use part::Part;
 pub use peer::LARGEST_MESSAGE;

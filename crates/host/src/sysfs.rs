@@ -32,6 +32,11 @@ impl DeviceNumber {
     pub const fn new(major: u32, minor: u32) -> Self {
         Self { major, minor }
     }
+
+    /// As the kernel holds it (`dev_t`), and writes it into a trace.
+    pub(crate) const fn kernel(self) -> u32 {
+        self.major << 20 | self.minor
+    }
 }
 
 impl fmt::Display for DeviceNumber {

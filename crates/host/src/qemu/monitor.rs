@@ -119,6 +119,8 @@ pub struct Block {
     pub device: String,
     /// The top node's name.
     pub node: Option<String>,
+    /// The top node's driver, such as `raw`.
+    pub driver: Option<String>,
     /// The file or device on the host, as QEMU writes it; `None`: no medium.
     pub file: Option<String>,
     /// What QEMU limits it to.
@@ -462,6 +464,7 @@ impl Monitor {
         #[derive(Deserialize)]
         struct Inserted {
             file: String,
+            drv: String,
             #[serde(rename = "node-name")]
             node: Option<String>,
             bps: u64,
@@ -470,9 +473,10 @@ impl Monitor {
         let reply: Vec<Reply> = self.ask(&query_block {}, deadline)?;
         let block = |r: Reply| {
             let throttle = r.inserted.as_ref().map(|i| Throttle::from_wire(i.bps, i.iops));
-            let (node, file) = r.inserted.map_or((None, None), |i| (i.node, Some(i.file)));
+            let inserted = r.inserted.map(|i| (i.node, Some(i.drv), Some(i.file)));
+            let (node, driver, file) = inserted.unwrap_or_default();
             let throttle = throttle.unwrap_or_default();
-            Block { qom_path: r.qdev, device: r.device, node, file, throttle }
+            Block { qom_path: r.qdev, device: r.device, node, driver, file, throttle }
         };
         Ok(reply.into_iter().map(block).collect())
     }

@@ -3,6 +3,7 @@
 //! Needs root, losetup and a cgroup hierarchy with block I/O; without them each
 //! test says that it is skipped, and why.
 
+mod block_trace;
 mod qemu;
 
 use std::collections::{BTreeMap, BTreeSet};

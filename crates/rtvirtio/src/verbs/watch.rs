@@ -1,12 +1,14 @@
 //! `rtvirtio watch`: each task's tail as it happens, and the closed loop.
 //!
-//! Latency is taken where QEMU serves the guest's request, from its latency
-//! histograms; a VM without a monitor that answers is shown without. What each
-//! second brought is kept for [`RECENT`], so that the tails shown are those of
-//! the last minute.
+//! A task's latency is taken where QEMU serves the guest's request, from its
+//! latency histograms; a VM without a monitor that answers is shown without.
+//! Beside it, each disk's latency in the host's block layer ([`on_host`]): the
+//! closed loop goes by QEMU's alone. What each second brought is kept for
+//! [`RECENT`], so that the tails shown are those of the last minute.
 
 mod display;
 mod metrics;
+mod on_host;
 mod sources;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -24,10 +26,11 @@ use rtvirtio_planner::control::{Controller, Decision, TaskObservation};
 use rtvirtio_spec::latency::{Histogram, Quantile};
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::specification::{Specification, Target};
-use rtvirtio_units::{BytesPerSecond, Nanos, Percentile, TaskName, VmName};
+use rtvirtio_units::{BytesPerSecond, DiskName, Nanos, Percentile, TaskName, VmName};
 use serde::Serialize;
 
 use crate::{Outcome, input};
+use on_host::OnHost;
 use sources::{Sample, Sources};
 
 /// How far back the tails shown reach.
@@ -68,10 +71,25 @@ pub(crate) struct TaskState {
     task: TaskName,
     target: Option<Target>,
     wanted_iops: Option<f64>,
+    history: History,
+}
+
+/// What a task or a disk did.
+#[derive(Default)]
+struct History {
     recent: VecDeque<(Instant, Sample)>,
     requests: u64,
     misses: u64,
 }
+
+/// Tails and rate of the last minute.
+struct Recent {
+    tails: Tails,
+    iops: f64,
+}
+
+/// p50, p99, p99.9, p99.99; `None`: too few samples.
+type Tails = [Option<Quantile>; 4];
 
 /// A target as it is shown.
 #[derive(Debug, Clone, Copy, Serialize)]
@@ -86,8 +104,8 @@ pub(crate) struct Row {
     vm: VmName,
     task: TaskName,
     measured_at: MeasuredAt,
-    /// p50, p99, p99.9, p99.99 of the last minute; `None`: too few samples.
-    tails: [Option<Quantile>; 4],
+    /// Of the last minute.
+    tails: Tails,
     target: Option<RowTarget>,
     /// Requests above the target, since the start.
     misses: u64,
@@ -131,12 +149,31 @@ impl fmt::Display for Change {
     }
 }
 
+/// One disk's line: the reads and writes of all tasks on it.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct DiskRow {
+    vm: VmName,
+    disk: DiskName,
+    measured_at: MeasuredAt,
+    /// Of the last minute.
+    tails: Tails,
+    /// All requests since the start, as the block layer counts them: after QEMU has merged or
+    /// split the guest's.
+    requests: u64,
+    /// Requests per second over the last minute.
+    iops: f64,
+}
+
 /// What one look says.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Look {
     /// Seconds since the start.
     at_s: f64,
     tasks: Vec<Row>,
+    /// Disks of VMs that are measured on the host.
+    disks: Vec<DiskRow>,
+    /// Records of the block layer that were lost since the start: requests that no disk's line has.
+    host_records_lost: u64,
     /// VMs that run.
     present: BTreeSet<VmName>,
     /// What `--control` did.
@@ -149,6 +186,8 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let specification = input::specification(&args.specification)?;
     let mut tasks = states(&specification);
     let mut sources = Sources::new(&specification, input::host())?;
+    let mut on_host = OnHost::new(input::host());
+    let mut disks = BTreeMap::new();
     let metrics = args.listen.map(metrics::Server::start).transpose()?;
     let is_table = !args.json && std::io::stdout().is_terminal();
     let mut display = is_table.then(display::Display::start).transpose()?;
@@ -158,6 +197,8 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     loop {
         let mut events = sources.refresh();
         let now = Instant::now();
+        on_host.take(&mut disks, now, &mut events);
+        on_host.follow(sources.extents(), &mut events);
         let observed = take(&mut tasks, &mut sources, now, &mut events);
         let present = sources.present().clone();
         let mut change = None;
@@ -178,6 +219,8 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         let look = Look {
             at_s: (now - start).as_secs_f64(),
             tasks: tasks.iter().map(|t| t.row(now)).collect(),
+            disks: disks.iter().map(|((vm, disk), history)| history.row(vm, disk, now)).collect(),
+            host_records_lost: on_host.lost(),
             present,
             change,
             events,
@@ -212,9 +255,7 @@ fn states(specification: &Specification) -> Vec<TaskState> {
                 task: task.name.clone(),
                 target: task.target,
                 wanted_iops: task.load.iops.map(rtvirtio_units::Iops::get),
-                recent: VecDeque::new(),
-                requests: 0,
-                misses: 0,
+                history: History::default(),
             });
         }
     }
@@ -239,12 +280,7 @@ fn take(
             }
         };
         let (requests, misses) = (sample.histogram.count(), sample.misses);
-        state.requests += requests;
-        state.misses += misses;
-        state.recent.push_back((now, sample));
-        while state.recent.front().is_some_and(|(at, _)| now - *at > RECENT) {
-            state.recent.pop_front();
-        }
+        state.history.add(now, sample);
         if let Some(target) = state.target {
             observed.push(TaskObservation {
                 vm: state.vm.clone(),
@@ -258,8 +294,17 @@ fn take(
     observed
 }
 
-impl TaskState {
-    fn row(&self, now: Instant) -> Row {
+impl History {
+    fn add(&mut self, now: Instant, sample: Sample) {
+        self.requests += sample.histogram.count();
+        self.misses += sample.misses;
+        self.recent.push_back((now, sample));
+        while self.recent.front().is_some_and(|(at, _)| now - *at > RECENT) {
+            self.recent.pop_front();
+        }
+    }
+
+    fn recent(&self, now: Instant) -> Recent {
         let mut recent = Histogram::new();
         for (_, sample) in &self.recent {
             recent.merge(&sample.histogram);
@@ -271,15 +316,29 @@ impl TaskState {
             enough.then(|| recent.quantile(percentile)).flatten()
         });
         let is_fresh = self.recent.back().is_some_and(|(at, _)| now - *at < RECENT);
+        let iops = if is_fresh { recent.count() as f64 / seconds.max(1e-3) } else { 0.0 };
+        Recent { tails, iops }
+    }
+
+    fn row(&self, vm: &VmName, disk: &DiskName, now: Instant) -> DiskRow {
+        let Recent { tails, iops } = self.recent(now);
+        let (vm, disk, requests) = (vm.clone(), disk.clone(), self.requests);
+        DiskRow { vm, disk, measured_at: MeasuredAt::Host, tails, requests, iops }
+    }
+}
+
+impl TaskState {
+    fn row(&self, now: Instant) -> Row {
+        let Recent { tails, iops } = self.history.recent(now);
         Row {
             vm: self.vm.clone(),
             task: self.task.clone(),
             measured_at: MeasuredAt::Qemu,
             tails,
             target: self.target.map(|t| RowTarget { percentile: t.percentile, latency: t.latency }),
-            misses: self.misses,
-            requests: self.requests,
-            iops: if is_fresh { recent.count() as f64 / seconds.max(1e-3) } else { 0.0 },
+            misses: self.history.misses,
+            requests: self.history.requests,
+            iops,
             wanted_iops: self.wanted_iops,
         }
     }

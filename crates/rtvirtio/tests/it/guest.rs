@@ -1,5 +1,8 @@
 //! A real guest: its disk planned, applied, verified and rolled back while it runs.
 
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
@@ -9,9 +12,52 @@ use rtvirtio_cases::{Neighbour, Tier};
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::specification::to_toml;
 use rtvirtio_units::Nanos;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
 
 use crate::in_guest::image;
-use crate::scratch_disk::{Disk, can_run, left_behind, rtvirtio, said};
+use crate::scratch_disk::{Disk, RTVIRTIO, can_run, eventually, left_behind, rtvirtio, said};
+
+/// `rtvirtio watch` while the guests work.
+struct Watch {
+    child: Child,
+    looks: PathBuf,
+}
+
+impl Watch {
+    /// Returns once it watches.
+    fn start(specification: &str, looks: &Path) -> Self {
+        let child = Command::new(RTVIRTIO)
+            .args(["watch", specification, "--json", "--duration", "120"])
+            .stdin(Stdio::null())
+            .stdout(File::create(looks).unwrap())
+            .spawn()
+            .unwrap();
+        let watch = Self { child, looks: looks.to_owned() };
+        eventually("watching on the host", Duration::from_secs(20), || {
+            let text = std::fs::read_to_string(looks).unwrap();
+            text.lines().any(|l| l.contains(r#""measured_at":"host""#))
+        });
+        watch
+    }
+
+    /// Two looks after the load, so that all of it is there.
+    fn last_look(mut self) -> Value {
+        std::thread::sleep(Duration::from_millis(2500));
+        let pid = Pid::from_child(&self.child);
+        kill_process(pid, Signal::INT).unwrap();
+        assert!(self.child.wait().unwrap().success());
+        let text = std::fs::read_to_string(&self.looks).unwrap();
+        serde_json::from_str(text.lines().last().unwrap()).unwrap()
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
 
 #[test]
 fn guests_are_planned_applied_verified_rolled_back() {
@@ -48,10 +94,27 @@ fn guests_are_planned_applied_verified_rolled_back() {
     let cap = planned.background[0].cap.unwrap().as_megabytes_f64();
     let scheme = plain(planned.settings);
     let window = Duration::from_secs(3);
+    let watch = Watch::start(&spec, &directory.path().join("looks"));
     let measured = testbed.measure(&specification, &scheme, window, &interrupted).unwrap();
     assert!(measured.tasks[0].histogram.count() > 100, "{:?}", measured.tasks);
     let wrote = measured.background.values().next().unwrap().as_megabytes_f64();
     assert!((0.1..1.2 * cap).contains(&wrote), "{wrote} of {cap} MB/s");
+
+    // What QEMU counted on the task's disk, the host did, and in less time; the writer has a line too.
+    let look = watch.last_look();
+    let task = &look["tasks"][0];
+    let disks = look["disks"].as_array().unwrap();
+    let (own, others): (Vec<_>, Vec<_>) = disks.iter().partition(|d| d["vm"] == task["vm"]);
+    let ([own], [other]) = (&*own, &*others) else { panic!("{look}") };
+    assert_eq!((&task["measured_at"], &own["measured_at"]), (&json!("qemu"), &json!("host")));
+    assert_eq!(task["task"], own["disk"], "{look}");
+    let requests = |row: &Value| row["requests"].as_f64().unwrap();
+    assert!(requests(task) > 100.0, "{look}");
+    assert!((requests(own) / requests(task) - 1.0).abs() < 0.02, "{look}");
+    assert!(requests(other) > 10.0, "{look}");
+    assert_eq!(look["host_records_lost"], 0);
+    let p50 = |row: &Value| row["tails"][0]["value"].as_u64().unwrap() as f64;
+    assert!(p50(own) <= p50(task) * 65.0 / 64.0, "{look}");
 
     drop(testbed);
     drop(disk);

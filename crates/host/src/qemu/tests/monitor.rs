@@ -138,6 +138,7 @@ fn good_peer_is_understood() {
         qom_path: Some(DISK.to_owned()),
         device: String::new(),
         node: Some("root".to_owned()),
+        driver: Some("raw".to_owned()),
         file: Some("/dev/vg/plc".to_owned()),
         throttle: Throttle::default(),
     };

@@ -10,14 +10,15 @@ use ratatui::style::{Color, Style, Stylize as _};
 use ratatui::text::Line;
 use ratatui::widgets::{Block, Cell, List, Row as TableRow, Table};
 use ratatui::{DefaultTerminal, Frame};
+use rtvirtio_spec::run::MeasuredAt;
 
-use super::{Look, Row};
+use super::{DiskRow, Look, Row, Tails};
 
 /// How many of the last events are shown.
 const EVENTS: usize = 8;
 
 const HEADER: [&str; 10] =
-    ["VM", "task", "at", "p50", "p99", "p99.9", "p99.99", "target", "misses", "rate"];
+    ["VM", "task, disk", "at", "p50", "p99", "p99.9", "p99.99", "target", "misses", "rate"];
 
 /// The terminal, restored when dropped.
 pub(super) struct Display {
@@ -64,10 +65,11 @@ fn draw(frame: &mut Frame<'_>, look: &Look, events: &VecDeque<String>) {
         let style = if row.misses > 0 { Style::new().fg(Color::Yellow) } else { Style::new() };
         TableRow::new(cells(row).map(Cell::from)).style(style)
     });
+    let disks = look.disks.iter().map(|row| TableRow::new(disk_cells(row).map(Cell::from)));
     let widths = [14, 12, 5, 9, 9, 9, 9, 16, 12, 14].map(Constraint::Length);
     let title =
         format!(" rtvirtio watch  {:.0} s  {} VMs  q leaves ", look.at_s, look.present.len());
-    let table = Table::new(rows, widths)
+    let table = Table::new(rows.chain(disks), widths)
         .header(TableRow::new(HEADER.map(|h| Cell::from(h.bold()))))
         .block(Block::bordered().title(title));
     let parts = Layout::vertical([Constraint::Min(4), Constraint::Length(EVENTS as u16 + 2)]);
@@ -81,8 +83,8 @@ fn draw(frame: &mut Frame<'_>, look: &Look, events: &VecDeque<String>) {
 pub(super) fn text(look: &Look) -> String {
     let mut lines = vec![format!("{:.0} s", look.at_s)];
     lines.extend(look.events.iter().map(|e| format!("  * {e}")));
-    for row in &look.tasks {
-        let [vm, task, at, p50, p99, p999, p9999, target, misses, rate] = cells(row);
+    let rows = look.tasks.iter().map(cells).chain(look.disks.iter().map(disk_cells));
+    for [vm, task, at, p50, p99, p999, p9999, target, misses, rate] in rows {
         lines.push(format!(
             "  {vm:<12} {task:<10} {at:<5} p50 {p50:>9} p99 {p99:>9} p99.9 {p999:>9} p99.99 \
              {p9999:>9} target {target:<14} misses {misses:<10} {rate}"
@@ -91,27 +93,34 @@ pub(super) fn text(look: &Look) -> String {
     lines.join("\n")
 }
 
+/// Percentiles as text.
+fn tail_cells(tails: &Tails) -> [String; 4] {
+    tails.map(|t| t.map_or_else(|| "too few".to_owned(), |q| q.value.to_string()))
+}
+
+/// Where a latency was taken.
+fn at(measured_at: MeasuredAt) -> String {
+    let at = serde_json::to_value(measured_at).ok();
+    at.and_then(|v| v.as_str().map(str::to_owned)).unwrap_or_default()
+}
+
 fn cells(row: &Row) -> [String; 10] {
-    let tail = |i: usize| {
-        row.tails[i].as_ref().map_or_else(|| "too few".to_owned(), |q| q.value.to_string())
-    };
     let target =
         row.target.map_or_else(|| "-".to_owned(), |t| format!("p{} {}", t.percentile, t.latency));
     let rate = match row.wanted_iops {
         Some(wanted) => format!("{:.0} of {wanted:.0}/s", row.iops),
         None => format!("{:.0}/s", row.iops),
     };
-    let at = serde_json::to_value(row.measured_at).ok();
-    [
-        row.vm.to_string(),
-        row.task.to_string(),
-        at.and_then(|v| v.as_str().map(str::to_owned)).unwrap_or_default(),
-        tail(0),
-        tail(1),
-        tail(2),
-        tail(3),
-        target,
-        format!("{}/{}", row.misses, row.requests),
-        rate,
-    ]
+    let [p50, p99, p999, p9999] = tail_cells(&row.tails);
+    let misses = format!("{}/{}", row.misses, row.requests);
+    let (vm, task) = (row.vm.to_string(), row.task.to_string());
+    [vm, task, at(row.measured_at), p50, p99, p999, p9999, target, misses, rate]
+}
+
+fn disk_cells(row: &DiskRow) -> [String; 10] {
+    let [p50, p99, p999, p9999] = tail_cells(&row.tails);
+    let none = || "-".to_owned();
+    let rate = format!("{:.0}/s", row.iops);
+    let (vm, disk) = (row.vm.to_string(), row.disk.to_string());
+    [vm, disk, at(row.measured_at), p50, p99, p999, p9999, none(), none(), rate]
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use super::{Look, PERCENTILES};
+use super::{DiskRow, Look, PERCENTILES, Tails};
 
 /// How long one client may take for its request or our answer.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -68,6 +68,7 @@ fn exposition(look: &Look) -> String {
         }
     };
     let labels = |vm, task| format!("vm=\"{vm}\",task=\"{task}\"");
+    let disk_labels = |row: &DiskRow| format!("vm=\"{}\",disk=\"{}\"", row.vm, row.disk);
     let rows = &look.tasks;
     let targets = rows.iter().filter_map(|r| {
         let target = r.target?;
@@ -75,15 +76,15 @@ fn exposition(look: &Look) -> String {
         Some((labels, target.latency.as_secs_f64()))
     });
     metric("task_target_seconds", "gauge", "Stated latency target.", targets.collect());
-    let tails = rows.iter().flat_map(|r| {
-        let each = PERCENTILES.iter().zip(&r.tails);
+    let tails_of = |labels: String, at: &str, tails: &Tails| {
+        let each = PERCENTILES.iter().zip(tails);
         each.filter_map(|(p, tail)| {
-            let labels =
-                format!("{},percentile=\"{p}\",measured_at=\"qemu\"", labels(&r.vm, &r.task));
+            let labels = format!("{labels},percentile=\"{p}\",measured_at=\"{at}\"");
             Some((labels, tail.as_ref()?.value.as_secs_f64()))
         })
         .collect::<Vec<_>>()
-    });
+    };
+    let tails = rows.iter().flat_map(|r| tails_of(labels(&r.vm, &r.task), "qemu", &r.tails));
     let help = "Latency percentile of the last minute; absent with too few samples.";
     metric("task_latency_seconds", "gauge", help, tails.collect());
     let each = |value: fn(&super::Row) -> f64| {
@@ -92,5 +93,18 @@ fn exposition(look: &Look) -> String {
     let help = "Requests above the target.";
     metric("task_misses_total", "counter", help, each(|r| r.misses as f64));
     metric("task_requests_total", "counter", "Requests.", each(|r| r.requests as f64));
+    let disks = &look.disks;
+    let tails = disks.iter().flat_map(|r| tails_of(disk_labels(r), "host", &r.tails));
+    let help = "Latency percentile of the last minute in the host's block layer, from a bio's \
+                queueing to its end; absent with too few samples.";
+    metric("disk_latency_seconds", "gauge", help, tails.collect());
+    let requests = disks.iter().map(|r| {
+        let labels = format!("{},measured_at=\"host\"", disk_labels(r));
+        (labels, r.requests as f64)
+    });
+    metric("disk_requests_total", "counter", "Reads and writes.", requests.collect());
+    let help = "Records of the host's block layer that were lost.";
+    let lost = vec![(String::new(), look.host_records_lost as f64)];
+    metric("host_records_lost_total", "counter", help, lost);
     text
 }

@@ -1,12 +1,13 @@
-//! Where a task's latencies come from: the latency histograms of its disk in QEMU.
+//! Where a task's latencies come from: the latency histograms of its disk in QEMU; and where that
+//! disk lies on the host, which QEMU alone can tell.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use rtvirtio_host::Host;
-use rtvirtio_host::qemu::{Monitor, QemuProcess};
+use rtvirtio_host::qemu::{Block, Monitor, QemuProcess};
+use rtvirtio_host::{Extent, Host};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::plan::qemu;
 use rtvirtio_spec::specification::{Specification, Vm};
@@ -42,12 +43,19 @@ struct DiskSource {
     at: Instant,
 }
 
+/// Where VMs' disks lie on the host.
+pub(super) type Extents = BTreeMap<(VmName, DiskName), Extent>;
+
 /// All VMs of a specification.
 pub(super) struct Sources {
     host: Host,
     vms: Vec<Vm>,
     connected: BTreeMap<VmName, (Monitor, BTreeMap<DiskName, DiskSource>)>,
     left_alone: BTreeMap<VmName, Instant>,
+    /// Why a VM is not watched, so that it is said once.
+    said: BTreeMap<VmName, String>,
+    /// Of VMs that run and told it, also if their monitor is lost.
+    extents: Extents,
     present: BTreeSet<VmName>,
 }
 
@@ -59,6 +67,8 @@ impl Sources {
             vms: specification.vms.clone(),
             connected: BTreeMap::new(),
             left_alone: BTreeMap::new(),
+            said: BTreeMap::new(),
+            extents: BTreeMap::new(),
             present: BTreeSet::new(),
         })
     }
@@ -66,6 +76,11 @@ impl Sources {
     /// VMs that have a process in their cgroup.
     pub(super) const fn present(&self) -> &BTreeSet<VmName> {
         &self.present
+    }
+
+    /// Where the disks of VMs that run lie on the host.
+    pub(super) const fn extents(&self) -> &Extents {
+        &self.extents
     }
 
     /// Sees which VMs run, and connects to those that are new. Returns what happened.
@@ -76,11 +91,12 @@ impl Sources {
             self.present = self.vms.iter().filter(runs).map(|vm| vm.name.clone()).collect();
         }
         self.connected.retain(|vm, _| self.present.contains(vm));
+        self.extents.retain(|(vm, _), _| self.present.contains(vm));
         let now = Instant::now();
         self.left_alone.retain(|_, since| now - *since < LEFT_ALONE);
+        self.said.retain(|vm, _| self.present.contains(vm));
         let is_new = |vm: &&Vm| {
             self.present.contains(&vm.name)
-                && !vm.tasks.is_empty()
                 && !self.connected.contains_key(&vm.name)
                 && !self.left_alone.contains_key(&vm.name)
         };
@@ -93,12 +109,28 @@ impl Sources {
             let process = processes.iter().find(|p| p.name.as_deref() == Some(vm.name.as_str()));
             let connected = process.context("no QEMU of this name").and_then(|p| connect(&vm, p));
             match connected {
-                Ok(source) => {
+                Ok(Connected { monitor, sources, blocks }) => {
                     events.push(format!("{}: watched at QEMU", vm.name));
-                    self.connected.insert(vm.name, source);
+                    self.said.remove(&vm.name);
+                    for (disk, block) in blocks {
+                        let key = (vm.name.clone(), disk);
+                        match extent(&self.host, &block) {
+                            Ok(extent) => drop(self.extents.insert(key, extent)),
+                            Err(error) => {
+                                let (vm, disk) = &key;
+                                let why = format!("not measured on the host: {error:#}");
+                                events.push(format!("{vm}/{disk}: {why}"));
+                                self.extents.remove(&key);
+                            }
+                        }
+                    }
+                    self.connected.insert(vm.name, (monitor, sources));
                 }
                 Err(error) => {
-                    events.push(format!("{}: not watched: {error:#}", vm.name));
+                    let why = format!("{}: not watched: {error:#}", vm.name);
+                    if self.said.insert(vm.name.clone(), why.clone()).as_ref() != Some(&why) {
+                        events.push(why);
+                    }
                     self.left_alone.insert(vm.name, now);
                 }
             }
@@ -138,28 +170,50 @@ fn has_process(cgroup: &Path, depth: u32) -> bool {
     depth > 0 && children.into_iter().any(|child| has_process(&child.path(), depth - 1))
 }
 
+/// A VM's QEMU that answers.
+struct Connected {
+    monitor: Monitor,
+    /// Of disks with a task on them.
+    sources: BTreeMap<DiskName, DiskSource>,
+    /// Of all disks.
+    blocks: Vec<(DiskName, Block)>,
+}
+
 /// Connects to a VM's QEMU and has it count latencies.
-fn connect(vm: &Vm, process: &QemuProcess) -> Result<(Monitor, BTreeMap<DiskName, DiskSource>)> {
+fn connect(vm: &Vm, process: &QemuProcess) -> Result<Connected> {
     let mut monitor = match (&process.libvirt_domain, process.monitors.first()) {
         (Some(domain), _) => Monitor::libvirt(domain),
         (None, Some(socket)) => Monitor::connect(socket, ANSWER)?,
-        (None, None) => anyhow::bail!("its QEMU has no monitor (start it with -qmp)"),
+        (None, None) => anyhow::bail!(
+            "its QEMU has no monitor, which alone tells its latencies and which sectors of the \
+             device are its own (start it with -qmp)"
+        ),
     };
-    let blocks = monitor.blocks(ANSWER)?;
-    let mut disks = BTreeMap::new();
+    let found = monitor.blocks(ANSWER)?;
+    let (mut sources, mut blocks) = (BTreeMap::new(), Vec::new());
     for disk in &vm.disks {
         let name = &disk.name;
-        let is_it = |path: &&String| qemu::is_device_of(name, path);
-        let path = blocks.iter().filter_map(|b| b.qom_path.as_ref()).find(is_it);
-        let path =
-            path.with_context(|| format!("QEMU has no disk with the id {name} or ua-{name}"))?;
-        let on_it = vm.tasks.iter().filter(|t| t.disk == disk.name);
-        let target = on_it.filter_map(|t| Some(t.target?.latency)).min();
-        monitor.set_latency_histogram(path, &boundaries(target), ANSWER)?;
-        let (qom_path, seen) = (path.clone(), Vec::new());
-        disks.insert(disk.name.clone(), DiskSource { qom_path, target, seen, at: Instant::now() });
+        let is_it = |path: &str| qemu::is_device_of(name, path);
+        let block = found.iter().find(|b| b.qom_path.as_deref().is_some_and(is_it));
+        let block =
+            block.with_context(|| format!("QEMU has no disk with the id {name} or ua-{name}"))?;
+        blocks.push((disk.name.clone(), block.clone()));
+        let mut on_it = vm.tasks.iter().filter(|t| t.disk == disk.name).peekable();
+        if let (Some(qom_path), true) = (block.qom_path.clone(), on_it.peek().is_some()) {
+            let target = on_it.filter_map(|t| Some(t.target?.latency)).min();
+            monitor.set_latency_histogram(&qom_path, &boundaries(target), ANSWER)?;
+            let source = DiskSource { qom_path, target, seen: Vec::new(), at: Instant::now() };
+            sources.insert(disk.name.clone(), source);
+        }
     }
-    Ok((monitor, disks))
+    Ok(Connected { monitor, sources, blocks })
+}
+
+/// Where a disk lies on the host.
+fn extent(host: &Host, block: &Block) -> Result<Extent> {
+    let part =
+        block.part().context("it is not in one piece of a block device (format, network)")?;
+    Ok(host.extent(&part)?)
 }
 
 /// Boundaries of the bins, the target among them, so that misses are counted exactly.

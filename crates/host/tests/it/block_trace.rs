@@ -1,0 +1,161 @@
+//! The block layer's tracepoints, on a loop device and on zram, against what the submitter sees.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rtvirtio_host::qemu::Part;
+use rtvirtio_host::{BlockTrace, Extent, Host, HostError};
+use rtvirtio_spec::latency::Histogram;
+use rtvirtio_units::{Bytes, Nanos, Percentile};
+
+const MIB: u64 = 1 << 20;
+
+fn skipped(test: &str, reason: impl std::fmt::Display) {
+    // Not println: what a passing test prints is hidden.
+    let _ = writeln!(io::stderr(), "SKIPPED {test}: {reason}");
+}
+
+fn extent(node: &Path, offset: u64, size: u64) -> Extent {
+    let (offset, size) = (Bytes::new(offset), Some(Bytes::new(size)));
+    Host::new("/").extent(&Part { file: node.to_owned(), offset, size }).unwrap()
+}
+
+fn is_denied(error: &HostError) -> bool {
+    matches!(error, HostError::Trace { .. } | HostError::Read { .. })
+}
+
+/// `count` requests of `length` bytes within 1 MiB from `offset`, past the page cache, one after
+/// the other: their latencies.
+fn submit(node: &Path, write: bool, offset: u64, length: usize, count: u64) -> Histogram {
+    let flags = rustix::fs::OFlags::DIRECT.bits() as i32;
+    let file: File =
+        OpenOptions::new().read(true).write(true).custom_flags(flags).open(node).unwrap();
+    let mut memory = vec![0; length + 4096];
+    let aligned = memory.as_ptr().align_offset(4096);
+    let buffer = &mut memory[aligned..aligned + length];
+    let mut latencies = Histogram::new();
+    for i in 0..count {
+        let at = offset + i * length as u64 % MIB;
+        let start = Instant::now();
+        let done =
+            if write { file.write_all_at(buffer, at) } else { file.read_exact_at(buffer, at) };
+        latencies.record(Nanos::new(start.elapsed().as_nanos() as u64), 1);
+        done.unwrap();
+    }
+    latencies
+}
+
+/// What the trace sees until `count` requests are there, and 200 ms longer.
+fn seen(trace: &BlockTrace, count: u64) -> BTreeMap<Extent, Histogram> {
+    let mut all = BTreeMap::<Extent, Histogram>::new();
+    let total = |all: &BTreeMap<_, Histogram>| all.values().map(Histogram::count).sum::<u64>();
+    let end = Instant::now() + Duration::from_secs(10);
+    let mut take = || {
+        let latencies = trace.take().unwrap();
+        assert_eq!(latencies.lost, 0);
+        for (extent, histogram) in latencies.of {
+            all.entry(extent).or_default().merge(&histogram);
+        }
+        total(&all)
+    };
+    while take() < count && Instant::now() < end {
+        thread::sleep(Duration::from_millis(10));
+    }
+    thread::sleep(Duration::from_millis(200));
+    take();
+    all
+}
+
+/// Each request once, none longer than its submitter saw it, and most of that time seen.
+fn assert_agree(host: &Histogram, submitter: &Histogram) {
+    let said = format!("host {host:?}, submitter {submitter:?}");
+    assert_eq!(host.count(), submitter.count());
+    let bin = |ns: Nanos| ns.scale(65.0 / 64.0);
+    for p in [50.0, 90.0, 99.0] {
+        let at = |h: &Histogram| h.quantile(Percentile::new(p).unwrap()).unwrap().value;
+        assert!(at(host) <= bin(at(submitter)), "p{p}: {said}");
+    }
+    assert!(host.max() <= bin(submitter.max()), "{said}");
+    assert!(host.mean() >= submitter.mean().scale(0.1), "{said}");
+}
+
+#[test]
+fn two_ranges_of_a_loop_device_are_told_apart() {
+    const NAME: &str = "two_ranges_of_a_loop_device_are_told_apart";
+    let device = match crate::make_loop() {
+        Ok(device) => device,
+        Err(reason) => return skipped(NAME, reason),
+    };
+    let (small, large) = (extent(&device.node, 2 * MIB, MIB), extent(&device.node, 4 * MIB, MIB));
+    let trace = match Host::new("/").trace_block(&BTreeSet::from([small, large])) {
+        Ok(trace) => trace,
+        Err(error) if is_denied(&error) => return skipped(NAME, error),
+        Err(error) => panic!("{error}"),
+    };
+    let node = &device.node;
+    let (reads, writes) = thread::scope(|scope| {
+        let reads = scope.spawn(|| submit(node, false, 2 * MIB, 4096, 1000));
+        let writes = scope.spawn(|| submit(node, true, 4 * MIB, 512 << 10, 200));
+        // Between the two, and nobody's.
+        scope.spawn(|| submit(node, true, 3 * MIB, 4096, 300));
+        (reads.join().unwrap(), writes.join().unwrap())
+    });
+    let seen = seen(&trace, 1200);
+    assert_eq!(seen.len(), 2);
+    assert_agree(&seen[&small], &reads);
+    assert_agree(&seen[&large], &writes);
+    // 512 KiB are copied for most of the time, so the host must have seen most of it.
+    let p50 = |h: &Histogram| h.quantile(Percentile::new(50.0).unwrap()).unwrap().value;
+    assert!(p50(&seen[&large]) >= p50(&writes).scale(0.3), "{seen:?} {writes:?}");
+    assert!(p50(&seen[&large]) > p50(&seen[&small]), "{seen:?}");
+}
+
+/// A disk in memory whose driver takes bios; removed when dropped.
+struct Zram(String);
+
+impl Zram {
+    fn make() -> io::Result<Self> {
+        let number = fs::read_to_string("/sys/class/zram-control/hot_add")?.trim().to_owned();
+        let zram = Self(number);
+        fs::write(format!("/sys/block/zram{}/disksize", zram.0), "4M")?;
+        Ok(zram)
+    }
+
+    fn node(&self) -> PathBuf {
+        format!("/dev/zram{}", self.0).into()
+    }
+}
+
+impl Drop for Zram {
+    fn drop(&mut self) {
+        let _ = fs::write("/sys/class/zram-control/hot_remove", &self.0);
+    }
+}
+
+#[test]
+fn driver_without_requests_is_measured_too() {
+    const NAME: &str = "driver_without_requests_is_measured_too";
+    let zram = match Zram::make() {
+        Ok(zram) => zram,
+        Err(error) => return skipped(NAME, format!("needs zram and root: {error}")),
+    };
+    let end = Instant::now() + Duration::from_secs(5);
+    while !zram.node().exists() && Instant::now() < end {
+        thread::sleep(Duration::from_millis(10));
+    }
+    let extent = extent(&zram.node(), MIB, MIB);
+    let trace = match Host::new("/").trace_block(&BTreeSet::from([extent])) {
+        Ok(trace) => trace,
+        Err(error) if is_denied(&error) => return skipped(NAME, error),
+        Err(error) => panic!("{error}"),
+    };
+    submit(&zram.node(), true, 0, 4096, 50);
+    let writes = submit(&zram.node(), true, MIB, 4096, 100);
+    let seen = seen(&trace, 100);
+    assert_agree(&seen[&extent], &writes);
+}
