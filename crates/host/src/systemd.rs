@@ -91,12 +91,7 @@ fn is_about(sysfs: &dyn Sysfs, path: &str, device: DeviceNumber) -> bool {
 }
 
 /// Replaces the entries about `device` of each property that `new` names.
-fn replace(
-    sysfs: &dyn Sysfs,
-    properties: &mut Properties,
-    device: DeviceNumber,
-    new: &Properties,
-) {
+fn replace(sysfs: &dyn Sysfs, properties: &mut Properties, device: DeviceNumber, new: &Properties) {
     for (property, entries) in new {
         let list = properties.entry(property.clone()).or_default();
         list.retain(|(path, _)| !is_about(sysfs, path, device));

@@ -167,7 +167,9 @@ mod tests {
         let start = std::time::Instant::now();
         let limit = Duration::from_millis(300);
         let result = on_bus(&socket, limit, async |_| Ok(()));
-        assert!(matches!(result, Err(zbus::Error::InputOutput(e)) if e.kind() == io::ErrorKind::TimedOut));
+        assert!(
+            matches!(result, Err(zbus::Error::InputOutput(e)) if e.kind() == io::ErrorKind::TimedOut)
+        );
         assert!(start.elapsed() < Duration::from_secs(5));
         let missing = units(&directory.path().join("none"), [PathBuf::from("a.scope")]);
         assert!(missing.unwrap().is_empty());

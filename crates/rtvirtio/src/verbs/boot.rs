@@ -126,7 +126,9 @@ fn remove() -> Result<bool> {
     let removed = [delete(UNIT)?, delete(PLAN)?];
     match fs::remove_dir(DIRECTORY) {
         // Somebody else's files in it are not rtvirtio's to remove.
-        Err(e) if ![io::ErrorKind::NotFound, io::ErrorKind::DirectoryNotEmpty].contains(&e.kind()) => {
+        Err(e)
+            if ![io::ErrorKind::NotFound, io::ErrorKind::DirectoryNotEmpty].contains(&e.kind()) =>
+        {
             return Err(e).with_context(|| format!("remove {DIRECTORY}"));
         }
         _ => {}
@@ -171,6 +173,9 @@ mod tests {
     #[test]
     fn path_of_the_program_cannot_change_the_command_line() {
         let text = unit(Path::new("/opt/a \"b\" 50%/$x\\rtvirtio")).unwrap();
-        assert!(text.contains(r#"ExecStart="/opt/a \"b\" 50%%/$$x\\rtvirtio" apply /etc/"#), "{text}");
+        assert!(
+            text.contains(r#"ExecStart="/opt/a \"b\" 50%%/$$x\\rtvirtio" apply /etc/"#),
+            "{text}"
+        );
     }
 }

@@ -6,3 +6,4 @@ mod lifecycle;
 mod readme;
 mod rooms;
 mod scratch_disk;
+mod systemd;
