@@ -177,7 +177,11 @@ fn locate(
     let mut names = sysfs.list(&version.mount().join(&parent)).unwrap_or_default();
     names.retain(|name| domain(name) == domain(parts[at]));
     match names.as_slice() {
-        [name] => group(parent.join(name).join(parts[at + 1..].iter().collect::<PathBuf>())),
+        [name] => {
+            let mut path = parent.join(name);
+            path.extend(&parts[at + 1..]);
+            group(path)
+        }
         _ => Ok(None),
     }
 }

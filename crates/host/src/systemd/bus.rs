@@ -69,7 +69,7 @@ pub(crate) fn units(
     });
     match found {
         // No bus, or a socket that nobody listens on: nobody to keep the cgroups from.
-        Err(zbus::Error::InputOutput(e))
+        Err(zbus::Error::Connection(e, _))
             if [io::ErrorKind::NotFound, io::ErrorKind::ConnectionRefused].contains(&e.kind()) =>
         {
             Ok(BTreeMap::new())
