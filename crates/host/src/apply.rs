@@ -32,6 +32,7 @@ use crate::cgroup::Write;
 use crate::journal::{Journal, Lock, Pending, Phase, Record, boot_time};
 use crate::knobs::{Schedulers, check, has_module, module, observe, value, write};
 use crate::restore::{Restoration, save};
+use crate::systemd::Units;
 use crate::topology::Resolved;
 use crate::{Drift, Host, HostError, Step, Topology};
 
@@ -135,12 +136,13 @@ impl Host {
             let end = options.confirm_timeout.map(|t| boot_time().saturating_add(t));
             end.map(|d| u64::try_from(d.as_nanos()).unwrap_or(u64::MAX))
         };
-        let record = save(&*self.sysfs, &resolved, &changes)?;
+        let units = self.units(&resolved, &changes)?;
+        let record = save(&*self.sysfs, &resolved, &changes, &units)?;
         journal.pending =
             Some(Pending { phase: Phase::Applying, deadline_ns: deadline_ns(), record });
         self.store(&journal)?;
         let applying = journal.clone();
-        let settled = self.write_all(&resolved, &changes).and_then(|()| {
+        let settled = self.write_all(&resolved, &changes, &units).and_then(|()| {
             match (&mut journal.pending, options.confirm_timeout) {
                 (Some(pending), Some(_)) => {
                     pending.phase = Phase::Unconfirmed;
@@ -293,20 +295,42 @@ impl Host {
         Ok(())
     }
 
-    fn write_all(&self, resolved: &Resolved, changes: &[Change]) -> Result<(), HostError> {
-        for Change { knob, new, .. } in changes {
-            let target: Write = write(resolved, knob, new)?;
-            self.write(&target)?.map_err(|source| HostError::WriteRefused {
-                knob: Box::new(knob.clone()),
-                file: target.file.clone(),
-                wanted: new.clone(),
-                source,
-            })?;
-            let (file, found) = value(&*self.sysfs, resolved, knob)?;
-            if found != *new {
-                let (knob, wanted) = (Box::new(knob.clone()), new.clone());
-                return Err(HostError::ReadBackDiffers { knob, file, wanted, found });
+    fn write_all(
+        &self,
+        resolved: &Resolved,
+        changes: &[Change],
+        units: &Units,
+    ) -> Result<(), HostError> {
+        let (by_systemd, direct): (Vec<&Change>, Vec<&Change>) =
+            changes.iter().partition(|c| units.set(&*self.sysfs, resolved, &c.knob));
+        for change in direct {
+            self.write_knob(resolved, change)?;
+        }
+        for (unit, parts) in units.parts(&*self.sysfs, resolved) {
+            self.set_planned(unit, &parts, changes)?;
+        }
+        for change in by_systemd {
+            // systemd before 251 does not set a device's bfq weight.
+            if value(&*self.sysfs, resolved, &change.knob)?.1 != change.new {
+                self.write_knob(resolved, change)?;
             }
+        }
+        Ok(())
+    }
+
+    fn write_knob(&self, resolved: &Resolved, change: &Change) -> Result<(), HostError> {
+        let Change { knob, new, .. } = change;
+        let target: Write = write(resolved, knob, new)?;
+        self.write(&target)?.map_err(|source| HostError::WriteRefused {
+            knob: Box::new(knob.clone()),
+            file: target.file.clone(),
+            wanted: new.clone(),
+            source,
+        })?;
+        let (file, found) = value(&*self.sysfs, resolved, knob)?;
+        if found != *new {
+            let (knob, wanted) = (Box::new(knob.clone()), new.clone());
+            return Err(HostError::ReadBackDiffers { knob, file, wanted, found });
         }
         Ok(())
     }

@@ -131,7 +131,7 @@ pub(crate) struct Write {
 }
 
 impl Cgroup {
-    fn weight_file(&self) -> PathBuf {
+    pub(crate) fn weight_file(&self) -> PathBuf {
         self.directory.join(if self.v2 { "io.bfq.weight" } else { "blkio.bfq.weight_device" })
     }
 
@@ -228,7 +228,7 @@ const fn key(limit: Limit) -> &'static str {
 }
 
 /// What follows `name` and a space on the line that starts with it.
-fn line_of<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+pub(crate) fn line_of<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     text.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(' ')).map(str::trim)
 }
 

@@ -241,6 +241,20 @@ pub enum HostError {
     /// A trace has ended because CPUs came or went.
     #[error("CPUs came or went, which ends the trace of the block layer")]
     TraceStale,
+    /// systemd refused a request, or did not answer in time.
+    #[error("cannot {action}")]
+    Systemd {
+        /// `ask systemd`, …
+        action: &'static str,
+        /// Why.
+        source: zbus::Error,
+    },
+    /// systemd does not know a unit whose cgroup is there, or cannot be asked.
+    #[error("systemd does not answer for {unit} on the system bus")]
+    UnitUnknown {
+        /// The unit.
+        unit: String,
+    },
     /// The observer stopped the work, as a crash would: nothing is undone.
     #[error("stopped at {step:?}")]
     Interrupted {
@@ -319,6 +333,9 @@ impl HostError {
             },
             Self::UndoIncomplete { .. } | Self::RestoreIncomplete { .. } => {
                 "remove the cause and run `rtvirtio rollback` again".to_owned()
+            }
+            Self::Systemd { .. } | Self::UnitUnknown { .. } => {
+                "`busctl status org.freedesktop.systemd1` says whether systemd answers; set it right, then try again".to_owned()
             }
             Self::Locked { .. } => "wait for it to end, then try again".to_owned(),
             Self::AwaitsConfirmation { .. } => {

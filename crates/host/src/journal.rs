@@ -21,14 +21,15 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rtvirtio_spec::settings::Limit;
-use rtvirtio_units::DeviceName;
+use rtvirtio_spec::settings::{Knob, Limit};
+use rtvirtio_units::{DeviceName, VmName};
 use rustix::fs::{FlockOperation, flock};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
 use crate::HostError;
 use crate::sysfs::DeviceNumber;
+use crate::systemd::Properties;
 
 const VERSION: u32 = 1;
 
@@ -63,6 +64,31 @@ pub(crate) enum GroupKnob {
     Limit(Limit),
 }
 
+impl GroupKnob {
+    /// Whether `knob` is this one of `vm` on `device`.
+    pub(crate) fn is_knob(self, knob: &Knob, vm: &VmName, device: &DeviceName) -> bool {
+        let kind = match knob {
+            Knob::Weight { .. } => Self::Weight,
+            Knob::Limit { limit, .. } => Self::Limit(*limit),
+            _ => return false,
+        };
+        kind == self && knob.vm() == Some(vm) && knob.device() == device
+    }
+}
+
+/// What a systemd unit's properties said of one device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct UnitRecord {
+    pub(crate) unit: String,
+    /// Below the io controller's mount.
+    pub(crate) cgroup: PathBuf,
+    /// The cgroup's inode.
+    pub(crate) id: u64,
+    pub(crate) device: DeviceNumber,
+    pub(crate) properties: Properties,
+}
+
 /// A cgroup's knob on one device as it was.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -93,6 +119,8 @@ impl GroupRecord {
 pub(crate) struct Record {
     pub(crate) devices: BTreeMap<DeviceNumber, DeviceRecord>,
     pub(crate) groups: Vec<GroupRecord>,
+    #[serde(default)]
+    pub(crate) units: Vec<UnitRecord>,
 }
 
 impl Record {
@@ -122,6 +150,12 @@ impl Record {
             }
         }
         newer.groups.into_iter().for_each(|g| self.add_group(g));
+        for unit in newer.units {
+            let same = |u: &UnitRecord| (u.id, u.device) == (unit.id, unit.device);
+            if !self.units.iter().any(same) {
+                self.units.push(unit);
+            }
+        }
         self
     }
 }
@@ -352,8 +386,8 @@ mod tests {
 
     #[test]
     fn merge_keeps_the_oldest_value() {
-        let older = Record { devices: BTreeMap::new(), groups: vec![weight(Some("300"), true)] };
-        let newer = Record { devices: BTreeMap::new(), groups: vec![weight(None, false)] };
+        let older = Record { groups: vec![weight(Some("300"), true)], ..Record::default() };
+        let newer = Record { groups: vec![weight(None, false)], ..Record::default() };
         assert_eq!(older.merged(newer).groups, [weight(Some("300"), false)]);
     }
 

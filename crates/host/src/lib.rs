@@ -28,6 +28,7 @@ mod knobs;
 pub mod qemu;
 mod restore;
 pub mod sysfs;
+mod systemd;
 #[cfg(test)]
 mod tests;
 mod topology;
@@ -111,6 +112,8 @@ pub struct Host {
     sysfs: Arc<dyn Sysfs>,
     state: StateDirectory,
     observer: Option<Observer>,
+    /// The system bus's socket.
+    bus: PathBuf,
 }
 
 impl fmt::Debug for Host {
@@ -125,14 +128,15 @@ impl Host {
     #[must_use]
     pub fn new(root: impl Into<PathBuf>) -> Self {
         let root = root.into();
-        let state = root.join("run/rtvirtio");
-        Self::with_sysfs(state, Arc::new(RealSysfs::new(root)))
+        let (state, bus) = (root.join("run/rtvirtio"), root.join("run/dbus/system_bus_socket"));
+        Self { bus, ..Self::with_sysfs(state, Arc::new(RealSysfs::new(root))) }
     }
 
     /// A host with another kernel, whose journal and lock lie in `state_directory`.
     #[must_use]
     pub fn with_sysfs(state_directory: impl Into<PathBuf>, sysfs: Arc<dyn Sysfs>) -> Self {
-        Self { sysfs, state: StateDirectory(state_directory.into()), observer: None }
+        let bus = PathBuf::from("/run/dbus/system_bus_socket");
+        Self { sysfs, state: StateDirectory(state_directory.into()), observer: None, bus }
     }
 
     /// The same host with journal and lock in another directory.

@@ -2,7 +2,7 @@
 //!
 //! Restoring writes only what differs, so it may be repeated after a crash at
 //! any step. Order: each device's scheduler, then its parameters (selecting a
-//! scheduler reset them), then weights and limits of cgroups. A device or
+//! scheduler reset them), then systemd's units, then weights and limits of cgroups. A device or
 //! cgroup that is gone, or another one in its place, is reported and skipped:
 //! its knobs died with it.
 //!
@@ -25,10 +25,11 @@ use serde::Serialize;
 
 use crate::cgroup::{CgroupVersion, Write, read, weight_lines};
 use crate::device::{Disk, directory, generation};
-use crate::journal::{DeviceRecord, GroupKnob, GroupRecord, QueueRecord, Record};
+use crate::journal::{DeviceRecord, GroupKnob, GroupRecord, QueueRecord, Record, UnitRecord};
 use crate::knobs::Schedulers;
 use crate::sysfs::{DeviceNumber, Sysfs};
-use crate::topology::Resolved;
+use crate::systemd::{PROPERTIES, Units};
+use crate::topology::{Resolved, VmGroup};
 use crate::{Host, HostError, Step};
 
 /// Files beside `iosched/` that a change of scheduler resets.
@@ -66,7 +67,7 @@ pub struct Restoration {
 }
 
 impl Restoration {
-    fn skip(&mut self, skipped: Skipped) {
+    pub(crate) fn skip(&mut self, skipped: Skipped) {
         if !self.skipped.contains(&skipped) {
             self.skipped.push(skipped);
         }
@@ -78,16 +79,13 @@ pub(crate) fn save(
     sysfs: &dyn Sysfs,
     resolved: &Resolved,
     changes: &[Change],
+    units: &Units,
 ) -> Result<Record, HostError> {
     let mut record = Record::default();
     for change in changes {
         let (disk, group) = resolved.of(&change.knob)?;
         let number = disk.number;
-        if let Entry::Vacant(entry) = record.devices.entry(number) {
-            let (size_sectors, diskseq) = generation(sysfs, number)?;
-            let name = change.knob.device().clone();
-            entry.insert(DeviceRecord { name, size_sectors, diskseq, queue: None });
-        }
+        save_device(sysfs, change.knob.device(), number, &mut record)?;
         let knob = match (&change.knob, group) {
             (Knob::Limit { limit, .. }, Some(_)) => GroupKnob::Limit(*limit),
             (Knob::Weight { .. }, Some(_)) => GroupKnob::Weight,
@@ -107,24 +105,65 @@ pub(crate) fn save(
             }
         };
         let Some(group) = group else { continue };
-        let old = match knob {
-            GroupKnob::Limit(limit) => group.cgroup.limit(sysfs, number, limit)?,
-            // Under another scheduler there are no weight lines.
-            GroupKnob::Weight if Schedulers::read(sysfs, disk)?.is_bfq() => {
-                group.cgroup.weight_line(sysfs, number)?
+        save_group(sysfs, group, disk, knob, &mut record)?;
+    }
+    for (unit, parts) in units.parts(sysfs, resolved) {
+        for part in parts {
+            save_device(sysfs, part.device, part.disk.number, &mut record)?;
+            // Setting one property, systemd writes all of the unit's knobs again.
+            for (knob, _) in PROPERTIES {
+                save_group(sysfs, part.group, part.disk, knob, &mut record)?;
             }
-            GroupKnob::Weight => None,
-        };
-        record.add_group(GroupRecord {
-            cgroup: group.path.clone(),
-            id: group_id(sysfs, &group.cgroup.directory)?,
-            device: number,
-            knob,
-            old,
-            only_if_absent: false,
-        });
+            record.units.push(UnitRecord {
+                unit: unit.name.clone(),
+                cgroup: part.group.path.clone(),
+                id: group_id(sysfs, &part.group.cgroup.directory)?,
+                device: part.disk.number,
+                properties: part.entries(sysfs, unit),
+            });
+        }
     }
     Ok(record)
+}
+
+fn save_device(
+    sysfs: &dyn Sysfs,
+    name: &DeviceName,
+    number: DeviceNumber,
+    record: &mut Record,
+) -> Result<(), HostError> {
+    if let Entry::Vacant(entry) = record.devices.entry(number) {
+        let (size_sectors, diskseq) = generation(sysfs, number)?;
+        let name = name.clone();
+        entry.insert(DeviceRecord { name, size_sectors, diskseq, queue: None });
+    }
+    Ok(())
+}
+
+fn save_group(
+    sysfs: &dyn Sysfs,
+    group: &VmGroup,
+    disk: &Disk,
+    knob: GroupKnob,
+    record: &mut Record,
+) -> Result<(), HostError> {
+    let old = match knob {
+        GroupKnob::Limit(limit) => group.cgroup.limit(sysfs, disk.number, limit)?,
+        // Under another scheduler there are no weight lines.
+        GroupKnob::Weight if Schedulers::read(sysfs, disk)?.is_bfq() => {
+            group.cgroup.weight_line(sysfs, disk.number)?
+        }
+        GroupKnob::Weight => None,
+    };
+    record.add_group(GroupRecord {
+        cgroup: group.path.clone(),
+        id: group_id(sysfs, &group.cgroup.directory)?,
+        device: disk.number,
+        knob,
+        old,
+        only_if_absent: false,
+    });
+    Ok(())
 }
 
 fn group_id(sysfs: &dyn Sysfs, path: &Path) -> Result<u64, HostError> {
@@ -199,6 +238,10 @@ impl Host {
         }
         match CgroupVersion::find(&*self.sysfs) {
             Ok(version) => {
+                // Units first: systemd writes all of a unit's knobs.
+                for unit in &record.units {
+                    self.restore_unit(&version, unit, &mut done)?;
+                }
                 for group in &record.groups {
                     self.restore_group(&version, record, group, &mut done)?;
                 }

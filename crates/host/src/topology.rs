@@ -2,9 +2,15 @@
 //!
 //! Terms: a [`Topology`] holds names and paths, as an operator wrote them; a
 //! [`Resolved`] topology holds the disks and cgroups that were found there.
+//!
+//! libvirt numbers a VM's starts in the name of its scope,
+//! `machine-qemu\x2dNUMBER\x2dNAME.scope`: a VM is looked for under another
+//! number where the written one is not there.
+//!
+//! Properties: `vm_is_found_after_its_next_start`.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::profile::DeviceIdentity;
@@ -12,10 +18,10 @@ use rtvirtio_spec::settings::Knob;
 use rtvirtio_spec::specification::Specification;
 use rtvirtio_units::{DeviceName, VmName};
 
-use crate::HostError;
 use crate::cgroup::{Cgroup, CgroupVersion, relative};
 use crate::device::{self, Disk};
 use crate::sysfs::Sysfs;
+use crate::{Host, HostError};
 
 /// Devices, VMs, and which VM uses which device.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -123,12 +129,11 @@ impl Resolved {
         let mut vms = BTreeMap::new();
         for (vm, path) in &topology.vms {
             let Some(version) = &version else { break };
-            let cgroup = version.cgroup(path)?;
-            if !sysfs.exists(&cgroup.directory) {
-                let path = cgroup.directory;
+            let Some(group) = locate(sysfs, version, path)? else {
+                let path = version.cgroup(path)?.directory;
                 return Err(HostError::CgroupMissing { vm: vm.clone(), path });
-            }
-            vms.insert(vm.clone(), VmGroup { path: relative(path)?, cgroup });
+            };
+            vms.insert(vm.clone(), group);
         }
         let pairs = topology.uses.iter().flat_map(|(vm, used)| {
             used.iter().map(|device| (vm.clone(), device.clone())).collect::<Vec<_>>()
@@ -148,5 +153,88 @@ impl Resolved {
             return Ok((disk, None));
         };
         Ok((disk, Some(self.vms.get(vm).ok_or_else(unknown)?)))
+    }
+}
+
+/// A VM's cgroup, if it is there.
+fn locate(
+    sysfs: &dyn Sysfs,
+    version: &CgroupVersion,
+    path: &Path,
+) -> Result<Option<VmGroup>, HostError> {
+    let path = relative(path)?;
+    let group = |path: PathBuf| {
+        let cgroup = version.cgroup(&path)?;
+        Ok(sysfs.exists(&cgroup.directory).then_some(VmGroup { path, cgroup }))
+    };
+    let written: Option<VmGroup> = group(path.clone())?;
+    let parts: Vec<&str> = path.iter().filter_map(|c| c.to_str()).collect();
+    let Some(at) = parts.iter().position(|c| domain(c).is_some()).filter(|_| written.is_none())
+    else {
+        return Ok(written);
+    };
+    let parent: PathBuf = parts[..at].iter().collect();
+    let mut names = sysfs.list(&version.mount().join(&parent)).unwrap_or_default();
+    names.retain(|name| domain(name) == domain(parts[at]));
+    match names.as_slice() {
+        [name] => {
+            let mut path = parent.join(name);
+            path.extend(&parts[at + 1..]);
+            group(path)
+        }
+        _ => Ok(None),
+    }
+}
+
+/// What follows the number in the name of a libvirt domain's scope.
+fn domain(scope: &str) -> Option<&str> {
+    let (number, name) = scope.strip_prefix("machine-qemu\\x2d")?.split_once("\\x2d")?;
+    let is_number = !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit());
+    (is_number && name.ends_with(".scope")).then_some(name)
+}
+
+impl Host {
+    /// The topology without the VMs whose cgroups are not there, and their names.
+    ///
+    /// # Errors
+    /// [`HostError::NoIoController`], [`HostError::BadCgroupPath`].
+    pub fn running(&self, topology: &Topology) -> Result<(Topology, Vec<VmName>), HostError> {
+        let (mut there, mut absent) = (topology.clone(), Vec::new());
+        if topology.vms.is_empty() {
+            return Ok((there, absent));
+        }
+        let version = self.cgroup_version()?;
+        for (vm, path) in &topology.vms {
+            if locate(&*self.sysfs, &version, path)?.is_none() {
+                there.vms.remove(vm);
+                there.uses.remove(vm);
+                absent.push(vm.clone());
+            }
+        }
+        Ok((there, absent))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::FakeSysfs;
+
+    #[test]
+    fn vm_is_found_after_its_next_start() {
+        let sysfs = FakeSysfs::v2();
+        let version = CgroupVersion::find(&sysfs).unwrap();
+        for group in ["machine.slice", "machine.slice/machine-qemu\\x2d12\\x2dplc.scope"] {
+            sysfs.create_dir(&version.mount().join(group)).unwrap();
+        }
+        let find = |name: &str| {
+            let path = Path::new("machine.slice").join(name);
+            locate(&sysfs, &version, &path).unwrap().map(|g| g.path.display().to_string())
+        };
+        let there = "machine.slice/machine-qemu\\x2d12\\x2dplc.scope";
+        assert_eq!(find("machine-qemu\\x2d3\\x2dplc.scope").as_deref(), Some(there));
+        assert_eq!(find("machine-qemu\\x2d12\\x2dplc.scope").as_deref(), Some(there));
+        assert_eq!(find("machine-qemu\\x2d3\\x2dother.scope"), None);
+        assert_eq!(find("plc.scope"), None);
     }
 }

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use crate::sysfs::Sysfs;
+use crate::systemd::BY_NUMBER;
 
 const UDEV: [&str; 4] =
     ["/etc/udev/rules.d", "/run/udev/rules.d", "/usr/lib/udev/rules.d", "/lib/udev/rules.d"];
@@ -132,8 +133,11 @@ fn tuned(sysfs: &dyn Sysfs) -> Option<OtherWriter> {
 
 fn units(sysfs: &dyn Sysfs, directory: &Path, found: &mut Vec<OtherWriter>) {
     let sets = |line: &str| {
-        let key = line.split_once('=').map(|(key, _)| key.trim());
-        key.is_some_and(|k| UNIT_KEYS.contains(&k))
+        // What resets a list sets nothing, and a device by its number is what rtvirtio writes.
+        line.split_once('=').is_some_and(|(key, value)| {
+            let is_own = value.is_empty() || value.starts_with(BY_NUMBER);
+            UNIT_KEYS.contains(&key.trim()) && !is_own
+        })
     };
     for name in sysfs.list(directory).unwrap_or_default() {
         let path = directory.join(&name);
@@ -180,6 +184,8 @@ mod tests {
         sysfs.put("/run/systemd/transient/a.scope", "[Scope]\nIOWeight=200\n");
         sysfs.put("/etc/systemd/system/b.service.d/io.conf", "IOReadBandwidthMax=/dev/sda 5M\n");
         sysfs.put("/etc/systemd/system/c.service", "IOSchedulingClass=idle\n");
+        let own = "[Scope]\nIODeviceWeight=\nIODeviceWeight=/dev/block/252:0 6700\n";
+        sysfs.put("/run/systemd/transient/a.scope.d/50-IODeviceWeight.conf", own);
         assert_eq!(kinds(&sysfs), [WriterKind::Systemd, WriterKind::Systemd]);
     }
 

@@ -54,6 +54,8 @@ enum Verb {
     Verify(verbs::apply::VerifyArgs),
     /// Put all knobs back as they were before the first apply
     Rollback(verbs::apply::RollbackArgs),
+    /// Have systemd apply a saved plan at each boot, or no longer
+    Boot(verbs::boot::Args),
     /// Show each task's tail as it happens; --control keeps targets met
     Watch(verbs::watch::Args),
     /// Run schemes × cases on a scratch disk; resumable
@@ -76,6 +78,7 @@ impl Verb {
             | Self::Apply(_)
             | Self::Confirm(_)
             | Self::Rollback(_)
+            | Self::Boot(_)
             | Self::Watch(_)
             | Self::Bench(_)
             | Self::Demo(_) => true,
@@ -139,6 +142,7 @@ fn run(verb: Verb, interrupted: &AtomicBool) -> Result<Outcome> {
         Verb::Confirm(args) => verbs::apply::confirm(&args),
         Verb::Verify(args) => verbs::apply::verify(&args),
         Verb::Rollback(args) => verbs::apply::rollback(&args),
+        Verb::Boot(args) => verbs::boot::run(&args),
         Verb::Watch(args) => verbs::watch::run(&args, interrupted),
         Verb::Bench(args) => verbs::bench::run(&args, interrupted),
         Verb::Report(args) => verbs::report::run(&args),

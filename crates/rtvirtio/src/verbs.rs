@@ -2,6 +2,7 @@
 
 pub(crate) mod apply;
 pub(crate) mod bench;
+pub(crate) mod boot;
 pub(crate) mod calibrate;
 pub(crate) mod demo;
 pub(crate) mod doctor;

@@ -6,7 +6,10 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use rtvirtio_host::{ApplyOptions, RollbackOutcome, Topology};
+use rtvirtio_host::{Applied, ApplyOptions, Host, RollbackOutcome, Topology};
+use rtvirtio_spec::plan::Plan;
+use rtvirtio_spec::settings::diff;
+use rtvirtio_units::VmName;
 use serde_json::json;
 
 use crate::{Outcome, input};
@@ -21,6 +24,9 @@ pub(crate) struct ApplyArgs {
     /// Apply although targets are unmet
     #[arg(long)]
     force: bool,
+    /// Apply to the knobs found now, whatever the plan saw, and leave out VMs that do not run
+    #[arg(long)]
+    again: bool,
     /// Revert after this many seconds unless `rtvirtio confirm` is run
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     confirm_timeout: Option<u64>,
@@ -68,13 +74,22 @@ pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
     let host = input::host();
     let topology = Topology::of_plan(&plan);
     let options = ApplyOptions { confirm_timeout };
-    let applied = host.apply(&topology, &plan.observed, &plan.changes, options)?;
+    let (applied, absent) = if args.again {
+        again(&host, &topology, &plan, options)?
+    } else {
+        (host.apply(&topology, &plan.observed, &plan.changes, options)?, Vec::new())
+    };
     if applied.awaits_confirmation {
         watch()?;
     }
     if args.json {
-        input::print_json(&applied)?;
+        let mut value = serde_json::to_value(&applied)?;
+        value["not_running"] = json!(absent);
+        input::print_json(&value)?;
         return Ok(Outcome::Done);
+    }
+    for vm in &absent {
+        println!("VM {vm} does not run: left out (once it does: rtvirtio apply PLAN --again)");
     }
     if applied.recovered.is_some() {
         println!("an earlier apply had not ended well; it was put back first");
@@ -87,6 +102,24 @@ pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
         _ => println!("take back: rtvirtio rollback"),
     }
     Ok(Outcome::Done)
+}
+
+/// Applies the plan's settings to what is found. An apply that died is undone first: what it left
+/// is not what the changes start from.
+fn again(
+    host: &Host,
+    topology: &Topology,
+    plan: &Plan,
+    options: ApplyOptions,
+) -> Result<(Applied, Vec<VmName>)> {
+    let (running, absent) = host.running(topology)?;
+    let mut wanted = plan.settings.knobs();
+    wanted.retain(|knob, _| !knob.vm().is_some_and(|vm| absent.contains(vm)));
+    // Finishes what a dead process left, so that it is not observed.
+    host.verify(&running, &wanted)?;
+    let observed = host.observe(&running)?;
+    let changes = diff(&observed, &wanted);
+    Ok((host.apply(&running, &observed, &changes, options)?, absent))
 }
 
 /// Starts the process that reverts an unconfirmed apply, detached from this one.

@@ -9,3 +9,4 @@ mod lifecycle;
 mod readme;
 mod rooms;
 mod scratch_disk;
+mod systemd;

@@ -1,0 +1,342 @@
+//! Units of systemd: their I/O properties, set over the system bus.
+//!
+//! A VM's cgroup is often a unit of systemd's (`machine.slice/machine-….scope`).
+//! Whenever systemd realises a unit (`daemon-reload`, `set-property`), it writes
+//! the default of `io.bfq.weight`, at which the kernel drops every device's
+//! line, then for each device that the unit's properties name its weight, and
+//! all four limits of `io.max` at once (`cgroup_context_apply()` in systemd's
+//! `src/core/cgroup.c`). What is written past systemd into such a cgroup is lost,
+//! so there the unit's runtime properties are set.
+//!
+//! - *Weight*: `IODeviceWeight` w (1 to 10000) becomes the bfq weight w up to
+//!   100, and 100 + (w − 100) / 11 cut to a whole number above (`BFQ_WEIGHT()`
+//!   in `src/basic/cgroup-util.h`). [`io_weight`] is the inverse: every bfq
+//!   weight is reached exactly. systemd before 251 leaves devices' bfq weights
+//!   alone; then the file is written afterwards.
+//! - *Limits*: `IO{Read,Write}{Bandwidth,IOPS}Max`; [`NO_LIMIT`] is none.
+//! - *Devices* are named `/dev/block/MAJOR:MINOR`, which systemd parses without a
+//!   node. One that lies on others (device mapper) it replaces by the disk
+//!   below, so knobs of such a device are written to the files.
+//!
+//! Only on cgroup v2: on v1 systemd has no bfq weight of a device. Every look at
+//! the bus has a time limit, connecting included.
+//!
+//! The order of things: [`Host::units`] finds the units; `apply` journals what their
+//! properties say of each device; [`Host::set_planned`] sets one unit in one call
+//! to what is planned and, for the VM's other knobs, to what the kernel shows,
+//! so that nothing else moves; [`Host::restore_unit`] puts the entries back.
+//!
+//! Properties: `every_bfq_weight_is_reached_exactly`, `device_replaced_leaves_others_alone`;
+//! on a real systemd: `crates/rtvirtio/tests/it/systemd.rs`.
+
+mod bus;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use rtvirtio_spec::settings::{Change, Knob, Limit};
+use rtvirtio_units::{DeviceName, VmName};
+
+use crate::cgroup::{Cgroup, CgroupVersion, Write, line_of};
+use crate::device::{Disk, directory};
+use crate::journal::{GroupKnob, UnitRecord};
+use crate::knobs::{MAX, Schedulers};
+use crate::restore::{Restoration, Skipped};
+use crate::sysfs::{DeviceNumber, Sysfs};
+use crate::topology::{Resolved, VmGroup};
+use crate::{Host, HostError, Step};
+
+pub(crate) use bus::{Properties, Unit};
+
+/// There if and only if systemd is the system's manager (sd_booted(3)).
+const RUNNING: &str = "/run/systemd/system";
+/// Names a device by its number.
+pub(crate) const BY_NUMBER: &str = "/dev/block/";
+/// A limit's property for no limit (`CGROUP_LIMIT_MAX`).
+const NO_LIMIT: u64 = u64::MAX;
+/// Each knob's property.
+pub(crate) const PROPERTIES: [(GroupKnob, &str); 5] = [
+    (GroupKnob::Weight, "IODeviceWeight"),
+    (GroupKnob::Limit(Limit::ReadBps), "IOReadBandwidthMax"),
+    (GroupKnob::Limit(Limit::WriteBps), "IOWriteBandwidthMax"),
+    (GroupKnob::Limit(Limit::ReadIops), "IOReadIOPSMax"),
+    (GroupKnob::Limit(Limit::WriteIops), "IOWriteIOPSMax"),
+];
+
+/// The `IODeviceWeight` that systemd turns into the bfq weight `bfq`.
+const fn io_weight(bfq: u64) -> u64 {
+    if bfq <= 100 { bfq } else { 100 + (bfq - 100) * 11 }
+}
+
+/// A knob's text as its property's value.
+fn property_value(knob: GroupKnob, text: &str) -> Option<u64> {
+    match knob {
+        GroupKnob::Weight => text.parse().ok().map(io_weight),
+        GroupKnob::Limit(_) if text == MAX => Some(NO_LIMIT),
+        GroupKnob::Limit(_) => text.parse().ok(),
+    }
+}
+
+/// Whether systemd applies properties of this device to it, not to one below.
+fn takes(sysfs: &dyn Sysfs, device: DeviceNumber) -> bool {
+    sysfs.list(&directory(device).join("slaves")).unwrap_or_default().is_empty()
+}
+
+fn is_about(sysfs: &dyn Sysfs, path: &str, device: DeviceNumber) -> bool {
+    // A node may be gone; a number never is.
+    match path.strip_prefix(BY_NUMBER) {
+        Some(number) => number.parse() == Ok(device),
+        None => Disk::find(sysfs, Path::new(path)).is_ok_and(|disk| disk.number == device),
+    }
+}
+
+/// Replaces the entries about `device` of each property that `new` names.
+fn replace(sysfs: &dyn Sysfs, properties: &mut Properties, device: DeviceNumber, new: &Properties) {
+    for (property, entries) in new {
+        let list = properties.entry(property.clone()).or_default();
+        list.retain(|(path, _)| !is_about(sysfs, path, device));
+        list.extend(entries.iter().cloned());
+    }
+}
+
+/// The units that hold VMs, by cgroup below the mount.
+#[derive(Debug, Default)]
+pub(crate) struct Units(BTreeMap<PathBuf, Unit>);
+
+impl Units {
+    /// Whether systemd is to set `knob`.
+    pub(crate) fn set(&self, sysfs: &dyn Sysfs, resolved: &Resolved, knob: &Knob) -> bool {
+        resolved.of(knob).is_ok_and(|(disk, group)| {
+            group.is_some_and(|g| self.0.contains_key(&g.path)) && takes(sysfs, disk.number)
+        })
+    }
+
+    /// Each unit with its VMs' knobs: device, disk, VM.
+    pub(crate) fn parts<'a>(
+        &'a self,
+        sysfs: &dyn Sysfs,
+        resolved: &'a Resolved,
+    ) -> Vec<(&'a Unit, Vec<Part<'a>>)> {
+        let part = |(vm, device): &'a (VmName, DeviceName)| {
+            let (disk, group) = (resolved.devices.get(device)?, resolved.vms.get(vm)?);
+            takes(sysfs, disk.number).then_some(Part { vm, device, disk, group })
+        };
+        let of = |(path, unit): (&PathBuf, &'a Unit)| {
+            let all = resolved.pairs.iter().filter_map(part);
+            (unit, all.filter(|p: &Part<'_>| p.group.path == *path).collect())
+        };
+        self.0.iter().map(of).collect()
+    }
+}
+
+/// One VM on one device.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Part<'a> {
+    pub(crate) vm: &'a VmName,
+    pub(crate) device: &'a DeviceName,
+    pub(crate) disk: &'a Disk,
+    pub(crate) group: &'a VmGroup,
+}
+
+impl Part<'_> {
+    /// The unit's entries about this device, each property's.
+    pub(crate) fn entries(&self, sysfs: &dyn Sysfs, unit: &Unit) -> Properties {
+        let mut properties = unit.properties.clone();
+        for list in properties.values_mut() {
+            list.retain(|(path, _)| is_about(sysfs, path, self.disk.number));
+        }
+        properties
+    }
+
+    /// The entries that make the cgroup show `changes`, and else what it shows already.
+    fn planned(
+        &self,
+        sysfs: &dyn Sysfs,
+        unit: &Unit,
+        changes: &[Change],
+    ) -> Result<Properties, HostError> {
+        // One device under two names would have two entries, and which one wins is systemd's.
+        let entries = self.entries(sysfs, unit);
+        let path = entries.values().flatten().map(|(path, _)| path.clone()).next();
+        let path = path.unwrap_or_else(|| format!("{BY_NUMBER}{}", self.disk.number));
+        let is_bfq = Schedulers::read(sysfs, self.disk)?.is_bfq();
+        let mut properties = Properties::new();
+        for (kind, property) in PROPERTIES {
+            let change = changes.iter().find(|c| kind.is_knob(&c.knob, self.vm, self.device));
+            let text = match (change, kind) {
+                (Some(change), _) => Some(change.new.clone()),
+                (None, GroupKnob::Weight) if is_bfq => {
+                    self.group.cgroup.weight_line(sysfs, self.disk.number)?
+                }
+                (None, GroupKnob::Weight) => None,
+                (None, GroupKnob::Limit(limit)) => {
+                    let limit = self.group.cgroup.limit(sysfs, self.disk.number, limit)?;
+                    Some(limit.unwrap_or_else(|| MAX.to_owned()))
+                }
+            };
+            if let Some(value) = text.and_then(|t| property_value(kind, &t)) {
+                properties.insert(property.to_owned(), vec![(path.clone(), value)]);
+            }
+        }
+        Ok(properties)
+    }
+}
+
+impl Host {
+    /// The units of systemd that hold VMs with changes.
+    pub(crate) fn units(
+        &self,
+        resolved: &Resolved,
+        changes: &[Change],
+    ) -> Result<Units, HostError> {
+        let is_v2 = matches!(resolved.version, Some(CgroupVersion::V2 { .. }));
+        if !is_v2 || !self.sysfs.exists(Path::new(RUNNING)) {
+            return Ok(Units::default());
+        }
+        let vms: BTreeSet<&VmName> = changes.iter().filter_map(|c| c.knob.vm()).collect();
+        let groups = vms.into_iter().filter_map(|vm| resolved.vms.get(vm));
+        bus::units(&self.bus, groups.map(|g| g.path.clone())).map(Units)
+    }
+
+    /// Sets one unit's properties to the changes about its VMs, in one call.
+    pub(crate) fn set_planned(
+        &self,
+        unit: &Unit,
+        parts: &[Part<'_>],
+        changes: &[Change],
+    ) -> Result<(), HostError> {
+        let Some(first) = parts.first() else {
+            return Ok(());
+        };
+        let mut properties = unit.properties.clone();
+        for part in parts {
+            let planned = part.planned(&*self.sysfs, unit, changes)?;
+            replace(&*self.sysfs, &mut properties, part.disk.number, &planned);
+        }
+        self.set_properties(&first.group.cgroup, &unit.name, &properties)
+    }
+
+    /// Puts back what a unit's properties said of a device. The only error is
+    /// [`HostError::Interrupted`].
+    pub(crate) fn restore_unit(
+        &self,
+        version: &CgroupVersion,
+        record: &UnitRecord,
+        done: &mut Restoration,
+    ) -> Result<(), HostError> {
+        let mut restore = || {
+            let cgroup = version.cgroup(&record.cgroup)?;
+            if !self.sysfs.inode(&cgroup.directory).is_ok_and(|id| id == record.id) {
+                done.skip(Skipped::Cgroup { cgroup: record.cgroup.clone() });
+                return Ok(());
+            }
+            let units = bus::units(&self.bus, [record.cgroup.clone()])?;
+            let unit = units.get(&record.cgroup);
+            let unit = unit.ok_or_else(|| HostError::UnitUnknown { unit: record.unit.clone() })?;
+            let mut properties = unit.properties.clone();
+            replace(&*self.sysfs, &mut properties, record.device, &record.properties);
+            if properties != unit.properties {
+                self.set_properties(&cgroup, &record.unit, &properties)?;
+                done.restored.push((cgroup.directory, text(&properties)));
+            }
+            Ok(())
+        };
+        match restore() {
+            Err(interrupted @ HostError::Interrupted { .. }) => Err(interrupted),
+            Err(error) => {
+                done.failures.push(error.to_string());
+                Ok(())
+            }
+            Ok(()) => Ok(()),
+        }
+    }
+
+    /// Sets properties of a unit, and keeps what others wrote to its cgroup's weights: systemd's
+    /// write of the default drops it.
+    fn set_properties(
+        &self,
+        cgroup: &Cgroup,
+        unit: &str,
+        properties: &Properties,
+    ) -> Result<(), HostError> {
+        let file = cgroup.weight_file();
+        let weights = || self.sysfs.read(&file).unwrap_or_default();
+        let before = weights();
+        let step = || (cgroup.directory.clone(), text(properties));
+        self.step(|| {
+            let (file, text) = step();
+            Step::BeforeWrite { file, text }
+        })?;
+        let result = bus::set(&self.bus, unit, properties);
+        self.step(|| {
+            let (file, text) = step();
+            Step::AfterWrite { file, text }
+        })?;
+        result?;
+        let after = weights();
+        for (name, weight) in before.lines().filter_map(|l| l.split_once(' ')) {
+            let is_lost = match line_of(&after, name) {
+                // The file's first line.
+                Some(now) => name == "default" && now != weight,
+                None => true,
+            };
+            if is_lost {
+                let write = Write { file: file.clone(), text: format!("{name} {weight}") };
+                let error = |source| HostError::Cgroup {
+                    action: "keep the weights of",
+                    path: cgroup.directory.clone(),
+                    source,
+                };
+                self.write(&write)?.map_err(error)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Properties as in a unit file, for people.
+fn text(properties: &Properties) -> String {
+    let entries = properties.iter().flat_map(|(property, list)| {
+        list.iter().map(move |(path, value)| format!("{property}={path} {value}"))
+    });
+    entries.collect::<Vec<_>>().join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::FakeSysfs;
+
+    const DISK: DeviceNumber = DeviceNumber::new(252, 0);
+
+    /// systemd 252's BFQ_WEIGHT().
+    fn bfq_weight(io: u64) -> u64 {
+        if io <= 100 { 100 - (100 - io) * 99 / 99 } else { 100 + (io - 100) * 900 / 9900 }
+    }
+
+    #[test]
+    fn every_bfq_weight_is_reached_exactly() {
+        for weight in 1..=1000 {
+            let io = property_value(GroupKnob::Weight, &weight.to_string()).unwrap();
+            assert!((1..=10_000).contains(&io), "{io}");
+            assert_eq!(bfq_weight(io), weight);
+        }
+        // systemd#22897's numbers.
+        assert_eq!(io_weight(700), 6700);
+        assert_eq!(bfq_weight(666), 151);
+    }
+
+    #[test]
+    fn device_replaced_leaves_others_alone() {
+        let sysfs = FakeSysfs::bare();
+        sysfs.add_disk("vda", DISK, 2048);
+        sysfs.add_disk("vdb", DeviceNumber::new(252, 16), 2048);
+        let list = [("/dev/vda", 5), ("/dev/vdb", 6), ("/dev/block/252:0", 7), ("/gone", 8)];
+        let list = list.map(|(path, n)| (path.to_owned(), n));
+        let mut properties: Properties = [("P".to_owned(), list.to_vec())].into();
+        let new: Properties = [("P".to_owned(), vec![("/dev/block/252:0".to_owned(), 9)])].into();
+        replace(&sysfs, &mut properties, DISK, &new);
+        let left = [("/dev/vdb", 6), ("/gone", 8), ("/dev/block/252:0", 9)];
+        assert_eq!(properties["P"], left.map(|(path, n)| (path.to_owned(), n)));
+    }
+}
