@@ -108,7 +108,9 @@ bench-planner: setup ## Time of a plan, 4 to 1,000 VMs
 
 bench-iothreads: build ## One guest with 4 queues: 1 IOThread against a mapping over 2 (root)
 	@scripts/guest $(GUEST)
-	$(RTVIRTIO) bench iothreads --guest-image $(GUEST) --out $(RESULTS)/iothreads
+	mkdir -p $(RESULTS)/iothreads
+	$(RTVIRTIO) bench iothreads --guest-image $(GUEST) --out $(RESULTS)/iothreads | \
+		tee $(RESULTS)/iothreads/table.txt
 
 TIER ?= strict
 NEIGHBOUR ?= writer
