@@ -15,7 +15,8 @@ use rtvirtio_host::Host;
 use rtvirtio_host::qemu::{Agent, ExecStatus, Monitor, QemuProcess};
 use rtvirtio_spec::plan::{DiskIoThreads, IoThread, Plan, VmIoThreads, qemu};
 use rtvirtio_spec::specification;
-use rtvirtio_units::{DiskName, IoThreadId, VmName};
+use rtvirtio_units::{CpuId, DiskName, IoThreadId, VmName};
+use rustix::thread::{CpuSet, sched_getaffinity};
 
 use crate::in_guest::image;
 use crate::scratch_disk::{Disk, can_run, left_behind, rtvirtio, said};
@@ -150,8 +151,13 @@ fn within(device: &Path) {
     t.guest_is_watched(&mut monitor);
     t.destroy(VM);
 
-    // One disk for several IOThreads, where this host has CPUs for none: the same text, not pinned.
-    let threads = (1..=3).map(|id| IoThread { id: IoThreadId::new(id), cpu: None }).collect();
+    // One disk for several IOThreads, pinned, where this host may have CPUs for none: the same text.
+    let allowed = sched_getaffinity(None).unwrap();
+    let mut cpus =
+        (0..CpuSet::MAX_CPU).filter(|&c| allowed.is_set(c)).map(|c| CpuId::new(c as u32));
+    let vcpu_cpus = [cpus.next().unwrap()];
+    let cpu = Some(cpus.next_back().unwrap_or(vcpu_cpus[0]));
+    let threads = (1..=3).map(|id| IoThread { id: IoThreadId::new(id), cpu }).collect();
     let queues = [1, 2, 1, 2].map(IoThreadId::new).to_vec();
     let disk = |name, queues| DiskIoThreads { disk: DiskName::new(name).unwrap(), queues };
     let several = VmIoThreads {
@@ -160,7 +166,7 @@ fn within(device: &Path) {
         threads,
         disks: vec![disk("root", queues), disk("log", vec![IoThreadId::new(3)])],
     };
-    let domain = format!("<vcpu>4</vcpu>\n{}", qemu::domain_xml(&several, &[]));
+    let domain = qemu::domain_xml(&several, &vcpu_cpus);
     let disks: Vec<_> = several.disks.iter().map(qemu::disk_xml).collect();
     t.define(&t.xml(VM, &domain, &[&disks[0], &disks[1]]));
     let process = t.start(VM);
