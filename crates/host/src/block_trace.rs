@@ -52,11 +52,11 @@ use matching::Matcher;
 use rings::Rings;
 
 /// How often the rings are read.
-const PERIOD: Duration = Duration::from_millis(50);
+const PERIOD: Duration = Duration::from_millis(20);
 /// A record may be written this long after its time.
 const SETTLED: Nanos = Nanos::from_millis(10);
 /// How often the CPUs are looked at: after so many periods.
-const PERIODS: u32 = 20;
+const PERIODS: u32 = 50;
 /// Where tracefs is mounted if it is.
 const TRACEFS: &str = "/sys/kernel/tracing";
 /// The CPUs that are online, such as `0-3,5`.
@@ -193,7 +193,7 @@ impl BlockTrace {
         Ok(Self { shared, thread })
     }
 
-    /// What was seen since the last time; the last 60 ms may come with the next.
+    /// What was seen since the last time; the last 30 ms may come with the next.
     ///
     /// # Errors
     /// [`HostError::TraceStale`] once CPUs came or went: start another.
