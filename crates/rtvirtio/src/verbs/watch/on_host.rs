@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use rtvirtio_host::{BlockTrace, Extent, Host, HostError};
+use rtvirtio_host::{BlockTrace, Extent, Host};
 use rtvirtio_units::{DiskName, VmName};
 
 use super::History;
@@ -79,9 +79,7 @@ impl OnHost {
         let mut seen = match trace.take() {
             Ok(seen) => seen,
             Err(error) => {
-                if !matches!(error, HostError::TraceStale) {
-                    events.push(error.to_string());
-                }
+                events.push(format!("{error}; another is started"));
                 return self.start(events);
             }
         };
