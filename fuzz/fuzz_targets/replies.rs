@@ -35,7 +35,9 @@ fn monitor(data: &[u8]) {
     shown(monitor.status(TIMEOUT));
     shown(monitor.iothreads(TIMEOUT));
     shown(monitor.set_poll_max("io0", Nanos::ZERO, TIMEOUT));
-    shown(monitor.blocks(TIMEOUT));
+    for block in shown(monitor.blocks(TIMEOUT)).unwrap_or_default() {
+        let _ = block.part();
+    }
     shown(monitor.set_latency_histogram(DISK, &[Nanos::from_millis(1)], TIMEOUT));
     if let Some(found) = shown(monitor.latency_histograms(DISK, TIMEOUT)) {
         for histogram in [found.read, found.write, found.flush].into_iter().flatten() {

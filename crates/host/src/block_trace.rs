@@ -12,9 +12,9 @@
 //! the VM in whose [`Extent`] it lies. Reads and writes count, as at QEMU;
 //! flushes and discards do not.
 //!
-//! How: each tracepoint is opened on each CPU ([`rings`]), its records are read
-//! as tracefs describes them ([`format`]), and starts are matched with ends
-//! ([`matching`]) by a thread that wakes up each [`PERIOD`]. Nothing is left on
+//! How: each tracepoint is opened on each CPU (`rings`), its records are read
+//! as tracefs describes them (`format`), and starts are matched with ends
+//! (`matching`) by a thread that wakes up each 20 ms. Nothing is left on
 //! the host: a tracefs that is not mounted is read through a mount that only this
 //! process has, and all of it ends with the process.
 //!
@@ -52,11 +52,11 @@ use matching::Matcher;
 use rings::Rings;
 
 /// How often the rings are read.
-const PERIOD: Duration = Duration::from_millis(50);
+const PERIOD: Duration = Duration::from_millis(20);
 /// A record may be written this long after its time.
 const SETTLED: Nanos = Nanos::from_millis(10);
 /// How often the CPUs are looked at: after so many periods.
-const PERIODS: u32 = 20;
+const PERIODS: u32 = 50;
 /// Where tracefs is mounted if it is.
 const TRACEFS: &str = "/sys/kernel/tracing";
 /// The CPUs that are online, such as `0-3,5`.
@@ -137,8 +137,6 @@ struct Shared {
     seen: Mutex<Latencies>,
     /// Asked of the thread.
     stop: AtomicBool,
-    /// CPUs came or went.
-    stale: AtomicBool,
 }
 
 impl BlockTrace {
@@ -164,11 +162,7 @@ impl BlockTrace {
         let mut rings = Rings::open(layouts, &cpus, &devices, rings::RING)
             .map_err(trace("open the block layer's tracepoints"))?;
         let mut matcher = Matcher::new(extents);
-        let shared = Arc::new(Shared {
-            seen: Mutex::default(),
-            stop: AtomicBool::new(false),
-            stale: AtomicBool::new(false),
-        });
+        let shared = Arc::new(Shared { seen: Mutex::default(), stop: AtomicBool::new(false) });
         let of_thread = Arc::clone(&shared);
         let work = move || {
             let mut pending = Vec::new();
@@ -180,9 +174,6 @@ impl BlockTrace {
                 of_thread.seen.lock().unwrap_or_else(PoisonError::into_inner).add(matcher.take());
                 let is_stale = period % PERIODS == 0
                     && sysfs.read(Path::new(ONLINE)).is_ok_and(|now| now != online);
-                if is_stale {
-                    of_thread.stale.store(true, Ordering::Relaxed);
-                }
                 if is_stale || of_thread.stop.load(Ordering::Relaxed) {
                     return;
                 }
@@ -193,16 +184,18 @@ impl BlockTrace {
         Ok(Self { shared, thread })
     }
 
-    /// What was seen since the last time; the last 60 ms may come with the next.
+    /// What was seen since the last time; the last 30 ms may come with the next.
     ///
     /// # Errors
-    /// [`HostError::TraceStale`] once CPUs came or went: start another.
+    /// [`HostError::TraceStale`] once CPUs came or went, and all was taken: start another.
     pub fn take(&self) -> Result<Latencies, HostError> {
         let is_over = self.thread.as_ref().is_none_or(JoinHandle::is_finished);
-        if is_over || self.shared.stale.load(Ordering::Relaxed) {
+        let mut seen = self.shared.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let seen = std::mem::take(&mut *seen);
+        if is_over && seen.of.is_empty() && seen.lost == 0 {
             return Err(HostError::TraceStale);
         }
-        Ok(std::mem::take(&mut *self.shared.seen.lock().unwrap_or_else(PoisonError::into_inner)))
+        Ok(seen)
     }
 }
 

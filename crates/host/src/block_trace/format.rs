@@ -155,7 +155,7 @@ impl Layout {
     }
 }
 
-/// The bytes of the field `name`, as in `	field:char rwbs[10];	offset:34;	size:10;	signed:0;`.
+/// The bytes of the field `name`: a line `field:char rwbs[10]; offset:34; size:10; signed:0;`.
 fn find(format: &str, name: &str) -> Option<Range<usize>> {
     format.lines().find_map(|line| {
         let mut parts = line.trim().strip_prefix("field:")?.split(';').map(str::trim);

@@ -17,7 +17,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use rtvirtio_spec::latency::Histogram;
 use rtvirtio_units::Nanos;
 
 use super::format::{Event, Io, What};
@@ -72,7 +71,9 @@ impl Matcher {
             What::Queued(io) => self.queue(event.at, io),
             What::Done(io) => self.done(event.at, io),
             What::Refused(io) => {
-                drop(self.youngest(&io, io.start).map(|k| self.waiting.remove(&k)))
+                if let Some(key) = self.youngest(&io, io.start) {
+                    self.waiting.remove(&key);
+                }
             }
             What::Lost(records) => {
                 self.seen.lost += records;
@@ -111,7 +112,7 @@ impl Matcher {
             bio.left = bio.left.saturating_sub(end - sector);
             if bio.left == 0 {
                 let latency = round_up(at.saturating_sub(bio.since));
-                self.seen.of.entry(bio.extent).or_insert_with(Histogram::new).record(latency, 1);
+                self.seen.of.entry(bio.extent).or_default().record(latency, 1);
                 self.waiting.remove(&key);
             }
             sector = end;
@@ -136,6 +137,8 @@ fn round_up(latency: Nanos) -> Nanos {
 
 #[cfg(test)]
 mod tests {
+    use rtvirtio_spec::latency::Histogram;
+
     use super::super::format::Direction::{Read, Write};
     use super::super::format::{Direction, Event};
     use super::*;

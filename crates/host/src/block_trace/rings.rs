@@ -4,9 +4,9 @@
 //! hit; the rings are read as a whole and sorted by time. What ends this process
 //! closes the tracepoints with it.
 //!
-//! A ring is for [`RING`] bytes. A record has about 80, and a bio makes two of
-//! them: a ring holds some 3200 bios, at one reading each 50 ms 65 thousand a
-//! second on one CPU, or at 10 thousand a second a reader that is 300 ms late.
+//! A ring has [`RING`] bytes. A record takes about 80 and a bio makes two of them, so a ring holds
+//! some 3200 bios: read each 20 ms, 160 thousand a second on one CPU; at 10 thousand a second, what
+//! comes in 300 ms while the reader waits for a CPU.
 
 // Two requests of perf_event_open(2) that perf-event2 does not wrap.
 #![allow(unsafe_code)]

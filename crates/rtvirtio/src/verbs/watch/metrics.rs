@@ -108,3 +108,47 @@ fn exposition(look: &Look) -> String {
     metric("host_records_lost_total", "counter", help, lost);
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::time::Instant;
+
+    use rtvirtio_spec::latency::Histogram;
+    use rtvirtio_units::{DiskName, Nanos, VmName};
+
+    use super::super::sources::Sample;
+    use super::super::{History, display};
+    use super::*;
+
+    #[test]
+    fn disk_is_labelled_by_where_its_latency_was_taken() {
+        let mut histogram = Histogram::new();
+        histogram.record(Nanos::from_millis(2), 1000);
+        let (mut history, now) = (History::default(), Instant::now());
+        history.add(now, Sample { histogram, misses: 0, seconds: 1.0 });
+        let (vm, disk) = (VmName::new("plc").unwrap(), DiskName::new("root").unwrap());
+        let look = Look {
+            at_s: 1.0,
+            tasks: Vec::new(),
+            disks: vec![history.row(&vm, &disk, now)],
+            host_records_lost: 7,
+            present: BTreeSet::from([vm]),
+            events: Vec::new(),
+        };
+        let text = exposition(&look);
+        let labels = r#"vm="plc",disk="root",percentile="99",measured_at="host""#;
+        assert!(
+            text.contains(&format!("rtvirtio_disk_latency_seconds{{{labels}}} 0.002\n")),
+            "{text}"
+        );
+        // 1000 samples are too few for p99.9.
+        assert!(!text.contains(r#"percentile="99.9""#), "{text}");
+        assert!(text.contains("rtvirtio_host_records_lost_total{} 7\n"), "{text}");
+        let line = display::text(&look);
+        assert!(line.contains("plc") && line.contains("root") && line.contains(" host "), "{line}");
+        assert!(line.contains("p99   2.00 ms p99.9   too few"), "{line}");
+        let json = serde_json::to_value(&look).unwrap();
+        assert_eq!(json["disks"][0]["measured_at"], "host");
+    }
+}

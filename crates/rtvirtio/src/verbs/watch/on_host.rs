@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use rtvirtio_host::{BlockTrace, Extent, Host, HostError};
+use rtvirtio_host::{BlockTrace, Extent, Host};
 use rtvirtio_units::{DiskName, VmName};
 
 use super::History;
@@ -79,9 +79,7 @@ impl OnHost {
         let mut seen = match trace.take() {
             Ok(seen) => seen,
             Err(error) => {
-                if !matches!(error, HostError::TraceStale) {
-                    events.push(error.to_string());
-                }
+                events.push(format!("{error}; another is started"));
                 return self.start(events);
             }
         };
@@ -117,4 +115,66 @@ fn owners(extents: &Extents, events: &mut Vec<String>) -> BTreeMap<Extent, (VmNa
         }
     }
     owners
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use rtvirtio_host::fake::FakeSysfs;
+    use rtvirtio_host::qemu::Part;
+    use rtvirtio_host::sysfs::DeviceNumber;
+    use rtvirtio_units::Bytes;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A disk of 1 GiB and no tracepoints.
+    fn host() -> Host {
+        let sysfs = FakeSysfs::v1();
+        sysfs.add_disk("sda", DeviceNumber::new(8, 0), 1 << 21);
+        sysfs.put("/sys/kernel/tracing/events/header_page", "");
+        Host::with_sysfs("/nonexistent", Arc::new(sysfs))
+    }
+
+    /// VMs with their disks' first MiB and length in MiB.
+    fn extents(disks: &[(&str, u64, u64)]) -> Extents {
+        let extent = |offset: u64, size: u64| {
+            let (offset, size) = (Bytes::new(offset * MIB), Some(Bytes::new(size * MIB)));
+            host().extent(&Part { file: "/dev/sda".into(), offset, size }).unwrap()
+        };
+        let key = |vm: &str| (VmName::new(vm).unwrap(), DiskName::new("root").unwrap());
+        disks.iter().map(|(vm, offset, size)| (key(vm), extent(*offset, *size))).collect()
+    }
+
+    #[test]
+    fn disks_that_share_a_sector_are_nobodys_and_said_so() {
+        let mut events = Vec::new();
+        let all = extents(&[("a", 0, 10), ("b", 10, 10), ("c", 19, 10), ("d", 40, 1)]);
+        let owners = owners(&all, &mut events);
+        let names: Vec<String> = owners.values().map(|(vm, _)| vm.to_string()).collect();
+        assert_eq!(names, ["a", "d"]);
+        assert_eq!(events.len(), 2);
+        assert!(events[0].starts_with("b/root: not measured on the host"), "{events:?}");
+        assert!(events[0].ends_with("shares sectors with c/root"), "{events:?}");
+    }
+
+    #[test]
+    fn missing_tracepoints_are_said_once() {
+        let mut on_host = OnHost::new(host());
+        let (mut events, mut disks) = (Vec::new(), BTreeMap::new());
+        on_host.follow(&Extents::new(), &mut events);
+        assert!(events.is_empty());
+        for disks in [&[("a", 0, 1)][..], &[("a", 0, 1), ("b", 1, 1)]] {
+            on_host.follow(&extents(disks), &mut events);
+        }
+        assert_eq!(events.len(), 1, "{events:?}");
+        assert!(
+            events[0].starts_with("nothing is measured on the host: cannot read"),
+            "{events:?}"
+        );
+        on_host.take(&mut disks, Instant::now(), &mut events);
+        assert!(disks.is_empty() && events.len() == 1);
+    }
 }
