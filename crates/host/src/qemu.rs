@@ -15,7 +15,7 @@
 
 mod agent;
 pub mod discover;
-mod error;
+pub(crate) mod error;
 mod monitor;
 mod peer;
 mod reply;
@@ -27,6 +27,9 @@ pub use agent::{Agent, ExecStatus, GuestDisk, Output};
 pub use discover::{QemuDisk, QemuProcess};
 pub use error::{Address, Fault, QemuError};
 pub use monitor::{
-    Block, Histogram, IoThread, LatencyHistograms, Monitor, Status, Throttle, Version,
+    Block, Histogram, IoThread, LatencyHistograms, Monitor, PciAddress, Status, Throttle, Version,
 };
+pub(crate) use peer::Deadline;
 pub use peer::LARGEST_MESSAGE;
+#[cfg(test)]
+pub(crate) use tests::keeps_deadline;

@@ -86,6 +86,7 @@ impl Bed {
             vms: vms.map(|name| (vm(name), group(name).into())).into(),
             uses: vms.map(|name| (vm(name), BTreeSet::from([device()]))).into(),
             identities: BTreeMap::new(),
+            guests: BTreeMap::new(),
         };
         let state = tempfile::tempdir().unwrap();
         let fake = Arc::new(fake);

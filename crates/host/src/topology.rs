@@ -12,6 +12,7 @@ use rtvirtio_spec::settings::Knob;
 use rtvirtio_spec::specification::Specification;
 use rtvirtio_units::{DeviceName, VmName};
 
+use crate::GuestTopology;
 use crate::HostError;
 use crate::cgroup::{Cgroup, CgroupVersion, relative};
 use crate::device::{self, Disk};
@@ -28,6 +29,8 @@ pub struct Topology {
     pub uses: BTreeMap<VmName, BTreeSet<DeviceName>>,
     /// What a device must be, where that is known; another one is refused.
     pub identities: BTreeMap<DeviceName, DeviceIdentity>,
+    /// The VMs whose own knobs are observed and set too.
+    pub guests: BTreeMap<VmName, GuestTopology>,
 }
 
 impl Topology {
@@ -44,8 +47,8 @@ impl Topology {
         }
         let changed = plan.changes.iter().map(|c| &c.knob);
         for knob in plan.observed.keys().chain(changed) {
-            if let Some(vm) = knob.vm() {
-                add(vm, knob.device());
+            if let (Some(vm), Some(device)) = (knob.vm(), knob.device()) {
+                add(vm, device);
             }
         }
         Self {
@@ -53,10 +56,12 @@ impl Topology {
             vms: plan.vms.iter().map(|v| (v.name.clone(), v.cgroup.clone())).collect(),
             uses,
             identities: plan.devices.iter().map(|d| (d.name.clone(), d.identity.clone())).collect(),
+            guests: GuestTopology::of(&plan.guests),
         }
     }
 
-    /// The specification's devices and VMs. A VM uses the devices of its disks.
+    /// The specification's devices and VMs, without what is the VMs' own. A VM uses the devices of
+    /// its disks.
     #[must_use]
     pub fn of_specification(specification: &Specification) -> Self {
         let uses = specification.vms.iter().map(|v| {
@@ -71,6 +76,7 @@ impl Topology {
             vms: specification.vms.iter().map(|v| (v.name.clone(), v.cgroup.clone())).collect(),
             uses: uses.collect(),
             identities: BTreeMap::new(),
+            guests: BTreeMap::new(),
         }
     }
 }
@@ -140,10 +146,10 @@ impl Resolved {
         Ok(found)
     }
 
-    /// The disk and, for a VM's knob, the cgroup that carry `knob`.
+    /// The disk and, for a VM's knob, the cgroup that carry `knob`, one of the host.
     pub(crate) fn of(&self, knob: &Knob) -> Result<(&Disk, Option<&VmGroup>), HostError> {
         let unknown = || HostError::UnknownKnob { knob: Box::new(knob.clone()) };
-        let disk = self.devices.get(knob.device()).ok_or_else(unknown)?;
+        let disk = knob.device().and_then(|d| self.devices.get(d)).ok_or_else(unknown)?;
         let Some(vm) = knob.vm() else {
             return Ok((disk, None));
         };

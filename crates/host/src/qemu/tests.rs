@@ -73,7 +73,7 @@ fn peer(play: impl FnOnce(&mut Wire) + Send + 'static) -> Place {
 
 /// Runs `f` and sees that it ends at most 1 s after a deadline of 200 ms. What a
 /// thread that sleeps beside it is late does not count: the machine is starved then.
-pub(super) fn keeps_deadline<T>(f: impl FnOnce() -> T) -> T {
+pub(crate) fn keeps_deadline<T>(f: impl FnOnce() -> T) -> T {
     const NAP: Duration = Duration::from_millis(10);
     let is_over = AtomicBool::new(false);
     let start = Instant::now();

@@ -39,7 +39,8 @@ const LEAST_BEYOND: u64 = 10;
 /// Arguments of `watch`.
 #[derive(clap::Args)]
 #[command(after_help = "A disk's name in the specification is the id of its device in QEMU. \
-    Ctrl-C ends it; settings that --control applied stay until `rtvirtio rollback`.")]
+    --control sets the host's knobs alone, no guest's and no IOThread's. \
+    Ctrl-C ends it; settings that it applied stay until `rtvirtio rollback`.")]
 pub(crate) struct Args {
     /// The specification (TOML)
     specification: PathBuf,
@@ -259,7 +260,8 @@ fn act(specification: &Specification, present: &BTreeSet<VmName>, margin: f64) -
         }
     }
     let done = || -> Result<String> {
-        let plan = super::plan::plan(&wanted)?;
+        // The host alone: the monitors serve this one client, which holds them.
+        let plan = super::plan::plan_host(&wanted)?;
         let unmet = plan.tasks.iter().filter(|t| t.unmet.is_some()).count();
         if plan.changes.is_empty() {
             return Ok(format!("planned, nothing to change ({unmet} targets unmet)"));
