@@ -32,4 +32,4 @@ pub use monitor::{
 pub(crate) use peer::Deadline;
 pub use peer::LARGEST_MESSAGE;
 #[cfg(test)]
-pub(crate) use tests::keeps_deadline;
+pub(crate) use tests::{Wire, refusal};
