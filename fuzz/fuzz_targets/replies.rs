@@ -38,6 +38,8 @@ fn monitor(data: &[u8]) {
     for block in shown(monitor.blocks(TIMEOUT)).unwrap_or_default() {
         let _ = block.part();
     }
+    shown(monitor.pci_devices(TIMEOUT));
+    shown(monitor.serial("d0", TIMEOUT));
     shown(monitor.set_latency_histogram(DISK, &[Nanos::from_millis(1)], TIMEOUT));
     if let Some(found) = shown(monitor.latency_histograms(DISK, TIMEOUT)) {
         for histogram in [found.read, found.write, found.flush].into_iter().flatten() {
@@ -59,7 +61,6 @@ fn agent(data: &[u8]) {
     shown(agent.write_file("/sys/knob", "1", TIMEOUT));
     shown(agent.exec("/bin/true", &[], TIMEOUT));
     shown(agent.exec_status(1, TIMEOUT));
-    shown(agent.set_time(0, TIMEOUT));
     shown(agent.disks(TIMEOUT));
 }
 

@@ -81,6 +81,7 @@ fn vm(name: &str, tasks: Vec<Task>, device: &DeviceName, cgroup_root: &Path) -> 
         backend: Backend::Kernel,
         cgroup: cgroup_root.join(name),
         vcpus: None,
+        guest_agent: false,
         disks: vec![Disk { name: disk_name(), device: device.clone(), queues: None }],
         tasks,
     }

@@ -4,8 +4,9 @@
 //!
 //! 1. Finish what a dead process left: an apply that stopped half way, one
 //!    whose deadline passed, or a rollback.
-//! 2. Look before writing: devices are the plan's, cgroups are there, values
-//!    are in range, schedulers are offered, current knobs are those observed.
+//! 2. Look before writing: devices are the plan's, cgroups are there, guests
+//!    answer, values are in range, schedulers are offered, current knobs are
+//!    those observed.
 //! 3. Journal every old value, then write the knobs in their order and read
 //!    each back. On the first failure put everything back.
 //! 4. Settle the journal, or leave it unconfirmed with a deadline.
@@ -29,6 +30,7 @@ use rtvirtio_spec::settings::{Change, Knob, Knobs};
 use serde::Serialize;
 
 use crate::cgroup::Write;
+use crate::guests::Connected;
 use crate::journal::{Journal, Lock, Pending, Phase, Record, boot_time};
 use crate::knobs::{Schedulers, check, has_module, module, observe, value, write};
 use crate::restore::{Restoration, save};
@@ -121,8 +123,10 @@ impl Host {
         let resolved = Resolved::find(&*self.sysfs, topology)?;
         let mut changes = changes.to_vec();
         changes.sort_by(|a, b| a.knob.cmp(&b.knob));
-        self.check_changes(&resolved, &changes)?;
-        let current = observe(&*self.sysfs, &resolved)?;
+        let mut guests = Connected::open(&*self.sysfs, &topology.guests)?;
+        self.check_changes(&resolved, &guests, &changes)?;
+        let mut current = observe(&*self.sysfs, &resolved)?;
+        current.extend(guests.knobs());
         let differences = differences(observed, &current);
         if !differences.is_empty() {
             return Err(HostError::Stale { differences });
@@ -137,12 +141,16 @@ impl Host {
             end.map(|d| u64::try_from(d.as_nanos()).unwrap_or(u64::MAX))
         };
         let units = self.units(&resolved, &changes)?;
-        let record = save(&*self.sysfs, &resolved, &changes, &units)?;
+        let mut record = save(&*self.sysfs, &resolved, &changes, &units)?;
+        record.guests = guests.save(&changes)?;
         journal.pending =
             Some(Pending { phase: Phase::Applying, deadline_ns: deadline_ns(), record });
         self.store(&journal)?;
         let applying = journal.clone();
-        let settled = self.write_all(&resolved, &changes, &units).and_then(|()| {
+        let written = self.write_all(&resolved, &mut guests, &changes, &units);
+        // An undo connects anew: a socket serves one client at a time.
+        drop(guests);
+        let settled = written.and_then(|()| {
             match (&mut journal.pending, options.confirm_timeout) {
                 (Some(pending), Some(_)) => {
                     pending.phase = Phase::Unconfirmed;
@@ -182,7 +190,8 @@ impl Host {
     /// confirmed in time is undone first, unless another process holds the lock.
     ///
     /// # Errors
-    /// See [`HostError`]; a VM whose cgroup is gone is one.
+    /// See [`HostError`]; a VM whose cgroup is gone is one, and one whose own knobs were set and
+    /// that does not answer.
     pub fn verify(&self, topology: &Topology, wanted: &Knobs) -> Result<Vec<Drift>, HostError> {
         if self.journal_status()? == JournalStatus::Unfinished {
             match self.state.lock() {
@@ -262,34 +271,36 @@ impl Host {
         }))
     }
 
-    fn check_changes(&self, resolved: &Resolved, changes: &[Change]) -> Result<(), HostError> {
+    fn check_changes(
+        &self,
+        resolved: &Resolved,
+        guests: &Connected,
+        changes: &[Change],
+    ) -> Result<(), HostError> {
         let release = self.kernel_release().unwrap_or_default();
         for Change { knob, new, .. } in changes {
-            let (disk, _) = resolved.of(knob)?;
+            let schedulers = match knob.device() {
+                Some(_) => Some(Schedulers::read(&*self.sysfs, resolved.of(knob)?.0)?),
+                None => guests.schedulers(knob)?,
+            };
             check(knob, new)?;
-            let schedulers = Schedulers::read(&*self.sysfs, disk)?;
-            let switch = changes
-                .iter()
-                .find(|c| matches!(&c.knob, Knob::Scheduler { device } if device == knob.device()));
-            match knob {
-                Knob::Scheduler { device }
-                    if !schedulers.offered.contains(new)
-                        && !has_module(&*self.sysfs, &release, module(new)) =>
-                {
-                    return Err(HostError::SchedulerNotOffered {
-                        device: device.clone(),
-                        wanted: new.clone(),
-                        offered: schedulers.offered,
-                    });
+            let Some(schedulers) = schedulers else { continue };
+            let is_scheduler = matches!(knob, Knob::Scheduler { .. } | Knob::GuestScheduler { .. });
+            // What a guest has on disk is not seen from here.
+            let has_module =
+                || knob.device().is_some() && has_module(&*self.sysfs, &release, module(new));
+            if is_scheduler && !schedulers.offered.contains(new) && !has_module() {
+                let (knob, wanted) = (Box::new(knob.clone()), new.clone());
+                let offered = schedulers.offered;
+                return Err(HostError::SchedulerNotOffered { knob, wanted, offered });
+            }
+            if let Some(of) = knob.scheduler() {
+                let switch = changes.iter().find(|c| c.knob == of);
+                let scheduler = switch.map_or(&schedulers.selected, |c| &c.new);
+                if scheduler != "bfq" {
+                    let (knob, scheduler) = (Box::new(knob.clone()), scheduler.clone());
+                    return Err(HostError::NotBfq { knob, scheduler });
                 }
-                Knob::Bfq { .. } | Knob::Weight { .. } => {
-                    let scheduler = switch.map_or(&schedulers.selected, |c| &c.new);
-                    if scheduler != "bfq" {
-                        let (knob, scheduler) = (Box::new(knob.clone()), scheduler.clone());
-                        return Err(HostError::NotBfq { knob, scheduler });
-                    }
-                }
-                Knob::Scheduler { .. } | Knob::Limit { .. } => {}
             }
         }
         Ok(())
@@ -298,11 +309,17 @@ impl Host {
     fn write_all(
         &self,
         resolved: &Resolved,
+        guests: &mut Connected,
         changes: &[Change],
         units: &Units,
     ) -> Result<(), HostError> {
+        let (of_host, of_guests): (Vec<&Change>, Vec<&Change>) =
+            changes.iter().partition(|c| c.knob.device().is_some());
+        for Change { knob, new, .. } in of_guests {
+            guests.write(self, knob, new)?;
+        }
         let (by_systemd, direct): (Vec<&Change>, Vec<&Change>) =
-            changes.iter().partition(|c| units.set(&*self.sysfs, resolved, &c.knob));
+            of_host.into_iter().partition(|c| units.set(&*self.sysfs, resolved, &c.knob));
         for change in direct {
             self.write_knob(resolved, change)?;
         }

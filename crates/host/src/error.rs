@@ -9,7 +9,7 @@ use rtvirtio_spec::settings::Knob;
 use rtvirtio_units::{DeviceName, VmName};
 
 use crate::restore::Restoration;
-use crate::{Drift, Step};
+use crate::{Drift, GuestFault, Step};
 
 /// An error of this room.
 #[derive(Debug, thiserror::Error)]
@@ -105,10 +105,10 @@ pub enum HostError {
         waited: Duration,
     },
     /// The kernel does not offer the scheduler.
-    #[error("the kernel does not offer scheduler {wanted} for {device} (it offers {offered:?})")]
+    #[error("{knob}: the kernel does not offer {wanted} (it offers {offered:?})")]
     SchedulerNotOffered {
-        /// Which device.
-        device: DeviceName,
+        /// Which knob.
+        knob: Box<Knob>,
         /// Which scheduler.
         wanted: String,
         /// What `queue/scheduler` lists.
@@ -167,6 +167,26 @@ pub enum HostError {
         wanted: String,
         /// What is read.
         found: String,
+    },
+    /// A VM's own knobs cannot be reached. Nothing was written.
+    #[error("VM {vm}: {fault}")]
+    Guest {
+        /// Which VM.
+        vm: VmName,
+        /// Why.
+        fault: Box<GuestFault>,
+    },
+    /// A guest or its QEMU refused a write or did not answer; all that was written before is undone.
+    #[error("cannot set {knob} to {wanted:?} in {}: {fault}; undone", file.display())]
+    GuestWriteFailed {
+        /// Which knob.
+        knob: Box<Knob>,
+        /// Its place.
+        file: PathBuf,
+        /// The value.
+        wanted: String,
+        /// Why.
+        fault: Box<GuestFault>,
     },
     /// An apply failed, and undoing it too; the journal is kept.
     #[error("apply failed ({cause}), and so did undoing it: {}", list(failures))]
@@ -326,13 +346,16 @@ impl HostError {
                 "make a new plan; `rtvirtio verify` names other writers of these knobs".to_owned()
             }
             Self::ReadBackDiffers { knob, .. } => match **knob {
-                Knob::Bfq { .. } => {
+                Knob::Bfq { .. } | Knob::GuestBfq { .. } => {
                     "the kernel rounds times up to its tick (4 ms at HZ=250) and clamps ranges: plan a value that it can hold".to_owned()
                 }
                 _ => "another program may write the same knob: `rtvirtio verify` names it".to_owned(),
             },
+            Self::Guest { fault, .. } | Self::GuestWriteFailed { fault, .. } => {
+                fault.hint()?.to_owned()
+            }
             Self::UndoIncomplete { .. } | Self::RestoreIncomplete { .. } => {
-                "remove the cause and run `rtvirtio rollback` again".to_owned()
+                "remove the cause (a guest that does not answer: start its qemu-guest-agent, or shut its VM down, whose own knobs go with it) and run `rtvirtio rollback` again".to_owned()
             }
             Self::Systemd { .. } | Self::UnitUnknown { .. } => {
                 "`busctl status org.freedesktop.systemd1` says whether systemd answers; set it right, then try again".to_owned()

@@ -10,7 +10,8 @@
 //! under way or unconfirmed. Settling an apply merges `pending` into
 //! `original`, where the older value wins.
 //!
-//! Properties: `merge_keeps_the_oldest_value`, `journal_of_another_boot_is_void`,
+//! Properties: `merge_keeps_the_oldest_value`, `journal_of_version_1_is_read`,
+//! `merge_keeps_the_oldest_value_of_a_vm_that_still_runs`, `journal_of_another_boot_is_void`,
 //! `journal_is_private`.
 
 use std::collections::BTreeMap;
@@ -22,16 +23,19 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rtvirtio_spec::settings::{Knob, Limit};
-use rtvirtio_units::{DeviceName, VmName};
+use rtvirtio_units::{DeviceName, IoThreadName, Nanos, VmName};
 use rustix::fs::{FlockOperation, flock};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
 use crate::HostError;
+use crate::qemu::Address;
 use crate::sysfs::DeviceNumber;
 use crate::systemd::Properties;
 
-const VERSION: u32 = 1;
+/// 1 had no [`Record::guests`]; it is read as well.
+const VERSION: u32 = 2;
+const OLDEST_VERSION: u32 = 1;
 
 /// A device's queue as it was.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,7 +76,7 @@ impl GroupKnob {
             Knob::Limit { limit, .. } => Self::Limit(*limit),
             _ => return false,
         };
-        kind == self && knob.vm() == Some(vm) && knob.device() == device
+        kind == self && knob.vm() == Some(vm) && knob.device() == Some(device)
     }
 }
 
@@ -113,6 +117,62 @@ impl GroupRecord {
     }
 }
 
+/// A disk within a guest as it was.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct GuestDiskRecord {
+    /// The guest's kernel's, where it tells.
+    pub(crate) diskseq: Option<String>,
+    pub(crate) queue: QueueRecord,
+}
+
+/// A VM whose own knobs were changed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct GuestRecord {
+    pub(crate) vm: VmName,
+    /// Its QEMU's process, and when that started, in ticks since boot (`/proc/PID/stat`).
+    pub(crate) pid: u32,
+    pub(crate) started: u64,
+    pub(crate) monitor: Address,
+    /// `None` if nothing within its guest was changed, as `boot_id`.
+    pub(crate) agent: Option<Address>,
+    /// The guest's own `/proc/sys/kernel/random/boot_id`.
+    pub(crate) boot_id: Option<String>,
+    /// By name within the guest, such as `vda`.
+    pub(crate) disks: BTreeMap<String, GuestDiskRecord>,
+    /// The longest that each IOThread polled, ns.
+    pub(crate) poll_max: BTreeMap<IoThreadName, Nanos>,
+}
+
+impl GuestRecord {
+    /// Adds what `newer` knows of the same VM and is not known yet.
+    fn add(&mut self, newer: Self) {
+        if (self.pid, self.started) != (newer.pid, newer.started) {
+            // Another QEMU: the old one's state died with it.
+            *self = newer;
+            return;
+        }
+        for (iothread, poll_max) in newer.poll_max {
+            self.poll_max.entry(iothread).or_insert(poll_max);
+        }
+        if newer.boot_id.is_none() {
+            return;
+        }
+        // So did the state of a guest that was booted again.
+        if self.boot_id != newer.boot_id {
+            self.disks.clear();
+        }
+        (self.agent, self.boot_id) = (newer.agent, newer.boot_id);
+        for (node, disk) in newer.disks {
+            match self.disks.get(&node) {
+                Some(older) if older.diskseq == disk.diskseq => {}
+                _ => drop(self.disks.insert(node, disk)),
+            }
+        }
+    }
+}
+
 /// Old values.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -121,6 +181,9 @@ pub(crate) struct Record {
     pub(crate) groups: Vec<GroupRecord>,
     #[serde(default)]
     pub(crate) units: Vec<UnitRecord>,
+    /// One for each VM at most.
+    #[serde(default)]
+    pub(crate) guests: Vec<GuestRecord>,
 }
 
 impl Record {
@@ -154,6 +217,12 @@ impl Record {
             let same = |u: &UnitRecord| (u.id, u.device) == (unit.id, unit.device);
             if !self.units.iter().any(same) {
                 self.units.push(unit);
+            }
+        }
+        for guest in newer.guests {
+            match self.guests.iter_mut().find(|g| g.vm == guest.vm) {
+                Some(older) => older.add(guest),
+                None => self.guests.push(guest),
             }
         }
         self
@@ -323,10 +392,11 @@ impl StateDirectory {
         };
         let damaged = |source| HostError::JournalDamaged { file: file.clone(), source };
         let VersionOnly { version } = serde_json::from_slice(&text).map_err(damaged)?;
-        if version != VERSION {
+        if !(OLDEST_VERSION..=VERSION).contains(&version) {
             return Err(HostError::JournalVersion { file, found: version, known: VERSION });
         }
-        serde_json::from_slice(&text).map(Some).map_err(damaged)
+        let journal = serde_json::from_slice(&text).map_err(damaged)?;
+        Ok(Some(Journal { version: VERSION, ..journal }))
     }
 
     /// Writes and syncs the journal beside its place.
@@ -386,9 +456,59 @@ mod tests {
 
     #[test]
     fn merge_keeps_the_oldest_value() {
-        let older = Record { groups: vec![weight(Some("300"), true)], ..Record::default() };
-        let newer = Record { groups: vec![weight(None, false)], ..Record::default() };
+        let record = |weight| Record { groups: vec![weight], ..Record::default() };
+        let (older, newer) = (record(weight(Some("300"), true)), record(weight(None, false)));
         assert_eq!(older.merged(newer).groups, [weight(Some("300"), false)]);
+    }
+
+    fn guest(pid: u32, boot_id: Option<&str>, poll_max: u64) -> GuestRecord {
+        let queue = |scheduler: &str| QueueRecord {
+            scheduler: scheduler.to_owned(),
+            parameters: BTreeMap::new(),
+        };
+        let disk = |boot| GuestDiskRecord { diskseq: None, queue: queue(boot) };
+        GuestRecord {
+            vm: VmName::new("plc").unwrap(),
+            pid,
+            started: 5,
+            monitor: Address::Socket("/run/plc.qmp".into()),
+            agent: boot_id.map(|_| Address::Domain("plc".to_owned())),
+            boot_id: boot_id.map(str::to_owned),
+            // The scheduler tells which record it was.
+            disks: boot_id.map(|b| ("vda".to_owned(), disk(b))).into_iter().collect(),
+            poll_max: [(IoThreadName::new("io0").unwrap(), Nanos::new(poll_max))].into(),
+        }
+    }
+
+    #[test]
+    fn merge_keeps_the_oldest_value_of_a_vm_that_still_runs() {
+        let merged = |older: GuestRecord, newer: GuestRecord| {
+            let record = |guest| Record { guests: vec![guest], ..Record::default() };
+            let mut guests = record(older).merged(record(newer)).guests;
+            assert_eq!(guests.len(), 1);
+            guests.remove(0)
+        };
+        let first = || guest(1, Some("a"), 7);
+        assert_eq!(merged(first(), guest(1, Some("a"), 0)), first());
+        assert_eq!(merged(first(), guest(1, None, 0)), first());
+        assert_eq!(merged(guest(1, None, 7), guest(1, Some("a"), 0)), first());
+        // Booted again: its QEMU polls as before. Started again: nothing is left.
+        assert_eq!(merged(first(), guest(1, Some("b"), 0)), guest(1, Some("b"), 7));
+        assert_eq!(merged(first(), guest(2, Some("a"), 0)), guest(2, Some("a"), 0));
+    }
+
+    #[test]
+    fn journal_of_version_1_is_read() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = StateDirectory(root.path().to_path_buf());
+        let text = r#"{"version": 1, "boot_id": "b", "pending": null, "rolling_back": false,
+            "original": {"devices": {}, "groups": [{"cgroup": "a", "id": 1, "device": "7:0",
+            "knob": "weight", "old": "300", "only_if_absent": false}]}}"#;
+        fs::write(directory.journal(), text).unwrap();
+        let journal = directory.load().unwrap().unwrap();
+        assert_eq!(journal.version, VERSION);
+        let original = Record { groups: vec![weight(Some("300"), false)], ..Record::default() };
+        assert_eq!(journal.original, Some(original));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! One knob: its value as the kernel shows it, and the write that sets it.
+//! One knob of the host: its value as the kernel shows it, and the write that sets it.
 //!
 //! Values are the texts of `rtvirtio_spec::settings`. Under a scheduler other
 //! than bfq, bfq's parameters and weights do not exist. `timeout_sync` reads
@@ -145,12 +145,17 @@ pub(crate) fn check(knob: &Knob, text: &str) -> Result<(), HostError> {
     let within = |low: u64, high: u64| number.is_some_and(|n| (low..=high).contains(&n));
     let (good, expected) = match knob {
         // Whether it is offered is checked against the kernel's list.
-        Knob::Scheduler { .. } => (
+        Knob::GuestScheduler { .. } | Knob::Scheduler { .. } => (
             !text.is_empty() && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-'),
             "a scheduler's name",
         ),
-        Knob::Bfq { parameter: BfqParameter::LowLatency, .. } => (within(0, 1), "0 or 1"),
-        Knob::Bfq { .. } => (within(0, i32::MAX as u64), "a number from 0 to 2147483647"),
+        Knob::GuestBfq { parameter: BfqParameter::LowLatency, .. }
+        | Knob::Bfq { parameter: BfqParameter::LowLatency, .. } => (within(0, 1), "0 or 1"),
+        Knob::GuestBfq { .. } | Knob::Bfq { .. } => {
+            (within(0, i32::MAX as u64), "a number from 0 to 2147483647")
+        }
+        // QEMU holds it in a signed number (iothread.c).
+        Knob::PollMax { .. } => (within(0, i64::MAX as u64), "a number of ns below 2^63"),
         Knob::Weight { .. } => (within(1, 1000), "a number from 1 to 1000"),
         // The kernel cuts v1 IOPS limits to 32 bits and takes the largest value for no limit;
         // 0 removes a v1 limit.

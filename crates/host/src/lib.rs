@@ -7,6 +7,7 @@
 //! - [`Host::apply`], [`Host::rollback`], [`Host::verify`], [`Host::confirm`]:
 //!   changes, journalled before the first write;
 //! - [`Host::create_cgroup`], [`Host::remove_cgroup`]: a benchmark's VMs;
+//! - [`Host::find_guests`]: the knobs that are the VMs' own, within their guests and QEMUs;
 //! - [`Host::other_writers`]: udev rules, TuneD and units that set the same knobs;
 //! - [`Host::qemu_processes`], [`qemu`]: the VMs that run, QEMU's monitor and the guests' agents;
 //! - [`Host::trace_block`], [`block_trace`]: latency in the host's block layer, by sectors;
@@ -23,6 +24,7 @@ mod error;
 #[cfg(any(test, feature = "test-utils"))]
 pub mod fake;
 mod groups;
+mod guests;
 mod journal;
 mod knobs;
 pub mod qemu;
@@ -48,6 +50,7 @@ pub use apply::{Applied, ApplyOptions, JournalStatus, RollbackOutcome, WatchdogO
 pub use block_trace::{BlockTrace, Extent, Latencies};
 pub use cgroup::CgroupVersion;
 pub use error::HostError;
+pub use guests::{GuestFault, GuestTopology};
 pub use restore::{Restoration, Skipped};
 pub use topology::Topology;
 pub use writers::{OtherWriter, WriterKind};
@@ -83,14 +86,14 @@ pub enum Step {
     JournalStaged,
     /// The new journal is in its place.
     JournalCommitted,
-    /// A kernel file is about to be written.
+    /// A knob is about to be written.
     BeforeWrite {
-        /// Which file.
+        /// Which file, of the host or a place of a VM's (`plc:/sys/block/vda/queue/scheduler`).
         file: PathBuf,
         /// With what.
         text: String,
     },
-    /// A kernel file was written, or refused it.
+    /// A knob was written, or refused it.
     AfterWrite {
         /// Which file.
         file: PathBuf,
@@ -179,14 +182,17 @@ impl Host {
         Ok(text.trim().to_owned())
     }
 
-    /// Every knob of the topology that exists, as the kernel shows it. A VM
-    /// has a weight only on a device whose scheduler is bfq.
+    /// Every knob of the topology that exists, as the kernel, a guest or its
+    /// QEMU shows it. A VM has a weight only on a device whose scheduler is bfq.
     ///
     /// # Errors
-    /// If a device or a VM's cgroup is not there, or a file cannot be read.
+    /// If a device or a VM's cgroup is not there, a file cannot be read, or a VM
+    /// whose own knobs are part of it does not answer.
     pub fn observe(&self, topology: &Topology) -> Result<Knobs, HostError> {
         let resolved = topology::Resolved::find(&*self.sysfs, topology)?;
-        knobs::observe(&*self.sysfs, &resolved)
+        let mut knobs = knobs::observe(&*self.sysfs, &resolved)?;
+        knobs.extend(guests::Connected::open(&*self.sysfs, &topology.guests)?.knobs());
+        Ok(knobs)
     }
 
     /// The QEMU processes, by process id.

@@ -15,7 +15,7 @@
 
 mod agent;
 pub mod discover;
-mod error;
+pub(crate) mod error;
 mod monitor;
 mod part;
 mod peer;
@@ -28,7 +28,11 @@ pub use agent::{Agent, ExecStatus, GuestDisk, Output};
 pub use discover::{QemuDisk, QemuProcess};
 pub use error::{Address, Fault, QemuError};
 pub use monitor::{
-    Block, Histogram, IoThread, LatencyHistograms, MappedQueues, Monitor, Status, Throttle, Version,
+    Block, Histogram, IoThread, LatencyHistograms, MappedQueues, Monitor, PciAddress, Status,
+    Throttle, Version,
 };
 pub use part::Part;
+pub(crate) use peer::Deadline;
 pub use peer::LARGEST_MESSAGE;
+#[cfg(test)]
+pub(crate) use tests::{Wire, refusal};

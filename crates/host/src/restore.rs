@@ -4,7 +4,7 @@
 //! any step. Order: each device's scheduler, then its parameters (selecting a
 //! scheduler reset them), then systemd's units, then weights and limits of cgroups. A device or
 //! cgroup that is gone, or another one in its place, is reported and skipped:
-//! its knobs died with it.
+//! its knobs died with it. VMs' own knobs come last (module `guests::restore`).
 //!
 //! A change of scheduler drops things that are nobody's knob here, so they are
 //! saved too: all of `queue/iosched/`, `queue/nr_requests`, `queue/wbt_lat_usec`
@@ -16,11 +16,12 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use rtvirtio_spec::settings::{Change, Knob};
-use rtvirtio_units::DeviceName;
+use rtvirtio_units::{DeviceName, VmName};
 use serde::Serialize;
 
 use crate::cgroup::{CgroupVersion, Write, read, weight_lines};
@@ -53,17 +54,148 @@ pub enum Skipped {
         /// Its path below the io controller's mount.
         cgroup: PathBuf,
     },
+    /// A VM's QEMU is gone.
+    Vm {
+        /// The VM.
+        vm: VmName,
+    },
+    /// A VM's guest was booted again.
+    Guest {
+        /// The VM.
+        vm: VmName,
+    },
+    /// A guest's disk is gone, or another one has its name.
+    GuestDisk {
+        /// The VM.
+        vm: VmName,
+        /// The disk's name within the guest.
+        node: String,
+    },
+}
+
+impl fmt::Display for Skipped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Device { device, number } => write!(f, "device {device} ({number})"),
+            Self::Cgroup { cgroup } => write!(f, "cgroup {}", cgroup.display()),
+            Self::Vm { vm } => write!(f, "the QEMU of VM {vm}"),
+            Self::Guest { vm } => write!(f, "the guest of VM {vm}, which was booted again"),
+            Self::GuestDisk { vm, node } => write!(f, "disk {node} in the guest of VM {vm}"),
+        }
+    }
 }
 
 /// What a restoration did.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct Restoration {
-    /// Each file that was written, with the text.
+    /// Each file that was written, with the text; a VM's own as a place (`plc:/sys/…`).
     pub restored: Vec<(PathBuf, String)>,
     /// What is not there any more.
     pub skipped: Vec<Skipped>,
     /// What could not be restored, and why; empty unless within an error.
     pub failures: Vec<String>,
+}
+
+/// A queue's files, named below `queue/`, on the host or within a guest.
+pub(crate) trait QueueFiles {
+    /// A file's text without blanks around it, the selected one of `scheduler`; `None` if it cannot
+    /// be read.
+    fn text(&mut self, name: &str) -> Option<String>;
+
+    /// Writes a file, with its steps. The error is [`HostError::Interrupted`].
+    fn put_back(
+        &mut self,
+        name: &str,
+        text: &str,
+        failures: &mut Vec<String>,
+        done: &mut Restoration,
+    ) -> Result<(), HostError>;
+
+    /// Where the file is, for people.
+    fn place_of(&self, name: &str) -> String;
+}
+
+/// Puts a queue back: its scheduler, then the parameters. Gives what did not work.
+pub(crate) fn restore_queue(
+    files: &mut dyn QueueFiles,
+    queue: &QueueRecord,
+    done: &mut Restoration,
+) -> Result<Vec<String>, HostError> {
+    let mut failures = Vec::new();
+    let differs = |files: &mut dyn QueueFiles, name: &str, old: &str| {
+        files.text(name).as_deref() != Some(old)
+    };
+    if differs(files, "scheduler", &queue.scheduler) {
+        files.put_back("scheduler", &queue.scheduler, &mut failures, done)?;
+    }
+    if differs(files, "scheduler", &queue.scheduler) {
+        if failures.is_empty() {
+            let place = files.place_of("scheduler");
+            failures.push(format!("{place} does not read {:?} again", queue.scheduler));
+        }
+        return Ok(failures);
+    }
+    let differing = |files: &mut dyn QueueFiles| {
+        let mut names: Vec<(&String, &String)> = queue
+            .parameters
+            .iter()
+            // The same value in coarser units, which would round it.
+            .filter(|(name, _)| {
+                *name != "iosched/slice_idle"
+                    || !queue.parameters.contains_key("iosched/slice_idle_us")
+            })
+            .filter(|(name, old)| differs(files, name, old))
+            .collect();
+        names.sort_by_key(|(name, _)| *name != "iosched/strict_guarantees");
+        names
+    };
+    for _ in 0..PASSES {
+        failures.clear();
+        let left = differing(files);
+        if left.is_empty() {
+            return Ok(failures);
+        }
+        for (name, old) in left {
+            files.put_back(name, old, &mut failures, done)?;
+        }
+    }
+    if failures.is_empty() {
+        for (name, old) in differing(files) {
+            failures.push(format!("{} does not read {old:?} again", files.place_of(name)));
+        }
+    }
+    Ok(failures)
+}
+
+/// The queue of a disk of the host.
+struct HostQueue<'a> {
+    host: &'a Host,
+    base: PathBuf,
+}
+
+impl QueueFiles for HostQueue<'_> {
+    fn text(&mut self, name: &str) -> Option<String> {
+        let text = self.host.sysfs.read(&self.base.join(name)).ok()?;
+        match name {
+            "scheduler" => Schedulers::parse(&text).map(|s| s.selected),
+            _ => Some(text.trim().to_owned()),
+        }
+    }
+
+    fn put_back(
+        &mut self,
+        name: &str,
+        text: &str,
+        failures: &mut Vec<String>,
+        done: &mut Restoration,
+    ) -> Result<(), HostError> {
+        let write = Write { file: self.base.join(name), text: text.to_owned() };
+        self.host.put_back(write, failures, done)
+    }
+
+    fn place_of(&self, name: &str) -> String {
+        self.base.join(name).display().to_string()
+    }
 }
 
 impl Restoration {
@@ -74,7 +206,7 @@ impl Restoration {
     }
 }
 
-/// Saves what `changes` would overwrite.
+/// Saves what `changes` would overwrite on the host.
 pub(crate) fn save(
     sysfs: &dyn Sysfs,
     resolved: &Resolved,
@@ -83,9 +215,10 @@ pub(crate) fn save(
 ) -> Result<Record, HostError> {
     let mut record = Record::default();
     for change in changes {
+        let Some(name) = change.knob.device() else { continue };
         let (disk, group) = resolved.of(&change.knob)?;
         let number = disk.number;
-        save_device(sysfs, change.knob.device(), number, &mut record)?;
+        save_device(sysfs, name, number, &mut record)?;
         let knob = match (&change.knob, group) {
             (Knob::Limit { limit, .. }, Some(_)) => GroupKnob::Limit(*limit),
             (Knob::Weight { .. }, Some(_)) => GroupKnob::Weight,
@@ -230,24 +363,24 @@ impl Host {
                 continue;
             }
             if let Some(queue) = &device.queue {
-                self.restore_queue(*number, device, queue, &mut done)?;
+                self.restore_device(*number, device, queue, &mut done)?;
             }
         }
-        if record.groups.is_empty() {
-            return Ok(done);
-        }
-        match CgroupVersion::find(&*self.sysfs) {
-            Ok(version) => {
-                // Units first: systemd writes all of a unit's knobs.
-                for unit in &record.units {
-                    self.restore_unit(&version, unit, &mut done)?;
+        if !record.groups.is_empty() {
+            match CgroupVersion::find(&*self.sysfs) {
+                Ok(version) => {
+                    // Units first: systemd writes all of a unit's knobs.
+                    for unit in &record.units {
+                        self.restore_unit(&version, unit, &mut done)?;
+                    }
+                    for group in &record.groups {
+                        self.restore_group(&version, record, group, &mut done)?;
+                    }
                 }
-                for group in &record.groups {
-                    self.restore_group(&version, record, group, &mut done)?;
-                }
+                Err(error) => done.failures.push(error.to_string()),
             }
-            Err(error) => done.failures.push(error.to_string()),
         }
+        self.restore_guests(&record.guests, &mut done)?;
         Ok(done)
     }
 
@@ -256,58 +389,15 @@ impl Host {
             .is_ok_and(|found| found == (record.size_sectors, record.diskseq))
     }
 
-    fn restore_queue(
+    fn restore_device(
         &self,
         number: DeviceNumber,
         device: &DeviceRecord,
         queue: &QueueRecord,
         done: &mut Restoration,
     ) -> Result<(), HostError> {
-        let base = directory(number).join("queue");
-        let scheduler = || {
-            let text = self.sysfs.read(&base.join("scheduler")).ok();
-            text.and_then(|t| Schedulers::parse(&t)).map(|s| s.selected)
-        };
-        let mut failures = Vec::new();
-        if scheduler().as_ref() != Some(&queue.scheduler) {
-            let write = Write { file: base.join("scheduler"), text: queue.scheduler.clone() };
-            self.put_back(write, &mut failures, done)?;
-        }
-        if scheduler().as_ref() == Some(&queue.scheduler) {
-            let differing = || {
-                let mut names: Vec<(&String, &String)> = queue
-                    .parameters
-                    .iter()
-                    // The same value in coarser units, which would round it.
-                    .filter(|(name, _)| {
-                        *name != "iosched/slice_idle"
-                            || !queue.parameters.contains_key("iosched/slice_idle_us")
-                    })
-                    .filter(|(name, old)| {
-                        self.sysfs.read(&base.join(name)).ok().as_deref().map(str::trim)
-                            != Some(old.as_str())
-                    })
-                    .collect();
-                names.sort_by_key(|(name, _)| *name != "iosched/strict_guarantees");
-                names
-            };
-            for _ in 0..PASSES {
-                failures.clear();
-                for (name, old) in differing() {
-                    let write = Write { file: base.join(name), text: old.clone() };
-                    self.put_back(write, &mut failures, done)?;
-                }
-            }
-            if failures.is_empty() {
-                let left = differing();
-                failures.extend(left.iter().map(|(name, old)| {
-                    format!("{} does not read {old:?} again", base.join(name).display())
-                }));
-            }
-        } else if failures.is_empty() {
-            let file = base.join("scheduler");
-            failures.push(format!("{} does not read {:?} again", file.display(), queue.scheduler));
-        }
+        let mut files = HostQueue { host: self, base: directory(number).join("queue") };
+        let mut failures = restore_queue(&mut files, queue, done)?;
         if failures.is_empty() {
             return Ok(());
         }

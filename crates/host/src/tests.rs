@@ -1,7 +1,9 @@
-//! Apply, rollback, verify, confirm and cgroups on the kernel in memory.
+//! Apply, rollback, verify, confirm and cgroups on the kernel in memory, with a VM on real sockets.
 
 mod crash;
 mod groups;
+mod guests;
+mod machine;
 mod refusal;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,18 +11,21 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rtvirtio_spec::guests::{GuestScheduler, GuestSettings, Guests};
 use rtvirtio_spec::settings::{
     Bfq, Change, DeviceSettings, Knob, Knobs, Limit, Limits, Scheduler, Settings, VmSettings, diff,
 };
-use rtvirtio_units::{BytesPerSecond, DeviceName, VmName, Weight};
+use rtvirtio_units::{BytesPerSecond, DeviceName, DiskName, IoThreadName, Nanos, VmName, Weight};
 use tempfile::TempDir;
 
 use crate::fake::FakeSysfs;
 use crate::sysfs::{DeviceNumber, Sysfs as _};
 use crate::{
-    Applied, ApplyOptions, Host, HostError, JournalStatus, RollbackOutcome, Topology,
-    WatchdogOutcome,
+    Applied, ApplyOptions, GuestTopology, Host, HostError, JournalStatus, RollbackOutcome,
+    Topology, WatchdogOutcome,
 };
+
+use machine::Machine;
 
 const DISK: DeviceNumber = DeviceNumber::new(8, 0);
 
@@ -29,6 +34,7 @@ struct Bed {
     host: Host,
     topology: Topology,
     state: TempDir,
+    machine: Option<Machine>,
 }
 
 fn device() -> DeviceName {
@@ -86,11 +92,26 @@ impl Bed {
             vms: vms.map(|name| (vm(name), group(name).into())).into(),
             uses: vms.map(|name| (vm(name), BTreeSet::from([device()]))).into(),
             identities: BTreeMap::new(),
+            guests: BTreeMap::new(),
         };
         let state = tempfile::tempdir().unwrap();
         let fake = Arc::new(fake);
         let host = Host::with_sysfs(state.path(), fake.clone());
-        Self { fake, host, topology, state }
+        Self { fake, host, topology, state, machine: None }
+    }
+
+    /// The same, where the VM `plc` runs in a QEMU.
+    fn with_guest(v2: bool, scheduler: &str) -> Self {
+        let mut bed = Self::new(v2, scheduler);
+        let machine = Machine::start(&bed.fake, "plc", 4242);
+        bed.topology.guests.extend([machine.topology()]);
+        bed.machine = Some(machine);
+        bed
+    }
+
+    /// All that can be set.
+    fn snapshot(&self) -> String {
+        self.fake.snapshot() + &self.machine.as_ref().map(Machine::snapshot).unwrap_or_default()
     }
 
     fn observe(&self) -> Knobs {
@@ -134,6 +155,19 @@ fn wanted_with(scheduler: Scheduler) -> Knobs {
         (vm("backup"), of(50, Limits::bps(BytesPerSecond::from_megabytes(10)))),
     ]);
     Settings(BTreeMap::from([(device(), DeviceSettings { scheduler, vms })])).knobs()
+}
+
+/// The same, with the guest's scheduler, without idling if it is bfq, and no polling.
+fn with_guest(mut wanted: Knobs, scheduler: &str) -> Knobs {
+    let scheduler = match scheduler {
+        "bfq" => GuestScheduler::Bfq { slice_idle_us: 0, low_latency: false },
+        _ => GuestScheduler::None,
+    };
+    let disks = [(DiskName::new("root").unwrap(), scheduler)].into();
+    let poll_max = [(IoThreadName::new("io0").unwrap(), Nanos::ZERO)].into();
+    let settings = GuestSettings { disks, poll_max };
+    wanted.extend(Guests([(vm("plc"), settings)].into()).knobs());
+    wanted
 }
 
 const STARTS: [(bool, &str); 5] =

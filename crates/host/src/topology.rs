@@ -21,7 +21,7 @@ use rtvirtio_units::{DeviceName, VmName};
 use crate::cgroup::{Cgroup, CgroupVersion, relative};
 use crate::device::{self, Disk};
 use crate::sysfs::Sysfs;
-use crate::{Host, HostError};
+use crate::{GuestTopology, Host, HostError};
 
 /// Devices, VMs, and which VM uses which device.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -34,6 +34,8 @@ pub struct Topology {
     pub uses: BTreeMap<VmName, BTreeSet<DeviceName>>,
     /// What a device must be, where that is known; another one is refused.
     pub identities: BTreeMap<DeviceName, DeviceIdentity>,
+    /// The VMs whose own knobs are observed and set too.
+    pub guests: BTreeMap<VmName, GuestTopology>,
 }
 
 impl Topology {
@@ -50,8 +52,8 @@ impl Topology {
         }
         let changed = plan.changes.iter().map(|c| &c.knob);
         for knob in plan.observed.keys().chain(changed) {
-            if let Some(vm) = knob.vm() {
-                add(vm, knob.device());
+            if let (Some(vm), Some(device)) = (knob.vm(), knob.device()) {
+                add(vm, device);
             }
         }
         Self {
@@ -59,10 +61,12 @@ impl Topology {
             vms: plan.vms.iter().map(|v| (v.name.clone(), v.cgroup.clone())).collect(),
             uses,
             identities: plan.devices.iter().map(|d| (d.name.clone(), d.identity.clone())).collect(),
+            guests: GuestTopology::of(&plan.guests),
         }
     }
 
-    /// The specification's devices and VMs. A VM uses the devices of its disks.
+    /// The specification's devices and VMs, without what is the VMs' own. A VM uses the devices of
+    /// its disks.
     #[must_use]
     pub fn of_specification(specification: &Specification) -> Self {
         let uses = specification.vms.iter().map(|v| {
@@ -77,6 +81,7 @@ impl Topology {
             vms: specification.vms.iter().map(|v| (v.name.clone(), v.cgroup.clone())).collect(),
             uses: uses.collect(),
             identities: BTreeMap::new(),
+            guests: BTreeMap::new(),
         }
     }
 }
@@ -145,10 +150,10 @@ impl Resolved {
         Ok(found)
     }
 
-    /// The disk and, for a VM's knob, the cgroup that carry `knob`.
+    /// The disk and, for a VM's knob, the cgroup that carry `knob`, one of the host.
     pub(crate) fn of(&self, knob: &Knob) -> Result<(&Disk, Option<&VmGroup>), HostError> {
         let unknown = || HostError::UnknownKnob { knob: Box::new(knob.clone()) };
-        let disk = self.devices.get(knob.device()).ok_or_else(unknown)?;
+        let disk = knob.device().and_then(|d| self.devices.get(d)).ok_or_else(unknown)?;
         let Some(vm) = knob.vm() else {
             return Ok((disk, None));
         };

@@ -17,7 +17,8 @@
 //! declared rate is delivered. The bounds of one VM's tasks hold together at
 //! the stated confidence.
 //!
-//! What is no knob of the host, a VM's IOThreads, is [`iothreads`].
+//! What is no knob of the host: a VM's IOThreads are [`iothreads`], what is set within a VM that
+//! runs is [`guests`].
 //!
 //! When a plan has to be made again: [`control`].
 //!
@@ -28,6 +29,7 @@
 //! `overload_sacrifices_the_least_urgent`.
 
 pub mod control;
+pub mod guests;
 pub mod iothreads;
 mod search;
 
@@ -37,6 +39,7 @@ use std::path::PathBuf;
 use rtvirtio_model::paper::{self, Reading};
 use rtvirtio_model::structural::Structural;
 use rtvirtio_model::{DeviceLoad, Stream, VmLoad, conformal};
+use rtvirtio_spec::guests::Guests;
 use rtvirtio_spec::plan::{IoThreads, PLAN_VERSION, Plan, PlannedDevice, PlannedVm, TaskPromise};
 use rtvirtio_spec::profile::{DeviceIdentity, Profile, ProfileError};
 use rtvirtio_spec::settings::{DeviceSettings, Knobs, Scheduler, Settings, diff};
@@ -119,8 +122,8 @@ pub struct Predicted {
 /// Plans every device of `specification`.
 ///
 /// `found` holds each device's profile and identity, `observed` the host's
-/// knobs as they are now. The plan has no IOThreads yet: they depend on the
-/// host's CPUs ([`iothreads::assign`]).
+/// knobs as they are now. The plan is of the host alone: IOThreads depend on the
+/// host's CPUs ([`iothreads::assign`]), the rest on which VMs run ([`guests::add`]).
 ///
 /// # Errors
 /// [`PlanError`]: a profile is missing, foreign or of another version.
@@ -162,6 +165,7 @@ pub fn plan(
         devices,
         vms,
         settings,
+        guests: Guests::default(),
         observed: observed.clone(),
         changes,
         tasks,

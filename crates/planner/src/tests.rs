@@ -22,7 +22,7 @@ fn specification(vms: &[(&str, f64, f64)], writer: bool) -> Specification {
     parse("test.toml", &text).unwrap()
 }
 
-fn planned(specification: &Specification) -> Plan {
+pub(crate) fn planned(specification: &Specification) -> Plan {
     let profile = profile();
     let found = FoundDevice { profile: &profile, identity: identity() };
     let found = BTreeMap::from([(specification.devices[0].name.clone(), found)]);

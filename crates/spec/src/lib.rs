@@ -3,6 +3,7 @@
 //! - [`specification`]: what an operator wants (TOML), hostile until parsed.
 //! - [`settings`]: every knob rtvirtio may set, as typed values and as the
 //!   flat [`settings::Knobs`] map that a host observes and writes.
+//! - [`guests`]: the knobs that are a VM's own, within its guest and its QEMU.
 //! - [`profile`]: what calibration learned of a device (JSON).
 //! - [`plan`]: settings chosen for a specification, with predictions (JSON).
 //! - [`run`]: what a benchmark measured, one JSON record a cell.
@@ -12,6 +13,7 @@
 //! other room. Every file carries a version; a reader refuses one it does not
 //! know.
 
+pub mod guests;
 pub mod latency;
 pub mod plan;
 pub mod profile;

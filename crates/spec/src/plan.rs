@@ -12,13 +12,15 @@ use rtvirtio_units::{
 };
 use serde::{Deserialize, Serialize};
 
+use crate::guests::Guests;
 use crate::profile::DeviceIdentity;
 use crate::settings::{Change, Knobs, Settings};
 
 /// The plan format that this version writes.
-pub const PLAN_VERSION: u32 = 2;
+pub const PLAN_VERSION: u32 = 3;
 
-/// The oldest plan format that this version reads: 1 had no [`Plan::iothreads`].
+/// The oldest plan format that this version reads: 1 had no [`Plan::iothreads`], 2 no
+/// [`Plan::guests`].
 pub const OLDEST_PLAN_VERSION: u32 = 1;
 
 /// A saved plan (`rtvirtio plan -o`). Holds all that `apply` needs.
@@ -33,7 +35,10 @@ pub struct Plan {
     pub vms: Vec<PlannedVm>,
     /// The chosen settings.
     pub settings: Settings,
-    /// The knobs found on the host when the plan was made; `apply` refuses if they have changed.
+    /// What is set within the VMs that answered: their guests' schedulers, their IOThreads' polling.
+    #[serde(default)]
+    pub guests: Guests,
+    /// The knobs found when the plan was made; `apply` refuses if they have changed.
     #[serde(with = "crate::settings::knob_list")]
     pub observed: Knobs,
     /// What must change, in order of application.
@@ -184,6 +189,14 @@ impl DiskIoThreads {
 }
 
 impl Plan {
+    /// Every knob that the plan sets.
+    #[must_use]
+    pub fn knobs(&self) -> Knobs {
+        let mut knobs = self.settings.knobs();
+        knobs.extend(self.guests.knobs());
+        knobs
+    }
+
     /// Whether every target is met.
     #[must_use]
     pub fn meets_all(&self) -> bool {
@@ -193,7 +206,16 @@ impl Plan {
 
 #[cfg(test)]
 mod tests {
+    use rtvirtio_units::IoThreadName;
+
     use super::*;
+    use crate::guests::{GuestScheduler, GuestSettings};
+
+    fn guests() -> Guests {
+        let disks = [(DiskName::new("root").unwrap(), GuestScheduler::None)].into();
+        let poll_max = [(IoThreadName::new("io0").unwrap(), Nanos::ZERO)].into();
+        Guests([(VmName::new("plc").unwrap(), GuestSettings { disks, poll_max })].into())
+    }
 
     fn plan() -> Plan {
         let thread = IoThread { id: IoThreadId::new(1), cpu: Some(CpuId::new(3)) };
@@ -208,6 +230,7 @@ mod tests {
             devices: Vec::new(),
             vms: Vec::new(),
             settings: Settings::default(),
+            guests: guests(),
             observed: Knobs::new(),
             changes: Vec::new(),
             tasks: Vec::new(),
@@ -219,17 +242,21 @@ mod tests {
     }
 
     #[test]
-    fn plan_with_iothreads_is_read_back_as_it_was() {
+    fn plan_is_read_back_as_it_was() {
         let text = serde_json::to_string(&plan()).unwrap();
         assert_eq!(serde_json::from_str::<Plan>(&text).unwrap(), plan());
     }
 
     #[test]
-    fn plan_of_version_1_has_no_iothreads() {
+    fn older_plans_lack_what_came_later() {
         let mut json = serde_json::to_value(plan()).unwrap();
+        json["version"] = 2.into();
+        json.as_object_mut().unwrap().remove("guests").unwrap();
+        let expected = Plan { version: 2, guests: Guests::default(), ..plan() };
+        assert_eq!(serde_json::from_value::<Plan>(json.clone()).unwrap(), expected);
         json["version"] = 1.into();
         json.as_object_mut().unwrap().remove("iothreads").unwrap();
-        let read: Plan = serde_json::from_value(json).unwrap();
-        assert_eq!(read, Plan { version: 1, iothreads: IoThreads::default(), ..plan() });
+        let expected = Plan { version: 1, iothreads: IoThreads::default(), ..expected };
+        assert_eq!(serde_json::from_value::<Plan>(json).unwrap(), expected);
     }
 }

@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use rtvirtio_units::{BytesPerSecond, DeviceName, VmName, Weight};
+use rtvirtio_units::{BytesPerSecond, DeviceName, DiskName, IoThreadName, VmName, Weight};
 use serde::{Deserialize, Serialize};
 
 /// bfq's parameters that rtvirtio sets.
@@ -165,11 +165,37 @@ pub enum Limit {
     WriteIops,
 }
 
-/// One knob of a host. The order is the order of application: a scheduler
-/// before its parameters (a switch resets them), those before weights.
+/// One knob of a host or of a VM on it. The order is the order of application:
+/// a scheduler before its parameters (a switch resets them), those before
+/// weights; what is a VM's own first, for that is likeliest to fail, and then the
+/// host is not touched yet.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(tag = "knob", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Knob {
+    /// The scheduler of a disk within the guest.
+    GuestScheduler {
+        /// Which VM.
+        vm: VmName,
+        /// Which of its disks.
+        disk: DiskName,
+    },
+    /// A parameter of that scheduler if it is bfq.
+    GuestBfq {
+        /// Which VM.
+        vm: VmName,
+        /// Which of its disks.
+        disk: DiskName,
+        /// Which parameter.
+        parameter: BfqParameter,
+    },
+    /// The longest that an IOThread of the VM's QEMU polls before it sleeps, ns
+    /// (`poll-max-ns`); 0: it does not poll.
+    PollMax {
+        /// Which VM.
+        vm: VmName,
+        /// Which IOThread.
+        iothread: IoThreadName,
+    },
     /// A device's scheduler: `none`, `mq-deadline`, `kyber` or `bfq`.
     Scheduler {
         /// Which device.
@@ -201,14 +227,16 @@ pub enum Knob {
 }
 
 impl Knob {
-    /// The device that the knob belongs to.
+    /// The device that the knob belongs to; `None`: it is a guest's or its QEMU's, and no file of
+    /// the host.
     #[must_use]
-    pub const fn device(&self) -> &DeviceName {
+    pub const fn device(&self) -> Option<&DeviceName> {
         match self {
+            Self::GuestScheduler { .. } | Self::GuestBfq { .. } | Self::PollMax { .. } => None,
             Self::Scheduler { device }
             | Self::Bfq { device, .. }
             | Self::Weight { device, .. }
-            | Self::Limit { device, .. } => device,
+            | Self::Limit { device, .. } => Some(device),
         }
     }
 
@@ -217,7 +245,25 @@ impl Knob {
     pub const fn vm(&self) -> Option<&VmName> {
         match self {
             Self::Scheduler { .. } | Self::Bfq { .. } => None,
-            Self::Weight { vm, .. } | Self::Limit { vm, .. } => Some(vm),
+            Self::GuestScheduler { vm, .. }
+            | Self::GuestBfq { vm, .. }
+            | Self::PollMax { vm, .. }
+            | Self::Weight { vm, .. }
+            | Self::Limit { vm, .. } => Some(vm),
+        }
+    }
+
+    /// The scheduler that the knob is a parameter of.
+    #[must_use]
+    pub fn scheduler(&self) -> Option<Self> {
+        match self {
+            Self::GuestBfq { vm, disk, .. } => {
+                Some(Self::GuestScheduler { vm: vm.clone(), disk: disk.clone() })
+            }
+            Self::Bfq { device, .. } | Self::Weight { device, .. } => {
+                Some(Self::Scheduler { device: device.clone() })
+            }
+            _ => None,
         }
     }
 }
@@ -225,6 +271,11 @@ impl Knob {
 impl fmt::Display for Knob {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = match self {
+            Self::GuestScheduler { vm, disk } => format!("{vm}/{disk}: guest scheduler"),
+            Self::GuestBfq { vm, disk, parameter } => {
+                format!("{vm}/{disk}: guest bfq {}", parameter.file())
+            }
+            Self::PollMax { vm, iothread } => format!("{vm}: IOThread {iothread}: poll-max-ns"),
             Self::Scheduler { device } => format!("{device}: scheduler"),
             Self::Bfq { device, parameter } => format!("{device}: bfq {}", parameter.file()),
             Self::Weight { device, vm } => format!("{device}: {vm}: weight"),
@@ -334,8 +385,9 @@ impl Settings {
 #[must_use]
 pub fn diff(current: &Knobs, wanted: &Knobs) -> Vec<Change> {
     let switched = |knob: &Knob| {
-        let scheduler = Knob::Scheduler { device: knob.device().clone() };
-        matches!(knob, Knob::Bfq { .. }) && current.get(&scheduler) != wanted.get(&scheduler)
+        let is_parameter = matches!(knob, Knob::Bfq { .. } | Knob::GuestBfq { .. });
+        let scheduler = knob.scheduler().filter(|_| is_parameter);
+        scheduler.is_some_and(|s| current.get(&s) != wanted.get(&s))
     };
     wanted
         .iter()

@@ -67,6 +67,8 @@ pub struct Vm {
     pub cgroup: PathBuf,
     /// Its virtual CPUs, 1 to [`MAX_VCPUS`]; `None`: not said.
     pub vcpus: Option<u32>,
+    /// Whether the schedulers within its guest are set too, through the guest's agent.
+    pub guest_agent: bool,
     /// Its disks, at least one.
     pub disks: Vec<Disk>,
     /// Its tasks; a VM without a task is a background VM of unknown load.

@@ -10,7 +10,7 @@ mod name;
 mod quantity;
 
 pub use id::{CpuId, IoThreadId};
-pub use name::{DeviceName, DiskName, Name, NameError, TaskName, VmName};
+pub use name::{DeviceName, DiskName, IoThreadName, Name, NameError, TaskName, VmName};
 pub use quantity::{
     Bytes, BytesPerSecond, Confidence, Iops, Nanos, Percentile, QuantityError, Weight,
 };

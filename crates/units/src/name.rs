@@ -128,6 +128,10 @@ named! {
     /// A task's name within its VM.
     TaskName
 }
+named! {
+    /// The id of a running QEMU's IOThread, such as `io0`.
+    IoThreadName
+}
 
 #[cfg(test)]
 mod tests {

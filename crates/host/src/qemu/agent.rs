@@ -1,4 +1,4 @@
-//! The agent in a guest (`qemu-ga`): its files, its programs, its clock.
+//! The agent in a guest (`qemu-ga`): its files, its programs, its clock, its disks.
 //!
 //! The guest decides what is answered, and when: nothing here is believed beyond
 //! its form. The agent does one command after the other and gives no ids, so a
@@ -21,7 +21,7 @@ use qapi::qga::{
     GuestAgentInfo, GuestExec, GuestExecCaptureOutput, GuestExecStatus, GuestFileRead,
     GuestFileWrite, guest_exec, guest_exec_status, guest_file_close, guest_file_flush,
     guest_file_open, guest_file_read, guest_file_write, guest_get_disks, guest_get_time,
-    guest_info, guest_set_time, guest_sync_delimited,
+    guest_info, guest_sync_delimited,
 };
 use qapi::{Command, Empty};
 use serde::Deserialize;
@@ -29,7 +29,7 @@ use serde::de::DeserializeOwned;
 
 use super::peer::{Deadline, Peer};
 use super::virsh::Virsh;
-use super::{Address, Fault, QemuError, reply};
+use super::{Address, Fault, PciAddress, QemuError, reply};
 
 /// Comes before the answer to a sync, and resets the agent's parser before the request.
 const SENTINEL: u8 = 0xff;
@@ -81,9 +81,11 @@ pub struct GuestDisk {
     pub node: String,
     /// Whether it is a partition.
     pub is_partition: bool,
-    /// Its serial number, where the guest knows one: the way to tell which disk
-    /// of QEMU's it is.
+    /// Its serial number, where the guest knows one (from udev): the way to tell
+    /// which disk of QEMU's it is.
     pub serial: Option<String>,
+    /// The PCI address of its controller, where it has one.
+    pub pci: Option<PciAddress>,
 }
 
 #[derive(Debug)]
@@ -113,6 +115,17 @@ impl Agent {
         match Peer::connect(path.as_ref(), deadline) {
             Ok(peer) => Self::open(address, peer, now.as_micros() as i64, deadline),
             Err(fault) => Err(QemuError { peer: address, command: "connect", fault }),
+        }
+    }
+
+    /// The agent at `address`, reached within `timeout`.
+    ///
+    /// # Errors
+    /// As [`Self::connect`].
+    pub fn at(address: &Address, timeout: Duration) -> Result<Self, QemuError> {
+        match address {
+            Address::Socket(path) => Self::connect(path, timeout),
+            Address::Domain(domain) => Ok(Self::libvirt(domain)),
         }
     }
 
@@ -151,6 +164,12 @@ impl Agent {
                 Err(QemuError { peer: address, command: guest_sync_delimited::NAME, fault })
             }
         }
+    }
+
+    /// Whom it is reached by.
+    #[must_use]
+    pub const fn address(&self) -> &Address {
+        &self.address
     }
 
     /// The commands that the agent has and allows.
@@ -270,16 +289,6 @@ impl Agent {
         }
     }
 
-    /// Sets the guest's clock, in nanoseconds since 1970 UTC.
-    ///
-    /// # Errors
-    /// [`QemuError`], at most a moment after `timeout`; [`Fault::Disabled`] in a
-    /// guest without `/sbin/hwclock`, which the agent calls.
-    pub fn set_time(&mut self, since_epoch_ns: i64, timeout: Duration) -> Result<(), QemuError> {
-        let command = guest_set_time { time: Some(since_epoch_ns) };
-        self.ask::<_, Empty>(&command, Deadline::after(timeout)).map(drop)
-    }
-
     /// The guest's clock, in nanoseconds since 1970 UTC.
     ///
     /// # Errors
@@ -301,14 +310,15 @@ impl Agent {
             address: Option<AddressReply>,
         }
         #[derive(Deserialize)]
+        #[serde(rename_all = "kebab-case")]
         struct AddressReply {
             serial: Option<String>,
+            pci_controller: Option<PciAddress>,
         }
         let reply: Vec<Reply> = self.ask(&guest_get_disks {}, Deadline::after(timeout))?;
-        let disk = |r: Reply| GuestDisk {
-            node: r.name,
-            is_partition: r.partition,
-            serial: r.address.and_then(|a| a.serial),
+        let disk = |r: Reply| {
+            let (serial, pci) = r.address.map_or((None, None), |a| (a.serial, a.pci_controller));
+            GuestDisk { node: r.name, is_partition: r.partition, serial, pci }
         };
         Ok(reply.into_iter().map(disk).collect())
     }

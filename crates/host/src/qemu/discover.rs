@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use super::Address;
 use crate::HostError;
 use crate::sysfs::Sysfs;
 
@@ -146,6 +147,23 @@ impl QemuProcess {
             iothreads: iothreads.filter_map(|mut p| p.remove("id")).collect(),
             disks: disks(&options, &devices, absolute),
         })
+    }
+
+    /// How to reach its monitor.
+    #[must_use]
+    pub fn monitor_address(&self) -> Option<Address> {
+        self.address(self.monitors.first())
+    }
+
+    /// How to reach its guest's agent. A libvirt domain may turn out to have none.
+    #[must_use]
+    pub fn agent_address(&self) -> Option<Address> {
+        self.address(self.agent.as_ref())
+    }
+
+    fn address(&self, socket: Option<&PathBuf>) -> Option<Address> {
+        let domain = self.libvirt_domain.clone().map(Address::Domain);
+        domain.or_else(|| socket.cloned().map(Address::Socket))
     }
 }
 
@@ -375,6 +393,11 @@ mod tests {
             disks: vec![disk],
         };
         assert_eq!(process, expected);
+        let address = Some(Address::Domain("plc".to_owned()));
+        assert_eq!(
+            (process.monitor_address(), process.agent_address()),
+            (address.clone(), address)
+        );
     }
 
     #[test]
@@ -433,6 +456,7 @@ mod tests {
         assert_eq!(process.libvirt_domain, None);
         let monitors = ["/run/mon,1.qmp", "/home/vm/plc.qmp", "/run/pretty.qmp"];
         assert_eq!(process.monitors, monitors.map(PathBuf::from));
+        assert_eq!(process.monitor_address(), Some(Address::Socket("/run/mon,1.qmp".into())));
         assert_eq!(process.agent.as_deref(), Some(Path::new("/run/plc.agent")));
         assert_eq!(process.iothreads, ["io0"]);
         assert_eq!(process.disks[0].file.as_deref(), Some(Path::new("/home/vm/root.img")));

@@ -11,8 +11,11 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 /// Whom a command was for.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Address {
     /// The other end of a Unix socket.
     Socket(PathBuf),
@@ -124,7 +127,7 @@ pub enum Fault {
 const EXCERPT: usize = 200;
 
 /// A peer's words, cut short.
-pub(super) fn excerpt(bytes: &[u8]) -> String {
+pub(crate) fn excerpt(bytes: &[u8]) -> String {
     // A character has at most 4 bytes.
     let text = String::from_utf8_lossy(&bytes[..bytes.len().min(4 * EXCERPT)]);
     text.trim().chars().take(EXCERPT).collect()

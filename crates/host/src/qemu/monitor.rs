@@ -12,13 +12,14 @@
 //! `ten_thousand_events_are_skipped`, `endless_events_keep_the_deadline`,
 //! `value_that_is_not_taken_is_an_error`.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 use std::time::Duration;
 
 use qapi::qmp::{
     block_latency_histogram_set, qmp_capabilities, qom_get, qom_set, query_block, query_blockstats,
-    query_cpus_fast, query_iothreads, query_status, query_version,
+    query_cpus_fast, query_iothreads, query_pci, query_status, query_version,
 };
 use qapi::{Command, Empty};
 use rtvirtio_units::{BytesPerSecond, Nanos};
@@ -58,6 +59,20 @@ pub struct Status {
     pub running: bool,
     /// QEMU's word for it, such as `running`, `paused` or `io-error`.
     pub status: String,
+}
+
+/// Where a device is on a guest's PCI bus.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+pub struct PciAddress {
+    /// The domain; QEMU's PCs have one, 0. An agent says -1 where it does not know.
+    #[serde(default)]
+    pub domain: i64,
+    /// The bus, as the guest's firmware numbered it.
+    pub bus: i64,
+    /// The device.
+    pub slot: i64,
+    /// The function.
+    pub function: i64,
 }
 
 /// An IOThread: a thread of QEMU that serves virtqueues.
@@ -196,6 +211,17 @@ impl Monitor {
         }
     }
 
+    /// The monitor at `address`, reached within `timeout`.
+    ///
+    /// # Errors
+    /// As [`Self::connect`].
+    pub fn at(address: &Address, timeout: Duration) -> Result<Self, QemuError> {
+        match address {
+            Address::Socket(path) => Self::connect(path, timeout),
+            Address::Domain(domain) => Ok(Self::libvirt(domain)),
+        }
+    }
+
     /// The monitor of a libvirt domain, by name or UUID. Nothing is asked yet.
     #[must_use]
     pub fn libvirt(domain: &str) -> Self {
@@ -294,6 +320,54 @@ impl Monitor {
     ) -> Result<Vec<MappedQueues>, QemuError> {
         let property = "iothread-vq-mapping".to_owned();
         self.ask(&qom_get { path: qom_path.to_owned(), property }, Deadline::after(timeout))
+    }
+
+    /// The PCI address of each device that has an id.
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub fn pci_devices(
+        &mut self,
+        timeout: Duration,
+    ) -> Result<BTreeMap<String, PciAddress>, QemuError> {
+        #[derive(Deserialize)]
+        struct Bus {
+            devices: Vec<Device>,
+        }
+        #[derive(Deserialize)]
+        struct Device {
+            qdev_id: String,
+            #[serde(flatten)]
+            address: PciAddress,
+            pci_bridge: Option<Bridge>,
+        }
+        #[derive(Deserialize)]
+        struct Bridge {
+            #[serde(default)]
+            devices: Vec<Device>,
+        }
+        let buses: Vec<Bus> = self.ask(&query_pci {}, Deadline::after(timeout))?;
+        let mut open: Vec<Device> = buses.into_iter().flat_map(|b| b.devices).collect();
+        let mut found = BTreeMap::new();
+        while let Some(device) = open.pop() {
+            open.extend(device.pci_bridge.into_iter().flat_map(|b| b.devices));
+            if !device.qdev_id.is_empty() {
+                found.insert(device.qdev_id, device.address);
+            }
+        }
+        Ok(found)
+    }
+
+    /// The serial number of the device with this id, if it has one.
+    ///
+    /// # Errors
+    /// As [`Self::execute`]; [`Fault::Refused`] if there is no such device, or
+    /// it is of a kind without serial numbers.
+    pub fn serial(&mut self, id: &str, timeout: Duration) -> Result<Option<String>, QemuError> {
+        let path = format!("/machine/peripheral/{id}");
+        let get = qom_get { path, property: "serial".to_owned() };
+        let serial: Option<String> = self.ask(&get, Deadline::after(timeout))?;
+        Ok(serial.filter(|s| !s.is_empty()))
     }
 
     /// Sets the longest that an IOThread polls, at once and while the guest runs.

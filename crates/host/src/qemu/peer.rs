@@ -32,18 +32,18 @@ const LONGEST: Duration = Duration::from_hours(24);
 
 /// When a request must be answered.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Deadline {
+pub(crate) struct Deadline {
     at: Instant,
     timeout: Duration,
 }
 
 impl Deadline {
-    pub(super) fn after(timeout: Duration) -> Self {
+    pub(crate) fn after(timeout: Duration) -> Self {
         Self { at: Instant::now() + timeout.min(LONGEST), timeout }
     }
 
     /// What is left, never nothing.
-    pub(super) fn left(self) -> Result<Duration, Fault> {
+    pub(crate) fn left(self) -> Result<Duration, Fault> {
         let left = self.at.saturating_duration_since(Instant::now());
         if left.is_zero() { Err(Fault::Late { timeout: self.timeout }) } else { Ok(left) }
     }

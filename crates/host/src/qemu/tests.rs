@@ -23,14 +23,18 @@ const ENOUGH: Duration = Duration::from_secs(20);
 pub(super) const SHORT: Duration = Duration::from_millis(200);
 
 /// What a peer has of its connection.
-struct Wire {
+pub(crate) struct Wire {
     reader: BufReader<UnixStream>,
     stream: UnixStream,
 }
 
 impl Wire {
+    pub(crate) fn over(stream: UnixStream) -> Self {
+        Self { reader: BufReader::new(stream.try_clone().unwrap()), stream }
+    }
+
     /// The next request, without a sentinel; `None` at the end.
-    fn hear(&mut self) -> Option<Value> {
+    pub(crate) fn hear(&mut self) -> Option<Value> {
         let mut line = Vec::new();
         self.reader.read_until(b'\n', &mut line).ok()?;
         let text = line.strip_prefix(b"\xff").unwrap_or(&line);
@@ -38,11 +42,11 @@ impl Wire {
     }
 
     /// Says `bytes`; a client that is gone does not matter.
-    fn say(&mut self, bytes: impl AsRef<[u8]>) {
+    pub(crate) fn say(&mut self, bytes: impl AsRef<[u8]>) {
         let _ = self.stream.write_all(bytes.as_ref());
     }
 
-    fn say_json(&mut self, value: &Value) {
+    pub(crate) fn say_json(&mut self, value: &Value) {
         self.say(format!("{value}\r\n"));
     }
 
@@ -65,8 +69,7 @@ fn peer(play: impl FnOnce(&mut Wire) + Send + 'static) -> Place {
     let listener = UnixListener::bind(&socket).unwrap();
     thread::spawn(move || {
         let (stream, _) = listener.accept().unwrap();
-        let reader = BufReader::new(stream.try_clone().unwrap());
-        play(&mut Wire { reader, stream });
+        play(&mut Wire::over(stream));
     });
     Place { _directory: directory, socket }
 }
@@ -106,6 +109,6 @@ fn late<T: fmt::Debug>(f: impl FnOnce(Duration) -> Result<T, QemuError>) {
 }
 
 /// A refusal as a QMP or agent message.
-fn refusal(class: &str, description: &str) -> Value {
+pub(crate) fn refusal(class: &str, description: &str) -> Value {
     json!({"error": {"class": class, "desc": description}})
 }

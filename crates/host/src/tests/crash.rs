@@ -1,9 +1,18 @@
-//! Death at every step.
+//! Death at every step, of applies to a host and a guest on it.
 
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::*;
+
+/// What is wanted of the host and of the guest on it.
+fn wanted() -> Knobs {
+    with_guest(super::wanted(), "bfq")
+}
+
+fn wanted_with(scheduler: Scheduler) -> Knobs {
+    with_guest(super::wanted_with(scheduler), "none")
+}
 
 /// `host`, dying at step `n` counted from 0.
 fn dying(host: &Host, n: usize) -> Host {
@@ -23,8 +32,8 @@ fn for_every_step(
     after: impl Fn(&Bed, &str, usize),
 ) -> usize {
     for step in 0.. {
-        let bed = Bed::new(v2, scheduler);
-        let before = bed.fake.snapshot();
+        let bed = Bed::with_guest(v2, scheduler);
+        let before = bed.snapshot();
         match work(&bed, &dying(&bed.host, step)) {
             Ok(()) => return step,
             Err(HostError::Interrupted { .. }) => after(&bed, &before, step),
@@ -44,7 +53,7 @@ fn rollback_after_crash_at_any_step_restores() {
     for (v2, scheduler) in STARTS {
         let steps = for_every_step(v2, scheduler, apply_on, |bed, before, step| {
             bed.host.rollback().unwrap();
-            assert_eq!(bed.fake.snapshot(), before, "v2={v2} {scheduler} step {step}");
+            assert_eq!(bed.snapshot(), before, "v2={v2} {scheduler} step {step}");
             assert_eq!(bed.host.rollback().unwrap(), RollbackOutcome::Nothing);
         });
         assert!(steps > 20, "{steps}");
@@ -57,7 +66,7 @@ fn next_apply_after_crash_at_any_step_succeeds() {
         for_every_step(v2, scheduler, apply_on, |bed, before, step| {
             // The plan of before: valid again once the rest is put back, unless
             // the first had come to its end.
-            let start = Bed::new(v2, scheduler).observe();
+            let start = Bed::with_guest(v2, scheduler).observe();
             let changes = diff(&start, &wanted());
             let options = ApplyOptions::default();
             match bed.host.apply(&bed.topology, &start, &changes, options) {
@@ -69,7 +78,7 @@ fn next_apply_after_crash_at_any_step_succeeds() {
             }
             assert_eq!(bed.drift(&wanted()), 0, "v2={v2} {scheduler} step {step}");
             bed.host.rollback().unwrap();
-            assert_eq!(bed.fake.snapshot(), before, "v2={v2} {scheduler} step {step}");
+            assert_eq!(bed.snapshot(), before, "v2={v2} {scheduler} step {step}");
         });
     }
 }
@@ -78,7 +87,7 @@ fn next_apply_after_crash_at_any_step_succeeds() {
 fn verify_after_crash_at_any_step_restores_or_finds_all_applied() {
     for_every_step(false, "bfq", apply_on, |bed, before, step| {
         let drift = bed.drift(&wanted());
-        assert!(drift == 0 || bed.fake.snapshot() == before, "step {step}");
+        assert!(drift == 0 || bed.snapshot() == before, "step {step}");
     });
 }
 
@@ -98,7 +107,7 @@ fn crash_of_a_second_apply_at_any_step_returns_to_the_first() {
             let second = bed.drift(&wanted_with(Scheduler::None)) == 0;
             assert!(first || second, "v2={v2} {scheduler} step {step}");
             bed.host.rollback().unwrap();
-            assert_eq!(bed.fake.snapshot(), before, "v2={v2} {scheduler} step {step}");
+            assert_eq!(bed.snapshot(), before, "v2={v2} {scheduler} step {step}");
         });
     }
 }
@@ -124,7 +133,7 @@ fn rollback_itself_crashing_at_any_step_restores() {
                     bed.host.rollback().unwrap();
                 }
             }
-            assert_eq!(bed.fake.snapshot(), before, "v2={v2} {scheduler} step {step}");
+            assert_eq!(bed.snapshot(), before, "v2={v2} {scheduler} step {step}");
         });
     }
 }
@@ -137,7 +146,7 @@ fn revert_of_an_unconfirmed_apply_crashing_at_any_step_is_finished() {
     };
     for_every_step(false, "bfq", work, |bed, before, step| {
         assert!(bed.drift(&wanted()) > 0);
-        assert_eq!(bed.fake.snapshot(), before, "step {step}");
+        assert_eq!(bed.snapshot(), before, "step {step}");
         assert_eq!(bed.host.journal_status().unwrap(), JournalStatus::Clean);
     });
 }

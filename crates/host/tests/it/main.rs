@@ -118,6 +118,7 @@ fn topology(node: &Path, run: &str) -> Topology {
         vms: vms.map(|name| (vm(name), Path::new("rtvirtio").join(run).join(name))).into(),
         uses: vms.map(|name| (vm(name), BTreeSet::from([device()]))).into(),
         identities: BTreeMap::new(),
+        guests: BTreeMap::new(),
     }
 }
 

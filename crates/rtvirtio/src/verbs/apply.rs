@@ -154,7 +154,7 @@ pub(crate) fn confirm(args: &ConfirmArgs) -> Result<Outcome> {
 pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
     let plan = input::plan(&args.plan)?;
     let host = input::host();
-    let drift = host.verify(&Topology::of_plan(&plan), &plan.settings.knobs())?;
+    let drift = host.verify(&Topology::of_plan(&plan), &plan.knobs())?;
     let writers = host.other_writers();
     if args.json {
         input::print_json(&json!({ "drift": drift, "other_writers": writers }))?;
@@ -183,7 +183,7 @@ pub(crate) fn rollback(args: &RollbackArgs) -> Result<Outcome> {
             RollbackOutcome::RolledBack(restoration) => {
                 println!("{what}: {} values restored", restoration.restored.len());
                 for skipped in &restoration.skipped {
-                    println!("{what}: gone since, nothing to restore: {skipped:?}");
+                    println!("{what}: gone since, nothing to restore: {skipped}");
                 }
             }
         }

@@ -10,7 +10,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use rtvirtio_host::Topology;
 use rtvirtio_planner::FoundDevice;
 use rtvirtio_spec::plan::Plan;
-use rtvirtio_spec::specification::Specification;
+use rtvirtio_spec::specification::{Backend, Specification, Vm};
 use rtvirtio_units::CpuId;
 use rustix::thread::{CpuSet, sched_getaffinity};
 
@@ -61,8 +61,21 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     })
 }
 
-/// The plan for this host as it is now.
-pub(crate) fn plan(specification: &Specification) -> Result<Plan> {
+/// The plan for this host and the VMs on it as they are now.
+fn plan(specification: &Specification) -> Result<Plan> {
+    let mut plan = plan_host(specification)?;
+    let of_vm = |vm: &Vm| {
+        let disks = vm.disks.iter().filter(|_| vm.guest_agent).map(|d| d.name.clone());
+        (vm.name.clone(), disks.collect())
+    };
+    let kernel_path = specification.vms.iter().filter(|vm| vm.backend == Backend::Kernel);
+    let found = input::host().find_guests(&kernel_path.map(of_vm).collect())?;
+    rtvirtio_planner::guests::add(&mut plan, specification, &found);
+    Ok(plan)
+}
+
+/// The plan for this host alone as it is now: no VM is asked.
+pub(crate) fn plan_host(specification: &Specification) -> Result<Plan> {
     let host = input::host();
     let mut profiles = BTreeMap::new();
     for device in &specification.devices {

@@ -44,7 +44,8 @@ const LEAST_BEYOND: u64 = 10;
 #[derive(clap::Args)]
 #[command(after_help = "A disk's NAME in the specification is the device with the id NAME or \
     ua-NAME in QEMU; in libvirt <alias name='ua-NAME'/> in its <disk> gives it that id.\n\
-    Ctrl-C ends it; settings that --control applied stay until `rtvirtio rollback`.")]
+    --control sets the host's knobs alone, no guest's and no IOThread's.\n\
+    Ctrl-C ends it; settings that it applied stay until `rtvirtio rollback`.")]
 pub(crate) struct Args {
     /// The specification (TOML)
     specification: PathBuf,
@@ -364,7 +365,8 @@ fn act(
         return change;
     }
     let mut apply = || -> Result<()> {
-        let plan = super::plan::plan(&wanted)?;
+        // The host alone: the monitors serve this one client, which holds them.
+        let plan = super::plan::plan_host(&wanted)?;
         change.unmet = plan.tasks.iter().filter(|t| t.unmet.is_some()).count();
         change.caps = plan.background.iter().map(|b| (b.vm.clone(), b.cap)).collect();
         let (topology, options) = (Topology::of_plan(&plan), ApplyOptions::default());

@@ -123,6 +123,8 @@ pub enum Wanted {
     Text,
     /// A size such as `"4k"`.
     Size,
+    /// A boolean.
+    Flag,
 }
 
 impl fmt::Display for Wanted {
@@ -132,6 +134,7 @@ impl fmt::Display for Wanted {
             Self::WholeNumber => "a whole number",
             Self::Text => "a text in quotes",
             Self::Size => "a size",
+            Self::Flag => "true or false",
         })
     }
 }
@@ -489,6 +492,7 @@ fn example(key: &str) -> &'static str {
         "backend" => "backend = \"kernel\"",
         "cgroup" => "cgroup = \"machine.slice/plc.scope\"",
         "vcpus" => "vcpus = 4",
+        "guest_agent" => "guest_agent = true",
         "queues" => "queues = 4",
         "device" => "device = \"data\" for a table [device.data]",
         "disk" => "disk = \"root\"",
@@ -523,7 +527,9 @@ fn unknown_key_hint(key: &str, expected: &[String]) -> String {
     let home = match key {
         "version" => Some("the top of the file, before the first table"),
         "path" | "profile" => Some("[device.NAME]"),
-        "backend" | "cgroup" | "vcpus" => Some("[[vm]], before its first [[vm.disk]]"),
+        "backend" | "cgroup" | "vcpus" | "guest_agent" => {
+            Some("[[vm]], before its first [[vm.disk]]")
+        }
         "queues" => Some("[[vm.disk]]"),
         "iops" | "block_size" | "read_percent" | "queue_depth" | "recognise" | "target" => {
             Some("[[vm.task]]")

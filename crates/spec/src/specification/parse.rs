@@ -138,6 +138,15 @@ impl<'a> Scope<'a> {
         }
     }
 
+    /// `true` or `false`; nothing is `false`.
+    fn flag(&self, key: &'static str, value: Option<&Value>) -> Result<bool, SpecificationError> {
+        match value.map(|value| (value, value.get_ref())) {
+            None => Ok(false),
+            Some((_, Scalar::Boolean(flag))) => Ok(*flag),
+            Some((value, _)) => Err(self.wrong_type(key, Wanted::Flag, value)),
+        }
+    }
+
     fn number(&self, key: &'static str, value: &Value) -> Result<f64, SpecificationError> {
         match *value.get_ref() {
             Scalar::Integer(number) => Ok(number as f64),
@@ -387,6 +396,7 @@ fn vm(
     let backend = backend(&scope, raw.backend.as_ref())?;
     let cgroup = cgroup(&scope, &name, raw.cgroup.as_ref())?;
     let vcpus = scope.whole("vcpus", raw.vcpus.as_ref(), 1..=MAX_VCPUS)?;
+    let guest_agent = scope.flag("guest_agent", raw.guest_agent.as_ref())?;
     if raw.disk.is_empty() {
         return Err(scope.fail(Problem::NoDisk));
     }
@@ -420,7 +430,7 @@ fn vm(
         let named = subject(Label::Name(name.as_str().to_owned()));
         tasks.push(task(&scope.of(named, entry.span()), entry.get_ref(), name, &disks)?);
     }
-    Ok((Vm { name, backend, cgroup, vcpus, disks, tasks }, name_span))
+    Ok((Vm { name, backend, cgroup, vcpus, guest_agent, disks, tasks }, name_span))
 }
 
 fn backend(scope: &Scope<'_>, value: Option<&Value>) -> Result<Backend, SpecificationError> {

@@ -42,6 +42,7 @@ pub(super) struct RawVm {
     pub(super) backend: Option<Value>,
     pub(super) cgroup: Option<Value>,
     pub(super) vcpus: Option<Value>,
+    pub(super) guest_agent: Option<Value>,
     #[serde(default)]
     pub(super) disk: Vec<Spanned<RawDisk>>,
     #[serde(default)]

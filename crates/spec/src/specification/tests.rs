@@ -34,6 +34,7 @@ target = { percentile = 99.9, latency_ms = 20.5, confidence = 0.9 }
 [[vm]]
 name = "backup"
 vcpus = 4
+guest_agent = true
 [[vm.disk]]
 name = "root"
 device = "data"
@@ -84,6 +85,8 @@ fn parse_full_file_gives_every_field() {
         backend: Backend::Kernel,
         cgroup: PathBuf::from(cgroup),
         vcpus,
+        // Who says the one in these files says the other.
+        guest_agent: vcpus.is_some(),
         disks: vec![Disk {
             name: DiskName::new("root").unwrap(),
             device: DeviceName::new("data").unwrap(),
@@ -232,7 +235,7 @@ fn unknown_key_of_another_table_is_sent_home() {
     assert_eq!(
         error.hint(),
         "`latency_ms` belongs in the task's target = { percentile = 99.99, latency_ms = 20 }; \
-         the keys of this table are name, backend, cgroup, vcpus, disk, task"
+         the keys of this table are name, backend, cgroup, vcpus, guest_agent, disk, task"
     );
 }
 
@@ -333,6 +336,19 @@ fn number_at_its_limits_is_accepted() {
     };
     assert_eq!(latency("0.000001"), 1);
     assert_eq!(latency("3600000"), 3_600_000_000_000);
+}
+
+#[test]
+fn guest_agent_that_is_no_flag_or_misplaced_is_refused() {
+    for value in ["1", "\"true\"", "[true]"] {
+        let error = refused(&small(&format!("guest_agent = {value}"), ""));
+        let found = &*error.problem;
+        assert!(matches!(found, Problem::WrongType { key: "guest_agent", .. }), "{found}");
+        assert_eq!((error.line, error.hint().as_str()), (7, "write guest_agent = true"));
+    }
+    let error = refused(&small("", "guest_agent = true"));
+    assert!(error.hint().contains("belongs in [[vm]]"), "{}", error.hint());
+    assert!(!parse("s.toml", &small("guest_agent = false", "")).unwrap().vms[0].guest_agent);
 }
 
 #[test]
@@ -720,13 +736,14 @@ fn vm(devices: Vec<DeviceName>) -> impl Strategy<Value = Vm> {
             name(),
             proptest::option::of("[^/\\p{Cc}]{0,40}"),
             proptest::option::of(1..=MAX_VCPUS),
+            any::<bool>(),
             proptest::collection::vec(
                 (name(), 0..devices.len(), proptest::option::of(1..=MAX_QUEUES)),
                 disks,
             ),
             proptest::collection::vec(task(disks), 0..4),
         )
-            .prop_map(move |(vm, cgroup, vcpus, disks, tasks)| {
+            .prop_map(move |(vm, cgroup, vcpus, guest_agent, disks, tasks)| {
                 // A number makes names unique within a VM; `specification` does so for VMs.
                 let disks: Vec<Disk> = disks
                     .into_iter()
@@ -750,7 +767,7 @@ fn vm(devices: Vec<DeviceName>) -> impl Strategy<Value = Vm> {
                     .collect();
                 let cgroup = cgroup.map(PathBuf::from).unwrap_or_default();
                 let name = VmName::new(vm).unwrap();
-                Vm { name, backend: Backend::Kernel, cgroup, vcpus, disks, tasks }
+                Vm { name, backend: Backend::Kernel, cgroup, vcpus, guest_agent, disks, tasks }
             })
     })
 }

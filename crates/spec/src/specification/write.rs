@@ -30,6 +30,9 @@ pub fn to_toml(specification: &Specification) -> String {
         if let Some(vcpus) = vm.vcpus {
             pair(&mut out, "vcpus", &vcpus.to_string());
         }
+        if vm.guest_agent {
+            pair(&mut out, "guest_agent", "true");
+        }
         for disk in &vm.disks {
             line(&mut out, "[[vm.disk]]");
             pair(&mut out, "name", &quoted(disk.name.as_str()));

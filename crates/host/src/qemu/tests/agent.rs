@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, mpsc};
 
 use super::*;
-use crate::qemu::{Agent, ExecStatus, GuestDisk};
+use crate::qemu::{Agent, ExecStatus, GuestDisk, PciAddress};
 
 /// A command's answer; `None`: the agent says nothing.
 type Answer = Option<Value>;
@@ -119,6 +119,7 @@ fn file_is_closed_by_an_agent_that_wakes_up_late() {
             wait.recv().unwrap();
             ok(json!({"count": 1, "eof": false}))
         }
+        "guest-get-time" => ok(json!(5)),
         _ => ok(json!({})),
     });
     let mut agent = connect(&place);
@@ -127,7 +128,7 @@ fn file_is_closed_by_an_agent_that_wakes_up_late() {
     proceed.send(()).unwrap();
     assert_eq!(wait_for(&log, 3).last().unwrap(), "guest-file-close");
     // Neither late answer is taken for this one's.
-    agent.set_time(1, ENOUGH).unwrap();
+    assert_eq!(agent.time(ENOUGH).unwrap(), 5);
 }
 
 /// An agent whose every file holds `text`.
@@ -262,7 +263,8 @@ fn disabled_command_has_a_fault_of_its_own() {
 
 #[test]
 fn clock_and_disks_are_asked_for() {
-    let (place, log) = serve(|command, _| match command {
+    let (place, _log) = serve(|command, _| match command {
+        "guest-get-time" => ok(json!(1_700_000_000_000_000_000_i64)),
         "guest-get-disks" => ok(json!([
             {"name": "/dev/vda1", "partition": true, "dependencies": ["/dev/vda"]},
             {"name": "/dev/vda", "partition": false, "address": {
@@ -272,14 +274,16 @@ fn clock_and_disks_are_asked_for() {
         _ => ok(json!({})),
     });
     let mut agent = connect(&place);
-    agent.set_time(1_700_000_000_000_000_000, ENOUGH).unwrap();
-    assert_eq!(log.lock().unwrap()[0].1, json!({"time": 1_700_000_000_000_000_000_i64}));
-    let disk = |node: &str, is_partition, serial: Option<&str>| GuestDisk {
+    assert_eq!(agent.time(ENOUGH).unwrap(), 1_700_000_000_000_000_000);
+    let disk = |node: &str, is_partition, serial: Option<&str>, pci| GuestDisk {
         node: node.to_owned(),
         is_partition,
         serial: serial.map(str::to_owned),
+        pci,
     };
-    let expected = [disk("/dev/vda1", true, None), disk("/dev/vda", false, Some("root"))];
+    let pci = PciAddress { domain: -1, bus: 0, slot: 4, function: 0 };
+    let expected =
+        [disk("/dev/vda1", true, None, None), disk("/dev/vda", false, Some("root"), Some(pci))];
     assert_eq!(agent.disks(ENOUGH).unwrap(), expected);
 }
 

@@ -7,7 +7,7 @@ use qapi::qmp::{query_name, query_status, stop};
 use rtvirtio_units::{BytesPerSecond, Nanos};
 
 use super::*;
-use crate::qemu::{Address, Block, Histogram, IoThread, Monitor, Status, Throttle};
+use crate::qemu::{Address, Block, Histogram, IoThread, Monitor, PciAddress, Status, Throttle};
 
 const DISK: &str = "/machine/peripheral/d0/virtio-backend";
 
@@ -163,6 +163,36 @@ fn what_is_set_is_read_back() {
     assert!(matches!(error.fault, Fault::Refused { ref class, .. } if class == "DeviceNotFound"));
     assert_eq!(error.command, "block_set_io_throttle");
     assert_eq!(error.peer, Address::Socket(place.socket.clone()));
+}
+
+#[test]
+fn disks_are_told_apart_by_serial_or_pci_address() {
+    // As QEMU 10.0.2 says it, with a disk behind a bridge.
+    let device = |id: &str, slot: u64| {
+        json!({"bus": 0, "slot": slot, "function": 0, "qdev_id": id, "irq": 11,
+               "class_info": {"class": 256}, "id": {"device": 4097, "vendor": 6900}, "regions": []})
+    };
+    let mut bridge = device("", 3);
+    let mut behind = device("log", 5);
+    behind["bus"] = json!(1);
+    bridge["pci_bridge"] = json!({"bus": {"number": 0, "secondary": 1}, "devices": [behind]});
+    let mut empty = device("pcie.1", 4);
+    empty["pci_bridge"] = json!({"bus": {"number": 0, "secondary": 2}});
+    let buses = json!([{"bus": 0, "devices": [device("root", 2), bridge, empty]}]);
+    let place = serve(move |command, arguments| match (command, &arguments["path"]) {
+        ("query-pci", _) => json!({"return": buses}),
+        ("qom-get", path) if path == "/machine/peripheral/root" => json!({"return": "R1"}),
+        ("qom-get", path) if path == "/machine/peripheral/log" => json!({"return": ""}),
+        _ => refusal("DeviceNotFound", "Device 'x' not found"),
+    });
+    let mut monitor = connect(&place);
+    let found = monitor.pci_devices(ENOUGH).unwrap();
+    let at = |bus, slot| PciAddress { domain: 0, bus, slot, function: 0 };
+    assert_eq!((found["root"], found["log"], found.len()), (at(0, 2), at(1, 5), 3));
+    assert_eq!(monitor.serial("root", ENOUGH).unwrap().as_deref(), Some("R1"));
+    assert_eq!(monitor.serial("log", ENOUGH).unwrap(), None);
+    let fault = monitor.serial("x", ENOUGH).unwrap_err().fault;
+    assert!(matches!(fault, Fault::Refused { .. }), "{fault}");
 }
 
 #[test]

@@ -134,6 +134,7 @@ mod tests {
             disks: vec![history.row(&vm, &disk, now)],
             host_records_lost: 7,
             present: BTreeSet::from([vm]),
+            change: None,
             events: Vec::new(),
         };
         let text = exposition(&look);

@@ -1,0 +1,233 @@
+//! The knobs that are a VM's own: the schedulers within its guest, set through its agent, and the
+//! polling of its QEMU's IOThreads, set through its monitor.
+//!
+//! A VM is the QEMU process whose guest has the VM's name; a disk is QEMU's
+//! device of that id. Which node a disk is within the guest is found anew each
+//! time (module `connection`).
+//!
+//! Neither a guest nor its QEMU is trusted to answer, or to say what is so: each
+//! request has [`ANSWER`], all that is asked of one VM before it is written to
+//! has [`LOOK`], and all VMs are asked at the same time. A VM that is not reached
+//! is left alone by a plan, and fails an apply before anything is written.
+//!
+//! A *place* names a file of a guest or a property of its QEMU beside the host's
+//! files: `plc:/sys/block/vda/queue/scheduler`, `plc:/objects/io0/poll-max-ns`.
+//!
+//! Properties, tested with `apply`: `guest_that_hangs_fails_the_apply_before_any_write`,
+//! `guests_that_hang_are_waited_for_at_the_same_time`,
+//! `guest_that_hangs_in_mid_apply_undoes_the_host_and_is_named`,
+//! `guest_gone_before_the_apply_writes_nothing`, `guest_gone_before_the_rollback_is_skipped`,
+//! `guest_rebooted_before_the_rollback_is_skipped`,
+//! `guest_that_hangs_at_rollback_does_not_keep_the_host_from_it`,
+//! `monitor_that_lies_half_applies_nothing`.
+
+mod connection;
+mod error;
+mod restore;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
+
+use rtvirtio_spec::guests::{FoundGuest, Guests};
+use rtvirtio_spec::settings::{Change, Knob, Knobs};
+use rtvirtio_units::{DiskName, IoThreadName, VmName};
+
+use crate::journal::GuestRecord;
+use crate::knobs::Schedulers;
+use crate::qemu::QemuProcess;
+use crate::sysfs::Sysfs;
+use crate::{Host, HostError, Step};
+
+use connection::Connection;
+pub use error::GuestFault;
+
+/// How long a monitor or an agent may take for one answer.
+const ANSWER: Duration = Duration::from_secs(2);
+/// How long one VM may take for all that is asked of it at once.
+const LOOK: Duration = Duration::from_secs(6);
+
+/// Which of a VM's own knobs a plan is about.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct GuestTopology {
+    /// Disks whose schedulers within the guest are set.
+    pub disks: BTreeSet<DiskName>,
+    /// IOThreads of its QEMU.
+    pub iothreads: BTreeSet<IoThreadName>,
+}
+
+impl GuestTopology {
+    /// What `guests` is about.
+    pub(crate) fn of(guests: &Guests) -> BTreeMap<VmName, Self> {
+        let of_vm = |(vm, settings): (&VmName, &rtvirtio_spec::guests::GuestSettings)| {
+            let disks = settings.disks.keys().cloned().collect();
+            let iothreads = settings.poll_max.keys().cloned().collect();
+            (vm.clone(), Self { disks, iothreads })
+        };
+        guests.0.iter().map(of_vm).collect()
+    }
+}
+
+/// Does `work` for each of `items` at the same time.
+fn at_once<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    if let [only] = items {
+        return vec![work(only)];
+    }
+    thread::scope(|scope| {
+        let running: Vec<_> = items.iter().map(|item| scope.spawn(|| work(item))).collect();
+        let joined = running.into_iter().map(|thread| match thread.join() {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic),
+        });
+        joined.collect()
+    })
+}
+
+/// The QEMU process of a VM.
+fn process_of<'a>(
+    processes: &'a [QemuProcess],
+    vm: &VmName,
+) -> Result<&'a QemuProcess, GuestFault> {
+    let mut named = processes.iter().filter(|p| p.name.as_deref() == Some(vm.as_str()));
+    let first = named.next().ok_or(GuestFault::NotRunning)?;
+    match named.next() {
+        None => Ok(first),
+        Some(second) => Err(GuestFault::SameName { pids: [first.pid, second.pid] }),
+    }
+}
+
+/// The VMs that an apply is about, connected: nobody else gets an answer from them meanwhile.
+pub(crate) struct Connected(BTreeMap<VmName, Connection>);
+
+impl Connected {
+    /// Connects to all, and sees that each has all that `topology` names.
+    pub(crate) fn open(
+        sysfs: &dyn Sysfs,
+        topology: &BTreeMap<VmName, GuestTopology>,
+    ) -> Result<Self, HostError> {
+        if topology.is_empty() {
+            return Ok(Self(BTreeMap::new()));
+        }
+        let processes = crate::qemu::discover::processes(sysfs)?;
+        let vms: Vec<_> = topology.iter().collect();
+        let opened = at_once(&vms, |(vm, topology)| {
+            let open = || {
+                let process = process_of(&processes, vm)?;
+                let mut connection = Connection::open(sysfs, vm, process)?;
+                connection.look_at(topology)?;
+                Ok(connection)
+            };
+            open().map_err(|fault| of_vm(vm, fault))
+        });
+        let opened: Result<Vec<_>, _> = opened.into_iter().collect();
+        Ok(Self(vms.into_iter().map(|(vm, _)| vm.clone()).zip(opened?).collect()))
+    }
+
+    /// What all of them showed.
+    pub(crate) fn knobs(&self) -> Knobs {
+        self.0.iter().flat_map(|(vm, connection)| connection.found.knobs(vm)).collect()
+    }
+
+    /// The schedulers that the knob's disk has; `None` if the knob is of no disk.
+    pub(crate) fn schedulers(&self, knob: &Knob) -> Result<Option<Schedulers>, HostError> {
+        let unknown = || HostError::UnknownKnob { knob: Box::new(knob.clone()) };
+        let found = &knob.vm().and_then(|vm| self.0.get(vm)).ok_or_else(unknown)?.found;
+        match knob {
+            Knob::GuestScheduler { disk, .. } | Knob::GuestBfq { disk, .. } => {
+                let queue = found.disks.get(disk).ok_or_else(unknown)?;
+                let (offered, selected) = (queue.offered.clone(), queue.selected.clone());
+                Ok(Some(Schedulers { offered, selected }))
+            }
+            Knob::PollMax { iothread, .. } if found.iothreads.contains_key(iothread) => Ok(None),
+            _ => Err(unknown()),
+        }
+    }
+
+    /// Saves what `changes` would overwrite.
+    pub(crate) fn save(&mut self, changes: &[Change]) -> Result<Vec<GuestRecord>, HostError> {
+        let mut records: BTreeMap<VmName, GuestRecord> = BTreeMap::new();
+        for knob in changes.iter().map(|c| &c.knob).filter(|k| k.device().is_none()) {
+            let (vm, connection) = self.of(knob)?;
+            let record = records.entry(vm.clone()).or_insert_with(|| connection.record());
+            connection.save(knob, record).map_err(|fault| of_vm(&vm, fault))?;
+        }
+        Ok(records.into_values().collect())
+    }
+
+    /// Writes a guest's or a QEMU's knob and reads it back.
+    pub(crate) fn write(&mut self, host: &Host, knob: &Knob, text: &str) -> Result<(), HostError> {
+        let (_, connection) = self.of(knob)?;
+        let place = connection.place(knob)?;
+        let knob = || Box::new(knob.clone());
+        let step = |done: bool| {
+            let (file, text) = (place.clone(), text.to_owned());
+            host.step(|| match done {
+                false => Step::BeforeWrite { file, text },
+                true => Step::AfterWrite { file, text },
+            })
+        };
+        step(false)?;
+        let written = connection.write(&knob(), text);
+        step(true)?;
+        let refused = |fault| HostError::GuestWriteFailed {
+            knob: knob(),
+            file: place.clone(),
+            wanted: text.to_owned(),
+            fault: Box::new(fault),
+        };
+        written.map_err(refused)?;
+        let found = connection.read(&knob()).map_err(refused)?;
+        if found == text {
+            return Ok(());
+        }
+        let wanted = text.to_owned();
+        Err(HostError::ReadBackDiffers { knob: knob(), file: place, wanted, found })
+    }
+
+    fn of(&mut self, knob: &Knob) -> Result<(VmName, &mut Connection), HostError> {
+        let unknown = || HostError::UnknownKnob { knob: Box::new(knob.clone()) };
+        let vm = knob.vm().ok_or_else(unknown)?;
+        Ok((vm.clone(), self.0.get_mut(vm).ok_or_else(unknown)?))
+    }
+}
+
+fn of_vm(vm: &VmName, fault: GuestFault) -> HostError {
+    HostError::Guest { vm: vm.clone(), fault: Box::new(fault) }
+}
+
+/// A file of a guest, or a property of its QEMU, beside the host's files.
+fn place(vm: &VmName, path: &str) -> PathBuf {
+    Path::new(&format!("{vm}:{path}")).to_owned()
+}
+
+impl Host {
+    /// What those of `vms` that run show of their own knobs, the schedulers of the disks given with
+    /// each among them. A VM that does not run has no entry unless disks are given. What is not
+    /// seen within seconds is said.
+    ///
+    /// # Errors
+    /// If `/proc` cannot be listed.
+    pub fn find_guests(
+        &self,
+        vms: &BTreeMap<VmName, BTreeSet<DiskName>>,
+    ) -> Result<BTreeMap<VmName, FoundGuest>, HostError> {
+        let processes = self.qemu_processes()?;
+        let vms: Vec<_> = vms.iter().collect();
+        let found = at_once(&vms, |(vm, disks)| {
+            let alone = |fault: &GuestFault| FoundGuest {
+                unseen: vec![format!("planned for on the host alone: {fault}")],
+                ..FoundGuest::default()
+            };
+            let process = match process_of(&processes, vm) {
+                Ok(process) => process,
+                Err(GuestFault::NotRunning) if disks.is_empty() => return None,
+                Err(fault) => return Some(alone(&fault)),
+            };
+            let opened = Connection::open(&*self.sysfs, vm, process);
+            Some(opened.map_or_else(|fault| alone(&fault), |c| c.look_around(disks)))
+        });
+        let found = vms.into_iter().map(|(vm, _)| vm.clone()).zip(found);
+        Ok(found.filter_map(|(vm, found)| Some((vm, found?))).collect())
+    }
+}
