@@ -234,6 +234,7 @@ fn plan(with_late: bool) -> Plan {
         changes: diff(&observed, &settings.knobs()),
         settings,
         observed,
+        guests: rtvirtio_spec::guests::Guests::default(),
         tasks: Vec::new(),
         background: Vec::new(),
         cost: Vec::new(),
