@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use rtvirtio_host::Host;
 use rtvirtio_host::qemu::{Agent, ExecStatus, Monitor, QemuProcess};
+use rtvirtio_host::{Host, Topology};
 use rtvirtio_spec::plan::{DiskIoThreads, IoThread, Plan, VmIoThreads, qemu};
 use rtvirtio_spec::specification;
 use rtvirtio_units::{CpuId, DiskName, IoThreadId, VmName};
@@ -129,9 +129,13 @@ fn within(device: &Path) {
     let plan = t.plan("first.plan");
     let its = |c: &&rtvirtio_spec::settings::Change| c.knob.to_string().contains(BACKGROUND);
     assert!(plan.changes.iter().any(|c| its(&c)), "{:?}", plan.changes);
+    let knobs = || Host::new("/").observe(&Topology::of_plan(&plan)).unwrap();
+    let before = knobs();
     t.run(0, &["apply", "first.plan"]);
+    assert!(plan.changes.iter().all(|c| knobs().get(&c.knob) == Some(&c.new)), "{:?}", knobs());
     t.run(0, &["verify", "first.plan"]);
     t.run(0, &["rollback"]);
+    assert_eq!(knobs(), before);
     t.run(2, &["verify", "first.plan"]);
     let printed = t.run(2, &["plan", "spec.toml", "--qemu"]);
 
