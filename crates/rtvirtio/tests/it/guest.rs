@@ -1,7 +1,7 @@
 //! A real guest: its disk planned, applied, verified and rolled back while it runs.
 
 use std::io::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -16,9 +16,13 @@ use rtvirtio_units::Nanos;
 use crate::scratch_disk::{Disk, can_run, left_behind, rtvirtio, said};
 
 /// Where `make test` has the guests' image made: beside what cargo builds.
-fn image(test: &str) -> Option<GuestImage> {
-    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap();
-    let found = GuestImage::find(&target.join("guest"));
+pub(crate) fn image_directory() -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap().join("guest")
+}
+
+/// The image; without it, or without QEMU, `test` is skipped by name.
+pub(crate) fn image(test: &str) -> Option<GuestImage> {
+    let found = GuestImage::find(&image_directory());
     let qemu = Command::new("qemu-system-x86_64").arg("--version").output();
     let why = match (&found, qemu) {
         (Err(error), _) => error.to_string(),

@@ -2,6 +2,7 @@
 
 mod cli;
 mod guest;
+mod guest_knobs;
 mod lifecycle;
 mod readme;
 mod rooms;
