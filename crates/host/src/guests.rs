@@ -6,9 +6,9 @@
 //! time (module `connection`).
 //!
 //! Neither a guest nor its QEMU is trusted to answer, or to say what is so: each
-//! request has [`ANSWER`], all that is asked of one VM before it is written to
-//! has [`LOOK`], and all VMs are asked at the same time. A VM that is not reached
-//! is left alone by a plan, and fails an apply before anything is written.
+//! request has [`ANSWER`], all that is asked of a VM about one disk has [`LOOK`],
+//! and all VMs are asked at the same time. A VM that is not reached is left alone
+//! by a plan, and fails an apply before anything is written.
 //!
 //! A *place* names a file of a guest or a property of its QEMU beside the host's
 //! files: `plc:/sys/block/vda/queue/scheduler`, `plc:/objects/io0/poll-max-ns`.
@@ -23,6 +23,7 @@
 
 mod connection;
 mod error;
+mod files;
 mod restore;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -45,7 +46,8 @@ pub use error::GuestFault;
 
 /// How long a monitor or an agent may take for one answer.
 const ANSWER: Duration = Duration::from_secs(2);
-/// How long one VM may take for all that is asked of it at once.
+/// How long one VM may take for all that is asked of it about one disk: with libvirt each question is
+/// a process.
 const LOOK: Duration = Duration::from_secs(6);
 
 /// Which of a VM's own knobs a plan is about.
@@ -203,8 +205,8 @@ fn place(vm: &VmName, path: &str) -> PathBuf {
 
 impl Host {
     /// What those of `vms` that run show of their own knobs, the schedulers of the disks given with
-    /// each among them. A VM that does not run has no entry unless disks are given. What is not
-    /// seen within seconds is said.
+    /// each among them. A VM of which nothing could be set has no entry. What is not seen within
+    /// seconds is said.
     ///
     /// # Errors
     /// If `/proc` cannot be listed.
@@ -225,7 +227,12 @@ impl Host {
                 Err(fault) => return Some(alone(&fault)),
             };
             let opened = Connection::open(&*self.sysfs, vm, process);
-            Some(opened.map_or_else(|fault| alone(&fault), |c| c.look_around(disks)))
+            match opened {
+                Ok(connection) => Some(connection.look_around(disks)),
+                // There is nothing that it keeps from being set.
+                Err(_) if disks.is_empty() && process.iothreads.is_empty() => None,
+                Err(fault) => Some(alone(&fault)),
+            }
         });
         let found = vms.into_iter().map(|(vm, _)| vm.clone()).zip(found);
         Ok(found.filter_map(|(vm, found)| Some((vm, found?))).collect())

@@ -8,60 +8,23 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use rtvirtio_spec::guests::{FoundGuest, FoundQueue, GUEST_PARAMETERS};
+use rtvirtio_spec::guests::FoundGuest;
 use rtvirtio_spec::settings::Knob;
 use rtvirtio_units::{DiskName, IoThreadName, Nanos, VmName};
 
+use super::files::{GuestFiles, left, queue_file};
 use super::{ANSWER, GuestFault, GuestTopology, LOOK, place};
 use crate::HostError;
-use crate::journal::{GuestDiskRecord, GuestRecord, QueueRecord};
-use crate::knobs::Schedulers;
+use crate::journal::GuestRecord;
 use crate::qemu::error::excerpt;
-use crate::qemu::{Address, Agent, Deadline, Fault, GuestDisk, Monitor, QemuError, QemuProcess};
+use crate::qemu::{Address, Deadline, Fault, GuestDisk, Monitor, PciAddress, QemuProcess};
 use crate::sysfs::Sysfs;
 
-/// The most bytes of a knob's file: a list of schedulers.
-const LARGEST_FILE: usize = 4096;
-/// Linux's `DISK_NAME_LEN`, with its terminator.
+/// Linux's `DISK_NAME_LEN`, without its terminator.
 const LONGEST_NODE: usize = 31;
 /// virtio-blk cuts a serial number here (`VIRTIO_BLK_ID_BYTES`).
 const LONGEST_SERIAL: usize = 20;
-const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
-
-/// What a change of scheduler resets beside `iosched/`, and all that the kernel's schedulers have
-/// there (block/{mq-deadline,kyber-iosched,bfq-iosched}.c): an agent does not list directories.
-const QUEUE_FILES: [&str; 2] = ["nr_requests", "wbt_lat_usec"];
-const SCHEDULER_FILES: [(&str, &[&str]); 3] = [
-    (
-        "mq-deadline",
-        &[
-            "async_depth",
-            "fifo_batch",
-            "front_merges",
-            "prio_aging_expire",
-            "read_expire",
-            "write_expire",
-            "writes_starved",
-        ],
-    ),
-    ("kyber", &["read_lat_nsec", "write_lat_nsec"]),
-    (
-        "bfq",
-        &[
-            "back_seek_max",
-            "back_seek_penalty",
-            "fifo_expire_async",
-            "fifo_expire_sync",
-            "low_latency",
-            "max_budget",
-            "slice_idle_us",
-            "strict_guarantees",
-            "timeout_sync",
-        ],
-    ),
-];
 
 /// When the process started, in ticks since boot; `None` if it does not run.
 pub(super) fn start_of(sysfs: &dyn Sysfs, pid: u32) -> Option<u64> {
@@ -70,122 +33,9 @@ pub(super) fn start_of(sysfs: &dyn Sysfs, pid: u32) -> Option<u64> {
     text.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
 }
 
-/// A guest's agent that answers.
-pub(super) struct GuestFiles {
-    agent: Agent,
-    /// Of the guest's kernel.
-    pub(super) boot_id: String,
-    deadline: Deadline,
-}
-
-impl GuestFiles {
-    /// Connects, and reads the guest's boot id.
-    pub(super) fn open(address: &Address, deadline: Deadline) -> Result<Self, GuestFault> {
-        let agent = Agent::at(address, ANSWER)?;
-        let mut files = Self { agent, boot_id: String::new(), deadline };
-        let text = files.read(BOOT_ID)?;
-        let is_id = |c: char| c.is_ascii_hexdigit() || c == '-';
-        if text.len() != 36 || !text.chars().all(is_id) {
-            let found = excerpt(text.as_bytes());
-            return Err(GuestFault::NotPlain { found, expected: "a boot id" });
-        }
-        files.boot_id = text;
-        Ok(files)
-    }
-
-    /// A file's text, without blanks around it.
-    pub(super) fn read(&mut self, path: &str) -> Result<String, GuestFault> {
-        let within = left(self.deadline, self.agent.address())?;
-        let bytes = self.agent.read_file(path, LARGEST_FILE, within)?;
-        Ok(String::from_utf8_lossy(&bytes).trim().to_owned())
-    }
-
-    /// The same; `None` if the guest has no such file, or none that can be read.
-    pub(super) fn read_optional(&mut self, path: &str) -> Result<Option<String>, GuestFault> {
-        match self.read(path) {
-            Ok(text) => Ok(Some(text)),
-            Err(GuestFault::Peer(error)) if matches!(error.fault, Fault::Refused { .. }) => {
-                Ok(None)
-            }
-            Err(fault) => Err(fault),
-        }
-    }
-
-    /// A write has a deadline of its own.
-    pub(super) fn write(&mut self, path: &str, text: &str) -> Result<(), GuestFault> {
-        self.deadline = Deadline::after(LOOK);
-        Ok(self.agent.write_file(path, text, ANSWER)?)
-    }
-
-    /// The generation of the disk `node`, where the guest's kernel tells it.
-    pub(super) fn diskseq(&mut self, node: &str) -> Result<Option<String>, GuestFault> {
-        self.read_optional(&format!("/sys/block/{node}/diskseq"))
-    }
-
-    /// The schedulers of the disk `node`.
-    pub(super) fn schedulers(&mut self, node: &str) -> Result<Schedulers, GuestFault> {
-        let text = self.read(&queue_file(node, "scheduler"))?;
-        let is_name = |word: &String| {
-            word.len() <= LONGEST_NODE
-                && word.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
-        };
-        let found = Schedulers::parse(&text).filter(|s| s.offered.iter().all(is_name));
-        let expected = "a list of schedulers with one in brackets";
-        found.ok_or_else(|| GuestFault::NotPlain { found: excerpt(text.as_bytes()), expected })
-    }
-
-    fn number(&mut self, path: &str) -> Result<String, GuestFault> {
-        let text = self.read(path)?;
-        if text.parse::<u64>().is_ok() && text.bytes().all(|b| b.is_ascii_digit()) {
-            return Ok(text);
-        }
-        Err(GuestFault::NotPlain { found: excerpt(text.as_bytes()), expected: "a number" })
-    }
-
-    fn queue(&mut self, node: &str) -> Result<FoundQueue, GuestFault> {
-        let Schedulers { offered, selected } = self.schedulers(node)?;
-        let mut bfq = BTreeMap::new();
-        if selected == "bfq" {
-            for parameter in GUEST_PARAMETERS {
-                let file = format!("iosched/{}", parameter.file());
-                bfq.insert(parameter, self.number(&queue_file(node, &file))?);
-            }
-        }
-        Ok(FoundQueue { offered, selected, bfq })
-    }
-
-    fn save(&mut self, node: &str) -> Result<GuestDiskRecord, GuestFault> {
-        let diskseq = self.diskseq(node)?;
-        let scheduler = self.schedulers(node)?.selected;
-        let own = SCHEDULER_FILES.iter().find(|(name, _)| *name == scheduler);
-        let own = own.into_iter().flat_map(|(_, files)| *files).map(|f| format!("iosched/{f}"));
-        let mut parameters = BTreeMap::new();
-        for name in own.chain(QUEUE_FILES.map(str::to_owned)) {
-            if let Some(text) = self.read_optional(&queue_file(node, &name))? {
-                parameters.insert(name, text);
-            }
-        }
-        Ok(GuestDiskRecord { diskseq, queue: QueueRecord { scheduler, parameters } })
-    }
-}
-
-/// A file of a guest's disk.
-pub(super) fn queue_file(node: &str, file: &str) -> String {
-    format!("/sys/block/{node}/queue/{file}")
-}
-
 /// The property of an IOThread that holds how long it polls.
 pub(super) fn poll_property(iothread: &IoThreadName) -> String {
     format!("/objects/{iothread}/poll-max-ns")
-}
-
-/// How long the next answer may take.
-pub(super) fn left(deadline: Deadline, peer: &Address) -> Result<Duration, GuestFault> {
-    let left = deadline.left().map_err(|fault| {
-        let peer = peer.clone();
-        GuestFault::from(QemuError { peer, command: "all that was to be asked", fault })
-    })?;
-    Ok(left.min(ANSWER))
 }
 
 /// A VM whose monitor answers.
@@ -286,8 +136,7 @@ impl Connection {
         let address = self.agent_address.as_ref();
         let address = address.ok_or(GuestFault::NoAgent { pid: self.pid })?;
         let mut guest = GuestFiles::open(address, self.deadline)?;
-        let mut disks = guest.agent.disks(left(self.deadline, address)?)?;
-        disks.retain(|d| !d.is_partition);
+        let disks = guest.disks()?;
         self.guest = Some(guest);
         Ok(disks)
     }
@@ -296,8 +145,9 @@ impl Connection {
         &mut self,
         disk: &DiskName,
         claims: &[GuestDisk],
-        pci: &BTreeMap<String, crate::qemu::PciAddress>,
+        pci: &BTreeMap<String, PciAddress>,
     ) -> Result<(), GuestFault> {
+        self.deadline = Deadline::after(LOOK);
         let within = left(self.deadline, &self.monitor_address)?;
         let serial = match self.monitor.serial(disk.as_str(), within) {
             Ok(serial) => serial,
@@ -322,6 +172,7 @@ impl Connection {
         };
         let node = plain_node(&claim.node)?.to_owned();
         let guest = self.guest.as_mut().ok_or(GuestFault::NoAgent { pid: self.pid })?;
+        guest.begin();
         let queue = guest.queue(&node)?;
         self.found.disks.insert(disk.clone(), queue);
         self.nodes.insert(disk.clone(), node);

@@ -8,9 +8,12 @@
 //! A write whose fate is unknown needs nothing special: an agent does one command
 //! after the other, so what a new connection reads after its sync is what is.
 
+use std::path::PathBuf;
+
 use rtvirtio_units::Nanos;
 
-use super::connection::{GuestFiles, poll_property, queue_file, start_of};
+use super::connection::{poll_property, start_of};
+use super::files::{GuestFiles, queue_file};
 use super::{ANSWER, GuestFault, LOOK, at_once, place};
 use crate::journal::{GuestDiskRecord, GuestRecord};
 use crate::qemu::{Deadline, Fault, Monitor, QemuError};
@@ -106,6 +109,7 @@ impl Host {
             return Ok(());
         }
         for (node, disk) in &record.disks {
+            files.begin();
             match is_same_disk(&mut files, node, disk) {
                 Ok(true) => {}
                 Ok(false) => {
@@ -160,7 +164,7 @@ struct GuestQueue<'a> {
 }
 
 impl GuestQueue<'_> {
-    fn place(&self, name: &str) -> std::path::PathBuf {
+    fn place(&self, name: &str) -> PathBuf {
         place(&self.record.vm, &queue_file(self.node, name))
     }
 }

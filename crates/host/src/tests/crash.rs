@@ -56,7 +56,8 @@ fn rollback_after_crash_at_any_step_restores() {
             assert_eq!(bed.snapshot(), before, "v2={v2} {scheduler} step {step}");
             assert_eq!(bed.host.rollback().unwrap(), RollbackOutcome::Nothing);
         });
-        assert!(steps > 20, "{steps}");
+        // The host alone has more than 20, the guest's four knobs two each.
+        assert!(steps > 28, "{steps}");
     }
 }
 

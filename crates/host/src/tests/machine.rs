@@ -106,6 +106,8 @@ impl Machine {
             &format!("guest={},debug-threads=on", self.name),
             "-qmp",
             &format!("unix:{},server=on,wait=off", socket("qmp")),
+            "-object",
+            "iothread,id=io0",
             "-chardev",
             &format!("socket,id=agent,path={},server=on,wait=off", socket("agent")),
             "-device",

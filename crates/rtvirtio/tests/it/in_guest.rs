@@ -3,7 +3,7 @@
 //! It runs under TCG, which works everywhere, and needs no root.
 
 use std::io::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -12,9 +12,13 @@ use rtvirtio_bench::guests::{Accelerator, Guest, GuestFile, GuestImage};
 use tempfile::TempDir;
 
 /// Where `make test` has the guests' image made: beside what cargo builds.
+pub(crate) fn image_directory() -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap().join("guest")
+}
+
+/// The image; without it, or without QEMU, `test` is skipped by name.
 pub(crate) fn image(test: &str) -> Option<GuestImage> {
-    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap();
-    let found = GuestImage::find(&target.join("guest"));
+    let found = GuestImage::find(&image_directory());
     let qemu = Command::new("qemu-system-x86_64").arg("--version").output();
     let why = match (&found, qemu) {
         (Err(error), _) => error.to_string(),

@@ -3,6 +3,7 @@
 mod cgroup2;
 mod cli;
 mod guest;
+mod guest_knobs;
 mod in_guest;
 mod libvirt;
 mod lifecycle;
