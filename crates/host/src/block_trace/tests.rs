@@ -127,7 +127,7 @@ fn full_ring_says_how_many_records_it_lost() {
         let _ = writeln!(io::stderr(), "SKIPPED {NAME}: its file is on no disk with tracepoints");
         return;
     }
-    // A loss is told when there is room again: with the next record.
+    // A ring tells a loss with its next record: here with those of one more read.
     file.read_exact_at(&mut memory[aligned..aligned + 4096], 0).unwrap();
     rings.drain(&mut events);
     let lost: u64 = events
@@ -138,6 +138,7 @@ fn full_ring_says_how_many_records_it_lost() {
         })
         .sum();
     let read = events.iter().filter(|e| !matches!(e.what, What::Lost(_))).count() as u64;
-    // 50 records of 80 bytes fit into a ring.
-    assert!(lost > 0 && read + lost >= 2 * READS, "{read} read, {lost} lost");
+    // 57 records of 72 bytes at most fit into a ring. The submitter's CPU tells its loss; another
+    // CPU may have no record any more.
+    assert!(lost > READS / 2 && read < READS, "{read} read, {lost} lost");
 }
