@@ -117,13 +117,13 @@ impl Units {
         sysfs: &dyn Sysfs,
         resolved: &'a Resolved,
     ) -> Vec<(&'a Unit, Vec<Part<'a>>)> {
-        let part = |(vm, device): &'a (VmName, DeviceName)| {
-            let (disk, group) = (resolved.devices.get(device)?, resolved.vms.get(vm)?);
-            takes(sysfs, disk.number).then_some(Part { vm, device, disk, group })
-        };
         let of = |(path, unit): (&PathBuf, &'a Unit)| {
-            let all = resolved.pairs.iter().filter_map(part);
-            (unit, all.filter(|p: &Part<'_>| p.group.path == *path).collect())
+            let part = |(vm, device): &'a (VmName, DeviceName)| {
+                let group = resolved.vms.get(vm).filter(|g| g.path == *path)?;
+                let disk = resolved.devices.get(device)?;
+                takes(sysfs, disk.number).then_some(Part { vm, device, disk, group })
+            };
+            (unit, resolved.pairs.iter().filter_map(part).collect())
         };
         self.0.iter().map(of).collect()
     }

@@ -299,6 +299,8 @@ fn systemd_keeps_what_is_applied_and_gives_back_what_was_there() {
         0,
         &format!("systemctl set-property --runtime {BACKUP} IOWriteIOPSMax='/dev/vdb 77'"),
     );
+    let by_systemd = guest.expect(0, &format!("sort '{weights}'"));
+    assert_eq!(by_systemd, format!("{DISK} 700\ndefault 109\n"), "systemd takes back the rest");
     assert_eq!(sorted(guest.knobs(PLC)), sorted(planned_plc()));
     assert_eq!(sorted(guest.knobs(BACKUP)), sorted(planned_backup()));
     let verified = guest.expect(0, "rtvirtio verify /plan.json");
