@@ -160,31 +160,20 @@ impl Connected {
     /// Writes a guest's or a QEMU's knob and reads it back.
     pub(crate) fn write(&mut self, host: &Host, knob: &Knob, text: &str) -> Result<(), HostError> {
         let (_, connection) = self.of(knob)?;
-        let place = connection.place(knob)?;
-        let knob = || Box::new(knob.clone());
-        let step = |done: bool| {
-            let (file, text) = (place.clone(), text.to_owned());
-            host.step(|| match done {
-                false => Step::BeforeWrite { file, text },
-                true => Step::AfterWrite { file, text },
-            })
-        };
-        step(false)?;
-        let written = connection.write(&knob(), text);
-        step(true)?;
-        let refused = |fault| HostError::GuestWriteFailed {
-            knob: knob(),
-            file: place.clone(),
-            wanted: text.to_owned(),
-            fault: Box::new(fault),
-        };
-        written.map_err(refused)?;
-        let found = connection.read(&knob()).map_err(refused)?;
-        if found == text {
-            return Ok(());
+        let file = connection.place(knob)?;
+        host.step(|| Step::BeforeWrite { file: file.clone(), text: text.to_owned() })?;
+        let written = connection.write(knob, text);
+        host.step(|| Step::AfterWrite { file: file.clone(), text: text.to_owned() })?;
+        let read = written.and_then(|()| connection.read(knob));
+        let (knob, wanted) = (Box::new(knob.clone()), text.to_owned());
+        match read {
+            Ok(found) if found == text => Ok(()),
+            Ok(found) => Err(HostError::ReadBackDiffers { knob, file, wanted, found }),
+            Err(fault) => {
+                let fault = Box::new(fault);
+                Err(HostError::GuestWriteFailed { knob, file, wanted, fault })
+            }
         }
-        let wanted = text.to_owned();
-        Err(HostError::ReadBackDiffers { knob: knob(), file: place, wanted, found })
     }
 
     fn of(&mut self, knob: &Knob) -> Result<(VmName, &mut Connection), HostError> {

@@ -115,7 +115,7 @@ fn guests_own_knobs_are_planned_applied_verified_rolled_back() {
         return;
     }
     let disk = Disk::start();
-    let groups = Groups::make(&["plc"]);
+    let groups = Groups::make(&["plc", "backup"]);
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name).display().to_string();
     let mut qemu = Qemu::boot(directory.path(), &disk.node);
@@ -135,9 +135,14 @@ task = [
     {{ name = "events", disk = "log", iops = 10 }},
     {{ name = "trace", disk = "log", iops = 10 }},
 ]
+[[vm]]
+name = "backup"
+cgroup = "{}"
+disk = [{{ name = "root", device = "data" }}]
 "#,
         disk.node.display(),
         groups.path("plc"),
+        groups.path("backup"),
     );
     std::fs::write(path("spec.toml"), text).unwrap();
     std::fs::write(path("profile.json"), include_str!("ref-4x250.json")).unwrap();

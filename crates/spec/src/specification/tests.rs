@@ -374,7 +374,7 @@ fn vcpus_and_queues_outside_their_limits_are_refused() {
     let error = refused(&disk("queues = 0"));
     assert_eq!(
         error.to_string(),
-        "s.toml:29:10: vm \"backup\": disk \"root\": queues is 0, outside 1 to 1024"
+        "s.toml:30:10: vm \"backup\": disk \"root\": queues is 0, outside 1 to 1024"
     );
     assert_eq!(error.hint(), "write queues = 4 (from 1 to 1024)");
     assert!(parse("s.toml", &vm("vcpus = 512")).is_ok());
