@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use rtvirtio_host::{
     ApplyOptions, CgroupVersion, Host, HostError, RollbackOutcome, Step, Topology,
@@ -47,8 +48,16 @@ impl Loop {
     /// Once only: afterwards the number may be another's.
     fn detach(&mut self) -> bool {
         let is_attached = std::mem::replace(&mut self.is_attached, false);
-        is_attached
-            && Command::new("losetup").arg("-d").arg(&self.node).status().is_ok_and(|s| s.success())
+        let detach = || Command::new("losetup").arg("-d").arg(&self.node).status();
+        if !is_attached || !detach().is_ok_and(|s| s.success()) {
+            return false;
+        }
+        // It goes when its last user has closed it (LOOP_CLR_FD, kernel drivers/block/loop.c).
+        let size = queue(&self.node).join("../size");
+        (0..250).any(|_| {
+            std::thread::sleep(Duration::from_millis(20));
+            fs::read_to_string(&size).is_ok_and(|text| text.trim() == "0")
+        })
     }
 }
 
