@@ -4,7 +4,7 @@ use super::*;
 fn arguments_are_those_of_a_plan() {
     let mapping = |text: &str| {
         format!(
-            r#"{{"driver":"virtio-blk-pci","drive":"null","num-queues":4,"iothread-vq-mapping":{text}}}"#
+            r#"{{"driver":"virtio-blk-pci","id":"null","drive":"null","num-queues":4,"iothread-vq-mapping":{text}}}"#
         )
     };
     let one = mapping(r#"[{"iothread":"iothread1","vqs":[0,1,2,3]}]"#);
@@ -21,7 +21,7 @@ fn arguments_are_those_of_a_plan() {
     assert_eq!(option, "-device");
     assert_eq!(
         serde_json::from_str::<Value>(&device).unwrap(),
-        json!({"driver": "virtio-blk-pci", "drive": "null", "num-queues": 4})
+        json!({"driver": "virtio-blk-pci", "id": "null", "drive": "null", "num-queues": 4})
     );
 
     let queues = |iothread: &str, vqs: &[u16]| MappedQueues {
