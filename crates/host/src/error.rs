@@ -331,7 +331,7 @@ impl HostError {
                 "give the path below the mount, such as machine.slice/plc.scope".to_owned()
             }
             Self::CgroupMissing { .. } => {
-                "start the VM first, or correct its `cgroup`: /proc/PID/cgroup of its QEMU shows it; libvirt gives a domain another one at each start".to_owned()
+                "start the VM first, or correct its `cgroup`: /proc/PID/cgroup of its QEMU shows it".to_owned()
             }
             Self::CgroupBusy { .. } => {
                 "a process in uninterruptible I/O ends when its device answers; then remove the cgroup again".to_owned()

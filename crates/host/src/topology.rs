@@ -4,8 +4,9 @@
 //! [`Resolved`] topology holds the disks and cgroups that were found there.
 //!
 //! libvirt numbers a VM's starts in the name of its scope,
-//! `machine-qemu\x2dNUMBER\x2dNAME.scope`: a VM is looked for under another
-//! number where the written one is not there.
+//! `machine-qemu\x2dNUMBER\x2dNAME.scope`, or, without systemd, of its cgroup,
+//! `qemu-NUMBER-NAME.libvirt-qemu`: a VM is looked for under another number
+//! where the written one is not there.
 //!
 //! Properties: `vm_is_found_after_its_next_start`.
 
@@ -191,14 +192,27 @@ fn locate(
     }
 }
 
-/// What follows the number in the name of a libvirt domain's scope.
-fn domain(scope: &str) -> Option<&str> {
-    let (number, name) = scope.strip_prefix("machine-qemu\\x2d")?.split_once("\\x2d")?;
-    let is_number = !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit());
-    (is_number && name.ends_with(".scope")).then_some(name)
+/// What follows the number in the name of a libvirt domain's scope, or of its cgroup where
+/// systemd does not run.
+fn domain(group: &str) -> Option<&str> {
+    let forms = [("machine-qemu\\x2d", "\\x2d", ".scope"), ("qemu-", "-", ".libvirt-qemu")];
+    forms.into_iter().find_map(|(prefix, separator, suffix)| {
+        let (number, name) = group.strip_prefix(prefix)?.split_once(separator)?;
+        let is_number = !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit());
+        (is_number && name.ends_with(suffix)).then_some(name)
+    })
 }
 
 impl Host {
+    /// Where below the io controller's mount a VM's cgroup is now, if it is there.
+    ///
+    /// # Errors
+    /// [`HostError::NoIoController`], [`HostError::BadCgroupPath`].
+    pub fn cgroup_of(&self, path: &Path) -> Result<Option<PathBuf>, HostError> {
+        let version = CgroupVersion::find(&*self.sysfs)?;
+        Ok(locate(&*self.sysfs, &version, path)?.map(|group| group.path))
+    }
+
     /// The topology without the VMs whose cgroups are not there, and their names.
     ///
     /// # Errors
@@ -241,5 +255,8 @@ mod tests {
         assert_eq!(find("machine-qemu\\x2d12\\x2dplc.scope").as_deref(), Some(there));
         assert_eq!(find("machine-qemu\\x2d3\\x2dother.scope"), None);
         assert_eq!(find("plc.scope"), None);
+        sysfs.create_dir(&version.mount().join("machine.slice/qemu-4-plc.libvirt-qemu")).unwrap();
+        let there = "machine.slice/qemu-4-plc.libvirt-qemu";
+        assert_eq!(find("qemu-1-plc.libvirt-qemu").as_deref(), Some(there));
     }
 }

@@ -14,7 +14,7 @@
 //!
 //! Properties (tests of the same name): `a_vm_that_comes_is_planned_for_at_once`,
 //! `changes_keep_their_distance`, `too_few_requests_are_no_risk`,
-//! `margin_grows_with_risk_and_shrinks_in_calm`.
+//! `margin_grows_with_risk_and_shrinks_in_calm`, `a_plan_that_failed_is_made_again`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -69,6 +69,8 @@ pub struct Controller {
     changed: Nanos,
     calm_since: Nanos,
     seen_since: Nanos,
+    /// Why the plan that could not be applied was made.
+    again: Option<String>,
     /// Requests and misses since the last change, or for [`INTERVAL`], by task.
     seen: BTreeMap<(VmName, TaskName), (u64, u64)>,
 }
@@ -83,12 +85,13 @@ impl Controller {
             changed: now,
             calm_since: now,
             seen_since: now,
+            again: None,
             seen: BTreeMap::new(),
         }
     }
 
     /// Takes what was seen since the last call and decides. The caller acts on
-    /// a [`Decision::Plan`] or loses it.
+    /// a [`Decision::Plan`], and says so if it [failed](Self::failed).
     pub fn step(
         &mut self,
         now: Nanos,
@@ -120,6 +123,10 @@ impl Controller {
         if !settled {
             return Decision::Keep;
         }
+        if let Some(reason) = self.again.take() {
+            self.present.clone_from(present);
+            return self.plan(now, reason);
+        }
         if *present != self.present {
             let reason = self.difference(present);
             self.present.clone_from(present);
@@ -138,6 +145,11 @@ impl Controller {
             return self.plan(now, format!("no task at risk for {CALM}"));
         }
         Decision::Keep
+    }
+
+    /// The plan that was asked for could not be applied: it is asked for again, after [`INTERVAL`].
+    pub fn failed(&mut self, reason: &str) {
+        self.again = Some(reason.to_owned());
     }
 
     fn plan(&mut self, now: Nanos, reason: String) -> Decision {
@@ -212,6 +224,19 @@ mod tests {
         }
         assert!(changes.len() > 2);
         assert!(changes.windows(2).all(|w| w[1] - w[0] >= 10), "{changes:?}");
+    }
+
+    #[test]
+    fn a_plan_that_failed_is_made_again() {
+        let mut controller = Controller::new(at(0), vms(&["plc"]));
+        let both = vms(&["backup", "plc"]);
+        let reason = "came: backup".to_owned();
+        let plan = Decision::Plan { margin: 1.0, reason: reason.clone() };
+        assert_eq!(controller.step(at(11), &both, &[]), plan);
+        controller.failed(&reason);
+        assert_eq!(controller.step(at(20), &both, &[]), Decision::Keep);
+        assert_eq!(controller.step(at(21), &both, &[]), plan);
+        assert_eq!(controller.step(at(40), &both, &[]), Decision::Keep);
     }
 
     #[test]

@@ -21,10 +21,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use rtvirtio_bench::InterruptedError;
 use rtvirtio_bench::load::{Interrupted, wait};
-use rtvirtio_host::{ApplyOptions, Topology};
+use rtvirtio_host::{ApplyOptions, JournalStatus, Topology};
 use rtvirtio_planner::control::{Controller, Decision, TaskObservation};
 use rtvirtio_spec::latency::{Histogram, Quantile};
 use rtvirtio_spec::run::MeasuredAt;
+use rtvirtio_spec::settings::Knobs;
 use rtvirtio_spec::specification::{Specification, Target};
 use rtvirtio_units::{BytesPerSecond, DiskName, Nanos, Percentile, TaskName, VmName};
 use serde::Serialize;
@@ -195,6 +196,11 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let start = Instant::now();
     let clock = |now: Instant| Nanos::from_secs_f64((now - start).as_secs_f64());
     let mut controller: Option<Controller> = None;
+    if args.control {
+        // What a dead apply left is put back before the monitors are taken, one of which that may
+        // need.
+        input::host().verify(&Topology::default(), &Knobs::new())?;
+    }
     loop {
         let mut events = sources.refresh();
         let now = Instant::now();
@@ -212,8 +218,14 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
                 }
             };
             if let Decision::Plan { margin, reason } = decision {
+                if input::host().journal_status().is_ok_and(|s| s == JournalStatus::Unfinished) {
+                    sources.let_go();
+                }
                 let done = act(&specification, &present, margin, reason);
                 events.push(done.to_string());
+                if let (Some(controller), Some(_)) = (&mut controller, &done.failed) {
+                    controller.failed(&done.reason);
+                }
                 change = Some(done);
             }
         }
@@ -271,15 +283,11 @@ fn take(
     events: &mut Vec<String>,
 ) -> Vec<TaskObservation> {
     let mut observed = Vec::new();
+    let (mut samples, lost) = sources.sample();
+    events.extend(lost);
     for state in tasks {
-        let sample = match sources.sample(&state.vm, &state.task) {
-            Ok(Some(sample)) => sample,
-            Ok(None) => continue,
-            Err(error) => {
-                events.push(format!("{}/{}: {error:#}", state.vm, state.task));
-                continue;
-            }
-        };
+        let key = (state.vm.clone(), state.task.clone());
+        let Some(sample) = samples.remove(&key) else { continue };
         let (requests, misses) = (sample.histogram.count(), sample.misses);
         state.history.add(now, sample);
         if let Some(target) = state.target {
@@ -361,7 +369,6 @@ fn act(
     }
     let mut change = Change { reason, written: 0, unmet: 0, caps: BTreeMap::new(), failed: None };
     if wanted.vms.is_empty() {
-        change.failed = Some("no VM runs".to_owned());
         return change;
     }
     let mut apply = || -> Result<()> {

@@ -23,7 +23,8 @@ const LEAST: f64 = 1e-5;
 const GROWTH: f64 = 1.1;
 const BOUNDARIES: u32 = 170;
 
-/// What a task did between two looks.
+/// What a task did between two looks. QEMU counts by disk: tasks that share one have all of its
+/// requests each.
 #[derive(Debug, Clone)]
 pub(super) struct Sample {
     /// Its latencies, each at the upper end of QEMU's bin.
@@ -37,8 +38,8 @@ pub(super) struct Sample {
 /// A VM's disk as its QEMU counts it.
 struct DiskSource {
     qom_path: String,
-    /// The strictest target of a task on it is one of the boundaries.
-    target: Option<Nanos>,
+    /// The tasks on it with their targets, each of which is one of the boundaries.
+    tasks: Vec<(TaskName, Option<Nanos>)>,
     seen: Vec<u64>,
     at: Instant,
 }
@@ -87,7 +88,10 @@ impl Sources {
     pub(super) fn refresh(&mut self) -> Vec<String> {
         let mut events = Vec::new();
         if let Ok(version) = self.host.cgroup_version() {
-            let runs = |vm: &&Vm| has_process(&version.mount().join(&vm.cgroup), 4);
+            let runs = |vm: &&Vm| {
+                let found = self.host.cgroup_of(&vm.cgroup).ok().flatten();
+                found.is_some_and(|path| has_process(&version.mount().join(path), 4))
+            };
             self.present = self.vms.iter().filter(runs).map(|vm| vm.name.clone()).collect();
         }
         self.connected.retain(|vm, _| self.present.contains(vm));
@@ -138,25 +142,43 @@ impl Sources {
         events
     }
 
-    /// What `task` did since the last look; `None` if its VM is not watched, or this is the first.
-    pub(super) fn sample(&mut self, vm: &VmName, task: &TaskName) -> Result<Option<Sample>> {
-        let Some((monitor, disks)) = self.connected.get_mut(vm) else { return Ok(None) };
-        let task = self
-            .vms
-            .iter()
-            .filter(|v| v.name == *vm)
-            .flat_map(|v| &v.tasks)
-            .find(|t| t.name == *task);
-        let Some(source) = task.and_then(|t| disks.get_mut(&t.disk)) else { return Ok(None) };
-        match source.sample(monitor) {
-            Ok(sample) => Ok(Some(sample)),
-            Err(error) => {
-                // A monitor that does not answer is not asked at each look.
-                self.connected.remove(vm);
-                self.left_alone.insert(vm.clone(), Instant::now());
-                Err(error)
+    /// What each task did since the last look, and which disks' QEMU did not answer. Tasks of VMs
+    /// that are not watched are left out.
+    pub(super) fn sample(&mut self) -> (BTreeMap<(VmName, TaskName), Sample>, Vec<String>) {
+        let (mut samples, mut lost) = (BTreeMap::new(), Vec::new());
+        for (vm, (monitor, disks)) in &mut self.connected {
+            for (disk, source) in disks {
+                match source.sample(monitor) {
+                    Ok(of_tasks) => samples.extend(
+                        of_tasks.into_iter().map(|(task, sample)| ((vm.clone(), task), sample)),
+                    ),
+                    Err(error) => {
+                        lost.push((vm.clone(), format!("{vm}/{disk}: {error:#}")));
+                        break;
+                    }
+                }
             }
         }
+        let now = Instant::now();
+        let event = |(vm, event): (VmName, String)| {
+            // A monitor that does not answer is not asked at each look.
+            self.connected.remove(&vm);
+            self.left_alone.insert(vm, now);
+            event
+        };
+        let events = lost.into_iter().map(event).collect();
+        (samples, events)
+    }
+
+    /// Gives up all monitors, for somebody else to use; the next refresh takes them again.
+    pub(super) fn let_go(&mut self) {
+        // QEMU counts no longer than somebody looks.
+        for (monitor, disks) in self.connected.values_mut() {
+            for disk in disks.values() {
+                let _ = monitor.set_latency_histogram(&disk.qom_path, &[], ANSWER);
+            }
+        }
+        self.connected.clear();
     }
 }
 
@@ -200,9 +222,11 @@ fn connect(vm: &Vm, process: &QemuProcess) -> Result<Connected> {
         blocks.push((disk.name.clone(), block.clone()));
         let mut on_it = vm.tasks.iter().filter(|t| t.disk == disk.name).peekable();
         if let (Some(qom_path), true) = (block.qom_path.clone(), on_it.peek().is_some()) {
-            let target = on_it.filter_map(|t| Some(t.target?.latency)).min();
-            monitor.set_latency_histogram(&qom_path, &boundaries(target), ANSWER)?;
-            let source = DiskSource { qom_path, target, seen: Vec::new(), at: Instant::now() };
+            let tasks: Vec<_> =
+                on_it.map(|t| (t.name.clone(), t.target.map(|t| t.latency))).collect();
+            let targets = tasks.iter().filter_map(|(_, target)| *target);
+            monitor.set_latency_histogram(&qom_path, &boundaries(targets), ANSWER)?;
+            let source = DiskSource { qom_path, tasks, seen: Vec::new(), at: Instant::now() };
             sources.insert(disk.name.clone(), source);
         }
     }
@@ -216,15 +240,15 @@ fn extent(host: &Host, block: &Block) -> Result<Extent> {
     Ok(host.extent(&part)?)
 }
 
-/// Boundaries of the bins, the target among them, so that misses are counted exactly.
-fn boundaries(target: Option<Nanos>) -> Vec<Nanos> {
+/// Boundaries of the bins, the targets among them, so that misses are counted exactly.
+fn boundaries(targets: impl Iterator<Item = Nanos>) -> Vec<Nanos> {
     let bins = (0..BOUNDARIES).map(|i| Nanos::from_secs_f64(LEAST * GROWTH.powi(i as i32)));
-    let all: BTreeSet<Nanos> = bins.chain(target).collect();
+    let all: BTreeSet<Nanos> = bins.chain(targets).collect();
     all.into_iter().collect()
 }
 
 impl DiskSource {
-    fn sample(&mut self, monitor: &mut Monitor) -> Result<Sample> {
+    fn sample(&mut self, monitor: &mut Monitor) -> Result<Vec<(TaskName, Sample)>> {
         let histograms = monitor.latency_histograms(&self.qom_path, ANSWER)?;
         let now = Instant::now();
         let mut counts: Vec<u64> = Vec::new();
@@ -237,32 +261,63 @@ impl DiskSource {
             ends = h.boundaries;
         }
         self.seen.resize(counts.len(), 0);
-        let mut histogram = Histogram::new();
-        let mut misses = 0;
-        for (i, (now, before)) in counts.iter().zip(&self.seen).enumerate() {
-            let new = now.saturating_sub(*before);
-            // The last bin has no end: its start stands for it.
-            let end = ends.get(i).or(ends.last()).copied().unwrap_or_default();
-            let start = i.checked_sub(1).and_then(|i| ends.get(i)).copied().unwrap_or_default();
-            histogram.record(end, new);
-            if self.target.is_some_and(|t| start >= t) {
-                misses += new;
-            }
-        }
+        let new: Vec<u64> =
+            counts.iter().zip(&self.seen).map(|(now, before)| now.saturating_sub(*before)).collect();
         let seconds = (now - self.at).as_secs_f64();
         self.seen = counts;
         self.at = now;
-        Ok(Sample { histogram, misses, seconds })
+        let of_task = |(task, target): &(TaskName, Option<Nanos>)| {
+            (task.clone(), sample(&new, &ends, *target, seconds))
+        };
+        Ok(self.tasks.iter().map(of_task).collect())
     }
+}
+
+/// Counts of the bins that end at `ends`, and of the last one, which has no end: its start stands
+/// for it.
+fn sample(counts: &[u64], ends: &[Nanos], target: Option<Nanos>, seconds: f64) -> Sample {
+    let mut histogram = Histogram::new();
+    let mut misses = 0;
+    for (i, &count) in counts.iter().enumerate() {
+        let end = ends.get(i).or(ends.last()).copied().unwrap_or_default();
+        let start = i.checked_sub(1).and_then(|i| ends.get(i)).copied().unwrap_or_default();
+        histogram.record(end, count);
+        if target.is_some_and(|t| start >= t) {
+            misses += count;
+        }
+    }
+    Sample { histogram, misses, seconds }
 }
 
 impl Drop for Sources {
     fn drop(&mut self) {
-        // QEMU counts no longer than somebody looks.
-        for (monitor, disks) in self.connected.values_mut() {
-            for disk in disks.values() {
-                let _ = monitor.set_latency_histogram(&disk.qom_path, &[], ANSWER);
-            }
-        }
+        self.let_go();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tasks_on_one_disk_have_its_requests_and_their_own_misses() {
+        let ms = Nanos::from_millis;
+        // Below 1 ms, 1 to 5, 5 to 20, above.
+        let (counts, ends) = ([100, 10, 4, 1], [ms(1), ms(5), ms(20)]);
+        let of = |target| {
+            let Sample { histogram, misses, .. } = sample(&counts, &ends, target, 1.0);
+            (histogram.count(), misses)
+        };
+        assert_eq!(of(Some(ms(5))), (115, 5));
+        assert_eq!(of(Some(ms(20))), (115, 1));
+        assert_eq!(of(None), (115, 0));
+    }
+
+    #[test]
+    fn targets_are_boundaries() {
+        let targets = [Nanos::from_micros(12_345), Nanos::from_micros(777)];
+        let all = boundaries(targets.into_iter());
+        assert!(targets.iter().all(|t| all.contains(t)) && all.is_sorted());
+        assert_eq!(all.len(), 172);
     }
 }
