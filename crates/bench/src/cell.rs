@@ -64,7 +64,7 @@ impl Testbed {
     /// them, all of it as slow as [`Testbed::scale`] says.
     ///
     /// # Errors
-    /// As [`Guests::boot`].
+    /// As [`Guests::boot_all`].
     pub fn boot_guests(
         &mut self,
         image: &GuestImage,
