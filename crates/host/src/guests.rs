@@ -1,9 +1,9 @@
 //! The knobs that are a VM's own: the schedulers within its guest, set through its agent, and the
 //! polling of its QEMU's IOThreads, set through its monitor.
 //!
-//! A VM is the QEMU process whose guest has the VM's name; a disk is QEMU's
-//! device of that id. Which node a disk is within the guest is found anew each
-//! time (module `connection`).
+//! A VM is the QEMU process whose guest has the VM's name; a disk `NAME` is
+//! QEMU's device with the id `NAME` or `ua-NAME`. Which node a disk is within the
+//! guest is found anew each time (module `connection`).
 //!
 //! Neither a guest nor its QEMU is trusted to answer, or to say what is so: each
 //! request has [`ANSWER`], all that is asked of a VM about one disk has [`LOOK`],

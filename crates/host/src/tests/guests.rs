@@ -175,6 +175,29 @@ fn disk_is_found_by_serial_before_address() {
 }
 
 #[test]
+fn disk_is_found_by_the_id_that_libvirt_makes_of_its_name() {
+    for serial in ["", "a-serial-number"] {
+        let plan = planned();
+        let mut claims = plan.machine().with(|s| s.claims.clone());
+        if !serial.is_empty() {
+            claims[1]["address"] = json!({"serial": serial});
+        }
+        plan.machine().with(|s| {
+            (s.id, s.serial, s.claims) = ("ua-root".to_owned(), serial.to_owned(), claims);
+        });
+        plan.apply().unwrap();
+        let text = plan.machine().kernel.read(Path::new("/sys/block/vda/queue/scheduler")).unwrap();
+        assert!(text.contains("[bfq]"), "{text}");
+    }
+    // No other device is taken for it.
+    let plan = planned();
+    plan.machine().with(|s| s.id = "ua-root2".to_owned());
+    let error = plan.refused();
+    assert!(error.to_string().contains("no disk with the id root or ua-root "), "{error}");
+    assert!(error.hint().unwrap().contains("`ua-`"), "{error}");
+}
+
+#[test]
 fn guest_that_lies_about_its_disks_gets_no_write() {
     let address = |slot: i64| json!({"domain": 0, "bus": 0, "slot": slot, "function": 0});
     let disk = |node: &str, slot| json!({"name": node, "partition": false, "address": {"pci-controller": address(slot)}});

@@ -36,6 +36,8 @@ pub(super) struct State {
     pub(super) monitor: Manner,
     /// What the guest says of its disks.
     pub(super) claims: Value,
+    /// The id of QEMU's device for the disk.
+    pub(super) id: String,
     pub(super) serial: String,
     pub(super) poll_max: u64,
     is_over: bool,
@@ -77,6 +79,7 @@ impl Machine {
                 claim("/dev/vda", 4),
                 claim("/dev/vdb", 5),
             ]),
+            id: "root".to_owned(),
             serial: String::new(),
             poll_max: 32_768,
             is_over: false,
@@ -271,10 +274,12 @@ fn monitor(wire: &mut Wire, state: &Mutex<State>) {
                 "id": "io0", "thread-id": 1, "poll-max-ns": state.poll_max, "poll-grow": 0, "poll-shrink": 0,
             }]),
             ("query-pci", ..) => {
-                json!([{"bus": 0, "devices": [device("root", 4), device("log", 5)]}])
+                json!([{"bus": 0, "devices": [device(&state.id, 4), device("log", 5)]}])
             }
-            ("qom-get", "/machine/peripheral/root", "serial") => json!(state.serial),
             ("qom-get", "/machine/peripheral/log", "serial") => json!(""),
+            ("qom-get", _, "serial") if path == format!("/machine/peripheral/{}", state.id) => {
+                json!(state.serial)
+            }
             ("qom-get", _, "poll-max-ns") if state.monitor == Manner::ReadsOtherwise => json!(5),
             ("qom-get", "/objects/io0", "poll-max-ns") => json!(state.poll_max),
             ("qom-set", "/objects/io0", "poll-max-ns") => {
