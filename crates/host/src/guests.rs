@@ -6,8 +6,9 @@
 //! guest is found anew each time (module `connection`).
 //!
 //! Neither a guest nor its QEMU is trusted to answer, or to say what is so: each
-//! request has [`ANSWER`], all that is asked of a VM about one disk has [`LOOK`],
-//! and all VMs are asked at the same time. A VM that is not reached is left alone
+//! request has [`ANSWER`]; looking at one disk, saving it, setting one of its knobs
+//! and putting it back have [`LOOK`] each, however many requests they are; and all
+//! VMs are looked at and put back at the same time. A VM that is not reached is left alone
 //! by a plan, and fails an apply before anything is written.
 //!
 //! A *place* names a file of a guest or a property of its QEMU beside the host's
@@ -46,8 +47,8 @@ pub use error::GuestFault;
 
 /// How long a monitor or an agent may take for one answer.
 const ANSWER: Duration = Duration::from_secs(2);
-/// How long one VM may take for all that is asked of it about one disk: with libvirt each question is
-/// a process.
+/// How long one VM may take for all that is asked of it about one disk at a time: with libvirt each
+/// question is a process.
 const LOOK: Duration = Duration::from_secs(6);
 
 /// Which of a VM's own knobs a plan is about.

@@ -258,7 +258,11 @@ impl Connection {
         }
         let file = self.file(knob);
         match (file, &mut self.guest) {
-            (Some(file), Some(guest)) => guest.write(&file, text),
+            (Some(file), Some(guest)) => {
+                // Other VMs were waited for since it was looked at.
+                guest.begin();
+                guest.write(&file, text)
+            }
             _ => Err(GuestFault::NoAgent { pid: self.pid }),
         }
     }

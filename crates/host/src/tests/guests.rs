@@ -473,6 +473,23 @@ fn guest_that_hangs_at_rollback_does_not_keep_the_host_from_it() {
         plan.rolled_back();
         assert_eq!(plan.bed.snapshot(), plan.before);
     }
+#[test]
+fn guest_that_takes_its_time_and_lies_keeps_the_deadline_of_a_disk() {
+    let plan = planned();
+    for file in ["iosched/read_expire", "nr_requests"] {
+        plan.machine().kernel.ignore(format!("/sys/block/vda/queue/{file}"));
+    }
+    plan.apply().unwrap();
+    plan.machine().with(|s| s.agent = Manner::Slow);
+    let start = Instant::now();
+    let error = plan.bed.host.rollback().unwrap_err();
+    // The agent's sync and the boot id come before the disk's 6 s; all of it would take 20 s.
+    assert!(start.elapsed() < 2 * BOUND, "{:?}", start.elapsed());
+    let HostError::RestoreIncomplete { failures, .. } = &error else { panic!("{error}") };
+    assert!(failures.len() == 1 && failures[0].contains("no answer within"), "{failures:?}");
+    assert!(plan.host_is_back());
+}
+
 }
 
 #[test]

@@ -25,6 +25,8 @@ pub(super) enum Manner {
     DeadFrom(&'static str),
     /// From that command on, it does what it is told and does not say so.
     MuteFrom(&'static str),
+    /// It does what it is told, and takes its time: well below what one answer may take.
+    Slow,
     /// It says that IOThreads poll as they are told, and has them do what they did.
     KeepsPolling,
     /// It sets what it is told and reads something else.
@@ -207,6 +209,9 @@ fn agent(wire: &mut Wire, state: &Mutex<State>, kernel: &FakeSysfs) {
         let (is_done, is_said) = obey(&mut state.lock().unwrap().agent, &request.to_string());
         if !is_done {
             continue;
+        }
+        if state.lock().unwrap().agent == Manner::Slow {
+            thread::sleep(Duration::from_millis(200));
         }
         let arguments = &request["arguments"];
         let handle = arguments["handle"].as_u64().unwrap_or_default();
