@@ -188,7 +188,7 @@ pub enum HostError {
         /// Why.
         fault: Box<GuestFault>,
     },
-    /// An apply failed, and undoing it too; the journal is kept.
+    /// An apply failed, and undoing it too; the journal keeps what is left.
     #[error("apply failed ({cause}), and so did undoing it: {}", list(failures))]
     UndoIncomplete {
         /// Why the apply failed.
@@ -196,7 +196,7 @@ pub enum HostError {
         /// What could not be restored.
         failures: Vec<String>,
     },
-    /// Part of the old state could not be restored; the journal is kept.
+    /// Part of the old state could not be restored; the journal keeps it.
     #[error("could not restore: {}", list(failures))]
     RestoreIncomplete {
         /// What could not be restored, and why.

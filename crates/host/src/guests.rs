@@ -20,6 +20,8 @@
 //! `guest_gone_before_the_apply_writes_nothing`, `guest_gone_before_the_rollback_is_skipped`,
 //! `guest_rebooted_before_the_rollback_is_skipped`,
 //! `guest_that_hangs_at_rollback_does_not_keep_the_host_from_it`,
+//! `guest_that_hangs_at_rollback_does_not_keep_the_host_from_later_applies`,
+//! `guest_that_takes_its_time_and_lies_keeps_the_deadline_of_a_disk`,
 //! `monitor_that_lies_half_applies_nothing`.
 
 mod connection;

@@ -300,8 +300,8 @@ fn guest_that_hangs_in_mid_apply_undoes_the_host_and_is_named() {
         let named = failures[0].contains("plc:/sys/block/vda/queue");
         assert!(failures.len() == 1 && named, "{failures:?}");
         assert!(plan.host_is_back());
-        assert_eq!(plan.bed.host.journal_status().unwrap(), JournalStatus::Unfinished);
-        // It wakes up: the next command finishes the job.
+        assert_eq!(plan.bed.host.journal_status().unwrap(), JournalStatus::Applied);
+        // It wakes up: a rollback finishes the job.
         plan.machine().with(|s| s.agent = Manner::Fair);
         plan.rolled_back();
         assert_eq!(plan.bed.snapshot(), plan.before);
@@ -464,15 +464,82 @@ fn guest_that_hangs_at_rollback_does_not_keep_the_host_from_it() {
             assert!(start.elapsed() < BOUND, "{:?}", start.elapsed());
             let HostError::RestoreIncomplete { failures, .. } = &error else { panic!("{error}") };
             assert!(failures.len() == 1 && failures[0].starts_with("VM plc ("), "{failures:?}");
-            assert!(error.hint().unwrap().contains("qemu-guest-agent"));
+            let hint = error.hint().unwrap();
+            assert!(hint.contains("qemu-guest-agent"));
             assert!(plan.host_is_back());
             assert_eq!(plan.machine().with(|s| s.poll_max), 32_768);
-            assert_eq!(plan.bed.host.journal_status().unwrap(), JournalStatus::Unfinished);
+            assert_eq!(plan.bed.host.journal_status().unwrap(), JournalStatus::Applied);
         }
         plan.machine().with(|s| s.agent = Manner::Fair);
         plan.rolled_back();
         assert_eq!(plan.bed.snapshot(), plan.before);
     }
+}
+
+/// Sees that the host takes another apply and gives it back while the guest hangs, and that all is
+/// as before once the guest answers.
+fn goes_on_without_the_guest(plan: &Plan) {
+    assert_eq!(plan.bed.host.journal_status().unwrap(), JournalStatus::Applied);
+    let alone = Topology { guests: BTreeMap::new(), ..plan.bed.topology.clone() };
+    let observed = plan.bed.host.observe(&alone).unwrap();
+    let changes = diff(&observed, &wanted_with(Scheduler::Kyber));
+    let applied = plan.bed.host.apply(&alone, &observed, &changes, ApplyOptions::default());
+    assert!(applied.unwrap().written > 0);
+    let error = plan.bed.host.rollback().unwrap_err();
+    let HostError::RestoreIncomplete { failures, .. } = &error else { panic!("{error}") };
+    assert!(failures.len() == 1 && failures[0].starts_with("VM plc ("), "{failures:?}");
+    assert!(plan.host_is_back());
+    plan.machine().with(|s| s.agent = Manner::Fair);
+    plan.rolled_back();
+    assert_eq!(plan.bed.snapshot(), plan.before);
+    assert_eq!(plan.bed.host.rollback().unwrap(), RollbackOutcome::Nothing);
+}
+
+#[test]
+fn guest_that_hangs_at_rollback_does_not_keep_the_host_from_later_applies() {
+    let plan = planned();
+    plan.apply().unwrap();
+    plan.machine().with(|s| s.agent = Manner::DeadFrom(""));
+    plan.bed.host.rollback().unwrap_err();
+    goes_on_without_the_guest(&plan);
+}
+
+#[test]
+fn guest_that_hangs_at_an_undo_does_not_keep_the_host_from_later_applies() {
+    let plan = planned();
+    // What is there before the apply that fails is another one's, which a rollback undoes too.
+    plan.bed.apply(&with_guest(wanted(), "none")).unwrap();
+    let first = plan.bed.fake.snapshot();
+    let (observed, changes) =
+        plan.bed.changes_to(&with_guest(wanted_with(Scheduler::MqDeadline), "bfq"));
+    plan.machine().with(|s| s.agent = Manner::DeadFrom("guest-file-flush"));
+    let options = ApplyOptions::default();
+    let error = plan.bed.host.apply(&plan.bed.topology, &observed, &changes, options).unwrap_err();
+    assert!(matches!(error, HostError::UndoIncomplete { .. }), "{error}");
+    assert_eq!(plan.bed.fake.snapshot(), first);
+    goes_on_without_the_guest(&plan);
+}
+
+#[test]
+fn guest_that_hangs_after_a_death_does_not_keep_the_host_from_later_applies() {
+    let plan = planned();
+    let host = plan.bed.host.clone().with_observer(Arc::new(|step| match step {
+        crate::Step::AfterWrite { file, .. } if !file.starts_with("plc:") => {
+            std::ops::ControlFlow::Break(())
+        }
+        _ => std::ops::ControlFlow::Continue(()),
+    }));
+    let options = ApplyOptions::default();
+    let died = host.apply(&plan.bed.topology, &plan.observed, &plan.changes, options);
+    assert!(matches!(died, Err(HostError::Interrupted { .. })));
+    assert!(!plan.host_is_back());
+    plan.machine().with(|s| s.agent = Manner::DeadFrom(""));
+    let error = plan.apply().unwrap_err();
+    assert!(matches!(error, HostError::RestoreIncomplete { .. }), "{error}");
+    assert!(plan.host_is_back());
+    goes_on_without_the_guest(&plan);
+}
+
 #[test]
 fn guest_that_takes_its_time_and_lies_keeps_the_deadline_of_a_disk() {
     let plan = planned();
