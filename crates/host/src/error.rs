@@ -355,7 +355,7 @@ impl HostError {
                 fault.hint()?.to_owned()
             }
             Self::UndoIncomplete { .. } | Self::RestoreIncomplete { .. } => {
-                "remove the cause (a guest that does not answer: start its qemu-guest-agent, or shut its VM down, whose own knobs go with it) and run `rtvirtio rollback` again".to_owned()
+                "remove the cause (a guest that does not answer: start its qemu-guest-agent or end `rtvirtio watch`, for QEMU serves one client of a socket at a time; or shut its VM down, whose own knobs go with it) and run `rtvirtio rollback` again".to_owned()
             }
             Self::Systemd { .. } | Self::UnitUnknown { .. } => {
                 "`busctl status org.freedesktop.systemd1` says whether systemd answers; set it right, then try again".to_owned()

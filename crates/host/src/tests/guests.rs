@@ -465,7 +465,7 @@ fn guest_that_hangs_at_rollback_does_not_keep_the_host_from_it() {
             let HostError::RestoreIncomplete { failures, .. } = &error else { panic!("{error}") };
             assert!(failures.len() == 1 && failures[0].starts_with("VM plc ("), "{failures:?}");
             let hint = error.hint().unwrap();
-            assert!(hint.contains("qemu-guest-agent"));
+            assert!(hint.contains("qemu-guest-agent") && hint.contains("end `rtvirtio watch`"));
             assert!(plan.host_is_back());
             assert_eq!(plan.machine().with(|s| s.poll_max), 32_768);
             assert_eq!(plan.bed.host.journal_status().unwrap(), JournalStatus::Applied);
