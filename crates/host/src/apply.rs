@@ -375,7 +375,7 @@ impl Host {
     }
 
     /// Finishes what a dead process or a passed deadline left.
-    fn recover(&self, _: &Lock) -> Result<Option<Restoration>, HostError> {
+    pub(crate) fn recover(&self, _: &Lock) -> Result<Option<Restoration>, HostError> {
         let Some(journal) = self.load_of_this_boot()? else {
             // Of another boot, if any: its knobs died with it.
             return self.state.remove().map(|()| None);

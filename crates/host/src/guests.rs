@@ -9,7 +9,8 @@
 //! request has [`ANSWER`]; looking at one disk, saving it, setting one of its knobs
 //! and putting it back have [`LOOK`] each, however many requests they are; and all
 //! VMs are looked at and put back at the same time. A VM that is not reached is left alone
-//! by a plan, and fails an apply before anything is written.
+//! by a plan and by [`Host::apply_again`], and fails any other apply before anything
+//! is written.
 //!
 //! A *place* names a file of a guest or a property of its QEMU beside the host's
 //! files: `plc:/sys/block/vda/queue/scheduler`, `plc:/objects/io0/poll-max-ns`.
@@ -105,28 +106,48 @@ fn process_of<'a>(
 /// The VMs that an apply is about, connected: nobody else gets an answer from them meanwhile.
 pub(crate) struct Connected(BTreeMap<VmName, Connection>);
 
+/// VMs, each connected or not.
+type Opened = Vec<(VmName, Result<Connection, GuestFault>)>;
+
 impl Connected {
     /// Connects to all, and sees that each has all that `topology` names.
     pub(crate) fn open(
         sysfs: &dyn Sysfs,
         topology: &BTreeMap<VmName, GuestTopology>,
     ) -> Result<Self, HostError> {
+        let opened = Self::open_each(sysfs, topology)?.into_iter();
+        let opened = opened.map(|(vm, opened)| match opened {
+            Ok(connection) => Ok((vm, connection)),
+            Err(fault) => Err(of_vm(&vm, fault)),
+        });
+        Ok(Self(opened.collect::<Result<_, _>>()?))
+    }
+
+    /// Those of which [`Self::open`] would fail, and why.
+    pub(crate) fn unreached(
+        sysfs: &dyn Sysfs,
+        topology: &BTreeMap<VmName, GuestTopology>,
+    ) -> Result<BTreeMap<VmName, GuestFault>, HostError> {
+        let opened = Self::open_each(sysfs, topology)?.into_iter();
+        Ok(opened.filter_map(|(vm, opened)| Some((vm, opened.err()?))).collect())
+    }
+
+    fn open_each(
+        sysfs: &dyn Sysfs,
+        topology: &BTreeMap<VmName, GuestTopology>,
+    ) -> Result<Opened, HostError> {
         if topology.is_empty() {
-            return Ok(Self(BTreeMap::new()));
+            return Ok(Vec::new());
         }
         let processes = crate::qemu::discover::processes(sysfs)?;
         let vms: Vec<_> = topology.iter().collect();
         let opened = at_once(&vms, |(vm, topology)| {
-            let open = || {
-                let process = process_of(&processes, vm)?;
-                let mut connection = Connection::open(sysfs, vm, process)?;
-                connection.look_at(topology)?;
-                Ok(connection)
-            };
-            open().map_err(|fault| of_vm(vm, fault))
+            let process = process_of(&processes, vm)?;
+            let mut connection = Connection::open(sysfs, vm, process)?;
+            connection.look_at(topology)?;
+            Ok(connection)
         });
-        let opened: Result<Vec<_>, _> = opened.into_iter().collect();
-        Ok(Self(vms.into_iter().map(|(vm, _)| vm.clone()).zip(opened?).collect()))
+        Ok(vms.into_iter().map(|(vm, _)| vm.clone()).zip(opened).collect())
     }
 
     /// What all of them showed.

@@ -1,7 +1,9 @@
 //! VMs' own knobs, with VMs of every kind.
 
+use std::path::PathBuf;
 use std::time::Instant;
 
+use rtvirtio_spec::plan::{IoThreads, PLAN_VERSION, PlannedDevice, PlannedVm};
 use rtvirtio_units::{DiskName, IoThreadName};
 use serde_json::json;
 
@@ -557,6 +559,61 @@ fn guest_that_takes_its_time_and_lies_keeps_the_deadline_of_a_disk() {
     assert!(plan.host_is_back());
 }
 
+#[test]
+fn plan_applied_again_leaves_out_what_does_not_run_or_answer() {
+    let plan = planned();
+    let backup = Machine::start(&plan.bed.fake, "backup", 77);
+    let of_disk = [(DiskName::new("root").unwrap(), GuestScheduler::None)];
+    let poll_max = [(IoThreadName::new("io0").unwrap(), Nanos::ZERO)];
+    let own = GuestSettings { disks: of_disk.into(), poll_max: poll_max.into() };
+    let names = ["plc", "backup", "off"];
+    let weight = |name| {
+        (vm(name), VmSettings { weight: Weight::new(500).unwrap(), ..VmSettings::default() })
+    };
+    let scheduler = Scheduler::Bfq(Bfq::DEFAULT);
+    let path = PathBuf::from("/dev/sda");
+    let identity = plan.bed.host.identity(&path).unwrap();
+    let saved = rtvirtio_spec::plan::Plan {
+        version: PLAN_VERSION,
+        devices: vec![PlannedDevice { name: device(), path, identity }],
+        vms: names.map(|name| PlannedVm { name: vm(name), cgroup: group(name).into() }).into(),
+        settings: Settings(
+            [(device(), DeviceSettings { scheduler, vms: names.map(weight).into() })].into(),
+        ),
+        guests: Guests(names.map(|name| (vm(name), own.clone())).into()),
+        observed: Knobs::new(),
+        changes: Vec::new(),
+        tasks: Vec::new(),
+        background: Vec::new(),
+        cost: Vec::new(),
+        iothreads: IoThreads::default(),
+        reasons: Vec::new(),
+    };
+    let host = &plan.bed.host;
+    let again = || host.apply_again(&saved, ApplyOptions::default()).unwrap();
+    let before = backup.snapshot();
+    // Its guest boots, or all of it does.
+    for hangs in [Manner::DeadFrom("guest-sync"), Manner::DeadFrom("qmp_capabilities")] {
+        backup.with(|s| (s.agent, s.monitor) = (hangs, hangs));
+        let start = Instant::now();
+        let (applied, left) = again();
+        assert!(start.elapsed() < BOUND, "{:?}", start.elapsed());
+        assert!(applied.written > 0);
+        assert_eq!(left.absent, [vm("off")]);
+        assert_eq!(left.unreached.keys().collect::<Vec<_>>(), [&vm("backup")]);
+        let knobs = plan.bed.observe();
+        assert_eq!((knobs[&knob(true)].as_str(), knobs[&knob(false)].as_str()), ("none", "0"));
+        let weight = Knob::Weight { device: device(), vm: vm("backup") };
+        assert_eq!(knobs[&weight], "500");
+        assert_eq!(backup.snapshot(), before);
+        plan.rolled_back();
+        assert_eq!(plan.bed.snapshot(), plan.before);
+    }
+    backup.with(|s| (s.agent, s.monitor) = (Manner::Fair, Manner::Fair));
+    assert!(again().1.unreached.is_empty());
+    assert_eq!(backup.with(|s| s.poll_max), 0);
+    plan.rolled_back();
+    assert_eq!((plan.bed.snapshot(), backup.snapshot()), (plan.before.clone(), before));
 }
 
 #[test]
