@@ -13,14 +13,17 @@
 //!
 //! A second apply keeps the values from before the first, so a rollback
 //! returns to the state before rtvirtio; undoing an apply that failed or was
-//! not confirmed returns to the state before that apply.
+//! not confirmed returns to the state before that apply. A guest that hangs
+//! then keeps neither the host from its state nor later applies from theirs: it
+//! is reported once, and what it did not take is left to a later rollback.
 //!
 //! Properties: `rollback_after_crash_at_any_step_restores`,
 //! `next_apply_after_crash_at_any_step_succeeds`,
 //! `rollback_itself_crashing_at_any_step_restores`, `second_apply_keeps_the_original_values`,
 //! `failed_write_undoes_everything`, `stale_plan_writes_nothing`,
 //! `unconfirmed_apply_is_reverted_by_the_watchdog`,
-//! `expired_apply_is_reverted_by_the_next_command`.
+//! `expired_apply_is_reverted_by_the_next_command`,
+//! `guest_that_hangs_at_an_undo_does_not_keep_the_host_from_later_applies`.
 
 use std::path::Path;
 use std::thread;
@@ -88,7 +91,7 @@ pub enum WatchdogOutcome {
 pub enum JournalStatus {
     /// rtvirtio has changed nothing since boot.
     Clean,
-    /// Changes are in place.
+    /// Changes are in place; after a rollback, those of VMs that did not take them back.
     Applied,
     /// Changes are in place and wait to be confirmed.
     AwaitsConfirmation {
@@ -174,7 +177,7 @@ impl Host {
     ///
     /// # Errors
     /// [`HostError::RestoreIncomplete`] if part of it could not be restored:
-    /// the journal is kept, and a repetition tries again.
+    /// the journal keeps that, and a repetition tries again.
     pub fn rollback(&self) -> Result<RollbackOutcome, HostError> {
         let _lock = self.state.lock()?;
         let Some(mut journal) = self.load_of_this_boot()? else {
@@ -183,7 +186,7 @@ impl Host {
         journal.settle();
         journal.rolling_back = true;
         self.store(&journal)?;
-        self.finish_rollback(&journal).map(RollbackOutcome::RolledBack)
+        self.finish_rollback(journal).map(RollbackOutcome::RolledBack)
     }
 
     /// Compares the host with what was applied. An apply that died or was not
@@ -372,13 +375,13 @@ impl Host {
     }
 
     /// Finishes what a dead process or a passed deadline left.
-    fn recover(&self, _: &Lock) -> Result<Option<Restoration>, HostError> {
+    pub(crate) fn recover(&self, _: &Lock) -> Result<Option<Restoration>, HostError> {
         let Some(journal) = self.load_of_this_boot()? else {
             // Of another boot, if any: its knobs died with it.
             return self.state.remove().map(|()| None);
         };
         if journal.rolling_back {
-            return self.finish_rollback(&journal).map(Some);
+            return self.finish_rollback(journal).map(Some);
         }
         if journal.is_to_be_undone(boot_time()) {
             return self.undo_pending(journal);
@@ -397,24 +400,34 @@ impl Host {
             self.store(&journal)?;
         }
         let record = journal.pending.take().map(|p| p.record).unwrap_or_default();
-        let done = self.restore_or_fail(&record)?;
-        if journal.original.is_some() {
-            self.store(&journal)?;
-        } else {
-            self.discard()?;
+        self.restore_all_but(journal, &record).map(Some)
+    }
+
+    fn finish_rollback(&self, mut journal: Journal) -> Result<Restoration, HostError> {
+        let record = journal.original.take().unwrap_or_default();
+        journal.rolling_back = false;
+        self.restore_all_but(journal, &record)
+    }
+
+    /// Puts back `record`, and leaves `rest` to a later rollback, with those VMs' own knobs that
+    /// could not be put back. If some of the host's could not, the journal stays as it is.
+    fn restore_all_but(
+        &self,
+        mut rest: Journal,
+        record: &Record,
+    ) -> Result<Restoration, HostError> {
+        let (done, left) = self.restore(record)?;
+        if let Some(guests) = left {
+            if !guests.is_empty() {
+                let guests = Record { guests, ..Record::default() };
+                rest.original = Some(rest.original.unwrap_or_default().merged(guests));
+            }
+            if rest.original.is_some() {
+                self.store(&rest)?;
+            } else {
+                self.discard()?;
+            }
         }
-        Ok(Some(done))
-    }
-
-    fn finish_rollback(&self, journal: &Journal) -> Result<Restoration, HostError> {
-        let record = journal.original.clone().unwrap_or_default();
-        let done = self.restore_or_fail(&record)?;
-        self.discard()?;
-        Ok(done)
-    }
-
-    fn restore_or_fail(&self, record: &Record) -> Result<Restoration, HostError> {
-        let done = self.restore(record)?;
         if done.failures.is_empty() {
             return Ok(done);
         }

@@ -188,7 +188,7 @@ pub enum HostError {
         /// Why.
         fault: Box<GuestFault>,
     },
-    /// An apply failed, and undoing it too; the journal is kept.
+    /// An apply failed, and undoing it too; the journal keeps what is left.
     #[error("apply failed ({cause}), and so did undoing it: {}", list(failures))]
     UndoIncomplete {
         /// Why the apply failed.
@@ -196,7 +196,7 @@ pub enum HostError {
         /// What could not be restored.
         failures: Vec<String>,
     },
-    /// Part of the old state could not be restored; the journal is kept.
+    /// Part of the old state could not be restored; the journal keeps it.
     #[error("could not restore: {}", list(failures))]
     RestoreIncomplete {
         /// What could not be restored, and why.
@@ -355,7 +355,7 @@ impl HostError {
                 fault.hint()?.to_owned()
             }
             Self::UndoIncomplete { .. } | Self::RestoreIncomplete { .. } => {
-                "remove the cause (a guest that does not answer: start its qemu-guest-agent, or shut its VM down, whose own knobs go with it) and run `rtvirtio rollback` again".to_owned()
+                "remove the cause (a guest that does not answer: start its qemu-guest-agent or end `rtvirtio watch`, for QEMU serves one client of a socket at a time; or shut its VM down, whose own knobs go with it) and run `rtvirtio rollback` again".to_owned()
             }
             Self::Systemd { .. } | Self::UnitUnknown { .. } => {
                 "`busctl status org.freedesktop.systemd1` says whether systemd answers; set it right, then try again".to_owned()

@@ -1,14 +1,16 @@
 //! The knobs that are a VM's own: the schedulers within its guest, set through its agent, and the
 //! polling of its QEMU's IOThreads, set through its monitor.
 //!
-//! A VM is the QEMU process whose guest has the VM's name; a disk is QEMU's
-//! device of that id. Which node a disk is within the guest is found anew each
-//! time (module `connection`).
+//! A VM is the QEMU process whose guest has the VM's name; a disk `NAME` is
+//! QEMU's device with the id `NAME` or `ua-NAME`. Which node a disk is within the
+//! guest is found anew each time (module `connection`).
 //!
 //! Neither a guest nor its QEMU is trusted to answer, or to say what is so: each
-//! request has [`ANSWER`], all that is asked of a VM about one disk has [`LOOK`],
-//! and all VMs are asked at the same time. A VM that is not reached is left alone
-//! by a plan, and fails an apply before anything is written.
+//! request has [`ANSWER`]; looking at one disk, saving it, setting one of its knobs
+//! and putting it back have [`LOOK`] each, however many requests they are; and all
+//! VMs are looked at and put back at the same time. A VM that is not reached is left alone
+//! by a plan and by [`Host::apply_again`], and fails any other apply before anything
+//! is written.
 //!
 //! A *place* names a file of a guest or a property of its QEMU beside the host's
 //! files: `plc:/sys/block/vda/queue/scheduler`, `plc:/objects/io0/poll-max-ns`.
@@ -19,6 +21,8 @@
 //! `guest_gone_before_the_apply_writes_nothing`, `guest_gone_before_the_rollback_is_skipped`,
 //! `guest_rebooted_before_the_rollback_is_skipped`,
 //! `guest_that_hangs_at_rollback_does_not_keep_the_host_from_it`,
+//! `guest_that_hangs_at_rollback_does_not_keep_the_host_from_later_applies`,
+//! `guest_that_takes_its_time_and_lies_keeps_the_deadline_of_a_disk`,
 //! `monitor_that_lies_half_applies_nothing`.
 
 mod connection;
@@ -46,8 +50,8 @@ pub use error::GuestFault;
 
 /// How long a monitor or an agent may take for one answer.
 const ANSWER: Duration = Duration::from_secs(2);
-/// How long one VM may take for all that is asked of it about one disk: with libvirt each question is
-/// a process.
+/// How long one VM may take for all that is asked of it about one disk at a time: with libvirt each
+/// question is a process.
 const LOOK: Duration = Duration::from_secs(6);
 
 /// Which of a VM's own knobs a plan is about.
@@ -102,28 +106,48 @@ fn process_of<'a>(
 /// The VMs that an apply is about, connected: nobody else gets an answer from them meanwhile.
 pub(crate) struct Connected(BTreeMap<VmName, Connection>);
 
+/// VMs, each connected or not.
+type Opened = Vec<(VmName, Result<Connection, GuestFault>)>;
+
 impl Connected {
     /// Connects to all, and sees that each has all that `topology` names.
     pub(crate) fn open(
         sysfs: &dyn Sysfs,
         topology: &BTreeMap<VmName, GuestTopology>,
     ) -> Result<Self, HostError> {
+        let opened = Self::open_each(sysfs, topology)?.into_iter();
+        let opened = opened.map(|(vm, opened)| match opened {
+            Ok(connection) => Ok((vm, connection)),
+            Err(fault) => Err(of_vm(&vm, fault)),
+        });
+        Ok(Self(opened.collect::<Result<_, _>>()?))
+    }
+
+    /// Those of which [`Self::open`] would fail, and why.
+    pub(crate) fn unreached(
+        sysfs: &dyn Sysfs,
+        topology: &BTreeMap<VmName, GuestTopology>,
+    ) -> Result<BTreeMap<VmName, GuestFault>, HostError> {
+        let opened = Self::open_each(sysfs, topology)?.into_iter();
+        Ok(opened.filter_map(|(vm, opened)| Some((vm, opened.err()?))).collect())
+    }
+
+    fn open_each(
+        sysfs: &dyn Sysfs,
+        topology: &BTreeMap<VmName, GuestTopology>,
+    ) -> Result<Opened, HostError> {
         if topology.is_empty() {
-            return Ok(Self(BTreeMap::new()));
+            return Ok(Vec::new());
         }
         let processes = crate::qemu::discover::processes(sysfs)?;
         let vms: Vec<_> = topology.iter().collect();
         let opened = at_once(&vms, |(vm, topology)| {
-            let open = || {
-                let process = process_of(&processes, vm)?;
-                let mut connection = Connection::open(sysfs, vm, process)?;
-                connection.look_at(topology)?;
-                Ok(connection)
-            };
-            open().map_err(|fault| of_vm(vm, fault))
+            let process = process_of(&processes, vm)?;
+            let mut connection = Connection::open(sysfs, vm, process)?;
+            connection.look_at(topology)?;
+            Ok(connection)
         });
-        let opened: Result<Vec<_>, _> = opened.into_iter().collect();
-        Ok(Self(vms.into_iter().map(|(vm, _)| vm.clone()).zip(opened?).collect()))
+        Ok(vms.into_iter().map(|(vm, _)| vm.clone()).zip(opened).collect())
     }
 
     /// What all of them showed.

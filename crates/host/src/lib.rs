@@ -6,6 +6,7 @@
 //! - [`Host::observe`], [`Host::identity`], [`Host::cgroup_version`]: what is there;
 //! - [`Host::apply`], [`Host::rollback`], [`Host::verify`], [`Host::confirm`]:
 //!   changes, journalled before the first write;
+//! - [`Host::apply_again`]: a saved plan, applied to what runs now;
 //! - [`Host::create_cgroup`], [`Host::remove_cgroup`]: a benchmark's VMs;
 //! - [`Host::find_guests`]: the knobs that are the VMs' own, within their guests and QEMUs;
 //! - [`Host::other_writers`]: udev rules, TuneD and units that set the same knobs;
@@ -15,6 +16,7 @@
 
 #![deny(unsafe_code)]
 
+mod again;
 mod apply;
 pub mod block_trace;
 mod cgroup;
@@ -46,6 +48,7 @@ use rtvirtio_spec::profile::DeviceIdentity;
 use rtvirtio_spec::settings::{Knob, Knobs};
 use serde::Serialize;
 
+pub use again::LeftOut;
 pub use apply::{Applied, ApplyOptions, JournalStatus, RollbackOutcome, WatchdogOutcome};
 pub use block_trace::{BlockTrace, Extent, Latencies};
 pub use cgroup::CgroupVersion;

@@ -26,7 +26,9 @@ use serde::Serialize;
 
 use crate::cgroup::{CgroupVersion, Write, read, weight_lines};
 use crate::device::{Disk, directory, generation};
-use crate::journal::{DeviceRecord, GroupKnob, GroupRecord, QueueRecord, Record, UnitRecord};
+use crate::journal::{
+    DeviceRecord, GroupKnob, GroupRecord, GuestRecord, QueueRecord, Record, UnitRecord,
+};
 use crate::knobs::Schedulers;
 use crate::sysfs::{DeviceNumber, Sysfs};
 use crate::systemd::{PROPERTIES, Units};
@@ -354,8 +356,12 @@ fn save_weights(
 
 impl Host {
     /// Puts back all that `record` holds. The only error is [`HostError::Interrupted`];
-    /// what cannot be restored is among the result's failures.
-    pub(crate) fn restore(&self, record: &Record) -> Result<Restoration, HostError> {
+    /// what cannot be restored is among the result's failures. With it come the VMs whose own
+    /// knobs are not all back, unless the host's are not either.
+    pub(crate) fn restore(
+        &self,
+        record: &Record,
+    ) -> Result<(Restoration, Option<Vec<GuestRecord>>), HostError> {
         let mut done = Restoration::default();
         for (number, device) in &record.devices {
             if !self.is_same_device(*number, device) {
@@ -380,8 +386,9 @@ impl Host {
                 Err(error) => done.failures.push(error.to_string()),
             }
         }
-        self.restore_guests(&record.guests, &mut done)?;
-        Ok(done)
+        let is_host_back = done.failures.is_empty();
+        let left = self.restore_guests(&record.guests, &mut done)?;
+        Ok((done, is_host_back.then_some(left)))
     }
 
     fn is_same_device(&self, number: DeviceNumber, record: &DeviceRecord) -> bool {

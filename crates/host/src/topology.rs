@@ -214,10 +214,10 @@ impl Host {
     }
 
     /// The topology without the VMs whose cgroups are not there, and their names.
-    ///
-    /// # Errors
-    /// [`HostError::NoIoController`], [`HostError::BadCgroupPath`].
-    pub fn running(&self, topology: &Topology) -> Result<(Topology, Vec<VmName>), HostError> {
+    pub(crate) fn running(
+        &self,
+        topology: &Topology,
+    ) -> Result<(Topology, Vec<VmName>), HostError> {
         let (mut there, mut absent) = (topology.clone(), Vec::new());
         if topology.vms.is_empty() {
             return Ok((there, absent));
@@ -227,6 +227,7 @@ impl Host {
             if locate(&*self.sysfs, &version, path)?.is_none() {
                 there.vms.remove(vm);
                 there.uses.remove(vm);
+                there.guests.remove(vm);
                 absent.push(vm.clone());
             }
         }

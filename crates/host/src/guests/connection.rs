@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use rtvirtio_spec::guests::FoundGuest;
+use rtvirtio_spec::plan::qemu::device_ids;
 use rtvirtio_spec::settings::Knob;
 use rtvirtio_units::{DiskName, IoThreadName, Nanos, VmName};
 
@@ -148,13 +149,14 @@ impl Connection {
         pci: &BTreeMap<String, PciAddress>,
     ) -> Result<(), GuestFault> {
         self.deadline = Deadline::after(LOOK);
-        let within = left(self.deadline, &self.monitor_address)?;
-        let serial = match self.monitor.serial(disk.as_str(), within) {
-            Ok(serial) => serial,
-            Err(error) if matches!(error.fault, Fault::Refused { .. }) => None,
-            Err(error) => return Err(error.into()),
-        };
-        let address = pci.get(disk.as_str());
+        let (mut serial, mut address) = (None, None);
+        for id in device_ids(disk) {
+            serial = self.serial(&id)?;
+            address = pci.get(&id);
+            if serial.is_some() || address.is_some() {
+                break;
+            }
+        }
         if serial.is_none() && address.is_none() {
             return Err(GuestFault::UnknownDisk { disk: disk.clone() });
         }
@@ -177,6 +179,15 @@ impl Connection {
         self.found.disks.insert(disk.clone(), queue);
         self.nodes.insert(disk.clone(), node);
         Ok(())
+    }
+
+    /// The serial number of QEMU's device with this id, if there is one that has one.
+    fn serial(&mut self, id: &str) -> Result<Option<String>, GuestFault> {
+        match self.monitor.serial(id, left(self.deadline, &self.monitor_address)?) {
+            Ok(serial) => Ok(serial),
+            Err(error) if matches!(error.fault, Fault::Refused { .. }) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// A record of this VM without any old value.
@@ -247,7 +258,11 @@ impl Connection {
         }
         let file = self.file(knob);
         match (file, &mut self.guest) {
-            (Some(file), Some(guest)) => guest.write(&file, text),
+            (Some(file), Some(guest)) => {
+                // Other VMs were waited for since it was looked at.
+                guest.begin();
+                guest.write(&file, text)
+            }
             _ => Err(GuestFault::NoAgent { pid: self.pid }),
         }
     }

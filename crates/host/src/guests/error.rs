@@ -35,7 +35,9 @@ pub enum GuestFault {
     #[error("{}", chain(.0))]
     Peer(Box<QemuError>),
     /// QEMU has no such disk, or none that could be told from others.
-    #[error("QEMU shows no disk with id {disk} that has a serial number or a PCI address")]
+    #[error(
+        "QEMU shows no disk with the id {disk} or ua-{disk} that has a serial number or a PCI address"
+    )]
     UnknownDisk {
         /// The disk.
         disk: DiskName,
@@ -95,7 +97,7 @@ impl GuestFault {
             }
             Self::Peer(error) => return error.hint(),
             Self::UnknownDisk { .. } => {
-                "the disk's name must be the id of its -device in QEMU; give the device a serial"
+                "the disk's name must be the id of its -device in QEMU, where libvirt puts `ua-` before it; give the device a serial"
             }
             Self::NotOneNode { .. } => "give each disk a serial of its own in QEMU",
             Self::NotPlain { .. } => "look at the guest: its agent does not tell the truth",

@@ -102,13 +102,12 @@ impl GuestFiles {
         }
     }
 
-    /// A write has a deadline of its own, and so has what is asked after it.
     pub(super) fn write(&mut self, path: &str, text: &str) -> Result<(), GuestFault> {
-        self.begin();
-        Ok(self.agent.write_file(path, text, ANSWER)?)
+        let within = left(self.deadline, self.agent.address())?;
+        Ok(self.agent.write_file(path, text, within)?)
     }
 
-    /// Begins with a disk.
+    /// Begins with a disk: all from here on has one deadline.
     pub(super) fn begin(&mut self) {
         self.deadline = Deadline::after(LOOK);
     }

@@ -1,8 +1,8 @@
 //! Putting a VM's own knobs back.
 //!
 //! A VM whose QEMU is gone or whose guest was booted again is skipped: its knobs
-//! died with it. One that does not answer is a failure, and the journal is kept
-//! for a repetition. VMs are put back at the same time and after the host, which
+//! died with it. One that does not answer is a failure, and its record is kept for
+//! a later rollback. VMs are put back at the same time and after the host, which
 //! none of them can keep from it.
 //!
 //! A write whose fate is unknown needs nothing special: an agent does one command
@@ -21,19 +21,23 @@ use crate::restore::{QueueFiles, Restoration, Skipped, restore_queue};
 use crate::{Host, HostError, Step};
 
 impl Host {
-    /// Puts back what `records` hold, as far as it goes.
+    /// Puts back what `records` hold, as far as it goes; gives those of which something is left.
     pub(crate) fn restore_guests(
         &self,
         records: &[GuestRecord],
         done: &mut Restoration,
-    ) -> Result<(), HostError> {
-        for result in at_once(records, |record| self.restore_guest(record)) {
+    ) -> Result<Vec<GuestRecord>, HostError> {
+        let mut left = Vec::new();
+        for (record, result) in
+            records.iter().zip(at_once(records, |record| self.restore_guest(record)))
+        {
             let of_vm = result?;
+            left.extend((!of_vm.failures.is_empty()).then(|| record.clone()));
             done.restored.extend(of_vm.restored);
             done.skipped.extend(of_vm.skipped);
             done.failures.extend(of_vm.failures);
         }
-        Ok(())
+        Ok(left)
     }
 
     fn restore_guest(&self, record: &GuestRecord) -> Result<Restoration, HostError> {

@@ -163,7 +163,7 @@ impl QemuError {
                 "see that qemu-guest-agent runs in the guest, and that no other client (libvirt?) holds its socket"
             }
             Fault::Late { .. } => {
-                "QEMU serves one client of a monitor at a time: give it a -qmp socket of its own for rtvirtio"
+                "QEMU serves one client of a monitor at a time: give it a -qmp socket of its own for rtvirtio, or end `rtvirtio watch`"
             }
             Fault::Disabled { .. } if is_agent => {
                 "allow it in the guest (allow-rpcs, block-rpcs in qemu-ga.conf), or leave the guest as it is: the host's knobs are set without it"

@@ -140,6 +140,30 @@ fn rollback_itself_crashing_at_any_step_restores() {
 }
 
 #[test]
+fn rollback_crashing_at_any_step_keeps_what_a_guest_refuses_for_the_next() {
+    let work = |bed: &Bed, host: &Host| {
+        bed.apply(&wanted())?;
+        let kernel = &bed.machine.as_ref().unwrap().kernel;
+        kernel.refuse("/sys/block/vda/queue/scheduler", rustix::io::Errno::PERM);
+        match host.rollback() {
+            Err(HostError::RestoreIncomplete { .. }) => Ok(()),
+            other => other.map(|outcome| panic!("{outcome:?}")),
+        }
+    };
+    let steps = for_every_step(false, "mq-deadline", work, |bed, before, step| {
+        let error = bed.host.rollback().unwrap_err();
+        assert!(matches!(error, HostError::RestoreIncomplete { .. }), "step {step}: {error}");
+        assert_eq!(bed.host.journal_status().unwrap(), JournalStatus::Applied);
+        assert!(before.starts_with(&bed.fake.snapshot()), "step {step}");
+        bed.machine.as_ref().unwrap().kernel.heal();
+        bed.host.rollback().unwrap();
+        assert_eq!(bed.snapshot(), before, "step {step}");
+        assert_eq!(bed.host.rollback().unwrap(), RollbackOutcome::Nothing);
+    });
+    assert!(steps > 15, "{steps}");
+}
+
+#[test]
 fn revert_of_an_unconfirmed_apply_crashing_at_any_step_is_finished() {
     let work = |bed: &Bed, host: &Host| {
         bed.apply_with(&wanted(), ApplyOptions { confirm_timeout: Some(Duration::ZERO) })?;

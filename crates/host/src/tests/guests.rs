@@ -1,7 +1,9 @@
 //! VMs' own knobs, with VMs of every kind.
 
+use std::path::PathBuf;
 use std::time::Instant;
 
+use rtvirtio_spec::plan::{IoThreads, PLAN_VERSION, PlannedDevice, PlannedVm};
 use rtvirtio_units::{DiskName, IoThreadName};
 use serde_json::json;
 
@@ -175,6 +177,29 @@ fn disk_is_found_by_serial_before_address() {
 }
 
 #[test]
+fn disk_is_found_by_the_id_that_libvirt_makes_of_its_name() {
+    for serial in ["", "a-serial-number"] {
+        let plan = planned();
+        let mut claims = plan.machine().with(|s| s.claims.clone());
+        if !serial.is_empty() {
+            claims[1]["address"] = json!({"serial": serial});
+        }
+        plan.machine().with(|s| {
+            (s.id, s.serial, s.claims) = ("ua-root".to_owned(), serial.to_owned(), claims);
+        });
+        plan.apply().unwrap();
+        let text = plan.machine().kernel.read(Path::new("/sys/block/vda/queue/scheduler")).unwrap();
+        assert!(text.contains("[bfq]"), "{text}");
+    }
+    // No other device is taken for it.
+    let plan = planned();
+    plan.machine().with(|s| s.id = "ua-root2".to_owned());
+    let error = plan.refused();
+    assert!(error.to_string().contains("no disk with the id root or ua-root "), "{error}");
+    assert!(error.hint().unwrap().contains("`ua-`"), "{error}");
+}
+
+#[test]
 fn guest_that_lies_about_its_disks_gets_no_write() {
     let address = |slot: i64| json!({"domain": 0, "bus": 0, "slot": slot, "function": 0});
     let disk = |node: &str, slot| json!({"name": node, "partition": false, "address": {"pci-controller": address(slot)}});
@@ -277,8 +302,8 @@ fn guest_that_hangs_in_mid_apply_undoes_the_host_and_is_named() {
         let named = failures[0].contains("plc:/sys/block/vda/queue");
         assert!(failures.len() == 1 && named, "{failures:?}");
         assert!(plan.host_is_back());
-        assert_eq!(plan.bed.host.journal_status().unwrap(), JournalStatus::Unfinished);
-        // It wakes up: the next command finishes the job.
+        assert_eq!(plan.bed.host.journal_status().unwrap(), JournalStatus::Applied);
+        // It wakes up: a rollback finishes the job.
         plan.machine().with(|s| s.agent = Manner::Fair);
         plan.rolled_back();
         assert_eq!(plan.bed.snapshot(), plan.before);
@@ -441,15 +466,154 @@ fn guest_that_hangs_at_rollback_does_not_keep_the_host_from_it() {
             assert!(start.elapsed() < BOUND, "{:?}", start.elapsed());
             let HostError::RestoreIncomplete { failures, .. } = &error else { panic!("{error}") };
             assert!(failures.len() == 1 && failures[0].starts_with("VM plc ("), "{failures:?}");
-            assert!(error.hint().unwrap().contains("qemu-guest-agent"));
+            let hint = error.hint().unwrap();
+            assert!(hint.contains("qemu-guest-agent") && hint.contains("end `rtvirtio watch`"));
             assert!(plan.host_is_back());
             assert_eq!(plan.machine().with(|s| s.poll_max), 32_768);
-            assert_eq!(plan.bed.host.journal_status().unwrap(), JournalStatus::Unfinished);
+            assert_eq!(plan.bed.host.journal_status().unwrap(), JournalStatus::Applied);
         }
         plan.machine().with(|s| s.agent = Manner::Fair);
         plan.rolled_back();
         assert_eq!(plan.bed.snapshot(), plan.before);
     }
+}
+
+/// Sees that the host takes another apply and gives it back while the guest hangs, and that all is
+/// as before once the guest answers.
+fn goes_on_without_the_guest(plan: &Plan) {
+    assert_eq!(plan.bed.host.journal_status().unwrap(), JournalStatus::Applied);
+    let alone = Topology { guests: BTreeMap::new(), ..plan.bed.topology.clone() };
+    let observed = plan.bed.host.observe(&alone).unwrap();
+    let changes = diff(&observed, &wanted_with(Scheduler::Kyber));
+    let applied = plan.bed.host.apply(&alone, &observed, &changes, ApplyOptions::default());
+    assert!(applied.unwrap().written > 0);
+    let error = plan.bed.host.rollback().unwrap_err();
+    let HostError::RestoreIncomplete { failures, .. } = &error else { panic!("{error}") };
+    assert!(failures.len() == 1 && failures[0].starts_with("VM plc ("), "{failures:?}");
+    assert!(plan.host_is_back());
+    plan.machine().with(|s| s.agent = Manner::Fair);
+    plan.rolled_back();
+    assert_eq!(plan.bed.snapshot(), plan.before);
+    assert_eq!(plan.bed.host.rollback().unwrap(), RollbackOutcome::Nothing);
+}
+
+#[test]
+fn guest_that_hangs_at_rollback_does_not_keep_the_host_from_later_applies() {
+    let plan = planned();
+    plan.apply().unwrap();
+    plan.machine().with(|s| s.agent = Manner::DeadFrom(""));
+    plan.bed.host.rollback().unwrap_err();
+    goes_on_without_the_guest(&plan);
+}
+
+#[test]
+fn guest_that_hangs_at_an_undo_does_not_keep_the_host_from_later_applies() {
+    let plan = planned();
+    // What is there before the apply that fails is another one's, which a rollback undoes too.
+    plan.bed.apply(&with_guest(wanted(), "none")).unwrap();
+    let first = plan.bed.fake.snapshot();
+    let (observed, changes) =
+        plan.bed.changes_to(&with_guest(wanted_with(Scheduler::MqDeadline), "bfq"));
+    plan.machine().with(|s| s.agent = Manner::DeadFrom("guest-file-flush"));
+    let options = ApplyOptions::default();
+    let error = plan.bed.host.apply(&plan.bed.topology, &observed, &changes, options).unwrap_err();
+    assert!(matches!(error, HostError::UndoIncomplete { .. }), "{error}");
+    assert_eq!(plan.bed.fake.snapshot(), first);
+    goes_on_without_the_guest(&plan);
+}
+
+#[test]
+fn guest_that_hangs_after_a_death_does_not_keep_the_host_from_later_applies() {
+    let plan = planned();
+    let host = plan.bed.host.clone().with_observer(Arc::new(|step| match step {
+        crate::Step::AfterWrite { file, .. } if !file.starts_with("plc:") => {
+            std::ops::ControlFlow::Break(())
+        }
+        _ => std::ops::ControlFlow::Continue(()),
+    }));
+    let options = ApplyOptions::default();
+    let died = host.apply(&plan.bed.topology, &plan.observed, &plan.changes, options);
+    assert!(matches!(died, Err(HostError::Interrupted { .. })));
+    assert!(!plan.host_is_back());
+    plan.machine().with(|s| s.agent = Manner::DeadFrom(""));
+    let error = plan.apply().unwrap_err();
+    assert!(matches!(error, HostError::RestoreIncomplete { .. }), "{error}");
+    assert!(plan.host_is_back());
+    goes_on_without_the_guest(&plan);
+}
+
+#[test]
+fn guest_that_takes_its_time_and_lies_keeps_the_deadline_of_a_disk() {
+    let plan = planned();
+    for file in ["iosched/read_expire", "nr_requests"] {
+        plan.machine().kernel.ignore(format!("/sys/block/vda/queue/{file}"));
+    }
+    plan.apply().unwrap();
+    plan.machine().with(|s| s.agent = Manner::Slow);
+    let start = Instant::now();
+    let error = plan.bed.host.rollback().unwrap_err();
+    // The agent's sync and the boot id come before the disk's 6 s; all of it would take 20 s.
+    assert!(start.elapsed() < 2 * BOUND, "{:?}", start.elapsed());
+    let HostError::RestoreIncomplete { failures, .. } = &error else { panic!("{error}") };
+    assert!(failures.len() == 1 && failures[0].contains("no answer within"), "{failures:?}");
+    assert!(plan.host_is_back());
+}
+
+#[test]
+fn plan_applied_again_leaves_out_what_does_not_run_or_answer() {
+    let plan = planned();
+    let backup = Machine::start(&plan.bed.fake, "backup", 77);
+    let of_disk = [(DiskName::new("root").unwrap(), GuestScheduler::None)];
+    let poll_max = [(IoThreadName::new("io0").unwrap(), Nanos::ZERO)];
+    let own = GuestSettings { disks: of_disk.into(), poll_max: poll_max.into() };
+    let names = ["plc", "backup", "off"];
+    let weight = |name| {
+        (vm(name), VmSettings { weight: Weight::new(500).unwrap(), ..VmSettings::default() })
+    };
+    let scheduler = Scheduler::Bfq(Bfq::DEFAULT);
+    let path = PathBuf::from("/dev/sda");
+    let identity = plan.bed.host.identity(&path).unwrap();
+    let saved = rtvirtio_spec::plan::Plan {
+        version: PLAN_VERSION,
+        devices: vec![PlannedDevice { name: device(), path, identity }],
+        vms: names.map(|name| PlannedVm { name: vm(name), cgroup: group(name).into() }).into(),
+        settings: Settings(
+            [(device(), DeviceSettings { scheduler, vms: names.map(weight).into() })].into(),
+        ),
+        guests: Guests(names.map(|name| (vm(name), own.clone())).into()),
+        observed: Knobs::new(),
+        changes: Vec::new(),
+        tasks: Vec::new(),
+        background: Vec::new(),
+        cost: Vec::new(),
+        iothreads: IoThreads::default(),
+        reasons: Vec::new(),
+    };
+    let host = &plan.bed.host;
+    let again = || host.apply_again(&saved, ApplyOptions::default()).unwrap();
+    let before = backup.snapshot();
+    // Its guest boots, or all of it does.
+    for hangs in [Manner::DeadFrom("guest-sync"), Manner::DeadFrom("qmp_capabilities")] {
+        backup.with(|s| (s.agent, s.monitor) = (hangs, hangs));
+        let start = Instant::now();
+        let (applied, left) = again();
+        assert!(start.elapsed() < BOUND, "{:?}", start.elapsed());
+        assert!(applied.written > 0);
+        assert_eq!(left.absent, [vm("off")]);
+        assert_eq!(left.unreached.keys().collect::<Vec<_>>(), [&vm("backup")]);
+        let knobs = plan.bed.observe();
+        assert_eq!((knobs[&knob(true)].as_str(), knobs[&knob(false)].as_str()), ("none", "0"));
+        let weight = Knob::Weight { device: device(), vm: vm("backup") };
+        assert_eq!(knobs[&weight], "500");
+        assert_eq!(backup.snapshot(), before);
+        plan.rolled_back();
+        assert_eq!(plan.bed.snapshot(), plan.before);
+    }
+    backup.with(|s| (s.agent, s.monitor) = (Manner::Fair, Manner::Fair));
+    assert!(again().1.unreached.is_empty());
+    assert_eq!(backup.with(|s| s.poll_max), 0);
+    plan.rolled_back();
+    assert_eq!((plan.bed.snapshot(), backup.snapshot()), (plan.before.clone(), before));
 }
 
 #[test]

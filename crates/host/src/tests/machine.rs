@@ -25,6 +25,8 @@ pub(super) enum Manner {
     DeadFrom(&'static str),
     /// From that command on, it does what it is told and does not say so.
     MuteFrom(&'static str),
+    /// It does what it is told, and takes its time: well below what one answer may take.
+    Slow,
     /// It says that IOThreads poll as they are told, and has them do what they did.
     KeepsPolling,
     /// It sets what it is told and reads something else.
@@ -36,6 +38,8 @@ pub(super) struct State {
     pub(super) monitor: Manner,
     /// What the guest says of its disks.
     pub(super) claims: Value,
+    /// The id of QEMU's device for the disk.
+    pub(super) id: String,
     pub(super) serial: String,
     pub(super) poll_max: u64,
     is_over: bool,
@@ -77,6 +81,7 @@ impl Machine {
                 claim("/dev/vda", 4),
                 claim("/dev/vdb", 5),
             ]),
+            id: "root".to_owned(),
             serial: String::new(),
             poll_max: 32_768,
             is_over: false,
@@ -205,6 +210,9 @@ fn agent(wire: &mut Wire, state: &Mutex<State>, kernel: &FakeSysfs) {
         if !is_done {
             continue;
         }
+        if state.lock().unwrap().agent == Manner::Slow {
+            thread::sleep(Duration::from_millis(200));
+        }
         let arguments = &request["arguments"];
         let handle = arguments["handle"].as_u64().unwrap_or_default();
         let refused = |why: &str| refusal("GenericError", why);
@@ -271,10 +279,12 @@ fn monitor(wire: &mut Wire, state: &Mutex<State>) {
                 "id": "io0", "thread-id": 1, "poll-max-ns": state.poll_max, "poll-grow": 0, "poll-shrink": 0,
             }]),
             ("query-pci", ..) => {
-                json!([{"bus": 0, "devices": [device("root", 4), device("log", 5)]}])
+                json!([{"bus": 0, "devices": [device(&state.id, 4), device("log", 5)]}])
             }
-            ("qom-get", "/machine/peripheral/root", "serial") => json!(state.serial),
             ("qom-get", "/machine/peripheral/log", "serial") => json!(""),
+            ("qom-get", _, "serial") if path == format!("/machine/peripheral/{}", state.id) => {
+                json!(state.serial)
+            }
             ("qom-get", _, "poll-max-ns") if state.monitor == Manner::ReadsOtherwise => json!(5),
             ("qom-get", "/objects/io0", "poll-max-ns") => json!(state.poll_max),
             ("qom-set", "/objects/io0", "poll-max-ns") => {

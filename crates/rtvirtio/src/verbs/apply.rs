@@ -1,15 +1,13 @@
 //! `rtvirtio apply`, `confirm`, `verify`, `rollback`.
 
+use std::collections::BTreeMap;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use rtvirtio_host::{Applied, ApplyOptions, Host, RollbackOutcome, Topology};
-use rtvirtio_spec::plan::Plan;
-use rtvirtio_spec::settings::diff;
-use rtvirtio_units::VmName;
+use rtvirtio_host::{ApplyOptions, LeftOut, RollbackOutcome, Topology};
 use serde_json::json;
 
 use crate::{Outcome, input};
@@ -24,7 +22,8 @@ pub(crate) struct ApplyArgs {
     /// Apply although targets are unmet
     #[arg(long)]
     force: bool,
-    /// Apply to the knobs found now, whatever the plan saw, and leave out VMs that do not run
+    /// Apply to the knobs found now, whatever the plan saw, leave out VMs that do not run,
+    /// and set those that do not answer on the host alone
     #[arg(long)]
     again: bool,
     /// Revert after this many seconds unless `rtvirtio confirm` is run
@@ -72,12 +71,12 @@ pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
     }
     let confirm_timeout = args.confirm_timeout.map(Duration::from_secs);
     let host = input::host();
-    let topology = Topology::of_plan(&plan);
     let options = ApplyOptions { confirm_timeout };
-    let (applied, absent) = if args.again {
-        again(&host, &topology, &plan, options)?
+    let (applied, LeftOut { absent, unreached }) = if args.again {
+        host.apply_again(&plan, options)?
     } else {
-        (host.apply(&topology, &plan.observed, &plan.changes, options)?, Vec::new())
+        let topology = Topology::of_plan(&plan);
+        (host.apply(&topology, &plan.observed, &plan.changes, options)?, LeftOut::default())
     };
     if applied.awaits_confirmation {
         watch()?;
@@ -85,11 +84,16 @@ pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
     if args.json {
         let mut value = serde_json::to_value(&applied)?;
         value["not_running"] = json!(absent);
+        let unreached = unreached.iter().map(|(vm, fault)| (vm, fault.to_string()));
+        value["not_reached"] = json!(unreached.collect::<BTreeMap<_, _>>());
         input::print_json(&value)?;
         return Ok(Outcome::Done);
     }
     for vm in &absent {
         println!("VM {vm} does not run: left out (once it does: rtvirtio apply PLAN --again)");
+    }
+    for (vm, fault) in &unreached {
+        println!("VM {vm} is set on the host alone: {fault} (later: rtvirtio apply PLAN --again)");
     }
     if applied.recovered.is_some() {
         println!("an earlier apply had not ended well; it was put back first");
@@ -102,24 +106,6 @@ pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
         _ => println!("take back: rtvirtio rollback"),
     }
     Ok(Outcome::Done)
-}
-
-/// Applies the plan's settings to what is found. An apply that died is undone first: what it left
-/// is not what the changes start from.
-fn again(
-    host: &Host,
-    topology: &Topology,
-    plan: &Plan,
-    options: ApplyOptions,
-) -> Result<(Applied, Vec<VmName>)> {
-    let (running, absent) = host.running(topology)?;
-    let mut wanted = plan.settings.knobs();
-    wanted.retain(|knob, _| !knob.vm().is_some_and(|vm| absent.contains(vm)));
-    // Finishes what a dead process left, so that it is not observed.
-    host.verify(&running, &wanted)?;
-    let observed = host.observe(&running)?;
-    let changes = diff(&observed, &wanted);
-    Ok((host.apply(&running, &observed, &changes, options)?, absent))
 }
 
 /// Starts the process that reverts an unconfirmed apply, detached from this one.

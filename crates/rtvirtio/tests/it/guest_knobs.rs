@@ -175,6 +175,12 @@ disk = [{{ name = "root", device = "data" }}]
     run(0, &["rollback"]);
     assert_eq!(qemu.knobs(), before);
 
+    // Applied to what is found, as at a boot.
+    run(0, &["apply", &plan, "--again"]);
+    assert_eq!(qemu.knobs(), ("none".to_owned(), "bfq 0".to_owned(), 0));
+    run(0, &["rollback"]);
+    assert_eq!(qemu.knobs(), before);
+
     // A VM that hangs: its sockets take a connection and nothing answers.
     qemu.signal(Signal::STOP);
     let said = run(1, &["apply", &plan]);
@@ -185,6 +191,9 @@ disk = [{{ name = "root", device = "data" }}]
     assert!(said.contains("plc: planned for on the host alone"), "{said}");
     assert!(!said.contains("guest scheduler"), "{said}");
     run(0, &["apply", &alone]);
+    run(0, &["rollback"]);
+    let said = run(0, &["apply", &plan, "--again"]);
+    assert!(said.contains("VM plc is set on the host alone: "), "{said}");
     run(0, &["rollback"]);
     qemu.signal(Signal::CONT);
     assert_eq!(qemu.knobs(), before);

@@ -10,7 +10,7 @@
 //! letters, digits, `-` and `_`; the rest of the XML is numbers.
 //!
 //! The disk NAME of a specification is the device with the id `NAME` or `ua-NAME`
-//! ([`is_device_of`]): libvirt lets an operator choose an id only with that prefix.
+//! ([`device_ids`]): libvirt lets an operator choose an id only with that prefix.
 //!
 //! Properties (tests of the same name): `qemu_text_is_as_expected`,
 //! `libvirt_text_is_as_expected`, `device_is_told_by_its_id`, `a_name_injects_nothing`.
@@ -59,13 +59,19 @@ fn alias(disk: &DiskName) -> Option<String> {
     is_well_formed.then(|| format!("{USER_ALIAS}{name}"))
 }
 
+/// The ids that a disk's device may have in QEMU.
+#[must_use]
+pub fn device_ids(disk: &DiskName) -> [String; 2] {
+    [disk.to_string(), format!("{USER_ALIAS}{disk}")]
+}
+
 /// Whether the device at a QOM path, such as `/machine/peripheral/ua-root/virtio-backend`, is the
 /// disk of that name.
 #[must_use]
 pub fn is_device_of(disk: &DiskName, qom_path: &str) -> bool {
     let below = qom_path.strip_prefix("/machine/peripheral/");
     let id = below.and_then(|path| path.split('/').next()).unwrap_or_default();
-    id == disk.as_str() || id.strip_prefix(USER_ALIAS) == Some(disk.as_str())
+    device_ids(disk).iter().any(|of_disk| of_disk == id)
 }
 
 /// The value of QEMU's `-device` for a disk; its `drive` is the disk's name, to be the node-name of
