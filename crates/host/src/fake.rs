@@ -151,6 +151,13 @@ impl FakeSysfs {
         self.kernel().partitions.insert(number, partition);
     }
 
+    /// Gives a disk another size while it is in use.
+    pub fn resize_disk(&self, number: DeviceNumber, sectors: u64) {
+        if let Some(disk) = self.kernel().disks.get_mut(&number) {
+            disk.sectors = sectors;
+        }
+    }
+
     /// Unplugs a disk.
     pub fn remove_disk(&self, number: DeviceNumber) {
         self.kernel().disks.remove(&number);

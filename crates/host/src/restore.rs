@@ -385,8 +385,7 @@ impl Host {
     }
 
     fn is_same_device(&self, number: DeviceNumber, record: &DeviceRecord) -> bool {
-        generation(&*self.sysfs, number)
-            .is_ok_and(|found| found == (record.size_sectors, record.diskseq))
+        generation(&*self.sysfs, number).is_ok_and(|found| record.is_about(found))
     }
 
     fn restore_device(
