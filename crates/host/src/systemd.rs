@@ -26,10 +26,13 @@
 //! to what is planned and, for the VM's other knobs, to what the kernel shows,
 //! so that nothing else moves; [`Host::restore_unit`] puts the entries back.
 //!
-//! Properties: `every_bfq_weight_is_reached_exactly`, `device_replaced_leaves_others_alone`;
+//! Properties: `every_bfq_weight_is_reached_exactly`, `device_replaced_leaves_others_alone`,
+//! `units_are_asked_about_for_knobs_of_the_host_only`;
 //! on a real systemd: `crates/rtvirtio/tests/it/systemd.rs`.
 
 mod bus;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -193,7 +196,9 @@ impl Host {
         if !is_v2 || !self.sysfs.exists(Path::new(RUNNING)) {
             return Ok(Units::default());
         }
-        let vms: BTreeSet<&VmName> = changes.iter().filter_map(|c| c.knob.vm()).collect();
+        // A VM's own knobs are none of its unit's.
+        let of_host = changes.iter().filter(|c| c.knob.device().is_some());
+        let vms: BTreeSet<&VmName> = of_host.filter_map(|c| c.knob.vm()).collect();
         let groups = vms.into_iter().filter_map(|vm| resolved.vms.get(vm));
         bus::units(&self.bus, groups.map(|g| g.path.clone())).map(Units)
     }
@@ -300,43 +305,4 @@ fn text(properties: &Properties) -> String {
         list.iter().map(move |(path, value)| format!("{property}={path} {value}"))
     });
     entries.collect::<Vec<_>>().join("; ")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::fake::FakeSysfs;
-
-    const DISK: DeviceNumber = DeviceNumber::new(252, 0);
-
-    /// systemd 252's BFQ_WEIGHT().
-    fn bfq_weight(io: u64) -> u64 {
-        if io <= 100 { 100 - (100 - io) * 99 / 99 } else { 100 + (io - 100) * 900 / 9900 }
-    }
-
-    #[test]
-    fn every_bfq_weight_is_reached_exactly() {
-        for weight in 1..=1000 {
-            let io = property_value(GroupKnob::Weight, &weight.to_string()).unwrap();
-            assert!((1..=10_000).contains(&io), "{io}");
-            assert_eq!(bfq_weight(io), weight);
-        }
-        // systemd#22897's numbers.
-        assert_eq!(io_weight(700), 6700);
-        assert_eq!(bfq_weight(666), 151);
-    }
-
-    #[test]
-    fn device_replaced_leaves_others_alone() {
-        let sysfs = FakeSysfs::bare();
-        sysfs.add_disk("vda", DISK, 2048);
-        sysfs.add_disk("vdb", DeviceNumber::new(252, 16), 2048);
-        let list = [("/dev/vda", 5), ("/dev/vdb", 6), ("/dev/block/252:0", 7), ("/gone", 8)];
-        let list = list.map(|(path, n)| (path.to_owned(), n));
-        let mut properties: Properties = [("P".to_owned(), list.to_vec())].into();
-        let new: Properties = [("P".to_owned(), vec![("/dev/block/252:0".to_owned(), 9)])].into();
-        replace(&sysfs, &mut properties, DISK, &new);
-        let left = [("/dev/vdb", 6), ("/gone", 8), ("/dev/block/252:0", 9)];
-        assert_eq!(properties["P"], left.map(|(path, n)| (path.to_owned(), n)));
-    }
 }

@@ -1,0 +1,121 @@
+//! Units on the kernel in memory, with a bus that answers nobody.
+
+use std::io::Read as _;
+use std::os::unix::net::UnixListener;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use rtvirtio_units::IoThreadName;
+
+use super::*;
+use crate::fake::FakeSysfs;
+
+const DISK: DeviceNumber = DeviceNumber::new(252, 0);
+const OTHER: DeviceNumber = DeviceNumber::new(252, 16);
+
+/// systemd 252's BFQ_WEIGHT().
+fn bfq_weight(io: u64) -> u64 {
+    if io <= 100 { 100 - (100 - io) * 99 / 99 } else { 100 + (io - 100) * 900 / 9900 }
+}
+
+#[test]
+fn every_bfq_weight_is_reached_exactly() {
+    for weight in 1..=1000 {
+        let io = property_value(GroupKnob::Weight, &weight.to_string()).unwrap();
+        assert!((1..=10_000).contains(&io), "{io}");
+        assert_eq!(bfq_weight(io), weight);
+    }
+    // systemd#22897's numbers.
+    assert_eq!(io_weight(700), 6700);
+    assert_eq!(bfq_weight(666), 151);
+}
+
+#[test]
+fn device_replaced_leaves_others_alone() {
+    let sysfs = FakeSysfs::bare();
+    sysfs.add_disk("vda", DISK, 2048);
+    sysfs.add_disk("vdb", OTHER, 2048);
+    let list = [("/dev/vda", 5), ("/dev/vdb", 6), ("/dev/block/252:0", 7), ("/gone", 8)];
+    let list = list.map(|(path, n)| (path.to_owned(), n));
+    let mut properties: Properties = [("P".to_owned(), list.to_vec())].into();
+    let new: Properties = [("P".to_owned(), vec![("/dev/block/252:0".to_owned(), 9)])].into();
+    replace(&sysfs, &mut properties, DISK, &new);
+    let left = [("/dev/vdb", 6), ("/gone", 8), ("/dev/block/252:0", 9)];
+    assert_eq!(properties["P"], left.map(|(path, n)| (path.to_owned(), n)));
+}
+
+const GROUP: &str = "machine.slice/plc.scope";
+
+/// A host on cgroup v2 with systemd, whose bus hangs up once `act` has been called on its kernel.
+struct Bed {
+    fake: Arc<FakeSysfs>,
+    host: Host,
+    calls: Arc<AtomicUsize>,
+    _directory: tempfile::TempDir,
+}
+
+impl Bed {
+    /// Two disks under bfq, and the cgroup of a VM.
+    fn new(act: impl Fn(&FakeSysfs) + Send + 'static) -> Self {
+        let fake = FakeSysfs::v2();
+        fake.put(&format!("{RUNNING}/systemd-units-load"), "");
+        for (name, number) in [("vda", DISK), ("vdb", OTHER)] {
+            fake.add_disk(name, number, 2048);
+            let scheduler = directory(number).join("queue/scheduler");
+            fake.write(&scheduler, "bfq").unwrap();
+        }
+        fake.add_cgroup(GROUP);
+        let fake = Arc::new(fake);
+        let root = tempfile::tempdir().unwrap();
+        let bus = root.path().join("bus");
+        let listener = UnixListener::bind(&bus).unwrap();
+        let calls = Arc::new(AtomicUsize::new(0));
+        let (kernel, counter) = (Arc::clone(&fake), Arc::clone(&calls));
+        std::thread::spawn(move || {
+            for client in listener.incoming() {
+                // What it says first; a socket closed with unread bytes would be reset.
+                let _ = client.unwrap().read(&mut [0; 4096]);
+                counter.fetch_add(1, Ordering::SeqCst);
+                act(&kernel);
+            }
+        });
+        let host = Host { bus, ..Host::with_sysfs(root.path().join("state"), fake.clone()) };
+        Self { fake, host, calls, _directory: root }
+    }
+
+    fn calls(&self) -> usize {
+        self.calls.load(Ordering::SeqCst)
+    }
+
+    fn resolved(&self) -> Resolved {
+        let data = DeviceName::new("data").unwrap();
+        let topology = crate::Topology {
+            devices: [(data.clone(), "/dev/vda".into())].into(),
+            vms: [(plc(), GROUP.into())].into(),
+            uses: [(plc(), [data].into())].into(),
+            ..crate::Topology::default()
+        };
+        Resolved::find(&*self.fake, &topology).unwrap()
+    }
+}
+
+fn plc() -> VmName {
+    VmName::new("plc").unwrap()
+}
+
+fn change(knob: Knob, new: &str) -> Change {
+    Change { knob, old: None, new: new.to_owned() }
+}
+
+#[test]
+fn units_are_asked_about_for_knobs_of_the_host_only() {
+    let bed = Bed::new(|_| ());
+    let iothread = IoThreadName::new("io0").unwrap();
+    let own = change(Knob::PollMax { vm: plc(), iothread }, "0");
+    assert!(bed.host.units(&bed.resolved(), &[own]).unwrap().0.is_empty());
+    assert_eq!(bed.calls(), 0);
+    let device = DeviceName::new("data").unwrap();
+    let of_host = change(Knob::Weight { device, vm: plc() }, "500");
+    assert!(matches!(bed.host.units(&bed.resolved(), &[of_host]), Err(HostError::Systemd { .. })));
+    assert_eq!(bed.calls(), 1);
+}
