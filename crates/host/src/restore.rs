@@ -370,9 +370,7 @@ impl Host {
             match CgroupVersion::find(&*self.sysfs) {
                 Ok(version) => {
                     // Units first: systemd writes all of a unit's knobs.
-                    for unit in &record.units {
-                        self.restore_unit(&version, unit, &mut done)?;
-                    }
+                    self.restore_units(&version, &record.units, &mut done)?;
                     for group in &record.groups {
                         self.restore_group(&version, record, group, &mut done)?;
                     }

@@ -24,10 +24,10 @@
 //! The order of things: [`Host::units`] finds the units; `apply` journals what their
 //! properties say of each device; [`Host::set_planned`] sets one unit in one call
 //! to what is planned and, for the VM's other knobs, to what the kernel shows,
-//! so that nothing else moves; [`Host::restore_unit`] puts the entries back.
+//! so that nothing else moves; [`Host::restore_units`] puts the entries back.
 //!
 //! Properties: `every_bfq_weight_is_reached_exactly`, `device_replaced_leaves_others_alone`,
-//! `units_are_asked_about_for_knobs_of_the_host_only`;
+//! `units_are_asked_about_for_knobs_of_the_host_only`, `silent_systemd_is_asked_once`;
 //! on a real systemd: `crates/rtvirtio/tests/it/systemd.rs`.
 
 mod bus;
@@ -221,39 +221,74 @@ impl Host {
         self.set_properties(&first.group.cgroup, &unit.name, &properties)
     }
 
-    /// Puts back what a unit's properties said of a device. The only error is
-    /// [`HostError::Interrupted`].
-    pub(crate) fn restore_unit(
+    fn is_of(&self, cgroup: &Cgroup, record: &UnitRecord) -> bool {
+        self.sysfs.inode(&cgroup.directory).is_ok_and(|id| id == record.id)
+    }
+
+    /// Puts back what units' properties said of devices. systemd is asked no more once it did not
+    /// answer. The only error is [`HostError::Interrupted`].
+    pub(crate) fn restore_units(
         &self,
         version: &CgroupVersion,
+        records: &[UnitRecord],
+        done: &mut Restoration,
+    ) -> Result<(), HostError> {
+        let mut found = Vec::new();
+        for record in records {
+            match version.cgroup(&record.cgroup) {
+                Ok(cgroup) if self.is_of(&cgroup, record) => found.push((cgroup, record)),
+                Ok(_) => done.skip(Skipped::Cgroup { cgroup: record.cgroup.clone() }),
+                Err(error) => done.failures.push(error.to_string()),
+            }
+        }
+        let cgroups: BTreeSet<PathBuf> = found.iter().map(|(_, r)| r.cgroup.clone()).collect();
+        let mut units = bus::units(&self.bus, cgroups);
+        for (cgroup, record) in found {
+            let mut failures = Vec::new();
+            let restored = match &mut units {
+                Ok(units) => self.restore_unit(units, &cgroup, record, done),
+                Err(silence) => {
+                    failures.push(failure(record, silence));
+                    Ok(())
+                }
+            };
+            match restored {
+                Err(interrupted @ HostError::Interrupted { .. }) => return Err(interrupted),
+                Err(error) => {
+                    failures.push(failure(record, &error));
+                    if !is_answer(&error) {
+                        units = Err(error);
+                    }
+                }
+                Ok(()) => {}
+            }
+            // It may have vanished meanwhile.
+            if self.is_of(&cgroup, record) {
+                done.failures.append(&mut failures);
+            } else {
+                done.skip(Skipped::Cgroup { cgroup: record.cgroup.clone() });
+            }
+        }
+        Ok(())
+    }
+
+    fn restore_unit(
+        &self,
+        units: &mut BTreeMap<PathBuf, Unit>,
+        cgroup: &Cgroup,
         record: &UnitRecord,
         done: &mut Restoration,
     ) -> Result<(), HostError> {
-        let mut restore = || {
-            let cgroup = version.cgroup(&record.cgroup)?;
-            if !self.sysfs.inode(&cgroup.directory).is_ok_and(|id| id == record.id) {
-                done.skip(Skipped::Cgroup { cgroup: record.cgroup.clone() });
-                return Ok(());
-            }
-            let units = bus::units(&self.bus, [record.cgroup.clone()])?;
-            let unit = units.get(&record.cgroup);
-            let unit = unit.ok_or_else(|| HostError::UnitUnknown { unit: record.unit.clone() })?;
-            let mut properties = unit.properties.clone();
-            replace(&*self.sysfs, &mut properties, record.device, &record.properties);
-            if properties != unit.properties {
-                self.set_properties(&cgroup, &record.unit, &properties)?;
-                done.restored.push((cgroup.directory, text(&properties)));
-            }
-            Ok(())
-        };
-        match restore() {
-            Err(interrupted @ HostError::Interrupted { .. }) => Err(interrupted),
-            Err(error) => {
-                done.failures.push(error.to_string());
-                Ok(())
-            }
-            Ok(()) => Ok(()),
+        let unknown = || HostError::UnitUnknown { unit: record.unit.clone() };
+        let unit = units.get_mut(&record.cgroup).ok_or_else(unknown)?;
+        let mut properties = unit.properties.clone();
+        replace(&*self.sysfs, &mut properties, record.device, &record.properties);
+        if properties != unit.properties {
+            self.set_properties(cgroup, &record.unit, &properties)?;
+            done.restored.push((cgroup.directory.clone(), text(&properties)));
+            unit.properties = properties;
         }
+        Ok(())
     }
 
     /// Sets properties of a unit, and keeps what others wrote to its cgroup's weights: systemd's
@@ -297,6 +332,21 @@ impl Host {
         }
         Ok(())
     }
+}
+
+/// Whether systemd has said so itself: others may be asked about.
+fn is_answer(error: &HostError) -> bool {
+    match error {
+        HostError::Systemd { source, .. } => {
+            matches!(source, zbus::Error::MethodError(..) | zbus::Error::FDO(_))
+        }
+        _ => true,
+    }
+}
+
+fn failure(record: &UnitRecord, error: &HostError) -> String {
+    let source = std::error::Error::source(error).map(|s| format!(": {s}"));
+    format!("unit {}: {error}{}", record.unit, source.unwrap_or_default())
 }
 
 /// Properties as in a unit file, for people.

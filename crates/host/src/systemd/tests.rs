@@ -9,6 +9,8 @@ use rtvirtio_units::IoThreadName;
 
 use super::*;
 use crate::fake::FakeSysfs;
+use crate::journal::{Journal, Pending, Record};
+use crate::restore::save;
 
 const DISK: DeviceNumber = DeviceNumber::new(252, 0);
 const OTHER: DeviceNumber = DeviceNumber::new(252, 16);
@@ -45,6 +47,7 @@ fn device_replaced_leaves_others_alone() {
 }
 
 const GROUP: &str = "machine.slice/plc.scope";
+const WEIGHTS: &str = "/sys/fs/cgroup/machine.slice/plc.scope/io.bfq.weight";
 
 /// A host on cgroup v2 with systemd, whose bus hangs up once `act` has been called on its kernel.
 struct Bed {
@@ -73,14 +76,41 @@ impl Bed {
         let (kernel, counter) = (Arc::clone(&fake), Arc::clone(&calls));
         std::thread::spawn(move || {
             for client in listener.incoming() {
+                let mut client = client.unwrap();
                 // What it says first; a socket closed with unread bytes would be reset.
-                let _ = client.unwrap().read(&mut [0; 4096]);
+                let _ = client.read(&mut [0; 4096]);
                 counter.fetch_add(1, Ordering::SeqCst);
                 act(&kernel);
             }
         });
         let host = Host { bus, ..Host::with_sysfs(root.path().join("state"), fake.clone()) };
         Self { fake, host, calls, _directory: root }
+    }
+
+    /// Writes the weights of the VM's cgroup.
+    fn set(&self, weights: &[&str]) {
+        set(&self.fake, weights);
+    }
+
+    fn weights(&self) -> String {
+        self.fake.read(Path::new(WEIGHTS)).unwrap()
+    }
+
+    /// What an apply journals that sets the VM's weight on the first disk, and how it does it.
+    fn planned(&self) -> (Resolved, Units, Vec<Change>, Record) {
+        let resolved = self.resolved();
+        let unit = Unit { name: "plc.scope".to_owned(), properties: Properties::new() };
+        let units = Units([(GROUP.into(), unit)].into());
+        let changes = vec![weight_change("700")];
+        let record = save(&*self.fake, &resolved, &changes, &units).unwrap();
+        (resolved, units, changes, record)
+    }
+
+    fn store(&self, original: Option<Record>, pending: Option<Pending>) {
+        let mut journal = Journal::new("first".to_owned());
+        (journal.original, journal.pending) = (original, pending);
+        self.host.state.stage(&journal).unwrap();
+        self.host.state.commit().unwrap();
     }
 
     fn calls(&self) -> usize {
@@ -103,19 +133,56 @@ fn plc() -> VmName {
     VmName::new("plc").unwrap()
 }
 
-fn change(knob: Knob, new: &str) -> Change {
-    Change { knob, old: None, new: new.to_owned() }
+fn weight_change(weight: &str) -> Change {
+    let knob = Knob::Weight { device: DeviceName::new("data").unwrap(), vm: plc() };
+    Change { knob, old: None, new: weight.to_owned() }
+}
+
+fn set(fake: &FakeSysfs, weights: &[&str]) {
+    weights.iter().for_each(|w| fake.write(Path::new(WEIGHTS), w).unwrap());
+}
+
+/// What the rollback of `bed` could not restore.
+fn failures<T: std::fmt::Debug>(result: Result<T, HostError>) -> Vec<String> {
+    match result.unwrap_err() {
+        HostError::RestoreIncomplete { failures, .. } => failures,
+        other => panic!("{other}"),
+    }
 }
 
 #[test]
 fn units_are_asked_about_for_knobs_of_the_host_only() {
     let bed = Bed::new(|_| ());
     let iothread = IoThreadName::new("io0").unwrap();
-    let own = change(Knob::PollMax { vm: plc(), iothread }, "0");
+    let knob = Knob::PollMax { vm: plc(), iothread };
+    let own = Change { knob, old: None, new: "0".to_owned() };
     assert!(bed.host.units(&bed.resolved(), &[own]).unwrap().0.is_empty());
     assert_eq!(bed.calls(), 0);
-    let device = DeviceName::new("data").unwrap();
-    let of_host = change(Knob::Weight { device, vm: plc() }, "500");
-    assert!(matches!(bed.host.units(&bed.resolved(), &[of_host]), Err(HostError::Systemd { .. })));
+    let asked = bed.host.units(&bed.resolved(), &[weight_change("500")]);
+    assert!(matches!(asked, Err(HostError::Systemd { .. })));
     assert_eq!(bed.calls(), 1);
+}
+
+#[test]
+fn silent_systemd_is_asked_once() {
+    let bed = Bed::new(|_| ());
+    let (.., mut record) = bed.planned();
+    let unit = record.units[0].clone();
+    record.units.push(UnitRecord { device: OTHER, ..unit.clone() });
+    record.units.push(UnitRecord { device: DeviceNumber::new(252, 32), ..unit });
+    bed.store(Some(record), None);
+    bed.set(&["252:0 700"]);
+    let failures = failures(bed.host.rollback());
+    assert!(
+        failures.len() == 3 && failures.iter().all(|f| f.contains("plc.scope")),
+        "{failures:?}"
+    );
+    assert_eq!(bed.calls(), 1);
+    assert_eq!(bed.weights(), "default 100\n");
+
+    let error = |source| HostError::Systemd { action: "set", source };
+    let silence = std::io::Error::from(std::io::ErrorKind::TimedOut);
+    assert!(!is_answer(&error(silence.into())));
+    let refusal = zbus::fdo::Error::InvalidArgs(String::new());
+    assert!(is_answer(&error(zbus::Error::FDO(Box::new(refusal)))));
 }
