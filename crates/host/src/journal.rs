@@ -103,6 +103,10 @@ pub(crate) struct UnitRecord {
     pub(crate) id: u64,
     pub(crate) device: DeviceNumber,
     pub(crate) properties: Properties,
+    /// Its cgroup's weight file ([`crate::cgroup::Cgroup::weights`]), of which systemd's writes
+    /// drop lines that are nobody's knob here.
+    #[serde(default)]
+    pub(crate) weights: BTreeMap<String, String>,
 }
 
 /// A cgroup's knob on one device as it was.
@@ -224,8 +228,10 @@ impl Record {
         newer.groups.into_iter().for_each(|g| self.add_group(g));
         for unit in newer.units {
             let same = |u: &UnitRecord| (u.id, u.device) == (unit.id, unit.device);
-            if !self.units.iter().any(same) {
-                self.units.push(unit);
+            match self.units.iter_mut().find(|u| same(u)) {
+                // Not rtvirtio's to put back as they once were.
+                Some(older) => older.weights = unit.weights,
+                None => self.units.push(unit),
             }
         }
         for guest in newer.guests {

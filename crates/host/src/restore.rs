@@ -27,7 +27,7 @@ use serde::Serialize;
 use crate::cgroup::{CgroupVersion, Write, read, weight_lines};
 use crate::device::{Disk, directory, generation};
 use crate::journal::{DeviceRecord, GroupKnob, GroupRecord, QueueRecord, Record, UnitRecord};
-use crate::knobs::Schedulers;
+use crate::knobs::{Schedulers, has_bfq};
 use crate::sysfs::{DeviceNumber, Sysfs};
 use crate::systemd::{PROPERTIES, Units};
 use crate::topology::{Resolved, VmGroup};
@@ -253,6 +253,7 @@ pub(crate) fn save(
                 id: group_id(sysfs, &part.group.cgroup.directory)?,
                 device: part.disk.number,
                 properties: part.entries(sysfs, unit),
+                weights: part.group.cgroup.weights(sysfs),
             });
         }
     }
@@ -429,8 +430,7 @@ impl Host {
         let is_same = || sysfs.inode(&cgroup.directory).is_ok_and(|id| id == group.id);
         let current = match group.knob {
             GroupKnob::Weight => {
-                let text = sysfs.read(&directory(number).join("queue/scheduler"));
-                if !text.is_ok_and(|t| Schedulers::parse(&t).is_some_and(|s| s.is_bfq())) {
+                if !has_bfq(sysfs, number) {
                     // Weight lines died with bfq, and none was there before it.
                     return Ok(());
                 }

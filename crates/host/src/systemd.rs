@@ -24,10 +24,15 @@
 //! The order of things: [`Host::units`] finds the units; `apply` journals what their
 //! properties say of each device; [`Host::set_planned`] sets one unit in one call
 //! to what is planned and, for the VM's other knobs, to what the kernel shows,
-//! so that nothing else moves; [`Host::restore_units`] puts the entries back.
+//! so that nothing else moves; [`Host::restore_units`] puts the entries back. After each call
+//! [`Host::keep_weights`] puts back what systemd's write of the default dropped; the journal has
+//! the whole file, should the process die in between.
 //!
 //! Properties: `every_bfq_weight_is_reached_exactly`, `device_replaced_leaves_others_alone`,
-//! `units_are_asked_about_for_knobs_of_the_host_only`, `silent_systemd_is_asked_once`;
+//! `units_are_asked_about_for_knobs_of_the_host_only`,
+//! `weights_that_systemd_drops_are_kept`, `weights_are_kept_when_the_bus_fails`,
+//! `rollback_puts_back_weights_lost_in_between`, `rollback_leaves_newer_weights_alone`,
+//! `silent_systemd_is_asked_once`;
 //! on a real systemd: `crates/rtvirtio/tests/it/systemd.rs`.
 
 mod bus;
@@ -40,10 +45,10 @@ use std::path::{Path, PathBuf};
 use rtvirtio_spec::settings::{Change, Knob, Limit};
 use rtvirtio_units::{DeviceName, VmName};
 
-use crate::cgroup::{Cgroup, CgroupVersion, Write, line_of};
+use crate::cgroup::{Cgroup, CgroupVersion, Write};
 use crate::device::{Disk, directory};
-use crate::journal::{GroupKnob, UnitRecord};
-use crate::knobs::{MAX, Schedulers};
+use crate::journal::{GroupKnob, Record, UnitRecord};
+use crate::knobs::{MAX, Schedulers, has_bfq};
 use crate::restore::{Restoration, Skipped};
 use crate::sysfs::{DeviceNumber, Sysfs};
 use crate::topology::{Resolved, VmGroup};
@@ -55,6 +60,8 @@ pub(crate) use bus::{Properties, Unit};
 const RUNNING: &str = "/run/systemd/system";
 /// Names a device by its number.
 pub(crate) const BY_NUMBER: &str = "/dev/block/";
+/// The line of a weight file that holds for devices without one.
+const DEFAULT: &str = "default";
 /// A limit's property for no limit (`CGROUP_LIMIT_MAX`).
 const NO_LIMIT: u64 = u64::MAX;
 /// Each knob's property.
@@ -218,15 +225,40 @@ impl Host {
             let planned = part.planned(&*self.sysfs, unit, changes)?;
             replace(&*self.sysfs, &mut properties, part.disk.number, &planned);
         }
-        self.set_properties(&first.group.cgroup, &unit.name, &properties)
+        let cgroup = &first.group.cgroup;
+        let before = cgroup.weights(&*self.sysfs);
+        let set = self.set_properties(cgroup, &unit.name, &properties);
+        if matches!(set, Err(HostError::Interrupted { .. })) {
+            return set;
+        }
+        // systemd may have failed half way.
+        match self.keep_weights(cgroup, &before) {
+            Err(interrupted @ HostError::Interrupted { .. }) => Err(interrupted),
+            kept => set.and(kept),
+        }
+    }
+
+    /// Notes what the weight files of units' cgroups say, for a rollback that begins: what others
+    /// wrote since an apply ended is theirs.
+    pub(crate) fn note_weights(&self, record: &mut Record) {
+        let Ok(version) = CgroupVersion::find(&*self.sysfs) else {
+            return;
+        };
+        for unit in &mut record.units {
+            if let Ok(cgroup) = version.cgroup(&unit.cgroup)
+                && self.is_of(&cgroup, unit)
+            {
+                unit.weights = cgroup.weights(&*self.sysfs);
+            }
+        }
     }
 
     fn is_of(&self, cgroup: &Cgroup, record: &UnitRecord) -> bool {
         self.sysfs.inode(&cgroup.directory).is_ok_and(|id| id == record.id)
     }
 
-    /// Puts back what units' properties said of devices. systemd is asked no more once it did not
-    /// answer. The only error is [`HostError::Interrupted`].
+    /// Puts back what units' properties said of devices, and their cgroups' weights. systemd is
+    /// asked no more once it did not answer. The only error is [`HostError::Interrupted`].
     pub(crate) fn restore_units(
         &self,
         version: &CgroupVersion,
@@ -262,6 +294,11 @@ impl Host {
                 }
                 Ok(()) => {}
             }
+            match self.keep_weights(&cgroup, &record.weights) {
+                Err(interrupted @ HostError::Interrupted { .. }) => return Err(interrupted),
+                Err(error) => failures.push(failure(record, &error)),
+                Ok(()) => {}
+            }
             // It may have vanished meanwhile.
             if self.is_of(&cgroup, record) {
                 done.failures.append(&mut failures);
@@ -291,17 +328,13 @@ impl Host {
         Ok(())
     }
 
-    /// Sets properties of a unit, and keeps what others wrote to its cgroup's weights: systemd's
-    /// write of the default drops it.
+    /// Sets properties of a unit: [`Host::keep_weights`] is to follow, whatever the result.
     fn set_properties(
         &self,
         cgroup: &Cgroup,
         unit: &str,
         properties: &Properties,
     ) -> Result<(), HostError> {
-        let file = cgroup.weight_file();
-        let weights = || self.sysfs.read(&file).unwrap_or_default();
-        let before = weights();
         let step = || (cgroup.directory.clone(), text(properties));
         self.step(|| {
             let (file, text) = step();
@@ -312,25 +345,39 @@ impl Host {
             let (file, text) = step();
             Step::AfterWrite { file, text }
         })?;
-        result?;
-        let after = weights();
-        for (name, weight) in before.lines().filter_map(|l| l.split_once(' ')) {
-            let is_lost = match line_of(&after, name) {
-                // The file's first line.
-                Some(now) => name == "default" && now != weight,
-                None => true,
+        result
+    }
+
+    /// Writes back what systemd's write of the default dropped of a cgroup's weights: the default
+    /// itself, and lines that it has not set anew.
+    fn keep_weights(
+        &self,
+        cgroup: &Cgroup,
+        before: &BTreeMap<String, String>,
+    ) -> Result<(), HostError> {
+        let now = cgroup.weights(&*self.sysfs);
+        let default = before.get(DEFAULT).filter(|&w| now.get(DEFAULT) != Some(w));
+        let mut lines = before.clone();
+        lines.extend(now.clone());
+        // A write of the default drops all lines (`bfq_io_set_weight_legacy()`).
+        lines.retain(|name, _| {
+            (default.is_some() || !now.contains_key(name))
+                && name.parse().is_ok_and(|device| has_bfq(&*self.sysfs, device))
+        });
+        let default = default.map(|weight| (DEFAULT, weight));
+        let lines = lines.iter().map(|(name, weight)| (name.as_str(), weight));
+        let mut kept = Ok(());
+        for (name, weight) in default.into_iter().chain(lines) {
+            let write = Write { file: cgroup.weight_file(), text: format!("{name} {weight}") };
+            let error = |source| HostError::Cgroup {
+                action: "keep the weights of",
+                path: cgroup.directory.clone(),
+                source,
             };
-            if is_lost {
-                let write = Write { file: file.clone(), text: format!("{name} {weight}") };
-                let error = |source| HostError::Cgroup {
-                    action: "keep the weights of",
-                    path: cgroup.directory.clone(),
-                    source,
-                };
-                self.write(&write)?.map_err(error)?;
-            }
+            // One that is refused does not cost the others.
+            kept = kept.and(self.write(&write)?.map_err(error));
         }
-        Ok(())
+        kept
     }
 }
 

@@ -9,7 +9,7 @@ use rtvirtio_units::IoThreadName;
 
 use super::*;
 use crate::fake::FakeSysfs;
-use crate::journal::{Journal, Pending, Record};
+use crate::journal::{Journal, Pending, Phase};
 use crate::restore::save;
 
 const DISK: DeviceNumber = DeviceNumber::new(252, 0);
@@ -142,6 +142,10 @@ fn set(fake: &FakeSysfs, weights: &[&str]) {
     weights.iter().for_each(|w| fake.write(Path::new(WEIGHTS), w).unwrap());
 }
 
+fn pending(phase: Phase, record: Record) -> Option<Pending> {
+    Some(Pending { phase, deadline_ns: Some(0), record })
+}
+
 /// What the rollback of `bed` could not restore.
 fn failures<T: std::fmt::Debug>(result: Result<T, HostError>) -> Vec<String> {
     match result.unwrap_err() {
@@ -161,6 +165,78 @@ fn units_are_asked_about_for_knobs_of_the_host_only() {
     let asked = bed.host.units(&bed.resolved(), &[weight_change("500")]);
     assert!(matches!(asked, Err(HostError::Systemd { .. })));
     assert_eq!(bed.calls(), 1);
+}
+
+#[test]
+fn weights_that_systemd_drops_are_kept() {
+    let bed = Bed::new(|_| ());
+    let cgroup = &bed.resolved().vms[&plc()].cgroup;
+    bed.set(&["default 90", "252:0 300", "252:16 250"]);
+    let before = cgroup.weights(&*bed.fake);
+    let kept = |by_systemd: &[&str]| {
+        bed.set(by_systemd);
+        bed.host.keep_weights(cgroup, &before).unwrap();
+        bed.weights()
+    };
+    assert_eq!(kept(&["default 100", "252:0 700"]), "default 90\n252:0 700\n252:16 250\n");
+    let both = kept(&["default 100", "252:0 700", "252:16 50"]);
+    assert_eq!(both, "default 90\n252:0 700\n252:16 50\n");
+    assert_eq!(kept(&["default 90", "252:0 700"]), "default 90\n252:0 700\n252:16 250\n");
+    // Its lines died with bfq.
+    bed.fake.write(&directory(OTHER).join("queue/scheduler"), "none").unwrap();
+    assert_eq!(kept(&["default 100"]), "default 90\n252:0 300\n");
+}
+
+#[test]
+fn weights_are_kept_when_the_bus_fails() {
+    // systemd dies when it has done half of it.
+    let bed = Bed::new(|fake| set(fake, &["default 100", "252:0 700"]));
+    bed.set(&["default 90", "252:16 250"]);
+    let (resolved, units, changes, _) = bed.planned();
+    let parts = units.parts(&*bed.fake, &resolved);
+    let [(unit, parts)] = parts.as_slice() else { panic!() };
+    let error = bed.host.set_planned(unit, parts, &changes).unwrap_err();
+    assert!(matches!(error, HostError::Systemd { .. }), "{error}");
+    assert_eq!(bed.weights(), "default 90\n252:0 700\n252:16 250\n");
+}
+
+#[test]
+fn rollback_puts_back_weights_lost_in_between() {
+    for lost in [&["default 100", "252:0 700"][..], &["default 90"], &["default 90", "252:16 250"]]
+    {
+        let bed = Bed::new(|_| ());
+        bed.set(&["default 90", "252:0 300", "252:16 250"]);
+        let before = bed.weights();
+        let (.., record) = bed.planned();
+        bed.store(None, pending(Phase::Applying, record));
+        // Dead after the call on the bus, or among the writes that follow it.
+        bed.set(lost);
+        assert_eq!(failures(bed.host.rollback()).len(), 1);
+        assert_eq!(bed.weights(), before);
+        bed.set(lost);
+        assert_eq!(failures(bed.host.rollback()).len(), 1);
+        assert_eq!(bed.weights(), before, "a rollback that died");
+    }
+}
+
+#[test]
+fn rollback_leaves_newer_weights_alone() {
+    for way in 0..3 {
+        let bed = Bed::new(|_| ());
+        bed.set(&["default 90", "252:0 300", "252:16 250"]);
+        let (.., record) = bed.planned();
+        match way {
+            0 => bed.store(Some(record), None),
+            _ => bed.store(None, pending(Phase::Unconfirmed, record)),
+        }
+        bed.set(&["default 80", "252:0 700"]);
+        let failures = match way {
+            2 => failures(bed.host.revert_unless_confirmed()),
+            _ => failures(bed.host.rollback()),
+        };
+        assert_eq!(failures.len(), 1);
+        assert_eq!(bed.weights(), "default 80\n252:0 300\n", "way {way}");
+    }
 }
 
 #[test]
