@@ -183,6 +183,12 @@ impl Host {
         let Some(mut journal) = self.load_of_this_boot()? else {
             return Ok(RollbackOutcome::Nothing);
         };
+        if !journal.rolling_back {
+            // An apply that died keeps what it found.
+            let ended = |p: &&mut Pending| p.phase == Phase::Unconfirmed;
+            let pending = journal.pending.as_mut().filter(ended).map(|p| &mut p.record);
+            journal.original.iter_mut().chain(pending).for_each(|r| self.note_weights(r));
+        }
         journal.settle();
         journal.rolling_back = true;
         self.store(&journal)?;
@@ -396,6 +402,7 @@ impl Host {
         };
         // Should this die too, the next one goes on.
         if pending.phase != Phase::Applying {
+            self.note_weights(&mut pending.record);
             pending.phase = Phase::Applying;
             self.store(&journal)?;
         }

@@ -24,6 +24,7 @@
 //! `weight_line_is_told_from_default`, `limits_are_read_from_both_versions`,
 //! `cgroup_path_cannot_leave_the_hierarchy`.
 
+use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
 
 use rtvirtio_spec::settings::Limit;
@@ -154,6 +155,14 @@ impl Cgroup {
     ) -> Result<Option<String>, HostError> {
         let text = read(sysfs, &self.weight_file())?;
         Ok(line_of(&text, &device.to_string()).map(str::to_owned))
+    }
+
+    /// The lines of the weight file: `default` or a device's number, and the weight. None without
+    /// bfq.
+    pub(crate) fn weights(&self, sysfs: &dyn Sysfs) -> BTreeMap<String, String> {
+        let text = sysfs.read(&self.weight_file()).unwrap_or_default();
+        let pair = |line: &str| line.split_once(' ').map(|(n, w)| (n.to_owned(), w.to_owned()));
+        text.lines().filter_map(pair).collect()
     }
 
     /// The weight that holds for `device`: its line, or the default.

@@ -8,6 +8,7 @@
 //! - `slice_idle` and `slice_idle_us` are one value; `strict_guarantees`
 //!   raises it to 8 ms; `timeout_sync` is rounded up to 4 ms;
 //! - bfq turns writeback throttling off, leaving it turns it on again;
+//! - writing a cgroup's default weight (v2 only here) drops its weight lines;
 //! - a weight out of range is ERANGE, one under another scheduler EOPNOTSUPP;
 //! - an IOPS limit is cut to 32 bits on v1; 0 (v1) and `max` (v2) remove limits;
 //! - `cgroup.procs` that is not empty keeps a cgroup from being removed.
@@ -149,6 +150,13 @@ impl FakeSysfs {
     pub fn add_partition(&self, name: &str, number: DeviceNumber, disk: &str, sectors: u64) {
         let partition = Partition { name: name.to_owned(), disk: disk.to_owned(), sectors };
         self.kernel().partitions.insert(number, partition);
+    }
+
+    /// Gives a disk another size while it is in use.
+    pub fn resize_disk(&self, number: DeviceNumber, sectors: u64) {
+        if let Some(disk) = self.kernel().disks.get_mut(&number) {
+            disk.sectors = sectors;
+        }
     }
 
     /// Unplugs a disk.
@@ -456,6 +464,14 @@ impl Kernel {
                 "-io" => drop(group.subtree.remove("io")),
                 _ => return Err(invalid()),
             }
+            return Ok(());
+        }
+        if self.v2
+            && file == "io.bfq.weight"
+            && let Some(weight) = text.strip_prefix("default ")
+        {
+            group.default_weight = weight.parse().map_err(|_| invalid())?;
+            group.weights.clear();
             return Ok(());
         }
         let (device, rest) = text.split_once(' ').ok_or_else(invalid)?;

@@ -11,7 +11,8 @@
 //! `original`, where the older value wins.
 //!
 //! Properties: `merge_keeps_the_oldest_value`, `journal_of_version_1_is_read`,
-//! `merge_keeps_the_oldest_value_of_a_vm_that_still_runs`, `journal_of_another_boot_is_void`,
+//! `merge_keeps_the_oldest_value_of_a_vm_that_still_runs`,
+//! `merge_keeps_the_oldest_value_of_a_device_that_grew`, `journal_of_another_boot_is_void`,
 //! `journal_is_private`.
 
 use std::collections::BTreeMap;
@@ -60,6 +61,17 @@ pub(crate) struct DeviceRecord {
     pub(crate) queue: Option<QueueRecord>,
 }
 
+impl DeviceRecord {
+    /// Whether it is about the device that has this [`crate::device::generation`]. One that grew
+    /// keeps its `diskseq` (kernel `set_capacity_and_notify()`): the size counts without one.
+    pub(crate) fn is_about(&self, (size_sectors, diskseq): (u64, Option<u64>)) -> bool {
+        match (self.diskseq, diskseq) {
+            (Some(recorded), Some(found)) => recorded == found,
+            _ => self.size_sectors == size_sectors,
+        }
+    }
+}
+
 /// Which of a cgroup's knobs on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -91,6 +103,10 @@ pub(crate) struct UnitRecord {
     pub(crate) id: u64,
     pub(crate) device: DeviceNumber,
     pub(crate) properties: Properties,
+    /// Its cgroup's weight file ([`crate::cgroup::Cgroup::weights`]), of which systemd's writes
+    /// drop lines that are nobody's knob here.
+    #[serde(default)]
+    pub(crate) weights: BTreeMap<String, String>,
 }
 
 /// A cgroup's knob on one device as it was.
@@ -200,10 +216,7 @@ impl Record {
         for (number, record) in newer.devices {
             match self.devices.get_mut(&number) {
                 // Another device under the same number: the old one's state died with it.
-                Some(older)
-                    if (older.size_sectors, older.diskseq)
-                        != (record.size_sectors, record.diskseq) =>
-                {
+                Some(older) if !older.is_about((record.size_sectors, record.diskseq)) => {
                     *older = record;
                 }
                 Some(older) => older.queue = older.queue.take().or(record.queue),
@@ -215,8 +228,10 @@ impl Record {
         newer.groups.into_iter().for_each(|g| self.add_group(g));
         for unit in newer.units {
             let same = |u: &UnitRecord| (u.id, u.device) == (unit.id, unit.device);
-            if !self.units.iter().any(same) {
-                self.units.push(unit);
+            match self.units.iter_mut().find(|u| same(u)) {
+                // Not rtvirtio's to put back as they once were.
+                Some(older) => older.weights = unit.weights,
+                None => self.units.push(unit),
             }
         }
         for guest in newer.guests {
@@ -459,6 +474,33 @@ mod tests {
         let record = |weight| Record { groups: vec![weight], ..Record::default() };
         let (older, newer) = (record(weight(Some("300"), true)), record(weight(None, false)));
         assert_eq!(older.merged(newer).groups, [weight(Some("300"), false)]);
+    }
+
+    fn device_record(size_sectors: u64, diskseq: Option<u64>) -> DeviceRecord {
+        let name = DeviceName::new("data").unwrap();
+        DeviceRecord { name, size_sectors, diskseq, queue: None }
+    }
+
+    #[test]
+    fn device_is_told_by_diskseq_else_by_size() {
+        let is_same = |a: (u64, Option<u64>), b| device_record(a.0, a.1).is_about(b);
+        assert!(is_same((8, Some(3)), (9, Some(3))), "it grew");
+        assert!(!is_same((8, Some(3)), (8, Some(4))));
+        for (a, b) in [(None, None), (None, Some(4)), (Some(3), None)] {
+            assert!(is_same((8, a), (8, b)) && !is_same((8, a), (9, b)), "{a:?} {b:?}");
+        }
+    }
+
+    #[test]
+    fn merge_keeps_the_oldest_value_of_a_device_that_grew() {
+        let record = |size_sectors, scheduler: &str| {
+            let queue =
+                QueueRecord { scheduler: scheduler.to_owned(), parameters: BTreeMap::new() };
+            let device =
+                DeviceRecord { queue: Some(queue), ..device_record(size_sectors, Some(3)) };
+            Record { devices: [(DeviceNumber::new(7, 0), device)].into(), ..Record::default() }
+        };
+        assert_eq!(record(8, "kyber").merged(record(9, "bfq")), record(8, "kyber"));
     }
 
     fn guest(pid: u32, boot_id: Option<&str>, poll_max: u64) -> GuestRecord {

@@ -13,8 +13,8 @@ use rtvirtio_spec::settings::{BfqParameter, Knob, Knobs, Limit};
 
 use crate::HostError;
 use crate::cgroup::{Write, read};
-use crate::device::Disk;
-use crate::sysfs::Sysfs;
+use crate::device::{Disk, directory};
+use crate::sysfs::{DeviceNumber, Sysfs};
 use crate::topology::Resolved;
 
 /// No limit.
@@ -50,6 +50,12 @@ impl Schedulers {
     pub(crate) fn is_bfq(&self) -> bool {
         self.selected == "bfq"
     }
+}
+
+/// Whether there is a disk of this number, under bfq: only then it can have weight lines.
+pub(crate) fn has_bfq(sysfs: &dyn Sysfs, disk: DeviceNumber) -> bool {
+    let text = sysfs.read(&directory(disk).join("queue/scheduler"));
+    text.is_ok_and(|t| Schedulers::parse(&t).is_some_and(|s| s.is_bfq()))
 }
 
 /// The module of a scheduler that may be built as one.

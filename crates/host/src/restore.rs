@@ -29,7 +29,7 @@ use crate::device::{Disk, directory, generation};
 use crate::journal::{
     DeviceRecord, GroupKnob, GroupRecord, GuestRecord, QueueRecord, Record, UnitRecord,
 };
-use crate::knobs::Schedulers;
+use crate::knobs::{Schedulers, has_bfq};
 use crate::sysfs::{DeviceNumber, Sysfs};
 use crate::systemd::{PROPERTIES, Units};
 use crate::topology::{Resolved, VmGroup};
@@ -255,6 +255,7 @@ pub(crate) fn save(
                 id: group_id(sysfs, &part.group.cgroup.directory)?,
                 device: part.disk.number,
                 properties: part.entries(sysfs, unit),
+                weights: part.group.cgroup.weights(sysfs),
             });
         }
     }
@@ -376,9 +377,7 @@ impl Host {
             match CgroupVersion::find(&*self.sysfs) {
                 Ok(version) => {
                     // Units first: systemd writes all of a unit's knobs.
-                    for unit in &record.units {
-                        self.restore_unit(&version, unit, &mut done)?;
-                    }
+                    self.restore_units(&version, &record.units, &mut done)?;
                     for group in &record.groups {
                         self.restore_group(&version, record, group, &mut done)?;
                     }
@@ -392,8 +391,7 @@ impl Host {
     }
 
     fn is_same_device(&self, number: DeviceNumber, record: &DeviceRecord) -> bool {
-        generation(&*self.sysfs, number)
-            .is_ok_and(|found| found == (record.size_sectors, record.diskseq))
+        generation(&*self.sysfs, number).is_ok_and(|found| record.is_about(found))
     }
 
     fn restore_device(
@@ -439,8 +437,7 @@ impl Host {
         let is_same = || sysfs.inode(&cgroup.directory).is_ok_and(|id| id == group.id);
         let current = match group.knob {
             GroupKnob::Weight => {
-                let text = sysfs.read(&directory(number).join("queue/scheduler"));
-                if !text.is_ok_and(|t| Schedulers::parse(&t).is_some_and(|s| s.is_bfq())) {
+                if !has_bfq(sysfs, number) {
                     // Weight lines died with bfq, and none was there before it.
                     return Ok(());
                 }

@@ -24,12 +24,20 @@
 //! The order of things: [`Host::units`] finds the units; `apply` journals what their
 //! properties say of each device; [`Host::set_planned`] sets one unit in one call
 //! to what is planned and, for the VM's other knobs, to what the kernel shows,
-//! so that nothing else moves; [`Host::restore_unit`] puts the entries back.
+//! so that nothing else moves; [`Host::restore_units`] puts the entries back. After each call
+//! [`Host::keep_weights`] puts back what systemd's write of the default dropped; the journal has
+//! the whole file, should the process die in between.
 //!
-//! Properties: `every_bfq_weight_is_reached_exactly`, `device_replaced_leaves_others_alone`;
+//! Properties: `every_bfq_weight_is_reached_exactly`, `device_replaced_leaves_others_alone`,
+//! `units_are_asked_about_for_knobs_of_the_host_only`,
+//! `weights_that_systemd_drops_are_kept`, `weights_are_kept_when_the_bus_fails`,
+//! `rollback_puts_back_weights_lost_in_between`, `rollback_leaves_newer_weights_alone`,
+//! `silent_systemd_is_asked_once`;
 //! on a real systemd: `crates/rtvirtio/tests/it/systemd.rs`.
 
 mod bus;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -37,10 +45,10 @@ use std::path::{Path, PathBuf};
 use rtvirtio_spec::settings::{Change, Knob, Limit};
 use rtvirtio_units::{DeviceName, VmName};
 
-use crate::cgroup::{Cgroup, CgroupVersion, Write, line_of};
+use crate::cgroup::{Cgroup, CgroupVersion, Write};
 use crate::device::{Disk, directory};
-use crate::journal::{GroupKnob, UnitRecord};
-use crate::knobs::{MAX, Schedulers};
+use crate::journal::{GroupKnob, Record, UnitRecord};
+use crate::knobs::{MAX, Schedulers, has_bfq};
 use crate::restore::{Restoration, Skipped};
 use crate::sysfs::{DeviceNumber, Sysfs};
 use crate::topology::{Resolved, VmGroup};
@@ -52,6 +60,8 @@ pub(crate) use bus::{Properties, Unit};
 const RUNNING: &str = "/run/systemd/system";
 /// Names a device by its number.
 pub(crate) const BY_NUMBER: &str = "/dev/block/";
+/// The line of a weight file that holds for devices without one.
+const DEFAULT: &str = "default";
 /// A limit's property for no limit (`CGROUP_LIMIT_MAX`).
 const NO_LIMIT: u64 = u64::MAX;
 /// Each knob's property.
@@ -193,7 +203,9 @@ impl Host {
         if !is_v2 || !self.sysfs.exists(Path::new(RUNNING)) {
             return Ok(Units::default());
         }
-        let vms: BTreeSet<&VmName> = changes.iter().filter_map(|c| c.knob.vm()).collect();
+        // A VM's own knobs are none of its unit's.
+        let of_host = changes.iter().filter(|c| c.knob.device().is_some());
+        let vms: BTreeSet<&VmName> = of_host.filter_map(|c| c.knob.vm()).collect();
         let groups = vms.into_iter().filter_map(|vm| resolved.vms.get(vm));
         bus::units(&self.bus, groups.map(|g| g.path.clone())).map(Units)
     }
@@ -213,55 +225,116 @@ impl Host {
             let planned = part.planned(&*self.sysfs, unit, changes)?;
             replace(&*self.sysfs, &mut properties, part.disk.number, &planned);
         }
-        self.set_properties(&first.group.cgroup, &unit.name, &properties)
-    }
-
-    /// Puts back what a unit's properties said of a device. The only error is
-    /// [`HostError::Interrupted`].
-    pub(crate) fn restore_unit(
-        &self,
-        version: &CgroupVersion,
-        record: &UnitRecord,
-        done: &mut Restoration,
-    ) -> Result<(), HostError> {
-        let mut restore = || {
-            let cgroup = version.cgroup(&record.cgroup)?;
-            if !self.sysfs.inode(&cgroup.directory).is_ok_and(|id| id == record.id) {
-                done.skip(Skipped::Cgroup { cgroup: record.cgroup.clone() });
-                return Ok(());
-            }
-            let units = bus::units(&self.bus, [record.cgroup.clone()])?;
-            let unit = units.get(&record.cgroup);
-            let unit = unit.ok_or_else(|| HostError::UnitUnknown { unit: record.unit.clone() })?;
-            let mut properties = unit.properties.clone();
-            replace(&*self.sysfs, &mut properties, record.device, &record.properties);
-            if properties != unit.properties {
-                self.set_properties(&cgroup, &record.unit, &properties)?;
-                done.restored.push((cgroup.directory, text(&properties)));
-            }
-            Ok(())
-        };
-        match restore() {
+        let cgroup = &first.group.cgroup;
+        let before = cgroup.weights(&*self.sysfs);
+        let set = self.set_properties(cgroup, &unit.name, &properties);
+        if matches!(set, Err(HostError::Interrupted { .. })) {
+            return set;
+        }
+        // systemd may have failed half way.
+        match self.keep_weights(cgroup, &before) {
             Err(interrupted @ HostError::Interrupted { .. }) => Err(interrupted),
-            Err(error) => {
-                done.failures.push(error.to_string());
-                Ok(())
-            }
-            Ok(()) => Ok(()),
+            kept => set.and(kept),
         }
     }
 
-    /// Sets properties of a unit, and keeps what others wrote to its cgroup's weights: systemd's
-    /// write of the default drops it.
+    /// Notes what the weight files of units' cgroups say, for a rollback that begins: what others
+    /// wrote since an apply ended is theirs.
+    pub(crate) fn note_weights(&self, record: &mut Record) {
+        let Ok(version) = CgroupVersion::find(&*self.sysfs) else {
+            return;
+        };
+        for unit in &mut record.units {
+            if let Ok(cgroup) = version.cgroup(&unit.cgroup)
+                && self.is_of(&cgroup, unit)
+            {
+                unit.weights = cgroup.weights(&*self.sysfs);
+            }
+        }
+    }
+
+    fn is_of(&self, cgroup: &Cgroup, record: &UnitRecord) -> bool {
+        self.sysfs.inode(&cgroup.directory).is_ok_and(|id| id == record.id)
+    }
+
+    /// Puts back what units' properties said of devices, and their cgroups' weights. systemd is
+    /// asked no more once it did not answer. The only error is [`HostError::Interrupted`].
+    pub(crate) fn restore_units(
+        &self,
+        version: &CgroupVersion,
+        records: &[UnitRecord],
+        done: &mut Restoration,
+    ) -> Result<(), HostError> {
+        let mut found = Vec::new();
+        for record in records {
+            match version.cgroup(&record.cgroup) {
+                Ok(cgroup) if self.is_of(&cgroup, record) => found.push((cgroup, record)),
+                Ok(_) => done.skip(Skipped::Cgroup { cgroup: record.cgroup.clone() }),
+                Err(error) => done.failures.push(error.to_string()),
+            }
+        }
+        let cgroups: BTreeSet<PathBuf> = found.iter().map(|(_, r)| r.cgroup.clone()).collect();
+        let mut units = bus::units(&self.bus, cgroups);
+        for (cgroup, record) in found {
+            let mut failures = Vec::new();
+            let restored = match &mut units {
+                Ok(units) => self.restore_unit(units, &cgroup, record, done),
+                Err(silence) => {
+                    failures.push(failure(record, silence));
+                    Ok(())
+                }
+            };
+            match restored {
+                Err(interrupted @ HostError::Interrupted { .. }) => return Err(interrupted),
+                Err(error) => {
+                    failures.push(failure(record, &error));
+                    if !is_answer(&error) {
+                        units = Err(error);
+                    }
+                }
+                Ok(()) => {}
+            }
+            match self.keep_weights(&cgroup, &record.weights) {
+                Err(interrupted @ HostError::Interrupted { .. }) => return Err(interrupted),
+                Err(error) => failures.push(failure(record, &error)),
+                Ok(()) => {}
+            }
+            // It may have vanished meanwhile.
+            if self.is_of(&cgroup, record) {
+                done.failures.append(&mut failures);
+            } else {
+                done.skip(Skipped::Cgroup { cgroup: record.cgroup.clone() });
+            }
+        }
+        Ok(())
+    }
+
+    fn restore_unit(
+        &self,
+        units: &mut BTreeMap<PathBuf, Unit>,
+        cgroup: &Cgroup,
+        record: &UnitRecord,
+        done: &mut Restoration,
+    ) -> Result<(), HostError> {
+        let unknown = || HostError::UnitUnknown { unit: record.unit.clone() };
+        let unit = units.get_mut(&record.cgroup).ok_or_else(unknown)?;
+        let mut properties = unit.properties.clone();
+        replace(&*self.sysfs, &mut properties, record.device, &record.properties);
+        if properties != unit.properties {
+            self.set_properties(cgroup, &record.unit, &properties)?;
+            done.restored.push((cgroup.directory.clone(), text(&properties)));
+            unit.properties = properties;
+        }
+        Ok(())
+    }
+
+    /// Sets properties of a unit: [`Host::keep_weights`] is to follow, whatever the result.
     fn set_properties(
         &self,
         cgroup: &Cgroup,
         unit: &str,
         properties: &Properties,
     ) -> Result<(), HostError> {
-        let file = cgroup.weight_file();
-        let weights = || self.sysfs.read(&file).unwrap_or_default();
-        let before = weights();
         let step = || (cgroup.directory.clone(), text(properties));
         self.step(|| {
             let (file, text) = step();
@@ -272,26 +345,55 @@ impl Host {
             let (file, text) = step();
             Step::AfterWrite { file, text }
         })?;
-        result?;
-        let after = weights();
-        for (name, weight) in before.lines().filter_map(|l| l.split_once(' ')) {
-            let is_lost = match line_of(&after, name) {
-                // The file's first line.
-                Some(now) => name == "default" && now != weight,
-                None => true,
-            };
-            if is_lost {
-                let write = Write { file: file.clone(), text: format!("{name} {weight}") };
-                let error = |source| HostError::Cgroup {
-                    action: "keep the weights of",
-                    path: cgroup.directory.clone(),
-                    source,
-                };
-                self.write(&write)?.map_err(error)?;
-            }
-        }
-        Ok(())
+        result
     }
+
+    /// Writes back what systemd's write of the default dropped of a cgroup's weights: the default
+    /// itself, and lines that it has not set anew.
+    fn keep_weights(
+        &self,
+        cgroup: &Cgroup,
+        before: &BTreeMap<String, String>,
+    ) -> Result<(), HostError> {
+        let now = cgroup.weights(&*self.sysfs);
+        let default = before.get(DEFAULT).filter(|&w| now.get(DEFAULT) != Some(w));
+        let mut lines = before.clone();
+        lines.extend(now.clone());
+        // A write of the default drops all lines (`bfq_io_set_weight_legacy()`).
+        lines.retain(|name, _| {
+            (default.is_some() || !now.contains_key(name))
+                && name.parse().is_ok_and(|device| has_bfq(&*self.sysfs, device))
+        });
+        let default = default.map(|weight| (DEFAULT, weight));
+        let lines = lines.iter().map(|(name, weight)| (name.as_str(), weight));
+        let mut kept = Ok(());
+        for (name, weight) in default.into_iter().chain(lines) {
+            let write = Write { file: cgroup.weight_file(), text: format!("{name} {weight}") };
+            let error = |source| HostError::Cgroup {
+                action: "keep the weights of",
+                path: cgroup.directory.clone(),
+                source,
+            };
+            // One that is refused does not cost the others.
+            kept = kept.and(self.write(&write)?.map_err(error));
+        }
+        kept
+    }
+}
+
+/// Whether systemd has said so itself: others may be asked about.
+fn is_answer(error: &HostError) -> bool {
+    match error {
+        HostError::Systemd { source, .. } => {
+            matches!(source, zbus::Error::MethodError(..) | zbus::Error::FDO(_))
+        }
+        _ => true,
+    }
+}
+
+fn failure(record: &UnitRecord, error: &HostError) -> String {
+    let source = std::error::Error::source(error).map(|s| format!(": {s}"));
+    format!("unit {}: {error}{}", record.unit, source.unwrap_or_default())
 }
 
 /// Properties as in a unit file, for people.
@@ -300,43 +402,4 @@ fn text(properties: &Properties) -> String {
         list.iter().map(move |(path, value)| format!("{property}={path} {value}"))
     });
     entries.collect::<Vec<_>>().join("; ")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::fake::FakeSysfs;
-
-    const DISK: DeviceNumber = DeviceNumber::new(252, 0);
-
-    /// systemd 252's BFQ_WEIGHT().
-    fn bfq_weight(io: u64) -> u64 {
-        if io <= 100 { 100 - (100 - io) * 99 / 99 } else { 100 + (io - 100) * 900 / 9900 }
-    }
-
-    #[test]
-    fn every_bfq_weight_is_reached_exactly() {
-        for weight in 1..=1000 {
-            let io = property_value(GroupKnob::Weight, &weight.to_string()).unwrap();
-            assert!((1..=10_000).contains(&io), "{io}");
-            assert_eq!(bfq_weight(io), weight);
-        }
-        // systemd#22897's numbers.
-        assert_eq!(io_weight(700), 6700);
-        assert_eq!(bfq_weight(666), 151);
-    }
-
-    #[test]
-    fn device_replaced_leaves_others_alone() {
-        let sysfs = FakeSysfs::bare();
-        sysfs.add_disk("vda", DISK, 2048);
-        sysfs.add_disk("vdb", DeviceNumber::new(252, 16), 2048);
-        let list = [("/dev/vda", 5), ("/dev/vdb", 6), ("/dev/block/252:0", 7), ("/gone", 8)];
-        let list = list.map(|(path, n)| (path.to_owned(), n));
-        let mut properties: Properties = [("P".to_owned(), list.to_vec())].into();
-        let new: Properties = [("P".to_owned(), vec![("/dev/block/252:0".to_owned(), 9)])].into();
-        replace(&sysfs, &mut properties, DISK, &new);
-        let left = [("/dev/vdb", 6), ("/gone", 8), ("/dev/block/252:0", 9)];
-        assert_eq!(properties["P"], left.map(|(path, n)| (path.to_owned(), n)));
-    }
 }

@@ -153,6 +153,19 @@ fn rollback_leaves_a_replaced_device_alone() {
 }
 
 #[test]
+fn rollback_restores_a_device_that_grew() {
+    let bed = Bed::new(true, "bfq");
+    bed.apply(&wanted()).unwrap();
+    bed.fake.resize_disk(DISK, 1 << 21);
+    bed.apply(&wanted_with(Scheduler::None)).unwrap();
+    let RollbackOutcome::RolledBack(done) = bed.host.rollback().unwrap() else { panic!() };
+    assert_eq!(done.skipped, []);
+    let grown = Bed::new(true, "bfq");
+    grown.fake.resize_disk(DISK, 1 << 21);
+    assert_eq!(bed.fake.snapshot(), grown.fake.snapshot());
+}
+
+#[test]
 fn second_apply_while_one_runs_names_its_process() {
     let bed = Bed::new(false, "none");
     let other = bed.host.clone();

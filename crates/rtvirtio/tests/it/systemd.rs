@@ -272,16 +272,18 @@ fn systemd_keeps_what_is_applied_and_gives_back_what_was_there() {
         .map(|(name, late)| (name, serde_json::to_vec(&plan(late)).unwrap()));
     let Some(mut guest) = Guest::boot(test, &files) else { return };
 
-    // As libvirt makes a VM's scope, and one with a limit of its own.
+    // As libvirt makes a VM's scope, and one with a limit of its own, which weighs on another disk.
+    guest.expect(0, "echo bfq >/sys/block/vdb/queue/scheduler");
     guest.start_vm(PLC, "-p Delegate=yes");
-    guest.start_vm(BACKUP, "-p IOReadIOPSMax='/dev/vda 900'");
-    // Another disk's weight, written by hand past systemd.
-    let weights = format!("/sys/fs/cgroup/machine.slice/{PLC}/io.bfq.weight");
+    guest.start_vm(BACKUP, "-p IOReadIOPSMax='/dev/vda 900' -p IODeviceWeight='/dev/vdb 50'");
+    // Another disk's weight, and the default, written by hand past systemd.
+    let [weights, of_backup] =
+        [PLC, BACKUP].map(|scope| format!("/sys/fs/cgroup/machine.slice/{scope}/io.bfq.weight"));
     guest.expect(
         0,
         &format!(
-            "echo bfq >/sys/block/vdb/queue/scheduler; echo default 90 >'{weights}'; \
-             echo '{OTHER_DISK} 250' >'{weights}'"
+            "echo default 90 >'{weights}'; echo '{OTHER_DISK} 250' >'{weights}'; \
+             echo default 80 >{of_backup}; echo '{OTHER_DISK} 50' >{of_backup}"
         ),
     );
     let before = [PLC, BACKUP].map(|scope| guest.knobs(scope));
@@ -291,6 +293,9 @@ fn systemd_keeps_what_is_applied_and_gives_back_what_was_there() {
     let by_hand = guest.expect(0, &format!("sort '{weights}'"));
     let kept = format!("{DISK} 700\n{OTHER_DISK} 250\ndefault 90\n");
     assert_eq!(by_hand, kept, "what was written by hand stays");
+    let both = guest.expect(0, &format!("sort {of_backup}"));
+    let kept = format!("{DISK} 37\n{OTHER_DISK} 50\ndefault 80\n");
+    assert_eq!(both, kept, "and so does what systemd sets itself");
 
     // systemd writes all of a unit's knobs again; another property of it changes as well.
     guest.expect(0, "systemctl daemon-reload");
@@ -311,6 +316,9 @@ fn systemd_keeps_what_is_applied_and_gives_back_what_was_there() {
     assert_eq!([PLC, BACKUP].map(|scope| guest.knobs(scope)), before);
     let other = guest.expect(0, &format!("systemctl show {BACKUP} -p IOWriteIOPSMax --value"));
     assert_eq!(other, "/dev/vdb 77\n", "another disk's limit is not rtvirtio's");
+    assert_eq!(guest.expect(0, &format!("sort '{weights}'")), "default 109\n");
+    let of_others = guest.expect(0, &format!("sort {of_backup}"));
+    assert_eq!(of_others, format!("{OTHER_DISK} 50\ndefault 100\n"), "since the apply");
     guest.expect(0, "systemctl daemon-reload");
     assert_eq!([PLC, BACKUP].map(|scope| guest.knobs(scope)), before);
 

@@ -261,8 +261,11 @@ impl DiskSource {
             ends = h.boundaries;
         }
         self.seen.resize(counts.len(), 0);
-        let new: Vec<u64> =
-            counts.iter().zip(&self.seen).map(|(now, before)| now.saturating_sub(*before)).collect();
+        let new: Vec<u64> = counts
+            .iter()
+            .zip(&self.seen)
+            .map(|(now, before)| now.saturating_sub(*before))
+            .collect();
         let seconds = (now - self.at).as_secs_f64();
         self.seen = counts;
         self.at = now;
