@@ -24,10 +24,11 @@ pub(super) fn run(
     ensure!(testbed.guests_run(), "--closed-loop needs guests (--guests qemu)");
     let case = Case::new(4, Mix::LightMediumHeavy)?;
     let window = Nanos::from_millis(args.window * 1000);
-    let mut specification = testbed.specification(case, Tier::Strict, Neighbour::Writer, window);
-    let absolute = profile.canonicalize().with_context(|| format!("{}", profile.display()))?;
-    for device in &mut specification.devices {
-        device.profile.clone_from(&absolute);
+    let specification = testbed.specification(case, Tier::Strict, Neighbour::Writer, window);
+    // The specification names its profile by this name, beside it.
+    let beside = args.out.join("profile.json");
+    if profile != beside {
+        std::fs::copy(profile, &beside).with_context(|| format!("{}", profile.display()))?;
     }
     let file = args.out.join("specification.toml");
     input::write(&file, &to_toml(&specification))?;
