@@ -3,8 +3,8 @@
 //!
 //! A [`Testbed`] owns what it changes: its own journal (apart from an
 //! operator's), the cgroups under `rtvirtio/bench`, the guests, a lock against
-//! a second one. Dropping it puts the knobs back and removes the cgroups; a killed one
-//! is cleaned up by the next.
+//! a second one. Dropping it puts the knobs back and removes the cgroups; after a killed one the
+//! scratch disk's server, which outlives it, cleans up, or else the next.
 
 use std::collections::BTreeMap;
 use std::fs::File;

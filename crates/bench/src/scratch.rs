@@ -8,7 +8,8 @@
 //!
 //! The server is a process of its own ([`serve`]), so that the load under
 //! test and the device never share a fate or a priority; [`ScratchDisk`] is
-//! its owner's end. It lives until its standard input ends.
+//! its owner's end. It lives until its standard input ends, and then undoes what a killed owner's
+//! testbed has left.
 
 mod fuse;
 mod loop_device;
