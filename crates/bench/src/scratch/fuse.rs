@@ -18,9 +18,8 @@ use fuser::{
     KernelConfig, LockOwner, OpenFlags, ReplyAttr, ReplyData, ReplyEmpty, ReplyEntry, ReplyOpen,
     ReplyWrite, Request, Session, SessionACL, WriteFlags,
 };
-use rtvirtio_engine::{
-    Completion, EmulatedSsd, Operation, Outcome, SsdConfig, raise_thread_priority,
-};
+use rtvirtio_engine::emulated::{Completion, EmulatedSsd, Operation, Outcome};
+use rtvirtio_engine::{SsdConfig, raise_thread_priority};
 use rtvirtio_units::Bytes;
 use rustix::fs::{Mode, OFlags};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags};

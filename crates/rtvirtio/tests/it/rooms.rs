@@ -32,10 +32,22 @@ const ROOMS: &[Room] = &[
     room("ssd", &["units"], true),
     room("host", &["units", "spec"], false),
     room("engine", &["units", "ssd"], false),
+    room("dataplane", &["units", "spec", "engine"], false),
     room("bench", &["units", "spec", "cases", "model", "planner", "host", "engine"], false),
     room(
         "rtvirtio",
-        &["units", "spec", "cases", "model", "planner", "ssd", "host", "engine", "bench"],
+        &[
+            "units",
+            "spec",
+            "cases",
+            "model",
+            "planner",
+            "ssd",
+            "host",
+            "engine",
+            "dataplane",
+            "bench",
+        ],
         false,
     ),
 ];

@@ -1,0 +1,5 @@
+//! The data plane: vhost-user-blk devices whose virtqueues are served by a pool of IOThreads that
+//! all devices share.
+
+pub mod memory;
+pub mod ring;

@@ -1,0 +1,169 @@
+//! What an engine is asked to do, and what it answers: the types between the
+//! data plane and its engines.
+//!
+//! The caller keeps a request's segments in place until it is told the result;
+//! an engine tells each result exactly once, by one of three ways: at once
+//! ([`Outcome::Done`]), by a completion queue entry of the caller's io_uring
+//! whose user data is the token, or through [`Completions`].
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use io_uring::squeue::SubmissionQueue;
+use rtvirtio_units::Bytes;
+use rustix::io::Errno;
+
+/// Names a request to whoever started it. Engines pass it on unread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Token(pub u64);
+
+/// A contiguous piece of a guest's memory, mapped in this process: a `struct iovec`.
+///
+/// The guest may write to it at any time, so it is never a Rust reference.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub struct Segment(libc::iovec);
+
+// SAFETY: a pointer and a length without an owner; whoever uses the pointer states why it is valid.
+unsafe impl Send for Segment {}
+
+impl Segment {
+    /// `length` bytes at `base`.
+    #[must_use]
+    pub const fn new(base: *mut u8, length: usize) -> Self {
+        Self(libc::iovec { iov_base: base.cast(), iov_len: length })
+    }
+
+    /// Its first byte.
+    #[must_use]
+    pub const fn base(&self) -> *mut u8 {
+        self.0.iov_base.cast()
+    }
+
+    /// Bytes.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.0.iov_len
+    }
+
+    /// Whether it has no bytes.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.0.iov_len == 0
+    }
+
+    /// Drops the first `bytes`; all of them if there are fewer.
+    pub fn advance(&mut self, bytes: usize) {
+        let bytes = bytes.min(self.len());
+        *self = Self::new(self.base().wrapping_add(bytes), self.len() - bytes);
+    }
+}
+
+impl std::fmt::Debug for Segment {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:p}+{}", self.base(), self.len())
+    }
+}
+
+/// What a request does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operation {
+    /// Fills the segments.
+    Read,
+    /// Stores the segments.
+    Write {
+        /// Whether they must be on stable storage when it completes (write-through).
+        durable: bool,
+    },
+    /// All completed writes are on stable storage when it completes.
+    Flush,
+    /// The range's content no longer matters.
+    Discard,
+    /// The range reads as zeroes.
+    WriteZeroes {
+        /// Whether its space may be given back.
+        unmap: bool,
+    },
+}
+
+/// A request. Its range lies within the engine's capacity: the caller checked.
+#[derive(Debug)]
+pub struct Request<'a> {
+    /// Who asks.
+    pub token: Token,
+    /// What for.
+    pub operation: Operation,
+    /// First byte; 0 for a flush.
+    pub offset: u64,
+    /// Bytes; of a read or write, the sum of the segments; 0 for a flush.
+    pub length: u64,
+    /// Of a read or write; they stay in place until the result is known.
+    pub segments: &'a [Segment],
+    /// The ring's registered buffer that holds the only segment, if there is one.
+    pub buffer: Option<u16>,
+}
+
+/// What starting a request came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// It has completed.
+    Done(Result<(), Errno>),
+    /// Its result comes later. In a completion queue entry a read or write may be short: the
+    /// caller starts the rest anew.
+    Started,
+    /// The submission queue is full: nothing has happened, submit and start it again.
+    Busy,
+}
+
+/// Takes the results of requests that end elsewhere than in the caller's io_uring.
+pub trait Completions: Send + Sync {
+    /// The request has ended. Called from any thread; does not block.
+    fn complete(&self, token: Token, result: Result<(), Errno>);
+}
+
+/// What the IOThread that starts a request lends to the engine.
+pub struct Lent<'a, 'ring> {
+    /// The thread's submission queue.
+    pub submission: &'a mut SubmissionQueue<'ring>,
+    /// Index of the engine's file among the ring's registered files, if it is registered.
+    pub file: Option<u32>,
+    /// Where results go that come by no completion queue entry.
+    pub completions: &'a Arc<dyn Completions>,
+}
+
+/// What a disk can do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Geometry {
+    /// Its size, a multiple of 512 bytes.
+    pub capacity: Bytes,
+    /// Least unit and alignment of a request, in bytes: a power of two from 512.
+    pub logical_block: u32,
+    /// Unit that the device writes without reading, in bytes.
+    pub physical_block: u32,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// Whether it can discard and write zeroes.
+    pub discard: bool,
+}
+
+/// A block engine.
+///
+/// It is shared by all IOThreads that serve the disk's virtqueues.
+pub trait Engine: Send + Sync {
+    /// What the disk can do, now: its capacity changes when it is resized.
+    fn geometry(&self) -> Geometry;
+
+    /// The file that the IOThreads should register with their rings.
+    fn file(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// Starts a request. On a hot path: no allocation, no lock that another thread holds long.
+    fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome;
+
+    /// Looks at the size again, or changes it, and returns the new capacity.
+    ///
+    /// # Errors
+    /// The engine cannot have that size.
+    fn resize(&self, capacity: Option<Bytes>) -> std::io::Result<Bytes>;
+}
