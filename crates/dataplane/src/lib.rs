@@ -1,5 +1,20 @@
 //! The data plane: vhost-user-blk devices whose virtqueues are served by a pool of IOThreads that
 //! all devices share.
 
+mod call;
+mod fixed;
+mod iothread;
+mod mailbox;
 pub mod memory;
+mod pool;
+mod queue;
+mod request;
 pub mod ring;
+mod stats;
+
+pub use call::{Call, CallError};
+pub use fixed::FixedBuffers;
+pub use iothread::{IoThreadStats, Polling};
+pub use pool::{MoveError, Pool, PoolError, ThreadId};
+pub use queue::{Disk, Queue, QueueKey, QueueSetup};
+pub use stats::QueueStats;

@@ -1,0 +1,140 @@
+//! How a driver is called: the fd of SET_VRING_CALL.
+//!
+//! A front end is hostile and the IOThread must not block on its fd. An eventfd blocks only when
+//! its counter is full, which takes 2^64 - 2 calls or malice; [`Call::drain`] frees whoever is
+//! stuck in it. Sockets and pipes (User Mode Linux passes one) are written to without waiting.
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+
+use rustix::fs::FileType;
+use rustix::io::Errno;
+use rustix::net::SendFlags;
+
+/// Why an fd cannot be used to call.
+#[derive(Debug, thiserror::Error)]
+pub enum CallError {
+    /// Its kind could not be found out.
+    #[error("the fd cannot be examined")]
+    Examine(#[source] Errno),
+    /// It is none of the three kinds.
+    #[error("the fd is neither an eventfd nor a pipe nor a socket")]
+    Kind,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    Event,
+    Socket,
+    Pipe,
+}
+
+/// An fd that wakes the driver.
+#[derive(Debug, Clone)]
+pub struct Call {
+    fd: Arc<OwnedFd>,
+    kind: Kind,
+}
+
+impl Call {
+    /// Takes an fd of the front end.
+    ///
+    /// # Errors
+    /// [`CallError`].
+    pub fn new(fd: OwnedFd) -> Result<Self, CallError> {
+        let stat = rustix::fs::fstat(&fd).map_err(CallError::Examine)?;
+        let kind = match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Socket => Kind::Socket,
+            FileType::Fifo => Kind::Pipe,
+            _ if is_eventfd(&fd) => Kind::Event,
+            _ => return Err(CallError::Kind),
+        };
+        Ok(Self { fd: Arc::new(fd), kind })
+    }
+
+    /// Calls the driver. A front end that does not listen any more is no error: its session ends.
+    pub fn signal(&self) {
+        let one = 1u64.to_ne_bytes();
+        let _ = match self.kind {
+            Kind::Event => rustix::io::write(&self.fd, &one),
+            Kind::Socket => {
+                rustix::net::send(&self.fd, &one, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
+            }
+            Kind::Pipe => rustix::io::pwritev2(
+                self.fd.as_fd(),
+                &[std::io::IoSlice::new(&one)],
+                // The current position: a pipe has none.
+                u64::MAX,
+                rustix::io::ReadWriteFlags::NOWAIT,
+            ),
+        };
+    }
+
+    /// Empties an eventfd's counter, so that a write that waits for room in it returns.
+    pub fn drain(&self) {
+        let ready = [rustix::event::PollFd::new(&*self.fd, rustix::event::PollFlags::IN)];
+        let zero = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+        if matches!(self.kind, Kind::Event)
+            && rustix::event::poll(&mut { ready }, Some(&zero)) == Ok(1)
+        {
+            let _ = rustix::io::read(&self.fd, &mut [0u8; 8]);
+        }
+    }
+}
+
+/// Whether the fd is an eventfd: what `poll` and `read` do with it is then bounded.
+#[must_use]
+pub fn is_eventfd(fd: &OwnedFd) -> bool {
+    let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    rustix::fs::readlink(link, Vec::new())
+        .is_ok_and(|target| target.as_bytes() == b"anon_inode:[eventfd]")
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    #[test]
+    fn eventfd_pipe_and_socket_are_signalled_and_a_file_is_refused() {
+        let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let call = Call::new(event.try_clone().unwrap()).unwrap();
+        call.signal();
+        call.signal();
+        let mut count = [0; 8];
+        rustix::io::read(&event, &mut count).unwrap();
+        assert_eq!(u64::from_ne_bytes(count), 2);
+
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        Call::new(writer).unwrap().signal();
+        assert_eq!(rustix::io::read(&reader, &mut count), Ok(8));
+
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        Call::new(ours.into()).unwrap().signal();
+        assert_eq!(rustix::io::read(&theirs, &mut count), Ok(8));
+
+        let file = std::fs::File::open("/dev/zero").unwrap();
+        assert!(matches!(Call::new(file.into()), Err(CallError::Kind)));
+    }
+
+    #[test]
+    fn full_pipe_does_not_block_the_caller() {
+        let (_reader, writer) = rustix::pipe::pipe().unwrap();
+        let call = Call::new(writer).unwrap();
+        // A pipe holds 64 KiB.
+        (0..20_000).for_each(|_| call.signal());
+    }
+
+    #[test]
+    fn full_eventfd_is_freed_by_draining_it() {
+        let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        let call = Call::new(event).unwrap();
+        let stuck = call.clone();
+        let thread = std::thread::spawn(move || stuck.signal());
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        call.drain();
+        thread.join().unwrap();
+    }
+}

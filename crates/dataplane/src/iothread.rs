@@ -1,0 +1,663 @@
+//! An IOThread: one io_uring and one event loop over virtqueues of any device.
+//!
+//! Everything that can happen is a completion queue entry of the one ring: a request that ends, a
+//! kick (a multishot poll of the queue's eventfd), a letter (the same of the mailbox). So a turn
+//! costs at most one `io_uring_enter`, which submits, reaps and waits, and one write to the call
+//! eventfd of each queue whose driver wants to be called.
+//!
+//! Terms. A queue is *awake* while its driver need not kick: the thread looks at its ring in every
+//! turn. It is *asleep* when notification is enabled and the thread waits for its kick. A *turn*
+//! reaps, reads letters, gives each awake queue its share and publishes what has finished.
+//!
+//! Polling. When a turn finds nothing to do the thread polls for up to `poll` ns before it puts
+//! all queues to sleep and waits. `poll` follows what the last wait showed, by QEMU's rule
+//! (util/aio-posix.c, `adjust_polling_time`): unchanged if the event came within it, grown if it
+//! came within the maximum, shrunk if it came later.
+//!
+//! Live move. The thread that has a queue publishes what has finished, stops listening to its
+//! kick and posts the queue to the other thread. Requests that end here later are forwarded as
+//! (token, result); only the thread that has the queue writes its used ring. The other thread
+//! looks at the avail ring at once, so a kick that fell between the two is not missed. A letter
+//! from A to B is read after all earlier ones from A to B, so a forwarded result finds the queue
+//! at B, or the place where B sent it.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use io_uring::{IoUring, cqueue, opcode, types};
+use rtvirtio_engine::{Completions, Token};
+use rtvirtio_units::CpuId;
+use rustix::io::Errno;
+
+use crate::mailbox::{Receiver, Sender};
+use crate::queue::{Pass, Queue, QueueKey, Turn, from_token, now};
+
+mod resources;
+
+use resources::{Registered, Resources};
+
+/// Entries of a submission queue.
+const ENTRIES: u32 = 512;
+/// Entries of a completion queue: more than a kernel without room for them would have to queue.
+const COMPLETIONS: u32 = 4096;
+/// Requests that a queue may start before the next one has its turn.
+const SHARE: u32 = 64;
+/// A queue that was awake and idle for so long among busy ones is put to sleep.
+const DROWSY_NS: u64 = 1_000_000;
+
+/// User data of entries that are no request's. Requests have the upper 16 bits clear.
+const KICK: u64 = 1 << 48;
+const MAIL: u64 = 2 << 48;
+const CANCELLED: u64 = 3 << 48;
+const KIND: u64 = 0xffff << 48;
+
+/// How long a thread polls before it waits (QEMU's IOThread properties of the same names).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Polling {
+    /// At most so long; zero: never (`poll-max-ns`).
+    pub max: Duration,
+    /// Factor by which it grows; zero counts as 2 (`poll-grow`).
+    pub grow: u32,
+    /// Divisor by which it shrinks; zero: to none (`poll-shrink`).
+    pub shrink: u32,
+}
+
+impl Default for Polling {
+    /// QEMU's values.
+    fn default() -> Self {
+        Self { max: Duration::from_nanos(32_768), grow: 2, shrink: 0 }
+    }
+}
+
+impl Polling {
+    /// The first polling time, as QEMU's.
+    const FIRST_NS: u64 = 4_000;
+
+    /// What follows `poll` ns when the thread polled and waited for `blocked` ns in all.
+    fn adjust(self, poll: u64, blocked: u64) -> u64 {
+        let max = self.max.as_nanos() as u64;
+        if blocked <= poll {
+            poll
+        } else if blocked > max {
+            poll.checked_div(u64::from(self.shrink)).unwrap_or(0)
+        } else if poll == 0 {
+            Self::FIRST_NS.min(max)
+        } else {
+            let grow = if self.grow == 0 { 2 } else { u64::from(self.grow) };
+            poll.saturating_mul(grow).min(max)
+        }
+    }
+}
+
+/// What a thread has done, in ns of CLOCK_MONOTONIC and events. The thread alone writes.
+#[derive(Debug, Default)]
+pub struct IoThreadStats {
+    /// In turns that found work.
+    pub busy_ns: AtomicU64,
+    /// Polling in vain.
+    pub poll_ns: AtomicU64,
+    /// Waiting.
+    pub sleep_ns: AtomicU64,
+    /// Times that it waited.
+    pub sleeps: AtomicU64,
+    /// Turns with work.
+    pub turns: AtomicU64,
+    /// How long it polls now, ns.
+    pub polling: AtomicU64,
+    /// One more than the key of the queue whose driver it is calling now; zero: none.
+    calling: AtomicU64,
+}
+
+impl IoThreadStats {
+    fn add(number: &AtomicU64, by: u64) {
+        number.store(number.load(Relaxed).wrapping_add(by), Relaxed);
+    }
+
+    /// The queue whose driver is being called at this moment.
+    pub(crate) fn calling(&self) -> Option<QueueKey> {
+        self.calling.load(Relaxed).checked_sub(1).map(|key| QueueKey(key as u32))
+    }
+}
+
+/// Does something with a queue on the thread that has it.
+pub(crate) type Edit = Box<dyn FnOnce(&mut Queue) + Send>;
+
+/// What an IOThread is told.
+pub(crate) enum Letter {
+    /// Serve this queue. The answer says when its first turn began, ns.
+    Adopt { queue: Box<Queue>, done: mpsc::Sender<u64> },
+    /// Hand this queue to another thread, which answers; `left` says when it was let go.
+    Release { key: QueueKey, to: Sender<Letter>, left: mpsc::Sender<u64>, done: mpsc::Sender<u64> },
+    /// Fetch no more from this queue and give it back when nothing is in flight.
+    Stop { key: QueueKey, back: mpsc::Sender<Box<Queue>> },
+    /// Change something.
+    Edit { key: QueueKey, edit: Edit, done: mpsc::Sender<()> },
+    /// A request has ended at another thread. `here`: it was started by the thread that reads this.
+    Ended { token: Token, result: Ended, here: bool },
+    /// Run on these CPUs; all, if there are none. The answer is the error number of the attempt.
+    Pin { cpus: Vec<CpuId>, done: mpsc::Sender<Result<(), Errno>> },
+    /// Poll like this.
+    Poll(Polling),
+    /// End, once nothing is left.
+    End,
+}
+
+/// How a request ended: raw entries of the ring may be short.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Ended {
+    Raw(i32),
+    Result(Result<(), Errno>),
+}
+
+impl Completions for Sender<Letter> {
+    fn complete(&self, token: Token, result: Result<(), Errno>) {
+        // A thread ends only when nothing is in flight that it started.
+        let _ = self.post(Letter::Ended { token, result: Ended::Result(result), here: true });
+    }
+}
+
+/// A queue that this thread has let go, and what still comes in here for it.
+struct Forward {
+    to: Sender<Letter>,
+    outstanding: u16,
+}
+
+/// A queue that this thread has.
+struct Served {
+    queue: Box<Queue>,
+    registered: Registered,
+    awake: bool,
+    /// When it last had work.
+    busy_at: u64,
+    /// Tells this kick poll's entries from those of an earlier stay.
+    stay: u16,
+    /// Whom to give it to when nothing is in flight.
+    stopping: Option<mpsc::Sender<Box<Queue>>>,
+}
+
+impl Served {
+    /// Whether a turn would find something to start.
+    fn is_pending(&self) -> bool {
+        self.queue.is_waiting() || self.stopping.is_none() && self.queue.is_pending()
+    }
+
+    /// Waits for a kick; whether there is something to start after all.
+    fn sleep(&mut self) -> bool {
+        self.awake =
+            self.is_pending() || self.stopping.is_none() && self.queue.enable_notification();
+        self.awake
+    }
+}
+
+/// The loop's state.
+pub(crate) struct IoThread {
+    ring: IoUring,
+    resources: Resources,
+    mail: Receiver<Letter>,
+    completions: Arc<dyn Completions>,
+    /// By key.
+    served: Vec<Option<Served>>,
+    awake: Vec<QueueKey>,
+    forwards: HashMap<QueueKey, Forward>,
+    stats: Arc<IoThreadStats>,
+    polling: Polling,
+    poll: u64,
+    stays: u16,
+    ending: bool,
+    /// Scratch, so that reaping borrows nothing.
+    entries: Vec<(u64, i32, u32)>,
+}
+
+/// A ring of the best kind that the kernel has.
+///
+/// # Errors
+/// io_uring is disabled or forbidden.
+fn ring() -> std::io::Result<IoUring> {
+    let build = |modern: bool| {
+        let mut builder = IoUring::builder();
+        builder.setup_clamp().setup_cqsize(COMPLETIONS);
+        if modern {
+            builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
+        }
+        builder.build(ENTRIES)
+    };
+    // Linux before 6.1 has no DEFER_TASKRUN.
+    build(true).or_else(|_| build(false))
+}
+
+impl IoThread {
+    /// Must be called on the thread that runs it: the ring has one issuer.
+    ///
+    /// # Errors
+    /// No io_uring.
+    pub(crate) fn new(
+        mail: Receiver<Letter>,
+        sender: Sender<Letter>,
+        stats: Arc<IoThreadStats>,
+        polling: Polling,
+    ) -> std::io::Result<Self> {
+        let ring = ring()?;
+        // Saves a reference to the ring's file in each enter; without it nothing breaks.
+        let _ = ring.submitter().register_ring_fd();
+        let resources = Resources::new(&ring);
+        let mut thread = Self {
+            ring,
+            resources,
+            mail,
+            completions: Arc::new(sender),
+            served: Vec::new(),
+            awake: Vec::new(),
+            forwards: HashMap::new(),
+            stats,
+            polling,
+            poll: 0,
+            stays: 0,
+            ending: false,
+            entries: Vec::with_capacity(COMPLETIONS as usize),
+        };
+        thread.listen_to_mail();
+        Ok(thread)
+    }
+
+    /// Serves until it is told to end.
+    pub(crate) fn run(mut self) {
+        let mut began = now();
+        loop {
+            let mut worked = self.reap(began);
+            worked |= self.read_mail();
+            worked |= self.serve(began);
+            self.publish();
+            if self.ending && self.awake.is_empty() && self.is_unused() {
+                return;
+            }
+            if worked {
+                self.submit();
+                let ended = now();
+                IoThreadStats::add(&self.stats.busy_ns, ended - began);
+                IoThreadStats::add(&self.stats.turns, 1);
+                began = ended;
+            } else {
+                began = self.idle(began);
+            }
+        }
+    }
+
+    fn is_unused(&self) -> bool {
+        self.forwards.is_empty() && self.served.iter().all(Option::is_none)
+    }
+
+    // Waiting.
+
+    /// Polls, then waits. Returns when there may be work.
+    fn idle(&mut self, began: u64) -> u64 {
+        self.submit();
+        let until = began + self.poll;
+        let mut time = began;
+        if self.poll > 0 {
+            while time < until {
+                if self.has_work() {
+                    IoThreadStats::add(&self.stats.poll_ns, time - began);
+                    return time;
+                }
+                std::hint::spin_loop();
+                time = now();
+            }
+            IoThreadStats::add(&self.stats.poll_ns, time - began);
+        }
+        if self.put_to_sleep() {
+            return now();
+        }
+        let slept = now();
+        match self.ring.submit_and_wait(1) {
+            Ok(_) => {}
+            // A signal, or a full completion queue: the next turn reaps.
+            Err(_) => {}
+        }
+        let woken = now();
+        IoThreadStats::add(&self.stats.sleep_ns, woken - slept);
+        IoThreadStats::add(&self.stats.sleeps, 1);
+        self.poll = self.polling.adjust(self.poll, woken - began);
+        self.stats.polling.store(self.poll, Relaxed);
+        woken
+    }
+
+    fn has_work(&mut self) -> bool {
+        let served = &self.served;
+        self.mail.has_rung()
+            || !self.ring.completion().is_empty()
+            || self.ring.submission().taskrun()
+            || self.awake.iter().any(|&key| get(served, key).is_some_and(Served::is_pending))
+    }
+
+    /// Enables all kicks. True: there was work in the meantime.
+    fn put_to_sleep(&mut self) -> bool {
+        let mut woken = false;
+        let served = &mut self.served;
+        self.awake.retain(|&key| {
+            let Some(entry) = get_mut(served, key) else { return false };
+            woken |= entry.sleep();
+            entry.awake
+        });
+        woken
+    }
+
+    fn submit(&mut self) {
+        let (waiting, taskrun) = {
+            let submission = self.ring.submission();
+            (submission.len(), submission.taskrun())
+        };
+        if waiting == 0 && !taskrun {
+            return;
+        }
+        // IORING_ENTER_GETEVENTS: run what the kernel has deferred to this thread.
+        let flags = u32::from(taskrun);
+        // SAFETY: no argument; entries refer to memory that lives until they complete.
+        let _ = unsafe {
+            self.ring.submitter().enter::<libc::sigset_t>(waiting as u32, 0, flags, None)
+        };
+    }
+
+    // Reaping.
+
+    fn reap(&mut self, now: u64) -> bool {
+        self.entries.clear();
+        let entries = &mut self.entries;
+        entries.extend(
+            self.ring
+                .completion()
+                .take(COMPLETIONS as usize)
+                .map(|entry| (entry.user_data(), entry.result(), entry.flags())),
+        );
+        let mut worked = false;
+        for i in 0..self.entries.len() {
+            let (data, result, flags) = self.entries[i];
+            match data & KIND {
+                0 => {
+                    worked = true;
+                    self.ended(Token(data), Ended::Raw(result), true, now);
+                }
+                KICK => {
+                    worked = true;
+                    self.kicked(data, flags);
+                }
+                MAIL if !cqueue::more(flags) => self.listen_to_mail(),
+                _ => {}
+            }
+        }
+        worked
+    }
+
+    fn ended(&mut self, token: Token, result: Ended, here: bool, now: u64) {
+        let (key, head) = from_token(token);
+        if let Some(entry) = get_mut(&mut self.served, key) {
+            entry.queue.started_here -= u16::from(here);
+            match result {
+                Ended::Raw(raw) => {
+                    let mut turn = Turn {
+                        submission: &mut self.ring.submission(),
+                        file: entry.registered.file,
+                        completions: &self.completions,
+                        buffers: &|segment| entry.registered.buffer(segment),
+                        now,
+                    };
+                    entry.queue.complete_raw(head, raw, &mut turn);
+                }
+                Ended::Result(result) => entry.queue.complete(head, result, now),
+            }
+            self.wake(key);
+        } else if let Some(forward) = self.forwards.get_mut(&key) {
+            let _ = forward.to.post(Letter::Ended { token, result, here: false });
+            forward.outstanding -= u16::from(here);
+        }
+    }
+
+    /// The queue is looked at in every turn until it is put to sleep.
+    fn wake(&mut self, key: QueueKey) {
+        if let Some(entry) = get_mut(&mut self.served, key)
+            && !entry.awake
+        {
+            entry.awake = true;
+            entry.queue.disable_notification();
+            self.awake.push(key);
+        }
+    }
+
+    fn kicked(&mut self, data: u64, flags: u32) {
+        let key = QueueKey((data >> 16) as u32);
+        let Some(entry) = get_mut(&mut self.served, key) else { return };
+        if entry.stay != data as u16 {
+            return;
+        }
+        entry.queue.stats().kick();
+        if !cqueue::more(flags) {
+            self.listen_to_kick(key);
+        }
+        self.wake(key);
+    }
+
+    // Serving.
+
+    fn serve(&mut self, time: u64) -> bool {
+        let mut worked = false;
+        for i in 0..self.awake.len() {
+            let key = self.awake[i];
+            for attempt in 0..2 {
+                let Some(entry) = get_mut(&mut self.served, key) else { break };
+                if !entry.is_pending() {
+                    break;
+                }
+                worked = true;
+                entry.busy_at = time;
+                let share = if entry.stopping.is_some() { 0 } else { SHARE };
+                let mut turn = Turn {
+                    submission: &mut self.ring.submission(),
+                    file: entry.registered.file,
+                    completions: &self.completions,
+                    buffers: &|segment| entry.registered.buffer(segment),
+                    now: time,
+                };
+                let pass = entry.queue.serve(&mut turn, share);
+                if pass != Pass::Full || attempt == 1 {
+                    break;
+                }
+                // Room for the rest.
+                self.submit();
+            }
+        }
+        if worked {
+            self.put_drowsy_to_sleep(time);
+        }
+        worked
+    }
+
+    /// Among busy queues, those that have been idle for a while are waited for instead.
+    fn put_drowsy_to_sleep(&mut self, time: u64) {
+        let served = &mut self.served;
+        self.awake.retain(|&key| {
+            let Some(entry) = get_mut(served, key) else { return false };
+            if time.saturating_sub(entry.busy_at) > DROWSY_NS && !entry.queue.is_unpublished() {
+                entry.sleep();
+            }
+            entry.awake
+        });
+    }
+
+    /// Shows drivers what has finished; gives back queues that have stopped.
+    fn publish(&mut self) {
+        let mut stopped = false;
+        for &key in &self.awake {
+            let Some(entry) = get_mut(&mut self.served, key) else { continue };
+            if entry.queue.is_unpublished() {
+                self.stats.calling.store(u64::from(key.0) + 1, Relaxed);
+                entry.queue.publish();
+                self.stats.calling.store(0, Relaxed);
+            }
+            stopped |= entry.stopping.is_some() && entry.queue.in_flight() == 0;
+        }
+        if stopped {
+            self.give_back();
+        }
+    }
+
+    fn give_back(&mut self) {
+        for key in self.awake.clone() {
+            let done = get_mut(&mut self.served, key)
+                .filter(|entry| entry.queue.in_flight() == 0)
+                .and_then(|entry| entry.stopping.take());
+            if let Some(back) = done
+                && let Some(queue) = self.let_go(key)
+            {
+                let _ = back.send(queue);
+            }
+        }
+    }
+
+    // Letters.
+
+    fn read_mail(&mut self) -> bool {
+        if !self.mail.has_rung() {
+            return false;
+        }
+        self.mail.answer();
+        while let Some(letter) = self.mail.take() {
+            self.read(letter);
+        }
+        true
+    }
+
+    fn read(&mut self, letter: Letter) {
+        match letter {
+            Letter::Adopt { queue, done } => {
+                self.adopt(queue);
+                let _ = done.send(now());
+            }
+            Letter::Release { key, to, left, done } => {
+                if let Some(entry) = get_mut(&mut self.served, key) {
+                    entry.queue.publish();
+                }
+                let Some(mut queue) = self.let_go(key) else { return };
+                let _ = left.send(now());
+                if queue.started_here > 0 {
+                    let outstanding = std::mem::take(&mut queue.started_here);
+                    self.forwards.insert(key, Forward { to: to.clone(), outstanding });
+                }
+                // A thread is not ended while a move to it is under way.
+                let _ = to.post(Letter::Adopt { queue, done });
+            }
+            Letter::Stop { key, back } => {
+                if let Some(entry) = get_mut(&mut self.served, key) {
+                    entry.stopping = Some(back);
+                }
+                self.wake(key);
+            }
+            Letter::Edit { key, edit, done } => {
+                if let Some(entry) = get_mut(&mut self.served, key) {
+                    edit(&mut entry.queue);
+                    // What was forbidden or out of reach may be possible now.
+                    entry.awake = false;
+                    let old = std::mem::take(&mut entry.registered);
+                    self.resources.remove(&self.ring, &entry.queue, old);
+                    entry.registered = self.resources.add(&self.ring, &entry.queue);
+                    self.awake.retain(|&other| other != key);
+                    self.wake(key);
+                }
+                let _ = done.send(());
+            }
+            Letter::Ended { token, result, here } => self.ended(token, result, here, now()),
+            Letter::Pin { cpus, done } => {
+                let _ = done.send(pin(&cpus));
+            }
+            Letter::Poll(polling) => {
+                self.polling = polling;
+                self.poll = 0;
+            }
+            Letter::End => self.ending = true,
+        }
+    }
+
+    fn adopt(&mut self, mut queue: Box<Queue>) {
+        let key = queue.key;
+        if let Some(forward) = self.forwards.remove(&key) {
+            queue.started_here = forward.outstanding;
+        }
+        let registered = self.resources.add(&self.ring, &queue);
+        self.stays = self.stays.wrapping_add(1);
+        let at = key.0 as usize;
+        if self.served.len() <= at {
+            self.served.resize_with(at + 1, || None);
+        }
+        self.served[at] = Some(Served {
+            queue,
+            registered,
+            awake: false,
+            busy_at: now(),
+            stay: self.stays,
+            stopping: None,
+        });
+        self.listen_to_kick(key);
+        // Whatever was kicked while nobody listened is found by looking.
+        self.wake(key);
+    }
+
+    /// The queue is no longer this thread's.
+    fn let_go(&mut self, key: QueueKey) -> Option<Box<Queue>> {
+        let entry = self.served.get_mut(key.0 as usize)?.take()?;
+        self.awake.retain(|&other| other != key);
+        if entry.queue.kick().is_some() {
+            let cancel = opcode::PollRemove::new(kick_data(key, entry.stay)).build();
+            self.push(&cancel.user_data(CANCELLED));
+        }
+        self.resources.remove(&self.ring, &entry.queue, entry.registered);
+        Some(entry.queue)
+    }
+
+    fn listen_to_kick(&mut self, key: QueueKey) {
+        let Some(entry) = get(&self.served, key) else { return };
+        let Some(fd) = entry.queue.kick() else { return };
+        let poll = opcode::PollAdd::new(types::Fd(fd.as_raw_fd()), libc::POLLIN as u32)
+            .multi(true)
+            .build()
+            .user_data(kick_data(key, entry.stay));
+        self.push(&poll);
+    }
+
+    fn listen_to_mail(&mut self) {
+        let fd = types::Fd(self.mail.fd().as_fd().as_raw_fd());
+        let poll = opcode::PollAdd::new(fd, libc::POLLIN as u32).multi(true).build();
+        self.push(&poll.user_data(MAIL));
+    }
+
+    fn push(&mut self, entry: &io_uring::squeue::Entry) {
+        loop {
+            // SAFETY: polls and cancellations refer to no memory.
+            if unsafe { self.ring.submission().push(entry) }.is_ok() {
+                return;
+            }
+            self.submit();
+        }
+    }
+}
+
+fn kick_data(key: QueueKey, stay: u16) -> u64 {
+    KICK | u64::from(key.0) << 16 | u64::from(stay)
+}
+
+fn get(served: &[Option<Served>], key: QueueKey) -> Option<&Served> {
+    served.get(key.0 as usize)?.as_ref()
+}
+
+fn get_mut(served: &mut [Option<Served>], key: QueueKey) -> Option<&mut Served> {
+    served.get_mut(key.0 as usize)?.as_mut()
+}
+
+fn pin(cpus: &[CpuId]) -> Result<(), Errno> {
+    let mut set = rustix::thread::CpuSet::new();
+    if cpus.is_empty() {
+        (0..rustix::thread::CpuSet::MAX_CPU).for_each(|cpu| set.set(cpu));
+    }
+    cpus.iter().for_each(|cpu| set.set(cpu.get() as usize));
+    rustix::thread::sched_setaffinity(None, &set)
+}

@@ -1,0 +1,177 @@
+//! Models of the mailbox and of the live move, every interleaving of which loom runs
+//! (`make loom`).
+//!
+//! The mailbox is the real one. The virtqueue is what the move can get wrong: the driver's avail
+//! index, its kick, which goes to whoever listens, and a used ring that one thread at a time may
+//! write, which loom checks.
+
+use loom::cell::UnsafeCell;
+use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+use loom::sync::Arc;
+use loom::thread;
+
+use super::{Receiver, Sender, mailbox};
+
+#[test]
+fn every_letter_is_read_by_an_owner_that_sleeps() {
+    loom::model(|| {
+        let (sender, mail) = mailbox().unwrap();
+        let other = sender.clone();
+        let posters = [
+            thread::spawn(move || sender.post(1).unwrap()),
+            thread::spawn(move || other.post(2).unwrap()),
+        ];
+        let mut read = 0;
+        while read < 2 {
+            mail.bell.wake.0.wait();
+            if mail.has_rung() {
+                mail.answer();
+                while mail.take().is_some() {
+                    read += 1;
+                }
+            }
+        }
+        for poster in posters {
+            poster.join().unwrap();
+        }
+    });
+}
+
+/// What driver and device share.
+struct Ring {
+    /// Requests that the driver has made available.
+    available: AtomicUsize,
+    /// Whether the device wants a kick.
+    notify: AtomicBool,
+    /// Written by the thread that has the queue, and by no other.
+    used: UnsafeCell<usize>,
+}
+
+/// What moves.
+struct Queue {
+    ring: Arc<Ring>,
+    fetched: usize,
+}
+
+enum Letter {
+    Release(Sender<Letter>),
+    Adopt(Queue),
+    Ended { here: bool },
+}
+
+/// An IOThread.
+struct IoThread {
+    mail: Receiver<Letter>,
+    itself: Sender<Letter>,
+    queue: Option<Queue>,
+    forward: Option<Sender<Letter>>,
+    /// Started here and not yet ended here.
+    outstanding: usize,
+}
+
+impl IoThread {
+    /// One turn; whether there was nothing to do.
+    fn turn(&mut self) -> bool {
+        if self.mail.has_rung() {
+            self.mail.answer();
+            while let Some(letter) = self.mail.take() {
+                self.read(letter);
+            }
+        }
+        let Some(queue) = &mut self.queue else { return true };
+        // Kicks are enabled, then the ring is looked at again: the device's half of the fence.
+        queue.ring.notify.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        let available = queue.ring.available.load(Ordering::Acquire);
+        let started = available - queue.fetched;
+        queue.fetched = available;
+        self.outstanding += started;
+        // The engine tells the thread that started a request.
+        (0..started).for_each(|_| drop(self.itself.post(Letter::Ended { here: true })));
+        started == 0
+    }
+
+    fn read(&mut self, letter: Letter) {
+        match letter {
+            Letter::Release(to) => {
+                let queue = self.queue.take().expect("the queue is here");
+                let _ = to.post(Letter::Adopt(queue));
+                self.forward = Some(to);
+            }
+            Letter::Adopt(queue) => self.queue = Some(queue),
+            Letter::Ended { here } => {
+                self.outstanding -= usize::from(here);
+                match (&self.queue, &self.forward) {
+                    // SAFETY: loom fails the model if another thread is in here.
+                    (Some(queue), _) => queue.ring.used.with_mut(|used| unsafe { *used += 1 }),
+                    (None, Some(to)) => drop(to.post(Letter::Ended { here: false })),
+                    (None, None) => unreachable!("a letter overtook the queue"),
+                }
+            }
+        }
+    }
+
+    fn has_completed(&self) -> bool {
+        // SAFETY: as above; the queue is this thread's.
+        self.queue.as_ref().is_some_and(|q| q.ring.used.with(|used| unsafe { *used } == 1))
+    }
+}
+
+/// A request that is kicked around a move is started once, and its completion, which comes in at
+/// the thread that started it, is written by the thread that has the queue then.
+#[test]
+fn request_around_a_move_is_completed_once_by_the_queues_owner() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(3);
+    model.check(|| {
+        let ring = Arc::new(Ring {
+            available: AtomicUsize::new(0),
+            notify: AtomicBool::new(true),
+            used: UnsafeCell::new(0),
+        });
+        let (to_source, source_mail) = mailbox().unwrap();
+        let (to_target, target_mail) = mailbox().unwrap();
+
+        // A kick wakes the target if it listens by then: if it does not, it looks when it does.
+        // The source never sleeps, so its own kicks do not matter.
+        let kick = Arc::clone(&target_mail.bell);
+        let shared = Arc::clone(&ring);
+        let driver = thread::spawn(move || {
+            shared.available.store(1, Ordering::Release);
+            // The driver's half of the fence (virtio 1.2, section 2.7.13.4.1).
+            fence(Ordering::SeqCst);
+            if shared.notify.load(Ordering::Relaxed) {
+                kick.wake.wake();
+            }
+        });
+        let release_to = to_target.clone();
+        let source = thread::spawn(move || {
+            let mut source = IoThread {
+                mail: source_mail,
+                itself: to_source,
+                queue: Some(Queue { ring, fetched: 0 }),
+                forward: None,
+                outstanding: 0,
+            };
+            source.turn();
+            let _ = source.itself.post(Letter::Release(release_to));
+            while source.queue.is_some() || source.outstanding > 0 {
+                source.turn();
+            }
+        });
+        let mut target = IoThread {
+            mail: target_mail,
+            itself: to_target,
+            queue: None,
+            forward: None,
+            outstanding: 0,
+        };
+        while !target.has_completed() {
+            if target.turn() && !target.mail.has_rung() && !target.has_completed() {
+                target.mail.bell.wake.0.wait();
+            }
+        }
+        driver.join().unwrap();
+        source.join().unwrap();
+    });
+}

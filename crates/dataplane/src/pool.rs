@@ -1,0 +1,351 @@
+//! The pool of IOThreads, seen from outside: starts and ends threads, and starts, stops, edits
+//! and moves the queues on them.
+//!
+//! Each queue has a place, which names its thread. Whoever changes something about a queue holds
+//! its place until the IOThreads have answered, so operations on one queue come one after the
+//! other and those on different queues do not wait for each other. IOThreads never take a lock:
+//! they answer by message.
+
+use std::collections::HashMap;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, mpsc};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rtvirtio_units::CpuId;
+use rustix::io::Errno;
+
+use crate::call::Call;
+use crate::iothread::{IoThread, IoThreadStats, Letter, Polling};
+use crate::mailbox::{Sender, mailbox};
+use crate::queue::{Queue, QueueKey, QueueSetup, now};
+
+/// Names an IOThread; not used again in the life of a pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ThreadId(u32);
+
+/// Why the pool refuses.
+#[derive(Debug, thiserror::Error)]
+pub enum PoolError {
+    /// The thread does not start.
+    #[error("cannot start an IOThread")]
+    Start(#[source] std::io::Error),
+    /// There is no such thread.
+    #[error("there is no such IOThread")]
+    NoThread,
+    /// It serves queues.
+    #[error("the IOThread serves {queues} queues: move them first")]
+    InUse {
+        /// How many.
+        queues: usize,
+    },
+    /// The kernel refuses the CPUs.
+    #[error("cannot run an IOThread on these CPUs")]
+    Pin(#[source] Errno),
+    /// There is no such queue.
+    #[error("there is no such queue")]
+    NoQueue,
+}
+
+/// Why a queue does not move.
+#[derive(Debug, thiserror::Error)]
+pub enum MoveError {
+    /// Something else is being done to it.
+    #[error("the queue is being moved or stopped")]
+    Busy,
+    /// It does not exist, or the thread does not.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+}
+
+struct Thread {
+    mail: Sender<Letter>,
+    stats: Arc<IoThreadStats>,
+    tid: i32,
+    handle: JoinHandle<()>,
+}
+
+/// Where a queue is. `None` once it has stopped.
+struct Place {
+    thread: Mutex<Option<ThreadId>>,
+    /// To free a thread that is stuck in calling the queue's driver.
+    call: Mutex<Option<Call>>,
+}
+
+#[derive(Default)]
+struct State {
+    threads: HashMap<ThreadId, Thread>,
+    places: HashMap<QueueKey, Arc<Place>>,
+    next_thread: u32,
+    /// Keys that have been used and are free; small keys keep the threads' tables small.
+    free: Vec<QueueKey>,
+}
+
+/// IOThreads and the queues on them.
+#[derive(Default)]
+pub struct Pool {
+    state: Mutex<State>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing panics while it holds one of them; if it did, the tables are whole.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Pool {
+    /// Starts a thread, named for `ps` and `top`.
+    ///
+    /// # Errors
+    /// [`PoolError::Start`]: no thread, or no io_uring.
+    pub fn add_thread(&self, name: &str, polling: Polling) -> Result<ThreadId, PoolError> {
+        let (mail, letters) = mailbox().map_err(|e| PoolError::Start(e.into()))?;
+        let stats = Arc::new(IoThreadStats::default());
+        let (started, start) = mpsc::channel();
+        let (sender, for_thread) = (mail.clone(), Arc::clone(&stats));
+        let handle = std::thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || match IoThread::new(letters, sender, for_thread, polling) {
+                Ok(thread) => {
+                    let tid = rustix::thread::gettid().as_raw_nonzero().get();
+                    let _ = started.send(Ok(tid));
+                    thread.run();
+                }
+                Err(error) => {
+                    let _ = started.send(Err(error));
+                }
+            })
+            .map_err(PoolError::Start)?;
+        let tid = start
+            .recv()
+            .unwrap_or_else(|_| Err(std::io::ErrorKind::Other.into()))
+            .map_err(PoolError::Start)?;
+        let mut state = lock(&self.state);
+        state.next_thread += 1;
+        let id = ThreadId(state.next_thread);
+        state.threads.insert(id, Thread { mail, stats, tid, handle });
+        Ok(id)
+    }
+
+    /// Ends a thread that serves no queue.
+    ///
+    /// # Errors
+    /// [`PoolError::NoThread`], [`PoolError::InUse`].
+    pub fn remove_thread(&self, id: ThreadId) -> Result<(), PoolError> {
+        let thread = {
+            let mut state = lock(&self.state);
+            if !state.threads.contains_key(&id) {
+                return Err(PoolError::NoThread);
+            }
+            // A place that is held may be about to name this thread: it counts as used.
+            let uses = |place: &Arc<Place>| match place.thread.try_lock() {
+                Ok(thread) => *thread == Some(id),
+                Err(_) => true,
+            };
+            let queues = state.places.values().filter(|place| uses(place)).count();
+            if queues > 0 {
+                return Err(PoolError::InUse { queues });
+            }
+            state.threads.remove(&id)
+        };
+        if let Some(thread) = thread {
+            let _ = thread.mail.post(Letter::End);
+            let _ = thread.handle.join();
+        }
+        Ok(())
+    }
+
+    /// Lets a thread run on these CPUs; on all, if there are none.
+    ///
+    /// # Errors
+    /// [`PoolError::NoThread`], [`PoolError::Pin`].
+    pub fn pin_thread(&self, id: ThreadId, cpus: &[CpuId]) -> Result<(), PoolError> {
+        let (done, answer) = mpsc::channel();
+        self.post(id, Letter::Pin { cpus: cpus.to_vec(), done })?;
+        answer.recv().map_err(|_| PoolError::NoThread)?.map_err(PoolError::Pin)
+    }
+
+    /// Lets a thread poll differently.
+    ///
+    /// # Errors
+    /// [`PoolError::NoThread`].
+    pub fn set_polling(&self, id: ThreadId, polling: Polling) -> Result<(), PoolError> {
+        self.post(id, Letter::Poll(polling))
+    }
+
+    /// What a thread has done, and its number in the kernel.
+    #[must_use]
+    pub fn thread(&self, id: ThreadId) -> Option<(Arc<IoThreadStats>, i32)> {
+        let state = lock(&self.state);
+        state.threads.get(&id).map(|thread| (Arc::clone(&thread.stats), thread.tid))
+    }
+
+    /// Serves a queue.
+    ///
+    /// # Errors
+    /// [`PoolError::NoThread`].
+    pub fn start(&self, setup: QueueSetup, on: ThreadId) -> Result<QueueKey, PoolError> {
+        let call = setup.call.clone();
+        let place = Arc::new(Place { thread: Mutex::new(None), call: Mutex::new(call) });
+        let mut thread = lock(&place.thread);
+        let key = {
+            let mut state = lock(&self.state);
+            let next = QueueKey(state.places.len() as u32);
+            let key = state.free.pop().unwrap_or(next);
+            state.places.insert(key, Arc::clone(&place));
+            key
+        };
+        let (done, answer) = mpsc::channel();
+        let queue = Box::new(Queue::new(key, setup));
+        let started = self
+            .post(on, Letter::Adopt { queue, done })
+            .and_then(|()| answer.recv().map_err(|_| PoolError::NoThread));
+        if let Err(error) = started {
+            self.forget(key);
+            return Err(error);
+        }
+        *thread = Some(on);
+        drop(thread);
+        Ok(key)
+    }
+
+    /// Stops serving a queue. Returns when nothing is in flight, which takes as long as the
+    /// disk's slowest request.
+    ///
+    /// # Errors
+    /// [`PoolError::NoQueue`].
+    pub fn stop(&self, key: QueueKey) -> Result<Box<Queue>, PoolError> {
+        let place = self.place(key)?;
+        let mut thread = lock(&place.thread);
+        let on = thread.ok_or(PoolError::NoQueue)?;
+        let (back, answer) = mpsc::channel();
+        self.post(on, Letter::Stop { key, back })?;
+        let queue = answer.recv().map_err(|_| PoolError::NoThread)?;
+        *thread = None;
+        drop(thread);
+        self.forget(key);
+        Ok(queue)
+    }
+
+    /// Changes something about a queue, on its thread, between two turns.
+    ///
+    /// # Errors
+    /// [`PoolError::NoQueue`].
+    pub fn edit<T: Send + 'static>(
+        &self,
+        key: QueueKey,
+        edit: impl FnOnce(&mut Queue) -> T + Send + 'static,
+    ) -> Result<T, PoolError> {
+        let place = self.place(key)?;
+        let thread = lock(&place.thread);
+        let on = thread.ok_or(PoolError::NoQueue)?;
+        let (value, result) = mpsc::channel();
+        let (call, new_call) = mpsc::channel();
+        let (done, answer) = mpsc::channel();
+        let edit = Box::new(move |queue: &mut Queue| {
+            let _ = value.send(edit(queue));
+            let _ = call.send(queue.call().cloned());
+        });
+        self.post(on, Letter::Edit { key, edit, done })?;
+        answer.recv().map_err(|_| PoolError::NoThread)?;
+        if let Ok(call) = new_call.try_recv() {
+            *lock(&place.call) = call;
+        }
+        result.try_recv().map_err(|_| PoolError::NoQueue)
+    }
+
+    /// Moves a queue to another thread while it is served. Returns how long nobody served it.
+    ///
+    /// # Errors
+    /// [`MoveError`].
+    pub fn move_queue(&self, key: QueueKey, to: ThreadId) -> Result<Duration, MoveError> {
+        let place = self.place(key)?;
+        let mut thread = match place.thread.try_lock() {
+            Ok(thread) => thread,
+            Err(TryLockError::WouldBlock) => return Err(MoveError::Busy),
+            Err(TryLockError::Poisoned(held)) => held.into_inner(),
+        };
+        let on = thread.ok_or(PoolError::NoQueue)?;
+        if on == to {
+            return Ok(Duration::ZERO);
+        }
+        let (left, leave) = mpsc::channel();
+        let (done, answer) = mpsc::channel();
+        {
+            // Both threads stay while the letter is under way: `remove_thread` counts held places.
+            let state = lock(&self.state);
+            let to = state.threads.get(&to).ok_or(PoolError::NoThread)?.mail.clone();
+            let from = state.threads.get(&on).ok_or(PoolError::NoThread)?;
+            let letter = Letter::Release { key, to, left, done };
+            from.mail.post(letter).map_err(|_| PoolError::NoThread)?;
+        }
+        let adopted = answer.recv().map_err(|_| PoolError::NoQueue)?;
+        *thread = Some(to);
+        let left = leave.try_recv().unwrap_or(adopted);
+        Ok(Duration::from_nanos(adopted.saturating_sub(left)))
+    }
+
+    /// The thread that a queue is on.
+    #[must_use]
+    pub fn thread_of(&self, key: QueueKey) -> Option<ThreadId> {
+        *lock(&self.place(key).ok()?.thread)
+    }
+
+    /// Frees threads that are stuck in calling a driver whose front end filled its eventfd; the
+    /// queues that it was. To be called every few milliseconds: a thread counts as stuck when it
+    /// is in the same call as at the time before.
+    pub fn free_stuck(&self, before: &mut HashMap<ThreadId, (QueueKey, u64)>) -> Vec<QueueKey> {
+        let state = lock(&self.state);
+        let mut stuck = Vec::new();
+        for (&id, thread) in &state.threads {
+            let Some(key) = thread.stats.calling() else {
+                before.remove(&id);
+                continue;
+            };
+            let turns = thread.stats.turns.load(Relaxed);
+            if before.insert(id, (key, turns)) == Some((key, turns))
+                && let Some(place) = state.places.get(&key)
+                && let Some(call) = &*lock(&place.call)
+            {
+                call.drain();
+                stuck.push(key);
+            }
+        }
+        stuck
+    }
+
+    fn post(&self, to: ThreadId, letter: Letter) -> Result<(), PoolError> {
+        let mail = {
+            let state = lock(&self.state);
+            state.threads.get(&to).ok_or(PoolError::NoThread)?.mail.clone()
+        };
+        mail.post(letter).map_err(|_| PoolError::NoThread)
+    }
+
+    fn place(&self, key: QueueKey) -> Result<Arc<Place>, PoolError> {
+        lock(&self.state).places.get(&key).cloned().ok_or(PoolError::NoQueue)
+    }
+
+    fn forget(&self, key: QueueKey) {
+        let mut state = lock(&self.state);
+        state.places.remove(&key);
+        state.free.push(key);
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        let threads = std::mem::take(&mut lock(&self.state).threads);
+        for thread in threads.values() {
+            let _ = thread.mail.post(Letter::End);
+        }
+        for thread in threads.into_values() {
+            let _ = thread.handle.join();
+        }
+    }
+}
+
+/// For tests and the control API: the clock of all times here.
+#[must_use]
+pub fn clock() -> u64 {
+    now()
+}

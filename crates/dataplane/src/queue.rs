@@ -1,0 +1,510 @@
+//! A virtqueue being served: its ring, its requests in flight, and how its driver is called.
+//!
+//! A queue belongs to one IOThread at a time and moves between them as a whole. It is never
+//! shared, so nothing in it is locked; only its statistics are read by others.
+//!
+//! Every request that leaves the ring comes back to it exactly once: a slot is taken when a chain
+//! is popped, and freed when its status is written.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use io_uring::squeue::SubmissionQueue;
+use rtvirtio_engine::{Completions, Engine, Lent, Operation, Outcome, Request, Segment, Token};
+use rtvirtio_units::Nanos;
+use rustix::fd::OwnedFd;
+use rustix::io::Errno;
+
+use crate::call::Call;
+use crate::fixed::FixedBuffers;
+use crate::memory::Memory;
+use crate::request::{Action, ID_BYTES, Limits, Status, parse};
+use crate::ring::{Chain, Ring, RingError};
+use crate::stats::{Op, QueueStats};
+
+/// Names a queue while it is served: unique in the process at any time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct QueueKey(pub(crate) u32);
+
+/// What the virtqueues of one disk have in common.
+pub struct Disk {
+    /// Does the I/O.
+    pub engine: Arc<dyn Engine>,
+    /// What GET_ID returns.
+    pub id: [u8; ID_BYTES],
+    /// Whether a completed write may still be lost until a flush (VIRTIO_BLK_F_CONFIG_WCE).
+    pub write_cache: AtomicBool,
+}
+
+/// A queue's stop or change of hands waits for its requests in flight; what the IOThread needs
+/// to serve it.
+pub struct Queue {
+    pub(crate) key: QueueKey,
+    disk: Arc<Disk>,
+    memory: Arc<Memory>,
+    buffers: Option<Arc<FixedBuffers>>,
+    ring: Ring,
+    slots: Box<[Slot]>,
+    chain: Chain,
+    kick: Option<OwnedFd>,
+    call: Option<Call>,
+    error: Option<OwnedFd>,
+    enabled: bool,
+    broken: Option<Broken>,
+    stats: Arc<QueueStats>,
+    in_flight: u16,
+    /// Of those in flight, started at the IOThread that has the queue now.
+    pub(crate) started_here: u16,
+    /// Slots whose start found the submission queue full.
+    waiting: Vec<u16>,
+    /// Finished since the ring was last published.
+    unpublished: bool,
+}
+
+/// A request in flight. Free if `operation` is `None`.
+#[derive(Default)]
+struct Slot {
+    operation: Option<Operation>,
+    /// First byte of what is still to do.
+    offset: u64,
+    /// Bytes still to do.
+    length: u64,
+    segments: Vec<Segment>,
+    /// Segments that are done.
+    done: usize,
+    status: Option<Segment>,
+    written: u32,
+    /// Bytes in all.
+    bytes: u64,
+    /// When it was popped, and last started, ns of [`now`].
+    popped: u64,
+    started: u64,
+}
+
+// SAFETY: segments point into guest memory, which `memory` keeps mapped wherever the queue goes.
+unsafe impl Send for Slot {}
+
+/// What a driver did to its queue that cannot be answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Broken {
+    /// The ring is not valid.
+    #[error(transparent)]
+    Ring(#[from] RingError),
+    /// A request has no byte for its status.
+    #[error("a request has no status byte")]
+    NoStatus,
+}
+
+/// What a pass over a queue came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pass {
+    /// The ring is empty.
+    Empty,
+    /// Its share is used up; there may be more.
+    More,
+    /// The submission queue is full.
+    Full,
+}
+
+/// What a queue is served with.
+pub struct QueueSetup {
+    /// The disk.
+    pub disk: Arc<Disk>,
+    /// The memory that the ring lies in.
+    pub memory: Arc<Memory>,
+    /// The same, registered.
+    pub buffers: Option<Arc<FixedBuffers>>,
+    /// The ring.
+    pub ring: Ring,
+    /// Entries of the ring.
+    pub size: u16,
+    /// Kicked by the driver.
+    pub kick: Option<OwnedFd>,
+    /// Calls the driver.
+    pub call: Option<Call>,
+    /// Told when the ring is broken.
+    pub error: Option<OwnedFd>,
+    /// Whether it may be served yet (SET_VRING_ENABLE).
+    pub enabled: bool,
+    /// Where its requests are counted.
+    pub stats: Arc<QueueStats>,
+}
+
+/// What the IOThread lends a queue for a pass.
+pub(crate) struct Turn<'a, 'ring> {
+    pub(crate) submission: &'a mut SubmissionQueue<'ring>,
+    pub(crate) file: Option<u32>,
+    pub(crate) completions: &'a Arc<dyn Completions>,
+    pub(crate) buffers: &'a dyn Fn(&Segment) -> Option<u16>,
+    /// When the pass began, ns of [`now`].
+    pub(crate) now: u64,
+}
+
+/// CLOCK_MONOTONIC in ns: the same on every thread.
+pub(crate) fn now() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+impl Queue {
+    pub(crate) fn new(key: QueueKey, setup: QueueSetup) -> Self {
+        Self {
+            key,
+            disk: setup.disk,
+            memory: setup.memory,
+            buffers: setup.buffers,
+            ring: setup.ring,
+            slots: (0..setup.size).map(|_| Slot::default()).collect(),
+            chain: Chain::default(),
+            kick: setup.kick,
+            call: setup.call,
+            error: setup.error,
+            enabled: setup.enabled,
+            broken: None,
+            stats: setup.stats,
+            in_flight: 0,
+            started_here: 0,
+            waiting: Vec::new(),
+            unpublished: false,
+        }
+    }
+
+    /// Its disk.
+    #[must_use]
+    pub fn disk(&self) -> &Arc<Disk> {
+        &self.disk
+    }
+
+    /// Its memory.
+    #[must_use]
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// Its memory, registered.
+    #[must_use]
+    pub(crate) const fn buffers(&self) -> Option<&Arc<FixedBuffers>> {
+        self.buffers.as_ref()
+    }
+
+    /// As GET_VRING_BASE returns it.
+    #[must_use]
+    pub fn base(&self) -> u32 {
+        self.ring.base()
+    }
+
+    /// Its ring, to start it again elsewhere.
+    #[must_use]
+    pub fn into_ring(self) -> Ring {
+        self.ring
+    }
+
+    /// Why it is not served any more, if its driver broke it.
+    #[must_use]
+    pub const fn broken(&self) -> Option<Broken> {
+        self.broken
+    }
+
+    /// Serves it, or not.
+    pub const fn set_enabled(&mut self, enabled: bool) {
+        self.enabled = enabled;
+    }
+
+    /// Calls the driver by another fd from now on.
+    pub fn set_call(&mut self, call: Option<Call>) {
+        self.call = call;
+        // What finished while there was no fd, or went to the old one.
+        self.signal();
+    }
+
+    /// Tells of a broken ring by another fd from now on.
+    pub fn set_error(&mut self, error: Option<OwnedFd>) {
+        self.error = error;
+    }
+
+    /// Memory was added, or the dirty log switched: what is in flight stays where it is.
+    ///
+    /// # Errors
+    /// The ring does not lie within the memory: the queue is broken.
+    pub fn set_memory(
+        &mut self,
+        memory: Arc<Memory>,
+        buffers: Option<Arc<FixedBuffers>>,
+    ) -> Result<(), RingError> {
+        self.buffers = buffers;
+        self.memory = Arc::clone(&memory);
+        self.ring.set_memory(memory).inspect_err(|&error| self.latch(error.into()))
+    }
+
+    /// Logs writes to the used ring at a guest address, or not.
+    pub fn set_log(&mut self, log: Option<u64>) {
+        self.ring.set_log(log);
+    }
+
+    /// Where its requests are counted.
+    #[must_use]
+    pub fn stats(&self) -> &Arc<QueueStats> {
+        &self.stats
+    }
+
+    pub(crate) fn kick(&self) -> Option<&OwnedFd> {
+        self.kick.as_ref()
+    }
+
+    /// For whoever frees an IOThread that is stuck in it.
+    pub(crate) const fn call(&self) -> Option<&Call> {
+        self.call.as_ref()
+    }
+
+    pub(crate) const fn in_flight(&self) -> u16 {
+        self.in_flight
+    }
+
+    pub(crate) const fn is_served(&self) -> bool {
+        self.enabled && self.broken.is_none()
+    }
+
+    pub(crate) fn is_pending(&self) -> bool {
+        self.is_waiting() || self.is_served() && self.ring.is_pending()
+    }
+
+    /// Whether requests wait for room in the submission queue.
+    pub(crate) const fn is_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// Asks for kicks; whether requests came in the meantime.
+    pub(crate) fn enable_notification(&mut self) -> bool {
+        self.is_served() && self.ring.enable_notification()
+    }
+
+    pub(crate) fn disable_notification(&mut self) {
+        if self.is_served() {
+            self.ring.disable_notification();
+        }
+    }
+
+    /// Takes up to `share` requests from the ring and starts them.
+    pub(crate) fn serve(&mut self, turn: &mut Turn<'_, '_>, share: u32) -> Pass {
+        // What has left the ring ends, whatever has become of the ring.
+        while let Some(head) = self.waiting.pop() {
+            if !self.start(head, turn) {
+                return Pass::Full;
+            }
+        }
+        if !self.is_served() {
+            return Pass::Empty;
+        }
+        let mut limits = None;
+        for _ in 0..share {
+            match self.ring.next(&mut self.chain) {
+                Ok(true) => {}
+                Ok(false) => return Pass::Empty,
+                Err(error) => {
+                    self.latch(error.into());
+                    return Pass::Empty;
+                }
+            }
+            let limits = limits.get_or_insert_with(|| Limits {
+                geometry: self.disk.engine.geometry(),
+                write_through: !self.disk.write_cache.load(Ordering::Relaxed),
+                id: self.disk.id,
+            });
+            let head = self.chain.id;
+            let slot = &mut self.slots[usize::from(head)];
+            let Some(parsed) = parse(&mut self.chain, limits, &mut slot.segments) else {
+                self.latch(Broken::NoStatus);
+                return Pass::Empty;
+            };
+            self.in_flight += 1;
+            self.stats.start(1);
+            slot.status = Some(parsed.status);
+            slot.written = parsed.written;
+            slot.done = 0;
+            slot.popped = turn.now;
+            slot.started = turn.now;
+            match parsed.action {
+                Action::Answer(status) => {
+                    slot.bytes = 0;
+                    self.finish(head, status, Op::Other, turn.now);
+                }
+                Action::Start { operation, offset, length } => {
+                    slot.operation = Some(operation);
+                    slot.offset = offset;
+                    slot.length = length;
+                    slot.bytes = length;
+                    if !self.start(head, turn) {
+                        return Pass::Full;
+                    }
+                }
+            }
+        }
+        Pass::More
+    }
+
+    /// Starts what is left of a request. False: the submission queue is full, and it waits.
+    fn start(&mut self, head: u16, turn: &mut Turn<'_, '_>) -> bool {
+        let slot = &mut self.slots[usize::from(head)];
+        let Some(operation) = slot.operation else { return true };
+        let segments = &slot.segments[slot.done..];
+        let transfers = matches!(operation, Operation::Read | Operation::Write { .. });
+        let request = Request {
+            token: token(self.key, head),
+            operation,
+            offset: slot.offset,
+            length: slot.length,
+            segments: if transfers { segments } else { &[] },
+            buffer: match segments {
+                [only] if transfers => (turn.buffers)(only),
+                _ => None,
+            },
+        };
+        let mut lent = Lent {
+            submission: turn.submission,
+            file: turn.file,
+            completions: turn.completions,
+        };
+        match self.disk.engine.start(&request, &mut lent) {
+            Outcome::Done(result) => {
+                // It took the engine's time, not none.
+                self.finish(head, result.into(), op(operation), now());
+                true
+            }
+            Outcome::Started => {
+                self.started_here += 1;
+                true
+            }
+            Outcome::Busy => {
+                self.waiting.push(head);
+                false
+            }
+        }
+    }
+
+    /// The result of a completion queue entry: bytes, or a negated error number. False: the rest
+    /// of a short transfer found the submission queue full.
+    pub(crate) fn complete_raw(&mut self, head: u16, raw: i32, turn: &mut Turn<'_, '_>) -> bool {
+        let Some(slot) = self.slots.get_mut(usize::from(head)) else { return true };
+        let Some(operation) = slot.operation else { return true };
+        let transfers = matches!(operation, Operation::Read | Operation::Write { .. });
+        let result = match u64::try_from(raw) {
+            Err(_) => match Errno::from_raw_os_error(raw.saturating_neg()) {
+                Errno::INTR | Errno::AGAIN => return self.start(head, turn),
+                error => Err(error),
+            },
+            Ok(_) if !transfers => Ok(()),
+            // The end of a file that shrank.
+            Ok(0) => Err(Errno::IO),
+            Ok(bytes) if bytes < slot.length => {
+                let memory = (operation == Operation::Read).then_some(&*self.memory);
+                slot.advance(bytes, memory);
+                return self.start(head, turn);
+            }
+            Ok(_) => Ok(()),
+        };
+        self.complete(head, result, turn.now);
+        true
+    }
+
+    /// A request has ended.
+    pub(crate) fn complete(&mut self, head: u16, result: Result<(), Errno>, now: u64) {
+        let operation = self.slots.get(usize::from(head)).and_then(|slot| slot.operation);
+        if let Some(operation) = operation {
+            self.finish(head, result.into(), op(operation), now);
+        }
+    }
+
+    fn finish(&mut self, head: u16, status: Status, op: Op, now: u64) {
+        let slot = &mut self.slots[usize::from(head)];
+        slot.operation = None;
+        let Some(to) = slot.status.take() else { return };
+        // SAFETY: one byte of guest memory, which `memory` keeps mapped.
+        unsafe { to.base().write_volatile(status as u8) };
+        if self.memory.log().is_some() {
+            self.memory.log_write(to);
+            if slot.written > 1 {
+                slot.segments.iter().for_each(|&segment| self.memory.log_write(segment));
+            }
+        }
+        self.ring.finish(head, slot.written);
+        self.in_flight -= 1;
+        self.unpublished = true;
+        if status == Status::Ok {
+            let wait = slot.started.saturating_sub(slot.popped);
+            let service = now.saturating_sub(slot.started);
+            self.stats.record(op, slot.bytes, Nanos::new(wait), Nanos::new(service));
+        } else {
+            self.stats.fail(op);
+        }
+    }
+
+    /// Shows the driver what has finished and calls it if it wants to be.
+    pub(crate) fn publish(&mut self) -> bool {
+        let called = std::mem::take(&mut self.unpublished) && self.ring.publish();
+        if called {
+            self.stats.call();
+            self.signal();
+        }
+        called
+    }
+
+    pub(crate) const fn is_unpublished(&self) -> bool {
+        self.unpublished
+    }
+
+    fn signal(&self) {
+        if let Some(call) = &self.call {
+            call.signal();
+        }
+    }
+
+    /// The driver broke its ring: it is not served until it is set up anew.
+    fn latch(&mut self, error: Broken) {
+        self.broken = Some(error);
+        if let Some(fd) = &self.error
+            && crate::call::is_eventfd(fd)
+        {
+            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+        }
+    }
+}
+
+impl Slot {
+    /// `bytes` of the transfer are done, fewer than were asked for; `memory` was written to.
+    fn advance(&mut self, mut bytes: u64, memory: Option<&Memory>) {
+        self.offset += bytes;
+        self.length -= bytes;
+        while let Some(segment) = self.segments.get_mut(self.done) {
+            let n = bytes.min(segment.len() as u64);
+            if let Some(memory) = memory {
+                memory.log_write(Segment::new(segment.base(), n as usize));
+            }
+            segment.advance(n as usize);
+            bytes -= n;
+            if !segment.is_empty() {
+                break;
+            }
+            self.done += 1;
+        }
+    }
+}
+
+const fn op(operation: Operation) -> Op {
+    match operation {
+        Operation::Read => Op::Read,
+        Operation::Write { .. } => Op::Write,
+        Operation::Flush => Op::Flush,
+        Operation::Discard => Op::Discard,
+        Operation::WriteZeroes { .. } => Op::WriteZeroes,
+    }
+}
+
+/// A request of a queue: the IOThread finds both again when it ends.
+pub(crate) const fn token(key: QueueKey, head: u16) -> Token {
+    Token((key.0 as u64) << 16 | head as u64)
+}
+
+/// The queue and the head that a token names.
+pub(crate) const fn from_token(token: Token) -> (QueueKey, u16) {
+    (QueueKey((token.0 >> 16) as u32), token.0 as u16)
+}
