@@ -10,7 +10,7 @@ mod pool;
 mod queue;
 mod request;
 pub mod ring;
-mod stats;
+pub mod stats;
 
 pub use call::{Call, CallError};
 pub use fixed::FixedBuffers;

@@ -7,16 +7,22 @@
 //! - [`profile`]: what calibration learned of a device (JSON).
 //! - [`plan`]: settings chosen for a specification, with predictions (JSON).
 //! - [`run`]: what a benchmark measured, one JSON record a cell.
+//! - [`serve`]: what the data plane serves (TOML), hostile until parsed.
+//! - [`mapping`]: which IOThread serves each virtqueue, in three formats.
+//! - [`control`]: what the data plane's control API says and takes (JSON).
 //! - [`latency`]: a mergeable latency histogram and its percentiles.
 //!
 //! Formats live here and not in their writers, so that a reader needs no
 //! other room. Every file carries a version; a reader refuses one it does not
 //! know.
 
+pub mod control;
 pub mod guests;
 pub mod latency;
+pub mod mapping;
 pub mod plan;
 pub mod profile;
 pub mod run;
+pub mod serve;
 pub mod settings;
 pub mod specification;

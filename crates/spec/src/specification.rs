@@ -23,10 +23,12 @@ use rtvirtio_units::{
 pub use error::{
     CgroupFault, Found, Kind, Label, PathFault, Problem, SpecificationError, Subject, Wanted,
 };
+pub(crate) use error::{Plain, Quoted, listed, nearest};
 pub use parse::{
     MAX_DISKS_PER_VM, MAX_FILE_BYTES, MAX_KEY_PARTS, MAX_QUEUES, MAX_TASKS_PER_VM, MAX_VCPUS,
     MAX_VMS, parse,
 };
+pub(crate) use parse::{deep_key, position, unknown_field};
 pub use write::to_toml;
 
 /// A checked specification.

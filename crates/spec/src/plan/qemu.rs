@@ -17,15 +17,21 @@
 
 use std::fmt::Write as _;
 
-use rtvirtio_units::{CpuId, DiskName, IoThreadId};
+use rtvirtio_units::{CpuId, DiskName, IoThreadId, IoThreadName};
 use serde::Serialize;
 
 use super::{DiskIoThreads, VmIoThreads};
+use crate::mapping::Entry;
+use crate::mapping::write::driver_xml;
 
 /// QEMU's name of an IOThread.
 #[must_use]
 pub fn name(thread: IoThreadId) -> String {
     format!("iothread{thread}")
+}
+
+fn entry_name(thread: IoThreadId) -> IoThreadName {
+    IoThreadName::new(name(thread)).expect("letters and digits")
 }
 
 /// QEMU's arguments for a VM's IOThreads and disks, an option and its value each.
@@ -87,7 +93,10 @@ fn device(disk: &DiskIoThreads) -> String {
         drive: &disk.disk,
         num_queues: disk.queues.len(),
         iothread_vq_mapping: mapping
-            .map(|(thread, vqs)| Mapping { iothread: name(thread), vqs })
+            .map(|(thread, vqs)| {
+                let vqs = vqs.into_iter().map(|q| q as u32).collect();
+                Entry { iothread: entry_name(thread), vqs: Some(vqs) }
+            })
             .collect(),
     };
     serde_json::to_string(&device).expect("names and numbers are JSON")
@@ -101,13 +110,7 @@ struct Device<'a> {
     id: Option<&'a str>,
     drive: &'a DiskName,
     num_queues: usize,
-    iothread_vq_mapping: Vec<Mapping>,
-}
-
-#[derive(Serialize)]
-struct Mapping {
-    iothread: String,
-    vqs: Vec<usize>,
+    iothread_vq_mapping: Vec<Entry>,
 }
 
 /// Elements of libvirt's `<domain>`: the IOThreads, their CPUs, and `vcpu_cpus` for the vCPUs if the
@@ -140,15 +143,7 @@ pub fn domain_xml(vm: &VmIoThreads, vcpu_cpus: &[CpuId]) -> String {
 /// The `<driver>` and the `<alias>` of a disk's `<disk>` in libvirt's domain.
 #[must_use]
 pub fn disk_xml(disk: &DiskIoThreads) -> String {
-    let mut xml = format!("<driver name='qemu' queues='{}'>\n  <iothreads>\n", disk.queues.len());
-    for (thread, queues) in disk.by_thread() {
-        let _ = writeln!(xml, "    <iothread id='{thread}'>");
-        for queue in queues {
-            let _ = writeln!(xml, "      <queue id='{queue}'/>");
-        }
-        xml += "    </iothread>\n";
-    }
-    xml += "  </iothreads>\n</driver>\n";
+    let mut xml = driver_xml(disk.queues.len(), disk.by_thread().into_iter());
     if let Some(alias) = alias(&disk.disk) {
         let _ = writeln!(xml, "<alias name='{alias}'/>");
     }

@@ -553,14 +553,14 @@ fn reference_hint(name: &str, known: &[&str], add: &str) -> String {
 }
 
 /// At most eight of `names`, with commas.
-fn listed(names: &[&str]) -> String {
+pub(crate) fn listed(names: &[&str]) -> String {
     const MOST: usize = 8;
     let shown = names[..names.len().min(MOST)].join(", ");
     if names.len() > MOST { format!("{shown}, ... ({} in all)", names.len()) } else { shown }
 }
 
 /// The one of `known` within a third of its length in edits, if any.
-fn nearest<'a>(text: &str, known: &[&'a str]) -> Option<&'a str> {
+pub(crate) fn nearest<'a>(text: &str, known: &[&'a str]) -> Option<&'a str> {
     // No name is longer than 64 bytes, and a hostile one must not cost time.
     if text.len() > 64 {
         return None;
@@ -589,7 +589,7 @@ fn edits(a: &str, b: &str) -> usize {
 }
 
 /// The user's text in quotes: control characters escaped, a long one cut.
-struct Quoted<'a>(&'a str);
+pub(crate) struct Quoted<'a>(pub(crate) &'a str);
 
 impl fmt::Display for Quoted<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -601,7 +601,7 @@ impl fmt::Display for Quoted<'_> {
 }
 
 /// A parser's message on one line: control characters escaped, a long one cut.
-struct Plain<'a>(&'a str);
+pub(crate) struct Plain<'a>(pub(crate) &'a str);
 
 impl fmt::Display for Plain<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

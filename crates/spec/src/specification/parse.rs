@@ -86,6 +86,14 @@ pub fn parse(file: &str, text: &str) -> Result<Specification, SpecificationError
     specification(&scope, raw)
 }
 
+/// Line and column in characters, both from 1, of the byte at `offset`.
+pub(crate) fn position(text: &str, offset: usize) -> (usize, usize) {
+    let before = &text[..text.floor_char_boundary(offset)];
+    let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);
+    let line = before.bytes().filter(|&b| b == b'\n').count() + 1;
+    (line, before[line_start..].chars().count() + 1)
+}
+
 /// Where the conversion is: the file, and the entry to which a problem belongs.
 struct Scope<'a> {
     file: &'a str,
@@ -107,12 +115,11 @@ impl<'a> Scope<'a> {
 
     /// A problem of the entry at `span`.
     fn fail_at(&self, span: Range<usize>, problem: Problem) -> SpecificationError {
-        let before = &self.text[..self.text.floor_char_boundary(span.start)];
-        let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);
+        let (line, column) = position(self.text, span.start);
         SpecificationError {
             file: self.file.to_owned(),
-            line: before.bytes().filter(|&b| b == b'\n').count() + 1,
-            column: before[line_start..].chars().count() + 1,
+            line,
+            column,
             subject: Box::new(self.subject.clone()),
             problem: Box::new(problem),
         }
@@ -272,18 +279,26 @@ fn cgroup_fault(text: &str) -> Option<CgroupFault> {
 }
 
 /// Refuses a dotted key of more than [`MAX_KEY_PARTS`] parts.
+fn check_key_depth(scope: &Scope<'_>) -> Result<(), SpecificationError> {
+    match deep_key(scope.text) {
+        None => Ok(()),
+        Some(span) => Err(scope.fail_at(span, Problem::KeyTooDeep)),
+    }
+}
+
+/// Where a text has a dotted key of more than [`MAX_KEY_PARTS`] parts.
 ///
 /// Only `=`, `,` and brackets end a count. A line's end does not, for a broken
 /// key that spans lines; nor do a float's dots matter, at one for each `=` or `,`.
-fn check_key_depth(scope: &Scope<'_>) -> Result<(), SpecificationError> {
+pub(crate) fn deep_key(text: &str) -> Option<Range<usize>> {
     let mut parts = 1;
-    for token in toml_parser::Source::new(scope.text).lex() {
+    for token in toml_parser::Source::new(text).lex() {
         match token.kind() {
             TokenKind::Dot => {
                 parts += 1;
                 if parts > MAX_KEY_PARTS {
                     let span = token.span();
-                    return Err(scope.fail_at(span.start()..span.end(), Problem::KeyTooDeep));
+                    return Some(span.start()..span.end());
                 }
             }
             TokenKind::Equals
@@ -295,7 +310,7 @@ fn check_key_depth(scope: &Scope<'_>) -> Result<(), SpecificationError> {
             _ => {}
         }
     }
-    Ok(())
+    None
 }
 
 /// The TOML parser's error, with an unknown key taken out of serde's words.
@@ -306,13 +321,18 @@ fn toml_error(scope: &Scope<'_>, error: &toml::de::Error) -> SpecificationError 
     scope.fail_at(error.span().unwrap_or(0..0), problem)
 }
 
-/// Reads "unknown field `X`, expected `A` or `B`" and "..., expected one of `A`, `B`, `C`".
 fn unknown_key(message: &str) -> Option<Problem> {
+    let (key, expected) = unknown_field(message)?;
+    Some(Problem::UnknownKey { key, expected })
+}
+
+/// Reads "unknown field `X`, expected `A` or `B`" and "..., expected one of `A`, `B`, `C`".
+pub(crate) fn unknown_field(message: &str) -> Option<(String, Vec<String>)> {
     let rest = message.strip_prefix("unknown field `")?;
     // From the right: X is the user's and may hold anything, the keys are ours.
     let (key, keys) = rest.rsplit_once("`, expected ")?;
     let expected = keys.split('`').skip(1).step_by(2).map(str::to_owned).collect();
-    Some(Problem::UnknownKey { key: key.to_owned(), expected })
+    Some((key.to_owned(), expected))
 }
 
 fn check_version(scope: &Scope<'_>, value: &Value) -> Result<(), SpecificationError> {

@@ -1,0 +1,331 @@
+//! What the control API of the data plane says and takes (JSON).
+//!
+//! `_ns` fields are nanoseconds. A reader must ignore fields that it does not know: they are added
+//! without a new version; what is under `/v1` changes in no other way. A body that the server
+//! reads is refused when it has an unknown key.
+
+use std::path::PathBuf;
+
+use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos, VmName};
+use serde::{Deserialize, Serialize};
+
+use crate::mapping::Entry;
+use crate::serve::{Polling, wire};
+
+/// Everything at one time: `GET /v1/snapshot`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Snapshot {
+    /// Time since 1970, UTC.
+    pub time_ns: Nanos,
+    /// The IOThreads, by name.
+    pub iothreads: Vec<IoThreadState>,
+    /// The devices, by name.
+    pub devices: Vec<DeviceState>,
+}
+
+/// An IOThread.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IoThreadState {
+    /// Its name.
+    pub name: IoThreadName,
+    /// The CPUs that it is pinned to; none: any.
+    pub cpus: Vec<CpuId>,
+    /// Whether it gets and loses no queue by policy: an operator's word.
+    pub locked: bool,
+    /// The kernel's number of the thread.
+    pub tid: i32,
+    /// How it polls.
+    pub polling: PollingState,
+    /// How many queues it has.
+    pub queues: u32,
+    /// Time at work, since its start.
+    pub busy_ns: Nanos,
+    /// Time in polls that found nothing.
+    pub poll_ns: Nanos,
+    /// Time asleep.
+    pub sleep_ns: Nanos,
+    /// CPU time, as the kernel counts it.
+    pub cpu_ns: Nanos,
+}
+
+/// How an IOThread polls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PollingState {
+    /// The longest.
+    pub max_ns: Nanos,
+    /// Factor of growth.
+    pub grow: u32,
+    /// Divisor of shrinking; 0: at once to nothing.
+    pub shrink: u32,
+}
+
+impl From<Polling> for PollingState {
+    fn from(polling: Polling) -> Self {
+        Self { max_ns: polling.max, grow: polling.grow, shrink: polling.shrink }
+    }
+}
+
+/// A device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceState {
+    /// Its name.
+    pub name: DiskName,
+    /// Its VM.
+    pub vm: VmName,
+    /// Its socket's path; none if it was handed over.
+    pub socket: Option<PathBuf>,
+    /// Whether a front end is connected.
+    pub connected: bool,
+    /// Its size, bytes.
+    pub capacity: Bytes,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// Its queues, from queue 0.
+    pub queues: Vec<QueueState>,
+}
+
+/// What a queue is doing.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activity {
+    /// No front end has started it.
+    #[default]
+    Stopped,
+    /// It is served.
+    Running,
+    /// It is on its way to another IOThread.
+    Moving,
+    /// What the driver wrote to its ring is not valid: it rests until it is set up anew.
+    Broken,
+}
+
+/// A virtqueue.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QueueState {
+    /// Its index within the device.
+    pub index: u16,
+    /// Its IOThread.
+    pub iothread: IoThreadName,
+    /// What it is doing.
+    pub state: Activity,
+    /// Requests taken and not ended.
+    pub in_flight: u64,
+    /// Requests ended.
+    #[serde(flatten)]
+    pub operations: OperationCounts,
+    /// Bytes read.
+    pub read_bytes: Bytes,
+    /// Bytes written.
+    pub written_bytes: Bytes,
+    /// Requests that ended with an error.
+    pub errors: u64,
+    /// Kicks by the driver.
+    pub kicks: u64,
+    /// Calls of the driver.
+    pub calls: u64,
+    /// Polls that found nothing.
+    pub empty_polls: u64,
+    /// From the kick, or the poll that found it, to the start in the engine.
+    pub wait: LatencySummary,
+    /// From there to completion.
+    pub service: LatencySummary,
+    /// Both.
+    pub response: LatencySummary,
+}
+
+/// Requests by operation.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OperationCounts {
+    /// Reads.
+    pub reads: u64,
+    /// Writes.
+    pub writes: u64,
+    /// Flushes.
+    pub flushes: u64,
+    /// Discards.
+    pub discards: u64,
+    /// Write-zeroes.
+    pub write_zeroes: u64,
+    /// Get-id, and what the device does not know.
+    pub others: u64,
+}
+
+/// A latency histogram in short. Percentiles are exact to 1/16, never too low.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LatencySummary {
+    /// Requests.
+    pub count: u64,
+    /// Mean.
+    pub mean_ns: Nanos,
+    /// Median.
+    pub p50_ns: Nanos,
+    /// 99 %.
+    pub p99_ns: Nanos,
+    /// 99.9 %.
+    pub p999_ns: Nanos,
+    /// 99.99 %.
+    pub p9999_ns: Nanos,
+    /// The longest.
+    pub max_ns: Nanos,
+}
+
+/// Something that happened: a message of `GET /v1/events`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Event {
+    /// A device is there.
+    DeviceAdded {
+        /// The device.
+        device: DiskName,
+    },
+    /// A device is gone.
+    DeviceRemoved {
+        /// The device.
+        device: DiskName,
+    },
+    /// A device has another size.
+    DeviceResized {
+        /// The device.
+        device: DiskName,
+        /// The new size, bytes.
+        capacity: Bytes,
+    },
+    /// A front end has connected.
+    FrontEndConnected {
+        /// The device.
+        device: DiskName,
+    },
+    /// A front end has left.
+    FrontEndDisconnected {
+        /// The device.
+        device: DiskName,
+    },
+    /// A queue is served by another IOThread.
+    QueueMoved {
+        /// The device.
+        device: DiskName,
+        /// The queue.
+        queue: u16,
+        /// Where it was.
+        from: IoThreadName,
+        /// Where it is.
+        to: IoThreadName,
+        /// How long nobody served it.
+        pause_ns: Nanos,
+    },
+    /// What the driver wrote to a ring is not valid.
+    QueueBroken {
+        /// The device.
+        device: DiskName,
+        /// The queue.
+        queue: u16,
+        /// Why.
+        reason: String,
+    },
+    /// An IOThread is there.
+    IothreadAdded {
+        /// The IOThread.
+        iothread: IoThreadName,
+    },
+    /// An IOThread is gone.
+    IothreadRemoved {
+        /// The IOThread.
+        iothread: IoThreadName,
+    },
+    /// The reader was too slow: so many events are missing here.
+    EventsLost {
+        /// How many.
+        count: u64,
+    },
+}
+
+/// What a file descriptor sent along is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Handed {
+    /// The image file or block device, open as the device needs it.
+    Image,
+    /// A listening unix socket.
+    Socket,
+}
+
+/// `POST /v1/devices`
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AddDevice {
+    /// The device, as in a configuration.
+    pub device: wire::Device,
+    /// What the descriptors that come with the request are for, in their order.
+    #[serde(default)]
+    pub fds: Vec<Handed>,
+}
+
+/// `PATCH /v1/devices/{device}`: looks at the size again, or changes it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Resize {
+    /// The new size; none: what the file now has.
+    #[serde(default)]
+    pub size: Option<wire::Size>,
+}
+
+/// The answer to [`Resize`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Resized {
+    /// The size, bytes.
+    pub capacity: Bytes,
+}
+
+/// `POST /v1/iothreads`
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct AddIoThread(pub wire::IoThread);
+
+/// `PUT /v1/iothreads/{iothread}/cpus`
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PinIoThread {
+    /// The CPUs; none: any.
+    pub cpus: Vec<CpuId>,
+}
+
+/// `PUT /v1/iothreads/{iothread}/lock`
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Lock {
+    /// Whether policy leaves its queues alone.
+    pub locked: bool,
+}
+
+/// `PUT /v1/mapping/{device}`, and the answer to `GET`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SetMapping {
+    /// QEMU's `iothread-vq-mapping`.
+    pub mapping: Vec<Entry>,
+}
+
+/// `PUT /v1/mapping/{device}/{queue}`
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MoveQueue {
+    /// Where to.
+    pub iothread: IoThreadName,
+}
+
+/// The answer to [`MoveQueue`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Moved {
+    /// How long nobody served the queue.
+    pub pause_ns: Nanos,
+}
+
+/// The body of an answer that is an error.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ErrorBody {
+    /// What is wrong.
+    pub error: String,
+    /// What to do about it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hint: Option<String>,
+}

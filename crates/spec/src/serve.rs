@@ -1,0 +1,175 @@
+//! What the data plane serves: the configuration of `rtvirtio serve` (TOML).
+//!
+//! A configuration arrives as hostile text. [`parse`] turns it into a [`Configuration`] in which
+//! every name and socket is unique, every number is in range and every queue has an IOThread, or
+//! into an error with file, line and a hint. The same tables, as [`wire`] types, are what the
+//! control API takes in JSON: [`Device::new`] and [`IoThread::new`] check them for both.
+//!
+//! Properties (tests of the same name): `example_is_read_as_written`,
+//! `each_fault_is_named_with_its_line_and_a_hint`, `device_is_written_and_read_back`.
+
+mod check;
+mod error;
+mod parse;
+pub mod wire;
+
+#[cfg(test)]
+mod tests;
+
+use std::path::PathBuf;
+
+use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
+
+pub use error::{Fault, ServeError, Subject};
+pub use parse::parse;
+pub use wire::{Aio, Faults, FixedBuffers, ImageLock};
+
+pub use crate::mapping::MAX_QUEUES;
+use crate::mapping::Mapping;
+
+/// Most devices of one data plane.
+pub const MAX_DEVICES: usize = 1024;
+/// Most IOThreads of one data plane.
+pub const MAX_IOTHREADS: usize = 64;
+/// Longest path of a unix socket (`sun_path` less its terminator).
+pub const MAX_SOCKET_BYTES: usize = 107;
+/// Longest serial number (`VIRTIO_BLK_ID_BYTES`).
+pub const MAX_SERIAL_BYTES: usize = 20;
+/// Highest CPU that can be named (`CPU_SETSIZE`).
+pub const MAX_CPU: u32 = 1023;
+/// Longest that an IOThread polls before it sleeps.
+pub const MAX_POLL: Nanos = Nanos::from_millis(1_000);
+/// Largest disk in RAM.
+pub const MAX_RAM_BYTES: Bytes = Bytes::new(1 << 40);
+
+/// A checked configuration.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Configuration {
+    /// The control API, if it is wanted.
+    pub control: Option<Control>,
+    /// At least one.
+    pub iothreads: Vec<IoThread>,
+    /// In order of the file; there may be none yet.
+    pub devices: Vec<Device>,
+}
+
+/// Where the control API listens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Control {
+    /// An absolute path of at most [`MAX_SOCKET_BYTES`].
+    pub socket: PathBuf,
+    /// The group that may use it beside root and the service's own user.
+    pub group: Option<u32>,
+}
+
+/// An IOThread.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct IoThread {
+    /// Unique name.
+    pub name: IoThreadName,
+    /// The CPUs that it may run on, ascending; none: any.
+    pub cpus: Vec<CpuId>,
+    /// How it polls.
+    pub polling: Polling,
+}
+
+/// How an IOThread polls before it sleeps: QEMU's `poll-max-ns`, `poll-grow` and `poll-shrink`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Polling {
+    /// The longest; zero: it does not poll.
+    pub max: Nanos,
+    /// Factor by which the time grows when polling would have paid.
+    pub grow: u32,
+    /// Divisor by which it shrinks when it did not pay; 0: at once to nothing.
+    pub shrink: u32,
+}
+
+impl Default for Polling {
+    /// QEMU's.
+    fn default() -> Self {
+        Self { max: Nanos::new(32_768), grow: 2, shrink: 0 }
+    }
+}
+
+/// A disk of a VM.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Device {
+    /// Unique name.
+    pub name: DiskName,
+    /// Whose it is; VMs have any number of disks.
+    pub vm: VmName,
+    /// Where its front end connects.
+    pub listen: Listen,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// What GET_ID answers: at most [`MAX_SERIAL_BYTES`] of printable ASCII.
+    pub serial: String,
+    /// Whether the guest is offered a write cache; without it each write is durable.
+    pub write_cache: bool,
+    /// Whether guest memory is registered with the rings.
+    pub fixed_buffers: FixedBuffers,
+    /// Where its data lies.
+    pub engine: Engine,
+    /// Its queues and their IOThreads.
+    pub mapping: Mapping,
+}
+
+impl Device {
+    /// How many virtqueues it has, 1 to [`MAX_QUEUES`].
+    #[must_use]
+    pub fn queues(&self) -> u16 {
+        self.mapping.queues()
+    }
+}
+
+/// Where a front end connects.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Listen {
+    /// A socket made there: an absolute path of at most [`MAX_SOCKET_BYTES`].
+    Path(PathBuf),
+    /// A listening socket handed over under this name: by systemd (`FileDescriptorName=`), or
+    /// with the request to add the device.
+    Activated(Name),
+}
+
+/// Where a disk's data lies.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Engine {
+    /// A raw image file or a block device.
+    File(FileEngine),
+    /// RAM, lost at the end.
+    Ram {
+        /// Its size, in whole sectors.
+        size: Bytes,
+        /// CPU time that each request costs beyond its own, for benchmarks.
+        cpu: Nanos,
+    },
+    /// RAM that answers when the model of a solid-state disk says so.
+    Ssd(SsdEngine),
+}
+
+/// A raw image file or a block device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FileEngine {
+    /// An absolute path.
+    pub path: PathBuf,
+    /// Whether the host's page cache is bypassed (O_DIRECT).
+    pub direct: bool,
+    /// How requests are handed to the kernel.
+    pub aio: Aio,
+    /// When the image is locked against other writers.
+    pub lock: ImageLock,
+}
+
+/// An emulated solid-state disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SsdEngine {
+    /// Its size, in whole sectors.
+    pub size: Bytes,
+    /// The name of a model, such as `ref-4x250`.
+    pub model: String,
+    /// Seed of its service times.
+    pub seed: u64,
+    /// What goes wrong on purpose.
+    pub faults: Faults,
+}

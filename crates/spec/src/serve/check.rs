@@ -1,0 +1,277 @@
+//! Wire types to checked ones. A fault comes with the key that it belongs to.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use rtvirtio_units::{Bytes, CpuId, IoThreadName, Nanos};
+
+use super::error::Fault;
+use super::wire::{self, EngineKind, Size};
+use super::{
+    Control, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_POLL, MAX_RAM_BYTES,
+    MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, Polling, SsdEngine,
+};
+use crate::mapping::{Entry, Mapping};
+
+/// A fault and the keys that lead to its value.
+pub(super) type Misplaced = (&'static [&'static str], Fault);
+
+fn at<T>(keys: &'static [&'static str], result: Result<T, Fault>) -> Result<T, Misplaced> {
+    result.map_err(|fault| (keys, fault))
+}
+
+fn socket(path: PathBuf) -> Result<PathBuf, Fault> {
+    let length = path.as_os_str().len();
+    let ends_in_name =
+        path.file_name().is_some() && !path.as_os_str().as_encoded_bytes().ends_with(b"/");
+    if length <= MAX_SOCKET_BYTES && ends_in_name && absolute(&path) {
+        Ok(path)
+    } else {
+        Err(Fault::BadSocket(path))
+    }
+}
+
+fn absolute(path: &Path) -> bool {
+    path.is_absolute()
+        && !path.to_string_lossy().chars().any(char::is_control)
+        && path.as_os_str().len() < 4096
+}
+
+fn in_range(key: &'static str, found: u64, low: u64, high: u64) -> Result<u64, Fault> {
+    if (low..=high).contains(&found) {
+        Ok(found)
+    } else {
+        Err(Fault::OutOfRange { key, found, low, high })
+    }
+}
+
+/// CPUs, ascending and each once.
+///
+/// # Errors
+/// [`Fault::BadCpu`].
+pub(super) fn cpus(mut cpus: Vec<CpuId>) -> Result<Vec<CpuId>, Fault> {
+    match cpus.iter().find(|cpu| cpu.get() > MAX_CPU) {
+        Some(bad) => Err(Fault::BadCpu(*bad)),
+        None => {
+            cpus.sort_unstable();
+            cpus.dedup();
+            Ok(cpus)
+        }
+    }
+}
+
+impl Control {
+    pub(super) fn located(raw: wire::Control) -> Result<Self, Misplaced> {
+        Ok(Self { socket: at(&["socket"], socket(raw.socket))?, group: raw.group })
+    }
+}
+
+impl IoThread {
+    /// Checks one.
+    ///
+    /// # Errors
+    /// [`Fault`]: which rule it breaks.
+    pub fn new(raw: wire::IoThread) -> Result<Self, Fault> {
+        Self::located(raw).map_err(|(_, fault)| fault)
+    }
+
+    pub(super) fn located(raw: wire::IoThread) -> Result<Self, Misplaced> {
+        let default = Polling::default();
+        let max = match raw.poll_max_us {
+            None => default.max,
+            Some(us) => {
+                let high = MAX_POLL.get() / 1_000;
+                Nanos::from_micros(at(&["poll_max_us"], in_range("poll_max_us", us, 0, high))?)
+            }
+        };
+        let grow = raw.poll_grow.unwrap_or(default.grow);
+        at(&["poll_grow"], in_range("poll_grow", grow.into(), 2, 1024))?;
+        let shrink = raw.poll_shrink.unwrap_or(default.shrink);
+        at(&["poll_shrink"], in_range("poll_shrink", shrink.into(), 0, 1024))?;
+        Ok(Self {
+            name: raw.name,
+            cpus: at(&["cpus"], cpus(raw.cpus))?,
+            polling: Polling { max, grow, shrink },
+        })
+    }
+}
+
+impl Device {
+    /// Checks one, among the IOThreads that there are.
+    ///
+    /// # Errors
+    /// [`Fault`]: which rule it breaks.
+    pub fn new(raw: wire::Device, iothreads: &[IoThreadName]) -> Result<Self, Fault> {
+        Self::located(raw, iothreads).map_err(|(_, fault)| fault)
+    }
+
+    pub(super) fn located(
+        raw: wire::Device,
+        iothreads: &[IoThreadName],
+    ) -> Result<Self, Misplaced> {
+        let listen = match (raw.socket, raw.socket_activation) {
+            (Some(path), None) => Listen::Path(at(&["socket"], socket(path))?),
+            (None, Some(name)) => Listen::Activated(name),
+            (Some(_), Some(_)) => return Err((&["socket_activation"], Fault::WhichSocket)),
+            (None, None) => return Err((&[], Fault::WhichSocket)),
+        };
+        let serial = match raw.serial {
+            None => raw.name.as_str().chars().take(MAX_SERIAL_BYTES).collect(),
+            Some(serial) => at(&["serial"], checked_serial(serial))?,
+        };
+        let queues = raw.queues.unwrap_or(1);
+        let keys: &[&str] = if raw.mapping.is_some() { &["mapping"] } else { &["queues"] };
+        let mapping = mapping(raw.mapping, queues, iothreads).map_err(|fault| {
+            (
+                if matches!(fault, Fault::Mapping(crate::mapping::MappingError::QueueCount(_))) {
+                    &["queues"]
+                } else {
+                    keys
+                },
+                fault,
+            )
+        })?;
+        Ok(Self {
+            name: raw.name,
+            vm: raw.vm,
+            listen,
+            read_only: raw.read_only,
+            serial,
+            write_cache: raw.write_cache,
+            fixed_buffers: raw.fixed_buffers,
+            engine: engine(raw.engine)?,
+            mapping,
+        })
+    }
+}
+
+fn checked_serial(serial: String) -> Result<String, Fault> {
+    let is_printable = serial.bytes().all(|b| b.is_ascii_graphic() || b == b' ');
+    let fits = (1..=MAX_SERIAL_BYTES).contains(&serial.len());
+    if fits && is_printable { Ok(serial) } else { Err(Fault::BadSerial(serial)) }
+}
+
+fn mapping(
+    entries: Option<Vec<Entry>>,
+    queues: u32,
+    iothreads: &[IoThreadName],
+) -> Result<Mapping, Fault> {
+    let all = || iothreads.iter().cloned().map(Entry::round_robin).collect();
+    if iothreads.is_empty() {
+        return Err(Fault::NoIoThread);
+    }
+    let entries = entries.unwrap_or_else(all);
+    let known: BTreeSet<IoThreadName> = iothreads.iter().cloned().collect();
+    Ok(Mapping::new(&entries, queues, Some(&known))?)
+}
+
+/// The engine, of whose keys each belongs to its type.
+fn engine(raw: wire::Engine) -> Result<Engine, Misplaced> {
+    let kind = raw.kind;
+    let only = |of: EngineKind, key: &'static str, is_given: bool| match is_given && kind != of {
+        true => Err((&["engine"] as &[_], Fault::ForeignEngineKey { kind, key })),
+        false => Ok(()),
+    };
+    only(EngineKind::File, "path", raw.path.is_some())?;
+    only(EngineKind::File, "direct", raw.direct.is_some())?;
+    only(EngineKind::File, "format", raw.format.is_some())?;
+    only(EngineKind::File, "aio", raw.aio.is_some())?;
+    only(EngineKind::File, "lock", raw.lock.is_some())?;
+    only(EngineKind::Ram, "cpu_us", raw.cpu_us.is_some())?;
+    only(EngineKind::Ssd, "ssd", raw.ssd.is_some())?;
+    only(EngineKind::Ssd, "seed", raw.seed.is_some())?;
+    only(EngineKind::Ssd, "fault", raw.fault.is_some())?;
+    let missing = |key| (&["engine"] as &[_], Fault::MissingEngineKey { kind, key });
+    match kind {
+        EngineKind::File => {
+            if raw.size.is_some() {
+                return Err((&["engine"], Fault::ForeignEngineKey { kind, key: "size" }));
+            }
+            let path = raw.path.ok_or_else(|| missing("path"))?;
+            if !absolute(&path) {
+                return Err((&["engine", "path"], Fault::BadPath(path)));
+            }
+            Ok(Engine::File(FileEngine {
+                path,
+                direct: raw.direct.unwrap_or(true),
+                aio: raw.aio.unwrap_or_default(),
+                lock: raw.lock.unwrap_or_default(),
+            }))
+        }
+        EngineKind::Ram => {
+            let size = size(raw.size.ok_or_else(|| missing("size"))?)?;
+            let cpu_us = u64::from(raw.cpu_us.unwrap_or(0));
+            at(&["engine", "cpu_us"], in_range("cpu_us", cpu_us, 0, 1_000_000))?;
+            Ok(Engine::Ram { size, cpu: Nanos::from_micros(cpu_us) })
+        }
+        EngineKind::Ssd => {
+            let size = size(raw.size.ok_or_else(|| missing("size"))?)?;
+            let model = raw.ssd.ok_or_else(|| missing("ssd"))?;
+            let is_model = |c: char| c.is_ascii_alphanumeric() || "-_.*".contains(c);
+            if !(1..=64).contains(&model.len()) || !model.chars().all(is_model) {
+                return Err((&["engine", "ssd"], Fault::BadModel(model)));
+            }
+            let faults = raw.fault.unwrap_or_default();
+            let stall = in_range("stall_ms", faults.stall_ms.into(), 0, 3_600_000);
+            at(&["engine", "fault", "stall_ms"], stall)?;
+            Ok(Engine::Ssd(SsdEngine { size, model, seed: raw.seed.unwrap_or(1), faults }))
+        }
+    }
+}
+
+fn size(Size(size): Size) -> Result<Bytes, Misplaced> {
+    const KEYS: &[&str] = &["engine", "size"];
+    at(KEYS, in_range("size", size.get(), 512, MAX_RAM_BYTES.get()))?;
+    if size.get().is_multiple_of(512) {
+        Ok(size)
+    } else {
+        Err((KEYS, Fault::NotInSectors(size.get())))
+    }
+}
+
+/// As `Device::new` reads it back.
+impl From<&Device> for wire::Device {
+    fn from(device: &Device) -> Self {
+        let (socket, socket_activation) = match &device.listen {
+            Listen::Path(path) => (Some(path.clone()), None),
+            Listen::Activated(name) => (None, Some(name.clone())),
+        };
+        let engine = match &device.engine {
+            Engine::File(file) => wire::Engine {
+                kind: EngineKind::File,
+                path: Some(file.path.clone()),
+                direct: Some(file.direct),
+                aio: Some(file.aio),
+                lock: Some(file.lock),
+                ..wire::Engine::default()
+            },
+            Engine::Ram { size, cpu } => wire::Engine {
+                kind: EngineKind::Ram,
+                size: Some(Size(*size)),
+                cpu_us: Some((cpu.get() / 1_000) as u32),
+                ..wire::Engine::default()
+            },
+            Engine::Ssd(ssd) => wire::Engine {
+                kind: EngineKind::Ssd,
+                size: Some(Size(ssd.size)),
+                ssd: Some(ssd.model.clone()),
+                seed: Some(ssd.seed),
+                fault: Some(ssd.faults),
+                ..wire::Engine::default()
+            },
+        };
+        Self {
+            name: device.name.clone(),
+            vm: device.vm.clone(),
+            socket,
+            socket_activation,
+            queues: Some(device.queues().into()),
+            read_only: device.read_only,
+            serial: Some(device.serial.clone()),
+            write_cache: device.write_cache,
+            fixed_buffers: device.fixed_buffers,
+            engine,
+            mapping: Some(device.mapping.entries()),
+        }
+    }
+}

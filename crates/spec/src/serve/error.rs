@@ -1,0 +1,236 @@
+//! Why a configuration is refused: where, of what, which rule, and a remedy.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use rtvirtio_units::{CpuId, DiskName, IoThreadName};
+
+use super::wire::EngineKind;
+use super::{
+    MAX_CPU, MAX_DEVICES, MAX_IOTHREADS, MAX_POLL, MAX_QUEUES, MAX_RAM_BYTES, MAX_SERIAL_BYTES,
+    MAX_SOCKET_BYTES,
+};
+use crate::mapping::MappingError;
+use crate::specification::{MAX_FILE_BYTES, MAX_KEY_PARTS, Plain, Quoted, listed, nearest};
+
+/// Why a file is no configuration. Displays as `file:line:column: device "vm0-root": what is wrong`.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[error("{file}:{line}:{column}: {subject}{fault}")]
+pub struct ServeError {
+    /// The file as the caller named it.
+    pub file: String,
+    /// Line, from 1.
+    pub line: usize,
+    /// Column in characters, from 1.
+    pub column: usize,
+    /// What the fault belongs to.
+    pub subject: Subject,
+    /// What is wrong.
+    pub fault: Box<Fault>,
+}
+
+impl ServeError {
+    /// What to do about it, in one line.
+    #[must_use]
+    pub fn hint(&self) -> String {
+        self.fault.hint()
+    }
+}
+
+/// What a fault belongs to. Displays as a prefix of the message, empty for the file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Subject {
+    /// The file as a whole.
+    File,
+    /// An IOThread.
+    IoThread(IoThreadName),
+    /// A device.
+    Device(DiskName),
+}
+
+impl fmt::Display for Subject {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File => Ok(()),
+            Self::IoThread(name) => write!(f, "iothread \"{name}\": "),
+            Self::Device(name) => write!(f, "device \"{name}\": "),
+        }
+    }
+}
+
+/// Which rule is broken.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Fault {
+    /// More bytes than are read.
+    #[error("the file has {0} bytes, more than {MAX_FILE_BYTES}")]
+    TooLarge(usize),
+    /// A dotted key without end.
+    #[error("a dotted key has more than {MAX_KEY_PARTS} parts")]
+    KeyTooDeep,
+    /// Not TOML, or a value of the wrong type; the parser's own words.
+    #[error("{}", Plain(.0))]
+    Toml(String),
+    /// A key that its table does not have.
+    #[error("unknown key {}", Quoted(key))]
+    UnknownKey {
+        /// The key.
+        key: String,
+        /// The table's keys.
+        expected: Vec<String>,
+    },
+    /// A configuration of another version.
+    #[error("version is {0}, and this program reads version 1")]
+    UnknownVersion(i64),
+    /// No IOThread.
+    #[error("there is no iothread")]
+    NoIoThread,
+    /// Too many of them.
+    #[error("{0} iothreads, more than {MAX_IOTHREADS}")]
+    TooManyIoThreads(usize),
+    /// Too many of them.
+    #[error("{0} devices, more than {MAX_DEVICES}")]
+    TooManyDevices(usize),
+    /// Two of one name.
+    #[error("a second iothread or device has this name")]
+    DuplicateName,
+    /// Two of one socket.
+    #[error("socket {} is that of {other} too", Quoted(&socket.to_string_lossy()))]
+    DuplicateSocket {
+        /// The socket.
+        socket: PathBuf,
+        /// The first with it.
+        other: String,
+    },
+    /// A socket's path that is relative, too long, or ends in no name.
+    #[error("{} is no path of a socket", Quoted(&.0.to_string_lossy()))]
+    BadSocket(PathBuf),
+    /// Neither or both of `socket` and `socket_activation`.
+    #[error("a device has one of socket and socket_activation")]
+    WhichSocket,
+    /// An image's path that is relative or holds a control character.
+    #[error("{} is no absolute path", Quoted(&.0.to_string_lossy()))]
+    BadPath(PathBuf),
+    /// A CPU that no host has.
+    #[error("CPU {0} is beyond {MAX_CPU}")]
+    BadCpu(CpuId),
+    /// A number out of range.
+    #[error("{key} is {found}, outside {low} to {high}")]
+    OutOfRange {
+        /// The key.
+        key: &'static str,
+        /// The number.
+        found: u64,
+        /// Smallest allowed.
+        low: u64,
+        /// Largest allowed.
+        high: u64,
+    },
+    /// A size that is no multiple of a sector.
+    #[error("size {0} is no multiple of 512")]
+    NotInSectors(u64),
+    /// A serial number that is too long or not printable ASCII.
+    #[error("serial {} is not 1 to {MAX_SERIAL_BYTES} characters of printable ASCII", Quoted(.0))]
+    BadSerial(String),
+    /// A model's name that is none.
+    #[error("{} is no name of a model", Quoted(.0))]
+    BadModel(String),
+    /// A key that the engine's type needs.
+    #[error("an engine of type \"{kind}\" needs the key `{key}`")]
+    MissingEngineKey {
+        /// The type.
+        kind: EngineKind,
+        /// The key.
+        key: &'static str,
+    },
+    /// A key that the engine's type does not have.
+    #[error("an engine of type \"{kind}\" has no key `{key}`")]
+    ForeignEngineKey {
+        /// The type.
+        kind: EngineKind,
+        /// The key.
+        key: &'static str,
+    },
+    /// Queues and IOThreads that do not fit.
+    #[error(transparent)]
+    Mapping(#[from] MappingError),
+}
+
+impl Fault {
+    /// What to do about it, in one line.
+    #[must_use]
+    pub fn hint(&self) -> String {
+        match self {
+            Self::TooLarge(_) => {
+                format!("split it: a configuration has at most {MAX_FILE_BYTES} bytes")
+            }
+            Self::KeyTooDeep => "the deepest key of a configuration has 3 parts".to_owned(),
+            Self::Toml(message) => toml_hint(message).to_owned(),
+            Self::UnknownKey { key, expected } => {
+                let expected: Vec<&str> = expected.iter().map(String::as_str).collect();
+                let near = nearest(key, &expected)
+                    .map_or_else(String::new, |n| format!("did you mean `{n}`? "));
+                format!("{near}the keys of this table are {}", listed(&expected))
+            }
+            Self::UnknownVersion(_) => "write version = 1".to_owned(),
+            Self::NoIoThread => "add [[iothread]] with name = \"iot0\"".to_owned(),
+            Self::TooManyIoThreads(_) => format!("keep at most {MAX_IOTHREADS}"),
+            Self::TooManyDevices(_) => format!("keep at most {MAX_DEVICES}"),
+            Self::DuplicateName => "rename or remove one".to_owned(),
+            Self::DuplicateSocket { .. } => "give each a socket of its own".to_owned(),
+            Self::BadSocket(_) => format!(
+                "write socket = \"/run/rtvirtio/vm0-root.sock\": absolute, at most {MAX_SOCKET_BYTES} bytes"
+            ),
+            Self::WhichSocket => {
+                "write socket = \"/run/rtvirtio/vm0-root.sock\", or socket_activation = \"NAME\" \
+                 with the FileDescriptorName= of a systemd socket unit"
+                    .to_owned()
+            }
+            Self::BadPath(_) => "write path = \"/var/lib/rtvirtio/vm0-root.img\"".to_owned(),
+            Self::BadCpu(_) => "write cpus = [0, 1] with CPUs of this host".to_owned(),
+            Self::OutOfRange { key, low, high, .. } => {
+                format!("write {key} = {low}, or more up to {high}")
+            }
+            Self::NotInSectors(_) => "write size = \"64M\"".to_owned(),
+            Self::BadSerial(_) => "write serial = \"vm0-root\"".to_owned(),
+            Self::BadModel(_) => "write ssd = \"ref-4x250\"".to_owned(),
+            Self::MissingEngineKey { kind, .. } => engine_hint(*kind).to_owned(),
+            Self::ForeignEngineKey { kind, key } => {
+                format!("remove `{key}`, or change the type: {}", engine_hint(*kind))
+            }
+            Self::Mapping(MappingError::QueueCount(_)) => {
+                format!("write queues = 4 (1 to {MAX_QUEUES})")
+            }
+            Self::Mapping(error) => error.hint(),
+        }
+    }
+}
+
+fn engine_hint(kind: EngineKind) -> &'static str {
+    match kind {
+        EngineKind::File => {
+            "write engine = { type = \"file\", path = \"/var/lib/rtvirtio/vm0-root.img\" }"
+        }
+        EngineKind::Ram => "write engine = { type = \"ram\", size = \"64M\" }",
+        EngineKind::Ssd => "write engine = { type = \"ssd\", size = \"64M\", ssd = \"ref-4x250\" }",
+    }
+}
+
+fn toml_hint(message: &str) -> &'static str {
+    if message.contains("missing field") {
+        "each [[iothread]] has a name; each [[device]] has name, vm, socket and engine"
+    } else if message.contains("duplicate key") {
+        "a key stands once in its table: remove one"
+    } else if message.contains("name") {
+        "a name has 1 to 64 letters, digits, '_', '-', '+', '@' or '.', and starts with a letter, \
+         a digit or '_'"
+    } else if message.contains("unknown variant") {
+        "use one of these values, in quotes"
+    } else if message.contains("invalid") {
+        "write [control], [[iothread]], [[device]], and a value of the right type after each key"
+    } else {
+        "check the quotes, brackets and `key = value` of this line"
+    }
+}
+
+// Stated here because the hints do: what they say must be what is checked.
+const _: () = assert!(MAX_POLL.get() == 1_000_000_000 && MAX_RAM_BYTES.get() == 1 << 40);

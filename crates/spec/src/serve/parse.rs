@@ -1,0 +1,155 @@
+//! TOML to [`Configuration`], as a specification is read: size, depth of keys, TOML to wire types,
+//! wire types to checked ones.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use rtvirtio_units::IoThreadName;
+use serde::Deserialize;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use super::check::Misplaced;
+use super::error::{Fault, ServeError, Subject};
+use super::{Configuration, Control, Device, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, wire};
+use crate::specification::{MAX_FILE_BYTES, deep_key, position, unknown_field};
+
+/// Parses and checks `text`, named `file` in errors.
+///
+/// # Errors
+/// [`ServeError`] says where, what and what to do. The first fault ends the parse.
+pub fn parse(file: &str, text: &str) -> Result<Configuration, ServeError> {
+    let fail = |subject, span: Range<usize>, fault| {
+        let (line, column) = position(text, span.start);
+        ServeError { file: file.to_owned(), line, column, subject, fault: Box::new(fault) }
+    };
+    let of_file = |span, fault| fail(Subject::File, span, fault);
+    if text.len() > MAX_FILE_BYTES {
+        return Err(of_file(0..0, Fault::TooLarge(text.len())));
+    }
+    if let Some(span) = deep_key(text) {
+        return Err(of_file(span, Fault::KeyTooDeep));
+    }
+    let toml = |e: &toml::de::Error| {
+        let fault = match unknown_field(e.message()) {
+            Some((key, expected)) => Fault::UnknownKey { key, expected },
+            None => Fault::Toml(e.message().to_owned()),
+        };
+        of_file(e.span().unwrap_or(0..0), fault)
+    };
+    let table = DeTable::parse(text).map_err(|e| toml(&e))?;
+    // Before the unknown keys: a file of a later version must not be called misspelt.
+    if let Some(value) = table.get_ref().get("version") {
+        let (span, version) =
+            (value.span(), i64::deserialize(toml::de::ValueDeserializer::from(value.clone())));
+        match version {
+            Ok(1) => {}
+            Ok(other) => return Err(of_file(span, Fault::UnknownVersion(other))),
+            Err(e) => return Err(toml(&e)),
+        }
+    }
+    let places = table.clone();
+    let raw =
+        wire::Configuration::deserialize(toml::Deserializer::from(table)).map_err(|e| toml(&e))?;
+    let place = Place { root: &places };
+
+    if raw.iothread.is_empty() {
+        return Err(of_file(0..0, Fault::NoIoThread));
+    }
+    let count = raw.iothread.len();
+    if count > MAX_IOTHREADS {
+        return Err(of_file(
+            place.of("iothread", MAX_IOTHREADS, &[]),
+            Fault::TooManyIoThreads(count),
+        ));
+    }
+    let count = raw.device.len();
+    if count > MAX_DEVICES {
+        return Err(of_file(place.of("device", MAX_DEVICES, &[]), Fault::TooManyDevices(count)));
+    }
+    let control = raw.control.map(|control| {
+        Control::located(control)
+            .map_err(|(keys, fault)| of_file(place.of("control", 0, keys), fault))
+    });
+    let control = control.transpose()?;
+    let mut iothreads: Vec<IoThread> = Vec::with_capacity(raw.iothread.len());
+    for (index, raw) in raw.iothread.into_iter().enumerate() {
+        let subject = Subject::IoThread(raw.name.clone());
+        let checked = IoThread::located(raw).and_then(|iothread| {
+            let is_new = iothreads.iter().all(|other| other.name != iothread.name);
+            if is_new { Ok(iothread) } else { Err((&["name"] as &[_], Fault::DuplicateName)) }
+        });
+        iothreads
+            .push(checked.map_err(|(keys, fault)| {
+                fail(subject, place.of("iothread", index, keys), fault)
+            })?);
+    }
+    let names: Vec<IoThreadName> = iothreads.iter().map(|t| t.name.clone()).collect();
+    let mut unique = Unique::default();
+    if let Some(control) = &control {
+        unique.sockets.insert(Listen::Path(control.socket.clone()), "the control API".to_owned());
+    }
+    let mut devices = Vec::with_capacity(raw.device.len());
+    for (index, raw) in raw.device.into_iter().enumerate() {
+        let subject = Subject::Device(raw.name.clone());
+        let checked = Device::located(raw, &names).and_then(|device| unique.add(device));
+        devices.push(
+            checked
+                .map_err(|(keys, fault)| fail(subject, place.of("device", index, keys), fault))?,
+        );
+    }
+    Ok(Configuration { control, iothreads, devices })
+}
+
+/// What stands once in a file.
+#[derive(Default)]
+struct Unique {
+    names: BTreeSet<rtvirtio_units::DiskName>,
+    sockets: BTreeMap<Listen, String>,
+}
+
+impl Unique {
+    fn add(&mut self, device: Device) -> Result<Device, Misplaced> {
+        if !self.names.insert(device.name.clone()) {
+            return Err((&["name"], Fault::DuplicateName));
+        }
+        let owner = format!("device \"{}\"", device.name);
+        if let Some(other) = self.sockets.insert(device.listen.clone(), owner) {
+            let (key, socket): (&[_], _) = match device.listen {
+                Listen::Path(path) => (&["socket"], path),
+                Listen::Activated(name) => (&["socket_activation"], name.as_str().into()),
+            };
+            return Err((key, Fault::DuplicateSocket { socket, other }));
+        }
+        Ok(device)
+    }
+}
+
+/// Finds values in the text again.
+struct Place<'a> {
+    root: &'a Spanned<DeTable<'a>>,
+}
+
+impl Place<'_> {
+    /// Where the value of `keys` in entry `index` of the list (or in the table) `top` stands; the
+    /// last of `keys` that is there.
+    fn of(&self, top: &str, index: usize, keys: &[&str]) -> Range<usize> {
+        let Some(mut value) = self.root.get_ref().get(top) else { return 0..0 };
+        if let DeValue::Array(entries) = value.get_ref() {
+            match entries.get(index) {
+                Some(entry) => value = entry,
+                None => return value.span(),
+            }
+        }
+        for key in keys {
+            match value.get_ref() {
+                DeValue::Table(table) => match table.get(*key) {
+                    Some(inner) => value = inner,
+                    None => break,
+                },
+                _ => break,
+            }
+        }
+        value.span()
+    }
+}

@@ -1,0 +1,281 @@
+//! The tables as they are written, in TOML or JSON: known keys of the right type, checked no
+//! further.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, VmName};
+use serde::de::{self, Deserializer, Visitor};
+use serde::{Deserialize, Serialize, Serializer};
+
+use crate::mapping::Entry;
+
+/// The whole file.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a serve configuration")]
+pub struct Configuration {
+    /// The format's version: 1.
+    pub version: i64,
+    /// `[control]`
+    pub control: Option<Control>,
+    /// `[[iothread]]`
+    #[serde(default)]
+    pub iothread: Vec<IoThread>,
+    /// `[[device]]`
+    #[serde(default)]
+    pub device: Vec<Device>,
+}
+
+/// `[control]`
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a table [control]")]
+pub struct Control {
+    /// Path of the socket.
+    pub socket: PathBuf,
+    /// Number of a group that may use it too.
+    pub group: Option<u32>,
+}
+
+/// `[[iothread]]`
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a table [[iothread]]")]
+pub struct IoThread {
+    /// Its name.
+    pub name: IoThreadName,
+    /// CPUs that it may run on; none: any.
+    #[serde(default)]
+    pub cpus: Vec<CpuId>,
+    /// The longest that it polls, µs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub poll_max_us: Option<u64>,
+    /// Factor of growth.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub poll_grow: Option<u32>,
+    /// Divisor; 0: at once to nothing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub poll_shrink: Option<u32>,
+}
+
+/// `[[device]]`
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a table [[device]]")]
+pub struct Device {
+    /// Its name.
+    pub name: DiskName,
+    /// Its VM.
+    pub vm: VmName,
+    /// Path of the socket.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub socket: Option<PathBuf>,
+    /// Name of a listening socket that systemd hands over, instead of `socket`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub socket_activation: Option<Name>,
+    /// Virtqueues; 1 if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub queues: Option<u32>,
+    /// Whether writes are refused.
+    #[serde(default)]
+    pub read_only: bool,
+    /// What GET_ID answers; the name's first 20 bytes if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub serial: Option<String>,
+    /// Whether the guest is offered a write cache.
+    #[serde(default = "yes")]
+    pub write_cache: bool,
+    /// Whether guest memory is registered with the rings.
+    #[serde(default)]
+    pub fixed_buffers: FixedBuffers,
+    /// Where its data lies.
+    pub engine: Engine,
+    /// QEMU's `iothread-vq-mapping`; round robin over all IOThreads if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mapping: Option<Vec<Entry>>,
+}
+
+const fn yes() -> bool {
+    true
+}
+
+/// `engine = { type = "...", ... }`: the keys of all types; which belong to which is checked later.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a table { type = \"file\", path = \"...\" }")]
+pub struct Engine {
+    /// Its type.
+    #[serde(rename = "type")]
+    pub kind: EngineKind,
+    /// file: the image or block device.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub path: Option<PathBuf>,
+    /// file: O_DIRECT; yes if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub direct: Option<bool>,
+    /// file: raw is all there is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub format: Option<ImageFormat>,
+    /// file: how requests reach the kernel.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub aio: Option<Aio>,
+    /// file: when the image is locked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lock: Option<ImageLock>,
+    /// ram, ssd: its size.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub size: Option<Size>,
+    /// ram: CPU time of each request, µs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_us: Option<u32>,
+    /// ssd: the model.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ssd: Option<String>,
+    /// ssd: seed of its service times.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub seed: Option<u64>,
+    /// ssd: what goes wrong.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fault: Option<Faults>,
+}
+
+/// The types of engines.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EngineKind {
+    /// A raw image or a block device.
+    #[default]
+    File,
+    /// RAM.
+    Ram,
+    /// An emulated solid-state disk.
+    Ssd,
+}
+
+impl fmt::Display for EngineKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::File => "file",
+            Self::Ram => "ram",
+            Self::Ssd => "ssd",
+        })
+    }
+}
+
+/// Formats of images.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ImageFormat {
+    /// A disk's bytes as they are.
+    Raw,
+}
+
+/// How a file's requests are handed to the kernel.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Aio {
+    /// By io_uring where the kernel allows it, else by threads.
+    #[default]
+    Auto,
+    /// By io_uring or not at all.
+    IoUring,
+    /// By a pool of threads.
+    Threads,
+}
+
+/// When an image is locked, as QEMU locks it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ImageLock {
+    /// As long as the device exists.
+    #[default]
+    Always,
+    /// While a front end is connected: a guest can migrate between two daemons on one image.
+    Session,
+}
+
+/// Whether guest memory is registered with the rings as fixed buffers, which pins it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FixedBuffers {
+    /// Where it is possible; if not, that is said once.
+    #[default]
+    Auto,
+    /// Or the front end is refused.
+    On,
+    /// Not.
+    Off,
+}
+
+/// Faults of an emulated disk; 0: none of the kind.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields, expecting = "a table { error_every = 1000 }")]
+pub struct Faults {
+    /// Each request of that number fails with EIO.
+    pub error_every: u32,
+    /// Each write of that number fails with ENOSPC.
+    pub no_space_every: u32,
+    /// Each request of that number is short once: half of it is done at first.
+    pub short_every: u32,
+    /// Each request of that number waits for `stall_ms`.
+    pub stall_every: u32,
+    /// How long a stall takes, ms.
+    pub stall_ms: u32,
+}
+
+/// A number of bytes: a whole number, or a text such as `"64M"` (K, M, G, T: powers of 1024).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Size(pub Bytes);
+
+impl std::str::FromStr for Size {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        const WRONG: &str = "not a size: write \"64M\" (K, M, G, T) or bytes";
+        let (digits, shift) = match text.as_bytes().last() {
+            Some(b'k' | b'K') => (&text[..text.len() - 1], 10),
+            Some(b'm' | b'M') => (&text[..text.len() - 1], 20),
+            Some(b'g' | b'G') => (&text[..text.len() - 1], 30),
+            Some(b't' | b'T') => (&text[..text.len() - 1], 40),
+            _ => (text, 0),
+        };
+        // `parse` alone would take a sign.
+        let number = Some(digits).filter(|d| d.bytes().all(|b| b.is_ascii_digit()));
+        let number = number.and_then(|d| d.parse::<u64>().ok());
+        let bytes = number.and_then(|n| n.checked_mul(1 << shift)).ok_or(WRONG)?;
+        Ok(Self(Bytes::new(bytes)))
+    }
+}
+
+impl Serialize for Size {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.0.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Size {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(SizeVisitor)
+    }
+}
+
+struct SizeVisitor;
+
+impl Visitor<'_> for SizeVisitor {
+    type Value = Size;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a size such as \"64M\" or a number of bytes")
+    }
+
+    fn visit_u64<E: de::Error>(self, bytes: u64) -> Result<Size, E> {
+        Ok(Size(Bytes::new(bytes)))
+    }
+
+    fn visit_i64<E: de::Error>(self, bytes: i64) -> Result<Size, E> {
+        let found = de::Unexpected::Signed(bytes);
+        u64::try_from(bytes)
+            .map(|b| Size(Bytes::new(b)))
+            .map_err(|_| E::invalid_value(found, &self))
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Size, E> {
+        text.parse().map_err(|_| E::invalid_value(de::Unexpected::Str(text), &self))
+    }
+}
