@@ -1,0 +1,421 @@
+//! A raw image or block device: what it is, and synchronous requests to it.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use rtvirtio_units::Bytes;
+use rustix::fs::{AtFlags, FallocateFlags, FileType, Mode, OFlags, StatxFlags};
+use rustix::io::Errno;
+
+use super::aligned::Aligned;
+use super::header;
+use super::transfer::{Cursor, Direction, transfer};
+use super::{FileConfig, FileSource};
+use crate::{Geometry, Operation, Request, Segment};
+
+/// Bytes bounced at a time.
+const BOUNCE: usize = 256 << 10;
+
+/// `BLKDISCARD` and `BLKGETSIZE64` of `linux/fs.h`.
+const BLKDISCARD: libc::Ioctl = 0x1277;
+const BLKGETSIZE64: libc::Ioctl = 0x8008_1272;
+
+/// `st_type`s of file systems that live in memory, of `linux/magic.h`.
+const IN_MEMORY: [i64; 3] = [0x0102_1994, 0x8584_58f6, 0x9584_58f6];
+
+/// Why a file cannot be a disk.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// It cannot be opened.
+    #[error("open {path}")]
+    Open {
+        /// Where it should be.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: Errno,
+    },
+    /// A system call about it failed.
+    #[error("{0} the image")]
+    Call(&'static str, #[source] Errno),
+    /// It is a directory, pipe, socket or character device.
+    #[error("the image is neither a regular file nor a block device")]
+    NotADisk,
+    /// A descriptor that was handed over does not allow what is asked.
+    #[error(
+        "the file was handed over without the access that is needed: open it for reading{}, not for appending",
+        if *.read_only { "" } else { " and writing" }
+    )]
+    Access {
+        /// Whether reading would have been enough.
+        read_only: bool,
+    },
+    /// Its header is of another format.
+    #[error(
+        "the image looks like {0}; only raw images are served: convert it (qemu-img convert -O raw), \
+         or, if its guest wrote that header, say format = \"raw\""
+    )]
+    NotRaw(&'static str),
+    /// Its file system has no direct I/O.
+    #[error("the image's file system has no direct I/O: set direct = false, or move the image")]
+    NotDirect(#[source] Errno),
+    /// Its size is not a whole number of blocks.
+    #[error(
+        "the image's {size} bytes are not a multiple of its block of {block}: \
+         enlarge it (truncate --size=%{block} IMAGE)"
+    )]
+    Size {
+        /// Bytes.
+        size: u64,
+        /// Bytes of a logical block.
+        block: u32,
+    },
+}
+
+fn call(name: &'static str) -> impl FnOnce(Errno) -> ImageError {
+    move |source| ImageError::Call(name, source)
+}
+
+/// An open image.
+#[derive(Debug)]
+pub(super) struct Image {
+    fd: Arc<OwnedFd>,
+    capacity: AtomicU64,
+    read_only: bool,
+    is_device: bool,
+    in_memory: bool,
+    logical_block: u32,
+    physical_block: u32,
+    /// What direct I/O asks of addresses in memory; 1 without.
+    memory_alignment: u32,
+    discard: bool,
+    /// Whether `FALLOC_FL_ZERO_RANGE` is known not to work.
+    no_zero_range: AtomicBool,
+}
+
+impl Image {
+    pub(super) fn open(config: FileConfig) -> Result<Self, ImageError> {
+        let FileConfig { source, direct, read_only, explicit_raw, .. } = config;
+        let fd = match source {
+            FileSource::Fd(fd) => fd,
+            FileSource::Path(path) => {
+                let access = if read_only { OFlags::RDONLY } else { OFlags::RDWR };
+                // Non-blocking, so that a pipe is refused instead of waited for.
+                let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+                rustix::fs::open(&path, flags, Mode::empty())
+                    .map_err(|source| ImageError::Open { path, source })?
+            }
+        };
+        let stat = rustix::fs::fstat(&fd).map_err(call("stat"))?;
+        let is_device = match FileType::from_raw_mode(stat.st_mode) {
+            FileType::RegularFile => false,
+            FileType::BlockDevice => true,
+            _ => return Err(ImageError::NotADisk),
+        };
+        set_flags(&fd, direct, read_only)?;
+
+        let file_system = rustix::fs::fstatfs(&fd).map_err(call("stat the file system of"))?;
+        let in_memory = !is_device && IN_MEMORY.contains(&file_system.f_type);
+        let alignment = Alignment::of(&fd, is_device, direct && !in_memory)?;
+        let physical_block = if is_device {
+            rustix::fs::ioctl_blkpbszget(&fd).map_err(call("ask the physical block size of"))?
+        } else {
+            4096
+        };
+        let size = size_of(&fd, is_device).map_err(call("ask the size of"))?;
+        let image = Self {
+            fd: Arc::new(fd),
+            capacity: AtomicU64::new(size),
+            read_only,
+            is_device,
+            in_memory,
+            logical_block: alignment.offset,
+            physical_block: physical_block.max(alignment.offset),
+            memory_alignment: alignment.memory,
+            discard: false,
+            no_zero_range: AtomicBool::new(false),
+        };
+        image.check_size(size)?;
+        if !explicit_raw && let Some(format) = image.foreign_format()? {
+            return Err(ImageError::NotRaw(format));
+        }
+        let discard = !read_only && image.can_discard();
+        Ok(Self { discard, ..image })
+    }
+
+    pub(super) const fn fd(&self) -> &Arc<OwnedFd> {
+        &self.fd
+    }
+
+    pub(super) const fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Whether its file system lives in memory.
+    pub(super) const fn in_memory(&self) -> bool {
+        self.in_memory
+    }
+
+    pub(super) fn geometry(&self) -> Geometry {
+        Geometry {
+            capacity: Bytes::new(self.capacity.load(Ordering::Relaxed)),
+            logical_block: self.logical_block,
+            physical_block: self.physical_block,
+            read_only: self.read_only,
+            discard: self.discard,
+        }
+    }
+
+    pub(super) fn resize(&self, capacity: Option<Bytes>) -> std::io::Result<Bytes> {
+        if let Some(capacity) = capacity {
+            if self.read_only {
+                return Err(Errno::ROFS.into());
+            }
+            if self.is_device {
+                return Err(Errno::OPNOTSUPP.into());
+            }
+            self.check_size(capacity.get()).map_err(std::io::Error::other)?;
+            rustix::fs::ftruncate(&self.fd, capacity.get())?;
+        }
+        let size = size_of(&self.fd, self.is_device)?;
+        self.check_size(size).map_err(std::io::Error::other)?;
+        self.capacity.store(size, Ordering::Relaxed);
+        Ok(Bytes::new(size))
+    }
+
+    const fn check_size(&self, size: u64) -> Result<(), ImageError> {
+        let block = self.logical_block;
+        if size.is_multiple_of(block as u64) {
+            Ok(())
+        } else {
+            Err(ImageError::Size { size, block })
+        }
+    }
+
+    /// Whether the file takes these segments as they are.
+    pub(super) fn takes(&self, segments: &[Segment]) -> bool {
+        let (memory, block) = (self.memory_alignment as usize, self.logical_block as usize);
+        memory == 1
+            || segments
+                .iter()
+                .all(|s| s.base().addr().is_multiple_of(memory) && s.len().is_multiple_of(block))
+    }
+
+    /// Does a request, and waits for it.
+    pub(super) fn perform(&self, request: &Request<'_>) -> Result<(), Errno> {
+        let &Request { operation, offset, length, segments, .. } = request;
+        match operation {
+            Operation::Read if self.takes(segments) => {
+                transfer(&self.fd, Direction::Read, offset, segments)
+            }
+            Operation::Write { durable } if self.takes(segments) => {
+                transfer(&self.fd, Direction::Write { durable }, offset, segments)
+            }
+            Operation::Read => self.bounce(Direction::Read, offset, length, segments),
+            Operation::Write { durable } => {
+                self.bounce(Direction::Write { durable }, offset, length, segments)
+            }
+            Operation::Flush if self.in_memory => Ok(()),
+            Operation::Flush => rustix::fs::fdatasync(&self.fd),
+            Operation::Discard => self.discard(offset, length),
+            Operation::WriteZeroes { unmap } => self.write_zeroes(offset, length, unmap),
+        }
+    }
+
+    /// Reads or writes by way of aligned memory.
+    fn bounce(
+        &self,
+        direction: Direction,
+        offset: u64,
+        length: u64,
+        segments: &[Segment],
+    ) -> Result<(), Errno> {
+        let most = BOUNCE.max(self.logical_block as usize);
+        let most = length.min(most as u64) as usize;
+        let buffer = Aligned::new(most, self.buffer_alignment())?;
+        let mut cursor = Cursor::new(segments);
+        let mut done = 0;
+        while done < length {
+            let piece = buffer.segment((length - done).min(most as u64) as usize);
+            if let Direction::Write { .. } = direction {
+                cursor.copy_to(piece);
+            }
+            transfer(&self.fd, direction, offset + done, &[piece])?;
+            if let Direction::Read = direction {
+                cursor.copy_from(piece);
+            }
+            done += piece.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn buffer_alignment(&self) -> usize {
+        self.logical_block.max(self.memory_alignment).max(4096) as usize
+    }
+
+    /// A hint: where the file system cannot after all, nothing is done.
+    fn discard(&self, offset: u64, length: u64) -> Result<(), Errno> {
+        let result = if self.is_device {
+            discard_device(&self.fd, offset, length)
+        } else {
+            self.fallocate(FallocateFlags::PUNCH_HOLE, offset, length)
+        };
+        match result {
+            Err(Errno::OPNOTSUPP) => Ok(()),
+            result => result,
+        }
+    }
+
+    /// On block devices too `fallocate` zeroes, and says when the device cannot do it by itself.
+    fn write_zeroes(&self, offset: u64, length: u64, unmap: bool) -> Result<(), Errno> {
+        if unmap {
+            match self.fallocate(FallocateFlags::PUNCH_HOLE, offset, length) {
+                Err(Errno::OPNOTSUPP) => {}
+                result => return result,
+            }
+        }
+        if !self.no_zero_range.load(Ordering::Relaxed) {
+            match self.fallocate(FallocateFlags::ZERO_RANGE, offset, length) {
+                Err(Errno::OPNOTSUPP) => self.no_zero_range.store(true, Ordering::Relaxed),
+                result => return result,
+            }
+        }
+        let most = length.min(BOUNCE as u64) as usize;
+        let zeroes = Aligned::new(most, self.buffer_alignment())?;
+        let mut done = 0;
+        while done < length {
+            let piece = zeroes.segment((length - done).min(most as u64) as usize);
+            transfer(&self.fd, Direction::Write { durable: false }, offset + done, &[piece])?;
+            done += piece.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn fallocate(&self, what: FallocateFlags, offset: u64, length: u64) -> Result<(), Errno> {
+        rustix::io::retry_on_intr(|| {
+            rustix::fs::fallocate(&self.fd, what | FallocateFlags::KEEP_SIZE, offset, length)
+        })
+    }
+
+    /// Asks for what does nothing wherever it is supported.
+    fn can_discard(&self) -> bool {
+        let result = if self.is_device {
+            // Support is checked first, then the alignment.
+            discard_device(&self.fd, 1, 512)
+        } else {
+            // A hole behind the end.
+            let end = self.capacity.load(Ordering::Relaxed).next_multiple_of(4096);
+            self.fallocate(FallocateFlags::PUNCH_HOLE, end, 4096)
+        };
+        !matches!(result, Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::NOTTY))
+    }
+
+    fn foreign_format(&self) -> Result<Option<&'static str>, ImageError> {
+        let size = self.capacity.load(Ordering::Relaxed);
+        let length = size.min(u64::from(self.logical_block.max(4096))) as usize;
+        let buffer = Aligned::new(length, self.buffer_alignment()).map_err(call("read"))?;
+        let whole = buffer.segment(length);
+        transfer(&self.fd, Direction::Read, 0, &[whole]).map_err(call("read"))?;
+        Ok(header::foreign_format(buffer.bytes()))
+    }
+}
+
+/// What requests must be multiples of.
+struct Alignment {
+    offset: u32,
+    memory: u32,
+}
+
+impl Alignment {
+    fn of(fd: &OwnedFd, is_device: bool, direct: bool) -> Result<Self, ImageError> {
+        let device_block = if is_device {
+            rustix::fs::ioctl_blksszget(fd).map_err(call("ask the block size of"))?
+        } else {
+            512
+        };
+        if !direct {
+            return Ok(Self { offset: device_block, memory: 1 });
+        }
+        let wanted = StatxFlags::DIOALIGN;
+        // A kernel before 6.1 does not tell; nor do some file systems.
+        let told = rustix::fs::statx(fd, c"", AtFlags::EMPTY_PATH, wanted)
+            .ok()
+            .filter(|s| s.stx_mask & wanted.bits() != 0);
+        let (offset, memory) = match told {
+            Some(s) if s.stx_dio_offset_align == 0 => {
+                return Err(ImageError::NotDirect(Errno::INVAL));
+            }
+            Some(s) => (s.stx_dio_offset_align, s.stx_dio_mem_align),
+            None if is_device => (device_block, device_block),
+            None => Self::probe(fd)?,
+        };
+        let offset = offset.max(device_block);
+        if !offset.is_power_of_two() || !memory.is_power_of_two() {
+            return Err(ImageError::NotDirect(Errno::INVAL));
+        }
+        Ok(Self { offset, memory })
+    }
+
+    /// The least block that can be read.
+    fn probe(fd: &OwnedFd) -> Result<(u32, u32), ImageError> {
+        let buffer = Aligned::new(4096, 4096).map_err(call("read"))?;
+        for block in [512, 4096] {
+            // At an address that is aligned to no more than the block.
+            let mut piece = buffer.segment(4096);
+            if block < 4096 {
+                piece = Segment::new(piece.base().wrapping_add(block), block);
+            }
+            match Cursor::new(&[piece]).step(fd, Direction::Read, 0) {
+                Ok(_) => return Ok((block as u32, block as u32)),
+                Err(Errno::INVAL) => {}
+                Err(error) => return Err(ImageError::Call("read", error)),
+            }
+        }
+        Err(ImageError::NotDirect(Errno::INVAL))
+    }
+}
+
+/// Checks what a descriptor may do, and sets how it does it.
+fn set_flags(fd: &OwnedFd, direct: bool, read_only: bool) -> Result<(), ImageError> {
+    let flags = rustix::fs::fcntl_getfl(fd).map_err(call("ask the flags of"))?;
+    let fits = match flags & OFlags::ACCMODE {
+        OFlags::RDWR => true,
+        access => read_only && access == OFlags::RDONLY,
+    };
+    if !fits || flags.intersects(OFlags::APPEND | OFlags::PATH) {
+        return Err(ImageError::Access { read_only });
+    }
+    // Without NONBLOCK: io_uring would answer EAGAIN where it should wait.
+    let mut wanted = flags - (OFlags::NONBLOCK | OFlags::DIRECT);
+    if direct {
+        wanted |= OFlags::DIRECT;
+    }
+    match rustix::fs::fcntl_setfl(fd, wanted) {
+        Err(error) if direct => Err(ImageError::NotDirect(error)),
+        result => result.map_err(call("set the flags of")),
+    }
+}
+
+fn size_of(fd: &OwnedFd, is_device: bool) -> Result<u64, Errno> {
+    if !is_device {
+        return rustix::fs::fstat(fd).map(|stat| stat.st_size as u64);
+    }
+    let mut size = 0_u64;
+    // SAFETY: BLKGETSIZE64 writes a u64, which outlives the call.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), BLKGETSIZE64, &raw mut size) };
+    if result == 0 { Ok(size) } else { Err(last_error()) }
+}
+
+fn discard_device(fd: &OwnedFd, offset: u64, length: u64) -> Result<(), Errno> {
+    let range = [offset, length];
+    // SAFETY: BLKDISCARD reads two u64, which outlive the call.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), BLKDISCARD, range.as_ptr()) };
+    if result == 0 { Ok(()) } else { Err(last_error()) }
+}
+
+/// What the last call into the C library failed with.
+pub(super) fn last_error() -> Errno {
+    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
+}

@@ -1,0 +1,145 @@
+//! Locks on QEMU's byte ranges, so that QEMU, qemu-img and this data plane refuse each other's
+//! images in use.
+//!
+//! QEMU (`block/file-posix.c`) gives each permission two bytes: 100 + i is read-locked by whoever
+//! holds permission i, 200 + i by whoever does not share it. Having locked its own, one asks
+//! whether somebody else has locked the counterparts. The locks are of the open file description
+//! (`F_OFD_SETLK`): they end with it, whatever happens to the process.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+
+use rustix::io::Errno;
+
+const HELD: i64 = 100;
+const NOT_SHARED: i64 = 200;
+
+const CONSISTENT_READ: i64 = 0;
+const WRITE: i64 = 1;
+const RESIZE: i64 = 3;
+
+const NAMES: [(i64, &str); 3] =
+    [(CONSISTENT_READ, "consistent read"), (WRITE, "write"), (RESIZE, "resize")];
+
+/// What the disk's user does with it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Reads, and wants nobody to write.
+    Read,
+    /// Reads and writes, and wants nobody else to write or resize.
+    Write,
+}
+
+impl Access {
+    const fn held(self) -> &'static [i64] {
+        match self {
+            Self::Read => &[CONSISTENT_READ],
+            Self::Write => &[CONSISTENT_READ, WRITE],
+        }
+    }
+
+    const fn not_shared(self) -> &'static [i64] {
+        match self {
+            Self::Read => &[WRITE],
+            Self::Write => &[WRITE, RESIZE],
+        }
+    }
+}
+
+/// Why a file could not be locked.
+#[derive(Debug, thiserror::Error)]
+pub enum LockError {
+    /// Somebody else holds a permission that this use does not share.
+    #[error(
+        "another process holds the \"{0}\" lock: is the image in use by QEMU, qemu-img or another rtvirtio?"
+    )]
+    Held(&'static str),
+    /// Somebody else does not share a permission that this use needs.
+    #[error(
+        "another process does not share the \"{0}\" lock: is the image in use by QEMU, qemu-img or another rtvirtio?"
+    )]
+    NotShared(&'static str),
+    /// The file system cannot lock.
+    #[error("the file cannot be locked")]
+    Failed(#[source] Errno),
+}
+
+/// A file locked; dropping it releases the bytes that it locked.
+#[derive(Debug)]
+#[must_use]
+pub struct Lock {
+    file: Arc<OwnedFd>,
+    access: Access,
+}
+
+impl Lock {
+    /// Locks the file's open file description for `access`: at most one lock per description.
+    ///
+    /// # Errors
+    /// [`LockError`].
+    pub fn acquire(file: &Arc<OwnedFd>, access: Access) -> Result<Self, LockError> {
+        let lock = Self { file: Arc::clone(file), access };
+        // From here on, an error drops `lock`, which releases what it has. First lock, then
+        // look: of two at the same time, at least one sees the other.
+        for byte in lock.bytes() {
+            set(file, libc::F_RDLCK, byte).map_err(LockError::Failed)?;
+        }
+        for &permission in access.held() {
+            if is_locked_by_another(file, NOT_SHARED + permission).map_err(LockError::Failed)? {
+                return Err(LockError::NotShared(name(permission)));
+            }
+        }
+        for &permission in access.not_shared() {
+            if is_locked_by_another(file, HELD + permission).map_err(LockError::Failed)? {
+                return Err(LockError::Held(name(permission)));
+            }
+        }
+        Ok(lock)
+    }
+
+    fn bytes(&self) -> impl Iterator<Item = i64> + use<> {
+        let held = self.access.held().iter().map(|i| HELD + i);
+        held.chain(self.access.not_shared().iter().map(|i| NOT_SHARED + i))
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        for byte in self.bytes() {
+            let _ = set(&self.file, libc::F_UNLCK, byte);
+        }
+    }
+}
+
+fn name(permission: i64) -> &'static str {
+    NAMES.iter().find(|(i, _)| *i == permission).map_or("unknown", |(_, name)| name)
+}
+
+fn one_byte(kind: i32, byte: i64) -> libc::flock {
+    libc::flock {
+        l_type: kind as i16,
+        l_whence: libc::SEEK_SET as i16,
+        l_start: byte,
+        l_len: 1,
+        l_pid: 0,
+    }
+}
+
+fn set(file: &OwnedFd, kind: i32, byte: i64) -> Result<(), Errno> {
+    let lock = one_byte(kind, byte);
+    // SAFETY: `lock` outlives the call, which only reads it.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) };
+    if result == 0 { Ok(()) } else { Err(super::image::last_error()) }
+}
+
+/// Whether a write lock would meet another's lock.
+fn is_locked_by_another(file: &OwnedFd, byte: i64) -> Result<bool, Errno> {
+    let mut lock = one_byte(libc::F_WRLCK, byte);
+    // SAFETY: `lock` outlives the call, which reads and writes it.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
+    if result == 0 {
+        Ok(i32::from(lock.l_type) != libc::F_UNLCK)
+    } else {
+        Err(super::image::last_error())
+    }
+}

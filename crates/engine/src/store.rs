@@ -1,0 +1,162 @@
+//! A disk's content in anonymous memory: zero until written.
+//!
+//! Guest memory and store may be written at any time by others (the guest, another IOThread), as
+//! on a real disk whose requests overlap: bytes are copied between raw pointers, never seen
+//! through references.
+
+use std::ffi::c_void;
+use std::ptr::{NonNull, null_mut};
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rtvirtio_units::Bytes;
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use crate::Segment;
+
+const PAGE: u64 = 4096;
+/// Growing in place needs address space, not memory: this many times the first capacity is set
+/// aside for it.
+const ROOM: u64 = 16;
+
+/// Bytes in anonymous memory.
+#[derive(Debug)]
+pub(crate) struct Store {
+    base: NonNull<u8>,
+    reserved: usize,
+    capacity: AtomicU64,
+    resizing: Mutex<()>,
+}
+
+// SAFETY: the mapping belongs to the store alone and lives as long as it; its bytes are reached
+// by raw copies only.
+unsafe impl Send for Store {}
+// SAFETY: as above; racing copies give each reader some mixture of old and new bytes, as a disk does.
+unsafe impl Sync for Store {}
+
+impl Store {
+    pub(crate) fn new(capacity: Bytes) -> Result<Self, Errno> {
+        let size = round_up(capacity.get().max(1)).ok_or(Errno::NOMEM)?;
+        let roomy = size.saturating_mul(ROOM);
+        let (base, reserved) = match map(roomy) {
+            Ok(base) => (base, roomy),
+            // Limits on address space, or overcommit that counts it: no room to grow.
+            Err(_) => (map(size)?, size),
+        };
+        let store = Self {
+            base,
+            reserved: reserved as usize,
+            capacity: AtomicU64::new(capacity.get()),
+            resizing: Mutex::new(()),
+        };
+        // Both only help: fewer TLB misses, and no disk content in a core dump.
+        let _ = store.advise(0, reserved, Advice::LinuxHugepage);
+        let _ = store.advise(0, reserved, Advice::LinuxDontDump);
+        Ok(store)
+    }
+
+    pub(crate) fn capacity(&self) -> Bytes {
+        Bytes::new(self.capacity.load(Ordering::Relaxed))
+    }
+
+    /// Changes the capacity; what is cut off is gone, and reads as zeroes when it comes back.
+    pub(crate) fn resize(&self, capacity: Bytes) -> Result<(), Errno> {
+        let new = capacity.get();
+        if new > self.reserved as u64 {
+            return Err(Errno::FBIG);
+        }
+        let _one_at_a_time = self.resizing.lock().unwrap_or_else(PoisonError::into_inner);
+        let old = self.capacity.swap(new, Ordering::Relaxed);
+        if new < old {
+            self.zero(new, old - new, true)?;
+        }
+        Ok(())
+    }
+
+    /// Where `length` bytes at `offset` are. The bound is the mapping, not the capacity: a
+    /// request that a resize overtakes still finds memory.
+    fn at(&self, offset: u64, length: u64) -> Result<NonNull<u8>, Errno> {
+        if offset.checked_add(length).is_none_or(|end| end > self.reserved as u64) {
+            return Err(Errno::IO);
+        }
+        // SAFETY: the offset lies within the mapping, or at its end.
+        Ok(unsafe { self.base.add(offset as usize) })
+    }
+
+    /// Copies from the store into the segments.
+    pub(crate) fn read(&self, offset: u64, segments: &[Segment]) -> Result<(), Errno> {
+        let mut at = offset;
+        for segment in segments {
+            let from = self.at(at, segment.len() as u64)?;
+            // SAFETY: `from` has so many bytes, the caller's segment too, and they are different
+            // mappings.
+            unsafe { from.as_ptr().copy_to_nonoverlapping(segment.base(), segment.len()) };
+            at += segment.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Copies from the segments into the store.
+    pub(crate) fn write(&self, offset: u64, segments: &[Segment]) -> Result<(), Errno> {
+        let mut at = offset;
+        for segment in segments {
+            let to = self.at(at, segment.len() as u64)?;
+            // SAFETY: as in `read`.
+            unsafe { to.as_ptr().copy_from_nonoverlapping(segment.base(), segment.len()) };
+            at += segment.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Zeroes the range; with `unmap`, gives its whole pages back.
+    pub(crate) fn zero(&self, offset: u64, length: u64, unmap: bool) -> Result<(), Errno> {
+        let end = offset.checked_add(length).ok_or(Errno::IO)?;
+        self.at(offset, length)?;
+        let first_page = round_up(offset).ok_or(Errno::IO)?;
+        let last_page = end - end % PAGE;
+        if unmap && first_page < last_page {
+            self.fill(offset, first_page - offset)?;
+            self.advise(first_page, last_page - first_page, Advice::LinuxDontNeed)?;
+            self.fill(last_page, end - last_page)
+        } else {
+            self.fill(offset, length)
+        }
+    }
+
+    fn fill(&self, offset: u64, length: u64) -> Result<(), Errno> {
+        let at = self.at(offset, length)?;
+        // SAFETY: `at` has so many bytes.
+        unsafe { at.as_ptr().write_bytes(0, length as usize) };
+        Ok(())
+    }
+
+    fn advise(&self, offset: u64, length: u64, advice: Advice) -> Result<(), Errno> {
+        let at = self.at(offset, length)?;
+        // SAFETY: the range lies within the store's own private anonymous mapping, of which no
+        // reference exists.
+        unsafe { rustix::mm::madvise(at.as_ptr().cast(), length as usize, advice) }
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is the store's own, and nobody has a pointer into it any more.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast::<c_void>(), self.reserved) };
+    }
+}
+
+fn map(size: u64) -> Result<NonNull<u8>, Errno> {
+    let size = usize::try_from(size).map_err(|_| Errno::NOMEM)?;
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
+    let base = unsafe { rustix::mm::mmap_anonymous(null_mut(), size, protection, flags) }?;
+    NonNull::new(base.cast()).ok_or(Errno::NOMEM)
+}
+
+/// The next multiple of the page size.
+fn round_up(bytes: u64) -> Option<u64> {
+    bytes.checked_next_multiple_of(PAGE)
+}

@@ -1,0 +1,231 @@
+//! What an IOThread does for an engine, one ring and no virtqueue.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use io_uring::IoUring;
+use rtvirtio_engine::{Completions, Engine, Lent, Operation, Outcome, Request, Segment, Token};
+use rustix::io::Errno;
+
+/// Longer than any request takes.
+const LONG: Duration = Duration::from_secs(20);
+
+#[derive(Default)]
+pub(crate) struct Results {
+    told: Mutex<HashMap<u64, Result<(), Errno>>>,
+    more: Condvar,
+}
+
+impl Completions for Results {
+    fn complete(&self, token: Token, result: Result<(), Errno>) {
+        let twice = self.told.lock().unwrap().insert(token.0, result);
+        assert!(twice.is_none(), "told twice");
+        self.more.notify_all();
+    }
+}
+
+impl Results {
+    fn take(&self, token: u64) -> Result<(), Errno> {
+        let told = self.told.lock().unwrap();
+        let (mut told, timeout) =
+            self.more.wait_timeout_while(told, LONG, |t| !t.contains_key(&token)).unwrap();
+        assert!(!timeout.timed_out(), "request {token} hangs");
+        told.remove(&token).unwrap()
+    }
+}
+
+pub(crate) struct Driver {
+    pub(crate) engine: Box<dyn Engine>,
+    ring: IoUring,
+    file: Option<u32>,
+    results: Arc<dyn Completions>,
+    told: Arc<Results>,
+    next: u64,
+}
+
+/// A request's memory: it stays in place until the result is known.
+pub(crate) struct Memory(Vec<Vec<u8>>, usize);
+
+impl Memory {
+    /// Pieces of these lengths, `misaligned` bytes off an aligned address.
+    pub(crate) fn new(lengths: &[usize], misaligned: usize) -> Self {
+        let piece = |&length: &usize| {
+            let mut bytes = vec![0xee_u8; length + 4096 + misaligned];
+            // Vec<u8> has any alignment: start where it has 4096.
+            let skip = bytes.as_ptr().align_offset(4096);
+            bytes.truncate(skip + misaligned + length);
+            bytes
+        };
+        Self(lengths.iter().map(piece).collect(), misaligned)
+    }
+
+    pub(crate) fn segments(&mut self) -> Vec<Segment> {
+        let off = self.1;
+        let segment = |bytes: &mut Vec<u8>| {
+            let start = bytes.as_ptr().align_offset(4096) + off;
+            Segment::new(bytes.as_mut_ptr().wrapping_add(start), bytes.len() - start)
+        };
+        self.0.iter_mut().map(segment).collect()
+    }
+
+    pub(crate) fn fill(&mut self, data: &[u8]) {
+        let mut data = data.iter();
+        for bytes in &mut self.0 {
+            let start = bytes.as_ptr().align_offset(4096) + self.1;
+            bytes[start..].iter_mut().zip(data.by_ref()).for_each(|(to, from)| *to = *from);
+        }
+    }
+
+    pub(crate) fn content(&self) -> Vec<u8> {
+        let piece = |bytes: &Vec<u8>| bytes[bytes.as_ptr().align_offset(4096) + self.1..].to_vec();
+        self.0.iter().flat_map(piece).collect()
+    }
+}
+
+impl Driver {
+    pub(crate) fn new(engine: Box<dyn Engine>) -> Self {
+        let ring = IoUring::new(64).unwrap();
+        let file = engine.file().map(|fd| {
+            use std::os::fd::AsRawFd;
+            ring.submitter().register_files(&[fd.as_raw_fd()]).unwrap();
+            0
+        });
+        let told = Arc::new(Results::default());
+        Self { engine, ring, file, results: Arc::clone(&told) as _, told, next: 0 }
+    }
+
+    /// From here on, the engine's file is named by its descriptor.
+    pub(crate) fn unregister_file(&mut self) {
+        self.file = None;
+    }
+
+    /// Registers the only segment as fixed buffer 0.
+    pub(crate) fn register(&mut self, segment: Segment) {
+        let buffer = libc::iovec { iov_base: segment.base().cast(), iov_len: segment.len() };
+        // SAFETY: the caller keeps the memory as long as the driver.
+        unsafe { self.ring.submitter().register_buffers(&[buffer]) }.unwrap();
+    }
+
+    pub(crate) fn start(
+        &mut self,
+        token: u64,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+        segments: &[Segment],
+        buffer: Option<u16>,
+    ) -> Outcome {
+        let request = Request { token: Token(token), operation, offset, length, segments, buffer };
+        let mut submission = self.ring.submission();
+        let mut lent =
+            Lent { submission: &mut submission, file: self.file, completions: &self.results };
+        self.engine.start(&request, &mut lent)
+    }
+
+    /// Waits for a completion queue entry: token and result.
+    pub(crate) fn reap(&mut self) -> (u64, i32) {
+        self.ring.submit_and_wait(1).unwrap();
+        let entry = self.ring.completion().next().unwrap();
+        (entry.user_data(), entry.result())
+    }
+
+    pub(crate) fn told(&self, token: u64) -> Result<(), Errno> {
+        self.told.take(token)
+    }
+
+    /// One request, from start to end.
+    pub(crate) fn run(
+        &mut self,
+        operation: Operation,
+        mut offset: u64,
+        length: u64,
+        segments: &[Segment],
+        buffer: Option<u16>,
+    ) -> Result<(), Errno> {
+        let mut left = length;
+        let mut segments = segments.to_vec();
+        loop {
+            self.next += 1;
+            let token = self.next;
+            match self.start(token, operation, offset, left, &segments, buffer) {
+                Outcome::Done(result) => return result,
+                Outcome::Busy => panic!("an empty queue is not busy"),
+                Outcome::Started => {}
+            }
+            let in_ring = !self.ring.submission().is_empty();
+            if !in_ring {
+                return self.told(token);
+            }
+            let (of, result) = self.reap();
+            assert_eq!(of, token);
+            match u64::try_from(result) {
+                Err(_) => return Err(Errno::from_raw_os_error(-result)),
+                Ok(bytes) if bytes == left => return Ok(()),
+                Ok(0) => return Err(Errno::IO),
+                Ok(bytes) => {
+                    // Short: the rest anew.
+                    offset += bytes;
+                    left -= bytes;
+                    let mut done = bytes as usize;
+                    for segment in &mut segments {
+                        let step = done.min(segment.len());
+                        segment.advance(step);
+                        done -= step;
+                    }
+                    segments.retain(|s| !s.is_empty());
+                }
+            }
+        }
+    }
+
+    pub(crate) fn read(&mut self, offset: u64, lengths: &[usize]) -> Result<Vec<u8>, Errno> {
+        self.read_at(offset, lengths, 0)
+    }
+
+    pub(crate) fn read_at(
+        &mut self,
+        offset: u64,
+        lengths: &[usize],
+        misaligned: usize,
+    ) -> Result<Vec<u8>, Errno> {
+        let mut memory = Memory::new(lengths, misaligned);
+        let length = lengths.iter().sum::<usize>() as u64;
+        let segments = memory.segments();
+        self.run(Operation::Read, offset, length, &segments, None)?;
+        Ok(memory.content())
+    }
+
+    pub(crate) fn write(
+        &mut self,
+        offset: u64,
+        data: &[u8],
+        lengths: &[usize],
+    ) -> Result<(), Errno> {
+        self.write_at(offset, data, lengths, 0, false)
+    }
+
+    pub(crate) fn write_at(
+        &mut self,
+        offset: u64,
+        data: &[u8],
+        lengths: &[usize],
+        misaligned: usize,
+        durable: bool,
+    ) -> Result<(), Errno> {
+        assert_eq!(lengths.iter().sum::<usize>(), data.len());
+        let mut memory = Memory::new(lengths, misaligned);
+        memory.fill(data);
+        let segments = memory.segments();
+        self.run(Operation::Write { durable }, offset, data.len() as u64, &segments, None)
+    }
+
+    pub(crate) fn range(
+        &mut self,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+    ) -> Result<(), Errno> {
+        self.run(operation, offset, length, &[], None)
+    }
+}

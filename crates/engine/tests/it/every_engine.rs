@@ -1,0 +1,171 @@
+//! What holds for every engine, on every kind of file.
+
+use std::fs::File;
+use std::path::Path;
+use std::time::Duration;
+
+use rand::{RngExt, SeedableRng};
+use rand_pcg::Pcg64Mcg;
+use rtvirtio_engine::file::{Aio, FileConfig, FileEngine, FileSource};
+use rtvirtio_engine::ram::RamEngine;
+use rtvirtio_engine::{Engine, Operation};
+use rtvirtio_units::Bytes;
+
+use crate::driver::{Driver, Memory};
+
+const SIZE: u64 = 1 << 20;
+
+fn open(path: &Path, direct: bool, aio: Aio) -> FileEngine {
+    let source = FileSource::Path(path.to_owned());
+    FileEngine::open(FileConfig { source, direct, read_only: false, explicit_raw: false, aio })
+        .unwrap()
+}
+
+/// Runs `check` over all of them, each new and of 1 MiB of zeroes.
+fn on_every_engine(check: impl Fn(&str, &mut Driver)) {
+    let ram = RamEngine::new(Bytes::new(SIZE), Duration::ZERO).unwrap();
+    check("ram", &mut Driver::new(Box::new(ram)));
+    let in_memory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let on_disk = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for (place, dir) in [("tmpfs", &in_memory), ("disk", &on_disk)] {
+        for direct in [false, true] {
+            for aio in [Aio::Auto, Aio::IoUring, Aio::Threads] {
+                let path = dir.path().join("image");
+                File::create(&path).unwrap().set_len(SIZE).unwrap();
+                let engine: Box<dyn Engine> = Box::new(open(&path, direct, aio));
+                let name = format!("{place}, direct {direct}, {aio:?}");
+                check(&name, &mut Driver::new(engine));
+            }
+        }
+    }
+}
+
+fn pattern(length: usize, seed: u8) -> Vec<u8> {
+    (0..length).map(|i| (i / 512 + i) as u8 ^ seed).collect()
+}
+
+#[test]
+fn read_returns_what_was_written_in_any_segments() {
+    on_every_engine(|name, disk| {
+        let block = disk.engine.geometry().logical_block as usize;
+        let data = pattern(12 * block, 1);
+        disk.write(block as u64, &data, &[4 * block, block, 7 * block]).unwrap();
+        assert_eq!(disk.read(block as u64, &[2 * block, 10 * block]).unwrap(), data, "{name}");
+        assert_eq!(disk.read(block as u64, &[12 * block]).unwrap(), data, "{name}");
+        assert_eq!(disk.read(0, &[block]).unwrap(), vec![0; block], "{name}");
+    });
+}
+
+#[test]
+fn flush_and_durable_write_succeed_with_and_without_a_registered_file() {
+    on_every_engine(|name, disk| {
+        for _ in 0..2 {
+            let data = pattern(4096, 2);
+            disk.write_at(4096, &data, &[4096], 0, true).unwrap();
+            disk.write_at(8192, &data, &[2048, 2048], 4096, true).unwrap();
+            disk.range(Operation::Flush, 0, 0).unwrap();
+            assert_eq!(disk.read(8192, &[4096]).unwrap(), data, "{name}");
+            disk.unregister_file();
+        }
+    });
+}
+
+#[test]
+fn fixed_buffer_reads_and_writes_its_part() {
+    on_every_engine(|name, disk| {
+        let mut memory = Memory::new(&[16384], 0);
+        let data = pattern(16384, 3);
+        memory.fill(&data);
+        let whole = memory.segments()[0];
+        disk.register(whole);
+        let mut part = whole;
+        part.advance(4096);
+        let part = [rtvirtio_engine::Segment::new(part.base(), 8192)];
+        disk.run(Operation::Write { durable: false }, 4096, 8192, &part, Some(0)).unwrap();
+        memory.fill(&[0; 16384]);
+        disk.run(Operation::Read, 4096, 8192, &part, Some(0)).unwrap();
+        assert_eq!(memory.content()[4096..12288], data[4096..12288], "{name}");
+        assert_eq!(memory.content()[12288..], [0; 4096], "{name}");
+    });
+}
+
+#[test]
+fn misaligned_memory_is_read_and_written_all_the_same() {
+    on_every_engine(|name, disk| {
+        // More than is bounced at a time, in pieces of no block's size.
+        let lengths = [100, 300_000, 7, 228_376];
+        let data = pattern(528_483, 4);
+        let data = &data[..lengths.iter().sum::<usize>() / 4096 * 4096];
+        let lengths = [100, 300_000, 7, data.len() - 300_107];
+        disk.write_at(8192, data, &lengths, 3, false).unwrap();
+        assert_eq!(disk.read_at(8192, &lengths, 1).unwrap(), data, "{name}");
+        assert_eq!(disk.read(8192, &[data.len()]).unwrap(), data, "{name}");
+    });
+}
+
+#[test]
+fn zeroed_range_reads_zero_and_its_neighbours_stay() {
+    on_every_engine(|name, disk| {
+        let block = u64::from(disk.engine.geometry().logical_block);
+        let data = pattern(128 << 10, 5);
+        for unmap in [false, true] {
+            disk.write(0, &data, &[data.len()]).unwrap();
+            disk.range(Operation::WriteZeroes { unmap }, 4096 + block, 65536).unwrap();
+            let mut expected = data.clone();
+            let start = 4096 + block as usize;
+            expected[start..start + 65536].fill(0);
+            assert_eq!(disk.read(0, &[data.len()]).unwrap(), expected, "{name}, unmap {unmap}");
+        }
+    });
+}
+
+#[test]
+fn discarded_range_is_old_or_zero_and_its_neighbours_stay() {
+    on_every_engine(|name, disk| {
+        assert!(disk.engine.geometry().discard, "{name}");
+        let data = pattern(64 << 10, 6);
+        disk.write(0, &data, &[data.len()]).unwrap();
+        disk.range(Operation::Discard, 8192, 16384).unwrap();
+        let read = disk.read(0, &[data.len()]).unwrap();
+        assert_eq!(read[..8192], data[..8192], "{name}");
+        assert_eq!(read[24576..], data[24576..], "{name}");
+        let middle = &read[8192..24576];
+        assert!(middle == &data[8192..24576] || middle.iter().all(|b| *b == 0), "{name}");
+    });
+}
+
+#[test]
+fn random_requests_leave_what_a_vector_holds() {
+    on_every_engine(|name, disk| {
+        let mut random = Pcg64Mcg::seed_from_u64(7);
+        let mut model = vec![0_u8; SIZE as usize];
+        let block = u64::from(disk.engine.geometry().logical_block);
+        for step in 0..1000 {
+            let offset = random.random_range(0..SIZE / block) * block;
+            let most = ((SIZE - offset) / block).min(32);
+            let length = (random.random_range(1..=most) * block) as usize;
+            let range = offset as usize..offset as usize + length;
+            let first = random.random_range(1..=length);
+            let lengths = if first == length { vec![length] } else { vec![first, length - first] };
+            let off = if random.random_bool(0.2) { random.random_range(0..600) } else { 0 };
+            match random.random_range(0..10) {
+                0..5 => {
+                    let data = pattern(length, step as u8);
+                    disk.write_at(offset, &data, &lengths, off, step % 50 == 0).unwrap();
+                    model[range].copy_from_slice(&data);
+                }
+                5..8 => {
+                    let read = disk.read_at(offset, &lengths, off).unwrap();
+                    assert!(read == model[range], "{name}, step {step}");
+                }
+                8 => {
+                    let unmap = random.random_bool(0.5);
+                    disk.range(Operation::WriteZeroes { unmap }, offset, length as u64).unwrap();
+                    model[range].fill(0);
+                }
+                _ => disk.range(Operation::Flush, 0, 0).unwrap(),
+            }
+        }
+        assert!(disk.read(0, &[SIZE as usize]).unwrap() == model, "{name}");
+    });
+}

@@ -1,0 +1,4 @@
+//! Engines under the hands of something like an IOThread.
+
+mod driver;
+mod every_engine;
