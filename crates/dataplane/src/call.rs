@@ -84,7 +84,7 @@ impl Call {
 
 /// Whether the fd is an eventfd: what `poll` and `read` do with it is then bounded.
 #[must_use]
-pub fn is_eventfd(fd: &OwnedFd) -> bool {
+pub(crate) fn is_eventfd(fd: &OwnedFd) -> bool {
     let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
     rustix::fs::readlink(link, Vec::new())
         .is_ok_and(|target| target.as_bytes() == b"anon_inode:[eventfd]")

@@ -452,14 +452,16 @@ impl IoThread {
                 worked = true;
                 entry.busy_at = time;
                 let share = if entry.stopping.is_some() { 0 } else { SHARE };
-                let mut turn = Turn {
-                    submission: &mut self.ring.submission(),
-                    file: entry.registered.file,
-                    completions: &self.completions,
-                    buffers: &|segment| entry.registered.buffer(segment),
-                    now: time,
-                };
-                let pass = entry.queue.serve(&mut turn, share);
+                let pass = entry.queue.serve(
+                    &mut Turn {
+                        submission: &mut self.ring.submission(),
+                        file: entry.registered.file,
+                        completions: &self.completions,
+                        buffers: &|segment| entry.registered.buffer(segment),
+                        now: time,
+                    },
+                    share,
+                );
                 if pass != Pass::Full || attempt == 1 {
                     break;
                 }

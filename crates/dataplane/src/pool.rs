@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use crate::call::Call;
 use crate::iothread::{IoThread, IoThreadStats, Letter, Polling};
 use crate::mailbox::{Sender, mailbox};
-use crate::queue::{Queue, QueueKey, QueueSetup, now};
+use crate::queue::{Queue, QueueKey, QueueSetup};
 
 /// Names an IOThread; not used again in the life of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -342,10 +342,4 @@ impl Drop for Pool {
             let _ = thread.handle.join();
         }
     }
-}
-
-/// For tests and the control API: the clock of all times here.
-#[must_use]
-pub fn clock() -> u64 {
-    now()
 }

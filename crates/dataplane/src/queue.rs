@@ -31,7 +31,7 @@ pub struct Disk {
     /// Does the I/O.
     pub engine: Arc<dyn Engine>,
     /// What GET_ID returns.
-    pub id: [u8; ID_BYTES],
+    pub id: [u8; 20],
     /// Whether a completed write may still be lost until a flush (VIRTIO_BLK_F_CONFIG_WCE).
     pub write_cache: AtomicBool,
 }

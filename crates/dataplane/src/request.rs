@@ -7,11 +7,11 @@ use rustix::io::Errno;
 use crate::ring::Chain;
 
 /// Bytes of a sector, always.
-pub const SECTOR: u64 = 512;
+pub(crate) const SECTOR: u64 = 512;
 /// Bytes that GET_ID returns.
-pub const ID_BYTES: usize = 20;
+pub(crate) const ID_BYTES: usize = 20;
 /// Most sectors of one discard or write-zeroes segment.
-pub const MAX_DISCARD_SECTORS: u32 = 1 << 22;
+pub(crate) const MAX_DISCARD_SECTORS: u32 = 1 << 22;
 
 const HEADER: usize = 16;
 const T_IN: u32 = 0;
@@ -25,7 +25,7 @@ const UNMAP: u32 = 1;
 /// The status byte (virtio 1.2, section 5.2.6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Status {
+pub(crate) enum Status {
     /// VIRTIO_BLK_S_OK.
     Ok = 0,
     /// VIRTIO_BLK_S_IOERR.
@@ -46,7 +46,7 @@ impl From<Result<(), Errno>> for Status {
 
 /// What a chain asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Action {
+pub(crate) enum Action {
     /// Something for the engine.
     Start {
         /// What.
@@ -62,7 +62,7 @@ pub enum Action {
 
 /// A parsed request. `data` is what the engine reads or writes.
 #[derive(Debug)]
-pub struct Parsed {
+pub(crate) struct Parsed {
     /// What to do.
     pub action: Action,
     /// Where the status byte goes.
@@ -73,7 +73,7 @@ pub struct Parsed {
 
 /// What a request is checked against.
 #[derive(Debug, Clone, Copy)]
-pub struct Limits {
+pub(crate) struct Limits {
     /// Of the engine, now.
     pub geometry: Geometry,
     /// Whether a write must be durable when it completes: the write cache is off.
@@ -84,7 +84,7 @@ pub struct Limits {
 
 /// Parses a chain and leaves its data segments in `data`. `None`: there is no status byte, so
 /// the driver cannot be told anything.
-pub fn parse(chain: &mut Chain, limits: &Limits, data: &mut Vec<Segment>) -> Option<Parsed> {
+pub(crate) fn parse(chain: &mut Chain, limits: &Limits, data: &mut Vec<Segment>) -> Option<Parsed> {
     data.clear();
     let status = take_last_byte(&mut chain.writable)?;
     let answer =
