@@ -110,7 +110,7 @@ pub(crate) fn mailbox<T>() -> rustix::io::Result<(Sender<T>, Receiver<T>)> {
 impl<T> Sender<T> {
     /// Posts a letter; gives it back if the owner is gone.
     pub(crate) fn post(&self, letter: T) -> Result<(), T> {
-        self.letters.send(letter).map_err(|mpsc::SendError(letter)| letter)?;
+        self.letters.send(letter).map_err(|error| error.0)?;
         if !self.bell.rung.swap(true, Ordering::AcqRel) {
             self.bell.wake.wake();
         }

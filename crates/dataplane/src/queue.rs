@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use crate::call::Call;
 use crate::fixed::FixedBuffers;
 use crate::memory::Memory;
-use crate::request::{Action, ID_BYTES, Limits, Status, parse};
+use crate::request::{Action, Limits, Status, parse};
 use crate::ring::{Chain, Ring, RingError};
 use crate::stats::{Op, QueueStats};
 

@@ -1,13 +1,40 @@
 //! Virtqueues, the device's side: split and packed (virtio 1.2, sections 2.7 and 2.8).
 //!
 //! A ring belongs to one thread at a time. Everything in it that the driver can write is read
-//! once, checked, and never read again.
+//! once, checked, and never read again. What is wrong breaks the ring: from then on it gives out
+//! nothing, while requests that are in flight can still be finished.
+//!
+//! Finished requests are written to the ring at once and shown to the driver together, by one
+//! store, so that a batch costs one notification and no driver sees half of it.
+//!
+//! - [`chain`]: a request's descriptors, checked and translated
+//! - `split`, `packed`: the two layouts
+//! - [`inflight`]: what a successor needs to go on after a crash
 
 use std::sync::Arc;
 
-use rtvirtio_engine::Segment;
+use crate::memory::{Memory, sigbus};
 
-use crate::memory::Memory;
+pub mod chain;
+pub mod inflight;
+mod packed;
+mod part;
+mod split;
+
+#[cfg(test)]
+mod kill;
+#[cfg(test)]
+mod tests;
+
+pub use chain::Chain;
+pub use inflight::{Inflight, InflightError, InflightQueue};
+
+use packed::Packed;
+use part::Part;
+use split::Split;
+
+/// The most entries of a ring.
+pub const MAX_SIZE: u16 = 1024;
 
 /// Where a ring lies and how it is used.
 #[derive(Debug, Clone, Copy)]
@@ -28,79 +55,302 @@ pub struct RingConfig {
     pub device: u64,
     /// As SET_VRING_BASE gives it.
     pub base: u32,
-    /// Guest address to log writes to the used ring at (VHOST_VRING_F_LOG).
+    /// Guest address to log writes to the used ring at (VHOST_VRING_F_LOG). Packed: whether to
+    /// log; they are logged where they are.
     pub log: Option<u64>,
 }
 
-/// One request's descriptors, translated. Reused from request to request.
-#[derive(Debug, Default)]
-pub struct Chain {
-    /// What [`Ring::finish`] wants back: head of the chain, or buffer ID; below the ring's size.
-    pub id: u16,
-    /// What the device reads.
-    pub readable: Vec<Segment>,
-    /// What the device writes.
-    pub writable: Vec<Segment>,
-}
-
 /// Why a ring is broken. It stays so until it is set up anew.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum RingError {
+    /// The size is out of range, or of a split ring and no power of two.
+    #[error("not a valid ring size")]
+    Size,
+    /// The base's index is not in the packed ring.
+    #[error("the base is not in the ring")]
+    Base,
     /// Part of the ring is not in the guest's memory.
     #[error("part of the ring is not in guest memory")]
     Unmapped,
+    /// Part of the ring is not aligned.
+    #[error("part of the ring is not aligned")]
+    Misaligned,
+    /// The front end took away memory that it had shared.
+    #[error("guest memory is gone")]
+    MemoryGone,
+    /// More requests available than the ring has entries.
+    #[error("the available index jumps")]
+    AvailableJump,
+    /// The head of a chain is not in the descriptor table.
+    #[error("the head is out of range")]
+    HeadRange,
+    /// The head of a chain is that of a request in flight.
+    #[error("the head is in flight")]
+    HeadBusy,
+    /// A chain goes on outside the descriptor table.
+    #[error("a descriptor is out of range")]
+    DescriptorRange,
+    /// A chain has more descriptors than its table.
+    #[error("the descriptors form a loop")]
+    Loop,
+    /// More than [`chain::MAX_DESCRIPTORS`].
+    #[error("too many descriptors")]
+    TooManyDescriptors,
+    /// More than [`chain::MAX_SEGMENTS`].
+    #[error("too many segments")]
+    TooManySegments,
+    /// An indirect descriptor that has not been negotiated.
+    #[error("indirect descriptors were not negotiated")]
+    IndirectRefused,
+    /// An indirect descriptor in an indirect table.
+    #[error("an indirect descriptor is nested")]
+    IndirectNested,
+    /// A chain goes on behind an indirect descriptor.
+    #[error("an indirect descriptor has a next one")]
+    IndirectWithNext,
+    /// An indirect table's length is zero, no multiple of 16, or too large.
+    #[error("the length of an indirect table")]
+    IndirectLength,
+    /// A descriptor of no bytes.
+    #[error("a descriptor has no bytes")]
+    ZeroLength,
+    /// A buffer that ends beyond the last address.
+    #[error("a buffer ends beyond the last address")]
+    AddressOverflow,
+    /// A buffer or an indirect table that is not in the guest's memory.
+    #[error("a buffer is not in guest memory")]
+    NotMemory,
+    /// A buffer that the device reads behind one that it writes.
+    #[error("a readable descriptor after a writable one")]
+    ReadableAfterWritable,
+    /// More bytes in a chain than 32 bits count.
+    #[error("a request has too many bytes")]
+    TooLong,
+    /// A packed ring's buffer ID is not below the ring's size.
+    #[error("the buffer ID is out of range")]
+    BufferIdRange,
+    /// A packed ring's buffer ID is that of a request in flight.
+    #[error("the buffer ID is in flight")]
+    BufferIdBusy,
+    /// More descriptors in flight than the packed ring has.
+    #[error("more descriptors in flight than the ring has")]
+    Overrun,
+    /// The in-flight region is of another version.
+    #[error("the in-flight region has an unknown version")]
+    InflightVersion,
+    /// The in-flight region is for rings of another size or layout.
+    #[error("the in-flight region does not fit the ring")]
+    InflightSize,
+    /// The in-flight region has an index outside itself or twice.
+    #[error("the in-flight region is corrupt")]
+    InflightIndex,
 }
 
 /// A virtqueue.
 #[derive(Debug)]
-pub struct Ring {}
+pub struct Ring {
+    config: RingConfig,
+    memory: Arc<Memory>,
+    layout: Layout,
+    error: Option<RingError>,
+    /// The region that held the last buffer.
+    near: usize,
+    /// [`sigbus::broken_count`] when the memory was last looked at.
+    broken: usize,
+    in_flight: u16,
+    /// The next publication calls the driver in any case.
+    call: bool,
+}
+
+#[derive(Debug)]
+enum Layout {
+    Split(Split),
+    Packed(Packed),
+}
+
+/// Calls the same method of either layout.
+macro_rules! either {
+    ($layout:expr, $ring:ident => $call:expr) => {
+        match $layout {
+            Layout::Split($ring) => $call,
+            Layout::Packed($ring) => $call,
+        }
+    };
+}
 
 impl Ring {
     /// Sets a ring up. With an in-flight region of an earlier server, what that one had begun is
     /// given by [`Ring::next`] first, in the order in which it had come.
     ///
     /// # Errors
-    /// [`RingError`]: the ring does not lie within the memory.
-    pub fn new(_config: RingConfig, _memory: Arc<Memory>) -> Result<Self, RingError> {
-        Err(RingError::Unmapped)
+    /// [`RingError`]: the ring does not lie within the memory, or the in-flight region is corrupt.
+    pub fn new(
+        config: RingConfig,
+        memory: Arc<Memory>,
+        inflight: Option<InflightQueue>,
+    ) -> Result<Self, RingError> {
+        let size = config.size;
+        if !(2..=MAX_SIZE).contains(&size) || !config.packed && !size.is_power_of_two() {
+            return Err(RingError::Size);
+        }
+        // Before the look at the regions' own marks, so that none is missed.
+        let broken = sigbus::broken_count();
+        if memory.is_broken() {
+            return Err(RingError::MemoryGone);
+        }
+        // The earlier server may have ended between showing a request finished and calling.
+        let call = inflight.is_some();
+        let layout = if config.packed {
+            Layout::Packed(Packed::new(&config, &memory, inflight)?)
+        } else {
+            Layout::Split(Split::new(&config, &memory, inflight)?)
+        };
+        Ok(Self { config, memory, layout, error: None, near: 0, broken, in_flight: 0, call })
+    }
+
+    /// How it was set up.
+    #[must_use]
+    pub const fn config(&self) -> &RingConfig {
+        &self.config
+    }
+
+    /// Why it is broken, if it is.
+    #[must_use]
+    pub const fn error(&self) -> Option<RingError> {
+        self.error
     }
 
     /// Takes the next request that the driver has made available.
     ///
     /// # Errors
     /// [`RingError`]: what the driver wrote is no valid chain; the ring is broken from now on.
-    pub fn next(&mut self, _chain: &mut Chain) -> Result<bool, RingError> {
-        Ok(false)
+    #[inline]
+    pub fn next(&mut self, chain: &mut Chain) -> Result<bool, RingError> {
+        if let Some(error) = self.error {
+            return Err(error);
+        }
+        if sigbus::broken_count() != self.broken {
+            self.broken = sigbus::broken_count();
+            if self.memory.is_broken() {
+                return Err(self.latch(RingError::MemoryGone));
+            }
+        }
+        let taken =
+            either!(&mut self.layout, ring => ring.next(&self.memory, &mut self.near, chain));
+        match taken {
+            Ok(taken) => {
+                self.in_flight += u16::from(taken);
+                Ok(taken)
+            }
+            Err(error) => Err(self.latch(error)),
+        }
+    }
+
+    #[cold]
+    const fn latch(&mut self, error: RingError) -> RingError {
+        self.error = Some(error);
+        error
     }
 
     /// Gives a request back with the bytes written to its writable part; seen by the driver with
-    /// the next [`Ring::publish`].
-    pub fn finish(&mut self, _id: u16, _written: u32) {}
+    /// the next [`Ring::publish`]. An ID that is not in flight is ignored.
+    #[inline]
+    pub fn finish(&mut self, id: u16, written: u32) {
+        let known = either!(&mut self.layout, ring => ring.finish(&self.memory, id, written));
+        debug_assert!(known, "{id} is not in flight");
+        self.in_flight -= u16::from(known);
+    }
 
     /// Shows the driver what has finished. Whether it wants to be called.
+    ///
+    /// With an in-flight region the first call says so even if nothing has finished: an earlier
+    /// server may have died between the two.
     #[must_use]
+    #[inline]
     pub fn publish(&mut self) -> bool {
-        false
+        let call = either!(&mut self.layout, ring => ring.publish(&self.memory));
+        std::mem::take(&mut self.call) | call
     }
 
     /// Asks the driver for kicks; whether requests came in the meantime (then look again).
     #[must_use]
     pub fn enable_notification(&mut self) -> bool {
-        false
+        if self.error.is_some() {
+            return false;
+        }
+        either!(&mut self.layout, ring => ring.enable_notification(&self.memory))
     }
 
     /// Asks the driver not to kick: the ring is being polled.
-    pub fn disable_notification(&mut self) {}
-
-    /// Whether a request is available now.
-    #[must_use]
-    pub fn is_pending(&self) -> bool {
-        false
+    pub fn disable_notification(&mut self) {
+        if self.error.is_none() {
+            either!(&mut self.layout, ring => ring.disable_notification(&self.memory));
+        }
     }
 
-    /// As GET_VRING_BASE returns it.
+    /// Whether a request is available now. Of a broken ring none is.
+    #[must_use]
+    #[inline]
+    pub fn is_pending(&self) -> bool {
+        self.error.is_none() && either!(&self.layout, ring => ring.is_pending())
+    }
+
+    /// As GET_VRING_BASE returns it. Split: the next entry of the available ring. Packed: the next
+    /// descriptor to take and, in the upper half, the next one to use; each with its wrap counter
+    /// in the topmost bit.
     #[must_use]
     pub const fn base(&self) -> u32 {
-        0
+        either!(&self.layout, ring => ring.base())
     }
+
+    /// Requests given by [`Ring::next`] and not yet finished.
+    #[must_use]
+    pub const fn in_flight(&self) -> u16 {
+        self.in_flight
+    }
+
+    /// Requests that an earlier server had begun and that [`Ring::next`] has yet to give.
+    /// [`Ring::base`] counts them as taken.
+    #[must_use]
+    pub const fn recovering(&self) -> u16 {
+        either!(&self.layout, ring => ring.recovering())
+    }
+
+    /// Goes on in another memory table; the ring's own addresses stay what they were to the front
+    /// end.
+    ///
+    /// # Errors
+    /// The ring does not lie within that memory: it is broken from now on.
+    pub fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), RingError> {
+        let moved = either!(&mut self.layout, ring => ring.set_memory(&self.config, &memory));
+        match moved {
+            Ok(()) => {
+                self.memory = memory;
+                self.near = 0;
+                self.broken = self.broken.wrapping_sub(1);
+                Ok(())
+            }
+            // The old memory is kept, since the ring still points into it.
+            Err(error) => Err(self.latch(error)),
+        }
+    }
+
+    /// Where writes to the used ring are logged from now on.
+    pub const fn set_log(&mut self, log: Option<u64>) {
+        self.config.log = log;
+        either!(&mut self.layout, ring => ring.set_log(log));
+    }
+
+    /// The memory that it lies in.
+    #[must_use]
+    pub const fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+}
+
+/// Whether an index that moves from `old` to `new` passes the one after `event` (virtio 1.2,
+/// 2.7.10: `vring_need_event`).
+#[inline]
+const fn need_event(event: u16, new: u16, old: u16) -> bool {
+    new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }

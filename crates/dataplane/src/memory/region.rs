@@ -1,0 +1,88 @@
+//! One piece of a guest's memory: addresses of two kinds and the file that holds it.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use rtvirtio_engine::Segment;
+
+use super::{Mapping, MemoryError};
+
+/// Where a region lies: a vhost-user memory region description.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RegionSpec {
+    /// Guest physical address.
+    pub guest: u64,
+    /// Bytes.
+    pub size: u64,
+    /// The front end's virtual address.
+    pub front_end: u64,
+    /// Where it begins in the file.
+    pub offset: u64,
+}
+
+/// A region, mapped.
+#[derive(Debug)]
+pub struct Region {
+    spec: RegionSpec,
+    mapping: Mapping,
+}
+
+impl Region {
+    /// Maps a region; the descriptor is closed.
+    ///
+    /// # Errors
+    /// The place overflows, or the file is of the wrong kind or too short.
+    pub fn map(spec: RegionSpec, fd: OwnedFd) -> Result<Self, MemoryError> {
+        // The last byte has an address; the one behind it need not have one.
+        let last = spec.size.checked_sub(1).ok_or(MemoryError::Empty)?;
+        for start in [spec.guest, spec.front_end] {
+            start.checked_add(last).ok_or(MemoryError::Overflow)?;
+        }
+        let mapping = Mapping::new(fd.as_fd(), spec.offset, spec.size)?;
+        Ok(Self { spec, mapping })
+    }
+
+    /// Where it lies.
+    #[must_use]
+    pub const fn spec(&self) -> &RegionSpec {
+        &self.spec
+    }
+
+    /// All of it.
+    #[must_use]
+    pub const fn segment(&self) -> Segment {
+        Segment::new(self.mapping.base(), self.mapping.len())
+    }
+
+    /// Whether its file was cut short. What it held is gone: it reads as zeroes, and nobody else
+    /// sees what is written.
+    #[must_use]
+    pub fn is_broken(&self) -> bool {
+        self.mapping.is_broken()
+    }
+
+    /// As many of `length` bytes at a guest address as it holds, unless that is none.
+    #[inline]
+    pub(super) fn guest(&self, address: u64, length: u64) -> Option<Segment> {
+        let offset = address.checked_sub(self.spec.guest)?;
+        let left = self.spec.size.checked_sub(offset).filter(|left| *left != 0)?;
+        Some(self.part(offset, left.min(length)))
+    }
+
+    /// `length` bytes at the front end's address, if it holds them all.
+    pub(super) fn front_end(&self, address: u64, length: u64) -> Option<Segment> {
+        let offset = address.checked_sub(self.spec.front_end)?;
+        let left = self.spec.size.checked_sub(offset)?;
+        (length <= left).then(|| self.part(offset, length))
+    }
+
+    /// The guest address of a byte of this process.
+    pub(super) fn guest_of(&self, base: usize) -> Option<u64> {
+        let offset = base.checked_sub(self.mapping.base() as usize)? as u64;
+        (offset < self.spec.size).then(|| self.spec.guest + offset)
+    }
+
+    fn part(&self, offset: u64, length: u64) -> Segment {
+        // Both are below the size, which is that of a mapping: they fit usize.
+        Segment::new(self.mapping.base().wrapping_add(offset as usize), length as usize)
+    }
+}

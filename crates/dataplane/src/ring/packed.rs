@@ -1,0 +1,422 @@
+//! Packed virtqueues (virtio 1.2, section 2.8).
+
+use std::sync::atomic::{Ordering, fence};
+
+use crate::memory::Memory;
+
+use super::chain::{Builder, DESCRIPTOR, INDIRECT, NEXT, WRITE};
+use super::inflight::{InflightQueue, PackedInflight};
+use super::{Chain, Part, RingConfig, RingError, need_event};
+
+const AVAILABLE: u16 = 1 << 7;
+const USED: u16 = 1 << 15;
+
+// Event suppression structure: the descriptor's offset and wrap counter, then the flags.
+const EVENT: usize = 4;
+const EVENT_ENABLE: u32 = 0;
+const EVENT_DISABLE: u32 = 1;
+const EVENT_DESCRIPTOR: u32 = 2;
+
+/// A place in the ring, and in which of two alternating laps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Position {
+    pub(super) index: u16,
+    pub(super) wrap: bool,
+}
+
+impl Position {
+    pub(super) const fn from_bits(bits: u16) -> Self {
+        Self { index: bits & 0x7fff, wrap: bits >> 15 != 0 }
+    }
+
+    pub(super) const fn bits(self) -> u16 {
+        self.index | (self.wrap as u16) << 15
+    }
+
+    /// So many descriptors further, at most the ring's size.
+    pub(super) const fn after(self, count: u16, size: u16) -> Self {
+        let index = self.index + count;
+        if index < size {
+            Self { index, wrap: self.wrap }
+        } else {
+            Self { index: index - size, wrap: !self.wrap }
+        }
+    }
+
+    /// The flags of a descriptor that the driver has made available here.
+    pub(super) const fn available_flags(self) -> u16 {
+        if self.wrap { AVAILABLE } else { USED }
+    }
+
+    /// The flags of a descriptor that the device has used here.
+    const fn used_flags(self) -> u16 {
+        if self.wrap { AVAILABLE | USED } else { 0 }
+    }
+
+    const fn offset(self) -> usize {
+        self.index as usize * DESCRIPTOR
+    }
+}
+
+/// A descriptor as it was read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Descriptor {
+    pub(super) address: u64,
+    pub(super) length: u32,
+    pub(super) id: u16,
+    pub(super) flags: u16,
+}
+
+impl Descriptor {
+    #[inline]
+    const fn new(address: u64, word: u64) -> Self {
+        Self { address, length: word as u32, id: (word >> 32) as u16, flags: (word >> 48) as u16 }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Packed {
+    descriptors: Part,
+    driver: Part,
+    device: Part,
+    size: u16,
+    event_idx: bool,
+    indirect: bool,
+    /// The next descriptor to take.
+    available: Position,
+    /// Where the next request is used.
+    used: Position,
+    /// The first of the batch that the driver has not been shown: its word, stored last.
+    first: Option<(Position, u64)>,
+    /// Descriptors of that batch.
+    batch: u16,
+    /// Descriptors taken and not yet used.
+    taken: u16,
+    /// By buffer ID: the descriptors of the request that is in flight under it, or 0.
+    busy: Vec<u16>,
+    /// Requests that an earlier server had begun, the next one last.
+    resubmit: Vec<Vec<Descriptor>>,
+    inflight: Option<PackedInflight>,
+    /// What the driver has been told about kicks; `None` if that is not known.
+    notification: Option<bool>,
+    log: bool,
+}
+
+struct Parts {
+    descriptors: Part,
+    driver: Part,
+    device: Part,
+}
+
+impl Parts {
+    fn translate(config: &RingConfig, memory: &Memory) -> Result<Self, RingError> {
+        let size = usize::from(config.size);
+        Ok(Self {
+            descriptors: Part::translate(memory, config.descriptors, DESCRIPTOR * size, 16)?,
+            driver: Part::translate(memory, config.driver, EVENT, 4)?,
+            device: Part::translate(memory, config.device, EVENT, 4)?,
+        })
+    }
+}
+
+impl Packed {
+    pub(super) fn new(
+        config: &RingConfig,
+        memory: &Memory,
+        inflight: Option<InflightQueue>,
+    ) -> Result<Self, RingError> {
+        let Parts { descriptors, driver, device } = Parts::translate(config, memory)?;
+        let size = config.size;
+        // A server drains its ring before it gives the base away, so that both halves are the
+        // same; and some front ends know the first only.
+        let mut available = Position::from_bits(config.base as u16);
+        if available.index >= size {
+            return Err(RingError::Base);
+        }
+        let mut used = available;
+        let mut taken = 0;
+        let mut resubmit = Vec::new();
+        let inflight = match inflight {
+            None => None,
+            Some(queue) => {
+                let (inflight, found) =
+                    PackedInflight::open(queue, size, available, |position: Position| {
+                        (descriptors.load_u64(position.offset() + 8, Ordering::Acquire) >> 48)
+                            as u16
+                    })?;
+                used = inflight.used();
+                taken = found.iter().map(|request| request.len() as u16).sum();
+                available = used.after(taken, size);
+                resubmit = found;
+                resubmit.reverse();
+                Some(inflight)
+            }
+        };
+        if inflight.is_some() {
+            // All these are the device's, but some may look used: those of a batch whose first one
+            // was not shown. The driver looks at them when that one is.
+            let mut position = used;
+            for _ in 0..taken {
+                let flags = position.available_flags();
+                descriptors.store_u16(position.offset() + 14, flags, Ordering::Release);
+                if config.log.is_some() {
+                    memory.log_write(descriptors.segment(position.offset() + 14, 2));
+                }
+                position = position.after(1, size);
+            }
+        }
+        Ok(Self {
+            descriptors,
+            driver,
+            device,
+            size,
+            event_idx: config.event_idx,
+            indirect: config.indirect,
+            available,
+            used,
+            first: None,
+            batch: 0,
+            taken,
+            busy: vec![0; usize::from(size)],
+            resubmit,
+            inflight,
+            notification: None,
+            log: config.log.is_some(),
+        })
+    }
+
+    pub(super) fn set_memory(
+        &mut self,
+        config: &RingConfig,
+        memory: &Memory,
+    ) -> Result<(), RingError> {
+        let Parts { descriptors, driver, device } = Parts::translate(config, memory)?;
+        (self.descriptors, self.driver, self.device) = (descriptors, driver, device);
+        Ok(())
+    }
+
+    pub(super) const fn set_log(&mut self, log: Option<u64>) {
+        self.log = log.is_some();
+    }
+
+    #[inline]
+    pub(super) fn next(
+        &mut self,
+        memory: &Memory,
+        near: &mut usize,
+        chain: &mut Chain,
+    ) -> Result<bool, RingError> {
+        if !self.resubmit.is_empty() {
+            return self.next_again(memory, near, chain);
+        }
+        // Acquire: the rest of the chain and its data are visible with the head's flags, which
+        // the driver writes last.
+        let word = self.descriptors.load_u64(self.available.offset() + 8, Ordering::Acquire);
+        if !self.is_available((word >> 48) as u16) {
+            return Ok(false);
+        }
+        let mut builder = Builder::new(memory, near, chain);
+        let mut position = self.available;
+        let mut word = word;
+        let mut count = 0;
+        let id = loop {
+            let address = self.descriptors.load_u64(position.offset(), Ordering::Relaxed);
+            let descriptor = Descriptor::new(address, word);
+            // What is in flight has not been given back.
+            if self.taken + count == self.size {
+                return Err(RingError::Overrun);
+            }
+            if let Some(inflight) = &mut self.inflight {
+                inflight.take(count == 0, descriptor);
+            }
+            count += 1;
+            if !self.add(&mut builder, descriptor)? {
+                break descriptor.id;
+            }
+            position = position.after(1, self.size);
+            word = self.descriptors.load_u64(position.offset() + 8, Ordering::Relaxed);
+        };
+        self.begin(id, count)?;
+        if let Some(inflight) = &mut self.inflight {
+            inflight.begin(id);
+        }
+        self.available = self.available.after(count, self.size);
+        self.taken += count;
+        chain.id = id;
+        Ok(true)
+    }
+
+    /// The next request of those that an earlier server had begun.
+    #[cold]
+    fn next_again(
+        &mut self,
+        memory: &Memory,
+        near: &mut usize,
+        chain: &mut Chain,
+    ) -> Result<bool, RingError> {
+        let Some(request) = self.resubmit.pop() else { return Ok(false) };
+        let mut builder = Builder::new(memory, near, chain);
+        for descriptor in &request {
+            self.add(&mut builder, *descriptor)?;
+        }
+        // Not empty: `PackedInflight::open` checked.
+        chain.id = request.last().map_or(0, |descriptor| descriptor.id);
+        self.begin(chain.id, request.len() as u16)?;
+        Ok(true)
+    }
+
+    /// Adds a descriptor of the ring; whether another one follows.
+    #[inline]
+    fn add(&self, builder: &mut Builder<'_>, descriptor: Descriptor) -> Result<bool, RingError> {
+        let Descriptor { address, length, flags, .. } = descriptor;
+        let more = flags & NEXT != 0;
+        if flags & INDIRECT == 0 {
+            builder.add(address, length, flags)?;
+            return Ok(more);
+        }
+        if !self.indirect {
+            return Err(RingError::IndirectRefused);
+        }
+        if more {
+            return Err(RingError::IndirectWithNext);
+        }
+        let table = builder.table(address, length)?;
+        // All of the table: its entries have no NEXT.
+        for index in 0..table.count {
+            let (address, word) = builder.entry(&table, index)?;
+            let Descriptor { length, flags, .. } = Descriptor::new(address, word);
+            if flags & INDIRECT != 0 {
+                return Err(RingError::IndirectNested);
+            }
+            builder.add(address, length, flags)?;
+        }
+        Ok(false)
+    }
+
+    #[inline]
+    fn begin(&mut self, id: u16, count: u16) -> Result<(), RingError> {
+        match self.busy.get_mut(usize::from(id)) {
+            None => Err(RingError::BufferIdRange),
+            Some(0) => {
+                self.busy[usize::from(id)] = count;
+                Ok(())
+            }
+            Some(_) => Err(RingError::BufferIdBusy),
+        }
+    }
+
+    #[inline]
+    pub(super) fn finish(&mut self, memory: &Memory, id: u16, written: u32) -> bool {
+        let count = match self.busy.get_mut(usize::from(id)) {
+            Some(count) if *count != 0 => std::mem::take(count),
+            _ => return false,
+        };
+        let mut flags = self.used.used_flags();
+        if written != 0 {
+            flags |= WRITE;
+        }
+        let word = u64::from(written) | u64::from(id) << 32 | u64::from(flags) << 48;
+        if self.first.is_none() {
+            self.first = Some((self.used, word));
+        } else {
+            // Not seen before the first one is.
+            self.store(memory, self.used, word, Ordering::Relaxed);
+        }
+        if let Some(inflight) = &mut self.inflight {
+            inflight.finish(id);
+        }
+        self.used = self.used.after(count, self.size);
+        self.batch += count;
+        self.taken -= count;
+        true
+    }
+
+    #[inline]
+    fn store(&self, memory: &Memory, position: Position, word: u64, order: Ordering) {
+        let offset = position.offset() + 8;
+        self.descriptors.store_u64(offset, word, order);
+        if self.log {
+            memory.log_write(self.descriptors.segment(offset, 8));
+        }
+    }
+
+    #[inline]
+    pub(super) fn publish(&mut self, memory: &Memory) -> bool {
+        let Some((position, word)) = self.first.take() else { return false };
+        if let Some(inflight) = &mut self.inflight {
+            inflight.before_publish(self.used);
+        }
+        // Release: the batch's other entries and the data read are visible before.
+        self.store(memory, position, word, Ordering::Release);
+        if let Some(inflight) = &mut self.inflight {
+            inflight.after_publish();
+        }
+        let batch = std::mem::take(&mut self.batch);
+
+        // Between the store of the used descriptor and the load of what the driver wants to be
+        // told: a driver that stores its wish, fences and then looks at the descriptor sees it
+        // used, or we see its wish.
+        fence(Ordering::SeqCst);
+        let event = self.driver.load_u32(0, Ordering::Relaxed);
+        match event >> 16 & 3 {
+            EVENT_ENABLE => true,
+            EVENT_DESCRIPTOR if self.event_idx => {
+                let event = Position::from_bits(event as u16);
+                let mut index = event.index;
+                if event.wrap != self.used.wrap {
+                    // In the lap before.
+                    index = index.wrapping_sub(self.size);
+                }
+                need_event(index, self.used.index, self.used.index.wrapping_sub(batch))
+            }
+            _ => false,
+        }
+    }
+
+    pub(super) fn enable_notification(&mut self, memory: &Memory) -> bool {
+        let flags = if self.event_idx { EVENT_DESCRIPTOR } else { EVENT_ENABLE };
+        self.notify(memory, flags << 16 | u32::from(self.available.bits()));
+        self.notification = Some(true);
+        // The driver's other half: make the descriptor available, fence, load what we have just
+        // stored. Whichever fence comes second, its side sees the other's store: the driver
+        // kicks, or we find its request here.
+        fence(Ordering::SeqCst);
+        self.is_pending()
+    }
+
+    pub(super) fn disable_notification(&mut self, memory: &Memory) {
+        if self.notification != Some(false) {
+            self.notify(memory, EVENT_DISABLE << 16);
+            self.notification = Some(false);
+        }
+    }
+
+    fn notify(&self, memory: &Memory, event: u32) {
+        // One store: the driver sees the flags and the descriptor that they speak of together.
+        self.device.store_u32(0, event, Ordering::Relaxed);
+        if self.log {
+            memory.log_write(self.device.segment(0, EVENT));
+        }
+    }
+
+    #[inline]
+    pub(super) fn is_pending(&self) -> bool {
+        let offset = self.available.offset() + 8;
+        !self.resubmit.is_empty()
+            || self
+                .is_available((self.descriptors.load_u64(offset, Ordering::Relaxed) >> 48) as u16)
+    }
+
+    #[inline]
+    const fn is_available(&self, flags: u16) -> bool {
+        flags & (AVAILABLE | USED) == self.available.available_flags()
+    }
+
+    pub(super) const fn base(&self) -> u32 {
+        self.available.bits() as u32 | (self.used.bits() as u32) << 16
+    }
+
+    pub(super) const fn recovering(&self) -> u16 {
+        self.resubmit.len() as u16
+    }
+}
