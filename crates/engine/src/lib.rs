@@ -2,15 +2,17 @@
 //!
 //! - [`ram`]: memory that answers at once;
 //! - [`file`](mod@file): raw images and block devices;
-//! - [`emulated`]: the emulated SSD, a RAM disk that answers when the device model of the `ssd`
-//!   room says so.
+//! - [`ssd`]: the emulated SSD, memory that answers when the device model of the `ssd` room says
+//!   so, and fails when asked to; [`emulated`] is the same for the bench's FUSE disk.
 
 pub mod emulated;
 pub mod file;
 mod priority;
 pub mod ram;
 mod request;
+pub mod ssd;
 mod store;
+mod timed;
 
 pub use priority::raise_thread_priority;
 pub use request::{

@@ -6,9 +6,8 @@
 
 use std::ffi::c_void;
 use std::ptr::{NonNull, null_mut};
-use std::sync::Mutex;
-use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use rtvirtio_units::Bytes;
 use rustix::io::Errno;
@@ -73,6 +72,12 @@ impl Store {
             self.zero(new, old - new, true)?;
         }
         Ok(())
+    }
+
+    /// Takes the memory now, so that no request waits for a page.
+    pub(crate) fn populate(&self) -> Result<(), Errno> {
+        let size = round_up(self.capacity().get()).ok_or(Errno::NOMEM)?;
+        self.advise(0, size, Advice::LinuxPopulateWrite)
     }
 
     /// Where `length` bytes at `offset` are. The bound is the mapping, not the capacity: a

@@ -5,7 +5,9 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use io_uring::IoUring;
+use rtvirtio_engine::ram::RamEngine;
 use rtvirtio_engine::{Completions, Engine, Lent, Operation, Outcome, Request, Segment, Token};
+use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 
 /// Longer than any request takes.
@@ -98,6 +100,12 @@ impl Driver {
     /// From here on, the engine's file is named by its descriptor.
     pub(crate) fn unregister_file(&mut self) {
         self.file = None;
+    }
+
+    /// Drops the engine for one of no use.
+    pub(crate) fn drop_engine(&mut self) {
+        let nothing = RamEngine::new(Bytes::new(0), Duration::ZERO).unwrap();
+        drop(std::mem::replace(&mut self.engine, Box::new(nothing)));
     }
 
     /// Registers the only segment as fixed buffer 0.

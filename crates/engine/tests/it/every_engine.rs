@@ -8,6 +8,7 @@ use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
 use rtvirtio_engine::file::{Aio, FileConfig, FileEngine, FileSource};
 use rtvirtio_engine::ram::RamEngine;
+use rtvirtio_engine::ssd::{Faults, SsdEngine};
 use rtvirtio_engine::{Engine, Operation};
 use rtvirtio_units::Bytes;
 
@@ -25,6 +26,9 @@ fn open(path: &Path, direct: bool, aio: Aio) -> FileEngine {
 fn on_every_engine(check: impl Fn(&str, &mut Driver)) {
     let ram = RamEngine::new(Bytes::new(SIZE), Duration::ZERO).unwrap();
     check("ram", &mut Driver::new(Box::new(ram)));
+    let ssd = "ref-8x80".parse().unwrap();
+    let ssd = SsdEngine::start(ssd, Bytes::new(SIZE), 1, Faults::default()).unwrap();
+    check("ssd", &mut Driver::new(Box::new(ssd)));
     let in_memory = tempfile::tempdir_in("/dev/shm").unwrap();
     let on_disk = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     for (place, dir) in [("tmpfs", &in_memory), ("disk", &on_disk)] {

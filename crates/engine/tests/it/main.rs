@@ -2,3 +2,6 @@
 
 mod driver;
 mod every_engine;
+mod faults;
+mod images;
+mod locks;
