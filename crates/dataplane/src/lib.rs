@@ -2,19 +2,22 @@
 //! all devices share.
 
 mod call;
+pub mod device;
 mod fixed;
 mod iothread;
 mod mailbox;
 pub mod memory;
 mod pool;
+pub mod protocol;
 mod queue;
 mod request;
 pub mod ring;
+pub mod server;
+pub mod session;
 pub mod stats;
 
 pub use call::{Call, CallError};
 pub use fixed::FixedBuffers;
 pub use iothread::{IoThreadStats, Polling};
 pub use pool::{MoveError, Pool, PoolError, ThreadId};
-pub use queue::{Disk, Queue, QueueKey, QueueSetup};
-pub use stats::QueueStats;
+pub use queue::{Broken, Queue, QueueKey, QueueSetup};

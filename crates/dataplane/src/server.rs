@@ -1,0 +1,326 @@
+//! Accepts front ends: one thread for the sockets of all devices, and one for each front end that
+//! is connected.
+//!
+//! A device has one front end at a time. Another one waits in the socket's backlog until the first
+//! has left, and is then accepted at once, even if the first one's requests are still being
+//! drained: only its rings wait for them. So a device costs no thread until it has a front end, and
+//! at most two when a front end reconnects.
+
+use std::collections::HashMap;
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::buffer::spare_capacity;
+use rustix::event::{EventfdFlags, epoll};
+use rustix::io::Errno;
+
+use crate::device::Device;
+use crate::protocol::Connection;
+use crate::session::{Ended, QueueHost, Session, serve};
+
+mod listener;
+
+pub use listener::{ListenError, Listener};
+
+/// A session's thread handles messages and sets up rings: it needs little stack.
+const STACK: usize = 256 << 10;
+/// Sessions that fail are reported at most this often for a device: whoever makes them fail can
+/// reconnect without end.
+const REPORT_PERIOD: Duration = Duration::from_secs(1);
+/// How long no front end is accepted after the system had no descriptor or thread left.
+const EXHAUSTED_PAUSE: Duration = Duration::from_millis(50);
+/// The key of the descriptor that ends the accepting thread.
+const STOP: u64 = 0;
+
+/// Is told of sessions that have ended in an error or with refused requests, from their threads.
+pub type Report = dyn Fn(&Device, &Ended) + Send + Sync;
+
+/// Accepts front ends of any number of devices. Dropping it ends all sessions.
+pub struct Server {
+    shared: Arc<Shared>,
+    accepting: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    epoll: OwnedFd,
+    stop: OwnedFd,
+    sockets: Mutex<HashMap<u64, Arc<dyn Socket>>>,
+    report: Box<Report>,
+}
+
+/// Names a device that is served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SocketId(u64);
+
+impl Server {
+    /// A server without devices.
+    ///
+    /// # Errors
+    /// The system has no descriptor or thread left.
+    pub fn new(report: Box<Report>) -> std::io::Result<Self> {
+        let shared = Arc::new(Shared {
+            epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
+            stop: rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?,
+            sockets: Mutex::default(),
+            report,
+        });
+        let data = epoll::EventData::new_u64(STOP);
+        epoll::add(&shared.epoll, &shared.stop, data, epoll::EventFlags::IN)?;
+        let accepting =
+            std::thread::Builder::new().name("accept".into()).stack_size(STACK).spawn({
+                let shared = Arc::clone(&shared);
+                move || shared.accept_all()
+            })?;
+        Ok(Self { shared, accepting: Some(accepting) })
+    }
+
+    /// Serves a device on a socket, its rings by `host`.
+    ///
+    /// # Errors
+    /// The system refuses to watch the socket.
+    pub fn add<H>(
+        &self,
+        listener: Listener,
+        device: Arc<Device>,
+        host: Arc<H>,
+    ) -> std::io::Result<SocketId>
+    where
+        H: QueueHost + Send + Sync + 'static,
+    {
+        let mut sockets = lock(&self.shared.sockets);
+        // Never used twice: an event of a socket that was removed must not wake another.
+        static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(STOP + 1);
+        let id = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let served = Arc::new(Served {
+            id,
+            shared: Arc::downgrade(&self.shared),
+            listener,
+            device,
+            host,
+            sessions: Mutex::default(),
+        });
+        epoll::add(
+            &self.shared.epoll,
+            &served.listener,
+            epoll::EventData::new_u64(id),
+            epoll::EventFlags::IN | epoll::EventFlags::ONESHOT,
+        )?;
+        sockets.insert(id, served);
+        Ok(SocketId(id))
+    }
+
+    /// Ends the sessions of a device, drained, and closes its socket. Whether it was served.
+    pub fn remove(&self, id: SocketId) -> bool {
+        let socket = lock(&self.shared.sockets).remove(&id.0);
+        if let Some(socket) = &socket {
+            socket.close(&self.shared.epoll);
+        }
+        socket.is_some()
+    }
+
+    /// Whether a front end is connected to a device, as far as that is served.
+    #[must_use]
+    pub fn is_connected(&self, id: SocketId) -> bool {
+        let socket = lock(&self.shared.sockets).get(&id.0).cloned();
+        socket.is_some_and(|socket| socket.is_connected())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let stopped = rustix::io::write(&self.shared.stop, &1_u64.to_ne_bytes());
+        debug_assert!(stopped.is_ok());
+        if let Some(accepting) = self.accepting.take() {
+            let _ = accepting.join();
+        }
+        let sockets: Vec<_> = lock(&self.shared.sockets).drain().collect();
+        // All at once, then one after the other: they drain together.
+        for (_, socket) in &sockets {
+            socket.shut_down();
+        }
+        for (_, socket) in sockets {
+            socket.close(&self.shared.epoll);
+        }
+    }
+}
+
+impl Shared {
+    /// Accepts until the server is dropped.
+    fn accept_all(&self) {
+        let mut events = Vec::with_capacity(32);
+        loop {
+            events.clear();
+            match epoll::wait(&self.epoll, spare_capacity(&mut events), None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                // It cannot fail otherwise; to go round and round would be worse than to stop.
+                Err(_) => return,
+            }
+            for event in &events {
+                let id = event.data.u64();
+                if id == STOP {
+                    return;
+                }
+                let socket = lock(&self.sockets).get(&id).cloned();
+                let Some(socket) = socket else { continue };
+                if Arc::clone(&socket).accept().is_err() {
+                    // The front end stays in the backlog, or comes again.
+                    std::thread::sleep(EXHAUSTED_PAUSE);
+                    socket.listen();
+                }
+            }
+        }
+    }
+}
+
+/// A device's socket with its sessions, whatever serves its rings.
+trait Socket: Send + Sync {
+    /// Accepts a front end, if one waits, and listens again if none did.
+    fn accept(self: Arc<Self>) -> std::io::Result<()>;
+    /// Wakes the accepting thread when a front end waits.
+    fn listen(&self);
+    fn is_connected(&self) -> bool;
+    /// Ends all connections.
+    fn shut_down(&self);
+    /// Ends all sessions and waits for them.
+    fn close(&self, epoll: &OwnedFd);
+}
+
+struct Served<H> {
+    id: u64,
+    shared: Weak<Shared>,
+    listener: Listener,
+    device: Arc<Device>,
+    host: Arc<H>,
+    sessions: Mutex<Sessions>,
+}
+
+#[derive(Default)]
+struct Sessions {
+    closed: bool,
+    running: Vec<Running>,
+    reported: Option<Instant>,
+}
+
+struct Running {
+    stream: Arc<UnixStream>,
+    // Whether it still has its front end; the session may outlive that by what it has to drain.
+    connected: bool,
+    thread: JoinHandle<()>,
+}
+
+impl<H> Socket for Served<H>
+where
+    H: QueueHost + Send + Sync + 'static,
+{
+    fn accept(self: Arc<Self>) -> std::io::Result<()> {
+        let mut sessions = lock(&self.sessions);
+        if sessions.closed {
+            return Ok(());
+        }
+        let stream = match self.listener.accept() {
+            Ok(stream) => Arc::new(stream),
+            Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => {
+                self.listen();
+                return Ok(());
+            }
+            Err(error) => return Err(error.into()),
+        };
+        // What has ended needs no handle any more.
+        sessions.running.retain(|session| !session.thread.is_finished());
+        let thread =
+            std::thread::Builder::new().name("session".into()).stack_size(STACK).spawn({
+                let (served, stream) = (Arc::clone(&self), Arc::clone(&stream));
+                move || served.run(stream)
+            })?;
+        sessions.running.push(Running { stream, connected: true, thread });
+        Ok(())
+    }
+
+    fn listen(&self) {
+        let Some(shared) = self.shared.upgrade() else { return };
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
+        // It fails only when the socket is being closed.
+        let data = epoll::EventData::new_u64(self.id);
+        let _ = epoll::modify(&shared.epoll, &self.listener, data, flags);
+    }
+
+    fn is_connected(&self) -> bool {
+        lock(&self.sessions).running.iter().any(|session| session.connected)
+    }
+
+    fn shut_down(&self) {
+        let mut sessions = lock(&self.sessions);
+        sessions.closed = true;
+        for session in &sessions.running {
+            let _ = session.stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    fn close(&self, epoll: &OwnedFd) {
+        let _ = epoll::delete(epoll, &self.listener);
+        self.shut_down();
+        self.listener.unbind();
+        let running = std::mem::take(&mut lock(&self.sessions).running);
+        for session in running {
+            // A panic has been printed.
+            let _ = session.thread.join();
+        }
+    }
+}
+
+impl<H> Served<H>
+where
+    H: QueueHost + Send + Sync + 'static,
+{
+    /// Serves a front end.
+    fn run(&self, stream: Arc<UnixStream>) {
+        let left = Left { served: self, stream: &stream };
+        let mut session = Session::new(Arc::clone(&self.device), Arc::clone(&self.host));
+        let mut connection = Connection::new(Arc::clone(&stream));
+        let ended = serve(&mut connection, &mut session);
+        // The next front end is let in before the rings are drained.
+        drop(left);
+        if (ended.error.is_some() || ended.refused > 0) && self.may_report() {
+            if let Some(shared) = self.shared.upgrade() {
+                (shared.report)(&self.device, &ended);
+            }
+        }
+    }
+
+    fn may_report(&self) -> bool {
+        let mut sessions = lock(&self.sessions);
+        let now = Instant::now();
+        let due = sessions.reported.is_none_or(|last| now - last >= REPORT_PERIOD);
+        if due {
+            sessions.reported = Some(now);
+        }
+        due
+    }
+}
+
+/// Lets the next front end in when it is dropped, even by a panic.
+struct Left<'a, H: QueueHost + Send + Sync + 'static> {
+    served: &'a Served<H>,
+    stream: &'a Arc<UnixStream>,
+}
+
+impl<H: QueueHost + Send + Sync + 'static> Drop for Left<'_, H> {
+    fn drop(&mut self) {
+        // The front end learns at once that nobody answers any more.
+        let _ = self.stream.shutdown(Shutdown::Both);
+        for session in &mut lock(&self.served.sessions).running {
+            if Arc::ptr_eq(&session.stream, self.stream) {
+                session.connected = false;
+            }
+        }
+        self.served.listen();
+    }
+}
+
+fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

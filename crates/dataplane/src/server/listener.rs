@@ -1,0 +1,149 @@
+//! A device's socket: bound to a path, or handed over by whoever bound it.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+
+/// Why there is no listener.
+#[derive(Debug, thiserror::Error)]
+pub enum ListenError {
+    /// Another process answers at the path.
+    #[error("{} is in use", .0.display())]
+    InUse(PathBuf),
+    /// Something is at the path that is no socket.
+    #[error("{} is there already, and is no socket", .0.display())]
+    NotASocket(PathBuf),
+    /// Not the path of a socket: too long, or with a NUL.
+    #[error("{} cannot be the path of a socket", .0.display())]
+    Path(PathBuf),
+    /// The descriptor handed over is no stream socket of the UNIX family that listens.
+    #[error("the descriptor is no UNIX stream socket that listens")]
+    NotListening,
+    /// The system refused.
+    #[error("cannot listen")]
+    System(#[from] std::io::Error),
+}
+
+impl From<Errno> for ListenError {
+    fn from(errno: Errno) -> Self {
+        Self::System(errno.into())
+    }
+}
+
+/// A socket that listens. One that was bound here is removed when it is dropped.
+#[derive(Debug)]
+pub struct Listener {
+    socket: OwnedFd,
+    bound: Mutex<Option<Bound>>,
+}
+
+/// Front ends that wait to be accepted. One is served at a time; a few more may reconnect.
+const BACKLOG: i32 = 16;
+
+impl Listener {
+    /// Binds `path`, which gets the permissions `mode`. A socket that nobody listens on any more
+    /// is replaced.
+    ///
+    /// # Errors
+    /// [`ListenError`]
+    pub fn bind(path: &Path, mode: u32) -> Result<Self, ListenError> {
+        let address =
+            SocketAddrUnix::new(path).map_err(|_| ListenError::Path(path.to_path_buf()))?;
+        let socket = rustix::net::socket_with(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+            None,
+        )?;
+        match rustix::net::bind(&socket, &address) {
+            Err(Errno::ADDRINUSE) => {
+                remove_stale(path)?;
+                rustix::net::bind(&socket, &address)?;
+            }
+            bound => bound?,
+        }
+        let listener = Self { socket, bound: Mutex::new(Some(Bound::at(path)?)) };
+        // Nobody can connect before the permissions are right: it does not listen yet.
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
+        rustix::net::listen(&listener.socket, BACKLOG)?;
+        Ok(listener)
+    }
+
+    /// Takes a socket that listens already: of systemd, or of whoever asks for the device.
+    ///
+    /// # Errors
+    /// It is another kind of descriptor.
+    pub fn from_fd(socket: OwnedFd) -> Result<Self, ListenError> {
+        let listens = sockopt::socket_acceptconn(&socket).unwrap_or(false)
+            && sockopt::socket_domain(&socket) == Ok(AddressFamily::UNIX)
+            && sockopt::socket_type(&socket) == Ok(SocketType::STREAM);
+        if !listens {
+            return Err(ListenError::NotListening);
+        }
+        rustix::io::ioctl_fionbio(&socket, true)?;
+        rustix::io::fcntl_setfd(&socket, rustix::io::FdFlags::CLOEXEC)?;
+        Ok(Self { socket, bound: Mutex::default() })
+    }
+
+    /// Removes what was bound here.
+    pub(super) fn unbind(&self) {
+        drop(self.bound.lock().unwrap_or_else(PoisonError::into_inner).take());
+    }
+
+    /// The next front end that waits, if there is one. Its socket blocks.
+    pub(super) fn accept(&self) -> Result<UnixStream, Errno> {
+        rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC).map(UnixStream::from)
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// What was bound: a path is ours only as long as it leads there.
+#[derive(Debug)]
+struct Bound {
+    path: PathBuf,
+    file: (u64, u64),
+}
+
+impl Bound {
+    fn at(path: &Path) -> std::io::Result<Self> {
+        Ok(Self { path: path.to_path_buf(), file: identity(path)? })
+    }
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        if identity(&self.path).is_ok_and(|file| file == self.file) {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
+    let metadata = std::fs::symlink_metadata(path)?;
+    Ok((metadata.dev(), metadata.ino()))
+}
+
+/// Removes a socket that nobody listens on.
+fn remove_stale(path: &Path) -> Result<(), ListenError> {
+    if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
+        return Err(ListenError::NotASocket(path.to_path_buf()));
+    }
+    match UnixStream::connect(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
+            Ok(std::fs::remove_file(path)?)
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        // It listens, or we may not know.
+        _ => Err(ListenError::InUse(path.to_path_buf())),
+    }
+}
