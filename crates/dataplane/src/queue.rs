@@ -7,15 +7,15 @@
 //! is popped, and freed when its status is written.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use io_uring::squeue::SubmissionQueue;
-use rtvirtio_engine::{Completions, Engine, Lent, Operation, Outcome, Request, Segment, Token};
+use rtvirtio_engine::{Completions, Lent, Operation, Outcome, Request, Segment, Token};
 use rtvirtio_units::Nanos;
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 
 use crate::call::Call;
+use crate::device::Device;
 use crate::fixed::FixedBuffers;
 use crate::memory::Memory;
 use crate::request::{Action, Limits, Status, parse};
@@ -26,21 +26,11 @@ use crate::stats::{Op, QueueStats};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct QueueKey(pub(crate) u32);
 
-/// What the virtqueues of one disk have in common.
-pub struct Disk {
-    /// Does the I/O.
-    pub engine: Arc<dyn Engine>,
-    /// What GET_ID returns.
-    pub id: [u8; 20],
-    /// Whether a completed write may still be lost until a flush (VIRTIO_BLK_F_CONFIG_WCE).
-    pub write_cache: AtomicBool,
-}
-
 /// A queue's stop or change of hands waits for its requests in flight; what the IOThread needs
 /// to serve it.
 pub struct Queue {
     pub(crate) key: QueueKey,
-    disk: Arc<Disk>,
+    device: Arc<Device>,
     memory: Arc<Memory>,
     buffers: Option<Arc<FixedBuffers>>,
     ring: Ring,
@@ -108,8 +98,8 @@ pub(crate) enum Pass {
 
 /// What a queue is served with.
 pub struct QueueSetup {
-    /// The disk.
-    pub disk: Arc<Disk>,
+    /// The device.
+    pub device: Arc<Device>,
     /// The memory that the ring lies in.
     pub memory: Arc<Memory>,
     /// The same, registered.
@@ -150,7 +140,7 @@ impl Queue {
     pub(crate) fn new(key: QueueKey, setup: QueueSetup) -> Self {
         Self {
             key,
-            disk: setup.disk,
+            device: setup.device,
             memory: setup.memory,
             buffers: setup.buffers,
             ring: setup.ring,
@@ -169,10 +159,10 @@ impl Queue {
         }
     }
 
-    /// Its disk.
+    /// Its device.
     #[must_use]
-    pub fn disk(&self) -> &Arc<Disk> {
-        &self.disk
+    pub const fn device(&self) -> &Arc<Device> {
+        &self.device
     }
 
     /// Its memory.
@@ -306,9 +296,11 @@ impl Queue {
                 }
             }
             let limits = limits.get_or_insert_with(|| Limits {
-                geometry: self.disk.engine.geometry(),
-                write_through: !self.disk.write_cache.load(Ordering::Relaxed),
-                id: self.disk.id,
+                geometry: self.device.engine().geometry(),
+                read_only: self.device.read_only(),
+                write_through: !self.device.write_cache(),
+                discard_sectors: self.device.limits().discard_sectors,
+                id: *self.device.serial(),
             });
             let head = self.chain.id;
             let slot = &mut self.slots[usize::from(head)];
@@ -364,7 +356,7 @@ impl Queue {
             file: turn.file,
             completions: turn.completions,
         };
-        match self.disk.engine.start(&request, &mut lent) {
+        match self.device.engine().start(&request, &mut lent) {
             Outcome::Done(result) => {
                 // It took the engine's time, not none.
                 self.finish(head, result.into(), op(operation), now());

@@ -10,8 +10,6 @@ use crate::ring::Chain;
 pub(crate) const SECTOR: u64 = 512;
 /// Bytes that GET_ID returns.
 pub(crate) const ID_BYTES: usize = 20;
-/// Most sectors of one discard or write-zeroes segment.
-pub(crate) const MAX_DISCARD_SECTORS: u32 = 1 << 22;
 
 const HEADER: usize = 16;
 const T_IN: u32 = 0;
@@ -64,22 +62,26 @@ pub(crate) enum Action {
 #[derive(Debug)]
 pub(crate) struct Parsed {
     /// What to do.
-    pub action: Action,
+    pub(crate) action: Action,
     /// Where the status byte goes.
-    pub status: Segment,
+    pub(crate) status: Segment,
     /// Bytes that the device writes to the chain: its used length.
-    pub written: u32,
+    pub(crate) written: u32,
 }
 
 /// What a request is checked against.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     /// Of the engine, now.
-    pub geometry: Geometry,
+    pub(crate) geometry: Geometry,
+    /// Whether writes are refused.
+    pub(crate) read_only: bool,
+    /// Most sectors of a discard or write-zeroes segment.
+    pub(crate) discard_sectors: u32,
     /// Whether a write must be durable when it completes: the write cache is off.
-    pub write_through: bool,
+    pub(crate) write_through: bool,
     /// The disk's serial number.
-    pub id: [u8; ID_BYTES],
+    pub(crate) id: [u8; ID_BYTES],
 }
 
 /// Parses a chain and leaves its data segments in `data`. `None`: there is no status byte, so
@@ -120,7 +122,7 @@ pub(crate) fn parse(chain: &mut Chain, limits: &Limits, data: &mut Vec<Segment>)
             let length = total(data);
             match range(sector, length, geometry) {
                 Some(_) if length == 0 => answer(Status::Ok, 1),
-                Some(offset) if !geometry.read_only => Some(Parsed {
+                Some(offset) if !limits.read_only => Some(Parsed {
                     action: Action::Start {
                         operation: Operation::Write { durable: limits.write_through },
                         offset,
@@ -173,7 +175,7 @@ fn answer_range(kind: u32, chain: &mut Chain, limits: &Limits) -> Result<Action,
     if flags & !UNMAP != 0 || (kind == T_DISCARD && flags != 0) || !geometry.discard {
         return Err(Status::Unsupported);
     }
-    if geometry.read_only || sectors > MAX_DISCARD_SECTORS {
+    if limits.read_only || sectors > limits.discard_sectors {
         return Err(Status::IoError);
     }
     let length = u64::from(sectors) * SECTOR;

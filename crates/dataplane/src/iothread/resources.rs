@@ -107,13 +107,13 @@ impl Resources {
     }
 
     fn add_file(&mut self, ring: &IoUring, queue: &Queue) -> Option<u32> {
-        let disk = Arc::as_ptr(queue.disk()) as usize;
-        let fd = queue.disk().engine.file()?.as_raw_fd();
-        match self.files.claim(disk, 1)? {
+        let device = Arc::as_ptr(queue.device()) as usize;
+        let fd = queue.device().engine().file()?.as_raw_fd();
+        match self.files.claim(device, 1)? {
             Claim::Shared(at) => Some(at),
             Claim::New(at) if ring.submitter().register_files_update(at, &[fd]).is_ok() => Some(at),
             Claim::New(_) => {
-                self.files.release(disk);
+                self.files.release(device);
                 None
             }
         }
@@ -145,7 +145,7 @@ impl Resources {
     /// reference in the kernel.
     pub(super) fn remove(&mut self, ring: &IoUring, queue: &Queue, registered: Registered) {
         if registered.file.is_some()
-            && let Some((at, _)) = self.files.release(Arc::as_ptr(queue.disk()) as usize)
+            && let Some((at, _)) = self.files.release(Arc::as_ptr(queue.device()) as usize)
         {
             let _ = ring.submitter().register_files_update(at, &[-1]);
         }

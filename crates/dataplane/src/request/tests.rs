@@ -15,6 +15,8 @@ fn limits() -> Limits {
             read_only: false,
             discard: true,
         },
+        read_only: false,
+        discard_sectors: 1 << 11,
         write_through: false,
         id: *b"0123456789abcdefghij",
     }
@@ -154,7 +156,7 @@ fn nothing_to_transfer_succeeds() {
 #[test]
 fn read_only_disk_refuses_what_writes() {
     let mut limits = limits();
-    limits.geometry.read_only = true;
+    limits.read_only = true;
     for kind in [T_OUT, T_DISCARD, T_WRITE_ZEROES] {
         let data = if kind == T_OUT { vec![0; 512] } else { range_of(0, 1, 0) };
         let (request, _) =
@@ -186,7 +188,7 @@ fn discard_and_write_zeroes_take_one_range() {
         (T_DISCARD, [range_of(0, 1, 0), range_of(1, 1, 0)].concat(), Status::Unsupported),
         (T_DISCARD, range_of(0, 1, 0)[..15].to_vec(), Status::Unsupported),
         (T_DISCARD, vec![], Status::Unsupported),
-        (T_DISCARD, range_of(0, MAX_DISCARD_SECTORS + 1, 0), Status::IoError),
+        (T_DISCARD, range_of(0, (1 << 11) + 1, 0), Status::IoError),
         (T_DISCARD, range_of(u64::MAX, u32::MAX, 0), Status::IoError),
         (T_WRITE_ZEROES, range_of(CAPACITY / SECTOR, 1, 0), Status::IoError),
         (T_DISCARD, range_of(0, 0, 0), Status::Ok),
