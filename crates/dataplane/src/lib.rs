@@ -7,6 +7,7 @@ mod fixed;
 mod iothread;
 mod mailbox;
 pub mod memory;
+pub mod plane;
 mod pool;
 pub mod protocol;
 mod queue;

@@ -284,10 +284,10 @@ impl Pool {
         Ok(Duration::from_nanos(adopted.saturating_sub(left)))
     }
 
-    /// The thread that a queue is on.
+    /// Whether a queue is being moved or stopped. Does not wait.
     #[must_use]
-    pub fn thread_of(&self, key: QueueKey) -> Option<ThreadId> {
-        *lock(&self.place(key).ok()?.thread)
+    pub fn is_busy(&self, key: QueueKey) -> bool {
+        self.place(key).is_ok_and(|place| place.thread.try_lock().is_err())
     }
 
     /// Frees threads that are stuck in calling a driver whose front end filled its eventfd; the

@@ -138,6 +138,7 @@ pub(crate) fn now() -> u64 {
 
 impl Queue {
     pub(crate) fn new(key: QueueKey, setup: QueueSetup) -> Self {
+        setup.stats.set_broken(false);
         Self {
             key,
             device: setup.device,
@@ -453,6 +454,7 @@ impl Queue {
     /// The driver broke its ring: it is not served until it is set up anew.
     fn latch(&mut self, error: Broken) {
         self.broken = Some(error);
+        self.stats.set_broken(true);
         if let Some(fd) = &self.error
             && crate::call::is_eventfd(fd)
         {

@@ -15,7 +15,7 @@
 //! Properties (tests of the same name): `bucket_of_each_edge_is_its_own`,
 //! `percentile_is_known_to_a_sixteenth`, `histograms_fit_in_16_kib`.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use rtvirtio_spec::control::{LatencySummary, OperationCounts};
 use rtvirtio_units::{Bytes, Nanos};
@@ -123,6 +123,7 @@ pub struct QueueStats {
     kicks: AtomicU64,
     calls: AtomicU64,
     empty_polls: AtomicU64,
+    broken: AtomicBool,
     wait: Histogram,
     service: Histogram,
     response: Histogram,
@@ -153,6 +154,7 @@ impl QueueStats {
             kicks: AtomicU64::new(0),
             calls: AtomicU64::new(0),
             empty_polls: AtomicU64::new(0),
+            broken: AtomicBool::new(false),
             wait: Histogram::new(),
             service: Histogram::new(),
             response: Histogram::new(),
@@ -196,6 +198,17 @@ impl QueueStats {
     /// The driver was called.
     pub fn call(&self) {
         add(&self.calls, 1);
+    }
+
+    /// The driver broke its ring, or set it up anew.
+    pub fn set_broken(&self, broken: bool) {
+        self.broken.store(broken, Relaxed);
+    }
+
+    /// Whether the driver broke its ring.
+    #[must_use]
+    pub fn is_broken(&self) -> bool {
+        self.broken.load(Relaxed)
     }
 
     /// A poll found nothing.

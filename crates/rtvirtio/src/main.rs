@@ -56,6 +56,8 @@ enum Verb {
     Rollback(verbs::apply::RollbackArgs),
     /// Have systemd apply a saved plan at each boot, or no longer
     Boot(verbs::boot::Args),
+    /// Serve disks over vhost-user-blk: the data plane
+    Serve(verbs::serve::Args),
     /// Show each task's tail as it happens; --control keeps targets met
     Watch(verbs::watch::Args),
     /// Run schemes × cases on a scratch disk; resumable
@@ -74,6 +76,7 @@ impl Verb {
     const fn cleans_up(&self) -> bool {
         match self {
             Self::Scratch(_)
+            | Self::Serve(_)
             | Self::Calibrate(_)
             | Self::Apply(_)
             | Self::Confirm(_)
@@ -136,6 +139,7 @@ fn run(verb: Verb, interrupted: &AtomicBool) -> Result<Outcome> {
     match verb {
         Verb::Doctor(args) => verbs::doctor::run(&args),
         Verb::Scratch(args) => verbs::scratch::run(&args, interrupted),
+        Verb::Serve(args) => verbs::serve::run(&args, interrupted),
         Verb::Calibrate(args) => verbs::calibrate::run(&args, interrupted),
         Verb::Plan(args) => verbs::plan::run(&args),
         Verb::Apply(args) => verbs::apply::apply(&args),

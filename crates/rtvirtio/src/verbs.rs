@@ -10,4 +10,5 @@ mod guests;
 pub(crate) mod plan;
 pub(crate) mod report;
 pub(crate) mod scratch;
+pub(crate) mod serve;
 pub(crate) mod watch;

@@ -159,6 +159,8 @@ pub struct FileEngine {
     pub aio: Aio,
     /// When the image is locked against other writers.
     pub lock: ImageLock,
+    /// Whether the format was written out: what looks like another one is then not refused.
+    pub raw: bool,
 }
 
 /// An emulated solid-state disk.

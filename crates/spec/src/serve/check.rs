@@ -196,6 +196,7 @@ fn engine(raw: wire::Engine) -> Result<Engine, Misplaced> {
                 direct: raw.direct.unwrap_or(true),
                 aio: raw.aio.unwrap_or_default(),
                 lock: raw.lock.unwrap_or_default(),
+                raw: raw.format.is_some(),
             }))
         }
         EngineKind::Ram => {
@@ -243,6 +244,7 @@ impl From<&Device> for wire::Device {
                 direct: Some(file.direct),
                 aio: Some(file.aio),
                 lock: Some(file.lock),
+                format: file.raw.then_some(wire::ImageFormat::Raw),
                 ..wire::Engine::default()
             },
             Engine::Ram { size, cpu } => wire::Engine {

@@ -1,0 +1,216 @@
+//! One device's rings on the pool: what its session starts, stops and changes, and where each
+//! queue goes.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rtvirtio_engine::Segment;
+use rtvirtio_engine::file::{FileEngine, Lock};
+use rtvirtio_spec::serve::FixedBuffers as Wish;
+use rustix::io::Errno;
+
+use crate::call::Call;
+use crate::device::Device;
+use crate::fixed::FixedBuffers;
+use crate::memory::Memory;
+use crate::pool::{MoveError, Pool, PoolError, ThreadId};
+use crate::queue::{QueueKey, QueueSetup};
+use crate::session::{self, Change, QueueHost, StartError, StoppedQueue};
+use crate::stats::QueueStats;
+
+/// The rings of one device.
+pub(super) struct Host {
+    pool: Arc<Pool>,
+    device: Arc<Device>,
+    wish: Wish,
+    /// The image to lock while rings run, if that is when it is locked.
+    image: Option<Arc<FileEngine>>,
+    pub(super) stats: Vec<Arc<QueueStats>>,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// By queue: its thread, and its key while it runs.
+    queues: Vec<(ThreadId, Option<QueueKey>)>,
+    /// What was registered last, and what for.
+    fixed: Option<(Vec<Region>, Arc<FixedBuffers>)>,
+    lock: Option<Lock>,
+}
+
+/// A region's place and length in this process.
+type Region = (usize, usize);
+
+fn regions(memory: &Memory) -> Vec<Region> {
+    let place = |segment: Segment| (segment.base() as usize, segment.len());
+    memory.regions().map(|region| place(region.segment())).collect()
+}
+
+impl Host {
+    pub(super) fn new(
+        pool: Arc<Pool>,
+        device: Arc<Device>,
+        wish: Wish,
+        image: Option<Arc<FileEngine>>,
+        threads: Vec<ThreadId>,
+    ) -> Self {
+        let stats = threads.iter().map(|_| Arc::new(QueueStats::new())).collect();
+        let queues = threads.into_iter().map(|thread| (thread, None)).collect();
+        let state = Mutex::new(State { queues, fixed: None, lock: None });
+        Self { pool, device, wish, image, stats, state }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// The key of a queue that runs.
+    pub(super) fn key(&self, index: u16) -> Option<QueueKey> {
+        self.state().queues.get(usize::from(index))?.1
+    }
+
+    /// The queues that run.
+    pub(super) fn keys(&self) -> Vec<Option<QueueKey>> {
+        self.state().queues.iter().map(|&(_, key)| key).collect()
+    }
+
+    /// Serves a queue by another thread, now and in later sessions. Returns the pause, ns.
+    pub(super) fn assign(&self, index: u16, to: ThreadId) -> Result<u64, MoveError> {
+        let key = {
+            let mut state = self.state();
+            let Some(queue) = state.queues.get_mut(usize::from(index)) else {
+                return Err(PoolError::NoQueue.into());
+            };
+            // A session that starts it from now on does so there.
+            if queue.1.is_none() {
+                queue.0 = to;
+                return Ok(0);
+            }
+            queue.1
+        };
+        let Some(key) = key else { return Ok(0) };
+        let moved = self.pool.move_queue(key, to);
+        let mut state = self.state();
+        match moved {
+            Ok(pause) => {
+                state.queues[usize::from(index)].0 = to;
+                Ok(pause.as_nanos() as u64)
+            }
+            // It has stopped in the meantime.
+            Err(MoveError::Pool(PoolError::NoQueue)) => {
+                state.queues[usize::from(index)].0 = to;
+                Ok(0)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The memory, registered; the same as before if it is the same memory.
+    fn fixed(&self, memory: &Memory) -> Result<Option<Arc<FixedBuffers>>, StartError> {
+        if self.wish == Wish::Off || self.device.engine().file().is_none() {
+            return Ok(None);
+        }
+        let wanted = regions(memory);
+        let mut state = self.state();
+        if let Some((held, fixed)) = &state.fixed
+            && *held == wanted
+        {
+            return Ok(Some(Arc::clone(fixed)));
+        }
+        state.fixed = None;
+        match FixedBuffers::register(memory) {
+            Ok(fixed) => {
+                let fixed = Arc::new(fixed);
+                state.fixed = Some((wanted, Arc::clone(&fixed)));
+                Ok(Some(fixed))
+            }
+            Err(_) if self.wish == Wish::Auto => Ok(None),
+            Err(error) => {
+                let error = Errno::from_io_error(&error).unwrap_or(Errno::NOMEM);
+                Err(StartError::System(error))
+            }
+        }
+    }
+
+    /// Locks the image with the first ring that runs.
+    fn lock_image(&self) -> Result<(), StartError> {
+        let Some(image) = &self.image else { return Ok(()) };
+        let mut state = self.state();
+        if state.lock.is_none() {
+            let lock = image.lock().map_err(|_| StartError::System(Errno::AGAIN))?;
+            state.lock = Some(lock);
+        }
+        Ok(())
+    }
+
+    /// Unlocks it and lets the memory go with the last one.
+    fn let_go(&self) {
+        let mut state = self.state();
+        if state.queues.iter().all(|(_, key)| key.is_none()) {
+            state.lock = None;
+            state.fixed = None;
+        }
+    }
+}
+
+impl QueueHost for Host {
+    type Key = u16;
+
+    fn start(&self, setup: session::QueueSetup) -> Result<u16, StartError> {
+        let index = setup.index;
+        let call = setup.call.map(Call::new).transpose().map_err(|_| StartError::Call)?;
+        self.lock_image()?;
+        let buffers = self.fixed(&setup.memory)?;
+        let setup = QueueSetup {
+            device: Arc::clone(&self.device),
+            size: setup.ring.config().size,
+            memory: setup.memory,
+            buffers,
+            ring: setup.ring,
+            kick: setup.kick,
+            call,
+            error: setup.error,
+            enabled: setup.enabled,
+            stats: Arc::clone(self.stats.get(usize::from(index)).ok_or(StartError::Full)?),
+        };
+        let mut state = self.state();
+        let queue = state.queues.get_mut(usize::from(index)).ok_or(StartError::Full)?;
+        let key = self.pool.start(setup, queue.0).map_err(|_| StartError::Full)?;
+        queue.1 = Some(key);
+        Ok(index)
+    }
+
+    fn stop(&self, index: u16) -> StoppedQueue {
+        let key = self.key(index);
+        let queue = key.and_then(|key| self.pool.stop(key).ok());
+        if let Some(queue) = self.state().queues.get_mut(usize::from(index)) {
+            queue.1 = None;
+        }
+        self.let_go();
+        StoppedQueue { base: queue.map_or(0, |queue| queue.base()) }
+    }
+
+    fn update(&self, index: u16, change: Change) {
+        let Some(key) = self.key(index) else { return };
+        let done = match change {
+            Change::Enabled(enabled) => self.pool.edit(key, move |q| q.set_enabled(enabled)),
+            // A fd that cannot be used is none: the driver then looks for itself.
+            Change::Call(call) => {
+                let call = call.and_then(|fd| Call::new(fd).ok());
+                self.pool.edit(key, move |q| q.set_call(call))
+            }
+            Change::Error(error) => self.pool.edit(key, move |q| q.set_error(error)),
+            Change::Memory(memory) => {
+                let buffers = self.fixed(&memory).unwrap_or(None);
+                self.pool.edit(key, move |q| {
+                    let _ = q.set_memory(memory, buffers);
+                })
+            }
+            Change::Log(log) => self.pool.edit(key, move |q| q.set_log(log)),
+        };
+        // It stopped in the meantime: there is nothing to change.
+        let _ = done;
+    }
+}

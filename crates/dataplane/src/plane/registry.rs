@@ -1,0 +1,530 @@
+//! The data plane itself: IOThreads and devices by name, over the pool and the server.
+
+use std::collections::{BTreeMap, HashMap};
+use std::num::NonZeroU64;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rtvirtio_engine::file::{self, FileConfig, FileSource, Lock};
+use rtvirtio_engine::ram::RamEngine;
+use rtvirtio_engine::ssd::{self, SsdEngine};
+use rtvirtio_engine::{Engine, SsdConfig};
+use rtvirtio_spec::control::{Activity, Event, IoThreadState};
+use rtvirtio_spec::mapping::{Entry, Mapping};
+use rtvirtio_spec::serve::{
+    self, Aio, Configuration, ImageLock, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, wire,
+};
+use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos};
+use tokio::sync::broadcast;
+
+use super::host::Host;
+use super::{EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError};
+use crate::device::{Device, DeviceConfig, Limits};
+use crate::iothread::{IoThreadStats, Polling};
+use crate::pool::{MoveError, Pool, PoolError, ThreadId};
+use crate::server::{Listener, Report, Server, SocketId};
+
+/// Rights of a device's socket: the service's user and group. A VMM of another user joins the
+/// group, or the socket is handed over.
+const SOCKET_MODE: u32 = 0o660;
+/// How often somebody looks whether an IOThread is stuck in a front end's eventfd.
+const STUCK_PERIOD: Duration = Duration::from_millis(5);
+
+/// The data plane.
+pub struct Registry {
+    state: Mutex<State>,
+    events: broadcast::Sender<Event>,
+    // In the order in which they must end: sessions, then threads.
+    server: Server,
+    pool: Arc<Pool>,
+    watching: Arc<AtomicBool>,
+    watcher: Option<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct State {
+    iothreads: BTreeMap<IoThreadName, Thread>,
+    devices: BTreeMap<DiskName, Served>,
+}
+
+struct Thread {
+    id: ThreadId,
+    config: IoThread,
+    locked: bool,
+}
+
+struct Served {
+    host: Arc<Host>,
+    vm: rtvirtio_units::VmName,
+    socket: Option<PathBuf>,
+    socket_id: SocketId,
+    mapping: Mapping,
+    /// Held as long as the device is there, if that is when its image is locked.
+    _lock: Option<Lock>,
+}
+
+fn io(what: impl Into<String>, source: std::io::Error) -> PlaneError {
+    PlaneError::Io { what: what.into(), source }
+}
+
+fn refused(what: String, error: impl std::error::Error + Send + Sync + 'static) -> PlaneError {
+    io(what, std::io::Error::other(error))
+}
+
+impl Registry {
+    /// A data plane without devices. `report` is told of sessions that failed.
+    ///
+    /// # Errors
+    /// The system has no descriptor or thread left.
+    pub fn new(report: Box<Report>) -> std::io::Result<Self> {
+        let pool = Arc::new(Pool::default());
+        let watching = Arc::new(AtomicBool::new(true));
+        let watcher = std::thread::Builder::new().name("watchdog".to_owned()).spawn({
+            let (pool, watching) = (Arc::clone(&pool), Arc::clone(&watching));
+            move || {
+                let mut before = HashMap::new();
+                while watching.load(Relaxed) {
+                    std::thread::park_timeout(STUCK_PERIOD);
+                    pool.free_stuck(&mut before);
+                }
+            }
+        })?;
+        Ok(Self {
+            state: Mutex::default(),
+            events: broadcast::Sender::new(EVENTS_KEPT),
+            server: Server::new(report)?,
+            pool,
+            watching,
+            watcher: Some(watcher),
+        })
+    }
+
+    /// Adds all of a configuration; `handed` are listening sockets by name, from systemd.
+    ///
+    /// # Errors
+    /// The first IOThread or device that cannot be had; those before it are there.
+    pub fn add_all(
+        &self,
+        configuration: &Configuration,
+        handed: &mut HashMap<String, OwnedFd>,
+    ) -> Result<(), PlaneError> {
+        for iothread in &configuration.iothreads {
+            self.add_iothread(iothread.clone())?;
+        }
+        for device in &configuration.devices {
+            let socket = match &device.listen {
+                Listen::Path(_) => None,
+                Listen::Activated(name) => handed.remove(name.as_str()),
+            };
+            self.add(device.clone(), HandedFds { image: None, socket })?;
+        }
+        Ok(())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(&self, event: Event) {
+        // Nobody may be listening.
+        let _ = self.events.send(event);
+    }
+
+    fn add(&self, spec: serve::Device, handed: HandedFds) -> Result<(), PlaneError> {
+        let mut state = self.state();
+        if state.devices.contains_key(&spec.name) {
+            return Err(PlaneError::DeviceExists(spec.name));
+        }
+        if state.devices.len() >= MAX_DEVICES {
+            return Err(PlaneError::TooMany { what: "devices", limit: MAX_DEVICES });
+        }
+        let path = match &spec.listen {
+            Listen::Path(path) => Some(path.clone()),
+            Listen::Activated(_) => None,
+        };
+        if let Some(socket) = &path
+            && let Some((device, _)) =
+                state.devices.iter().find(|(_, d)| d.socket.as_ref() == Some(socket))
+        {
+            return Err(PlaneError::SocketInUse { socket: socket.clone(), device: device.clone() });
+        }
+        let threads = threads(&state, &spec.mapping)?;
+        let name = spec.name.as_str();
+        let (engine, image) = open(&spec, handed.image)?;
+        let (lock, session_lock) = match (&spec.engine, image) {
+            (serve::Engine::File(file), Some(image)) if file.lock == ImageLock::Always => {
+                let lock = image
+                    .lock()
+                    .map_err(|error| refused(format!("cannot lock the image of {name}"), error))?;
+                (Some(lock), None)
+            }
+            (_, image) => (None, image),
+        };
+        let mut serial = [0; 20];
+        let bytes = spec.serial.as_bytes();
+        serial[..bytes.len().min(20)].copy_from_slice(&bytes[..bytes.len().min(20)]);
+        let device = Device::new(DeviceConfig {
+            name: name.to_owned(),
+            engine,
+            queues: spec.queues(),
+            read_only: spec.read_only,
+            serial,
+            write_cache: spec.write_cache,
+            limits: Limits::default(),
+        })
+        .map_err(|error| refused(format!("cannot make {name}"), error))?;
+        let device = Arc::new(device);
+        let host = Arc::new(Host::new(
+            Arc::clone(&self.pool),
+            Arc::clone(&device),
+            spec.fixed_buffers,
+            session_lock,
+            threads,
+        ));
+        let listener = match (&path, handed.socket) {
+            (_, Some(fd)) => Listener::from_fd(fd),
+            (Some(path), None) => Listener::bind(path, SOCKET_MODE),
+            (None, None) => {
+                let missing = std::io::ErrorKind::NotFound.into();
+                return Err(io(format!("no socket was handed over for {name}"), missing));
+            }
+        }
+        .map_err(|error| refused(format!("cannot listen for {name}"), error))?;
+        let socket_id = self
+            .server
+            .add(listener, device, Arc::clone(&host))
+            .map_err(|error| io(format!("cannot listen for {name}"), error))?;
+        let served = Served {
+            host,
+            vm: spec.vm,
+            socket: path,
+            socket_id,
+            mapping: spec.mapping,
+            _lock: lock,
+        };
+        state.devices.insert(spec.name.clone(), served);
+        drop(state);
+        self.tell(Event::DeviceAdded { device: spec.name });
+        Ok(())
+    }
+}
+
+/// The threads of a mapping's queues.
+fn threads(state: &State, mapping: &Mapping) -> Result<Vec<ThreadId>, PlaneError> {
+    let id = |name: &IoThreadName| {
+        let thread = state.iothreads.get(name);
+        thread.map(|t| t.id).ok_or_else(|| PlaneError::NoIoThread(name.clone()))
+    };
+    mapping.by_queue().iter().map(id).collect()
+}
+
+type Opened = (Arc<dyn Engine>, Option<Arc<file::FileEngine>>);
+
+/// A device's engine; the image apart, for its lock.
+fn open(spec: &serve::Device, handed: Option<OwnedFd>) -> Result<Opened, PlaneError> {
+    let name = &spec.name;
+    match &spec.engine {
+        serve::Engine::File(config) => {
+            let what = format!("cannot open {} for {name}", config.path.display());
+            let image = file::FileEngine::open(FileConfig {
+                source: handed
+                    .map_or_else(|| FileSource::Path(config.path.clone()), FileSource::Fd),
+                direct: config.direct,
+                read_only: spec.read_only,
+                explicit_raw: config.raw,
+                aio: match config.aio {
+                    Aio::Auto => file::Aio::Auto,
+                    Aio::IoUring => file::Aio::IoUring,
+                    Aio::Threads => file::Aio::Threads,
+                },
+            })
+            .map_err(|error| refused(what, error))?;
+            let image = Arc::new(image);
+            Ok((Arc::clone(&image) as Arc<dyn Engine>, Some(image)))
+        }
+        serve::Engine::Ram { size, cpu } => {
+            let ram = RamEngine::new(*size, Duration::from(*cpu))
+                .map_err(|error| io(format!("no memory for {name}"), error))?;
+            Ok((Arc::new(ram), None))
+        }
+        serve::Engine::Ssd(config) => {
+            let what = format!("cannot start the emulated SSD of {name}");
+            let model: SsdConfig =
+                config.model.parse().map_err(|error| refused(what.clone(), error))?;
+            let every = |n: u32| NonZeroU64::new(u64::from(n));
+            let stall = Duration::from_millis(u64::from(config.faults.stall_ms));
+            let faults = ssd::Faults {
+                error_every: every(config.faults.error_every),
+                no_space_every: every(config.faults.no_space_every),
+                short_every: every(config.faults.short_every),
+                stall: every(config.faults.stall_every).map(|n| (n, stall)),
+                seed: config.seed,
+            };
+            let ssd = SsdEngine::start(model, config.size, config.seed, faults)
+                .map_err(|error| refused(what, error))?;
+            Ok((Arc::new(ssd), None))
+        }
+    }
+}
+
+impl Plane for Registry {
+    fn add_iothread(&self, iothread: IoThread) -> Result<(), PlaneError> {
+        let mut state = self.state();
+        if state.iothreads.contains_key(&iothread.name) {
+            return Err(PlaneError::IoThreadExists(iothread.name));
+        }
+        if state.iothreads.len() >= MAX_IOTHREADS {
+            return Err(PlaneError::TooMany { what: "iothreads", limit: MAX_IOTHREADS });
+        }
+        let name = iothread.name.clone();
+        let what = format!("cannot start iothread {name}");
+        let id = self
+            .pool
+            .add_thread(name.as_str(), polling(&iothread))
+            .map_err(|error| refused(what.clone(), error))?;
+        if !iothread.cpus.is_empty()
+            && let Err(error) = self.pool.pin_thread(id, &iothread.cpus)
+        {
+            let _ = self.pool.remove_thread(id);
+            return Err(refused(what, error));
+        }
+        state.iothreads.insert(name.clone(), Thread { id, config: iothread, locked: false });
+        drop(state);
+        self.tell(Event::IothreadAdded { iothread: name });
+        Ok(())
+    }
+
+    fn remove_iothread(&self, iothread: &IoThreadName) -> Result<(), PlaneError> {
+        let mut state = self.state();
+        let thread = state
+            .iothreads
+            .get(iothread)
+            .ok_or_else(|| PlaneError::NoIoThread(iothread.clone()))?
+            .id;
+        let queues = state.queues_of(iothread);
+        if queues > 0 {
+            return Err(PlaneError::IoThreadInUse { iothread: iothread.clone(), queues });
+        }
+        match self.pool.remove_thread(thread) {
+            Ok(()) => {}
+            // Queues that have not yet left: rare, and they are on their way.
+            Err(PoolError::InUse { queues }) => {
+                let queues = u32::try_from(queues).unwrap_or(u32::MAX);
+                return Err(PlaneError::IoThreadInUse { iothread: iothread.clone(), queues });
+            }
+            Err(error) => return Err(refused(format!("cannot end iothread {iothread}"), error)),
+        }
+        state.iothreads.remove(iothread);
+        drop(state);
+        self.tell(Event::IothreadRemoved { iothread: iothread.clone() });
+        Ok(())
+    }
+
+    fn pin_iothread(&self, iothread: &IoThreadName, cpus: &[CpuId]) -> Result<(), PlaneError> {
+        let mut state = self.state();
+        let thread = state.iothread(iothread)?;
+        self.pool
+            .pin_thread(thread.id, cpus)
+            .map_err(|error| refused(format!("cannot pin iothread {iothread}"), error))?;
+        thread.config.cpus = cpus.to_vec();
+        Ok(())
+    }
+
+    fn lock_iothread(&self, iothread: &IoThreadName, locked: bool) -> Result<(), PlaneError> {
+        self.state().iothread(iothread)?.locked = locked;
+        Ok(())
+    }
+
+    fn add_device(&self, device: wire::Device, handed: HandedFds) -> Result<(), PlaneError> {
+        let names: Vec<IoThreadName> = self.state().iothreads.keys().cloned().collect();
+        self.add(serve::Device::new(device, &names)?, handed)
+    }
+
+    fn remove_device(&self, device: &DiskName) -> Result<(), PlaneError> {
+        let served = self
+            .state()
+            .devices
+            .remove(device)
+            .ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+        // Drains its requests, so not under the lock.
+        self.server.remove(served.socket_id);
+        drop(served);
+        self.tell(Event::DeviceRemoved { device: device.clone() });
+        Ok(())
+    }
+
+    fn resize_device(&self, device: &DiskName, size: Option<Bytes>) -> Result<Bytes, PlaneError> {
+        let host = self.state().host(device)?;
+        let capacity = host
+            .device()
+            .resize(size)
+            .map_err(|error| io(format!("cannot resize {device}"), error))?;
+        self.tell(Event::DeviceResized { device: device.clone(), capacity });
+        Ok(capacity)
+    }
+
+    fn mapping(&self, device: &DiskName) -> Result<Mapping, PlaneError> {
+        let state = self.state();
+        let served = state.devices.get(device);
+        served.map(|s| s.mapping.clone()).ok_or_else(|| PlaneError::NoDevice(device.clone()))
+    }
+
+    fn set_mapping(&self, device: &DiskName, entries: &[Entry]) -> Result<(), PlaneError> {
+        let mapping = {
+            let state = self.state();
+            let served = state
+                .devices
+                .get(device)
+                .ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            let names = state.iothreads.keys().cloned().collect();
+            Mapping::new(entries, u32::from(served.mapping.queues()), Some(&names))?
+        };
+        for (queue, iothread) in (0..).zip(mapping.by_queue()) {
+            // Another move of it may be under way: it is over in a moment.
+            while let Err(error) = self.move_queue(device, queue, iothread) {
+                if !matches!(error, PlaneError::QueueBusy { .. }) {
+                    return Err(error);
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        Ok(())
+    }
+
+    fn move_queue(
+        &self,
+        device: &DiskName,
+        queue: u16,
+        to: &IoThreadName,
+    ) -> Result<Nanos, PlaneError> {
+        let (host, thread, from) = {
+            let mut state = self.state();
+            let thread = state.iothread(to)?.id;
+            let served = state
+                .devices
+                .get(device)
+                .ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            let queues = served.mapping.queues();
+            let from = served.mapping.iothread(queue).cloned().ok_or_else(|| {
+                PlaneError::NoQueue { device: device.clone(), queues, queue }
+            })?;
+            (Arc::clone(&served.host), thread, from)
+        };
+        let pause = host.assign(queue, thread).map_err(|error| match error {
+            MoveError::Busy => PlaneError::QueueBusy { device: device.clone(), queue },
+            MoveError::Pool(error) => {
+                refused(format!("cannot move queue {queue} of {device}"), error)
+            }
+        })?;
+        let pause_ns = Nanos::new(pause);
+        if let Some(served) = self.state().devices.get_mut(device) {
+            served.mapping.assign(queue, to.clone())?;
+        }
+        if from != *to {
+            let device = device.clone();
+            self.tell(Event::QueueMoved { device, queue, from, to: to.clone(), pause_ns });
+        }
+        Ok(pause_ns)
+    }
+
+    fn observe(&self) -> Observation {
+        let state = self.state();
+        let iothreads = state.iothreads.iter().map(|(name, thread)| {
+            let stats = self.pool.thread(thread.id);
+            let tid = stats.as_ref().map_or(0, |(_, tid)| *tid);
+            let read = |of: fn(&IoThreadStats) -> &std::sync::atomic::AtomicU64| {
+                Nanos::new(stats.as_ref().map_or(0, |(stats, _)| of(stats).load(Relaxed)))
+            };
+            IoThreadState {
+                name: name.clone(),
+                cpus: thread.config.cpus.clone(),
+                locked: thread.locked,
+                tid,
+                polling: thread.config.polling.into(),
+                queues: state.queues_of(name),
+                busy_ns: read(|stats| &stats.busy_ns),
+                poll_ns: read(|stats| &stats.poll_ns),
+                sleep_ns: read(|stats| &stats.sleep_ns),
+                cpu_ns: cpu_time(tid),
+            }
+        });
+        let devices = state.devices.iter().map(|(name, served)| {
+            let device = served.host.device();
+            let queues = served.mapping.by_queue().iter().zip(&served.host.stats);
+            let keys = served.host.keys();
+            ObservedDevice {
+                name: name.clone(),
+                vm: served.vm.clone(),
+                socket: served.socket.clone(),
+                connected: self.server.is_connected(served.socket_id),
+                capacity: device.engine().geometry().capacity,
+                read_only: device.read_only(),
+                queues: queues
+                    .zip(keys)
+                    .map(|((iothread, stats), key)| ObservedQueue {
+                        iothread: iothread.clone(),
+                        activity: match key {
+                            _ if stats.is_broken() => Activity::Broken,
+                            None => Activity::Stopped,
+                            Some(key) if self.pool.is_busy(key) => Activity::Moving,
+                            Some(_) => Activity::Running,
+                        },
+                        stats: Arc::clone(stats),
+                    })
+                    .collect(),
+            }
+        });
+        Observation { iothreads: iothreads.collect(), devices: devices.collect() }
+    }
+
+    fn events(&self) -> broadcast::Receiver<Event> {
+        self.events.subscribe()
+    }
+}
+
+impl State {
+    fn iothread(&mut self, name: &IoThreadName) -> Result<&mut Thread, PlaneError> {
+        self.iothreads.get_mut(name).ok_or_else(|| PlaneError::NoIoThread(name.clone()))
+    }
+
+    fn host(&self, device: &DiskName) -> Result<Arc<Host>, PlaneError> {
+        let served = self.devices.get(device);
+        served.map(|s| Arc::clone(&s.host)).ok_or_else(|| PlaneError::NoDevice(device.clone()))
+    }
+
+    /// Queues that are mapped to an IOThread, whether they run or not.
+    fn queues_of(&self, iothread: &IoThreadName) -> u32 {
+        let queues = self.devices.values().flat_map(|device| device.mapping.by_queue());
+        queues.filter(|name| *name == iothread).count() as u32
+    }
+}
+
+fn polling(iothread: &IoThread) -> Polling {
+    let serve::Polling { max, grow, shrink } = iothread.polling;
+    Polling { max: Duration::from(max), grow, shrink }
+}
+
+/// CPU time of a thread, as the kernel counts it (`Documentation/scheduler/sched-stats.rst`).
+fn cpu_time(tid: i32) -> Nanos {
+    let path = Path::new("/proc/self/task").join(tid.to_string()).join("schedstat");
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    Nanos::new(text.split(' ').next().and_then(|ns| ns.parse().ok()).unwrap_or(0))
+}
+
+impl Drop for Registry {
+    fn drop(&mut self) {
+        // Sessions drain what is in flight: the pool must still be there.
+        for (_, served) in std::mem::take(&mut self.state().devices) {
+            self.server.remove(served.socket_id);
+        }
+        self.watching.store(false, Relaxed);
+        if let Some(watcher) = self.watcher.take() {
+            watcher.thread().unpark();
+            let _ = watcher.join();
+        }
+    }
+}
