@@ -325,6 +325,23 @@ fn packed_ring_more_in_flight_than_it_has_is_refused() {
     assert_eq!(ring.next(&mut chain), Err(RingError::Overrun));
 }
 
+#[test]
+fn packed_ring_reuse_before_publication_is_refused() {
+    let driver = driver(PACKED);
+    let region = inflight_region(PACKED);
+    let all: Vec<_> = (0..8).map(|id| (DATA, 1, id, 0)).collect();
+    packed_descriptors(&driver, &all);
+    let mut ring = Ring::new(driver.config(), driver.guest().memory(), region.queue(0)).unwrap();
+    let mut chain = Chain::default();
+    while ring.in_flight() < 8 {
+        assert_eq!(ring.next(&mut chain), Ok(true));
+    }
+    ring.finish(0, 1);
+    let at = driver.addresses().0 + 14;
+    driver.guest().u16(at).store(1 << 15, Ordering::Release);
+    assert_eq!(ring.next(&mut chain), Err(RingError::Overrun));
+}
+
 /// An in-flight region of one queue of 8 entries, and a view of it.
 fn region(packed: bool) -> (Arc<Inflight>, Mapping) {
     let (fd, size) = Inflight::create(1, 8, packed).unwrap();
