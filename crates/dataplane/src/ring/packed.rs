@@ -222,8 +222,8 @@ impl Packed {
         let id = loop {
             let address = self.descriptors.load_u64(position.offset(), Ordering::Relaxed);
             let descriptor = Descriptor::new(address, word);
-            // What is in flight has not been given back.
-            if self.taken + count == self.size {
+            // What is in flight, or finished and not published, has not been given back.
+            if self.taken + self.batch + count == self.size {
                 return Err(RingError::Overrun);
             }
             if let Some(inflight) = &mut self.inflight {

@@ -44,8 +44,9 @@ pub(in crate::ring) struct PackedInflight {
     free: u16,
     /// The request that is being taken: first, last and next entry, and their number.
     taking: (u16, u16, u16, u16),
-    /// IDs finished and not yet published.
-    batch: Vec<u16>,
+    /// Requests finished and not yet published: their first and last entries, since a driver may
+    /// use an ID again too early.
+    batch: Vec<(u16, u16)>,
     used: Position,
     counter: u64,
 }
@@ -231,15 +232,14 @@ impl PackedInflight {
     /// Put into the ring.
     #[inline]
     pub(in crate::ring) fn finish(&mut self, id: u16) {
-        self.batch.push(id);
+        self.batch.push(self.requests[usize::from(id)]);
     }
 
     /// Frees the batch's entries, provisionally.
     #[inline]
     pub(in crate::ring) fn before_publish(&mut self, used: Position) {
         let part = self.queue.part;
-        for &id in &self.batch {
-            let (head, last) = self.requests[usize::from(id)];
+        for &(head, last) in &self.batch {
             part.store_u16(entry(last) + NEXT, self.free, Release);
             self.next[usize::from(last)] = self.free;
             part.store_u16(FREE_HEAD, head, Release);
@@ -253,8 +253,7 @@ impl PackedInflight {
     #[inline]
     pub(in crate::ring) fn after_publish(&mut self) {
         let part = self.queue.part;
-        while let Some(id) = self.batch.pop() {
-            let (head, _) = self.requests[usize::from(id)];
+        for (head, _) in self.batch.drain(..) {
             part.store_u8(entry(head) + BUSY, 0, Release);
         }
         part.store_u16(OLD_FREE_HEAD, self.free, Release);
