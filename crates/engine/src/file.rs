@@ -160,13 +160,12 @@ impl FileEngine {
         let image = Arc::new(Image::open(config)?);
         let way = match aio {
             Aio::Auto if image.in_memory() => Way::Inline,
-            Aio::Auto if IoUring::new(1).is_err() => Way::Threads,
-            Aio::Auto => Way::Ring,
-            Aio::IoUring => {
-                IoUring::new(1).map_err(FileError::IoUring)?;
-                Way::Ring
-            }
             Aio::Threads => Way::Threads,
+            Aio::Auto | Aio::IoUring => match IoUring::new(1) {
+                Ok(_) => Way::Ring,
+                Err(error) if aio == Aio::Auto && is_switched_off(&error) => Way::Threads,
+                Err(error) => return Err(FileError::IoUring(error)),
+            },
         };
         Ok(Self { threads: Threads::new(Arc::clone(&image)), image, way })
     }
@@ -189,6 +188,12 @@ impl FileEngine {
             Way::Threads => "threads",
         }
     }
+}
+
+/// By sysctl or a seccomp list, or never built in.
+fn is_switched_off(error: &std::io::Error) -> bool {
+    let error = Errno::from_io_error(error);
+    matches!(error, Some(Errno::PERM | Errno::ACCESS | Errno::NOSYS))
 }
 
 impl Engine for FileEngine {

@@ -44,6 +44,8 @@ pub(crate) struct Driver {
     results: Arc<dyn Completions>,
     told: Arc<Results>,
     next: u64,
+    in_ring: HashMap<u64, u64>,
+    elsewhere: Vec<u64>,
 }
 
 /// A request's memory: it stays in place until the result is known.
@@ -94,7 +96,16 @@ impl Driver {
             0
         });
         let told = Arc::new(Results::default());
-        Self { engine, ring, file, results: Arc::clone(&told) as _, told, next: 0 }
+        Self {
+            engine,
+            ring,
+            file,
+            results: Arc::clone(&told) as _,
+            told,
+            next: 0,
+            in_ring: HashMap::new(),
+            elsewhere: Vec::new(),
+        }
     }
 
     /// From here on, the engine's file is named by its descriptor.
@@ -140,6 +151,38 @@ impl Driver {
 
     pub(crate) fn told(&self, token: u64) -> Result<(), Errno> {
         self.told.take(token)
+    }
+
+    /// Starts a request, of which there may be several: see [`Self::finish_all`].
+    pub(crate) fn run_later(
+        &mut self,
+        token: u64,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+        segments: &[Segment],
+    ) {
+        let before = self.ring.submission().len();
+        match self.start(token, operation, offset, length, segments, None) {
+            Outcome::Done(result) => result.unwrap(),
+            Outcome::Busy => panic!("request {token} is one too many"),
+            Outcome::Started if self.ring.submission().len() > before => {
+                self.in_ring.insert(token, length);
+            }
+            Outcome::Started => self.elsewhere.push(token),
+        }
+    }
+
+    /// Waits for all that [`Self::run_later`] started; none is short.
+    pub(crate) fn finish_all(&mut self) {
+        while !self.in_ring.is_empty() {
+            let (token, result) = self.reap();
+            let length = self.in_ring.remove(&token).expect("ends once");
+            assert_eq!(u64::try_from(result), Ok(length));
+        }
+        for token in std::mem::take(&mut self.elsewhere) {
+            assert_eq!(self.told(token), Ok(()));
+        }
     }
 
     /// One request, from start to end.

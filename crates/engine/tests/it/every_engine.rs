@@ -1,26 +1,21 @@
 //! What holds for every engine, on every kind of file.
 
-use std::fs::File;
-use std::path::Path;
+use std::any::Any;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
-use rtvirtio_engine::file::{Aio, FileConfig, FileEngine, FileSource};
+use rtvirtio_engine::file::{Aio, FileConfig, FileEngine};
 use rtvirtio_engine::ram::RamEngine;
 use rtvirtio_engine::ssd::{Faults, SsdEngine};
-use rtvirtio_engine::{Engine, Operation};
+use rtvirtio_engine::{Operation, Segment};
 use rtvirtio_units::Bytes;
 
 use crate::driver::{Driver, Memory};
+use crate::scratch::{Image, Loop, config};
 
 const SIZE: u64 = 1 << 20;
-
-fn open(path: &Path, direct: bool, aio: Aio) -> FileEngine {
-    let source = FileSource::Path(path.to_owned());
-    FileEngine::open(FileConfig { source, direct, read_only: false, explicit_raw: false, aio })
-        .unwrap()
-}
 
 /// Runs `check` over all of them, each new and of 1 MiB of zeroes.
 fn on_every_engine(check: impl Fn(&str, &mut Driver)) {
@@ -29,17 +24,32 @@ fn on_every_engine(check: impl Fn(&str, &mut Driver)) {
     let ssd = "ref-8x80".parse().unwrap();
     let ssd = SsdEngine::start(ssd, Bytes::new(SIZE), 1, Faults::default()).unwrap();
     check("ssd", &mut Driver::new(Box::new(ssd)));
-    let in_memory = tempfile::tempdir_in("/dev/shm").unwrap();
-    let on_disk = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    for (place, dir) in [("tmpfs", &in_memory), ("disk", &on_disk)] {
-        for direct in [false, true] {
-            for aio in [Aio::Auto, Aio::IoUring, Aio::Threads] {
-                let path = dir.path().join("image");
-                File::create(&path).unwrap().set_len(SIZE).unwrap();
-                let engine: Box<dyn Engine> = Box::new(open(&path, direct, aio));
-                let name = format!("{place}, direct {direct}, {aio:?}");
-                check(&name, &mut Driver::new(engine));
-            }
+    for place in ["/dev/shm", env!("CARGO_TARGET_TMPDIR")] {
+        on_every_way(place, &check, || {
+            let image = Image::below(place, SIZE);
+            Some((image.path.clone(), Box::new(image)))
+        });
+    }
+    for block in [512, 4096] {
+        on_every_way(&format!("device of {block}"), &check, || {
+            let device = Loop::new(SIZE, block)?;
+            Some((device.path.clone(), Box::new(device)))
+        });
+    }
+}
+
+/// Runs `check` over a file that `make` makes anew each time, in every way to reach it. What comes
+/// with its path is kept meanwhile.
+fn on_every_way(
+    what: &str,
+    check: impl Fn(&str, &mut Driver),
+    make: impl Fn() -> Option<(PathBuf, Box<dyn Any>)>,
+) {
+    for direct in [false, true] {
+        for aio in [Aio::Auto, Aio::IoUring, Aio::Threads] {
+            let Some((path, _kept)) = make() else { return };
+            let engine = FileEngine::open(FileConfig { direct, aio, ..config(&path) }).unwrap();
+            check(&format!("{what}, direct {direct}, {aio:?}"), &mut Driver::new(Box::new(engine)));
         }
     }
 }
@@ -84,7 +94,7 @@ fn fixed_buffer_reads_and_writes_its_part() {
         disk.register(whole);
         let mut part = whole;
         part.advance(4096);
-        let part = [rtvirtio_engine::Segment::new(part.base(), 8192)];
+        let part = [Segment::new(part.base(), 8192)];
         disk.run(Operation::Write { durable: false }, 4096, 8192, &part, Some(0)).unwrap();
         memory.fill(&[0; 16384]);
         disk.run(Operation::Read, 4096, 8192, &part, Some(0)).unwrap();
@@ -139,6 +149,27 @@ fn discarded_range_is_old_or_zero_and_its_neighbours_stay() {
 }
 
 #[test]
+fn many_requests_in_flight_each_reach_their_place_and_end_once() {
+    on_every_engine(|name, disk| {
+        // Each writes 4 KiB of its own number, then reads it; the driver's queue has 64 entries.
+        for operation in [Operation::Write { durable: false }, Operation::Read] {
+            let mut memory: Vec<_> = (0..64).map(|_| Memory::new(&[4096], 0)).collect();
+            if operation != Operation::Read {
+                (0_u8..).zip(&mut memory).for_each(|(i, m)| m.fill(&[i; 4096]));
+            }
+            let segments: Vec<_> = memory.iter_mut().map(Memory::segments).collect();
+            for (token, segments) in (0..).zip(&segments) {
+                disk.run_later(token, operation, token * 4096, 4096, segments);
+            }
+            disk.finish_all();
+            for (i, memory) in (0_u8..).zip(&memory) {
+                assert!(memory.content() == [i; 4096], "{name}, request {i}");
+            }
+        }
+    });
+}
+
+#[test]
 fn random_requests_leave_what_a_vector_holds() {
     on_every_engine(|name, disk| {
         let mut random = Pcg64Mcg::seed_from_u64(7);
@@ -152,17 +183,17 @@ fn random_requests_leave_what_a_vector_holds() {
             let first = random.random_range(1..=length);
             let lengths = if first == length { vec![length] } else { vec![first, length - first] };
             let off = if random.random_bool(0.2) { random.random_range(0..600) } else { 0 };
-            match random.random_range(0..10) {
-                0..5 => {
+            match random.random_range(0..50) {
+                0..25 => {
                     let data = pattern(length, step as u8);
-                    disk.write_at(offset, &data, &lengths, off, step % 50 == 0).unwrap();
+                    disk.write_at(offset, &data, &lengths, off, step % 200 == 0).unwrap();
                     model[range].copy_from_slice(&data);
                 }
-                5..8 => {
+                25..46 => {
                     let read = disk.read_at(offset, &lengths, off).unwrap();
                     assert!(read == model[range], "{name}, step {step}");
                 }
-                8 => {
+                46..49 => {
                     let unmap = random.random_bool(0.5);
                     disk.range(Operation::WriteZeroes { unmap }, offset, length as u64).unwrap();
                     model[range].fill(0);

@@ -1,1 +1,234 @@
+//! What is taken for a disk, and what becomes of one whose file changes.
 
+use std::fs::File;
+use std::io::{Seek, SeekFrom, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::process::Command;
+
+use rtvirtio_engine::file::{Aio, FileConfig, FileEngine, FileError, FileSource, ImageError};
+use rtvirtio_engine::{Engine, Operation, Outcome};
+use rtvirtio_units::Bytes;
+use rustix::fs::OFlags;
+use rustix::io::Errno;
+
+use crate::driver::{Driver, Memory};
+use crate::scratch::{Image, Loop, config, open};
+
+fn handed(fd: impl Into<OwnedFd>) -> FileConfig {
+    FileConfig { source: FileSource::Fd(fd.into()), ..config(Path::new("")) }
+}
+
+#[test]
+fn foreign_header_is_refused_unless_raw_is_written_out() {
+    let headers: [(u64, &[u8], &str); 8] = [
+        (0, b"QFI\xfb\0\0\0\x03", "qcow2"),
+        (0, b"KDMV\x01\0\0\0", "vmdk"),
+        (0, b"# Disk DescriptorFile\nversion=1", "vmdk"),
+        (64, b"\x7f\x10\xda\xbe", "vdi"),
+        (0, b"LUKS\xba\xbe\0\x02", "luks"),
+        (0, b"Bochs Virtual HD Image\0", "bochs"),
+        (0, b"#!/bin/sh\n#V2.0 Format\nmodprobe cloop file=$0", "cloop"),
+        (0, b"QED\0", "qed"),
+    ];
+    for (at, bytes, name) in headers {
+        let image = Image::new(4096);
+        let mut file = image.file();
+        file.seek(SeekFrom::Start(at)).unwrap();
+        file.write_all(bytes).unwrap();
+        for direct in [false, true] {
+            match FileEngine::open(FileConfig { direct, ..config(&image.path) }) {
+                Err(FileError::Image(ImageError::NotRaw(found))) => assert_eq!(found, name),
+                other => panic!("{name}: {other:?}"),
+            }
+        }
+        FileEngine::open(FileConfig { explicit_raw: true, ..config(&image.path) }).unwrap();
+    }
+}
+
+#[test]
+fn image_that_qemu_made_is_refused_by_its_format() {
+    if Command::new("qemu-img").arg("--version").output().is_err() {
+        eprintln!("skipped: qemu-img (package qemu-utils) is not installed");
+        return;
+    }
+    let image = Image::new(0);
+    for format in ["qcow2", "qed", "vmdk", "vdi", "vhdx", "vpc", "parallels"] {
+        let made = Command::new("qemu-img")
+            .args(["create", "-q", "-f", format])
+            .arg(&image.path)
+            .arg("8M")
+            .output()
+            .unwrap();
+        assert!(made.status.success(), "{format}: {made:?}");
+        // Sizes differ; the size must not hide what this is about.
+        let length = image.file().metadata().unwrap().len();
+        image.file().set_len(length.next_multiple_of(4096)).unwrap();
+        match open(&image.path) {
+            Err(FileError::Image(ImageError::NotRaw(found))) => assert_eq!(found, format),
+            other => panic!("{format}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn what_is_no_disk_is_refused() {
+    let image = Image::new(4096);
+    let dir = image.path.parent().unwrap();
+    let opened =
+        |path: &Path| FileEngine::open(FileConfig { read_only: true, ..config(path) }).unwrap_err();
+    assert!(matches!(opened(dir), FileError::Image(ImageError::NotADisk)));
+    assert!(matches!(opened(Path::new("/dev/null")), FileError::Image(ImageError::NotADisk)));
+    let pipe = dir.join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    assert!(matches!(opened(&pipe), FileError::Image(ImageError::NotADisk)));
+    assert!(matches!(opened(&dir.join("none")), FileError::Image(ImageError::Open { .. })));
+}
+
+#[test]
+fn size_of_no_whole_block_is_refused_with_the_remedy() {
+    let image = Image::new(1000);
+    let error = open(&image.path).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "the image's 1000 bytes are not a multiple of its block of 512: \
+         enlarge it (truncate --size=%512 IMAGE)"
+    );
+}
+
+#[test]
+fn handed_descriptor_without_the_access_is_refused() {
+    let image = Image::new(4096);
+    let file = |options: &mut std::fs::OpenOptions| options.open(&image.path).unwrap();
+    let readable = || file(File::options().read(true));
+    let refused = [
+        handed(readable()),
+        handed(file(File::options().write(true))),
+        handed(file(File::options().read(true).append(true))),
+        FileConfig { read_only: true, ..handed(file(File::options().write(true))) },
+    ];
+    for config in refused {
+        let error = FileEngine::open(config).unwrap_err();
+        assert!(matches!(error, FileError::Image(ImageError::Access { .. })), "{error:?}");
+    }
+    FileEngine::open(FileConfig { read_only: true, ..handed(readable()) }).unwrap();
+}
+
+#[test]
+fn handed_descriptor_is_made_direct_and_blocking() {
+    let image = Image::new(4096);
+    let file = image.file();
+    rustix::fs::fcntl_setfl(&file, OFlags::NONBLOCK).unwrap();
+    let copy = file.as_fd().try_clone_to_owned().unwrap();
+    let engine = FileEngine::open(FileConfig { direct: true, ..handed(copy) }).unwrap();
+    let flags = rustix::fs::fcntl_getfl(&file).unwrap();
+    assert_eq!(flags & (OFlags::DIRECT | OFlags::NONBLOCK), OFlags::DIRECT);
+    drop(engine);
+    FileEngine::open(handed(file.as_fd().try_clone_to_owned().unwrap())).unwrap();
+    assert!(!rustix::fs::fcntl_getfl(&file).unwrap().contains(OFlags::DIRECT));
+}
+
+#[test]
+fn file_in_memory_is_served_inline_and_another_by_io_uring() {
+    let (disk, memory) = (Image::new(4096), Image::below("/dev/shm", 4096));
+    assert_eq!(open(&disk.path).unwrap().aio_name(), "io_uring");
+    assert_eq!(open(&memory.path).unwrap().aio_name(), "inline");
+    let threads = FileConfig { aio: Aio::Threads, ..config(&memory.path) };
+    assert_eq!(FileEngine::open(threads).unwrap().aio_name(), "threads");
+}
+
+#[test]
+fn read_only_disk_reads_flushes_and_refuses_the_rest() {
+    let image = Image::new(4096);
+    for aio in [Aio::IoUring, Aio::Threads] {
+        let config = FileConfig { read_only: true, aio, ..config(&image.path) };
+        let mut disk = Driver::new(Box::new(FileEngine::open(config).unwrap()));
+        assert!(disk.engine.geometry().read_only);
+        assert_eq!(disk.read(0, &[512]), Ok(vec![0; 512]));
+        assert_eq!(disk.range(Operation::Flush, 0, 0), Ok(()));
+        assert_eq!(disk.write(0, &[1; 512], &[512]), Err(Errno::ROFS));
+        assert_eq!(disk.range(Operation::Discard, 0, 512), Err(Errno::ROFS));
+        assert_eq!(disk.range(Operation::WriteZeroes { unmap: true }, 0, 512), Err(Errno::ROFS));
+        assert!(disk.engine.resize(Some(Bytes::new(8192))).is_err());
+    }
+}
+
+#[test]
+fn read_beyond_a_file_that_shrank_fails() {
+    for place in ["/dev/shm", env!("CARGO_TARGET_TMPDIR")] {
+        for aio in [Aio::Auto, Aio::IoUring, Aio::Threads] {
+            let image = Image::below(place, 65536);
+            let config = FileConfig { aio, ..config(&image.path) };
+            let mut disk = Driver::new(Box::new(FileEngine::open(config).unwrap()));
+            image.file().set_len(8192).unwrap();
+            assert_eq!(disk.read(32768, &[4096]), Err(Errno::IO));
+            assert_eq!(disk.read(4096, &[2048, 6144]), Err(Errno::IO));
+            assert_eq!(disk.read(4096, &[4096]), Ok(vec![0; 4096]));
+            assert_eq!(disk.engine.resize(None).unwrap(), Bytes::new(8192));
+        }
+    }
+}
+
+#[test]
+fn resize_sets_the_size_of_a_file_and_sees_what_others_set() {
+    let image = Image::new(65536);
+    let engine = open(&image.path).unwrap();
+    assert_eq!(engine.resize(Some(Bytes::new(131_072))).unwrap(), Bytes::new(131_072));
+    assert_eq!(image.file().metadata().unwrap().len(), 131_072);
+    assert!(engine.resize(Some(Bytes::new(1000))).is_err());
+    image.file().set_len(262_144).unwrap();
+    assert_eq!(engine.geometry().capacity, Bytes::new(131_072));
+    assert_eq!(engine.resize(None).unwrap(), Bytes::new(262_144));
+    assert_eq!(engine.geometry().capacity, Bytes::new(262_144));
+}
+
+#[test]
+fn full_submission_queue_is_busy_and_nothing_happens() {
+    let image = Image::new(4096);
+    let mut disk = Driver::new(Box::new(open(&image.path).unwrap()));
+    let mut memory = Memory::new(&[512], 0);
+    let segments = memory.segments();
+    // The driver's queue has 64 entries.
+    for token in 0..64 {
+        let outcome = disk.start(token, Operation::Read, 0, 512, &segments, None);
+        assert_eq!(outcome, Outcome::Started);
+    }
+    assert_eq!(disk.start(64, Operation::Read, 0, 512, &segments, None), Outcome::Busy);
+    let mut tokens: Vec<_> = (0..64).map(|_| disk.reap()).collect();
+    tokens.sort_unstable();
+    assert_eq!(tokens, (0..64).map(|token| (token, 512)).collect::<Vec<_>>());
+}
+
+#[test]
+fn drop_ends_threads_after_all_that_was_asked_of_them() {
+    let image = Image::new(1 << 20);
+    let config = FileConfig { aio: Aio::Threads, ..config(&image.path) };
+    let mut disk = Driver::new(Box::new(FileEngine::open(config).unwrap()));
+    let mut memory: Vec<_> = (0..200).map(|_| Memory::new(&[4096], 0)).collect();
+    let segments: Vec<_> = memory.iter_mut().map(Memory::segments).collect();
+    for (token, segments) in segments.iter().enumerate() {
+        let (offset, write) = (token as u64 * 4096, Operation::Write { durable: false });
+        let outcome = disk.start(token as u64, write, offset, 4096, segments, None);
+        assert_eq!(outcome, Outcome::Started);
+    }
+    disk.drop_engine();
+    for token in 0..200 {
+        assert_eq!(disk.told(token), Ok(()));
+    }
+    let written = std::fs::read(&image.path).unwrap();
+    assert!(written[..200 * 4096].iter().all(|byte| *byte == 0xee));
+}
+
+#[test]
+fn device_of_large_blocks_says_so_and_keeps_its_size() {
+    let Some(device) = Loop::new(1 << 20, 4096) else { return };
+    for direct in [false, true] {
+        let engine = FileEngine::open(FileConfig { direct, ..config(&device.path) }).unwrap();
+        let geometry = engine.geometry();
+        assert_eq!((geometry.logical_block, geometry.physical_block), (4096, 4096));
+        assert_eq!(geometry.capacity, Bytes::from_kib(1024));
+        assert!(geometry.discard);
+        assert!(engine.resize(Some(Bytes::from_kib(512))).is_err());
+        assert_eq!(engine.resize(None).unwrap(), Bytes::from_kib(1024));
+    }
+}

@@ -5,3 +5,4 @@ mod every_engine;
 mod faults;
 mod images;
 mod locks;
+mod scratch;
