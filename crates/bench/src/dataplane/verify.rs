@@ -88,7 +88,8 @@ pub struct Options {
     pub depth: usize,
     /// The disk's first bytes are written to.
     pub bytes: u64,
-    /// Of order and content.
+    /// Of order and content. Content of an earlier run with the same seed would be taken for
+    /// this one's, and so for misplaced.
     pub seed: u64,
 }
 

@@ -96,9 +96,9 @@ struct VerifyArgs {
     /// How much of the disk, MiB from its start
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     mebibytes: u32,
-    /// Seed of order and content
-    #[arg(long, default_value_t = 1)]
-    seed: u64,
+    /// Seed of order and content, which no earlier run on this disk had; without, the time
+    #[arg(long)]
+    seed: Option<u64>,
     /// The server's command line, which must make it listen at the socket
     #[arg(last = true)]
     command: Vec<String>,
@@ -179,12 +179,14 @@ fn servers(args: &Args) -> Result<(Vec<ServerKind>, Option<PathBuf>)> {
 
 fn verified(args: &VerifyArgs, interrupted: &Interrupted) -> Result<Report> {
     ensure!(args.seconds.is_finite() && args.seconds >= 0.0, "--seconds must not be negative");
+    let seed = args.seed.unwrap_or_else(|| jiff::Timestamp::now().as_nanosecond() as u64);
+    eprintln!("seed {seed}");
     let options = Options {
         socket: args.socket.clone(),
         queues: usize::from(args.queues),
         depth: usize::from(args.depth),
         bytes: u64::from(args.mebibytes) << 20,
-        seed: args.seed,
+        seed,
     };
     match (args.disconnects, args.kills) {
         (Some(count), _) => verify::disconnects(options, count, interrupted),
