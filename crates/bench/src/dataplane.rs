@@ -50,6 +50,9 @@ const LONGEST: f64 = 60.0;
 /// Size of the disks: RAM and tmpfs, file.
 const SMALL: u64 = 64 << 20;
 const LARGE: u64 = 512 << 20;
+/// Names of the files under test.
+const PREFIX: &str = "rtvirtio-bench-";
+const SUFFIX: &str = ".raw";
 /// CPU that a request burns in `--scaling`, µs.
 pub const SCALING_CPU_US: u64 = 100;
 /// Start, warm-up and end of a cell.
@@ -426,14 +429,37 @@ impl Disks {
     }
 }
 
-/// A file without holes, on stable storage. It goes with the value; after a kill, a next run's.
+/// Removes what killed runs left: files that nobody holds.
+fn remove_stale(directory: &Path) -> Result<()> {
+    for entry in std::fs::read_dir(directory)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with(PREFIX) && name.ends_with(SUFFIX) {
+            let held = File::open(entry.path()).is_ok_and(|file| !hold(&file));
+            if !held {
+                std::fs::remove_file(entry.path())?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Takes the lock that says that a run is alive (`flock`, which servers do not look at).
+fn hold(file: &File) -> bool {
+    rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_ok()
+}
+
+/// A file without holes, on stable storage. It goes with the value; after a kill, at a next run.
 fn written_file(directory: &Path, bytes: u64) -> Result<tempfile::NamedTempFile> {
     let context = || format!("make a disk in {}", directory.display());
+    remove_stale(directory).with_context(context)?;
     let mut file = tempfile::Builder::new()
-        .prefix("rtvirtio-bench-")
-        .suffix(".raw")
+        .prefix(PREFIX)
+        .suffix(SUFFIX)
         .tempfile_in(directory)
         .with_context(context)?;
+    hold(file.as_file());
     let mut random = load::Random::new(bytes);
     let mut chunk = vec![0_u8; 1 << 20];
     for _ in 0..bytes >> 20 {
