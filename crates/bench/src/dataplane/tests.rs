@@ -134,7 +134,7 @@ fn table_and_plot_show_ratios_and_marks() {
     let case = case(Medium::Ram, 1, 32);
     let cells = [cell(case, Rtvirtio, (200.0, 5.0, 10.0)), cell(case, Qsd, (100.0, 10.0, 100.0))];
     let text = table::render(&cells);
-    assert!(text.contains("(a) pass       ram randread 1q d32       rtvirtio"), "{text}");
+    assert!(text.contains("(a) pass       ram randread 1q d32      rtvirtio"), "{text}");
     assert!(text.contains("2.00   0.50    0.100"), "{text}");
     let drawing = plot::render(&cells);
     assert!(drawing.starts_with("<svg xmlns") && drawing.contains("ram randread 1q d32"));
