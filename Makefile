@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup build guest libvirt demo test check fmt clippy doc deny fuzz \
-	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads \
+	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads bench-dataplane \
 	bench-full bench-full-24 bench-full-raw
 
 # A fresh rustup is not yet on PATH.
@@ -112,6 +112,13 @@ bench-iothreads: build ## One guest with 4 queues: 1 IOThread against a mapping 
 	mkdir -p $(RESULTS)/iothreads
 	$(RTVIRTIO) bench iothreads --guest-image $(GUEST) --out $(RESULTS)/iothreads | \
 		tee $(RESULTS)/iothreads/table.txt
+
+bench-dataplane: build ## rtvirtio serve beside qemu-storage-daemon; then 1 against 2 IOThreads
+	@scripts/guest $(GUEST)
+	mkdir -p $(RESULTS)/dataplane
+	$(RTVIRTIO) bench dataplane --repetitions $(REPETITIONS) --out $(RESULTS)/dataplane
+	$(RTVIRTIO) bench dataplane --scaling --server ours --repetitions $(REPETITIONS) \
+		--out $(RESULTS)/dataplane-scaling
 
 TIER ?= strict
 NEIGHBOUR ?= writer

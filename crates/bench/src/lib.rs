@@ -8,6 +8,7 @@
 //! - [`iothreads`]: what a queue mapping costs and carries.
 //! - [`campaign`]: cells in random order, resumable, as JSONL.
 //! - [`closed_loop`]: `watch --control` on trial.
+//! - [`dataplane`]: a vhost-user-blk server beside its peers, and whether it loses data.
 //! - [`report`]: one HTML file, and a table for a terminal.
 
 pub mod calibrate;
@@ -15,6 +16,7 @@ pub mod campaign;
 pub mod cell;
 pub mod closed_loop;
 mod confine;
+pub mod dataplane;
 pub mod guests;
 pub mod iothreads;
 pub mod load;

@@ -24,7 +24,7 @@ mod curves;
 mod group;
 mod predictions;
 mod stats;
-mod svg;
+pub(crate) mod svg;
 mod tables;
 mod text;
 

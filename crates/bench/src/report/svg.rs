@@ -13,7 +13,7 @@ use super::stats::short;
 
 /// A mapping from values to px.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Scale {
+pub(crate) struct Scale {
     log: bool,
     low: f64,
     high: f64,
@@ -23,7 +23,7 @@ pub(super) struct Scale {
 
 impl Scale {
     /// Logarithmic; the ends move out to 1, 2 or 5 times a power of ten.
-    pub(super) fn log(low: f64, high: f64, from: f64, to: f64) -> Self {
+    pub(crate) fn log(low: f64, high: f64, from: f64, to: f64) -> Self {
         let low = if low.is_finite() && low > 0.0 { low } else { 1.0 };
         let high = if high.is_finite() && high > low { high } else { low * 10.0 };
         let outward = |x: f64, pick: fn(f64, f64) -> bool, steps: [f64; 4]| {
@@ -36,28 +36,28 @@ impl Scale {
     }
 
     /// Linear over `low..high` exactly.
-    pub(super) fn linear(low: f64, high: f64, from: f64, to: f64) -> Self {
+    pub(crate) fn linear(low: f64, high: f64, from: f64, to: f64) -> Self {
         let high = if high > low { high } else { low + 1.0 };
         Self { log: false, low, high, from, to }
     }
 
     /// The smallest and the largest value.
-    pub(super) const fn ends(self) -> (f64, f64) {
+    pub(crate) const fn ends(self) -> (f64, f64) {
         (self.low, self.high)
     }
 
     /// Where the low end is drawn.
-    pub(super) const fn from(self) -> f64 {
+    pub(crate) const fn from(self) -> f64 {
         self.from
     }
 
     /// Where the high end is drawn.
-    pub(super) const fn to(self) -> f64 {
+    pub(crate) const fn to(self) -> f64 {
         self.to
     }
 
     /// Where `value` is drawn; values outside are drawn at the nearer end.
-    pub(super) fn at(self, value: f64) -> f64 {
+    pub(crate) fn at(self, value: f64) -> f64 {
         let share = if self.log {
             (value.max(self.low) / self.low).ln() / (self.high / self.low).ln()
         } else {
@@ -98,16 +98,16 @@ fn linear_ticks(low: f64, high: f64) -> Vec<f64> {
 
 /// A drawing's box and its two scales.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Plot {
-    pub(super) width: f64,
-    pub(super) height: f64,
-    pub(super) x: Scale,
-    pub(super) y: Scale,
+pub(crate) struct Plot {
+    pub(crate) width: f64,
+    pub(crate) height: f64,
+    pub(crate) x: Scale,
+    pub(crate) y: Scale,
 }
 
 impl Plot {
     /// The drawing, with `label` for those who cannot see it.
-    pub(super) fn draw(&self, label: &str, content: Markup) -> Markup {
+    pub(crate) fn draw(&self, label: &str, content: Markup) -> Markup {
         let view = format!("0 0 {} {}", self.width, self.height);
         html! {
             svg viewBox=(view) width=(self.width) height=(self.height) role="img" aria-label=(label) {
@@ -117,7 +117,7 @@ impl Plot {
     }
 
     /// Vertical grid lines and the labels of the x axis, with its title.
-    pub(super) fn x_axis(&self, title: &str) -> Markup {
+    pub(crate) fn x_axis(&self, title: &str) -> Markup {
         let (labelled, minor) = self.x.ticks();
         let (top, bottom) = (self.y.to, self.y.from);
         let lines = |ticks: &[f64]| {
@@ -137,7 +137,7 @@ impl Plot {
     }
 
     /// Horizontal grid lines and the labels of the y axis, with its title.
-    pub(super) fn y_axis(&self, title: &str) -> Markup {
+    pub(crate) fn y_axis(&self, title: &str) -> Markup {
         let (labelled, minor) = self.y.ticks();
         let (left, right) = (self.x.from, self.x.to);
         let lines = |ticks: &[f64]| {
@@ -159,7 +159,7 @@ impl Plot {
     }
 
     /// Dashed vertical lines at `targets` (ms), labelled where there is room.
-    pub(super) fn target_lines(&self, targets: &[f64]) -> Markup {
+    pub(crate) fn target_lines(&self, targets: &[f64]) -> Markup {
         const LABEL: f64 = 11.0;
         let mut labelled = f64::NEG_INFINITY;
         let marks: Vec<(f64, f64, bool)> = targets
@@ -188,7 +188,7 @@ impl Plot {
     }
 
     /// A curve through `points`, with points closer than half a px left out.
-    pub(super) fn curve(&self, points: impl IntoIterator<Item = (f64, f64)>) -> String {
+    pub(crate) fn curve(&self, points: impl IntoIterator<Item = (f64, f64)>) -> String {
         let mut d = String::new();
         let mut last: Option<(f64, f64)> = None;
         let mut skipped = None;
@@ -214,7 +214,7 @@ impl Plot {
 }
 
 /// A coordinate with one digit behind the point.
-pub(super) fn px(x: f64) -> String {
+pub(crate) fn px(x: f64) -> String {
     let text = format!("{x:.1}");
     text.strip_suffix(".0").map_or(text.clone(), str::to_owned)
 }
@@ -226,7 +226,7 @@ fn axis_number(v: f64) -> String {
 }
 
 /// The class of a scheme's lines: the ninth starts over.
-pub(super) fn line_class(colour: usize) -> String {
+pub(crate) fn line_class(colour: usize) -> String {
     match colour {
         0 => "line s0".to_owned(),
         n => format!("line s{}", (n - 1) % 8 + 1),
@@ -234,7 +234,7 @@ pub(super) fn line_class(colour: usize) -> String {
 }
 
 /// Lines and names of schemes.
-pub(super) fn legend<'a>(schemes: impl Iterator<Item = (&'a str, usize)>) -> Markup {
+pub(crate) fn legend<'a>(schemes: impl Iterator<Item = (&'a str, usize)>) -> Markup {
     html! {
         p.legend {
             @for (name, colour) in schemes {
@@ -250,7 +250,7 @@ pub(super) fn legend<'a>(schemes: impl Iterator<Item = (&'a str, usize)>) -> Mar
 }
 
 /// `text`, cut to `most` characters with an ellipsis.
-pub(super) fn cut(text: &str, most: usize) -> String {
+pub(crate) fn cut(text: &str, most: usize) -> String {
     if text.chars().count() <= most {
         return text.to_owned();
     }

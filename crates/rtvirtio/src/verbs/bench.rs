@@ -1,6 +1,7 @@
 //! `rtvirtio bench`.
 
 mod closed_loop;
+mod dataplane;
 mod iothreads;
 
 use std::collections::BTreeMap;
@@ -98,11 +99,15 @@ pub(crate) struct Args {
 enum Other {
     /// One guest with 4 queues: main loop, 1 IOThread and a mapping over 2, CPU per I/O and IOPS
     Iothreads(iothreads::Args),
+    /// A vhost-user-blk server beside qemu-storage-daemon: IOPS, latency, CPU per request
+    Dataplane(dataplane::Args),
 }
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
-    if let Some(Other::Iothreads(args)) = &args.other {
-        return iothreads::run(args, interrupted);
+    match &args.other {
+        Some(Other::Iothreads(args)) => return iothreads::run(args, interrupted),
+        Some(Other::Dataplane(args)) => return dataplane::run(args, interrupted),
+        None => {}
     }
     let cases = cases(&args.cases)?;
     let specification = args.spec.as_deref().map(input::specification).transpose()?;

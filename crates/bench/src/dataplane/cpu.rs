@@ -1,0 +1,55 @@
+//! CPU time of a process: the nanoseconds of `/proc/PID/task/*/schedstat`, summed.
+//!
+//! `stat` counts ticks of 10 ms, too coarse for an idle server. A thread that has
+//! gone is in no `schedstat`; what it used is lost, so threads are held one by one
+//! and a sum never goes down. io_uring's workers are threads of the process.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, ensure};
+
+/// CPU time of each thread, ns.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct ProcessCpu(BTreeMap<u32, u64>);
+
+impl ProcessCpu {
+    pub(super) fn of(process: u32) -> Result<Self> {
+        let directory = format!("/proc/{process}/task");
+        let tasks = std::fs::read_dir(&directory).with_context(|| format!("read {directory}"))?;
+        let mut threads = BTreeMap::new();
+        for task in tasks {
+            let task = task?;
+            let Ok(id) = task.file_name().to_string_lossy().parse() else { continue };
+            // A thread may go between the list and the look.
+            let Ok(text) = std::fs::read_to_string(task.path().join("schedstat")) else { continue };
+            let on_cpu = text.split_whitespace().next().and_then(|ns| ns.parse().ok());
+            threads.insert(id, on_cpu.with_context(|| format!("schedstat is odd: {text}"))?);
+        }
+        ensure!(!threads.is_empty(), "process {process} has no threads");
+        Ok(Self(threads))
+    }
+
+    /// CPU time since `earlier`, ns.
+    pub(super) fn since(&self, earlier: &Self) -> u64 {
+        let before = |id| earlier.0.get(id).copied().unwrap_or(0);
+        self.0.iter().map(|(id, &now)| now.saturating_sub(before(id))).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn new_thread_counts_and_one_that_went_does_not_subtract() {
+        let earlier = ProcessCpu(BTreeMap::from([(1, 100), (2, 5_000)]));
+        let later = ProcessCpu(BTreeMap::from([(1, 160), (3, 40)]));
+        assert_eq!(later.since(&earlier), 100);
+    }
+
+    #[test]
+    fn own_process_used_cpu() {
+        let now = ProcessCpu::of(std::process::id()).unwrap();
+        assert!(now.0.values().sum::<u64>() > 0);
+    }
+}
