@@ -16,6 +16,7 @@ mod migration;
 mod qemu;
 mod qmp;
 mod server;
+mod slow;
 mod uml;
 mod verify;
 mod vm;

@@ -73,6 +73,8 @@ pub(crate) struct Server {
     name: String,
     directory: PathBuf,
     image: PathBuf,
+    /// The `cgroup.procs` to enter, if not to stay in the test's.
+    procs: Option<PathBuf>,
 }
 
 impl Server {
@@ -88,18 +90,32 @@ impl Server {
 
     /// The same, for more than one server of an image.
     pub(crate) fn start_named(image: &Image, name: &str) -> Self {
+        Self::start_in(None, image, name)
+    }
+
+    /// The same in the cgroup of this `cgroup.procs`.
+    pub(crate) fn start_in(procs: Option<PathBuf>, image: &Image, name: &str) -> Self {
         let (kind, directory) = (Kind::under_test(), image.directory().to_owned());
         let (name, image) = (name.to_owned(), image.path());
-        let child = Self::spawn(kind, &directory, &name, &image);
-        let mut server = Self { kind, child, name, directory, image };
+        let child = Self::spawn(kind, &directory, &name, &image, procs.as_deref());
+        let mut server = Self { kind, child, name, directory, image, procs };
         server.wait_until_it_listens();
         server
     }
 
-    fn spawn(kind: Kind, directory: &Path, name: &str, image: &Path) -> Child {
+    fn spawn(
+        kind: Kind,
+        directory: &Path,
+        name: &str,
+        image: &Path,
+        procs: Option<&Path>,
+    ) -> Child {
         let path = |suffix: &str| directory.join(format!("{name}.{suffix}"));
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL"]);
+        if let Some(procs) = procs {
+            command.args(["sh", "-c", r#"echo $$ >"$0" && exec "$@""#]).arg(procs);
+        }
         match kind {
             Kind::Ours => {
                 let text = Self::configuration(image, &path("sock"), &path("control"));
@@ -208,7 +224,8 @@ engine = {{ type = 'file', path = '{}', lock = 'session' }}
 
     /// Starts a dead one again, and does not wait.
     pub(crate) fn start_again(&mut self) {
-        self.child = Self::spawn(self.kind, &self.directory, &self.name, &self.image);
+        self.child =
+            Self::spawn(self.kind, &self.directory, &self.name, &self.image, self.procs.as_deref());
     }
 
     /// SIGTERM; how it ended.

@@ -80,6 +80,12 @@ impl Shell {
         let fields: Vec<u64> = text.split_whitespace().map(|n| n.parse().unwrap()).collect();
         [0, 4, 11, 15].map(|field| fields[field]).iter().sum()
     }
+
+    /// Requests of the disk that have not ended (`Documentation/ABI/stable/sysfs-block`).
+    pub(crate) fn in_flight(&mut self) -> u64 {
+        let text = self.read("/sys/block/vda/inflight").expect("the guest has the disk");
+        text.split_whitespace().map(|n| n.parse::<u64>().unwrap()).sum()
+    }
 }
 
 /// What the front end asks for.
