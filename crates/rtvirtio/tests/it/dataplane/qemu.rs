@@ -32,7 +32,7 @@ fn serves(test: &'static str, disk: Disk) {
     let verify = Verify::start(shell);
     std::thread::sleep(Counts::get().verify);
     let verified = verify.stop(shell);
-    assert!(verified.discards > 0, "{verified}");
+    assert!(verified.discards > 0 && verified.read_late > 0, "{verified}");
     files.is_intact(shell);
     files.unmount(shell);
     drop(vm);
