@@ -7,6 +7,8 @@ SHELL := /bin/bash
 .PHONY: help setup build guest libvirt demo test check fmt clippy doc deny fuzz \
 	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads bench-dataplane \
 	bench-full bench-full-24 bench-full-raw
+	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads \
+	bench-full bench-full-24 bench-full-raw uml bench-dataplane-endurance
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -41,6 +43,12 @@ LIBVIRT := $(or $(CARGO_TARGET_DIR),target)/libvirt
 libvirt: ## libvirt 10 or later for tests: unpacked, not installed
 	@scripts/libvirt $(LIBVIRT)
 
+# Where the tests' User Mode Linux is kept.
+UML := $(or $(CARGO_TARGET_DIR),target)/uml
+
+uml: ## User Mode Linux for tests: unpacked, not installed
+	@scripts/uml $(UML)
+
 demo: ## Baselines and rtvirtio side by side on a scratch disk (root; DEMO_FLAGS=...)
 	@scripts/setup run
 	@scripts/guest $(GUEST) || echo "demo: without guests"
@@ -50,6 +58,7 @@ demo: ## Baselines and rtvirtio side by side on a scratch disk (root; DEMO_FLAGS
 test: setup ## All tests; those that need root, FUSE, guests or libvirt say so when they are skipped
 	@scripts/guest $(GUEST) || echo "tests: without guests"
 	@scripts/libvirt $(LIBVIRT) || echo "tests: without libvirt"
+	@scripts/uml $(UML) || echo "tests: without User Mode Linux"
 	cargo test --workspace --all-features --locked
 
 check: setup fmt clippy doc deny fuzz ## All that a change must pass beside the tests
@@ -119,6 +128,13 @@ bench-dataplane: build ## rtvirtio serve beside qemu-storage-daemon; then 1 agai
 	$(RTVIRTIO) bench dataplane --repetitions $(REPETITIONS) --out $(RESULTS)/dataplane
 	$(RTVIRTIO) bench dataplane --scaling --server ours --repetitions $(REPETITIONS) \
 		--out $(RESULTS)/dataplane-scaling
+# ENDURANCE names tests, such as dataplane::crash. The record has a line for each that passed.
+ENDURANCE ?= dataplane::
+
+bench-dataplane-endurance: setup guest libvirt uml ## Real guests: 200 kills, 20 reboots, 10 migrations, ... (root)
+	mkdir -p $(RESULTS)
+	RTVIRTIO_ENDURANCE=$(abspath $(RESULTS))/dataplane-endurance.txt cargo test -p rtvirtio --release --locked \
+		--test it -- $(ENDURANCE) --nocapture --test-threads=1
 
 TIER ?= strict
 NEIGHBOUR ?= writer

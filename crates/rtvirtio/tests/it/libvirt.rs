@@ -25,7 +25,7 @@ const TEST: &str = "libvirt_domain_is_planned_applied_rolled_back_and_takes_the_
 /// Set within the namespaces: the scratch disk's node.
 const DEVICE: &str = "RTVIRTIO_TEST_DEVICE";
 /// Names that no operator's domain has.
-const VM: &str = "rtvirtio-test-plc";
+pub(crate) const VM: &str = "rtvirtio-test-plc";
 const BACKGROUND: &str = "rtvirtio-test-backup";
 
 const ENOUGH: Duration = Duration::from_secs(20);
@@ -35,7 +35,7 @@ const BOOT: Duration = Duration::from_secs(120);
 /// Puts libvirt ($1) over /usr, gives it an /etc, /var and /run of its own below $2, starts its
 /// daemon and runs the rest. As process 1 it reaps what is left to it: a killed QEMU that nobody
 /// waits for would still be there for libvirt.
-const ENTER: &str = r#"
+pub(crate) const ENTER: &str = r#"
 set -eu
 libvirt=$1 own=$2/own
 shift 2
@@ -100,7 +100,7 @@ fn libvirt_domain_is_planned_applied_rolled_back_and_takes_the_printed_xml() {
 }
 
 /// What `make test` has made beside what cargo builds.
-fn target(name: &str) -> PathBuf {
+pub(crate) fn target(name: &str) -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap().join(name)
 }
 
@@ -424,7 +424,7 @@ fn root(monitor: &mut Monitor) -> String {
 }
 
 /// The domains' cgroups, in each hierarchy: removed when dropped, as is what libvirt puts them in.
-struct Cgroups;
+pub(crate) struct Cgroups;
 
 impl Drop for Cgroups {
     fn drop(&mut self) {

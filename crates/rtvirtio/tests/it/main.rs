@@ -2,6 +2,7 @@
 
 mod cgroup2;
 mod cli;
+mod dataplane;
 mod guest;
 mod guest_knobs;
 mod in_guest;

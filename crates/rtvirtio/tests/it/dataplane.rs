@@ -1,0 +1,22 @@
+//! The data plane under real front ends: QEMU, User Mode Linux, libvirt.
+//!
+//! A test is written over a [`server::Server`]: `rtvirtio serve`, or with
+//! `RTVIRTIO_TEST_SERVER=qsd` qemu-storage-daemon, which shows that a failure is not the
+//! harness's. Guests run under TCG, so none of this needs KVM; libvirt needs root.
+//!
+//! How often something is repeated is in [`counts::Counts`]: few times in `cargo test`, as often
+//! as a release asks with `RTVIRTIO_ENDURANCE=FILE` (`make bench-dataplane-endurance`), and then
+//! each test adds what it did to FILE.
+
+mod control;
+mod counts;
+mod crash;
+mod libvirt;
+mod migration;
+mod qemu;
+mod qmp;
+mod server;
+mod slow;
+mod uml;
+mod verify;
+mod vm;

@@ -1,0 +1,90 @@
+//! kill −9 of the server while a guest verifies.
+
+use std::time::{Duration, Instant};
+
+use super::counts::{Counts, Record, middle_and_longest};
+use super::server::{Image, Server};
+use super::slow::Slow;
+use super::verify::{FileSystem, Verify};
+use super::vm::{Disk, Vm, can_run};
+use crate::in_guest::image as guest_image;
+use crate::scratch_disk::can_run as can_use_host;
+
+/// The guest does I/O again within this time; QEMU looks for the server every 200 ms.
+const AGAIN: Duration = Duration::from_secs(2);
+/// More than are in flight: three jobs of depth 8. So new requests are among them.
+const MORE_THAN_IN_FLIGHT: u64 = 32;
+/// Of a slow disk: fio waits for it, so that its requests are in flight in the server.
+const SLOW_IOPS: u32 = 300;
+
+/// Kills the server of this image under verify, again and again; it may be on a slow disk.
+fn survives(record: &Record, image: &Image, disk: Disk, slow: Option<&Slow>) {
+    let counts = Counts::get();
+    let mut server = Server::start_in(slow.map(Slow::procs), image, "server");
+    let mut vm = Vm::boot(&server, disk);
+    let shell = vm.shell();
+    let files = FileSystem::make(shell);
+    let verify = Verify::start(shell);
+    if let Some(slow) = slow {
+        slow.limit(Some(SLOW_IOPS));
+    }
+    let (mut times, mut in_flight) = (Vec::new(), 0);
+    for kill in 0..counts.kills {
+        // At changing moments of fio's passes.
+        std::thread::sleep(Duration::from_millis(100 + u64::from(kill) * 37 % 400));
+        server.kill();
+        let start = Instant::now();
+        let before = shell.completed();
+        in_flight += shell.in_flight();
+        server.start_again();
+        while shell.completed() < before + MORE_THAN_IN_FLIGHT {
+            let waited = start.elapsed();
+            assert!(waited < 10 * AGAIN, "no I/O {waited:?} after kill {kill}; {}", server.log());
+        }
+        times.push(start.elapsed());
+        verify.runs(shell);
+        server.check();
+    }
+    if let Some(slow) = slow {
+        slow.limit(None);
+    }
+    let verified = verify.stop(shell);
+    files.is_intact(shell);
+    files.unmount(shell);
+    let longest = *times.iter().max().unwrap();
+    record.add(&format!(
+        "{disk:?}: {} times killed, with {in_flight} requests in flight; I/O again after {}; \
+         {verified}",
+        counts.kills,
+        middle_and_longest(times)
+    ));
+    assert!(in_flight > 0, "no kill had anything in flight");
+    assert!(longest < AGAIN, "{longest:?} until there was I/O again");
+}
+
+#[test]
+fn qemu_guest_outlives_killed_server() {
+    const TEST: &str = "qemu_guest_outlives_killed_server";
+    let Some(_host) = can_run(TEST) else { return };
+    survives(&Record::start(TEST), &Image::make(), Disk::default(), None);
+}
+
+#[test]
+fn qemu_guest_with_packed_rings_outlives_killed_server() {
+    const TEST: &str = "qemu_guest_with_packed_rings_outlives_killed_server";
+    let Some(_host) = can_run(TEST) else { return };
+    let disk = Disk { packed: true, ..Disk::default() };
+    survives(&Record::start(TEST), &Image::make(), disk, None);
+}
+
+#[test]
+fn qemu_guest_outlives_server_killed_on_a_slow_disk() {
+    const TEST: &str = "qemu_guest_outlives_server_killed_on_a_slow_disk";
+    let Some(_host) = can_use_host(TEST) else { return };
+    if guest_image(TEST).is_none() {
+        return;
+    }
+    let image = Image::make();
+    let Some(slow) = Slow::disk_of(&image, TEST) else { return };
+    survives(&Record::start(TEST), &image, Disk::default(), Some(&slow));
+}

@@ -1,0 +1,142 @@
+//! A libvirt domain with a vhostuser disk that reconnects.
+
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use rtvirtio_host::qemu::Agent;
+
+use super::counts::Record;
+use super::server::{Image, Kind, Server};
+use super::verify::{FileSystem, Verify};
+use super::vm::{Shell, can_run};
+use crate::libvirt::{Cgroups, ENTER, VM, target};
+use crate::scratch_disk::{can_run as can_use_host, said};
+
+const TEST: &str = "libvirt_domain_with_vhostuser_disk_verifies_and_reconnects";
+/// Set within the namespaces.
+const WITHIN: &str = "RTVIRTIO_TEST_WITHIN_LIBVIRT";
+const ENOUGH: Duration = Duration::from_secs(20);
+/// libvirt's reconnect has whole seconds.
+const AGAIN: Duration = Duration::from_secs(3);
+
+/// The `<disk>` of a served device.
+fn disk_xml(socket: &Path, queues: u16) -> String {
+    format!(
+        "<disk type='vhostuser' device='disk'><driver name='qemu' type='raw' queues='{queues}'/>\
+         <source type='unix' path='{}'><reconnect enabled='yes' timeout='1'/></source>\
+         <target dev='vda' bus='virtio'/></disk>",
+        socket.display()
+    )
+}
+
+#[test]
+fn libvirt_domain_with_vhostuser_disk_verifies_and_reconnects() {
+    if std::env::var_os(WITHIN).is_some() {
+        return within();
+    }
+    // Its lock is the host's, which the other would take again.
+    let Some(host) = can_use_host(TEST) else { return };
+    drop(host);
+    let Some(_host) = can_run(TEST) else { return };
+    let libvirt = target("libvirt");
+    if !libvirt.join("stamp").exists() {
+        let why = format!("no libvirt (make it with scripts/libvirt {})", libvirt.display());
+        let _ = writeln!(std::io::stderr(), "SKIPPED {TEST}: {why}");
+        return;
+    }
+    drop(Cgroups); // of a run that was killed
+    let _cgroups = Cgroups;
+    let directory = tempfile::tempdir().unwrap();
+    let output = Command::new("setpriv")
+        .args(["--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--mount-proc"])
+        .args(["--kill-child=KILL", "sh", "-c", ENTER, "sh"])
+        .args([&libvirt, directory.path()])
+        .arg(std::env::current_exe().unwrap())
+        .args([&format!("dataplane::libvirt::{TEST}"), "--exact", "--nocapture"])
+        .env(WITHIN, "1")
+        .current_dir(directory.path())
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    assert!(said(&output).contains("1 passed"), "{}", said(&output));
+}
+
+/// The test itself, beside libvirtd.
+fn within() {
+    let record = Record::start(TEST);
+    let version = || virsh(&["version"]);
+    let start = Instant::now();
+    while !version().status.success() {
+        assert!(start.elapsed() < ENOUGH, "{}", said(&version()));
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let image = Image::make();
+    let mut server = Server::start(&image);
+    let path = PathBuf::from("domain.xml");
+    std::fs::write(&path, domain_xml(&disk_xml(&server.socket(), Server::QUEUES))).unwrap();
+    virsh_does(&["define", "--validate", "domain.xml"]);
+    virsh_does(&["start", VM]);
+    let agent = || {
+        let mut agent = Agent::libvirt(VM);
+        agent.time(Duration::from_secs(5)).is_ok().then_some(agent)
+    };
+    let mut shell = Shell::connect(agent, || server.check());
+    let shell = &mut shell;
+    let queues = shell.expect("ls /sys/block/vda/mq | wc -l");
+    assert_eq!(queues.trim(), Server::QUEUES.to_string());
+    let files = FileSystem::make(shell);
+    let verify = Verify::start(shell);
+    // qemu-storage-daemon has no INFLIGHT_SHMFD: what it had in flight would hang.
+    let again = if server.kind() == Kind::Ours {
+        server.kill();
+        let start = Instant::now();
+        server.start_again();
+        verify.goes_on(shell, 200, ENOUGH);
+        let again = start.elapsed();
+        assert!(again < AGAIN, "{again:?} until there was I/O again");
+        format!("I/O again {} ms after kill -9", again.as_millis())
+    } else {
+        "kill -9 left out".to_owned()
+    };
+    let verified = verify.stop(shell);
+    files.is_intact(shell);
+    files.unmount(shell);
+    record.add(&format!("{verified}; {again}"));
+    virsh_does(&["destroy", VM]);
+}
+
+fn virsh(arguments: &[&str]) -> Output {
+    let mut command = Command::new("virsh");
+    command.args(["--quiet", "--connect", "qemu:///system"]).args(arguments);
+    command.stdin(Stdio::null()).output().unwrap()
+}
+
+#[track_caller]
+fn virsh_does(arguments: &[&str]) {
+    let output = virsh(arguments);
+    assert!(output.status.success(), "virsh {arguments:?}: {}", said(&output));
+}
+
+/// A domain of type qemu that boots the guests' image; the disk needs shared memory.
+fn domain_xml(disk: &str) -> String {
+    let image = target("guest");
+    format!(
+        "<domain type='qemu'><name>{VM}</name>
+         <uuid>6ba7b810-9dad-11d1-80b4-00c04fd430c4</uuid><memory unit='MiB'>512</memory>
+         <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>
+         <vcpu>4</vcpu>
+         <os><type arch='x86_64' machine='q35'>hvm</type>
+           <kernel>{}</kernel><initrd>{}</initrd>
+           <cmdline>console=ttyS0 quiet panic=1 random.trust_cpu=on mitigations=off</cmdline></os>
+         <cpu mode='maximum'/>
+         <devices><emulator>/usr/bin/qemu-system-x86_64</emulator>{disk}
+           <channel type='unix'><target type='virtio' name='org.qemu.guest_agent.0'/></channel>
+           <memballoon model='none'/>
+         </devices></domain>",
+        image.join("kernel").display(),
+        image.join("initramfs").display()
+    )
+}
