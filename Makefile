@@ -66,9 +66,10 @@ doc: ## The documentation builds without a warning
 deny: ## Licences, sources and advisories of the dependencies
 	@scripts/deny
 
-fuzz: ## Fuzz the parsers of specifications and of QEMU's replies, FUZZ_SECONDS (60) each
+fuzz: ## Fuzz the rings and the parsers of specifications and of QEMU's replies, FUZZ_SECONDS (60) each
 	@scripts/fuzz specification
 	@scripts/fuzz replies
+	@scripts/fuzz ring
 
 # The first repetition has every scheme, interleaved; the others repeat two of them.
 # All of these continue where they were interrupted. 21 s is the least window that judges p99.9

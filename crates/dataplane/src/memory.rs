@@ -15,7 +15,7 @@ pub mod region;
 pub mod sigbus;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use log::DirtyLog;
 pub use mapping::Mapping;

@@ -21,6 +21,8 @@ mod packed;
 mod part;
 mod split;
 
+#[cfg(any(test, feature = "test-utils"))]
+pub mod driver;
 #[cfg(test)]
 mod kill;
 #[cfg(test)]

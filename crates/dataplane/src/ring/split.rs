@@ -177,13 +177,11 @@ impl Split {
         Ok(Some(head))
     }
 
+    /// Adds the descriptors of a chain, whose head is in the table.
     #[inline]
     fn walk(&self, head: u16, builder: &mut Builder<'_>) -> Result<(), RingError> {
         let mut index = head;
         for _ in 0..self.size {
-            if index >= self.size {
-                return Err(RingError::DescriptorRange);
-            }
             let offset = usize::from(index) * DESCRIPTOR;
             let (length, flags, next) =
                 fields(self.descriptors.load_u64(offset + 8, Ordering::Relaxed));
@@ -200,6 +198,9 @@ impl Split {
             builder.add(address, length, flags)?;
             if flags & NEXT == 0 {
                 return Ok(());
+            }
+            if next >= self.size {
+                return Err(RingError::DescriptorRange);
             }
             index = next;
         }
@@ -313,9 +314,6 @@ fn walk_table(address: u64, length: u32, builder: &mut Builder<'_>) -> Result<()
     let table = builder.table(address, length)?;
     let mut index = 0;
     for _ in 0..table.count {
-        if index >= table.count {
-            return Err(RingError::DescriptorRange);
-        }
         let (address, word) = builder.entry(&table, index)?;
         let (length, flags, next) = fields(word);
         if flags & INDIRECT != 0 {
@@ -324,6 +322,9 @@ fn walk_table(address: u64, length: u32, builder: &mut Builder<'_>) -> Result<()
         builder.add(address, length, flags)?;
         if flags & NEXT == 0 {
             return Ok(());
+        }
+        if next >= table.count {
+            return Err(RingError::DescriptorRange);
         }
         index = next;
     }
