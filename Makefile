@@ -75,10 +75,11 @@ doc: ## The documentation builds without a warning
 deny: ## Licences, sources and advisories of the dependencies
 	@scripts/deny
 
-fuzz: ## Fuzz the rings and the parsers of specifications and of QEMU's replies, FUZZ_SECONDS (60) each
+fuzz: ## Fuzz rings, vhost-user messages, specifications and QEMU's replies, FUZZ_SECONDS (60) each
 	@scripts/fuzz specification
 	@scripts/fuzz replies
 	@scripts/fuzz ring
+	@scripts/fuzz vhost_user
 
 # The first repetition has every scheme, interleaved; the others repeat two of them.
 # All of these continue where they were interrupted. 21 s is the least window that judges p99.9

@@ -324,3 +324,6 @@ impl<H: QueueHost + Send + Sync + 'static> Drop for Left<'_, H> {
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests;

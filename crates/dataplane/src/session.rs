@@ -344,7 +344,10 @@ impl<H: QueueHost> Session<H> {
                 self.share_memory(self.memory.with_log(None));
                 return Ok(Answer::U64(0));
             }
-            Message::SetVringNum(VringState { index, num }) => self.set_size(index, num)?,
+            Message::SetVringNum(VringState { index, num }) => {
+                self.set_size(index, num)?;
+                self.start(index as usize)?;
+            }
             Message::SetVringAddr(address) => self.set_address(address)?,
             Message::SetVringBase(VringState { index, num }) => {
                 let vring = self.stopped(index)?;
@@ -671,3 +674,8 @@ const fn is_queue_size(size: u16, packed: bool) -> bool {
 fn system(error: std::io::Error) -> Refused {
     Refused::System(Errno::from_io_error(&error).unwrap_or(Errno::IO))
 }
+
+#[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
