@@ -1,0 +1,280 @@
+//! The data plane as an operator sees it: IOThreads and devices by name.
+//!
+//! [`Plane`] is all that the control API can do; the registry over the pool and the session server
+//! implements it. A method that changes something returns when it is done, and may wait for
+//! requests in flight; [`Plane::observe`] never waits.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use rtvirtio_spec::control::{Activity, DeviceState, Event, IoThreadState, QueueState, Snapshot};
+use rtvirtio_spec::mapping::{Entry, Mapping, MappingError};
+use rtvirtio_spec::serve::{Fault, IoThread, wire};
+use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos, VmName};
+use tokio::sync::broadcast;
+
+use crate::stats::QueueStats;
+
+/// What can be done with a data plane.
+pub trait Plane: Send + Sync {
+    /// Starts an IOThread.
+    ///
+    /// # Errors
+    /// The name is taken, there are too many, or the thread does not start.
+    fn add_iothread(&self, iothread: IoThread) -> Result<(), PlaneError>;
+
+    /// Ends an IOThread that serves no queue.
+    ///
+    /// # Errors
+    /// It is not there, or a mapping names it.
+    fn remove_iothread(&self, iothread: &IoThreadName) -> Result<(), PlaneError>;
+
+    /// Lets an IOThread run on these CPUs only; on any if there are none.
+    ///
+    /// # Errors
+    /// It is not there, or the kernel refuses.
+    fn pin_iothread(&self, iothread: &IoThreadName, cpus: &[CpuId]) -> Result<(), PlaneError>;
+
+    /// Says whether policy leaves an IOThread's queues alone.
+    ///
+    /// # Errors
+    /// It is not there.
+    fn lock_iothread(&self, iothread: &IoThreadName, locked: bool) -> Result<(), PlaneError>;
+
+    /// Adds a device; unchecked, for only the plane knows its IOThreads.
+    ///
+    /// # Errors
+    /// The device breaks a rule, its name or socket is taken, or its image cannot be used.
+    fn add_device(&self, device: wire::Device, handed: HandedFds) -> Result<(), PlaneError>;
+
+    /// Disconnects a device's front end and removes the device.
+    ///
+    /// # Errors
+    /// It is not there.
+    fn remove_device(&self, device: &DiskName) -> Result<(), PlaneError>;
+
+    /// Looks at a device's size again, or changes it, and tells the front end. The new size.
+    ///
+    /// # Errors
+    /// It is not there or cannot have that size.
+    fn resize_device(&self, device: &DiskName, size: Option<Bytes>) -> Result<Bytes, PlaneError>;
+
+    /// The IOThreads of a device's queues.
+    ///
+    /// # Errors
+    /// It is not there.
+    fn mapping(&self, device: &DiskName) -> Result<Mapping, PlaneError>;
+
+    /// Moves a device's queues to where `entries` say; they are checked first, so all of them or
+    /// none.
+    ///
+    /// # Errors
+    /// The device is not there, or the entries are no mapping for it.
+    fn set_mapping(&self, device: &DiskName, entries: &[Entry]) -> Result<(), PlaneError>;
+
+    /// Moves one queue and says how long nobody served it.
+    ///
+    /// # Errors
+    /// Device, queue or IOThread is not there, or the queue is on its way already.
+    fn move_queue(
+        &self,
+        device: &DiskName,
+        queue: u16,
+        to: &IoThreadName,
+    ) -> Result<Nanos, PlaneError>;
+
+    /// All there is, by name. Does not wait for any IOThread.
+    fn observe(&self) -> Observation;
+
+    /// What happens from now on.
+    fn events(&self) -> broadcast::Receiver<Event>;
+}
+
+/// How many events a slow reader may be behind before it loses some.
+pub const EVENTS_KEPT: usize = 256;
+
+/// What was handed over with a device.
+#[derive(Debug, Default)]
+pub struct HandedFds {
+    /// The image, open.
+    pub image: Option<OwnedFd>,
+    /// A listening socket.
+    pub socket: Option<OwnedFd>,
+}
+
+/// Everything at one time.
+#[derive(Debug, Clone, Default)]
+pub struct Observation {
+    /// By name.
+    pub iothreads: Vec<IoThreadState>,
+    /// By name.
+    pub devices: Vec<ObservedDevice>,
+}
+
+/// A device at one time.
+#[derive(Debug, Clone)]
+pub struct ObservedDevice {
+    /// Its name.
+    pub name: DiskName,
+    /// Its VM.
+    pub vm: VmName,
+    /// Its socket's path, if it has one.
+    pub socket: Option<PathBuf>,
+    /// Whether a front end is connected.
+    pub connected: bool,
+    /// Its size.
+    pub capacity: Bytes,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// From queue 0.
+    pub queues: Vec<ObservedQueue>,
+}
+
+/// A virtqueue at one time; its statistics go on.
+#[derive(Debug, Clone)]
+pub struct ObservedQueue {
+    /// Its IOThread.
+    pub iothread: IoThreadName,
+    /// What it is doing.
+    pub activity: Activity,
+    /// What it has done.
+    pub stats: Arc<QueueStats>,
+}
+
+impl ObservedQueue {
+    fn state(&self, index: u16) -> QueueState {
+        let stats = self.stats.snapshot();
+        QueueState {
+            index,
+            iothread: self.iothread.clone(),
+            state: self.activity,
+            in_flight: stats.in_flight,
+            operations: stats.operations,
+            read_bytes: stats.read_bytes,
+            written_bytes: stats.written_bytes,
+            errors: stats.errors,
+            kicks: stats.kicks,
+            calls: stats.calls,
+            empty_polls: stats.empty_polls,
+            wait: stats.wait.summary(),
+            service: stats.service.summary(),
+            response: stats.response.summary(),
+        }
+    }
+}
+
+impl Observation {
+    /// As the control API says it, at `time` since 1970.
+    #[must_use]
+    pub fn snapshot(&self, time: Nanos) -> Snapshot {
+        let devices = self.devices.iter().map(|device| DeviceState {
+            name: device.name.clone(),
+            vm: device.vm.clone(),
+            socket: device.socket.clone(),
+            connected: device.connected,
+            capacity: device.capacity,
+            read_only: device.read_only,
+            queues: (0..).zip(&device.queues).map(|(index, queue)| queue.state(index)).collect(),
+        });
+        Snapshot { time_ns: time, iothreads: self.iothreads.clone(), devices: devices.collect() }
+    }
+}
+
+/// Why a change is refused. Nothing has changed then, unless the text says so.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlaneError {
+    /// No such device.
+    #[error("there is no device \"{0}\"")]
+    NoDevice(DiskName),
+    /// No such IOThread.
+    #[error("there is no iothread \"{0}\"")]
+    NoIoThread(IoThreadName),
+    /// No such queue.
+    #[error("device \"{device}\" has {queues} queues, and no queue {queue}")]
+    NoQueue {
+        /// The device.
+        device: DiskName,
+        /// Its queues.
+        queues: u16,
+        /// What was asked for.
+        queue: u16,
+    },
+    /// The name of a device is taken.
+    #[error("there is a device \"{0}\" already")]
+    DeviceExists(DiskName),
+    /// The name of an IOThread is taken.
+    #[error("there is an iothread \"{0}\" already")]
+    IoThreadExists(IoThreadName),
+    /// A device listens there.
+    #[error("socket {} is that of device \"{device}\"", socket.display())]
+    SocketInUse {
+        /// The socket.
+        socket: PathBuf,
+        /// Whose it is.
+        device: DiskName,
+    },
+    /// The IOThread has queues.
+    #[error("iothread \"{iothread}\" has {queues} queues")]
+    IoThreadInUse {
+        /// The IOThread.
+        iothread: IoThreadName,
+        /// How many queues are mapped to it.
+        queues: u32,
+    },
+    /// A queue is on its way.
+    #[error("queue {queue} of device \"{device}\" is being moved or stopped")]
+    QueueBusy {
+        /// The device.
+        device: DiskName,
+        /// The queue.
+        queue: u16,
+    },
+    /// There are as many as there may be.
+    #[error("there are {limit} {what} already")]
+    TooMany {
+        /// Of what.
+        what: &'static str,
+        /// How many.
+        limit: usize,
+    },
+    /// A device or IOThread breaks a rule.
+    #[error(transparent)]
+    Fault(#[from] Fault),
+    /// Entries that are no mapping.
+    #[error(transparent)]
+    Mapping(#[from] MappingError),
+    /// The kernel, or a file, does not allow it.
+    #[error("{what}")]
+    Io {
+        /// What was tried.
+        what: String,
+        /// Why it failed.
+        source: std::io::Error,
+    },
+}
+
+impl PlaneError {
+    /// What to do about it, in one line, if that is known.
+    #[must_use]
+    pub fn hint(&self) -> Option<String> {
+        Some(match self {
+            Self::NoDevice(_) => "list them: rtvirtio ctl device list".to_owned(),
+            Self::NoIoThread(_) => "list them: rtvirtio ctl iothread list".to_owned(),
+            Self::NoQueue { queues, .. } => {
+                format!("queues count from 0 to {}", queues.saturating_sub(1))
+            }
+            Self::DeviceExists(_) | Self::IoThreadExists(_) => "choose another name".to_owned(),
+            Self::SocketInUse { .. } => "choose another socket".to_owned(),
+            Self::IoThreadInUse { .. } => {
+                "move them first: rtvirtio ctl mapping move DEVICE QUEUE IOTHREAD".to_owned()
+            }
+            Self::QueueBusy { .. } => "try again".to_owned(),
+            Self::TooMany { .. } => "remove one first".to_owned(),
+            Self::Fault(fault) => fault.hint(),
+            Self::Mapping(error) => error.hint(),
+            Self::Io { .. } => return None,
+        })
+    }
+}
