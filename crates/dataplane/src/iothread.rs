@@ -181,7 +181,14 @@ struct Served {
 impl Served {
     /// Whether a turn would find something to start.
     fn is_pending(&self) -> bool {
-        self.queue.is_waiting() || self.stopping.is_none() && self.queue.is_pending()
+        self.queue.is_waiting()
+            || self.stopping.is_none() && self.queue.is_pending()
+            || self.stopping.is_some() && self.queue.recovering() > 0
+    }
+
+    /// Whether it was to stop, and has.
+    fn has_stopped(&self) -> bool {
+        self.stopping.is_some() && self.queue.in_flight() == 0 && self.queue.recovering() == 0
     }
 
     /// Waits for a kick; whether there is something to start after all.
@@ -451,7 +458,10 @@ impl IoThread {
                 }
                 worked = true;
                 entry.busy_at = time;
-                let share = if entry.stopping.is_some() { 0 } else { SHARE };
+                let share = match entry.stopping {
+                    Some(_) => u32::from(entry.queue.recovering()),
+                    None => SHARE,
+                };
                 let pass = entry.queue.serve(
                     &mut Turn {
                         submission: &mut self.ring.submission(),
@@ -497,7 +507,7 @@ impl IoThread {
                 entry.queue.publish();
                 self.stats.calling.store(0, Relaxed);
             }
-            stopped |= entry.stopping.is_some() && entry.queue.in_flight() == 0;
+            stopped |= entry.has_stopped();
         }
         if stopped {
             self.give_back();
@@ -507,7 +517,7 @@ impl IoThread {
     fn give_back(&mut self) {
         for key in self.awake.clone() {
             let done = get_mut(&mut self.served, key)
-                .filter(|entry| entry.queue.in_flight() == 0)
+                .filter(|entry| entry.has_stopped())
                 .and_then(|entry| entry.stopping.take());
             if let Some(back) = done
                 && let Some(queue) = self.let_go(key)

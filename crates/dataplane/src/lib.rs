@@ -2,6 +2,7 @@
 //! all devices share.
 
 mod call;
+pub mod control;
 pub mod device;
 mod fixed;
 mod iothread;

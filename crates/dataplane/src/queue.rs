@@ -156,7 +156,8 @@ impl Queue {
             in_flight: 0,
             started_here: 0,
             waiting: Vec::new(),
-            unpublished: false,
+            // A server before this one may have died between finishing and calling.
+            unpublished: true,
         }
     }
 
@@ -245,6 +246,12 @@ impl Queue {
     /// For whoever frees an IOThread that is stuck in it.
     pub(crate) const fn call(&self) -> Option<&Call> {
         self.call.as_ref()
+    }
+
+    /// Requests of an earlier server that are still to be done again: the ring's base counts them
+    /// as taken.
+    pub(crate) const fn recovering(&self) -> u16 {
+        if self.is_served() { self.ring.recovering() } else { 0 }
     }
 
     pub(crate) const fn in_flight(&self) -> u16 {

@@ -12,6 +12,7 @@
 //! - [`Host::other_writers`]: udev rules, TuneD and units that set the same knobs;
 //! - [`Host::qemu_processes`], [`qemu`]: the VMs that run, QEMU's monitor and the guests' agents;
 //! - [`Host::trace_block`], [`block_trace`]: latency in the host's block layer, by sectors;
+//! - [`dataplane`]: a client of the data plane's control API;
 //! - [`doctor`]: what this host can do.
 
 #![deny(unsafe_code)]
@@ -20,6 +21,7 @@ mod again;
 mod apply;
 pub mod block_trace;
 mod cgroup;
+pub mod dataplane;
 mod device;
 pub mod doctor;
 mod error;

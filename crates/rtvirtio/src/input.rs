@@ -13,7 +13,8 @@ use rtvirtio_spec::specification::{MAX_FILE_BYTES, Specification, parse};
 /// Largest plan or profile that is read; 1,000 VMs make a plan of about 3 MB.
 const MAX_JSON_BYTES: u64 = 256 << 20;
 
-fn read(path: &Path, limit: u64) -> Result<String> {
+/// A file's text, with one byte beyond `limit` if it is longer: whoever parses it refuses it.
+pub(crate) fn read(path: &Path, limit: u64) -> Result<String> {
     let context = || format!("read {}", path.display());
     let file = File::open(path).with_context(context)?;
     let mut text = String::new();

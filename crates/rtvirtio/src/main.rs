@@ -15,7 +15,11 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 use rtvirtio_bench::InterruptedError;
 use rtvirtio_host::HostError;
+use rtvirtio_host::dataplane::ControlFault;
 use rtvirtio_planner::PlanError;
+use rtvirtio_spec::mapping::MappingError;
+use rtvirtio_spec::mapping::read::ReadError;
+use rtvirtio_spec::serve::ServeError;
 use rtvirtio_spec::specification::SpecificationError;
 
 /// Predictable, cheap disk I/O for virtual machines.
@@ -56,8 +60,6 @@ enum Verb {
     Rollback(verbs::apply::RollbackArgs),
     /// Have systemd apply a saved plan at each boot, or no longer
     Boot(verbs::boot::Args),
-    /// Serve disks over vhost-user-blk: the data plane
-    Serve(verbs::serve::Args),
     /// Show each task's tail as it happens; --control keeps targets met
     Watch(verbs::watch::Args),
     /// Run schemes × cases on a scratch disk; resumable
@@ -66,6 +68,12 @@ enum Verb {
     Report(verbs::report::Args),
     /// The main job on a scratch disk: baselines and rtvirtio side by side
     Demo(verbs::demo::Args),
+    /// Serve VMs' disks over vhost-user-blk: the data plane
+    Serve(verbs::serve::Args),
+    /// Look at a running data plane and change it
+    Ctl(Box<verbs::ctl::Args>),
+    /// Translate queue-to-IOThread mappings between QEMU, libvirt and TOML
+    Mapping(verbs::mapping::Args),
     /// Revert an unconfirmed apply once its time is up (started by `apply`)
     #[command(hide = true)]
     ConfirmWatchdog,
@@ -76,7 +84,6 @@ impl Verb {
     const fn cleans_up(&self) -> bool {
         match self {
             Self::Scratch(_)
-            | Self::Serve(_)
             | Self::Calibrate(_)
             | Self::Apply(_)
             | Self::Confirm(_)
@@ -84,11 +91,14 @@ impl Verb {
             | Self::Boot(_)
             | Self::Watch(_)
             | Self::Bench(_)
-            | Self::Demo(_) => true,
+            | Self::Demo(_)
+            | Self::Serve(_) => true,
             Self::Doctor(_)
             | Self::Plan(_)
             | Self::Verify(_)
             | Self::Report(_)
+            | Self::Ctl(_)
+            | Self::Mapping(_)
             | Self::ConfirmWatchdog => false,
         }
     }
@@ -139,7 +149,6 @@ fn run(verb: Verb, interrupted: &AtomicBool) -> Result<Outcome> {
     match verb {
         Verb::Doctor(args) => verbs::doctor::run(&args),
         Verb::Scratch(args) => verbs::scratch::run(&args, interrupted),
-        Verb::Serve(args) => verbs::serve::run(&args, interrupted),
         Verb::Calibrate(args) => verbs::calibrate::run(&args, interrupted),
         Verb::Plan(args) => verbs::plan::run(&args),
         Verb::Apply(args) => verbs::apply::apply(&args),
@@ -151,6 +160,9 @@ fn run(verb: Verb, interrupted: &AtomicBool) -> Result<Outcome> {
         Verb::Bench(args) => verbs::bench::run(&args, interrupted),
         Verb::Report(args) => verbs::report::run(&args),
         Verb::Demo(args) => verbs::demo::run(&args, interrupted),
+        Verb::Serve(args) => verbs::serve::run(&args, interrupted),
+        Verb::Ctl(args) => verbs::ctl::run(&args),
+        Verb::Mapping(args) => verbs::mapping::run(&args),
         Verb::ConfirmWatchdog => verbs::apply::watchdog(),
     }
 }
@@ -162,6 +174,14 @@ fn complain(error: &anyhow::Error) {
         if let Some(e) = cause.downcast_ref::<HostError>() {
             e.hint()
         } else if let Some(e) = cause.downcast_ref::<SpecificationError>() {
+            Some(e.hint())
+        } else if let Some(e) = cause.downcast_ref::<ControlFault>() {
+            e.hint()
+        } else if let Some(e) = cause.downcast_ref::<ServeError>() {
+            Some(e.hint())
+        } else if let Some(e) = cause.downcast_ref::<ReadError>() {
+            Some(e.hint())
+        } else if let Some(e) = cause.downcast_ref::<MappingError>() {
             Some(e.hint())
         } else {
             cause.downcast_ref::<PlanError>().map(PlanError::hint)

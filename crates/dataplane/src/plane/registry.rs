@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rtvirtio_engine::file::{self, FileConfig, FileSource, Lock};
 use rtvirtio_engine::ram::RamEngine;
@@ -33,6 +33,9 @@ use crate::server::{Listener, Report, Server, SocketId};
 const SOCKET_MODE: u32 = 0o660;
 /// How often somebody looks whether an IOThread is stuck in a front end's eventfd.
 const STUCK_PERIOD: Duration = Duration::from_millis(5);
+
+/// How long to try to lock an image.
+const LOCK_TIME: Duration = Duration::from_secs(2);
 
 /// The data plane.
 pub struct Registry {
@@ -157,8 +160,7 @@ impl Registry {
         let (engine, image) = open(&spec, handed.image)?;
         let (lock, session_lock) = match (&spec.engine, image) {
             (serve::Engine::File(file), Some(image)) if file.lock == ImageLock::Always => {
-                let lock = image
-                    .lock()
+                let lock = lock_soon(&image)
                     .map_err(|error| refused(format!("cannot lock the image of {name}"), error))?;
                 (Some(lock), None)
             }
@@ -220,6 +222,17 @@ fn threads(state: &State, mapping: &Mapping) -> Result<Vec<ThreadId>, PlaneError
         thread.map(|t| t.id).ok_or_else(|| PlaneError::NoIoThread(name.clone()))
     };
     mapping.by_queue().iter().map(id).collect()
+}
+
+/// Locks an image. Requests of a server that was killed hold its lock until they end.
+fn lock_soon(image: &file::FileEngine) -> Result<Lock, file::LockError> {
+    let began = Instant::now();
+    loop {
+        match image.lock() {
+            Err(_) if began.elapsed() < LOCK_TIME => std::thread::sleep(LOCK_TIME / 100),
+            result => return result,
+        }
+    }
 }
 
 type Opened = (Arc<dyn Engine>, Option<Arc<file::FileEngine>>);

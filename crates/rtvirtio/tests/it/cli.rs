@@ -23,6 +23,9 @@ fn help_names_every_verb() {
         "bench",
         "report",
         "demo",
+        "serve",
+        "ctl",
+        "mapping",
     ];
     for verb in verbs {
         assert!(text.contains(verb), "{verb}: {text}");

@@ -3,11 +3,13 @@
 mod cgroup2;
 mod cli;
 mod dataplane;
+mod ctl;
 mod guest;
 mod guest_knobs;
 mod in_guest;
 mod libvirt;
 mod lifecycle;
+mod mapping;
 mod readme;
 mod rooms;
 mod scratch_disk;

@@ -1,1 +1,230 @@
+use rtvirtio_units::CpuId;
 
+use super::*;
+
+const EXAMPLE: &str = r#"version = 1
+
+[control]
+socket = "/run/rtvirtio/control.sock"
+group = 36
+
+[[iothread]]
+name = "iot0"
+cpus = [1, 0, 1]
+poll_max_us = 50
+
+[[iothread]]
+name = "iot1"
+
+[[device]]
+name = "vm0-root"
+vm = "vm0"
+socket = "/run/rtvirtio/vm0-root.sock"
+queues = 4
+serial = "root of vm0"
+engine = { type = "file", path = "/img/a", lock = "session" }
+mapping = [{ iothread = "iot1", vqs = [0, 1, 2] }, { iothread = "iot0", vqs = [3] }]
+
+[[device]]
+name = "vm1-a-name-that-is-rather-long"
+vm = "vm1"
+socket_activation = "vm1"
+queues = 3
+read_only = true
+write_cache = false
+fixed_buffers = "off"
+engine = { type = "ssd", size = "64M", ssd = "ref-4x250*2", fault = { error_every = 100 } }
+
+[[device]]
+name = "vm1-scratch"
+vm = "vm1"
+socket = "/run/rtvirtio/vm1-scratch.sock"
+engine = { type = "ram", size = 1048576, cpu_us = 100 }
+"#;
+
+fn name(text: &str) -> IoThreadName {
+    IoThreadName::new(text).unwrap()
+}
+
+fn owners(device: &Device) -> Vec<&str> {
+    device.mapping.by_queue().iter().map(IoThreadName::as_str).collect()
+}
+
+#[test]
+fn example_is_read_as_written() {
+    let found = parse("serve.toml", EXAMPLE).unwrap();
+    let control = Control { socket: "/run/rtvirtio/control.sock".into(), group: Some(36) };
+    assert_eq!(found.control, Some(control));
+    assert_eq!(
+        found.iothreads,
+        [
+            IoThread {
+                name: name("iot0"),
+                cpus: [0, 1].map(CpuId::new).into(),
+                polling: Polling { max: Nanos::from_micros(50), grow: 2, shrink: 0 },
+            },
+            IoThread {
+                name: name("iot1"),
+                cpus: Vec::new(),
+                polling: Polling { max: Nanos::new(32_768), grow: 2, shrink: 0 },
+            },
+        ]
+    );
+    let [root, ssd, ram] = found.devices.as_slice() else { panic!("three devices") };
+    assert_eq!((root.name.as_str(), root.vm.as_str(), root.queues()), ("vm0-root", "vm0", 4));
+    assert_eq!(root.listen, Listen::Path("/run/rtvirtio/vm0-root.sock".into()));
+    assert_eq!(
+        (root.read_only, root.write_cache, root.serial.as_str()),
+        (false, true, "root of vm0")
+    );
+    assert_eq!(root.fixed_buffers, FixedBuffers::Auto);
+    assert_eq!(
+        root.engine,
+        Engine::File(FileEngine {
+            path: "/img/a".into(),
+            direct: true,
+            aio: Aio::Auto,
+            lock: ImageLock::Session,
+        })
+    );
+    assert_eq!(owners(root), ["iot1", "iot1", "iot1", "iot0"]);
+
+    assert_eq!(ssd.listen, Listen::Activated(Name::new("vm1").unwrap()));
+    assert_eq!(
+        (ssd.read_only, ssd.write_cache, ssd.serial.as_str()),
+        (true, false, "vm1-a-name-that-is-r")
+    );
+    assert_eq!(ssd.fixed_buffers, FixedBuffers::Off);
+    assert_eq!(
+        ssd.engine,
+        Engine::Ssd(SsdEngine {
+            size: Bytes::new(67_108_864),
+            model: "ref-4x250*2".to_owned(),
+            seed: 1,
+            faults: Faults { error_every: 100, ..Faults::default() },
+        })
+    );
+    assert_eq!(owners(ssd), ["iot0", "iot1", "iot0"]);
+
+    assert_eq!(ram.queues(), 1);
+    let engine = Engine::Ram { size: Bytes::new(1_048_576), cpu: Nanos::from_micros(100) };
+    assert_eq!(ram.engine, engine);
+}
+
+#[test]
+fn device_is_written_and_read_back() {
+    let iothreads = ["iot0", "iot1"].map(name);
+    for device in parse("serve.toml", EXAMPLE).unwrap().devices {
+        let text = serde_json::to_string(&wire::Device::from(&device)).unwrap();
+        let read: wire::Device = serde_json::from_str(&text).unwrap();
+        assert_eq!(Device::new(read, &iothreads).unwrap(), device, "{text}");
+    }
+}
+
+#[test]
+fn sizes_have_a_unit_or_none() {
+    let size = |text: &str| text.parse::<wire::Size>().ok().map(|s| s.0.get());
+    assert_eq!([size("512"), size("4k"), size("64M")], [Some(512), Some(4096), Some(67_108_864)]);
+    assert_eq!([size("1G"), size("2T")], [Some(1 << 30), Some(1 << 41)]);
+    for wrong in ["", "M", "-1", "+1", "1.5G", "64MB", "16777216T", "1 M"] {
+        assert_eq!(size(wrong), None, "{wrong}");
+    }
+}
+
+/// Each edit of the example, and the line and the words that the complaint must have.
+#[test]
+fn each_fault_is_named_with_its_line_and_a_hint() {
+    let long = format!("socket = \"/{}\"", "a".repeat(107));
+    let faults = [
+        ("version = 1", "version = 2", 1, "version is 2"),
+        ("version = 1", "version = \"1\"", 1, "invalid type"),
+        ("version = 1", "", 1, "missing field `version`"),
+        ("group = 36", "grupp = 36", 5, "unknown key \"grupp\""),
+        ("\"/run/rtvirtio/control.sock\"", "\"control.sock\"", 4, "is no path of a socket"),
+        ("[1, 0, 1]", "[1024]", 9, "iothread \"iot0\": CPU 1024 is beyond 1023"),
+        (
+            "poll_max_us = 50",
+            "poll_max_us = 1000001",
+            10,
+            "poll_max_us is 1000001, outside 0 to 1000000",
+        ),
+        ("poll_max_us = 50", "poll_grow = 1", 10, "poll_grow is 1, outside 2 to 1024"),
+        ("\"iot1\"\n\n", "\"iot0\"\n\n", 13, "a second iothread or device has this name"),
+        ("name = \"vm0-root\"", "name = \"a/b\"", 16, "'/' is not allowed in a name"),
+        ("name = \"vm1-scratch\"", "name = \"vm0-root\"", 35, "a second iothread or device"),
+        ("vm = \"vm0\"", "", 15, "missing field `vm`"),
+        ("socket = \"/run/rtvirtio/vm0-root.sock\"", &long, 18, "is no path of a socket"),
+        ("socket = \"/run/rtvirtio/vm0-root.sock\"", "", 15, "one of socket and socket_activation"),
+        ("vm0-root.sock", "vm1-scratch.sock", 37, "is that of device \"vm0-root\" too"),
+        ("vm0-root.sock", "control.sock", 18, "is that of the control API too"),
+        ("vm0-root.sock", "", 18, "is no path of a socket"),
+        (
+            "socket_activation = \"vm1\"",
+            "socket_activation = \"vm1\"\nsocket = \"/a\"",
+            27,
+            "one of socket",
+        ),
+        ("queues = 4", "queues = 65", 19, "num_queues is 65, outside 1 to 64"),
+        ("queues = 4", "queues = 0", 19, "num_queues is 0"),
+        ("queues = 4", "queues = -1", 19, "invalid value: integer `-1`"),
+        ("queues = 4", "queues = 5", 22, "missing vq 4 IOThread assignment"),
+        (
+            "queues = 4",
+            "queues = 3",
+            22,
+            "vq index 3 for IOThread \"iot0\" must be less than num_queues 3",
+        ),
+        (
+            "iothread = \"iot1\", ",
+            "iothread = \"iot9\", ",
+            22,
+            "IOThread \"iot9\" object does not exist",
+        ),
+        ("\"root of vm0\"", "\"a serial of 21 bytes!\"", 20, "is not 1 to 20 characters"),
+        ("\"root of vm0\"", "\"\\u0007\"", 20, "is not 1 to 20 characters"),
+        ("\"/img/a\"", "\"img/a\"", 21, "is no absolute path"),
+        ("path = \"/img/a\", ", "", 21, "needs the key `path`"),
+        ("lock = \"session\"", "size = 512", 21, "has no key `size`"),
+        ("lock = \"session\"", "seed = 1", 21, "has no key `seed`"),
+        ("lock = \"session\"", "format = \"qcow2\"", 21, "unknown variant `qcow2`"),
+        ("ssd = \"ref-4x250*2\", ", "", 32, "needs the key `ssd`"),
+        ("ref-4x250*2", "../x", 32, "is no name of a model"),
+        ("error_every", "eror_every", 32, "unknown key \"eror_every\""),
+        ("\"64M\"", "\"64MB\"", 32, "a size such as"),
+        ("1048576", "1000", 38, "size 1000 is no multiple of 512"),
+        ("1048576", "0", 38, "size is 0, outside 512 to 1099511627776"),
+        ("cpu_us = 100", "cpu_us = 1000001", 38, "cpu_us is 1000001"),
+    ];
+    for (from, to, line, words) in faults {
+        assert_eq!(EXAMPLE.matches(from).count().min(1), 1, "{from} is in the example");
+        let error = parse("serve.toml", &EXAMPLE.replacen(from, to, 1)).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains(words), "{to}: {text}");
+        assert!(text.starts_with(&format!("serve.toml:{line}:")), "{to}: {text}, not line {line}");
+        assert!(!error.hint().is_empty());
+    }
+}
+
+#[test]
+fn file_as_a_whole_is_refused_when_it_is_too_much_or_too_little() {
+    let fault = |text: &str| *parse("serve.toml", text).unwrap_err().fault;
+    assert_eq!(fault("version = 1"), Fault::NoIoThread);
+    assert_eq!(fault(&"#".repeat((4 << 20) + 1)), Fault::TooLarge(4_194_305));
+    assert_eq!(fault("a.b.c.d.e.f.g.h.i = 1"), Fault::KeyTooDeep);
+    let iothreads = |n: usize| {
+        let tables = (0..n).map(|i| format!("[[iothread]]\nname = \"t{i}\"\n"));
+        format!("version = 1\n{}", tables.collect::<String>())
+    };
+    assert!(parse("serve.toml", &iothreads(64)).is_ok());
+    assert_eq!(fault(&iothreads(65)), Fault::TooManyIoThreads(65));
+    let devices = |n: usize| {
+        let tables = (0..n).map(|i| {
+            format!(
+                "[[device]]\nname = \"d{i}\"\nvm = \"v\"\nsocket = \"/s{i}\"\nengine = {{ type = \"ram\", size = 512 }}\n"
+            )
+        });
+        iothreads(1) + &tables.collect::<String>()
+    };
+    assert_eq!(parse("serve.toml", &devices(1024)).unwrap().devices.len(), 1024);
+    assert_eq!(fault(&devices(1025)), Fault::TooManyDevices(1025));
+}

@@ -1,0 +1,161 @@
+//! The control API: HTTP/1.1 and JSON on a unix socket, one thread.
+//!
+//! Who may: root, the service's own user, and one group if it is configured; all others are
+//! disconnected unread. What a connection may cost: one request, a body of [`MAX_BODY`], at most
+//! [`MAX_FDS`] descriptors (the rest is closed by the kernel), [`REQUEST_TIME`], and one of
+//! [`MAX_CONNECTIONS`] places; a reader that does not read is dropped.
+//!
+//! Changes are made one at a time, on a thread of their own, so that one that waits for the disk
+//! does not keep anybody from looking.
+//!
+//! Properties (tests of the same name): `socket_is_private_and_gone_at_the_end`,
+//! `stale_socket_is_replaced_and_a_served_one_is_not`, `surplus_descriptors_are_closed`,
+//! `large_body_is_refused`, `wrong_requests_get_an_error_body`.
+
+mod connection;
+mod metrics;
+mod routes;
+mod socket;
+
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use rtvirtio_spec::serve::Control;
+use tokio::sync::{Semaphore, oneshot};
+
+use crate::plane::Plane;
+use connection::{Connection, Fds};
+
+/// Most bytes of a request's body.
+pub const MAX_BODY: usize = 64 << 10;
+/// Most connections at a time; more wait to be accepted.
+pub const MAX_CONNECTIONS: usize = 64;
+/// Most readers of events among them.
+pub const MAX_EVENT_READERS: usize = 32;
+/// Most descriptors of a request.
+pub const MAX_FDS: usize = 4;
+/// How long a request may take, from its header's end to its answer.
+pub const REQUEST_TIME: Duration = Duration::from_secs(30);
+/// How long a header may take.
+const HEADER_TIME: Duration = Duration::from_secs(5);
+/// How long a change that is under way is waited for at the end.
+const SHUTDOWN_TIME: Duration = Duration::from_secs(2);
+
+/// Why the control API does not start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ControlError {
+    /// Somebody serves this socket.
+    #[error("{} is served by another process", .0.display())]
+    InUse(PathBuf),
+    /// Something else is in the socket's place.
+    #[error("{} is there and is no socket", .0.display())]
+    NotASocket(PathBuf),
+    /// The socket cannot be made.
+    #[error("cannot make the socket {}", path.display())]
+    Socket {
+        /// Its path.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Its thread does not start.
+    #[error("cannot start the control thread")]
+    Thread(#[source] io::Error),
+}
+
+/// The control API at work; ends when dropped.
+#[derive(Debug)]
+pub struct ControlServer {
+    socket: socket::Socket,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ControlServer {
+    /// Makes the socket and serves `plane`.
+    ///
+    /// # Errors
+    /// [`ControlError`].
+    pub fn start(control: &Control, plane: Arc<dyn Plane>) -> Result<Self, ControlError> {
+        let (socket, listener) = socket::Socket::make(&control.socket, control.group)?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            .max_blocking_threads(1)
+            .thread_name("rtv-change")
+            .build()
+            .map_err(ControlError::Thread)?;
+        let (stop, stopped) = oneshot::channel();
+        let group = control.group;
+        let serve = move || {
+            runtime.block_on(async {
+                tokio::select! {
+                    () = accept(listener, plane, group) => {}
+                    _ = stopped => {}
+                }
+            });
+            runtime.shutdown_timeout(SHUTDOWN_TIME);
+        };
+        let thread = std::thread::Builder::new().name("rtv-control".to_owned());
+        let thread = thread.spawn(serve).map_err(ControlError::Thread)?;
+        Ok(Self { socket, stop: Some(stop), thread: Some(thread) })
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        self.socket.path()
+    }
+}
+
+impl Drop for ControlServer {
+    fn drop(&mut self) {
+        // The receiver is gone only when the thread is.
+        let _ = self.stop.take().map(|stop| stop.send(()));
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+async fn accept(listener: UnixListener, plane: Arc<dyn Plane>, group: Option<u32>) {
+    let Ok(listener) = tokio::net::UnixListener::from_std(listener) else { return };
+    let routes = routes::router(plane);
+    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        // A place first: whoever finds none waits in the backlog.
+        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(_) => {
+                // Out of descriptors, most likely: they come back.
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        if !socket::may_use(&stream, group) {
+            continue;
+        }
+        let fds = Fds::default();
+        let service = routes.clone().layer(axum::Extension(fds.clone()));
+        tokio::spawn(async move {
+            let mut http = hyper::server::conn::http1::Builder::new();
+            // One request a connection: its descriptors are then that request's.
+            http.keep_alive(false).timer(TokioTimer::new()).header_read_timeout(HEADER_TIME);
+            let io = TokioIo::new(Connection::new(stream, fds));
+            // An error is the peer's: it has been told, or is gone.
+            let _ = http.serve_connection(io, TowerToHyperService::new(service)).await;
+            drop(place);
+        });
+    }
+}

@@ -1,0 +1,116 @@
+//! A connection whose bytes may come with file descriptors (SCM_RIGHTS).
+
+use std::future::Future;
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
+use tokio::net::UnixStream;
+use tokio::time::{Instant, Sleep};
+
+use super::MAX_FDS;
+
+/// How long a peer may read nothing of an answer.
+const WRITE_TIME: Duration = Duration::from_secs(10);
+
+/// The descriptors that have come with a connection's request.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Fds(Arc<Mutex<Vec<OwnedFd>>>);
+
+impl Fds {
+    /// Adds one, or closes it if there are enough.
+    fn add(&self, fd: OwnedFd) {
+        let mut fds = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if fds.len() < MAX_FDS {
+            fds.push(fd);
+        }
+    }
+
+    /// Takes all, in the order in which they came.
+    pub(super) fn take(&self) -> Vec<OwnedFd> {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// A stream that puts descriptors aside and gives up on a peer that does not read.
+pub(super) struct Connection {
+    stream: UnixStream,
+    fds: Fds,
+    /// Since when nothing could be written.
+    stuck: Option<Pin<Box<Sleep>>>,
+}
+
+impl Connection {
+    pub(super) fn new(stream: UnixStream, fds: Fds) -> Self {
+        Self { stream, fds, stuck: None }
+    }
+}
+
+fn receive(stream: &UnixStream, buffer: &mut [u8], fds: &Fds) -> io::Result<usize> {
+    // Room for what is allowed: the kernel closes what does not fit.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut buffers = [IoSliceMut::new(buffer)];
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let received = recvmsg(stream, &mut buffers, &mut control, flags)?;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            rights.for_each(|fd| fds.add(fd));
+        }
+    }
+    Ok(received.bytes)
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        loop {
+            ready!(self.stream.poll_read_ready(context))?;
+            let read = || receive(&self.stream, buffer.initialize_unfilled(), &self.fds);
+            match self.stream.try_io(Interest::READABLE, read) {
+                Ok(bytes) => {
+                    buffer.advance(bytes);
+                    return Poll::Ready(Ok(()));
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Poll::Ready(Err(e)),
+            }
+        }
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        if let Poll::Ready(result) = Pin::new(&mut self.stream).poll_write(context, bytes) {
+            self.stuck = None;
+            return Poll::Ready(result);
+        }
+        let late = || Box::pin(tokio::time::sleep_until(Instant::now() + WRITE_TIME));
+        match self.stuck.get_or_insert_with(late).as_mut().poll(context) {
+            Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::TimedOut.into())),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}

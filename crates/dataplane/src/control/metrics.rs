@@ -1,0 +1,216 @@
+//! `/metrics`: OpenMetrics text, in seconds and bytes.
+//!
+//! A queue's series have the labels `vm`, `device` and `queue`; histograms have an edge at each
+//! power of two of nanoseconds from 1 µs to 8.6 s, and are left out while they are empty: a
+//! thousand idle queues cost no megabytes.
+
+use std::fmt;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, text as openmetrics};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::{Registry, Unit};
+use rtvirtio_spec::control::Activity;
+use rtvirtio_units::Nanos;
+
+use crate::plane::Observation;
+use crate::stats::{Latencies, QueueSnapshot};
+
+/// What the text is.
+pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// The edges of histograms: 2^10 ns to 2^33 ns.
+const EDGES: std::ops::RangeInclusive<u32> = 10..=33;
+
+/// All metrics.
+pub(super) fn text(observation: Observation) -> Result<String, fmt::Error> {
+    let mut registry = Registry::with_prefix("rtvirtio");
+    registry.register_collector(Box::new(Metrics::new(observation)));
+    let mut text = String::new();
+    openmetrics::encode(&mut text, &registry)?;
+    Ok(text)
+}
+
+type Labels = Vec<(&'static str, String)>;
+
+#[derive(Debug)]
+struct Metrics {
+    observation: Observation,
+    queues: Vec<Queue>,
+}
+
+#[derive(Debug)]
+struct Queue {
+    labels: Labels,
+    activity: Activity,
+    stats: QueueSnapshot,
+}
+
+impl Metrics {
+    fn new(observation: Observation) -> Self {
+        let mut queues = Vec::new();
+        for device in &observation.devices {
+            for (index, queue) in device.queues.iter().enumerate() {
+                queues.push(Queue {
+                    labels: vec![
+                        ("vm", device.vm.to_string()),
+                        ("device", device.name.to_string()),
+                        ("queue", index.to_string()),
+                    ],
+                    activity: queue.activity,
+                    stats: queue.stats.snapshot(),
+                });
+            }
+        }
+        Self { observation, queues }
+    }
+}
+
+fn seconds(time: Nanos) -> f64 {
+    time.as_secs_f64()
+}
+
+/// A family of counters.
+fn counters(
+    encoder: &mut DescriptorEncoder<'_>,
+    (name, help, unit): (&str, &str, Option<Unit>),
+    series: impl Iterator<Item = (Labels, f64)>,
+) -> fmt::Result {
+    let mut family = encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Counter)?;
+    for (labels, value) in series {
+        family.encode_family(&labels)?.encode_counter::<Labels, _, u64>(&value, None)?;
+    }
+    Ok(())
+}
+
+/// A family of gauges.
+fn gauges(
+    encoder: &mut DescriptorEncoder<'_>,
+    (name, help, unit): (&str, &str, Option<Unit>),
+    series: impl Iterator<Item = (Labels, f64)>,
+) -> fmt::Result {
+    let mut family = encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Gauge)?;
+    for (labels, value) in series {
+        family.encode_family(&labels)?.encode_gauge(&value)?;
+    }
+    Ok(())
+}
+
+fn with(labels: &Labels, label: &'static str, value: &str) -> Labels {
+    let mut labels = labels.clone();
+    labels.push((label, value.to_owned()));
+    labels
+}
+
+impl Metrics {
+    fn iothreads(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let threads = || self.observation.iothreads.iter();
+        let label = |name: &rtvirtio_units::IoThreadName| vec![("iothread", name.to_string())];
+        let times = threads().flat_map(|t| {
+            let times = [("busy", t.busy_ns), ("poll", t.poll_ns), ("sleep", t.sleep_ns)];
+            times.map(|(activity, time)| {
+                (with(&label(&t.name), "activity", activity), seconds(time))
+            })
+        });
+        let help = "Time of an IOThread at work, in polls that found nothing, and asleep";
+        counters(encoder, ("iothread_time", help, Some(Unit::Seconds)), times)?;
+        let cpu = threads().map(|t| (label(&t.name), seconds(t.cpu_ns)));
+        counters(encoder, ("iothread_cpu", "CPU time of an IOThread", Some(Unit::Seconds)), cpu)?;
+        let queues = threads().map(|t| (label(&t.name), f64::from(t.queues)));
+        gauges(encoder, ("iothread_queues", "Virtqueues of an IOThread", None), queues)
+    }
+
+    fn devices(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let devices = || self.observation.devices.iter();
+        let labels = |d: &crate::plane::ObservedDevice| {
+            vec![("vm", d.vm.to_string()), ("device", d.name.to_string())]
+        };
+        let connected = devices().map(|d| (labels(d), f64::from(u8::from(d.connected))));
+        gauges(encoder, ("connected", "Whether a front end is connected", None), connected)?;
+        let capacity = devices().map(|d| (labels(d), d.capacity.get() as f64));
+        gauges(encoder, ("capacity", "Size of a device", Some(Unit::Bytes)), capacity)
+    }
+
+    fn counts(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let requests = self.queues.iter().flat_map(|q| {
+            let n = q.stats.operations;
+            let by_operation = [
+                ("read", n.reads),
+                ("write", n.writes),
+                ("flush", n.flushes),
+                ("discard", n.discards),
+                ("write_zeroes", n.write_zeroes),
+                ("other", n.others),
+            ];
+            by_operation.map(|(op, n)| (with(&q.labels, "operation", op), n as f64))
+        });
+        counters(encoder, ("requests", "Requests that have ended", None), requests)?;
+        let transferred = self.queues.iter().flat_map(|q| {
+            let bytes = [("read", q.stats.read_bytes), ("write", q.stats.written_bytes)];
+            bytes.map(|(op, n)| (with(&q.labels, "operation", op), n.get() as f64))
+        });
+        let help = "Bytes read and written";
+        counters(encoder, ("transferred", help, Some(Unit::Bytes)), transferred)?;
+        let each = |of: fn(&QueueSnapshot) -> u64| {
+            self.queues.iter().map(move |q| (q.labels.clone(), of(&q.stats) as f64))
+        };
+        let help = "Requests that ended with an error";
+        counters(encoder, ("errors", help, None), each(|s| s.errors))?;
+        counters(encoder, ("kicks", "Kicks by the driver", None), each(|s| s.kicks))?;
+        counters(encoder, ("calls", "Calls of the driver", None), each(|s| s.calls))?;
+        let help = "Polls of a queue that found nothing";
+        counters(encoder, ("empty_polls", help, None), each(|s| s.empty_polls))?;
+        gauges(encoder, ("in_flight", "Requests in flight", None), each(|s| s.in_flight))?;
+        let broken = self
+            .queues
+            .iter()
+            .map(|q| (q.labels.clone(), f64::from(u8::from(q.activity == Activity::Broken))));
+        let help = "Whether a queue rests because its ring is not valid";
+        gauges(encoder, ("broken", help, None), broken)
+    }
+
+    fn histograms(
+        &self,
+        encoder: &mut DescriptorEncoder<'_>,
+        (name, help): (&str, &str),
+        of: fn(&QueueSnapshot) -> &Latencies,
+    ) -> fmt::Result {
+        let unit = Some(&Unit::Seconds);
+        let mut family = encoder.encode_descriptor(name, help, unit, MetricType::Histogram)?;
+        let edges: Vec<Nanos> = EDGES.map(|power| Nanos::new(1 << power)).collect();
+        for queue in &self.queues {
+            let latencies = of(&queue.stats);
+            let count = latencies.count();
+            if count == 0 {
+                continue;
+            }
+            // The library wants each bucket's own requests and adds them up.
+            let below = latencies.below(&edges);
+            let mut before = 0;
+            let mut buckets = Vec::with_capacity(edges.len() + 1);
+            for (edge, below) in edges.iter().zip(below) {
+                buckets.push((seconds(*edge), below - before));
+                before = below;
+            }
+            buckets.push((f64::INFINITY, count - before));
+            let sum = seconds(latencies.sum());
+            let mut series = family.encode_family(&queue.labels)?;
+            series.encode_histogram::<Labels>(sum, count, &buckets, None)?;
+        }
+        Ok(())
+    }
+}
+
+impl Collector for Metrics {
+    fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
+        self.iothreads(&mut encoder)?;
+        self.devices(&mut encoder)?;
+        self.counts(&mut encoder)?;
+        let wait = ("wait", "From a request's kick to its start in the engine");
+        self.histograms(&mut encoder, wait, |s| &s.wait)?;
+        let service = ("service", "From a request's start in the engine to its completion");
+        self.histograms(&mut encoder, service, |s| &s.service)?;
+        let response = ("response", "From a request's kick to its completion");
+        self.histograms(&mut encoder, response, |s| &s.response)
+    }
+}

@@ -1,0 +1,307 @@
+//! What can be asked of the control API, and the answers.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use axum::body::Bytes as Body;
+use axum::extract::{DefaultBodyLimit, Path, Request, State};
+use axum::http::{StatusCode, header};
+use axum::middleware::{self, Next};
+use axum::response::sse::{Event as Message, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{delete, get, put};
+use axum::{Extension, Json, Router};
+use futures_util::stream::{self, Stream};
+use rtvirtio_spec::control::{
+    AddDevice, AddIoThread, ErrorBody, Event, Handed, Lock, MoveQueue, Moved, PinIoThread, Resize,
+    Resized, SetMapping, Snapshot,
+};
+use rtvirtio_spec::mapping::Mapping;
+use rtvirtio_spec::serve::{Fault, IoThread, MAX_CPU};
+use rtvirtio_units::{DiskName, IoThreadName, NameError, Nanos};
+use serde::de::DeserializeOwned;
+use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::connection::Fds;
+use super::{MAX_BODY, MAX_EVENT_READERS, REQUEST_TIME, metrics};
+use crate::plane::{HandedFds, Plane, PlaneError};
+
+/// How often a reader of events hears that the connection lives.
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+
+#[derive(Clone)]
+struct Api {
+    plane: Arc<dyn Plane>,
+    event_readers: Arc<Semaphore>,
+}
+
+/// All routes.
+pub(super) fn router(plane: Arc<dyn Plane>) -> Router {
+    let event_readers = Arc::new(Semaphore::new(MAX_EVENT_READERS));
+    let bounded = Router::new()
+        .route("/v1/snapshot", get(snapshot))
+        .route("/v1/devices", get(devices).post(add_device))
+        .route("/v1/devices/{device}", delete(remove_device).patch(resize_device))
+        .route("/v1/iothreads", get(iothreads).post(add_iothread))
+        .route("/v1/iothreads/{iothread}", delete(remove_iothread))
+        .route("/v1/iothreads/{iothread}/cpus", put(pin_iothread))
+        .route("/v1/iothreads/{iothread}/lock", put(lock_iothread))
+        .route("/v1/mapping/{device}", get(mapping).put(set_mapping))
+        .route("/v1/mapping/{device}/{queue}", put(move_queue))
+        .route("/metrics", get(metrics_text))
+        .layer(middleware::from_fn(in_time));
+    bounded
+        .route("/v1/events", get(events))
+        .fallback(|| async { Failure::new(StatusCode::NOT_FOUND, "there is no such path") })
+        .method_not_allowed_fallback(|| async {
+            Failure::new(StatusCode::METHOD_NOT_ALLOWED, "the path does not have this method")
+        })
+        .layer(DefaultBodyLimit::max(MAX_BODY))
+        .with_state(Api { plane, event_readers })
+}
+
+/// An answer that is an error.
+struct Failure {
+    status: StatusCode,
+    body: ErrorBody,
+}
+
+impl Failure {
+    fn new(status: StatusCode, error: impl ToString) -> Self {
+        Self { status, body: ErrorBody { error: error.to_string(), hint: None } }
+    }
+
+    fn wrong(error: impl ToString) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, error)
+    }
+}
+
+impl From<PlaneError> for Failure {
+    fn from(error: PlaneError) -> Self {
+        let status = match &error {
+            PlaneError::NoDevice(_) | PlaneError::NoIoThread(_) | PlaneError::NoQueue { .. } => {
+                StatusCode::NOT_FOUND
+            }
+            PlaneError::DeviceExists(_)
+            | PlaneError::IoThreadExists(_)
+            | PlaneError::SocketInUse { .. }
+            | PlaneError::IoThreadInUse { .. }
+            | PlaneError::QueueBusy { .. }
+            | PlaneError::TooMany { .. } => StatusCode::CONFLICT,
+            PlaneError::Fault(_) | PlaneError::Mapping(_) => StatusCode::UNPROCESSABLE_ENTITY,
+            PlaneError::Io { .. } => StatusCode::INTERNAL_SERVER_ERROR,
+        };
+        let text = match &error {
+            PlaneError::Io { what, source } => format!("{what}: {source}"),
+            other => other.to_string(),
+        };
+        Self { status, body: ErrorBody { error: text, hint: error.hint() } }
+    }
+}
+
+impl From<NameError> for Failure {
+    fn from(error: NameError) -> Self {
+        Self::wrong(error)
+    }
+}
+
+impl IntoResponse for Failure {
+    fn into_response(self) -> Response {
+        (self.status, Json(self.body)).into_response()
+    }
+}
+
+type Answer<T> = Result<Json<T>, Failure>;
+type Done = Result<StatusCode, Failure>;
+
+async fn in_time(request: Request, next: Next) -> Response {
+    match tokio::time::timeout(REQUEST_TIME, next.run(request)).await {
+        Ok(response) => response,
+        Err(_) => {
+            let text = "it takes too long; a change that was begun goes on";
+            Failure::new(StatusCode::GATEWAY_TIMEOUT, text).into_response()
+        }
+    }
+}
+
+/// A body, whatever its declared type.
+fn parse<T: DeserializeOwned>(body: &Body) -> Result<T, Failure> {
+    serde_json::from_slice(body).map_err(|e| Failure::wrong(format!("the body: {e}")))
+}
+
+impl Api {
+    /// Makes a change: one at a time, and not on this thread.
+    async fn change<T: Send + 'static>(
+        self,
+        change: impl FnOnce(&dyn Plane) -> Result<T, PlaneError> + Send + 'static,
+    ) -> Result<T, Failure> {
+        let done = tokio::task::spawn_blocking(move || change(&*self.plane)).await;
+        match done {
+            Ok(result) => Ok(result?),
+            Err(_) => Err(Failure::new(StatusCode::INTERNAL_SERVER_ERROR, "the change failed")),
+        }
+    }
+
+    fn snapshot(&self) -> Snapshot {
+        let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.plane.observe().snapshot(Nanos::from(time))
+    }
+}
+
+async fn snapshot(State(api): State<Api>) -> Json<Snapshot> {
+    Json(api.snapshot())
+}
+
+async fn devices(State(api): State<Api>) -> Response {
+    Json(api.snapshot().devices).into_response()
+}
+
+async fn iothreads(State(api): State<Api>) -> Response {
+    Json(api.snapshot().iothreads).into_response()
+}
+
+async fn add_device(
+    State(api): State<Api>,
+    Extension(fds): Extension<Fds>,
+    body: Body,
+) -> Result<StatusCode, Failure> {
+    let AddDevice { device, fds: handed } = parse(&body)?;
+    let fds = fds.take();
+    if fds.len() != handed.len() {
+        let text = format!("the body names {} descriptors, and {} came", handed.len(), fds.len());
+        return Err(Failure::wrong(text));
+    }
+    let mut by_use = HandedFds::default();
+    for (role, fd) in handed.into_iter().zip(fds) {
+        let place = match role {
+            Handed::Image => &mut by_use.image,
+            Handed::Socket => &mut by_use.socket,
+        };
+        if place.replace(fd).is_some() {
+            return Err(Failure::wrong("two descriptors are for one use"));
+        }
+    }
+    api.change(move |plane| plane.add_device(device, by_use)).await?;
+    Ok(StatusCode::CREATED)
+}
+
+async fn remove_device(State(api): State<Api>, Path(device): Path<String>) -> Done {
+    let device = DiskName::new(device)?;
+    api.change(move |plane| plane.remove_device(&device)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn resize_device(
+    State(api): State<Api>,
+    Path(device): Path<String>,
+    body: Body,
+) -> Answer<Resized> {
+    let device = DiskName::new(device)?;
+    let Resize { size } = parse(&body)?;
+    let size = size.map(|size| size.0);
+    let capacity = api.change(move |plane| plane.resize_device(&device, size)).await?;
+    Ok(Json(Resized { capacity }))
+}
+
+async fn add_iothread(State(api): State<Api>, body: Body) -> Done {
+    let AddIoThread(raw) = parse(&body)?;
+    let iothread = IoThread::new(raw).map_err(PlaneError::from)?;
+    api.change(move |plane| plane.add_iothread(iothread)).await?;
+    Ok(StatusCode::CREATED)
+}
+
+async fn remove_iothread(State(api): State<Api>, Path(iothread): Path<String>) -> Done {
+    let iothread = IoThreadName::new(iothread)?;
+    api.change(move |plane| plane.remove_iothread(&iothread)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn pin_iothread(State(api): State<Api>, Path(iothread): Path<String>, body: Body) -> Done {
+    let iothread = IoThreadName::new(iothread)?;
+    let PinIoThread { mut cpus } = parse(&body)?;
+    if let Some(bad) = cpus.iter().find(|cpu| cpu.get() > MAX_CPU) {
+        return Err(PlaneError::from(Fault::BadCpu(*bad)).into());
+    }
+    cpus.sort_unstable();
+    cpus.dedup();
+    api.change(move |plane| plane.pin_iothread(&iothread, &cpus)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn lock_iothread(State(api): State<Api>, Path(iothread): Path<String>, body: Body) -> Done {
+    let iothread = IoThreadName::new(iothread)?;
+    let Lock { locked } = parse(&body)?;
+    api.change(move |plane| plane.lock_iothread(&iothread, locked)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+fn entries(mapping: &Mapping) -> Json<SetMapping> {
+    Json(SetMapping { mapping: mapping.entries() })
+}
+
+async fn mapping(State(api): State<Api>, Path(device): Path<String>) -> Answer<SetMapping> {
+    let device = DiskName::new(device)?;
+    Ok(entries(&api.plane.mapping(&device)?))
+}
+
+async fn set_mapping(
+    State(api): State<Api>,
+    Path(device): Path<String>,
+    body: Body,
+) -> Answer<SetMapping> {
+    let device = DiskName::new(device)?;
+    let SetMapping { mapping } = parse(&body)?;
+    let change = move |plane: &dyn Plane| {
+        plane.set_mapping(&device, &mapping)?;
+        plane.mapping(&device)
+    };
+    Ok(entries(&api.change(change).await?))
+}
+
+async fn move_queue(
+    State(api): State<Api>,
+    Path((device, queue)): Path<(String, String)>,
+    body: Body,
+) -> Answer<Moved> {
+    let device = DiskName::new(device)?;
+    let queue = queue.parse().map_err(|_| Failure::wrong("a queue is a number"))?;
+    let MoveQueue { iothread } = parse(&body)?;
+    let pause = api.change(move |plane| plane.move_queue(&device, queue, &iothread)).await?;
+    Ok(Json(Moved { pause_ns: pause }))
+}
+
+async fn metrics_text(State(api): State<Api>) -> Response {
+    match metrics::text(api.plane.observe()) {
+        Ok(text) => ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response(),
+        Err(e) => Failure::new(StatusCode::INTERNAL_SERVER_ERROR, e).into_response(),
+    }
+}
+
+async fn events(
+    State(api): State<Api>,
+) -> Result<Sse<impl Stream<Item = Result<Message, Infallible>>>, Failure> {
+    let place = api.event_readers.try_acquire_owned().map_err(|_| {
+        Failure::new(StatusCode::SERVICE_UNAVAILABLE, "too many readers of events already")
+    })?;
+    let receiver = api.plane.events();
+    // First a comment: whoever has read it misses nothing that happens later.
+    let first = Message::default().comment("ready");
+    let state = (Some(first), receiver, place);
+    let messages = stream::unfold(state, |(first, mut receiver, place)| async move {
+        if let Some(first) = first {
+            return Some((Ok(first), (None, receiver, place)));
+        }
+        let event = match receiver.recv().await {
+            Ok(event) => event,
+            Err(RecvError::Lagged(count)) => Event::EventsLost { count },
+            Err(RecvError::Closed) => return None,
+        };
+        let place: OwnedSemaphorePermit = place;
+        // Names and numbers are JSON.
+        let message = Message::default().json_data(event).unwrap_or_default();
+        Some((Ok(message), (None, receiver, place)))
+    });
+    Ok(Sse::new(messages).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)))
+}

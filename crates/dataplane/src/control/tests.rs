@@ -1,0 +1,485 @@
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, MutexGuard};
+
+use rtvirtio_spec::control::{Activity, Event, IoThreadState};
+use rtvirtio_spec::mapping::{Entry, Mapping};
+use rtvirtio_spec::serve::{Device, IoThread, wire};
+use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use serde_json::{Value, json};
+use tokio::sync::broadcast;
+
+use super::*;
+use crate::plane::{
+    EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, PlaneError,
+};
+use crate::stats::{Op, QueueStats};
+
+/// A plane that keeps books and serves nobody.
+struct Books {
+    state: Mutex<State>,
+    events: broadcast::Sender<Event>,
+}
+
+#[derive(Default)]
+struct State {
+    iothreads: BTreeMap<IoThreadName, IoThreadState>,
+    devices: BTreeMap<DiskName, (Device, Bytes, Vec<Arc<QueueStats>>)>,
+    handed: HandedFds,
+}
+
+impl Books {
+    fn new() -> Arc<Self> {
+        let events = broadcast::channel(EVENTS_KEPT).0;
+        let books = Arc::new(Self { state: Mutex::default(), events });
+        for name in ["iot0", "iot1"] {
+            let raw: wire::IoThread = serde_json::from_value(json!({ "name": name })).unwrap();
+            books.add_iothread(IoThread::new(raw).unwrap()).unwrap();
+        }
+        books
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    fn say(&self, event: Event) {
+        let _ = self.events.send(event);
+    }
+}
+
+impl State {
+    fn iothread(&mut self, name: &IoThreadName) -> Result<&mut IoThreadState, PlaneError> {
+        self.iothreads.get_mut(name).ok_or_else(|| PlaneError::NoIoThread(name.clone()))
+    }
+
+    fn device(&mut self, name: &DiskName) -> Result<&mut Device, PlaneError> {
+        let device = self.devices.get_mut(name).map(|(device, ..)| device);
+        device.ok_or_else(|| PlaneError::NoDevice(name.clone()))
+    }
+}
+
+impl Plane for Books {
+    fn add_iothread(&self, iothread: IoThread) -> Result<(), PlaneError> {
+        let IoThread { name, cpus, polling } = iothread;
+        let mut state = self.state();
+        if state.iothreads.contains_key(&name) {
+            return Err(PlaneError::IoThreadExists(name));
+        }
+        let iothread = IoThreadState {
+            name: name.clone(),
+            cpus,
+            locked: false,
+            tid: 1,
+            polling: polling.into(),
+            queues: 0,
+            busy_ns: Nanos::from_millis(1500),
+            poll_ns: Nanos::ZERO,
+            sleep_ns: Nanos::ZERO,
+            cpu_ns: Nanos::ZERO,
+        };
+        state.iothreads.insert(name.clone(), iothread);
+        self.say(Event::IothreadAdded { iothread: name });
+        Ok(())
+    }
+
+    fn remove_iothread(&self, iothread: &IoThreadName) -> Result<(), PlaneError> {
+        let mut state = self.state();
+        state.iothread(iothread)?;
+        let owned = |d: &Device| d.mapping.by_queue().iter().filter(|o| *o == iothread).count();
+        let queues = state.devices.values().map(|(d, ..)| owned(d) as u32).sum();
+        if queues > 0 {
+            return Err(PlaneError::IoThreadInUse { iothread: iothread.clone(), queues });
+        }
+        state.iothreads.remove(iothread);
+        Ok(())
+    }
+
+    fn pin_iothread(&self, iothread: &IoThreadName, cpus: &[CpuId]) -> Result<(), PlaneError> {
+        self.state().iothread(iothread)?.cpus = cpus.to_vec();
+        Ok(())
+    }
+
+    fn lock_iothread(&self, iothread: &IoThreadName, locked: bool) -> Result<(), PlaneError> {
+        self.state().iothread(iothread)?.locked = locked;
+        Ok(())
+    }
+
+    fn add_device(&self, device: wire::Device, handed: HandedFds) -> Result<(), PlaneError> {
+        let mut state = self.state();
+        let iothreads: Vec<_> = state.iothreads.keys().cloned().collect();
+        let device = Device::new(device, &iothreads)?;
+        let name = device.name.clone();
+        if state.devices.contains_key(&name) {
+            return Err(PlaneError::DeviceExists(name));
+        }
+        let queues = (0..device.queues()).map(|_| Arc::new(QueueStats::new())).collect();
+        state.devices.insert(name.clone(), (device, Bytes::new(1 << 20), queues));
+        state.handed = handed;
+        self.say(Event::DeviceAdded { device: name });
+        Ok(())
+    }
+
+    fn remove_device(&self, device: &DiskName) -> Result<(), PlaneError> {
+        let mut state = self.state();
+        state.device(device)?;
+        state.devices.remove(device);
+        Ok(())
+    }
+
+    fn resize_device(&self, device: &DiskName, size: Option<Bytes>) -> Result<Bytes, PlaneError> {
+        let mut state = self.state();
+        state.device(device)?;
+        let capacity = &mut state.devices.get_mut(device).unwrap().1;
+        *capacity = size.unwrap_or(*capacity);
+        Ok(*capacity)
+    }
+
+    fn mapping(&self, device: &DiskName) -> Result<Mapping, PlaneError> {
+        Ok(self.state().device(device)?.mapping.clone())
+    }
+
+    fn set_mapping(&self, device: &DiskName, entries: &[Entry]) -> Result<(), PlaneError> {
+        let mut state = self.state();
+        let known = state.iothreads.keys().cloned().collect();
+        let device = state.device(device)?;
+        device.mapping = Mapping::new(entries, device.queues().into(), Some(&known))?;
+        Ok(())
+    }
+
+    fn move_queue(
+        &self,
+        device: &DiskName,
+        queue: u16,
+        to: &IoThreadName,
+    ) -> Result<Nanos, PlaneError> {
+        let mut state = self.state();
+        state.iothread(to)?;
+        let found = state.device(device)?;
+        let queues = found.queues();
+        let missing = || PlaneError::NoQueue { device: device.clone(), queues, queue };
+        let from = found.mapping.iothread(queue).cloned().ok_or_else(missing)?;
+        found.mapping.assign(queue, to.clone())?;
+        let (device, to, pause_ns) = (device.clone(), to.clone(), Nanos::new(42));
+        self.say(Event::QueueMoved { device, queue, from, to, pause_ns });
+        Ok(pause_ns)
+    }
+
+    fn observe(&self) -> Observation {
+        let state = self.state();
+        let devices = state.devices.values().map(|(device, capacity, stats)| ObservedDevice {
+            name: device.name.clone(),
+            vm: device.vm.clone(),
+            socket: None,
+            connected: false,
+            capacity: *capacity,
+            read_only: device.read_only,
+            queues: device
+                .mapping
+                .by_queue()
+                .iter()
+                .zip(stats)
+                .map(|(iothread, stats)| ObservedQueue {
+                    iothread: iothread.clone(),
+                    activity: Activity::Running,
+                    stats: Arc::clone(stats),
+                })
+                .collect(),
+        });
+        Observation {
+            iothreads: state.iothreads.values().cloned().collect(),
+            devices: devices.collect(),
+        }
+    }
+
+    fn events(&self) -> broadcast::Receiver<Event> {
+        self.events.subscribe()
+    }
+}
+
+/// A server with two IOThreads and no device.
+struct Served {
+    books: Arc<Books>,
+    server: ControlServer,
+    _directory: tempfile::TempDir,
+}
+
+impl Served {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let control = Control { socket: directory.path().join("control.sock"), group: None };
+        let books = Books::new();
+        let plane: Arc<dyn Plane> = books.clone();
+        let server = ControlServer::start(&control, plane).unwrap();
+        Self { books, server, _directory: directory }
+    }
+
+    fn raw(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> String {
+        let mut stream = UnixStream::connect(self.server.path()).unwrap();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !fds.is_empty() {
+            assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+        }
+        let flags = SendFlags::empty();
+        let sent = sendmsg(&stream, &[IoSlice::new(bytes)], &mut control, flags).unwrap();
+        // The server may refuse before it has read all.
+        let _ = stream.write_all(&bytes[sent..]);
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        String::from_utf8(answer).unwrap()
+    }
+
+    fn with_fds(
+        &self,
+        method: &str,
+        path: &str,
+        body: &str,
+        fds: &[BorrowedFd<'_>],
+    ) -> (u16, String) {
+        let length = body.len();
+        let head = format!("{method} {path} HTTP/1.0\r\nContent-Length: {length}\r\n\r\n{body}");
+        let answer = self.raw(head.as_bytes(), fds);
+        let (head, body) = answer.split_once("\r\n\r\n").expect("an answer");
+        (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+    }
+
+    fn ask(&self, method: &str, path: &str, body: &Value) -> (u16, Value) {
+        let text = if body.is_null() { String::new() } else { body.to_string() };
+        let (status, body) = self.with_fds(method, path, &text, &[]);
+        (status, serde_json::from_str(&body).unwrap_or(Value::Null))
+    }
+
+    fn add(&self, name: &str) {
+        let (status, body) = self.ask("POST", "/v1/devices", &json!({ "device": ram(name) }));
+        assert_eq!((status, body), (201, Value::Null));
+    }
+}
+
+fn ram(name: &str) -> Value {
+    let engine = json!({ "type": "ram", "size": "1M" });
+    json!({ "name": name, "vm": "vm0", "socket": "/s", "queues": 2, "engine": engine })
+}
+
+#[test]
+fn socket_is_private_and_gone_at_the_end() {
+    let served = Served::new();
+    let path = served.server.path().to_owned();
+    let mode = std::fs::symlink_metadata(&path).unwrap().permissions().mode();
+    assert_eq!(mode & 0o7777, 0o600);
+    drop(served.server);
+    assert!(!path.exists());
+}
+
+#[test]
+fn stale_socket_is_replaced_and_a_served_one_is_not() {
+    let directory = tempfile::tempdir().unwrap();
+    let control = Control { socket: directory.path().join("s"), group: None };
+    drop(UnixListener::bind(&control.socket).unwrap());
+    let first = ControlServer::start(&control, Books::new()).unwrap();
+    let second = ControlServer::start(&control, Books::new());
+    assert!(matches!(second, Err(ControlError::InUse(_))), "{second:?}");
+    drop(first);
+    File::create(&control.socket).unwrap();
+    let third = ControlServer::start(&control, Books::new());
+    assert!(matches!(third, Err(ControlError::NotASocket(_))), "{third:?}");
+    assert!(control.socket.exists(), "it is not ours");
+}
+
+#[test]
+fn devices_and_iothreads_are_listed_changed_and_removed() {
+    let served = Served::new();
+    let (status, body) =
+        served.ask("POST", "/v1/iothreads", &json!({ "name": "iot2", "cpus": [1] }));
+    assert_eq!((status, body), (201, Value::Null));
+    served.add("d0");
+    let (status, found) = served.ask("GET", "/v1/snapshot", &Value::Null);
+    assert_eq!(status, 200);
+    assert_eq!(found["devices"][0]["queues"][1]["iothread"], "iot1");
+    assert_eq!(found["devices"][0]["queues"][1]["state"], "running");
+    assert_eq!(found["iothreads"][2]["cpus"], json!([1]));
+    assert!(found["time_ns"].as_u64().unwrap() > 1_700_000_000_000_000_000);
+    assert_eq!(served.ask("GET", "/v1/devices", &Value::Null).1, found["devices"]);
+    assert_eq!(served.ask("GET", "/v1/iothreads", &Value::Null).1, found["iothreads"]);
+
+    let resized = served.ask("PATCH", "/v1/devices/d0", &json!({ "size": "2M" }));
+    assert_eq!(resized, (200, json!({ "capacity": 2_097_152 })));
+    let pin = json!({ "cpus": [3, 2, 3] });
+    assert_eq!(served.ask("PUT", "/v1/iothreads/iot2/cpus", &pin).0, 204);
+    let lock = json!({ "locked": true });
+    assert_eq!(served.ask("PUT", "/v1/iothreads/iot2/lock", &lock).0, 204);
+    let iothread = &served.ask("GET", "/v1/iothreads", &Value::Null).1[2];
+    assert_eq!((&iothread["cpus"], &iothread["locked"]), (&json!([2, 3]), &json!(true)));
+
+    let in_use = served.ask("DELETE", "/v1/iothreads/iot1", &Value::Null);
+    assert_eq!((in_use.0, &in_use.1["error"]), (409, &json!("iothread \"iot1\" has 1 queues")));
+    assert_eq!(served.ask("DELETE", "/v1/iothreads/iot2", &Value::Null).0, 204);
+    assert_eq!(served.ask("DELETE", "/v1/devices/d0", &Value::Null).0, 204);
+    assert_eq!(served.ask("DELETE", "/v1/devices/d0", &Value::Null).0, 404);
+}
+
+#[test]
+fn mapping_is_set_whole_and_by_queue() {
+    let served = Served::new();
+    served.add("d0");
+    let both = |a: &str, b: &str| json!({ "mapping": [{ "iothread": a, "vqs": [0] }, { "iothread": b, "vqs": [1] }] });
+    assert_eq!(served.ask("GET", "/v1/mapping/d0", &Value::Null), (200, both("iot0", "iot1")));
+    let set = served.ask("PUT", "/v1/mapping/d0", &both("iot1", "iot0"));
+    assert_eq!(set, (200, both("iot1", "iot0")));
+    let moved = served.ask("PUT", "/v1/mapping/d0/1", &json!({ "iothread": "iot1" }));
+    assert_eq!(moved, (200, json!({ "pause_ns": 42 })));
+    let whole = json!({ "mapping": [{ "iothread": "iot1", "vqs": [0, 1] }] });
+    assert_eq!(served.ask("GET", "/v1/mapping/d0", &Value::Null), (200, whole));
+
+    let missing = json!({ "mapping": [{ "iothread": "iot1", "vqs": [0] }] });
+    let (status, body) = served.ask("PUT", "/v1/mapping/d0", &missing);
+    let words = "missing vq 1 IOThread assignment in iothread-vq-mapping";
+    assert_eq!((status, &body["error"]), (422, &json!(words)));
+    assert!(body["hint"].as_str().unwrap().contains("add 1 to the vqs"));
+    let no_queue = served.ask("PUT", "/v1/mapping/d0/2", &json!({ "iothread": "iot1" }));
+    assert_eq!(no_queue.0, 404);
+}
+
+#[test]
+fn wrong_requests_get_an_error_body() {
+    let served = Served::new();
+    let name = "a".repeat(65);
+    for (method, path, body, status, words) in [
+        ("GET", "/v2", json!(null), 404, "there is no such path"),
+        ("PUT", "/v1/snapshot", json!(null), 405, "does not have this method"),
+        ("POST", "/v1/devices", json!(null), 400, "the body"),
+        ("POST", "/v1/devices", json!({ "device": ram("a"), "x": 1 }), 400, "unknown field `x`"),
+        ("POST", "/v1/devices", json!({ "device": ram("a/b") }), 400, "not allowed in a name"),
+        ("POST", "/v1/devices", json!({ "device": ram("a"), "fds": ["image"] }), 400, "0 came"),
+        ("DELETE", &format!("/v1/devices/{name}"), json!(null), 400, "longer than 64"),
+        ("DELETE", "/v1/devices/..%2fa", json!(null), 400, "not allowed in a name"),
+        ("PUT", "/v1/mapping/a/x", json!({ "iothread": "iot0" }), 400, "a queue is a number"),
+        ("PUT", "/v1/iothreads/iot0/cpus", json!({ "cpus": [1024] }), 422, "beyond 1023"),
+        ("POST", "/v1/iothreads", json!({ "name": "iot0" }), 409, "already"),
+    ] {
+        let (found, body) = served.ask(method, path, &body);
+        let error = body["error"].as_str().unwrap_or_default();
+        assert!(found == status && error.contains(words), "{method} {path}: {found} {body}");
+    }
+    assert!(served.raw(b"nonsense\r\n\r\n", &[]).starts_with("HTTP/1.1 400"));
+}
+
+#[test]
+fn large_body_is_refused() {
+    let served = Served::new();
+    let (status, _) = served.with_fds("POST", "/v1/devices", &" ".repeat(MAX_BODY + 1), &[]);
+    assert_eq!(status, 413);
+}
+
+#[test]
+fn descriptors_reach_the_device_that_they_came_with() {
+    let served = Served::new();
+    let (image, socket) = (tempfile::tempfile().unwrap(), UnixStream::pair().unwrap().0);
+    let body = json!({ "device": ram("d0"), "fds": ["socket", "image"] }).to_string();
+    let fds = [socket.as_fd(), image.as_fd()];
+    assert_eq!(served.with_fds("POST", "/v1/devices", &body, &fds).0, 201);
+    let handed = std::mem::take(&mut served.books.state().handed);
+    let is_same = |a: &std::os::fd::OwnedFd, b: &dyn AsRawFd| {
+        let inode = |fd: i32| std::fs::read_link(format!("/proc/self/fd/{fd}")).unwrap();
+        inode(a.as_raw_fd()) == inode(b.as_raw_fd())
+    };
+    assert!(is_same(&handed.image.unwrap(), &image));
+    assert!(is_same(&handed.socket.unwrap(), &socket));
+
+    let twice = json!({ "device": ram("d1"), "fds": ["image", "image"] }).to_string();
+    assert_eq!(served.with_fds("POST", "/v1/devices", &twice, &fds).0, 400);
+}
+
+#[test]
+fn surplus_descriptors_are_closed() {
+    let served = Served::new();
+    let file = tempfile::tempfile().unwrap();
+    let fds = vec![file.as_fd(); 16];
+    let body = json!({ "device": ram("d0"), "fds": ["image"] }).to_string();
+    let (status, answer) = served.with_fds("POST", "/v1/devices", &body, &fds);
+    assert!(status == 400 && answer.contains("names 1 descriptors, and 4 came"), "{answer}");
+    let link = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
+    let copies = || {
+        let fds = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+        fds.filter(|fd| std::fs::read_link(fd.path()).is_ok_and(|l| l == link)).count()
+    };
+    let end = std::time::Instant::now() + Duration::from_secs(5);
+    while copies() > 1 && std::time::Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(copies(), 1);
+}
+
+#[test]
+fn events_arrive_in_order_after_the_first_comment() {
+    let served = Served::new();
+    let mut stream = UnixStream::connect(served.server.path()).unwrap();
+    stream.write_all(b"GET /v1/events HTTP/1.0\r\n\r\n").unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    let mut text = String::new();
+    let mut read_until = |words: &str, text: &mut String| {
+        while !text.contains(words) {
+            let mut chunk = [0; 4096];
+            let n = stream.read(&mut chunk).unwrap();
+            assert!(n > 0, "{text}");
+            text.push_str(std::str::from_utf8(&chunk[..n]).unwrap());
+        }
+    };
+    read_until("ready", &mut text);
+    served.add("d0");
+    let moved = served.ask("PUT", "/v1/mapping/d0/0", &json!({ "iothread": "iot1" }));
+    assert_eq!(moved.0, 200);
+    read_until("queue_moved", &mut text);
+    read_until("\n\n", &mut text);
+    let events: Vec<Event> =
+        text.lines().filter_map(|l| serde_json::from_str(l.strip_prefix("data:")?).ok()).collect();
+    let name = |text: &str| IoThreadName::new(text).unwrap();
+    let device = DiskName::new("d0").unwrap();
+    assert_eq!(
+        events,
+        [
+            Event::DeviceAdded { device: device.clone() },
+            Event::QueueMoved {
+                device,
+                queue: 0,
+                from: name("iot0"),
+                to: name("iot1"),
+                pause_ns: Nanos::new(42)
+            },
+        ]
+    );
+}
+
+#[test]
+fn metrics_are_in_seconds_and_empty_histograms_are_left_out() {
+    let served = Served::new();
+    served.add("d0");
+    let stats = Arc::clone(&served.books.state().devices[&DiskName::new("d0").unwrap()].2[1]);
+    stats.start(1);
+    stats.record(Op::Read, 4096, Nanos::new(1 << 20), Nanos::new(1 << 21));
+    let (status, text) = served.with_fds("GET", "/metrics", "", &[]);
+    assert_eq!(status, 200);
+    let queue = "vm=\"vm0\",device=\"d0\",queue=\"1\"";
+    for line in [
+        format!("rtvirtio_requests_total{{{queue},operation=\"read\"}} 1.0"),
+        format!("rtvirtio_transferred_bytes_total{{{queue},operation=\"read\"}} 4096.0"),
+        // A bucket does not hold its upper edge: 2^20 ns is in the next one.
+        format!("rtvirtio_wait_seconds_bucket{{le=\"0.001048576\",{queue}}} 0"),
+        format!("rtvirtio_wait_seconds_bucket{{le=\"0.002097152\",{queue}}} 1"),
+        format!("rtvirtio_response_seconds_bucket{{le=\"+Inf\",{queue}}} 1"),
+        format!("rtvirtio_response_seconds_sum{{{queue}}} 0.003145728"),
+        format!("rtvirtio_service_seconds_count{{{queue}}} 1"),
+        "rtvirtio_iothread_time_seconds_total{iothread=\"iot0\",activity=\"busy\"} 1.5".to_owned(),
+        "rtvirtio_capacity_bytes{vm=\"vm0\",device=\"d0\"} 1048576.0".to_owned(),
+    ] {
+        assert!(text.lines().any(|l| l == line), "{line}\n{text}");
+    }
+    assert!(!text.contains("wait_seconds_count{vm=\"vm0\",device=\"d0\",queue=\"0\"}"), "{text}");
+    assert!(text.ends_with("# EOF\n"));
+}

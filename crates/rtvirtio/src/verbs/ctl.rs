@@ -1,0 +1,308 @@
+//! `rtvirtio ctl`: the client of a data plane's control API.
+
+mod device;
+mod show;
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
+use rtvirtio_spec::control::{
+    AddIoThread, DeviceState, IoThreadState, Lock, MoveQueue, Moved, PinIoThread, Resize, Resized,
+    SetMapping,
+};
+use rtvirtio_spec::mapping::{Mapping, read};
+use rtvirtio_spec::serve::wire;
+use rtvirtio_units::{CpuId, DiskName, IoThreadName, NameError};
+
+use super::mapping::Format;
+use crate::{Outcome, input};
+
+/// Arguments of `ctl`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The data plane's control socket
+    #[arg(long, global = true, default_value = DEFAULT_SOCKET, value_name = "PATH")]
+    socket: PathBuf,
+    /// Print JSON
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Show all IOThreads, devices and queues
+    Snapshot,
+    /// List, add, remove and resize devices
+    #[command(subcommand)]
+    Device(device::Command),
+    /// List, create, pin, lock and remove IOThreads
+    #[command(subcommand, name = "iothread")]
+    IoThread(IoThreadCommand),
+    /// Show and change which IOThread serves which queue, while I/O runs
+    #[command(subcommand)]
+    Mapping(MappingCommand),
+    /// Print what happens, as it happens, until Ctrl-C
+    Events,
+    /// Print the metrics for Prometheus
+    Metrics,
+}
+
+#[derive(clap::Subcommand)]
+enum IoThreadCommand {
+    /// Show them
+    List,
+    /// Start one
+    Create {
+        /// Its name
+        #[arg(value_parser = iothread)]
+        name: IoThreadName,
+        /// CPUs that it may run on, such as 0,2-3; any if left out
+        #[arg(long, value_parser = cpus)]
+        cpus: Option<Cpus>,
+        /// The longest that it polls before it sleeps, µs
+        #[arg(long, value_name = "US")]
+        poll_max_us: Option<u64>,
+        /// Factor by which that grows
+        #[arg(long, value_name = "N")]
+        poll_grow: Option<u32>,
+        /// Divisor by which it shrinks; 0: at once to nothing
+        #[arg(long, value_name = "N")]
+        poll_shrink: Option<u32>,
+    },
+    /// Let one run on these CPUs only
+    Pin {
+        /// Its name
+        #[arg(value_parser = iothread)]
+        name: IoThreadName,
+        /// CPUs such as 0,2-3, or `any`
+        #[arg(value_parser = cpus)]
+        cpus: Cpus,
+    },
+    /// Keep policy from giving it queues or taking some away
+    Lock {
+        /// Its name
+        #[arg(value_parser = iothread)]
+        name: IoThreadName,
+    },
+    /// Let policy give it queues and take some away
+    Unlock {
+        /// Its name
+        #[arg(value_parser = iothread)]
+        name: IoThreadName,
+    },
+    /// End one that serves no queue
+    Remove {
+        /// Its name
+        #[arg(value_parser = iothread)]
+        name: IoThreadName,
+    },
+}
+
+#[derive(clap::Subcommand)]
+enum MappingCommand {
+    /// Show it
+    Get {
+        /// The device
+        #[arg(value_parser = disk)]
+        device: DiskName,
+        /// What to print
+        #[arg(long, value_enum, default_value_t = Format::Toml)]
+        format: Format,
+    },
+    /// Set it whole, from QEMU's JSON, libvirt's XML or TOML
+    Set {
+        /// The device
+        #[arg(value_parser = disk)]
+        device: DiskName,
+        /// The file; `-`: standard input
+        file: PathBuf,
+    },
+    /// Move one queue
+    Move {
+        /// The device
+        #[arg(value_parser = disk)]
+        device: DiskName,
+        /// The queue, from 0
+        queue: u16,
+        /// Where to
+        #[arg(value_parser = iothread)]
+        iothread: IoThreadName,
+    },
+}
+
+/// CPUs of a command line; none: any.
+#[derive(Debug, Clone)]
+struct Cpus(Vec<CpuId>);
+
+fn iothread(text: &str) -> Result<IoThreadName, NameError> {
+    IoThreadName::new(text)
+}
+
+fn disk(text: &str) -> Result<DiskName, NameError> {
+    DiskName::new(text)
+}
+
+/// `0,2-3` or `any`.
+fn cpus(text: &str) -> Result<Cpus, String> {
+    const HIGHEST: u32 = rtvirtio_spec::serve::MAX_CPU;
+    if text == "any" {
+        return Ok(Cpus(Vec::new()));
+    }
+    let number = |text: &str| text.parse().ok().filter(|cpu| *cpu <= HIGHEST);
+    let mut cpus = Vec::new();
+    for part in text.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let range = number(first).zip(number(last)).filter(|(first, last)| first <= last);
+        let Some((first, last)) = range else {
+            return Err(format!("write CPUs from 0 to {HIGHEST} as 0,2-3, or `any`"));
+        };
+        cpus.extend((first..=last).map(CpuId::new));
+    }
+    cpus.sort_unstable();
+    cpus.dedup();
+    Ok(Cpus(cpus))
+}
+
+pub(crate) fn run(args: &Args) -> Result<Outcome> {
+    let client = ControlClient::new(&args.socket);
+    match &args.command {
+        Command::Snapshot => {
+            let snapshot = client.snapshot()?;
+            if args.json {
+                input::print_json(&snapshot)?;
+            } else {
+                print!("{}", show::snapshot(&snapshot));
+            }
+        }
+        Command::Device(command) => device::run(&client, command, args.json)?,
+        Command::IoThread(command) => iothreads(&client, command, args.json)?,
+        Command::Mapping(command) => mapping(&client, command, args.json)?,
+        Command::Events => {
+            let mut out = std::io::stdout().lock();
+            for event in client.events()? {
+                let event = event?;
+                let text =
+                    if args.json { serde_json::to_string(&event)? } else { show::event(&event) };
+                writeln!(out, "{text}").and_then(|()| out.flush()).context("write")?;
+            }
+        }
+        Command::Metrics => print!("{}", client.text("/metrics")?),
+    }
+    Ok(Outcome::Done)
+}
+
+fn iothreads(client: &ControlClient, command: &IoThreadCommand, json: bool) -> Result<()> {
+    let at = |name: &IoThreadName, part: &str| format!("/v1/iothreads/{name}{part}");
+    let lock = |name: &IoThreadName, locked: bool| {
+        client.change("PUT", &at(name, "/lock"), &Lock { locked }, &[])
+    };
+    match command {
+        IoThreadCommand::List => {
+            let found: Vec<IoThreadState> = client.get("/v1/iothreads")?;
+            if json {
+                input::print_json(&found)?;
+            } else {
+                println!("{}", show::iothreads(&found));
+            }
+        }
+        IoThreadCommand::Create { name, cpus, poll_max_us, poll_grow, poll_shrink } => {
+            let body = AddIoThread(wire::IoThread {
+                name: name.clone(),
+                cpus: cpus.clone().map(|cpus| cpus.0).unwrap_or_default(),
+                poll_max_us: *poll_max_us,
+                poll_grow: *poll_grow,
+                poll_shrink: *poll_shrink,
+            });
+            client.change("POST", "/v1/iothreads", &body, &[])?;
+        }
+        IoThreadCommand::Pin { name, cpus } => {
+            let body = PinIoThread { cpus: cpus.0.clone() };
+            client.change("PUT", &at(name, "/cpus"), &body, &[])?;
+        }
+        IoThreadCommand::Lock { name } => lock(name, true)?,
+        IoThreadCommand::Unlock { name } => lock(name, false)?,
+        IoThreadCommand::Remove { name } => client.delete(&at(name, ""))?,
+    }
+    Ok(())
+}
+
+fn mapping(client: &ControlClient, command: &MappingCommand, json: bool) -> Result<()> {
+    let at = |device: &DiskName| format!("/v1/mapping/{device}");
+    match command {
+        MappingCommand::Get { device, format } => {
+            let found: SetMapping = client.get(&at(device))?;
+            print_mapping(&found, *format, json)?;
+        }
+        MappingCommand::Set { device, file } => {
+            let text = super::mapping::read_text(file)?;
+            // Unchecked: the data plane knows its IOThreads and the device's queues.
+            let found = read::read(&text, Some(device.as_str()));
+            let found = found.with_context(|| file.display().to_string())?;
+            let body = SetMapping { mapping: found.entries };
+            let found: SetMapping = client.ask("PUT", &at(device), &body)?;
+            print_mapping(&found, Format::Toml, json)?;
+        }
+        MappingCommand::Move { device, queue, iothread } => {
+            let body = MoveQueue { iothread: iothread.clone() };
+            let path = format!("{}/{queue}", at(device));
+            let moved: Moved = client.ask("PUT", &path, &body)?;
+            if json {
+                input::print_json(&moved)?;
+            } else {
+                println!("nobody served the queue for {}", moved.pause_ns);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn print_mapping(found: &SetMapping, format: Format, json: bool) -> Result<()> {
+    if json {
+        return input::print_json(&found.mapping);
+    }
+    let queues = found.mapping.iter().flat_map(|entry| entry.vqs.iter().flatten()).count();
+    let mapping = Mapping::new(&found.mapping, u32::try_from(queues)?, None)?;
+    print!("{}", super::mapping::text(&mapping, None, format));
+    Ok(())
+}
+
+/// Prints the answer to a resize.
+fn resize(client: &ControlClient, device: &DiskName, body: Resize, json: bool) -> Result<()> {
+    let resized: Resized = client.ask("PATCH", &format!("/v1/devices/{device}"), &body)?;
+    if json {
+        return input::print_json(&resized);
+    }
+    println!("{device} has {}", resized.capacity);
+    Ok(())
+}
+
+/// Prints all devices.
+fn list(client: &ControlClient, json: bool) -> Result<()> {
+    let found: Vec<DeviceState> = client.get("/v1/devices")?;
+    if json {
+        return input::print_json(&found);
+    }
+    println!("{}", show::devices(&found));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cpus_are_numbers_and_ranges_or_any() {
+        let read = |text: &str| {
+            cpus(text).ok().map(|cpus| cpus.0.iter().map(|cpu| cpu.get()).collect::<Vec<_>>())
+        };
+        assert_eq!(read("any"), Some(vec![]));
+        assert_eq!(read("4,0-2,1"), Some(vec![0, 1, 2, 4]));
+        for wrong in ["", "-", "1-", "2-1", "a", "1024", "0-4294967295", "1,,2"] {
+            assert_eq!(read(wrong), None, "{wrong}");
+        }
+    }
+}

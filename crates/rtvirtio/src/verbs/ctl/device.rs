@@ -1,0 +1,224 @@
+//! `rtvirtio ctl device`.
+//!
+//! Image and socket are opened by whoever runs the command and handed over: the data plane needs
+//! no right to either path.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_host::dataplane::ControlClient;
+use rtvirtio_spec::control::{AddDevice, Handed, Resize};
+use rtvirtio_spec::mapping::{Entry, read};
+use rtvirtio_spec::serve::wire;
+use rtvirtio_units::{DiskName, IoThreadName, NameError, VmName};
+
+#[derive(clap::Subcommand)]
+pub(super) enum Command {
+    /// Show them
+    List,
+    /// Add one: opens the image and makes the socket as this user, and hands both over
+    Add(Box<AddArgs>),
+    /// Disconnect its front end and remove it
+    Remove {
+        /// Its name
+        #[arg(value_parser = super::disk)]
+        name: DiskName,
+    },
+    /// Look at its image's size again, or change the size, and tell the guest
+    Resize {
+        /// Its name
+        #[arg(value_parser = super::disk)]
+        name: DiskName,
+        /// The new size, such as 10G; left out: what the image now has
+        size: Option<String>,
+    },
+}
+
+#[derive(clap::Args)]
+pub(super) struct AddArgs {
+    /// Its name
+    #[arg(value_parser = super::disk)]
+    name: DiskName,
+    /// Whose it is
+    #[arg(long, value_parser = vm)]
+    vm: VmName,
+    /// Where its front end connects: the socket is made here
+    #[arg(long, value_name = "PATH")]
+    listen: PathBuf,
+    #[command(flatten)]
+    data: DataArgs,
+    /// Its size, of a disk in RAM or an emulated one, such as 64M
+    #[arg(long, conflicts_with = "image")]
+    size: Option<String>,
+    /// Virtqueues, 1 to 64
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    queues: u32,
+    /// IOThreads that take its queues in turn; all if left out
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', value_parser = super::iothread)]
+    iothreads: Vec<IoThreadName>,
+    /// File with the mapping of queues to IOThreads: QEMU's JSON, libvirt's XML or TOML
+    #[arg(long, value_name = "FILE", conflicts_with = "iothreads")]
+    mapping: Option<PathBuf>,
+    /// Refuse writes
+    #[arg(long)]
+    read_only: bool,
+    /// What the guest sees as serial number, at most 20 characters; the name if left out
+    #[arg(long)]
+    serial: Option<String>,
+    /// Make each write durable before it completes
+    #[arg(long)]
+    no_write_cache: bool,
+    /// Go through the host's page cache
+    #[arg(long, requires = "image")]
+    buffered: bool,
+    /// Lock the image only while a front end is connected: for live migration
+    #[arg(long, requires = "image")]
+    lock_session: bool,
+}
+
+/// Where its data lies.
+#[derive(clap::Args)]
+#[group(required = true, multiple = false)]
+struct DataArgs {
+    /// A raw image or a block device
+    #[arg(long, value_name = "PATH")]
+    image: Option<PathBuf>,
+    /// RAM, lost at the end; see --size
+    #[arg(long)]
+    ram: bool,
+    /// An emulated solid-state disk, such as ref-4x250; see --size
+    #[arg(long, value_name = "MODEL")]
+    ssd: Option<String>,
+}
+
+fn vm(text: &str) -> Result<VmName, NameError> {
+    VmName::new(text)
+}
+
+fn size(text: &str) -> Result<wire::Size> {
+    text.parse().map_err(|words| anyhow::anyhow!("{text:?}: {words}"))
+}
+
+pub(super) fn run(client: &ControlClient, command: &Command, json: bool) -> Result<()> {
+    match command {
+        Command::List => super::list(client, json),
+        Command::Add(args) => add(client, args),
+        Command::Remove { name } => Ok(client.delete(&format!("/v1/devices/{name}"))?),
+        Command::Resize { name, size: wanted } => {
+            let size = wanted.as_deref().map(size).transpose()?;
+            super::resize(client, name, Resize { size }, json)
+        }
+    }
+}
+
+fn add(client: &ControlClient, args: &AddArgs) -> Result<()> {
+    let image = args.data.image.as_ref().map(|path| open(path, args)).transpose()?;
+    let listen = std::path::absolute(&args.listen).context("--listen")?;
+    let body = AddDevice {
+        device: wire::Device {
+            name: args.name.clone(),
+            vm: args.vm.clone(),
+            socket: Some(listen.clone()),
+            socket_activation: None,
+            queues: Some(args.queues),
+            read_only: args.read_only,
+            serial: args.serial.clone(),
+            write_cache: !args.no_write_cache,
+            fixed_buffers: wire::FixedBuffers::default(),
+            engine: engine(args)?,
+            mapping: mapping(args)?,
+        },
+        fds: image.iter().map(|_| Handed::Image).chain([Handed::Socket]).collect(),
+    };
+    let socket = Socket::make(&listen)?;
+    let mut fds: Vec<BorrowedFd<'_>> = image.iter().map(AsFd::as_fd).collect();
+    fds.push(socket.listener.as_fd());
+    client.change("POST", "/v1/devices", &body, &fds)?;
+    socket.keep();
+    Ok(())
+}
+
+/// The image, open as the data plane will use it.
+fn open(path: &Path, args: &AddArgs) -> Result<File> {
+    let mut options = OpenOptions::new();
+    // Not blocking: a pipe in the image's place must not hang the command.
+    let nonblock = rustix::fs::OFlags::NONBLOCK;
+    let direct = if args.buffered { nonblock } else { nonblock | rustix::fs::OFlags::DIRECT };
+    options.read(true).write(!args.read_only).custom_flags(direct.bits() as i32);
+    let file = options.open(path).with_context(|| format!("open {}", path.display()))?;
+    let kind = file.metadata().with_context(|| format!("{}", path.display()))?.file_type();
+    let is_image = kind.is_file() || kind.is_block_device();
+    ensure!(is_image, "{} is neither a file nor a block device", path.display());
+    rustix::fs::fcntl_setfl(&file, direct - nonblock)
+        .with_context(|| format!("open {}", path.display()))?;
+    Ok(file)
+}
+
+fn engine(args: &AddArgs) -> Result<wire::Engine> {
+    if let Some(image) = &args.data.image {
+        let path = fs::canonicalize(image).with_context(|| format!("{}", image.display()))?;
+        let lock =
+            if args.lock_session { wire::ImageLock::Session } else { wire::ImageLock::Always };
+        return Ok(wire::Engine {
+            kind: wire::EngineKind::File,
+            path: Some(path),
+            direct: Some(!args.buffered),
+            lock: Some(lock),
+            ..wire::Engine::default()
+        });
+    }
+    let Some(text) = &args.size else { bail!("--size is missing: write --size 64M") };
+    let kind = if args.data.ssd.is_some() { wire::EngineKind::Ssd } else { wire::EngineKind::Ram };
+    let (size, ssd) = (Some(size(text)?), args.data.ssd.clone());
+    Ok(wire::Engine { kind, size, ssd, ..wire::Engine::default() })
+}
+
+fn mapping(args: &AddArgs) -> Result<Option<Vec<Entry>>> {
+    if let Some(file) = &args.mapping {
+        let text = super::super::mapping::read_text(file)?;
+        let found = read::read(&text, None).with_context(|| file.display().to_string())?;
+        return Ok(Some(found.entries));
+    }
+    let entries: Vec<_> = args.iothreads.iter().cloned().map(Entry::round_robin).collect();
+    Ok(Some(entries).filter(|entries| !entries.is_empty()))
+}
+
+/// A listening socket, removed when dropped unless it is kept.
+struct Socket {
+    listener: UnixListener,
+    path: Option<PathBuf>,
+}
+
+impl Socket {
+    /// Makes it, in the place of one that nobody serves any more.
+    fn make(path: &Path) -> Result<Self> {
+        let context = || format!("make the socket {}", path.display());
+        if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
+            match UnixStream::connect(path) {
+                Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
+                    fs::remove_file(path).with_context(context)?;
+                }
+                _ => bail!("{} is served by another process", path.display()),
+            }
+        }
+        let listener = UnixListener::bind(path).with_context(context)?;
+        Ok(Self { listener, path: Some(path.to_owned()) })
+    }
+
+    fn keep(mut self) {
+        self.path = None;
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        if let Some(path) = &self.path {
+            let _ = fs::remove_file(path);
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! What a data plane says, for people.
+
+use comfy_table::{CellAlignment, Table, presets};
+use rtvirtio_spec::control::{
+    Activity, DeviceState, Event, IoThreadState, LatencySummary, QueueState, Snapshot,
+};
+use rtvirtio_units::Nanos;
+
+/// A table whose columns from `numbers` on are numbers.
+fn table<const N: usize>(header: [&str; N], numbers: usize) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header(header);
+    for column in numbers..N {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table
+}
+
+pub(super) fn snapshot(snapshot: &Snapshot) -> String {
+    let (iothreads, devices) = (iothreads(&snapshot.iothreads), devices(&snapshot.devices));
+    format!("{iothreads}\n\n{devices}\n\n{}\n", queues(&snapshot.devices))
+}
+
+pub(super) fn iothreads(iothreads: &[IoThreadState]) -> Table {
+    let header = ["iothread", "cpus", "", "queues", "busy", "polling", "asleep", "cpu time"];
+    let mut table = table(header, 3);
+    for t in iothreads {
+        let cpus = match t.cpus.as_slice() {
+            [] => "any".to_owned(),
+            cpus => rtvirtio_spec::plan::qemu::cpuset(cpus),
+        };
+        let locked = if t.locked { "locked" } else { "" }.to_owned();
+        let all = t.busy_ns.saturating_add(t.poll_ns).saturating_add(t.sleep_ns);
+        let share = |time: Nanos| {
+            format!("{:.1} %", time.as_secs_f64() * 100.0 / all.as_secs_f64().max(1e-9))
+        };
+        table.add_row([
+            t.name.to_string(),
+            cpus,
+            locked,
+            t.queues.to_string(),
+            share(t.busy_ns),
+            share(t.poll_ns),
+            share(t.sleep_ns),
+            t.cpu_ns.to_string(),
+        ]);
+    }
+    table
+}
+
+pub(super) fn devices(devices: &[DeviceState]) -> Table {
+    let mut table = table(["device", "vm", "", "socket", "queues", "size"], 4);
+    for d in devices {
+        let socket = d.socket.as_ref().map_or_else(|| "-".to_owned(), |s| s.display().to_string());
+        table.add_row([
+            d.name.to_string(),
+            d.vm.to_string(),
+            if d.connected { "connected" } else { "waiting" }.to_owned(),
+            socket,
+            d.queues.len().to_string(),
+            d.capacity.to_string(),
+        ]);
+    }
+    table
+}
+
+fn queues(devices: &[DeviceState]) -> Table {
+    let header = [
+        "device",
+        "queue",
+        "iothread",
+        "state",
+        "in flight",
+        "reads",
+        "writes",
+        "errors",
+        "p50",
+        "p99",
+        "p99.9",
+        "p99.99",
+    ];
+    let mut table = table(header, 4);
+    for device in devices {
+        for q in &device.queues {
+            let [p50, p99, p999, p9999] = percentiles(&q.response);
+            table.add_row([
+                device.name.to_string(),
+                q.index.to_string(),
+                q.iothread.to_string(),
+                state(q).to_owned(),
+                q.in_flight.to_string(),
+                q.operations.reads.to_string(),
+                q.operations.writes.to_string(),
+                q.errors.to_string(),
+                p50,
+                p99,
+                p999,
+                p9999,
+            ]);
+        }
+    }
+    table
+}
+
+/// Of the response; a percentile that fewer than ten requests lie beyond says little.
+fn percentiles(latency: &LatencySummary) -> [String; 4] {
+    let shown = |one_in: u64, value: Nanos| {
+        if latency.count >= 10 * one_in { value.to_string() } else { "-".to_owned() }
+    };
+    [
+        shown(2, latency.p50_ns),
+        shown(100, latency.p99_ns),
+        shown(1_000, latency.p999_ns),
+        shown(10_000, latency.p9999_ns),
+    ]
+}
+
+const fn state(queue: &QueueState) -> &'static str {
+    match queue.state {
+        Activity::Stopped => "stopped",
+        Activity::Running => "running",
+        Activity::Moving => "moving",
+        Activity::Broken => "broken",
+    }
+}
+
+pub(super) fn event(event: &Event) -> String {
+    match event {
+        Event::DeviceAdded { device } => format!("{device}: added"),
+        Event::DeviceRemoved { device } => format!("{device}: removed"),
+        Event::DeviceResized { device, capacity } => format!("{device}: has {capacity}"),
+        Event::FrontEndConnected { device } => format!("{device}: front end connected"),
+        Event::FrontEndDisconnected { device } => format!("{device}: front end disconnected"),
+        Event::QueueMoved { device, queue, from, to, pause_ns } => {
+            format!("{device}: queue {queue} moved from {from} to {to} in {pause_ns}")
+        }
+        Event::QueueBroken { device, queue, reason } => {
+            format!("{device}: queue {queue} is broken: {}", reason.escape_debug())
+        }
+        Event::IothreadAdded { iothread } => format!("{iothread}: added"),
+        Event::IothreadRemoved { iothread } => format!("{iothread}: removed"),
+        Event::EventsLost { count } => format!("{count} events were lost: too slow a reader"),
+    }
+}

@@ -1,0 +1,188 @@
+//! `rtvirtio ctl` against a server that answers as told; needs no root.
+
+use std::io::{IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::Output;
+use std::thread;
+
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use serde_json::{Value, json};
+
+use crate::scratch_disk::{rtvirtio, said};
+
+/// What came with one request.
+struct Asked {
+    head: String,
+    body: Value,
+    fds: Vec<OwnedFd>,
+}
+
+/// Reads a request and its descriptors.
+fn read(stream: &mut UnixStream) -> Asked {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut bytes = vec![0; 64 << 10];
+    let flags = RecvFlags::CMSG_CLOEXEC;
+    let received =
+        recvmsg(&*stream, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags).unwrap().bytes;
+    let mut fds = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            fds.extend(rights);
+        }
+    }
+    let text = String::from_utf8(bytes[..received].to_vec()).unwrap();
+    // Head and body of a small request come in one piece.
+    let (head, body) = text.split_once("\r\n\r\n").unwrap();
+    Asked { head: head.to_owned(), body: serde_json::from_str(body).unwrap_or(Value::Null), fds }
+}
+
+/// Runs `ctl` with these arguments against a server that gives this answer.
+fn ctl(arguments: &[&str], status: u16, answer: &str) -> (Output, Asked) {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("control.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let answer = format!("HTTP/1.0 {status} Status\r\n\r\n{answer}");
+    let server = thread::spawn(move || {
+        let mut stream = listener.accept().unwrap().0;
+        let asked = read(&mut stream);
+        stream.write_all(answer.as_bytes()).unwrap();
+        asked
+    });
+    let all = [&["ctl", "--socket", socket.to_str().unwrap()], arguments].concat();
+    let output = rtvirtio(Path::new("/nonexistent"), &all);
+    (output, server.join().unwrap())
+}
+
+fn done(arguments: &[&str], answer: &str) -> (String, Asked) {
+    let (output, asked) = ctl(arguments, 200, answer);
+    assert!(output.status.success(), "{}", said(&output));
+    (String::from_utf8(output.stdout).unwrap(), asked)
+}
+
+#[test]
+fn each_change_is_asked_for_as_the_api_has_it() {
+    for (arguments, first, body) in [
+        (&["device", "remove", "d0"] as &[_], "DELETE /v1/devices/d0 ", Value::Null),
+        (&["iothread", "remove", "a"], "DELETE /v1/iothreads/a ", Value::Null),
+        (&["iothread", "lock", "a"], "PUT /v1/iothreads/a/lock ", json!({ "locked": true })),
+        (&["iothread", "unlock", "a"], "PUT /v1/iothreads/a/lock ", json!({ "locked": false })),
+        (
+            &["iothread", "pin", "a", "0,2-3"],
+            "PUT /v1/iothreads/a/cpus ",
+            json!({ "cpus": [0, 2, 3] }),
+        ),
+        (&["iothread", "pin", "a", "any"], "PUT /v1/iothreads/a/cpus ", json!({ "cpus": [] })),
+        (
+            &["iothread", "create", "a", "--cpus", "1", "--poll-max-us", "50"],
+            "POST /v1/iothreads ",
+            json!({ "name": "a", "cpus": [1], "poll_max_us": 50 }),
+        ),
+    ] {
+        let (_, asked) = done(arguments, "");
+        assert!(asked.head.starts_with(first), "{arguments:?}: {}", asked.head);
+        assert_eq!((asked.body, asked.fds.len()), (body, 0));
+    }
+}
+
+#[test]
+fn answers_are_shown() {
+    let (text, asked) = done(&["mapping", "move", "d0", "1", "iot1"], r#"{"pause_ns":42000}"#);
+    assert!(asked.head.starts_with("PUT /v1/mapping/d0/1 "), "{}", asked.head);
+    assert_eq!(asked.body, json!({ "iothread": "iot1" }));
+    assert_eq!(text, "nobody served the queue for 42.0 µs\n");
+
+    let (text, asked) = done(&["device", "resize", "d0", "1G"], r#"{"capacity":1073741824}"#);
+    assert_eq!((asked.body, text.as_str()), (json!({ "size": 1_073_741_824 }), "d0 has 1 GiB\n"));
+
+    let mapping = r#"{"mapping":[{"iothread":"a","vqs":[0,1]}]}"#;
+    let (text, _) = done(&["mapping", "get", "d0"], mapping);
+    assert_eq!(text, "queues = 2\nmapping = [\n  { iothread = \"a\", vqs = [0, 1] },\n]\n");
+    let (text, _) = done(&["--json", "mapping", "get", "d0"], mapping);
+    let found: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(found, json!([{ "iothread": "a", "vqs": [0, 1] }]));
+
+    let summary = json!({ "count": 1000, "mean_ns": 1, "p50_ns": 5000, "p99_ns": 9000, "p999_ns": 9, "p9999_ns": 9, "max_ns": 9 });
+    let snapshot = json!({
+        "time_ns": 1,
+        "iothreads": [{ "name": "iot0", "cpus": [0, 1], "locked": true, "tid": 1, "queues": 1,
+            "polling": { "max_ns": 1, "grow": 2, "shrink": 0 },
+            "busy_ns": 250, "poll_ns": 250, "sleep_ns": 500, "cpu_ns": 1_000_000 }],
+        "devices": [{ "name": "d0", "vm": "vm0", "socket": "/s", "connected": true, "capacity": 1 << 20,
+            "read_only": false, "queues": [{ "index": 0, "iothread": "iot0", "state": "running",
+                "in_flight": 3, "reads": 1000, "writes": 7, "flushes": 0, "discards": 0,
+                "write_zeroes": 0, "others": 0, "read_bytes": 0, "written_bytes": 0, "errors": 0,
+                "kicks": 0, "calls": 0, "empty_polls": 0,
+                "wait": summary, "service": summary, "response": summary }] }],
+    });
+    let (text, _) = done(&["snapshot"], &snapshot.to_string());
+    for words in
+        ["locked", "0-1", "25.0 %", "50.0 %", "connected", "1 MiB", "running", "5.0 µs", "9.0 µs"]
+    {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+}
+
+#[test]
+fn events_are_lines_for_people_or_json() {
+    let events = ": ready\n\ndata: {\"event\":\"queue_moved\",\"device\":\"d0\",\"queue\":1,\"from\":\"a\",\"to\":\"b\",\"pause_ns\":5000}\n\n";
+    let (text, _) = done(&["events"], events);
+    assert_eq!(text, "d0: queue 1 moved from a to b in 5.0 µs\n");
+    let (text, _) = done(&["events", "--json"], events);
+    assert_eq!(serde_json::from_str::<Value>(&text).unwrap()["event"], "queue_moved");
+}
+
+#[test]
+fn device_add_hands_image_and_socket_over() {
+    let directory = tempfile::tempdir().unwrap();
+    let (image, listen) = (directory.path().join("image"), directory.path().join("d0.sock"));
+    std::fs::write(&image, "the image").unwrap();
+    let (image, listen) = (image.to_str().unwrap(), listen.to_str().unwrap());
+    let add = ["device", "add", "d0", "--vm", "vm0", "--image", image, "--listen", listen];
+    let arguments = [&add as &[_], &["--buffered", "--queues", "2", "--iothreads", "a,b"]].concat();
+    let (_, mut asked) = done(&arguments, "");
+    assert!(asked.head.starts_with("POST /v1/devices "), "{}", asked.head);
+    assert_eq!(asked.body["fds"], json!(["image", "socket"]));
+    let device = &asked.body["device"];
+    assert_eq!((&device["queues"], &device["socket"]), (&json!(2), &json!(listen)));
+    assert_eq!(device["mapping"], json!([{ "iothread": "a" }, { "iothread": "b" }]));
+    assert_eq!(device["engine"]["direct"], json!(false));
+    let socket = UnixListener::from(asked.fds.pop().unwrap());
+    let mut text = String::new();
+    std::fs::File::from(asked.fds.pop().unwrap()).read_to_string(&mut text).unwrap();
+    assert_eq!(text, "the image");
+    // It listens: a front end can connect before anybody accepts.
+    UnixStream::connect(listen).unwrap();
+    socket.accept().unwrap();
+}
+
+#[test]
+fn device_add_that_is_refused_leaves_no_socket() {
+    let directory = tempfile::tempdir().unwrap();
+    let listen = directory.path().join("d0.sock");
+    let add = ["device", "add", "d0", "--vm", "v", "--ram", "--size", "1M", "--listen"];
+    let arguments = [&add as &[_], &[listen.to_str().unwrap()]].concat();
+    let refusal = r#"{"error":"there is a device \"d0\" already","hint":"choose another name"}"#;
+    let (output, asked) = ctl(&arguments, 409, refusal);
+    assert_eq!(asked.body["device"]["engine"], json!({ "type": "ram", "size": 1_048_576 }));
+    let complaint = said(&output);
+    assert_eq!(output.status.code(), Some(1), "{complaint}");
+    let words = "error: there is a device \"d0\" already\nhint: choose another name";
+    assert!(complaint.contains(words), "{complaint}");
+    assert!(!listen.exists());
+}
+
+#[test]
+fn absent_data_plane_is_named_with_a_hint() {
+    let output = rtvirtio(Path::new("/x"), &["ctl", "--socket", "/nonexistent/s", "snapshot"]);
+    let complaint = said(&output);
+    assert_eq!(output.status.code(), Some(1), "{complaint}");
+    assert!(
+        complaint.contains("cannot connect to the data plane at /nonexistent/s"),
+        "{complaint}"
+    );
+    assert!(complaint.contains("hint: start it: rtvirtio serve"), "{complaint}");
+}
