@@ -284,10 +284,11 @@ where
         let ended = serve(&mut connection, &mut session);
         // The next front end is let in before the rings are drained.
         drop(left);
-        if (ended.error.is_some() || ended.refused > 0) && self.may_report() {
-            if let Some(shared) = self.shared.upgrade() {
-                (shared.report)(&self.device, &ended);
-            }
+        if (ended.error.is_some() || ended.refused > 0)
+            && self.may_report()
+            && let Some(shared) = self.shared.upgrade()
+        {
+            (shared.report)(&self.device, &ended);
         }
     }
 

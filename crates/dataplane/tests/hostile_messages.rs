@@ -45,7 +45,10 @@ impl Engine for Disk {
 
 /// Keeps rings, and does nothing with them.
 #[derive(Default)]
-struct Host(Mutex<BTreeMap<u16, (Ring, [Option<OwnedFd>; 3])>>);
+struct Host(Mutex<BTreeMap<u16, Kept>>);
+
+/// A ring with its kick, call and error.
+type Kept = (Ring, [Option<OwnedFd>; 3]);
 
 impl QueueHost for Host {
     type Key = u16;
