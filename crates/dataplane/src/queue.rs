@@ -38,7 +38,7 @@ pub struct Queue {
     chain: Chain,
     kick: Option<OwnedFd>,
     call: Option<Call>,
-    error: Option<OwnedFd>,
+    error: Option<Call>,
     enabled: bool,
     broken: Option<Broken>,
     stats: Arc<QueueStats>,
@@ -47,8 +47,12 @@ pub struct Queue {
     pub(crate) started_here: u16,
     /// Slots whose start found the submission queue full.
     waiting: Vec<u16>,
-    /// Finished since the ring was last published.
+    /// Finished since the ring was last published, or one of the next two.
     unpublished: bool,
+    /// The driver is called in any case.
+    call_due: bool,
+    /// The front end is to be told that the ring is broken.
+    error_due: bool,
 }
 
 /// A request in flight. Free if `operation` is `None`.
@@ -149,7 +153,8 @@ impl Queue {
             chain: Chain::default(),
             kick: setup.kick,
             call: setup.call,
-            error: setup.error,
+            // An fd that cannot be written to is none.
+            error: setup.error.and_then(|fd| Call::new(fd).ok()),
             enabled: setup.enabled,
             broken: None,
             stats: setup.stats,
@@ -158,6 +163,8 @@ impl Queue {
             waiting: Vec::new(),
             // A server before this one may have died between finishing and calling.
             unpublished: true,
+            call_due: false,
+            error_due: false,
         }
     }
 
@@ -206,12 +213,13 @@ impl Queue {
     pub fn set_call(&mut self, call: Option<Call>) {
         self.call = call;
         // What finished while there was no fd, or went to the old one.
-        self.signal();
+        self.call_due = true;
+        self.unpublished = true;
     }
 
     /// Tells of a broken ring by another fd from now on.
     pub fn set_error(&mut self, error: Option<OwnedFd>) {
-        self.error = error;
+        self.error = error.and_then(|fd| Call::new(fd).ok());
     }
 
     /// Memory was added, or the dirty log switched: what is in flight stays where it is.
@@ -244,8 +252,8 @@ impl Queue {
     }
 
     /// For whoever frees an IOThread that is stuck in it.
-    pub(crate) const fn call(&self) -> Option<&Call> {
-        self.call.as_ref()
+    pub(crate) fn calls(&self) -> [Option<Call>; 2] {
+        [self.call.clone(), self.error.clone()]
     }
 
     /// Requests of an earlier server that are still to be done again: the ring's base counts them
@@ -440,10 +448,18 @@ impl Queue {
 
     /// Shows the driver what has finished and calls it if it wants to be.
     pub(crate) fn publish(&mut self) -> bool {
-        let called = std::mem::take(&mut self.unpublished) && self.ring.publish();
-        if called {
+        if !std::mem::take(&mut self.unpublished) {
+            return false;
+        }
+        let called = self.ring.publish() | std::mem::take(&mut self.call_due);
+        if called && let Some(call) = &self.call {
             self.stats.call();
-            self.signal();
+            call.signal();
+        }
+        if std::mem::take(&mut self.error_due)
+            && let Some(error) = &self.error
+        {
+            error.signal();
         }
         called
     }
@@ -452,21 +468,12 @@ impl Queue {
         self.unpublished
     }
 
-    fn signal(&self) {
-        if let Some(call) = &self.call {
-            call.signal();
-        }
-    }
-
     /// The driver broke its ring: it is not served until it is set up anew.
     fn latch(&mut self, error: Broken) {
         self.broken = Some(error);
         self.stats.set_broken(true);
-        if let Some(fd) = &self.error
-            && crate::call::is_eventfd(fd)
-        {
-            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
-        }
+        self.error_due = true;
+        self.unpublished = true;
     }
 }
 
