@@ -116,6 +116,10 @@ impl IoThreadStats {
         number.store(number.load(Relaxed).wrapping_add(by), Relaxed);
     }
 
+    pub(crate) fn set_calling(&self, queue: Option<QueueKey>) {
+        self.calling.store(queue.map_or(0, |key| u64::from(key.0) + 1), Relaxed);
+    }
+
     /// The queue whose driver is being called at this moment.
     pub(crate) fn calling(&self) -> Option<QueueKey> {
         self.calling.load(Relaxed).checked_sub(1).map(|key| QueueKey(key as u32))
@@ -281,11 +285,13 @@ impl IoThread {
                 return;
             }
             if worked {
-                self.submit();
                 let ended = now();
                 IoThreadStats::add(&self.stats.busy_ns, ended - began);
                 IoThreadStats::add(&self.stats.turns, 1);
                 began = ended;
+            }
+            if self.has_work() {
+                self.submit();
             } else {
                 began = self.idle(began);
             }
@@ -300,10 +306,10 @@ impl IoThread {
 
     /// Polls, then waits. Returns when there may be work.
     fn idle(&mut self, began: u64) -> u64 {
-        self.submit();
-        let until = began + self.poll;
-        let mut time = began;
         if self.poll > 0 {
+            self.submit();
+            let until = began + self.poll;
+            let mut time = began;
             while time < until {
                 if self.has_work() {
                     IoThreadStats::add(&self.stats.poll_ns, time - began);
@@ -318,11 +324,8 @@ impl IoThread {
             return now();
         }
         let slept = now();
-        match self.ring.submit_and_wait(1) {
-            Ok(_) => {}
-            // A signal, or a full completion queue: the next turn reaps.
-            Err(_) => {}
-        }
+        // A signal, or a full completion queue, is no error: the next turn reaps.
+        let _ = self.ring.submit_and_wait(1);
         let woken = now();
         IoThreadStats::add(&self.stats.sleep_ns, woken - slept);
         IoThreadStats::add(&self.stats.sleeps, 1);
@@ -408,6 +411,7 @@ impl IoThread {
                         file: entry.registered.file,
                         completions: &self.completions,
                         buffers: &|segment| entry.registered.buffer(segment),
+                        stats: &self.stats,
                         now,
                     };
                     entry.queue.complete_raw(head, raw, &mut turn);
@@ -468,6 +472,7 @@ impl IoThread {
                         file: entry.registered.file,
                         completions: &self.completions,
                         buffers: &|segment| entry.registered.buffer(segment),
+                        stats: &self.stats,
                         now: time,
                     },
                     share,
@@ -503,9 +508,7 @@ impl IoThread {
         for &key in &self.awake {
             let Some(entry) = get_mut(&mut self.served, key) else { continue };
             if entry.queue.is_unpublished() {
-                self.stats.calling.store(u64::from(key.0) + 1, Relaxed);
-                entry.queue.publish();
-                self.stats.calling.store(0, Relaxed);
+                entry.queue.publish(&self.stats);
             }
             stopped |= entry.has_stopped();
         }
@@ -548,7 +551,7 @@ impl IoThread {
             }
             Letter::Release { key, to, left, done } => {
                 if let Some(entry) = get_mut(&mut self.served, key) {
-                    entry.queue.publish();
+                    entry.queue.publish(&self.stats);
                 }
                 let Some(mut queue) = self.let_go(key) else { return };
                 let _ = left.send(now());

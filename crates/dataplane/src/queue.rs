@@ -17,10 +17,15 @@ use rustix::io::Errno;
 use crate::call::Call;
 use crate::device::Device;
 use crate::fixed::FixedBuffers;
+use crate::iothread::IoThreadStats;
 use crate::memory::Memory;
 use crate::request::{Action, Limits, Status, parse};
 use crate::ring::{Chain, Ring, RingError};
 use crate::stats::{Op, QueueStats};
+
+/// Requests that finish at once are shown to the driver in batches of so many, not at the end of
+/// the turn: driver and device then work side by side.
+const EARLY: u32 = 8;
 
 /// Names a queue while it is served: unique in the process at any time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -47,8 +52,10 @@ pub struct Queue {
     pub(crate) started_here: u16,
     /// Slots whose start found the submission queue full.
     waiting: Vec<u16>,
-    /// Finished since the ring was last published.
+    /// Whether something has finished, or the driver may not know of it, since the ring was last
+    /// published; and how many requests.
     unpublished: bool,
+    finished: u32,
 }
 
 /// A request in flight. Free if `operation` is `None`.
@@ -126,6 +133,7 @@ pub(crate) struct Turn<'a, 'ring> {
     pub(crate) file: Option<u32>,
     pub(crate) completions: &'a Arc<dyn Completions>,
     pub(crate) buffers: &'a dyn Fn(&Segment) -> Option<u16>,
+    pub(crate) stats: &'a IoThreadStats,
     /// When the pass began, ns of [`now`].
     pub(crate) now: u64,
 }
@@ -158,6 +166,7 @@ impl Queue {
             waiting: Vec::new(),
             // A server before this one may have died between finishing and calling.
             unpublished: true,
+            finished: 0,
         }
     }
 
@@ -295,6 +304,9 @@ impl Queue {
         }
         let mut limits = None;
         for _ in 0..share {
+            if self.finished >= EARLY {
+                self.publish(turn.stats);
+            }
             match self.ring.next(&mut self.chain) {
                 Ok(true) => {}
                 Ok(false) => return Pass::Empty,
@@ -429,6 +441,7 @@ impl Queue {
         self.ring.finish(head, slot.written);
         self.in_flight -= 1;
         self.unpublished = true;
+        self.finished += 1;
         if status == Status::Ok {
             let wait = slot.started.saturating_sub(slot.popped);
             let service = now.saturating_sub(slot.started);
@@ -439,13 +452,14 @@ impl Queue {
     }
 
     /// Shows the driver what has finished and calls it if it wants to be.
-    pub(crate) fn publish(&mut self) -> bool {
-        let called = std::mem::take(&mut self.unpublished) && self.ring.publish();
-        if called {
+    pub(crate) fn publish(&mut self, thread: &IoThreadStats) {
+        self.finished = 0;
+        if std::mem::take(&mut self.unpublished) && self.ring.publish() {
             self.stats.call();
+            thread.set_calling(Some(self.key));
             self.signal();
+            thread.set_calling(None);
         }
-        called
     }
 
     pub(crate) const fn is_unpublished(&self) -> bool {

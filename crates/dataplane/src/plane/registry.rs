@@ -33,6 +33,8 @@ use crate::server::{Listener, Report, Server, SocketId};
 const SOCKET_MODE: u32 = 0o660;
 /// How often somebody looks whether an IOThread is stuck in a front end's eventfd.
 const STUCK_PERIOD: Duration = Duration::from_millis(5);
+/// The same while none of them does anything.
+const IDLE_PERIOD: Duration = Duration::from_millis(100);
 
 /// How long to try to lock an image.
 const LOCK_TIME: Duration = Duration::from_secs(2);
@@ -90,9 +92,11 @@ impl Registry {
             let (pool, watching) = (Arc::clone(&pool), Arc::clone(&watching));
             move || {
                 let mut before = HashMap::new();
+                let mut period = IDLE_PERIOD;
                 while watching.load(Relaxed) {
-                    std::thread::park_timeout(STUCK_PERIOD);
-                    pool.free_stuck(&mut before);
+                    std::thread::park_timeout(period);
+                    let busy = pool.free_stuck(&mut before);
+                    period = if busy { STUCK_PERIOD } else { IDLE_PERIOD };
                 }
             }
         })?;
