@@ -118,6 +118,10 @@ impl IoThreadStats {
         number.store(number.load(Relaxed).wrapping_add(by), Relaxed);
     }
 
+    pub(crate) fn set_calling(&self, queue: Option<QueueKey>) {
+        self.calling.store(queue.map_or(0, |key| u64::from(key.0) + 1), Relaxed);
+    }
+
     /// The queue whose driver is being called at this moment.
     pub(crate) fn calling(&self) -> Option<QueueKey> {
         self.calling.load(Relaxed).checked_sub(1).map(|key| QueueKey(key as u32))
@@ -294,11 +298,13 @@ impl IoThread {
                 return;
             }
             if worked {
-                self.submit();
                 let ended = now();
                 IoThreadStats::add(&self.stats.busy_ns, ended - began);
                 IoThreadStats::add(&self.stats.turns, 1);
                 began = ended;
+            }
+            if self.has_work() {
+                self.submit();
             } else {
                 began = self.idle(began);
             }
@@ -314,10 +320,10 @@ impl IoThread {
 
     /// Polls, then waits. Returns when there may be work.
     fn idle(&mut self, began: u64) -> u64 {
-        self.submit();
-        let until = began + self.poll;
-        let mut time = began;
         if self.poll > 0 {
+            self.submit();
+            let until = began + self.poll;
+            let mut time = began;
             while time < until {
                 if self.has_work() {
                     IoThreadStats::add(&self.stats.poll_ns, time - began);
@@ -332,11 +338,8 @@ impl IoThread {
             return now();
         }
         let slept = now();
-        match self.ring.submit_and_wait(1) {
-            Ok(_) => {}
-            // A signal, or a full completion queue: the next turn reaps.
-            Err(_) => {}
-        }
+        // A signal, or a full completion queue, is no error: the next turn reaps.
+        let _ = self.ring.submit_and_wait(1);
         let woken = now();
         IoThreadStats::add(&self.stats.sleep_ns, woken - slept);
         IoThreadStats::add(&self.stats.sleeps, 1);
@@ -430,6 +433,7 @@ impl IoThread {
                         file: entry.registered.file,
                         completions: &self.completions,
                         buffers: &|segment| entry.registered.buffer(segment),
+                        stats: &self.stats,
                         now,
                     };
                     entry.queue.complete_raw(head, raw, &mut turn);
@@ -490,6 +494,7 @@ impl IoThread {
                         file: entry.registered.file,
                         completions: &self.completions,
                         buffers: &|segment| entry.registered.buffer(segment),
+                        stats: &self.stats,
                         now: time,
                     },
                     share,
@@ -532,15 +537,11 @@ impl IoThread {
         }
     }
 
-    /// Publishes a queue. The front end's fds are written to here and nowhere else: whoever
-    /// watches over the threads knows by `calling` whose fd one is stuck in.
     fn show(&mut self, key: QueueKey) {
         if let Some(entry) = get_mut(&mut self.served, key)
             && entry.queue.is_unpublished()
         {
-            self.stats.calling.store(u64::from(key.0) + 1, Relaxed);
-            entry.queue.publish();
-            self.stats.calling.store(0, Relaxed);
+            entry.queue.publish(&self.stats);
         }
     }
 

@@ -305,26 +305,23 @@ impl Pool {
         self.place(key).is_ok_and(|place| place.thread.try_lock().is_err())
     }
 
-    /// Frees threads that are stuck in calling a driver whose front end filled its eventfd; the
-    /// queues that it was. To be called every few milliseconds: a thread counts as stuck when it
-    /// is in the same call as at the time before.
-    pub fn free_stuck(&self, before: &mut HashMap<ThreadId, (QueueKey, u64)>) -> Vec<QueueKey> {
+    /// Frees threads that are stuck in calling a driver whose front end filled its eventfd. To be
+    /// called every few milliseconds while it returns that a thread does something: a thread counts
+    /// as stuck when it is in the same call as at the time before.
+    pub fn free_stuck(&self, before: &mut HashMap<ThreadId, (u64, Option<QueueKey>)>) -> bool {
         let state = lock(&self.state);
-        let mut stuck = Vec::new();
+        let mut busy = false;
         for (&id, thread) in &state.threads {
-            let Some(key) = thread.stats.calling() else {
-                before.remove(&id);
-                continue;
-            };
             let turns = thread.stats.turns.load(Relaxed);
-            if before.insert(id, (key, turns)) == Some((key, turns))
-                && let Some(place) = state.places.get(&key)
-            {
+            let calling = thread.stats.calling();
+            let same = before.insert(id, (turns, calling)) == Some((turns, calling));
+            busy |= !same || calling.is_some();
+            if same && let Some(place) = calling.and_then(|key| state.places.get(&key)) {
                 lock(&place.calls).iter().flatten().for_each(Call::drain);
-                stuck.push(key);
             }
         }
-        stuck
+        before.retain(|id, _| state.threads.contains_key(id));
+        busy
     }
 
     fn post(&self, to: ThreadId, letter: Letter) -> Result<(), PoolError> {

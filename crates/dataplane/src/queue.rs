@@ -17,10 +17,15 @@ use rustix::io::Errno;
 use crate::call::Call;
 use crate::device::Device;
 use crate::fixed::FixedBuffers;
+use crate::iothread::IoThreadStats;
 use crate::memory::Memory;
 use crate::request::{Action, Limits, Status, parse};
 use crate::ring::{Chain, Ring, RingError};
 use crate::stats::{Op, QueueStats};
+
+/// Requests that finish at once are shown to the driver in batches of so many, not at the end of
+/// the turn: driver and device then work side by side.
+const EARLY: u32 = 8;
 
 /// Names a queue while it is served: unique in the process at any time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -47,12 +52,14 @@ pub struct Queue {
     pub(crate) started_here: u16,
     /// Slots whose start found the submission queue full.
     waiting: Vec<u16>,
-    /// Finished since the ring was last published, or one of the next two.
+    /// Whether something has finished, or the driver may not know of it, since the ring was last
+    /// published, or one of the next two; and how many requests.
     unpublished: bool,
     /// The driver is called in any case.
     call_due: bool,
     /// The front end is to be told that the ring is broken.
     error_due: bool,
+    finished: u32,
 }
 
 /// A request in flight. Free if `operation` is `None`.
@@ -130,6 +137,7 @@ pub(crate) struct Turn<'a, 'ring> {
     pub(crate) file: Option<u32>,
     pub(crate) completions: &'a Arc<dyn Completions>,
     pub(crate) buffers: &'a dyn Fn(&Segment) -> Option<u16>,
+    pub(crate) stats: &'a IoThreadStats,
     /// When the pass began, ns of [`now`].
     pub(crate) now: u64,
 }
@@ -165,6 +173,7 @@ impl Queue {
             unpublished: true,
             call_due: false,
             error_due: false,
+            finished: 0,
         }
     }
 
@@ -303,6 +312,9 @@ impl Queue {
         }
         let mut limits = None;
         for _ in 0..share {
+            if self.finished >= EARLY {
+                self.publish(turn.stats);
+            }
             match self.ring.next(&mut self.chain) {
                 Ok(true) => {}
                 Ok(false) => return Pass::Empty,
@@ -367,11 +379,8 @@ impl Queue {
                 _ => None,
             },
         };
-        let mut lent = Lent {
-            submission: turn.submission,
-            file: turn.file,
-            completions: turn.completions,
-        };
+        let mut lent =
+            Lent { submission: turn.submission, file: turn.file, completions: turn.completions };
         match self.device.engine().start(&request, &mut lent) {
             Outcome::Done(result) => {
                 // It took the engine's time, not none.
@@ -437,6 +446,7 @@ impl Queue {
         self.ring.finish(head, slot.written);
         self.in_flight -= 1;
         self.unpublished = true;
+        self.finished += 1;
         if status == Status::Ok {
             let wait = slot.started.saturating_sub(slot.popped);
             let service = now.saturating_sub(slot.started);
@@ -447,21 +457,27 @@ impl Queue {
     }
 
     /// Shows the driver what has finished and calls it if it wants to be.
-    pub(crate) fn publish(&mut self) -> bool {
+    pub(crate) fn publish(&mut self, thread: &IoThreadStats) {
+        self.finished = 0;
         if !std::mem::take(&mut self.unpublished) {
-            return false;
+            return;
         }
-        let called = self.ring.publish() | std::mem::take(&mut self.call_due);
-        if called && let Some(call) = &self.call {
+        let call = self.ring.publish() | std::mem::take(&mut self.call_due);
+        let error = std::mem::take(&mut self.error_due);
+        if !call && !error {
+            return;
+        }
+        // These fds are written to here and nowhere else: whoever watches over the threads
+        // knows whose one is stuck in.
+        thread.set_calling(Some(self.key));
+        if call && let Some(call) = &self.call {
             self.stats.call();
             call.signal();
         }
-        if std::mem::take(&mut self.error_due)
-            && let Some(error) = &self.error
-        {
+        if error && let Some(error) = &self.error {
             error.signal();
         }
-        called
+        thread.set_calling(None);
     }
 
     pub(crate) const fn is_unpublished(&self) -> bool {

@@ -121,7 +121,7 @@ impl Setup<'_> {
             }
             Backing::File(path) => {
                 format!(
-                    "{{ type = \"file\", path = {}, direct = true, aio = \"io_uring\" }}",
+                    "{{ type = \"file\", path = {}, direct = true }}",
                     quoted(path)?
                 )
             }

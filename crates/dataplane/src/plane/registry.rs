@@ -22,7 +22,9 @@ use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos};
 use tokio::sync::broadcast;
 
 use super::host::Host;
-use super::{EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError};
+use super::{
+    EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError,
+};
 use crate::device::{Device, DeviceConfig, Limits};
 use crate::iothread::{IoThreadStats, Polling};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
@@ -33,6 +35,8 @@ use crate::server::{Listener, Report, Server, SocketId};
 const SOCKET_MODE: u32 = 0o660;
 /// How often somebody looks whether an IOThread is stuck in a front end's eventfd.
 const STUCK_PERIOD: Duration = Duration::from_millis(5);
+/// The same while none of them does anything.
+const IDLE_PERIOD: Duration = Duration::from_millis(100);
 
 /// How long to try to lock an image.
 const LOCK_TIME: Duration = Duration::from_secs(2);
@@ -90,9 +94,11 @@ impl Registry {
             let (pool, watching) = (Arc::clone(&pool), Arc::clone(&watching));
             move || {
                 let mut before = HashMap::new();
+                let mut period = IDLE_PERIOD;
                 while watching.load(Relaxed) {
-                    std::thread::park_timeout(STUCK_PERIOD);
-                    pool.free_stuck(&mut before);
+                    std::thread::park_timeout(period);
+                    let busy = pool.free_stuck(&mut before);
+                    period = if busy { STUCK_PERIOD } else { IDLE_PERIOD };
                 }
             }
         })?;
@@ -389,10 +395,8 @@ impl Plane for Registry {
     fn set_mapping(&self, device: &DiskName, entries: &[Entry]) -> Result<(), PlaneError> {
         let mapping = {
             let state = self.state();
-            let served = state
-                .devices
-                .get(device)
-                .ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            let served =
+                state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
             let names = state.iothreads.keys().cloned().collect();
             Mapping::new(entries, u32::from(served.mapping.queues()), Some(&names))?
         };
@@ -417,14 +421,14 @@ impl Plane for Registry {
         let (host, thread, from) = {
             let mut state = self.state();
             let thread = state.iothread(to)?.id;
-            let served = state
-                .devices
-                .get(device)
-                .ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            let served =
+                state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
             let queues = served.mapping.queues();
-            let from = served.mapping.iothread(queue).cloned().ok_or_else(|| {
-                PlaneError::NoQueue { device: device.clone(), queues, queue }
-            })?;
+            let from = served
+                .mapping
+                .iothread(queue)
+                .cloned()
+                .ok_or_else(|| PlaneError::NoQueue { device: device.clone(), queues, queue })?;
             (Arc::clone(&served.host), thread, from)
         };
         let pause = host.assign(queue, thread).map_err(|error| match error {

@@ -341,6 +341,15 @@ impl Guarded {
     }
 }
 
+/// Ends the other threads of a test, even by a panic.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
 /// Processor time of a kernel thread number of this process.
 fn cpu_time(tid: i32) -> Duration {
     let stat = std::fs::read_to_string(format!("/proc/self/task/{tid}/schedstat")).unwrap();

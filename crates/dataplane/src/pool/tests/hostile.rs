@@ -17,13 +17,6 @@ fn watched<T>(pool: &Pool, act: impl FnOnce() -> T) -> T {
                 pool.free_stuck(&mut before);
             }
         });
-        /// Ends the watchdog, even by a panic.
-        struct Stop<'a>(&'a AtomicBool);
-        impl Drop for Stop<'_> {
-            fn drop(&mut self) {
-                self.0.store(true, Relaxed);
-            }
-        }
         let _stop = Stop(&stop);
         act()
     })
@@ -141,10 +134,7 @@ fn broken_ring_is_latched_and_costs_nothing_and_others_are_served() {
     let spent = cpu_time(tid) - before;
     assert!(spent < Duration::from_millis(25), "{spent:?} of 500 ms");
     let stopped = pool.stop(bad_key).unwrap();
-    assert_eq!(
-        stopped.broken(),
-        Some(crate::Broken::Ring(crate::ring::RingError::AvailableJump))
-    );
+    assert_eq!(stopped.broken(), Some(crate::Broken::Ring(crate::ring::RingError::AvailableJump)));
     is_served(&mut good);
     pool.stop(good_key).unwrap();
 }

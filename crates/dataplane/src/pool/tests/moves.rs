@@ -119,7 +119,6 @@ fn moves_of_short_transfers_lose_repeat_and_misplace_nothing() {
 fn moves_race_stop_start_edits_and_ending_threads() {
     let pool = Pool::default();
     let ids: [_; 2] = threads(&pool);
-    let device = device(ssd("ref-4x250"), 4);
     let stop = AtomicBool::new(false);
     let key = std::sync::Mutex::new(None);
     let (moved, removed) = (AtomicU64::new(0), AtomicU64::new(0));
@@ -160,9 +159,11 @@ fn moves_race_stop_start_edits_and_ending_threads() {
                 }
             }
         });
+        let _stop = Stop(stop);
         // The front end: starts, changes memory and call, stops with requests in flight.
         for round in 0..100 {
             let mut queue = Guarded::new(Shape::of(round % 4));
+            let device = device(ssd("ref-4x250"), 4);
             let started = pool.start(queue.setup(&device), ids[(round % 2) as usize]).unwrap();
             *key.lock().unwrap() = Some(started);
             for _ in 0..3 {
@@ -190,7 +191,6 @@ fn moves_race_stop_start_edits_and_ending_threads() {
             pool.stop(again).unwrap();
             *key.lock().unwrap() = None;
         }
-        stop.store(true, Relaxed);
     });
     assert!(moved.load(Relaxed) > 0 && removed.load(Relaxed) > 0);
     for id in ids {
