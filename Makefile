@@ -4,11 +4,10 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup build guest libvirt demo test check fmt clippy doc deny fuzz \
-	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads bench-dataplane \
-	bench-full bench-full-24 bench-full-raw
+.PHONY: help setup build guest libvirt uml demo test check fmt clippy doc deny fuzz loom \
 	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads \
-	bench-full bench-full-24 bench-full-raw uml bench-dataplane-endurance
+	bench-dataplane bench-dataplane-isolation bench-dataplane-endurance \
+	bench-full bench-full-24 bench-full-raw
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -81,6 +80,10 @@ fuzz: ## Fuzz rings, vhost-user messages, specifications and QEMU's replies, FUZ
 	@scripts/fuzz ring
 	@scripts/fuzz vhost_user
 
+loom: ## Every interleaving of the mailbox and of a queue's move
+	RUSTFLAGS="--cfg rtvirtio_loom" CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target)/loom \
+		cargo test -p rtvirtio-dataplane --lib --release --locked model
+
 # The first repetition has every scheme, interleaved; the others repeat two of them.
 # All of these continue where they were interrupted. 21 s is the least window that judges p99.9
 # of 500 requests a second.
@@ -129,6 +132,12 @@ bench-dataplane: build ## rtvirtio serve beside qemu-storage-daemon; then 1 agai
 	$(RTVIRTIO) bench dataplane --repetitions $(REPETITIONS) --out $(RESULTS)/dataplane
 	$(RTVIRTIO) bench dataplane --scaling --server ours --repetitions $(REPETITIONS) \
 		--out $(RESULTS)/dataplane-scaling
+
+bench-dataplane-isolation: setup ## A broken VM beside another one on the same IOThread
+	mkdir -p $(RESULTS)
+	RTVIRTIO_ISOLATION=$(abspath $(RESULTS))/dataplane-isolation.txt cargo test -p rtvirtio --release \
+		--locked --test it -- isolation --nocapture
+
 # ENDURANCE names tests, such as dataplane::crash. The record has a line for each that passed.
 ENDURANCE ?= dataplane::
 

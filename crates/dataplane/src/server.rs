@@ -206,7 +206,8 @@ struct Sessions {
 }
 
 struct Running {
-    stream: Arc<UnixStream>,
+    // The session's: closed when that ends, not when the next one is accepted.
+    stream: Weak<UnixStream>,
     // Whether it still has its front end; the session may outlive that by what it has to drain.
     connected: bool,
     thread: JoinHandle<()>,
@@ -236,6 +237,7 @@ where
                 let (served, stream) = (Arc::clone(&self), Arc::clone(&stream));
                 move || served.run(stream)
             })?;
+        let stream = Arc::downgrade(&stream);
         sessions.running.push(Running { stream, connected: true, thread });
         Ok(())
     }
@@ -255,8 +257,8 @@ where
     fn shut_down(&self) {
         let mut sessions = lock(&self.sessions);
         sessions.closed = true;
-        for session in &sessions.running {
-            let _ = session.stream.shutdown(Shutdown::Both);
+        for stream in sessions.running.iter().filter_map(|session| session.stream.upgrade()) {
+            let _ = stream.shutdown(Shutdown::Both);
         }
     }
 
@@ -314,7 +316,7 @@ impl<H: QueueHost + Send + Sync + 'static> Drop for Left<'_, H> {
         // The front end learns at once that nobody answers any more.
         let _ = self.stream.shutdown(Shutdown::Both);
         for session in &mut lock(&self.served.sessions).running {
-            if Arc::ptr_eq(&session.stream, self.stream) {
+            if std::ptr::eq(session.stream.as_ptr(), Arc::as_ptr(self.stream)) {
                 session.connected = false;
             }
         }

@@ -57,6 +57,7 @@ enum Letter {
     Release(Sender<Letter>),
     Adopt(Queue),
     Ended { here: bool },
+    End,
 }
 
 /// An IOThread.
@@ -65,6 +66,9 @@ struct IoThread {
     itself: Sender<Letter>,
     queue: Option<Queue>,
     forward: Option<Sender<Letter>>,
+    /// To whom it gives the queue as soon as it has it.
+    pass_on: Option<Sender<Letter>>,
+    ending: bool,
     /// Started here and not yet ended here.
     outstanding: usize,
 }
@@ -98,7 +102,14 @@ impl IoThread {
                 let _ = to.post(Letter::Adopt(queue));
                 self.forward = Some(to);
             }
-            Letter::Adopt(queue) => self.queue = Some(queue),
+            Letter::Adopt(queue) => match self.pass_on.take() {
+                Some(to) => {
+                    let _ = to.post(Letter::Adopt(queue));
+                    self.forward = Some(to);
+                }
+                None => self.queue = Some(queue),
+            },
+            Letter::End => self.ending = true,
             Letter::Ended { here } => {
                 self.outstanding -= usize::from(here);
                 match (&self.queue, &self.forward) {
@@ -151,6 +162,8 @@ fn request_around_a_move_is_completed_once_by_the_queues_owner() {
                 itself: to_source,
                 queue: Some(Queue { ring, fetched: 0 }),
                 forward: None,
+                pass_on: None,
+                ending: false,
                 outstanding: 0,
             };
             source.turn();
@@ -164,6 +177,8 @@ fn request_around_a_move_is_completed_once_by_the_queues_owner() {
             itself: to_target,
             queue: None,
             forward: None,
+            pass_on: None,
+            ending: false,
             outstanding: 0,
         };
         while !target.has_completed() {
@@ -173,5 +188,61 @@ fn request_around_a_move_is_completed_once_by_the_queues_owner() {
         }
         driver.join().unwrap();
         source.join().unwrap();
+    });
+}
+
+/// A queue that moves on while a request is in flight: its completion follows it over a thread
+/// that has started nothing of it.
+#[test]
+fn completion_follows_its_queue_over_two_moves() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(3);
+    model.check(|| {
+        let ring = Arc::new(Ring {
+            available: AtomicUsize::new(1),
+            notify: AtomicBool::new(true),
+            used: UnsafeCell::new(0),
+        });
+        let (to_source, source_mail) = mailbox().unwrap();
+        let (to_middle, middle_mail) = mailbox().unwrap();
+        let (to_target, target_mail) = mailbox().unwrap();
+        let thread = |mail, itself, queue, pass_on| IoThread {
+            mail,
+            itself,
+            queue,
+            forward: None,
+            pass_on,
+            ending: false,
+            outstanding: 0,
+        };
+        let (middle, last) = (to_middle.clone(), to_target.clone());
+        let mut source = thread(source_mail, to_source, Some(Queue { ring, fetched: 0 }), None);
+        let source = thread::spawn(move || {
+            source.read(Letter::Release(middle));
+            // It had been started before; the engine tells of it now.
+            source.outstanding = 1;
+            source.read(Letter::Ended { here: true });
+        });
+        let ends = to_middle.clone();
+        let mut middle = thread(middle_mail, to_middle, None, Some(last));
+        let middle = thread::spawn(move || {
+            while !middle.ending {
+                middle.mail.bell.wake.0.wait();
+                middle.turn();
+            }
+        });
+        let mut target = thread(target_mail, to_target, None, None);
+        while !target.has_completed() {
+            target.mail.bell.wake.0.wait();
+            while target.mail.has_rung() {
+                target.mail.answer();
+                while let Some(letter) = target.mail.take() {
+                    target.read(letter);
+                }
+            }
+        }
+        let _ = ends.post(Letter::End);
+        source.join().unwrap();
+        middle.join().unwrap();
     });
 }

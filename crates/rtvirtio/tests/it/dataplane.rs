@@ -11,6 +11,9 @@
 mod control;
 mod counts;
 mod crash;
+mod front_end;
+mod hostile;
+mod isolation;
 mod libvirt;
 mod migration;
 mod qemu;

@@ -1,0 +1,313 @@
+//! A front end without manners: raw vhost-user messages, and a driver that may write anything.
+
+use std::fs::File;
+use std::io::IoSlice;
+use std::io::Read as _;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
+
+use rtvirtio_dataplane::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use tempfile::TempDir;
+
+use crate::scratch_disk::RTVIRTIO;
+
+const ENOUGH: Duration = Duration::from_secs(10);
+/// A request's data, header and status.
+pub(crate) const DATA: u64 = GUEST + (1 << 19);
+pub(crate) const HEADER: u64 = DATA + 0x1_0000;
+pub(crate) const STATUS: u64 = HEADER + 16;
+
+/// `rtvirtio serve` of some disks on one IOThread.
+pub(crate) struct Daemon {
+    child: Child,
+    directory: TempDir,
+}
+
+impl Daemon {
+    /// `disks`: names, and what follows `engine = `.
+    pub(crate) fn start(disks: &[(&str, String)]) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let mut text = "version = 1\n[[iothread]]\nname = 'iot0'\n".to_owned();
+        for (name, engine) in disks {
+            let socket = directory.path().join(name);
+            text += &format!(
+                "[[device]]\nname = '{name}'\nvm = 'vm-{name}'\nsocket = '{}'\nqueues = 1\n\
+                 engine = {engine}\n",
+                socket.display()
+            );
+        }
+        let path = directory.path().join("serve.toml");
+        std::fs::write(&path, text).unwrap();
+        let log = File::create(directory.path().join("log")).unwrap();
+        let child = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL", RTVIRTIO, "serve"])
+            .arg(path)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().unwrap())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        let mut daemon = Self { child, directory };
+        let start = Instant::now();
+        for (name, _) in disks {
+            while UnixStream::connect(daemon.socket(name)).is_err() {
+                daemon.is_alive();
+                assert!(start.elapsed() < ENOUGH, "{}", daemon.log());
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+        daemon
+    }
+
+    pub(crate) fn socket(&self, disk: &str) -> PathBuf {
+        self.directory.path().join(disk)
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.directory.path().join("log")).unwrap_or_default()
+    }
+
+    #[track_caller]
+    pub(crate) fn is_alive(&mut self) {
+        if let Some(status) = self.child.try_wait().unwrap() {
+            panic!("it ended, {status}: {}", self.log());
+        }
+    }
+
+    fn proc(&self, what: &str) -> PathBuf {
+        Path::new("/proc").join(self.child.id().to_string()).join(what)
+    }
+
+    /// What its descriptors are of, sorted.
+    pub(crate) fn fds(&self) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(self.proc("fd")).unwrap();
+        let kind = |entry: std::fs::DirEntry| {
+            let target = std::fs::read_link(entry.path()).unwrap_or_default();
+            // Sockets have numbers.
+            if target.starts_with("/") {
+                target
+            } else {
+                target
+                    .with_extension("")
+                    .to_string_lossy()
+                    .split(':')
+                    .next()
+                    .unwrap_or_default()
+                    .into()
+            }
+        };
+        let mut fds: Vec<_> = entries.map(|entry| kind(entry.unwrap())).collect();
+        fds.sort_unstable();
+        fds
+    }
+
+    /// KiB.
+    pub(crate) fn resident(&self) -> u64 {
+        let status = std::fs::read_to_string(self.proc("status")).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse().unwrap()
+    }
+
+    fn cpu_time(&self) -> Duration {
+        let threads = std::fs::read_dir(self.proc("task")).unwrap();
+        let one = |path: PathBuf| {
+            let text = std::fs::read_to_string(path.join("schedstat")).unwrap_or_default();
+            text.split(' ').next().and_then(|ns| ns.parse().ok()).unwrap_or(0)
+        };
+        Duration::from_nanos(threads.map(|entry| one(entry.unwrap().path())).sum())
+    }
+
+    /// Does something to each of its threads.
+    pub(crate) fn run_on(&self, each: impl Fn(rustix::process::Pid)) {
+        for entry in std::fs::read_dir(self.proc("task")).unwrap() {
+            let name = entry.unwrap().file_name();
+            let tid = name.to_str().and_then(|tid| tid.parse().ok()).unwrap();
+            each(rustix::process::Pid::from_raw(tid).unwrap());
+        }
+    }
+
+    /// Uses less than 5 % of a CPU, within 1 s.
+    #[track_caller]
+    pub(crate) fn is_quiet(&self) {
+        std::thread::sleep(Duration::from_millis(200));
+        let before = self.cpu_time();
+        std::thread::sleep(Duration::from_millis(400));
+        let spent = self.cpu_time().saturating_sub(before);
+        assert!(spent < Duration::from_millis(20), "{spent:?} of 400 ms");
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("it said: {}", self.log());
+        }
+    }
+}
+
+/// Sends a message; whether it was taken.
+pub(crate) fn send(
+    stream: &UnixStream,
+    header: [u32; 3],
+    body: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> bool {
+    let head: Vec<u8> = header.iter().flat_map(|word| word.to_le_bytes()).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+    }
+    let pieces = [IoSlice::new(&head), IoSlice::new(body)];
+    sendmsg(stream, &pieces, &mut control, SendFlags::NOSIGNAL).is_ok()
+}
+
+/// A connected front end with one ring.
+pub(crate) struct FrontEnd {
+    pub(crate) stream: UnixStream,
+    pub(crate) driver: Driver,
+    pub(crate) kick: OwnedFd,
+    call: OwnedFd,
+    error: OwnedFd,
+}
+
+impl FrontEnd {
+    pub(crate) const SIZE: u16 = 16;
+
+    /// Up to a ring that is served.
+    pub(crate) fn connect(socket: &Path) -> Self {
+        const VERSION_1: u64 = 1 << 32;
+        const INDIRECT: u64 = 1 << 28;
+        const PROTOCOL: u64 = 1 << 30;
+        const REPLY_ACK: u64 = 1 << 3;
+        let stream = UnixStream::connect(socket).unwrap();
+        stream.set_read_timeout(Some(ENOUGH)).unwrap();
+        let guest = Guest::new(1 << 20);
+        let options = Options { size: Self::SIZE, packed: false, event_idx: false, indirect: true };
+        let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let driver = Driver::new(Arc::clone(&guest), GUEST, options);
+        let front = Self { stream, driver, kick: event(), call: event(), error: event() };
+        let words = |words: &[u64]| words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<_>>();
+        let config = front.driver.config();
+        assert!(send(&front.stream, [16, 1, 8], &words(&[REPLY_ACK]), &[]));
+        front.ask(2, &words(&[VERSION_1 | INDIRECT | PROTOCOL]), &[]);
+        front.ask(3, &[], &[]);
+        let spec = guest.region().spec();
+        let table = words(&[1, spec.guest, spec.size, spec.front_end, 0]);
+        front.ask(5, &table, &[guest.file()]);
+        front.ask(8, &words(&[u64::from(Self::SIZE) << 32]), &[]);
+        front.ask(10, &words(&[0]), &[]);
+        let place = words(&[0, config.descriptors, config.device, config.driver, 0]);
+        front.ask(9, &place, &[]);
+        let (kick, call, error) = (front.kick.as_fd(), front.call.as_fd(), front.error.as_fd());
+        front.ask(13, &words(&[0]), &[call]);
+        front.ask(14, &words(&[0]), &[error]);
+        front.ask(12, &words(&[0]), &[kick]);
+        front.ask(18, &words(&[1 << 32]), &[]);
+        front
+    }
+
+    /// A message that is acknowledged.
+    #[track_caller]
+    fn ask(&self, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) {
+        assert!(send(&self.stream, [request, 1 | 8, body.len() as u32], body, fds));
+        let mut reply = [0; 20];
+        (&self.stream).read_exact(&mut reply).unwrap();
+        assert_eq!(reply[12..], [0; 8], "message {request}");
+    }
+
+    pub(crate) fn kick(&self) {
+        rustix::io::write(&self.kick, &1u64.to_ne_bytes()).unwrap();
+    }
+
+    /// Waits to be called.
+    pub(crate) fn wait(&self) {
+        let mut ready = [rustix::event::PollFd::new(&self.call, rustix::event::PollFlags::IN)];
+        let timeout = rustix::event::Timespec { tv_sec: 1, tv_nsec: 0 };
+        let _ = rustix::event::poll(&mut ready, Some(&timeout));
+        let _ = rustix::io::read(&self.call, &mut [0; 8]);
+    }
+
+    /// Puts a head into the available ring, and kicks.
+    pub(crate) fn offer(&self, head: u16, count: u16) {
+        let (_, available, _) = self.driver.addresses();
+        let guest = self.driver.guest();
+        let index = guest.u16(available + 2).load(SeqCst);
+        guest.u16(available + 4 + 2 * u64::from(index % Self::SIZE)).store(head, SeqCst);
+        guest.u16(available + 2).store(index.wrapping_add(count), SeqCst);
+        self.kick();
+    }
+
+    /// Whether a head came back, or the server said that the ring is broken.
+    pub(crate) fn outcome(&self) -> Outcome {
+        let (_, _, used) = self.driver.addresses();
+        let start = Instant::now();
+        loop {
+            if rustix::io::read(&self.error, &mut [0; 8]).is_ok() {
+                return Outcome::Broken;
+            }
+            if self.driver.guest().u16(used + 2).load(SeqCst) > 0 {
+                return Outcome::Returned;
+            }
+            if start.elapsed() > ENOUGH {
+                return Outcome::Neither;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// A request with this many bytes of data; its status.
+    #[track_caller]
+    pub(crate) fn request(&mut self, kind: u32, sector: u64, bytes: u32) -> u8 {
+        self.start(kind, sector, bytes);
+        self.finish(ENOUGH).expect("it hangs")
+    }
+
+    pub(crate) fn start(&mut self, kind: u32, sector: u64, bytes: u32) {
+        let guest = Arc::clone(self.driver.guest());
+        let mut header = [0; 16];
+        header[..4].copy_from_slice(&kind.to_le_bytes());
+        header[8..].copy_from_slice(&sector.to_le_bytes());
+        guest.write(HEADER, &header);
+        guest.write(STATUS, &[0xff]);
+        let at = |address, length, writable| Buffer { address, length, writable };
+        let mut buffers = vec![at(HEADER, 16, false)];
+        if bytes > 0 {
+            buffers.push(at(DATA, bytes, kind == 0));
+        }
+        buffers.push(at(STATUS, 1, true));
+        self.driver.add(&buffers, false).expect("room");
+        self.driver.publish();
+        self.kick();
+    }
+
+    /// The status of what was started, once it has ended.
+    pub(crate) fn finish(&mut self, within: Duration) -> Option<u8> {
+        let start = Instant::now();
+        while self.driver.take().is_none() {
+            if start.elapsed() > within {
+                return None;
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        Some(self.driver.guest().read(STATUS, 1)[0])
+    }
+}
+
+/// What became of a chain.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    Returned,
+    Broken,
+    Neither,
+}
