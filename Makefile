@@ -6,8 +6,6 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 .PHONY: help setup build guest libvirt demo test check fmt clippy doc deny fuzz \
 	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads bench-dataplane \
-	bench-full bench-full-24 bench-full-raw
-	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads \
 	bench-full bench-full-24 bench-full-raw uml bench-dataplane-endurance
 
 # A fresh rustup is not yet on PATH.
@@ -129,6 +127,7 @@ bench-dataplane: build ## rtvirtio serve beside qemu-storage-daemon; then 1 agai
 	$(RTVIRTIO) bench dataplane --repetitions $(REPETITIONS) --out $(RESULTS)/dataplane
 	$(RTVIRTIO) bench dataplane --scaling --server ours --repetitions $(REPETITIONS) \
 		--out $(RESULTS)/dataplane-scaling
+
 # ENDURANCE names tests, such as dataplane::crash. The record has a line for each that passed.
 ENDURANCE ?= dataplane::
 
