@@ -367,6 +367,13 @@ impl IoThread {
         };
     }
 
+    /// Submits until nothing waits.
+    fn submit_all(&mut self) {
+        while !self.ring.submission().is_empty() {
+            self.submit();
+        }
+    }
+
     // Reaping.
 
     fn reap(&mut self, now: u64) -> bool {
@@ -622,6 +629,8 @@ impl IoThread {
             let cancel = opcode::PollRemove::new(kick_data(key, entry.stay)).build();
             self.push(&cancel.user_data(CANCELLED));
         }
+        // What it has started names what is registered: the kernel must have seen it.
+        self.submit_all();
         self.resources.remove(&self.ring, &entry.queue, entry.registered);
         Some(entry.queue)
     }
