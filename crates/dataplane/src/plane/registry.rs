@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rtvirtio_engine::file::{self, FileConfig, FileSource, Lock};
 use rtvirtio_engine::ram::RamEngine;
@@ -21,8 +21,10 @@ use rtvirtio_spec::serve::{
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos};
 use tokio::sync::broadcast;
 
-use super::host::Host;
-use super::{EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError};
+use super::host::{Host, lock_soon};
+use super::{
+    EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError,
+};
 use crate::device::{Device, DeviceConfig, Limits};
 use crate::iothread::{IoThreadStats, Polling};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
@@ -33,9 +35,6 @@ use crate::server::{Listener, Report, Server, SocketId};
 const SOCKET_MODE: u32 = 0o660;
 /// How often somebody looks whether an IOThread is stuck in a front end's eventfd.
 const STUCK_PERIOD: Duration = Duration::from_millis(5);
-
-/// How long to try to lock an image.
-const LOCK_TIME: Duration = Duration::from_secs(2);
 
 /// The data plane.
 pub struct Registry {
@@ -224,17 +223,6 @@ fn threads(state: &State, mapping: &Mapping) -> Result<Vec<ThreadId>, PlaneError
     mapping.by_queue().iter().map(id).collect()
 }
 
-/// Locks an image. Requests of a server that was killed hold its lock until they end.
-fn lock_soon(image: &file::FileEngine) -> Result<Lock, file::LockError> {
-    let began = Instant::now();
-    loop {
-        match image.lock() {
-            Err(_) if began.elapsed() < LOCK_TIME => std::thread::sleep(LOCK_TIME / 100),
-            result => return result,
-        }
-    }
-}
-
 type Opened = (Arc<dyn Engine>, Option<Arc<file::FileEngine>>);
 
 /// A device's engine; the image apart, for its lock.
@@ -389,10 +377,8 @@ impl Plane for Registry {
     fn set_mapping(&self, device: &DiskName, entries: &[Entry]) -> Result<(), PlaneError> {
         let mapping = {
             let state = self.state();
-            let served = state
-                .devices
-                .get(device)
-                .ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            let served =
+                state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
             let names = state.iothreads.keys().cloned().collect();
             Mapping::new(entries, u32::from(served.mapping.queues()), Some(&names))?
         };
@@ -417,14 +403,14 @@ impl Plane for Registry {
         let (host, thread, from) = {
             let mut state = self.state();
             let thread = state.iothread(to)?.id;
-            let served = state
-                .devices
-                .get(device)
-                .ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            let served =
+                state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
             let queues = served.mapping.queues();
-            let from = served.mapping.iothread(queue).cloned().ok_or_else(|| {
-                PlaneError::NoQueue { device: device.clone(), queues, queue }
-            })?;
+            let from = served
+                .mapping
+                .iothread(queue)
+                .cloned()
+                .ok_or_else(|| PlaneError::NoQueue { device: device.clone(), queues, queue })?;
             (Arc::clone(&served.host), thread, from)
         };
         let pause = host.assign(queue, thread).map_err(|error| match error {

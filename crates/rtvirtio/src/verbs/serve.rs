@@ -45,8 +45,9 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
 fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Outcome> {
     let registry = Registry::new(Box::new(|device, ended| {
         if let Some(error) = ended.error.as_ref().or(ended.first_refused.as_ref()) {
-            let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
-            eprintln!("{}: front end: {error}{cause}", device.name());
+            let causes = std::iter::successors(error.source(), |cause| cause.source());
+            let causes: String = causes.map(|cause| format!(": {cause}")).collect();
+            eprintln!("{}: front end: {error}{causes}", device.name());
         }
     }))?;
     let registry = Arc::new(registry);
@@ -57,8 +58,7 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
     }
     registry.add_all(configuration, &mut handed)?;
     let control = configuration.control.as_ref();
-    let control =
-        control.map(|c| ControlServer::start(c, Arc::clone(&registry) as Arc<dyn Plane>));
+    let control = control.map(|c| ControlServer::start(c, Arc::clone(&registry) as Arc<dyn Plane>));
     let control = control.transpose()?;
     eprintln!("serving {} devices", configuration.devices.len());
     // Without systemd there is nobody to tell.
