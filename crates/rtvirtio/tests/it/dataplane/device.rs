@@ -48,7 +48,11 @@ fn qemu_guest_sees_its_disk_resized_serial_and_discards() {
     let start = Instant::now();
     let size = (2 * DISK_BYTES / SECTOR).to_string();
     while shell.expect("cat /sys/block/vda/size").trim() != size {
-        assert!(start.elapsed() < SOON, "{}", shell.expect("cat /sys/block/vda/size; dmesg | tail"));
+        assert!(
+            start.elapsed() < SOON,
+            "{}",
+            shell.expect("cat /sys/block/vda/size; dmesg | tail")
+        );
     }
     let told = start.elapsed().as_millis();
     shell.expect("dd if=/dev/urandom of=/tmp/new bs=1M count=8");
@@ -69,7 +73,9 @@ fn qemu_guest_cannot_write_to_read_only_disk() {
     assert_eq!(shell.expect("cat /sys/block/vda/ro").trim(), "1");
     shell.expect("dd if=/dev/vda of=/dev/null bs=1M count=8");
     // Even if its kernel forgot about it.
-    shell.expect("blockdev --setrw /dev/vda; ! dd if=/dev/urandom of=/dev/vda bs=4k count=1 conv=fsync");
+    shell.expect(
+        "blockdev --setrw /dev/vda; ! dd if=/dev/urandom of=/dev/vda bs=4k count=1 conv=fsync",
+    );
     assert_eq!(image.path().metadata().unwrap().blocks(), 0);
 }
 
