@@ -45,7 +45,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
 fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Outcome> {
     let registry = Registry::new(Box::new(|device, ended| {
         if let Some(error) = ended.error.as_ref().or(ended.first_refused.as_ref()) {
-            let causes = std::iter::successors(error.source(), |cause| cause.source());
+            let causes = std::iter::successors(error.source(), |&cause| cause.source());
             let causes: String = causes.map(|cause| format!(": {cause}")).collect();
             eprintln!("{}: front end: {error}{causes}", device.name());
         }
