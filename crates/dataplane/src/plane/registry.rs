@@ -22,7 +22,9 @@ use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos};
 use tokio::sync::broadcast;
 
 use super::host::Host;
-use super::{EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError};
+use super::{
+    EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError,
+};
 use crate::device::{Device, DeviceConfig, Limits};
 use crate::iothread::{IoThreadStats, Polling};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
@@ -393,10 +395,8 @@ impl Plane for Registry {
     fn set_mapping(&self, device: &DiskName, entries: &[Entry]) -> Result<(), PlaneError> {
         let mapping = {
             let state = self.state();
-            let served = state
-                .devices
-                .get(device)
-                .ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            let served =
+                state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
             let names = state.iothreads.keys().cloned().collect();
             Mapping::new(entries, u32::from(served.mapping.queues()), Some(&names))?
         };
@@ -421,14 +421,14 @@ impl Plane for Registry {
         let (host, thread, from) = {
             let mut state = self.state();
             let thread = state.iothread(to)?.id;
-            let served = state
-                .devices
-                .get(device)
-                .ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            let served =
+                state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
             let queues = served.mapping.queues();
-            let from = served.mapping.iothread(queue).cloned().ok_or_else(|| {
-                PlaneError::NoQueue { device: device.clone(), queues, queue }
-            })?;
+            let from = served
+                .mapping
+                .iothread(queue)
+                .cloned()
+                .ok_or_else(|| PlaneError::NoQueue { device: device.clone(), queues, queue })?;
             (Arc::clone(&served.host), thread, from)
         };
         let pause = host.assign(queue, thread).map_err(|error| match error {

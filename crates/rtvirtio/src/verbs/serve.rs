@@ -57,8 +57,7 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
     }
     registry.add_all(configuration, &mut handed)?;
     let control = configuration.control.as_ref();
-    let control =
-        control.map(|c| ControlServer::start(c, Arc::clone(&registry) as Arc<dyn Plane>));
+    let control = control.map(|c| ControlServer::start(c, Arc::clone(&registry) as Arc<dyn Plane>));
     let control = control.transpose()?;
     eprintln!("serving {} devices", configuration.devices.len());
     // Without systemd there is nobody to tell.
