@@ -85,9 +85,15 @@ fn example_is_read_as_written() {
             direct: true,
             aio: Aio::Auto,
             lock: ImageLock::Session,
+            raw: false,
         })
     );
     assert_eq!(owners(root), ["iot1", "iot1", "iot1", "iot0"]);
+    let written_out = EXAMPLE.replace("lock = \"session\"", "format = \"raw\"");
+    let Engine::File(file) = &parse("serve.toml", &written_out).unwrap().devices[0].engine else {
+        panic!("a file")
+    };
+    assert!(file.raw);
 
     assert_eq!(ssd.listen, Listen::Activated(Name::new("vm1").unwrap()));
     assert_eq!(
