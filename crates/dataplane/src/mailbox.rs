@@ -101,10 +101,7 @@ pub(crate) struct Receiver<T> {
 pub(crate) fn mailbox<T>() -> rustix::io::Result<(Sender<T>, Receiver<T>)> {
     let bell = Arc::new(Bell { rung: AtomicBool::new(false), wake: Wake::new()? });
     let (sender, receiver) = mpsc::channel();
-    Ok((
-        Sender { letters: sender, bell: Arc::clone(&bell) },
-        Receiver { letters: receiver, bell },
-    ))
+    Ok((Sender { letters: sender, bell: Arc::clone(&bell) }, Receiver { letters: receiver, bell }))
 }
 
 impl<T> Sender<T> {

@@ -359,11 +359,8 @@ impl Queue {
                 _ => None,
             },
         };
-        let mut lent = Lent {
-            submission: turn.submission,
-            file: turn.file,
-            completions: turn.completions,
-        };
+        let mut lent =
+            Lent { submission: turn.submission, file: turn.file, completions: turn.completions };
         match self.device.engine().start(&request, &mut lent) {
             Outcome::Done(result) => {
                 // It took the engine's time, not none.
