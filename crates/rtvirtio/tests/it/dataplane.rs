@@ -11,10 +11,12 @@
 mod control;
 mod counts;
 mod crash;
+mod footprint;
 mod libvirt;
 mod migration;
 mod qemu;
 mod qmp;
+mod sandbox;
 mod server;
 mod slow;
 mod uml;

@@ -4,6 +4,9 @@ use super::*;
 
 const EXAMPLE: &str = r#"version = 1
 
+[service]
+user = "rtvirtio"
+
 [control]
 socket = "/run/rtvirtio/control.sock"
 group = 36
@@ -53,6 +56,8 @@ fn owners(device: &Device) -> Vec<&str> {
 #[test]
 fn example_is_read_as_written() {
     let found = parse("serve.toml", EXAMPLE).unwrap();
+    let service = Service { user: Some("rtvirtio".into()), group: None, sandbox: true };
+    assert_eq!(found.service, service);
     let control = Control { socket: "/run/rtvirtio/control.sock".into(), group: Some(36) };
     assert_eq!(found.control, Some(control));
     assert_eq!(
