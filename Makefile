@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .PHONY: help setup build guest libvirt demo test check fmt clippy doc deny fuzz \
 	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads bench-dataplane \
 	bench-full bench-full-24 bench-full-raw uml bench-dataplane-endurance \
-	bench-dataplane-footprint bench-dataplane-syscalls
+	bench-dataplane-footprint bench-dataplane-syscalls loom
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -73,6 +73,10 @@ doc: ## The documentation builds without a warning
 
 deny: ## Licences, sources and advisories of the dependencies
 	@scripts/deny
+
+loom: ## Every interleaving of the models of the live move
+	RUSTFLAGS="--cfg rtvirtio_loom" CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target)/loom \
+		cargo test -p rtvirtio-dataplane --lib --release --locked model
 
 fuzz: ## Fuzz rings, vhost-user messages, specifications and QEMU's replies, FUZZ_SECONDS (60) each
 	@scripts/fuzz specification

@@ -44,7 +44,7 @@ const FORBIDDEN: &[Deed] = &[
         // SAFETY: no memory is involved.
         let _ = unsafe { libc::ptrace(libc::PTRACE_TRACEME, 0, 0, 0) };
     }),
-    ("executable memory", || drop(map(libc::PROT_READ | libc::PROT_EXEC))),
+    ("executable memory", || _ = map(libc::PROT_READ | libc::PROT_EXEC)),
     ("memory made executable", || {
         let page = map(libc::PROT_READ);
         // SAFETY: the page is this function's own, and nothing is in it.
