@@ -6,7 +6,8 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 .PHONY: help setup build guest libvirt demo test check fmt clippy doc deny fuzz \
 	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads bench-dataplane \
-	bench-full bench-full-24 bench-full-raw uml bench-dataplane-endurance
+	bench-full bench-full-24 bench-full-raw uml bench-dataplane-endurance \
+	bench-dataplane-footprint bench-dataplane-syscalls loom
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -73,6 +74,10 @@ doc: ## The documentation builds without a warning
 deny: ## Licences, sources and advisories of the dependencies
 	@scripts/deny
 
+loom: ## Every interleaving of the models of the live move
+	RUSTFLAGS="--cfg rtvirtio_loom" CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target)/loom \
+		cargo test -p rtvirtio-dataplane --lib --release --locked model
+
 fuzz: ## Fuzz rings, vhost-user messages, specifications and QEMU's replies, FUZZ_SECONDS (60) each
 	@scripts/fuzz specification
 	@scripts/fuzz replies
@@ -127,6 +132,14 @@ bench-dataplane: build ## rtvirtio serve beside qemu-storage-daemon; then 1 agai
 	$(RTVIRTIO) bench dataplane --repetitions $(REPETITIONS) --out $(RESULTS)/dataplane
 	$(RTVIRTIO) bench dataplane --scaling --server ours --repetitions $(REPETITIONS) \
 		--out $(RESULTS)/dataplane-scaling
+
+bench-dataplane-footprint: build ## Start, memory and idle CPU with 1 to 256 disks
+	mkdir -p $(RESULTS)
+	$(RTVIRTIO) bench dataplane footprint | tee $(RESULTS)/dataplane-footprint.txt
+
+bench-dataplane-syscalls: build ## System calls of an IOThread for each request (root, strace)
+	mkdir -p $(RESULTS)
+	scripts/dataplane-syscalls $(RTVIRTIO) | tee $(RESULTS)/dataplane-syscalls.txt
 
 # ENDURANCE names tests, such as dataplane::crash. The record has a line for each that passed.
 ENDURANCE ?= dataplane::

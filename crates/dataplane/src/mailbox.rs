@@ -105,6 +105,11 @@ pub(crate) fn mailbox<T>() -> rustix::io::Result<(Sender<T>, Receiver<T>)> {
 }
 
 impl<T> Sender<T> {
+    /// Whether both post to the same owner.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.bell, &other.bell)
+    }
+
     /// Posts a letter; gives it back if the owner is gone.
     pub(crate) fn post(&self, letter: T) -> Result<(), T> {
         self.letters.send(letter).map_err(|error| error.0)?;

@@ -17,10 +17,17 @@ use rustix::io::Errno;
 use crate::call::Call;
 use crate::device::Device;
 use crate::fixed::FixedBuffers;
+use crate::iothread::IoThreadStats;
 use crate::memory::Memory;
 use crate::request::{Action, Limits, Status, parse};
 use crate::ring::{Chain, Ring, RingError};
 use crate::stats::{Op, QueueStats};
+
+/// Requests that finish at once are shown to the driver before the turn ends, so that driver and
+/// device work side by side: after so many first, while the driver wakes up,
+const FIRST: u32 = 8;
+/// and in batches of so many then.
+const EARLY: u32 = 32;
 
 /// Names a queue while it is served: unique in the process at any time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -38,7 +45,7 @@ pub struct Queue {
     chain: Chain,
     kick: Option<OwnedFd>,
     call: Option<Call>,
-    error: Option<OwnedFd>,
+    error: Option<Call>,
     enabled: bool,
     broken: Option<Broken>,
     stats: Arc<QueueStats>,
@@ -47,8 +54,14 @@ pub struct Queue {
     pub(crate) started_here: u16,
     /// Slots whose start found the submission queue full.
     waiting: Vec<u16>,
-    /// Finished since the ring was last published.
+    /// Whether something has finished, or the driver may not know of it, since the ring was last
+    /// published, or one of the next two; and how many requests.
     unpublished: bool,
+    /// The driver is called in any case.
+    call_due: bool,
+    /// The front end is to be told that the ring is broken.
+    error_due: bool,
+    finished: u32,
 }
 
 /// A request in flight. Free if `operation` is `None`.
@@ -126,6 +139,7 @@ pub(crate) struct Turn<'a, 'ring> {
     pub(crate) file: Option<u32>,
     pub(crate) completions: &'a Arc<dyn Completions>,
     pub(crate) buffers: &'a dyn Fn(&Segment) -> Option<u16>,
+    pub(crate) stats: &'a IoThreadStats,
     /// When the pass began, ns of [`now`].
     pub(crate) now: u64,
 }
@@ -149,7 +163,8 @@ impl Queue {
             chain: Chain::default(),
             kick: setup.kick,
             call: setup.call,
-            error: setup.error,
+            // An fd that cannot be written to is none.
+            error: setup.error.and_then(|fd| Call::new(fd).ok()),
             enabled: setup.enabled,
             broken: None,
             stats: setup.stats,
@@ -158,6 +173,9 @@ impl Queue {
             waiting: Vec::new(),
             // A server before this one may have died between finishing and calling.
             unpublished: true,
+            call_due: false,
+            error_due: false,
+            finished: 0,
         }
     }
 
@@ -206,12 +224,13 @@ impl Queue {
     pub fn set_call(&mut self, call: Option<Call>) {
         self.call = call;
         // What finished while there was no fd, or went to the old one.
-        self.signal();
+        self.call_due = true;
+        self.unpublished = true;
     }
 
     /// Tells of a broken ring by another fd from now on.
     pub fn set_error(&mut self, error: Option<OwnedFd>) {
-        self.error = error;
+        self.error = error.and_then(|fd| Call::new(fd).ok());
     }
 
     /// Memory was added, or the dirty log switched: what is in flight stays where it is.
@@ -244,8 +263,8 @@ impl Queue {
     }
 
     /// For whoever frees an IOThread that is stuck in it.
-    pub(crate) const fn call(&self) -> Option<&Call> {
-        self.call.as_ref()
+    pub(crate) fn calls(&self) -> [Option<Call>; 2] {
+        [self.call.clone(), self.error.clone()]
     }
 
     /// Requests of an earlier server that are still to be done again: the ring's base counts them
@@ -294,7 +313,12 @@ impl Queue {
             return Pass::Empty;
         }
         let mut limits = None;
+        let mut limit = FIRST;
         for _ in 0..share {
+            if self.finished >= limit {
+                self.publish(turn.stats);
+                limit = EARLY;
+            }
             match self.ring.next(&mut self.chain) {
                 Ok(true) => {}
                 Ok(false) => return Pass::Empty,
@@ -426,6 +450,7 @@ impl Queue {
         self.ring.finish(head, slot.written);
         self.in_flight -= 1;
         self.unpublished = true;
+        self.finished += 1;
         if status == Status::Ok {
             let wait = slot.started.saturating_sub(slot.popped);
             let service = now.saturating_sub(slot.started);
@@ -436,34 +461,39 @@ impl Queue {
     }
 
     /// Shows the driver what has finished and calls it if it wants to be.
-    pub(crate) fn publish(&mut self) -> bool {
-        let called = std::mem::take(&mut self.unpublished) && self.ring.publish();
-        if called {
-            self.stats.call();
-            self.signal();
+    pub(crate) fn publish(&mut self, thread: &IoThreadStats) {
+        self.finished = 0;
+        if !std::mem::take(&mut self.unpublished) {
+            return;
         }
-        called
+        let call = self.ring.publish() | std::mem::take(&mut self.call_due);
+        let error = std::mem::take(&mut self.error_due);
+        if !call && !error {
+            return;
+        }
+        // These fds are written to here and nowhere else: whoever watches over the threads
+        // knows whose one is stuck in.
+        thread.set_calling(Some(self.key));
+        if call && let Some(call) = &self.call {
+            self.stats.call();
+            call.signal();
+        }
+        if error && let Some(error) = &self.error {
+            error.signal();
+        }
+        thread.set_calling(None);
     }
 
     pub(crate) const fn is_unpublished(&self) -> bool {
         self.unpublished
     }
 
-    fn signal(&self) {
-        if let Some(call) = &self.call {
-            call.signal();
-        }
-    }
-
     /// The driver broke its ring: it is not served until it is set up anew.
     fn latch(&mut self, error: Broken) {
         self.broken = Some(error);
         self.stats.set_broken(true);
-        if let Some(fd) = &self.error
-            && crate::call::is_eventfd(fd)
-        {
-            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
-        }
+        self.error_due = true;
+        self.unpublished = true;
     }
 }
 

@@ -24,7 +24,7 @@ use io_uring::{IoUring, opcode, types};
 use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 
-pub use image::ImageError;
+pub use image::{ImageError, open};
 pub use lock::{Access, Lock, LockError};
 
 use crate::{Engine, Geometry, Lent, Operation, Outcome, Request, Segment};

@@ -16,12 +16,13 @@ use rtvirtio_engine::{Engine, SsdConfig};
 use rtvirtio_spec::control::{Activity, Event, IoThreadState};
 use rtvirtio_spec::mapping::{Entry, Mapping};
 use rtvirtio_spec::serve::{
-    self, Aio, Configuration, ImageLock, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, wire,
+    self, Aio, ImageLock, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, wire,
 };
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos};
 use tokio::sync::broadcast;
 
 use super::host::{Host, lock_soon};
+use super::opened::{Opened, OpenedDevice};
 use super::{
     EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError,
 };
@@ -32,9 +33,11 @@ use crate::server::{Listener, Report, Server, SocketId};
 
 /// Rights of a device's socket: the service's user and group. A VMM of another user joins the
 /// group, or the socket is handed over.
-const SOCKET_MODE: u32 = 0o660;
+pub(super) const SOCKET_MODE: u32 = 0o660;
 /// How often somebody looks whether an IOThread is stuck in a front end's eventfd.
 const STUCK_PERIOD: Duration = Duration::from_millis(5);
+/// The same while none of them does anything.
+const IDLE_PERIOD: Duration = Duration::from_millis(100);
 
 /// The data plane.
 pub struct Registry {
@@ -69,11 +72,14 @@ struct Served {
     _lock: Option<Lock>,
 }
 
-fn io(what: impl Into<String>, source: std::io::Error) -> PlaneError {
+pub(super) fn io(what: impl Into<String>, source: std::io::Error) -> PlaneError {
     PlaneError::Io { what: what.into(), source }
 }
 
-fn refused(what: String, error: impl std::error::Error + Send + Sync + 'static) -> PlaneError {
+pub(super) fn refused(
+    what: String,
+    error: impl std::error::Error + Send + Sync + 'static,
+) -> PlaneError {
     io(what, std::io::Error::other(error))
 }
 
@@ -89,9 +95,11 @@ impl Registry {
             let (pool, watching) = (Arc::clone(&pool), Arc::clone(&watching));
             move || {
                 let mut before = HashMap::new();
+                let mut period = IDLE_PERIOD;
                 while watching.load(Relaxed) {
-                    std::thread::park_timeout(STUCK_PERIOD);
-                    pool.free_stuck(&mut before);
+                    std::thread::park_timeout(period);
+                    let busy = pool.free_stuck(&mut before);
+                    period = if busy { STUCK_PERIOD } else { IDLE_PERIOD };
                 }
             }
         })?;
@@ -105,24 +113,16 @@ impl Registry {
         })
     }
 
-    /// Adds all of a configuration; `handed` are listening sockets by name, from systemd.
+    /// Adds all of a configuration's devices and IOThreads.
     ///
     /// # Errors
     /// The first IOThread or device that cannot be had; those before it are there.
-    pub fn add_all(
-        &self,
-        configuration: &Configuration,
-        handed: &mut HashMap<String, OwnedFd>,
-    ) -> Result<(), PlaneError> {
-        for iothread in &configuration.iothreads {
+    pub fn add_all(&self, iothreads: &[IoThread], opened: Opened) -> Result<(), PlaneError> {
+        for iothread in iothreads {
             self.add_iothread(iothread.clone())?;
         }
-        for device in &configuration.devices {
-            let socket = match &device.listen {
-                Listen::Path(_) => None,
-                Listen::Activated(name) => handed.remove(name.as_str()),
-            };
-            self.add(device.clone(), HandedFds { image: None, socket })?;
+        for OpenedDevice { spec, image, listener } in opened.devices {
+            self.add(spec, image, Some(listener))?;
         }
         Ok(())
     }
@@ -136,7 +136,13 @@ impl Registry {
         let _ = self.events.send(event);
     }
 
-    fn add(&self, spec: serve::Device, handed: HandedFds) -> Result<(), PlaneError> {
+    /// Adds a device; opens what is not open yet.
+    fn add(
+        &self,
+        spec: serve::Device,
+        image: Option<OwnedFd>,
+        listener: Option<Listener>,
+    ) -> Result<(), PlaneError> {
         let mut state = self.state();
         if state.devices.contains_key(&spec.name) {
             return Err(PlaneError::DeviceExists(spec.name));
@@ -156,7 +162,7 @@ impl Registry {
         }
         let threads = threads(&state, &spec.mapping)?;
         let name = spec.name.as_str();
-        let (engine, image) = open(&spec, handed.image)?;
+        let (engine, image) = open(&spec, image)?;
         let (lock, session_lock) = match (&spec.engine, image) {
             (serve::Engine::File(file), Some(image)) if file.lock == ImageLock::Always => {
                 let lock = lock_soon(&image)
@@ -186,8 +192,8 @@ impl Registry {
             session_lock,
             threads,
         ));
-        let listener = match (&path, handed.socket) {
-            (_, Some(fd)) => Listener::from_fd(fd),
+        let listener = match (&path, listener) {
+            (_, Some(listener)) => Ok(listener),
             (Some(path), None) => Listener::bind(path, SOCKET_MODE),
             (None, None) => {
                 let missing = std::io::ErrorKind::NotFound.into();
@@ -223,10 +229,10 @@ fn threads(state: &State, mapping: &Mapping) -> Result<Vec<ThreadId>, PlaneError
     mapping.by_queue().iter().map(id).collect()
 }
 
-type Opened = (Arc<dyn Engine>, Option<Arc<file::FileEngine>>);
+type EngineAndImage = (Arc<dyn Engine>, Option<Arc<file::FileEngine>>);
 
 /// A device's engine; the image apart, for its lock.
-fn open(spec: &serve::Device, handed: Option<OwnedFd>) -> Result<Opened, PlaneError> {
+fn open(spec: &serve::Device, handed: Option<OwnedFd>) -> Result<EngineAndImage, PlaneError> {
     let name = &spec.name;
     match &spec.engine {
         serve::Engine::File(config) => {
@@ -342,7 +348,13 @@ impl Plane for Registry {
 
     fn add_device(&self, device: wire::Device, handed: HandedFds) -> Result<(), PlaneError> {
         let names: Vec<IoThreadName> = self.state().iothreads.keys().cloned().collect();
-        self.add(serve::Device::new(device, &names)?, handed)
+        let device = serve::Device::new(device, &names)?;
+        let listener = handed
+            .socket
+            .map(Listener::from_fd)
+            .transpose()
+            .map_err(|error| refused(format!("cannot listen for {}", device.name), error))?;
+        self.add(device, handed.image, listener)
     }
 
     fn remove_device(&self, device: &DiskName) -> Result<(), PlaneError> {
