@@ -7,7 +7,7 @@ SHELL := /bin/bash
 .PHONY: help setup build guest libvirt uml demo test check fmt clippy doc deny fuzz loom \
 	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads \
 	bench-dataplane bench-dataplane-isolation bench-dataplane-endurance \
-	bench-full bench-full-24 bench-full-raw
+	bench-dataplane-footprint bench-dataplane-syscalls bench-full bench-full-24 bench-full-raw
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -74,15 +74,15 @@ doc: ## The documentation builds without a warning
 deny: ## Licences, sources and advisories of the dependencies
 	@scripts/deny
 
+loom: ## Every interleaving of the models of the live move
+	RUSTFLAGS="--cfg rtvirtio_loom" CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target)/loom \
+		cargo test -p rtvirtio-dataplane --lib --release --locked model
+
 fuzz: ## Fuzz rings, vhost-user messages, specifications and QEMU's replies, FUZZ_SECONDS (60) each
 	@scripts/fuzz specification
 	@scripts/fuzz replies
 	@scripts/fuzz ring
 	@scripts/fuzz vhost_user
-
-loom: ## Every interleaving of the mailbox and of a queue's move
-	RUSTFLAGS="--cfg rtvirtio_loom" CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target)/loom \
-		cargo test -p rtvirtio-dataplane --lib --release --locked model
 
 # The first repetition has every scheme, interleaved; the others repeat two of them.
 # All of these continue where they were interrupted. 21 s is the least window that judges p99.9
@@ -137,6 +137,14 @@ bench-dataplane-isolation: setup ## A broken VM beside another one on the same I
 	mkdir -p $(RESULTS)
 	RTVIRTIO_ISOLATION=$(abspath $(RESULTS))/dataplane-isolation.txt cargo test -p rtvirtio --release \
 		--locked --test it -- isolation --nocapture
+
+bench-dataplane-footprint: build ## Start, memory and idle CPU with 1 to 256 disks
+	mkdir -p $(RESULTS)
+	$(RTVIRTIO) bench dataplane footprint | tee $(RESULTS)/dataplane-footprint.txt
+
+bench-dataplane-syscalls: build ## System calls of an IOThread for each request (root, strace)
+	mkdir -p $(RESULTS)
+	scripts/dataplane-syscalls $(RTVIRTIO) | tee $(RESULTS)/dataplane-syscalls.txt
 
 # ENDURANCE names tests, such as dataplane::crash. The record has a line for each that passed.
 ENDURANCE ?= dataplane::

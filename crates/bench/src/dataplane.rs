@@ -7,6 +7,7 @@
 //!   disk, nice and affinity.
 //! - [`marks`]: the four marks, judged row by row.
 //! - [`table`], [`plot`]: for a terminal, for a page.
+//! - [`footprint`]: what many disks cost.
 //! - [`verify`]: content that tells where and when it was written.
 //!
 //! A *case* is a medium, an operation, a depth, and a number of queues; a *cell* is
@@ -18,6 +19,7 @@
 
 pub mod client;
 mod cpu;
+pub mod footprint;
 pub mod load;
 pub mod marks;
 mod plot;

@@ -23,9 +23,11 @@ use crate::request::{Action, Limits, Status, parse};
 use crate::ring::{Chain, Ring, RingError};
 use crate::stats::{Op, QueueStats};
 
-/// Requests that finish at once are shown to the driver in batches of so many, not at the end of
-/// the turn: driver and device then work side by side.
-const EARLY: u32 = 8;
+/// Requests that finish at once are shown to the driver before the turn ends, so that driver and
+/// device work side by side: after so many first, while the driver wakes up,
+const FIRST: u32 = 8;
+/// and in batches of so many then.
+const EARLY: u32 = 32;
 
 /// Names a queue while it is served: unique in the process at any time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -311,9 +313,11 @@ impl Queue {
             return Pass::Empty;
         }
         let mut limits = None;
+        let mut limit = FIRST;
         for _ in 0..share {
-            if self.finished >= EARLY {
+            if self.finished >= limit {
                 self.publish(turn.stats);
+                limit = EARLY;
             }
             match self.ring.next(&mut self.chain) {
                 Ok(true) => {}

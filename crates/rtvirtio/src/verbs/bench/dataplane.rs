@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use rtvirtio_bench::dataplane::footprint::{self, Footprint};
 use rtvirtio_bench::dataplane::server::{ServerKind, qsd_version};
 use rtvirtio_bench::dataplane::verify::{self, Options, Report};
 use rtvirtio_bench::dataplane::{
@@ -71,6 +72,21 @@ enum Other {
     /// Random writes, reads, write-zeroes, discards and flushes whose content is checked. The
     /// disk's content is lost
     Verify(VerifyArgs),
+    /// Time to start, memory, and CPU when idle, of `rtvirtio serve` with many disks
+    Footprint(FootprintArgs),
+}
+
+#[derive(clap::Args)]
+struct FootprintArgs {
+    /// How many disks, in RAM
+    #[arg(long, value_delimiter = ',', default_value = "1,16,64,256")]
+    devices: Vec<u16>,
+    /// Queues of each
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
+    queues: u16,
+    /// The rtvirtio that serves; without, this one
+    #[arg(long)]
+    program: Option<PathBuf>,
 }
 
 #[derive(clap::Args)]
@@ -105,10 +121,13 @@ struct VerifyArgs {
 }
 
 pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
-    if let Some(Other::Verify(args)) = &args.other {
-        let report = verified(args, interrupted)?;
-        input::print_json(&report)?;
-        return Ok(Outcome::Done);
+    match &args.other {
+        Some(Other::Verify(args)) => {
+            input::print_json(&verified(args, interrupted)?)?;
+            return Ok(Outcome::Done);
+        }
+        Some(Other::Footprint(args)) => return footprint(args, interrupted),
+        None => {}
     }
     ensure!(args.seconds.is_finite() && args.seconds > 0.0, "--seconds must be more than 0");
     std::fs::create_dir_all(&args.out).with_context(|| format!("create {}", args.out.display()))?;
@@ -175,6 +194,16 @@ fn servers(args: &Args) -> Result<(Vec<ServerKind>, Option<PathBuf>)> {
         "a socket's disk is not known: it is measured alone"
     );
     Ok((servers, socket))
+}
+
+fn footprint(args: &FootprintArgs, interrupted: &Interrupted) -> Result<Outcome> {
+    let program = args.program.clone().map_or_else(std::env::current_exe, Ok)?;
+    let measure = |devices: &u16| {
+        footprint::measure(usize::from(*devices), args.queues.into(), &program, interrupted)
+    };
+    let rows: Vec<_> = args.devices.iter().map(measure).collect::<Result<_>>()?;
+    print!("{}", footprint::render(&rows));
+    Ok(if rows.iter().all(Footprint::is_within) { Outcome::Done } else { Outcome::Unmet })
 }
 
 fn verified(args: &VerifyArgs, interrupted: &Interrupted) -> Result<Report> {
