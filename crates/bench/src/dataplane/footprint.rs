@@ -222,8 +222,11 @@ fn serve(queue: &mut Queue, index: usize, device: u8) -> Result<()> {
         } else {
             queue.read(0, at, BLOCK);
         }
-        let mut result = None;
-        queue.wait(PATIENCE, |_, ended| result = Some(ended.result))?;
+        let (mut result, deadline) = (None, Instant::now() + PATIENCE);
+        // It may come back early, with nothing.
+        while result.is_none() && Instant::now() < deadline {
+            queue.wait(PATIENCE, |_, ended| result = Some(ended.result))?;
+        }
         ensure!(result == Some(0), "a request of queue {index} ended with {result:?}");
     }
     ensure!(queue.buffer(0).iter().all(|byte| *byte == mark), "queue {index} lost a write");
