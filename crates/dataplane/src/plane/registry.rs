@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rtvirtio_engine::file::{self, FileConfig, FileSource, Lock};
 use rtvirtio_engine::ram::RamEngine;
@@ -21,7 +21,7 @@ use rtvirtio_spec::serve::{
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos};
 use tokio::sync::broadcast;
 
-use super::host::Host;
+use super::host::{Host, lock_soon};
 use super::opened::{Opened, OpenedDevice};
 use super::{
     EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError,
@@ -38,9 +38,6 @@ pub(super) const SOCKET_MODE: u32 = 0o660;
 const STUCK_PERIOD: Duration = Duration::from_millis(5);
 /// The same while none of them does anything.
 const IDLE_PERIOD: Duration = Duration::from_millis(100);
-
-/// How long to try to lock an image.
-const LOCK_TIME: Duration = Duration::from_secs(2);
 
 /// The data plane.
 pub struct Registry {
@@ -230,17 +227,6 @@ fn threads(state: &State, mapping: &Mapping) -> Result<Vec<ThreadId>, PlaneError
         thread.map(|t| t.id).ok_or_else(|| PlaneError::NoIoThread(name.clone()))
     };
     mapping.by_queue().iter().map(id).collect()
-}
-
-/// Locks an image. Requests of a server that was killed hold its lock until they end.
-fn lock_soon(image: &file::FileEngine) -> Result<Lock, file::LockError> {
-    let began = Instant::now();
-    loop {
-        match image.lock() {
-            Err(_) if began.elapsed() < LOCK_TIME => std::thread::sleep(LOCK_TIME / 100),
-            result => return result,
-        }
-    }
 }
 
 type EngineAndImage = (Arc<dyn Engine>, Option<Arc<file::FileEngine>>);

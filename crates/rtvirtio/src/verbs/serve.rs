@@ -78,8 +78,9 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
 
     let registry = Registry::new(Box::new(|device, ended| {
         if let Some(error) = ended.error.as_ref().or(ended.first_refused.as_ref()) {
-            let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
-            eprintln!("{}: front end: {error}{cause}", device.name());
+            let causes = std::iter::successors(error.source(), |&cause| cause.source());
+            let causes: String = causes.map(|cause| format!(": {cause}")).collect();
+            eprintln!("{}: front end: {error}{causes}", device.name());
         }
     }))?;
     let registry = Arc::new(registry);
