@@ -32,7 +32,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// From the last request to the idle window.
 const SETTLE: Duration = Duration::from_millis(500);
 const IDLE: Duration = Duration::from_secs(3);
-/// Bytes of each disk, in RAM.
+/// Bytes of each disk, a sparse file: a disk in RAM would be in the daemon's memory.
 const DISK: u64 = 1 << 20;
 
 /// What was measured with so many devices.
@@ -163,12 +163,15 @@ pub fn measure(
     let socket = |device: usize| directory.path().join(format!("d{device}"));
     let mut text =
         "version = 1\n[[iothread]]\nname = \"iot0\"\n[[iothread]]\nname = \"iot1\"\n".to_owned();
+    let disk = |device: usize| directory.path().join(format!("d{device}.raw"));
     for device in 0..devices {
+        std::fs::File::create_new(disk(device))?.set_len(DISK)?;
         write!(
             text,
             "[[device]]\nname = \"d{device}\"\nvm = \"v{device}\"\nqueues = {queues}\n\
-             socket = {}\nengine = {{ type = \"ram\", size = {DISK} }}\n",
-            serde_json::to_string(&socket(device))?
+             socket = {}\nengine = {{ type = \"file\", path = {} }}\n",
+            serde_json::to_string(&socket(device))?,
+            serde_json::to_string(&disk(device))?
         )?;
     }
     std::fs::write(directory.path().join("serve.toml"), text)?;
@@ -219,8 +222,11 @@ fn serve(queue: &mut Queue, index: usize, device: u8) -> Result<()> {
         } else {
             queue.read(0, at, BLOCK);
         }
-        let mut result = None;
-        queue.wait(PATIENCE, |_, ended| result = Some(ended.result))?;
+        let (mut result, deadline) = (None, Instant::now() + PATIENCE);
+        // It may come back early, with nothing.
+        while result.is_none() && Instant::now() < deadline {
+            queue.wait(PATIENCE, |_, ended| result = Some(ended.result))?;
+        }
         ensure!(result == Some(0), "a request of queue {index} ended with {result:?}");
     }
     ensure!(queue.buffer(0).iter().all(|byte| *byte == mark), "queue {index} lost a write");

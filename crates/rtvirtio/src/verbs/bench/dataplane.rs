@@ -78,7 +78,7 @@ enum Other {
 
 #[derive(clap::Args)]
 struct FootprintArgs {
-    /// How many disks, in RAM
+    /// How many disks: sparse files in the temporary directory
     #[arg(long, value_delimiter = ',', default_value = "1,16,64,256")]
     devices: Vec<u16>,
     /// Queues of each
