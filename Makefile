@@ -4,11 +4,10 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup build guest libvirt demo test check fmt clippy doc deny fuzz \
-	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads bench-dataplane \
-	bench-full bench-full-24 bench-full-raw
+.PHONY: help setup build guest libvirt uml demo test check fmt clippy doc deny fuzz \
 	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads \
-	bench-full bench-full-24 bench-full-raw uml bench-dataplane-endurance
+	bench-dataplane bench-dataplane-verify bench-dataplane-moves bench-dataplane-endurance \
+	bench-full bench-full-24 bench-full-raw
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -129,6 +128,14 @@ bench-dataplane: build ## rtvirtio serve beside qemu-storage-daemon; then 1 agai
 	$(RTVIRTIO) bench dataplane --repetitions $(REPETITIONS) --out $(RESULTS)/dataplane
 	$(RTVIRTIO) bench dataplane --scaling --server ours --repetitions $(REPETITIONS) \
 		--out $(RESULTS)/dataplane-scaling
+
+bench-dataplane-verify: build ## What serve acknowledged is there: load, 100 disconnects, 50 kills
+	scripts/dataplane-verify $(RTVIRTIO) > $(RESULTS)/dataplane-verify.txt
+
+bench-dataplane-moves: build ## >= 1,000 live moves of queues a second, under loads that are checked
+	{ echo "$$(uname -sr), $$(nproc) CPUs, $$(date -u +%FT%TZ)"; \
+		$(RTVIRTIO) bench dataplane moves; } > $(RESULTS)/dataplane-moves.txt
+
 # ENDURANCE names tests, such as dataplane::crash. The record has a line for each that passed.
 ENDURANCE ?= dataplane::
 

@@ -7,6 +7,7 @@
 //!   disk, nice and affinity.
 //! - [`marks`]: the four marks, judged row by row.
 //! - [`table`], [`plot`]: for a terminal, for a page.
+//! - [`moves`]: queues that change their IOThread under a load.
 //! - [`verify`]: content that tells where and when it was written.
 //!
 //! A *case* is a medium, an operation, a depth, and a number of queues; a *cell* is
@@ -20,6 +21,7 @@ pub mod client;
 mod cpu;
 pub mod load;
 pub mod marks;
+pub mod moves;
 mod plot;
 pub mod server;
 pub mod table;

@@ -120,10 +120,7 @@ impl Setup<'_> {
                 format!("{{ type = \"ram\", size = \"{}M\", cpu_us = {cpu_us} }}", bytes >> 20)
             }
             Backing::File(path) => {
-                format!(
-                    "{{ type = \"file\", path = {}, direct = true }}",
-                    quoted(path)?
-                )
+                format!("{{ type = \"file\", path = {}, direct = true }}", quoted(path)?)
             }
         };
         let fixed = if self.kind == ServerKind::RtvirtioFixed { "on" } else { "off" };
