@@ -7,6 +7,7 @@ SHELL := /bin/bash
 .PHONY: help setup build guest libvirt uml demo test check fmt clippy doc deny fuzz \
 	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads \
 	bench-dataplane bench-dataplane-verify bench-dataplane-moves bench-dataplane-endurance \
+	bench-dataplane-footprint bench-dataplane-syscalls loom \
 	bench-full bench-full-24 bench-full-raw
 
 # A fresh rustup is not yet on PATH.
@@ -74,6 +75,10 @@ doc: ## The documentation builds without a warning
 deny: ## Licences, sources and advisories of the dependencies
 	@scripts/deny
 
+loom: ## Every interleaving of the models of the live move
+	RUSTFLAGS="--cfg rtvirtio_loom" CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target)/loom \
+		cargo test -p rtvirtio-dataplane --lib --release --locked model
+
 fuzz: ## Fuzz rings, vhost-user messages, specifications and QEMU's replies, FUZZ_SECONDS (60) each
 	@scripts/fuzz specification
 	@scripts/fuzz replies
@@ -135,6 +140,14 @@ bench-dataplane-verify: build ## What serve acknowledged is there: load, 100 dis
 bench-dataplane-moves: build ## >= 1,000 live moves of queues a second, under loads that are checked
 	{ echo "$$(uname -sr), $$(nproc) CPUs, $$(date -u +%FT%TZ)"; \
 		$(RTVIRTIO) bench dataplane moves; } > $(RESULTS)/dataplane-moves.txt
+
+bench-dataplane-footprint: build ## Start, memory and idle CPU with 1 to 256 disks
+	mkdir -p $(RESULTS)
+	$(RTVIRTIO) bench dataplane footprint | tee $(RESULTS)/dataplane-footprint.txt
+
+bench-dataplane-syscalls: build ## System calls of an IOThread for each request (root, strace)
+	mkdir -p $(RESULTS)
+	scripts/dataplane-syscalls $(RTVIRTIO) | tee $(RESULTS)/dataplane-syscalls.txt
 
 # ENDURANCE names tests, such as dataplane::crash. The record has a line for each that passed.
 ENDURANCE ?= dataplane::

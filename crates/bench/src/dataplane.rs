@@ -7,6 +7,7 @@
 //!   disk, nice and affinity.
 //! - [`marks`]: the four marks, judged row by row.
 //! - [`table`], [`plot`]: for a terminal, for a page.
+//! - [`footprint`]: what many disks cost.
 //! - [`moves`]: queues that change their IOThread under a load.
 //! - [`verify`]: content that tells where and when it was written.
 //!
@@ -19,6 +20,7 @@
 
 pub mod client;
 mod cpu;
+pub mod footprint;
 pub mod load;
 pub mod marks;
 pub mod moves;

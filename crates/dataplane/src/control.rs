@@ -33,6 +33,7 @@ use rtvirtio_spec::serve::Control;
 use tokio::sync::{Semaphore, oneshot};
 
 use crate::plane::Plane;
+use crate::sandbox::{Identity, give};
 use connection::{Connection, Fds};
 
 /// Most bytes of a request's body.
@@ -73,6 +74,31 @@ pub enum ControlError {
     Thread(#[source] io::Error),
 }
 
+/// The control API's socket, at which nobody is served yet; removed when dropped.
+#[derive(Debug)]
+pub struct ControlSocket {
+    socket: socket::Socket,
+    listener: UnixListener,
+    group: Option<u32>,
+}
+
+impl ControlSocket {
+    /// Makes it, the property of `owner`, if one is given.
+    ///
+    /// # Errors
+    /// [`ControlError`].
+    pub fn make(control: &Control, owner: Option<&Identity>) -> Result<Self, ControlError> {
+        let group = control.group;
+        let (socket, listener) = socket::Socket::make(&control.socket, group)?;
+        if let Some(owner) = owner {
+            let path = &control.socket;
+            give(path, owner, group)
+                .map_err(|source| ControlError::Socket { path: path.clone(), source })?;
+        }
+        Ok(Self { socket, listener, group })
+    }
+}
+
 /// The control API at work; ends when dropped.
 #[derive(Debug)]
 pub struct ControlServer {
@@ -87,7 +113,15 @@ impl ControlServer {
     /// # Errors
     /// [`ControlError`].
     pub fn start(control: &Control, plane: Arc<dyn Plane>) -> Result<Self, ControlError> {
-        let (socket, listener) = socket::Socket::make(&control.socket, control.group)?;
+        Self::serve(ControlSocket::make(control, None)?, plane)
+    }
+
+    /// Serves `plane` on a socket.
+    ///
+    /// # Errors
+    /// [`ControlError::Thread`].
+    pub fn serve(socket: ControlSocket, plane: Arc<dyn Plane>) -> Result<Self, ControlError> {
+        let ControlSocket { socket, listener, group } = socket;
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
@@ -96,7 +130,6 @@ impl ControlServer {
             .build()
             .map_err(ControlError::Thread)?;
         let (stop, stopped) = oneshot::channel();
-        let group = control.group;
         let serve = move || {
             runtime.block_on(async {
                 tokio::select! {

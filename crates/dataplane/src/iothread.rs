@@ -19,7 +19,9 @@
 //! (token, result); only the thread that has the queue writes its used ring. The other thread
 //! looks at the avail ring at once, so a kick that fell between the two is not missed. A letter
 //! from A to B is read after all earlier ones from A to B, so a forwarded result finds the queue
-//! at B, or the place where B sent it.
+//! at B, or the place where B sent it: each thread keeps to whom it last gave a queue until that
+//! queue stops, since results that others forwarded may still come by. Before a thread ends, the
+//! others forward past it.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd};
@@ -139,6 +141,16 @@ pub(crate) enum Letter {
     Stop { key: QueueKey, back: mpsc::Sender<Box<Queue>> },
     /// Change something.
     Edit { key: QueueKey, edit: Edit, done: mpsc::Sender<()> },
+    /// This queue has stopped: none of its results comes by any more.
+    Forget(QueueKey),
+    /// To whom do you forward?
+    Forwards(mpsc::Sender<Vec<(QueueKey, Sender<Letter>)>>),
+    /// Forward no more results to `past`, which is to end, but to where it forwards them.
+    Reroute {
+        past: Sender<Letter>,
+        to: Arc<Vec<(QueueKey, Sender<Letter>)>>,
+        done: mpsc::Sender<()>,
+    },
     /// A request has ended at another thread. `here`: it was started by the thread that reads this.
     Ended { token: Token, result: Ended, here: bool },
     /// Run on these CPUs; all, if there are none. The answer is the error number of the attempt.
@@ -163,9 +175,10 @@ impl Completions for Sender<Letter> {
     }
 }
 
-/// A queue that this thread has let go, and what still comes in here for it.
+/// A queue that this thread has let go.
 struct Forward {
     to: Sender<Letter>,
+    /// Requests that were started here and have not ended.
     outstanding: u16,
 }
 
@@ -299,7 +312,8 @@ impl IoThread {
     }
 
     fn is_unused(&self) -> bool {
-        self.forwards.is_empty() && self.served.iter().all(Option::is_none)
+        self.forwards.values().all(|forward| forward.outstanding == 0)
+            && self.served.iter().all(Option::is_none)
     }
 
     // Waiting.
@@ -368,6 +382,14 @@ impl IoThread {
         let _ = unsafe {
             self.ring.submitter().enter::<libc::sigset_t>(waiting as u32, 0, flags, None)
         };
+    }
+
+    /// Nothing that has been pushed stays behind: it may name a registered file or buffer whose
+    /// place is about to be another's.
+    fn submit_all(&mut self) {
+        while !self.ring.submission().is_empty() {
+            self.submit();
+        }
     }
 
     // Reaping.
@@ -505,15 +527,21 @@ impl IoThread {
     /// Shows drivers what has finished; gives back queues that have stopped.
     fn publish(&mut self) {
         let mut stopped = false;
-        for &key in &self.awake {
-            let Some(entry) = get_mut(&mut self.served, key) else { continue };
-            if entry.queue.is_unpublished() {
-                entry.queue.publish(&self.stats);
-            }
-            stopped |= entry.has_stopped();
+        for i in 0..self.awake.len() {
+            let key = self.awake[i];
+            self.show(key);
+            stopped |= get(&self.served, key).is_some_and(Served::has_stopped);
         }
         if stopped {
             self.give_back();
+        }
+    }
+
+    fn show(&mut self, key: QueueKey) {
+        if let Some(entry) = get_mut(&mut self.served, key)
+            && entry.queue.is_unpublished()
+        {
+            entry.queue.publish(&self.stats);
         }
     }
 
@@ -550,15 +578,11 @@ impl IoThread {
                 let _ = done.send(now());
             }
             Letter::Release { key, to, left, done } => {
-                if let Some(entry) = get_mut(&mut self.served, key) {
-                    entry.queue.publish(&self.stats);
-                }
+                self.show(key);
                 let Some(mut queue) = self.let_go(key) else { return };
                 let _ = left.send(now());
-                if queue.started_here > 0 {
-                    let outstanding = std::mem::take(&mut queue.started_here);
-                    self.forwards.insert(key, Forward { to: to.clone(), outstanding });
-                }
+                let outstanding = std::mem::take(&mut queue.started_here);
+                self.forwards.insert(key, Forward { to: to.clone(), outstanding });
                 // A thread is not ended while a move to it is under way.
                 let _ = to.post(Letter::Adopt { queue, done });
             }
@@ -569,6 +593,7 @@ impl IoThread {
                 self.wake(key);
             }
             Letter::Edit { key, edit, done } => {
+                self.submit_all();
                 if let Some(entry) = get_mut(&mut self.served, key) {
                     edit(&mut entry.queue);
                     // What was forbidden or out of reach may be possible now.
@@ -578,6 +603,21 @@ impl IoThread {
                     entry.registered = self.resources.add(&self.ring, &entry.queue);
                     self.awake.retain(|&other| other != key);
                     self.wake(key);
+                }
+                let _ = done.send(());
+            }
+            Letter::Forget(key) => drop(self.forwards.remove(&key)),
+            Letter::Forwards(answer) => {
+                let forwards = self.forwards.iter().map(|(&key, f)| (key, f.to.clone()));
+                let _ = answer.send(forwards.collect());
+            }
+            Letter::Reroute { past, to, done } => {
+                for (key, to) in to.iter() {
+                    if let Some(forward) = self.forwards.get_mut(key)
+                        && forward.to.is(&past)
+                    {
+                        forward.to = to.clone();
+                    }
                 }
                 let _ = done.send(());
             }
@@ -619,6 +659,7 @@ impl IoThread {
 
     /// The queue is no longer this thread's.
     fn let_go(&mut self, key: QueueKey) -> Option<Box<Queue>> {
+        self.submit_all();
         let entry = self.served.get_mut(key.0 as usize)?.take()?;
         self.awake.retain(|&other| other != key);
         if entry.queue.kick().is_some() {

@@ -14,6 +14,7 @@ pub mod protocol;
 mod queue;
 mod request;
 pub mod ring;
+pub mod sandbox;
 pub mod server;
 pub mod session;
 pub mod stats;

@@ -101,13 +101,15 @@ pub(crate) struct Receiver<T> {
 pub(crate) fn mailbox<T>() -> rustix::io::Result<(Sender<T>, Receiver<T>)> {
     let bell = Arc::new(Bell { rung: AtomicBool::new(false), wake: Wake::new()? });
     let (sender, receiver) = mpsc::channel();
-    Ok((
-        Sender { letters: sender, bell: Arc::clone(&bell) },
-        Receiver { letters: receiver, bell },
-    ))
+    Ok((Sender { letters: sender, bell: Arc::clone(&bell) }, Receiver { letters: receiver, bell }))
 }
 
 impl<T> Sender<T> {
+    /// Whether both post to the same owner.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.bell, &other.bell)
+    }
+
     /// Posts a letter; gives it back if the owner is gone.
     pub(crate) fn post(&self, letter: T) -> Result<(), T> {
         self.letters.send(letter).map_err(|error| error.0)?;

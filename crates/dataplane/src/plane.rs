@@ -5,6 +5,7 @@
 //! requests in flight; [`Plane::observe`] never waits.
 
 mod host;
+mod opened;
 mod registry;
 
 use std::os::fd::OwnedFd;
@@ -19,6 +20,7 @@ use tokio::sync::broadcast;
 
 use crate::stats::QueueStats;
 
+pub use opened::Opened;
 pub use registry::Registry;
 
 /// What can be done with a data plane.

@@ -68,8 +68,8 @@ struct Thread {
 /// Where a queue is. `None` once it has stopped.
 struct Place {
     thread: Mutex<Option<ThreadId>>,
-    /// To free a thread that is stuck in calling the queue's driver.
-    call: Mutex<Option<Call>>,
+    /// To free a thread that is stuck in writing to one of them.
+    calls: Mutex<[Option<Call>; 2]>,
 }
 
 #[derive(Default)]
@@ -85,6 +85,8 @@ struct State {
 #[derive(Default)]
 pub struct Pool {
     state: Mutex<State>,
+    /// Threads end one after the other: each forwards to one that stays.
+    ending: Mutex<()>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -131,7 +133,8 @@ impl Pool {
     /// # Errors
     /// [`PoolError::NoThread`], [`PoolError::InUse`].
     pub fn remove_thread(&self, id: ThreadId) -> Result<(), PoolError> {
-        let thread = {
+        let _one = lock(&self.ending);
+        let (thread, others) = {
             let mut state = lock(&self.state);
             if !state.threads.contains_key(&id) {
                 return Err(PoolError::NoThread);
@@ -145,12 +148,24 @@ impl Pool {
             if queues > 0 {
                 return Err(PoolError::InUse { queues });
             }
-            state.threads.remove(&id)
+            let thread = state.threads.remove(&id).ok_or(PoolError::NoThread)?;
+            let others: Vec<_> = state.threads.values().map(|other| other.mail.clone()).collect();
+            (thread, others)
         };
-        if let Some(thread) = thread {
-            let _ = thread.mail.post(Letter::End);
-            let _ = thread.handle.join();
+        // Results that others forward go past it from now on; those on their way are read before
+        // the letter that ends it.
+        let (answer, forwards) = mpsc::channel();
+        let _ = thread.mail.post(Letter::Forwards(answer));
+        let to = Arc::new(forwards.recv().unwrap_or_default());
+        let (done, rerouted) = mpsc::channel();
+        for other in others {
+            let (past, to, done) = (thread.mail.clone(), Arc::clone(&to), done.clone());
+            let _ = other.post(Letter::Reroute { past, to, done });
         }
+        drop(done);
+        while rerouted.recv().is_ok() {}
+        let _ = thread.mail.post(Letter::End);
+        let _ = thread.handle.join();
         Ok(())
     }
 
@@ -184,8 +199,7 @@ impl Pool {
     /// # Errors
     /// [`PoolError::NoThread`].
     pub fn start(&self, setup: QueueSetup, on: ThreadId) -> Result<QueueKey, PoolError> {
-        let call = setup.call.clone();
-        let place = Arc::new(Place { thread: Mutex::new(None), call: Mutex::new(call) });
+        let place = Arc::new(Place { thread: Mutex::new(None), calls: Mutex::default() });
         let mut thread = lock(&place.thread);
         let key = {
             let mut state = lock(&self.state);
@@ -196,6 +210,7 @@ impl Pool {
         };
         let (done, answer) = mpsc::channel();
         let queue = Box::new(Queue::new(key, setup));
+        *lock(&place.calls) = queue.calls();
         let started = self
             .post(on, Letter::Adopt { queue, done })
             .and_then(|()| answer.recv().map_err(|_| PoolError::NoThread));
@@ -239,16 +254,16 @@ impl Pool {
         let thread = lock(&place.thread);
         let on = thread.ok_or(PoolError::NoQueue)?;
         let (value, result) = mpsc::channel();
-        let (call, new_call) = mpsc::channel();
+        let (calls, new_calls) = mpsc::channel();
         let (done, answer) = mpsc::channel();
         let edit = Box::new(move |queue: &mut Queue| {
             let _ = value.send(edit(queue));
-            let _ = call.send(queue.call().cloned());
+            let _ = calls.send(queue.calls());
         });
         self.post(on, Letter::Edit { key, edit, done })?;
         answer.recv().map_err(|_| PoolError::NoThread)?;
-        if let Ok(call) = new_call.try_recv() {
-            *lock(&place.call) = call;
+        if let Ok(calls) = new_calls.try_recv() {
+            *lock(&place.calls) = calls;
         }
         result.try_recv().map_err(|_| PoolError::NoQueue)
     }
@@ -301,11 +316,8 @@ impl Pool {
             let calling = thread.stats.calling();
             let same = before.insert(id, (turns, calling)) == Some((turns, calling));
             busy |= !same || calling.is_some();
-            if same
-                && let Some(place) = calling.and_then(|key| state.places.get(&key))
-                && let Some(call) = &*lock(&place.call)
-            {
-                call.drain();
+            if same && let Some(place) = calling.and_then(|key| state.places.get(&key)) {
+                lock(&place.calls).iter().flatten().for_each(Call::drain);
             }
         }
         before.retain(|id, _| state.threads.contains_key(id));
@@ -327,6 +339,10 @@ impl Pool {
     fn forget(&self, key: QueueKey) {
         let mut state = lock(&self.state);
         state.places.remove(&key);
+        // Read before whatever a later queue of that key is about.
+        for thread in state.threads.values() {
+            let _ = thread.mail.post(Letter::Forget(key));
+        }
         state.free.push(key);
     }
 }
@@ -342,3 +358,6 @@ impl Drop for Pool {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -357,7 +357,10 @@ impl Message {
                 if !(1..=FDS_MAX).contains(&regions) {
                     return Err(bad("number of regions"));
                 }
-                let mut fields = sized(8 + 32 * regions)?.skip(8);
+                // User Mode Linux sends room for two, and has one.
+                if body.len() < 8 + 32 * regions || body.len() > 8 + 32 * FDS_MAX {
+                    return Err(bad_size);
+                }
                 expected = regions..=regions;
                 Self::SetMemTable((0..regions).map(|_| fields.region()).collect())
             }

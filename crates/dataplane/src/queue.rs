@@ -45,7 +45,7 @@ pub struct Queue {
     chain: Chain,
     kick: Option<OwnedFd>,
     call: Option<Call>,
-    error: Option<OwnedFd>,
+    error: Option<Call>,
     enabled: bool,
     broken: Option<Broken>,
     stats: Arc<QueueStats>,
@@ -55,8 +55,12 @@ pub struct Queue {
     /// Slots whose start found the submission queue full.
     waiting: Vec<u16>,
     /// Whether something has finished, or the driver may not know of it, since the ring was last
-    /// published; and how many requests.
+    /// published, or one of the next two; and how many requests.
     unpublished: bool,
+    /// The driver is called in any case.
+    call_due: bool,
+    /// The front end is to be told that the ring is broken.
+    error_due: bool,
     finished: u32,
 }
 
@@ -159,7 +163,8 @@ impl Queue {
             chain: Chain::default(),
             kick: setup.kick,
             call: setup.call,
-            error: setup.error,
+            // An fd that cannot be written to is none.
+            error: setup.error.and_then(|fd| Call::new(fd).ok()),
             enabled: setup.enabled,
             broken: None,
             stats: setup.stats,
@@ -168,6 +173,8 @@ impl Queue {
             waiting: Vec::new(),
             // A server before this one may have died between finishing and calling.
             unpublished: true,
+            call_due: false,
+            error_due: false,
             finished: 0,
         }
     }
@@ -217,12 +224,13 @@ impl Queue {
     pub fn set_call(&mut self, call: Option<Call>) {
         self.call = call;
         // What finished while there was no fd, or went to the old one.
-        self.signal();
+        self.call_due = true;
+        self.unpublished = true;
     }
 
     /// Tells of a broken ring by another fd from now on.
     pub fn set_error(&mut self, error: Option<OwnedFd>) {
-        self.error = error;
+        self.error = error.and_then(|fd| Call::new(fd).ok());
     }
 
     /// Memory was added, or the dirty log switched: what is in flight stays where it is.
@@ -255,8 +263,8 @@ impl Queue {
     }
 
     /// For whoever frees an IOThread that is stuck in it.
-    pub(crate) const fn call(&self) -> Option<&Call> {
-        self.call.as_ref()
+    pub(crate) fn calls(&self) -> [Option<Call>; 2] {
+        [self.call.clone(), self.error.clone()]
     }
 
     /// Requests of an earlier server that are still to be done again: the ring's base counts them
@@ -375,11 +383,8 @@ impl Queue {
                 _ => None,
             },
         };
-        let mut lent = Lent {
-            submission: turn.submission,
-            file: turn.file,
-            completions: turn.completions,
-        };
+        let mut lent =
+            Lent { submission: turn.submission, file: turn.file, completions: turn.completions };
         match self.device.engine().start(&request, &mut lent) {
             Outcome::Done(result) => {
                 // It took the engine's time, not none.
@@ -458,33 +463,37 @@ impl Queue {
     /// Shows the driver what has finished and calls it if it wants to be.
     pub(crate) fn publish(&mut self, thread: &IoThreadStats) {
         self.finished = 0;
-        if std::mem::take(&mut self.unpublished) && self.ring.publish() {
-            self.stats.call();
-            thread.set_calling(Some(self.key));
-            self.signal();
-            thread.set_calling(None);
+        if !std::mem::take(&mut self.unpublished) {
+            return;
         }
+        let call = self.ring.publish() | std::mem::take(&mut self.call_due);
+        let error = std::mem::take(&mut self.error_due);
+        if !call && !error {
+            return;
+        }
+        // These fds are written to here and nowhere else: whoever watches over the threads
+        // knows whose one is stuck in.
+        thread.set_calling(Some(self.key));
+        if call && let Some(call) = &self.call {
+            self.stats.call();
+            call.signal();
+        }
+        if error && let Some(error) = &self.error {
+            error.signal();
+        }
+        thread.set_calling(None);
     }
 
     pub(crate) const fn is_unpublished(&self) -> bool {
         self.unpublished
     }
 
-    fn signal(&self) {
-        if let Some(call) = &self.call {
-            call.signal();
-        }
-    }
-
     /// The driver broke its ring: it is not served until it is set up anew.
     fn latch(&mut self, error: Broken) {
         self.broken = Some(error);
         self.stats.set_broken(true);
-        if let Some(fd) = &self.error
-            && crate::call::is_eventfd(fd)
-        {
-            let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
-        }
+        self.error_due = true;
+        self.unpublished = true;
     }
 }
 

@@ -89,8 +89,9 @@ pub(crate) struct Limits {
 pub(crate) fn parse(chain: &mut Chain, limits: &Limits, data: &mut Vec<Segment>) -> Option<Parsed> {
     data.clear();
     let status = take_last_byte(&mut chain.writable)?;
-    let answer =
-        |status_code, written| Some(Parsed { action: Action::Answer(status_code), status, written });
+    let answer = |status_code, written| {
+        Some(Parsed { action: Action::Answer(status_code), status, written })
+    };
     let mut header = [0; HEADER];
     let taken = take_front(&mut chain.readable, &mut header);
     if taken < HEADER {
@@ -151,12 +152,10 @@ pub(crate) fn parse(chain: &mut Chain, limits: &Limits, data: &mut Vec<Segment>)
             std::mem::swap(data, &mut chain.writable);
             answer(Status::Ok, written)
         }
-        kind @ (T_DISCARD | T_WRITE_ZEROES) => {
-            answer_range(kind, chain, limits).map_or_else(
-                |code| answer(code, 1),
-                |action| Some(Parsed { action, status, written: 1 }),
-            )
-        }
+        kind @ (T_DISCARD | T_WRITE_ZEROES) => answer_range(kind, chain, limits).map_or_else(
+            |code| answer(code, 1),
+            |action| Some(Parsed { action, status, written: 1 }),
+        ),
         _ => answer(Status::Unsupported, 1),
     }
 }
@@ -184,7 +183,11 @@ fn answer_range(kind: u32, chain: &mut Chain, limits: &Limits) -> Result<Action,
         T_DISCARD => Operation::Discard,
         _ => Operation::WriteZeroes { unmap: flags & UNMAP != 0 },
     };
-    if length == 0 { Ok(Action::Answer(Status::Ok)) } else { Ok(Action::Start { operation, offset, length }) }
+    if length == 0 {
+        Ok(Action::Answer(Status::Ok))
+    } else {
+        Ok(Action::Start { operation, offset, length })
+    }
 }
 
 /// The first byte of a range that lies within the disk and on its logical blocks.

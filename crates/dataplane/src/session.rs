@@ -72,6 +72,9 @@ pub enum StartError {
     /// The call is nothing that can be signalled.
     #[error("its call is no eventfd, pipe or socket")]
     Call,
+    /// Another program uses the image.
+    #[error("its image is locked: is it in use by QEMU, qemu-img or another rtvirtio?")]
+    Locked,
     /// As many rings are served as ever can be.
     #[error("too many virtqueues are served")]
     Full,

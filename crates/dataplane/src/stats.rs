@@ -324,7 +324,7 @@ impl Latencies {
     #[must_use]
     pub fn summary(&self) -> LatencySummary {
         let count = self.count();
-        let mean = if count == 0 { 0 } else { self.sum_ns / count };
+        let mean = self.sum_ns.checked_div(count).unwrap_or(0);
         LatencySummary {
             count,
             mean_ns: Nanos::new(mean),

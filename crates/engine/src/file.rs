@@ -24,7 +24,7 @@ use io_uring::{IoUring, opcode, types};
 use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 
-pub use image::ImageError;
+pub use image::{ImageError, open};
 pub use lock::{Access, Lock, LockError};
 
 use crate::{Engine, Geometry, Lent, Operation, Outcome, Request, Segment};
@@ -217,7 +217,10 @@ impl Engine for FileEngine {
         };
         match self.way {
             Way::Ring if simple => {
-                let entry = match lent.file {
+                // The kernel looks for a flush's file only when a worker has come to it: a number in
+                // the table may be nobody's then, the queue having moved. A descriptor is looked
+                // up at once.
+                let entry = match lent.file.filter(|_| request.operation != Operation::Flush) {
                     Some(index) => entry!(types::Fixed(index), request),
                     None => entry!(types::Fd(self.image.fd().as_raw_fd()), request),
                 };

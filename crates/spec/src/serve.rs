@@ -33,6 +33,8 @@ pub const MAX_DEVICES: usize = 1024;
 pub const MAX_IOTHREADS: usize = 64;
 /// Longest path of a unix socket (`sun_path` less its terminator).
 pub const MAX_SOCKET_BYTES: usize = 107;
+/// Longest name of a user or group (`LOGIN_NAME_MAX` less its terminator).
+pub const MAX_USER_BYTES: usize = 255;
 /// Longest serial number (`VIRTIO_BLK_ID_BYTES`).
 pub const MAX_SERIAL_BYTES: usize = 20;
 /// Highest CPU that can be named (`CPU_SETSIZE`).
@@ -45,12 +47,31 @@ pub const MAX_RAM_BYTES: Bytes = Bytes::new(1 << 40);
 /// A checked configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Configuration {
+    /// What the process gives up before it serves.
+    pub service: Service,
     /// The control API, if it is wanted.
     pub control: Option<Control>,
     /// At least one.
     pub iothreads: Vec<IoThread>,
     /// In order of the file; there may be none yet.
     pub devices: Vec<Device>,
+}
+
+/// What the process gives up before it serves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Service {
+    /// The user that it becomes if it was started by root.
+    pub user: Option<String>,
+    /// That user's group; the user's own if nothing says.
+    pub group: Option<String>,
+    /// Whether it gives up capabilities, and system calls that it does not need.
+    pub sandbox: bool,
+}
+
+impl Default for Service {
+    fn default() -> Self {
+        Self { user: None, group: None, sandbox: true }
+    }
 }
 
 /// Where the control API listens.

@@ -156,7 +156,8 @@ impl Resources {
             let nothing = vec![none; slots as usize];
             let tags = vec![0; slots as usize];
             // SAFETY: empties slots that no later request names.
-            let _ = unsafe { ring.submitter().register_buffers_update(first, &nothing, Some(&tags)) };
+            let _ =
+                unsafe { ring.submitter().register_buffers_update(first, &nothing, Some(&tags)) };
         }
     }
 }

@@ -6,8 +6,8 @@
 //! write, which loom checks.
 
 use loom::cell::UnsafeCell;
-use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use loom::sync::Arc;
+use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
 use loom::thread;
 
 use super::{Receiver, Sender, mailbox};

@@ -2,9 +2,10 @@
 //! queue goes.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use rtvirtio_engine::Segment;
-use rtvirtio_engine::file::{FileEngine, Lock};
+use rtvirtio_engine::file::{FileEngine, Lock, LockError};
 use rtvirtio_spec::serve::FixedBuffers as Wish;
 use rustix::io::Errno;
 
@@ -16,6 +17,10 @@ use crate::pool::{MoveError, Pool, PoolError, ThreadId};
 use crate::queue::{QueueKey, QueueSetup};
 use crate::session::{self, Change, QueueHost, StartError, StoppedQueue};
 use crate::stats::QueueStats;
+
+/// How long to try to lock an image, and how often.
+const LOCK_TIME: Duration = Duration::from_secs(2);
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
 /// The rings of one device.
 pub(super) struct Host {
@@ -134,34 +139,20 @@ impl Host {
         }
     }
 
-    /// Locks the image with the first ring that runs.
+    /// Locks the image with the first ring that runs. One session has rings at a time, so
+    /// nobody else locks it meanwhile.
     fn lock_image(&self) -> Result<(), StartError> {
         let Some(image) = &self.image else { return Ok(()) };
-        let mut state = self.state();
-        if state.lock.is_none() {
-            let lock = image.lock().map_err(|_| StartError::System(Errno::AGAIN))?;
-            state.lock = Some(lock);
+        if self.state().lock.is_none() {
+            let lock = lock_soon(image).map_err(|_| StartError::Locked)?;
+            self.state().lock = Some(lock);
         }
         Ok(())
     }
 
-    /// Unlocks it and lets the memory go with the last one.
-    fn let_go(&self) {
-        let mut state = self.state();
-        if state.queues.iter().all(|(_, key)| key.is_none()) {
-            state.lock = None;
-            state.fixed = None;
-        }
-    }
-}
-
-impl QueueHost for Host {
-    type Key = u16;
-
-    fn start(&self, setup: session::QueueSetup) -> Result<u16, StartError> {
+    fn start_locked(&self, setup: session::QueueSetup) -> Result<u16, StartError> {
         let index = setup.index;
         let call = setup.call.map(Call::new).transpose().map_err(|_| StartError::Call)?;
-        self.lock_image()?;
         let buffers = self.fixed(&setup.memory)?;
         let setup = QueueSetup {
             device: Arc::clone(&self.device),
@@ -180,6 +171,37 @@ impl QueueHost for Host {
         let key = self.pool.start(setup, queue.0).map_err(|_| StartError::Full)?;
         queue.1 = Some(key);
         Ok(index)
+    }
+
+    /// Unlocks it and lets the memory go with the last one.
+    fn let_go(&self) {
+        let mut state = self.state();
+        if state.queues.iter().all(|(_, key)| key.is_none()) {
+            state.lock = None;
+            state.fixed = None;
+        }
+    }
+}
+
+/// Locks an image. Requests of a server that was killed hold its lock until they end, and a
+/// guest that migrates is here a moment before the other side has let go.
+pub(super) fn lock_soon(image: &FileEngine) -> Result<Lock, LockError> {
+    let began = Instant::now();
+    loop {
+        match image.lock() {
+            Err(_) if began.elapsed() < LOCK_TIME => std::thread::sleep(LOCK_PAUSE),
+            result => return result,
+        }
+    }
+}
+
+impl QueueHost for Host {
+    type Key = u16;
+
+    fn start(&self, setup: session::QueueSetup) -> Result<u16, StartError> {
+        self.lock_image()?;
+        // Without a ring, what was taken for it goes.
+        self.start_locked(setup).inspect_err(|_| self.let_go())
     }
 
     fn stop(&self, index: u16) -> StoppedQueue {
@@ -212,5 +234,53 @@ impl QueueHost for Host {
         };
         // It stopped in the meantime: there is nothing to change.
         let _ = done;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rtvirtio_engine::file::{Aio, FileConfig, FileSource};
+
+    use super::*;
+    use crate::device::{DeviceConfig, Limits};
+
+    /// A device without queues on threads, whose image is locked by sessions.
+    fn host(image: &std::path::Path) -> Host {
+        let engine = FileEngine::open(FileConfig {
+            source: FileSource::Path(image.to_owned()),
+            direct: false,
+            read_only: false,
+            explicit_raw: false,
+            aio: Aio::Threads,
+        });
+        let engine = Arc::new(engine.unwrap());
+        let device = Device::new(DeviceConfig {
+            name: "disk".to_owned(),
+            engine: Arc::clone(&engine) as Arc<dyn rtvirtio_engine::Engine>,
+            queues: 1,
+            read_only: false,
+            serial: [0; 20],
+            write_cache: true,
+            limits: Limits::default(),
+        });
+        let device = Arc::new(device.unwrap());
+        Host::new(Arc::default(), device, Wish::Off, Some(engine), Vec::new())
+    }
+
+    #[test]
+    fn session_waits_for_image_that_another_server_lets_go() {
+        let image = tempfile::NamedTempFile::new().unwrap();
+        image.as_file().set_len(1 << 20).unwrap();
+        let (old, new) = (host(image.path()), host(image.path()));
+        old.lock_image().unwrap();
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| new.lock_image());
+            std::thread::sleep(Duration::from_millis(200));
+            assert!(!waiting.is_finished());
+            old.let_go();
+            assert_eq!(waiting.join().unwrap(), Ok(()));
+        });
+        // And nobody waits for ever.
+        assert_eq!(old.lock_image(), Err(StartError::Locked));
     }
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rtvirtio_engine::file::{self, FileConfig, FileSource, Lock};
 use rtvirtio_engine::ram::RamEngine;
@@ -16,13 +16,16 @@ use rtvirtio_engine::{Engine, SsdConfig};
 use rtvirtio_spec::control::{Activity, Event, IoThreadState};
 use rtvirtio_spec::mapping::{Entry, Mapping};
 use rtvirtio_spec::serve::{
-    self, Aio, Configuration, ImageLock, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, wire,
+    self, Aio, ImageLock, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, wire,
 };
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos};
 use tokio::sync::broadcast;
 
-use super::host::Host;
-use super::{EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError};
+use super::host::{Host, lock_soon};
+use super::opened::{Opened, OpenedDevice};
+use super::{
+    EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError,
+};
 use crate::device::{Device, DeviceConfig, Limits};
 use crate::iothread::{IoThreadStats, Polling};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
@@ -30,14 +33,11 @@ use crate::server::{Listener, Report, Server, SocketId};
 
 /// Rights of a device's socket: the service's user and group. A VMM of another user joins the
 /// group, or the socket is handed over.
-const SOCKET_MODE: u32 = 0o660;
+pub(super) const SOCKET_MODE: u32 = 0o660;
 /// How often somebody looks whether an IOThread is stuck in a front end's eventfd.
 const STUCK_PERIOD: Duration = Duration::from_millis(5);
 /// The same while none of them does anything.
 const IDLE_PERIOD: Duration = Duration::from_millis(100);
-
-/// How long to try to lock an image.
-const LOCK_TIME: Duration = Duration::from_secs(2);
 
 /// The data plane.
 pub struct Registry {
@@ -72,11 +72,14 @@ struct Served {
     _lock: Option<Lock>,
 }
 
-fn io(what: impl Into<String>, source: std::io::Error) -> PlaneError {
+pub(super) fn io(what: impl Into<String>, source: std::io::Error) -> PlaneError {
     PlaneError::Io { what: what.into(), source }
 }
 
-fn refused(what: String, error: impl std::error::Error + Send + Sync + 'static) -> PlaneError {
+pub(super) fn refused(
+    what: String,
+    error: impl std::error::Error + Send + Sync + 'static,
+) -> PlaneError {
     io(what, std::io::Error::other(error))
 }
 
@@ -110,24 +113,16 @@ impl Registry {
         })
     }
 
-    /// Adds all of a configuration; `handed` are listening sockets by name, from systemd.
+    /// Adds all of a configuration's devices and IOThreads.
     ///
     /// # Errors
     /// The first IOThread or device that cannot be had; those before it are there.
-    pub fn add_all(
-        &self,
-        configuration: &Configuration,
-        handed: &mut HashMap<String, OwnedFd>,
-    ) -> Result<(), PlaneError> {
-        for iothread in &configuration.iothreads {
+    pub fn add_all(&self, iothreads: &[IoThread], opened: Opened) -> Result<(), PlaneError> {
+        for iothread in iothreads {
             self.add_iothread(iothread.clone())?;
         }
-        for device in &configuration.devices {
-            let socket = match &device.listen {
-                Listen::Path(_) => None,
-                Listen::Activated(name) => handed.remove(name.as_str()),
-            };
-            self.add(device.clone(), HandedFds { image: None, socket })?;
+        for OpenedDevice { spec, image, listener } in opened.devices {
+            self.add(spec, image, Some(listener))?;
         }
         Ok(())
     }
@@ -141,7 +136,13 @@ impl Registry {
         let _ = self.events.send(event);
     }
 
-    fn add(&self, spec: serve::Device, handed: HandedFds) -> Result<(), PlaneError> {
+    /// Adds a device; opens what is not open yet.
+    fn add(
+        &self,
+        spec: serve::Device,
+        image: Option<OwnedFd>,
+        listener: Option<Listener>,
+    ) -> Result<(), PlaneError> {
         let mut state = self.state();
         if state.devices.contains_key(&spec.name) {
             return Err(PlaneError::DeviceExists(spec.name));
@@ -161,7 +162,7 @@ impl Registry {
         }
         let threads = threads(&state, &spec.mapping)?;
         let name = spec.name.as_str();
-        let (engine, image) = open(&spec, handed.image)?;
+        let (engine, image) = open(&spec, image)?;
         let (lock, session_lock) = match (&spec.engine, image) {
             (serve::Engine::File(file), Some(image)) if file.lock == ImageLock::Always => {
                 let lock = lock_soon(&image)
@@ -191,8 +192,8 @@ impl Registry {
             session_lock,
             threads,
         ));
-        let listener = match (&path, handed.socket) {
-            (_, Some(fd)) => Listener::from_fd(fd),
+        let listener = match (&path, listener) {
+            (_, Some(listener)) => Ok(listener),
             (Some(path), None) => Listener::bind(path, SOCKET_MODE),
             (None, None) => {
                 let missing = std::io::ErrorKind::NotFound.into();
@@ -228,21 +229,10 @@ fn threads(state: &State, mapping: &Mapping) -> Result<Vec<ThreadId>, PlaneError
     mapping.by_queue().iter().map(id).collect()
 }
 
-/// Locks an image. Requests of a server that was killed hold its lock until they end.
-fn lock_soon(image: &file::FileEngine) -> Result<Lock, file::LockError> {
-    let began = Instant::now();
-    loop {
-        match image.lock() {
-            Err(_) if began.elapsed() < LOCK_TIME => std::thread::sleep(LOCK_TIME / 100),
-            result => return result,
-        }
-    }
-}
-
-type Opened = (Arc<dyn Engine>, Option<Arc<file::FileEngine>>);
+type EngineAndImage = (Arc<dyn Engine>, Option<Arc<file::FileEngine>>);
 
 /// A device's engine; the image apart, for its lock.
-fn open(spec: &serve::Device, handed: Option<OwnedFd>) -> Result<Opened, PlaneError> {
+fn open(spec: &serve::Device, handed: Option<OwnedFd>) -> Result<EngineAndImage, PlaneError> {
     let name = &spec.name;
     match &spec.engine {
         serve::Engine::File(config) => {
@@ -358,7 +348,13 @@ impl Plane for Registry {
 
     fn add_device(&self, device: wire::Device, handed: HandedFds) -> Result<(), PlaneError> {
         let names: Vec<IoThreadName> = self.state().iothreads.keys().cloned().collect();
-        self.add(serve::Device::new(device, &names)?, handed)
+        let device = serve::Device::new(device, &names)?;
+        let listener = handed
+            .socket
+            .map(Listener::from_fd)
+            .transpose()
+            .map_err(|error| refused(format!("cannot listen for {}", device.name), error))?;
+        self.add(device, handed.image, listener)
     }
 
     fn remove_device(&self, device: &DiskName) -> Result<(), PlaneError> {
@@ -393,10 +389,8 @@ impl Plane for Registry {
     fn set_mapping(&self, device: &DiskName, entries: &[Entry]) -> Result<(), PlaneError> {
         let mapping = {
             let state = self.state();
-            let served = state
-                .devices
-                .get(device)
-                .ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            let served =
+                state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
             let names = state.iothreads.keys().cloned().collect();
             Mapping::new(entries, u32::from(served.mapping.queues()), Some(&names))?
         };
@@ -421,14 +415,14 @@ impl Plane for Registry {
         let (host, thread, from) = {
             let mut state = self.state();
             let thread = state.iothread(to)?.id;
-            let served = state
-                .devices
-                .get(device)
-                .ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            let served =
+                state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
             let queues = served.mapping.queues();
-            let from = served.mapping.iothread(queue).cloned().ok_or_else(|| {
-                PlaneError::NoQueue { device: device.clone(), queues, queue }
-            })?;
+            let from = served
+                .mapping
+                .iothread(queue)
+                .cloned()
+                .ok_or_else(|| PlaneError::NoQueue { device: device.clone(), queues, queue })?;
             (Arc::clone(&served.host), thread, from)
         };
         let pause = host.assign(queue, thread).map_err(|error| match error {

@@ -91,6 +91,11 @@ fn mem_table_has_as_many_descriptors_as_regions() {
     }
     let body = words(&[8, 0]);
     assert_eq!(parse(5, &body, 8), Err(MessageError::Size { request, size: 8 }));
+    // User Mode Linux has one, and sends room for two.
+    let body = [words(&[1, 0]), region(1), vec![0; 32]].concat();
+    assert_eq!(parse(5, &body, 1), Ok(Message::SetMemTable(vec![expected(1)])));
+    let body = [words(&[1, 0]), region(1), vec![0; 32 * 8]].concat();
+    assert_eq!(parse(5, &body, 1), Err(MessageError::Size { request, size: 296 }));
 }
 
 #[test]

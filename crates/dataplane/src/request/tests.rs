@@ -82,8 +82,7 @@ fn framing_is_the_drivers() {
     );
     assert_eq!(data, [512]);
 
-    let (request, data) =
-        parsed(&limits(), &mut [header(T_IN, 0)], &mut [vec![0; 513]]).unwrap();
+    let (request, data) = parsed(&limits(), &mut [header(T_IN, 0)], &mut [vec![0; 513]]).unwrap();
     assert_eq!(request.written, 513);
     assert_eq!(data, [512]);
 }
@@ -159,8 +158,7 @@ fn read_only_disk_refuses_what_writes() {
     limits.read_only = true;
     for kind in [T_OUT, T_DISCARD, T_WRITE_ZEROES] {
         let data = if kind == T_OUT { vec![0; 512] } else { range_of(0, 1, 0) };
-        let (request, _) =
-            parsed(&limits, &mut [header(kind, 0), data], &mut [vec![0]]).unwrap();
+        let (request, _) = parsed(&limits, &mut [header(kind, 0), data], &mut [vec![0]]).unwrap();
         assert_eq!(request.action, Action::Answer(Status::IoError), "{kind}");
     }
 }
@@ -175,11 +173,7 @@ fn discard_and_write_zeroes_take_one_range() {
     let zeroes = action(&mut [header(T_WRITE_ZEROES, 0), range_of(0, 1, UNMAP)], &mut [vec![0]]);
     assert_eq!(
         zeroes,
-        Action::Start {
-            operation: Operation::WriteZeroes { unmap: true },
-            offset: 0,
-            length: 512
-        }
+        Action::Start { operation: Operation::WriteZeroes { unmap: true }, offset: 0, length: 512 }
     );
     for (kind, range, status) in [
         (T_DISCARD, range_of(0, 1, UNMAP), Status::Unsupported),
@@ -201,8 +195,7 @@ fn discard_and_write_zeroes_take_one_range() {
 #[test]
 fn id_is_written_as_far_as_it_fits() {
     let mut pieces = [vec![0; 12], vec![0; 30]];
-    let (request, _) =
-        parsed(&limits(), &mut [header(T_GET_ID, 0)], &mut pieces).unwrap();
+    let (request, _) = parsed(&limits(), &mut [header(T_GET_ID, 0)], &mut pieces).unwrap();
     assert_eq!((request.action, request.written), (Action::Answer(Status::Ok), 21));
     assert_eq!((&pieces[0][..], &pieces[1][..8]), (&b"0123456789ab"[..], &b"cdefghij"[..]));
 
@@ -223,8 +216,5 @@ fn unknown_type_is_unsupported() {
 #[test]
 fn flush_has_no_range() {
     let flush = action(&mut [header(T_FLUSH, u64::MAX)], &mut [vec![0]]);
-    assert_eq!(
-        flush,
-        Action::Start { operation: Operation::Flush, offset: 0, length: 0 }
-    );
+    assert_eq!(flush, Action::Start { operation: Operation::Flush, offset: 0, length: 0 });
 }

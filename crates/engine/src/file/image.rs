@@ -1,7 +1,7 @@
 //! A raw image or block device: what it is, and synchronous requests to it.
 
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -78,6 +78,18 @@ fn call(name: &'static str) -> impl FnOnce(Errno) -> ImageError {
     move |source| ImageError::Call(name, source)
 }
 
+/// Opens an image, to be served by this process or another user's.
+///
+/// # Errors
+/// [`ImageError::Open`].
+pub fn open(path: &Path, read_only: bool) -> Result<OwnedFd, ImageError> {
+    let access = if read_only { OFlags::RDONLY } else { OFlags::RDWR };
+    // Non-blocking, so that a pipe is refused instead of waited for.
+    let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+    rustix::fs::open(path, flags, Mode::empty())
+        .map_err(|source| ImageError::Open { path: path.to_owned(), source })
+}
+
 /// An open image.
 #[derive(Debug)]
 pub(super) struct Image {
@@ -100,13 +112,7 @@ impl Image {
         let FileConfig { source, direct, read_only, explicit_raw, .. } = config;
         let fd = match source {
             FileSource::Fd(fd) => fd,
-            FileSource::Path(path) => {
-                let access = if read_only { OFlags::RDONLY } else { OFlags::RDWR };
-                // Non-blocking, so that a pipe is refused instead of waited for.
-                let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
-                rustix::fs::open(&path, flags, Mode::empty())
-                    .map_err(|source| ImageError::Open { path, source })?
-            }
+            FileSource::Path(path) => open(&path, read_only)?,
         };
         let stat = rustix::fs::fstat(&fd).map_err(call("stat"))?;
         let is_device = match FileType::from_raw_mode(stat.st_mode) {

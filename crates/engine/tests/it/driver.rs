@@ -113,6 +113,12 @@ impl Driver {
         self.file = None;
     }
 
+    /// Submits what has been started, and takes the file from the ring's table.
+    pub(crate) fn submit_and_withdraw_file(&mut self) {
+        self.ring.submit().unwrap();
+        self.ring.submitter().register_files_update(0, &[-1]).unwrap();
+    }
+
     /// Drops the engine for one of no use.
     pub(crate) fn drop_engine(&mut self) {
         let nothing = RamEngine::new(Bytes::new(0), Duration::ZERO).unwrap();

@@ -200,6 +200,26 @@ fn full_submission_queue_is_busy_and_nothing_happens() {
 }
 
 #[test]
+fn requests_in_flight_end_well_when_their_file_leaves_the_table() {
+    let image = Image::new(4096);
+    for _ in 0..20 {
+        let mut disk = Driver::new(Box::new(open(&image.path).unwrap()));
+        let mut memory = Memory::new(&[512], 0);
+        let segments = memory.segments();
+        for token in 0..32 {
+            let flush = disk.start(token, Operation::Flush, 0, 0, &[], None);
+            let read = disk.start(token + 32, Operation::Read, 0, 512, &segments, None);
+            assert_eq!((flush, read), (Outcome::Started, Outcome::Started));
+        }
+        disk.submit_and_withdraw_file();
+        for _ in 0..64 {
+            let (token, result) = disk.reap();
+            assert_eq!(result, if token < 32 { 0 } else { 512 }, "{token}");
+        }
+    }
+}
+
+#[test]
 fn drop_ends_threads_after_all_that_was_asked_of_them() {
     let image = Image::new(1 << 20);
     let config = FileConfig { aio: Aio::Threads, ..config(&image.path) };

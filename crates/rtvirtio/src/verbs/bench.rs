@@ -100,7 +100,7 @@ enum Other {
     /// One guest with 4 queues: main loop, 1 IOThread and a mapping over 2, CPU per I/O and IOPS
     Iothreads(iothreads::Args),
     /// A vhost-user-blk server beside qemu-storage-daemon: IOPS, latency, CPU per request
-    Dataplane(dataplane::Args),
+    Dataplane(Box<dataplane::Args>),
 }
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {

@@ -11,13 +11,16 @@ use std::time::Duration;
 use anyhow::Result;
 use comfy_table::{Table, presets};
 use rtvirtio_bench::load::Interrupted;
-use rtvirtio_dataplane::control::ControlServer;
-use rtvirtio_dataplane::plane::{Plane, Registry};
-use rtvirtio_spec::serve::{self, Configuration, Engine, Listen};
+use rtvirtio_dataplane::control::{ControlServer, ControlSocket};
+use rtvirtio_dataplane::plane::{Opened, Plane, Registry};
+use rtvirtio_dataplane::sandbox::{self, Identity};
+use rtvirtio_spec::serve::{self, Configuration, Engine, Listen, Service};
 use rtvirtio_spec::specification::MAX_FILE_BYTES;
 
 use crate::{Outcome, input};
 
+/// The user to become if nothing says.
+const USER: &str = "rtvirtio";
 /// How soon a signal is seen.
 const POLL: Duration = Duration::from_millis(50);
 
@@ -29,37 +32,61 @@ pub(crate) struct Args {
     /// Only check the configuration, and print what would be served
     #[arg(long)]
     check: bool,
+    /// The user to become if started by root, whatever the configuration says [default: rtvirtio
+    /// if there is such a user]
+    #[arg(long)]
+    user: Option<String>,
+    /// Keep capabilities and all system calls
+    #[arg(long)]
+    no_sandbox: bool,
 }
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let text = input::read(&args.configuration, MAX_FILE_BYTES as u64)?;
-    let configuration = serve::parse(&args.configuration.display().to_string(), &text)?;
+    let mut configuration = serve::parse(&args.configuration.display().to_string(), &text)?;
     if args.check {
         print!("{}", describe(&configuration));
         return Ok(Outcome::Done);
     }
+    if args.user.is_some() {
+        (configuration.service.user, configuration.service.group) = (args.user.clone(), None);
+    }
+    configuration.service.sandbox &= !args.no_sandbox;
     start(&configuration, interrupted)
 }
 
 /// Serves until a signal comes; what is in flight then is finished first.
 fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Outcome> {
-    let registry = Registry::new(Box::new(|device, ended| {
-        if let Some(error) = ended.error.as_ref().or(ended.first_refused.as_ref()) {
-            let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
-            eprintln!("{}: front end: {error}{cause}", device.name());
-        }
-    }))?;
-    let registry = Arc::new(registry);
     let mut handed: HashMap<String, OwnedFd> = HashMap::new();
     for (fd, name) in sd_notify::listen_fds_with_names()? {
         // SAFETY: systemd made it for this process, and sd_notify gives each out once.
         handed.insert(name, unsafe { OwnedFd::from_raw_fd(fd) });
     }
-    registry.add_all(configuration, &mut handed)?;
+    let emulated = |device: &serve::Device| matches!(device.engine, Engine::Ssd(_));
+    sandbox::raise_limits(configuration.devices.iter().any(emulated));
+    let user = identity(&configuration.service)?;
+    // Opened with the rights of whoever started this, served without them.
     let control = configuration.control.as_ref();
-    let control =
-        control.map(|c| ControlServer::start(c, Arc::clone(&registry) as Arc<dyn Plane>));
-    let control = control.transpose()?;
+    let control = control.map(|c| ControlSocket::make(c, user.as_ref())).transpose()?;
+    let opened = Opened::open(configuration, &mut handed, user.as_ref())?;
+    if configuration.service.sandbox {
+        sandbox::drop_privileges(user.as_ref())?;
+        sandbox::confine()?;
+    } else {
+        eprintln!("WARNING: no sandbox: a fault in here has all rights of this process");
+    }
+
+    let registry = Registry::new(Box::new(|device, ended| {
+        if let Some(error) = ended.error.as_ref().or(ended.first_refused.as_ref()) {
+            let causes = std::iter::successors(error.source(), |&cause| cause.source());
+            let causes: String = causes.map(|cause| format!(": {cause}")).collect();
+            eprintln!("{}: front end: {error}{causes}", device.name());
+        }
+    }))?;
+    let registry = Arc::new(registry);
+    registry.add_all(&configuration.iothreads, opened)?;
+    let plane = || Arc::clone(&registry) as Arc<dyn Plane>;
+    let control = control.map(|socket| ControlServer::serve(socket, plane())).transpose()?;
     eprintln!("serving {} devices", configuration.devices.len());
     // Without systemd there is nobody to tell.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
@@ -69,6 +96,25 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
     drop(control);
     drop(registry);
     Ok(Outcome::Done)
+}
+
+/// The user to become; `None` to stay who started this.
+fn identity(service: &Service) -> Result<Option<Identity>> {
+    if !rustix::process::geteuid().is_root() || !service.sandbox {
+        if let Some(user) = &service.user {
+            let why = if service.sandbox { "not started by root" } else { "no sandbox" };
+            eprintln!("{why}: this does not become user {user}");
+        }
+        return Ok(None);
+    }
+    match (&service.user, Identity::find(USER, None)) {
+        (Some(user), _) => Ok(Some(Identity::find(user, service.group.as_deref())?)),
+        (None, Ok(identity)) => Ok(Some(identity)),
+        (None, Err(error)) => {
+            eprintln!("WARNING: this serves as root, if without capabilities: {error}");
+            Ok(None)
+        }
+    }
 }
 
 /// What would be served, for people.

@@ -2,7 +2,7 @@
 //!
 //! A test is written over a [`server::Server`]: `rtvirtio serve`, or with
 //! `RTVIRTIO_TEST_SERVER=qsd` qemu-storage-daemon, which shows that a failure is not the
-//! harness's. Guests run under TCG, so none of this needs KVM; libvirt needs root.
+//! harness's; a path names another build of `rtvirtio`. Guests run under TCG, so none of this needs KVM; libvirt needs root.
 //!
 //! How often something is repeated is in [`counts::Counts`]: few times in `cargo test`, as often
 //! as a release asks with `RTVIRTIO_ENDURANCE=FILE` (`make bench-dataplane-endurance`), and then
@@ -11,10 +11,13 @@
 mod control;
 mod counts;
 mod crash;
+mod device;
+mod footprint;
 mod libvirt;
 mod migration;
 mod qemu;
 mod qmp;
+mod sandbox;
 mod server;
 mod slow;
 mod uml;

@@ -2,8 +2,8 @@
 
 mod cgroup2;
 mod cli;
-mod dataplane;
 mod ctl;
+mod dataplane;
 mod guest;
 mod guest_knobs;
 mod in_guest;

@@ -71,7 +71,7 @@ fn qemu_refusals_are_all_mirrored() {
     assert_eq!(refused(&[], 1), "iothread-vq-mapping is empty");
     assert_eq!(refused(&[bare("a")], 0), "num_queues is 0, outside 1 to 64");
     assert_eq!(refused(&[bare("a")], 65), "num_queues is 65, outside 1 to 64");
-    assert_eq!(refused(&[entry("a", &[0, 0])], 1).find("already assigned").is_some(), true);
+    assert!(refused(&[entry("a", &[0, 0])], 1).contains("already assigned"));
 }
 
 #[test]

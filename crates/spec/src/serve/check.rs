@@ -9,7 +9,7 @@ use super::error::Fault;
 use super::wire::{self, EngineKind, Size};
 use super::{
     Control, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_POLL, MAX_RAM_BYTES,
-    MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, Polling, SsdEngine,
+    MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_USER_BYTES, Polling, Service, SsdEngine,
 };
 use crate::mapping::{Entry, Mapping};
 
@@ -57,6 +57,26 @@ pub(super) fn cpus(mut cpus: Vec<CpuId>) -> Result<Vec<CpuId>, Fault> {
             cpus.dedup();
             Ok(cpus)
         }
+    }
+}
+
+fn user(name: Option<String>) -> Result<Option<String>, Fault> {
+    let fits = |name: &String| {
+        (1..=MAX_USER_BYTES).contains(&name.len()) && !name.contains([':', '/', '\0', '\n'])
+    };
+    match name {
+        Some(name) if !fits(&name) => Err(Fault::BadUser(name)),
+        name => Ok(name),
+    }
+}
+
+impl Service {
+    pub(super) fn located(raw: wire::Service) -> Result<Self, Misplaced> {
+        let group = at(&["group"], user(raw.group))?;
+        if group.is_some() && raw.user.is_none() {
+            return Err((&["group"], Fault::GroupAlone));
+        }
+        Ok(Self { user: at(&["user"], user(raw.user))?, group, sandbox: raw.sandbox })
     }
 }
 

@@ -104,6 +104,12 @@ pub enum Fault {
     /// A socket's path that is relative, too long, or ends in no name.
     #[error("{} is no path of a socket", Quoted(&.0.to_string_lossy()))]
     BadSocket(PathBuf),
+    /// A name that no user or group has.
+    #[error("{} is no name of a user or group", Quoted(.0))]
+    BadUser(String),
+    /// A group without a user.
+    #[error("a group is a user's: there is no user")]
+    GroupAlone,
     /// Neither or both of `socket` and `socket_activation`.
     #[error("a device has one of socket and socket_activation")]
     WhichSocket,
@@ -172,6 +178,8 @@ impl Fault {
                 format!("{near}the keys of this table are {}", listed(&expected))
             }
             Self::UnknownVersion(_) => "write version = 1".to_owned(),
+            Self::BadUser(_) => "write the name that `getent passwd` or `group` shows".to_owned(),
+            Self::GroupAlone => "add user = \"rtvirtio\"".to_owned(),
             Self::NoIoThread => "add [[iothread]] with name = \"iot0\"".to_owned(),
             Self::TooManyIoThreads(_) => format!("keep at most {MAX_IOTHREADS}"),
             Self::TooManyDevices(_) => format!("keep at most {MAX_DEVICES}"),

@@ -11,7 +11,9 @@ use toml::de::{DeTable, DeValue};
 
 use super::check::Misplaced;
 use super::error::{Fault, ServeError, Subject};
-use super::{Configuration, Control, Device, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, wire};
+use super::{
+    Configuration, Control, Device, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, Service, wire,
+};
 use crate::specification::{MAX_FILE_BYTES, deep_key, position, unknown_field};
 
 /// Parses and checks `text`, named `file` in errors.
@@ -67,6 +69,11 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ServeError> {
     if count > MAX_DEVICES {
         return Err(of_file(place.of("device", MAX_DEVICES, &[]), Fault::TooManyDevices(count)));
     }
+    let service = match raw.service {
+        None => Service::default(),
+        Some(service) => Service::located(service)
+            .map_err(|(keys, fault)| of_file(place.of("service", 0, keys), fault))?,
+    };
     let control = raw.control.map(|control| {
         Control::located(control)
             .map_err(|(keys, fault)| of_file(place.of("control", 0, keys), fault))
@@ -98,7 +105,7 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ServeError> {
                 .map_err(|(keys, fault)| fail(subject, place.of("device", index, keys), fault))?,
         );
     }
-    Ok(Configuration { control, iothreads, devices })
+    Ok(Configuration { service, control, iothreads, devices })
 }
 
 /// What stands once in a file.

@@ -4,6 +4,9 @@ use super::*;
 
 const EXAMPLE: &str = r#"version = 1
 
+[service]
+user = "rtvirtio"
+
 [control]
 socket = "/run/rtvirtio/control.sock"
 group = 36
@@ -53,6 +56,8 @@ fn owners(device: &Device) -> Vec<&str> {
 #[test]
 fn example_is_read_as_written() {
     let found = parse("serve.toml", EXAMPLE).unwrap();
+    let service = Service { user: Some("rtvirtio".into()), group: None, sandbox: true };
+    assert_eq!(found.service, service);
     let control = Control { socket: "/run/rtvirtio/control.sock".into(), group: Some(36) };
     assert_eq!(found.control, Some(control));
     assert_eq!(
@@ -85,9 +90,15 @@ fn example_is_read_as_written() {
             direct: true,
             aio: Aio::Auto,
             lock: ImageLock::Session,
+            raw: false,
         })
     );
     assert_eq!(owners(root), ["iot1", "iot1", "iot1", "iot0"]);
+    let written_out = EXAMPLE.replace("lock = \"session\"", "format = \"raw\"");
+    let Engine::File(file) = &parse("serve.toml", &written_out).unwrap().devices[0].engine else {
+        panic!("a file")
+    };
+    assert!(file.raw);
 
     assert_eq!(ssd.listen, Listen::Activated(Name::new("vm1").unwrap()));
     assert_eq!(

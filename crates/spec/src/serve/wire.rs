@@ -16,6 +16,8 @@ use crate::mapping::Entry;
 pub struct Configuration {
     /// The format's version: 1.
     pub version: i64,
+    /// `[service]`
+    pub service: Option<Service>,
     /// `[control]`
     pub control: Option<Control>,
     /// `[[iothread]]`
@@ -24,6 +26,19 @@ pub struct Configuration {
     /// `[[device]]`
     #[serde(default)]
     pub device: Vec<Device>,
+}
+
+/// `[service]`
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a table [service]")]
+pub struct Service {
+    /// Name of the user to become.
+    pub user: Option<String>,
+    /// Name of that user's group.
+    pub group: Option<String>,
+    /// Whether capabilities and system calls are given up.
+    #[serde(default = "yes")]
+    pub sandbox: bool,
 }
 
 /// `[control]`

@@ -1,7 +1,7 @@
 //! A libvirt domain with a vhostuser disk that reconnects.
 
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -20,16 +20,6 @@ const WITHIN: &str = "RTVIRTIO_TEST_WITHIN_LIBVIRT";
 const ENOUGH: Duration = Duration::from_secs(20);
 /// libvirt's reconnect has whole seconds.
 const AGAIN: Duration = Duration::from_secs(3);
-
-/// The `<disk>` of a served device.
-fn disk_xml(socket: &Path, queues: u16) -> String {
-    format!(
-        "<disk type='vhostuser' device='disk'><driver name='qemu' type='raw' queues='{queues}'/>\
-         <source type='unix' path='{}'><reconnect enabled='yes' timeout='1'/></source>\
-         <target dev='vda' bus='virtio'/></disk>",
-        socket.display()
-    )
-}
 
 #[test]
 fn libvirt_domain_with_vhostuser_disk_verifies_and_reconnects() {
@@ -76,7 +66,7 @@ fn within() {
     let image = Image::make();
     let mut server = Server::start(&image);
     let path = PathBuf::from("domain.xml");
-    std::fs::write(&path, domain_xml(&disk_xml(&server.socket(), Server::QUEUES))).unwrap();
+    std::fs::write(&path, domain_xml(&server.mapping("libvirt"))).unwrap();
     virsh_does(&["define", "--validate", "domain.xml"]);
     virsh_does(&["start", VM]);
     let agent = || {
@@ -120,19 +110,23 @@ fn virsh_does(arguments: &[&str]) {
     assert!(output.status.success(), "virsh {arguments:?}: {}", said(&output));
 }
 
-/// A domain of type qemu that boots the guests' image; the disk needs shared memory.
-fn domain_xml(disk: &str) -> String {
+/// A domain of type qemu that boots the guests' image, with what `rtvirtio mapping` prints put
+/// where its comments say.
+fn domain_xml(printed: &str) -> String {
+    const IN_DEVICES: &str = "<!-- in <devices> -->";
+    let (domain, devices) = printed.split_once(IN_DEVICES).expect("a part for <devices>");
     let image = target("guest");
     format!(
         "<domain type='qemu'><name>{VM}</name>
          <uuid>6ba7b810-9dad-11d1-80b4-00c04fd430c4</uuid><memory unit='MiB'>512</memory>
-         <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>
+         {domain}
          <vcpu>4</vcpu>
          <os><type arch='x86_64' machine='q35'>hvm</type>
            <kernel>{}</kernel><initrd>{}</initrd>
            <cmdline>console=ttyS0 quiet panic=1 random.trust_cpu=on mitigations=off</cmdline></os>
          <cpu mode='maximum'/>
-         <devices><emulator>/usr/bin/qemu-system-x86_64</emulator>{disk}
+         <devices><emulator>/usr/bin/qemu-system-x86_64</emulator>
+           {devices}
            <channel type='unix'><target type='virtio' name='org.qemu.guest_agent.0'/></channel>
            <memballoon model='none'/>
          </devices></domain>",

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use crate::scratch_disk::RTVIRTIO;
+use crate::scratch_disk::{RTVIRTIO, said};
 
 /// Long enough for a start or an end on a busy machine.
 const ENOUGH: Duration = Duration::from_secs(10);
@@ -30,7 +30,8 @@ impl Kind {
         match std::env::var("RTVIRTIO_TEST_SERVER").as_deref() {
             Err(_) | Ok("" | "rtvirtio") => Self::Ours,
             Ok("qsd") => Self::Qsd,
-            Ok(other) => panic!("RTVIRTIO_TEST_SERVER={other}: rtvirtio or qsd"),
+            Ok(path) if path.contains('/') => Self::Ours,
+            Ok(other) => panic!("RTVIRTIO_TEST_SERVER={other}: rtvirtio, its path, or qsd"),
         }
     }
 }
@@ -42,6 +43,12 @@ impl fmt::Display for Kind {
             Self::Qsd => "qemu-storage-daemon",
         })
     }
+}
+
+/// The `rtvirtio` under test; of another build if RTVIRTIO_TEST_SERVER is a path.
+fn rtvirtio() -> PathBuf {
+    let other = std::env::var_os("RTVIRTIO_TEST_SERVER").map(PathBuf::from);
+    other.filter(|path| path.components().count() > 1).unwrap_or_else(|| RTVIRTIO.into())
 }
 
 /// A sparse file that servers serve.
@@ -56,7 +63,7 @@ impl Image {
         image
     }
 
-    fn path(&self) -> PathBuf {
+    pub(crate) fn path(&self) -> PathBuf {
         self.directory.path().join("disk.raw")
     }
 
@@ -66,85 +73,63 @@ impl Image {
     }
 }
 
-/// A running server of one disk with 4 queues; killed when dropped.
-pub(crate) struct Server {
+/// How a server is started, the first time and after its death.
+struct Launch {
     kind: Kind,
-    child: Child,
     name: String,
     directory: PathBuf,
     image: PathBuf,
     /// The `cgroup.procs` to enter, if not to stay in the test's.
     procs: Option<PathBuf>,
+    /// Lines of the device's configuration.
+    device: &'static str,
 }
 
-impl Server {
-    pub(crate) const QUEUES: u16 = 4;
-    pub(crate) const IOTHREADS: [&'static str; 2] = ["iot0", "iot1"];
-    /// The disk's name in the control API.
-    pub(crate) const DEVICE: &'static str = "disk";
+/// A running server of one disk with 4 queues; killed when dropped.
+pub(crate) struct Server {
+    child: Child,
+    launch: Launch,
+}
 
-    /// Starts the server under test; returns once it listens.
-    pub(crate) fn start(image: &Image) -> Self {
-        Self::start_named(image, "server")
+impl Launch {
+    fn path(&self, suffix: &str) -> PathBuf {
+        self.directory.join(format!("{}.{suffix}", self.name))
     }
 
-    /// The same, for more than one server of an image.
-    pub(crate) fn start_named(image: &Image, name: &str) -> Self {
-        Self::start_in(None, image, name)
-    }
-
-    /// The same in the cgroup of this `cgroup.procs`.
-    pub(crate) fn start_in(procs: Option<PathBuf>, image: &Image, name: &str) -> Self {
-        let (kind, directory) = (Kind::under_test(), image.directory().to_owned());
-        let (name, image) = (name.to_owned(), image.path());
-        let child = Self::spawn(kind, &directory, &name, &image, procs.as_deref());
-        let mut server = Self { kind, child, name, directory, image, procs };
-        server.wait_until_it_listens();
-        server
-    }
-
-    fn spawn(
-        kind: Kind,
-        directory: &Path,
-        name: &str,
-        image: &Path,
-        procs: Option<&Path>,
-    ) -> Child {
-        let path = |suffix: &str| directory.join(format!("{name}.{suffix}"));
+    fn spawn(&self) -> Child {
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL"]);
-        if let Some(procs) = procs {
+        if let Some(procs) = &self.procs {
             command.args(["sh", "-c", r#"echo $$ >"$0" && exec "$@""#]).arg(procs);
         }
-        match kind {
+        std::fs::write(self.path("toml"), self.configuration()).unwrap();
+        match self.kind {
             Kind::Ours => {
-                let text = Self::configuration(image, &path("sock"), &path("control"));
-                std::fs::write(path("toml"), text).unwrap();
-                command.args([RTVIRTIO, "serve"]).arg(path("toml"));
+                command.arg(rtvirtio()).arg("serve").arg(self.path("toml"));
             }
             Kind::Qsd => {
                 // Two daemons may serve one image while a guest moves between them.
                 let file = format!(
                     "driver=file,node-name=disk,filename={},cache.direct=on,aio=io_uring,\
                      discard=unmap,locking=off",
-                    image.display()
+                    self.image.display()
                 );
                 let export = format!(
                     "type=vhost-user-blk,id=export,node-name=disk,addr.type=unix,addr.path={},\
                      writable=on,num-queues={}",
-                    path("sock").display(),
-                    Self::QUEUES
+                    self.path("sock").display(),
+                    Server::QUEUES
                 );
                 command.args(["qemu-storage-daemon", "--blockdev", &file, "--export", &export]);
             }
         }
-        let log = File::options().append(true).create(true).open(path("log")).unwrap();
+        let log = File::options().append(true).create(true).open(self.path("log")).unwrap();
         let output = log.try_clone().unwrap();
         command.stdin(Stdio::null()).stdout(output).stderr(log).spawn().unwrap()
     }
 
-    fn configuration(image: &Path, socket: &Path, control: &Path) -> String {
-        let [first, second] = Self::IOTHREADS;
+    fn configuration(&self) -> String {
+        let [first, second] = Server::IOTHREADS;
         // A session's lock, not a daemon's: during a migration the image has two daemons.
         format!(
             "version = 1
@@ -159,35 +144,99 @@ name = '{}'
 vm = 'guest'
 socket = '{}'
 queues = {}
-serial = 'dataplane-test'
+serial = '{}'
 engine = {{ type = 'file', path = '{}', lock = 'session' }}
+{}
 ",
-            control.display(),
-            Self::DEVICE,
-            socket.display(),
-            Self::QUEUES,
-            image.display(),
+            self.path("control").display(),
+            Server::DEVICE,
+            self.path("sock").display(),
+            Server::QUEUES,
+            Server::SERIAL,
+            self.image.display(),
+            self.device,
         )
+    }
+}
+
+impl Server {
+    pub(crate) const QUEUES: u16 = 4;
+    pub(crate) const IOTHREADS: [&'static str; 2] = ["iot0", "iot1"];
+    /// The disk's name in the control API.
+    pub(crate) const DEVICE: &'static str = "disk";
+    pub(crate) const SERIAL: &'static str = "dataplane-test";
+
+    /// Starts the server under test; returns once it listens.
+    pub(crate) fn start(image: &Image) -> Self {
+        Self::start_named(image, "server")
+    }
+
+    /// The same, for more than one server of an image.
+    pub(crate) fn start_named(image: &Image, name: &str) -> Self {
+        Self::launch(image, name, None, "")
+    }
+
+    /// The same in the cgroup of this `cgroup.procs`.
+    pub(crate) fn start_in(procs: Option<PathBuf>, image: &Image, name: &str) -> Self {
+        Self::launch(image, name, procs, "")
+    }
+
+    /// The same with these lines in the device's configuration.
+    pub(crate) fn start_with(image: &Image, device: &'static str) -> Self {
+        Self::launch(image, "server", None, device)
+    }
+
+    fn launch(image: &Image, name: &str, procs: Option<PathBuf>, device: &'static str) -> Self {
+        let (kind, directory) = (Kind::under_test(), image.directory().to_owned());
+        let (name, image) = (name.to_owned(), image.path());
+        let launch = Launch { kind, name, directory, image, procs, device };
+        let mut server = Self { child: launch.spawn(), launch };
+        server.wait_until_it_listens();
+        server
     }
 
     /// Where front ends connect.
     pub(crate) fn socket(&self) -> PathBuf {
-        self.directory.join(format!("{}.sock", self.name))
+        self.launch.path("sock")
     }
 
     /// The control socket; qemu-storage-daemon has no such.
     pub(crate) fn control(&self) -> PathBuf {
-        self.directory.join(format!("{}.control", self.name))
+        self.launch.path("control")
     }
 
     pub(crate) fn kind(&self) -> Kind {
-        self.kind
+        self.launch.kind
+    }
+
+    /// What `rtvirtio mapping` prints of its configuration.
+    pub(crate) fn mapping(&self, format: &str) -> String {
+        let output = Command::new(rtvirtio())
+            .arg("mapping")
+            .arg(self.launch.path("toml"))
+            .args(["--device", Self::DEVICE, "--format", format])
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", said(&output));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// What `rtvirtio ctl` says.
+    #[track_caller]
+    pub(crate) fn ctl(&self, arguments: &[&str]) -> String {
+        let output = Command::new(rtvirtio())
+            .args(["ctl", "--socket"])
+            .arg(self.control())
+            .args(arguments)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", said(&output));
+        String::from_utf8(output.stdout).unwrap()
     }
 
     /// What it said, in all its lives.
     pub(crate) fn log(&self) -> String {
-        let path = self.directory.join(format!("{}.log", self.name));
-        let text = std::fs::read(path).unwrap_or_default();
+        let text = std::fs::read(self.launch.path("log")).unwrap_or_default();
         String::from_utf8_lossy(&text[text.len().saturating_sub(2000)..]).into_owned()
     }
 
@@ -202,7 +251,7 @@ engine = {{ type = 'file', path = '{}', lock = 'session' }}
         };
         while !listens() {
             self.check();
-            assert!(start.elapsed() < ENOUGH, "{} does not listen: {}", self.kind, self.log());
+            assert!(start.elapsed() < ENOUGH, "{} does not listen: {}", self.kind(), self.log());
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -211,7 +260,7 @@ engine = {{ type = 'file', path = '{}', lock = 'session' }}
     #[track_caller]
     pub(crate) fn check(&mut self) {
         if let Some(status) = self.child.try_wait().unwrap() {
-            panic!("{} ended, {status}: {}", self.kind, self.log());
+            panic!("{} ended, {status}: {}", self.kind(), self.log());
         }
     }
 
@@ -224,8 +273,7 @@ engine = {{ type = 'file', path = '{}', lock = 'session' }}
 
     /// Starts a dead one again, and does not wait.
     pub(crate) fn start_again(&mut self) {
-        self.child =
-            Self::spawn(self.kind, &self.directory, &self.name, &self.image, self.procs.as_deref());
+        self.child = self.launch.spawn();
     }
 
     /// SIGTERM; how it ended.
@@ -237,7 +285,7 @@ engine = {{ type = 'file', path = '{}', lock = 'session' }}
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
             }
-            assert!(start.elapsed() < ENOUGH, "{} ignores SIGTERM: {}", self.kind, self.log());
+            assert!(start.elapsed() < ENOUGH, "{} ignores SIGTERM: {}", self.kind(), self.log());
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -248,7 +296,7 @@ impl Drop for Server {
         let _ = self.child.kill();
         let _ = self.child.wait();
         if std::thread::panicking() {
-            eprintln!("{} said: {}", self.kind, self.log());
+            eprintln!("{} said: {}", self.kind(), self.log());
         }
     }
 }

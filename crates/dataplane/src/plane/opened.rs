@@ -1,0 +1,74 @@
+//! What a configuration's devices need rights for, open: images and sockets.
+//!
+//! Opened by whoever starts the data plane, before it gives up its rights; served after that.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+
+use rtvirtio_engine::file;
+use rtvirtio_spec::serve::{Configuration, Device, Engine, Listen};
+
+use super::PlaneError;
+use super::registry::{SOCKET_MODE, io, refused};
+use crate::sandbox::{Identity, give};
+use crate::server::Listener;
+
+/// Devices that have yet to be served. Dropping it closes and removes their sockets.
+#[derive(Debug)]
+pub struct Opened {
+    pub(super) devices: Vec<OpenedDevice>,
+}
+
+#[derive(Debug)]
+pub(super) struct OpenedDevice {
+    pub(super) spec: Device,
+    pub(super) image: Option<OwnedFd>,
+    pub(super) listener: Listener,
+}
+
+impl Opened {
+    /// Opens all devices of a configuration; `handed` are listening sockets by name, from systemd.
+    /// Sockets that are made are the property of `owner`, if one is given.
+    ///
+    /// # Errors
+    /// The first image or socket that cannot be had.
+    pub fn open(
+        configuration: &Configuration,
+        handed: &mut HashMap<String, OwnedFd>,
+        owner: Option<&Identity>,
+    ) -> Result<Self, PlaneError> {
+        let open = |spec: &Device| -> Result<OpenedDevice, PlaneError> {
+            let name = &spec.name;
+            let image = match &spec.engine {
+                Engine::File(config) => {
+                    let what = || format!("cannot open {} for {name}", config.path.display());
+                    let image = file::open(&config.path, spec.read_only);
+                    Some(image.map_err(|error| refused(what(), error))?)
+                }
+                Engine::Ram { .. } | Engine::Ssd(_) => None,
+            };
+            let what = || format!("cannot listen for {name}");
+            let listener = match &spec.listen {
+                Listen::Path(path) => {
+                    let listener = Listener::bind(path, SOCKET_MODE);
+                    let listener = listener.map_err(|error| refused(what(), error))?;
+                    if let Some(owner) = owner {
+                        give(path, owner, None).map_err(|error| io(what(), error))?;
+                    }
+                    listener
+                }
+                Listen::Activated(wanted) => {
+                    let missing = || {
+                        let kind = std::io::ErrorKind::NotFound;
+                        io(format!("no socket was handed over for {name}"), kind.into())
+                    };
+                    let fd = handed.remove(wanted.as_str()).ok_or_else(missing)?;
+                    Listener::from_fd(fd).map_err(|error| refused(what(), error))?
+                }
+            };
+            Ok(OpenedDevice { spec: spec.clone(), image, listener })
+        };
+        let devices = configuration.devices.iter().map(open).collect::<Result<_, PlaneError>>()?;
+        Ok(Self { devices })
+    }
+}

@@ -1,0 +1,527 @@
+//! The pool at work: IOThreads, engines and drivers as they are, over real memory.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use io_uring::{opcode, types};
+use rtvirtio_engine::file::{Aio, FileConfig, FileEngine, FileSource};
+use rtvirtio_engine::ram::RamEngine;
+use rtvirtio_engine::ssd::{Faults, SsdEngine};
+use rtvirtio_engine::{Engine, Geometry, Lent, Operation, Outcome, Request};
+use rtvirtio_units::Bytes;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use super::*;
+use crate::device::{Device, DeviceConfig, Limits};
+use crate::ring::Ring;
+use crate::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
+use crate::stats::QueueStats;
+
+mod hostile;
+mod moves;
+
+/// A block of the tests' requests.
+const BLOCK: usize = 4096;
+/// Blocks of a queue's part of its disk: no two queues touch one block.
+const BLOCKS: u64 = 64;
+/// Of a disk: for eight queues.
+const DISK: u64 = 8 * BLOCKS * BLOCK as u64;
+/// Where a guest's buffers begin, behind the ring.
+const BUFFERS: u64 = GUEST + (1 << 19);
+/// A request that has not come back by then is lost.
+const LOST: Duration = Duration::from_secs(10);
+
+fn device(engine: Arc<dyn Engine>, queues: u16) -> Arc<Device> {
+    let config = DeviceConfig {
+        name: "disk".into(),
+        engine,
+        queues,
+        read_only: false,
+        serial: [0; 20],
+        write_cache: true,
+        limits: Limits::default(),
+    };
+    Arc::new(Device::new(config).unwrap())
+}
+
+fn ram() -> Arc<dyn Engine> {
+    Arc::new(RamEngine::new(Bytes::new(DISK), Duration::ZERO).unwrap())
+}
+
+/// 250 µs a request; `ref-4x250*N`: N times as long.
+fn ssd(name: &str) -> Arc<dyn Engine> {
+    let config = name.parse().unwrap();
+    Arc::new(SsdEngine::start(config, Bytes::new(DISK), 1, Faults::default()).unwrap())
+}
+
+fn file(aio: Aio) -> Arc<FileEngine> {
+    // Not in /dev/shm or another file system in memory, where io_uring is not taken.
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(DISK).unwrap();
+    let source = FileSource::Fd(file.into());
+    let config = FileConfig { source, direct: false, read_only: false, explicit_raw: true, aio };
+    Arc::new(FileEngine::open(config).unwrap())
+}
+
+fn threads<const N: usize>(pool: &Pool) -> [ThreadId; N] {
+    std::array::from_fn(|at| pool.add_thread(&format!("iot{at}"), Polling::default()).unwrap())
+}
+
+/// An engine that makes a file's io_uring do what is rare.
+struct Tricky {
+    file: Arc<FileEngine>,
+    /// No more bytes than these in one go.
+    most: usize,
+    /// Each request is first answered by EAGAIN.
+    again: Option<(OwnedFd, OwnedFd)>,
+    seen: std::sync::Mutex<std::collections::HashSet<u64>>,
+    shorted: AtomicU64,
+    refused: AtomicU64,
+    full: AtomicU64,
+}
+
+impl Tricky {
+    fn new(most: usize, again: bool) -> Arc<Self> {
+        let pair = || std::os::unix::net::UnixStream::pair().unwrap();
+        Arc::new(Self {
+            file: file(Aio::IoUring),
+            most,
+            again: again.then(pair).map(|(a, b)| (a.into(), b.into())),
+            seen: std::sync::Mutex::default(),
+            shorted: AtomicU64::new(0),
+            refused: AtomicU64::new(0),
+            full: AtomicU64::new(0),
+        })
+    }
+}
+
+impl Engine for Tricky {
+    fn geometry(&self) -> Geometry {
+        self.file.geometry()
+    }
+
+    fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
+        use std::os::fd::AsRawFd;
+        let token = request.token.0;
+        if let Some((socket, _)) = &self.again
+            && self.seen.lock().unwrap().insert(token)
+        {
+            // Nobody sends: EAGAIN.
+            let fd = types::Fd(socket.as_raw_fd());
+            let nothing = opcode::Recv::new(fd, std::ptr::null_mut(), 0)
+                .flags(libc::MSG_DONTWAIT)
+                .build()
+                .user_data(token);
+            self.refused.fetch_add(1, Relaxed);
+            // SAFETY: no bytes are asked for.
+            return match unsafe { lent.submission.push(&nothing) } {
+                Ok(()) => Outcome::Started,
+                Err(_) => Outcome::Busy,
+            };
+        }
+        let outcome = match (request.operation, request.segments) {
+            (Operation::Read | Operation::Write { .. }, [first, ..]) if first.len() > self.most => {
+                self.shorted.fetch_add(1, Relaxed);
+                let piece = [rtvirtio_engine::Segment::new(first.base(), self.most)];
+                let length = self.most as u64;
+                self.file.start(&Request { segments: &piece, length, ..*request }, lent)
+            }
+            _ => self.file.start(request, lent),
+        };
+        if outcome == Outcome::Busy {
+            self.full.fetch_add(1, Relaxed);
+        } else {
+            self.seen.lock().unwrap().remove(&token);
+        }
+        outcome
+    }
+
+    fn resize(&self, capacity: Option<Bytes>) -> std::io::Result<Bytes> {
+        self.file.resize(capacity)
+    }
+}
+
+/// One queue's driver. What it writes to a block names the queue, the block and the count of its
+/// writes, in each of its words, and each read looks for the last.
+struct Guarded {
+    driver: Driver,
+    kick: OwnedFd,
+    call: OwnedFd,
+    /// First block on the disk.
+    first: u64,
+    /// By block: what was written last, and whether a request is on its way.
+    blocks: Vec<(u64, bool)>,
+    /// By place in memory: the block and whether it is read.
+    slots: Vec<Option<(u64, bool)>>,
+    by_id: HashMap<u16, usize>,
+    random: u64,
+    writes: u64,
+    done: u64,
+}
+
+/// What a queue is tried with.
+#[derive(Clone, Copy)]
+struct Shape {
+    /// Which eighth of the disk.
+    part: u64,
+    depth: usize,
+    packed: bool,
+    indirect: bool,
+}
+
+impl Shape {
+    const fn of(part: u64) -> Self {
+        Self { part, depth: 16, packed: part % 2 == 1, indirect: part % 4 >= 2 }
+    }
+}
+
+impl Guarded {
+    fn new(shape: Shape) -> Self {
+        let guest = Guest::new(4 << 20);
+        let size = (shape.depth as u16 * 4).next_power_of_two();
+        let Shape { packed, indirect, .. } = shape;
+        let options = Options { size, packed, event_idx: true, indirect };
+        let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        assert!(Driver::bytes(size) < BUFFERS - GUEST);
+        Self {
+            driver: Driver::new(guest, GUEST, options),
+            kick: event(),
+            call: event(),
+            first: shape.part * BLOCKS,
+            blocks: vec![(0, false); BLOCKS as usize],
+            slots: vec![None; shape.depth],
+            by_id: HashMap::new(),
+            random: shape.part + 1,
+            writes: 0,
+            done: 0,
+        }
+    }
+
+    fn setup(&self, device: &Arc<Device>) -> QueueSetup {
+        let memory = self.driver.guest().memory();
+        let config = self.driver.config();
+        QueueSetup {
+            device: Arc::clone(device),
+            ring: Ring::new(config, Arc::clone(&memory), None).unwrap(),
+            memory,
+            buffers: None,
+            size: config.size,
+            kick: Some(self.kick.try_clone().unwrap()),
+            call: Some(Call::new(self.call.try_clone().unwrap()).unwrap()),
+            error: None,
+            enabled: true,
+            stats: Arc::new(QueueStats::new()),
+        }
+    }
+
+    fn random(&mut self, below: u64) -> u64 {
+        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (self.random >> 33) % below
+    }
+
+    const fn place(slot: usize) -> u64 {
+        BUFFERS + slot as u64 * 2 * BLOCK as u64
+    }
+
+    fn content(&self, block: u64) -> Vec<u8> {
+        let count = self.blocks[block as usize].0;
+        let word = if count == 0 { 0 } else { count << 20 | (self.first + block) };
+        word.to_le_bytes().repeat(BLOCK / 8)
+    }
+
+    /// Makes as many requests as there is room for; whether any.
+    fn fill(&mut self) -> bool {
+        let mut any = false;
+        while let Some(slot) = self.slots.iter().position(Option::is_none) {
+            let block = self.random(BLOCKS);
+            if self.blocks[block as usize].1 {
+                continue;
+            }
+            let read = self.random(2) == 0;
+            let guest = Arc::clone(self.driver.guest());
+            let data = Self::place(slot);
+            let header = data + BLOCK as u64;
+            let mut bytes = [0; 16];
+            bytes[0] = u8::from(!read);
+            bytes[8..].copy_from_slice(&((self.first + block) * 8).to_le_bytes());
+            guest.write(header, &bytes);
+            guest.write(header + 16, &[0xff]);
+            if read {
+                guest.write(data, &[0xee; BLOCK]);
+            } else {
+                self.writes += 1;
+                self.blocks[block as usize].0 = self.writes;
+                guest.write(data, &self.content(block));
+            }
+            let half = BLOCK as u32 / 2;
+            let at = |address, length, writable| Buffer { address, length, writable };
+            let buffers = [
+                at(header, 16, false),
+                at(data, half, read),
+                at(data + u64::from(half), half, read),
+                at(header + 16, 1, true),
+            ];
+            let indirect = self.driver.config().indirect && self.random(2) == 0;
+            let id = self.driver.add(&buffers, indirect).expect("room");
+            self.blocks[block as usize].1 = true;
+            self.slots[slot] = Some((block, read));
+            assert_eq!(self.by_id.insert(id, slot), None);
+            any = true;
+        }
+        any
+    }
+
+    fn publish(&mut self) {
+        if self.driver.publish() {
+            rustix::io::write(&self.kick, &1u64.to_ne_bytes()).unwrap();
+        }
+    }
+
+    /// Takes what has come back, and looks at it; how many.
+    fn reap(&mut self) -> u64 {
+        let before = self.done;
+        // The driver panics at one that it did not ask for, or has already.
+        while let Some((id, written)) = self.driver.take() {
+            let slot = self.by_id.remove(&id).unwrap();
+            let (block, read) = self.slots[slot].take().unwrap();
+            let data = Self::place(slot);
+            let guest = self.driver.guest();
+            assert_eq!(guest.read(data + BLOCK as u64 + 16, 1), [0], "block {block} {read}");
+            assert_eq!(written, if read { BLOCK as u32 + 1 } else { 1 });
+            if read {
+                assert!(guest.read(data, BLOCK) == self.content(block), "block {block} is wrong");
+            }
+            self.blocks[block as usize].1 = false;
+            self.done += 1;
+        }
+        self.done - before
+    }
+
+    /// Waits to be called, unless something has come back.
+    fn wait(&mut self, timeout: Duration) {
+        if self.driver.enable_calls() {
+            return;
+        }
+        let timeout = Timespec { tv_sec: 0, tv_nsec: timeout.as_nanos() as i64 };
+        let mut ready = [PollFd::new(&self.call, PollFlags::IN)];
+        if poll(&mut ready, Some(&timeout)) == Ok(1) {
+            let _ = rustix::io::read(&self.call, &mut [0; 8]);
+        }
+    }
+
+    /// Everything that was asked for comes back.
+    #[track_caller]
+    fn drain(&mut self) {
+        let start = Instant::now();
+        self.reap();
+        while self.driver.outstanding() > 0 {
+            assert!(start.elapsed() < LOST, "{} requests are lost", self.driver.outstanding());
+            self.wait(Duration::from_millis(20));
+            self.reap();
+        }
+    }
+
+    /// Makes so many requests, and gets all of them back.
+    fn run_requests(&mut self, requests: u64) {
+        let (until, mut last) = (self.done + requests, Instant::now());
+        while self.done < until {
+            if self.fill() {
+                self.publish();
+            }
+            self.wait(Duration::from_millis(20));
+            if self.reap() > 0 {
+                last = Instant::now();
+            }
+            assert!(last.elapsed() < LOST, "{} requests are lost", self.driver.outstanding());
+        }
+        self.drain();
+    }
+}
+
+/// Ends the other threads of a test, even by a panic.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+/// Processor time of a kernel thread number of this process.
+fn cpu_time(tid: i32) -> Duration {
+    let stat = std::fs::read_to_string(format!("/proc/self/task/{tid}/schedstat")).unwrap();
+    Duration::from_nanos(stat.split(' ').next().unwrap().parse().unwrap())
+}
+
+#[test]
+fn requests_complete_once_on_every_engine() {
+    let pool = Pool::default();
+    let ids: [_; 2] = threads(&pool);
+    let engines: [(&str, Arc<dyn Engine>); 4] = [
+        ("ram", ram()),
+        ("io_uring", file(Aio::IoUring)),
+        ("threads", file(Aio::Threads)),
+        ("ssd", ssd("ref-4x250")),
+    ];
+    std::thread::scope(|scope| {
+        for (name, engine) in engines {
+            let device = device(engine, 2);
+            for part in 0..2 {
+                let (pool, device) = (&pool, Arc::clone(&device));
+                scope.spawn(move || {
+                    let mut queue = Guarded::new(Shape::of(part + 2));
+                    let setup = queue.setup(&device);
+                    let stats = Arc::clone(&setup.stats);
+                    let key = pool.start(setup, ids[part as usize]).unwrap();
+                    queue.run_requests(1000);
+                    let stopped = pool.stop(key).unwrap();
+                    assert_eq!((stopped.in_flight(), stopped.broken()), (0, None), "{name}");
+                    let seen = stats.snapshot();
+                    assert_eq!(seen.in_flight, 0, "{name}");
+                });
+            }
+        }
+    });
+    for id in ids {
+        pool.remove_thread(id).unwrap();
+    }
+}
+
+#[test]
+fn short_transfers_go_on_where_they_ended() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let engine = Tricky::new(512, false);
+    let mut queue = Guarded::new(Shape::of(0));
+    let key = pool.start(queue.setup(&device(Arc::clone(&engine) as _, 1)), id).unwrap();
+    queue.run_requests(2000);
+    pool.stop(key).unwrap();
+    assert!(engine.shorted.load(Relaxed) > 6000);
+}
+
+#[test]
+fn transfers_that_would_block_are_started_again() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let engine = Tricky::new(BLOCK, true);
+    let mut queue = Guarded::new(Shape::of(1));
+    let key = pool.start(queue.setup(&device(Arc::clone(&engine) as _, 1)), id).unwrap();
+    queue.run_requests(1000);
+    pool.stop(key).unwrap();
+    assert!(engine.refused.load(Relaxed) >= 1000);
+}
+
+#[test]
+fn more_requests_than_the_submission_queue_holds_all_complete() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let engine = Tricky::new(usize::MAX, false);
+    let device = device(Arc::clone(&engine) as _, 8);
+    // Two have a part of the disk in common, so they only read.
+    let mut queues: Vec<Guarded> = (0..16)
+        .map(|n| Guarded::new(Shape { part: n % 8, depth: 48, packed: n >= 8, indirect: false }))
+        .collect();
+    let keys: Vec<QueueKey> =
+        queues.iter().map(|q| pool.start(q.setup(&device), id).unwrap()).collect();
+    // The thread finds 16 × 48 requests when it looks up: more than 512.
+    let (held, hold) = std::sync::mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(|| pool.edit(keys[0], move |_| hold.recv().unwrap_or(())).unwrap());
+        std::thread::sleep(Duration::from_millis(20));
+        for queue in &mut queues {
+            for slot in 0..48 {
+                let (data, guest) = (Guarded::place(slot), Arc::clone(queue.driver.guest()));
+                let header = data + BLOCK as u64;
+                guest.write(header, &[0; 16]);
+                guest.write(header + 16, &[0xff]);
+                let buffers = [
+                    Buffer { address: header, length: 16, writable: false },
+                    Buffer { address: data, length: 512, writable: true },
+                    Buffer { address: header + 16, length: 1, writable: true },
+                ];
+                let id = queue.driver.add(&buffers, false).unwrap();
+                queue.slots[slot] = Some((0, true));
+                queue.by_id.insert(id, slot);
+            }
+            queue.publish();
+        }
+        held.send(()).unwrap();
+    });
+    for queue in &mut queues {
+        let start = Instant::now();
+        let mut seen = 0;
+        while seen < 48 {
+            assert!(start.elapsed() < LOST, "{seen} of 48 came back");
+            let Some((id, written)) = queue.driver.take() else { continue };
+            assert_eq!((written, queue.by_id.remove(&id).is_some()), (513, true));
+            seen += 1;
+        }
+    }
+    for key in keys {
+        assert_eq!(pool.stop(key).unwrap().in_flight(), 0);
+    }
+    assert!(engine.full.load(Relaxed) > 0, "the submission queue was never full");
+}
+
+#[test]
+fn kicks_before_a_queue_is_enabled_are_not_lost() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let device = device(ram(), 1);
+    let mut queue = Guarded::new(Shape::of(0));
+    let key = pool.start(QueueSetup { enabled: false, ..queue.setup(&device) }, id).unwrap();
+    queue.fill();
+    queue.publish();
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(queue.reap(), 0, "it is not enabled");
+    pool.edit(key, |queue| queue.set_enabled(true)).unwrap();
+    queue.drain();
+    // And from disabled to enabled again, while it runs.
+    pool.edit(key, |queue| queue.set_enabled(false)).unwrap();
+    queue.fill();
+    queue.publish();
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(queue.reap(), 0);
+    pool.edit(key, |queue| queue.set_enabled(true)).unwrap();
+    queue.drain();
+    pool.stop(key).unwrap();
+}
+
+#[test]
+fn stop_waits_for_what_is_in_flight() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    // 25 ms a request, four at a time.
+    let device = device(ssd("ref-4x250*100"), 1);
+    let mut queue = Guarded::new(Shape::of(0));
+    let key = pool.start(queue.setup(&device), id).unwrap();
+    queue.fill();
+    queue.publish();
+    std::thread::sleep(Duration::from_millis(5));
+    let stopped = pool.stop(key).unwrap();
+    assert_eq!(stopped.in_flight(), 0);
+    // All of them are there, without a further wait.
+    assert_eq!((queue.reap(), stopped.base()), (16, 16));
+    assert!(matches!(pool.stop(key), Err(PoolError::NoQueue)));
+}
+
+#[test]
+fn thread_ends_only_when_it_serves_nothing() {
+    let pool = Pool::default();
+    let [a, b] = threads(&pool);
+    let queue = Guarded::new(Shape::of(0));
+    let key = pool.start(queue.setup(&device(ram(), 1)), a).unwrap();
+    assert!(matches!(pool.remove_thread(a), Err(PoolError::InUse { queues: 1 })));
+    pool.move_queue(key, b).unwrap();
+    pool.remove_thread(a).unwrap();
+    assert!(matches!(pool.remove_thread(a), Err(PoolError::NoThread)));
+    assert!(matches!(pool.move_queue(key, a), Err(MoveError::Pool(PoolError::NoThread))));
+    assert!(matches!(pool.remove_thread(b), Err(PoolError::InUse { queues: 1 })));
+    pool.stop(key).unwrap();
+    pool.remove_thread(b).unwrap();
+    let again = Guarded::new(Shape::of(0)).setup(&device(ram(), 1));
+    assert!(matches!(pool.start(again, b), Err(PoolError::NoThread)));
+}

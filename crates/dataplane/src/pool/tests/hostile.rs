@@ -1,0 +1,161 @@
+//! Front ends that mean harm, and the queues of others on the same thread.
+
+use super::*;
+
+/// How long the queues of others may wait for the watchdog, which looks every 5 ms: a test
+/// machine may have something else to do in between.
+const FREED: Duration = Duration::from_millis(100);
+
+/// A pool with the data plane's watchdog.
+fn watched<T>(pool: &Pool, act: impl FnOnce() -> T) -> T {
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut before = HashMap::new();
+            while !stop.load(Relaxed) {
+                std::thread::sleep(Duration::from_millis(5));
+                pool.free_stuck(&mut before);
+            }
+        });
+        let _stop = Stop(&stop);
+        act()
+    })
+}
+
+/// An eventfd that blocks whoever writes to it.
+fn full() -> OwnedFd {
+    let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    event
+}
+
+/// Another front end's queue on the thread is served within a time.
+#[track_caller]
+fn is_served(queue: &mut Guarded) {
+    let start = Instant::now();
+    queue.fill();
+    queue.publish();
+    queue.drain();
+    assert!(start.elapsed() < FREED, "{:?}", start.elapsed());
+}
+
+#[test]
+fn full_call_eventfd_is_emptied_and_others_are_served() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let device = device(ram(), 2);
+    let mut good = Guarded::new(Shape::of(0));
+    let good_key = pool.start(good.setup(&device), id).unwrap();
+    let mut bad = Guarded::new(Shape::of(1));
+    bad.call = full();
+    let bad_key = pool.start(bad.setup(&device), id).unwrap();
+    watched(&pool, || {
+        for _ in 0..5 {
+            // Full again, for the next call to block.
+            let _ = rustix::io::ioctl_fionbio(&bad.call, true);
+            let _ = rustix::io::write(&bad.call, &(u64::MAX - 1).to_ne_bytes());
+            let _ = rustix::io::ioctl_fionbio(&bad.call, false);
+            bad.driver.enable_calls();
+            bad.fill();
+            bad.publish();
+            is_served(&mut good);
+            while bad.driver.outstanding() > 0 {
+                bad.reap();
+            }
+        }
+        pool.stop(bad_key).unwrap();
+    });
+    pool.stop(good_key).unwrap();
+}
+
+#[test]
+fn full_eventfd_as_a_new_call_or_error_holds_nobody_up() {
+    let pool = Pool::default();
+    let [id, other] = threads(&pool);
+    let device = device(ram(), 2);
+    let mut good = Guarded::new(Shape::of(0));
+    let good_key = pool.start(good.setup(&device), id).unwrap();
+    let mut bad = Guarded::new(Shape::of(2));
+    let bad_key = pool.start(bad.setup(&device), id).unwrap();
+    watched(&pool, || {
+        let call = Call::new(full()).unwrap();
+        pool.edit(bad_key, move |q| q.set_call(Some(call))).unwrap();
+        is_served(&mut good);
+
+        // While it moves away, with something to call for.
+        let call = full();
+        let clone = Call::new(call.try_clone().unwrap()).unwrap();
+        bad.fill();
+        bad.publish();
+        pool.edit(bad_key, move |q| q.set_call(Some(clone))).unwrap();
+        pool.move_queue(bad_key, other).unwrap();
+        pool.move_queue(bad_key, id).unwrap();
+        is_served(&mut good);
+
+        let error = full();
+        pool.edit(bad_key, move |q| q.set_error(Some(error))).unwrap();
+        let (_, available, _) = bad.driver.addresses();
+        let index = bad.driver.guest().u16(available + 2);
+        index.store(index.load(Relaxed).wrapping_add(1000), Relaxed);
+        rustix::io::write(&bad.kick, &1u64.to_ne_bytes()).unwrap();
+        is_served(&mut good);
+        assert!(pool.stop(bad_key).unwrap().broken().is_some());
+    });
+    pool.stop(good_key).unwrap();
+}
+
+#[test]
+fn broken_ring_is_latched_and_costs_nothing_and_others_are_served() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let device = device(ram(), 2);
+    let mut good = Guarded::new(Shape::of(0));
+    let good_key = pool.start(good.setup(&device), id).unwrap();
+    let mut bad = Guarded::new(Shape::of(2));
+    let error = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    let told = Some(error.try_clone().unwrap());
+    let bad_key = pool.start(QueueSetup { error: told, ..bad.setup(&device) }, id).unwrap();
+    bad.fill();
+    bad.publish();
+    bad.drain();
+    let (_, available, _) = bad.driver.addresses();
+    let index = bad.driver.guest().u16(available + 2);
+    index.store(index.load(Relaxed).wrapping_add(1000), Relaxed);
+    rustix::io::write(&bad.kick, &1u64.to_ne_bytes()).unwrap();
+    let start = Instant::now();
+    while rustix::io::read(&error, &mut [0; 8]).is_err() {
+        assert!(start.elapsed() < LOST, "the front end is not told");
+    }
+    is_served(&mut good);
+    let (_, tid) = pool.thread(id).unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    let before = cpu_time(tid);
+    std::thread::sleep(Duration::from_millis(500));
+    let spent = cpu_time(tid) - before;
+    assert!(spent < Duration::from_millis(25), "{spent:?} of 500 ms");
+    let stopped = pool.stop(bad_key).unwrap();
+    assert_eq!(stopped.broken(), Some(crate::Broken::Ring(crate::ring::RingError::AvailableJump)));
+    is_served(&mut good);
+    pool.stop(good_key).unwrap();
+}
+
+#[test]
+fn kick_whose_other_end_is_gone_costs_nothing() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let device = device(ram(), 1);
+    let (_, tid) = pool.thread(id).unwrap();
+    let socket = std::os::unix::net::UnixStream::pair().unwrap().0;
+    let pipe = rustix::pipe::pipe().unwrap().0;
+    for kick in [OwnedFd::from(socket), pipe] {
+        let queue = Guarded::new(Shape::of(0));
+        let setup = QueueSetup { kick: Some(kick), ..queue.setup(&device) };
+        let key = pool.start(setup, id).unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+        let before = cpu_time(tid);
+        std::thread::sleep(Duration::from_millis(300));
+        let spent = cpu_time(tid) - before;
+        assert!(spent < Duration::from_millis(15), "{spent:?} of 300 ms");
+        pool.stop(key).unwrap();
+    }
+}

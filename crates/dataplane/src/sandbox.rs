@@ -1,0 +1,147 @@
+//! What the process may do while it serves: hardly anything.
+//!
+//! Problem: front ends are hostile, and a fault in what reads their messages and rings must not
+//! be worth more than the disks that are served anyhow.
+//!
+//! Approach: all that needs rights is opened first (`plane::Opened`). Then, while there is one
+//! thread, [`Identity::assume`] gives up the user, the groups and all capabilities for good, and
+//! [`confine`] leaves the system calls of [`filter`]. Threads that start later inherit all of it. What
+//! is opened from then on is opened with the service user's rights, or handed over
+//! (`rtvirtio ctl device add`).
+//!
+//! What it does not do: seccomp sees no io_uring request. A process that was taken over could use
+//! its rings to open files as the service user, or sockets: against that the systemd unit has
+//! `PrivateNetwork=` and `ProtectSystem=`.
+//!
+//! Properties (tests/sandbox.rs): `forbidden_system_call_ends_the_process`,
+//! `allowed_system_calls_pass`.
+
+mod filter;
+mod user;
+
+use std::path::Path;
+
+use caps::{CapSet, Capability, CapsHashSet};
+use rustix::io::Errno;
+use rustix::process::{Gid, Resource, Rlimit, Uid, getrlimit, setrlimit};
+
+pub use user::{Identity, UserError};
+
+/// Descriptors that root allows: each of 1024 devices of 64 queues has a kick, a call and an error
+/// for each queue.
+const FILES: u64 = 1 << 18;
+/// The priority of an emulated disk's thread.
+const REAL_TIME: u64 = 60;
+
+/// Why the process cannot be confined.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SandboxError {
+    /// Rights are a thread's: one that is there already would keep them.
+    #[error("there are {0} threads already")]
+    Threads(usize),
+    /// The kernel refuses the user or the groups.
+    #[error("cannot become user {user}")]
+    User {
+        /// The user.
+        user: String,
+        /// Why.
+        source: Errno,
+    },
+    /// The kernel refuses the capabilities.
+    #[error("cannot give up capabilities")]
+    Capabilities(#[source] caps::errors::CapsError),
+    /// The process would still have rights.
+    #[error("capabilities are left")]
+    Left,
+    /// The filter is wrong.
+    #[error("cannot compile the list of system calls")]
+    Filter(#[source] seccompiler::BackendError),
+    /// The kernel has no seccomp, or refuses it.
+    #[error("cannot restrict system calls")]
+    Seccomp(#[source] seccompiler::Error),
+}
+
+/// Raises the limits that a data plane needs as far as the process may: open files, memory that
+/// is locked because guests' memory is registered, and priority for what stands for hardware
+/// (`emulated`). Does its best: who lacks them later is told then.
+pub fn raise_limits(emulated: bool) {
+    let raise = |resource, wanted: Option<u64>| {
+        let Rlimit { current, maximum } = getrlimit(resource);
+        let least =
+            |a: Option<u64>, b: Option<u64>| a.map_or(b, |a| Some(b.map_or(a, |b| a.min(b))));
+        if current.is_some() && least(current, wanted) == current {
+            let all = Rlimit { current: wanted, maximum: wanted };
+            let own = Rlimit { current: least(maximum, wanted), maximum };
+            // Only root may raise the maximum.
+            let _ = setrlimit(resource, all).or_else(|_| setrlimit(resource, own));
+        }
+    };
+    raise(Resource::Nofile, Some(FILES));
+    raise(Resource::Memlock, None);
+    if emulated {
+        raise(Resource::Rtprio, Some(REAL_TIME));
+    }
+}
+
+/// Gives up all capabilities, and with `identity` the user and its groups; for good.
+///
+/// # Errors
+/// [`SandboxError`]: then the process must end, for some may be gone and others not.
+pub fn drop_privileges(identity: Option<&Identity>) -> Result<(), SandboxError> {
+    let threads = std::fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
+    if threads != 1 {
+        return Err(SandboxError::Threads(threads));
+    }
+    // No program that is executed later gets rights back, if any could be.
+    let failed = |error| SandboxError::Capabilities(error);
+    let has = |capability| caps::has_cap(None, CapSet::Effective, capability).map_err(failed);
+    if has(Capability::CAP_SETPCAP)? {
+        caps::clear(None, CapSet::Bounding).map_err(failed)?;
+    }
+    if let Some(identity) = identity {
+        become_user(identity)
+            .map_err(|source| SandboxError::User { user: identity.name().to_owned(), source })?;
+    }
+    for set in [CapSet::Ambient, CapSet::Inheritable, CapSet::Effective, CapSet::Permitted] {
+        caps::clear(None, set).map_err(failed)?;
+        if caps::read(None, set).map_err(failed)? != CapsHashSet::new() {
+            return Err(SandboxError::Left);
+        }
+    }
+    Ok(())
+}
+
+/// Of this thread, which is the only one.
+fn become_user(identity: &Identity) -> Result<(), Errno> {
+    let (uid, gid) = (Uid::from_raw(identity.uid()), Gid::from_raw(identity.gid()));
+    // The groups first: a user without rights cannot leave them.
+    rustix::thread::set_thread_groups(&[])?;
+    rustix::thread::set_thread_res_gid(gid, gid, gid)?;
+    // The kernel forgets it with the user (kernel/cred.c, commit_creds).
+    let with_parent = rustix::process::parent_process_death_signal()?;
+    rustix::thread::set_thread_res_uid(uid, uid, uid)?;
+    rustix::process::set_parent_process_death_signal(with_parent)
+}
+
+/// Ends the process at any system call that a data plane does not make, in all threads and those
+/// to come.
+///
+/// # Errors
+/// [`SandboxError::Filter`], [`SandboxError::Seccomp`].
+pub fn confine() -> Result<(), SandboxError> {
+    for program in filter::programs().map_err(SandboxError::Filter)? {
+        // Sets no_new_privs too.
+        seccompiler::apply_filter_all_threads(&program).map_err(SandboxError::Seccomp)?;
+    }
+    Ok(())
+}
+
+/// Gives what is at `path` to the service's user.
+///
+/// # Errors
+/// The kernel's.
+pub(crate) fn give(path: &Path, identity: &Identity, group: Option<u32>) -> std::io::Result<()> {
+    let group = group.unwrap_or_else(|| identity.gid());
+    std::os::unix::fs::lchown(path, Some(identity.uid()), Some(group))
+}
