@@ -6,8 +6,9 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 .PHONY: help setup build guest libvirt uml demo test check fmt clippy doc deny fuzz loom \
 	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads \
-	bench-dataplane bench-dataplane-isolation bench-dataplane-endurance \
-	bench-dataplane-footprint bench-dataplane-syscalls bench-full bench-full-24 bench-full-raw
+	bench-dataplane bench-dataplane-isolation bench-dataplane-endurance bench-dataplane-footprint \
+	bench-dataplane-syscalls bench-full bench-full-24 bench-full-raw bench-dataplane-verify \
+	bench-dataplane-moves
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -137,6 +138,13 @@ bench-dataplane-isolation: setup ## A broken VM beside another one on the same I
 	mkdir -p $(RESULTS)
 	RTVIRTIO_ISOLATION=$(abspath $(RESULTS))/dataplane-isolation.txt cargo test -p rtvirtio --release \
 		--locked --test it -- isolation --nocapture
+
+bench-dataplane-verify: build ## What serve acknowledged is there: load, 100 disconnects, 50 kills
+	scripts/dataplane-verify $(RTVIRTIO) > $(RESULTS)/dataplane-verify.txt
+
+bench-dataplane-moves: build ## >= 1,000 live moves of queues a second, under loads that are checked
+	{ echo "$$(uname -sr), $$(nproc) CPUs, $$(date -u +%FT%TZ)"; \
+		$(RTVIRTIO) bench dataplane moves; } > $(RESULTS)/dataplane-moves.txt
 
 bench-dataplane-footprint: build ## Start, memory and idle CPU with 1 to 256 disks
 	mkdir -p $(RESULTS)

@@ -8,6 +8,7 @@
 //! - [`marks`]: the four marks, judged row by row.
 //! - [`table`], [`plot`]: for a terminal, for a page.
 //! - [`footprint`]: what many disks cost.
+//! - [`moves`]: queues that change their IOThread under a load.
 //! - [`verify`]: content that tells where and when it was written.
 //!
 //! A *case* is a medium, an operation, a depth, and a number of queues; a *cell* is
@@ -22,6 +23,7 @@ mod cpu;
 pub mod footprint;
 pub mod load;
 pub mod marks;
+pub mod moves;
 mod plot;
 pub mod server;
 pub mod table;

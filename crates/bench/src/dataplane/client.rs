@@ -9,6 +9,7 @@
 
 use std::mem::MaybeUninit;
 use std::path::Path;
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use blkio::{Blkio, Blkioq, Completion, Errno, ReqFlags};
@@ -17,6 +18,8 @@ use blkio::{Blkio, Blkioq, Completion, Errno, ReqFlags};
 pub const QUEUE_SIZE: i32 = 256;
 /// Requests that fit into it.
 pub const MAX_DEPTH: usize = 64;
+/// How long a server may take to answer all of a connection's messages.
+const PATIENCE: Duration = Duration::from_secs(10);
 /// Completions taken at once.
 const BATCH: usize = MAX_DEPTH;
 
@@ -32,6 +35,9 @@ pub enum ClientError {
         #[source]
         source: blkio::Error,
     },
+    /// The server took the connection, and then said nothing.
+    #[error("the server does not answer within {} s", PATIENCE.as_secs())]
+    Silent,
     /// Waiting for completions failed.
     #[error("wait for completions: {0}")]
     Wait(#[source] blkio::Error),
@@ -78,6 +84,11 @@ impl Client {
     /// # Errors
     /// If the server is away, or lacks what the client needs.
     pub fn connect(endpoint: Endpoint<'_>, shape: Shape) -> Result<Self, ClientError> {
+        let connect = move |endpoint: Endpoint<'_>| Self::started(endpoint, shape);
+        patiently(endpoint, PATIENCE, connect)
+    }
+
+    fn started(endpoint: Endpoint<'_>, shape: Shape) -> Result<Self, ClientError> {
         let Shape { queues, depth, buffer } = shape;
         if depth == 0 || depth > MAX_DEPTH {
             return Err(ClientError::Depth(depth));
@@ -123,6 +134,20 @@ impl Client {
         parts: impl IntoIterator<Item = P>,
         work: impl Fn(&mut Queue, P) -> T + Sync,
     ) -> Vec<T> {
+        self.run_beside(parts, work, |_| ()).0
+    }
+
+    /// Like [`Client::run`], and calls `beside` in this thread meanwhile. Queues without a part
+    /// rest.
+    ///
+    /// # Panics
+    /// If `work` or `beside` does.
+    pub fn run_beside<P: Send, T: Send, B>(
+        &mut self,
+        parts: impl IntoIterator<Item = P>,
+        work: impl Fn(&mut Queue, P) -> T + Sync,
+        beside: impl FnOnce(&mut SharedMemory<'_>) -> B,
+    ) -> (Vec<T>, B) {
         debug_assert!(self.blkio.state() == blkio::State::Started);
         let work = &work;
         std::thread::scope(|scope| {
@@ -132,12 +157,32 @@ impl Client {
                 .zip(parts)
                 .map(|(queue, part)| scope.spawn(move || work(queue, part)))
                 .collect();
+            let beside = beside(&mut SharedMemory(&mut self.blkio));
             let join = |thread: std::thread::ScopedJoinHandle<'_, T>| match thread.join() {
                 Ok(result) => result,
                 Err(panic) => std::panic::resume_unwind(panic),
             };
-            threads.into_iter().map(join).collect()
+            (threads.into_iter().map(join).collect(), beside)
         })
+    }
+}
+
+/// The memory that the server maps.
+pub struct SharedMemory<'a>(&'a mut Blkio);
+
+impl SharedMemory<'_> {
+    /// Shares a region that nothing uses, and takes it back.
+    ///
+    /// # Errors
+    /// If the server refuses it.
+    pub fn churn(&mut self, bytes: usize) -> Result<(), ClientError> {
+        let region = self.0.alloc_mem_region(bytes).map_err(setup("allocate memory"))?;
+        let shared = self.0.map_mem_region(&region).map_err(setup("share memory"));
+        if shared.is_ok() {
+            self.0.unmap_mem_region(&region);
+        }
+        self.0.free_mem_region(&region);
+        shared
     }
 }
 
@@ -146,8 +191,30 @@ impl Client {
 /// # Errors
 /// If the server is away, or refuses this client.
 pub fn capacity(socket: &Path) -> Result<u64, ClientError> {
-    let blkio = connected(Endpoint::Socket(socket))?;
-    blkio.get_u64("capacity").map_err(setup("read the capacity"))
+    patiently(Endpoint::Socket(socket), PATIENCE, |endpoint| {
+        let blkio = connected(endpoint)?;
+        blkio.get_u64("capacity").map_err(setup("read the capacity"))
+    })
+}
+
+/// Does `work` in a thread that is left behind if it takes too long: libblkio waits for answers
+/// without end.
+fn patiently<T: Send + 'static>(
+    endpoint: Endpoint<'_>,
+    patience: Duration,
+    work: impl FnOnce(Endpoint<'_>) -> Result<T, ClientError> + Send + 'static,
+) -> Result<T, ClientError> {
+    let (is_socket, path) = match endpoint {
+        Endpoint::Socket(path) => (true, path.to_owned()),
+        Endpoint::File(path) => (false, path.to_owned()),
+    };
+    let (done, result) = mpsc::channel();
+    std::thread::spawn(move || {
+        let endpoint = if is_socket { Endpoint::Socket(&path) } else { Endpoint::File(&path) };
+        // Nobody may wait for it any more.
+        let _ = done.send(work(endpoint));
+    });
+    result.recv_timeout(patience).unwrap_or(Err(ClientError::Silent))
 }
 
 fn connected(endpoint: Endpoint<'_>) -> Result<Blkio, ClientError> {
@@ -285,5 +352,23 @@ impl Queue {
             each(self, ended);
         }
         Ok(ended)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn silent_server_is_given_up() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("s");
+        let _listener = UnixListener::bind(&socket).unwrap();
+        let patience = Duration::from_millis(50);
+        let connect = |endpoint: Endpoint<'_>| connected(endpoint).map(drop);
+        let result = patiently(Endpoint::Socket(&socket), patience, connect);
+        assert!(matches!(result, Err(ClientError::Silent)), "{result:?}");
     }
 }

@@ -38,6 +38,10 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// How often a queue without completions looks whether it is to end.
 const LOOK: Duration = Duration::from_millis(20);
 
+/// Memory that is shared and taken back, and how long it rests in between.
+const CHURNED: usize = 64 << 10;
+const BETWEEN_CHURNS: Duration = Duration::from_millis(2);
+
 /// Do requests.
 const RUN: u8 = 0;
 /// Start none, wait for those in flight.
@@ -84,8 +88,12 @@ pub struct Options {
     pub socket: PathBuf,
     /// Queues.
     pub queues: usize,
+    /// Those among them that have a load; the others are started and rest.
+    pub busy: usize,
     /// Requests in flight of each.
     pub depth: usize,
+    /// Whether memory is shared with the server and taken back all the time, beside the load.
+    pub churn: bool,
     /// The disk's first bytes are written to.
     pub bytes: u64,
     /// Of order and content. Content of an earlier run with the same seed would be taken for
@@ -110,6 +118,8 @@ pub struct Report {
     pub checked: u64,
     /// Requests that were in flight when a connection went.
     pub abandoned: u64,
+    /// Times that memory was shared and taken back.
+    pub churns: u64,
     /// Connections, with those that only read the capacity.
     pub connections: u64,
     /// The longest time from a disconnect or a kill to the next completion.
@@ -144,14 +154,14 @@ impl Verifier {
     /// # Errors
     /// If the queues have too little room to share.
     pub fn new(options: Options) -> Result<Self> {
-        let count = (options.bytes / BLOCK as u64) as usize / options.queues.max(1);
+        let count = (options.bytes / BLOCK as u64) as usize / options.busy.max(1);
         ensure!(count >= 4 * LARGEST, "{} bytes are too few to verify with", options.bytes);
         ensure!((1..=MAX_DEPTH).contains(&options.depth), "depth is 1 to {MAX_DEPTH}");
         let part = |queue: usize| {
             let start = (queue * count) as u64;
             (Part::new(start, count, options.seed), Random::new(options.seed ^ (start + 1)))
         };
-        let parts = (0..options.queues).map(part).collect();
+        let parts = (0..options.busy.min(options.queues)).map(part).collect();
         let random = Random::new(options.seed);
         Ok(Self { options, parts, random, report: Report::default(), gone: None })
     }
@@ -240,7 +250,7 @@ impl Verifier {
     /// One connection: each queue reads its blocks, then loads until `control`, which is called
     /// in this thread, tells it to end.
     fn session(&mut self, control: impl FnOnce(&AtomicU8) -> Result<()>) -> Result<()> {
-        let Options { socket, queues, depth, bytes, .. } = &self.options;
+        let Options { socket, queues, depth, bytes, churn, .. } = &self.options;
         let shape = Shape { queues: *queues, depth: *depth, buffer: LARGEST * BLOCK };
         let mut client = Client::connect(Endpoint::Socket(socket), shape)?;
         self.report.connections += 1;
@@ -249,13 +259,24 @@ impl Verifier {
         let parts = &mut self.parts;
         let (queues, controlled) = std::thread::scope(|scope| {
             let load = scope.spawn(|| {
-                client.run(parts.iter_mut(), |queue, (part, random)| {
+                let work = |queue: &mut Queue, (part, random): &mut (Part, Random)| {
                     let mut work = Work::new(queue, part, random, &stop);
                     let result = work.run();
                     if result.is_err() {
                         stop.store(ABANDON, Ordering::Relaxed);
                     }
                     (result, work.report, work.first)
+                };
+                client.run_beside(parts.iter_mut(), work, |memory| {
+                    let mut churns = 0;
+                    while *churn && stop.load(Ordering::Relaxed) == RUN {
+                        memory
+                            .churn(CHURNED)
+                            .inspect_err(|_| stop.store(ABANDON, Ordering::Relaxed))?;
+                        churns += 1;
+                        std::thread::sleep(BETWEEN_CHURNS);
+                    }
+                    Ok::<u64, ClientError>(churns)
                 })
             });
             let controlled = control(&stop);
@@ -264,7 +285,7 @@ impl Verifier {
             }
             (load.join(), controlled)
         });
-        let Ok(queues) = queues else { bail!("a queue's thread failed") };
+        let Ok((queues, churned)) = queues else { bail!("a queue's thread failed") };
         let first = queues.iter().filter_map(|(.., first)| *first).min();
         if let (Some(gone), Some(first)) = (self.gone.take(), first) {
             let pause = first.saturating_duration_since(gone);
@@ -280,7 +301,11 @@ impl Verifier {
                 Ok(()) => {}
             }
         }
-        broken.map_or(Ok(()), |error| Err(error.into())).and(controlled)
+        if let Some(error) = broken {
+            return Err(error.into());
+        }
+        self.report.churns += churned?;
+        controlled
     }
 }
 

@@ -52,7 +52,7 @@ impl Bed {
 
     fn options(&self) -> Options {
         let socket = self.directory.path().join("disk.sock");
-        Options { socket, queues: 2, depth: 8, bytes: BYTES, seed: 1 }
+        Options { socket, queues: 2, busy: 2, depth: 8, churn: false, bytes: BYTES, seed: 1 }
     }
 
     /// A verifier whose blocks are all written, and the server.

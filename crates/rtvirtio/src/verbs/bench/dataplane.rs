@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use rtvirtio_bench::dataplane::footprint::{self, Footprint};
+use rtvirtio_bench::dataplane::moves::{Moves, Shown, Stage};
 use rtvirtio_bench::dataplane::server::{ServerKind, qsd_version};
 use rtvirtio_bench::dataplane::verify::{self, Options, Report};
 use rtvirtio_bench::dataplane::{
@@ -72,8 +73,33 @@ enum Other {
     /// Random writes, reads, write-zeroes, discards and flushes whose content is checked. The
     /// disk's content is lost
     Verify(VerifyArgs),
+    /// Random queues change their IOThread all the time, under a load whose content is checked
+    Moves(MovesArgs),
     /// Time to start, memory, and CPU when idle, of `rtvirtio serve` with many disks
     Footprint(FootprintArgs),
+}
+
+#[derive(clap::Args)]
+struct MovesArgs {
+    /// Loads: light (one queue at depth 1), heavy (4 at depth 32, an emulated SSD), ram, disk
+    /// (heavy on a file, direct), disconnects and memory (heavy, racing those)
+    #[arg(long, value_delimiter = ',', default_value = "light,heavy,ram,disk,disconnects,memory")]
+    stages: Vec<Stage>,
+    /// How long each takes
+    #[arg(long, default_value_t = 60.0)]
+    seconds: f64,
+    /// Moves to ask for in a second
+    #[arg(long, default_value_t = 1500.0)]
+    rate: f64,
+    /// Where the file on a disk is made
+    #[arg(long, default_value = "/var/tmp")]
+    disk_directory: PathBuf,
+    /// The rtvirtio that serves; without, this one
+    #[arg(long)]
+    program: Option<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(clap::Args)]
@@ -127,6 +153,7 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             return Ok(Outcome::Done);
         }
         Some(Other::Footprint(args)) => return footprint(args, interrupted),
+        Some(Other::Moves(args)) => return moved(args, interrupted),
         None => {}
     }
     ensure!(args.seconds.is_finite() && args.seconds > 0.0, "--seconds must be more than 0");
@@ -196,6 +223,37 @@ fn servers(args: &Args) -> Result<(Vec<ServerKind>, Option<PathBuf>)> {
     Ok((servers, socket))
 }
 
+fn moved(args: &MovesArgs, interrupted: &Interrupted) -> Result<Outcome> {
+    ensure!(args.seconds.is_finite() && args.seconds > 0.0, "--seconds must be more than 0");
+    ensure!(args.rate.is_finite() && args.rate >= 1.0, "--rate must be 1 or more");
+    let program = args.program.clone().map_or_else(std::env::current_exe, Ok)?;
+    let seed = now();
+    let moves = Moves {
+        program: &program,
+        disk_directory: &args.disk_directory,
+        time: Duration::from_secs_f64(args.seconds),
+        rate: args.rate,
+        seed,
+    };
+    let mut all = Vec::new();
+    for &stage in &args.stages {
+        let shown = moves.run(stage, interrupted).with_context(|| format!("{}", stage.name()))?;
+        if !args.json {
+            println!("{shown}");
+        }
+        all.push(shown);
+    }
+    if args.json {
+        input::print_json(&all)?;
+    }
+    Ok(if all.iter().all(Shown::passed) { Outcome::Done } else { Outcome::Unmet })
+}
+
+/// What no earlier run had.
+fn now() -> u64 {
+    jiff::Timestamp::now().as_nanosecond() as u64
+}
+
 fn footprint(args: &FootprintArgs, interrupted: &Interrupted) -> Result<Outcome> {
     let program = args.program.clone().map_or_else(std::env::current_exe, Ok)?;
     let measure = |devices: &u16| {
@@ -208,11 +266,13 @@ fn footprint(args: &FootprintArgs, interrupted: &Interrupted) -> Result<Outcome>
 
 fn verified(args: &VerifyArgs, interrupted: &Interrupted) -> Result<Report> {
     ensure!(args.seconds.is_finite() && args.seconds >= 0.0, "--seconds must not be negative");
-    let seed = args.seed.unwrap_or_else(|| jiff::Timestamp::now().as_nanosecond() as u64);
+    let seed = args.seed.unwrap_or_else(now);
     eprintln!("seed {seed}");
     let options = Options {
         socket: args.socket.clone(),
         queues: usize::from(args.queues),
+        busy: usize::from(args.queues),
+        churn: false,
         depth: usize::from(args.depth),
         bytes: u64::from(args.mebibytes) << 20,
         seed,
