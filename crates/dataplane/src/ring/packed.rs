@@ -133,6 +133,12 @@ impl Packed {
         if available.index >= size {
             return Err(RingError::Base);
         }
+        // Some say 0 for a ring that has just begun, as if it were split (User Mode Linux). Where a
+        // ring is at 0 in its second lap, the first has left marks.
+        let flags = descriptors.load_u16(14, Ordering::Acquire);
+        if config.base == 0 && flags & (AVAILABLE | USED) == 0 {
+            available.wrap = true;
+        }
         let mut used = available;
         let mut taken = 0;
         let mut resubmit = Vec::new();

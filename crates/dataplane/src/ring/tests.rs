@@ -98,6 +98,20 @@ fn base_after_requests_is_the_next_entry() {
     assert_eq!(ring.base(), 0x8002_8002);
 }
 
+#[test]
+fn packed_base_of_0_is_first_lap_of_new_ring_and_second_of_another() {
+    let mut driver = driver(Options { size: 4, ..PACKED });
+    let config = RingConfig { base: 0, ..driver.config() };
+    let mut ring = Ring::new(config, driver.guest().memory(), None).unwrap();
+    assert_eq!(ring.base(), 0x8000_8000);
+    // Four requests of three descriptors are three laps.
+    turn(&mut driver, &mut ring, 4);
+    assert_eq!(ring.base(), 0);
+    let mut ring = Ring::new(config, driver.guest().memory(), None).unwrap();
+    assert_eq!(ring.base(), 0);
+    turn(&mut driver, &mut ring, 5);
+}
+
 /// So many requests, one after the other.
 fn turn(driver: &mut Driver, ring: &mut Ring, count: u32) {
     let mut chain = Chain::default();
