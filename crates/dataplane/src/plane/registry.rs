@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use rtvirtio_engine::file::{self, FileConfig, FileSource, Lock};
 use rtvirtio_engine::ram::RamEngine;
+use rtvirtio_engine::slice::SliceEngine;
 use rtvirtio_engine::ssd::{self, SsdEngine};
 use rtvirtio_engine::{Engine, SsdConfig};
 use rtvirtio_spec::control::{Activity, Event, IoThreadState};
@@ -22,7 +23,9 @@ use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos};
 use tokio::sync::broadcast;
 
 use super::host::Host;
-use super::{EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError};
+use super::{
+    EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError,
+};
 use crate::device::{Device, DeviceConfig, Limits};
 use crate::iothread::{IoThreadStats, Polling};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
@@ -168,6 +171,7 @@ impl Registry {
                     .map_err(|error| refused(format!("cannot lock the image of {name}"), error))?;
                 (Some(lock), None)
             }
+            (serve::Engine::File(file), _) if file.lock == ImageLock::Off => (None, None),
             (_, image) => (None, image),
         };
         let mut serial = [0; 20];
@@ -261,7 +265,12 @@ fn open(spec: &serve::Device, handed: Option<OwnedFd>) -> Result<Opened, PlaneEr
             })
             .map_err(|error| refused(what, error))?;
             let image = Arc::new(image);
-            Ok((Arc::clone(&image) as Arc<dyn Engine>, Some(image)))
+            let whole = Arc::clone(&image) as Arc<dyn Engine>;
+            let Some(slice) = config.slice else { return Ok((whole, Some(image))) };
+            let part = SliceEngine::new(whole, slice.offset, slice.size).map_err(|error| {
+                refused(format!("no such part of {} for {name}", config.path.display()), error)
+            })?;
+            Ok((Arc::new(part), Some(image)))
         }
         serve::Engine::Ram { size, cpu } => {
             let ram = RamEngine::new(*size, Duration::from(*cpu))
@@ -393,10 +402,8 @@ impl Plane for Registry {
     fn set_mapping(&self, device: &DiskName, entries: &[Entry]) -> Result<(), PlaneError> {
         let mapping = {
             let state = self.state();
-            let served = state
-                .devices
-                .get(device)
-                .ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            let served =
+                state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
             let names = state.iothreads.keys().cloned().collect();
             Mapping::new(entries, u32::from(served.mapping.queues()), Some(&names))?
         };
@@ -421,14 +428,14 @@ impl Plane for Registry {
         let (host, thread, from) = {
             let mut state = self.state();
             let thread = state.iothread(to)?.id;
-            let served = state
-                .devices
-                .get(device)
-                .ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            let served =
+                state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
             let queues = served.mapping.queues();
-            let from = served.mapping.iothread(queue).cloned().ok_or_else(|| {
-                PlaneError::NoQueue { device: device.clone(), queues, queue }
-            })?;
+            let from = served
+                .mapping
+                .iothread(queue)
+                .cloned()
+                .ok_or_else(|| PlaneError::NoQueue { device: device.clone(), queues, queue })?;
             (Arc::clone(&served.host), thread, from)
         };
         let pause = host.assign(queue, thread).map_err(|error| match error {
