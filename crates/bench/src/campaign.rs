@@ -44,6 +44,9 @@ pub enum Source {
     Scheme(Scheme),
     /// The planner's settings with this cap on background VMs in place of its own.
     PlannedWithCap(BytesPerSecond),
+    /// Guests whose disks the data plane serves, under no scheduler: it has no quality of service
+    /// of its own yet, and nothing predicts it.
+    DataPlane,
     /// Settings drawn at random: scheduler and cap on background VMs.
     Drawn(Scheduler, Option<BytesPerSecond>),
 }
@@ -183,6 +186,11 @@ impl Campaign<'_> {
                     None => Ok(plain(planned()?)),
                 }
             }
+            Source::DataPlane => {
+                let (none, capacity) = (Scheme::None, Iops::new(self.profile.capacity.iops_4k)?);
+                let scale = self.testbed.scale();
+                Ok(none.baseline_settings(specification, capacity, scale).unwrap_or_default())
+            }
             Source::PlannedWithCap(cap) => {
                 let mut settings = planned()?;
                 let background = background(specification);
@@ -307,6 +315,9 @@ impl Campaign<'_> {
             self.testbed.measure(&job.specification, &scheme, self.window, interrupted)?;
         let found = self.found()?;
         let predict = |specification: &Specification| {
+            if job.source == Source::DataPlane {
+                return Vec::new();
+            }
             rtvirtio_planner::predict(specification, &found, &scheme.settings).unwrap_or_default()
         };
         let context = CellContext {

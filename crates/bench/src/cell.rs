@@ -21,7 +21,7 @@ use rtvirtio_spec::settings::{Knobs, diff};
 use rtvirtio_spec::specification::{Device, Specification};
 use rtvirtio_units::{DeviceName, Nanos, VmName};
 
-use crate::guests::{self, Accelerator, GuestImage, Guests, with_own_disks};
+use crate::guests::{self, Accelerator, GuestImage, Guests, Served, with_own_disks};
 use crate::load::{CellLoad, Interrupted, Measurement};
 
 /// Where a testbed's VMs have their cgroups.
@@ -72,6 +72,34 @@ impl Testbed {
         case: Case,
         interrupted: &Interrupted,
     ) -> Result<()> {
+        self.boot(image, accelerator, case, None, interrupted)
+    }
+
+    /// The same with disks that `program serve`, the data plane, serves from the device. Guests
+    /// that run are ended first.
+    ///
+    /// # Errors
+    /// As [`Testbed::boot_guests`], and if the server does not start.
+    pub fn boot_guests_on_data_plane(
+        &mut self,
+        image: &GuestImage,
+        accelerator: Accelerator,
+        case: Case,
+        program: &Path,
+        interrupted: &Interrupted,
+    ) -> Result<()> {
+        self.boot(image, accelerator, case, Some(program), interrupted)
+    }
+
+    fn boot(
+        &mut self,
+        image: &GuestImage,
+        accelerator: Accelerator,
+        case: Case,
+        data_plane: Option<&Path>,
+        interrupted: &Interrupted,
+    ) -> Result<()> {
+        self.guests = None;
         let all = self.specification(case, Tier::Strict, Neighbour::Writer, Nanos::ZERO);
         let all = with_own_disks(all);
         self.prepare(&all)?;
@@ -83,6 +111,9 @@ impl Testbed {
             directory: GUEST_FILES.into(),
         };
         let mut guests = Guests::new(image, accelerator, &all, place)?;
+        if let Some(program) = data_plane {
+            guests.serve_disks(program, interrupted)?;
+        }
         guests.boot_all(interrupted)?;
         self.guests = Some(guests);
         Ok(())
@@ -97,6 +128,14 @@ impl Testbed {
     /// The guests, if VMs are guests.
     pub(crate) const fn guests(&self) -> Option<&Guests> {
         self.guests.as_ref()
+    }
+
+    /// What the data plane has done so far, if it serves the guests' disks.
+    ///
+    /// # Errors
+    /// If it does not say.
+    pub fn served(&self) -> Result<Option<Served>> {
+        self.guests.as_ref().map_or(Ok(None), Guests::served)
     }
 
     /// Ends a VM's guest, for [`Guests::start`] to start it again.

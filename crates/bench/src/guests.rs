@@ -13,6 +13,7 @@
 //! Guests die with their starter (`PR_SET_PDEATHSIG`), and with their cgroup.
 
 mod archive;
+mod data_plane;
 mod process;
 
 use std::collections::BTreeMap;
@@ -28,6 +29,8 @@ use rtvirtio_units::{Bytes, DiskName, VmName};
 
 use crate::load::{Interrupted, wait};
 pub use archive::GuestFile;
+use data_plane::DataPlane;
+pub use data_plane::Served;
 use process::Slice;
 pub(crate) use process::{Process, Start};
 
@@ -144,7 +147,10 @@ pub struct Place {
 
 /// Guests, one for each VM of a specification; those that run, and what the others start from.
 pub struct Guests {
+    // The guests first: a server that goes before them is missed.
     running: BTreeMap<VmName, Guest>,
+    /// What serves their disks; none: their QEMUs.
+    data_plane: Option<DataPlane>,
     accelerator: Accelerator,
     image: GuestImage,
     place: Place,
@@ -186,8 +192,24 @@ impl Guests {
             }
             layout.insert(vm.name.clone(), (vm.cgroup.clone(), slices));
         }
-        let running = BTreeMap::new();
-        Ok(Self { running, accelerator, image: image.clone(), place, layout })
+        let (running, data_plane) = (BTreeMap::new(), None);
+        Ok(Self { running, data_plane, accelerator, image: image.clone(), place, layout })
+    }
+
+    /// From now on `program serve` serves the disks of guests that are started.
+    ///
+    /// # Errors
+    /// If it does not start.
+    pub(crate) fn serve_disks(&mut self, program: &Path, interrupted: &Interrupted) -> Result<()> {
+        let layout = self.layout.iter().map(|(vm, (_, slices))| (vm, slices.as_slice()));
+        let Place { device, directory, .. } = &self.place;
+        self.data_plane = Some(DataPlane::start(program, device, directory, layout, interrupted)?);
+        Ok(())
+    }
+
+    /// What the data plane has done so far, if it serves the disks.
+    pub(crate) fn served(&self) -> Result<Option<Served>> {
+        self.data_plane.as_ref().map(DataPlane::served).transpose()
     }
 
     /// Boots a guest for each VM, all at once.
@@ -217,7 +239,10 @@ impl Guests {
         let (image, directory) = (&self.image, &self.place.directory);
         let start = Start {
             procs: Some(&procs),
-            arguments: process::disks(&self.place.device, slices, self.accelerator),
+            arguments: match &self.data_plane {
+                Some(data_plane) => data_plane.disks(vm, slices),
+                None => process::disks(&self.place.device, slices, self.accelerator),
+            },
             ..Start::new(image, self.accelerator, directory, vm.as_str())
         };
         Ok((vm.clone(), Process::start(&start)?))

@@ -13,6 +13,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use rtvirtio_spec::control::{Activity, DeviceState, Event, IoThreadState, QueueState, Snapshot};
+use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::mapping::{Entry, Mapping, MappingError};
 use rtvirtio_spec::serve::{Fault, IoThread, wire};
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos, VmName};
@@ -171,6 +172,19 @@ impl ObservedQueue {
     }
 }
 
+impl ObservedDevice {
+    /// Responses of all queues.
+    fn responses(&self) -> Histogram {
+        let mut all = Histogram::new();
+        for queue in &self.queues {
+            for (end, count) in queue.stats.responses().buckets() {
+                all.record(end, count);
+            }
+        }
+        all
+    }
+}
+
 impl Observation {
     /// As the control API says it, at `time` since 1970.
     #[must_use]
@@ -183,6 +197,7 @@ impl Observation {
             capacity: device.capacity,
             read_only: device.read_only,
             queues: (0..).zip(&device.queues).map(|(index, queue)| queue.state(index)).collect(),
+            responses: device.responses(),
         });
         Snapshot { time_ns: time, iothreads: self.iothreads.clone(), devices: devices.collect() }
     }

@@ -216,6 +216,12 @@ impl QueueStats {
         add(&self.empty_polls, 1);
     }
 
+    /// Responses as they are now.
+    #[must_use]
+    pub fn responses(&self) -> Latencies {
+        self.response.snapshot()
+    }
+
     /// All numbers as they are now.
     #[must_use]
     pub fn snapshot(&self) -> QueueSnapshot {
@@ -286,6 +292,13 @@ impl Latencies {
     #[must_use]
     pub const fn sum(&self) -> Nanos {
         Nanos::new(self.sum_ns)
+    }
+
+    /// Buckets with requests, in rising order: the bucket's end, the last one's start.
+    pub fn buckets(&self) -> impl Iterator<Item = (Nanos, u64)> {
+        let end_of = |bucket| Nanos::new(end(bucket).unwrap_or(BEYOND_NS));
+        let counts = self.buckets.iter().enumerate().filter(|&(_, &count)| count > 0);
+        counts.map(move |(bucket, &count)| (end_of(bucket), count))
     }
 
     /// Requests below each of `ends`, which rise and are edges of buckets, such as powers of two.
@@ -412,6 +425,10 @@ mod tests {
         }
         let found = stats.snapshot().wait;
         assert_eq!(found.below(&[1024, 2048, 8192].map(Nanos::new)), [3, 4, 5]);
+        let buckets: Vec<_> = found.buckets().map(|(end, count)| (end.get(), count)).collect();
+        // 1000 and 1023 are in the last 32 ns below 1024, 5000 in 256 ns from 4864.
+        let expected = [(256, 1), (1024, 2), (1088, 1), (5120, 1), (1 << 36, 1)];
+        assert_eq!(buckets, expected);
         assert_eq!((found.count(), Latencies::default().summary().p99_ns), (6, Nanos::ZERO));
     }
 }

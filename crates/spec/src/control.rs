@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos, VmName};
 use serde::{Deserialize, Serialize};
 
+use crate::latency::Histogram;
 use crate::mapping::Entry;
 use crate::serve::{Polling, wire};
 
@@ -82,6 +83,10 @@ pub struct DeviceState {
     pub read_only: bool,
     /// Its queues, from queue 0.
     pub queues: Vec<QueueState>,
+    /// Responses of all its queues since its start, by bucket: the bucket's end, ns, which is up
+    /// to 1/16 above the latency, and requests. The difference of two is what was between.
+    #[serde(default)]
+    pub responses: Histogram,
 }
 
 /// What a queue is doing.

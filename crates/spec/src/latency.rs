@@ -42,7 +42,9 @@ impl Histogram {
     /// Adds `count` requests of one latency.
     pub fn record(&mut self, latency: Nanos, count: u64) {
         if count > 0 {
-            *self.0.entry(latency.get()).or_default() += count;
+            let bin = self.0.entry(latency.get()).or_default();
+            // Counts may be those that another program tells.
+            *bin = bin.saturating_add(count);
         }
     }
 
@@ -53,10 +55,25 @@ impl Histogram {
         }
     }
 
+    /// What was added since `earlier`, a state of the same histogram; all of it if it has been
+    /// started anew since.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        let has = |(ns, count): (&u64, &u64)| self.0.get(ns).is_some_and(|now| now >= count);
+        if !earlier.0.iter().all(has) {
+            return self.clone();
+        }
+        let mut new = Self::new();
+        for (&ns, &count) in &self.0 {
+            new.record(Nanos::new(ns), count - earlier.0.get(&ns).copied().unwrap_or(0));
+        }
+        new
+    }
+
     /// Requests in all.
     #[must_use]
     pub fn count(&self) -> u64 {
-        self.0.values().sum()
+        self.0.values().fold(0, |sum, &count| sum.saturating_add(count))
     }
 
     /// Mean, or zero without samples.
@@ -85,7 +102,7 @@ impl Histogram {
     fn at_rank(&self, rank: u64) -> Nanos {
         let mut seen = 0;
         for (&ns, &count) in &self.0 {
-            seen += count;
+            seen = u64::saturating_add(seen, count);
             if seen >= rank {
                 return Nanos::new(ns);
             }
@@ -162,6 +179,15 @@ mod tests {
         a.merge(&ramp(3));
         assert_eq!(a.count(), 6);
         assert_eq!(a.mean(), Nanos::new(2));
+    }
+
+    #[test]
+    fn difference_is_what_came_since_and_all_of_it_after_a_new_start() {
+        let mut now = ramp(3);
+        now.merge(&ramp(2));
+        assert_eq!(now.since(&ramp(3)), ramp(2));
+        assert_eq!(now.since(&now), Histogram::new());
+        assert_eq!(ramp(2).since(&ramp(3)), ramp(2));
     }
 
     #[test]

@@ -182,6 +182,17 @@ pub struct FileEngine {
     pub lock: ImageLock,
     /// Whether the format was written out: what looks like another one is then not refused.
     pub raw: bool,
+    /// The part of it that is the disk; none: all.
+    pub slice: Option<Slice>,
+}
+
+/// A part of an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Slice {
+    /// Its first byte, in whole sectors.
+    pub offset: Bytes,
+    /// Its size, in whole sectors.
+    pub size: Bytes,
 }
 
 /// An emulated solid-state disk.

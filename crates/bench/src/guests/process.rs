@@ -14,7 +14,7 @@ use super::{Accelerator, GuestImage};
 use crate::confine::confine;
 
 /// Guest memory, MiB: the initramfs takes 100 and may take half of what is left, fio 100.
-const MEMORY_MIB: u32 = 512;
+pub(super) const MEMORY_MIB: u32 = 512;
 
 /// The guest's kernel command line. Under TCG a clock other than the TSC is an exit for each look
 /// at it, and mitigations guard against a processor that is not there.

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use rtvirtio_engine::file::{self, FileConfig, FileSource, Lock};
 use rtvirtio_engine::ram::RamEngine;
+use rtvirtio_engine::slice::SliceEngine;
 use rtvirtio_engine::ssd::{self, SsdEngine};
 use rtvirtio_engine::{Engine, SsdConfig};
 use rtvirtio_spec::control::{Activity, Event, IoThreadState};
@@ -169,6 +170,7 @@ impl Registry {
                     .map_err(|error| refused(format!("cannot lock the image of {name}"), error))?;
                 (Some(lock), None)
             }
+            (serve::Engine::File(file), _) if file.lock == ImageLock::Off => (None, None),
             (_, image) => (None, image),
         };
         let mut serial = [0; 20];
@@ -251,7 +253,12 @@ fn open(spec: &serve::Device, handed: Option<OwnedFd>) -> Result<EngineAndImage,
             })
             .map_err(|error| refused(what, error))?;
             let image = Arc::new(image);
-            Ok((Arc::clone(&image) as Arc<dyn Engine>, Some(image)))
+            let whole = Arc::clone(&image) as Arc<dyn Engine>;
+            let Some(slice) = config.slice else { return Ok((whole, Some(image))) };
+            let part = SliceEngine::new(whole, slice.offset, slice.size).map_err(|error| {
+                refused(format!("no such part of {} for {name}", config.path.display()), error)
+            })?;
+            Ok((Arc::new(part), Some(image)))
         }
         serve::Engine::Ram { size, cpu } => {
             let ram = RamEngine::new(*size, Duration::from(*cpu))

@@ -1,11 +1,13 @@
 //! `rtvirtio demo`: the main job on a scratch disk, from calibration to verdict.
 
-use std::path::PathBuf;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_bench::InterruptedError;
 use rtvirtio_bench::campaign::{CELLS, Campaign, Source};
 use rtvirtio_bench::cell::Testbed;
+use rtvirtio_bench::guests::{Accelerator, GuestImage, Served};
 use rtvirtio_bench::load::{CellLoad, Interrupted};
 use rtvirtio_bench::progress::human;
 use rtvirtio_bench::scratch::{Backing, ScratchDisk};
@@ -13,6 +15,7 @@ use rtvirtio_bench::{calibrate, report};
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier, judged_percentile};
 use rtvirtio_host::doctor::{Status, probe};
 use rtvirtio_spec::latency::Histogram;
+use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::run::Cell;
 use rtvirtio_spec::specification::to_toml;
 
@@ -23,6 +26,10 @@ use crate::{Outcome, input};
 /// The least window that judges p99.9 of 500 requests a second.
 const WINDOW: Duration = Duration::from_secs(21);
 const REPETITIONS: u32 = 2;
+/// How the data plane's stage is called in tables.
+const DATA_PLANE: &str = "data-plane";
+/// How long its guests take to boot, about.
+const BOOT_AGAIN: Duration = Duration::from_secs(25);
 
 /// Window and repetitions. The light task of a slowed-down evaluation issues too little for a p99
 /// in one window: the repetitions are made in one piece.
@@ -36,7 +43,9 @@ const fn windows(scale: Scale) -> (Duration, u32) {
 /// Arguments of `demo`.
 #[derive(clap::Args)]
 #[command(after_help = "Four VMs with the paper's tasks (100, 500 and 1500 IOPS) and one that \
-    writes 128 KiB blocks at depth 64 share one scratch disk. Takes about 9 minutes.\n\
+    writes 128 KiB blocks at depth 64 share one scratch disk. With guests, the\
+    same VMs once more on the data plane (rtvirtio serve), which decides nothing. Takes about 10\
+    minutes.\n\
     Exit codes: 0 rtvirtio meets every target that the hand setting meets, 3 it does not.")]
 pub(crate) struct Args {
     /// Disk: ref-4x250, ref-8x80, ref-stall (emulated, needs FUSE), or raw (a plain file)
@@ -88,7 +97,12 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     }
     let (window, repetitions) = windows(scale);
     let cells_planned = Scheme::ALL.len() as u32 * repetitions;
-    let expected = calibrate::duration(&testbed) + CellLoad::duration(window) * cells_planned;
+    let again = match guests {
+        Some(_) => BOOT_AGAIN + CellLoad::duration(window) * repetitions,
+        None => Duration::ZERO,
+    };
+    let expected =
+        calibrate::duration(&testbed) + CellLoad::duration(window) * cells_planned + again;
     eprintln!(
         "Disk {}: calibration, then {} schemes × {repetitions} of {} s, about {} in all.",
         disk.label(),
@@ -117,6 +131,15 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let sources: Vec<_> = Scheme::ALL.iter().map(|&s| (s.to_string(), Source::Scheme(s))).collect();
     let jobs = campaign.matrix(&[case], Tier::Strict, Neighbour::Writer, &sources, repetitions);
     let cells = campaign.run(jobs, interrupted)?;
+    let stage = DataPlaneStage {
+        guests: guests.as_ref(),
+        profile: &profile,
+        window,
+        repetitions,
+        directory: &args.out,
+        program: &program,
+    };
+    let (cells, of_data_plane) = stage.run(&mut testbed, case, cells, interrupted)?;
     let html = args.out.join("report.html");
     let vms = guests.as_ref().map(|(_, accelerator)| {
         format!(
@@ -125,7 +148,11 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             accelerator.name()
         )
     });
-    let notes: Vec<String> = vms.into_iter().chain(plan.reasons.iter().cloned()).collect();
+    let notes: Vec<String> = vms
+        .into_iter()
+        .chain(plan.reasons.iter().cloned())
+        .chain([of_data_plane.clone()])
+        .collect();
     super::report::write(&cells, &html, "rtvirtio demo", &notes)?;
     if args.json {
         input::print_json(&super::bench::verdicts(&cells))?;
@@ -134,6 +161,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         for scheme in [Scheme::Rtvirtio, Scheme::Hand] {
             println!("{}", urgent(&cells, scheme));
         }
+        println!("{of_data_plane}");
         println!("Report: {}", html.display());
     }
     let level = meets_what_hand_meets(&cells);
@@ -141,6 +169,82 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         eprintln!("rtvirtio missed a target that the hand setting met, or nothing counts");
     }
     Ok(if level { Outcome::Done } else { Outcome::Unmet })
+}
+
+/// The same VMs once more, their disks on the data plane.
+struct DataPlaneStage<'a> {
+    guests: Option<&'a (GuestImage, Accelerator)>,
+    profile: &'a Profile,
+    window: Duration,
+    repetitions: u32,
+    directory: &'a Path,
+    program: &'a Path,
+}
+
+impl DataPlaneStage<'_> {
+    /// All cells, and what to say about the stage, which decides nothing: without guests it is left
+    /// out, and a failure is told.
+    fn run(
+        &self,
+        testbed: &mut Testbed,
+        case: Case,
+        cells: Vec<Cell>,
+        interrupted: &Interrupted,
+    ) -> Result<(Vec<Cell>, String)> {
+        let Some((image, accelerator)) = self.guests else {
+            let why = "left out: fio processes have no vhost-user; it needs guests (make guest)";
+            return Ok((cells, format!("{DATA_PLANE}: {why}")));
+        };
+        eprintln!("The same guests once more, their disks on the data plane (rtvirtio serve)");
+        let mut measure = || -> Result<_> {
+            let (program, accelerator) = (self.program, *accelerator);
+            testbed.boot_guests_on_data_plane(image, accelerator, case, program, interrupted)?;
+            let before = testbed.served()?;
+            let start = Instant::now();
+            let campaign = Campaign {
+                testbed,
+                profile: self.profile,
+                window: self.window,
+                directory: self.directory,
+                seed: 1,
+                noise_floor: false,
+            };
+            let sources = [(DATA_PLANE.to_owned(), Source::DataPlane)];
+            let (tier, neighbour) = (Tier::Strict, Neighbour::Writer);
+            let jobs = campaign.matrix(&[case], tier, neighbour, &sources, self.repetitions);
+            let cells = campaign.run(jobs, interrupted)?;
+            let cost = before
+                .zip(testbed.served()?)
+                .map(|(before, after)| cost(before, after, start.elapsed()));
+            Ok((cells, cost.unwrap_or_default()))
+        };
+        match measure() {
+            Ok((cells, cost)) => {
+                let what = "the disks served by rtvirtio serve (vhost-user-blk, 1 IOThread) from \
+                            the same device, requests in order of arrival, no quality of service \
+                            yet: targets are not expected to hold beside the writer, and its \
+                            column decides nothing";
+                Ok((cells, format!("{DATA_PLANE}: {what}{cost}")))
+            }
+            Err(error) if error.is::<InterruptedError>() => Err(error),
+            Err(error) => {
+                eprintln!("warning: {DATA_PLANE}: {error:#}");
+                Ok((cells, format!("{DATA_PLANE}: failed, and is not in the tables: {error:#}")))
+            }
+        }
+    }
+}
+
+/// What the IOThread cost.
+fn cost(before: Served, after: Served, time: Duration) -> String {
+    let cpu_ns = after.cpu_ns.saturating_sub(before.cpu_ns) as f64;
+    let requests = after.requests.saturating_sub(before.requests);
+    format!(
+        "; its IOThread took {:.1} µs of CPU per request ({requests} requests) and {:.1} % of a \
+         core",
+        cpu_ns / 1e3 / requests.max(1) as f64,
+        cpu_ns / 1e9 / time.as_secs_f64() * 100.0
+    )
 }
 
 /// Clear words, before anything is started, on what the host lacks.

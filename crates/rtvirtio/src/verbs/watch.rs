@@ -3,9 +3,11 @@
 //! A task's latency is taken where QEMU serves the guest's request, from its
 //! latency histograms; a VM without a monitor that answers is shown without.
 //! Beside it, each disk's latency in the host's block layer ([`on_host`]): the
-//! closed loop goes by QEMU's alone. What each second brought is kept for
+//! closed loop goes by QEMU's alone. Devices of the data plane, which no QEMU
+//! sees, are shown by what it tells of them ([`data_plane`]). What each second brought is kept for
 //! [`RECENT`], so that the tails shown are those of the last minute.
 
+mod data_plane;
 mod display;
 mod metrics;
 mod on_host;
@@ -31,6 +33,7 @@ use rtvirtio_units::{BytesPerSecond, DiskName, Nanos, Percentile, TaskName, VmNa
 use serde::Serialize;
 
 use crate::{Outcome, input};
+use data_plane::{DataPlane, DeviceRow};
 use on_host::OnHost;
 use sources::{Sample, Sources};
 
@@ -62,6 +65,10 @@ pub(crate) struct Args {
     /// Serve Prometheus metrics on this address, such as 127.0.0.1:9477
     #[arg(long, value_name = "ADDRESS")]
     listen: Option<SocketAddr>,
+    /// Control socket of the data plane whose devices are shown too; without, the usual one if it
+    /// is there
+    #[arg(long, value_name = "SOCKET")]
+    dataplane: Option<PathBuf>,
     /// Print a JSON line at each look
     #[arg(long)]
     json: bool,
@@ -176,6 +183,8 @@ pub(crate) struct Look {
     disks: Vec<DiskRow>,
     /// Records of the block layer that were lost since the start: requests that no disk's line has.
     host_records_lost: u64,
+    /// Devices of the data plane.
+    data_plane: Vec<DeviceRow>,
     /// VMs that run.
     present: BTreeSet<VmName>,
     /// What `--control` did.
@@ -190,6 +199,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let mut sources = Sources::new(&specification, input::host())?;
     let mut on_host = OnHost::new(input::host());
     let mut disks = BTreeMap::new();
+    let mut data_plane = DataPlane::new(&specification, args.dataplane.as_deref());
     let metrics = args.listen.map(metrics::Server::start).transpose()?;
     let is_table = !args.json && std::io::stdout().is_terminal();
     let mut display = is_table.then(display::Display::start).transpose()?;
@@ -206,6 +216,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         let now = Instant::now();
         on_host.take(&mut disks, now, &mut events);
         on_host.follow(sources.extents(), &mut events);
+        let devices = data_plane.take(Instant::now(), &mut events);
         let observed = take(&mut tasks, &mut sources, now, &mut events);
         let present = sources.present().clone();
         let mut change = None;
@@ -234,6 +245,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             tasks: tasks.iter().map(|t| t.row(now)).collect(),
             disks: disks.iter().map(|((vm, disk), history)| history.row(vm, disk, now)).collect(),
             host_records_lost: on_host.lost(),
+            data_plane: devices,
             present,
             change,
             events,
@@ -305,8 +317,8 @@ fn take(
 
 impl History {
     fn add(&mut self, now: Instant, sample: Sample) {
-        self.requests += sample.histogram.count();
-        self.misses += sample.misses;
+        self.requests = self.requests.saturating_add(sample.histogram.count());
+        self.misses = self.misses.saturating_add(sample.misses);
         self.recent.push_back((now, sample));
         while self.recent.front().is_some_and(|(at, _)| now - *at > RECENT) {
             self.recent.pop_front();

@@ -14,3 +14,4 @@ mod readme;
 mod rooms;
 mod scratch_disk;
 mod systemd;
+mod watch_data_plane;

@@ -9,7 +9,7 @@ use super::error::Fault;
 use super::wire::{self, EngineKind, Size};
 use super::{
     Control, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_POLL, MAX_RAM_BYTES,
-    MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_USER_BYTES, Polling, Service, SsdEngine,
+    MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_USER_BYTES, Polling, Service, Slice, SsdEngine,
 };
 use crate::mapping::{Entry, Mapping};
 
@@ -197,6 +197,7 @@ fn engine(raw: wire::Engine) -> Result<Engine, Misplaced> {
     only(EngineKind::File, "format", raw.format.is_some())?;
     only(EngineKind::File, "aio", raw.aio.is_some())?;
     only(EngineKind::File, "lock", raw.lock.is_some())?;
+    only(EngineKind::File, "offset", raw.offset.is_some())?;
     only(EngineKind::Ram, "cpu_us", raw.cpu_us.is_some())?;
     only(EngineKind::Ssd, "ssd", raw.ssd.is_some())?;
     only(EngineKind::Ssd, "seed", raw.seed.is_some())?;
@@ -204,9 +205,12 @@ fn engine(raw: wire::Engine) -> Result<Engine, Misplaced> {
     let missing = |key| (&["engine"] as &[_], Fault::MissingEngineKey { kind, key });
     match kind {
         EngineKind::File => {
-            if raw.size.is_some() {
-                return Err((&["engine"], Fault::ForeignEngineKey { kind, key: "size" }));
-            }
+            let slice = match (raw.offset, raw.size) {
+                (None, None) => None,
+                (None, Some(_)) => return Err(missing("offset")),
+                (Some(_), None) => return Err(missing("size")),
+                (Some(offset), Some(part)) => Some(slice(offset, part)?),
+            };
             let path = raw.path.ok_or_else(|| missing("path"))?;
             if !absolute(&path) {
                 return Err((&["engine", "path"], Fault::BadPath(path)));
@@ -217,6 +221,7 @@ fn engine(raw: wire::Engine) -> Result<Engine, Misplaced> {
                 aio: raw.aio.unwrap_or_default(),
                 lock: raw.lock.unwrap_or_default(),
                 raw: raw.format.is_some(),
+                slice,
             }))
         }
         EngineKind::Ram => {
@@ -250,6 +255,20 @@ fn size(Size(size): Size) -> Result<Bytes, Misplaced> {
     }
 }
 
+/// A part of an image.
+fn slice(Size(offset): Size, Size(size): Size) -> Result<Slice, Misplaced> {
+    const KEYS: &[&str] = &["engine", "size"];
+    at(KEYS, in_range("size", size.get(), 512, i64::MAX as u64))?;
+    let in_sectors = |n: Bytes| n.get().is_multiple_of(512);
+    if !in_sectors(size) {
+        return Err((KEYS, Fault::NotInSectors(size.get())));
+    }
+    if !in_sectors(offset) {
+        return Err((&["engine", "offset"], Fault::NotInSectors(offset.get())));
+    }
+    Ok(Slice { offset, size })
+}
+
 /// As `Device::new` reads it back.
 impl From<&Device> for wire::Device {
     fn from(device: &Device) -> Self {
@@ -265,6 +284,8 @@ impl From<&Device> for wire::Device {
                 aio: Some(file.aio),
                 lock: Some(file.lock),
                 format: file.raw.then_some(wire::ImageFormat::Raw),
+                offset: file.slice.map(|s| Size(s.offset)),
+                size: file.slice.map(|s| Size(s.size)),
                 ..wire::Engine::default()
             },
             Engine::Ram { size, cpu } => wire::Engine {

@@ -91,6 +91,7 @@ fn example_is_read_as_written() {
             aio: Aio::Auto,
             lock: ImageLock::Session,
             raw: false,
+            slice: None,
         })
     );
     assert_eq!(owners(root), ["iot1", "iot1", "iot1", "iot0"]);
@@ -195,7 +196,9 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
         ("\"root of vm0\"", "\"\\u0007\"", 20, "is not 1 to 20 characters"),
         ("\"/img/a\"", "\"img/a\"", 21, "is no absolute path"),
         ("path = \"/img/a\", ", "", 21, "needs the key `path`"),
-        ("lock = \"session\"", "size = 512", 21, "has no key `size`"),
+        ("lock = \"session\"", "size = 512", 21, "needs the key `offset`"),
+        ("lock = \"session\"", "offset = 512", 21, "needs the key `size`"),
+        ("lock = \"session\"", "offset = 1, size = 512", 21, "size 1 is no multiple of 512"),
         ("lock = \"session\"", "seed = 1", 21, "has no key `seed`"),
         ("lock = \"session\"", "format = \"qcow2\"", 21, "unknown variant `qcow2`"),
         ("ssd = \"ref-4x250*2\", ", "", 32, "needs the key `ssd`"),

@@ -133,7 +133,11 @@ pub struct Engine {
     /// file: when the image is locked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lock: Option<ImageLock>,
-    /// ram, ssd: its size.
+    /// file: the first byte of the part that is the disk, whose size is `size`; all of it if
+    /// nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub offset: Option<Size>,
+    /// ram, ssd: its size; file: that of the part at `offset`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub size: Option<Size>,
     /// ram: CPU time of each request, µs.
@@ -203,6 +207,8 @@ pub enum ImageLock {
     Always,
     /// While a front end is connected: a guest can migrate between two daemons on one image.
     Session,
+    /// Never: somebody else sees to it that nobody else writes, as between parts of one image.
+    Off,
 }
 
 /// Whether guest memory is registered with the rings as fixed buffers, which pins it.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use super::{DiskRow, Look, PERCENTILES, Tails};
+use super::{DeviceRow, DiskRow, Look, PERCENTILES, Tails};
 
 /// How long one client may take for its request or our answer.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -94,15 +94,39 @@ fn exposition(look: &Look) -> String {
     metric("task_misses_total", "counter", help, each(|r| r.misses as f64));
     metric("task_requests_total", "counter", "Requests.", each(|r| r.requests as f64));
     let disks = &look.disks;
+    let served = &look.data_plane;
+    let device_labels = |r: &DeviceRow| format!("vm=\"{}\",disk=\"{}\"", r.vm, r.device);
     let tails = disks.iter().flat_map(|r| tails_of(disk_labels(r), "host", &r.tails));
-    let help = "Latency percentile of the last minute in the host's block layer, from a bio's \
-                queueing to its end; absent with too few samples.";
+    let tails =
+        tails.chain(served.iter().flat_map(|r| tails_of(device_labels(r), "data-plane", &r.tails)));
+    let help = "Latency percentile of the last minute; in the host's block layer from a bio's \
+                queueing to its end, in the data plane from the kick to the completion; absent \
+                with too few samples.";
     metric("disk_latency_seconds", "gauge", help, tails.collect());
     let requests = disks.iter().map(|r| {
         let labels = format!("{},measured_at=\"host\"", disk_labels(r));
         (labels, r.requests as f64)
     });
-    metric("disk_requests_total", "counter", "Reads and writes.", requests.collect());
+    let requests = requests.chain(served.iter().map(|r| {
+        let labels = format!("{},measured_at=\"data-plane\"", device_labels(r));
+        (labels, r.requests as f64)
+    }));
+    metric(
+        "disk_requests_total",
+        "counter",
+        "Reads and writes; in the data plane, all requests that succeeded.",
+        requests.collect(),
+    );
+    let with_target = || served.iter().filter(|r| r.target.is_some());
+    let targets = with_target().filter_map(|r| {
+        let target = r.target?;
+        let labels = format!("{},percentile=\"{}\"", device_labels(r), target.percentile);
+        Some((labels, target.latency.as_secs_f64()))
+    });
+    let help = "Strictest target of the tasks on a disk of the data plane.";
+    metric("disk_target_seconds", "gauge", help, targets.collect());
+    let misses = with_target().map(|r| (device_labels(r), r.misses as f64)).collect();
+    metric("disk_misses_total", "counter", "Requests above that target.", misses);
     let help = "Records of the host's block layer that were lost.";
     let lost = vec![(String::new(), look.host_records_lost as f64)];
     metric("host_records_lost_total", "counter", help, lost);
@@ -133,6 +157,7 @@ mod tests {
             tasks: Vec::new(),
             disks: vec![history.row(&vm, &disk, now)],
             host_records_lost: 7,
+            data_plane: Vec::new(),
             present: BTreeSet::from([vm]),
             change: None,
             events: Vec::new(),

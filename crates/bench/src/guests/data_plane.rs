@@ -1,0 +1,149 @@
+//! Guests' disks through the data plane: one `rtvirtio serve` for all of them, on the device under
+//! test, and QEMU's arguments for its front ends.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use rtvirtio_host::dataplane::ControlClient;
+use rtvirtio_units::{DiskName, VmName};
+use serde_json::json;
+
+use super::process::{MEMORY_MIB, Slice};
+use crate::dataplane::server::Server;
+use crate::load::Interrupted;
+
+/// How often QEMU tries to reach a server that has gone, ms.
+const RECONNECT_MS: u32 = 200;
+
+/// A running server; dropping it kills it.
+pub(super) struct DataPlane {
+    client: ControlClient,
+    directory: PathBuf,
+    _server: Server,
+}
+
+/// What the server has done so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Served {
+    /// Requests that have ended.
+    pub requests: u64,
+    /// CPU time of its IOThreads, ns.
+    pub cpu_ns: u64,
+}
+
+impl DataPlane {
+    /// Serves each VM's slices of `device` at sockets in `directory`.
+    pub(super) fn start<'a>(
+        program: &Path,
+        device: &Path,
+        directory: &Path,
+        layout: impl Iterator<Item = (&'a VmName, &'a [Slice])>,
+        interrupted: &Interrupted,
+    ) -> Result<Self> {
+        let control = directory.join("control.sock");
+        let configuration = directory.join("serve.toml");
+        std::fs::write(&configuration, configured(&control, device, directory, layout)?)?;
+        let words = [&program.display().to_string(), "serve", &configuration.display().to_string()];
+        let command = words.map(str::to_owned);
+        // The control socket is the last that it listens at.
+        let server = Server::start(&command, &control, directory, interrupted)?;
+        let client = ControlClient::new(control);
+        Ok(Self { client, directory: directory.to_owned(), _server: server })
+    }
+
+    /// QEMU's arguments for a VM's disks.
+    pub(super) fn disks(&self, vm: &VmName, slices: &[Slice]) -> Vec<String> {
+        // The server maps the guest's memory.
+        let memory = format!("memory-backend-memfd,id=guest-memory,size={MEMORY_MIB}M,share=on");
+        let machine = "memory-backend=guest-memory".to_owned();
+        let mut arguments = vec!["-object".to_owned(), memory, "-machine".to_owned(), machine];
+        for slice in slices {
+            let path = socket(&self.directory, vm, &slice.disk);
+            let chardev = format!(
+                "socket,id=socket-{},path={},reconnect-ms={RECONNECT_MS}",
+                slice.disk,
+                path.display()
+            );
+            let device = json!({
+                "driver": "vhost-user-blk-pci", "id": slice.disk,
+                "chardev": format!("socket-{}", slice.disk), "num-queues": 1,
+            });
+            let of_disk = ["-chardev", &chardev, "-device", &device.to_string()];
+            arguments.extend(of_disk.map(str::to_owned));
+        }
+        arguments
+    }
+
+    pub(super) fn served(&self) -> Result<Served> {
+        let snapshot = self.client.snapshot()?;
+        let queues = snapshot.devices.iter().flat_map(|d| &d.queues);
+        let of_queue = |o: &rtvirtio_spec::control::OperationCounts| {
+            o.reads + o.writes + o.flushes + o.discards + o.write_zeroes + o.others
+        };
+        Ok(Served {
+            requests: queues.map(|q| of_queue(&q.operations)).sum(),
+            cpu_ns: snapshot.iothreads.iter().map(|t| t.cpu_ns.get()).sum(),
+        })
+    }
+}
+
+fn socket(directory: &Path, vm: &VmName, disk: &DiskName) -> PathBuf {
+    directory.join(format!("{vm}-{disk}.sock"))
+}
+
+/// One IOThread for all devices, each one queue as with QEMU's own disks.
+fn configured<'a>(
+    control: &Path,
+    device: &Path,
+    directory: &Path,
+    layout: impl Iterator<Item = (&'a VmName, &'a [Slice])>,
+) -> Result<String> {
+    let quoted = |path: &Path| serde_json::to_string(&path.display().to_string());
+    let mut text = format!(
+        "version = 1\n[control]\nsocket = {}\n[[iothread]]\nname = \"iot0\"\n",
+        quoted(control)?
+    );
+    for (vm, slices) in layout {
+        for Slice { disk, offset, size } in slices {
+            // The parts share the device; what an earlier guest wrote there is no format.
+            text += &format!(
+                "[[device]]\nname = \"{vm}-{disk}\"\nvm = \"{vm}\"\nsocket = {}\n\
+                 engine = {{ type = \"file\", path = {}, direct = true, format = \"raw\", \
+                 lock = \"off\", offset = {offset}, size = {size} }}\n",
+                quoted(&socket(directory, vm, disk))?,
+                quoted(device)?,
+            );
+        }
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use rtvirtio_spec::serve;
+
+    use super::*;
+
+    #[test]
+    fn configuration_gives_each_disk_its_part_of_the_device() {
+        let slice = |disk: &str, offset| Slice {
+            disk: DiskName::new(disk).unwrap(),
+            offset,
+            size: 1 << 20,
+        };
+        let vms = ["vm0", "vm1"].map(|vm| VmName::new(vm).unwrap());
+        let slices = [vec![slice("a", 0), slice("b", 1 << 20)], vec![slice("a", 2 << 20)]];
+        let layout = vms.iter().zip(slices.iter().map(Vec::as_slice));
+        let (control, device) = (Path::new("/run/x/control.sock"), Path::new("/dev/loop7"));
+        let text = configured(control, device, Path::new("/run/x"), layout).unwrap();
+        let found = serve::parse("test", &text).unwrap();
+        let parts = found.devices.iter().map(|d| {
+            let serve::Engine::File(file) = &d.engine else { panic!("a file") };
+            let slice = file.slice.unwrap();
+            (d.name.as_str(), d.vm.as_str(), slice.offset.get() >> 20, slice.size.get() >> 20)
+        });
+        let parts: Vec<_> = parts.collect();
+        assert_eq!(parts, [("vm0-a", "vm0", 0, 1), ("vm0-b", "vm0", 1, 1), ("vm1-a", "vm1", 2, 1)]);
+        assert_eq!(found.devices[2].listen, serve::Listen::Path("/run/x/vm1-a.sock".into()));
+    }
+}

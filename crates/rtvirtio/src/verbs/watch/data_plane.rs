@@ -1,0 +1,285 @@
+//! Devices of the data plane, as its control API tells of them: responses from the kick to the
+//! completion, at the ends of its buckets, so that neither a tail nor the misses are told too low.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
+use rtvirtio_spec::control::{DeviceState, Snapshot};
+use rtvirtio_spec::latency::Histogram;
+use rtvirtio_spec::run::MeasuredAt;
+use rtvirtio_spec::specification::{Specification, Target, Vm};
+use rtvirtio_units::{DiskName, IoThreadName, Nanos, VmName};
+use serde::Serialize;
+
+use super::sources::Sample;
+use super::{History, Recent, RowTarget, Tails};
+
+/// How long the data plane may take to answer; a look is lost if it takes longer.
+const ANSWER: Duration = Duration::from_millis(500);
+/// How long one that did not answer is left alone.
+const LEFT_ALONE: Duration = Duration::from_secs(10);
+
+/// One device's line.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct DeviceRow {
+    pub(super) vm: VmName,
+    pub(super) device: DiskName,
+    pub(super) measured_at: MeasuredAt,
+    /// Of the last minute.
+    pub(super) tails: Tails,
+    /// The strictest target of the tasks on it, if the specification has one.
+    pub(super) target: Option<RowTarget>,
+    /// Requests above the target, since the start.
+    pub(super) misses: u64,
+    /// All requests since the start.
+    pub(super) requests: u64,
+    /// Requests per second over the last minute.
+    pub(super) iops: f64,
+    /// Requests that it has now.
+    pub(super) in_flight: u64,
+    /// The IOThreads of its queues, each once.
+    pub(super) iothreads: Vec<IoThreadName>,
+    /// Whether a front end is connected.
+    pub(super) connected: bool,
+}
+
+/// A device, its history, and what it had done at the last look.
+struct Watched {
+    vm: VmName,
+    target: Option<Target>,
+    seen: Histogram,
+    history: History,
+}
+
+/// A data plane that is watched.
+pub(super) struct DataPlane {
+    client: ControlClient,
+    /// Somebody named the socket: it is missed when it is not there.
+    is_named: bool,
+    vms: Vec<Vm>,
+    devices: BTreeMap<DiskName, Watched>,
+    /// When it was last asked.
+    at: Instant,
+    left_alone: Option<Instant>,
+    /// Why it is not watched, so that it is said once.
+    said: Option<String>,
+}
+
+impl DataPlane {
+    /// The one at `socket`, else the one at the usual place, if it is there.
+    pub(super) fn new(specification: &Specification, socket: Option<&Path>) -> Self {
+        let path = socket.map_or_else(|| PathBuf::from(DEFAULT_SOCKET), Path::to_owned);
+        Self {
+            client: ControlClient::new(path).with_timeout(ANSWER),
+            is_named: socket.is_some(),
+            vms: specification.vms.clone(),
+            devices: BTreeMap::new(),
+            at: Instant::now(),
+            left_alone: None,
+            said: None,
+        }
+    }
+
+    /// What each device did since the last look, and has done in the last minute.
+    pub(super) fn take(&mut self, now: Instant, events: &mut Vec<String>) -> Vec<DeviceRow> {
+        if !self.is_named && !self.client.socket().exists() {
+            self.forget(events);
+            return Vec::new();
+        }
+        if self.left_alone.is_some_and(|since| now - since < LEFT_ALONE) {
+            return Vec::new();
+        }
+        match self.client.snapshot() {
+            Ok(snapshot) => {
+                if self.left_alone.take().is_some() || self.said.take().is_some() {
+                    events.push("data plane: watched again".to_owned());
+                }
+                self.rows(&snapshot, now, events)
+            }
+            Err(error) => {
+                self.left_alone = Some(now);
+                let why = format!("data plane: not watched: {:#}", anyhow::Error::from(error));
+                if self.said.as_ref() != Some(&why) {
+                    self.said = Some(why.clone());
+                    events.push(why);
+                }
+                Vec::new()
+            }
+        }
+    }
+
+    fn forget(&mut self, events: &mut Vec<String>) {
+        if !self.devices.is_empty() {
+            self.devices.clear();
+            events.push("data plane: it is gone".to_owned());
+        }
+    }
+
+    fn rows(
+        &mut self,
+        snapshot: &Snapshot,
+        now: Instant,
+        events: &mut Vec<String>,
+    ) -> Vec<DeviceRow> {
+        let seconds = (now - self.at).as_secs_f64();
+        self.at = now;
+        self.devices.retain(|name, watched| {
+            let is_there = snapshot.devices.iter().any(|d| d.name == *name && d.vm == watched.vm);
+            if !is_there {
+                events.push(format!("{}/{name}: gone from the data plane", watched.vm));
+            }
+            is_there
+        });
+        let mut rows = Vec::new();
+        for device in &snapshot.devices {
+            let watched = match self.devices.get_mut(&device.name) {
+                Some(watched) => {
+                    let new = device.responses.since(&watched.seen);
+                    let misses = misses(&new, watched.target);
+                    watched.history.add(now, Sample { histogram: new, misses, seconds });
+                    watched.seen.clone_from(&device.responses);
+                    watched
+                }
+                None => {
+                    events
+                        .push(format!("{}/{}: watched in the data plane", device.vm, device.name));
+                    let target = target(&self.vms, snapshot, device);
+                    let (vm, seen) = (device.vm.clone(), device.responses.clone());
+                    let watched = Watched { vm, target, seen, history: History::default() };
+                    self.devices.entry(device.name.clone()).or_insert(watched)
+                }
+            };
+            rows.push(watched.row(device, now));
+        }
+        rows
+    }
+}
+
+impl Watched {
+    fn row(&self, device: &DeviceState, now: Instant) -> DeviceRow {
+        let Recent { tails, iops } = self.history.recent(now);
+        let mut iothreads: Vec<_> = device.queues.iter().map(|q| q.iothread.clone()).collect();
+        iothreads.sort();
+        iothreads.dedup();
+        DeviceRow {
+            vm: device.vm.clone(),
+            device: device.name.clone(),
+            measured_at: MeasuredAt::DataPlane,
+            tails,
+            target: self.target.map(|t| RowTarget { percentile: t.percentile, latency: t.latency }),
+            misses: self.history.misses,
+            requests: self.history.requests,
+            iops,
+            in_flight: device.queues.iter().map(|q| q.in_flight).sum(),
+            iothreads,
+            connected: device.connected,
+        }
+    }
+}
+
+/// The strictest target of the tasks on a device: those on the disk of its name; all of its VM's
+/// if that is the VM's only device here.
+fn target(vms: &[Vm], snapshot: &Snapshot, device: &DeviceState) -> Option<Target> {
+    let vm = vms.iter().find(|vm| vm.name == device.vm)?;
+    let is_only = snapshot.devices.iter().filter(|d| d.vm == device.vm).count() == 1;
+    let has_disk = vm.disks.iter().any(|disk| disk.name == device.name);
+    let on_it = vm.tasks.iter().filter(|t| t.disk == device.name || (is_only && !has_disk));
+    on_it.filter_map(|t| t.target).min_by_key(|t| t.latency)
+}
+
+/// Requests in buckets that end above the target.
+fn misses(histogram: &Histogram, target: Option<Target>) -> u64 {
+    let latency = target.map_or(Nanos::new(u64::MAX), |t| t.latency);
+    histogram.bins().filter(|&(end, _)| end > latency).map(|(_, count)| count).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use rtvirtio_spec::specification::parse;
+
+    use super::*;
+
+    const SPECIFICATION: &str = r#"
+version = 1
+[device.ssd]
+path = "/dev/sda"
+profile = "p.json"
+[[vm]]
+name = "plc"
+cgroup = "plc.scope"
+[[vm.disk]]
+name = "root"
+device = "ssd"
+[[vm.disk]]
+name = "logs"
+device = "ssd"
+[[vm.task]]
+name = "read"
+disk = "root"
+target = { percentile = 99.9, latency_ms = 5 }
+[[vm.task]]
+name = "log"
+disk = "logs"
+"#;
+
+    /// Devices with a bucket of so many requests each.
+    fn snapshot(devices: &[(&str, &str, (u64, u64))]) -> Snapshot {
+        let device = |&(vm, name, (end_us, count)): &(&str, &str, (u64, u64))| {
+            let mut responses = Histogram::new();
+            responses.record(Nanos::from_micros(end_us), count);
+            DeviceState {
+                name: DiskName::new(name).unwrap(),
+                vm: VmName::new(vm).unwrap(),
+                socket: None,
+                connected: true,
+                capacity: rtvirtio_units::Bytes::new(512),
+                read_only: false,
+                queues: Vec::new(),
+                responses,
+            }
+        };
+        Snapshot { devices: devices.iter().map(device).collect(), ..Snapshot::default() }
+    }
+
+    #[test]
+    fn requests_count_from_the_first_look_and_misses_against_the_task_on_the_disk() {
+        let specification = parse("test", SPECIFICATION).unwrap();
+        let mut data_plane = DataPlane::new(&specification, None);
+        let (start, mut events) = (data_plane.at, Vec::new());
+        let at = |s| start + Duration::from_secs(s);
+        let before = [("plc", "root", (8000, 50)), ("plc", "logs", (8000, 50))];
+        data_plane.rows(&snapshot(&before), at(1), &mut events);
+        let after = [("plc", "root", (8000, 250)), ("plc", "logs", (8000, 90))];
+        let rows = data_plane.rows(&snapshot(&after), at(3), &mut events);
+        let [root, logs] = rows.as_slice() else { panic!("two rows") };
+        assert_eq!((root.requests, root.misses, root.iops), (200, 200, 100.0));
+        assert_eq!(root.target.unwrap().latency, Nanos::from_millis(5));
+        assert_eq!(root.tails[0].unwrap().value, Nanos::from_millis(8));
+        // 200 requests: 2 beyond p99.
+        assert!(root.tails[1].is_none());
+        assert_eq!((logs.requests, logs.misses, logs.target.is_none()), (40, 0, true));
+        assert_eq!(events.len(), 2, "{events:?}");
+
+        // Served anew: what it has done is all new.
+        let anew = data_plane.rows(&snapshot(&[("plc", "root", (4000, 10))]), at(4), &mut events);
+        assert_eq!((anew[0].requests, anew[0].misses), (210, 200));
+        assert_eq!(events[2], "plc/logs: gone from the data plane");
+    }
+
+    #[test]
+    fn absent_data_plane_is_said_once_and_only_if_it_was_named() {
+        let specification = parse("test", SPECIFICATION).unwrap();
+        let mut events = Vec::new();
+        let socket = Path::new("/nonexistent/control.sock");
+        let mut data_plane = DataPlane::new(&specification, Some(socket));
+        for s in [0, 11, 22] {
+            let now = Instant::now() + Duration::from_secs(s);
+            assert!(data_plane.take(now, &mut events).is_empty());
+        }
+        assert_eq!(events.len(), 1, "{events:?}");
+        let words = "data plane: not watched: cannot connect to the data plane at /nonexistent";
+        assert!(events[0].starts_with(words), "{events:?}");
+    }
+}
