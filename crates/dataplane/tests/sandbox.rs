@@ -145,7 +145,11 @@ fn end_of(deed: &str) -> (Option<i32>, Option<i32>, String) {
     let directory = tempfile::tempdir().unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "child", "--ignored", "--nocapture"]);
-    command.env(DEED, deed).env(DIRECTORY, directory.path()).stdin(Stdio::null());
+    command
+        .env(DEED, deed)
+        .env(DIRECTORY, directory.path())
+        .env("RUST_BACKTRACE", "1")
+        .stdin(Stdio::null());
     let output = command.output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     (output.status.signal(), output.status.code(), said)

@@ -41,6 +41,8 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_exit,
     libc::SYS_exit_group,
     libc::SYS_futex,
+    // Of a panic, with RUST_BACKTRACE.
+    libc::SYS_getcwd,
     libc::SYS_getpid,
     libc::SYS_getrandom,
     libc::SYS_gettid,
