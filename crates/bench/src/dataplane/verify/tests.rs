@@ -172,6 +172,8 @@ fn server_that_is_away_is_an_error() {
     let options = Options {
         socket: "/dev/shm/no-such-socket".into(),
         queues: 1,
+        busy: 1,
+        churn: false,
         depth: 1,
         bytes: BYTES,
         seed: 1,
