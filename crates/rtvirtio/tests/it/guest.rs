@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use rtvirtio_bench::cell::{Testbed, plain};
 use rtvirtio_bench::guests::Accelerator;
-use rtvirtio_cases::{Neighbour, Tier};
+use rtvirtio_cases::{Neighbour, Scheme, Tier};
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::specification::to_toml;
-use rtvirtio_units::Nanos;
+use rtvirtio_units::{Iops, Nanos};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
@@ -119,4 +119,38 @@ fn guests_are_planned_applied_verified_rolled_back() {
     drop(testbed);
     drop(disk);
     assert_eq!(left_behind(), [""; 0]);
+}
+
+#[test]
+fn guests_on_the_data_plane_do_their_tasks_and_leave_nothing() {
+    const NAME: &str = "guests_on_the_data_plane_do_their_tasks_and_leave_nothing";
+    let Some(_host) = can_run(NAME) else { return };
+    let Some(image) = image(NAME) else { return };
+    let interrupted = AtomicBool::new(false);
+    let accelerator = Accelerator::probe(&image, &interrupted).unwrap();
+    let disk = Disk::start();
+    let mut testbed = Testbed::new(&disk.node, "ref-4x250").unwrap();
+    let (case, program) = ("1xM".parse().unwrap(), Path::new(RTVIRTIO));
+    testbed.boot_guests_on_data_plane(&image, accelerator, case, program, &interrupted).unwrap();
+    let window = Nanos::from_millis(3_000);
+    let specification = testbed.specification(case, Tier::Strict, Neighbour::Writer, window);
+    let capacity = Iops::new(10_000.0).unwrap();
+    let scheme = Scheme::None.baseline_settings(&specification, capacity, testbed.scale()).unwrap();
+    let before = testbed.served().unwrap().unwrap();
+    let measured =
+        testbed.measure(&specification, &scheme, Duration::from_secs(3), &interrupted).unwrap();
+    let after = testbed.served().unwrap().unwrap();
+    let done = measured.tasks[0].histogram.count();
+    assert!(done > 100, "{:?}", measured.tasks);
+    let wrote = measured.background.values().next().unwrap().as_megabytes_f64();
+    assert!(wrote > 0.1, "{wrote} MB/s");
+    assert!(after.requests - before.requests > done, "{before:?} {after:?}");
+    assert!(after.cpu_ns > before.cpu_ns);
+
+    drop(testbed);
+    drop(disk);
+    assert_eq!(left_behind(), [""; 0]);
+    // No server is left: nobody listens where it did.
+    let sockets = std::fs::read_to_string("/proc/net/unix").unwrap();
+    assert!(!sockets.contains("/run/rtvirtio/bench/guests/"), "{sockets}");
 }
