@@ -173,7 +173,7 @@ impl Queue {
             waiting: Vec::new(),
             // A server before this one may have died between finishing and calling.
             unpublished: true,
-            call_due: false,
+            call_due: true,
             error_due: false,
             finished: 0,
         }

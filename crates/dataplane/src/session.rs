@@ -315,7 +315,15 @@ impl<H: QueueHost> Session<H> {
         match message {
             Message::GetFeatures => return Ok(Answer::U64(self.offered)),
             Message::SetFeatures(features) => self.set_features(features)?,
-            Message::SetOwner | Message::SetLogFd => {}
+            Message::SetLogFd => {}
+            // A session begins. If there was one on this connection, its device was unplugged and
+            // another plugged in (QEMU's chardev outlives both), which adds its memory anew.
+            Message::SetOwner => {
+                if self.memory.regions().len() > 0 {
+                    self.reset();
+                    self.memory = Arc::default();
+                }
+            }
             // Deprecated; back ends that heed it disable the rings.
             Message::ResetOwner => {
                 for index in 0..self.vrings.len() {
@@ -409,17 +417,8 @@ impl<H: QueueHost> Session<H> {
                 let fd = fd()?;
                 self.set_inflight(area, fd)?;
             }
-            Message::ResetDevice => {
-                self.reset_rings();
-                // Features, log and in-flight area are set anew by whoever resets. The memory is
-                // not: front ends that add regions one by one do not add them again.
-                self.features &= features::PROTOCOL_FEATURES;
-                self.status = 0;
-                self.log = None;
-                self.share_memory(self.memory.with_log(None));
-                self.inflight = None;
-                self.device.reset_write_cache(self.features);
-            }
+            // The memory stays: front ends that add regions one by one do not add them again.
+            Message::ResetDevice => self.reset(),
             Message::SetStatus(status) => {
                 if status == 0 {
                     self.reset_rings();
@@ -602,6 +601,18 @@ impl<H: QueueHost> Session<H> {
         for index in 0..self.vrings.len() {
             self.stop(index);
         }
+    }
+
+    /// Stops all rings and forgets what is set anew by whoever resets: features, log and in-flight
+    /// area.
+    fn reset(&mut self) {
+        self.reset_rings();
+        self.features &= features::PROTOCOL_FEATURES;
+        self.status = 0;
+        self.log = None;
+        self.share_memory(self.memory.with_log(None));
+        self.inflight = None;
+        self.device.reset_write_cache(self.features);
     }
 
     /// Stops all rings and forgets how they were set up.

@@ -491,6 +491,18 @@ fn kicks_before_a_queue_is_enabled_are_not_lost() {
 }
 
 #[test]
+fn driver_is_called_when_its_queue_starts_as_an_earlier_server_may_not_have() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let queue = Guarded::new(Shape::of(0));
+    let key = pool.start(queue.setup(&device(ram(), 1)), id).unwrap();
+    let mut ready = [PollFd::new(&queue.call, PollFlags::IN)];
+    let timeout = Timespec { tv_sec: LOST.as_secs() as i64, tv_nsec: 0 };
+    assert_eq!(poll(&mut ready, Some(&timeout)), Ok(1));
+    pool.stop(key).unwrap();
+}
+
+#[test]
 fn stop_waits_for_what_is_in_flight() {
     let pool = Pool::default();
     let [id] = threads(&pool);

@@ -295,6 +295,20 @@ fn reset_forgets_rings_and_features_but_not_the_memory() {
 }
 
 #[test]
+fn set_owner_again_begins_a_session_without_memory() {
+    let mut front = Front::ready();
+    front.set_up(0);
+    front.host.log();
+    front.send(Message::SetOwner).unwrap();
+    assert_eq!(front.host.log(), ["stop 0"]);
+    // The same region is no second one.
+    front.send(Message::SetFeatures(BASIC)).unwrap();
+    front.with_fd(Message::AddMemReg(region(0)), memory(0x1_0000)).unwrap();
+    front.set_up(0);
+    assert_eq!(front.host.log(), ["start 0 enabled=false base=0"]);
+}
+
+#[test]
 fn reset_owner_disables_all_rings() {
     let mut front = Front::ready();
     front.set_up(0);
