@@ -101,5 +101,8 @@ fn device_of_the_data_plane_is_watched_with_the_target_of_its_task() {
     let text = String::from_utf8(output.stdout).unwrap();
     let line = text.lines().rfind(|l| l.contains("data plane p50")).unwrap_or_default();
     assert!(line.contains("plc") && line.contains("root"), "{text}");
-    assert!(line.contains("target p99 1000.00 ms") && line.contains("in flight, iot0 iot1"), "{text}");
+    assert!(
+        line.contains("target p99 1000.00 ms") && line.contains("in flight, iot0 iot1"),
+        "{text}"
+    );
 }
