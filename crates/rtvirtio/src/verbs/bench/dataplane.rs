@@ -237,7 +237,7 @@ fn moved(args: &MovesArgs, interrupted: &Interrupted) -> Result<Outcome> {
     };
     let mut all = Vec::new();
     for &stage in &args.stages {
-        let shown = moves.run(stage, interrupted).with_context(|| format!("{}", stage.name()))?;
+        let shown = moves.run(stage, interrupted).with_context(|| stage.name().to_string())?;
         if !args.json {
             println!("{shown}");
         }
