@@ -107,7 +107,11 @@ impl IoThread {
                     let _ = to.post(Letter::Adopt(queue));
                     self.forward = Some(to);
                 }
-                None => self.queue = Some(queue),
+                None => {
+                    // Awake: the driver need not kick until the queue has been looked at.
+                    queue.ring.notify.store(false, Ordering::Relaxed);
+                    self.queue = Some(queue);
+                }
             },
             Letter::End => self.ending = true,
             Letter::Ended { here } => {
