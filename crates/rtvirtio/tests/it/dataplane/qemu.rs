@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::counts::{Counts, Record, middle_and_longest};
 use super::server::{Image, Kind, Server};
-use super::verify::{FileSystem, Verify};
+use super::verify::{FileSystem, Verify, misplaced};
 use super::vm::{Disk, Vm, can_run};
 
 /// VIRTIO_F_RING_PACKED.
@@ -103,6 +103,7 @@ fn qemu_disk_unplugged_in_mid_io_comes_back_intact() {
         times.push(start.elapsed());
         server.check();
         verify.fails(vm.shell());
+        assert_eq!(misplaced(&image.path()), []);
         // By the same connection, and by a new one.
         let next = connection + unplug % 2;
         vm.plug(connection, next);
