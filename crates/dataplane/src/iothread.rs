@@ -413,7 +413,7 @@ impl IoThread {
                 }
                 KICK => {
                     worked = true;
-                    self.kicked(data, result, flags);
+                    self.kicked(data, flags);
                 }
                 MAIL if !cqueue::more(flags) => self.listen_to_mail(),
                 _ => {}
@@ -458,15 +458,14 @@ impl IoThread {
         }
     }
 
-    fn kicked(&mut self, data: u64, result: i32, flags: u32) {
+    fn kicked(&mut self, data: u64, flags: u32) {
         let key = QueueKey((data >> 16) as u32);
         let Some(entry) = get_mut(&mut self.served, key) else { return };
         if entry.stay != data as u16 {
             return;
         }
         entry.queue.stats().kick();
-        // The kernel ends a multishot poll when it is short of room. One that failed would again.
-        if !cqueue::more(flags) && result >= 0 {
+        if !cqueue::more(flags) {
             self.listen_to_kick(key);
         }
         self.wake(key);
