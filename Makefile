@@ -59,7 +59,7 @@ test: setup ## All tests; those that need root, FUSE, guests or libvirt say so w
 	@scripts/guest $(GUEST) || echo "tests: without guests"
 	@scripts/libvirt $(LIBVIRT) || echo "tests: without libvirt"
 	@scripts/uml $(UML) || echo "tests: without User Mode Linux"
-	cargo test --workspace --all-features --locked
+	cargo test --workspace --all-features --locked --no-fail-fast
 
 check: setup fmt clippy doc deny fuzz ## All that a change must pass beside the tests
 

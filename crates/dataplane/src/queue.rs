@@ -23,11 +23,11 @@ use crate::request::{Action, Limits, Status, parse};
 use crate::ring::{Chain, Ring, RingError};
 use crate::stats::{Op, QueueStats};
 
-/// Requests that finish at once are shown to the driver before the turn ends, so that driver and
-/// device work side by side: after so many first, while the driver wakes up,
-const FIRST: u32 = 8;
-/// and in batches of so many then.
-const EARLY: u32 = 32;
+/// Requests that finish at once are shown to the driver in batches of so many, so that driver and
+/// device work side by side: a driver that always finds something need not be called,
+const BATCH: usize = 8;
+/// or of so many bytes.
+const BATCH_BYTES: u64 = 32 << 10;
 
 /// Names a queue while it is served: unique in the process at any time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -55,13 +55,25 @@ pub struct Queue {
     /// Slots whose start found the submission queue full.
     waiting: Vec<u16>,
     /// Whether something has finished, or the driver may not know of it, since the ring was last
-    /// published, or one of the next two; and how many requests.
+    /// published, or one of the next two.
     unpublished: bool,
     /// The driver is called in any case.
     call_due: bool,
     /// The front end is to be told that the ring is broken.
     error_due: bool,
-    finished: u32,
+    /// What has finished since the ring was last published: one look at the clock does for all.
+    finished: Vec<Finished>,
+    /// Their bytes.
+    finished_bytes: u64,
+}
+
+/// A request that the driver does not see yet.
+struct Finished {
+    status: Status,
+    op: Op,
+    bytes: u64,
+    popped: u64,
+    started: u64,
 }
 
 /// A request in flight. Free if `operation` is `None`.
@@ -175,7 +187,8 @@ impl Queue {
             unpublished: true,
             call_due: true,
             error_due: false,
-            finished: 0,
+            finished: Vec::with_capacity(usize::from(setup.size)),
+            finished_bytes: 0,
         }
     }
 
@@ -313,11 +326,9 @@ impl Queue {
             return Pass::Empty;
         }
         let mut limits = None;
-        let mut limit = FIRST;
         for _ in 0..share {
-            if self.finished >= limit {
+            if self.finished.len() >= BATCH || self.finished_bytes >= BATCH_BYTES {
                 self.publish(turn.stats);
-                limit = EARLY;
             }
             match self.ring.next(&mut self.chain) {
                 Ok(true) => {}
@@ -350,7 +361,7 @@ impl Queue {
             match parsed.action {
                 Action::Answer(status) => {
                     slot.bytes = 0;
-                    self.finish(head, status, Op::Other, turn.now);
+                    self.finish(head, status, Op::Other);
                 }
                 Action::Start { operation, offset, length } => {
                     slot.operation = Some(operation);
@@ -387,8 +398,7 @@ impl Queue {
             Lent { submission: turn.submission, file: turn.file, completions: turn.completions };
         match self.device.engine().start(&request, &mut lent) {
             Outcome::Done(result) => {
-                // It took the engine's time, not none.
-                self.finish(head, result.into(), op(operation), now());
+                self.finish(head, result.into(), op(operation));
                 true
             }
             Outcome::Started => {
@@ -423,19 +433,19 @@ impl Queue {
             }
             Ok(_) => Ok(()),
         };
-        self.complete(head, result, turn.now);
+        self.complete(head, result);
         true
     }
 
     /// A request has ended.
-    pub(crate) fn complete(&mut self, head: u16, result: Result<(), Errno>, now: u64) {
+    pub(crate) fn complete(&mut self, head: u16, result: Result<(), Errno>) {
         let operation = self.slots.get(usize::from(head)).and_then(|slot| slot.operation);
         if let Some(operation) = operation {
-            self.finish(head, result.into(), op(operation), now);
+            self.finish(head, result.into(), op(operation));
         }
     }
 
-    fn finish(&mut self, head: u16, status: Status, op: Op, now: u64) {
+    fn finish(&mut self, head: u16, status: Status, op: Op) {
         let slot = &mut self.slots[usize::from(head)];
         slot.operation = None;
         let Some(to) = slot.status.take() else { return };
@@ -450,22 +460,35 @@ impl Queue {
         self.ring.finish(head, slot.written);
         self.in_flight -= 1;
         self.unpublished = true;
-        self.finished += 1;
-        if status == Status::Ok {
-            let wait = slot.started.saturating_sub(slot.popped);
-            let service = now.saturating_sub(slot.started);
-            self.stats.record(op, slot.bytes, Nanos::new(wait), Nanos::new(service));
-        } else {
-            self.stats.fail(op);
+        let Slot { bytes, popped, started, .. } = *slot;
+        self.finished.push(Finished { status, op, bytes, popped, started });
+        self.finished_bytes += bytes;
+    }
+
+    /// Counts what the driver is about to see.
+    fn count(&mut self) {
+        if self.finished.is_empty() {
+            return;
         }
+        let now = now();
+        for Finished { status, op, bytes, popped, started } in self.finished.drain(..) {
+            if status == Status::Ok {
+                let wait = Nanos::new(started.saturating_sub(popped));
+                let service = Nanos::new(now.saturating_sub(started));
+                self.stats.record(op, bytes, wait, service);
+            } else {
+                self.stats.fail(op);
+            }
+        }
+        self.finished_bytes = 0;
     }
 
     /// Shows the driver what has finished and calls it if it wants to be.
     pub(crate) fn publish(&mut self, thread: &IoThreadStats) {
-        self.finished = 0;
         if !std::mem::take(&mut self.unpublished) {
             return;
         }
+        self.count();
         let call = self.ring.publish() | std::mem::take(&mut self.call_due);
         let error = std::mem::take(&mut self.error_due);
         if !call && !error {
