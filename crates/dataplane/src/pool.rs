@@ -8,7 +8,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use crate::call::Call;
 use crate::iothread::{IoThread, IoThreadStats, Letter, Polling};
 use crate::mailbox::{Sender, mailbox};
-use crate::queue::{Queue, QueueKey, QueueSetup};
+use crate::queue::{Broken, Queue, QueueKey, QueueSetup};
 
 /// Names an IOThread; not used again in the life of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -70,6 +70,7 @@ struct Place {
     thread: Mutex<Option<ThreadId>>,
     /// To free a thread that is stuck in writing to one of them.
     calls: Mutex<[Option<Call>; 2]>,
+    broken: Arc<OnceLock<Broken>>,
 }
 
 #[derive(Default)]
@@ -199,18 +200,19 @@ impl Pool {
     /// # Errors
     /// [`PoolError::NoThread`].
     pub fn start(&self, setup: QueueSetup, on: ThreadId) -> Result<QueueKey, PoolError> {
-        let place = Arc::new(Place { thread: Mutex::new(None), calls: Mutex::default() });
-        let mut thread = lock(&place.thread);
-        let key = {
-            let mut state = lock(&self.state);
-            let next = QueueKey(state.places.len() as u32);
-            let key = state.free.pop().unwrap_or(next);
-            state.places.insert(key, Arc::clone(&place));
-            key
-        };
-        let (done, answer) = mpsc::channel();
+        let mut state = lock(&self.state);
+        let next = QueueKey(state.places.len() as u32);
+        let key = state.free.pop().unwrap_or(next);
         let queue = Box::new(Queue::new(key, setup));
-        *lock(&place.calls) = queue.calls();
+        let place = Arc::new(Place {
+            thread: Mutex::new(None),
+            calls: Mutex::new(queue.calls()),
+            broken: Arc::clone(queue.latched()),
+        });
+        let mut thread = lock(&place.thread);
+        state.places.insert(key, Arc::clone(&place));
+        drop(state);
+        let (done, answer) = mpsc::channel();
         let started = self
             .post(on, Letter::Adopt { queue, done })
             .and_then(|()| answer.recv().map_err(|_| PoolError::NoThread));
@@ -303,6 +305,12 @@ impl Pool {
     #[must_use]
     pub fn is_busy(&self, key: QueueKey) -> bool {
         self.place(key).is_ok_and(|place| place.thread.try_lock().is_err())
+    }
+
+    /// Why a queue is not served any more, if its driver broke it. Does not wait.
+    #[must_use]
+    pub fn broken(&self, key: QueueKey) -> Option<Broken> {
+        self.place(key).ok()?.broken.get().copied()
     }
 
     /// Frees threads that are stuck in calling a driver whose front end filled its eventfd. To be

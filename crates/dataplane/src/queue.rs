@@ -6,7 +6,7 @@
 //! Every request that leaves the ring comes back to it exactly once: a slot is taken when a chain
 //! is popped, and freed when its status is written.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use io_uring::squeue::SubmissionQueue;
 use rtvirtio_engine::{Completions, Lent, Operation, Outcome, Request, Segment, Token};
@@ -48,6 +48,8 @@ pub struct Queue {
     error: Option<Call>,
     enabled: bool,
     broken: Option<Broken>,
+    /// The same, for others to see.
+    latched: Arc<OnceLock<Broken>>,
     stats: Arc<QueueStats>,
     in_flight: u16,
     /// Of those in flight, started at the IOThread that has the queue now.
@@ -167,6 +169,7 @@ impl Queue {
             error: setup.error.and_then(|fd| Call::new(fd).ok()),
             enabled: setup.enabled,
             broken: None,
+            latched: Arc::default(),
             stats: setup.stats,
             in_flight: 0,
             started_here: 0,
@@ -213,6 +216,11 @@ impl Queue {
     #[must_use]
     pub const fn broken(&self) -> Option<Broken> {
         self.broken
+    }
+
+    /// The same for whoever does not have the queue; neither waits for the other.
+    pub(crate) const fn latched(&self) -> &Arc<OnceLock<Broken>> {
+        &self.latched
     }
 
     /// Serves it, or not.
@@ -491,6 +499,7 @@ impl Queue {
     /// The driver broke its ring: it is not served until it is set up anew.
     fn latch(&mut self, error: Broken) {
         self.broken = Some(error);
+        let _ = self.latched.set(error);
         self.stats.set_broken(true);
         self.error_due = true;
         self.unpublished = true;

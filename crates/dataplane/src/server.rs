@@ -280,6 +280,7 @@ where
 {
     /// Serves a front end.
     fn run(&self, stream: Arc<UnixStream>) {
+        self.host.set_connected(true);
         let left = Left { served: self, stream: &stream };
         let mut session = Session::new(Arc::clone(&self.device), Arc::clone(&self.host));
         let mut connection = Connection::new(Arc::clone(&stream));
@@ -320,6 +321,7 @@ impl<H: QueueHost + Send + Sync + 'static> Drop for Left<'_, H> {
                 session.connected = false;
             }
         }
+        self.served.host.set_connected(false);
         self.served.listen();
     }
 }

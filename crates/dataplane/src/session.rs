@@ -100,6 +100,9 @@ pub trait QueueHost {
 
     /// Changes a ring that is served. When it returns, what was replaced is used no more.
     fn update(&self, key: Self::Key, change: Change);
+
+    /// A front end has connected, or left.
+    fn set_connected(&self, _connected: bool) {}
 }
 
 /// Why a request was refused.

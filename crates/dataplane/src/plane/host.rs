@@ -6,15 +6,18 @@ use std::time::{Duration, Instant};
 
 use rtvirtio_engine::Segment;
 use rtvirtio_engine::file::{FileEngine, Lock, LockError};
+use rtvirtio_spec::control::Event;
 use rtvirtio_spec::serve::FixedBuffers as Wish;
+use rtvirtio_units::DiskName;
 use rustix::io::Errno;
+use tokio::sync::broadcast;
 
 use crate::call::Call;
 use crate::device::Device;
 use crate::fixed::FixedBuffers;
 use crate::memory::Memory;
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
-use crate::queue::{QueueKey, QueueSetup};
+use crate::queue::{Broken, QueueKey, QueueSetup};
 use crate::session::{self, Change, QueueHost, StartError, StoppedQueue};
 use crate::stats::QueueStats;
 
@@ -22,23 +25,38 @@ use crate::stats::QueueStats;
 const LOCK_TIME: Duration = Duration::from_secs(2);
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
+/// What a device's rings are served with.
+pub(super) struct HostSetup {
+    pub(super) name: DiskName,
+    pub(super) pool: Arc<Pool>,
+    pub(super) device: Arc<Device>,
+    pub(super) wish: Wish,
+    /// The image to lock while rings run, if that is when it is locked.
+    pub(super) image: Option<Arc<FileEngine>>,
+    pub(super) events: broadcast::Sender<Event>,
+}
+
 /// The rings of one device.
 pub(super) struct Host {
-    pool: Arc<Pool>,
-    device: Arc<Device>,
-    wish: Wish,
-    /// The image to lock while rings run, if that is when it is locked.
-    image: Option<Arc<FileEngine>>,
+    setup: HostSetup,
     pub(super) stats: Vec<Arc<QueueStats>>,
     state: Mutex<State>,
 }
 
 struct State {
-    /// By queue: its thread, and its key while it runs.
-    queues: Vec<(ThreadId, Option<QueueKey>)>,
+    queues: Vec<Place>,
     /// What was registered last, and what for.
     fixed: Option<(Vec<Region>, Arc<FixedBuffers>)>,
     lock: Option<Lock>,
+}
+
+/// Where a queue is served.
+struct Place {
+    thread: ThreadId,
+    /// While it runs.
+    key: Option<QueueKey>,
+    /// Whether it was told that its driver broke it.
+    told: bool,
 }
 
 /// A region's place and length in this process.
@@ -50,17 +68,12 @@ fn regions(memory: &Memory) -> Vec<Region> {
 }
 
 impl Host {
-    pub(super) fn new(
-        pool: Arc<Pool>,
-        device: Arc<Device>,
-        wish: Wish,
-        image: Option<Arc<FileEngine>>,
-        threads: Vec<ThreadId>,
-    ) -> Self {
+    pub(super) fn new(setup: HostSetup, threads: Vec<ThreadId>) -> Self {
         let stats = threads.iter().map(|_| Arc::new(QueueStats::new())).collect();
-        let queues = threads.into_iter().map(|thread| (thread, None)).collect();
+        let place = |thread| Place { thread, key: None, told: false };
+        let queues = threads.into_iter().map(place).collect();
         let state = Mutex::new(State { queues, fixed: None, lock: None });
-        Self { pool, device, wish, image, stats, state }
+        Self { setup, stats, state }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -68,17 +81,17 @@ impl Host {
     }
 
     pub(super) fn device(&self) -> &Arc<Device> {
-        &self.device
+        &self.setup.device
     }
 
     /// The key of a queue that runs.
     pub(super) fn key(&self, index: u16) -> Option<QueueKey> {
-        self.state().queues.get(usize::from(index))?.1
+        self.state().queues.get(usize::from(index))?.key
     }
 
     /// The queues that run.
     pub(super) fn keys(&self) -> Vec<Option<QueueKey>> {
-        self.state().queues.iter().map(|&(_, key)| key).collect()
+        self.state().queues.iter().map(|place| place.key).collect()
     }
 
     /// Serves a queue by another thread, now and in later sessions. Returns the pause, ns.
@@ -89,23 +102,22 @@ impl Host {
                 return Err(PoolError::NoQueue.into());
             };
             // A session that starts it from now on does so there.
-            if queue.1.is_none() {
-                queue.0 = to;
+            let Some(key) = queue.key else {
+                queue.thread = to;
                 return Ok(0);
-            }
-            queue.1
+            };
+            key
         };
-        let Some(key) = key else { return Ok(0) };
-        let moved = self.pool.move_queue(key, to);
+        let moved = self.setup.pool.move_queue(key, to);
         let mut state = self.state();
         match moved {
             Ok(pause) => {
-                state.queues[usize::from(index)].0 = to;
+                state.queues[usize::from(index)].thread = to;
                 Ok(pause.as_nanos() as u64)
             }
             // It has stopped in the meantime.
             Err(MoveError::Pool(PoolError::NoQueue)) => {
-                state.queues[usize::from(index)].0 = to;
+                state.queues[usize::from(index)].thread = to;
                 Ok(0)
             }
             Err(error) => Err(error),
@@ -114,7 +126,7 @@ impl Host {
 
     /// The memory, registered; the same as before if it is the same memory.
     fn fixed(&self, memory: &Memory) -> Result<Option<Arc<FixedBuffers>>, StartError> {
-        if self.wish == Wish::Off || self.device.engine().file().is_none() {
+        if self.setup.wish == Wish::Off || self.device().engine().file().is_none() {
             return Ok(None);
         }
         let wanted = regions(memory);
@@ -131,7 +143,7 @@ impl Host {
                 state.fixed = Some((wanted, Arc::clone(&fixed)));
                 Ok(Some(fixed))
             }
-            Err(_) if self.wish == Wish::Auto => Ok(None),
+            Err(_) if self.setup.wish == Wish::Auto => Ok(None),
             Err(error) => {
                 let error = Errno::from_io_error(&error).unwrap_or(Errno::NOMEM);
                 Err(StartError::System(error))
@@ -142,7 +154,7 @@ impl Host {
     /// Locks the image with the first ring that runs. One session has rings at a time, so
     /// nobody else locks it meanwhile.
     fn lock_image(&self) -> Result<(), StartError> {
-        let Some(image) = &self.image else { return Ok(()) };
+        let Some(image) = &self.setup.image else { return Ok(()) };
         if self.state().lock.is_none() {
             let lock = lock_soon(image).map_err(|_| StartError::Locked)?;
             self.state().lock = Some(lock);
@@ -155,7 +167,7 @@ impl Host {
         let call = setup.call.map(Call::new).transpose().map_err(|_| StartError::Call)?;
         let buffers = self.fixed(&setup.memory)?;
         let setup = QueueSetup {
-            device: Arc::clone(&self.device),
+            device: Arc::clone(self.device()),
             size: setup.ring.config().size,
             memory: setup.memory,
             buffers,
@@ -168,15 +180,39 @@ impl Host {
         };
         let mut state = self.state();
         let queue = state.queues.get_mut(usize::from(index)).ok_or(StartError::Full)?;
-        let key = self.pool.start(setup, queue.0).map_err(|_| StartError::Full)?;
-        queue.1 = Some(key);
+        let key = self.setup.pool.start(setup, queue.thread).map_err(|_| StartError::Full)?;
+        queue.key = Some(key);
+        queue.told = false;
         Ok(index)
+    }
+
+    fn tell(&self, event: Event) {
+        // Nobody may be listening.
+        let _ = self.setup.events.send(event);
+    }
+
+    fn tell_broken(&self, index: usize, broken: Broken) {
+        let device = self.setup.name.clone();
+        let reason = broken.to_string();
+        self.tell(Event::QueueBroken { device, queue: index as u16, reason });
+    }
+
+    /// Tells of queues whose drivers broke them since the last time. Never waits: who calls this
+    /// also frees threads that somebody here may be waiting for.
+    pub(super) fn tell_all_broken(&self) {
+        let Ok(mut state) = self.state.try_lock() else { return };
+        for (index, place) in state.queues.iter_mut().enumerate().filter(|(_, p)| !p.told) {
+            if let Some(broken) = place.key.and_then(|key| self.setup.pool.broken(key)) {
+                place.told = true;
+                self.tell_broken(index, broken);
+            }
+        }
     }
 
     /// Unlocks it and lets the memory go with the last one.
     fn let_go(&self) {
         let mut state = self.state();
-        if state.queues.iter().all(|(_, key)| key.is_none()) {
+        if state.queues.iter().all(|place| place.key.is_none()) {
             state.lock = None;
             state.fixed = None;
         }
@@ -206,9 +242,14 @@ impl QueueHost for Host {
 
     fn stop(&self, index: u16) -> StoppedQueue {
         let key = self.key(index);
-        let queue = key.and_then(|key| self.pool.stop(key).ok());
-        if let Some(queue) = self.state().queues.get_mut(usize::from(index)) {
-            queue.1 = None;
+        let queue = key.and_then(|key| self.setup.pool.stop(key).ok());
+        if let Some(place) = self.state().queues.get_mut(usize::from(index)) {
+            place.key = None;
+            if let Some(broken) = queue.as_ref().and_then(|queue| queue.broken())
+                && !std::mem::replace(&mut place.told, true)
+            {
+                self.tell_broken(index.into(), broken);
+            }
         }
         self.let_go();
         StoppedQueue { base: queue.map_or(0, |queue| queue.base()) }
@@ -216,24 +257,33 @@ impl QueueHost for Host {
 
     fn update(&self, index: u16, change: Change) {
         let Some(key) = self.key(index) else { return };
+        let pool = &self.setup.pool;
         let done = match change {
-            Change::Enabled(enabled) => self.pool.edit(key, move |q| q.set_enabled(enabled)),
+            Change::Enabled(enabled) => pool.edit(key, move |q| q.set_enabled(enabled)),
             // A fd that cannot be used is none: the driver then looks for itself.
             Change::Call(call) => {
                 let call = call.and_then(|fd| Call::new(fd).ok());
-                self.pool.edit(key, move |q| q.set_call(call))
+                pool.edit(key, move |q| q.set_call(call))
             }
-            Change::Error(error) => self.pool.edit(key, move |q| q.set_error(error)),
+            Change::Error(error) => pool.edit(key, move |q| q.set_error(error)),
             Change::Memory(memory) => {
                 let buffers = self.fixed(&memory).unwrap_or(None);
-                self.pool.edit(key, move |q| {
+                pool.edit(key, move |q| {
                     let _ = q.set_memory(memory, buffers);
                 })
             }
-            Change::Log(log) => self.pool.edit(key, move |q| q.set_log(log)),
+            Change::Log(log) => pool.edit(key, move |q| q.set_log(log)),
         };
         // It stopped in the meantime: there is nothing to change.
         let _ = done;
+    }
+
+    fn set_connected(&self, connected: bool) {
+        let device = self.setup.name.clone();
+        self.tell(match connected {
+            true => Event::FrontEndConnected { device },
+            false => Event::FrontEndDisconnected { device },
+        });
     }
 }
 
@@ -264,7 +314,15 @@ mod tests {
             limits: Limits::default(),
         });
         let device = Arc::new(device.unwrap());
-        Host::new(Arc::default(), device, Wish::Off, Some(engine), Vec::new())
+        let setup = HostSetup {
+            name: DiskName::new("disk").unwrap(),
+            pool: Arc::default(),
+            device,
+            wish: Wish::Off,
+            image: Some(engine),
+            events: broadcast::Sender::new(1),
+        };
+        Host::new(setup, Vec::new())
     }
 
     #[test]
