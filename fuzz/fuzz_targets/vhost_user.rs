@@ -147,7 +147,7 @@ impl QueueHost for Host {
         StoppedQueue { base: ring.base() }
     }
 
-    fn update(&self, key: u32, change: Change) {
+    fn update(&self, key: u32, change: Change) -> Result<(), StartError> {
         let mut rings = self.rings.lock().unwrap();
         let (ring, _) = rings.get_mut(&key).expect("it was started");
         match change {
@@ -159,6 +159,7 @@ impl QueueHost for Host {
             Change::Log(log) => ring.set_log(log),
             Change::Enabled(false) | Change::Call(_) | Change::Error(_) => {}
         }
+        Ok(())
     }
 }
 

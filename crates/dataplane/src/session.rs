@@ -78,6 +78,9 @@ pub enum StartError {
     /// As many rings are served as ever can be.
     #[error("too many virtqueues are served")]
     Full,
+    /// The memory cannot be registered, and must be.
+    #[error("the memory cannot be registered (fixed_buffers = \"on\")")]
+    Register(#[source] Errno),
     /// The system refused.
     #[error("the system refused")]
     System(#[source] Errno),
@@ -99,7 +102,10 @@ pub trait QueueHost {
     fn stop(&self, key: Self::Key) -> StoppedQueue;
 
     /// Changes a ring that is served. When it returns, what was replaced is used no more.
-    fn update(&self, key: Self::Key, change: Change);
+    ///
+    /// # Errors
+    /// Memory that was added cannot be used: the ring goes on with what it had.
+    fn update(&self, key: Self::Key, change: Change) -> Result<(), StartError>;
 
     /// A front end has connected, or left.
     fn set_connected(&self, _connected: bool) {}
@@ -330,7 +336,7 @@ impl<H: QueueHost> Session<H> {
             // Deprecated; back ends that heed it disable the rings.
             Message::ResetOwner => {
                 for index in 0..self.vrings.len() {
-                    self.set_enabled(index, false);
+                    self.set_enabled(index, false)?;
                 }
             }
             Message::GetProtocolFeatures => return Ok(Answer::U64(features::PROTOCOL_OFFERED)),
@@ -348,14 +354,14 @@ impl<H: QueueHost> Session<H> {
                     return Err(MemoryError::TooManyRegions.into());
                 }
                 let more = self.memory.with(Arc::new(Region::map(spec, fd()?)?))?;
-                self.share_memory(more);
+                self.share_memory(more)?;
                 self.start_all()?;
             }
             Message::RemMemReg(spec) => self.replace_memory(self.memory.without(&spec)?)?,
             Message::GetMaxMemSlots => return Ok(Answer::U64(MAX_REGIONS as u64)),
             Message::SetLogBase { size, offset } => {
                 self.log = Some(Arc::new(DirtyLog::map(fd()?, offset, size)?));
-                self.share_memory(self.memory.with_log(None));
+                self.share_memory(self.memory.with_log(None))?;
                 return Ok(Answer::U64(0));
             }
             Message::SetVringNum(VringState { index, num }) => {
@@ -386,18 +392,18 @@ impl<H: QueueHost> Session<H> {
                 let call = if with_fd { Some(fd()?) } else { None };
                 let copy = call.as_ref().map(OwnedFd::try_clone).transpose().map_err(system)?;
                 self.vrings[position].call = call;
-                self.update(position, Change::Call(copy));
+                self.update(position, Change::Call(copy))?;
             }
             Message::SetVringErr(VringFd { index, fd: with_fd }) => {
                 let position = self.position(index)?;
                 let error = if with_fd { Some(fd()?) } else { None };
                 let copy = error.as_ref().map(OwnedFd::try_clone).transpose().map_err(system)?;
                 self.vrings[position].error = error;
-                self.update(position, Change::Error(copy));
+                self.update(position, Change::Error(copy))?;
             }
             Message::SetVringEnable { index, enabled } => {
                 let position = self.position(index)?;
-                self.set_enabled(position, enabled);
+                self.set_enabled(position, enabled)?;
             }
             Message::GetQueueNum => return Ok(Answer::U64(self.device.queues().into())),
             Message::GetConfig { offset, size, flags } => {
@@ -449,11 +455,11 @@ impl<H: QueueHost> Session<H> {
             self.device.reset_write_cache(features);
         }
         if changed & features::LOG_ALL != 0 {
-            self.share_memory(self.memory.with_log(None));
+            self.share_memory(self.memory.with_log(None))?;
         }
         if changed & features::PROTOCOL_FEATURES != 0 {
             for index in 0..self.vrings.len() {
-                self.update(index, Change::Enabled(self.is_enabled(index)));
+                self.update(index, Change::Enabled(self.is_enabled(index)))?;
             }
         }
         Ok(())
@@ -500,8 +506,7 @@ impl<H: QueueHost> Session<H> {
         let old = self.vrings[position].address.replace(address);
         let place = |address: VringAddress| VringAddress { log: None, ..address };
         if old.map(place) == Some(place(address)) && self.vrings[position].running.is_some() {
-            self.update(position, Change::Log(address.log));
-            return Ok(());
+            return self.update(position, Change::Log(address.log));
         }
         self.stop(position);
         self.start(position)
@@ -513,15 +518,15 @@ impl<H: QueueHost> Session<H> {
         self.vrings[index].enabled.unwrap_or(!negotiated)
     }
 
-    fn set_enabled(&mut self, index: usize, enabled: bool) {
+    fn set_enabled(&mut self, index: usize, enabled: bool) -> Result<(), Refused> {
         self.vrings[index].enabled = Some(enabled);
-        self.update(index, Change::Enabled(enabled));
+        self.update(index, Change::Enabled(enabled))
     }
 
-    fn update(&self, index: usize, change: Change) {
-        if let Some(key) = self.vrings[index].running {
-            self.host.update(key, change);
-        }
+    fn update(&self, index: usize, change: Change) -> Result<(), Refused> {
+        let Some(key) = self.vrings[index].running else { return Ok(()) };
+        let index = index as u16;
+        self.host.update(key, change).map_err(|source| Refused::Start { index, source })
     }
 
     /// Serves a ring, if all of it is there and it is not served yet.
@@ -613,7 +618,8 @@ impl<H: QueueHost> Session<H> {
         self.features &= features::PROTOCOL_FEATURES;
         self.status = 0;
         self.log = None;
-        self.share_memory(self.memory.with_log(None));
+        // No ring runs that would have to know.
+        self.memory = Arc::new(self.memory.with_log(None));
         self.inflight = None;
         self.device.reset_write_cache(self.features);
     }
@@ -627,19 +633,22 @@ impl<H: QueueHost> Session<H> {
     }
 
     /// Memory of which nothing is missing that rings use.
-    fn share_memory(&mut self, memory: Memory) {
+    fn share_memory(&mut self, memory: Memory) -> Result<(), Refused> {
         let logs = self.features & features::LOG_ALL != 0;
         let log = self.log.as_ref().filter(|_| logs).cloned();
-        self.memory = Arc::new(memory.with_log(log));
+        let memory = Arc::new(memory.with_log(log));
+        // It is registered for the first of them, and refused there if at all.
         for index in 0..self.vrings.len() {
-            self.update(index, Change::Memory(Arc::clone(&self.memory)));
+            self.update(index, Change::Memory(Arc::clone(&memory)))?;
         }
+        self.memory = memory;
+        Ok(())
     }
 
     /// Other memory: rings that run are drained, and go on in it if they can.
     fn replace_memory(&mut self, memory: Memory) -> Result<(), Refused> {
         self.stop_all();
-        self.share_memory(memory);
+        self.share_memory(memory)?;
         self.start_all()
     }
 

@@ -64,10 +64,11 @@ impl QueueHost for Host {
         StoppedQueue { base: ring.base() }
     }
 
-    fn update(&self, index: u16, change: Change) {
+    fn update(&self, index: u16, change: Change) -> Result<(), StartError> {
         if let Change::Memory(memory) = change {
             let _ = self.0.lock().unwrap().get_mut(&index).unwrap().0.set_memory(memory);
         }
+        Ok(())
     }
 }
 

@@ -4,7 +4,6 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rtvirtio_engine::Segment;
 use rtvirtio_engine::file::{FileEngine, Lock, LockError};
 use rtvirtio_spec::control::Event;
 use rtvirtio_spec::serve::FixedBuffers as Wish;
@@ -15,9 +14,10 @@ use tokio::sync::broadcast;
 use crate::call::Call;
 use crate::device::Device;
 use crate::fixed::FixedBuffers;
-use crate::memory::Memory;
+use crate::memory::{Memory, Region};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
 use crate::queue::{Broken, QueueKey, QueueSetup};
+use crate::server::{Notice, Report};
 use crate::session::{self, Change, QueueHost, StartError, StoppedQueue};
 use crate::stats::QueueStats;
 
@@ -34,6 +34,7 @@ pub(super) struct HostSetup {
     /// The image to lock while rings run, if that is when it is locked.
     pub(super) image: Option<Arc<FileEngine>>,
     pub(super) events: broadcast::Sender<Event>,
+    pub(super) report: Arc<Report>,
 }
 
 /// The rings of one device.
@@ -46,8 +47,10 @@ pub(super) struct Host {
 struct State {
     queues: Vec<Place>,
     /// What was registered last, and what for.
-    fixed: Option<(Vec<Region>, Arc<FixedBuffers>)>,
+    fixed: Option<(Vec<Arc<Region>>, Arc<FixedBuffers>)>,
     lock: Option<Lock>,
+    /// Whether it was said that memory is not registered.
+    said: bool,
 }
 
 /// Where a queue is served.
@@ -59,12 +62,10 @@ struct Place {
     told: bool,
 }
 
-/// A region's place and length in this process.
-type Region = (usize, usize);
-
-fn regions(memory: &Memory) -> Vec<Region> {
-    let place = |segment: Segment| (segment.base() as usize, segment.len());
-    memory.regions().map(|region| place(region.segment())).collect()
+/// Whether memory has these very mappings; others may get the addresses of those that are gone.
+fn has(memory: &Memory, regions: &[Arc<Region>]) -> bool {
+    memory.regions().len() == regions.len()
+        && memory.regions().zip(regions).all(|(a, b)| Arc::ptr_eq(a, b))
 }
 
 impl Host {
@@ -72,7 +73,7 @@ impl Host {
         let stats = threads.iter().map(|_| Arc::new(QueueStats::new())).collect();
         let place = |thread| Place { thread, key: None, told: false };
         let queues = threads.into_iter().map(place).collect();
-        let state = Mutex::new(State { queues, fixed: None, lock: None });
+        let state = Mutex::new(State { queues, fixed: None, lock: None, said: false });
         Self { setup, stats, state }
     }
 
@@ -129,24 +130,32 @@ impl Host {
         if self.setup.wish == Wish::Off || self.device().engine().file().is_none() {
             return Ok(None);
         }
-        let wanted = regions(memory);
         let mut state = self.state();
-        if let Some((held, fixed)) = &state.fixed
-            && *held == wanted
+        if let Some((regions, fixed)) = &state.fixed
+            && has(memory, regions)
         {
             return Ok(Some(Arc::clone(fixed)));
         }
-        state.fixed = None;
         match FixedBuffers::register(memory) {
             Ok(fixed) => {
                 let fixed = Arc::new(fixed);
-                state.fixed = Some((wanted, Arc::clone(&fixed)));
+                let regions = memory.regions().cloned().collect();
+                state.fixed = Some((regions, Arc::clone(&fixed)));
                 Ok(Some(fixed))
             }
-            Err(_) if self.setup.wish == Wish::Auto => Ok(None),
             Err(error) => {
                 let error = Errno::from_io_error(&error).unwrap_or(Errno::NOMEM);
-                Err(StartError::System(error))
+                if self.setup.wish == Wish::On {
+                    return Err(StartError::Register(error));
+                }
+                // What is registered for less memory only costs locked memory now.
+                state.fixed = None;
+                let said = std::mem::replace(&mut state.said, true);
+                drop(state);
+                if !said {
+                    (self.setup.report)(self.device(), Notice::NoFixedBuffers(error));
+                }
+                Ok(None)
             }
         }
     }
@@ -255,8 +264,8 @@ impl QueueHost for Host {
         StoppedQueue { base: queue.map_or(0, |queue| queue.base()) }
     }
 
-    fn update(&self, index: u16, change: Change) {
-        let Some(key) = self.key(index) else { return };
+    fn update(&self, index: u16, change: Change) -> Result<(), StartError> {
+        let Some(key) = self.key(index) else { return Ok(()) };
         let pool = &self.setup.pool;
         let done = match change {
             Change::Enabled(enabled) => pool.edit(key, move |q| q.set_enabled(enabled)),
@@ -267,7 +276,7 @@ impl QueueHost for Host {
             }
             Change::Error(error) => pool.edit(key, move |q| q.set_error(error)),
             Change::Memory(memory) => {
-                let buffers = self.fixed(&memory).unwrap_or(None);
+                let buffers = self.fixed(&memory)?;
                 pool.edit(key, move |q| {
                     let _ = q.set_memory(memory, buffers);
                 })
@@ -276,6 +285,7 @@ impl QueueHost for Host {
         };
         // It stopped in the meantime: there is nothing to change.
         let _ = done;
+        Ok(())
     }
 
     fn set_connected(&self, connected: bool) {
@@ -293,15 +303,20 @@ mod tests {
 
     use super::*;
     use crate::device::{DeviceConfig, Limits};
+    use crate::session::testing::{memory, region};
 
     /// A device without queues on threads, whose image is locked by sessions.
     fn host(image: &std::path::Path) -> Host {
+        host_with(image, Wish::Off, Arc::new(|_, _| ()))
+    }
+
+    fn host_with(image: &std::path::Path, wish: Wish, report: Arc<Report>) -> Host {
         let engine = FileEngine::open(FileConfig {
             source: FileSource::Path(image.to_owned()),
             direct: false,
             read_only: false,
             explicit_raw: false,
-            aio: Aio::Threads,
+            aio: Aio::IoUring,
         });
         let engine = Arc::new(engine.unwrap());
         let device = Device::new(DeviceConfig {
@@ -318,9 +333,10 @@ mod tests {
             name: DiskName::new("disk").unwrap(),
             pool: Arc::default(),
             device,
-            wish: Wish::Off,
+            wish,
             image: Some(engine),
             events: broadcast::Sender::new(1),
+            report,
         };
         Host::new(setup, Vec::new())
     }
@@ -340,5 +356,62 @@ mod tests {
         });
         // And nobody waits for ever.
         assert_eq!(old.lock_image(), Err(StartError::Locked));
+    }
+
+    fn image() -> tempfile::NamedTempFile {
+        let image = tempfile::NamedTempFile::new().unwrap();
+        image.as_file().set_len(1 << 20).unwrap();
+        image
+    }
+
+    fn mapped() -> Arc<Region> {
+        Arc::new(Region::map(region(0), memory(0x1_0000)).unwrap())
+    }
+
+    #[test]
+    fn memory_is_registered_again_for_another_mapping_and_only_then() {
+        let image = image();
+        let host = host_with(image.path(), Wish::On, Arc::new(|_, _| ()));
+        let one = mapped();
+        let memory = Memory::new(vec![Arc::clone(&one)]).unwrap();
+        let first = host.fixed(&memory).unwrap().unwrap();
+        let logged = host.fixed(&memory.with_log(None)).unwrap().unwrap();
+        assert!(Arc::ptr_eq(&first, &logged));
+        // The same mapping may not be taken for another one that got its address: it is held.
+        assert_eq!(Arc::strong_count(&one), 3);
+        let other = Memory::new(vec![mapped()]).unwrap();
+        let second = host.fixed(&other).unwrap().unwrap();
+        assert!(!Arc::ptr_eq(&first, &second));
+        assert!(!has(&other, &[one]));
+    }
+
+    /// Memory of which the kernel pins no page: its file is shorter than the mapping.
+    fn unpinnable() -> Memory {
+        let file = memory(0x1_0000);
+        let region = Region::map(region(0), file.try_clone().unwrap()).unwrap();
+        rustix::fs::ftruncate(&file, 0).unwrap();
+        Memory::new(vec![Arc::new(region)]).unwrap()
+    }
+
+    #[test]
+    fn memory_that_cannot_be_registered_is_said_once_if_it_need_not_be() {
+        let image = image();
+        let said = Arc::new(Mutex::new(Vec::new()));
+        let report = {
+            let said = Arc::clone(&said);
+            move |_: &Device, notice: Notice<'_>| match notice {
+                Notice::NoFixedBuffers(error) => said.lock().unwrap().push(error),
+                other => panic!("{other:?}"),
+            }
+        };
+        let auto = host_with(image.path(), Wish::Auto, Arc::new(report.clone()));
+        for _ in 0..3 {
+            assert!(auto.fixed(&unpinnable()).unwrap().is_none());
+        }
+        assert_eq!(*said.lock().unwrap(), [Errno::FAULT]);
+        let on = host_with(image.path(), Wish::On, Arc::new(report));
+        let error = on.fixed(&unpinnable()).map(|_| ()).unwrap_err();
+        assert_eq!(error, StartError::Register(Errno::FAULT));
+        assert_eq!(said.lock().unwrap().len(), 1);
     }
 }

@@ -44,6 +44,7 @@ const IDLE_PERIOD: Duration = Duration::from_millis(100);
 pub struct Registry {
     state: Mutex<State>,
     events: broadcast::Sender<Event>,
+    report: Arc<Report>,
     // In the order in which they must end: sessions, then threads.
     server: Server,
     pool: Arc<Pool>,
@@ -91,11 +92,11 @@ pub(super) fn refused(
 }
 
 impl Registry {
-    /// A data plane without devices. `report` is told of sessions that failed.
+    /// A data plane without devices. `report` is told what an operator should know.
     ///
     /// # Errors
     /// The system has no descriptor or thread left.
-    pub fn new(report: Box<Report>) -> std::io::Result<Self> {
+    pub fn new(report: Arc<Report>) -> std::io::Result<Self> {
         let pool = Arc::new(Pool::default());
         let watched = Arc::new(Watched { hosts: Mutex::default(), on: AtomicBool::new(true) });
         let watcher = std::thread::Builder::new().name("watchdog".to_owned()).spawn({
@@ -114,7 +115,8 @@ impl Registry {
         Ok(Self {
             state: Mutex::default(),
             events: broadcast::Sender::new(EVENTS_KEPT),
-            server: Server::new(report)?,
+            server: Server::new(Arc::clone(&report))?,
+            report,
             pool,
             watched,
             watcher: Some(watcher),
@@ -206,6 +208,7 @@ impl Registry {
             wish: spec.fixed_buffers,
             image: session_lock,
             events: self.events.clone(),
+            report: Arc::clone(&self.report),
         };
         let host = Arc::new(Host::new(setup, threads));
         let listener = match (&path, listener) {

@@ -28,7 +28,7 @@ fn disk() -> DiskName {
 impl Rig {
     /// A disk in RAM with a queue on a thread.
     fn new() -> Self {
-        let registry = Registry::new(Box::new(|_, _| ())).unwrap();
+        let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let events = registry.events();
         let raw = serde_json::from_value(json!({ "name": "iot0" })).unwrap();

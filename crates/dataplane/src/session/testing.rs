@@ -8,6 +8,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use rtvirtio_engine::{Engine, Geometry, Lent, Outcome, Request};
 use rtvirtio_units::Bytes;
 use rustix::fs::MemfdFlags;
+use rustix::io::Errno;
 
 use super::{Change, QueueHost, QueueSetup, StartError, StoppedQueue};
 use crate::device::{Device, DeviceConfig, Limits};
@@ -69,6 +70,7 @@ struct State {
     log: Vec<String>,
     queues: HashMap<u16, QueueSetup>,
     stuck: bool,
+    scarce: bool,
 }
 
 impl Host {
@@ -81,6 +83,11 @@ impl Host {
     pub(crate) fn set_stuck(&self, stuck: bool) {
         self.state.lock().unwrap().stuck = stuck;
         self.drained.notify_all();
+    }
+
+    /// Whether memory that is added cannot be used.
+    pub(crate) fn set_scarce(&self, scarce: bool) {
+        self.state.lock().unwrap().scarce = scarce;
     }
 
     fn with<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
@@ -114,9 +121,12 @@ impl QueueHost for Host {
         StoppedQueue { base: setup.ring.base() + 2 }
     }
 
-    fn update(&self, index: u16, change: Change) {
+    fn update(&self, index: u16, change: Change) -> Result<(), StartError> {
         self.with(|state| {
             let setup = state.queues.get_mut(&index).expect("it was started");
+            if state.scarce && matches!(change, Change::Memory(_)) {
+                return Err(StartError::System(Errno::NOMEM));
+            }
             let line = match change {
                 Change::Enabled(enabled) => {
                     setup.enabled = enabled;
@@ -143,7 +153,8 @@ impl QueueHost for Host {
                 Change::Log(log) => format!("log={log:?}"),
             };
             state.log.push(format!("update {index} {line}"));
-        });
+            Ok(())
+        })
     }
 }
 

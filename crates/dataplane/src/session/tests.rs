@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use rtvirtio_units::Bytes;
 use rustix::event::EventfdFlags;
+use rustix::io::Errno;
 use vhost::vhost_user::message::{
     VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures,
 };
@@ -141,6 +142,23 @@ fn memory_table_replaced_drains_rings_and_they_continue_at_their_base() {
     front.session.handle(table, vec![memory(0x1_0000), memory(0x1_0000)]).unwrap();
     assert_eq!(front.host.log(), ["stop 0", "start 0 enabled=false base=2"]);
     assert_eq!(front.host.queue(0, |queue| queue.memory.regions().len()), 2);
+}
+
+#[test]
+fn memory_added_that_rings_cannot_use_is_refused_and_not_there() {
+    let mut front = Front::ready();
+    front.set_up(0);
+    front.host.log();
+    front.host.set_scarce(true);
+    let more = || Message::AddMemReg(region(0x1_0000));
+    let source = StartError::System(Errno::NOMEM);
+    let refused = front.with_fd(more(), memory(0x1_0000)).unwrap_err();
+    assert_eq!(refused, Refused::Start { index: 0, source });
+    assert_eq!(front.session.memory.regions().len(), 1);
+    assert_eq!(front.host.log(), [""; 0]);
+    front.host.set_scarce(false);
+    front.with_fd(more(), memory(0x1_0000)).unwrap();
+    assert_eq!(front.host.log(), ["update 0 regions=2 log=false"]);
 }
 
 #[test]
