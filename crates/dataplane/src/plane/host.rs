@@ -11,7 +11,7 @@ use rtvirtio_units::DiskName;
 use rustix::io::Errno;
 use tokio::sync::broadcast;
 
-use crate::call::Call;
+use crate::call::{self, Call};
 use crate::device::Device;
 use crate::fixed::FixedBuffers;
 use crate::memory::{Memory, Region};
@@ -173,6 +173,9 @@ impl Host {
 
     fn start_locked(&self, setup: session::QueueSetup) -> Result<u16, StartError> {
         let index = setup.index;
+        if setup.kick.as_ref().is_some_and(|kick| !call::is_signal(kick)) {
+            return Err(StartError::Kick);
+        }
         let call = setup.call.map(Call::new).transpose().map_err(|_| StartError::Call)?;
         let buffers = self.fixed(&setup.memory)?;
         let setup = QueueSetup {

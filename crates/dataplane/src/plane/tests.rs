@@ -12,8 +12,8 @@ use tokio::sync::broadcast::error::TryRecvError;
 use super::host::Host;
 use super::*;
 use crate::protocol::{Message, VringAddress, VringFd, VringState, features};
-use crate::session::Session;
 use crate::session::testing::{memory, region};
+use crate::session::{Refused, Session, StartError};
 
 struct Rig {
     registry: Registry,
@@ -117,6 +117,16 @@ fn front_end_that_comes_and_leaves_is_told_of() {
     assert_eq!(rig.event(), Event::FrontEndDisconnected { device: disk() });
     assert_eq!(rig.event(), Event::DeviceRemoved { device: disk() });
     drop(front);
+}
+
+#[test]
+fn kick_that_is_no_eventfd_pipe_or_socket_is_refused() {
+    let rig = Rig::new();
+    let (mut session, _guest) = rig.session();
+    let kick = || Message::SetVringKick(VringFd { index: 0, fd: true });
+    let refused = session.handle(kick(), vec![memory(1)]).unwrap_err();
+    assert_eq!(refused, Refused::Start { index: 0, source: StartError::Kick });
+    session.handle(kick(), vec![rustix::pipe::pipe().unwrap().0]).unwrap();
 }
 
 #[test]
