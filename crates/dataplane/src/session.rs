@@ -407,7 +407,7 @@ impl<H: QueueHost> Session<H> {
             }
             Message::GetQueueNum => return Ok(Answer::U64(self.device.queues().into())),
             Message::GetConfig { offset, size, flags } => {
-                let data = self.device.config(offset, size);
+                let data = self.device.config(offset, size, self.features);
                 return Ok(Answer::Config { offset, flags, data });
             }
             Message::SetConfig { offset, data } => self.set_config(offset, &data)?,
@@ -443,7 +443,8 @@ impl<H: QueueHost> Session<H> {
         refuse_others(features, self.offered)?;
         let changed = features ^ self.features;
         let fixed = changed & !(features::LOG_ALL | features::PROTOCOL_FEATURES);
-        if fixed != 0 && self.vrings.iter().any(|vring| vring.running.is_some()) {
+        let runs = self.vrings.iter().any(|vring| vring.running.is_some());
+        if fixed != 0 && runs {
             return Err(Refused::FeaturesRunning(fixed));
         }
         self.features = features;
@@ -451,7 +452,8 @@ impl<H: QueueHost> Session<H> {
             // Its layout is the other kind's.
             self.inflight = None;
         }
-        if changed & (features::BLK_FLUSH | features::BLK_CONFIG_WCE) != 0 {
+        // Also if nothing has changed: an earlier session's driver was another one.
+        if !runs {
             self.device.reset_write_cache(features);
         }
         if changed & features::LOG_ALL != 0 {
@@ -473,6 +475,9 @@ impl<H: QueueHost> Session<H> {
         match (offset, data) {
             (WRITEBACK, [on @ (0 | 1)]) if self.features & features::BLK_CONFIG_WCE != 0 => {
                 self.device.set_write_cache(*on == 1);
+                if let Some(area) = &self.inflight {
+                    area.map.set_write_through(*on == 0);
+                }
                 Ok(())
             }
             _ => Err(Refused::Config { offset }),
@@ -675,6 +680,11 @@ impl<H: QueueHost> Session<H> {
         }
         let InflightArea { size, offset, queues, queue_size, .. } = area;
         let map = Inflight::map(fd, offset, size, queues, queue_size, self.packed())?;
+        if map.is_write_through() {
+            // Said to an earlier server.
+            self.device.set_write_cache(false);
+        }
+        map.set_write_through(!self.device.chosen_cache());
         self.inflight = Some(InflightState { map, queues, queue_size });
         Ok(())
     }
