@@ -144,7 +144,7 @@ impl QueueHost for Host {
     fn stop(&self, key: u32) -> StoppedQueue {
         let (ring, _) = self.rings.lock().unwrap().remove(&key).expect("it was started");
         assert_eq!(ring.in_flight(), 0);
-        StoppedQueue { base: ring.base() }
+        StoppedQueue { base: ring.base(), broken: false }
     }
 
     fn update(&self, key: u32, change: Change) -> Result<(), StartError> {

@@ -18,6 +18,9 @@ use crate::memory::{DirtyLog, MAX_REGIONS, Memory, MemoryError, Region};
 use crate::protocol::{InflightArea, Message, VringAddress, VringFd, VringState, features};
 use crate::ring::{Inflight, InflightError, Ring, RingConfig, RingError};
 
+/// DEVICE_NEEDS_RESET of the device status.
+const NEEDS_RESET: u8 = 64;
+
 mod serve;
 
 pub use serve::{Ended, SessionError, serve};
@@ -61,6 +64,8 @@ pub enum Change {
 pub struct StoppedQueue {
     /// As GET_VRING_BASE returns it.
     pub base: u32,
+    /// Whether its driver broke it.
+    pub broken: bool,
 }
 
 /// Why a ring is not served.
@@ -106,6 +111,11 @@ pub trait QueueHost {
     /// # Errors
     /// Memory that was added cannot be used: the ring goes on with what it had.
     fn update(&self, key: Self::Key, change: Change) -> Result<(), StartError>;
+
+    /// Whether the driver broke a ring that is served.
+    fn is_broken(&self, _key: Self::Key) -> bool {
+        false
+    }
 
     /// A front end has connected, or left.
     fn set_connected(&self, _connected: bool) {}
@@ -277,7 +287,10 @@ pub struct Session<H: QueueHost> {
     offered: u64,
     features: u64,
     protocol: u64,
+    // As SET_STATUS said.
     status: u8,
+    // A ring that was broken has stopped since the last reset.
+    broken: bool,
     vrings: Vec<Vring<H::Key>>,
     memory: Arc<Memory>,
     // Used while LOG_ALL is negotiated.
@@ -300,6 +313,7 @@ impl<H: QueueHost> Session<H> {
             features: 0,
             protocol: 0,
             status: 0,
+            broken: false,
             memory: Arc::default(),
             log: None,
             inflight: None,
@@ -431,12 +445,23 @@ impl<H: QueueHost> Session<H> {
             Message::SetStatus(status) => {
                 if status == 0 {
                     self.reset_rings();
+                    self.broken = false;
                 }
                 self.status = status;
             }
-            Message::GetStatus => return Ok(Answer::U64(self.status.into())),
+            Message::GetStatus => return Ok(Answer::U64(self.status().into())),
         }
         Ok(Answer::Done)
+    }
+
+    /// A driver that broke a ring must reset the device (virtio 1.2, 2.1.2).
+    fn status(&self) -> u8 {
+        let is_broken = |vring: &Vring<_>| vring.running.is_some_and(|k| self.host.is_broken(k));
+        if self.broken || self.vrings.iter().any(is_broken) {
+            self.status | NEEDS_RESET
+        } else {
+            self.status
+        }
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), Refused> {
@@ -606,7 +631,9 @@ impl<H: QueueHost> Session<H> {
     fn stop(&mut self, position: usize) {
         let vring = &mut self.vrings[position];
         if let Some(key) = vring.running.take() {
-            vring.base = self.host.stop(key).base;
+            let stopped = self.host.stop(key);
+            vring.base = stopped.base;
+            self.broken |= stopped.broken;
         }
     }
 
@@ -622,6 +649,7 @@ impl<H: QueueHost> Session<H> {
         self.reset_rings();
         self.features &= features::PROTOCOL_FEATURES;
         self.status = 0;
+        self.broken = false;
         self.log = None;
         // No ring runs that would have to know.
         self.memory = Arc::new(self.memory.with_log(None));

@@ -61,7 +61,7 @@ impl QueueHost for Host {
 
     fn stop(&self, index: u16) -> StoppedQueue {
         let (ring, _) = self.0.lock().unwrap().remove(&index).unwrap();
-        StoppedQueue { base: ring.base() }
+        StoppedQueue { base: ring.base(), broken: false }
     }
 
     fn update(&self, index: u16, change: Change) -> Result<(), StartError> {

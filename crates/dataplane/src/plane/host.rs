@@ -207,6 +207,8 @@ impl Host {
         let device = self.setup.name.clone();
         let reason = broken.to_string();
         self.tell(Event::QueueBroken { device, queue: index as u16, reason });
+        // The device status has changed (virtio 1.2, 2.1.2).
+        let _ = self.device().notify();
     }
 
     /// Tells of queues whose drivers broke them since the last time. Never waits: who calls this
@@ -255,16 +257,18 @@ impl QueueHost for Host {
     fn stop(&self, index: u16) -> StoppedQueue {
         let key = self.key(index);
         let queue = key.and_then(|key| self.setup.pool.stop(key).ok());
+        let broken = queue.as_ref().and_then(|queue| queue.broken());
         if let Some(place) = self.state().queues.get_mut(usize::from(index)) {
             place.key = None;
-            if let Some(broken) = queue.as_ref().and_then(|queue| queue.broken())
+            if let Some(broken) = broken
                 && !std::mem::replace(&mut place.told, true)
             {
                 self.tell_broken(index.into(), broken);
             }
         }
         self.let_go();
-        StoppedQueue { base: queue.map_or(0, |queue| queue.base()) }
+        let base = queue.map_or(0, |queue| queue.base());
+        StoppedQueue { base, broken: broken.is_some() }
     }
 
     fn update(&self, index: u16, change: Change) -> Result<(), StartError> {
@@ -289,6 +293,10 @@ impl QueueHost for Host {
         // It stopped in the meantime: there is nothing to change.
         let _ = done;
         Ok(())
+    }
+
+    fn is_broken(&self, index: u16) -> bool {
+        self.key(index).is_some_and(|key| self.setup.pool.broken(key).is_some())
     }
 
     fn set_connected(&self, connected: bool) {

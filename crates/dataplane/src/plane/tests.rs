@@ -1,5 +1,6 @@
 //! The registry over the pool and the server as they are.
 
+use std::io::Read as _;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -11,9 +12,9 @@ use tokio::sync::broadcast::error::TryRecvError;
 
 use super::host::Host;
 use super::*;
-use crate::protocol::{Message, VringAddress, VringFd, VringState, features};
+use crate::protocol::{HEADER_SIZE, Message, VringAddress, VringFd, VringState, features};
 use crate::session::testing::{memory, region};
-use crate::session::{Refused, Session, StartError};
+use crate::session::{Answer, Refused, Session, StartError};
 
 struct Rig {
     registry: Registry,
@@ -133,9 +134,18 @@ fn kick_that_is_no_eventfd_pipe_or_socket_is_refused() {
 fn ring_that_breaks_is_told_of_once() {
     let mut rig = Rig::new();
     let (mut session, guest) = rig.session();
+    let (mut ours, theirs) = UnixStream::pair().unwrap();
+    session.handle(Message::SetBackendReqFd, vec![theirs.into()]).unwrap();
     break_ring(&guest);
     kick(&mut session);
     assert_eq!(rig.event(), Rig::queue_broken());
+    let status = session.handle(Message::GetStatus, vec![]);
+    assert!(matches!(status, Ok(Answer::U64(64))), "{status:?}");
+    // The front end hears that there is something new, and of what kind when it asks.
+    ours.read_exact(&mut [0; HEADER_SIZE]).unwrap();
+    session.handle(Message::SetStatus(0), vec![]).unwrap();
+    let status = session.handle(Message::GetStatus, vec![]);
+    assert!(matches!(status, Ok(Answer::U64(0))), "{status:?}");
     // Neither the watchdog nor its end tells again.
     std::thread::sleep(Duration::from_millis(250));
     drop(session);

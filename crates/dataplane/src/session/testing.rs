@@ -71,6 +71,7 @@ struct State {
     queues: HashMap<u16, QueueSetup>,
     stuck: bool,
     scarce: bool,
+    broken: Option<u16>,
 }
 
 impl Host {
@@ -88,6 +89,11 @@ impl Host {
     /// Whether memory that is added cannot be used.
     pub(crate) fn set_scarce(&self, scarce: bool) {
         self.state.lock().unwrap().scarce = scarce;
+    }
+
+    /// The ring whose driver broke it.
+    pub(crate) fn set_broken(&self, index: Option<u16>) {
+        self.state.lock().unwrap().broken = index;
     }
 
     fn with<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
@@ -118,7 +124,12 @@ impl QueueHost for Host {
         state.log.push(format!("stop {index}"));
         let setup = state.queues.remove(&index).expect("it was started");
         // As if two requests had come.
-        StoppedQueue { base: setup.ring.base() + 2 }
+        let broken = state.broken == Some(index);
+        StoppedQueue { base: setup.ring.base() + 2, broken }
+    }
+
+    fn is_broken(&self, index: u16) -> bool {
+        self.with(|state| state.broken == Some(index))
     }
 
     fn update(&self, index: u16, change: Change) -> Result<(), StartError> {

@@ -327,6 +327,33 @@ fn set_owner_again_begins_a_session_without_memory() {
 }
 
 #[test]
+fn broken_ring_needs_a_reset_until_there_is_one() {
+    let mut front = Front::ready();
+    let status = |front: &mut Front| match front.send(Message::GetStatus) {
+        Ok(Answer::U64(status)) => status,
+        other => panic!("{other:?}"),
+    };
+    for reset in [Message::SetStatus(0), Message::ResetDevice] {
+        front.send(Message::SetFeatures(BASIC)).unwrap();
+        front.set_up(0);
+        front.send(Message::SetStatus(15)).unwrap();
+        assert_eq!(status(&mut front), 15);
+        front.host.set_broken(Some(0));
+        assert_eq!(status(&mut front), 15 | 64);
+        // Neither the ring's end nor the driver's word ends that.
+        front.base(0);
+        front.host.set_broken(None);
+        front.send(Message::SetStatus(15)).unwrap();
+        assert_eq!(status(&mut front), 15 | 64);
+        front.set_up(0);
+        front.host.set_broken(Some(0));
+        front.send(reset).unwrap();
+        front.host.set_broken(None);
+        assert_eq!(status(&mut front), 0);
+    }
+}
+
+#[test]
 fn reset_owner_disables_all_rings() {
     let mut front = Front::ready();
     front.set_up(0);
