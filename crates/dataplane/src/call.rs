@@ -65,7 +65,7 @@ impl Call {
     }
 
     /// Calls the driver. A front end that does not listen any more is no error: its session ends.
-    pub fn signal(&self) {
+    pub(crate) fn signal(&self) {
         let one = 1u64.to_ne_bytes();
         let _ = match self.kind {
             Kind::Event => rustix::io::write(&self.fd, &one),
@@ -83,7 +83,7 @@ impl Call {
     }
 
     /// Empties an eventfd's counter, so that a write that waits for room in it returns.
-    pub fn drain(&self) {
+    pub(crate) fn drain(&self) {
         let ready = [rustix::event::PollFd::new(&*self.fd, rustix::event::PollFlags::IN)];
         let zero = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         if matches!(self.kind, Kind::Event)

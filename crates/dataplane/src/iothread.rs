@@ -163,8 +163,6 @@ pub(crate) enum Letter {
     Ended { token: Token, result: Ended, here: bool },
     /// Run on these CPUs; all, if there are none. The answer is the error number of the attempt.
     Pin { cpus: Vec<CpuId>, done: mpsc::Sender<Result<(), Errno>> },
-    /// Poll like this.
-    Poll(Polling),
     /// End, once nothing is left.
     End,
 }
@@ -651,10 +649,6 @@ impl IoThread {
             Letter::Ended { token, result, here } => self.ended(token, result, here, now()),
             Letter::Pin { cpus, done } => {
                 let _ = done.send(pin(&cpus));
-            }
-            Letter::Poll(polling) => {
-                self.polling = polling;
-                self.poll = 0;
             }
             Letter::End => self.ending = true,
         }

@@ -133,7 +133,7 @@ impl Pool {
     ///
     /// # Errors
     /// [`PoolError::NoThread`], [`PoolError::InUse`].
-    pub fn remove_thread(&self, id: ThreadId) -> Result<(), PoolError> {
+    pub(crate) fn remove_thread(&self, id: ThreadId) -> Result<(), PoolError> {
         let _one = lock(&self.ending);
         let (thread, others) = {
             let mut state = lock(&self.state);
@@ -174,23 +174,15 @@ impl Pool {
     ///
     /// # Errors
     /// [`PoolError::NoThread`], [`PoolError::Pin`].
-    pub fn pin_thread(&self, id: ThreadId, cpus: &[CpuId]) -> Result<(), PoolError> {
+    pub(crate) fn pin_thread(&self, id: ThreadId, cpus: &[CpuId]) -> Result<(), PoolError> {
         let (done, answer) = mpsc::channel();
         self.post(id, Letter::Pin { cpus: cpus.to_vec(), done })?;
         answer.recv().map_err(|_| PoolError::NoThread)?.map_err(PoolError::Pin)
     }
 
-    /// Lets a thread poll differently.
-    ///
-    /// # Errors
-    /// [`PoolError::NoThread`].
-    pub fn set_polling(&self, id: ThreadId, polling: Polling) -> Result<(), PoolError> {
-        self.post(id, Letter::Poll(polling))
-    }
-
     /// What a thread has done, and its number in the kernel.
     #[must_use]
-    pub fn thread(&self, id: ThreadId) -> Option<(Arc<IoThreadStats>, i32)> {
+    pub(crate) fn thread(&self, id: ThreadId) -> Option<(Arc<IoThreadStats>, i32)> {
         let state = lock(&self.state);
         state.threads.get(&id).map(|thread| (Arc::clone(&thread.stats), thread.tid))
     }
@@ -274,7 +266,7 @@ impl Pool {
     ///
     /// # Errors
     /// [`MoveError`].
-    pub fn move_queue(&self, key: QueueKey, to: ThreadId) -> Result<Duration, MoveError> {
+    pub(crate) fn move_queue(&self, key: QueueKey, to: ThreadId) -> Result<Duration, MoveError> {
         let place = self.place(key)?;
         let mut thread = match place.thread.try_lock() {
             Ok(thread) => thread,
@@ -303,20 +295,23 @@ impl Pool {
 
     /// Whether a queue is being moved or stopped. Does not wait.
     #[must_use]
-    pub fn is_busy(&self, key: QueueKey) -> bool {
+    pub(crate) fn is_busy(&self, key: QueueKey) -> bool {
         self.place(key).is_ok_and(|place| place.thread.try_lock().is_err())
     }
 
     /// Why a queue is not served any more, if its driver broke it. Does not wait.
     #[must_use]
-    pub fn broken(&self, key: QueueKey) -> Option<Broken> {
+    pub(crate) fn broken(&self, key: QueueKey) -> Option<Broken> {
         self.place(key).ok()?.broken.get().copied()
     }
 
     /// Frees threads that are stuck in calling a driver whose front end filled its eventfd. To be
     /// called every few milliseconds while it returns that a thread does something: a thread counts
     /// as stuck when it is in the same call as at the time before.
-    pub fn free_stuck(&self, before: &mut HashMap<ThreadId, (u64, Option<QueueKey>)>) -> bool {
+    pub(crate) fn free_stuck(
+        &self,
+        before: &mut HashMap<ThreadId, (u64, Option<QueueKey>)>,
+    ) -> bool {
         let state = lock(&self.state);
         let mut busy = false;
         for (&id, thread) in &state.threads {

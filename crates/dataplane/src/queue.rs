@@ -86,9 +86,6 @@ struct Slot {
     started: u64,
 }
 
-// SAFETY: segments point into guest memory, which `memory` keeps mapped wherever the queue goes.
-unsafe impl Send for Slot {}
-
 /// What a driver did to its queue that cannot be answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
@@ -184,14 +181,8 @@ impl Queue {
 
     /// Its device.
     #[must_use]
-    pub const fn device(&self) -> &Arc<Device> {
+    pub(crate) const fn device(&self) -> &Arc<Device> {
         &self.device
-    }
-
-    /// Its memory.
-    #[must_use]
-    pub fn memory(&self) -> &Arc<Memory> {
-        &self.memory
     }
 
     /// Its memory, registered.
@@ -202,19 +193,13 @@ impl Queue {
 
     /// As GET_VRING_BASE returns it.
     #[must_use]
-    pub fn base(&self) -> u32 {
+    pub(crate) fn base(&self) -> u32 {
         self.ring.base()
-    }
-
-    /// Its ring, to start it again elsewhere.
-    #[must_use]
-    pub fn into_ring(self) -> Ring {
-        self.ring
     }
 
     /// Why it is not served any more, if its driver broke it.
     #[must_use]
-    pub const fn broken(&self) -> Option<Broken> {
+    pub(crate) const fn broken(&self) -> Option<Broken> {
         self.broken
     }
 
@@ -224,12 +209,12 @@ impl Queue {
     }
 
     /// Serves it, or not.
-    pub const fn set_enabled(&mut self, enabled: bool) {
+    pub(crate) const fn set_enabled(&mut self, enabled: bool) {
         self.enabled = enabled;
     }
 
     /// Calls the driver by another fd from now on.
-    pub fn set_call(&mut self, call: Option<Call>) {
+    pub(crate) fn set_call(&mut self, call: Option<Call>) {
         self.call = call;
         // What finished while there was no fd, or went to the old one.
         self.call_due = true;
@@ -237,7 +222,7 @@ impl Queue {
     }
 
     /// Tells of a broken ring by another fd from now on.
-    pub fn set_error(&mut self, error: Option<OwnedFd>) {
+    pub(crate) fn set_error(&mut self, error: Option<OwnedFd>) {
         self.error = error.and_then(|fd| Call::new(fd).ok());
     }
 
@@ -245,7 +230,7 @@ impl Queue {
     ///
     /// # Errors
     /// The ring does not lie within the memory: the queue is broken.
-    pub fn set_memory(
+    pub(crate) fn set_memory(
         &mut self,
         memory: Arc<Memory>,
         buffers: Option<Arc<FixedBuffers>>,
@@ -256,13 +241,13 @@ impl Queue {
     }
 
     /// Logs writes to the used ring at a guest address, or not.
-    pub fn set_log(&mut self, log: Option<u64>) {
+    pub(crate) fn set_log(&mut self, log: Option<u64>) {
         self.ring.set_log(log);
     }
 
     /// Where its requests are counted.
     #[must_use]
-    pub fn stats(&self) -> &Arc<QueueStats> {
+    pub(crate) fn stats(&self) -> &Arc<QueueStats> {
         &self.stats
     }
 
