@@ -144,10 +144,10 @@ impl QueueHost for Host {
     fn stop(&self, key: u32) -> StoppedQueue {
         let (ring, _) = self.rings.lock().unwrap().remove(&key).expect("it was started");
         assert_eq!(ring.in_flight(), 0);
-        StoppedQueue { base: ring.base() }
+        StoppedQueue { base: ring.base(), broken: false }
     }
 
-    fn update(&self, key: u32, change: Change) {
+    fn update(&self, key: u32, change: Change) -> Result<(), StartError> {
         let mut rings = self.rings.lock().unwrap();
         let (ring, _) = rings.get_mut(&key).expect("it was started");
         match change {
@@ -159,6 +159,7 @@ impl QueueHost for Host {
             Change::Log(log) => ring.set_log(log),
             Change::Enabled(false) | Change::Call(_) | Change::Error(_) => {}
         }
+        Ok(())
     }
 }
 

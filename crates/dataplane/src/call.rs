@@ -29,6 +29,24 @@ enum Kind {
     Pipe,
 }
 
+impl Kind {
+    fn of(fd: &OwnedFd) -> Result<Self, CallError> {
+        let stat = rustix::fs::fstat(fd).map_err(CallError::Examine)?;
+        Ok(match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Socket => Self::Socket,
+            FileType::Fifo => Self::Pipe,
+            _ if is_eventfd(fd) => Self::Event,
+            _ => return Err(CallError::Kind),
+        })
+    }
+}
+
+/// Whether an fd is of a kind that the kernel polls without asking anybody else: a file of FUSE,
+/// for one, may take for ever.
+pub(crate) fn is_signal(fd: &OwnedFd) -> bool {
+    Kind::of(fd).is_ok()
+}
+
 /// An fd that wakes the driver.
 #[derive(Debug, Clone)]
 pub struct Call {
@@ -42,18 +60,12 @@ impl Call {
     /// # Errors
     /// [`CallError`].
     pub fn new(fd: OwnedFd) -> Result<Self, CallError> {
-        let stat = rustix::fs::fstat(&fd).map_err(CallError::Examine)?;
-        let kind = match FileType::from_raw_mode(stat.st_mode) {
-            FileType::Socket => Kind::Socket,
-            FileType::Fifo => Kind::Pipe,
-            _ if is_eventfd(&fd) => Kind::Event,
-            _ => return Err(CallError::Kind),
-        };
+        let kind = Kind::of(&fd)?;
         Ok(Self { fd: Arc::new(fd), kind })
     }
 
     /// Calls the driver. A front end that does not listen any more is no error: its session ends.
-    pub fn signal(&self) {
+    pub(crate) fn signal(&self) {
         let one = 1u64.to_ne_bytes();
         let _ = match self.kind {
             Kind::Event => rustix::io::write(&self.fd, &one),
@@ -71,7 +83,7 @@ impl Call {
     }
 
     /// Empties an eventfd's counter, so that a write that waits for room in it returns.
-    pub fn drain(&self) {
+    pub(crate) fn drain(&self) {
         let ready = [rustix::event::PollFd::new(&*self.fd, rustix::event::PollFlags::IN)];
         let zero = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         if matches!(self.kind, Kind::Event)
@@ -83,8 +95,7 @@ impl Call {
 }
 
 /// Whether the fd is an eventfd: what `poll` and `read` do with it is then bounded.
-#[must_use]
-pub(crate) fn is_eventfd(fd: &OwnedFd) -> bool {
+fn is_eventfd(fd: &OwnedFd) -> bool {
     let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
     rustix::fs::readlink(link, Vec::new())
         .is_ok_and(|target| target.as_bytes() == b"anon_inode:[eventfd]")

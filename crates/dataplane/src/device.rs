@@ -59,7 +59,8 @@ pub struct DeviceConfig {
     pub read_only: bool,
     /// What GET_ID answers, padded with zeroes.
     pub serial: [u8; 20],
-    /// Whether completed writes may be lost with the power, until a flush: the mode after a reset.
+    /// Whether completed writes may be lost with the power, until a flush: the mode until the driver
+    /// chooses.
     pub write_cache: bool,
     /// What requests may ask for at most.
     pub limits: Limits,
@@ -76,6 +77,9 @@ pub enum DeviceError {
 /// A device.
 pub struct Device {
     config: DeviceConfig,
+    // As the driver chose last; until it does, as configured.
+    chosen_cache: AtomicBool,
+    // The same, as far as this driver can live with it.
     write_cache: AtomicBool,
     channel: Mutex<Weak<Channel>>,
     rings: Turn,
@@ -97,6 +101,7 @@ impl Device {
             return Err(DeviceError::Queues(config.queues));
         }
         Ok(Self {
+            chosen_cache: AtomicBool::new(config.write_cache),
             write_cache: AtomicBool::new(config.write_cache),
             config,
             channel: Mutex::default(),
@@ -147,15 +152,35 @@ impl Device {
     }
 
     /// What the driver chose in the writeback field.
+    ///
+    /// It holds until it chooses again, in later sessions and after resets too: QEMU shows guests
+    /// the field as it was when QEMU began or they last wrote it, and says nothing of it when it
+    /// connects again (hw/block/vhost-user-blk.c). A guest that sees no cache does not flush.
     pub(crate) fn set_write_cache(&self, on: bool) {
+        self.chosen_cache.store(on, Ordering::Relaxed);
         self.write_cache.store(on, Ordering::Relaxed);
     }
 
-    /// The mode after a reset, and before the driver has chosen: if it neither flushes nor looks
-    /// at the writeback field, writes must be durable when they complete (virtio 1.2, 5.2.6.2).
+    /// What the driver chose last.
+    pub(crate) fn chosen_cache(&self) -> bool {
+        self.chosen_cache.load(Ordering::Relaxed)
+    }
+
+    /// The mode for a driver that has negotiated features: if it cannot flush, writes must be
+    /// durable when they complete (virtio 1.2, 5.2.5.2), unless it chooses otherwise.
     pub(crate) fn reset_write_cache(&self, negotiated: u64) {
-        let aware = negotiated & (features::BLK_FLUSH | features::BLK_CONFIG_WCE) != 0;
-        self.set_write_cache(self.config.write_cache && aware);
+        let flushes = negotiated & features::BLK_FLUSH != 0;
+        self.write_cache.store(self.chosen_cache() && flushes, Ordering::Relaxed);
+    }
+
+    /// The writeback field for a driver that has negotiated features.
+    fn writeback(&self, negotiated: u64) -> bool {
+        let mask = features::BLK_FLUSH | features::BLK_CONFIG_WCE;
+        match negotiated & mask {
+            // It begins with 0 (virtio 1.2, 5.2.5.2).
+            features::BLK_CONFIG_WCE => self.write_cache(),
+            _ => self.chosen_cache(),
+        }
     }
 
     /// The virtio features that are offered.
@@ -171,12 +196,14 @@ impl Device {
         offered
     }
 
-    /// `size` bytes of the configuration space from `offset` on: zeroes behind its last field, as
+    /// `size` bytes of the configuration space from `offset` on, for a driver that has `negotiated`
+    /// these features: zeroes behind its last field, as
     /// front ends ask for fields of features that are not offered.
     #[must_use]
-    pub fn config(&self, offset: u32, size: u32) -> Vec<u8> {
+    pub fn config(&self, offset: u32, size: u32, negotiated: u64) -> Vec<u8> {
         let mut space = [0; CONFIG_MAX as usize];
         space[..CONFIG_SIZE].copy_from_slice(&self.fields());
+        space[WRITEBACK as usize] = self.writeback(negotiated).into();
         space.into_iter().skip(offset as usize).take(size as usize).collect()
     }
 
@@ -197,7 +224,6 @@ impl Device {
         put(20, &geometry.logical_block.to_le_bytes());
         put(24, &[blocks.ilog2() as u8]);
         put(26, &u16::try_from(blocks).unwrap_or(u16::MAX).to_le_bytes());
-        put(WRITEBACK as usize, &[u8::from(self.write_cache())]);
         put(34, &self.config.queues.to_le_bytes());
         put(36, &of_discard(discard_sectors).to_le_bytes());
         put(40, &of_discard(discard_segments).to_le_bytes());

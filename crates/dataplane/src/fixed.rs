@@ -24,9 +24,8 @@ pub struct FixedBuffers {
     chunks: Vec<Segment>,
 }
 
-// SAFETY: the segments are only compared with; the ring is only cloned from.
-unsafe impl Send for FixedBuffers {}
-// SAFETY: as above; no method changes anything.
+// SAFETY: the segments are only compared with; the ring is only cloned from; no method changes
+// anything.
 unsafe impl Sync for FixedBuffers {}
 
 impl FixedBuffers {
@@ -56,14 +55,8 @@ impl FixedBuffers {
 
     /// Buffers.
     #[must_use]
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.chunks.len()
-    }
-
-    /// Whether there is no memory.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.chunks.is_empty()
     }
 
     /// The ring to clone from.

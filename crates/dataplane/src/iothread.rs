@@ -14,6 +14,9 @@
 //! (util/aio-posix.c, `adjust_polling_time`): unchanged if the event came within it, grown if it
 //! came within the maximum, shrunk if it came later.
 //!
+//! A queue whose driver gave no kick, or one that cannot be waited for, stays awake: the thread
+//! waits for no more than [`LOOK`] while it has one.
+//!
 //! Live move. The thread that has a queue publishes what has finished, stops listening to its
 //! kick and posts the queue to the other thread. Requests that end here later are forwarded as
 //! (token, result); only the thread that has the queue writes its used ring. The other thread
@@ -49,6 +52,11 @@ const COMPLETIONS: u32 = 4096;
 const SHARE: u32 = 64;
 /// A queue that was awake and idle for so long among busy ones is put to sleep.
 const DROWSY_NS: u64 = 1_000_000;
+/// Polls of a kick that may end one after the other without one that stays.
+const ENDS: u8 = 8;
+/// How long a request may lie in a queue without a kick: short for a disk, and a few per cent of
+/// a CPU.
+const LOOK: Duration = Duration::from_micros(100);
 
 /// User data of entries that are no request's. Requests have the upper 16 bits clear.
 const KICK: u64 = 1 << 48;
@@ -156,8 +164,6 @@ pub(crate) enum Letter {
     Ended { token: Token, result: Ended, here: bool },
     /// Run on these CPUs; all, if there are none. The answer is the error number of the attempt.
     Pin { cpus: Vec<CpuId>, done: mpsc::Sender<Result<(), Errno>> },
-    /// Poll like this.
-    Poll(Polling),
     /// End, once nothing is left.
     End,
 }
@@ -188,6 +194,10 @@ struct Served {
     queue: Box<Queue>,
     registered: Registered,
     awake: bool,
+    /// Nobody says when there is something to do: it does not sleep.
+    polled: bool,
+    /// Polls of its kick that ended, since one stayed.
+    ends: u8,
     /// When it last had work.
     busy_at: u64,
     /// Tells this kick poll's entries from those of an earlier stay.
@@ -211,6 +221,9 @@ impl Served {
 
     /// Waits for a kick; whether there is something to start after all.
     fn sleep(&mut self) -> bool {
+        if self.polled && self.stopping.is_none() && self.queue.is_served() {
+            return self.is_pending();
+        }
         self.awake =
             self.is_pending() || self.stopping.is_none() && self.queue.enable_notification();
         self.awake
@@ -339,8 +352,13 @@ impl IoThread {
             return now();
         }
         let slept = now();
-        // A signal, or a full completion queue, is no error: the next turn reaps.
-        let _ = self.ring.submit_and_wait(1);
+        // A signal, the time or a full completion queue is no error: the next turn reaps.
+        let _ = if self.awake.is_empty() {
+            self.ring.submit_and_wait(1)
+        } else {
+            let time = types::Timespec::from(LOOK);
+            self.ring.submitter().submit_with_args(1, &types::SubmitArgs::new().timespec(&time))
+        };
         let woken = now();
         IoThreadStats::add(&self.stats.sleep_ns, woken - slept);
         IoThreadStats::add(&self.stats.sleeps, 1);
@@ -414,7 +432,7 @@ impl IoThread {
                 }
                 KICK => {
                     worked = true;
-                    self.kicked(data, flags);
+                    self.kicked(data, result, flags);
                 }
                 MAIL if !cqueue::more(flags) => self.listen_to_mail(),
                 _ => {}
@@ -459,15 +477,22 @@ impl IoThread {
         }
     }
 
-    fn kicked(&mut self, data: u64, flags: u32) {
+    fn kicked(&mut self, data: u64, result: i32, flags: u32) {
         let key = QueueKey((data >> 16) as u32);
         let Some(entry) = get_mut(&mut self.served, key) else { return };
         if entry.stay != data as u16 {
             return;
         }
         entry.queue.stats().kick();
-        if !cqueue::more(flags) {
+        // The kernel ends a poll when the completion queue is full: the next one will do. One that
+        // fails, or ends each time, as of a file that is always ready, is given up.
+        if cqueue::more(flags) {
+            entry.ends = 0;
+        } else if result >= 0 && entry.ends < ENDS {
+            entry.ends += 1;
             self.listen_to_kick(key);
+        } else {
+            entry.polled = true;
         }
         self.wake(key);
     }
@@ -626,10 +651,6 @@ impl IoThread {
             Letter::Pin { cpus, done } => {
                 let _ = done.send(pin(&cpus));
             }
-            Letter::Poll(polling) => {
-                self.polling = polling;
-                self.poll = 0;
-            }
             Letter::End => self.ending = true,
         }
     }
@@ -646,6 +667,8 @@ impl IoThread {
             self.served.resize_with(at + 1, || None);
         }
         self.served[at] = Some(Served {
+            polled: queue.kick().is_none(),
+            ends: 0,
             queue,
             registered,
             awake: false,
@@ -718,3 +741,6 @@ fn pin(cpus: &[CpuId]) -> Result<(), Errno> {
     cpus.iter().for_each(|cpu| set.set(cpu.get() as usize));
     rustix::thread::sched_setaffinity(None, &set)
 }
+
+#[cfg(test)]
+mod tests;

@@ -300,3 +300,6 @@ impl PlaneError {
         })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -8,7 +8,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use crate::call::Call;
 use crate::iothread::{IoThread, IoThreadStats, Letter, Polling};
 use crate::mailbox::{Sender, mailbox};
-use crate::queue::{Queue, QueueKey, QueueSetup};
+use crate::queue::{Broken, Queue, QueueKey, QueueSetup};
 
 /// Names an IOThread; not used again in the life of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -70,6 +70,7 @@ struct Place {
     thread: Mutex<Option<ThreadId>>,
     /// To free a thread that is stuck in writing to one of them.
     calls: Mutex<[Option<Call>; 2]>,
+    broken: Arc<OnceLock<Broken>>,
 }
 
 #[derive(Default)]
@@ -132,7 +133,7 @@ impl Pool {
     ///
     /// # Errors
     /// [`PoolError::NoThread`], [`PoolError::InUse`].
-    pub fn remove_thread(&self, id: ThreadId) -> Result<(), PoolError> {
+    pub(crate) fn remove_thread(&self, id: ThreadId) -> Result<(), PoolError> {
         let _one = lock(&self.ending);
         let (thread, others) = {
             let mut state = lock(&self.state);
@@ -173,23 +174,15 @@ impl Pool {
     ///
     /// # Errors
     /// [`PoolError::NoThread`], [`PoolError::Pin`].
-    pub fn pin_thread(&self, id: ThreadId, cpus: &[CpuId]) -> Result<(), PoolError> {
+    pub(crate) fn pin_thread(&self, id: ThreadId, cpus: &[CpuId]) -> Result<(), PoolError> {
         let (done, answer) = mpsc::channel();
         self.post(id, Letter::Pin { cpus: cpus.to_vec(), done })?;
         answer.recv().map_err(|_| PoolError::NoThread)?.map_err(PoolError::Pin)
     }
 
-    /// Lets a thread poll differently.
-    ///
-    /// # Errors
-    /// [`PoolError::NoThread`].
-    pub fn set_polling(&self, id: ThreadId, polling: Polling) -> Result<(), PoolError> {
-        self.post(id, Letter::Poll(polling))
-    }
-
     /// What a thread has done, and its number in the kernel.
     #[must_use]
-    pub fn thread(&self, id: ThreadId) -> Option<(Arc<IoThreadStats>, i32)> {
+    pub(crate) fn thread(&self, id: ThreadId) -> Option<(Arc<IoThreadStats>, i32)> {
         let state = lock(&self.state);
         state.threads.get(&id).map(|thread| (Arc::clone(&thread.stats), thread.tid))
     }
@@ -199,18 +192,19 @@ impl Pool {
     /// # Errors
     /// [`PoolError::NoThread`].
     pub fn start(&self, setup: QueueSetup, on: ThreadId) -> Result<QueueKey, PoolError> {
-        let place = Arc::new(Place { thread: Mutex::new(None), calls: Mutex::default() });
-        let mut thread = lock(&place.thread);
-        let key = {
-            let mut state = lock(&self.state);
-            let next = QueueKey(state.places.len() as u32);
-            let key = state.free.pop().unwrap_or(next);
-            state.places.insert(key, Arc::clone(&place));
-            key
-        };
-        let (done, answer) = mpsc::channel();
+        let mut state = lock(&self.state);
+        let next = QueueKey(state.places.len() as u32);
+        let key = state.free.pop().unwrap_or(next);
         let queue = Box::new(Queue::new(key, setup));
-        *lock(&place.calls) = queue.calls();
+        let place = Arc::new(Place {
+            thread: Mutex::new(None),
+            calls: Mutex::new(queue.calls()),
+            broken: Arc::clone(queue.latched()),
+        });
+        let mut thread = lock(&place.thread);
+        state.places.insert(key, Arc::clone(&place));
+        drop(state);
+        let (done, answer) = mpsc::channel();
         let started = self
             .post(on, Letter::Adopt { queue, done })
             .and_then(|()| answer.recv().map_err(|_| PoolError::NoThread));
@@ -272,7 +266,7 @@ impl Pool {
     ///
     /// # Errors
     /// [`MoveError`].
-    pub fn move_queue(&self, key: QueueKey, to: ThreadId) -> Result<Duration, MoveError> {
+    pub(crate) fn move_queue(&self, key: QueueKey, to: ThreadId) -> Result<Duration, MoveError> {
         let place = self.place(key)?;
         let mut thread = match place.thread.try_lock() {
             Ok(thread) => thread,
@@ -301,14 +295,23 @@ impl Pool {
 
     /// Whether a queue is being moved or stopped. Does not wait.
     #[must_use]
-    pub fn is_busy(&self, key: QueueKey) -> bool {
+    pub(crate) fn is_busy(&self, key: QueueKey) -> bool {
         self.place(key).is_ok_and(|place| place.thread.try_lock().is_err())
+    }
+
+    /// Why a queue is not served any more, if its driver broke it. Does not wait.
+    #[must_use]
+    pub(crate) fn broken(&self, key: QueueKey) -> Option<Broken> {
+        self.place(key).ok()?.broken.get().copied()
     }
 
     /// Frees threads that are stuck in calling a driver whose front end filled its eventfd. To be
     /// called every few milliseconds while it returns that a thread does something: a thread counts
     /// as stuck when it is in the same call as at the time before.
-    pub fn free_stuck(&self, before: &mut HashMap<ThreadId, (u64, Option<QueueKey>)>) -> bool {
+    pub(crate) fn free_stuck(
+        &self,
+        before: &mut HashMap<ThreadId, (u64, Option<QueueKey>)>,
+    ) -> bool {
         let state = lock(&self.state);
         let mut busy = false;
         for (&id, thread) in &state.threads {

@@ -6,7 +6,7 @@
 //! Every request that leaves the ring comes back to it exactly once: a slot is taken when a chain
 //! is popped, and freed when its status is written.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use io_uring::squeue::SubmissionQueue;
 use rtvirtio_engine::{Completions, Lent, Operation, Outcome, Request, Segment, Token};
@@ -48,6 +48,8 @@ pub struct Queue {
     error: Option<Call>,
     enabled: bool,
     broken: Option<Broken>,
+    /// The same, for others to see.
+    latched: Arc<OnceLock<Broken>>,
     stats: Arc<QueueStats>,
     in_flight: u16,
     /// Of those in flight, started at the IOThread that has the queue now.
@@ -95,9 +97,6 @@ struct Slot {
     popped: u64,
     started: u64,
 }
-
-// SAFETY: segments point into guest memory, which `memory` keeps mapped wherever the queue goes.
-unsafe impl Send for Slot {}
 
 /// What a driver did to its queue that cannot be answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -179,6 +178,7 @@ impl Queue {
             error: setup.error.and_then(|fd| Call::new(fd).ok()),
             enabled: setup.enabled,
             broken: None,
+            latched: Arc::default(),
             stats: setup.stats,
             in_flight: 0,
             started_here: 0,
@@ -194,14 +194,8 @@ impl Queue {
 
     /// Its device.
     #[must_use]
-    pub const fn device(&self) -> &Arc<Device> {
+    pub(crate) const fn device(&self) -> &Arc<Device> {
         &self.device
-    }
-
-    /// Its memory.
-    #[must_use]
-    pub fn memory(&self) -> &Arc<Memory> {
-        &self.memory
     }
 
     /// Its memory, registered.
@@ -212,29 +206,28 @@ impl Queue {
 
     /// As GET_VRING_BASE returns it.
     #[must_use]
-    pub fn base(&self) -> u32 {
+    pub(crate) fn base(&self) -> u32 {
         self.ring.base()
-    }
-
-    /// Its ring, to start it again elsewhere.
-    #[must_use]
-    pub fn into_ring(self) -> Ring {
-        self.ring
     }
 
     /// Why it is not served any more, if its driver broke it.
     #[must_use]
-    pub const fn broken(&self) -> Option<Broken> {
+    pub(crate) const fn broken(&self) -> Option<Broken> {
         self.broken
     }
 
+    /// The same for whoever does not have the queue; neither waits for the other.
+    pub(crate) const fn latched(&self) -> &Arc<OnceLock<Broken>> {
+        &self.latched
+    }
+
     /// Serves it, or not.
-    pub const fn set_enabled(&mut self, enabled: bool) {
+    pub(crate) const fn set_enabled(&mut self, enabled: bool) {
         self.enabled = enabled;
     }
 
     /// Calls the driver by another fd from now on.
-    pub fn set_call(&mut self, call: Option<Call>) {
+    pub(crate) fn set_call(&mut self, call: Option<Call>) {
         self.call = call;
         // What finished while there was no fd, or went to the old one.
         self.call_due = true;
@@ -242,7 +235,7 @@ impl Queue {
     }
 
     /// Tells of a broken ring by another fd from now on.
-    pub fn set_error(&mut self, error: Option<OwnedFd>) {
+    pub(crate) fn set_error(&mut self, error: Option<OwnedFd>) {
         self.error = error.and_then(|fd| Call::new(fd).ok());
     }
 
@@ -250,7 +243,7 @@ impl Queue {
     ///
     /// # Errors
     /// The ring does not lie within the memory: the queue is broken.
-    pub fn set_memory(
+    pub(crate) fn set_memory(
         &mut self,
         memory: Arc<Memory>,
         buffers: Option<Arc<FixedBuffers>>,
@@ -261,13 +254,13 @@ impl Queue {
     }
 
     /// Logs writes to the used ring at a guest address, or not.
-    pub fn set_log(&mut self, log: Option<u64>) {
+    pub(crate) fn set_log(&mut self, log: Option<u64>) {
         self.ring.set_log(log);
     }
 
     /// Where its requests are counted.
     #[must_use]
-    pub fn stats(&self) -> &Arc<QueueStats> {
+    pub(crate) fn stats(&self) -> &Arc<QueueStats> {
         &self.stats
     }
 
@@ -514,6 +507,7 @@ impl Queue {
     /// The driver broke its ring: it is not served until it is set up anew.
     fn latch(&mut self, error: Broken) {
         self.broken = Some(error);
+        let _ = self.latched.set(error);
         self.stats.set_broken(true);
         self.error_due = true;
         self.unpublished = true;

@@ -342,12 +342,6 @@ impl Ring {
         self.config.log = log;
         either!(&mut self.layout, ring => ring.set_log(log));
     }
-
-    /// The memory that it lies in.
-    #[must_use]
-    pub const fn memory(&self) -> &Arc<Memory> {
-        &self.memory
-    }
 }
 
 /// Whether an index that moves from `old` to `new` passes the one after `event` (virtio 1.2,

@@ -36,8 +36,18 @@ const EXHAUSTED_PAUSE: Duration = Duration::from_millis(50);
 /// The key of the descriptor that ends the accepting thread.
 const STOP: u64 = 0;
 
-/// Is told of sessions that have ended in an error or with refused requests, from their threads.
-pub type Report = dyn Fn(&Device, &Ended) + Send + Sync;
+/// What an operator should know about a device.
+#[derive(Debug, Clone, Copy)]
+pub enum Notice<'a> {
+    /// A session has ended in an error or with refused requests.
+    Ended(&'a Ended),
+    /// Guest memory is not registered with the rings, although that is wanted where it is
+    /// possible. Said once.
+    NoFixedBuffers(Errno),
+}
+
+/// Is told from the sessions' threads.
+pub type Report = dyn Fn(&Device, Notice<'_>) + Send + Sync;
 
 /// Accepts front ends of any number of devices. Dropping it ends all sessions.
 pub struct Server {
@@ -49,7 +59,7 @@ struct Shared {
     epoll: OwnedFd,
     stop: OwnedFd,
     sockets: Mutex<HashMap<u64, Arc<dyn Socket>>>,
-    report: Box<Report>,
+    report: Arc<Report>,
 }
 
 /// Names a device that is served.
@@ -61,7 +71,7 @@ impl Server {
     ///
     /// # Errors
     /// The system has no descriptor or thread left.
-    pub fn new(report: Box<Report>) -> std::io::Result<Self> {
+    pub fn new(report: Arc<Report>) -> std::io::Result<Self> {
         let shared = Arc::new(Shared {
             epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
             stop: rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?,
@@ -280,6 +290,7 @@ where
 {
     /// Serves a front end.
     fn run(&self, stream: Arc<UnixStream>) {
+        self.host.set_connected(true);
         let left = Left { served: self, stream: &stream };
         let mut session = Session::new(Arc::clone(&self.device), Arc::clone(&self.host));
         let mut connection = Connection::new(Arc::clone(&stream));
@@ -290,7 +301,7 @@ where
             && self.may_report()
             && let Some(shared) = self.shared.upgrade()
         {
-            (shared.report)(&self.device, &ended);
+            (shared.report)(&self.device, Notice::Ended(&ended));
         }
     }
 
@@ -320,6 +331,7 @@ impl<H: QueueHost + Send + Sync + 'static> Drop for Left<'_, H> {
                 session.connected = false;
             }
         }
+        self.served.host.set_connected(false);
         self.served.listen();
     }
 }

@@ -18,6 +18,9 @@ use crate::memory::{DirtyLog, MAX_REGIONS, Memory, MemoryError, Region};
 use crate::protocol::{InflightArea, Message, VringAddress, VringFd, VringState, features};
 use crate::ring::{Inflight, InflightError, Ring, RingConfig, RingError};
 
+/// DEVICE_NEEDS_RESET of the device status.
+const NEEDS_RESET: u8 = 64;
+
 mod serve;
 
 pub use serve::{Ended, SessionError, serve};
@@ -61,6 +64,8 @@ pub enum Change {
 pub struct StoppedQueue {
     /// As GET_VRING_BASE returns it.
     pub base: u32,
+    /// Whether its driver broke it.
+    pub broken: bool,
 }
 
 /// Why a ring is not served.
@@ -78,6 +83,9 @@ pub enum StartError {
     /// As many rings are served as ever can be.
     #[error("too many virtqueues are served")]
     Full,
+    /// The memory cannot be registered, and must be.
+    #[error("the memory cannot be registered (fixed_buffers = \"on\")")]
+    Register(#[source] Errno),
     /// The system refused.
     #[error("the system refused")]
     System(#[source] Errno),
@@ -99,7 +107,18 @@ pub trait QueueHost {
     fn stop(&self, key: Self::Key) -> StoppedQueue;
 
     /// Changes a ring that is served. When it returns, what was replaced is used no more.
-    fn update(&self, key: Self::Key, change: Change);
+    ///
+    /// # Errors
+    /// Memory that was added cannot be used: the ring goes on with what it had.
+    fn update(&self, key: Self::Key, change: Change) -> Result<(), StartError>;
+
+    /// Whether the driver broke a ring that is served.
+    fn is_broken(&self, _key: Self::Key) -> bool {
+        false
+    }
+
+    /// A front end has connected, or left.
+    fn set_connected(&self, _connected: bool) {}
 }
 
 /// Why a request was refused.
@@ -268,7 +287,10 @@ pub struct Session<H: QueueHost> {
     offered: u64,
     features: u64,
     protocol: u64,
+    // As SET_STATUS said.
     status: u8,
+    // A ring that was broken has stopped since the last reset.
+    broken: bool,
     vrings: Vec<Vring<H::Key>>,
     memory: Arc<Memory>,
     // Used while LOG_ALL is negotiated.
@@ -291,6 +313,7 @@ impl<H: QueueHost> Session<H> {
             features: 0,
             protocol: 0,
             status: 0,
+            broken: false,
             memory: Arc::default(),
             log: None,
             inflight: None,
@@ -327,7 +350,7 @@ impl<H: QueueHost> Session<H> {
             // Deprecated; back ends that heed it disable the rings.
             Message::ResetOwner => {
                 for index in 0..self.vrings.len() {
-                    self.set_enabled(index, false);
+                    self.set_enabled(index, false)?;
                 }
             }
             Message::GetProtocolFeatures => return Ok(Answer::U64(features::PROTOCOL_OFFERED)),
@@ -345,14 +368,14 @@ impl<H: QueueHost> Session<H> {
                     return Err(MemoryError::TooManyRegions.into());
                 }
                 let more = self.memory.with(Arc::new(Region::map(spec, fd()?)?))?;
-                self.share_memory(more);
+                self.share_memory(more)?;
                 self.start_all()?;
             }
             Message::RemMemReg(spec) => self.replace_memory(self.memory.without(&spec)?)?,
             Message::GetMaxMemSlots => return Ok(Answer::U64(MAX_REGIONS as u64)),
             Message::SetLogBase { size, offset } => {
                 self.log = Some(Arc::new(DirtyLog::map(fd()?, offset, size)?));
-                self.share_memory(self.memory.with_log(None));
+                self.share_memory(self.memory.with_log(None))?;
                 return Ok(Answer::U64(0));
             }
             Message::SetVringNum(VringState { index, num }) => {
@@ -383,22 +406,22 @@ impl<H: QueueHost> Session<H> {
                 let call = if with_fd { Some(fd()?) } else { None };
                 let copy = call.as_ref().map(OwnedFd::try_clone).transpose().map_err(system)?;
                 self.vrings[position].call = call;
-                self.update(position, Change::Call(copy));
+                self.update(position, Change::Call(copy))?;
             }
             Message::SetVringErr(VringFd { index, fd: with_fd }) => {
                 let position = self.position(index)?;
                 let error = if with_fd { Some(fd()?) } else { None };
                 let copy = error.as_ref().map(OwnedFd::try_clone).transpose().map_err(system)?;
                 self.vrings[position].error = error;
-                self.update(position, Change::Error(copy));
+                self.update(position, Change::Error(copy))?;
             }
             Message::SetVringEnable { index, enabled } => {
                 let position = self.position(index)?;
-                self.set_enabled(position, enabled);
+                self.set_enabled(position, enabled)?;
             }
             Message::GetQueueNum => return Ok(Answer::U64(self.device.queues().into())),
             Message::GetConfig { offset, size, flags } => {
-                let data = self.device.config(offset, size);
+                let data = self.device.config(offset, size, self.features);
                 return Ok(Answer::Config { offset, flags, data });
             }
             Message::SetConfig { offset, data } => self.set_config(offset, &data)?,
@@ -422,19 +445,31 @@ impl<H: QueueHost> Session<H> {
             Message::SetStatus(status) => {
                 if status == 0 {
                     self.reset_rings();
+                    self.broken = false;
                 }
                 self.status = status;
             }
-            Message::GetStatus => return Ok(Answer::U64(self.status.into())),
+            Message::GetStatus => return Ok(Answer::U64(self.status().into())),
         }
         Ok(Answer::Done)
+    }
+
+    /// A driver that broke a ring must reset the device (virtio 1.2, 2.1.2).
+    fn status(&self) -> u8 {
+        let is_broken = |vring: &Vring<_>| vring.running.is_some_and(|k| self.host.is_broken(k));
+        if self.broken || self.vrings.iter().any(is_broken) {
+            self.status | NEEDS_RESET
+        } else {
+            self.status
+        }
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), Refused> {
         refuse_others(features, self.offered)?;
         let changed = features ^ self.features;
         let fixed = changed & !(features::LOG_ALL | features::PROTOCOL_FEATURES);
-        if fixed != 0 && self.vrings.iter().any(|vring| vring.running.is_some()) {
+        let runs = self.vrings.iter().any(|vring| vring.running.is_some());
+        if fixed != 0 && runs {
             return Err(Refused::FeaturesRunning(fixed));
         }
         self.features = features;
@@ -442,15 +477,16 @@ impl<H: QueueHost> Session<H> {
             // Its layout is the other kind's.
             self.inflight = None;
         }
-        if changed & (features::BLK_FLUSH | features::BLK_CONFIG_WCE) != 0 {
+        // Also if nothing has changed: an earlier session's driver was another one.
+        if !runs {
             self.device.reset_write_cache(features);
         }
         if changed & features::LOG_ALL != 0 {
-            self.share_memory(self.memory.with_log(None));
+            self.share_memory(self.memory.with_log(None))?;
         }
         if changed & features::PROTOCOL_FEATURES != 0 {
             for index in 0..self.vrings.len() {
-                self.update(index, Change::Enabled(self.is_enabled(index)));
+                self.update(index, Change::Enabled(self.is_enabled(index)))?;
             }
         }
         Ok(())
@@ -464,6 +500,9 @@ impl<H: QueueHost> Session<H> {
         match (offset, data) {
             (WRITEBACK, [on @ (0 | 1)]) if self.features & features::BLK_CONFIG_WCE != 0 => {
                 self.device.set_write_cache(*on == 1);
+                if let Some(area) = &self.inflight {
+                    area.map.set_write_through(*on == 0);
+                }
                 Ok(())
             }
             _ => Err(Refused::Config { offset }),
@@ -497,8 +536,7 @@ impl<H: QueueHost> Session<H> {
         let old = self.vrings[position].address.replace(address);
         let place = |address: VringAddress| VringAddress { log: None, ..address };
         if old.map(place) == Some(place(address)) && self.vrings[position].running.is_some() {
-            self.update(position, Change::Log(address.log));
-            return Ok(());
+            return self.update(position, Change::Log(address.log));
         }
         self.stop(position);
         self.start(position)
@@ -510,15 +548,15 @@ impl<H: QueueHost> Session<H> {
         self.vrings[index].enabled.unwrap_or(!negotiated)
     }
 
-    fn set_enabled(&mut self, index: usize, enabled: bool) {
+    fn set_enabled(&mut self, index: usize, enabled: bool) -> Result<(), Refused> {
         self.vrings[index].enabled = Some(enabled);
-        self.update(index, Change::Enabled(enabled));
+        self.update(index, Change::Enabled(enabled))
     }
 
-    fn update(&self, index: usize, change: Change) {
-        if let Some(key) = self.vrings[index].running {
-            self.host.update(key, change);
-        }
+    fn update(&self, index: usize, change: Change) -> Result<(), Refused> {
+        let Some(key) = self.vrings[index].running else { return Ok(()) };
+        let index = index as u16;
+        self.host.update(key, change).map_err(|source| Refused::Start { index, source })
     }
 
     /// Serves a ring, if all of it is there and it is not served yet.
@@ -593,7 +631,9 @@ impl<H: QueueHost> Session<H> {
     fn stop(&mut self, position: usize) {
         let vring = &mut self.vrings[position];
         if let Some(key) = vring.running.take() {
-            vring.base = self.host.stop(key).base;
+            let stopped = self.host.stop(key);
+            vring.base = stopped.base;
+            self.broken |= stopped.broken;
         }
     }
 
@@ -609,8 +649,10 @@ impl<H: QueueHost> Session<H> {
         self.reset_rings();
         self.features &= features::PROTOCOL_FEATURES;
         self.status = 0;
+        self.broken = false;
         self.log = None;
-        self.share_memory(self.memory.with_log(None));
+        // No ring runs that would have to know.
+        self.memory = Arc::new(self.memory.with_log(None));
         self.inflight = None;
         self.device.reset_write_cache(self.features);
     }
@@ -624,19 +666,22 @@ impl<H: QueueHost> Session<H> {
     }
 
     /// Memory of which nothing is missing that rings use.
-    fn share_memory(&mut self, memory: Memory) {
+    fn share_memory(&mut self, memory: Memory) -> Result<(), Refused> {
         let logs = self.features & features::LOG_ALL != 0;
         let log = self.log.as_ref().filter(|_| logs).cloned();
-        self.memory = Arc::new(memory.with_log(log));
+        let memory = Arc::new(memory.with_log(log));
+        // It is registered for the first of them, and refused there if at all.
         for index in 0..self.vrings.len() {
-            self.update(index, Change::Memory(Arc::clone(&self.memory)));
+            self.update(index, Change::Memory(Arc::clone(&memory)))?;
         }
+        self.memory = memory;
+        Ok(())
     }
 
     /// Other memory: rings that run are drained, and go on in it if they can.
     fn replace_memory(&mut self, memory: Memory) -> Result<(), Refused> {
         self.stop_all();
-        self.share_memory(memory);
+        self.share_memory(memory)?;
         self.start_all()
     }
 
@@ -663,6 +708,11 @@ impl<H: QueueHost> Session<H> {
         }
         let InflightArea { size, offset, queues, queue_size, .. } = area;
         let map = Inflight::map(fd, offset, size, queues, queue_size, self.packed())?;
+        if map.is_write_through() {
+            // Said to an earlier server.
+            self.device.set_write_cache(false);
+        }
+        map.set_write_through(!self.device.chosen_cache());
         self.inflight = Some(InflightState { map, queues, queue_size });
         Ok(())
     }

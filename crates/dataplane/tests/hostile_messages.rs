@@ -61,13 +61,14 @@ impl QueueHost for Host {
 
     fn stop(&self, index: u16) -> StoppedQueue {
         let (ring, _) = self.0.lock().unwrap().remove(&index).unwrap();
-        StoppedQueue { base: ring.base() }
+        StoppedQueue { base: ring.base(), broken: false }
     }
 
-    fn update(&self, index: u16, change: Change) {
+    fn update(&self, index: u16, change: Change) -> Result<(), StartError> {
         if let Change::Memory(memory) = change {
             let _ = self.0.lock().unwrap().get_mut(&index).unwrap().0.set_memory(memory);
         }
+        Ok(())
     }
 }
 

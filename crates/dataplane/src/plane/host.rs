@@ -4,17 +4,20 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rtvirtio_engine::Segment;
 use rtvirtio_engine::file::{FileEngine, Lock, LockError};
+use rtvirtio_spec::control::Event;
 use rtvirtio_spec::serve::FixedBuffers as Wish;
+use rtvirtio_units::DiskName;
 use rustix::io::Errno;
+use tokio::sync::broadcast;
 
-use crate::call::Call;
+use crate::call::{self, Call};
 use crate::device::Device;
 use crate::fixed::FixedBuffers;
-use crate::memory::Memory;
+use crate::memory::{Memory, Region};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
-use crate::queue::{QueueKey, QueueSetup};
+use crate::queue::{Broken, QueueKey, QueueSetup};
+use crate::server::{Notice, Report};
 use crate::session::{self, Change, QueueHost, StartError, StoppedQueue};
 use crate::stats::QueueStats;
 
@@ -22,45 +25,56 @@ use crate::stats::QueueStats;
 const LOCK_TIME: Duration = Duration::from_secs(2);
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
+/// What a device's rings are served with.
+pub(super) struct HostSetup {
+    pub(super) name: DiskName,
+    pub(super) pool: Arc<Pool>,
+    pub(super) device: Arc<Device>,
+    pub(super) wish: Wish,
+    /// The image to lock while rings run, if that is when it is locked.
+    pub(super) image: Option<Arc<FileEngine>>,
+    pub(super) events: broadcast::Sender<Event>,
+    pub(super) report: Arc<Report>,
+}
+
 /// The rings of one device.
 pub(super) struct Host {
-    pool: Arc<Pool>,
-    device: Arc<Device>,
-    wish: Wish,
-    /// The image to lock while rings run, if that is when it is locked.
-    image: Option<Arc<FileEngine>>,
+    setup: HostSetup,
     pub(super) stats: Vec<Arc<QueueStats>>,
     state: Mutex<State>,
 }
 
 struct State {
-    /// By queue: its thread, and its key while it runs.
-    queues: Vec<(ThreadId, Option<QueueKey>)>,
+    queues: Vec<Place>,
     /// What was registered last, and what for.
-    fixed: Option<(Vec<Region>, Arc<FixedBuffers>)>,
+    fixed: Option<(Vec<Arc<Region>>, Arc<FixedBuffers>)>,
     lock: Option<Lock>,
+    /// Whether it was said that memory is not registered.
+    said: bool,
 }
 
-/// A region's place and length in this process.
-type Region = (usize, usize);
+/// Where a queue is served.
+struct Place {
+    thread: ThreadId,
+    /// While it runs.
+    key: Option<QueueKey>,
+    /// Whether it was told that its driver broke it.
+    told: bool,
+}
 
-fn regions(memory: &Memory) -> Vec<Region> {
-    let place = |segment: Segment| (segment.base() as usize, segment.len());
-    memory.regions().map(|region| place(region.segment())).collect()
+/// Whether memory has these very mappings; others may get the addresses of those that are gone.
+fn has(memory: &Memory, regions: &[Arc<Region>]) -> bool {
+    memory.regions().len() == regions.len()
+        && memory.regions().zip(regions).all(|(a, b)| Arc::ptr_eq(a, b))
 }
 
 impl Host {
-    pub(super) fn new(
-        pool: Arc<Pool>,
-        device: Arc<Device>,
-        wish: Wish,
-        image: Option<Arc<FileEngine>>,
-        threads: Vec<ThreadId>,
-    ) -> Self {
+    pub(super) fn new(setup: HostSetup, threads: Vec<ThreadId>) -> Self {
         let stats = threads.iter().map(|_| Arc::new(QueueStats::new())).collect();
-        let queues = threads.into_iter().map(|thread| (thread, None)).collect();
-        let state = Mutex::new(State { queues, fixed: None, lock: None });
-        Self { pool, device, wish, image, stats, state }
+        let place = |thread| Place { thread, key: None, told: false };
+        let queues = threads.into_iter().map(place).collect();
+        let state = Mutex::new(State { queues, fixed: None, lock: None, said: false });
+        Self { setup, stats, state }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -68,17 +82,17 @@ impl Host {
     }
 
     pub(super) fn device(&self) -> &Arc<Device> {
-        &self.device
+        &self.setup.device
     }
 
     /// The key of a queue that runs.
     pub(super) fn key(&self, index: u16) -> Option<QueueKey> {
-        self.state().queues.get(usize::from(index))?.1
+        self.state().queues.get(usize::from(index))?.key
     }
 
     /// The queues that run.
     pub(super) fn keys(&self) -> Vec<Option<QueueKey>> {
-        self.state().queues.iter().map(|&(_, key)| key).collect()
+        self.state().queues.iter().map(|place| place.key).collect()
     }
 
     /// Serves a queue by another thread, now and in later sessions. Returns the pause, ns.
@@ -89,23 +103,22 @@ impl Host {
                 return Err(PoolError::NoQueue.into());
             };
             // A session that starts it from now on does so there.
-            if queue.1.is_none() {
-                queue.0 = to;
+            let Some(key) = queue.key else {
+                queue.thread = to;
                 return Ok(0);
-            }
-            queue.1
+            };
+            key
         };
-        let Some(key) = key else { return Ok(0) };
-        let moved = self.pool.move_queue(key, to);
+        let moved = self.setup.pool.move_queue(key, to);
         let mut state = self.state();
         match moved {
             Ok(pause) => {
-                state.queues[usize::from(index)].0 = to;
+                state.queues[usize::from(index)].thread = to;
                 Ok(pause.as_nanos() as u64)
             }
             // It has stopped in the meantime.
             Err(MoveError::Pool(PoolError::NoQueue)) => {
-                state.queues[usize::from(index)].0 = to;
+                state.queues[usize::from(index)].thread = to;
                 Ok(0)
             }
             Err(error) => Err(error),
@@ -114,27 +127,35 @@ impl Host {
 
     /// The memory, registered; the same as before if it is the same memory.
     fn fixed(&self, memory: &Memory) -> Result<Option<Arc<FixedBuffers>>, StartError> {
-        if self.wish == Wish::Off || self.device.engine().file().is_none() {
+        if self.setup.wish == Wish::Off || self.device().engine().file().is_none() {
             return Ok(None);
         }
-        let wanted = regions(memory);
         let mut state = self.state();
-        if let Some((held, fixed)) = &state.fixed
-            && *held == wanted
+        if let Some((regions, fixed)) = &state.fixed
+            && has(memory, regions)
         {
             return Ok(Some(Arc::clone(fixed)));
         }
-        state.fixed = None;
         match FixedBuffers::register(memory) {
             Ok(fixed) => {
                 let fixed = Arc::new(fixed);
-                state.fixed = Some((wanted, Arc::clone(&fixed)));
+                let regions = memory.regions().cloned().collect();
+                state.fixed = Some((regions, Arc::clone(&fixed)));
                 Ok(Some(fixed))
             }
-            Err(_) if self.wish == Wish::Auto => Ok(None),
             Err(error) => {
                 let error = Errno::from_io_error(&error).unwrap_or(Errno::NOMEM);
-                Err(StartError::System(error))
+                if self.setup.wish == Wish::On {
+                    return Err(StartError::Register(error));
+                }
+                // What is registered for less memory only costs locked memory now.
+                state.fixed = None;
+                let said = std::mem::replace(&mut state.said, true);
+                drop(state);
+                if !said {
+                    (self.setup.report)(self.device(), Notice::NoFixedBuffers(error));
+                }
+                Ok(None)
             }
         }
     }
@@ -142,7 +163,7 @@ impl Host {
     /// Locks the image with the first ring that runs. One session has rings at a time, so
     /// nobody else locks it meanwhile.
     fn lock_image(&self) -> Result<(), StartError> {
-        let Some(image) = &self.image else { return Ok(()) };
+        let Some(image) = &self.setup.image else { return Ok(()) };
         if self.state().lock.is_none() {
             let lock = lock_soon(image).map_err(|_| StartError::Locked)?;
             self.state().lock = Some(lock);
@@ -152,10 +173,13 @@ impl Host {
 
     fn start_locked(&self, setup: session::QueueSetup) -> Result<u16, StartError> {
         let index = setup.index;
+        if setup.kick.as_ref().is_some_and(|kick| !call::is_signal(kick)) {
+            return Err(StartError::Kick);
+        }
         let call = setup.call.map(Call::new).transpose().map_err(|_| StartError::Call)?;
         let buffers = self.fixed(&setup.memory)?;
         let setup = QueueSetup {
-            device: Arc::clone(&self.device),
+            device: Arc::clone(self.device()),
             size: setup.ring.config().size,
             memory: setup.memory,
             buffers,
@@ -168,15 +192,41 @@ impl Host {
         };
         let mut state = self.state();
         let queue = state.queues.get_mut(usize::from(index)).ok_or(StartError::Full)?;
-        let key = self.pool.start(setup, queue.0).map_err(|_| StartError::Full)?;
-        queue.1 = Some(key);
+        let key = self.setup.pool.start(setup, queue.thread).map_err(|_| StartError::Full)?;
+        queue.key = Some(key);
+        queue.told = false;
         Ok(index)
+    }
+
+    fn tell(&self, event: Event) {
+        // Nobody may be listening.
+        let _ = self.setup.events.send(event);
+    }
+
+    fn tell_broken(&self, index: usize, broken: Broken) {
+        let device = self.setup.name.clone();
+        let reason = broken.to_string();
+        self.tell(Event::QueueBroken { device, queue: index as u16, reason });
+        // The device status has changed (virtio 1.2, 2.1.2).
+        let _ = self.device().notify();
+    }
+
+    /// Tells of queues whose drivers broke them since the last time. Never waits: who calls this
+    /// also frees threads that somebody here may be waiting for.
+    pub(super) fn tell_all_broken(&self) {
+        let Ok(mut state) = self.state.try_lock() else { return };
+        for (index, place) in state.queues.iter_mut().enumerate().filter(|(_, p)| !p.told) {
+            if let Some(broken) = place.key.and_then(|key| self.setup.pool.broken(key)) {
+                place.told = true;
+                self.tell_broken(index, broken);
+            }
+        }
     }
 
     /// Unlocks it and lets the memory go with the last one.
     fn let_go(&self) {
         let mut state = self.state();
-        if state.queues.iter().all(|(_, key)| key.is_none()) {
+        if state.queues.iter().all(|place| place.key.is_none()) {
             state.lock = None;
             state.fixed = None;
         }
@@ -206,34 +256,55 @@ impl QueueHost for Host {
 
     fn stop(&self, index: u16) -> StoppedQueue {
         let key = self.key(index);
-        let queue = key.and_then(|key| self.pool.stop(key).ok());
-        if let Some(queue) = self.state().queues.get_mut(usize::from(index)) {
-            queue.1 = None;
+        let queue = key.and_then(|key| self.setup.pool.stop(key).ok());
+        let broken = queue.as_ref().and_then(|queue| queue.broken());
+        if let Some(place) = self.state().queues.get_mut(usize::from(index)) {
+            place.key = None;
+            if let Some(broken) = broken
+                && !std::mem::replace(&mut place.told, true)
+            {
+                self.tell_broken(index.into(), broken);
+            }
         }
         self.let_go();
-        StoppedQueue { base: queue.map_or(0, |queue| queue.base()) }
+        let base = queue.map_or(0, |queue| queue.base());
+        StoppedQueue { base, broken: broken.is_some() }
     }
 
-    fn update(&self, index: u16, change: Change) {
-        let Some(key) = self.key(index) else { return };
+    fn update(&self, index: u16, change: Change) -> Result<(), StartError> {
+        let Some(key) = self.key(index) else { return Ok(()) };
+        let pool = &self.setup.pool;
         let done = match change {
-            Change::Enabled(enabled) => self.pool.edit(key, move |q| q.set_enabled(enabled)),
+            Change::Enabled(enabled) => pool.edit(key, move |q| q.set_enabled(enabled)),
             // A fd that cannot be used is none: the driver then looks for itself.
             Change::Call(call) => {
                 let call = call.and_then(|fd| Call::new(fd).ok());
-                self.pool.edit(key, move |q| q.set_call(call))
+                pool.edit(key, move |q| q.set_call(call))
             }
-            Change::Error(error) => self.pool.edit(key, move |q| q.set_error(error)),
+            Change::Error(error) => pool.edit(key, move |q| q.set_error(error)),
             Change::Memory(memory) => {
-                let buffers = self.fixed(&memory).unwrap_or(None);
-                self.pool.edit(key, move |q| {
+                let buffers = self.fixed(&memory)?;
+                pool.edit(key, move |q| {
                     let _ = q.set_memory(memory, buffers);
                 })
             }
-            Change::Log(log) => self.pool.edit(key, move |q| q.set_log(log)),
+            Change::Log(log) => pool.edit(key, move |q| q.set_log(log)),
         };
         // It stopped in the meantime: there is nothing to change.
         let _ = done;
+        Ok(())
+    }
+
+    fn is_broken(&self, index: u16) -> bool {
+        self.key(index).is_some_and(|key| self.setup.pool.broken(key).is_some())
+    }
+
+    fn set_connected(&self, connected: bool) {
+        let device = self.setup.name.clone();
+        self.tell(match connected {
+            true => Event::FrontEndConnected { device },
+            false => Event::FrontEndDisconnected { device },
+        });
     }
 }
 
@@ -243,15 +314,20 @@ mod tests {
 
     use super::*;
     use crate::device::{DeviceConfig, Limits};
+    use crate::session::testing::{memory, region};
 
     /// A device without queues on threads, whose image is locked by sessions.
     fn host(image: &std::path::Path) -> Host {
+        host_with(image, Wish::Off, Arc::new(|_, _| ()))
+    }
+
+    fn host_with(image: &std::path::Path, wish: Wish, report: Arc<Report>) -> Host {
         let engine = FileEngine::open(FileConfig {
             source: FileSource::Path(image.to_owned()),
             direct: false,
             read_only: false,
             explicit_raw: false,
-            aio: Aio::Threads,
+            aio: Aio::IoUring,
         });
         let engine = Arc::new(engine.unwrap());
         let device = Device::new(DeviceConfig {
@@ -264,7 +340,16 @@ mod tests {
             limits: Limits::default(),
         });
         let device = Arc::new(device.unwrap());
-        Host::new(Arc::default(), device, Wish::Off, Some(engine), Vec::new())
+        let setup = HostSetup {
+            name: DiskName::new("disk").unwrap(),
+            pool: Arc::default(),
+            device,
+            wish,
+            image: Some(engine),
+            events: broadcast::Sender::new(1),
+            report,
+        };
+        Host::new(setup, Vec::new())
     }
 
     #[test]
@@ -282,5 +367,62 @@ mod tests {
         });
         // And nobody waits for ever.
         assert_eq!(old.lock_image(), Err(StartError::Locked));
+    }
+
+    fn image() -> tempfile::NamedTempFile {
+        let image = tempfile::NamedTempFile::new().unwrap();
+        image.as_file().set_len(1 << 20).unwrap();
+        image
+    }
+
+    fn mapped() -> Arc<Region> {
+        Arc::new(Region::map(region(0), memory(0x1_0000)).unwrap())
+    }
+
+    #[test]
+    fn memory_is_registered_again_for_another_mapping_and_only_then() {
+        let image = image();
+        let host = host_with(image.path(), Wish::On, Arc::new(|_, _| ()));
+        let one = mapped();
+        let memory = Memory::new(vec![Arc::clone(&one)]).unwrap();
+        let first = host.fixed(&memory).unwrap().unwrap();
+        let logged = host.fixed(&memory.with_log(None)).unwrap().unwrap();
+        assert!(Arc::ptr_eq(&first, &logged));
+        // The same mapping may not be taken for another one that got its address: it is held.
+        assert_eq!(Arc::strong_count(&one), 3);
+        let other = Memory::new(vec![mapped()]).unwrap();
+        let second = host.fixed(&other).unwrap().unwrap();
+        assert!(!Arc::ptr_eq(&first, &second));
+        assert!(!has(&other, &[one]));
+    }
+
+    /// Memory of which the kernel pins no page: its file is shorter than the mapping.
+    fn unpinnable() -> Memory {
+        let file = memory(0x1_0000);
+        let region = Region::map(region(0), file.try_clone().unwrap()).unwrap();
+        rustix::fs::ftruncate(&file, 0).unwrap();
+        Memory::new(vec![Arc::new(region)]).unwrap()
+    }
+
+    #[test]
+    fn memory_that_cannot_be_registered_is_said_once_if_it_need_not_be() {
+        let image = image();
+        let said = Arc::new(Mutex::new(Vec::new()));
+        let report = {
+            let said = Arc::clone(&said);
+            move |_: &Device, notice: Notice<'_>| match notice {
+                Notice::NoFixedBuffers(error) => said.lock().unwrap().push(error),
+                other => panic!("{other:?}"),
+            }
+        };
+        let auto = host_with(image.path(), Wish::Auto, Arc::new(report.clone()));
+        for _ in 0..3 {
+            assert!(auto.fixed(&unpinnable()).unwrap().is_none());
+        }
+        assert_eq!(*said.lock().unwrap(), [Errno::FAULT]);
+        let on = host_with(image.path(), Wish::On, Arc::new(report));
+        let error = on.fixed(&unpinnable()).map(|_| ()).unwrap_err();
+        assert_eq!(error, StartError::Register(Errno::FAULT));
+        assert_eq!(said.lock().unwrap().len(), 1);
     }
 }

@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ use rtvirtio_spec::serve::{
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos};
 use tokio::sync::broadcast;
 
-use super::host::{Host, lock_soon};
+use super::host::{Host, HostSetup, lock_soon};
 use super::opened::{Opened, OpenedDevice};
 use super::{
     EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError,
@@ -44,11 +44,18 @@ const IDLE_PERIOD: Duration = Duration::from_millis(100);
 pub struct Registry {
     state: Mutex<State>,
     events: broadcast::Sender<Event>,
+    report: Arc<Report>,
     // In the order in which they must end: sessions, then threads.
     server: Server,
     pool: Arc<Pool>,
-    watching: Arc<AtomicBool>,
+    watched: Arc<Watched>,
     watcher: Option<JoinHandle<()>>,
+}
+
+/// What the watchdog looks at; it never waits for anybody who may wait for an IOThread.
+struct Watched {
+    hosts: Mutex<Vec<Weak<Host>>>,
+    on: AtomicBool,
 }
 
 #[derive(Default)]
@@ -85,21 +92,22 @@ pub(super) fn refused(
 }
 
 impl Registry {
-    /// A data plane without devices. `report` is told of sessions that failed.
+    /// A data plane without devices. `report` is told what an operator should know.
     ///
     /// # Errors
     /// The system has no descriptor or thread left.
-    pub fn new(report: Box<Report>) -> std::io::Result<Self> {
+    pub fn new(report: Arc<Report>) -> std::io::Result<Self> {
         let pool = Arc::new(Pool::default());
-        let watching = Arc::new(AtomicBool::new(true));
+        let watched = Arc::new(Watched { hosts: Mutex::default(), on: AtomicBool::new(true) });
         let watcher = std::thread::Builder::new().name("watchdog".to_owned()).spawn({
-            let (pool, watching) = (Arc::clone(&pool), Arc::clone(&watching));
+            let (pool, watched) = (Arc::clone(&pool), Arc::clone(&watched));
             move || {
                 let mut before = HashMap::new();
                 let mut period = IDLE_PERIOD;
-                while watching.load(Relaxed) {
+                while watched.on.load(Relaxed) {
                     std::thread::park_timeout(period);
                     let busy = pool.free_stuck(&mut before);
+                    watched.tell_all_broken();
                     period = if busy { STUCK_PERIOD } else { IDLE_PERIOD };
                 }
             }
@@ -107,9 +115,10 @@ impl Registry {
         Ok(Self {
             state: Mutex::default(),
             events: broadcast::Sender::new(EVENTS_KEPT),
-            server: Server::new(report)?,
+            server: Server::new(Arc::clone(&report))?,
+            report,
             pool,
-            watching,
+            watched,
             watcher: Some(watcher),
         })
     }
@@ -130,6 +139,11 @@ impl Registry {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    #[cfg(test)]
+    pub(super) fn host(&self, device: &DiskName) -> Arc<Host> {
+        self.state().host(device).unwrap()
     }
 
     fn tell(&self, event: Event) {
@@ -187,13 +201,16 @@ impl Registry {
         })
         .map_err(|error| refused(format!("cannot make {name}"), error))?;
         let device = Arc::new(device);
-        let host = Arc::new(Host::new(
-            Arc::clone(&self.pool),
-            Arc::clone(&device),
-            spec.fixed_buffers,
-            session_lock,
-            threads,
-        ));
+        let setup = HostSetup {
+            name: spec.name.clone(),
+            pool: Arc::clone(&self.pool),
+            device: Arc::clone(&device),
+            wish: spec.fixed_buffers,
+            image: session_lock,
+            events: self.events.clone(),
+            report: Arc::clone(&self.report),
+        };
+        let host = Arc::new(Host::new(setup, threads));
         let listener = match (&path, listener) {
             (_, Some(listener)) => Ok(listener),
             (Some(path), None) => Listener::bind(path, SOCKET_MODE),
@@ -203,10 +220,14 @@ impl Registry {
             }
         }
         .map_err(|error| refused(format!("cannot listen for {name}"), error))?;
-        let socket_id = self
-            .server
-            .add(listener, device, Arc::clone(&host))
-            .map_err(|error| io(format!("cannot listen for {name}"), error))?;
+        // Before its front ends' events: one may be waiting at the socket.
+        self.tell(Event::DeviceAdded { device: spec.name.clone() });
+        let served = self.server.add(listener, device, Arc::clone(&host));
+        let socket_id = served.map_err(|error| {
+            self.tell(Event::DeviceRemoved { device: spec.name.clone() });
+            io(format!("cannot listen for {name}"), error)
+        })?;
+        self.watched.hosts().push(Arc::downgrade(&host));
         let served = Served {
             host,
             vm: spec.vm,
@@ -215,10 +236,23 @@ impl Registry {
             mapping: spec.mapping,
             _lock: lock,
         };
-        state.devices.insert(spec.name.clone(), served);
-        drop(state);
-        self.tell(Event::DeviceAdded { device: spec.name });
+        state.devices.insert(spec.name, served);
         Ok(())
+    }
+}
+
+impl Watched {
+    fn hosts(&self) -> MutexGuard<'_, Vec<Weak<Host>>> {
+        self.hosts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell_all_broken(&self) {
+        self.hosts().retain(|host| {
+            host.upgrade().is_some_and(|host| {
+                host.tell_all_broken();
+                true
+            })
+        });
     }
 }
 
@@ -539,7 +573,7 @@ impl Drop for Registry {
         for (_, served) in std::mem::take(&mut self.state().devices) {
             self.server.remove(served.socket_id);
         }
-        self.watching.store(false, Relaxed);
+        self.watched.on.store(false, Relaxed);
         if let Some(watcher) = self.watcher.take() {
             watcher.thread().unpark();
             let _ = watcher.join();

@@ -4,6 +4,10 @@
 //! The front end holds the memory, so its content is as hostile as a ring's: it is read when a
 //! ring is set up and only written from then on.
 //!
+//! Behind the last queue's part there is room for a note to ourselves: whether the guest has turned
+//! the write cache off. No front end says it again to a server that was started anew. Areas of
+//! other back ends may end before it.
+//!
 //! A kill may come between any two stores. They are all made with Release, which keeps them in
 //! order; the next process sees a prefix of them.
 
@@ -29,6 +33,10 @@ pub const MAX_QUEUES: u16 = 1024;
 
 /// Queues begin at multiples of this, as QEMU's and DPDK's do.
 const ALIGNMENT: usize = 64;
+/// Bytes of the note.
+const NOTE: u64 = ALIGNMENT as u64;
+/// What it says if the write cache is off.
+const WRITE_THROUGH: u64 = u64::from_le_bytes(*b"rtv-wthr");
 // Of both layouts' headers.
 const VERSION: usize = 8;
 const DESC_NUM: usize = 10;
@@ -83,7 +91,8 @@ impl Inflight {
         let needed = needed(queues, queue_size, packed)?;
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = memfd_create(c"rtvirtio-inflight", flags).map_err(InflightError::System)?;
-        ftruncate(&fd, needed).map_err(InflightError::System)?;
+        let size = needed + NOTE;
+        ftruncate(&fd, size).map_err(InflightError::System)?;
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).map_err(InflightError::System)?;
         let mapping = Mapping::new(fd.as_fd(), 0, needed).map_err(InflightError::Memory)?;
         let region = Arc::new(Self { mapping, queues, queue_size, packed });
@@ -92,7 +101,7 @@ impl Inflight {
                 queue.part.store_u16(DESC_NUM, queue_size, Ordering::Release);
             }
         }
-        Ok((fd, needed))
+        Ok((fd, size))
     }
 
     /// Maps the region of SET_INFLIGHT_FD; the descriptor is closed.
@@ -114,8 +123,28 @@ impl Inflight {
         if !offset.is_multiple_of(8) {
             return Err(InflightError::Misaligned);
         }
-        let mapping = Mapping::new(fd.as_fd(), offset, needed).map_err(InflightError::Memory)?;
+        let size = if size - needed >= NOTE { needed + NOTE } else { needed };
+        let mapping = Mapping::new(fd.as_fd(), offset, size).map_err(InflightError::Memory)?;
         Ok(Arc::new(Self { mapping, queues, queue_size, packed }))
+    }
+
+    fn note(&self) -> Option<Part> {
+        let at = usize::from(self.queues) * stride(self.queue_size, self.packed);
+        let base = self.mapping.base().wrapping_add(at);
+        (at < self.mapping.len()).then(|| Part::new(base, NOTE as usize))
+    }
+
+    /// Whether the guest had turned the write cache off when it was last noted.
+    #[must_use]
+    pub fn is_write_through(&self) -> bool {
+        self.note().is_some_and(|note| note.load_u64(0, Ordering::Acquire) == WRITE_THROUGH)
+    }
+
+    /// Notes whether the write cache is off.
+    pub fn set_write_through(&self, on: bool) {
+        if let Some(note) = self.note() {
+            note.store_u64(0, if on { WRITE_THROUGH } else { 0 }, Ordering::Release);
+        }
     }
 
     /// A queue's part; `None` if there is no such queue.

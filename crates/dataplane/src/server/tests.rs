@@ -22,9 +22,12 @@ impl Rig {
     fn new() -> Self {
         let (sender, reports) = mpsc::channel();
         let sender = Mutex::new(sender);
-        let report = move |_: &Device, ended: &Ended| lock(&sender).send(*ended).unwrap();
+        let report = move |_: &Device, notice: Notice<'_>| match notice {
+            Notice::Ended(ended) => lock(&sender).send(*ended).unwrap(),
+            other => panic!("{other:?}"),
+        };
         Self {
-            server: Server::new(Box::new(report)).unwrap(),
+            server: Server::new(Arc::new(report)).unwrap(),
             directory: tempfile::tempdir().unwrap(),
             reports,
         }

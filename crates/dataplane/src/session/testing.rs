@@ -8,6 +8,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use rtvirtio_engine::{Engine, Geometry, Lent, Outcome, Request};
 use rtvirtio_units::Bytes;
 use rustix::fs::MemfdFlags;
+use rustix::io::Errno;
 
 use super::{Change, QueueHost, QueueSetup, StartError, StoppedQueue};
 use crate::device::{Device, DeviceConfig, Limits};
@@ -69,6 +70,8 @@ struct State {
     log: Vec<String>,
     queues: HashMap<u16, QueueSetup>,
     stuck: bool,
+    scarce: bool,
+    broken: Option<u16>,
 }
 
 impl Host {
@@ -81,6 +84,16 @@ impl Host {
     pub(crate) fn set_stuck(&self, stuck: bool) {
         self.state.lock().unwrap().stuck = stuck;
         self.drained.notify_all();
+    }
+
+    /// Whether memory that is added cannot be used.
+    pub(crate) fn set_scarce(&self, scarce: bool) {
+        self.state.lock().unwrap().scarce = scarce;
+    }
+
+    /// The ring whose driver broke it.
+    pub(crate) fn set_broken(&self, index: Option<u16>) {
+        self.state.lock().unwrap().broken = index;
     }
 
     fn with<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
@@ -111,12 +124,20 @@ impl QueueHost for Host {
         state.log.push(format!("stop {index}"));
         let setup = state.queues.remove(&index).expect("it was started");
         // As if two requests had come.
-        StoppedQueue { base: setup.ring.base() + 2 }
+        let broken = state.broken == Some(index);
+        StoppedQueue { base: setup.ring.base() + 2, broken }
     }
 
-    fn update(&self, index: u16, change: Change) {
+    fn is_broken(&self, index: u16) -> bool {
+        self.with(|state| state.broken == Some(index))
+    }
+
+    fn update(&self, index: u16, change: Change) -> Result<(), StartError> {
         self.with(|state| {
             let setup = state.queues.get_mut(&index).expect("it was started");
+            if state.scarce && matches!(change, Change::Memory(_)) {
+                return Err(StartError::System(Errno::NOMEM));
+            }
             let line = match change {
                 Change::Enabled(enabled) => {
                     setup.enabled = enabled;
@@ -143,7 +164,8 @@ impl QueueHost for Host {
                 Change::Log(log) => format!("log={log:?}"),
             };
             state.log.push(format!("update {index} {line}"));
-        });
+            Ok(())
+        })
     }
 }
 

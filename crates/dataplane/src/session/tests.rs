@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use rtvirtio_units::Bytes;
 use rustix::event::EventfdFlags;
+use rustix::io::Errno;
 use vhost::vhost_user::message::{
     VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight, VhostUserProtocolFeatures,
 };
@@ -141,6 +142,23 @@ fn memory_table_replaced_drains_rings_and_they_continue_at_their_base() {
     front.session.handle(table, vec![memory(0x1_0000), memory(0x1_0000)]).unwrap();
     assert_eq!(front.host.log(), ["stop 0", "start 0 enabled=false base=2"]);
     assert_eq!(front.host.queue(0, |queue| queue.memory.regions().len()), 2);
+}
+
+#[test]
+fn memory_added_that_rings_cannot_use_is_refused_and_not_there() {
+    let mut front = Front::ready();
+    front.set_up(0);
+    front.host.log();
+    front.host.set_scarce(true);
+    let more = || Message::AddMemReg(region(0x1_0000));
+    let source = StartError::System(Errno::NOMEM);
+    let refused = front.with_fd(more(), memory(0x1_0000)).unwrap_err();
+    assert_eq!(refused, Refused::Start { index: 0, source });
+    assert_eq!(front.session.memory.regions().len(), 1);
+    assert_eq!(front.host.log(), [""; 0]);
+    front.host.set_scarce(false);
+    front.with_fd(more(), memory(0x1_0000)).unwrap();
+    assert_eq!(front.host.log(), ["update 0 regions=2 log=false"]);
 }
 
 #[test]
@@ -309,6 +327,33 @@ fn set_owner_again_begins_a_session_without_memory() {
 }
 
 #[test]
+fn broken_ring_needs_a_reset_until_there_is_one() {
+    let mut front = Front::ready();
+    let status = |front: &mut Front| match front.send(Message::GetStatus) {
+        Ok(Answer::U64(status)) => status,
+        other => panic!("{other:?}"),
+    };
+    for reset in [Message::SetStatus(0), Message::ResetDevice] {
+        front.send(Message::SetFeatures(BASIC)).unwrap();
+        front.set_up(0);
+        front.send(Message::SetStatus(15)).unwrap();
+        assert_eq!(status(&mut front), 15);
+        front.host.set_broken(Some(0));
+        assert_eq!(status(&mut front), 15 | 64);
+        // Neither the ring's end nor the driver's word ends that.
+        front.base(0);
+        front.host.set_broken(None);
+        front.send(Message::SetStatus(15)).unwrap();
+        assert_eq!(status(&mut front), 15 | 64);
+        front.set_up(0);
+        front.host.set_broken(Some(0));
+        front.send(reset).unwrap();
+        front.host.set_broken(None);
+        assert_eq!(status(&mut front), 0);
+    }
+}
+
+#[test]
 fn reset_owner_disables_all_rings() {
     let mut front = Front::ready();
     front.set_up(0);
@@ -366,6 +411,95 @@ fn driver_that_neither_flushes_nor_looks_has_no_write_cache() {
     assert!(!front.session.device.write_cache());
 }
 
+const CACHED: u64 = BASIC | features::BLK_CONFIG_WCE | features::BLK_FLUSH;
+
+fn writeback(on: u8) -> Message {
+    Message::SetConfig { offset: 32, data: vec![on] }
+}
+
+/// What the driver sees, and what its writes get.
+fn modes(front: &mut Front) -> (u8, bool) {
+    let get = Message::GetConfig { offset: 32, size: 1, flags: 0 };
+    let Ok(Answer::Config { data, .. }) = front.send(get) else { panic!("no config") };
+    (data[0], front.session.device.write_cache())
+}
+
+#[test]
+fn write_cache_that_the_guest_turned_off_stays_off_until_it_turns_it_on() {
+    let device = device();
+    let mut front = Front::new(Arc::clone(&device));
+    front.send(Message::SetFeatures(CACHED)).unwrap();
+    assert_eq!(modes(&mut front), (1, true));
+    front.send(writeback(0)).unwrap();
+    assert_eq!(modes(&mut front), (0, false));
+    // A reset, as of the guest's restart.
+    front.send(Message::ResetDevice).unwrap();
+    assert_eq!(modes(&mut front), (0, false));
+    front.send(Message::SetFeatures(CACHED)).unwrap();
+    assert_eq!(modes(&mut front), (0, false));
+    drop(front);
+    // The front end connects again, and says nothing of it.
+    let mut front = Front::new(Arc::clone(&device));
+    front.send(Message::SetFeatures(CACHED)).unwrap();
+    assert_eq!(modes(&mut front), (0, false));
+    front.send(writeback(1)).unwrap();
+    drop(front);
+    let mut front = Front::new(device);
+    assert_eq!(modes(&mut front), (1, true));
+    // Firmware that cannot flush, and then a system that can: both see what they get, or less.
+    front.send(Message::SetFeatures(BASIC)).unwrap();
+    assert_eq!(modes(&mut front), (1, false));
+    front.send(Message::ResetDevice).unwrap();
+    assert_eq!(modes(&mut front), (1, false));
+    front.send(Message::SetFeatures(CACHED)).unwrap();
+    assert_eq!(modes(&mut front), (1, true));
+}
+
+#[test]
+fn driver_that_cannot_flush_begins_without_write_cache_and_may_choose() {
+    let mut front = Front::new(device());
+    front.send(Message::SetFeatures(BASIC | features::BLK_CONFIG_WCE)).unwrap();
+    assert_eq!(modes(&mut front), (0, false));
+    front.send(writeback(1)).unwrap();
+    assert_eq!(modes(&mut front), (1, true));
+}
+
+#[test]
+fn write_cache_that_the_guest_turned_off_stays_off_at_the_next_server() {
+    let area = InflightArea { size: 0, offset: 0, queues: 2, queue_size: 16, padded: true };
+    // Said before the area is there, and after.
+    for before in [true, false] {
+        let mut front = Front::new(device());
+        front.send(Message::SetFeatures(CACHED)).unwrap();
+        let Ok(Answer::Inflight(area, fd)) = front.send(Message::GetInflightFd(area)) else {
+            panic!("no area");
+        };
+        let set = |front: &mut Front| {
+            front.with_fd(Message::SetInflightFd(area), fd.try_clone().unwrap()).unwrap();
+        };
+        let off = |front: &mut Front| drop(front.send(writeback(0)).unwrap());
+        if before {
+            off(&mut front);
+            set(&mut front);
+        } else {
+            set(&mut front);
+            off(&mut front);
+        }
+        drop(front);
+        // Another process, with its configuration: the front end sends the area, not the mode.
+        let mut front = Front::new(device());
+        front.send(Message::SetFeatures(CACHED)).unwrap();
+        set(&mut front);
+        assert_eq!(modes(&mut front), (0, false));
+        front.send(writeback(1)).unwrap();
+        drop(front);
+        let mut front = Front::new(device());
+        set(&mut front);
+        front.send(Message::SetFeatures(CACHED)).unwrap();
+        assert_eq!(modes(&mut front), (1, true));
+    }
+}
+
 #[test]
 fn resize_is_told_over_the_channel_as_long_as_the_session_lives() {
     let mut front = Front::ready();
@@ -377,7 +511,7 @@ fn resize_is_told_over_the_channel_as_long_as_the_session_lives() {
     ours.read_exact(&mut header).unwrap();
     // CONFIG_CHANGE_MSG, version 1, no body.
     assert_eq!(Header::from_bytes(header), Header { request: 2, flags: 1, size: 0 });
-    assert_eq!(device.config(0, 8), (4096_u64).to_le_bytes());
+    assert_eq!(device.config(0, 8, 0), (4096_u64).to_le_bytes());
     drop(front);
     assert_eq!(device.notify(), Ok(false));
     let error = Front::ready().with_fd(Message::SetBackendReqFd, eventfd()).err();
@@ -535,7 +669,7 @@ fn device_of_many_queues_takes_no_more_than_64() {
 
 #[test]
 fn configuration_space_has_its_fields_where_the_specification_has_them() {
-    let config = device().config(0, 256);
+    let config = device().config(0, 256, 0);
     let mut expected = [0_u8; 256];
     expected[1] = 8; // 2048 sectors
     expected[12] = 126; // seg_max
@@ -551,9 +685,9 @@ fn configuration_space_has_its_fields_where_the_specification_has_them() {
     expected[52] = 1;
     expected[56] = 1;
     assert_eq!(config, expected);
-    assert_eq!(device().config(34, 2), [2, 0]);
+    assert_eq!(device().config(34, 2, 0), [2, 0]);
 
     let read_only = device_with(|config| config.read_only = true);
-    assert_eq!(read_only.config(36, 24), [0; 24]);
+    assert_eq!(read_only.config(36, 24, 0), [0; 24]);
     assert_eq!(read_only.features(), features::ALWAYS | features::BLK_RO);
 }

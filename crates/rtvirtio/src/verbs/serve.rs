@@ -14,6 +14,7 @@ use rtvirtio_bench::load::Interrupted;
 use rtvirtio_dataplane::control::{ControlServer, ControlSocket};
 use rtvirtio_dataplane::plane::{Opened, Plane, Registry};
 use rtvirtio_dataplane::sandbox::{self, Identity};
+use rtvirtio_dataplane::server::Notice;
 use rtvirtio_spec::serve::{self, Configuration, Engine, Listen, Service};
 use rtvirtio_spec::specification::MAX_FILE_BYTES;
 
@@ -76,11 +77,16 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
         eprintln!("WARNING: no sandbox: a fault in here has all rights of this process");
     }
 
-    let registry = Registry::new(Box::new(|device, ended| {
-        if let Some(error) = ended.error.as_ref().or(ended.first_refused.as_ref()) {
-            let causes = std::iter::successors(error.source(), |&cause| cause.source());
-            let causes: String = causes.map(|cause| format!(": {cause}")).collect();
-            eprintln!("{}: front end: {error}{causes}", device.name());
+    let registry = Registry::new(Arc::new(|device, notice| match notice {
+        Notice::Ended(ended) => {
+            if let Some(error) = ended.error.as_ref().or(ended.first_refused.as_ref()) {
+                let causes = std::iter::successors(error.source(), |&cause| cause.source());
+                let causes: String = causes.map(|cause| format!(": {cause}")).collect();
+                eprintln!("{}: front end: {error}{causes}", device.name());
+            }
+        }
+        Notice::NoFixedBuffers(error) => {
+            eprintln!("{}: guest memory is not registered: {error}", device.name());
         }
     }))?;
     let registry = Arc::new(registry);

@@ -160,6 +160,36 @@ fn device_add_hands_image_and_socket_over() {
 }
 
 #[test]
+fn device_add_of_a_part_of_an_image_says_where_it_is_and_how_it_is_locked() {
+    let directory = tempfile::tempdir().unwrap();
+    let (image, listen) = (directory.path().join("image"), directory.path().join("d0.sock"));
+    std::fs::write(&image, "the image").unwrap();
+    let (image, listen) = (image.to_str().unwrap(), listen.to_str().unwrap());
+    let add = ["device", "add", "d0", "--vm", "v", "--buffered", "--image", image, "--listen"];
+    let engine = |more: &[&str]| {
+        let (_, asked) = done(&[&add as &[_], &[listen], more].concat(), "");
+        let engine = &asked.body["device"]["engine"];
+        (engine["offset"].clone(), engine["size"].clone(), engine["lock"].clone())
+    };
+    let part = engine(&["--offset", "1M", "--size", "64K", "--no-lock"]);
+    assert_eq!(part, (json!(1_048_576), json!(65_536), json!("off")));
+    std::fs::remove_file(listen).unwrap();
+    assert_eq!(engine(&["--lock-session"]), (Value::Null, Value::Null, json!("session")));
+    std::fs::remove_file(listen).unwrap();
+    assert_eq!(engine(&[]), (Value::Null, Value::Null, json!("always")));
+    // A part has a beginning and a size, and there is one way to lock.
+    for (wrong, words) in [
+        (&["--offset", "1M"] as &[_], "--size"),
+        (&["--no-lock", "--lock-session"], "cannot be used with"),
+    ] {
+        let all = [&["ctl", "--socket", "/nonexistent/s"], &add as &[_], &[listen], wrong].concat();
+        let output = rtvirtio(Path::new("/x"), &all);
+        assert_eq!(output.status.code(), Some(2));
+        assert!(said(&output).contains(words), "{}", said(&output));
+    }
+}
+
+#[test]
 fn device_add_that_is_refused_leaves_no_socket() {
     let directory = tempfile::tempdir().unwrap();
     let listen = directory.path().join("d0.sock");

@@ -140,6 +140,42 @@ fn broken_ring_is_latched_and_costs_nothing_and_others_are_served() {
 }
 
 #[test]
+fn queue_whose_kick_cannot_be_waited_for_is_served_and_so_are_others() {
+    let pool = Pool::default();
+    let [id, other] = threads(&pool);
+    let device = device(ram(), 4);
+    let mut good = Guarded::new(Shape::of(0));
+    let good_key = pool.start(good.setup(&device), id).unwrap();
+    let (_, tid) = pool.thread(id).unwrap();
+    // None: the driver is to be polled. A file: a poll of it ends at once, and well.
+    for (part, kick) in [(1, None), (2, Some(OwnedFd::from(tempfile::tempfile().unwrap())))] {
+        let mut bad = Guarded::new(Shape::of(part));
+        let key = pool.start(QueueSetup { kick, ..bad.setup(&device) }, id).unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+        let before = cpu_time(tid);
+        std::thread::sleep(Duration::from_millis(500));
+        let spent = cpu_time(tid) - before;
+        assert!(spent < Duration::from_millis(150), "{spent:?} of 500 ms, part {part}");
+        for to in [id, other, id] {
+            pool.move_queue(key, to).unwrap();
+            // The thread waits by now; nobody reads what is written to the kick.
+            std::thread::sleep(Duration::from_millis(20));
+            is_served(&mut bad);
+            is_served(&mut good);
+        }
+        // Not if it is disabled.
+        pool.edit(key, |q| q.set_enabled(false)).unwrap();
+        std::thread::sleep(Duration::from_millis(50));
+        let before = cpu_time(tid);
+        std::thread::sleep(Duration::from_millis(300));
+        let spent = cpu_time(tid) - before;
+        assert!(spent < Duration::from_millis(15), "{spent:?} of 300 ms");
+        pool.stop(key).unwrap();
+    }
+    pool.stop(good_key).unwrap();
+}
+
+#[test]
 fn kick_whose_other_end_is_gone_costs_nothing() {
     let pool = Pool::default();
     let [id] = threads(&pool);

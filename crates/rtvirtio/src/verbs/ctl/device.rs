@@ -52,9 +52,12 @@ pub(super) struct AddArgs {
     listen: PathBuf,
     #[command(flatten)]
     data: DataArgs,
-    /// Its size, of a disk in RAM or an emulated one, such as 64M
-    #[arg(long, conflicts_with = "image")]
+    /// Its size, of a disk in RAM or an emulated one, or of a part of an image, such as 64M
+    #[arg(long)]
     size: Option<String>,
+    /// First byte of the part of an image that is the disk, such as 1M; with --size
+    #[arg(long, value_name = "SIZE", requires = "image", requires = "size")]
+    offset: Option<String>,
     /// Virtqueues, 1 to 64
     #[arg(long, value_name = "N", default_value_t = 1)]
     queues: u32,
@@ -79,6 +82,9 @@ pub(super) struct AddArgs {
     /// Lock the image only while a front end is connected: for live migration
     #[arg(long, requires = "image")]
     lock_session: bool,
+    /// Do not lock the image: for parts of one image
+    #[arg(long, requires = "image", conflicts_with = "lock_session")]
+    no_lock: bool,
 }
 
 /// Where its data lies.
@@ -162,13 +168,20 @@ fn open(path: &Path, args: &AddArgs) -> Result<File> {
 fn engine(args: &AddArgs) -> Result<wire::Engine> {
     if let Some(image) = &args.data.image {
         let path = fs::canonicalize(image).with_context(|| format!("{}", image.display()))?;
-        let lock =
-            if args.lock_session { wire::ImageLock::Session } else { wire::ImageLock::Always };
+        let lock = match (args.lock_session, args.no_lock) {
+            (true, _) => wire::ImageLock::Session,
+            (_, true) => wire::ImageLock::Off,
+            _ => wire::ImageLock::Always,
+        };
+        let part = [&args.offset, &args.size].map(|text| text.as_deref().map(size).transpose());
+        let [offset, size] = part;
         return Ok(wire::Engine {
             kind: wire::EngineKind::File,
             path: Some(path),
             direct: Some(!args.buffered),
             lock: Some(lock),
+            offset: offset?,
+            size: size?,
             ..wire::Engine::default()
         });
     }

@@ -1,0 +1,45 @@
+//! What the loop counts on of the kernel.
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::*;
+
+#[test]
+fn poll_that_ends_for_want_of_room_says_the_same_as_one_of_a_file_that_always_ends() {
+    let mut ring: IoUring = IoUring::builder().setup_cqsize(4).build(2).unwrap();
+    let push = |ring: &mut IoUring, fd: &rustix::fd::OwnedFd| {
+        let poll = opcode::PollAdd::new(types::Fd(fd.as_raw_fd()), libc::POLLIN as u32);
+        let poll = poll.multi(true).build().user_data(7);
+        // SAFETY: a poll refers to no memory.
+        unsafe { ring.submission().push(&poll).unwrap() };
+        ring.submit().unwrap();
+    };
+    let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    push(&mut ring, &kick);
+    for _ in 0..16 {
+        rustix::io::write(&kick, &1u64.to_ne_bytes()).unwrap();
+        // Runs what the kernel has put off; what it completes is not reaped.
+        let _ = rustix::io::write(&kick, &0u64.to_ne_bytes());
+    }
+    let mut last = None;
+    loop {
+        // What did not fit comes when there is room.
+        let _ = ring
+            .submitter()
+            .submit_with_args(1, &types::SubmitArgs::new().timespec(&types::Timespec::from(LOOK)));
+        let mut any = false;
+        for entry in ring.completion() {
+            any = true;
+            last = Some((entry.result(), cqueue::more(entry.flags())));
+        }
+        if !any {
+            break;
+        }
+    }
+    assert_eq!(last, Some((i32::from(libc::POLLIN), false)));
+
+    let file = tempfile::tempfile().unwrap().into();
+    push(&mut ring, &file);
+    let entry = ring.completion().next().unwrap();
+    assert_eq!((entry.result(), cqueue::more(entry.flags())), (i32::from(libc::POLLIN), false));
+}

@@ -1,0 +1,170 @@
+//! The registry over the pool and the server as they are.
+
+use std::io::Read as _;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use rtvirtio_spec::serve::IoThread;
+use rustix::event::{EventfdFlags, eventfd};
+use serde_json::json;
+use tokio::sync::broadcast::error::TryRecvError;
+
+use super::host::Host;
+use super::*;
+use crate::protocol::{HEADER_SIZE, Message, VringAddress, VringFd, VringState, features};
+use crate::session::testing::{memory, region};
+use crate::session::{Answer, Refused, Session, StartError};
+
+struct Rig {
+    registry: Registry,
+    events: broadcast::Receiver<Event>,
+    directory: tempfile::TempDir,
+}
+
+fn disk() -> DiskName {
+    DiskName::new("disk").unwrap()
+}
+
+impl Rig {
+    /// A disk in RAM with a queue on a thread.
+    fn new() -> Self {
+        let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        let events = registry.events();
+        let raw = serde_json::from_value(json!({ "name": "iot0" })).unwrap();
+        registry.add_iothread(IoThread::new(raw).unwrap()).unwrap();
+        let device = json!({
+            "name": "disk",
+            "vm": "vm",
+            "socket": directory.path().join("disk.sock"),
+            "engine": { "type": "ram", "size": 1 << 20 },
+        });
+        let device = serde_json::from_value(device).unwrap();
+        registry.add_device(device, HandedFds::default()).unwrap();
+        let mut rig = Self { registry, events, directory };
+        let iothread = IoThreadName::new("iot0").unwrap();
+        assert_eq!(rig.event(), Event::IothreadAdded { iothread });
+        assert_eq!(rig.event(), Event::DeviceAdded { device: disk() });
+        rig
+    }
+
+    #[track_caller]
+    fn event(&mut self) -> Event {
+        let start = Instant::now();
+        loop {
+            match self.events.try_recv() {
+                Ok(event) => return event,
+                Err(TryRecvError::Empty) => std::thread::sleep(Duration::from_millis(1)),
+                Err(error) => panic!("{error}"),
+            }
+            assert!(start.elapsed() < Duration::from_secs(20), "there is no event");
+        }
+    }
+
+    /// A session with a ring that runs, and the guest's memory, in which the ring is 64 KiB.
+    fn session(&self) -> (Session<Host>, OwnedFd) {
+        let host = self.registry.host(&disk());
+        let mut session = Session::new(Arc::clone(host.device()), host);
+        let guest = memory(0x1_0000);
+        let address = VringAddress {
+            index: 0,
+            descriptors: 1 << 30,
+            available: (1 << 30) + 0x1000,
+            used: (1 << 30) + 0x2000,
+            log: None,
+        };
+        for (message, fds) in [
+            (Message::SetFeatures(features::VERSION_1), vec![]),
+            (Message::AddMemReg(region(0)), vec![guest.try_clone().unwrap()]),
+            (Message::SetVringNum(VringState { index: 0, num: 16 }), vec![]),
+            (Message::SetVringAddr(address), vec![]),
+        ] {
+            session.handle(message, fds).unwrap();
+        }
+        kick(&mut session);
+        (session, guest)
+    }
+
+    fn queue_broken() -> Event {
+        let reason = "the available index jumps".to_owned();
+        Event::QueueBroken { device: disk(), queue: 0, reason }
+    }
+}
+
+/// Starts ring 0 anew: it is looked at unasked.
+fn kick(session: &mut Session<Host>) {
+    let kick = Message::SetVringKick(VringFd { index: 0, fd: true });
+    session.handle(kick, vec![eventfd(0, EventfdFlags::CLOEXEC).unwrap()]).unwrap();
+}
+
+/// More requests than a ring of 16 entries holds.
+fn break_ring(guest: &OwnedFd) {
+    rustix::io::pwrite(guest, &1000_u16.to_le_bytes(), 0x1002).unwrap();
+}
+
+#[test]
+fn front_end_that_comes_and_leaves_is_told_of() {
+    let mut rig = Rig::new();
+    for _ in 0..2 {
+        let front = UnixStream::connect(rig.directory.path().join("disk.sock")).unwrap();
+        assert_eq!(rig.event(), Event::FrontEndConnected { device: disk() });
+        drop(front);
+        assert_eq!(rig.event(), Event::FrontEndDisconnected { device: disk() });
+    }
+    let front = UnixStream::connect(rig.directory.path().join("disk.sock")).unwrap();
+    assert_eq!(rig.event(), Event::FrontEndConnected { device: disk() });
+    rig.registry.remove_device(&disk()).unwrap();
+    assert_eq!(rig.event(), Event::FrontEndDisconnected { device: disk() });
+    assert_eq!(rig.event(), Event::DeviceRemoved { device: disk() });
+    drop(front);
+}
+
+#[test]
+fn kick_that_is_no_eventfd_pipe_or_socket_is_refused() {
+    let rig = Rig::new();
+    let (mut session, _guest) = rig.session();
+    let kick = || Message::SetVringKick(VringFd { index: 0, fd: true });
+    let refused = session.handle(kick(), vec![memory(1)]).unwrap_err();
+    assert_eq!(refused, Refused::Start { index: 0, source: StartError::Kick });
+    session.handle(kick(), vec![rustix::pipe::pipe().unwrap().0]).unwrap();
+}
+
+#[test]
+fn ring_that_breaks_is_told_of_once() {
+    let mut rig = Rig::new();
+    let (mut session, guest) = rig.session();
+    let (mut ours, theirs) = UnixStream::pair().unwrap();
+    session.handle(Message::SetBackendReqFd, vec![theirs.into()]).unwrap();
+    break_ring(&guest);
+    kick(&mut session);
+    assert_eq!(rig.event(), Rig::queue_broken());
+    let status = session.handle(Message::GetStatus, vec![]);
+    assert!(matches!(status, Ok(Answer::U64(64))), "{status:?}");
+    // The front end hears that there is something new, and of what kind when it asks.
+    ours.read_exact(&mut [0; HEADER_SIZE]).unwrap();
+    session.handle(Message::SetStatus(0), vec![]).unwrap();
+    let status = session.handle(Message::GetStatus, vec![]);
+    assert!(matches!(status, Ok(Answer::U64(0))), "{status:?}");
+    // Neither the watchdog nor its end tells again.
+    std::thread::sleep(Duration::from_millis(250));
+    drop(session);
+    assert_eq!(rig.events.try_recv(), Err(TryRecvError::Empty));
+}
+
+#[test]
+fn ring_that_breaks_and_stops_at_once_is_told_of() {
+    let mut rig = Rig::new();
+    for _ in 0..20 {
+        let (mut session, guest) = rig.session();
+        break_ring(&guest);
+        kick(&mut session);
+        let host = rig.registry.host(&disk());
+        while !host.stats[0].is_broken() {
+            std::hint::spin_loop();
+        }
+        drop(session);
+        assert_eq!(rig.event(), Rig::queue_broken());
+    }
+    assert_eq!(rig.events.try_recv(), Err(TryRecvError::Empty));
+}

@@ -1,0 +1,168 @@
+//! Names, cgroups, paths, and what refers to them.
+
+use super::*;
+
+#[test]
+fn name_with_traversal_nul_or_control_is_refused() {
+    let reason = |name: &str| match problem(&FULL.replacen("\"plc\"", &format!("\"{name}\""), 1)) {
+        Problem::BadName { kind: Kind::Vm, reason, .. } => reason,
+        other => panic!("{other}"),
+    };
+    assert_eq!(reason("../plc"), NameError::BadCharacter('/'));
+    assert_eq!(reason(".."), NameError::BadStart('.'));
+    assert_eq!(reason("a\\u0000b"), NameError::BadCharacter('\0'));
+    assert_eq!(reason("a\\nb"), NameError::BadCharacter('\n'));
+    assert_eq!(reason("a\\u001bb"), NameError::BadCharacter('\u{1b}'));
+    assert_eq!(reason(""), NameError::Empty);
+
+    let error = refused(&FULL.replacen("\"plc\"", "\"a\\nb\"", 1));
+    assert!(!error.to_string().contains('\n'), "{error}");
+    assert!(error.to_string().starts_with("s.toml:7:8: vm 1: \"a\\nb\" is not a name"), "{error}");
+
+    let other = |text: String| match problem(&text) {
+        Problem::BadName { kind, .. } => kind,
+        other => panic!("{other}"),
+    };
+    assert_eq!(other(FULL.replacen("[device.data]", "[device.\"../x\"]", 1)), Kind::Device);
+    assert_eq!(other(FULL.replacen("name = \"root\"", "name = \"../x\"", 1)), Kind::Disk);
+    assert_eq!(other(FULL.replacen("name = \"control\"", "name = \"../x\"", 1)), Kind::Task);
+}
+
+#[test]
+fn name_raw_nul_in_text_is_refused() {
+    let found = problem(&FULL.replacen("plc", "p\0lc", 1));
+    assert!(matches!(found, Problem::Toml { .. }), "{found}");
+}
+
+#[test]
+fn cgroup_that_leaves_the_mount_is_refused() {
+    assert_eq!(cgroup_fault("../x"), CgroupFault::DotComponent);
+    assert_eq!(cgroup_fault("a/../../x"), CgroupFault::DotComponent);
+    assert_eq!(cgroup_fault("a/./x"), CgroupFault::DotComponent);
+    assert_eq!(cgroup_fault(".."), CgroupFault::DotComponent);
+    assert_eq!(cgroup_fault("/a"), CgroupFault::Absolute);
+    assert_eq!(cgroup_fault("a//b"), CgroupFault::EmptyComponent);
+    assert_eq!(cgroup_fault("a/"), CgroupFault::EmptyComponent);
+    assert_eq!(cgroup_fault(""), CgroupFault::Path(PathFault::Empty));
+    let nul = PathFault::ControlCharacter('\0');
+    assert_eq!(cgroup_fault("a\\u0000"), CgroupFault::Path(nul));
+    assert_eq!(cgroup_fault(&"a".repeat(256)), CgroupFault::LongComponent);
+    assert_eq!(cgroup_fault(&"a/".repeat(2048)), CgroupFault::Path(PathFault::TooLong));
+}
+
+#[test]
+fn cgroup_of_libvirt_is_accepted() {
+    let text = small("cgroup = 'machine.slice/machine-qemu\\x2d1\\x2dplc.scope/..a'", "");
+    let expected = "machine.slice/machine-qemu\\x2d1\\x2dplc.scope/..a";
+    assert_eq!(parse("s.toml", &text).unwrap().vms[0].cgroup, PathBuf::from(expected));
+}
+
+#[test]
+fn cgroup_shared_or_nested_is_refused() {
+    let vms = |cgroups: &[&str]| {
+        let mut text = "version = 1\n[device.d]\npath = \"/dev/d\"\nprofile = \"p\"\n".to_owned();
+        for (i, cgroup) in cgroups.iter().enumerate() {
+            text.push_str(&format!("[[vm]]\nname = \"v{i}\"\n{cgroup}\n"));
+            text.push_str("[[vm.disk]]\nname = \"d\"\ndevice = \"d\"\n");
+        }
+        text
+    };
+    let error = refused(&vms(&["cgroup = \"a/b\"", "", "cgroup = \"a/b\""]));
+    assert_eq!(
+        error.to_string(),
+        "s.toml:19:10: vm \"v2\": cgroup \"a/b\" is the cgroup of vm \"v0\" too"
+    );
+    let error = refused(&vms(&["cgroup = \"a/b/c\"", "cgroup = \"a/b-c\"", "cgroup = \"a/b\""]));
+    assert_eq!(
+        error.to_string(),
+        "s.toml:19:10: vm \"v2\": cgroup \"a/b\" and cgroup \"a/b/c\" of vm \"v0\" lie one inside the other"
+    );
+    let error = refused(&vms(&["", "cgroup = \"rtvirtio/v0/x\""]));
+    assert!(matches!(*error.problem, Problem::CgroupNested { .. }), "{error}");
+    assert!(
+        parse("s", &vms(&["cgroup = \"a/b\"", "cgroup = \"a/bc\"", "cgroup = \"a/b-\""])).is_ok()
+    );
+}
+
+#[test]
+fn device_path_relative_empty_or_with_control_is_refused() {
+    let fault = |path: &str| match problem(&FULL.replacen("/dev/disk/by-id/nvme-x", path, 1)) {
+        Problem::BadPath { key: "path", fault, .. } => fault,
+        other => panic!("{other}"),
+    };
+    assert_eq!(fault("dev/vdb"), PathFault::Relative);
+    assert_eq!(fault("./vdb"), PathFault::Relative);
+    assert_eq!(fault(""), PathFault::Empty);
+    assert_eq!(fault("/dev/\\u0000"), PathFault::ControlCharacter('\0'));
+    assert_eq!(fault(&"/".repeat(4096)), PathFault::TooLong);
+    assert_eq!(
+        problem(&FULL.replacen("profile = \"profiles/data.json\"\n", "", 1)),
+        Problem::MissingKey { key: "profile" }
+    );
+}
+
+#[test]
+fn device_path_of_two_devices_is_refused() {
+    let more = "[device.again]\npath = \"/dev/disk/by-id/nvme-x\"\nprofile = \"p\"\n[[vm]]";
+    let error = refused(&FULL.replacen("[[vm]]", more, 1));
+    assert_eq!(
+        error.to_string(),
+        "s.toml:7:8: device \"again\": path \"/dev/disk/by-id/nvme-x\" is the path of device \"data\" too"
+    );
+}
+
+#[test]
+fn name_twice_is_refused() {
+    let kind = |text: String| match problem(&text) {
+        Problem::DuplicateName { kind, .. } => kind,
+        other => panic!("{other}"),
+    };
+    assert_eq!(kind(FULL.replacen("backup", "plc", 1)), Kind::Vm);
+    let disk = "[[vm.disk]]\nname = \"root\"\ndevice = \"data\"\n";
+    assert_eq!(kind(format!("{FULL}{disk}")), Kind::Disk);
+    let task = "[[vm.task]]\nname = \"t\"\n";
+    assert_eq!(kind(format!("{FULL}{task}{task}")), Kind::Task);
+}
+
+#[test]
+fn reference_to_nothing_is_refused_with_the_nearest() {
+    let error = refused(&FULL.replacen("device = \"data\"", "device = \"dat\"", 1));
+    assert_eq!(
+        error.to_string(),
+        "s.toml:12:10: vm \"plc\": disk \"root\": there is no device \"dat\""
+    );
+    assert!(error.hint().starts_with("did you mean \"data\"?"), "{}", error.hint());
+    let error = refused(&FULL.replacen("disk = \"root\"", "disk = \"boot\"", 1));
+    assert_eq!(
+        error.to_string(),
+        "s.toml:15:8: vm \"plc\": task \"control\": the vm has no disk \"boot\""
+    );
+    assert!(error.hint().ends_with("use one of root"), "{}", error.hint());
+}
+
+#[test]
+fn task_of_two_disks_without_disk_is_refused() {
+    let more = "[[vm.disk]]\nname = \"log\"\ndevice = \"data\"\n[[vm.task]]\nname = \"t\"\n";
+    let error = refused(&format!("{FULL}{more}"));
+    assert_eq!(error.hint(), "write disk = \"NAME\" with one of root, log");
+}
+
+#[test]
+fn backend_vhost_user_is_refused_as_not_yet() {
+    let error = refused(&small("backend = \"vhost-user\"", ""));
+    assert_eq!(
+        error.to_string(),
+        "s.toml:7:11: vm \"plc\": backend \"vhost-user\" is not in this version"
+    );
+    assert!(error.hint().contains("backend = \"kernel\""));
+    let found = problem(&small("backend = \"virtio\"", ""));
+    assert_eq!(found, Problem::UnknownBackend { backend: "virtio".to_owned() });
+}
+
+#[test]
+fn recognise_ioprio_is_refused_on_the_host_path() {
+    let error = refused(&small("", "recognise = \"ioprio:rt/0\""));
+    assert!(error.to_string().contains("cannot see a guest's ioprio"), "{error}");
+    assert!(error.hint().contains("recognise = \"disk\""));
+    assert!(matches!(task_problem("recognise = \"x\""), Problem::UnknownRecognise { .. }));
+}
