@@ -5,6 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 
+use rtvirtio_bench::guests::Restarts;
 use rtvirtio_host::qemu::Agent;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -32,14 +33,19 @@ pub(crate) struct Shell {
 }
 
 impl Shell {
-    /// Returns once the agent answers; asks `check` in the meantime.
-    pub(crate) fn connect(agent: impl Fn() -> Option<Agent>, mut check: impl FnMut()) -> Self {
+    /// Once the agent answers; none if `goes_on` says in the meantime that it never will.
+    pub(crate) fn connect(
+        agent: impl Fn() -> Option<Agent>,
+        mut goes_on: impl FnMut() -> bool,
+    ) -> Option<Self> {
         let start = Instant::now();
         loop {
             if let Some(agent) = agent() {
-                return Self { agent };
+                return Some(Self { agent });
             }
-            check();
+            if !goes_on() {
+                return None;
+            }
             assert!(start.elapsed() < BOOT, "the guest does not boot");
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -116,6 +122,7 @@ pub(crate) struct Vm {
     socket: PathBuf,
     disk: Disk,
     shell: Option<Shell>,
+    restarts: Restarts,
 }
 
 impl Vm {
@@ -123,7 +130,7 @@ impl Vm {
     #[track_caller]
     pub(crate) fn boot(server: &Server, disk: Disk) -> Self {
         let mut vm = Self::launch(&server.socket(), disk, &[]);
-        vm.shell();
+        vm.wait_for_boot();
         vm
     }
 
@@ -169,7 +176,14 @@ impl Vm {
         let child = child.unwrap();
         let process = Process { child, directory };
         let qmp = Qmp::connect(&process.directory.path().join("qmp"));
-        Self { process, qmp, socket: socket.to_owned(), disk, shell: None }
+        Self {
+            process,
+            qmp,
+            socket: socket.to_owned(),
+            disk,
+            shell: None,
+            restarts: Restarts::default(),
+        }
     }
 
     pub(crate) fn directory(&self) -> &Path {
@@ -181,26 +195,44 @@ impl Vm {
         self.process.said()
     }
 
-    /// Its shell; waits until the guest has booted.
+    /// Its shell; waits until the guest can be asked.
     #[track_caller]
     pub(crate) fn shell(&mut self) -> &mut Shell {
-        if self.shell.is_none() {
-            let path = self.directory().join("agent");
-            let child = &mut self.process.child;
-            let check = || {
-                let status = child.try_wait().unwrap();
-                assert!(status.is_none(), "QEMU ended: {status:?}");
-            };
-            let agent = || Agent::connect(&path, Duration::from_secs(2)).ok();
-            self.shell = Some(Shell::connect(agent, check));
-        }
+        assert!(self.connect(), "QEMU ended: {}", self.said());
         self.shell.as_mut().unwrap()
     }
 
+    /// Waits for the agent; whether it answers, or QEMU has ended.
+    fn connect(&mut self) -> bool {
+        if self.shell.is_none() {
+            let path = self.directory().join("agent");
+            let child = &mut self.process.child;
+            let runs = || child.try_wait().unwrap().is_none();
+            let agent = || Agent::connect(&path, Duration::from_secs(2)).ok();
+            self.shell = Shell::connect(agent, runs);
+        }
+        self.shell.is_some()
+    }
+
+    /// Waits until the guest has booted; starts it anew if QEMU died of its own fault.
+    #[track_caller]
+    fn wait_for_boot(&mut self) {
+        while !self.connect() {
+            let said = self.said();
+            assert!(self.restarts.may("test", &said), "QEMU ended: {said}");
+            let Self { process, qmp, .. } = Self::launch(&self.socket, self.disk, &[]);
+            (self.process, self.qmp) = (process, qmp);
+        }
+    }
+
     /// Resets the machine; returns when its next boot is done.
+    #[track_caller]
     pub(crate) fn reset(&mut self) {
         // A boot's own number tells the next from this one, whose agent may still answer.
-        let boot = |vm: &mut Self| vm.shell().read("/proc/sys/kernel/random/boot_id");
+        let boot = |vm: &mut Self| {
+            vm.wait_for_boot();
+            vm.shell().read("/proc/sys/kernel/random/boot_id")
+        };
         let before = boot(self).unwrap();
         self.shell = None;
         self.qmp.run("system_reset", json!({}));
