@@ -230,14 +230,6 @@ impl FrontEnd {
         rustix::io::write(&self.kick, &1u64.to_ne_bytes()).unwrap();
     }
 
-    /// Waits to be called.
-    pub(crate) fn wait(&self) {
-        let mut ready = [rustix::event::PollFd::new(&self.call, rustix::event::PollFlags::IN)];
-        let timeout = rustix::event::Timespec { tv_sec: 1, tv_nsec: 0 };
-        let _ = rustix::event::poll(&mut ready, Some(&timeout));
-        let _ = rustix::io::read(&self.call, &mut [0; 8]);
-    }
-
     /// Puts a head into the available ring, and kicks.
     pub(crate) fn offer(&self, head: u16, count: u16) {
         let (_, available, _) = self.driver.addresses();
