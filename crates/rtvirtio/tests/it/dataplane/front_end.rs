@@ -17,7 +17,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use tempfile::TempDir;
 
-use crate::scratch_disk::RTVIRTIO;
+use super::server::rtvirtio;
 
 const ENOUGH: Duration = Duration::from_secs(10);
 /// A request's data, header and status.
@@ -48,7 +48,9 @@ impl Daemon {
         std::fs::write(&path, text).unwrap();
         let log = File::create(directory.path().join("log")).unwrap();
         let child = Command::new("setpriv")
-            .args(["--pdeathsig", "KILL", RTVIRTIO, "serve"])
+            .args(["--pdeathsig", "KILL"])
+            .arg(rtvirtio())
+            .arg("serve")
             .arg(path)
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())

@@ -108,6 +108,15 @@ impl Default for Disk {
     }
 }
 
+/// Whose process QEMU is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Owner {
+    /// A user, and a group, of no account.
+    pub(crate) id: u32,
+    /// The group that may connect to the server.
+    pub(crate) group: u32,
+}
+
 /// QEMU's process; killed when dropped.
 struct Process {
     child: Child,
@@ -121,6 +130,7 @@ pub(crate) struct Vm {
     pub(crate) qmp: Qmp,
     socket: PathBuf,
     disk: Disk,
+    owner: Option<Owner>,
     shell: Option<Shell>,
     restarts: Restarts,
 }
@@ -129,23 +139,40 @@ impl Vm {
     /// Starts QEMU and waits until the guest's agent answers.
     #[track_caller]
     pub(crate) fn boot(server: &Server, disk: Disk) -> Self {
-        let mut vm = Self::launch(&server.socket(), disk, &[]);
+        Self::boot_as(None, server, disk)
+    }
+
+    /// The same as another user; root starts it.
+    #[track_caller]
+    pub(crate) fn boot_as(owner: Option<Owner>, server: &Server, disk: Disk) -> Self {
+        let mut vm = Self::launch(&server.socket(), disk, owner, &[]);
         vm.wait_for_boot();
         vm
     }
 
     /// Starts QEMU to receive a guest; where from is told later.
     pub(crate) fn receive(server: &Server, disk: Disk) -> Self {
-        Self::launch(&server.socket(), disk, &["-incoming", "defer"])
+        Self::launch(&server.socket(), disk, None, &["-incoming", "defer"])
     }
 
-    fn launch(socket: &Path, disk: Disk, arguments: &[&str]) -> Self {
+    fn launch(socket: &Path, disk: Disk, owner: Option<Owner>, arguments: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let file = |name: &str| directory.path().join(name).display().to_string();
-        let image = image_directory();
+        let mut image = image_directory();
         let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL"]);
+        if let Some(Owner { id, group }) = owner {
+            command.args([format!("--reuid={id}"), format!("--regid={id}")]);
+            command.arg(format!("--groups={group}"));
+            // Where the image was made may be closed to others.
+            for name in ["kernel", "initramfs"] {
+                std::fs::copy(image.join(name), file(name)).unwrap();
+            }
+            image = directory.path().to_owned();
+            std::os::unix::fs::chown(&image, Some(id), Some(id)).unwrap();
+        }
         command
-            .args(["--pdeathsig", "KILL", "qemu-system-x86_64"])
+            .arg("qemu-system-x86_64")
             .args(["-nodefaults", "-no-user-config", "-display", "none", "-accel", "tcg"])
             .args(["-machine", "q35,memory-backend=memory", "-cpu", "max", "-smp", "4"])
             .args(["-m", "512"])
@@ -181,9 +208,14 @@ impl Vm {
             qmp,
             socket: socket.to_owned(),
             disk,
+            owner,
             shell: None,
             restarts: Restarts::default(),
         }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.child.id()
     }
 
     pub(crate) fn directory(&self) -> &Path {
@@ -220,7 +252,7 @@ impl Vm {
         while !self.connect() {
             let said = self.said();
             assert!(self.restarts.may("test", &said), "QEMU ended: {said}");
-            let Self { process, qmp, .. } = Self::launch(&self.socket, self.disk, &[]);
+            let Self { process, qmp, .. } = Self::launch(&self.socket, self.disk, self.owner, &[]);
             (self.process, self.qmp) = (process, qmp);
         }
     }
