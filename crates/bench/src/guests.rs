@@ -15,6 +15,7 @@
 mod archive;
 mod data_plane;
 mod process;
+mod restarts;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -33,6 +34,7 @@ use data_plane::DataPlane;
 pub use data_plane::Served;
 use process::Slice;
 pub(crate) use process::{Process, Start};
+pub use restarts::Restarts;
 
 /// How long a boot may take: 3 s for one guest under TCG, and five share two cores.
 pub(crate) const BOOT: Duration = Duration::from_secs(90);
@@ -415,7 +417,7 @@ impl Process {
     /// The agent, once it answers.
     fn agent(&self, deadline: Instant, interrupted: &Interrupted) -> Result<Agent> {
         loop {
-            self.check()?;
+            self.check_boot()?;
             // The socket is QEMU's: it accepts before the guest has booted, so the answer counts.
             let tried = Agent::connect(self.agent_socket(), Duration::from_secs(2));
             let error = match tried {

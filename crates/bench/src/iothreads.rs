@@ -32,7 +32,6 @@ use rtvirtio_units::CpuId;
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::InterruptedError;
 use crate::cell::{GUEST_FILES, take_host};
 use crate::guests::{Accelerator, Guest, GuestImage, Start};
 use crate::load::{Interrupted, MachineSample, wait};
@@ -46,9 +45,6 @@ pub const DEPTHS: [u32; 2] = [1, 32];
 const DISK_BYTES: u64 = 1 << 30;
 /// What a boot takes, about.
 const BOOT: Duration = Duration::from_secs(8);
-/// Boots that may fail: QEMU 10.0 under TCG sometimes aborts while several vCPUs boot
-/// (`msix_table_mmio_write: Assertion`), before anything is measured.
-const REBOOTS: u32 = 2;
 /// How long fio may take to start or to go, in a guest that is translated.
 const FIO: Duration = Duration::from_secs(30);
 /// From fio's first request to the window.
@@ -211,7 +207,7 @@ impl Benchmark<'_> {
                 progress.start(&label, expected);
                 let mut depths = DEPTHS;
                 depths.shuffle(&mut rng);
-                let served = Served::boot(self, service, &progress, interrupted);
+                let served = Served::boot(self, service, interrupted);
                 let mut served = served.with_context(|| label.clone())?;
                 for depth in depths {
                     let run = served.cell(self.window, depth, repetition, interrupted);
@@ -236,28 +232,13 @@ struct Served {
 }
 
 impl Served {
-    fn boot(
-        what: &Benchmark<'_>,
-        service: Service,
-        progress: &Progress,
-        interrupted: &Interrupted,
-    ) -> Result<Self> {
+    fn boot(what: &Benchmark<'_>, service: Service, interrupted: &Interrupted) -> Result<Self> {
         let directory = tempfile::tempdir_in(GUEST_FILES)?;
         let mut arguments = vec!["-blockdev".to_owned(), backend().to_string()];
         arguments.extend(service.arguments()?);
         let start = Start::new(what.image, what.accelerator, directory.path(), "guest");
         let start = Start { vcpus: VCPUS, arguments, ..start };
-        let mut failed = 0;
-        let guest = loop {
-            match Guest::start(&start, interrupted) {
-                Ok(guest) => break guest,
-                Err(error) if error.is::<InterruptedError>() || failed == REBOOTS => {
-                    return Err(error);
-                }
-                Err(error) => progress.note(&format!("{error:#}; once more")),
-            }
-            failed += 1;
-        };
+        let guest = Guest::start(&start, interrupted)?;
         let mut monitor = guest.monitor()?;
         let blocks = monitor.blocks(ANSWER)?;
         let block = blocks.into_iter().find(|b| b.node.as_deref() == Some("null"));

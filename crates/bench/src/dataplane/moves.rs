@@ -7,11 +7,13 @@
 //! in this sense (its pause is 0), and does not count.
 //!
 //! - [`wake`]: how late a thread wakes that another one wakes, in the same time.
+//! - [`resets`]: a front end that stops and starts rings.
 //!
 //! A stage passes when no completion was lost, repeated or misplaced, moves were as
 //! many as asked for, and the p99 of pauses is at most [`LIMIT`] if a core was idle,
 //! else at most [`FACTOR`] times the p99 of wake-ups.
 
+mod resets;
 mod wake;
 
 use std::path::{Path, PathBuf};
@@ -31,6 +33,7 @@ use super::server::Server;
 use super::verify::{Options, Report, Verifier};
 use super::written_file;
 use crate::load::{Interrupted, MachineSample};
+use resets::Resets;
 use wake::Wakes;
 
 /// Pause at p99 while a core is idle.
@@ -67,12 +70,21 @@ pub enum Stage {
     Disconnects,
     /// Like heavy, while the front end adds and removes memory.
     Memory,
+    /// Like heavy, while the front end stops rings and starts them, as for a reset.
+    Reset,
 }
 
 impl Stage {
     /// All, in order.
-    pub const ALL: [Self; 6] =
-        [Self::Light, Self::Heavy, Self::Ram, Self::Disk, Self::Disconnects, Self::Memory];
+    pub const ALL: [Self; 7] = [
+        Self::Light,
+        Self::Heavy,
+        Self::Ram,
+        Self::Disk,
+        Self::Disconnects,
+        Self::Memory,
+        Self::Reset,
+    ];
 
     /// For people.
     #[must_use]
@@ -84,6 +96,7 @@ impl Stage {
             Self::Disk => "disk",
             Self::Disconnects => "disconnects",
             Self::Memory => "memory",
+            Self::Reset => "reset",
         }
     }
 }
@@ -143,8 +156,13 @@ pub struct Shown {
     pub rate: f64,
     /// Requests that found the queue not started, or there already.
     pub idle_moves: u64,
-    /// Requests refused because the queue was being moved or stopped.
+    /// Requests refused because the queue was being moved, edited or stopped; each is followed by
+    /// one for another queue, and none counts as a move.
     pub busy: u64,
+    /// Rings that were stopped and started.
+    pub resets: u64,
+    /// Times that memory was added and removed.
+    pub churns: u64,
     /// How long nobody served a queue that moved.
     pub pause: Lateness,
     /// How late a thread woke that another one woke.
@@ -185,14 +203,16 @@ impl std::fmt::Display for Shown {
         };
         writeln!(
             f,
-            "{}: {} moves in {:.0} s, {:.0}/s (>= {LEAST_RATE}); {} found the queue stopped, \
-             {} were refused as busy",
+            "{}: {} moves in {:.0} s, {:.0}/s (>= {LEAST_RATE}); {} found the queue stopped or \
+             there, {} were refused as busy; {} resets of rings, {} changes of memory",
             self.stage.name(),
             self.moves,
             self.seconds,
             self.rate,
             self.idle_moves,
-            self.busy
+            self.busy,
+            self.resets,
+            self.churns
         )?;
         row(f, "pause  ", pause)?;
         row(f, "wake-up", wake)?;
@@ -274,8 +294,12 @@ impl Moves<'_> {
         interrupted: &Interrupted,
     ) -> Result<Shown> {
         let (busy, depth) = if stage == Stage::Light { (1, 1) } else { (QUEUES, 32) };
+        let resets = match stage {
+            Stage::Reset => Some(Resets::start(socket.with_extension("resets"), socket.clone())?),
+            _ => None,
+        };
         let mut verifier = Verifier::new(Options {
-            socket,
+            socket: resets.as_ref().map_or(socket, |resets| resets.socket().to_owned()),
             queues: QUEUES,
             busy,
             depth,
@@ -314,8 +338,10 @@ impl Moves<'_> {
         let wake = wakes.stop();
         let seconds = begun.elapsed().as_secs_f64();
         let machine = machine.since()?;
-        loaded?;
-        verifier.check()?;
+        let checked = loaded.and_then(|()| verifier.check());
+        // Why it failed says more than that libblkio lost its server.
+        let resets = resets.map(Resets::stop).transpose().context("reset rings")?.unwrap_or(0);
+        checked?;
         let mut all = Asked::new()?;
         for asked in asked {
             let Ok(asked) = asked else { bail!("a thread that asks for moves failed") };
@@ -332,6 +358,8 @@ impl Moves<'_> {
             rate: moves as f64 / seconds,
             idle_moves: all.idle,
             busy: all.busy,
+            resets,
+            churns: verifier.report().churns,
             pause: Lateness::of(&all.pauses),
             wake: Lateness::of(&wake),
             machine,
@@ -376,7 +404,7 @@ impl Asked {
 /// Threads that ask for moves.
 struct Movers<'a> {
     control: &'a ControlClient,
-    /// Where each queue was sent last.
+    /// Where each queue is, or was sent last while it was stopped.
     at: [AtomicUsize; QUEUES],
     stop: AtomicBool,
     every: Duration,
@@ -390,14 +418,22 @@ impl Movers<'_> {
         let mut asked = Asked::new()?;
         let mut next = Instant::now();
         while !self.stop.load(Ordering::Relaxed) {
-            let queue = random.below(QUEUES as u64) as usize;
-            let to = self.at[queue].fetch_xor(1, Ordering::Relaxed) ^ 1;
-            let path = format!("/v1/mapping/disk/{queue}");
-            match self.control.ask::<_, Moved>("PUT", &path, &bodies[to]) {
-                Ok(Moved { pause_ns: Nanos::ZERO }) => asked.idle += 1,
-                Ok(Moved { pause_ns }) => asked.pauses.saturating_record(pause_ns.get()),
-                Err(ControlFault::Refused { status: 409, .. }) => asked.busy += 1,
-                Err(error) => return Err(error.into()),
+            let first = random.below(QUEUES as u64) as usize;
+            // One that is being stopped or edited is passed over: the others may move meanwhile.
+            for queue in (first..first + QUEUES).map(|queue| queue % QUEUES) {
+                let to = self.at[queue].load(Ordering::Relaxed) ^ 1;
+                let path = format!("/v1/mapping/disk/{queue}");
+                match self.control.ask::<_, Moved>("PUT", &path, &bodies[to]) {
+                    Ok(Moved { pause_ns: Nanos::ZERO }) => asked.idle += 1,
+                    Ok(Moved { pause_ns }) => asked.pauses.saturating_record(pause_ns.get()),
+                    Err(ControlFault::Refused { status: 409, .. }) => {
+                        asked.busy += 1;
+                        continue;
+                    }
+                    Err(error) => return Err(error.into()),
+                }
+                self.at[queue].store(to, Ordering::Relaxed);
+                break;
             }
             // What was missed is made up for, but for a tenth of a second only.
             let now = Instant::now();

@@ -4,13 +4,13 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard};
 
 use anyhow::{Context, Result, anyhow, bail};
 use rtvirtio_units::DiskName;
 use serde_json::json;
 
-use super::{Accelerator, GuestImage};
+use super::{Accelerator, GuestImage, Restarts};
 use crate::confine::confine;
 
 /// Guest memory, MiB: the initramfs takes 100 and may take half of what is left, fio 100.
@@ -95,9 +95,15 @@ pub(super) fn disks(
 
 /// A running QEMU; dropping it kills it.
 pub(crate) struct Process {
-    child: Mutex<Child>,
+    qemu: Mutex<Qemu>,
     name: String,
     directory: PathBuf,
+}
+
+struct Qemu {
+    command: Command,
+    child: Child,
+    restarts: Restarts,
 }
 
 impl Process {
@@ -128,7 +134,8 @@ impl Process {
             .args(["-device", "virtio-serial-pci,max_ports=2"])
             .args(["-device", "virtserialport,chardev=agent,name=org.qemu.guest_agent.0"])
             .args(&start.arguments);
-        let errors = File::create(file("err"))?;
+        File::create(file("err"))?;
+        let errors = File::options().append(true).open(file("err"))?;
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
         confine(&mut command, procs).with_context(|| format!("VM {name}"))?;
         let child = command.spawn().map_err(|e| {
@@ -136,8 +143,9 @@ impl Process {
             let hint = if missing { " (install it: apt-get install qemu-system-x86)" } else { "" };
             anyhow!("start qemu-system-x86_64 for {name}: {e}{hint}")
         })?;
+        let restarts = Restarts::default();
         Ok(Self {
-            child: Mutex::new(child),
+            qemu: Mutex::new(Qemu { command, child, restarts }),
             name: name.to_owned(),
             directory: directory.to_owned(),
         })
@@ -147,8 +155,12 @@ impl Process {
         &self.name
     }
 
+    fn lock(&self) -> Result<MutexGuard<'_, Qemu>> {
+        self.qemu.lock().map_err(|_| anyhow!("a lock is poisoned"))
+    }
+
     pub(super) fn id(&self) -> Result<u32> {
-        Ok(self.child.lock().map_err(|_| anyhow!("a lock is poisoned"))?.id())
+        Ok(self.lock()?.child.id())
     }
 
     pub(super) fn monitor_socket(&self) -> PathBuf {
@@ -161,16 +173,33 @@ impl Process {
 
     /// An error if QEMU has ended.
     pub(super) fn check(&self) -> Result<()> {
-        let mut child = self.child.lock().map_err(|_| anyhow!("a lock is poisoned"))?;
-        match child.try_wait()? {
+        match self.lock()?.child.try_wait()? {
             None => Ok(()),
             Some(status) => {
-                let said =
-                    std::fs::read_to_string(self.directory.join(format!("{}.err", self.name)))
-                        .unwrap_or_default();
-                bail!("QEMU of {} ended ({status}): {}", self.name, said.trim())
+                bail!("QEMU of {} ended ({status}): {}", self.name, self.complaints().trim())
             }
         }
+    }
+
+    /// The same while the guest boots, when some deaths are QEMU's own: then it boots anew.
+    pub(super) fn check_boot(&self) -> Result<()> {
+        let Err(error) = self.check() else { return Ok(()) };
+        let mut qemu = self.lock()?;
+        if !qemu.restarts.may(&self.name, &self.complaints()) {
+            return Err(error);
+        }
+        File::create(self.complaints_file())?;
+        qemu.child = qemu.command.spawn()?;
+        Ok(())
+    }
+
+    fn complaints_file(&self) -> PathBuf {
+        self.directory.join(format!("{}.err", self.name))
+    }
+
+    /// What QEMU said on standard error.
+    fn complaints(&self) -> String {
+        std::fs::read_to_string(self.complaints_file()).unwrap_or_default()
     }
 
     /// The end of what the guest's kernel said.
@@ -188,7 +217,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        if let Ok(mut child) = self.child.lock() {
+        if let Ok(Qemu { child, .. }) = self.qemu.get_mut() {
             let _ = child.kill();
             let _ = child.wait();
         }

@@ -20,6 +20,7 @@ mod libvirt;
 mod migration;
 mod qemu;
 mod qmp;
+mod rings;
 mod sandbox;
 mod server;
 mod slow;

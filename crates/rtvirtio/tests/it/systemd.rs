@@ -1,4 +1,7 @@
-//! A real systemd, on cgroup v2 with bfq, in a guest: VMs' scopes, and the unit for the boot.
+//! A real systemd, on cgroup v2 with bfq, in a guest: VMs' scopes, the unit for the boot, and the
+//! data plane's units.
+
+mod data_plane;
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -31,7 +34,7 @@ const BACKUP: &str = "backup.scope";
 struct Guest {
     qemu: Child,
     agent: Agent,
-    _directory: tempfile::TempDir,
+    directory: tempfile::TempDir,
 }
 
 impl Drop for Guest {
@@ -108,7 +111,13 @@ impl Guest {
                 Err(_) => std::thread::sleep(Duration::from_millis(200)),
             }
         };
-        Some(Self { qemu, agent, _directory: directory })
+        Some(Self { qemu, agent, directory })
+    }
+
+    /// The end of what its kernel and systemd said.
+    fn console(&self) -> String {
+        let text = std::fs::read(self.directory.path().join("console")).unwrap_or_default();
+        String::from_utf8_lossy(&text[text.len().saturating_sub(4000)..]).into_owned()
     }
 
     fn run(&mut self, script: &str) -> Output {

@@ -12,6 +12,8 @@ fn shown(rate: f64, pause_us: f64, wake_us: f64, busy_cores: f64) -> Shown {
         rate,
         idle_moves: 0,
         busy: 0,
+        resets: 0,
+        churns: 0,
         pause: lateness(pause_us),
         wake: lateness(wake_us),
         machine: Machine { load1: 0.0, busy_cores, steal_cores: 0.0 },

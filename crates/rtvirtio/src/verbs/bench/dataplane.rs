@@ -82,8 +82,12 @@ enum Other {
 #[derive(clap::Args)]
 struct MovesArgs {
     /// Loads: light (one queue at depth 1), heavy (4 at depth 32, an emulated SSD), ram, disk
-    /// (heavy on a file, direct), disconnects and memory (heavy, racing those)
-    #[arg(long, value_delimiter = ',', default_value = "light,heavy,ram,disk,disconnects,memory")]
+    /// (heavy on a file, direct), disconnects, memory and reset (heavy, racing those)
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "light,heavy,ram,disk,disconnects,memory,reset"
+    )]
     stages: Vec<Stage>,
     /// How long each takes
     #[arg(long, default_value_t = 60.0)]

@@ -85,3 +85,16 @@ pub(crate) fn middle_and_longest(mut times: Vec<Duration>) -> String {
         _ => "never".to_owned(),
     }
 }
+
+/// The same with the 90th percentile between.
+pub(crate) fn middle_late_and_longest(mut times: Vec<Duration>) -> String {
+    times.sort_unstable();
+    let at = |tenths: usize| times.get(times.len() * tenths / 10);
+    match (at(5), at(9), times.last()) {
+        (Some(middle), Some(late), Some(longest)) => {
+            let [middle, late, longest] = [middle, late, longest].map(Duration::as_millis);
+            format!("median {middle} ms, p90 {late} ms, max {longest} ms")
+        }
+        _ => "never".to_owned(),
+    }
+}

@@ -1,9 +1,11 @@
 //! kill −9 of the server while a guest verifies.
 
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use super::counts::{Counts, Record, middle_and_longest};
-use super::server::{Image, Server};
+use super::counts::{Counts, Record, middle_late_and_longest};
+use super::server::{Image, Server, Sockets};
 use super::slow::Slow;
 use super::verify::{FileSystem, Verify};
 use super::vm::{Disk, Vm, can_run};
@@ -17,6 +19,48 @@ const MORE_THAN_IN_FLIGHT: u64 = 32;
 /// Of a slow disk: fio waits for it, so that its requests are in flight in the server.
 const SLOW_IOPS: u32 = 300;
 
+/// From a kill to what comes after it, in order; its parts tell who is waited for.
+#[derive(Default)]
+struct Parts {
+    /// The server listens: its start.
+    listens: Vec<Duration>,
+    /// A front end is connected: QEMU's timer of 200 ms.
+    connected: Vec<Duration>,
+    /// A request has ended: the front end's set-up, and what was in flight.
+    first: Vec<Duration>,
+    /// So have as many as show that new ones end.
+    again: Vec<Duration>,
+}
+
+impl std::fmt::Display for Parts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { listens, connected, first, again } = self;
+        let [again, listens, connected, first] =
+            [again, listens, connected, first].map(|part| middle_late_and_longest(part.clone()));
+        write!(
+            f,
+            "I/O again after {again} (server listens: {listens}; connected: {connected}; first \
+             request ended: {first})"
+        )
+    }
+}
+
+/// When the server listened, and when it was connected to.
+fn watch(socket: &Path, start: Instant, stop: &AtomicBool) -> [Option<Duration>; 2] {
+    let (mut listens, mut connected) = (None, None);
+    while connected.is_none() && !stop.load(Relaxed) {
+        let sockets = Sockets::of(socket);
+        if sockets.listens {
+            listens.get_or_insert_with(|| start.elapsed());
+        }
+        if sockets.connected {
+            connected.get_or_insert_with(|| start.elapsed());
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    [listens, connected]
+}
+
 /// Kills the server of this image under verify, again and again; it may be on a slow disk.
 fn survives(record: &Record, image: &Image, disk: Disk, slow: Option<&Slow>) {
     let counts = Counts::get();
@@ -28,20 +72,37 @@ fn survives(record: &Record, image: &Image, disk: Disk, slow: Option<&Slow>) {
     if let Some(slow) = slow {
         slow.limit(Some(SLOW_IOPS));
     }
-    let (mut times, mut in_flight) = (Vec::new(), 0);
+    let (mut parts, mut in_flight) = (Parts::default(), 0);
+    let socket = server.socket();
     for kill in 0..counts.kills {
         // At changing moments of fio's passes.
         std::thread::sleep(Duration::from_millis(100 + u64::from(kill) * 37 % 400));
         server.kill();
-        let start = Instant::now();
+        let (start, stop) = (Instant::now(), AtomicBool::new(false));
         let before = shell.completed();
         in_flight += shell.in_flight();
         server.start_again();
-        while shell.completed() < before + MORE_THAN_IN_FLIGHT {
-            let waited = start.elapsed();
-            assert!(waited < 10 * AGAIN, "no I/O {waited:?} after kill {kill}; {}", server.log());
-        }
-        times.push(start.elapsed());
+        let mut first = None;
+        let [listens, connected] = std::thread::scope(|scope| {
+            let watched = scope.spawn(|| watch(&socket, start, &stop));
+            loop {
+                let (ended, waited) = (shell.completed() - before, start.elapsed());
+                if ended > 0 {
+                    first.get_or_insert(waited);
+                }
+                if ended >= MORE_THAN_IN_FLIGHT || waited > 10 * AGAIN {
+                    break;
+                }
+            }
+            stop.store(true, Relaxed);
+            watched.join().unwrap()
+        });
+        let waited = start.elapsed();
+        assert!(waited < 10 * AGAIN, "no I/O {waited:?} after kill {kill}; {}", server.log());
+        parts.listens.extend(listens);
+        parts.connected.extend(connected);
+        parts.first.extend(first);
+        parts.again.push(waited);
         verify.runs(shell);
         server.check();
     }
@@ -51,12 +112,10 @@ fn survives(record: &Record, image: &Image, disk: Disk, slow: Option<&Slow>) {
     let verified = verify.stop(shell);
     files.is_intact(shell);
     files.unmount(shell);
-    let longest = *times.iter().max().unwrap();
+    let longest = *parts.again.iter().max().unwrap();
     record.add(&format!(
-        "{disk:?}: {} times killed, with {in_flight} requests in flight; I/O again after {}; \
-         {verified}",
-        counts.kills,
-        middle_and_longest(times)
+        "{disk:?}: {} times killed, with {in_flight} requests in flight; {parts}; {verified}",
+        counts.kills
     ));
     assert!(in_flight > 0, "no kill had anything in flight");
     assert!(longest < AGAIN, "{longest:?} until there was I/O again");

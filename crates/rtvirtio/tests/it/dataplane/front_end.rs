@@ -17,7 +17,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use tempfile::TempDir;
 
-use crate::scratch_disk::RTVIRTIO;
+use super::server::rtvirtio;
 
 const ENOUGH: Duration = Duration::from_secs(10);
 /// A request's data, header and status.
@@ -48,7 +48,9 @@ impl Daemon {
         std::fs::write(&path, text).unwrap();
         let log = File::create(directory.path().join("log")).unwrap();
         let child = Command::new("setpriv")
-            .args(["--pdeathsig", "KILL", RTVIRTIO, "serve"])
+            .args(["--pdeathsig", "KILL"])
+            .arg(rtvirtio())
+            .arg("serve")
             .arg(path)
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
@@ -228,14 +230,6 @@ impl FrontEnd {
 
     pub(crate) fn kick(&self) {
         rustix::io::write(&self.kick, &1u64.to_ne_bytes()).unwrap();
-    }
-
-    /// Waits to be called.
-    pub(crate) fn wait(&self) {
-        let mut ready = [rustix::event::PollFd::new(&self.call, rustix::event::PollFlags::IN)];
-        let timeout = rustix::event::Timespec { tv_sec: 1, tv_nsec: 0 };
-        let _ = rustix::event::poll(&mut ready, Some(&timeout));
-        let _ = rustix::io::read(&self.call, &mut [0; 8]);
     }
 
     /// Puts a head into the available ring, and kicks.

@@ -4,12 +4,10 @@
 use std::fs::File;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
-use rtvirtio_dataplane::ring::driver::GUEST;
-
-use super::front_end::{DATA, Daemon, FrontEnd, HEADER, Outcome, STATUS, send};
+use super::front_end::{DATA, Daemon, FrontEnd, Outcome, send};
+use super::rings::CONTENTS;
 
 const SECTORS: u64 = (4 << 20) / 512;
 const OK: u8 = 0;
@@ -42,67 +40,8 @@ fn is_served(good: &mut FrontEnd) {
 
 #[test]
 fn any_ring_content_returns_the_head_or_breaks_the_queue() {
-    const NEXT: u16 = 1;
-    const WRITE: u16 = 2;
-    const TABLE: u16 = 4;
-    type Set<'a> = &'a dyn Fn(&FrontEnd);
-    let table = GUEST + 0x8_f000;
-    // Writes descriptors of (index, address, length, flags, next), and offers descriptor 0.
-    let chain = |front: &FrontEnd, descriptors: &[(u16, u64, u32, u16, u16)]| {
-        for &(index, address, length, flags, next) in descriptors {
-            front.driver.set_descriptor(index, address, length, flags, next);
-        }
-        front.offer(0, 1);
-    };
-    let cases: [(&str, Set<'_>); 12] = [
-        ("cycle", &|f| chain(f, &[(0, HEADER, 16, NEXT, 1), (1, DATA, 512, NEXT | WRITE, 0)])),
-        ("next beyond the table", &|f| chain(f, &[(0, HEADER, 16, NEXT, FrontEnd::SIZE)])),
-        ("head beyond the table", &|f| f.offer(FrontEnd::SIZE, 1)),
-        ("head 65535", &|f| f.offer(u16::MAX, 1)),
-        ("nested indirect", &|f| {
-            f.driver.guest().u64(table).store(table, SeqCst);
-            f.driver.guest().u64(table + 8).store(16 | u64::from(TABLE) << 32, SeqCst);
-            chain(f, &[(0, table, 16, TABLE, 0)]);
-        }),
-        ("length 4294967295", &|f| {
-            chain(
-                f,
-                &[
-                    (0, HEADER, 16, NEXT, 1),
-                    (1, DATA, u32::MAX, NEXT | WRITE, 2),
-                    (2, STATUS, 1, WRITE, 0),
-                ],
-            );
-        }),
-        ("address wraps", &|f| {
-            chain(
-                f,
-                &[
-                    (0, HEADER, 16, NEXT, 1),
-                    (1, u64::MAX - 511, 4096, NEXT | WRITE, 2),
-                    (2, STATUS, 1, WRITE, 0),
-                ],
-            );
-        }),
-        ("avail jumps", &|f| f.offer(0, FrontEnd::SIZE + 1)),
-        ("zero length", &|f| {
-            chain(
-                f,
-                &[
-                    (0, HEADER, 16, NEXT, 1),
-                    (1, DATA, 0, NEXT | WRITE, 2),
-                    (2, STATUS, 1, WRITE, 0),
-                ],
-            );
-        }),
-        ("readable status", &|f| chain(f, &[(0, HEADER, 16, NEXT, 1), (1, STATUS, 1, 0, 0)])),
-        ("no status", &|f| chain(f, &[(0, HEADER, 16, 0, 0)])),
-        ("readable behind writable", &|f| {
-            chain(f, &[(0, HEADER, 16, NEXT | WRITE, 1), (1, STATUS, 1, 0, 0)]);
-        }),
-    ];
     let (mut daemon, mut good) = daemon(ram());
-    for (name, attack) in cases {
+    for (name, attack) in CONTENTS {
         let bad = FrontEnd::connect(&daemon.socket("bad"));
         attack(&bad);
         assert_ne!(bad.outcome(), Outcome::Neither, "{name}");

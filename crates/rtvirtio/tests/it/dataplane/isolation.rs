@@ -1,25 +1,36 @@
-//! What a broken VM does to another VM's latency on the same IOThread.
+//! What a broken VM does to another VM on the same IOThread.
+//!
+//! `cargo test` sees that the other one is served, with every class of [`CONTENTS`]. How late it is
+//! served needs a machine with nothing else to do, so that is judged with `RTVIRTIO_ISOLATION=FILE`
+//! (`make bench-dataplane-isolation`): pairs of windows, one calm and one with the broken VM, whose
+//! order takes turns, and the median of the pairs' ratios of p99.9.
 //!
 //! Victim and attacker are processes of the same machine, so the attacker's own processor time
 //! would count as the daemon's: the attacker has nice 19 beside the victim on one CPU, and the
 //! daemon has another for itself. What is left is what the daemon does because of the attacker.
 
-use std::io::Write as _;
+use std::fmt::Write as _;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use rtvirtio_dataplane::ring::driver::Buffer;
+use rtvirtio_bench::dataplane::client::{Client, Endpoint, Queue, Shape};
 use rustix::process::setpriority_process;
 use rustix::thread::{CpuSet, gettid, sched_setaffinity};
 
-use super::front_end::{DATA, Daemon, FrontEnd, send};
+use super::front_end::{Daemon, FrontEnd, send};
+use super::rings::CONTENTS;
 
-const DEPTH: u64 = 4;
+const DEPTH: usize = 4;
+const BLOCK: usize = 4096;
 const WINDOW: Duration = Duration::from_secs(4);
-const PAIRS: usize = 5;
+/// An odd number, for a middle.
+const PAIRS: usize = 7;
+/// p99.9 beside a broken VM, of the calm one.
+const LIMIT: f64 = 1.10;
+/// No request takes so long.
+const ENOUGH: Duration = Duration::from_secs(10);
 
 fn run_on(cpu: usize, pid: Option<rustix::process::Pid>) {
     let mut set = CpuSet::new();
@@ -27,58 +38,64 @@ fn run_on(cpu: usize, pid: Option<rustix::process::Pid>) {
     sched_setaffinity(pid, &set).unwrap();
 }
 
-/// 4 KiB random reads, always [`DEPTH`] in flight; sorted latencies, ns.
-fn victim(front: &mut FrontEnd) -> Vec<u64> {
-    let mut latencies = Vec::with_capacity(2_000_000);
-    let mut began = [Instant::now(); FrontEnd::SIZE as usize];
-    let mut slots: Vec<u64> = (0..DEPTH).collect();
-    let mut by_id = [0; FrontEnd::SIZE as usize];
-    let (start, mut random) = (Instant::now(), 1u64);
-    let guest = Arc::clone(front.driver.guest());
-    loop {
-        let over = start.elapsed() > WINDOW;
-        let now = Instant::now();
-        while !over && let Some(slot) = slots.pop() {
-            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            let data = DATA + slot * 0x2000;
-            let mut header = [0; 16];
-            header[8..].copy_from_slice(&((random >> 33) % 1000 * 8).to_le_bytes());
-            guest.write(data + 0x1000, &header);
-            let at = |address, length, writable| Buffer { address, length, writable };
-            let buffers =
-                [at(data + 0x1000, 16, false), at(data, 4096, true), at(data + 0x1010, 1, true)];
-            let id = front.driver.add(&buffers, false).unwrap();
-            by_id[usize::from(id)] = slot;
-            began[usize::from(id)] = now;
-        }
-        if front.driver.publish() {
-            front.kick();
-        }
-        if !front.driver.enable_calls() {
-            front.wait();
-        }
-        let now = Instant::now();
-        while let Some((id, _)) = front.driver.take() {
-            latencies.push((now - began[usize::from(id)]).as_nanos() as u64);
-            slots.push(by_id[usize::from(id)]);
-        }
-        if over && front.driver.outstanding() == 0 {
-            break;
-        }
+fn daemon() -> Daemon {
+    let engine = "{ type = 'ram', size = '4M' }".to_owned();
+    Daemon::start(&[("bad", engine.clone()), ("good", engine)])
+}
+
+/// A VM that reads 4 KiB at random, always [`DEPTH`] in flight.
+struct Victim(Client);
+
+impl Victim {
+    fn connect(daemon: &Daemon) -> Self {
+        let shape = Shape { queues: 1, depth: DEPTH, buffer: BLOCK };
+        Self(Client::connect(Endpoint::Socket(&daemon.socket("good")), shape).unwrap())
     }
-    latencies.sort_unstable();
+
+    /// Reads until it is told to stop; sorted latencies, ns. None failed.
+    fn read(&mut self, stop: &AtomicBool) -> Vec<u64> {
+        let blocks = self.0.capacity() / BLOCK as u64;
+        let read = |queue: &mut Queue, ()| reads(queue, blocks, stop);
+        let mut latencies = self.0.run([()], read).pop().unwrap();
+        latencies.sort_unstable();
+        latencies
+    }
+}
+
+fn reads(queue: &mut Queue, blocks: u64, stop: &AtomicBool) -> Vec<u64> {
+    let mut latencies = Vec::with_capacity(2_000_000);
+    let mut random = 1u64;
+    let mut submit = |queue: &mut Queue, slot| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        queue.read(slot, (random >> 33) % blocks * BLOCK as u64, BLOCK);
+    };
+    let mut began = [Instant::now(); DEPTH];
+    (0..DEPTH).for_each(|slot| submit(queue, slot));
+    while queue.flying() > 0 {
+        let mut now = None;
+        let ended = queue.wait(ENOUGH, |queue, request| {
+            let now = *now.get_or_insert_with(Instant::now);
+            assert_eq!(request.result, 0, "a read failed");
+            latencies.push((now - began[request.slot]).as_nanos() as u64);
+            if !stop.load(Relaxed) {
+                began[request.slot] = now;
+                submit(queue, request.slot);
+            }
+        });
+        assert!(ended.unwrap() > 0, "no read ends");
+    }
     latencies
 }
 
-/// Reconnects, breaks its ring, says nonsense and kicks, again and again.
+/// Reconnects, breaks its ring in another way each time, says nonsense and kicks, again and again.
 fn attack(socket: &Path, stop: &AtomicBool, attacks: &AtomicU64) {
     setpriority_process(Some(gettid()), 19).unwrap();
-    while !stop.load(Relaxed) {
+    for (_, content) in CONTENTS.into_iter().cycle() {
         let front = FrontEnd::connect(socket);
         for _ in 0..1000 {
             front.kick();
         }
-        front.offer(FrontEnd::SIZE, 1);
+        content(&front);
         for _ in 0..100 {
             front.kick();
         }
@@ -89,76 +106,140 @@ fn attack(socket: &Path, stop: &AtomicBool, attacks: &AtomicU64) {
             send(&stream, [5, 9, 40], &[0xff; 40], &[]);
         }
         attacks.fetch_add(1, Relaxed);
+        if stop.load(Relaxed) {
+            break;
+        }
     }
 }
 
-fn middle(values: &mut [f64]) -> f64 {
+/// What a victim saw in a window.
+struct Window {
+    /// Sorted, ns.
+    latencies: Vec<u64>,
+    attacks: u64,
+}
+
+impl Window {
+    /// Until `is_over`, which is given the number of attacks.
+    fn run(
+        daemon: &Daemon,
+        victim: &mut Victim,
+        broken: bool,
+        is_over: impl Fn(u64) -> bool,
+    ) -> Self {
+        let (stop, attacks) = (AtomicBool::new(false), AtomicU64::new(0));
+        let latencies = std::thread::scope(|scope| {
+            if broken {
+                scope.spawn(|| attack(&daemon.socket("bad"), &stop, &attacks));
+            }
+            let victim = scope.spawn(|| victim.read(&stop));
+            while !is_over(attacks.load(Relaxed)) && !victim.is_finished() {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            stop.store(true, Relaxed);
+            victim.join().unwrap()
+        });
+        Self { latencies, attacks: attacks.into_inner() }
+    }
+
+    fn rank_us(&self, rank: f64) -> f64 {
+        let last = self.latencies.len() - 1;
+        self.latencies[(rank.max(0.0) as usize).min(last)] as f64 / 1000.0
+    }
+
+    fn quantile_us(&self, quantile: f64) -> f64 {
+        self.rank_us(self.latencies.len() as f64 * quantile)
+    }
+
+    /// p99.9 and the 95 % interval of its rank, as if latencies were independent.
+    fn tail_us(&self) -> [f64; 3] {
+        let n = self.latencies.len() as f64;
+        let (rank, half) = (n * 0.999, 1.96 * (n * 0.999 * 0.001).sqrt());
+        [self.rank_us(rank), self.rank_us(rank - half), self.rank_us(rank + half)]
+    }
+}
+
+fn middle(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
 }
 
+#[test]
+fn vm_is_served_beside_one_that_breaks_its_ring_in_every_way() {
+    let mut daemon = daemon();
+    let mut victim = Victim::connect(&daemon);
+    let start = Instant::now();
+    let twice = 2 * CONTENTS.len() as u64;
+    let window = Window::run(&daemon, &mut victim, true, |attacks| {
+        attacks >= twice || start.elapsed() > 6 * ENOUGH
+    });
+    assert!(window.attacks >= twice, "{} attacks in {:?}", window.attacks, start.elapsed());
+    assert!(!window.latencies.is_empty());
+    daemon.is_alive();
+}
+
 /// `make bench-dataplane-isolation`.
 #[test]
-fn broken_vm_changes_another_vms_tail_by_less_than_a_tenth() {
+fn broken_vm_changes_another_vms_tail_by_less_than_a_tenth_where_that_is_measured() {
     let Some(out) = std::env::var_os("RTVIRTIO_ISOLATION") else {
-        eprintln!("skipped: broken_vm_changes_another_vms_tail: RTVIRTIO_ISOLATION names no file");
+        eprintln!("skipped: latency beside a broken VM: RTVIRTIO_ISOLATION names no file");
         return;
     };
-    let engine = "{ type = 'ram', size = '4M' }".to_owned();
-    let daemon = Daemon::start(&[("bad", engine.clone()), ("good", engine)]);
+    let mut daemon = daemon();
     daemon.run_on(|thread| run_on(0, Some(thread)));
-    let mut good = FrontEnd::connect(&daemon.socket("good"));
     run_on(1, None);
-    let mut file = std::fs::File::create(out).unwrap();
-    let mut say = |line: String| {
-        eprintln!("{line}");
-        writeln!(file, "{line}").unwrap();
-    };
-    say("A victim reads 4 KiB at random from RAM, 4 in flight; beside it, another VM's front end"
-        .into());
-    say("reconnects, breaks its ring, sends malformed messages and kicks, without end, nice 19."
-        .into());
-    say("Daemon on CPU 0, both front ends on CPU 1; pairs of windows of 4 s, interleaved.".into());
-    say("pair              n    p50 us  p99.9 us |          n    p50 us  p99.9 us  attacks  ratio of p99.9".into());
+    let mut victim = Victim::connect(&daemon);
+    let classes = CONTENTS.map(|(name, _)| name).join(", ");
+    let mut text = format!(
+        "A VM (libblkio) reads 4 KiB at random from RAM, {DEPTH} in flight. Beside it another VM's \
+         front end, nice 19,\nreconnects, kicks, breaks its ring in the next way, kicks, and sends \
+         malformed messages, without end:\n{classes}.\nDaemon with one IOThread on CPU 0, both \
+         front ends on CPU 1. Pairs of windows of {} s whose order takes turns.\n\n\
+         pair |     calm n   p50 us  p99.9 us (95 %)         |   broken n   p50 us  p99.9 us (95 %)\
+         \u{20}        attacks   ratio\n",
+        WINDOW.as_secs()
+    );
+    // What the first window has to warm up is no VM's.
+    let warm = Instant::now();
+    Window::run(&daemon, &mut victim, true, |_| warm.elapsed() > WINDOW / 4);
     let (mut ratios, mut medians) = (Vec::new(), Vec::new());
     for pair in 0..PAIRS {
-        let (stop, attacks) = (AtomicBool::new(false), AtomicU64::new(0));
-        let mut windows = Vec::new();
-        // Which one is first takes turns.
-        for attacked in [pair % 2 == 1, pair % 2 == 0] {
-            stop.store(false, Relaxed);
-            let latencies = std::thread::scope(|scope| {
-                if attacked {
-                    scope.spawn(|| attack(&daemon.socket("bad"), &stop, &attacks));
-                }
-                let latencies = victim(&mut good);
-                stop.store(true, Relaxed);
-                latencies
-            });
-            let at = |q: f64| latencies[(latencies.len() as f64 * q) as usize] as f64 / 1000.0;
-            windows.push((attacked, latencies.len(), at(0.5), at(0.999)));
-        }
-        windows.sort_by_key(|window| window.0);
-        let (alone, beside) = (windows[0], windows[1]);
-        ratios.push(beside.3 / alone.3);
-        medians.push(beside.2 / alone.2);
-        say(format!(
-            "{pair:4} {:14} {:9.1} {:9.1} | {:10} {:9.1} {:9.1} {:8}  {:.3}",
-            alone.1,
-            alone.2,
-            alone.3,
-            beside.1,
-            beside.2,
-            beside.3,
-            attacks.load(Relaxed),
-            beside.3 / alone.3
-        ));
+        let mut window = |broken| {
+            let start = Instant::now();
+            Window::run(&daemon, &mut victim, broken, |_| start.elapsed() > WINDOW)
+        };
+        let (calm, broken) = if pair % 2 == 0 {
+            let calm = window(false);
+            (calm, window(true))
+        } else {
+            let broken = window(true);
+            (window(false), broken)
+        };
+        let row = |window: &Window| {
+            let [tail, low, high] = window.tail_us();
+            let interval = format!("{tail:.1} ({low:.1} to {high:.1})");
+            let (n, half) = (window.latencies.len(), window.quantile_us(0.5));
+            format!("{n:10} {half:8.1}  {interval:<24}")
+        };
+        let ratio = broken.tail_us()[0] / calm.tail_us()[0];
+        ratios.push(ratio);
+        medians.push(broken.quantile_us(0.5) / calm.quantile_us(0.5));
+        let (of_calm, of_broken, attacks) = (row(&calm), row(&broken), broken.attacks);
+        writeln!(text, "{pair:4} | {of_calm} | {of_broken} {attacks:7}   {ratio:.3}").unwrap();
     }
-    let (least, most) = (
-        ratios.iter().copied().fold(f64::MAX, f64::min),
-        ratios.iter().copied().fold(0.0, f64::max),
-    );
-    let ratio = middle(&mut ratios);
-    say(format!("ratio of p99.9: median {ratio:.3} of {PAIRS}, all from {least:.3} to {most:.3}"));
-    say(format!("ratio of p50: median {:.3}", middle(&mut medians)));
+    let least = ratios.iter().copied().fold(f64::MAX, f64::min);
+    let most = ratios.iter().copied().fold(0.0, f64::max);
+    let ratio = middle(ratios);
+    let verdict = if ratio < LIMIT { "passed" } else { "LOST" };
+    writeln!(
+        text,
+        "\nratio of p50: median {:.3}\nratio of p99.9: median {ratio:.3} of {PAIRS} pairs, all from \
+         {least:.3} to {most:.3}\n{verdict}: {ratio:.3} < {LIMIT:.2}",
+        middle(medians)
+    )
+    .unwrap();
+    eprint!("{text}");
+    std::fs::write(out, &text).unwrap();
+    daemon.is_alive();
+    assert!(ratio < LIMIT, "a broken VM is felt by another one: {ratio:.3}");
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use rtvirtio_bench::guests::Restarts;
 use rtvirtio_host::qemu::Agent;
 
 use super::counts::Record;
@@ -68,13 +69,25 @@ fn within() {
     let path = PathBuf::from("domain.xml");
     std::fs::write(&path, domain_xml(&server.mapping("libvirt"))).unwrap();
     virsh_does(&["define", "--validate", "domain.xml"]);
-    virsh_does(&["start", VM]);
     let agent = || {
         let mut agent = Agent::libvirt(VM);
         agent.time(Duration::from_secs(5)).is_ok().then_some(agent)
     };
-    let mut shell = Shell::connect(agent, || server.check());
-    let shell = &mut shell;
+    let mut restarts = Restarts::default();
+    let shell = &mut loop {
+        virsh_does(&["start", VM]);
+        let runs = || {
+            server.check();
+            virsh(&["domstate", VM]).stdout.starts_with(b"running")
+        };
+        if let Some(shell) = Shell::connect(agent, runs) {
+            break shell;
+        }
+        // libvirt appends to it at each start.
+        let log = std::fs::read_to_string(format!("/var/log/libvirt/qemu/{VM}.log")).unwrap();
+        let said = log.rsplit("starting up").next().unwrap_or_default();
+        assert!(restarts.may(VM, said), "QEMU ended: {said}");
+    };
     let queues = shell.expect("ls /sys/block/vda/mq | wc -l");
     assert_eq!(queues.trim(), Server::QUEUES.to_string());
     let files = FileSystem::make(shell);

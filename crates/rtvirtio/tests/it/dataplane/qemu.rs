@@ -1,11 +1,13 @@
 //! A QEMU guest: file system, verify, reboots, hot-unplug.
 
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
 use std::time::{Duration, Instant};
 
 use super::counts::{Counts, Record, middle_and_longest};
+use super::sandbox::has_no_rights;
 use super::server::{Image, Kind, Server};
 use super::verify::{FileSystem, Verify, misplaced};
-use super::vm::{Disk, Vm, can_run};
+use super::vm::{Disk, Owner, Vm, can_run};
 
 /// VIRTIO_F_RING_PACKED.
 const RING_PACKED: usize = 34;
@@ -56,6 +58,50 @@ fn qemu_guest_with_packed_rings_verifies() {
 fn qemu_guest_with_rings_of_1024_verifies() {
     let disk = Disk { queue_size: 1024, ..Disk::default() };
     serves("qemu_guest_with_rings_of_1024_verifies", disk);
+}
+
+#[test]
+fn qemu_guest_of_one_user_is_served_by_a_daemon_of_another_without_rights() {
+    const TEST: &str = "qemu_guest_of_one_user_is_served_by_a_daemon_of_another_without_rights";
+    /// Debian's account, and its group nogroup.
+    const SERVICE: (&str, u32) = ("nobody", 65_534);
+    const OWNER: Owner = Owner { id: 64_321, group: SERVICE.1 };
+    if !rustix::process::geteuid().is_root() || Kind::under_test() == Kind::Qsd {
+        eprintln!("SKIPPED {TEST}: needs root, and rtvirtio");
+        return;
+    }
+    let Some(_host) = can_run(TEST) else { return };
+    let record = Record::start(TEST);
+    let image = Image::make();
+    // As an operator has them: the image is the service's, the directory of its socket its group's.
+    let mode = std::fs::Permissions::from_mode;
+    let id = Some(SERVICE.1);
+    chown(image.path(), id, id).unwrap();
+    std::fs::set_permissions(image.path(), mode(0o600)).unwrap();
+    chown(image.directory(), id, id).unwrap();
+    std::fs::set_permissions(image.directory(), mode(0o750)).unwrap();
+    let mut server = Server::start_as(SERVICE.0, &image);
+    let made = std::fs::metadata(server.socket()).unwrap();
+    assert_eq!((made.uid(), made.gid(), made.mode() & 0o777), (SERVICE.1, SERVICE.1, 0o660));
+    let mut vm = Vm::boot_as(Some(OWNER), &server, Disk::default());
+    let status = std::fs::read_to_string(format!("/proc/{}/status", vm.pid())).unwrap();
+    assert!(status.contains("\nUid:\t64321\t64321\t64321\t64321\n"), "{status}");
+    has_no_rights(server.pid());
+    let shell = vm.shell();
+    let files = FileSystem::make(shell);
+    let verify = Verify::start(shell);
+    std::thread::sleep(Counts::get().verify);
+    server.kill();
+    server.start_again();
+    verify.goes_on(shell, 500, Duration::from_secs(20));
+    has_no_rights(server.pid());
+    let verified = verify.stop(shell);
+    assert!(verified.discards > 0 && verified.read_late > 0, "{verified}");
+    files.is_intact(shell);
+    files.unmount(shell);
+    drop(vm);
+    assert_eq!(server.end().code(), Some(0), "SIGTERM");
+    record.add(&format!("{verified}, with a kill -9 between"));
 }
 
 #[test]

@@ -119,22 +119,22 @@ impl Daemon {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
-
-    /// Fields of the status of each of its threads.
-    fn threads(&self) -> Vec<Vec<(String, String)>> {
-        let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
-        let fields = |text: String| {
-            let pairs = text.lines().filter_map(|line| line.split_once(':'));
-            pairs.map(|(key, value)| (key.to_owned(), value.trim().to_owned())).collect()
-        };
-        tasks
-            .map(|t| fields(fs::read_to_string(t.unwrap().path().join("status")).unwrap()))
-            .collect()
-    }
 }
 
-fn have_no_rights(threads: &[Vec<(String, String)>]) {
-    for thread in threads {
+/// Fields of the status of each of its threads.
+fn threads(pid: u32) -> Vec<Vec<(String, String)>> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let fields = |text: String| {
+        let pairs = text.lines().filter_map(|line| line.split_once(':'));
+        pairs.map(|(key, value)| (key.to_owned(), value.trim().to_owned())).collect()
+    };
+    tasks.map(|t| fields(fs::read_to_string(t.unwrap().path().join("status")).unwrap())).collect()
+}
+
+/// No thread of a daemon is root's, has a capability or can make any system call.
+#[track_caller]
+pub(crate) fn has_no_rights(pid: u32) {
+    for thread in &threads(pid) {
         let field = |key: &str| {
             let found = thread.iter().find(|(k, _)| k == key);
             found.unwrap_or_else(|| panic!("no {key}")).1.as_str()
@@ -159,7 +159,7 @@ fn have_no_rights(threads: &[Vec<(String, String)>]) {
 fn daemon_without_rights_serves_and_is_controlled() {
     let mut daemon = Daemon::start("nobody");
     if geteuid().is_root() {
-        have_no_rights(&daemon.threads());
+        has_no_rights(daemon.child.id());
     } else {
         eprintln!("SKIPPED user and capabilities: only root can give them up");
     }
@@ -183,7 +183,7 @@ fn daemon_without_rights_serves_and_is_controlled() {
     assert!(daemon.ctl(&["snapshot"]).contains("iot1"));
 
     if geteuid().is_root() {
-        have_no_rights(&daemon.threads());
+        has_no_rights(daemon.child.id());
     }
     daemon.end();
 }

@@ -46,7 +46,7 @@ impl fmt::Display for Kind {
 }
 
 /// The `rtvirtio` under test; of another build if RTVIRTIO_TEST_SERVER is a path.
-fn rtvirtio() -> PathBuf {
+pub(crate) fn rtvirtio() -> PathBuf {
     let other = std::env::var_os("RTVIRTIO_TEST_SERVER").map(PathBuf::from);
     other.filter(|path| path.components().count() > 1).unwrap_or_else(|| RTVIRTIO.into())
 }
@@ -81,6 +81,8 @@ struct Launch {
     image: PathBuf,
     /// The `cgroup.procs` to enter, if not to stay in the test's.
     procs: Option<PathBuf>,
+    /// The user to become; none: as where nothing says.
+    user: Option<&'static str>,
     /// Lines of the device's configuration.
     device: &'static str,
 }
@@ -131,9 +133,10 @@ impl Launch {
     fn configuration(&self) -> String {
         let [first, second] = Server::IOTHREADS;
         // A session's lock, not a daemon's: during a migration the image has two daemons.
+        let service = self.user.map(|user| format!("[service]\nuser = '{user}'\n"));
         format!(
             "version = 1
-[control]
+{}[control]
 socket = '{}'
 [[iothread]]
 name = '{first}'
@@ -148,6 +151,7 @@ serial = '{}'
 engine = {{ type = 'file', path = '{}', lock = 'session' }}
 {}
 ",
+            service.unwrap_or_default(),
             self.path("control").display(),
             Server::DEVICE,
             self.path("sock").display(),
@@ -173,23 +177,34 @@ impl Server {
 
     /// The same, for more than one server of an image.
     pub(crate) fn start_named(image: &Image, name: &str) -> Self {
-        Self::launch(image, name, None, "")
+        Self::launch(image, name, None, None, "")
     }
 
     /// The same in the cgroup of this `cgroup.procs`.
     pub(crate) fn start_in(procs: Option<PathBuf>, image: &Image, name: &str) -> Self {
-        Self::launch(image, name, procs, "")
+        Self::launch(image, name, procs, None, "")
     }
 
     /// The same with these lines in the device's configuration.
     pub(crate) fn start_with(image: &Image, device: &'static str) -> Self {
-        Self::launch(image, "server", None, device)
+        Self::launch(image, "server", None, None, device)
     }
 
-    fn launch(image: &Image, name: &str, procs: Option<PathBuf>, device: &'static str) -> Self {
+    /// The same as this user; root starts it.
+    pub(crate) fn start_as(user: &'static str, image: &Image) -> Self {
+        Self::launch(image, "server", None, Some(user), "")
+    }
+
+    fn launch(
+        image: &Image,
+        name: &str,
+        procs: Option<PathBuf>,
+        user: Option<&'static str>,
+        device: &'static str,
+    ) -> Self {
         let (kind, directory) = (Kind::under_test(), image.directory().to_owned());
         let (name, image) = (name.to_owned(), image.path());
-        let launch = Launch { kind, name, directory, image, procs, device };
+        let launch = Launch { kind, name, directory, image, procs, user, device };
         let mut server = Self { child: launch.spawn(), launch };
         server.wait_until_it_listens();
         server
@@ -203,6 +218,10 @@ impl Server {
     /// The control socket; qemu-storage-daemon has no such.
     pub(crate) fn control(&self) -> PathBuf {
         self.launch.path("control")
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     pub(crate) fn kind(&self) -> Kind {
@@ -242,14 +261,8 @@ impl Server {
 
     /// By the kernel's list of sockets: a connection, if only to see, would be a session.
     fn wait_until_it_listens(&mut self) {
-        /// __SO_ACCEPTCON of linux/net.h, in the column Flags.
-        const LISTENS: &str = "00010000";
-        let (start, socket) = (Instant::now(), self.socket().display().to_string());
-        let listens = || {
-            let sockets = std::fs::read_to_string("/proc/net/unix").unwrap();
-            sockets.lines().any(|l| l.ends_with(&socket) && l.split(' ').any(|w| w == LISTENS))
-        };
-        while !listens() {
+        let (start, socket) = (Instant::now(), self.socket());
+        while !Sockets::of(&socket).listens {
             self.check();
             assert!(start.elapsed() < ENOUGH, "{} does not listen: {}", self.kind(), self.log());
             std::thread::sleep(Duration::from_millis(10));
@@ -288,6 +301,27 @@ impl Server {
             assert!(start.elapsed() < ENOUGH, "{} ignores SIGTERM: {}", self.kind(), self.log());
             std::thread::sleep(Duration::from_millis(20));
         }
+    }
+}
+
+/// What the kernel's list has of a path.
+pub(crate) struct Sockets {
+    pub(crate) listens: bool,
+    /// A front end is connected.
+    pub(crate) connected: bool,
+}
+
+impl Sockets {
+    pub(crate) fn of(path: &Path) -> Self {
+        /// __SO_ACCEPTCON of linux/net.h, in the column Flags; SS_CONNECTED, in the column St.
+        const LISTENS: &str = "00010000";
+        const CONNECTED: &str = "03";
+        let (path, all) = (path.display().to_string(), std::fs::read_to_string("/proc/net/unix"));
+        let all = all.unwrap();
+        let has = |word| {
+            all.lines().any(|line| line.ends_with(&path) && line.split(' ').any(|w| w == word))
+        };
+        Self { listens: has(LISTENS), connected: has(CONNECTED) }
     }
 }
 

@@ -5,6 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 
+use rtvirtio_bench::guests::Restarts;
 use rtvirtio_host::qemu::Agent;
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -32,14 +33,19 @@ pub(crate) struct Shell {
 }
 
 impl Shell {
-    /// Returns once the agent answers; asks `check` in the meantime.
-    pub(crate) fn connect(agent: impl Fn() -> Option<Agent>, mut check: impl FnMut()) -> Self {
+    /// Once the agent answers; none if `goes_on` says in the meantime that it never will.
+    pub(crate) fn connect(
+        agent: impl Fn() -> Option<Agent>,
+        mut goes_on: impl FnMut() -> bool,
+    ) -> Option<Self> {
         let start = Instant::now();
         loop {
             if let Some(agent) = agent() {
-                return Self { agent };
+                return Some(Self { agent });
             }
-            check();
+            if !goes_on() {
+                return None;
+            }
             assert!(start.elapsed() < BOOT, "the guest does not boot");
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -102,6 +108,15 @@ impl Default for Disk {
     }
 }
 
+/// Whose process QEMU is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Owner {
+    /// A user, and a group, of no account.
+    pub(crate) id: u32,
+    /// The group that may connect to the server.
+    pub(crate) group: u32,
+}
+
 /// QEMU's process; killed when dropped.
 struct Process {
     child: Child,
@@ -115,30 +130,49 @@ pub(crate) struct Vm {
     pub(crate) qmp: Qmp,
     socket: PathBuf,
     disk: Disk,
+    owner: Option<Owner>,
     shell: Option<Shell>,
+    restarts: Restarts,
 }
 
 impl Vm {
     /// Starts QEMU and waits until the guest's agent answers.
     #[track_caller]
     pub(crate) fn boot(server: &Server, disk: Disk) -> Self {
-        let mut vm = Self::launch(&server.socket(), disk, &[]);
-        vm.shell();
+        Self::boot_as(None, server, disk)
+    }
+
+    /// The same as another user; root starts it.
+    #[track_caller]
+    pub(crate) fn boot_as(owner: Option<Owner>, server: &Server, disk: Disk) -> Self {
+        let mut vm = Self::launch(&server.socket(), disk, owner, &[]);
+        vm.wait_for_boot();
         vm
     }
 
     /// Starts QEMU to receive a guest; where from is told later.
     pub(crate) fn receive(server: &Server, disk: Disk) -> Self {
-        Self::launch(&server.socket(), disk, &["-incoming", "defer"])
+        Self::launch(&server.socket(), disk, None, &["-incoming", "defer"])
     }
 
-    fn launch(socket: &Path, disk: Disk, arguments: &[&str]) -> Self {
+    fn launch(socket: &Path, disk: Disk, owner: Option<Owner>, arguments: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let file = |name: &str| directory.path().join(name).display().to_string();
-        let image = image_directory();
+        let mut image = image_directory();
         let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL"]);
+        if let Some(Owner { id, group }) = owner {
+            command.args([format!("--reuid={id}"), format!("--regid={id}")]);
+            command.arg(format!("--groups={group}"));
+            // Where the image was made may be closed to others.
+            for name in ["kernel", "initramfs"] {
+                std::fs::copy(image.join(name), file(name)).unwrap();
+            }
+            image = directory.path().to_owned();
+            std::os::unix::fs::chown(&image, Some(id), Some(id)).unwrap();
+        }
         command
-            .args(["--pdeathsig", "KILL", "qemu-system-x86_64"])
+            .arg("qemu-system-x86_64")
             .args(["-nodefaults", "-no-user-config", "-display", "none", "-accel", "tcg"])
             .args(["-machine", "q35,memory-backend=memory", "-cpu", "max", "-smp", "4"])
             .args(["-m", "512"])
@@ -169,7 +203,19 @@ impl Vm {
         let child = child.unwrap();
         let process = Process { child, directory };
         let qmp = Qmp::connect(&process.directory.path().join("qmp"));
-        Self { process, qmp, socket: socket.to_owned(), disk, shell: None }
+        Self {
+            process,
+            qmp,
+            socket: socket.to_owned(),
+            disk,
+            owner,
+            shell: None,
+            restarts: Restarts::default(),
+        }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.child.id()
     }
 
     pub(crate) fn directory(&self) -> &Path {
@@ -181,26 +227,44 @@ impl Vm {
         self.process.said()
     }
 
-    /// Its shell; waits until the guest has booted.
+    /// Its shell; waits until the guest can be asked.
     #[track_caller]
     pub(crate) fn shell(&mut self) -> &mut Shell {
-        if self.shell.is_none() {
-            let path = self.directory().join("agent");
-            let child = &mut self.process.child;
-            let check = || {
-                let status = child.try_wait().unwrap();
-                assert!(status.is_none(), "QEMU ended: {status:?}");
-            };
-            let agent = || Agent::connect(&path, Duration::from_secs(2)).ok();
-            self.shell = Some(Shell::connect(agent, check));
-        }
+        assert!(self.connect(), "QEMU ended: {}", self.said());
         self.shell.as_mut().unwrap()
     }
 
+    /// Waits for the agent; whether it answers, or QEMU has ended.
+    fn connect(&mut self) -> bool {
+        if self.shell.is_none() {
+            let path = self.directory().join("agent");
+            let child = &mut self.process.child;
+            let runs = || child.try_wait().unwrap().is_none();
+            let agent = || Agent::connect(&path, Duration::from_secs(2)).ok();
+            self.shell = Shell::connect(agent, runs);
+        }
+        self.shell.is_some()
+    }
+
+    /// Waits until the guest has booted; starts it anew if QEMU died of its own fault.
+    #[track_caller]
+    fn wait_for_boot(&mut self) {
+        while !self.connect() {
+            let said = self.said();
+            assert!(self.restarts.may("test", &said), "QEMU ended: {said}");
+            let Self { process, qmp, .. } = Self::launch(&self.socket, self.disk, self.owner, &[]);
+            (self.process, self.qmp) = (process, qmp);
+        }
+    }
+
     /// Resets the machine; returns when its next boot is done.
+    #[track_caller]
     pub(crate) fn reset(&mut self) {
         // A boot's own number tells the next from this one, whose agent may still answer.
-        let boot = |vm: &mut Self| vm.shell().read("/proc/sys/kernel/random/boot_id");
+        let boot = |vm: &mut Self| {
+            vm.wait_for_boot();
+            vm.shell().read("/proc/sys/kernel/random/boot_id")
+        };
         let before = boot(self).unwrap();
         self.shell = None;
         self.qmp.run("system_reset", json!({}));
