@@ -538,12 +538,14 @@ impl IoThread {
         worked
     }
 
-    /// Among busy queues, those that have been idle for a while are waited for instead.
+    /// Among busy queues, those that have been idle for a while are waited for instead; one that
+    /// has stopped is to be given back.
     fn put_drowsy_to_sleep(&mut self, time: u64) {
         let served = &mut self.served;
         self.awake.retain(|&key| {
             let Some(entry) = get_mut(served, key) else { return false };
-            if time.saturating_sub(entry.busy_at) > DROWSY_NS && !entry.queue.is_unpublished() {
+            let drowsy = time.saturating_sub(entry.busy_at) > DROWSY_NS;
+            if drowsy && !entry.queue.is_unpublished() && !entry.has_stopped() {
                 entry.sleep();
             }
             entry.awake

@@ -521,6 +521,36 @@ fn stop_waits_for_what_is_in_flight() {
 }
 
 #[test]
+fn queue_that_rests_beside_a_busy_one_stops_at_once() {
+    let pool = Arc::new(Pool::default());
+    let [id] = threads(&pool);
+    let over = Arc::new(AtomicBool::new(false));
+    let _stop = Stop(&over);
+    std::thread::spawn({
+        let (pool, over) = (Arc::clone(&pool), Arc::clone(&over));
+        move || {
+            let mut busy = Guarded::new(Shape::of(0));
+            let key = pool.start(busy.setup(&device(ram(), 1)), id).unwrap();
+            while !over.load(Relaxed) {
+                busy.run_requests(100);
+            }
+            pool.stop(key).unwrap();
+        }
+    });
+    for _ in 0..50 {
+        let mut queue = Guarded::new(Shape::of(1));
+        let key = pool.start(queue.setup(&device(ram(), 1)), id).unwrap();
+        queue.run_requests(20);
+        // It has long been put to sleep.
+        std::thread::sleep(Duration::from_millis(3));
+        let (stopped, stop) = mpsc::channel();
+        let pool = Arc::clone(&pool);
+        std::thread::spawn(move || stopped.send(pool.stop(key).map(drop)));
+        stop.recv_timeout(LOST).expect("it does not stop").unwrap();
+    }
+}
+
+#[test]
 fn thread_ends_only_when_it_serves_nothing() {
     let pool = Pool::default();
     let [a, b] = threads(&pool);
