@@ -484,6 +484,13 @@ impl IoThread {
             return;
         }
         entry.queue.stats().kick();
+        if entry.queue.broken().is_some() {
+            // Until it is set up anew there is nothing that its driver could say.
+            if cqueue::more(flags) {
+                self.cancel(data);
+            }
+            return;
+        }
         // The kernel ends a poll when the completion queue is full: the next one will do. One that
         // fails, or ends each time, as of a file that is always ready, is given up.
         if cqueue::more(flags) {
@@ -689,11 +696,14 @@ impl IoThread {
         let entry = self.served.get_mut(key.0 as usize)?.take()?;
         self.awake.retain(|&other| other != key);
         if entry.queue.kick().is_some() {
-            let cancel = opcode::PollRemove::new(kick_data(key, entry.stay)).build();
-            self.push(&cancel.user_data(CANCELLED));
+            self.cancel(kick_data(key, entry.stay));
         }
         self.resources.remove(&self.ring, &entry.queue, entry.registered);
         Some(entry.queue)
+    }
+
+    fn cancel(&mut self, poll: u64) {
+        self.push(&opcode::PollRemove::new(poll).build().user_data(CANCELLED));
     }
 
     fn listen_to_kick(&mut self, key: QueueKey) {

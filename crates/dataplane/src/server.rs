@@ -33,6 +33,9 @@ const STACK: usize = 256 << 10;
 const REPORT_PERIOD: Duration = Duration::from_secs(1);
 /// How long no front end is accepted after the system had no descriptor or thread left.
 const EXHAUSTED_PAUSE: Duration = Duration::from_millis(50);
+/// Nice value of the threads that accept and hear front ends: one that connects and talks without
+/// end must not keep an IOThread from its CPU.
+const NICE: i32 = 10;
 /// The key of the descriptor that ends the accepting thread.
 const STOP: u64 = 0;
 
@@ -83,7 +86,12 @@ impl Server {
         let accepting =
             std::thread::Builder::new().name("accept".into()).stack_size(STACK).spawn({
                 let shared = Arc::clone(&shared);
-                move || shared.accept_all()
+                move || {
+                    // The sessions' threads inherit it. One that is nicer already cannot go back.
+                    let this = Some(rustix::thread::gettid());
+                    let _ = rustix::process::setpriority_process(this, NICE);
+                    shared.accept_all();
+                }
             })?;
         Ok(Self { shared, accepting: Some(accepting) })
     }

@@ -59,6 +59,7 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_sched_setscheduler,
     libc::SYS_sched_yield,
     libc::SYS_set_robust_list,
+    libc::SYS_setpriority,
     libc::SYS_sigaltstack,
     // Descriptors.
     libc::SYS_close,
