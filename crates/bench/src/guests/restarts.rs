@@ -7,8 +7,10 @@
 //! several vCPUs are there for. So such a guest is started again: only if it died while it booted,
 //! only if QEMU's last words are one of these, a few times, and each time said aloud.
 
-/// QEMU's last words: regions that no longer are what the vCPU takes them for.
-const FAULTS: [&str; 2] = ["iotlb_to_section: Assertion", "msix_table_mmio_write: Assertion"];
+/// QEMU's last words: regions that no longer are what the vCPU takes them for. And those of a guest
+/// whose vCPU does not get its timer's interrupt any more.
+const FAULTS: [&str; 3] =
+    ["iotlb_to_section: Assertion", "msix_table_mmio_write: Assertion", Restarts::TIMER_LOST];
 
 /// Starts of one guest after its first.
 #[derive(Debug, Default)]
@@ -16,6 +18,9 @@ pub struct Restarts(u32);
 
 impl Restarts {
     const MOST: u32 = 2;
+    /// What Linux says that waits for a timer in vain (`kernel/rcu/tree_stall.h`). It does not come
+    /// back.
+    pub const TIMER_LOST: &str = "kthread timer wakeup didn't happen";
 
     /// Whether a guest that died while it booted may be started again, after QEMU said this.
     pub fn may(&mut self, guest: &str, said: &str) -> bool {
@@ -28,7 +33,7 @@ impl Restarts {
         self.0 += 1;
         let (number, most) = (self.0, Self::MOST);
         eprintln!(
-            "QEMU of guest {guest} died while it booted, of its own fault ({fault}, before 10.0.4): \
+            "QEMU of guest {guest} failed while it booted, of its own fault ({fault}): \
              started again, {number} of {most}"
         );
         true

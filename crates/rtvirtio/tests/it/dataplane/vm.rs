@@ -234,12 +234,17 @@ impl Vm {
         self.shell.as_mut().unwrap()
     }
 
-    /// Waits for the agent; whether it answers, or QEMU has ended.
+    /// Waits for the agent; whether it answers, or QEMU has ended or failed.
     fn connect(&mut self) -> bool {
         if self.shell.is_none() {
-            let path = self.directory().join("agent");
+            let (path, console) =
+                (self.directory().join("agent"), self.directory().join("console"));
             let child = &mut self.process.child;
-            let runs = || child.try_wait().unwrap().is_none();
+            let runs = || {
+                let text = std::fs::read(&console).unwrap_or_default();
+                let stuck = String::from_utf8_lossy(&text).contains(Restarts::TIMER_LOST);
+                !stuck && child.try_wait().unwrap().is_none()
+            };
             let agent = || Agent::connect(&path, Duration::from_secs(2)).ok();
             self.shell = Shell::connect(agent, runs);
         }
