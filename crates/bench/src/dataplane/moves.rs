@@ -404,7 +404,7 @@ impl Asked {
 /// Threads that ask for moves.
 struct Movers<'a> {
     control: &'a ControlClient,
-    /// Where each queue is, or was sent last while it was stopped.
+    /// Where each queue is, or is being sent, or was sent last while it was stopped.
     at: [AtomicUsize; QUEUES],
     stop: AtomicBool,
     every: Duration,
@@ -421,18 +421,19 @@ impl Movers<'_> {
             let first = random.below(QUEUES as u64) as usize;
             // One that is being stopped or edited is passed over: the others may move meanwhile.
             for queue in (first..first + QUEUES).map(|queue| queue % QUEUES) {
-                let to = self.at[queue].load(Ordering::Relaxed) ^ 1;
+                // Said before it is asked, so that two movers of a queue ask for there and back.
+                let to = self.at[queue].fetch_xor(1, Ordering::Relaxed) ^ 1;
                 let path = format!("/v1/mapping/disk/{queue}");
                 match self.control.ask::<_, Moved>("PUT", &path, &bodies[to]) {
                     Ok(Moved { pause_ns: Nanos::ZERO }) => asked.idle += 1,
                     Ok(Moved { pause_ns }) => asked.pauses.saturating_record(pause_ns.get()),
                     Err(ControlFault::Refused { status: 409, .. }) => {
                         asked.busy += 1;
+                        self.at[queue].fetch_xor(1, Ordering::Relaxed);
                         continue;
                     }
                     Err(error) => return Err(error.into()),
                 }
-                self.at[queue].store(to, Ordering::Relaxed);
                 break;
             }
             // What was missed is made up for, but for a tenth of a second only.
