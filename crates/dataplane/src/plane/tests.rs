@@ -62,7 +62,7 @@ impl Rig {
         }
     }
 
-    /// A session with a ring that runs, and the guest's memory, in which the ring is 64 KiB.
+    /// A session with a ring that lacks only its kick, and the guest's memory, of 64 KiB.
     fn session(&self) -> (Session<Host>, OwnedFd) {
         let host = self.registry.host(&disk());
         let mut session = Session::new(Arc::clone(host.device()), host);
@@ -82,7 +82,6 @@ impl Rig {
         ] {
             session.handle(message, fds).unwrap();
         }
-        kick(&mut session);
         (session, guest)
     }
 
@@ -92,7 +91,7 @@ impl Rig {
     }
 }
 
-/// Starts ring 0 anew: it is looked at unasked.
+/// Starts ring 0: it is looked at unasked.
 fn kick(session: &mut Session<Host>) {
     let kick = Message::SetVringKick(VringFd { index: 0, fd: true });
     session.handle(kick, vec![eventfd(0, EventfdFlags::CLOEXEC).unwrap()]).unwrap();
