@@ -6,7 +6,7 @@
 //! - [`server`]: `rtvirtio serve` and `qemu-storage-daemon`, started with the same
 //!   disk, nice and affinity.
 //! - [`marks`]: the four marks, judged row by row.
-//! - [`table`], [`plot`]: for a terminal, for a page.
+//! - [`table`], `plot`: for a terminal, for a page.
 //! - [`footprint`]: what many disks cost.
 //! - [`moves`]: queues that change their IOThread under a load.
 //! - [`verify`]: content that tells where and when it was written.

@@ -4,8 +4,8 @@
 //! be worth more than the disks that are served anyhow.
 //!
 //! Approach: all that needs rights is opened first (`plane::Opened`). Then, while there is one
-//! thread, [`Identity::assume`] gives up the user, the groups and all capabilities for good, and
-//! [`confine`] leaves the system calls of [`filter`]. Threads that start later inherit all of it. What
+//! thread, `Identity::assume` gives up the user, the groups and all capabilities for good, and
+//! [`confine`] leaves the system calls of `filter`. Threads that start later inherit all of it. What
 //! is opened from then on is opened with the service user's rights, or handed over
 //! (`rtvirtio ctl device add`).
 //!

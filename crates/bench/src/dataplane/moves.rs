@@ -6,8 +6,8 @@
 //! letting a queue go to taking it up. A queue that is not started does not move
 //! in this sense (its pause is 0), and does not count.
 //!
-//! - [`wake`]: how late a thread wakes that another one wakes, in the same time.
-//! - [`resets`]: a front end that stops and starts rings.
+//! - `wake`: how late a thread wakes that another one wakes, in the same time.
+//! - `resets`: a front end that stops and starts rings.
 //!
 //! A stage passes when no completion was lost, repeated or misplaced, moves were as
 //! many as asked for, and the p99 of pauses is at most [`LIMIT`] if a core was idle,
