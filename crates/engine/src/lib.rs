@@ -4,7 +4,7 @@
 //! - [`file`](mod@file): raw images and block devices;
 //! - [`ssd`]: the emulated SSD, memory that answers when the device model of the `ssd` room says
 //!   so, and fails when asked to; [`emulated`] is the same for the bench's FUSE disk;
-//! - [`slice`]: a part of another engine's disk.
+//! - [`slice`](mod@slice): a part of another engine's disk.
 
 pub mod emulated;
 pub mod file;
