@@ -304,7 +304,7 @@ impl IoThread {
     pub(crate) fn run(mut self) {
         let mut began = now();
         loop {
-            let mut worked = self.reap(began);
+            let mut worked = self.reap();
             worked |= self.read_mail();
             worked |= self.serve(began);
             self.publish();
@@ -413,7 +413,7 @@ impl IoThread {
 
     // Reaping.
 
-    fn reap(&mut self, now: u64) -> bool {
+    fn reap(&mut self) -> bool {
         self.entries.clear();
         let entries = &mut self.entries;
         entries.extend(
@@ -428,7 +428,7 @@ impl IoThread {
             match data & KIND {
                 0 => {
                     worked = true;
-                    self.ended(Token(data), Ended::Raw(result), true, now);
+                    self.ended(Token(data), Ended::Raw(result), true);
                 }
                 KICK => {
                     worked = true;
@@ -441,7 +441,7 @@ impl IoThread {
         worked
     }
 
-    fn ended(&mut self, token: Token, result: Ended, here: bool, now: u64) {
+    fn ended(&mut self, token: Token, result: Ended, here: bool) {
         let (key, head) = from_token(token);
         if let Some(entry) = get_mut(&mut self.served, key) {
             entry.queue.started_here -= u16::from(here);
@@ -453,7 +453,6 @@ impl IoThread {
                         completions: &self.completions,
                         buffers: &|segment| entry.registered.buffer(segment),
                         stats: &self.stats,
-                        now,
                     };
                     entry.queue.complete_raw(head, raw, &mut turn);
                 }
@@ -528,9 +527,9 @@ impl IoThread {
                         completions: &self.completions,
                         buffers: &|segment| entry.registered.buffer(segment),
                         stats: &self.stats,
-                        now: time,
                     },
                     share,
+                    time,
                 );
                 if pass != Pass::Full || attempt == 1 {
                     break;
@@ -656,7 +655,7 @@ impl IoThread {
                 }
                 let _ = done.send(());
             }
-            Letter::Ended { token, result, here } => self.ended(token, result, here, now()),
+            Letter::Ended { token, result, here } => self.ended(token, result, here),
             Letter::Pin { cpus, done } => {
                 let _ = done.send(pin(&cpus));
             }

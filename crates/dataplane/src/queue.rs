@@ -47,9 +47,8 @@ pub struct Queue {
     call: Option<Call>,
     error: Option<Call>,
     enabled: bool,
-    broken: Option<Broken>,
-    /// The same, for others to see.
-    latched: Arc<OnceLock<Broken>>,
+    /// Whoever does not have the queue looks too.
+    broken: Arc<OnceLock<Broken>>,
     stats: Arc<QueueStats>,
     in_flight: u16,
     /// Of those in flight, started at the IOThread that has the queue now.
@@ -93,7 +92,8 @@ struct Slot {
     written: u32,
     /// Bytes in all.
     bytes: u64,
-    /// When it was popped, and last started, ns of [`now`].
+    /// When the pass that found it began, and when its batch did or room was found for it, ns of
+    /// [`now`].
     popped: u64,
     started: u64,
 }
@@ -151,8 +151,6 @@ pub(crate) struct Turn<'a, 'ring> {
     pub(crate) completions: &'a Arc<dyn Completions>,
     pub(crate) buffers: &'a dyn Fn(&Segment) -> Option<u16>,
     pub(crate) stats: &'a IoThreadStats,
-    /// When the pass began, ns of [`now`].
-    pub(crate) now: u64,
 }
 
 /// CLOCK_MONOTONIC in ns: the same on every thread.
@@ -177,8 +175,7 @@ impl Queue {
             // An fd that cannot be written to is none.
             error: setup.error.and_then(|fd| Call::new(fd).ok()),
             enabled: setup.enabled,
-            broken: None,
-            latched: Arc::default(),
+            broken: Arc::default(),
             stats: setup.stats,
             in_flight: 0,
             started_here: 0,
@@ -212,13 +209,13 @@ impl Queue {
 
     /// Why it is not served any more, if its driver broke it.
     #[must_use]
-    pub(crate) const fn broken(&self) -> Option<Broken> {
-        self.broken
+    pub(crate) fn broken(&self) -> Option<Broken> {
+        self.broken.get().copied()
     }
 
     /// The same for whoever does not have the queue; neither waits for the other.
     pub(crate) const fn latched(&self) -> &Arc<OnceLock<Broken>> {
-        &self.latched
+        &self.broken
     }
 
     /// Serves it, or not.
@@ -275,7 +272,7 @@ impl Queue {
 
     /// Requests of an earlier server that are still to be done again: the ring's base counts them
     /// as taken.
-    pub(crate) const fn recovering(&self) -> u16 {
+    pub(crate) fn recovering(&self) -> u16 {
         if self.is_served() { self.ring.recovering() } else { 0 }
     }
 
@@ -283,8 +280,8 @@ impl Queue {
         self.in_flight
     }
 
-    pub(crate) const fn is_served(&self) -> bool {
-        self.enabled && self.broken.is_none()
+    pub(crate) fn is_served(&self) -> bool {
+        self.enabled && self.broken.get().is_none()
     }
 
     pub(crate) fn is_pending(&self) -> bool {
@@ -307,10 +304,12 @@ impl Queue {
         }
     }
 
-    /// Takes up to `share` requests from the ring and starts them.
-    pub(crate) fn serve(&mut self, turn: &mut Turn<'_, '_>, share: u32) -> Pass {
+    /// Takes up to `share` requests from the ring and starts them. The pass began at `time`, ns of
+    /// [`now`].
+    pub(crate) fn serve(&mut self, turn: &mut Turn<'_, '_>, share: u32, time: u64) -> Pass {
         // What has left the ring ends, whatever has become of the ring.
         while let Some(head) = self.waiting.pop() {
+            self.slots[usize::from(head)].started = time;
             if !self.start(head, turn) {
                 return Pass::Full;
             }
@@ -319,9 +318,11 @@ impl Queue {
             return Pass::Empty;
         }
         let mut limits = None;
+        let mut started = time;
         for _ in 0..share {
             if self.finished.len() >= BATCH || self.finished_bytes >= BATCH_BYTES {
                 self.publish(turn.stats);
+                started = now();
             }
             match self.ring.next(&mut self.chain) {
                 Ok(true) => {}
@@ -349,8 +350,8 @@ impl Queue {
             slot.status = Some(parsed.status);
             slot.written = parsed.written;
             slot.done = 0;
-            slot.popped = turn.now;
-            slot.started = turn.now;
+            slot.popped = time;
+            slot.started = started;
             match parsed.action {
                 Action::Answer(status) => {
                     slot.bytes = 0;
@@ -506,8 +507,8 @@ impl Queue {
 
     /// The driver broke its ring: it is not served until it is set up anew.
     fn latch(&mut self, error: Broken) {
-        self.broken = Some(error);
-        let _ = self.latched.set(error);
+        // The first fault is what its driver did.
+        let _ = self.broken.set(error);
         self.stats.set_broken(true);
         self.error_due = true;
         self.unpublished = true;

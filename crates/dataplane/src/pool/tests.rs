@@ -391,6 +391,27 @@ fn requests_complete_once_on_every_engine() {
 }
 
 #[test]
+fn requests_of_a_later_batch_have_waited_for_those_before() {
+    let cpu = Duration::from_micros(100);
+    let engine = Arc::new(RamEngine::new(Bytes::new(DISK), cpu).unwrap());
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let mut queue = Guarded::new(Shape::of(0));
+    // Two batches of 8 in the first pass.
+    queue.fill();
+    queue.publish();
+    let setup = queue.setup(&device(engine, 1));
+    let stats = Arc::clone(&setup.stats);
+    let key = pool.start(setup, id).unwrap();
+    queue.drain();
+    pool.stop(key).unwrap();
+    let found = stats.snapshot();
+    let sums = [&found.wait, &found.service, &found.response].map(|times| times.sum().get());
+    assert!(sums[0] >= 8 * 8 * 100_000, "{sums:?}");
+    assert_eq!(sums[0] + sums[1], sums[2]);
+}
+
+#[test]
 fn short_transfers_go_on_where_they_ended() {
     let pool = Pool::default();
     let [id] = threads(&pool);
