@@ -4,8 +4,11 @@
 //! thread has freed (fixed by its commit 2865bf1c5795, "system/physmem: fix use-after-free with
 //! dispatch"). It happens with several vCPUs while the guest sets up PCI, before anything that is
 //! tested or measured; one translating thread (`thread=single`) would avoid it, and with it what
-//! several vCPUs are there for. So such a guest is started again: only if it died while it booted,
-//! only if QEMU's last words are one of these, a few times, and each time said aloud.
+//! several vCPUs are there for. And once a vCPU of a booting guest got no interrupt of its timer any
+//! more, on a loaded machine; the cause is not known, but no disk has a part in it.
+//!
+//! So such a guest is started again: only while it boots, only if QEMU's or the guest's last words
+//! are one of these, a few times, and each time said aloud.
 
 /// QEMU's last words: regions that no longer are what the vCPU takes them for. And those of a guest
 /// whose vCPU does not get its timer's interrupt any more.
@@ -33,7 +36,7 @@ impl Restarts {
         self.0 += 1;
         let (number, most) = (self.0, Self::MOST);
         eprintln!(
-            "QEMU of guest {guest} failed while it booted, of its own fault ({fault}): \
+            "guest {guest} failed while it booted, of a fault of QEMU's ({fault}): \
              started again, {number} of {most}"
         );
         true
