@@ -164,7 +164,6 @@ impl ObservedQueue {
             errors: stats.errors,
             kicks: stats.kicks,
             calls: stats.calls,
-            empty_polls: stats.empty_polls,
             wait: stats.wait.summary(),
             service: stats.service.summary(),
             response: stats.response.summary(),

@@ -122,7 +122,6 @@ pub struct QueueStats {
     errors: AtomicU64,
     kicks: AtomicU64,
     calls: AtomicU64,
-    empty_polls: AtomicU64,
     broken: AtomicBool,
     wait: Histogram,
     service: Histogram,
@@ -153,7 +152,6 @@ impl QueueStats {
             errors: AtomicU64::new(0),
             kicks: AtomicU64::new(0),
             calls: AtomicU64::new(0),
-            empty_polls: AtomicU64::new(0),
             broken: AtomicBool::new(false),
             wait: Histogram::new(),
             service: Histogram::new(),
@@ -211,11 +209,6 @@ impl QueueStats {
         self.broken.load(Relaxed)
     }
 
-    /// A poll found nothing.
-    pub fn empty_poll(&self) {
-        add(&self.empty_polls, 1);
-    }
-
     /// Responses as they are now.
     #[must_use]
     pub fn responses(&self) -> Latencies {
@@ -237,7 +230,6 @@ impl QueueStats {
             errors: self.errors.load(Relaxed),
             kicks: self.kicks.load(Relaxed),
             calls: self.calls.load(Relaxed),
-            empty_polls: self.empty_polls.load(Relaxed),
             wait: self.wait.snapshot(),
             service: self.service.snapshot(),
             response: self.response.snapshot(),
@@ -262,8 +254,6 @@ pub struct QueueSnapshot {
     pub kicks: u64,
     /// Calls of the driver.
     pub calls: u64,
-    /// Polls that found nothing.
-    pub empty_polls: u64,
     /// From kick to start.
     pub wait: Latencies,
     /// From start to completion.
@@ -407,13 +397,12 @@ mod tests {
         stats.fail(Op::Write);
         stats.kick();
         stats.call();
-        stats.empty_poll();
         let found = stats.snapshot();
         let operations = OperationCounts { reads: 1, writes: 2, flushes: 1, ..Default::default() };
         assert_eq!(found.operations, operations);
         assert_eq!((found.in_flight, found.errors), (1, 1));
         assert_eq!((found.read_bytes.get(), found.written_bytes.get()), (4096, 512));
-        assert_eq!((found.kicks, found.calls, found.empty_polls), (1, 1, 1));
+        assert_eq!((found.kicks, found.calls), (1, 1));
         assert_eq!((found.response.count(), found.response.sum().get()), (3, 6001));
     }
 

@@ -128,8 +128,6 @@ pub struct QueueState {
     pub kicks: u64,
     /// Calls of the driver.
     pub calls: u64,
-    /// Polls that found nothing.
-    pub empty_polls: u64,
     /// From the kick, or the poll that found it, to the start in the engine.
     pub wait: LatencySummary,
     /// From there to completion.

@@ -158,8 +158,6 @@ impl Metrics {
         counters(encoder, ("errors", help, None), each(|s| s.errors))?;
         counters(encoder, ("kicks", "Kicks by the driver", None), each(|s| s.kicks))?;
         counters(encoder, ("calls", "Calls of the driver", None), each(|s| s.calls))?;
-        let help = "Polls of a queue that found nothing";
-        counters(encoder, ("empty_polls", help, None), each(|s| s.empty_polls))?;
         gauges(encoder, ("in_flight", "Requests in flight", None), each(|s| s.in_flight))?;
         let broken = self
             .queues

@@ -115,7 +115,7 @@ fn answers_are_shown() {
             "read_only": false, "queues": [{ "index": 0, "iothread": "iot0", "state": "running",
                 "in_flight": 3, "reads": 1000, "writes": 7, "flushes": 0, "discards": 0,
                 "write_zeroes": 0, "others": 0, "read_bytes": 0, "written_bytes": 0, "errors": 0,
-                "kicks": 0, "calls": 0, "empty_polls": 0,
+                "kicks": 0, "calls": 0,
                 "wait": summary, "service": summary, "response": summary }] }],
     });
     let (text, _) = done(&["snapshot"], &snapshot.to_string());
