@@ -97,7 +97,7 @@ pub struct IoThread {
 /// How an IOThread polls before it sleeps: QEMU's `poll-max-ns`, `poll-grow` and `poll-shrink`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Polling {
-    /// The longest; zero: it does not poll.
+    /// The longest; zero: it does not poll. Half of it where a disk is waited for.
     pub max: Nanos,
     /// Factor by which the time grows when polling would have paid.
     pub grow: u32,
@@ -106,9 +106,10 @@ pub struct Polling {
 }
 
 impl Default for Polling {
-    /// QEMU's, but for `shrink` (there 0): one late event costs half of the time, not all of it.
+    /// QEMU's (`max` for disks, 32,768 ns), but for `shrink` (there 0): one late event costs half of
+    /// the time, not all of it.
     fn default() -> Self {
-        Self { max: Nanos::new(32_768), grow: 2, shrink: 2 }
+        Self { max: Nanos::new(65_536), grow: 2, shrink: 2 }
     }
 }
 

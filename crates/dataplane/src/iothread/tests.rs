@@ -5,6 +5,18 @@ use rustix::event::{EventfdFlags, eventfd};
 use super::*;
 
 #[test]
+fn polling_time_grows_to_the_maximum_and_one_late_event_halves_it() {
+    let polling = Polling::default();
+    let next = |poll, blocked| polling.adjust(poll, 32_768, blocked);
+    let grown: Vec<u64> =
+        std::iter::successors(Some(0), |&poll| Some(next(poll, poll + 1))).take(6).collect();
+    assert_eq!(grown, [0, 4_000, 8_000, 16_000, 32_000, 32_768]);
+    assert_eq!([next(32_768, 32_000), next(32_768, 32_769), next(0, 40_000)], [32_768, 16_384, 0]);
+    let qemu = Polling { shrink: 0, ..polling };
+    assert_eq!(qemu.adjust(32_768, 32_768, 40_000), 0);
+}
+
+#[test]
 fn poll_that_ends_for_want_of_room_says_the_same_as_one_of_a_file_that_always_ends() {
     let mut ring: IoUring = IoUring::builder().setup_cqsize(4).build(2).unwrap();
     let push = |ring: &mut IoUring, fd: &rustix::fd::OwnedFd| {

@@ -71,7 +71,7 @@ fn example_is_read_as_written() {
             IoThread {
                 name: name("iot1"),
                 cpus: Vec::new(),
-                polling: Polling { max: Nanos::new(32_768), grow: 2, shrink: 2 },
+                polling: Polling { max: Nanos::new(65_536), grow: 2, shrink: 2 },
             },
         ]
     );
