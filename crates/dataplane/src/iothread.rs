@@ -7,7 +7,8 @@
 //!
 //! Terms. A queue is *awake* while its driver need not kick: the thread looks at its ring in every
 //! turn. It is *asleep* when notification is enabled and the thread waits for its kick. A *turn*
-//! reaps, reads letters, gives each awake queue its share and publishes what has finished.
+//! reaps, reads letters, gives each awake queue its share and publishes what has finished; a letter
+//! that comes meanwhile waits for one queue's share, not for all.
 //!
 //! Polling. When a turn finds nothing to do the thread polls for up to `poll` ns before it puts
 //! all queues to sleep and waits. `poll` follows what the last wait showed, by QEMU's rule
@@ -50,7 +51,7 @@ use resources::{Registered, Resources};
 const ENTRIES: u32 = 512;
 /// Entries of a completion queue: more than a kernel without room for them would have to queue.
 const COMPLETIONS: u32 = 4096;
-/// Requests that a queue may start before the next one has its turn.
+/// Requests that a queue may start before the next one has its turn, if they are small.
 const SHARE: u32 = 64;
 /// A queue that was awake and idle for so long among busy ones is put to sleep.
 const DROWSY_NS: u64 = 1_000_000;
@@ -241,6 +242,8 @@ pub(crate) struct IoThread {
     /// By key.
     served: Vec<Option<Served>>,
     awake: Vec<QueueKey>,
+    /// Where among them the next turn begins.
+    next: usize,
     forwards: HashMap<QueueKey, Forward>,
     stats: Arc<IoThreadStats>,
     polling: Polling,
@@ -293,6 +296,7 @@ impl IoThread {
             completions: Arc::new(sender),
             served: Vec::new(),
             awake: Vec::new(),
+            next: 0,
             forwards: HashMap::new(),
             stats,
             polling,
@@ -522,39 +526,54 @@ impl IoThread {
 
     fn serve(&mut self, time: u64) -> bool {
         let mut worked = false;
-        for i in 0..self.awake.len() {
-            let key = self.awake[i];
-            for attempt in 0..2 {
-                let Some(entry) = get_mut(&mut self.served, key) else { break };
-                if !entry.is_pending() {
-                    break;
-                }
-                worked = true;
-                entry.busy_at = time;
-                let share = match entry.stopping {
-                    Some(_) => u32::from(entry.queue.recovering()),
-                    None => SHARE,
-                };
-                let pass = entry.queue.serve(
-                    &mut Turn {
-                        submission: &mut self.ring.submission(),
-                        file: entry.registered.file,
-                        completions: &self.completions,
-                        buffers: &|segment| entry.registered.buffer(segment),
-                        stats: &self.stats,
-                    },
-                    share,
-                    time,
-                );
-                if pass != Pass::Full || attempt == 1 {
-                    break;
-                }
-                // Room for the rest.
-                self.submit();
+        // A pass that letters cut short goes on where it ended.
+        let awake = self.awake.len();
+        let first = self.next.checked_rem(awake).unwrap_or(0);
+        for i in 0..awake {
+            let at = (first + i) % awake;
+            let busy = self.serve_one(self.awake[at], time);
+            worked |= busy;
+            if busy && self.mail.has_rung() {
+                self.next = at + 1;
+                break;
             }
         }
         if worked {
             self.put_drowsy_to_sleep(time);
+        }
+        worked
+    }
+
+    /// Gives one queue its share; whether there was something to do.
+    fn serve_one(&mut self, key: QueueKey, time: u64) -> bool {
+        let mut worked = false;
+        for attempt in 0..2 {
+            let Some(entry) = get_mut(&mut self.served, key) else { break };
+            if !entry.is_pending() {
+                break;
+            }
+            worked = true;
+            entry.busy_at = time;
+            let share = match entry.stopping {
+                Some(_) => u32::from(entry.queue.recovering()),
+                None => SHARE,
+            };
+            let pass = entry.queue.serve(
+                &mut Turn {
+                    submission: &mut self.ring.submission(),
+                    file: entry.registered.file,
+                    completions: &self.completions,
+                    buffers: &|segment| entry.registered.buffer(segment),
+                    stats: &self.stats,
+                },
+                share,
+                time,
+            );
+            if pass != Pass::Full || attempt == 1 {
+                break;
+            }
+            // Room for the rest.
+            self.submit();
         }
         worked
     }

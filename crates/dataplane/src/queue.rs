@@ -28,6 +28,9 @@ use crate::stats::{Op, QueueStats};
 const BATCH: usize = 8;
 /// or of so many bytes.
 const BATCH_BYTES: u64 = 32 << 10;
+/// Bytes that a queue may start before the next one has its turn: what memory copies in a few tens
+/// of µs.
+const SHARE_BYTES: u64 = 256 << 10;
 
 /// Names a queue while it is served: unique in the process at any time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -304,8 +307,8 @@ impl Queue {
         }
     }
 
-    /// Takes up to `share` requests from the ring and starts them. The pass began at `time`, ns of
-    /// [`now`].
+    /// Takes up to `share` requests, or [`SHARE_BYTES`], from the ring and starts them. The pass
+    /// began at `time`, ns of [`now`].
     pub(crate) fn serve(&mut self, turn: &mut Turn<'_, '_>, share: u32, time: u64) -> Pass {
         // What has left the ring ends, whatever has become of the ring.
         while let Some(head) = self.waiting.pop() {
@@ -319,7 +322,11 @@ impl Queue {
         }
         let mut limits = None;
         let mut started = time;
+        let mut bytes = 0;
         for _ in 0..share {
+            if bytes >= SHARE_BYTES {
+                break;
+            }
             if self.finished.len() >= BATCH || self.finished_bytes >= BATCH_BYTES {
                 self.publish(turn.stats);
                 started = now();
@@ -362,6 +369,7 @@ impl Queue {
                     slot.offset = offset;
                     slot.length = length;
                     slot.bytes = length;
+                    bytes += length;
                     if !self.start(head, turn) {
                         return Pass::Full;
                     }
