@@ -30,6 +30,7 @@ const ROOMS: &[Room] = &[
     room("model", &["units", "spec"], true),
     room("planner", &["units", "spec", "model"], true),
     room("ssd", &["units"], true),
+    room("qos", &["units"], true),
     room("host", &["units", "spec"], false),
     room("engine", &["units", "ssd"], false),
     room("dataplane", &["units", "spec", "engine"], false),

@@ -1,0 +1,100 @@
+//! How many background requests may be in flight: fewer when promises are missed, more when they
+//! are kept and there is a use for it.
+//!
+//! A device serves what it was given in an order of its own, so what must not be waited for is kept
+//! back. How much that is follows from what is seen, not from a model: once an epoch of
+//! [`EPOCH_NS`], the bound falls by a quarter if more than one promised response in [`TOO_MANY`]
+//! was late, and rises by one if fewer than one in [`FEW`] were while something was held back (the
+//! rule of the kernel's blk-iolatency: the victim's latency decides, the others' depth is the
+//! means).
+
+/// How often the bound is looked at.
+const EPOCH_NS: u64 = 20_000_000;
+/// One late response in so many lowers the bound.
+const TOO_MANY: u32 = 10;
+/// Fewer than one in so many raise it.
+const FEW: u32 = 50;
+
+/// The bound and what it follows.
+#[derive(Debug)]
+pub(crate) struct Depth {
+    bound: u32,
+    most: u32,
+    epoch: u64,
+    kept: u32,
+    late: u32,
+    held_back: bool,
+}
+
+impl Depth {
+    /// At least 1 and at most `most`, with which it begins.
+    pub(crate) const fn new(most: u32) -> Self {
+        Self { bound: most, most, epoch: 0, kept: 0, late: 0, held_back: false }
+    }
+
+    pub(crate) const fn bound(&self) -> u32 {
+        self.bound
+    }
+
+    /// Something waits because of the bound.
+    pub(crate) const fn hold_back(&mut self) {
+        self.held_back = true;
+    }
+
+    /// A promised response came in time, or late.
+    pub(crate) const fn observe(&mut self, late: bool) {
+        if late {
+            self.late += 1;
+        } else {
+            self.kept += 1;
+        }
+    }
+
+    /// Ends an epoch if it is time.
+    pub(crate) fn tick(&mut self, now: u64) {
+        if now.saturating_sub(self.epoch) < EPOCH_NS {
+            return;
+        }
+        let all = self.kept + self.late;
+        if self.late * TOO_MANY > all {
+            self.bound = (self.bound - self.bound.div_ceil(4)).max(1);
+        } else if self.held_back && self.late * FEW <= all {
+            self.bound = (self.bound + 1).min(self.most);
+        }
+        *self = Self { bound: self.bound, epoch: now, ..Self::new(self.most) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn epochs(depth: &mut Depth, late: u32, of: u32, number: u64) -> u32 {
+        for _ in 0..number {
+            depth.hold_back();
+            (0..of).for_each(|i| depth.observe(i < late));
+            let now = depth.epoch + EPOCH_NS;
+            depth.tick(now);
+        }
+        depth.bound()
+    }
+
+    #[test]
+    fn late_responses_lower_the_bound_to_one_and_kept_ones_raise_it_again() {
+        let mut depth = Depth::new(16);
+        assert_eq!(epochs(&mut depth, 11, 100, 1), 12);
+        assert_eq!(epochs(&mut depth, 5, 100, 1), 12);
+        assert_eq!(epochs(&mut depth, 100, 100, 10), 1);
+        assert_eq!(epochs(&mut depth, 0, 100, 3), 4);
+        assert_eq!(epochs(&mut depth, 0, 0, 100), 16);
+    }
+
+    #[test]
+    fn bound_that_holds_nothing_back_stays() {
+        let mut depth = Depth::new(4);
+        assert_eq!(epochs(&mut depth, 1, 1, 5), 1);
+        depth.observe(false);
+        depth.tick(depth.epoch + EPOCH_NS);
+        assert_eq!(depth.bound(), 1);
+    }
+}

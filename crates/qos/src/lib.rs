@@ -1,0 +1,145 @@
+//! The data plane's request scheduler: which request of which VM a shared device gets next.
+//!
+//! # Terms
+//! A *flow* is a VM's disk on the device; it has a weight and may have a limit. Its requests belong
+//! to *classes*, the tasks that can be told apart; a class may have a *promise*: a rate, with a
+//! burst, whose requests have a *deadline* after they arrive, and a *mean* that their responses are
+//! not to exceed on average. A request within its class's rate is *promised*; all others are
+//! *background*, those of a class that exceeds its rate as well.
+//! *Cost* is what a request takes of one of the device's *channels*, the requests that it serves at
+//! a time, in ns; it follows from the [`Device`]'s service curve.
+//!
+//! # Algorithm
+//! mClock's tags (Gulati et al., OSDI 2010) with deadlines in the place of its first:
+//!
+//! 1. *Promised.* A class has a virtual clock that each promised request moves on by its share of
+//!    the rate (the larger of those of the request and of its bytes); a pause sets it to no more than
+//!    a burst behind. A head request at or behind the clock is eligible, and the eligible one with the
+//!    earliest deadline is first (earliest eligible deadline first).
+//! 2. *Background.* Else the flow that has had least cost for its weight (start-time fair queueing),
+//!    among those within their limits. Requests of a promise that are served here do not move its
+//!    clock.
+//!
+//! Promised requests may fill the device twice over, so that it does not pause between them.
+//! Background requests wait while all channels are taken, and may take no more of them than a bound
+//! that falls while promises are missed, and rises while they are kept: an
+//! eligible request that finds the device full of background waits for the first of as many
+//! channels, and for no request longer than [`MAX_TRANSFER`], in which large ones are to be split.
+//!
+//! # Properties (tests of the same name)
+//! - `work_is_conserved_and_requests_too`: while a channel is free, nothing waits but what a limit or
+//!   the bound holds; each request is started once, whatever the order of calls.
+//! - `reservation_is_kept`: whatever the others ask for, each class gets the rate that it was
+//!   promised, if all promises together fit the device.
+//! - `deadlines_are_met_within_a_feasible_set`: to within one service time of each channel.
+//! - `nobody_starves`: a flow with a weight is served even if promises exceed the device.
+//! - `wait_is_bounded`: of a promised request among background alone, by one transfer.
+//! - `tasks_keep_rate_and_tail_beside_a_deep_writer_that_gets_what_they_leave`: on the reference
+//!   device.
+//! - `weights_divide_what_is_left`, `limit_is_not_exceeded`,
+//!   `excess_of_a_promise_costs_only_its_own`.
+//!
+//! Pure: the caller passes the time, ns of a clock that does not go back.
+
+mod depth;
+mod heap;
+mod scheduler;
+
+#[cfg(test)]
+mod tests;
+
+use rtvirtio_units::{Bytes, BytesPerSecond, Iops, Nanos, Weight};
+
+pub use scheduler::{ClassId, FlowId, Running, Scheduler, Started};
+
+/// The largest transfer that should be started at once: larger ones are split, so that none holds a
+/// channel long.
+pub const MAX_TRANSFER: Bytes = Bytes::new(128 << 10);
+
+/// What a request does to the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Reads.
+    Read,
+    /// Writes, also of zeroes.
+    Write,
+    /// Makes writes durable.
+    Flush,
+    /// Discards.
+    Discard,
+}
+
+impl Kind {
+    /// All, in the order of the accounts.
+    pub const ALL: [Self; 4] = [Self::Read, Self::Write, Self::Flush, Self::Discard];
+}
+
+/// A device as the scheduler sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Device {
+    /// Requests that it serves at a time, at least 1.
+    pub channels: u32,
+    /// What a request takes of a channel before its bytes.
+    pub request: Nanos,
+    /// What each KiB takes further.
+    pub kib: Nanos,
+    /// What a flush or discard takes.
+    pub flush: Nanos,
+}
+
+impl Device {
+    /// What a request takes of a channel.
+    #[must_use]
+    pub fn cost(&self, kind: Kind, bytes: Bytes) -> Nanos {
+        match kind {
+            Kind::Read | Kind::Write => {
+                let transfer = u128::from(bytes.get()) * u128::from(self.kib.get()) / 1024;
+                self.request.saturating_add(Nanos::new(transfer as u64))
+            }
+            Kind::Flush | Kind::Discard => self.flush,
+        }
+    }
+}
+
+/// So many requests and bytes a second; at least one of both is given, and neither is zero.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rate {
+    /// Requests a second.
+    pub iops: Option<Iops>,
+    /// Bytes a second.
+    pub bandwidth: Option<BytesPerSecond>,
+    /// Requests (or [`MAX_TRANSFER`]s) that may come at once, at least 1.
+    pub burst: u32,
+}
+
+/// What a class is promised.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Promise {
+    /// How long after its arrival a request within the rate should have ended.
+    pub deadline: Nanos,
+    /// What responses must not exceed on average, if the rate is to come about: a task that waits for
+    /// each of its requests gets no more than one in that time. At most the deadline.
+    pub mean: Option<Nanos>,
+    /// Within this.
+    pub rate: Rate,
+}
+
+/// A flow's part of what promises leave.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Share {
+    /// In proportion to this.
+    pub weight: Weight,
+    /// But no more than this, promised requests among it.
+    pub limit: Option<Rate>,
+}
+
+/// What a class has had.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Account {
+    /// Requests that have ended.
+    pub requests: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// What they cost by the service curve, ns of a channel.
+    pub cost: u64,
+}

@@ -1,0 +1,447 @@
+//! The scheduler itself.
+
+use std::collections::VecDeque;
+
+use rtvirtio_units::{Bytes, Nanos};
+
+use crate::depth::Depth;
+use crate::heap::Heap;
+use crate::{Account, Device, Kind, MAX_TRANSFER, Promise, Rate, Share};
+
+/// Background is served after so long even if promises leave nothing: who was promised more than
+/// there is may not starve the others.
+const PATIENCE_NS: u64 = 50_000_000;
+/// Fair queueing's clock runs in 1/1024 ns, so that large weights do not round their costs to
+/// nothing.
+const FINE: u64 = 1024;
+/// Responses that a mean is of, roughly.
+const MEAN_OF: u64 = 128;
+
+/// Names a flow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FlowId(u32);
+
+/// Names a class.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ClassId(u32);
+
+/// A request to start now.
+#[derive(Debug)]
+#[must_use = "it has been taken off its queue"]
+pub struct Started {
+    /// What the caller knows it by.
+    pub ticket: u64,
+    /// To be given back when it ends.
+    pub running: Running,
+}
+
+/// A request on the device. Gives its place back by [`Scheduler::complete`], once.
+#[derive(Debug)]
+#[must_use = "the device counts as busy with it until it completes"]
+pub struct Running {
+    class: u32,
+    promised: bool,
+    kind: Kind,
+    bytes: Bytes,
+    cost: u64,
+    /// When the response would have begun, had the class not exceeded its rate.
+    since: u64,
+}
+
+/// A request that waits.
+#[derive(Debug)]
+struct Pending {
+    ticket: u64,
+    kind: Kind,
+    bytes: Bytes,
+    arrived: u64,
+}
+
+/// A rate as a virtual clock's steps.
+#[derive(Debug, Clone, Copy)]
+struct Pace {
+    request: u64,
+    /// 1024 bytes.
+    kib: u64,
+    burst: u64,
+}
+
+impl Pace {
+    fn of(rate: Rate) -> Self {
+        let request = rate.iops.map_or(0.0, |iops| 1e9 / iops.get());
+        let kib = rate.bandwidth.map_or(0.0, |rate| 1024e9 / rate.get() as f64);
+        let transfer = kib * MAX_TRANSFER.get() as f64 / 1024.0;
+        // The request that arrives is one of the burst.
+        let burst = f64::from(rate.burst.saturating_sub(1)) * request.max(transfer);
+        Self { request: request as u64, kib: kib as u64, burst: burst as u64 }
+    }
+
+    /// How far a request moves the clock on.
+    fn step(self, bytes: Bytes) -> u64 {
+        let transfer = u128::from(bytes.get()) * u128::from(self.kib) / 1024;
+        self.request.max(u64::try_from(transfer).unwrap_or(u64::MAX))
+    }
+
+    /// The clock as it stands for a request that arrives at `arrived`.
+    const fn resumed(self, clock: u64, arrived: u64) -> u64 {
+        let earliest = arrived.saturating_sub(self.burst);
+        if clock > earliest { clock } else { earliest }
+    }
+}
+
+/// A promise in ns.
+#[derive(Debug, Clone, Copy)]
+struct Promised {
+    deadline: u64,
+    mean: u64,
+    /// The sooner of both.
+    due: u64,
+    pace: Pace,
+}
+
+impl Promised {
+    fn of(promise: Promise) -> Self {
+        let deadline = promise.deadline.get();
+        let mean = promise.mean.map_or(u64::MAX, Nanos::get);
+        Self { deadline, mean, due: deadline.min(mean), pace: Pace::of(promise.rate) }
+    }
+}
+
+#[derive(Debug)]
+struct Class {
+    flow: u32,
+    promise: Option<Promised>,
+    /// The virtual clock, ns.
+    clock: u64,
+    /// Promised responses on average, of the last few tens.
+    mean: u64,
+    queue: VecDeque<Pending>,
+    accounts: [Account; Kind::ALL.len()],
+}
+
+impl Class {
+    /// When its head is eligible, and when it is due.
+    fn head(&self) -> Option<(u64, u64)> {
+        let Promised { due, pace, .. } = self.promise?;
+        let arrived = self.queue.front()?.arrived;
+        let eligible = pace.resumed(self.clock, arrived);
+        Some((eligible, eligible.max(arrived).saturating_add(due)))
+    }
+
+    /// A promised response has come; whether it, or the last ones on average, were late.
+    fn observe(&mut self, response: u64) -> bool {
+        self.mean = (self.mean - self.mean / MEAN_OF).saturating_add(response / MEAN_OF);
+        self.promise.is_some_and(|p| response > p.deadline || self.mean > p.mean)
+    }
+}
+
+#[derive(Debug)]
+struct Flow {
+    weight: u64,
+    limit: Option<Pace>,
+    /// The limit's virtual clock, ns.
+    clock: u64,
+    /// Fair queueing's tag of its next request.
+    start: u64,
+    classes: Vec<u32>,
+    pending: usize,
+    running: usize,
+}
+
+/// Decides what one device gets next.
+#[derive(Debug)]
+pub struct Scheduler {
+    device: Device,
+    /// `None`: removed, and free for the next.
+    flows: Vec<Option<Flow>>,
+    classes: Vec<Option<Class>>,
+    /// Classes whose head is eligible, by deadline.
+    eligible: Heap,
+    /// Classes whose head is not yet, by when it is.
+    early: Heap,
+    /// Flows with requests that are within their limits, by tag.
+    fair: Heap,
+    /// Flows with requests that are not, by when they are.
+    limited: Heap,
+    /// Fair queueing's clock.
+    virtual_time: u64,
+    /// Since when background waits, or when it was last served.
+    waits_since: u64,
+    running: u32,
+    background: u32,
+    promises: u32,
+    depth: Depth,
+}
+
+impl Scheduler {
+    /// For a device that nothing has been given to.
+    #[must_use]
+    pub fn new(device: Device) -> Self {
+        let device = Device { channels: device.channels.max(1), ..device };
+        Self {
+            device,
+            flows: Vec::new(),
+            classes: Vec::new(),
+            eligible: Heap::default(),
+            early: Heap::default(),
+            fair: Heap::default(),
+            limited: Heap::default(),
+            virtual_time: 0,
+            waits_since: 0,
+            running: 0,
+            background: 0,
+            promises: 0,
+            depth: Depth::new(device.channels),
+        }
+    }
+
+    /// A new flow, without classes.
+    pub fn add_flow(&mut self, share: Share) -> FlowId {
+        let flow = Flow {
+            weight: u64::from(share.weight.get()),
+            limit: share.limit.map(Pace::of),
+            clock: 0,
+            start: 0,
+            classes: Vec::new(),
+            pending: 0,
+            running: 0,
+        };
+        FlowId(put(&mut self.flows, flow))
+    }
+
+    /// A new class of a flow; `None` if there is no such flow.
+    pub fn add_class(&mut self, flow: FlowId, promise: Option<Promise>) -> Option<ClassId> {
+        let classes = &mut self.flows.get_mut(flow.0 as usize)?.as_mut()?.classes;
+        let class = Class {
+            flow: flow.0,
+            promise: promise.map(Promised::of),
+            clock: 0,
+            mean: 0,
+            queue: VecDeque::new(),
+            accounts: Default::default(),
+        };
+        self.promises += u32::from(promise.is_some());
+        let id = put(&mut self.classes, class);
+        classes.push(id);
+        Some(ClassId(id))
+    }
+
+    /// Removes a flow and its classes. False: it has requests, and stays.
+    pub fn remove(&mut self, flow: FlowId) -> bool {
+        let Some(slot) = self.flows.get_mut(flow.0 as usize) else { return true };
+        if slot.as_ref().is_some_and(|flow| flow.pending + flow.running > 0) {
+            return false;
+        }
+        for class in slot.take().map(|flow| flow.classes).unwrap_or_default() {
+            let removed = self.classes[class as usize].take();
+            let promised = removed.is_some_and(|class| class.promise.is_some());
+            self.promises -= u32::from(promised);
+        }
+        true
+    }
+
+    /// Takes a request, whose caller knows it by `ticket`. False: there is no such class.
+    pub fn submit(
+        &mut self,
+        class: ClassId,
+        (ticket, kind, bytes): (u64, Kind, Bytes),
+        now: Nanos,
+    ) -> bool {
+        let arrived = now.get();
+        let Some(Some(to)) = self.classes.get_mut(class.0 as usize) else { return false };
+        let Some(Some(flow)) = self.flows.get_mut(to.flow as usize) else { return false };
+        to.queue.push_back(Pending { ticket, kind, bytes, arrived });
+        flow.pending += 1;
+        let (first_of_class, first_of_flow, of) = (to.queue.len() == 1, flow.pending == 1, to.flow);
+        if first_of_class {
+            self.rank(class.0, arrived);
+        }
+        if first_of_flow {
+            if self.fair.is_empty() {
+                self.waits_since = arrived;
+            }
+            let Some(Some(flow)) = self.flows.get_mut(of as usize) else { return false };
+            flow.start = flow.start.max(self.virtual_time);
+            self.queue_flow(of, arrived);
+        }
+        true
+    }
+
+    /// What to start now, if anything: the caller starts it, and asks again.
+    pub fn next(&mut self, now: Nanos) -> Option<Started> {
+        let now = now.get();
+        self.depth.tick(now);
+        while let Some((at, class)) = self.early.first()
+            && at <= now
+        {
+            self.rank(class, now);
+        }
+        while let Some((at, flow)) = self.limited.first()
+            && at <= now
+        {
+            self.queue_flow(flow, now);
+        }
+        let most = self.device.channels.saturating_mul(2);
+        if self.running >= most {
+            return None;
+        }
+        let fair = self.fair.first().map(|(_, flow)| flow);
+        if let Some(flow) = fair
+            && now.saturating_sub(self.waits_since) > PATIENCE_NS
+        {
+            return self.start_background(flow, now);
+        }
+        if let Some((_, class)) = self.eligible.first() {
+            return self.start_promised(class, now);
+        }
+        let flow = fair?;
+        if self.promises > 0 {
+            if self.running >= self.device.channels {
+                return None;
+            }
+            if self.background >= self.depth.bound() {
+                self.depth.hold_back();
+                return None;
+            }
+        }
+        self.start_background(flow, now)
+    }
+
+    /// When to ask again though nothing has come or ended: a limit or a rate holds something.
+    #[must_use]
+    pub fn wake_at(&self) -> Option<Nanos> {
+        // What is early is background until then; where that may start it need not be waited for.
+        let times = [self.limited.first(), self.early.first()];
+        times.into_iter().flatten().map(|(at, _)| Nanos::new(at)).min()
+    }
+
+    /// A request has ended.
+    pub fn complete(&mut self, running: Running, now: Nanos) {
+        self.running -= 1;
+        self.background -= u32::from(!running.promised);
+        let Some(Some(class)) = self.classes.get_mut(running.class as usize) else { return };
+        if running.promised {
+            self.depth.observe(class.observe(now.get().saturating_sub(running.since)));
+        }
+        let account = &mut class.accounts[running.kind as usize];
+        account.requests += 1;
+        account.bytes += running.bytes.get();
+        account.cost += running.cost;
+        if let Some(Some(flow)) = self.flows.get_mut(class.flow as usize) {
+            flow.running -= 1;
+        }
+    }
+
+    /// Requests on the device.
+    #[must_use]
+    pub const fn running(&self) -> u32 {
+        self.running
+    }
+
+    /// Background requests that may be on the device while promises are to be kept.
+    #[must_use]
+    pub const fn depth(&self) -> u32 {
+        self.depth.bound()
+    }
+
+    /// What a class has had, by kind; `None`: there is no such class.
+    #[must_use]
+    pub fn accounts(&self, class: ClassId) -> Option<&[Account; Kind::ALL.len()]> {
+        Some(&self.classes.get(class.0 as usize)?.as_ref()?.accounts)
+    }
+
+    /// Puts a class where its head belongs.
+    fn rank(&mut self, class: u32, now: u64) {
+        let head = self.classes[class as usize].as_ref().and_then(Class::head);
+        match head {
+            None => {
+                self.eligible.remove(class);
+                self.early.remove(class);
+            }
+            Some((eligible, deadline)) if eligible <= now => {
+                self.early.remove(class);
+                self.eligible.set(class, deadline);
+            }
+            Some((eligible, _)) => {
+                self.eligible.remove(class);
+                self.early.set(class, eligible);
+            }
+        }
+    }
+
+    /// Puts a flow where its requests belong.
+    fn queue_flow(&mut self, id: u32, now: u64) {
+        let Some(Some(flow)) = self.flows.get(id as usize) else { return };
+        if flow.pending == 0 {
+            self.fair.remove(id);
+            self.limited.remove(id);
+        } else if flow.limit.is_some() && flow.clock > now {
+            self.fair.remove(id);
+            self.limited.set(id, flow.clock);
+        } else {
+            self.limited.remove(id);
+            self.fair.set(id, flow.start);
+        }
+    }
+
+    fn start_promised(&mut self, class: u32, now: u64) -> Option<Started> {
+        let of = self.classes[class as usize].as_mut()?;
+        let (eligible, _) = of.head()?;
+        let step = of.promise?.pace.step(of.queue.front()?.bytes);
+        of.clock = eligible.saturating_add(step);
+        self.start(class, Some(eligible), now)
+    }
+
+    fn start_background(&mut self, id: u32, now: u64) -> Option<Started> {
+        let flow = self.flows[id as usize].as_ref()?;
+        // Of its classes, the one whose head should end first.
+        let urgency = |&class: &u32| {
+            let class = self.classes[class as usize].as_ref()?;
+            let arrived = class.queue.front()?.arrived;
+            Some((class.head().map_or(u64::MAX, |(_, deadline)| deadline), arrived))
+        };
+        let class = *flow
+            .classes
+            .iter()
+            .filter(|class| urgency(class).is_some())
+            .min_by_key(|class| urgency(class))?;
+        self.virtual_time = self.virtual_time.max(flow.start);
+        self.waits_since = now;
+        self.background += 1;
+        self.start(class, None, now)
+    }
+
+    /// Takes the head of a class off its queue; it is promised if it was `eligible` at some time.
+    fn start(&mut self, class: u32, eligible: Option<u64>, now: u64) -> Option<Started> {
+        let promised = eligible.is_some();
+        let of = self.classes[class as usize].as_mut()?;
+        let Pending { ticket, kind, bytes, arrived } = of.queue.pop_front()?;
+        let cost = self.device.cost(kind, bytes).get().max(1);
+        let id = of.flow;
+        let flow = self.flows[id as usize].as_mut()?;
+        flow.pending -= 1;
+        flow.running += 1;
+        if let Some(limit) = flow.limit {
+            flow.clock =
+                limit.resumed(flow.clock, arrived.max(now)).saturating_add(limit.step(bytes));
+        }
+        if !promised {
+            flow.start = flow.start.saturating_add(cost.saturating_mul(FINE) / flow.weight);
+        }
+        self.running += 1;
+        self.rank(class, now);
+        self.queue_flow(id, now);
+        let since = eligible.unwrap_or(0).max(arrived);
+        Some(Started { ticket, running: Running { class, promised, kind, bytes, cost, since } })
+    }
+}
+
+/// Puts a value into the first free slot.
+fn put<T>(slots: &mut Vec<Option<T>>, value: T) -> u32 {
+    let free = slots.iter().position(Option::is_none).unwrap_or_else(|| {
+        slots.push(None);
+        slots.len() - 1
+    });
+    slots[free] = Some(value);
+    free as u32
+}

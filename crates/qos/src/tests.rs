@@ -1,0 +1,333 @@
+//! The properties that the header of the room states.
+
+mod world;
+
+use proptest::prelude::*;
+use rtvirtio_ssd::SsdConfig;
+use rtvirtio_units::{Bytes, Iops, Nanos, Weight};
+
+use super::*;
+use world::{Load, Outcome, World, device};
+
+const SECOND: Nanos = Nanos::from_millis(1_000);
+const DEEP_WRITER: Load = Load::Backlogged { depth: 64, bytes: 128 << 10 };
+
+fn reference() -> SsdConfig {
+    "ref-4x250".parse().unwrap()
+}
+
+fn share(weight: u32) -> Share {
+    Share { weight: Weight::new(weight).unwrap(), limit: None }
+}
+
+fn rate(iops: f64, burst: u32) -> Rate {
+    Rate { iops: Some(Iops::new(iops).unwrap()), bandwidth: None, burst }
+}
+
+fn promise(deadline_us: u64, iops: f64, burst: u32) -> Option<Promise> {
+    Some(Promise { deadline: Nanos::from_micros(deadline_us), mean: None, rate: rate(iops, burst) })
+}
+
+fn paced(iops: u64) -> Load {
+    Load::Paced { every: Nanos::new(1_000_000_000 / iops), bytes: 4096 }
+}
+
+/// A plain device: `channels` that take `us` µs for a 4 KiB request, always.
+fn steady(channels: u16, us: u64) -> SsdConfig {
+    SsdConfig {
+        channels,
+        mean_service: Nanos::from_micros(us),
+        sigma: 0.0,
+        length_slope: 0.15,
+        stalls: None,
+    }
+}
+
+fn run_for(world: &mut World, from: Nanos, time: Nanos) -> Vec<Outcome> {
+    world.run(from);
+    world.run(from.saturating_add(time))
+}
+
+/// Of a device's time, as channels: what requests of so many bytes at such a rate take.
+fn load(config: SsdConfig, iops: f64, bytes: u64) -> f64 {
+    device(config).cost(Kind::Read, Bytes::new(bytes)).as_secs_f64() * iops
+}
+
+/// 8 of the 24 cases on the reference device, beside a deep writer: every task has its rate and a
+/// short tail, and the writer most of what they leave. The VM's three tasks are one class: no hint
+/// tells them apart.
+#[test]
+fn tasks_keep_rate_and_tail_beside_a_deep_writer_that_gets_what_they_leave() {
+    for vms in 1..=4 {
+        for tasks in [&[1500][..], &[100, 500, 1500]] {
+            let mut world = World::new(reference(), Nanos::from_micros(50));
+            for _ in 0..vms {
+                let flow = world.scheduler.add_flow(share(100));
+                let all: u64 = tasks.iter().sum();
+                // At 0.95 of its rate a task has passed.
+                let mean = Some(Nanos::new(1_000_000_000 * 20 / 19 / 1500));
+                let promised = promise(10_000, all as f64, tasks.len() as u32 * 2);
+                let promised = promised.map(|promise| Promise { mean, ..promise });
+                let class = world.scheduler.add_class(flow, promised).unwrap();
+                for &iops in tasks {
+                    world.add_to(class, paced(iops));
+                }
+            }
+            world.add(share(100), None, DEEP_WRITER);
+            let seconds = 5;
+            let mut outcomes = run_for(&mut world, SECOND, Nanos::from_millis(1_000 * seconds));
+            let writer = outcomes.pop().unwrap();
+            let mut used = 0.0;
+            for (outcome, iops) in outcomes.iter().zip(tasks.iter().cycle()) {
+                let rate = outcome.responses.len() as f64 / seconds as f64;
+                assert!(rate >= 0.97 * *iops as f64, "{vms} x {tasks:?}: {rate} of {iops}");
+                let tail = outcome.percentile(99.9);
+                assert!(tail < Nanos::from_millis(4), "{vms} x {tasks:?}: {tail}");
+                used += load(reference(), rate, 4096);
+            }
+            let got = load(reference(), writer.bytes as f64 / seconds as f64 / 131_072.0, 131_072);
+            let left = 4.0 - used;
+            assert!(got >= 0.8 * left, "{vms} x {tasks:?}: writer got {got:.2} of {left:.2}");
+        }
+    }
+}
+
+#[test]
+fn weights_divide_what_is_left() {
+    let mut world = World::new(reference(), Nanos::ZERO);
+    world.add(share(100), promise(5_000, 1_500.0, 2), paced(1_500));
+    let writers = [100, 200, 400].map(|weight| world.add(share(weight), None, DEEP_WRITER));
+    let outcomes = run_for(&mut world, SECOND, Nanos::from_millis(20_000));
+    let bytes = writers.map(|writer| outcomes[writer].bytes as f64);
+    for (i, parts) in [(0, 1.0), (1, 2.0), (2, 4.0)] {
+        let part = bytes[i] / bytes.iter().sum::<f64>() * 7.0;
+        assert!((part / parts - 1.0).abs() < 0.03, "{bytes:?}");
+    }
+}
+
+#[test]
+fn limit_is_not_exceeded() {
+    let mut world = World::new(reference(), Nanos::ZERO);
+    let limit = Rate { iops: None, bandwidth: Some(BytesPerSecond::new(20 << 20)), burst: 4 };
+    let limited = Share { limit: Some(limit), ..share(1_000) };
+    let writer = world.add(limited, None, DEEP_WRITER);
+    let task = world.add(limited, promise(5_000, 100.0, 1), paced(1_000));
+    let outcomes = run_for(&mut world, Nanos::ZERO, Nanos::from_millis(10_000));
+    let most = (200 << 20) + 4 * (128 << 10);
+    assert!(
+        (most - (1 << 20)..=most).contains(&outcomes[writer].bytes),
+        "{}",
+        outcomes[writer].bytes
+    );
+    // Its limit holds more than it asks for, and the other's is the other's.
+    assert_eq!(outcomes[task].rate(Nanos::from_millis(10_000)).round(), 1_000.0);
+}
+
+#[test]
+fn excess_of_a_promise_costs_only_its_own() {
+    let run = |liar: Load| {
+        let mut world = World::new(reference(), Nanos::from_micros(30));
+        world.add(share(100), promise(2_000, 1_500.0, 2), paced(1_500));
+        world.add(share(100), promise(1_000, 1_500.0, 2), liar);
+        world.add(share(100), None, DEEP_WRITER);
+        run_for(&mut world, SECOND, Nanos::from_millis(10_000))
+    };
+    let honest = run(paced(1_500));
+    let lied_to = run(Load::Backlogged { depth: 64, bytes: 4096 });
+    let [before, after] = [&honest[0], &lied_to[0]].map(|task| task.percentile(99.9));
+    assert!(after.get() < before.get() * 5 / 4, "{before} became {after}");
+    assert!(lied_to[0].responses.len() * 100 >= honest[0].responses.len() * 99);
+    // The liar has its rate, and its share of what is left; its tail is its own.
+    assert!(lied_to[1].responses.len() > honest[1].responses.len());
+    assert!(lied_to[1].percentile(50.0) > Nanos::from_millis(4));
+    assert!(lied_to[2].bytes > honest[2].bytes / 3);
+}
+
+#[test]
+fn nobody_starves() {
+    let mut world = World::new(steady(2, 250), Nanos::ZERO);
+    // Promised ten times what the device can do.
+    for _ in 0..4 {
+        let everything = Load::Backlogged { depth: 32, bytes: 4096 };
+        world.add(share(1_000), promise(1_000, 20_000.0, 32), everything);
+    }
+    let others = [500, 1_000].map(|weight| world.add(share(weight), None, DEEP_WRITER));
+    let outcomes = run_for(&mut world, Nanos::ZERO, Nanos::from_millis(20_000));
+    for other in others {
+        let number = outcomes[other].responses.len();
+        assert!(number >= 5, "{number} requests");
+    }
+}
+
+#[test]
+fn wait_is_bounded() {
+    let transfer = device(reference()).cost(Kind::Write, MAX_TRANSFER);
+    for neighbours in [1, 4] {
+        let mut world = World::new(steady(4, 250), Nanos::ZERO);
+        let task = world.add(share(1), promise(5_000, 200.0, 1), paced(200));
+        for _ in 0..neighbours {
+            world.add(share(1_000), None, DEEP_WRITER);
+        }
+        let outcomes = run_for(&mut world, SECOND, Nanos::from_millis(10_000));
+        let longest = outcomes[task].waits.iter().max().unwrap();
+        assert!(*longest <= transfer, "{longest} > {transfer}");
+    }
+}
+
+#[test]
+fn mixed_kinds_are_accounted_for_apart() {
+    let device = device(reference());
+    let mut scheduler = Scheduler::new(device);
+    let flow = scheduler.add_flow(share(1));
+    let class = scheduler.add_class(flow, None).unwrap();
+    let requests = [(Kind::Read, 4096), (Kind::Write, 8192), (Kind::Flush, 0), (Kind::Read, 512)];
+    for (ticket, (kind, bytes)) in requests.into_iter().enumerate() {
+        let request = (ticket as u64, kind, Bytes::new(bytes));
+        assert!(scheduler.submit(class, request, Nanos::ZERO));
+    }
+    assert!(!scheduler.remove(flow));
+    while let Some(started) = scheduler.next(Nanos::ZERO) {
+        scheduler.complete(started.running, Nanos::ZERO);
+    }
+    let [reads, writes, flushes, discards] = *scheduler.accounts(class).unwrap();
+    assert_eq!((reads.requests, reads.bytes), (2, 4608));
+    // 212.5 µs and 9.375 µs a KiB.
+    assert_eq!((writes.requests, writes.bytes, writes.cost), (1, 8192, 287_500));
+    assert_eq!((flushes.requests, flushes.cost), (1, 250_000));
+    assert_eq!(discards, Account::default());
+    assert!(scheduler.remove(flow));
+    assert!(scheduler.accounts(class).is_none());
+    assert!(!scheduler.submit(class, (9, Kind::Read, Bytes::new(512)), Nanos::ZERO));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    #[test]
+    fn reservation_is_kept(
+        iops in prop::collection::vec(50u32..2_000, 1..6),
+        channels in 1u16..5,
+        neighbours in prop::collection::vec((1u32..1_000, 1u32..64, 1u64..256), 0..4),
+    ) {
+        // All promises together take 7/10 of the device.
+        let config = steady(channels, 100);
+        let asked: f64 = iops.iter().map(|&iops| load(config, iops.into(), 4096)).sum();
+        let fit = 0.7 * f64::from(channels) / asked;
+        let mut world = World::new(config, Nanos::ZERO);
+        for &iops in &iops {
+            let asks_for_more = Load::Backlogged { depth: 16, bytes: 4096 };
+            world.add(share(1), promise(10_000, f64::from(iops) * fit, 2), asks_for_more);
+        }
+        for (weight, depth, kib) in neighbours {
+            world.add(share(weight), None, Load::Backlogged { depth, bytes: kib.min(128) << 10 });
+        }
+        let seconds = 4.0;
+        let outcomes = world.run(Nanos::from_secs_f64(seconds));
+        for (outcome, &iops) in outcomes.iter().zip(&iops) {
+            let promised = f64::from(iops) * fit * seconds;
+            prop_assert!(
+                outcome.responses.len() as f64 >= 0.98 * promised - 4.0,
+                "{} of {promised}", outcome.responses.len()
+            );
+        }
+    }
+
+    #[test]
+    fn deadlines_are_met_within_a_feasible_set(
+        tasks in prop::collection::vec((50u64..400, 1u64..40), 1..8),
+        neighbour in any::<bool>(),
+    ) {
+        // One channel: earliest deadline first meets what can be met, but for what it cannot
+        // interrupt. A set is feasible if what is due in any time fits into it.
+        let config = steady(1, 100);
+        let cost = 100_000.0;
+        let feasible = |deadlines: &[(u64, u64)]| {
+            (1..400u64).map(|ms| ms as f64 * 5e5).all(|time| {
+                let due = |&(iops, ms): &(u64, u64)| {
+                    let late = time - ms as f64 * 1e6;
+                    if late < 0.0 { 0.0 } else { (late * iops as f64 / 1e9).floor() + 1.0 }
+                };
+                deadlines.iter().map(due).sum::<f64>() * cost <= time
+            })
+        };
+        prop_assume!(feasible(&tasks));
+        let mut world = World::new(config, Nanos::ZERO);
+        for &(iops, ms) in &tasks {
+            world.add(share(1), promise(ms * 1_000, iops as f64, 1), paced(iops));
+        }
+        let bytes = 64 << 10;
+        if neighbour {
+            world.add(share(1), None, Load::Backlogged { depth: 4, bytes });
+        }
+        let outcomes = world.run(Nanos::from_millis(3_000));
+        // Twice: the device may be filled twice over with what is promised, and once with others.
+        let blocked = device(config).cost(Kind::Write, Bytes::new(if neighbour { bytes } else { 0 }));
+        let blocked = blocked.saturating_add(Nanos::from_micros(100)).scale(2.0);
+        for (outcome, &(_, ms)) in outcomes.iter().zip(&tasks) {
+            let longest = outcome.responses.iter().max().copied().unwrap_or_default();
+            let most = Nanos::from_millis(ms).saturating_add(blocked);
+            prop_assert!(longest <= most, "{longest} > {most}");
+        }
+    }
+
+    #[test]
+    fn work_is_conserved_and_requests_too(
+        steps in prop::collection::vec((0u8..8, 0usize..6, 0u64..400), 1..300),
+        channels in 1u32..5,
+    ) {
+        let device = Device {
+            channels,
+            request: Nanos::from_micros(100),
+            kib: Nanos::from_micros(1),
+            flush: Nanos::from_micros(50),
+        };
+        let mut scheduler = Scheduler::new(device);
+        let classes: Vec<ClassId> = (0..6)
+            .map(|i| {
+                let flow = scheduler.add_flow(share(1 + i * 100));
+                let promised = if i < 3 { promise(1_000, 1_000.0, i + 1) } else { None };
+                scheduler.add_class(flow, promised).unwrap()
+            })
+            .collect();
+        let mut now = 0;
+        let mut waiting = std::collections::BTreeSet::new();
+        let mut running = Vec::new();
+        let mut ticket = 0;
+        for (what, of, amount) in steps {
+            now += amount * 1_000;
+            let time = Nanos::new(now);
+            match what {
+                0..4 => {
+                    ticket += 1;
+                    waiting.insert(ticket);
+                    let kind = Kind::ALL[amount as usize % 4];
+                    let request = (ticket, kind, Bytes::from_kib(amount % 128));
+                    prop_assert!(scheduler.submit(classes[of], request, time));
+                }
+                4..6 if !running.is_empty() => {
+                    scheduler.complete(running.swap_remove(of % running.len()), time);
+                }
+                _ => {}
+            }
+            while let Some(started) = scheduler.next(time) {
+                prop_assert!(waiting.remove(&started.ticket), "{} a second time", started.ticket);
+                running.push(started.running);
+            }
+            prop_assert_eq!(scheduler.running() as usize, running.len());
+            prop_assert!(scheduler.running() <= 2 * channels);
+            // Something waits beside a free channel only where the bound keeps background back.
+            let free = scheduler.running() < channels;
+            let bounded = scheduler.depth() < channels;
+            prop_assert!(waiting.is_empty() || !free || bounded, "{waiting:?} wait");
+        }
+        for _ in 0..2_000 {
+            now += 1_000_000;
+            running.drain(..).for_each(|done| scheduler.complete(done, Nanos::new(now)));
+            while let Some(started) = scheduler.next(Nanos::new(now)) {
+                prop_assert!(waiting.remove(&started.ticket));
+                running.push(started.running);
+            }
+        }
+        prop_assert!(waiting.is_empty() && running.is_empty() && scheduler.running() == 0);
+    }
+}
