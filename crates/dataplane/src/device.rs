@@ -13,6 +13,7 @@ use rustix::io::Errno;
 use rustix::net::SendFlags;
 
 use crate::protocol::{CONFIG_MAX, Header, features, send};
+use crate::schedule::Member;
 
 /// Bytes of a sector, the unit of the configuration space's sizes.
 const SECTOR: u64 = 512;
@@ -64,6 +65,8 @@ pub struct DeviceConfig {
     pub write_cache: bool,
     /// What requests may ask for at most.
     pub limits: Limits,
+    /// Its place in the schedule of the physical device that its disk is on, if that has one.
+    pub schedule: Option<Member>,
 }
 
 /// Why there is no such device.
@@ -131,6 +134,12 @@ impl Device {
     #[must_use]
     pub const fn serial(&self) -> &[u8; 20] {
         &self.config.serial
+    }
+
+    /// Its place in a schedule.
+    #[must_use]
+    pub const fn schedule(&self) -> Option<&Member> {
+        self.config.schedule.as_ref()
     }
 
     /// What requests may ask for at most.

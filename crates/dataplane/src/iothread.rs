@@ -37,11 +37,13 @@ use std::time::Duration;
 
 use io_uring::{IoUring, cqueue, opcode, types};
 use rtvirtio_engine::{Completions, Token};
+use rtvirtio_qos::Running;
 use rtvirtio_units::CpuId;
 use rustix::io::Errno;
 
 use crate::mailbox::{Receiver, Sender};
 use crate::queue::{Pass, Queue, QueueKey, Turn, from_token, now};
+use crate::schedule::Board;
 
 mod resources;
 
@@ -165,6 +167,8 @@ pub(crate) enum Letter {
     },
     /// A request has ended at another thread. `here`: it was started by the thread that reads this.
     Ended { token: Token, result: Ended, here: bool },
+    /// A request's time has come, by its device's schedule.
+    Granted { token: Token, running: Running },
     /// Run on these CPUs; all, if there are none. The answer is the error number of the attempt.
     Pin { cpus: Vec<CpuId>, done: mpsc::Sender<Result<(), Errno>> },
     /// End, once nothing is left.
@@ -196,6 +200,8 @@ struct Forward {
 struct Served {
     queue: Box<Queue>,
     registered: Registered,
+    /// Which of the thread's boards is its device's.
+    board: Option<usize>,
     awake: bool,
     /// Nobody says when there is something to do: it does not sleep.
     polled: bool,
@@ -239,6 +245,10 @@ pub(crate) struct IoThread {
     resources: Resources,
     mail: Receiver<Letter>,
     completions: Arc<dyn Completions>,
+    me: Sender<Letter>,
+    /// Of the schedules of its queues' devices.
+    boards: Vec<Option<Board>>,
+    granted: Vec<(Token, Running)>,
     /// By key.
     served: Vec<Option<Served>>,
     awake: Vec<QueueKey>,
@@ -293,7 +303,10 @@ impl IoThread {
             ring,
             resources,
             mail,
-            completions: Arc::new(sender),
+            completions: Arc::new(sender.clone()),
+            me: sender,
+            boards: Vec::new(),
+            granted: Vec::new(),
             served: Vec::new(),
             awake: Vec::new(),
             next: 0,
@@ -317,6 +330,7 @@ impl IoThread {
             let mut worked = self.reap();
             worked |= self.read_mail();
             worked |= self.serve(began);
+            worked |= self.schedule();
             self.publish();
             if self.ending && self.awake.is_empty() && self.is_unused() {
                 return;
@@ -370,11 +384,12 @@ impl IoThread {
         }
         let slept = now();
         // A signal, the time or a full completion queue is no error: the next turn reaps.
-        let _ = if self.awake.is_empty() {
-            self.ring.submit_and_wait(1)
-        } else {
-            let time = types::Timespec::from(LOOK);
-            self.ring.submitter().submit_with_args(1, &types::SubmitArgs::new().timespec(&time))
+        let _ = match self.patience(slept) {
+            None => self.ring.submit_and_wait(1),
+            Some(time) => {
+                let time = types::Timespec::from(time);
+                self.ring.submitter().submit_with_args(1, &types::SubmitArgs::new().timespec(&time))
+            }
         };
         let woken = now();
         IoThreadStats::add(&self.stats.sleep_ns, woken - slept);
@@ -384,6 +399,15 @@ impl IoThread {
         self.polls[kind] = poll;
         self.stats.polling.store(poll, Relaxed);
         woken
+    }
+
+    /// How long it may wait: without end, if nobody has to be looked after.
+    fn patience(&self, now: u64) -> Option<Duration> {
+        let wakes = self.boards.iter().flatten().map(Board::wake_at).min();
+        let until = wakes.filter(|&at| at < u64::MAX);
+        let until = until.map(|at| Duration::from_nanos(at.saturating_sub(now)));
+        let look = (!self.awake.is_empty()).then_some(LOOK);
+        until.into_iter().chain(look).min()
     }
 
     fn has_work(&mut self) -> bool {
@@ -477,6 +501,7 @@ impl IoThread {
                 }
                 Ended::Result(result) => entry.queue.complete(head, result),
             }
+            tell(&mut self.boards, entry);
             self.wake(key);
         } else if let Some(forward) = self.forwards.get_mut(&key) {
             let _ = forward.to.post(Letter::Ended { token, result, here: false });
@@ -569,6 +594,7 @@ impl IoThread {
                 share,
                 time,
             );
+            tell(&mut self.boards, entry);
             if pass != Pass::Full || attempt == 1 {
                 break;
             }
@@ -576,6 +602,71 @@ impl IoThread {
             self.submit();
         }
         worked
+    }
+
+    // Schedules.
+
+    /// Tells the devices' schedules what has happened and starts what they say. Whether there was
+    /// anything.
+    fn schedule(&mut self) -> bool {
+        let mut worked = false;
+        for at in 0..self.boards.len() {
+            // What ends as soon as it is started makes room at once.
+            while let Some(board) = &mut self.boards[at]
+                && board.is_due(now())
+            {
+                worked = true;
+                let mut granted = std::mem::take(&mut self.granted);
+                board.exchange(&self.me, &mut granted, now());
+                granted.drain(..).for_each(|(token, running)| self.grant(token, running));
+                self.granted = granted;
+            }
+        }
+        worked
+    }
+
+    fn grant(&mut self, token: Token, running: Running) {
+        let (key, head) = from_token(token);
+        if let Some(entry) = get_mut(&mut self.served, key) {
+            entry.queue.granted(
+                head,
+                running,
+                &mut Turn {
+                    submission: &mut self.ring.submission(),
+                    file: entry.registered.file,
+                    completions: &self.completions,
+                    buffers: &|segment| entry.registered.buffer(segment),
+                    stats: &self.stats,
+                },
+            );
+            tell(&mut self.boards, entry);
+            self.wake(key);
+        } else if let Some(forward) = self.forwards.get(&key) {
+            let _ = forward.to.post(Letter::Granted { token, running });
+        }
+    }
+
+    /// The board of a queue's device; a new one if this thread has none yet.
+    fn board(&mut self, queue: &Queue) -> Option<usize> {
+        let schedule = queue.schedule()?;
+        let of = |board: &Option<Board>| board.as_ref().is_some_and(|b| b.is_of(schedule));
+        let at = self.boards.iter().position(of).unwrap_or_else(|| {
+            let new = Some(Board::new(Arc::clone(schedule)));
+            match self.boards.iter().position(Option::is_none) {
+                Some(free) => {
+                    self.boards[free] = new;
+                    free
+                }
+                None => {
+                    self.boards.push(new);
+                    self.boards.len() - 1
+                }
+            }
+        });
+        if let Some(board) = &mut self.boards[at] {
+            board.enter(queue.key, &self.me);
+        }
+        Some(at)
     }
 
     /// Among busy queues, those that have been idle for a while are waited for instead; one that
@@ -690,6 +781,7 @@ impl IoThread {
                 let _ = done.send(());
             }
             Letter::Ended { token, result, here } => self.ended(token, result, here),
+            Letter::Granted { token, running } => self.grant(token, running),
             Letter::Pin { cpus, done } => {
                 let _ = done.send(pin(&cpus));
             }
@@ -703,6 +795,7 @@ impl IoThread {
             queue.started_here = forward.outstanding;
         }
         let registered = self.resources.add(&self.ring, &queue);
+        let board = self.board(&queue);
         self.stays = self.stays.wrapping_add(1);
         let at = key.0 as usize;
         if self.served.len() <= at {
@@ -713,6 +806,7 @@ impl IoThread {
             ends: 0,
             queue,
             registered,
+            board,
             awake: false,
             busy_at: now(),
             stay: self.stays,
@@ -732,6 +826,14 @@ impl IoThread {
             self.cancel(kick_data(key, entry.stay));
         }
         self.resources.remove(&self.ring, &entry.queue, entry.registered);
+        if let Some(at) = entry.board
+            && let Some(board) = &mut self.boards[at]
+        {
+            board.leave();
+            if board.is_unused() {
+                self.boards[at] = None;
+            }
+        }
         Some(entry.queue)
     }
 
@@ -763,6 +865,16 @@ impl IoThread {
             }
             self.submit();
         }
+    }
+}
+
+/// Has the board of a queue's device know what has happened there.
+fn tell(boards: &mut [Option<Board>], entry: &mut Served) {
+    if let Some(at) = entry.board
+        && let Some(board) = &mut boards[at]
+    {
+        let (asks, ended) = entry.queue.told();
+        board.take(asks, ended);
     }
 }
 

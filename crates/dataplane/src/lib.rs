@@ -15,6 +15,7 @@ mod queue;
 mod request;
 pub mod ring;
 pub mod sandbox;
+pub mod schedule;
 pub mod server;
 pub mod session;
 pub mod stats;

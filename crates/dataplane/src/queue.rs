@@ -10,7 +10,8 @@ use std::sync::{Arc, OnceLock};
 
 use io_uring::squeue::SubmissionQueue;
 use rtvirtio_engine::{Completions, Lent, Operation, Outcome, Request, Segment, Token};
-use rtvirtio_units::Nanos;
+use rtvirtio_qos::{Kind, MAX_TRANSFER, Running};
+use rtvirtio_units::{Bytes, Nanos};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 
@@ -21,6 +22,7 @@ use crate::iothread::IoThreadStats;
 use crate::memory::Memory;
 use crate::request::{Action, Limits, Status, parse};
 use crate::ring::{Chain, Ring, RingError};
+use crate::schedule::{Ask, Member, Schedule};
 use crate::stats::{Op, QueueStats};
 
 /// Requests that finish at once are shown to the driver in batches of so many, so that driver and
@@ -69,6 +71,9 @@ pub struct Queue {
     finished: Vec<Finished>,
     /// Their bytes.
     finished_bytes: u64,
+    /// For the device's schedule: what waits for its time, and what has ended, since it was told.
+    asks: Vec<Ask>,
+    ended: Vec<Running>,
 }
 
 /// A request that the driver does not see yet.
@@ -91,6 +96,11 @@ struct Slot {
     segments: Vec<Segment>,
     /// Segments that are done.
     done: usize,
+    /// Bytes that are started at once, and the segment that they end before.
+    part: u64,
+    part_end: usize,
+    /// Its place on the device, by the schedule.
+    running: Option<Running>,
     status: Option<Segment>,
     written: u32,
     /// Bytes in all.
@@ -189,6 +199,8 @@ impl Queue {
             error_due: false,
             finished: Vec::with_capacity(usize::from(setup.size)),
             finished_bytes: 0,
+            asks: Vec::new(),
+            ended: Vec::new(),
         }
     }
 
@@ -356,7 +368,6 @@ impl Queue {
             self.stats.start(1);
             slot.status = Some(parsed.status);
             slot.written = parsed.written;
-            slot.done = 0;
             slot.popped = time;
             slot.started = started;
             match parsed.action {
@@ -369,7 +380,14 @@ impl Queue {
                     slot.offset = offset;
                     slot.length = length;
                     slot.bytes = length;
+                    slot.done = 0;
                     bytes += length;
+                    if self.device.schedule().is_some() {
+                        self.ask(head);
+                        continue;
+                    }
+                    slot.part = length;
+                    slot.part_end = slot.segments.len();
                     if !self.start(head, turn) {
                         return Pass::Full;
                     }
@@ -383,13 +401,13 @@ impl Queue {
     fn start(&mut self, head: u16, turn: &mut Turn<'_, '_>) -> bool {
         let slot = &mut self.slots[usize::from(head)];
         let Some(operation) = slot.operation else { return true };
-        let segments = &slot.segments[slot.done..];
+        let segments = &slot.segments[slot.done..slot.part_end];
         let transfers = matches!(operation, Operation::Read | Operation::Write { .. });
         let request = Request {
             token: token(self.key, head),
             operation,
             offset: slot.offset,
-            length: slot.length,
+            length: slot.part,
             segments: if transfers { segments } else { &[] },
             buffer: match segments {
                 [only] if transfers => (turn.buffers)(only),
@@ -400,7 +418,7 @@ impl Queue {
             Lent { submission: turn.submission, file: turn.file, completions: turn.completions };
         match self.device.engine().start(&request, &mut lent) {
             Outcome::Done(result) => {
-                self.finish(head, result.into(), op(operation));
+                self.complete(head, result);
                 true
             }
             Outcome::Started => {
@@ -428,7 +446,7 @@ impl Queue {
             Ok(_) if !transfers => Ok(()),
             // The end of a file that shrank.
             Ok(0) => Err(Errno::IO),
-            Ok(bytes) if bytes < slot.length => {
+            Ok(bytes) if bytes < slot.part => {
                 let memory = (operation == Operation::Read).then_some(&*self.memory);
                 slot.advance(bytes, memory);
                 return self.start(head, turn);
@@ -439,17 +457,66 @@ impl Queue {
         true
     }
 
-    /// A request has ended.
+    /// A request has ended, or a part of it.
     pub(crate) fn complete(&mut self, head: u16, result: Result<(), Errno>) {
-        let operation = self.slots.get(usize::from(head)).and_then(|slot| slot.operation);
-        if let Some(operation) = operation {
-            self.finish(head, result.into(), op(operation));
+        let Some(slot) = self.slots.get_mut(usize::from(head)) else { return };
+        let Some(operation) = slot.operation else { return };
+        if result.is_ok() && slot.part < slot.length {
+            let memory = (operation == Operation::Read).then_some(&*self.memory);
+            slot.advance(slot.part, memory);
+            self.ended.extend(slot.running.take());
+            self.ask(head);
+            return;
         }
+        self.finish(head, result.into(), op(operation));
+    }
+
+    /// Has the device's schedule say when what is left of a request starts, or the first
+    /// [`MAX_TRANSFER`] of it.
+    fn ask(&mut self, head: u16) {
+        let Some(member) = self.device.schedule() else { return };
+        let slot = &mut self.slots[usize::from(head)];
+        let Some(operation) = slot.operation else { return };
+        let (kind, most) = match operation {
+            Operation::Read => (Kind::Read, MAX_TRANSFER.get()),
+            Operation::Write { .. } => (Kind::Write, MAX_TRANSFER.get()),
+            Operation::Flush => (Kind::Flush, u64::MAX),
+            Operation::Discard | Operation::WriteZeroes { .. } => (Kind::Discard, u64::MAX),
+        };
+        slot.divide(most);
+        self.asks.push(Ask {
+            token: token(self.key, head),
+            class: member.class(),
+            kind,
+            bytes: Bytes::new(slot.part),
+        });
+    }
+
+    /// The schedule of the device that its disk is on.
+    pub(crate) fn schedule(&self) -> Option<&Arc<Schedule>> {
+        self.device.schedule().map(Member::schedule)
+    }
+
+    /// What the schedule is to be told.
+    pub(crate) const fn told(&mut self) -> (&mut Vec<Ask>, &mut Vec<Running>) {
+        (&mut self.asks, &mut self.ended)
+    }
+
+    /// The schedule says that a request's time has come.
+    pub(crate) fn granted(&mut self, head: u16, running: Running, turn: &mut Turn<'_, '_>) {
+        if self.finished.len() >= BATCH || self.finished_bytes >= BATCH_BYTES {
+            self.publish(turn.stats);
+        }
+        let slot = &mut self.slots[usize::from(head)];
+        slot.running = Some(running);
+        slot.started = now();
+        self.start(head, turn);
     }
 
     fn finish(&mut self, head: u16, status: Status, op: Op) {
         let slot = &mut self.slots[usize::from(head)];
         slot.operation = None;
+        self.ended.extend(slot.running.take());
         let Some(to) = slot.status.take() else { return };
         // SAFETY: one byte of guest memory, which `memory` keeps mapped.
         unsafe { to.base().write_volatile(status as u8) };
@@ -524,10 +591,33 @@ impl Queue {
 }
 
 impl Slot {
+    /// Starts no more than `most` bytes of a transfer at once.
+    fn divide(&mut self, most: u64) {
+        (self.part, self.part_end) = (0, self.done);
+        while let Some(segment) = self.segments.get_mut(self.part_end) {
+            let room = most - self.part;
+            if room == 0 {
+                break;
+            }
+            if segment.len() as u64 > room {
+                let mut rest = *segment;
+                rest.advance(room as usize);
+                *segment = Segment::new(segment.base(), room as usize);
+                self.segments.insert(self.part_end + 1, rest);
+            }
+            self.part += self.segments[self.part_end].len() as u64;
+            self.part_end += 1;
+        }
+        if self.segments.is_empty() {
+            self.part = self.length;
+        }
+    }
+
     /// `bytes` of the transfer are done, fewer than were asked for; `memory` was written to.
     fn advance(&mut self, mut bytes: u64, memory: Option<&Memory>) {
         self.offset += bytes;
         self.length -= bytes;
+        self.part -= bytes;
         while let Some(segment) = self.segments.get_mut(self.done) {
             let n = bytes.min(segment.len() as u64);
             if let Some(memory) = memory {

@@ -138,6 +138,7 @@ fn allocations(engine: Arc<dyn Engine>, packed: bool, fixed: bool) -> u64 {
         serial: [0; 20],
         write_cache: true,
         limits: Limits::default(),
+        schedule: None,
     });
     let guest = Guest::new(4 << 20);
     let options = Options { size: 128, packed, event_idx: true, indirect: true };

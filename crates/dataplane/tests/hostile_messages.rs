@@ -162,6 +162,7 @@ fn attack(messages: u64, seed: u64) {
         serial: [0; 20],
         write_cache: true,
         limits: Limits::default(),
+        schedule: None,
     };
     let device = Arc::new(Device::new(config).unwrap());
     let host = Arc::new(Host::default());

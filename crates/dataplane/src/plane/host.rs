@@ -338,6 +338,7 @@ mod tests {
             serial: [0; 20],
             write_cache: true,
             limits: Limits::default(),
+            schedule: None,
         });
         let device = Arc::new(device.unwrap());
         let setup = HostSetup {

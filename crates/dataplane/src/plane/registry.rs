@@ -198,6 +198,7 @@ impl Registry {
             serial,
             write_cache: spec.write_cache,
             limits: Limits::default(),
+            schedule: None,
         })
         .map_err(|error| refused(format!("cannot make {name}"), error))?;
         let device = Arc::new(device);

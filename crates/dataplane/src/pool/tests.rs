@@ -18,10 +18,12 @@ use super::*;
 use crate::device::{Device, DeviceConfig, Limits};
 use crate::ring::Ring;
 use crate::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
+use crate::schedule::Member;
 use crate::stats::QueueStats;
 
 mod hostile;
 mod moves;
+mod schedule;
 
 /// A block of the tests' requests.
 const BLOCK: usize = 4096;
@@ -35,6 +37,10 @@ const BUFFERS: u64 = GUEST + (1 << 19);
 const LOST: Duration = Duration::from_secs(10);
 
 fn device(engine: Arc<dyn Engine>, queues: u16) -> Arc<Device> {
+    device_in(None, engine, queues)
+}
+
+fn device_in(schedule: Option<Member>, engine: Arc<dyn Engine>, queues: u16) -> Arc<Device> {
     let config = DeviceConfig {
         name: "disk".into(),
         engine,
@@ -43,6 +49,7 @@ fn device(engine: Arc<dyn Engine>, queues: u16) -> Arc<Device> {
         serial: [0; 20],
         write_cache: true,
         limits: Limits::default(),
+        schedule,
     };
     Arc::new(Device::new(config).unwrap())
 }

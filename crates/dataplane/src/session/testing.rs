@@ -49,6 +49,7 @@ pub(crate) fn device_with(change: impl FnOnce(&mut DeviceConfig)) -> Arc<Device>
         serial: [0; 20],
         write_cache: true,
         limits: Limits::default(),
+        schedule: None,
     };
     change(&mut config);
     Arc::new(Device::new(config).unwrap())

@@ -662,6 +662,7 @@ fn device_of_many_queues_takes_no_more_than_64() {
             serial: [0; 20],
             write_cache: true,
             limits: crate::device::Limits::default(),
+            schedule: None,
         };
         assert_eq!(Device::new(config).unwrap_err(), DeviceError::Queues(queues));
     }

@@ -33,7 +33,7 @@ const ROOMS: &[Room] = &[
     room("qos", &["units"], true),
     room("host", &["units", "spec"], false),
     room("engine", &["units", "ssd"], false),
-    room("dataplane", &["units", "spec", "engine"], false),
+    room("dataplane", &["units", "spec", "qos", "engine"], false),
     room("bench", &["units", "spec", "cases", "model", "planner", "host", "engine"], false),
     room(
         "rtvirtio",

@@ -59,13 +59,20 @@ fn thread_that_completions_come_by_ends_and_none_is_lost() {
 
 /// Moves queues at random, as fast as it goes, until all have made their requests.
 fn move_at_full_speed(engines: &[Arc<dyn Engine>], requests: u64) {
+    let devices = engines.iter().map(|engine| device(Arc::clone(engine), 2));
+    move_devices_at_full_speed(devices, requests);
+}
+
+/// Devices have two queues each.
+pub(super) fn move_devices_at_full_speed(
+    devices: impl Iterator<Item = Arc<Device>>,
+    requests: u64,
+) {
     let pool = Pool::default();
     let ids: [_; 3] = threads(&pool);
     let (stop, moves) = (AtomicBool::new(false), AtomicU64::new(0));
-    let queues: Vec<_> = engines
-        .iter()
-        .flat_map(|engine| {
-            let device = device(Arc::clone(engine), 2);
+    let queues: Vec<_> = devices
+        .flat_map(|device| {
             [0, 1].map(|part| (Guarded::new(Shape::of(part + 1)), Arc::clone(&device)))
         })
         .map(|(queue, device)| (pool.start(queue.setup(&device), ids[0]).unwrap(), queue))

@@ -1,0 +1,155 @@
+//! Disks whose requests wait for the schedule of the device that they share.
+
+use rtvirtio_qos::{MAX_TRANSFER, Promise, Rate, Share};
+use rtvirtio_units::{Iops, Nanos, Weight};
+
+use super::moves::move_devices_at_full_speed;
+use super::*;
+use crate::schedule::Schedule;
+
+/// Of a device of so many channels that take 250 µs.
+fn schedule(channels: u32) -> Arc<Schedule> {
+    let request = Nanos::from_micros(250);
+    Schedule::new(rtvirtio_qos::Device { channels, request, kib: Nanos::ZERO, flush: request })
+}
+
+fn rate(iops: f64) -> Rate {
+    Rate { iops: Iops::new(iops).ok(), bandwidth: None, burst: 1 }
+}
+
+fn share(weight: u32, limit: Option<f64>) -> Share {
+    Share { weight: Weight::new(weight).unwrap(), limit: limit.map(rate) }
+}
+
+fn promise(iops: f64) -> Promise {
+    Promise { deadline: Nanos::from_millis(5), mean: None, rate: rate(iops) }
+}
+
+#[test]
+fn scheduled_requests_complete_once_on_every_engine() {
+    let pool = Pool::default();
+    let ids: [_; 2] = threads(&pool);
+    // One device for all, as far as the schedule knows; smaller than what is asked for.
+    let schedule = schedule(4);
+    let engines = [ram(), file(Aio::IoUring), file(Aio::Threads), ssd("ref-4x250")];
+    std::thread::scope(|scope| {
+        for (at, engine) in engines.into_iter().enumerate() {
+            let promised = (at % 2 == 0).then(|| promise(1_000.0));
+            let member = schedule.join(share(100, None), promised);
+            let device = device_in(member, engine, 2);
+            for part in 0..2 {
+                let (pool, device) = (&pool, Arc::clone(&device));
+                scope.spawn(move || {
+                    let mut queue = Guarded::new(Shape::of(part + 2));
+                    let key = pool.start(queue.setup(&device), ids[part as usize]).unwrap();
+                    queue.run_requests(1_000);
+                    let stopped = pool.stop(key).unwrap();
+                    assert_eq!((stopped.in_flight(), stopped.broken()), (0, None), "engine {at}");
+                });
+            }
+        }
+    });
+    for id in ids {
+        pool.remove_thread(id).unwrap();
+    }
+}
+
+#[test]
+fn moves_of_scheduled_queues_lose_repeat_and_misplace_nothing() {
+    let schedule = schedule(2);
+    let engines = [ram(), file(Aio::IoUring), ssd("ref-4x250")];
+    let devices = engines
+        .into_iter()
+        .map(|engine| device_in(schedule.join(share(1, None), Some(promise(500.0))), engine, 2));
+    move_devices_at_full_speed(devices, 2_000);
+}
+
+#[test]
+fn limited_disk_is_slow_its_neighbour_is_not_and_both_stop() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let schedule = schedule(64);
+    let times = [Some(200.0), None].map(|limit| {
+        let device = device_in(schedule.join(share(1, limit), None), ram(), 1);
+        let mut queue = Guarded::new(Shape::of(0));
+        let key = pool.start(queue.setup(&device), id).unwrap();
+        let start = Instant::now();
+        queue.run_requests(100);
+        let time = start.elapsed();
+        pool.stop(key).unwrap();
+        time
+    });
+    // 100 to 116 requests, the first of which need not wait.
+    assert!(times[0] >= Duration::from_millis(99 * 5), "{times:?}");
+    assert!(times[1] * 4 < times[0], "{times:?}");
+}
+
+/// RAM that remembers the longest transfer and how many there were.
+struct Watching(Arc<dyn Engine>, AtomicU64, AtomicU64);
+
+impl Engine for Watching {
+    fn geometry(&self) -> Geometry {
+        self.0.geometry()
+    }
+
+    fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
+        let segments: u64 = request.segments.iter().map(|segment| segment.len() as u64).sum();
+        assert_eq!(segments, request.length);
+        self.1.fetch_max(request.length, Relaxed);
+        self.2.fetch_add(1, Relaxed);
+        self.0.start(request, lent)
+    }
+
+    fn resize(&self, capacity: Option<Bytes>) -> std::io::Result<Bytes> {
+        self.0.resize(capacity)
+    }
+}
+
+#[test]
+fn large_transfer_is_split_where_segments_do_not_end() {
+    const LENGTH: u32 = 1 << 20;
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let disk = Bytes::new(2 * u64::from(LENGTH));
+    let ram = Arc::new(RamEngine::new(disk, Duration::ZERO).unwrap());
+    let engine = Arc::new(Watching(ram, AtomicU64::new(0), AtomicU64::new(0)));
+    let member = schedule(1).join(share(1, None), None);
+    let device = device_in(member, Arc::clone(&engine) as Arc<dyn Engine>, 1);
+    let mut queue = Guarded::new(Shape::of(0));
+    let key = pool.start(queue.setup(&device), id).unwrap();
+    let guest = Arc::clone(queue.driver.guest());
+    let data = BUFFERS + 4096;
+    let content: Vec<u8> = (0..LENGTH).map(|i| (i / 512 % 251) as u8).collect();
+    for kind in [1u8, 0] {
+        let mut header = [0; 16];
+        header[0] = kind;
+        guest.write(BUFFERS, &header);
+        guest.write(BUFFERS + 16, &[0xff]);
+        guest.write(data, if kind == 1 { &content } else { &[0; LENGTH as usize] });
+        let at = |address, length, writable| Buffer { address, length, writable };
+        // The first part ends within the second segment, and the disk's first half within a part.
+        let (reads, first) = (kind == 0, 1536);
+        let buffers = [
+            at(BUFFERS, 16, false),
+            at(data, first, reads),
+            at(data + u64::from(first), LENGTH - first, reads),
+            at(BUFFERS + 16, 1, true),
+        ];
+        queue.driver.add(&buffers, false).unwrap();
+        queue.publish();
+        let start = Instant::now();
+        let written = loop {
+            match queue.driver.take() {
+                Some((_, written)) => break written,
+                None => queue.wait(Duration::from_millis(20)),
+            }
+            assert!(start.elapsed() < LOST);
+        };
+        assert_eq!(guest.read(BUFFERS + 16, 1), [0]);
+        assert_eq!(written, if reads { LENGTH + 1 } else { 1 });
+        assert!(guest.read(data, LENGTH as usize) == content);
+    }
+    assert_eq!(engine.1.load(Relaxed), MAX_TRANSFER.get());
+    assert_eq!(engine.2.load(Relaxed), 16);
+    pool.stop(key).unwrap();
+}
