@@ -11,6 +11,7 @@
 mod check;
 mod error;
 mod parse;
+mod qos;
 pub mod wire;
 
 #[cfg(test)]
@@ -22,6 +23,7 @@ use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 
 pub use error::{Fault, ServeError, Subject};
 pub use parse::parse;
+pub use qos::{MAX_CHANNELS, Promise, Qos, Rate, Schedule};
 pub use wire::{Aio, Faults, FixedBuffers, ImageLock};
 
 pub use crate::mapping::MAX_QUEUES;
@@ -29,6 +31,8 @@ use crate::mapping::Mapping;
 
 /// Most devices of one data plane.
 pub const MAX_DEVICES: usize = 1024;
+/// Most schedules of one data plane.
+pub const MAX_SCHEDULES: usize = 64;
 /// Most IOThreads of one data plane.
 pub const MAX_IOTHREADS: usize = 64;
 /// Longest path of a unix socket (`sun_path` less its terminator).
@@ -53,6 +57,8 @@ pub struct Configuration {
     pub control: Option<Control>,
     /// At least one.
     pub iothreads: Vec<IoThread>,
+    /// Of the physical devices that disks share.
+    pub schedules: Vec<Schedule>,
     /// In order of the file; there may be none yet.
     pub devices: Vec<Device>,
 }
@@ -134,6 +140,8 @@ pub struct Device {
     pub engine: Engine,
     /// Its queues and their IOThreads.
     pub mapping: Mapping,
+    /// Its part of the physical device; none: its requests start as they come.
+    pub qos: Option<Qos>,
 }
 
 impl Device {

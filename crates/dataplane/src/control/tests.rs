@@ -114,7 +114,7 @@ impl Plane for Books {
     fn add_device(&self, device: wire::Device, handed: HandedFds) -> Result<(), PlaneError> {
         let mut state = self.state();
         let iothreads: Vec<_> = state.iothreads.keys().cloned().collect();
-        let device = Device::new(device, &iothreads)?;
+        let device = Device::new(device, &iothreads, &[])?;
         let name = device.name.clone();
         if state.devices.contains_key(&name) {
             return Err(PlaneError::DeviceExists(name));

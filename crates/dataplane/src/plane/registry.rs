@@ -14,12 +14,13 @@ use rtvirtio_engine::ram::RamEngine;
 use rtvirtio_engine::slice::SliceEngine;
 use rtvirtio_engine::ssd::{self, SsdEngine};
 use rtvirtio_engine::{Engine, SsdConfig};
+use rtvirtio_qos as qos;
 use rtvirtio_spec::control::{Activity, Event, IoThreadState};
 use rtvirtio_spec::mapping::{Entry, Mapping};
 use rtvirtio_spec::serve::{
     self, Aio, ImageLock, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, wire,
 };
-use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos};
+use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos};
 use tokio::sync::broadcast;
 
 use super::host::{Host, HostSetup, lock_soon};
@@ -30,6 +31,7 @@ use super::{
 use crate::device::{Device, DeviceConfig, Limits};
 use crate::iothread::{IoThreadStats, Polling};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
+use crate::schedule::{Member, Schedule};
 use crate::server::{Listener, Report, Server, SocketId};
 
 /// Rights of a device's socket: the service's user and group. A VMM of another user joins the
@@ -61,6 +63,7 @@ struct Watched {
 #[derive(Default)]
 struct State {
     iothreads: BTreeMap<IoThreadName, Thread>,
+    schedules: BTreeMap<Name, Arc<Schedule>>,
     devices: BTreeMap<DiskName, Served>,
 }
 
@@ -123,13 +126,23 @@ impl Registry {
         })
     }
 
-    /// Adds all of a configuration's devices and IOThreads.
+    /// Adds all of a configuration's devices, IOThreads and schedules.
     ///
     /// # Errors
     /// The first IOThread or device that cannot be had; those before it are there.
-    pub fn add_all(&self, iothreads: &[IoThread], opened: Opened) -> Result<(), PlaneError> {
+    pub fn add_all(
+        &self,
+        iothreads: &[IoThread],
+        schedules: &[serve::Schedule],
+        opened: Opened,
+    ) -> Result<(), PlaneError> {
         for iothread in iothreads {
             self.add_iothread(iothread.clone())?;
+        }
+        for spec in schedules {
+            let serve::Schedule { ref name, channels, request, kib, flush } = *spec;
+            let schedule = Schedule::new(qos::Device { channels, request, kib, flush });
+            self.state().schedules.insert(name.clone(), schedule);
         }
         for OpenedDevice { spec, image, listener } in opened.devices {
             self.add(spec, image, Some(listener))?;
@@ -198,7 +211,7 @@ impl Registry {
             serial,
             write_cache: spec.write_cache,
             limits: Limits::default(),
-            schedule: None,
+            schedule: spec.qos.as_ref().and_then(|qos| state.member(qos)),
         })
         .map_err(|error| refused(format!("cannot make {name}"), error))?;
         let device = Arc::new(device);
@@ -254,6 +267,24 @@ impl Watched {
                 true
             })
         });
+    }
+}
+
+impl State {
+    /// A disk's place in the schedule that it names; it was checked that there is one.
+    fn member(&self, qos: &serve::Qos) -> Option<Member> {
+        let rate = |rate: &serve::Rate| qos::Rate {
+            iops: rate.iops,
+            bandwidth: rate.bandwidth,
+            burst: rate.burst,
+        };
+        let promise = qos.promise.as_ref().map(|promise| qos::Promise {
+            deadline: promise.deadline,
+            mean: promise.mean,
+            rate: rate(&promise.rate),
+        });
+        let share = qos::Share { weight: qos.weight, limit: qos.limit.as_ref().map(rate) };
+        self.schedules.get(&qos.schedule)?.join(share, promise)
     }
 }
 
@@ -390,7 +421,8 @@ impl Plane for Registry {
 
     fn add_device(&self, device: wire::Device, handed: HandedFds) -> Result<(), PlaneError> {
         let names: Vec<IoThreadName> = self.state().iothreads.keys().cloned().collect();
-        let device = serve::Device::new(device, &names)?;
+        let schedules: Vec<Name> = self.state().schedules.keys().cloned().collect();
+        let device = serve::Device::new(device, &names, &schedules)?;
         let listener = handed
             .socket
             .map(Listener::from_fd)

@@ -90,7 +90,7 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
         }
     }))?;
     let registry = Arc::new(registry);
-    registry.add_all(&configuration.iothreads, opened)?;
+    registry.add_all(&configuration.iothreads, &configuration.schedules, opened)?;
     let plane = || Arc::clone(&registry) as Arc<dyn Plane>;
     let control = control.map(|socket| ControlServer::serve(socket, plane())).transpose()?;
     eprintln!("serving {} devices", configuration.devices.len());
@@ -123,6 +123,20 @@ fn identity(service: &Service) -> Result<Option<Identity>> {
     }
 }
 
+/// A disk's part of its device, for people.
+fn promise(qos: &serve::Qos) -> String {
+    let rate = |rate: &serve::Rate| {
+        let iops = rate.iops.map(|iops| format!("{} IOPS", iops.get()));
+        let bandwidth = rate.bandwidth.map(|bytes| format!("{} B/s", bytes.get()));
+        iops.into_iter().chain(bandwidth).collect::<Vec<_>>().join(", ")
+    };
+    let promise = qos.promise.as_ref();
+    let promise = promise.map(|p| format!(": {} within {}", rate(&p.rate), p.deadline));
+    let limit = qos.limit.as_ref().map(|limit| format!(", at most {}", rate(limit)));
+    let parts = [promise, Some(format!(", weight {}", qos.weight.get())), limit];
+    format!("{}{}", qos.schedule, parts.into_iter().flatten().collect::<String>())
+}
+
 /// What would be served, for people.
 fn describe(configuration: &Configuration) -> String {
     let mut text = String::new();
@@ -141,7 +155,7 @@ fn describe(configuration: &Configuration) -> String {
         };
         iothreads.add_row([iothread.name.to_string(), cpus, polls]);
     }
-    let mut devices = table(["device", "vm", "queues", "iothreads", "data", "socket"]);
+    let mut devices = table(["device", "vm", "queues", "iothreads", "data", "promise", "socket"]);
     for device in &configuration.devices {
         let iothreads: Vec<&str> = device.mapping.by_queue().iter().map(|n| n.as_str()).collect();
         let socket = match &device.listen {
@@ -154,6 +168,7 @@ fn describe(configuration: &Configuration) -> String {
             device.queues().to_string(),
             iothreads.join(" "),
             data(&device.engine) + if device.read_only { ", read-only" } else { "" },
+            device.qos.as_ref().map_or_else(String::new, promise),
             socket,
         ]);
     }

@@ -3,20 +3,23 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use rtvirtio_units::{Bytes, CpuId, IoThreadName, Nanos};
+use rtvirtio_units::{Bytes, CpuId, IoThreadName, Name, Nanos};
 
 use super::error::Fault;
 use super::wire::{self, EngineKind, Size};
 use super::{
     Control, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_POLL, MAX_RAM_BYTES,
-    MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_USER_BYTES, Polling, Service, Slice, SsdEngine,
+    MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_USER_BYTES, Polling, Qos, Service, Slice, SsdEngine,
 };
 use crate::mapping::{Entry, Mapping};
 
 /// A fault and the keys that lead to its value.
 pub(super) type Misplaced = (&'static [&'static str], Fault);
 
-fn at<T>(keys: &'static [&'static str], result: Result<T, Fault>) -> Result<T, Misplaced> {
+pub(super) fn at<T>(
+    keys: &'static [&'static str],
+    result: Result<T, Fault>,
+) -> Result<T, Misplaced> {
     result.map_err(|fault| (keys, fault))
 }
 
@@ -37,7 +40,7 @@ fn absolute(path: &Path) -> bool {
         && path.as_os_str().len() < 4096
 }
 
-fn in_range(key: &'static str, found: u64, low: u64, high: u64) -> Result<u64, Fault> {
+pub(super) fn in_range(key: &'static str, found: u64, low: u64, high: u64) -> Result<u64, Fault> {
     if (low..=high).contains(&found) {
         Ok(found)
     } else {
@@ -117,17 +120,22 @@ impl IoThread {
 }
 
 impl Device {
-    /// Checks one, among the IOThreads that there are.
+    /// Checks one, among the IOThreads and schedules that there are.
     ///
     /// # Errors
     /// [`Fault`]: which rule it breaks.
-    pub fn new(raw: wire::Device, iothreads: &[IoThreadName]) -> Result<Self, Fault> {
-        Self::located(raw, iothreads).map_err(|(_, fault)| fault)
+    pub fn new(
+        raw: wire::Device,
+        iothreads: &[IoThreadName],
+        schedules: &[Name],
+    ) -> Result<Self, Fault> {
+        Self::located(raw, iothreads, schedules).map_err(|(_, fault)| fault)
     }
 
     pub(super) fn located(
         raw: wire::Device,
         iothreads: &[IoThreadName],
+        schedules: &[Name],
     ) -> Result<Self, Misplaced> {
         let listen = match (raw.socket, raw.socket_activation) {
             (Some(path), None) => Listen::Path(at(&["socket"], socket(path))?),
@@ -161,6 +169,7 @@ impl Device {
             fixed_buffers: raw.fixed_buffers,
             engine: engine(raw.engine)?,
             mapping,
+            qos: raw.qos.map(|qos| Qos::located(qos, schedules)).transpose()?,
         })
     }
 }
@@ -315,6 +324,7 @@ impl From<&Device> for wire::Device {
             fixed_buffers: device.fixed_buffers,
             engine,
             mapping: Some(device.mapping.entries()),
+            qos: device.qos.as_ref().map(wire::Qos::from),
         }
     }
 }

@@ -3,12 +3,12 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use rtvirtio_units::{CpuId, DiskName, IoThreadName};
+use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name};
 
 use super::wire::EngineKind;
 use super::{
-    MAX_CPU, MAX_DEVICES, MAX_IOTHREADS, MAX_POLL, MAX_QUEUES, MAX_RAM_BYTES, MAX_SERIAL_BYTES,
-    MAX_SOCKET_BYTES,
+    MAX_CPU, MAX_DEVICES, MAX_IOTHREADS, MAX_POLL, MAX_QUEUES, MAX_RAM_BYTES, MAX_SCHEDULES,
+    MAX_SERIAL_BYTES, MAX_SOCKET_BYTES,
 };
 use crate::mapping::MappingError;
 use crate::specification::{MAX_FILE_BYTES, MAX_KEY_PARTS, Plain, Quoted, listed, nearest};
@@ -44,6 +44,8 @@ pub enum Subject {
     File,
     /// An IOThread.
     IoThread(IoThreadName),
+    /// A schedule.
+    Schedule(Name),
     /// A device.
     Device(DiskName),
 }
@@ -53,6 +55,7 @@ impl fmt::Display for Subject {
         match self {
             Self::File => Ok(()),
             Self::IoThread(name) => write!(f, "iothread \"{name}\": "),
+            Self::Schedule(name) => write!(f, "schedule \"{name}\": "),
             Self::Device(name) => write!(f, "device \"{name}\": "),
         }
     }
@@ -90,8 +93,20 @@ pub enum Fault {
     /// Too many of them.
     #[error("{0} devices, more than {MAX_DEVICES}")]
     TooManyDevices(usize),
+    /// Too many of them.
+    #[error("{0} schedules, more than {MAX_SCHEDULES}")]
+    TooManySchedules(usize),
+    /// No such schedule.
+    #[error("there is no schedule \"{0}\"")]
+    NoSchedule(Name),
+    /// A promise of which a part is missing.
+    #[error("a promise has deadline_us and one of iops and bandwidth; mean_us is a part of one")]
+    HalfPromise,
+    /// A burst of nothing.
+    #[error("{0} is the burst of a rate, and there is none")]
+    BurstAlone(&'static str),
     /// Two of one name.
-    #[error("a second iothread or device has this name")]
+    #[error("a second iothread, schedule or device has this name")]
     DuplicateName,
     /// Two of one socket.
     #[error("socket {} is that of {other} too", Quoted(&socket.to_string_lossy()))]
@@ -183,6 +198,14 @@ impl Fault {
             Self::NoIoThread => "add [[iothread]] with name = \"iot0\"".to_owned(),
             Self::TooManyIoThreads(_) => format!("keep at most {MAX_IOTHREADS}"),
             Self::TooManyDevices(_) => format!("keep at most {MAX_DEVICES}"),
+            Self::TooManySchedules(_) => format!("keep at most {MAX_SCHEDULES}"),
+            Self::NoSchedule(name) => format!(
+                "add [[schedule]] with name = \"{name}\", channels = 4, request_ns = 200000, kib_ns = 9000"
+            ),
+            Self::HalfPromise => {
+                "write deadline_us = 10000, iops = 1500, or none of a promise's keys".to_owned()
+            }
+            Self::BurstAlone(key) => format!("add a rate, or remove {key}"),
             Self::DuplicateName => "rename or remove one".to_owned(),
             Self::DuplicateSocket { .. } => "give each a socket of its own".to_owned(),
             Self::BadSocket(_) => format!(

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use rtvirtio_units::IoThreadName;
+use rtvirtio_units::{IoThreadName, Name};
 use serde::Deserialize;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -12,7 +12,8 @@ use toml::de::{DeTable, DeValue};
 use super::check::Misplaced;
 use super::error::{Fault, ServeError, Subject};
 use super::{
-    Configuration, Control, Device, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, Service, wire,
+    Configuration, Control, Device, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, MAX_SCHEDULES,
+    Schedule, Service, wire,
 };
 use crate::specification::{MAX_FILE_BYTES, deep_key, position, unknown_field};
 
@@ -96,16 +97,35 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ServeError> {
     if let Some(control) = &control {
         unique.sockets.insert(Listen::Path(control.socket.clone()), "the control API".to_owned());
     }
+    let count = raw.schedule.len();
+    if count > MAX_SCHEDULES {
+        let span = place.of("schedule", MAX_SCHEDULES, &[]);
+        return Err(of_file(span, Fault::TooManySchedules(count)));
+    }
+    let mut schedules: Vec<Schedule> = Vec::with_capacity(count);
+    for (index, raw) in raw.schedule.into_iter().enumerate() {
+        let subject = Subject::Schedule(raw.name.clone());
+        let checked = Schedule::located(raw).and_then(|schedule| {
+            let is_new = schedules.iter().all(|other| other.name != schedule.name);
+            if is_new { Ok(schedule) } else { Err((&["name"] as &[_], Fault::DuplicateName)) }
+        });
+        schedules
+            .push(checked.map_err(|(keys, fault)| {
+                fail(subject, place.of("schedule", index, keys), fault)
+            })?);
+    }
+    let schedule_names: Vec<Name> = schedules.iter().map(|s| s.name.clone()).collect();
     let mut devices = Vec::with_capacity(raw.device.len());
     for (index, raw) in raw.device.into_iter().enumerate() {
         let subject = Subject::Device(raw.name.clone());
-        let checked = Device::located(raw, &names).and_then(|device| unique.add(device));
+        let checked =
+            Device::located(raw, &names, &schedule_names).and_then(|device| unique.add(device));
         devices.push(
             checked
                 .map_err(|(keys, fault)| fail(subject, place.of("device", index, keys), fault))?,
         );
     }
-    Ok(Configuration { service, control, iothreads, devices })
+    Ok(Configuration { service, control, iothreads, schedules, devices })
 }
 
 /// What stands once in a file.

@@ -1,4 +1,4 @@
-use rtvirtio_units::CpuId;
+use rtvirtio_units::{BytesPerSecond, CpuId, Iops, Weight};
 
 use super::*;
 
@@ -43,6 +43,13 @@ name = "vm1-scratch"
 vm = "vm1"
 socket = "/run/rtvirtio/vm1-scratch.sock"
 engine = { type = "ram", size = 1048576, cpu_us = 100 }
+qos = { schedule = "data", weight = 200, deadline_us = 10000, mean_us = 700, iops = 1500, burst = 4, max_bandwidth = "30M" }
+
+[[schedule]]
+name = "data"
+channels = 4
+request_ns = 212500
+kib_ns = 9375
 "#;
 
 fn name(text: &str) -> IoThreadName {
@@ -121,15 +128,39 @@ fn example_is_read_as_written() {
     assert_eq!(ram.queues(), 1);
     let engine = Engine::Ram { size: Bytes::new(1_048_576), cpu: Nanos::from_micros(100) };
     assert_eq!(ram.engine, engine);
+
+    let promise = Promise {
+        deadline: Nanos::from_millis(10),
+        mean: Some(Nanos::from_micros(700)),
+        rate: Rate { iops: Iops::new(1_500.0).ok(), bandwidth: None, burst: 4 },
+    };
+    let bandwidth = Some(BytesPerSecond::new(30 << 20));
+    let qos = Qos {
+        schedule: Name::new("data").unwrap(),
+        weight: Weight::new(200).unwrap(),
+        promise: Some(promise),
+        limit: Some(Rate { iops: None, bandwidth, burst: 1 }),
+    };
+    assert_eq!((&root.qos, &ram.qos), (&None, &Some(qos)));
+    let schedule = Schedule {
+        name: Name::new("data").unwrap(),
+        channels: 4,
+        request: Nanos::new(212_500),
+        kib: Nanos::new(9_375),
+        flush: Nanos::new(212_500),
+    };
+    assert_eq!(found.schedules, [schedule]);
 }
 
 #[test]
 fn device_is_written_and_read_back() {
     let iothreads = ["iot0", "iot1"].map(name);
-    for device in parse("serve.toml", EXAMPLE).unwrap().devices {
+    let found = parse("serve.toml", EXAMPLE).unwrap();
+    let schedules: Vec<Name> = found.schedules.into_iter().map(|s| s.name).collect();
+    for device in found.devices {
         let text = serde_json::to_string(&wire::Device::from(&device)).unwrap();
         let read: wire::Device = serde_json::from_str(&text).unwrap();
-        assert_eq!(Device::new(read, &iothreads).unwrap(), device, "{text}");
+        assert_eq!(Device::new(read, &iothreads, &schedules).unwrap(), device, "{text}");
     }
 }
 
@@ -161,9 +192,14 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
             "poll_max_us is 1000001, outside 0 to 1000000",
         ),
         ("poll_max_us = 50", "poll_grow = 1", 13, "poll_grow is 1, outside 2 to 1024"),
-        ("\"iot1\"\n\n", "\"iot0\"\n\n", 16, "a second iothread or device has this name"),
+        ("\"iot1\"\n\n", "\"iot0\"\n\n", 16, "a second iothread, schedule or device has this name"),
         ("name = \"vm0-root\"", "name = \"a/b\"", 19, "'/' is not allowed in a name"),
-        ("name = \"vm1-scratch\"", "name = \"vm0-root\"", 38, "a second iothread or device"),
+        (
+            "name = \"vm1-scratch\"",
+            "name = \"vm0-root\"",
+            38,
+            "a second iothread, schedule or device",
+        ),
         ("vm = \"vm0\"", "", 18, "missing field `vm`"),
         ("socket = \"/run/rtvirtio/vm0-root.sock\"", &long, 21, "is no path of a socket"),
         ("socket = \"/run/rtvirtio/vm0-root.sock\"", "", 18, "one of socket and socket_activation"),
@@ -208,6 +244,16 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
         ("1048576", "1000", 41, "size 1000 is no multiple of 512"),
         ("1048576", "0", 41, "size is 0, outside 512 to 1099511627776"),
         ("cpu_us = 100", "cpu_us = 1000001", 41, "cpu_us is 1000001"),
+        ("schedule = \"data\"", "schedule = \"dat\"", 42, "there is no schedule \"dat\""),
+        ("deadline_us = 10000, ", "", 42, "a promise has deadline_us and one of iops"),
+        ("iops = 1500, burst = 4, ", "", 42, "a promise has deadline_us and one of iops"),
+        ("iops = 1500, ", "", 42, "burst is the burst of a rate"),
+        ("mean_us = 700", "mean_us = 10001", 42, "mean_us is 10001, outside 1 to 10000"),
+        ("weight = 200", "weight = 1001", 42, "weight is 1001, outside 1 to 1000"),
+        ("max_bandwidth = \"30M\"", "max_iops = 0", 42, "max_iops is 0"),
+        ("channels = 4", "channels = 0", 46, "schedule \"data\": channels is 0"),
+        ("channels = 4\n", "", 44, "missing field `channels`"),
+        ("kib_ns = 9375", "kib_ns = 10000000001", 48, "kib_ns is 10000000001"),
     ];
     for (from, to, line, words) in faults {
         assert_eq!(EXAMPLE.matches(from).count().min(1), 1, "{from} is in the example");

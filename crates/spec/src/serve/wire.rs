@@ -23,6 +23,9 @@ pub struct Configuration {
     /// `[[iothread]]`
     #[serde(default)]
     pub iothread: Vec<IoThread>,
+    /// `[[schedule]]`
+    #[serde(default)]
+    pub schedule: Vec<Schedule>,
     /// `[[device]]`
     #[serde(default)]
     pub device: Vec<Device>,
@@ -71,6 +74,23 @@ pub struct IoThread {
     pub poll_shrink: Option<u32>,
 }
 
+/// `[[schedule]]`
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a table [[schedule]]")]
+pub struct Schedule {
+    /// Its name.
+    pub name: Name,
+    /// Requests that the device serves at a time.
+    pub channels: u32,
+    /// What a read or write takes of a channel before its bytes, ns.
+    pub request_ns: u64,
+    /// What each KiB takes further, ns.
+    pub kib_ns: u64,
+    /// What a flush or discard takes, ns; as long as `request_ns` if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub flush_ns: Option<u64>,
+}
+
 /// `[[device]]`
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, expecting = "a table [[device]]")]
@@ -105,6 +125,44 @@ pub struct Device {
     /// QEMU's `iothread-vq-mapping`; round robin over all IOThreads if nothing says.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mapping: Option<Vec<Entry>>,
+    /// Its part of the physical device; none: its requests start as they come.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub qos: Option<Qos>,
+}
+
+/// `qos = { schedule = "...", ... }`
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a table { schedule = \"...\" }")]
+pub struct Qos {
+    /// Name of the physical device's schedule.
+    pub schedule: Name,
+    /// Its part of what promises leave; 100 if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight: Option<u32>,
+    /// Promised: how long a request within the rate may take, µs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub deadline_us: Option<u64>,
+    /// Promised: and on average, µs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mean_us: Option<u64>,
+    /// Promised: requests a second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub iops: Option<u64>,
+    /// Promised: bytes a second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bandwidth: Option<Size>,
+    /// Promised: requests that may come at once; 1 if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub burst: Option<u32>,
+    /// Limit: requests a second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_iops: Option<u64>,
+    /// Limit: bytes a second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_bandwidth: Option<Size>,
+    /// Limit: requests that may come at once; 1 if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_burst: Option<u32>,
 }
 
 const fn yes() -> bool {

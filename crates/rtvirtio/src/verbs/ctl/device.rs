@@ -138,6 +138,7 @@ fn add(client: &ControlClient, args: &AddArgs) -> Result<()> {
             fixed_buffers: wire::FixedBuffers::default(),
             engine: engine(args)?,
             mapping: mapping(args)?,
+            qos: None,
         },
         fds: image.iter().map(|_| Handed::Image).chain([Handed::Socket]).collect(),
     };

@@ -1,0 +1,167 @@
+//! What a disk is promised on the physical device that it shares, and the devices' schedules.
+
+use rtvirtio_units::{BytesPerSecond, Iops, Name, Nanos, Weight};
+
+use super::check::{Misplaced, at, in_range};
+use super::error::Fault;
+use super::wire;
+
+/// Most channels of a device.
+pub const MAX_CHANNELS: u64 = 65_536;
+/// Longest that one request may be said to take, ns.
+const MAX_COST_NS: u64 = 10_000_000_000;
+/// Longest deadline, µs.
+const MAX_DEADLINE_US: u64 = 60_000_000;
+/// Largest burst.
+const MAX_BURST: u64 = 65_536;
+/// Highest rate of requests.
+const MAX_IOPS: u64 = 1_000_000_000;
+/// Weights, as those of bfq.
+const MAX_WEIGHT: u64 = 1_000;
+
+/// A physical device whose disks share a schedule: what it can do.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Schedule {
+    /// Unique name.
+    pub name: Name,
+    /// Requests that it serves at a time, 1 to [`MAX_CHANNELS`].
+    pub channels: u32,
+    /// What a read or write takes of a channel before its bytes.
+    pub request: Nanos,
+    /// What each KiB takes further.
+    pub kib: Nanos,
+    /// What a flush or discard takes.
+    pub flush: Nanos,
+}
+
+/// A disk's part of a device.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Qos {
+    /// The schedule of the device.
+    pub schedule: Name,
+    /// Its part of what promises leave, 1 to 1000.
+    pub weight: Weight,
+    /// What it is promised, if anything.
+    pub promise: Option<Promise>,
+    /// The most that it gets.
+    pub limit: Option<Rate>,
+}
+
+/// What a disk is promised.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Promise {
+    /// How long a request within the rate may take.
+    pub deadline: Nanos,
+    /// And on average, if the rate is to come about; no more than the deadline.
+    pub mean: Option<Nanos>,
+    /// Within this.
+    pub rate: Rate,
+}
+
+/// So many requests and bytes a second: one of both at least.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rate {
+    /// Requests a second.
+    pub iops: Option<Iops>,
+    /// Bytes a second.
+    pub bandwidth: Option<BytesPerSecond>,
+    /// Requests that may come at once, 1 to 65536.
+    pub burst: u32,
+}
+
+/// The rate of three keys; `None` if neither of the first two is there.
+fn rate(
+    (iops_key, iops): (&'static str, Option<u64>),
+    (bandwidth_key, bandwidth): (&'static str, Option<wire::Size>),
+    (burst_key, burst): (&'static str, Option<u32>),
+) -> Result<Option<Rate>, Fault> {
+    let iops = iops.map(|n| in_range(iops_key, n, 1, MAX_IOPS)).transpose()?;
+    let bytes = bandwidth.map(|size| size.0.get());
+    let bytes = bytes.map(|n| in_range(bandwidth_key, n, 512, u64::MAX)).transpose()?;
+    let burst = burst.map(|n| in_range(burst_key, n.into(), 1, MAX_BURST)).transpose()?;
+    if iops.is_none() && bytes.is_none() {
+        return match burst {
+            Some(_) => Err(Fault::BurstAlone(burst_key)),
+            None => Ok(None),
+        };
+    }
+    Ok(Some(Rate {
+        iops: iops.and_then(|n| Iops::new(n as f64).ok()),
+        bandwidth: bytes.map(BytesPerSecond::new),
+        burst: burst.unwrap_or(1) as u32,
+    }))
+}
+
+impl Schedule {
+    pub(super) fn located(raw: wire::Schedule) -> Result<Self, Misplaced> {
+        let channels = in_range("channels", raw.channels.into(), 1, MAX_CHANNELS);
+        at(&["channels"], channels)?;
+        at(&["request_ns"], in_range("request_ns", raw.request_ns, 1, MAX_COST_NS))?;
+        at(&["kib_ns"], in_range("kib_ns", raw.kib_ns, 0, MAX_COST_NS))?;
+        let flush = raw.flush_ns.unwrap_or(raw.request_ns);
+        at(&["flush_ns"], in_range("flush_ns", flush, 1, MAX_COST_NS))?;
+        Ok(Self {
+            name: raw.name,
+            channels: raw.channels,
+            request: Nanos::new(raw.request_ns),
+            kib: Nanos::new(raw.kib_ns),
+            flush: Nanos::new(flush),
+        })
+    }
+}
+
+impl Qos {
+    pub(super) fn located(raw: wire::Qos, schedules: &[Name]) -> Result<Self, Misplaced> {
+        if !schedules.contains(&raw.schedule) {
+            return Err((&["qos", "schedule"], Fault::NoSchedule(raw.schedule)));
+        }
+        Self::new(raw).map_err(|fault| (&["qos"] as &[_], fault))
+    }
+
+    fn new(raw: wire::Qos) -> Result<Self, Fault> {
+        let weight = raw.weight.unwrap_or(100);
+        in_range("weight", weight.into(), 1, MAX_WEIGHT)?;
+        let deadline = raw.deadline_us.map(|us| in_range("deadline_us", us, 1, MAX_DEADLINE_US));
+        let promised =
+            rate(("iops", raw.iops), ("bandwidth", raw.bandwidth), ("burst", raw.burst))?;
+        let promise = match (deadline.transpose()?, promised, raw.mean_us) {
+            (None, None, None) => None,
+            (Some(deadline), Some(rate), mean) => {
+                let mean = mean.map(|us| in_range("mean_us", us, 1, deadline)).transpose()?;
+                let mean = mean.map(Nanos::from_micros);
+                Some(Promise { deadline: Nanos::from_micros(deadline), mean, rate })
+            }
+            _ => return Err(Fault::HalfPromise),
+        };
+        let limit = rate(
+            ("max_iops", raw.max_iops),
+            ("max_bandwidth", raw.max_bandwidth),
+            ("max_burst", raw.max_burst),
+        )?;
+        let weight = Weight::new(weight).map_err(|_| Fault::HalfPromise)?;
+        Ok(Self { schedule: raw.schedule, weight, promise, limit })
+    }
+}
+
+/// As `Device::new` reads it back.
+impl From<&Qos> for wire::Qos {
+    fn from(qos: &Qos) -> Self {
+        let promise = qos.promise.as_ref();
+        let iops = |rate: &Rate| rate.iops.map(|iops| iops.get() as u64);
+        let bandwidth =
+            |rate: &Rate| rate.bandwidth.map(|n| wire::Size(rtvirtio_units::Bytes::new(n.get())));
+        let us = |time: Nanos| time.get() / 1_000;
+        Self {
+            schedule: qos.schedule.clone(),
+            weight: Some(qos.weight.get().into()),
+            deadline_us: promise.map(|p| us(p.deadline)),
+            mean_us: promise.and_then(|p| p.mean).map(us),
+            iops: promise.and_then(|p| iops(&p.rate)),
+            bandwidth: promise.and_then(|p| bandwidth(&p.rate)),
+            burst: promise.map(|p| p.rate.burst),
+            max_iops: qos.limit.as_ref().and_then(iops),
+            max_bandwidth: qos.limit.as_ref().and_then(bandwidth),
+            max_burst: qos.limit.as_ref().map(|rate| rate.burst),
+        }
+    }
+}
