@@ -21,6 +21,7 @@ pub mod guests;
 pub mod iothreads;
 pub mod load;
 pub mod progress;
+pub mod qos;
 pub mod report;
 pub mod scratch;
 

@@ -26,7 +26,7 @@ use rtvirtio_spec::run::{Canary, Machine};
 use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, Nanos, TaskName, VmName};
 
-use canary::CanaryThread;
+pub(crate) use canary::CanaryThread;
 use worker::{Place, Worker, streams};
 
 use crate::cell::FIO_FILES;

@@ -12,13 +12,13 @@ use rtvirtio_units::{Nanos, Percentile};
 
 const SLEEP: Duration = Duration::from_millis(1);
 
-pub(super) struct CanaryThread {
+pub(crate) struct CanaryThread {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Histogram>,
 }
 
 impl CanaryThread {
-    pub(super) fn start() -> Self {
+    pub(crate) fn start() -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let thread = std::thread::spawn(move || {
@@ -35,7 +35,7 @@ impl CanaryThread {
         Self { stop, thread }
     }
 
-    pub(super) fn stop(self) -> Canary {
+    pub(crate) fn stop(self) -> Canary {
         self.stop.store(true, Ordering::Relaxed);
         let histogram = self.thread.join().unwrap_or_default();
         let at = |p: f64| {

@@ -3,6 +3,7 @@
 mod closed_loop;
 mod dataplane;
 mod iothreads;
+mod qos;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -101,12 +102,15 @@ enum Other {
     Iothreads(iothreads::Args),
     /// A vhost-user-blk server beside qemu-storage-daemon: IOPS, latency, CPU per request
     Dataplane(Box<dataplane::Args>),
+    /// VMs with targets on the data plane beside a deep writer, with and without its schedule
+    Qos(qos::Args),
 }
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     match &args.other {
         Some(Other::Iothreads(args)) => return iothreads::run(args, interrupted),
         Some(Other::Dataplane(args)) => return dataplane::run(args, interrupted),
+        Some(Other::Qos(args)) => return qos::run(args, interrupted),
         None => {}
     }
     let cases = cases(&args.cases)?;
