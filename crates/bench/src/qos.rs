@@ -380,19 +380,17 @@ fn configured(
     text
 }
 
-/// What a VM is promised: its tasks are one class, which has the strictest target, all their rates,
-/// and a mean that leaves the busiest of them 0.95 of its rate, at which it passes.
+/// What a VM is promised: its tasks are one class, which has the strictest target and all their
+/// rates.
 fn qos(tasks: &[Plan]) -> String {
-    let iops = || tasks.iter().map(|task| task.iops.get());
+    let iops: f64 = tasks.iter().map(|task| task.iops.get()).sum();
     let Some(deadline) = tasks.iter().map(|task| task.target).min() else {
         return "qos = { schedule = \"device\" }\n".to_owned();
     };
-    let mean = Nanos::from_secs_f64(1.0 / 0.95 / iops().fold(0.0, f64::max));
     format!(
-        "qos = {{ schedule = \"device\", deadline_us = {}, mean_us = {}, iops = {}, burst = {} }}\n",
+        "qos = {{ schedule = \"device\", deadline_us = {}, iops = {}, burst = {} }}\n",
         deadline.get() / 1_000,
-        mean.min(deadline).get() / 1_000,
-        iops().sum::<f64>().ceil(),
+        iops.ceil(),
         2 * tasks.len(),
     )
 }
@@ -574,16 +572,11 @@ mod tests {
                 let promise = device.qos.as_ref().unwrap().promise.as_ref();
                 promise.map(|p| {
                     let iops = p.rate.iops.unwrap().get();
-                    (
-                        p.deadline.get() / 1_000_000,
-                        p.mean.unwrap().get() / 1_000,
-                        iops,
-                        p.rate.burst,
-                    )
+                    (p.deadline.get() / 1_000_000, iops, p.rate.burst)
                 })
             })
             .collect();
-        assert_eq!(promises, [Some((10, 701, 2_100.0, 6)), Some((15, 701, 2_100.0, 6)), None]);
+        assert_eq!(promises, [Some((10, 2_100.0, 6)), Some((15, 2_100.0, 6)), None]);
         let text = configured(&vms, Scheme::None, model, device, directory);
         let found = serve::parse("test", &text).unwrap();
         assert!(found.schedules.is_empty() && found.devices.iter().all(|d| d.qos.is_none()));

@@ -23,7 +23,7 @@ fn backlogged(vms: u64) -> (Scheduler, Vec<rtvirtio_qos::ClassId>) {
             let iops = Iops::new(if vm % 2 == 0 { 2.0 * fair } else { fair / 2.0 }).ok();
             let rate = Rate { iops, bandwidth: None, burst: 8 };
             let deadline = Nanos::from_micros(500 + vm);
-            let promise = Promise { deadline, mean: None, rate };
+            let promise = Promise { deadline, rate };
             scheduler.add_class(flow, Some(promise)).expect("the flow is there")
         })
         .collect();

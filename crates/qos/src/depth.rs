@@ -4,12 +4,12 @@
 //! A device serves what it was given in an order of its own, so what must not be waited for is kept
 //! back. How much that is follows from what is seen, not from a model: once an epoch of
 //! [`EPOCH_NS`], the bound falls by a quarter if more than one promised response in [`TOO_MANY`]
-//! was late, and rises by one if fewer than one in [`FEW`] were while something was held back (the
-//! rule of the kernel's blk-iolatency: the victim's latency decides, the others' depth is the
-//! means).
+//! was late or a promised rate did not come about, and rises by one if neither is near while something
+//! was held back (the rule of the kernel's blk-iolatency: the victim's latency decides, the others'
+//! depth is the means).
 
 /// How often the bound is looked at.
-const EPOCH_NS: u64 = 20_000_000;
+const EPOCH_NS: u64 = 100_000_000;
 /// One late response in so many lowers the bound.
 const TOO_MANY: u32 = 10;
 /// Fewer than one in so many raise it.
@@ -23,13 +23,14 @@ pub(crate) struct Depth {
     epoch: u64,
     kept: u32,
     late: u32,
+    slowed: bool,
     held_back: bool,
 }
 
 impl Depth {
     /// At least 1 and at most `most`, with which it begins.
     pub(crate) const fn new(most: u32) -> Self {
-        Self { bound: most, most, epoch: 0, kept: 0, late: 0, held_back: false }
+        Self { bound: most, most, epoch: 0, kept: 0, late: 0, slowed: false, held_back: false }
     }
 
     pub(crate) const fn bound(&self) -> u32 {
@@ -50,13 +51,18 @@ impl Depth {
         }
     }
 
+    /// A promised rate did not come about.
+    pub(crate) const fn slow_down(&mut self) {
+        self.slowed = true;
+    }
+
     /// Ends an epoch if it is time.
     pub(crate) fn tick(&mut self, now: u64) {
         if now.saturating_sub(self.epoch) < EPOCH_NS {
             return;
         }
         let all = self.kept + self.late;
-        if self.late * TOO_MANY > all {
+        if self.slowed || self.late * TOO_MANY > all {
             self.bound = (self.bound - self.bound.div_ceil(4)).max(1);
         } else if self.held_back && self.late * FEW <= all {
             self.bound = (self.bound + 1).min(self.most);
@@ -87,6 +93,8 @@ mod tests {
         assert_eq!(epochs(&mut depth, 100, 100, 10), 1);
         assert_eq!(epochs(&mut depth, 0, 100, 3), 4);
         assert_eq!(epochs(&mut depth, 0, 0, 100), 16);
+        depth.slow_down();
+        assert_eq!(epochs(&mut depth, 0, 100, 2), 13);
     }
 
     #[test]

@@ -3,9 +3,8 @@
 //! # Terms
 //! A *flow* is a VM's disk on the device; it has a weight and may have a limit. Its requests belong
 //! to *classes*, the tasks that can be told apart; a class may have a *promise*: a rate, with a
-//! burst, whose requests have a *deadline* after they arrive, and a *mean* that their responses are
-//! not to exceed on average. A request within its class's rate is *promised*; all others are
-//! *background*, those of a class that exceeds its rate as well.
+//! burst, whose requests have a *deadline* after they arrive. A request within its class's rate is
+//! *promised*; all others are *background*, those of a class that exceeds its rate as well.
 //! *Cost* is what a request takes of one of the device's *channels*, the requests that it serves at
 //! a time, in ns; it follows from the [`Device`]'s service curve.
 //!
@@ -21,10 +20,12 @@
 //!    clock.
 //!
 //! Promised requests may fill the device twice over, so that it does not pause between them.
-//! Background requests wait while all channels are taken, and may take no more of them than a bound
-//! that falls while promises are missed, and rises while they are kept: an
-//! eligible request that finds the device full of background waits for the first of as many
-//! channels, and for no request longer than [`MAX_TRANSFER`], in which large ones are to be split.
+//! Background requests wait while all channels are taken and one request more is on the device (an
+//! end takes a while to be noticed), and may be no more there than a bound that falls while promises
+//! are missed (a response is late, or a class that has requests under way nearly all the time does
+//! not come to its rate), and rises while they are kept. So an eligible request that finds the
+//! device full of background waits for the first of as many channels, and for no request longer than
+//! [`MAX_TRANSFER`], in which large ones are to be split.
 //!
 //! # Properties (tests of the same name)
 //! - `work_is_conserved_and_requests_too`: while a channel is free, nothing waits but what a limit or
@@ -33,7 +34,8 @@
 //!   promised, if all promises together fit the device.
 //! - `deadlines_are_met_within_a_feasible_set`: to within one service time of each channel.
 //! - `nobody_starves`: a flow with a weight is served even if promises exceed the device.
-//! - `wait_is_bounded`: of a promised request among background alone, by one transfer.
+//! - `wait_is_bounded`: a promised request starts at once, or after one transfer, if all others are
+//!   background; the device then has no more than one of those before it.
 //! - `tasks_keep_rate_and_tail_beside_a_deep_writer_that_gets_what_they_leave`: on the reference
 //!   device.
 //! - `weights_divide_what_is_left`, `limit_is_not_exceeded`,
@@ -117,9 +119,6 @@ pub struct Rate {
 pub struct Promise {
     /// How long after its arrival a request within the rate should have ended.
     pub deadline: Nanos,
-    /// What responses must not exceed on average, if the rate is to come about: a task that waits for
-    /// each of its requests gets no more than one in that time. At most the deadline.
-    pub mean: Option<Nanos>,
     /// Within this.
     pub rate: Rate,
 }

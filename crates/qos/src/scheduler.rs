@@ -11,11 +11,18 @@ use crate::{Account, Device, Kind, MAX_TRANSFER, Promise, Rate, Share};
 /// Background is served after so long even if promises leave nothing: who was promised more than
 /// there is may not starve the others.
 const PATIENCE_NS: u64 = 50_000_000;
+/// Background requests that the device has beyond its channels, so that none of these is free until
+/// the end of a request has been noticed.
+const AHEAD: u32 = 1;
 /// Fair queueing's clock runs in 1/1024 ns, so that large weights do not round their costs to
 /// nothing.
 const FINE: u64 = 1024;
-/// Responses that a mean is of, roughly.
-const MEAN_OF: u64 = 128;
+/// How often it is looked at whether a class gets its rate.
+const DEMAND_NS: u64 = 100_000_000;
+/// A rate comes about if no more than one in so many is not asked for.
+const UNASKED: u64 = 40;
+/// What a task moves that says nothing of bytes.
+const PAGE: Bytes = Bytes::new(4096);
 
 /// Names a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -93,8 +100,7 @@ impl Pace {
 #[derive(Debug, Clone, Copy)]
 struct Promised {
     deadline: u64,
-    mean: u64,
-    /// The sooner of both.
+    /// The sooner of the deadline and the time between two requests.
     due: u64,
     pace: Pace,
 }
@@ -102,8 +108,9 @@ struct Promised {
 impl Promised {
     fn of(promise: Promise) -> Self {
         let deadline = promise.deadline.get();
-        let mean = promise.mean.map_or(u64::MAX, Nanos::get);
-        Self { deadline, mean, due: deadline.min(mean), pace: Pace::of(promise.rate) }
+        let pace = Pace::of(promise.rate);
+        let period = pace.step(PAGE);
+        Self { deadline, due: deadline.min(period), pace }
     }
 }
 
@@ -113,10 +120,50 @@ struct Class {
     promise: Option<Promised>,
     /// The virtual clock, ns.
     clock: u64,
-    /// Promised responses on average, of the last few tens.
-    mean: u64,
     queue: VecDeque<Pending>,
+    running: u32,
+    demand: Demand,
     accounts: [Account; Kind::ALL.len()],
+}
+
+/// Whether a class asks for its rate and does not get it.
+///
+/// A task that waits for each of its requests asks for fewer if they are slow, so a rate that does
+/// not come about looks like one that is not wanted. It differs in this: who does not want more has
+/// nothing under way for much of the time.
+#[derive(Debug, Default)]
+struct Demand {
+    /// Since when this is counted, ns.
+    since: u64,
+    /// What was asked for since, ns of the rate.
+    asked: u64,
+    /// How long requests were under way, ns, and since when they are.
+    busy: u64,
+    busy_since: u64,
+}
+
+impl Demand {
+    /// A request is the first under way.
+    const fn begin(&mut self, now: u64) {
+        self.busy_since = now;
+    }
+
+    /// A request has ended; none is under way if it is the `last`. Whether it has just turned out
+    /// that the rate does not come about.
+    fn end(&mut self, last: bool, now: u64) -> bool {
+        let span = now.saturating_sub(self.since);
+        if last || span >= DEMAND_NS {
+            self.busy += now.saturating_sub(self.busy_since.max(self.since));
+            self.busy_since = now;
+        }
+        if span < DEMAND_NS {
+            return false;
+        }
+        let wants = self.busy > span / 4 * 3;
+        let slowed = wants && self.asked < span - span / UNASKED;
+        *self = Self { since: now, busy_since: now, ..Self::default() };
+        slowed
+    }
 }
 
 impl Class {
@@ -128,10 +175,9 @@ impl Class {
         Some((eligible, eligible.max(arrived).saturating_add(due)))
     }
 
-    /// A promised response has come; whether it, or the last ones on average, were late.
-    fn observe(&mut self, response: u64) -> bool {
-        self.mean = (self.mean - self.mean / MEAN_OF).saturating_add(response / MEAN_OF);
-        self.promise.is_some_and(|p| response > p.deadline || self.mean > p.mean)
+    /// Whether a promised response was late.
+    fn is_late(&self, response: u64) -> bool {
+        self.promise.is_some_and(|promise| response > promise.deadline)
     }
 }
 
@@ -191,7 +237,7 @@ impl Scheduler {
             running: 0,
             background: 0,
             promises: 0,
-            depth: Depth::new(device.channels),
+            depth: Depth::new(device.channels + AHEAD),
         }
     }
 
@@ -216,8 +262,9 @@ impl Scheduler {
             flow: flow.0,
             promise: promise.map(Promised::of),
             clock: 0,
-            mean: 0,
             queue: VecDeque::new(),
+            running: 0,
+            demand: Demand::default(),
             accounts: Default::default(),
         };
         self.promises += u32::from(promise.is_some());
@@ -250,6 +297,12 @@ impl Scheduler {
         let arrived = now.get();
         let Some(Some(to)) = self.classes.get_mut(class.0 as usize) else { return false };
         let Some(Some(flow)) = self.flows.get_mut(to.flow as usize) else { return false };
+        if to.queue.is_empty() && to.running == 0 {
+            to.demand.begin(arrived);
+        }
+        if let Some(Promised { pace, .. }) = to.promise {
+            to.demand.asked += pace.step(bytes);
+        }
         to.queue.push_back(Pending { ticket, kind, bytes, arrived });
         flow.pending += 1;
         let (first_of_class, first_of_flow, of) = (to.queue.len() == 1, flow.pending == 1, to.flow);
@@ -296,7 +349,7 @@ impl Scheduler {
         }
         let flow = fair?;
         if self.promises > 0 {
-            if self.running >= self.device.channels {
+            if self.running >= self.device.channels + AHEAD {
                 return None;
             }
             if self.background >= self.depth.bound() {
@@ -320,8 +373,13 @@ impl Scheduler {
         self.running -= 1;
         self.background -= u32::from(!running.promised);
         let Some(Some(class)) = self.classes.get_mut(running.class as usize) else { return };
+        class.running -= 1;
+        let is_last = class.running == 0 && class.queue.is_empty();
+        if class.demand.end(is_last, now.get()) && class.promise.is_some() {
+            self.depth.slow_down();
+        }
         if running.promised {
-            self.depth.observe(class.observe(now.get().saturating_sub(running.since)));
+            self.depth.observe(class.is_late(now.get().saturating_sub(running.since)));
         }
         let account = &mut class.accounts[running.kind as usize];
         account.requests += 1;
@@ -418,6 +476,7 @@ impl Scheduler {
         let Pending { ticket, kind, bytes, arrived } = of.queue.pop_front()?;
         let cost = self.device.cost(kind, bytes).get().max(1);
         let id = of.flow;
+        of.running += 1;
         let flow = self.flows[id as usize].as_mut()?;
         flow.pending -= 1;
         flow.running += 1;

@@ -25,7 +25,7 @@ fn rate(iops: f64, burst: u32) -> Rate {
 }
 
 fn promise(deadline_us: u64, iops: f64, burst: u32) -> Option<Promise> {
-    Some(Promise { deadline: Nanos::from_micros(deadline_us), mean: None, rate: rate(iops, burst) })
+    Some(Promise { deadline: Nanos::from_micros(deadline_us), rate: rate(iops, burst) })
 }
 
 fn paced(iops: u64) -> Load {
@@ -64,10 +64,7 @@ fn tasks_keep_rate_and_tail_beside_a_deep_writer_that_gets_what_they_leave() {
             for _ in 0..vms {
                 let flow = world.scheduler.add_flow(share(100));
                 let all: u64 = tasks.iter().sum();
-                // At 0.95 of its rate a task has passed.
-                let mean = Some(Nanos::new(1_000_000_000 * 20 / 19 / 1500));
                 let promised = promise(10_000, all as f64, tasks.len() as u32 * 2);
-                let promised = promised.map(|promise| Promise { mean, ..promise });
                 let class = world.scheduler.add_class(flow, promised).unwrap();
                 for &iops in tasks {
                     world.add_to(class, paced(iops));

@@ -278,11 +278,10 @@ impl State {
             bandwidth: rate.bandwidth,
             burst: rate.burst,
         };
-        let promise = qos.promise.as_ref().map(|promise| qos::Promise {
-            deadline: promise.deadline,
-            mean: promise.mean,
-            rate: rate(&promise.rate),
-        });
+        let promise = qos
+            .promise
+            .as_ref()
+            .map(|promise| qos::Promise { deadline: promise.deadline, rate: rate(&promise.rate) });
         let share = qos::Share { weight: qos.weight, limit: qos.limit.as_ref().map(rate) };
         self.schedules.get(&qos.schedule)?.join(share, promise)
     }

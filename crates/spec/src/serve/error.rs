@@ -100,7 +100,7 @@ pub enum Fault {
     #[error("there is no schedule \"{0}\"")]
     NoSchedule(Name),
     /// A promise of which a part is missing.
-    #[error("a promise has deadline_us and one of iops and bandwidth; mean_us is a part of one")]
+    #[error("a promise has deadline_us and one of iops and bandwidth")]
     HalfPromise,
     /// A burst of nothing.
     #[error("{0} is the burst of a rate, and there is none")]

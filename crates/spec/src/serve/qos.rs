@@ -52,8 +52,6 @@ pub struct Qos {
 pub struct Promise {
     /// How long a request within the rate may take.
     pub deadline: Nanos,
-    /// And on average, if the rate is to come about; no more than the deadline.
-    pub mean: Option<Nanos>,
     /// Within this.
     pub rate: Rate,
 }
@@ -124,13 +122,9 @@ impl Qos {
         let deadline = raw.deadline_us.map(|us| in_range("deadline_us", us, 1, MAX_DEADLINE_US));
         let promised =
             rate(("iops", raw.iops), ("bandwidth", raw.bandwidth), ("burst", raw.burst))?;
-        let promise = match (deadline.transpose()?, promised, raw.mean_us) {
-            (None, None, None) => None,
-            (Some(deadline), Some(rate), mean) => {
-                let mean = mean.map(|us| in_range("mean_us", us, 1, deadline)).transpose()?;
-                let mean = mean.map(Nanos::from_micros);
-                Some(Promise { deadline: Nanos::from_micros(deadline), mean, rate })
-            }
+        let promise = match (deadline.transpose()?, promised) {
+            (None, None) => None,
+            (Some(us), Some(rate)) => Some(Promise { deadline: Nanos::from_micros(us), rate }),
             _ => return Err(Fault::HalfPromise),
         };
         let limit = rate(
@@ -155,7 +149,6 @@ impl From<&Qos> for wire::Qos {
             schedule: qos.schedule.clone(),
             weight: Some(qos.weight.get().into()),
             deadline_us: promise.map(|p| us(p.deadline)),
-            mean_us: promise.and_then(|p| p.mean).map(us),
             iops: promise.and_then(|p| iops(&p.rate)),
             bandwidth: promise.and_then(|p| bandwidth(&p.rate)),
             burst: promise.map(|p| p.rate.burst),

@@ -43,7 +43,7 @@ name = "vm1-scratch"
 vm = "vm1"
 socket = "/run/rtvirtio/vm1-scratch.sock"
 engine = { type = "ram", size = 1048576, cpu_us = 100 }
-qos = { schedule = "data", weight = 200, deadline_us = 10000, mean_us = 700, iops = 1500, burst = 4, max_bandwidth = "30M" }
+qos = { schedule = "data", weight = 200, deadline_us = 10000, iops = 1500, burst = 4, max_bandwidth = "30M" }
 
 [[schedule]]
 name = "data"
@@ -131,7 +131,6 @@ fn example_is_read_as_written() {
 
     let promise = Promise {
         deadline: Nanos::from_millis(10),
-        mean: Some(Nanos::from_micros(700)),
         rate: Rate { iops: Iops::new(1_500.0).ok(), bandwidth: None, burst: 4 },
     };
     let bandwidth = Some(BytesPerSecond::new(30 << 20));
@@ -248,7 +247,7 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
         ("deadline_us = 10000, ", "", 42, "a promise has deadline_us and one of iops"),
         ("iops = 1500, burst = 4, ", "", 42, "a promise has deadline_us and one of iops"),
         ("iops = 1500, ", "", 42, "burst is the burst of a rate"),
-        ("mean_us = 700", "mean_us = 10001", 42, "mean_us is 10001, outside 1 to 10000"),
+        ("deadline_us = 10000", "deadline_us = 0", 42, "deadline_us is 0, outside 1 to 60000000"),
         ("weight = 200", "weight = 1001", 42, "weight is 1001, outside 1 to 1000"),
         ("max_bandwidth = \"30M\"", "max_iops = 0", 42, "max_iops is 0"),
         ("channels = 4", "channels = 0", 46, "schedule \"data\": channels is 0"),

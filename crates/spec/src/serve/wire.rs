@@ -142,9 +142,6 @@ pub struct Qos {
     /// Promised: how long a request within the rate may take, µs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub deadline_us: Option<u64>,
-    /// Promised: and on average, µs.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub mean_us: Option<u64>,
     /// Promised: requests a second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops: Option<u64>,

@@ -22,7 +22,7 @@ fn share(weight: u32, limit: Option<f64>) -> Share {
 }
 
 fn promise(iops: f64) -> Promise {
-    Promise { deadline: Nanos::from_millis(5), mean: None, rate: rate(iops) }
+    Promise { deadline: Nanos::from_millis(5), rate: rate(iops) }
 }
 
 #[test]
