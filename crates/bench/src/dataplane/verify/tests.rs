@@ -140,9 +140,17 @@ fn stale_block_is_found() {
 fn disconnects_in_mid_io_lose_nothing() {
     let Some(bed) = Bed::new("disconnects_in_mid_io_lose_nothing") else { return };
     let server = bed.server();
-    let report = disconnects(bed.options(), 10, &bed.interrupted).unwrap();
-    assert!(report.abandoned > 0 && report.writes > 0, "{report:?}");
-    assert_eq!(report.connections, 10 + 5 + 1);
+    let mut verifier = Verifier::new(bed.options()).unwrap();
+    // A busy machine may spend all of these short sessions on what each reads first.
+    let done = |report: &Report| report.abandoned > 0 && report.writes > 0;
+    let mut rounds = 0;
+    while rounds == 0 || (!done(&verifier.report) && rounds < 10) {
+        verifier.disconnects(10, &bed.interrupted).unwrap();
+        rounds += 1;
+    }
+    let report = &verifier.report;
+    assert!(done(report), "{report:?}");
+    assert_eq!(report.connections, rounds * (10 + 5 + 1));
     server.terminate().unwrap();
 }
 
