@@ -8,7 +8,7 @@ SHELL := /bin/bash
 	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads \
 	bench-dataplane bench-dataplane-isolation bench-dataplane-endurance bench-dataplane-footprint \
 	bench-dataplane-syscalls bench-full bench-full-24 bench-full-raw bench-dataplane-verify \
-	bench-dataplane-moves bench-dataplane-profile
+	bench-dataplane-moves bench-dataplane-profile bench-qos
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -133,6 +133,10 @@ bench-dataplane: build ## rtvirtio serve beside qemu-storage-daemon; then 1 agai
 	$(RTVIRTIO) bench dataplane --repetitions $(REPETITIONS) --out $(RESULTS)/dataplane
 	$(RTVIRTIO) bench dataplane --scaling --server ours --repetitions $(REPETITIONS) \
 		--out $(RESULTS)/dataplane-scaling
+
+bench-qos: build ## The data plane's schedule: 8 cases beside a deep writer, with and without (root)
+	$(RTVIRTIO) bench qos --repetitions $(REPETITIONS) --out $(RESULTS)/qos
+	cargo bench -p rtvirtio-qos --locked | tee $(RESULTS)/qos/decision.txt
 
 bench-dataplane-profile: build ## Where the time goes in cases that are not won (root, perf)
 	scripts/dataplane-profile $(RTVIRTIO) > $(RESULTS)/dataplane/profile.txt

@@ -621,6 +621,8 @@ impl IoThread {
                 granted.drain(..).for_each(|(token, running)| self.grant(token, running));
                 self.granted = granted;
             }
+            // The last queue may have left before its last word was passed on.
+            self.boards[at].take_if(|board| board.is_unused());
         }
         worked
     }
@@ -830,9 +832,6 @@ impl IoThread {
             && let Some(board) = &mut self.boards[at]
         {
             board.leave();
-            if board.is_unused() {
-                self.boards[at] = None;
-            }
         }
         Some(entry.queue)
     }

@@ -22,6 +22,7 @@ mod qemu;
 mod qmp;
 mod rings;
 mod sandbox;
+mod schedule;
 mod server;
 mod slow;
 mod uml;
