@@ -511,6 +511,8 @@ pub fn table(cells: &[Cell]) -> String {
         let same = || cells.iter().filter(|c| (c.key.case.as_str(), c.key.scheme) == row);
         let tasks = |f: fn(&Task) -> f64| same().flat_map(move |c| c.tasks.iter().map(f));
         let tail = tasks(|t| t.tail_us / t.target_us).fold(0.0, f64::max);
+        let is_judged = tasks(|t| t.percentile).all(|percentile| percentile > 0.0);
+        let tail = if is_judged { format!("{tail:.2}") } else { "-".to_owned() };
         let delivered = tasks(|t| t.delivered).fold(f64::MAX, f64::min);
         let of_left = |c: &Cell| c.background / (alone * (1.0 - c.needed));
         let left = median(same().map(of_left).collect());
@@ -521,7 +523,7 @@ pub fn table(cells: &[Cell]) -> String {
             kept.push(left);
         }
         text += &format!(
-            "{:<9} {:<5} {:>3}/{:<2} {:>11.2} {:>9.3} {:>12.1} {:>10.2} {:>6.1} ms {:>9.2}\n",
+            "{:<9} {:<5} {:>3}/{:<2} {:>11} {:>9.3} {:>12.1} {:>10.2} {:>6.1} ms {:>9.2}\n",
             row.0,
             row.1.name(),
             good,
@@ -538,7 +540,8 @@ pub fn table(cells: &[Cell]) -> String {
     text += &format!(
         "\nqos: {} of {} runs passed; the writer kept at least {least:.2} of what was left (medians). \
          Alone it writes {:.1} MB/s.\n\
-         tail/target: the worst of all tasks and runs, at the judged percentile; delivered: the least.\n",
+         tail/target: the worst of all tasks and runs, at the judged percentile; -: a task had too few \
+         requests to judge. delivered: the least; x left, canary (its p99), busy: medians.\n",
         passed[0],
         passed[1],
         alone / 1e6
