@@ -341,6 +341,7 @@ fuzz_target!(|input: Input| {
         serial: [0; 20],
         write_cache: true,
         limits: Limits::default(),
+        schedule: None,
     };
     let device = Arc::new(Device::new(config).unwrap());
     let host = Arc::new(Host::default());
