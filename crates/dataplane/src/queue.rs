@@ -488,7 +488,8 @@ impl Queue {
             token: token(self.key, head),
             class: member.class(),
             kind,
-            bytes: Bytes::new(slot.part),
+            // A discarded or zeroed range is no transfer: no rate of bytes is charged for it.
+            bytes: Bytes::new(if kind == Kind::Discard { 0 } else { slot.part }),
         });
     }
 

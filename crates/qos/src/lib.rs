@@ -63,11 +63,11 @@ pub const MAX_TRANSFER: Bytes = Bytes::new(128 << 10);
 pub enum Kind {
     /// Reads.
     Read,
-    /// Writes, also of zeroes.
+    /// Writes.
     Write,
     /// Makes writes durable.
     Flush,
-    /// Discards.
+    /// Discards, or zeroes a range: no bytes are transferred.
     Discard,
 }
 

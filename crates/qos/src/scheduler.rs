@@ -201,7 +201,7 @@ pub struct Scheduler {
     /// `None`: removed, and free for the next.
     flows: Vec<Option<Flow>>,
     classes: Vec<Option<Class>>,
-    /// Classes whose head is eligible, by deadline.
+    /// Classes whose head is eligible, by when it is due.
     eligible: Heap,
     /// Classes whose head is not yet, by when it is.
     early: Heap,
@@ -237,7 +237,7 @@ impl Scheduler {
             running: 0,
             background: 0,
             promises: 0,
-            depth: Depth::new(device.channels + AHEAD),
+            depth: Depth::new(device.channels.saturating_add(AHEAD)),
         }
     }
 
@@ -301,7 +301,7 @@ impl Scheduler {
             to.demand.begin(arrived);
         }
         if let Some(Promised { pace, .. }) = to.promise {
-            to.demand.asked += pace.step(bytes);
+            to.demand.asked = to.demand.asked.saturating_add(pace.step(bytes));
         }
         to.queue.push_back(Pending { ticket, kind, bytes, arrived });
         flow.pending += 1;
@@ -349,7 +349,7 @@ impl Scheduler {
         }
         let flow = fair?;
         if self.promises > 0 {
-            if self.running >= self.device.channels + AHEAD {
+            if self.running >= self.device.channels.saturating_add(AHEAD) {
                 return None;
             }
             if self.background >= self.depth.bound() {

@@ -118,7 +118,6 @@ impl Qos {
 
     fn new(raw: wire::Qos) -> Result<Self, Fault> {
         let weight = raw.weight.unwrap_or(100);
-        in_range("weight", weight.into(), 1, MAX_WEIGHT)?;
         let deadline = raw.deadline_us.map(|us| in_range("deadline_us", us, 1, MAX_DEADLINE_US));
         let promised =
             rate(("iops", raw.iops), ("bandwidth", raw.bandwidth), ("burst", raw.burst))?;
@@ -132,7 +131,13 @@ impl Qos {
             ("max_bandwidth", raw.max_bandwidth),
             ("max_burst", raw.max_burst),
         )?;
-        let weight = Weight::new(weight).map_err(|_| Fault::HalfPromise)?;
+        let found = u64::from(weight);
+        let weight = Weight::new(weight).map_err(|_| Fault::OutOfRange {
+            key: "weight",
+            found,
+            low: 1,
+            high: MAX_WEIGHT,
+        })?;
         Ok(Self { schedule: raw.schedule, weight, promise, limit })
     }
 }

@@ -1,7 +1,7 @@
 //! Disks whose requests wait for the schedule of the device that they share.
 
 use rtvirtio_qos::{MAX_TRANSFER, Promise, Rate, Share};
-use rtvirtio_units::{Iops, Nanos, Weight};
+use rtvirtio_units::{BytesPerSecond, Iops, Nanos, Weight};
 
 use super::moves::move_devices_at_full_speed;
 use super::*;
@@ -151,5 +151,38 @@ fn large_transfer_is_split_where_segments_do_not_end() {
     }
     assert_eq!(engine.1.load(Relaxed), MAX_TRANSFER.get());
     assert_eq!(engine.2.load(Relaxed), 16);
+    pool.stop(key).unwrap();
+}
+
+#[test]
+fn discarded_range_is_not_charged_as_bytes() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    // The whole disk would take minutes of this rate.
+    let limit = Rate { iops: None, bandwidth: Some(BytesPerSecond::new(4096)), burst: 1 };
+    let share = Share { limit: Some(limit), ..share(1, None) };
+    let device = device_in(schedule(4).join(share, None), ram(), 1);
+    let mut queue = Guarded::new(Shape::of(0));
+    let key = pool.start(queue.setup(&device), id).unwrap();
+    let guest = Arc::clone(queue.driver.guest());
+    let mut header = [0; 16];
+    header[0] = 11;
+    guest.write(BUFFERS, &header);
+    let mut range = [0; 16];
+    range[8..12].copy_from_slice(&((DISK / 512) as u32).to_le_bytes());
+    guest.write(BUFFERS + 16, &range);
+    let start = Instant::now();
+    for _ in 0..2 {
+        guest.write(BUFFERS + 32, &[0xff]);
+        let at = |address, length, writable| Buffer { address, length, writable };
+        let buffers = [at(BUFFERS, 32, false), at(BUFFERS + 32, 1, true)];
+        queue.driver.add(&buffers, false).unwrap();
+        queue.publish();
+        while queue.driver.take().is_none() {
+            queue.wait(Duration::from_millis(20));
+            assert!(start.elapsed() < LOST);
+        }
+        assert_eq!(guest.read(BUFFERS + 32, 1), [0]);
+    }
     pool.stop(key).unwrap();
 }
