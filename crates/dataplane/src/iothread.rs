@@ -45,8 +45,11 @@ use crate::mailbox::{Receiver, Sender};
 use crate::queue::{Pass, Queue, QueueKey, Turn, from_token, now};
 use crate::schedule::Board;
 
+mod polling;
 mod resources;
+mod schedules;
 
+pub use polling::Polling;
 use resources::{Registered, Resources};
 
 /// Entries of a submission queue.
@@ -68,45 +71,6 @@ const KICK: u64 = 1 << 48;
 const MAIL: u64 = 2 << 48;
 const CANCELLED: u64 = 3 << 48;
 const KIND: u64 = 0xffff << 48;
-
-/// How long a thread polls before it waits (QEMU's IOThread properties of the same names).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Polling {
-    /// At most so long; zero: never (`poll-max-ns`). Half of it where a disk is waited for.
-    pub max: Duration,
-    /// Factor by which it grows; zero counts as 2 (`poll-grow`).
-    pub grow: u32,
-    /// Divisor by which it shrinks; zero: to none (`poll-shrink`).
-    pub shrink: u32,
-}
-
-impl Default for Polling {
-    /// QEMU's values (`max` for disks, 32,768), but for `shrink` (there 0): a driver that was late
-    /// once is met halfway, not woken four times until polling pays again.
-    fn default() -> Self {
-        Self { max: Duration::from_nanos(65_536), grow: 2, shrink: 2 }
-    }
-}
-
-impl Polling {
-    /// The first polling time, as QEMU's.
-    const FIRST_NS: u64 = 4_000;
-
-    /// What follows `poll` ns, at most `max`, when the thread polled and waited for `blocked` ns in
-    /// all.
-    fn adjust(self, poll: u64, max: u64, blocked: u64) -> u64 {
-        if blocked <= poll {
-            poll
-        } else if blocked > max {
-            poll.checked_div(u64::from(self.shrink)).unwrap_or(0)
-        } else if poll == 0 {
-            Self::FIRST_NS.min(max)
-        } else {
-            let grow = if self.grow == 0 { 2 } else { u64::from(self.grow) };
-            poll.saturating_mul(grow).min(max)
-        }
-    }
-}
 
 /// What a thread has done, in ns of CLOCK_MONOTONIC and events. The thread alone writes.
 #[derive(Debug, Default)]
@@ -486,27 +450,47 @@ impl IoThread {
 
     fn ended(&mut self, token: Token, result: Ended, here: bool) {
         let (key, head) = from_token(token);
-        if let Some(entry) = get_mut(&mut self.served, key) {
-            entry.queue.started_here -= u16::from(here);
+        let ended = self.with_queue(key, |queue, turn| {
+            queue.started_here -= u16::from(here);
             match result {
                 Ended::Raw(raw) => {
-                    let mut turn = Turn {
-                        submission: &mut self.ring.submission(),
-                        file: entry.registered.file,
-                        completions: &self.completions,
-                        buffers: &|segment| entry.registered.buffer(segment),
-                        stats: &self.stats,
-                    };
-                    entry.queue.complete_raw(head, raw, &mut turn);
+                    // What did not fit waits at its queue.
+                    let _ = queue.complete_raw(head, raw, turn);
                 }
-                Ended::Result(result) => entry.queue.complete(head, result),
+                Ended::Result(result) => queue.complete(head, result),
             }
-            tell(&mut self.boards, entry);
+        });
+        if ended.is_some() {
             self.wake(key);
         } else if let Some(forward) = self.forwards.get_mut(&key) {
             let _ = forward.to.post(Letter::Ended { token, result, here: false });
             forward.outstanding -= u16::from(here);
         }
+    }
+
+    /// Does something with a queue that this thread has, and has its device's schedule know what came
+    /// of it.
+    fn with_queue<T>(
+        &mut self,
+        key: QueueKey,
+        act: impl FnOnce(&mut Queue, &mut Turn<'_, '_>) -> T,
+    ) -> Option<T> {
+        let entry = get_mut(&mut self.served, key)?;
+        let result = act(
+            &mut entry.queue,
+            &mut Turn {
+                submission: &mut self.ring.submission(),
+                file: entry.registered.file,
+                completions: &self.completions,
+                buffers: &|segment| entry.registered.buffer(segment),
+                stats: &self.stats,
+            },
+        );
+        if let Some(board) = entry.board.and_then(|at| self.boards[at].as_mut()) {
+            let (asks, ended) = entry.queue.told();
+            board.take(asks, ended);
+        }
+        Some(result)
     }
 
     /// The queue is looked at in every turn until it is put to sleep.
@@ -583,92 +567,14 @@ impl IoThread {
                 Some(_) => u32::from(entry.queue.recovering()),
                 None => SHARE,
             };
-            let pass = entry.queue.serve(
-                &mut Turn {
-                    submission: &mut self.ring.submission(),
-                    file: entry.registered.file,
-                    completions: &self.completions,
-                    buffers: &|segment| entry.registered.buffer(segment),
-                    stats: &self.stats,
-                },
-                share,
-                time,
-            );
-            tell(&mut self.boards, entry);
-            if pass != Pass::Full || attempt == 1 {
+            let pass = self.with_queue(key, |queue, turn| queue.serve(turn, share, time));
+            if pass != Some(Pass::Full) || attempt == 1 {
                 break;
             }
             // Room for the rest.
             self.submit();
         }
         worked
-    }
-
-    // Schedules.
-
-    /// Tells the devices' schedules what has happened and starts what they say. Whether there was
-    /// anything.
-    fn schedule(&mut self) -> bool {
-        let mut worked = false;
-        for at in 0..self.boards.len() {
-            // What ends as soon as it is started makes room at once.
-            while let Some(board) = &mut self.boards[at]
-                && board.is_due(now())
-            {
-                worked = true;
-                let mut granted = std::mem::take(&mut self.granted);
-                board.exchange(&self.me, &mut granted, now());
-                granted.drain(..).for_each(|(token, running)| self.grant(token, running));
-                self.granted = granted;
-            }
-            // The last queue may have left before its last word was passed on.
-            self.boards[at].take_if(|board| board.is_unused());
-        }
-        worked
-    }
-
-    fn grant(&mut self, token: Token, running: Running) {
-        let (key, head) = from_token(token);
-        if let Some(entry) = get_mut(&mut self.served, key) {
-            entry.queue.granted(
-                head,
-                running,
-                &mut Turn {
-                    submission: &mut self.ring.submission(),
-                    file: entry.registered.file,
-                    completions: &self.completions,
-                    buffers: &|segment| entry.registered.buffer(segment),
-                    stats: &self.stats,
-                },
-            );
-            tell(&mut self.boards, entry);
-            self.wake(key);
-        } else if let Some(forward) = self.forwards.get(&key) {
-            let _ = forward.to.post(Letter::Granted { token, running });
-        }
-    }
-
-    /// The board of a queue's device; a new one if this thread has none yet.
-    fn board(&mut self, queue: &Queue) -> Option<usize> {
-        let schedule = queue.schedule()?;
-        let of = |board: &Option<Board>| board.as_ref().is_some_and(|b| b.is_of(schedule));
-        let at = self.boards.iter().position(of).unwrap_or_else(|| {
-            let new = Some(Board::new(Arc::clone(schedule)));
-            match self.boards.iter().position(Option::is_none) {
-                Some(free) => {
-                    self.boards[free] = new;
-                    free
-                }
-                None => {
-                    self.boards.push(new);
-                    self.boards.len() - 1
-                }
-            }
-        });
-        if let Some(board) = &mut self.boards[at] {
-            board.enter(queue.key, &self.me);
-        }
-        Some(at)
     }
 
     /// Among busy queues, those that have been idle for a while are waited for instead; one that
@@ -864,16 +770,6 @@ impl IoThread {
             }
             self.submit();
         }
-    }
-}
-
-/// Has the board of a queue's device know what has happened there.
-fn tell(boards: &mut [Option<Board>], entry: &mut Served) {
-    if let Some(at) = entry.board
-        && let Some(board) = &mut boards[at]
-    {
-        let (asks, ended) = entry.queue.told();
-        board.take(asks, ended);
     }
 }
 

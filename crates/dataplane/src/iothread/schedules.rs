@@ -1,0 +1,66 @@
+//! An IOThread's part in the schedules of its queues' devices.
+
+use std::sync::Arc;
+
+use rtvirtio_engine::Token;
+use rtvirtio_qos::Running;
+
+use super::{IoThread, Letter, get};
+use crate::queue::{Queue, from_token, now};
+use crate::schedule::Board;
+
+impl IoThread {
+    /// Tells the devices' schedules what has happened and starts what they say. Whether there was
+    /// anything.
+    pub(super) fn schedule(&mut self) -> bool {
+        let mut worked = false;
+        for at in 0..self.boards.len() {
+            // What ends as soon as it is started makes room at once.
+            while let Some(board) = &mut self.boards[at]
+                && board.is_due(now())
+            {
+                worked = true;
+                let mut granted = std::mem::take(&mut self.granted);
+                board.exchange(&self.me, &mut granted, now());
+                granted.drain(..).for_each(|(token, running)| self.grant(token, running));
+                self.granted = granted;
+            }
+            // The last queue may have left before its last word was passed on.
+            self.boards[at].take_if(|board| board.is_unused());
+        }
+        worked
+    }
+
+    pub(super) fn grant(&mut self, token: Token, running: Running) {
+        let (key, head) = from_token(token);
+        if get(&self.served, key).is_some() {
+            self.with_queue(key, |queue, turn| queue.granted(head, running, turn));
+            self.wake(key);
+        } else if let Some(forward) = self.forwards.get(&key) {
+            let _ = forward.to.post(Letter::Granted { token, running });
+        }
+    }
+
+    /// The board of a queue's device; a new one if this thread has none yet.
+    pub(super) fn board(&mut self, queue: &Queue) -> Option<usize> {
+        let schedule = queue.schedule()?;
+        let of = |board: &Option<Board>| board.as_ref().is_some_and(|b| b.is_of(schedule));
+        let at = self.boards.iter().position(of).unwrap_or_else(|| {
+            let new = Some(Board::new(Arc::clone(schedule)));
+            match self.boards.iter().position(Option::is_none) {
+                Some(free) => {
+                    self.boards[free] = new;
+                    free
+                }
+                None => {
+                    self.boards.push(new);
+                    self.boards.len() - 1
+                }
+            }
+        });
+        if let Some(board) = &mut self.boards[at] {
+            board.enter(queue.key, &self.me);
+        }
+        Some(at)
+    }
+}
