@@ -6,7 +6,8 @@
 //! [`EPOCH_NS`], the bound falls by a quarter if more than one promised response in [`TOO_MANY`]
 //! was late or a promised rate did not come about, and rises by one if neither is near while something
 //! was held back (the rule of the kernel's blk-iolatency: the victim's latency decides, the others'
-//! depth is the means).
+//! depth is the means). Where one at a time is too many, for what is promised needs nearly all of the
+//! device, the time between two doubles instead, and halves again.
 
 /// How often the bound is looked at.
 const EPOCH_NS: u64 = 100_000_000;
@@ -15,10 +16,19 @@ const TOO_MANY: u32 = 10;
 /// Fewer than one in so many raise it.
 const FEW: u32 = 50;
 
+/// The longest time between two background requests, and how long one waits at most: who was
+/// promised more than there is may not starve the others.
+pub(crate) const PATIENCE_NS: u64 = 50_000_000;
+/// The shortest time between two.
+const GAP_NS: u64 = 1_000_000;
+
 /// The bound and what it follows.
 #[derive(Debug)]
 pub(crate) struct Depth {
     bound: u32,
+    /// Time from the start of a background request to that of the next, if even one at a time is
+    /// too many; else 0.
+    gap: u64,
     most: u32,
     epoch: u64,
     kept: u32,
@@ -30,11 +40,24 @@ pub(crate) struct Depth {
 impl Depth {
     /// At least 1 and at most `most`, with which it begins.
     pub(crate) const fn new(most: u32) -> Self {
-        Self { bound: most, most, epoch: 0, kept: 0, late: 0, slowed: false, held_back: false }
+        Self {
+            bound: most,
+            gap: 0,
+            most,
+            epoch: 0,
+            kept: 0,
+            late: 0,
+            slowed: false,
+            held_back: false,
+        }
     }
 
     pub(crate) const fn bound(&self) -> u32 {
         self.bound
+    }
+
+    pub(crate) const fn gap(&self) -> u64 {
+        self.gap
     }
 
     /// Something waits because of the bound.
@@ -63,11 +86,17 @@ impl Depth {
         }
         let all = self.kept + self.late;
         if self.slowed || self.late * TOO_MANY > all {
-            self.bound = (self.bound - self.bound.div_ceil(4)).max(1);
+            if self.bound == 1 {
+                self.gap = (self.gap * 2).clamp(GAP_NS, PATIENCE_NS);
+            }
+            self.bound = (self.bound - (self.bound / 4).max(1)).max(1);
         } else if self.held_back && self.late * FEW <= all {
-            self.bound = (self.bound + 1).min(self.most);
+            if self.gap == 0 {
+                self.bound = (self.bound + 1).min(self.most);
+            }
+            self.gap = if self.gap > GAP_NS { self.gap / 2 } else { 0 };
         }
-        *self = Self { bound: self.bound, epoch: now, ..Self::new(self.most) };
+        *self = Self { bound: self.bound, gap: self.gap, epoch: now, ..Self::new(self.most) };
     }
 }
 
@@ -90,11 +119,25 @@ mod tests {
         let mut depth = Depth::new(16);
         assert_eq!(epochs(&mut depth, 11, 100, 1), 12);
         assert_eq!(epochs(&mut depth, 5, 100, 1), 12);
-        assert_eq!(epochs(&mut depth, 100, 100, 10), 1);
+        assert_eq!(epochs(&mut depth, 100, 100, 8), 1);
         assert_eq!(epochs(&mut depth, 0, 100, 3), 4);
         assert_eq!(epochs(&mut depth, 0, 0, 100), 16);
         depth.slow_down();
         assert_eq!(epochs(&mut depth, 0, 100, 2), 13);
+    }
+
+    #[test]
+    fn where_one_at_a_time_is_too_many_the_gap_between_two_grows_and_goes_first() {
+        let mut depth = Depth::new(2);
+        epochs(&mut depth, 1, 1, 1);
+        assert_eq!((depth.bound(), depth.gap()), (1, 0));
+        epochs(&mut depth, 1, 1, 3);
+        assert_eq!((depth.bound(), depth.gap()), (1, 4 * GAP_NS));
+        epochs(&mut depth, 1, 1, 10);
+        assert_eq!(depth.gap(), PATIENCE_NS);
+        epochs(&mut depth, 0, 1, 7);
+        assert_eq!((depth.bound(), depth.gap()), (1, 0));
+        assert_eq!(epochs(&mut depth, 0, 1, 1), 2);
     }
 
     #[test]

@@ -23,7 +23,9 @@
 //! Background requests wait while all channels are taken and one request more is on the device (an
 //! end takes a while to be noticed), and may be no more there than a bound that falls while promises
 //! are missed (a response is late, or a class that has requests under way nearly all the time does
-//! not come to its rate), and rises while they are kept. So an eligible request that finds the
+//! not come to its rate), and rises while they are kept. Where promises need nearly all of the device,
+//! even one at a time would take a channel from them for long: then there is a time between two that
+//! doubles and halves, up to 50 ms. So an eligible request that finds the
 //! device full of background waits for the first of as many channels, and for no request longer than
 //! [`MAX_TRANSFER`], in which large ones are to be split.
 //!

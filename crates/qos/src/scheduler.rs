@@ -4,13 +4,10 @@ use std::collections::VecDeque;
 
 use rtvirtio_units::{Bytes, Nanos};
 
-use crate::depth::Depth;
+use crate::depth::{Depth, PATIENCE_NS};
 use crate::heap::Heap;
 use crate::{Account, Device, Kind, MAX_TRANSFER, Promise, Rate, Share};
 
-/// Background is served after so long even if promises leave nothing: who was promised more than
-/// there is may not starve the others.
-const PATIENCE_NS: u64 = 50_000_000;
 /// Background requests that the device has beyond its channels, so that none of these is free until
 /// the end of a request has been noticed.
 const AHEAD: u32 = 1;
@@ -20,7 +17,7 @@ const FINE: u64 = 1024;
 /// How often it is looked at whether a class gets its rate.
 const DEMAND_NS: u64 = 100_000_000;
 /// A rate comes about if no more than one in so many is not asked for.
-const UNASKED: u64 = 40;
+const UNASKED: u64 = 60;
 /// What a task moves that says nothing of bytes.
 const PAGE: Bytes = Bytes::new(4096);
 
@@ -213,6 +210,8 @@ pub struct Scheduler {
     virtual_time: u64,
     /// Since when background waits, or when it was last served.
     waits_since: u64,
+    /// When background was last served.
+    served_at: u64,
     running: u32,
     background: u32,
     promises: u32,
@@ -234,6 +233,7 @@ impl Scheduler {
             limited: Heap::default(),
             virtual_time: 0,
             waits_since: 0,
+            served_at: 0,
             running: 0,
             background: 0,
             promises: 0,
@@ -352,7 +352,8 @@ impl Scheduler {
             if self.running >= self.device.channels.saturating_add(AHEAD) {
                 return None;
             }
-            if self.background >= self.depth.bound() {
+            let is_soon = now.saturating_sub(self.served_at) < self.depth.gap();
+            if is_soon || self.background >= self.depth.bound() {
                 self.depth.hold_back();
                 return None;
             }
@@ -364,8 +365,11 @@ impl Scheduler {
     #[must_use]
     pub fn wake_at(&self) -> Option<Nanos> {
         // What is early is background until then; where that may start it need not be waited for.
-        let times = [self.limited.first(), self.early.first()];
-        times.into_iter().flatten().map(|(at, _)| Nanos::new(at)).min()
+        let times = [self.limited.first(), self.early.first()].into_iter().flatten();
+        let gap = self.depth.gap();
+        let waits = gap > 0 && !self.fair.is_empty();
+        let background = waits.then(|| self.served_at.saturating_add(gap));
+        times.map(|(at, _)| at).chain(background).min().map(Nanos::new)
     }
 
     /// A request has ended.
@@ -396,10 +400,11 @@ impl Scheduler {
         self.running
     }
 
-    /// Background requests that may be on the device while promises are to be kept.
+    /// Background requests that may be on the device while promises are to be kept; 0: one now and
+    /// then.
     #[must_use]
     pub const fn depth(&self) -> u32 {
-        self.depth.bound()
+        if self.depth.gap() > 0 { 0 } else { self.depth.bound() }
     }
 
     /// What a class has had, by kind; `None`: there is no such class.
@@ -465,6 +470,7 @@ impl Scheduler {
             .min_by_key(|class| urgency(class))?;
         self.virtual_time = self.virtual_time.max(flow.start);
         self.waits_since = now;
+        self.served_at = now;
         self.background += 1;
         self.start(class, None, now)
     }
