@@ -11,9 +11,9 @@
 //! # Algorithm
 //! mClock's tags (Gulati et al., OSDI 2010) with deadlines in the place of its first:
 //!
-//! 1. *Promised.* A class has a virtual clock that each promised request moves on by its share of
-//!    the rate (the larger of those of the request and of its bytes); a pause sets it to no more than
-//!    a burst behind. A head request at or behind the clock is eligible, and the eligible one with the
+//! 1. *Promised.* A class has a virtual clock that each promised request moves on by its cost over
+//!    that of the rate ([`Rate::channels`]), so that larger requests than were declared use the
+//!    promise up sooner; a pause sets it to no more than a burst behind. A head request at or behind the clock is eligible, and the eligible one with the
 //!    earliest deadline is first (earliest eligible deadline first).
 //! 2. *Background.* Else the flow that has had least cost for its weight (start-time fair queueing),
 //!    among those within their limits. Requests of a promise that are served here do not move its
@@ -115,6 +115,28 @@ pub struct Rate {
     /// Requests (or [`MAX_TRANSFER`]s) that may come at once, at least 1.
     pub burst: u32,
 }
+
+impl Rate {
+    /// What a second of it takes of the device, as channels: requests of `bandwidth / iops` bytes, of
+    /// 4 KiB if there is no bandwidth, of [`MAX_TRANSFER`] if there are no iops.
+    #[must_use]
+    pub fn channels(&self, device: &Device) -> f64 {
+        let iops = self.iops.map(Iops::get);
+        let kib = self.bandwidth.map(|rate| rate.get() as f64 / 1024.0);
+        let cost = |bytes| device.cost(Kind::Read, bytes).as_secs_f64();
+        match (iops, kib) {
+            (Some(iops), None) => iops * cost(PAGE),
+            (None, Some(kib)) => kib * 1024.0 / MAX_TRANSFER.get() as f64 * cost(MAX_TRANSFER),
+            (iops, kib) => {
+                iops.unwrap_or(0.0) * device.request.as_secs_f64()
+                    + kib.unwrap_or(0.0) * device.kib.as_secs_f64()
+            }
+        }
+    }
+}
+
+/// What a request moves if a rate says nothing of bytes.
+const PAGE: Bytes = Bytes::new(4096);
 
 /// What a class is promised.
 #[derive(Debug, Clone, Copy, PartialEq)]

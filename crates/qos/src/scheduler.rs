@@ -6,7 +6,7 @@ use rtvirtio_units::{Bytes, Nanos};
 
 use crate::depth::{Depth, PATIENCE_NS};
 use crate::heap::Heap;
-use crate::{Account, Device, Kind, MAX_TRANSFER, Promise, Rate, Share};
+use crate::{Account, Device, Kind, MAX_TRANSFER, PAGE, Promise, Rate, Share};
 
 /// Background requests that the device has beyond its channels, so that none of these is free until
 /// the end of a request has been noticed.
@@ -18,8 +18,6 @@ const FINE: u64 = 1024;
 const DEMAND_NS: u64 = 100_000_000;
 /// A rate comes about if no more than one in so many is not asked for.
 const UNASKED: u64 = 60;
-/// What a task moves that says nothing of bytes.
-const PAGE: Bytes = Bytes::new(4096);
 
 /// Names a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -85,12 +83,12 @@ impl Pace {
         let transfer = u128::from(bytes.get()) * u128::from(self.kib) / 1024;
         self.request.max(u64::try_from(transfer).unwrap_or(u64::MAX))
     }
+}
 
-    /// The clock as it stands for a request that arrives at `arrived`.
-    const fn resumed(self, clock: u64, arrived: u64) -> u64 {
-        let earliest = arrived.saturating_sub(self.burst);
-        if clock > earliest { clock } else { earliest }
-    }
+/// A virtual clock as it stands for a request that arrives at `arrived`.
+const fn resumed(clock: u64, burst: u64, arrived: u64) -> u64 {
+    let earliest = arrived.saturating_sub(burst);
+    if clock > earliest { clock } else { earliest }
 }
 
 /// A promise in ns.
@@ -99,15 +97,25 @@ struct Promised {
     deadline: u64,
     /// The sooner of the deadline and the time between two requests.
     due: u64,
-    pace: Pace,
+    /// 2^16 times the steps of its virtual clock for each ns of cost.
+    per_cost: u64,
+    burst: u64,
 }
 
 impl Promised {
-    fn of(promise: Promise) -> Self {
+    fn of(promise: Promise, device: &Device) -> Self {
         let deadline = promise.deadline.get();
-        let pace = Pace::of(promise.rate);
-        let period = pace.step(PAGE);
-        Self { deadline, due: deadline.min(period), pace }
+        let channels = promise.rate.channels(device).max(1e-9);
+        let Pace { burst, .. } = Pace::of(promise.rate);
+        let period = Pace::of(promise.rate).step(PAGE);
+        let per_cost = (65_536.0 / channels) as u64;
+        Self { deadline, due: deadline.min(period), per_cost, burst }
+    }
+
+    /// How far a request of this cost moves the clock on.
+    fn step(self, cost: Nanos) -> u64 {
+        let step = u128::from(cost.get()) * u128::from(self.per_cost) >> 16;
+        u64::try_from(step).unwrap_or(u64::MAX)
     }
 }
 
@@ -166,9 +174,9 @@ impl Demand {
 impl Class {
     /// When its head is eligible, and when it is due.
     fn head(&self) -> Option<(u64, u64)> {
-        let Promised { due, pace, .. } = self.promise?;
+        let Promised { due, burst, .. } = self.promise?;
         let arrived = self.queue.front()?.arrived;
-        let eligible = pace.resumed(self.clock, arrived);
+        let eligible = resumed(self.clock, burst, arrived);
         Some((eligible, eligible.max(arrived).saturating_add(due)))
     }
 
@@ -260,7 +268,7 @@ impl Scheduler {
         let classes = &mut self.flows.get_mut(flow.0 as usize)?.as_mut()?.classes;
         let class = Class {
             flow: flow.0,
-            promise: promise.map(Promised::of),
+            promise: promise.map(|promise| Promised::of(promise, &self.device)),
             clock: 0,
             queue: VecDeque::new(),
             running: 0,
@@ -300,8 +308,9 @@ impl Scheduler {
         if to.queue.is_empty() && to.running == 0 {
             to.demand.begin(arrived);
         }
-        if let Some(Promised { pace, .. }) = to.promise {
-            to.demand.asked = to.demand.asked.saturating_add(pace.step(bytes));
+        if let Some(promise) = to.promise {
+            let step = promise.step(self.device.cost(kind, bytes));
+            to.demand.asked = to.demand.asked.saturating_add(step);
         }
         to.queue.push_back(Pending { ticket, kind, bytes, arrived });
         flow.pending += 1;
@@ -450,7 +459,8 @@ impl Scheduler {
     fn start_promised(&mut self, class: u32, now: u64) -> Option<Started> {
         let of = self.classes[class as usize].as_mut()?;
         let (eligible, _) = of.head()?;
-        let step = of.promise?.pace.step(of.queue.front()?.bytes);
+        let &Pending { kind, bytes, .. } = of.queue.front()?;
+        let step = of.promise?.step(self.device.cost(kind, bytes));
         of.clock = eligible.saturating_add(step);
         self.start(class, Some(eligible), now)
     }
@@ -487,8 +497,8 @@ impl Scheduler {
         flow.pending -= 1;
         flow.running += 1;
         if let Some(limit) = flow.limit {
-            flow.clock =
-                limit.resumed(flow.clock, arrived.max(now)).saturating_add(limit.step(bytes));
+            let clock = resumed(flow.clock, limit.burst, arrived.max(now));
+            flow.clock = clock.saturating_add(limit.step(bytes));
         }
         if !promised {
             flow.start = flow.start.saturating_add(cost.saturating_mul(FINE) / flow.weight);

@@ -141,6 +141,22 @@ fn excess_of_a_promise_costs_only_its_own() {
 }
 
 #[test]
+fn larger_requests_than_declared_use_a_promise_up_sooner() {
+    let run = |bytes| {
+        let mut world = World::new(reference(), Nanos::from_micros(30));
+        world.add(share(1), promise(5_000, 4_000.0, 2), Load::Backlogged { depth: 16, bytes });
+        let others = [(); 4].map(|()| world.add(share(1_000), None, DEEP_WRITER));
+        let outcomes = run_for(&mut world, SECOND, Nanos::from_millis(5_000));
+        let rate = outcomes[0].rate(Nanos::from_millis(5_000));
+        (rate, load(reference(), rate, bytes), others.map(|other| outcomes[other].bytes))
+    };
+    let (declared, small, _) = run(4096);
+    let (larger, large, _) = run(64 << 10);
+    assert!(declared > 3_900.0 && larger < 4_000.0 / 3.0, "{declared} and {larger}");
+    assert!(large < small * 1.1, "{large} channels, and {small} as declared");
+}
+
+#[test]
 fn nobody_starves() {
     let mut world = World::new(steady(2, 250), Nanos::ZERO);
     // Promised ten times what the device can do.
