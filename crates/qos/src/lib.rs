@@ -43,8 +43,11 @@
 //! - `weights_divide_what_is_left`, `limit_is_not_exceeded`,
 //!   `excess_of_a_promise_costs_only_its_own`.
 //!
+//! Which promises fit a device: [`admission`].
+//!
 //! Pure: the caller passes the time, ns of a clock that does not go back.
 
+pub mod admission;
 mod depth;
 mod heap;
 mod scheduler;

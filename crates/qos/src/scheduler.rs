@@ -114,7 +114,7 @@ impl Promised {
 
     /// How far a request of this cost moves the clock on.
     fn step(self, cost: Nanos) -> u64 {
-        let step = u128::from(cost.get()) * u128::from(self.per_cost) >> 16;
+        let step = (u128::from(cost.get()) * u128::from(self.per_cost)) >> 16;
         u64::try_from(step).unwrap_or(u64::MAX)
     }
 }

@@ -3,10 +3,13 @@
 mod world;
 
 use proptest::prelude::*;
+use rand::{RngExt, SeedableRng};
+use rand_pcg::Pcg64Mcg;
 use rtvirtio_ssd::SsdConfig;
 use rtvirtio_units::{Bytes, Iops, Nanos, Weight};
 
 use super::*;
+use crate::admission::{Curve, Wish};
 use world::{Load, Outcome, World, device};
 
 const SECOND: Nanos = Nanos::from_millis(1_000);
@@ -211,6 +214,72 @@ fn mixed_kinds_are_accounted_for_apart() {
     assert!(scheduler.remove(flow));
     assert!(scheduler.accounts(class).is_none());
     assert!(!scheduler.submit(class, (9, Kind::Read, Bytes::new(512)), Nanos::ZERO));
+}
+
+/// Tasks of random rates, sizes and deadlines, each of which the device could serve alone, that need
+/// `utilisation` of it together.
+fn random_set(random: &mut Pcg64Mcg, utilisation: f64) -> Vec<Wish> {
+    let cost = |kib: u64| load(reference(), 1.0, kib << 10);
+    let between = |random: &mut Pcg64Mcg, low: f64, high: f64| {
+        (low.ln() + random.random::<f64>() * (high / low).ln()).exp()
+    };
+    loop {
+        let mut set: Vec<(u64, f64, f64)> = (0..random.random_range(6..18))
+            .map(|_| {
+                let kib = 4 << random.random_range(0..5);
+                (kib, between(random, 50.0, 1_500.0), between(random, 3.0, 40.0))
+            })
+            .collect();
+        let needed = set.iter().map(|&(kib, iops, _)| iops * cost(kib)).sum::<f64>();
+        set.iter_mut().for_each(|task| task.1 *= utilisation * 4.0 / needed);
+        let alone = |&(kib, iops, _): &(u64, f64, f64)| iops * (cost(kib) + 1e-4) <= 0.8;
+        if !set.iter().all(|task| alone(task) && task.1 >= 20.0) {
+            continue;
+        }
+        let wish = |(kib, iops, ms): (u64, f64, f64)| {
+            let bandwidth = BytesPerSecond::new((iops * (kib << 10) as f64) as u64);
+            let rate = Rate { bandwidth: Some(bandwidth), ..rate(iops, 2) };
+            let deadline = Nanos::from_secs_f64(ms / 1e3);
+            Wish { promise: Promise { deadline, rate }, depth: Some(1) }
+        };
+        return set.into_iter().map(wish).collect();
+    }
+}
+
+/// Beside a deep writer; the pass rule of the cases: p99.9 or p99, and 0.95 of the rate.
+#[test]
+fn what_is_admitted_is_kept_and_what_is_refused_is_not() {
+    let mut random = Pcg64Mcg::seed_from_u64(77);
+    let lag = Nanos::from_micros(40);
+    let curve = Curve { device: device(reference()), spread: 2.4, overhead: lag.scale(2.0) };
+    let seconds = 6.0;
+    // Of admitted and refused: kept, all.
+    let mut counts = [(0, 0); 2];
+    for number in 0..60 {
+        let wishes = random_set(&mut random, 0.6 + 0.7 * f64::from(number) / 60.0);
+        let is_refused = curve.admit(&wishes).iter().any(|fit| fit.refusal.is_some());
+        let mut world = World::new(reference(), lag);
+        for Wish { promise, .. } in &wishes {
+            let iops = promise.rate.iops.unwrap().get();
+            let bytes = (promise.rate.bandwidth.unwrap().get() as f64 / iops).round() as u64;
+            let every = Nanos::from_secs_f64(1.0 / iops);
+            world.add(share(100), Some(*promise), Load::Paced { every, bytes });
+        }
+        world.add(share(100), None, DEEP_WRITER);
+        let outcomes = run_for(&mut world, SECOND, Nanos::from_secs_f64(seconds));
+        let is_kept = wishes.iter().zip(&outcomes).all(|(Wish { promise, .. }, outcome)| {
+            let all = outcome.responses.len();
+            let percent = if all >= 10_000 { 99.9 } else { 99.0 };
+            all as f64 >= 0.95 * seconds * promise.rate.iops.unwrap().get()
+                && outcome.percentile(percent) <= promise.deadline
+        });
+        let (kept, of) = &mut counts[usize::from(is_refused)];
+        *kept += u32::from(is_kept);
+        *of += 1;
+    }
+    let [(kept, admitted), (too_many, refused)] = counts;
+    assert!(admitted >= 15 && kept * 100 >= admitted * 95, "{kept} of {admitted} admitted");
+    assert!(refused >= 30 && too_many * 100 <= refused * 20, "{too_many} of {refused} refused");
 }
 
 proptest! {

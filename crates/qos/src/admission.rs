@@ -1,0 +1,387 @@
+//! Whether promises fit a device, before they are made.
+//!
+//! # Terms
+//! A *wish* is a promise that somebody asks for. A device's *spread* is the 99.9th percentile of its
+//! service time over the mean, its *overhead* what a response takes beyond that.
+//!
+//! # The test
+//! Wishes are heard in their order; one fits if, with all that fitted before it,
+//!
+//! 1. no more than [`USABLE`] of the device is needed ([`Rate::channels`](crate::Rate::channels));
+//! 2. each task that waits for its requests, at most `depth` at a time, comes to its rate: the mean
+//!    response, overhead + cost + `U² c / m` for the other promises (utilisation `U`, mean cost `c`, `m`
+//!    channels), is no longer than `depth` periods. Who only just comes to its rate goes first, since
+//!    it is due first ([`crate::Scheduler`]), and background gives way to it;
+//! 3. each deadline is no shorter than [`Fit::least`]: the means of what a response is made of
+//!    (overhead, service, the wait for a transfer of the background to end, that for other promises)
+//!    and the root of the sum of the squares of what each is more than that in one of 1,000. The
+//!    wait for other promises is at most all their bursts at once.
+//!
+//! It is a statistic, not a proof: `what_is_admitted_is_kept_and_what_is_refused_is_not` simulates
+//! random sets, `rtvirtio bench qos-admission` measures some.
+//!
+//! # Properties (tests of the same name)
+//! - `what_is_admitted_is_kept_and_what_is_refused_is_not`, mostly;
+//! - `what_a_refusal_says_would_fit_does`;
+//! - `wish_that_is_refused_does_not_count`;
+//! - `fit_grows_worse_with_each_further_promise`.
+
+use rtvirtio_units::{Iops, Nanos};
+
+use crate::{Device, Kind, MAX_TRANSFER, PAGE, Promise};
+
+/// What promises may need of a device. The rest is what its channels are idle for between the end
+/// of a request and the start of the next.
+pub const USABLE: f64 = 0.97;
+
+/// A device as the test sees it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Curve {
+    /// Its service curve.
+    pub device: Device,
+    /// 99.9th percentile of its service time, of the mean; 1 or more.
+    pub spread: f64,
+    /// Of a response, what is neither service nor wait for the device.
+    pub overhead: Nanos,
+}
+
+/// A promise that somebody asks for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Wish {
+    /// What is to be promised.
+    pub promise: Promise,
+    /// Most requests that the task has under way, if it waits for them.
+    pub depth: Option<u32>,
+}
+
+/// What the test says of a wish.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Fit {
+    /// The shortest deadline that could be kept beside all that is admitted: the expected 99.9th
+    /// percentile of the response where it has one.
+    pub least: Nanos,
+    /// Why it cannot be promised, if it cannot.
+    pub refusal: Option<Refusal>,
+}
+
+impl Fit {
+    /// What the 99.9th percentile stays below, if it is admitted with this deadline. Who has time is
+    /// let wait for who has not: up to its deadline, but hardly twice as long as it must.
+    #[must_use]
+    pub fn bound(&self, deadline: Nanos) -> Nanos {
+        self.least.scale(2.0).min(deadline.max(self.least))
+    }
+}
+
+/// Why a wish cannot be promised, and what could be.
+#[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
+pub enum Refusal {
+    /// With those before it, it needs too much.
+    #[error(
+        "{:.1} % of the device would be promised, and {:.0} % can be; {} of its rate would fit",
+        needed * 100.0, USABLE * 100.0, Percent(*most)
+    )]
+    Overload {
+        /// Of the device, what would be promised.
+        needed: f64,
+        /// Of the wish's rate, what would fit, 0 to 1.
+        most: f64,
+    },
+    /// A task that waits for its requests would not come to its rate.
+    #[error("with {depth} at a time it comes to {:.0} requests a second at most", most.get())]
+    Rate {
+        /// Requests at a time.
+        depth: u32,
+        /// The most that it comes to.
+        most: Iops,
+    },
+    /// The deadline is too short.
+    #[error("the shortest deadline that can be kept is {least}")]
+    Deadline {
+        /// The shortest that can be kept.
+        least: Nanos,
+    },
+    /// It fits, but another one that was admitted before would not any more.
+    #[error("number {index} of those before it would not be kept: {reason}")]
+    Other {
+        /// Which, in the order of the wishes.
+        index: usize,
+        /// Why, of that one.
+        reason: Broken,
+    },
+}
+
+/// What of a promise would not be kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Broken {
+    /// Its rate.
+    #[error("its rate")]
+    Rate,
+    /// Its deadline.
+    #[error("its deadline")]
+    Deadline,
+}
+
+struct Percent(f64);
+
+impl std::fmt::Display for Percent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:.0} %", (self.0 * 100.0).floor())
+    }
+}
+
+/// Requests that a task may have at the device at once.
+fn at_once(wish: &Wish) -> u32 {
+    wish.depth.map_or(wish.promise.rate.burst, |depth| depth.min(wish.promise.rate.burst)).max(1)
+}
+
+/// A wish in seconds and channels.
+#[derive(Debug, Clone, Copy)]
+struct Need {
+    channels: f64,
+    /// Of a channel, by one request.
+    cost: f64,
+    at_once: f64,
+}
+
+impl Need {
+    fn of(wish: &Wish, device: &Device) -> Self {
+        let rate = &wish.promise.rate;
+        let channels = rate.channels(device);
+        let bytes = if rate.iops.is_none() { MAX_TRANSFER } else { PAGE };
+        let cost = match (rate.iops, rate.bandwidth) {
+            (Some(iops), Some(_)) => channels / iops.get(),
+            _ => device.cost(Kind::Read, bytes).as_secs_f64(),
+        };
+        Self { channels, cost, at_once: at_once(wish).into() }
+    }
+}
+
+/// What promises do to each other.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sum {
+    channels: f64,
+    /// Σ channels × cost.
+    weighted: f64,
+    /// Of a channel, by all that may come at once.
+    backlog: f64,
+}
+
+impl Sum {
+    fn with(self, need: &Need) -> Self {
+        Self {
+            channels: self.channels + need.channels,
+            weighted: self.weighted + need.channels * need.cost,
+            backlog: self.backlog + need.at_once * need.cost,
+        }
+    }
+}
+
+/// What of the rates and deadlines of one wish holds beside all in a sum, itself among them.
+struct Outlook {
+    least: Nanos,
+    /// Requests a second that a task of its depth comes to.
+    most: Option<f64>,
+}
+
+impl Curve {
+    /// What the test says of each wish, heard in this order.
+    #[must_use]
+    pub fn admit(&self, wishes: &[Wish]) -> Vec<Fit> {
+        let m = f64::from(self.device.channels.max(1));
+        let mut sum = Sum::default();
+        let mut admitted: Vec<usize> = Vec::new();
+        let mut refusals = Vec::with_capacity(wishes.len());
+        for (index, wish) in wishes.iter().enumerate() {
+            let need = Need::of(wish, &self.device);
+            let with = sum.with(&need);
+            let refusal = if with.channels > USABLE * m {
+                let most = ((USABLE * m - sum.channels) / need.channels).clamp(0.0, 1.0);
+                Some(Refusal::Overload { needed: with.channels / m, most })
+            } else {
+                let own = self.outlook(wish, &with);
+                let others =
+                    admitted.iter().map(|&index| (index, self.outlook(&wishes[index], &with)));
+                own.refusal(wish).or_else(|| {
+                    others
+                        .filter_map(|(index, outlook)| outlook.broken(&wishes[index], index))
+                        .next()
+                })
+            };
+            if refusal.is_none() {
+                sum = with;
+                admitted.push(index);
+            }
+            refusals.push((need, refusal));
+        }
+        let fit = |(wish, (need, refusal)): (&Wish, (Need, Option<Refusal>))| {
+            let sum = if refusal.is_some() { sum.with(&need) } else { sum };
+            Fit { least: self.outlook(wish, &sum).least, refusal }
+        };
+        wishes.iter().zip(refusals).map(fit).collect()
+    }
+
+    fn outlook(&self, wish: &Wish, sum: &Sum) -> Outlook {
+        let device = &self.device;
+        let m = f64::from(device.channels.max(1));
+        let need = Need::of(wish, device);
+        let overhead = self.overhead.as_secs_f64();
+        // Others' requests as one that arrives meets them.
+        let cost = sum.weighted / sum.channels;
+        let others = ((sum.channels - need.channels) / m).clamp(0.0, 1.0);
+        let busy = others * others;
+        let wait = busy * cost / m;
+        let backlog = (sum.backlog - need.cost).max(0.0) / m;
+        // Beyond that exponential: many arrivals, each even, at services nearly even.
+        let queue = 0.6 * cost * (busy * 1e3).max(1.0).ln() / (m * (1.0 - others).max(1e-9));
+        let transfer = device.cost(Kind::Write, MAX_TRANSFER).as_secs_f64();
+        // The first of m transfers to end, each at any point of its own: its mean, and what it is
+        // longer than in one of 1,000.
+        let spread = self.spread.max(1.0);
+        let blocked = transfer / (m + 1.0);
+        let blocked_long = transfer * spread.powf(1.0 / m) * (1.0 - 1e-3_f64.powf(1.0 / m));
+        let excess = [
+            need.cost * (spread - 1.0),
+            blocked_long - blocked,
+            (queue.min(backlog) - wait).max(0.0),
+        ];
+        let excess = excess.into_iter().map(|x| x * x).sum::<f64>().sqrt();
+        let mean = overhead + need.cost + wait;
+        Outlook {
+            least: Nanos::from_secs_f64(mean + blocked + excess),
+            most: wish.depth.map(|depth| f64::from(depth) / mean),
+        }
+    }
+}
+
+impl Outlook {
+    /// What does not hold of `wish`, if anything.
+    fn refusal(&self, wish: &Wish) -> Option<Refusal> {
+        let too_slow =
+            self.most.zip(wish.promise.rate.iops).filter(|(most, iops)| *most < iops.get());
+        if let Some((most, _)) = too_slow {
+            let depth = wish.depth.unwrap_or(1);
+            return Iops::new(most).ok().map(|most| Refusal::Rate { depth, most });
+        }
+        let is_late = self.least > wish.promise.deadline;
+        is_late.then_some(Refusal::Deadline { least: self.least })
+    }
+
+    /// The same of one that was admitted before.
+    fn broken(&self, wish: &Wish, index: usize) -> Option<Refusal> {
+        let reason = match self.refusal(wish)? {
+            Refusal::Rate { .. } => Broken::Rate,
+            _ => Broken::Deadline,
+        };
+        Some(Refusal::Other { index, reason })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Rate;
+    use proptest::prelude::*;
+    use rtvirtio_units::BytesPerSecond;
+
+    fn reference() -> Curve {
+        let device = Device {
+            channels: 4,
+            request: Nanos::new(212_500),
+            kib: Nanos::new(9_375),
+            flush: Nanos::from_micros(250),
+        };
+        Curve { device, spread: 2.4, overhead: Nanos::from_micros(80) }
+    }
+
+    fn wish(kib: u64, iops: f64, deadline_us: u64) -> Wish {
+        let rate = Rate {
+            iops: Some(Iops::new(iops).unwrap()),
+            bandwidth: Some(BytesPerSecond::new((iops * kib as f64 * 1024.0) as u64)),
+            burst: 2,
+        };
+        let deadline = Nanos::from_micros(deadline_us);
+        Wish { promise: Promise { deadline, rate }, depth: Some(1) }
+    }
+
+    fn wishes() -> impl Strategy<Value = Vec<Wish>> {
+        let kib = prop::sample::select(vec![4u64, 8, 16, 32, 64]);
+        let one =
+            (kib, 50.0..1_500.0, 1_000u64..40_000).prop_map(|(kib, iops, us)| wish(kib, iops, us));
+        prop::collection::vec(one, 1..20)
+    }
+
+    proptest! {
+        #[test]
+        fn what_a_refusal_says_would_fit_does(mut wishes in wishes()) {
+            let fits = reference().admit(&wishes);
+            for (index, fit) in fits.iter().enumerate() {
+                let promise = &mut wishes[index].promise;
+                match fit.refusal {
+                    Some(Refusal::Overload { most, .. }) if most > 0.01 => {
+                        let part = |n: f64| n * most * 0.999;
+                        promise.rate.iops = promise.rate.iops.map(|n| Iops::new(part(n.get())).unwrap());
+                        let bandwidth = promise.rate.bandwidth.map(|n| part(n.get() as f64) as u64);
+                        promise.rate.bandwidth = bandwidth.map(BytesPerSecond::new);
+                    }
+                    Some(Refusal::Deadline { least }) => promise.deadline = least,
+                    _ => continue,
+                }
+                let again = reference().admit(&wishes[..=index])[index].refusal;
+                let is_another = !matches!(
+                    (fit.refusal, again),
+                    (Some(Refusal::Overload { .. }), Some(Refusal::Overload { .. }))
+                        | (Some(Refusal::Deadline { .. }), Some(Refusal::Deadline { .. }))
+                );
+                prop_assert!(is_another, "{:?} and then {again:?}", fit.refusal);
+                break;
+            }
+        }
+
+        #[test]
+        fn wish_that_is_refused_does_not_count(wishes in wishes()) {
+            let fits = reference().admit(&wishes);
+            let is_admitted = |fit: &Fit| fit.refusal.is_none();
+            let only: Vec<Wish> =
+                wishes.iter().zip(&fits).filter(|(_, fit)| is_admitted(fit)).map(|(w, _)| *w).collect();
+            let again = reference().admit(&only);
+            prop_assert!(again.iter().all(is_admitted));
+            let before: Vec<Nanos> = fits.iter().filter(|f| is_admitted(f)).map(|f| f.least).collect();
+            prop_assert_eq!(before, again.iter().map(|fit| fit.least).collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn fit_grows_worse_with_each_further_promise(wishes in wishes()) {
+            let mut before = Nanos::ZERO;
+            for number in 1..=wishes.len() {
+                let fit = reference().admit(&wishes[..number])[0];
+                if fit.refusal.is_none() {
+                    // Cheap ones among dear ones make the mean one cheaper.
+                    prop_assert!(fit.least.get() * 10 >= before.get() * 9, "{} < {before}", fit.least);
+                    before = fit.least;
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn refusal_says_what_would_fit() {
+        let mut all = vec![wish(4, 1_500.0, 10_000); 9];
+        all.push(wish(4, 3_000.0, 10_000));
+        all.push(wish(4, 10.0, 500));
+        all.push(wish(4, 4_000.0, 10_000));
+        let said: Vec<_> = reference().admit(&all).iter().map(|fit| fit.refusal).collect();
+        assert!(said[..9].iter().all(Option::is_none), "{said:?}");
+        let texts: Vec<_> = said[9..].iter().map(|refusal| refusal.unwrap().to_string()).collect();
+        assert!(
+            texts[0].starts_with("103.1 % of the device would be promised, and 97 % can be; 6"),
+            "{texts:?}"
+        );
+        assert!(texts[1].starts_with("the shortest deadline that can be kept is 1."), "{texts:?}");
+        let alone = reference().admit(&[wish(4, 4_000.0, 10_000)])[0].refusal.unwrap();
+        assert_eq!(
+            alone.to_string(),
+            "with 1 at a time it comes to 3030 requests a second at most"
+        );
+    }
+}
