@@ -5,7 +5,7 @@
 //! service time over the mean, its *overhead* what a response takes beyond that.
 //!
 //! # The test
-//! Wishes are heard in their order; one fits if, with all that fitted before it,
+//! VMs are heard in their order; the wishes of one fit if, with all that fitted before,
 //!
 //! 1. no more than [`USABLE`] of the device is needed ([`Rate::channels`](crate::Rate::channels));
 //! 2. each task that waits for its requests, at most `depth` at a time, comes to its rate: the mean
@@ -76,15 +76,15 @@ impl Fit {
 /// Why a wish cannot be promised, and what could be.
 #[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
 pub enum Refusal {
-    /// With those before it, it needs too much.
+    /// With those before it, its VM needs too much.
     #[error(
-        "{:.1} % of the device would be promised, and {:.0} % can be; {} of its rate would fit",
+        "{:.1} % of the device would be promised, and {:.0} % can be; {} of its rates would fit",
         needed * 100.0, USABLE * 100.0, Percent(*most)
     )]
     Overload {
         /// Of the device, what would be promised.
         needed: f64,
-        /// Of the wish's rate, what would fit, 0 to 1.
+        /// Of the VM's rates, what would fit, 0 to 1.
         most: f64,
     },
     /// A task that waits for its requests would not come to its rate.
@@ -101,13 +101,13 @@ pub enum Refusal {
         /// The shortest that can be kept.
         least: Nanos,
     },
-    /// It fits, but another one that was admitted before would not any more.
-    #[error("number {index} of those before it would not be kept: {reason}")]
+    /// It fits, but what was promised to a VM before it would not be kept any more.
+    #[error("beside it, what was promised before would not be kept: {broken}")]
     Other {
-        /// Which, in the order of the wishes.
-        index: usize,
-        /// Why, of that one.
-        reason: Broken,
+        /// Whose promise, in the order of the VMs.
+        vm: usize,
+        /// What of it.
+        broken: Broken,
     },
 }
 
@@ -115,10 +115,10 @@ pub enum Refusal {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
     /// Its rate.
-    #[error("its rate")]
+    #[error("a rate")]
     Rate,
     /// Its deadline.
-    #[error("its deadline")]
+    #[error("a deadline")]
     Deadline,
 }
 
@@ -185,40 +185,43 @@ struct Outlook {
 }
 
 impl Curve {
-    /// What the test says of each wish, heard in this order.
+    /// What the test says of each wish. VMs are heard in this order, each with all its wishes: they
+    /// fit together, or the VM gets nothing.
     #[must_use]
-    pub fn admit(&self, wishes: &[Wish]) -> Vec<Fit> {
+    pub fn admit<V: AsRef<[Wish]>>(&self, vms: &[V]) -> Vec<Vec<Fit>> {
         let m = f64::from(self.device.channels.max(1));
         let mut sum = Sum::default();
-        let mut admitted: Vec<usize> = Vec::new();
-        let mut refusals = Vec::with_capacity(wishes.len());
-        for (index, wish) in wishes.iter().enumerate() {
-            let need = Need::of(wish, &self.device);
-            let with = sum.with(&need);
-            let refusal = if with.channels > USABLE * m {
-                let most = ((USABLE * m - sum.channels) / need.channels).clamp(0.0, 1.0);
-                Some(Refusal::Overload { needed: with.channels / m, most })
-            } else {
-                let own = self.outlook(wish, &with);
-                let others =
-                    admitted.iter().map(|&index| (index, self.outlook(&wishes[index], &with)));
-                own.refusal(wish).or_else(|| {
-                    others
-                        .filter_map(|(index, outlook)| outlook.broken(&wishes[index], index))
-                        .next()
+        let mut admitted: Vec<(usize, &Wish)> = Vec::new();
+        let mut heard = Vec::with_capacity(vms.len());
+        for (vm, wishes) in vms.iter().enumerate() {
+            let wishes = wishes.as_ref();
+            let with = wishes.iter().fold(sum, |sum, wish| sum.with(&Need::of(wish, &self.device)));
+            let refusal = |wish: &Wish| {
+                if with.channels > USABLE * m {
+                    let wanted = with.channels - sum.channels;
+                    let most = ((USABLE * m - sum.channels) / wanted).clamp(0.0, 1.0);
+                    return Some(Refusal::Overload { needed: with.channels / m, most });
+                }
+                self.outlook(wish, &with).refusal(wish).or_else(|| {
+                    let broken =
+                        |&(vm, wish): &(usize, &Wish)| self.outlook(wish, &with).broken(wish, vm);
+                    admitted.iter().find_map(broken)
                 })
             };
-            if refusal.is_none() {
+            let refusals: Vec<Option<Refusal>> = wishes.iter().map(refusal).collect();
+            let fits = refusals.iter().all(Option::is_none);
+            if fits {
                 sum = with;
-                admitted.push(index);
+                admitted.extend(wishes.iter().map(|wish| (vm, wish)));
             }
-            refusals.push((need, refusal));
+            heard.push((wishes, refusals, with, fits));
         }
-        let fit = |(wish, (need, refusal)): (&Wish, (Need, Option<Refusal>))| {
-            let sum = if refusal.is_some() { sum.with(&need) } else { sum };
-            Fit { least: self.outlook(wish, &sum).least, refusal }
+        let fits = |(wishes, refusals, with, fits): (&[Wish], Vec<Option<Refusal>>, Sum, bool)| {
+            let beside = if fits { sum } else { with };
+            let fit = |(wish, refusal)| Fit { least: self.outlook(wish, &beside).least, refusal };
+            wishes.iter().zip(refusals).map(fit).collect()
         };
-        wishes.iter().zip(refusals).map(fit).collect()
+        heard.into_iter().map(fits).collect()
     }
 
     fn outlook(&self, wish: &Wish, sum: &Sum) -> Outlook {
@@ -268,12 +271,12 @@ impl Outlook {
     }
 
     /// The same of one that was admitted before.
-    fn broken(&self, wish: &Wish, index: usize) -> Option<Refusal> {
-        let reason = match self.refusal(wish)? {
+    fn broken(&self, wish: &Wish, vm: usize) -> Option<Refusal> {
+        let broken = match self.refusal(wish)? {
             Refusal::Rate { .. } => Broken::Rate,
             _ => Broken::Deadline,
         };
-        Some(Refusal::Other { index, reason })
+        Some(Refusal::Other { vm, broken })
     }
 }
 
@@ -304,6 +307,12 @@ mod tests {
         Wish { promise: Promise { deadline, rate }, depth: Some(1) }
     }
 
+    /// Each of a VM of its own.
+    fn alone(wishes: &[Wish]) -> Vec<Fit> {
+        let vms: Vec<_> = wishes.iter().map(|wish| [*wish]).collect();
+        reference().admit(&vms).into_iter().flatten().collect()
+    }
+
     fn wishes() -> impl Strategy<Value = Vec<Wish>> {
         let kib = prop::sample::select(vec![4u64, 8, 16, 32, 64]);
         let one =
@@ -314,7 +323,7 @@ mod tests {
     proptest! {
         #[test]
         fn what_a_refusal_says_would_fit_does(mut wishes in wishes()) {
-            let fits = reference().admit(&wishes);
+            let fits = alone(&wishes);
             for (index, fit) in fits.iter().enumerate() {
                 let promise = &mut wishes[index].promise;
                 match fit.refusal {
@@ -327,7 +336,7 @@ mod tests {
                     Some(Refusal::Deadline { least }) => promise.deadline = least,
                     _ => continue,
                 }
-                let again = reference().admit(&wishes[..=index])[index].refusal;
+                let again = alone(&wishes[..=index])[index].refusal;
                 let is_another = !matches!(
                     (fit.refusal, again),
                     (Some(Refusal::Overload { .. }), Some(Refusal::Overload { .. }))
@@ -340,11 +349,11 @@ mod tests {
 
         #[test]
         fn wish_that_is_refused_does_not_count(wishes in wishes()) {
-            let fits = reference().admit(&wishes);
+            let fits = alone(&wishes);
             let is_admitted = |fit: &Fit| fit.refusal.is_none();
             let only: Vec<Wish> =
                 wishes.iter().zip(&fits).filter(|(_, fit)| is_admitted(fit)).map(|(w, _)| *w).collect();
-            let again = reference().admit(&only);
+            let again = alone(&only);
             prop_assert!(again.iter().all(is_admitted));
             let before: Vec<Nanos> = fits.iter().filter(|f| is_admitted(f)).map(|f| f.least).collect();
             prop_assert_eq!(before, again.iter().map(|fit| fit.least).collect::<Vec<_>>());
@@ -354,7 +363,7 @@ mod tests {
         fn fit_grows_worse_with_each_further_promise(wishes in wishes()) {
             let mut before = Nanos::ZERO;
             for number in 1..=wishes.len() {
-                let fit = reference().admit(&wishes[..number])[0];
+                let fit = alone(&wishes[..number])[0];
                 if fit.refusal.is_none() {
                     // Cheap ones among dear ones make the mean one cheaper.
                     prop_assert!(fit.least.get() * 10 >= before.get() * 9, "{} < {before}", fit.least);
@@ -365,12 +374,24 @@ mod tests {
     }
 
     #[test]
+    fn vm_gets_all_that_it_wishes_or_nothing() {
+        let impossible = vec![wish(4, 500.0, 10_000), wish(4, 10.0, 100)];
+        let vms =
+            [impossible, vec![wish(4, 1_500.0, 10_000); 8], vec![wish(4, 1_500.0, 10_000); 2]];
+        let fits = reference().admit(&vms);
+        let said: Vec<Vec<bool>> =
+            fits.iter().map(|vm| vm.iter().map(|fit| fit.refusal.is_none()).collect()).collect();
+        assert_eq!(said, [vec![true, false], vec![true; 8], vec![true; 2]]);
+        assert!(reference().admit(&[vms[1].clone(), vms[1].clone()])[1][0].refusal.is_some());
+    }
+
+    #[test]
     fn refusal_says_what_would_fit() {
         let mut all = vec![wish(4, 1_500.0, 10_000); 9];
         all.push(wish(4, 3_000.0, 10_000));
         all.push(wish(4, 10.0, 500));
         all.push(wish(4, 4_000.0, 10_000));
-        let said: Vec<_> = reference().admit(&all).iter().map(|fit| fit.refusal).collect();
+        let said: Vec<_> = alone(&all).iter().map(|fit| fit.refusal).collect();
         assert!(said[..9].iter().all(Option::is_none), "{said:?}");
         let texts: Vec<_> = said[9..].iter().map(|refusal| refusal.unwrap().to_string()).collect();
         assert!(
@@ -378,10 +399,7 @@ mod tests {
             "{texts:?}"
         );
         assert!(texts[1].starts_with("the shortest deadline that can be kept is 1."), "{texts:?}");
-        let alone = reference().admit(&[wish(4, 4_000.0, 10_000)])[0].refusal.unwrap();
-        assert_eq!(
-            alone.to_string(),
-            "with 1 at a time it comes to 3030 requests a second at most"
-        );
+        let fast = alone(&[wish(4, 4_000.0, 10_000)])[0].refusal.unwrap();
+        assert_eq!(fast.to_string(), "with 1 at a time it comes to 3030 requests a second at most");
     }
 }

@@ -257,7 +257,8 @@ fn what_is_admitted_is_kept_and_what_is_refused_is_not() {
     let mut counts = [(0, 0); 2];
     for number in 0..60 {
         let wishes = random_set(&mut random, 0.6 + 0.7 * f64::from(number) / 60.0);
-        let is_refused = curve.admit(&wishes).iter().any(|fit| fit.refusal.is_some());
+        let vms: Vec<_> = wishes.iter().map(|wish| [*wish]).collect();
+        let is_refused = curve.admit(&vms).concat().iter().any(|fit| fit.refusal.is_some());
         let mut world = World::new(reference(), lag);
         for Wish { promise, .. } in &wishes {
             let iops = promise.rate.iops.unwrap().get();
