@@ -64,7 +64,7 @@ pub fn specification(
         let name = TaskName::new("write").expect("a constant name");
         vms.push(vm(BACKGROUND_VM, vec![task(name, load, None)], &device.name, cgroup_root));
     }
-    Specification { devices: vec![device], vms }
+    Specification { data_plane: None, devices: vec![device], vms }
 }
 
 fn disk_name() -> DiskName {

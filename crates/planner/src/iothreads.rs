@@ -121,8 +121,9 @@ struct Pool<'a> {
 
 impl<'a> Pool<'a> {
     fn of(vm: &'a Vm, has_target: bool) -> Option<Self> {
-        match vm.backend {
-            Backend::Kernel => {}
+        // The data plane's IOThreads are its own.
+        if vm.backend != Backend::Kernel {
+            return None;
         }
         let tasks_of = |disk: &'a Disk| vm.tasks.iter().filter(move |t| t.disk == disk.name);
         let mut disks = Vec::new();

@@ -34,6 +34,8 @@ pub use write::to_toml;
 /// A checked specification.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Specification {
+    /// Control socket of the data plane; there if a VM is served by it.
+    pub data_plane: Option<PathBuf>,
     /// Shared block devices, at least one.
     pub devices: Vec<Device>,
     /// VMs in order of the file, at least one.
@@ -56,6 +58,8 @@ pub struct Device {
 pub enum Backend {
     /// QEMU's virtio-blk on a host block device; the kernel's knobs apply.
     Kernel,
+    /// The data plane (`rtvirtio serve`), whose devices have the names of the VM's disks.
+    VhostUser,
 }
 
 /// A VM.

@@ -310,9 +310,17 @@ pub enum Problem {
         /// The text.
         backend: String,
     },
-    /// The data plane's backend, which this version does not have.
-    #[error("backend \"vhost-user\" is not in this version")]
-    VhostUserUnavailable,
+    /// A VM of the data plane, and nothing says where that is.
+    #[error("backend is \"vhost-user\", and there is no [data_plane]")]
+    NoDataPlane,
+    /// VMs of both backends on one device.
+    #[error("its disk is on {}, where \"{other}\" has the other backend", Quoted(device.as_str()))]
+    MixedBackends {
+        /// The device.
+        device: DeviceName,
+        /// A VM before it.
+        other: VmName,
+    },
     /// A way of recognition that nobody knows.
     #[error("unknown way to recognise a task: {}", Quoted(recognise))]
     UnknownRecognise {
@@ -435,10 +443,17 @@ impl Problem {
             Self::BadBlockSize { .. } => {
                 "write block_size = \"4k\" (or \"128k\", \"1m\", or bytes such as 512)".to_owned()
             }
-            Self::UnknownBackend { .. } => "write backend = \"kernel\" or leave it out".to_owned(),
-            Self::VhostUserUnavailable => {
-                "write backend = \"kernel\", or leave it out: QEMU's virtio-blk on a host device"
+            Self::UnknownBackend { .. } => {
+                "write backend = \"kernel\" (QEMU's virtio-blk on a host device) or \"vhost-user\" \
+                 (rtvirtio serve)"
                     .to_owned()
+            }
+            Self::NoDataPlane => {
+                "name the control socket of rtvirtio serve: [data_plane], then control = \"/run/...\""
+                    .to_owned()
+            }
+            Self::MixedBackends { .. } => {
+                "give both VMs one backend: what shares a device needs one schedule".to_owned()
             }
             Self::UnknownRecognise { .. } | Self::GuestIoprio { .. } => {
                 "write recognise = \"disk\" and give the task a disk of its own, or leave it out: \

@@ -24,7 +24,9 @@ use toml_parser::lexer::TokenKind;
 use super::error::{
     CgroupFault, Kind, Label, PathFault, Problem, SpecificationError, Subject, Wanted,
 };
-use super::raw::{RawDevice, RawDisk, RawSpecification, RawTarget, RawTask, RawVm, Scalar, Value};
+use super::raw::{
+    RawDataPlane, RawDevice, RawDisk, RawSpecification, RawTarget, RawTask, RawVm, Scalar, Value,
+};
 use super::{Backend, Device, Disk, Load, Recognise, Specification, Target, Task, Vm};
 
 /// Largest file that is read.
@@ -370,7 +372,45 @@ fn specification(
         vms.push(vm);
     }
     check_cgroups(scope, &raw.vm, &vms)?;
-    Ok(Specification { devices, vms })
+    let data_plane = data_plane(scope, raw.data_plane.as_ref())?;
+    check_backends(scope, &raw.vm, &vms, data_plane.is_some())?;
+    Ok(Specification { data_plane, devices, vms })
+}
+
+/// The data plane's control socket.
+fn data_plane(
+    scope: &Scope<'_>,
+    entry: Option<&Spanned<RawDataPlane>>,
+) -> Result<Option<PathBuf>, SpecificationError> {
+    let Some(entry) = entry else { return Ok(None) };
+    let scope = scope.of(Subject::File, entry.span());
+    scope.path("control", entry.get_ref().control.as_ref(), true).map(Some)
+}
+
+/// Refuses a VM of the data plane where there is none, and a device with VMs of both backends.
+fn check_backends(
+    scope: &Scope<'_>,
+    raw: &[Spanned<RawVm>],
+    vms: &[Vm],
+    has_data_plane: bool,
+) -> Result<(), SpecificationError> {
+    let mut users: BTreeMap<&DeviceName, &Vm> = BTreeMap::new();
+    for (vm, entry) in vms.iter().zip(raw) {
+        let label = Label::Name(vm.name.as_str().to_owned());
+        let value = entry.get_ref().backend.as_ref();
+        let scope = scope.of(Subject::Vm(label), value.map_or_else(|| entry.span(), Spanned::span));
+        if vm.backend == Backend::VhostUser && !has_data_plane {
+            return Err(scope.fail(Problem::NoDataPlane));
+        }
+        for device in vm.disks.iter().map(|disk| &disk.device) {
+            let first = users.entry(device).or_insert(vm);
+            if first.backend != vm.backend {
+                let (device, other) = (device.clone(), first.name.clone());
+                return Err(scope.fail(Problem::MixedBackends { device, other }));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The devices in order of the file.
@@ -459,7 +499,7 @@ fn backend(scope: &Scope<'_>, value: Option<&Value>) -> Result<Backend, Specific
     };
     let problem = match scope.text("backend", value)? {
         "kernel" => return Ok(Backend::Kernel),
-        "vhost-user" => Problem::VhostUserUnavailable,
+        "vhost-user" => return Ok(Backend::VhostUser),
         other => Problem::UnknownBackend { backend: other.to_owned() },
     };
     Err(scope.fail_at(value.span(), problem))

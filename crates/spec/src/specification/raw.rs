@@ -20,10 +20,18 @@ pub(super) type Value = Spanned<Scalar>;
 #[serde(deny_unknown_fields, expecting = "a specification")]
 pub(super) struct RawSpecification {
     pub(super) version: Option<Value>,
+    pub(super) data_plane: Option<Spanned<RawDataPlane>>,
     #[serde(default)]
     pub(super) device: BTreeMap<Spanned<String>, Spanned<RawDevice>>,
     #[serde(default)]
     pub(super) vm: Vec<Spanned<RawVm>>,
+}
+
+/// `[data_plane]`
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a table [data_plane]")]
+pub(super) struct RawDataPlane {
+    pub(super) control: Option<Value>,
 }
 
 /// `[device.NAME]`

@@ -14,6 +14,10 @@ use super::{Backend, Recognise, Specification, Target, Task};
 #[must_use]
 pub fn to_toml(specification: &Specification) -> String {
     let mut out = String::from("version = 1\n");
+    if let Some(control) = &specification.data_plane {
+        line(&mut out, "\n[data_plane]");
+        pair(&mut out, "control", &path(control));
+    }
     for device in &specification.devices {
         line(&mut out, "");
         line(&mut out, &format!("[device.{}]", quoted(device.name.as_str())));
@@ -25,6 +29,7 @@ pub fn to_toml(specification: &Specification) -> String {
         pair(&mut out, "name", &quoted(vm.name.as_str()));
         match vm.backend {
             Backend::Kernel => pair(&mut out, "backend", &quoted("kernel")),
+            Backend::VhostUser => pair(&mut out, "backend", &quoted("vhost-user")),
         }
         pair(&mut out, "cgroup", &path(&vm.cgroup));
         if let Some(vcpus) = vm.vcpus {

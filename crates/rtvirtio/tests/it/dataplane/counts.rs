@@ -49,7 +49,7 @@ impl Counts {
     }
 }
 
-fn endurance() -> Option<PathBuf> {
+pub(crate) fn endurance() -> Option<PathBuf> {
     std::env::var_os(ENDURANCE).map(PathBuf::from)
 }
 

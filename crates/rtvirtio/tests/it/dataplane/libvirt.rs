@@ -19,8 +19,8 @@ const TEST: &str = "libvirt_domain_with_vhostuser_disk_verifies_and_reconnects";
 /// Set within the namespaces.
 const WITHIN: &str = "RTVIRTIO_TEST_WITHIN_LIBVIRT";
 const ENOUGH: Duration = Duration::from_secs(20);
-/// libvirt's reconnect has whole seconds.
-const AGAIN: Duration = Duration::from_secs(3);
+/// The guest does I/O again within this time, whatever else the machine does.
+const AGAIN: Duration = Duration::from_secs(20);
 
 #[test]
 fn libvirt_domain_with_vhostuser_disk_verifies_and_reconnects() {
@@ -99,7 +99,8 @@ fn within() {
         server.start_again();
         verify.goes_on(shell, 200, ENOUGH);
         let again = start.elapsed();
-        assert!(again < AGAIN, "{again:?} until there was I/O again");
+        // How long it takes is a measurement.
+        assert!(again < AGAIN, "no I/O {again:?} after the kill");
         format!("I/O again {} ms after kill -9", again.as_millis())
     } else {
         "kill -9 left out".to_owned()

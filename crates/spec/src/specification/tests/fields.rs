@@ -35,6 +35,7 @@ fn parse_full_file_gives_every_field() {
         }),
     };
     let expected = Specification {
+        data_plane: None,
         devices: vec![Device {
             name: DeviceName::new("data").unwrap(),
             path: PathBuf::from("/dev/disk/by-id/nvme-x"),

@@ -42,7 +42,7 @@ fn unknown_key_of_another_table_is_sent_home() {
 #[test]
 fn unknown_key_with_backticks_keeps_its_text() {
     let found = problem("version = 1\n'a`, expected `b' = 1\n");
-    let expected = ["version", "device", "vm"].map(str::to_owned).to_vec();
+    let expected = ["version", "data_plane", "device", "vm"].map(str::to_owned).to_vec();
     assert_eq!(found, Problem::UnknownKey { key: "a`, expected `b".to_owned(), expected });
 }
 

@@ -148,13 +148,24 @@ fn task_of_two_disks_without_disk_is_refused() {
 }
 
 #[test]
-fn backend_vhost_user_is_refused_as_not_yet() {
-    let error = refused(&small("backend = \"vhost-user\"", ""));
+fn backend_vhost_user_needs_a_data_plane_and_devices_of_its_own() {
+    let on_data_plane = small("backend = \"vhost-user\"", "");
+    let error = refused(&on_data_plane);
     assert_eq!(
         error.to_string(),
-        "s.toml:7:11: vm \"plc\": backend \"vhost-user\" is not in this version"
+        "s.toml:7:11: vm \"plc\": backend is \"vhost-user\", and there is no [data_plane]"
     );
-    assert!(error.hint().contains("backend = \"kernel\""));
+    assert!(error.hint().contains("[data_plane], then control = "));
+    let plane = "[data_plane]\ncontrol = \"/run/x.sock\"\n";
+    let with_plane = on_data_plane.replace("[device.data]", &format!("{plane}[device.data]"));
+    let found = parse("s.toml", &with_plane).unwrap();
+    assert_eq!(found.data_plane, Some(PathBuf::from("/run/x.sock")));
+    assert_eq!(found.vms[0].backend, Backend::VhostUser);
+    let other = "[[vm]]\nname = \"b\"\n[[vm.disk]]\nname = \"b\"\ndevice = \"data\"\n";
+    let error = refused(&format!("{with_plane}{other}"));
+    assert!(error.to_string().contains("\"plc\" has the other backend"), "{error}");
+    let relative = with_plane.replace("/run/x.sock", "x.sock");
+    assert!(matches!(problem(&relative), Problem::BadPath { key: "control", .. }));
     let found = problem(&small("backend = \"virtio\"", ""));
     assert_eq!(found, Problem::UnknownBackend { backend: "virtio".to_owned() });
 }

@@ -100,7 +100,8 @@ fn specification() -> impl Strategy<Value = Specification> {
             })
             .collect();
         let names = devices.iter().map(|d| d.name.clone()).collect();
-        proptest::collection::vec(vm(names), 1..6).prop_map(move |mut vms| {
+        let vms = proptest::collection::vec(vm(names), 1..6);
+        (vms, any::<bool>()).prop_map(move |(mut vms, on_data_plane)| {
             for (i, vm) in vms.iter_mut().enumerate() {
                 vm.name = VmName::new(format!("{}{i}", vm.name)).unwrap();
                 let own = vm.cgroup.to_string_lossy().into_owned();
@@ -110,7 +111,11 @@ fn specification() -> impl Strategy<Value = Specification> {
                     PathBuf::from(format!("{i}.slice/x{own}"))
                 };
             }
-            Specification { devices: devices.clone(), vms }
+            if on_data_plane {
+                vms.iter_mut().for_each(|vm| vm.backend = Backend::VhostUser);
+            }
+            let data_plane = on_data_plane.then(|| "/run/rtvirtio/control.sock".into());
+            Specification { data_plane, devices: devices.clone(), vms }
         })
     })
 }
