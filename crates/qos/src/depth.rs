@@ -33,6 +33,12 @@ impl Depth {
         Self { bound: most, most, epoch: 0, kept: 0, late: 0, slowed: false, held_back: false }
     }
 
+    /// Another highest bound; what was not held below the old one is not below the new one.
+    pub(crate) fn set_most(&mut self, most: u32) {
+        self.bound = if self.bound == self.most { most } else { self.bound.min(most) };
+        self.most = most;
+    }
+
     pub(crate) const fn bound(&self) -> u32 {
         self.bound
     }
@@ -95,6 +101,19 @@ mod tests {
         assert_eq!(epochs(&mut depth, 0, 0, 100), 16);
         depth.slow_down();
         assert_eq!(epochs(&mut depth, 0, 100, 2), 13);
+    }
+
+    #[test]
+    fn another_most_takes_the_bound_with_it_or_caps_it() {
+        let mut depth = Depth::new(4);
+        depth.set_most(16);
+        assert_eq!(depth.bound(), 16);
+        assert_eq!(epochs(&mut depth, 1, 1, 1), 12);
+        depth.set_most(20);
+        assert_eq!(depth.bound(), 12);
+        depth.set_most(8);
+        assert_eq!(depth.bound(), 8);
+        assert_eq!(epochs(&mut depth, 0, 0, 3), 8);
     }
 
     #[test]
