@@ -85,6 +85,7 @@ pub struct Device {
     // The same, as far as this driver can live with it.
     write_cache: AtomicBool,
     channel: Mutex<Weak<Channel>>,
+    member: Mutex<Option<Arc<Member>>>,
     rings: Turn,
 }
 
@@ -99,13 +100,14 @@ impl Device {
     ///
     /// # Errors
     /// [`DeviceError`]
-    pub fn new(config: DeviceConfig) -> Result<Self, DeviceError> {
+    pub fn new(mut config: DeviceConfig) -> Result<Self, DeviceError> {
         if !(1..=QUEUES_MAX).contains(&config.queues) {
             return Err(DeviceError::Queues(config.queues));
         }
         Ok(Self {
             chosen_cache: AtomicBool::new(config.write_cache),
             write_cache: AtomicBool::new(config.write_cache),
+            member: Mutex::new(config.schedule.take().map(Arc::new)),
             config,
             channel: Mutex::default(),
             rings: Turn::default(),
@@ -136,10 +138,15 @@ impl Device {
         &self.config.serial
     }
 
-    /// Its place in a schedule.
-    #[must_use]
-    pub const fn schedule(&self) -> Option<&Member> {
-        self.config.schedule.as_ref()
+    /// Its place in a schedule, for a queue that has nothing in flight.
+    pub(crate) fn member(&self) -> Option<Arc<Member>> {
+        self.member.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Gives it another place, for queues that start from now on; the one before.
+    pub(crate) fn set_member(&self, member: Option<Member>) -> Option<Arc<Member>> {
+        let mut place = self.member.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::replace(&mut place, member.map(Arc::new))
     }
 
     /// What requests may ask for at most.

@@ -43,7 +43,7 @@ use rustix::io::Errno;
 
 use crate::mailbox::{Receiver, Sender};
 use crate::queue::{Pass, Queue, QueueKey, Turn, from_token, now};
-use crate::schedule::Board;
+use crate::schedule::{Board, Schedule};
 
 mod polling;
 mod resources;
@@ -133,6 +133,8 @@ pub(crate) enum Letter {
     Ended { token: Token, result: Ended, here: bool },
     /// A request's time has come, by its device's schedule.
     Granted { token: Token, running: Running },
+    /// A schedule has been changed: ask it again.
+    Rescheduled(Arc<Schedule>),
     /// Run on these CPUs; all, if there are none. The answer is the error number of the attempt.
     Pin { cpus: Vec<CpuId>, done: mpsc::Sender<Result<(), Errno>> },
     /// End, once nothing is left.
@@ -690,6 +692,12 @@ impl IoThread {
             }
             Letter::Ended { token, result, here } => self.ended(token, result, here),
             Letter::Granted { token, running } => self.grant(token, running),
+            Letter::Rescheduled(schedule) => {
+                let mut boards = self.boards.iter_mut().flatten();
+                if let Some(board) = boards.find(|board| board.is_of(&schedule)) {
+                    board.look();
+                }
+            }
             Letter::Pin { cpus, done } => {
                 let _ = done.send(pin(&cpus));
             }

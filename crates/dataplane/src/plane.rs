@@ -12,13 +12,18 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use rtvirtio_spec::control::{Activity, DeviceState, Event, IoThreadState, QueueState, Snapshot};
+use rtvirtio_qos::{Account, Kind};
+use rtvirtio_spec::control::{
+    Activity, Consumption, DeviceState, Event, Had, IoThreadState, QosState, QueueState,
+    ScheduleState, Snapshot,
+};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::mapping::{Entry, Mapping, MappingError};
-use rtvirtio_spec::serve::{Fault, IoThread, wire};
-use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos, VmName};
+use rtvirtio_spec::serve::{Fault, IoThread, Qos, Schedule, wire};
+use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 use tokio::sync::broadcast;
 
+use crate::schedule::{ClassStatus, ScheduleStatus};
 use crate::stats::QueueStats;
 
 pub use opened::Opened;
@@ -92,6 +97,27 @@ pub trait Plane: Send + Sync {
         to: &IoThreadName,
     ) -> Result<Nanos, PlaneError>;
 
+    /// Makes a schedule, or changes the service curve of one while its disks' I/O runs. Whether it
+    /// is new.
+    ///
+    /// # Errors
+    /// There are too many.
+    fn set_schedule(&self, schedule: Schedule) -> Result<bool, PlaneError>;
+
+    /// Removes a schedule.
+    ///
+    /// # Errors
+    /// It is not there, or a device is in it.
+    fn remove_schedule(&self, schedule: &Name) -> Result<(), PlaneError>;
+
+    /// Gives a device another promise, weight or limit, joins it to a schedule or takes it out of
+    /// one, while I/O runs. Within one schedule nothing waits for it; else each queue pauses until
+    /// what it has in flight has ended.
+    ///
+    /// # Errors
+    /// The device or the schedule is not there.
+    fn set_qos(&self, device: &DiskName, qos: Option<Qos>) -> Result<(), PlaneError>;
+
     /// All there is, by name. Does not wait for any IOThread.
     fn observe(&self) -> Observation;
 
@@ -118,6 +144,8 @@ pub struct Observation {
     pub iothreads: Vec<IoThreadState>,
     /// By name.
     pub devices: Vec<ObservedDevice>,
+    /// By name.
+    pub schedules: Vec<ScheduleState>,
 }
 
 /// A device at one time.
@@ -137,6 +165,8 @@ pub struct ObservedDevice {
     pub read_only: bool,
     /// From queue 0.
     pub queues: Vec<ObservedQueue>,
+    /// Its part of the physical device.
+    pub qos: Option<QosState>,
 }
 
 /// A virtqueue at one time; its statistics go on.
@@ -197,8 +227,47 @@ impl Observation {
             read_only: device.read_only,
             queues: (0..).zip(&device.queues).map(|(index, queue)| queue.state(index)).collect(),
             responses: device.responses(),
+            qos: device.qos.clone(),
         });
-        Snapshot { time_ns: time, iothreads: self.iothreads.clone(), devices: devices.collect() }
+        Snapshot {
+            time_ns: time,
+            iothreads: self.iothreads.clone(),
+            devices: devices.collect(),
+            schedules: self.schedules.clone(),
+        }
+    }
+}
+
+impl ScheduleStatus {
+    fn state(&self, name: Name) -> ScheduleState {
+        ScheduleState {
+            name,
+            channels: self.device.channels,
+            request_ns: self.device.request,
+            kib_ns: self.device.kib,
+            flush_ns: self.device.flush,
+            waiting: self.waiting as u64,
+            running: self.running,
+            background: self.background,
+            background_bound: self.background_bound,
+        }
+    }
+}
+
+impl ClassStatus {
+    fn had(&self) -> Had {
+        let of = |kind: Kind| {
+            let Account { requests, bytes, cost } = self.accounts[kind as usize];
+            Consumption { requests, bytes: Bytes::new(bytes), cost_ns: Nanos::new(cost) }
+        };
+        Had {
+            reads: of(Kind::Read),
+            writes: of(Kind::Write),
+            flushes: of(Kind::Flush),
+            discards: of(Kind::Discard),
+            kept: self.responses.in_time,
+            late: self.responses.late,
+        }
     }
 }
 
@@ -212,6 +281,17 @@ pub enum PlaneError {
     /// No such IOThread.
     #[error("there is no iothread \"{0}\"")]
     NoIoThread(IoThreadName),
+    /// No such schedule.
+    #[error("there is no schedule \"{0}\"")]
+    NoSchedule(Name),
+    /// The schedule is used.
+    #[error("schedule \"{schedule}\" is that of device \"{device}\"")]
+    ScheduleInUse {
+        /// The schedule.
+        schedule: Name,
+        /// The first device in it.
+        device: DiskName,
+    },
     /// No such queue.
     #[error("device \"{device}\" has {queues} queues, and no queue {queue}")]
     NoQueue {
@@ -283,6 +363,12 @@ impl PlaneError {
         Some(match self {
             Self::NoDevice(_) => "list them: rtvirtio ctl device list".to_owned(),
             Self::NoIoThread(_) => "list them: rtvirtio ctl iothread list".to_owned(),
+            Self::NoSchedule(name) => format!(
+                "make it: rtvirtio ctl schedule set {name} --channels N --request-ns NS --kib-ns NS"
+            ),
+            Self::ScheduleInUse { device, .. } => {
+                format!("take it out first: rtvirtio ctl qos {device} --off")
+            }
             Self::NoQueue { queues, .. } => {
                 format!("queues count from 0 to {}", queues.saturating_sub(1))
             }

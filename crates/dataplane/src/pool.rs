@@ -262,6 +262,30 @@ impl Pool {
         result.try_recv().map_err(|_| PoolError::NoQueue)
     }
 
+    /// Changes something about a queue while nothing of it is in flight: its IOThread fetches no
+    /// more from it until what it has has ended, and goes on after the change.
+    ///
+    /// # Errors
+    /// [`PoolError::NoQueue`].
+    pub(crate) fn edit_drained(
+        &self,
+        key: QueueKey,
+        edit: impl FnOnce(&mut Queue),
+    ) -> Result<(), PoolError> {
+        let place = self.place(key)?;
+        let thread = lock(&place.thread);
+        let on = thread.ok_or(PoolError::NoQueue)?;
+        let (back, answer) = mpsc::channel();
+        self.post(on, Letter::Stop { key, back })?;
+        let mut queue = answer.recv().map_err(|_| PoolError::NoThread)?;
+        edit(&mut queue);
+        let (done, answer) = mpsc::channel();
+        self.post(on, Letter::Adopt { queue, done })?;
+        // The thread has it before anything else can be asked of the queue.
+        answer.recv().map_err(|_| PoolError::NoThread)?;
+        Ok(())
+    }
+
     /// Moves a queue to another thread while it is served. Returns how long nobody served it.
     ///
     /// # Errors

@@ -74,6 +74,8 @@ pub struct Queue {
     /// For the device's schedule: what waits for its time, and what has ended, since it was told.
     asks: Vec<Ask>,
     ended: Vec<Running>,
+    /// Its disk's place in that.
+    member: Option<Arc<Member>>,
 }
 
 /// A request that the driver does not see yet.
@@ -177,6 +179,7 @@ impl Queue {
         setup.stats.set_broken(false);
         Self {
             key,
+            member: setup.device.member(),
             device: setup.device,
             memory: setup.memory,
             buffers: setup.buffers,
@@ -382,7 +385,7 @@ impl Queue {
                     slot.bytes = length;
                     slot.done = 0;
                     bytes += length;
-                    if self.device.schedule().is_some() {
+                    if self.member.is_some() {
                         self.ask(head);
                         continue;
                     }
@@ -474,7 +477,7 @@ impl Queue {
     /// Has the device's schedule say when what is left of a request starts, or the first
     /// [`MAX_TRANSFER`] of it.
     fn ask(&mut self, head: u16) {
-        let Some(member) = self.device.schedule() else { return };
+        let Some(member) = &self.member else { return };
         let slot = &mut self.slots[usize::from(head)];
         let Some(operation) = slot.operation else { return };
         let (kind, most) = match operation {
@@ -495,7 +498,13 @@ impl Queue {
 
     /// The schedule of the device that its disk is on.
     pub(crate) fn schedule(&self) -> Option<&Arc<Schedule>> {
-        self.device.schedule().map(Member::schedule)
+        self.member.as_deref().map(Member::schedule)
+    }
+
+    /// Goes to where its disk has a place now. Nothing may be in flight.
+    pub(crate) fn join(&mut self) {
+        debug_assert_eq!(self.in_flight, 0, "what is in flight is known to the schedule before");
+        self.member = self.device.member();
     }
 
     /// What the schedule is to be told.

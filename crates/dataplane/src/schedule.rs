@@ -5,18 +5,28 @@
 //! queue is to start goes there by letter. Letters are posted under the lock, and a queue's new
 //! owner registers under it, so whoever gets a letter has the queue or knows where it went.
 //!
+//! Whoever exchanges learns when to do so again though nothing happens. A queue that comes to a
+//! thread has it exchange once, and a change of the schedule each owner: what waits for a time is
+//! always known to somebody who will look.
+//!
+//! A disk's share and promise change in place. A disk that comes, leaves or changes its schedule
+//! does so queue by queue, each when it has nothing in flight
+//! ([`Pool::edit_drained`](crate::Pool)): no request is in two schedules.
+//!
 //! A request's deadline and the order of arrivals count from when its IOThread found it, to within a
 //! turn.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rtvirtio_engine::Token;
-use rtvirtio_qos::{ClassId, Device, FlowId, Kind, Promise, Running, Scheduler, Share, Started};
+use rtvirtio_qos::{
+    Account, ClassId, Device, FlowId, Kind, Promise, Responses, Running, Scheduler, Share, Started,
+};
 use rtvirtio_units::{Bytes, Nanos};
 
 use crate::iothread::Letter;
 use crate::mailbox::Sender;
-use crate::queue::{QueueKey, from_token};
+use crate::queue::{QueueKey, from_token, now};
 
 /// A request that waits for its time.
 #[derive(Debug)]
@@ -42,6 +52,30 @@ impl std::fmt::Debug for Schedule {
     }
 }
 
+/// A schedule at one time.
+#[derive(Debug, Clone, Copy)]
+pub struct ScheduleStatus {
+    /// The device, as its requests are charged.
+    pub device: Device,
+    /// Requests that wait.
+    pub waiting: usize,
+    /// Requests on the device.
+    pub running: u32,
+    /// Background requests among them.
+    pub background: u32,
+    /// Background requests that may be there while promises are to be kept.
+    pub background_bound: u32,
+}
+
+/// What a class of a disk's requests has had since it joined its schedule.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ClassStatus {
+    /// By kind, in the order of [`Kind::ALL`].
+    pub accounts: [Account; Kind::ALL.len()],
+    /// How its promise was kept.
+    pub responses: Responses,
+}
+
 impl Schedule {
     /// Of a device on which nothing runs.
     #[must_use]
@@ -58,6 +92,35 @@ impl Schedule {
         let class = state.scheduler.add_class(flow, promise)?;
         drop(state);
         Some(Member { schedule: Arc::clone(self), flow, class })
+    }
+
+    /// Changes the device's service curve.
+    pub(crate) fn set_device(self: &Arc<Self>, device: Device) {
+        self.change(|scheduler, _| scheduler.set_device(device));
+    }
+
+    pub(crate) fn status(&self) -> ScheduleStatus {
+        let scheduler = &self.state().scheduler;
+        ScheduleStatus {
+            device: *scheduler.device(),
+            waiting: scheduler.waiting(),
+            running: scheduler.running(),
+            background: scheduler.background(),
+            background_bound: scheduler.depth(),
+        }
+    }
+
+    /// Changes something and has the owners of queues look at what comes of it.
+    fn change(self: &Arc<Self>, change: impl FnOnce(&mut Scheduler, Nanos)) {
+        let mut state = self.state();
+        change(&mut state.scheduler, Nanos::new(now()));
+        let mut told: Vec<&Sender<Letter>> = Vec::new();
+        for owner in state.owners.iter().flatten() {
+            if !told.iter().any(|other| other.is(owner)) {
+                let _ = owner.post(Letter::Rescheduled(Arc::clone(self)));
+                told.push(owner);
+            }
+        }
     }
 
     /// Whose queue this is now.
@@ -92,12 +155,35 @@ impl Member {
     pub(crate) const fn class(&self) -> ClassId {
         self.class
     }
+
+    /// Changes its part of the device, for what waits, too.
+    pub(crate) fn set(&self, share: Share, promise: Option<Promise>) {
+        self.schedule.change(|scheduler, now| {
+            scheduler.set_share(self.flow, share, now);
+            scheduler.set_promise(self.class, promise, now);
+        });
+    }
+
+    /// Lets what waits come out as fast as its weight has it: the disk leaves.
+    pub(crate) fn lift_limit(&self) {
+        self.schedule.change(|scheduler, now| {
+            scheduler.lift_limit(self.flow, now);
+        });
+    }
+
+    pub(crate) fn status(&self) -> ClassStatus {
+        let scheduler = &self.schedule.state().scheduler;
+        ClassStatus {
+            accounts: scheduler.accounts(self.class).copied().unwrap_or_default(),
+            responses: scheduler.responses(self.class).unwrap_or_default(),
+        }
+    }
 }
 
 impl Drop for Member {
     fn drop(&mut self) {
-        let removed = self.schedule.state().scheduler.remove(self.flow);
-        debug_assert!(removed, "a disk's queues end before it");
+        // The thread that its last request ended at may not have said so yet.
+        self.schedule.state().scheduler.remove(self.flow);
     }
 }
 
@@ -121,10 +207,16 @@ impl Board {
         Arc::ptr_eq(&self.schedule, schedule)
     }
 
-    /// A queue comes to this thread.
+    /// A queue comes to this thread. What it waits for, only the thread that it left may know.
     pub(crate) fn enter(&mut self, key: QueueKey, me: &Sender<Letter>) {
         self.queues += 1;
         self.schedule.settle(key, me);
+        self.look();
+    }
+
+    /// Exchanges in the next turn, whatever happens.
+    pub(crate) const fn look(&mut self) {
+        self.wake_at = 0;
     }
 
     /// A queue leaves it.

@@ -52,6 +52,12 @@ impl Depth {
         }
     }
 
+    /// Another highest bound; what was not held below the old one is not below the new one.
+    pub(crate) fn set_most(&mut self, most: u32) {
+        self.bound = if self.bound == self.most { most } else { self.bound.min(most) };
+        self.most = most;
+    }
+
     pub(crate) const fn bound(&self) -> u32 {
         self.bound
     }
@@ -138,6 +144,19 @@ mod tests {
         epochs(&mut depth, 0, 1, 7);
         assert_eq!((depth.bound(), depth.gap()), (1, 0));
         assert_eq!(epochs(&mut depth, 0, 1, 1), 2);
+    }
+
+    #[test]
+    fn another_most_takes_the_bound_with_it_or_caps_it() {
+        let mut depth = Depth::new(4);
+        depth.set_most(16);
+        assert_eq!(depth.bound(), 16);
+        assert_eq!(epochs(&mut depth, 1, 1, 1), 12);
+        depth.set_most(20);
+        assert_eq!(depth.bound(), 12);
+        depth.set_most(8);
+        assert_eq!(depth.bound(), 8);
+        assert_eq!(epochs(&mut depth, 0, 0, 3), 8);
     }
 
     #[test]

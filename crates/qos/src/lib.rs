@@ -42,6 +42,7 @@
 //!   device.
 //! - `weights_divide_what_is_left`, `limit_is_not_exceeded`,
 //!   `excess_of_a_promise_costs_only_its_own`.
+//! - `changed_promise_weight_and_limit_hold_from_then_on`: for what waits, too.
 //!
 //! Which promises fit a device: [`admission`].
 //!
@@ -168,4 +169,13 @@ pub struct Account {
     pub bytes: u64,
     /// What they cost by the service curve, ns of a channel.
     pub cost: u64,
+}
+
+/// How a promise was kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Responses {
+    /// Promised requests that ended within the deadline.
+    pub in_time: u64,
+    /// Those that did not.
+    pub late: u64,
 }

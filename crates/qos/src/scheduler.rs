@@ -1,12 +1,14 @@
 //! The scheduler itself.
 
+mod live;
+
 use std::collections::VecDeque;
 
 use rtvirtio_units::{Bytes, Nanos};
 
 use crate::depth::{Depth, PATIENCE_NS};
 use crate::heap::Heap;
-use crate::{Account, Device, Kind, MAX_TRANSFER, PAGE, Promise, Rate, Share};
+use crate::{Account, Device, Kind, MAX_TRANSFER, PAGE, Promise, Rate, Responses, Share};
 
 /// Background requests that the device has beyond its channels, so that none of these is free until
 /// the end of a request has been noticed.
@@ -60,7 +62,7 @@ struct Pending {
 }
 
 /// A rate as a virtual clock's steps.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Pace {
     request: u64,
     /// 1024 bytes.
@@ -92,7 +94,7 @@ const fn resumed(clock: u64, burst: u64, arrived: u64) -> u64 {
 }
 
 /// A promise in ns.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 struct Promised {
     deadline: u64,
     /// The sooner of the deadline and the time between two requests.
@@ -100,6 +102,8 @@ struct Promised {
     /// 2^16 times the steps of its virtual clock for each ns of cost.
     per_cost: u64,
     burst: u64,
+    /// As it was asked for.
+    promise: Promise,
 }
 
 impl Promised {
@@ -109,7 +113,7 @@ impl Promised {
         let Pace { burst, .. } = Pace::of(promise.rate);
         let period = Pace::of(promise.rate).step(PAGE);
         let per_cost = (65_536.0 / channels) as u64;
-        Self { deadline, due: deadline.min(period), per_cost, burst }
+        Self { deadline, due: deadline.min(period), per_cost, burst, promise }
     }
 
     /// How far a request of this cost moves the clock on.
@@ -129,6 +133,7 @@ struct Class {
     running: u32,
     demand: Demand,
     accounts: [Account; Kind::ALL.len()],
+    responses: Responses,
 }
 
 /// Whether a class asks for its rate and does not get it.
@@ -197,6 +202,8 @@ struct Flow {
     classes: Vec<u32>,
     pending: usize,
     running: usize,
+    /// Nobody has it any more.
+    leaving: bool,
 }
 
 /// Decides what one device gets next.
@@ -259,6 +266,7 @@ impl Scheduler {
             classes: Vec::new(),
             pending: 0,
             running: 0,
+            leaving: false,
         };
         FlowId(put(&mut self.flows, flow))
     }
@@ -274,6 +282,7 @@ impl Scheduler {
             running: 0,
             demand: Demand::default(),
             accounts: Default::default(),
+            responses: Responses::default(),
         };
         self.promises += u32::from(promise.is_some());
         let id = put(&mut self.classes, class);
@@ -281,18 +290,22 @@ impl Scheduler {
         Some(ClassId(id))
     }
 
-    /// Removes a flow and its classes. False: it has requests, and stays.
-    pub fn remove(&mut self, flow: FlowId) -> bool {
-        let Some(slot) = self.flows.get_mut(flow.0 as usize) else { return true };
-        if slot.as_ref().is_some_and(|flow| flow.pending + flow.running > 0) {
-            return false;
-        }
-        for class in slot.take().map(|flow| flow.classes).unwrap_or_default() {
+    /// Removes a flow and its classes, once nothing of it waits or runs.
+    pub fn remove(&mut self, flow: FlowId) {
+        let Some(Some(of)) = self.flows.get_mut(flow.0 as usize) else { return };
+        of.leaving = true;
+        self.remove_if_left(flow.0);
+    }
+
+    fn remove_if_left(&mut self, id: u32) {
+        let slot = &mut self.flows[id as usize];
+        let left = |flow: &mut Flow| flow.leaving && flow.pending + flow.running == 0;
+        let Some(flow) = slot.take_if(left) else { return };
+        for class in flow.classes {
             let removed = self.classes[class as usize].take();
             let promised = removed.is_some_and(|class| class.promise.is_some());
             self.promises -= u32::from(promised);
         }
-        true
     }
 
     /// Takes a request, whose caller knows it by `ticket`. False: there is no such class.
@@ -392,21 +405,44 @@ impl Scheduler {
             self.depth.slow_down();
         }
         if running.promised {
-            self.depth.observe(class.is_late(now.get().saturating_sub(running.since)));
+            let late = class.is_late(now.get().saturating_sub(running.since));
+            let count = if late { &mut class.responses.late } else { &mut class.responses.in_time };
+            *count += 1;
+            self.depth.observe(late);
         }
         let account = &mut class.accounts[running.kind as usize];
         account.requests += 1;
         account.bytes += running.bytes.get();
         account.cost += running.cost;
-        if let Some(Some(flow)) = self.flows.get_mut(class.flow as usize) {
+        let id = class.flow;
+        if let Some(Some(flow)) = self.flows.get_mut(id as usize) {
             flow.running -= 1;
+            self.remove_if_left(id);
         }
+    }
+
+    /// The device, as its requests are charged.
+    #[must_use]
+    pub const fn device(&self) -> &Device {
+        &self.device
     }
 
     /// Requests on the device.
     #[must_use]
     pub const fn running(&self) -> u32 {
         self.running
+    }
+
+    /// Background requests on the device.
+    #[must_use]
+    pub const fn background(&self) -> u32 {
+        self.background
+    }
+
+    /// Requests that wait.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.flows.iter().flatten().map(|flow| flow.pending).sum()
     }
 
     /// Background requests that may be on the device while promises are to be kept; 0: one now and
@@ -420,6 +456,12 @@ impl Scheduler {
     #[must_use]
     pub fn accounts(&self, class: ClassId) -> Option<&[Account; Kind::ALL.len()]> {
         Some(&self.classes.get(class.0 as usize)?.as_ref()?.accounts)
+    }
+
+    /// How a class's promise was kept; `None`: there is no such class.
+    #[must_use]
+    pub fn responses(&self, class: ClassId) -> Option<Responses> {
+        Some(self.classes.get(class.0 as usize)?.as_ref()?.responses)
     }
 
     /// Puts a class where its head belongs.

@@ -191,6 +191,42 @@ fn wait_is_bounded() {
 }
 
 #[test]
+fn changed_promise_weight_and_limit_hold_from_then_on() {
+    let second = Nanos::from_millis(1_000);
+    let mut world = World::new(steady(4, 250), Nanos::ZERO);
+    let mut clients = Vec::new();
+    for _ in 0..2 {
+        let flow = world.scheduler.add_flow(share(100));
+        let class = world.scheduler.add_class(flow, None).unwrap();
+        clients.push((flow, class, world.add_to(class, DEEP_WRITER)));
+    }
+    let task = world.scheduler.add_flow(share(1));
+    let task = world.scheduler.add_class(task, None).unwrap();
+    let of_task = world.add_to(task, paced(500));
+    world.run(second);
+    // A slow limit holds what waits; without it nothing does, whatever its clock said.
+    let slow = Share { limit: Some(rate(0.1, 1)), ..share(100) };
+    assert!(world.scheduler.set_share(clients[1].0, slow, second));
+    let outcomes = run_for(&mut world, Nanos::from_millis(1_100), second);
+    assert!(outcomes[clients[1].2].responses.len() <= 1);
+    assert!(world.scheduler.set_share(clients[1].0, share(300), Nanos::from_millis(2_100)));
+    // The promise does too.
+    let promised = promise(5_000, 500.0, 2);
+    assert!(world.scheduler.set_promise(task, promised, Nanos::from_millis(2_100)));
+    let outcomes = run_for(&mut world, Nanos::from_millis(3_000), Nanos::from_millis(5_000));
+    let [one, three] = [0, 1].map(|client: usize| outcomes[clients[client].2].bytes as f64);
+    assert!((three / one / 3.0 - 1.0).abs() < 0.05, "{one} and {three} bytes");
+    assert!(outcomes[of_task].responses.len() >= 2_450, "{}", outcomes[of_task].responses.len());
+    let kept = world.scheduler.responses(task).unwrap();
+    assert!(kept.in_time > 2_400 && kept.late * 20 < kept.in_time, "{kept:?}");
+    // Fewer channels are filled less, at once.
+    let device = Device { channels: 2, ..*world.scheduler.device() };
+    world.scheduler.set_device(device);
+    world.run(Nanos::from_millis(8_100));
+    assert!(world.scheduler.running() <= 4 && world.scheduler.depth() <= 3);
+}
+
+#[test]
 fn mixed_kinds_are_accounted_for_apart() {
     let device = device(reference());
     let mut scheduler = Scheduler::new(device);
@@ -201,7 +237,6 @@ fn mixed_kinds_are_accounted_for_apart() {
         let request = (ticket as u64, kind, Bytes::new(bytes));
         assert!(scheduler.submit(class, request, Nanos::ZERO));
     }
-    assert!(!scheduler.remove(flow));
     while let Some(started) = scheduler.next(Nanos::ZERO) {
         scheduler.complete(started.running, Nanos::ZERO);
     }
@@ -211,9 +246,25 @@ fn mixed_kinds_are_accounted_for_apart() {
     assert_eq!((writes.requests, writes.bytes, writes.cost), (1, 8192, 287_500));
     assert_eq!((flushes.requests, flushes.cost), (1, 250_000));
     assert_eq!(discards, Account::default());
-    assert!(scheduler.remove(flow));
+}
+
+#[test]
+fn flow_that_is_removed_goes_with_its_last_request() {
+    let mut scheduler = Scheduler::new(device(reference()));
+    let flow = scheduler.add_flow(share(1));
+    let class = scheduler.add_class(flow, promise(1_000, 100.0, 2)).unwrap();
+    let read = |ticket| (ticket, Kind::Read, Bytes::new(512));
+    assert!(scheduler.submit(class, read(1), Nanos::ZERO));
+    assert!(scheduler.submit(class, read(2), Nanos::ZERO));
+    let one = scheduler.next(Nanos::ZERO).unwrap();
+    scheduler.remove(flow);
+    let other = scheduler.next(Nanos::ZERO).unwrap();
+    scheduler.complete(one.running, Nanos::ZERO);
+    assert!(scheduler.accounts(class).is_some());
+    scheduler.complete(other.running, Nanos::ZERO);
     assert!(scheduler.accounts(class).is_none());
-    assert!(!scheduler.submit(class, (9, Kind::Read, Bytes::new(512)), Nanos::ZERO));
+    assert!(!scheduler.submit(class, read(3), Nanos::ZERO));
+    assert_eq!((scheduler.running(), scheduler.waiting()), (0, 0));
 }
 
 /// Tasks of random rates, sizes and deadlines, each of which the device could serve alone, that need
@@ -355,7 +406,7 @@ proptest! {
 
     #[test]
     fn work_is_conserved_and_requests_too(
-        steps in prop::collection::vec((0u8..8, 0usize..6, 0u64..400), 1..300),
+        steps in prop::collection::vec((0u8..11, 0usize..6, 0u64..400), 1..300),
         channels in 1u32..5,
     ) {
         let device = Device {
@@ -365,13 +416,14 @@ proptest! {
             flush: Nanos::from_micros(50),
         };
         let mut scheduler = Scheduler::new(device);
-        let classes: Vec<ClassId> = (0..6)
+        let (flows, classes): (Vec<FlowId>, Vec<ClassId>) = (0..6)
             .map(|i| {
                 let flow = scheduler.add_flow(share(1 + i * 100));
                 let promised = if i < 3 { promise(1_000, 1_000.0, i + 1) } else { None };
-                scheduler.add_class(flow, promised).unwrap()
+                (flow, scheduler.add_class(flow, promised).unwrap())
             })
-            .collect();
+            .unzip();
+        let mut limited = [false; 6];
         let mut now = 0;
         let mut waiting = std::collections::BTreeSet::new();
         let mut running = Vec::new();
@@ -390,19 +442,36 @@ proptest! {
                 4..6 if !running.is_empty() => {
                     scheduler.complete(running.swap_remove(of % running.len()), time);
                 }
+                8 => {
+                    limited[of] = amount % 2 == 0;
+                    let limit = limited[of].then(|| rate(1.0 + amount as f64, 1));
+                    let changed = Share { limit, ..share(1 + amount as u32) };
+                    prop_assert!(scheduler.set_share(flows[of], changed, time));
+                }
+                9 => {
+                    let promised = promise(1 + amount, 1.0 + amount as f64, 1 + of as u32);
+                    let promised = promised.filter(|_| amount % 2 == 0);
+                    prop_assert!(scheduler.set_promise(classes[of], promised, time));
+                }
+                10 => scheduler.set_device(Device { channels: 1 + of as u32, ..device }),
                 _ => {}
             }
+            let channels = scheduler.device().channels;
             while let Some(started) = scheduler.next(time) {
                 prop_assert!(waiting.remove(&started.ticket), "{} a second time", started.ticket);
                 running.push(started.running);
+                prop_assert!(scheduler.running() <= 2 * channels);
             }
             prop_assert_eq!(scheduler.running() as usize, running.len());
-            prop_assert!(scheduler.running() <= 2 * channels);
-            // Something waits beside a free channel only where the bound keeps background back.
+            prop_assert_eq!(scheduler.waiting(), waiting.len());
+            // Something waits beside a free channel only where a limit or the bound keeps it back.
             let free = scheduler.running() < channels;
-            let bounded = scheduler.depth() < channels;
+            let bounded = scheduler.depth() < channels || limited.contains(&true);
             prop_assert!(waiting.is_empty() || !free || bounded, "{waiting:?} wait");
         }
+        flows.iter().for_each(|&flow| {
+            scheduler.set_share(flow, share(1), Nanos::new(now));
+        });
         for _ in 0..2_000 {
             now += 1_000_000;
             running.drain(..).for_each(|done| scheduler.complete(done, Nanos::new(now)));

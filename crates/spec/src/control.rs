@@ -6,7 +6,7 @@
 
 use std::path::PathBuf;
 
-use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos, VmName};
+use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 use serde::{Deserialize, Serialize};
 
 use crate::latency::Histogram;
@@ -22,6 +22,9 @@ pub struct Snapshot {
     pub iothreads: Vec<IoThreadState>,
     /// The devices, by name.
     pub devices: Vec<DeviceState>,
+    /// The schedules of physical devices, by name.
+    #[serde(default)]
+    pub schedules: Vec<ScheduleState>,
 }
 
 /// An IOThread.
@@ -87,6 +90,70 @@ pub struct DeviceState {
     /// to 1/16 above the latency, and requests. The difference of two is what was between.
     #[serde(default)]
     pub responses: Histogram,
+    /// Its part of the physical device; none: its requests start as they come.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub qos: Option<QosState>,
+}
+
+/// The schedule of a physical device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ScheduleState {
+    /// Its name.
+    pub name: Name,
+    /// Requests that the device serves at a time.
+    pub channels: u32,
+    /// What a read or write takes of a channel before its bytes.
+    pub request_ns: Nanos,
+    /// What each KiB takes further.
+    pub kib_ns: Nanos,
+    /// What a flush or discard takes.
+    pub flush_ns: Nanos,
+    /// Requests that wait for their time.
+    pub waiting: u64,
+    /// Requests on the device.
+    pub running: u32,
+    /// Of those, requests that nothing promises.
+    pub background: u32,
+    /// How many of these may be there while promises are to be kept: fewer, the harder that is.
+    pub background_bound: u32,
+}
+
+/// A device's part of the physical device, and what came of it since it got that.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QosState {
+    /// What is in force.
+    pub settings: wire::Qos,
+    /// What it has had.
+    #[serde(flatten)]
+    pub had: Had,
+}
+
+/// What requests have had of a physical device.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Had {
+    /// Reads.
+    pub reads: Consumption,
+    /// Writes.
+    pub writes: Consumption,
+    /// Flushes.
+    pub flushes: Consumption,
+    /// Discards, and ranges that were zeroed.
+    pub discards: Consumption,
+    /// Requests within the promised rate that ended before the deadline.
+    pub kept: u64,
+    /// Those that did not.
+    pub late: u64,
+}
+
+/// What requests of a kind have had. A transfer of more than 128 KiB counts as several.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Consumption {
+    /// Requests that have ended.
+    pub requests: u64,
+    /// Their bytes.
+    pub bytes: Bytes,
+    /// What they took of a channel, by the schedule's service curve.
+    pub cost_ns: Nanos,
 }
 
 /// What a queue is doing.
@@ -278,6 +345,35 @@ pub struct Resized {
     /// The size, bytes.
     pub capacity: Bytes,
 }
+
+/// `PUT /v1/schedules/{name}`: makes a schedule, or changes the service curve of one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ScheduleCurve {
+    /// Requests that the device serves at a time.
+    pub channels: u32,
+    /// What a read or write takes of a channel before its bytes, ns.
+    pub request_ns: u64,
+    /// What each KiB takes further, ns.
+    pub kib_ns: u64,
+    /// What a flush or discard takes, ns; as long as `request_ns` if nothing says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub flush_ns: Option<u64>,
+}
+
+impl ScheduleCurve {
+    /// As in a configuration.
+    #[must_use]
+    pub fn named(self, name: Name) -> wire::Schedule {
+        let Self { channels, request_ns, kib_ns, flush_ns } = self;
+        wire::Schedule { name, channels, request_ns, kib_ns, flush_ns }
+    }
+}
+
+/// `PUT /v1/devices/{device}/qos`: joins a schedule, or changes what holds there.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct SetQos(pub wire::Qos);
 
 /// `POST /v1/iothreads`
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

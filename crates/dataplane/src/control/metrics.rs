@@ -10,10 +10,10 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, text as openmetrics};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
-use rtvirtio_spec::control::Activity;
+use rtvirtio_spec::control::{Activity, Had, ScheduleState};
 use rtvirtio_units::Nanos;
 
-use crate::plane::Observation;
+use crate::plane::{Observation, ObservedDevice};
 use crate::stats::{Latencies, QueueSnapshot};
 
 /// What the text is.
@@ -96,6 +96,10 @@ fn gauges(
     Ok(())
 }
 
+fn device_labels(device: &ObservedDevice) -> Labels {
+    vec![("vm", device.vm.to_string()), ("device", device.name.to_string())]
+}
+
 fn with(labels: &Labels, label: &'static str, value: &str) -> Labels {
     let mut labels = labels.clone();
     labels.push((label, value.to_owned()));
@@ -122,13 +126,44 @@ impl Metrics {
 
     fn devices(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let devices = || self.observation.devices.iter();
-        let labels = |d: &crate::plane::ObservedDevice| {
-            vec![("vm", d.vm.to_string()), ("device", d.name.to_string())]
-        };
-        let connected = devices().map(|d| (labels(d), f64::from(u8::from(d.connected))));
+        let connected = devices().map(|d| (device_labels(d), f64::from(u8::from(d.connected))));
         gauges(encoder, ("connected", "Whether a front end is connected", None), connected)?;
-        let capacity = devices().map(|d| (labels(d), d.capacity.get() as f64));
+        let capacity = devices().map(|d| (device_labels(d), d.capacity.get() as f64));
         gauges(encoder, ("capacity", "Size of a device", Some(Unit::Bytes)), capacity)
+    }
+
+    fn schedules(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let each = |of: fn(&ScheduleState) -> f64| {
+            let schedules = self.observation.schedules.iter();
+            schedules.map(move |s| (vec![("schedule", s.name.to_string())], of(s)))
+        };
+        let help = "Requests that wait for their time";
+        gauges(encoder, ("schedule_waiting", help, None), each(|s| s.waiting as f64))?;
+        let help = "Requests on a physical device";
+        gauges(encoder, ("schedule_running", help, None), each(|s| s.running.into()))?;
+        let help = "Of those, requests that nothing promises";
+        gauges(encoder, ("schedule_background", help, None), each(|s| s.background.into()))?;
+        let help = "How many of these may be there while promises are to be kept";
+        let bound = each(|s| s.background_bound.into());
+        gauges(encoder, ("schedule_background_bound", help, None), bound)?;
+        let of_devices = || {
+            let devices = self.observation.devices.iter();
+            devices.filter_map(|d| Some((device_labels(d), d.qos.as_ref()?.had)))
+        };
+        let responses = of_devices().flat_map(|(labels, Had { kept, late, .. })| {
+            let outcomes = [("kept", kept), ("late", late)];
+            outcomes.map(|(outcome, n)| (with(&labels, "outcome", outcome), n as f64))
+        });
+        let help = "Requests within the promised rate, by whether they met their deadline";
+        counters(encoder, ("promised_responses", help, None), responses)?;
+        let cost = of_devices().flat_map(|(labels, had)| {
+            let Had { reads, writes, flushes, discards, .. } = had;
+            let by_kind =
+                [("read", reads), ("write", writes), ("flush", flushes), ("discard", discards)];
+            by_kind.map(|(kind, had)| (with(&labels, "kind", kind), seconds(had.cost_ns)))
+        });
+        let help = "What a device's requests took of its physical device's channels";
+        counters(encoder, ("channel_time", help, Some(Unit::Seconds)), cost)
     }
 
     fn counts(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
@@ -203,6 +238,7 @@ impl Collector for Metrics {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
         self.iothreads(&mut encoder)?;
         self.devices(&mut encoder)?;
+        self.schedules(&mut encoder)?;
         self.counts(&mut encoder)?;
         let wait = ("wait", "From a request's kick to its start in the engine");
         self.histograms(&mut encoder, wait, |s| &s.wait)?;

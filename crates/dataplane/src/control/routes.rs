@@ -15,11 +15,11 @@ use axum::{Extension, Json, Router};
 use futures_util::stream::{self, Stream};
 use rtvirtio_spec::control::{
     AddDevice, AddIoThread, ErrorBody, Event, Handed, Lock, MoveQueue, Moved, PinIoThread, Resize,
-    Resized, SetMapping, Snapshot,
+    Resized, ScheduleCurve, SetMapping, SetQos, Snapshot,
 };
 use rtvirtio_spec::mapping::Mapping;
-use rtvirtio_spec::serve::{Fault, IoThread, MAX_CPU};
-use rtvirtio_units::{DiskName, IoThreadName, NameError, Nanos};
+use rtvirtio_spec::serve::{Fault, IoThread, MAX_CPU, Qos, Schedule};
+use rtvirtio_units::{DiskName, IoThreadName, Name, NameError, Nanos};
 use serde::de::DeserializeOwned;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -44,6 +44,8 @@ pub(super) fn router(plane: Arc<dyn Plane>) -> Router {
         .route("/v1/snapshot", get(snapshot))
         .route("/v1/devices", get(devices).post(add_device))
         .route("/v1/devices/{device}", delete(remove_device).patch(resize_device))
+        .route("/v1/devices/{device}/qos", put(set_qos).delete(remove_qos))
+        .route("/v1/schedules/{schedule}", put(set_schedule).delete(remove_schedule))
         .route("/v1/iothreads", get(iothreads).post(add_iothread))
         .route("/v1/iothreads/{iothread}", delete(remove_iothread))
         .route("/v1/iothreads/{iothread}/cpus", put(pin_iothread))
@@ -81,13 +83,15 @@ impl Failure {
 impl From<PlaneError> for Failure {
     fn from(error: PlaneError) -> Self {
         let status = match &error {
-            PlaneError::NoDevice(_) | PlaneError::NoIoThread(_) | PlaneError::NoQueue { .. } => {
-                StatusCode::NOT_FOUND
-            }
+            PlaneError::NoDevice(_)
+            | PlaneError::NoIoThread(_)
+            | PlaneError::NoSchedule(_)
+            | PlaneError::NoQueue { .. } => StatusCode::NOT_FOUND,
             PlaneError::DeviceExists(_)
             | PlaneError::IoThreadExists(_)
             | PlaneError::SocketInUse { .. }
             | PlaneError::IoThreadInUse { .. }
+            | PlaneError::ScheduleInUse { .. }
             | PlaneError::QueueBusy { .. }
             | PlaneError::TooMany { .. } => StatusCode::CONFLICT,
             PlaneError::Fault(_) | PlaneError::Mapping(_) => StatusCode::UNPROCESSABLE_ENTITY,
@@ -203,6 +207,34 @@ async fn resize_device(
     let size = size.map(|size| size.0);
     let capacity = api.change(move |plane| plane.resize_device(&device, size)).await?;
     Ok(Json(Resized { capacity }))
+}
+
+async fn set_qos(State(api): State<Api>, Path(device): Path<String>, body: Body) -> Done {
+    let device = DiskName::new(device)?;
+    let SetQos(raw) = parse(&body)?;
+    let qos = Qos::new(raw).map_err(PlaneError::from)?;
+    api.change(move |plane| plane.set_qos(&device, Some(qos))).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn remove_qos(State(api): State<Api>, Path(device): Path<String>) -> Done {
+    let device = DiskName::new(device)?;
+    api.change(move |plane| plane.set_qos(&device, None)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn set_schedule(State(api): State<Api>, Path(schedule): Path<String>, body: Body) -> Done {
+    let name = Name::new(schedule)?;
+    let curve: ScheduleCurve = parse(&body)?;
+    let schedule = Schedule::new(curve.named(name)).map_err(PlaneError::from)?;
+    let is_new = api.change(move |plane| plane.set_schedule(schedule)).await?;
+    Ok(if is_new { StatusCode::CREATED } else { StatusCode::NO_CONTENT })
+}
+
+async fn remove_schedule(State(api): State<Api>, Path(schedule): Path<String>) -> Done {
+    let schedule = Name::new(schedule)?;
+    api.change(move |plane| plane.remove_schedule(&schedule)).await?;
+    Ok(StatusCode::NO_CONTENT)
 }
 
 async fn add_iothread(State(api): State<Api>, body: Body) -> Done {

@@ -7,10 +7,12 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, MutexGuard};
 
-use rtvirtio_spec::control::{Activity, Event, IoThreadState};
+use rtvirtio_spec::control::{
+    Activity, Consumption, Event, Had, IoThreadState, QosState, ScheduleState,
+};
 use rtvirtio_spec::mapping::{Entry, Mapping};
-use rtvirtio_spec::serve::{Device, IoThread, wire};
-use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Nanos};
+use rtvirtio_spec::serve::{Device, IoThread, Qos, Schedule, wire};
+use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
 use tokio::sync::broadcast;
@@ -31,6 +33,7 @@ struct Books {
 struct State {
     iothreads: BTreeMap<IoThreadName, IoThreadState>,
     devices: BTreeMap<DiskName, (Device, Bytes, Vec<Arc<QueueStats>>)>,
+    schedules: BTreeMap<Name, Schedule>,
     handed: HandedFds,
 }
 
@@ -114,7 +117,8 @@ impl Plane for Books {
     fn add_device(&self, device: wire::Device, handed: HandedFds) -> Result<(), PlaneError> {
         let mut state = self.state();
         let iothreads: Vec<_> = state.iothreads.keys().cloned().collect();
-        let device = Device::new(device, &iothreads, &[])?;
+        let schedules: Vec<_> = state.schedules.keys().cloned().collect();
+        let device = Device::new(device, &iothreads, &schedules)?;
         let name = device.name.clone();
         if state.devices.contains_key(&name) {
             return Err(PlaneError::DeviceExists(name));
@@ -171,6 +175,32 @@ impl Plane for Books {
         Ok(pause_ns)
     }
 
+    fn set_schedule(&self, schedule: Schedule) -> Result<bool, PlaneError> {
+        Ok(self.state().schedules.insert(schedule.name.clone(), schedule).is_none())
+    }
+
+    fn remove_schedule(&self, schedule: &Name) -> Result<(), PlaneError> {
+        let mut state = self.state();
+        let uses = |device: &Device| device.qos.as_ref().is_some_and(|q| q.schedule == *schedule);
+        if let Some(device) = state.devices.values().map(|(d, ..)| d).find(|d| uses(d)) {
+            let (schedule, device) = (schedule.clone(), device.name.clone());
+            return Err(PlaneError::ScheduleInUse { schedule, device });
+        }
+        let removed = state.schedules.remove(schedule);
+        removed.map(drop).ok_or_else(|| PlaneError::NoSchedule(schedule.clone()))
+    }
+
+    fn set_qos(&self, device: &DiskName, qos: Option<Qos>) -> Result<(), PlaneError> {
+        let mut state = self.state();
+        if let Some(Qos { schedule, .. }) = &qos
+            && !state.schedules.contains_key(schedule)
+        {
+            return Err(PlaneError::NoSchedule(schedule.clone()));
+        }
+        state.device(device)?.qos = qos;
+        Ok(())
+    }
+
     fn observe(&self) -> Observation {
         let state = self.state();
         let devices = state.devices.values().map(|(device, capacity, stats)| ObservedDevice {
@@ -180,6 +210,18 @@ impl Plane for Books {
             connected: false,
             capacity: *capacity,
             read_only: device.read_only,
+            qos: device.qos.as_ref().map(|qos| QosState {
+                settings: qos.into(),
+                had: Had {
+                    reads: Consumption {
+                        cost_ns: Nanos::from_millis(500),
+                        ..Consumption::default()
+                    },
+                    kept: 7,
+                    late: 1,
+                    ..Had::default()
+                },
+            }),
             queues: device
                 .mapping
                 .by_queue()
@@ -195,6 +237,21 @@ impl Plane for Books {
         Observation {
             iothreads: state.iothreads.values().cloned().collect(),
             devices: devices.collect(),
+            schedules: state
+                .schedules
+                .values()
+                .map(|schedule| ScheduleState {
+                    name: schedule.name.clone(),
+                    channels: schedule.channels,
+                    request_ns: schedule.request,
+                    kib_ns: schedule.kib,
+                    flush_ns: schedule.flush,
+                    waiting: 0,
+                    running: 0,
+                    background: 0,
+                    background_bound: schedule.channels + 1,
+                })
+                .collect(),
         }
     }
 
@@ -347,9 +404,61 @@ fn mapping_is_set_whole_and_by_queue() {
 }
 
 #[test]
+fn schedules_are_made_changed_and_removed_and_devices_join_and_leave_them() {
+    let served = Served::new();
+    served.add("d0");
+    let curve = json!({ "channels": 4, "request_ns": 200_000, "kib_ns": 9_000 });
+    assert_eq!(served.ask("PUT", "/v1/schedules/nvme0", &curve), (201, Value::Null));
+    let curve = json!({ "channels": 8, "request_ns": 100_000, "kib_ns": 0, "flush_ns": 50_000 });
+    assert_eq!(served.ask("PUT", "/v1/schedules/nvme0", &curve), (204, Value::Null));
+    let qos = json!({
+        "schedule": "nvme0", "weight": 200, "deadline_us": 10_000, "iops": 1_500, "burst": 2
+    });
+    assert_eq!(served.ask("PUT", "/v1/devices/d0/qos", &qos), (204, Value::Null));
+    let mut born_with_it = ram("d1");
+    born_with_it["qos"] = json!({ "schedule": "nvme0" });
+    let added = served.ask("POST", "/v1/devices", &json!({ "device": born_with_it }));
+    assert_eq!(added, (201, Value::Null));
+
+    let found = served.ask("GET", "/v1/snapshot", &Value::Null).1;
+    let expected = json!([{
+        "name": "nvme0", "channels": 8, "request_ns": 100_000, "kib_ns": 0, "flush_ns": 50_000,
+        "waiting": 0, "running": 0, "background": 0, "background_bound": 9,
+    }]);
+    assert_eq!(found["schedules"], expected);
+    assert_eq!(found["devices"][0]["qos"]["settings"], qos);
+    assert_eq!(found["devices"][0]["qos"]["late"], 1);
+    assert_eq!(found["devices"][1]["qos"]["settings"]["schedule"], "nvme0");
+    let (_, text) = served.with_fds("GET", "/metrics", "", &[]);
+    for line in [
+        "rtvirtio_schedule_background_bound{schedule=\"nvme0\"} 9.0",
+        "rtvirtio_promised_responses_total{vm=\"vm0\",device=\"d0\",outcome=\"kept\"} 7.0",
+        "rtvirtio_promised_responses_total{vm=\"vm0\",device=\"d0\",outcome=\"late\"} 1.0",
+        "rtvirtio_channel_time_seconds_total{vm=\"vm0\",device=\"d0\",kind=\"read\"} 0.5",
+    ] {
+        assert!(text.lines().any(|l| l == line), "{line}\n{text}");
+    }
+
+    let (status, body) = served.ask("DELETE", "/v1/schedules/nvme0", &Value::Null);
+    assert_eq!(
+        (status, &body["error"]),
+        (409, &json!("schedule \"nvme0\" is that of device \"d0\""))
+    );
+    for device in ["d0", "d1", "d0"] {
+        let path = format!("/v1/devices/{device}/qos");
+        assert_eq!(served.ask("DELETE", &path, &Value::Null), (204, Value::Null));
+    }
+    let found = served.ask("GET", "/v1/devices", &Value::Null).1;
+    assert_eq!(found[0]["qos"], Value::Null);
+    assert_eq!(served.ask("DELETE", "/v1/schedules/nvme0", &Value::Null).0, 204);
+    assert_eq!(served.ask("DELETE", "/v1/schedules/nvme0", &Value::Null).0, 404);
+}
+
+#[test]
 fn wrong_requests_get_an_error_body() {
     let served = Served::new();
     let name = "a".repeat(65);
+    let curve = |channels| json!({ "channels": channels, "request_ns": 1, "kib_ns": 0 });
     for (method, path, body, status, words) in [
         ("GET", "/v2", json!(null), 404, "there is no such path"),
         ("PUT", "/v1/snapshot", json!(null), 405, "does not have this method"),
@@ -362,6 +471,13 @@ fn wrong_requests_get_an_error_body() {
         ("PUT", "/v1/mapping/a/x", json!({ "iothread": "iot0" }), 400, "a queue is a number"),
         ("PUT", "/v1/iothreads/iot0/cpus", json!({ "cpus": [1024] }), 422, "beyond 1023"),
         ("POST", "/v1/iothreads", json!({ "name": "iot0" }), 409, "already"),
+        ("PUT", "/v1/schedules/s", json!({ "channels": 1 }), 400, "missing field `request_ns`"),
+        ("PUT", "/v1/schedules/s", curve(0), 422, "channels is 0, outside 1 to 65536"),
+        ("PUT", "/v1/schedules/a%20b", curve(1), 400, "not allowed in a name"),
+        ("PUT", "/v1/devices/d/qos", json!({ "schedule": "s", "iops": 1 }), 422, "a promise has"),
+        ("PUT", "/v1/devices/d/qos", json!({ "schedule": "s", "x": 1 }), 400, "unknown field `x`"),
+        ("PUT", "/v1/devices/d/qos", json!({ "schedule": "s" }), 404, "no schedule \"s\""),
+        ("DELETE", "/v1/devices/d/qos", json!(null), 404, "no device \"d\""),
     ] {
         let (found, body) = served.ask(method, path, &body);
         let error = body["error"].as_str().unwrap_or_default();

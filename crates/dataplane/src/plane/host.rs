@@ -16,7 +16,8 @@ use crate::device::Device;
 use crate::fixed::FixedBuffers;
 use crate::memory::{Memory, Region};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
-use crate::queue::{Broken, QueueKey, QueueSetup};
+use crate::queue::{Broken, Queue, QueueKey, QueueSetup};
+use crate::schedule::Member;
 use crate::server::{Notice, Report};
 use crate::session::{self, Change, QueueHost, StartError, StoppedQueue};
 use crate::stats::QueueStats;
@@ -122,6 +123,27 @@ impl Host {
                 Ok(0)
             }
             Err(error) => Err(error),
+        }
+    }
+
+    /// Gives the disk another place in a schedule, or none, where queues that start from now on are
+    /// served. Those that run, and are to go there by [`Self::join`].
+    pub(super) fn replace_member(&self, member: Option<Member>) -> Vec<QueueKey> {
+        // A queue that starts meanwhile is among these, or finds the new place.
+        let state = self.state();
+        let before = self.device().set_member(member);
+        if let Some(before) = before {
+            before.lift_limit();
+        }
+        state.queues.iter().filter_map(|place| place.key).collect()
+    }
+
+    /// Has queues go to the disk's place, each when what it has in flight has ended. The place that
+    /// the last one leaves is nobody's then.
+    pub(super) fn join(&self, queues: &[QueueKey]) {
+        for &key in queues {
+            // One that has stopped in the meantime starts there.
+            let _ = self.setup.pool.edit_drained(key, Queue::join);
         }
     }
 

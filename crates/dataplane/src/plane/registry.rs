@@ -15,10 +15,10 @@ use rtvirtio_engine::slice::SliceEngine;
 use rtvirtio_engine::ssd::{self, SsdEngine};
 use rtvirtio_engine::{Engine, SsdConfig};
 use rtvirtio_qos as qos;
-use rtvirtio_spec::control::{Activity, Event, IoThreadState};
+use rtvirtio_spec::control::{Activity, Event, IoThreadState, QosState};
 use rtvirtio_spec::mapping::{Entry, Mapping};
 use rtvirtio_spec::serve::{
-    self, Aio, ImageLock, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, wire,
+    self, Aio, ImageLock, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, MAX_SCHEDULES, wire,
 };
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos};
 use tokio::sync::broadcast;
@@ -79,6 +79,7 @@ struct Served {
     socket: Option<PathBuf>,
     socket_id: SocketId,
     mapping: Mapping,
+    qos: Option<serve::Qos>,
     /// Held as long as the device is there, if that is when its image is locked.
     _lock: Option<Lock>,
 }
@@ -139,10 +140,8 @@ impl Registry {
         for iothread in iothreads {
             self.add_iothread(iothread.clone())?;
         }
-        for spec in schedules {
-            let serve::Schedule { ref name, channels, request, kib, flush } = *spec;
-            let schedule = Schedule::new(qos::Device { channels, request, kib, flush });
-            self.state().schedules.insert(name.clone(), schedule);
+        for schedule in schedules {
+            self.set_schedule(schedule.clone())?;
         }
         for OpenedDevice { spec, image, listener } in opened.devices {
             self.add(spec, image, Some(listener))?;
@@ -211,7 +210,7 @@ impl Registry {
             serial,
             write_cache: spec.write_cache,
             limits: Limits::default(),
-            schedule: spec.qos.as_ref().and_then(|qos| state.member(qos)),
+            schedule: spec.qos.as_ref().map(|qos| state.member(qos)).transpose()?,
         })
         .map_err(|error| refused(format!("cannot make {name}"), error))?;
         let device = Arc::new(device);
@@ -248,6 +247,7 @@ impl Registry {
             socket: path,
             socket_id,
             mapping: spec.mapping,
+            qos: spec.qos,
             _lock: lock,
         };
         state.devices.insert(spec.name, served);
@@ -271,20 +271,28 @@ impl Watched {
 }
 
 impl State {
-    /// A disk's place in the schedule that it names; it was checked that there is one.
-    fn member(&self, qos: &serve::Qos) -> Option<Member> {
-        let rate = |rate: &serve::Rate| qos::Rate {
-            iops: rate.iops,
-            bandwidth: rate.bandwidth,
-            burst: rate.burst,
-        };
-        let promise = qos
-            .promise
-            .as_ref()
-            .map(|promise| qos::Promise { deadline: promise.deadline, rate: rate(&promise.rate) });
-        let share = qos::Share { weight: qos.weight, limit: qos.limit.as_ref().map(rate) };
-        self.schedules.get(&qos.schedule)?.join(share, promise)
+    /// A disk's place in the schedule that it names.
+    fn member(&self, qos: &serve::Qos) -> Result<Member, PlaneError> {
+        let schedule = self.schedules.get(&qos.schedule);
+        let (share, promise) = terms(qos);
+        let member = schedule.and_then(|schedule| schedule.join(share, promise));
+        member.ok_or_else(|| PlaneError::NoSchedule(qos.schedule.clone()))
     }
+}
+
+/// What a disk gets, in the schedule's terms.
+fn terms(qos: &serve::Qos) -> (qos::Share, Option<qos::Promise>) {
+    let rate = |rate: &serve::Rate| qos::Rate {
+        iops: rate.iops,
+        bandwidth: rate.bandwidth,
+        burst: rate.burst,
+    };
+    let promise = qos
+        .promise
+        .as_ref()
+        .map(|promise| qos::Promise { deadline: promise.deadline, rate: rate(&promise.rate) });
+    let share = qos::Share { weight: qos.weight, limit: qos.limit.as_ref().map(rate) };
+    (share, promise)
 }
 
 /// The threads of a mapping's queues.
@@ -515,6 +523,61 @@ impl Plane for Registry {
         Ok(pause_ns)
     }
 
+    fn set_schedule(&self, schedule: serve::Schedule) -> Result<bool, PlaneError> {
+        let serve::Schedule { name, channels, request, kib, flush } = schedule;
+        let device = qos::Device { channels, request, kib, flush };
+        let mut state = self.state();
+        if let Some(schedule) = state.schedules.get(&name) {
+            schedule.set_device(device);
+            return Ok(false);
+        }
+        if state.schedules.len() >= MAX_SCHEDULES {
+            return Err(PlaneError::TooMany { what: "schedules", limit: MAX_SCHEDULES });
+        }
+        state.schedules.insert(name, Schedule::new(device));
+        Ok(true)
+    }
+
+    fn remove_schedule(&self, schedule: &Name) -> Result<(), PlaneError> {
+        let mut state = self.state();
+        if !state.schedules.contains_key(schedule) {
+            return Err(PlaneError::NoSchedule(schedule.clone()));
+        }
+        let is_in = |served: &Served| served.qos.as_ref().is_some_and(|q| q.schedule == *schedule);
+        if let Some((device, _)) = state.devices.iter().find(|(_, served)| is_in(served)) {
+            let (schedule, device) = (schedule.clone(), device.clone());
+            return Err(PlaneError::ScheduleInUse { schedule, device });
+        }
+        state.schedules.remove(schedule);
+        Ok(())
+    }
+
+    fn set_qos(&self, device: &DiskName, qos: Option<serve::Qos>) -> Result<(), PlaneError> {
+        let mut state = self.state();
+        let host = state.host(device)?;
+        let schedule = |qos: &Option<serve::Qos>| qos.as_ref().map(|qos| qos.schedule.clone());
+        let before = state.devices.get(device).and_then(|served| schedule(&served.qos));
+        if let Some(qos) = &qos
+            && before.as_ref() == Some(&qos.schedule)
+            && let Some(member) = host.device().member()
+        {
+            let (share, promise) = terms(qos);
+            member.set(share, promise);
+            state.set_qos(device, Some(qos.clone()));
+            return Ok(());
+        }
+        let member = qos.as_ref().map(|qos| state.member(qos)).transpose()?;
+        if before.is_none() && member.is_none() {
+            return Ok(());
+        }
+        state.set_qos(device, qos);
+        let queues = host.replace_member(member);
+        // What is in flight ends first, so not under the lock.
+        drop(state);
+        host.join(&queues);
+        Ok(())
+    }
+
     fn observe(&self) -> Observation {
         let state = self.state();
         let iothreads = state.iothreads.iter().map(|(name, thread)| {
@@ -540,7 +603,12 @@ impl Plane for Registry {
             let device = served.host.device();
             let queues = served.mapping.by_queue().iter().zip(&served.host.stats);
             let keys = served.host.keys();
+            let qos = served.qos.as_ref().zip(device.member());
             ObservedDevice {
+                qos: qos.map(|(qos, member)| QosState {
+                    settings: qos.into(),
+                    had: member.status().had(),
+                }),
                 name: name.clone(),
                 vm: served.vm.clone(),
                 socket: served.socket.clone(),
@@ -562,7 +630,12 @@ impl Plane for Registry {
                     .collect(),
             }
         });
-        Observation { iothreads: iothreads.collect(), devices: devices.collect() }
+        let schedules = state.schedules.iter();
+        Observation {
+            iothreads: iothreads.collect(),
+            devices: devices.collect(),
+            schedules: schedules.map(|(name, s)| s.status().state(name.clone())).collect(),
+        }
     }
 
     fn events(&self) -> broadcast::Receiver<Event> {
@@ -578,6 +651,12 @@ impl State {
     fn host(&self, device: &DiskName) -> Result<Arc<Host>, PlaneError> {
         let served = self.devices.get(device);
         served.map(|s| Arc::clone(&s.host)).ok_or_else(|| PlaneError::NoDevice(device.clone()))
+    }
+
+    fn set_qos(&mut self, device: &DiskName, qos: Option<serve::Qos>) {
+        if let Some(served) = self.devices.get_mut(device) {
+            served.qos = qos;
+        }
     }
 
     /// Queues that are mapped to an IOThread, whether they run or not.

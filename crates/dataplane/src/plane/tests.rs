@@ -119,6 +119,67 @@ fn front_end_that_comes_and_leaves_is_told_of() {
     drop(front);
 }
 
+fn qos(value: serde_json::Value) -> Qos {
+    Qos::new(serde_json::from_value(value).unwrap()).unwrap()
+}
+
+#[test]
+fn disk_joins_changes_and_leaves_a_schedule_that_stays_as_long_as_it_is_used() {
+    let rig = Rig::new();
+    let registry = &rig.registry;
+    let name = |text: &str| Name::new(text).unwrap();
+    let schedule = |text: &str, channels: u32| {
+        let raw = json!({ "name": text, "channels": channels, "request_ns": 1_000, "kib_ns": 1 });
+        registry.set_schedule(Schedule::new(serde_json::from_value(raw).unwrap()).unwrap())
+    };
+    let state = || {
+        let Snapshot { devices, schedules, .. } = registry.observe().snapshot(Nanos::ZERO);
+        let set = devices.into_iter().map(|device| device.qos.map(|qos| qos.settings));
+        (set.collect::<Vec<_>>(), schedules)
+    };
+    assert!(schedule("a", 4).unwrap());
+    assert!(schedule("b", 1).unwrap());
+    assert!(!schedule("b", 2).unwrap());
+    let [a, b] = <[_; 2]>::try_from(state().1).unwrap();
+    assert_eq!((a.channels, a.background_bound, a.flush_ns), (4, 5, Nanos::new(1_000)));
+    assert_eq!((b.channels, b.background_bound), (2, 3));
+
+    // With a ring that is served, and one that is not.
+    let (mut session, _guest) = rig.session();
+    let device = json!({
+        "name": "born",
+        "vm": "vm",
+        "socket": rig.directory.path().join("born.sock"),
+        "engine": { "type": "ram", "size": 1 << 20 },
+        "qos": { "schedule": "b", "weight": 7 },
+    });
+    registry.add_device(serde_json::from_value(device).unwrap(), HandedFds::default()).unwrap();
+    kick(&mut session);
+    let promised = qos(json!({ "schedule": "a", "deadline_us": 500, "iops": 100 }));
+    registry.set_qos(&disk(), Some(promised.clone())).unwrap();
+    let limited = qos(json!({ "schedule": "a", "max_iops": 10 }));
+    registry.set_qos(&disk(), Some(limited.clone())).unwrap();
+    assert_eq!(state().0[1], Some((&limited).into()));
+    // What is refused changes nothing.
+    let unknown = registry.set_qos(&disk(), Some(qos(json!({ "schedule": "c" }))));
+    assert!(matches!(unknown, Err(PlaneError::NoSchedule(c)) if c == name("c")));
+    let in_use = registry.remove_schedule(&name("a"));
+    assert!(matches!(in_use, Err(PlaneError::ScheduleInUse { device, .. }) if device == disk()));
+    assert!(matches!(registry.remove_schedule(&name("c")), Err(PlaneError::NoSchedule(_))));
+    assert_eq!(state().0[1], Some((&limited).into()));
+    assert_eq!(state().0[0].as_ref().map(|qos| qos.weight), Some(Some(7)));
+
+    let other = qos(json!({ "schedule": "b" }));
+    registry.set_qos(&disk(), Some(other)).unwrap();
+    registry.remove_schedule(&name("a")).unwrap();
+    registry.set_qos(&disk(), None).unwrap();
+    registry.set_qos(&disk(), None).unwrap();
+    assert_eq!(state().0[1], None);
+    registry.remove_device(&DiskName::new("born").unwrap()).unwrap();
+    registry.remove_schedule(&name("b")).unwrap();
+    assert_eq!(state(), (vec![None], vec![]));
+}
+
 #[test]
 fn kick_that_is_no_eventfd_pipe_or_socket_is_refused() {
     let rig = Rig::new();

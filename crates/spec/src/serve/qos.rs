@@ -91,6 +91,14 @@ fn rate(
 }
 
 impl Schedule {
+    /// Checks one.
+    ///
+    /// # Errors
+    /// [`Fault`]: which rule it breaks.
+    pub fn new(raw: wire::Schedule) -> Result<Self, Fault> {
+        Self::located(raw).map_err(|(_, fault)| fault)
+    }
+
     pub(super) fn located(raw: wire::Schedule) -> Result<Self, Misplaced> {
         let channels = in_range("channels", raw.channels.into(), 1, MAX_CHANNELS);
         at(&["channels"], channels)?;
@@ -116,7 +124,11 @@ impl Qos {
         Self::new(raw).map_err(|fault| (&["qos"] as &[_], fault))
     }
 
-    fn new(raw: wire::Qos) -> Result<Self, Fault> {
+    /// Checks one; whether there is such a schedule is not known here.
+    ///
+    /// # Errors
+    /// [`Fault`]: which rule it breaks.
+    pub fn new(raw: wire::Qos) -> Result<Self, Fault> {
         let weight = raw.weight.unwrap_or(100);
         let deadline = raw.deadline_us.map(|us| in_range("deadline_us", us, 1, MAX_DEADLINE_US));
         let promised =

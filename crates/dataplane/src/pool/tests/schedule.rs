@@ -84,6 +84,168 @@ fn limited_disk_is_slow_its_neighbour_is_not_and_both_stop() {
     assert!(times[1] * 4 < times[0], "{times:?}");
 }
 
+/// Requests that are under way, most of them in the schedule: a rate of one in 100 s.
+fn held(pool: &Pool, schedule: &Arc<Schedule>, on: ThreadId) -> (Guarded, Arc<Device>, QueueKey) {
+    let device = device_in(schedule.join(share(1, Some(0.01)), None), ram(), 1);
+    let mut queue = Guarded::new(Shape::of(0));
+    let key = pool.start(queue.setup(&device), on).unwrap();
+    queue.fill();
+    queue.publish();
+    let start = Instant::now();
+    while queue.reap() + schedule.status().waiting as u64 != 16 || queue.done != 1 {
+        assert!(start.elapsed() < LOST);
+        std::thread::yield_now();
+    }
+    (queue, device, key)
+}
+
+#[test]
+fn limit_that_is_changed_holds_nothing_that_waited_for_the_old_one() {
+    let pool = Pool::default();
+    let [a, b] = threads(&pool);
+    let schedule = schedule(4);
+    let (mut queue, device, key) = held(&pool, &schedule, a);
+    pool.move_queue(key, b).unwrap();
+    let start = Instant::now();
+    device.member().unwrap().set(share(1, Some(100.0)), None);
+    queue.drain();
+    let time = start.elapsed();
+    assert!((Duration::from_millis(139)..LOST).contains(&time), "{time:?}");
+    assert_eq!(schedule.status().waiting, 0);
+    pool.stop(key).unwrap();
+}
+
+#[test]
+fn disk_that_leaves_its_schedule_waits_for_no_limit_of_it() {
+    let pool = Pool::default();
+    let [a] = threads(&pool);
+    let schedule = schedule(4);
+    let (mut queue, device, key) = held(&pool, &schedule, a);
+    let before = device.set_member(None).unwrap();
+    before.lift_limit();
+    let watched = Arc::downgrade(&before);
+    drop(before);
+    let start = Instant::now();
+    pool.edit_drained(key, Queue::join).unwrap();
+    assert!(start.elapsed() < LOST);
+    assert!(watched.upgrade().is_none(), "it is still in the schedule");
+    queue.drain();
+    queue.run_requests(100);
+    assert_eq!(schedule.status().running, 0);
+    pool.stop(key).unwrap();
+}
+
+#[test]
+fn request_whose_queue_moves_while_it_waits_for_a_limit_starts() {
+    let pool = Pool::default();
+    let [a, b] = threads(&pool);
+    let device = device_in(schedule(4).join(share(1, Some(20.0)), None), ram(), 1);
+    let mut queue = Guarded::new(Shape { depth: 2, ..Shape::of(0) });
+    let key = pool.start(queue.setup(&device), a).unwrap();
+    for _ in 0..4 {
+        queue.fill();
+        queue.publish();
+        std::thread::sleep(Duration::from_millis(5));
+        pool.move_queue(key, b).unwrap();
+        queue.drain();
+        pool.move_queue(key, a).unwrap();
+    }
+    pool.stop(key).unwrap();
+}
+
+#[test]
+fn changes_and_moves_at_full_speed_lose_repeat_and_misplace_nothing() {
+    const QUEUES: u16 = 2;
+    let pool = &Pool::default();
+    let ids: [_; 3] = threads(pool);
+    let schedules = &[schedule(2), schedule(8)];
+    let engines = [ram(), file(Aio::IoUring) as Arc<dyn Engine>, ssd("ref-4x250")];
+    let mut workers = Vec::new();
+    let mut disks = Vec::new();
+    for engine in engines {
+        let device = device_in(None, engine, QUEUES);
+        let queues = [0, 1].map(|part| Guarded::new(Shape::of(part + 1)));
+        let keys = queues.each_ref().map(|queue| pool.start(queue.setup(&device), ids[0]).unwrap());
+        workers.extend(queues);
+        disks.push((device, keys));
+    }
+    let (disks, stop) = (&disks, &AtomicBool::new(false));
+    let [moved, set, joined] = &[const { AtomicU64::new(0) }; 3];
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = workers
+            .into_iter()
+            .map(|mut queue| scope.spawn(move || queue.run_requests(3_000)))
+            .collect();
+        scope.spawn(move || {
+            let mut random = Guarded::new(Shape::of(5));
+            while !stop.load(Relaxed) {
+                let (_, keys) = &disks[random.random(3) as usize];
+                match pool
+                    .move_queue(keys[random.random(2) as usize], ids[random.random(3) as usize])
+                {
+                    Ok(_) => moved.fetch_add(1, Relaxed),
+                    Err(MoveError::Busy) => 0,
+                    Err(error) => panic!("{error}"),
+                };
+            }
+        });
+        scope.spawn(move || {
+            let mut random = Guarded::new(Shape::of(6));
+            while !stop.load(Relaxed) {
+                let (device, keys) = &disks[random.random(3) as usize];
+                let share = share(
+                    1 + random.random(1_000) as u32,
+                    (random.random(2) == 0).then(|| 500.0 + random.random(5_000) as f64),
+                );
+                let promise =
+                    (random.random(2) == 0).then(|| promise(1.0 + random.random(500) as f64));
+                let to = &schedules[random.random(2) as usize];
+                match random.random(8) {
+                    0 => to.set_device(rtvirtio_qos::Device {
+                        channels: 1 + random.random(8) as u32,
+                        ..to.status().device
+                    }),
+                    1 | 2 => {
+                        let member = random.random(3) > 0;
+                        let member = member.then(|| to.join(share, promise).unwrap());
+                        if let Some(before) = device.set_member(member) {
+                            before.lift_limit();
+                        }
+                        for &key in keys {
+                            pool.edit_drained(key, Queue::join).unwrap();
+                        }
+                        joined.fetch_add(1, Relaxed);
+                    }
+                    _ => {
+                        if let Some(member) = device.member() {
+                            member.set(share, promise);
+                            set.fetch_add(1, Relaxed);
+                        }
+                    }
+                }
+            }
+        });
+        let ended: Vec<_> = workers.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
+        stop.store(true, Relaxed);
+        assert!(ended.iter().all(Result::is_ok));
+    });
+    for (_, keys) in disks {
+        for &key in keys {
+            assert_eq!(pool.stop(key).unwrap().in_flight(), 0);
+        }
+    }
+    let counts = [moved, set, joined].map(|count| count.load(Relaxed));
+    assert!(counts.iter().all(|&count| count > 50), "{counts:?}");
+    for id in ids {
+        pool.remove_thread(id).unwrap();
+    }
+    // Now all threads have said what ended.
+    for schedule in schedules {
+        let status = schedule.status();
+        assert_eq!((status.waiting, status.running, status.background), (0, 0, 0));
+    }
+}
+
 /// RAM that remembers the longest transfer and how many there were.
 struct Watching(Arc<dyn Engine>, AtomicU64, AtomicU64);
 

@@ -238,6 +238,7 @@ disk = "logs"
                 read_only: false,
                 queues: Vec::new(),
                 responses,
+                qos: None,
             }
         };
         Snapshot { devices: devices.iter().map(device).collect(), ..Snapshot::default() }
