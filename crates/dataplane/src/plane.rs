@@ -140,6 +140,8 @@ pub struct HandedFds {
 /// Everything at one time.
 #[derive(Debug, Clone, Default)]
 pub struct Observation {
+    /// When the data plane started, since 1970, UTC.
+    pub started: Nanos,
     /// By name.
     pub iothreads: Vec<IoThreadState>,
     /// By name.
@@ -231,6 +233,7 @@ impl Observation {
         });
         Snapshot {
             time_ns: time,
+            started_ns: self.started,
             iothreads: self.iothreads.clone(),
             devices: devices.collect(),
             schedules: self.schedules.clone(),

@@ -36,6 +36,7 @@ use crate::cgroup::Write;
 use crate::guests::Connected;
 use crate::journal::{Journal, Lock, Pending, Phase, Record, boot_time};
 use crate::knobs::{Schedulers, check, has_module, module, observe, value, write};
+use crate::promises::Plane;
 use crate::restore::{Restoration, save};
 use crate::systemd::Units;
 use crate::topology::Resolved;
@@ -127,9 +128,11 @@ impl Host {
         let mut changes = changes.to_vec();
         changes.sort_by(|a, b| a.knob.cmp(&b.knob));
         let mut guests = Connected::open(&*self.sysfs, &topology.guests)?;
+        let plane = Plane::open(topology.data_plane.as_ref())?;
         self.check_changes(&resolved, &guests, &changes)?;
         let mut current = observe(&*self.sysfs, &resolved)?;
         current.extend(guests.knobs());
+        current.extend(plane.iter().flat_map(Plane::knobs));
         let differences = differences(observed, &current);
         if !differences.is_empty() {
             return Err(HostError::Stale { differences });
@@ -146,11 +149,12 @@ impl Host {
         let units = self.units(&resolved, &changes)?;
         let mut record = save(&*self.sysfs, &resolved, &changes, &units)?;
         record.guests = guests.save(&changes)?;
+        record.data_planes = plane.iter().filter_map(|plane| plane.save(&changes)).collect();
         journal.pending =
             Some(Pending { phase: Phase::Applying, deadline_ns: deadline_ns(), record });
         self.store(&journal)?;
         let applying = journal.clone();
-        let written = self.write_all(&resolved, &mut guests, &changes, &units);
+        let written = self.write_all(&resolved, (&mut guests, plane.as_ref()), &changes, &units);
         // An undo connects anew: a socket serves one client at a time.
         drop(guests);
         let settled = written.and_then(|()| {
@@ -288,6 +292,10 @@ impl Host {
     ) -> Result<(), HostError> {
         let release = self.kernel_release().unwrap_or_default();
         for Change { knob, new, .. } in changes {
+            if knob.is_of_data_plane() {
+                check(knob, new)?;
+                continue;
+            }
             let schedulers = match knob.device() {
                 Some(_) => Some(Schedulers::read(&*self.sysfs, resolved.of(knob)?.0)?),
                 None => guests.schedulers(knob)?,
@@ -318,14 +326,17 @@ impl Host {
     fn write_all(
         &self,
         resolved: &Resolved,
-        guests: &mut Connected,
+        (guests, plane): (&mut Connected, Option<&Plane>),
         changes: &[Change],
         units: &Units,
     ) -> Result<(), HostError> {
-        let (of_host, of_guests): (Vec<&Change>, Vec<&Change>) =
+        let (of_host, others): (Vec<&Change>, Vec<&Change>) =
             changes.iter().partition(|c| c.knob.device().is_some());
-        for Change { knob, new, .. } in of_guests {
-            guests.write(self, knob, new)?;
+        for Change { knob, new, .. } in others {
+            match plane.filter(|_| knob.is_of_data_plane()) {
+                Some(plane) => plane.write(self, knob, new)?,
+                None => guests.write(self, knob, new)?,
+            }
         }
         let (by_systemd, direct): (Vec<&Change>, Vec<&Change>) =
             of_host.into_iter().partition(|c| units.set(&*self.sysfs, resolved, &c.knob));

@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use rtvirtio_spec::profile::DeviceIdentity;
 use rtvirtio_spec::settings::Knob;
-use rtvirtio_units::{DeviceName, VmName};
+use rtvirtio_units::{DeviceName, DiskName, VmName};
 
+use crate::dataplane::ControlFault;
 use crate::restore::Restoration;
 use crate::{Drift, GuestFault, Step};
 
@@ -175,6 +176,32 @@ pub enum HostError {
         vm: VmName,
         /// Why.
         fault: Box<GuestFault>,
+    },
+    /// The data plane does not answer, or not as it should. Nothing was written.
+    #[error("the data plane at {}: {fault}", control.display())]
+    DataPlane {
+        /// Its control socket.
+        control: PathBuf,
+        /// Why.
+        fault: Box<ControlFault>,
+    },
+    /// The data plane does not have a disk. Nothing was written.
+    #[error("the data plane at {} has no device {disk}", control.display())]
+    NoDataPlaneDevice {
+        /// Its control socket.
+        control: PathBuf,
+        /// The disk.
+        disk: DiskName,
+    },
+    /// The data plane refused a change; all that was written before is undone.
+    #[error("cannot set {knob} to {wanted}: {fault}; undone")]
+    DataPlaneWriteFailed {
+        /// Which knob.
+        knob: Box<Knob>,
+        /// What was to be set.
+        wanted: String,
+        /// Why.
+        fault: Box<ControlFault>,
     },
     /// A guest or its QEMU refused a write or did not answer; all that was written before is undone.
     #[error("cannot set {knob} to {wanted:?} in {}: {fault}; undone", file.display())]
@@ -353,6 +380,13 @@ impl HostError {
             },
             Self::Guest { fault, .. } | Self::GuestWriteFailed { fault, .. } => {
                 fault.hint()?.to_owned()
+            }
+            Self::DataPlane { fault, .. } | Self::DataPlaneWriteFailed { fault, .. } => {
+                fault.hint()?
+            }
+            Self::NoDataPlaneDevice { .. } => {
+                "a disk of the specification has the name of its device there: `rtvirtio ctl show`"
+                    .to_owned()
             }
             Self::UndoIncomplete { .. } | Self::RestoreIncomplete { .. } => {
                 "remove the cause (a guest that does not answer: start its qemu-guest-agent or end `rtvirtio watch`, for QEMU serves one client of a socket at a time; or shut its VM down, whose own knobs go with it) and run `rtvirtio rollback` again".to_owned()

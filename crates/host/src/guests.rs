@@ -173,7 +173,8 @@ impl Connected {
     /// Saves what `changes` would overwrite.
     pub(crate) fn save(&mut self, changes: &[Change]) -> Result<Vec<GuestRecord>, HostError> {
         let mut records: BTreeMap<VmName, GuestRecord> = BTreeMap::new();
-        for knob in changes.iter().map(|c| &c.knob).filter(|k| k.device().is_none()) {
+        let is_own = |knob: &&Knob| knob.device().is_none() && !knob.is_of_data_plane();
+        for knob in changes.iter().map(|c| &c.knob).filter(is_own) {
             let (vm, connection) = self.of(knob)?;
             let record = records.entry(vm.clone()).or_insert_with(|| connection.record());
             connection.save(knob, record).map_err(|fault| of_vm(&vm, fault))?;

@@ -34,8 +34,8 @@ use crate::qemu::Address;
 use crate::sysfs::DeviceNumber;
 use crate::systemd::Properties;
 
-/// 1 had no [`Record::guests`]; it is read as well.
-const VERSION: u32 = 2;
+/// 1 had no [`Record::guests`], 2 no [`Record::data_planes`]; both are read as well.
+const VERSION: u32 = 3;
 const OLDEST_VERSION: u32 = 1;
 
 /// A device's queue as it was.
@@ -189,6 +189,33 @@ impl GuestRecord {
     }
 }
 
+/// A data plane whose knobs were changed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct DataPlaneRecord {
+    pub(crate) control: PathBuf,
+    /// When it started, since 1970.
+    pub(crate) started: Nanos,
+    /// Each knob's text; `None`: it was not there.
+    pub(crate) old: Vec<(Knob, Option<String>)>,
+}
+
+impl DataPlaneRecord {
+    /// Adds what `newer` knows of the same socket and is not known yet.
+    fn add(&mut self, newer: Self) {
+        if self.started != newer.started {
+            // Another data plane: what the old one had set ended with it.
+            *self = newer;
+            return;
+        }
+        for (knob, old) in newer.old {
+            if self.old.iter().all(|(known, _)| *known != knob) {
+                self.old.push((knob, old));
+            }
+        }
+    }
+}
+
 /// Old values.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -200,6 +227,9 @@ pub(crate) struct Record {
     /// One for each VM at most.
     #[serde(default)]
     pub(crate) guests: Vec<GuestRecord>,
+    /// One for each control socket at most.
+    #[serde(default)]
+    pub(crate) data_planes: Vec<DataPlaneRecord>,
 }
 
 impl Record {
@@ -232,6 +262,12 @@ impl Record {
                 // Not rtvirtio's to put back as they once were.
                 Some(older) => older.weights = unit.weights,
                 None => self.units.push(unit),
+            }
+        }
+        for plane in newer.data_planes {
+            match self.data_planes.iter_mut().find(|p| p.control == plane.control) {
+                Some(older) => older.add(plane),
+                None => self.data_planes.push(plane),
             }
         }
         for guest in newer.guests {

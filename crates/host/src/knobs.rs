@@ -11,11 +11,11 @@ use std::path::{Path, PathBuf};
 
 use rtvirtio_spec::settings::{BfqParameter, Knob, Knobs, Limit};
 
-use crate::HostError;
 use crate::cgroup::{Write, read};
 use crate::device::{Disk, directory};
 use crate::sysfs::{DeviceNumber, Sysfs};
 use crate::topology::Resolved;
+use crate::{HostError, promises};
 
 /// No limit.
 pub(crate) const MAX: &str = "max";
@@ -162,6 +162,8 @@ pub(crate) fn check(knob: &Knob, text: &str) -> Result<(), HostError> {
         }
         // QEMU holds it in a signed number (iothread.c).
         Knob::PollMax { .. } => (within(0, i64::MAX as u64), "a number of ns below 2^63"),
+        Knob::Schedule { .. } => (promises::check(knob, text), "a service curve in JSON"),
+        Knob::Qos { .. } => (promises::check(knob, text), "what the control API takes, in JSON"),
         Knob::Weight { .. } => (within(1, 1000), "a number from 1 to 1000"),
         // The kernel cuts v1 IOPS limits to 32 bits and takes the largest value for no limit;
         // 0 removes a v1 limit.

@@ -31,6 +31,7 @@ mod groups;
 mod guests;
 mod journal;
 mod knobs;
+mod promises;
 pub mod qemu;
 mod restore;
 pub mod sysfs;
@@ -56,6 +57,7 @@ pub use block_trace::{BlockTrace, Extent, Latencies};
 pub use cgroup::CgroupVersion;
 pub use error::HostError;
 pub use guests::{GuestFault, GuestTopology};
+pub use promises::DataPlaneTopology;
 pub use restore::{Restoration, Skipped};
 pub use topology::Topology;
 pub use writers::{OtherWriter, WriterKind};
@@ -197,6 +199,8 @@ impl Host {
         let resolved = topology::Resolved::find(&*self.sysfs, topology)?;
         let mut knobs = knobs::observe(&*self.sysfs, &resolved)?;
         knobs.extend(guests::Connected::open(&*self.sysfs, &topology.guests)?.knobs());
+        let plane = promises::Plane::open(topology.data_plane.as_ref())?;
+        knobs.extend(plane.iter().flat_map(promises::Plane::knobs));
         Ok(knobs)
     }
 

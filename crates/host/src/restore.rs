@@ -66,6 +66,16 @@ pub enum Skipped {
         /// The VM.
         vm: VmName,
     },
+    /// A data plane is gone, or was started again.
+    DataPlane {
+        /// Its control socket.
+        control: PathBuf,
+    },
+    /// A disk of the data plane is gone, or others use the schedule by now.
+    DataPlaneKnob {
+        /// What is as it was.
+        knob: Knob,
+    },
     /// A guest's disk is gone, or another one has its name.
     GuestDisk {
         /// The VM.
@@ -82,6 +92,10 @@ impl fmt::Display for Skipped {
             Self::Cgroup { cgroup } => write!(f, "cgroup {}", cgroup.display()),
             Self::Vm { vm } => write!(f, "the QEMU of VM {vm}"),
             Self::Guest { vm } => write!(f, "the guest of VM {vm}, which was booted again"),
+            Self::DataPlane { control } => {
+                write!(f, "the data plane at {}, or as it was then", control.display())
+            }
+            Self::DataPlaneKnob { knob } => write!(f, "{knob}"),
             Self::GuestDisk { vm, node } => write!(f, "disk {node} in the guest of VM {vm}"),
         }
     }
@@ -384,6 +398,9 @@ impl Host {
                 }
                 Err(error) => done.failures.push(error.to_string()),
             }
+        }
+        for record in &record.data_planes {
+            self.restore_data_plane(record, &mut done)?;
         }
         let is_host_back = done.failures.is_empty();
         let left = self.restore_guests(&record.guests, &mut done)?;

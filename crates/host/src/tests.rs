@@ -93,6 +93,7 @@ impl Bed {
             uses: vms.map(|name| (vm(name), BTreeSet::from([device()]))).into(),
             identities: BTreeMap::new(),
             guests: BTreeMap::new(),
+            data_plane: None,
         };
         let state = tempfile::tempdir().unwrap();
         let fake = Arc::new(fake);

@@ -16,13 +16,13 @@ use std::path::{Path, PathBuf};
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::profile::DeviceIdentity;
 use rtvirtio_spec::settings::Knob;
-use rtvirtio_spec::specification::Specification;
+use rtvirtio_spec::specification::{Backend, Specification};
 use rtvirtio_units::{DeviceName, VmName};
 
 use crate::cgroup::{Cgroup, CgroupVersion, relative};
 use crate::device::{self, Disk};
 use crate::sysfs::Sysfs;
-use crate::{GuestTopology, Host, HostError};
+use crate::{DataPlaneTopology, GuestTopology, Host, HostError};
 
 /// Devices, VMs, and which VM uses which device.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -37,6 +37,8 @@ pub struct Topology {
     pub identities: BTreeMap<DeviceName, DeviceIdentity>,
     /// The VMs whose own knobs are observed and set too.
     pub guests: BTreeMap<VmName, GuestTopology>,
+    /// The data plane whose knobs are observed and set too.
+    pub data_plane: Option<DataPlaneTopology>,
 }
 
 impl Topology {
@@ -63,14 +65,17 @@ impl Topology {
             uses,
             identities: plan.devices.iter().map(|d| (d.name.clone(), d.identity.clone())).collect(),
             guests: GuestTopology::of(&plan.guests),
+            data_plane: plan.data_plane.as_ref().map(DataPlaneTopology::of),
         }
     }
 
-    /// The specification's devices and VMs, without what is the VMs' own. A VM uses the devices of
-    /// its disks.
+    /// The specification's devices and VMs of the kernel path, without what is the VMs' own. A VM
+    /// uses the devices of its disks.
     #[must_use]
     pub fn of_specification(specification: &Specification) -> Self {
-        let uses = specification.vms.iter().map(|v| {
+        // What the data plane serves is not its VM's cgroup's I/O.
+        let vms = || specification.vms.iter().filter(|vm| vm.backend == Backend::Kernel);
+        let uses = vms().map(|v| {
             (v.name.clone(), v.disks.iter().map(|d| d.device.clone()).collect::<BTreeSet<_>>())
         });
         Self {
@@ -79,10 +84,11 @@ impl Topology {
                 .iter()
                 .map(|d| (d.name.clone(), d.path.clone()))
                 .collect(),
-            vms: specification.vms.iter().map(|v| (v.name.clone(), v.cgroup.clone())).collect(),
+            vms: vms().map(|v| (v.name.clone(), v.cgroup.clone())).collect(),
             uses: uses.collect(),
             identities: BTreeMap::new(),
             guests: BTreeMap::new(),
+            data_plane: None,
         }
     }
 }

@@ -166,6 +166,7 @@ pub fn plan(
         vms,
         settings,
         guests: Guests::default(),
+        data_plane: None,
         observed: observed.clone(),
         changes,
         tasks,

@@ -18,6 +18,9 @@ use crate::serve::{Polling, wire};
 pub struct Snapshot {
     /// Time since 1970, UTC.
     pub time_ns: Nanos,
+    /// When the data plane started, likewise: another one's settings are its own.
+    #[serde(default)]
+    pub started_ns: Nanos,
     /// The IOThreads, by name.
     pub iothreads: Vec<IoThreadState>,
     /// The devices, by name.

@@ -1,6 +1,7 @@
 //! A plan: the settings chosen for a specification, what they change, what
 //! they promise and what they cost.
 
+pub mod data_plane;
 pub mod qemu;
 
 use std::collections::BTreeMap;
@@ -17,10 +18,10 @@ use crate::profile::DeviceIdentity;
 use crate::settings::{Change, Knobs, Settings};
 
 /// The plan format that this version writes.
-pub const PLAN_VERSION: u32 = 3;
+pub const PLAN_VERSION: u32 = 4;
 
 /// The oldest plan format that this version reads: 1 had no [`Plan::iothreads`], 2 no
-/// [`Plan::guests`].
+/// [`Plan::guests`], 3 no [`Plan::data_plane`].
 pub const OLDEST_PLAN_VERSION: u32 = 1;
 
 /// A saved plan (`rtvirtio plan -o`). Holds all that `apply` needs.
@@ -38,6 +39,9 @@ pub struct Plan {
     /// What is set within the VMs that answered: their guests' schedulers, their IOThreads' polling.
     #[serde(default)]
     pub guests: Guests,
+    /// What is set on the data plane, if it serves VMs of the specification.
+    #[serde(default)]
+    pub data_plane: Option<data_plane::DataPlane>,
     /// The knobs found when the plan was made; `apply` refuses if they have changed.
     #[serde(with = "crate::settings::knob_list")]
     pub observed: Knobs,
@@ -194,6 +198,7 @@ impl Plan {
     pub fn knobs(&self) -> Knobs {
         let mut knobs = self.settings.knobs();
         knobs.extend(self.guests.knobs());
+        knobs.extend(self.data_plane.iter().flat_map(data_plane::DataPlane::knobs));
         knobs
     }
 
@@ -231,6 +236,7 @@ mod tests {
             vms: Vec::new(),
             settings: Settings::default(),
             guests: guests(),
+            data_plane: None,
             observed: Knobs::new(),
             changes: Vec::new(),
             tasks: Vec::new(),
@@ -250,6 +256,10 @@ mod tests {
     #[test]
     fn older_plans_lack_what_came_later() {
         let mut json = serde_json::to_value(plan()).unwrap();
+        json["version"] = 3.into();
+        json.as_object_mut().unwrap().remove("data_plane").unwrap();
+        let expected = Plan { version: 3, ..plan() };
+        assert_eq!(serde_json::from_value::<Plan>(json.clone()).unwrap(), expected);
         json["version"] = 2.into();
         json.as_object_mut().unwrap().remove("guests").unwrap();
         let expected = Plan { version: 2, guests: Guests::default(), ..plan() };

@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use rtvirtio_units::{BytesPerSecond, DeviceName, DiskName, IoThreadName, VmName, Weight};
+use rtvirtio_units::{BytesPerSecond, DeviceName, DiskName, IoThreadName, Name, VmName, Weight};
 use serde::{Deserialize, Serialize};
 
 /// bfq's parameters that rtvirtio sets.
@@ -167,8 +167,8 @@ pub enum Limit {
 
 /// One knob of a host or of a VM on it. The order is the order of application:
 /// a scheduler before its parameters (a switch resets them), those before
-/// weights; what is a VM's own first, for that is likeliest to fail, and then the
-/// host is not touched yet.
+/// weights; what is a VM's own first, for that is likeliest to fail, then the data
+/// plane, a schedule before what uses it, and the host is not touched yet.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(tag = "knob", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Knob {
@@ -195,6 +195,16 @@ pub enum Knob {
         vm: VmName,
         /// Which IOThread.
         iothread: IoThreadName,
+    },
+    /// The service curve of a physical device on the data plane, JSON.
+    Schedule {
+        /// Its schedule's name.
+        schedule: Name,
+    },
+    /// What a disk is promised there, JSON; absent if its requests start as they come.
+    Qos {
+        /// The disk: a device of the data plane.
+        disk: DiskName,
     },
     /// A device's scheduler: `none`, `mq-deadline`, `kyber` or `bfq`.
     Scheduler {
@@ -227,12 +237,16 @@ pub enum Knob {
 }
 
 impl Knob {
-    /// The device that the knob belongs to; `None`: it is a guest's or its QEMU's, and no file of
-    /// the host.
+    /// The device that the knob belongs to; `None`: it is a guest's, its QEMU's or the data plane's,
+    /// and no file of the host.
     #[must_use]
     pub const fn device(&self) -> Option<&DeviceName> {
         match self {
-            Self::GuestScheduler { .. } | Self::GuestBfq { .. } | Self::PollMax { .. } => None,
+            Self::GuestScheduler { .. }
+            | Self::GuestBfq { .. }
+            | Self::PollMax { .. }
+            | Self::Schedule { .. }
+            | Self::Qos { .. } => None,
             Self::Scheduler { device }
             | Self::Bfq { device, .. }
             | Self::Weight { device, .. }
@@ -240,11 +254,20 @@ impl Knob {
         }
     }
 
+    /// Whether it is set by the data plane's control API.
+    #[must_use]
+    pub const fn is_of_data_plane(&self) -> bool {
+        matches!(self, Self::Schedule { .. } | Self::Qos { .. })
+    }
+
     /// The VM that the knob belongs to, if it is not the device's own.
     #[must_use]
     pub const fn vm(&self) -> Option<&VmName> {
         match self {
-            Self::Scheduler { .. } | Self::Bfq { .. } => None,
+            Self::Schedule { .. }
+            | Self::Qos { .. }
+            | Self::Scheduler { .. }
+            | Self::Bfq { .. } => None,
             Self::GuestScheduler { vm, .. }
             | Self::GuestBfq { vm, .. }
             | Self::PollMax { vm, .. }
@@ -276,6 +299,8 @@ impl fmt::Display for Knob {
                 format!("{vm}/{disk}: guest bfq {}", parameter.file())
             }
             Self::PollMax { vm, iothread } => format!("{vm}: IOThread {iothread}: poll-max-ns"),
+            Self::Schedule { schedule } => format!("{schedule}: schedule on the data plane"),
+            Self::Qos { disk } => format!("{disk}: qos on the data plane"),
             Self::Scheduler { device } => format!("{device}: scheduler"),
             Self::Bfq { device, parameter } => format!("{device}: bfq {}", parameter.file()),
             Self::Weight { device, vm } => format!("{device}: {vm}: weight"),

@@ -235,6 +235,7 @@ impl Plane for Books {
                 .collect(),
         });
         Observation {
+            started: Nanos::new(1),
             iothreads: state.iothreads.values().cloned().collect(),
             devices: devices.collect(),
             schedules: state

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rtvirtio_engine::file::{self, FileConfig, FileSource, Lock};
 use rtvirtio_engine::ram::RamEngine;
@@ -45,6 +45,8 @@ const IDLE_PERIOD: Duration = Duration::from_millis(100);
 /// The data plane.
 pub struct Registry {
     state: Mutex<State>,
+    /// Since 1970, UTC.
+    started: Nanos,
     events: broadcast::Sender<Event>,
     report: Arc<Report>,
     // In the order in which they must end: sessions, then threads.
@@ -116,7 +118,9 @@ impl Registry {
                 }
             }
         })?;
+        let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Ok(Self {
+            started: Nanos::from(started),
             state: Mutex::default(),
             events: broadcast::Sender::new(EVENTS_KEPT),
             server: Server::new(Arc::clone(&report))?,
@@ -632,6 +636,7 @@ impl Plane for Registry {
         });
         let schedules = state.schedules.iter();
         Observation {
+            started: self.started,
             iothreads: iothreads.collect(),
             devices: devices.collect(),
             schedules: schedules.map(|(name, s)| s.status().state(name.clone())).collect(),

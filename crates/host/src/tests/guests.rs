@@ -581,6 +581,7 @@ fn plan_applied_again_leaves_out_what_does_not_run_or_answer() {
             [(device(), DeviceSettings { scheduler, vms: names.map(weight).into() })].into(),
         ),
         guests: Guests(names.map(|name| (vm(name), own.clone())).into()),
+        data_plane: None,
         observed: Knobs::new(),
         changes: Vec::new(),
         tasks: Vec::new(),

@@ -128,6 +128,7 @@ fn topology(node: &Path, run: &str) -> Topology {
         uses: vms.map(|name| (vm(name), BTreeSet::from([device()]))).into(),
         identities: BTreeMap::new(),
         guests: BTreeMap::new(),
+        data_plane: None,
     }
 }
 

@@ -1,0 +1,223 @@
+//! The data plane's knobs: service curves of physical devices, and what each disk is promised there.
+//!
+//! They are set by its control API, one at a time, and put back in the other order: disks, then the
+//! schedules that they used. A data plane that has ended took them with it, and one that was started
+//! since has its own: both are skipped.
+//!
+//! Properties: `plan_is_applied_to_the_data_plane_verified_and_rolled_back` (with a real one).
+
+use std::collections::BTreeSet;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use rtvirtio_spec::control::{ScheduleCurve, SetQos};
+use rtvirtio_spec::plan::data_plane::{DataPlane, found};
+use rtvirtio_spec::settings::{Change, Knob, Knobs};
+use rtvirtio_units::{DiskName, Name, Nanos};
+use serde::de::DeserializeOwned;
+
+use crate::dataplane::{ControlClient, ControlFault};
+use crate::journal::DataPlaneRecord;
+use crate::restore::{Restoration, Skipped};
+use crate::{Host, HostError, Step};
+
+/// Which of a data plane's knobs a plan is about.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DataPlaneTopology {
+    /// Its control socket.
+    pub control: PathBuf,
+    /// Schedules of physical devices.
+    pub schedules: BTreeSet<Name>,
+    /// Its devices: disks of VMs. They must be there.
+    pub disks: BTreeSet<DiskName>,
+}
+
+impl DataPlaneTopology {
+    /// What `settings` are about.
+    pub(crate) fn of(settings: &DataPlane) -> Self {
+        Self {
+            control: settings.control.clone(),
+            schedules: settings.schedules.keys().cloned().collect(),
+            disks: settings.disks.keys().cloned().collect(),
+        }
+    }
+}
+
+/// A data plane that answers.
+pub(crate) struct Plane {
+    client: ControlClient,
+    started: Nanos,
+    topology: DataPlaneTopology,
+    found: Knobs,
+}
+
+impl Plane {
+    /// Looks at the one that `topology` is about, if it is about any, and sees that each disk is
+    /// there.
+    pub(crate) fn open(topology: Option<&DataPlaneTopology>) -> Result<Option<Self>, HostError> {
+        let Some(topology) = topology else { return Ok(None) };
+        let client = ControlClient::new(&topology.control);
+        let snapshot = client.snapshot().map_err(|fault| of_plane(&topology.control, fault))?;
+        let is_there = |disk: &&DiskName| snapshot.devices.iter().any(|d| d.name == **disk);
+        if let Some(disk) = topology.disks.iter().find(|disk| !is_there(disk)) {
+            let (control, disk) = (topology.control.clone(), disk.clone());
+            return Err(HostError::NoDataPlaneDevice { control, disk });
+        }
+        let found = found(&snapshot, &topology.schedules, &topology.disks);
+        let topology = topology.clone();
+        Ok(Some(Self { client, started: snapshot.started_ns, topology, found }))
+    }
+
+    /// What it showed.
+    pub(crate) fn knobs(&self) -> Knobs {
+        self.found.clone()
+    }
+
+    /// Saves what `changes` would overwrite.
+    pub(crate) fn save(&self, changes: &[Change]) -> Option<DataPlaneRecord> {
+        let old = changes.iter().map(|change| &change.knob).filter(|knob| knob.is_of_data_plane());
+        let old: Vec<_> = old.map(|knob| (knob.clone(), self.found.get(knob).cloned())).collect();
+        let control = self.topology.control.clone();
+        (!old.is_empty()).then(|| DataPlaneRecord { control, started: self.started, old })
+    }
+
+    /// Sets a knob and reads it back.
+    pub(crate) fn write(&self, host: &Host, knob: &Knob, text: &str) -> Result<(), HostError> {
+        let file = place(&self.topology.control, knob);
+        host.step(|| Step::BeforeWrite { file: file.clone(), text: text.to_owned() })?;
+        let written = set(&self.client, knob, Some(text));
+        host.step(|| Step::AfterWrite { file: file.clone(), text: text.to_owned() })?;
+        let read = written.and_then(|()| {
+            let snapshot = self.client.snapshot()?;
+            Ok(found(&snapshot, &self.topology.schedules, &self.topology.disks))
+        });
+        let (wanted, boxed) = (text.to_owned(), Box::new(knob.clone()));
+        match read {
+            Ok(found) if found.get(knob).is_some_and(|found| found == text) => Ok(()),
+            Ok(mut found) => {
+                let found = found.remove(knob).unwrap_or_default();
+                Err(HostError::ReadBackDiffers { knob: boxed, file, wanted, found })
+            }
+            Err(fault) => {
+                let fault = Box::new(fault);
+                Err(HostError::DataPlaneWriteFailed { knob: boxed, wanted, fault })
+            }
+        }
+    }
+}
+
+fn of_plane(control: &Path, fault: ControlFault) -> HostError {
+    HostError::DataPlane { control: control.to_owned(), fault: Box::new(fault) }
+}
+
+/// A knob beside the host's files: `/run/rtvirtio/control.sock:/v1/devices/root/qos`.
+fn place(control: &Path, knob: &Knob) -> PathBuf {
+    PathBuf::from(format!("{}:{}", control.display(), path_of(knob).unwrap_or_default()))
+}
+
+/// Its path in the control API.
+fn path_of(knob: &Knob) -> Option<String> {
+    match knob {
+        Knob::Schedule { schedule } => Some(format!("/v1/schedules/{schedule}")),
+        Knob::Qos { disk } => Some(format!("/v1/devices/{disk}/qos")),
+        _ => None,
+    }
+}
+
+/// Sets a knob, or takes it away. A plan's promises were admitted together: they are not asked for
+/// one by one again.
+fn set(client: &ControlClient, knob: &Knob, text: Option<&str>) -> Result<(), ControlFault> {
+    fn parse<T: DeserializeOwned>(text: &str) -> Result<T, ControlFault> {
+        serde_json::from_str(text).map_err(|error| ControlFault::Malformed(error.to_string()))
+    }
+    let Some(path) = path_of(knob) else { return Ok(()) };
+    match (text, knob) {
+        (None, _) => client.delete(&path),
+        (Some(text), Knob::Schedule { .. }) => {
+            client.change("PUT", &path, &parse::<ScheduleCurve>(text)?, &[])
+        }
+        (Some(text), _) => {
+            client.change("PUT", &format!("{path}?force=true"), &parse::<SetQos>(text)?, &[])
+        }
+    }
+}
+
+/// Refuses a text that is not what the control API takes.
+pub(crate) fn check(knob: &Knob, text: &str) -> bool {
+    match knob {
+        Knob::Schedule { .. } => serde_json::from_str::<ScheduleCurve>(text).is_ok(),
+        _ => serde_json::from_str::<SetQos>(text).is_ok(),
+    }
+}
+
+impl Host {
+    /// What a data plane shows of its knobs that `topology` names.
+    ///
+    /// # Errors
+    /// If it does not answer, or lacks a device.
+    pub fn find_data_plane(&self, topology: &DataPlaneTopology) -> Result<Knobs, HostError> {
+        Ok(Plane::open(Some(topology))?.map(|plane| plane.knobs()).unwrap_or_default())
+    }
+
+    /// Puts back what a record holds.
+    pub(crate) fn restore_data_plane(
+        &self,
+        record: &DataPlaneRecord,
+        done: &mut Restoration,
+    ) -> Result<(), HostError> {
+        let client = ControlClient::new(&record.control);
+        let gone = || Skipped::DataPlane { control: record.control.clone() };
+        let snapshot = match client.snapshot() {
+            Ok(snapshot) if snapshot.started_ns == record.started => snapshot,
+            Ok(_) => {
+                done.skip(gone());
+                return Ok(());
+            }
+            Err(ControlFault::Connect { source, .. })
+                if matches!(
+                    source.kind(),
+                    io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+                ) =>
+            {
+                done.skip(gone());
+                return Ok(());
+            }
+            Err(fault) => {
+                done.failures.push(format!("{}: {fault}", record.control.display()));
+                return Ok(());
+            }
+        };
+        let names = record.old.iter().map(|(knob, _)| knob);
+        let (mut schedules, mut disks) = (BTreeSet::new(), BTreeSet::new());
+        for knob in names {
+            match knob {
+                Knob::Schedule { schedule } => drop(schedules.insert(schedule.clone())),
+                Knob::Qos { disk } => drop(disks.insert(disk.clone())),
+                _ => {}
+            }
+        }
+        let current = found(&snapshot, &schedules, &disks);
+        // Knobs are in order of application.
+        let mut old: Vec<_> = record.old.iter().collect();
+        old.sort();
+        for (knob, old) in old.into_iter().rev() {
+            if current.get(knob) == old.as_ref() {
+                continue;
+            }
+            let file = place(&record.control, knob);
+            let text = old.clone().unwrap_or_default();
+            self.step(|| Step::BeforeWrite { file: file.clone(), text: text.clone() })?;
+            let written = set(&client, knob, old.as_deref());
+            self.step(|| Step::AfterWrite { file: file.clone(), text: text.clone() })?;
+            match written {
+                Ok(()) => done.restored.push((file, text)),
+                // The disk was removed since, or others use the schedule by now.
+                Err(ControlFault::Refused { status: 404 | 409, .. }) => {
+                    done.skip(Skipped::DataPlaneKnob { knob: knob.clone() });
+                }
+                Err(fault) => done.failures.push(format!("{}: {fault}", file.display())),
+            }
+        }
+        Ok(())
+    }
+}
