@@ -20,6 +20,8 @@
 //! What is no knob of the host: a VM's IOThreads are [`iothreads`], what is set within a VM that
 //! runs is [`guests`].
 //!
+//! What the data plane serves is planned by its own laws: `data_plane`.
+//!
 //! When a plan has to be made again: [`control`].
 //!
 //! Pure: same input, same plan.
@@ -29,6 +31,7 @@
 //! `overload_sacrifices_the_least_urgent`.
 
 pub mod control;
+mod data_plane;
 pub mod guests;
 pub mod iothreads;
 mod search;
@@ -40,10 +43,11 @@ use rtvirtio_model::paper::{self, Reading};
 use rtvirtio_model::structural::Structural;
 use rtvirtio_model::{DeviceLoad, Stream, VmLoad, conformal};
 use rtvirtio_spec::guests::Guests;
+use rtvirtio_spec::plan::data_plane::DataPlane;
 use rtvirtio_spec::plan::{IoThreads, PLAN_VERSION, Plan, PlannedDevice, PlannedVm, TaskPromise};
 use rtvirtio_spec::profile::{DeviceIdentity, Profile, ProfileError};
 use rtvirtio_spec::settings::{DeviceSettings, Knobs, Scheduler, Settings, diff};
-use rtvirtio_spec::specification::{Device, Specification, Task, Vm};
+use rtvirtio_spec::specification::{Backend, Device, Specification, Task, Vm};
 use rtvirtio_units::{Bytes, DeviceName, Nanos, Percentile};
 
 /// Fraction of the declared rate that a task must be given (DESIGN: the pass rule).
@@ -138,9 +142,32 @@ pub fn plan(
     let mut cost = Vec::new();
     let mut reasons = Vec::new();
     let mut devices = Vec::new();
+    let mut data_plane = specification.data_plane.clone().map(|control| DataPlane {
+        control,
+        schedules: BTreeMap::new(),
+        disks: BTreeMap::new(),
+    });
     for device in &specification.devices {
         let there = check(device, found)?;
         let problem = Problem::of(specification, device, there.profile);
+        devices.push(PlannedDevice {
+            name: device.name.clone(),
+            path: device.path.clone(),
+            identity: there.identity.clone(),
+        });
+        if let Some(on_data_plane) = &mut data_plane
+            && problem.vms.iter().any(|v| v.vm.backend == Backend::VhostUser)
+        {
+            let choice = data_plane::plan(&problem, on_data_plane);
+            tasks.extend(choice.promises);
+            background.extend(choice.background);
+            cost.push(choice.cost);
+            reasons.extend(choice.reasons.iter().map(|r| format!("{}: {r}", device.name)));
+            // The order is the data plane's: nothing behind it may change it.
+            let none = DeviceSettings { scheduler: Scheduler::None, vms: BTreeMap::new() };
+            settings.0.insert(device.name.clone(), none);
+            continue;
+        }
         let choice = search::search(&problem, observed);
         tasks.extend(choice.evaluation.promises.iter().cloned());
         background.extend(choice.shares(&problem));
@@ -148,25 +175,24 @@ pub fn plan(
         let said = choice.reasons.iter().cloned().chain(problem.caveats());
         reasons.extend(said.map(|r| format!("{}: {r}", device.name)));
         settings.0.insert(device.name.clone(), choice.settings(&problem));
-        devices.push(PlannedDevice {
-            name: device.name.clone(),
-            path: device.path.clone(),
-            identity: there.identity.clone(),
-        });
     }
     let vms = specification
         .vms
         .iter()
+        .filter(|vm| vm.backend == Backend::Kernel)
         .map(|vm| PlannedVm { name: vm.name.clone(), cgroup: vm.cgroup.clone() })
         .collect();
-    let changes = diff(observed, &settings.knobs());
+    let data_plane = data_plane.filter(|plane| !plane.disks.is_empty());
+    let mut wanted = settings.knobs();
+    wanted.extend(data_plane.iter().flat_map(DataPlane::knobs));
+    let changes = diff(observed, &wanted);
     Ok(Plan {
         version: PLAN_VERSION,
         devices,
         vms,
         settings,
         guests: Guests::default(),
-        data_plane: None,
+        data_plane,
         observed: observed.clone(),
         changes,
         tasks,

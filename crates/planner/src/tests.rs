@@ -1,4 +1,4 @@
-mod profile;
+pub(crate) mod profile;
 
 use rtvirtio_spec::settings::Knob;
 use rtvirtio_spec::specification::parse;

@@ -43,6 +43,8 @@ pub struct Curve {
     pub spread: f64,
     /// Of a response, what is neither service nor wait for the device.
     pub overhead: Nanos,
+    /// How much longer than its mean that is in one of 1,000: the host was busy.
+    pub jitter: Nanos,
 }
 
 /// A promise that somebody asks for.
@@ -247,6 +249,7 @@ impl Curve {
             need.cost * (spread - 1.0),
             blocked_long - blocked,
             (queue.min(backlog) - wait).max(0.0),
+            self.jitter.as_secs_f64(),
         ];
         let excess = excess.into_iter().map(|x| x * x).sum::<f64>().sqrt();
         let mean = overhead + need.cost + wait;
@@ -294,7 +297,7 @@ mod tests {
             kib: Nanos::new(9_375),
             flush: Nanos::from_micros(250),
         };
-        Curve { device, spread: 2.4, overhead: Nanos::from_micros(80) }
+        Curve { device, spread: 2.4, overhead: Nanos::from_micros(80), jitter: Nanos::ZERO }
     }
 
     fn wish(kib: u64, iops: f64, deadline_us: u64) -> Wish {

@@ -302,7 +302,12 @@ fn random_set(random: &mut Pcg64Mcg, utilisation: f64) -> Vec<Wish> {
 fn what_is_admitted_is_kept_and_what_is_refused_is_not() {
     let mut random = Pcg64Mcg::seed_from_u64(77);
     let lag = Nanos::from_micros(40);
-    let curve = Curve { device: device(reference()), spread: 2.4, overhead: lag.scale(2.0) };
+    let curve = Curve {
+        device: device(reference()),
+        spread: 2.4,
+        overhead: lag.scale(2.0),
+        jitter: Nanos::ZERO,
+    };
     let seconds = 6.0;
     // Of admitted and refused: kept, all.
     let mut counts = [(0, 0); 2];

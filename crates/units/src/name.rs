@@ -104,6 +104,12 @@ macro_rules! named {
             }
         }
 
+        impl From<$type> for Name {
+            fn from(name: $type) -> Self {
+                name.0
+            }
+        }
+
         impl fmt::Display for $type {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 self.0.fmt(f)

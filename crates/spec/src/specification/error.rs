@@ -313,6 +313,12 @@ pub enum Problem {
     /// A VM of the data plane, and nothing says where that is.
     #[error("backend is \"vhost-user\", and there is no [data_plane]")]
     NoDataPlane,
+    /// Two disks of the data plane's VMs have one name.
+    #[error("a second disk {} of the data plane", Quoted(name))]
+    ServedTwice {
+        /// The name.
+        name: String,
+    },
     /// VMs of both backends on one device.
     #[error("its disk is on {}, where \"{other}\" has the other backend", Quoted(device.as_str()))]
     MixedBackends {
@@ -450,6 +456,10 @@ impl Problem {
             }
             Self::NoDataPlane => {
                 "name the control socket of rtvirtio serve: [data_plane], then control = \"/run/...\""
+                    .to_owned()
+            }
+            Self::ServedTwice { .. } => {
+                "a disk has the name of its device on the data plane, which has one of each name"
                     .to_owned()
             }
             Self::MixedBackends { .. } => {

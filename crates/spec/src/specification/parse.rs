@@ -387,7 +387,8 @@ fn data_plane(
     scope.path("control", entry.get_ref().control.as_ref(), true).map(Some)
 }
 
-/// Refuses a VM of the data plane where there is none, and a device with VMs of both backends.
+/// Refuses a VM of the data plane where there is none, a second disk of one name there, and a device
+/// with VMs of both backends.
 fn check_backends(
     scope: &Scope<'_>,
     raw: &[Spanned<RawVm>],
@@ -395,12 +396,19 @@ fn check_backends(
     has_data_plane: bool,
 ) -> Result<(), SpecificationError> {
     let mut users: BTreeMap<&DeviceName, &Vm> = BTreeMap::new();
+    let mut served = BTreeSet::new();
     for (vm, entry) in vms.iter().zip(raw) {
         let label = Label::Name(vm.name.as_str().to_owned());
         let value = entry.get_ref().backend.as_ref();
         let scope = scope.of(Subject::Vm(label), value.map_or_else(|| entry.span(), Spanned::span));
-        if vm.backend == Backend::VhostUser && !has_data_plane {
-            return Err(scope.fail(Problem::NoDataPlane));
+        if vm.backend == Backend::VhostUser {
+            if !has_data_plane {
+                return Err(scope.fail(Problem::NoDataPlane));
+            }
+            if let Some(disk) = vm.disks.iter().find(|disk| !served.insert(&disk.name)) {
+                let name = disk.name.as_str().to_owned();
+                return Err(scope.fail(Problem::ServedTwice { name }));
+            }
         }
         for device in vm.disks.iter().map(|disk| &disk.device) {
             let first = users.entry(device).or_insert(vm);

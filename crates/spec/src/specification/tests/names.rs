@@ -162,6 +162,10 @@ fn backend_vhost_user_needs_a_data_plane_and_devices_of_its_own() {
     assert_eq!(found.data_plane, Some(PathBuf::from("/run/x.sock")));
     assert_eq!(found.vms[0].backend, Backend::VhostUser);
     let other = "[[vm]]\nname = \"b\"\n[[vm.disk]]\nname = \"b\"\ndevice = \"data\"\n";
+    let again = other.replace("name = \"b\"\ndevice", "name = \"root\"\ndevice");
+    let again = again.replace("[[vm]]\n", "[[vm]]\nbackend = \"vhost-user\"\n");
+    let found = problem(&format!("{with_plane}{again}"));
+    assert_eq!(found, Problem::ServedTwice { name: "root".to_owned() });
     let error = refused(&format!("{with_plane}{other}"));
     assert!(error.to_string().contains("\"plc\" has the other backend"), "{error}");
     let relative = with_plane.replace("/run/x.sock", "x.sock");

@@ -112,7 +112,15 @@ fn specification() -> impl Strategy<Value = Specification> {
                 };
             }
             if on_data_plane {
-                vms.iter_mut().for_each(|vm| vm.backend = Backend::VhostUser);
+                for (i, vm) in vms.iter_mut().enumerate() {
+                    vm.backend = Backend::VhostUser;
+                    for disk in &mut vm.disks {
+                        let unique = DiskName::new(format!("{}-{i}", disk.name)).unwrap();
+                        let old = std::mem::replace(&mut disk.name, unique.clone());
+                        let tasks = vm.tasks.iter_mut().filter(|task| task.disk == old);
+                        tasks.for_each(|task| task.disk = unique.clone());
+                    }
+                }
             }
             let data_plane = on_data_plane.then(|| "/run/rtvirtio/control.sock".into());
             Specification { data_plane, devices: devices.clone(), vms }

@@ -1,0 +1,109 @@
+//! Tests of the plans of devices that the data plane serves.
+
+use rtvirtio_spec::profile::Response;
+use rtvirtio_spec::settings::Knob;
+use rtvirtio_spec::specification::parse;
+
+use super::*;
+use crate::tests::planned;
+
+const HEAD: &str = "version = 1\n[data_plane]\ncontrol = \"/run/x.sock\"\n\
+    [device.data]\npath = \"/dev/loop7\"\nprofile = \"p.json\"\n";
+
+/// VMs of one task each: name, IOPS, target in ms; 0: none.
+fn plan_of(vms: &[(&str, &str, f64)]) -> rtvirtio_spec::plan::Plan {
+    let mut text = HEAD.to_owned();
+    for (name, load, latency) in vms {
+        text += &format!(
+            "[[vm]]\nname = \"{name}\"\nbackend = \"vhost-user\"\n\
+             [[vm.disk]]\nname = \"disk-{name}\"\ndevice = \"data\"\n"
+        );
+        if *latency > 0.0 {
+            text += &format!(
+                "[[vm.task]]\nname = \"t\"\n{load}\n\
+                 target = {{ percentile = 99.9, latency_ms = {latency} }}\n"
+            );
+        }
+    }
+    planned(&parse("test.toml", &text).unwrap())
+}
+
+fn response(mean_us: u64, p999_us: u64) -> Response {
+    let us = Nanos::from_micros;
+    Response { mean: us(mean_us), p50: us(mean_us), p99: us(p999_us), p999: us(p999_us) }
+}
+
+#[test]
+fn service_curve_of_a_profile_is_the_device_that_it_is_of() {
+    // ref-4x250 as it was measured through FUSE and loop (docs/results/strict/profile.json).
+    let capacity = Capacity {
+        iops_4k: 16_025.5,
+        write_throughput: BytesPerSecond::new(375_980_032),
+        response_4k: response(343, 1_483),
+        response_128k: response(1_538, 3_621),
+    };
+    let Curve { device, spread, overhead, jitter } = curve(&capacity);
+    assert_eq!(device.channels, 4);
+    let near = |found: Nanos, us: f64| (found.as_secs_f64() * 1e6 / us - 1.0).abs() < 0.05;
+    assert!(near(device.request, 212.5) && near(device.kib, 9.375), "{device:?}");
+    assert!(near(overhead, 82.0) && near(jitter, 794.0), "{overhead} {jitter}");
+    assert!((2.4..2.5).contains(&spread), "{spread}");
+    // What nobody should measure does no harm.
+    let zero = Capacity { iops_4k: 1.0, write_throughput: BytesPerSecond::new(1), ..capacity };
+    assert_eq!(curve(&zero).device.channels, 1);
+}
+
+#[test]
+fn each_vm_gets_a_promise_as_long_as_they_fit() {
+    let plan = plan_of(&[("b", "iops = 1500", 15.0), ("a", "iops = 500", 10.0), ("bg", "", 0.0)]);
+    assert!(plan.meets_all(), "{:?}", plan.tasks);
+    assert!(plan.vms.is_empty(), "no cgroup is touched");
+    let set = plan.data_plane.as_ref().unwrap();
+    let qos = |disk: &str| &set.disks[&DiskName::new(disk).unwrap()];
+    assert_eq!(qos("disk-a").deadline_us, Some(10_000));
+    assert_eq!((qos("disk-b").iops, qos("disk-b").burst), (Some(1_500), Some(2)));
+    assert_eq!(qos("disk-bg").deadline_us, None);
+    let knobs: Vec<&Knob> = plan.changes.iter().map(|change| &change.knob).collect();
+    assert!(matches!(
+        knobs[..],
+        [
+            Knob::Schedule { .. },
+            Knob::Qos { .. },
+            Knob::Qos { .. },
+            Knob::Qos { .. },
+            Knob::Scheduler { .. }
+        ]
+    ));
+    for task in &plan.tasks {
+        let bound = task.bound.unwrap();
+        assert!(task.predicted <= bound && bound <= task.target, "{task:?}");
+    }
+    let cost = &plan.cost[0];
+    let left = cost.background_planned.get() as f64 / cost.background_alone.get() as f64;
+    assert!((left + cost.utilisation - 1.0).abs() < 1e-6 && (0.8..0.9).contains(&left), "{cost:?}");
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_what_would() {
+    let names: Vec<String> = (0..12).map(|i| format!("vm{i:02}")).collect();
+    let vms: Vec<_> = names
+        .iter()
+        .enumerate()
+        .map(|(i, n)| (n.as_str(), "iops = 1500", 10.0 + i as f64))
+        .collect();
+    let plan = plan_of(&vms);
+    let unmet: Vec<_> = plan.tasks.iter().filter(|task| task.unmet.is_some()).collect();
+    assert_eq!(unmet.len(), 2, "{unmet:?}");
+    assert_eq!(unmet[0].vm.as_str(), "vm10");
+    let reason = unmet[0].unmet.as_ref().unwrap();
+    assert!(reason.contains("% of its rates would fit"), "{reason}");
+    let qos =
+        |disk: &str| plan.data_plane.as_ref().unwrap().disks[&DiskName::new(disk).unwrap()].iops;
+    assert_eq!((qos("disk-vm09"), qos("disk-vm10")), (Some(1_500), None));
+
+    let plan = plan_of(&[("a", "iops = 100", 0.2), ("b", "iops = 100", 30.0), ("c", "", 5.0)]);
+    let said = |vm: usize| plan.tasks[vm].unmet.clone().unwrap_or_default();
+    assert!(said(0).contains("the shortest deadline that can be kept is"), "{}", said(0));
+    assert!(said(1).contains("declares no iops"), "{}", said(1));
+    assert_eq!(said(2), "");
+}
