@@ -1,6 +1,6 @@
 //! `rtvirtio ctl qos` and `rtvirtio ctl schedule`.
 
-use anyhow::{Result, anyhow};
+use anyhow::{Result, anyhow, bail};
 use rtvirtio_host::dataplane::ControlClient;
 use rtvirtio_spec::control::{ScheduleCurve, ScheduleState, SetQos};
 use rtvirtio_spec::serve::wire;
@@ -54,6 +54,15 @@ pub(super) struct QosArgs {
     /// Limit: requests that may come at once [default: 1]
     #[arg(long, value_name = "N", requires = "schedule")]
     max_burst: Option<u32>,
+    /// A promise for requests that the guest marks with an I/O priority (rt/0 to be/7, idle); may
+    /// be given 8 times
+    #[arg(
+        long = "task",
+        value_name = "rt/0,deadline-us=N,iops=N[,bandwidth=SIZE][,burst=N]",
+        requires = "schedule",
+        value_parser = task
+    )]
+    tasks: Vec<wire::Task>,
 }
 
 impl QosArgs {
@@ -69,6 +78,7 @@ impl QosArgs {
             max_iops: self.max_iops,
             max_bandwidth: self.max_bandwidth,
             max_burst: self.max_burst,
+            tasks: self.tasks.clone(),
         })
     }
 }
@@ -114,6 +124,26 @@ fn size(text: &str) -> Result<wire::Size> {
     text.parse().map_err(|words| anyhow!("{text:?}: {words}"))
 }
 
+/// `rt/0,deadline-us=2000,iops=500`
+fn task(text: &str) -> Result<wire::Task> {
+    let mut parts = text.split(',');
+    let ioprio = parts.next().unwrap_or_default().parse().map_err(|words| anyhow!("{words}"))?;
+    let mut task =
+        wire::Task { ioprio, deadline_us: None, iops: None, bandwidth: None, burst: None };
+    for part in parts {
+        let (key, value) = part.split_once('=').unwrap_or((part, ""));
+        let wrong = |_| anyhow!("{part:?}: not a number");
+        match key {
+            "deadline-us" => task.deadline_us = Some(value.parse().map_err(wrong)?),
+            "iops" => task.iops = Some(value.parse().map_err(wrong)?),
+            "bandwidth" => task.bandwidth = Some(size(value)?),
+            "burst" => task.burst = Some(value.parse().map_err(wrong)?),
+            _ => bail!("{part:?}: a task has deadline-us=, iops=, bandwidth= and burst="),
+        }
+    }
+    Ok(task)
+}
+
 pub(super) fn run(client: &ControlClient, args: &Args) -> Result<()> {
     let path = format!("/v1/devices/{}/qos", args.device);
     match args.qos.wire() {
@@ -149,4 +179,20 @@ pub(super) fn schedules(
         ScheduleCommand::Remove { name } => client.delete(&at(name))?,
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn task_is_a_priority_and_a_promise() {
+        let read = task("rt/0,deadline-us=2000,iops=500,bandwidth=1M,burst=2").unwrap();
+        assert_eq!(read.ioprio.to_string(), "rt/0");
+        assert_eq!((read.deadline_us, read.iops, read.burst), (Some(2_000), Some(500), Some(2)));
+        assert_eq!(read.bandwidth.map(|size| size.0.get()), Some(1 << 20));
+        for wrong in ["", "rt/9,iops=1", "rt/0,iops", "rt/0,iops=x", "rt/0,weight=3", "rt/0,"] {
+            assert!(task(wrong).is_err(), "{wrong}");
+        }
+    }
 }

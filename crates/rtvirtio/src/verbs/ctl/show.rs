@@ -2,8 +2,8 @@
 
 use comfy_table::{CellAlignment, Table, presets};
 use rtvirtio_spec::control::{
-    Activity, DeviceState, Event, IoThreadState, LatencySummary, QosState, QueueState,
-    ScheduleState, Snapshot,
+    Activity, DeviceState, Event, Had, IoThreadState, LatencySummary, QosState, QueueState,
+    ScheduleState, Snapshot, TaskState,
 };
 use rtvirtio_spec::serve::wire::Size;
 use rtvirtio_units::Nanos;
@@ -67,23 +67,46 @@ fn qos(devices: &[DeviceState]) -> Table {
         ["device", "schedule", "weight", "promise", "limit", "requests", "promised", "late"];
     let mut table = table(header, 5);
     for device in devices {
-        let Some(QosState { settings, had }) = &device.qos else { continue };
-        let deadline = settings.deadline_us.map(|us| Nanos::from_micros(us).to_string());
-        let promised = rate(settings.iops, settings.bandwidth);
-        let promise = promised.zip(deadline).map(|(rate, time)| format!("{rate} within {time}"));
-        let kinds = [had.reads, had.writes, had.flushes, had.discards];
+        let Some(QosState { settings, had, tasks }) = &device.qos else { continue };
+        let [requests, promised, late] = counts(had);
         table.add_row([
             device.name.to_string(),
             settings.schedule.to_string(),
             settings.weight.map_or_else(|| "-".to_owned(), |weight| weight.to_string()),
-            promise.unwrap_or_else(|| "-".to_owned()),
+            promise(settings.iops, settings.bandwidth, settings.deadline_us),
             rate(settings.max_iops, settings.max_bandwidth).unwrap_or_else(|| "-".to_owned()),
-            kinds.iter().map(|kind| kind.requests).sum::<u64>().to_string(),
-            (had.kept + had.late).to_string(),
-            had.late.to_string(),
+            requests,
+            promised,
+            late,
         ]);
+        for (task, TaskState { ioprio, had }) in settings.tasks.iter().zip(tasks) {
+            let [requests, promised, late] = counts(had);
+            table.add_row([
+                format!("  of {ioprio}"),
+                String::new(),
+                String::new(),
+                promise(task.iops, task.bandwidth, task.deadline_us),
+                String::new(),
+                requests,
+                promised,
+                late,
+            ]);
+        }
     }
     table
+}
+
+/// Requests, those that were promised, and those of them that were late.
+fn counts(had: &Had) -> [String; 3] {
+    let kinds = [had.reads, had.writes, had.flushes, had.discards];
+    let requests: u64 = kinds.iter().map(|kind| kind.requests).sum();
+    [requests, had.kept + had.late, had.late].map(|count| count.to_string())
+}
+
+fn promise(iops: Option<u64>, bandwidth: Option<Size>, deadline_us: Option<u64>) -> String {
+    let deadline = deadline_us.map(Nanos::from_micros);
+    let promise = rate(iops, bandwidth).zip(deadline);
+    promise.map_or_else(|| "-".to_owned(), |(rate, time)| format!("{rate} within {time}"))
 }
 
 /// What there is of a rate.

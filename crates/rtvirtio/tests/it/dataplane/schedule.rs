@@ -89,7 +89,8 @@ fn promises_change_by_command_while_the_verifier_runs() {
     refuses(&["qos", "a", "--weight", "5"], "--schedule");
     refuses(&["schedule", "remove", "one"], "is that of device \"a\"");
     assert_eq!(qos()["settings"]["max_iops"], 300);
-    does(&["qos", "a", "--schedule", "two", "--weight", "9"]);
+    does(&["qos", "a", "--schedule", "two", "--task", "rt/0,deadline-us=5000,iops=10"]);
+    assert_eq!(qos()["tasks"][0]["ioprio"], "rt/0");
     does(&["schedule", "remove", "one"]);
     does(&["schedule", "set", "two", "--channels", "2", "--request-ns", "100", "--kib-ns", "0"]);
     does(&["qos", "a", "--off"]);
