@@ -111,8 +111,8 @@ pub trait Plane: Send + Sync {
     fn remove_schedule(&self, schedule: &Name) -> Result<(), PlaneError>;
 
     /// Gives a device another promise, weight or limit, joins it to a schedule or takes it out of
-    /// one, while I/O runs. Within one schedule nothing waits for it; else each queue pauses until
-    /// what it has in flight has ended.
+    /// one, while I/O runs. Within one schedule, and with the same tasks, nothing waits for it; else
+    /// each queue pauses until what it has in flight has ended.
     ///
     /// # Errors
     /// The device or the schedule is not there.

@@ -105,6 +105,8 @@ struct Slot {
     running: Option<Running>,
     status: Option<Segment>,
     written: u32,
+    /// How the driver marks it.
+    ioprio: u32,
     /// Bytes in all.
     bytes: u64,
     /// When the pass that found it began, and when its batch did or room was found for it, ns of
@@ -371,6 +373,7 @@ impl Queue {
             self.stats.start(1);
             slot.status = Some(parsed.status);
             slot.written = parsed.written;
+            slot.ioprio = parsed.ioprio;
             slot.popped = time;
             slot.started = started;
             match parsed.action {
@@ -489,7 +492,7 @@ impl Queue {
         slot.divide(most);
         self.asks.push(Ask {
             token: token(self.key, head),
-            class: member.class(),
+            class: member.class(slot.ioprio),
             kind,
             // A discarded or zeroed range is no transfer: no rate of bytes is charged for it.
             bytes: Bytes::new(if kind == Kind::Discard { 0 } else { slot.part }),

@@ -67,6 +67,8 @@ pub(crate) struct Parsed {
     pub(crate) status: Segment,
     /// Bytes that the device writes to the chain: its used length.
     pub(crate) written: u32,
+    /// How the driver marks it: the header's field `ioprio`.
+    pub(crate) ioprio: u32,
 }
 
 /// What a request is checked against.
@@ -90,7 +92,7 @@ pub(crate) fn parse(chain: &mut Chain, limits: &Limits, data: &mut Vec<Segment>)
     data.clear();
     let status = take_last_byte(&mut chain.writable)?;
     let answer = |status_code, written| {
-        Some(Parsed { action: Action::Answer(status_code), status, written })
+        Some(Parsed { action: Action::Answer(status_code), status, written, ioprio: 0 })
     };
     let mut header = [0; HEADER];
     let taken = take_front(&mut chain.readable, &mut header);
@@ -101,6 +103,7 @@ pub(crate) fn parse(chain: &mut Chain, limits: &Limits, data: &mut Vec<Segment>)
         u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]])
     };
     let sector = u64::from(word(8)) | u64::from(word(12)) << 32;
+    let ioprio = word(4);
     let geometry = &limits.geometry;
     match word(0) {
         T_IN => {
@@ -113,6 +116,7 @@ pub(crate) fn parse(chain: &mut Chain, limits: &Limits, data: &mut Vec<Segment>)
                     action: Action::Start { operation: Operation::Read, offset, length },
                     status,
                     written,
+                    ioprio,
                 }),
                 None => answer(Status::IoError, 1),
             }
@@ -131,6 +135,7 @@ pub(crate) fn parse(chain: &mut Chain, limits: &Limits, data: &mut Vec<Segment>)
                     },
                     status,
                     written: 1,
+                    ioprio,
                 }),
                 _ => answer(Status::IoError, 1),
             }
@@ -139,6 +144,7 @@ pub(crate) fn parse(chain: &mut Chain, limits: &Limits, data: &mut Vec<Segment>)
             action: Action::Start { operation: Operation::Flush, offset: 0, length: 0 },
             status,
             written: 1,
+            ioprio,
         }),
         T_GET_ID => {
             let mut id = &limits.id[..];
@@ -154,7 +160,7 @@ pub(crate) fn parse(chain: &mut Chain, limits: &Limits, data: &mut Vec<Segment>)
         }
         kind @ (T_DISCARD | T_WRITE_ZEROES) => answer_range(kind, chain, limits).map_or_else(
             |code| answer(code, 1),
-            |action| Some(Parsed { action, status, written: 1 }),
+            |action| Some(Parsed { action, status, written: 1, ioprio }),
         ),
         _ => answer(Status::Unsupported, 1),
     }

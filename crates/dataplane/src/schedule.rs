@@ -22,6 +22,7 @@ use rtvirtio_engine::Token;
 use rtvirtio_qos::{
     Account, ClassId, Device, FlowId, Kind, Promise, Responses, Running, Scheduler, Share, Started,
 };
+use rtvirtio_spec::serve::IoPriority;
 use rtvirtio_units::{Bytes, Nanos};
 
 use crate::iothread::Letter;
@@ -76,6 +77,18 @@ pub struct ClassStatus {
     pub responses: Responses,
 }
 
+impl ClassStatus {
+    fn add(&mut self, other: &Self) {
+        for (all, one) in self.accounts.iter_mut().zip(&other.accounts) {
+            all.requests += one.requests;
+            all.bytes += one.bytes;
+            all.cost += one.cost;
+        }
+        self.responses.in_time += other.responses.in_time;
+        self.responses.late += other.responses.late;
+    }
+}
+
 impl Schedule {
     /// Of a device on which nothing runs.
     #[must_use]
@@ -91,7 +104,7 @@ impl Schedule {
         let flow = state.scheduler.add_flow(share);
         let class = state.scheduler.add_class(flow, promise)?;
         drop(state);
-        Some(Member { schedule: Arc::clone(self), flow, class })
+        Some(Member { schedule: Arc::clone(self), flow, class, tasks: Vec::new() })
     }
 
     /// Changes the device's service curve.
@@ -143,7 +156,9 @@ impl Schedule {
 pub struct Member {
     schedule: Arc<Schedule>,
     flow: FlowId,
+    /// Of requests that are no task's.
     class: ClassId,
+    tasks: Vec<(IoPriority, ClassId)>,
 }
 
 impl Member {
@@ -151,17 +166,45 @@ impl Member {
         &self.schedule
     }
 
-    /// Of its requests.
-    pub(crate) const fn class(&self) -> ClassId {
-        self.class
+    /// Requests that the driver marks so get a promise of their own. It is the disk's all the same:
+    /// a driver that marks others too exceeds only this.
+    #[must_use]
+    pub fn with_task(mut self, ioprio: IoPriority, promise: Promise) -> Self {
+        let class = self.schedule.state().scheduler.add_class(self.flow, Some(promise));
+        self.tasks.extend(class.map(|class| (ioprio, class)));
+        self
     }
 
-    /// Changes its part of the device, for what waits, too.
-    pub(crate) fn set(&self, share: Share, promise: Option<Promise>) {
+    /// Of requests whose header has this field.
+    pub(crate) fn class(&self, ioprio: u32) -> ClassId {
+        if self.tasks.is_empty() {
+            return self.class;
+        }
+        let ioprio = IoPriority::from_header(ioprio);
+        let task = self.tasks.iter().find(|(of, _)| Some(*of) == ioprio);
+        task.map_or(self.class, |&(_, class)| class)
+    }
+
+    /// Changes its part of the device, for what waits, too. False: its tasks are others, and
+    /// nothing has changed.
+    pub(crate) fn set(
+        &self,
+        share: Share,
+        promise: Option<Promise>,
+        tasks: &[(IoPriority, Promise)],
+    ) -> bool {
+        let (known, wanted) = (self.tasks.iter(), tasks.iter());
+        if !known.map(|(ioprio, _)| ioprio).eq(wanted.map(|(ioprio, _)| ioprio)) {
+            return false;
+        }
         self.schedule.change(|scheduler, now| {
             scheduler.set_share(self.flow, share, now);
             scheduler.set_promise(self.class, promise, now);
+            for (&(_, class), &(_, promise)) in self.tasks.iter().zip(tasks) {
+                scheduler.set_promise(class, Some(promise), now);
+            }
         });
+        true
     }
 
     /// Lets what waits come out as fast as its weight has it: the disk leaves.
@@ -171,12 +214,17 @@ impl Member {
         });
     }
 
-    pub(crate) fn status(&self) -> ClassStatus {
+    /// Of all its requests, and of its tasks'.
+    pub(crate) fn status(&self) -> (ClassStatus, Vec<(IoPriority, ClassStatus)>) {
         let scheduler = &self.schedule.state().scheduler;
-        ClassStatus {
-            accounts: scheduler.accounts(self.class).copied().unwrap_or_default(),
-            responses: scheduler.responses(self.class).unwrap_or_default(),
-        }
+        let of = |class| ClassStatus {
+            accounts: scheduler.accounts(class).copied().unwrap_or_default(),
+            responses: scheduler.responses(class).unwrap_or_default(),
+        };
+        let tasks: Vec<_> = self.tasks.iter().map(|&(ioprio, class)| (ioprio, of(class))).collect();
+        let mut all = of(self.class);
+        tasks.iter().for_each(|(_, task)| all.add(task));
+        (all, tasks)
     }
 }
 

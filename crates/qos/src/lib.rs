@@ -41,7 +41,8 @@
 //! - `tasks_keep_rate_and_tail_beside_a_deep_writer_that_gets_what_they_leave`: on the reference
 //!   device.
 //! - `weights_divide_what_is_left`, `limit_is_not_exceeded`,
-//!   `excess_of_a_promise_costs_only_its_own`.
+//!   `excess_of_a_promise_costs_only_its_own`,
+//!   `excess_of_a_class_costs_neither_its_flows_other_class_nor_other_flows`.
 //! - `changed_promise_weight_and_limit_hold_from_then_on`: for what waits, too.
 //!
 //! Which promises fit a device: [`admission`].

@@ -143,6 +143,32 @@ fn excess_of_a_promise_costs_only_its_own() {
     assert!(lied_to[2].bytes > honest[2].bytes / 3);
 }
 
+/// Two classes of one flow: whoever marks all that it has as the one exceeds that one's promise.
+#[test]
+fn excess_of_a_class_costs_neither_its_flows_other_class_nor_other_flows() {
+    let run = |marked: Load| {
+        let mut world = World::new(reference(), Nanos::from_micros(30));
+        world.add(share(100), promise(2_000, 1_500.0, 2), paced(1_500));
+        let flow = world.scheduler.add_flow(share(100));
+        let urgent = world.scheduler.add_class(flow, promise(1_000, 300.0, 2)).unwrap();
+        let own = world.scheduler.add_class(flow, promise(5_000, 700.0, 2)).unwrap();
+        let of_urgent = world.add_to(urgent, marked);
+        let of_own = world.add_to(own, paced(700));
+        world.add(share(100), None, DEEP_WRITER);
+        let outcomes = run_for(&mut world, SECOND, Nanos::from_millis(10_000));
+        ([0, of_own, of_urgent].map(|client| outcomes[client].responses.len()), outcomes)
+    };
+    let (honest, before) = run(paced(300));
+    let (lied, after) = run(Load::Backlogged { depth: 64, bytes: 4096 });
+    for (client, name) in ["the other flow", "the other class"].into_iter().enumerate() {
+        let part = lied[client] as f64 / honest[client] as f64;
+        assert!(part >= 0.99, "{name} has {part:.3} of its rate");
+    }
+    let [before, after] = [&before[0], &after[0]].map(|other| other.percentile(99.9));
+    assert!(after.get() < before.get() * 5 / 4, "{before} became {after}");
+    assert!(lied[2] > honest[2], "its own rate is kept");
+}
+
 #[test]
 fn larger_requests_than_declared_use_a_promise_up_sooner() {
     let run = |bytes| {

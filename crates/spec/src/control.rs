@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::latency::Histogram;
 use crate::mapping::Entry;
-use crate::serve::{Polling, wire};
+use crate::serve::{IoPriority, Polling, wire};
 
 /// Everything at one time: `GET /v1/snapshot`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -126,7 +126,20 @@ pub struct ScheduleState {
 pub struct QosState {
     /// What is in force.
     pub settings: wire::Qos,
-    /// What it has had.
+    /// What it has had, its tasks' requests among it.
+    #[serde(flatten)]
+    pub had: Had,
+    /// What its tasks have had.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tasks: Vec<TaskState>,
+}
+
+/// What the requests that a guest marks with a priority have had.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TaskState {
+    /// The priority.
+    pub ioprio: IoPriority,
+    /// What they have had.
     #[serde(flatten)]
     pub had: Had,
 }

@@ -10,6 +10,7 @@
 
 mod check;
 mod error;
+mod ioprio;
 mod parse;
 mod qos;
 pub mod wire;
@@ -22,8 +23,9 @@ use std::path::PathBuf;
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 
 pub use error::{Fault, ServeError, Subject};
+pub use ioprio::IoPriority;
 pub use parse::parse;
-pub use qos::{MAX_CHANNELS, Promise, Qos, Rate, Schedule};
+pub use qos::{MAX_CHANNELS, MAX_TASKS, Promise, Qos, Rate, Schedule, Task};
 pub use wire::{Aio, Faults, FixedBuffers, ImageLock};
 
 pub use crate::mapping::MAX_QUEUES;

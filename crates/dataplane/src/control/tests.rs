@@ -221,6 +221,7 @@ impl Plane for Books {
                     late: 1,
                     ..Had::default()
                 },
+                tasks: Vec::new(),
             }),
             queues: device
                 .mapping

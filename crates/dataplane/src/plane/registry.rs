@@ -15,7 +15,7 @@ use rtvirtio_engine::slice::SliceEngine;
 use rtvirtio_engine::ssd::{self, SsdEngine};
 use rtvirtio_engine::{Engine, SsdConfig};
 use rtvirtio_qos as qos;
-use rtvirtio_spec::control::{Activity, Event, IoThreadState, QosState};
+use rtvirtio_spec::control::{Activity, Event, IoThreadState, QosState, TaskState};
 use rtvirtio_spec::mapping::{Entry, Mapping};
 use rtvirtio_spec::serve::{
     self, Aio, ImageLock, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, MAX_SCHEDULES, wire,
@@ -31,7 +31,7 @@ use super::{
 use crate::device::{Device, DeviceConfig, Limits};
 use crate::iothread::{IoThreadStats, Polling};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
-use crate::schedule::{Member, Schedule};
+use crate::schedule::{ClassStatus, Member, Schedule};
 use crate::server::{Listener, Report, Server, SocketId};
 
 /// Rights of a device's socket: the service's user and group. A VMM of another user joins the
@@ -278,25 +278,26 @@ impl State {
     /// A disk's place in the schedule that it names.
     fn member(&self, qos: &serve::Qos) -> Result<Member, PlaneError> {
         let schedule = self.schedules.get(&qos.schedule);
-        let (share, promise) = terms(qos);
+        let (share, promise, tasks) = terms(qos);
         let member = schedule.and_then(|schedule| schedule.join(share, promise));
-        member.ok_or_else(|| PlaneError::NoSchedule(qos.schedule.clone()))
+        let member = member.ok_or_else(|| PlaneError::NoSchedule(qos.schedule.clone()))?;
+        Ok(tasks.into_iter().fold(member, |member, (ioprio, p)| member.with_task(ioprio, p)))
     }
 }
 
-/// What a disk gets, in the schedule's terms.
-fn terms(qos: &serve::Qos) -> (qos::Share, Option<qos::Promise>) {
+type Terms = (qos::Share, Option<qos::Promise>, Vec<(serve::IoPriority, qos::Promise)>);
+
+/// What a disk and its tasks get, in the schedule's terms.
+fn terms(qos: &serve::Qos) -> Terms {
     let rate = |rate: &serve::Rate| qos::Rate {
         iops: rate.iops,
         bandwidth: rate.bandwidth,
         burst: rate.burst,
     };
-    let promise = qos
-        .promise
-        .as_ref()
-        .map(|promise| qos::Promise { deadline: promise.deadline, rate: rate(&promise.rate) });
+    let promise = |p: &serve::Promise| qos::Promise { deadline: p.deadline, rate: rate(&p.rate) };
     let share = qos::Share { weight: qos.weight, limit: qos.limit.as_ref().map(rate) };
-    (share, promise)
+    let tasks = qos.tasks.iter().map(|task| (task.ioprio, promise(&task.promise)));
+    (share, qos.promise.as_ref().map(promise), tasks.collect())
 }
 
 /// The threads of a mapping's queues.
@@ -564,9 +565,9 @@ impl Plane for Registry {
         if let Some(qos) = &qos
             && before.as_ref() == Some(&qos.schedule)
             && let Some(member) = host.device().member()
+            && let (share, promise, tasks) = terms(qos)
+            && member.set(share, promise, &tasks)
         {
-            let (share, promise) = terms(qos);
-            member.set(share, promise);
             state.set_qos(device, Some(qos.clone()));
             return Ok(());
         }
@@ -609,9 +610,14 @@ impl Plane for Registry {
             let keys = served.host.keys();
             let qos = served.qos.as_ref().zip(device.member());
             ObservedDevice {
-                qos: qos.map(|(qos, member)| QosState {
-                    settings: qos.into(),
-                    had: member.status().had(),
+                qos: qos.map(|(qos, member)| {
+                    let (all, tasks) = member.status();
+                    let task = |(ioprio, of): (_, ClassStatus)| TaskState { ioprio, had: of.had() };
+                    QosState {
+                        settings: qos.into(),
+                        had: all.had(),
+                        tasks: tasks.into_iter().map(task).collect(),
+                    }
                 }),
                 name: name.clone(),
                 vm: served.vm.clone(),

@@ -167,6 +167,8 @@ struct Guarded {
     random: u64,
     writes: u64,
     done: u64,
+    /// What its requests are marked with.
+    ioprio: u32,
 }
 
 /// What a queue is tried with.
@@ -204,6 +206,7 @@ impl Guarded {
             random: shape.part + 1,
             writes: 0,
             done: 0,
+            ioprio: 0,
         }
     }
 
@@ -253,6 +256,7 @@ impl Guarded {
             let header = data + BLOCK as u64;
             let mut bytes = [0; 16];
             bytes[0] = u8::from(!read);
+            bytes[4..8].copy_from_slice(&self.ioprio.to_le_bytes());
             bytes[8..].copy_from_slice(&((self.first + block) * 8).to_le_bytes());
             guest.write(header, &bytes);
             guest.write(header + 16, &[0xff]);

@@ -1,6 +1,7 @@
 //! `rtvirtio ctl`: the client of a data plane's control API.
 
 mod device;
+mod qos;
 mod show;
 
 use std::io::Write;
@@ -45,6 +46,15 @@ enum Command {
     /// Show and change which IOThread serves which queue, while I/O runs
     #[command(subcommand)]
     Mapping(MappingCommand),
+    /// Change what a device gets of the physical device that it shares, while I/O runs
+    ///
+    /// All of it is set: what is left out is not kept. Within one schedule nothing waits for the
+    /// change; a device that joins, leaves or changes its schedule pauses until its requests in
+    /// flight have ended. `ctl snapshot` shows how promises are kept.
+    Qos(qos::Args),
+    /// List, make, change and remove the schedules of physical devices
+    #[command(subcommand)]
+    Schedule(qos::ScheduleCommand),
     /// Print what happens, as it happens, until Ctrl-C
     Events,
     /// Print the metrics for Prometheus
@@ -181,6 +191,8 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         Command::Device(command) => device::run(&client, command, args.json)?,
         Command::IoThread(command) => iothreads(&client, command, args.json)?,
         Command::Mapping(command) => mapping(&client, command, args.json)?,
+        Command::Qos(args) => qos::run(&client, args)?,
+        Command::Schedule(command) => qos::schedules(&client, command, args.json)?,
         Command::Events => {
             let mut out = std::io::stdout().lock();
             for event in client.events()? {

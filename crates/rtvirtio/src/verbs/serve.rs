@@ -134,7 +134,10 @@ fn promise(qos: &serve::Qos) -> String {
     let promise = promise.map(|p| format!(": {} within {}", rate(&p.rate), p.deadline));
     let limit = qos.limit.as_ref().map(|limit| format!(", at most {}", rate(limit)));
     let parts = [promise, Some(format!(", weight {}", qos.weight.get())), limit];
-    format!("{}{}", qos.schedule, parts.into_iter().flatten().collect::<String>())
+    let tasks = qos.tasks.iter().map(|task| {
+        format!("; {}: {} within {}", task.ioprio, rate(&task.promise.rate), task.promise.deadline)
+    });
+    format!("{}{}", qos.schedule, parts.into_iter().flatten().chain(tasks).collect::<String>())
 }
 
 /// What would be served, for people.

@@ -7,8 +7,8 @@ use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name};
 
 use super::wire::EngineKind;
 use super::{
-    MAX_CPU, MAX_DEVICES, MAX_IOTHREADS, MAX_POLL, MAX_QUEUES, MAX_RAM_BYTES, MAX_SCHEDULES,
-    MAX_SERIAL_BYTES, MAX_SOCKET_BYTES,
+    IoPriority, MAX_CPU, MAX_DEVICES, MAX_IOTHREADS, MAX_POLL, MAX_QUEUES, MAX_RAM_BYTES,
+    MAX_SCHEDULES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_TASKS,
 };
 use crate::mapping::MappingError;
 use crate::specification::{MAX_FILE_BYTES, MAX_KEY_PARTS, Plain, Quoted, listed, nearest};
@@ -102,6 +102,12 @@ pub enum Fault {
     /// A promise of which a part is missing.
     #[error("a promise has deadline_us and one of iops and bandwidth")]
     HalfPromise,
+    /// Too many of them.
+    #[error("{0} tasks of a disk, more than {MAX_TASKS}")]
+    TooManyTasks(usize),
+    /// Two of one priority.
+    #[error("a second task has ioprio \"{0}\"")]
+    DuplicateTask(IoPriority),
     /// A burst of nothing.
     #[error("{0} is the burst of a rate, and there is none")]
     BurstAlone(&'static str),
@@ -205,6 +211,8 @@ impl Fault {
             Self::HalfPromise => {
                 "write deadline_us = 10000, iops = 1500, or none of a promise's keys".to_owned()
             }
+            Self::TooManyTasks(_) => format!("keep at most {MAX_TASKS}"),
+            Self::DuplicateTask(_) => "remove one, or give it another ioprio".to_owned(),
             Self::BurstAlone(key) => format!("add a rate, or remove {key}"),
             Self::DuplicateName => "rename or remove one".to_owned(),
             Self::DuplicateSocket { .. } => "give each a socket of its own".to_owned(),

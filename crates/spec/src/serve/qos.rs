@@ -4,7 +4,7 @@ use rtvirtio_units::{BytesPerSecond, Iops, Name, Nanos, Weight};
 
 use super::check::{Misplaced, at, in_range};
 use super::error::Fault;
-use super::wire;
+use super::{IoPriority, wire};
 
 /// Most channels of a device.
 pub const MAX_CHANNELS: u64 = 65_536;
@@ -16,6 +16,8 @@ const MAX_DEADLINE_US: u64 = 60_000_000;
 const MAX_BURST: u64 = 65_536;
 /// Highest rate of requests.
 const MAX_IOPS: u64 = 1_000_000_000;
+/// Most tasks of a disk.
+pub const MAX_TASKS: usize = 8;
 /// Weights, as those of bfq.
 const MAX_WEIGHT: u64 = 1_000;
 
@@ -45,6 +47,19 @@ pub struct Qos {
     pub promise: Option<Promise>,
     /// The most that it gets.
     pub limit: Option<Rate>,
+    /// Of its requests, those with a promise of their own: at most [`MAX_TASKS`], each once. All
+    /// promises together are the disk's; a guest that marks more than it should exceeds only its
+    /// own.
+    pub tasks: Vec<Task>,
+}
+
+/// A guest's task, recognised by how it marks its requests: a hint that nobody can trust.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Task {
+    /// What it marks them with.
+    pub ioprio: IoPriority,
+    /// What it is promised.
+    pub promise: Promise,
 }
 
 /// What a disk is promised.
@@ -90,6 +105,22 @@ fn rate(
     }))
 }
 
+/// The promise of four keys, if any of them is there.
+fn promise(
+    deadline_us: Option<u64>,
+    iops: Option<u64>,
+    bandwidth: Option<wire::Size>,
+    burst: Option<u32>,
+) -> Result<Option<Promise>, Fault> {
+    let deadline = deadline_us.map(|us| in_range("deadline_us", us, 1, MAX_DEADLINE_US));
+    let promised = rate(("iops", iops), ("bandwidth", bandwidth), ("burst", burst))?;
+    match (deadline.transpose()?, promised) {
+        (None, None) => Ok(None),
+        (Some(us), Some(rate)) => Ok(Some(Promise { deadline: Nanos::from_micros(us), rate })),
+        _ => Err(Fault::HalfPromise),
+    }
+}
+
 impl Schedule {
     /// Checks one.
     ///
@@ -130,14 +161,18 @@ impl Qos {
     /// [`Fault`]: which rule it breaks.
     pub fn new(raw: wire::Qos) -> Result<Self, Fault> {
         let weight = raw.weight.unwrap_or(100);
-        let deadline = raw.deadline_us.map(|us| in_range("deadline_us", us, 1, MAX_DEADLINE_US));
-        let promised =
-            rate(("iops", raw.iops), ("bandwidth", raw.bandwidth), ("burst", raw.burst))?;
-        let promise = match (deadline.transpose()?, promised) {
-            (None, None) => None,
-            (Some(us), Some(rate)) => Some(Promise { deadline: Nanos::from_micros(us), rate }),
-            _ => return Err(Fault::HalfPromise),
-        };
+        let own = promise(raw.deadline_us, raw.iops, raw.bandwidth, raw.burst)?;
+        if raw.tasks.len() > MAX_TASKS {
+            return Err(Fault::TooManyTasks(raw.tasks.len()));
+        }
+        let mut tasks: Vec<Task> = Vec::with_capacity(raw.tasks.len());
+        for wire::Task { ioprio, deadline_us, iops, bandwidth, burst } in raw.tasks {
+            if tasks.iter().any(|task| task.ioprio == ioprio) {
+                return Err(Fault::DuplicateTask(ioprio));
+            }
+            let promise = promise(deadline_us, iops, bandwidth, burst)?;
+            tasks.push(Task { ioprio, promise: promise.ok_or(Fault::HalfPromise)? });
+        }
         let limit = rate(
             ("max_iops", raw.max_iops),
             ("max_bandwidth", raw.max_bandwidth),
@@ -150,7 +185,7 @@ impl Qos {
             low: 1,
             high: MAX_WEIGHT,
         })?;
-        Ok(Self { schedule: raw.schedule, weight, promise, limit })
+        Ok(Self { schedule: raw.schedule, weight, promise: own, limit, tasks })
     }
 }
 
@@ -172,6 +207,17 @@ impl From<&Qos> for wire::Qos {
             max_iops: qos.limit.as_ref().and_then(iops),
             max_bandwidth: qos.limit.as_ref().and_then(bandwidth),
             max_burst: qos.limit.as_ref().map(|rate| rate.burst),
+            tasks: qos
+                .tasks
+                .iter()
+                .map(|Task { ioprio, promise }| wire::Task {
+                    ioprio: *ioprio,
+                    deadline_us: Some(us(promise.deadline)),
+                    iops: iops(&promise.rate),
+                    bandwidth: bandwidth(&promise.rate),
+                    burst: Some(promise.rate.burst),
+                })
+                .collect(),
         }
     }
 }

@@ -139,6 +139,7 @@ fn example_is_read_as_written() {
         weight: Weight::new(200).unwrap(),
         promise: Some(promise),
         limit: Some(Rate { iops: None, bandwidth, burst: 1 }),
+        tasks: Vec::new(),
     };
     assert_eq!((&root.qos, &ram.qos), (&None, &Some(qos)));
     let schedule = Schedule {
@@ -262,6 +263,29 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
         assert!(text.starts_with(&format!("serve.toml:{line}:")), "{to}: {text}, not line {line}");
         assert!(!error.hint().is_empty());
     }
+}
+
+#[test]
+fn tasks_are_read_back_and_refused_when_two_are_one_or_there_are_too_many() {
+    let qos = |tasks: serde_json::Value| {
+        let raw = serde_json::json!({ "schedule": "data", "tasks": tasks });
+        serde_json::from_value::<wire::Qos>(raw).map(Qos::new)
+    };
+    let task =
+        |ioprio: String| serde_json::json!({ "ioprio": ioprio, "deadline_us": 5, "iops": 7 });
+    let all = |n: u32| (0..n).map(|i| task(format!("{}/{}", ["rt", "be"][i as usize / 8], i % 8)));
+    let eight = qos(all(8).collect()).unwrap().unwrap();
+    assert_eq!(eight.tasks[1].ioprio.to_string(), "rt/1");
+    assert_eq!(Qos::new(wire::Qos::from(&eight)), Ok(eight));
+    assert_eq!(qos(all(9).collect()).unwrap(), Err(Fault::TooManyTasks(9)));
+    let twice = all(1).chain(all(1)).collect();
+    assert_eq!(qos(twice).unwrap(), Err(Fault::DuplicateTask("rt/0".parse().unwrap())));
+    let half = serde_json::json!([{ "ioprio": "idle", "iops": 5 }]);
+    assert_eq!(qos(half).unwrap(), Err(Fault::HalfPromise));
+    let none = serde_json::json!([{ "ioprio": "idle" }]);
+    assert_eq!(qos(none).unwrap(), Err(Fault::HalfPromise));
+    let error = qos([task("rt/8".to_owned())].into_iter().collect()).unwrap_err().to_string();
+    assert!(error.contains("not an I/O priority"), "{error}");
 }
 
 #[test]

@@ -8,6 +8,7 @@ use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, VmName};
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
+use super::IoPriority;
 use crate::mapping::Entry;
 
 /// The whole file.
@@ -160,6 +161,29 @@ pub struct Qos {
     /// Limit: requests that may come at once; 1 if nothing says.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_burst: Option<u32>,
+    /// Tasks of the guest that it tells apart, each with a promise of its own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tasks: Vec<Task>,
+}
+
+/// `tasks = [{ ioprio = "rt/0", ... }]`: requests that a guest marks with this priority.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a table { ioprio = \"rt/0\" }")]
+pub struct Task {
+    /// What the guest marks them with.
+    pub ioprio: IoPriority,
+    /// Promised: how long a request within the rate may take, µs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub deadline_us: Option<u64>,
+    /// Promised: requests a second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub iops: Option<u64>,
+    /// Promised: bytes a second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bandwidth: Option<Size>,
+    /// Promised: requests that may come at once; 1 if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub burst: Option<u32>,
 }
 
 const fn yes() -> bool {

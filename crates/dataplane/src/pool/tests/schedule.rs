@@ -5,7 +5,7 @@ use rtvirtio_units::{BytesPerSecond, Iops, Nanos, Weight};
 
 use super::moves::move_devices_at_full_speed;
 use super::*;
-use crate::schedule::Schedule;
+use crate::schedule::{ClassStatus, Schedule};
 
 /// Of a device of so many channels that take 250 µs.
 fn schedule(channels: u32) -> Arc<Schedule> {
@@ -107,7 +107,7 @@ fn limit_that_is_changed_holds_nothing_that_waited_for_the_old_one() {
     let (mut queue, device, key) = held(&pool, &schedule, a);
     pool.move_queue(key, b).unwrap();
     let start = Instant::now();
-    device.member().unwrap().set(share(1, Some(100.0)), None);
+    assert!(device.member().unwrap().set(share(1, Some(100.0)), None, &[]));
     queue.drain();
     let time = start.elapsed();
     assert!((Duration::from_millis(139)..LOST).contains(&time), "{time:?}");
@@ -151,6 +151,46 @@ fn request_whose_queue_moves_while_it_waits_for_a_limit_starts() {
         pool.move_queue(key, a).unwrap();
     }
     pool.stop(key).unwrap();
+}
+
+#[test]
+fn requests_are_a_tasks_by_how_they_are_marked_and_marking_all_exceeds_only_its_own() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let schedule = schedule(4);
+    let ioprio = |text: &str| text.parse().unwrap();
+    let member = schedule.join(share(1, None), Some(promise(1_000.0))).unwrap();
+    let member = member.with_task(ioprio("rt/0"), promise(1.0));
+    let member = member.with_task(ioprio("be/4"), promise(1.0));
+    let device = device_in(Some(member), ram(), 1);
+    let mut queue = Guarded::new(Shape::of(0));
+    let key = pool.start(queue.setup(&device), id).unwrap();
+    for (field, requests) in [(0x2000, 40), (0x4004, 20), (0, 10), (0x2001, 5), (0x1_2000, 5)] {
+        queue.ioprio = field;
+        let before = queue.done;
+        while queue.done < before + requests {
+            queue.run_requests(1);
+        }
+    }
+    let made = queue.done;
+    pool.stop(key).unwrap();
+    let member = device.member().unwrap();
+    let (all, tasks) = member.status();
+    let of = |status: &ClassStatus| status.accounts.iter().map(|a| a.requests).sum::<u64>();
+    let [(_, rt), (_, be)] = &tasks[..] else { panic!("{tasks:?}") };
+    assert_eq!(of(&all), made);
+    assert!(of(rt) >= 40 && of(be) >= 20 && of(rt) + of(be) + 20 <= made, "{tasks:?} of {made}");
+    // One a second, or some more on a slow machine: the rest had no promise.
+    let promised = |status: &ClassStatus| status.responses.in_time + status.responses.late;
+    assert!((1..10).contains(&promised(rt)) && (1..10).contains(&promised(be)), "{tasks:?}");
+    assert!(promised(&all) - promised(rt) - promised(be) >= 1);
+    // Values change in place; other tasks do not.
+    assert!(member.set(
+        share(1, None),
+        None,
+        &[(ioprio("rt/0"), promise(2.0)), (ioprio("be/4"), promise(3.0))]
+    ));
+    assert!(!member.set(share(1, None), None, &[(ioprio("rt/0"), promise(2.0))]));
 }
 
 #[test]
@@ -218,7 +258,7 @@ fn changes_and_moves_at_full_speed_lose_repeat_and_misplace_nothing() {
                     }
                     _ => {
                         if let Some(member) = device.member() {
-                            member.set(share, promise);
+                            assert!(member.set(share, promise, &[]));
                             set.fetch_add(1, Relaxed);
                         }
                     }

@@ -17,6 +17,8 @@ use rtvirtio_spec::mapping::{Entry, read};
 use rtvirtio_spec::serve::wire;
 use rtvirtio_units::{DiskName, IoThreadName, NameError, VmName};
 
+use super::qos::QosArgs;
+
 #[derive(clap::Subcommand)]
 pub(super) enum Command {
     /// Show them
@@ -85,6 +87,8 @@ pub(super) struct AddArgs {
     /// Do not lock the image: for parts of one image
     #[arg(long, requires = "image", conflicts_with = "lock_session")]
     no_lock: bool,
+    #[command(flatten)]
+    qos: QosArgs,
 }
 
 /// Where its data lies.
@@ -138,7 +142,7 @@ fn add(client: &ControlClient, args: &AddArgs) -> Result<()> {
             fixed_buffers: wire::FixedBuffers::default(),
             engine: engine(args)?,
             mapping: mapping(args)?,
-            qos: None,
+            qos: args.qos.wire(),
         },
         fds: image.iter().map(|_| Handed::Image).chain([Handed::Socket]).collect(),
     };

@@ -2,8 +2,10 @@
 
 use comfy_table::{CellAlignment, Table, presets};
 use rtvirtio_spec::control::{
-    Activity, DeviceState, Event, IoThreadState, LatencySummary, QueueState, Snapshot,
+    Activity, DeviceState, Event, Had, IoThreadState, LatencySummary, QosState, QueueState,
+    ScheduleState, Snapshot, TaskState,
 };
+use rtvirtio_spec::serve::wire::Size;
 use rtvirtio_units::Nanos;
 
 /// A table whose columns from `numbers` on are numbers.
@@ -20,7 +22,98 @@ fn table<const N: usize>(header: [&str; N], numbers: usize) -> Table {
 
 pub(super) fn snapshot(snapshot: &Snapshot) -> String {
     let (iothreads, devices) = (iothreads(&snapshot.iothreads), devices(&snapshot.devices));
-    format!("{iothreads}\n\n{devices}\n\n{}\n", queues(&snapshot.devices))
+    let mut text = format!("{iothreads}\n\n{devices}\n\n{}\n", queues(&snapshot.devices));
+    if !snapshot.schedules.is_empty() {
+        text += &format!("\n{}\n", schedules(&snapshot.schedules));
+    }
+    if snapshot.devices.iter().any(|device| device.qos.is_some()) {
+        text += &format!("\n{}\n", qos(&snapshot.devices));
+    }
+    text
+}
+
+pub(super) fn schedules(schedules: &[ScheduleState]) -> Table {
+    let header = [
+        "schedule",
+        "channels",
+        "request",
+        "KiB",
+        "flush",
+        "waiting",
+        "running",
+        "background",
+        "at most",
+    ];
+    let mut table = table(header, 1);
+    for s in schedules {
+        table.add_row([
+            s.name.to_string(),
+            s.channels.to_string(),
+            s.request_ns.to_string(),
+            s.kib_ns.to_string(),
+            s.flush_ns.to_string(),
+            s.waiting.to_string(),
+            s.running.to_string(),
+            s.background.to_string(),
+            s.background_bound.to_string(),
+        ]);
+    }
+    table
+}
+
+/// Of devices in a schedule: what they get, and how promises were kept.
+fn qos(devices: &[DeviceState]) -> Table {
+    let header =
+        ["device", "schedule", "weight", "promise", "limit", "requests", "promised", "late"];
+    let mut table = table(header, 5);
+    for device in devices {
+        let Some(QosState { settings, had, tasks }) = &device.qos else { continue };
+        let [requests, promised, late] = counts(had);
+        table.add_row([
+            device.name.to_string(),
+            settings.schedule.to_string(),
+            settings.weight.map_or_else(|| "-".to_owned(), |weight| weight.to_string()),
+            promise(settings.iops, settings.bandwidth, settings.deadline_us),
+            rate(settings.max_iops, settings.max_bandwidth).unwrap_or_else(|| "-".to_owned()),
+            requests,
+            promised,
+            late,
+        ]);
+        for (task, TaskState { ioprio, had }) in settings.tasks.iter().zip(tasks) {
+            let [requests, promised, late] = counts(had);
+            table.add_row([
+                format!("  of {ioprio}"),
+                String::new(),
+                String::new(),
+                promise(task.iops, task.bandwidth, task.deadline_us),
+                String::new(),
+                requests,
+                promised,
+                late,
+            ]);
+        }
+    }
+    table
+}
+
+/// Requests, those that were promised, and those of them that were late.
+fn counts(had: &Had) -> [String; 3] {
+    let kinds = [had.reads, had.writes, had.flushes, had.discards];
+    let requests: u64 = kinds.iter().map(|kind| kind.requests).sum();
+    [requests, had.kept + had.late, had.late].map(|count| count.to_string())
+}
+
+fn promise(iops: Option<u64>, bandwidth: Option<Size>, deadline_us: Option<u64>) -> String {
+    let deadline = deadline_us.map(Nanos::from_micros);
+    let promise = rate(iops, bandwidth).zip(deadline);
+    promise.map_or_else(|| "-".to_owned(), |(rate, time)| format!("{rate} within {time}"))
+}
+
+/// What there is of a rate.
+fn rate(iops: Option<u64>, bandwidth: Option<Size>) -> Option<String> {
+    let iops = iops.map(|iops| format!("{iops} IOPS"));
+    let parts: Vec<_> = iops.into_iter().chain(bandwidth.map(|b| format!("{}/s", b.0))).collect();
+    (!parts.is_empty()).then(|| parts.join(", "))
 }
 
 pub(super) fn iothreads(iothreads: &[IoThreadState]) -> Table {

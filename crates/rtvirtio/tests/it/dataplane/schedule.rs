@@ -27,6 +27,87 @@ fn configuration(directory: &Path) -> String {
     )
 }
 
+fn ctl(socket: &Path, args: &[&str]) -> std::process::Output {
+    let mut command = Command::new(RTVIRTIO);
+    command.args(["ctl", "--socket"]).arg(socket).args(args);
+    command.output().unwrap()
+}
+
+#[test]
+fn promises_change_by_command_while_the_verifier_runs() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("serve.toml");
+    let control = directory.path().join("control.sock");
+    let text = format!(
+        "version = 1\n[control]\nsocket = \"{}\"\n\
+         [[iothread]]\nname = \"iot0\"\n[[iothread]]\nname = \"iot1\"\n\
+         [[device]]\nname = \"a\"\nvm = \"a\"\nsocket = \"{}\"\nqueues = 4\n\
+         engine = {{ type = \"ssd\", size = \"64M\", ssd = \"ref-4x250\" }}\n",
+        control.display(),
+        directory.path().join("a.sock").display(),
+    );
+    std::fs::write(&path, text).unwrap();
+    let mut server = Command::new("setpriv");
+    server.args(["--pdeathsig", "KILL", RTVIRTIO, "serve"]).arg(&path);
+    let mut server = server.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    eventually("the control socket", Duration::from_secs(10), || control.exists());
+    let mut verify = Command::new(RTVIRTIO);
+    verify.args(["bench", "dataplane", "verify", "--seconds", "6", "--mebibytes", "1"]);
+    verify.args(["--depth", "4", "--queues", "4"]);
+    verify.arg("--socket").arg(directory.path().join("a.sock"));
+    let verify = verify.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let does = |args: &[&str]| {
+        let output = ctl(&control, args);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{args:?}: {said}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let refuses = |args: &[&str], words: &str| {
+        let output = ctl(&control, args);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.contains(words), "{args:?}: {said}");
+    };
+    let qos = || -> Value {
+        let snapshot: Value = serde_json::from_str(&does(&["snapshot", "--json"])).unwrap();
+        snapshot["devices"][0]["qos"].clone()
+    };
+    let curve = ["--channels", "4", "--request-ns", "212500", "--kib-ns", "9375"];
+    for name in ["one", "two"] {
+        does(&[&["schedule", "set", name][..], &curve].concat());
+    }
+    let promise = ["--deadline-us", "10000", "--iops", "1000", "--burst", "4"];
+    does(&[&["qos", "a", "--schedule", "one"][..], &promise].concat());
+    let kept = || qos()["kept"].as_u64().unwrap_or(0) > 100;
+    eventually("promised requests", Duration::from_secs(5), kept);
+    does(&["qos", "a", "--schedule", "one", "--weight", "7", "--max-iops", "300"]);
+    assert_eq!(qos()["settings"]["weight"], 7);
+    assert!(qos()["kept"].as_u64().unwrap() > 100, "counts begin anew");
+    let shown = does(&["snapshot"]);
+    assert!(shown.contains("300 IOPS") && shown.contains("one"), "{shown}");
+    refuses(&["qos", "a", "--schedule", "three"], "there is no schedule \"three\"");
+    refuses(&["qos", "a", "--schedule", "one", "--iops", "5"], "a promise has deadline_us");
+    refuses(&["qos", "a", "--weight", "5"], "--schedule");
+    refuses(&["schedule", "remove", "one"], "is that of device \"a\"");
+    assert_eq!(qos()["settings"]["max_iops"], 300);
+    does(&["qos", "a", "--schedule", "two", "--task", "rt/0,deadline-us=5000,iops=10"]);
+    assert_eq!(qos()["tasks"][0]["ioprio"], "rt/0");
+    does(&["schedule", "remove", "one"]);
+    does(&["schedule", "set", "two", "--channels", "2", "--request-ns", "100", "--kib-ns", "0"]);
+    does(&["qos", "a", "--off"]);
+    assert_eq!(qos(), Value::Null);
+    let socket = directory.path().join("b.sock").display().to_string();
+    let added = ["device", "add", "b", "--vm", "b", "--listen", &socket, "--ram", "--size", "1M"];
+    does(&[&added[..], &["--schedule", "two", "--max-bandwidth", "1M"]].concat());
+    let listed = does(&["schedule", "list"]);
+    assert!(listed.contains("two") && !listed.contains("one"), "{listed}");
+
+    let output = verify.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let id = rustix::process::Pid::from_child(&server);
+    rustix::process::kill_process(id, rustix::process::Signal::TERM).unwrap();
+    assert!(server.wait().unwrap().success());
+}
+
 #[test]
 fn scheduled_disks_keep_their_content_and_their_limits() {
     let directory = tempfile::tempdir().unwrap();
