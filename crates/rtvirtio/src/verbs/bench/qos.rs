@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use rtvirtio_bench::load::Interrupted;
-use rtvirtio_bench::qos::{Benchmark, table};
+use rtvirtio_bench::qos::Benchmark;
+use rtvirtio_bench::qos::table::table;
 use rtvirtio_cases::Case;
 
 use crate::Outcome;
