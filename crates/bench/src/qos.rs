@@ -1,59 +1,77 @@
 //! The data plane's promises, measured: the cases' VMs as vhost-user-blk clients of one server whose
-//! disks lie on one device, beside a background VM that writes deeply.
+//! disks lie on one device, beside a background VM, the *neighbour*.
 //!
 //! A VM is a libblkio client with a queue and a thread for each of its tasks, which sends one request
 //! at a time, each due so long after the one before; one that is late catches up. Latencies run from
 //! submission. The device is an emulated SSD behind FUSE and loop, the same as for the kernel's
-//! schedulers (`rtvirtio bench`), whose I/O scheduler is none.
+//! schedulers (`rtvirtio bench`), whose I/O scheduler is none; or a file on the machine's disk. There
+//! the most urgent VM is looked at alone before and after each cell: one that was disturbed is
+//! discarded and measured once more.
 //!
-//! *Left over* is what the background VM writes alone, times one less the share of the device's time
+//! *Left over* is what the background VM moves alone, times one less the share of the device's time
 //! that the requests which VMs had delivered need.
 //!
 //! - [`cell`]: what a cell holds.
-//! - `clients`: the VMs.
+//! - `clients`, [`neighbour`]: the VMs.
 //! - `configuration`: the server's.
-//! - [`mod@table`]: for a terminal.
+//! - [`curve`]: what its schedule is told of the device.
+//! - [`disk`]: the device.
+//! - `trial`: one server with its clients for one window.
+//! - `rows`, [`mod@table`], `plot`: what it comes to, for a terminal, for a page.
 
 pub mod cell;
 pub(crate) mod clients;
 pub(crate) mod configuration;
+pub mod curve;
+pub mod disk;
+pub mod neighbour;
+mod plot;
+mod rows;
 pub mod table;
+pub(crate) mod trial;
 
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
-use rtvirtio_cases::Case;
-use rtvirtio_spec::run::Canary;
-use rtvirtio_units::Bytes;
+use anyhow::{Context, Result};
+use rtvirtio_cases::{Case, Tier};
 
-use crate::dataplane::server::Server;
-use crate::load::{CanaryThread, Interrupted, MachineSample, wait};
+use crate::campaign;
+use crate::dataplane::server::qsd_version;
+use crate::load::Interrupted;
 use crate::progress::Progress;
-use crate::scratch::{Backing, ScratchDisk, SsdConfig};
-use cell::{Cell, CellKey, Scheme, Task, read_cells};
-use clients::{COUNTING, EndPhase, Plan, WARMING, run_tasks, tasks, write_deeply};
-use configuration::{DISK, configured, socket};
+use cell::{Cell, CellKey, Floor, Scheme, disturbance, read_cells};
+use clients::{Plan, tasks};
+use configuration::Sharing;
+use curve::Curve;
+use disk::{Disk, On};
+use neighbour::Neighbour;
+use trial::{Measured, Trial};
 
-/// From the first request to the window.
-pub(crate) const WARM_UP: Duration = Duration::from_secs(2);
-/// To start and to end a cell.
-const AROUND: Duration = Duration::from_secs(2);
+/// Length of a look at the most urgent VM alone.
+const FLOOR: Duration = Duration::from_secs(5);
+/// How often a cell is measured that is discarded each time.
+const ATTEMPTS: usize = 2;
 
 /// A campaign.
 #[derive(Debug)]
 pub struct Benchmark<'a> {
-    /// Cases, of tier strict.
+    /// Cases.
     pub cases: Vec<Case>,
+    /// Their targets.
+    pub tiers: Vec<Tier>,
+    /// Who is beside them.
+    pub neighbours: Vec<Neighbour>,
+    /// How they share the device.
+    pub schemes: Vec<Scheme>,
     /// How often each.
     pub repetitions: u32,
     /// Length of a window.
     pub window: Duration,
-    /// The emulated SSD.
-    pub ssd: String,
+    /// The device.
+    pub on: On,
     /// The `rtvirtio` that serves.
     pub program: &'a Path,
     /// Where cells go.
@@ -66,138 +84,186 @@ impl Benchmark<'_> {
     /// # Errors
     /// If the device, the server or a client fails; if interrupted.
     pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
+        if self.schemes.contains(&Scheme::Throttle) {
+            qsd_version()?;
+        }
         std::fs::create_dir_all(self.out)?;
         let path = self.out.join("cells.jsonl");
         let mut cells = read_cells(&path)?;
-        let is_missing = |key: &CellKey| cells.iter().all(|cell| cell.key != *key);
-        let missing: Vec<CellKey> = self.keys().into_iter().filter(is_missing).collect();
+        let missing: Vec<CellKey> =
+            self.keys().into_iter().filter(|key| !is_done(&cells, key)).collect();
         if missing.is_empty() {
             return Ok(cells);
         }
-        let model: SsdConfig = self.ssd.parse()?;
-        let size = Bytes::new(DISK * 5);
-        let disk = ScratchDisk::start(self.program, &Backing::Ssd(self.ssd.clone()), size, 1)?;
+        let disk = Disk::make(&self.on, self.program)?;
+        let device = disk.path();
+        let curve = match &self.on {
+            On::Ssd(name) => Curve::of_ssd(name.parse()?),
+            On::File(_) => Curve::measured(self.program, &device, interrupted)?,
+        };
         let mut file = OpenOptions::new().create(true).append(true).open(&path)?;
-        let expected = WARM_UP + self.window + AROUND;
+        let expected = self.expected();
         let mut progress = Progress::new(missing.len(), expected * missing.len() as u32);
         for key in missing {
-            let label = format!("{} {}", key.case, key.scheme.name());
-            progress.start(&label, expected);
-            let cell = self.cell(key, model, disk.device(), interrupted).context(label)?;
-            writeln!(file, "{}", serde_json::to_string(&cell)?)?;
-            cells.push(cell);
-            progress.finish(expected);
+            let label = key.label();
+            while !is_done(&cells, &key) {
+                progress.start(&label, expected);
+                let cell = self.floored_cell(&key, curve, &device, interrupted);
+                let cell = cell.with_context(|| label.clone())?;
+                writeln!(file, "{}", serde_json::to_string(&cell)?)?;
+                progress.finish(expected);
+                cells.push(cell);
+                if let Some(reason) = cells.last().and_then(|cell| cell.discarded.as_ref())
+                    && !is_done(&cells, &key)
+                {
+                    progress.note(&format!("{label}: {reason}; once more"));
+                    progress.extend(expected);
+                }
+            }
         }
         Ok(cells)
+    }
+
+    /// How long a cell takes.
+    fn expected(&self) -> Duration {
+        let floors = match self.on {
+            On::Ssd(_) => Duration::ZERO,
+            On::File(_) => 2 * Trial::duration(FLOOR),
+        };
+        Trial::duration(self.window) + floors
     }
 
     /// Every cell, in the order in which they run: schemes take turns.
     fn keys(&self) -> Vec<CellKey> {
         let mut keys = Vec::new();
         for repetition in 0..self.repetitions {
-            for (index, case) in self.cases.iter().enumerate() {
-                let mut schemes = vec![Scheme::None, Scheme::Qos];
-                schemes.rotate_left((repetition as usize + index) % 2);
-                if index == 0 {
-                    schemes.push(Scheme::Alone);
+            for &neighbour in &self.neighbours {
+                for (turn, (tier, case)) in self.tiered_cases().enumerate() {
+                    let mut schemes = self.schemes.clone();
+                    schemes.rotate_left((repetition as usize + turn) % self.schemes.len().max(1));
+                    if turn == 0 {
+                        schemes.push(Scheme::Alone);
+                    }
+                    keys.extend(schemes.into_iter().map(|scheme| CellKey {
+                        case: case.to_string(),
+                        tier: tier.to_string(),
+                        neighbour,
+                        scheme,
+                        repetition,
+                    }));
                 }
-                let key = |scheme| CellKey { case: case.to_string(), scheme, repetition };
-                keys.extend(schemes.into_iter().map(key));
             }
         }
         keys
     }
 
-    fn cell(
+    fn tiered_cases(&self) -> impl Iterator<Item = (Tier, Case)> + '_ {
+        self.tiers.iter().flat_map(|&tier| self.cases.iter().map(move |&case| (tier, case)))
+    }
+
+    /// A cell, between two looks at the noise if the disk is the machine's.
+    fn floored_cell(
         &self,
-        key: CellKey,
-        model: SsdConfig,
+        key: &CellKey,
+        curve: Curve,
         device: &Path,
         interrupted: &Interrupted,
     ) -> Result<Cell> {
-        let case: Case = key.case.parse()?;
-        let vms: Vec<Vec<Plan>> = match key.scheme {
-            Scheme::Alone => Vec::new(),
-            _ => (0..case.vms())
-                .map(|rank| tasks(case, rank))
-                .collect::<Option<_>>()
-                .context("a case has targets for its VMs")?,
-        };
-        let directory = tempfile::Builder::new().prefix("rtvirtio-qos-").tempdir()?;
-        let directory = directory.path();
-        let configuration = directory.join("serve.toml");
-        let text = configured(&vms, key.scheme, model, device, directory);
-        std::fs::write(&configuration, text)?;
-        let command =
-            [&self.program.display().to_string(), "serve", &configuration.display().to_string()];
-        let command = command.map(str::to_owned);
-        // Sockets are made in the order of the file: the background VM's is the last.
-        let mut server =
-            Server::start(&command, &socket(directory, vms.len()), directory, interrupted)?;
-        let measured = self.measure(&vms, directory, &key, interrupted);
-        server.check()?;
-        let Measured { tasks, background, seconds, canary, busy } = measured?;
-        server.terminate()?;
-        let needed = tasks.iter().map(|task| task.n as f64 / seconds).sum::<f64>()
-            * model.mean_service.as_secs_f64()
-            / f64::from(model.channels);
-        let at = jiff::Timestamp::now().to_string();
-        let device = self.ssd.clone();
-        Ok(Cell { key, device, seconds, tasks, background, needed, canary, busy, at })
+        if let On::Ssd(_) = self.on {
+            return self.cell(key, curve, device, interrupted);
+        }
+        let before = self.floor(key, device, interrupted)?;
+        let mut cell = self.cell(key, curve, device, interrupted)?;
+        let floors = [before, self.floor(key, device, interrupted)?];
+        cell.discarded = disturbance(&floors, &cell.canary);
+        cell.floors = Some(floors);
+        Ok(cell)
     }
 
-    fn measure(
+    /// The most urgent VM alone.
+    fn floor(&self, key: &CellKey, device: &Path, interrupted: &Interrupted) -> Result<Floor> {
+        let trial = Trial {
+            program: self.program,
+            device,
+            sharing: Sharing::Free,
+            vms: &vms(key)?[..1],
+            background: None,
+            window: FLOOR,
+            seed: seed(key),
+        };
+        Ok(Floor::of(&trial.run(interrupted)?.tasks))
+    }
+
+    fn cell(
         &self,
-        vms: &[Vec<Plan>],
-        directory: &Path,
         key: &CellKey,
+        curve: Curve,
+        device: &Path,
         interrupted: &Interrupted,
-    ) -> Result<Measured> {
-        let phase = AtomicU8::new(WARMING);
-        let written = AtomicU64::new(0);
-        std::thread::scope(|scope| {
-            let end = EndPhase(&phase);
-            let seed = u64::from(key.repetition) << 8;
-            let background =
-                scope.spawn(|| write_deeply(&socket(directory, vms.len()), &phase, &written));
-            let clients: Vec<_> = vms
-                .iter()
-                .enumerate()
-                .map(|(vm, plans)| {
-                    let (socket, phase) = (socket(directory, vm), &phase);
-                    scope.spawn(move || run_tasks(&socket, plans, seed | vm as u64, phase))
-                })
-                .collect();
-            wait(WARM_UP, interrupted)?;
-            ensure!(phase.load(Ordering::Relaxed) == WARMING, "a VM ended in the warm-up");
-            let (canary, machine) = (CanaryThread::start(), MachineSample::now()?);
-            let (before, begin) = (written.load(Ordering::Relaxed), Instant::now());
-            phase.store(COUNTING, Ordering::Relaxed);
-            wait(self.window, interrupted)?;
-            ensure!(phase.load(Ordering::Relaxed) == COUNTING, "a VM ended in the window");
-            let bytes = written.load(Ordering::Relaxed) - before;
-            let seconds = begin.elapsed().as_secs_f64();
-            let busy = machine.since()?.busy_cores;
-            let canary = canary.stop();
-            drop(end);
-            let mut tasks = Vec::new();
-            for (vm, client) in clients.into_iter().enumerate() {
-                let Ok(histograms) = client.join() else { bail!("a client failed") };
-                for (plan, histogram) in vms[vm].iter().zip(histograms?) {
-                    tasks.push(plan.judged(vm, &histogram, seconds));
-                }
-            }
-            let Ok(ended) = background.join() else { bail!("the background client failed") };
-            ended?;
-            Ok(Measured { tasks, background: bytes as f64 / seconds, seconds, canary, busy })
+    ) -> Result<Cell> {
+        let vms = if key.scheme == Scheme::Alone { Vec::new() } else { vms(key)? };
+        let trial = Trial {
+            program: self.program,
+            device,
+            sharing: match key.scheme {
+                Scheme::Alone | Scheme::None => Sharing::Free,
+                Scheme::Qos => Sharing::Schedule(curve),
+                Scheme::Throttle => Sharing::Throttle,
+            },
+            vms: &vms,
+            background: Some(key.neighbour.background()),
+            window: self.window,
+            seed: seed(key),
+        };
+        let Measured { tasks, background, seconds, canary, busy } = trial.run(interrupted)?;
+        let completed: u64 = tasks.iter().map(|task| task.n).sum();
+        Ok(Cell {
+            key: key.clone(),
+            device: self.on.label().to_owned(),
+            seconds,
+            tasks,
+            background,
+            needed: curve.needed(completed as f64 / seconds),
+            canary,
+            busy,
+            at: jiff::Timestamp::now().to_string(),
+            curve: Some(curve),
+            floors: None,
+            discarded: None,
         })
     }
 }
 
-struct Measured {
-    tasks: Vec<Task>,
-    background: f64,
-    seconds: f64,
-    canary: Canary,
-    busy: f64,
+/// Writes `table.txt` and `plot.svg` beside the cells. `beside` is the directory of a benchmark of
+/// the kernel path.
+///
+/// # Errors
+/// If its cells cannot be read, or the files not be written.
+pub fn write_report(cells: &[Cell], beside: Option<&Path>, out: &Path) -> Result<String> {
+    let kernel = beside.map(campaign::read).transpose()?.unwrap_or_default();
+    let text = table::table(cells, &kernel);
+    let write = |name: &str, text: &str| {
+        let path = out.join(name);
+        std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))
+    };
+    write("table.txt", &text)?;
+    write("plot.svg", &plot::render(&rows::rows(cells, &kernel)))?;
+    Ok(text)
+}
+
+/// Whether a cell is there that counts, or was tried often enough.
+fn is_done(cells: &[Cell], key: &CellKey) -> bool {
+    let same = || cells.iter().filter(|cell| cell.key == *key);
+    same().any(|cell| cell.discarded.is_none()) || same().count() >= ATTEMPTS
+}
+
+/// The tasks of each of a cell's VMs.
+fn vms(key: &CellKey) -> Result<Vec<Vec<Plan>>> {
+    let (case, tier): (Case, Tier) = (key.case.parse()?, key.tier.parse()?);
+    let vms = (0..case.vms()).map(|rank| tasks(case, tier, rank));
+    vms.collect::<Option<_>>().context("a case has targets for its VMs")
+}
+
+fn seed(key: &CellKey) -> u64 {
+    u64::from(key.repetition) << 8
 }

@@ -1,10 +1,10 @@
-//! VMs as libblkio clients: tasks that are due at times of their own, and a background VM.
+//! VMs as libblkio clients: tasks that are due at times of their own.
 //!
 //! Clients look at a phase that they share: requests count while it says so, and all of them end
 //! when it is over. One that ends early ends the phase.
 
 use std::path::Path;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
@@ -12,16 +12,13 @@ use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
 use rtvirtio_cases::{Case, Tier, judge};
 use rtvirtio_spec::latency::Histogram;
-use rtvirtio_units::{Iops, Nanos};
+use rtvirtio_units::{Iops, Nanos, Percentile};
 
 use super::cell::Task;
 use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
 
-/// The background VM's writes, as in the cases.
-const WRITE: usize = 128 << 10;
-const WRITES: usize = 64;
 /// How long a request may take before its server counts as dead.
-const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 pub(crate) const WARMING: u8 = 0;
 pub(crate) const COUNTING: u8 = 1;
@@ -52,14 +49,14 @@ pub(crate) struct Plan {
 }
 
 /// The tasks of a case's VM; none if it has no targets.
-pub(crate) fn tasks(case: Case, rank: u8) -> Option<Vec<Plan>> {
+pub(crate) fn tasks(case: Case, tier: Tier, rank: u8) -> Option<Vec<Plan>> {
     let plan = |&kind: &rtvirtio_cases::TaskKind| {
         Some(Plan {
             name: kind.name().to_owned(),
             iops: kind.iops(),
             block: kind.load().block_size.get() as usize,
             read_fraction: kind.load().read_fraction,
-            target: Tier::Strict.target(case, rank, kind)?,
+            target: tier.target(case, rank, kind)?,
         })
     };
     case.mix().kinds().iter().map(plan).collect()
@@ -68,6 +65,8 @@ pub(crate) fn tasks(case: Case, rank: u8) -> Option<Vec<Plan>> {
 impl Plan {
     /// What came of it in a window of `seconds`.
     pub(crate) fn judged(&self, vm: usize, histogram: &Histogram, seconds: f64) -> Task {
+        let us = |time: Nanos| time.get() as f64 / 1e3;
+        let p99 = Percentile::new(99.0).expect("99 is a percentile");
         let judgement = judge(histogram, seconds, self.iops, self.target);
         let (percentile, tail) =
             judgement.judged.map_or((0.0, Nanos::ZERO), |q| (q.percentile.get(), q.value));
@@ -75,8 +74,10 @@ impl Plan {
             name: format!("vm{vm}.{}", self.name),
             n: histogram.count(),
             percentile,
-            tail_us: tail.get() as f64 / 1e3,
-            target_us: self.target.get() as f64 / 1e3,
+            tail_us: us(tail),
+            tail_interval_us: judgement.judged.map(|q| [us(q.low), us(q.high)]),
+            p99_us: histogram.quantile(p99).map(|q| [us(q.value), us(q.low), us(q.high)]),
+            target_us: us(self.target),
             delivered: judgement.delivered_fraction,
             passed: judgement.passed(),
         }
@@ -140,30 +141,4 @@ pub(crate) fn run_task(
         }
     }
     Ok(histogram)
-}
-
-/// The background VM.
-pub(crate) fn write_deeply(socket: &Path, phase: &AtomicU8, written: &AtomicU64) -> Result<()> {
-    let _end = EndPhase(phase);
-    let shape = Shape { queues: 1, depth: WRITES, buffer: WRITE };
-    let mut client = Client::connect(Endpoint::Socket(socket), shape)?;
-    let places = client.capacity() / WRITE as u64;
-    let work = |queue: &mut Queue, ()| -> Result<()> {
-        let mut random = Pcg64Mcg::seed_from_u64(7);
-        let mut place = || random.random_range(0..places) * WRITE as u64;
-        (0..WRITES).for_each(|slot| queue.write(slot, place(), WRITE));
-        let mut failed = 0;
-        while phase.load(Ordering::Relaxed) != OVER {
-            let ended = queue.wait(PATIENCE, |queue, ended| {
-                failed = failed.min(ended.result);
-                queue.write(ended.slot, place(), WRITE);
-            })?;
-            ensure!(ended > 0, "the background VM got no answer within {} s", PATIENCE.as_secs());
-            ensure!(failed == 0, "a write of the background VM failed: errno {}", -failed);
-            written.fetch_add((ended * WRITE) as u64, Ordering::Relaxed);
-        }
-        while queue.flying() > 0 && queue.wait(PATIENCE, |_, _| ())? > 0 {}
-        Ok(())
-    };
-    client.run([()], work).into_iter().collect()
 }
