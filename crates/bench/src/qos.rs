@@ -35,7 +35,7 @@ use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use rtvirtio_cases::{Case, Tier};
 
 use crate::campaign;
@@ -90,6 +90,9 @@ impl Benchmark<'_> {
         std::fs::create_dir_all(self.out)?;
         let path = self.out.join("cells.jsonl");
         let mut cells = read_cells(&path)?;
+        if let Some(other) = cells.iter().find(|cell| cell.device != self.on.label()) {
+            bail!("{} has cells on {}: name another OUT", self.out.display(), other.device);
+        }
         let missing: Vec<CellKey> =
             self.keys().into_iter().filter(|key| !is_done(&cells, key)).collect();
         if missing.is_empty() {
@@ -110,7 +113,8 @@ impl Benchmark<'_> {
                 progress.start(&label, expected);
                 let cell = self.floored_cell(&key, curve, &device, interrupted);
                 let cell = cell.with_context(|| label.clone())?;
-                writeln!(file, "{}", serde_json::to_string(&cell)?)?;
+                // In one piece: a kill leaves no half of a line.
+                file.write_all(format!("{}\n", serde_json::to_string(&cell)?).as_bytes())?;
                 progress.finish(expected);
                 cells.push(cell);
                 if let Some(reason) = cells.last().and_then(|cell| cell.discarded.as_ref())

@@ -2,6 +2,7 @@
 
 use maud::{Markup, html};
 
+use super::cell::Scheme;
 use super::rows::{Bounded, Group, Row};
 use crate::report::svg::{Plot, Scale, px};
 
@@ -14,7 +15,7 @@ const TOP: f64 = 44.0;
 const BOTTOM: f64 = 40.0;
 const STYLE: &str = "svg{font:10px sans-serif;background:#fff}.grid{stroke:#ccc;fill:none}\
     .minor{stroke:#eee;fill:none}.axis,.tick,.name{fill:#333}.target{stroke:#c00;fill:none}\
-    .none{fill:#777}";
+    .none{fill:#777;stroke:#fff;stroke-width:3px;paint-order:stroke}";
 /// Colours that differ for colour-blind readers too (Okabe and Ito); the eighth starts over.
 const COLOURS: [&str; 7] =
     ["#999999", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
@@ -24,7 +25,9 @@ pub(super) fn render(rows: &[Row]) -> String {
     let passed = |scheme: &str| rows.iter().any(|row| row.scheme == scheme && row.passed > 0);
     let rows: Vec<&Row> =
         rows.iter().filter(|r| !r.scheme.starts_with("kernel") || passed(&r.scheme)).collect();
-    let mut schemes: Vec<&str> = Vec::new();
+    // The same colours in every campaign.
+    let ours = [Scheme::None, Scheme::Qos, Scheme::Throttle].map(Scheme::name);
+    let mut schemes: Vec<&str> = ours.to_vec();
     for row in &rows {
         if !schemes.contains(&row.scheme.as_str()) {
             schemes.push(&row.scheme);

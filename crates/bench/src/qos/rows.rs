@@ -132,9 +132,10 @@ fn p99_ms(task: &Task) -> Option<Bounded> {
     task.p99_us.map(|[value, low, high]| Bounded { value, low, high }.over(1e3))
 }
 
+/// More than 1 where requests of the warm-up were late.
 fn delivered(n: u64, fraction: f64) -> Bounded {
     let half = 1.96 * fraction / (n.max(1) as f64).sqrt();
-    Bounded { value: fraction, low: (fraction - half).max(0.0), high: (fraction + half).min(1.0) }
+    Bounded { value: fraction, low: (fraction - half).max(0.0), high: fraction + half }
 }
 
 fn worst(values: impl Iterator<Item = Bounded>) -> Option<Bounded> {
