@@ -8,7 +8,8 @@ SHELL := /bin/bash
 	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads \
 	bench-dataplane bench-dataplane-isolation bench-dataplane-endurance bench-dataplane-footprint \
 	bench-dataplane-syscalls bench-full bench-full-24 bench-full-raw bench-dataplane-verify \
-	bench-dataplane-moves bench-dataplane-profile bench-qos
+	bench-dataplane-moves bench-dataplane-profile bench-qos \
+	bench-qos-neighbours bench-qos-file bench-full-qos
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -134,9 +135,32 @@ bench-dataplane: build ## rtvirtio serve beside qemu-storage-daemon; then 1 agai
 	$(RTVIRTIO) bench dataplane --scaling --server ours --repetitions $(REPETITIONS) \
 		--out $(RESULTS)/dataplane-scaling
 
+# The kernel path's results on the same disk, shown beside.
+BESIDE := $(if $(wildcard $(RESULTS)/strict/cells.jsonl),--beside $(RESULTS)/strict)
+
 bench-qos: build ## The data plane's schedule: 8 cases beside a deep writer, with and without (root)
-	$(RTVIRTIO) bench qos --repetitions $(REPETITIONS) --out $(RESULTS)/qos
+	$(RTVIRTIO) bench qos --schemes none,qos --repetitions 1 $(BESIDE) --out $(RESULTS)/qos
+	$(RTVIRTIO) bench qos --schemes qos --repetitions $(REPETITIONS) $(BESIDE) --out $(RESULTS)/qos
 	cargo bench -p rtvirtio-qos --locked | tee $(RESULTS)/qos/decision.txt
+
+NEIGHBOURS := deep-writer,deep-reader,large-writer,flush-storm,burst,liar
+
+bench-qos-neighbours: build ## 2 cases beside every neighbour, and QEMU's throttling (root)
+	@scripts/guest $(GUEST)
+	$(RTVIRTIO) bench qos --cases 2xM+H,4xL+M+H --neighbours $(NEIGHBOURS) --schemes none,qos,throttle \
+		--repetitions $(REPETITIONS) --out $(RESULTS)/qos-neighbours
+
+# On the disk of the machine: 1.25 GiB of this directory's.
+QOS_FILE ?= /var/tmp
+
+bench-qos-file: build ## The 8 cases on a file of the machine's disk, with its noise (root)
+	$(RTVIRTIO) bench qos --schemes none,qos --on file:$(QOS_FILE) --repetitions $(REPETITIONS) \
+		--out $(RESULTS)/qos-file
+
+bench-full-qos: build ## The 24 cases × 2 tiers × 6 neighbours on the data plane: two days (root)
+	@scripts/guest $(GUEST)
+	$(RTVIRTIO) bench qos --cases all --tiers strict,paper --neighbours $(NEIGHBOURS) \
+		--schemes none,qos,throttle --repetitions $(REPETITIONS) $(BESIDE) --out $(RESULTS)/full-qos
 
 bench-dataplane-profile: build ## Where the time goes in cases that are not won (root, perf)
 	scripts/dataplane-profile $(RTVIRTIO) > $(RESULTS)/dataplane/profile.txt

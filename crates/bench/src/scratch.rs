@@ -116,7 +116,8 @@ pub fn serve(
     Ok(())
 }
 
-fn open_raw(directory: &Path, size: Bytes) -> Result<File> {
+/// A file without holes that has no name any more: it goes with its last user.
+pub(crate) fn open_raw(directory: &Path, size: Bytes) -> Result<File> {
     // The name is part of the device's identity: one directory, one identity, so that a
     // benchmark can go on with the profile that it has.
     let path = directory.join(".rtvirtio-scratch");

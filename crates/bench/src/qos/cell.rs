@@ -1,0 +1,233 @@
+//! Cells: what was measured, a line of JSON each.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use rtvirtio_cases::Tier;
+use rtvirtio_cases::judge::MIN_DELIVERED;
+use rtvirtio_spec::run::Canary;
+use serde::{Deserialize, Serialize};
+
+use super::curve::Curve;
+use super::neighbour::Neighbour;
+use crate::cell::CANARY_LIMIT;
+
+/// How the device is shared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Scheme {
+    /// The background VM alone.
+    Alone,
+    /// The data plane without a schedule: requests start as they come.
+    None,
+    /// The data plane with one.
+    Qos,
+    /// qemu-storage-daemon whose throttle filter gives the background VM 10 MB/s.
+    Throttle,
+}
+
+impl Scheme {
+    /// For people.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Alone => "alone",
+            Self::None => "none",
+            Self::Qos => "qos",
+            Self::Throttle => "throttle",
+        }
+    }
+}
+
+impl std::str::FromStr for Scheme {
+    type Err = String;
+
+    /// One that a campaign can choose; alone is always measured.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = [Self::None, Self::Qos, Self::Throttle].into_iter().find(|s| s.name() == text);
+        found.ok_or_else(|| format!("`{text}` is none of none, qos, throttle"))
+    }
+}
+
+/// Names a cell.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CellKey {
+    /// The case, such as `4xL+M+H`; the background VM's own has the first one's.
+    pub case: String,
+    /// The targets, `strict` or `paper`; the background VM's own has the first.
+    #[serde(default = "strict")]
+    pub tier: String,
+    /// The background VM.
+    #[serde(default)]
+    pub neighbour: Neighbour,
+    /// The scheme.
+    pub scheme: Scheme,
+    /// From 0.
+    pub repetition: u32,
+}
+
+fn strict() -> String {
+    Tier::Strict.to_string()
+}
+
+impl CellKey {
+    /// For people.
+    #[must_use]
+    pub fn label(&self) -> String {
+        let Self { case, tier, neighbour, scheme, .. } = self;
+        format!("{case} {tier}, {}, {}", neighbour.name(), scheme.name())
+    }
+}
+
+/// A task in a window.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Task {
+    /// `vm0.heavy`, say.
+    pub name: String,
+    /// Requests completed.
+    pub n: u64,
+    /// The judged percentile; 0 with too few requests.
+    pub percentile: f64,
+    /// Its value, µs.
+    pub tail_us: f64,
+    /// Its 95 % interval, µs.
+    #[serde(default)]
+    pub tail_interval_us: Option<[f64; 2]>,
+    /// p99 and its 95 % interval, µs, of however few requests.
+    #[serde(default)]
+    pub p99_us: Option<[f64; 3]>,
+    /// The target for the judged percentile, µs.
+    pub target_us: f64,
+    /// Of the requested rate.
+    pub delivered: f64,
+    /// Whether both hold.
+    pub passed: bool,
+}
+
+/// A cell.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Cell {
+    /// Which.
+    #[serde(flatten)]
+    pub key: CellKey,
+    /// The device, such as `ref-4x250`.
+    pub device: String,
+    /// Length of the window, s.
+    pub seconds: f64,
+    /// Its VMs' tasks.
+    pub tasks: Vec<Task>,
+    /// What the background VM moved, bytes a second.
+    pub background: f64,
+    /// Of the device's time, what the tasks' requests needed.
+    pub needed: f64,
+    /// The machine's health.
+    pub canary: Canary,
+    /// CPUs busy, of the machine.
+    pub busy: f64,
+    /// When it ran.
+    pub at: String,
+    /// What the schedule was told of the device.
+    #[serde(default)]
+    pub curve: Option<Curve>,
+    /// The most urgent VM alone, before and after, where the disk is the machine's.
+    #[serde(default)]
+    pub floors: Option<[Floor; 2]>,
+    /// Why the cell does not count, if it does not.
+    #[serde(default)]
+    pub discarded: Option<String>,
+}
+
+/// The most urgent VM alone on the device.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub struct Floor {
+    /// The worst of its tasks' p99 / target.
+    pub tail: f64,
+    /// The least that one delivered of its rate.
+    pub delivered: f64,
+}
+
+impl Floor {
+    pub(crate) fn of(tasks: &[Task]) -> Self {
+        let tail = |task: &Task| task.p99_us.map_or(f64::MAX, |[p99, ..]| p99 / task.target_us);
+        let delivered = tasks.iter().map(|task| task.delivered);
+        Self {
+            tail: tasks.iter().map(tail).fold(0.0, f64::max),
+            delivered: delivered.fold(f64::MAX, f64::min),
+        }
+    }
+
+    /// Whether its targets and rates were met.
+    #[must_use]
+    pub fn is_met(&self) -> bool {
+        self.tail <= 1.0 && self.delivered >= MIN_DELIVERED
+    }
+}
+
+/// Why a cell on the machine's own disk does not count, if it does not.
+pub(crate) fn disturbance(floors: &[Floor; 2], canary: &Canary) -> Option<String> {
+    if canary.p99 > CANARY_LIMIT {
+        return Some(format!("canary p99 {} above {CANARY_LIMIT}", canary.p99));
+    }
+    let bad = floors.iter().zip(["before", "after"]).find(|(floor, _)| !floor.is_met());
+    bad.map(|(floor, when)| {
+        let Floor { tail, delivered } = floor;
+        format!("VM 0 alone {when}: p99/target {tail:.2}, delivered {delivered:.3}")
+    })
+}
+
+impl Cell {
+    /// Whether every task met its target at its rate.
+    #[must_use]
+    pub fn passed(&self) -> bool {
+        self.tasks.iter().all(|task| task.passed)
+    }
+}
+
+/// The cells of a file; none if it is not there.
+///
+/// # Errors
+/// If a line is no cell.
+pub fn read_cells(path: &Path) -> Result<Vec<Cell>> {
+    let text = match std::fs::read_to_string(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        text => text.with_context(|| format!("read {}", path.display()))?,
+    };
+    let read = |(number, line): (usize, &str)| {
+        serde_json::from_str(line).with_context(|| format!("{}:{}", path.display(), number + 1))
+    };
+    text.lines().enumerate().map(read).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cell_of_an_earlier_campaign_has_strict_targets_and_the_deep_writer() {
+        let line = r#"{"case":"1xL","scheme":"none","repetition":0,"device":"ref-4x250",
+            "seconds":12.0,"tasks":[{"name":"vm0.light","n":550,"percentile":0.0,"tail_us":0.0,
+            "target_us":15000.0,"delivered":0.458,"passed":false}],"background":370548271.0,
+            "needed":0.003,"canary":{"n":1,"p50":1,"p99":1,"max":1},"busy":0.4,"at":""}"#;
+        let cell: Cell = serde_json::from_str(line).unwrap();
+        assert_eq!(cell.key.label(), "1xL strict, deep-writer, none");
+        assert!(cell.discarded.is_none() && cell.tasks[0].p99_us.is_none());
+    }
+
+    #[test]
+    fn floor_that_misses_a_target_or_a_rate_discards_its_cell() {
+        let canary = |ms| {
+            let p99 = rtvirtio_units::Nanos::from_millis(ms);
+            Canary { n: 1, p50: p99, p99, max: p99 }
+        };
+        let floor = |tail, delivered| Floor { tail, delivered };
+        let good = floor(1.0, 0.95);
+        assert_eq!(disturbance(&[good, good], &canary(1)), None);
+        let reason = |floors| disturbance(&floors, &canary(1)).unwrap();
+        assert_eq!(
+            reason([good, floor(1.01, 1.0)]),
+            "VM 0 alone after: p99/target 1.01, delivered 1.000"
+        );
+        assert!(reason([floor(0.5, 0.94), good]).starts_with("VM 0 alone before"));
+        assert!(disturbance(&[good, good], &canary(2)).unwrap().starts_with("canary"));
+    }
+}

@@ -1,0 +1,144 @@
+//! VMs as libblkio clients: tasks that are due at times of their own.
+//!
+//! Clients look at a phase that they share: requests count while it says so, and all of them end
+//! when it is over. One that ends early ends the phase.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use rand::{RngExt, SeedableRng};
+use rand_pcg::Pcg64Mcg;
+use rtvirtio_cases::{Case, Tier, judge};
+use rtvirtio_spec::latency::Histogram;
+use rtvirtio_units::{Iops, Nanos, Percentile};
+
+use super::cell::Task;
+use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
+
+/// How long a request may take before its server counts as dead.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+pub(crate) const WARMING: u8 = 0;
+pub(crate) const COUNTING: u8 = 1;
+pub(crate) const OVER: u8 = 2;
+
+/// Whatever happens, clients end.
+pub(crate) struct EndPhase<'a>(pub(crate) &'a AtomicU8);
+
+impl Drop for EndPhase<'_> {
+    fn drop(&mut self) {
+        self.0.store(OVER, Ordering::Relaxed);
+    }
+}
+
+/// What a task is to do.
+#[derive(Debug, Clone)]
+pub(crate) struct Plan {
+    /// Its name within its VM.
+    pub(crate) name: String,
+    /// Requests a second.
+    pub(crate) iops: Iops,
+    /// Bytes of a request.
+    pub(crate) block: usize,
+    /// Of its requests.
+    pub(crate) read_fraction: f64,
+    /// Of its judged percentile.
+    pub(crate) target: Nanos,
+}
+
+/// The tasks of a case's VM; none if it has no targets.
+pub(crate) fn tasks(case: Case, tier: Tier, rank: u8) -> Option<Vec<Plan>> {
+    let plan = |&kind: &rtvirtio_cases::TaskKind| {
+        Some(Plan {
+            name: kind.name().to_owned(),
+            iops: kind.iops(),
+            block: kind.load().block_size.get() as usize,
+            read_fraction: kind.load().read_fraction,
+            target: tier.target(case, rank, kind)?,
+        })
+    };
+    case.mix().kinds().iter().map(plan).collect()
+}
+
+impl Plan {
+    /// What came of it in a window of `seconds`.
+    pub(crate) fn judged(&self, vm: usize, histogram: &Histogram, seconds: f64) -> Task {
+        let us = |time: Nanos| time.get() as f64 / 1e3;
+        let p99 = Percentile::new(99.0).expect("99 is a percentile");
+        let judgement = judge(histogram, seconds, self.iops, self.target);
+        let (percentile, tail) =
+            judgement.judged.map_or((0.0, Nanos::ZERO), |q| (q.percentile.get(), q.value));
+        Task {
+            name: format!("vm{vm}.{}", self.name),
+            n: histogram.count(),
+            percentile,
+            tail_us: us(tail),
+            tail_interval_us: judgement.judged.map(|q| [us(q.low), us(q.high)]),
+            p99_us: histogram.quantile(p99).map(|q| [us(q.value), us(q.low), us(q.high)]),
+            target_us: us(self.target),
+            delivered: judgement.delivered_fraction,
+            passed: judgement.passed(),
+        }
+    }
+}
+
+/// Runs a VM's tasks until the phase is over.
+pub(crate) fn run_tasks(
+    socket: &Path,
+    plans: &[Plan],
+    seed: u64,
+    phase: &AtomicU8,
+) -> Result<Vec<Histogram>> {
+    let _end = EndPhase(phase);
+    let buffer = plans.iter().map(|plan| plan.block).max().unwrap_or(0);
+    let shape = Shape { queues: plans.len(), depth: 1, buffer };
+    let mut client = Client::connect(Endpoint::Socket(socket), shape)?;
+    let capacity = client.capacity();
+    let work = |queue: &mut Queue, (index, plan): (usize, &Plan)| {
+        let mut random = Pcg64Mcg::seed_from_u64(seed << 8 | index as u64);
+        let result = run_task(queue, plan, capacity, &mut random, phase);
+        if result.is_err() {
+            phase.store(OVER, Ordering::Relaxed);
+        }
+        result
+    };
+    client.run(plans.iter().enumerate(), work).into_iter().collect()
+}
+
+/// One request at a time until the phase is over; those of the window are in the histogram.
+pub(crate) fn run_task(
+    queue: &mut Queue,
+    plan: &Plan,
+    capacity: u64,
+    random: &mut Pcg64Mcg,
+    phase: &AtomicU8,
+) -> Result<Histogram> {
+    let blocks = capacity / plan.block as u64;
+    let every = Duration::from_secs_f64(1.0 / plan.iops.get());
+    // Without it a sleep is up to 50 µs too long, and a task late by the kernel's choice.
+    rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1))?;
+    let mut histogram = Histogram::new();
+    let mut due = Instant::now() + every.mul_f64(random.random::<f64>());
+    while phase.load(Ordering::Relaxed) != OVER {
+        std::thread::sleep(due.saturating_duration_since(Instant::now()));
+        due += every;
+        let offset = random.random_range(0..blocks) * plan.block as u64;
+        let counts = phase.load(Ordering::Relaxed) == COUNTING;
+        let begin = Instant::now();
+        if random.random::<f64>() < plan.read_fraction {
+            queue.read(0, offset, plan.block);
+        } else {
+            queue.write(0, offset, plan.block);
+        }
+        let mut failed = 0;
+        let ended = queue.wait(PATIENCE, |_, ended| failed = ended.result)?;
+        ensure!(ended == 1, "{} got no answer within {} s", plan.name, PATIENCE.as_secs());
+        ensure!(failed == 0, "a request of {} failed: errno {}", plan.name, -failed);
+        if counts && phase.load(Ordering::Relaxed) == COUNTING {
+            histogram.record(Nanos::from(begin.elapsed()), 1);
+        }
+    }
+    Ok(histogram)
+}

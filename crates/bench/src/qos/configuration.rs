@@ -1,0 +1,221 @@
+//! The server under test: one IOThread, a disk for each VM, and the last for the background VM.
+
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use super::clients::Plan;
+use super::curve::Curve;
+use super::neighbour::Background;
+
+/// Bytes of each VM's disk.
+pub(crate) const DISK: u64 = 256 << 20;
+/// What a throttled background VM may move, bytes a second: the hand setting of the kernel path.
+const THROTTLE: u64 = 10_000_000;
+
+/// How disks share the device.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Sharing {
+    /// Requests start as they come.
+    Free,
+    /// By a schedule for such a device.
+    Schedule(Curve),
+    /// qemu-storage-daemon with a throttle group for the background VM.
+    Throttle,
+}
+
+/// Who serves what to whom.
+#[derive(Debug)]
+pub(crate) struct Layout<'a> {
+    /// The block device or file under all disks.
+    pub(crate) device: &'a Path,
+    /// Where sockets and configuration are.
+    pub(crate) directory: &'a Path,
+    /// How disks share it.
+    pub(crate) sharing: Sharing,
+    /// The tasks of each VM.
+    pub(crate) vms: &'a [Vec<Plan>],
+    /// The background VM.
+    pub(crate) background: Option<&'a Background>,
+}
+
+/// Where a VM's disk is served.
+pub(crate) fn socket(directory: &Path, vm: usize) -> PathBuf {
+    directory.join(format!("vm{vm}.sock"))
+}
+
+impl Layout<'_> {
+    fn disks(&self) -> usize {
+        self.vms.len() + usize::from(self.background.is_some())
+    }
+
+    fn queues(&self, vm: usize) -> usize {
+        self.vms.get(vm).map_or(1, Vec::len)
+    }
+
+    /// Servers make sockets in the order of their configuration.
+    pub(crate) fn last_socket(&self) -> PathBuf {
+        socket(self.directory, self.disks() - 1)
+    }
+
+    /// The command line; writes the configuration if the server has one.
+    pub(crate) fn command(&self, program: &Path) -> Result<Vec<String>> {
+        if matches!(self.sharing, Sharing::Throttle) {
+            let kind = std::fs::metadata(self.device)
+                .with_context(|| format!("look at {}", self.device.display()))?
+                .file_type();
+            return Ok(self.qsd(kind.is_block_device()));
+        }
+        let path = self.directory.join("serve.toml");
+        std::fs::write(&path, self.toml())?;
+        let path = path.display().to_string();
+        Ok(vec![program.display().to_string(), "serve".to_owned(), path])
+    }
+
+    fn toml(&self) -> String {
+        let mut text = "version = 1\n[[iothread]]\nname = \"iot0\"\n".to_owned();
+        if let Sharing::Schedule(Curve { channels, request_ns, kib_ns, flush_ns }) = self.sharing {
+            text += &format!(
+                "[[schedule]]\nname = \"device\"\nchannels = {channels}\n\
+                 request_ns = {request_ns}\nkib_ns = {kib_ns}\nflush_ns = {flush_ns}\n"
+            );
+        }
+        for vm in 0..self.disks() {
+            text += &format!(
+                "[[device]]\nname = \"vm{vm}\"\nvm = \"vm{vm}\"\nsocket = \"{}\"\nqueues = {}\n\
+                 engine = {{ type = \"file\", path = \"{}\", direct = true, format = \"raw\", \
+                 lock = \"off\", offset = {}, size = {DISK} }}\n",
+                socket(self.directory, vm).display(),
+                self.queues(vm),
+                self.device.display(),
+                vm as u64 * DISK,
+            );
+            if matches!(self.sharing, Sharing::Schedule(_)) {
+                let promised = self.background.and_then(|background| background.promise.as_ref());
+                let promised = promised.map_or(&[] as &[_], std::slice::from_ref);
+                text += &qos(self.vms.get(vm).map_or(promised, Vec::as_slice));
+            }
+        }
+        text
+    }
+
+    fn qsd(&self, is_block_device: bool) -> Vec<String> {
+        let driver = if is_block_device { "host_device" } else { "file" };
+        let mut command: Vec<String> = vec!["qemu-storage-daemon".to_owned()];
+        let mut option = |name: &str, value: String| command.extend([name.to_owned(), value]);
+        option("--object", "iothread,id=iot0".to_owned());
+        option("--object", format!("throttle-group,id=slow,limits.bps-total={THROTTLE}"));
+        for vm in 0..self.disks() {
+            // A comma ends a value in QEMU's syntax, unless doubled.
+            let escaped = |path: &Path| path.display().to_string().replace(',', ",,");
+            option(
+                "--blockdev",
+                format!(
+                    "driver=raw,node-name=vm{vm},offset={},size={DISK},file.driver={driver},\
+                     file.filename={},file.cache.direct=on,file.aio=io_uring,file.locking=off",
+                    vm as u64 * DISK,
+                    escaped(self.device),
+                ),
+            );
+            let mut node = format!("vm{vm}");
+            if vm == self.vms.len() {
+                option(
+                    "--blockdev",
+                    format!("driver=throttle,node-name=slow{vm},throttle-group=slow,file={node}"),
+                );
+                node = format!("slow{vm}");
+            }
+            option(
+                "--export",
+                format!(
+                    "type=vhost-user-blk,id=export{vm},node-name={node},addr.type=unix,\
+                     addr.path={},writable=on,num-queues={},iothread=iot0",
+                    escaped(&socket(self.directory, vm)),
+                    self.queues(vm),
+                ),
+            );
+        }
+        command
+    }
+}
+
+/// What a VM is promised: its tasks are one class, which has the strictest target and all their
+/// rates.
+pub(crate) fn qos(tasks: &[Plan]) -> String {
+    let iops: f64 = tasks.iter().map(|task| task.iops.get()).sum();
+    let Some(deadline) = tasks.iter().map(|task| task.target).min() else {
+        return "qos = { schedule = \"device\" }\n".to_owned();
+    };
+    format!(
+        "qos = {{ schedule = \"device\", deadline_us = {}, iops = {}, burst = {} }}\n",
+        deadline.get() / 1_000,
+        iops.ceil(),
+        2 * tasks.len(),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use rtvirtio_cases::{Case, Tier};
+    use rtvirtio_spec::serve;
+
+    use super::*;
+    use crate::qos::clients::tasks;
+    use crate::qos::neighbour::Neighbour;
+
+    fn vms() -> Vec<Vec<Plan>> {
+        let case: Case = "2xL+M+H".parse().unwrap();
+        (0..2).map(|rank| tasks(case, Tier::Strict, rank).unwrap()).collect()
+    }
+
+    fn layout<'a>(
+        sharing: Sharing,
+        vms: &'a [Vec<Plan>],
+        background: &'a Background,
+    ) -> Layout<'a> {
+        let (device, directory) = (Path::new("/dev/loop7"), Path::new("/tmp/x"));
+        Layout { device, directory, sharing, vms, background: Some(background) }
+    }
+
+    fn promises(toml: &str) -> Vec<Option<(u64, f64, u32)>> {
+        let found = serve::parse("test", toml).unwrap();
+        let promise = |device: &serve::Device| {
+            let promise = device.qos.as_ref().unwrap().promise.as_ref();
+            promise
+                .map(|p| (p.deadline.get() / 1_000_000, p.rate.iops.unwrap().get(), p.rate.burst))
+        };
+        found.devices.iter().map(promise).collect()
+    }
+
+    #[test]
+    fn configuration_promises_a_vm_its_tasks_rates_and_the_strictest_target() {
+        let (vms, writer) = (vms(), Neighbour::DeepWriter.background());
+        let scheduled = Sharing::Schedule(Curve::of_ssd("ref-4x250".parse().unwrap()));
+        let text = layout(scheduled, &vms, &writer).toml();
+        let schedule = &serve::parse("test", &text).unwrap().schedules[0];
+        assert_eq!(
+            (schedule.channels, schedule.request.get(), schedule.kib.get()),
+            (4, 212_500, 9_375)
+        );
+        assert_eq!(promises(&text), [Some((10, 2_100.0, 6)), Some((15, 2_100.0, 6)), None]);
+        let liar = Neighbour::Liar.background();
+        let text = layout(scheduled, &vms, &liar).toml();
+        assert_eq!(promises(&text)[2], Some((10, 500.0, 2)));
+        let text = layout(Sharing::Free, &vms, &liar).toml();
+        let found = serve::parse("test", &text).unwrap();
+        assert!(found.schedules.is_empty() && found.devices.iter().all(|d| d.qos.is_none()));
+    }
+
+    #[test]
+    fn qsd_throttles_the_background_vm_alone_and_has_the_same_slices() {
+        let (vms, writer) = (vms(), Neighbour::DeepWriter.background());
+        let command = layout(Sharing::Throttle, &vms, &writer).qsd(true);
+        let with = |text: &str| command.iter().filter(|a| a.contains(text)).count();
+        assert_eq!(with("limits.bps-total=10000000"), 1);
+        assert_eq!(with("driver=throttle"), 1);
+        assert_eq!(with("node-name=slow2,addr"), 1);
+        assert_eq!(with("node-name=vm1,offset=268435456,size=268435456"), 1);
+        assert_eq!(with("addr.path=/tmp/x/vm0.sock,writable=on,num-queues=3"), 1);
+    }
+}

@@ -1,0 +1,140 @@
+//! One server with its clients for one window.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, anyhow, ensure};
+use rtvirtio_spec::latency::Histogram;
+use rtvirtio_spec::run::Canary;
+
+use super::cell::Task;
+use super::clients::{COUNTING, EndPhase, Plan, WARMING, run_tasks};
+use super::configuration::{Layout, Sharing, socket};
+use super::neighbour::Background;
+use crate::dataplane::server::Server;
+use crate::load::{CanaryThread, Interrupted, MachineSample, wait};
+
+/// From the first request to the window.
+const WARM_UP: Duration = Duration::from_secs(2);
+/// To start and to end a server and its clients.
+const AROUND: Duration = Duration::from_secs(1);
+
+/// What is to run.
+#[derive(Debug)]
+pub(crate) struct Trial<'a> {
+    /// The `rtvirtio` that serves.
+    pub(crate) program: &'a Path,
+    /// The block device or file under all disks.
+    pub(crate) device: &'a Path,
+    /// How they share it.
+    pub(crate) sharing: Sharing,
+    /// The tasks of each VM.
+    pub(crate) vms: &'a [Vec<Plan>],
+    /// Who else is there.
+    pub(crate) background: Option<Background>,
+    /// Length of the window.
+    pub(crate) window: Duration,
+    /// Of the times and places of requests.
+    pub(crate) seed: u64,
+}
+
+/// What came of it.
+pub(crate) struct Measured {
+    pub(crate) tasks: Vec<Task>,
+    /// Of the background VM, bytes a second.
+    pub(crate) background: f64,
+    /// Length of the window.
+    pub(crate) seconds: f64,
+    pub(crate) canary: Canary,
+    /// CPUs busy, of the machine.
+    pub(crate) busy: f64,
+}
+
+impl Trial<'_> {
+    /// How long one with such a window takes.
+    pub(crate) fn duration(window: Duration) -> Duration {
+        WARM_UP + window + AROUND
+    }
+
+    pub(crate) fn run(&self, interrupted: &Interrupted) -> Result<Measured> {
+        let directory = tempfile::Builder::new().prefix("rtvirtio-qos-").tempdir()?;
+        let directory = directory.path();
+        let layout = Layout {
+            device: self.device,
+            directory,
+            sharing: self.sharing,
+            vms: self.vms,
+            background: self.background.as_ref(),
+        };
+        let command = layout.command(self.program)?;
+        let mut server = Server::start(&command, &layout.last_socket(), directory, interrupted)?;
+        let measured = self.measure(directory, interrupted);
+        // That it has ended says more than that a client has lost it.
+        server.check()?;
+        let measured = measured?;
+        server.terminate()?;
+        Ok(measured)
+    }
+
+    fn measure(&self, directory: &Path, interrupted: &Interrupted) -> Result<Measured> {
+        let phase = AtomicU8::new(WARMING);
+        let moved = AtomicU64::new(0);
+        let (phase, moved) = (&phase, &moved);
+        std::thread::scope(|scope| {
+            let end = EndPhase(phase);
+            let background = self.background.as_ref().map(|background| {
+                let socket = socket(directory, self.vms.len());
+                scope.spawn(move || background.work.run(&socket, phase, moved))
+            });
+            let client = |(vm, plans): (usize, &'_ Vec<Plan>)| {
+                let (socket, plans, seed) = (socket(directory, vm), plans.clone(), self.seed);
+                scope.spawn(move || run_tasks(&socket, &plans, seed | vm as u64, phase))
+            };
+            let clients: Vec<_> = self.vms.iter().enumerate().map(client).collect();
+            let window = self.window(phase, moved, interrupted);
+            drop(end);
+            // Why a client ended says more than that it did: before what the window says.
+            let mut histograms = Vec::new();
+            for client in clients {
+                histograms.push(client.join().map_err(|_| anyhow!("a client failed"))??);
+            }
+            if let Some(background) = background {
+                background.join().map_err(|_| anyhow!("the background client failed"))??;
+            }
+            let mut measured = window?;
+            measured.tasks = self.judged(&histograms, measured.seconds);
+            Ok(measured)
+        })
+    }
+
+    /// The window after the warm-up, without its tasks.
+    fn window(
+        &self,
+        phase: &AtomicU8,
+        moved: &AtomicU64,
+        interrupted: &Interrupted,
+    ) -> Result<Measured> {
+        wait(WARM_UP, interrupted)?;
+        ensure!(phase.load(Ordering::Relaxed) == WARMING, "a VM ended in the warm-up");
+        let (canary, machine) = (CanaryThread::start(), MachineSample::now()?);
+        let (before, begin) = (moved.load(Ordering::Relaxed), Instant::now());
+        phase.store(COUNTING, Ordering::Relaxed);
+        wait(self.window, interrupted)?;
+        ensure!(phase.load(Ordering::Relaxed) == COUNTING, "a VM ended in the window");
+        let bytes = moved.load(Ordering::Relaxed) - before;
+        let seconds = begin.elapsed().as_secs_f64();
+        let busy = machine.since()?.busy_cores;
+        let (background, canary) = (bytes as f64 / seconds, canary.stop());
+        Ok(Measured { tasks: Vec::new(), background, seconds, canary, busy })
+    }
+
+    fn judged(&self, histograms: &[Vec<Histogram>], seconds: f64) -> Vec<Task> {
+        let vms = self.vms.iter().zip(histograms).enumerate();
+        let tasks = vms.flat_map(|(vm, (plans, histograms))| {
+            let tasks = plans.iter().zip(histograms);
+            tasks.map(move |(plan, histogram)| plan.judged(vm, histogram, seconds))
+        });
+        tasks.collect()
+    }
+}
