@@ -1,12 +1,14 @@
 //! The plan of a device whose VMs the data plane serves: a schedule, a promise for each disk, or the
 //! reason why there can be none.
 //!
-//! A disk's promise is of its tasks together: what the data plane is not told apart has the
-//! strictest target. VMs are heard by urgency; one gets all that its tasks need, or nothing: then it
+//! A task that its guest marks with an I/O priority has a promise of its own. The others of a disk
+//! have one together, with the strictest of their targets. VMs are heard by urgency; one gets all that its tasks need, or nothing: then it
 //! shares what promises leave, as VMs without a target do.
 //!
 //! Properties (tests of the same name): `service_curve_of_a_profile_is_the_device_that_it_is_of`,
 //! `each_vm_gets_a_promise_as_long_as_they_fit`, `what_does_not_fit_is_refused_with_what_would`.
+
+use std::collections::BTreeSet;
 
 use rtvirtio_qos::admission::{Curve, Fit, Refusal, Wish};
 use rtvirtio_qos::{Device, MAX_TRANSFER};
@@ -14,8 +16,8 @@ use rtvirtio_spec::control::ScheduleCurve;
 use rtvirtio_spec::plan::data_plane::DataPlane;
 use rtvirtio_spec::plan::{BackgroundShare, DeviceCost, TaskPromise};
 use rtvirtio_spec::profile::Capacity;
-use rtvirtio_spec::serve::{Promise, Qos, Rate, wire};
-use rtvirtio_spec::specification::{Load, Task, Vm};
+use rtvirtio_spec::serve::{self, IoPriority, MAX_TASKS, Promise, Qos, Rate, wire};
+use rtvirtio_spec::specification::{Load, Recognise, Task, Vm};
 use rtvirtio_units::{Bytes, BytesPerSecond, DiskName, Iops, Name, Nanos, Weight};
 
 use crate::{PROBED_PERCENTILE, Problem};
@@ -78,19 +80,43 @@ fn rate(loads: impl Iterator<Item = Load>) -> Option<Rate> {
     })
 }
 
-/// A VM's disk with tasks that have a target, and what they need.
+/// Tasks of a VM's disk that cannot be told apart, some with a target, and what they need.
 struct Wanted<'a> {
     disk: &'a DiskName,
+    ioprio: Option<IoPriority>,
     promise: Promise,
     tasks: Vec<(&'a Task, Wish)>,
 }
 
-fn wanted<'a>(disk: &'a DiskName, tasks: &[&'a Task]) -> Option<Result<Wanted<'a>, String>> {
-    let tasks = || tasks.iter().filter(|task| task.disk == *disk).copied();
+const fn marked(task: &Task) -> Option<IoPriority> {
+    match task.recognise {
+        Recognise::Ioprio(ioprio) => Some(ioprio),
+        Recognise::Unrecognised | Recognise::Disk => None,
+    }
+}
+
+/// What each of a disk's groups of tasks wants.
+fn wanted<'a>(disk: &'a DiskName, tasks: &[&'a Task]) -> Result<Vec<Wanted<'a>>, String> {
+    let of_disk = tasks.iter().filter(|task| task.disk == *disk);
+    let groups: BTreeSet<_> = of_disk.map(|task| marked(task)).collect();
+    if groups.len() > MAX_TASKS {
+        return Err(format!("its disk {disk} has tasks of more than {MAX_TASKS} I/O priorities"));
+    }
+    groups.into_iter().filter_map(|group| wanted_by(disk, group, tasks)).collect()
+}
+
+fn wanted_by<'a>(
+    disk: &'a DiskName,
+    ioprio: Option<IoPriority>,
+    tasks: &[&'a Task],
+) -> Option<Result<Wanted<'a>, String>> {
+    let is_one = |task: &&&Task| task.disk == *disk && marked(task) == ioprio;
+    let tasks = || tasks.iter().filter(is_one).copied();
     let deadline = tasks().filter_map(|task| Some(task.target?.latency)).min()?;
     let deadline = Nanos::from_micros((deadline.get() / 1_000).clamp(1, 60_000_000));
     let Some(all) = rate(tasks().map(|task| task.load)) else {
-        return Some(Err(format!("a task of its disk {disk} declares no iops")));
+        let why = "declares no iops: only a declared rate can be promised";
+        return Some(Err(format!("a task of its disk {disk} {why}")));
     };
     let wish = |task: &'a Task| {
         let own = rate(std::iter::once(task.load))?;
@@ -101,7 +127,7 @@ fn wanted<'a>(disk: &'a DiskName, tasks: &[&'a Task]) -> Option<Result<Wanted<'a
         Some((task, Wish { promise, depth: Some(task.load.queue_depth) }))
     };
     let tasks = tasks().filter_map(wish).collect();
-    Some(Ok(Wanted { disk, promise: Promise { deadline, rate: all }, tasks }))
+    Some(Ok(Wanted { disk, ioprio, promise: Promise { deadline, rate: all }, tasks }))
 }
 
 pub(crate) fn plan(problem: &Problem<'_>, into: &mut DataPlane) -> Choice {
@@ -129,7 +155,9 @@ pub(crate) fn plan(problem: &Problem<'_>, into: &mut DataPlane) -> Choice {
         .iter()
         .map(|(i, disks)| {
             let tasks = &problem.vms[*i].tasks;
-            (*i, disks.iter().filter_map(|disk| wanted(disk, tasks)).collect())
+            let of_disks: Result<Vec<_>, String> =
+                disks.iter().map(|disk| wanted(disk, tasks)).collect();
+            (*i, of_disks.map(|of_disks| of_disks.into_iter().flatten().collect()))
         })
         .collect();
     let wishes: Vec<Vec<Wish>> = all
@@ -165,10 +193,17 @@ pub(crate) fn plan(problem: &Problem<'_>, into: &mut DataPlane) -> Choice {
         needed += share / channels;
         let refused = refusal(problem, &all, wanted, fits);
         for disk in names {
-            let of_disk = wanted.iter().flatten().find(|wanted| wanted.disk == disk);
-            let promise = of_disk.filter(|_| refused.is_none()).map(|w| w.promise.clone());
-            let weight = Weight::default();
-            let qos = Qos { schedule: schedule.clone(), weight, promise, limit: None };
+            let is_promised = |w: &&Wanted<'_>| w.disk == disk && refused.is_none();
+            let promised = || wanted.iter().flatten().filter(is_promised);
+            let own = promised().find(|w| w.ioprio.is_none()).map(|w| w.promise.clone());
+            let marked = promised().filter_map(|w| Some((w.ioprio?, w.promise.clone())));
+            let qos = Qos {
+                schedule: schedule.clone(),
+                weight: Weight::default(),
+                promise: own,
+                limit: None,
+                tasks: marked.map(|(ioprio, promise)| serve::Task { ioprio, promise }).collect(),
+            };
             into.disks.insert(disk.clone(), wire::Qos::from(&qos));
         }
         if vm.urgency.is_none() {
@@ -253,7 +288,7 @@ fn undeclared(vm: &Vm, tasks: &[&Task], why: &str) -> Vec<TaskPromise> {
             bound: None,
             confidence: target.confidence,
             delivered: 0.0,
-            unmet: Some(format!("{why}: only a declared rate can be promised")),
+            unmet: Some(why.to_owned()),
         })
     };
     tasks.iter().filter_map(promise).collect()

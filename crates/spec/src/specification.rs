@@ -16,6 +16,7 @@ mod tests;
 
 use std::path::PathBuf;
 
+use crate::serve::IoPriority;
 use rtvirtio_units::{
     Bytes, Confidence, DeviceName, DiskName, Iops, Nanos, Percentile, TaskName, VmName,
 };
@@ -99,6 +100,8 @@ pub enum Recognise {
     Unrecognised,
     /// By its disk.
     Disk,
+    /// By the I/O priority with which its guest marks its requests; on the data plane.
+    Ioprio(IoPriority),
 }
 
 /// What one task does and how late its slowest request may be.

@@ -84,6 +84,25 @@ fn each_vm_gets_a_promise_as_long_as_they_fit() {
 }
 
 #[test]
+fn task_that_its_guest_marks_has_a_promise_of_its_own() {
+    let text = format!(
+        "{HEAD}[[vm]]\nname = \"plc\"\nbackend = \"vhost-user\"\n\
+         [[vm.disk]]\nname = \"root\"\ndevice = \"data\"\n\
+         [[vm.task]]\nname = \"control\"\nrecognise = \"ioprio:rt/0\"\niops = 100\n\
+         target = {{ percentile = 99.9, latency_ms = 5 }}\n\
+         [[vm.task]]\nname = \"log\"\niops = 50\nblock_size = \"1m\"\n\
+         target = {{ percentile = 99.9, latency_ms = 40 }}\n"
+    );
+    let plan = planned(&parse("test.toml", &text).unwrap());
+    assert!(plan.meets_all(), "{:?}", plan.tasks);
+    let qos = &plan.data_plane.as_ref().unwrap().disks[&DiskName::new("root").unwrap()];
+    assert_eq!((qos.deadline_us, qos.iops), (Some(40_000), Some(400)));
+    let [task] = &qos.tasks[..] else { panic!("{qos:?}") };
+    assert_eq!((task.deadline_us, task.iops), (Some(5_000), Some(100)));
+    assert!(plan.reasons.iter().any(|r| r.contains("are split")), "{:?}", plan.reasons);
+}
+
+#[test]
 fn what_does_not_fit_is_refused_with_what_would() {
     let names: Vec<String> = (0..12).map(|i| format!("vm{i:02}")).collect();
     let vms: Vec<_> = names

@@ -244,6 +244,7 @@ fn plan(with_late: bool) -> Plan {
         settings,
         observed,
         guests: rtvirtio_spec::guests::Guests::default(),
+        data_plane: None,
         tasks: Vec::new(),
         background: Vec::new(),
         cost: Vec::new(),

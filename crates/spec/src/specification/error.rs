@@ -334,10 +334,18 @@ pub enum Problem {
         recognise: String,
     },
     /// Recognition by ioprio on the kernel path.
-    #[error("recognise is {}, and the host path cannot see a guest's ioprio", Quoted(recognise))]
+    #[error("recognise is {}, and the kernel path cannot see a guest's ioprio", Quoted(recognise))]
     GuestIoprio {
         /// The text.
         recognise: String,
+    },
+    /// A text after `ioprio:` that is no I/O priority.
+    #[error("recognise is {}: {reason}", Quoted(recognise))]
+    BadIoprio {
+        /// The text.
+        recognise: String,
+        /// What is wrong.
+        reason: &'static str,
     },
     /// A name given twice.
     #[error("a second {kind} is named {}", Quoted(name))]
@@ -468,6 +476,10 @@ impl Problem {
             Self::UnknownRecognise { .. } | Self::GuestIoprio { .. } => {
                 "write recognise = \"disk\" and give the task a disk of its own, or leave it out: \
                  then the vm's strictest target applies to all it does"
+                    .to_owned()
+            }
+            Self::BadIoprio { .. } => {
+                "write recognise = \"ioprio:rt/0\": what ionice -c 1 -n 0 gives the task in its guest"
                     .to_owned()
             }
             Self::DuplicateName { kind, .. } => format!("rename or remove one {kind}"),

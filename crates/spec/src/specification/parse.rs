@@ -496,7 +496,8 @@ fn vm(
             return Err(scope.fail_at(span, Problem::DuplicateName { kind: Kind::Task, name }));
         }
         let named = subject(Label::Name(name.as_str().to_owned()));
-        tasks.push(task(&scope.of(named, entry.span()), entry.get_ref(), name, &disks)?);
+        let scope = scope.of(named, entry.span());
+        tasks.push(task(&scope, entry.get_ref(), name, &disks, backend)?);
     }
     Ok((Vm { name, backend, cgroup, vcpus, guest_agent, disks, tasks }, name_span))
 }
@@ -556,9 +557,10 @@ fn task(
     raw: &RawTask,
     name: TaskName,
     disks: &[Disk],
+    backend: Backend,
 ) -> Result<Task, SpecificationError> {
     let disk = task_disk(scope, raw.disk.as_ref(), disks)?;
-    let recognise = recognise(scope, raw.recognise.as_ref())?;
+    let recognise = recognise(scope, raw.recognise.as_ref(), backend)?;
     let iops =
         raw.iops.as_ref().map(|value| scope.quantity("iops", value, Iops::new)).transpose()?;
     let block_size = block_size(scope, raw.block_size.as_ref())?;
@@ -591,14 +593,24 @@ fn task_disk(
     }
 }
 
-fn recognise(scope: &Scope<'_>, value: Option<&Value>) -> Result<Recognise, SpecificationError> {
+fn recognise(
+    scope: &Scope<'_>,
+    value: Option<&Value>,
+    backend: Backend,
+) -> Result<Recognise, SpecificationError> {
     let Some(value) = value else {
         return Ok(Recognise::Unrecognised);
     };
     let text = scope.text("recognise", value)?;
     let problem = match text {
         "disk" => return Ok(Recognise::Disk),
-        _ if text.starts_with("ioprio") => Problem::GuestIoprio { recognise: text.to_owned() },
+        _ if text.starts_with("ioprio") && backend == Backend::Kernel => {
+            Problem::GuestIoprio { recognise: text.to_owned() }
+        }
+        _ if text.starts_with("ioprio:") => match text["ioprio:".len()..].parse() {
+            Ok(ioprio) => return Ok(Recognise::Ioprio(ioprio)),
+            Err(reason) => Problem::BadIoprio { recognise: text.to_owned(), reason },
+        },
         _ => Problem::UnknownRecognise { recognise: text.to_owned() },
     };
     Err(scope.fail_at(value.span(), problem))

@@ -60,6 +60,7 @@ fn write_task(out: &mut String, task: &Task) {
     match task.recognise {
         Recognise::Unrecognised => {}
         Recognise::Disk => pair(out, "recognise", &quoted("disk")),
+        Recognise::Ioprio(ioprio) => pair(out, "recognise", &quoted(&format!("ioprio:{ioprio}"))),
     }
     if let Some(iops) = task.load.iops {
         pair(out, "iops", &iops.to_string());

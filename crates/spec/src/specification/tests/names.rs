@@ -175,9 +175,17 @@ fn backend_vhost_user_needs_a_data_plane_and_devices_of_its_own() {
 }
 
 #[test]
-fn recognise_ioprio_is_refused_on_the_host_path() {
+fn recognise_ioprio_is_for_the_data_plane() {
     let error = refused(&small("", "recognise = \"ioprio:rt/0\""));
     assert!(error.to_string().contains("cannot see a guest's ioprio"), "{error}");
     assert!(error.hint().contains("recognise = \"disk\""));
     assert!(matches!(task_problem("recognise = \"x\""), Problem::UnknownRecognise { .. }));
+    let plane = "[data_plane]\ncontrol = \"/run/x.sock\"\n[device.data]";
+    let served = |recognise: &str| {
+        let text = small("backend = \"vhost-user\"", &format!("recognise = \"{recognise}\""));
+        text.replace("[device.data]", plane)
+    };
+    let found = parse("s.toml", &served("ioprio:be/3")).unwrap();
+    assert_eq!(found.vms[0].tasks[0].recognise, Recognise::Ioprio("be/3".parse().unwrap()));
+    assert!(matches!(problem(&served("ioprio:rt/8")), Problem::BadIoprio { .. }));
 }

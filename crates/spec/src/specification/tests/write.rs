@@ -114,6 +114,9 @@ fn specification() -> impl Strategy<Value = Specification> {
             if on_data_plane {
                 for (i, vm) in vms.iter_mut().enumerate() {
                     vm.backend = Backend::VhostUser;
+                    let marked = vm.tasks.iter_mut().filter(|task| task.load.queue_depth % 2 == 0);
+                    let ioprio = Recognise::Ioprio("rt/4".parse().unwrap());
+                    marked.for_each(|task| task.recognise = ioprio);
                     for disk in &mut vm.disks {
                         let unique = DiskName::new(format!("{}-{i}", disk.name)).unwrap();
                         let old = std::mem::replace(&mut disk.name, unique.clone());
