@@ -9,13 +9,14 @@
 //! The server is a process of its own ([`serve`]), so that the load under
 //! test and the device never share a fate or a priority; [`ScratchDisk`] is
 //! its owner's end. It lives until its standard input ends, and then undoes what a killed owner's
-//! testbed has left.
+//! testbed has left. Until then a line there, `slower N`, makes an emulated SSD's service times N
+//! times what its model says, for benchmarks of a device that changes; `slower 1` undoes it.
 
 mod fuse;
 mod loop_device;
 
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -59,6 +60,9 @@ impl Backing {
     }
 }
 
+/// Before the number in a line that makes a device slower.
+const SLOWER: &str = "slower ";
+
 /// The first line that a server prints.
 #[derive(Debug, Serialize, Deserialize)]
 struct Ready {
@@ -67,7 +71,7 @@ struct Ready {
 
 /// Serves a scratch disk and prints its node once it is ready. With `owned`,
 /// the node is one JSON line and the disk goes when standard input ends (its
-/// owner may be killed); else it stays until SIGINT or SIGTERM.
+/// owner may be killed) or says what nobody understands; else it stays until SIGINT or SIGTERM.
 ///
 /// # Errors
 /// Without root, FUSE or a free loop device, with the remedy.
@@ -79,26 +83,26 @@ pub fn serve(
     interrupted: &Interrupted,
 ) -> Result<()> {
     eprintln!("Making a scratch disk ({}, {size}): up to 10 s", backing.label());
-    let file = match backing {
+    let (file, slow_down) = match backing {
         Backing::Ssd(name) => {
             let config: SsdConfig = name.parse()?;
-            fuse::open_emulated(name, config, size, seed)?
+            let (file, slow_down) = fuse::open_emulated(name, config, size, seed)?;
+            (file, Some(slow_down))
         }
-        Backing::Raw(directory) => open_raw(directory, size)?,
+        Backing::Raw(directory) => (open_raw(directory, size)?, None),
     };
     let device = loop_device::LoopDevice::attach(file.as_fd())?;
     if owned {
         let ready = Ready { device: device.path().to_owned() };
         println!("{}", serde_json::to_string(&ready)?);
         std::io::stdout().flush()?;
-        let mut sink = [0; 64];
-        let mut stdin = std::io::stdin().lock();
-        loop {
-            match stdin.read(&mut sink) {
-                Ok(0) => break,
-                Err(e) if e.kind() != std::io::ErrorKind::Interrupted => break,
-                _ => {}
-            }
+        for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+            let times = line.strip_prefix(SLOWER).and_then(|times| times.parse().ok());
+            let (Some(times), Some(slow_down)) = (times, &slow_down) else {
+                eprintln!("scratch: {line:?} is not understood");
+                break;
+            };
+            slow_down(times);
         }
     } else {
         println!("{} ({}, {size}); Ctrl-C removes it", device.path().display(), backing.label());
@@ -197,6 +201,16 @@ impl ScratchDisk {
     #[must_use]
     pub fn label(&self) -> &str {
         &self.label
+    }
+
+    /// An emulated SSD's requests take `times` as long from now on, to within the time that its
+    /// server takes to read a line; 1 undoes it.
+    ///
+    /// # Errors
+    /// If the server has gone.
+    pub fn slow_down(&mut self, times: u16) -> Result<()> {
+        let stdin = self.server.stdin.as_mut().context("the scratch disk has gone")?;
+        writeln!(stdin, "{SLOWER}{times}").context("tell the scratch disk")
     }
 }
 

@@ -94,6 +94,11 @@ impl<C: Completion> EmulatedSsd<C> {
         Bytes::new(self.size)
     }
 
+    /// Requests from now on take `times` as long as the model says; 1 undoes it.
+    pub fn slow_down(&self, times: u16) {
+        self.timer.slow_down(times);
+    }
+
     /// Submits a request; `completion` is told when it completes.
     ///
     /// # Errors

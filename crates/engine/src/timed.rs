@@ -135,6 +135,13 @@ impl<T: Timed> Timer<T> {
     }
 }
 
+impl<T: Timed> Timer<T> {
+    /// Requests from now on take `times` as long as the model says; 1 undoes it.
+    pub(crate) fn slow_down(&self, times: u16) {
+        lock(&self.shared.queue).ssd.slow_down(times);
+    }
+}
+
 impl<T: Timed> Shared<T> {
     fn end_when_due(&self) {
         let mut queue = lock(&self.queue);

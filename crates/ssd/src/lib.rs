@@ -115,6 +115,8 @@ pub struct Ssd {
     config: SsdConfig,
     rng: Pcg64Mcg,
     service: LogNormal<f64>,
+    /// All service times are so many times as long.
+    slower: f64,
     /// When each channel is free next.
     free_at: Vec<Nanos>,
     /// Starts of stalls that a request may still meet, in order.
@@ -154,17 +156,24 @@ impl Ssd {
             config,
             rng: Pcg64Mcg::seed_from_u64(seed),
             service,
+            slower: 1.0,
             free_at: vec![Nanos::ZERO; usize::from(config.channels)],
             stalls: VecDeque::new(),
             stall_gap,
         })
     }
 
+    /// Requests that are submitted from now on take `times` as long as the configuration says; 1
+    /// undoes it. Stalls stay as they are.
+    pub fn slow_down(&mut self, times: u16) {
+        self.slower = f64::from(times.max(1));
+    }
+
     /// Submits a request of `length` at `now` and says when it completes.
     /// `now` must not go back between calls.
     pub fn submit(&mut self, now: Nanos, length: Bytes) -> Nanos {
         let growth = 1.0 + self.config.length_slope * (length.get() as f64 / 4096.0 - 1.0).max(0.0);
-        let factor = self.service.sample(&mut self.rng) * growth;
+        let factor = self.service.sample(&mut self.rng) * growth * self.slower;
         let service = self.config.mean_service.scale(factor);
         // At least one channel exists: `new` checks it.
         let channel = (0..self.free_at.len()).min_by_key(|&i| self.free_at[i]).unwrap_or(0);
@@ -243,6 +252,22 @@ mod tests {
         let last = (0..n).map(|_| ssd.submit(Nanos::ZERO, Bytes::from_kib(128))).max().unwrap();
         let mean_service_us = last.as_secs_f64() * 4.0 / n as f64 * 1e6;
         assert!((1390.0..1435.0).contains(&mean_service_us), "{mean_service_us}");
+    }
+
+    #[test]
+    fn device_that_is_slowed_down_takes_so_many_times_as_long_until_that_is_undone() {
+        let (mut slow, mut same) = (reference("ref-4x250"), reference("ref-4x250"));
+        let mut responses = |times: u16, at: u64| {
+            let now = Nanos::from_millis(at);
+            slow.slow_down(times);
+            let response = |ssd: &mut Ssd| ssd.submit(now, Bytes::from_kib(4)).saturating_sub(now);
+            (response(&mut slow).get() as f64, response(&mut same).get() as f64)
+        };
+        for (at, times) in [(0, 1), (10, 2), (20, 3), (30, 1)] {
+            let (slowed, reference) = responses(times, at);
+            // To within the rounding of each to a ns.
+            assert!((slowed - reference * f64::from(times)).abs() <= 2.0, "{slowed} {reference}");
+        }
     }
 
     #[test]

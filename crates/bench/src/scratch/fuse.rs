@@ -10,6 +10,7 @@ use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
@@ -56,7 +57,7 @@ impl Reply {
 
 struct DiskFs {
     name: String,
-    ssd: EmulatedSsd<Reply>,
+    ssd: Arc<EmulatedSsd<Reply>>,
 }
 
 impl DiskFs {
@@ -164,12 +165,20 @@ impl Filesystem for DiskFs {
     }
 }
 
+/// Makes the device so many times slower than its model; 1 undoes it.
+pub(super) type SlowDown = Box<dyn Fn(u16)>;
+
 /// Starts an emulated SSD and opens it as a file called `name`. The server's
 /// threads live as long as the process.
 ///
 /// # Errors
 /// Without root or FUSE, with the remedy.
-pub(super) fn open_emulated(name: &str, config: SsdConfig, size: Bytes, seed: u64) -> Result<File> {
+pub(super) fn open_emulated(
+    name: &str,
+    config: SsdConfig,
+    size: Bytes,
+    seed: u64,
+) -> Result<(File, SlowDown)> {
     const REMEDY: &str = "an emulated SSD needs root and FUSE (modprobe fuse); \
                           `--raw DIR` (demo: `--device raw`) does without";
     let fuse_fd: OwnedFd = OpenOptions::new()
@@ -180,13 +189,13 @@ pub(super) fn open_emulated(name: &str, config: SsdConfig, size: Bytes, seed: u6
         .context(REMEDY)?
         .into();
     let mount = mount_detached(&fuse_fd).context("make a FUSE file system").context(REMEDY)?;
-    let ssd = EmulatedSsd::start(config, size, seed)?;
-    let fs = DiskFs { name: name.to_owned(), ssd };
+    let ssd = Arc::new(EmulatedSsd::start(config, size, seed)?);
+    let fs = DiskFs { name: name.to_owned(), ssd: Arc::clone(&ssd) };
     let session = Session::from_fd(fs, fuse_fd, SessionACL::Owner, fuser::Config::default())?;
     std::thread::Builder::new().name("ssd-fuse".to_owned()).spawn(move || session.run())?;
     let flags = OFlags::RDWR | OFlags::DIRECT | OFlags::CLOEXEC;
     let file = rustix::fs::openat(&mount, name, flags, Mode::empty())?;
-    Ok(File::from(file))
+    Ok((File::from(file), Box::new(move |times| ssd.slow_down(times))))
 }
 
 fn mount_detached(fuse_fd: &OwnedFd) -> rustix::io::Result<OwnedFd> {
