@@ -162,6 +162,9 @@ bench-full-qos: build ## The 24 cases × 2 tiers × 6 neighbours on the data pla
 	$(RTVIRTIO) bench qos --cases all --tiers strict,paper --neighbours $(NEIGHBOURS) \
 		--schemes none,qos,throttle --repetitions $(REPETITIONS) $(BESIDE) --out $(RESULTS)/full-qos
 
+bench-qos-cost: build ## What a schedule costs: 8 backlogged VMs on disks in memory, with it and without
+	$(RTVIRTIO) bench qos-cost --out $(RESULTS)/qos-cost
+
 bench-dataplane-profile: build ## Where the time goes in cases that are not won (root, perf)
 	scripts/dataplane-profile $(RTVIRTIO) > $(RESULTS)/dataplane/profile.txt
 

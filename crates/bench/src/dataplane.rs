@@ -19,7 +19,7 @@
 //! repeated.
 
 pub mod client;
-mod cpu;
+pub(crate) mod cpu;
 pub mod footprint;
 pub mod load;
 pub mod marks;

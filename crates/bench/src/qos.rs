@@ -18,12 +18,16 @@
 //! - [`disk`]: the device.
 //! - `trial`: one server with its clients for one window.
 //! - `rows`, [`mod@table`], `plot`: what it comes to, for a terminal, for a page.
+//!
+//! Benchmarks of their own: [`cost`], what a schedule costs.
 
 pub mod cell;
 pub(crate) mod clients;
 pub(crate) mod configuration;
+pub mod cost;
 pub mod curve;
 pub mod disk;
+mod lines;
 pub mod neighbour;
 mod plot;
 mod rows;

@@ -125,6 +125,11 @@ impl Client {
         self.capacity
     }
 
+    /// Its queues, for a thread that looks after several clients'.
+    pub fn queues(&mut self) -> &mut [Queue] {
+        &mut self.queues
+    }
+
     /// Calls `work` with each queue and its part, in a thread each, and returns what they return.
     ///
     /// # Panics
@@ -331,19 +336,32 @@ impl Queue {
     pub fn wait(
         &mut self,
         patience: Duration,
-        mut each: impl FnMut(&mut Self, Ended),
+        each: impl FnMut(&mut Self, Ended),
     ) -> Result<usize, ClientError> {
         let deadline = Instant::now() + patience;
-        let ended = loop {
+        loop {
             let mut left = deadline.saturating_duration_since(Instant::now());
             match self.queue.do_io(&mut self.completions, 1, Some(&mut left), None) {
-                Ok(ended) => break ended,
+                Ok(ended) => return Ok(self.pass(ended, each)),
                 Err(error) if error.errno() == Errno::TIME => return Ok(0),
                 // A signal, or a stale eventfd that was read already.
                 Err(error) if matches!(error.errno(), Errno::INTR | Errno::AGAIN) => {}
                 Err(error) => return Err(ClientError::Wait(error)),
             }
-        };
+        }
+    }
+
+    /// Like [`Queue::wait`], but without waiting: the server is not asked to call.
+    ///
+    /// # Errors
+    /// If the server cannot be told of requests.
+    pub fn poll(&mut self, each: impl FnMut(&mut Self, Ended)) -> Result<usize, ClientError> {
+        let ended = self.queue.do_io(&mut self.completions, 0, None, None);
+        Ok(self.pass(ended.map_err(ClientError::Wait)?, each))
+    }
+
+    /// Passes the first `ended` completions on.
+    fn pass(&mut self, ended: usize, mut each: impl FnMut(&mut Self, Ended)) -> usize {
         self.flying -= ended;
         for index in 0..ended {
             // SAFETY: do_io wrote the first `ended` entries.
@@ -351,7 +369,7 @@ impl Queue {
             let ended = Ended { slot: completion.user_data, result: completion.ret };
             each(self, ended);
         }
-        Ok(ended)
+        ended
     }
 }
 

@@ -10,10 +10,10 @@ use anyhow::{Context, Result, ensure};
 
 /// CPU time of each thread, ns.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct ProcessCpu(BTreeMap<u32, u64>);
+pub(crate) struct ProcessCpu(BTreeMap<u32, u64>);
 
 impl ProcessCpu {
-    pub(super) fn of(process: u32) -> Result<Self> {
+    pub(crate) fn of(process: u32) -> Result<Self> {
         let directory = format!("/proc/{process}/task");
         let tasks = std::fs::read_dir(&directory).with_context(|| format!("read {directory}"))?;
         let mut threads = BTreeMap::new();
@@ -30,7 +30,7 @@ impl ProcessCpu {
     }
 
     /// CPU time since `earlier`, ns.
-    pub(super) fn since(&self, earlier: &Self) -> u64 {
+    pub(crate) fn since(&self, earlier: &Self) -> u64 {
         let before = |id| earlier.0.get(id).copied().unwrap_or(0);
         self.0.iter().map(|(id, &now)| now.saturating_sub(before(id))).sum()
     }

@@ -4,6 +4,7 @@ mod closed_loop;
 mod dataplane;
 mod iothreads;
 mod qos;
+mod qos_cost;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -104,6 +105,8 @@ enum Other {
     Dataplane(Box<dataplane::Args>),
     /// VMs with targets on the data plane beside a deep writer, with and without its schedule
     Qos(qos::Args),
+    /// What the data plane's schedule costs: backlogged VMs on disks in memory, with and without
+    QosCost(qos_cost::Args),
 }
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
@@ -111,6 +114,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         Some(Other::Iothreads(args)) => return iothreads::run(args, interrupted),
         Some(Other::Dataplane(args)) => return dataplane::run(args, interrupted),
         Some(Other::Qos(args)) => return qos::run(args, interrupted),
+        Some(Other::QosCost(args)) => return qos_cost::run(args, interrupted),
         None => {}
     }
     let cases = cases(&args.cases)?;
