@@ -165,6 +165,9 @@ bench-full-qos: build ## The 24 cases × 2 tiers × 6 neighbours on the data pla
 bench-qos-cost: build ## What a schedule costs: 8 backlogged VMs on disks in memory, with it and without
 	$(RTVIRTIO) bench qos-cost --out $(RESULTS)/qos-cost
 
+bench-qos-changes: build ## A VM appears, a writer starts, the device slows down: time to targets met (root)
+	$(RTVIRTIO) bench qos-changes --repetitions $(REPETITIONS) --out $(RESULTS)/qos-changes
+
 bench-dataplane-profile: build ## Where the time goes in cases that are not won (root, perf)
 	scripts/dataplane-profile $(RTVIRTIO) > $(RESULTS)/dataplane/profile.txt
 

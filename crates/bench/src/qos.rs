@@ -19,9 +19,11 @@
 //! - `trial`: one server with its clients for one window.
 //! - `rows`, [`mod@table`], `plot`: what it comes to, for a terminal, for a page.
 //!
-//! Benchmarks of their own: [`cost`], what a schedule costs.
+//! Benchmarks of their own: [`cost`], what a schedule costs; [`changes`], how soon targets are met
+//! again when the load or the device changes.
 
 pub mod cell;
+pub mod changes;
 pub(crate) mod clients;
 pub(crate) mod configuration;
 pub mod cost;

@@ -84,42 +84,61 @@ impl Plan {
     }
 }
 
-/// Runs a VM's tasks until the phase is over.
+/// Runs a VM's tasks until the phase is over; the requests of the window are in the histograms.
 pub(crate) fn run_tasks(
     socket: &Path,
     plans: &[Plan],
     seed: u64,
     phase: &AtomicU8,
 ) -> Result<Vec<Histogram>> {
+    let mut histograms = vec![Histogram::new(); plans.len()];
+    run_tasks_into(socket, plans, seed, phase, &mut histograms, |histogram, _, latency| {
+        histogram.record(latency, 1);
+    })?;
+    Ok(histograms)
+}
+
+/// Runs a VM's tasks until the phase is over. Each has one of `records`, in which `record` notes
+/// when a request of the window ended, and its latency.
+pub(crate) fn run_tasks_into<R: Send>(
+    socket: &Path,
+    plans: &[Plan],
+    seed: u64,
+    phase: &AtomicU8,
+    records: &mut [R],
+    record: impl Fn(&mut R, Instant, Nanos) + Sync,
+) -> Result<()> {
     let _end = EndPhase(phase);
     let buffer = plans.iter().map(|plan| plan.block).max().unwrap_or(0);
     let shape = Shape { queues: plans.len(), depth: 1, buffer };
     let mut client = Client::connect(Endpoint::Socket(socket), shape)?;
     let capacity = client.capacity();
-    let work = |queue: &mut Queue, (index, plan): (usize, &Plan)| {
+    let work = |queue: &mut Queue, ((index, plan), into): ((usize, &Plan), &mut R)| {
         let mut random = Pcg64Mcg::seed_from_u64(seed << 8 | index as u64);
-        let result = run_task(queue, plan, capacity, &mut random, phase);
+        let result = run_task(queue, plan, capacity, &mut random, phase, |ended, latency| {
+            record(into, ended, latency);
+        });
         if result.is_err() {
             phase.store(OVER, Ordering::Relaxed);
         }
         result
     };
-    client.run(plans.iter().enumerate(), work).into_iter().collect()
+    client.run(plans.iter().enumerate().zip(records), work).into_iter().collect()
 }
 
-/// One request at a time until the phase is over; those of the window are in the histogram.
+/// One request at a time until the phase is over; `record` is told of those of the window.
 pub(crate) fn run_task(
     queue: &mut Queue,
     plan: &Plan,
     capacity: u64,
     random: &mut Pcg64Mcg,
     phase: &AtomicU8,
-) -> Result<Histogram> {
+    mut record: impl FnMut(Instant, Nanos),
+) -> Result<()> {
     let blocks = capacity / plan.block as u64;
     let every = Duration::from_secs_f64(1.0 / plan.iops.get());
     // Without it a sleep is up to 50 µs too long, and a task late by the kernel's choice.
     rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1))?;
-    let mut histogram = Histogram::new();
     let mut due = Instant::now() + every.mul_f64(random.random::<f64>());
     while phase.load(Ordering::Relaxed) != OVER {
         std::thread::sleep(due.saturating_duration_since(Instant::now()));
@@ -137,8 +156,9 @@ pub(crate) fn run_task(
         ensure!(ended == 1, "{} got no answer within {} s", plan.name, PATIENCE.as_secs());
         ensure!(failed == 0, "a request of {} failed: errno {}", plan.name, -failed);
         if counts && phase.load(Ordering::Relaxed) == COUNTING {
-            histogram.record(Nanos::from(begin.elapsed()), 1);
+            let ended = Instant::now();
+            record(ended, Nanos::from(ended - begin));
         }
     }
-    Ok(histogram)
+    Ok(())
 }

@@ -16,7 +16,7 @@ use crate::dataplane::server::Server;
 use crate::load::{CanaryThread, Interrupted, MachineSample, wait};
 
 /// From the first request to the window.
-const WARM_UP: Duration = Duration::from_secs(2);
+pub(crate) const WARM_UP: Duration = Duration::from_secs(2);
 /// To start and to end a server and its clients.
 const AROUND: Duration = Duration::from_secs(1);
 
