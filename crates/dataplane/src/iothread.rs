@@ -77,6 +77,8 @@ const KIND: u64 = 0xffff << 48;
 pub struct IoThreadStats {
     /// In turns that found work.
     pub busy_ns: AtomicU64,
+    /// Of that, waiting for schedules that other threads had.
+    pub lock_ns: AtomicU64,
     /// Polling in vain.
     pub poll_ns: AtomicU64,
     /// Waiting.

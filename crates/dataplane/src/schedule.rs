@@ -16,7 +16,7 @@
 //! A request's deadline and the order of arrivals count from when its IOThread found it, to within a
 //! turn.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use rtvirtio_engine::Token;
 use rtvirtio_qos::{
@@ -144,6 +144,19 @@ impl Schedule {
             state.owners.resize_with(at + 1, || None);
         }
         state.owners[at] = Some(owner.clone());
+    }
+
+    /// The state, and how long another thread had it, ns.
+    fn state_in_turn(&self) -> (MutexGuard<'_, State>, u64) {
+        match self.0.try_lock() {
+            Err(TryLockError::WouldBlock) => {
+                let began = now();
+                let state = self.state();
+                (state, now() - began)
+            }
+            Ok(state) => (state, 0),
+            Err(TryLockError::Poisoned(poisoned)) => (poisoned.into_inner(), 0),
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -293,15 +306,15 @@ impl Board {
     }
 
     /// Says what has happened, and takes what queues of this thread are to start into `granted`;
-    /// the others' threads are told.
+    /// the others' threads are told. How long another thread had the schedule, ns.
     pub(crate) fn exchange(
         &mut self,
         me: &Sender<Letter>,
         granted: &mut Vec<(Token, Running)>,
         now: u64,
-    ) {
+    ) -> u64 {
         let time = Nanos::new(now);
-        let mut guard = self.schedule.state();
+        let (mut guard, waited) = self.schedule.state_in_turn();
         let State { scheduler, owners } = &mut *guard;
         for running in self.ended.drain(..) {
             scheduler.complete(running, time);
@@ -321,5 +334,6 @@ impl Board {
             }
         }
         self.wake_at = scheduler.wake_at().map_or(u64::MAX, Nanos::get);
+        waited
     }
 }

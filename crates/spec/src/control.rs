@@ -47,6 +47,9 @@ pub struct IoThreadState {
     pub queues: u32,
     /// Time at work, since its start.
     pub busy_ns: Nanos,
+    /// Of that, time in which it waited for schedules that other IOThreads had.
+    #[serde(default)]
+    pub lock_ns: Nanos,
     /// Time in polls that found nothing.
     pub poll_ns: Nanos,
     /// Time asleep.

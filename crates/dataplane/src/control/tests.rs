@@ -83,6 +83,7 @@ impl Plane for Books {
             polling: polling.into(),
             queues: 0,
             busy_ns: Nanos::from_millis(1500),
+            lock_ns: Nanos::ZERO,
             poll_ns: Nanos::ZERO,
             sleep_ns: Nanos::ZERO,
             cpu_ns: Nanos::ZERO,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rtvirtio_engine::Token;
 use rtvirtio_qos::Running;
 
-use super::{IoThread, Letter, get};
+use super::{IoThread, IoThreadStats, Letter, get};
 use crate::queue::{Queue, from_token, now};
 use crate::schedule::Board;
 
@@ -17,11 +17,15 @@ impl IoThread {
         for at in 0..self.boards.len() {
             // What ends as soon as it is started makes room at once.
             while let Some(board) = &mut self.boards[at]
-                && board.is_due(now())
+                && let time = now()
+                && board.is_due(time)
             {
                 worked = true;
                 let mut granted = std::mem::take(&mut self.granted);
-                board.exchange(&self.me, &mut granted, now());
+                let waited = board.exchange(&self.me, &mut granted, time);
+                if waited > 0 {
+                    IoThreadStats::add(&self.stats.lock_ns, waited);
+                }
                 granted.drain(..).for_each(|(token, running)| self.grant(token, running));
                 self.granted = granted;
             }

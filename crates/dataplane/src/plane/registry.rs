@@ -599,6 +599,7 @@ impl Plane for Registry {
                 polling: thread.config.polling.into(),
                 queues: state.queues_of(name),
                 busy_ns: read(|stats| &stats.busy_ns),
+                lock_ns: read(|stats| &stats.lock_ns),
                 poll_ns: read(|stats| &stats.poll_ns),
                 sleep_ns: read(|stats| &stats.sleep_ns),
                 cpu_ns: cpu_time(tid),
