@@ -8,15 +8,18 @@
 //! An IOThread has a CPU of its own, and so has the client that drives its disks, if there are enough
 //! CPUs; else all share them (2 IOThreads on 2 CPUs). A client is one thread that looks at its disks'
 //! queues in turn and never sleeps, so that the server is what limits, and no VM is ever called.
-//! With several IOThreads all of them share one schedule; *lock* is the share of their time in which
-//! they waited for another one to leave it.
+//! With several IOThreads all of them share one schedule; *lock* is the share of their time at work in
+//! which they waited for another one to leave it.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_host::dataplane::ControlClient;
+use rtvirtio_spec::control::IoThreadState;
 use rtvirtio_spec::run::Machine;
+use rtvirtio_units::Nanos;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 
@@ -69,6 +72,8 @@ pub struct Cell {
     pub cpu_us: f64,
     /// CPU of the client for each request, µs.
     pub client_us: f64,
+    /// Of the time at work of the IOThreads, what they waited for the schedule's lock.
+    pub lock: f64,
     /// CPUs of the machine.
     pub cpus: usize,
     /// The machine in the window.
@@ -166,6 +171,7 @@ impl Benchmark<'_> {
             ensure!(phase.load(Ordering::Relaxed) == WARMING, "a client ended in the warm-up");
             let me = std::process::id();
             let (cpu, mine) = (ProcessCpu::of(server)?, ProcessCpu::of(me)?);
+            let times = Times::now(directory)?;
             let machine = MachineSample::now()?;
             let (before, begin) = (total(), Instant::now());
             phase.store(COUNTING, Ordering::Relaxed);
@@ -176,6 +182,7 @@ impl Benchmark<'_> {
             let (cpu, mine) =
                 (ProcessCpu::of(server)?.since(&cpu), ProcessCpu::of(me)?.since(&mine));
             let machine = machine.since()?;
+            let lock = Times::now(directory)?.lock_since(times);
             drop(end);
             for client in clients {
                 let Ok(ended) = client.join() else { bail!("a client failed") };
@@ -188,11 +195,35 @@ impl Benchmark<'_> {
                 iops: requests / seconds,
                 cpu_us: cpu as f64 / 1e3 / requests,
                 client_us: mine as f64 / 1e3 / requests,
+                lock,
                 cpus: std::thread::available_parallelism().map_or(1, usize::from),
                 machine,
             })
         })
     }
+}
+
+/// Of all IOThreads, ns.
+struct Times {
+    busy: u64,
+    lock: u64,
+}
+
+impl Times {
+    fn now(directory: &Path) -> Result<Self> {
+        let threads = ControlClient::new(control(directory)).snapshot()?.iothreads;
+        let sum = |of: fn(&IoThreadState) -> Nanos| threads.iter().map(|t| of(t).get()).sum();
+        Ok(Self { busy: sum(|thread| thread.busy_ns), lock: sum(|thread| thread.lock_ns) })
+    }
+
+    /// The share of the lock since then.
+    fn lock_since(&self, earlier: Self) -> f64 {
+        (self.lock - earlier.lock) as f64 / (self.busy - earlier.busy).max(1) as f64
+    }
+}
+
+fn control(directory: &Path) -> PathBuf {
+    directory.join("control.sock")
 }
 
 /// Requests that a client has completed; a cache line of its own.
@@ -228,7 +259,8 @@ fn available_cpus() -> Result<Vec<usize>> {
 
 /// A disk in memory for each VM, the IOThreads in turn; with a schedule that holds nothing back.
 fn configured(key: CellKey, places: &Places, directory: &Path) -> String {
-    let mut text = "version = 1\n".to_owned();
+    let control = control(directory);
+    let mut text = format!("version = 1\n[control]\nsocket = \"{}\"\n", control.display());
     for (index, cpu) in places.iothreads.iter().enumerate() {
         text += &format!("[[iothread]]\nname = \"iot{index}\"\ncpus = [{cpu}]\n");
     }
@@ -323,8 +355,17 @@ pub fn table(cells: &[Cell]) -> String {
         values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
     };
     let mut text = format!(
-        "{:<9} {:<5} {:>4} {:>9} {:>10} {:>10} {:>6} {:>6} {:>6}\n",
-        "IOThreads", "", "runs", "IOPS", "CPU/IO us", "client us", "busy", "steal", "load"
+        "{:<9} {:<5} {:>4} {:>9} {:>10} {:>10} {:>7} {:>6} {:>6} {:>6}\n",
+        "IOThreads",
+        "",
+        "runs",
+        "IOPS",
+        "CPU/IO us",
+        "client us",
+        "lock %",
+        "busy",
+        "steal",
+        "load"
     );
     let mut numbers: Vec<usize> = cells.iter().map(|cell| cell.key.iothreads).collect();
     numbers.sort_unstable();
@@ -337,12 +378,13 @@ pub fn table(cells: &[Cell]) -> String {
         for qos in [false, true] {
             let column = |value: fn(&Cell) -> f64| median(of(qos).map(value).collect());
             text += &format!(
-                "{iothreads:<9} {:<5} {:>4} {:>9.0} {:>10.3} {:>10.3} {:>6.2} {:>6.2} {:>6.2}\n",
+                "{iothreads:<9} {:<5} {:>4} {:>9.0} {:>10.3} {:>10.3} {:>7.2} {:>6.2} {:>6.2} {:>6.2}\n",
                 name(qos),
                 of(qos).count(),
                 column(|cell| cell.iops),
                 column(|cell| cell.cpu_us),
                 column(|cell| cell.client_us),
+                column(|cell| cell.lock * 100.0),
                 column(|cell| cell.machine.busy_cores),
                 column(|cell| cell.machine.steal_cores),
                 column(|cell| cell.machine.load1),
@@ -370,7 +412,8 @@ pub fn table(cells: &[Cell]) -> String {
         + &verdicts
         + &format!(
             "Medians. {VMS} VMs at depth {DEPTH}, 4 KiB, 70 % reads, disks in memory, {cpus} CPUs. \
-             CPU/IO: of the server; client: CPU of the client for each request; busy, steal: of the \
+             CPU/IO: of the server; client: CPU of the client for each request; lock: of the \
+             IOThreads' time at work, what they waited for the schedule; busy, steal: of the \
              machine, cores.\n"
         )
 }
@@ -385,7 +428,7 @@ mod tests {
         let key = CellKey { iothreads: 1, qos, repetition };
         let machine = Machine { load1: 1.0, busy_cores: 2.0, steal_cores: 0.0 };
         let (cpu_us, client_us) = (1.0, 0.5);
-        Cell { key, seconds: 3.0, iops, cpu_us, client_us, cpus: 2, machine }
+        Cell { key, seconds: 3.0, iops, cpu_us, client_us, lock: 0.0, cpus: 2, machine }
     }
 
     #[test]
