@@ -168,6 +168,9 @@ bench-qos-cost: build ## What a schedule costs: 8 backlogged VMs on disks in mem
 bench-qos-changes: build ## A VM appears, a writer starts, the device slows down: time to targets met (root)
 	$(RTVIRTIO) bench qos-changes --repetitions $(REPETITIONS) --out $(RESULTS)/qos-changes
 
+bench-qos-admission: build ## 60 random sets of VMs, run whatever the admission test says (root)
+	$(RTVIRTIO) bench qos-admission --out $(RESULTS)/qos-admission
+
 bench-dataplane-profile: build ## Where the time goes in cases that are not won (root, perf)
 	scripts/dataplane-profile $(RTVIRTIO) > $(RESULTS)/dataplane/profile.txt
 

@@ -20,8 +20,9 @@
 //! - `rows`, [`mod@table`], `plot`: what it comes to, for a terminal, for a page.
 //!
 //! Benchmarks of their own: [`cost`], what a schedule costs; [`changes`], how soon targets are met
-//! again when the load or the device changes.
+//! again when the load or the device changes; [`admission`], whether what is promised can be kept.
 
+pub mod admission;
 pub mod cell;
 pub mod changes;
 pub(crate) mod clients;

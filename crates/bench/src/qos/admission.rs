@@ -15,13 +15,14 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use rtvirtio_cases::wilson_interval;
+use rtvirtio_qos::admission::{self, Wish};
 use rtvirtio_qos::{Device, Promise, Rate};
 use rtvirtio_spec::run::Canary;
 use rtvirtio_units::{Bytes, BytesPerSecond, Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
-pub use sets::{SETS, Task};
 use sets::{MOST_TASKS, Set, sets, utilisation};
+pub use sets::{SETS, Task};
 
 use super::cell;
 use super::clients::Plan;
@@ -32,7 +33,7 @@ use super::neighbour::Neighbour;
 use super::trial::{Measured, Trial};
 use crate::load::Interrupted;
 use crate::progress::Progress;
-use crate::scratch::{Backing, ScratchDisk};
+use crate::scratch::{Backing, ScratchDisk, SsdConfig};
 
 /// Of the sets that are admitted, those that must be met: the mark.
 const ADMITTED_MET: f64 = 0.95;
@@ -41,12 +42,38 @@ const REFUSED_MISSED: f64 = 0.8;
 /// Ends of the bands, of the boundary.
 const BANDS: [f64; 3] = [0.85, 1.0, 1.15];
 
-/// What the data plane's admission test says of promises on a device: why it refuses them.
-fn verdict(device: &Device, promises: &[Promise]) -> Result<(), String> {
-    // TODO: `rtvirtio_qos::admission` must replace this placeholder, which looks at the sum alone.
-    let channels: f64 = promises.iter().map(|promise| promise.rate.channels(device)).sum();
-    let used = channels / f64::from(device.channels);
-    if used <= 1.0 { Ok(()) } else { Err(format!("promises need {used:.2} of the device")) }
+/// Of a response, what is neither service nor wait for the device: FUSE, the loop device and the data
+/// plane.
+const OVERHEAD: Nanos = Nanos::from_micros(100);
+/// 99.9 % of a normal law lie below so many standard deviations.
+const NORMAL_999: f64 = 3.090_232;
+
+/// The emulated SSD as the admission test sees it.
+fn curve(model: SsdConfig) -> admission::Curve {
+    let Curve { channels, request_ns, kib_ns, flush_ns } = Curve::of_ssd(model);
+    admission::Curve {
+        device: Device {
+            channels: channels as u32,
+            request: Nanos::new(request_ns),
+            kib: Nanos::new(kib_ns),
+            flush: Nanos::new(flush_ns),
+        },
+        // Of the log-normal service time, over its mean.
+        spread: (NORMAL_999 * model.sigma - model.sigma * model.sigma / 2.0).exp(),
+        overhead: OVERHEAD,
+    }
+}
+
+/// Why the admission test refuses a set: what it says of the first VM that does not fit.
+fn refusal(curve: &admission::Curve, tasks: &[Task]) -> Option<String> {
+    let wish = |task: &Task| Wish { promise: promise(task), depth: Some(1) };
+    let vms: Vec<Vec<Wish>> = tasks
+        .chunk_by(|one, other| one.vm == other.vm)
+        .map(|vm| vm.iter().map(wish).collect())
+        .collect();
+    let fits = curve.admit(&vms);
+    let refused = fits.iter().flatten().find_map(|fit| fit.refusal);
+    refused.map(|refusal| refusal.to_string())
 }
 
 /// What a task is promised.
@@ -133,13 +160,9 @@ impl Benchmark<'_> {
     /// If the device, the server or a client fails; if interrupted; if what is there has other sets.
     pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
         let mut cells = Lines::<Cell>::open(&self.out.join("cells.jsonl"))?;
-        let curve = Curve::of_ssd(self.ssd.parse()?);
-        let device = device(curve);
-        let refusal = |tasks: &[Task]| {
-            let promises: Vec<Promise> = tasks.iter().map(promise).collect();
-            verdict(&device, &promises).err()
-        };
-        let mut missing = sets(&device, &|tasks| refusal(tasks).is_none());
+        let model: SsdConfig = self.ssd.parse()?;
+        let curve = curve(model);
+        let mut missing = sets(&curve.device, &|tasks| refusal(&curve, tasks).is_none());
         missing.truncate(self.sets as usize);
         for cell in cells.iter() {
             let same = missing.iter().any(|set| set.number == cell.set && set.tasks == cell.tasks);
@@ -165,27 +188,19 @@ impl Benchmark<'_> {
             let trial = Trial {
                 program: self.program,
                 device: disk.device(),
-                sharing: Sharing::Schedule(curve),
+                sharing: Sharing::Schedule(Curve::of_ssd(model)),
                 vms: &plans(&set.tasks)?,
                 background: Some(Neighbour::DeepWriter.background()),
                 window: self.window,
                 seed: u64::from(set.number) << 8,
             };
             let measured = trial.run(interrupted).context(label)?;
-            let (used, refused) = (utilisation(&device, &set.tasks), refusal(&set.tasks));
+            let used = utilisation(&curve.device, &set.tasks);
+            let refused = refusal(&curve, &set.tasks);
             cells.push(cell(set, used, refused, measured))?;
             progress.finish(expected);
         }
         Ok(cells.into_all())
-    }
-}
-
-fn device(curve: Curve) -> Device {
-    Device {
-        channels: curve.channels as u32,
-        request: Nanos::new(curve.request_ns),
-        kib: Nanos::new(curve.kib_ns),
-        flush: Nanos::new(curve.flush_ns),
     }
 }
 
@@ -259,7 +274,10 @@ pub fn table(cells: &[Cell]) -> String {
         );
     }
     let bands = ["< 0.85", "0.85-1.0", "1.0-1.15", "> 1.15"];
-    text += &format!("\n{:<14} {:<28} {:<28}\n", "of boundary", "admitted and met", "refused and missed");
+    text += &format!(
+        "\n{:<14} {:<28} {:<28}\n",
+        "of boundary", "admitted and met", "refused and missed"
+    );
     for (band, name) in bands.into_iter().enumerate() {
         let [admitted, refused] = counts(cells, |cell| cell.band() == band);
         text += &format!("{name:<14} {:<28} {:<28}\n", share(admitted), share(refused));
@@ -339,6 +357,18 @@ mod tests {
         assert!(row("> 1.15").contains("2/2 "), "{text}");
         assert!(row("all").contains("3/4 ") && row("all").contains("2/3 "), "{text}");
         assert!(text.contains("are met: LOST.") && text.contains("miss: LOST."), "{text}");
+    }
+
+    #[test]
+    fn set_is_refused_if_one_of_its_vms_does_not_fit() {
+        let curve = curve("ref-4x250".parse().unwrap());
+        assert!((curve.spread - 2.416).abs() < 1e-3, "{}", curve.spread);
+        let task = |vm, iops| Task { vm, block_kib: 4, iops, target_us: 40_000 };
+        assert_eq!(refusal(&curve, &[task(0, 100.0), task(0, 100.0), task(1, 100.0)]), None);
+        // Of 64 KiB, one at a time: no more than 1,096 a second.
+        let too_much = Task { block_kib: 64, ..task(1, 1_500.0) };
+        let refusal = refusal(&curve, &[task(0, 100.0), too_much]).unwrap();
+        assert!(refusal.contains("requests a second at most"), "{refusal}");
     }
 
     #[test]

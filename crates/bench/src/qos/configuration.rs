@@ -11,6 +11,8 @@ use super::neighbour::Background;
 
 /// Bytes of each VM's disk.
 pub(crate) const DISK: u64 = 256 << 20;
+/// Bytes of a request of the cases' tasks.
+const BLOCK: usize = 4096;
 /// What a throttled background VM may move, bytes a second: the hand setting of the kernel path.
 const THROTTLE: u64 = 10_000_000;
 
@@ -147,8 +149,15 @@ pub(crate) fn qos(tasks: &[Plan]) -> String {
     let Some(deadline) = tasks.iter().map(|task| task.target).min() else {
         return "qos = { schedule = \"device\" }\n".to_owned();
     };
+    // Without it a promise is of 4 KiB requests.
+    let bandwidth = if tasks.iter().all(|task| task.block == BLOCK) {
+        String::new()
+    } else {
+        let bytes: f64 = tasks.iter().map(|task| task.iops.get() * task.block as f64).sum();
+        format!(" bandwidth = {},", bytes.ceil())
+    };
     format!(
-        "qos = {{ schedule = \"device\", deadline_us = {}, iops = {}, burst = {} }}\n",
+        "qos = {{ schedule = \"device\", deadline_us = {}, iops = {},{bandwidth} burst = {} }}\n",
         deadline.get() / 1_000,
         iops.ceil(),
         2 * tasks.len(),
@@ -205,6 +214,16 @@ mod tests {
         let text = layout(Sharing::Free, &vms, &liar).toml();
         let found = serve::parse("test", &text).unwrap();
         assert!(found.schedules.is_empty() && found.devices.iter().all(|d| d.qos.is_none()));
+    }
+
+    #[test]
+    fn promise_of_larger_requests_says_how_many_bytes() {
+        let mut vms = vms();
+        assert!(!qos(&vms[0]).contains("bandwidth"));
+        vms[0].truncate(1);
+        vms[0][0].block = 64 << 10;
+        // 100 a second.
+        assert!(qos(&vms[0]).contains("iops = 100, bandwidth = 6553600, burst = 2"));
     }
 
     #[test]

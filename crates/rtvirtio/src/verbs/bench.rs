@@ -4,6 +4,7 @@ mod closed_loop;
 mod dataplane;
 mod iothreads;
 mod qos;
+mod qos_admission;
 mod qos_changes;
 mod qos_cost;
 
@@ -106,6 +107,8 @@ enum Other {
     Dataplane(Box<dataplane::Args>),
     /// VMs with targets on the data plane beside a deep writer, with and without its schedule
     Qos(qos::Args),
+    /// Random sets of VMs that run whatever the admission test says of them: how often it is right
+    QosAdmission(qos_admission::Args),
     /// How soon targets are met again when a VM appears, a neighbour starts, the device slows down
     QosChanges(qos_changes::Args),
     /// What the data plane's schedule costs: backlogged VMs on disks in memory, with and without
@@ -117,6 +120,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         Some(Other::Iothreads(args)) => return iothreads::run(args, interrupted),
         Some(Other::Dataplane(args)) => return dataplane::run(args, interrupted),
         Some(Other::Qos(args)) => return qos::run(args, interrupted),
+        Some(Other::QosAdmission(args)) => return qos_admission::run(args, interrupted),
         Some(Other::QosChanges(args)) => return qos_changes::run(args, interrupted),
         Some(Other::QosCost(args)) => return qos_cost::run(args, interrupted),
         None => {}
