@@ -383,13 +383,17 @@ impl Scheduler {
         self.start_background(flow, now)
     }
 
-    /// When to ask again though nothing has come or ended: a limit or a rate holds something.
+    /// When to ask again though nothing has come or ended: a limit or a rate holds something. Later
+    /// than the last [`Scheduler::next`] that had nothing to start.
     #[must_use]
     pub fn wake_at(&self) -> Option<Nanos> {
         // What is early is background until then; where that may start it need not be waited for.
         let times = [self.limited.first(), self.early.first()].into_iter().flatten();
         let gap = self.depth.gap();
-        let waits = gap > 0 && !self.fair.is_empty();
+        // Where it is the end of a request that background waits for, time alone changes nothing.
+        let has_room = self.running < self.device.channels.saturating_add(AHEAD)
+            && self.background < self.depth.bound();
+        let waits = gap > 0 && has_room && !self.fair.is_empty();
         let background = waits.then(|| self.served_at.saturating_add(gap));
         times.map(|(at, _)| at).chain(background).min().map(Nanos::new)
     }

@@ -163,11 +163,11 @@ impl World {
             assert!(known.is_none());
             self.at(ends, Event::Ends(started.ticket));
         }
-        if let Some(time) = self.scheduler.wake_at()
-            && time > now
-            && self.asks.insert(time)
-        {
-            self.at(time, Event::Ask);
+        if let Some(time) = self.scheduler.wake_at() {
+            assert!(time > now, "who asks when it says so would ask without end");
+            if self.asks.insert(time) {
+                self.at(time, Event::Ask);
+            }
         }
     }
 
