@@ -372,6 +372,19 @@ mod tests {
     }
 
     #[test]
+    fn sets_are_on_both_sides_of_the_test_and_near_ones_near_its_boundary() {
+        let curve = curve("ref-4x250".parse().unwrap());
+        let sets = sets(&curve.device, &|tasks| refusal(&curve, tasks).is_none());
+        let admitted = sets.iter().filter(|set| refusal(&curve, &set.tasks).is_none()).count();
+        assert!((15..=45).contains(&admitted), "{admitted}");
+        for set in sets.iter().filter(|set| set.number % 3 == 2) {
+            let of_boundary = set.boundary.unwrap().recip();
+            // Rates are whole numbers.
+            assert!((0.83..1.17).contains(&of_boundary), "{}: {of_boundary}", set.number);
+        }
+    }
+
+    #[test]
     fn promise_is_the_task() {
         let task = Task { vm: 0, block_kib: 64, iops: 100.0, target_us: 3_000 };
         let promise = promise(&task);
