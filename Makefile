@@ -9,7 +9,8 @@ SHELL := /bin/bash
 	bench-dataplane bench-dataplane-isolation bench-dataplane-endurance bench-dataplane-footprint \
 	bench-dataplane-syscalls bench-full bench-full-24 bench-full-raw bench-dataplane-verify \
 	bench-dataplane-moves bench-dataplane-profile bench-qos \
-	bench-qos-neighbours bench-qos-file bench-full-qos
+	bench-qos-neighbours bench-qos-file bench-qos-cost bench-qos-changes bench-qos-admission \
+	bench-full-qos
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -157,7 +158,7 @@ bench-qos-file: build ## The 8 cases on a file of the machine's disk, with its n
 	$(RTVIRTIO) bench qos --schemes none,qos --on file:$(QOS_FILE) --repetitions $(REPETITIONS) \
 		--out $(RESULTS)/qos-file
 
-bench-full-qos: build ## The 24 cases × 2 tiers × 6 neighbours on the data plane: two days (root)
+bench-full-qos: build ## The 24 cases × 2 tiers × 6 neighbours on the data plane: 17 h (root)
 	@scripts/guest $(GUEST)
 	$(RTVIRTIO) bench qos --cases all --tiers strict,paper --neighbours $(NEIGHBOURS) \
 		--schemes none,qos,throttle --repetitions $(REPETITIONS) $(BESIDE) --out $(RESULTS)/full-qos
