@@ -693,7 +693,7 @@ impl IoThread {
                 let _ = done.send(());
             }
             Letter::Ended { token, result, here } => self.ended(token, result, here),
-            Letter::Granted { token, running } => self.grant(token, running),
+            Letter::Granted { token, running } => self.grant(token, running, &mut now()),
             Letter::Rescheduled(schedule) => {
                 let mut boards = self.boards.iter_mut().flatten();
                 if let Some(board) = boards.find(|board| board.is_of(&schedule)) {

@@ -515,14 +515,22 @@ impl Queue {
         (&mut self.asks, &mut self.ended)
     }
 
-    /// The schedule says that a request's time has come.
-    pub(crate) fn granted(&mut self, head: u16, running: Running, turn: &mut Turn<'_, '_>) {
+    /// The schedule says that a request's time has come. `time` is when it said so, or when what was
+    /// to be done since had been done, ns of [`now`].
+    pub(crate) fn granted(
+        &mut self,
+        head: u16,
+        running: Running,
+        turn: &mut Turn<'_, '_>,
+        time: &mut u64,
+    ) {
         if self.finished.len() >= BATCH || self.finished_bytes >= BATCH_BYTES {
             self.publish(turn.stats);
+            *time = now();
         }
         let slot = &mut self.slots[usize::from(head)];
         slot.running = Some(running);
-        slot.started = now();
+        slot.started = *time;
         self.start(head, turn);
     }
 

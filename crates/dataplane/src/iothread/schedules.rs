@@ -17,7 +17,7 @@ impl IoThread {
         for at in 0..self.boards.len() {
             // What ends as soon as it is started makes room at once.
             while let Some(board) = &mut self.boards[at]
-                && let time = now()
+                && let mut time = now()
                 && board.is_due(time)
             {
                 worked = true;
@@ -26,7 +26,9 @@ impl IoThread {
                 if waited > 0 {
                     IoThreadStats::add(&self.stats.lock_ns, waited);
                 }
-                granted.drain(..).for_each(|(token, running)| self.grant(token, running));
+                for (token, running) in granted.drain(..) {
+                    self.grant(token, running, &mut time);
+                }
                 self.granted = granted;
             }
             // The last queue may have left before its last word was passed on.
@@ -35,10 +37,10 @@ impl IoThread {
         worked
     }
 
-    pub(super) fn grant(&mut self, token: Token, running: Running) {
+    pub(super) fn grant(&mut self, token: Token, running: Running, time: &mut u64) {
         let (key, head) = from_token(token);
         if get(&self.served, key).is_some() {
-            self.with_queue(key, |queue, turn| queue.granted(head, running, turn));
+            self.with_queue(key, |queue, turn| queue.granted(head, running, turn, time));
             self.wake(key);
         } else if let Some(forward) = self.forwards.get(&key) {
             let _ = forward.to.post(Letter::Granted { token, running });
