@@ -12,6 +12,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use rtvirtio_qos::admission::Refusal;
 use rtvirtio_qos::{Account, Kind};
 use rtvirtio_spec::control::{
     Activity, Consumption, DeviceState, Event, Had, IoThreadState, QosState, QueueState,
@@ -116,7 +117,12 @@ pub trait Plane: Send + Sync {
     ///
     /// # Errors
     /// The device or the schedule is not there.
-    fn set_qos(&self, device: &DiskName, qos: Option<Qos>) -> Result<(), PlaneError>;
+    fn set_qos(
+        &self,
+        device: &DiskName,
+        qos: Option<Qos>,
+        admission: Admission,
+    ) -> Result<(), PlaneError>;
 
     /// All there is, by name. Does not wait for any IOThread.
     fn observe(&self) -> Observation;
@@ -135,6 +141,15 @@ pub struct HandedFds {
     pub image: Option<OwnedFd>,
     /// A listening socket.
     pub socket: Option<OwnedFd>,
+}
+
+/// Whether a promise has to fit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Admission {
+    /// It is refused if it does not.
+    Test,
+    /// Somebody else has seen to that, or wants it all the same.
+    Forced,
 }
 
 /// Everything at one time.
@@ -295,6 +310,14 @@ pub enum PlaneError {
         /// The first device in it.
         device: DiskName,
     },
+    /// What is to be promised does not fit beside what is promised already.
+    #[error("device \"{device}\" cannot be promised that: {reason}")]
+    NotAdmitted {
+        /// The device.
+        device: DiskName,
+        /// Why.
+        reason: Refusal,
+    },
     /// No such queue.
     #[error("device \"{device}\" has {queues} queues, and no queue {queue}")]
     NoQueue {
@@ -369,6 +392,11 @@ impl PlaneError {
             Self::NoSchedule(name) => format!(
                 "make it: rtvirtio ctl schedule set {name} --channels N --request-ns NS --kib-ns NS"
             ),
+            Self::NotAdmitted { .. } => {
+                "ask for what would fit, take a promise from another device, or promise it all the \
+                 same: rtvirtio ctl qos --force"
+                    .to_owned()
+            }
             Self::ScheduleInUse { device, .. } => {
                 format!("take it out first: rtvirtio ctl qos {device} --off")
             }

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use rtvirtio_spec::control::{ScheduleCurve, SetQos};
 use rtvirtio_spec::plan::data_plane::{DataPlane, found};
 use rtvirtio_spec::settings::{Change, Knob, Knobs};
+use rtvirtio_spec::specification::{Backend, Specification};
 use rtvirtio_units::{DiskName, Name, Nanos};
 use serde::de::DeserializeOwned;
 
@@ -33,6 +34,18 @@ pub struct DataPlaneTopology {
 }
 
 impl DataPlaneTopology {
+    /// What a specification is about, if the data plane serves a VM of it.
+    pub(crate) fn of_specification(specification: &Specification) -> Option<Self> {
+        let served = specification.vms.iter().filter(|vm| vm.backend == Backend::VhostUser);
+        let disks: Vec<_> = served.flat_map(|vm| &vm.disks).collect();
+        let control = specification.data_plane.clone().filter(|_| !disks.is_empty())?;
+        Some(Self {
+            control,
+            schedules: disks.iter().map(|disk| Name::from(disk.device.clone())).collect(),
+            disks: disks.iter().map(|disk| disk.name.clone()).collect(),
+        })
+    }
+
     /// What `settings` are about.
     pub(crate) fn of(settings: &DataPlane) -> Self {
         Self {

@@ -88,7 +88,7 @@ impl Topology {
             uses: uses.collect(),
             identities: BTreeMap::new(),
             guests: BTreeMap::new(),
-            data_plane: None,
+            data_plane: DataPlaneTopology::of_specification(specification),
         }
     }
 }

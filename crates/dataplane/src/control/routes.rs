@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::body::Bytes as Body;
 use axum::extract::{DefaultBodyLimit, Path, Request, State};
-use axum::http::{StatusCode, header};
+use axum::http::{StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::sse::{Event as Message, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
@@ -26,7 +26,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::connection::Fds;
 use super::{MAX_BODY, MAX_EVENT_READERS, REQUEST_TIME, metrics};
-use crate::plane::{HandedFds, Plane, PlaneError};
+use crate::plane::{Admission, HandedFds, Plane, PlaneError};
 
 /// How often a reader of events hears that the connection lives.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
@@ -93,6 +93,7 @@ impl From<PlaneError> for Failure {
             | PlaneError::IoThreadInUse { .. }
             | PlaneError::ScheduleInUse { .. }
             | PlaneError::QueueBusy { .. }
+            | PlaneError::NotAdmitted { .. }
             | PlaneError::TooMany { .. } => StatusCode::CONFLICT,
             PlaneError::Fault(_) | PlaneError::Mapping(_) => StatusCode::UNPROCESSABLE_ENTITY,
             PlaneError::Io { .. } => StatusCode::INTERNAL_SERVER_ERROR,
@@ -209,17 +210,22 @@ async fn resize_device(
     Ok(Json(Resized { capacity }))
 }
 
-async fn set_qos(State(api): State<Api>, Path(device): Path<String>, body: Body) -> Done {
+async fn set_qos(State(api): State<Api>, Path(device): Path<String>, uri: Uri, body: Body) -> Done {
+    let admission = match uri.query() {
+        None | Some("force=false") => Admission::Test,
+        Some("force=true") => Admission::Forced,
+        Some(_) => return Err(Failure::wrong("of a query there is force=true alone")),
+    };
     let device = DiskName::new(device)?;
     let SetQos(raw) = parse(&body)?;
     let qos = Qos::new(raw).map_err(PlaneError::from)?;
-    api.change(move |plane| plane.set_qos(&device, Some(qos))).await?;
+    api.change(move |plane| plane.set_qos(&device, Some(qos), admission)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 async fn remove_qos(State(api): State<Api>, Path(device): Path<String>) -> Done {
     let device = DiskName::new(device)?;
-    api.change(move |plane| plane.set_qos(&device, None)).await?;
+    api.change(move |plane| plane.set_qos(&device, None, Admission::Forced)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

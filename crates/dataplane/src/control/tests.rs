@@ -191,7 +191,12 @@ impl Plane for Books {
         removed.map(drop).ok_or_else(|| PlaneError::NoSchedule(schedule.clone()))
     }
 
-    fn set_qos(&self, device: &DiskName, qos: Option<Qos>) -> Result<(), PlaneError> {
+    fn set_qos(
+        &self,
+        device: &DiskName,
+        qos: Option<Qos>,
+        _: crate::plane::Admission,
+    ) -> Result<(), PlaneError> {
         let mut state = self.state();
         if let Some(Qos { schedule, .. }) = &qos
             && !state.schedules.contains_key(schedule)

@@ -156,12 +156,13 @@ fn disk_joins_changes_and_leaves_a_schedule_that_stays_as_long_as_it_is_used() {
     registry.add_device(serde_json::from_value(device).unwrap(), HandedFds::default()).unwrap();
     kick(&mut session);
     let promised = qos(json!({ "schedule": "a", "deadline_us": 500, "iops": 100 }));
-    registry.set_qos(&disk(), Some(promised.clone())).unwrap();
+    registry.set_qos(&disk(), Some(promised.clone()), Admission::Forced).unwrap();
     let limited = qos(json!({ "schedule": "a", "max_iops": 10 }));
-    registry.set_qos(&disk(), Some(limited.clone())).unwrap();
+    registry.set_qos(&disk(), Some(limited.clone()), Admission::Forced).unwrap();
     assert_eq!(state().0[1], Some((&limited).into()));
     // What is refused changes nothing.
-    let unknown = registry.set_qos(&disk(), Some(qos(json!({ "schedule": "c" }))));
+    let unknown =
+        registry.set_qos(&disk(), Some(qos(json!({ "schedule": "c" }))), Admission::Forced);
     assert!(matches!(unknown, Err(PlaneError::NoSchedule(c)) if c == name("c")));
     let in_use = registry.remove_schedule(&name("a"));
     assert!(matches!(in_use, Err(PlaneError::ScheduleInUse { device, .. }) if device == disk()));
@@ -170,10 +171,10 @@ fn disk_joins_changes_and_leaves_a_schedule_that_stays_as_long_as_it_is_used() {
     assert_eq!(state().0[0].as_ref().map(|qos| qos.weight), Some(Some(7)));
 
     let other = qos(json!({ "schedule": "b" }));
-    registry.set_qos(&disk(), Some(other)).unwrap();
+    registry.set_qos(&disk(), Some(other), Admission::Forced).unwrap();
     registry.remove_schedule(&name("a")).unwrap();
-    registry.set_qos(&disk(), None).unwrap();
-    registry.set_qos(&disk(), None).unwrap();
+    registry.set_qos(&disk(), None, Admission::Forced).unwrap();
+    registry.set_qos(&disk(), None, Admission::Forced).unwrap();
     assert_eq!(state().0[1], None);
     registry.remove_device(&DiskName::new("born").unwrap()).unwrap();
     registry.remove_schedule(&name("b")).unwrap();

@@ -103,6 +103,102 @@ fn plan_apply_verify_rollback_on_a_real_device() {
     assert!(s.expect(0, &["rollback"]).contains("apply: nothing to roll back"));
 }
 
+/// A data plane with two disks on the device, without schedules.
+struct Plane {
+    server: std::process::Child,
+    control: String,
+}
+
+impl Plane {
+    fn start(s: &Setup) -> Self {
+        let control = s.path("control.sock");
+        let mut text = format!(
+            "version = 1\n[control]\nsocket = \"{control}\"\n[[iothread]]\nname = \"iot0\"\n"
+        );
+        for (name, offset) in [("plc-root", "0"), ("backup-root", "512M")] {
+            text += &format!(
+                "[[device]]\nname = \"{name}\"\nvm = \"{name}\"\nsocket = \"{}\"\nqueues = 1\n\
+                 engine = {{ type = \"file\", path = \"{}\", direct = true, format = \"raw\", \
+                 lock = \"off\", offset = \"{offset}\", size = \"512M\" }}\n",
+                s.path(name),
+                s.disk.node.display(),
+            );
+        }
+        std::fs::write(s.path("serve.toml"), text).unwrap();
+        let mut server = Command::new("setpriv");
+        server.args(["--pdeathsig", "KILL", RTVIRTIO, "serve"]).arg(s.path("serve.toml"));
+        let server = server.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let there = || Path::new(&control).exists();
+        eventually("the control socket", Duration::from_secs(10), there);
+        Self { server, control }
+    }
+
+    fn stop(&mut self) {
+        self.server.kill().unwrap();
+        self.server.wait().unwrap();
+        std::fs::remove_file(&self.control).unwrap();
+    }
+}
+
+#[test]
+fn plan_is_applied_to_the_data_plane_verified_and_rolled_back() {
+    const TEST: &str = "plan_is_applied_to_the_data_plane_verified_and_rolled_back";
+    let Some(_host) = can_run(TEST) else { return };
+    let s = Setup::new(10.0);
+    let mut plane = Plane::start(&s);
+    let text = std::fs::read_to_string(s.path("spec.toml")).unwrap();
+    let head = format!("[data_plane]\ncontrol = \"{}\"\n[device.data]", plane.control);
+    let text = text.replace("[device.data]", &head);
+    let text = text.replace("[[vm]]\n", "[[vm]]\nbackend = \"vhost-user\"\n");
+    let (first, second) = text.split_once("name = \"root\"").unwrap();
+    let second = second.replace("name = \"root\"", "name = \"backup-root\"");
+    let text = format!("{first}name = \"plc-root\"{second}");
+    std::fs::write(s.path("spec.toml"), &text).unwrap();
+    let (spec, plan) = (s.path("spec.toml"), s.path("plan.json"));
+    let qos = || {
+        let snapshot = s.expect(0, &["ctl", "--socket", &plane.control, "snapshot", "--json"]);
+        let json = &snapshot[snapshot.find('{').unwrap()..=snapshot.rfind('}').unwrap()];
+        let snapshot: serde_json::Value = serde_json::from_str(json).unwrap();
+        let device = |i: usize| snapshot["devices"][i]["qos"]["settings"].clone();
+        (device(1), device(0), snapshot["schedules"].as_array().map_or(0, Vec::len))
+    };
+
+    let said = s.expect(2, &["plan", &spec, "-o", &plan]);
+    assert!(said.contains("plc-root: qos on the data plane"), "{said}");
+    let before = s.knobs();
+    s.expect(0, &["apply", &plan]);
+    let (promised, shares, schedules) = qos();
+    assert_eq!((&promised["deadline_us"], &promised["iops"]), (&10_000.into(), &500.into()));
+    assert_eq!((&shares["deadline_us"], schedules), (&serde_json::Value::Null, 1));
+    assert_eq!(s.disk.queue("scheduler").trim(), "[none] mq-deadline kyber bfq");
+    s.expect(0, &["verify", &plan]);
+    s.expect(0, &["plan", &spec]);
+    s.expect(0, &["ctl", "--socket", &plane.control, "qos", "plc-root", "--off"]);
+    assert!(s.expect(2, &["verify", &plan]).contains("plc-root: qos on the data plane"));
+    s.expect(0, &["rollback"]);
+    assert_eq!(s.knobs(), before);
+    assert_eq!(qos(), (serde_json::Value::Null, serde_json::Value::Null, 0));
+
+    // A device that is not there, and a data plane that is gone, change nothing.
+    std::fs::write(&spec, text.replace("backup-root", "other")).unwrap();
+    let said = s.expect(1, &["plan", &spec]);
+    assert!(said.contains("has no device other") && said.contains("hint: "), "{said}");
+    std::fs::write(&spec, &text).unwrap();
+    s.expect(0, &["apply", &plan]);
+    plane.stop();
+    let said = s.expect(0, &["rollback"]);
+    assert!(said.contains("the data plane at"), "{said}");
+    let said = s.expect(1, &["apply", &plan]);
+    assert!(said.contains("cannot connect to the data plane"), "{said}");
+    // One that was started since keeps what is its own.
+    let mut plane = Plane::start(&s);
+    s.expect(0, &["apply", &plan]);
+    plane.stop();
+    let mut plane = Plane::start(&s);
+    s.expect(0, &["rollback"]);
+    plane.stop();
+}
+
 #[test]
 fn unconfirmed_apply_reverts_by_itself() {
     let Some(_host) = can_run("unconfirmed_apply_reverts_by_itself") else { return };

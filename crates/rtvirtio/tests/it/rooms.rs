@@ -34,7 +34,7 @@ const ROOMS: &[Room] = &[
     room("host", &["units", "spec"], false),
     room("engine", &["units", "ssd"], false),
     room("dataplane", &["units", "spec", "qos", "engine"], false),
-    room("bench", &["units", "spec", "cases", "model", "planner", "host", "engine"], false),
+    room("bench", &["units", "spec", "cases", "model", "planner", "host", "qos", "engine"], false),
     room(
         "rtvirtio",
         &[

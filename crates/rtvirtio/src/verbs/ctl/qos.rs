@@ -19,6 +19,9 @@ pub(super) struct Args {
     /// Take it out of its schedule: its requests start as they come
     #[arg(long, conflicts_with = "schedule")]
     off: bool,
+    /// Promise it although the admission test says that it does not fit
+    #[arg(long, conflicts_with = "off")]
+    force: bool,
     #[command(flatten)]
     qos: QosArgs,
 }
@@ -147,7 +150,10 @@ fn task(text: &str) -> Result<wire::Task> {
 pub(super) fn run(client: &ControlClient, args: &Args) -> Result<()> {
     let path = format!("/v1/devices/{}/qos", args.device);
     match args.qos.wire() {
-        Some(qos) => Ok(client.change("PUT", &path, &SetQos(qos), &[])?),
+        Some(qos) => {
+            let query = if args.force { "?force=true" } else { "" };
+            Ok(client.change("PUT", &format!("{path}{query}"), &SetQos(qos), &[])?)
+        }
         None => Ok(client.delete(&path)?),
     }
 }

@@ -89,6 +89,13 @@ fn promises_change_by_command_while_the_verifier_runs() {
     refuses(&["qos", "a", "--weight", "5"], "--schedule");
     refuses(&["schedule", "remove", "one"], "is that of device \"a\"");
     assert_eq!(qos()["settings"]["max_iops"], 300);
+    let too_much = ["qos", "a", "--schedule", "one", "--deadline-us", "10000", "--iops", "20000"];
+    refuses(&too_much, "% of the device would be promised, and 97 % can be");
+    let too_soon = ["qos", "a", "--schedule", "one", "--deadline-us", "300", "--iops", "10"];
+    refuses(&too_soon, "the shortest deadline that can be kept is");
+    assert_eq!(qos()["settings"]["weight"], 7, "a refusal changes nothing");
+    does(&[&too_much[..], &["--force"]].concat());
+    assert_eq!(qos()["settings"]["iops"], 20_000);
     does(&["qos", "a", "--schedule", "two", "--task", "rt/0,deadline-us=5000,iops=10"]);
     assert_eq!(qos()["tasks"][0]["ioprio"], "rt/0");
     does(&["schedule", "remove", "one"]);
