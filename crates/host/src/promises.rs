@@ -91,7 +91,7 @@ impl Plane {
         let old = changes.iter().map(|change| &change.knob).filter(|knob| knob.is_of_data_plane());
         let old: Vec<_> = old.map(|knob| (knob.clone(), self.found.get(knob).cloned())).collect();
         let control = self.topology.control.clone();
-        (!old.is_empty()).then(|| DataPlaneRecord { control, started: self.started, old })
+        (!old.is_empty()).then_some(DataPlaneRecord { control, started: self.started, old })
     }
 
     /// Sets a knob and reads it back.
