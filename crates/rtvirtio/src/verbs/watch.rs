@@ -28,7 +28,7 @@ use rtvirtio_planner::control::{Controller, Decision, TaskObservation};
 use rtvirtio_spec::latency::{Histogram, Quantile};
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::Knobs;
-use rtvirtio_spec::specification::{Specification, Target};
+use rtvirtio_spec::specification::{Backend, Specification, Target};
 use rtvirtio_units::{BytesPerSecond, DiskName, Nanos, Percentile, TaskName, VmName};
 use serde::Serialize;
 
@@ -217,8 +217,11 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         on_host.take(&mut disks, now, &mut events);
         on_host.follow(sources.extents(), &mut events);
         let devices = data_plane.take(Instant::now(), &mut events);
-        let observed = take(&mut tasks, &mut sources, now, &mut events);
-        let present = sources.present().clone();
+        let mut observed = take(&mut tasks, &mut sources, now, &mut events);
+        let mut present = sources.present().clone();
+        let (served, of_served) = data_plane.observed(&devices);
+        present.extend(served);
+        observed.extend(of_served);
         let mut change = None;
         if args.control {
             let decision = match &mut controller {
@@ -374,7 +377,9 @@ fn act(
 ) -> Change {
     let mut wanted = specification.clone();
     wanted.vms.retain(|vm| present.contains(&vm.name));
-    for task in wanted.vms.iter_mut().flat_map(|vm| &mut vm.tasks) {
+    // A deadline is kept by the data plane itself: a shorter one would only be refused.
+    let of_kernel = wanted.vms.iter_mut().filter(|vm| vm.backend == Backend::Kernel);
+    for task in of_kernel.flat_map(|vm| &mut vm.tasks) {
         if let Some(target) = &mut task.target {
             target.latency = target.latency.scale(1.0 / margin);
         }

@@ -1,15 +1,16 @@
 //! Devices of the data plane, as its control API tells of them: responses from the kick to the
 //! completion, at the ends of its buckets, so that neither a tail nor the misses are told too low.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
+use rtvirtio_planner::control::TaskObservation;
 use rtvirtio_spec::control::{DeviceState, Snapshot};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::run::MeasuredAt;
-use rtvirtio_spec::specification::{Specification, Target, Vm};
+use rtvirtio_spec::specification::{Backend, Specification, Target, Vm};
 use rtvirtio_units::{DiskName, IoThreadName, Nanos, VmName};
 use serde::Serialize;
 
@@ -68,8 +69,10 @@ pub(super) struct DataPlane {
 }
 
 impl DataPlane {
-    /// The one at `socket`, else the one at the usual place, if it is there.
+    /// The one at `socket`, else the specification's, else the one at the usual place, if it is
+    /// there.
     pub(super) fn new(specification: &Specification, socket: Option<&Path>) -> Self {
+        let socket = socket.or(specification.data_plane.as_deref());
         let path = socket.map_or_else(|| PathBuf::from(DEFAULT_SOCKET), Path::to_owned);
         Self {
             client: ControlClient::new(path).with_timeout(ANSWER),
@@ -80,6 +83,34 @@ impl DataPlane {
             left_alone: None,
             said: None,
         }
+    }
+
+    /// VMs of the specification that it serves and whose front ends are connected, and what their
+    /// tasks did since the last look: a device's requests count as those of its strictest task.
+    pub(super) fn observed(&self, rows: &[DeviceRow]) -> (BTreeSet<VmName>, Vec<TaskObservation>) {
+        if rows.is_empty() {
+            return Default::default();
+        }
+        let is_served = |name: &VmName| {
+            let vm = self.vms.iter().find(|vm| vm.name == *name);
+            vm.filter(|vm| vm.backend == Backend::VhostUser)
+        };
+        let connected = rows.iter().filter(|row| row.connected);
+        let present = connected.filter_map(|row| is_served(&row.vm)).map(|vm| vm.name.clone());
+        let observe = |(device, watched): (&DiskName, &Watched)| {
+            let tasks = is_served(&watched.vm)?.tasks.iter().filter(|task| task.disk == *device);
+            let with_target = tasks.filter_map(|task| Some((task, task.target?)));
+            let (task, target) = with_target.min_by_key(|(_, target)| target.latency)?;
+            let last = watched.history.recent.back().map(|(_, sample)| sample)?;
+            Some(TaskObservation {
+                vm: watched.vm.clone(),
+                task: task.name.clone(),
+                percentile: target.percentile,
+                requests: last.histogram.count(),
+                misses: last.misses,
+            })
+        };
+        (present.collect(), self.devices.iter().filter_map(observe).collect())
     }
 
     /// What each device did since the last look, and has done in the last minute.
@@ -267,6 +298,31 @@ disk = "logs"
         let anew = data_plane.rows(&snapshot(&[("plc", "root", (4000, 10))]), at(4), &mut events);
         assert_eq!((anew[0].requests, anew[0].misses), (210, 200));
         assert_eq!(events[2], "plc/logs: gone from the data plane");
+    }
+
+    #[test]
+    fn control_sees_vms_of_the_data_plane_by_their_front_ends_and_strictest_tasks() {
+        let head = "version = 1\n[data_plane]\ncontrol = \"/run/x.sock\"";
+        let text = SPECIFICATION.replace("version = 1", head);
+        let text = text.replace("[[vm]]", "[[vm]]\nbackend = \"vhost-user\"");
+        let mut data_plane = DataPlane::new(&parse("test", &text).unwrap(), None);
+        assert_eq!(data_plane.client.socket(), Path::new("/run/x.sock"));
+        let now = data_plane.at + Duration::from_secs(1);
+        let mut look = |count| {
+            let devices = [("plc", "root", (8000, count)), ("other", "root2", (8000, count))];
+            let rows = data_plane.rows(&snapshot(&devices), now, &mut Vec::new());
+            data_plane.observed(&rows)
+        };
+        let plc = VmName::new("plc").unwrap();
+        assert_eq!(look(50), ([plc].into(), Vec::new()));
+        let (_, observed) = look(250);
+        let [read] = &observed[..] else { panic!("{observed:?}") };
+        assert_eq!((read.task.as_str(), read.requests, read.misses), ("read", 200, 200));
+        assert_eq!(data_plane.observed(&[]), Default::default());
+        // VMs of the kernel path are watched at their QEMUs.
+        let mut kernel = DataPlane::new(&parse("test", SPECIFICATION).unwrap(), None);
+        let rows = kernel.rows(&snapshot(&[("plc", "root", (1, 1))]), now, &mut Vec::new());
+        assert_eq!(kernel.observed(&rows), Default::default());
     }
 
     #[test]

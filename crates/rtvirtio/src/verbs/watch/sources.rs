@@ -10,7 +10,7 @@ use rtvirtio_host::qemu::{Block, Monitor, QemuProcess};
 use rtvirtio_host::{Extent, Host};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::plan::qemu;
-use rtvirtio_spec::specification::{Specification, Vm};
+use rtvirtio_spec::specification::{Backend, Specification, Vm};
 use rtvirtio_units::{DiskName, Nanos, TaskName, VmName};
 
 /// How long QEMU may take to answer; a look is lost if it takes longer.
@@ -60,12 +60,18 @@ pub(super) struct Sources {
     present: BTreeSet<VmName>,
 }
 
+/// The VMs whose disks QEMU serves.
+fn kernel_path(specification: &Specification) -> impl Iterator<Item = &Vm> {
+    specification.vms.iter().filter(|vm| vm.backend == Backend::Kernel)
+}
+
 impl Sources {
     pub(super) fn new(specification: &Specification, host: Host) -> Result<Self> {
         host.cgroup_version()?;
         Ok(Self {
             host,
-            vms: specification.vms.clone(),
+            // What the data plane serves is seen there.
+            vms: kernel_path(specification).cloned().collect(),
             connected: BTreeMap::new(),
             left_alone: BTreeMap::new(),
             said: BTreeMap::new(),
