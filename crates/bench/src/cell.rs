@@ -21,8 +21,9 @@ use rtvirtio_spec::settings::{Knobs, diff};
 use rtvirtio_spec::specification::{Device, Specification};
 use rtvirtio_units::{DeviceName, Nanos, VmName};
 
-use crate::guests::{self, Accelerator, GuestImage, Guests, Served, with_own_disks};
+use crate::guests::{self, Accelerator, GuestImage, Guests, Scheduled, Served, with_own_disks};
 use crate::load::{CellLoad, Interrupted, Measurement};
+use crate::qos::curve::Curve;
 
 /// Where a testbed's VMs have their cgroups.
 pub const CGROUP_ROOT: &str = "rtvirtio/bench";
@@ -75,8 +76,9 @@ impl Testbed {
         self.boot(image, accelerator, case, None, interrupted)
     }
 
-    /// The same with disks that `program serve`, the data plane, serves from the device. Guests
-    /// that run are ended first.
+    /// The same with disks that `program serve`, the data plane, serves from the device, which has
+    /// this service curve: each disk with targets is promised its tasks' rates. Guests that run are
+    /// ended first.
     ///
     /// # Errors
     /// As [`Testbed::boot_guests`], and if the server does not start.
@@ -85,10 +87,10 @@ impl Testbed {
         image: &GuestImage,
         accelerator: Accelerator,
         case: Case,
-        program: &Path,
+        (program, curve): (&Path, Curve),
         interrupted: &Interrupted,
     ) -> Result<()> {
-        self.boot(image, accelerator, case, Some(program), interrupted)
+        self.boot(image, accelerator, case, Some((program, curve)), interrupted)
     }
 
     fn boot(
@@ -96,7 +98,7 @@ impl Testbed {
         image: &GuestImage,
         accelerator: Accelerator,
         case: Case,
-        data_plane: Option<&Path>,
+        data_plane: Option<(&Path, Curve)>,
         interrupted: &Interrupted,
     ) -> Result<()> {
         self.guests = None;
@@ -111,8 +113,9 @@ impl Testbed {
             directory: GUEST_FILES.into(),
         };
         let mut guests = Guests::new(image, accelerator, &all, place)?;
-        if let Some(program) = data_plane {
-            guests.serve_disks(program, interrupted)?;
+        if let Some((program, curve)) = data_plane {
+            let scheduled = Scheduled { curve, specification: &all };
+            guests.serve_disks(program, &scheduled, interrupted)?;
         }
         guests.boot_all(interrupted)?;
         self.guests = Some(guests);

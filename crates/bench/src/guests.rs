@@ -31,6 +31,7 @@ use rtvirtio_units::{Bytes, DiskName, VmName};
 use crate::load::{Interrupted, wait};
 pub use archive::GuestFile;
 use data_plane::DataPlane;
+pub(crate) use data_plane::Scheduled;
 pub use data_plane::Served;
 use process::Slice;
 pub(crate) use process::{Process, Start};
@@ -202,10 +203,16 @@ impl Guests {
     ///
     /// # Errors
     /// If it does not start.
-    pub(crate) fn serve_disks(&mut self, program: &Path, interrupted: &Interrupted) -> Result<()> {
+    pub(crate) fn serve_disks(
+        &mut self,
+        program: &Path,
+        scheduled: &Scheduled<'_>,
+        interrupted: &Interrupted,
+    ) -> Result<()> {
         let layout = self.layout.iter().map(|(vm, (_, slices))| (vm, slices.as_slice()));
         let Place { device, directory, .. } = &self.place;
-        self.data_plane = Some(DataPlane::start(program, device, directory, layout, interrupted)?);
+        let text = |control: &Path| scheduled.configured(control, device, directory, layout);
+        self.data_plane = Some(DataPlane::start(program, directory, text, interrupted)?);
         Ok(())
     }
 

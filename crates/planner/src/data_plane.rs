@@ -34,7 +34,8 @@ pub(crate) struct Choice {
 ///
 /// What `m` channels do is `m` over the cost of a request, and a response alone is overhead and
 /// cost: small and large requests give two equations each.
-pub(crate) fn curve(capacity: &Capacity) -> Curve {
+#[must_use]
+pub fn service_curve(capacity: &Capacity) -> Curve {
     let large = MAX_TRANSFER.get() as f64;
     let (small, large) = (capacity.iops_4k, capacity.write_throughput.get() as f64 / large);
     let [mean_small, mean_large] =
@@ -131,7 +132,7 @@ fn wanted_by<'a>(
 }
 
 pub(crate) fn plan(problem: &Problem<'_>, into: &mut DataPlane) -> Choice {
-    let curve = curve(&problem.profile.capacity);
+    let curve = service_curve(&problem.profile.capacity);
     // Both are names; a device's is checked alike.
     let schedule = Name::from(problem.device.name.clone());
     let of_device = ScheduleCurve {

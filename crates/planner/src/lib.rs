@@ -39,6 +39,8 @@ mod search;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+pub use data_plane::service_curve;
+
 use rtvirtio_model::paper::{self, Reading};
 use rtvirtio_model::structural::Structural;
 use rtvirtio_model::{DeviceLoad, Stream, VmLoad, conformal};

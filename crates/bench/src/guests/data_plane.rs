@@ -5,12 +5,14 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use rtvirtio_host::dataplane::ControlClient;
+use rtvirtio_spec::specification::Specification;
 use rtvirtio_units::{DiskName, VmName};
 use serde_json::json;
 
 use super::process::{MEMORY_MIB, Slice};
 use crate::dataplane::server::Server;
 use crate::load::Interrupted;
+use crate::qos::curve::Curve;
 
 /// How often QEMU tries to reach a server that has gone, ms.
 const RECONNECT_MS: u32 = 200;
@@ -32,17 +34,16 @@ pub struct Served {
 }
 
 impl DataPlane {
-    /// Serves each VM's slices of `device` at sockets in `directory`.
-    pub(super) fn start<'a>(
+    /// Serves what the text for a control socket says, at sockets in `directory`.
+    pub(super) fn start(
         program: &Path,
-        device: &Path,
         directory: &Path,
-        layout: impl Iterator<Item = (&'a VmName, &'a [Slice])>,
+        configured: impl FnOnce(&Path) -> Result<String>,
         interrupted: &Interrupted,
     ) -> Result<Self> {
         let control = directory.join("control.sock");
         let configuration = directory.join("serve.toml");
-        std::fs::write(&configuration, configured(&control, device, directory, layout)?)?;
+        std::fs::write(&configuration, configured(&control)?)?;
         let words = [&program.display().to_string(), "serve", &configuration.display().to_string()];
         let command = words.map(str::to_owned);
         // The control socket is the last that it listens at.
@@ -91,36 +92,72 @@ fn socket(directory: &Path, vm: &VmName, disk: &DiskName) -> PathBuf {
     directory.join(format!("{vm}-{disk}.sock"))
 }
 
-/// One IOThread for all devices, each one queue as with QEMU's own disks.
-fn configured<'a>(
-    control: &Path,
-    device: &Path,
-    directory: &Path,
-    layout: impl Iterator<Item = (&'a VmName, &'a [Slice])>,
-) -> Result<String> {
-    let quoted = |path: &Path| serde_json::to_string(&path.display().to_string());
-    let mut text = format!(
-        "version = 1\n[control]\nsocket = {}\n[[iothread]]\nname = \"iot0\"\n",
-        quoted(control)?
-    );
-    for (vm, slices) in layout {
-        for Slice { disk, offset, size } in slices {
-            // The parts share the device; what an earlier guest wrote there is no format.
-            text += &format!(
-                "[[device]]\nname = \"{vm}-{disk}\"\nvm = \"{vm}\"\nsocket = {}\n\
-                 engine = {{ type = \"file\", path = {}, direct = true, format = \"raw\", \
-                 lock = \"off\", offset = {offset}, size = {size} }}\n",
-                quoted(&socket(directory, vm, disk))?,
-                quoted(device)?,
-            );
+/// VMs whose disks share a device of this service curve.
+pub(crate) struct Scheduled<'a> {
+    pub(crate) curve: Curve,
+    pub(crate) specification: &'a Specification,
+}
+
+impl Scheduled<'_> {
+    /// One IOThread for all devices, each one queue as with QEMU's own disks.
+    pub(super) fn configured<'a>(
+        &self,
+        control: &Path,
+        device: &Path,
+        directory: &Path,
+        layout: impl Iterator<Item = (&'a VmName, &'a [Slice])>,
+    ) -> Result<String> {
+        let quoted = |path: &Path| serde_json::to_string(&path.display().to_string());
+        let Curve { channels, request_ns, kib_ns, flush_ns } = self.curve;
+        let mut text = format!(
+            "version = 1\n[control]\nsocket = {}\n[[iothread]]\nname = \"iot0\"\n\
+             [[schedule]]\nname = \"device\"\nchannels = {channels}\nrequest_ns = {request_ns}\n\
+             kib_ns = {kib_ns}\nflush_ns = {flush_ns}\n",
+            quoted(control)?
+        );
+        for (vm, slices) in layout {
+            for Slice { disk, offset, size } in slices {
+                // The parts share the device; what an earlier guest wrote there is no format.
+                text += &format!(
+                    "[[device]]\nname = \"{vm}-{disk}\"\nvm = \"{vm}\"\nsocket = {}\n\
+                     engine = {{ type = \"file\", path = {}, direct = true, format = \"raw\", \
+                     lock = \"off\", offset = {offset}, size = {size} }}\n\
+                     qos = {{ schedule = \"device\"{} }}\n",
+                    quoted(&socket(directory, vm, disk))?,
+                    quoted(device)?,
+                    self.promise(vm, disk),
+                );
+            }
+        }
+        Ok(text)
+    }
+
+    /// What a disk is promised: the rates of its tasks with a target, within the strictest.
+    fn promise(&self, vm: &VmName, disk: &DiskName) -> String {
+        let vm = self.specification.vms.iter().find(|v| v.name == *vm);
+        let tasks = vm.iter().flat_map(|vm| &vm.tasks).filter(|task| task.disk == *disk);
+        let with_target: Vec<_> =
+            tasks.filter_map(|task| Some((task.load, task.target?.latency))).collect();
+        let deadline = with_target.iter().map(|(_, latency)| latency.get() / 1_000).min();
+        let iops: f64 = with_target
+            .iter()
+            .filter_map(|(load, _)| load.iops)
+            .map(rtvirtio_units::Iops::get)
+            .sum();
+        let burst = 2 * with_target.iter().map(|(load, _)| load.queue_depth).sum::<u32>();
+        match deadline {
+            Some(us) if iops > 0.0 => {
+                format!(", deadline_us = {us}, iops = {}, burst = {burst}", iops.ceil())
+            }
+            _ => String::new(),
         }
     }
-    Ok(text)
 }
 
 #[cfg(test)]
 mod tests {
     use rtvirtio_spec::serve;
+    use rtvirtio_spec::specification::parse;
 
     use super::*;
 
@@ -135,7 +172,17 @@ mod tests {
         let slices = [vec![slice("a", 0), slice("b", 1 << 20)], vec![slice("a", 2 << 20)]];
         let layout = vms.iter().zip(slices.iter().map(Vec::as_slice));
         let (control, device) = (Path::new("/run/x/control.sock"), Path::new("/dev/loop7"));
-        let text = configured(control, device, Path::new("/run/x"), layout).unwrap();
+        let specification = parse(
+            "test",
+            "version = 1\n[device.d]\npath = \"/dev/loop7\"\nprofile = \"p\"\n\
+             [[vm]]\nname = \"vm0\"\n[[vm.disk]]\nname = \"a\"\ndevice = \"d\"\n\
+             [[vm.disk]]\nname = \"b\"\ndevice = \"d\"\n\
+             [[vm.task]]\nname = \"t\"\ndisk = \"b\"\niops = 375\ntarget = { latency_ms = 40 }\n",
+        )
+        .unwrap();
+        let curve = Curve::of_ssd("ref-4x250*4".parse().unwrap());
+        let scheduled = Scheduled { curve, specification: &specification };
+        let text = scheduled.configured(control, device, Path::new("/run/x"), layout).unwrap();
         let found = serve::parse("test", &text).unwrap();
         let parts = found.devices.iter().map(|d| {
             let serve::Engine::File(file) = &d.engine else { panic!("a file") };
@@ -144,6 +191,10 @@ mod tests {
         });
         let parts: Vec<_> = parts.collect();
         assert_eq!(parts, [("vm0-a", "vm0", 0, 1), ("vm0-b", "vm0", 1, 1), ("vm1-a", "vm1", 2, 1)]);
+        let promise = |i: usize| found.devices[i].qos.as_ref().unwrap().promise.clone();
+        assert!(promise(0).is_none() && promise(2).is_none());
+        let of_b = promise(1).unwrap();
+        assert_eq!((of_b.deadline.get(), of_b.rate.iops.unwrap().get()), (40_000_000, 375.0));
         assert_eq!(found.devices[2].listen, serve::Listen::Path("/run/x/vm1-a.sock".into()));
     }
 }

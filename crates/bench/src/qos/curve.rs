@@ -10,6 +10,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use rtvirtio_spec::profile::Capacity;
 use serde::{Deserialize, Serialize};
 
 use super::configuration::Sharing;
@@ -46,13 +47,27 @@ struct Rates {
 }
 
 impl Curve {
-    pub(crate) fn of_ssd(model: SsdConfig) -> Self {
+    /// The emulated SSD's own.
+    #[must_use]
+    pub fn of_ssd(model: SsdConfig) -> Self {
         let slope = model.mean_service.scale(model.length_slope);
         Self {
             channels: model.channels.into(),
             request_ns: model.mean_service.saturating_sub(slope).get(),
             kib_ns: slope.get() / 4,
             flush_ns: model.mean_service.get(),
+        }
+    }
+
+    /// What calibration says of a device.
+    #[must_use]
+    pub fn of_profile(capacity: &Capacity) -> Self {
+        let device = rtvirtio_planner::service_curve(capacity).device;
+        Self {
+            channels: device.channels.into(),
+            request_ns: device.request.get().max(1),
+            kib_ns: device.kib.get(),
+            flush_ns: device.flush.get().max(1),
         }
     }
 

@@ -42,7 +42,7 @@ fn service_curve_of_a_profile_is_the_device_that_it_is_of() {
         response_4k: response(343, 1_483),
         response_128k: response(1_538, 3_621),
     };
-    let Curve { device, spread, overhead, jitter } = curve(&capacity);
+    let Curve { device, spread, overhead, jitter } = service_curve(&capacity);
     assert_eq!(device.channels, 4);
     let near = |found: Nanos, us: f64| (found.as_secs_f64() * 1e6 / us - 1.0).abs() < 0.05;
     assert!(near(device.request, 212.5) && near(device.kib, 9.375), "{device:?}");
@@ -50,7 +50,7 @@ fn service_curve_of_a_profile_is_the_device_that_it_is_of() {
     assert!((2.4..2.5).contains(&spread), "{spread}");
     // What nobody should measure does no harm.
     let zero = Capacity { iops_4k: 1.0, write_throughput: BytesPerSecond::new(1), ..capacity };
-    assert_eq!(curve(&zero).device.channels, 1);
+    assert_eq!(service_curve(&zero).device.channels, 1);
 }
 
 #[test]

@@ -10,6 +10,7 @@ use rtvirtio_bench::cell::Testbed;
 use rtvirtio_bench::guests::{Accelerator, GuestImage, Served};
 use rtvirtio_bench::load::{CellLoad, Interrupted};
 use rtvirtio_bench::progress::human;
+use rtvirtio_bench::qos::curve::Curve;
 use rtvirtio_bench::scratch::{Backing, ScratchDisk};
 use rtvirtio_bench::{calibrate, report};
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier, judged_percentile};
@@ -138,6 +139,11 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         repetitions,
         directory: &args.out,
         program: &program,
+        // Of an emulated SSD its model's: a profile made in guests is of their path to it.
+        curve: match &backing {
+            Backing::Ssd(name) => Curve::of_ssd(name.parse()?),
+            Backing::Raw(_) => Curve::of_profile(&profile.capacity),
+        },
     };
     let (cells, of_data_plane) = stage.run(&mut testbed, case, cells, interrupted)?;
     let html = args.out.join("report.html");
@@ -162,9 +168,12 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             println!("{}", urgent(&cells, scheme));
         }
         println!("{of_data_plane}");
+        if let Some(beside_hand) = beside_hand(&cells) {
+            println!("{beside_hand}");
+        }
         println!("Report: {}", html.display());
     }
-    let level = meets_what_hand_meets(&cells);
+    let level = meets_what_hand_meets(&cells, &Scheme::Rtvirtio.to_string());
     if !level {
         eprintln!("rtvirtio missed a target that the hand setting met, or nothing counts");
     }
@@ -179,11 +188,12 @@ struct DataPlaneStage<'a> {
     repetitions: u32,
     directory: &'a Path,
     program: &'a Path,
+    curve: Curve,
 }
 
 impl DataPlaneStage<'_> {
-    /// All cells, and what to say about the stage, which decides nothing: without guests it is left
-    /// out, and a failure is told.
+    /// All cells, and what to say about the stage: without guests it is left out, and a failure is
+    /// told.
     fn run(
         &self,
         testbed: &mut Testbed,
@@ -198,7 +208,8 @@ impl DataPlaneStage<'_> {
         eprintln!("The same guests once more, their disks on the data plane (rtvirtio serve)");
         let mut measure = || -> Result<_> {
             let (program, accelerator) = (self.program, *accelerator);
-            testbed.boot_guests_on_data_plane(image, accelerator, case, program, interrupted)?;
+            let served = (program, self.curve);
+            testbed.boot_guests_on_data_plane(image, accelerator, case, served, interrupted)?;
             let before = testbed.served()?;
             let start = Instant::now();
             let campaign = Campaign {
@@ -221,9 +232,8 @@ impl DataPlaneStage<'_> {
         match measure() {
             Ok((cells, cost)) => {
                 let what = "the disks served by rtvirtio serve (vhost-user-blk, 1 IOThread) from \
-                            the same device, requests in order of arrival, no quality of service \
-                            yet: targets are not expected to hold beside the writer, and its \
-                            column decides nothing";
+                            the same device, each task's rate and target promised, the writer \
+                            uncapped";
                 Ok((cells, format!("{DATA_PLANE}: {what}{cost}")))
             }
             Err(error) if error.is::<InterruptedError>() => Err(error),
@@ -233,6 +243,26 @@ impl DataPlaneStage<'_> {
             }
         }
     }
+}
+
+/// The data plane against the hand setting: what passes, and what the writer gets.
+fn beside_hand(cells: &[Cell]) -> Option<String> {
+    let background = |name: &str| {
+        let of: Vec<f64> = cells
+            .iter()
+            .filter(|c| c.key.scheme == name && c.discarded.is_none())
+            .map(|c| c.background.values().map(|b| b.as_megabytes_f64()).sum::<f64>())
+            .collect();
+        (!of.is_empty()).then(|| of.iter().sum::<f64>() / of.len() as f64)
+    };
+    let (ours, hand) = (background(DATA_PLANE)?, background(&Scheme::Hand.to_string())?);
+    let passes =
+        if meets_what_hand_meets(cells, DATA_PLANE) { "passes" } else { "does not pass all of" };
+    Some(format!(
+        "{DATA_PLANE}: {passes} what the hand setting passes; the writer gets {ours:.1} MB/s, {:.1} \
+         times as much",
+        ours / hand.max(1e-3)
+    ))
 }
 
 /// What the IOThread cost.
@@ -294,11 +324,10 @@ fn urgent(cells: &[Cell], scheme: Scheme) -> String {
     }
 }
 
-/// Whether each task that passed in all of hand's runs passed in all of rtvirtio's.
-fn meets_what_hand_meets(cells: &[Cell]) -> bool {
-    let passed = |scheme: Scheme| {
+/// Whether each task that passed in all of hand's runs passed in all of another scheme's.
+fn meets_what_hand_meets(cells: &[Cell], scheme: &str) -> bool {
+    let passed = |name: &str| {
         let mut tasks = std::collections::BTreeMap::new();
-        let name = scheme.to_string();
         for cell in cells.iter().filter(|c| c.key.scheme == name && c.discarded.is_none()) {
             for t in &cell.tasks {
                 let all: &mut bool = tasks.entry((t.vm.clone(), t.task.clone())).or_insert(true);
@@ -307,7 +336,7 @@ fn meets_what_hand_meets(cells: &[Cell]) -> bool {
         }
         tasks
     };
-    let (hand, ours) = (passed(Scheme::Hand), passed(Scheme::Rtvirtio));
+    let (hand, ours) = (passed(&Scheme::Hand.to_string()), passed(scheme));
     let met = |task| ours.get(task) == Some(&true);
     !hand.is_empty() && hand.iter().filter(|(_, met)| **met).all(|(task, _)| met(task))
 }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use rtvirtio_bench::cell::{Testbed, plain};
 use rtvirtio_bench::guests::Accelerator;
+use rtvirtio_bench::qos::curve::Curve;
 use rtvirtio_cases::{Neighbour, Scheme, Tier};
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::specification::to_toml;
@@ -131,7 +132,9 @@ fn guests_on_the_data_plane_do_their_tasks_and_leave_nothing() {
     let disk = Disk::start();
     let mut testbed = Testbed::new(&disk.node, "ref-4x250").unwrap();
     let (case, program) = ("1xM".parse().unwrap(), Path::new(RTVIRTIO));
-    testbed.boot_guests_on_data_plane(&image, accelerator, case, program, &interrupted).unwrap();
+    let curve = Curve::of_ssd("ref-4x250".parse().unwrap());
+    let served = (program, curve);
+    testbed.boot_guests_on_data_plane(&image, accelerator, case, served, &interrupted).unwrap();
     let window = Nanos::from_millis(3_000);
     let specification = testbed.specification(case, Tier::Strict, Neighbour::Writer, window);
     let capacity = Iops::new(10_000.0).unwrap();
