@@ -1,8 +1,8 @@
 //! How a driver is called: the fd of SET_VRING_CALL.
 //!
 //! A front end is hostile and the IOThread must not block on its fd. An eventfd blocks only when
-//! its counter is full, which takes 2^64 - 2 calls or malice; [`Call::drain`] frees whoever is
-//! stuck in it. Sockets and pipes (User Mode Linux passes one) are written to without waiting.
+//! its counter is full, which takes 2^64 - 2 calls or malice; [`Call::make_room`] frees whoever
+//! is stuck in it. Sockets and pipes (User Mode Linux passes one) are written to without waiting.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -82,14 +82,27 @@ impl Call {
         };
     }
 
-    /// Empties an eventfd's counter, so that a write that waits for room in it returns.
-    pub(crate) fn drain(&self) {
-        let ready = [rustix::event::PollFd::new(&*self.fd, rustix::event::PollFlags::IN)];
-        let zero = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
-        if matches!(self.kind, Kind::Event)
-            && rustix::event::poll(&mut { ready }, Some(&zero)) == Ok(1)
-        {
-            let _ = rustix::io::read(&self.fd, &mut [0u8; 8]);
+    /// Empties an eventfd's counter if it is full, so that a write that waits for room in it
+    /// returns, and calls the driver after all. One that is not full makes nobody wait: what it
+    /// counts are calls that the driver has not seen yet, and nothing would repeat them.
+    pub(crate) fn make_room(&self) {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+        let mut fds = [PollFd::new(&*self.fd, PollFlags::IN | PollFlags::OUT)];
+        let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+        if !matches!(self.kind, Kind::Event) || poll(&mut fds, Some(&zero)) != Ok(1) {
+            return;
+        }
+        let ready = fds[0].revents();
+        if ready.contains(PollFlags::IN) && !ready.contains(PollFlags::OUT) {
+            // Without waiting: its front end may have emptied it in between.
+            let _ = rustix::io::preadv2(
+                &*self.fd,
+                &mut [std::io::IoSliceMut::new(&mut [0; 8])],
+                // The current position: an eventfd has none.
+                u64::MAX,
+                rustix::io::ReadWriteFlags::NOWAIT,
+            );
         }
     }
 }
@@ -138,14 +151,30 @@ mod tests {
     }
 
     #[test]
-    fn full_eventfd_is_freed_by_draining_it() {
+    fn call_that_the_driver_has_not_seen_is_not_taken_away() {
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let call = Call::new(event.try_clone().unwrap()).unwrap();
+        let mut count = [0; 8];
+        for counted in [1, 3, u64::MAX - 2] {
+            rustix::io::write(&event, &counted.to_ne_bytes()).unwrap();
+            call.make_room();
+            rustix::io::read(&event, &mut count).unwrap();
+            assert_eq!(u64::from_ne_bytes(count), counted);
+        }
+    }
+
+    #[test]
+    fn full_eventfd_is_freed_by_making_room_and_calls() {
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
-        let call = Call::new(event).unwrap();
+        let call = Call::new(event.try_clone().unwrap()).unwrap();
         let stuck = call.clone();
         let thread = std::thread::spawn(move || stuck.signal());
         std::thread::sleep(std::time::Duration::from_millis(20));
-        call.drain();
+        call.make_room();
         thread.join().unwrap();
+        let mut count = [0; 8];
+        rustix::io::read(&event, &mut count).unwrap();
+        assert_eq!(u64::from_ne_bytes(count), 1);
     }
 }

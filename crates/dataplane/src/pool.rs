@@ -330,8 +330,10 @@ impl Pool {
     }
 
     /// Frees threads that are stuck in calling a driver whose front end filled its eventfd. To be
-    /// called every few milliseconds while it returns that a thread does something: a thread counts
-    /// as stuck when it is in the same call as at the time before.
+    /// called every few milliseconds while it returns that a thread does something: a thread may be
+    /// stuck when it is in the same call as at the time before. It may as well be without a CPU,
+    /// most of all behind its write, which wakes the driver: an eventfd that is not full is left
+    /// alone.
     pub(crate) fn free_stuck(
         &self,
         before: &mut HashMap<ThreadId, (u64, Option<QueueKey>)>,
@@ -344,7 +346,7 @@ impl Pool {
             let same = before.insert(id, (turns, calling)) == Some((turns, calling));
             busy |= !same || calling.is_some();
             if same && let Some(place) = calling.and_then(|key| state.places.get(&key)) {
-                lock(&place.calls).iter().flatten().for_each(Call::drain);
+                lock(&place.calls).iter().flatten().for_each(Call::make_room);
             }
         }
         before.retain(|id, _| state.threads.contains_key(id));

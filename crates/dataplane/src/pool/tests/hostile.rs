@@ -69,6 +69,30 @@ fn full_call_eventfd_is_emptied_and_others_are_served() {
 }
 
 #[test]
+fn thread_without_a_cpu_while_it_calls_loses_no_call() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let queue = Guarded::new(Shape::of(0));
+    let key = pool.start(queue.setup(&device(ram(), 1)), id).unwrap();
+    // A new queue calls once.
+    std::thread::sleep(Duration::from_millis(50));
+    let _ = rustix::io::read(&queue.call, &mut [0; 8]);
+    // As one looks that has written to its driver's eventfd and not come back from it yet.
+    let (stats, _) = pool.thread(id).unwrap();
+    stats.set_calling(Some(key));
+    rustix::io::write(&queue.call, &1u64.to_ne_bytes()).unwrap();
+    let mut before = HashMap::new();
+    for _ in 0..3 {
+        assert!(pool.free_stuck(&mut before));
+    }
+    let mut count = [0; 8];
+    let read = rustix::io::read(&queue.call, &mut count);
+    stats.set_calling(None);
+    pool.stop(key).unwrap();
+    assert_eq!((read, u64::from_ne_bytes(count)), (Ok(8), 1), "the call is lost");
+}
+
+#[test]
 fn full_eventfd_as_a_new_call_or_error_holds_nobody_up() {
     let pool = Pool::default();
     let [id, other] = threads(&pool);
