@@ -319,11 +319,7 @@ impl Board {
         for running in self.ended.drain(..) {
             scheduler.complete(running, time);
         }
-        for Ask { token, class, kind, bytes } in self.asks.drain(..) {
-            let taken = scheduler.submit(class, (token.0, kind, bytes), time);
-            debug_assert!(taken, "a class is there as long as its disk");
-        }
-        while let Some(Started { ticket, running }) = scheduler.next(time) {
+        let mut hand = |Started { ticket, running }| {
             let token = Token(ticket);
             let owner = owners.get(from_token(token).0.0 as usize).and_then(Option::as_ref);
             match owner {
@@ -332,6 +328,19 @@ impl Board {
                 }
                 _ => granted.push((token, running)),
             }
+        };
+        let has_room = scheduler.has_room_for(self.asks.len());
+        for Ask { token, class, kind, bytes } in self.asks.drain(..) {
+            let request = (token.0, kind, bytes);
+            if has_room && let Some(started) = scheduler.start_at_once(class, request, time) {
+                hand(started);
+            } else {
+                let taken = scheduler.submit(class, request, time);
+                debug_assert!(taken, "a class is there as long as its disk");
+            }
+        }
+        while let Some(started) = scheduler.next(time) {
+            hand(started);
         }
         self.wake_at = scheduler.wake_at().map_or(u64::MAX, Nanos::get);
         waited

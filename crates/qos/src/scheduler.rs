@@ -342,6 +342,61 @@ impl Scheduler {
         true
     }
 
+    /// Whether so many requests could start now whatever they are: nothing waits that might go
+    /// first, and each has a channel.
+    #[must_use]
+    pub fn has_room_for(&self, requests: usize) -> bool {
+        let free = self.device.channels.saturating_sub(self.running);
+        self.fair.is_empty() && self.limited.is_empty() && requests <= free as usize
+    }
+
+    /// Takes a request and starts it, as [`submit`](Self::submit) and [`next`](Self::next) do, but
+    /// for the queues that it need not wait in. `None`: it has to be submitted. The caller asks
+    /// [`Self::has_room_for`] before.
+    pub fn start_at_once(
+        &mut self,
+        class: ClassId,
+        (ticket, kind, bytes): (u64, Kind, Bytes),
+        now: Nanos,
+    ) -> Option<Started> {
+        let now = now.get();
+        self.depth.tick(now);
+        let to = self.classes.get_mut(class.0 as usize)?.as_mut()?;
+        let flow = self.flows.get_mut(to.flow as usize)?.as_mut()?;
+        let cost = self.device.cost(kind, bytes).get().max(1);
+        let promise = to.promise;
+        let eligible = promise.map(|promise| resumed(to.clock, promise.burst, now));
+        let eligible = eligible.filter(|eligible| *eligible <= now);
+        let is_held =
+            self.promises > 0 && (self.depth.gap() > 0 || self.background >= self.depth.bound());
+        if flow.limit.is_some() || (eligible.is_none() && is_held) {
+            return None;
+        }
+        if to.running == 0 {
+            to.demand.begin(now);
+        }
+        if let Some(promise) = promise {
+            let step = promise.step(self.device.cost(kind, bytes));
+            to.demand.asked = to.demand.asked.saturating_add(step);
+            if let Some(eligible) = eligible {
+                to.clock = eligible.saturating_add(step);
+            }
+        }
+        flow.start = flow.start.max(self.virtual_time);
+        if eligible.is_none() {
+            self.virtual_time = flow.start;
+            flow.start = flow.start.saturating_add(cost.saturating_mul(FINE) / flow.weight);
+            (self.waits_since, self.served_at) = (now, now);
+            self.background += 1;
+        }
+        to.running += 1;
+        flow.running += 1;
+        self.running += 1;
+        let promised = eligible.is_some();
+        let running = Running { class: class.0, promised, kind, bytes, cost, since: now };
+        Some(Started { ticket, running })
+    }
+
     /// What to start now, if anything: the caller starts it, and asks again.
     pub fn next(&mut self, now: Nanos) -> Option<Started> {
         let now = now.get();

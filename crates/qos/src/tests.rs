@@ -436,6 +436,59 @@ proptest! {
     }
 
     #[test]
+    fn what_starts_at_once_is_what_submit_and_next_start(
+        steps in prop::collection::vec((0u8..8, 0usize..6, 0u64..200), 1..300),
+        channels in 1u32..40,
+    ) {
+        let device = Device { channels, ..device(reference()) };
+        let mut twins = [Scheduler::new(device), Scheduler::new(device)];
+        let limit = Some(rate(500.0, 2));
+        let mut classes = Vec::new();
+        for i in 0..6 {
+            let share = Share { limit: limit.filter(|_| i == 5), ..share(1 + i * 100) };
+            let promised = if i < 3 { promise(1_000, 2_000.0, i + 1) } else { None };
+            let both = twins.each_mut().map(|twin| {
+                let flow = twin.add_flow(share);
+                twin.add_class(flow, promised).unwrap()
+            });
+            prop_assert_eq!(both[0], both[1]);
+            classes.push(both[0]);
+        }
+        let mut running = [Vec::new(), Vec::new()];
+        for (ticket, (what, of, amount)) in (0..).zip(steps) {
+            let time = Nanos::from_micros(ticket * 20 + amount / 10);
+            if what < 5 {
+                let request = (ticket, Kind::ALL[of % 4], Bytes::from_kib(amount % 128));
+                let [quick, plain] = &mut twins;
+                let started = quick.has_room_for(1).then(|| quick.start_at_once(classes[of], request, time));
+                match started.flatten() {
+                    Some(started) => running[0].push(started),
+                    None => prop_assert!(quick.submit(classes[of], request, time)),
+                }
+                prop_assert!(plain.submit(classes[of], request, time));
+            } else if !running[0].is_empty() {
+                let at = of % running[0].len();
+                for (twin, running) in twins.iter_mut().zip(&mut running) {
+                    twin.complete(running.remove(at).running, time);
+                }
+            }
+            for (twin, running) in twins.iter_mut().zip(&mut running) {
+                running.extend(std::iter::from_fn(|| twin.next(time)));
+            }
+            let seen = |i: usize| {
+                let tickets: Vec<u64> = running[i].iter().map(|started| started.ticket).collect();
+                let twin = &twins[i];
+                (tickets, twin.running(), twin.background(), twin.depth(), twin.wake_at())
+            };
+            prop_assert_eq!(seen(0), seen(1));
+        }
+        for class in classes {
+            prop_assert_eq!(twins[0].accounts(class), twins[1].accounts(class));
+            prop_assert_eq!(twins[0].responses(class), twins[1].responses(class));
+        }
+    }
+
+    #[test]
     fn work_is_conserved_and_requests_too(
         steps in prop::collection::vec((0u8..11, 0usize..6, 0u64..400), 1..300),
         channels in 1u32..5,

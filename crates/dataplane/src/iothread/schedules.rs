@@ -26,9 +26,7 @@ impl IoThread {
                 if waited > 0 {
                     IoThreadStats::add(&self.stats.lock_ns, waited);
                 }
-                for (token, running) in granted.drain(..) {
-                    self.grant(token, running, &mut time);
-                }
+                self.grant_all(granted.drain(..), &mut time);
                 self.granted = granted;
             }
             // The last queue may have left before its last word was passed on.
@@ -38,12 +36,26 @@ impl IoThread {
     }
 
     pub(super) fn grant(&mut self, token: Token, running: Running, time: &mut u64) {
-        let (key, head) = from_token(token);
-        if get(&self.served, key).is_some() {
-            self.with_queue(key, |queue, turn| queue.granted(head, running, turn, time));
-            self.wake(key);
-        } else if let Some(forward) = self.forwards.get(&key) {
-            let _ = forward.to.post(Letter::Granted { token, running });
+        self.grant_all(std::iter::once((token, running)), time);
+    }
+
+    /// Starts requests, those of a queue that follow each other at one go.
+    fn grant_all(&mut self, granted: impl Iterator<Item = (Token, Running)>, time: &mut u64) {
+        let mut granted = granted.peekable();
+        while let Some((token, running)) = granted.next() {
+            let (key, head) = from_token(token);
+            if get(&self.served, key).is_some() {
+                self.with_queue(key, |queue, turn| {
+                    queue.granted(head, running, turn, time);
+                    let is_of = |next: &(Token, Running)| from_token(next.0).0 == key;
+                    while let Some((token, running)) = granted.next_if(is_of) {
+                        queue.granted(from_token(token).1, running, turn, time);
+                    }
+                });
+                self.wake(key);
+            } else if let Some(forward) = self.forwards.get(&key) {
+                let _ = forward.to.post(Letter::Granted { token, running });
+            }
         }
     }
 
