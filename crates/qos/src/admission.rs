@@ -191,26 +191,13 @@ impl Curve {
     /// fit together, or the VM gets nothing.
     #[must_use]
     pub fn admit<V: AsRef<[Wish]>>(&self, vms: &[V]) -> Vec<Vec<Fit>> {
-        let m = f64::from(self.device.channels.max(1));
         let mut sum = Sum::default();
         let mut admitted: Vec<(usize, &Wish)> = Vec::new();
         let mut heard = Vec::with_capacity(vms.len());
         for (vm, wishes) in vms.iter().enumerate() {
             let wishes = wishes.as_ref();
-            let with = wishes.iter().fold(sum, |sum, wish| sum.with(&Need::of(wish, &self.device)));
-            let refusal = |wish: &Wish| {
-                if with.channels > USABLE * m {
-                    let wanted = with.channels - sum.channels;
-                    let most = ((USABLE * m - sum.channels) / wanted).clamp(0.0, 1.0);
-                    return Some(Refusal::Overload { needed: with.channels / m, most });
-                }
-                self.outlook(wish, &with).refusal(wish).or_else(|| {
-                    let broken =
-                        |&(vm, wish): &(usize, &Wish)| self.outlook(wish, &with).broken(wish, vm);
-                    admitted.iter().find_map(broken)
-                })
-            };
-            let refusals: Vec<Option<Refusal>> = wishes.iter().map(refusal).collect();
+            let with = self.sum(sum, wishes);
+            let refusals = self.refusals((sum, &admitted), (with, wishes));
             let fits = refusals.iter().all(Option::is_none);
             if fits {
                 sum = with;
@@ -224,6 +211,46 @@ impl Curve {
             wishes.iter().zip(refusals).map(fit).collect()
         };
         heard.into_iter().map(fits).collect()
+    }
+
+    /// Why one VM's wishes do not fit beside what others are promised, whether that fits or not.
+    #[must_use]
+    pub fn refusal<V: AsRef<[Wish]>>(&self, promised: &[V], wishes: &[Wish]) -> Option<Refusal> {
+        let of_vm = |(vm, of): (usize, &V)| -> Vec<(usize, Wish)> {
+            of.as_ref().iter().map(|wish| (vm, *wish)).collect()
+        };
+        let promised: Vec<_> = promised.iter().enumerate().flat_map(of_vm).collect();
+        let known: Vec<(usize, &Wish)> = promised.iter().map(|(vm, wish)| (*vm, wish)).collect();
+        let sum = known.iter().fold(Sum::default(), |sum, (_, wish)| self.sum(sum, &[**wish]));
+        let with = self.sum(sum, wishes);
+        self.refusals((sum, &known), (with, wishes)).into_iter().flatten().next()
+    }
+
+    fn sum(&self, sum: Sum, wishes: &[Wish]) -> Sum {
+        wishes.iter().fold(sum, |sum, wish| sum.with(&Need::of(wish, &self.device)))
+    }
+
+    /// Of each of a VM's wishes, beside what is promised; both with their sums.
+    fn refusals(
+        &self,
+        (sum, promised): (Sum, &[(usize, &Wish)]),
+        (with, wishes): (Sum, &[Wish]),
+    ) -> Vec<Option<Refusal>> {
+        let usable = USABLE * f64::from(self.device.channels.max(1));
+        let refusal = |wish: &Wish| {
+            if with.channels > usable {
+                let wanted = with.channels - sum.channels;
+                let most = ((usable - sum.channels) / wanted).clamp(0.0, 1.0);
+                let needed = with.channels / usable * USABLE;
+                return Some(Refusal::Overload { needed, most });
+            }
+            self.outlook(wish, &with).refusal(wish).or_else(|| {
+                let broken =
+                    |&(vm, wish): &(usize, &Wish)| self.outlook(wish, &with).broken(wish, vm);
+                promised.iter().find_map(broken)
+            })
+        };
+        wishes.iter().map(refusal).collect()
     }
 
     fn outlook(&self, wish: &Wish, sum: &Sum) -> Outlook {
@@ -386,6 +413,16 @@ mod tests {
             fits.iter().map(|vm| vm.iter().map(|fit| fit.refusal.is_none()).collect()).collect();
         assert_eq!(said, [vec![true, false], vec![true; 8], vec![true; 2]]);
         assert!(reference().admit(&[vms[1].clone(), vms[1].clone()])[1][0].refusal.is_some());
+    }
+
+    #[test]
+    fn what_is_promised_counts_though_it_does_not_fit() {
+        let small = [wish(4, 100.0, 10_000)];
+        let too_much = vec![wish(4, 1_500.0, 10_000); 12];
+        assert!(reference().admit(&[&too_much[..], &small])[1][0].refusal.is_none());
+        let refusal = reference().refusal(&[&too_much], &small);
+        assert!(matches!(refusal, Some(Refusal::Overload { most: 0.0, .. })), "{refusal:?}");
+        assert_eq!(reference().refusal(&[&too_much[..6]], &small), None);
     }
 
     #[test]

@@ -695,18 +695,15 @@ impl State {
         let Some(schedule) = self.schedules.get(&qos.schedule) else { return Ok(()) };
         let others = self.devices.iter().filter(|(name, _)| *name != device);
         let others = others.filter_map(|(_, served)| served.qos.as_ref());
-        let mut all: Vec<_> =
+        let others: Vec<_> =
             others.filter(|other| other.schedule == qos.schedule).map(wishes).collect();
-        all.push(wishes(qos));
         let curve = Curve {
             device: schedule.status().device,
             spread: SPREAD,
             overhead: Nanos::ZERO,
             jitter: Nanos::ZERO,
         };
-        let fits = curve.admit(&all);
-        let refusal = fits.last().and_then(|fits| fits.iter().find_map(|fit| fit.refusal));
-        match refusal {
+        match curve.refusal(&others, &wishes(qos)) {
             Some(reason) => Err(PlaneError::NotAdmitted { device: device.clone(), reason }),
             None => Ok(()),
         }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rtvirtio_bench::guests::Restarts;
 use rtvirtio_host::qemu::Agent;
 
-use super::counts::Record;
+use super::counts::{Record, endurance};
 use super::server::{Image, Kind, Server};
 use super::verify::{FileSystem, Verify};
 use super::vm::{Shell, can_run};
@@ -19,8 +19,9 @@ const TEST: &str = "libvirt_domain_with_vhostuser_disk_verifies_and_reconnects";
 /// Set within the namespaces.
 const WITHIN: &str = "RTVIRTIO_TEST_WITHIN_LIBVIRT";
 const ENOUGH: Duration = Duration::from_secs(20);
-/// The guest does I/O again within this time, whatever else the machine does.
-const AGAIN: Duration = Duration::from_secs(20);
+/// The guest does I/O again within this time on a machine with nothing else to do: libvirt's
+/// reconnect has whole seconds.
+const AGAIN: Duration = Duration::from_secs(3);
 
 #[test]
 fn libvirt_domain_with_vhostuser_disk_verifies_and_reconnects() {
@@ -99,8 +100,10 @@ fn within() {
         server.start_again();
         verify.goes_on(shell, 200, ENOUGH);
         let again = start.elapsed();
-        // How long it takes is a measurement.
-        assert!(again < AGAIN, "no I/O {again:?} after the kill");
+        // How long it takes is a measurement; that it comes again is asserted above.
+        if endurance().is_some() {
+            assert!(again < AGAIN, "{again:?} until there was I/O again");
+        }
         format!("I/O again {} ms after kill -9", again.as_millis())
     } else {
         "kill -9 left out".to_owned()
