@@ -341,3 +341,14 @@ pub(crate) fn verdicts(cells: &[Cell]) -> Vec<Verdict> {
     };
     by_scheme.into_iter().map(verdict).collect()
 }
+
+/// Writes a campaign's table beside its cells, and prints one of the two.
+fn told<T: Serialize>(out: &Path, cells: &[T], text: &str, json: bool) -> Result<Outcome> {
+    std::fs::write(out.join("table.txt"), text)?;
+    if json {
+        input::print_json(&cells)?;
+    } else {
+        print!("{text}");
+    }
+    Ok(Outcome::Done)
+}

@@ -46,11 +46,5 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     };
     let cells = benchmark.run(interrupted)?;
     let text = table(&cells);
-    std::fs::write(args.out.join("table.txt"), &text)?;
-    if args.json {
-        println!("{}", serde_json::to_string_pretty(&cells)?);
-    } else {
-        print!("{text}");
-    }
-    Ok(Outcome::Done)
+    super::told(&args.out, &cells, &text, args.json)
 }

@@ -46,12 +46,6 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     };
     let runs = benchmark.run(interrupted)?;
     let text = table(&runs);
-    std::fs::write(args.out.join("table.txt"), &text)?;
     std::fs::write(args.out.join("plot.svg"), plot(&runs))?;
-    if args.json {
-        println!("{}", serde_json::to_string_pretty(&runs)?);
-    } else {
-        print!("{text}");
-    }
-    Ok(Outcome::Done)
+    super::told(&args.out, &runs, &text, args.json)
 }
