@@ -1,0 +1,461 @@
+//! The number of IOThreads and the place of each queue follow the load.
+//!
+//! # Terms
+//! A queue's *load* is what it takes of an IOThread's time, 0 to 1. An IOThread is *pressed* if it
+//! has been ≥ [`HOT`] busy in each of the last 3 samples, or if it is ≥ [`ROOM`] busy and a queue
+//! of it stands in 3 samples or its requests wait more than [`DELAY`] on average.
+//!
+//! # Algorithm
+//! Every [`PERIOD`], the first of these that has something to do:
+//! 1. *Bounds.* The number comes back within [`Limits`].
+//! 2. *Regret.* What was done last is undone if it lowered the utility ([`crate::utility`]) by more
+//!    than 3 % and 2 sigma; that kind of action is then not tried at such a load for 20 to 100
+//!    periods.
+//! 3. *CPUs.* Where borrowing is allowed, vCPUs leave the CPU of an IOThread that waits for it if
+//!    what they lose is less than what it gains, and come back if for a second they waited for more
+//!    than it used.
+//! 4. *Relief.* The queues of a pressed IOThread are split in two parts of about the same load. If
+//!    what both would gain is worth less than an I/O core, no further IOThread helps: one queue
+//!    fills this one. Otherwise the smaller part goes where there is room, or to a new IOThread:
+//!    several of these at once if several are pressed, so that the number doubles every 200 ms if
+//!    it must.
+//! 5. *Return.* IOThreads go if for one second the others could have done their work, or vCPUs
+//!    waited that could do as much instead: to within [`SPARE`] of what one core is worth.
+//!    That is a bet if the others are then more than 60 % busy, and regret keeps the books.
+//!
+//! I/O CPUs are those on which no vCPU runs; with `borrow`, vCPUs are taken off one before an
+//! IOThread comes there, and get it back when it has gone. The last one without an IOThread is not
+//! taken from them: vCPUs and IOThreads then share them all. A CPU that the vCPUs use is only taken
+//! if they leave enough idle for that to pay.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use rtvirtio_units::{CpuId, Nanos};
+
+use crate::place::{self, LOADED, Split};
+use crate::sample::{QueueLoad, Sample};
+use crate::utility::{Progress, Weights};
+use crate::{Action, Decision, Limits, Policy, QueueId, Snapshot, ThreadId};
+
+mod budget;
+mod regret;
+mod rules;
+
+use budget::Budget;
+use regret::{BackOff, Kind, Situation, Trial, Undo};
+
+/// The control period.
+const PERIOD: Nanos = Nanos::from_millis(100);
+
+/// Samples in a row that make a signal.
+const STREAK: u32 = 3;
+
+/// An IOThread that is so busy is pressed.
+const HOT: f64 = 0.85;
+
+/// One that is less busy has room: what waits there waits for something else, such as a limit.
+const ROOM: f64 = 0.60;
+
+/// What requests may wait on average before they start.
+const DELAY: Nanos = Nanos::from_micros(200);
+
+/// Of what a core is worth, what may be lost by giving some back.
+const SPARE: f64 = 0.6;
+
+/// After an addition, nothing is added or removed.
+const AFTER_ADDITION: Nanos = Nanos::from_millis(200);
+
+/// After a removal, nothing is removed, nor added but for what stands or waits.
+const AFTER_REMOVAL: Nanos = Nanos::from_millis(1_000);
+
+/// A removal that is made good for by an addition so soon, at the same load, was wrong.
+const MISTAKEN: Nanos = Nanos::from_millis(2_000);
+
+/// Periods for which a core must have been needless.
+const NEEDLESS: usize = 10;
+
+/// Samples of which progress is kept.
+const HISTORY: usize = 50;
+
+/// What of a CPU must be gained by taking it from vCPUs, and by giving it back.
+const GAIN: (f64, f64) = (0.1, 0.2);
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Dynamic {
+    limits: Limits,
+    weights: Weights,
+    /// The last [`STREAK`] samples are between these.
+    recent: VecDeque<Snapshot>,
+    /// The last decision's.
+    period: Option<Snapshot>,
+    /// Of the last samples.
+    history: VecDeque<Progress>,
+    /// Samples in a row in which it was hot.
+    hot: BTreeMap<ThreadId, u32>,
+    /// Samples in a row in which it stood.
+    standing: BTreeMap<QueueId, u32>,
+    /// Loads, over some periods: half of each is the last one's.
+    loads: BTreeMap<QueueId, f64>,
+    /// How many IOThreads each of the last periods could have done without, with this many.
+    spare: (usize, VecDeque<usize>),
+    added: Option<Nanos>,
+    /// And at what load.
+    removed: Option<(Nanos, Situation)>,
+    undone: Option<Nanos>,
+    budget: Budget,
+    trial: Option<Trial>,
+    back_off: [BackOff; 4],
+    /// CPUs that were taken from vCPUs.
+    borrowed: BTreeSet<CpuId>,
+    /// Periods in a row in which vCPUs could have used it better.
+    missed: BTreeMap<CpuId, usize>,
+}
+
+/// An IOThread that is pressed.
+struct Pressed {
+    thread: ThreadId,
+    /// Its queues are worse off than busy.
+    urgent: bool,
+    /// Some stand.
+    stands: bool,
+    why: String,
+}
+
+/// What a decision is made of.
+struct View<'a> {
+    now: Nanos,
+    snapshot: &'a Snapshot,
+    /// The last samples.
+    window: &'a Sample,
+    /// Queues by IOThread in the last samples, and in the period.
+    groups: BTreeMap<ThreadId, Vec<QueueLoad>>,
+    period: &'a Sample,
+}
+
+impl View<'_> {
+    fn unlocked(&self, except: &[ThreadId]) -> BTreeMap<ThreadId, Vec<QueueLoad>> {
+        let unlocked = self.window.unlocked().filter(|thread| !except.contains(&thread.id));
+        unlocked.map(|thread| (thread.id, self.groups[&thread.id].clone())).collect()
+    }
+
+    fn vcpus(&self) -> BTreeSet<CpuId> {
+        let vcpus = self.snapshot.cpus.iter().filter(|cpu| cpu.vcpus);
+        vcpus.map(|cpu| cpu.id).collect()
+    }
+}
+
+fn percent(share: f64) -> f64 {
+    (100.0 * share).round()
+}
+
+/// What queues have of an IOThread.
+fn load(queues: &[QueueLoad]) -> f64 {
+    queues.iter().map(|queue| queue.busy).sum()
+}
+
+fn decision(action: Action, reason: impl Into<String>) -> Decision {
+    Decision { action, reason: reason.into() }
+}
+
+impl Policy for Dynamic {
+    fn step(&mut self, snapshot: &Snapshot) -> Vec<Decision> {
+        let now = snapshot.now;
+        if let Some(last) = self.recent.back() {
+            let Some(sample) = Sample::between(last, snapshot) else { return Vec::new() };
+            self.note(now, &sample);
+        }
+        self.recent.push_back(snapshot.clone());
+        if self.recent.len() > STREAK as usize + 1 {
+            self.recent.pop_front();
+        }
+        let start = self.period.get_or_insert_with(|| snapshot.clone());
+        if now.saturating_sub(start.now) < PERIOD {
+            return Vec::new();
+        }
+        let first = self.recent.front().unwrap_or(snapshot);
+        let (Some(period), Some(window)) =
+            (Sample::between(start, snapshot), Sample::between(first, snapshot))
+        else {
+            return Vec::new();
+        };
+        self.period = Some(snapshot.clone());
+        let groups = place::groups(&window);
+        self.decide(&View { now, snapshot, window: &window, groups, period: &period })
+    }
+}
+
+impl Dynamic {
+    pub(crate) fn new(mut limits: Limits, weights: Weights) -> Self {
+        limits.least = limits.least.max(1);
+        limits.most = limits.most.max(limits.least);
+        Self {
+            limits,
+            weights,
+            recent: VecDeque::new(),
+            period: None,
+            history: VecDeque::new(),
+            hot: BTreeMap::new(),
+            standing: BTreeMap::new(),
+            loads: BTreeMap::new(),
+            spare: (0, VecDeque::new()),
+            added: None,
+            removed: None,
+            undone: None,
+            budget: Budget::default(),
+            trial: None,
+            back_off: Default::default(),
+            borrowed: BTreeSet::new(),
+            missed: BTreeMap::new(),
+        }
+    }
+
+    /// Takes a sample into account.
+    fn note(&mut self, now: Nanos, sample: &Sample) {
+        let hot = sample.threads.iter().filter(|thread| thread.busy >= HOT);
+        let streak = |of: Option<&u32>| of.map_or(1, |streak| streak.saturating_add(1));
+        self.hot = hot.map(|thread| (thread.id, streak(self.hot.get(&thread.id)))).collect();
+        let standing = sample.queues.iter().filter(|queue| queue.standing);
+        self.standing =
+            standing.map(|queue| (queue.id, streak(self.standing.get(&queue.id)))).collect();
+        let progress = Progress::of(sample);
+        if let Some(trial) = &mut self.trial {
+            trial.sample(now, progress);
+        }
+        self.history.push_back(progress);
+        if self.history.len() > HISTORY {
+            self.history.pop_front();
+        }
+    }
+
+    fn decide(&mut self, view: &View<'_>) -> Vec<Decision> {
+        self.budget.pass(view.now);
+        let threads = view.window.threads.len();
+        if self.spare.0 != threads {
+            self.spare = (threads, VecDeque::new());
+        }
+        let vcpus = view.vcpus();
+        self.borrowed.retain(|cpu| !vcpus.contains(cpu));
+        if self.trial.as_ref().is_some_and(|trial| trial.forgotten(view.now)) {
+            self.trial = None;
+        }
+        let smooth = |queue: &QueueLoad| {
+            let before = self.loads.get(&queue.id).copied().unwrap_or(queue.busy);
+            (queue.id, (before + queue.busy) / 2.0)
+        };
+        self.loads = view.period.queues.iter().map(smooth).collect();
+        let pressed = self.find_pressed(view);
+        let possible = self.could_spare(view);
+        self.spare.1.push_back(possible);
+        if self.spare.1.len() > NEEDLESS {
+            self.spare.1.pop_front();
+        }
+        self.keep_bounds(view)
+            .or_else(|| self.regret(view))
+            .or_else(|| self.share_cpus(view))
+            .or_else(|| self.relieve(view, &pressed))
+            .or_else(|| self.give_back(view))
+            .unwrap_or_default()
+    }
+
+    /// Whether an IOThread may be added now.
+    fn may_add(&self, now: Nanos, urgent: bool) -> bool {
+        let dwell = if urgent { AFTER_ADDITION } else { AFTER_REMOVAL };
+        let passed = |at: Nanos, dwell| now.saturating_sub(at) >= dwell;
+        self.added.is_none_or(|at| passed(at, AFTER_ADDITION))
+            && self.removed.is_none_or(|(at, _)| passed(at, dwell))
+    }
+
+    fn may_remove(&self, now: Nanos) -> bool {
+        self.may_add(now, false)
+    }
+
+    /// The last samples of a load like the present one, with this number of IOThreads.
+    fn before(&self) -> Vec<Progress> {
+        let last: Vec<_> = self.history.iter().rev().take(STREAK as usize).copied().collect();
+        let last = Progress::mean(&last);
+        let like = |at: &&Progress| {
+            at.cores == last.cores && (at.busy - last.busy).abs() <= 0.2 * last.busy
+        };
+        // A load that jumps about is judged by its last samples.
+        let alike = self.history.iter().rev().take_while(like).count().max(regret::FEWEST);
+        self.history.iter().rev().take(alike).copied().collect()
+    }
+
+    /// The present load.
+    fn situation(&self, view: &View<'_>, urgent: bool) -> Situation {
+        let loaded = view.window.queues.iter().filter(|queue| queue.busy >= LOADED).count();
+        let standing = self.standing.values().filter(|&&streak| streak >= STREAK).count();
+        Situation { io: Progress::mean(&self.before()).io, loaded, standing, urgent }
+    }
+
+    /// Opens the books on an action.
+    fn try_out(&mut self, view: &View<'_>, kind: Kind, undo: Undo, urgent: bool) {
+        let situation = self.situation(view, urgent);
+        self.trial = Some(Trial::new(kind, view.now, undo, situation, self.before()));
+    }
+
+    /// The load of a queue, if not just this moment's.
+    fn smooth(&self, queue: &QueueLoad) -> f64 {
+        self.loads.get(&queue.id).map_or(queue.busy, |load| load.max(queue.busy))
+    }
+
+    fn find_pressed(&self, view: &View<'_>) -> Vec<Pressed> {
+        let mut found = Vec::new();
+        for thread in view.window.unlocked() {
+            let queues = &view.groups[&thread.id];
+            let streak = self.hot.get(&thread.id).copied().unwrap_or(0);
+            let stand = |queue: &&QueueLoad| self.standing.get(&queue.id) >= Some(&STREAK);
+            let stand = queues.iter().filter(stand).count();
+            let requests: u64 =
+                queues.iter().fold(0, |sum, queue| sum.saturating_add(queue.requests));
+            let waited: Nanos =
+                queues.iter().fold(Nanos::ZERO, |sum, of| sum.saturating_add(of.waited));
+            let delay = Nanos::new(waited.get() / requests.max(1));
+            let urgent = thread.busy >= ROOM && (stand > 0 || delay > DELAY);
+            if urgent || streak >= STREAK {
+                let why = format!(
+                    "IOThread {}: {} % busy, {streak} samples in a row at 85 % or more; \
+                     {stand} of {} queues stand, requests wait {delay}",
+                    thread.id.0,
+                    percent(thread.busy),
+                    queues.len(),
+                );
+                found.push(Pressed { thread: thread.id, urgent, stands: stand > 0, why });
+            }
+        }
+        found
+    }
+
+    fn keep_bounds(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
+        let (threads, now) = (view.window.threads.len(), view.now);
+        let Limits { least, most, .. } = self.limits;
+        if threads < least && self.may_add(now, true) {
+            let cpu = *self.candidates(view).first()?;
+            let reason = format!("{threads} IOThreads, at least {least}");
+            let split = self.widest_split(view).unwrap_or_default();
+            return Some(self.add(view, vec![(cpu, split, reason)], false));
+        }
+        if threads > most && self.may_remove(now) {
+            let reason = format!("{threads} IOThreads, at most {most}");
+            return self.remove(view, &self.victims(view, 1), &reason);
+        }
+        None
+    }
+
+    /// The queues of the IOThread with most load, in two parts.
+    fn widest_split(&self, view: &View<'_>) -> Option<Split> {
+        let threads = view.window.unlocked();
+        let most = threads.max_by(|a, b| a.busy.total_cmp(&b.busy))?;
+        Some(self.split(&view.groups[&most.id]))
+    }
+
+    fn split(&self, queues: &[QueueLoad]) -> Split {
+        let mut split = place::split(queues, |queue| self.budget.may_move(queue));
+        split.go.truncate(self.budget.left());
+        split.load = load(&split.go);
+        split
+    }
+
+    /// Where IOThreads can be added, the best first.
+    fn candidates(&self, view: &View<'_>) -> Vec<CpuId> {
+        let taken: BTreeSet<_> =
+            view.window.threads.iter().filter_map(|thread| thread.cpu).collect();
+        let vcpus = view.vcpus();
+        let mut seen = BTreeSet::new();
+        let free = |cpu: &&CpuId| !taken.contains(*cpu) && seen.insert(**cpu);
+        let mut free: Vec<_> = self.limits.cpus.iter().filter(free).copied().collect();
+        free.retain(|cpu| self.limits.borrow || !vcpus.contains(cpu));
+        free.sort_by_key(|cpu| vcpus.contains(cpu));
+        free
+    }
+
+    /// Adds IOThreads, with some of the queues of others.
+    fn add(
+        &mut self,
+        view: &View<'_>,
+        new: Vec<(CpuId, Split, String)>,
+        urgent: bool,
+    ) -> Vec<Decision> {
+        let before = view.vcpus();
+        let mut vcpus = before.clone();
+        let mut taken: BTreeSet<_> =
+            view.window.threads.iter().filter_map(|thread| thread.cpu).collect();
+        let mut decisions = Vec::new();
+        let mut cpus = Vec::new();
+        for (cpu, split, reason) in new {
+            taken.insert(cpu);
+            // One without an IOThread must be left; else they share them all.
+            if vcpus.difference(&taken).next().is_some() && vcpus.remove(&cpu) {
+                self.borrowed.insert(cpu);
+            }
+            for queue in &split.go {
+                self.budget.moves(queue.id, view.now);
+            }
+            cpus.push(cpu);
+            let queues = split.go.iter().map(|queue| queue.id).collect();
+            decisions.push(decision(Action::AddThread { cpu, queues }, reason));
+        }
+        if !before.is_empty() && vcpus.is_subset(&taken) {
+            vcpus.append(&mut self.borrowed);
+        }
+        if vcpus != before {
+            let reason = format!("vCPUs have {} CPUs instead of {}", vcpus.len(), before.len());
+            let action = Action::SetVcpuCpus { cpus: vcpus.into_iter().collect() };
+            decisions.insert(0, decision(action, reason));
+        }
+        self.added = Some(view.now);
+        self.try_out(view, Kind::Add, Undo::Remove(cpus), urgent);
+        decisions
+    }
+
+    /// The IOThreads that are missed least: those with the least load, of these the newest.
+    fn victims(&self, view: &View<'_>, count: usize) -> Vec<ThreadId> {
+        let mut by_load: Vec<_> = view.window.unlocked().map(|thread| thread.id).collect();
+        let parts = |thread: &ThreadId| (load(&view.groups[thread]) * 1e3) as u64;
+        by_load.sort_by_key(|thread| (parts(thread), std::cmp::Reverse(*thread)));
+        by_load.truncate(count);
+        by_load
+    }
+
+    /// Removes IOThreads; or moves some of their queues away, if these are too many for once.
+    fn remove(&mut self, view: &View<'_>, gone: &[ThreadId], why: &str) -> Option<Vec<Decision>> {
+        let queues: Vec<_> = gone.iter().flat_map(|thread| &view.groups[thread]).copied().collect();
+        if gone.is_empty() || !queues.iter().all(|queue| self.budget.may_move(queue.id)) {
+            return None;
+        }
+        let left = self.budget.left();
+        let all = queues.len();
+        let some = queues.iter().take(left).copied().collect();
+        let moves = place::drain(some, &view.unlocked(gone), 1.0)?.moves;
+        for &(queue, _) in &moves {
+            self.budget.moves(queue, view.now);
+        }
+        if all > left {
+            let reason = format!("{why}; {all} queues go first, {left} now");
+            let moved = |(queue, to)| decision(Action::MoveQueue { queue, to }, reason.clone());
+            return Some(moves.into_iter().map(moved).collect());
+        }
+        let mut decisions = Vec::new();
+        let mut vcpus = view.vcpus();
+        let before = vcpus.len();
+        for &thread in gone {
+            let its = |(queue, _): &&(QueueId, ThreadId)| {
+                view.groups[&thread].iter().any(|of| of.id == *queue)
+            };
+            let moves = moves.iter().filter(its).copied().collect();
+            decisions.push(decision(Action::RemoveThread { thread, moves }, why));
+            let cpu = view.window.thread(thread).and_then(|thread| thread.cpu);
+            vcpus.extend(cpu.filter(|cpu| self.borrowed.remove(cpu)));
+        }
+        if vcpus.len() > before {
+            let reason = format!("vCPUs get {} CPUs back", vcpus.len() - before);
+            let action = Action::SetVcpuCpus { cpus: vcpus.into_iter().collect() };
+            decisions.push(decision(action, reason));
+        }
+        self.removed = Some((view.now, self.situation(view, false)));
+        self.try_out(view, Kind::Remove, Undo::Add(gone.len()), false);
+        self.spare.1.clear();
+        Some(decisions)
+    }
+}

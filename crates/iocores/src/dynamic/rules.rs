@@ -1,0 +1,376 @@
+//! What is done, and when: regret, relief, return, CPUs.
+
+use super::*;
+use crate::sample::ThreadLoad;
+
+impl Dynamic {
+    /// Undoes what has not helped, if that is known now.
+    pub(super) fn regret(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
+        let due = self.trial.as_ref().is_some_and(Trial::due);
+        if due { self.judge(view) } else { None }
+    }
+
+    /// Closes the books on the last action: it helped, or it is undone.
+    fn judge(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
+        let trial = self.trial.as_ref()?;
+        let (kind, undo) = (trial.kind, trial.undo.clone());
+        let (situation, at) = (trial.situation, trial.at);
+        // A removal harms only those that are busier for it than it was bet.
+        let harmed =
+            kind != Kind::Remove || view.window.unlocked().any(|thread| thread.busy > ROOM);
+        let Some(verdict) = trial.verdict(&self.weights).filter(|_| harmed) else {
+            self.back_off[kind as usize].helped(&situation);
+            self.trial = None;
+            return None;
+        };
+        let why = format!(
+            "undone: utility was {:.3} before and {:.3} after it ({} ago, sigma {:.3})",
+            verdict.before,
+            verdict.after,
+            view.now.saturating_sub(at),
+            verdict.sigma,
+        );
+        let undone = match undo {
+            Undo::Remove(cpus) if self.may_remove(view.now) => {
+                let added = |cpu: Option<CpuId>| cpu.is_some_and(|cpu| cpus.contains(&cpu));
+                let added = view.window.unlocked().filter(|thread| added(thread.cpu));
+                let spare = view.window.threads.len().saturating_sub(self.limits.least);
+                let gone: Vec<_> = added.map(|thread| thread.id).take(spare).collect();
+                let queues = gone.iter().map(|thread| view.groups[thread].len()).sum::<usize>();
+                if queues > self.budget.left_to_balance(view.snapshot) && !self.budget.is_fresh() {
+                    return None;
+                }
+                self.remove(view, &gone, &why)
+            }
+            Undo::Add(count) if self.may_add(view.now, false) => {
+                let room = self.limits.most.saturating_sub(view.window.threads.len());
+                let cpu = self.candidates(view).first().copied().filter(|_| room.min(count) > 0);
+                let split = self.widest_split(view);
+                cpu.zip(split).map(|(cpu, split)| self.add(view, vec![(cpu, split, why)], false))
+            }
+            Undo::Move(moves) => Some(self.move_back(view, &moves, &why)),
+            Undo::Cpus(cpus) => {
+                let there = |cpu: &CpuId| view.window.cpu(*cpu).is_some();
+                let cpus: BTreeSet<_> = cpus.into_iter().filter(there).collect();
+                self.borrowed.retain(|cpu| !cpus.contains(cpu));
+                self.borrowed.extend(view.vcpus().difference(&cpus));
+                let action = Action::SetVcpuCpus { cpus: cpus.iter().copied().collect() };
+                (!cpus.is_empty()).then(|| vec![decision(action, why)])
+            }
+            // Not yet: it was changed too recently.
+            Undo::Remove(_) | Undo::Add(_) => return None,
+        };
+        let mut decisions = undone?;
+        let part = |of: &Decision| matches!(of.action, Action::MoveQueue { .. });
+        if matches!(kind, Kind::Add) && decisions.iter().all(part) {
+            // Queues go first; the rest at the next decision.
+            return Some(decisions);
+        }
+        // What undoes it is not itself on trial.
+        self.trial = None;
+        self.undone = Some(view.now);
+        let periods = self.back_off[kind as usize].regretted(view.now, situation);
+        for decision in &mut decisions {
+            decision.reason += &format!("; not again at this load for {periods} periods");
+        }
+        Some(decisions)
+    }
+
+    fn move_back(
+        &mut self,
+        view: &View<'_>,
+        moves: &[(QueueId, ThreadId)],
+        why: &str,
+    ) -> Vec<Decision> {
+        let threads = view.unlocked(&[]);
+        let mut decisions = Vec::new();
+        for &(queue, to) in moves {
+            let is = view.window.queues.iter().find(|of| of.id == queue);
+            let may = |of: &&QueueLoad| {
+                of.thread != to && threads.contains_key(&of.thread) && threads.contains_key(&to)
+            };
+            if is.filter(may).is_some() && self.budget.may_move(queue) && self.budget.left() > 0 {
+                self.budget.moves(queue, view.now);
+                decisions.push(decision(Action::MoveQueue { queue, to }, why));
+            }
+        }
+        decisions
+    }
+
+    /// Takes queues from pressed IOThreads, if that helps.
+    pub(super) fn relieve(
+        &mut self,
+        view: &View<'_>,
+        pressed: &[Pressed],
+    ) -> Option<Vec<Decision>> {
+        let now = view.now;
+        let mut new: Vec<(&Pressed, Split)> = Vec::new();
+        for pressed in pressed {
+            let queues = &view.groups[&pressed.thread];
+            let split = self.split(queues);
+            let goes = |of: &&QueueLoad| split.go.iter().any(|queue| queue.id == of.id);
+            let (go, stay): (Vec<_>, Vec<_>) = queues.iter().partition(goes);
+            let stands = |part: &[&QueueLoad]| part.iter().any(|queue| queue.standing);
+            let least = split.load.min(split.stays);
+            if split.go.is_empty() || (least < LOADED && !(stands(&go) && stands(&stay))) {
+                continue;
+            }
+            // A part in which a queue stands takes what it gets; of others it is not known.
+            let grows =
+                |part: &[&QueueLoad], load: f64| if stands(part) { 1.0 - load } else { 0.0 };
+            let worth = match grows(&go, split.load) + grows(&stay, split.stays) {
+                0.0 => least,
+                more => more.min(1.0),
+            };
+            let worth = self.weights.io * worth;
+            // Either part may go: the queue that fills an IOThread stays, and others leave it.
+            let may = |of: &&QueueLoad| of.busy >= LOADED && self.budget.may_move(of.id);
+            let rest: Vec<_> = stay.iter().copied().filter(may).copied().collect();
+            let room = self.room(view, pressed, &split.go);
+            if let Some((to, go)) = room.or_else(|| self.room(view, pressed, &rest)) {
+                // What is only busy for a moment is not worth a move.
+                let load = |queue: &QueueLoad| self.loads.get(&queue.id).copied().unwrap_or(0.0);
+                if pressed.stands || queues.iter().map(load).sum::<f64>() >= HOT {
+                    return Some(self.balance(view, pressed, &to, &go));
+                }
+                continue;
+            }
+            // Without a queue that stands it is a bet: one at a time.
+            if worth >= self.weights.core && (pressed.stands || new.is_empty()) {
+                new.push((pressed, split));
+            }
+        }
+        let urgent = new.iter().any(|(pressed, _)| pressed.urgent);
+        if new.is_empty() || !self.may_add(now, urgent) {
+            return None;
+        }
+        // Those before have to have helped.
+        if self.trial.as_ref().is_some_and(|trial| trial.kind == Kind::Add && trial.ready()) {
+            let undone = self.judge(view);
+            if undone.is_some() || self.trial.is_some() {
+                return undone;
+            }
+        }
+        let situation = self.situation(view, urgent);
+        if !self.back_off[Kind::Add as usize].allows(now, &situation) {
+            return None;
+        }
+        let threads = view.window.threads.len();
+        let room = self.limits.most.saturating_sub(threads);
+        let vcpus = view.vcpus();
+        let mut idle = view.window.vcpus_idle();
+        let chased = self.undone.is_some_and(|at| now.saturating_sub(at) < AFTER_REMOVAL);
+        let mut moves =
+            if chased { self.budget.left_to_balance(view.snapshot) } else { self.budget.left() };
+        let mut adds = Vec::new();
+        for ((pressed, mut split), cpu) in new.into_iter().zip(self.candidates(view)).take(room) {
+            // A core of I/O at most is gained; what vCPUs do not leave idle is lost.
+            let lost = if vcpus.contains(&cpu) { (1.0 - idle).clamp(0.0, 1.0) } else { 0.0 };
+            if self.weights.io - self.weights.compute * lost <= self.weights.core || moves == 0 {
+                break;
+            }
+            split.go.truncate(moves);
+            moves -= split.go.len();
+            let reason = format!(
+                "{}; {} queues with {} % of an IOThread go to one of their own, {} % stay; \
+                 vCPUs leave {idle:.2} CPUs idle; IOThread {} of at most {}",
+                pressed.why,
+                split.go.len(),
+                percent(split.load),
+                percent(split.stays),
+                threads + adds.len() + 1,
+                self.limits.most,
+            );
+            idle -= if vcpus.contains(&cpu) { 1.0 } else { 0.0 };
+            adds.push((cpu, split, reason));
+        }
+        if adds.is_empty() {
+            return None;
+        }
+        if let Some((at, before)) = &self.removed
+            && now.saturating_sub(*at) < MISTAKEN
+            && (Situation { standing: 0, urgent: false, ..situation }).like(before)
+        {
+            self.back_off[Kind::Remove as usize].regretted(now, *before);
+        }
+        Some(self.add(view, adds, urgent))
+    }
+
+    /// Which of these queues another IOThread has room for.
+    fn room(
+        &self,
+        view: &View<'_>,
+        pressed: &Pressed,
+        part: &[QueueLoad],
+    ) -> Option<(ThreadLoad, Vec<QueueLoad>)> {
+        let situation = self.situation(view, pressed.urgent);
+        if !self.back_off[Kind::Move as usize].allows(view.now, &situation) {
+            return None;
+        }
+        let others = view.window.unlocked().filter(|thread| thread.id != pressed.thread);
+        let to = *others.min_by(|a, b| a.busy.total_cmp(&b.busy))?;
+        let held: f64 = view.groups[&to.id].iter().map(|queue| self.smooth(queue)).sum();
+        let mut room = HOT - held.max(to.busy);
+        let mut left = self.budget.left_to_balance(view.snapshot);
+        let mut go = Vec::new();
+        for queue in part {
+            let load = self.smooth(queue);
+            if load <= room && left > 0 {
+                room -= load;
+                left -= 1;
+                go.push(*queue);
+            }
+        }
+        let some = load(&go) >= 2.0 * LOADED || go.iter().any(|queue| queue.standing);
+        some.then_some((to, go))
+    }
+
+    fn balance(
+        &mut self,
+        view: &View<'_>,
+        pressed: &Pressed,
+        to: &ThreadLoad,
+        go: &[QueueLoad],
+    ) -> Vec<Decision> {
+        let reason = format!(
+            "{}; IOThread {} is {} % busy and gets {} queues with {} %",
+            pressed.why,
+            to.id.0,
+            percent(to.busy),
+            go.len(),
+            percent(load(go)),
+        );
+        let mut decisions = Vec::new();
+        for queue in go {
+            self.budget.moves(queue.id, view.now);
+            let action = Action::MoveQueue { queue: queue.id, to: to.id };
+            decisions.push(decision(action, reason.clone()));
+        }
+        if self.trial.is_none() {
+            let back = go.iter().map(|queue| (queue.id, queue.thread)).collect();
+            self.try_out(view, Kind::Move, Undo::Move(back), pressed.urgent);
+        }
+        decisions
+    }
+
+    /// How many IOThreads the period could have done without.
+    pub(super) fn could_spare(&self, view: &View<'_>) -> usize {
+        let period = View { groups: place::groups(view.period), window: view.period, ..*view };
+        // What more a full IOThread with several queues would have done is not known; but what
+        // vCPUs would do that wait.
+        let waited = period.window.vcpus_waited;
+        let full = |queues: &Vec<QueueLoad>| {
+            let loaded = queues.iter().filter(|queue| queue.busy >= LOADED);
+            load(queues) >= 0.95 && loaded.count() > 1
+        };
+        let unlocked = period.unlocked(&[]);
+        if waited < GAIN.1 && unlocked.values().any(full) {
+            return 0;
+        }
+        let threads = period.window.threads.len();
+        let mut count = threads.saturating_sub(self.limits.least).min(unlocked.len());
+        while count > 0 {
+            let gone = self.victims(&period, count);
+            let queues = gone.iter().flat_map(|thread| &unlocked[thread]).copied().collect();
+            let ran = |thread: &ThreadId| period.window.thread(*thread).map_or(0.0, |of| of.ran);
+            let ran: f64 = gone.iter().map(ran).sum();
+            // The last core must pay, not all of them together.
+            let saved = SPARE * self.weights.core;
+            let gained = self.weights.compute * waited.min(ran);
+            let pays = |drained: place::Drained| {
+                self.weights.io * drained.excess.min(ran) <= saved + gained
+            };
+            if place::drain(queues, &period.unlocked(&gone), 1.0).is_some_and(pays) {
+                break;
+            }
+            count /= 2;
+        }
+        count
+    }
+
+    /// Removes the IOThreads that were not needed for a while.
+    pub(super) fn give_back(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
+        let count = self.spare.1.iter().copied().min()?;
+        let long = self.spare.1.len() >= NEEDLESS;
+        if count == 0 || !long || !self.may_remove(view.now) {
+            return None;
+        }
+        let recent: Vec<_> = self.history.iter().copied().collect();
+        let mean = Progress::mean(&recent);
+        if !self.back_off[Kind::Remove as usize].allows(view.now, &self.situation(view, false)) {
+            return None;
+        }
+        let gone = self.victims(view, count);
+        let threads = view.window.threads.len();
+        let reason = format!(
+            "{threads} IOThreads were {} % busy in all, for a second {count} fewer would have done",
+            percent(mean.busy),
+        );
+        self.remove(view, &gone, &reason)
+    }
+
+    /// Takes the CPU of an IOThread from vCPUs, or gives it back to them.
+    pub(super) fn share_cpus(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
+        let sample = view.period;
+        let vcpus = view.vcpus();
+        let mut missed = BTreeMap::new();
+        let mut found = None;
+        for thread in sample.unlocked() {
+            let Some(cpu) = thread.cpu.and_then(|cpu| sample.cpu(cpu)) else { continue };
+            if vcpus.contains(&cpu.id) {
+                let used = (1.0 - cpu.idle - thread.ran).max(0.0);
+                let lost = (used - (sample.vcpus_idle() - cpu.idle)).max(0.0);
+                let other = |other: &&CpuId| {
+                    sample.threads.iter().all(|thread| thread.cpu != Some(**other))
+                };
+                if thread.waited - lost >= GAIN.0 && vcpus.iter().any(|cpu| other(&cpu)) {
+                    let reason = format!(
+                        "IOThread {} waits {} % for CPU {}, of which vCPUs use {} %; \
+                         they would lose {} %",
+                        thread.id.0,
+                        percent(thread.waited),
+                        cpu.id,
+                        percent(used),
+                        percent(lost),
+                    );
+                    found = found.or(Some((cpu.id, true, reason)));
+                }
+            } else if self.borrowed.contains(&cpu.id) {
+                let gained = sample.vcpus_waited.min(1.0 - thread.ran) - thread.busy;
+                if gained < GAIN.1 {
+                    continue;
+                }
+                let periods = self.missed.get(&cpu.id).map_or(1, |periods| periods + 1);
+                missed.insert(cpu.id, periods);
+                if periods >= NEEDLESS {
+                    let reason = format!(
+                        "IOThread {} uses {} % of CPU {}, vCPUs wait for {:.2} CPUs",
+                        thread.id.0,
+                        percent(thread.ran),
+                        cpu.id,
+                        sample.vcpus_waited,
+                    );
+                    found = found.or(Some((cpu.id, false, reason)));
+                }
+            }
+        }
+        self.missed = missed;
+        let (cpu, take, reason) = found.filter(|_| self.limits.borrow && self.trial.is_none())?;
+        if !self.back_off[Kind::Cpus as usize].allows(view.now, &self.situation(view, false)) {
+            return None;
+        }
+        let mut cpus = vcpus.clone();
+        if take {
+            cpus.remove(&cpu);
+            self.borrowed.insert(cpu);
+        } else {
+            cpus.insert(cpu);
+            self.borrowed.remove(&cpu);
+            self.missed.remove(&cpu);
+        }
+        let undo = Undo::Cpus(vcpus.into_iter().collect());
+        self.try_out(view, Kind::Cpus, undo, false);
+        let action = Action::SetVcpuCpus { cpus: cpus.into_iter().collect() };
+        Some(vec![decision(action, reason)])
+    }
+}

@@ -1,0 +1,209 @@
+//! How many IOThreads there are, and which virtqueue goes where.
+//!
+//! A [`Policy`] is shown a [`Snapshot`] every 10 ms ([`SAMPLE`]) and answers with what is to be
+//! done, and why. It has no thread, clock or machine of its own: the data plane's monitor and the
+//! simulator both show it what they have, and do what it says. [`policy`] makes one of each
+//! [`Kind`].
+//!
+//! # Units
+//! A load is a share of one IOThread's time; progress and idle time are in CPUs: 1.0 is one all the
+//! time. What a number of I/O cores is worth is one figure: [`utility`].
+//!
+//! # Terms
+//! An *I/O core* is a CPU with an IOThread. *Borrowing* takes a CPU from the VMs' vCPUs for an
+//! IOThread ([`Action::SetVcpuCpus`]) and gives it back after that. A *locked* IOThread is an
+//! operator's.
+//!
+//! # Properties (tests of the same name)
+//! Of every policy, whatever it is shown (counters that jump, clocks that stand still, ids that
+//! vanish, thousands of queues):
+//! - `decisions_refer_only_to_what_exists`: IOThreads, queues and CPUs of that very snapshot;
+//!   locked IOThreads are left alone; there are never fewer than [`Limits::least`] nor more than
+//!   [`Limits::most`]; a CPU of the vCPUs is only used by leave.
+//! - `same_snapshots_same_decisions`.
+//!
+//! Of [`Kind::Dynamic`]:
+//! - `moves_and_dwell_are_bounded`: a queue moves every 250 ms at most; 10 at once and 50 a second
+//!   in all; the number of IOThreads rests for 200 ms after an addition, and is not lowered for 1 s
+//!   after a removal.
+//! - `converges_to_the_best_static_and_stays`: within 500 ms of a change of load, to within 5 %.
+//! - `trace_of_loads_is_worth_more_than_under_any_static_or_published_policy`,
+//!   `two_cores_shared_with_vcpus_are_worth_as_much_as_under_the_best_policy`.
+//! - `flapping_load_is_not_chased`: fewer than 10 moves in any second.
+//! - `needless_core_is_given_back_within_2500_ms`.
+//! - `queue_that_fills_an_iothread_gets_no_second`.
+//! - `action_that_harms_is_reverted_and_not_tried_again_soon`.
+//! - `cpu_of_vcpus_is_taken_only_by_leave_and_given_back`, `cpu_that_vcpus_need_is_not_taken`,
+//!   `iothread_that_waits_for_vcpus_gets_its_cpu_if_they_have_room_elsewhere`.
+
+mod dynamic;
+mod fixed;
+mod iocm;
+mod kind;
+mod place;
+mod sample;
+mod spdk;
+pub mod utility;
+
+#[cfg(test)]
+mod tests;
+
+use rtvirtio_units::{CpuId, Nanos};
+
+pub use kind::{Kind, UnknownKind, policy};
+
+/// How often a policy is shown a snapshot.
+pub const SAMPLE: Nanos = Nanos::from_millis(10);
+
+/// An IOThread. The caller's number: not used again for another one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ThreadId(pub u32);
+
+/// A virtqueue that is served. The caller's number: not used again for another one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct QueueId(pub u32);
+
+/// A VM. The caller's number: not used again for another one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct VmId(pub u32);
+
+/// Everything at one time. Times and counts are sums since each one's start, and never fall.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Snapshot {
+    /// When it was taken.
+    pub now: Nanos,
+    /// By id.
+    pub threads: Vec<Thread>,
+    /// By id.
+    pub queues: Vec<Queue>,
+    /// VMs of which the vCPUs are known, by id.
+    pub vms: Vec<Vm>,
+    /// CPUs of the host, by id.
+    pub cpus: Vec<Cpu>,
+}
+
+/// An IOThread.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Thread {
+    /// Which.
+    pub id: ThreadId,
+    /// Where it runs; none: anywhere.
+    pub cpu: Option<CpuId>,
+    /// An operator's word: it is not removed, and gets and loses no queue.
+    pub locked: bool,
+    /// In turns with work.
+    pub busy: Nanos,
+    /// Polling in vain.
+    pub poll: Nanos,
+    /// Asleep.
+    pub sleep: Nanos,
+    /// On a CPU, as the kernel counts it.
+    pub ran: Nanos,
+    /// Ready, but not on a CPU (schedstat).
+    pub waited: Nanos,
+}
+
+/// A virtqueue.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Queue {
+    /// Which.
+    pub id: QueueId,
+    /// Whose.
+    pub vm: VmId,
+    /// Who serves it.
+    pub thread: ThreadId,
+    /// Of its IOThread's `busy`, and that of earlier ones, what was for it.
+    pub busy: Nanos,
+    /// Requests that have ended.
+    pub requests: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Sum of what requests waited for between the kick or poll that found them and their start.
+    pub waited: Nanos,
+    /// Taken and not ended.
+    pub in_flight: u32,
+    /// What its driver had made available at the last snapshot is still not taken.
+    pub standing: bool,
+}
+
+/// What a VM computes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Vm {
+    /// Which.
+    pub id: VmId,
+    /// Its vCPUs on a CPU.
+    pub ran: Nanos,
+    /// Its vCPUs ready, but not on a CPU.
+    pub waited: Nanos,
+}
+
+/// A CPU of the host.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Cpu {
+    /// Which.
+    pub id: CpuId,
+    /// Idle.
+    pub idle: Nanos,
+    /// Whether vCPUs may run there.
+    pub vcpus: bool,
+}
+
+/// What a policy must keep to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Limits {
+    /// Where IOThreads may run, in the order in which they are taken; one IOThread each.
+    pub cpus: Vec<CpuId>,
+    /// Fewest IOThreads, 1 or more.
+    pub least: usize,
+    /// Most IOThreads, no more than `cpus`.
+    pub most: usize,
+    /// Whether a CPU of the vCPUs may be taken from them (and is given back).
+    pub borrow: bool,
+}
+
+/// Something to be done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Action {
+    /// A further IOThread, which gets these queues.
+    AddThread {
+        /// Where it runs.
+        cpu: CpuId,
+        /// What it gets.
+        queues: Vec<QueueId>,
+    },
+    /// An IOThread ends, once its queues have gone.
+    RemoveThread {
+        /// Which.
+        thread: ThreadId,
+        /// Where each of its queues goes.
+        moves: Vec<(QueueId, ThreadId)>,
+    },
+    /// A queue goes to another IOThread.
+    MoveQueue {
+        /// Which.
+        queue: QueueId,
+        /// Where.
+        to: ThreadId,
+    },
+    /// vCPUs of all VMs run on these CPUs alone.
+    SetVcpuCpus {
+        /// Which; ascending.
+        cpus: Vec<CpuId>,
+    },
+}
+
+/// An action, and why.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Decision {
+    /// What is to be done.
+    pub action: Action,
+    /// Why, for an operator: with the figures that led to it.
+    pub reason: String,
+}
+
+/// Decides. The same snapshots give the same decisions.
+pub trait Policy {
+    /// What is to be done now. Usually nothing. The caller does it before the next snapshot; what
+    /// could not be done is seen there.
+    fn step(&mut self, snapshot: &Snapshot) -> Vec<Decision>;
+}

@@ -1,0 +1,173 @@
+//! Which queue goes where: longest processing time first, on what each queue took of a thread.
+//!
+//! Graham's rule (1969): by falling load, each to the thread that has least. At most 4/3 of the
+//! best possible largest load, in O(queues log threads).
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+
+use crate::sample::{QueueLoad, Sample};
+use crate::{QueueId, ThreadId};
+
+/// Below this share of a thread a queue does not count as loaded.
+pub(crate) const LOADED: f64 = 0.02;
+
+/// What an idle queue counts, so that these spread too.
+const IDLE: f64 = 0.001;
+
+/// A load as a number that has an order: millionths of a thread.
+fn parts(load: f64) -> u64 {
+    (load.max(IDLE) * 1e6) as u64
+}
+
+/// Queues by the IOThread that serves them, with one entry for each IOThread.
+pub(crate) fn groups(sample: &Sample) -> BTreeMap<ThreadId, Vec<QueueLoad>> {
+    let mut groups: BTreeMap<_, _> =
+        sample.threads.iter().map(|thread| (thread.id, Vec::new())).collect();
+    for queue in &sample.queues {
+        if let Some(group) = groups.get_mut(&queue.thread) {
+            group.push(*queue);
+        }
+    }
+    groups
+}
+
+/// Falling by load, the first id first.
+fn sort(queues: &mut [QueueLoad]) {
+    queues.sort_by_key(|queue| (Reverse(parts(queue.busy)), queue.id));
+}
+
+/// A thread's queues in two parts of about the same load.
+#[derive(Debug, Default)]
+pub(crate) struct Split {
+    /// Those that go: of both parts the one with fewer queues.
+    pub(crate) go: Vec<QueueLoad>,
+    /// The load of those that go.
+    pub(crate) load: f64,
+    /// That of those that stay.
+    pub(crate) stays: f64,
+}
+
+/// Splits `queues`, of which those that are not `movable`, and those without load, stay.
+pub(crate) fn split(queues: &[QueueLoad], movable: impl Fn(QueueId) -> bool) -> Split {
+    let counts = |queue: &QueueLoad| queue.busy >= LOADED || queue.standing;
+    let (mut free, fixed): (Vec<_>, Vec<_>) =
+        queues.iter().filter(|queue| counts(queue)).partition(|queue| movable(queue.id));
+    sort(&mut free);
+    let mut sums = [fixed.iter().map(|queue| queue.busy).sum::<f64>(), 0.0];
+    let mut halves = [Vec::new(), Vec::new()];
+    for queue in free {
+        let to = usize::from(parts(sums[1]) < parts(sums[0]));
+        sums[to] += queue.busy;
+        halves[to].push(queue);
+    }
+    // Those that stay must be those that cannot go.
+    let other = usize::from(!fixed.is_empty() || halves[1].len() <= halves[0].len());
+    let go = std::mem::take(&mut halves[other]);
+    Split { go, load: sums[other], stays: sums[1 - other] }
+}
+
+/// Where queues go, and what comes of it.
+#[derive(Debug)]
+pub(crate) struct Drained {
+    pub(crate) moves: Vec<(QueueId, ThreadId)>,
+    /// What the threads are then asked for beyond `full`, or beyond what one queue alone asks for.
+    pub(crate) excess: f64,
+}
+
+/// Gives `queues` to the threads with these queues; none if there is no such thread.
+pub(crate) fn drain(
+    mut queues: Vec<QueueLoad>,
+    to: &BTreeMap<ThreadId, Vec<QueueLoad>>,
+    full: f64,
+) -> Option<Drained> {
+    struct Bin {
+        load: f64,
+        one: f64,
+    }
+    let mut bins = BTreeMap::new();
+    let mut least = BinaryHeap::new();
+    for (&thread, held) in to {
+        let load = held.iter().map(|queue| queue.busy).sum();
+        let one = held.iter().map(|queue| queue.busy).fold(0.0, f64::max);
+        let counted: u64 = held.iter().map(|queue| parts(queue.busy)).sum();
+        bins.insert(thread, Bin { load, one });
+        least.push(Reverse((counted, thread)));
+    }
+    sort(&mut queues);
+    let mut moves = Vec::with_capacity(queues.len());
+    for queue in queues {
+        let Reverse((counted, thread)) = least.pop()?;
+        if let Some(bin) = bins.get_mut(&thread) {
+            bin.load += queue.busy;
+            bin.one = bin.one.max(queue.busy);
+        }
+        least.push(Reverse((counted + parts(queue.busy), thread)));
+        moves.push((queue.id, thread));
+    }
+    let beyond = |bin: &Bin| (bin.load - full.max(bin.one)).max(0.0);
+    let excess = bins.values().map(beyond).sum();
+    Some(Drained { moves, excess })
+}
+
+#[cfg(test)]
+mod tests {
+    use rtvirtio_units::Nanos;
+
+    use super::*;
+    use crate::VmId;
+
+    fn queue(id: u32, thread: u32, busy: f64) -> QueueLoad {
+        QueueLoad {
+            id: QueueId(id),
+            vm: VmId(0),
+            thread: ThreadId(thread),
+            busy,
+            requests: 0,
+            bytes: 0,
+            waited: Nanos::ZERO,
+            standing: false,
+        }
+    }
+
+    fn ids(queues: &[QueueLoad]) -> Vec<u32> {
+        queues.iter().map(|queue| queue.id.0).collect()
+    }
+
+    #[test]
+    fn split_of_unlike_queues_moves_the_part_with_fewer() {
+        let loads = [0.1, 0.5, 0.2, 0.15, 0.0];
+        let queues: Vec<_> = (0..).zip(loads).map(|(id, load)| queue(id, 0, load)).collect();
+        // 0.5 against 0.2 + 0.15 + 0.1.
+        let split = split(&queues, |_| true);
+        assert_eq!(ids(&split.go), [1]);
+        assert!((split.load - 0.5).abs() < 1e-9 && (split.stays - 0.45).abs() < 1e-9);
+    }
+
+    #[test]
+    fn split_with_a_queue_that_may_not_move_leaves_it() {
+        let queues = [queue(0, 0, 0.5), queue(1, 0, 0.3), queue(2, 0, 0.2)];
+        let split = split(&queues, |id| id != QueueId(0));
+        assert_eq!(ids(&split.go), [1, 2]);
+    }
+
+    #[test]
+    fn split_of_one_loaded_queue_is_none() {
+        let queues = [queue(0, 0, 0.9), queue(1, 0, 0.001)];
+        let split = split(&queues, |_| true);
+        assert!(split.load.min(split.stays) < LOADED, "{split:?}");
+    }
+
+    #[test]
+    fn drained_queues_go_to_the_least_loaded_and_a_queue_that_fills_a_thread_is_no_excess() {
+        let to = BTreeMap::from([
+            (ThreadId(1), vec![queue(0, 1, 1.0)]),
+            (ThreadId(2), vec![queue(1, 2, 0.4)]),
+        ]);
+        let drained = drain(vec![queue(2, 3, 0.3), queue(3, 3, 0.4)], &to, 1.0).unwrap();
+        assert_eq!(drained.moves, [(QueueId(3), ThreadId(2)), (QueueId(2), ThreadId(2))]);
+        // 1.0 is one queue's; 0.4 + 0.4 + 0.3 is 0.1 too much.
+        assert!((drained.excess - 0.1).abs() < 1e-9, "{drained:?}");
+        assert!(drain(vec![queue(2, 3, 0.3)], &BTreeMap::new(), 1.0).is_none());
+    }
+}

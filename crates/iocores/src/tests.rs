@@ -1,0 +1,326 @@
+//! The properties that the header of the room states.
+
+mod hostile;
+mod world;
+
+use rtvirtio_units::CpuId;
+
+use super::*;
+use world::{DEEP, Load, NONE, World, paced};
+
+fn dynamic(world: &World) -> Box<dyn Policy + Send> {
+    policy(Kind::Dynamic, world.limits.clone())
+}
+
+/// Loads of 8 queues on up to 4 IOThreads, the best of which has a different number of them.
+fn loads() -> Vec<(&'static str, Vec<Load>)> {
+    let mut large_beside_small = vec![paced(0.05); 8];
+    large_beside_small[0] = DEEP;
+    // All but the first fit one IOThread with what it keeps in reserve, 15 %.
+    large_beside_small[1] = paced(0.5);
+    vec![
+        ("idle", vec![NONE; 8]),
+        ("light", vec![paced(0.05); 8]),
+        ("one deep queue", [vec![DEEP], vec![NONE; 7]].concat()),
+        ("two deep queues", [vec![DEEP; 2], vec![NONE; 6]].concat()),
+        ("all deep", vec![DEEP; 8]),
+        ("all half", vec![paced(0.3); 8]),
+        ("large beside small", large_beside_small),
+        ("nearly one IOThread", vec![paced(0.11); 8]),
+    ]
+}
+
+#[test]
+fn converges_to_the_best_static_and_stays() {
+    let mut moves = Vec::new();
+    for (name, after) in loads() {
+        let best = World::new(4, 4, 8).best_static(&after);
+        for (from, before) in loads() {
+            let mut world = World::new(4, 4, 8);
+            let mut policy = dynamic(&world);
+            world.load(&before);
+            world.run(&mut *policy, 3_000);
+            world.load(&after);
+            let changed = world.ms();
+            let io = |world: &mut World, policy: &mut dyn Policy| {
+                let before = world.state.clone();
+                world.run(policy, 500);
+                utility::Progress::between(&before, &world.state).unwrap().io
+            };
+            // What needs more IOThreads has them now; what needs fewer gives them back after a
+            // second.
+            world.run(&mut *policy, 500);
+            moves.push(world.moves_since(changed));
+            let soon = io(&mut world, &mut *policy);
+            world.run(&mut *policy, 4_000);
+            let later = world.utility(&mut *policy, 3_000);
+            let steady = io(&mut world, &mut *policy);
+            let log = &world.log;
+            assert!(soon >= 0.95 * steady, "{from} -> {name}: {soon} of {steady} {log:#?}");
+            let least = best - 0.05 * best.abs().max(1.0);
+            assert!(later >= least, "{from} -> {name}: {later} of {best} {log:#?}");
+        }
+    }
+    // From one IOThread to four, 6 of 8 queues must move.
+    moves.retain(|&moves| moves > 0);
+    moves.sort_unstable();
+    assert!(moves[moves.len() / 2] <= 5 && moves.last() < Some(&10), "{moves:?}");
+}
+
+/// The utility of a trace of all loads, 4 s each, from so many IOThreads on.
+fn trace(kind: Kind, threads: u32) -> f64 {
+    let mut world = World::new(4, 4, 8);
+    for cpu in 1..threads {
+        world.add_thread(CpuId::new(cpu));
+    }
+    let mut policy = policy(kind, world.limits.clone());
+    let mut phase = |(_, loads): (&str, Vec<Load>)| {
+        world.load(&loads);
+        world.utility(&mut *policy, 4_000)
+    };
+    loads().into_iter().map(&mut phase).sum::<f64>() / loads().len() as f64
+}
+
+#[test]
+fn trace_of_loads_is_worth_more_than_under_any_static_or_published_policy() {
+    let dynamic = trace(Kind::Dynamic, 1);
+    let fixed = (1..=4).map(|threads| (Kind::RoundRobin, threads));
+    for (kind, threads) in fixed.chain([(Kind::Iocm, 1), (Kind::Spdk, 1)]) {
+        let other = trace(kind, threads);
+        println!("{kind} from {threads}: {other:.3}, dynamic {dynamic:.3}");
+        assert!(dynamic > other, "{kind} from {threads}: {other:.3}, dynamic {dynamic:.3}");
+    }
+}
+
+#[test]
+fn flapping_load_is_not_chased() {
+    let four = |first: Load, then: Load| [vec![first; 4], vec![then; 4]].concat();
+    let patterns = [
+        (vec![DEEP; 8], vec![NONE; 8]),
+        (four(DEEP, NONE), four(NONE, DEEP)),
+        (vec![paced(0.2); 8], vec![paced(0.05); 8]),
+        ([vec![DEEP], vec![NONE; 7]].concat(), vec![paced(0.1); 8]),
+    ];
+    for (name, (on, off)) in patterns.into_iter().enumerate() {
+        for period in [50, 100, 150, 200] {
+            let mut world = World::new(4, 4, 8);
+            let mut policy = dynamic(&world);
+            for _ in 0..10_000 / period {
+                world.load(&on);
+                world.run(&mut *policy, period);
+                world.load(&off);
+                world.run(&mut *policy, period);
+            }
+            let end = world.ms();
+            for from in (0..end - 1_000).step_by(100) {
+                let within = world.moves.iter().filter(|&&(at, _)| at > from && at <= from + 1_000);
+                let moves: usize = within.map(|&(_, moves)| moves).sum();
+                assert!(
+                    moves < 10,
+                    "pattern {name}, {period} ms: {moves} at {from} {:#?}",
+                    world.log
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn needless_core_is_given_back_within_2500_ms() {
+    for after in [vec![NONE; 8], vec![paced(0.05); 8], [vec![DEEP], vec![NONE; 7]].concat()] {
+        let mut world = World::new(2, 2, 8);
+        let mut policy = dynamic(&world);
+        world.load(&[DEEP; 8]);
+        world.run(&mut *policy, 5_000);
+        assert_eq!(world.state.threads.len(), 2);
+        world.load(&after);
+        world.run(&mut *policy, 2_500);
+        assert_eq!(world.state.threads.len(), 1, "{:#?}", world.log);
+    }
+}
+
+#[test]
+fn queue_that_fills_an_iothread_gets_no_second() {
+    let mut world = World::new(4, 4, 8);
+    let mut policy = dynamic(&world);
+    world.load(&[vec![DEEP], vec![paced(0.01); 7]].concat());
+    world.run(&mut *policy, 10_000);
+    assert!(world.log.is_empty(), "{:#?}", world.log);
+}
+
+#[test]
+fn queue_that_fills_an_iothread_gets_one_of_its_own_beside_others_that_need_one() {
+    let mut world = World::new(4, 4, 4);
+    let mut policy = dynamic(&world);
+    world.load(&[DEEP, paced(0.25), paced(0.25), paced(0.25)]);
+    world.run(&mut *policy, 3_000);
+    let deep = world.state.queues[0].thread;
+    let beside = world.state.queues.iter().filter(|queue| queue.thread == deep).count();
+    assert_eq!((world.state.threads.len(), beside), (2, 1), "{:#?}", world.log);
+}
+
+/// A second IOThread makes every request dearer by 0.9: it brings 5 %, and costs a core.
+#[test]
+fn action_that_harms_is_reverted_and_not_tried_again_soon() {
+    let mut world = World::new(2, 2, 4);
+    world.quarrel = 0.9;
+    let mut policy = dynamic(&world);
+    world.load(&[DEEP; 4]);
+    world.run(&mut *policy, 2_000);
+    let kinds = |world: &World| -> Vec<_> {
+        let kind = |(at, of): &(u64, Decision)| match of.action {
+            Action::AddThread { .. } => (*at, 'A'),
+            Action::RemoveThread { .. } => (*at, 'R'),
+            _ => (*at, '-'),
+        };
+        world.log.iter().map(kind).collect()
+    };
+    let first = kinds(&world);
+    assert_eq!(first.iter().map(|&(_, kind)| kind).collect::<String>(), "AR", "{:#?}", world.log);
+    let reason = &world.log[1].1.reason;
+    assert!(
+        reason.starts_with("undone: utility was ") && reason.ends_with("for 20 periods"),
+        "{reason}"
+    );
+    // 20, 40, 80, 100, 100, ... periods.
+    world.run(&mut *policy, 40_000);
+    let adds: Vec<_> =
+        kinds(&world).into_iter().filter(|&(_, kind)| kind == 'A').map(|(at, _)| at).collect();
+    let pauses: Vec<_> = adds.windows(2).map(|two| two[1] - two[0]).collect();
+    assert!(pauses[0] >= 2_000 && pauses[1] >= 4_000 && pauses[2] >= 8_000, "{pauses:?}");
+    assert!(pauses[3..].iter().all(|&pause| (10_000..12_000).contains(&pause)), "{pauses:?}");
+}
+
+#[test]
+fn cpu_of_vcpus_is_taken_only_by_leave_and_given_back() {
+    for borrow in [false, true] {
+        let mut world = World::new(4, 0, 4);
+        world.limits.borrow = borrow;
+        for cpu in &mut world.state.cpus[1..] {
+            cpu.vcpus = true;
+        }
+        world.wanted = 0.5;
+        let mut policy = dynamic(&world);
+        world.load(&[DEEP, DEEP, NONE, NONE]);
+        world.run(&mut *policy, 2_000);
+        let vcpus = |world: &World| world.state.cpus.iter().filter(|cpu| cpu.vcpus).count();
+        let threads = |world: &World| world.state.threads.len();
+        let expected = if borrow { (2, 2) } else { (1, 3) };
+        assert_eq!((threads(&world), vcpus(&world)), expected, "{:#?}", world.log);
+        if borrow {
+            let first = &world.log[0].1.action;
+            let taken = Action::SetVcpuCpus { cpus: vec![CpuId::new(2), CpuId::new(3)] };
+            assert_eq!(*first, taken, "before the IOThread comes");
+        }
+        world.load(&[NONE; 4]);
+        world.run(&mut *policy, 2_500);
+        assert_eq!((threads(&world), vcpus(&world)), (1, 3), "{:#?}", world.log);
+    }
+}
+
+/// vCPUs that use their CPUs do not lose one for a second IOThread.
+#[test]
+fn cpu_that_vcpus_need_is_not_taken() {
+    let mut world = World::new(4, 0, 4);
+    world.limits.borrow = true;
+    for cpu in &mut world.state.cpus[1..] {
+        cpu.vcpus = true;
+    }
+    world.wanted = 3.0;
+    let mut policy = dynamic(&world);
+    world.load(&[DEEP; 4]);
+    world.run(&mut *policy, 10_000);
+    assert!(world.log.is_empty(), "{:#?}", world.log);
+}
+
+/// On a CPU that is shared, an IOThread waits for it.
+#[test]
+fn iothread_that_waits_for_vcpus_gets_its_cpu_if_they_have_room_elsewhere() {
+    let run = |wanted: f64| {
+        let mut world = World::new(1, 2, 2);
+        world.limits.borrow = true;
+        world.state.cpus[0].vcpus = true;
+        world.wanted = wanted;
+        let mut policy = dynamic(&world);
+        world.load(&[DEEP; 2]);
+        world.run(&mut *policy, 5_000);
+        world.state.cpus[0].vcpus
+    };
+    // Of 2 CPUs for which they wait, 1.5 fit the others; of 3, all are used.
+    assert!(!run(1.5));
+    assert!(run(3.0));
+}
+
+#[test]
+fn same_snapshots_same_decisions() {
+    let run = || {
+        let mut world = World::new(4, 4, 8);
+        let mut policy = dynamic(&world);
+        for (_, loads) in loads() {
+            world.load(&loads);
+            world.run(&mut *policy, 3_000);
+        }
+        world.log
+    };
+    assert_eq!(run(), run());
+}
+
+#[test]
+fn round_robin_spreads_with_fewest_moves() {
+    let mut world = World::new(3, 1, 7);
+    let spread = |world: &World| {
+        let count = |id| world.state.queues.iter().filter(|queue| queue.thread == id).count();
+        world.state.threads.iter().map(|thread| count(thread.id)).collect::<Vec<_>>()
+    };
+    for cpu in [1, 2] {
+        world.state.threads.push(Thread {
+            id: ThreadId(10 + cpu),
+            cpu: Some(CpuId::new(cpu)),
+            ..world.state.threads[0].clone()
+        });
+    }
+    let mut policy = policy(Kind::RoundRobin, world.limits.clone());
+    world.run(&mut *policy, 20);
+    assert_eq!((spread(&world), world.moves_since(0)), (vec![3, 2, 2], 4));
+    world.state.queues.remove(6);
+    world.run(&mut *policy, 20);
+    assert_eq!(world.moves_since(0), 5);
+}
+
+/// Two CPUs for all: of the vCPUs, of IOThreads, or of both.
+#[test]
+fn two_cores_shared_with_vcpus_are_worth_as_much_as_under_the_best_policy() {
+    let phases = [
+        (0.0, vec![NONE; 4]),
+        (0.0, [vec![DEEP], vec![NONE; 3]].concat()),
+        (0.0, vec![DEEP; 4]),
+        (2.0, vec![paced(0.05); 4]),
+        (1.0, vec![DEEP; 4]),
+        (2.0, vec![DEEP; 4]),
+        (0.5, vec![paced(0.3); 4]),
+        (1.0, vec![paced(0.15); 4]),
+    ];
+    for (wanted, loads) in phases {
+        let utility = |kind: Kind, threads: u32| {
+            let mut world = World::new(2, 0, 4);
+            world.state.cpus.iter_mut().for_each(|cpu| cpu.vcpus = true);
+            world.limits.borrow = true;
+            world.wanted = wanted;
+            for cpu in 1..threads {
+                world.add_thread(CpuId::new(cpu));
+            }
+            let mut policy = policy(kind, world.limits.clone());
+            world.load(&loads);
+            world.utility(&mut *policy, 6_000)
+        };
+        let others =
+            [(Kind::RoundRobin, 1), (Kind::RoundRobin, 2), (Kind::Iocm, 1), (Kind::Spdk, 1)];
+        let others = others.map(|(kind, threads)| utility(kind, threads));
+        let best = others.into_iter().fold(f64::MIN, f64::max);
+        for threads in [1, 2] {
+            let dynamic = utility(Kind::Dynamic, threads);
+            let least = best - 0.05 * best.abs().max(1.0);
+            assert!(dynamic >= least, "{wanted} {loads:?} from {threads}: {dynamic} of {best}");
+        }
+    }
+}
