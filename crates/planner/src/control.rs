@@ -7,18 +7,21 @@
 //! Algorithm: a change of who is present is planned for at once. A task at risk
 //! under an unchanged load says that the model is too hopeful here, so the
 //! margin grows by [`MARGIN_STEP`]; after [`CALM`] without a task at risk it
-//! shrinks by one step. Changes are at least [`INTERVAL`] apart, whatever the
-//! reason: a setting needs that long to show in a tail.
+//! shrinks by one step. A device of the data plane that took [`SLOWER`] times
+//! as long as its profile says, over [`INTERVAL`], is planned for as one that
+//! much slower, until it takes as much less. Changes are at least [`INTERVAL`]
+//! apart, whatever the reason: a setting needs that long to show in a tail.
 //!
 //! Pure: the caller passes time and counts, and acts.
 //!
 //! Properties (tests of the same name): `a_vm_that_comes_is_planned_for_at_once`,
 //! `changes_keep_their_distance`, `too_few_requests_are_no_risk`,
-//! `margin_grows_with_risk_and_shrinks_in_calm`, `a_plan_that_failed_is_made_again`.
+//! `margin_grows_with_risk_and_shrinks_in_calm`, `a_plan_that_failed_is_made_again`,
+//! `a_device_that_slows_down_is_planned_for_as_it_is_and_as_it_was_when_that_is_over`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use rtvirtio_units::{Nanos, Percentile, TaskName, VmName};
+use rtvirtio_units::{DeviceName, Nanos, Percentile, TaskName, VmName};
 
 /// Least time between two changes.
 pub const INTERVAL: Nanos = Nanos::from_millis(10_000);
@@ -28,7 +31,11 @@ pub const CALM: Nanos = Nanos::from_millis(60_000);
 pub const MARGIN_STEP: f64 = 1.25;
 /// The most that targets are tightened: to half.
 pub const MARGIN_MAX: f64 = 2.0;
+/// How many times as long a device must take, or as little, that another plan is worth it.
+pub const SLOWER: f64 = 1.25;
 
+/// Requests to a device that say nothing of its speed.
+const LEAST_REQUESTS: u64 = 1_000;
 /// Misses that are no risk, however few requests there were: 10 beyond the percentile make a tail.
 const LEAST_MISSES: u64 = 10;
 
@@ -47,6 +54,19 @@ pub struct TaskObservation {
     pub misses: u64,
 }
 
+/// What one device of the data plane did since the last observation.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DeviceObservation {
+    /// The device.
+    pub device: DeviceName,
+    /// Reads and writes completed.
+    pub requests: u64,
+    /// How long it served them, summed over its channels.
+    pub served: Nanos,
+    /// How long its profile says that takes.
+    pub expected: Nanos,
+}
+
 /// What the caller is to do.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Decision {
@@ -56,6 +76,8 @@ pub enum Decision {
     Plan {
         /// How much to tighten targets, 1 to [`MARGIN_MAX`].
         margin: f64,
+        /// Devices that take so many times as long as their profiles say.
+        slower: BTreeMap<DeviceName, f64>,
         /// Why, for the log.
         reason: String,
     },
@@ -73,6 +95,9 @@ pub struct Controller {
     again: Option<String>,
     /// Requests and misses since the last change, or for [`INTERVAL`], by task.
     seen: BTreeMap<(VmName, TaskName), (u64, u64)>,
+    /// For as long: requests, service and what was expected of it, s, by device.
+    served: BTreeMap<DeviceName, (u64, f64, f64)>,
+    slower: BTreeMap<DeviceName, f64>,
 }
 
 impl Controller {
@@ -87,6 +112,8 @@ impl Controller {
             seen_since: now,
             again: None,
             seen: BTreeMap::new(),
+            served: BTreeMap::new(),
+            slower: BTreeMap::new(),
         }
     }
 
@@ -97,8 +124,18 @@ impl Controller {
         now: Nanos,
         present: &BTreeSet<VmName>,
         tasks: &[TaskObservation],
+        devices: &[DeviceObservation],
     ) -> Decision {
+        for device in devices {
+            let (requests, served, expected) =
+                self.served.entry(device.device.clone()).or_default();
+            *requests += device.requests;
+            *served += device.served.as_secs_f64();
+            *expected += device.expected.as_secs_f64();
+        }
+        let mut speeds = Vec::new();
         if now.saturating_sub(self.seen_since) >= INTERVAL {
+            speeds = self.speeds();
             self.seen_since = now;
             self.seen.clear();
         }
@@ -132,6 +169,9 @@ impl Controller {
             self.present.clone_from(present);
             return self.plan(now, reason);
         }
+        if !speeds.is_empty() {
+            return self.plan(now, speeds.join("; "));
+        }
         if !at_risk.is_empty() {
             if self.margin >= MARGIN_MAX {
                 return Decision::Keep;
@@ -147,6 +187,27 @@ impl Controller {
         Decision::Keep
     }
 
+    /// Ends a look at the devices' speeds. What has changed, for the log.
+    fn speeds(&mut self) -> Vec<String> {
+        let mut changed = Vec::new();
+        for (device, (requests, served, expected)) in std::mem::take(&mut self.served) {
+            let known = self.slower.get(&device).copied().unwrap_or(1.0);
+            // A profile is of the device at its best: faster than that is chance.
+            let now = (served / expected).max(1.0);
+            let differs = now > known * SLOWER || now < known / SLOWER;
+            if requests < LEAST_REQUESTS || expected <= 0.0 || !differs {
+                continue;
+            }
+            changed.push(format!("{device} takes {now:.2} times as long as its profile says"));
+            if now < SLOWER {
+                self.slower.remove(&device);
+            } else {
+                self.slower.insert(device, now);
+            }
+        }
+        changed
+    }
+
     /// The plan that was asked for could not be applied: it is asked for again, after [`INTERVAL`].
     pub fn failed(&mut self, reason: &str) {
         self.again = Some(reason.to_owned());
@@ -156,7 +217,8 @@ impl Controller {
         self.changed = now;
         self.seen_since = now;
         self.seen.clear();
-        Decision::Plan { margin: self.margin, reason }
+        self.served.clear();
+        Decision::Plan { margin: self.margin, slower: self.slower.clone(), reason }
     }
 
     fn difference(&self, present: &BTreeSet<VmName>) -> String {
@@ -204,11 +266,11 @@ mod tests {
     #[test]
     fn a_vm_that_comes_is_planned_for_at_once() {
         let mut controller = Controller::new(at(0), vms(&["plc"]));
-        assert_eq!(controller.step(at(10), &vms(&["plc"]), &[]), Decision::Keep);
-        let decision = controller.step(at(11), &vms(&["backup", "plc"]), &[]);
+        assert_eq!(controller.step(at(10), &vms(&["plc"]), &[], &[]), Decision::Keep);
+        let decision = controller.step(at(11), &vms(&["backup", "plc"]), &[], &[]);
         let reason = "came: backup".to_owned();
-        assert_eq!(decision, Decision::Plan { margin: 1.0, reason });
-        assert_eq!(controller.step(at(22), &vms(&["backup", "plc"]), &[]), Decision::Keep);
+        assert_eq!(decision, Decision::Plan { margin: 1.0, slower: BTreeMap::new(), reason });
+        assert_eq!(controller.step(at(22), &vms(&["backup", "plc"]), &[], &[]), Decision::Keep);
     }
 
     #[test]
@@ -218,7 +280,7 @@ mod tests {
         for second in 1..100 {
             // Somebody comes or goes every second, and a task misses all the time.
             let present = if second % 2 == 0 { vms(&["a"]) } else { vms(&["a", "b"]) };
-            if controller.step(at(second), &present, &[task(100, 50)]) != Decision::Keep {
+            if controller.step(at(second), &present, &[task(100, 50)], &[]) != Decision::Keep {
                 changes.push(second);
             }
         }
@@ -231,21 +293,24 @@ mod tests {
         let mut controller = Controller::new(at(0), vms(&["plc"]));
         let both = vms(&["backup", "plc"]);
         let reason = "came: backup".to_owned();
-        let plan = Decision::Plan { margin: 1.0, reason: reason.clone() };
-        assert_eq!(controller.step(at(11), &both, &[]), plan);
+        let plan = Decision::Plan { margin: 1.0, slower: BTreeMap::new(), reason: reason.clone() };
+        assert_eq!(controller.step(at(11), &both, &[], &[]), plan);
         controller.failed(&reason);
-        assert_eq!(controller.step(at(20), &both, &[]), Decision::Keep);
-        assert_eq!(controller.step(at(21), &both, &[]), plan);
-        assert_eq!(controller.step(at(40), &both, &[]), Decision::Keep);
+        assert_eq!(controller.step(at(20), &both, &[], &[]), Decision::Keep);
+        assert_eq!(controller.step(at(21), &both, &[], &[]), plan);
+        assert_eq!(controller.step(at(40), &both, &[], &[]), Decision::Keep);
     }
 
     #[test]
     fn too_few_requests_are_no_risk() {
         let mut controller = Controller::new(at(0), vms(&["plc"]));
         // 9 misses of 9 may be chance; 10 of 2,000 are below 1 %.
-        assert_eq!(controller.step(at(11), &vms(&["plc"]), &[task(9, 9)]), Decision::Keep);
-        assert_eq!(controller.step(at(12), &vms(&["plc"]), &[task(1991, 1)]), Decision::Keep);
-        assert_eq!(margin(&controller.step(at(13), &vms(&["plc"]), &[task(20, 15)])), Some(1.25));
+        assert_eq!(controller.step(at(11), &vms(&["plc"]), &[task(9, 9)], &[]), Decision::Keep);
+        assert_eq!(controller.step(at(12), &vms(&["plc"]), &[task(1991, 1)], &[]), Decision::Keep);
+        assert_eq!(
+            margin(&controller.step(at(13), &vms(&["plc"]), &[task(20, 15)], &[])),
+            Some(1.25)
+        );
     }
 
     #[test]
@@ -255,11 +320,40 @@ mod tests {
         for second in 1..=320 {
             // Misses for 50 s, then none.
             let seen = if second <= 50 { task(1000, 50) } else { task(1000, 0) };
-            margins.extend(margin(&controller.step(at(second), &vms(&["plc"]), &[seen])));
+            margins.extend(margin(&controller.step(at(second), &vms(&["plc"]), &[seen], &[])));
         }
         let up = [1.25, 1.5625, 1.953_125, 2.0];
         assert_eq!(margins[..4], up);
         assert!(margins[4..].is_sorted_by(|a, b| a > b), "{margins:?}");
         assert_eq!(margins.last(), Some(&1.0));
+    }
+
+    #[test]
+    fn a_device_that_slows_down_is_planned_for_as_it_is_and_as_it_was_when_that_is_over() {
+        let mut controller = Controller::new(at(0), vms(&["plc"]));
+        let nvme = DeviceName::new("nvme0").unwrap();
+        let mut plans = Vec::new();
+        for second in 1..=100 {
+            // Twice as slow from 30 s to 60 s; before that, too few requests to tell.
+            let (requests, times) = match second {
+                ..=20 => (90, 3),
+                30..60 => (500, 2),
+                _ => (500, 1),
+            };
+            let seen = DeviceObservation {
+                device: nvme.clone(),
+                requests,
+                served: Nanos::from_millis(100 * times),
+                expected: Nanos::from_millis(100),
+            };
+            if let Decision::Plan { margin, slower, reason } =
+                controller.step(at(second), &vms(&["plc"]), &[], &[seen])
+            {
+                assert_eq!(margin, 1.0);
+                plans.push((second, slower.get(&nvme).copied(), reason));
+            }
+        }
+        let said = |times: &str| format!("nvme0 takes {times} times as long as its profile says");
+        assert_eq!(plans, [(40, Some(2.0), said("2.00")), (70, None, said("1.00"))]);
     }
 }

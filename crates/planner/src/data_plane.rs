@@ -17,10 +17,10 @@ use rtvirtio_spec::plan::data_plane::DataPlane;
 use rtvirtio_spec::plan::{BackgroundShare, DeviceCost, TaskPromise};
 use rtvirtio_spec::profile::Capacity;
 use rtvirtio_spec::serve::{self, IoPriority, MAX_TASKS, Promise, Qos, Rate, wire};
-use rtvirtio_spec::specification::{Load, Recognise, Task, Vm};
+use rtvirtio_spec::specification::{Load, Recognise, Target, Task, Vm};
 use rtvirtio_units::{Bytes, BytesPerSecond, DiskName, Iops, Name, Nanos, Weight};
 
-use crate::{PROBED_PERCENTILE, Problem};
+use crate::{PROBED_PERCENTILE, Problem, ProblemVm};
 
 /// What is planned for one device.
 pub(crate) struct Choice {
@@ -142,157 +142,173 @@ pub(crate) fn plan(problem: &Problem<'_>, into: &mut DataPlane) -> Choice {
         flush_ns: Some(curve.device.flush.get().max(1)),
     };
     into.schedules.insert(schedule.clone(), of_device);
+    let heard = hear(problem, &curve);
+    for vm in &heard {
+        let settings = |disk: &&DiskName| ((*disk).clone(), vm.settings(disk, &schedule));
+        into.disks.extend(vm.disks.iter().map(settings));
+    }
+    describe(problem, &curve, &heard)
+}
 
-    let mut order: Vec<usize> = (0..problem.vms.len()).collect();
-    order.sort_by_key(|&i| (problem.vms[i].urgency.is_none(), problem.vms[i].urgency, i));
-    let disks = |vm: &Vm| {
-        let on_device =
-            move |d: &&rtvirtio_spec::specification::Disk| d.device == problem.device.name;
-        vm.disks.iter().filter(on_device).map(|disk| disk.name.clone()).collect::<Vec<_>>()
+/// A VM, what it wants of the device, and what came of that.
+struct Heard<'a> {
+    vm: &'a Vm,
+    tasks: &'a [&'a Task],
+    is_background: bool,
+    /// On the device.
+    disks: Vec<&'a DiskName>,
+    wanted: Result<Vec<Wanted<'a>>, String>,
+    /// Of `wanted`, in its order, and what the admission test says of each.
+    wishes: Vec<Wish>,
+    fits: Vec<Fit>,
+    /// Why it gets no promise, if it gets none.
+    refused: Option<String>,
+}
+
+/// Hears the VMs, the most urgent first.
+fn hear<'a>(problem: &'a Problem<'_>, curve: &Curve) -> Vec<Heard<'a>> {
+    let mut order: Vec<_> = problem.vms.iter().collect();
+    order.sort_by_key(|vm| (vm.urgency.is_none(), vm.urgency));
+    let hear = |vm: &&'a ProblemVm<'_>| {
+        let on_device = vm.vm.disks.iter().filter(|disk| disk.device == problem.device.name);
+        let disks: Vec<_> = on_device.map(|disk| &disk.name).collect();
+        let wanted: Result<Vec<Vec<_>>, _> =
+            disks.iter().map(|disk| wanted(disk, &vm.tasks)).collect();
+        let wanted = wanted.map(|of_disks| of_disks.into_iter().flatten().collect::<Vec<_>>());
+        let of_all = wanted.iter().flatten().flat_map(|one| &one.tasks);
+        Heard {
+            vm: vm.vm,
+            tasks: &vm.tasks,
+            is_background: vm.urgency.is_none(),
+            disks,
+            wishes: of_all.map(|(_, wish)| *wish).collect(),
+            fits: Vec::new(),
+            refused: wanted.as_ref().err().cloned(),
+            wanted,
+        }
     };
-    let of_vms: Vec<(usize, Vec<DiskName>)> =
-        order.iter().map(|&i| (i, disks(problem.vms[i].vm))).collect();
-    let all: Vec<(usize, Result<Vec<Wanted<'_>>, String>)> = of_vms
-        .iter()
-        .map(|(i, disks)| {
-            let tasks = &problem.vms[*i].tasks;
-            let of_disks: Result<Vec<_>, String> =
-                disks.iter().map(|disk| wanted(disk, tasks)).collect();
-            (*i, of_disks.map(|of_disks| of_disks.into_iter().flatten().collect()))
-        })
-        .collect();
-    let wishes: Vec<Vec<Wish>> = all
-        .iter()
-        .map(|(_, wanted)| {
-            let disks = wanted.iter().flatten();
-            disks.flat_map(|disk| disk.tasks.iter().map(|(_, wish)| *wish)).collect()
-        })
-        .collect();
+    let mut heard: Vec<Heard<'_>> = order.iter().map(hear).collect();
+    let wishes: Vec<_> = heard.iter().map(|vm| &vm.wishes[..]).collect();
+    let names: Vec<_> = heard.iter().map(|vm| &vm.vm.name).collect();
     let fits = curve.admit(&wishes);
+    let refusals: Vec<_> = fits
+        .iter()
+        .map(|fits| {
+            Some(match fits.iter().find_map(|fit| fit.refusal)? {
+                Refusal::Other { vm, broken } => {
+                    let name = names[vm];
+                    format!("beside it, {broken} of the more urgent {name} would not be kept")
+                }
+                other => other.to_string(),
+            })
+        })
+        .collect();
+    for (vm, (fits, refusal)) in heard.iter_mut().zip(fits.into_iter().zip(refusals)) {
+        vm.fits = fits;
+        vm.refused = vm.refused.take().or(refusal);
+    }
+    heard
+}
 
-    let mut choice = Choice {
-        promises: Vec::new(),
-        background: Vec::new(),
+impl Heard<'_> {
+    /// One of its disks' part of the device.
+    fn settings(&self, disk: &DiskName, schedule: &Name) -> wire::Qos {
+        let is_promised = |one: &&Wanted<'_>| one.disk == disk && self.refused.is_none();
+        let promised = || self.wanted.iter().flatten().filter(is_promised);
+        let marked = promised().filter_map(|one| Some((one.ioprio?, one.promise.clone())));
+        let qos = Qos {
+            schedule: schedule.clone(),
+            weight: Weight::default(),
+            promise: promised().find(|one| one.ioprio.is_none()).map(|one| one.promise.clone()),
+            limit: None,
+            tasks: marked.map(|(ioprio, promise)| serve::Task { ioprio, promise }).collect(),
+        };
+        wire::Qos::from(&qos)
+    }
+
+    /// Of the device's channels, what it wishes to have.
+    fn share(&self, device: &Device) -> f64 {
+        let channels = self.wishes.iter().map(|wish| wish.promise.rate.channels(device));
+        channels.sum::<f64>() / f64::from(device.channels)
+    }
+}
+
+/// The plan in words and figures.
+fn describe(problem: &Problem<'_>, curve: &Curve, heard: &[Heard<'_>]) -> Choice {
+    let device = &curve.device;
+    let mut reasons = vec![format!(
+        "service curve: {} at a time, {} and {}/KiB each; overhead {}",
+        device.channels, device.request, device.kib, curve.overhead
+    )];
+    reasons.extend(caveats(problem));
+    let share = |vm: &Heard<'_>| vm.share(device);
+    let is_promised = |vm: &&Heard<'_>| !vm.is_background && vm.refused.is_none();
+    let used: f64 = heard.iter().filter(is_promised).map(share).sum();
+    let background: Vec<_> = heard
+        .iter()
+        .filter(|vm| vm.is_background)
+        .map(|of| {
+            let (vm, device) = (of.vm.name.clone(), problem.device.name.clone());
+            BackgroundShare { vm, device, cap: None, held_by: None }
+        })
+        .collect();
+    let (mut alone, mut planned) = (BytesPerSecond::default(), BytesPerSecond::default());
+    if !background.is_empty() {
+        alone = problem.profile.capacity.write_throughput;
+        planned = BytesPerSecond::new(((1.0 - used).max(0.0) * alone.get() as f64) as u64);
+    }
+    Choice {
+        promises: heard.iter().flat_map(promises).collect(),
+        background,
         cost: DeviceCost {
             device: problem.device.name.clone(),
-            background_alone: BytesPerSecond::default(),
-            background_planned: BytesPerSecond::default(),
-            utilisation: 0.0,
+            background_alone: alone,
+            background_planned: planned,
+            utilisation: heard.iter().map(share).sum(),
         },
-        reasons: vec![format!(
-            "service curve: {} at a time, {} and {}/KiB each; overhead {}",
-            curve.device.channels, curve.device.request, curve.device.kib, curve.overhead
-        )],
-    };
-    let (mut used, mut needed) = (0.0, 0.0);
-    let channels = f64::from(curve.device.channels);
-    for (((i, wanted), (_, names)), (wishes, fits)) in
-        all.iter().zip(&of_vms).zip(wishes.iter().zip(&fits))
-    {
-        let vm = &problem.vms[*i];
-        let share = wishes.iter().map(|w| w.promise.rate.channels(&curve.device)).sum::<f64>();
-        needed += share / channels;
-        let refused = refusal(problem, &all, wanted, fits);
-        for disk in names {
-            let is_promised = |w: &&Wanted<'_>| w.disk == disk && refused.is_none();
-            let promised = || wanted.iter().flatten().filter(is_promised);
-            let own = promised().find(|w| w.ioprio.is_none()).map(|w| w.promise.clone());
-            let marked = promised().filter_map(|w| Some((w.ioprio?, w.promise.clone())));
-            let qos = Qos {
-                schedule: schedule.clone(),
-                weight: Weight::default(),
-                promise: own,
-                limit: None,
-                tasks: marked.map(|(ioprio, promise)| serve::Task { ioprio, promise }).collect(),
-            };
-            into.disks.insert(disk.clone(), wire::Qos::from(&qos));
-        }
-        if vm.urgency.is_none() {
-            let (vm, device) = (vm.vm.name.clone(), problem.device.name.clone());
-            choice.background.push(BackgroundShare { vm, device, cap: None, held_by: None });
-        } else if refused.is_none() {
-            used += share / channels;
-        }
-        let heard = wanted.iter().flatten().flat_map(|disk| &disk.tasks).zip(fits);
-        choice.promises.extend(promises(vm.vm, heard, refused.as_deref()));
-        if let Err(why) = wanted {
-            choice.promises.extend(undeclared(vm.vm, &vm.tasks, why));
-        }
+        reasons,
     }
-    if !choice.background.is_empty() {
-        let alone = problem.profile.capacity.write_throughput;
-        choice.cost.background_alone = alone;
-        let left = (1.0 - used).max(0.0) * alone.get() as f64;
-        choice.cost.background_planned = BytesPerSecond::new(left as u64);
-    }
-    choice.cost.utilisation = needed;
-    choice.reasons.extend(caveats(problem));
-    choice
 }
 
-/// Why a VM gets no promise, if it gets none.
-fn refusal(
-    problem: &Problem<'_>,
-    all: &[(usize, Result<Vec<Wanted<'_>>, String>)],
-    wanted: &Result<Vec<Wanted<'_>>, String>,
-    fits: &[Fit],
-) -> Option<String> {
-    if let Err(why) = wanted {
-        return Some(why.clone());
-    }
-    let refusal = fits.iter().find_map(|fit| fit.refusal)?;
-    Some(match refusal {
-        Refusal::Other { vm, broken } => {
-            let name = &problem.vms[all[vm].0].vm.name;
-            format!("beside it, {broken} of the more urgent {name} would not be kept")
-        }
-        other => other.to_string(),
-    })
-}
-
-fn promises<'a>(
-    vm: &'a Vm,
-    heard: impl Iterator<Item = (&'a (&'a Task, Wish), &'a Fit)>,
-    refused: Option<&str>,
-) -> Vec<TaskPromise> {
+/// What each of a VM's tasks with a target can count on.
+fn promises(of: &Heard<'_>) -> Vec<TaskPromise> {
+    let refused = of.refused.as_deref();
     let promise = |((task, wish), fit): (&(&Task, Wish), &Fit)| {
         let target = task.target?;
         // Its own reason before its VM's.
         let own = fit.refusal.filter(|r| !matches!(r, Refusal::Other { .. }));
         let unmet = refused.map(|of_vm| own.map_or_else(|| of_vm.to_owned(), |r| r.to_string()));
-        let bound = fit.bound(wish.promise.deadline);
-        Some(TaskPromise {
-            vm: vm.name.clone(),
-            task: task.name.clone(),
-            percentile: target.percentile,
-            target: target.latency,
-            predicted: fit.least,
-            bound: unmet.is_none().then_some(bound),
-            confidence: target.confidence,
-            delivered: if unmet.is_none() { 1.0 } else { 0.0 },
-            unmet,
-        })
+        let bound = unmet.is_none().then(|| fit.bound(wish.promise.deadline));
+        Some(told(of.vm, task, target, (fit.least, bound), unmet))
     };
-    heard.filter_map(promise).collect()
+    // Nobody has looked at what a VM without a declared rate could have.
+    let undeclared = |task: &&Task| {
+        let target = task.target?;
+        let why = of.wanted.as_ref().err()?;
+        Some(told(of.vm, task, target, (target.latency, None), Some(why.clone())))
+    };
+    let wanted = of.wanted.iter().flatten().flat_map(|one| &one.tasks).zip(&of.fits);
+    wanted.filter_map(promise).chain(of.tasks.iter().filter_map(undeclared)).collect()
 }
 
-/// The tasks with a target of a VM one of whose tasks declares no rate.
-fn undeclared(vm: &Vm, tasks: &[&Task], why: &str) -> Vec<TaskPromise> {
-    let promise = |task: &&Task| {
-        let target = task.target?;
-        Some(TaskPromise {
-            vm: vm.name.clone(),
-            task: task.name.clone(),
-            percentile: target.percentile,
-            target: target.latency,
-            predicted: target.latency,
-            bound: None,
-            confidence: target.confidence,
-            delivered: 0.0,
-            unmet: Some(why.to_owned()),
-        })
-    };
-    tasks.iter().filter_map(promise).collect()
+fn told(
+    vm: &Vm,
+    task: &Task,
+    target: Target,
+    (predicted, bound): (Nanos, Option<Nanos>),
+    unmet: Option<String>,
+) -> TaskPromise {
+    TaskPromise {
+        vm: vm.name.clone(),
+        task: task.name.clone(),
+        percentile: target.percentile,
+        target: target.latency,
+        predicted,
+        bound,
+        confidence: target.confidence,
+        delivered: if unmet.is_none() { 1.0 } else { 0.0 },
+        unmet,
+    }
 }
 
 /// Where the bounds say more than was measured.

@@ -172,6 +172,23 @@ pub struct Account {
     pub cost: u64,
 }
 
+/// What a device did, and how long it took. Less `alone` times what a response takes beyond its
+/// service, `used` is `cost` if the device is as fast as its service curve.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Usage {
+    /// Time that channels had a request, summed over channels, ns.
+    pub used: u64,
+    /// What the requests that have ended cost by the service curve, ns of a channel.
+    pub cost: u64,
+    /// Requests that have ended.
+    pub requests: u64,
+    /// Of these, flushes and discards, of which a service curve says little.
+    pub flushes: u64,
+    /// Those that ended while none waited for a channel, so that nobody used the rest of their
+    /// response.
+    pub alone: u64,
+}
+
 /// How a promise was kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Responses {

@@ -8,7 +8,7 @@ use rtvirtio_units::{Bytes, Nanos};
 
 use crate::depth::{Depth, PATIENCE_NS};
 use crate::heap::Heap;
-use crate::{Account, Device, Kind, MAX_TRANSFER, PAGE, Promise, Rate, Responses, Share};
+use crate::{Account, Device, Kind, MAX_TRANSFER, PAGE, Promise, Rate, Responses, Share, Usage};
 
 /// Background requests that the device has beyond its channels, so that none of these is free until
 /// the end of a request has been noticed.
@@ -231,6 +231,9 @@ pub struct Scheduler {
     background: u32,
     promises: u32,
     depth: Depth,
+    usage: Usage,
+    /// Until when [`Usage::used`] is counted.
+    used_at: u64,
 }
 
 impl Scheduler {
@@ -253,6 +256,8 @@ impl Scheduler {
             background: 0,
             promises: 0,
             depth: Depth::new(device.channels.saturating_add(AHEAD)),
+            usage: Usage::default(),
+            used_at: 0,
         }
     }
 
@@ -391,7 +396,7 @@ impl Scheduler {
         }
         to.running += 1;
         flow.running += 1;
-        self.running += 1;
+        self.begin(now);
         let promised = eligible.is_some();
         let running = Running { class: class.0, promised, kind, bytes, cost, since: now };
         Some(Started { ticket, running })
@@ -455,7 +460,7 @@ impl Scheduler {
 
     /// A request has ended.
     pub fn complete(&mut self, running: Running, now: Nanos) {
-        self.running -= 1;
+        self.end(&running, now.get());
         self.background -= u32::from(!running.promised);
         let Some(Some(class)) = self.classes.get_mut(running.class as usize) else { return };
         class.running -= 1;
@@ -511,6 +516,12 @@ impl Scheduler {
         if self.depth.gap() > 0 { 0 } else { self.depth.bound() }
     }
 
+    /// What the device did, and took for it.
+    #[must_use]
+    pub const fn usage(&self) -> Usage {
+        self.usage
+    }
+
     /// What a class has had, by kind; `None`: there is no such class.
     #[must_use]
     pub fn accounts(&self, class: ClassId) -> Option<&[Account; Kind::ALL.len()]> {
@@ -521,6 +532,29 @@ impl Scheduler {
     #[must_use]
     pub fn responses(&self, class: ClassId) -> Option<Responses> {
         Some(self.classes.get(class.0 as usize)?.as_ref()?.responses)
+    }
+
+    /// The device gets a request.
+    fn begin(&mut self, now: u64) {
+        self.use_until(now);
+        self.running += 1;
+    }
+
+    /// It has ended one.
+    fn end(&mut self, request: &Running, now: u64) {
+        self.use_until(now);
+        let usage = &mut self.usage;
+        usage.cost += request.cost;
+        usage.requests += 1;
+        usage.flushes += u64::from(matches!(request.kind, Kind::Flush | Kind::Discard));
+        usage.alone += u64::from(self.running <= self.device.channels);
+        self.running -= 1;
+    }
+
+    fn use_until(&mut self, now: u64) {
+        let channels = self.running.min(self.device.channels);
+        self.usage.used += now.saturating_sub(self.used_at) * u64::from(channels);
+        self.used_at = self.used_at.max(now);
     }
 
     /// Puts a class where its head belongs.
@@ -604,7 +638,7 @@ impl Scheduler {
         if !promised {
             flow.start = flow.start.saturating_add(cost.saturating_mul(FINE) / flow.weight);
         }
-        self.running += 1;
+        self.begin(now);
         self.rank(class, now);
         self.queue_flow(id, now);
         let since = eligible.unwrap_or(0).max(arrived);

@@ -275,6 +275,23 @@ fn mixed_kinds_are_accounted_for_apart() {
 }
 
 #[test]
+fn usage_shows_how_much_slower_than_its_curve_a_device_is() {
+    for (load, is_alone) in [(paced(500), true), (DEEP_WRITER, false)] {
+        for times in [1, 2] {
+            let mut world = World::new(steady(4, 250 * times), Nanos::ZERO);
+            world.scheduler = Scheduler::new(device(steady(4, 250)));
+            world.add(share(100), None, load);
+            world.run(Nanos::from_millis(5_000));
+            let Usage { used, cost, requests, flushes, alone } = world.scheduler.usage();
+            let found = used as f64 / cost as f64;
+            assert!((found / times as f64 - 1.0).abs() < 0.01, "{found} for {times}");
+            assert!(requests > 2_000 && flushes == 0, "{requests}, {flushes}");
+            assert_eq!((alone * 2 > requests, alone == requests), (is_alone, is_alone));
+        }
+    }
+}
+
+#[test]
 fn flow_that_is_removed_goes_with_its_last_request() {
     let mut scheduler = Scheduler::new(device(reference()));
     let flow = scheduler.add_flow(share(1));

@@ -132,6 +132,28 @@ pub struct Capacity {
     pub response_128k: Response,
 }
 
+impl Capacity {
+    /// Of the same device if it takes `factor` times as long, 1 or more.
+    #[must_use]
+    pub fn slower(self, factor: f64) -> Self {
+        let throughput = self.write_throughput.get() as f64 / factor;
+        Self {
+            iops_4k: self.iops_4k / factor,
+            write_throughput: BytesPerSecond::new(throughput as u64),
+            response_4k: self.response_4k.slower(factor),
+            response_128k: self.response_128k.slower(factor),
+        }
+    }
+}
+
+impl Response {
+    fn slower(self, factor: f64) -> Self {
+        let Self { mean, p50, p99, p999 } = self;
+        let [mean, p50, p99, p999] = [mean, p50, p99, p999].map(|time| time.scale(factor));
+        Self { mean, p50, p99, p999 }
+    }
+}
+
 /// Response time at depth 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

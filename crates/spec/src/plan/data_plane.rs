@@ -71,7 +71,7 @@ fn qos_text(qos: &wire::Qos) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::ScheduleState;
+    use crate::control::{DeviceUsage, ScheduleState};
     use rtvirtio_units::Nanos;
 
     #[test]
@@ -100,6 +100,7 @@ mod tests {
             running: 2,
             background: 1,
             background_bound: 5,
+            usage: DeviceUsage::default(),
         };
         let snapshot = Snapshot { schedules: vec![state], ..Snapshot::default() };
         let seen = found(&snapshot, &[schedule.clone()].into(), &BTreeSet::new());
