@@ -8,7 +8,8 @@
 //! Terms. A queue is *awake* while its driver need not kick: the thread looks at its ring in every
 //! turn. It is *asleep* when notification is enabled and the thread waits for its kick. A *turn*
 //! reaps, reads letters, gives each awake queue its share and publishes what has finished; a letter
-//! that comes meanwhile waits for one queue's share, not for all.
+//! that comes meanwhile waits for one queue's share, not for all. Whose turn it is and how much of it,
+//! and by how much a queue may wait for others: `turns`.
 //!
 //! Polling. When a turn finds nothing to do the thread polls for up to `poll` ns before it puts
 //! all queues to sleep and waits. `poll` follows what the last wait showed, by QEMU's rule
@@ -38,26 +39,30 @@ use std::time::Duration;
 use io_uring::{IoUring, cqueue, opcode, types};
 use rtvirtio_engine::{Completions, Token};
 use rtvirtio_qos::Running;
-use rtvirtio_units::CpuId;
-use rustix::io::Errno;
 
 use crate::mailbox::{Receiver, Sender};
 use crate::queue::{Pass, Queue, QueueKey, Turn, from_token, now};
-use crate::schedule::{Board, Schedule};
+use crate::schedule::Board;
 
+mod busy;
+mod letters;
 mod polling;
 mod resources;
 mod schedules;
+mod turns;
 
+use busy::Busy;
+use letters::Forward;
+pub(crate) use letters::{Ended, Letter};
 pub use polling::Polling;
 use resources::{Registered, Resources};
+use turns::Turns;
+pub(crate) use turns::{QUANTUM_BYTES, Share};
 
 /// Entries of a submission queue.
 const ENTRIES: u32 = 512;
 /// Entries of a completion queue: more than a kernel without room for them would have to queue.
 const COMPLETIONS: u32 = 4096;
-/// Requests that a queue may start before the next one has its turn, if they are small.
-const SHARE: u32 = 64;
 /// A queue that was awake and idle for so long among busy ones is put to sleep.
 const DROWSY_NS: u64 = 1_000_000;
 /// Polls of a kick that may end one after the other without one that stays.
@@ -108,62 +113,6 @@ impl IoThreadStats {
     }
 }
 
-/// Does something with a queue on the thread that has it.
-pub(crate) type Edit = Box<dyn FnOnce(&mut Queue) + Send>;
-
-/// What an IOThread is told.
-pub(crate) enum Letter {
-    /// Serve this queue. The answer says when its first turn began, ns.
-    Adopt { queue: Box<Queue>, done: mpsc::Sender<u64> },
-    /// Hand this queue to another thread, which answers; `left` says when it was let go.
-    Release { key: QueueKey, to: Sender<Letter>, left: mpsc::Sender<u64>, done: mpsc::Sender<u64> },
-    /// Fetch no more from this queue and give it back when nothing is in flight.
-    Stop { key: QueueKey, back: mpsc::Sender<Box<Queue>> },
-    /// Change something.
-    Edit { key: QueueKey, edit: Edit, done: mpsc::Sender<()> },
-    /// This queue has stopped: none of its results comes by any more.
-    Forget(QueueKey),
-    /// To whom do you forward?
-    Forwards(mpsc::Sender<Vec<(QueueKey, Sender<Letter>)>>),
-    /// Forward no more results to `past`, which is to end, but to where it forwards them.
-    Reroute {
-        past: Sender<Letter>,
-        to: Arc<Vec<(QueueKey, Sender<Letter>)>>,
-        done: mpsc::Sender<()>,
-    },
-    /// A request has ended at another thread. `here`: it was started by the thread that reads this.
-    Ended { token: Token, result: Ended, here: bool },
-    /// A request's time has come, by its device's schedule.
-    Granted { token: Token, running: Running },
-    /// A schedule has been changed: ask it again.
-    Rescheduled(Arc<Schedule>),
-    /// Run on these CPUs; all, if there are none. The answer is the error number of the attempt.
-    Pin { cpus: Vec<CpuId>, done: mpsc::Sender<Result<(), Errno>> },
-    /// End, once nothing is left.
-    End,
-}
-
-/// How a request ended: raw entries of the ring may be short.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Ended {
-    Raw(i32),
-    Result(Result<(), Errno>),
-}
-
-impl Completions for Sender<Letter> {
-    fn complete(&self, token: Token, result: Result<(), Errno>) {
-        // A thread ends only when nothing is in flight that it started.
-        let _ = self.post(Letter::Ended { token, result: Ended::Result(result), here: true });
-    }
-}
-
-/// A queue that this thread has let go.
-struct Forward {
-    to: Sender<Letter>,
-    /// Requests that were started here and have not ended.
-    outstanding: u16,
-}
-
 /// A queue that this thread has.
 struct Served {
     queue: Box<Queue>,
@@ -177,6 +126,8 @@ struct Served {
     ends: u8,
     /// When it last had work.
     busy_at: u64,
+    /// Requests that were started or have ended, since time was last accounted for by them.
+    work: u32,
     /// Tells this kick poll's entries from those of an earlier stay.
     stay: u16,
     /// Whom to give it to when nothing is in flight.
@@ -219,12 +170,11 @@ pub(crate) struct IoThread {
     granted: Vec<(Token, Running)>,
     /// By key.
     served: Vec<Option<Served>>,
-    awake: Vec<QueueKey>,
-    /// Where among them the next turn begins.
-    next: usize,
+    awake: Turns<QueueKey>,
     forwards: HashMap<QueueKey, Forward>,
     stats: Arc<IoThreadStats>,
     polling: Polling,
+    busy: Busy,
     /// How long it polls for drivers alone, and where disks have a part in it, ns.
     polls: [u64; 2],
     /// Whether it waited for a disk when it last waited.
@@ -276,11 +226,11 @@ impl IoThread {
             boards: Vec::new(),
             granted: Vec::new(),
             served: Vec::new(),
-            awake: Vec::new(),
-            next: 0,
+            awake: Turns::new(),
             forwards: HashMap::new(),
             stats,
             polling,
+            busy: Busy::default(),
             polls: [0; 2],
             disk: false,
             stays: 0,
@@ -295,9 +245,10 @@ impl IoThread {
     pub(crate) fn run(mut self) {
         let mut began = now();
         loop {
+            self.begin(began);
             let mut worked = self.reap();
             worked |= self.read_mail();
-            worked |= self.serve(began);
+            worked |= self.serve(began, worked);
             worked |= self.schedule();
             self.publish();
             if self.ending && self.awake.is_empty() && self.is_unused() {
@@ -305,6 +256,7 @@ impl IoThread {
             }
             if worked {
                 let ended = now();
+                self.end(ended);
                 IoThreadStats::add(&self.stats.busy_ns, ended - began);
                 IoThreadStats::add(&self.stats.turns, 1);
                 began = ended;
@@ -326,10 +278,9 @@ impl IoThread {
 
     /// Polls, then waits. Returns when there may be work.
     fn idle(&mut self, began: u64) -> u64 {
-        let in_flight = |&key: &QueueKey| {
-            get(&self.served, key).is_some_and(|entry| entry.queue.in_flight() > 0)
-        };
-        let disk = self.awake.iter().any(in_flight);
+        let in_flight =
+            |key: QueueKey| get(&self.served, key).is_some_and(|entry| entry.queue.in_flight() > 0);
+        let disk = self.awake.keys().any(in_flight);
         // What follows a wait for a disk is seldom a driver that comes back at once.
         let kind = usize::from(disk | std::mem::replace(&mut self.disk, disk));
         let poll = self.polls[kind];
@@ -383,14 +334,14 @@ impl IoThread {
         self.mail.has_rung()
             || !self.ring.completion().is_empty()
             || self.ring.submission().taskrun()
-            || self.awake.iter().any(|&key| get(served, key).is_some_and(Served::is_pending))
+            || self.awake.keys().any(|key| get(served, key).is_some_and(Served::is_pending))
     }
 
     /// Enables all kicks. True: there was work in the meantime.
     fn put_to_sleep(&mut self) -> bool {
         let mut woken = false;
         let served = &mut self.served;
-        self.awake.retain(|&key| {
+        self.awake.retain(|key| {
             let Some(entry) = get_mut(served, key) else { return false };
             woken |= entry.sleep();
             entry.awake
@@ -465,6 +416,9 @@ impl IoThread {
             }
         });
         if ended.is_some() {
+            if let Some(entry) = get_mut(&mut self.served, key) {
+                entry.work += 1;
+            }
             self.wake(key);
         } else if let Some(forward) = self.forwards.get_mut(&key) {
             let _ = forward.to.post(Letter::Ended { token, result, here: false });
@@ -504,7 +458,7 @@ impl IoThread {
         {
             entry.awake = true;
             entry.queue.disable_notification();
-            self.awake.push(key);
+            self.awake.join(key);
         }
     }
 
@@ -537,17 +491,21 @@ impl IoThread {
 
     // Serving.
 
-    fn serve(&mut self, time: u64) -> bool {
+    /// A round of turns, unless a letter comes; whether there was something to do. `reaped`: there was
+    /// something before.
+    fn serve(&mut self, time: u64, reaped: bool) -> bool {
         let mut worked = false;
-        // A pass that letters cut short goes on where it ended.
-        let awake = self.awake.len();
-        let first = self.next.checked_rem(awake).unwrap_or(0);
-        for i in 0..awake {
-            let at = (first + i) % awake;
-            let busy = self.serve_one(self.awake[at], time);
-            worked |= busy;
-            if busy && self.mail.has_rung() {
-                self.next = at + 1;
+        self.before_turns(reaped);
+        let mut round = self.awake.round();
+        while let Some((key, share)) = self
+            .awake
+            .next(&mut round, |key| get(&self.served, key).is_some_and(Served::is_pending))
+        {
+            worked = true;
+            let left = self.serve_one(key, share, time);
+            self.awake.settle(left);
+            self.after_turn(key, share.requests - left.requests, !left.is_left());
+            if self.mail.has_rung() {
                 break;
             }
         }
@@ -557,35 +515,29 @@ impl IoThread {
         worked
     }
 
-    /// Gives one queue its share; whether there was something to do.
-    fn serve_one(&mut self, key: QueueKey, time: u64) -> bool {
-        let mut worked = false;
-        for attempt in 0..2 {
-            let Some(entry) = get_mut(&mut self.served, key) else { break };
-            if !entry.is_pending() {
-                break;
-            }
-            worked = true;
-            entry.busy_at = time;
-            let share = match entry.stopping {
-                Some(_) => u32::from(entry.queue.recovering()),
-                None => SHARE,
-            };
-            let pass = self.with_queue(key, |queue, turn| queue.serve(turn, share, time));
-            if pass != Some(Pass::Full) || attempt == 1 {
-                break;
-            }
+    /// Gives one queue its share; what is left of it.
+    fn serve_one(&mut self, key: QueueKey, mut share: Share, time: u64) -> Share {
+        let Some(entry) = get_mut(&mut self.served, key) else { return share };
+        entry.busy_at = time;
+        if entry.stopping.is_some() {
+            share.requests = share.requests.min(entry.queue.recovering().into());
+        }
+        // Other queues may have had their turns since.
+        let begun = self.busy.until().max(time);
+        let pass = self.with_queue(key, |queue, turn| queue.serve(turn, &mut share, time, begun));
+        if pass == Some(Pass::Full) {
             // Room for the rest.
             self.submit();
+            self.with_queue(key, |queue, turn| queue.serve(turn, &mut share, time, begun));
         }
-        worked
+        share
     }
 
     /// Among busy queues, those that have been idle for a while are waited for instead; one that
     /// has stopped is to be given back.
     fn put_drowsy_to_sleep(&mut self, time: u64) {
         let served = &mut self.served;
-        self.awake.retain(|&key| {
+        self.awake.retain(|key| {
             let Some(entry) = get_mut(served, key) else { return false };
             let drowsy = time.saturating_sub(entry.busy_at) > DROWSY_NS;
             if drowsy && !entry.queue.is_unpublished() && !entry.has_stopped() {
@@ -598,8 +550,8 @@ impl IoThread {
     /// Shows drivers what has finished; gives back queues that have stopped.
     fn publish(&mut self) {
         let mut stopped = false;
-        for i in 0..self.awake.len() {
-            let key = self.awake[i];
+        for place in 0..self.awake.len() {
+            let Some(key) = self.awake.at(place) else { break };
             self.show(key);
             stopped |= get(&self.served, key).is_some_and(Served::has_stopped);
         }
@@ -611,13 +563,14 @@ impl IoThread {
     fn show(&mut self, key: QueueKey) {
         if let Some(entry) = get_mut(&mut self.served, key)
             && entry.queue.is_unpublished()
+            && let Some(at) = entry.queue.publish(&self.stats)
         {
-            entry.queue.publish(&self.stats);
+            self.after_show(key, at);
         }
     }
 
     fn give_back(&mut self) {
-        for key in self.awake.clone() {
+        for key in self.awake.keys().collect::<Vec<_>>() {
             let done = get_mut(&mut self.served, key)
                 .filter(|entry| entry.has_stopped())
                 .and_then(|entry| entry.stopping.take());
@@ -627,129 +580,6 @@ impl IoThread {
                 let _ = back.send(queue);
             }
         }
-    }
-
-    // Letters.
-
-    fn read_mail(&mut self) -> bool {
-        if !self.mail.has_rung() {
-            return false;
-        }
-        self.mail.answer();
-        while let Some(letter) = self.mail.take() {
-            self.read(letter);
-        }
-        true
-    }
-
-    fn read(&mut self, letter: Letter) {
-        match letter {
-            Letter::Adopt { queue, done } => {
-                self.adopt(queue);
-                let _ = done.send(now());
-            }
-            Letter::Release { key, to, left, done } => {
-                self.show(key);
-                let Some(mut queue) = self.let_go(key) else { return };
-                let _ = left.send(now());
-                let outstanding = std::mem::take(&mut queue.started_here);
-                self.forwards.insert(key, Forward { to: to.clone(), outstanding });
-                // A thread is not ended while a move to it is under way.
-                let _ = to.post(Letter::Adopt { queue, done });
-            }
-            Letter::Stop { key, back } => {
-                if let Some(entry) = get_mut(&mut self.served, key) {
-                    entry.stopping = Some(back);
-                }
-                self.wake(key);
-            }
-            Letter::Edit { key, edit, done } => {
-                self.submit_all();
-                if let Some(entry) = get_mut(&mut self.served, key) {
-                    edit(&mut entry.queue);
-                    // What was forbidden or out of reach may be possible now.
-                    entry.awake = false;
-                    let old = std::mem::take(&mut entry.registered);
-                    self.resources.remove(&self.ring, &entry.queue, old);
-                    entry.registered = self.resources.add(&self.ring, &entry.queue);
-                    self.awake.retain(|&other| other != key);
-                    self.wake(key);
-                }
-                let _ = done.send(());
-            }
-            Letter::Forget(key) => drop(self.forwards.remove(&key)),
-            Letter::Forwards(answer) => {
-                let forwards = self.forwards.iter().map(|(&key, f)| (key, f.to.clone()));
-                let _ = answer.send(forwards.collect());
-            }
-            Letter::Reroute { past, to, done } => {
-                for (key, to) in to.iter() {
-                    if let Some(forward) = self.forwards.get_mut(key)
-                        && forward.to.is(&past)
-                    {
-                        forward.to = to.clone();
-                    }
-                }
-                let _ = done.send(());
-            }
-            Letter::Ended { token, result, here } => self.ended(token, result, here),
-            Letter::Granted { token, running } => self.grant(token, running, &mut now()),
-            Letter::Rescheduled(schedule) => {
-                let mut boards = self.boards.iter_mut().flatten();
-                if let Some(board) = boards.find(|board| board.is_of(&schedule)) {
-                    board.look();
-                }
-            }
-            Letter::Pin { cpus, done } => {
-                let _ = done.send(pin(&cpus));
-            }
-            Letter::End => self.ending = true,
-        }
-    }
-
-    fn adopt(&mut self, mut queue: Box<Queue>) {
-        let key = queue.key;
-        if let Some(forward) = self.forwards.remove(&key) {
-            queue.started_here = forward.outstanding;
-        }
-        let registered = self.resources.add(&self.ring, &queue);
-        let board = self.board(&queue);
-        self.stays = self.stays.wrapping_add(1);
-        let at = key.0 as usize;
-        if self.served.len() <= at {
-            self.served.resize_with(at + 1, || None);
-        }
-        self.served[at] = Some(Served {
-            polled: queue.kick().is_none(),
-            ends: 0,
-            queue,
-            registered,
-            board,
-            awake: false,
-            busy_at: now(),
-            stay: self.stays,
-            stopping: None,
-        });
-        self.listen_to_kick(key);
-        // Whatever was kicked while nobody listened is found by looking.
-        self.wake(key);
-    }
-
-    /// The queue is no longer this thread's.
-    fn let_go(&mut self, key: QueueKey) -> Option<Box<Queue>> {
-        self.submit_all();
-        let entry = self.served.get_mut(key.0 as usize)?.take()?;
-        self.awake.retain(|&other| other != key);
-        if entry.queue.kick().is_some() {
-            self.cancel(kick_data(key, entry.stay));
-        }
-        self.resources.remove(&self.ring, &entry.queue, entry.registered);
-        if let Some(at) = entry.board
-            && let Some(board) = &mut self.boards[at]
-        {
-            board.leave();
-        }
-        Some(entry.queue)
     }
 
     fn cancel(&mut self, poll: u64) {
@@ -793,15 +623,6 @@ fn get(served: &[Option<Served>], key: QueueKey) -> Option<&Served> {
 
 fn get_mut(served: &mut [Option<Served>], key: QueueKey) -> Option<&mut Served> {
     served.get_mut(key.0 as usize)?.as_mut()
-}
-
-fn pin(cpus: &[CpuId]) -> Result<(), Errno> {
-    let mut set = rustix::thread::CpuSet::new();
-    if cpus.is_empty() {
-        (0..rustix::thread::CpuSet::MAX_CPU).for_each(|cpu| set.set(cpu));
-    }
-    cpus.iter().for_each(|cpu| set.set(cpu.get() as usize));
-    rustix::thread::sched_setaffinity(None, &set)
 }
 
 #[cfg(test)]

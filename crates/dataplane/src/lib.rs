@@ -8,6 +8,7 @@ mod fixed;
 mod iothread;
 mod mailbox;
 pub mod memory;
+pub mod monitor;
 pub mod plane;
 mod pool;
 pub mod protocol;

@@ -5,9 +5,11 @@
 //! requests in flight; [`Plane::observe`] never waits.
 
 mod host;
+pub(crate) mod iothreads;
 mod opened;
 mod registry;
 
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,12 +17,12 @@ use std::sync::Arc;
 use rtvirtio_qos::admission::Refusal;
 use rtvirtio_qos::{Account, Kind};
 use rtvirtio_spec::control::{
-    Activity, Consumption, DeviceState, Event, Had, IoThreadState, QosState, QueueState,
-    ScheduleState, Snapshot,
+    Activity, Consumption, Decision, DeviceState, DeviceUsage, Event, Had, IoThreadState, Outcome,
+    PolicyState, QosState, QueueState, ScheduleState, Snapshot,
 };
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::mapping::{Entry, Mapping, MappingError};
-use rtvirtio_spec::serve::{Fault, IoThread, Qos, Schedule, wire};
+use rtvirtio_spec::serve::{Fault, IoThread, Policy, Qos, Schedule, wire};
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 use tokio::sync::broadcast;
 
@@ -124,6 +126,20 @@ pub trait Plane: Send + Sync {
         admission: Admission,
     ) -> Result<(), PlaneError>;
 
+    /// Has another policy decide how many IOThreads there are and which queue goes where. What the
+    /// one before has changed stays.
+    ///
+    /// # Errors
+    /// The settings break a rule.
+    fn set_policy(&self, settings: wire::IoCores) -> Result<(), PlaneError>;
+
+    /// The policy in force.
+    fn policy(&self) -> PolicyState;
+
+    /// What policies have decided after the decision of this number, of the last
+    /// [`DECISIONS_KEPT`](crate::monitor::DECISIONS_KEPT).
+    fn decisions(&self, after: u64) -> Vec<Decision>;
+
     /// All there is, by name. Does not wait for any IOThread.
     fn observe(&self) -> Observation;
 
@@ -163,6 +179,12 @@ pub struct Observation {
     pub devices: Vec<ObservedDevice>,
     /// By name.
     pub schedules: Vec<ScheduleState>,
+    /// The policy in force.
+    pub policy: Policy,
+    /// What policies have decided, by kind and outcome.
+    pub decisions: BTreeMap<(&'static str, Outcome), u64>,
+    /// Queues that have gone to another IOThread, by a policy or an operator.
+    pub moves: u64,
 }
 
 /// A device at one time.
@@ -189,6 +211,8 @@ pub struct ObservedDevice {
 /// A virtqueue at one time; its statistics go on.
 #[derive(Debug, Clone)]
 pub struct ObservedQueue {
+    /// Its number, which no other one ever has.
+    pub id: u32,
     /// Its IOThread.
     pub iothread: IoThreadName,
     /// What it is doing.
@@ -202,6 +226,7 @@ impl ObservedQueue {
         let stats = self.stats.snapshot();
         QueueState {
             index,
+            id: self.id,
             iothread: self.iothread.clone(),
             state: self.activity,
             in_flight: stats.in_flight,
@@ -211,6 +236,7 @@ impl ObservedQueue {
             errors: stats.errors,
             kicks: stats.kicks,
             calls: stats.calls,
+            busy_ns: stats.busy,
             wait: stats.wait.summary(),
             service: stats.service.summary(),
             response: stats.response.summary(),
@@ -268,6 +294,13 @@ impl ScheduleStatus {
             running: self.running,
             background: self.background,
             background_bound: self.background_bound,
+            usage: DeviceUsage {
+                used_ns: Nanos::new(self.usage.used),
+                cost_ns: Nanos::new(self.usage.cost),
+                requests: self.usage.requests,
+                flushes: self.usage.flushes,
+                alone: self.usage.alone,
+            },
         }
     }
 }

@@ -24,6 +24,14 @@ use crate::queue::{Broken, Queue, QueueKey, QueueSetup};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ThreadId(u32);
 
+impl ThreadId {
+    /// The number.
+    #[must_use]
+    pub const fn get(self) -> u32 {
+        self.0
+    }
+}
+
 /// Why the pool refuses.
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
@@ -229,6 +237,7 @@ impl Pool {
         let (back, answer) = mpsc::channel();
         self.post(on, Letter::Stop { key, back })?;
         let queue = answer.recv().map_err(|_| PoolError::NoThread)?;
+        queue.stats().see(0);
         *thread = None;
         drop(thread);
         self.forget(key);

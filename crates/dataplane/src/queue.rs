@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use crate::call::Call;
 use crate::device::Device;
 use crate::fixed::FixedBuffers;
-use crate::iothread::IoThreadStats;
+use crate::iothread::{IoThreadStats, QUANTUM_BYTES, Share};
 use crate::memory::Memory;
 use crate::request::{Action, Limits, Status, parse};
 use crate::ring::{Chain, Ring, RingError};
@@ -30,9 +30,6 @@ use crate::stats::{Op, QueueStats};
 const BATCH: usize = 8;
 /// or of so many bytes.
 const BATCH_BYTES: u64 = 32 << 10;
-/// Bytes that a queue may start before the next one has its turn: what memory copies in a few tens
-/// of µs.
-const SHARE_BYTES: u64 = 256 << 10;
 
 /// Names a queue while it is served: unique in the process at any time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -109,8 +106,8 @@ struct Slot {
     ioprio: u32,
     /// Bytes in all.
     bytes: u64,
-    /// When the pass that found it began, and when its batch did or room was found for it, ns of
-    /// [`now`].
+    /// When the round that found it began, and when its turn or batch did or room was found for it,
+    /// ns of [`now`].
     popped: u64,
     started: u64,
 }
@@ -179,6 +176,7 @@ pub(crate) fn now() -> u64 {
 impl Queue {
     pub(crate) fn new(key: QueueKey, setup: QueueSetup) -> Self {
         setup.stats.set_broken(false);
+        setup.stats.see(0);
         Self {
             key,
             member: setup.device.member(),
@@ -313,6 +311,11 @@ impl Queue {
         !self.waiting.is_empty()
     }
 
+    /// Tells whoever watches it what its driver has made available and is not taken.
+    pub(crate) fn look(&self) {
+        self.stats.see(if self.is_served() { self.ring.backlog() } else { 0 });
+    }
+
     /// Asks for kicks; whether requests came in the meantime.
     pub(crate) fn enable_notification(&mut self) -> bool {
         self.is_served() && self.ring.enable_notification()
@@ -324,12 +327,18 @@ impl Queue {
         }
     }
 
-    /// Takes up to `share` requests, or [`SHARE_BYTES`], from the ring and starts them. The pass
-    /// began at `time`, ns of [`now`].
-    pub(crate) fn serve(&mut self, turn: &mut Turn<'_, '_>, share: u32, time: u64) -> Pass {
+    /// Takes requests from the ring and starts them as long as something is left of its share. The
+    /// round that found them began at `found`, and the turn at `begun`, ns of [`now`].
+    pub(crate) fn serve(
+        &mut self,
+        turn: &mut Turn<'_, '_>,
+        share: &mut Share,
+        found: u64,
+        begun: u64,
+    ) -> Pass {
         // What has left the ring ends, whatever has become of the ring.
         while let Some(head) = self.waiting.pop() {
-            self.slots[usize::from(head)].started = time;
+            self.slots[usize::from(head)].started = begun;
             if !self.start(head, turn) {
                 return Pass::Full;
             }
@@ -338,12 +347,8 @@ impl Queue {
             return Pass::Empty;
         }
         let mut limits = None;
-        let mut started = time;
-        let mut bytes = 0;
-        for _ in 0..share {
-            if bytes >= SHARE_BYTES {
-                break;
-            }
+        let mut started = begun;
+        while share.is_left() {
             if self.finished.len() >= BATCH || self.finished_bytes >= BATCH_BYTES {
                 self.publish(turn.stats);
                 started = now();
@@ -369,12 +374,13 @@ impl Queue {
                 self.latch(Broken::NoStatus);
                 return Pass::Empty;
             };
+            share.requests -= 1;
             self.in_flight += 1;
             self.stats.start(1);
             slot.status = Some(parsed.status);
             slot.written = parsed.written;
             slot.ioprio = parsed.ioprio;
-            slot.popped = time;
+            slot.popped = found;
             slot.started = started;
             match parsed.action {
                 Action::Answer(status) => {
@@ -387,7 +393,12 @@ impl Queue {
                     slot.length = length;
                     slot.bytes = length;
                     slot.done = 0;
-                    bytes += length;
+                    share.bytes -= match operation {
+                        Operation::Read | Operation::Write { .. } => length as i64,
+                        // A range that is discarded or zeroed seldom costs its bytes: it ends the
+                        // turn at most.
+                        _ => length.min(QUANTUM_BYTES.into()) as i64,
+                    };
                     if self.member.is_some() {
                         self.ask(head);
                         continue;
@@ -555,13 +566,15 @@ impl Queue {
         self.finished_bytes += bytes;
     }
 
-    /// Counts what the driver is about to see.
-    fn count(&mut self) {
+    /// Counts what the driver is about to see; when, if there is anything.
+    fn count(&mut self) -> Option<u64> {
         if self.finished.is_empty() {
-            return;
+            return None;
         }
         let now = now();
+        let mut waited = 0;
         for Finished { status, op, bytes, popped, started } in self.finished.drain(..) {
+            waited += started.saturating_sub(popped);
             if status == Status::Ok {
                 let wait = Nanos::new(started.saturating_sub(popped));
                 let service = Nanos::new(now.saturating_sub(started));
@@ -571,18 +584,23 @@ impl Queue {
             }
         }
         self.finished_bytes = 0;
+        // A wait for the device's schedule is no wait for the IOThread.
+        if self.member.is_none() {
+            self.stats.waited(waited);
+        }
+        Some(now)
     }
 
-    /// Shows the driver what has finished and calls it if it wants to be.
-    pub(crate) fn publish(&mut self, thread: &IoThreadStats) {
+    /// Shows the driver what has finished and calls it if it wants to be. When, if anything has.
+    pub(crate) fn publish(&mut self, thread: &IoThreadStats) -> Option<u64> {
         if !std::mem::take(&mut self.unpublished) {
-            return;
+            return None;
         }
-        self.count();
+        let at = self.count();
         let call = self.ring.publish() | std::mem::take(&mut self.call_due);
         let error = std::mem::take(&mut self.error_due);
         if !call && !error {
-            return;
+            return at;
         }
         // These fds are written to here and nowhere else: whoever watches over the threads
         // knows whose one is stuck in.
@@ -595,6 +613,7 @@ impl Queue {
             error.signal();
         }
         thread.set_calling(None);
+        at
     }
 
     pub(crate) const fn is_unpublished(&self) -> bool {
@@ -606,6 +625,7 @@ impl Queue {
         // The first fault is what its driver did.
         let _ = self.broken.set(error);
         self.stats.set_broken(true);
+        self.stats.see(0);
         self.error_due = true;
         self.unpublished = true;
     }

@@ -297,6 +297,17 @@ impl Ring {
         self.error.is_none() && either!(&self.layout, ring => ring.is_pending())
     }
 
+    /// Requests that are available now, as far as a look at one place says: of a packed ring one, if
+    /// there is any. The driver's word: no more than the ring has entries, and those that an earlier
+    /// server had begun.
+    #[must_use]
+    pub fn backlog(&self) -> u32 {
+        match self.error {
+            None => either!(&self.layout, ring => ring.backlog()),
+            Some(_) => 0,
+        }
+    }
+
     /// As GET_VRING_BASE returns it. Split: the next entry of the available ring. Packed: the next
     /// descriptor to take and, in the upper half, the next one to use; each with its wrap counter
     /// in the topmost bit.

@@ -21,6 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use rtvirtio_engine::Token;
 use rtvirtio_qos::{
     Account, ClassId, Device, FlowId, Kind, Promise, Responses, Running, Scheduler, Share, Started,
+    Usage,
 };
 use rtvirtio_spec::serve::IoPriority;
 use rtvirtio_units::{Bytes, Nanos};
@@ -66,6 +67,8 @@ pub struct ScheduleStatus {
     pub background: u32,
     /// Background requests that may be there while promises are to be kept.
     pub background_bound: u32,
+    /// What the device did, and how long it took.
+    pub usage: Usage,
 }
 
 /// What a class of a disk's requests has had since it joined its schedule.
@@ -120,6 +123,7 @@ impl Schedule {
             running: scheduler.running(),
             background: scheduler.background(),
             background_bound: scheduler.depth(),
+            usage: scheduler.usage(),
         }
     }
 

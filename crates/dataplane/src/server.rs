@@ -8,7 +8,7 @@
 
 use std::collections::HashMap;
 use std::net::Shutdown;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
@@ -298,7 +298,7 @@ where
 {
     /// Serves a front end.
     fn run(&self, stream: Arc<UnixStream>) {
-        self.host.set_connected(true);
+        self.host.set_connected(true, peer(&stream));
         let left = Left { served: self, stream: &stream };
         let mut session = Session::new(Arc::clone(&self.device), Arc::clone(&self.host));
         let mut connection = Connection::new(Arc::clone(&stream));
@@ -339,9 +339,27 @@ impl<H: QueueHost + Send + Sync + 'static> Drop for Left<'_, H> {
                 session.connected = false;
             }
         }
-        self.served.host.set_connected(false);
+        self.served.host.set_connected(false, None);
         self.served.listen();
     }
+}
+
+/// The process that connected; none if it cannot be seen from here.
+fn peer(stream: &UnixStream) -> Option<i32> {
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    // Not rustix's: its type has no room for the 0 of a process in another PID name space.
+    // SAFETY: the kernel writes at most `length` bytes to a structure of that size.
+    let result = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut peer).cast(),
+            &raw mut length,
+        )
+    };
+    (result == 0 && peer.pid > 0).then_some(peer.pid)
 }
 
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -117,8 +117,8 @@ pub trait QueueHost {
         false
     }
 
-    /// A front end has connected, or left.
-    fn set_connected(&self, _connected: bool) {}
+    /// A front end has connected, of this process, if that is known; or it has left.
+    fn set_connected(&self, _connected: bool, _peer: Option<i32>) {}
 }
 
 /// Why a request was refused.

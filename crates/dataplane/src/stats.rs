@@ -116,6 +116,10 @@ impl Histogram {
 /// The statistics of one virtqueue.
 pub struct QueueStats {
     started: AtomicU64,
+    /// What `started` will be when all is taken that was available when the IOThread last looked.
+    seen: AtomicU64,
+    busy_ns: AtomicU64,
+    waited_ns: AtomicU64,
     finished: [AtomicU64; OPS],
     read_bytes: AtomicU64,
     written_bytes: AtomicU64,
@@ -146,6 +150,9 @@ impl QueueStats {
     pub const fn new() -> Self {
         Self {
             started: AtomicU64::new(0),
+            seen: AtomicU64::new(0),
+            busy_ns: AtomicU64::new(0),
+            waited_ns: AtomicU64::new(0),
             finished: [const { AtomicU64::new(0) }; OPS],
             read_bytes: AtomicU64::new(0),
             written_bytes: AtomicU64::new(0),
@@ -162,6 +169,22 @@ impl QueueStats {
     /// `requests` were taken from the ring; each ends by one [`Self::record`] or [`Self::fail`].
     pub fn start(&self, requests: u64) {
         add(&self.started, requests);
+    }
+
+    /// So many requests are available and not taken.
+    pub fn see(&self, available: u32) {
+        let started = self.started.load(Relaxed);
+        self.seen.store(started.wrapping_add(u64::from(available)), Relaxed);
+    }
+
+    /// Its IOThread was busy for it, for so many ns.
+    pub fn busy(&self, ns: u64) {
+        add(&self.busy_ns, ns);
+    }
+
+    /// Requests have waited for their IOThread, for so many ns in all.
+    pub fn waited(&self, ns: u64) {
+        add(&self.waited_ns, ns);
     }
 
     /// A request has succeeded. `bytes` count for reads and writes.
@@ -215,6 +238,22 @@ impl QueueStats {
         self.response.snapshot()
     }
 
+    /// What is worth a look a hundred times a second.
+    #[must_use]
+    pub fn progress(&self) -> Progress {
+        // As in a snapshot: in flight is never negative.
+        let requests = self.finished.iter().map(|n| n.load(Relaxed)).sum();
+        Progress {
+            requests,
+            bytes: self.read_bytes.load(Relaxed).wrapping_add(self.written_bytes.load(Relaxed)),
+            waited: Nanos::new(self.waited_ns.load(Relaxed)),
+            busy: Nanos::new(self.busy_ns.load(Relaxed)),
+            // Before what was started: what is taken in between is no backlog.
+            seen: self.seen.load(Relaxed),
+            started: self.started.load(Relaxed),
+        }
+    }
+
     /// All numbers as they are now.
     #[must_use]
     pub fn snapshot(&self) -> QueueSnapshot {
@@ -230,10 +269,43 @@ impl QueueStats {
             errors: self.errors.load(Relaxed),
             kicks: self.kicks.load(Relaxed),
             calls: self.calls.load(Relaxed),
+            busy: Nanos::new(self.busy_ns.load(Relaxed)),
             wait: self.wait.snapshot(),
             service: self.service.snapshot(),
             response: self.response.snapshot(),
         }
+    }
+}
+
+/// A virtqueue's counters at one time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Requests that have ended.
+    pub requests: u64,
+    /// Bytes of successful reads and writes.
+    pub bytes: u64,
+    /// What requests have waited for their IOThread, in all: without what they waited for their
+    /// time on a device that is shared by a schedule.
+    pub waited: Nanos,
+    /// What of its IOThreads' time at work was for it.
+    pub busy: Nanos,
+    /// Requests that were available when its IOThread last looked, as counted by `started`.
+    pub seen: u64,
+    /// Requests that were taken.
+    pub started: u64,
+}
+
+impl Progress {
+    /// Requests taken and not ended.
+    #[must_use]
+    pub const fn in_flight(self) -> u64 {
+        self.started.saturating_sub(self.requests)
+    }
+
+    /// Whether something that was available at an earlier time is still not taken.
+    #[must_use]
+    pub const fn is_standing(self, before: Self) -> bool {
+        before.seen > self.started
     }
 }
 
@@ -254,6 +326,8 @@ pub struct QueueSnapshot {
     pub kicks: u64,
     /// Calls of the driver.
     pub calls: u64,
+    /// What of its IOThreads' time at work was for it.
+    pub busy: Nanos,
     /// From kick to start.
     pub wait: Latencies,
     /// From start to completion.
@@ -404,6 +478,26 @@ mod tests {
         assert_eq!((found.read_bytes.get(), found.written_bytes.get()), (4096, 512));
         assert_eq!((found.kicks, found.calls), (1, 1));
         assert_eq!((found.response.count(), found.response.sum().get()), (3, 6001));
+    }
+
+    #[test]
+    fn queue_stands_while_something_seen_before_is_not_taken() {
+        let stats = QueueStats::new();
+        stats.start(10);
+        stats.see(3);
+        let before = stats.progress();
+        assert_eq!((before.in_flight(), before.is_standing(before)), (10, true));
+        stats.start(2);
+        stats.see(100);
+        assert!(stats.progress().is_standing(before));
+        stats.start(1);
+        assert!(!stats.progress().is_standing(before), "the three are taken, others came");
+        stats.see(0);
+        stats.busy(5);
+        stats.waited(7);
+        let now = stats.progress();
+        assert!(!now.is_standing(now));
+        assert_eq!((now.busy.get(), now.waited.get()), (5, 7));
     }
 
     #[test]

@@ -11,7 +11,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::latency::Histogram;
 use crate::mapping::Entry;
-use crate::serve::{IoPriority, Polling, wire};
+use crate::serve::{IoPriority, Policy, Polling, wire};
+
+mod policy;
+
+pub use policy::{Decision, Load, Outcome, PolicyAction, PolicyState, QueueName, SetPolicy};
 
 /// Everything at one time: `GET /v1/snapshot`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,6 +39,9 @@ pub struct Snapshot {
 pub struct IoThreadState {
     /// Its name.
     pub name: IoThreadName,
+    /// Its number, which no other one ever has: a policy's word for it.
+    #[serde(default)]
+    pub id: u32,
     /// The CPUs that it is pinned to; none: any.
     pub cpus: Vec<CpuId>,
     /// Whether it gets and loses no queue by policy: an operator's word.
@@ -56,6 +63,9 @@ pub struct IoThreadState {
     pub sleep_ns: Nanos,
     /// CPU time, as the kernel counts it.
     pub cpu_ns: Nanos,
+    /// Time in which it could have run and had no CPU, likewise.
+    #[serde(default)]
+    pub runqueue_ns: Nanos,
 }
 
 /// How an IOThread polls.
@@ -122,6 +132,26 @@ pub struct ScheduleState {
     pub background: u32,
     /// How many of these may be there while promises are to be kept: fewer, the harder that is.
     pub background_bound: u32,
+    /// What the device did since the schedule began, and how long it took.
+    #[serde(default)]
+    pub usage: DeviceUsage,
+}
+
+/// What a physical device did, and how long it took: both grow alike while it is as fast as its
+/// service curve.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceUsage {
+    /// Time that channels had a request, summed over channels.
+    pub used_ns: Nanos,
+    /// What the requests that have ended took of a channel, by the service curve.
+    pub cost_ns: Nanos,
+    /// Requests that have ended; a transfer of more than 128 KiB counts as several.
+    pub requests: u64,
+    /// Of these, flushes and discards.
+    pub flushes: u64,
+    /// Those that ended while none waited for a channel: their channel was held for all of their
+    /// response, not for the service alone.
+    pub alone: u64,
 }
 
 /// A device's part of the physical device, and what came of it since it got that.
@@ -195,6 +225,9 @@ pub enum Activity {
 pub struct QueueState {
     /// Its index within the device.
     pub index: u16,
+    /// Its number, which no other one ever has: a policy's word for it.
+    #[serde(default)]
+    pub id: u32,
     /// Its IOThread.
     pub iothread: IoThreadName,
     /// What it is doing.
@@ -214,6 +247,9 @@ pub struct QueueState {
     pub kicks: u64,
     /// Calls of the driver.
     pub calls: u64,
+    /// What of its IOThreads' time at work was for it.
+    #[serde(default)]
+    pub busy_ns: Nanos,
     /// From the kick, or the poll that found it, to the start in the engine.
     pub wait: LatencySummary,
     /// From there to completion.
@@ -320,6 +356,29 @@ pub enum Event {
     IothreadRemoved {
         /// The IOThread.
         iothread: IoThreadName,
+    },
+    /// Another policy is in force.
+    PolicySet {
+        /// Which.
+        policy: Policy,
+    },
+    /// A policy failed and has ended; the data plane serves on.
+    PolicyFailed {
+        /// Which.
+        policy: Policy,
+        /// Why.
+        reason: String,
+    },
+    /// A policy has decided something.
+    Decision {
+        /// Its number: `GET /v1/decisions` has the rest.
+        number: u64,
+        /// What, for people.
+        action: String,
+        /// Why, likewise.
+        reason: String,
+        /// What became of it.
+        outcome: Outcome,
     },
     /// The reader was too slow: so many events are missing here.
     EventsLost {

@@ -10,6 +10,7 @@
 
 mod check;
 mod error;
+mod iocores;
 mod ioprio;
 mod parse;
 mod qos;
@@ -23,10 +24,11 @@ use std::path::PathBuf;
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 
 pub use error::{Fault, ServeError, Subject};
+pub use iocores::IoCores;
 pub use ioprio::IoPriority;
 pub use parse::parse;
 pub use qos::{MAX_CHANNELS, MAX_TASKS, Promise, Qos, Rate, Schedule, Task};
-pub use wire::{Aio, Faults, FixedBuffers, ImageLock};
+pub use wire::{Aio, Faults, FixedBuffers, ImageLock, Policy};
 
 pub use crate::mapping::MAX_QUEUES;
 use crate::mapping::Mapping;
@@ -57,6 +59,8 @@ pub struct Configuration {
     pub service: Service,
     /// The control API, if it is wanted.
     pub control: Option<Control>,
+    /// What decides about IOThreads while it serves.
+    pub iocores: IoCores,
     /// At least one.
     pub iothreads: Vec<IoThread>,
     /// Of the physical devices that disks share.

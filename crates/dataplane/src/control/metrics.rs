@@ -11,6 +11,7 @@ use prometheus_client::encoding::{DescriptorEncoder, text as openmetrics};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 use rtvirtio_spec::control::{Activity, Had, ScheduleState};
+use rtvirtio_spec::serve::Policy;
 use rtvirtio_units::Nanos;
 
 use crate::plane::{Observation, ObservedDevice};
@@ -78,7 +79,12 @@ fn counters(
 ) -> fmt::Result {
     let mut family = encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Counter)?;
     for (labels, value) in series {
-        family.encode_family(&labels)?.encode_counter::<Labels, _, u64>(&value, None)?;
+        // Of a single one, no empty set of labels.
+        if labels.is_empty() {
+            family.encode_counter::<Labels, _, u64>(&value, None)?;
+        } else {
+            family.encode_family(&labels)?.encode_counter::<Labels, _, u64>(&value, None)?;
+        }
     }
     Ok(())
 }
@@ -91,7 +97,11 @@ fn gauges(
 ) -> fmt::Result {
     let mut family = encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Gauge)?;
     for (labels, value) in series {
-        family.encode_family(&labels)?.encode_gauge(&value)?;
+        if labels.is_empty() {
+            family.encode_gauge(&value)?;
+        } else {
+            family.encode_family(&labels)?.encode_gauge(&value)?;
+        }
     }
     Ok(())
 }
@@ -120,8 +130,32 @@ impl Metrics {
         counters(encoder, ("iothread_time", help, Some(Unit::Seconds)), times)?;
         let cpu = threads().map(|t| (label(&t.name), seconds(t.cpu_ns)));
         counters(encoder, ("iothread_cpu", "CPU time of an IOThread", Some(Unit::Seconds)), cpu)?;
+        let waited = threads().map(|t| (label(&t.name), seconds(t.runqueue_ns)));
+        let help = "Time in which an IOThread could have run and had no CPU";
+        counters(encoder, ("iothread_runqueue", help, Some(Unit::Seconds)), waited)?;
+        let locked = threads().map(|t| (label(&t.name), seconds(t.lock_ns)));
+        let help = "Time in which an IOThread waited for schedules that others had";
+        counters(encoder, ("iothread_lock", help, Some(Unit::Seconds)), locked)?;
+        let count = [(Labels::new(), threads().count() as f64)];
+        gauges(encoder, ("iothreads", "IOThreads", None), count.into_iter())?;
         let queues = threads().map(|t| (label(&t.name), f64::from(t.queues)));
         gauges(encoder, ("iothread_queues", "Virtqueues of an IOThread", None), queues)
+    }
+
+    fn policy(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let Observation { policy, decisions, moves, .. } = &self.observation;
+        let is_in_force = |of: Policy| f64::from(u8::from(of == *policy));
+        let policies = Policy::ALL.iter();
+        let policies = policies.map(|of| (vec![("policy", of.to_string())], is_in_force(*of)));
+        let help = "Which policy decides about IOThreads";
+        gauges(encoder, ("policy", help, None), policies)?;
+        let decisions = decisions.iter().map(|((kind, outcome), count)| {
+            let labels = vec![("kind", (*kind).to_owned()), ("outcome", outcome.to_string())];
+            (labels, *count as f64)
+        });
+        counters(encoder, ("decisions", "What policies have decided", None), decisions)?;
+        let moves = [(Labels::new(), *moves as f64)].into_iter();
+        counters(encoder, ("queue_moves", "Queues that went to another IOThread", None), moves)
     }
 
     fn devices(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
@@ -146,6 +180,14 @@ impl Metrics {
         let help = "How many of these may be there while promises are to be kept";
         let bound = each(|s| s.background_bound.into());
         gauges(encoder, ("schedule_background_bound", help, None), bound)?;
+        let times = self.observation.schedules.iter().flat_map(|s| {
+            let times = [("used", s.usage.used_ns), ("charged", s.usage.cost_ns)];
+            let label = vec![("schedule", s.name.to_string())];
+            times.map(|(of, time)| (with(&label, "of", of), seconds(time)))
+        });
+        let help =
+            "Time that a device's channels were in use, and what its service curve says of it";
+        counters(encoder, ("schedule_channel_time", help, Some(Unit::Seconds)), times)?;
         let of_devices = || {
             let devices = self.observation.devices.iter();
             devices.filter_map(|d| Some((device_labels(d), d.qos.as_ref()?.had)))
@@ -180,6 +222,9 @@ impl Metrics {
             by_operation.map(|(op, n)| (with(&q.labels, "operation", op), n as f64))
         });
         counters(encoder, ("requests", "Requests that have ended", None), requests)?;
+        let busy = self.queues.iter().map(|q| (q.labels.clone(), seconds(q.stats.busy)));
+        let help = "Time of IOThreads at work that was for a queue";
+        counters(encoder, ("queue_busy", help, Some(Unit::Seconds)), busy)?;
         let transferred = self.queues.iter().flat_map(|q| {
             let bytes = [("read", q.stats.read_bytes), ("write", q.stats.written_bytes)];
             bytes.map(|(op, n)| (with(&q.labels, "operation", op), n.get() as f64))
@@ -237,6 +282,7 @@ impl Metrics {
 impl Collector for Metrics {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
         self.iothreads(&mut encoder)?;
+        self.policy(&mut encoder)?;
         self.devices(&mut encoder)?;
         self.schedules(&mut encoder)?;
         self.counts(&mut encoder)?;

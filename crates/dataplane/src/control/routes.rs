@@ -14,8 +14,9 @@ use axum::routing::{delete, get, put};
 use axum::{Extension, Json, Router};
 use futures_util::stream::{self, Stream};
 use rtvirtio_spec::control::{
-    AddDevice, AddIoThread, ErrorBody, Event, Handed, Lock, MoveQueue, Moved, PinIoThread, Resize,
-    Resized, ScheduleCurve, SetMapping, SetQos, Snapshot,
+    AddDevice, AddIoThread, Decision, ErrorBody, Event, Handed, Lock, MoveQueue, Moved,
+    PinIoThread, PolicyState, Resize, Resized, ScheduleCurve, SetMapping, SetPolicy, SetQos,
+    Snapshot,
 };
 use rtvirtio_spec::mapping::Mapping;
 use rtvirtio_spec::serve::{Fault, IoThread, MAX_CPU, Qos, Schedule};
@@ -52,6 +53,8 @@ pub(super) fn router(plane: Arc<dyn Plane>) -> Router {
         .route("/v1/iothreads/{iothread}/lock", put(lock_iothread))
         .route("/v1/mapping/{device}", get(mapping).put(set_mapping))
         .route("/v1/mapping/{device}/{queue}", put(move_queue))
+        .route("/v1/policy", get(policy).put(set_policy))
+        .route("/v1/decisions", get(decisions))
         .route("/metrics", get(metrics_text))
         .layer(middleware::from_fn(in_time));
     bounded
@@ -308,6 +311,28 @@ async fn move_queue(
     let MoveQueue { iothread } = parse(&body)?;
     let pause = api.change(move |plane| plane.move_queue(&device, queue, &iothread)).await?;
     Ok(Json(Moved { pause_ns: pause }))
+}
+
+async fn policy(State(api): State<Api>) -> Json<PolicyState> {
+    Json(api.plane.policy())
+}
+
+async fn set_policy(State(api): State<Api>, body: Body) -> Answer<PolicyState> {
+    let SetPolicy(settings) = parse(&body)?;
+    let change = move |plane: &dyn Plane| {
+        plane.set_policy(settings)?;
+        Ok(plane.policy())
+    };
+    Ok(Json(api.change(change).await?))
+}
+
+async fn decisions(State(api): State<Api>, uri: Uri) -> Answer<Vec<Decision>> {
+    let after = match uri.query() {
+        None => Some(0),
+        Some(query) => query.strip_prefix("after=").and_then(|number| number.parse().ok()),
+    };
+    let wrong = || Failure::wrong("of a query there is after=NUMBER alone");
+    Ok(Json(api.plane.decisions(after.ok_or_else(wrong)?)))
 }
 
 async fn metrics_text(State(api): State<Api>) -> Response {

@@ -8,10 +8,11 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, MutexGuard};
 
 use rtvirtio_spec::control::{
-    Activity, Consumption, Event, Had, IoThreadState, QosState, ScheduleState,
+    Activity, Consumption, Decision, DeviceUsage, Event, Had, IoThreadState, Load, Outcome,
+    PolicyAction, PolicyState, QosState, QueueName, ScheduleState,
 };
 use rtvirtio_spec::mapping::{Entry, Mapping};
-use rtvirtio_spec::serve::{Device, IoThread, Qos, Schedule, wire};
+use rtvirtio_spec::serve::{Device, IoCores, IoThread, Policy, Qos, Schedule, wire};
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
@@ -31,6 +32,8 @@ struct Books {
 
 #[derive(Default)]
 struct State {
+    policy: IoCores,
+    decisions: Vec<Decision>,
     iothreads: BTreeMap<IoThreadName, IoThreadState>,
     devices: BTreeMap<DiskName, (Device, Bytes, Vec<Arc<QueueStats>>)>,
     schedules: BTreeMap<Name, Schedule>,
@@ -78,15 +81,17 @@ impl Plane for Books {
         let iothread = IoThreadState {
             name: name.clone(),
             cpus,
+            id: 1,
             locked: false,
             tid: 1,
             polling: polling.into(),
             queues: 0,
             busy_ns: Nanos::from_millis(1500),
-            lock_ns: Nanos::ZERO,
+            lock_ns: Nanos::from_millis(250),
             poll_ns: Nanos::ZERO,
             sleep_ns: Nanos::ZERO,
             cpu_ns: Nanos::ZERO,
+            runqueue_ns: Nanos::from_millis(125),
         };
         state.iothreads.insert(name.clone(), iothread);
         self.say(Event::IothreadAdded { iothread: name });
@@ -207,6 +212,21 @@ impl Plane for Books {
         Ok(())
     }
 
+    fn set_policy(&self, settings: wire::IoCores) -> Result<(), PlaneError> {
+        let mut state = self.state();
+        state.policy = IoCores::new(settings, state.policy.clone())?;
+        self.say(Event::PolicySet { policy: state.policy.policy });
+        Ok(())
+    }
+
+    fn policy(&self) -> PolicyState {
+        PolicyState::new(&self.state().policy)
+    }
+
+    fn decisions(&self, after: u64) -> Vec<Decision> {
+        self.state().decisions.iter().filter(|d| d.number > after).cloned().collect()
+    }
+
     fn observe(&self) -> Observation {
         let state = self.state();
         let devices = state.devices.values().map(|(device, capacity, stats)| ObservedDevice {
@@ -235,6 +255,7 @@ impl Plane for Books {
                 .iter()
                 .zip(stats)
                 .map(|(iothread, stats)| ObservedQueue {
+                    id: 1,
                     iothread: iothread.clone(),
                     activity: Activity::Running,
                     stats: Arc::clone(stats),
@@ -258,8 +279,16 @@ impl Plane for Books {
                     running: 0,
                     background: 0,
                     background_bound: schedule.channels + 1,
+                    usage: DeviceUsage {
+                        used_ns: Nanos::from_millis(3_000),
+                        cost_ns: Nanos::from_millis(1_500),
+                        ..DeviceUsage::default()
+                    },
                 })
                 .collect(),
+            policy: state.policy.policy,
+            decisions: [(("move_queue", Outcome::Done), 3)].into(),
+            moves: 4,
         }
     }
 
@@ -432,6 +461,10 @@ fn schedules_are_made_changed_and_removed_and_devices_join_and_leave_them() {
     let expected = json!([{
         "name": "nvme0", "channels": 8, "request_ns": 100_000, "kib_ns": 0, "flush_ns": 50_000,
         "waiting": 0, "running": 0, "background": 0, "background_bound": 9,
+        "usage": {
+            "used_ns": 3_000_000_000u64, "cost_ns": 1_500_000_000, "requests": 0, "flushes": 0,
+            "alone": 0,
+        },
     }]);
     assert_eq!(found["schedules"], expected);
     assert_eq!(found["devices"][0]["qos"]["settings"], qos);
@@ -440,6 +473,8 @@ fn schedules_are_made_changed_and_removed_and_devices_join_and_leave_them() {
     let (_, text) = served.with_fds("GET", "/metrics", "", &[]);
     for line in [
         "rtvirtio_schedule_background_bound{schedule=\"nvme0\"} 9.0",
+        "rtvirtio_schedule_channel_time_seconds_total{schedule=\"nvme0\",of=\"used\"} 3.0",
+        "rtvirtio_schedule_channel_time_seconds_total{schedule=\"nvme0\",of=\"charged\"} 1.5",
         "rtvirtio_promised_responses_total{vm=\"vm0\",device=\"d0\",outcome=\"kept\"} 7.0",
         "rtvirtio_promised_responses_total{vm=\"vm0\",device=\"d0\",outcome=\"late\"} 1.0",
         "rtvirtio_channel_time_seconds_total{vm=\"vm0\",device=\"d0\",kind=\"read\"} 0.5",
@@ -460,6 +495,115 @@ fn schedules_are_made_changed_and_removed_and_devices_join_and_leave_them() {
     assert_eq!(found[0]["qos"], Value::Null);
     assert_eq!(served.ask("DELETE", "/v1/schedules/nvme0", &Value::Null).0, 204);
     assert_eq!(served.ask("DELETE", "/v1/schedules/nvme0", &Value::Null).0, 404);
+}
+
+fn decision(number: u64) -> Decision {
+    Decision {
+        number,
+        time_ns: Nanos::new(7),
+        policy: Policy::Dynamic,
+        action: PolicyAction::MoveQueue {
+            queue: QueueName { device: DiskName::new("d0").unwrap(), queue: 1 },
+            from: IoThreadName::new("iot0").unwrap(),
+            to: IoThreadName::new("iot1").unwrap(),
+        },
+        reason: "IOThread 1 is full".to_owned(),
+        outcome: Outcome::Failed,
+        error: Some("it is being moved".to_owned()),
+        took_ns: Nanos::new(9),
+        before: Load { iops: 1.5, wait_ns: Nanos::new(3), cores: 0.25 },
+        after: None,
+    }
+}
+
+#[test]
+fn policy_is_set_in_part_and_decisions_are_read_from_a_number_on() {
+    let served = Served::new();
+    let found = served.ask("GET", "/v1/policy", &Value::Null);
+    let expected = json!({
+        "policy": "static", "cpus": [], "least": 1, "most": 1, "running": false, "last_decision": 0
+    });
+    assert_eq!(found, (200, expected));
+    let set = json!({ "policy": "dynamic", "cpus": [3, 1], "least": 2 });
+    let (status, found) = served.ask("PUT", "/v1/policy", &set);
+    assert_eq!((status, &found["cpus"], &found["most"]), (200, &json!([3, 1]), &json!(2)));
+    let (_, found) = served.ask("PUT", "/v1/policy", &json!({ "policy": "advise" }));
+    assert_eq!((&found["policy"], &found["least"]), (&json!("advise"), &json!(2)));
+
+    served.books.state().decisions = (1..=3).map(decision).collect();
+    let (status, found) = served.ask("GET", "/v1/decisions?after=1", &Value::Null);
+    assert_eq!((status, found.as_array().unwrap().len()), (200, 2));
+    let expected = json!({
+        "number": 2, "time_ns": 7, "policy": "dynamic", "reason": "IOThread 1 is full",
+        "action": {
+            "kind": "move_queue", "device": "d0", "queue": 1, "from": "iot0", "to": "iot1"
+        },
+        "outcome": "failed", "error": "it is being moved", "took_ns": 9,
+        "before": { "iops": 1.5, "wait_ns": 3, "cores": 0.25 },
+    });
+    assert_eq!(found[0], expected);
+    assert_eq!(serde_json::from_value::<Decision>(expected).unwrap(), decision(2));
+    assert_eq!(served.ask("GET", "/v1/decisions", &Value::Null).1.as_array().unwrap().len(), 3);
+}
+
+#[test]
+fn thousand_malformed_requests_change_nothing() {
+    let served = Served::new();
+    let set = json!({ "policy": "dynamic", "cpus": [3, 1] });
+    let (_, before) = served.ask("PUT", "/v1/policy", &set);
+    let bodies = [
+        "",
+        "{",
+        "null",
+        "[]",
+        "\"dynamic\"",
+        "{\"policy\":1}",
+        "{\"policy\":\"fast\"}",
+        "{\"policy\":\"spdk\",\"cpus\":[]}",
+        "{\"policy\":\"spdk\",\"cpus\":[1,1]}",
+        "{\"policy\":\"spdk\",\"cpus\":[99999]}",
+        "{\"policy\":\"spdk\",\"most\":3}",
+        "{\"policy\":\"spdk\",\"least\":0}",
+        "{\"policy\":\"spdk\",\"least\":-1}",
+        "{\"policy\":\"spdk\",\"borrow\":true}",
+        "{\"policy\":\"spdk\",\"x\":1}",
+        "{\"policy\":\"spdk\",\"cpus\":[4294967296]}",
+        "{\"policy\":\"spdk\"}x",
+        "\u{7f}",
+    ];
+    let queries = ["after", "after=", "after=-1", "after=x", "after=1&after=2", "before=1", "%00"];
+    for n in 0..1_000 {
+        let (status, answer) = match n % 3 {
+            0 => served.with_fds("PUT", "/v1/policy", bodies[n / 3 % bodies.len()], &[]),
+            1 => {
+                let query = queries[n / 3 % queries.len()];
+                served.with_fds("GET", &format!("/v1/decisions?{query}"), "", &[])
+            }
+            _ => served.with_fds(["POST", "DELETE", "PATCH"][n / 3 % 3], "/v1/policy", "{}", &[]),
+        };
+        assert!([400, 405, 422].contains(&status), "{n}: {status} {answer}");
+        let body: Value = serde_json::from_str(&answer).unwrap();
+        assert!(body["error"].is_string(), "{n}: {answer}");
+    }
+    assert_eq!(served.ask("GET", "/v1/policy", &Value::Null).1, before);
+    assert_eq!(served.ask("GET", "/v1/decisions", &Value::Null), (200, json!([])));
+}
+
+#[test]
+fn reader_of_events_that_does_not_read_holds_up_nobody() {
+    let served = Served::new();
+    let mut idle = UnixStream::connect(served.server.path()).unwrap();
+    idle.write_all(b"GET /v1/events HTTP/1.0\r\n\r\n").unwrap();
+    let mut first = [0; 1];
+    idle.read_exact(&mut first).unwrap();
+    // More than the socket and the stream hold.
+    let reason = "x".repeat(500);
+    for number in 0..20_000 {
+        let (action, reason) = ("move".to_owned(), reason.clone());
+        served.books.say(Event::Decision { number, action, reason, outcome: Outcome::Done });
+    }
+    let (status, found) = served.ask("PUT", "/v1/policy", &json!({ "policy": "round-robin" }));
+    assert_eq!((status, &found["policy"]), (200, &json!("round-robin")));
 }
 
 #[test]
@@ -586,6 +730,7 @@ fn metrics_are_in_seconds_and_empty_histograms_are_left_out() {
     served.add("d0");
     let stats = Arc::clone(&served.books.state().devices[&DiskName::new("d0").unwrap()].2[1]);
     stats.start(1);
+    stats.busy(500_000_000);
     stats.record(Op::Read, 4096, Nanos::new(1 << 20), Nanos::new(1 << 21));
     let (status, text) = served.with_fds("GET", "/metrics", "", &[]);
     assert_eq!(status, 200);
@@ -600,6 +745,14 @@ fn metrics_are_in_seconds_and_empty_histograms_are_left_out() {
         format!("rtvirtio_response_seconds_sum{{{queue}}} 0.003145728"),
         format!("rtvirtio_service_seconds_count{{{queue}}} 1"),
         "rtvirtio_iothread_time_seconds_total{iothread=\"iot0\",activity=\"busy\"} 1.5".to_owned(),
+        "rtvirtio_iothread_lock_seconds_total{iothread=\"iot1\"} 0.25".to_owned(),
+        "rtvirtio_iothread_runqueue_seconds_total{iothread=\"iot1\"} 0.125".to_owned(),
+        "rtvirtio_iothreads 2.0".to_owned(),
+        "rtvirtio_policy{policy=\"static\"} 1.0".to_owned(),
+        "rtvirtio_policy{policy=\"dynamic\"} 0.0".to_owned(),
+        "rtvirtio_decisions_total{kind=\"move_queue\",outcome=\"done\"} 3.0".to_owned(),
+        "rtvirtio_queue_moves_total 4.0".to_owned(),
+        format!("rtvirtio_queue_busy_seconds_total{{{queue}}} 0.5"),
         "rtvirtio_capacity_bytes{vm=\"vm0\",device=\"d0\"} 1048576.0".to_owned(),
     ] {
         assert!(text.lines().any(|l| l == line), "{line}\n{text}");

@@ -1,6 +1,7 @@
 //! One device's rings on the pool: what its session starts, stops and changes, and where each
 //! queue goes.
 
+use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -39,9 +40,11 @@ pub(super) struct HostSetup {
 }
 
 /// The rings of one device.
-pub(super) struct Host {
+pub(crate) struct Host {
     setup: HostSetup,
     pub(super) stats: Vec<Arc<QueueStats>>,
+    /// The process of the front end that is connected; 0: none, or not known.
+    peer: AtomicI32,
     state: Mutex<State>,
 }
 
@@ -75,7 +78,12 @@ impl Host {
         let place = |thread| Place { thread, key: None, told: false };
         let queues = threads.into_iter().map(place).collect();
         let state = Mutex::new(State { queues, fixed: None, lock: None, said: false });
-        Self { setup, stats, state }
+        Self { setup, stats, peer: AtomicI32::new(0), state }
+    }
+
+    /// The process of the front end that is connected, if it is known.
+    pub(crate) fn peer(&self) -> Option<i32> {
+        Some(self.peer.load(Relaxed)).filter(|&pid| pid > 0)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -321,7 +329,8 @@ impl QueueHost for Host {
         self.key(index).is_some_and(|key| self.setup.pool.broken(key).is_some())
     }
 
-    fn set_connected(&self, connected: bool) {
+    fn set_connected(&self, connected: bool, peer: Option<i32>) {
+        self.peer.store(peer.unwrap_or(0), Relaxed);
         let device = self.setup.name.clone();
         self.tell(match connected {
             true => Event::FrontEndConnected { device },

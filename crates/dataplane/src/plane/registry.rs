@@ -1,40 +1,41 @@
 //! The data plane itself: IOThreads and devices by name, over the pool and the server.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use rtvirtio_engine::file::{self, FileConfig, FileSource, Lock};
+use rtvirtio_engine::file::{self, FileConfig, FileSource};
 use rtvirtio_engine::ram::RamEngine;
 use rtvirtio_engine::slice::SliceEngine;
 use rtvirtio_engine::ssd::{self, SsdEngine};
 use rtvirtio_engine::{Engine, SsdConfig};
 use rtvirtio_qos as qos;
 use rtvirtio_qos::admission::{Curve, Wish};
-use rtvirtio_spec::control::{Activity, Event, IoThreadState, QosState, TaskState};
+use rtvirtio_spec::control::{
+    Activity, Decision, Event, IoThreadState, PolicyState, QosState, TaskState,
+};
 use rtvirtio_spec::mapping::{Entry, Mapping};
 use rtvirtio_spec::serve::{
-    self, Aio, ImageLock, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, MAX_SCHEDULES, wire,
+    self, Aio, Configuration, ImageLock, IoCores, IoThread, Listen, MAX_DEVICES, MAX_SCHEDULES,
+    wire,
 };
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos};
 use tokio::sync::broadcast;
 
 use super::host::{Host, HostSetup, lock_soon};
+use super::iothreads::{Core, Served, State};
 use super::opened::{Opened, OpenedDevice};
-use super::{
-    Admission, EVENTS_KEPT, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane,
-    PlaneError,
-};
+use super::{Admission, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError};
 use crate::device::{Device, DeviceConfig, Limits};
-use crate::iothread::{IoThreadStats, Polling};
-use crate::pool::{MoveError, Pool, PoolError, ThreadId};
+use crate::iothread::IoThreadStats;
+use crate::monitor::{Monitor, SchedStat};
+use crate::pool::ThreadId;
 use crate::schedule::{ClassStatus, Member, Schedule};
-use crate::server::{Listener, Report, Server, SocketId};
+use crate::server::{Listener, Report, Server};
 
 /// Rights of a device's socket: the service's user and group. A VMM of another user joins the
 /// group, or the socket is handed over.
@@ -46,14 +47,13 @@ const IDLE_PERIOD: Duration = Duration::from_millis(100);
 
 /// The data plane.
 pub struct Registry {
-    state: Mutex<State>,
     /// Since 1970, UTC.
     started: Nanos,
-    events: broadcast::Sender<Event>,
     report: Arc<Report>,
     // In the order in which they must end: sessions, then threads.
     server: Server,
-    pool: Arc<Pool>,
+    core: Arc<Core>,
+    monitor: Monitor,
     watched: Arc<Watched>,
     watcher: Option<JoinHandle<()>>,
 }
@@ -62,30 +62,6 @@ pub struct Registry {
 struct Watched {
     hosts: Mutex<Vec<Weak<Host>>>,
     on: AtomicBool,
-}
-
-#[derive(Default)]
-struct State {
-    iothreads: BTreeMap<IoThreadName, Thread>,
-    schedules: BTreeMap<Name, Arc<Schedule>>,
-    devices: BTreeMap<DiskName, Served>,
-}
-
-struct Thread {
-    id: ThreadId,
-    config: IoThread,
-    locked: bool,
-}
-
-struct Served {
-    host: Arc<Host>,
-    vm: rtvirtio_units::VmName,
-    socket: Option<PathBuf>,
-    socket_id: SocketId,
-    mapping: Mapping,
-    qos: Option<serve::Qos>,
-    /// Held as long as the device is there, if that is when its image is locked.
-    _lock: Option<Lock>,
 }
 
 pub(super) fn io(what: impl Into<String>, source: std::io::Error) -> PlaneError {
@@ -105,10 +81,10 @@ impl Registry {
     /// # Errors
     /// The system has no descriptor or thread left.
     pub fn new(report: Arc<Report>) -> std::io::Result<Self> {
-        let pool = Arc::new(Pool::default());
+        let core = Arc::new(Core::new());
         let watched = Arc::new(Watched { hosts: Mutex::default(), on: AtomicBool::new(true) });
         let watcher = std::thread::Builder::new().name("watchdog".to_owned()).spawn({
-            let (pool, watched) = (Arc::clone(&pool), Arc::clone(&watched));
+            let (pool, watched) = (Arc::clone(&core.pool), Arc::clone(&watched));
             move || {
                 let mut before = HashMap::new();
                 let mut period = IDLE_PERIOD;
@@ -123,40 +99,35 @@ impl Registry {
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Ok(Self {
             started: Nanos::from(started),
-            state: Mutex::default(),
-            events: broadcast::Sender::new(EVENTS_KEPT),
             server: Server::new(Arc::clone(&report))?,
             report,
-            pool,
+            monitor: Monitor::new(Arc::clone(&core)),
+            core,
             watched,
             watcher: Some(watcher),
         })
     }
 
-    /// Adds all of a configuration's devices, IOThreads and schedules.
+    /// Adds all of a configuration's devices, IOThreads and schedules, and begins its policy.
     ///
     /// # Errors
-    /// The first IOThread or device that cannot be had; those before it are there.
-    pub fn add_all(
-        &self,
-        iothreads: &[IoThread],
-        schedules: &[serve::Schedule],
-        opened: Opened,
-    ) -> Result<(), PlaneError> {
-        for iothread in iothreads {
+    /// The first IOThread or device that cannot be had; those before it are there. Then the policy.
+    pub fn add_all(&self, configuration: &Configuration, opened: Opened) -> Result<(), PlaneError> {
+        for iothread in &configuration.iothreads {
             self.add_iothread(iothread.clone())?;
         }
-        for schedule in schedules {
+        for schedule in &configuration.schedules {
             self.set_schedule(schedule.clone())?;
         }
         for OpenedDevice { spec, image, listener } in opened.devices {
             self.add(spec, image, Some(listener))?;
         }
-        Ok(())
+        let policy = self.monitor.set(configuration.iocores.clone());
+        policy.map_err(|error| io("cannot start the policy", error))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.core.state()
     }
 
     #[cfg(test)]
@@ -164,9 +135,13 @@ impl Registry {
         self.state().host(device).unwrap()
     }
 
+    #[cfg(test)]
+    pub(crate) fn core(&self) -> &Arc<Core> {
+        &self.core
+    }
+
     fn tell(&self, event: Event) {
-        // Nobody may be listening.
-        let _ = self.events.send(event);
+        self.core.tell(event);
     }
 
     /// Adds a device; opens what is not open yet.
@@ -222,11 +197,11 @@ impl Registry {
         let device = Arc::new(device);
         let setup = HostSetup {
             name: spec.name.clone(),
-            pool: Arc::clone(&self.pool),
+            pool: Arc::clone(&self.core.pool),
             device: Arc::clone(&device),
             wish: spec.fixed_buffers,
             image: session_lock,
-            events: self.events.clone(),
+            events: self.core.events.clone(),
             report: Arc::clone(&self.report),
         };
         let host = Arc::new(Host::new(setup, threads));
@@ -249,6 +224,7 @@ impl Registry {
         self.watched.hosts().push(Arc::downgrade(&host));
         let served = Served {
             host,
+            ids: state.ids(&spec.vm, spec.mapping.queues()),
             vm: spec.vm,
             socket: path,
             socket_id,
@@ -257,6 +233,8 @@ impl Registry {
             _lock: lock,
         };
         state.devices.insert(spec.name, served);
+        drop(state);
+        self.core.touch();
         Ok(())
     }
 }
@@ -379,70 +357,19 @@ fn open(spec: &serve::Device, handed: Option<OwnedFd>) -> Result<EngineAndImage,
 
 impl Plane for Registry {
     fn add_iothread(&self, iothread: IoThread) -> Result<(), PlaneError> {
-        let mut state = self.state();
-        if state.iothreads.contains_key(&iothread.name) {
-            return Err(PlaneError::IoThreadExists(iothread.name));
-        }
-        if state.iothreads.len() >= MAX_IOTHREADS {
-            return Err(PlaneError::TooMany { what: "iothreads", limit: MAX_IOTHREADS });
-        }
-        let name = iothread.name.clone();
-        let what = format!("cannot start iothread {name}");
-        let id = self
-            .pool
-            .add_thread(name.as_str(), polling(&iothread))
-            .map_err(|error| refused(what.clone(), error))?;
-        if !iothread.cpus.is_empty()
-            && let Err(error) = self.pool.pin_thread(id, &iothread.cpus)
-        {
-            let _ = self.pool.remove_thread(id);
-            return Err(refused(what, error));
-        }
-        state.iothreads.insert(name.clone(), Thread { id, config: iothread, locked: false });
-        drop(state);
-        self.tell(Event::IothreadAdded { iothread: name });
-        Ok(())
+        self.core.add_iothread(iothread)
     }
 
     fn remove_iothread(&self, iothread: &IoThreadName) -> Result<(), PlaneError> {
-        let mut state = self.state();
-        let thread = state
-            .iothreads
-            .get(iothread)
-            .ok_or_else(|| PlaneError::NoIoThread(iothread.clone()))?
-            .id;
-        let queues = state.queues_of(iothread);
-        if queues > 0 {
-            return Err(PlaneError::IoThreadInUse { iothread: iothread.clone(), queues });
-        }
-        match self.pool.remove_thread(thread) {
-            Ok(()) => {}
-            // Queues that have not yet left: rare, and they are on their way.
-            Err(PoolError::InUse { queues }) => {
-                let queues = u32::try_from(queues).unwrap_or(u32::MAX);
-                return Err(PlaneError::IoThreadInUse { iothread: iothread.clone(), queues });
-            }
-            Err(error) => return Err(refused(format!("cannot end iothread {iothread}"), error)),
-        }
-        state.iothreads.remove(iothread);
-        drop(state);
-        self.tell(Event::IothreadRemoved { iothread: iothread.clone() });
-        Ok(())
+        self.core.remove_iothread(iothread)
     }
 
     fn pin_iothread(&self, iothread: &IoThreadName, cpus: &[CpuId]) -> Result<(), PlaneError> {
-        let mut state = self.state();
-        let thread = state.iothread(iothread)?;
-        self.pool
-            .pin_thread(thread.id, cpus)
-            .map_err(|error| refused(format!("cannot pin iothread {iothread}"), error))?;
-        thread.config.cpus = cpus.to_vec();
-        Ok(())
+        self.core.pin_iothread(iothread, cpus)
     }
 
     fn lock_iothread(&self, iothread: &IoThreadName, locked: bool) -> Result<(), PlaneError> {
-        self.state().iothread(iothread)?.locked = locked;
-        Ok(())
+        self.core.lock_iothread(iothread, locked)
     }
 
     fn add_device(&self, device: wire::Device, handed: HandedFds) -> Result<(), PlaneError> {
@@ -466,6 +393,7 @@ impl Plane for Registry {
             .devices
             .remove(device)
             .ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+        self.core.touch();
         // Drains its requests, so not under the lock.
         self.server.remove(served.socket_id);
         drop(served);
@@ -515,34 +443,7 @@ impl Plane for Registry {
         queue: u16,
         to: &IoThreadName,
     ) -> Result<Nanos, PlaneError> {
-        let (host, thread, from) = {
-            let mut state = self.state();
-            let thread = state.iothread(to)?.id;
-            let served =
-                state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
-            let queues = served.mapping.queues();
-            let from = served
-                .mapping
-                .iothread(queue)
-                .cloned()
-                .ok_or_else(|| PlaneError::NoQueue { device: device.clone(), queues, queue })?;
-            (Arc::clone(&served.host), thread, from)
-        };
-        let pause = host.assign(queue, thread).map_err(|error| match error {
-            MoveError::Busy => PlaneError::QueueBusy { device: device.clone(), queue },
-            MoveError::Pool(error) => {
-                refused(format!("cannot move queue {queue} of {device}"), error)
-            }
-        })?;
-        let pause_ns = Nanos::new(pause);
-        if let Some(served) = self.state().devices.get_mut(device) {
-            served.mapping.assign(queue, to.clone())?;
-        }
-        if from != *to {
-            let device = device.clone();
-            self.tell(Event::QueueMoved { device, queue, from, to: to.clone(), pause_ns });
-        }
-        Ok(pause_ns)
+        self.core.move_queue(device, queue, to)
     }
 
     fn set_schedule(&self, schedule: serve::Schedule) -> Result<bool, PlaneError> {
@@ -608,16 +509,31 @@ impl Plane for Registry {
         Ok(())
     }
 
+    fn set_policy(&self, settings: wire::IoCores) -> Result<(), PlaneError> {
+        let settings = IoCores::new(settings, self.monitor.settings())?;
+        self.monitor.set(settings).map_err(|error| io("cannot start the policy", error))
+    }
+
+    fn policy(&self) -> PolicyState {
+        self.monitor.state()
+    }
+
+    fn decisions(&self, after: u64) -> Vec<Decision> {
+        self.monitor.decisions(after)
+    }
+
     fn observe(&self) -> Observation {
         let state = self.state();
         let iothreads = state.iothreads.iter().map(|(name, thread)| {
-            let stats = self.pool.thread(thread.id);
+            let stats = self.core.pool.thread(thread.id);
             let tid = stats.as_ref().map_or(0, |(_, tid)| *tid);
+            let on_cpu = SchedStat::of_thread(tid).read();
             let read = |of: fn(&IoThreadStats) -> &std::sync::atomic::AtomicU64| {
                 Nanos::new(stats.as_ref().map_or(0, |(stats, _)| of(stats).load(Relaxed)))
             };
             IoThreadState {
                 name: name.clone(),
+                id: thread.id.get(),
                 cpus: thread.config.cpus.clone(),
                 locked: thread.locked,
                 tid,
@@ -627,7 +543,8 @@ impl Plane for Registry {
                 lock_ns: read(|stats| &stats.lock_ns),
                 poll_ns: read(|stats| &stats.poll_ns),
                 sleep_ns: read(|stats| &stats.sleep_ns),
-                cpu_ns: cpu_time(tid),
+                cpu_ns: on_cpu.ran,
+                runqueue_ns: on_cpu.waited,
             }
         });
         let devices = state.devices.iter().map(|(name, served)| {
@@ -653,12 +570,14 @@ impl Plane for Registry {
                 read_only: device.read_only(),
                 queues: queues
                     .zip(keys)
-                    .map(|((iothread, stats), key)| ObservedQueue {
+                    .zip(served.ids.queue..)
+                    .map(|(((iothread, stats), key), id)| ObservedQueue {
+                        id,
                         iothread: iothread.clone(),
                         activity: match key {
                             _ if stats.is_broken() => Activity::Broken,
                             None => Activity::Stopped,
-                            Some(key) if self.pool.is_busy(key) => Activity::Moving,
+                            Some(key) if self.core.pool.is_busy(key) => Activity::Moving,
                             Some(_) => Activity::Running,
                         },
                         stats: Arc::clone(stats),
@@ -672,24 +591,18 @@ impl Plane for Registry {
             iothreads: iothreads.collect(),
             devices: devices.collect(),
             schedules: schedules.map(|(name, s)| s.status().state(name.clone())).collect(),
+            policy: self.monitor.settings().policy,
+            decisions: self.monitor.counts(),
+            moves: self.core.moves(),
         }
     }
 
     fn events(&self) -> broadcast::Receiver<Event> {
-        self.events.subscribe()
+        self.core.events.subscribe()
     }
 }
 
 impl State {
-    fn iothread(&mut self, name: &IoThreadName) -> Result<&mut Thread, PlaneError> {
-        self.iothreads.get_mut(name).ok_or_else(|| PlaneError::NoIoThread(name.clone()))
-    }
-
-    fn host(&self, device: &DiskName) -> Result<Arc<Host>, PlaneError> {
-        let served = self.devices.get(device);
-        served.map(|s| Arc::clone(&s.host)).ok_or_else(|| PlaneError::NoDevice(device.clone()))
-    }
-
     /// Whether `device` can be promised what `qos` says beside what the others in its schedule are.
     fn admit(&self, device: &DiskName, qos: &serve::Qos) -> Result<(), PlaneError> {
         let Some(schedule) = self.schedules.get(&qos.schedule) else { return Ok(()) };
@@ -714,28 +627,11 @@ impl State {
             served.qos = qos;
         }
     }
-
-    /// Queues that are mapped to an IOThread, whether they run or not.
-    fn queues_of(&self, iothread: &IoThreadName) -> u32 {
-        let queues = self.devices.values().flat_map(|device| device.mapping.by_queue());
-        queues.filter(|name| *name == iothread).count() as u32
-    }
-}
-
-fn polling(iothread: &IoThread) -> Polling {
-    let serve::Polling { max, grow, shrink } = iothread.polling;
-    Polling { max: Duration::from(max), grow, shrink }
-}
-
-/// CPU time of a thread, as the kernel counts it (`Documentation/scheduler/sched-stats.rst`).
-fn cpu_time(tid: i32) -> Nanos {
-    let path = Path::new("/proc/self/task").join(tid.to_string()).join("schedstat");
-    let text = std::fs::read_to_string(path).unwrap_or_default();
-    Nanos::new(text.split(' ').next().and_then(|ns| ns.parse().ok()).unwrap_or(0))
 }
 
 impl Drop for Registry {
     fn drop(&mut self) {
+        self.monitor.stop();
         // Sessions drain what is in flight: the pool must still be there.
         for (_, served) in std::mem::take(&mut self.state().devices) {
             self.server.remove(served.socket_id);

@@ -422,6 +422,115 @@ fn requests_of_a_later_batch_have_waited_for_those_before() {
     assert_eq!(sums[0] + sums[1], sums[2]);
 }
 
+/// What the requests of two queues waited for in all, ns. Each has 16 of 100 µs, in two batches.
+fn waited_by_two(pool: &Pool, id: ThreadId) -> u64 {
+    let cpu = Duration::from_micros(100);
+    let disk = device(Arc::new(RamEngine::new(Bytes::new(DISK), cpu).unwrap()), 2);
+    let mut queues = [0, 1].map(|part| Guarded::new(Shape::of(part)));
+    let setups = queues.each_ref().map(|queue| queue.setup(&disk));
+    let stats = setups.each_ref().map(|setup| Arc::clone(&setup.stats));
+    let keys = setups.map(|setup| pool.start(setup, id).unwrap());
+    let (entered, enter) = mpsc::channel();
+    let (held, hold) = mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        let edit = move |_: &mut Queue| {
+            entered.send(()).unwrap();
+            hold.recv().unwrap();
+        };
+        scope.spawn(|| pool.edit(keys[0], edit).unwrap());
+        enter.recv().unwrap();
+        scope.spawn(|| pool.edit(keys[1], |_| ()).unwrap());
+        for queue in &mut queues {
+            queue.fill();
+            queue.publish();
+        }
+        // It wakes the other queue too, if it is there in time.
+        std::thread::sleep(Duration::from_millis(20));
+        held.send(()).unwrap();
+    });
+    queues.iter_mut().for_each(Guarded::drain);
+    for key in keys {
+        pool.stop(key).unwrap();
+    }
+    let waited: u64 = stats.iter().map(|stats| stats.progress().waited.get()).sum();
+    let sums: u64 = stats.iter().map(|stats| stats.snapshot().wait.sum().get()).sum();
+    assert_eq!(waited, sums);
+    waited
+}
+
+#[test]
+fn requests_found_together_have_waited_for_the_other_queues_turn() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    // Of each queue the second batch waits for the first one's 0.8 ms, and one queue's 16 wait for
+    // the other's 1.6 ms.
+    let expected = 2 * 8 * 800_000 + 16 * 1_600_000;
+    assert!((0..10).any(|_| waited_by_two(&pool, id) >= expected));
+}
+
+#[test]
+fn busy_time_is_of_the_queue_that_it_was_spent_on() {
+    let cpu = Duration::from_micros(50);
+    let heavy = device(Arc::new(RamEngine::new(Bytes::new(DISK), cpu).unwrap()), 1);
+    let light = device(ram(), 1);
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let mut queues = [0, 1].map(|part| Guarded::new(Shape::of(part)));
+    let setups = [queues[0].setup(&heavy), queues[1].setup(&light)];
+    let stats = setups.each_ref().map(|setup| Arc::clone(&setup.stats));
+    let keys = setups.map(|setup| pool.start(setup, id).unwrap());
+    std::thread::scope(|scope| {
+        for queue in &mut queues {
+            scope.spawn(|| queue.run_requests(1000));
+        }
+    });
+    // Alone on the thread, all of it is for one.
+    let [before, _] = stats.each_ref().map(|stats| stats.progress().busy.get());
+    queues[0].run_requests(100);
+    let [heavy, light] = stats.each_ref().map(|stats| stats.progress());
+    assert!(before >= 1000 * 50_000 && heavy.busy.get() >= before + 100 * 50_000, "{before}");
+    assert!(light.busy.get() > 0 && light.requests >= 1000 && heavy.requests >= 1100);
+    for key in keys {
+        pool.stop(key).unwrap();
+    }
+    let all = pool.thread(id).unwrap().0.busy_ns.load(Relaxed);
+    assert!(heavy.busy.get() + light.busy.get() <= all, "{heavy:?} {light:?} {all}");
+    assert!(stats.iter().all(|stats| !stats.progress().is_standing(stats.progress())));
+}
+
+#[test]
+fn backlog_is_what_the_driver_has_made_available_and_nobody_has_taken() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    for (part, expected) in [(0, 16), (1, 1)] {
+        // Split, and packed, where one place says no more than that there is something.
+        let mut queue = Guarded::new(Shape::of(part));
+        let setup = queue.setup(&device(ram(), 1));
+        let stats = Arc::clone(&setup.stats);
+        let key = pool.start(setup, id).unwrap();
+        let (entered, enter) = mpsc::channel();
+        let (held, hold) = mpsc::channel::<()>();
+        let seen = std::thread::scope(|scope| {
+            let edit = move |queue: &mut Queue| {
+                entered.send(()).unwrap();
+                hold.recv().unwrap();
+                queue.look();
+                queue.stats().progress()
+            };
+            let edited = scope.spawn(|| pool.edit(key, edit).unwrap());
+            enter.recv().unwrap();
+            queue.fill();
+            queue.publish();
+            held.send(()).unwrap();
+            edited.join().unwrap()
+        });
+        assert_eq!((seen.seen, seen.started), (expected, 0));
+        queue.drain();
+        pool.stop(key).unwrap();
+        assert!(!stats.progress().is_standing(seen));
+    }
+}
+
 #[test]
 fn short_transfers_go_on_where_they_ended() {
     let pool = Pool::default();

@@ -418,6 +418,10 @@ impl Packed {
         flags & (AVAILABLE | USED) == self.available.available_flags()
     }
 
+    pub(super) fn backlog(&self) -> u32 {
+        (self.resubmit.len() as u32).max(u32::from(self.is_pending()))
+    }
+
     pub(super) const fn base(&self) -> u32 {
         self.available.bits() as u32 | (self.used.bits() as u32) << 16
     }

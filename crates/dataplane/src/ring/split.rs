@@ -288,6 +288,12 @@ impl Split {
             || self.available.load_u16(INDEX, Ordering::Relaxed) != self.next_available
     }
 
+    pub(super) fn backlog(&self) -> u32 {
+        let index = self.available.load_u16(INDEX, Ordering::Relaxed);
+        let available = index.wrapping_sub(self.next_available).min(self.size);
+        u32::from(available) + self.resubmit.len() as u32
+    }
+
     pub(super) const fn base(&self) -> u32 {
         self.next_available as u32
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name};
 
-use super::wire::EngineKind;
+use super::wire::{EngineKind, Policy};
 use super::{
     IoPriority, MAX_CPU, MAX_DEVICES, MAX_IOTHREADS, MAX_POLL, MAX_QUEUES, MAX_RAM_BYTES,
     MAX_SCHEDULES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_TASKS,
@@ -140,6 +140,15 @@ pub enum Fault {
     /// A CPU that no host has.
     #[error("CPU {0} is beyond {MAX_CPU}")]
     BadCpu(CpuId),
+    /// A CPU that is named twice.
+    #[error("CPU {0} is named twice")]
+    DuplicateCpu(CpuId),
+    /// A policy that adds IOThreads, and no place for them.
+    #[error("policy \"{0}\" adds IOThreads, and there are no cpus for them")]
+    NoCpus(Policy),
+    /// CPUs of the vCPUs, which a data plane cannot take.
+    #[error("CPUs cannot be borrowed: the data plane has no right to the vCPUs' CPU sets")]
+    Borrow,
     /// A number out of range.
     #[error("{key} is {found}, outside {low} to {high}")]
     OutOfRange {
@@ -226,6 +235,14 @@ impl Fault {
             }
             Self::BadPath(_) => "write path = \"/var/lib/rtvirtio/vm0-root.img\"".to_owned(),
             Self::BadCpu(_) => "write cpus = [0, 1] with CPUs of this host".to_owned(),
+            Self::DuplicateCpu(_) => "name each CPU once: one IOThread is added on each".to_owned(),
+            Self::NoCpus(_) => "add cpus = [2, 3] with CPUs that no vCPU runs on".to_owned(),
+            Self::Borrow => {
+                "remove borrow, and give IOThreads cpus that no vCPU runs on".to_owned()
+            }
+            Self::OutOfRange { key: "CPUs", .. } => {
+                "write cpus = [2, 3], or leave it out".to_owned()
+            }
             Self::OutOfRange { key, low, high, .. } => {
                 format!("write {key} = {low}, or more up to {high}")
             }
@@ -265,7 +282,7 @@ fn toml_hint(message: &str) -> &'static str {
     } else if message.contains("unknown variant") {
         "use one of these values, in quotes"
     } else if message.contains("invalid") {
-        "write [control], [[iothread]], [[device]], and a value of the right type after each key"
+        "write [control], [iocores], [[iothread]], [[device]], and a value of the right type after each key"
     } else {
         "check the quotes, brackets and `key = value` of this line"
     }

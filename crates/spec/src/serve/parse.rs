@@ -12,8 +12,8 @@ use toml::de::{DeTable, DeValue};
 use super::check::Misplaced;
 use super::error::{Fault, ServeError, Subject};
 use super::{
-    Configuration, Control, Device, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS, MAX_SCHEDULES,
-    Schedule, Service, wire,
+    Configuration, Control, Device, IoCores, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS,
+    MAX_SCHEDULES, Schedule, Service, wire,
 };
 use crate::specification::{MAX_FILE_BYTES, deep_key, position, unknown_field};
 
@@ -80,6 +80,11 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ServeError> {
             .map_err(|(keys, fault)| of_file(place.of("control", 0, keys), fault))
     });
     let control = control.transpose()?;
+    let iocores = match raw.iocores {
+        None => IoCores::default(),
+        Some(iocores) => IoCores::located(iocores, IoCores::default())
+            .map_err(|(keys, fault)| of_file(place.of("iocores", 0, keys), fault))?,
+    };
     let mut iothreads: Vec<IoThread> = Vec::with_capacity(raw.iothread.len());
     for (index, raw) in raw.iothread.into_iter().enumerate() {
         let subject = Subject::IoThread(raw.name.clone());
@@ -125,7 +130,7 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ServeError> {
                 .map_err(|(keys, fault)| fail(subject, place.of("device", index, keys), fault))?,
         );
     }
-    Ok(Configuration { service, control, iothreads, schedules, devices })
+    Ok(Configuration { service, control, iocores, iothreads, schedules, devices })
 }
 
 /// What stands once in a file.

@@ -265,6 +265,56 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
     }
 }
 
+fn iocores(table: &str) -> Result<IoCores, ServeError> {
+    let text = format!("version = 1\n[[iothread]]\nname = \"iot0\"\n[iocores]\n{table}");
+    parse("serve.toml", &text).map(|found| found.iocores)
+}
+
+#[test]
+fn policy_has_defaults_and_keeps_the_order_of_cpus() {
+    let cpus = |cpus: &[u32]| cpus.iter().copied().map(CpuId::new).collect::<Vec<_>>();
+    let of = |policy, cpus, least, most| IoCores { policy, cpus, least, most };
+    assert_eq!(iocores("").unwrap(), of(Policy::Static, vec![], 1, 1));
+    assert_eq!(
+        iocores("policy = \"dynamic\"\ncpus = [3, 1, 2]\n").unwrap(),
+        of(Policy::Dynamic, cpus(&[3, 1, 2]), 1, 3)
+    );
+    let all = iocores("policy = \"spdk\"\ncpus = [3, 1, 2]\nleast = 2\nmost = 2\nborrow = false\n");
+    let all = all.unwrap();
+    assert_eq!(all, of(Policy::Spdk, cpus(&[3, 1, 2]), 2, 2));
+    let change = |raw: wire::IoCores| IoCores::new(raw, all.clone()).unwrap();
+    let named = wire::IoCores { policy: Some(Policy::Iocm), ..wire::IoCores::default() };
+    assert_eq!(change(named), of(Policy::Iocm, cpus(&[3, 1, 2]), 2, 2));
+    let placed = wire::IoCores { cpus: Some(cpus(&[7])), ..wire::IoCores::default() };
+    assert_eq!(change(placed), of(Policy::Spdk, cpus(&[7]), 1, 1));
+    for policy in Policy::ALL {
+        assert_eq!(policy.name().parse(), Ok(policy));
+        assert_eq!(serde_json::to_value(policy).unwrap(), policy.name());
+    }
+}
+
+#[test]
+fn fault_of_a_policy_is_named_with_its_line_and_a_hint() {
+    for (table, line, words) in [
+        ("policy = \"fast\"", 5, "unknown variant `fast`"),
+        ("policy = \"dynamic\"", 5, "policy \"dynamic\" adds IOThreads, and there are no cpus"),
+        ("policy = \"dynamic\"\ncpus = []", 6, "CPUs is 0, outside 1 to 64"),
+        ("cpus = [1024]", 5, "CPU 1024 is beyond 1023"),
+        ("cpus = [1, 2, 1]", 5, "CPU 1 is named twice"),
+        ("cpus = [1, 2]\nmost = 3", 6, "most is 3, outside 1 to 2"),
+        ("cpus = [1, 2]\nmost = 1\nleast = 2", 7, "least is 2, outside 1 to 1"),
+        ("cpus = [1]\nleast = 0", 6, "least is 0, outside 1 to 1"),
+        ("cpus = [1]\nborrow = true", 6, "CPUs cannot be borrowed"),
+        ("cpu = [1]", 5, "unknown key \"cpu\""),
+    ] {
+        let error = iocores(table).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains(words), "{table}: {text}");
+        assert!(text.starts_with(&format!("serve.toml:{line}:")), "{table}: {text}, not {line}");
+        assert!(!error.hint().is_empty());
+    }
+}
+
 #[test]
 fn tasks_are_read_back_and_refused_when_two_are_one_or_there_are_too_many() {
     let qos = |tasks: serde_json::Value| {

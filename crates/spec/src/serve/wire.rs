@@ -21,6 +21,8 @@ pub struct Configuration {
     pub service: Option<Service>,
     /// `[control]`
     pub control: Option<Control>,
+    /// `[iocores]`
+    pub iocores: Option<IoCores>,
     /// `[[iothread]]`
     #[serde(default)]
     pub iothread: Vec<IoThread>,
@@ -53,6 +55,89 @@ pub struct Control {
     pub socket: PathBuf,
     /// Number of a group that may use it too.
     pub group: Option<u32>,
+}
+
+/// `[iocores]`
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a table [iocores]")]
+pub struct IoCores {
+    /// What decides.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub policy: Option<Policy>,
+    /// Where IOThreads may be added, in the order in which CPUs are taken.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpus: Option<Vec<CpuId>>,
+    /// Fewest IOThreads; 1 if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub least: Option<u32>,
+    /// Most IOThreads; as many as `cpus` if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub most: Option<u32>,
+    /// Whether CPUs may be taken from vCPUs; no is all there is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub borrow: Option<bool>,
+}
+
+/// What decides how many IOThreads there are and which queue goes where.
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Policy {
+    /// Nobody but the operator.
+    #[default]
+    Static,
+    /// Queues are spread evenly over the IOThreads that there are.
+    RoundRobin,
+    /// Both follow the load.
+    Dynamic,
+    /// As `dynamic`, but its decisions are only logged.
+    Advise,
+    /// IOcm's published policy, for comparison.
+    Iocm,
+    /// SPDK's dynamic scheduler, likewise.
+    Spdk,
+}
+
+impl Policy {
+    /// All.
+    pub const ALL: [Self; 6] =
+        [Self::Static, Self::RoundRobin, Self::Dynamic, Self::Advise, Self::Iocm, Self::Spdk];
+
+    /// As it is written.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Static => "static",
+            Self::RoundRobin => "round-robin",
+            Self::Dynamic => "dynamic",
+            Self::Advise => "advise",
+            Self::Iocm => "iocm",
+            Self::Spdk => "spdk",
+        }
+    }
+
+    /// Whether it adds IOThreads, so that it must know where.
+    #[must_use]
+    pub const fn needs_cpus(self) -> bool {
+        !matches!(self, Self::Static | Self::RoundRobin)
+    }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl std::str::FromStr for Policy {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        const WRONG: &str =
+            "not a policy: write static, round-robin, dynamic, advise, iocm or spdk";
+        Self::ALL.into_iter().find(|policy| policy.name() == text).ok_or(WRONG)
+    }
 }
 
 /// `[[iothread]]`

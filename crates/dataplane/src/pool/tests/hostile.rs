@@ -100,7 +100,9 @@ fn full_eventfd_as_a_new_call_or_error_holds_nobody_up() {
     let mut good = Guarded::new(Shape::of(0));
     let good_key = pool.start(good.setup(&device), id).unwrap();
     let mut bad = Guarded::new(Shape::of(2));
-    let bad_key = pool.start(bad.setup(&device), id).unwrap();
+    let setup = bad.setup(&device);
+    let stats = Arc::clone(&setup.stats);
+    let bad_key = pool.start(setup, id).unwrap();
     watched(&pool, || {
         let call = Call::new(full()).unwrap();
         pool.edit(bad_key, move |q| q.set_call(Some(call))).unwrap();
@@ -123,6 +125,12 @@ fn full_eventfd_as_a_new_call_or_error_holds_nobody_up() {
         index.store(index.load(Relaxed).wrapping_add(1000), Relaxed);
         rustix::io::write(&bad.kick, &1u64.to_ne_bytes()).unwrap();
         is_served(&mut good);
+        // It may have its turn after that.
+        let start = Instant::now();
+        while !stats.is_broken() {
+            assert!(start.elapsed() < LOST);
+            std::thread::yield_now();
+        }
         assert!(pool.stop(bad_key).unwrap().broken().is_some());
     });
     pool.stop(good_key).unwrap();

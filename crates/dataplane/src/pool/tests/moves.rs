@@ -34,6 +34,12 @@ fn completion_follows_its_queue_over_a_thread_that_started_nothing() {
 
 #[test]
 fn thread_that_completions_come_by_ends_and_none_is_lost() {
+    let is_caught = (0..20).any(|_| thread_ends_with_completions_to_come());
+    assert!(is_caught, "too slow a machine for this test");
+}
+
+/// Whether they were still to come.
+fn thread_ends_with_completions_to_come() -> bool {
     let pool = Pool::default();
     let [a, b, c] = threads(&pool);
     let device = device(ssd("ref-4x250*100"), 1);
@@ -48,13 +54,14 @@ fn thread_that_completions_come_by_ends_and_none_is_lost() {
     pool.move_queue(key, c).unwrap();
     // On the way from a to c; it started nothing itself.
     pool.remove_thread(b).unwrap();
-    assert_eq!(stats.snapshot().in_flight, 4, "too slow a machine for this test");
+    let is_caught = stats.snapshot().in_flight == 4;
     // It has to wait for the four that it started.
     pool.remove_thread(a).unwrap();
     queue.drain();
     queue.run_requests(8);
     pool.stop(key).unwrap();
     pool.remove_thread(c).unwrap();
+    is_caught
 }
 
 /// Moves queues at random, as fast as it goes, until all have made their requests.

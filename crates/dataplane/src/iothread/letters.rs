@@ -1,0 +1,203 @@
+//! What an IOThread is told, and what it does then: queues that come, change and go.
+
+use std::sync::{Arc, mpsc};
+
+use rtvirtio_engine::{Completions, Token};
+use rtvirtio_qos::Running;
+use rtvirtio_units::CpuId;
+use rustix::io::Errno;
+
+use super::{IoThread, Served, get_mut, kick_data};
+use crate::mailbox::Sender;
+use crate::queue::{Queue, QueueKey, now};
+use crate::schedule::Schedule;
+
+/// Does something with a queue on the thread that has it.
+pub(crate) type Edit = Box<dyn FnOnce(&mut Queue) + Send>;
+
+/// What an IOThread is told.
+pub(crate) enum Letter {
+    /// Serve this queue. The answer says when its first turn began, ns.
+    Adopt { queue: Box<Queue>, done: mpsc::Sender<u64> },
+    /// Hand this queue to another thread, which answers; `left` says when it was let go.
+    Release { key: QueueKey, to: Sender<Letter>, left: mpsc::Sender<u64>, done: mpsc::Sender<u64> },
+    /// Fetch no more from this queue and give it back when nothing is in flight.
+    Stop { key: QueueKey, back: mpsc::Sender<Box<Queue>> },
+    /// Change something.
+    Edit { key: QueueKey, edit: Edit, done: mpsc::Sender<()> },
+    /// This queue has stopped: none of its results comes by any more.
+    Forget(QueueKey),
+    /// To whom do you forward?
+    Forwards(mpsc::Sender<Vec<(QueueKey, Sender<Letter>)>>),
+    /// Forward no more results to `past`, which is to end, but to where it forwards them.
+    Reroute {
+        past: Sender<Letter>,
+        to: Arc<Vec<(QueueKey, Sender<Letter>)>>,
+        done: mpsc::Sender<()>,
+    },
+    /// A request has ended at another thread. `here`: it was started by the thread that reads this.
+    Ended { token: Token, result: Ended, here: bool },
+    /// A request's time has come, by its device's schedule.
+    Granted { token: Token, running: Running },
+    /// A schedule has been changed: ask it again.
+    Rescheduled(Arc<Schedule>),
+    /// Run on these CPUs; all, if there are none. The answer is the error number of the attempt.
+    Pin { cpus: Vec<CpuId>, done: mpsc::Sender<Result<(), Errno>> },
+    /// End, once nothing is left.
+    End,
+}
+
+/// How a request ended: raw entries of the ring may be short.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Ended {
+    Raw(i32),
+    Result(Result<(), Errno>),
+}
+
+impl Completions for Sender<Letter> {
+    fn complete(&self, token: Token, result: Result<(), Errno>) {
+        // A thread ends only when nothing is in flight that it started.
+        let _ = self.post(Letter::Ended { token, result: Ended::Result(result), here: true });
+    }
+}
+
+/// A queue that this thread has let go.
+pub(super) struct Forward {
+    pub(super) to: Sender<Letter>,
+    /// Requests that were started here and have not ended.
+    pub(super) outstanding: u16,
+}
+
+impl IoThread {
+    pub(super) fn read_mail(&mut self) -> bool {
+        if !self.mail.has_rung() {
+            return false;
+        }
+        self.mail.answer();
+        while let Some(letter) = self.mail.take() {
+            self.read(letter);
+        }
+        true
+    }
+
+    fn read(&mut self, letter: Letter) {
+        match letter {
+            Letter::Adopt { queue, done } => {
+                self.adopt(queue);
+                let _ = done.send(now());
+            }
+            Letter::Release { key, to, left, done } => {
+                self.show(key);
+                let Some(mut queue) = self.let_go(key) else { return };
+                let _ = left.send(now());
+                let outstanding = std::mem::take(&mut queue.started_here);
+                self.forwards.insert(key, Forward { to: to.clone(), outstanding });
+                // A thread is not ended while a move to it is under way.
+                let _ = to.post(Letter::Adopt { queue, done });
+            }
+            Letter::Stop { key, back } => {
+                if let Some(entry) = get_mut(&mut self.served, key) {
+                    entry.stopping = Some(back);
+                }
+                self.wake(key);
+            }
+            Letter::Edit { key, edit, done } => {
+                self.submit_all();
+                if let Some(entry) = get_mut(&mut self.served, key) {
+                    edit(&mut entry.queue);
+                    entry.queue.look();
+                    // What was forbidden or out of reach may be possible now.
+                    entry.awake = false;
+                    let old = std::mem::take(&mut entry.registered);
+                    self.resources.remove(&self.ring, &entry.queue, old);
+                    entry.registered = self.resources.add(&self.ring, &entry.queue);
+                    self.awake.retain(|other| other != key);
+                    self.wake(key);
+                }
+                let _ = done.send(());
+            }
+            Letter::Forget(key) => drop(self.forwards.remove(&key)),
+            Letter::Forwards(answer) => {
+                let forwards = self.forwards.iter().map(|(&key, f)| (key, f.to.clone()));
+                let _ = answer.send(forwards.collect());
+            }
+            Letter::Reroute { past, to, done } => {
+                for (key, to) in to.iter() {
+                    if let Some(forward) = self.forwards.get_mut(key)
+                        && forward.to.is(&past)
+                    {
+                        forward.to = to.clone();
+                    }
+                }
+                let _ = done.send(());
+            }
+            Letter::Ended { token, result, here } => self.ended(token, result, here),
+            Letter::Granted { token, running } => self.grant(token, running, &mut now()),
+            Letter::Rescheduled(schedule) => {
+                let mut boards = self.boards.iter_mut().flatten();
+                if let Some(board) = boards.find(|board| board.is_of(&schedule)) {
+                    board.look();
+                }
+            }
+            Letter::Pin { cpus, done } => {
+                let _ = done.send(pin(&cpus));
+            }
+            Letter::End => self.ending = true,
+        }
+    }
+
+    fn adopt(&mut self, mut queue: Box<Queue>) {
+        let key = queue.key;
+        if let Some(forward) = self.forwards.remove(&key) {
+            queue.started_here = forward.outstanding;
+        }
+        let registered = self.resources.add(&self.ring, &queue);
+        let board = self.board(&queue);
+        self.stays = self.stays.wrapping_add(1);
+        let at = key.0 as usize;
+        if self.served.len() <= at {
+            self.served.resize_with(at + 1, || None);
+        }
+        self.served[at] = Some(Served {
+            polled: queue.kick().is_none(),
+            ends: 0,
+            queue,
+            registered,
+            board,
+            awake: false,
+            busy_at: now(),
+            work: 0,
+            stay: self.stays,
+            stopping: None,
+        });
+        self.listen_to_kick(key);
+        // Whatever was kicked while nobody listened is found by looking.
+        self.wake(key);
+    }
+
+    /// The queue is no longer this thread's.
+    pub(super) fn let_go(&mut self, key: QueueKey) -> Option<Box<Queue>> {
+        self.submit_all();
+        let entry = self.served.get_mut(key.0 as usize)?.take()?;
+        self.awake.retain(|other| other != key);
+        if entry.queue.kick().is_some() {
+            self.cancel(kick_data(key, entry.stay));
+        }
+        self.resources.remove(&self.ring, &entry.queue, entry.registered);
+        if let Some(at) = entry.board
+            && let Some(board) = &mut self.boards[at]
+        {
+            board.leave();
+        }
+        Some(entry.queue)
+    }
+}
+
+fn pin(cpus: &[CpuId]) -> Result<(), Errno> {
+    let mut set = rustix::thread::CpuSet::new();
+    if cpus.is_empty() {
+        (0..rustix::thread::CpuSet::MAX_CPU).for_each(|cpu| set.set(cpu));
+    }
+    cpus.iter().for_each(|cpu| set.set(cpu.get() as usize));
+    rustix::thread::sched_setaffinity(None, &set)
+}

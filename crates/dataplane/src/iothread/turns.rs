@@ -1,0 +1,383 @@
+//! Which queue has the next turn, and how much of it: deficit round robin.
+//!
+//! Terms. A *turn* is what one queue starts before the next one may: up to [`QUANTUM_REQUESTS`] and
+//! [`QUANTUM_BYTES`]. Requests differ in size and the last one is started whole, so a turn may be
+//! *overdrawn*; a queue that did so *owes*, and is passed over until the quanta that it would have had
+//! have paid for it. What it did not use is not saved up. A *round* gives each queue in the line one
+//! chance.
+//!
+//! Queues stand in a line. Whoever had its chance goes to the end of it, a queue that wakes up joins it
+//! there, owing nothing, and one that leaves makes a gap that closes: nobody is overtaken.
+//!
+//! Stuck guard. A queue that has been passed over [`STUCK`] times running with something pending is
+//! served whatever it owes, and the rest of that is forgotten: else one request of a gigabyte would
+//! keep its queue out for thousands of turns.
+//!
+//! The bound. Between two turns of a queue that has something pending, each other queue has at most
+//! one turn: 64 requests, or 256 KiB less a byte and one request. If the queue itself owes, at most
+//! 1 + [`STUCK`] turns. What only waits for nobody else is served at once, owing or not.
+//!
+//! Properties (tests of the same name): `nobody_is_starved`, `something_pending_is_always_served`,
+//! `overdraft_is_paid_back`.
+
+use std::collections::VecDeque;
+
+/// Requests of a turn.
+pub(crate) const QUANTUM_REQUESTS: u32 = 64;
+/// Bytes of a turn: what memory copies in a few tens of µs.
+pub(crate) const QUANTUM_BYTES: u32 = 256 << 10;
+/// How often running a queue that owes is passed over at most.
+const STUCK: u8 = 16;
+
+/// What is left of a turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Share {
+    /// Requests.
+    pub(crate) requests: u32,
+    /// Bytes; less than none if it is overdrawn.
+    pub(crate) bytes: i64,
+}
+
+impl Share {
+    /// Whether another request may be started.
+    pub(crate) const fn is_left(self) -> bool {
+        self.requests > 0 && self.bytes > 0
+    }
+}
+
+/// A queue in the line.
+#[derive(Debug, Clone, Copy)]
+struct Place<K> {
+    key: K,
+    /// Bytes that are left of its last turn; never more than none.
+    credit: i64,
+    /// How often running it has been passed over.
+    passed: u8,
+}
+
+/// The line of the queues that are looked at.
+#[derive(Debug)]
+pub(super) struct Turns<K> {
+    line: VecDeque<Place<K>>,
+}
+
+/// How far a round has come.
+#[derive(Debug)]
+pub(super) struct Round {
+    /// Queues that have yet to have their chance.
+    left: usize,
+    /// Whether somebody was served.
+    served: bool,
+    /// Whether somebody was passed over.
+    owing: bool,
+}
+
+impl<K: Copy + PartialEq> Turns<K> {
+    pub(super) const fn new() -> Self {
+        Self { line: VecDeque::new() }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.line.len()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.line.is_empty()
+    }
+
+    /// In the order of their next turns.
+    pub(super) fn keys(&self) -> impl Iterator<Item = K> {
+        self.line.iter().map(|place| place.key)
+    }
+
+    /// The queue at a place of the line, from 0.
+    pub(super) fn at(&self, place: usize) -> Option<K> {
+        self.line.get(place).map(|place| place.key)
+    }
+
+    /// A queue that is not in the line joins it.
+    pub(super) fn join(&mut self, key: K) {
+        self.line.push_back(Place { key, credit: 0, passed: 0 });
+    }
+
+    /// Queues leave unless `stays` says otherwise.
+    pub(super) fn retain(&mut self, mut stays: impl FnMut(K) -> bool) {
+        self.line.retain(|place| stays(place.key));
+    }
+
+    /// A chance for each queue that is in the line now.
+    pub(super) fn round(&self) -> Round {
+        Round { left: self.line.len(), served: false, owing: false }
+    }
+
+    /// Who is next in this round, of those with something pending; nobody: it is over. What is left
+    /// of the share when the turn ends is told to [`Self::settle`].
+    pub(super) fn next(
+        &mut self,
+        round: &mut Round,
+        mut is_pending: impl FnMut(K) -> bool,
+    ) -> Option<(K, Share)> {
+        loop {
+            if round.left == 0 {
+                if round.served || !std::mem::take(&mut round.owing) {
+                    return None;
+                }
+                // All that could be served owe: they pay until one does not. It cannot last: each is
+                // passed over so many times at most.
+                round.left = self.line.len();
+            }
+            round.left -= 1;
+            let mut place = self.line.pop_front()?;
+            let is_pending = is_pending(place.key);
+            let credit = place.credit + i64::from(QUANTUM_BYTES);
+            if is_pending && (credit > 0 || place.passed >= STUCK) {
+                self.line.push_back(Place { credit: 0, passed: 0, ..place });
+                round.served = true;
+                let bytes = if credit > 0 { credit } else { QUANTUM_BYTES.into() };
+                return Some((place.key, Share { requests: QUANTUM_REQUESTS, bytes }));
+            }
+            place.credit = credit.min(0);
+            place.passed = if is_pending { place.passed + 1 } else { 0 };
+            round.owing |= is_pending;
+            self.line.push_back(place);
+        }
+    }
+
+    /// What was left at the end of the last turn.
+    pub(super) fn settle(&mut self, left: Share) {
+        if let Some(place) = self.line.back_mut() {
+            place.credit = left.bytes.min(0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const KIB: u64 = 1 << 10;
+
+    /// One queue's driver: what it asks for, in bytes, over and over.
+    #[derive(Debug, Clone)]
+    struct Driver {
+        sizes: Vec<u64>,
+        next: usize,
+        is_pending: bool,
+        /// What others have had since its last turn, or since something is pending: turns, requests
+        /// and bytes.
+        others: BTreeMap<usize, [u64; 3]>,
+        /// Whether it owed anything then.
+        owed: bool,
+    }
+
+    /// An IOThread's line, without rings.
+    struct Rig {
+        turns: Turns<usize>,
+        drivers: Vec<Driver>,
+    }
+
+    impl Rig {
+        fn new(sizes: Vec<Vec<u64>>) -> Self {
+            let mut turns = Turns::new();
+            (0..sizes.len()).for_each(|key| turns.join(key));
+            let driver = |sizes| Driver {
+                sizes,
+                next: 0,
+                is_pending: true,
+                others: BTreeMap::new(),
+                owed: false,
+            };
+            Self { turns, drivers: sizes.into_iter().map(driver).collect() }
+        }
+
+        /// Counts from here what others have.
+        fn count_from_here(&mut self, key: usize) {
+            let owes = |place: &Place<usize>| place.key == key && place.credit < 0;
+            self.drivers[key].owed = self.turns.line.iter().any(owes);
+            self.drivers[key].others.clear();
+        }
+
+        /// The next turn of a round: who had it, and its requests and bytes.
+        fn turn(&mut self, round: &mut Round) -> Option<(usize, [u64; 2])> {
+            let drivers = &self.drivers;
+            let (key, mut share) = self.turns.next(round, |key| drivers[key].is_pending)?;
+            let driver = &mut self.drivers[key];
+            let mut had = [0; 2];
+            // As a queue does with its share.
+            while share.is_left() {
+                let bytes = driver.sizes[driver.next % driver.sizes.len()];
+                driver.next += 1;
+                share.requests -= 1;
+                share.bytes -= bytes as i64;
+                had = [had[0] + 1, had[1] + bytes];
+            }
+            self.turns.settle(share);
+            self.count_from_here(key);
+            let waiting: Vec<usize> =
+                self.turns.keys().filter(|&k| k != key && self.drivers[k].is_pending).collect();
+            for other in waiting {
+                let others = self.drivers[other].others.entry(key).or_default();
+                *others = [others[0] + 1, others[1] + had[0], others[2] + had[1]];
+            }
+            Some((key, had))
+        }
+    }
+
+    fn sizes(most_kib: u64) -> impl Strategy<Value = Vec<Vec<u64>>> {
+        let size = prop_oneof![Just(4 * KIB), (4..=most_kib).prop_map(|kib| kib * KIB)];
+        prop::collection::vec(prop::collection::vec(size, 1..4), 1..6)
+    }
+
+    #[derive(Debug, Clone, Copy)]
+    enum Step {
+        Turn,
+        /// A letter cuts the round short.
+        Cut,
+        /// Something is pending at the queue, or nothing any more.
+        Toggle(usize),
+        /// The queue leaves the line, or joins it.
+        Sleep(usize),
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let step = prop_oneof![
+            12 => Just(Step::Turn),
+            2 => Just(Step::Cut),
+            2 => (0_usize..6).prop_map(Step::Toggle),
+            1 => (0_usize..6).prop_map(Step::Sleep),
+        ];
+        prop::collection::vec(step, 1..400)
+    }
+
+    proptest! {
+        #[test]
+        fn nobody_is_starved(sizes in sizes(64 << 10), steps in steps()) {
+            let largest = *sizes.iter().flatten().max().unwrap();
+            let mut rig = Rig::new(sizes);
+            let mut round = rig.turns.round();
+            for step in steps {
+                match step {
+                    Step::Turn if rig.turn(&mut round).is_none() => round = rig.turns.round(),
+                    Step::Turn => {}
+                    Step::Cut => round = rig.turns.round(),
+                    Step::Toggle(key) if key < rig.drivers.len() => {
+                        rig.drivers[key].is_pending ^= true;
+                        rig.count_from_here(key);
+                    }
+                    Step::Sleep(key) if key < rig.drivers.len() => {
+                        if rig.turns.keys().any(|other| other == key) {
+                            rig.turns.retain(|other| other != key);
+                        } else {
+                            rig.turns.join(key);
+                        }
+                        rig.count_from_here(key);
+                        round = rig.turns.round();
+                    }
+                    Step::Toggle(_) | Step::Sleep(_) => {}
+                }
+                for driver in &rig.drivers {
+                    let most = if driver.owed { 17 } else { 1 };
+                    for &[turns, requests, bytes] in driver.others.values() {
+                        prop_assert!(turns <= most, "{turns}");
+                        // In each turn 64 requests, or 256 KiB less a byte and one request.
+                        prop_assert!(requests <= turns * 64, "{requests}");
+                        prop_assert!(bytes < turns * (256 * KIB + largest), "{bytes}");
+                    }
+                }
+            }
+        }
+
+        #[test]
+        fn queue_that_owes_nothing_is_never_passed_over(sizes in sizes(256), turns in 1_usize..200) {
+            // Four of 64 KiB, or any number of 4 KiB: no turn is overdrawn.
+            let sizes: Vec<_> = sizes.iter().map(|all| vec![all[0].next_power_of_two()]).collect();
+            let queues = sizes.len();
+            let mut rig = Rig::new(sizes);
+            let mut order = Vec::new();
+            while order.len() < turns {
+                let mut round = rig.turns.round();
+                while let Some((key, had)) = rig.turn(&mut round) {
+                    prop_assert!(had[1] <= 256 * KIB, "{had:?}");
+                    order.push(key);
+                }
+            }
+            prop_assert!(order.iter().enumerate().all(|(at, &key)| key == at % queues), "{order:?}");
+        }
+
+        #[test]
+        fn something_pending_is_always_served(sizes in sizes(64 << 10), steps in steps()) {
+            let mut rig = Rig::new(sizes);
+            for step in steps {
+                match step {
+                    Step::Toggle(key) | Step::Sleep(key) => {
+                        if let Some(driver) = rig.drivers.get_mut(key) {
+                            driver.is_pending ^= true;
+                        }
+                    }
+                    Step::Turn | Step::Cut => {}
+                }
+                let any = rig.drivers.iter().any(|driver| driver.is_pending);
+                let mut round = rig.turns.round();
+                prop_assert_eq!(rig.turn(&mut round).is_some(), any);
+            }
+        }
+
+        #[test]
+        fn overdraft_is_paid_back(sizes in sizes(4 << 10), rounds in 1_usize..300) {
+            // Of up to 16 quanta, all of it.
+            let largest = *sizes.iter().flatten().max().unwrap();
+            let mut rig = Rig::new(sizes);
+            let mut had = vec![0; rig.drivers.len()];
+            for _ in 0..rounds {
+                let mut round = rig.turns.round();
+                while let Some((key, [_, bytes])) = rig.turn(&mut round) {
+                    had[key] += bytes;
+                }
+            }
+            let (least, most) = (had.iter().min().unwrap(), had.iter().max().unwrap());
+            prop_assert!(most - least <= 256 * KIB + largest, "{had:?}");
+        }
+    }
+
+    #[test]
+    fn request_of_a_mebibyte_costs_four_turns() {
+        let mut rig = Rig::new(vec![vec![1024 * KIB], vec![4 * KIB]]);
+        let mut order = String::new();
+        for _ in 0..9 {
+            let mut round = rig.turns.round();
+            while let Some((key, had)) = rig.turn(&mut round) {
+                order.push(if key == 0 { 'L' } else { 's' });
+                assert_eq!(had, if key == 0 { [1, 1024 * KIB] } else { [64, 256 * KIB] });
+            }
+        }
+        assert_eq!(order, "LssssLssssLs");
+    }
+
+    #[test]
+    fn what_is_owed_beyond_the_guard_is_forgotten() {
+        let mut rig = Rig::new(vec![vec![1 << 30], vec![4 * KIB]]);
+        let mut order = String::new();
+        for _ in 0..35 {
+            let mut round = rig.turns.round();
+            while let Some((key, _)) = rig.turn(&mut round) {
+                order.push(if key == 0 { 'L' } else { 's' });
+            }
+        }
+        let sixteen = "s".repeat(16);
+        assert_eq!(order, format!("Ls{sixteen}Ls{sixteen}Ls"));
+    }
+
+    #[test]
+    fn queue_alone_does_not_wait_for_its_debt() {
+        let mut rig = Rig::new(vec![vec![1 << 30]]);
+        for _ in 0..3 {
+            let mut round = rig.turns.round();
+            assert_eq!(rig.turn(&mut round), Some((0, [1, 1 << 30])));
+            assert_eq!(rig.turn(&mut round), None);
+        }
+    }
+}

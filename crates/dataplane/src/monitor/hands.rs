@@ -1,0 +1,143 @@
+//! Carries decisions out, by what an operator could do too.
+
+use rtvirtio_iocores::{Action, QueueId, ThreadId};
+use rtvirtio_spec::control::{Outcome, PolicyAction, QueueName};
+use rtvirtio_units::{CpuId, IoThreadName};
+
+use super::sampler::Sampler;
+use crate::plane::iothreads::Core;
+
+/// Queues of a decision that are named in the log.
+const NAMED: usize = 64;
+
+/// What was done, what became of it, and why not all of it was.
+type Carried = (PolicyAction, Outcome, Option<String>);
+
+/// What carries decisions out.
+#[derive(Debug, Default)]
+pub(super) struct Hands {
+    /// The number in the name of the last IOThread that was added.
+    added: u64,
+}
+
+/// A decision in the terms of the control API.
+pub(super) fn describe(action: &Action, sampler: &Sampler) -> PolicyAction {
+    let named = |queues: &mut dyn Iterator<Item = QueueId>| -> Vec<QueueName> {
+        let name = |queue| {
+            let found = sampler.queue(queue)?;
+            Some(QueueName { device: found.device.clone(), queue: found.index })
+        };
+        queues.filter_map(name).take(NAMED).collect()
+    };
+    let described = match action {
+        Action::AddThread { cpu, queues } => Some(PolicyAction::AddIothread {
+            iothread: None,
+            cpu: *cpu,
+            queues: named(&mut queues.iter().copied()),
+            count: queues.len() as u32,
+        }),
+        Action::RemoveThread { thread, moves } => {
+            sampler.thread(*thread).map(|thread| PolicyAction::RemoveIothread {
+                iothread: thread.name.clone(),
+                queues: named(&mut moves.iter().map(|(queue, _)| *queue)),
+                count: moves.len() as u32,
+            })
+        }
+        Action::MoveQueue { queue, to } => {
+            sampler.queue(*queue).zip(sampler.thread(*to)).map(|(found, to)| {
+                let queue = QueueName { device: found.device.clone(), queue: found.index };
+                let from = found.iothread.clone();
+                PolicyAction::MoveQueue { queue, from, to: to.name.clone() }
+            })
+        }
+        Action::SetVcpuCpus { cpus } => Some(PolicyAction::SetVcpuCpus { cpus: cpus.clone() }),
+    };
+    described.unwrap_or(PolicyAction::Gone)
+}
+
+impl Hands {
+    /// Does what was decided, as far as it can be done.
+    pub(super) fn carry_out(&mut self, action: &Action, sampler: &Sampler, core: &Core) -> Carried {
+        let mut described = describe(action, sampler);
+        let done = match action {
+            Action::AddThread { cpu, queues } => {
+                self.add(*cpu, queues, sampler, core).map(|name| {
+                    if let PolicyAction::AddIothread { iothread, .. } = &mut described {
+                        *iothread = Some(name);
+                    }
+                })
+            }
+            Action::RemoveThread { thread, moves } => remove(*thread, moves, sampler, core),
+            Action::MoveQueue { queue, to } => move_queue(*queue, *to, sampler, core),
+            Action::SetVcpuCpus { .. } => {
+                Err("the data plane has no right to the vCPUs' CPU sets".to_owned())
+            }
+        };
+        match done {
+            Ok(()) => (described, Outcome::Done, None),
+            Err(error) => (described, Outcome::Failed, Some(super::short(error))),
+        }
+    }
+
+    fn add(
+        &mut self,
+        cpu: CpuId,
+        queues: &[QueueId],
+        sampler: &Sampler,
+        core: &Core,
+    ) -> Result<IoThreadName, String> {
+        let name = sampler.new_name(&mut self.added).ok_or("there is no name left")?;
+        core.add_iothread(sampler.new_thread(name.clone(), cpu)).map_err(|e| words(&e))?;
+        let mut failed = None;
+        for &queue in queues {
+            if let Err(error) = move_to(queue, &name, sampler, core) {
+                failed.get_or_insert(error);
+            }
+        }
+        failed.map_or(Ok(name), Err)
+    }
+}
+
+fn remove(
+    thread: ThreadId,
+    moves: &[(QueueId, ThreadId)],
+    sampler: &Sampler,
+    core: &Core,
+) -> Result<(), String> {
+    let found = sampler.thread(thread).ok_or("it is no longer there")?;
+    if found.locked {
+        return Err(format!("{} is locked", found.name));
+    }
+    for &(queue, to) in moves {
+        move_queue(queue, to, sampler, core)?;
+    }
+    core.remove_iothread(&found.name).map_err(|e| words(&e))
+}
+
+fn move_queue(queue: QueueId, to: ThreadId, sampler: &Sampler, core: &Core) -> Result<(), String> {
+    let to = sampler.thread(to).ok_or("there is no such IOThread any more")?;
+    if to.locked {
+        return Err(format!("{} is locked", to.name));
+    }
+    move_to(queue, &to.name, sampler, core)
+}
+
+fn move_to(
+    queue: QueueId,
+    to: &IoThreadName,
+    sampler: &Sampler,
+    core: &Core,
+) -> Result<(), String> {
+    let found = sampler.queue(queue).ok_or("there is no such queue any more")?;
+    let from = sampler.thread_by_name(&found.iothread);
+    if from.is_some_and(|from| from.locked) {
+        return Err(format!("{} is locked", found.iothread));
+    }
+    core.move_queue(&found.device, found.index, to).map(drop).map_err(|e| words(&e))
+}
+
+/// An error and its causes.
+fn words(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |&error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}

@@ -1,0 +1,254 @@
+//! What the kernel says of CPUs and threads, from `/proc`.
+//!
+//! Files are opened once and read again and again. What cannot be opened or read counts as nothing:
+//! a policy then knows less. Processes are front ends', so what they claim is bounded: so many threads
+//! are looked at, and so many of them are vCPUs.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+use rtvirtio_iocores::{Cpu, Vm, VmId};
+use rtvirtio_units::{CpuId, Nanos};
+use rustix::process::Pid;
+
+/// Threads of a process that are looked at.
+const MAX_TASKS: usize = 4096;
+/// vCPUs of a process.
+const MAX_VCPUS: usize = 512;
+/// Largest `/proc/stat` that is read: a host of 1,024 CPUs has some 80 bytes for each, and interrupts.
+const MAX_STAT: usize = 256 << 10;
+/// USER_HZ (`include/asm-generic/param.h`), ns.
+const TICK: u64 = 10_000_000;
+/// How often vCPUs are looked for again, in refreshes: one that is plugged in is seen after 10 s.
+const SEARCH: u32 = 100;
+
+/// Time of a thread, as the scheduler counts it (`Documentation/scheduler/sched-stats.rst`).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct OnCpu {
+    /// On a CPU.
+    pub(crate) ran: Nanos,
+    /// Ready, and waiting for one.
+    pub(crate) waited: Nanos,
+}
+
+/// A thread's `schedstat`.
+#[derive(Debug)]
+pub(crate) struct SchedStat(Option<File>);
+
+impl SchedStat {
+    /// Of a thread of this process.
+    pub(crate) fn of_thread(tid: i32) -> Self {
+        Self(File::open(format!("/proc/self/task/{tid}/schedstat")).ok())
+    }
+
+    /// Zero if the thread is gone or the kernel does not count.
+    pub(crate) fn read(&self) -> OnCpu {
+        let mut text = [0; 96];
+        let read = self.0.as_ref().and_then(|file| file.read_at(&mut text, 0).ok());
+        schedstat(&text[..read.unwrap_or(0)])
+    }
+}
+
+fn schedstat(text: &[u8]) -> OnCpu {
+    let text = str::from_utf8(text).unwrap_or_default();
+    let mut fields = text.split_ascii_whitespace().map(|ns| ns.parse().unwrap_or(0));
+    let mut next = || Nanos::new(fields.next().unwrap_or(0));
+    OnCpu { ran: next(), waited: next() }
+}
+
+/// A vCPU.
+#[derive(Debug)]
+struct Vcpu {
+    stat: SchedStat,
+    last: OnCpu,
+}
+
+/// A front end's process.
+#[derive(Debug)]
+struct Process {
+    vm: VmId,
+    vcpus: Vec<Vcpu>,
+    /// CPUs on which they may run.
+    cpus: Vec<CpuId>,
+}
+
+/// The host's CPUs and the VMs' vCPUs.
+#[derive(Debug, Default)]
+pub(super) struct Host {
+    stat: Option<File>,
+    buffer: Vec<u8>,
+    processes: BTreeMap<i32, Process>,
+    /// CPUs on which any of their vCPUs may run.
+    shared: BTreeSet<CpuId>,
+    /// What the vCPUs of a VM have had; of those that are gone too.
+    vms: BTreeMap<VmId, OnCpu>,
+    refreshes: u32,
+}
+
+impl Host {
+    /// Reads all of it; `peers` are front ends' processes with their VMs, ascending.
+    pub(super) fn refresh(
+        &mut self,
+        peers: &[(i32, VmId)],
+        cpus: &mut Vec<Cpu>,
+        vms: &mut Vec<Vm>,
+    ) {
+        let before = self.processes.len();
+        self.processes.retain(|pid, process| peers.binary_search(&(*pid, process.vm)).is_ok());
+        let mut changed = self.processes.len() < before;
+        for &(pid, vm) in peers {
+            self.processes.entry(pid).or_insert_with(|| {
+                changed = true;
+                Process::look(pid, vm)
+            });
+        }
+        self.vms.retain(|vm, _| peers.iter().any(|(_, of)| of == vm));
+        for process in self.processes.values_mut().filter(|process| !process.vcpus.is_empty()) {
+            let sum = self.vms.entry(process.vm).or_default();
+            for vcpu in &mut process.vcpus {
+                let (now, last) = (vcpu.stat.read(), vcpu.last);
+                sum.ran = sum.ran.saturating_add(now.ran.saturating_sub(last.ran));
+                sum.waited = sum.waited.saturating_add(now.waited.saturating_sub(last.waited));
+                if now != OnCpu::default() {
+                    vcpu.last = now;
+                }
+            }
+        }
+        self.refreshes = self.refreshes.wrapping_add(1);
+        if self.refreshes.is_multiple_of(SEARCH) {
+            // Right after their times were read.
+            self.processes = peers.iter().map(|&(pid, vm)| (pid, Process::look(pid, vm))).collect();
+            changed = true;
+        }
+        if changed {
+            let processes = self.processes.values();
+            self.shared = processes.flat_map(|process| &process.cpus).copied().collect();
+        }
+        vms.clear();
+        vms.extend(self.vms.iter().map(|(&id, of)| Vm { id, ran: of.ran, waited: of.waited }));
+        self.read_cpus(cpus);
+        for cpu in cpus.iter_mut() {
+            cpu.vcpus = self.shared.contains(&cpu.id);
+        }
+    }
+
+    fn read_cpus(&mut self, cpus: &mut Vec<Cpu>) {
+        if self.stat.is_none() {
+            self.stat = File::open("/proc/stat").ok();
+            self.buffer.resize(MAX_STAT, 0);
+        }
+        let read = self.stat.as_ref().and_then(|file| file.read_at(&mut self.buffer, 0).ok());
+        idle_times(&self.buffer[..read.unwrap_or(0)], cpus);
+    }
+}
+
+/// CPUs and how long each was idle, from the lines `cpuN user nice system idle iowait …` of
+/// `/proc/stat` (proc_stat(5)). A time that falls, as it may by a tick, stays what it was.
+fn idle_times(stat: &[u8], cpus: &mut Vec<Cpu>) {
+    let before = std::mem::take(cpus);
+    for line in stat.split(|&byte| byte == b'\n') {
+        let Ok(line) = str::from_utf8(line) else { break };
+        let Some(rest) = line.strip_prefix("cpu") else { break };
+        let mut fields = rest.split(' ');
+        let Some(id) = fields.next().and_then(|id| id.parse().ok()).map(CpuId::new) else {
+            continue;
+        };
+        let ticks: u64 = fields.skip(3).take(2).filter_map(|n| n.parse::<u64>().ok()).sum();
+        let idle = Nanos::new(ticks.saturating_mul(TICK));
+        let last = before.binary_search_by_key(&id, |cpu| cpu.id);
+        let last = last.map_or(Nanos::ZERO, |at| before[at].idle);
+        cpus.push(Cpu { id, idle: idle.max(last), vcpus: false });
+    }
+    cpus.sort_unstable_by_key(|cpu| cpu.id);
+}
+
+impl Process {
+    /// The vCPUs of a process, by their threads' names.
+    fn look(pid: i32, vm: VmId) -> Self {
+        let tasks = PathBuf::from(format!("/proc/{pid}/task"));
+        let mut process = Self { vm, vcpus: Vec::new(), cpus: Vec::new() };
+        let Ok(entries) = std::fs::read_dir(tasks) else { return process };
+        let of_vcpus = entries.take(MAX_TASKS).flatten().filter(|entry| {
+            std::fs::read_to_string(entry.path().join("comm")).is_ok_and(|name| is_vcpu(&name))
+        });
+        for entry in of_vcpus.take(MAX_VCPUS) {
+            let stat = SchedStat(File::open(entry.path().join("schedstat")).ok());
+            let last = stat.read();
+            process.vcpus.push(Vcpu { stat, last });
+            let tid = entry.file_name().to_str().and_then(|tid| tid.parse().ok());
+            let tid = tid.and_then(Pid::from_raw);
+            if let Some(Ok(set)) = tid.map(|tid| rustix::thread::sched_getaffinity(Some(tid))) {
+                let all = 0..rustix::thread::CpuSet::MAX_CPU;
+                let allowed = all.filter(|&cpu| set.is_set(cpu));
+                process.cpus.extend(allowed.map(|cpu| CpuId::new(cpu as u32)));
+            }
+        }
+        process.cpus.sort_unstable();
+        process.cpus.dedup();
+        process
+    }
+}
+
+/// Whether a thread is a vCPU: `CPU 0/KVM` (QEMU), `vcpu0` (Cloud Hypervisor), `fc_vcpu 0`
+/// (Firecracker).
+fn is_vcpu(name: &str) -> bool {
+    let of_qemu = |rest: &str| rest.contains("/KVM") || rest.contains("/TCG");
+    name.strip_prefix("CPU ").is_some_and(of_qemu)
+        || name.starts_with("vcpu")
+        || name.starts_with("fc_vcpu")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn schedstat_is_two_times_and_a_count() {
+        let of = |ran, waited| OnCpu { ran: Nanos::new(ran), waited: Nanos::new(waited) };
+        assert_eq!(schedstat(b"1234 567 8\n"), of(1234, 567));
+        assert_eq!(schedstat(b""), of(0, 0));
+        assert_eq!(schedstat(b"x -1 \xff"), of(0, 0));
+    }
+
+    #[test]
+    fn idle_is_the_fourth_and_fifth_number_of_a_cpu_and_never_falls() {
+        let cpu = |id, ms| Cpu { id: CpuId::new(id), idle: Nanos::from_millis(ms), vcpus: false };
+        let mut cpus = Vec::new();
+        let stat = b"cpu  9 9 9 99 9\ncpu0 1 2 3 40 5 6\ncpu2 1 1 1 7 0 0\nintr 5 5 5 5 5\ncpu9 1";
+        idle_times(stat, &mut cpus);
+        assert_eq!(cpus, [cpu(0, 450), cpu(2, 70)]);
+        idle_times(b"cpu2 1 1 1 6 0\ncpu0 1 2 3 41 5\n", &mut cpus);
+        assert_eq!(cpus, [cpu(0, 460), cpu(2, 70)]);
+    }
+
+    #[test]
+    fn vcpus_are_known_by_name() {
+        for name in ["CPU 0/KVM\n", "CPU 12/TCG\n", "vcpu3\n", "fc_vcpu 0\n"] {
+            assert!(is_vcpu(name), "{name}");
+        }
+        for name in ["qemu-system-x86\n", "IO mon_iothread\n", "CPU\n", "worker\n"] {
+            assert!(!is_vcpu(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn vcpu_threads_of_a_process_are_summed_for_its_vm() {
+        let (stop, stopped) = std::sync::mpsc::channel::<()>();
+        let vcpu = std::thread::Builder::new().name("vcpu0".to_owned());
+        let vcpu = vcpu.spawn(move || stopped.recv()).unwrap();
+        let mut host = Host::default();
+        let (mut cpus, mut vms) = (Vec::new(), Vec::new());
+        let pid = rustix::process::getpid().as_raw_nonzero().get();
+        host.refresh(&[(pid, VmId(3)), (pid, VmId(3))], &mut cpus, &mut vms);
+        // The thread may not have its name yet.
+        let ids: Vec<VmId> = vms.iter().map(|vm| vm.id).collect();
+        assert!(ids.is_empty() || ids == [VmId(3)], "{ids:?}");
+        assert!(!cpus.is_empty());
+        host.refresh(&[], &mut cpus, &mut vms);
+        assert!(vms.is_empty() && cpus.iter().all(|cpu| !cpu.vcpus));
+        drop(stop);
+        let _ = vcpu.join();
+    }
+}

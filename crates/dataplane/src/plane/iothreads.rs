@@ -1,0 +1,351 @@
+//! What IOThreads there are and which queue goes where: the part of the data plane that a policy may
+//! change.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::atomic::{
+    AtomicU64,
+    Ordering::{Acquire, Relaxed, Release},
+};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use rtvirtio_engine::file::Lock;
+use rtvirtio_spec::control::Event;
+use rtvirtio_spec::mapping::Mapping;
+use rtvirtio_spec::serve::{self, IoThread, MAX_IOTHREADS};
+use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
+use tokio::sync::broadcast;
+
+use super::host::Host;
+use super::registry::refused;
+use super::{EVENTS_KEPT, PlaneError};
+use crate::iothread::{IoThreadStats, Polling};
+use crate::pool::{MoveError, Pool, PoolError, ThreadId};
+use crate::schedule::Schedule;
+use crate::server::SocketId;
+use crate::stats::QueueStats;
+
+/// What the registry, and the monitor beside it, work on.
+pub(crate) struct Core {
+    state: Mutex<State>,
+    /// Held by whoever adds or ends an IOThread or moves a queue: the operator, or a policy.
+    changing: Mutex<()>,
+    /// Rises when something in the state changes that [`Core::look`] shows.
+    version: AtomicU64,
+    pub(super) events: broadcast::Sender<Event>,
+    pub(super) pool: Arc<Pool>,
+    /// Queues that have gone to another IOThread.
+    moves: AtomicU64,
+}
+
+/// An IOThread, for who watches it.
+pub(crate) struct WatchedThread {
+    pub(crate) id: ThreadId,
+    pub(crate) name: IoThreadName,
+    pub(crate) config: IoThread,
+    pub(crate) locked: bool,
+    pub(crate) tid: i32,
+    pub(crate) stats: Arc<IoThreadStats>,
+}
+
+/// A virtqueue, likewise, whether it runs or not.
+pub(crate) struct WatchedQueue {
+    pub(crate) id: u32,
+    pub(crate) device: DiskName,
+    pub(crate) index: u16,
+    pub(crate) vm: u32,
+    pub(crate) iothread: IoThreadName,
+    pub(crate) thread: ThreadId,
+    pub(crate) stats: Arc<QueueStats>,
+}
+
+/// Whose front end is which process.
+pub(crate) struct WatchedVm {
+    pub(crate) id: u32,
+    pub(crate) device: Weak<Host>,
+}
+
+/// What there is at one time.
+#[derive(Default)]
+pub(crate) struct Watched {
+    /// By id.
+    pub(crate) threads: Vec<WatchedThread>,
+    /// By id.
+    pub(crate) queues: Vec<WatchedQueue>,
+    /// One for each device.
+    pub(crate) vms: Vec<WatchedVm>,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    /// Numbers of queues and VMs that have been given.
+    queue_ids: u32,
+    vm_ids: u32,
+    pub(super) iothreads: BTreeMap<IoThreadName, Thread>,
+    pub(super) schedules: BTreeMap<Name, Arc<Schedule>>,
+    pub(super) devices: BTreeMap<DiskName, Served>,
+}
+
+pub(super) struct Thread {
+    pub(super) id: ThreadId,
+    pub(super) config: IoThread,
+    pub(super) locked: bool,
+}
+
+pub(super) struct Served {
+    pub(super) host: Arc<Host>,
+    pub(super) vm: VmName,
+    pub(super) ids: Ids,
+    pub(super) socket: Option<PathBuf>,
+    pub(super) socket_id: SocketId,
+    pub(super) mapping: Mapping,
+    pub(super) qos: Option<serve::Qos>,
+    /// Held as long as the device is there, if that is when its image is locked.
+    pub(super) _lock: Option<Lock>,
+}
+
+/// A device's numbers, which no other one ever has.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ids {
+    pub(super) vm: u32,
+    /// Of queue 0; the others follow.
+    pub(super) queue: u32,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What was begun under it is whole, or the next look shows what is not.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Core {
+    pub(super) fn new() -> Self {
+        Self {
+            state: Mutex::default(),
+            changing: Mutex::default(),
+            version: AtomicU64::new(1),
+            events: broadcast::Sender::new(EVENTS_KEPT),
+            pool: Arc::new(Pool::default()),
+            moves: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    pub(crate) fn tell(&self, event: Event) {
+        // Nobody may be listening.
+        let _ = self.events.send(event);
+    }
+
+    /// Says that [`Self::look`] shows something else.
+    pub(super) fn touch(&self) {
+        self.version.fetch_add(1, Release);
+    }
+
+    /// Rises when [`Self::look`] shows something else.
+    pub(crate) fn version(&self) -> u64 {
+        self.version.load(Acquire)
+    }
+
+    /// What there is.
+    pub(crate) fn look(&self) -> Watched {
+        let state = self.state();
+        let thread = |(name, thread): (&IoThreadName, &Thread)| {
+            let (stats, tid) = self.pool.thread(thread.id)?;
+            Some(WatchedThread {
+                id: thread.id,
+                name: name.clone(),
+                config: thread.config.clone(),
+                locked: thread.locked,
+                tid,
+                stats,
+            })
+        };
+        let mut threads: Vec<_> = state.iothreads.iter().filter_map(thread).collect();
+        threads.sort_unstable_by_key(|thread| thread.id);
+        let iothreads = &state.iothreads;
+        let queues = state.devices.iter().flat_map(|(name, served)| {
+            let by_queue = served.mapping.by_queue().iter().zip(&served.host.stats);
+            (0..).zip(by_queue).filter_map(move |(index, (iothread, stats))| {
+                Some(WatchedQueue {
+                    id: served.ids.queue + u32::from(index),
+                    device: name.clone(),
+                    index,
+                    vm: served.ids.vm,
+                    iothread: iothread.clone(),
+                    // A mapping names IOThreads that there are.
+                    thread: iothreads.get(iothread)?.id,
+                    stats: Arc::clone(stats),
+                })
+            })
+        });
+        let mut queues: Vec<_> = queues.collect();
+        queues.sort_unstable_by_key(|queue| queue.id);
+        let vm =
+            |served: &Served| WatchedVm { id: served.ids.vm, device: Arc::downgrade(&served.host) };
+        Watched { threads, queues, vms: state.devices.values().map(vm).collect() }
+    }
+
+    /// Queues that have gone to another IOThread.
+    pub(super) fn moves(&self) -> u64 {
+        self.moves.load(Relaxed)
+    }
+
+    pub(crate) fn add_iothread(&self, iothread: IoThread) -> Result<(), PlaneError> {
+        let _changing = lock(&self.changing);
+        let mut state = self.state();
+        if state.iothreads.contains_key(&iothread.name) {
+            return Err(PlaneError::IoThreadExists(iothread.name));
+        }
+        if state.iothreads.len() >= MAX_IOTHREADS {
+            return Err(PlaneError::TooMany { what: "iothreads", limit: MAX_IOTHREADS });
+        }
+        let name = iothread.name.clone();
+        let what = format!("cannot start iothread {name}");
+        let id = self
+            .pool
+            .add_thread(name.as_str(), polling(&iothread))
+            .map_err(|error| refused(what.clone(), error))?;
+        if !iothread.cpus.is_empty()
+            && let Err(error) = self.pool.pin_thread(id, &iothread.cpus)
+        {
+            let _ = self.pool.remove_thread(id);
+            return Err(refused(what, error));
+        }
+        state.iothreads.insert(name.clone(), Thread { id, config: iothread, locked: false });
+        drop(state);
+        self.touch();
+        self.tell(Event::IothreadAdded { iothread: name });
+        Ok(())
+    }
+
+    pub(crate) fn remove_iothread(&self, iothread: &IoThreadName) -> Result<(), PlaneError> {
+        let _changing = lock(&self.changing);
+        let thread = {
+            let mut state = self.state();
+            let queues = state.queues_of(iothread);
+            if queues > 0 {
+                return Err(PlaneError::IoThreadInUse { iothread: iothread.clone(), queues });
+            }
+            let removed = state.iothreads.remove(iothread);
+            removed.ok_or_else(|| PlaneError::NoIoThread(iothread.clone()))?
+        };
+        self.touch();
+        // It waits for what was started there and has not ended, so not under the state's lock.
+        if let Err(error) = self.pool.remove_thread(thread.id) {
+            self.state().iothreads.insert(iothread.clone(), thread);
+            self.touch();
+            return Err(match error {
+                // Queues that have not yet left: rare, and they are on their way.
+                PoolError::InUse { queues } => {
+                    let queues = u32::try_from(queues).unwrap_or(u32::MAX);
+                    PlaneError::IoThreadInUse { iothread: iothread.clone(), queues }
+                }
+                error => refused(format!("cannot end iothread {iothread}"), error),
+            });
+        }
+        self.tell(Event::IothreadRemoved { iothread: iothread.clone() });
+        Ok(())
+    }
+
+    pub(crate) fn pin_iothread(
+        &self,
+        iothread: &IoThreadName,
+        cpus: &[CpuId],
+    ) -> Result<(), PlaneError> {
+        let mut state = self.state();
+        let thread = state.iothread(iothread)?;
+        self.pool
+            .pin_thread(thread.id, cpus)
+            .map_err(|error| refused(format!("cannot pin iothread {iothread}"), error))?;
+        thread.config.cpus = cpus.to_vec();
+        drop(state);
+        self.touch();
+        Ok(())
+    }
+
+    pub(crate) fn lock_iothread(
+        &self,
+        iothread: &IoThreadName,
+        locked: bool,
+    ) -> Result<(), PlaneError> {
+        self.state().iothread(iothread)?.locked = locked;
+        self.touch();
+        Ok(())
+    }
+
+    pub(crate) fn move_queue(
+        &self,
+        device: &DiskName,
+        queue: u16,
+        to: &IoThreadName,
+    ) -> Result<Nanos, PlaneError> {
+        let _changing = lock(&self.changing);
+        let (host, thread, from) = {
+            let mut state = self.state();
+            let thread = state.iothread(to)?.id;
+            let served =
+                state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            let queues = served.mapping.queues();
+            let from = served
+                .mapping
+                .iothread(queue)
+                .cloned()
+                .ok_or_else(|| PlaneError::NoQueue { device: device.clone(), queues, queue })?;
+            (Arc::clone(&served.host), thread, from)
+        };
+        let pause = host.assign(queue, thread).map_err(|error| match error {
+            MoveError::Busy => PlaneError::QueueBusy { device: device.clone(), queue },
+            MoveError::Pool(error) => {
+                refused(format!("cannot move queue {queue} of {device}"), error)
+            }
+        })?;
+        let pause_ns = Nanos::new(pause);
+        if let Some(served) = self.state().devices.get_mut(device) {
+            served.mapping.assign(queue, to.clone())?;
+        }
+        if from != *to {
+            let device = device.clone();
+            self.moves.fetch_add(1, Relaxed);
+            self.touch();
+            self.tell(Event::QueueMoved { device, queue, from, to: to.clone(), pause_ns });
+        }
+        Ok(pause_ns)
+    }
+}
+
+impl State {
+    /// Numbers for a device that is added.
+    pub(super) fn ids(&mut self, vm: &VmName, queues: u16) -> Ids {
+        let others = self.devices.values().find(|served| served.vm == *vm);
+        let vm = others.map(|served| served.ids.vm).unwrap_or_else(|| {
+            self.vm_ids += 1;
+            self.vm_ids
+        });
+        let queue = self.queue_ids;
+        self.queue_ids += u32::from(queues);
+        Ids { vm, queue }
+    }
+
+    pub(super) fn iothread(&mut self, name: &IoThreadName) -> Result<&mut Thread, PlaneError> {
+        self.iothreads.get_mut(name).ok_or_else(|| PlaneError::NoIoThread(name.clone()))
+    }
+
+    pub(super) fn host(&self, device: &DiskName) -> Result<Arc<Host>, PlaneError> {
+        let served = self.devices.get(device);
+        served.map(|s| Arc::clone(&s.host)).ok_or_else(|| PlaneError::NoDevice(device.clone()))
+    }
+
+    /// Queues that are mapped to an IOThread, whether they run or not.
+    pub(super) fn queues_of(&self, iothread: &IoThreadName) -> u32 {
+        let queues = self.devices.values().flat_map(|device| device.mapping.by_queue());
+        queues.filter(|name| *name == iothread).count() as u32
+    }
+}
+
+fn polling(iothread: &IoThread) -> Polling {
+    let serve::Polling { max, grow, shrink } = iothread.polling;
+    Polling { max: Duration::from(max), grow, shrink }
+}
