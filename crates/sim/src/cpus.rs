@@ -1,0 +1,684 @@
+//! Host CPUs: threads that are ready share them.
+//!
+//! Algorithm: each CPU has its threads' virtual run times, all of one weight. It runs the one with the
+//! earliest deadline among those that have had no more than the mean, for a slice; a thread that wakes up
+//! takes the CPU at once from one that has had more than the mean. A thread keeps what it has not had
+//! while it sleeps, up to a slice, and pays for what it has had too much. That is Linux's EEVDF
+//! (kernel/sched/fair.c, since 6.12) as far as threads of one weight notice it. Where another thread ran
+//! last, a thread first needs the time of a switch. A thread that wakes up goes
+//! to its last CPU if that is idle, to any idle one, or else to its last; a CPU that becomes idle takes a
+//! waiting thread from the longest queue; every now and then the longest gives one to the shortest.
+//!
+//! Left out: ticks (a slice ends to the ns), groups and their limits, caches and hyperthreads, the
+//! times that the kernel waits before it moves a thread that has just run, interrupts, and what a switch
+//! costs a thread that only computes.
+//!
+//! Properties (tests of the same name): `two_that_never_sleep_share_a_cpu_half_and_half`,
+//! `thread_that_has_had_less_takes_the_cpu_at_once`, `idle_cpu_takes_what_waits_elsewhere`,
+//! `three_on_two_cpus_have_two_thirds_each`, `times_of_a_cpu_add_up`.
+
+use crate::events::{Event, Events};
+
+/// A burst without end.
+pub(crate) const ENDLESS: u64 = u64::MAX;
+/// After so many balances a difference of one thread is evened out, as about every 60 ms in Linux.
+const EVEN_OUT: u32 = 6;
+
+/// Whose a thread is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Who {
+    /// An IOThread's place.
+    Io(u32),
+    /// A queue's place: its client.
+    Client(u32),
+    /// A compute thread's place.
+    Burner(u32),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Asleep,
+    Ready,
+    Running,
+}
+
+#[derive(Debug)]
+struct Thread {
+    who: Who,
+    allowed: u128,
+    cpu: u8,
+    state: State,
+    /// Virtual run time by its CPU's clock.
+    virtual_time: i64,
+    deadline: i64,
+    /// What it had not had when it fell asleep; negative: had too much.
+    lag: i64,
+    /// CPU time left of its burst.
+    left: u64,
+    ran: u64,
+    waited: u64,
+    /// When it became ready.
+    since: u64,
+    /// When it was moved to even out queues.
+    moved: u64,
+}
+
+#[derive(Debug, Default)]
+struct Cpu {
+    current: Option<u32>,
+    ready: Vec<u32>,
+    /// Until when the current thread's time is counted; of an idle CPU, since when it is.
+    counted: u64,
+    /// The event that counts.
+    stamp: u32,
+    idle: u64,
+    /// Mean virtual time when it was last not idle.
+    virtual_time: i64,
+    /// Ready threads that may run elsewhere.
+    movable: u32,
+    /// Who ran last.
+    last: Option<u32>,
+    /// A thread that has woken up is to run as soon as the current one says how it goes on.
+    preempt: bool,
+}
+
+/// All CPUs and threads.
+#[derive(Debug)]
+pub(crate) struct Cpus {
+    cpus: Vec<Cpu>,
+    threads: Vec<Thread>,
+    idle: u128,
+    /// Those where a thread waits that may run elsewhere.
+    loaded: u128,
+    slice: i64,
+    /// What a thread needs to go on where another one ran.
+    switch: u64,
+    balances: u32,
+}
+
+const fn bit(cpu: usize) -> u128 {
+    1 << cpu
+}
+
+impl Cpus {
+    pub(crate) fn new(cpus: u16, slice: u64, switch: u64) -> Self {
+        let cpus: Vec<Cpu> = (0..cpus).map(|_| Cpu::default()).collect();
+        let idle = (0..cpus.len()).fold(0, |mask, cpu| mask | bit(cpu));
+        let slice = slice as i64;
+        Self { cpus, threads: Vec::new(), idle, loaded: 0, slice, switch, balances: 0 }
+    }
+
+    /// A thread that sleeps; `allowed` holds at least one CPU that there is.
+    pub(crate) fn spawn(&mut self, who: Who, allowed: u128) -> u32 {
+        self.threads.push(Thread {
+            who,
+            allowed,
+            cpu: allowed.trailing_zeros() as u8,
+            state: State::Asleep,
+            virtual_time: 0,
+            deadline: 0,
+            lag: 0,
+            left: 0,
+            ran: 0,
+            waited: 0,
+            since: 0,
+            moved: 0,
+        });
+        self.threads.len() as u32 - 1
+    }
+
+    pub(crate) fn who(&self, thread: u32) -> Who {
+        self.threads[thread as usize].who
+    }
+
+    pub(crate) fn is_asleep(&self, thread: u32) -> bool {
+        self.threads[thread as usize].state == State::Asleep
+    }
+
+    /// On a CPU, and ready without one, ns so far.
+    pub(crate) fn times(&self, thread: u32, now: u64) -> (u64, u64) {
+        let t = &self.threads[thread as usize];
+        match t.state {
+            State::Asleep => (t.ran, t.waited),
+            State::Ready => (t.ran, t.waited + (now - t.since)),
+            State::Running => (t.ran + (now - self.cpus[t.cpu as usize].counted), t.waited),
+        }
+    }
+
+    /// How long a CPU has been idle.
+    pub(crate) fn idle(&self, cpu: usize, now: u64) -> u64 {
+        let c = &self.cpus[cpu];
+        c.idle + if c.current.is_none() { now - c.counted } else { 0 }
+    }
+
+    /// A thread that sleeps has a burst to run.
+    pub(crate) fn wake(&mut self, thread: u32, burst: u64, events: &mut Events) {
+        let cpu = self.cpu_for(thread);
+        let t = &mut self.threads[thread as usize];
+        debug_assert_eq!(t.state, State::Asleep);
+        t.left = burst;
+        self.place(thread, cpu, events);
+    }
+
+    /// Where a thread that wakes up goes.
+    fn cpu_for(&self, thread: u32) -> usize {
+        let t = &self.threads[thread as usize];
+        let last = t.cpu as usize;
+        let idle = self.idle & t.allowed;
+        if idle & bit(last) != 0 {
+            last
+        } else if idle != 0 {
+            // The next one, so that not all meet at the first.
+            let above = idle & !(bit(last) - 1);
+            (if above != 0 { above } else { idle }).trailing_zeros() as usize
+        } else if t.allowed & bit(last) != 0 {
+            last
+        } else {
+            self.shortest(t.allowed)
+        }
+    }
+
+    /// The CPU among these with the fewest threads.
+    fn shortest(&self, mut among: u128) -> usize {
+        let mut best = (usize::MAX, among.trailing_zeros() as usize);
+        while among != 0 {
+            let cpu = among.trailing_zeros() as usize;
+            among &= among - 1;
+            best = best.min((self.length(cpu), cpu));
+        }
+        best.1
+    }
+
+    fn length(&self, cpu: usize) -> usize {
+        self.cpus[cpu].ready.len() + usize::from(self.cpus[cpu].current.is_some())
+    }
+
+    /// Sum of virtual times and number of those that run or wait there.
+    fn sum(&self, cpu: usize) -> (i64, i64) {
+        let c = &self.cpus[cpu];
+        let all = c.ready.iter().chain(&c.current);
+        all.fold((0, 0), |(sum, n), &t| (sum + self.threads[t as usize].virtual_time, n + 1))
+    }
+
+    /// Counts the current thread's time.
+    fn count(&mut self, cpu: usize, now: u64) {
+        let c = &mut self.cpus[cpu];
+        if let Some(current) = c.current {
+            let ran = now - c.counted;
+            c.counted = now;
+            let t = &mut self.threads[current as usize];
+            t.virtual_time += ran as i64;
+            t.ran += ran;
+            if t.left != ENDLESS {
+                t.left = t.left.saturating_sub(ran);
+            }
+        }
+    }
+
+    /// Puts a thread that is on no CPU on one.
+    fn place(&mut self, thread: u32, cpu: usize, events: &mut Events) {
+        let now = events.now;
+        self.count(cpu, now);
+        let (sum, n) = self.sum(cpu);
+        let mean = if n == 0 { self.cpus[cpu].virtual_time } else { sum / n };
+        let slice = self.slice;
+        let t = &mut self.threads[thread as usize];
+        t.virtual_time = if t.lag < 0 && t.cpu as usize == cpu {
+            t.virtual_time.max(mean)
+        } else {
+            // The mean comes nearer by its own coming.
+            mean - t.lag.max(0) * (n + 1) / n.max(1)
+        };
+        t.deadline = t.virtual_time + slice;
+        t.cpu = cpu as u8;
+        let is_movable = t.allowed & (t.allowed - 1) != 0;
+        let c = &mut self.cpus[cpu];
+        let Some(current) = c.current else {
+            c.idle += now - c.counted;
+            c.counted = now;
+            c.current = Some(thread);
+            self.idle &= !bit(cpu);
+            t.state = State::Running;
+            self.switch(cpu, thread);
+            return self.arm(cpu, events);
+        };
+        t.state = State::Ready;
+        t.since = now;
+        let was_alone = c.ready.is_empty();
+        c.ready.push(thread);
+        c.movable += u32::from(is_movable);
+        if c.movable > 0 {
+            self.loaded |= bit(cpu);
+        }
+        let (sum, n) = self.sum(cpu);
+        let now_running = &self.threads[current as usize];
+        let preempts = now_running.virtual_time * n > sum;
+        if now_running.left == 0 {
+            self.cpus[cpu].preempt |= preempts;
+        } else if preempts {
+            self.choose(cpu, events);
+        } else if was_alone {
+            self.arm(cpu, events);
+        }
+    }
+
+    /// Takes a thread that waits off its CPU's queue.
+    fn take(&mut self, cpu: usize, thread: u32) {
+        let is_movable = {
+            let t = &self.threads[thread as usize];
+            t.allowed & (t.allowed - 1) != 0
+        };
+        let c = &mut self.cpus[cpu];
+        if let Some(at) = c.ready.iter().position(|&other| other == thread) {
+            c.ready.swap_remove(at);
+            c.movable -= u32::from(is_movable);
+        }
+        if c.movable == 0 {
+            self.loaded &= !bit(cpu);
+        }
+    }
+
+    /// What a thread has not had, by the mean of its CPU, within a slice.
+    fn lag(&self, cpu: usize, thread: u32) -> i64 {
+        let (sum, n) = self.sum(cpu);
+        let lag = sum / n.max(1) - self.threads[thread as usize].virtual_time;
+        lag.clamp(-self.slice, self.slice)
+    }
+
+    /// Runs the thread whose turn it is.
+    fn choose(&mut self, cpu: usize, events: &mut Events) {
+        let now = events.now;
+        self.cpus[cpu].preempt = false;
+        let (sum, n) = self.sum(cpu);
+        let c = &self.cpus[cpu];
+        let entitled = c.ready.iter().chain(&c.current).copied().filter(|&t| {
+            let t = &self.threads[t as usize];
+            t.virtual_time * n <= sum
+        });
+        let best = entitled.min_by_key(|&t| (self.threads[t as usize].deadline, t));
+        let Some(best) = best.or(c.current) else { return };
+        if c.current != Some(best) {
+            self.take(cpu, best);
+            let t = &mut self.threads[best as usize];
+            t.waited += now - t.since;
+            t.state = State::Running;
+            let c = &mut self.cpus[cpu];
+            c.counted = now;
+            if let Some(old) = c.current.replace(best) {
+                let t = &mut self.threads[old as usize];
+                t.state = State::Ready;
+                t.since = now;
+                c.ready.push(old);
+                c.movable += u32::from(t.allowed & (t.allowed - 1) != 0);
+                if c.movable > 0 {
+                    self.loaded |= bit(cpu);
+                }
+            }
+            self.switch(cpu, best);
+        }
+        self.arm(cpu, events);
+    }
+
+    /// A thread gets the CPU.
+    fn switch(&mut self, cpu: usize, thread: u32) {
+        let t = &mut self.threads[thread as usize];
+        if self.cpus[cpu].last.replace(thread) != Some(thread) && t.left != ENDLESS {
+            t.left += self.switch;
+        }
+    }
+
+    /// Has the CPU's next event come.
+    fn arm(&mut self, cpu: usize, events: &mut Events) {
+        let c = &mut self.cpus[cpu];
+        c.stamp = c.stamp.wrapping_add(1);
+        let Some(current) = c.current else { return };
+        let t = &self.threads[current as usize];
+        let mut ns = t.left;
+        if !c.ready.is_empty() {
+            ns = ns.min((t.deadline - t.virtual_time).max(1) as u64);
+        }
+        if ns != ENDLESS {
+            events.after(ns, Event::Cpu { cpu: cpu as u8, stamp: c.stamp });
+        }
+    }
+
+    /// A CPU's event: the thread whose burst has ended, which goes on ([`Self::burst`]) or sleeps
+    /// ([`Self::sleep`]) at once.
+    pub(crate) fn ends(&mut self, cpu: u8, stamp: u32, events: &mut Events) -> Option<u32> {
+        let cpu = cpu as usize;
+        if self.cpus[cpu].stamp != stamp {
+            return None;
+        }
+        let current = self.cpus[cpu].current?;
+        self.count(cpu, events.now);
+        if self.threads[current as usize].left == 0 {
+            return Some(current);
+        }
+        self.renew(current);
+        self.choose(cpu, events);
+        None
+    }
+
+    /// A thread that has had its slice gets a later deadline; whether it had.
+    fn renew(&mut self, thread: u32) -> bool {
+        let slice = self.slice;
+        let t = &mut self.threads[thread as usize];
+        let is_over = t.virtual_time >= t.deadline;
+        if is_over {
+            t.deadline = t.virtual_time + slice;
+        }
+        is_over
+    }
+
+    /// The thread that runs goes on with a burst of `ns`.
+    pub(crate) fn burst(&mut self, thread: u32, ns: u64, events: &mut Events) {
+        let t = &mut self.threads[thread as usize];
+        debug_assert_eq!(t.state, State::Running);
+        // An event at the same time could come again and again.
+        t.left = ns.max(1);
+        let cpu = t.cpu as usize;
+        self.count(cpu, events.now);
+        let yields = self.renew(thread) | self.cpus[cpu].preempt;
+        if yields && !self.cpus[cpu].ready.is_empty() {
+            self.choose(cpu, events);
+        } else {
+            self.arm(cpu, events);
+        }
+    }
+
+    /// The burst ends after `ns` more on a CPU, if not sooner.
+    pub(crate) fn cut(&mut self, thread: u32, ns: u64, events: &mut Events) {
+        let t = &self.threads[thread as usize];
+        let (cpu, is_running) = (t.cpu as usize, t.state == State::Running);
+        if is_running {
+            self.count(cpu, events.now);
+        }
+        let t = &mut self.threads[thread as usize];
+        if t.left > ns {
+            t.left = ns.max(1);
+            if is_running {
+                self.arm(cpu, events);
+            }
+        }
+    }
+
+    /// The thread leaves its CPU until it is woken.
+    pub(crate) fn sleep(&mut self, thread: u32, events: &mut Events) {
+        let (cpu, state) = {
+            let t = &self.threads[thread as usize];
+            (t.cpu as usize, t.state)
+        };
+        if state == State::Running {
+            self.count(cpu, events.now);
+        }
+        let lag = self.lag(cpu, thread);
+        let (sum, n) = self.sum(cpu);
+        let t = &mut self.threads[thread as usize];
+        t.lag = lag;
+        t.state = State::Asleep;
+        match state {
+            State::Asleep => {}
+            State::Ready => {
+                t.waited += events.now - t.since;
+                self.take(cpu, thread);
+            }
+            State::Running => {
+                self.cpus[cpu].current = None;
+                self.cpus[cpu].virtual_time = sum / n.max(1);
+                self.vacate(cpu, events);
+            }
+        }
+    }
+
+    /// Finds something to run for a CPU without a current thread.
+    fn vacate(&mut self, cpu: usize, events: &mut Events) {
+        if self.cpus[cpu].ready.is_empty() {
+            let c = &mut self.cpus[cpu];
+            c.counted = events.now;
+            c.stamp = c.stamp.wrapping_add(1);
+            self.idle |= bit(cpu);
+            self.pull(cpu, events);
+        } else {
+            self.choose(cpu, events);
+        }
+    }
+
+    /// An idle CPU takes a thread that waits elsewhere.
+    fn pull(&mut self, cpu: usize, events: &mut Events) {
+        let mut best: Option<(usize, usize)> = None;
+        let mut loaded = self.loaded;
+        while loaded != 0 {
+            let other = loaded.trailing_zeros() as usize;
+            loaded &= loaded - 1;
+            let length = self.cpus[other].ready.len();
+            if best.is_none_or(|(longest, _)| length > longest)
+                && self.longest_wait(other, cpu).is_some()
+            {
+                best = Some((length, other));
+            }
+        }
+        if let Some((_, other)) = best
+            && let Some(thread) = self.longest_wait(other, cpu)
+        {
+            self.migrate(thread, cpu, events);
+        }
+    }
+
+    /// Who has waited longest there of those that may run here.
+    fn longest_wait(&self, there: usize, here: usize) -> Option<u32> {
+        let ready = self.cpus[there].ready.iter().copied();
+        let may = ready.filter(|&t| self.threads[t as usize].allowed & bit(here) != 0);
+        may.min_by_key(|&t| (self.threads[t as usize].since, t))
+    }
+
+    /// Moves a thread that waits to another CPU.
+    fn migrate(&mut self, thread: u32, to: usize, events: &mut Events) {
+        let from = self.threads[thread as usize].cpu as usize;
+        let lag = self.lag(from, thread);
+        self.take(from, thread);
+        let t = &mut self.threads[thread as usize];
+        t.lag = lag;
+        t.waited += events.now - t.since;
+        self.place(thread, to, events);
+    }
+
+    /// A thread may run on these CPUs from now on.
+    pub(crate) fn allow(&mut self, thread: u32, allowed: u128, events: &mut Events) {
+        let (cpu, state, old) = {
+            let t = &self.threads[thread as usize];
+            (t.cpu as usize, t.state, t.allowed)
+        };
+        if state == State::Ready {
+            // Whether it may move may have changed.
+            let was = u32::from(old & (old - 1) != 0);
+            let is = u32::from(allowed & (allowed - 1) != 0);
+            let c = &mut self.cpus[cpu];
+            c.movable = c.movable - was + is;
+            if c.movable > 0 {
+                self.loaded |= bit(cpu);
+            } else {
+                self.loaded &= !bit(cpu);
+            }
+        }
+        self.threads[thread as usize].allowed = allowed;
+        if allowed & bit(cpu) != 0 || state == State::Asleep {
+            return;
+        }
+        if state == State::Running {
+            let left = {
+                self.count(cpu, events.now);
+                self.threads[thread as usize].left
+            };
+            self.sleep(thread, events);
+            return self.wake(thread, left.max(1), events);
+        }
+        let to = self.cpu_for(thread);
+        self.migrate(thread, to, events);
+    }
+
+    /// Evens out the lengths of the CPUs' queues; to be called every 10 ms.
+    pub(crate) fn balance(&mut self, events: &mut Events) {
+        self.balances += 1;
+        for _ in 0..self.cpus.len() {
+            let is_due = self.balances >= EVEN_OUT;
+            if self.loaded == 0 || !self.give(if is_due { 1 } else { 2 }, events) {
+                return;
+            }
+        }
+    }
+
+    /// The longest queue gives one to the shortest, if it is so much longer; whether it did.
+    fn give(&mut self, least: usize, events: &mut Events) -> bool {
+        let loaded = (0..self.cpus.len()).filter(|&cpu| self.loaded & bit(cpu) != 0);
+        let longest = loaded.max_by_key(|&cpu| (self.length(cpu), usize::MAX - cpu));
+        let Some(from) = longest else { return false };
+        let c = &self.cpus[from];
+        let movable = c.ready.iter().chain(&c.current).copied().filter(|&t| {
+            let allowed = self.threads[t as usize].allowed;
+            allowed & (allowed - 1) != 0
+        });
+        // Who moves is whose last move is longest ago, or the same one would move to and fro.
+        let thread = movable.min_by_key(|&t| (self.threads[t as usize].moved, t));
+        let Some(thread) = thread.filter(|thread| c.current != Some(*thread)) else { return false };
+        let to = self.shortest(self.threads[thread as usize].allowed & !bit(from));
+        if self.length(from) < self.length(to) + least {
+            return false;
+        }
+        if least == 1 {
+            self.balances = 0;
+        }
+        self.threads[thread as usize].moved = events.now;
+        self.migrate(thread, to, events);
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+    const SLICE: u64 = 2_800_000;
+
+    /// Runs CPUs until `until`; `ended` says what a thread does whose burst has ended: goes on for so
+    /// long, or sleeps for so long (0: for ever).
+    fn run(
+        cpus: &mut Cpus,
+        events: &mut Events,
+        until: u64,
+        ended: impl Fn(u32) -> Result<u64, u64>,
+    ) {
+        events.push(10 * MS, Event::Sample);
+        while let Some(event) = events.next(until) {
+            match event {
+                Event::Cpu { cpu, stamp } => {
+                    let Some(thread) = cpus.ends(cpu, stamp, events) else { continue };
+                    match ended(thread) {
+                        Ok(burst) => cpus.burst(thread, burst, events),
+                        Err(pause) => {
+                            cpus.sleep(thread, events);
+                            if pause > 0 {
+                                events.after(pause, Event::Wake { thread });
+                            }
+                        }
+                    }
+                }
+                Event::Wake { thread } => cpus.wake(thread, MS / 10, events),
+                _ => {
+                    cpus.balance(events);
+                    events.after(10 * MS, Event::Sample);
+                }
+            }
+        }
+        events.now = until;
+    }
+
+    fn machine(count: u16, allowed: &[u128]) -> (Cpus, Events, Vec<u32>) {
+        let (mut cpus, mut events) = (Cpus::new(count, SLICE, 0), Events::default());
+        let threads: Vec<u32> =
+            allowed.iter().map(|&allowed| cpus.spawn(Who::Burner(0), allowed)).collect();
+        for &thread in &threads {
+            cpus.wake(thread, ENDLESS, &mut events);
+        }
+        (cpus, events, threads)
+    }
+
+    #[test]
+    fn two_that_never_sleep_share_a_cpu_half_and_half() {
+        let (mut cpus, mut events, threads) = machine(1, &[1, 1]);
+        run(&mut cpus, &mut events, 1_000 * MS, |_| Ok(ENDLESS));
+        for thread in threads {
+            let (ran, waited) = cpus.times(thread, 1_000 * MS);
+            // To within two slices.
+            assert!(ran.abs_diff(500 * MS) <= 6 * MS, "{ran}");
+            assert_eq!(ran + waited, 1_000 * MS);
+        }
+    }
+
+    #[test]
+    fn thread_that_has_had_less_takes_the_cpu_at_once() {
+        let (mut cpus, mut events, threads) = machine(1, &[1]);
+        let sleeper = cpus.spawn(Who::Burner(1), 1);
+        // Works for 0.1 ms, sleeps for 0.9 ms.
+        events.push(0, Event::Wake { thread: sleeper });
+        run(&mut cpus, &mut events, 1_000 * MS, |_| Err(9 * MS / 10));
+        let (ran, waited) = cpus.times(sleeper, 1_000 * MS);
+        // When it waits, for a slice, it then has so much less than the other that 28 times it need not.
+        assert!((28 * 100 / 31 * MS..=100 * MS).contains(&ran), "{ran}");
+        assert!(waited <= 33 * SLICE, "{waited}");
+        assert_eq!(cpus.times(threads[0], 1_000 * MS).0, 1_000 * MS - ran);
+    }
+
+    #[test]
+    fn idle_cpu_takes_what_waits_elsewhere() {
+        let (mut cpus, mut events) = (Cpus::new(2, SLICE, 0), Events::default());
+        let short = cpus.spawn(Who::Burner(0), 0b10);
+        cpus.wake(short, MS, &mut events);
+        let long: Vec<u32> = (0..2).map(|_| cpus.spawn(Who::Burner(0), 0b11)).collect();
+        for &thread in &long {
+            cpus.wake(thread, ENDLESS, &mut events);
+        }
+        run(&mut cpus, &mut events, 9 * MS, |_| Err(0));
+        // Both wait for the first CPU until the other is idle, at 1 ms.
+        let ran: u64 = long.iter().map(|&thread| cpus.times(thread, 9 * MS).0).sum();
+        assert_eq!(ran, 9 * MS + 8 * MS);
+        assert_eq!((cpus.idle(0, 9 * MS), cpus.idle(1, 9 * MS)), (0, 0));
+    }
+
+    #[test]
+    fn three_on_two_cpus_have_two_thirds_each() {
+        let (mut cpus, mut events, threads) = machine(2, &[3, 3, 3]);
+        run(&mut cpus, &mut events, 6_000 * MS, |_| Ok(ENDLESS));
+        for thread in threads {
+            let ran = cpus.times(thread, 6_000 * MS).0;
+            assert!((3_600 * MS..4_400 * MS).contains(&ran), "{ran}");
+        }
+    }
+
+    #[test]
+    fn thread_that_may_no_longer_run_there_goes_elsewhere() {
+        let (mut cpus, mut events, threads) = machine(2, &[3, 3]);
+        run(&mut cpus, &mut events, 10 * MS, |_| Ok(ENDLESS));
+        for &thread in &threads {
+            cpus.allow(thread, 0b10, &mut events);
+        }
+        run(&mut cpus, &mut events, 110 * MS, |_| Ok(ENDLESS));
+        assert_eq!(cpus.idle(0, 110 * MS), 100 * MS);
+        assert_eq!(cpus.idle(1, 110 * MS), 0);
+        let ran: u64 = threads.iter().map(|&thread| cpus.times(thread, 110 * MS).0).sum();
+        assert_eq!(ran, 120 * MS);
+    }
+
+    #[test]
+    fn times_of_a_cpu_add_up() {
+        let (mut cpus, mut events) = (Cpus::new(3, SLICE, 0), Events::default());
+        let threads: Vec<u32> = (0..7).map(|_| cpus.spawn(Who::Burner(0), 0b111)).collect();
+        for &thread in &threads {
+            events.push(u64::from(thread) * MS / 3, Event::Wake { thread });
+        }
+        run(&mut cpus, &mut events, 500 * MS, |thread| Err(u64::from(thread) * MS / 10 + 1));
+        let ran: u64 = threads.iter().map(|&thread| cpus.times(thread, 500 * MS).0).sum();
+        let idle: u64 = (0..3).map(|cpu| cpus.idle(cpu, 500 * MS)).sum();
+        assert_eq!(ran + idle, 1_500 * MS);
+    }
+}

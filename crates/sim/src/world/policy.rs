@@ -1,0 +1,218 @@
+//! What the policy is shown, and what it has done.
+
+use rtvirtio_iocores::{Action, Cpu, Decision, QueueId, SAMPLE, Thread, ThreadId, Vm, VmId};
+use rtvirtio_units::{CpuId, Nanos};
+use serde::Serialize;
+
+use super::iothread::Letter;
+use super::{Simulation, mask};
+use crate::events::Event;
+use crate::meter::Totals;
+
+/// Something that the policy decided.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Done {
+    /// When.
+    pub at: Nanos,
+    /// What.
+    pub action: String,
+    /// Why, in the policy's words.
+    pub reason: String,
+    /// Whether it could be done.
+    pub done: bool,
+}
+
+impl Simulation<'_> {
+    /// Shows the policy what there is and does what it says.
+    pub(super) fn sample(&mut self) {
+        self.cpus.balance(&mut self.events);
+        self.take_snapshot();
+        let decisions = self.policy.step(&self.snapshot);
+        for Decision { action, reason } in decisions {
+            let at = self.now();
+            let text = describe(&action);
+            let done = self.carry_out(action);
+            self.meter.decided(Done { at, action: text, reason, done });
+        }
+        self.meter.sample(self.events.now, self.threads());
+        self.events.after(SAMPLE.get(), Event::Sample);
+    }
+
+    fn take_snapshot(&mut self) {
+        let now = self.events.now;
+        let snapshot = &mut self.snapshot;
+        snapshot.now = Nanos::new(now);
+        snapshot.threads.clear();
+        for io in self.ios.iter().filter(|io| !io.gone) {
+            let (busy, poll, sleep) = io.times(now);
+            let (ran, waited) = self.cpus.times(io.thread, now);
+            snapshot.threads.push(Thread {
+                id: io.id,
+                cpu: Some(io.cpu),
+                locked: false,
+                busy: Nanos::new(busy),
+                poll: Nanos::new(poll),
+                sleep: Nanos::new(sleep),
+                ran: Nanos::new(ran),
+                waited: Nanos::new(waited),
+            });
+        }
+        snapshot.queues.clear();
+        for queue in &mut self.queues {
+            let Some(io) = queue.owner.or(queue.to).filter(|_| queue.plugged) else { continue };
+            snapshot.queues.push(rtvirtio_iocores::Queue {
+                id: queue.id,
+                vm: VmId(queue.vm),
+                thread: self.ios[io as usize].id,
+                busy: Nanos::new(queue.busy),
+                requests: queue.requests,
+                bytes: queue.bytes,
+                waited: Nanos::new(queue.waited),
+                in_flight: queue.in_flight,
+                standing: queue.taken < queue.marked,
+            });
+            queue.marked = queue.made;
+        }
+        snapshot.queues.sort_unstable_by_key(|queue| queue.id);
+        snapshot.vms.clear();
+        let vms = self.first.len() as u32 - 1;
+        let vm = |vm| Vm { id: VmId(vm), ran: Nanos::ZERO, waited: Nanos::ZERO };
+        snapshot.vms.extend((0..vms).map(vm));
+        let clients = self.queues.iter().map(|queue| (queue.vm, queue.client.thread));
+        let burners = self.burners.iter().map(|burner| (burner.vm, burner.thread));
+        for (vm, thread) in clients.chain(burners) {
+            let (ran, waited) = self.cpus.times(thread, now);
+            let vm = &mut snapshot.vms[vm as usize];
+            vm.ran = vm.ran.saturating_add(Nanos::new(ran));
+            vm.waited = vm.waited.saturating_add(Nanos::new(waited));
+        }
+        snapshot.cpus.clear();
+        snapshot.cpus.extend((0..self.count).map(|cpu| Cpu {
+            id: CpuId::new(u32::from(cpu)),
+            idle: Nanos::new(self.cpus.idle(usize::from(cpu), now)),
+            vcpus: self.vcpus & (1 << cpu) != 0,
+        }));
+    }
+
+    /// IOThreads that there are.
+    fn threads(&self) -> u32 {
+        self.ios.iter().filter(|io| !io.gone).count() as u32
+    }
+
+    /// Sums over everything so far.
+    pub(super) fn totals(&self) -> Totals {
+        let now = self.events.now;
+        let mut totals = Totals { now, threads: self.threads(), ..Totals::default() };
+        for queue in &self.queues {
+            let (ran, waited) = self.cpus.times(queue.client.thread, now);
+            totals.vcpus_ran += ran;
+            totals.vcpus_waited += waited;
+        }
+        for burner in &self.burners {
+            let (ran, waited) = self.cpus.times(burner.thread, now);
+            totals.vcpus_ran += ran;
+            totals.vcpus_waited += waited;
+            totals.computed += ran;
+        }
+        for io in &self.ios {
+            let (busy, poll, _) = io.times(now);
+            totals.busy += busy;
+            totals.polled += poll;
+            totals.io_ran += self.cpus.times(io.thread, now).0;
+        }
+        totals
+    }
+
+    /// Does it; whether it could be done.
+    fn carry_out(&mut self, action: Action) -> bool {
+        match action {
+            Action::AddThread { cpu, queues } => {
+                let is_taken = self.ios.iter().any(|io| !io.gone && io.cpu == cpu);
+                if is_taken || cpu.get() >= u32::from(self.count) {
+                    return false;
+                }
+                let io = self.add_io(cpu);
+                self.meter.added();
+                for queue in queues {
+                    self.move_queue(queue, io);
+                }
+                true
+            }
+            Action::RemoveThread { thread, moves } => {
+                let Some(io) = self.io(thread) else { return false };
+                let is_other = |other: usize| other != io && !self.ios[other].is_leaving();
+                if !(0..self.ios.len()).any(is_other) {
+                    return false;
+                }
+                // What it still has goes where it is told to, or it stays.
+                let goes = |place: u32| {
+                    let id = self.queues[place as usize].id;
+                    let to = moves.iter().find(|(queue, _)| *queue == id);
+                    to.and_then(|(_, to)| self.io(*to)).is_some_and(|to| to != io)
+                };
+                if !self.ios[io].queues.iter().all(|&place| goes(place)) {
+                    return false;
+                }
+                for (queue, to) in moves {
+                    if let Some(to) = self.io(to) {
+                        self.move_queue(queue, to as u32);
+                    }
+                }
+                self.ios[io].ending = true;
+                self.meter.removed();
+                self.ring(io as u32);
+                true
+            }
+            Action::MoveQueue { queue, to } => {
+                self.io(to).is_some_and(|to| self.move_queue(queue, to as u32))
+            }
+            Action::SetVcpuCpus { cpus } => {
+                let is_known = |cpu: &CpuId| cpu.get() < u32::from(self.count);
+                if cpus.is_empty() || !cpus.iter().all(is_known) {
+                    return false;
+                }
+                self.vcpus = mask(&cpus);
+                let clients = self.queues.iter().map(|queue| queue.client.thread);
+                let burners = self.burners.iter().map(|burner| burner.thread);
+                for thread in clients.chain(burners) {
+                    self.cpus.allow(thread, self.vcpus, &mut self.events);
+                }
+                true
+            }
+        }
+    }
+
+    /// The place of an IOThread that is there.
+    fn io(&self, thread: ThreadId) -> Option<usize> {
+        self.ios.get(thread.0 as usize).filter(|io| !io.gone).map(|_| thread.0 as usize)
+    }
+
+    /// Has a queue moved; not if it moves already, or is there.
+    fn move_queue(&mut self, queue: QueueId, to: u32) -> bool {
+        let Some(&place) = self.by_id.get(queue.0 as usize) else { return false };
+        let of = &mut self.queues[place as usize];
+        let is_it = of.id == queue && of.plugged && of.to.is_none();
+        let Some(io) = of.owner.filter(|&io| is_it && io != to) else { return false };
+        if self.ios[to as usize].ending {
+            return false;
+        }
+        of.to = Some(to);
+        self.meter.moved();
+        self.post(io, Letter::Release { queue: place, to });
+        true
+    }
+}
+
+/// An action for people.
+fn describe(action: &Action) -> String {
+    match action {
+        Action::AddThread { cpu, queues } => {
+            format!("add an IOThread on CPU {cpu} with {} queues", queues.len())
+        }
+        Action::RemoveThread { thread, moves } => {
+            format!("remove IOThread {}, {} queues move", thread.0, moves.len())
+        }
+        Action::MoveQueue { queue, to } => format!("move queue {} to IOThread {}", queue.0, to.0),
+        Action::SetVcpuCpus { cpus } => format!("vCPUs run on {} CPUs", cpus.len()),
+    }
+}
