@@ -24,10 +24,11 @@ use serde::{Deserialize, Serialize};
 use sets::{MOST_TASKS, Set, sets, utilisation};
 pub use sets::{SETS, Task};
 
-use super::cell;
+use super::cell::{self, disturbance};
 use super::clients::Plan;
 use super::configuration::{DISK, Sharing};
 use super::curve::Curve;
+use super::is_enough;
 use super::lines::Lines;
 use super::neighbour::Neighbour;
 use super::trial::{Measured, Trial};
@@ -45,9 +46,10 @@ const BANDS: [f64; 3] = [0.85, 1.0, 1.15];
 /// Of a response, what is neither service nor wait for the device: FUSE, the loop device and the data
 /// plane.
 const OVERHEAD: Nanos = Nanos::from_micros(100);
-/// How much longer one response in 1,000 is for the host's part: of the same path by calibration
-/// (docs/results/strict/profile.json, at depth 1).
-const JITTER: Nanos = Nanos::from_micros(800);
+/// How much longer one response in 1,000 is for the host's part: the median of what responses took beyond
+/// the rest of the test's formula in a first campaign, with another seed (tasks with targets below 8 ms;
+/// at depth 1, with the device to itself, calibration finds 0.8 ms).
+const JITTER: Nanos = Nanos::from_micros(1_000);
 /// 99.9 % of a normal law lie below so many standard deviations.
 const NORMAL_999: f64 = 3.090_232;
 
@@ -118,6 +120,9 @@ pub struct Cell {
     pub busy: f64,
     /// When it ran.
     pub at: String,
+    /// Why it does not count, if it does not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub discarded: Option<String>,
 }
 
 impl Cell {
@@ -177,7 +182,7 @@ impl Benchmark<'_> {
                 self.out.display()
             );
         }
-        missing.retain(|set| cells.iter().all(|cell| cell.set != set.number));
+        missing.retain(|set| !is_done(cells.iter(), set));
         if missing.is_empty() {
             return Ok(cells.into_all());
         }
@@ -188,7 +193,6 @@ impl Benchmark<'_> {
         let mut progress = Progress::new(missing.len(), expected * missing.len() as u32);
         for set in missing {
             let label = format!("set {}, {} tasks", set.number, set.tasks.len());
-            progress.start(&label, expected);
             let trial = Trial {
                 program: self.program,
                 device: disk.device(),
@@ -198,11 +202,22 @@ impl Benchmark<'_> {
                 window: self.window,
                 seed: u64::from(set.number) << 8,
             };
-            let measured = trial.run(interrupted).context(label)?;
-            let used = utilisation(&curve.device, &set.tasks);
-            let refused = refusal(&curve, &set.tasks);
-            cells.push(cell(set, used, refused, measured))?;
-            progress.finish(expected);
+            while !is_done(cells.iter(), &set) {
+                progress.start(&label, expected);
+                let measured = trial.run(interrupted).with_context(|| label.clone())?;
+                let used = utilisation(&curve.device, &set.tasks);
+                let refused = refusal(&curve, &set.tasks);
+                let cell = cell(set.clone(), used, refused, measured);
+                let why = cell.discarded.clone();
+                cells.push(cell)?;
+                progress.finish(expected);
+                if let Some(why) = why
+                    && !is_done(cells.iter(), &set)
+                {
+                    progress.note(&format!("{label}: {why}; once more"));
+                    progress.extend(expected);
+                }
+            }
         }
         Ok(cells.into_all())
     }
@@ -222,6 +237,10 @@ fn plans(tasks: &[Task]) -> Result<Vec<Vec<Plan>>> {
     tasks.iter().enumerate().map(plan).collect()
 }
 
+fn is_done<'a>(cells: impl Iterator<Item = &'a Cell>, set: &Set) -> bool {
+    is_enough(cells.filter(|cell| cell.set == set.number).map(|cell| &cell.discarded))
+}
+
 fn cell(set: Set, utilisation: f64, refused: Option<String>, measured: Measured) -> Cell {
     Cell {
         set: set.number,
@@ -233,6 +252,7 @@ fn cell(set: Set, utilisation: f64, refused: Option<String>, measured: Measured)
         results: measured.tasks,
         tasks: set.tasks,
         background: measured.background,
+        discarded: disturbance(None, &measured.canary),
         canary: measured.canary,
         busy: measured.busy,
         at: jiff::Timestamp::now().to_string(),
@@ -269,7 +289,11 @@ pub fn table(cells: &[Cell]) -> String {
             cell.utilisation,
             optional(cell.of_boundary),
             if cell.refused.is_none() { "admitted" } else { "refused" },
-            if cell.met { "met" } else { "missed" },
+            match (&cell.discarded, cell.met) {
+                (Some(_), _) => "-",
+                (None, true) => "met",
+                (None, false) => "missed",
+            },
             optional(cell.worst_tail()),
             cell.least_delivered(),
             cell.background / 1e6,
@@ -296,7 +320,8 @@ pub fn table(cells: &[Cell]) -> String {
     text += &format!(
         "\nOf those admitted >= {ADMITTED_MET} are met: {}. Of those refused >= {REFUSED_MISSED} miss: {}.\n\
          In brackets: 95 % intervals (Wilson). tail/target: the worst task's, at its judged percentile; \
-         -: a task had too few requests to judge. delivered: the least. canary: p99, ms.\n",
+         -: a task had too few requests to judge. delivered: the least. canary: p99, ms. ran -: discarded, \
+         the canary was late.\n",
         mark(admitted, ADMITTED_MET),
         mark(refused, REFUSED_MISSED)
     );
@@ -306,7 +331,8 @@ pub fn table(cells: &[Cell]) -> String {
 /// Of the sets that were admitted, how many were met, of how many; of those refused, missed.
 fn counts(cells: &[Cell], is_in: impl Fn(&Cell) -> bool) -> [(usize, usize); 2] {
     [false, true].map(|is_refused| {
-        let of = || cells.iter().filter(|c| is_in(c) && c.refused.is_some() == is_refused);
+        let counts = |c: &&Cell| c.discarded.is_none() && is_in(c);
+        let of = || cells.iter().filter(counts).filter(|c| c.refused.is_some() == is_refused);
         (of().filter(|cell| cell.met != is_refused).count(), of().count())
     })
 }
@@ -327,6 +353,7 @@ mod tests {
     fn cell(set: u32, of_boundary: Option<f64>, refused: bool, met: bool) -> Cell {
         let canary = Canary { n: 0, p50: Nanos::ZERO, p99: Nanos::ZERO, max: Nanos::ZERO };
         Cell {
+            discarded: None,
             set,
             tasks: vec![Task { vm: 0, block_kib: 4, iops: 100.0, target_us: 3_000 }],
             utilisation: 0.9,

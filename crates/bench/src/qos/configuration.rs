@@ -61,18 +61,19 @@ impl Layout<'_> {
         socket(self.directory, self.disks() - 1)
     }
 
-    /// The command line; writes the configuration if the server has one.
+    /// The command line; writes the configuration if the server has one. Either server is as urgent as
+    /// the unit in packaging/ has ours.
     pub(crate) fn command(&self, program: &Path) -> Result<Vec<String>> {
         if matches!(self.sharing, Sharing::Throttle) {
             let kind = std::fs::metadata(self.device)
                 .with_context(|| format!("look at {}", self.device.display()))?
                 .file_type();
-            return Ok(self.qsd(kind.is_block_device()));
+            return Ok(urgent(self.qsd(kind.is_block_device())));
         }
         let path = self.directory.join("serve.toml");
         std::fs::write(&path, self.toml())?;
         let path = path.display().to_string();
-        Ok(vec![program.display().to_string(), "serve".to_owned(), path])
+        Ok(urgent(vec![program.display().to_string(), "serve".to_owned(), path]))
     }
 
     fn toml(&self) -> String {
@@ -162,6 +163,11 @@ pub(crate) fn qos(tasks: &[Plan]) -> String {
         iops.ceil(),
         2 * tasks.len(),
     )
+}
+
+/// As urgent as the kernel's own block workers.
+fn urgent(command: Vec<String>) -> Vec<String> {
+    ["nice", "-n", "-20"].map(str::to_owned).into_iter().chain(command).collect()
 }
 
 #[cfg(test)]
