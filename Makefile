@@ -146,17 +146,17 @@ bench-qos: build ## The data plane's schedule: 8 cases beside a deep writer, wit
 
 NEIGHBOURS := deep-writer,deep-reader,large-writer,flush-storm,burst,liar
 
-bench-qos-neighbours: build ## 2 cases beside every neighbour, and QEMU's throttling (root)
+bench-qos-neighbours: build ## The fullest case beside every neighbour, and QEMU's throttling (root)
 	@scripts/guest $(GUEST)
-	$(RTVIRTIO) bench qos --cases 2xM+H,4xL+M+H --neighbours $(NEIGHBOURS) --schemes none,qos,throttle \
+	$(RTVIRTIO) bench qos --cases 4xL+M+H --neighbours $(NEIGHBOURS) --schemes none,qos,throttle \
 		--repetitions $(REPETITIONS) --out $(RESULTS)/qos-neighbours
 
 # On the disk of the machine: 1.25 GiB of this directory's.
 QOS_FILE ?= /var/tmp
 
-bench-qos-file: build ## The 8 cases on a file of the machine's disk, with its noise (root)
-	$(RTVIRTIO) bench qos --schemes none,qos --on file:$(QOS_FILE) --repetitions $(REPETITIONS) \
-		--out $(RESULTS)/qos-file
+bench-qos-file: build ## 4 cases on a file of the machine's disk, with its noise (root)
+	$(RTVIRTIO) bench qos --cases 1xL,2xM+H,3xL+M+H,4xL+M+H --schemes none,qos \
+		--on file:$(QOS_FILE) --repetitions $(REPETITIONS) --out $(RESULTS)/qos-file
 
 bench-full-qos: build ## The 24 cases × 2 tiers × 6 neighbours on the data plane: 17 h (root)
 	@scripts/guest $(GUEST)

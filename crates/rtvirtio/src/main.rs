@@ -5,6 +5,7 @@
 //! command line is 1 as well, so that 2 keeps its one meaning.
 
 mod input;
+mod tree;
 mod verbs;
 
 use std::process::ExitCode;
@@ -72,8 +73,15 @@ enum Verb {
     Serve(verbs::serve::Args),
     /// Look at a running data plane and change it
     Ctl(Box<verbs::ctl::Args>),
+    /// Mount a data plane's IOThreads, devices and queues as files, as IOcm had them
+    Tree(verbs::tree::Args),
+    /// Play a load on simulated hosts, policies for I/O cores side by side
+    Simulate(Box<verbs::simulate::Args>),
     /// Translate queue-to-IOThread mappings between QEMU, libvirt and TOML
     Mapping(verbs::mapping::Args),
+    /// Serve the tree (started by `tree`, which unmounts it)
+    #[command(hide = true)]
+    TreeServer(verbs::tree::ServerArgs),
     /// Revert an unconfirmed apply once its time is up (started by `apply`)
     #[command(hide = true)]
     ConfirmWatchdog,
@@ -92,13 +100,16 @@ impl Verb {
             | Self::Watch(_)
             | Self::Bench(_)
             | Self::Demo(_)
-            | Self::Serve(_) => true,
+            | Self::Serve(_)
+            | Self::Tree(_) => true,
             Self::Doctor(_)
             | Self::Plan(_)
             | Self::Verify(_)
             | Self::Report(_)
             | Self::Ctl(_)
+            | Self::Simulate(_)
             | Self::Mapping(_)
+            | Self::TreeServer(_)
             | Self::ConfirmWatchdog => false,
         }
     }
@@ -162,6 +173,9 @@ fn run(verb: Verb, interrupted: &AtomicBool) -> Result<Outcome> {
         Verb::Demo(args) => verbs::demo::run(&args, interrupted),
         Verb::Serve(args) => verbs::serve::run(&args, interrupted),
         Verb::Ctl(args) => verbs::ctl::run(&args),
+        Verb::Tree(args) => verbs::tree::run(&args, interrupted),
+        Verb::TreeServer(args) => Ok(verbs::tree::serve(&args)),
+        Verb::Simulate(args) => verbs::simulate::run(&args),
         Verb::Mapping(args) => verbs::mapping::run(&args),
         Verb::ConfirmWatchdog => verbs::apply::watchdog(),
     }

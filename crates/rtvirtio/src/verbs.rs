@@ -13,4 +13,6 @@ pub(crate) mod plan;
 pub(crate) mod report;
 pub(crate) mod scratch;
 pub(crate) mod serve;
+pub(crate) mod simulate;
+pub(crate) mod tree;
 pub(crate) mod watch;

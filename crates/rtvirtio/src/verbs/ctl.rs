@@ -1,6 +1,7 @@
 //! `rtvirtio ctl`: the client of a data plane's control API.
 
 mod device;
+mod policy;
 mod qos;
 mod show;
 
@@ -55,6 +56,20 @@ enum Command {
     /// List, make, change and remove the schedules of physical devices
     #[command(subcommand)]
     Schedule(qos::ScheduleCommand),
+    /// Show or change what decides how many IOThreads there are and which queue goes where
+    ///
+    /// A policy looks at all queues and IOThreads every 10 ms, adds and removes IOThreads within its
+    /// bounds, and moves queues between them while I/O runs. A locked IOThread (`ctl iothread lock`)
+    /// is left alone. When another policy is set, everything stays where it is until that one moves
+    /// it. `ctl decisions` tells what was decided, why, and what came of it.
+    Policy(policy::Args),
+    /// Show what the policy has decided, why, and what came of it
+    ///
+    /// The last 1,000 decisions are kept. For each: requests a second, the mean wait of a request for
+    /// its IOThread, and CPUs that IOThreads kept busy, of all queues together in the second before it
+    /// and in the second after. Its reason names IOThreads and queues by the `id` that `ctl snapshot
+    /// --json` shows.
+    Decisions(policy::DecisionArgs),
     /// Print what happens, as it happens, until Ctrl-C
     Events,
     /// Print the metrics for Prometheus
@@ -146,7 +161,7 @@ enum MappingCommand {
 
 /// CPUs of a command line; none: any.
 #[derive(Debug, Clone)]
-struct Cpus(Vec<CpuId>);
+pub(crate) struct Cpus(pub(crate) Vec<CpuId>);
 
 fn iothread(text: &str) -> Result<IoThreadName, NameError> {
     IoThreadName::new(text)
@@ -157,7 +172,7 @@ fn disk(text: &str) -> Result<DiskName, NameError> {
 }
 
 /// `0,2-3` or `any`.
-fn cpus(text: &str) -> Result<Cpus, String> {
+pub(crate) fn cpus(text: &str) -> Result<Cpus, String> {
     const HIGHEST: u32 = rtvirtio_spec::serve::MAX_CPU;
     if text == "any" {
         return Ok(Cpus(Vec::new()));
@@ -193,6 +208,8 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         Command::Mapping(command) => mapping(&client, command, args.json)?,
         Command::Qos(args) => qos::run(&client, args)?,
         Command::Schedule(command) => qos::schedules(&client, command, args.json)?,
+        Command::Policy(args_of) => policy::run(&client, args_of, args.json)?,
+        Command::Decisions(args_of) => policy::decisions(&client, args_of, args.json)?,
         Command::Events => {
             let mut out = std::io::stdout().lock();
             for event in client.events()? {

@@ -44,8 +44,8 @@ const fn windows(scale: Scale) -> (Duration, u32) {
 /// Arguments of `demo`.
 #[derive(clap::Args)]
 #[command(after_help = "Four VMs with the paper's tasks (100, 500 and 1500 IOPS) and one that \
-    writes 128 KiB blocks at depth 64 share one scratch disk. With guests, the\
-    same VMs once more on the data plane (rtvirtio serve), which decides nothing. Takes about 10\
+    writes 128 KiB blocks at depth 64 share one scratch disk. With guests, the same VMs once more on \
+    the data plane (rtvirtio serve), which is told each task's rate and target. Takes about 10 \
     minutes.\n\
     Exit codes: 0 rtvirtio meets every target that the hand setting meets, 3 it does not.")]
 pub(crate) struct Args {

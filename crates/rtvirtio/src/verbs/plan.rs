@@ -11,7 +11,7 @@ use rtvirtio_host::Topology;
 use rtvirtio_planner::FoundDevice;
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::specification::{Backend, Specification, Vm};
-use rtvirtio_units::CpuId;
+use rtvirtio_units::{CpuId, DeviceName};
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use crate::{Outcome, input};
@@ -63,7 +63,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
 
 /// The plan for this host and the VMs on it as they are now.
 fn plan(specification: &Specification) -> Result<Plan> {
-    let mut plan = plan_host(specification)?;
+    let mut plan = plan_host(specification, &BTreeMap::new())?;
     let of_vm = |vm: &Vm| {
         let disks = vm.disks.iter().filter(|_| vm.guest_agent).map(|d| d.name.clone());
         (vm.name.clone(), disks.collect())
@@ -74,15 +74,22 @@ fn plan(specification: &Specification) -> Result<Plan> {
     Ok(plan)
 }
 
-/// The plan for this host alone as it is now: no VM is asked.
-pub(crate) fn plan_host(specification: &Specification) -> Result<Plan> {
+/// The plan for this host alone as it is now: no VM is asked. Devices that are `slower` take so many
+/// times as long as their profiles say.
+pub(crate) fn plan_host(
+    specification: &Specification,
+    slower: &BTreeMap<DeviceName, f64>,
+) -> Result<Plan> {
     let host = input::host();
     let mut profiles = BTreeMap::new();
     for device in &specification.devices {
-        let profile = input::profile(&device.profile).with_context(|| {
+        let mut profile = input::profile(&device.profile).with_context(|| {
             let path = device.path.display();
             format!("device {} (make its profile: rtvirtio calibrate {path})", device.name)
         })?;
+        if let Some(factor) = slower.get(&device.name) {
+            profile.capacity = profile.capacity.slower(*factor);
+        }
         profiles.insert(device.name.clone(), (profile, host.identity(&device.path)?));
     }
     let found = profiles

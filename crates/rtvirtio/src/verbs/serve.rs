@@ -15,7 +15,7 @@ use rtvirtio_dataplane::control::{ControlServer, ControlSocket};
 use rtvirtio_dataplane::plane::{Opened, Plane, Registry};
 use rtvirtio_dataplane::sandbox::{self, Identity};
 use rtvirtio_dataplane::server::Notice;
-use rtvirtio_spec::serve::{self, Configuration, Engine, Listen, Service};
+use rtvirtio_spec::serve::{self, Configuration, Engine, IoCores, Listen, Policy, Service};
 use rtvirtio_spec::specification::MAX_FILE_BYTES;
 
 use crate::{Outcome, input};
@@ -90,7 +90,7 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
         }
     }))?;
     let registry = Arc::new(registry);
-    registry.add_all(&configuration.iothreads, &configuration.schedules, opened)?;
+    registry.add_all(configuration, opened)?;
     let plane = || Arc::clone(&registry) as Arc<dyn Plane>;
     let control = control.map(|socket| ControlServer::serve(socket, plane())).transpose()?;
     eprintln!("serving {} devices", configuration.devices.len());
@@ -145,6 +145,15 @@ fn describe(configuration: &Configuration) -> String {
     let mut text = String::new();
     if let Some(control) = &configuration.control {
         text += &format!("control API: {}\n\n", control.socket.display());
+    }
+    let IoCores { policy, cpus, least, most } = &configuration.iocores;
+    if *policy != Policy::Static {
+        text += &format!("policy: {policy}");
+        if policy.needs_cpus() {
+            let cpus = cpus.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            text += &format!(", {least} to {most} iothreads, more on CPUs {cpus}");
+        }
+        text += "\n\n";
     }
     let mut iothreads = table(["iothread", "cpus", "polls"]);
     for iothread in &configuration.iothreads {

@@ -29,7 +29,7 @@ use rtvirtio_spec::latency::{Histogram, Quantile};
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::Knobs;
 use rtvirtio_spec::specification::{Backend, Specification, Target};
-use rtvirtio_units::{BytesPerSecond, DiskName, Nanos, Percentile, TaskName, VmName};
+use rtvirtio_units::{BytesPerSecond, DeviceName, DiskName, Nanos, Percentile, TaskName, VmName};
 use serde::Serialize;
 
 use crate::{Outcome, input};
@@ -225,17 +225,21 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         let mut change = None;
         if args.control {
             let decision = match &mut controller {
-                Some(controller) => controller.step(clock(now), &present, &observed),
+                Some(controller) => {
+                    let speeds = data_plane.speeds();
+                    controller.step(clock(now), &present, &observed, &speeds)
+                }
                 None => {
                     controller = Some(Controller::new(clock(now), present.clone()));
-                    Decision::Plan { margin: 1.0, reason: "start".to_owned() }
+                    let slower = BTreeMap::new();
+                    Decision::Plan { margin: 1.0, slower, reason: "start".to_owned() }
                 }
             };
-            if let Decision::Plan { margin, reason } = decision {
+            if let Decision::Plan { margin, slower, reason } = decision {
                 if input::host().journal_status().is_ok_and(|s| s == JournalStatus::Unfinished) {
                     sources.let_go();
                 }
-                let done = act(&specification, &present, margin, reason);
+                let done = act(&specification, &present, (margin, &slower), reason);
                 events.push(done.to_string());
                 if let (Some(controller), Some(_)) = (&mut controller, &done.failed) {
                     controller.failed(&done.reason);
@@ -368,11 +372,12 @@ impl TaskState {
     }
 }
 
-/// Plans for the VMs that run with targets tightened by `margin`, and applies what changes.
+/// Plans for the VMs that run with targets tightened by `margin` and devices as slow as they are, and
+/// applies what changes.
 fn act(
     specification: &Specification,
     present: &BTreeSet<VmName>,
-    margin: f64,
+    (margin, slower): (f64, &BTreeMap<DeviceName, f64>),
     reason: String,
 ) -> Change {
     let mut wanted = specification.clone();
@@ -390,7 +395,7 @@ fn act(
     }
     let mut apply = || -> Result<()> {
         // The host alone: the monitors serve this one client, which holds them.
-        let plan = super::plan::plan_host(&wanted)?;
+        let plan = super::plan::plan_host(&wanted, slower)?;
         change.unmet = plan.tasks.iter().filter(|t| t.unmet.is_some()).count();
         change.caps = plan.background.iter().map(|b| (b.vm.clone(), b.cap)).collect();
         let (topology, options) = (Topology::of_plan(&plan), ApplyOptions::default());

@@ -25,6 +25,8 @@ fn help_names_every_verb() {
         "demo",
         "serve",
         "ctl",
+        "tree",
+        "simulate",
         "mapping",
     ];
     for verb in verbs {

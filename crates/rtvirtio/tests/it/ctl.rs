@@ -127,6 +127,42 @@ fn answers_are_shown() {
 }
 
 #[test]
+fn policy_is_asked_for_in_part_and_decisions_are_shown() {
+    let state = json!({
+        "policy": "dynamic", "cpus": [3, 1], "least": 1, "most": 2, "running": false,
+        "failure": "index out of bounds", "last_decision": 7,
+    });
+    let (text, asked) = done(&["policy"], &state.to_string());
+    assert!(asked.head.starts_with("GET /v1/policy "), "{}", asked.head);
+    let expected = "policy      dynamic: FAILED and ended: index out of bounds\n\
+                    cpus        3, 1\niothreads   1 to 2\ndecisions   7\n";
+    assert_eq!(text, expected);
+    let set = ["policy", "advise", "--cpus", "6-7,2", "--least", "2"];
+    let (_, asked) = done(&set, &state.to_string());
+    assert!(asked.head.starts_with("PUT /v1/policy "), "{}", asked.head);
+    assert_eq!(asked.body, json!({ "policy": "advise", "cpus": [6, 7, 2], "least": 2 }));
+    let (_, asked) = done(&["policy", "static"], &state.to_string());
+    assert_eq!(asked.body, json!({ "policy": "static" }));
+
+    let decision = json!({
+        "number": 7, "time_ns": 1_700_000_000_123_000_000_u64, "policy": "dynamic",
+        "action": { "kind": "add_iothread", "iothread": "auto1", "cpu": 3, "count": 1,
+            "queues": [{ "device": "d0", "queue": 1 }] },
+        "reason": "IOThread 1 is 97 % busy", "outcome": "done", "took_ns": 5000,
+        "before": { "iops": 1000.4, "wait_ns": 5000, "cores": 0.97 },
+        "after": { "iops": 1900.0, "wait_ns": 2000, "cores": 1.5 },
+    });
+    let (text, asked) = done(&["decisions", "--after", "6"], &json!([decision]).to_string());
+    assert!(asked.head.starts_with("GET /v1/decisions?after=6 "), "{}", asked.head);
+    let expected = "7 2023-11-14T22:13:20.123Z dynamic: add auto1 on CPU 3 for 1 queues (done): \
+                    IOThread 1 is 97 % busy\n  before: 1000 IOPS, wait 5.0 µs, 0.97 cores; \
+                    after: 1900 IOPS, wait 2.0 µs, 1.50 cores\n";
+    assert_eq!(text, expected);
+    let (text, _) = done(&["decisions", "--json"], &json!([decision]).to_string());
+    assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), json!([decision]));
+}
+
+#[test]
 fn events_are_lines_for_people_or_json() {
     let events = ": ready\n\ndata: {\"event\":\"queue_moved\",\"device\":\"d0\",\"queue\":1,\"from\":\"a\",\"to\":\"b\",\"pause_ns\":5000}\n\n";
     let (text, _) = done(&["events"], events);

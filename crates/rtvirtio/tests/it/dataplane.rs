@@ -15,6 +15,7 @@ mod device;
 mod footprint;
 mod front_end;
 mod hostile;
+mod io_cores;
 mod isolation;
 mod libvirt;
 mod migration;

@@ -4,7 +4,11 @@
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
+
+use rtvirtio_bench::dataplane::client::{Client, Endpoint, Queue, Shape};
+use serde_json::Value;
 
 use crate::scratch_disk::{
     Disk, Groups, RTVIRTIO, can_run, eventually, left_behind, rtvirtio, said,
@@ -115,12 +119,13 @@ impl Plane {
         let mut text = format!(
             "version = 1\n[control]\nsocket = \"{control}\"\n[[iothread]]\nname = \"iot0\"\n"
         );
-        for (name, offset) in [("plc-root", "0"), ("backup-root", "512M")] {
+        for (vm, offset) in [("plc", "0"), ("backup", "512M")] {
+            let name = format!("{vm}-root");
             text += &format!(
-                "[[device]]\nname = \"{name}\"\nvm = \"{name}\"\nsocket = \"{}\"\nqueues = 1\n\
+                "[[device]]\nname = \"{name}\"\nvm = \"{vm}\"\nsocket = \"{}\"\nqueues = 1\n\
                  engine = {{ type = \"file\", path = \"{}\", direct = true, format = \"raw\", \
                  lock = \"off\", offset = \"{offset}\", size = \"512M\" }}\n",
-                s.path(name),
+                s.path(&name),
                 s.disk.node.display(),
             );
         }
@@ -131,6 +136,25 @@ impl Plane {
         let there = || Path::new(&control).exists();
         eventually("the control socket", Duration::from_secs(10), there);
         Self { server, control }
+    }
+
+    /// The VMs are its own now; the specification, which says so.
+    fn serves(&self, s: &Setup) -> String {
+        let text = std::fs::read_to_string(s.path("spec.toml")).unwrap();
+        let head = format!("[data_plane]\ncontrol = \"{}\"\n[device.data]", self.control);
+        let text = text.replace("[device.data]", &head);
+        let text = text.replace("[[vm]]\n", "[[vm]]\nbackend = \"vhost-user\"\n");
+        let (first, second) = text.split_once("name = \"root\"").unwrap();
+        let second = second.replace("name = \"root\"", "name = \"backup-root\"");
+        let text = format!("{first}name = \"plc-root\"{second}");
+        std::fs::write(s.path("spec.toml"), &text).unwrap();
+        text
+    }
+
+    fn snapshot(&self, s: &Setup) -> Value {
+        let text = s.expect(0, &["ctl", "--socket", &self.control, "snapshot", "--json"]);
+        let json = &text[text.find('{').unwrap()..=text.rfind('}').unwrap()];
+        serde_json::from_str(json).unwrap()
     }
 
     fn stop(&mut self) {
@@ -146,19 +170,10 @@ fn plan_is_applied_to_the_data_plane_verified_and_rolled_back() {
     let Some(_host) = can_run(TEST) else { return };
     let s = Setup::new(10.0);
     let mut plane = Plane::start(&s);
-    let text = std::fs::read_to_string(s.path("spec.toml")).unwrap();
-    let head = format!("[data_plane]\ncontrol = \"{}\"\n[device.data]", plane.control);
-    let text = text.replace("[device.data]", &head);
-    let text = text.replace("[[vm]]\n", "[[vm]]\nbackend = \"vhost-user\"\n");
-    let (first, second) = text.split_once("name = \"root\"").unwrap();
-    let second = second.replace("name = \"root\"", "name = \"backup-root\"");
-    let text = format!("{first}name = \"plc-root\"{second}");
-    std::fs::write(s.path("spec.toml"), &text).unwrap();
+    let text = plane.serves(&s);
     let (spec, plan) = (s.path("spec.toml"), s.path("plan.json"));
     let qos = || {
-        let snapshot = s.expect(0, &["ctl", "--socket", &plane.control, "snapshot", "--json"]);
-        let json = &snapshot[snapshot.find('{').unwrap()..=snapshot.rfind('}').unwrap()];
-        let snapshot: serde_json::Value = serde_json::from_str(json).unwrap();
+        let snapshot = plane.snapshot(&s);
         let device = |i: usize| snapshot["devices"][i]["qos"]["settings"].clone();
         (device(1), device(0), snapshot["schedules"].as_array().map_or(0, Vec::len))
     };
@@ -169,7 +184,7 @@ fn plan_is_applied_to_the_data_plane_verified_and_rolled_back() {
     s.expect(0, &["apply", &plan]);
     let (promised, shares, schedules) = qos();
     assert_eq!((&promised["deadline_us"], &promised["iops"]), (&10_000.into(), &500.into()));
-    assert_eq!((&shares["deadline_us"], schedules), (&serde_json::Value::Null, 1));
+    assert_eq!((&shares["deadline_us"], schedules), (&Value::Null, 1));
     assert_eq!(s.disk.queue("scheduler").trim(), "[none] mq-deadline kyber bfq");
     s.expect(0, &["verify", &plan]);
     s.expect(0, &["plan", &spec]);
@@ -177,7 +192,7 @@ fn plan_is_applied_to_the_data_plane_verified_and_rolled_back() {
     assert!(s.expect(2, &["verify", &plan]).contains("plc-root: qos on the data plane"));
     s.expect(0, &["rollback"]);
     assert_eq!(s.knobs(), before);
-    assert_eq!(qos(), (serde_json::Value::Null, serde_json::Value::Null, 0));
+    assert_eq!(qos(), (Value::Null, Value::Null, 0));
 
     // A device that is not there, and a data plane that is gone, change nothing.
     std::fs::write(&spec, text.replace("backup-root", "other")).unwrap();
@@ -249,21 +264,13 @@ fn watch_plans_for_a_vm_that_comes_and_its_kill_is_rolled_back() {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines();
-    // The next change; looks are a second apart.
-    let mut change = || loop {
-        let look = lines.next().unwrap().unwrap();
-        let look: serde_json::Value = serde_json::from_str(&look).unwrap();
-        if !look["change"].is_null() {
-            return look["change"].clone();
-        }
-    };
-    assert_eq!(change()["reason"], "start");
+    let mut changes = Changes(BufReader::new(watch.stdout.take().unwrap()).lines());
+    assert_eq!(changes.next()["reason"], "start");
     // Changes are 10 s apart.
     std::thread::sleep(Duration::from_secs(10));
     let backup = Idler::start(&s.groups.path("backup"));
     let came = std::time::Instant::now();
-    let planned = change();
+    let planned = changes.next();
     assert_eq!((&planned["reason"], &planned["unmet"]), (&"came: backup".into(), &0.into()));
     assert!(planned["caps"]["backup"].as_u64().unwrap() > 1_000_000, "{planned}");
     assert!(came.elapsed() < Duration::from_secs(5), "{:?}", came.elapsed());
@@ -273,6 +280,104 @@ fn watch_plans_for_a_vm_that_comes_and_its_kill_is_rolled_back() {
     s.expect(0, &["rollback"]);
     assert_eq!(s.knobs(), before);
     drop(backup);
+}
+
+/// Changes that a `watch --control --json` tells of.
+struct Changes(std::io::Lines<BufReader<std::process::ChildStdout>>);
+
+impl Changes {
+    fn next(&mut self) -> Value {
+        loop {
+            let look = self.0.next().unwrap().unwrap();
+            let look: Value = serde_json::from_str(&look).unwrap();
+            if !look["change"].is_null() {
+                return look["change"].clone();
+            }
+        }
+    }
+}
+
+#[test]
+fn watch_plans_again_for_a_device_that_is_slower_than_its_profile() {
+    let test = "watch_plans_again_for_a_device_that_is_slower_than_its_profile";
+    let Some(_host) = can_run(test) else { return };
+    let s = Setup::new(20.0);
+    let mut profile: Value = serde_json::from_str(PROFILE).unwrap();
+    let capacity = &mut profile["capacity"];
+    for rate in ["iops_4k", "write_throughput"] {
+        capacity[rate] = ((capacity[rate].as_f64().unwrap() * 3.0) as u64).into();
+    }
+    for response in ["response_4k", "response_128k"] {
+        for (_, time) in capacity[response].as_object_mut().unwrap() {
+            *time = (time.as_u64().unwrap() / 3).into();
+        }
+    }
+    std::fs::write(s.path("profile.json"), profile.to_string()).unwrap();
+    let mut plane = Plane::start(&s);
+    plane.serves(&s);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let _stop = Stop(&stop);
+        scope.spawn(|| read_until(Path::new(&s.path("plc-root")), &stop));
+        let connected = || plane.snapshot(&s)["devices"][1]["connected"] == true;
+        eventually("the front end", Duration::from_secs(10), connected);
+        let mut watch = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL", RTVIRTIO, "watch", &s.path("spec.toml"), "--control"])
+            .arg("--json")
+            .env("RTVIRTIO_STATE_DIR", s.path("state"))
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut changes = Changes(BufReader::new(watch.stdout.take().unwrap()).lines());
+        let started = changes.next();
+        assert_eq!((&started["reason"], &started["failed"]), (&"start".into(), &Value::Null));
+        let request = || plane.snapshot(&s)["schedules"][0]["request_ns"].as_u64().unwrap();
+        let by_profile = request();
+        let again = changes.next();
+        let reason = again["reason"].as_str().unwrap();
+        let is_slower = reason.starts_with("data takes ");
+        assert!(is_slower && reason.ends_with("times as long as its profile says"), "{again}");
+        assert_eq!(again["failed"], Value::Null, "{again}");
+        assert!(request() as f64 > 1.25 * by_profile as f64, "{by_profile} ns: {again}");
+        watch.kill().unwrap();
+        watch.wait().unwrap();
+    });
+    s.expect(0, &["rollback"]);
+    plane.stop();
+}
+
+/// Ends a load, also when its test fails.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+/// A front end that reads 4 KiB here and there, 8 at a time.
+fn read_until(socket: &Path, stop: &AtomicBool) {
+    const DEPTH: usize = 8;
+    let shape = Shape { queues: 1, depth: DEPTH, buffer: 4096 };
+    let mut client = Client::connect(Endpoint::Socket(socket), shape).unwrap();
+    let blocks = client.capacity() / 4096;
+    client.run([()], |queue, ()| {
+        let mut at = 0;
+        let mut submit = |queue: &mut Queue, slot| {
+            at = (at + 7919) % blocks;
+            queue.read(slot, at * 4096, 4096);
+        };
+        (0..DEPTH).for_each(|slot| submit(queue, slot));
+        while queue.flying() > 0 {
+            let ended = queue.wait(Duration::from_secs(20), |queue, request| {
+                assert_eq!(request.result, 0);
+                if !stop.load(Relaxed) {
+                    submit(queue, request.slot);
+                }
+            });
+            assert!(ended.unwrap() > 0, "no read ends");
+        }
+    });
 }
 
 #[test]

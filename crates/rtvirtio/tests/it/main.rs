@@ -13,5 +13,7 @@ mod mapping;
 mod readme;
 mod rooms;
 mod scratch_disk;
+mod simulate;
 mod systemd;
+mod tree;
 mod watch_data_plane;

@@ -2,8 +2,8 @@
 
 use comfy_table::{CellAlignment, Table, presets};
 use rtvirtio_spec::control::{
-    Activity, DeviceState, Event, Had, IoThreadState, LatencySummary, QosState, QueueState,
-    ScheduleState, Snapshot, TaskState,
+    Activity, Decision, DeviceState, Event, Had, IoThreadState, LatencySummary, Load, PolicyState,
+    QosState, QueueState, ScheduleState, Snapshot, TaskState,
 };
 use rtvirtio_spec::serve::wire::Size;
 use rtvirtio_units::Nanos;
@@ -219,6 +219,38 @@ const fn state(queue: &QueueState) -> &'static str {
     }
 }
 
+/// A policy, in a few lines.
+pub(super) fn policy(state: &PolicyState) -> String {
+    let mut text = format!("policy      {}", state.policy);
+    if let Some(failure) = &state.failure {
+        text += &format!(": FAILED and ended: {}", failure.escape_debug());
+    }
+    if state.policy.needs_cpus() {
+        let cpus = state.cpus.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        text += &format!("\ncpus        {cpus}");
+        text += &format!("\niothreads   {} to {}", state.least, state.most);
+    }
+    text + &format!("\ndecisions   {}\n", state.last_decision)
+}
+
+/// A decision on two lines.
+pub(super) fn decision(decision: &Decision) -> String {
+    let Decision { number, policy, action, reason, outcome, error, before, after, .. } = decision;
+    let time = i64::try_from(decision.time_ns.get() / 1_000).ok();
+    let time = time.and_then(|us| jiff::Timestamp::from_microsecond(us).ok()).unwrap_or_default();
+    let load = |load: &Load| {
+        format!("{:.0} IOPS, wait {}, {:.2} cores", load.iops, load.wait_ns, load.cores)
+    };
+    let after = after.as_ref().map_or_else(|| "not measured".to_owned(), load);
+    let error = error.as_ref().map(|error| format!(": {}", error.escape_debug()));
+    format!(
+        "{number} {time:.3} {policy}: {action} ({outcome}{}): {}\n  before: {}; after: {after}",
+        error.unwrap_or_default(),
+        reason.escape_debug(),
+        load(before),
+    )
+}
+
 pub(super) fn event(event: &Event) -> String {
     match event {
         Event::DeviceAdded { device } => format!("{device}: added"),
@@ -234,6 +266,14 @@ pub(super) fn event(event: &Event) -> String {
         }
         Event::IothreadAdded { iothread } => format!("{iothread}: added"),
         Event::IothreadRemoved { iothread } => format!("{iothread}: removed"),
+        Event::PolicySet { policy } => format!("policy: {policy}"),
+        Event::PolicyFailed { policy, reason } => {
+            format!("policy: {policy} failed and has ended: {}", reason.escape_debug())
+        }
+        Event::Decision { number, action, reason, outcome } => {
+            let (action, reason) = (action.escape_debug(), reason.escape_debug());
+            format!("decision {number}: {action} ({outcome}): {reason}")
+        }
         Event::EventsLost { count } => format!("{count} events were lost: too slow a reader"),
     }
 }

@@ -6,19 +6,24 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
-use rtvirtio_planner::control::TaskObservation;
-use rtvirtio_spec::control::{DeviceState, Snapshot};
+use rtvirtio_planner::control::{DeviceObservation, TaskObservation};
+use rtvirtio_planner::service_curve;
+use rtvirtio_spec::control::{DeviceState, DeviceUsage, ScheduleState, Snapshot};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::specification::{Backend, Specification, Target, Vm};
-use rtvirtio_units::{DiskName, IoThreadName, Nanos, VmName};
+use rtvirtio_units::{DeviceName, DiskName, IoThreadName, Nanos, VmName};
 use serde::Serialize;
 
 use super::sources::Sample;
 use super::{History, Recent, RowTarget, Tails};
+use crate::input;
 
 /// How long the data plane may take to answer; a look is lost if it takes longer.
 const ANSWER: Duration = Duration::from_millis(500);
+/// No profile knows what a flush takes: a device's speed is not judged while one of so many requests
+/// is one.
+const FEW_FLUSHES: u64 = 20;
 /// How long one that did not answer is left alone.
 const LEFT_ALONE: Duration = Duration::from_secs(10);
 
@@ -54,6 +59,17 @@ struct Watched {
     history: History,
 }
 
+/// A physical device, and what it had done at the last look.
+struct Shared {
+    /// By its profile, what a request takes of a channel before its bytes.
+    request: Nanos,
+    /// By its profile, what a response takes beyond its service.
+    overhead: Nanos,
+    seen: Option<ScheduleState>,
+    /// Between the last two looks.
+    observed: Option<DeviceObservation>,
+}
+
 /// A data plane that is watched.
 pub(super) struct DataPlane {
     client: ControlClient,
@@ -61,6 +77,8 @@ pub(super) struct DataPlane {
     is_named: bool,
     vms: Vec<Vm>,
     devices: BTreeMap<DiskName, Watched>,
+    /// Those that its VMs share, if their profiles can be read.
+    shared: BTreeMap<DeviceName, Shared>,
     /// When it was last asked.
     at: Instant,
     left_alone: Option<Instant>,
@@ -74,7 +92,14 @@ impl DataPlane {
     pub(super) fn new(specification: &Specification, socket: Option<&Path>) -> Self {
         let socket = socket.or(specification.data_plane.as_deref());
         let path = socket.map_or_else(|| PathBuf::from(DEFAULT_SOCKET), Path::to_owned);
+        // Of one that cannot be read, the plan says so.
+        let shared = specification.devices.iter().filter_map(|device| {
+            let curve = service_curve(&input::profile(&device.profile).ok()?.capacity);
+            let (request, overhead) = (curve.device.request, curve.overhead);
+            Some((device.name.clone(), Shared { request, overhead, seen: None, observed: None }))
+        });
         Self {
+            shared: shared.collect(),
             client: ControlClient::new(path).with_timeout(ANSWER),
             is_named: socket.is_some(),
             vms: specification.vms.clone(),
@@ -111,6 +136,11 @@ impl DataPlane {
             })
         };
         (present.collect(), self.devices.iter().filter_map(observe).collect())
+    }
+
+    /// How fast each physical device was between the last two looks.
+    pub(super) fn speeds(&mut self) -> Vec<DeviceObservation> {
+        self.shared.values_mut().filter_map(|shared| shared.observed.take()).collect()
     }
 
     /// What each device did since the last look, and has done in the last minute.
@@ -156,6 +186,11 @@ impl DataPlane {
     ) -> Vec<DeviceRow> {
         let seconds = (now - self.at).as_secs_f64();
         self.at = now;
+        for (name, shared) in &mut self.shared {
+            // A plan names a device's schedule after it.
+            let of_device = snapshot.schedules.iter().find(|s| s.name.as_str() == name.as_str());
+            shared.look(name, of_device);
+        }
         self.devices.retain(|name, watched| {
             let is_there = snapshot.devices.iter().any(|d| d.name == *name && d.vm == watched.vm);
             if !is_there {
@@ -185,6 +220,51 @@ impl DataPlane {
             rows.push(watched.row(device, now));
         }
         rows
+    }
+}
+
+impl Shared {
+    fn look(&mut self, name: &DeviceName, state: Option<&ScheduleState>) {
+        let seen = std::mem::replace(&mut self.seen, state.cloned());
+        self.observed = state.zip(seen).and_then(|(new, seen)| self.observe(name, new, &seen));
+    }
+
+    /// What the device did between two looks; none if they cannot be compared.
+    fn observe(
+        &self,
+        name: &DeviceName,
+        new: &ScheduleState,
+        seen: &ScheduleState,
+    ) -> Option<DeviceObservation> {
+        // The costs of both are of one curve, and of one data plane.
+        let is_same = new.request_ns == seen.request_ns && new.channels == seen.channels;
+        if !is_same || new.usage.requests < seen.usage.requests {
+            return None;
+        }
+        let did = since(&new.usage, &seen.usage);
+        if did.flushes.saturating_mul(FEW_FLUSHES) > did.requests {
+            return None;
+        }
+        // The curve in force may be of the device as slow as it was.
+        let factor = self.request.as_secs_f64() / new.request_ns.as_secs_f64();
+        let around = self.overhead.scale(did.alone as f64);
+        Some(DeviceObservation {
+            device: name.clone(),
+            requests: did.requests,
+            served: did.used_ns.saturating_sub(around),
+            expected: did.cost_ns.scale(factor),
+        })
+    }
+}
+
+/// What a device did between two looks.
+const fn since(new: &DeviceUsage, seen: &DeviceUsage) -> DeviceUsage {
+    DeviceUsage {
+        used_ns: new.used_ns.saturating_sub(seen.used_ns),
+        cost_ns: new.cost_ns.saturating_sub(seen.cost_ns),
+        requests: new.requests.saturating_sub(seen.requests),
+        flushes: new.flushes.saturating_sub(seen.flushes),
+        alone: new.alone.saturating_sub(seen.alone),
     }
 }
 
@@ -323,6 +403,50 @@ disk = "logs"
         let mut kernel = DataPlane::new(&parse("test", SPECIFICATION).unwrap(), None);
         let rows = kernel.rows(&snapshot(&[("plc", "root", (1, 1))]), now, &mut Vec::new());
         assert_eq!(kernel.observed(&rows), Default::default());
+    }
+
+    #[test]
+    fn speed_of_a_device_is_told_by_its_profile_whatever_curve_is_in_force() {
+        let (request, overhead) = (Nanos::from_micros(200), Nanos::from_micros(50));
+        let mut shared = Shared { request, overhead, seen: None, observed: None };
+        let name = DeviceName::new("ssd").unwrap();
+        let mut look = |request_us, (used, cost, requests, flushes, alone)| {
+            let usage = DeviceUsage {
+                used_ns: Nanos::from_millis(used),
+                cost_ns: Nanos::from_millis(cost),
+                requests,
+                flushes,
+                alone,
+            };
+            let request_ns = Nanos::from_micros(request_us);
+            let state = ScheduleState {
+                name: rtvirtio_units::Name::new("ssd").unwrap(),
+                channels: 4,
+                request_ns,
+                kib_ns: Nanos::ZERO,
+                flush_ns: request_ns,
+                waiting: 0,
+                running: 0,
+                background: 0,
+                background_bound: 4,
+                usage,
+            };
+            shared.look(&name, Some(&state));
+            let seen = shared.observed.take()?;
+            Some((seen.requests, seen.served, seen.expected))
+        };
+        let told = |requests, served, expected| {
+            Some((requests, Nanos::from_millis(served), Nanos::from_millis(expected)))
+        };
+        assert_eq!(look(200, (1_000, 900, 4_500, 0, 0)), None);
+        // 1,000 requests of 200 us took 450 us each, 50 of them around the service.
+        assert_eq!(look(200, (1_450, 1_100, 5_500, 0, 1_000)), told(1_000, 400, 200));
+        // Another curve cannot be compared; that it charges twice as much is seen through.
+        assert_eq!(look(400, (1_450, 1_100, 5_500, 0, 1_000)), None);
+        assert_eq!(look(400, (1_850, 1_500, 6_500, 50, 1_000)), told(1_000, 400, 200));
+        assert_eq!(look(400, (2_250, 1_900, 7_500, 101, 1_000)), None);
+        // Another data plane.
+        assert_eq!(look(400, (10, 10, 10, 0, 0)), None);
     }
 
     #[test]

@@ -171,9 +171,12 @@ impl Vm {
             image = directory.path().to_owned();
             std::os::unix::fs::chown(&image, Some(id), Some(id)).unwrap();
         }
+        // With a thread for each vCPU, QEMU 10's TCG uses freed memory regions or loses a vCPU's timer now
+        // and then, more often the less time the machine has.
         command
             .arg("qemu-system-x86_64")
-            .args(["-nodefaults", "-no-user-config", "-display", "none", "-accel", "tcg"])
+            .args(["-nodefaults", "-no-user-config", "-display", "none"])
+            .args(["-accel", "tcg,thread=single"])
             .args(["-machine", "q35,memory-backend=memory", "-cpu", "max", "-smp", "4"])
             .args(["-m", "512"])
             .args(["-object", "memory-backend-memfd,id=memory,size=512M,share=on"])

@@ -1,0 +1,139 @@
+//! Simulated runs for people.
+
+use comfy_table::{CellAlignment, Table, presets};
+use rtvirtio_iocores::utility::{self, Progress, Weights};
+use rtvirtio_sim::PhaseOutcome;
+use rtvirtio_units::Nanos;
+
+use super::Run;
+
+/// What progress is divided by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reference {
+    /// The most that any run had.
+    Best,
+    /// The most work that a busy IOThread of any run did, and a CPU.
+    Core,
+}
+
+/// The phases of a run, then the whole.
+fn parts(run: &Run) -> impl Iterator<Item = &PhaseOutcome> {
+    run.outcome.phases.iter().chain([&run.outcome.whole])
+}
+
+/// A phase as a utility is reckoned from it.
+fn progress(of: &PhaseOutcome) -> Progress {
+    let seconds = of.length.as_secs_f64().max(1e-9);
+    Progress {
+        // As `rtvirtio_iocores::utility` has it: 64 KiB count as much as a request.
+        io: (of.requests as f64 + of.bytes as f64 / 65_536.0) / seconds,
+        busy: of.busy,
+        ran: of.vcpus_ran,
+        waited: of.vcpus_waited,
+        cores: of.io_cores,
+    }
+}
+
+/// What all runs' progress in a phase is divided by.
+fn reference(of: &[Progress], kind: Reference) -> utility::Reference {
+    let most = |part: fn(&Progress) -> f64| of.iter().map(part).fold(0.0, f64::max);
+    // Where nobody does anything, nothing is a part of it.
+    let some = |value: f64| if value > 0.0 { value } else { f64::INFINITY };
+    let wanted = most(|of| of.ran + of.waited);
+    match kind {
+        Reference::Best => {
+            let best = |of: &Progress| of.ran / (of.ran + of.waited).max(1e-9);
+            let got = of.iter().map(best).fold(0.0, f64::max);
+            utility::Reference { io: some(most(|of| of.io)), compute: some(got * wanted), wanted }
+        }
+        Reference::Core => {
+            let per_core = of.iter().filter_map(utility::Reference::per_core).map(|of| of.io);
+            utility::Reference { io: some(per_core.fold(0.0, f64::max)), compute: 1.0, wanted }
+        }
+    }
+}
+
+/// Fills in each run's utility, by what all have in that phase.
+pub(super) fn add_utility(runs: &mut [Run], kind: Reference) {
+    let progress: Vec<Vec<Progress>> =
+        runs.iter().map(|run| parts(run).map(progress).collect()).collect();
+    let phases = progress.first().map_or(0, Vec::len);
+    for phase in 0..phases {
+        let of: Vec<Progress> = progress.iter().map(|run| run[phase]).collect();
+        let reference = reference(&of, kind);
+        for (run, of) in runs.iter_mut().zip(&of) {
+            run.utility.push(Weights::default().utility(of, &reference));
+        }
+    }
+}
+
+/// A row for each phase and policy.
+pub(super) fn table(runs: &[Run], kind: Reference) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header([
+        "phase",
+        "policy",
+        "IOPS",
+        "cores",
+        "IOPS/core",
+        "mean",
+        "p50",
+        "p99",
+        "p99.9",
+        "compute",
+        "vCPU wait",
+        "moves",
+        "settled",
+        "utility",
+    ]);
+    for column in 2..14 {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    let phases = runs.first().map_or(0, |run| run.utility.len());
+    for phase in 0..phases {
+        for run in runs {
+            let Some(of) = parts(run).nth(phase) else { continue };
+            table.add_row(row(run, of, run.utility[phase]));
+        }
+    }
+    let note = match kind {
+        Reference::Best => "utility: I/O and compute as parts of the best run's in that phase",
+        Reference::Core => "utility: I/O in cores' worth, compute in CPUs",
+    };
+    format!(
+        "{table}\n\n{note}, less 0.2 a core. static IOThreads are there whether they work or not.\n"
+    )
+}
+
+fn row(run: &Run, of: &PhaseOutcome, utility: f64) -> [String; 14] {
+    let latency = |ns: Nanos| if of.requests == 0 { "-".to_owned() } else { ns.to_string() };
+    [
+        of.kind.map_or_else(|| "whole".to_owned(), |kind| kind.to_string()),
+        run.policy.to_string(),
+        format!("{:.0}", of.iops),
+        format!("{:.2}", of.io_cores),
+        format!("{:.0}", of.iops_per_core),
+        latency(of.mean),
+        latency(of.p50),
+        latency(of.p99),
+        latency(of.p999),
+        format!("{:.2}", of.computed),
+        format!("{:.2}", of.vcpus_waited),
+        of.moves.to_string(),
+        of.settled.map_or_else(|| "-".to_owned(), |at| format!("{:.0} ms", at.as_millis_f64())),
+        format!("{utility:.3}"),
+    ]
+}
+
+/// How fast it went.
+pub(super) fn speed(runs: &[Run]) -> String {
+    let requests: u64 = runs.iter().map(|run| run.outcome.whole.requests).sum();
+    let simulated: f64 = runs.iter().map(|run| run.outcome.whole.length.as_secs_f64()).sum();
+    let took: f64 = runs.iter().map(|run| run.took_s).sum();
+    format!(
+        "simulated {simulated:.0} s and {requests} requests in {took:.1} s, {:.0} requests a second\n",
+        requests as f64 / took.max(1e-9)
+    )
+}

@@ -1,0 +1,75 @@
+//! `rtvirtio tree`, and the process that it starts.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use rtvirtio_bench::load::Interrupted;
+use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
+use serde_json::json;
+
+use crate::Outcome;
+use crate::tree::{keeper, server};
+
+/// Arguments of `tree`.
+#[derive(clap::Args)]
+#[command(after_help = "\
+Look:   cat DIR/worker/w.0/dev_list, DIR/dev/d.0/worker, DIR/vq/vq.0.1/handled_bytes;
+        DIR/snapshot has everything in one read, as JSON
+Change: echo w.1 >DIR/dev/d.0/worker      all queues of the device to that IOThread
+        echo w.1 >DIR/vq/vq.0.1/worker    one queue
+        echo 'io2 cpus=2' >DIR/worker/create
+        echo w.2 >DIR/worker/remove       one that serves no queue
+        echo 2-3 >DIR/worker/w.1/cpu
+        echo 1 >DIR/worker/w.1/locked     policy leaves it alone
+        echo w.1 >DIR/worker/default      devices that come later go there
+Failed: a write fails with an errno; DIR/error says why.
+
+An IOThread is w.N or its name. Numbers stay while the tree is mounted.
+Mounted by root, everybody may look and root may write.
+It ends with the data plane, and leaves no mount when it is killed.
+docs/tree.md has all files, and what differs from IOcm's.")]
+pub(crate) struct Args {
+    /// An empty directory to mount it on
+    #[arg(value_name = "DIR")]
+    directory: PathBuf,
+    /// The data plane's control socket
+    #[arg(long, default_value = DEFAULT_SOCKET, value_name = "PATH")]
+    socket: PathBuf,
+    /// Print a JSON line once it is mounted
+    #[arg(long)]
+    json: bool,
+}
+
+/// Arguments of the process that serves the tree.
+#[derive(clap::Args)]
+pub(crate) struct ServerArgs {
+    directory: PathBuf,
+    #[arg(long)]
+    socket: PathBuf,
+}
+
+pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
+    let directory = keeper::check(&args.directory)?;
+    // Whoever cannot be reached is named before anything is mounted.
+    ControlClient::new(&args.socket).snapshot()?;
+    keeper::keep(&args.socket, &directory, interrupted, |server| {
+        let (at, of) = (directory.display().to_string(), args.socket.display().to_string());
+        let mut out = std::io::stdout().lock();
+        let line = if args.json {
+            json!({ "directory": at, "socket": of, "server_pid": server }).to_string()
+        } else {
+            format!("{at}: the data plane at {of}; Ctrl-C unmounts it")
+        };
+        writeln!(out, "{line}").and_then(|()| out.flush()).context("write to standard output")?;
+        // Without systemd there is nobody to tell.
+        let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+        Ok(())
+    })?;
+    Ok(Outcome::Done)
+}
+
+pub(crate) fn serve(args: &ServerArgs) -> Outcome {
+    server::serve(&args.socket, &args.directory);
+    Outcome::Done
+}

@@ -1,0 +1,174 @@
+//! IOThreads that come and go with the load, under the verifier.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::scratch_disk::{RTVIRTIO, eventually};
+
+/// Long enough for a policy on a busy machine.
+const ENOUGH: Duration = Duration::from_secs(30);
+
+/// A server of one disk of 4 queues on one IOThread; each request costs 100 µs of CPU time.
+struct Served {
+    directory: tempfile::TempDir,
+    server: Child,
+}
+
+impl Served {
+    fn start(iocores: &str) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name).display().to_string();
+        let text = format!(
+            "version = 1\n[control]\nsocket = \"{}\"\n[iocores]\n{iocores}\n\
+             [[iothread]]\nname = \"iot0\"\n\
+             [[device]]\nname = \"a\"\nvm = \"a\"\nsocket = \"{}\"\nqueues = 4\n\
+             engine = {{ type = \"ram\", size = \"64M\", cpu_us = 100 }}\n",
+            path("control.sock"),
+            path("a.sock"),
+        );
+        std::fs::write(path("serve.toml"), text).unwrap();
+        let mut server = Command::new("setpriv");
+        server.args(["--pdeathsig", "KILL", RTVIRTIO, "serve", &path("serve.toml")]);
+        let server = server.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let served = Self { server, directory };
+        eventually("the control socket", ENOUGH, || served.path("control.sock").exists());
+        served
+    }
+
+    fn path(&self, name: &str) -> std::path::PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn ctl(&self, arguments: &[&str]) -> Value {
+        let mut command = Command::new(RTVIRTIO);
+        command.arg("ctl").arg("--socket").arg(self.path("control.sock")).args(arguments);
+        let output = command.arg("--json").output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{arguments:?}: {said}");
+        serde_json::from_slice(&output.stdout).unwrap_or(Value::Null)
+    }
+
+    /// Numbers of the decisions of this kind that were carried out.
+    fn done(&self, kind: &str) -> Vec<u64> {
+        let decisions = self.ctl(&["decisions"]);
+        let all = decisions.as_array().unwrap().iter();
+        let done = all.filter(|d| d["action"]["kind"] == kind && d["outcome"] == "done");
+        done.map(|decision| decision["number"].as_u64().unwrap()).collect()
+    }
+
+    /// The verifier on all four queues.
+    fn verify(&self, seconds: &str) -> Child {
+        let mut verify = Command::new(RTVIRTIO);
+        verify.args(["bench", "dataplane", "verify", "--seconds", seconds, "--mebibytes", "1"]);
+        verify.args(["--depth", "8", "--queues", "4", "--socket"]).arg(self.path("a.sock"));
+        verify.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+
+    fn iothreads(&self) -> usize {
+        self.ctl(&["iothread", "list"]).as_array().unwrap().len()
+    }
+
+    fn end(mut self) {
+        kill_process(Pid::from_child(&self.server), Signal::TERM).unwrap();
+        assert!(self.server.wait().unwrap().success());
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let _ = self.server.kill();
+        let _ = self.server.wait();
+    }
+}
+
+/// The verifier found every completion and every byte.
+fn succeeds(verify: Child) {
+    let output = verify.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Two CPUs of this process.
+fn two_cpus(test: &str) -> Option<[usize; 2]> {
+    let set = rustix::thread::sched_getaffinity(None).unwrap();
+    let mut cpus = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu));
+    let two = cpus.next().zip(cpus.next());
+    if two.is_none() {
+        eprintln!("SKIPPED {test}: there is one CPU");
+    }
+    two.map(Into::into)
+}
+
+#[test]
+fn load_adds_an_iothread_and_its_end_removes_it() {
+    const TEST: &str = "load_adds_an_iothread_and_its_end_removes_it";
+    let Some([first, second]) = two_cpus(TEST) else { return };
+    let policy = format!("policy = \"dynamic\"\ncpus = [{first}, {second}]\n");
+    let served = Served::start(&policy);
+    assert_eq!(served.iothreads(), 1);
+    let verify = served.verify("8");
+    eventually("a further IOThread", ENOUGH, || !served.done("add_iothread").is_empty());
+    succeeds(verify);
+    let added = served.done("add_iothread")[0];
+    let last_removed = || served.done("remove_iothread").last().copied();
+    let is_one = || served.iothreads() == 1 && last_removed() > Some(added);
+    eventually("the end of that IOThread", ENOUGH, is_one);
+    let state = served.ctl(&["policy"]);
+    assert_eq!((&state["policy"], &state["running"]), (&"dynamic".into(), &true.into()));
+    // All queues are where the IOThread is that is left.
+    let mapping = served.ctl(&["mapping", "get", "a"]);
+    assert_eq!(mapping.as_array().unwrap().len(), 1, "{mapping}");
+    // Its effect was measured, and it says why.
+    let measured = || served.ctl(&["decisions"])[0]["after"]["iops"].as_f64().is_some();
+    eventually("the effect of the first decision", ENOUGH, measured);
+    let decision = &served.ctl(&["decisions"])[0];
+    assert!(decision["reason"].as_str().is_some_and(|reason| !reason.is_empty()), "{decision}");
+    served.end();
+}
+
+#[test]
+fn policies_change_while_the_verifier_runs_and_static_leaves_all_where_it_is() {
+    const TEST: &str = "policies_change_while_the_verifier_runs_and_static_leaves_all_where_it_is";
+    let Some(cpus) = two_cpus(TEST) else { return };
+    let served = Served::start("");
+    served.ctl(&["iothread", "create", "iot1"]);
+    let verify = served.verify("4");
+    assert_eq!(served.ctl(&["policy"])["running"], false);
+    let spread = || served.ctl(&["mapping", "get", "a"]).as_array().unwrap().len() == 2;
+    assert!(!spread());
+    served.ctl(&["policy", "round-robin"]);
+    eventually("queues on both IOThreads", ENOUGH, spread);
+    let cpus = format!("{},{}", cpus[0], cpus[1]);
+    for policy in ["iocm", "spdk", "advise", "dynamic", "round-robin"] {
+        let state = served.ctl(&["policy", policy, "--cpus", &cpus, "--least", "2"]);
+        assert_eq!((&state["policy"], &state["running"]), (&policy.into(), &true.into()));
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let state = served.ctl(&["policy", "static"]);
+    assert_eq!((&state["policy"], &state["running"]), (&"static".into(), &false.into()));
+    let last = state["last_decision"].clone();
+    // The operator's word is the last.
+    for queue in ["0", "1", "2", "3"] {
+        served.ctl(&["mapping", "move", "a", queue, "iot1"]);
+    }
+    succeeds(verify);
+    assert!(!spread());
+    assert_eq!(served.ctl(&["policy"])["last_decision"], last);
+    served.end();
+}
+
+#[test]
+fn configuration_that_borrows_cpus_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let path: &Path = &directory.path().join("serve.toml");
+    let text = "version = 1\n[[iothread]]\nname = \"iot0\"\n[iocores]\ncpus = [0]\nborrow = true\n";
+    std::fs::write(path, text).unwrap();
+    let mut serve = Command::new(RTVIRTIO);
+    let output = serve.arg("serve").arg(path).arg("--check").output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{said}");
+    assert!(said.contains("serve.toml:6:10: CPUs cannot be borrowed"), "{said}");
+}
