@@ -8,7 +8,7 @@ use std::sync::atomic::{
     Ordering::{Acquire, Relaxed, Release},
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rtvirtio_engine::file::Lock;
 use rtvirtio_spec::control::Event;
@@ -111,6 +111,27 @@ pub(super) struct Ids {
     pub(super) vm: u32,
     /// Of queue 0; the others follow.
     pub(super) queue: u32,
+}
+
+/// How long a change waits for another of the same queue, and how often it looks.
+const FREE_TIME: Duration = Duration::from_secs(1);
+const FREE_PAUSE: Duration = Duration::from_millis(1);
+
+/// Tries again for [`FREE_TIME`] what was refused because a queue was held: it is moving or
+/// stopping, or somebody looked whether it is.
+fn when_free<T, E>(
+    is_held: impl Fn(&E) -> bool,
+    mut attempt: impl FnMut() -> Result<T, E>,
+) -> Result<T, E> {
+    let until = Instant::now() + FREE_TIME;
+    loop {
+        match attempt() {
+            Err(error) if is_held(&error) && Instant::now() < until => {
+                std::thread::sleep(FREE_PAUSE);
+            }
+            result => return result,
+        }
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -234,11 +255,14 @@ impl Core {
         };
         self.touch();
         // It waits for what was started there and has not ended, so not under the state's lock.
-        if let Err(error) = self.pool.remove_thread(thread.id) {
+        let removed = when_free(
+            |error| matches!(error, PoolError::InUse { .. }),
+            || self.pool.remove_thread(thread.id),
+        );
+        if let Err(error) = removed {
             self.state().iothreads.insert(iothread.clone(), thread);
             self.touch();
             return Err(match error {
-                // Queues that have not yet left: rare, and they are on their way.
                 PoolError::InUse { queues } => {
                     let queues = u32::try_from(queues).unwrap_or(u32::MAX);
                     PlaneError::IoThreadInUse { iothread: iothread.clone(), queues }
@@ -296,7 +320,11 @@ impl Core {
                 .ok_or_else(|| PlaneError::NoQueue { device: device.clone(), queues, queue })?;
             (Arc::clone(&served.host), thread, from)
         };
-        let pause = host.assign(queue, thread).map_err(|error| match error {
+        let moved = when_free(
+            |error| matches!(error, MoveError::Busy),
+            || host.assign(queue, thread),
+        );
+        let pause = moved.map_err(|error| match error {
             MoveError::Busy => PlaneError::QueueBusy { device: device.clone(), queue },
             MoveError::Pool(error) => {
                 refused(format!("cannot move queue {queue} of {device}"), error)
@@ -348,4 +376,40 @@ impl State {
 fn polling(iothread: &IoThread) -> Polling {
     let serve::Polling { max, grow, shrink } = iothread.polling;
     Polling { max: Duration::from(max), grow, shrink }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn change_waits_for_another_of_its_queue_and_not_for_ever() {
+        let mut refusals = 5;
+        let soon = when_free(
+            |error| matches!(error, MoveError::Busy),
+            || {
+                refusals -= 1;
+                if refusals > 0 { Err(MoveError::Busy) } else { Ok(()) }
+            },
+        );
+        assert!(soon.is_ok(), "{soon:?}");
+        let mut attempts = 0;
+        let never: Result<(), _> = when_free(
+            |error| matches!(error, MoveError::Busy),
+            || {
+                attempts += 1;
+                Err(MoveError::Busy)
+            },
+        );
+        assert!(matches!(never, Err(MoveError::Busy)) && attempts > 1);
+        attempts = 0;
+        let other: Result<(), _> = when_free(
+            |error| matches!(error, MoveError::Busy),
+            || {
+                attempts += 1;
+                Err(PoolError::NoThread.into())
+            },
+        );
+        assert!(matches!(other, Err(MoveError::Pool(PoolError::NoThread))) && attempts == 1);
+    }
 }

@@ -426,13 +426,7 @@ impl Plane for Registry {
             Mapping::new(entries, u32::from(served.mapping.queues()), Some(&names))?
         };
         for (queue, iothread) in (0..).zip(mapping.by_queue()) {
-            // Another move of it may be under way: it is over in a moment.
-            while let Err(error) = self.move_queue(device, queue, iothread) {
-                if !matches!(error, PlaneError::QueueBusy { .. }) {
-                    return Err(error);
-                }
-                std::thread::sleep(Duration::from_millis(1));
-            }
+            self.core.move_queue(device, queue, iothread)?;
         }
         Ok(())
     }

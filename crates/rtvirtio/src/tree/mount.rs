@@ -24,9 +24,6 @@ use super::view::{FRESH, FRESH_WHOLE, View, Views};
 const SNAPSHOT_TIME: Duration = Duration::from_secs(2);
 /// Of a write: more than [`change::MAX_TEXT`], so that a longer text is not cut into shorter ones.
 const MAX_WRITE: u32 = 64 << 10;
-/// How long the last queue of an IOThread that is to end may take to leave it, and how often to look.
-const LEAVE_TIME: Duration = Duration::from_secs(1);
-const LEAVE_PAUSE: Duration = Duration::from_millis(2);
 /// The handle of a file that shows no view.
 const NO_VIEW: FileHandle = FileHandle(0);
 
@@ -90,7 +87,7 @@ impl Tree {
         let take = node.file().and_then(|file| file.take).ok_or(Refusal::NotWritten)?;
         let view = self.view(Duration::ZERO)?;
         let change = Change::read(take, node.place, bytes, &view)?;
-        let result = self.make(&change, &view);
+        let result = change.make(&self.client);
         // What has changed is seen at once, and so is what a change that failed has left.
         lock(&self.views).forget();
         if let Change::Default(iothread) = change {
@@ -99,25 +96,6 @@ impl Tree {
             self.adopt();
         }
         result
-    }
-
-    /// Makes a change. An IOThread that no queue is mapped to may still be giving its last one away.
-    fn make(&self, change: &Change, view: &View) -> Result<(), Refusal> {
-        let is_idle = match change {
-            Change::Remove(name) => view.worker_named(name).is_some_and(|(_, w)| w.queues == 0),
-            _ => false,
-        };
-        let until = Instant::now() + LEAVE_TIME;
-        loop {
-            match change.make(&self.client) {
-                Err(Refusal::Control(ControlFault::Refused { status: 409, .. }))
-                    if is_idle && Instant::now() < until =>
-                {
-                    std::thread::sleep(LEAVE_PAUSE);
-                }
-                result => return result,
-            }
-        }
     }
 
     fn failed(&self, what: &str, refusal: &Refusal) {
