@@ -46,6 +46,7 @@ use anyhow::{Context, Result, bail};
 use rtvirtio_cases::{Case, Tier};
 
 use crate::campaign;
+use crate::cell::CANARY_LIMIT;
 use crate::dataplane::server::qsd_version;
 use crate::load::Interrupted;
 use crate::progress::Progress;
@@ -182,13 +183,13 @@ impl Benchmark<'_> {
     ) -> Result<Cell> {
         if let On::Ssd(_) = self.on {
             let mut cell = self.cell(key, curve, device, interrupted)?;
-            cell.discarded = disturbance(None, &cell.canary);
+            cell.discarded = disturbance(CANARY_LIMIT, &cell.canary, None);
             return Ok(cell);
         }
         let before = self.floor(key, device, interrupted)?;
         let mut cell = self.cell(key, curve, device, interrupted)?;
         let floors = [before, self.floor(key, device, interrupted)?];
-        cell.discarded = disturbance(Some(&floors), &cell.canary);
+        cell.discarded = disturbance(CANARY_LIMIT, &cell.canary, Some(&floors));
         cell.floors = Some(floors);
         Ok(cell)
     }

@@ -6,11 +6,11 @@ use anyhow::{Context, Result};
 use rtvirtio_cases::Tier;
 use rtvirtio_cases::judge::MIN_DELIVERED;
 use rtvirtio_spec::run::Canary;
+use rtvirtio_units::Nanos;
 use serde::{Deserialize, Serialize};
 
 use super::curve::Curve;
 use super::neighbour::Neighbour;
-use crate::cell::CANARY_LIMIT;
 
 /// How the device is shared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -163,10 +163,15 @@ impl Floor {
     }
 }
 
-/// Why a cell does not count, if it does not: the machine had no time for it, or its disk was disturbed.
-pub(crate) fn disturbance(floors: Option<&[Floor; 2]>, canary: &Canary) -> Option<String> {
-    if canary.p99 > CANARY_LIMIT {
-        return Some(format!("canary p99 {} above {CANARY_LIMIT}", canary.p99));
+/// Why a cell does not count, if it does not: the machine had no time for it (its canary was later than
+/// `limit`), or its disk was disturbed.
+pub(crate) fn disturbance(
+    limit: Nanos,
+    canary: &Canary,
+    floors: Option<&[Floor; 2]>,
+) -> Option<String> {
+    if canary.p99 > limit {
+        return Some(format!("canary p99 {} above {limit}", canary.p99));
     }
     let bad = floors?.iter().zip(["before", "after"]).find(|(floor, _)| !floor.is_met());
     bad.map(|(floor, when)| {
@@ -215,20 +220,21 @@ mod tests {
 
     #[test]
     fn floor_that_misses_a_target_or_a_rate_and_a_late_canary_discard_their_cell() {
+        let limit = Nanos::from_millis(1);
         let canary = |ms| {
-            let p99 = rtvirtio_units::Nanos::from_millis(ms);
+            let p99 = Nanos::from_millis(ms);
             Canary { n: 1, p50: p99, p99, max: p99 }
         };
         let floor = |tail, delivered| Floor { tail, delivered };
         let good = floor(1.0, 0.95);
-        assert_eq!(disturbance(Some(&[good, good]), &canary(1)), None);
-        assert_eq!(disturbance(None, &canary(1)), None);
-        let reason = |floors| disturbance(Some(&floors), &canary(1)).unwrap();
+        assert_eq!(disturbance(limit, &canary(1), Some(&[good, good])), None);
+        assert_eq!(disturbance(limit, &canary(1), None), None);
+        let reason = |floors| disturbance(limit, &canary(1), Some(&floors)).unwrap();
         assert_eq!(
             reason([good, floor(1.01, 1.0)]),
             "VM 0 alone after: p99/target 1.01, delivered 1.000"
         );
         assert!(reason([floor(0.5, 0.94), good]).starts_with("VM 0 alone before"));
-        assert!(disturbance(None, &canary(2)).unwrap().starts_with("canary"));
+        assert!(disturbance(limit, &canary(2), None).unwrap().starts_with("canary"));
     }
 }

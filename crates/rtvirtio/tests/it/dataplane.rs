@@ -16,6 +16,7 @@ mod footprint;
 mod front_end;
 mod hostile;
 mod io_cores;
+mod ioprio;
 mod isolation;
 mod libvirt;
 mod migration;
