@@ -35,7 +35,7 @@ impl Watch {
             .spawn()
             .unwrap();
         let watch = Self { child, looks: looks.to_owned() };
-        eventually("watching on the host", Duration::from_secs(20), || {
+        eventually("watching on the host", Duration::from_secs(60), || {
             let text = std::fs::read_to_string(looks).unwrap();
             text.lines().any(|l| l.contains(r#""measured_at":"host""#))
         });

@@ -28,7 +28,7 @@ const DEVICE: &str = "RTVIRTIO_TEST_DEVICE";
 pub(crate) const VM: &str = "rtvirtio-test-plc";
 const BACKGROUND: &str = "rtvirtio-test-backup";
 
-const ENOUGH: Duration = Duration::from_secs(20);
+const ENOUGH: Duration = Duration::from_secs(60);
 /// Guests are emulated, on a machine that may be busy.
 const BOOT: Duration = Duration::from_secs(120);
 

@@ -134,7 +134,7 @@ impl Plane {
         server.args(["--pdeathsig", "KILL", RTVIRTIO, "serve"]).arg(s.path("serve.toml"));
         let server = server.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         let there = || Path::new(&control).exists();
-        eventually("the control socket", Duration::from_secs(10), there);
+        eventually("the control socket", Duration::from_secs(60), there);
         Self { server, control }
     }
 
@@ -223,7 +223,7 @@ fn unconfirmed_apply_reverts_by_itself() {
     let before = s.knobs();
     s.expect(0, &["apply", &plan, "--confirm-timeout", "1"]);
     assert_ne!(s.knobs(), before);
-    eventually("the revert", Duration::from_secs(10), || s.knobs() == before);
+    eventually("the revert", Duration::from_secs(60), || s.knobs() == before);
     s.expect(0, &["apply", &plan, "--confirm-timeout", "3"]);
     s.expect(0, &["confirm"]);
     std::thread::sleep(Duration::from_secs(4));
@@ -320,7 +320,7 @@ fn watch_plans_again_for_a_device_that_is_slower_than_its_profile() {
         let _stop = Stop(&stop);
         scope.spawn(|| read_until(Path::new(&s.path("plc-root")), &stop));
         let connected = || plane.snapshot(&s)["devices"][1]["connected"] == true;
-        eventually("the front end", Duration::from_secs(10), connected);
+        eventually("the front end", Duration::from_secs(60), connected);
         let mut watch = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", RTVIRTIO, "watch", &s.path("spec.toml"), "--control"])
             .arg("--json")
@@ -432,7 +432,7 @@ fn start_bench(out: &Path) -> std::process::Child {
         let procs = mount.join("rtvirtio/bench/vm1/cgroup.procs");
         std::fs::read_to_string(procs).is_ok_and(|text| !text.trim().is_empty())
     };
-    eventually("the load", Duration::from_secs(20), started);
+    eventually("the load", Duration::from_secs(60), started);
     child
 }
 
@@ -451,7 +451,7 @@ fn interrupted_and_killed_benchmarks_leave_nothing() {
     child.wait().unwrap();
     // The disk's server outlives its owner, and clears all that it left.
     let none = || left_behind().is_empty();
-    eventually("the end of all that it made", Duration::from_secs(20), none);
+    eventually("the end of all that it made", Duration::from_secs(60), none);
 }
 
 #[test]

@@ -18,7 +18,7 @@ const RATE: u32 = 1000;
 fn put(control_socket: &Path, path: &str, body: &str) -> (u16, String) {
     let mut stream = UnixStream::connect(control_socket)
         .unwrap_or_else(|e| panic!("{}: {e}", control_socket.display()));
-    stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     let length = body.len();
     let request = format!(
         "PUT {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
@@ -102,7 +102,7 @@ fn qemu_guest_whose_queues_move_verifies() {
         stop.store(true, Ordering::Relaxed);
         moves.join().unwrap()
     });
-    verify.goes_on(vm.shell(), 200, Duration::from_secs(10));
+    verify.goes_on(vm.shell(), 200, Duration::from_secs(60));
     let verified = verify.stop(vm.shell());
     files.is_intact(vm.shell());
     files.unmount(vm.shell());

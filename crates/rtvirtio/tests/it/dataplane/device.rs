@@ -9,7 +9,7 @@ use super::vm::{Disk, Vm, can_run};
 
 const SECTOR: u64 = 512;
 /// For a notification of the guest.
-const SOON: Duration = Duration::from_secs(5);
+const SOON: Duration = Duration::from_secs(60);
 
 /// Whether the test can run; qemu-storage-daemon is not configured by our file.
 fn can_see(test: &str) -> Option<std::sync::MutexGuard<'static, ()>> {

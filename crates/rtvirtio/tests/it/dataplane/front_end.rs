@@ -19,7 +19,7 @@ use tempfile::TempDir;
 
 use super::server::rtvirtio;
 
-const ENOUGH: Duration = Duration::from_secs(10);
+const ENOUGH: Duration = Duration::from_secs(60);
 /// A request's data, header and status.
 pub(crate) const DATA: u64 = GUEST + (1 << 19);
 pub(crate) const HEADER: u64 = DATA + 0x1_0000;

@@ -35,7 +35,7 @@ fn daemon(engine: String) -> (Daemon, FrontEnd) {
 fn is_served(good: &mut FrontEnd) {
     let start = Instant::now();
     assert_eq!(good.request(IN, 1, 4096), OK);
-    assert!(start.elapsed() < Duration::from_millis(500), "{:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
 }
 
 #[test]

@@ -50,7 +50,7 @@ fn requests_of_a_guest_count_for_the_task_that_ionice_gave_them() {
              --ioengine=psync --number_ios={READS} --size=64m --minimal"
         ));
         let expected: Vec<u64> = before.iter().zip(expected).map(|(a, b)| a + b).collect();
-        eventually(&format!("{prefix}: {expected:?}"), Duration::from_secs(5), || {
+        eventually(&format!("{prefix}: {expected:?}"), Duration::from_secs(60), || {
             reads().as_slice() == expected
         });
         before = reads();

@@ -31,7 +31,7 @@ const ROUNDS: usize = 7;
 /// p99.9 beside a broken VM, of the one with that VM elsewhere.
 const LIMIT: f64 = 1.10;
 /// No request takes so long.
-const ENOUGH: Duration = Duration::from_secs(10);
+const ENOUGH: Duration = Duration::from_secs(60);
 
 fn run_on(cpu: usize, pid: Option<rustix::process::Pid>) {
     let mut set = CpuSet::new();
@@ -167,7 +167,7 @@ fn vm_is_served_beside_one_that_breaks_its_ring_in_every_way() {
     let start = Instant::now();
     let twice = 2 * CONTENTS.len() as u64;
     let window = Window::run(&mut victim, Some(&daemon), |attacks| {
-        attacks >= twice || start.elapsed() > 6 * ENOUGH
+        attacks >= twice || start.elapsed() > ENOUGH
     });
     assert!(window.attacks >= twice, "{} attacks in {:?}", window.attacks, start.elapsed());
     assert!(!window.latencies.is_empty());

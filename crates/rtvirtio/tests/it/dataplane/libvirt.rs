@@ -18,7 +18,7 @@ use crate::scratch_disk::{can_run as can_use_host, said};
 const TEST: &str = "libvirt_domain_with_vhostuser_disk_verifies_and_reconnects";
 /// Set within the namespaces.
 const WITHIN: &str = "RTVIRTIO_TEST_WITHIN_LIBVIRT";
-const ENOUGH: Duration = Duration::from_secs(20);
+const ENOUGH: Duration = Duration::from_secs(60);
 /// The guest does I/O again within this time on a machine with nothing else to do: libvirt's
 /// reconnect has whole seconds.
 const AGAIN: Duration = Duration::from_secs(3);

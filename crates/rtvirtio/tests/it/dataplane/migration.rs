@@ -60,7 +60,7 @@ fn qemu_guest_migrates_there_and_back_under_verify() {
         vm = there;
         times.push(took);
         servers.iter_mut().for_each(Server::check);
-        verify.goes_on(vm.shell(), 200, Duration::from_secs(30));
+        verify.goes_on(vm.shell(), 200, Duration::from_secs(60));
     }
     let verified = verify.stop(vm.shell());
     files.is_intact(vm.shell());

@@ -93,7 +93,7 @@ fn qemu_guest_of_one_user_is_served_by_a_daemon_of_another_without_rights() {
     std::thread::sleep(Counts::get().verify);
     server.kill();
     server.start_again();
-    verify.goes_on(shell, 500, Duration::from_secs(20));
+    verify.goes_on(shell, 500, Duration::from_secs(60));
     has_no_rights(server.pid());
     let verified = verify.stop(shell);
     assert!(verified.discards > 0 && verified.read_late > 0, "{verified}");

@@ -12,7 +12,7 @@ use rustix::process::{Pid, Signal, geteuid, kill_process};
 
 use crate::scratch_disk::RTVIRTIO;
 
-const ENOUGH: Duration = Duration::from_secs(20);
+const ENOUGH: Duration = Duration::from_secs(60);
 
 /// A daemon with a disk of each engine; killed when dropped.
 struct Daemon {

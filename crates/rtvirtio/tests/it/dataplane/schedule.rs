@@ -50,7 +50,7 @@ fn promises_change_by_command_while_the_verifier_runs() {
     let mut server = Command::new("setpriv");
     server.args(["--pdeathsig", "KILL", RTVIRTIO, "serve"]).arg(&path);
     let mut server = server.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    eventually("the control socket", Duration::from_secs(10), || control.exists());
+    eventually("the control socket", Duration::from_secs(60), || control.exists());
     let mut verify = Command::new(RTVIRTIO);
     verify.args(["bench", "dataplane", "verify", "--seconds", "6", "--mebibytes", "1"]);
     verify.args(["--depth", "4", "--queues", "4"]);
@@ -78,7 +78,7 @@ fn promises_change_by_command_while_the_verifier_runs() {
     let promise = ["--deadline-us", "10000", "--iops", "1000", "--burst", "4"];
     does(&[&["qos", "a", "--schedule", "one"][..], &promise].concat());
     let kept = || qos()["kept"].as_u64().unwrap_or(0) > 100;
-    eventually("promised requests", Duration::from_secs(5), kept);
+    eventually("promised requests", Duration::from_secs(60), kept);
     does(&["qos", "a", "--schedule", "one", "--weight", "7", "--max-iops", "300"]);
     assert_eq!(qos()["settings"]["weight"], 7);
     assert!(qos()["kept"].as_u64().unwrap() > 100, "counts begin anew");
@@ -124,7 +124,7 @@ fn scheduled_disks_keep_their_content_and_their_limits() {
     server.args(["--pdeathsig", "KILL", RTVIRTIO, "serve"]).arg(&path);
     let mut server = server.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let listens = || directory.path().join("b.sock").exists();
-    eventually("the last disk's socket", Duration::from_secs(10), listens);
+    eventually("the last disk's socket", Duration::from_secs(60), listens);
     let start = Instant::now();
     let verify = |name: &str, queues: &str| {
         let mut command = Command::new(RTVIRTIO);

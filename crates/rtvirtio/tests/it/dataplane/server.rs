@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use crate::scratch_disk::{RTVIRTIO, said};
 
 /// Long enough for a start or an end on a busy machine.
-const ENOUGH: Duration = Duration::from_secs(10);
+const ENOUGH: Duration = Duration::from_secs(60);
 /// A disk: the first quarter for a file system, the rest for fio.
 pub(crate) const DISK_BYTES: u64 = 1 << 30;
 

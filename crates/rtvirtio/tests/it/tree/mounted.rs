@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use crate::scratch_disk::{RTVIRTIO, alone};
 
 /// Long enough on a busy machine.
-pub(crate) const ENOUGH: Duration = Duration::from_secs(20);
+pub(crate) const ENOUGH: Duration = Duration::from_secs(60);
 /// Nobody's number.
 pub(crate) const NOBODY: &str = "65534";
 
