@@ -1,4 +1,4 @@
-//! Whether a thread may spin now.
+//! Whether a thread may spin now. Times are ns of CLOCK_MONOTONIC.
 //!
 //! A [`Gate`] is a thread's own. It asks for one of the [`Tokens`], and it knows what they cannot: that
 //! this thread was not on its CPU while it spun (a gap), or was ready and had none (run delay). Then
@@ -24,7 +24,7 @@ const DELAY_PART: u64 = 8;
 /// How long not to spin after a gap: 2 ms, twice as long for each further gap, to 32 ms; half as long
 /// again for each such time without one.
 #[derive(Debug, Clone, Default)]
-pub struct Backoff {
+pub(crate) struct Backoff {
     /// Holds until then, ns.
     until: u64,
     /// Doublings of the next hold.
@@ -39,7 +39,7 @@ impl Backoff {
     }
 
     /// Something else had the CPU, as was seen at `now`.
-    pub fn gap(&mut self, now: u64) {
+    pub(crate) fn gap(&mut self, now: u64) {
         self.forget(now);
         self.until = now + Self::time(self.level);
         self.level = (self.level + 1).min(MOST_LEVEL);
@@ -47,7 +47,7 @@ impl Backoff {
     }
 
     /// Whether not to spin at `now`.
-    pub fn holds(&mut self, now: u64) -> bool {
+    pub(crate) fn holds(&mut self, now: u64) -> bool {
         if now < self.until {
             return true;
         }
@@ -148,8 +148,8 @@ impl Gate {
         entry
     }
 
-    /// To be called at each look of a spinning thread, which looked last at `before`. False: it has
-    /// to park, and the gate has been left.
+    /// To be called at each look of a spinning thread, which looked last at `before`. Unless it is
+    /// open the thread has to park, and the gate has been left.
     pub fn stay(&mut self, before: u64, now: u64) -> Entry {
         let entry = if self.is_gap(before, now) {
             Entry::Contended
@@ -160,6 +160,12 @@ impl Gate {
         };
         self.leave(now);
         entry
+    }
+
+    /// From now on with these tokens: the thread runs elsewhere.
+    pub fn move_to(&mut self, tokens: Arc<Tokens>, now: u64) {
+        self.leave(now);
+        self.tokens = tokens;
     }
 
     /// Whether the thread was not on its CPU between two looks; then it holds off.

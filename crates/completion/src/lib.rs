@@ -30,12 +30,14 @@
 mod clock;
 mod costs;
 mod gate;
+mod patience;
 mod slot;
 mod spinner;
 mod tokens;
 
 pub use costs::Costs;
-pub use gate::{Backoff, Entry, Gate};
+pub use gate::{Entry, Gate};
+pub use patience::Patience;
 pub use slot::{NotPending, Slot, Ticket, Wakes};
 pub use spinner::{Mode, Spinner, SpinnerStats, UnknownMode};
 pub use tokens::Tokens;

@@ -2,16 +2,9 @@
 //!
 //! With leave of the [`Gate`] the thread looks after each pause, and at the clock and the gate each
 //! 16 pauses or so. It gives up and parks
-//! - at four times what its waits have lasted on average, but not before parking costs as much as
-//!   the spinning so far (so a wait that was misjudged costs twice as much at most);
+//! - when its [`Patience`] ends;
 //! - at once, and for a while, when it was not on its CPU;
 //! - when the tokens become fewer.
-//!
-//! It does not begin where parking is as good: where a wake-up would make the wait longer by less
-//! than a tenth. CPU time counts, even that of an idle CPU.
-//!
-//! The average is of the last 8 waits or so, spun and parked ones; of a parked one, what parking adds
-//! is taken off. One wait that was held up for long counts as eight times the average at most.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,16 +15,8 @@ use rtvirtio_units::Nanos;
 use crate::clock::now;
 use crate::costs::Costs;
 use crate::gate::{Entry, Gate};
+use crate::patience::Patience;
 use crate::tokens::Tokens;
-
-/// Spinning lasts for at most so many times the average wait.
-const PATIENCE: u64 = 4;
-/// Waits of more than so many wake-ups are parked.
-const WORTH: u64 = 9;
-/// Waits that are averaged.
-const AVERAGED: u64 = 8;
-/// One wait counts as so many averages at most.
-const MOST_SAMPLE: u64 = 8;
 
 /// How a thread waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -96,39 +81,6 @@ pub struct SpinnerStats {
     pub spinning: Nanos,
     /// Time that it was parked.
     pub parking: Nanos,
-}
-
-/// What waits have lasted, and what follows.
-#[derive(Debug)]
-struct Rule {
-    costs: Costs,
-    /// On average, ns; 0: none yet.
-    latency: u64,
-}
-
-impl Rule {
-    /// How long to spin for the next completion, ns; 0: not at all.
-    fn budget(&self) -> u64 {
-        let wake = self.costs.wake.get();
-        if self.latency > WORTH * wake { 0 } else { (PATIENCE * self.latency).max(wake) }
-    }
-
-    /// A wait has ended.
-    fn learn(&mut self, lasted: u64) {
-        let lasted = lasted.max(1);
-        if self.latency == 0 {
-            self.latency = lasted;
-            return;
-        }
-        let most = MOST_SAMPLE * self.latency.max(self.costs.wake.get());
-        let sum = (AVERAGED - 1) * self.latency + lasted.min(most);
-        self.latency = sum.div_ceil(AVERAGED);
-    }
-
-    /// The same, for one that was parked: what it would have lasted without.
-    fn learn_parked(&mut self, lasted: u64) {
-        self.learn(lasted.saturating_sub(self.costs.wake.get()));
-    }
 }
 
 /// What a wait asks of the world: the time, and the gate.
@@ -199,13 +151,18 @@ impl Spinner {
 /// The rule over waits, without a clock of its own.
 #[derive(Debug)]
 struct Waits {
-    rule: Rule,
+    patience: Patience,
+    pauses: u32,
     stats: SpinnerStats,
 }
 
 impl Waits {
     fn new(costs: Costs) -> Self {
-        Self { rule: Rule { costs, latency: 0 }, stats: SpinnerStats::default() }
+        Self {
+            patience: Patience::new(&costs),
+            pauses: costs.pauses,
+            stats: SpinnerStats::default(),
+        }
     }
 
     fn wait<T>(
@@ -218,7 +175,7 @@ impl Waits {
         self.stats.waits += 1;
         if let Some(done) = peek() {
             self.stats.spun += 1;
-            self.rule.learn(0);
+            self.patience.learn(0);
             return done;
         }
         let began = world.now();
@@ -234,7 +191,7 @@ impl Waits {
             self.stats.spinning = self.stats.spinning.saturating_add(Nanos::new(lasted));
             if let Some(done) = done {
                 self.stats.spun += 1;
-                self.rule.learn(lasted);
+                self.patience.learn(lasted);
                 return done;
             }
             parked = ended;
@@ -244,13 +201,13 @@ impl Waits {
         let ended = world.now();
         let asleep = Nanos::new(ended.saturating_sub(parked));
         self.stats.parking = self.stats.parking.saturating_add(asleep);
-        self.rule.learn_parked(ended.saturating_sub(began));
+        self.patience.learn_parked(ended.saturating_sub(began));
         done
     }
 
     /// How long an adaptive thread may spin.
     fn ask(&mut self, world: &mut impl World, now: u64) -> u64 {
-        let budget = self.rule.budget();
+        let budget = self.patience.budget();
         if budget > 0 {
             match world.enter(now) {
                 Entry::Open => return budget,
@@ -275,7 +232,7 @@ impl Waits {
         let mut before = began;
         loop {
             let mut done = None;
-            for _ in 0..self.rule.costs.pauses {
+            for _ in 0..self.pauses {
                 world.pause();
                 done = peek();
                 if done.is_some() {
