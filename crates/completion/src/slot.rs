@@ -193,12 +193,8 @@ impl<const SHARED: bool> Slot<SHARED> {
             let pending = ticket.word(PENDING, 0);
             let sleeping = ticket.word(SLEEPING, 0);
             // Fails if it is DONE by now, or SLEEPING from an earlier round.
-            let state = self.word.compare_exchange(
-                pending,
-                sleeping,
-                Ordering::AcqRel,
-                Ordering::Acquire,
-            );
+            let state =
+                self.word.compare_exchange(pending, sleeping, Ordering::AcqRel, Ordering::Acquire);
             match state {
                 Ok(_) => {}
                 Err(word) if word == sleeping => {}
@@ -216,7 +212,8 @@ impl<const SHARED: bool> Slot<SHARED> {
     /// Frees the slot, whatever it waits for: for the side that knows that the other is gone. What
     /// the other may still do to the old request is refused.
     pub fn reclaim(&self) {
-        let generation = (self.word.load(Ordering::Acquire) as u32 & !STATE).wrapping_add(STATE + 1);
+        let generation =
+            (self.word.load(Ordering::Acquire) as u32 & !STATE).wrapping_add(STATE + 1);
         self.word.store(Ticket { generation }.word(FREE, 0), Ordering::Release);
     }
 

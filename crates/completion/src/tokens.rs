@@ -101,11 +101,7 @@ impl Tokens {
         let machine = Machine::open(root, cpus)?;
         let (at, idle) = (AtomicU64::new(0), AtomicU32::new(0));
         let seen = Seen { at, idle, every: AtomicU64::new(LEAST_EVERY) };
-        Ok(Self {
-            spinners: Line::default(),
-            seen: Line(seen),
-            machine: Mutex::new(machine),
-        })
+        Ok(Self { spinners: Line::default(), seen: Line(seen), machine: Mutex::new(machine) })
     }
 
     /// Spinners now, for who watches.

@@ -20,8 +20,7 @@ impl Page {
         ftruncate(&memory, PAGE as u64).unwrap();
         let both = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping, at an address of the kernel's choice.
-        let page =
-            unsafe { mmap(std::ptr::null_mut(), PAGE, both, MapFlags::SHARED, &memory, 0) };
+        let page = unsafe { mmap(std::ptr::null_mut(), PAGE, both, MapFlags::SHARED, &memory, 0) };
         Self(NonNull::new(page.unwrap().cast()).unwrap())
     }
 

@@ -40,7 +40,7 @@ fn waiter_gives_up_after_its_time_and_may_come_again() {
 #[test]
 fn generation_wraps_and_slots_go_on() {
     let slot: Slot = Slot::new();
-    slot.word.store(u64::from(u32::MAX & !STATE), Ordering::Relaxed);
+    slot.word.store(u64::from(!STATE), Ordering::Relaxed);
     let ticket = slot.submit().unwrap();
     assert_eq!(ticket.generation, 0);
     assert_eq!(Wakes::default().complete(&slot, ticket, 1), Ok(()));

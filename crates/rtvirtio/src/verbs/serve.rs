@@ -164,7 +164,9 @@ fn describe(configuration: &Configuration) -> String {
             (Completion::Interrupt, _) => "never".to_owned(),
             (Completion::Poll, _) => "always".to_owned(),
             (Completion::Adaptive, CorePolicy::Dedicated) => "always, on its own core".to_owned(),
-            (Completion::Adaptive, CorePolicy::Auto) => "while that pays and a CPU is idle".to_owned(),
+            (Completion::Adaptive, CorePolicy::Auto) => {
+                "while that pays and a CPU is idle".to_owned()
+            }
             (Completion::Adaptive, CorePolicy::Shared) if max.get() == 0 => "never".to_owned(),
             (Completion::Adaptive, CorePolicy::Shared) => format!("up to {max}"),
         };

@@ -8,8 +8,9 @@ use rtvirtio_units::{Bytes, CpuId, IoThreadName, Name, Nanos};
 use super::error::Fault;
 use super::wire::{self, EngineKind, Size};
 use super::{
-    Completion, Control, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_POLL, MAX_RAM_BYTES,
-    MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_USER_BYTES, Polling, Qos, Service, Slice, SsdEngine,
+    Completion, Control, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_POLL,
+    MAX_RAM_BYTES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_USER_BYTES, Polling, Qos, Service,
+    Slice, SsdEngine,
 };
 use crate::mapping::{Entry, Mapping};
 

@@ -261,7 +261,9 @@ impl Fault {
             Self::DedicatedCpus(_) => {
                 "write cpus = [2] with a CPU of its own, or core = \"auto\"".to_owned()
             }
-            Self::CpuTaken { .. } => "give each a CPU of its own, or write core = \"auto\"".to_owned(),
+            Self::CpuTaken { .. } => {
+                "give each a CPU of its own, or write core = \"auto\"".to_owned()
+            }
             Self::NoCpus(_) => "add cpus = [2, 3] with CPUs that no vCPU runs on".to_owned(),
             Self::Borrow => {
                 "remove borrow, and give IOThreads cpus that no vCPU runs on".to_owned()

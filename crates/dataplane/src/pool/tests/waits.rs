@@ -88,7 +88,8 @@ fn thread_that_adapts_makes_room_for_those_that_compute() {
             while start.elapsed() < Duration::from_millis(500) {
                 queue.run_requests(50);
             }
-            let share = (stats.poll_ns.load(Relaxed) - polled) as f64 / start.elapsed().as_nanos() as f64;
+            let share =
+                (stats.poll_ns.load(Relaxed) - polled) as f64 / start.elapsed().as_nanos() as f64;
             assert!(stats.poll_refused.load(Relaxed) > refused, "{core}: nothing was refused");
             assert!(share < 0.02, "{core}: polled for {share} of the time");
         });
