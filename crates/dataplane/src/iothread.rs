@@ -90,7 +90,7 @@ pub struct IoThreadStats {
     pub lock_ns: AtomicU64,
     /// Polling in vain.
     pub poll_ns: AtomicU64,
-    /// Times that it would have polled, and no CPU was idle.
+    /// Times that it would have polled, or polled on, and others needed the CPUs.
     pub poll_refused: AtomicU64,
     /// Times that another task had its CPU while it polled.
     pub poll_gaps: AtomicU64,

@@ -59,7 +59,7 @@ pub struct IoThreadState {
     pub lock_ns: Nanos,
     /// Time in polls that found nothing.
     pub poll_ns: Nanos,
-    /// Times that it would have polled, and no CPU was idle.
+    /// Times that it would have polled, or polled on, and others needed the CPUs.
     #[serde(default)]
     pub poll_refused: u64,
     /// Times that another task had its CPU while it polled.

@@ -137,7 +137,7 @@ impl Metrics {
         let help = "Time in which an IOThread waited for schedules that others had";
         counters(encoder, ("iothread_lock", help, Some(Unit::Seconds)), locked)?;
         let ended = threads().flat_map(|t| {
-            let reasons = [("no_idle_cpu", t.poll_refused), ("preempted", t.poll_gaps)];
+            let reasons = [("refused", t.poll_refused), ("preempted", t.poll_gaps)];
             reasons.map(|(reason, count)| (with(&label(&t.name), "reason", reason), count as f64))
         });
         let help = "Times that an IOThread did not poll, or not any more, since others need CPUs";

@@ -106,11 +106,10 @@ impl Poller {
         }
         match gate.enter(now) {
             Entry::Open => time,
-            Entry::Refused => {
+            Entry::Refused | Entry::Contended => {
                 IoThreadStats::add(&stats.poll_refused, 1);
                 0
             }
-            Entry::Contended => 0,
         }
     }
 
