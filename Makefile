@@ -77,9 +77,9 @@ doc: ## The documentation builds without a warning
 deny: ## Licences, sources and advisories of the dependencies
 	@scripts/deny
 
-loom: ## Every interleaving of the models of the live move
+loom: ## Every interleaving of the models of the live move, and of a completion's slot
 	RUSTFLAGS="--cfg rtvirtio_loom" CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target)/loom \
-		cargo test -p rtvirtio-dataplane --lib --release --locked model
+		cargo test -p rtvirtio-dataplane -p rtvirtio-completion --lib --release --locked model
 
 fuzz: ## Fuzz rings, vhost-user messages, specifications and QEMU's replies, FUZZ_SECONDS (60) each
 	@scripts/fuzz specification

@@ -12,7 +12,8 @@
 //! and by how much a queue may wait for others: `turns`.
 //!
 //! Polling. When a turn finds nothing to do the thread polls for up to `poll` ns before it puts
-//! all queues to sleep and waits. `poll` follows what the last wait showed, by QEMU's rule
+//! all queues to sleep and waits, if an idle CPU is left for that and nothing else wants its own
+//! (`polling`). `poll` follows what the last wait showed, by QEMU's rule
 //! (util/aio-posix.c, `adjust_polling_time`): unchanged if the event came within it, grown if it
 //! came within the maximum, shrunk if it came later. It does so twice: a thread whose requests end
 //! at once waits for drivers alone, which come back after a wake-up of their own; one that waits
@@ -54,6 +55,7 @@ mod turns;
 use busy::Busy;
 use letters::Forward;
 pub(crate) use letters::{Ended, Letter};
+pub(crate) use polling::Poller;
 pub use polling::Polling;
 use resources::{Registered, Resources};
 use turns::Turns;
@@ -67,6 +69,8 @@ const COMPLETIONS: u32 = 4096;
 const DROWSY_NS: u64 = 1_000_000;
 /// Polls of a kick that may end one after the other without one that stays.
 const ENDS: u8 = 8;
+/// How often a thread that never sleeps says how long it has polled.
+const POLL_SLICE_NS: u64 = 1_000_000;
 /// How long a request may lie in a queue without a kick: short for a disk, and a few per cent of
 /// a CPU.
 const LOOK: Duration = Duration::from_micros(100);
@@ -86,6 +90,10 @@ pub struct IoThreadStats {
     pub lock_ns: AtomicU64,
     /// Polling in vain.
     pub poll_ns: AtomicU64,
+    /// Times that it would have polled, or polled on, and others needed the CPUs.
+    pub poll_refused: AtomicU64,
+    /// Times that another task had its CPU while it polled.
+    pub poll_gaps: AtomicU64,
     /// Waiting.
     pub sleep_ns: AtomicU64,
     /// Times that it waited.
@@ -173,10 +181,8 @@ pub(crate) struct IoThread {
     awake: Turns<QueueKey>,
     forwards: HashMap<QueueKey, Forward>,
     stats: Arc<IoThreadStats>,
-    polling: Polling,
+    poller: Poller,
     busy: Busy,
-    /// How long it polls for drivers alone, and where disks have a part in it, ns.
-    polls: [u64; 2],
     /// Whether it waited for a disk when it last waited.
     disk: bool,
     stays: u16,
@@ -211,7 +217,7 @@ impl IoThread {
         mail: Receiver<Letter>,
         sender: Sender<Letter>,
         stats: Arc<IoThreadStats>,
-        polling: Polling,
+        poller: Poller,
     ) -> std::io::Result<Self> {
         let ring = ring()?;
         // Saves a reference to the ring's file in each enter; without it nothing breaks.
@@ -229,9 +235,8 @@ impl IoThread {
             awake: Turns::new(),
             forwards: HashMap::new(),
             stats,
-            polling,
+            poller,
             busy: Busy::default(),
-            polls: [0; 2],
             disk: false,
             stays: 0,
             ending: false,
@@ -283,25 +288,27 @@ impl IoThread {
         let disk = self.awake.keys().any(in_flight);
         // What follows a wait for a disk is seldom a driver that comes back at once.
         let kind = usize::from(disk | std::mem::replace(&mut self.disk, disk));
-        let poll = self.polls[kind];
-        if poll > 0 {
+        let endless = self.poller.is_endless() && !self.awake.is_empty();
+        let time = match endless {
+            true => POLL_SLICE_NS,
+            false => self.poller.time(kind, began, &self.stats),
+        };
+        if time > 0 {
             self.submit();
-            let until = began + poll;
-            let mut time = began;
-            while time < until {
-                if self.has_work() {
-                    IoThreadStats::add(&self.stats.poll_ns, time - began);
-                    return time;
-                }
-                std::hint::spin_loop();
-                time = now();
+            let wake_at = self.wake_at();
+            let (found, ended) = self.poll(began, began.saturating_add(time).min(wake_at));
+            if found {
+                self.poller.found(kind, ended - began);
             }
-            IoThreadStats::add(&self.stats.poll_ns, time - began);
+            if found || endless || ended >= wake_at {
+                return ended;
+            }
         }
         if self.put_to_sleep() {
             return now();
         }
         let slept = now();
+        self.poller.leave(slept);
         // A signal, the time or a full completion queue is no error: the next turn reaps.
         let _ = match self.patience(slept) {
             None => self.ring.submit_and_wait(1),
@@ -313,17 +320,40 @@ impl IoThread {
         let woken = now();
         IoThreadStats::add(&self.stats.sleep_ns, woken - slept);
         IoThreadStats::add(&self.stats.sleeps, 1);
-        let max = self.polling.max.as_nanos() as u64 >> kind;
-        let poll = self.polling.adjust(poll, max, woken - began);
-        self.polls[kind] = poll;
+        let poll = self.poller.woken(kind, woken - began);
         self.stats.polling.store(poll, Relaxed);
         woken
     }
 
+    /// Looks for work until there is some, or that time, or others need the CPU. Whether there is
+    /// some, and when it ended.
+    fn poll(&mut self, began: u64, until: u64) -> (bool, u64) {
+        let (mut time, mut before) = (began, None);
+        let found = loop {
+            if self.has_work() {
+                break true;
+            }
+            // What was submitted before the first look took its time.
+            let stays = before.is_none_or(|at| self.poller.stays(at, time, &self.stats));
+            if time >= until || !stays {
+                break false;
+            }
+            std::hint::spin_loop();
+            before = before.map_or(Some(now()), |_| Some(time));
+            time = now();
+        };
+        IoThreadStats::add(&self.stats.poll_ns, time - began);
+        (found, time)
+    }
+
+    /// When a schedule is to be looked at though nothing happens, ns.
+    fn wake_at(&self) -> u64 {
+        self.boards.iter().flatten().map(Board::wake_at).min().unwrap_or(u64::MAX)
+    }
+
     /// How long it may wait: without end, if nobody has to be looked after.
     fn patience(&self, now: u64) -> Option<Duration> {
-        let wakes = self.boards.iter().flatten().map(Board::wake_at).min();
-        let until = wakes.filter(|&at| at < u64::MAX);
+        let until = Some(self.wake_at()).filter(|&at| at < u64::MAX);
         let until = until.map(|at| Duration::from_nanos(at.saturating_sub(now)));
         let look = (!self.awake.is_empty()).then_some(LOOK);
         until.into_iter().chain(look).min()

@@ -8,15 +8,16 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use rtvirtio_completion::{Costs, Tokens};
 use rtvirtio_units::CpuId;
 use rustix::io::Errno;
 
 use crate::call::Call;
-use crate::iothread::{IoThread, IoThreadStats, Letter, Polling};
+use crate::iothread::{IoThread, IoThreadStats, Letter, Poller, Polling};
 use crate::mailbox::{Sender, mailbox};
 use crate::queue::{Broken, Queue, QueueKey, QueueSetup};
 
@@ -68,6 +69,7 @@ pub enum MoveError {
 
 struct Thread {
     mail: Sender<Letter>,
+    polling: Polling,
     stats: Arc<IoThreadStats>,
     tid: i32,
     handle: JoinHandle<()>,
@@ -86,6 +88,8 @@ struct State {
     threads: HashMap<ThreadId, Thread>,
     places: HashMap<QueueKey, Arc<Place>>,
     next_thread: u32,
+    /// Spin tokens, by the CPUs of the threads that have them in common; none: any.
+    tokens: HashMap<Vec<CpuId>, Weak<Tokens>>,
     /// Keys that have been used and are free; small keys keep the threads' tables small.
     free: Vec<QueueKey>,
 }
@@ -103,7 +107,26 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// What waiting costs here: measured when the first thread is started that wants to know.
+fn costs() -> Costs {
+    static COSTS: OnceLock<Costs> = OnceLock::new();
+    *COSTS.get_or_init(Costs::calibrate)
+}
+
 impl Pool {
+    /// Spin tokens of these CPUs; of all that the process may use, if there are none.
+    fn tokens(&self, cpus: &[CpuId]) -> Option<Arc<Tokens>> {
+        let tokens = &mut lock(&self.state).tokens;
+        tokens.retain(|_, tokens| tokens.strong_count() > 0);
+        if let Some(tokens) = tokens.get(cpus).and_then(Weak::upgrade) {
+            return Some(tokens);
+        }
+        let new = if cpus.is_empty() { Tokens::new() } else { Tokens::on(cpus) };
+        let new = Arc::new(new.ok()?);
+        tokens.insert(cpus.to_vec(), Arc::downgrade(&new));
+        Some(new)
+    }
+
     /// Starts a thread, named for `ps` and `top`.
     ///
     /// # Errors
@@ -113,9 +136,11 @@ impl Pool {
         let stats = Arc::new(IoThreadStats::default());
         let (started, start) = mpsc::channel();
         let (sender, for_thread) = (mail.clone(), Arc::clone(&stats));
+        let tokens = if polling.is_gated() { self.tokens(&[]) } else { None };
+        let poller = Poller::new(polling, tokens.map(|tokens| (tokens, costs())));
         let handle = std::thread::Builder::new()
             .name(name.to_owned())
-            .spawn(move || match IoThread::new(letters, sender, for_thread, polling) {
+            .spawn(move || match IoThread::new(letters, sender, for_thread, poller) {
                 Ok(thread) => {
                     let tid = rustix::thread::gettid().as_raw_nonzero().get();
                     let _ = started.send(Ok(tid));
@@ -133,7 +158,7 @@ impl Pool {
         let mut state = lock(&self.state);
         state.next_thread += 1;
         let id = ThreadId(state.next_thread);
-        state.threads.insert(id, Thread { mail, stats, tid, handle });
+        state.threads.insert(id, Thread { mail, polling, stats, tid, handle });
         Ok(id)
     }
 
@@ -183,8 +208,11 @@ impl Pool {
     /// # Errors
     /// [`PoolError::NoThread`], [`PoolError::Pin`].
     pub(crate) fn pin_thread(&self, id: ThreadId, cpus: &[CpuId]) -> Result<(), PoolError> {
+        let thread = lock(&self.state).threads.get(&id).map(|thread| thread.polling);
+        let gated = thread.ok_or(PoolError::NoThread)?.is_gated();
+        let tokens = if gated { self.tokens(cpus) } else { None };
         let (done, answer) = mpsc::channel();
-        self.post(id, Letter::Pin { cpus: cpus.to_vec(), done })?;
+        self.post(id, Letter::Pin { cpus: cpus.to_vec(), tokens, done })?;
         answer.recv().map_err(|_| PoolError::NoThread)?.map_err(PoolError::Pin)
     }
 

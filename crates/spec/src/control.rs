@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::latency::Histogram;
 use crate::mapping::Entry;
-use crate::serve::{IoPriority, Policy, Polling, wire};
+use crate::serve::{Completion, CorePolicy, IoPriority, Policy, Polling, wire};
 
 mod policy;
 
@@ -59,6 +59,12 @@ pub struct IoThreadState {
     pub lock_ns: Nanos,
     /// Time in polls that found nothing.
     pub poll_ns: Nanos,
+    /// Times that it would have polled, or polled on, and others needed the CPUs.
+    #[serde(default)]
+    pub poll_refused: u64,
+    /// Times that another task had its CPU while it polled.
+    #[serde(default)]
+    pub poll_gaps: u64,
     /// Time asleep.
     pub sleep_ns: Nanos,
     /// CPU time, as the kernel counts it.
@@ -71,6 +77,12 @@ pub struct IoThreadState {
 /// How an IOThread polls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PollingState {
+    /// Whether it polls at all, or does nothing else.
+    #[serde(default)]
+    pub completion: Completion,
+    /// Whose its CPU is, if it adapts.
+    #[serde(default)]
+    pub core: CorePolicy,
     /// The longest.
     pub max_ns: Nanos,
     /// Factor of growth.
@@ -81,7 +93,8 @@ pub struct PollingState {
 
 impl From<Polling> for PollingState {
     fn from(polling: Polling) -> Self {
-        Self { max_ns: polling.max, grow: polling.grow, shrink: polling.shrink }
+        let Polling { completion, core, max, grow, shrink } = polling;
+        Self { completion, core, max_ns: max, grow, shrink }
     }
 }
 

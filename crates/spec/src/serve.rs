@@ -28,7 +28,7 @@ pub use iocores::IoCores;
 pub use ioprio::IoPriority;
 pub use parse::parse;
 pub use qos::{MAX_CHANNELS, MAX_TASKS, Promise, Qos, Rate, Schedule, Task};
-pub use wire::{Aio, Faults, FixedBuffers, ImageLock, Policy};
+pub use wire::{Aio, Completion, CorePolicy, Faults, FixedBuffers, ImageLock, Policy};
 
 pub use crate::mapping::MAX_QUEUES;
 use crate::mapping::Mapping;
@@ -106,9 +106,44 @@ pub struct IoThread {
     pub polling: Polling,
 }
 
-/// How an IOThread polls before it sleeps: QEMU's `poll-max-ns`, `poll-grow` and `poll-shrink`.
+impl IoThread {
+    /// Whether it can be beside these, by what is dedicated to whom.
+    ///
+    /// # Errors
+    /// [`Fault::DedicatedCpus`], [`Fault::CpuTaken`].
+    pub fn fits<'a>(&self, others: impl IntoIterator<Item = &'a Self>) -> Result<(), Fault> {
+        let owned = self.own_cpu()?;
+        for other in others {
+            let theirs = other.own_cpu()?;
+            let taken = self.cpus.iter().find(|cpu| Some(**cpu) == theirs);
+            let shared = owned.as_ref().filter(|cpu| other.cpus.contains(cpu));
+            if let Some(&cpu) = taken.or(shared) {
+                return Err(Fault::CpuTaken { cpu, other: other.name.clone() });
+            }
+        }
+        Ok(())
+    }
+
+    /// The CPU that is dedicated to it.
+    fn own_cpu(&self) -> Result<Option<CpuId>, Fault> {
+        if self.polling.core != CorePolicy::Dedicated {
+            return Ok(None);
+        }
+        match self.cpus[..] {
+            [only] => Ok(Some(only)),
+            _ => Err(Fault::DedicatedCpus(self.cpus.len())),
+        }
+    }
+}
+
+/// How an IOThread polls before it sleeps. Of one that adapts: QEMU's `poll-max-ns`, `poll-grow` and
+/// `poll-shrink`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Polling {
+    /// Whether it polls at all, or does nothing else.
+    pub completion: Completion,
+    /// Whose its CPU is, if it adapts.
+    pub core: CorePolicy,
     /// The longest; zero: it does not poll. Half of it where a disk is waited for.
     pub max: Nanos,
     /// Factor by which the time grows when polling would have paid.
@@ -121,7 +156,8 @@ impl Default for Polling {
     /// QEMU's (`max` for disks, 32,768 ns), but for `shrink` (there 0): one late event costs half of
     /// the time, not all of it.
     fn default() -> Self {
-        Self { max: Nanos::new(65_536), grow: 2, shrink: 2 }
+        let (completion, core) = (Completion::Adaptive, CorePolicy::Shared);
+        Self { completion, core, max: Nanos::new(65_536), grow: 2, shrink: 2 }
     }
 }
 

@@ -136,6 +136,12 @@ impl Metrics {
         let locked = threads().map(|t| (label(&t.name), seconds(t.lock_ns)));
         let help = "Time in which an IOThread waited for schedules that others had";
         counters(encoder, ("iothread_lock", help, Some(Unit::Seconds)), locked)?;
+        let ended = threads().flat_map(|t| {
+            let reasons = [("refused", t.poll_refused), ("preempted", t.poll_gaps)];
+            reasons.map(|(reason, count)| (with(&label(&t.name), "reason", reason), count as f64))
+        });
+        let help = "Times that an IOThread did not poll, or not any more, since others need CPUs";
+        counters(encoder, ("iothread_polls_given_up", help, None), ended)?;
         let count = [(Labels::new(), threads().count() as f64)];
         gauges(encoder, ("iothreads", "IOThreads", None), count.into_iter())?;
         let queues = threads().map(|t| (label(&t.name), f64::from(t.queues)));

@@ -89,6 +89,8 @@ impl Plane for Books {
             busy_ns: Nanos::from_millis(1500),
             lock_ns: Nanos::from_millis(250),
             poll_ns: Nanos::ZERO,
+            poll_refused: 3,
+            poll_gaps: 1,
             sleep_ns: Nanos::ZERO,
             cpu_ns: Nanos::ZERO,
             runqueue_ns: Nanos::from_millis(125),

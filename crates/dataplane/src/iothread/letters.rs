@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, mpsc};
 
+use rtvirtio_completion::Tokens;
 use rtvirtio_engine::{Completions, Token};
 use rtvirtio_qos::Running;
 use rtvirtio_units::CpuId;
@@ -42,7 +43,8 @@ pub(crate) enum Letter {
     /// A schedule has been changed: ask it again.
     Rescheduled(Arc<Schedule>),
     /// Run on these CPUs; all, if there are none. The answer is the error number of the attempt.
-    Pin { cpus: Vec<CpuId>, done: mpsc::Sender<Result<(), Errno>> },
+    /// `tokens`: of those CPUs, if it asks for some.
+    Pin { cpus: Vec<CpuId>, tokens: Option<Arc<Tokens>>, done: mpsc::Sender<Result<(), Errno>> },
     /// End, once nothing is left.
     End,
 }
@@ -139,8 +141,12 @@ impl IoThread {
                     board.look();
                 }
             }
-            Letter::Pin { cpus, done } => {
-                let _ = done.send(pin(&cpus));
+            Letter::Pin { cpus, tokens, done } => {
+                let pinned = pin(&cpus);
+                if let Some(tokens) = tokens.filter(|_| pinned.is_ok()) {
+                    self.poller.move_to(tokens, now());
+                }
+                let _ = done.send(pinned);
             }
             Letter::End => self.ending = true,
         }

@@ -223,6 +223,7 @@ impl Core {
         if state.iothreads.len() >= MAX_IOTHREADS {
             return Err(PlaneError::TooMany { what: "iothreads", limit: MAX_IOTHREADS });
         }
+        iothread.fits(state.iothreads.values().map(|thread| &thread.config))?;
         let name = iothread.name.clone();
         let what = format!("cannot start iothread {name}");
         let id = self
@@ -280,11 +281,15 @@ impl Core {
         cpus: &[CpuId],
     ) -> Result<(), PlaneError> {
         let mut state = self.state();
+        let mut pinned = state.iothread(iothread)?.config.clone();
+        pinned.cpus = cpus.to_vec();
+        let others = state.iothreads.iter().filter(|(name, _)| *name != iothread);
+        pinned.fits(others.map(|(_, thread)| &thread.config))?;
         let thread = state.iothread(iothread)?;
         self.pool
             .pin_thread(thread.id, cpus)
             .map_err(|error| refused(format!("cannot pin iothread {iothread}"), error))?;
-        thread.config.cpus = cpus.to_vec();
+        thread.config = pinned;
         drop(state);
         self.touch();
         Ok(())
@@ -320,10 +325,8 @@ impl Core {
                 .ok_or_else(|| PlaneError::NoQueue { device: device.clone(), queues, queue })?;
             (Arc::clone(&served.host), thread, from)
         };
-        let moved = when_free(
-            |error| matches!(error, MoveError::Busy),
-            || host.assign(queue, thread),
-        );
+        let moved =
+            when_free(|error| matches!(error, MoveError::Busy), || host.assign(queue, thread));
         let pause = moved.map_err(|error| match error {
             MoveError::Busy => PlaneError::QueueBusy { device: device.clone(), queue },
             MoveError::Pool(error) => {
@@ -374,8 +377,8 @@ impl State {
 }
 
 fn polling(iothread: &IoThread) -> Polling {
-    let serve::Polling { max, grow, shrink } = iothread.polling;
-    Polling { max: Duration::from(max), grow, shrink }
+    let serve::Polling { completion, core, max, grow, shrink } = iothread.polling;
+    Polling { completion, core, max: Duration::from(max), grow, shrink }
 }
 
 #[cfg(test)]

@@ -536,6 +536,8 @@ impl Plane for Registry {
                 busy_ns: read(|stats| &stats.busy_ns),
                 lock_ns: read(|stats| &stats.lock_ns),
                 poll_ns: read(|stats| &stats.poll_ns),
+                poll_refused: read(|stats| &stats.poll_refused).get(),
+                poll_gaps: read(|stats| &stats.poll_gaps).get(),
                 sleep_ns: read(|stats| &stats.sleep_ns),
                 cpu_ns: on_cpu.ran,
                 runqueue_ns: on_cpu.waited,

@@ -181,8 +181,15 @@ impl Change {
         let result = match self {
             Self::Create(name, cpus) => {
                 let (name, cpus) = (name.clone(), cpus.clone());
-                let (poll_max_us, poll_grow, poll_shrink) = (None, None, None);
-                let iothread = wire::IoThread { name, cpus, poll_max_us, poll_grow, poll_shrink };
+                let iothread = wire::IoThread {
+                    name,
+                    cpus,
+                    completion: None,
+                    core: None,
+                    poll_max_us: None,
+                    poll_grow: None,
+                    poll_shrink: None,
+                };
                 client.change("POST", "/v1/iothreads", &AddIoThread(iothread), &[])
             }
             Self::Remove(iothread) => client.delete(&of(iothread)),

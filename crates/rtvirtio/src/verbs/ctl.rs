@@ -15,7 +15,7 @@ use rtvirtio_spec::control::{
     SetMapping,
 };
 use rtvirtio_spec::mapping::{Mapping, read};
-use rtvirtio_spec::serve::wire;
+use rtvirtio_spec::serve::{Completion, CorePolicy, wire};
 use rtvirtio_units::{CpuId, DiskName, IoThreadName, NameError};
 
 use super::mapping::Format;
@@ -88,6 +88,12 @@ enum IoThreadCommand {
         /// CPUs that it may run on, such as 0,2-3; any if left out
         #[arg(long, value_parser = cpus)]
         cpus: Option<Cpus>,
+        /// How it waits: interrupt, poll or adaptive [default: adaptive]
+        #[arg(long, value_name = "MODE")]
+        completion: Option<Completion>,
+        /// Whose its CPU is, if it is adaptive: dedicated, shared or auto [default: shared]
+        #[arg(long, value_name = "POLICY")]
+        core: Option<CorePolicy>,
         /// The longest that it polls before it sleeps, µs
         #[arg(long, value_name = "US")]
         poll_max_us: Option<u64>,
@@ -238,10 +244,20 @@ fn iothreads(client: &ControlClient, command: &IoThreadCommand, json: bool) -> R
                 println!("{}", show::iothreads(&found));
             }
         }
-        IoThreadCommand::Create { name, cpus, poll_max_us, poll_grow, poll_shrink } => {
+        IoThreadCommand::Create {
+            name,
+            cpus,
+            completion,
+            core,
+            poll_max_us,
+            poll_grow,
+            poll_shrink,
+        } => {
             let body = AddIoThread(wire::IoThread {
                 name: name.clone(),
                 cpus: cpus.clone().map(|cpus| cpus.0).unwrap_or_default(),
+                completion: *completion,
+                core: *core,
                 poll_max_us: *poll_max_us,
                 poll_grow: *poll_grow,
                 poll_shrink: *poll_shrink,

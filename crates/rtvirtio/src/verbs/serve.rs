@@ -15,7 +15,9 @@ use rtvirtio_dataplane::control::{ControlServer, ControlSocket};
 use rtvirtio_dataplane::plane::{Opened, Plane, Registry};
 use rtvirtio_dataplane::sandbox::{self, Identity};
 use rtvirtio_dataplane::server::Notice;
-use rtvirtio_spec::serve::{self, Configuration, Engine, IoCores, Listen, Policy, Service};
+use rtvirtio_spec::serve::{
+    self, Completion, Configuration, CorePolicy, Engine, IoCores, Listen, Policy, Polling, Service,
+};
 use rtvirtio_spec::specification::MAX_FILE_BYTES;
 
 use crate::{Outcome, input};
@@ -157,9 +159,16 @@ fn describe(configuration: &Configuration) -> String {
     }
     let mut iothreads = table(["iothread", "cpus", "polls"]);
     for iothread in &configuration.iothreads {
-        let polls = match iothread.polling.max.get() {
-            0 => "never".to_owned(),
-            _ => format!("up to {}", iothread.polling.max),
+        let Polling { completion, core, max, .. } = iothread.polling;
+        let polls = match (completion, core) {
+            (Completion::Interrupt, _) => "never".to_owned(),
+            (Completion::Poll, _) => "always".to_owned(),
+            (Completion::Adaptive, CorePolicy::Dedicated) => "always, on its own core".to_owned(),
+            (Completion::Adaptive, CorePolicy::Auto) => {
+                "while that pays and a CPU is idle".to_owned()
+            }
+            (Completion::Adaptive, CorePolicy::Shared) if max.get() == 0 => "never".to_owned(),
+            (Completion::Adaptive, CorePolicy::Shared) => format!("up to {max}"),
         };
         let cpus = match iothread.cpus.as_slice() {
             [] => "any".to_owned(),

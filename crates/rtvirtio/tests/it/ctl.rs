@@ -81,6 +81,11 @@ fn each_change_is_asked_for_as_the_api_has_it() {
             "POST /v1/iothreads ",
             json!({ "name": "a", "cpus": [1], "poll_max_us": 50 }),
         ),
+        (
+            &["iothread", "create", "a", "--completion", "adaptive", "--core", "auto"],
+            "POST /v1/iothreads ",
+            json!({ "name": "a", "cpus": [], "completion": "adaptive", "core": "auto" }),
+        ),
     ] {
         let (_, asked) = done(arguments, "");
         assert!(asked.head.starts_with(first), "{arguments:?}: {}", asked.head);

@@ -34,8 +34,9 @@ const ROOMS: &[Room] = &[
     room("sim", &["units", "ssd", "qos", "iocores"], true),
     room("planner", &["units", "spec", "model", "qos"], true),
     room("host", &["units", "spec"], false),
+    room("completion", &["units"], false),
     room("engine", &["units", "ssd"], false),
-    room("dataplane", &["units", "spec", "qos", "iocores", "engine"], false),
+    room("dataplane", &["units", "spec", "qos", "iocores", "completion", "engine"], false),
     room("bench", &["units", "spec", "cases", "model", "planner", "host", "qos", "engine"], false),
     room(
         "rtvirtio",

@@ -8,8 +8,9 @@ use rtvirtio_units::{Bytes, CpuId, IoThreadName, Name, Nanos};
 use super::error::Fault;
 use super::wire::{self, EngineKind, Size};
 use super::{
-    Control, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_POLL, MAX_RAM_BYTES,
-    MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_USER_BYTES, Polling, Qos, Service, Slice, SsdEngine,
+    Completion, Control, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_POLL,
+    MAX_RAM_BYTES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_USER_BYTES, Polling, Qos, Service,
+    Slice, SsdEngine,
 };
 use crate::mapping::{Entry, Mapping};
 
@@ -100,6 +101,18 @@ impl IoThread {
 
     pub(super) fn located(raw: wire::IoThread) -> Result<Self, Misplaced> {
         let default = Polling::default();
+        let completion = raw.completion.unwrap_or(default.completion);
+        let core = raw.core.unwrap_or(default.core);
+        let keys: [(bool, &'static [&'static str]); 4] = [
+            (raw.core.is_some(), &["core"]),
+            (raw.poll_max_us.is_some(), &["poll_max_us"]),
+            (raw.poll_grow.is_some(), &["poll_grow"]),
+            (raw.poll_shrink.is_some(), &["poll_shrink"]),
+        ];
+        let of_adaptive = keys.into_iter().find_map(|(is_there, key)| is_there.then_some(key));
+        if let Some(key) = of_adaptive.filter(|_| completion != Completion::Adaptive) {
+            return Err((key, Fault::NotAdaptive { key: key[0], completion }));
+        }
         let max = match raw.poll_max_us {
             None => default.max,
             Some(us) => {
@@ -114,7 +127,7 @@ impl IoThread {
         Ok(Self {
             name: raw.name,
             cpus: at(&["cpus"], cpus(raw.cpus))?,
-            polling: Polling { max, grow, shrink },
+            polling: Polling { completion, core, max, grow, shrink },
         })
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name};
 
-use super::wire::{EngineKind, Policy};
+use super::wire::{Completion, EngineKind, Policy};
 use super::{
     IoPriority, MAX_CPU, MAX_DEVICES, MAX_IOTHREADS, MAX_POLL, MAX_QUEUES, MAX_RAM_BYTES,
     MAX_SCHEDULES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_TASKS,
@@ -143,6 +143,25 @@ pub enum Fault {
     /// A CPU that is named twice.
     #[error("CPU {0} is named twice")]
     DuplicateCpu(CpuId),
+    /// A key of IOThreads that adapt, for one that does not.
+    #[error("an iothread with completion = \"{completion}\" has no key `{key}`")]
+    NotAdaptive {
+        /// The key.
+        key: &'static str,
+        /// How it waits.
+        completion: Completion,
+    },
+    /// A dedicated core that is not one CPU.
+    #[error("a dedicated core is one CPU, and cpus has {0}")]
+    DedicatedCpus(usize),
+    /// A CPU that would be dedicated, and another IOThread's.
+    #[error("CPU {cpu} would be dedicated, and is that of iothread \"{other}\" too")]
+    CpuTaken {
+        /// The CPU.
+        cpu: CpuId,
+        /// The other one.
+        other: IoThreadName,
+    },
     /// A policy that adds IOThreads, and no place for them.
     #[error("policy \"{0}\" adds IOThreads, and there are no cpus for them")]
     NoCpus(Policy),
@@ -236,6 +255,15 @@ impl Fault {
             Self::BadPath(_) => "write path = \"/var/lib/rtvirtio/vm0-root.img\"".to_owned(),
             Self::BadCpu(_) => "write cpus = [0, 1] with CPUs of this host".to_owned(),
             Self::DuplicateCpu(_) => "name each CPU once: one IOThread is added on each".to_owned(),
+            Self::NotAdaptive { key, .. } => {
+                format!("remove `{key}`, or write completion = \"adaptive\"")
+            }
+            Self::DedicatedCpus(_) => {
+                "write cpus = [2] with a CPU of its own, or core = \"auto\"".to_owned()
+            }
+            Self::CpuTaken { .. } => {
+                "give each a CPU of its own, or write core = \"auto\"".to_owned()
+            }
             Self::NoCpus(_) => "add cpus = [2, 3] with CPUs that no vCPU runs on".to_owned(),
             Self::Borrow => {
                 "remove borrow, and give IOThreads cpus that no vCPU runs on".to_owned()

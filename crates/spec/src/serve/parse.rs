@@ -90,7 +90,11 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ServeError> {
         let subject = Subject::IoThread(raw.name.clone());
         let checked = IoThread::located(raw).and_then(|iothread| {
             let is_new = iothreads.iter().all(|other| other.name != iothread.name);
-            if is_new { Ok(iothread) } else { Err((&["name"] as &[_], Fault::DuplicateName)) }
+            if !is_new {
+                return Err((&["name"] as &[_], Fault::DuplicateName));
+            }
+            iothread.fits(&iothreads).map_err(|fault| (&["cpus"] as &[_], fault))?;
+            Ok(iothread)
         });
         iothreads
             .push(checked.map_err(|(keys, fault)| {

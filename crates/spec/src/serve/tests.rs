@@ -73,12 +73,24 @@ fn example_is_read_as_written() {
             IoThread {
                 name: name("iot0"),
                 cpus: [0, 1].map(CpuId::new).into(),
-                polling: Polling { max: Nanos::from_micros(50), grow: 2, shrink: 2 },
+                polling: Polling {
+                    completion: Completion::Adaptive,
+                    core: CorePolicy::Shared,
+                    max: Nanos::from_micros(50),
+                    grow: 2,
+                    shrink: 2,
+                },
             },
             IoThread {
                 name: name("iot1"),
                 cpus: Vec::new(),
-                polling: Polling { max: Nanos::new(65_536), grow: 2, shrink: 2 },
+                polling: Polling {
+                    completion: Completion::Adaptive,
+                    core: CorePolicy::Shared,
+                    max: Nanos::new(65_536),
+                    grow: 2,
+                    shrink: 2,
+                },
             },
         ]
     );
@@ -262,6 +274,52 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
         assert!(text.contains(words), "{to}: {text}");
         assert!(text.starts_with(&format!("serve.toml:{line}:")), "{to}: {text}, not line {line}");
         assert!(!error.hint().is_empty());
+    }
+}
+
+/// Two IOThreads of these keys.
+fn waiting(first: &str, second: &str) -> Result<Vec<IoThread>, ServeError> {
+    let text = format!(
+        "version = 1\n[[iothread]]\nname = \"a\"\n{first}\n[[iothread]]\nname = \"b\"\n{second}\n"
+    );
+    parse("serve.toml", &text).map(|found| found.iothreads)
+}
+
+#[test]
+fn iothreads_say_how_they_wait_and_whose_their_core_is() {
+    let found = waiting("completion = \"poll\"", "core = \"dedicated\"\ncpus = [1]").unwrap();
+    let polling: Vec<_> = found.iter().map(|t| (t.polling.completion, t.polling.core)).collect();
+    let (poll, adaptive) = (Completion::Poll, Completion::Adaptive);
+    assert_eq!(polling, [(poll, CorePolicy::Shared), (adaptive, CorePolicy::Dedicated)]);
+    // One that may run anywhere stays out of nobody's way, but is told of no CPU.
+    assert!(waiting("", "core = \"dedicated\"\ncpus = [1]").is_ok());
+    assert!(waiting("cpus = [0, 1]", "core = \"auto\"\ncpus = [1]").is_ok());
+    for (first, second, line, words) in [
+        ("core = \"dedicated\"", "", 2, "a dedicated core is one CPU, and cpus has 0"),
+        ("core = \"dedicated\"\ncpus = [1, 2]", "", 5, "one CPU, and cpus has 2"),
+        (
+            "core = \"dedicated\"\ncpus = [1]",
+            "cpus = [0, 1]",
+            8,
+            "CPU 1 would be dedicated, and is that of iothread \"a\" too",
+        ),
+        ("cpus = [0, 1]", "core = \"dedicated\"\ncpus = [1]", 8, "CPU 1 would be dedicated"),
+        ("completion = \"poll\"\ncore = \"auto\"", "", 5, "\"poll\" has no key `core`"),
+        ("completion = \"interrupt\"\npoll_max_us = 5", "", 5, "has no key `poll_max_us`"),
+        ("completion = \"spin\"", "", 4, "unknown variant `spin`"),
+        ("core = \"mine\"", "", 4, "unknown variant `mine`"),
+    ] {
+        let error = waiting(first, second).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains(words), "{text}");
+        assert!(text.starts_with(&format!("serve.toml:{line}:")), "{text}, not line {line}");
+        assert!(!error.hint().is_empty());
+    }
+    for completion in Completion::ALL {
+        assert_eq!(completion.to_string().parse(), Ok(completion));
+    }
+    for core in CorePolicy::ALL {
+        assert_eq!(core.to_string().parse(), Ok(core));
     }
 }
 

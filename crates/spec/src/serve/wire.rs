@@ -140,6 +140,93 @@ impl std::str::FromStr for Policy {
     }
 }
 
+/// How an IOThread waits for drivers and disks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Completion {
+    /// It sleeps until it is woken.
+    Interrupt,
+    /// It polls all the time, whatever that costs others.
+    Poll,
+    /// It polls while that pays and a CPU is idle, else it sleeps.
+    #[default]
+    Adaptive,
+}
+
+impl Completion {
+    /// All.
+    pub const ALL: [Self; 3] = [Self::Interrupt, Self::Poll, Self::Adaptive];
+
+    /// As it is written.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Interrupt => "interrupt",
+            Self::Poll => "poll",
+            Self::Adaptive => "adaptive",
+        }
+    }
+}
+
+impl fmt::Display for Completion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl std::str::FromStr for Completion {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        const WRONG: &str = "no way to wait: write interrupt, poll or adaptive";
+        Self::ALL.into_iter().find(|completion| completion.name() == text).ok_or(WRONG)
+    }
+}
+
+/// Whose an adaptive IOThread's CPU is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CorePolicy {
+    /// Its own: it polls all the time.
+    Dedicated,
+    /// Everybody's: it polls for as long as it has learned, while there is an idle CPU.
+    #[default]
+    Shared,
+    /// Its own while nobody else wants it and what it waits for comes soon enough for polling to pay,
+    /// else everybody's.
+    Auto,
+}
+
+impl CorePolicy {
+    /// All.
+    pub const ALL: [Self; 3] = [Self::Dedicated, Self::Shared, Self::Auto];
+
+    /// As it is written.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Dedicated => "dedicated",
+            Self::Shared => "shared",
+            Self::Auto => "auto",
+        }
+    }
+}
+
+impl fmt::Display for CorePolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl std::str::FromStr for CorePolicy {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        const WRONG: &str = "not a core's policy: write dedicated, shared or auto";
+        Self::ALL.into_iter().find(|core| core.name() == text).ok_or(WRONG)
+    }
+}
+
 /// `[[iothread]]`
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, expecting = "a table [[iothread]]")]
@@ -149,6 +236,12 @@ pub struct IoThread {
     /// CPUs that it may run on; none: any.
     #[serde(default)]
     pub cpus: Vec<CpuId>,
+    /// How it waits; adaptive if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub completion: Option<Completion>,
+    /// Whose its CPU is, if it is adaptive; everybody's if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub core: Option<CorePolicy>,
     /// The longest that it polls, µs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub poll_max_us: Option<u64>,

@@ -6,6 +6,7 @@ use rtvirtio_spec::control::{
     QosState, QueueState, ScheduleState, Snapshot, TaskState,
 };
 use rtvirtio_spec::serve::wire::Size;
+use rtvirtio_spec::serve::{Completion, CorePolicy};
 use rtvirtio_units::Nanos;
 
 /// A table whose columns from `numbers` on are numbers.
@@ -116,9 +117,19 @@ fn rate(iops: Option<u64>, bandwidth: Option<Size>) -> Option<String> {
     (!parts.is_empty()).then(|| parts.join(", "))
 }
 
+/// How an IOThread waits, in a few words.
+fn waits(completion: Completion, core: CorePolicy) -> String {
+    match (completion, core) {
+        (Completion::Adaptive, CorePolicy::Shared) => completion.to_string(),
+        (Completion::Adaptive, core) => format!("{completion}, {core}"),
+        _ => completion.to_string(),
+    }
+}
+
 pub(super) fn iothreads(iothreads: &[IoThreadState]) -> Table {
-    let header = ["iothread", "cpus", "", "queues", "busy", "polling", "asleep", "cpu time"];
-    let mut table = table(header, 3);
+    let header =
+        ["iothread", "cpus", "waits", "", "queues", "busy", "polling", "asleep", "cpu time"];
+    let mut table = table(header, 4);
     for t in iothreads {
         let cpus = match t.cpus.as_slice() {
             [] => "any".to_owned(),
@@ -132,6 +143,7 @@ pub(super) fn iothreads(iothreads: &[IoThreadState]) -> Table {
         table.add_row([
             t.name.to_string(),
             cpus,
+            waits(t.polling.completion, t.polling.core),
             locked,
             t.queues.to_string(),
             share(t.busy_ns),

@@ -1,0 +1,188 @@
+//! Spin tokens: at most as many threads spin as there are CPUs with nothing else to do.
+//!
+//! One count for all threads of a process that may run on the same CPUs. How many CPUs are idle is
+//! estimated by whoever asks, once a millisecond at most and with less than half a per cent of a CPU;
+//! the others go on with what is known, and nobody waits for anybody.
+//!
+//! Where the estimate comes from, and what each source can and cannot see:
+//!
+//! | source | sees | does not see |
+//! | --- | --- | --- |
+//! | tasks that run or could (`/proc/loadavg`), at 1 ms, averaged over about 4 | a load that comes or goes, of all processes and users, within 5 ms; other processes' spinners, as work | on which CPUs the tasks may run: those of other cpusets count too. What the hypervisor takes |
+//! | idle time of the allowed CPUs (`/proc/stat`), over 20 to 30 ms | only CPUs that this process may use, and so not other cpusets | anything faster: it is counted in steps of 10 ms; costs 5 times as much, more on large hosts |
+//! | run delay of the thread (`schedstat`), each 2 ms ([`crate::Gate`]) | that this very thread waited for a CPU | idle CPUs; whom it delays |
+//! | gaps between two looks ([`crate::Gate`]) | at once that another task, or the hypervisor, had the CPU | a competitor that waits its turn |
+//! | the cgroup's quota and usage (`cpu.max`, `cpu.stat`), each 10 ms | that idle CPUs may not be used, or would be throttled for it | who in the group uses it |
+//!
+//! The first is used where the process may use all CPUs; it is right for the present. Where it may
+//! not, tasks elsewhere count as well, so the first is only a lower bound of the idle CPUs, and the
+//! second is asked beside it: the larger is right. Not used: `/proc/schedstat` and cpuidle's
+//! residencies, which are written when a task or an idle state ends, so that a CPU which computes
+//! without a break looks idle; pressure stall information, whose sums change each 2 s; the load
+//! average itself, which takes a minute.
+//!
+//! A thread that asks is counted by the kernel as running, and so is one that spins: neither is work.
+//!
+//! After fork(2) the child makes its own: its parent's may have been in use by threads that it lacks.
+
+mod idle;
+mod quota;
+
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+
+use rtvirtio_units::CpuId;
+
+use crate::clock::now;
+use idle::Machine;
+
+/// Part of the word that counts spinners.
+const COUNT: u64 = 0xffff;
+/// The rest of it counts what they have spun, in this many ns: it wraps after 200 days.
+const UNIT_NS: u64 = 64;
+/// A spinner that goes on accounts for its time so often, ns.
+const ACCOUNT_NS: u64 = 1_000_000;
+/// An estimate older than this is none, ns: who was to renew it has no CPU.
+const STALE_NS: u64 = 20_000_000;
+/// One part in so many of the time is spent on estimates.
+const LOOK_PART: u64 = 200;
+/// How often there is a new one, ns.
+const LEAST_EVERY: u64 = 1_000_000;
+const MOST_EVERY: u64 = 10_000_000;
+
+/// Its own cache line, so that who reads does not wait for those who write next to it.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct Line<T>(T);
+
+/// What was seen last.
+#[derive(Debug)]
+struct Seen {
+    /// When, ns; 0: never.
+    at: AtomicU64,
+    /// CPUs that spinners may have.
+    idle: AtomicU32,
+    /// How long that is good for, ns.
+    every: AtomicU64,
+}
+
+/// Spin tokens of the threads that may run on the same CPUs.
+#[derive(Debug)]
+pub struct Tokens {
+    /// Spinners, and above [`COUNT`] what they have spun.
+    spinners: Line<AtomicU64>,
+    seen: Line<Seen>,
+    machine: Mutex<Machine>,
+}
+
+impl Tokens {
+    /// Of the CPUs on which the calling thread may run now, and its cgroup's quota.
+    ///
+    /// # Errors
+    /// There is no `/proc`: who cannot know whether CPUs are idle should not spin.
+    pub fn new() -> std::io::Result<Self> {
+        let set = rustix::thread::sched_getaffinity(None)?;
+        let cpus = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu));
+        let cpus: Vec<_> = cpus.map(|cpu| CpuId::new(cpu as u32)).collect();
+        Self::on(&cpus)
+    }
+
+    /// Of these CPUs, and the cgroup's quota: for threads that are going to be pinned there.
+    ///
+    /// # Errors
+    /// As [`Tokens::new`].
+    pub fn on(cpus: &[CpuId]) -> std::io::Result<Self> {
+        Self::under(Path::new("/"), cpus)
+    }
+
+    /// Reads `proc` and `sys` below `root`.
+    fn under(root: &Path, cpus: &[CpuId]) -> std::io::Result<Self> {
+        let machine = Machine::open(root, cpus)?;
+        let (at, idle) = (AtomicU64::new(0), AtomicU32::new(0));
+        let seen = Seen { at, idle, every: AtomicU64::new(LEAST_EVERY) };
+        Ok(Self { spinners: Line::default(), seen: Line(seen), machine: Mutex::new(machine) })
+    }
+
+    /// Spinners now, for who watches.
+    #[must_use]
+    pub fn spinners(&self) -> u32 {
+        (self.spinners.0.load(Relaxed) & COUNT) as u32
+    }
+
+    /// CPUs that spinners may have, as was seen last, for who watches.
+    #[must_use]
+    pub fn idle_cpus(&self) -> u32 {
+        self.seen.0.idle.load(Relaxed)
+    }
+
+    /// Takes a token; whether there was one.
+    pub(crate) fn take(&self, now: u64) -> bool {
+        let idle = self.idle(now, false);
+        // Without a write where there is none.
+        if self.spinners() >= idle {
+            return false;
+        }
+        let before = self.spinners.0.fetch_add(1, Relaxed) & COUNT;
+        let taken = before < u64::from(idle);
+        if !taken {
+            self.spinners.0.fetch_sub(1, Relaxed);
+        }
+        taken
+    }
+
+    /// Whether who has a token may keep it.
+    pub(crate) fn keeps(&self, now: u64) -> bool {
+        self.idle(now, true) >= self.spinners()
+    }
+
+    /// Accounts for what was spun with a token that is kept, if it is worth a write.
+    pub(crate) fn account(&self, spun: u64) -> bool {
+        let worth = spun >= ACCOUNT_NS;
+        if worth {
+            self.spinners.0.fetch_add(spun / UNIT_NS * (COUNT + 1), Relaxed);
+        }
+        worth
+    }
+
+    /// Gives a token back, and accounts for the time since it was taken or last accounted for.
+    pub(crate) fn give(&self, spun: u64) {
+        self.spinners.0.fetch_add((spun / UNIT_NS * (COUNT + 1)).wrapping_sub(1), Relaxed);
+    }
+
+    /// CPUs that spinners may have. `counted`: the caller is one of the spinners.
+    fn idle(&self, at: u64, counted: bool) -> u32 {
+        let seen = &self.seen.0;
+        if at.saturating_sub(seen.at.load(Relaxed)) >= seen.every.load(Relaxed) {
+            self.look(at, counted);
+        }
+        match at.saturating_sub(seen.at.load(Relaxed)) {
+            ..STALE_NS => seen.idle.load(Relaxed),
+            _ => 0,
+        }
+    }
+
+    /// Renews the estimate, unless somebody is at it.
+    fn look(&self, at: u64, counted: bool) {
+        let Ok(mut machine) = self.machine.try_lock() else { return };
+        let seen = &self.seen.0;
+        if at.saturating_sub(seen.at.load(Relaxed)) < seen.every.load(Relaxed) {
+            return;
+        }
+        let word = self.spinners.0.load(Relaxed);
+        let spinners = (word & COUNT) as u32;
+        // Of those that run, these are not work.
+        let ours = spinners + u32::from(!counted);
+        let spun = word / (COUNT + 1) * UNIT_NS;
+        let began = now();
+        let idle = machine.idle(at, ours, spun);
+        // To the nearest whole CPU: what else there is does not run all the time, nor do spinners.
+        seen.idle.store(idle.round().max(0.0) as u32, Relaxed);
+        seen.at.store(at, Relaxed);
+        let every = now().saturating_sub(began).saturating_mul(LOOK_PART);
+        seen.every.store(every.clamp(LEAST_EVERY, MOST_EVERY), Relaxed);
+    }
+}
+
+#[cfg(all(test, not(rtvirtio_loom)))]
+mod tests;
