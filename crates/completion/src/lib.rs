@@ -31,6 +31,7 @@ mod clock;
 mod costs;
 mod gate;
 mod slot;
+mod source;
 mod spinner;
 mod tokens;
 
