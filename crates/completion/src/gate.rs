@@ -128,7 +128,10 @@ impl Gate {
     /// A thread's own; with the tokens of all threads that may run where it may.
     #[must_use]
     pub fn new(tokens: Arc<Tokens>, costs: &Costs) -> Self {
-        let (backoff, delay) = (Backoff::default(), RunDelay::default());
+        // Where descriptors are not ours, gaps have to do: a file a thread would be opened while the
+        // program runs.
+        let delay = RunDelay { opened: tokens.is_apart(), ..RunDelay::default() };
+        let backoff = Backoff::default();
         Self { tokens, held: None, backoff, delay, bound: costs.gap.get() }
     }
 

@@ -32,6 +32,7 @@ mod costs;
 mod gate;
 mod patience;
 mod slot;
+mod source;
 mod spinner;
 mod tokens;
 

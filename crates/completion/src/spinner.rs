@@ -141,6 +141,26 @@ impl Spinner {
         self.waits.wait(self.mode, &mut self.gate, peek, park)
     }
 
+    /// Whether a wait that began now would spin. For who else does something that needs no completion,
+    /// such as a system call, and says by [`Spinner::learn`] how long that took.
+    pub fn may_spin(&mut self) -> bool {
+        match self.mode {
+            Mode::Interrupt => false,
+            Mode::Poll => true,
+            Mode::Adaptive => {
+                let now = now();
+                let budget = self.waits.ask(&mut self.gate, now);
+                self.gate.leave(now);
+                budget > 0
+            }
+        }
+    }
+
+    /// Something in the place of a wait lasted so long, asleep.
+    pub fn learn(&mut self, lasted: Nanos) {
+        self.waits.rule.learn_parked(lasted.get());
+    }
+
     /// What it has done.
     #[must_use]
     pub fn stats(&self) -> SpinnerStats {

@@ -74,6 +74,7 @@ pub struct Tokens {
     spinners: Line<AtomicU64>,
     seen: Line<Seen>,
     machine: Mutex<Machine>,
+    apart: bool,
 }
 
 impl Tokens {
@@ -82,10 +83,29 @@ impl Tokens {
     /// # Errors
     /// There is no `/proc`: who cannot know whether CPUs are idle should not spin.
     pub fn new() -> std::io::Result<Self> {
-        let set = rustix::thread::sched_getaffinity(None)?;
-        let cpus = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu));
-        let cpus: Vec<_> = cpus.map(|cpu| CpuId::new(cpu as u32)).collect();
-        Self::on(&cpus)
+        Self::on(&allowed_cpus()?)
+    }
+
+    /// As [`Tokens::new`], for a library in somebody else's program: what is kept open lies under high
+    /// numbers, and may be closed or replaced by the program, after which there are no tokens. To be made
+    /// while the program has one thread, which gets the lowest free number for a moment.
+    ///
+    /// # Errors
+    /// As [`Tokens::new`].
+    pub fn apart() -> std::io::Result<Self> {
+        Ok(Self::with(Machine::open(Path::new("/"), &allowed_cpus()?, true)?, true))
+    }
+
+    /// For a forked child whose parent made `self` by [`Tokens::apart`].
+    ///
+    /// # Errors
+    /// As [`Tokens::new`].
+    pub fn renewed(&self) -> std::io::Result<Self> {
+        match self.machine.try_lock() {
+            Ok(machine) => Ok(Self::with(machine.again(), self.apart)),
+            // A thread of the parent was looking.
+            Err(_) => Self::apart(),
+        }
     }
 
     /// Of these CPUs, and the cgroup's quota: for threads that are going to be pinned there.
@@ -98,10 +118,18 @@ impl Tokens {
 
     /// Reads `proc` and `sys` below `root`.
     fn under(root: &Path, cpus: &[CpuId]) -> std::io::Result<Self> {
-        let machine = Machine::open(root, cpus)?;
+        Ok(Self::with(Machine::open(root, cpus, false)?, false))
+    }
+
+    fn with(machine: Machine, apart: bool) -> Self {
         let (at, idle) = (AtomicU64::new(0), AtomicU32::new(0));
         let seen = Seen { at, idle, every: AtomicU64::new(LEAST_EVERY) };
-        Ok(Self { spinners: Line::default(), seen: Line(seen), machine: Mutex::new(machine) })
+        Self { spinners: Line::default(), seen: Line(seen), machine: Mutex::new(machine), apart }
+    }
+
+    /// Whether descriptors are somebody else's.
+    pub(crate) const fn is_apart(&self) -> bool {
+        self.apart
     }
 
     /// Spinners now, for who watches.
@@ -182,6 +210,13 @@ impl Tokens {
         let every = now().saturating_sub(began).saturating_mul(LOOK_PART);
         seen.every.store(every.clamp(LEAST_EVERY, MOST_EVERY), Relaxed);
     }
+}
+
+/// CPUs on which the calling thread may run.
+fn allowed_cpus() -> std::io::Result<Vec<CpuId>> {
+    let set = rustix::thread::sched_getaffinity(None)?;
+    let cpus = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu));
+    Ok(cpus.map(|cpu| CpuId::new(cpu as u32)).collect())
 }
 
 #[cfg(all(test, not(rtvirtio_loom)))]

@@ -2,7 +2,7 @@
 //!
 //! Exit codes: 0 done, or nothing to change; 1 error; 2 there are changes
 //! (`plan`) or drift (`verify`); 3 targets are unmet; 130 interrupted. A wrong
-//! command line is 1 as well, so that 2 keeps its one meaning.
+//! command line is 1 as well, so that 2 keeps its one meaning. `run` ends as its program does.
 
 mod input;
 mod tree;
@@ -79,6 +79,8 @@ enum Verb {
     Simulate(Box<verbs::simulate::Args>),
     /// Translate queue-to-IOThread mappings between QEMU, libvirt and TOML
     Mapping(verbs::mapping::Args),
+    /// Run a program whose direct I/O waits for its device by looking, while CPUs are idle
+    Run(verbs::run::Args),
     /// Serve the tree (started by `tree`, which unmounts it)
     #[command(hide = true)]
     TreeServer(verbs::tree::ServerArgs),
@@ -109,6 +111,7 @@ impl Verb {
             | Self::Ctl(_)
             | Self::Simulate(_)
             | Self::Mapping(_)
+            | Self::Run(_)
             | Self::TreeServer(_)
             | Self::ConfirmWatchdog => false,
         }
@@ -121,6 +124,8 @@ enum Outcome {
     Done,
     Changes,
     Unmet,
+    /// With a code that is another tool's custom.
+    Exit(u8),
 }
 
 fn main() -> ExitCode {
@@ -145,6 +150,7 @@ fn main() -> ExitCode {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
         Ok(Outcome::Changes) => ExitCode::from(2),
         Ok(Outcome::Unmet) => ExitCode::from(3),
+        Ok(Outcome::Exit(code)) => ExitCode::from(code),
         Err(e) if e.downcast_ref::<InterruptedError>().is_some() => {
             eprintln!("interrupted");
             ExitCode::from(130)
@@ -177,6 +183,7 @@ fn run(verb: Verb, interrupted: &AtomicBool) -> Result<Outcome> {
         Verb::TreeServer(args) => Ok(verbs::tree::serve(&args)),
         Verb::Simulate(args) => verbs::simulate::run(&args),
         Verb::Mapping(args) => verbs::mapping::run(&args),
+        Verb::Run(args) => verbs::run::run(&args),
         Verb::ConfirmWatchdog => verbs::apply::watchdog(),
     }
 }

@@ -11,6 +11,7 @@ mod guests;
 pub(crate) mod mapping;
 pub(crate) mod plan;
 pub(crate) mod report;
+pub(crate) mod run;
 pub(crate) mod scratch;
 pub(crate) mod serve;
 pub(crate) mod simulate;

@@ -302,3 +302,16 @@ proptest! {
         prop_assert!(stats.spinning.get() <= budgets + all_lost);
     }
 }
+
+#[test]
+fn may_spin_only_where_a_wait_would() {
+    let tokens = Arc::new(Tokens::new().unwrap());
+    let spinner = |mode| Spinner::new(Arc::clone(&tokens), mode, costs());
+    assert!(spinner(Mode::Poll).may_spin());
+    assert!(!spinner(Mode::Interrupt).may_spin());
+    // Ten wake-ups: parking is as good, whether there is a token or not.
+    let mut adaptive = spinner(Mode::Adaptive);
+    adaptive.learn(Nanos::from_micros(220));
+    assert!(!adaptive.may_spin());
+    assert_eq!(tokens.spinners(), 0);
+}

@@ -2,13 +2,12 @@
 //!
 //! Files are opened once. What cannot be read counts as no idle CPU.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use rtvirtio_units::CpuId;
 
 use super::quota::Quota;
+use crate::source::Source;
 
 /// Over what the number of running tasks is averaged, ns: a few of the turns that tasks have.
 const AVERAGE_NS: f64 = 4_000_000.0;
@@ -30,12 +29,12 @@ struct Sample {
 pub(super) struct Machine {
     cpus: Vec<CpuId>,
     /// `/proc/loadavg`.
-    load: Option<File>,
+    load: Option<Source>,
     /// Tasks that ran beside the spinners, averaged, and when.
     others: f64,
     others_at: u64,
     /// `/proc/stat`, if there are CPUs that are not allowed.
-    stat: Option<File>,
+    stat: Option<Source>,
     buffer: Vec<u8>,
     /// The oldest first.
     samples: Vec<Sample>,
@@ -45,11 +44,11 @@ pub(super) struct Machine {
 impl Machine {
     /// # Errors
     /// Neither source can be opened.
-    pub(super) fn open(root: &Path, cpus: &[CpuId]) -> std::io::Result<Self> {
-        let load = File::open(root.join("proc/loadavg"));
+    pub(super) fn open(root: &Path, cpus: &[CpuId], apart: bool) -> std::io::Result<Self> {
+        let load = Source::open(&root.join("proc/loadavg"), apart);
         let online = std::fs::read_to_string(root.join("sys/devices/system/cpu/online"));
         let all = online.ok().and_then(|list| count(&list)).is_some_and(|all| cpus.len() >= all);
-        let stat = (!all || load.is_err()).then(|| File::open(root.join("proc/stat")));
+        let stat = (!all || load.is_err()).then(|| Source::open(&root.join("proc/stat"), apart));
         let stat = match (stat, &load) {
             (Some(Err(error)), Err(_)) => return Err(error),
             (stat, _) => stat.and_then(Result::ok),
@@ -64,8 +63,22 @@ impl Machine {
             stat,
             buffer,
             samples: Vec::with_capacity(KEPT),
-            quota: Quota::find(root),
+            quota: Quota::find(root, apart),
         })
+    }
+
+    /// The same, for a forked child, without what was seen before.
+    pub(super) fn again(&self) -> Self {
+        Self {
+            cpus: self.cpus.clone(),
+            load: self.load.as_ref().map(Source::again),
+            others: 0.0,
+            others_at: 0,
+            stat: self.stat.as_ref().map(Source::again),
+            buffer: vec![0; self.buffer.len()],
+            samples: Vec::with_capacity(KEPT),
+            quota: self.quota.as_ref().map(Quota::again),
+        }
     }
 
     /// CPUs with nothing to do but for `ours` tasks, which spin or ask; spinners have spun for `spun`
@@ -92,8 +105,8 @@ impl Machine {
     fn idle_by_time(&mut self, now: u64, spun: u64) -> f64 {
         let last = self.samples.last();
         if last.is_none_or(|last| now.saturating_sub(last.at) >= TICK_NS) {
-            let read = self.stat.as_ref().and_then(|file| file.read_at(&mut self.buffer, 0).ok());
-            let idle = idle_ns(&self.buffer[..read.unwrap_or(0)], &self.cpus);
+            let read = self.stat.as_ref().and_then(|file| file.read(&mut self.buffer));
+            let idle = idle_ns(read.unwrap_or_default(), &self.cpus);
             if self.samples.len() == KEPT {
                 self.samples.remove(0);
             }
@@ -113,10 +126,9 @@ impl Machine {
 }
 
 /// Tasks that run or could: the fourth word of `/proc/loadavg`, up to its slash (proc_loadavg(5)).
-fn running(file: &File) -> Option<u32> {
+fn running(file: &Source) -> Option<u32> {
     let mut text = [0; 128];
-    let read = file.read_at(&mut text, 0).ok()?;
-    let text = str::from_utf8(&text[..read]).ok()?;
+    let text = str::from_utf8(file.read(&mut text)?).ok()?;
     text.split(' ').nth(3)?.split_once('/')?.0.parse().ok()
 }
 

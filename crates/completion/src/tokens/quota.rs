@@ -4,9 +4,10 @@
 //! counts, and that group's usage. cgroup v2 (`cpu.max`, `cpu.stat`) and v1 (`cpu.cfs_quota_us`,
 //! `cpuacct.usage`), where distributions mount them.
 
-use std::fs::{File, read_to_string};
-use std::os::unix::fs::FileExt;
+use std::fs::read_to_string;
 use std::path::Path;
+
+use crate::source::Source;
 
 /// How often usage is read, ns.
 const EVERY_NS: u64 = 10_000_000;
@@ -16,7 +17,7 @@ const EVERY_NS: u64 = 10_000_000;
 pub(super) struct Quota {
     /// CPUs that it may have.
     cpus: f64,
-    usage: File,
+    usage: Source,
     /// Of the last look, ns: when, the group's usage, what spinners had spun.
     last: Option<(u64, u64, u64)>,
     /// What was left then, in CPUs.
@@ -25,7 +26,7 @@ pub(super) struct Quota {
 
 impl Quota {
     /// `None`: the time is not bounded, or nobody can say.
-    pub(super) fn find(root: &Path) -> Option<Self> {
+    pub(super) fn find(root: &Path, apart: bool) -> Option<Self> {
         let groups = read_to_string(root.join("proc/self/cgroup")).ok()?;
         let mut least: Option<Self> = None;
         for line in groups.lines() {
@@ -47,7 +48,7 @@ impl Quota {
                 let mount = root.join(mount);
                 let group = path.trim_start_matches('/');
                 for group in Path::new(group).ancestors() {
-                    let found = Self::of(&mount.join(group));
+                    let found = Self::of(&mount.join(group), apart);
                     let smaller = |found: &Self| least.as_ref().is_none_or(|l| found.cpus < l.cpus);
                     least = found.filter(smaller).or(least);
                 }
@@ -57,7 +58,7 @@ impl Quota {
     }
 
     /// Of one group.
-    fn of(group: &Path) -> Option<Self> {
+    fn of(group: &Path, apart: bool) -> Option<Self> {
         let number = |file: &str| read_to_string(group.join(file)).ok()?.trim().parse::<f64>().ok();
         let (cpus, usage) = match read_to_string(group.join("cpu.max")) {
             Ok(max) => {
@@ -71,8 +72,13 @@ impl Quota {
                 (quota / number("cpu.cfs_period_us")?, "cpuacct.usage")
             }
         };
-        let usage = File::open(group.join(usage)).ok()?;
+        let usage = Source::open(&group.join(usage), apart).ok()?;
         cpus.is_finite().then_some(Self { cpus, usage, last: None, left: 0.0 })
+    }
+
+    /// The same, for a forked child.
+    pub(super) fn again(&self) -> Self {
+        Self { cpus: self.cpus, usage: self.usage.again(), last: None, left: 0.0 }
     }
 
     /// CPUs that the group may have and does not use, but for its spinners.
@@ -93,8 +99,7 @@ impl Quota {
     /// CPU time that the group has had, ns.
     fn used(&self) -> Option<u64> {
         let mut text = [0; 256];
-        let read = self.usage.read_at(&mut text, 0).ok()?;
-        let text = str::from_utf8(&text[..read]).ok()?;
+        let text = str::from_utf8(self.usage.read(&mut text)?).ok()?;
         match text.strip_prefix("usage_usec ") {
             Some(rest) => rest.lines().next()?.parse::<u64>().ok()?.checked_mul(1_000),
             None => text.trim().parse().ok(),

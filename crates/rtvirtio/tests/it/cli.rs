@@ -28,6 +28,7 @@ fn help_names_every_verb() {
         "tree",
         "simulate",
         "mapping",
+        "run",
     ];
     for verb in verbs {
         assert!(text.contains(verb), "{verb}: {text}");

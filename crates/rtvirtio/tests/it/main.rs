@@ -12,6 +12,7 @@ mod lifecycle;
 mod mapping;
 mod readme;
 mod rooms;
+mod run;
 mod scratch_disk;
 mod simulate;
 mod systemd;

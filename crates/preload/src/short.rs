@@ -1,0 +1,213 @@
+//! The short path of one call.
+//!
+//! In order, each step cheaper than what it may save: the hint of the descriptor's number; the thread's
+//! leave to spin; what the descriptor is; then, with the thread's signals blocked, submission and waiting.
+
+use std::ffi::{c_int, c_void};
+use std::time::Duration;
+
+use rustix::io::ReadWriteFlags;
+use rustix::io_uring::{IoringOp, io_uring_ptr, io_uring_sqe};
+
+use crate::signals::Signals;
+use crate::statistics::Way;
+use crate::thread::Thread;
+use crate::{hints, identity, process, thread};
+
+unsafe extern "C-unwind" {
+    /// pthread_testcancel(3): unwinds the thread, all frames of it, if it was cancelled.
+    fn pthread_testcancel();
+}
+
+/// Linux transfers at most so many bytes in a call (`MAX_RW_COUNT`).
+const MOST_BYTES: usize = 0x7fff_f000;
+/// Linux takes at most so many segments in a call (`UIO_MAXIOV`).
+const MOST_SEGMENTS: usize = 1024;
+
+/// Which way the bytes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Read,
+    Write,
+}
+
+/// Where they come from or go to.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Memory {
+    /// Address and bytes.
+    Buffer(*mut c_void, usize),
+    /// Address and number of segments. The program's: to be read only once the kernel has.
+    Segments(*const libc::iovec, usize),
+}
+
+/// A positional call.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Call {
+    pub(crate) direction: Direction,
+    pub(crate) fd: c_int,
+    pub(crate) memory: Memory,
+    pub(crate) offset: i64,
+}
+
+/// What became of a call here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// All bytes were transferred, by the way that is named.
+    Done(usize, Way),
+    /// A write that the process's limit on file sizes forbids; the kernel has sent SIGXFSZ already.
+    TooLarge,
+    /// The plain call is to be made; what for is only for the statistics.
+    Plain(Way),
+}
+
+impl Call {
+    /// Whether a ring could take it. What is not usual is for the plain call to answer.
+    fn is_usual(&self) -> bool {
+        let some = match self.memory {
+            Memory::Buffer(_, bytes) => (1..=MOST_BYTES).contains(&bytes),
+            Memory::Segments(_, count) => (1..=MOST_SEGMENTS).contains(&count),
+        };
+        // To a ring the offset −1 is the file's position.
+        some && self.offset >= 0
+    }
+
+    /// As a submission. The request may not wait for anything but the device: the kernel would
+    /// hand it to a worker thread of its own, a new thread of the program.
+    fn entry(&self) -> io_uring_sqe {
+        let mut entry = io_uring_sqe::default();
+        let (opcode, address, length) = match (self.direction, self.memory) {
+            (Direction::Read, Memory::Buffer(at, bytes)) => (IoringOp::Read, at, bytes),
+            (Direction::Write, Memory::Buffer(at, bytes)) => (IoringOp::Write, at, bytes),
+            (Direction::Read, Memory::Segments(at, count)) => {
+                (IoringOp::Readv, at.cast_mut().cast(), count)
+            }
+            (Direction::Write, Memory::Segments(at, count)) => {
+                (IoringOp::Writev, at.cast_mut().cast(), count)
+            }
+        };
+        entry.opcode = opcode;
+        entry.fd = self.fd;
+        entry.off_or_addr2.off = self.offset as u64;
+        entry.addr_or_splice_off_in.addr = io_uring_ptr::new(address);
+        entry.len.len = length as u32;
+        entry.op_flags.rw_flags = ReadWriteFlags::NOWAIT;
+        entry
+    }
+
+    /// Bytes that were asked for.
+    ///
+    /// # Safety
+    /// The segments can be read: the kernel has done so.
+    unsafe fn bytes(&self) -> usize {
+        match self.memory {
+            Memory::Buffer(_, bytes) => bytes,
+            Memory::Segments(at, count) => {
+                // The program may have aligned them or not.
+                let length = |i: usize| {
+                    // SAFETY: by the caller's promise.
+                    let segment = unsafe { at.add(i) };
+                    // SAFETY: by the caller's promise.
+                    unsafe { segment.read_unaligned() }.iov_len
+                };
+                (0..count).fold(0, |sum, i| sum.wrapping_add(length(i)))
+            }
+        }
+    }
+}
+
+/// Sends a call down the short path, or says why not.
+///
+/// # Safety
+/// The call's memory is what the program passed to the function that this is for.
+pub(crate) unsafe fn attempt(call: &Call) -> Outcome {
+    let Some(shared) = process::armed() else { return Outcome::Plain(Way::Passed) };
+    if !call.is_usual() || !hints::may_ask(call.fd, call.direction) {
+        return Outcome::Plain(Way::Passed);
+    }
+    // The plain call is a cancellation point: a thread that was cancelled ends before it does anything. No
+    // frame from here to the program has a destructor.
+    // SAFETY: no conditions.
+    unsafe { pthread_testcancel() };
+    let page = match thread::page() {
+        Some(page) => Some(page),
+        // Only a thread that does direct I/O gets one.
+        None if identity::is_for_the_ring(call.fd, call.direction) => thread::new_page(),
+        None => {
+            hints::back_off(call.fd, call.direction);
+            None
+        }
+    };
+    let Some(page) = page else { return Outcome::Plain(Way::Passed) };
+    // Not free in a signal handler that came between the lines below; and never again free if such a
+    // handler jumped away, which costs that thread its short path.
+    if !page.occupy() {
+        return Outcome::Plain(Way::Passed);
+    }
+    // SAFETY: occupied.
+    let outcome = match unsafe { page.thread(shared) } {
+        // SAFETY: by the caller's promise.
+        Some(thread) => unsafe { with_ring(thread, call) },
+        None => Outcome::Plain(Way::Passed),
+    };
+    page.vacate();
+    outcome
+}
+
+/// The plain call lasted so long in the place of a short one: what is known of the device follows.
+pub(crate) fn learn(lasted: Duration) {
+    let (Some(shared), Some(page)) = (process::armed(), thread::page()) else { return };
+    if !page.occupy() {
+        return;
+    }
+    // SAFETY: occupied.
+    if let Some(thread) = unsafe { page.thread(shared) } {
+        thread.spinner.learn(lasted.into());
+    }
+    page.vacate();
+}
+
+/// # Safety
+/// As of [`attempt`].
+unsafe fn with_ring(thread: &mut Thread, call: &Call) -> Outcome {
+    if !thread.spinner.may_spin() {
+        return Outcome::Plain(Way::WithoutToken);
+    }
+    if !identity::is_for_the_ring(call.fd, call.direction) {
+        hints::back_off(call.fd, call.direction);
+        return Outcome::Plain(Way::Passed);
+    }
+    let mut parked = false;
+    let blocked = Signals::block();
+    let ring = &thread.ring;
+    // SAFETY: this thread's only request, waited for below with the signals blocked, so that nothing takes
+    // the program's memory away before; what a second thread does to it, it would do to the plain call too.
+    let submitted = unsafe { ring.submit(call.entry()) };
+    let result = submitted.map(|()| {
+        thread.spinner.wait(
+            || ring.peek(),
+            || {
+                parked = true;
+                ring.wait()
+            },
+        )
+    });
+    drop(blocked);
+    let Ok(result) = result else {
+        hints::back_off(call.fd, call.direction);
+        return Outcome::Plain(Way::Refused);
+    };
+    if result == -libc::EFBIG {
+        return Outcome::TooLarge;
+    }
+    match usize::try_from(result) {
+        // SAFETY: the kernel transferred something, so it could read the segments.
+        Ok(bytes) if bytes > 0 && bytes == unsafe { call.bytes() } => {
+            hints::answered(call.fd, call.direction);
+            Outcome::Done(bytes, if parked { Way::Parked } else { Way::Spun })
+        }
+        _ => {
+            hints::back_off(call.fd, call.direction);
+            Outcome::Plain(Way::Refused)
+        }
+    }
+}
