@@ -19,6 +19,7 @@ mod confine;
 pub mod dataplane;
 pub mod guests;
 pub mod iothreads;
+mod lines;
 pub mod load;
 pub mod progress;
 pub mod qos;
