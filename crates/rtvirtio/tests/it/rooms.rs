@@ -37,7 +37,11 @@ const ROOMS: &[Room] = &[
     room("completion", &["units"], false),
     room("engine", &["units", "ssd"], false),
     room("dataplane", &["units", "spec", "qos", "iocores", "completion", "engine"], false),
-    room("bench", &["units", "spec", "cases", "model", "planner", "host", "qos", "engine"], false),
+    room(
+        "bench",
+        &["units", "spec", "cases", "model", "planner", "host", "qos", "completion", "engine"],
+        false,
+    ),
     room(
         "rtvirtio",
         &[
