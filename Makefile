@@ -10,7 +10,7 @@ SHELL := /bin/bash
 	bench-dataplane-syscalls bench-full bench-full-24 bench-full-raw bench-dataplane-verify \
 	bench-dataplane-moves bench-dataplane-profile bench-qos \
 	bench-qos-neighbours bench-qos-file bench-qos-cost bench-qos-changes bench-qos-admission \
-	bench-full-qos
+	bench-full-qos bench-completion bench-full-completion
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -171,6 +171,18 @@ bench-qos-changes: build ## A VM appears, a writer starts, the device slows down
 
 bench-qos-admission: build ## 60 random sets of VMs, run whatever the admission test says (root)
 	$(RTVIRTIO) bench qos-admission --out $(RESULTS)/qos-admission
+
+# Where the file is made that is read: 512 MiB.
+COMPLETION_DISK ?= /var/tmp
+
+bench-completion: build ## How threads learn that I/O has ended: the acceptance's cells, 30 min
+	$(RTVIRTIO) bench completion --repetitions $(REPETITIONS) --directory $(COMPLETION_DISK) \
+		--out $(RESULTS)/completion
+	$(RTVIRTIO) bench completion --live --repetitions $(REPETITIONS) --out $(RESULTS)/completion
+
+bench-full-completion: build ## The same, every mode, target, T and C: 90 min
+	$(RTVIRTIO) bench completion --full --repetitions $(REPETITIONS) --directory $(COMPLETION_DISK) \
+		--out $(RESULTS)/full-completion
 
 bench-dataplane-profile: build ## Where the time goes in cases that are not won (root, perf)
 	scripts/dataplane-profile $(RTVIRTIO) > $(RESULTS)/dataplane/profile.txt

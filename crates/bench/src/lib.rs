@@ -8,6 +8,7 @@
 //! - [`iothreads`]: what a queue mapping costs and carries.
 //! - [`campaign`]: cells in random order, resumable, as JSONL.
 //! - [`closed_loop`]: `watch --control` on trial.
+//! - [`completion`]: how threads learn that their I/O has ended, beside threads that compute.
 //! - [`dataplane`]: a vhost-user-blk server beside its peers, and whether it loses data.
 //! - [`report`]: one HTML file, and a table for a terminal.
 
@@ -15,10 +16,12 @@ pub mod calibrate;
 pub mod campaign;
 pub mod cell;
 pub mod closed_loop;
+pub mod completion;
 mod confine;
 pub mod dataplane;
 pub mod guests;
 pub mod iothreads;
+mod lines;
 pub mod load;
 pub mod progress;
 pub mod qos;

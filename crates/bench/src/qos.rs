@@ -30,7 +30,6 @@ pub(crate) mod configuration;
 pub mod cost;
 pub mod curve;
 pub mod disk;
-mod lines;
 pub mod neighbour;
 mod plot;
 mod rows;

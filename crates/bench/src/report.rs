@@ -76,6 +76,9 @@ pub struct Context {
     pub discarded: Discarded,
 }
 
+/// The style sheet of all pages.
+pub(crate) const STYLE: &str = include_str!("report/style.css");
+
 /// Said where too many cells were discarded for the others to count.
 const WITHHELD: &str = "More than 20 % of the measurements were discarded: no cell counts.";
 
@@ -102,7 +105,7 @@ pub fn render(cells: &[Cell], context: &Context) -> Result<String, ReportError> 
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width, initial-scale=1";
                 title { (context.title) }
-                style { (PreEscaped(include_str!("report/style.css"))) }
+                style { (PreEscaped(STYLE)) }
             }
             body {
                 (header(cells, context))

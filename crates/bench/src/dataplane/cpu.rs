@@ -31,8 +31,14 @@ impl ProcessCpu {
 
     /// CPU time since `earlier`, ns.
     pub(crate) fn since(&self, earlier: &Self) -> u64 {
+        self.since_of(earlier, |_| true)
+    }
+
+    /// CPU time since `earlier` of the threads that `counts` says, ns.
+    pub(crate) fn since_of(&self, earlier: &Self, counts: impl Fn(u32) -> bool) -> u64 {
         let before = |id| earlier.0.get(id).copied().unwrap_or(0);
-        self.0.iter().map(|(id, &now)| now.saturating_sub(before(id))).sum()
+        let counted = self.0.iter().filter(|(id, _)| counts(**id));
+        counted.map(|(id, &now)| now.saturating_sub(before(id))).sum()
     }
 }
 
@@ -45,6 +51,7 @@ mod tests {
         let earlier = ProcessCpu(BTreeMap::from([(1, 100), (2, 5_000)]));
         let later = ProcessCpu(BTreeMap::from([(1, 160), (3, 40)]));
         assert_eq!(later.since(&earlier), 100);
+        assert_eq!(later.since_of(&earlier, |id| id == 1), 60);
     }
 
     #[test]

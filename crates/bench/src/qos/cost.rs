@@ -25,11 +25,11 @@ use serde::{Deserialize, Serialize};
 
 use super::clients::{COUNTING, EndPhase, OVER, PATIENCE, WARMING};
 use super::configuration::socket;
-use super::lines::Lines;
 use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
 use crate::dataplane::cpu::ProcessCpu;
 use crate::dataplane::load::Random;
 use crate::dataplane::server::Server;
+use crate::lines::Lines;
 use crate::load::{Interrupted, MachineSample, wait};
 use crate::progress::Progress;
 

@@ -19,7 +19,7 @@ pub fn page(record: &Record, notes: &[String]) -> String {
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width, initial-scale=1";
                 title { "The closed loop" }
-                style { (PreEscaped(include_str!("style.css"))) }
+                style { (PreEscaped(super::STYLE)) }
             }
             body {
                 h1 { "The closed loop: a background VM starts in mid-run" }

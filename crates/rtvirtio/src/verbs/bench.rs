@@ -1,6 +1,7 @@
 //! `rtvirtio bench`.
 
 mod closed_loop;
+mod completion;
 mod dataplane;
 mod iothreads;
 mod qos;
@@ -101,6 +102,8 @@ pub(crate) struct Args {
 /// Benchmarks of something else than schemes.
 #[derive(clap::Subcommand)]
 enum Other {
+    /// How threads learn that their I/O has ended, beside threads that compute: 7 ways
+    Completion(completion::Args),
     /// One guest with 4 queues: main loop, 1 IOThread and a mapping over 2, CPU per I/O and IOPS
     Iothreads(iothreads::Args),
     /// A vhost-user-blk server beside qemu-storage-daemon: IOPS, latency, CPU per request
@@ -117,6 +120,7 @@ enum Other {
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     match &args.other {
+        Some(Other::Completion(args)) => return completion::run(args, interrupted),
         Some(Other::Iothreads(args)) => return iothreads::run(args, interrupted),
         Some(Other::Dataplane(args)) => return dataplane::run(args, interrupted),
         Some(Other::Qos(args)) => return qos::run(args, interrupted),

@@ -42,6 +42,21 @@ fn wrong_flag_exits_with_1() {
 }
 
 #[test]
+fn completion_benchmark_refuses_what_is_not_in_its_matrix() {
+    let refused = |arguments: &[&str], word: &str| {
+        let arguments = [&["bench", "completion"], arguments].concat();
+        let output = rtvirtio(Path::new(NOWHERE), &arguments);
+        let text = said(&output);
+        assert!(output.status.code() == Some(1) && text.contains(word), "{arguments:?}: {text}");
+    };
+    refused(&["--threads", "3"], "--full has T of 1, 2, 4");
+    refused(&["--modes", "sleep"], "peek-spin");
+    refused(&["--on", "disk"], "file-128k");
+    refused(&["--window", "0"], "0.1 to 600 s");
+    refused(&["--live", "--full"], "cannot be used with");
+}
+
+#[test]
 fn doctor_prints_json_that_names_fio() {
     let output = rtvirtio(Path::new(NOWHERE), &["doctor", "--json"]);
     let findings: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();

@@ -38,7 +38,11 @@ const ROOMS: &[Room] = &[
     room("preload", &["units", "completion"], false),
     room("engine", &["units", "ssd"], false),
     room("dataplane", &["units", "spec", "qos", "iocores", "completion", "engine"], false),
-    room("bench", &["units", "spec", "cases", "model", "planner", "host", "qos", "engine"], false),
+    room(
+        "bench",
+        &["units", "spec", "cases", "model", "planner", "host", "qos", "completion", "engine"],
+        false,
+    ),
     room(
         "rtvirtio",
         &[
