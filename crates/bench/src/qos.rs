@@ -30,7 +30,7 @@ pub(crate) mod configuration;
 pub mod cost;
 pub mod curve;
 pub mod disk;
-mod lines;
+pub(crate) mod lines;
 pub mod neighbour;
 mod plot;
 mod rows;

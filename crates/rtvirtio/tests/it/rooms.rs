@@ -36,7 +36,13 @@ const ROOMS: &[Room] = &[
     room("host", &["units", "spec"], false),
     room("engine", &["units", "ssd"], false),
     room("dataplane", &["units", "spec", "qos", "iocores", "engine"], false),
-    room("bench", &["units", "spec", "cases", "model", "planner", "host", "qos", "engine"], false),
+    room(
+        "bench",
+        &[
+            "units", "spec", "cases", "model", "iocores", "qos", "sim", "planner", "host", "engine",
+        ],
+        false,
+    ),
     room(
         "rtvirtio",
         &[
