@@ -10,7 +10,7 @@ SHELL := /bin/bash
 	bench-dataplane-syscalls bench-full bench-full-24 bench-full-raw bench-dataplane-verify \
 	bench-dataplane-moves bench-dataplane-profile bench-qos \
 	bench-qos-neighbours bench-qos-file bench-qos-cost bench-qos-changes bench-qos-admission \
-	bench-full-qos bench-completion bench-full-completion
+	bench-full-qos bench-completion bench-full-completion bench-iocores bench-full-iocores
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -214,6 +214,15 @@ bench-dataplane-endurance: setup guest libvirt uml ## Real guests: 200 kills, 20
 	mkdir -p $(RESULTS)
 	RTVIRTIO_ENDURANCE=$(abspath $(RESULTS))/dataplane-endurance.txt cargo test -p rtvirtio --release --locked \
 		--test it -- $(ENDURANCE) --nocapture --test-threads=1
+
+bench-iocores: build ## Policies of I/O cores, 9 phases of 20 s, 3 seeds; the simulator beside: 48 min
+	$(RTVIRTIO) bench iocores --compare-simulator --out $(RESULTS)/iocores
+
+# The second repetition shows how far two real runs differ.
+bench-full-iocores: bench-iocores ## The same twice, on emulated SSDs, and disturbed: 2.5 h
+	$(RTVIRTIO) bench iocores --repetitions 2 --compare-simulator --out $(RESULTS)/iocores
+	$(RTVIRTIO) bench iocores --disk ref-8x80 --compare-simulator --out $(RESULTS)/iocores-ssd
+	$(RTVIRTIO) bench iocores --disturb --out $(RESULTS)/iocores-disturbed
 
 TIER ?= strict
 NEIGHBOUR ?= writer

@@ -5,6 +5,7 @@
 //! - [`load`]: one cell's load, by fio in cgroups or in guests.
 //! - [`cell`]: one case under one scheme: apply, load, judge.
 //! - [`calibrate`]: measures a device and fits the models: a profile.
+//! - [`iocores`]: the data plane's number of IOThreads on trial, beside the simulator.
 //! - [`iothreads`]: what a queue mapping costs and carries.
 //! - [`campaign`]: cells in random order, resumable, as JSONL.
 //! - [`closed_loop`]: `watch --control` on trial.
@@ -20,6 +21,7 @@ pub mod completion;
 mod confine;
 pub mod dataplane;
 pub mod guests;
+pub mod iocores;
 pub mod iothreads;
 mod lines;
 pub mod load;

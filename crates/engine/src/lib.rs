@@ -5,7 +5,10 @@
 //! - [`ssd`]: the emulated SSD, memory that answers when the device model of the `ssd` room says
 //!   so, and fails when asked to; [`emulated`] is the same for the bench's FUSE disk;
 //! - [`slice`](mod@slice): a part of another engine's disk.
+//!
+//! RAM and the emulated SSD can cost processor time on top ([`Cost`]): for benchmarks.
 
+mod cost;
 pub mod emulated;
 pub mod file;
 mod priority;
@@ -16,6 +19,7 @@ pub mod ssd;
 mod store;
 mod timed;
 
+pub use cost::Cost;
 pub use priority::raise_thread_priority;
 pub use request::{
     Completions, Engine, Geometry, Lent, Operation, Outcome, Request, Segment, Token,

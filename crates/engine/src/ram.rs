@@ -1,32 +1,28 @@
 //! A disk in memory that answers at once: what the data plane itself costs.
 
-use std::time::Duration;
-
 use rtvirtio_units::Bytes;
 use rustix::io::Errno;
-use rustix::time::ClockId;
 
 use crate::store::Store;
-use crate::{Engine, Geometry, Lent, Operation, Outcome, Request};
+use crate::{Cost, Engine, Geometry, Lent, Operation, Outcome, Request};
 
 /// A disk in memory.
 #[derive(Debug)]
 pub struct RamEngine {
     store: Store,
-    cpu: Duration,
+    cost: Cost,
 }
 
 impl RamEngine {
-    /// A disk of zeroes. Each request burns `cpu` of processor time on the thread that starts it
-    /// (zero for none): for benchmarks of engines that cost.
+    /// A disk of zeroes whose requests cost so much on top, or (zero) nothing.
     ///
     /// # Errors
     /// `EINVAL` if the capacity is not a multiple of 512, `ENOMEM` without address space.
-    pub fn new(capacity: Bytes, cpu: Duration) -> std::io::Result<Self> {
+    pub fn new(capacity: Bytes, cost: impl Into<Cost>) -> std::io::Result<Self> {
         if !capacity.get().is_multiple_of(512) {
             return Err(Errno::INVAL.into());
         }
-        Ok(Self { store: Store::new(capacity)?, cpu })
+        Ok(Self { store: Store::new(capacity)?, cost: cost.into() })
     }
 }
 
@@ -42,9 +38,7 @@ impl Engine for RamEngine {
     }
 
     fn start(&self, request: &Request<'_>, _lent: &mut Lent<'_, '_>) -> Outcome {
-        if !self.cpu.is_zero() {
-            burn(self.cpu);
-        }
+        self.cost.burn(request);
         Outcome::Done(match request.operation {
             Operation::Read => self.store.read(request.offset, request.segments),
             Operation::Write { .. } => self.store.write(request.offset, request.segments),
@@ -66,17 +60,4 @@ impl Engine for RamEngine {
         }
         Ok(self.store.capacity())
     }
-}
-
-/// Burns processor time, which is less than the time that passes if the thread is preempted.
-fn burn(cpu: Duration) {
-    let until = thread_time() + cpu;
-    while thread_time() < until {
-        std::hint::spin_loop();
-    }
-}
-
-fn thread_time() -> Duration {
-    let now = rustix::time::clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 
 use crate::store::Store;
 use crate::timed::{EngineError, Timed, Timer};
-use crate::{Completions, Engine, Geometry, Lent, Operation, Outcome, Request, Segment, Token};
+use crate::{Completions, Cost, Engine, Geometry, Lent, Operation, Outcome, Request, Segment, Token};
 
 /// What goes wrong: of the requests that a fault can hit, each `every`th, counted for each fault
 /// by itself. The same seed and the same requests give the same faults.
@@ -88,6 +88,7 @@ pub struct SsdEngine {
     short: Countdown,
     stall: Countdown,
     stall_length: Nanos,
+    cost: Cost,
 }
 
 impl SsdEngine {
@@ -119,7 +120,14 @@ impl SsdEngine {
             short: Countdown::new(faults.short_every, faults.seed),
             stall: Countdown::new(stall_every, faults.seed),
             stall_length: stall_length.map_or(Nanos::ZERO, Nanos::from),
+            cost: Cost::default(),
         })
+    }
+
+    /// The same, but each request costs so much of the thread that starts it.
+    #[must_use]
+    pub fn with_cost(self, cost: Cost) -> Self {
+        Self { cost, ..self }
     }
 
     /// The fault that strikes this request, and how many of its bytes are moved before.
@@ -153,6 +161,7 @@ impl Engine for SsdEngine {
     fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
         let &Request { operation, offset, segments, .. } = request;
         let (fault, length) = self.fault(request);
+        self.cost.burn(request);
         let mut read = None;
         let done = match operation {
             Operation::Read => {

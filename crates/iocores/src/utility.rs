@@ -55,6 +55,12 @@ pub struct Progress {
     pub cores: f64,
 }
 
+/// Requests, and as much for each 64 KiB of them: what I/O progress counts.
+#[must_use]
+pub fn work(requests: u64, bytes: u64) -> f64 {
+    requests as f64 + bytes as f64 / BYTES
+}
+
 impl Progress {
     /// Between two snapshots; none if they are of the same time.
     #[must_use]
@@ -63,7 +69,6 @@ impl Progress {
     }
 
     pub(crate) fn of(sample: &Sample) -> Self {
-        let work = |requests: u64, bytes: u64| requests as f64 + bytes as f64 / BYTES;
         // Time in turns with work has what the IOThread waited for its CPU, time on the CPU what it
         // polled.
         let on_cpu = |thread: &ThreadLoad| match thread.ran {
@@ -113,6 +118,17 @@ impl Reference {
         let some = io.is_finite() && io > 0.0;
         some.then_some(Self { io, compute: 1.0, wanted: of.ran + of.waited })
     }
+
+    /// The most that any of these had, each of both parts by itself.
+    #[must_use]
+    pub fn best(of: &[Progress]) -> Self {
+        let most = |part: fn(&Progress) -> f64| of.iter().map(part).fold(0.0, f64::max);
+        // Where nobody does anything, nothing is a part of it.
+        let some = |value: f64| if value > 0.0 { value } else { f64::INFINITY };
+        let wanted = most(|of| of.ran + of.waited);
+        let got = most(|of| of.ran / (of.ran + of.waited).max(1e-9));
+        Self { io: some(most(|of| of.io)), compute: some(got * wanted), wanted }
+    }
 }
 
 impl Weights {
@@ -144,6 +160,20 @@ mod tests {
         // 1.6 + 1.0 - 0.4.
         let utility = Weights::default().utility(&after, &reference);
         assert!((utility - 2.2).abs() < 1e-9, "{utility}");
+    }
+
+    #[test]
+    fn best_of_several_is_the_most_io_and_the_most_of_what_vcpus_wanted() {
+        // 1.0 of 2.0 CPUs; then 0.9 of 1.2.
+        let other = Progress { io: 80_000.0, busy: 1.6, ran: 0.9, waited: 0.3, cores: 2.0 };
+        let first = Progress { ran: 1.0, waited: 1.0, ..BEFORE };
+        let reference = Reference::best(&[first, other]);
+        assert_eq!((reference.io, reference.wanted, reference.compute), (80_000.0, 2.0, 1.5));
+        let utility = |of: &Progress| Weights::default().utility(of, &reference);
+        // 0.625 + 0.5 / 0.75 - 0.2, and 1 + 1 - 0.4.
+        assert!((utility(&first) - 1.091_667).abs() < 1e-6, "{}", utility(&first));
+        assert!((utility(&other) - 1.6).abs() < 1e-9, "{}", utility(&other));
+        assert_eq!(work(3, 131_072), 5.0);
     }
 
     #[test]

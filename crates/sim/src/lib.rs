@@ -31,9 +31,11 @@ mod machine;
 mod meter;
 mod outcome;
 pub mod scenario;
+mod settled;
 mod world;
 
 pub use costs::Costs;
 pub use machine::{Backend, MAX_CPUS, Machine, SimError};
 pub use outcome::{Outcome, PhaseOutcome, Point};
+pub use settled::{Settled, settled};
 pub use world::{Counts, Done, Simulation};

@@ -1,11 +1,11 @@
 //! What is counted, phase by phase.
 
 use hdrhistogram::Histogram;
-use rtvirtio_iocores::SAMPLE;
 use rtvirtio_units::Nanos;
 
 use crate::outcome::{Outcome, PhaseOutcome, Point};
 use crate::scenario::{Phase, PhaseKind, Scenario, Span};
+use crate::settled::{Settled, settled};
 use crate::world::{Counts, Done};
 
 /// Latencies that are told apart, ns; to 1 %.
@@ -15,8 +15,6 @@ const DIGITS: u8 = 2;
 const POINT: usize = 10;
 /// Most decisions that are kept.
 const MOST_DECISIONS: usize = 100_000;
-/// Requests in 100 ms from which on a difference of 5 % is not chance.
-const FEWEST: f64 = 1_000.0;
 
 /// Sums over everything since the start, ns.
 #[derive(Debug, Clone, Copy, Default)]
@@ -248,7 +246,13 @@ fn outcome(
         added: tally.added,
         removed: tally.removed,
         pause_p99: has_pauses.then(|| Nanos::new(tally.pauses.value_at_quantile(0.99))),
-        settled: kind.filter(|kind| kind.is_steady()).and_then(|_| settled(samples)),
+        settled: kind.filter(|kind| kind.is_steady()).and_then(|_| {
+            let requests: Vec<u32> = samples.iter().map(|sample| sample.requests).collect();
+            match settled(&requests) {
+                Settled::After(time) => Some(time),
+                Settled::TooLittle | Settled::Never => None,
+            }
+        }),
         timeline: samples
             .chunks(POINT)
             .map(|of| Point {
@@ -258,40 +262,5 @@ fn outcome(
                 moves: of.iter().map(|sample| sample.moves).sum(),
             })
             .collect(),
-    }
-}
-
-/// When the rate first was within 5 % of what it was in the phase's second half, or above, and stayed so for
-/// 300 ms; none if it never was, or there is too little to tell.
-fn settled(samples: &[Sample]) -> Option<Nanos> {
-    let rate = |of: &[Sample]| {
-        of.iter().map(|sample| f64::from(sample.requests)).sum::<f64>() / of.len() as f64
-    };
-    let steady = rate(samples.get(samples.len() / 2..).filter(|half| !half.is_empty())?);
-    if steady * (POINT as f64) < FEWEST {
-        return None;
-    }
-    let holds = |of: &[Sample]| of.chunks(POINT).all(|of| rate(of) >= 0.95 * steady);
-    let first = samples.windows(3 * POINT).position(holds)?;
-    Some(Nanos::new(SAMPLE.get() * first as u64))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn samples(of: &[(usize, u32)]) -> Vec<Sample> {
-        let one = |&(n, requests)| vec![Sample { requests, threads: 1, moves: 0 }; n];
-        of.iter().flat_map(one).collect()
-    }
-
-    #[test]
-    fn rate_is_settled_when_it_stays_within_5_per_cent_of_the_second_half() {
-        // 200 ms of half the rate, a moment of all, half again, then 95 %, then all.
-        let slow = samples(&[(20, 500), (10, 1000), (10, 500), (20, 960), (140, 1000)]);
-        assert_eq!(settled(&slow), Some(Nanos::from_millis(400)));
-        assert_eq!(settled(&samples(&[(200, 1000)])), Some(Nanos::ZERO));
-        assert_eq!(settled(&samples(&[(200, 10)])), None);
-        assert_eq!(settled(&[]), None);
     }
 }

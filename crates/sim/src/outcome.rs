@@ -1,5 +1,6 @@
 //! What came of a simulation.
 
+use rtvirtio_iocores::utility::{self, Progress};
 use rtvirtio_units::Nanos;
 use serde::Serialize;
 
@@ -76,6 +77,20 @@ pub struct PhaseOutcome {
     pub settled: Option<Nanos>,
     /// Each 100 ms.
     pub timeline: Vec<Point>,
+}
+
+impl PhaseOutcome {
+    /// As a utility is reckoned from it.
+    #[must_use]
+    pub fn progress(&self) -> Progress {
+        Progress {
+            io: utility::work(self.requests, self.bytes) / self.length.as_secs_f64().max(1e-9),
+            busy: self.busy,
+            ran: self.vcpus_ran,
+            waited: self.vcpus_waited,
+            cores: self.io_cores,
+        }
+    }
 }
 
 /// 100 ms.

@@ -213,8 +213,8 @@ pub enum Engine {
     Ram {
         /// Its size, in whole sectors.
         size: Bytes,
-        /// CPU time that each request costs beyond its own, for benchmarks.
-        cpu: Nanos,
+        /// What its requests cost on top.
+        cpu: CpuCost,
     },
     /// RAM that answers when the model of a solid-state disk says so.
     Ssd(SsdEngine),
@@ -246,6 +246,15 @@ pub struct Slice {
     pub size: Bytes,
 }
 
+/// CPU time that requests cost an IOThread beyond their own, for benchmarks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CpuCost {
+    /// Of each request, in whole µs.
+    pub request: Nanos,
+    /// And of each KiB that it reads or writes.
+    pub kib: Nanos,
+}
+
 /// An emulated solid-state disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SsdEngine {
@@ -257,4 +266,6 @@ pub struct SsdEngine {
     pub seed: u64,
     /// What goes wrong on purpose.
     pub faults: Faults,
+    /// What its requests cost on top.
+    pub cpu: CpuCost,
 }

@@ -227,6 +227,7 @@ fn worker(
 }
 
 /// SplitMix64: three multiplications and no state but a counter.
+#[derive(Debug)]
 pub(crate) struct Random(u64);
 
 impl Random {

@@ -12,7 +12,7 @@ use rtvirtio_engine::file::{self, FileConfig, FileSource};
 use rtvirtio_engine::ram::RamEngine;
 use rtvirtio_engine::slice::SliceEngine;
 use rtvirtio_engine::ssd::{self, SsdEngine};
-use rtvirtio_engine::{Engine, SsdConfig};
+use rtvirtio_engine::{Cost, Engine, SsdConfig};
 use rtvirtio_qos as qos;
 use rtvirtio_qos::admission::{Curve, Wish};
 use rtvirtio_spec::control::{
@@ -331,7 +331,7 @@ fn open(spec: &serve::Device, handed: Option<OwnedFd>) -> Result<EngineAndImage,
             Ok((Arc::new(part), Some(image)))
         }
         serve::Engine::Ram { size, cpu } => {
-            let ram = RamEngine::new(*size, Duration::from(*cpu))
+            let ram = RamEngine::new(*size, cost(*cpu))
                 .map_err(|error| io(format!("no memory for {name}"), error))?;
             Ok((Arc::new(ram), None))
         }
@@ -350,9 +350,13 @@ fn open(spec: &serve::Device, handed: Option<OwnedFd>) -> Result<EngineAndImage,
             };
             let ssd = SsdEngine::start(model, config.size, config.seed, faults)
                 .map_err(|error| refused(what, error))?;
-            Ok((Arc::new(ssd), None))
+            Ok((Arc::new(ssd.with_cost(cost(config.cpu))), None))
         }
     }
+}
+
+fn cost(cpu: serve::CpuCost) -> Cost {
+    Cost { request: Duration::from(cpu.request), kib: Duration::from(cpu.kib) }
 }
 
 impl Plane for Registry {

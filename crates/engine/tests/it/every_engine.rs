@@ -9,7 +9,7 @@ use rand_pcg::Pcg64Mcg;
 use rtvirtio_engine::file::{Aio, FileConfig, FileEngine};
 use rtvirtio_engine::ram::RamEngine;
 use rtvirtio_engine::ssd::{Faults, SsdEngine};
-use rtvirtio_engine::{Operation, Segment};
+use rtvirtio_engine::{Cost, Operation, Segment};
 use rtvirtio_units::Bytes;
 
 use crate::driver::{Driver, Memory};
@@ -24,6 +24,11 @@ fn on_every_engine(check: impl Fn(&str, &mut Driver)) {
     let ssd = "ref-8x80".parse().unwrap();
     let ssd = SsdEngine::start(ssd, Bytes::new(SIZE), 1, Faults::default()).unwrap();
     check("ssd", &mut Driver::new(Box::new(ssd)));
+    let cost = Cost { request: Duration::from_micros(20), kib: Duration::from_nanos(40) };
+    let costly = RamEngine::new(Bytes::new(SIZE), cost).unwrap();
+    check("ram that costs", &mut Driver::new(Box::new(costly)));
+    let costly = SsdEngine::start("ref-8x80".parse().unwrap(), Bytes::new(SIZE), 1, Faults::default());
+    check("ssd that costs", &mut Driver::new(Box::new(costly.unwrap().with_cost(cost))));
     for place in ["/dev/shm", env!("CARGO_TARGET_TMPDIR")] {
         on_every_way(place, &check, || {
             let image = Image::below(place, SIZE);

@@ -3,6 +3,7 @@
 mod closed_loop;
 mod completion;
 mod dataplane;
+mod iocores;
 mod iothreads;
 mod qos;
 mod qos_admission;
@@ -108,6 +109,8 @@ enum Other {
     Iothreads(iothreads::Args),
     /// A vhost-user-blk server beside qemu-storage-daemon: IOPS, latency, CPU per request
     Dataplane(Box<dataplane::Args>),
+    /// Policies of I/O cores on phases of load, on two CPUs: throughput, cores, utility, verdicts
+    Iocores(Box<iocores::Args>),
     /// VMs with targets on the data plane beside a deep writer, with and without its schedule
     Qos(qos::Args),
     /// Random sets of VMs that run whatever the admission test says of them: how often it is right
@@ -123,6 +126,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         Some(Other::Completion(args)) => return completion::run(args, interrupted),
         Some(Other::Iothreads(args)) => return iothreads::run(args, interrupted),
         Some(Other::Dataplane(args)) => return dataplane::run(args, interrupted),
+        Some(Other::Iocores(args)) => return iocores::run(args, interrupted),
         Some(Other::Qos(args)) => return qos::run(args, interrupted),
         Some(Other::QosAdmission(args)) => return qos_admission::run(args, interrupted),
         Some(Other::QosChanges(args)) => return qos_changes::run(args, interrupted),

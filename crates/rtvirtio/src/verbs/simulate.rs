@@ -8,7 +8,6 @@ use std::str::FromStr;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use rand::seq::SliceRandom;
 use rtvirtio_iocores::{Kind, Limits, policy};
 use rtvirtio_sim::scenario::{PhaseKind, Scenario, Size};
 use rtvirtio_sim::{Backend, Costs, Machine, Outcome, Simulation};
@@ -259,8 +258,7 @@ fn scenario(args: &Args, compute: f64) -> Result<Scenario> {
             name => kinds.push(name.parse()?),
         }
     }
-    use rand::SeedableRng;
-    kinds.shuffle(&mut rand_pcg::Pcg64Mcg::seed_from_u64(args.seed));
+    PhaseKind::shuffle(&mut kinds, args.seed);
     let size =
         Size { vms: args.vms, queues: args.queues, depth: args.depth, rate: args.rate, compute };
     Ok(Scenario::generate(&kinds, Nanos::from_secs_f64(seconds), &size, args.seed)?)

@@ -40,7 +40,19 @@ const ROOMS: &[Room] = &[
     room("dataplane", &["units", "spec", "qos", "iocores", "completion", "engine"], false),
     room(
         "bench",
-        &["units", "spec", "cases", "model", "planner", "host", "qos", "completion", "engine"],
+        &[
+            "units",
+            "spec",
+            "cases",
+            "model",
+            "iocores",
+            "qos",
+            "sim",
+            "planner",
+            "host",
+            "completion",
+            "engine",
+        ],
         false,
     ),
     room(

@@ -1,5 +1,6 @@
 //! Scenarios from kinds, size and seed.
 
+use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
 use rtvirtio_units::{Bytes, Iops, Nanos};
@@ -22,6 +23,13 @@ const FEW: u16 = 8;
 const ELSEWHERE: f64 = 0.25;
 /// Part of the rate of a VM that does hardly anything.
 const TRICKLE: f64 = 0.01;
+
+impl PhaseKind {
+    /// Puts phases in the order that a seed gives.
+    pub fn shuffle(kinds: &mut [Self], seed: u64) {
+        kinds.shuffle(&mut Pcg64Mcg::seed_from_u64(seed));
+    }
+}
 
 impl Scenario {
     /// Phases of these kinds, `length` each, one after the other.

@@ -8,7 +8,7 @@ use rtvirtio_units::{Bytes, CpuId, IoThreadName, Name, Nanos};
 use super::error::Fault;
 use super::wire::{self, EngineKind, Size};
 use super::{
-    Completion, Control, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_POLL,
+    Completion, Control, CpuCost, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_POLL,
     MAX_RAM_BYTES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_USER_BYTES, Polling, Qos, Service,
     Slice, SsdEngine,
 };
@@ -220,10 +220,16 @@ fn engine(raw: wire::Engine) -> Result<Engine, Misplaced> {
     only(EngineKind::File, "aio", raw.aio.is_some())?;
     only(EngineKind::File, "lock", raw.lock.is_some())?;
     only(EngineKind::File, "offset", raw.offset.is_some())?;
-    only(EngineKind::Ram, "cpu_us", raw.cpu_us.is_some())?;
     only(EngineKind::Ssd, "ssd", raw.ssd.is_some())?;
     only(EngineKind::Ssd, "seed", raw.seed.is_some())?;
     only(EngineKind::Ssd, "fault", raw.fault.is_some())?;
+    for (key, is_given) in
+        [("cpu_us", raw.cpu_us.is_some()), ("cpu_kib_ns", raw.cpu_kib_ns.is_some())]
+    {
+        if kind == EngineKind::File && is_given {
+            return Err((&["engine"] as &[_], Fault::ForeignEngineKey { kind, key }));
+        }
+    }
     let missing = |key| (&["engine"] as &[_], Fault::MissingEngineKey { kind, key });
     match kind {
         EngineKind::File => {
@@ -248,9 +254,7 @@ fn engine(raw: wire::Engine) -> Result<Engine, Misplaced> {
         }
         EngineKind::Ram => {
             let size = size(raw.size.ok_or_else(|| missing("size"))?)?;
-            let cpu_us = u64::from(raw.cpu_us.unwrap_or(0));
-            at(&["engine", "cpu_us"], in_range("cpu_us", cpu_us, 0, 1_000_000))?;
-            Ok(Engine::Ram { size, cpu: Nanos::from_micros(cpu_us) })
+            Ok(Engine::Ram { size, cpu: cpu(raw.cpu_us, raw.cpu_kib_ns)? })
         }
         EngineKind::Ssd => {
             let size = size(raw.size.ok_or_else(|| missing("size"))?)?;
@@ -262,9 +266,17 @@ fn engine(raw: wire::Engine) -> Result<Engine, Misplaced> {
             let faults = raw.fault.unwrap_or_default();
             let stall = in_range("stall_ms", faults.stall_ms.into(), 0, 3_600_000);
             at(&["engine", "fault", "stall_ms"], stall)?;
-            Ok(Engine::Ssd(SsdEngine { size, model, seed: raw.seed.unwrap_or(1), faults }))
+            let (cpu, seed) = (cpu(raw.cpu_us, raw.cpu_kib_ns)?, raw.seed.unwrap_or(1));
+            Ok(Engine::Ssd(SsdEngine { size, model, seed, faults, cpu }))
         }
     }
+}
+
+fn cpu(request_us: Option<u32>, kib_ns: Option<u32>) -> Result<CpuCost, Misplaced> {
+    let (request, kib) = (request_us.unwrap_or(0).into(), kib_ns.unwrap_or(0).into());
+    at(&["engine", "cpu_us"], in_range("cpu_us", request, 0, 1_000_000))?;
+    at(&["engine", "cpu_kib_ns"], in_range("cpu_kib_ns", kib, 0, 1_000_000))?;
+    Ok(CpuCost { request: Nanos::from_micros(request), kib: Nanos::new(kib) })
 }
 
 fn size(Size(size): Size) -> Result<Bytes, Misplaced> {
@@ -313,10 +325,13 @@ impl From<&Device> for wire::Device {
             Engine::Ram { size, cpu } => wire::Engine {
                 kind: EngineKind::Ram,
                 size: Some(Size(*size)),
-                cpu_us: Some((cpu.get() / 1_000) as u32),
+                cpu_us: Some((cpu.request.get() / 1_000) as u32),
+                cpu_kib_ns: Some(cpu.kib.get() as u32),
                 ..wire::Engine::default()
             },
             Engine::Ssd(ssd) => wire::Engine {
+                cpu_us: Some((ssd.cpu.request.get() / 1_000) as u32),
+                cpu_kib_ns: Some(ssd.cpu.kib.get() as u32),
                 kind: EngineKind::Ssd,
                 size: Some(Size(ssd.size)),
                 ssd: Some(ssd.model.clone()),

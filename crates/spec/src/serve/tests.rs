@@ -36,13 +36,13 @@ queues = 3
 read_only = true
 write_cache = false
 fixed_buffers = "off"
-engine = { type = "ssd", size = "64M", ssd = "ref-4x250*2", fault = { error_every = 100 } }
+engine = { type = "ssd", size = "64M", ssd = "ref-4x250*2", cpu_kib_ns = 5, fault = { error_every = 100 } }
 
 [[device]]
 name = "vm1-scratch"
 vm = "vm1"
 socket = "/run/rtvirtio/vm1-scratch.sock"
-engine = { type = "ram", size = 1048576, cpu_us = 100 }
+engine = { type = "ram", size = 1048576, cpu_us = 100, cpu_kib_ns = 40 }
 qos = { schedule = "data", weight = 200, deadline_us = 10000, iops = 1500, burst = 4, max_bandwidth = "30M" }
 
 [[schedule]]
@@ -133,12 +133,14 @@ fn example_is_read_as_written() {
             model: "ref-4x250*2".to_owned(),
             seed: 1,
             faults: Faults { error_every: 100, ..Faults::default() },
+            cpu: CpuCost { request: Nanos::ZERO, kib: Nanos::new(5) },
         })
     );
     assert_eq!(owners(ssd), ["iot0", "iot1", "iot0"]);
 
     assert_eq!(ram.queues(), 1);
-    let engine = Engine::Ram { size: Bytes::new(1_048_576), cpu: Nanos::from_micros(100) };
+    let cpu = CpuCost { request: Nanos::from_micros(100), kib: Nanos::new(40) };
+    let engine = Engine::Ram { size: Bytes::new(1_048_576), cpu };
     assert_eq!(ram.engine, engine);
 
     let promise = Promise {
@@ -256,6 +258,8 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
         ("1048576", "1000", 41, "size 1000 is no multiple of 512"),
         ("1048576", "0", 41, "size is 0, outside 512 to 1099511627776"),
         ("cpu_us = 100", "cpu_us = 1000001", 41, "cpu_us is 1000001"),
+        ("cpu_kib_ns = 40", "cpu_kib_ns = 1000001", 41, "cpu_kib_ns is 1000001"),
+        ("lock = \"session\"", "cpu_kib_ns = 1", 24, "has no key `cpu_kib_ns`"),
         ("schedule = \"data\"", "schedule = \"dat\"", 42, "there is no schedule \"dat\""),
         ("deadline_us = 10000, ", "", 42, "a promise has deadline_us and one of iops"),
         ("iops = 1500, burst = 4, ", "", 42, "a promise has deadline_us and one of iops"),

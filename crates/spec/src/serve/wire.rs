@@ -397,9 +397,12 @@ pub struct Engine {
     /// ram, ssd: its size; file: that of the part at `offset`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub size: Option<Size>,
-    /// ram: CPU time of each request, µs.
+    /// ram, ssd: CPU time of each request, µs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_us: Option<u32>,
+    /// ram, ssd: and of each KiB of it, ns.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_kib_ns: Option<u32>,
     /// ssd: the model.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ssd: Option<String>,

@@ -21,34 +21,16 @@ fn parts(run: &Run) -> impl Iterator<Item = &PhaseOutcome> {
     run.outcome.phases.iter().chain([&run.outcome.whole])
 }
 
-/// A phase as a utility is reckoned from it.
-fn progress(of: &PhaseOutcome) -> Progress {
-    let seconds = of.length.as_secs_f64().max(1e-9);
-    Progress {
-        // As `rtvirtio_iocores::utility` has it: 64 KiB count as much as a request.
-        io: (of.requests as f64 + of.bytes as f64 / 65_536.0) / seconds,
-        busy: of.busy,
-        ran: of.vcpus_ran,
-        waited: of.vcpus_waited,
-        cores: of.io_cores,
-    }
-}
-
 /// What all runs' progress in a phase is divided by.
 fn reference(of: &[Progress], kind: Reference) -> utility::Reference {
-    let most = |part: fn(&Progress) -> f64| of.iter().map(part).fold(0.0, f64::max);
-    // Where nobody does anything, nothing is a part of it.
-    let some = |value: f64| if value > 0.0 { value } else { f64::INFINITY };
-    let wanted = most(|of| of.ran + of.waited);
     match kind {
-        Reference::Best => {
-            let best = |of: &Progress| of.ran / (of.ran + of.waited).max(1e-9);
-            let got = of.iter().map(best).fold(0.0, f64::max);
-            utility::Reference { io: some(most(|of| of.io)), compute: some(got * wanted), wanted }
-        }
+        Reference::Best => utility::Reference::best(of),
         Reference::Core => {
             let per_core = of.iter().filter_map(utility::Reference::per_core).map(|of| of.io);
-            utility::Reference { io: some(per_core.fold(0.0, f64::max)), compute: 1.0, wanted }
+            let best = utility::Reference::best(of);
+            let most = per_core.fold(0.0, f64::max);
+            let io = if most > 0.0 { most } else { f64::INFINITY };
+            utility::Reference { io, compute: 1.0, ..best }
         }
     }
 }
@@ -56,7 +38,7 @@ fn reference(of: &[Progress], kind: Reference) -> utility::Reference {
 /// Fills in each run's utility, by what all have in that phase.
 pub(super) fn add_utility(runs: &mut [Run], kind: Reference) {
     let progress: Vec<Vec<Progress>> =
-        runs.iter().map(|run| parts(run).map(progress).collect()).collect();
+        runs.iter().map(|run| parts(run).map(PhaseOutcome::progress).collect()).collect();
     let phases = progress.first().map_or(0, Vec::len);
     for phase in 0..phases {
         let of: Vec<Progress> = progress.iter().map(|run| run[phase]).collect();

@@ -1,0 +1,443 @@
+//! What others do to the data plane's control side, and what the data path notices: its p99 with a
+//! disturbance and without, by turns.
+//!
+//! The load is the same in every cell: VMs at a steady rate on two IOThreads under `advise`, whose monitor
+//! works but changes nothing; all of it is verified. The disturbances, each over the whole window:
+//!
+//! - *monitor*: its thread is ended, and a quarter of a second later begun anew, again and again. A thread
+//!   cannot be killed without its process; to the data path this is the same: it stops between two
+//!   samples. (That a policy which panics ends alone is tested in `rtvirtio_dataplane`.)
+//! - *reader*: clients follow the event stream and never read it, while 200 events a second fill it.
+//! - *malformed*: 10,000 requests that are none, or ask for what is not there.
+
+use std::fmt;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_host::dataplane::ControlClient;
+use rtvirtio_sim::scenario::{Load, Phase, PhaseKind, Scenario, Span, Stream, Vm};
+use rtvirtio_spec::control::{MoveQueue, SetPolicy};
+use rtvirtio_spec::run::{Canary, Machine};
+use rtvirtio_spec::serve::{Policy, wire};
+use rtvirtio_units::{Bytes, IoThreadName, Iops, Nanos};
+use serde::{Deserialize, Serialize};
+
+use super::cell::Settings;
+use super::judge::{Verdict, median, verdict};
+use super::trial::{Trial, duration};
+use super::vcpus::Clock;
+use crate::load::Interrupted;
+use crate::progress::Progress;
+use crate::lines::Lines;
+
+/// VMs with a load, and requests a second of each of their queues.
+const VMS: u16 = 4;
+const QUEUES: u16 = 2;
+const RATE: f64 = 1_000.0;
+/// Requests that are none.
+const REQUESTS: u32 = 10_000;
+/// Clients that do not read, and events a second that they are sent.
+const READERS: usize = 4;
+const EVENTS: f64 = 200.0;
+/// How long the monitor runs, and how long it does not.
+const HALF: Duration = Duration::from_millis(125);
+/// How long an answer to a request that is none may take.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// Fewest repetitions that are judged, and what the p99 may grow by.
+const LEAST: usize = 3;
+const MARGIN: f64 = 0.1;
+
+/// What happens beside the load.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Disturbance {
+    /// Nothing.
+    None,
+    /// The monitor ends and begins.
+    Monitor,
+    /// Clients do not read their events.
+    Reader,
+    /// Malformed requests.
+    Malformed,
+}
+
+impl Disturbance {
+    /// All.
+    pub const ALL: [Self; 4] = [Self::None, Self::Monitor, Self::Reader, Self::Malformed];
+
+    /// For people.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Monitor => "monitor",
+            Self::Reader => "reader",
+            Self::Malformed => "malformed",
+        }
+    }
+}
+
+impl fmt::Display for Disturbance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// A cell.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Cell {
+    /// What happened.
+    pub disturbance: Disturbance,
+    /// From 0.
+    pub repetition: u32,
+    /// Length of the window, s.
+    pub seconds: f64,
+    /// Requests of the VMs.
+    pub requests: u64,
+    /// Half of them were no longer, µs.
+    pub p50_us: f64,
+    /// 99 %, µs.
+    pub p99_us: f64,
+    /// 99.9 %, µs.
+    pub p999_us: f64,
+    /// How often it was done: the monitor ended, events were caused, requests were sent.
+    pub done: u64,
+    /// How late a sleeping thread woke.
+    pub canary: Canary,
+    /// The machine meanwhile.
+    pub machine: Machine,
+    /// When it ran.
+    pub at: String,
+}
+
+/// A campaign.
+#[derive(Debug)]
+pub struct Benchmark<'a> {
+    /// How often each.
+    pub repetitions: u32,
+    /// Length of a window.
+    pub window: Duration,
+    /// CPU that each request costs its IOThread on top, µs.
+    pub cpu_us: u32,
+    /// The `rtvirtio` that serves.
+    pub program: &'a Path,
+    /// Where cells go.
+    pub out: &'a Path,
+}
+
+impl Benchmark<'_> {
+    /// Runs what is not in `disturb.jsonl` yet, and returns all that is there.
+    ///
+    /// # Errors
+    /// If the server fails, or a request of a VM is lost, repeated or misplaced; if interrupted.
+    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
+        let scenario = scenario(Nanos::from(self.window))?;
+        let expected = duration(&scenario);
+        let mut cells = Lines::<Cell>::open(&self.out.join("disturb.jsonl"))?;
+        let seconds = self.window.as_secs_f64();
+        if cells.iter().any(|cell| (cell.seconds - seconds).abs() > 1e-9) {
+            bail!("{} has cells of another length: name another --out", self.out.display());
+        }
+        let mut missing = Vec::new();
+        for repetition in 0..self.repetitions {
+            let mut all = Disturbance::ALL;
+            all.rotate_left(repetition as usize % Disturbance::ALL.len());
+            let is_missing = |of: &Disturbance| {
+                cells.iter().all(|cell| (cell.disturbance, cell.repetition) != (*of, repetition))
+            };
+            missing.extend(all.into_iter().filter(is_missing).map(|of| (of, repetition)));
+        }
+        let mut progress = Progress::new(missing.len(), expected * missing.len() as u32);
+        for (disturbance, repetition) in missing {
+            let label = format!("disturbed by {disturbance}, repetition {repetition}");
+            progress.start(&label, expected);
+            let cell = self.cell(&scenario, disturbance, repetition, interrupted);
+            cells.push(cell.context(label)?)?;
+            progress.finish(expected);
+        }
+        Ok(cells.into_all())
+    }
+
+    fn cell(
+        &self,
+        scenario: &Scenario,
+        disturbance: Disturbance,
+        repetition: u32,
+        interrupted: &Interrupted,
+    ) -> Result<Cell> {
+        let settings =
+            Settings { queues: QUEUES, cpu_us: self.cpu_us, kib_ns: 0, ..Settings::default() };
+        let policy = Policy::Advise.name();
+        let trial = Trial { program: self.program, settings: &settings, scenario, policy, threads: 2 };
+        let done = AtomicU64::new(0);
+        let measured = trial.run_beside(interrupted, |control, clock| {
+            let end = scenario.length();
+            let count = || {
+                done.fetch_add(1, Ordering::Relaxed);
+            };
+            match disturbance {
+                Disturbance::None => Ok(()),
+                Disturbance::Monitor => end_the_monitor(control, clock, end, count),
+                Disturbance::Reader => never_read(control, clock, end, count),
+                Disturbance::Malformed => malformed(control, clock, end, count),
+            }
+        })?;
+        let whole = measured.whole;
+        Ok(Cell {
+            disturbance,
+            repetition,
+            seconds: whole.seconds,
+            requests: whole.requests,
+            p50_us: whole.p50_us,
+            p99_us: whole.p99_us,
+            p999_us: whole.p999_us,
+            done: done.into_inner(),
+            canary: measured.canary,
+            machine: measured.machine,
+            at: jiff::Timestamp::now().to_string(),
+        })
+    }
+}
+
+/// VMs at a steady rate, and one whose disk is never there: its queues are moved to make events.
+fn scenario(length: Nanos) -> Result<Scenario> {
+    let span = Span { start: Nanos::ZERO, stop: length };
+    let load = Load::Rate(Iops::new(RATE)?);
+    let stream = |queue| Stream { queue, span, block: Bytes::from_kib(4), load };
+    let vm = Vm {
+        queues: QUEUES,
+        plugged: vec![span],
+        streams: (0..QUEUES).map(stream).collect(),
+        burners: vec![],
+    };
+    let absent = Vm { queues: QUEUES, plugged: vec![], streams: vec![], burners: vec![] };
+    let mut vms = vec![vm; usize::from(VMS)];
+    vms.push(absent);
+    let scenario =
+        Scenario { seed: 1, phases: vec![Phase { kind: PhaseKind::Mixed, span }], vms };
+    scenario.check()?;
+    Ok(scenario)
+}
+
+/// Calls `act` with numbers from 0, `every` so long, until `end`.
+fn pace(
+    clock: &Clock,
+    every: Duration,
+    end: Nanos,
+    mut act: impl FnMut(u64) -> Result<()>,
+) -> Result<()> {
+    let mut due = clock.now();
+    for number in 0.. {
+        if due >= end || !clock.sleep_until(due) {
+            return Ok(());
+        }
+        act(number)?;
+        due = due.saturating_add(Nanos::from(every));
+    }
+    Ok(())
+}
+
+fn end_the_monitor(
+    control: &ControlClient,
+    clock: &Clock,
+    end: Nanos,
+    count: impl Fn(),
+) -> Result<()> {
+    pace(clock, HALF, end, |number| {
+        let policy = if number % 2 == 0 { Policy::Static } else { Policy::Advise };
+        let settings = wire::IoCores { policy: Some(policy), ..wire::IoCores::default() };
+        control.change("PUT", "/v1/policy", &SetPolicy(settings), &[])?;
+        if policy == Policy::Static {
+            count();
+        }
+        Ok(())
+    })
+}
+
+fn never_read(control: &ControlClient, clock: &Clock, end: Nanos, count: impl Fn()) -> Result<()> {
+    let mut readers = Vec::new();
+    for _ in 0..READERS {
+        let mut reader = UnixStream::connect(control.socket()).context("follow events")?;
+        reader.write_all(b"GET /v1/events HTTP/1.1\r\nHost: rtvirtio\r\n\r\n")?;
+        readers.push(reader);
+    }
+    let names = ["iot1", "iot0"].map(IoThreadName::new);
+    let [Ok(first), Ok(second)] = names else { bail!("a bad name of an iothread") };
+    let bodies = [first, second].map(|iothread| MoveQueue { iothread });
+    let path = format!("/v1/mapping/vm{VMS}/0");
+    pace(clock, Duration::from_secs_f64(1.0 / EVENTS), end, |number| {
+        control.change("PUT", &path, &bodies[number as usize % 2], &[])?;
+        count();
+        Ok(())
+    })
+}
+
+/// Requests that no server should take, by turns.
+const MALFORMED: [&[u8]; 8] = [
+    b"\x00\xff\xfe\x16\x03\x01 not HTTP at all\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET /v1/nothing HTTP/1.0\r\n\r\n",
+    b"DELETE /v1/snapshot HTTP/1.0\r\n\r\n",
+    b"PUT /v1/policy HTTP/1.0\r\nContent-Length: 20\r\n\r\n{\"policy\":\"fastest\"}",
+    b"PUT /v1/policy HTTP/1.0\r\nContent-Length: 1000000\r\n\r\n{",
+    b"POST /v1/devices HTTP/1.0\r\nContent-Length: 9\r\n\r\n{\"a\":[[[[",
+    b"PUT /v1/mapping/vm0/99 HTTP/1.0\r\nContent-Length: 20\r\n\r\n{\"iothread\":\"iot99\"}",
+];
+
+fn malformed(control: &ControlClient, clock: &Clock, end: Nanos, count: impl Fn()) -> Result<()> {
+    // All of them within the window, and a little before its end.
+    let left = end.saturating_sub(clock.now()).as_secs_f64();
+    let every = Duration::from_secs_f64(0.9 * left / f64::from(REQUESTS));
+    let mut sent = 0;
+    pace(clock, every, end, |number| {
+        if sent < REQUESTS {
+            ask(control.socket(), MALFORMED[number as usize % MALFORMED.len()])?;
+            sent += 1;
+            count();
+        }
+        Ok(())
+    })?;
+    ensure!(
+        clock.is_stopped() || sent == REQUESTS,
+        "{sent} of {REQUESTS} malformed requests went into the window: use a longer --seconds"
+    );
+    control.snapshot().context("ask for a snapshot after malformed requests")?;
+    Ok(())
+}
+
+/// Sends it, and waits for what is said, which is no success.
+fn ask(socket: &Path, request: &[u8]) -> Result<()> {
+    let mut stream = UnixStream::connect(socket).context("connect to the control socket")?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    // A server that refuses before it has read all closes at once.
+    let is_closed = |error: &std::io::Error| {
+        matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset)
+    };
+    match stream.write_all(request).and_then(|()| stream.shutdown(std::net::Shutdown::Write)) {
+        Err(error) if !is_closed(&error) && error.kind() != ErrorKind::NotConnected => {
+            return Err(error).context("send a malformed request");
+        }
+        _ => {}
+    }
+    let mut answer = Vec::new();
+    match stream.read_to_end(&mut answer) {
+        Err(error) if !is_closed(&error) => {
+            return Err(error).context("wait for the answer to a malformed request");
+        }
+        _ => {}
+    }
+    let text = String::from_utf8_lossy(&answer);
+    let status = text.split_whitespace().nth(1).unwrap_or_default();
+    ensure!(!status.starts_with('2'), "a malformed request had success: {text}");
+    Ok(())
+}
+
+/// Whether the p99 stays with each disturbance.
+#[must_use]
+pub fn judge(cells: &[Cell]) -> Vec<Verdict> {
+    let p99 = |of: Disturbance| -> Vec<f64> {
+        cells.iter().filter(|cell| cell.disturbance == of).map(|cell| cell.p99_us).collect()
+    };
+    let without = p99(Disturbance::None);
+    let marks =
+        [("6 monitor ends", 1), ("6 reader does not read", 2), ("6 malformed requests", 3)];
+    let judged = |(mark, at): (&'static str, usize)| {
+        let with = p99(Disturbance::ALL[at]);
+        let (n, runs) = (with.len().min(without.len()), with.len());
+        if n < LEAST {
+            return verdict(mark, None, format!("{n} runs of each, of at least {LEAST}"));
+        }
+        let (with, without) = (median(with), median(without.clone()));
+        let grows = with / without - 1.0;
+        let why = format!(
+            "p99 {with:.1} us against {without:.1} us undisturbed: {:+.1} % (< +{:.0} %), {runs} runs",
+            100.0 * grows,
+            100.0 * MARGIN
+        );
+        verdict(mark, Some(grows < MARGIN), why)
+    };
+    marks.into_iter().map(judged).collect()
+}
+
+/// A row for each disturbance, and what came of each.
+#[must_use]
+pub fn table(cells: &[Cell]) -> String {
+    let mut text = format!(
+        "{:<12} {:>4} {:>9} {:>9} {:>9} {:>9} {:>9} {:>7} {:>6} {:>6}\n",
+        "disturbance", "runs", "n", "p50 us", "p99 us", "p99.9 us", "done", "canary", "busy", "steal"
+    );
+    for disturbance in Disturbance::ALL {
+        let all = || cells.iter().filter(|cell| cell.disturbance == disturbance);
+        if all().next().is_none() {
+            continue;
+        }
+        let column = |of: fn(&Cell) -> f64| median(all().map(of).collect());
+        text += &format!(
+            "{:<12} {:>4} {:>9} {:>9.1} {:>9.1} {:>9.1} {:>9.0} {:>7.2} {:>6.2} {:>6.3}\n",
+            disturbance,
+            all().count(),
+            all().map(|cell| cell.requests).min().unwrap_or(0),
+            column(|cell| cell.p50_us),
+            column(|cell| cell.p99_us),
+            column(|cell| cell.p999_us),
+            column(|cell| cell.done as f64),
+            column(|cell| cell.canary.p99.as_millis_f64()),
+            column(|cell| cell.machine.busy_cores),
+            column(|cell| cell.machine.steal_cores),
+        );
+    }
+    text.push('\n');
+    text.extend(judge(cells).iter().map(|verdict| format!("{verdict}\n")));
+    text + "\nMedians of runs; n: the least. done: how often the monitor was ended, events were caused, \
+            requests were sent. canary: its p99, ms. busy, steal: CPUs.\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::judge::Outcome;
+    use super::*;
+
+    fn cell(disturbance: Disturbance, repetition: u32, p99_us: f64) -> Cell {
+        let canary = Canary { n: 1, p50: Nanos::ZERO, p99: Nanos::ZERO, max: Nanos::ZERO };
+        Cell {
+            disturbance,
+            repetition,
+            seconds: 10.0,
+            requests: 80_000,
+            p50_us: 50.0,
+            p99_us,
+            p999_us: 500.0,
+            done: 40,
+            canary,
+            machine: Machine { load1: 1.0, busy_cores: 1.0, steal_cores: 0.0 },
+            at: String::new(),
+        }
+    }
+
+    #[test]
+    fn p99_that_grows_by_a_tenth_is_lost_and_two_runs_are_too_few() {
+        let cells = |p99: [f64; 3]| -> Vec<Cell> {
+            let with = p99.into_iter().zip(0..).map(|(p99, n)| cell(Disturbance::Monitor, n, p99));
+            let without = [90.0, 100.0, 500.0].into_iter().zip(0..);
+            with.chain(without.map(|(p99, n)| cell(Disturbance::None, n, p99))).collect()
+        };
+        let outcome = |cells: &[Cell]| judge(cells)[0].outcome;
+        assert_eq!(outcome(&cells([10.0, 109.9, 900.0])), Outcome::Passed);
+        assert_eq!(outcome(&cells([10.0, 110.1, 900.0])), Outcome::Lost);
+        assert_eq!(outcome(&cells([10.0, 110.1, 900.0])[1..]), Outcome::NotJudged);
+        assert_eq!(judge(&cells([1.0, 1.0, 1.0]))[2].outcome, Outcome::NotJudged);
+        assert!(table(&cells([10.0, 105.0, 900.0])).contains("105.0 us against 100.0 us"));
+    }
+
+    #[test]
+    fn load_is_steady_and_one_disk_is_never_there() {
+        let scenario = scenario(Nanos::from_millis(2_000)).unwrap();
+        assert_eq!(scenario.vms.len(), 5);
+        assert!(scenario.vms[4].plugged.is_empty() && scenario.vms[0].streams.len() == 2);
+    }
+}

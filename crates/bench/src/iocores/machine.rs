@@ -1,0 +1,257 @@
+//! Where a trial runs, and how the server and the simulator are told of it.
+//!
+//! Two CPUs. vCPUs (clients and what computes) may run on both, under every policy, and the policies are
+//! not told of them: the data plane cannot move vCPUs, and by its own rule takes no CPU on which it sees
+//! some. So each policy decides by the I/O alone, on the same machine; what its IOThreads cost the vCPUs
+//! counts in the utility.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use anyhow::{Result, bail};
+use rtvirtio_engine::SsdConfig;
+use rtvirtio_iocores::{Decision, Kind, Limits, Policy, Snapshot, policy};
+use rtvirtio_sim::{Backend, Costs, Machine};
+use rtvirtio_units::{CpuId, Nanos};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use serde::{Deserialize, Serialize};
+
+use super::cell::Contender;
+
+/// CPUs of a trial.
+pub const CPUS: u16 = 2;
+
+/// What the disks are.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Disk {
+    /// Memory: a request ends when its IOThread has done its part.
+    Null,
+    /// Emulated SSDs of this reference name, one for each VM.
+    Ssd(String),
+}
+
+impl FromStr for Disk {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "null" => Ok(Self::Null),
+            name => match name.parse::<SsdConfig>() {
+                Ok(_) => Ok(Self::Ssd(name.to_owned())),
+                Err(error) => Err(format!("{error}; or null")),
+            },
+        }
+    }
+}
+
+impl TryFrom<String> for Disk {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Disk> for String {
+    fn from(disk: Disk) -> Self {
+        disk.to_string()
+    }
+}
+
+impl fmt::Display for Disk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Null => "null",
+            Self::Ssd(name) => name,
+        })
+    }
+}
+
+/// The CPUs of a trial: the first that this process may use.
+///
+/// # Errors
+/// If there are too few.
+pub(crate) fn cpus() -> Result<Vec<CpuId>> {
+    let set = sched_getaffinity(None)?;
+    let all = (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu));
+    let cpus: Vec<CpuId> = all.take(CPUS.into()).map(|cpu| CpuId::new(cpu as u32)).collect();
+    if cpus.len() < CPUS.into() {
+        bail!("this needs {CPUS} CPUs, and this process may use {} (see taskset -p)", cpus.len());
+    }
+    Ok(cpus)
+}
+
+/// Has this thread run on these CPUs.
+pub(crate) fn run_on(cpus: &[CpuId]) -> Result<()> {
+    let mut set = CpuSet::new();
+    cpus.iter().for_each(|cpu| set.set(cpu.get() as usize));
+    Ok(sched_setaffinity(None, &set)?)
+}
+
+/// What the server serves.
+#[derive(Debug)]
+pub(crate) struct Layout<'a> {
+    pub(crate) directory: &'a Path,
+    pub(crate) cpus: &'a [CpuId],
+    pub(crate) vms: u16,
+    pub(crate) queues: u16,
+    pub(crate) disk: &'a Disk,
+    /// Of each disk.
+    pub(crate) bytes: u64,
+    pub(crate) cpu_us: u32,
+    pub(crate) kib_ns: u32,
+    pub(crate) seed: u64,
+}
+
+impl Layout<'_> {
+    pub(crate) fn socket(&self, vm: usize) -> PathBuf {
+        self.directory.join(format!("vm{vm}.sock"))
+    }
+
+    pub(crate) fn control(&self) -> PathBuf {
+        self.directory.join("control.sock")
+    }
+
+    /// The socket that is made last.
+    pub(crate) fn last_socket(&self) -> PathBuf {
+        self.socket(usize::from(self.vms) - 1)
+    }
+
+    /// The last CPU first, as in the simulator.
+    fn io_cpus(&self) -> impl Iterator<Item = CpuId> {
+        self.cpus.iter().rev().copied()
+    }
+
+    /// The configuration of `rtvirtio serve`.
+    pub(crate) fn toml(&self, policy: &str, threads: u16) -> String {
+        let quoted = |path: &Path| serde_json::Value::from(path.display().to_string());
+        let cpus: Vec<String> = self.io_cpus().map(|cpu| cpu.to_string()).collect();
+        let mut text = format!(
+            "version = 1\n[control]\nsocket = {}\n[iocores]\npolicy = \"{policy}\"\ncpus = [{}]\n",
+            quoted(&self.control()),
+            cpus.join(", "),
+        );
+        for (thread, cpu) in self.io_cpus().take(threads.into()).enumerate() {
+            text += &format!("[[iothread]]\nname = \"iot{thread}\"\ncpus = [{cpu}]\n");
+        }
+        for vm in 0..usize::from(self.vms) {
+            let data = match self.disk {
+                Disk::Null => "type = \"ram\"".to_owned(),
+                Disk::Ssd(name) => {
+                    format!("type = \"ssd\", ssd = \"{name}\", seed = {}", self.seed % 1_000 + 1)
+                }
+            };
+            text += &format!(
+                "[[device]]\nname = \"vm{vm}\"\nvm = \"vm{vm}\"\nsocket = {}\nqueues = {}\n\
+                 fixed_buffers = \"off\"\n\
+                 engine = {{ {data}, size = {}, cpu_us = {}, cpu_kib_ns = {} }}\n",
+                quoted(&self.socket(vm)),
+                self.queues,
+                self.bytes,
+                self.cpu_us,
+                self.kib_ns,
+            );
+        }
+        text
+    }
+}
+
+/// The same machine for the simulator.
+pub(crate) fn simulated(contender: Contender, disk: &Disk, vms: u16, costs: Costs) -> Result<Machine> {
+    let mut machine = Machine::new(CPUS, contender.threads());
+    machine.vcpus = (0..u32::from(CPUS)).map(CpuId::new).collect();
+    machine.costs = costs;
+    if let Disk::Ssd(name) = disk {
+        let config = name.parse::<SsdConfig>()?;
+        machine.backend = Backend::Ssd { config, devices: vms, schedule: false };
+    }
+    Ok(machine)
+}
+
+/// What a request costs there: what it costs the data plane, and what was asked for on top.
+pub(crate) fn costs(of: Costs, cpu_us: u32, kib_ns: u32) -> Costs {
+    Costs {
+        request: of.request.saturating_add(Nanos::from_micros(cpu_us.into())),
+        kib: of.kib.saturating_add(Nanos::new(kib_ns.into())),
+        ..of
+    }
+}
+
+/// A policy that is not told of vCPUs.
+pub(crate) struct Untold(Box<dyn Policy + Send>);
+
+impl Untold {
+    pub(crate) fn new(kind: Kind, machine: &Machine) -> Self {
+        let most = usize::from(CPUS);
+        Self(policy(kind, Limits { cpus: machine.io_cpus(), least: 1, most, borrow: false }))
+    }
+}
+
+impl Policy for Untold {
+    fn step(&mut self, snapshot: &Snapshot) -> Vec<Decision> {
+        let mut told = snapshot.clone();
+        told.vms.clear();
+        told.cpus.iter_mut().for_each(|cpu| cpu.vcpus = false);
+        self.0.step(&told)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rtvirtio_spec::serve::{self, Engine};
+
+    use super::*;
+
+    fn layout<'a>(cpus: &'a [CpuId], disk: &'a Disk) -> Layout<'a> {
+        Layout {
+            directory: Path::new("/tmp/a b"),
+            cpus,
+            vms: 2,
+            queues: 3,
+            disk,
+            bytes: 8 << 20,
+            cpu_us: 20,
+            kib_ns: 40,
+            seed: 7,
+        }
+    }
+
+    #[test]
+    fn server_has_a_pinned_iothread_a_cpu_and_a_costly_disk_a_vm() {
+        let cpus = [4, 6].map(CpuId::new);
+        let text = layout(&cpus, &Disk::Null).toml("dynamic", 1);
+        let found = serve::parse("test", &text).unwrap();
+        assert_eq!(found.iocores.cpus, [6, 4].map(CpuId::new));
+        assert_eq!((found.iothreads.len(), found.iothreads[0].cpus[0].get()), (1, 6));
+        assert_eq!((found.devices.len(), found.devices[1].queues()), (2, 3));
+        let cost = serve::CpuCost { request: Nanos::from_micros(20), kib: Nanos::new(40) };
+        let Engine::Ram { size, cpu } = found.devices[0].engine else { panic!("RAM") };
+        assert_eq!((size.get(), cpu), (8 << 20, cost));
+        let disk = "ref-8x80".parse().unwrap();
+        let text = layout(&cpus, &disk).toml("static", 2);
+        let found = serve::parse("test", &text).unwrap();
+        assert_eq!(found.iothreads[1].cpus[0].get(), 4);
+        let Engine::Ssd(ssd) = &found.devices[0].engine else { panic!("an SSD") };
+        assert_eq!((ssd.model.as_str(), ssd.cpu), ("ref-8x80", cost));
+        // Round robin over both.
+        assert_eq!(found.devices[0].mapping.by_queue().len(), 3);
+    }
+
+    #[test]
+    fn disk_that_is_unknown_is_refused_with_those_that_are_known() {
+        let error = "ref-1".parse::<Disk>().unwrap_err();
+        assert!(error.contains("ref-4x250") && error.ends_with("; or null"), "{error}");
+    }
+
+    #[test]
+    fn simulated_machine_shares_both_cpus_and_adds_costs_to_the_data_planes_own() {
+        let costs = costs(Costs::default(), 20, 40);
+        assert_eq!((costs.request.get(), costs.kib.get()), (20_200, 80));
+        let machine = simulated(Contender::Static2, &Disk::Null, 4, costs).unwrap();
+        assert_eq!((machine.cpus, machine.threads.len(), machine.vcpus.len()), (2, 2, 2));
+        let machine = simulated(Contender::Dynamic, &Disk::Null, 4, costs).unwrap();
+        assert_eq!(machine.threads, [CpuId::new(1)]);
+    }
+}
