@@ -39,10 +39,11 @@ use anyhow::{Context, Result, bail};
 use rtvirtio_spec::run::{Canary, Machine};
 use rtvirtio_units::Nanos;
 
+use crate::cell::CANARY_LIMIT;
+use crate::lines::Lines;
 use crate::load::Interrupted;
 use crate::progress::Progress;
 use crate::qos::cell::disturbance;
-use crate::lines::Lines;
 use cell::{Cell, CellKey, Contender, Settings, Timeline};
 use content::Unverified;
 use simulated::Compared;
@@ -79,7 +80,9 @@ impl Benchmark<'_> {
         let mut cells = Lines::<Cell>::open(&self.out.join("cells.jsonl"))?;
         if cells.iter().any(|cell| cell.settings != self.settings) {
             let out = self.out.display();
-            bail!("{out} has cells of other settings, such as another --seconds: name another --out");
+            bail!(
+                "{out} has cells of other settings, such as another --seconds: name another --out"
+            );
         }
         let is_missing = |key: &CellKey| cells.iter().all(|cell| cell.key != *key);
         let missing: Vec<CellKey> = self.keys().into_iter().filter(is_missing).collect();
@@ -150,7 +153,7 @@ impl Benchmark<'_> {
                 whole: Some(whole),
                 checked,
                 timeline,
-                doubt: disturbance(None, &canary),
+                doubt: disturbance(CANARY_LIMIT, &canary, None),
                 canary,
                 machine,
                 ..nothing

@@ -158,7 +158,7 @@ impl Spinner {
 
     /// Something in the place of a wait lasted so long, asleep.
     pub fn learn(&mut self, lasted: Nanos) {
-        self.waits.rule.learn_parked(lasted.get());
+        self.waits.patience.learn_parked(lasted.get());
     }
 
     /// What it has done.

@@ -26,7 +26,8 @@ fn requests_of_a_guest_count_for_the_task_that_ionice_gave_them() {
     let curve = ["--channels", "4", "--request-ns", "212500", "--kib-ns", "9375"];
     server.ctl(&[&["schedule", "set", "device"][..], &curve].concat());
     let promises = ["--deadline-us", "100000", "--iops", "100"];
-    let tasks = ["--task", "rt/2,deadline-us=50000,iops=50", "--task", "be/7,deadline-us=90000,iops=20"];
+    let tasks =
+        ["--task", "rt/2,deadline-us=50000,iops=50", "--task", "be/7,deadline-us=90000,iops=20"];
     let all = [&["qos", Server::DEVICE, "--schedule", "device"][..], &promises, &tasks].concat();
     server.ctl(&all);
     // Reads of the disk, of its tasks rt/2 and be/7, that have ended.
@@ -34,7 +35,10 @@ fn requests_of_a_guest_count_for_the_task_that_ionice_gave_them() {
         let snapshot: Value = serde_json::from_str(&server.ctl(&["snapshot", "--json"])).unwrap();
         let qos = &snapshot["devices"][0]["qos"];
         let of = |had: &Value| had["reads"]["requests"].as_u64().unwrap();
-        assert_eq!((&qos["tasks"][0]["ioprio"], &qos["tasks"][1]["ioprio"]), (&"rt/2".into(), &"be/7".into()));
+        assert_eq!(
+            (&qos["tasks"][0]["ioprio"], &qos["tasks"][1]["ioprio"]),
+            (&"rt/2".into(), &"be/7".into())
+        );
         [of(qos), of(&qos["tasks"][0]), of(&qos["tasks"][1])]
     };
     let mut before = reads();
