@@ -144,9 +144,8 @@ fn map() -> Option<*mut Page> {
     let length = size_of::<Page>();
     let protection = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: new memory, at a place that the kernel chooses.
-    let at = unsafe {
-        rustix::mm::mmap_anonymous(null_mut(), length, protection, MapFlags::PRIVATE)
-    };
+    let at =
+        unsafe { rustix::mm::mmap_anonymous(null_mut(), length, protection, MapFlags::PRIVATE) };
     let at = at.ok()?;
     // SAFETY: the memory mapped above. If it fails there is no path at all, and the page is left.
     unsafe { rustix::mm::madvise(at, length, Advice::LinuxWipeOnFork) }.ok()?;

@@ -223,10 +223,15 @@ mod tests {
 
     #[test]
     fn ring_has_no_descriptor() {
-        let count = || std::fs::read_dir("/proc/self/fd").unwrap().filter(|entry| {
-            let target = std::fs::read_link(entry.as_ref().unwrap().path());
-            target.is_ok_and(|target| target.to_string_lossy().contains("io_uring"))
-        }).count();
+        let count = || {
+            std::fs::read_dir("/proc/self/fd")
+                .unwrap()
+                .filter(|entry| {
+                    let target = std::fs::read_link(entry.as_ref().unwrap().path());
+                    target.is_ok_and(|target| target.to_string_lossy().contains("io_uring"))
+                })
+                .count()
+        };
         let Some(_ring) = ring("ring_has_no_descriptor") else { return };
         assert_eq!(count(), 0);
     }

@@ -78,9 +78,8 @@ fn map() -> Option<*mut Page> {
     let length = own + 2 * page;
     let protection = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: new memory, at a place that the kernel chooses.
-    let at = unsafe {
-        rustix::mm::mmap_anonymous(null_mut(), length, protection, MapFlags::PRIVATE)
-    };
+    let at =
+        unsafe { rustix::mm::mmap_anonymous(null_mut(), length, protection, MapFlags::PRIVATE) };
     let at = at.ok()?;
     // SAFETY: the memory mapped above.
     let wiped = unsafe { rustix::mm::madvise(at, length, Advice::LinuxWipeOnFork) };

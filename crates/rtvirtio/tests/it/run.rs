@@ -36,7 +36,10 @@ fn directory(test: &str) -> Option<TempDir> {
     match options.open(directory.path().join("probe")) {
         Ok(_) => Some(directory),
         Err(error) => {
-            say(&format!("SKIPPED {test}: needs direct I/O in {}: {error}", directory.path().display()));
+            say(&format!(
+                "SKIPPED {test}: needs direct I/O in {}: {error}",
+                directory.path().display()
+            ));
             None
         }
     }
@@ -67,7 +70,14 @@ fn program() -> &'static Path {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/run/program.c");
         let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("run-program");
         let mut cc = Command::new("cc");
-        cc.args(["-O2", "-D_FORTIFY_SOURCE=2", "-D_FILE_OFFSET_BITS=64", "-Wall", "-pthread", "-o"]);
+        cc.args([
+            "-O2",
+            "-D_FORTIFY_SOURCE=2",
+            "-D_FILE_OFFSET_BITS=64",
+            "-Wall",
+            "-pthread",
+            "-o",
+        ]);
         let output = cc.arg(&program).arg(source).output().expect("cc is there: it links rtvirtio");
         assert!(output.status.success(), "{}", said(&output));
         program
@@ -220,7 +230,8 @@ fn interrupt_ends_the_program_and_kill_9_leaves_nothing_behind() {
         let before = list("/dev/shm");
         let mark = directory.path().display().to_string();
         let mut command = run("adaptive", program());
-        let command = command.arg("for-ever").arg(directory.path()).env("RTVIRTIO_TEST_MARK", &mark);
+        let command =
+            command.arg("for-ever").arg(directory.path()).env("RTVIRTIO_TEST_MARK", &mark);
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
@@ -318,7 +329,8 @@ fn git_fsck_finds_the_same() {
     let plain = |arguments: &[&str]| git(&mut Command::new("git"), arguments);
     plain(&["init", "--quiet"]);
     for i in 0..20 {
-        fs::write(directory.path().join(format!("file{}", i % 7)), format!("{i}\n").repeat(500)).unwrap();
+        fs::write(directory.path().join(format!("file{}", i % 7)), format!("{i}\n").repeat(500))
+            .unwrap();
         plain(&["add", "."]);
         plain(&["commit", "--quiet", "--message", &i.to_string()]);
     }
