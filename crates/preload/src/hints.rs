@@ -13,7 +13,7 @@ use crate::short::Direction;
 /// Descriptor numbers with an entry of their own.
 const NUMBERS: usize = 1024;
 
-/// Most calls that stay plain before the next question, which costs a system call of some 0.2 µs.
+/// Most calls that stay plain before the next question, which costs a system call or two.
 const MOST: u16 = 63;
 
 /// For each number, for reads and for writes: calls left in the low byte, calls of the last round in the high.

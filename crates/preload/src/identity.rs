@@ -9,7 +9,7 @@ use crate::short::Direction;
 
 /// Whether a call on `fd` may take the ring: direct I/O on a regular file or block device.
 ///
-/// Two system calls of some 0.2 µs, which leave `errno` alone. The descriptor's flags belong to the open file, which
+/// Two system calls, which leave `errno` alone. The descriptor's flags belong to the open file, which
 /// other processes may have too: only the kernel knows them.
 pub(crate) fn is_for_the_ring(fd: c_int, direction: Direction) -> bool {
     if fd < 0 {

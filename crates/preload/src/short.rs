@@ -11,7 +11,8 @@ use rustix::io_uring::{IoringOp, io_uring_ptr, io_uring_sqe};
 
 use crate::signals::Signals;
 use crate::statistics::Way;
-use crate::thread::Thread;
+use crate::process::Shared;
+use crate::thread::{Page, Thread};
 use crate::{hints, identity, process, thread};
 
 unsafe extern "C-unwind" {
@@ -138,46 +139,46 @@ pub(crate) unsafe fn attempt(call: &Call) -> Outcome {
         }
     };
     let Some(page) = page else { return Outcome::Plain(Way::Passed) };
-    // Not free in a signal handler that came between the lines below; and never again free if such a
-    // handler jumped away, which costs that thread its short path.
-    if !page.occupy() {
-        return Outcome::Plain(Way::Passed);
-    }
-    // SAFETY: occupied.
-    let outcome = match unsafe { page.thread(shared) } {
-        // SAFETY: by the caller's promise.
-        Some(thread) => unsafe { with_ring(thread, call) },
-        None => Outcome::Plain(Way::Passed),
-    };
-    page.vacate();
-    outcome
-}
-
-/// The plain call lasted so long in the place of a short one: what is known of the device follows.
-pub(crate) fn learn(lasted: Duration) {
-    let (Some(shared), Some(page)) = (process::armed(), thread::page()) else { return };
-    if !page.occupy() {
-        return;
-    }
-    // SAFETY: occupied.
-    if let Some(thread) = unsafe { page.thread(shared) } {
-        thread.spinner.learn(lasted.into());
-    }
-    page.vacate();
-}
-
-/// # Safety
-/// As of [`attempt`].
-unsafe fn with_ring(thread: &mut Thread, call: &Call) -> Outcome {
-    if !thread.spinner.may_spin() {
+    if !with_thread(page, shared, |thread| thread.spinner.may_spin()).unwrap_or(false) {
         return Outcome::Plain(Way::WithoutToken);
     }
     if !identity::is_for_the_ring(call.fd, call.direction) {
         hints::back_off(call.fd, call.direction);
         return Outcome::Plain(Way::Passed);
     }
-    let mut parked = false;
+    // Before the page is occupied and until it is vacated: else a handler that jumps away would leave it so.
     let blocked = Signals::block();
+    // SAFETY: by the caller's promise.
+    let outcome = with_thread(page, shared, |thread| unsafe { by_ring(thread, call) });
+    drop(blocked);
+    outcome.unwrap_or(Outcome::Plain(Way::Passed))
+}
+
+/// The plain call lasted so long in the place of a short one: what is known of the device follows.
+pub(crate) fn learn(lasted: Duration) {
+    if let (Some(shared), Some(page)) = (process::armed(), thread::page()) {
+        with_thread(page, shared, |thread| thread.spinner.learn(lasted.into()));
+    }
+}
+
+/// Does something with what the calling thread has; `None`: it has no ring, or is at it already, below a signal
+/// handler.
+fn with_thread<R>(page: &Page, shared: &Shared, act: impl FnOnce(&mut Thread) -> R) -> Option<R> {
+    if !page.occupy() {
+        return None;
+    }
+    // SAFETY: occupied.
+    let result = unsafe { page.thread(shared) }.map(act);
+    page.vacate();
+    result
+}
+
+/// Submits, and waits. The thread's signals are blocked.
+///
+/// # Safety
+/// As of [`attempt`].
+unsafe fn by_ring(thread: &mut Thread, call: &Call) -> Outcome {
+    let mut parked = false;
     let ring = &thread.ring;
     // SAFETY: this thread's only request, waited for below with the signals blocked, so that nothing takes
     // the program's memory away before; what a second thread does to it, it would do to the plain call too.
@@ -191,7 +192,6 @@ unsafe fn with_ring(thread: &mut Thread, call: &Call) -> Outcome {
             },
         )
     });
-    drop(blocked);
     let Ok(result) = result else {
         hints::back_off(call.fd, call.direction);
         return Outcome::Plain(Way::Refused);
