@@ -79,7 +79,9 @@ impl Benchmark<'_> {
         let mut cells = Lines::<Cell>::open(&self.out.join("cells.jsonl"))?;
         if cells.iter().any(|cell| cell.settings != self.settings) {
             let out = self.out.display();
-            bail!("{out} has cells of other settings, such as another --seconds: name another --out");
+            bail!(
+                "{out} has cells of other settings, such as another --seconds: name another --out"
+            );
         }
         let is_missing = |key: &CellKey| cells.iter().all(|cell| cell.key != *key);
         let missing: Vec<CellKey> = self.keys().into_iter().filter(is_missing).collect();

@@ -15,7 +15,9 @@ use rustix::io::Errno;
 
 use crate::store::Store;
 use crate::timed::{EngineError, Timed, Timer};
-use crate::{Completions, Cost, Engine, Geometry, Lent, Operation, Outcome, Request, Segment, Token};
+use crate::{
+    Completions, Cost, Engine, Geometry, Lent, Operation, Outcome, Request, Segment, Token,
+};
 
 /// What goes wrong: of the requests that a fault can hit, each `every`th, counted for each fault
 /// by itself. The same seed and the same requests give the same faults.

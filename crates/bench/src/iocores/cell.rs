@@ -82,9 +82,7 @@ impl FromStr for Contender {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|contender| contender.name() == text);
-        found.ok_or_else(|| {
-            format!("`{text}` is none of {}", Self::ALL.map(Self::name).join(", "))
-        })
+        found.ok_or_else(|| format!("`{text}` is none of {}", Self::ALL.map(Self::name).join(", ")))
     }
 }
 
@@ -159,9 +157,15 @@ impl Settings {
     pub fn scenario(&self, seed: u64) -> Result<Scenario> {
         let Self { seconds, vms, queues, depth, .. } = *self;
         ensure!(!self.phases.is_empty(), "there is no phase: --phases");
-        ensure!((0.3..=3_600.0).contains(&seconds), "a phase of {seconds} s is outside 0.3 to 3600");
+        ensure!(
+            (0.3..=3_600.0).contains(&seconds),
+            "a phase of {seconds} s is outside 0.3 to 3600"
+        );
         ensure!((1..=MAX_VMS).contains(&vms), "{vms} VMs are outside 1 to {MAX_VMS}");
-        ensure!((1..=MAX_QUEUES).contains(&queues), "{queues} queues are outside 1 to {MAX_QUEUES}");
+        ensure!(
+            (1..=MAX_QUEUES).contains(&queues),
+            "{queues} queues are outside 1 to {MAX_QUEUES}"
+        );
         let deepest = MAX_DEPTH as u16;
         ensure!((1..=deepest).contains(&depth), "a depth of {depth} is outside 1 to {deepest}");
         let mut kinds = self.phases.clone();

@@ -15,7 +15,7 @@ use rtvirtio_units::Nanos;
 
 use super::content::{Area, SECTOR, Unverified};
 use super::vcpus::{Clock, Use, Vcpus};
-use crate::dataplane::client::{Client, Endpoint, Ended, MAX_DEPTH, Queue, Shape};
+use crate::dataplane::client::{Client, Ended, Endpoint, MAX_DEPTH, Queue, Shape};
 use crate::dataplane::load::Random;
 
 /// Latencies that are told apart, ns; to 1 %. As the simulator's.
@@ -184,7 +184,8 @@ impl QueueState {
         let Ended { slot, result } = ended;
         let flying = self.slots.get_mut(slot).and_then(|slot| slot.flying.take());
         let Some(flying) = flying else {
-            let what = format!("request {slot} ended that was not in flight: repeated or misplaced");
+            let what =
+                format!("request {slot} ended that was not in flight: repeated or misplaced");
             return Err(self.unverified(what));
         };
         let Flying { issued, sector, bytes, is_read } = flying;
@@ -428,8 +429,7 @@ mod tests {
     #[test]
     fn areas_of_two_queues_do_not_meet() {
         let scenario = scenario();
-        let [first, second] =
-            [0, 1].map(|queue| QueueState::new(&scenario, 0, queue).unwrap());
+        let [first, second] = [0, 1].map(|queue| QueueState::new(&scenario, 0, queue).unwrap());
         let end = first.slots.last().map(|slot| slot.area.offset(slot.area.sectors())).unwrap();
         assert_eq!(second.slots[0].area.offset(0), end);
         // 64 areas of 256 KiB.

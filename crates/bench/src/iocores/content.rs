@@ -145,10 +145,7 @@ mod tests {
         area.fill(5, &mut sectors[SECTOR..2 * SECTOR]);
         assert_eq!(area.check(4, &sectors), Ok(()));
         let wrong = area.check(4, &first).unwrap_err();
-        assert_eq!(
-            wrong.to_string(),
-            "sector 805 should be of write 2, and holds that of write 1"
-        );
+        assert_eq!(wrong.to_string(), "sector 805 should be of write 2, and holds that of write 1");
         let wrong = area.check(4, &[0; SECTOR]).unwrap_err();
         assert_eq!(wrong.to_string(), "sector 804 should be of write 1, and holds zeroes");
         // Another place's.

@@ -172,7 +172,8 @@ impl Benchmark<'_> {
         let settings =
             Settings { queues: QUEUES, cpu_us: self.cpu_us, kib_ns: 0, ..Settings::default() };
         let policy = Policy::Advise.name();
-        let trial = Trial { program: self.program, settings: &settings, scenario, policy, threads: 2 };
+        let trial =
+            Trial { program: self.program, settings: &settings, scenario, policy, threads: 2 };
         let done = AtomicU64::new(0);
         let measured = trial.run_beside(interrupted, |control, clock| {
             let end = scenario.length();
@@ -217,8 +218,7 @@ fn scenario(length: Nanos) -> Result<Scenario> {
     let absent = Vm { queues: QUEUES, plugged: vec![], streams: vec![], burners: vec![] };
     let mut vms = vec![vm; usize::from(VMS)];
     vms.push(absent);
-    let scenario =
-        Scenario { seed: 1, phases: vec![Phase { kind: PhaseKind::Mixed, span }], vms };
+    let scenario = Scenario { seed: 1, phases: vec![Phase { kind: PhaseKind::Mixed, span }], vms };
     scenario.check()?;
     Ok(scenario)
 }
@@ -344,8 +344,7 @@ pub fn judge(cells: &[Cell]) -> Vec<Verdict> {
         cells.iter().filter(|cell| cell.disturbance == of).map(|cell| cell.p99_us).collect()
     };
     let without = p99(Disturbance::None);
-    let marks =
-        [("6 monitor ends", 1), ("6 reader does not read", 2), ("6 malformed requests", 3)];
+    let marks = [("6 monitor ends", 1), ("6 reader does not read", 2), ("6 malformed requests", 3)];
     let judged = |(mark, at): (&'static str, usize)| {
         let with = p99(Disturbance::ALL[at]);
         let (n, runs) = (with.len().min(without.len()), with.len());
@@ -369,7 +368,16 @@ pub fn judge(cells: &[Cell]) -> Vec<Verdict> {
 pub fn table(cells: &[Cell]) -> String {
     let mut text = format!(
         "{:<12} {:>4} {:>9} {:>9} {:>9} {:>9} {:>9} {:>7} {:>6} {:>6}\n",
-        "disturbance", "runs", "n", "p50 us", "p99 us", "p99.9 us", "done", "canary", "busy", "steal"
+        "disturbance",
+        "runs",
+        "n",
+        "p50 us",
+        "p99 us",
+        "p99.9 us",
+        "done",
+        "canary",
+        "busy",
+        "steal"
     );
     for disturbance in Disturbance::ALL {
         let all = || cells.iter().filter(|cell| cell.disturbance == disturbance);

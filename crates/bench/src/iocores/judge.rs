@@ -213,14 +213,22 @@ pub fn judge(cells: &[Cell]) -> Vec<Verdict> {
     vec![
         marks.each_phase(),
         marks.whole(),
-        marks.beside_static("1 IOPS per I/O core", |_| true, |own, fixed| {
-            let ratio = own.iops_per_core / fixed.iops_per_core;
-            (ratio >= 1.0 - MARGIN, format!("x {ratio:.3}"))
-        }),
-        marks.beside_static("1 p99", |row| row.n >= LEAST_FOR_P99, |own, fixed| {
-            let ratio = own.p99_us / fixed.p99_us;
-            (ratio <= 1.0 + MARGIN, format!("x {ratio:.3}"))
-        }),
+        marks.beside_static(
+            "1 IOPS per I/O core",
+            |_| true,
+            |own, fixed| {
+                let ratio = own.iops_per_core / fixed.iops_per_core;
+                (ratio >= 1.0 - MARGIN, format!("x {ratio:.3}"))
+            },
+        ),
+        marks.beside_static(
+            "1 p99",
+            |row| row.n >= LEAST_FOR_P99,
+            |own, fixed| {
+                let ratio = own.p99_us / fixed.p99_us;
+                (ratio <= 1.0 + MARGIN, format!("x {ratio:.3}"))
+            },
+        ),
         marks.rest(),
         marks.rest_moves(),
         marks.given_back(),
@@ -241,11 +249,7 @@ impl Marks<'_> {
     }
 
     /// The fixed number with most utility in a phase, of those that `counts`.
-    fn best_static(
-        &self,
-        kind: Option<PhaseKind>,
-        counts: impl Fn(&Row) -> bool,
-    ) -> Option<&Row> {
+    fn best_static(&self, kind: Option<PhaseKind>, counts: impl Fn(&Row) -> bool) -> Option<&Row> {
         let fixed = self.rows.iter().filter(|row| row.kind == kind && is_static(row.policy));
         fixed.filter(|row| counts(row)).max_by(|a, b| a.utility.total_cmp(&b.utility))
     }
@@ -319,7 +323,8 @@ impl Marks<'_> {
         }
         let (n, middle) = (times.len(), median(times.clone()));
         let longest = times.into_iter().fold(0.0, f64::max);
-        let why = format!("median {middle:.0} ms of {n} changes (< {REST_MS}), longest {longest:.0}");
+        let why =
+            format!("median {middle:.0} ms of {n} changes (< {REST_MS}), longest {longest:.0}");
         verdict(MARK, Some(middle < REST_MS), why)
     }
 
@@ -342,7 +347,8 @@ impl Marks<'_> {
         let is_needless = |phase: &&Phase| {
             let of = |policy| self.row(phase.kind, policy).map(|row| row.utility);
             let [one, two] = Contender::STATIC.map(of);
-            phase.kind.is_some_and(PhaseKind::is_steady) && one.zip(two).is_some_and(|(a, b)| a >= b)
+            phase.kind.is_some_and(PhaseKind::is_steady)
+                && one.zip(two).is_some_and(|(a, b)| a >= b)
         };
         let waits = self.own().filter(is_needless).map(|phase| {
             // One that began so had none to give back.

@@ -159,7 +159,12 @@ impl Layout<'_> {
 }
 
 /// The same machine for the simulator.
-pub(crate) fn simulated(contender: Contender, disk: &Disk, vms: u16, costs: Costs) -> Result<Machine> {
+pub(crate) fn simulated(
+    contender: Contender,
+    disk: &Disk,
+    vms: u16,
+    costs: Costs,
+) -> Result<Machine> {
     let mut machine = Machine::new(CPUS, contender.threads());
     machine.vcpus = (0..u32::from(CPUS)).map(CpuId::new).collect();
     machine.costs = costs;

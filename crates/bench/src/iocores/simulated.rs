@@ -70,7 +70,12 @@ pub struct Compared {
 ///
 /// # Errors
 /// If the simulator refuses it; if interrupted.
-fn simulate(settings: &Settings, key: CellKey, of: Costs, interrupted: &Interrupted) -> Result<Simulated> {
+fn simulate(
+    settings: &Settings,
+    key: CellKey,
+    of: Costs,
+    interrupted: &Interrupted,
+) -> Result<Simulated> {
     let scenario = settings.scenario(key.seed)?;
     let of = costs(of, settings.cpu_us, settings.kib_ns);
     let machine = simulated(key.policy, &settings.disk, settings.vms, of)?;
@@ -152,9 +157,8 @@ fn part(outcome: &Simulated, kind: Option<PhaseKind>) -> Option<&PhaseOutcome> {
 /// What two repetitions of one seed differ by, median; 0 if there are none.
 fn disagreement(real: &[(CellKey, &Phase)], of: &dyn Fn(&Phase) -> f64) -> f64 {
     let pairs = real.iter().filter(|(key, _)| key.repetition == 0).filter_map(|(key, first)| {
-        let second = real.iter().find(|(other, _)| {
-            (other.seed, other.repetition) == (key.seed, 1)
-        })?;
+        let second =
+            real.iter().find(|(other, _)| (other.seed, other.repetition) == (key.seed, 1))?;
         Some(difference(of(first), of(second.1)))
     });
     let all: Vec<f64> = pairs.collect();
@@ -185,7 +189,17 @@ pub fn judge(all: &[Compared]) -> Verdict {
 pub fn table(all: &[Compared]) -> String {
     let mut text = format!(
         "{:<12} {:<9} {:>5} {:>10} {:>10} {:>7} {:>7} {:>6} {:>6} {:>7} {:>7}\n",
-        "phase", "policy", "seeds", "IOPS", "simulated", "by %", "may %", "cores", "sim.", "by %", "may %"
+        "phase",
+        "policy",
+        "seeds",
+        "IOPS",
+        "simulated",
+        "by %",
+        "may %",
+        "cores",
+        "sim.",
+        "by %",
+        "may %"
     );
     for of in all {
         let Compared { iops, cores, .. } = of;

@@ -101,9 +101,8 @@ impl Trial<'_> {
         let control = ControlClient::new(layout.control());
         let clock = Arc::new(Clock::after(LEAD));
         let events = Events::start(&control, &clock)?;
-        let played = self.play(&layout, server.id(), &clock, interrupted, |clock| {
-            beside(&control, clock)
-        });
+        let played =
+            self.play(&layout, server.id(), &clock, interrupted, |clock| beside(&control, clock));
         // That it has ended says more than that a client has lost it.
         server.check()?;
         let played = played?;
@@ -125,17 +124,17 @@ impl Trial<'_> {
             let queue = |queue| QueueState::new(scenario, vm, queue);
             (0..usize::from(of.queues)).map(queue).collect::<Result<Vec<_>>>()
         };
-        let mut states =
-            scenario.vms.iter().enumerate().map(states).collect::<Result<Vec<_>>>()?;
+        let mut states = scenario.vms.iter().enumerate().map(states).collect::<Result<Vec<_>>>()?;
         let burners: Vec<_> = scenario.vms.iter().flat_map(|vm| lanes(&vm.burners)).collect();
         let watched = std::thread::scope(|scope| {
             let vcpus = &vcpus;
             let mut threads = Vec::new();
             for (vm, states) in states.iter_mut().enumerate() {
                 let socket = layout.socket(vm);
-                threads.push(scope.spawn(move || {
-                    client::play((scenario, vm), &socket, states, clock, vcpus)
-                }));
+                threads
+                    .push(scope.spawn(move || {
+                        client::play((scenario, vm), &socket, states, clock, vcpus)
+                    }));
             }
             for (number, lane) in (0..).zip(&burners) {
                 threads.push(scope.spawn(move || compute(lane, number, clock, vcpus)));
@@ -209,9 +208,8 @@ impl Trial<'_> {
         let kind = of.map(|of| of.kind);
         let (before, after) = (tick(ticks, start), tick(ticks, stop));
         let passed = after.at.saturating_sub(before.at).as_secs_f64().max(1e-9);
-        let cpus = |of: fn(&Tick) -> Nanos| {
-            of(&after).saturating_sub(of(&before)).as_secs_f64() / passed
-        };
+        let cpus =
+            |of: fn(&Tick) -> Nanos| of(&after).saturating_sub(of(&before)).as_secs_f64() / passed;
         let seconds = stop.saturating_sub(start).as_secs_f64();
         let sample = |at: Nanos| (at.get() / SAMPLE_NS) as usize;
         let samples = &record.samples[sample(start)..sample(stop).min(record.samples.len())];
@@ -248,9 +246,9 @@ impl Trial<'_> {
             removed: threads.count(What::Removed, start, stop),
             rest,
             moves_to_rest: match rest {
-                Rest::AfterMs(ms) => moves_until(
-                    start.saturating_add(Nanos::from_secs_f64(ms / 1e3)),
-                ),
+                Rest::AfterMs(ms) => {
+                    moves_until(start.saturating_add(Nanos::from_secs_f64(ms / 1e3)))
+                }
                 Rest::Never | Rest::NotJudged => moves_until(stop),
             },
             to_one_ms: threads.to_one(start, stop).map(Nanos::as_millis_f64),

@@ -320,10 +320,8 @@ impl Core {
                 .ok_or_else(|| PlaneError::NoQueue { device: device.clone(), queues, queue })?;
             (Arc::clone(&served.host), thread, from)
         };
-        let moved = when_free(
-            |error| matches!(error, MoveError::Busy),
-            || host.assign(queue, thread),
-        );
+        let moved =
+            when_free(|error| matches!(error, MoveError::Busy), || host.assign(queue, thread));
         let pause = moved.map_err(|error| match error {
             MoveError::Busy => PlaneError::QueueBusy { device: device.clone(), queue },
             MoveError::Pool(error) => {

@@ -27,7 +27,8 @@ fn on_every_engine(check: impl Fn(&str, &mut Driver)) {
     let cost = Cost { request: Duration::from_micros(20), kib: Duration::from_nanos(40) };
     let costly = RamEngine::new(Bytes::new(SIZE), cost).unwrap();
     check("ram that costs", &mut Driver::new(Box::new(costly)));
-    let costly = SsdEngine::start("ref-8x80".parse().unwrap(), Bytes::new(SIZE), 1, Faults::default());
+    let costly =
+        SsdEngine::start("ref-8x80".parse().unwrap(), Bytes::new(SIZE), 1, Faults::default());
     check("ssd that costs", &mut Driver::new(Box::new(costly.unwrap().with_cost(cost))));
     for place in ["/dev/shm", env!("CARGO_TARGET_TMPDIR")] {
         on_every_way(place, &check, || {

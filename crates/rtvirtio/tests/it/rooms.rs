@@ -38,9 +38,7 @@ const ROOMS: &[Room] = &[
     room("dataplane", &["units", "spec", "qos", "iocores", "engine"], false),
     room(
         "bench",
-        &[
-            "units", "spec", "cases", "model", "iocores", "qos", "sim", "planner", "host", "engine",
-        ],
+        &["units", "spec", "cases", "model", "iocores", "qos", "sim", "planner", "host", "engine"],
         false,
     ),
     room(

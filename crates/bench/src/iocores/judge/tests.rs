@@ -143,7 +143,13 @@ fn p99_and_iops_per_core_are_held_against_the_best_fixed_number_that_is_worth_as
 
 #[test]
 fn rest_is_judged_by_the_median_and_a_phase_without_rest_is_endless() {
-    let hot = |rest| campaign(move |phase| if phase.kind == HOT { phase.rest = rest });
+    let hot = |rest| {
+        campaign(move |phase| {
+            if phase.kind == HOT {
+                phase.rest = rest
+            }
+        })
+    };
     // Beside 200 ms of the other phase: 499 and 500.
     assert_eq!(outcome(&hot(Rest::AfterMs(798.0)), "2 rest after a change").0, Outcome::Passed);
     assert_eq!(outcome(&hot(Rest::AfterMs(800.0)), "2 rest after a change").0, Outcome::Lost);
@@ -159,7 +165,11 @@ fn core_is_to_be_given_back_where_one_is_worth_as_much_as_two() {
     let back = |ms| campaign(move |phase| phase.to_one_ms = ms);
     // In all-hot two are worth more: what happens there does not count.
     let (passed, why) = outcome(&back(Some(2_400.0)), "2 core given back");
-    assert_eq!((passed, why.starts_with("longest 2400 ms of 1 ")), (Outcome::Passed, true), "{why}");
+    assert_eq!(
+        (passed, why.starts_with("longest 2400 ms of 1 ")),
+        (Outcome::Passed, true),
+        "{why}"
+    );
     assert_eq!(outcome(&back(Some(2_500.0)), "2 core given back").0, Outcome::Lost);
     assert_eq!(outcome(&back(None), "2 core given back").0, Outcome::Lost);
 }
