@@ -53,8 +53,8 @@ mod tests {
         assert_eq!(settled(&samples(&[(200, 1000)])), Settled::After(Nanos::ZERO));
         assert_eq!(settled(&samples(&[(200, 10)])), Settled::TooLittle);
         assert_eq!(settled(&[]), Settled::TooLittle);
-        // It swings by more than that each 100 ms.
-        let swings = samples(&[(10, 1000), (10, 500)]).repeat(10);
+        // In no 300 ms is it without a dip.
+        let swings = samples(&[(20, 1000), (10, 500)]).repeat(20);
         assert_eq!(settled(&swings), Settled::Never);
     }
 }

@@ -21,8 +21,8 @@ use crate::InterruptedError;
 use crate::dataplane::server::Server;
 use crate::load::{CanaryThread, Interrupted, MachineSample};
 
-/// From the server's start to the scenario's.
-const LEAD: Duration = Duration::from_millis(700);
+/// From the server's start to the scenario's: for all VMs to connect, or their first requests are late.
+const LEAD: Duration = Duration::from_secs(2);
 /// To start a server and to end it, the last comparison among it.
 const AROUND: Duration = Duration::from_secs(3);
 /// How often times are looked at.
