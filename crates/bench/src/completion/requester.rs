@@ -10,7 +10,8 @@ use std::time::Instant;
 use io_uring::{IoUring, opcode, squeue, types};
 use rtvirtio_completion::{Costs, Spinner, Tokens};
 use rtvirtio_units::Nanos;
-use rustix::thread::{ClockId, NanosleepRelativeResult, clock_nanosleep_relative};
+use rustix::thread::{ClockId, clock_nanosleep_absolute};
+use rustix::time::{Timespec, clock_gettime};
 
 use super::{Mode, Target};
 
@@ -42,7 +43,7 @@ pub(super) struct Requester<'a> {
     // Before the memory: who drops a ring first never has the kernel write to what is gone.
     ring: Option<RefCell<IoUring>>,
     memory: Box<[Page]>,
-    /// Where the kernel reads the emulated device's time from.
+    /// Where the kernel threads that poll rings read the emulated device's time from.
     time: Box<types::Timespec>,
 }
 
@@ -59,8 +60,10 @@ impl<'a> Requester<'a> {
     ) -> Result<Self> {
         let pages = target.block() / size_of::<Page>();
         let memory: Box<[Page]> = (0..pages).map(|_| Page(UnsafeCell::new([0; 4096]))).collect();
+        let by_clock = !target.is_file() && !matches!(mode, Mode::Sqpoll | Mode::SqpollShared);
         let ring = match mode {
             Mode::Pread => None,
+            _ if by_clock => None,
             _ => Some(ring(mode, first)?),
         };
         if let (Some(ring), Some(file)) = (&ring, file) {
@@ -98,29 +101,45 @@ impl<'a> Requester<'a> {
     /// # Errors
     /// If it fails, or reads less than a block.
     pub(super) fn request(&self, mut spinner: Option<&mut Spinner>, offset: u64) -> Result<Ended> {
-        let Some(ring) = &self.ring else {
-            return self.call(offset).map(|()| Ended::Parked);
+        let sleeps = match (self.mode, spinner.as_deref_mut()) {
+            (Mode::Pread, _) => true,
+            (Mode::Adaptive, Some(spinner)) => !spinner.may_spin(),
+            _ => false,
         };
-        if let (Mode::Adaptive, Some(spinner)) = (self.mode, spinner.as_deref_mut())
-            && !spinner.may_spin()
-        {
+        if sleeps {
             let begin = Instant::now();
             self.call(offset)?;
-            spinner.learn(Nanos::from(begin.elapsed()));
+            if let Some(spinner) = spinner {
+                spinner.learn(Nanos::from(begin.elapsed()));
+            }
             return Ok(Ended::Parked);
         }
+        let Some(ring) = &self.ring else { return self.by_clock(spinner) };
         push(ring, &self.entry(offset))?;
-        let (ended, result) = self.wait(ring, spinner)?;
-        self.check(result).map(|()| ended)
-    }
-
-    /// Until the request that was pushed has ended, with its result.
-    fn wait(&self, ring: &RefCell<IoUring>, spinner: Option<&mut Spinner>) -> Result<(Ended, i32)> {
         if matches!(self.mode, Mode::PeekSpin | Mode::Poll | Mode::Adaptive) {
             submit(ring)?;
         }
         let look = || peek(ring).map(|result| Ok((Ended::Spun, result)));
         let park = || park(ring).map(|result| (Ended::Parked, result));
+        let (ended, result) = self.wait(spinner, look, park)?;
+        self.check(result).map(|()| ended)
+    }
+
+    /// On the emulated device: its completion is there from a time on.
+    fn by_clock(&self, spinner: Option<&mut Spinner>) -> Result<Ended> {
+        let end = now() + u64::from(EMULATED_NS);
+        let look = || (now() >= end).then_some(Ok(Ended::Spun));
+        let park = || sleep_until(end).map(|()| Ended::Parked);
+        self.wait(spinner, look, park)
+    }
+
+    /// Until what was submitted has ended.
+    fn wait<T>(
+        &self,
+        spinner: Option<&mut Spinner>,
+        mut look: impl FnMut() -> Option<Result<T>>,
+        mut park: impl FnMut() -> Result<T>,
+    ) -> Result<T> {
         match (spinner, self.mode) {
             (Some(spinner), _) => spinner.wait(look, park),
             (None, Mode::PeekSpin) => loop {
@@ -152,7 +171,9 @@ impl<'a> Requester<'a> {
 
     /// The plain call: it sleeps until the request has ended.
     fn call(&self, offset: u64) -> Result<()> {
-        let Some(file) = self.file else { return sleep() };
+        let Some(file) = self.file else {
+            return sleep_until(now() + u64::from(EMULATED_NS));
+        };
         let length = self.target.block();
         let memory = self.memory.as_ptr().cast_mut().cast();
         // SAFETY: the memory is this value's, as long as said, and nothing else reads or writes it: a
@@ -211,14 +232,21 @@ fn park(ring: &RefCell<IoUring>) -> Result<i32> {
     }
 }
 
-/// The emulated device's plain call.
-fn sleep() -> Result<()> {
-    let mut left = rustix::time::Timespec { tv_sec: 0, tv_nsec: EMULATED_NS.into() };
+/// CLOCK_MONOTONIC, ns.
+fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// Sleeps until then; a timer's interrupt ends that.
+fn sleep_until(end: u64) -> Result<()> {
+    let (seconds, ns) = (end / 1_000_000_000, end % 1_000_000_000);
+    let until = Timespec { tv_sec: seconds.cast_signed(), tv_nsec: ns.cast_signed() };
     loop {
-        match clock_nanosleep_relative(ClockId::Monotonic, &left) {
-            NanosleepRelativeResult::Ok => return Ok(()),
-            NanosleepRelativeResult::Interrupted(rest) => left = rest,
-            NanosleepRelativeResult::Err(error) => return Err(error.into()),
+        match clock_nanosleep_absolute(ClockId::Monotonic, &until) {
+            Ok(()) => return Ok(()),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
         }
     }
 }
@@ -246,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn peeking_sees_the_emulated_device() {
+    fn peeking_sees_completions_of_a_ring_without_flags() {
         let second = Duration::from_secs(1);
         assert!(ended_within(ring(Mode::Poll, None).unwrap(), second));
         // What the rings of this benchmark must not have.
@@ -258,10 +286,13 @@ mod tests {
     #[test]
     fn emulated_device_takes_its_time_and_short_reads_are_errors() {
         rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1)).unwrap();
-        let requester = Requester::new(Target::Emulated, Mode::Pread, None, None).unwrap();
-        let begin = Instant::now();
-        (0..10).for_each(|_| assert_eq!(requester.request(None, 0).unwrap(), Ended::Parked));
-        assert!(begin.elapsed() >= Duration::from_micros(80));
-        assert!(requester.check(0).is_err() && requester.check(-libc::EIO).is_err());
+        for mode in [Mode::Pread, Mode::PeekSpin, Mode::Sqpoll] {
+            let requester = Requester::new(Target::Emulated, mode, None, None).unwrap();
+            let ended = if mode == Mode::PeekSpin { Ended::Spun } else { Ended::Parked };
+            let begin = Instant::now();
+            (0..10).for_each(|_| assert_eq!(requester.request(None, 0).unwrap(), ended));
+            assert!(begin.elapsed() >= Duration::from_micros(80), "{mode}");
+            assert!(requester.check(0).is_err() && requester.check(-libc::EIO).is_err());
+        }
     }
 }

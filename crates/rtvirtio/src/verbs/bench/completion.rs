@@ -18,7 +18,7 @@ use crate::{Outcome, input};
 #[command(
     after_help = "T I/O threads read at random offsets, one request at a time each, beside C threads that \
     count; n is the number of CPUs that the command may use.\n\n\
-    Targets: emulated, a request that ends 8 us after it was submitted, by a timer's interrupt; file-4k \
+    Targets: emulated, a request that ends 8 us after it was submitted, by a timer's interrupt for who sleeps; file-4k \
     and file-128k, direct reads of a file of 512 MiB that is made in --directory and has no name, so \
     nothing of it stays.\n\n\
     Modes: pread (clock_nanosleep on the emulated device); peek-spin, a ring that is looked at for ever; \
