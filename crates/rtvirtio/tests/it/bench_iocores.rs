@@ -123,7 +123,8 @@ fn benchmark_that_is_interrupted_ends_with_130_and_leaves_nothing() {
         files.any(|file| file.path().join("vm3.sock").exists())
     };
     eventually("the server's sockets", Duration::from_secs(30), is_up);
-    std::thread::sleep(Duration::from_millis(1_500));
+    // A second into the scenario.
+    std::thread::sleep(Duration::from_secs(3));
     kill_process(Pid::from_child(&child), Signal::INT).unwrap();
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{}", said(&output));
