@@ -1,66 +1,37 @@
 //! Simulated runs for people.
 
 use comfy_table::{CellAlignment, Table, presets};
-use rtvirtio_iocores::utility::{self, Progress, Weights};
+use rtvirtio_iocores::utility::{self, Progress, Reference, Weights};
 use rtvirtio_sim::PhaseOutcome;
 use rtvirtio_units::Nanos;
 
 use super::Run;
-
-/// What progress is divided by.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Reference {
-    /// The most that any run had.
-    Best,
-    /// The most work that a busy IOThread of any run did, and a CPU.
-    Core,
-}
 
 /// The phases of a run, then the whole.
 fn parts(run: &Run) -> impl Iterator<Item = &PhaseOutcome> {
     run.outcome.phases.iter().chain([&run.outcome.whole])
 }
 
-/// A phase as a utility is reckoned from it.
+/// A phase as a utility is reckoned from it. Of compute the simulator knows what the VMs got done,
+/// and what they wanted to.
 fn progress(of: &PhaseOutcome) -> Progress {
-    let seconds = of.length.as_secs_f64().max(1e-9);
     Progress {
-        // As `rtvirtio_iocores::utility` has it: 64 KiB count as much as a request.
-        io: (of.requests as f64 + of.bytes as f64 / 65_536.0) / seconds,
+        io: utility::work(of.requests, of.bytes) / of.length.as_secs_f64().max(1e-9),
         busy: of.busy,
-        ran: of.vcpus_ran,
-        waited: of.vcpus_waited,
+        ran: of.computed,
+        waited: (of.compute_wanted - of.computed).max(0.0),
         cores: of.io_cores,
     }
 }
 
-/// What all runs' progress in a phase is divided by.
-fn reference(of: &[Progress], kind: Reference) -> utility::Reference {
-    let most = |part: fn(&Progress) -> f64| of.iter().map(part).fold(0.0, f64::max);
-    // Where nobody does anything, nothing is a part of it.
-    let some = |value: f64| if value > 0.0 { value } else { f64::INFINITY };
-    let wanted = most(|of| of.ran + of.waited);
-    match kind {
-        Reference::Best => {
-            let best = |of: &Progress| of.ran / (of.ran + of.waited).max(1e-9);
-            let got = of.iter().map(best).fold(0.0, f64::max);
-            utility::Reference { io: some(most(|of| of.io)), compute: some(got * wanted), wanted }
-        }
-        Reference::Core => {
-            let per_core = of.iter().filter_map(utility::Reference::per_core).map(|of| of.io);
-            utility::Reference { io: some(per_core.fold(0.0, f64::max)), compute: 1.0, wanted }
-        }
-    }
-}
-
 /// Fills in each run's utility, by what all have in that phase.
-pub(super) fn add_utility(runs: &mut [Run], kind: Reference) {
+pub(super) fn add_utility(runs: &mut [Run]) {
     let progress: Vec<Vec<Progress>> =
         runs.iter().map(|run| parts(run).map(progress).collect()).collect();
     let phases = progress.first().map_or(0, Vec::len);
     for phase in 0..phases {
         let of: Vec<Progress> = progress.iter().map(|run| run[phase]).collect();
-        let reference = reference(&of, kind);
+        let reference = Reference::of(&of);
         for (run, of) in runs.iter_mut().zip(&of) {
             run.utility.push(Weights::default().utility(of, &reference));
         }
@@ -68,7 +39,7 @@ pub(super) fn add_utility(runs: &mut [Run], kind: Reference) {
 }
 
 /// A row for each phase and policy.
-pub(super) fn table(runs: &[Run], kind: Reference) -> String {
+pub(super) fn table(runs: &[Run]) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header([
         "phase",
@@ -98,12 +69,9 @@ pub(super) fn table(runs: &[Run], kind: Reference) -> String {
             table.add_row(row(run, of, run.utility[phase]));
         }
     }
-    let note = match kind {
-        Reference::Best => "utility: I/O and compute as parts of the best run's in that phase",
-        Reference::Core => "utility: I/O in cores' worth, compute in CPUs",
-    };
     format!(
-        "{table}\n\n{note}, less 0.2 a core. static IOThreads are there whether they work or not.\n"
+        "{table}\n\nutility: I/O and compute, each in CPUs' worth or, if there is less of it, as part \
+         of the most, less 0.2 a core.\nstatic IOThreads are there whether they work or not.\n"
     )
 }
 
