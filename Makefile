@@ -8,7 +8,7 @@ SHELL := /bin/bash
 	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads \
 	bench-dataplane bench-dataplane-isolation bench-dataplane-endurance bench-dataplane-footprint \
 	bench-dataplane-syscalls bench-full bench-full-24 bench-full-raw bench-dataplane-verify \
-	bench-dataplane-moves bench-dataplane-profile bench-qos \
+	bench-dataplane-moves bench-dataplane-profile bench-monitor bench-qos \
 	bench-qos-neighbours bench-qos-file bench-qos-cost bench-qos-changes bench-qos-admission \
 	bench-full-qos bench-completion bench-full-completion bench-iocores bench-full-iocores
 
@@ -202,6 +202,10 @@ bench-dataplane-moves: build ## >= 1,000 live moves of queues a second, under lo
 bench-dataplane-footprint: build ## Start, memory and idle CPU with 1 to 256 disks
 	mkdir -p $(RESULTS)
 	$(RTVIRTIO) bench dataplane footprint | tee $(RESULTS)/dataplane-footprint.txt
+
+bench-monitor: build ## What the monitor takes of a core at 64 queues, idle and beside a full disk
+	mkdir -p $(RESULTS)
+	scripts/monitor-cost $(RTVIRTIO) | tee $(RESULTS)/monitor.txt
 
 bench-dataplane-syscalls: build ## System calls of an IOThread for each request (root, strace)
 	mkdir -p $(RESULTS)

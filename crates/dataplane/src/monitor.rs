@@ -1,8 +1,8 @@
 //! The monitor: shows a policy what the IOThreads and queues do, and does what it decides.
 //!
 //! A policy (room `iocores`) is pure: this is its eyes and hands. A thread of its own takes a sample
-//! every 10 ms ([`SAMPLE`]): of each queue a few counters, of each IOThread also what the kernel says
-//! of it; what the host's CPUs and the vCPUs did is read every tenth time. What is decided is carried
+//! every 10 ms ([`SAMPLE`]): a few counters of each queue and IOThread. What the kernel says of IOThreads,
+//! vCPUs and the host's CPUs is read every tenth time (`REFRESH`), from files that stay open. What is decided is carried
 //! out by the same live operations that an operator has, one at a time with the operator's, and written
 //! to a log of the last [`DECISIONS_KEPT`] with its reason and what all queues did in the second before
 //! and after.
@@ -146,15 +146,11 @@ impl Monitor {
         self.core.tell(Event::PolicySet { policy: named });
         let Some(policy) = policy else { return Ok(()) };
         let stop = Arc::new(AtomicBool::new(false));
-        let watch = Watch {
-            core: Arc::clone(&self.core),
-            shared: Arc::clone(&self.shared),
-            stop: Arc::clone(&stop),
-            named,
-        };
+        let watch = Watch::new(Arc::clone(&self.core), Arc::clone(&self.shared), named, policy);
         let builder = std::thread::Builder::new().name("monitor".to_owned());
+        let stopped = Arc::clone(&stop);
         let handle = builder
-            .spawn(move || watch.run(policy))
+            .spawn(move || watch.run(&stopped))
             .inspect_err(|error| self.shared.fail(error.to_string()))?;
         *thread = Some(Thread { stop, handle });
         Ok(())
@@ -186,14 +182,21 @@ fn end(thread: &mut Option<Thread>) {
 struct Watch {
     core: Arc<Core>,
     shared: Arc<Shared>,
-    stop: Arc<AtomicBool>,
     named: Policy,
+    policy: AnyPolicy,
+    sampler: Sampler,
+    hands: Hands,
 }
 
 impl Watch {
-    fn run(self, policy: AnyPolicy) {
+    fn new(core: Arc<Core>, shared: Arc<Shared>, named: Policy, policy: AnyPolicy) -> Self {
+        let (sampler, hands) = Default::default();
+        Self { core, shared, named, policy, sampler, hands }
+    }
+
+    fn run(mut self, stop: &AtomicBool) {
         // Nothing that it leaves half done is used again.
-        let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.watch(policy))) else { return };
+        let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.watch(stop))) else { return };
         let words = panic.downcast_ref::<&str>().map(|words| (*words).to_owned());
         let words = words.or_else(|| panic.downcast_ref::<String>().cloned());
         let reason = short(words.unwrap_or_else(|| "it panicked".to_owned()));
@@ -201,11 +204,9 @@ impl Watch {
         self.core.tell(Event::PolicyFailed { policy: self.named, reason });
     }
 
-    fn watch(&self, mut policy: AnyPolicy) {
-        let mut sampler = Sampler::default();
-        let mut hands = Hands::default();
+    fn watch(&mut self, stop: &AtomicBool) {
         let mut due = now();
-        while !self.stop.load(Relaxed) {
+        while !stop.load(Relaxed) {
             let time = now();
             if time < due {
                 std::thread::park_timeout(Duration::from_nanos(due - time));
@@ -213,35 +214,70 @@ impl Watch {
             }
             // Who comes late does not catch up.
             due = (due + SAMPLE.get()).max(time);
-            sampler.sample(&self.core, Nanos::new(time));
-            lock(&self.shared.log).measure(time, &sampler);
-            for decision in policy.step(sampler.snapshot()) {
-                let reason = short(decision.reason);
-                let began = now();
-                let (action, outcome, error) = if self.named == Policy::Advise {
-                    (hands::describe(&decision.action, &sampler), Outcome::Advised, None)
-                } else {
-                    hands.carry_out(&decision.action, &sampler, &self.core)
-                };
-                let text = action.to_string();
-                let mut log = lock(&self.shared.log);
-                let number = log.add(time, |number, before| Decision {
-                    number,
-                    time_ns: Nanos::from(
-                        SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default(),
-                    ),
-                    policy: self.named,
-                    action,
-                    reason: reason.clone(),
-                    outcome,
-                    error,
-                    took_ns: Nanos::new(now().saturating_sub(began)),
-                    before,
-                    after: None,
-                });
-                self.core.tell(Event::Decision { number, action: text, reason, outcome });
-            }
+            self.look(time);
         }
+    }
+
+    /// Takes a sample and does what the policy decides.
+    fn look(&mut self, time: u64) {
+        self.sampler.sample(&self.core, Nanos::new(time));
+        let measured = lock(&self.shared.log).measure(time, &self.sampler);
+        for number in measured {
+            self.core.tell(Event::DecisionMeasured { number });
+        }
+        for decision in self.policy.step(self.sampler.snapshot()) {
+            let reason = short(decision.reason);
+            let began = now();
+            let (action, outcome, error) = if self.named == Policy::Advise {
+                (hands::describe(&decision.action, &self.sampler), Outcome::Advised, None)
+            } else {
+                self.hands.carry_out(&decision.action, &self.sampler, &self.core)
+            };
+            let text = action.to_string();
+            let mut log = lock(&self.shared.log);
+            let number = log.add(time, |number, before| Decision {
+                number,
+                time_ns: Nanos::from(
+                    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default(),
+                ),
+                policy: self.named,
+                action,
+                reason: reason.clone(),
+                outcome,
+                error,
+                took_ns: Nanos::new(now().saturating_sub(began)),
+                before,
+                after: None,
+            });
+            self.core.tell(Event::Decision { number, action: text, reason, outcome });
+        }
+    }
+}
+
+/// A monitor without its thread, for benchmarks: each look is asked for. It advises.
+#[cfg(feature = "test-utils")]
+pub struct Probe(Watch);
+
+#[cfg(feature = "test-utils")]
+impl std::fmt::Debug for Probe {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Probe").finish_non_exhaustive()
+    }
+}
+
+#[cfg(feature = "test-utils")]
+impl Probe {
+    /// Of a data plane.
+    #[must_use]
+    pub fn new(registry: &crate::plane::Registry, limits: Limits) -> Self {
+        let policy = policy(Kind::Dynamic, limits);
+        let core = Arc::clone(registry.core());
+        Self(Watch::new(core, Arc::default(), Policy::Advise, policy))
+    }
+
+    /// What the monitor does every 10 ms; `time` is that of the monotonic clock, or later.
+    pub fn look(&mut self, time: Nanos) {
+        self.0.look(time.get());
     }
 }
 

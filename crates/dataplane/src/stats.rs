@@ -113,7 +113,8 @@ impl Histogram {
     }
 }
 
-/// The statistics of one virtqueue.
+/// The statistics of one virtqueue. What [`Self::progress`] reads comes first, in two cache lines.
+#[repr(C, align(64))]
 pub struct QueueStats {
     started: AtomicU64,
     /// What `started` will be when all is taken that was available when the IOThread last looked.

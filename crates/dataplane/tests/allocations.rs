@@ -1,4 +1,5 @@
-//! What an IOThread allocates for requests: nothing, once it has seen the queue's depth.
+//! What an IOThread allocates for requests: nothing, once it has seen the queue's depth. And the monitor
+//! for a look between decisions: nothing, while no queue comes or goes.
 //!
 //! A binary of its own, since it counts the allocations of a thread.
 
@@ -10,6 +11,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use rtvirtio_dataplane::device::{Device, DeviceConfig, Limits};
+use rtvirtio_dataplane::monitor::Probe;
+use rtvirtio_dataplane::plane::{HandedFds, Plane, Registry};
 use rtvirtio_dataplane::ring::Ring;
 use rtvirtio_dataplane::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
 use rtvirtio_dataplane::stats::QueueStats;
@@ -17,7 +20,7 @@ use rtvirtio_dataplane::{Call, FixedBuffers, Polling, Pool, QueueSetup};
 use rtvirtio_engine::Engine;
 use rtvirtio_engine::file::{Aio, FileConfig, FileEngine, FileSource};
 use rtvirtio_engine::ram::RamEngine;
-use rtvirtio_units::Bytes;
+use rtvirtio_units::{Bytes, Nanos};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 /// The system's, counting what marked threads do.
@@ -194,9 +197,35 @@ fn file() -> Option<(tempfile::TempDir, Arc<dyn Engine>)> {
     }
 }
 
+/// Of the nine looks between two decisions.
+fn look_allocations() -> u64 {
+    let directory = tempfile::tempdir().unwrap();
+    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
+    for name in ["iot0", "iot1"] {
+        let raw = serde_json::from_value(serde_json::json!({ "name": name })).unwrap();
+        registry.add_iothread(rtvirtio_spec::serve::IoThread::new(raw).unwrap()).unwrap();
+    }
+    let device = serde_json::json!({
+        "name": "disk", "vm": "vm", "queues": 8, "socket": directory.path().join("disk.sock"),
+        "engine": { "type": "ram", "size": 1 << 20 },
+    });
+    registry.add_device(serde_json::from_value(device).unwrap(), HandedFds::default()).unwrap();
+    let limits = rtvirtio_iocores::Limits { cpus: vec![], least: 2, most: 2, borrow: false };
+    let mut probe = Probe::new(&registry, limits);
+    let mut looks = (1..).map(|look| Nanos::from_millis(10 * look));
+    // It decides at the 11th, 21st and 31st.
+    looks.by_ref().take(21).for_each(|time| probe.look(time));
+    COUNTED.store(0, Relaxed);
+    IS_COUNTED.set(true);
+    looks.by_ref().take(9).for_each(|time| probe.look(time));
+    IS_COUNTED.set(false);
+    COUNTED.load(Relaxed)
+}
+
 /// One test: the counter is one.
 #[test]
-fn requests_allocate_nothing_on_their_iothread() {
+fn requests_and_looks_at_them_allocate_nothing() {
+    assert_eq!(look_allocations(), 0, "the monitor");
     for packed in [false, true] {
         let ram = RamEngine::new(Bytes::new(DISK), Duration::ZERO).unwrap();
         assert_eq!(allocations(Arc::new(ram), packed, false), 0, "RAM, packed: {packed}");

@@ -4,7 +4,7 @@ use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use rtvirtio_iocores::{
-    Cpu, Kind, Limits, Queue, QueueId, Snapshot, Thread, ThreadId, Vm, VmId, policy,
+    Cpu, Kind, Limits, Queue, QueueId, REFRESH, Snapshot, Thread, ThreadId, Vm, VmId, policy,
 };
 use rtvirtio_units::{CpuId, Nanos};
 
@@ -12,6 +12,9 @@ use rtvirtio_units::{CpuId, Nanos};
 fn fill(snapshot: &mut Snapshot, at: u64) {
     let sum = |share: u64| Nanos::from_micros(at * share);
     snapshot.now = Nanos::from_millis(10 * at);
+    if at.is_multiple_of(REFRESH) {
+        snapshot.measured = snapshot.now;
+    }
     for thread in &mut snapshot.threads {
         // 90 % busy.
         (thread.busy, thread.ran) = (sum(9_000), sum(9_000));
@@ -50,6 +53,7 @@ fn snapshot(threads: u32, queues: u32) -> Snapshot {
     let vm = |id| Vm { id: VmId(id), ran: Nanos::ZERO, waited: Nanos::ZERO };
     Snapshot {
         now: Nanos::ZERO,
+        measured: Nanos::ZERO,
         threads: (0..threads).map(thread).collect(),
         queues: (0..queues).map(queue).collect(),
         vms: (0..queues / 4).map(vm).collect(),

@@ -9,40 +9,42 @@
 //! Every [`PERIOD`], the first of these that has something to do:
 //! 1. *Bounds.* The number comes back within [`Limits`].
 //! 2. *Regret.* What was done last is undone if it lowered the utility ([`crate::utility`]) by more
-//!    than 3 % and 2 sigma; that kind of action is then not tried at such a load for 20 to 100
-//!    periods.
+//!    than 3 % and 2 sigma: up to 5 periods of such a load before it against 5 after it in which no
+//!    less was asked for. That kind of action is then not tried at such a load for 20 to 100
+//!    periods. An addition that raised it as clearly is, as long, not doubted for what vCPUs wait.
 //! 3. *CPUs.* Where borrowing is allowed, vCPUs leave the CPU of an IOThread that waits for it if
 //!    what they lose is less than what it gains, and come back if for a second they waited for more
 //!    than it used.
 //! 4. *Relief.* The queues of a pressed IOThread are split in two parts of about the same load. If
 //!    what both would gain is worth less than an I/O core, no further IOThread helps: one queue
 //!    fills this one. Otherwise the smaller part goes where there is room, or to a new IOThread:
-//!    several of these at once if several are pressed, so that the number doubles every 200 ms if
-//!    it must.
+//!    several of these at once if several are pressed. Where more than 4 IOThreads are allowed and
+//!    more queues stand, there are more parts, so that two additions can reach the largest number.
 //! 5. *Return.* IOThreads go if for one second the others could have done their work, or vCPUs
 //!    waited that could do as much instead: to within [`SPARE`] of what one core is worth.
 //!    That is a bet if the others are then more than 60 % busy, and regret keeps the books.
 //!
-//! I/O CPUs are those on which no vCPU runs; with `borrow`, vCPUs are taken off one before an
-//! IOThread comes there, and get it back when it has gone. The last one without an IOThread is not
-//! taken from them: vCPUs and IOThreads then share them all. A CPU that the vCPUs use is only taken
-//! if they leave enough idle for that to pay.
+//! I/O CPUs are those on which no vCPU runs. With `borrow`, vCPUs and IOThreads have them in common:
+//! vCPUs are taken off one before an IOThread comes there, and get it when that has gone. The last
+//! one without an IOThread is not taken from them: they then share them all with the IOThreads. A
+//! CPU that the vCPUs use is only taken if they leave enough idle for that to pay. One that could
+//! not be taken or given when it was asked for is not asked for again.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use rtvirtio_units::{CpuId, Nanos};
 
-use crate::place::{self, LOADED, Split};
-use crate::sample::{QueueLoad, Sample};
-use crate::utility::{Progress, Weights};
-use crate::{Action, Decision, Limits, Policy, QueueId, Snapshot, ThreadId};
+use crate::place::{self, LOADED, Split, load};
+use crate::sample::{QueueLoad, Sample, find};
+use crate::utility::Weights;
+use crate::{Action, Cpu, Decision, Limits, Policy, QueueId, SAMPLE, Snapshot, Thread, ThreadId};
 
 mod budget;
 mod regret;
 mod rules;
 
 use budget::Budget;
-use regret::{BackOff, Kind, Situation, Trial, Undo};
+use regret::{BackOff, Kind, Period, Situation, Trial, Undo};
 
 /// The control period.
 const PERIOD: Nanos = Nanos::from_millis(100);
@@ -74,8 +76,8 @@ const MISTAKEN: Nanos = Nanos::from_millis(2_000);
 /// Periods for which a core must have been needless.
 const NEEDLESS: usize = 10;
 
-/// Samples of which progress is kept.
-const HISTORY: usize = 50;
+/// Periods that are remembered.
+const HISTORY: usize = 20;
 
 /// What of a CPU must be gained by taking it from vCPUs, and by giving it back.
 const GAIN: (f64, f64) = (0.1, 0.2);
@@ -89,12 +91,12 @@ pub(crate) struct Dynamic {
     recent: VecDeque<Snapshot>,
     /// The last decision's.
     period: Option<Snapshot>,
-    /// Of the last samples.
-    history: VecDeque<Progress>,
+    /// The last periods.
+    history: VecDeque<Period>,
     /// Samples in a row in which it was hot.
-    hot: BTreeMap<ThreadId, u32>,
+    hot: Streaks<ThreadId>,
     /// Samples in a row in which it stood.
-    standing: BTreeMap<QueueId, u32>,
+    standing: Streaks<QueueId>,
     /// Loads, over some periods: half of each is the last one's.
     loads: BTreeMap<QueueId, f64>,
     /// How many IOThreads each of the last periods could have done without, with this many.
@@ -104,10 +106,16 @@ pub(crate) struct Dynamic {
     removed: Option<(Nanos, Situation)>,
     undone: Option<Nanos>,
     budget: Budget,
+    /// An IOThread's queues may go to so many at once.
+    fan: usize,
     trial: Option<Trial>,
     back_off: [BackOff; 4],
-    /// CPUs that were taken from vCPUs.
-    borrowed: BTreeSet<CpuId>,
+    /// Loads at which a further IOThread has shown what it is worth, whatever vCPUs wait.
+    worth: BackOff,
+    /// Where vCPUs were to run by the last decision.
+    asked: Option<BTreeSet<CpuId>>,
+    /// CPUs that were not given or taken when that was asked for.
+    refused: BTreeSet<CpuId>,
     /// Periods in a row in which vCPUs could have used it better.
     missed: BTreeMap<CpuId, usize>,
 }
@@ -149,28 +157,52 @@ fn percent(share: f64) -> f64 {
     (100.0 * share).round()
 }
 
-/// What queues have of an IOThread.
-fn load(queues: &[QueueLoad]) -> f64 {
-    queues.iter().map(|queue| queue.busy).sum()
-}
-
 fn decision(action: Action, reason: impl Into<String>) -> Decision {
     Decision { action, reason: reason.into() }
+}
+
+/// How many samples in a row something was so, by id.
+#[derive(Debug)]
+struct Streaks<I> {
+    of: Vec<(I, u32)>,
+    /// Scratch, kept for its memory.
+    next: Vec<(I, u32)>,
+}
+
+impl<I> Default for Streaks<I> {
+    fn default() -> Self {
+        Self { of: Vec::new(), next: Vec::new() }
+    }
+}
+
+impl<I: Ord + Copy> Streaks<I> {
+    /// A sample: everything there is, by id, and whether it was so.
+    fn note(&mut self, sample: impl Iterator<Item = (I, bool)>) {
+        self.next.clear();
+        for (at, (id, is_so)) in sample.enumerate() {
+            // Mostly they are where they were.
+            let here = self.of.get(at).filter(|(of, _)| *of == id);
+            let before = here.map_or_else(|| self.get(id), |(_, streak)| *streak);
+            self.next.push((id, if is_so { before.saturating_add(1) } else { 0 }));
+        }
+        std::mem::swap(&mut self.of, &mut self.next);
+    }
+
+    fn get(&self, id: I) -> u32 {
+        find(&self.of, id, |(of, _)| *of).map_or(0, |(_, streak)| *streak)
+    }
 }
 
 impl Policy for Dynamic {
     fn step(&mut self, snapshot: &Snapshot) -> Vec<Decision> {
         let now = snapshot.now;
-        if let Some(last) = self.recent.back() {
-            let Some(sample) = Sample::between(last, snapshot) else { return Vec::new() };
-            self.note(now, &sample);
+        if self.recent.back().is_some_and(|last| now <= last.now) {
+            return Vec::new();
         }
-        self.recent.push_back(snapshot.clone());
-        if self.recent.len() > STREAK as usize + 1 {
-            self.recent.pop_front();
-        }
+        self.note(snapshot);
         let start = self.period.get_or_insert_with(|| snapshot.clone());
-        if now.saturating_sub(start.now) < PERIOD {
+        // A sample that comes a little early is still the last of its period.
+        if now.saturating_sub(start.now) < PERIOD.saturating_sub(Nanos::new(SAMPLE.get() / 2)) {
             return Vec::new();
         }
         let first = self.recent.front().unwrap_or(snapshot);
@@ -179,7 +211,7 @@ impl Policy for Dynamic {
         else {
             return Vec::new();
         };
-        self.period = Some(snapshot.clone());
+        start.clone_from(snapshot);
         let groups = place::groups(&window);
         self.decide(&View { now, snapshot, window: &window, groups, period: &period })
     }
@@ -189,53 +221,65 @@ impl Dynamic {
     pub(crate) fn new(mut limits: Limits, weights: Weights) -> Self {
         limits.least = limits.least.max(1);
         limits.most = limits.most.max(limits.least);
+        let most = limits.most.min(limits.cpus.len());
         Self {
+            budget: Budget::new(most),
+            fan: (2..most).find(|fan| fan * fan >= most).unwrap_or(2),
             limits,
             weights,
             recent: VecDeque::new(),
             period: None,
             history: VecDeque::new(),
-            hot: BTreeMap::new(),
-            standing: BTreeMap::new(),
+            hot: Streaks::default(),
+            standing: Streaks::default(),
             loads: BTreeMap::new(),
             spare: (0, VecDeque::new()),
             added: None,
             removed: None,
             undone: None,
-            budget: Budget::default(),
             trial: None,
             back_off: Default::default(),
-            borrowed: BTreeSet::new(),
+            worth: BackOff::default(),
+            asked: None,
+            refused: BTreeSet::new(),
             missed: BTreeMap::new(),
         }
     }
 
-    /// Takes a sample into account.
-    fn note(&mut self, now: Nanos, sample: &Sample) {
-        let hot = sample.threads.iter().filter(|thread| thread.busy >= HOT);
-        let streak = |of: Option<&u32>| of.map_or(1, |streak| streak.saturating_add(1));
-        self.hot = hot.map(|thread| (thread.id, streak(self.hot.get(&thread.id)))).collect();
-        let standing = sample.queues.iter().filter(|queue| queue.standing);
-        self.standing =
-            standing.map(|queue| (queue.id, streak(self.standing.get(&queue.id)))).collect();
-        let progress = Progress::of(sample);
-        if let Some(trial) = &mut self.trial {
-            trial.sample(now, progress);
+    /// Takes a sample into account; allocates nothing that it has not had before.
+    fn note(&mut self, snapshot: &Snapshot) {
+        if let Some(last) = self.recent.back() {
+            let elapsed = snapshot.now.saturating_sub(last.now).as_secs_f64();
+            let is_hot = |thread: &Thread| {
+                let was = find(&last.threads, thread.id, |of| of.id).unwrap_or(thread);
+                thread.busy.saturating_sub(was.busy).as_secs_f64() >= HOT * elapsed
+            };
+            self.hot.note(snapshot.threads.iter().map(|thread| (thread.id, is_hot(thread))));
+            self.standing.note(snapshot.queues.iter().map(|queue| (queue.id, queue.standing)));
         }
-        self.history.push_back(progress);
-        if self.history.len() > HISTORY {
-            self.history.pop_front();
-        }
+        let full = self.recent.len() > STREAK as usize;
+        let mut kept = if full { self.recent.pop_front() } else { None }.unwrap_or_default();
+        kept.clone_from(snapshot);
+        self.recent.push_back(kept);
     }
 
     fn decide(&mut self, view: &View<'_>) -> Vec<Decision> {
         self.budget.pass(view.now);
+        let period = Period::of(view.period);
+        if let Some(trial) = &mut self.trial {
+            trial.sample(period);
+        }
+        if self.history.len() == HISTORY {
+            self.history.pop_front();
+        }
+        self.history.push_back(period);
         let threads = view.window.threads.len();
         if self.spare.0 != threads {
             self.spare = (threads, VecDeque::new());
         }
-        let vcpus = view.vcpus();
-        self.borrowed.retain(|cpu| !vcpus.contains(cpu));
+        if let Some(asked) = self.asked.take() {
+            self.refused.extend(asked.symmetric_difference(&view.vcpus()));
+        }
         if self.trial.as_ref().is_some_and(|trial| trial.forgotten(view.now)) {
             self.trial = None;
         }
@@ -258,6 +302,23 @@ impl Dynamic {
             .unwrap_or_default()
     }
 
+    /// CPUs that IOThreads have, or had, and that vCPUs may be given.
+    fn lendable(&self, view: &View<'_>) -> BTreeSet<CpuId> {
+        let has_vms = view.snapshot.cpus.iter().any(|cpu| cpu.vcpus);
+        let lendable = |cpu: &&Cpu| {
+            !cpu.vcpus && self.limits.cpus.contains(&cpu.id) && !self.refused.contains(&cpu.id)
+        };
+        let cpus = view.snapshot.cpus.iter().filter(|_| has_vms && self.limits.borrow);
+        cpus.filter(lendable).map(|cpu| cpu.id).collect()
+    }
+
+    /// Has vCPUs run on these CPUs alone.
+    fn set_vcpus(&mut self, cpus: BTreeSet<CpuId>, reason: impl Into<String>) -> Decision {
+        let action = Action::SetVcpuCpus { cpus: cpus.iter().copied().collect() };
+        self.asked = Some(cpus);
+        decision(action, reason)
+    }
+
     /// Whether an IOThread may be added now.
     fn may_add(&self, now: Nanos, urgent: bool) -> bool {
         let dwell = if urgent { AFTER_ADDITION } else { AFTER_REMOVAL };
@@ -270,29 +331,30 @@ impl Dynamic {
         self.may_add(now, false)
     }
 
-    /// The last samples of a load like the present one, with this number of IOThreads.
-    fn before(&self) -> Vec<Progress> {
-        let last: Vec<_> = self.history.iter().rev().take(STREAK as usize).copied().collect();
-        let last = Progress::mean(&last);
-        let like = |at: &&Progress| {
-            at.cores == last.cores && (at.busy - last.busy).abs() <= 0.2 * last.busy
+    /// The last periods of a load like the present one, with this number of IOThreads.
+    fn before(&self, view: &View<'_>) -> Vec<Period> {
+        let now = Period::of(view.window);
+        let like = |at: &&Period| {
+            at.progress.cores == now.progress.cores
+                && (at.demand - now.demand).abs() <= 0.2 * now.demand
         };
-        // A load that jumps about is judged by its last samples.
-        let alike = self.history.iter().rev().take_while(like).count().max(regret::FEWEST);
-        self.history.iter().rev().take(alike).copied().collect()
+        let alike: Vec<_> =
+            self.history.iter().rev().filter(like).take(regret::ENOUGH).copied().collect();
+        // A load that has just come is judged by the last samples.
+        if alike.is_empty() { vec![now] } else { alike }
     }
 
     /// The present load.
     fn situation(&self, view: &View<'_>, urgent: bool) -> Situation {
         let loaded = view.window.queues.iter().filter(|queue| queue.busy >= LOADED).count();
-        let standing = self.standing.values().filter(|&&streak| streak >= STREAK).count();
-        Situation { io: Progress::mean(&self.before()).io, loaded, standing, urgent }
+        let standing = self.standing.of.iter().filter(|(_, streak)| *streak >= STREAK).count();
+        Situation { io: Period::mean(&self.before(view)).io, loaded, standing, urgent }
     }
 
     /// Opens the books on an action.
     fn try_out(&mut self, view: &View<'_>, kind: Kind, undo: Undo, urgent: bool) {
         let situation = self.situation(view, urgent);
-        self.trial = Some(Trial::new(kind, view.now, undo, situation, self.before()));
+        self.trial = Some(Trial::new(kind, view.now, undo, situation, self.before(view)));
     }
 
     /// The load of a queue, if not just this moment's.
@@ -304,8 +366,8 @@ impl Dynamic {
         let mut found = Vec::new();
         for thread in view.window.unlocked() {
             let queues = &view.groups[&thread.id];
-            let streak = self.hot.get(&thread.id).copied().unwrap_or(0);
-            let stand = |queue: &&QueueLoad| self.standing.get(&queue.id) >= Some(&STREAK);
+            let streak = self.hot.get(thread.id);
+            let stand = |queue: &&QueueLoad| self.standing.get(queue.id) >= STREAK;
             let stand = queues.iter().filter(stand).count();
             let requests: u64 =
                 queues.iter().fold(0, |sum, queue| sum.saturating_add(queue.requests));
@@ -385,9 +447,9 @@ impl Dynamic {
         let mut cpus = Vec::new();
         for (cpu, split, reason) in new {
             taken.insert(cpu);
-            // One without an IOThread must be left; else they share them all.
-            if vcpus.difference(&taken).next().is_some() && vcpus.remove(&cpu) {
-                self.borrowed.insert(cpu);
+            // One without an IOThread must be left.
+            if vcpus.difference(&taken).next().is_some() {
+                vcpus.remove(&cpu);
             }
             for queue in &split.go {
                 self.budget.moves(queue.id, view.now);
@@ -396,13 +458,13 @@ impl Dynamic {
             let queues = split.go.iter().map(|queue| queue.id).collect();
             decisions.push(decision(Action::AddThread { cpu, queues }, reason));
         }
-        if !before.is_empty() && vcpus.is_subset(&taken) {
-            vcpus.append(&mut self.borrowed);
+        if vcpus.is_subset(&taken) {
+            // None is: they share them all.
+            vcpus.append(&mut self.lendable(view));
         }
         if vcpus != before {
             let reason = format!("vCPUs have {} CPUs instead of {}", vcpus.len(), before.len());
-            let action = Action::SetVcpuCpus { cpus: vcpus.into_iter().collect() };
-            decisions.insert(0, decision(action, reason));
+            decisions.insert(0, self.set_vcpus(vcpus, reason));
         }
         self.added = Some(view.now);
         self.try_out(view, Kind::Add, Undo::Remove(cpus), urgent);
@@ -439,6 +501,7 @@ impl Dynamic {
         let mut decisions = Vec::new();
         let mut vcpus = view.vcpus();
         let before = vcpus.len();
+        let lendable = self.lendable(view);
         for &thread in gone {
             let its = |(queue, _): &&(QueueId, ThreadId)| {
                 view.groups[&thread].iter().any(|of| of.id == *queue)
@@ -446,12 +509,11 @@ impl Dynamic {
             let moves = moves.iter().filter(its).copied().collect();
             decisions.push(decision(Action::RemoveThread { thread, moves }, why));
             let cpu = view.window.thread(thread).and_then(|thread| thread.cpu);
-            vcpus.extend(cpu.filter(|cpu| self.borrowed.remove(cpu)));
+            vcpus.extend(cpu.filter(|cpu| lendable.contains(cpu)));
         }
         if vcpus.len() > before {
             let reason = format!("vCPUs get {} CPUs back", vcpus.len() - before);
-            let action = Action::SetVcpuCpus { cpus: vcpus.into_iter().collect() };
-            decisions.push(decision(action, reason));
+            decisions.push(self.set_vcpus(vcpus, reason));
         }
         self.removed = Some((view.now, self.situation(view, false)));
         self.try_out(view, Kind::Remove, Undo::Add(gone.len()), false);

@@ -20,6 +20,11 @@ fn parts(load: f64) -> u64 {
     (load.max(IDLE) * 1e6) as u64
 }
 
+/// What queues have of an IOThread.
+pub(crate) fn load(queues: &[QueueLoad]) -> f64 {
+    queues.iter().map(|queue| queue.busy).sum()
+}
+
 /// Queues by the IOThread that serves them, with one entry for each IOThread.
 pub(crate) fn groups(sample: &Sample) -> BTreeMap<ThreadId, Vec<QueueLoad>> {
     let mut groups: BTreeMap<_, _> =
@@ -37,10 +42,10 @@ fn sort(queues: &mut [QueueLoad]) {
     queues.sort_by_key(|queue| (Reverse(parts(queue.busy)), queue.id));
 }
 
-/// A thread's queues in two parts of about the same load.
+/// A part of a thread's queues that goes, when they are split in parts of about the same load.
 #[derive(Debug, Default)]
 pub(crate) struct Split {
-    /// Those that go: of both parts the one with fewer queues.
+    /// Those that go.
     pub(crate) go: Vec<QueueLoad>,
     /// The load of those that go.
     pub(crate) load: f64,
@@ -48,23 +53,48 @@ pub(crate) struct Split {
     pub(crate) stays: f64,
 }
 
-/// Splits `queues`, of which those that are not `movable`, and those without load, stay.
+/// Splits `queues` in two: of both parts the one with fewer queues goes.
 pub(crate) fn split(queues: &[QueueLoad], movable: impl Fn(QueueId) -> bool) -> Split {
+    parts_that_go(queues, 2, movable).pop().unwrap_or_default()
+}
+
+/// Of `queues`, in so many parts of about the same load, those that go: all but the one with most
+/// queues. Those that are not `movable`, and those without load, stay. One that stands may not have
+/// been served lately: it counts an equal part at least.
+pub(crate) fn parts_that_go(
+    queues: &[QueueLoad],
+    count: usize,
+    movable: impl Fn(QueueId) -> bool,
+) -> Vec<Split> {
+    #[derive(Clone, Default)]
+    struct Bin {
+        weight: f64,
+        load: f64,
+        held: Vec<QueueLoad>,
+    }
     let counts = |queue: &QueueLoad| queue.busy >= LOADED || queue.standing;
+    let equal = 1.0 / queues.iter().filter(|queue| counts(queue)).count().max(1) as f64;
+    let weight = |queue: &QueueLoad| {
+        if queue.standing { queue.busy.max(equal) } else { queue.busy }
+    };
     let (mut free, fixed): (Vec<_>, Vec<_>) =
         queues.iter().filter(|queue| counts(queue)).partition(|queue| movable(queue.id));
-    sort(&mut free);
-    let mut sums = [fixed.iter().map(|queue| queue.busy).sum::<f64>(), 0.0];
-    let mut halves = [Vec::new(), Vec::new()];
+    free.sort_by_key(|queue: &QueueLoad| (Reverse(parts(weight(queue))), queue.id));
+    let mut bins = vec![Bin::default(); count];
+    let Some(first) = bins.first_mut() else { return Vec::new() };
+    first.weight = fixed.iter().map(weight).sum();
+    first.load = load(&fixed);
     for queue in free {
-        let to = usize::from(parts(sums[1]) < parts(sums[0]));
-        sums[to] += queue.busy;
-        halves[to].push(queue);
+        if let Some(bin) = bins.iter_mut().min_by_key(|bin| (parts(bin.weight), bin.held.len())) {
+            bin.weight += weight(&queue);
+            bin.load += queue.busy;
+            bin.held.push(queue);
+        }
     }
-    // Those that stay must be those that cannot go.
-    let other = usize::from(!fixed.is_empty() || halves[1].len() <= halves[0].len());
-    let go = std::mem::take(&mut halves[other]);
-    Split { go, load: sums[other], stays: sums[1 - other] }
+    let most = (0..count).max_by_key(|&at| (bins[at].held.len(), Reverse(at)));
+    let stays = bins.remove(most.filter(|_| fixed.is_empty()).unwrap_or(0)).load;
+    let part = |Bin { load, held: go, .. }| Split { go, load, stays };
+    bins.into_iter().map(part).filter(|part| !part.go.is_empty()).collect()
 }
 
 /// Where queues go, and what comes of it.
@@ -156,6 +186,35 @@ mod tests {
         let queues = [queue(0, 0, 0.9), queue(1, 0, 0.001)];
         let split = split(&queues, |_| true);
         assert!(split.load.min(split.stays) < LOADED, "{split:?}");
+    }
+
+    #[test]
+    fn parts_that_go_have_about_the_same_load_and_leave_one() {
+        let queues: Vec<_> = (0..8).map(|id| queue(id, 0, 0.125)).collect();
+        let parts = parts_that_go(&queues, 4, |_| true);
+        assert_eq!(
+            parts.iter().map(|part| ids(&part.go)).collect::<Vec<_>>(),
+            [[1, 5], [2, 6], [3, 7]]
+        );
+        assert!(parts.iter().all(|part| (part.load - 0.25).abs() < 1e-9 && part.stays == 0.25));
+        // Four that cannot go are a part of their own.
+        let parts = parts_that_go(&queues, 3, |id| id.0 >= 4);
+        assert_eq!(parts.iter().map(|part| ids(&part.go)).collect::<Vec<_>>(), [[4, 6], [5, 7]]);
+        assert!(parts_that_go(&queues[..1], 3, |_| true).is_empty());
+    }
+
+    #[test]
+    fn queues_that_stand_are_spread_though_they_were_not_served_lately() {
+        let standing = |id| QueueLoad { standing: true, ..queue(id, 0, 0.0) };
+        let mut queues: Vec<_> =
+            (0..3).map(|id| queue(id, 0, [0.2, 0.15, 0.1][id as usize])).collect();
+        queues.extend((3..27).map(standing));
+        let parts = parts_that_go(&queues, 4, |_| true);
+        assert_eq!(parts.len(), 3);
+        for part in parts {
+            let stand = part.go.iter().filter(|queue| queue.standing).count();
+            assert!((1..=14).contains(&stand), "{part:?}");
+        }
     }
 
     #[test]

@@ -62,7 +62,7 @@ pub(crate) struct CpuLoad {
 }
 
 /// The item of this id, in what is sorted by id.
-fn find<T, I: Ord>(items: &[T], id: I, of: impl Fn(&T) -> I) -> Option<&T> {
+pub(crate) fn find<T, I: Ord>(items: &[T], id: I, of: impl Fn(&T) -> I) -> Option<&T> {
     items.binary_search_by_key(&id, of).ok().map(|at| &items[at])
 }
 
@@ -81,8 +81,14 @@ impl Sample {
             return None;
         }
         let seconds = elapsed.as_secs_f64();
-        let cpus = |from: Nanos, to: Nanos| to.saturating_sub(from).as_secs_f64() / seconds;
-        let share = |from: Nanos, to: Nanos| cpus(from, to).min(1.0);
+        let per = |from: Nanos, to: Nanos, time: f64| {
+            if time > 0.0 { to.saturating_sub(from).as_secs_f64() / time } else { 0.0 }
+        };
+        let share = |from: Nanos, to: Nanos| per(from, to, seconds).min(1.0);
+        // What the kernel counts is of its own time, which may be longer, or nothing.
+        let measured = after.measured.saturating_sub(before.measured).as_secs_f64();
+        let cpus = |from: Nanos, to: Nanos| per(from, to, measured);
+        let on_cpu = |from: Nanos, to: Nanos| cpus(from, to).min(1.0);
 
         let thread = |now: &Thread| {
             let was = find(&before.threads, now.id, |thread| thread.id).unwrap_or(now);
@@ -91,8 +97,8 @@ impl Sample {
                 cpu: now.cpu,
                 locked: now.locked,
                 busy: share(was.busy, now.busy),
-                ran: share(was.ran, now.ran),
-                waited: share(was.waited, now.waited),
+                ran: on_cpu(was.ran, now.ran),
+                waited: on_cpu(was.waited, now.waited),
             }
         };
         let threads =
@@ -117,7 +123,7 @@ impl Sample {
 
         let cpu = |now: &Cpu| {
             let was = find(&before.cpus, now.id, |cpu| cpu.id)?;
-            Some(CpuLoad { id: now.id, idle: share(was.idle, now.idle), vcpus: now.vcpus })
+            Some(CpuLoad { id: now.id, idle: on_cpu(was.idle, now.idle), vcpus: now.vcpus })
         };
         let host = by_id(after.cpus.iter().filter_map(cpu).collect(), |cpu: &CpuLoad| cpu.id);
 

@@ -67,6 +67,23 @@ fn converges_to_the_best_static_and_stays() {
     assert!(moves[moves.len() / 2] <= 5 && moves.last() < Some(&10), "{moves:?}");
 }
 
+#[test]
+fn large_host_has_its_iothreads_within_500_ms() {
+    for (most, queues) in [(16, 64), (64, 512)] {
+        let mut world = World::new(most, 0, queues);
+        let mut policy = dynamic(&world);
+        world.load(&vec![DEEP; queues as usize]);
+        world.run(&mut *policy, 500);
+        assert_eq!(world.state.threads.len(), most as usize, "{:#?}", world.log);
+        // Then all that they can do is done, and nothing is taken back.
+        let before = world.state.clone();
+        world.run(&mut *policy, 5_000);
+        let io = utility::Progress::between(&before, &world.state).unwrap().busy;
+        assert!(io > 0.99 * f64::from(most), "{io} {:#?}", world.log);
+        assert_eq!(world.state.threads.len(), most as usize, "{:#?}", world.log);
+    }
+}
+
 /// The utility of a trace of all loads, 4 s each, from so many IOThreads on.
 fn trace(kind: Kind, threads: u32) -> f64 {
     let mut world = World::new(4, 4, 8);
@@ -276,7 +293,7 @@ fn round_robin_spreads_with_fewest_moves() {
         world.state.threads.push(Thread {
             id: ThreadId(10 + cpu),
             cpu: Some(CpuId::new(cpu)),
-            ..world.state.threads[0].clone()
+            ..world.state.threads[0]
         });
     }
     let mut policy = policy(Kind::RoundRobin, world.limits.clone());

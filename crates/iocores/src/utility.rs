@@ -5,23 +5,34 @@
 //!
 //! - *I/O progress* is work a second: each request that ended counts 1, and each 64 KiB of it 1
 //!   more, so that a large one is worth more than a small one, but not by its bytes alone.
-//! - *Compute progress* is, in CPUs, what the VMs' vCPUs ran of what they wanted: (ran + waited of
-//!   the reference) × ran / (ran + waited). So a VM that has nothing to do costs nothing.
+//! - *Compute progress* is what the VMs computed of what they wanted to, in CPUs: the reference's
+//!   demand × ran / (ran + waited). So a VM that has nothing to do costs nothing. A bench knows
+//!   what was computed; a policy takes for it what vCPUs ran and waited, some of which is for I/O.
 //! - *I/O cores* are the IOThreads that there are, mean over the time; each has a CPU of its own.
 //!
-//! Both references are part of a comparison and the same for all that is compared. There are two:
-//! - [`Reference::per_core`], which a policy uses on its own past: the work of one busy IOThread,
-//!   and one CPU. Then all three terms are in CPUs, and a further I/O core pays from a fifth of a
-//!   core's work on, on a host of any size.
-//! - of a bench: the most I/O progress, and compute progress, that any of the compared runs had in
-//!   that phase. Then both terms are 0 to 1. This suits small hosts only: from 5 I/O cores on, none
-//!   would pay.
+//! There is one [`Reference`] for hosts of every size, for benches and for a policy's own past, made
+//! of all that is compared ([`Reference::of`]). 1 is what one CPU does, of I/O as of compute; where
+//! all that is compared does, or wants, less than that, 1 is the most of it. So:
+//! - On a host of two cores both terms are about 0 to 1. However small the load is, to lose all of
+//!   it is worse than to keep a core for it.
+//! - On a large host both count CPUs, and a further I/O core pays from a fifth of a core's work on,
+//!   however many there are. (Parts of the best run, 0 to 1 on every host, would never pay for a
+//!   sixth.)
+//!
+//! Properties (tests of the same name): `utility_counts_cpus_worth_of_io_and_compute`,
+//! `load_of_less_than_a_cpu_counts_as_one`, `reference_is_the_same_for_all_that_is_compared`.
 
 use crate::Snapshot;
 use crate::sample::{Sample, ThreadLoad};
 
 /// Bytes of a request that count as much as the request itself.
 const BYTES: f64 = 65_536.0;
+
+/// I/O progress of so many requests with so many bytes in all.
+#[must_use]
+pub fn work(requests: u64, bytes: u64) -> f64 {
+    requests as f64 + bytes as f64 / BYTES
+}
 
 /// What counts how much. One set for every comparison.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -53,12 +64,6 @@ pub struct Progress {
     pub waited: f64,
     /// IOThreads.
     pub cores: f64,
-}
-
-/// Requests, and as much for each 64 KiB of them: what I/O progress counts.
-#[must_use]
-pub fn work(requests: u64, bytes: u64) -> f64 {
-    requests as f64 + bytes as f64 / BYTES
 }
 
 impl Progress {
@@ -111,23 +116,17 @@ pub struct Reference {
 }
 
 impl Reference {
-    /// The work of one busy IOThread, and one CPU; none if no IOThread did anything.
+    /// Of all that is compared: the work of one busy IOThread, where it did most, and one CPU; or
+    /// the most work, and the largest demand, if these are less. Where nobody did any I/O, it
+    /// counts nothing.
     #[must_use]
-    pub fn per_core(of: &Progress) -> Option<Self> {
-        let io = of.io / of.busy;
-        let some = io.is_finite() && io > 0.0;
-        some.then_some(Self { io, compute: 1.0, wanted: of.ran + of.waited })
-    }
-
-    /// The most that any of these had, each of both parts by itself.
-    #[must_use]
-    pub fn best(of: &[Progress]) -> Self {
-        let most = |part: fn(&Progress) -> f64| of.iter().map(part).fold(0.0, f64::max);
-        // Where nobody does anything, nothing is a part of it.
-        let some = |value: f64| if value > 0.0 { value } else { f64::INFINITY };
+    pub fn of(compared: &[Progress]) -> Self {
+        let most = |part: fn(&Progress) -> f64| compared.iter().map(part).fold(0.0, f64::max);
+        let per_core = |of: &Progress| if of.busy > 0.0 { of.io / of.busy } else { 0.0 };
         let wanted = most(|of| of.ran + of.waited);
-        let got = most(|of| of.ran / (of.ran + of.waited).max(1e-9));
-        Self { io: some(most(|of| of.io)), compute: some(got * wanted), wanted }
+        let io = most(per_core).min(most(|of| of.io));
+        let some = |value: f64| if value > 0.0 { value } else { f64::INFINITY };
+        Self { io: some(io), compute: some(wanted.min(1.0)), wanted }
     }
 }
 
@@ -150,42 +149,49 @@ mod tests {
     const BEFORE: Progress =
         Progress { io: 50_000.0, busy: 1.0, ran: 1.5, waited: 0.5, cores: 1.0 };
 
-    #[test]
-    fn utility_per_core_counts_cores_worth_of_io_and_compute() {
-        let reference = Reference::per_core(&BEFORE).unwrap();
-        let utility = Weights::default().utility(&BEFORE, &reference);
-        // 1.0 of I/O, 1.5 of compute, 0.2 for the core.
-        assert!((utility - 2.3).abs() < 1e-9, "{utility}");
-        let after = Progress { io: 80_000.0, busy: 1.6, ran: 1.0, waited: 1.0, cores: 2.0 };
-        // 1.6 + 1.0 - 0.4.
-        let utility = Weights::default().utility(&after, &reference);
-        assert!((utility - 2.2).abs() < 1e-9, "{utility}");
+    fn utility(of: Progress, reference: &Reference) -> f64 {
+        Weights::default().utility(&of, reference)
     }
 
     #[test]
-    fn best_of_several_is_the_most_io_and_the_most_of_what_vcpus_wanted() {
-        // 1.0 of 2.0 CPUs; then 0.9 of 1.2.
-        let other = Progress { io: 80_000.0, busy: 1.6, ran: 0.9, waited: 0.3, cores: 2.0 };
-        let first = Progress { ran: 1.0, waited: 1.0, ..BEFORE };
-        let reference = Reference::best(&[first, other]);
-        assert_eq!((reference.io, reference.wanted, reference.compute), (80_000.0, 2.0, 1.5));
-        let utility = |of: &Progress| Weights::default().utility(of, &reference);
-        // 0.625 + 0.5 / 0.75 - 0.2, and 1 + 1 - 0.4.
-        assert!((utility(&first) - 1.091_667).abs() < 1e-6, "{}", utility(&first));
-        assert!((utility(&other) - 1.6).abs() < 1e-9, "{}", utility(&other));
-        assert_eq!(work(3, 131_072), 5.0);
+    fn utility_counts_cpus_worth_of_io_and_compute() {
+        let after = Progress { io: 80_000.0, busy: 1.6, ran: 1.0, waited: 1.0, cores: 2.0 };
+        let reference = Reference::of(&[BEFORE, after]);
+        assert_eq!(reference, Reference { io: 50_000.0, compute: 1.0, wanted: 2.0 });
+        // 1.0 of I/O, 1.5 of compute, 0.2 for the core; then 1.6 + 1.0 - 0.4.
+        let found = [utility(BEFORE, &reference), utility(after, &reference)];
+        assert!((found[0] - 2.3).abs() < 1e-9 && (found[1] - 2.2).abs() < 1e-9, "{found:?}");
     }
 
     #[test]
     fn utility_of_vms_that_want_less_is_not_lower() {
-        let reference = Reference::per_core(&BEFORE).unwrap();
-        let idle = Progress { ran: 0.1, waited: 0.0, ..BEFORE };
-        assert!(Weights::default().utility(&idle, &reference) > 2.3);
+        let reference = Reference::of(&[BEFORE]);
+        assert!(utility(Progress { ran: 0.1, waited: 0.0, ..BEFORE }, &reference) > 2.3);
     }
 
     #[test]
-    fn reference_without_io_is_none() {
-        assert_eq!(Reference::per_core(&Progress::default()), None);
-        assert_eq!(Reference::per_core(&Progress { busy: 0.5, ..BEFORE }).unwrap().io, 100_000.0);
+    fn load_of_less_than_a_cpu_counts_as_one() {
+        // A hundredth of an IOThread, a tenth of a CPU: half of both is lost.
+        let all = Progress { io: 500.0, busy: 0.01, ran: 0.1, waited: 0.0, cores: 1.0 };
+        let half = Progress { io: 250.0, busy: 0.005, ran: 0.05, waited: 0.05, cores: 1.0 };
+        let reference = Reference::of(&[all, half]);
+        assert_eq!(reference, Reference { io: 500.0, compute: 0.1, wanted: 0.1 });
+        let found = [utility(all, &reference), utility(half, &reference)];
+        assert!((found[0] - 1.8).abs() < 1e-9 && (found[1] - 0.8).abs() < 1e-9, "{found:?}");
+    }
+
+    #[test]
+    fn reference_is_the_same_for_all_that_is_compared() {
+        // The best IOThread of all, though another run did more on two.
+        let slow = Progress { io: 60_000.0, busy: 2.0, ..BEFORE };
+        assert_eq!(Reference::of(&[slow, BEFORE]), Reference::of(&[BEFORE, slow]));
+        assert_eq!(Reference::of(&[slow, BEFORE]).io, 50_000.0);
+        assert_eq!(Reference::of(&[slow]).io, 30_000.0);
+    }
+
+    #[test]
+    fn nothing_at_all_is_worth_only_what_its_cores_cost() {
+        let nothing = Progress { cores: 2.0, ..Progress::default() };
+        assert_eq!(utility(nothing, &Reference::of(&[nothing])), -0.4);
     }
 }

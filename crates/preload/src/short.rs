@@ -9,9 +9,9 @@ use std::time::Duration;
 use rustix::io::ReadWriteFlags;
 use rustix::io_uring::{IoringOp, io_uring_ptr, io_uring_sqe};
 
+use crate::process::Shared;
 use crate::signals::Signals;
 use crate::statistics::Way;
-use crate::process::Shared;
 use crate::thread::{Page, Thread};
 use crate::{hints, identity, process, thread};
 

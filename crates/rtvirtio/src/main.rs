@@ -181,7 +181,7 @@ fn run(verb: Verb, interrupted: &AtomicBool) -> Result<Outcome> {
         Verb::Ctl(args) => verbs::ctl::run(&args),
         Verb::Tree(args) => verbs::tree::run(&args, interrupted),
         Verb::TreeServer(args) => Ok(verbs::tree::serve(&args)),
-        Verb::Simulate(args) => verbs::simulate::run(&args),
+        Verb::Simulate(args) => verbs::simulate::run(&args, interrupted),
         Verb::Mapping(args) => verbs::mapping::run(&args),
         Verb::Run(args) => verbs::run::run(&args),
         Verb::ConfirmWatchdog => verbs::apply::watchdog(),

@@ -80,14 +80,15 @@ pub struct PhaseOutcome {
 }
 
 impl PhaseOutcome {
-    /// As a utility is reckoned from it.
+    /// As a utility is reckoned from it. Of compute the simulator knows what the VMs got done, and what they
+    /// wanted to.
     #[must_use]
     pub fn progress(&self) -> Progress {
         Progress {
             io: utility::work(self.requests, self.bytes) / self.length.as_secs_f64().max(1e-9),
             busy: self.busy,
-            ran: self.vcpus_ran,
-            waited: self.vcpus_waited,
+            ran: self.computed,
+            waited: (self.compute_wanted - self.computed).max(0.0),
             cores: self.io_cores,
         }
     }

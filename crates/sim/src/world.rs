@@ -143,6 +143,8 @@ pub struct Simulation<'a> {
     by_id: Vec<u32>,
     policy: &'a mut dyn Policy,
     snapshot: Snapshot,
+    /// Snapshots so far.
+    samples: u64,
     meter: Meter,
     phases: Vec<crate::scenario::Phase>,
     length: u64,
@@ -198,6 +200,7 @@ impl<'a> Simulation<'a> {
             by_id: Vec::new(),
             policy,
             snapshot: Snapshot::default(),
+            samples: 0,
             meter: Meter::new(scenario),
             phases: scenario.phases.clone(),
             length: scenario.length().get(),

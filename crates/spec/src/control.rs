@@ -393,6 +393,11 @@ pub enum Event {
         /// What became of it.
         outcome: Outcome,
     },
+    /// A second is over since a decision was made: `GET /v1/decisions` has what came of it.
+    DecisionMeasured {
+        /// Its number.
+        number: u64,
+    },
     /// The reader was too slow: so many events are missing here.
     EventsLost {
         /// How many.

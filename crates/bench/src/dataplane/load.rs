@@ -82,9 +82,23 @@ pub fn run(
     load: &Load,
     interrupted: &Interrupted,
 ) -> Result<Measured> {
-    let shape = Shape { queues: load.queues, depth: load.depth, buffer: BLOCK };
+    run_blocks(endpoint, server, load, BLOCK, interrupted)
+}
+
+/// Like [`run`], with requests of another size.
+///
+/// # Errors
+/// The same.
+pub fn run_blocks(
+    endpoint: Endpoint<'_>,
+    server: Option<u32>,
+    load: &Load,
+    block: usize,
+    interrupted: &Interrupted,
+) -> Result<Measured> {
+    let shape = Shape { queues: load.queues, depth: load.depth, buffer: block };
     let mut client = Client::connect(endpoint, shape)?;
-    let blocks = client.capacity() / BLOCK as u64;
+    let blocks = client.capacity() / block as u64;
     ensure!(blocks > 0, "the disk is empty");
     let phase = AtomicU8::new(WARMING);
     let done: Vec<Done> = (0..load.queues).map(|_| Done::default()).collect();
@@ -96,7 +110,8 @@ pub fn run(
             window
         });
         let queues = client.run(done.iter().enumerate(), |queue, (index, done)| {
-            let ended = worker(queue, load, index as u64, blocks, &phase, &done.0);
+            let blocks = Blocks { seed: index as u64, number: blocks, bytes: block };
+            let ended = worker(queue, load, &blocks, &phase, &done.0);
             if ended.is_err() {
                 phase.store(OVER, Ordering::Relaxed);
             }
@@ -172,23 +187,30 @@ fn window(
     })
 }
 
+/// Blocks of the disk, in an order that the seed gives.
+struct Blocks {
+    seed: u64,
+    number: u64,
+    bytes: usize,
+}
+
 /// Keeps a queue full until the end.
 fn worker(
     queue: &mut Queue,
     load: &Load,
-    seed: u64,
-    blocks: u64,
+    blocks: &Blocks,
     phase: &AtomicU8,
     done: &AtomicU64,
 ) -> Result<Histogram<u64>> {
     let mut latencies = Histogram::new_with_bounds(RANGE.0, RANGE.1, DIGITS)?;
+    let Blocks { seed, number, bytes } = *blocks;
     let mut random = Random::new(seed);
     let mut started = vec![Instant::now(); load.depth];
     let submit = |queue: &mut Queue, random: &mut Random, slot| {
-        let offset = random.below(blocks) * BLOCK as u64;
+        let offset = random.below(number) * bytes as u64;
         match load.operation {
-            Operation::Read => queue.read(slot, offset, BLOCK),
-            Operation::Write => queue.write(slot, offset, BLOCK),
+            Operation::Read => queue.read(slot, offset, bytes),
+            Operation::Write => queue.write(slot, offset, bytes),
         }
     };
     for slot in 0..load.depth {

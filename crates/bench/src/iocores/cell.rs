@@ -329,8 +329,8 @@ impl Phase {
         Progress {
             io: utility::work(self.requests, self.bytes) / self.seconds.max(1e-9),
             busy: self.io_ran,
-            ran: self.vcpus_ran,
-            waited: self.vcpus_waited,
+            ran: self.computed,
+            waited: (self.compute_wanted - self.computed).max(0.0),
             cores: self.io_cores,
         }
     }

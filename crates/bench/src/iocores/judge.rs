@@ -1,7 +1,7 @@
 //! What a campaign comes to: medians by phase and policy, and the marks.
 //!
-//! Cells of one seed and repetition ran the same scenario: they are a *group*, whose best is what their
-//! progress is divided by ([`Reference::best`]), as in `rtvirtio simulate`. A median is over groups.
+//! Cells of one seed and repetition ran the same scenario: they are a *group*, with one
+//! [`Reference`], as in `rtvirtio simulate`. A median is over groups.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -100,7 +100,7 @@ pub fn rows(cells: &[Cell]) -> Vec<Row> {
         let mut by_policy: BTreeMap<Contender, Vec<Run<'_>>> = BTreeMap::new();
         for (key, group) in groups {
             let progress: Vec<_> = group.iter().map(|(_, phase)| phase.progress()).collect();
-            let reference = Reference::best(&progress);
+            let reference = Reference::of(&progress);
             for ((policy, phase), progress) in group.into_iter().zip(&progress) {
                 let utility = Weights::default().utility(progress, &reference);
                 by_policy.entry(policy).or_default().push((key, phase, utility));

@@ -61,11 +61,11 @@ impl Hands {
         let mut described = describe(action, sampler);
         let done = match action {
             Action::AddThread { cpu, queues } => {
-                self.add(*cpu, queues, sampler, core).map(|name| {
-                    if let PolicyAction::AddIothread { iothread, .. } = &mut described {
-                        *iothread = Some(name);
-                    }
-                })
+                let added = self.add(*cpu, sampler, core);
+                if let PolicyAction::AddIothread { iothread, .. } = &mut described {
+                    *iothread = added.as_ref().ok().cloned();
+                }
+                added.and_then(|name| move_all(queues, &name, sampler, core))
             }
             Action::RemoveThread { thread, moves } => remove(*thread, moves, sampler, core),
             Action::MoveQueue { queue, to } => move_queue(*queue, *to, sampler, core),
@@ -79,22 +79,26 @@ impl Hands {
         }
     }
 
-    fn add(
-        &mut self,
-        cpu: CpuId,
-        queues: &[QueueId],
-        sampler: &Sampler,
-        core: &Core,
-    ) -> Result<IoThreadName, String> {
+    fn add(&mut self, cpu: CpuId, sampler: &Sampler, core: &Core) -> Result<IoThreadName, String> {
         let name = sampler.new_name(&mut self.added).ok_or("there is no name left")?;
         core.add_iothread(sampler.new_thread(name.clone(), cpu)).map_err(|e| words(&e))?;
-        let mut failed = None;
-        for &queue in queues {
-            if let Err(error) = move_to(queue, &name, sampler, core) {
-                failed.get_or_insert(error);
-            }
-        }
-        failed.map_or(Ok(name), Err)
+        Ok(name)
+    }
+}
+
+/// Moves as many of these queues as it can.
+fn move_all(
+    queues: &[QueueId],
+    to: &IoThreadName,
+    sampler: &Sampler,
+    core: &Core,
+) -> Result<(), String> {
+    let moves = queues.iter().map(|&queue| move_to(queue, to, sampler, core));
+    let errors: Vec<String> = moves.filter_map(Result::err).collect();
+    let moved = queues.len() - errors.len();
+    match errors.into_iter().next() {
+        Some(error) => Err(format!("{moved} of {} queues moved: {error}", queues.len())),
+        None => Ok(()),
     }
 }
 

@@ -104,7 +104,9 @@ impl Host {
                 Process::look(pid, vm)
             });
         }
-        self.vms.retain(|vm, _| peers.iter().any(|(_, of)| of == vm));
+        if changed {
+            self.vms.retain(|vm, _| peers.iter().any(|(_, of)| of == vm));
+        }
         for process in self.processes.values_mut().filter(|process| !process.vcpus.is_empty()) {
             let sum = self.vms.entry(process.vm).or_default();
             for vcpu in &mut process.vcpus {
@@ -147,21 +149,30 @@ impl Host {
 /// CPUs and how long each was idle, from the lines `cpuN user nice system idle iowait …` of
 /// `/proc/stat` (proc_stat(5)). A time that falls, as it may by a tick, stays what it was.
 fn idle_times(stat: &[u8], cpus: &mut Vec<Cpu>) {
-    let before = std::mem::take(cpus);
-    for line in stat.split(|&byte| byte == b'\n') {
-        let Ok(line) = str::from_utf8(line) else { break };
-        let Some(rest) = line.strip_prefix("cpu") else { break };
-        let mut fields = rest.split(' ');
-        let Some(id) = fields.next().and_then(|id| id.parse().ok()).map(CpuId::new) else {
-            continue;
-        };
-        let ticks: u64 = fields.skip(3).take(2).filter_map(|n| n.parse::<u64>().ok()).sum();
-        let idle = Nanos::new(ticks.saturating_mul(TICK));
-        let last = before.binary_search_by_key(&id, |cpu| cpu.id);
-        let last = last.map_or(Nanos::ZERO, |at| before[at].idle);
-        cpus.push(Cpu { id, idle: idle.max(last), vcpus: false });
+    let mut found = 0;
+    for (id, idle) in cpu_lines(stat) {
+        found += 1;
+        match cpus.binary_search_by_key(&id, |cpu| cpu.id) {
+            Ok(at) => cpus[at].idle = cpus[at].idle.max(idle),
+            Err(at) => cpus.insert(at, Cpu { id, idle, vcpus: false }),
+        }
     }
-    cpus.sort_unstable_by_key(|cpu| cpu.id);
+    if found < cpus.len() {
+        let there: BTreeSet<CpuId> = cpu_lines(stat).map(|(id, _)| id).collect();
+        cpus.retain(|cpu| there.contains(&cpu.id));
+    }
+}
+
+fn cpu_lines(stat: &[u8]) -> impl Iterator<Item = (CpuId, Nanos)> {
+    let lines = stat.split(|&byte| byte == b'\n').map(|line| str::from_utf8(line).ok());
+    let lines = lines.map_while(|line| line?.strip_prefix("cpu"));
+    lines.filter_map(|line| {
+        let mut fields = line.split(' ');
+        // The first line is of all.
+        let id = CpuId::new(fields.next()?.parse().ok()?);
+        let ticks: u64 = fields.skip(3).take(2).filter_map(|n| n.parse::<u64>().ok()).sum();
+        Some((id, Nanos::new(ticks.saturating_mul(TICK))))
+    })
 }
 
 impl Process {
@@ -221,6 +232,9 @@ mod tests {
         assert_eq!(cpus, [cpu(0, 450), cpu(2, 70)]);
         idle_times(b"cpu2 1 1 1 6 0\ncpu0 1 2 3 41 5\n", &mut cpus);
         assert_eq!(cpus, [cpu(0, 460), cpu(2, 70)]);
+        // One that is taken offline has no line.
+        idle_times(b"cpu  1\ncpu0 1 2 3 41 5\ncpu1 0 0 0 3 0\n", &mut cpus);
+        assert_eq!(cpus, [cpu(0, 460), cpu(1, 30)]);
     }
 
     #[test]

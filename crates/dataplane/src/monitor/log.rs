@@ -58,12 +58,13 @@ impl Log {
         self.counts.clone()
     }
 
-    /// Takes note of a sample.
-    pub(super) fn measure(&mut self, now: u64, sampler: &Sampler) {
-        self.note(now, sampler.totals(), sampler.is_first());
+    /// Takes note of a sample. Decisions whose effect is known by it.
+    pub(super) fn measure(&mut self, now: u64, sampler: &Sampler) -> Vec<u64> {
+        self.note(now, sampler.totals(), sampler.is_first())
     }
 
-    fn note(&mut self, now: u64, totals: Totals, is_first: bool) {
+    fn note(&mut self, now: u64, totals: Totals, is_first: bool) -> Vec<u64> {
+        let mut measured = Vec::new();
         if is_first {
             // Another policy's: its totals began elsewhere.
             self.samples.clear();
@@ -80,8 +81,10 @@ impl Log {
             let at = self.decisions.binary_search_by_key(&number, |decision| decision.number);
             if let Some(decision) = at.ok().and_then(|at| self.decisions.get_mut(at)) {
                 decision.after = Some(load(from, (now, totals)));
+                measured.push(number);
             }
         }
+        measured
     }
 
     /// Adds a decision, which is made of its number and the load before; the number.
@@ -158,7 +161,7 @@ mod tests {
             log.note(at * MS, totals(n * 100, n * 100_000, n * 5 * MS), false);
         }
         assert_eq!(log.after(0)[0].after, None);
-        log.note(2500 * MS, totals(35_000, 35_000_000, 1_750 * MS), false);
+        assert_eq!(log.note(2500 * MS, totals(35_000, 35_000_000, 1_750 * MS), false), [1]);
         let found = log.after(0).remove(0);
         let before = Load { iops: 10_000.0, wait_ns: Nanos::new(1_000), cores: 0.5 };
         let after = Load { iops: 20_000.0, wait_ns: Nanos::new(1_000), cores: 1.0 };

@@ -1,37 +1,47 @@
 //! What a policy is shown.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use rtvirtio_iocores::{Queue, QueueId, Snapshot, Thread, ThreadId, VmId};
+use rtvirtio_iocores::{Queue, QueueId, REFRESH, Snapshot, Thread, ThreadId, VmId};
 use rtvirtio_spec::serve::{IoThread, Polling};
 use rtvirtio_units::{CpuId, IoThreadName, Nanos};
 
 use super::host::{Host, OnCpu, SchedStat};
 use super::log::Totals;
-use crate::plane::iothreads::{Core, Watched, WatchedQueue, WatchedThread, WatchedVm};
-use crate::stats::Progress;
+use crate::iothread::IoThreadStats;
+use crate::plane::iothreads::{Core, Watched, WatchedQueue, WatchedThread};
+use crate::stats::{Progress, QueueStats};
 
-/// The host's CPUs and the vCPUs are looked at in every sample of this number: the kernel counts a
-/// CPU's idle time in steps of 10 ms.
-const REFRESH: u64 = 10;
-
-/// An IOThread at the last sample.
-struct ThreadBefore {
+/// Where an IOThread's times come from.
+struct ThreadSource {
     id: ThreadId,
+    stats: Arc<IoThreadStats>,
     stat: SchedStat,
     on_cpu: OnCpu,
 }
 
-/// Takes samples.
+/// Where a queue's numbers come from, and what they were at the last sample.
+struct QueueSource {
+    id: QueueId,
+    stats: Arc<QueueStats>,
+    last: Progress,
+}
+
+/// Takes samples: each reads the counters of all queues and IOThreads once, and no file but in every
+/// [`REFRESH`]th. While nothing comes or goes it allocates nothing.
 #[derive(Default)]
 pub(super) struct Sampler {
     /// Of the data plane's; 0: nothing was seen yet.
     version: u64,
     watched: Watched,
-    threads: Vec<ThreadBefore>,
-    /// By id.
-    queues: Vec<(u32, Progress)>,
+    /// In the order of the snapshot.
+    threads: Vec<ThreadSource>,
+    /// In the order of the snapshot: by id.
+    queues: Vec<QueueSource>,
     host: Host,
+    /// Front ends' processes with their VMs; kept for its memory.
+    peers: Vec<(i32, VmId)>,
     samples: u64,
     totals: Totals,
     snapshot: Snapshot,
@@ -45,25 +55,21 @@ impl Sampler {
             // Before the look: what changes meanwhile is seen the next time.
             self.version = version;
             self.watched = core.look();
-            self.match_before();
+            self.match_sources();
         }
         self.snapshot.now = now;
+        if self.samples.is_multiple_of(REFRESH) {
+            self.measure(now);
+        }
         self.sample_threads();
         self.sample_queues();
-        if self.samples.is_multiple_of(REFRESH) {
-            let vms = self.watched.vms.iter();
-            let peer = |vm: &WatchedVm| Some((vm.device.upgrade()?.peer()?, VmId(vm.id)));
-            let mut peers: Vec<_> = vms.filter_map(peer).collect();
-            peers.sort_unstable();
-            peers.dedup();
-            self.host.refresh(&peers, &mut self.snapshot.cpus, &mut self.snapshot.vms);
-        }
         self.samples += 1;
     }
 
     /// What is new has done nothing yet; what is gone is forgotten.
-    fn match_before(&mut self) {
+    fn match_sources(&mut self) {
         let mut before = std::mem::take(&mut self.threads);
+        self.snapshot.threads.clear();
         for thread in &self.watched.threads {
             let id = ThreadId(thread.id.get());
             let known = before.iter().position(|before| before.id == id);
@@ -71,64 +77,88 @@ impl Sampler {
                 || {
                     let stat = SchedStat::of_thread(thread.tid);
                     let on_cpu = stat.read();
-                    ThreadBefore { id, stat, on_cpu }
+                    ThreadSource { id, stats: Arc::clone(&thread.stats), stat, on_cpu }
                 },
                 |known| before.swap_remove(known),
             ));
-        }
-        let before = std::mem::take(&mut self.queues);
-        for queue in &self.watched.queues {
-            let known = before.binary_search_by_key(&queue.id, |(id, _)| *id);
-            let progress = known.map_or_else(|_| queue.stats.progress(), |known| before[known].1);
-            self.queues.push((queue.id, progress));
-        }
-    }
-
-    fn sample_threads(&mut self) {
-        self.snapshot.threads.clear();
-        for (thread, before) in self.watched.threads.iter().zip(&mut self.threads) {
-            let on_cpu = before.stat.read();
-            self.totals.ran += on_cpu.ran.saturating_sub(before.on_cpu.ran).get();
-            // A thread that has just ended has no times.
-            if on_cpu != OnCpu::default() {
-                before.on_cpu = on_cpu;
-            }
-            let stats = &thread.stats;
-            let ns = |number: &AtomicU64| Nanos::new(number.load(Relaxed));
             self.snapshot.threads.push(Thread {
-                id: before.id,
+                id,
                 cpu: match thread.config.cpus[..] {
                     [only] => Some(only),
                     _ => None,
                 },
                 locked: thread.locked,
-                busy: ns(&stats.busy_ns),
-                poll: ns(&stats.poll_ns),
-                sleep: ns(&stats.sleep_ns),
-                ran: before.on_cpu.ran,
-                waited: before.on_cpu.waited,
+                busy: Nanos::ZERO,
+                poll: Nanos::ZERO,
+                sleep: Nanos::ZERO,
+                ran: Nanos::ZERO,
+                waited: Nanos::ZERO,
+            });
+        }
+        let before = std::mem::take(&mut self.queues);
+        self.snapshot.queues.clear();
+        for queue in &self.watched.queues {
+            let id = QueueId(queue.id);
+            let known = before.binary_search_by_key(&id, |before| before.id);
+            let last = known.map_or_else(|_| queue.stats.progress(), |known| before[known].last);
+            self.queues.push(QueueSource { id, stats: Arc::clone(&queue.stats), last });
+            self.snapshot.queues.push(Queue {
+                id,
+                vm: VmId(queue.vm),
+                thread: ThreadId(queue.thread.get()),
+                busy: Nanos::ZERO,
+                requests: 0,
+                bytes: 0,
+                waited: Nanos::ZERO,
+                in_flight: 0,
+                standing: false,
             });
         }
     }
 
+    /// What the kernel says.
+    fn measure(&mut self, now: Nanos) {
+        self.snapshot.measured = now;
+        for thread in &mut self.threads {
+            let on_cpu = thread.stat.read();
+            self.totals.ran += on_cpu.ran.saturating_sub(thread.on_cpu.ran).get();
+            // A thread that has just ended has no times.
+            if on_cpu != OnCpu::default() {
+                thread.on_cpu = on_cpu;
+            }
+        }
+        self.peers.clear();
+        for vm in &self.watched.vms {
+            let peer = vm.device.upgrade().and_then(|device| device.peer());
+            self.peers.extend(peer.map(|peer| (peer, VmId(vm.id))));
+        }
+        self.peers.sort_unstable();
+        self.peers.dedup();
+        self.host.refresh(&self.peers, &mut self.snapshot.cpus, &mut self.snapshot.vms);
+    }
+
+    fn sample_threads(&mut self) {
+        for (source, thread) in self.threads.iter().zip(&mut self.snapshot.threads) {
+            let ns = |number: &AtomicU64| Nanos::new(number.load(Relaxed));
+            thread.busy = ns(&source.stats.busy_ns);
+            thread.poll = ns(&source.stats.poll_ns);
+            thread.sleep = ns(&source.stats.sleep_ns);
+            (thread.ran, thread.waited) = (source.on_cpu.ran, source.on_cpu.waited);
+        }
+    }
+
     fn sample_queues(&mut self) {
-        self.snapshot.queues.clear();
-        for (queue, (_, before)) in self.watched.queues.iter().zip(&mut self.queues) {
-            let now = queue.stats.progress();
-            self.totals.requests += now.requests.saturating_sub(before.requests);
-            self.totals.waited += now.waited.saturating_sub(before.waited).get();
-            self.snapshot.queues.push(Queue {
-                id: QueueId(queue.id),
-                vm: VmId(queue.vm),
-                thread: ThreadId(queue.thread.get()),
-                busy: now.busy,
-                requests: now.requests,
-                bytes: now.bytes,
-                waited: now.waited,
-                in_flight: now.in_flight().min(u32::MAX.into()) as u32,
-                standing: now.is_standing(*before),
-            });
-            *before = now;
+        for (source, queue) in self.queues.iter_mut().zip(&mut self.snapshot.queues) {
+            let now = source.stats.progress();
+            let last = std::mem::replace(&mut source.last, now);
+            self.totals.requests += now.requests.saturating_sub(last.requests);
+            self.totals.waited += now.waited.saturating_sub(last.waited).get();
+            queue.busy = now.busy;
+            queue.requests = now.requests;
+            queue.bytes = now.bytes;
+            queue.waited = now.waited;
+            queue.in_flight = now.in_flight().min(u32::MAX.into()) as u32;
+            queue.standing = now.is_standing(last);
         }
     }
 

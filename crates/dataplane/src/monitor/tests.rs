@@ -210,8 +210,12 @@ fn what_cannot_be_done_is_said() {
     fails(Action::SetVcpuCpus { cpus: vec![cpu()] }, "no right");
     let no_cpu = CpuId::new(1023);
     fails(Action::AddThread { cpu: no_cpu, queues: vec![QueueId(0)] }, "cannot start iothread");
-    assert_eq!(rig.mapping(), ["iot0", "iot1"]);
-    assert_eq!(rig.snapshot().threads.len(), 2);
+    // What was done of it is named.
+    let part = Action::AddThread { cpu: cpu(), queues: vec![QueueId(9), QueueId(1)] };
+    let part = fails(part, "1 of 2 queues moved: there is no such queue");
+    assert!(part.to_string().starts_with("add auto2 on CPU "), "{part}");
+    assert_eq!(rig.mapping(), ["iot0", "auto2"]);
+    assert_eq!(rig.snapshot().threads.len(), 3);
 }
 
 #[test]

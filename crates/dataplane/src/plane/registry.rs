@@ -135,7 +135,7 @@ impl Registry {
         self.state().host(device).unwrap()
     }
 
-    #[cfg(test)]
+    #[cfg(any(test, feature = "test-utils"))]
     pub(crate) fn core(&self) -> &Arc<Core> {
         &self.core
     }

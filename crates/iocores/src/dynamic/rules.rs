@@ -16,13 +16,18 @@ impl Dynamic {
         let (kind, undo) = (trial.kind, trial.undo.clone());
         let (situation, at) = (trial.situation, trial.at);
         // A removal harms only those that are busier for it than it was bet.
-        let harmed =
+        let may_harm =
             kind != Kind::Remove || view.window.unlocked().any(|thread| thread.busy > ROOM);
-        let Some(verdict) = trial.verdict(&self.weights).filter(|_| harmed) else {
-            self.back_off[kind as usize].helped(&situation);
+        let verdict = trial.verdict(&self.weights);
+        if !may_harm || !verdict.harmed() {
+            self.back_off[kind as usize].not_seen(&situation);
+            if kind == Kind::Add && verdict.helped() {
+                let now = self.situation(view, false);
+                self.worth.seen(view.now, now);
+            }
             self.trial = None;
             return None;
-        };
+        }
         let why = format!(
             "undone: utility was {:.3} before and {:.3} after it ({} ago, sigma {:.3})",
             verdict.before,
@@ -52,10 +57,7 @@ impl Dynamic {
             Undo::Cpus(cpus) => {
                 let there = |cpu: &CpuId| view.window.cpu(*cpu).is_some();
                 let cpus: BTreeSet<_> = cpus.into_iter().filter(there).collect();
-                self.borrowed.retain(|cpu| !cpus.contains(cpu));
-                self.borrowed.extend(view.vcpus().difference(&cpus));
-                let action = Action::SetVcpuCpus { cpus: cpus.iter().copied().collect() };
-                (!cpus.is_empty()).then(|| vec![decision(action, why)])
+                (!cpus.is_empty()).then(|| vec![self.set_vcpus(cpus, why)])
             }
             // Not yet: it was changed too recently.
             Undo::Remove(_) | Undo::Add(_) => return None,
@@ -69,7 +71,7 @@ impl Dynamic {
         // What undoes it is not itself on trial.
         self.trial = None;
         self.undone = Some(view.now);
-        let periods = self.back_off[kind as usize].regretted(view.now, situation);
+        let periods = self.back_off[kind as usize].seen(view.now, situation);
         for decision in &mut decisions {
             decision.reason += &format!("; not again at this load for {periods} periods");
         }
@@ -152,31 +154,37 @@ impl Dynamic {
             }
         }
         let situation = self.situation(view, urgent);
-        if !self.back_off[Kind::Add as usize].allows(now, &situation) {
+        if self.back_off[Kind::Add as usize].holds(now, &situation) {
             return None;
         }
         let threads = view.window.threads.len();
         let room = self.limits.most.saturating_sub(threads);
+        let candidates = self.candidates(view);
         let vcpus = view.vcpus();
-        let mut idle = view.window.vcpus_idle();
+        let mut idle = view.period.vcpus_idle();
         let chased = self.undone.is_some_and(|at| now.saturating_sub(at) < AFTER_REMOVAL);
         let mut moves =
             if chased { self.budget.left_to_balance(view.snapshot) } else { self.budget.left() };
+        let room = room.min(candidates.len());
+        let mut new = self.fan_out(view, new, room);
+        new.truncate(room);
+        let mut parts = new.len();
         let mut adds = Vec::new();
-        for ((pressed, mut split), cpu) in new.into_iter().zip(self.candidates(view)).take(room) {
+        for ((pressed, mut split), cpu) in new.into_iter().zip(candidates) {
             // A core of I/O at most is gained; what vCPUs do not leave idle is lost.
             let lost = if vcpus.contains(&cpu) { (1.0 - idle).clamp(0.0, 1.0) } else { 0.0 };
             if self.weights.io - self.weights.compute * lost <= self.weights.core || moves == 0 {
                 break;
             }
-            split.go.truncate(moves);
+            split.go.truncate(moves.div_ceil(parts));
             moves -= split.go.len();
+            parts -= 1;
             let reason = format!(
                 "{}; {} queues with {} % of an IOThread go to one of their own, {} % stay; \
                  vCPUs leave {idle:.2} CPUs idle; IOThread {} of at most {}",
                 pressed.why,
                 split.go.len(),
-                percent(split.load),
+                percent(load(&split.go)),
                 percent(split.stays),
                 threads + adds.len() + 1,
                 self.limits.most,
@@ -191,9 +199,35 @@ impl Dynamic {
             && now.saturating_sub(*at) < MISTAKEN
             && (Situation { standing: 0, urgent: false, ..situation }).like(before)
         {
-            self.back_off[Kind::Remove as usize].regretted(now, *before);
+            self.back_off[Kind::Remove as usize].seen(now, *before);
         }
         Some(self.add(view, adds, urgent))
+    }
+
+    /// Splits pressed IOThreads in more than two parts, a queue that stands in each: as many as
+    /// there is `room` for, and as bring the number to its limit with a second addition.
+    fn fan_out<'a>(
+        &self,
+        view: &View<'_>,
+        new: Vec<(&'a Pressed, Split)>,
+        room: usize,
+    ) -> Vec<(&'a Pressed, Split)> {
+        let each = (room / new.len().max(1) + 1).min(self.fan);
+        let stands = |queue: &QueueLoad| self.standing.get(queue.id) >= STREAK;
+        let mut parts = Vec::new();
+        for (pressed, split) in new {
+            let queues = &view.groups[&pressed.thread];
+            let standing = queues.iter().filter(|queue| stands(queue)).count();
+            if each.min(standing) <= 2 {
+                parts.push((pressed, split));
+                continue;
+            }
+            let may_move = |queue| self.budget.may_move(queue);
+            let of = place::parts_that_go(queues, each.min(standing), may_move);
+            let of = of.into_iter().filter(|part| part.go.iter().any(stands));
+            parts.extend(of.map(|part| (pressed, part)));
+        }
+        parts
     }
 
     /// Which of these queues another IOThread has room for.
@@ -204,7 +238,7 @@ impl Dynamic {
         part: &[QueueLoad],
     ) -> Option<(ThreadLoad, Vec<QueueLoad>)> {
         let situation = self.situation(view, pressed.urgent);
-        if !self.back_off[Kind::Move as usize].allows(view.now, &situation) {
+        if self.back_off[Kind::Move as usize].holds(view.now, &situation) {
             return None;
         }
         let others = view.window.unlocked().filter(|thread| thread.id != pressed.thread);
@@ -257,8 +291,9 @@ impl Dynamic {
     pub(super) fn could_spare(&self, view: &View<'_>) -> usize {
         let period = View { groups: place::groups(view.period), window: view.period, ..*view };
         // What more a full IOThread with several queues would have done is not known; but what
-        // vCPUs would do that wait.
-        let waited = period.window.vcpus_waited;
+        // vCPUs would do that wait, unless these wait for what the IOThread brings.
+        let is_worth = self.worth.holds(view.now, &self.situation(view, false));
+        let waited = if is_worth { 0.0 } else { period.window.vcpus_waited };
         let full = |queues: &Vec<QueueLoad>| {
             let loaded = queues.iter().filter(|queue| queue.busy >= LOADED);
             load(queues) >= 0.95 && loaded.count() > 1
@@ -295,9 +330,9 @@ impl Dynamic {
         if count == 0 || !long || !self.may_remove(view.now) {
             return None;
         }
-        let recent: Vec<_> = self.history.iter().copied().collect();
-        let mean = Progress::mean(&recent);
-        if !self.back_off[Kind::Remove as usize].allows(view.now, &self.situation(view, false)) {
+        let recent: Vec<_> = self.history.iter().rev().take(NEEDLESS).copied().collect();
+        let mean = Period::mean(&recent);
+        if self.back_off[Kind::Remove as usize].holds(view.now, &self.situation(view, false)) {
             return None;
         }
         let gone = self.victims(view, count);
@@ -313,6 +348,7 @@ impl Dynamic {
     pub(super) fn share_cpus(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
         let sample = view.period;
         let vcpus = view.vcpus();
+        let lendable = self.lendable(view);
         let mut missed = BTreeMap::new();
         let mut found = None;
         for thread in sample.unlocked() {
@@ -323,7 +359,9 @@ impl Dynamic {
                 let other = |other: &&CpuId| {
                     sample.threads.iter().all(|thread| thread.cpu != Some(**other))
                 };
-                if thread.waited - lost >= GAIN.0 && vcpus.iter().any(|cpu| other(&cpu)) {
+                let refused = self.refused.contains(&cpu.id);
+                if !refused && thread.waited - lost >= GAIN.0 && vcpus.iter().any(|cpu| other(&cpu))
+                {
                     let reason = format!(
                         "IOThread {} waits {} % for CPU {}, of which vCPUs use {} %; \
                          they would lose {} %",
@@ -335,7 +373,7 @@ impl Dynamic {
                     );
                     found = found.or(Some((cpu.id, true, reason)));
                 }
-            } else if self.borrowed.contains(&cpu.id) {
+            } else if lendable.contains(&cpu.id) {
                 let gained = sample.vcpus_waited.min(1.0 - thread.ran) - thread.busy;
                 if gained < GAIN.1 {
                     continue;
@@ -355,22 +393,24 @@ impl Dynamic {
             }
         }
         self.missed = missed;
-        let (cpu, take, reason) = found.filter(|_| self.limits.borrow && self.trial.is_none())?;
-        if !self.back_off[Kind::Cpus as usize].allows(view.now, &self.situation(view, false)) {
+        // Where an IOThread has gone, the others may need a CPU for themselves at once: the same bet.
+        let trial = self.trial.as_ref().map(|trial| trial.kind);
+        let may = |take| trial.is_none() || (take && trial == Some(Kind::Remove));
+        let (cpu, take, reason) = found.filter(|found| self.limits.borrow && may(found.1))?;
+        if self.back_off[Kind::Cpus as usize].holds(view.now, &self.situation(view, false)) {
             return None;
         }
         let mut cpus = vcpus.clone();
         if take {
             cpus.remove(&cpu);
-            self.borrowed.insert(cpu);
         } else {
             cpus.insert(cpu);
-            self.borrowed.remove(&cpu);
             self.missed.remove(&cpu);
         }
-        let undo = Undo::Cpus(vcpus.into_iter().collect());
-        self.try_out(view, Kind::Cpus, undo, false);
-        let action = Action::SetVcpuCpus { cpus: cpus.into_iter().collect() };
-        Some(vec![decision(action, reason)])
+        if trial.is_none() {
+            let undo = Undo::Cpus(vcpus.into_iter().collect());
+            self.try_out(view, Kind::Cpus, undo, false);
+        }
+        Some(vec![self.set_vcpus(cpus, reason)])
     }
 }

@@ -83,6 +83,9 @@ impl Liar {
         };
         let now = self.state.now.saturating_add(Nanos::from_millis(ms));
         self.state.now = now;
+        if random.random_bool(0.3) {
+            self.state.measured = now;
+        }
         let mut count = |of: &mut Nanos| {
             *of = match random.random_range(0..100) {
                 0 => Nanos::new(random.random()),
@@ -195,6 +198,7 @@ impl Liar {
 /// What the header of `dynamic` promises of moves and dwell.
 #[derive(Default)]
 struct Bounds {
+    most: usize,
     moves: VecDeque<Nanos>,
     moved: BTreeMap<QueueId, Nanos>,
     added: Option<Nanos>,
@@ -221,13 +225,14 @@ impl Bounds {
                 Action::SetVcpuCpus { .. } => {}
             }
         }
-        assert!(queues.len() <= 10);
+        let fours = self.most.div_ceil(4);
+        assert!(queues.len() <= 10 * fours);
         for queue in queues {
-            assert!(passed(self.moved.insert(queue, now), 250));
+            assert!(passed(self.moved.insert(queue, now), 200));
             self.moves.push_back(now);
         }
         self.moves.retain(|&at| now.saturating_sub(at) < Nanos::from_millis(1_000));
-        assert!(self.moves.len() <= 50);
+        assert!(self.moves.len() <= 50 * fours);
         assert!(!(adds && removes));
         if adds || removes {
             assert!(
@@ -242,7 +247,7 @@ impl Bounds {
 fn run(kind: Kind, seed: u64, queues: u32, steps: u32) {
     let mut liar = Liar::new(seed, queues);
     let mut policy = policy(kind, liar.limits.clone());
-    let mut bounds = Bounds::default();
+    let mut bounds = Bounds { most: liar.limits.most, ..Bounds::default() };
     for _ in 0..steps {
         liar.pass();
         let decisions = policy.step(&liar.state);

@@ -199,6 +199,7 @@ impl World {
             vm.waited = vm.waited.saturating_add(nanos(TICK * (self.wanted - ran).max(0.0)));
         }
         state.now = state.now.saturating_add(nanos(TICK));
+        state.measured = state.now;
     }
 
     /// Time, ms.

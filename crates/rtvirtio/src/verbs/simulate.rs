@@ -1,5 +1,6 @@
 //! `rtvirtio simulate`.
 
+mod calibrate;
 mod progress;
 mod table;
 
@@ -8,6 +9,7 @@ use std::str::FromStr;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_bench::load::Interrupted;
 use rtvirtio_iocores::{Kind, Limits, policy};
 use rtvirtio_sim::scenario::{PhaseKind, Scenario, Size};
 use rtvirtio_sim::{Backend, Costs, Machine, Outcome, Simulation};
@@ -20,6 +22,9 @@ use progress::Progress;
 
 /// Largest file of costs.
 const MAX_COSTS: u64 = 1 << 16;
+/// What a request costs an IOThread that has more to do than to copy, and each KiB of it.
+const REQUEST: Nanos = Nanos::from_micros(20);
+const KIB: Nanos = Nanos::new(40);
 /// Simulated between two looks at the clock.
 const STEP: Nanos = Nanos::from_millis(50);
 
@@ -45,14 +50,16 @@ In each phase but compute (and some VMs of mixed) the VMs compute a quarter of -
 The table: IOPS; cores: IOThreads, mean; IOPS/core: for each of their seconds; latencies as clients see \
 them; compute: CPUs' worth of it; vCPU wait: CPUs' worth of vCPUs that were ready but did not run; settled: \
 time after the phase's start until the IOPS were within 5 % of its second half. Utility (compared within a \
-phase): I/O + compute - 0.2 x cores, where I/O and compute are parts of the best run's, or, with more than \
-4 CPUs, cores' worth of I/O and CPUs' worth of compute.
+phase): I/O + compute - 0.2 x cores. 1 is what one busy IOThread does, and one CPU's computing; or, where \
+no run does more than that, the most that any does.
 
 A request costs the CPU time of --request-us and --kib-ns; other costs are measured ones of a disk in memory \
-on an AMD EPYC, or those of --costs. See docs/ARCHITECTURE.md on what the simulator leaves out.
+on an AMD EPYC, or those of --costs, which --calibrate makes of this machine. See docs/ARCHITECTURE.md on \
+what the simulator leaves out.
 
 Examples:
   rtvirtio simulate --cpus 16 --vms 48
+  rtvirtio simulate --calibrate costs.json && rtvirtio simulate --costs costs.json --cpus 16 --vms 48
   rtvirtio simulate --cpus 64 --vms 256 --policy static:8,dynamic --phases mixed,bursts --seconds 30
   rtvirtio simulate --cpus 2 --vms 4 --json --phases all-hot --policy static:1,static:2,dynamic")]
 pub(crate) struct Args {
@@ -86,15 +93,19 @@ pub(crate) struct Args {
     /// Another seed is another order of phases, other bursts, other times of requests
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// CPU time of an IOThread for a request
-    #[arg(long, default_value_t = 20.0)]
-    request_us: f64,
-    /// And for each KiB of it
-    #[arg(long, default_value_t = 40.0)]
-    kib_ns: f64,
-    /// Other costs, JSON: those that it does not name keep their defaults
+    /// CPU time of an IOThread for a request, µs [default: that of --costs, or 20]
+    #[arg(long)]
+    request_us: Option<f64>,
+    /// And for each KiB of it, ns [default: that of --costs, or 40]
+    #[arg(long)]
+    kib_ns: Option<f64>,
+    /// All costs, JSON: those that it does not name keep their defaults
     #[arg(long)]
     costs: Option<PathBuf>,
+    /// Instead: measure what things cost on this machine, and write it here for --costs. Runs loads on a
+    /// server of its own for a minute
+    #[arg(long, value_name = "FILE", exclusive = true)]
+    calibrate: Option<PathBuf>,
     /// Disks: null (nothing but CPU time), ref-4x250, ref-8x80, ref-stall
     #[arg(long, default_value = "null")]
     disk: String,
@@ -188,7 +199,11 @@ struct Report<'a> {
     runs: &'a [Run],
 }
 
-pub(crate) fn run(args: &Args) -> Result<Ended> {
+pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Ended> {
+    if let Some(path) = &args.calibrate {
+        calibrate::run(path, interrupted)?;
+        return Ok(Ended::Done);
+    }
     let compute = args.compute.unwrap_or(f64::from(args.cpus) / 2.0);
     let scenario = scenario(args, compute)?;
     let costs = costs(args)?;
@@ -233,8 +248,7 @@ pub(crate) fn run(args: &Args) -> Result<Ended> {
     }
     drop(progress);
 
-    let reference = if args.cpus <= 4 { table::Reference::Best } else { table::Reference::Core };
-    table::add_utility(&mut runs, reference);
+    table::add_utility(&mut runs);
     if args.json {
         let (queues, depth, rate) = (args.queues, args.depth, args.rate);
         let (cpus, vms, seed, disk) = (args.cpus, args.vms, args.seed, args.disk.as_str());
@@ -242,7 +256,7 @@ pub(crate) fn run(args: &Args) -> Result<Ended> {
             Report { cpus, vms, queues, depth, rate, compute, seed, disk, costs, runs: &runs };
         input::print_json(&report)?;
     } else {
-        print!("{}", table::table(&runs, reference));
+        print!("{}", table::table(&runs));
         eprint!("{}", table::speed(&runs));
     }
     Ok(Ended::Done)
@@ -265,16 +279,19 @@ fn scenario(args: &Args, compute: f64) -> Result<Scenario> {
 }
 
 fn costs(args: &Args) -> Result<Costs> {
-    let mut costs = Costs::default();
+    let mut costs = Costs { request: REQUEST, kib: KIB, ..Costs::default() };
     if let Some(path) = &args.costs {
         let text = input::read(path, MAX_COSTS)?;
         costs = serde_json::from_str(&text).with_context(|| format!("{}", path.display()))?;
     }
-    let (request, kib) = (args.request_us, args.kib_ns);
-    ensure!((0.0..=1e6).contains(&request), "--request-us is {request}, outside 0 to 1000000");
-    ensure!((0.0..=1e6).contains(&kib), "--kib-ns is {kib}, outside 0 to 1000000");
-    costs.request = Nanos::from_secs_f64(request / 1e6);
-    costs.kib = Nanos::from_secs_f64(kib / 1e9);
+    if let Some(request) = args.request_us {
+        ensure!((0.0..=1e6).contains(&request), "--request-us is {request}, outside 0 to 1000000");
+        costs.request = Nanos::from_secs_f64(request / 1e6);
+    }
+    if let Some(kib) = args.kib_ns {
+        ensure!((0.0..=1e6).contains(&kib), "--kib-ns is {kib}, outside 0 to 1000000");
+        costs.kib = Nanos::from_secs_f64(kib / 1e9);
+    }
     Ok(costs)
 }
 

@@ -40,21 +40,32 @@ fn read(stream: &mut UnixStream) -> Asked {
     Asked { head: head.to_owned(), body: serde_json::from_str(body).unwrap_or(Value::Null), fds }
 }
 
-/// Runs `ctl` with these arguments against a server that gives this answer.
-fn ctl(arguments: &[&str], status: u16, answer: &str) -> (Output, Asked) {
+/// Runs `ctl` with these arguments against a server that gives these answers, one after the other.
+fn ctl_asks(arguments: &[&str], answers: &[(u16, &str)]) -> (Output, Vec<Asked>) {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("control.sock");
     let listener = UnixListener::bind(&socket).unwrap();
-    let answer = format!("HTTP/1.0 {status} Status\r\n\r\n{answer}");
+    let answer =
+        |&(status, answer): &(u16, &str)| format!("HTTP/1.0 {status} Status\r\n\r\n{answer}");
+    let answers: Vec<String> = answers.iter().map(answer).collect();
     let server = thread::spawn(move || {
-        let mut stream = listener.accept().unwrap().0;
-        let asked = read(&mut stream);
-        stream.write_all(answer.as_bytes()).unwrap();
-        asked
+        let answer = |answer: &String| {
+            let mut stream = listener.accept().unwrap().0;
+            let asked = read(&mut stream);
+            stream.write_all(answer.as_bytes()).unwrap();
+            asked
+        };
+        answers.iter().map(answer).collect()
     });
     let all = [&["ctl", "--socket", socket.to_str().unwrap()], arguments].concat();
     let output = rtvirtio(Path::new("/nonexistent"), &all);
     (output, server.join().unwrap())
+}
+
+/// The same with one answer.
+fn ctl(arguments: &[&str], status: u16, answer: &str) -> (Output, Asked) {
+    let (output, mut asked) = ctl_asks(arguments, &[(status, answer)]);
+    (output, asked.remove(0))
 }
 
 fn done(arguments: &[&str], answer: &str) -> (String, Asked) {
@@ -165,6 +176,29 @@ fn policy_is_asked_for_in_part_and_decisions_are_shown() {
     assert_eq!(text, expected);
     let (text, _) = done(&["decisions", "--json"], &json!([decision]).to_string());
     assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), json!([decision]));
+}
+
+#[test]
+fn followed_decision_is_printed_at_once_and_its_effect_later() {
+    let load = |iops: f64| json!({ "iops": iops, "wait_ns": 5000, "cores": 1.0 });
+    let mut decision = json!({
+        "number": 3, "time_ns": 1_700_000_000_000_000_000_u64, "policy": "dynamic",
+        "action": { "kind": "gone" }, "reason": "1", "outcome": "done", "took_ns": 5000,
+        "before": load(1000.0),
+    });
+    let events = "data: {\"event\":\"decision\",\"number\":3,\"action\":\"a\",\"reason\":\"1\",                  \"outcome\":\"done\"}\n\ndata: {\"event\":\"decision_measured\",\"number\":3}\n\n";
+    let made = json!([decision]).to_string();
+    decision["after"] = load(2000.0);
+    let measured = json!([decision]).to_string();
+    let answers = [events, "[]", &made, &measured];
+    let (output, asked) = ctl_asks(&["decisions", "--follow"], &answers.map(|of| (200, of)));
+    assert!(output.status.success(), "{}", said(&output));
+    let paths = asked.iter().map(|asked| asked.head.split(' ').nth(1).unwrap());
+    let expected =
+        ["/v1/events", "/v1/decisions?after=0", "/v1/decisions?after=0", "/v1/decisions?after=2"];
+    assert_eq!(paths.collect::<Vec<_>>(), expected);
+    let expected = "3 2023-11-14T22:13:20.000Z dynamic: something that is no longer there (done): 1\n                      effect of 3: before: 1000 IOPS, wait 5.0 µs, 1.00 cores;                     after: 2000 IOPS, wait 5.0 µs, 1.00 cores\n";
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), expected);
 }
 
 #[test]

@@ -92,6 +92,8 @@ pub(super) struct IoThread {
     busy: u64,
     poll: u64,
     sleep: u64,
+    /// On a CPU, and ready without one, when the policy was last shown that.
+    pub(super) measured: (u64, u64),
 }
 
 impl IoThread {
@@ -157,6 +159,7 @@ impl Simulation<'_> {
             busy: 0,
             poll: 0,
             sleep: 0,
+            measured: (0, 0),
         });
         place
     }

@@ -1,6 +1,8 @@
 //! What the policy is shown, and what it has done.
 
-use rtvirtio_iocores::{Action, Cpu, Decision, QueueId, SAMPLE, Thread, ThreadId, Vm, VmId};
+use rtvirtio_iocores::{
+    Action, Cpu, Decision, QueueId, REFRESH, SAMPLE, Thread, ThreadId, Vm, VmId,
+};
 use rtvirtio_units::{CpuId, Nanos};
 use serde::Serialize;
 
@@ -40,12 +42,16 @@ impl Simulation<'_> {
 
     fn take_snapshot(&mut self) {
         let now = self.events.now;
+        self.snapshot.now = Nanos::new(now);
+        if self.samples.is_multiple_of(REFRESH) {
+            self.measure();
+        }
+        self.samples += 1;
         let snapshot = &mut self.snapshot;
-        snapshot.now = Nanos::new(now);
         snapshot.threads.clear();
         for io in self.ios.iter().filter(|io| !io.gone) {
             let (busy, poll, sleep) = io.times(now);
-            let (ran, waited) = self.cpus.times(io.thread, now);
+            let (ran, waited) = io.measured;
             snapshot.threads.push(Thread {
                 id: io.id,
                 cpu: Some(io.cpu),
@@ -74,6 +80,16 @@ impl Simulation<'_> {
             queue.marked = queue.made;
         }
         snapshot.queues.sort_unstable_by_key(|queue| queue.id);
+    }
+
+    /// The kernel's times, as seldom as the data plane's monitor reads them.
+    fn measure(&mut self) {
+        let now = self.events.now;
+        for io in &mut self.ios {
+            io.measured = self.cpus.times(io.thread, now);
+        }
+        let snapshot = &mut self.snapshot;
+        snapshot.measured = snapshot.now;
         snapshot.vms.clear();
         let vms = self.first.len() as u32 - 1;
         let vm = |vm| Vm { id: VmId(vm), ran: Nanos::ZERO, waited: Nanos::ZERO };
@@ -172,6 +188,9 @@ impl Simulation<'_> {
                     return false;
                 }
                 self.vcpus = mask(&cpus);
+                for cpu in &mut self.snapshot.cpus {
+                    cpu.vcpus = cpus.contains(&cpu.id);
+                }
                 let clients = self.queues.iter().map(|queue| queue.client.thread);
                 let burners = self.burners.iter().map(|burner| burner.thread);
                 for thread in clients.chain(burners) {

@@ -37,7 +37,8 @@ pub(super) struct DecisionArgs {
     /// Print those after this number only
     #[arg(long, value_name = "N", default_value_t = 0)]
     after: u64,
-    /// Go on printing decisions as they are made, until Ctrl-C; what came of those is not known then
+    /// Go on printing, until Ctrl-C: each decision as it is made, and a second later, as a line of its
+    /// own, what came of it (with --json the decision once more)
     #[arg(long)]
     follow: bool,
 }
@@ -94,20 +95,28 @@ pub(super) fn decisions(client: &ControlClient, args: &DecisionArgs, json: bool)
     if !args.follow && json {
         return input::print_json(&found);
     }
-    let mut print = |decisions: &[Decision]| -> Result<()> {
+    let mut print = |decisions: &[Decision], words: fn(&Decision) -> String| -> Result<()> {
         for decision in decisions {
-            let text =
-                if json { serde_json::to_string(decision)? } else { show::decision(decision) };
+            let text = if json { serde_json::to_string(decision)? } else { words(decision) };
             writeln!(out, "{text}").context("write")?;
         }
         out.flush().context("write")
     };
-    print(&found)?;
+    print(&found, show::decision)?;
     for event in events.into_iter().flatten() {
-        if let Event::Decision { .. } | Event::EventsLost { .. } = event? {
-            let found: Vec<Decision> = client.get(&at(last))?;
-            last = found.last().map_or(last, |decision| decision.number);
-            print(&found)?;
+        match event? {
+            Event::Decision { .. } | Event::EventsLost { .. } => {
+                let found: Vec<Decision> = client.get(&at(last))?;
+                last = found.last().map_or(last, |decision| decision.number);
+                print(&found, show::decided)?;
+            }
+            Event::DecisionMeasured { number } => {
+                let mut found: Vec<Decision> = client.get(&at(number.saturating_sub(1)))?;
+                found.truncate(1);
+                found.retain(|decision| decision.number == number);
+                print(&found, |of| format!("  effect of {}: {}", of.number, show::effect(of)))?;
+            }
+            _ => {}
         }
     }
     Ok(())

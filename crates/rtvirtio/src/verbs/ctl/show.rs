@@ -247,20 +247,29 @@ pub(super) fn policy(state: &PolicyState) -> String {
 
 /// A decision on two lines.
 pub(super) fn decision(decision: &Decision) -> String {
-    let Decision { number, policy, action, reason, outcome, error, before, after, .. } = decision;
+    format!("{}\n  {}", decided(decision), effect(decision))
+}
+
+/// What was decided, and why.
+pub(super) fn decided(decision: &Decision) -> String {
+    let Decision { number, policy, action, reason, outcome, error, .. } = decision;
     let time = i64::try_from(decision.time_ns.get() / 1_000).ok();
     let time = time.and_then(|us| jiff::Timestamp::from_microsecond(us).ok()).unwrap_or_default();
+    let error = error.as_ref().map(|error| format!(": {}", error.escape_debug()));
+    format!(
+        "{number} {time:.3} {policy}: {action} ({outcome}{}): {}",
+        error.unwrap_or_default(),
+        reason.escape_debug(),
+    )
+}
+
+/// What came of a decision, as far as that is known.
+pub(super) fn effect(decision: &Decision) -> String {
     let load = |load: &Load| {
         format!("{:.0} IOPS, wait {}, {:.2} cores", load.iops, load.wait_ns, load.cores)
     };
-    let after = after.as_ref().map_or_else(|| "not measured".to_owned(), load);
-    let error = error.as_ref().map(|error| format!(": {}", error.escape_debug()));
-    format!(
-        "{number} {time:.3} {policy}: {action} ({outcome}{}): {}\n  before: {}; after: {after}",
-        error.unwrap_or_default(),
-        reason.escape_debug(),
-        load(before),
-    )
+    let after = decision.after.as_ref().map_or_else(|| "not measured".to_owned(), load);
+    format!("before: {}; after: {after}", load(&decision.before))
 }
 
 pub(super) fn event(event: &Event) -> String {
@@ -286,6 +295,7 @@ pub(super) fn event(event: &Event) -> String {
             let (action, reason) = (action.escape_debug(), reason.escape_debug());
             format!("decision {number}: {action} ({outcome}): {reason}")
         }
+        Event::DecisionMeasured { number } => format!("decision {number}: its effect is measured"),
         Event::EventsLost { count } => format!("{count} events were lost: too slow a reader"),
     }
 }

@@ -1,48 +1,25 @@
 //! Simulated runs for people.
 
 use comfy_table::{CellAlignment, Table, presets};
-use rtvirtio_iocores::utility::{self, Progress, Weights};
+use rtvirtio_iocores::utility::{Progress, Reference, Weights};
 use rtvirtio_sim::PhaseOutcome;
 use rtvirtio_units::Nanos;
 
 use super::Run;
-
-/// What progress is divided by.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Reference {
-    /// The most that any run had.
-    Best,
-    /// The most work that a busy IOThread of any run did, and a CPU.
-    Core,
-}
 
 /// The phases of a run, then the whole.
 fn parts(run: &Run) -> impl Iterator<Item = &PhaseOutcome> {
     run.outcome.phases.iter().chain([&run.outcome.whole])
 }
 
-/// What all runs' progress in a phase is divided by.
-fn reference(of: &[Progress], kind: Reference) -> utility::Reference {
-    match kind {
-        Reference::Best => utility::Reference::best(of),
-        Reference::Core => {
-            let per_core = of.iter().filter_map(utility::Reference::per_core).map(|of| of.io);
-            let best = utility::Reference::best(of);
-            let most = per_core.fold(0.0, f64::max);
-            let io = if most > 0.0 { most } else { f64::INFINITY };
-            utility::Reference { io, compute: 1.0, ..best }
-        }
-    }
-}
-
 /// Fills in each run's utility, by what all have in that phase.
-pub(super) fn add_utility(runs: &mut [Run], kind: Reference) {
+pub(super) fn add_utility(runs: &mut [Run]) {
     let progress: Vec<Vec<Progress>> =
         runs.iter().map(|run| parts(run).map(PhaseOutcome::progress).collect()).collect();
     let phases = progress.first().map_or(0, Vec::len);
     for phase in 0..phases {
         let of: Vec<Progress> = progress.iter().map(|run| run[phase]).collect();
-        let reference = reference(&of, kind);
+        let reference = Reference::of(&of);
         for (run, of) in runs.iter_mut().zip(&of) {
             run.utility.push(Weights::default().utility(of, &reference));
         }
@@ -50,7 +27,7 @@ pub(super) fn add_utility(runs: &mut [Run], kind: Reference) {
 }
 
 /// A row for each phase and policy.
-pub(super) fn table(runs: &[Run], kind: Reference) -> String {
+pub(super) fn table(runs: &[Run]) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header([
         "phase",
@@ -80,12 +57,9 @@ pub(super) fn table(runs: &[Run], kind: Reference) -> String {
             table.add_row(row(run, of, run.utility[phase]));
         }
     }
-    let note = match kind {
-        Reference::Best => "utility: I/O and compute as parts of the best run's in that phase",
-        Reference::Core => "utility: I/O in cores' worth, compute in CPUs",
-    };
     format!(
-        "{table}\n\n{note}, less 0.2 a core. static IOThreads are there whether they work or not.\n"
+        "{table}\n\nutility: I/O and compute, each in CPUs' worth or, if there is less of it, as part \
+         of the most, less 0.2 a core.\nstatic IOThreads are there whether they work or not.\n"
     )
 }
 
