@@ -162,7 +162,7 @@ pub(crate) fn learn(lasted: Duration) {
 }
 
 /// Does something with what the calling thread has; `None`: it has no ring, or is at it already, below a signal
-/// handler.
+/// handler. If that handler does not return, which is rare in so short a time, the thread's calls stay plain.
 fn with_thread<R>(page: &Page, shared: &Shared, act: impl FnOnce(&mut Thread) -> R) -> Option<R> {
     if !page.occupy() {
         return None;
