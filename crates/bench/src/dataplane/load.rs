@@ -174,17 +174,14 @@ fn window(
     {
         wait(Duration::from_millis(50), interrupted)?;
     }
-    phase.store(OVER, Ordering::Relaxed);
     let seconds = start.elapsed().as_secs_f64();
     let used = |process, before: Option<ProcessCpu>| -> Result<u64> {
         Ok(cpu(process)?.zip(before).map_or(0, |(now, before)| now.since(&before)))
     };
-    Ok(Window {
-        seconds,
-        server_ns: used(server, server_before)?,
-        client_ns: used(me, client_before)?,
-        machine: machine.since()?,
-    })
+    // While the threads are there: with them goes what they used.
+    let (server_ns, client_ns) = (used(server, server_before)?, used(me, client_before)?);
+    phase.store(OVER, Ordering::Relaxed);
+    Ok(Window { seconds, server_ns, client_ns, machine: machine.since()? })
 }
 
 /// Blocks of the disk, in an order that the seed gives.
