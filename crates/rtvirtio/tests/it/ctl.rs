@@ -186,18 +186,21 @@ fn followed_decision_is_printed_at_once_and_its_effect_later() {
         "action": { "kind": "gone" }, "reason": "1", "outcome": "done", "took_ns": 5000,
         "before": load(1000.0),
     });
-    let events = "data: {\"event\":\"decision\",\"number\":3,\"action\":\"a\",\"reason\":\"1\",                  \"outcome\":\"done\"}\n\ndata: {\"event\":\"decision_measured\",\"number\":3}\n\n";
+    let made = "data: {\"event\":\"decision\",\"number\":3,\"action\":\"a\",\"reason\":\"1\",\"outcome\":\"done\"}";
+    let events = format!("{made}\n\ndata: {{\"event\":\"decision_measured\",\"number\":3}}\n\n");
     let made = json!([decision]).to_string();
     decision["after"] = load(2000.0);
     let measured = json!([decision]).to_string();
-    let answers = [events, "[]", &made, &measured];
+    let answers = [&*events, "[]", &made, &measured];
     let (output, asked) = ctl_asks(&["decisions", "--follow"], &answers.map(|of| (200, of)));
     assert!(output.status.success(), "{}", said(&output));
     let paths = asked.iter().map(|asked| asked.head.split(' ').nth(1).unwrap());
     let expected =
         ["/v1/events", "/v1/decisions?after=0", "/v1/decisions?after=0", "/v1/decisions?after=2"];
     assert_eq!(paths.collect::<Vec<_>>(), expected);
-    let expected = "3 2023-11-14T22:13:20.000Z dynamic: something that is no longer there (done): 1\n                      effect of 3: before: 1000 IOPS, wait 5.0 µs, 1.00 cores;                     after: 2000 IOPS, wait 5.0 µs, 1.00 cores\n";
+    let expected = "3 2023-11-14T22:13:20.000Z dynamic: something that is no longer there (done): 1\n  \
+                    effect of 3: before: 1000 IOPS, wait 5.0 µs, 1.00 cores; \
+                    after: 2000 IOPS, wait 5.0 µs, 1.00 cores\n";
     assert_eq!(String::from_utf8(output.stdout).unwrap(), expected);
 }
 
