@@ -499,6 +499,8 @@ static void for_ever(void)
 {
     make_pages();
     int fd = open_pages(O_RDONLY);
+    /* A shell's background jobs ignore it, and so does what they start. */
+    EXPECT(signal(SIGINT, SIG_DFL) != SIG_ERR);
     printf("reading\n");
     fflush(stdout);
     reads(&fd);
