@@ -172,6 +172,8 @@ impl User {
             return true;
         } else if !works(&["fusermount3", "--version"]) {
             "needs fusermount3"
+        } else if !works(&["test", "-r", "/dev/fuse", "-a", "-w", "/dev/fuse"]) {
+            "needs a /dev/fuse that nobody can open"
         } else if !works(&[RTVIRTIO, "--version"]) {
             "needs a binary that nobody can run"
         } else {
