@@ -123,6 +123,18 @@ static size_t some_bytes(void)
     }
 }
 
+/* A direct write whose length is not of whole sectors fails, and what of it lies in other extents than its end may
+   be on the disk by then: how much, no result says. So writes are of whole sectors, or of less than one. */
+static size_t written(size_t bytes)
+{
+    return bytes % 512 ? bytes % 512 : bytes;
+}
+
+static size_t sectors(size_t bytes)
+{
+    return bytes & ~(size_t)511;
+}
+
 static off_t some_offset(void)
 {
     switch (random_below(16)) {
@@ -154,7 +166,7 @@ static void random_calls(int first, int count, int may_fork)
         /* Apart from each other: which of two that overlap a device fills first is its own business. */
         /* How much of a source that cannot be read in full has been written is not said by any result. */
         char *from = at == memory + (memory_pages - 1) * PAGE ? NULL : at;
-        struct iovec two[2] = {{at, bytes}, {memory + PAGE * (10 + random_below(2)), some_bytes()}};
+        struct iovec two[2] = {{at, sectors(bytes)}, {memory + PAGE * (10 + random_below(2)), sectors(some_bytes())}};
         const struct iovec *vectors = random_below(20) == 0 ? (void *)8 : two;
         if (at >= memory && at + bytes <= memory + memory_pages * PAGE) memset(at, step, bytes);
         long result = 0;
@@ -177,13 +189,13 @@ static void random_calls(int first, int count, int may_fork)
             slots[slot] = -1;
             break;
         case 3: what = "read"; result = read(fd, at, bytes); break;
-        case 4: what = "write"; result = write(fd, from, bytes); break;
+        case 4: what = "write"; result = write(fd, from, written(bytes)); break;
         case 5:
         case 6:
         case 7: what = "pread"; result = pread(fd, at, bytes, offset); break;
         case 8:
         case 9:
-        case 10: what = "pwrite"; result = pwrite(fd, from, bytes, offset < 0 ? offset : offset % (96 * PAGE)); break;
+        case 10: what = "pwrite"; result = pwrite(fd, from, written(bytes), offset < 0 ? offset : offset % (96 * PAGE)); break;
         case 11: what = "preadv"; result = preadv(fd, vectors, (int)random_below(4) - 1, offset); break;
         case 12: what = "pwritev"; two[0].iov_base = from; result = pwritev(fd, vectors, 2, offset < 0 ? offset : offset % (96 * PAGE)); break;
         case 13: what = "preadv2"; result = preadv2(fd, two, 1, offset, (int)random_below(2)); break;
