@@ -20,13 +20,13 @@
 //!
 //! # Properties
 //! - Descriptors are not tracked. Before each short call the kernel is asked what the number is
-//!   ([`identity`]); what is remembered ([`hints`]) can only make a call plain. So a descriptor that was
+//!   (`identity`); what is remembered (`hints`) can only make a call plain. So a descriptor that was
 //!   closed and reused behind our back is taken for what it is.
-//! - The ring has no descriptor and is private memory ([`ring`]): a program that closes all descriptors, or
+//! - The ring has no descriptor and is private memory (`ring`): a program that closes all descriptors, or
 //!   looks for the lowest free one, meets nothing of ours, and a forked child cannot touch its parent's ring.
 //! - While a request is in flight its thread's signals are blocked: the program's buffer cannot be left by a
-//!   handler that jumps, and no handler finds a ring half used ([`short`]).
-//! - In a forked child everything is plain until [`process`] has made the child's own state; a child that
+//!   handler that jumps, and no handler finds a ring half used (`short`).
+//! - In a forked child everything is plain until `process` has made the child's own state; a child that
 //!   shares memory with its parent (`vfork`) has no ring, by the kernel's own check.
 //! - Nothing on the path allocates or locks.
 //! - A panic would end the program, so there is nothing that indexes or unwraps on the path.
