@@ -140,21 +140,20 @@ impl Gate {
         if self.delay.is_contended(now) {
             self.backoff.gap(now);
         }
-        let entry = if self.backoff.holds(now) {
-            Entry::Contended
-        } else if self.has_token(now) {
-            return Entry::Open;
-        } else {
-            Entry::Refused
-        };
-        self.leave(now);
-        entry
+        let contended = self.backoff.holds(now);
+        self.answer(contended, now)
     }
 
     /// To be called at each look of a spinning thread, which looked last at `before`. Unless it is
     /// open the thread has to park, and the gate has been left.
     pub fn stay(&mut self, before: u64, now: u64) -> Entry {
-        let entry = if self.is_gap(before, now) {
+        let contended = self.is_gap(before, now);
+        self.answer(contended, now)
+    }
+
+    /// Unless it is open, the gate is left.
+    fn answer(&mut self, contended: bool, now: u64) -> Entry {
+        let entry = if contended {
             Entry::Contended
         } else if self.has_token(now) {
             return Entry::Open;
