@@ -134,7 +134,8 @@ impl Ring {
             match self.enter(0, 1, IoringEnterFlags::GETEVENTS) {
                 // Stopped and continued, or traced.
                 Ok(_) | Err(Errno::INTR) => {}
-                // A sandbox that came up during the call: the request ends all the same.
+                // A sandbox that another thread put on all of them during the call refuses it. The kernel
+                // still has the program's memory, so there is nothing but to try again.
                 Err(_) => std::thread::yield_now(),
             }
         }
