@@ -12,6 +12,7 @@
 //! - `watch`: IOThreads and moves, by the server's events.
 //! - `trial`: one server with its VMs for one scenario.
 //! - [`judge`]: medians, utilities, marks. [`mod@table`], `plot`: for a terminal, for a page.
+//! - [`load`]: one VM on one IOThread, by which the simulator is calibrated.
 //! - [`simulated`]: the same in the simulator, beside.
 //! - [`disturb`]: what a monitor that ends, a reader that does not read and hostile requests do to the
 //!   data path.
@@ -25,6 +26,7 @@ mod client;
 mod content;
 pub mod disturb;
 pub mod judge;
+pub mod load;
 pub mod machine;
 mod plot;
 pub mod simulated;

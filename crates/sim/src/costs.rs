@@ -26,6 +26,8 @@ pub struct Costs {
     pub letter: Nanos,
     /// Of the client, for a request: submitted, and its end taken.
     pub client: Nanos,
+    /// Of the client, for each KiB of a request: made before it is written, looked at once it is read.
+    pub client_kib: Nanos,
     /// Of the client, to kick an IOThread that does not look.
     pub kick: Nanos,
     /// Of a thread that slept, until it does what it was woken for.
@@ -54,6 +56,8 @@ impl Default for Costs {
             letter: Nanos::new(2_000),
             // 1 queue, depth 32: 0.28 µs.
             client: Nanos::new(280),
+            // Clients of that benchmark do not look at their data.
+            client_kib: Nanos::ZERO,
             kick: Nanos::new(1_000),
             // 1 queue, depth 1: 3.4 µs of the client for a request, 0.3 of which are the above.
             wake: Nanos::new(2_500),

@@ -51,6 +51,11 @@ impl Client {
         }
     }
 
+    /// Bytes of a request that it submits.
+    fn block(&self) -> u32 {
+        self.stream.map_or(512, |stream| stream.block.get()) as u32
+    }
+
     /// It submits nothing any more.
     pub(super) fn end(&mut self) {
         self.stream = None;
@@ -142,7 +147,9 @@ impl Simulation<'_> {
         let queue = &mut self.queues[place as usize];
         queue.client.waking = false;
         let ends = queue.used.len().min(CHUNK);
+        let mut bytes = 0;
         for request in queue.used.drain(..ends) {
+            bytes += u64::from(request.bytes);
             self.meter.ended_one(now - request.issued, request.bytes);
         }
         queue.client.outstanding -= ends as u32;
@@ -156,7 +163,11 @@ impl Simulation<'_> {
         }
         queue.client.outstanding += submits as u32;
         queue.client.issued += submits as u64;
-        let mut cost = (ends + submits) as u64 * self.costs.client.get() / 2;
+        bytes += submits as u64 * u64::from(queue.client.block());
+        // Half of it before a request, half after.
+        let mut cost = ((ends + submits) as u64 * self.costs.client.get()
+            + bytes * self.costs.client_kib.get() / 1_024)
+            / 2;
         if submits > 0 && !queue.awake && queue.owner.is_some() {
             cost += self.costs.kick.get();
         }
@@ -170,7 +181,7 @@ impl Simulation<'_> {
         if queue.client.submits.is_empty() {
             return;
         }
-        let bytes = queue.client.stream.map_or(512, |stream| stream.block.get()) as u32;
+        let bytes = queue.client.block();
         for &issued in &queue.client.submits {
             queue.available.push_back(Request { issued, ready: now, bytes });
         }

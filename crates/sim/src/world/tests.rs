@@ -24,6 +24,7 @@ fn free() -> Costs {
         call: none,
         letter: none,
         client: none,
+        client_kib: none,
         kick: none,
         wake: none,
         switch: none,

@@ -1,7 +1,8 @@
 //! `rtvirtio simulate --calibrate`: the costs with which the simulator does what this machine does.
 //!
-//! A *row* is a load of `rtvirtio bench dataplane` on a disk in memory that `rtvirtio serve` has on one
-//! IOThread: requests a second, and CPU time of server and client for each. The same rows are simulated,
+//! A *row* is a load of `rtvirtio bench iocores`: a disk in memory that `rtvirtio serve` has on one IOThread,
+//! and clients that make what they write and compare what they read, as a guest touches its data: requests a
+//! second, and CPU time of server and clients for each. The same rows are simulated,
 //! and costs are searched by turns: each is made larger and smaller by a factor, and what brings the rows
 //! nearer is kept; then with smaller factors. The error of a row is the sum of the squares of the
 //! logarithms of simulated / measured, of its three figures.
@@ -13,24 +14,23 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use rtvirtio_bench::dataplane::client::Endpoint;
-use rtvirtio_bench::dataplane::load::{self, Load as RealLoad};
+use rtvirtio_bench::dataplane::BLOCK;
 use rtvirtio_bench::dataplane::moves::{Moves, Stage};
-use rtvirtio_bench::dataplane::server::{Backing, ServerKind, Setup};
-use rtvirtio_bench::dataplane::{BLOCK, Operation};
+use rtvirtio_bench::iocores::load::{Figures, Row};
+use rtvirtio_bench::iocores::machine::CPUS;
 use rtvirtio_bench::load::Interrupted;
+use rtvirtio_bench::progress::Progress;
 use rtvirtio_iocores::{Kind, Limits, policy};
-use rtvirtio_sim::scenario::{Load, Phase, PhaseKind, Scenario, Span, Stream, Vm};
 use rtvirtio_sim::{Costs, Machine, Simulation};
-use rtvirtio_units::{Bytes, CpuId, Nanos};
+use rtvirtio_units::{CpuId, Nanos};
 
 use crate::input;
 
 /// Length of a measured window, s, and how often each is measured.
-const WINDOW: f64 = 2.0;
+const WINDOW: Nanos = Nanos::from_millis(2_000);
 const REPETITIONS: usize = 3;
-/// Size of the disk: half of it are blocks of the largest kind.
-const DISK: u64 = 64 << 20;
+/// A large request.
+const LARGE: u64 = 64 << 10;
 /// Simulated for each row.
 const SIMULATED: Nanos = Nanos::from_millis(50);
 /// How long queues are moved, and how often a second.
@@ -39,31 +39,22 @@ const MOVING: (Duration, f64) = (Duration::from_secs(3), 500.0);
 const FACTORS: [f64; 3] = [1.5, 1.15, 1.04];
 const ROUNDS: usize = 12;
 
-/// A load.
-#[derive(Debug, Clone, Copy)]
-struct Row {
-    queues: usize,
-    depth: usize,
-    block: usize,
-}
-
 /// One queue and four, alone and full; and large requests, whose bytes cost.
-const ROWS: [Row; 5] = [
-    Row { queues: 1, depth: 1, block: BLOCK },
-    Row { queues: 1, depth: 32, block: BLOCK },
-    Row { queues: 4, depth: 1, block: BLOCK },
-    Row { queues: 4, depth: 32, block: BLOCK },
-    Row { queues: 1, depth: 32, block: 64 << 10 },
+const ROWS: [Row; 6] = [
+    Row { queues: 1, depth: 1, block: BLOCK as u64 },
+    Row { queues: 1, depth: 32, block: BLOCK as u64 },
+    Row { queues: 4, depth: 1, block: BLOCK as u64 },
+    Row { queues: 4, depth: 32, block: BLOCK as u64 },
+    Row { queues: 1, depth: 32, block: LARGE },
+    Row { queues: 4, depth: 4, block: LARGE },
 ];
 
-/// Requests a second, and ns of CPU of server and client for each.
-type Figures = [f64; 3];
-
 /// The costs that are searched.
-const SEARCHED: [fn(&mut Costs) -> &mut Nanos; 7] = [
+const SEARCHED: [fn(&mut Costs) -> &mut Nanos; 8] = [
     |costs| &mut costs.request,
     |costs| &mut costs.kib,
     |costs| &mut costs.client,
+    |costs| &mut costs.client_kib,
     |costs| &mut costs.call,
     |costs| &mut costs.wake,
     |costs| &mut costs.switch,
@@ -72,32 +63,41 @@ const SEARCHED: [fn(&mut Costs) -> &mut Nanos; 7] = [
 
 /// Measures, searches, and writes the costs.
 pub(super) fn run(path: &Path, interrupted: &Interrupted) -> Result<()> {
-    let cpus = std::thread::available_parallelism()?.get().min(usize::from(rtvirtio_sim::MAX_CPUS));
     let program = std::env::current_exe()?;
-    eprintln!("measuring {} loads, {REPETITIONS} times each; nothing else should run", ROWS.len());
+    // Beside the window: the server's start and end, and the clients' connections.
+    let each = Duration::from(WINDOW) + Duration::from_secs(3);
+    let steps = ROWS.len() * REPETITIONS + 1;
+    let mut progress = Progress::new(steps, each * steps as u32);
     let mut measured: Vec<Vec<Figures>> = vec![Vec::new(); ROWS.len()];
     for _ in 0..REPETITIONS {
         for (row, figures) in ROWS.iter().zip(&mut measured) {
-            figures.push(measure(row, &program, interrupted)?);
+            let Row { queues, depth, block } = row;
+            progress.start(&format!("{queues} queues, depth {depth}, {block} B"), each);
+            figures.push(row.measure(&program, WINDOW, interrupted)?);
+            progress.finish(each);
         }
     }
     let measured: Vec<Figures> = measured.iter().map(|figures| medians(figures)).collect();
+    progress.start("moves of queues", each);
     let directory = tempfile::Builder::new().prefix("rtvirtio-costs-").tempdir()?;
     let (time, rate) = MOVING;
     let moves = Moves { program: &program, disk_directory: directory.path(), time, rate, seed: 1 };
     let shown = moves.run(Stage::Light, interrupted)?;
 
-    let mut costs = Costs::default();
+    drop(progress);
+
+    // What the search makes larger and smaller must not be nothing.
+    let mut costs = Costs { client_kib: Nanos::new(50), ..Costs::default() };
     let letter = (shown.pause.p50_us - shown.wake.p50_us).max(0.1);
     costs.letter = Nanos::from_secs_f64(letter / 1e6);
-    search(&mut costs, cpus as u16, &measured)?;
+    search(&mut costs, &measured)?;
     input::write(path, &(serde_json::to_string_pretty(&costs)? + "\n"))?;
 
     println!(
         "queues depth  KiB           IOPS  simulated    server ns  simulated    client ns  simulated"
     );
     for (row, real) in ROWS.iter().zip(&measured) {
-        let simulated = simulate(row, &costs, cpus as u16)?;
+        let simulated = simulate(row, &costs)?;
         print!("{:>6} {:>5} {:>4}", row.queues, row.depth, row.block >> 10);
         for (real, simulated) in real.iter().zip(simulated) {
             print!("   {real:>10.0} {simulated:>10.0}");
@@ -121,62 +121,11 @@ fn medians(of: &[Figures]) -> Figures {
     })
 }
 
-/// A row on this machine, by a server of its own.
-fn measure(row: &Row, program: &Path, interrupted: &Interrupted) -> Result<Figures> {
-    let directory = tempfile::Builder::new().prefix("rtvirtio-costs-").tempdir()?;
-    let backing = Backing::Ram { bytes: DISK, cpu_us: 0 };
-    let setup = Setup {
-        kind: ServerKind::Rtvirtio,
-        backing: &backing,
-        queues: row.queues,
-        iothreads: 1,
-        program,
-        directory: directory.path(),
-    };
-    let load = RealLoad {
-        operation: Operation::Read,
-        depth: row.depth,
-        queues: row.queues,
-        seconds: WINDOW,
-        least: 0,
-        most_seconds: WINDOW,
-        idle: false,
-    };
-    let mut server = setup.start(interrupted)?;
-    let endpoint = Endpoint::Socket(server.socket());
-    let measured = load::run_blocks(endpoint, Some(server.id()), &load, row.block, interrupted);
-    // That it has ended says more than that the client has lost it.
-    server.check()?;
-    let measured = measured?;
-    server.terminate()?;
-    let requests = measured.latencies.len().max(1) as f64;
-    Ok([
-        requests / measured.seconds,
-        measured.server_ns as f64 / requests,
-        measured.client_ns as f64 / requests,
-    ])
-}
-
 /// The same in the simulator: all threads may run on all CPUs, but that an IOThread stays.
-fn simulate(row: &Row, costs: &Costs, cpus: u16) -> Result<Figures> {
-    let span = Span { start: Nanos::ZERO, stop: SIMULATED };
-    let stream = |queue| Stream {
-        queue,
-        span,
-        block: Bytes::new(row.block as u64),
-        load: Load::Depth(row.depth as u16),
-    };
-    let queues = row.queues as u16;
-    let vm = Vm {
-        queues,
-        plugged: vec![span],
-        streams: (0..queues).map(stream).collect(),
-        burners: Vec::new(),
-    };
-    let phases = vec![Phase { kind: PhaseKind::AllHot, span }];
-    let scenario = Scenario { seed: 1, phases, vms: vec![vm] };
-    let mut machine = Machine::new(cpus, 1);
-    machine.vcpus = (0..cpus).map(|cpu| CpuId::new(u32::from(cpu))).collect();
+fn simulate(row: &Row, costs: &Costs) -> Result<Figures> {
+    let scenario = row.scenario(SIMULATED);
+    let mut machine = Machine::new(CPUS, 1);
+    machine.vcpus = (0..u32::from(CPUS)).map(CpuId::new).collect();
     machine.costs = *costs;
     let limits = Limits { cpus: Vec::new(), least: 1, most: 1, borrow: false };
     let mut fixed = policy(Kind::Static, limits);
@@ -187,10 +136,10 @@ fn simulate(row: &Row, costs: &Costs, cpus: u16) -> Result<Figures> {
     Ok([whole.iops, each(whole.io_ran), each(whole.vcpus_ran)])
 }
 
-fn error(costs: &Costs, cpus: u16, measured: &[Figures]) -> Result<f64> {
+fn error(costs: &Costs, measured: &[Figures]) -> Result<f64> {
     let mut sum = 0.0;
     for (row, real) in ROWS.iter().zip(measured) {
-        let simulated = simulate(row, costs, cpus)?;
+        let simulated = simulate(row, costs)?;
         let ratios = real.iter().zip(simulated).map(|(real, simulated)| simulated / real);
         sum += ratios.map(|ratio| ratio.max(1e-3).ln().powi(2)).sum::<f64>();
     }
@@ -198,8 +147,8 @@ fn error(costs: &Costs, cpus: u16, measured: &[Figures]) -> Result<f64> {
 }
 
 /// Brings the costs as near to what was measured as they come.
-fn search(costs: &mut Costs, cpus: u16, measured: &[Figures]) -> Result<()> {
-    let mut least = error(costs, cpus, measured)?;
+fn search(costs: &mut Costs, measured: &[Figures]) -> Result<()> {
+    let mut least = error(costs, measured)?;
     for factor in FACTORS {
         for _ in 0..ROUNDS {
             let before = least;
@@ -208,7 +157,7 @@ fn search(costs: &mut Costs, cpus: u16, measured: &[Figures]) -> Result<()> {
                     let mut tried = *costs;
                     let value = cost(&mut tried);
                     *value = Nanos::new((value.get() as f64 * by).round().max(1.0) as u64);
-                    let error = error(&tried, cpus, measured).context("simulate a load")?;
+                    let error = error(&tried, measured).context("simulate a load")?;
                     if error < least {
                         (*costs, least) = (tried, error);
                         break;
@@ -234,18 +183,18 @@ mod tests {
             request: Nanos::new(420),
             kib: Nanos::new(25),
             client: Nanos::new(600),
+            client_kib: Nanos::new(90),
             wake: Nanos::new(4_000),
             ..Costs::default()
         };
-        let measured: Vec<Figures> =
-            ROWS.iter().map(|row| simulate(row, &real, 2).unwrap()).collect();
-        let mut found = Costs::default();
-        let first = error(&found, 2, &measured).unwrap();
-        search(&mut found, 2, &measured).unwrap();
-        let last = error(&found, 2, &measured).unwrap();
+        let measured: Vec<Figures> = ROWS.iter().map(|row| simulate(row, &real).unwrap()).collect();
+        let mut found = Costs { client_kib: Nanos::new(50), ..Costs::default() };
+        let first = error(&found, &measured).unwrap();
+        search(&mut found, &measured).unwrap();
+        let last = error(&found, &measured).unwrap();
         assert!(last < first / 50.0, "{first} to {last}: {found:?}");
         for (row, real) in ROWS.iter().zip(&measured) {
-            let iops = simulate(row, &found, 2).unwrap()[0];
+            let iops = simulate(row, &found).unwrap()[0];
             assert!((iops / real[0] - 1.0).abs() < 0.1, "{row:?}: {iops} of {}", real[0]);
         }
     }
