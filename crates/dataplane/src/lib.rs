@@ -20,6 +20,7 @@ pub mod schedule;
 pub mod server;
 pub mod session;
 pub mod stats;
+pub mod vcpus;
 
 pub use call::{Call, CallError};
 pub use fixed::FixedBuffers;

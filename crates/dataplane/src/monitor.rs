@@ -8,7 +8,8 @@
 //! and after.
 //!
 //! The policy `static` has no thread: it costs nothing. IOThreads that an operator has locked are left
-//! alone, whatever a policy says. CPUs of vCPUs are never changed: the daemon has no right to.
+//! alone, whatever a policy says. vCPUs are moved by the guard (`vcpus`), if there is one, and get their CPUs back
+//! when the policy ends.
 //!
 //! The data path does not know of the monitor: a policy that panics ends with its thread, that is told
 //! (event `policy_failed`, `GET /v1/policy`), and queues are served where they are.
@@ -33,14 +34,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use rtvirtio_iocores::{Kind, Limits, SAMPLE, policy};
+use rtvirtio_iocores::{Action, Kind, Limits, SAMPLE, policy};
 use rtvirtio_spec::control::{Decision, Event, Outcome, PolicyState};
 use rtvirtio_spec::serve::{IoCores, Policy};
 use rtvirtio_units::Nanos;
 
 use crate::plane::iothreads::Core;
 use crate::queue::now;
-use hands::Hands;
+use crate::vcpus::Guard;
+use hands::{Hands, MayBorrow};
 use log::Log;
 use sampler::Sampler;
 
@@ -54,6 +56,7 @@ const MAX_REASON: usize = 500;
 /// The monitor of a data plane.
 pub(crate) struct Monitor {
     core: Arc<Core>,
+    guard: MayBorrow,
     /// Held while policies change, which waits for what the old one is doing.
     thread: Mutex<Option<Thread>>,
     shared: Arc<Shared>,
@@ -88,9 +91,19 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Monitor {
-    /// With the policy `static`.
+    /// With the policy `static`, and nobody who may move vCPUs.
     pub(crate) fn new(core: Arc<Core>) -> Self {
-        Self { core, thread: Mutex::default(), shared: Arc::default() }
+        Self { core, guard: Arc::default(), thread: Mutex::default(), shared: Arc::default() }
+    }
+
+    /// From now on policies may borrow vCPUs' CPUs, by this guard.
+    pub(crate) fn borrow_by(&self, guard: Guard) {
+        *lock(&self.guard) = Some(guard);
+    }
+
+    /// Whether policies may borrow vCPUs' CPUs.
+    pub(crate) fn may_borrow(&self) -> bool {
+        lock(&self.guard).is_some()
     }
 
     /// What is in force.
@@ -125,8 +138,8 @@ impl Monitor {
     /// # Errors
     /// The system has no thread left: then no policy is at work.
     pub(crate) fn set(&self, settings: IoCores) -> std::io::Result<()> {
-        let IoCores { policy: wanted, cpus, least, most } = settings.clone();
-        let limits = Limits { cpus, least: least as usize, most: most as usize, borrow: false };
+        let IoCores { policy: wanted, cpus, least, most, borrow } = settings.clone();
+        let limits = Limits { cpus, least: least as usize, most: most as usize, borrow };
         let kind = match wanted {
             Policy::Static => None,
             Policy::RoundRobin => Some(Kind::RoundRobin),
@@ -146,7 +159,9 @@ impl Monitor {
         self.core.tell(Event::PolicySet { policy: named });
         let Some(policy) = policy else { return Ok(()) };
         let stop = Arc::new(AtomicBool::new(false));
-        let watch = Watch::new(Arc::clone(&self.core), Arc::clone(&self.shared), named, policy);
+        let hands = Hands::new(Arc::clone(&self.guard));
+        let watch =
+            Watch::new(Arc::clone(&self.core), Arc::clone(&self.shared), named, policy, hands);
         let builder = std::thread::Builder::new().name("monitor".to_owned());
         let stopped = Arc::clone(&stop);
         let handle = builder
@@ -189,14 +204,21 @@ struct Watch {
 }
 
 impl Watch {
-    fn new(core: Arc<Core>, shared: Arc<Shared>, named: Policy, policy: AnyPolicy) -> Self {
-        let (sampler, hands) = Default::default();
-        Self { core, shared, named, policy, sampler, hands }
+    fn new(
+        core: Arc<Core>,
+        shared: Arc<Shared>,
+        named: Policy,
+        policy: AnyPolicy,
+        hands: Hands,
+    ) -> Self {
+        Self { core, shared, named, policy, sampler: Sampler::default(), hands }
     }
 
     fn run(mut self, stop: &AtomicBool) {
         // Nothing that it leaves half done is used again.
-        let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.watch(stop))) else { return };
+        let ended = catch_unwind(AssertUnwindSafe(|| self.watch(stop)));
+        self.hands.give_back();
+        let Err(panic) = ended else { return };
         let words = panic.downcast_ref::<&str>().map(|words| (*words).to_owned());
         let words = words.or_else(|| panic.downcast_ref::<String>().cloned());
         let reason = short(words.unwrap_or_else(|| "it panicked".to_owned()));
@@ -221,6 +243,9 @@ impl Watch {
     /// Takes a sample and does what the policy decides.
     fn look(&mut self, time: u64) {
         self.sampler.sample(&self.core, Nanos::new(time));
+        if self.hands.keep_vcpus(&self.sampler) {
+            self.sampler.look_again();
+        }
         let measured = lock(&self.shared.log).measure(time, &self.sampler);
         for number in measured {
             self.core.tell(Event::DecisionMeasured { number });
@@ -233,6 +258,9 @@ impl Watch {
             } else {
                 self.hands.carry_out(&decision.action, &self.sampler, &self.core)
             };
+            if matches!(decision.action, Action::SetVcpuCpus { .. }) {
+                self.sampler.look_again();
+            }
             let text = action.to_string();
             let mut log = lock(&self.shared.log);
             let number = log.add(time, |number, before| Decision {
@@ -272,7 +300,8 @@ impl Probe {
     pub fn new(registry: &crate::plane::Registry, limits: Limits) -> Self {
         let policy = policy(Kind::Dynamic, limits);
         let core = Arc::clone(registry.core());
-        Self(Watch::new(core, Arc::default(), Policy::Advise, policy))
+        let hands = Hands::new(Arc::default());
+        Self(Watch::new(core, Arc::default(), Policy::Advise, policy, hands))
     }
 
     /// What the monitor does every 10 ms; `time` is that of the monotonic clock, or later.

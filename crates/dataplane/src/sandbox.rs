@@ -13,8 +13,10 @@
 //! its rings to open files as the service user, or sockets: against that the systemd unit has
 //! `PrivateNetwork=` and `ProtectSystem=`.
 //!
+//! The guard of vCPUs has a list of its own ([`confine_guard`]).
+//!
 //! Properties (tests/sandbox.rs): `forbidden_system_call_ends_the_process`,
-//! `allowed_system_calls_pass`.
+//! `allowed_system_calls_pass`, `guard_may_move_vcpus_and_little_else`.
 
 mod filter;
 mod user;
@@ -24,6 +26,7 @@ use std::path::Path;
 use caps::{CapSet, Capability, CapsHashSet};
 use rustix::io::Errno;
 use rustix::process::{Gid, Resource, Rlimit, Uid, getrlimit, setrlimit};
+use seccompiler::BpfProgram;
 
 pub use user::{Identity, UserError};
 
@@ -84,11 +87,31 @@ pub fn raise_limits(emulated: bool) {
     }
 }
 
+/// Gives up all capabilities but `CAP_SYS_NICE`, which places threads of other users; for good.
+///
+/// # Errors
+/// [`SandboxError`]: then the process must end, for some may be gone and others not.
+pub fn keep_nice() -> Result<(), SandboxError> {
+    keep(None, Some(Capability::CAP_SYS_NICE))
+}
+
+/// As [`confine`], for the guard of vCPUs: it may find threads and place them.
+///
+/// # Errors
+/// [`SandboxError::Filter`], [`SandboxError::Seccomp`].
+pub fn confine_guard() -> Result<(), SandboxError> {
+    apply(&filter::guard().map_err(SandboxError::Filter)?)
+}
+
 /// Gives up all capabilities, and with `identity` the user and its groups; for good.
 ///
 /// # Errors
 /// [`SandboxError`]: then the process must end, for some may be gone and others not.
 pub fn drop_privileges(identity: Option<&Identity>) -> Result<(), SandboxError> {
+    keep(identity, None)
+}
+
+fn keep(identity: Option<&Identity>, only: Option<Capability>) -> Result<(), SandboxError> {
     let threads = std::fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
     if threads != 1 {
         return Err(SandboxError::Threads(threads));
@@ -103,9 +126,21 @@ pub fn drop_privileges(identity: Option<&Identity>) -> Result<(), SandboxError> 
         become_user(identity)
             .map_err(|source| SandboxError::User { user: identity.name().to_owned(), source })?;
     }
-    for set in [CapSet::Ambient, CapSet::Inheritable, CapSet::Effective, CapSet::Permitted] {
-        caps::clear(None, set).map_err(failed)?;
-        if caps::read(None, set).map_err(failed)? != CapsHashSet::new() {
+    let mut kept = CapsHashSet::new();
+    if let Some(only) = only
+        && has(only)?
+    {
+        kept.insert(only);
+    }
+    let none = CapsHashSet::new();
+    for (set, left) in [
+        (CapSet::Ambient, &none),
+        (CapSet::Inheritable, &none),
+        (CapSet::Effective, &kept),
+        (CapSet::Permitted, &kept),
+    ] {
+        caps::set(None, set, left).map_err(failed)?;
+        if caps::read(None, set).map_err(failed)? != *left {
             return Err(SandboxError::Left);
         }
     }
@@ -130,11 +165,13 @@ fn become_user(identity: &Identity) -> Result<(), Errno> {
 /// # Errors
 /// [`SandboxError::Filter`], [`SandboxError::Seccomp`].
 pub fn confine() -> Result<(), SandboxError> {
-    for program in filter::programs().map_err(SandboxError::Filter)? {
-        // Sets no_new_privs too.
-        seccompiler::apply_filter_all_threads(&program).map_err(SandboxError::Seccomp)?;
-    }
-    Ok(())
+    let programs = filter::programs().map_err(SandboxError::Filter)?;
+    programs.iter().try_for_each(apply)
+}
+
+fn apply(program: &BpfProgram) -> Result<(), SandboxError> {
+    // Sets no_new_privs too.
+    seccompiler::apply_filter_all_threads(program).map_err(SandboxError::Seccomp)
 }
 
 /// Gives what is at `path` to the service's user.

@@ -6,7 +6,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Command, Stdio};
 
-use rtvirtio_dataplane::sandbox;
+use rtvirtio_dataplane::{sandbox, vcpus};
 
 /// Names what the child does.
 const DEED: &str = "RTVIRTIO_SANDBOX_DEED";
@@ -122,6 +122,13 @@ const ALLOWED: &[Deed] = &[
     }),
 ];
 
+/// What the guard of vCPUs may not do, beside all that a data plane may not.
+const FORBIDDEN_TO_GUARD: &[Deed] = &[
+    ("file to write", || _ = std::fs::OpenOptions::new().write(true).open("/dev/null")),
+    ("guard's thread", || _ = std::thread::Builder::new().spawn(|| ())),
+    ("guard's socket", || _ = UnixStream::pair()),
+];
+
 /// A page; null where the kernel gives none.
 fn map(protection: i32) -> *mut libc::c_void {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -134,23 +141,59 @@ fn map(protection: i32) -> *mut libc::c_void {
 #[ignore = "ends the process: the other tests start it"]
 fn child() {
     let wanted = std::env::var(DEED).expect("started by another test");
-    let all = FORBIDDEN.iter().chain(ALLOWED);
-    let (_, deed) = all.clone().find(|(name, _)| *name == wanted).expect("a deed");
+    let (of_guard, name) = match wanted.strip_prefix("guard: ") {
+        Some(name) => (true, name),
+        None => (false, &wanted[..]),
+    };
+    let all = FORBIDDEN.iter().chain(ALLOWED).chain(FORBIDDEN_TO_GUARD);
+    let (_, deed) = all.clone().find(|(of, _)| *of == name).expect("a deed");
     rustix::process::setrlimit(
         rustix::process::Resource::Core,
         rustix::process::Rlimit { current: Some(0), maximum: Some(0) },
     )
     .unwrap();
-    sandbox::confine().unwrap();
+    if of_guard {
+        sandbox::confine_guard().unwrap();
+    } else {
+        sandbox::confine().unwrap();
+    }
     deed();
+    std::process::exit(LIVED);
+}
+
+/// A guard with a vCPU that is its own thread: confined, asked twice, gone.
+#[test]
+#[ignore = "ends the process: another test starts it"]
+fn guard_child() {
+    let (mut one, other) = UnixStream::pair().unwrap();
+    let set = rustix::thread::sched_getaffinity(None).unwrap();
+    let cpus = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu));
+    let cpus: Vec<usize> = cpus.collect();
+    let (cpu, process) = (cpus[0], std::process::id());
+    for asked in [format!("[{cpu}],\"processes\":[{process}]"), "[],\"processes\":[]".to_owned()] {
+        one.write_all(format!("{{\"cpus\":{asked}}}\n").as_bytes()).unwrap();
+    }
+    one.shutdown(std::net::Shutdown::Write).unwrap();
+    rustix::thread::set_name(c"vcpu0").unwrap();
+    sandbox::confine_guard().unwrap();
+    vcpus::guard(other).unwrap();
+    let mut said = String::new();
+    one.read_to_string(&mut said).unwrap();
+    assert!(!said.contains("error"), "{said}");
+    let moved = said.matches("\"changed\":1").count();
+    assert_eq!(moved, if cpus.len() > 1 { 2 } else { 0 }, "{said}");
     std::process::exit(LIVED);
 }
 
 /// How a child ended: a signal, or a code.
 fn end_of(deed: &str) -> (Option<i32>, Option<i32>, String) {
+    end_of_child("child", deed)
+}
+
+fn end_of_child(child: &str, deed: &str) -> (Option<i32>, Option<i32>, String) {
     let directory = tempfile::tempdir().unwrap();
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "child", "--ignored", "--nocapture"]);
+    command.args(["--exact", child, "--ignored", "--nocapture"]);
     command
         .env(DEED, deed)
         .env(DIRECTORY, directory.path())
@@ -174,5 +217,15 @@ fn allowed_system_calls_pass() {
     for (deed, _) in ALLOWED {
         let (signal, code, said) = end_of(deed);
         assert_eq!((signal, code), (None, Some(LIVED)), "{deed}: {said}");
+    }
+}
+
+#[test]
+fn guard_may_move_vcpus_and_little_else() {
+    let (signal, code, said) = end_of_child("guard_child", "");
+    assert_eq!((signal, code), (None, Some(LIVED)), "{said}");
+    for (deed, _) in FORBIDDEN.iter().chain(FORBIDDEN_TO_GUARD) {
+        let (signal, code, said) = end_of(&format!("guard: {deed}"));
+        assert_eq!((signal, code), (Some(libc::SIGSYS), None), "{deed}: {said}");
     }
 }

@@ -84,6 +84,10 @@ enum Verb {
     /// Serve the tree (started by `tree`, which unmounts it)
     #[command(hide = true)]
     TreeServer(verbs::tree::ServerArgs),
+    /// Move vCPUs for a data plane, and give them their CPUs back when it has gone (started by
+    /// `serve`, which has no right to)
+    #[command(hide = true)]
+    VcpuGuard,
     /// Revert an unconfirmed apply once its time is up (started by `apply`)
     #[command(hide = true)]
     ConfirmWatchdog,
@@ -103,7 +107,9 @@ impl Verb {
             | Self::Bench(_)
             | Self::Demo(_)
             | Self::Serve(_)
-            | Self::Tree(_) => true,
+            | Self::Tree(_)
+            // Its data plane tells it when to end.
+            | Self::VcpuGuard => true,
             Self::Doctor(_)
             | Self::Plan(_)
             | Self::Verify(_)
@@ -184,6 +190,7 @@ fn run(verb: Verb, interrupted: &AtomicBool) -> Result<Outcome> {
         Verb::Simulate(args) => verbs::simulate::run(&args, interrupted),
         Verb::Mapping(args) => verbs::mapping::run(&args),
         Verb::Run(args) => verbs::run::run(&args),
+        Verb::VcpuGuard => verbs::serve::guard_vcpus(),
         Verb::ConfirmWatchdog => verbs::apply::watchdog(),
     }
 }

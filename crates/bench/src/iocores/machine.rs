@@ -1,9 +1,7 @@
 //! Where a trial runs, and how the server and the simulator are told of it.
 //!
-//! Two CPUs. vCPUs (clients and what computes) may run on both, under every policy, and the policies are
-//! not told of them: the data plane cannot move vCPUs, and by its own rule takes no CPU on which it sees
-//! some. So each policy decides by the I/O alone, on the same machine; what its IOThreads cost the vCPUs
-//! counts in the utility.
+//! Two CPUs. vCPUs (clients and what computes) may run on both, and every policy may borrow either from
+//! them (the data plane's `vcpus`): what its IOThreads cost the vCPUs counts in the utility.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -11,7 +9,7 @@ use std::str::FromStr;
 
 use anyhow::{Result, bail};
 use rtvirtio_engine::SsdConfig;
-use rtvirtio_iocores::{Decision, Kind, Limits, Policy, Snapshot, policy};
+use rtvirtio_iocores::{Kind, Limits, Policy, policy};
 use rtvirtio_sim::{Backend, Costs, Machine};
 use rtvirtio_units::{CpuId, Nanos};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -129,7 +127,8 @@ impl Layout<'_> {
         let quoted = |path: &Path| serde_json::Value::from(path.display().to_string());
         let cpus: Vec<String> = self.io_cpus().map(|cpu| cpu.to_string()).collect();
         let mut text = format!(
-            "version = 1\n[control]\nsocket = {}\n[iocores]\npolicy = \"{policy}\"\ncpus = [{}]\n",
+            "version = 1\n[control]\nsocket = {}\n[iocores]\npolicy = \"{policy}\"\ncpus = [{}]\n\
+             borrow = true\n",
             quoted(&self.control()),
             cpus.join(", "),
         );
@@ -184,23 +183,10 @@ pub(crate) fn costs(of: Costs, cpu_us: u32, kib_ns: u32) -> Costs {
     }
 }
 
-/// A policy that is not told of vCPUs.
-pub(crate) struct Untold(Box<dyn Policy + Send>);
-
-impl Untold {
-    pub(crate) fn new(kind: Kind, machine: &Machine) -> Self {
-        let most = usize::from(CPUS);
-        Self(policy(kind, Limits { cpus: machine.io_cpus(), least: 1, most, borrow: false }))
-    }
-}
-
-impl Policy for Untold {
-    fn step(&mut self, snapshot: &Snapshot) -> Vec<Decision> {
-        let mut told = snapshot.clone();
-        told.vms.clear();
-        told.cpus.iter_mut().for_each(|cpu| cpu.vcpus = false);
-        self.0.step(&told)
-    }
+/// The same policy for the simulator.
+pub(crate) fn borrowing(kind: Kind, machine: &Machine) -> Box<dyn Policy + Send> {
+    let most = usize::from(CPUS);
+    policy(kind, Limits { cpus: machine.io_cpus(), least: 1, most, borrow: true })
 }
 
 #[cfg(test)]

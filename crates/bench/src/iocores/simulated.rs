@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use super::cell::{Cell, CellKey, Contender, Phase, Settings};
 use super::judge::{Verdict, kinds, median, name, verdict};
-use super::machine::{Untold, costs, simulated};
+use super::machine::{borrowing, costs, simulated};
 use crate::InterruptedError;
 use crate::load::Interrupted;
 use crate::progress::Progress;
@@ -79,8 +79,8 @@ fn simulate(
     let scenario = settings.scenario(key.seed)?;
     let of = costs(of, settings.cpu_us, settings.kib_ns);
     let machine = simulated(key.policy, &settings.disk, settings.vms, of)?;
-    let mut policy = Untold::new(key.policy.kind(), &machine);
-    let mut simulation = Simulation::new(&machine, &scenario, &mut policy)?;
+    let mut policy = borrowing(key.policy.kind(), &machine);
+    let mut simulation = Simulation::new(&machine, &scenario, &mut *policy)?;
     while simulation.now() < scenario.length() {
         simulation.run_until(simulation.now().saturating_add(STEP));
         let is_interrupted = interrupted.load(std::sync::atomic::Ordering::Relaxed);

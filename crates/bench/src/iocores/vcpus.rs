@@ -125,6 +125,8 @@ impl Vcpus {
 
     /// Makes this thread one of them until it drops what it gets.
     pub(crate) fn enter(&self, of: Use) -> Result<Vcpu<'_>> {
+        // The data plane knows vCPUs by their names.
+        rustix::thread::set_name(c"vcpu")?;
         run_on(&self.cpus)?;
         // Without it a sleep is up to 50 µs too long.
         rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1))?;

@@ -523,7 +523,8 @@ fn policy_is_set_in_part_and_decisions_are_read_from_a_number_on() {
     let served = Served::new();
     let found = served.ask("GET", "/v1/policy", &Value::Null);
     let expected = json!({
-        "policy": "static", "cpus": [], "least": 1, "most": 1, "running": false, "last_decision": 0
+        "policy": "static", "cpus": [], "least": 1, "most": 1, "borrow": false, "running": false,
+        "last_decision": 0,
     });
     assert_eq!(found, (200, expected));
     let set = json!({ "policy": "dynamic", "cpus": [3, 1], "least": 2 });
@@ -567,7 +568,7 @@ fn thousand_malformed_requests_change_nothing() {
         "{\"policy\":\"spdk\",\"most\":3}",
         "{\"policy\":\"spdk\",\"least\":0}",
         "{\"policy\":\"spdk\",\"least\":-1}",
-        "{\"policy\":\"spdk\",\"borrow\":true}",
+        "{\"policy\":\"spdk\",\"borrow\":1}",
         "{\"policy\":\"spdk\",\"x\":1}",
         "{\"policy\":\"spdk\",\"cpus\":[4294967296]}",
         "{\"policy\":\"spdk\"}x",

@@ -1,11 +1,14 @@
 //! Carries decisions out, by what an operator could do too.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use rtvirtio_iocores::{Action, QueueId, ThreadId};
 use rtvirtio_spec::control::{Outcome, PolicyAction, QueueName};
 use rtvirtio_units::{CpuId, IoThreadName};
 
 use super::sampler::Sampler;
 use crate::plane::iothreads::Core;
+use crate::vcpus::{Guard, Moved};
 
 /// Queues of a decision that are named in the log.
 const NAMED: usize = 64;
@@ -13,11 +16,19 @@ const NAMED: usize = 64;
 /// What was done, what became of it, and why not all of it was.
 type Carried = (PolicyAction, Outcome, Option<String>);
 
+/// Who moves vCPUs; none: nobody may, or the guard has ended.
+pub(super) type MayBorrow = Arc<Mutex<Option<Guard>>>;
+
 /// What carries decisions out.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Hands {
     /// The number in the name of the last IOThread that was added.
     added: u64,
+    guard: MayBorrow,
+    /// Where vCPUs may run by the last decision; empty: wherever they could.
+    vcpus: Vec<CpuId>,
+    /// The sampler's last look at vCPUs that this was done for.
+    look: u64,
 }
 
 /// A decision in the terms of the control API.
@@ -56,6 +67,10 @@ pub(super) fn describe(action: &Action, sampler: &Sampler) -> PolicyAction {
 }
 
 impl Hands {
+    pub(super) const fn new(guard: MayBorrow) -> Self {
+        Self { added: 0, guard, vcpus: Vec::new(), look: 0 }
+    }
+
     /// Does what was decided, as far as it can be done.
     pub(super) fn carry_out(&mut self, action: &Action, sampler: &Sampler, core: &Core) -> Carried {
         let mut described = describe(action, sampler);
@@ -69,14 +84,53 @@ impl Hands {
             }
             Action::RemoveThread { thread, moves } => remove(*thread, moves, sampler, core),
             Action::MoveQueue { queue, to } => move_queue(*queue, *to, sampler, core),
-            Action::SetVcpuCpus { .. } => {
-                Err("the data plane has no right to the vCPUs' CPU sets".to_owned())
+            Action::SetVcpuCpus { cpus } => {
+                self.vcpus.clone_from(cpus);
+                self.move_vcpus(sampler).map(drop)
             }
         };
         match done {
             Ok(()) => (described, Outcome::Done, None),
             Err(error) => (described, Outcome::Failed, Some(super::short(error))),
         }
+    }
+
+    /// Has vCPUs that came since the last decision run where that says. Whether any was moved.
+    pub(super) fn keep_vcpus(&mut self, sampler: &Sampler) -> bool {
+        let look = sampler.looks();
+        std::mem::replace(&mut self.look, look) != look
+            && !self.vcpus.is_empty()
+            && self.move_vcpus(sampler).is_ok_and(|changed| changed > 0)
+    }
+
+    /// Gives vCPUs what was taken from them.
+    pub(super) fn give_back(&mut self) {
+        if !std::mem::take(&mut self.vcpus).is_empty() {
+            let _ = self.ask(&[]);
+        }
+    }
+
+    /// How many vCPUs were moved.
+    fn move_vcpus(&self, sampler: &Sampler) -> Result<u32, String> {
+        let processes: Vec<i32> = sampler.processes().collect();
+        let Moved { changed, outside, error } = self.ask(&processes)?;
+        if let Some(error) = error {
+            return Err(format!("{changed} vCPUs moved: {error}"));
+        }
+        if outside > 0 {
+            return Err(format!("{changed} vCPUs moved, {outside} may run on none of these CPUs"));
+        }
+        Ok(changed)
+    }
+
+    fn ask(&self, processes: &[i32]) -> Result<Moved, String> {
+        let mut guard = self.guard.lock().unwrap_or_else(PoisonError::into_inner);
+        let asked = guard.as_mut().ok_or("nobody may move vCPUs")?;
+        asked.keep_to(&self.vcpus, processes).map_err(|error| {
+            // What it still could do, it does as its socket closes.
+            *guard = None;
+            format!("the guard of vCPUs is gone: {error}")
+        })
     }
 
     fn add(&mut self, cpu: CpuId, sampler: &Sampler, core: &Core) -> Result<IoThreadName, String> {

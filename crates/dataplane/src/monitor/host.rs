@@ -7,22 +7,20 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
 
 use rtvirtio_iocores::{Cpu, Vm, VmId};
 use rtvirtio_units::{CpuId, Nanos};
-use rustix::process::Pid;
 
-/// Threads of a process that are looked at.
-const MAX_TASKS: usize = 4096;
-/// vCPUs of a process.
-const MAX_VCPUS: usize = 512;
+use crate::vcpus;
+
 /// Largest `/proc/stat` that is read: a host of 1,024 CPUs has some 80 bytes for each, and interrupts.
 const MAX_STAT: usize = 256 << 10;
 /// USER_HZ (`include/asm-generic/param.h`), ns.
 const TICK: u64 = 10_000_000;
 /// How often vCPUs are looked for again, in refreshes: one that is plugged in is seen after 10 s.
-const SEARCH: u32 = 100;
+const SEARCH: u64 = 100;
+/// The first time, after a front end has come, which may be still at its start: 1 s.
+const SOON: u64 = 10;
 
 /// Time of a thread, as the scheduler counts it (`Documentation/scheduler/sched-stats.rst`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -84,7 +82,11 @@ pub(super) struct Host {
     shared: BTreeSet<CpuId>,
     /// What the vCPUs of a VM have had; of those that are gone too.
     vms: BTreeMap<VmId, OnCpu>,
-    refreshes: u32,
+    refreshes: u64,
+    /// The refresh at which vCPUs are looked for again.
+    search: u64,
+    /// How often that was done.
+    looks: u64,
 }
 
 impl Host {
@@ -101,6 +103,7 @@ impl Host {
         for &(pid, vm) in peers {
             self.processes.entry(pid).or_insert_with(|| {
                 changed = true;
+                self.search = self.search.min(self.refreshes + SOON);
                 Process::look(pid, vm)
             });
         }
@@ -118,13 +121,15 @@ impl Host {
                 }
             }
         }
-        self.refreshes = self.refreshes.wrapping_add(1);
-        if self.refreshes.is_multiple_of(SEARCH) {
+        self.refreshes += 1;
+        if self.refreshes > self.search {
             // Right after their times were read.
+            self.search = self.refreshes + SEARCH;
             self.processes = peers.iter().map(|&(pid, vm)| (pid, Process::look(pid, vm))).collect();
             changed = true;
         }
         if changed {
+            self.looks += 1;
             let processes = self.processes.values();
             self.shared = processes.flat_map(|process| &process.cpus).copied().collect();
         }
@@ -134,6 +139,16 @@ impl Host {
         for cpu in cpus.iter_mut() {
             cpu.vcpus = self.shared.contains(&cpu.id);
         }
+    }
+
+    /// How often vCPUs, and where they may run, were looked for.
+    pub(super) const fn looks(&self) -> u64 {
+        self.looks
+    }
+
+    /// vCPUs have been moved: the next refresh looks for them again.
+    pub(super) const fn look_again(&mut self) {
+        self.search = self.refreshes;
     }
 
     fn read_cpus(&mut self, cpus: &mut Vec<Cpu>) {
@@ -178,37 +193,17 @@ fn cpu_lines(stat: &[u8]) -> impl Iterator<Item = (CpuId, Nanos)> {
 impl Process {
     /// The vCPUs of a process, by their threads' names.
     fn look(pid: i32, vm: VmId) -> Self {
-        let tasks = PathBuf::from(format!("/proc/{pid}/task"));
         let mut process = Self { vm, vcpus: Vec::new(), cpus: Vec::new() };
-        let Ok(entries) = std::fs::read_dir(tasks) else { return process };
-        let of_vcpus = entries.take(MAX_TASKS).flatten().filter(|entry| {
-            std::fs::read_to_string(entry.path().join("comm")).is_ok_and(|name| is_vcpu(&name))
-        });
-        for entry in of_vcpus.take(MAX_VCPUS) {
-            let stat = SchedStat(File::open(entry.path().join("schedstat")).ok());
+        for thread in vcpus::vcpus(pid) {
+            let stat = SchedStat(File::open(format!("/proc/{pid}/task/{thread}/schedstat")).ok());
             let last = stat.read();
             process.vcpus.push(Vcpu { stat, last });
-            let tid = entry.file_name().to_str().and_then(|tid| tid.parse().ok());
-            let tid = tid.and_then(Pid::from_raw);
-            if let Some(Ok(set)) = tid.map(|tid| rustix::thread::sched_getaffinity(Some(tid))) {
-                let all = 0..rustix::thread::CpuSet::MAX_CPU;
-                let allowed = all.filter(|&cpu| set.is_set(cpu));
-                process.cpus.extend(allowed.map(|cpu| CpuId::new(cpu as u32)));
-            }
+            process.cpus.extend(vcpus::cpus_of(thread).iter().flat_map(vcpus::listed));
         }
         process.cpus.sort_unstable();
         process.cpus.dedup();
         process
     }
-}
-
-/// Whether a thread is a vCPU: `CPU 0/KVM` (QEMU), `vcpu0` (Cloud Hypervisor), `fc_vcpu 0`
-/// (Firecracker).
-fn is_vcpu(name: &str) -> bool {
-    let of_qemu = |rest: &str| rest.contains("/KVM") || rest.contains("/TCG");
-    name.strip_prefix("CPU ").is_some_and(of_qemu)
-        || name.starts_with("vcpu")
-        || name.starts_with("fc_vcpu")
 }
 
 #[cfg(test)]
@@ -235,16 +230,6 @@ mod tests {
         // One that is taken offline has no line.
         idle_times(b"cpu  1\ncpu0 1 2 3 41 5\ncpu1 0 0 0 3 0\n", &mut cpus);
         assert_eq!(cpus, [cpu(0, 460), cpu(1, 30)]);
-    }
-
-    #[test]
-    fn vcpus_are_known_by_name() {
-        for name in ["CPU 0/KVM\n", "CPU 12/TCG\n", "vcpu3\n", "fc_vcpu 0\n"] {
-            assert!(is_vcpu(name), "{name}");
-        }
-        for name in ["qemu-system-x86\n", "IO mon_iothread\n", "CPU\n", "worker\n"] {
-            assert!(!is_vcpu(name), "{name}");
-        }
     }
 
     #[test]

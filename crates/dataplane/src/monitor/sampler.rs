@@ -162,6 +162,22 @@ impl Sampler {
         }
     }
 
+    /// Front ends' processes, each once for each VM of it.
+    pub(super) fn processes(&self) -> impl Iterator<Item = i32> {
+        self.peers.iter().map(|&(pid, _)| pid)
+    }
+
+    /// How often vCPUs, and where they may run, were looked for.
+    pub(super) const fn looks(&self) -> u64 {
+        self.host.looks()
+    }
+
+    /// vCPUs have been moved: sees where they are, before the next sample.
+    pub(super) fn look_again(&mut self) {
+        self.host.look_again();
+        self.measure(self.snapshot.now);
+    }
+
     /// The last sample.
     pub(super) const fn snapshot(&self) -> &Snapshot {
         &self.snapshot

@@ -20,8 +20,8 @@ use rtvirtio_spec::control::{
 };
 use rtvirtio_spec::mapping::{Entry, Mapping};
 use rtvirtio_spec::serve::{
-    self, Aio, Configuration, ImageLock, IoCores, IoThread, Listen, MAX_DEVICES, MAX_SCHEDULES,
-    wire,
+    self, Aio, Configuration, Fault, ImageLock, IoCores, IoThread, Listen, MAX_DEVICES,
+    MAX_SCHEDULES, wire,
 };
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos};
 use tokio::sync::broadcast;
@@ -36,6 +36,7 @@ use crate::monitor::{Monitor, SchedStat};
 use crate::pool::ThreadId;
 use crate::schedule::{ClassStatus, Member, Schedule};
 use crate::server::{Listener, Report, Server};
+use crate::vcpus::Guard;
 
 /// Rights of a device's socket: the service's user and group. A VMM of another user joins the
 /// group, or the socket is handed over.
@@ -122,8 +123,19 @@ impl Registry {
         for OpenedDevice { spec, image, listener } in opened.devices {
             self.add(spec, image, Some(listener))?;
         }
-        let policy = self.monitor.set(configuration.iocores.clone());
-        policy.map_err(|error| io("cannot start the policy", error))
+        self.begin_policy(configuration.iocores.clone())
+    }
+
+    /// Lets policies borrow vCPUs' CPUs, by this guard, where `borrow` says so.
+    pub fn borrow_by(&self, guard: Guard) {
+        self.monitor.borrow_by(guard);
+    }
+
+    fn begin_policy(&self, settings: IoCores) -> Result<(), PlaneError> {
+        if settings.borrow && !self.monitor.may_borrow() {
+            return Err(Fault::Borrow.into());
+        }
+        self.monitor.set(settings).map_err(|error| io("cannot start the policy", error))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -508,8 +520,7 @@ impl Plane for Registry {
     }
 
     fn set_policy(&self, settings: wire::IoCores) -> Result<(), PlaneError> {
-        let settings = IoCores::new(settings, self.monitor.settings())?;
-        self.monitor.set(settings).map_err(|error| io("cannot start the policy", error))
+        self.begin_policy(IoCores::new(settings, self.monitor.settings())?)
     }
 
     fn policy(&self) -> PolicyState {

@@ -116,6 +116,41 @@ const ALLOWED_HERE: &[c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const ALLOWED_HERE: &[c_long] = &[];
 
+/// All that the guard of vCPUs does.
+const GUARD: &[c_long] = &[
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sched_setaffinity,
+    // The socket.
+    libc::SYS_read,
+    libc::SYS_recvfrom,
+    libc::SYS_write,
+    libc::SYS_sendto,
+    libc::SYS_fcntl,
+    // /proc.
+    libc::SYS_close,
+    libc::SYS_fstat,
+    libc::SYS_getdents64,
+    libc::SYS_lseek,
+    libc::SYS_newfstatat,
+    libc::SYS_statx,
+    // Memory, signals, the end.
+    libc::SYS_brk,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_futex,
+    libc::SYS_getpid,
+    libc::SYS_getrandom,
+    libc::SYS_gettid,
+    libc::SYS_madvise,
+    libc::SYS_mremap,
+    libc::SYS_munmap,
+    libc::SYS_restart_syscall,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sigaltstack,
+];
+
 /// `BLKDISCARD`, `BLKGETSIZE64`, `BLKSSZGET` and `BLKPBSZGET` of `linux/fs.h`, and `FIONBIO`.
 const IOCTLS: [u32; 5] = [0x1277, 0x8008_1272, 0x1268, 0x127b, libc::FIONBIO as u32];
 
@@ -188,7 +223,30 @@ fn allowed() -> Result<BpfProgram, Error> {
         // To abort, of a panic in a panic.
         (libc::SYS_tgkill, one_of(0, &[std::process::id()])?),
     ];
-    let any = ALLOWED.iter().chain(ALLOWED_HERE).map(|&call| (call, Vec::new()));
+    only(ALLOWED.iter().chain(ALLOWED_HERE), looked_into)
+}
+
+/// The guard's.
+pub(super) fn guard() -> Result<BpfProgram, Error> {
+    let not_executable = || rule(2, Is::MaskedEq(libc::PROT_EXEC as u64), 0);
+    let looked_into = [
+        (libc::SYS_mmap, vec![not_executable()?]),
+        (libc::SYS_mprotect, vec![not_executable()?]),
+        // To read.
+        (
+            libc::SYS_openat,
+            vec![rule(2, Is::MaskedEq((libc::O_ACCMODE | libc::O_CREAT) as u64), 0)?],
+        ),
+    ];
+    only(GUARD.iter(), looked_into)
+}
+
+/// Ends the process at all but these.
+fn only<'a>(
+    any: impl Iterator<Item = &'a c_long>,
+    looked_into: impl IntoIterator<Item = (c_long, Vec<SeccompRule>)>,
+) -> Result<BpfProgram, Error> {
+    let any = any.map(|&call| (call, Vec::new()));
     let rules = any.chain(looked_into).collect();
     let target = std::env::consts::ARCH.try_into()?;
     SeccompFilter::new(rules, SeccompAction::KillProcess, SeccompAction::Allow, target)?.try_into()

@@ -2,19 +2,21 @@
 
 use std::collections::HashMap;
 use std::error::Error;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsFd as _, FromRawFd, OwnedFd};
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use comfy_table::{Table, presets};
 use rtvirtio_bench::load::Interrupted;
 use rtvirtio_dataplane::control::{ControlServer, ControlSocket};
 use rtvirtio_dataplane::plane::{Opened, Plane, Registry};
 use rtvirtio_dataplane::sandbox::{self, Identity};
 use rtvirtio_dataplane::server::Notice;
+use rtvirtio_dataplane::vcpus::{self, Guard};
 use rtvirtio_spec::serve::{
     self, Completion, Configuration, CorePolicy, Engine, IoCores, Listen, Policy, Polling, Service,
 };
@@ -72,6 +74,12 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
     let control = configuration.control.as_ref();
     let control = control.map(|c| ControlSocket::make(c, user.as_ref())).transpose()?;
     let opened = Opened::open(configuration, &mut handed, user.as_ref())?;
+    // Keeps a right that this gives up.
+    let guard = configuration.iocores.borrow.then(|| {
+        let mut command = Command::new("/proc/self/exe");
+        Guard::start(command.arg("vcpu-guard")).context("start the guard of vCPUs")
+    });
+    let guard = guard.transpose()?;
     if configuration.service.sandbox {
         sandbox::drop_privileges(user.as_ref())?;
         sandbox::confine()?;
@@ -92,6 +100,9 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
         }
     }))?;
     let registry = Arc::new(registry);
+    if let Some(guard) = guard {
+        registry.borrow_by(guard);
+    }
     registry.add_all(configuration, opened)?;
     let plane = || Arc::clone(&registry) as Arc<dyn Plane>;
     let control = control.map(|socket| ControlServer::serve(socket, plane())).transpose()?;
@@ -103,6 +114,15 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
     }
     drop(control);
     drop(registry);
+    Ok(Outcome::Done)
+}
+
+/// Moves vCPUs for a data plane, whose socket is the standard input.
+pub(crate) fn guard_vcpus() -> Result<Outcome> {
+    let socket = std::io::stdin().as_fd().try_clone_to_owned()?;
+    sandbox::keep_nice()?;
+    sandbox::confine_guard()?;
+    vcpus::guard(socket.into()).context("guard vCPUs")?;
     Ok(Outcome::Done)
 }
 
@@ -148,12 +168,13 @@ fn describe(configuration: &Configuration) -> String {
     if let Some(control) = &configuration.control {
         text += &format!("control API: {}\n\n", control.socket.display());
     }
-    let IoCores { policy, cpus, least, most } = &configuration.iocores;
+    let IoCores { policy, cpus, least, most, borrow } = &configuration.iocores;
     if *policy != Policy::Static {
         text += &format!("policy: {policy}");
         if policy.needs_cpus() {
             let cpus = cpus.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
             text += &format!(", {least} to {most} iothreads, more on CPUs {cpus}");
+            text += if *borrow { ", borrowed from vCPUs too" } else { "" };
         }
         text += "\n\n";
     }

@@ -153,10 +153,11 @@ fn policy_is_asked_for_in_part_and_decisions_are_shown() {
     let expected = "policy      dynamic: FAILED and ended: index out of bounds\n\
                     cpus        3, 1\niothreads   1 to 2\ndecisions   7\n";
     assert_eq!(text, expected);
-    let set = ["policy", "advise", "--cpus", "6-7,2", "--least", "2"];
+    let set = ["policy", "advise", "--cpus", "6-7,2", "--least", "2", "--borrow", "true"];
     let (_, asked) = done(&set, &state.to_string());
     assert!(asked.head.starts_with("PUT /v1/policy "), "{}", asked.head);
-    assert_eq!(asked.body, json!({ "policy": "advise", "cpus": [6, 7, 2], "least": 2 }));
+    let wanted = json!({ "policy": "advise", "cpus": [6, 7, 2], "least": 2, "borrow": true });
+    assert_eq!(asked.body, wanted);
     let (_, asked) = done(&["policy", "static"], &state.to_string());
     assert_eq!(asked.body, json!({ "policy": "static" }));
 

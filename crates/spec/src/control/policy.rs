@@ -16,6 +16,9 @@ pub struct PolicyState {
     pub least: u32,
     /// Most IOThreads.
     pub most: u32,
+    /// Whether CPUs may be taken from vCPUs.
+    #[serde(default)]
+    pub borrow: bool,
     /// Whether it is at work: `static` has nothing to do, and one that failed has ended.
     pub running: bool,
     /// Why it has ended by itself. The data plane serves on, and whatever it did stays.
@@ -29,8 +32,9 @@ impl PolicyState {
     /// Of settings that are in force.
     #[must_use]
     pub fn new(settings: &IoCores) -> Self {
-        let IoCores { policy, cpus, least, most } = settings.clone();
-        Self { policy, cpus, least, most, running: false, failure: None, last_decision: 0 }
+        let IoCores { policy, cpus, least, most, borrow } = settings.clone();
+        let (running, failure, last_decision) = (false, None, 0);
+        Self { policy, cpus, least, most, borrow, running, failure, last_decision }
     }
 }
 

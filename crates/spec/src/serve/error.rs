@@ -165,8 +165,8 @@ pub enum Fault {
     /// A policy that adds IOThreads, and no place for them.
     #[error("policy \"{0}\" adds IOThreads, and there are no cpus for them")]
     NoCpus(Policy),
-    /// CPUs of the vCPUs, which a data plane cannot take.
-    #[error("CPUs cannot be borrowed: the data plane has no right to the vCPUs' CPU sets")]
+    /// CPUs of the vCPUs, without the guard that takes them and gives them back.
+    #[error("CPUs cannot be borrowed: this data plane has given up its right to move vCPUs")]
     Borrow,
     /// A number out of range.
     #[error("{key} is {found}, outside {low} to {high}")]
@@ -265,9 +265,7 @@ impl Fault {
                 "give each a CPU of its own, or write core = \"auto\"".to_owned()
             }
             Self::NoCpus(_) => "add cpus = [2, 3] with CPUs that no vCPU runs on".to_owned(),
-            Self::Borrow => {
-                "remove borrow, and give IOThreads cpus that no vCPU runs on".to_owned()
-            }
+            Self::Borrow => "write borrow = true under [iocores], and start it again".to_owned(),
             Self::OutOfRange { key: "CPUs", .. } => {
                 "write cpus = [2, 3], or leave it out".to_owned()
             }

@@ -19,12 +19,14 @@ pub struct IoCores {
     pub least: u32,
     /// Most IOThreads, no more than `cpus` has.
     pub most: u32,
+    /// Whether CPUs may be taken from vCPUs for IOThreads, and given back.
+    pub borrow: bool,
 }
 
 impl Default for IoCores {
     /// Nobody decides.
     fn default() -> Self {
-        Self { policy: Policy::Static, cpus: Vec::new(), least: 1, most: 1 }
+        Self { policy: Policy::Static, cpus: Vec::new(), least: 1, most: 1, borrow: false }
     }
 }
 
@@ -58,14 +60,12 @@ impl IoCores {
         if cpus.is_empty() && policy.needs_cpus() {
             return Err((&["policy"], Fault::NoCpus(policy)));
         }
-        if raw.borrow == Some(true) {
-            return Err((&["borrow"], Fault::Borrow));
-        }
         let most = raw.most.unwrap_or(most);
         let high = cpus.len().max(1) as u64;
         at(&["most"], in_range("most", most.into(), 1, high))?;
         let least = raw.least.unwrap_or(least);
         at(&["least"], in_range("least", least.into(), 1, most.into()))?;
-        Ok(Self { policy, cpus, least, most })
+        let borrow = raw.borrow.unwrap_or(before.borrow);
+        Ok(Self { policy, cpus, least, most, borrow })
     }
 }

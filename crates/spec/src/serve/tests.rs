@@ -335,7 +335,7 @@ fn iocores(table: &str) -> Result<IoCores, ServeError> {
 #[test]
 fn policy_has_defaults_and_keeps_the_order_of_cpus() {
     let cpus = |cpus: &[u32]| cpus.iter().copied().map(CpuId::new).collect::<Vec<_>>();
-    let of = |policy, cpus, least, most| IoCores { policy, cpus, least, most };
+    let of = |policy, cpus, least, most| IoCores { policy, cpus, least, most, borrow: false };
     assert_eq!(iocores("").unwrap(), of(Policy::Static, vec![], 1, 1));
     assert_eq!(
         iocores("policy = \"dynamic\"\ncpus = [3, 1, 2]\n").unwrap(),
@@ -347,6 +347,8 @@ fn policy_has_defaults_and_keeps_the_order_of_cpus() {
     let change = |raw: wire::IoCores| IoCores::new(raw, all.clone()).unwrap();
     let named = wire::IoCores { policy: Some(Policy::Iocm), ..wire::IoCores::default() };
     assert_eq!(change(named), of(Policy::Iocm, cpus(&[3, 1, 2]), 2, 2));
+    let borrowing = wire::IoCores { borrow: Some(true), ..wire::IoCores::default() };
+    assert_eq!(change(borrowing), IoCores { borrow: true, ..all.clone() });
     let placed = wire::IoCores { cpus: Some(cpus(&[7])), ..wire::IoCores::default() };
     assert_eq!(change(placed), of(Policy::Spdk, cpus(&[7]), 1, 1));
     for policy in Policy::ALL {
@@ -366,7 +368,6 @@ fn fault_of_a_policy_is_named_with_its_line_and_a_hint() {
         ("cpus = [1, 2]\nmost = 3", 6, "most is 3, outside 1 to 2"),
         ("cpus = [1, 2]\nmost = 1\nleast = 2", 7, "least is 2, outside 1 to 1"),
         ("cpus = [1]\nleast = 0", 6, "least is 0, outside 1 to 1"),
-        ("cpus = [1]\nborrow = true", 6, "CPUs cannot be borrowed"),
         ("cpu = [1]", 5, "unknown key \"cpu\""),
     ] {
         let error = iocores(table).unwrap_err();

@@ -73,7 +73,7 @@ pub struct IoCores {
     /// Most IOThreads; as many as `cpus` if nothing says.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub most: Option<u32>,
-    /// Whether CPUs may be taken from vCPUs; no is all there is.
+    /// Whether CPUs may be taken from vCPUs and given back; no if nothing says.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub borrow: Option<bool>,
 }

@@ -29,8 +29,7 @@ Policies:
   static:1, static:2  that many IOThreads, queues spread over them
   dynamic             rtvirtio's own: number and placement follow the load
   iocm, spdk          as published by IOcm and SPDK
-vCPUs (clients and what computes) run on both CPUs under all of them, and policies are not told of them: the \
-data plane cannot move vCPUs.
+vCPUs (clients and what computes) may run on both CPUs, and all policies may borrow either from them.
 
 Phases (`rtvirtio simulate --help` says what each is):
   idle, one-hot, all-hot, small-large, compute, mixed, bursts, hotplug, flapping

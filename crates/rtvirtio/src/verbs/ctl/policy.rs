@@ -29,6 +29,10 @@ pub(super) struct Args {
     /// Most IOThreads, no more than CPUs [default: as it is; all with --cpus]
     #[arg(long, value_name = "N")]
     most: Option<u32>,
+    /// Whether it may take CPUs from vCPUs and give them back; the data plane must have been started
+    /// with borrow = true [default: as it is]
+    #[arg(long, value_name = "BOOL")]
+    borrow: Option<bool>,
 }
 
 /// Arguments of `ctl decisions`.
@@ -64,19 +68,18 @@ fn cpus(text: &str) -> Result<Cpus, String> {
 }
 
 pub(super) fn run(client: &ControlClient, args: &Args, json: bool) -> Result<()> {
-    let Args { name, cpus, least, most } = args;
-    let changes = name.is_some() || cpus.is_some() || least.is_some() || most.is_some();
-    let state: PolicyState = if changes {
-        let settings = wire::IoCores {
-            policy: *name,
-            cpus: cpus.as_ref().map(|cpus| cpus.0.clone()),
-            least: *least,
-            most: *most,
-            borrow: None,
-        };
-        client.ask("PUT", "/v1/policy", &SetPolicy(settings))?
-    } else {
+    let Args { name, cpus, least, most, borrow } = args;
+    let settings = wire::IoCores {
+        policy: *name,
+        cpus: cpus.as_ref().map(|cpus| cpus.0.clone()),
+        least: *least,
+        most: *most,
+        borrow: *borrow,
+    };
+    let state: PolicyState = if settings == wire::IoCores::default() {
         client.get("/v1/policy")?
+    } else {
+        client.ask("PUT", "/v1/policy", &SetPolicy(settings))?
     };
     if json {
         return input::print_json(&state);

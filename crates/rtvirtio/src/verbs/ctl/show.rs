@@ -241,6 +241,9 @@ pub(super) fn policy(state: &PolicyState) -> String {
         let cpus = state.cpus.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         text += &format!("\ncpus        {cpus}");
         text += &format!("\niothreads   {} to {}", state.least, state.most);
+        if state.borrow {
+            text += "\nborrow      CPUs of vCPUs";
+        }
     }
     text + &format!("\ndecisions   {}\n", state.last_decision)
 }

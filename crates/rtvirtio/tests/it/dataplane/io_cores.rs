@@ -1,7 +1,9 @@
 //! IOThreads that come and go with the load, under the verifier.
 
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -160,15 +162,77 @@ fn policies_change_while_the_verifier_runs_and_static_leaves_all_where_it_is() {
     served.end();
 }
 
+/// Where a thread may run.
+fn cpus_of(thread: Pid) -> Vec<usize> {
+    let set = rustix::thread::sched_getaffinity(Some(thread)).unwrap();
+    (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect()
+}
+
+/// A VM, as the data plane sees it: a process with a vCPU that is connected to its disk.
+struct Vm {
+    vcpu: Pid,
+    _disk: UnixStream,
+    _stop: mpsc::Sender<()>,
+}
+
+impl Vm {
+    fn connect(socket: &Path) -> Self {
+        let (tell, told) = mpsc::channel();
+        let (_stop, stopped) = mpsc::channel::<()>();
+        let vcpu = std::thread::Builder::new().name("CPU 0/KVM".to_owned());
+        vcpu.spawn(move || {
+            tell.send(rustix::thread::gettid()).unwrap();
+            let _ = stopped.recv();
+        })
+        .unwrap();
+        Self { vcpu: told.recv().unwrap(), _disk: UnixStream::connect(socket).unwrap(), _stop }
+    }
+
+    fn runs_on(&self, cpus: &[usize]) {
+        eventually(&format!("a vCPU on {cpus:?}"), ENOUGH, || cpus_of(self.vcpu) == cpus);
+    }
+}
+
+/// All ways in which a data plane that has borrowed a CPU can end, or end borrowing.
 #[test]
-fn configuration_that_borrows_cpus_is_refused() {
-    let directory = tempfile::tempdir().unwrap();
-    let path: &Path = &directory.path().join("serve.toml");
-    let text = "version = 1\n[[iothread]]\nname = \"iot0\"\n[iocores]\ncpus = [0]\nborrow = true\n";
-    std::fs::write(path, text).unwrap();
-    let mut serve = Command::new(RTVIRTIO);
-    let output = serve.arg("serve").arg(path).arg("--check").output().unwrap();
+fn borrowed_cpu_is_given_back_however_it_ends() {
+    const TEST: &str = "borrowed_cpu_is_given_back_however_it_ends";
+    let Some([first, second]) = two_cpus(TEST) else { return };
+    let all = cpus_of(rustix::thread::gettid());
+    let left: Vec<usize> = all.iter().copied().filter(|&cpu| cpu != second).collect();
+    // The IOThread that there is has no CPU of its own; of those that may be added on CPUs of the vCPUs,
+    // the second comes at once.
+    let settings = format!("cpus = [{second}, {first}]\nborrow = true\n");
+    for end in ["static", "term", "kill"] {
+        let mut served = Served::start(&settings);
+        let vm = Vm::connect(&served.path("a.sock"));
+        assert_eq!(cpus_of(vm.vcpu), all);
+        let connected = || served.ctl(&["device", "list"])[0]["connected"] == true;
+        eventually("the front end", ENOUGH, connected);
+        served.ctl(&["policy", "dynamic", "--least", "2"]);
+        vm.runs_on(&left);
+        let decisions = served.ctl(&["decisions"]);
+        let is_set = |d: &Value| d["action"]["kind"] == "set_vcpu_cpus" && d["outcome"] == "done";
+        assert!(decisions.as_array().unwrap().iter().any(is_set), "{decisions}");
+        match end {
+            "static" => assert_eq!(served.ctl(&["policy", "static"])["running"], false),
+            "term" => kill_process(Pid::from_child(&served.server), Signal::TERM).unwrap(),
+            _ => served.server.kill().unwrap(),
+        }
+        vm.runs_on(&all);
+    }
+}
+
+#[test]
+fn policy_borrows_only_with_a_guard_that_was_started_with_the_data_plane() {
+    let served = Served::start("cpus = [0]\n");
+    let mut ctl = Command::new(RTVIRTIO);
+    ctl.arg("ctl").arg("--socket").arg(served.path("control.sock"));
+    let output = ctl.args(["policy", "dynamic", "--borrow", "true"]).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success(), "{said}");
-    assert!(said.contains("serve.toml:6:10: CPUs cannot be borrowed"), "{said}");
+    assert!(said.contains("CPUs cannot be borrowed"), "{said}");
+    assert!(said.contains("hint: write borrow = true under [iocores]"), "{said}");
+    assert_eq!(served.ctl(&["policy"])["policy"], "static");
+    served.end();
 }
