@@ -26,7 +26,6 @@ use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
-use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -119,7 +118,8 @@ pub fn guard(stream: UnixStream) -> io::Result<()> {
         let moved = if cpus.is_empty() {
             threads.give_back()
         } else {
-            let of: BTreeSet<i32> = processes.into_iter().flat_map(vcpus).collect();
+            let processes: BTreeSet<i32> = processes.into_iter().collect();
+            let of = processes.into_iter().flat_map(vcpus).collect();
             threads.keep_to(&set_of(&cpus)?, &of)
         };
         send(&mut answers, &moved)?;
@@ -274,7 +274,7 @@ fn place(thread: i32, now: &CpuSet, wanted: &CpuSet, moved: &mut Moved) -> CpuSe
 
 /// When a thread began, in ticks since the machine did; none if it has ended.
 fn began(thread: i32) -> Option<u64> {
-    let stat = std::fs::read_to_string(PathBuf::from(format!("/proc/{thread}/stat"))).ok()?;
+    let stat = std::fs::read_to_string(format!("/proc/{thread}/stat")).ok()?;
     // The name before may hold anything; the first field after it is the third.
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(22 - 3)?.parse().ok()
 }
