@@ -10,7 +10,7 @@ SHELL := /bin/bash
 	bench-dataplane-syscalls bench-full bench-full-24 bench-full-raw bench-dataplane-verify \
 	bench-dataplane-moves bench-dataplane-profile bench-monitor bench-qos \
 	bench-qos-neighbours bench-qos-file bench-qos-cost bench-qos-changes bench-qos-admission \
-	bench-full-qos bench-completion bench-full-completion bench-iocores bench-full-iocores
+	bench-full-qos bench-db bench-completion bench-full-completion bench-iocores bench-full-iocores
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -192,6 +192,9 @@ bench-dataplane-isolation: setup ## A broken VM beside another one on the same I
 	RTVIRTIO_ISOLATION=$(abspath $(RESULTS))/dataplane-isolation.txt cargo test -p rtvirtio --release \
 		--locked --test it -- isolation --nocapture
 
+bench-db: build ## RocksDB's db_bench with and without `rtvirtio run`, 1 and 32 threads: 4 min (root)
+	scripts/db-bench $(RTVIRTIO) | tee $(RESULTS)/db-bench.txt
+
 bench-dataplane-verify: build ## What serve acknowledged is there: load, 100 disconnects, 50 kills
 	scripts/dataplane-verify $(RTVIRTIO) > $(RESULTS)/dataplane-verify.txt
 
@@ -219,13 +222,17 @@ bench-dataplane-endurance: setup guest libvirt uml ## Real guests: 200 kills, 20
 	RTVIRTIO_ENDURANCE=$(abspath $(RESULTS))/dataplane-endurance.txt cargo test -p rtvirtio --release --locked \
 		--test it -- $(ENDURANCE) --nocapture --test-threads=1
 
-bench-iocores: build ## Policies of I/O cores, 9 phases of 20 s, 3 seeds; the simulator beside: 48 min
-	$(RTVIRTIO) bench iocores --compare-simulator --out $(RESULTS)/iocores
+bench-iocores: build ## Policies of I/O cores, 9 phases of 20 s, 3 seeds; the simulator beside: 50 min
+	mkdir -p $(RESULTS)/iocores
+	$(RTVIRTIO) simulate --calibrate $(RESULTS)/iocores/costs.json
+	$(RTVIRTIO) bench iocores --compare-simulator --costs $(RESULTS)/iocores/costs.json \
+		--out $(RESULTS)/iocores
 
-# The second repetition shows how far two real runs differ.
 bench-full-iocores: bench-iocores ## The same twice, on emulated SSDs, and disturbed: 2.5 h
-	$(RTVIRTIO) bench iocores --repetitions 2 --compare-simulator --out $(RESULTS)/iocores
-	$(RTVIRTIO) bench iocores --disk ref-8x80 --compare-simulator --out $(RESULTS)/iocores-ssd
+	$(RTVIRTIO) bench iocores --repetitions 2 --compare-simulator --costs $(RESULTS)/iocores/costs.json \
+		--out $(RESULTS)/iocores
+	$(RTVIRTIO) bench iocores --disk ref-8x80 --compare-simulator --costs $(RESULTS)/iocores/costs.json \
+		--out $(RESULTS)/iocores-ssd
 	$(RTVIRTIO) bench iocores --disturb --out $(RESULTS)/iocores-disturbed
 
 TIER ?= strict

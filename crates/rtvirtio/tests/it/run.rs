@@ -312,6 +312,39 @@ fn fio_verifies_what_it_wrote() {
     }
 }
 
+/// RocksDB writes, compacts, and finds every key again, all by direct I/O.
+#[test]
+fn db_bench_finds_every_key() {
+    let test = "db_bench_finds_every_key";
+    let Some(directory) = directory(test) else { return };
+    if !has(test, "db_bench") {
+        return;
+    }
+    let db_bench = |mode: &str, benchmarks: &str, existing: bool| {
+        let mut command = run(mode, Path::new("db_bench"));
+        command.arg(format!("--db={}", directory.path().join("db").display()));
+        command.args(["--num=20000", "--key_size=32", "--value_size=200", "--threads=4"]);
+        command.args(["--use_direct_reads", "--use_direct_io_for_flush_and_compaction"]);
+        command.args(["--cache_size=65536", "--compression_type=none", "--progress_reports=0"]);
+        command.arg(format!("--benchmarks={benchmarks}"));
+        command.arg(format!("--use_existing_db={existing}"));
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{mode}: {}", said(&output));
+        output
+    };
+    db_bench("adaptive", "fillrandom,flush,fillseq,compact", false);
+    for mode in MODES {
+        let output = db_bench(mode, "readrandom", true);
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let found = text.lines().find_map(|line| line.split_once("(")?.1.strip_suffix(" found)"));
+        let (found, of) = found.and_then(|found| found.split_once(" of ")).expect(&text);
+        assert_eq!(found, of, "{mode}: {text}");
+        if mode == "poll" && has_rings() {
+            assert!(short(&output) > 1000, "{mode}: {}", said(&output));
+        }
+    }
+}
+
 #[test]
 fn git_fsck_finds_the_same() {
     let test = "git_fsck_finds_the_same";
