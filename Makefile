@@ -228,6 +228,7 @@ bench-iocores: build ## Policies of I/O cores, 9 phases of 20 s, 3 seeds; the si
 	$(RTVIRTIO) bench iocores --compare-simulator --costs $(RESULTS)/iocores/costs.json \
 		--out $(RESULTS)/iocores
 
+# The second repetition shows how far two real runs differ.
 bench-full-iocores: bench-iocores ## The same twice, on emulated SSDs, and disturbed: 2.5 h
 	$(RTVIRTIO) bench iocores --repetitions 2 --compare-simulator --costs $(RESULTS)/iocores/costs.json \
 		--out $(RESULTS)/iocores

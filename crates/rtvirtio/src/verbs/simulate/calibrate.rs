@@ -26,7 +26,7 @@ use rtvirtio_units::{CpuId, Nanos};
 
 use crate::input;
 
-/// Length of a measured window, s, and how often each is measured.
+/// Length of a measured window, and how often each is measured.
 const WINDOW: Nanos = Nanos::from_millis(2_000);
 const REPETITIONS: usize = 3;
 /// A large request.
