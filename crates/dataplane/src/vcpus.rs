@@ -5,7 +5,7 @@
 //! back whatever happens to it.
 //!
 //! Approach: a second process, the *guard*, which is started before the data plane gives its rights up.
-//! It keeps `CAP_SYS_NICE` alone (`sandbox::confine_guard`). Over a socket it is told CPUs and
+//! It keeps `CAP_SYS_NICE` alone (`sandbox::keep_nice`) and few system calls (`sandbox::confine_guard`). Over a socket it is told CPUs and
 //! processes; it finds their vCPU threads, and has each run on those of the thread's *own* CPUs that are
 //! among them. A thread with none of these is left alone. When the socket closes, as it does when the data plane
 //! is killed, every thread gets its own CPUs back.

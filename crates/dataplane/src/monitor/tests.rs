@@ -305,3 +305,16 @@ fn static_policy_has_no_thread() {
     assert!(!rig.monitor.state().running && lock(&rig.monitor.thread).is_none());
     assert!(rig.registry.policy().failure.is_none() && !rig.registry.policy().running);
 }
+
+#[test]
+fn without_a_guard_only_policies_that_take_no_cpu_may_be_told_to_borrow() {
+    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
+    let set = |policy: &str| {
+        let raw = json!({ "policy": policy, "cpus": [0], "borrow": true });
+        registry.set_policy(serde_json::from_value(raw).unwrap())
+    };
+    let error = set("dynamic").unwrap_err().to_string();
+    assert!(error.contains("CPUs cannot be borrowed"), "{error}");
+    set("round-robin").unwrap();
+    set("static").unwrap();
+}

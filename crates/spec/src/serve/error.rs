@@ -265,7 +265,10 @@ impl Fault {
                 "give each a CPU of its own, or write core = \"auto\"".to_owned()
             }
             Self::NoCpus(_) => "add cpus = [2, 3] with CPUs that no vCPU runs on".to_owned(),
-            Self::Borrow => "write borrow = true under [iocores], and start it again".to_owned(),
+            Self::Borrow => {
+                "write borrow = true under [iocores], and start it again; or ask for borrow = false"
+                    .to_owned()
+            }
             Self::OutOfRange { key: "CPUs", .. } => {
                 "write cpus = [2, 3], or leave it out".to_owned()
             }
