@@ -30,6 +30,7 @@ mod events;
 mod machine;
 mod meter;
 mod outcome;
+pub mod path;
 pub mod scenario;
 mod settled;
 mod world;

@@ -31,7 +31,7 @@ const ROOMS: &[Room] = &[
     room("ssd", &["units"], true),
     room("iocores", &["units"], true),
     room("qos", &["units"], true),
-    room("sim", &["units", "ssd", "qos", "iocores"], true),
+    room("sim", &["units", "spec", "ssd", "qos", "iocores"], true),
     room("planner", &["units", "spec", "model", "qos"], true),
     room("host", &["units", "spec"], false),
     room("completion", &["units"], false),
