@@ -20,6 +20,8 @@ use serde::Serialize;
 
 /// Simulations of a condition.
 pub const SEEDS: u64 = 5;
+/// Cgroups around the VMs': [`crate::cell::CGROUP_ROOT`] has two.
+const NESTING: u8 = 2;
 /// fio's settling time before the window, as [`crate::load`] has it.
 const WARM_UP: Nanos = Nanos::from_millis(1_000);
 /// Tails agree within this part of the measured one, or this time.
@@ -29,6 +31,15 @@ const OR_WITHIN_S: f64 = 1e-3;
 const DISAGREEMENTS: f64 = 1.5;
 /// Rates agree within this part.
 const RATE_WITHIN: f64 = 0.05;
+
+/// What a request takes beside schedulers and device ([`Condition::transport`], [`Condition::software`]).
+#[derive(Debug, Clone, Copy)]
+pub struct Costs {
+    /// Between the scheduler and the device and back.
+    pub transport: Nanos,
+    /// Beside that, mean.
+    pub software: Nanos,
+}
 
 /// One task of one cell.
 #[derive(Debug, Clone, Serialize)]
@@ -67,7 +78,7 @@ pub struct Row {
 ///
 /// # Errors
 /// If the cell's names are none that this version knows.
-pub fn condition(cell: &Cell, software: Nanos, seed: u64) -> Result<Condition> {
+pub fn condition(cell: &Cell, costs: Costs, seed: u64) -> Result<Condition> {
     let (_, settings) = cell.settings.0.iter().next().context("a cell without a device")?;
     let device = cell.device.parse().with_context(|| format!("device {}", cell.device))?;
     let specification = specification(cell)?;
@@ -86,7 +97,9 @@ pub fn condition(cell: &Cell, software: Nanos, seed: u64) -> Result<Condition> {
     Ok(Condition {
         device,
         service: Service::Kernel { scheduler: settings.scheduler },
-        software,
+        nesting: NESTING,
+        transport: costs.transport,
+        software: costs.software,
         vms: vms.collect::<Result<_>>()?,
         warm_up: WARM_UP,
         length: Length::fixed(Nanos::from_secs_f64(cell.window_s)),
@@ -122,11 +135,7 @@ fn priority(text: &str) -> Result<Priority> {
 ///
 /// # Errors
 /// As [`condition`].
-pub fn compare(
-    cells: &[Cell],
-    software: Nanos,
-    mut progress: impl FnMut(&str),
-) -> Result<Vec<Row>> {
+pub fn compare(cells: &[Cell], costs: Costs, mut progress: impl FnMut(&str)) -> Result<Vec<Row>> {
     let counted: Vec<&Cell> = cells.iter().filter(|c| c.discarded.is_none()).collect();
     let mut repetitions: BTreeMap<String, Vec<&Cell>> = BTreeMap::new();
     for cell in &counted {
@@ -136,7 +145,7 @@ pub fn compare(
     for cell in counted {
         progress(&format!("{} {} {}", cell.key.case, cell.key.scheme, cell.key.repetition));
         let simulated = (1..=SEEDS)
-            .map(|seed| Ok(run(&condition(cell, software, seed)?)?))
+            .map(|seed| Ok(run(&condition(cell, costs, seed)?)?))
             .collect::<Result<Vec<Outcome>>>()?;
         rows.extend(cell_rows(cell, &simulated, &repetitions[&identity(cell)?])?);
     }
@@ -315,7 +324,8 @@ mod tests {
         let directory = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
         let cells =
             crate::campaign::read(&directory.join("../../docs/results/prediction")).unwrap();
-        let first = condition(&cells[0], Nanos::ZERO, 1).unwrap();
+        let costs = Costs { transport: Nanos::ZERO, software: Nanos::ZERO };
+        let first = condition(&cells[0], costs, 1).unwrap();
         assert_eq!(first.service, Service::Kernel { scheduler: Scheduler::MqDeadline });
         // Four VMs with one task each, and the writer with its limit.
         assert_eq!(first.vms.len(), 5);

@@ -185,8 +185,12 @@ pub(super) struct Bfq {
 }
 
 impl Bfq {
-    /// `groups` are the weights of the groups below the root.
-    pub(super) fn new(parameters: Parameters, groups: &[u32], processes: &[Process]) -> Self {
+    /// `groups[g]` are (parent, weight) of group g + 1; 0 is the root.
+    pub(super) fn new(
+        parameters: Parameters,
+        groups: &[(usize, u32)],
+        processes: &[Process],
+    ) -> Self {
         let weight = |p: &Process| u32::from(8 - p.level.min(7)) * 10;
         let queues: Vec<_> = processes.iter().map(|p| (p.group, p.class, weight(p))).collect();
         let user_max_budget = u64::from(parameters.max_budget);

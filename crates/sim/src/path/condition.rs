@@ -18,11 +18,19 @@ pub struct Condition {
     pub device: SsdConfig,
     /// What stands before it.
     pub service: Service,
-    /// What a request takes beside schedulers and device, mean, added at its end: system calls, wake-ups, and in a
-    /// guest the virtqueue. Half of it is always there, half is exponential; a timer that wakes a task up
-    /// comes late by as much as the latter.
+    /// What a request takes between the scheduler and the device and back, beside the device: the driver's work,
+    /// and a server's if the device is emulated.
+    #[serde(default)]
+    pub transport: Nanos,
+    /// What it takes beside that, mean: the task's system calls and wake-up, and in a guest the virtqueue. Half of
+    /// it is always there, half is exponential; a timer that wakes a task up comes late by as much as the
+    /// latter.
     #[serde(default)]
     pub software: Nanos,
+    /// How many cgroups lie one in another between the root and those of the VMs: 1 for libvirt's (in
+    /// `machine.slice`). It matters to bfq, which looks at the root whether a queue may preempt another.
+    #[serde(default = "one")]
+    pub nesting: u8,
     /// The VMs that share it.
     pub vms: Vec<Vm>,
     /// I/O that does not count, at the start.
@@ -31,6 +39,10 @@ pub struct Condition {
     pub length: Length,
     /// Of all that is random.
     pub seed: u64,
+}
+
+const fn one() -> u8 {
+    1
 }
 
 /// How requests of several VMs come to the device.

@@ -44,7 +44,9 @@ fn condition(scheduler: Scheduler, vms: Vec<Vm>) -> Condition {
     Condition {
         device: "ref-4x250".parse::<SsdConfig>().unwrap(),
         service: Service::Kernel { scheduler },
-        software: Nanos::from_micros(150),
+        nesting: 2,
+        transport: Nanos::from_micros(110),
+        software: Nanos::from_micros(40),
         vms,
         warm_up: Nanos::from_millis(5_000),
         length: Length::fixed(Nanos::from_millis(20_000)),
@@ -65,6 +67,7 @@ fn judged_ms(task: &TaskOutcome) -> f64 {
 fn lone_task_waits_for_the_device_alone() {
     for scheduler in [Scheduler::None, Scheduler::MqDeadline, Scheduler::Kyber, NO_IDLING] {
         let mut c = condition(scheduler, vec![vm(&[task(500.0)])]);
+        c.transport = Nanos::ZERO;
         c.software = Nanos::ZERO;
         let outcome = run(&c).unwrap();
         let t = &outcome.vms[0][0];
@@ -168,10 +171,14 @@ fn guests_scheduler_is_a_tier_of_its_own() {
     let lone = condition(Scheduler::None, vec![guest(Scheduler::Bfq(Bfq::DEFAULT))]);
     let outcome = run(&lone).unwrap();
     assert!(outcome.vms[0].iter().all(|t| judged_ms(t) < 10.0), "{outcome:?}");
-    // Two VMs, idling at the host: a VM's requests are one queue's there.
-    let two = vec![guest(Scheduler::None), guest(Scheduler::None)];
-    let outcome = run(&condition(Scheduler::Bfq(Bfq::DEFAULT), two)).unwrap();
-    assert!(outcome.vms.iter().flatten().any(|t| judged_ms(t) > 50.0), "{outcome:?}");
+    // Two VMs share an idling host: who is not in service waits for slices.
+    let two = || vec![guest(Scheduler::None), guest(Scheduler::None)];
+    let longest = |scheduler| {
+        let outcome = run(&condition(scheduler, two())).unwrap();
+        outcome.vms.iter().flatten().map(|t| t.max.as_secs_f64()).fold(0.0, f64::max)
+    };
+    let (idling, not) = (longest(Scheduler::Bfq(Bfq::DEFAULT)), longest(NO_IDLING));
+    assert!(idling > 2.0 * not, "{idling} {not}");
 }
 
 #[test]

@@ -30,9 +30,13 @@ pub(super) struct Tier {
 }
 
 impl Tier {
-    /// A device that nothing has been given to. `groups` are weights of cgroups; bfq alone minds them and the
-    /// processes.
-    pub(super) fn new(scheduler: Scheduler, groups: &[u32], processes: &[Process]) -> Self {
+    /// A device that nothing has been given to. `groups` are (parent, weight) of cgroups; bfq alone minds them and
+    /// the processes.
+    pub(super) fn new(
+        scheduler: Scheduler,
+        groups: &[(usize, u32)],
+        processes: &[Process],
+    ) -> Self {
         let elevator: Box<dyn Elevator> = match scheduler {
             Scheduler::None => Box::new(Fifo::default()),
             Scheduler::MqDeadline => Box::new(MqDeadline::default()),

@@ -6,7 +6,7 @@ use rand_pcg::Pcg64Mcg;
 use rtvirtio_qos::{ClassId, Device, Kind, Promise, Rate, Running, Scheduler, Share};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_ssd::{Ssd, SsdConfig};
-use rtvirtio_units::{Bytes, Iops, Nanos};
+use rtvirtio_units::{Bytes, Iops, Nanos, Weight};
 
 use super::bfq::Process;
 use super::condition::{Condition, ConditionError, Priority, Service, Task};
@@ -93,6 +93,7 @@ struct World {
     tasks: Vec<TaskState>,
     flying: Vec<Flying>,
     free: Vec<u32>,
+    transport: u64,
     /// Half of what software takes, ns.
     software: f64,
     /// Latencies from here on count.
@@ -130,9 +131,11 @@ pub fn run(condition: &Condition) -> Result<Outcome, ConditionError> {
     Ok(world.outcome(condition, Nanos::new(until - warm_up)))
 }
 
-/// Each process as bfq of the host sees it, and the groups' weights.
-fn host_processes(condition: &Condition) -> (Vec<u32>, Vec<Process>) {
-    let weights = condition.vms.iter().map(|vm| u32::from(vm.weight.get())).collect();
+/// The cgroups' parents and weights, and each process as bfq of the host sees it.
+fn host_processes(condition: &Condition) -> (Vec<(usize, u32)>, Vec<Process>) {
+    let nesting = usize::from(condition.nesting);
+    let mut groups: Vec<_> = (0..nesting).map(|g| (g, u32::from(Weight::DEFAULT.get()))).collect();
+    groups.extend(condition.vms.iter().map(|vm| (nesting, u32::from(vm.weight.get()))));
     let mut processes = Vec::new();
     for (index, vm) in condition.vms.iter().enumerate() {
         let (class, level) = match vm.priority {
@@ -142,9 +145,10 @@ fn host_processes(condition: &Condition) -> (Vec<u32>, Vec<Process>) {
         };
         // A guest's requests are all its IOThread's.
         let count = if vm.guest.is_some() { 1 } else { vm.tasks.len() };
-        processes.extend((0..count).map(|_| Process { group: index + 1, class, level }));
+        let group = nesting + index + 1;
+        processes.extend((0..count).map(|_| Process { group, class, level }));
     }
-    (weights, processes)
+    (groups, processes)
 }
 
 /// The schedule's view of a device whose service times are known.
@@ -160,10 +164,10 @@ fn curve(ssd: &SsdConfig) -> Device {
 
 impl World {
     fn new(condition: &Condition) -> Result<Self, ConditionError> {
-        let (weights, processes) = host_processes(condition);
+        let (groups, processes) = host_processes(condition);
         let host = match condition.service {
             Service::Kernel { scheduler } => {
-                Host::Kernel(Tier::new(scheduler, &weights, &processes))
+                Host::Kernel(Tier::new(scheduler, &groups, &processes))
             }
             Service::DataPlane => Host::DataPlane {
                 scheduler: Box::new(Scheduler::new(curve(&condition.device))),
@@ -181,6 +185,7 @@ impl World {
             tasks: Vec::new(),
             flying: Vec::new(),
             free: Vec::new(),
+            transport: condition.transport.get(),
             software: condition.software.get() as f64 / 2.0,
             from: condition.warm_up.get(),
             ended: 0,
@@ -405,7 +410,7 @@ impl World {
             flying.running = running;
             let length = Bytes::new(u64::from(flying.host.sectors) * 512);
             let end = self.ssd.submit(Nanos::new(now), length);
-            self.events.push(end.get(), Event::Done { id });
+            self.events.push(end.get() + self.transport, Event::Done { id });
         }
         let host = self.vms.len() as u32;
         match &mut self.host {

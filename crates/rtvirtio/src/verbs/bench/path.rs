@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use rtvirtio_bench::campaign;
-use rtvirtio_bench::path::{agreement, compare, table};
+use rtvirtio_bench::path::{Costs, agreement, compare, table};
 use rtvirtio_bench::progress::Progress;
 use rtvirtio_units::Nanos;
 use serde_json::json;
@@ -25,8 +25,11 @@ pub(crate) struct Args {
     /// Directories of campaigns (with a cells.jsonl each)
     #[arg(required = true)]
     campaigns: Vec<PathBuf>,
-    /// What a request takes beside schedulers and device, µs
-    #[arg(long, default_value_t = 150.0)]
+    /// What a request takes between scheduler and device and back, µs
+    #[arg(long, default_value_t = 110.0)]
+    transport_us: f64,
+    /// What it takes beside that (system calls, wake-ups), mean, µs
+    #[arg(long, default_value_t = 40.0)]
     software_us: f64,
     /// Where table.txt and rows.json go [default: nowhere]
     #[arg(long)]
@@ -37,15 +40,21 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
-    ensure!((0.0..=1e6).contains(&args.software_us), "--software-us is 0 to 1,000,000");
+    let time = |name, us: f64| {
+        ensure!((0.0..=1e6).contains(&us), "{name} is 0 to 1,000,000");
+        Ok(Nanos::from_secs_f64(us * 1e-6))
+    };
+    let costs = Costs {
+        transport: time("--transport-us", args.transport_us)?,
+        software: time("--software-us", args.software_us)?,
+    };
     let mut cells = Vec::new();
     for directory in &args.campaigns {
         cells.extend(campaign::read(directory)?);
     }
     let counted = cells.iter().filter(|c| c.discarded.is_none()).count();
     let mut progress = Progress::new(counted, CELL * counted as u32);
-    let software = Nanos::from_secs_f64(args.software_us * 1e-6);
-    let rows = compare(&cells, software, |label| {
+    let rows = compare(&cells, costs, |label| {
         progress.finish(CELL);
         progress.start(label, CELL);
     })?;
