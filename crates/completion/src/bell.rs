@@ -77,7 +77,6 @@ impl Bell {
 
     /// What the poller waits at, if it has another way to wait than [`Self::wait`]: a futex that
     /// processes share.
-    #[cfg(not(rtvirtio_loom))]
     #[must_use]
     pub fn futex(&self) -> &std::sync::atomic::AtomicU32 {
         crate::slot::sync::low(&self.word)
@@ -92,50 +91,58 @@ mod model {
 
     use super::*;
 
-    struct Shared {
+    struct Shared<const N: usize> {
         bell: Bell,
-        said: [UnsafeCell<u32>; 2],
+        said: [UnsafeCell<u32>; N],
     }
     // SAFETY: loom fails the model if two threads are in a cell at a time.
-    unsafe impl Sync for Shared {}
+    unsafe impl<const N: usize> Sync for Shared<N> {}
     // SAFETY: as above.
-    unsafe impl Send for Shared {}
+    unsafe impl<const N: usize> Send for Shared<N> {}
 
     /// Loom reports a poller that waits for ever as a deadlock, and what is read without having been
     /// handed over as a race.
+    fn submitters_and_a_poller<const N: usize>() {
+        let said = std::array::from_fn(|_| UnsafeCell::new(0));
+        let shared = Arc::new(Shared::<N> { bell: Bell::default(), said });
+        let submitters: [_; N] = std::array::from_fn(|index| {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                // SAFETY: loom fails the model if the poller reads already.
+                shared.said[index].with_mut(|said| unsafe { *said = 7 });
+                shared.bell.ring(index);
+            })
+        });
+        let mut answered = 0;
+        while answered != (1 << N) - 1 {
+            if !shared.bell.has_rung() && !shared.bell.sleep() {
+                shared.bell.wait();
+            }
+            let new = shared.bell.answer();
+            assert_eq!(answered & new, 0, "each ring is answered once");
+            answered |= new;
+            for index in (0..N).filter(|index| new >> index & 1 == 1) {
+                // SAFETY: loom fails the model if the submitter writes yet.
+                assert_eq!(shared.said[index].with(|said| unsafe { *said }), 7);
+            }
+        }
+        for submitter in submitters {
+            submitter.join().unwrap();
+        }
+    }
+
     #[test]
     fn no_ring_is_missed() {
-        loom::model(|| {
-            let shared = Arc::new(Shared {
-                bell: Bell::default(),
-                said: [UnsafeCell::new(0), UnsafeCell::new(0)],
-            });
-            let submitters = [0, 1].map(|index| {
-                let shared = Arc::clone(&shared);
-                thread::spawn(move || {
-                    // SAFETY: loom fails the model if the poller reads already.
-                    shared.said[index].with_mut(|said| unsafe { *said = 7 });
-                    shared.bell.ring(index);
-                })
-            });
-            let mut answered = 0;
-            while answered != 0b11 {
-                if shared.bell.has_rung() {
-                    let new = shared.bell.answer();
-                    assert_eq!(answered & new, 0, "each ring is answered once");
-                    answered |= new;
-                    for index in (0..2).filter(|index| new >> index & 1 == 1) {
-                        // SAFETY: loom fails the model if the submitter writes yet.
-                        assert_eq!(shared.said[index].with(|said| unsafe { *said }), 7);
-                    }
-                } else if !shared.bell.sleep() {
-                    shared.bell.wait();
-                }
-            }
-            for submitter in submitters {
-                submitter.join().unwrap();
-            }
-        });
+        loom::model(submitters_and_a_poller::<1>);
+    }
+
+    /// With two, of which one may see that the other woke the poller: all orders in which threads are
+    /// interrupted twice.
+    #[test]
+    fn no_ring_of_several_is_missed() {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = Some(2);
+        builder.check(submitters_and_a_poller::<2>);
     }
 }
 

@@ -35,7 +35,6 @@ mod costs;
 mod gate;
 mod patience;
 mod slot;
-#[cfg(not(rtvirtio_loom))]
 pub mod slots;
 mod source;
 mod spinner;

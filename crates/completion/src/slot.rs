@@ -81,6 +81,10 @@ pub(crate) mod sync {
     pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
     use loom::sync::{Condvar, Mutex};
 
+    pub(crate) fn low(_: &AtomicU64) -> &std::sync::atomic::AtomicU32 {
+        unreachable!("a model has no futex")
+    }
+
     /// What a futex is to its two sides: the word is compared under the lock of who wakes.
     #[derive(Debug, Default)]
     pub(crate) struct Bed {

@@ -17,6 +17,7 @@
 //! own when it needs some.
 
 use std::cell::UnsafeCell;
+use std::ffi::c_int;
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
@@ -107,8 +108,10 @@ impl Place {
 
     /// Connects, unless a thread is at it.
     fn connect(&self, address: &SocketAddrUnix) -> Option<()> {
-        // A handler that jumps away would leave it half done.
+        // A handler that jumps away would leave it half done, and so would the end of the thread, if it is
+        // cancelled: the C library's close(2), for one, looks.
         let _blocked = Signals::block();
+        let _uncancelled = Uncancelled::new();
         let (relaxed, order) = (Ordering::Relaxed, Ordering::Acquire);
         self.state.compare_exchange(NEW, CONNECTING, order, relaxed).ok()?;
         let connection = Connection::new(address);
@@ -125,6 +128,33 @@ impl Place {
     /// The data plane has gone: calls take other ways.
     fn leave(&self) {
         self.state.store(WITHOUT, Ordering::Relaxed);
+    }
+}
+
+unsafe extern "C" {
+    /// pthread_setcancelstate(3), which the crate libc leaves out for glibc.
+    fn pthread_setcancelstate(state: c_int, old: *mut c_int) -> c_int;
+}
+
+/// PTHREAD_CANCEL_DISABLE of glibc's pthread.h.
+const DISABLE: c_int = 1;
+
+/// The calling thread is not cancelled until this is dropped.
+struct Uncancelled(c_int);
+
+impl Uncancelled {
+    fn new() -> Self {
+        let mut old = 0;
+        // SAFETY: `old` takes the state that was.
+        unsafe { pthread_setcancelstate(DISABLE, &mut old) };
+        Self(old)
+    }
+}
+
+impl Drop for Uncancelled {
+    fn drop(&mut self) {
+        // SAFETY: as before.
+        unsafe { pthread_setcancelstate(self.0, &mut 0) };
     }
 }
 

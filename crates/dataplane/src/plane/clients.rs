@@ -1,13 +1,13 @@
 //! The processes of this host that use a device by slots.
 //!
 //! A client connects to the device's socket for that, is sent the memory of its slots and which file or
-//! block device they are for (`completion::slots`), and says nothing more: that its connection ends is all
-//! that is heard from it. Then what it has in flight ends, and its slots are gone. One that breaks its
+//! block device they are for (`completion::slots`), and says nothing more: that its connection ends, or its
+//! process, is all that is heard from it. Then what it has in flight ends, and its slots are gone. One that breaks its
 //! slots loses its connection; so does one that talks.
 //!
 //! Its slots are served on the IOThread of the device's queue 0, wherever that goes.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -118,6 +118,27 @@ impl Host {
 
 /// Waits until a client says something, if it is only that it has gone, or has broken its slots.
 fn until_over(stream: &UnixStream, broken: &OwnedFd) {
-    let mut fds = [PollFd::new(stream, PollFlags::IN), PollFd::new(broken, PollFlags::IN)];
+    let process = process(stream);
+    let of = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+    let two = [of(stream.as_fd()), of(broken.as_fd())];
+    let mut fds: Vec<_> = two.into_iter().chain(process.as_ref().map(|p| of(p.as_fd()))).collect();
     while matches!(poll(&mut fds, None), Ok(0) | Err(Errno::INTR)) {}
+}
+
+/// The process that connected, which ends though a child may still have the socket. `None` before Linux 6.5.
+fn process(stream: &UnixStream) -> Option<OwnedFd> {
+    let mut fd: libc::c_int = -1;
+    let mut length = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `length` bytes to a number of that size.
+    let result = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERPIDFD,
+            (&raw mut fd).cast(),
+            &raw mut length,
+        )
+    };
+    // SAFETY: a descriptor that the kernel has made for this.
+    (result == 0 && fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
 }

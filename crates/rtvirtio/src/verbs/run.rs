@@ -40,7 +40,7 @@ of a program that does no direct I/O, is as without.
   rtvirtio run --stats -- db_bench --use_direct_reads ...
 
 With --slots, calls on the disk that a data plane on this host serves (its
-configuration names the socket: [[device]] slots = "...") are left to the data plane,
+configuration names the socket: [[device]] slots = \"...\") are left to the data plane,
 which polls for all such programs at once; see docs/run.md.
 
   rtvirtio run --slots /run/rtvirtio/db.slots -- db_bench --use_direct_reads ...
