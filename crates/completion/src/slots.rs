@@ -238,7 +238,8 @@ impl SlotMemory {
     }
 }
 
-const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
+/// Nor can anybody seal it further, against writes for one.
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 impl Drop for SlotMemory {
     fn drop(&mut self) {

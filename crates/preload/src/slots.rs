@@ -14,7 +14,7 @@
 //! learns that the process has gone. It is never read or written, only asked for its state, so a program that has
 //! something else under that number is not disturbed. A program that closes it loses its slots. A forked child
 //! closes its copy (else it would keep its parent's slots), does not have its parent's slots mapped, and gets its
-//! own when it needs some.
+//! own when it needs some. A child by vfork shares everything with its parent until it calls exec, the slots too.
 
 use std::cell::UnsafeCell;
 use std::ffi::c_int;
@@ -376,4 +376,97 @@ fn peer(socket: &OwnedFd) -> libc::pid_t {
         )
     };
     peer.pid
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr::null_mut;
+
+    use rtvirtio_completion::slots::FileIdentity;
+
+    use super::*;
+    use crate::short::Memory;
+
+    const DISK: FileIdentity = FileIdentity { block: true, device: 0x801, inode: 0 };
+
+    fn connection(read_only: bool) -> Connection {
+        let (memory, _) = SlotMemory::create().unwrap();
+        let offer = Offer { file: DISK, read_only, block: 512 };
+        Connection { memory, offer, socket: -1, identity: (0, 0), poller: 0 }
+    }
+
+    fn call(direction: Direction, at: usize, bytes: usize, offset: i64) -> Call {
+        let memory = Memory::Buffer(null_mut::<u8>().wrapping_add(at).cast(), bytes);
+        Call { direction, fd: 3, memory, offset }
+    }
+
+    #[test]
+    fn call_takes_a_slot_only_where_the_plain_call_would_do_it() {
+        let file = File { identity: DISK, is_open_for: true };
+        let takes = |connection: &Connection, file: File, call: Call| {
+            // SAFETY: a buffer, which is not read.
+            unsafe { connection.takes(&file, &call) }
+        };
+        let writable = connection(false);
+        for direction in [Direction::Read, Direction::Write] {
+            assert!(takes(&writable, file, call(direction, 4096, 512, 0)));
+            assert!(takes(&writable, file, call(direction, 512, 128 << 10, 1 << 40)));
+            // Too long; then address, length and offset that direct I/O refuses.
+            for (at, bytes, offset) in
+                [(512, (128 << 10) + 512, 0), (513, 512, 0), (512, 513, 0), (512, 512, 256)]
+            {
+                assert!(
+                    !takes(&writable, file, call(direction, at, bytes, offset)),
+                    "{at} {bytes}"
+                );
+            }
+            let good = call(direction, 512, 512, 0);
+            assert!(!takes(&writable, File { is_open_for: false, ..file }, good));
+            for other in [
+                FileIdentity { device: 0x802, ..DISK },
+                FileIdentity { block: false, ..DISK },
+                FileIdentity { inode: 1, ..DISK },
+            ] {
+                assert!(!takes(&writable, File { identity: other, ..file }, good), "{other:?}");
+            }
+        }
+        let read_only = connection(true);
+        assert!(takes(&read_only, file, call(Direction::Read, 512, 512, 0)));
+        assert!(!takes(&read_only, file, call(Direction::Write, 512, 512, 0)));
+    }
+
+    /// What a program's other thread does to its segments meanwhile, nobody can know.
+    #[test]
+    fn segments_are_copied_in_order_and_never_more_than_a_slot_holds() {
+        let connection = connection(false);
+        let data = connection.memory.data(62);
+        let mut parts = [vec![1_u8; 512], vec![2; 1024], vec![3; 512]];
+        let segments = parts
+            .each_mut()
+            .map(|part| libc::iovec { iov_base: part.as_mut_ptr().cast(), iov_len: part.len() });
+        let memory = Memory::Segments(segments.as_ptr(), 3);
+        let write = Call { direction: Direction::Write, fd: 3, memory, offset: 0 };
+        // SAFETY: the segments are there, and so is the slot's data.
+        assert_eq!(unsafe { copy(&write, data, None) }, Some(2048));
+        // SAFETY: the slot's first bytes.
+        let copied = unsafe { std::slice::from_raw_parts(data.as_ptr(), 2048) };
+        assert_eq!(
+            [copied[511], copied[512], copied[1535], copied[1536], copied[2047]],
+            [1, 2, 2, 3, 3]
+        );
+
+        // SAFETY: the slot's first bytes.
+        unsafe { data.write_bytes(9, 2048) };
+        let read = Call { direction: Direction::Read, ..write };
+        // Fewer were asked for than there is room for now.
+        // SAFETY: as above.
+        assert_eq!(unsafe { copy(&read, data, Some(1024)) }, None);
+        assert_eq!((parts[0][511], parts[1][511], parts[1][512], parts[2][0]), (9, 9, 2, 3));
+
+        let mut large = vec![0; 2 * SLOT_BYTES];
+        let memory = Memory::Buffer(large.as_mut_ptr().cast(), large.len());
+        let write = Call { memory, ..write };
+        // SAFETY: as above.
+        assert_eq!(unsafe { copy(&write, data, None) }, None);
+    }
 }

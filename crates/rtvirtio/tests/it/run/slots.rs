@@ -53,8 +53,7 @@ engine = {{ type = 'file', path = '{disk}', format = 'raw' }}
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL", RTVIRTIO, "serve"]).arg(directory.join("serve.toml"));
         let log = File::create(directory.join("serve.log")).unwrap();
-        // As who runs the tests: root would become another user, who may not read the directory.
-        let child = command.arg("--no-sandbox").stdin(Stdio::null()).stderr(log).spawn().unwrap();
+        let child = command.stdin(Stdio::null()).stderr(log).spawn().unwrap();
         let data_plane = Self { child, directory };
         eventually("a start", ENOUGH, || data_plane.log().contains("serving 1 devices"));
         data_plane
