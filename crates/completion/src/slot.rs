@@ -29,19 +29,19 @@ use sync::{AtomicU64, Bed, Ordering};
 use crate::clock::now;
 
 #[cfg(not(rtvirtio_loom))]
-mod sync {
+pub(crate) mod sync {
     use std::sync::atomic::AtomicU32;
-    pub(super) use std::sync::atomic::{AtomicU64, Ordering};
+    pub(crate) use std::sync::atomic::{AtomicU64, Ordering};
     use std::time::Duration;
 
     use rustix::thread::futex::{self, Flags, Timespec};
 
     /// Where waiters sleep: the kernel's, so nothing here.
     #[derive(Debug, Default)]
-    pub(super) struct Bed;
+    pub(crate) struct Bed;
 
     /// The half of the word that is waited on.
-    fn low(word: &AtomicU64) -> &AtomicU32 {
+    pub(crate) fn low(word: &AtomicU64) -> &AtomicU32 {
         let half = std::ptr::from_ref(word).cast::<AtomicU32>();
         // SAFETY: either half of a word is within it, and aligned.
         let half = unsafe { half.add(usize::from(cfg!(target_endian = "big"))) };
@@ -55,7 +55,7 @@ mod sync {
 
     impl Bed {
         /// Sleeps while the lower half of `word` is `expected`. May return at any time.
-        pub(super) fn wait(
+        pub(crate) fn wait(
             &self,
             word: &AtomicU64,
             expected: u32,
@@ -67,7 +67,7 @@ mod sync {
             let _ = futex::wait(low(word), flags(shared), expected, time.as_ref());
         }
 
-        pub(super) fn wake(&self, word: &AtomicU64, shared: bool) {
+        pub(crate) fn wake(&self, word: &AtomicU64, shared: bool) {
             // One: a peer may have put any number of threads to sleep there.
             let _ = futex::wake(low(word), flags(shared), 1);
         }
@@ -75,21 +75,25 @@ mod sync {
 }
 
 #[cfg(rtvirtio_loom)]
-mod sync {
+pub(crate) mod sync {
     use std::time::Duration;
 
-    pub(super) use loom::sync::atomic::{AtomicU64, Ordering};
+    pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
     use loom::sync::{Condvar, Mutex};
+
+    pub(crate) fn low(_: &AtomicU64) -> &std::sync::atomic::AtomicU32 {
+        unreachable!("a model has no futex")
+    }
 
     /// What a futex is to its two sides: the word is compared under the lock of who wakes.
     #[derive(Debug, Default)]
-    pub(super) struct Bed {
+    pub(crate) struct Bed {
         lock: Mutex<()>,
         woken: Condvar,
     }
 
     impl Bed {
-        pub(super) fn wait(
+        pub(crate) fn wait(
             &self,
             word: &AtomicU64,
             expected: u32,
@@ -102,7 +106,7 @@ mod sync {
             }
         }
 
-        pub(super) fn wake(&self, _word: &AtomicU64, _shared: bool) {
+        pub(crate) fn wake(&self, _word: &AtomicU64, _shared: bool) {
             let _lock = self.lock.lock().unwrap();
             self.woken.notify_one();
         }
@@ -135,22 +139,40 @@ impl Ticket {
 pub struct NotPending;
 
 /// Where a request's completion is waited for. `SHARED`: by processes, in memory that they share.
+/// `About`: what the waiter says of the request, if its completer learns of it here.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
-pub struct Slot<const SHARED: bool = false> {
+pub struct Slot<const SHARED: bool = false, About = ()> {
     /// Below: generation and state, which is what the futex is on. Above: the result.
     word: AtomicU64,
     bed: Bed,
+    about: About,
 }
 
 #[cfg(not(rtvirtio_loom))]
 const _: () = assert!(size_of::<Slot>() == 64 && align_of::<Slot>() == 64);
 
-impl<const SHARED: bool> Slot<SHARED> {
+impl<const SHARED: bool, About> Slot<SHARED, About> {
     /// A free one.
     #[must_use]
-    pub fn new() -> Self {
+    pub fn new() -> Self
+    where
+        About: Default,
+    {
         Self::default()
+    }
+
+    /// What is said of the request. The waiter writes it between [`Self::submit`] and telling the
+    /// completer.
+    pub const fn about(&self) -> &About {
+        &self.about
+    }
+
+    /// The completer's: the request that it is told of. `None`: none waits to be completed.
+    #[must_use]
+    pub fn pending(&self) -> Option<Ticket> {
+        let word = self.word.load(Ordering::Acquire) as u32;
+        matches!(word & STATE, PENDING | SLEEPING).then_some(Ticket { generation: word & !STATE })
     }
 
     /// The waiter's: takes the slot for a request. `None`: it has one.
@@ -166,6 +188,14 @@ impl<const SHARED: bool> Slot<SHARED> {
             .compare_exchange(old, new, Ordering::AcqRel, Ordering::Relaxed)
             .is_ok()
             .then_some(ticket)
+    }
+
+    /// The waiter's: the result, if it is there. The slot stays the request's: what else is in it can be
+    /// looked at. Cheap enough to spin on.
+    #[must_use]
+    pub fn look(&self, ticket: Ticket) -> Option<i32> {
+        let word = self.word.load(Ordering::Acquire);
+        (word as u32 == ticket.generation | DONE).then_some((word >> 32) as i32)
     }
 
     /// The waiter's: the result, if it is there. The slot is free then. Cheap enough to spin on.
@@ -185,9 +215,16 @@ impl<const SHARED: bool> Slot<SHARED> {
     /// this request's any more. Signals are handled, and then it goes on.
     #[must_use]
     pub fn wait(&self, ticket: Ticket, time: Option<Duration>) -> Option<i32> {
+        self.watch(ticket, time)?;
+        self.take(ticket)
+    }
+
+    /// The same, but the slot stays the request's.
+    #[must_use]
+    pub fn watch(&self, ticket: Ticket, time: Option<Duration>) -> Option<i32> {
         let until = time.map(|time| now().saturating_add(time.as_nanos() as u64));
         loop {
-            if let Some(result) = self.take(ticket) {
+            if let Some(result) = self.look(ticket) {
                 return Some(result);
             }
             let pending = ticket.word(PENDING, 0);
@@ -240,25 +277,31 @@ const BATCH: usize = 64;
 
 /// The completer's side of a batch: wake-ups that are still to be issued. Dropping it issues them.
 #[derive(Debug)]
-pub struct Wakes<'a, const SHARED: bool = false> {
-    sleepers: [Option<&'a Slot<SHARED>>; BATCH],
+pub struct Wakes<'a, const SHARED: bool = false, About = ()> {
+    sleepers: [Option<&'a Slot<SHARED, About>>; BATCH],
     count: usize,
 }
 
-impl<const SHARED: bool> Default for Wakes<'_, SHARED> {
+impl<const SHARED: bool, About> Default for Wakes<'_, SHARED, About> {
     fn default() -> Self {
         Self { sleepers: [None; BATCH], count: 0 }
     }
 }
 
-impl<'a, const SHARED: bool> Wakes<'a, SHARED> {
+impl<'a, const SHARED: bool, About> Wakes<'a, SHARED, About> {
+    /// Whether nobody is to be woken.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
     /// Completes a request. Its waiter sees that at once if it spins, else when it is woken.
     ///
     /// # Errors
     /// [`NotPending`]: nothing was changed.
     pub fn complete(
         &mut self,
-        slot: &'a Slot<SHARED>,
+        slot: &'a Slot<SHARED, About>,
         ticket: Ticket,
         result: i32,
     ) -> Result<(), NotPending> {
@@ -283,7 +326,7 @@ impl<'a, const SHARED: bool> Wakes<'a, SHARED> {
     }
 }
 
-impl<const SHARED: bool> Drop for Wakes<'_, SHARED> {
+impl<const SHARED: bool, About> Drop for Wakes<'_, SHARED, About> {
     fn drop(&mut self) {
         self.issue();
     }

@@ -19,6 +19,11 @@
 //! at once waits for drivers alone, which come back after a wake-up of their own; one that waits
 //! for a disk seldom gains as much as it burns, and polls for half as long at most.
 //!
+//! The slots of a process are a queue like others (`queue::source`), but for the kick: the process has no
+//! fd for that, which its program might close and use for something else. The thread waits for their
+//! bell's futex, by an entry that is pushed when the queue goes to sleep and stays until the bell
+//! rings. Before Linux 6.7 there is no such entry: the queue then stays awake.
+//!
 //! A queue whose driver gave no kick, or one that cannot be waited for, stays awake: the thread
 //! waits for no more than [`LOOK`] while it has one.
 //!
@@ -42,7 +47,7 @@ use rtvirtio_engine::{Completions, Token};
 use rtvirtio_qos::Running;
 
 use crate::mailbox::{Receiver, Sender};
-use crate::queue::{Pass, Queue, QueueKey, Turn, from_token, now};
+use crate::queue::{Kick, Pass, Queue, QueueKey, Turn, from_token, now};
 use crate::schedule::Board;
 
 mod busy;
@@ -74,6 +79,9 @@ const POLL_SLICE_NS: u64 = 1_000_000;
 /// How long a request may lie in a queue without a kick: short for a disk, and a few per cent of
 /// a CPU.
 const LOOK: Duration = Duration::from_micros(100);
+
+/// A word of 32 bits, in memory that processes share (futex(2), `FUTEX2_SIZE_U32`).
+const FUTEX2_SIZE_U32: u32 = 2;
 
 /// User data of entries that are no request's. Requests have the upper 16 bits clear.
 const KICK: u64 = 1 << 48;
@@ -132,6 +140,8 @@ struct Served {
     polled: bool,
     /// Polls of its kick that ended, since one stayed.
     ends: u8,
+    /// Whether something in the ring waits for its kick.
+    listening: bool,
     /// When it last had work.
     busy_at: u64,
     /// Requests that were started or have ended, since time was last accounted for by them.
@@ -155,6 +165,15 @@ impl Served {
         self.stopping.is_some() && self.queue.in_flight() == 0 && self.queue.recovering() == 0
     }
 
+    /// Whether it sleeps, and nothing in the ring waits for its bell yet.
+    fn is_deaf(&self) -> bool {
+        !self.awake && !self.listening && self.queue.is_served() && self.has_bell()
+    }
+
+    fn has_bell(&self) -> bool {
+        matches!(self.queue.kick(), Some(Kick::Futex(..)))
+    }
+
     /// Waits for a kick; whether there is something to start after all.
     fn sleep(&mut self) -> bool {
         if self.polled && self.stopping.is_none() && self.queue.is_served() {
@@ -176,6 +195,8 @@ pub(crate) struct IoThread {
     /// Of the schedules of its queues' devices.
     boards: Vec<Option<Board>>,
     granted: Vec<(Token, Running)>,
+    /// Scratch: queues that went to sleep.
+    asleep: Vec<QueueKey>,
     /// By key.
     served: Vec<Option<Served>>,
     awake: Turns<QueueKey>,
@@ -231,6 +252,7 @@ impl IoThread {
             me: sender,
             boards: Vec::new(),
             granted: Vec::new(),
+            asleep: Vec::new(),
             served: Vec::new(),
             awake: Turns::new(),
             forwards: HashMap::new(),
@@ -370,13 +392,24 @@ impl IoThread {
     /// Enables all kicks. True: there was work in the meantime.
     fn put_to_sleep(&mut self) -> bool {
         let mut woken = false;
-        let served = &mut self.served;
+        let (served, asleep) = (&mut self.served, &mut self.asleep);
         self.awake.retain(|key| {
             let Some(entry) = get_mut(served, key) else { return false };
             woken |= entry.sleep();
+            if entry.is_deaf() {
+                asleep.push(key);
+            }
             entry.awake
         });
+        self.listen_to_sleepers();
         woken
+    }
+
+    /// Those that went to sleep and that nothing would wake.
+    fn listen_to_sleepers(&mut self) {
+        while let Some(key) = self.asleep.pop() {
+            self.listen_to_kick(key);
+        }
     }
 
     fn submit(&mut self) {
@@ -499,6 +532,7 @@ impl IoThread {
             return;
         }
         entry.queue.stats().kick();
+        entry.listening = cqueue::more(flags);
         if entry.queue.broken().is_some() {
             // Until it is set up anew there is nothing that its driver could say.
             if cqueue::more(flags) {
@@ -507,8 +541,11 @@ impl IoThread {
             return;
         }
         // The kernel ends a poll when the completion queue is full: the next one will do. One that
-        // fails, or ends each time, as of a file that is always ready, is given up.
-        if cqueue::more(flags) {
+        // fails, or ends each time, as of a file that is always ready, is given up. Who waits for a
+        // futex does so once, and not if it rang before.
+        if entry.has_bell() {
+            entry.polled |= result < 0 && result != -libc::EAGAIN;
+        } else if entry.listening {
             entry.ends = 0;
         } else if result >= 0 && entry.ends < ENDS {
             entry.ends += 1;
@@ -566,15 +603,19 @@ impl IoThread {
     /// Among busy queues, those that have been idle for a while are waited for instead; one that
     /// has stopped is to be given back.
     fn put_drowsy_to_sleep(&mut self, time: u64) {
-        let served = &mut self.served;
+        let (served, asleep) = (&mut self.served, &mut self.asleep);
         self.awake.retain(|key| {
             let Some(entry) = get_mut(served, key) else { return false };
             let drowsy = time.saturating_sub(entry.busy_at) > DROWSY_NS;
             if drowsy && !entry.queue.is_unpublished() && !entry.has_stopped() {
                 entry.sleep();
             }
+            if entry.is_deaf() {
+                asleep.push(key);
+            }
             entry.awake
         });
+        self.listen_to_sleepers();
     }
 
     /// Shows drivers what has finished; gives back queues that have stopped.
@@ -612,18 +653,27 @@ impl IoThread {
         }
     }
 
-    fn cancel(&mut self, poll: u64) {
-        self.push(&opcode::PollRemove::new(poll).build().user_data(CANCELLED));
+    fn cancel(&mut self, kick: u64) {
+        self.push(&opcode::AsyncCancel::new(kick).build().user_data(CANCELLED));
     }
 
     fn listen_to_kick(&mut self, key: QueueKey) {
-        let Some(entry) = get(&self.served, key) else { return };
-        let Some(fd) = entry.queue.kick() else { return };
-        let poll = opcode::PollAdd::new(types::Fd(fd.as_raw_fd()), libc::POLLIN as u32)
-            .multi(true)
-            .build()
-            .user_data(kick_data(key, entry.stay));
-        self.push(&poll);
+        let Some(entry) = get_mut(&mut self.served, key) else { return };
+        let wait = match entry.queue.kick() {
+            None => return,
+            Some(Kick::Fd(fd)) => {
+                let fd = types::Fd(fd.as_raw_fd());
+                opcode::PollAdd::new(fd, libc::POLLIN as u32).multi(true).build()
+            }
+            Some(Kick::Futex(word, silent)) => {
+                // By whichever bits it is woken.
+                let (at, any) = (word.as_ptr().cast_const(), u32::MAX.into());
+                opcode::FutexWait::new(at, silent.into(), any, FUTEX2_SIZE_U32).build()
+            }
+        };
+        entry.listening = true;
+        let wait = wait.user_data(kick_data(key, entry.stay));
+        self.push(&wait);
     }
 
     fn listen_to_mail(&mut self) {
@@ -634,7 +684,8 @@ impl IoThread {
 
     fn push(&mut self, entry: &io_uring::squeue::Entry) {
         loop {
-            // SAFETY: polls and cancellations refer to no memory.
+            // SAFETY: polls and cancellations refer to no memory. Of a futex the kernel needs the word only
+            // when it takes the entry, which is before its queue is let go (`submit_all`).
             if unsafe { self.ring.submission().push(entry) }.is_ok() {
                 return;
             }

@@ -26,4 +26,4 @@ pub use call::{Call, CallError};
 pub use fixed::FixedBuffers;
 pub use iothread::{IoThreadStats, Polling};
 pub use pool::{MoveError, Pool, PoolError, ThreadId};
-pub use queue::{Broken, Queue, QueueKey, QueueSetup};
+pub use queue::{Broken, Queue, QueueKey, QueueSetup, SlotsSetup};

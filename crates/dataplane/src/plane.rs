@@ -4,6 +4,7 @@
 //! implements it. A method that changes something returns when it is done, and may wait for
 //! requests in flight; [`Plane::observe`] never waits.
 
+mod clients;
 mod host;
 pub(crate) mod iothreads;
 mod opened;
@@ -18,7 +19,7 @@ use rtvirtio_qos::admission::Refusal;
 use rtvirtio_qos::{Account, Kind};
 use rtvirtio_spec::control::{
     Activity, Consumption, Decision, DeviceState, DeviceUsage, Event, Had, IoThreadState, Outcome,
-    PolicyState, QosState, QueueState, ScheduleState, Snapshot,
+    PolicyState, QosState, QueueState, ScheduleState, SlotsState, Snapshot,
 };
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::mapping::{Entry, Mapping, MappingError};
@@ -206,6 +207,8 @@ pub struct ObservedDevice {
     pub queues: Vec<ObservedQueue>,
     /// Its part of the physical device.
     pub qos: Option<QosState>,
+    /// Processes that use it by slots, if it has a socket for them.
+    pub slots: Option<SlotsState>,
 }
 
 /// A virtqueue at one time; its statistics go on.
@@ -271,6 +274,7 @@ impl Observation {
             queues: (0..).zip(&device.queues).map(|(index, queue)| queue.state(index)).collect(),
             responses: device.responses(),
             qos: device.qos.clone(),
+            slots: device.slots.clone(),
         });
         Snapshot {
             time_ns: time,

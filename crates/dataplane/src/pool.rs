@@ -19,7 +19,7 @@ use rustix::io::Errno;
 use crate::call::Call;
 use crate::iothread::{IoThread, IoThreadStats, Letter, Poller, Polling};
 use crate::mailbox::{Sender, mailbox};
-use crate::queue::{Broken, Queue, QueueKey, QueueSetup};
+use crate::queue::{Broken, Queue, QueueKey, QueueSetup, SlotsSetup};
 
 /// Names an IOThread; not used again in the life of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -228,10 +228,26 @@ impl Pool {
     /// # Errors
     /// [`PoolError::NoThread`].
     pub fn start(&self, setup: QueueSetup, on: ThreadId) -> Result<QueueKey, PoolError> {
+        self.start_made(|key| Queue::new(key, setup), on)
+    }
+
+    /// Serves the slots of a process.
+    ///
+    /// # Errors
+    /// [`PoolError::NoThread`].
+    pub fn start_slots(&self, setup: SlotsSetup, on: ThreadId) -> Result<QueueKey, PoolError> {
+        self.start_made(|key| Queue::of_slots(key, setup), on)
+    }
+
+    fn start_made(
+        &self,
+        make: impl FnOnce(QueueKey) -> Queue,
+        on: ThreadId,
+    ) -> Result<QueueKey, PoolError> {
         let mut state = lock(&self.state);
         let next = QueueKey(state.places.len() as u32);
         let key = state.free.pop().unwrap_or(next);
-        let queue = Box::new(Queue::new(key, setup));
+        let queue = Box::new(make(key));
         let place = Arc::new(Place {
             thread: Mutex::new(None),
             calls: Mutex::new(queue.calls()),

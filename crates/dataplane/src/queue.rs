@@ -1,4 +1,5 @@
-//! A virtqueue being served: its ring, its requests in flight, and how its driver is called.
+//! A virtqueue being served: its ring, its requests in flight, and how its driver is called. The slots of
+//! a process of this host are served as one, too (`source`).
 //!
 //! A queue belongs to one IOThread at a time and moves between them as a whole. It is never
 //! shared, so nothing in it is locked; only its statistics are read by others.
@@ -9,6 +10,7 @@
 use std::sync::{Arc, OnceLock};
 
 use io_uring::squeue::SubmissionQueue;
+use rtvirtio_completion::slots::{NoRequest, SLOTS, SlotMemory};
 use rtvirtio_engine::{Completions, Lent, Operation, Outcome, Request, Segment, Token};
 use rtvirtio_qos::{Kind, MAX_TRANSFER, Running};
 use rtvirtio_units::{Bytes, Nanos};
@@ -20,10 +22,15 @@ use crate::device::Device;
 use crate::fixed::FixedBuffers;
 use crate::iothread::{IoThreadStats, QUANTUM_BYTES, Share};
 use crate::memory::Memory;
-use crate::request::{Action, Limits, Status, parse};
+use crate::request::{Action, Limits, Status};
 use crate::ring::{Chain, Ring, RingError};
 use crate::schedule::{Ask, Member, Schedule};
 use crate::stats::{Op, QueueStats};
+
+mod source;
+
+pub(crate) use source::Kick;
+use source::{Slots, Source};
 
 /// Requests that finish at once are shown to the driver in batches of so many, so that driver and
 /// device work side by side: a driver that always finds something need not be called,
@@ -42,9 +49,8 @@ pub struct Queue {
     device: Arc<Device>,
     memory: Arc<Memory>,
     buffers: Option<Arc<FixedBuffers>>,
-    ring: Ring,
+    source: Source,
     slots: Box<[Slot]>,
-    chain: Chain,
     kick: Option<OwnedFd>,
     call: Option<Call>,
     error: Option<Call>,
@@ -121,6 +127,9 @@ pub enum Broken {
     /// A request has no byte for its status.
     #[error("a request has no status byte")]
     NoStatus,
+    /// A process's slots are not what they should be.
+    #[error(transparent)]
+    Slots(#[from] NoRequest),
 }
 
 /// What a pass over a queue came to.
@@ -158,6 +167,18 @@ pub struct QueueSetup {
     pub stats: Arc<QueueStats>,
 }
 
+/// What a process's slots are served with.
+pub struct SlotsSetup {
+    /// The device.
+    pub device: Arc<Device>,
+    /// The slots.
+    pub memory: Arc<SlotMemory>,
+    /// Told when they are broken.
+    pub error: OwnedFd,
+    /// Where their requests are counted.
+    pub stats: Arc<QueueStats>,
+}
+
 /// What the IOThread lends a queue for a pass.
 pub(crate) struct Turn<'a, 'ring> {
     pub(crate) submission: &'a mut SubmissionQueue<'ring>,
@@ -175,32 +196,59 @@ pub(crate) fn now() -> u64 {
 
 impl Queue {
     pub(crate) fn new(key: QueueKey, setup: QueueSetup) -> Self {
-        setup.stats.set_broken(false);
-        setup.stats.see(0);
+        let source = Source::Ring { ring: setup.ring, chain: Chain::default() };
         Self {
-            key,
-            member: setup.device.member(),
-            device: setup.device,
             memory: setup.memory,
             buffers: setup.buffers,
-            ring: setup.ring,
-            slots: (0..setup.size).map(|_| Slot::default()).collect(),
-            chain: Chain::default(),
             kick: setup.kick,
             call: setup.call,
-            // An fd that cannot be written to is none.
-            error: setup.error.and_then(|fd| Call::new(fd).ok()),
             enabled: setup.enabled,
-            broken: Arc::default(),
-            stats: setup.stats,
-            in_flight: 0,
-            started_here: 0,
-            waiting: Vec::new(),
             // A server before this one may have died between finishing and calling.
             unpublished: true,
             call_due: true,
+            ..Self::of(key, source, setup.size, setup.device, setup.stats, setup.error)
+        }
+    }
+
+    /// Of a process's slots, which lie in no guest's memory: it rings, and its threads are woken one by one.
+    pub(crate) fn of_slots(key: QueueKey, setup: SlotsSetup) -> Self {
+        let SlotsSetup { device, memory, error, stats } = setup;
+        let source = Source::Slots(Slots::new(memory));
+        Self::of(key, source, SLOTS as u16, device, stats, Some(error))
+    }
+
+    fn of(
+        key: QueueKey,
+        source: Source,
+        size: u16,
+        device: Arc<Device>,
+        stats: Arc<QueueStats>,
+        error: Option<OwnedFd>,
+    ) -> Self {
+        stats.set_broken(false);
+        stats.see(0);
+        Self {
+            key,
+            member: device.member(),
+            device,
+            memory: Arc::default(),
+            buffers: None,
+            source,
+            slots: (0..size).map(|_| Slot::default()).collect(),
+            kick: None,
+            call: None,
+            // An fd that cannot be written to is none.
+            error: error.and_then(|fd| Call::new(fd).ok()),
+            enabled: true,
+            broken: Arc::default(),
+            stats,
+            in_flight: 0,
+            started_here: 0,
+            waiting: Vec::new(),
+            unpublished: false,
+            call_due: false,
             error_due: false,
-            finished: Vec::with_capacity(usize::from(setup.size)),
+            finished: Vec::with_capacity(usize::from(size)),
             finished_bytes: 0,
             asks: Vec::new(),
             ended: Vec::new(),
@@ -222,7 +270,7 @@ impl Queue {
     /// As GET_VRING_BASE returns it.
     #[must_use]
     pub(crate) fn base(&self) -> u32 {
-        self.ring.base()
+        self.source.base()
     }
 
     /// Why it is not served any more, if its driver broke it.
@@ -265,12 +313,15 @@ impl Queue {
     ) -> Result<(), RingError> {
         self.buffers = buffers;
         self.memory = Arc::clone(&memory);
-        self.ring.set_memory(memory).inspect_err(|&error| self.latch(error.into()))
+        let Some(ring) = self.source.ring() else { return Ok(()) };
+        ring.set_memory(memory).inspect_err(|&error| self.latch(error.into()))
     }
 
     /// Logs writes to the used ring at a guest address, or not.
     pub(crate) fn set_log(&mut self, log: Option<u64>) {
-        self.ring.set_log(log);
+        if let Some(ring) = self.source.ring() {
+            ring.set_log(log);
+        }
     }
 
     /// Where its requests are counted.
@@ -279,8 +330,9 @@ impl Queue {
         &self.stats
     }
 
-    pub(crate) fn kick(&self) -> Option<&OwnedFd> {
-        self.kick.as_ref()
+    /// What says that there may be something new; none: nothing does.
+    pub(crate) fn kick(&self) -> Option<Kick<'_>> {
+        self.kick.as_ref().map(Kick::Fd).or_else(|| self.source.futex())
     }
 
     /// For whoever frees an IOThread that is stuck in it.
@@ -291,7 +343,7 @@ impl Queue {
     /// Requests of an earlier server that are still to be done again: the ring's base counts them
     /// as taken.
     pub(crate) fn recovering(&self) -> u16 {
-        if self.is_served() { self.ring.recovering() } else { 0 }
+        if self.is_served() { self.source.recovering() } else { 0 }
     }
 
     pub(crate) const fn in_flight(&self) -> u16 {
@@ -303,7 +355,7 @@ impl Queue {
     }
 
     pub(crate) fn is_pending(&self) -> bool {
-        self.is_waiting() || self.is_served() && self.ring.is_pending()
+        self.is_waiting() || self.is_served() && self.source.is_pending()
     }
 
     /// Whether requests wait for room in the submission queue.
@@ -313,17 +365,17 @@ impl Queue {
 
     /// Tells whoever watches it what its driver has made available and is not taken.
     pub(crate) fn look(&self) {
-        self.stats.see(if self.is_served() { self.ring.backlog() } else { 0 });
+        self.stats.see(if self.is_served() { self.source.backlog() } else { 0 });
     }
 
     /// Asks for kicks; whether requests came in the meantime.
     pub(crate) fn enable_notification(&mut self) -> bool {
-        self.is_served() && self.ring.enable_notification()
+        self.is_served() && self.source.enable_notification()
     }
 
     pub(crate) fn disable_notification(&mut self) {
         if self.is_served() {
-            self.ring.disable_notification();
+            self.source.disable_notification();
         }
     }
 
@@ -353,14 +405,14 @@ impl Queue {
                 self.publish(turn.stats);
                 started = now();
             }
-            match self.ring.next(&mut self.chain) {
-                Ok(true) => {}
-                Ok(false) => return Pass::Empty,
+            let head = match self.source.next() {
+                Ok(Some(head)) => head,
+                Ok(None) => return Pass::Empty,
                 Err(error) => {
-                    self.latch(error.into());
+                    self.latch(error);
                     return Pass::Empty;
                 }
-            }
+            };
             let limits = limits.get_or_insert_with(|| Limits {
                 geometry: self.device.engine().geometry(),
                 read_only: self.device.read_only(),
@@ -368,16 +420,15 @@ impl Queue {
                 discard_sectors: self.device.limits().discard_sectors,
                 id: *self.device.serial(),
             });
-            let head = self.chain.id;
             let slot = &mut self.slots[usize::from(head)];
-            let Some(parsed) = parse(&mut self.chain, limits, &mut slot.segments) else {
+            let Some(parsed) = self.source.parse(limits, &mut slot.segments) else {
                 self.latch(Broken::NoStatus);
                 return Pass::Empty;
             };
             share.requests -= 1;
             self.in_flight += 1;
             self.stats.start(1);
-            slot.status = Some(parsed.status);
+            slot.status = parsed.status;
             slot.written = parsed.written;
             slot.ioprio = parsed.ioprio;
             slot.popped = found;
@@ -549,16 +600,17 @@ impl Queue {
         let slot = &mut self.slots[usize::from(head)];
         slot.operation = None;
         self.ended.extend(slot.running.take());
-        let Some(to) = slot.status.take() else { return };
-        // SAFETY: one byte of guest memory, which `memory` keeps mapped.
-        unsafe { to.base().write_volatile(status as u8) };
-        if self.memory.log().is_some() {
-            self.memory.log_write(to);
-            if slot.written > 1 {
-                slot.segments.iter().for_each(|&segment| self.memory.log_write(segment));
+        if let Some(to) = slot.status.take() {
+            // SAFETY: one byte of guest memory, which `memory` keeps mapped.
+            unsafe { to.base().write_volatile(status as u8) };
+            if self.memory.log().is_some() {
+                self.memory.log_write(to);
+                if slot.written > 1 {
+                    slot.segments.iter().for_each(|&segment| self.memory.log_write(segment));
+                }
             }
         }
-        self.ring.finish(head, slot.written);
+        self.source.finish(head, slot.written, slot.bytes, status);
         self.in_flight -= 1;
         self.unpublished = true;
         let Slot { bytes, popped, started, .. } = *slot;
@@ -597,7 +649,11 @@ impl Queue {
             return None;
         }
         let at = self.count();
-        let call = self.ring.publish() | std::mem::take(&mut self.call_due);
+        let (call, woken) = self.source.publish();
+        if woken {
+            self.stats.call();
+        }
+        let call = call | std::mem::take(&mut self.call_due);
         let error = std::mem::take(&mut self.error_due);
         if !call && !error {
             return at;

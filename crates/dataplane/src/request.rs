@@ -63,8 +63,8 @@ pub(crate) enum Action {
 pub(crate) struct Parsed {
     /// What to do.
     pub(crate) action: Action,
-    /// Where the status byte goes.
-    pub(crate) status: Segment,
+    /// Where the status byte goes; none: the answer is no byte.
+    pub(crate) status: Option<Segment>,
     /// Bytes that the device writes to the chain: its used length.
     pub(crate) written: u32,
     /// How the driver marks it: the header's field `ioprio`.
@@ -90,7 +90,7 @@ pub(crate) struct Limits {
 /// the driver cannot be told anything.
 pub(crate) fn parse(chain: &mut Chain, limits: &Limits, data: &mut Vec<Segment>) -> Option<Parsed> {
     data.clear();
-    let status = take_last_byte(&mut chain.writable)?;
+    let status = Some(take_last_byte(&mut chain.writable)?);
     let answer = |status_code, written| {
         Some(Parsed { action: Action::Answer(status_code), status, written, ioprio: 0 })
     };
@@ -199,9 +199,14 @@ fn answer_range(kind: u32, chain: &mut Chain, limits: &Limits) -> Result<Action,
 /// The first byte of a range that lies within the disk and on its logical blocks.
 fn range(sector: u64, length: u64, geometry: &Geometry) -> Option<u64> {
     let offset = sector.checked_mul(SECTOR)?;
-    let end = offset.checked_add(length)?;
+    within(offset, length, geometry).then_some(offset)
+}
+
+/// Whether a range lies within the disk and on its logical blocks.
+pub(crate) fn within(offset: u64, length: u64, geometry: &Geometry) -> bool {
     let block = u64::from(geometry.logical_block).max(SECTOR);
-    (end <= geometry.capacity.get() && (offset | length).is_multiple_of(block)).then_some(offset)
+    let ends_within = offset.checked_add(length).is_some_and(|end| end <= geometry.capacity.get());
+    ends_within && (offset | length).is_multiple_of(block)
 }
 
 fn total(segments: &[Segment]) -> u64 {

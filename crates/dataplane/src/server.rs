@@ -5,6 +5,9 @@
 //! has left, and is then accepted at once, even if the first one's requests are still being
 //! drained: only its rings wait for them. So a device costs no thread until it has a front end, and
 //! at most two when a front end reconnects.
+//!
+//! Processes that use a disk by slots connect to another socket of its, any number at a time up to
+//! [`CLIENTS_MAX`] (`clients`).
 
 use std::collections::HashMap;
 use std::net::Shutdown;
@@ -22,8 +25,11 @@ use crate::device::Device;
 use crate::protocol::Connection;
 use crate::session::{Ended, QueueHost, Session, serve};
 
+mod clients;
 mod listener;
 
+pub use clients::CLIENTS_MAX;
+use clients::Clients;
 pub use listener::{ListenError, Listener};
 
 /// A session's thread handles messages and sets up rings: it needs little stack.
@@ -109,25 +115,37 @@ impl Server {
     where
         H: QueueHost + Send + Sync + 'static,
     {
+        let shared = Arc::downgrade(&self.shared);
+        self.watch(|id| Served { id, shared, listener, device, host, sessions: Mutex::default() })
+    }
+
+    /// Serves processes on a socket, each by a call of `serve` that ends with its connection. It is
+    /// given who the process is, if that can be seen.
+    ///
+    /// # Errors
+    /// The system refuses to watch the socket.
+    pub fn add_clients(
+        &self,
+        listener: Listener,
+        serve: impl Fn(&UnixStream, Option<i32>) + Send + Sync + 'static,
+    ) -> std::io::Result<SocketId> {
+        let (shared, serve) = (Arc::downgrade(&self.shared), Box::new(serve));
+        self.watch(|id| Clients { id, shared, listener, serve, running: Mutex::default() })
+    }
+
+    fn watch<S: Socket + 'static>(&self, make: impl FnOnce(u64) -> S) -> std::io::Result<SocketId> {
         let mut sockets = lock(&self.shared.sockets);
         // Never used twice: an event of a socket that was removed must not wake another.
         static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(STOP + 1);
         let id = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let served = Arc::new(Served {
-            id,
-            shared: Arc::downgrade(&self.shared),
-            listener,
-            device,
-            host,
-            sessions: Mutex::default(),
-        });
+        let socket = make(id);
         epoll::add(
             &self.shared.epoll,
-            &served.listener,
+            socket.listener(),
             epoll::EventData::new_u64(id),
             epoll::EventFlags::IN | epoll::EventFlags::ONESHOT,
         )?;
-        sockets.insert(id, served);
+        sockets.insert(id, Arc::new(socket));
         Ok(SocketId(id))
     }
 
@@ -196,6 +214,7 @@ impl Shared {
 
 /// A device's socket with its sessions, whatever serves its rings.
 trait Socket: Send + Sync {
+    fn listener(&self) -> &Listener;
     /// Accepts a front end, if one waits, and listens again if none did.
     fn accept(self: Arc<Self>) -> std::io::Result<()>;
     /// Wakes the accepting thread when a front end waits.
@@ -205,6 +224,14 @@ trait Socket: Send + Sync {
     fn shut_down(&self);
     /// Ends all sessions and waits for them.
     fn close(&self, epoll: &OwnedFd);
+}
+
+/// Has the accepting thread woken when somebody waits at a socket.
+fn listen_on(shared: &Weak<Shared>, id: u64, listener: &Listener) {
+    let Some(shared) = shared.upgrade() else { return };
+    let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
+    // It fails only when the socket is being closed.
+    let _ = epoll::modify(&shared.epoll, listener, epoll::EventData::new_u64(id), flags);
 }
 
 struct Served<H> {
@@ -235,6 +262,10 @@ impl<H> Socket for Served<H>
 where
     H: QueueHost + Send + Sync + 'static,
 {
+    fn listener(&self) -> &Listener {
+        &self.listener
+    }
+
     fn accept(self: Arc<Self>) -> std::io::Result<()> {
         let mut sessions = lock(&self.sessions);
         if sessions.closed {
@@ -261,11 +292,7 @@ where
     }
 
     fn listen(&self) {
-        let Some(shared) = self.shared.upgrade() else { return };
-        let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
-        // It fails only when the socket is being closed.
-        let data = epoll::EventData::new_u64(self.id);
-        let _ = epoll::modify(&shared.epoll, &self.listener, data, flags);
+        listen_on(&self.shared, self.id, &self.listener);
     }
 
     fn is_connected(&self) -> bool {

@@ -14,8 +14,12 @@
 //! a positional transfer can be done twice; appending writes, of which that is not true, never take the
 //! ring.
 //!
+//! Where a data plane on this host owns the disk and has *slots* for the process, a call on that disk is left to
+//! its thread, which polls for all processes: it goes through memory that both have mapped, and the waiting
+//! thread looks, or sleeps, in the same way (`slots`).
+//!
 //! # Terms
-//! A *short* call went by the ring; a *plain* one is the C library's. *Next* is the definition of a
+//! A *short* call went by the ring or a slot; a *plain* one is the C library's. *Next* is the definition of a
 //! function behind ours, the C library's or another preloaded library's.
 //!
 //! # Properties
@@ -42,5 +46,6 @@ mod process;
 mod ring;
 mod short;
 mod signals;
+mod slots;
 mod statistics;
 mod thread;

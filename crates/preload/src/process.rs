@@ -1,8 +1,8 @@
 //! What the threads of a process share: settings, tokens, counters, and whether the short path is open.
 //!
 //! Made by the library's constructor, before any code of the program's own runs, from what `rtvirtio run` has put
-//! into the environment; without that the library does nothing. Whether the path is open, and the counters, lie
-//! on a page that a forked child gets as zeroes: so the child's path is closed from its first instruction on,
+//! into the environment; without that the library does nothing. Whether the path is open, the counters, and the
+//! process's slots, lie on a page that a forked child gets as zeroes: so the child's path is closed from its first instruction on,
 //! however it was forked, until the handler of fork(2) has opened it anew. A child by `vfork` shares
 //! this memory with its parent, and has no ring.
 
@@ -14,21 +14,25 @@ use std::sync::{Arc, OnceLock};
 use rtvirtio_completion::{Costs, Mode, Tokens};
 use rtvirtio_units::Nanos;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
+use rustix::net::SocketAddrUnix;
 
 use crate::statistics::{self, Counters, Form};
-use crate::{calls, next, thread};
+use crate::{calls, next, slots, thread};
 
 /// What `rtvirtio run` says in the environment: the mode, ...
 const MODE: &str = "RTVIRTIO_RUN";
 /// ... what waiting costs here (`pauses,look,wake,gap`; ns but for the first), ...
 const COSTS: &str = "RTVIRTIO_RUN_COSTS";
-/// ... and how to say the statistics, if at all.
+/// ... how to say the statistics, if at all, ...
 const STATS: &str = "RTVIRTIO_RUN_STATS";
+/// ... and where a data plane has slots for this process, if it does.
+const SLOTS: &str = "RTVIRTIO_RUN_SLOTS";
 
 /// What `rtvirtio run` says.
 pub(crate) struct Settings {
     pub(crate) mode: Mode,
     pub(crate) costs: Costs,
+    pub(crate) slots: Option<SocketAddrUnix>,
     stats: Option<Form>,
 }
 
@@ -42,6 +46,7 @@ pub(crate) struct Shared {
 struct Page {
     open: AtomicBool,
     counters: Counters,
+    slots: slots::Place,
 }
 
 static SETTINGS: OnceLock<Settings> = OnceLock::new();
@@ -86,6 +91,11 @@ pub(crate) fn counters() -> Option<&'static Counters> {
     Some(&page()?.counters)
 }
 
+/// Where the process's slots are.
+pub(crate) fn slots() -> Option<&'static slots::Place> {
+    Some(&page()?.slots)
+}
+
 fn page() -> Option<&'static Page> {
     // SAFETY: null or mapped by `map`, for good.
     unsafe { PAGE.load(Ordering::Acquire).as_ref() }
@@ -104,7 +114,8 @@ extern "C" fn constructor() {
     if settings.stats.is_some() {
         statistics::start();
     }
-    if settings.mode == Mode::Interrupt || !calls::is_unfiltered() {
+    let is_plain = settings.mode == Mode::Interrupt && settings.slots.is_none();
+    if is_plain || !calls::is_unfiltered() {
         return;
     }
     let Ok(tokens) = Tokens::apart() else { return };
@@ -123,6 +134,7 @@ extern "C" fn destructor() {
 
 /// In a forked child, whose only thread this is.
 unsafe extern "C" fn forked() {
+    slots::forked();
     if let Some(&Shared { settings, ref tokens }) = shared()
         && !SANDBOXED.load(Ordering::Relaxed)
         // The parent's are in use by threads that are not here.
@@ -160,7 +172,11 @@ fn settings() -> Option<Settings> {
         Ok(form) => Some(form.parse().ok()?),
         Err(_) => None,
     };
-    Some(Settings { mode, costs, stats })
+    let slots = match std::env::var_os(SLOTS) {
+        Some(path) => Some(SocketAddrUnix::new(path).ok()?),
+        None => None,
+    };
+    Some(Settings { mode, costs, slots, stats })
 }
 
 fn costs(text: &str) -> Option<Costs> {

@@ -2,6 +2,9 @@
 //!
 //! In order, each step cheaper than what it may save: the hint of the descriptor's number; the thread's
 //! leave to spin; what the descriptor is; then, with the thread's signals blocked, submission and waiting.
+//!
+//! Where the process has slots at a data plane, what the descriptor is comes first: if it is their disk, the
+//! call goes by a slot, with leave to spin or without.
 
 use std::ffi::{c_int, c_void};
 use std::time::Duration;
@@ -11,6 +14,7 @@ use rustix::io_uring::{IoringOp, io_uring_ptr, io_uring_sqe};
 
 use crate::process::Shared;
 use crate::signals::Signals;
+use crate::slots::Answer;
 use crate::statistics::Way;
 use crate::thread::{Page, Thread};
 use crate::{hints, identity, process, thread};
@@ -95,24 +99,35 @@ impl Call {
         entry
     }
 
+    /// Does something with each segment: its address and bytes.
+    ///
+    /// # Safety
+    /// The segments can be read.
+    pub(crate) unsafe fn each_segment(&self, mut act: impl FnMut(*mut u8, usize)) {
+        match self.memory {
+            Memory::Buffer(at, bytes) => act(at.cast(), bytes),
+            Memory::Segments(at, count) => {
+                for i in 0..count {
+                    // SAFETY: by the caller's promise.
+                    let segment = unsafe { at.add(i) };
+                    // The program may have aligned them or not.
+                    // SAFETY: by the caller's promise.
+                    let segment = unsafe { segment.read_unaligned() };
+                    act(segment.iov_base.cast(), segment.iov_len);
+                }
+            }
+        }
+    }
+
     /// Bytes that were asked for.
     ///
     /// # Safety
     /// The segments can be read: the kernel has done so.
     unsafe fn bytes(&self) -> usize {
-        match self.memory {
-            Memory::Buffer(_, bytes) => bytes,
-            Memory::Segments(at, count) => {
-                // The program may have aligned them or not.
-                let length = |i: usize| {
-                    // SAFETY: by the caller's promise.
-                    let segment = unsafe { at.add(i) };
-                    // SAFETY: by the caller's promise.
-                    unsafe { segment.read_unaligned() }.iov_len
-                };
-                (0..count).fold(0, |sum, i| sum.wrapping_add(length(i)))
-            }
-        }
+        let mut sum = 0_usize;
+        // SAFETY: by the caller's promise.
+        unsafe { self.each_segment(|_, bytes| sum = sum.wrapping_add(bytes)) };
+        sum
     }
 }
 
@@ -139,7 +154,28 @@ pub(crate) unsafe fn attempt(call: &Call) -> Outcome {
         }
     };
     let Some(page) = page else { return Outcome::Plain(Way::Passed) };
-    if !with_thread(page, shared, |thread| thread.spinner.may_spin()).unwrap_or(false) {
+    if let Some(address) = &shared.settings.slots
+        && let Some(place) = process::slots()
+        && let Some(slots) = place.connection(address)
+    {
+        let Some(file) = identity::look(call.fd, call.direction) else {
+            hints::back_off(call.fd, call.direction);
+            return Outcome::Plain(Way::Passed);
+        };
+        // SAFETY: by the caller's promise, or the program ends here: docs/run.md says so.
+        if unsafe { slots.takes(&file, call) } {
+            let blocked = Signals::block();
+            // SAFETY: as above.
+            let outcome =
+                with_thread(page, shared, |thread| unsafe { slots.transfer(place, thread, call) });
+            drop(blocked);
+            if let Some(Answer { bytes, parked }) = outcome.flatten() {
+                return answered(call, bytes, if parked { Way::SlotParked } else { Way::Slot });
+            }
+        }
+    }
+    let may_spin = |thread: &mut Thread| thread.ring.is_some() && thread.spinner.may_spin();
+    if !with_thread(page, shared, may_spin).unwrap_or(false) {
         return Outcome::Plain(Way::WithoutToken);
     }
     if !identity::is_for_the_ring(call.fd, call.direction) {
@@ -179,7 +215,7 @@ fn with_thread<R>(page: &Page, shared: &Shared, act: impl FnOnce(&mut Thread) ->
 /// As of [`attempt`].
 unsafe fn by_ring(thread: &mut Thread, call: &Call) -> Outcome {
     let mut parked = false;
-    let ring = &thread.ring;
+    let Some(ring) = &thread.ring else { return Outcome::Plain(Way::Passed) };
     // SAFETY: this thread's only request, waited for below with the signals blocked, so that nothing takes
     // the program's memory away before; what a second thread does to it, it would do to the plain call too.
     let submitted = unsafe { ring.submit(call.entry()) };
@@ -192,20 +228,23 @@ unsafe fn by_ring(thread: &mut Thread, call: &Call) -> Outcome {
             },
         )
     });
-    let Ok(result) = result else {
-        hints::back_off(call.fd, call.direction);
-        return Outcome::Plain(Way::Refused);
-    };
-    if result == -libc::EFBIG {
+    if result == Ok(-libc::EFBIG) {
         return Outcome::TooLarge;
     }
-    match usize::try_from(result) {
-        // SAFETY: the kernel transferred something, so it could read the segments.
-        Ok(bytes) if bytes > 0 && bytes == unsafe { call.bytes() } => {
+    let bytes = result.ok().and_then(|result| usize::try_from(result).ok());
+    // SAFETY: the kernel transferred something, so it could read the segments.
+    let bytes = bytes.filter(|&bytes| bytes > 0 && bytes == unsafe { call.bytes() });
+    answered(call, bytes, if parked { Way::Parked } else { Way::Spun })
+}
+
+/// The bytes of a call that was answered in full, by that way; or it was not.
+fn answered(call: &Call, bytes: Option<usize>, way: Way) -> Outcome {
+    match bytes {
+        Some(bytes) => {
             hints::answered(call.fd, call.direction);
-            Outcome::Done(bytes, if parked { Way::Parked } else { Way::Spun })
+            Outcome::Done(bytes, way)
         }
-        _ => {
+        None => {
             hints::back_off(call.fd, call.direction);
             Outcome::Plain(Way::Refused)
         }

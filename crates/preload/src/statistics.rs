@@ -25,6 +25,10 @@ pub(crate) enum Way {
     Spun,
     /// Short: its thread went to sleep after all.
     Parked,
+    /// By a slot: ended while its thread looked for that.
+    Slot,
+    /// By a slot: its thread went to sleep.
+    SlotParked,
     /// Plain, since no CPU was idle.
     WithoutToken,
     /// Plain, since the ring did not answer with what was asked for.
@@ -34,7 +38,8 @@ pub(crate) enum Way {
 }
 
 /// In the order of [`Way`].
-const NAMES: [&str; 5] = ["spun", "parked", "without_token", "refused", "passed"];
+const NAMES: [&str; 7] =
+    ["spun", "parked", "slots_spun", "slots_parked", "without_token", "refused", "passed"];
 
 /// Of one way.
 #[derive(Debug, Default)]
@@ -176,16 +181,18 @@ fn written(
     form: Form,
     counted: &[Counted; NAMES.len()],
 ) -> String {
-    let [spun, parked, without_token, refused, passed] = *counted;
+    let [spun, parked, slots, slots_parked, without_token, refused, passed] = *counted;
     let mut text = String::new();
     // Writing to a string does not fail.
     let _ = match form {
         Form::Text => writeln!(
             text,
             "rtvirtio run: {program} ({pid}), {mode}: short {}, {} of them parked; \
-             without a token {}; refused {}; passed through {}",
+             by slots {}, {} of them parked; without a token {}; refused {}; passed through {}",
             spun.and(parked).text(),
             parked.calls,
+            slots.and(slots_parked).text(),
+            slots_parked.calls,
             without_token.text(),
             refused.text(),
             passed.text()
@@ -210,9 +217,11 @@ fn written(
 mod tests {
     use super::*;
 
-    const COUNTED: [Counted; 5] = [
+    const COUNTED: [Counted; 7] = [
         Counted { calls: 3, ns: 24_000 },
         Counted { calls: 1, ns: 16_000 },
+        Counted { calls: 4, ns: 20_000 },
+        Counted { calls: 4, ns: 60_000 },
         Counted { calls: 2, ns: 40_500 },
         Counted { calls: 0, ns: 0 },
         Counted { calls: 1_000, ns: 1_999_999 },
@@ -223,6 +232,7 @@ mod tests {
         assert_eq!(
             written("db", 7, Mode::Adaptive, Form::Text, &COUNTED),
             "rtvirtio run: db (7), adaptive: short 4 calls, 10.0 µs each, 1 of them parked; \
+             by slots 8 calls, 10.0 µs each, 4 of them parked; \
              without a token 2 calls, 20.2 µs each; refused 0 calls, 0.0 µs each; \
              passed through 1000 calls, 1.9 µs each\n"
         );
@@ -234,6 +244,8 @@ mod tests {
             written("a\"b\\\n", 7, Mode::Poll, Form::Json, &COUNTED),
             "{\"program\":\"a?b??\",\"pid\":7,\"mode\":\"poll\",\
              \"spun\":{\"calls\":3,\"mean_ns\":8000},\"parked\":{\"calls\":1,\"mean_ns\":16000},\
+             \"slots_spun\":{\"calls\":4,\"mean_ns\":5000},\
+             \"slots_parked\":{\"calls\":4,\"mean_ns\":15000},\
              \"without_token\":{\"calls\":2,\"mean_ns\":20250},\
              \"refused\":{\"calls\":0,\"mean_ns\":0},\"passed\":{\"calls\":1000,\"mean_ns\":1999}}\n"
         );

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use rtvirtio_completion::Spinner;
+use rtvirtio_completion::slots::SLOTS;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::process::Shared;
@@ -19,9 +20,9 @@ use crate::ring::Ring;
 
 /// Zero in a new page and in a forked child's.
 const NEW: u32 = 0;
-/// The ring is there.
+/// All is there.
 const READY: u32 = 1;
-/// There is no ring to be had: all calls are plain.
+/// There is neither a ring to be had nor are there slots: all calls are plain.
 const WITHOUT: u32 = 2;
 
 /// Keys below this number need no memory to be set (glibc's first block of keys).
@@ -37,8 +38,12 @@ static KEY: AtomicU32 = AtomicU32::new(0);
 
 /// What a thread has.
 pub(crate) struct Thread {
-    pub(crate) ring: Ring,
+    /// If the kernel has rings for the library.
+    pub(crate) ring: Option<Ring>,
     pub(crate) spinner: Spinner,
+    /// The slot that it had last, and how it waits for slots: what these are like, a ring may not be.
+    pub(crate) slot: usize,
+    pub(crate) slot_spinner: Spinner,
 }
 
 /// The start of a thread's memory; the ring's two pages follow.
@@ -129,7 +134,7 @@ impl Page {
         self.occupied.store(false, Ordering::Release);
     }
 
-    /// What the thread has, made if need be; `None`: it has no ring.
+    /// What the thread has, made if need be; `None`: nothing that would make a call short.
     ///
     /// # Safety
     /// The caller occupies the page, and lets go of the result before it is vacated.
@@ -150,13 +155,17 @@ impl Page {
         // SAFETY: within the memory that `map` mapped.
         let entries = unsafe { indices.add(page) };
         // SAFETY: two pages, the ring's alone until the thread's end: zeroes, since no ring was there.
-        let Ok(ring) = (unsafe { Ring::new(indices, entries) }) else {
+        let ring = unsafe { Ring::new(indices, entries) }.ok();
+        let settings = shared.settings;
+        if ring.is_none() && settings.slots.is_none() {
             self.state.store(WITHOUT, Ordering::Relaxed);
             return None;
-        };
-        let settings = shared.settings;
-        let spinner = Spinner::new(Arc::clone(&shared.tokens), settings.mode, settings.costs);
-        let thread = thread.write(Thread { ring, spinner });
+        }
+        let spinner = || Spinner::new(Arc::clone(&shared.tokens), settings.mode, settings.costs);
+        // Threads begin to look at different slots.
+        let slot = std::ptr::from_ref(self).addr() / page % SLOTS;
+        let (spinner, slot_spinner) = (spinner(), spinner());
+        let thread = thread.write(Thread { ring, spinner, slot, slot_spinner });
         self.state.store(READY, Ordering::Relaxed);
         Some(thread)
     }

@@ -122,6 +122,44 @@ pub struct DeviceState {
     /// Its part of the physical device; none: its requests start as they come.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub qos: Option<QosState>,
+    /// The processes of this host that use it by slots; none: it has no socket for them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub slots: Option<SlotsState>,
+}
+
+/// The processes of this host that use a device by slots.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SlotsState {
+    /// Those that were turned out since the device's start, for what they wrote to their slots.
+    pub broken: u64,
+    /// In the order in which they connected.
+    pub clients: Vec<ClientState>,
+}
+
+/// A process that uses a device by slots.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClientState {
+    /// The process; none: it cannot be seen from the data plane.
+    pub process: Option<i32>,
+    /// The IOThread that polls its slots: that of queue 0.
+    pub iothread: IoThreadName,
+    /// Its slots.
+    pub slots: u32,
+    /// Of those, slots with a request that was taken and has not ended.
+    pub in_flight: u64,
+    /// Requests ended.
+    #[serde(flatten)]
+    pub operations: OperationCounts,
+    /// Bytes read.
+    pub read_bytes: Bytes,
+    /// Bytes written.
+    pub written_bytes: Bytes,
+    /// Requests that ended with an error.
+    pub errors: u64,
+    /// Times that it had to wake the IOThread.
+    pub kicks: u64,
+    /// Times that the IOThread had to wake threads of it.
+    pub calls: u64,
 }
 
 /// The schedule of a physical device.

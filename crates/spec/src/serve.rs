@@ -170,6 +170,9 @@ pub struct Device {
     pub vm: VmName,
     /// Where its front end connects.
     pub listen: Listen,
+    /// Where processes of this host connect that use it by slots: a path as of [`Listen::Path`]. Its data
+    /// is a whole file or block device then.
+    pub slots: Option<PathBuf>,
     /// Whether writes are refused.
     pub read_only: bool,
     /// What GET_ID answers: at most [`MAX_SERIAL_BYTES`] of printable ASCII.

@@ -238,6 +238,7 @@ impl Plane for Books {
             connected: false,
             capacity: *capacity,
             read_only: device.read_only,
+            slots: None,
             qos: device.qos.as_ref().map(|qos| QosState {
                 settings: qos.into(),
                 had: Had {

@@ -8,7 +8,7 @@ use rtvirtio_qos::Running;
 use rtvirtio_units::CpuId;
 use rustix::io::Errno;
 
-use super::{IoThread, Served, get_mut, kick_data};
+use super::{IoThread, Served, get, get_mut, kick_data};
 use crate::mailbox::Sender;
 use crate::queue::{Queue, QueueKey, now};
 use crate::schedule::Schedule;
@@ -167,6 +167,7 @@ impl IoThread {
         self.served[at] = Some(Served {
             polled: queue.kick().is_none(),
             ends: 0,
+            listening: false,
             queue,
             registered,
             board,
@@ -176,7 +177,10 @@ impl IoThread {
             stay: self.stays,
             stopping: None,
         });
-        self.listen_to_kick(key);
+        // A bell is listened to from the queue's first sleep on.
+        if get(&self.served, key).is_some_and(|entry| !entry.has_bell()) {
+            self.listen_to_kick(key);
+        }
         // Whatever was kicked while nobody listened is found by looking.
         self.wake(key);
     }
@@ -186,7 +190,7 @@ impl IoThread {
         self.submit_all();
         let entry = self.served.get_mut(key.0 as usize)?.take()?;
         self.awake.retain(|other| other != key);
-        if entry.queue.kick().is_some() {
+        if entry.listening {
             self.cancel(kick_data(key, entry.stay));
         }
         self.resources.remove(&self.ring, &entry.queue, entry.registered);

@@ -1,7 +1,7 @@
 //! One device's rings on the pool: what its session starts, stops and changes, and where each
 //! queue goes.
 
-use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -12,6 +12,7 @@ use rtvirtio_units::DiskName;
 use rustix::io::Errno;
 use tokio::sync::broadcast;
 
+use super::clients::Client;
 use crate::call::{self, Call};
 use crate::device::Device;
 use crate::fixed::FixedBuffers;
@@ -45,11 +46,19 @@ pub(crate) struct Host {
     pub(super) stats: Vec<Arc<QueueStats>>,
     /// The process of the front end that is connected; 0: none, or not known.
     peer: AtomicI32,
+    /// Clients that have broken their slots.
+    pub(super) broken_clients: AtomicU64,
+    /// Held by whoever is about to lock the image.
+    locking: Mutex<()>,
     state: Mutex<State>,
 }
 
-struct State {
+pub(super) struct State {
     queues: Vec<Place>,
+    /// Processes that use it by slots.
+    pub(super) clients: Vec<Client>,
+    /// Queues and clients that are about to be here.
+    starting: u32,
     /// What was registered last, and what for.
     fixed: Option<(Vec<Arc<Region>>, Arc<FixedBuffers>)>,
     lock: Option<Lock>,
@@ -66,6 +75,20 @@ struct Place {
     told: bool,
 }
 
+impl State {
+    /// The IOThread of queue 0, now and of its next session.
+    pub(super) fn first_thread(&self) -> Option<ThreadId> {
+        self.queues.first().map(|place| place.thread)
+    }
+
+    /// Whether anything is served, or about to be.
+    fn is_used(&self) -> bool {
+        self.starting > 0
+            || !self.clients.is_empty()
+            || self.queues.iter().any(|place| place.key.is_some())
+    }
+}
+
 /// Whether memory has these very mappings; others may get the addresses of those that are gone.
 fn has(memory: &Memory, regions: &[Arc<Region>]) -> bool {
     memory.regions().len() == regions.len()
@@ -77,8 +100,16 @@ impl Host {
         let stats = threads.iter().map(|_| Arc::new(QueueStats::new())).collect();
         let place = |thread| Place { thread, key: None, told: false };
         let queues = threads.into_iter().map(place).collect();
-        let state = Mutex::new(State { queues, fixed: None, lock: None, said: false });
-        Self { setup, stats, peer: AtomicI32::new(0), state }
+        let (clients, starting) = (Vec::new(), 0);
+        let state = State { queues, clients, starting, fixed: None, lock: None, said: false };
+        Self {
+            setup,
+            stats,
+            peer: AtomicI32::new(0),
+            broken_clients: AtomicU64::new(0),
+            locking: Mutex::default(),
+            state: Mutex::new(state),
+        }
     }
 
     /// The process of the front end that is connected, if it is known.
@@ -86,12 +117,16 @@ impl Host {
         Some(self.peer.load(Relaxed)).filter(|&pid| pid > 0)
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn device(&self) -> &Arc<Device> {
         &self.setup.device
+    }
+
+    pub(super) fn pool(&self) -> &Pool {
+        &self.setup.pool
     }
 
     /// The key of a queue that runs.
@@ -104,8 +139,25 @@ impl Host {
         self.state().queues.iter().map(|place| place.key).collect()
     }
 
-    /// Serves a queue by another thread, now and in later sessions. Returns the pause, ns.
+    /// Serves a queue by another thread, now and in later sessions, and with queue 0 the slots of
+    /// processes. Returns the queue's pause, ns.
     pub(super) fn assign(&self, index: u16, to: ThreadId) -> Result<u64, MoveError> {
+        let pause = self.assign_queue(index, to)?;
+        // Those that start from now on do so there.
+        let clients: Vec<_> = match index {
+            0 => self.state().clients.iter().map(|client| client.key).collect(),
+            _ => Vec::new(),
+        };
+        for key in clients {
+            match self.setup.pool.move_queue(key, to) {
+                Ok(_) | Err(MoveError::Pool(PoolError::NoQueue)) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(pause)
+    }
+
+    fn assign_queue(&self, index: u16, to: ThreadId) -> Result<u64, MoveError> {
         let key = {
             let mut state = self.state();
             let Some(queue) = state.queues.get_mut(usize::from(index)) else {
@@ -143,7 +195,8 @@ impl Host {
         if let Some(before) = before {
             before.lift_limit();
         }
-        state.queues.iter().filter_map(|place| place.key).collect()
+        let queues = state.queues.iter().filter_map(|place| place.key);
+        queues.chain(state.clients.iter().map(|client| client.key)).collect()
     }
 
     /// Has queues go to the disk's place, each when what it has in flight has ended. The place that
@@ -190,10 +243,23 @@ impl Host {
         }
     }
 
-    /// Locks the image with the first ring that runs. One session has rings at a time, so
-    /// nobody else locks it meanwhile.
+    /// Starts a ring, or a client, with the image locked.
+    pub(super) fn with_image<T>(
+        &self,
+        start: impl FnOnce() -> Result<T, StartError>,
+    ) -> Result<T, StartError> {
+        self.state().starting += 1;
+        let started = self.lock_image().and_then(|()| start());
+        self.state().starting -= 1;
+        // If it was not started, what was taken for it goes.
+        self.let_go();
+        started
+    }
+
+    /// Locks the image with the first ring or client.
     fn lock_image(&self) -> Result<(), StartError> {
         let Some(image) = &self.setup.image else { return Ok(()) };
+        let _one = self.locking.lock().unwrap_or_else(PoisonError::into_inner);
         if self.state().lock.is_none() {
             let lock = lock_soon(image).map_err(|_| StartError::Locked)?;
             self.state().lock = Some(lock);
@@ -254,9 +320,9 @@ impl Host {
     }
 
     /// Unlocks it and lets the memory go with the last one.
-    fn let_go(&self) {
+    pub(super) fn let_go(&self) {
         let mut state = self.state();
-        if state.queues.iter().all(|place| place.key.is_none()) {
+        if !state.is_used() {
             state.lock = None;
             state.fixed = None;
         }
@@ -279,9 +345,7 @@ impl QueueHost for Host {
     type Key = u16;
 
     fn start(&self, setup: session::QueueSetup) -> Result<u16, StartError> {
-        self.lock_image()?;
-        // Without a ring, what was taken for it goes.
-        self.start_locked(setup).inspect_err(|_| self.let_go())
+        self.with_image(|| self.start_locked(setup))
     }
 
     fn stop(&self, index: u16) -> StoppedQueue {

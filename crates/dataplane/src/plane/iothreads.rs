@@ -99,10 +99,17 @@ pub(super) struct Served {
     pub(super) ids: Ids,
     pub(super) socket: Option<PathBuf>,
     pub(super) socket_id: SocketId,
+    pub(super) slots: Option<Slots>,
     pub(super) mapping: Mapping,
     pub(super) qos: Option<serve::Qos>,
     /// Held as long as the device is there, if that is when its image is locked.
     pub(super) _lock: Option<Lock>,
+}
+
+/// Where processes connect that use a device by slots.
+pub(super) struct Slots {
+    pub(super) socket: PathBuf,
+    pub(super) socket_id: SocketId,
 }
 
 /// A device's numbers, which no other one ever has.

@@ -4,6 +4,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 
 use rtvirtio_engine::file;
 use rtvirtio_spec::serve::{Configuration, Device, Engine, Listen};
@@ -24,6 +25,7 @@ pub(super) struct OpenedDevice {
     pub(super) spec: Device,
     pub(super) image: Option<OwnedFd>,
     pub(super) listener: Listener,
+    pub(super) slots: Option<Listener>,
 }
 
 impl Opened {
@@ -48,15 +50,16 @@ impl Opened {
                 Engine::Ram { .. } | Engine::Ssd(_) => None,
             };
             let what = || format!("cannot listen for {name}");
-            let listener = match &spec.listen {
-                Listen::Path(path) => {
-                    let listener = Listener::bind(path, SOCKET_MODE);
-                    let listener = listener.map_err(|error| refused(what(), error))?;
-                    if let Some(owner) = owner {
-                        give(path, owner, None).map_err(|error| io(what(), error))?;
-                    }
-                    listener
+            let bind = |path: &PathBuf| {
+                let listener = Listener::bind(path, SOCKET_MODE);
+                let listener = listener.map_err(|error| refused(what(), error))?;
+                if let Some(owner) = owner {
+                    give(path, owner, None).map_err(|error| io(what(), error))?;
                 }
+                Ok::<_, PlaneError>(listener)
+            };
+            let listener = match &spec.listen {
+                Listen::Path(path) => bind(path)?,
                 Listen::Activated(wanted) => {
                     let missing = || {
                         let kind = std::io::ErrorKind::NotFound;
@@ -66,7 +69,8 @@ impl Opened {
                     Listener::from_fd(fd).map_err(|error| refused(what(), error))?
                 }
             };
-            Ok(OpenedDevice { spec: spec.clone(), image, listener })
+            let slots = spec.slots.as_ref().map(bind).transpose()?;
+            Ok(OpenedDevice { spec: spec.clone(), image, listener, slots })
         };
         let devices = configuration.devices.iter().map(open).collect::<Result<_, PlaneError>>()?;
         Ok(Self { devices })

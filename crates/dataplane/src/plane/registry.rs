@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
@@ -27,7 +28,7 @@ use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos};
 use tokio::sync::broadcast;
 
 use super::host::{Host, HostSetup, lock_soon};
-use super::iothreads::{Core, Served, State};
+use super::iothreads::{Core, Served, Slots, State};
 use super::opened::{Opened, OpenedDevice};
 use super::{Admission, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError};
 use crate::device::{Device, DeviceConfig, Limits};
@@ -120,8 +121,8 @@ impl Registry {
         for schedule in &configuration.schedules {
             self.set_schedule(schedule.clone())?;
         }
-        for OpenedDevice { spec, image, listener } in opened.devices {
-            self.add(spec, image, Some(listener))?;
+        for OpenedDevice { spec, image, listener, slots } in opened.devices {
+            self.add(spec, image, Some(listener), slots)?;
         }
         self.begin_policy(configuration.iocores.clone())
     }
@@ -163,6 +164,7 @@ impl Registry {
         spec: serve::Device,
         image: Option<OwnedFd>,
         listener: Option<Listener>,
+        slots: Option<Listener>,
     ) -> Result<(), PlaneError> {
         let mut state = self.state();
         if state.devices.contains_key(&spec.name) {
@@ -175,11 +177,12 @@ impl Registry {
             Listen::Path(path) => Some(path.clone()),
             Listen::Activated(_) => None,
         };
-        if let Some(socket) = &path
-            && let Some((device, _)) =
-                state.devices.iter().find(|(_, d)| d.socket.as_ref() == Some(socket))
-        {
-            return Err(PlaneError::SocketInUse { socket: socket.clone(), device: device.clone() });
+        for socket in path.iter().chain(&spec.slots) {
+            let is_of = |served: &Served| served.sockets().any(|other| other == socket);
+            if let Some((device, _)) = state.devices.iter().find(|(_, served)| is_of(served)) {
+                let (socket, device) = (socket.clone(), device.clone());
+                return Err(PlaneError::SocketInUse { socket, device });
+            }
         }
         let threads = threads(&state, &spec.mapping)?;
         let name = spec.name.as_str();
@@ -227,12 +230,29 @@ impl Registry {
             }
         }
         .map_err(|error| refused(format!("cannot listen for {name}"), error))?;
+        let slots = match (&spec.slots, slots) {
+            (Some(path), None) => Some(Listener::bind(path, SOCKET_MODE)),
+            (_, slots) => slots.map(Ok),
+        }
+        .transpose()
+        .map_err(|error| refused(format!("cannot listen for {name}"), error))?;
         // Before its front ends' events: one may be waiting at the socket.
         self.tell(Event::DeviceAdded { device: spec.name.clone() });
         let served = self.server.add(listener, device, Arc::clone(&host));
-        let socket_id = served.map_err(|error| {
+        let unheard = |error| {
             self.tell(Event::DeviceRemoved { device: spec.name.clone() });
             io(format!("cannot listen for {name}"), error)
+        };
+        let socket_id = served.map_err(unheard)?;
+        let slots = spec.slots.clone().zip(slots).map(|(socket, listener)| {
+            let host = Arc::clone(&host);
+            let serve = move |stream: &_, process| host.serve_client(stream, process);
+            let socket_id = self.server.add_clients(listener, serve)?;
+            Ok(Slots { socket, socket_id })
+        });
+        let slots = slots.transpose().map_err(|error| {
+            self.server.remove(socket_id);
+            unheard(error)
         })?;
         self.watched.hosts().push(Arc::downgrade(&host));
         let served = Served {
@@ -241,6 +261,7 @@ impl Registry {
             vm: spec.vm,
             socket: path,
             socket_id,
+            slots,
             mapping: spec.mapping,
             qos: spec.qos,
             _lock: lock,
@@ -264,6 +285,20 @@ impl Watched {
                 true
             })
         });
+    }
+}
+
+impl Served {
+    fn sockets(&self) -> impl Iterator<Item = &PathBuf> {
+        self.socket.iter().chain(self.slots.as_ref().map(|slots| &slots.socket))
+    }
+
+    /// Ends its sessions and clients, drained, and closes its sockets.
+    fn close(&self, server: &Server) {
+        server.remove(self.socket_id);
+        if let Some(slots) = &self.slots {
+            server.remove(slots.socket_id);
+        }
     }
 }
 
@@ -401,7 +436,7 @@ impl Plane for Registry {
             .map(Listener::from_fd)
             .transpose()
             .map_err(|error| refused(format!("cannot listen for {}", device.name), error))?;
-        self.add(device, handed.image, listener)
+        self.add(device, handed.image, listener, None)
     }
 
     fn remove_device(&self, device: &DiskName) -> Result<(), PlaneError> {
@@ -412,7 +447,7 @@ impl Plane for Registry {
             .ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
         self.core.touch();
         // Drains its requests, so not under the lock.
-        self.server.remove(served.socket_id);
+        served.close(&self.server);
         drop(served);
         self.tell(Event::DeviceRemoved { device: device.clone() });
         Ok(())
@@ -574,6 +609,11 @@ impl Plane for Registry {
                         tasks: tasks.into_iter().map(task).collect(),
                     }
                 }),
+                slots: served
+                    .slots
+                    .as_ref()
+                    .zip(served.mapping.iothread(0))
+                    .map(|(_, iothread)| served.host.clients(iothread)),
                 name: name.clone(),
                 vm: served.vm.clone(),
                 socket: served.socket.clone(),
@@ -646,7 +686,7 @@ impl Drop for Registry {
         self.monitor.stop();
         // Sessions drain what is in flight: the pool must still be there.
         for (_, served) in std::mem::take(&mut self.state().devices) {
-            self.server.remove(served.socket_id);
+            served.close(&self.server);
         }
         self.watched.on.store(false, Relaxed);
         if let Some(watcher) = self.watcher.take() {

@@ -24,6 +24,7 @@ use crate::stats::QueueStats;
 mod hostile;
 mod moves;
 mod schedule;
+mod slots;
 mod waits;
 
 /// A block of the tests' requests.

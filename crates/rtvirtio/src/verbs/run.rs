@@ -4,13 +4,16 @@
 //! without. What the library is to do goes with the environment, to the program's children too.
 
 use std::ffi::OsString;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read as _};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_completion::slots::Offer;
 use rtvirtio_completion::{Costs, Mode};
 
 use crate::Outcome;
@@ -19,6 +22,8 @@ use crate::Outcome;
 const LIBRARY: &str = "librtvirtio_preload.so";
 /// What ld.so(8) separates the names of libraries by.
 const SEPARATORS: &[u8] = b": ";
+/// How long a data plane may take to answer.
+const ANSWER: Duration = Duration::from_secs(5);
 /// Of env(1): the program was found and cannot be run; it was not found.
 const CANNOT_RUN: u8 = 126;
 const NOT_FOUND: u8 = 127;
@@ -33,6 +38,12 @@ of a program that does no direct I/O, is as without.
 
   rtvirtio run -- fio --ioengine=psync --direct=1 --rw=randread --size=64M --name=a
   rtvirtio run --stats -- db_bench --use_direct_reads ...
+
+With --slots, calls on the disk that a data plane on this host serves (its
+configuration names the socket: [[device]] slots = \"...\") are left to the data plane,
+which polls for all such programs at once; see docs/run.md.
+
+  rtvirtio run --slots /run/rtvirtio/db.slots -- db_bench --use_direct_reads ...
 
 A program that is linked statically, or is set-user-ID, does not load the library.
 docs/run.md says what else goes by, and what the statistics mean.
@@ -50,6 +61,10 @@ pub(crate) struct Args {
     /// With --stats: as a line of JSON
     #[arg(long, requires = "stats")]
     json: bool,
+    /// Socket of a data plane on this host (`rtvirtio serve`): direct I/O on its disk goes by slots that it
+    /// polls
+    #[arg(long, value_name = "SOCKET")]
+    slots: Option<PathBuf>,
     /// The program and its arguments
     #[arg(
         required = true,
@@ -64,6 +79,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let binary = std::env::current_exe().context("find out where rtvirtio lies")?;
     let library = library(&binary)?;
+    let slots = args.slots.as_deref().map(slots).transpose()?;
     let Costs { pauses, look, wake, gap } = Costs::calibrate();
     let costs = format!("{pauses},{},{},{}", look.get(), wake.get(), gap.get());
 
@@ -76,10 +92,38 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         (false, _) => command.env_remove("RTVIRTIO_RUN_STATS"),
         (true, json) => command.env("RTVIRTIO_RUN_STATS", if json { "json" } else { "text" }),
     };
+    match slots {
+        Some(socket) => command.env("RTVIRTIO_RUN_SLOTS", socket),
+        None => command.env_remove("RTVIRTIO_RUN_SLOTS"),
+    };
     let error = command.exec();
     let code = if error.kind() == ErrorKind::NotFound { NOT_FOUND } else { CANNOT_RUN };
     eprintln!("error: run {}: {error}", program.display());
     Ok(Outcome::Exit(code))
+}
+
+/// The path of a data plane's socket, which has slots now: programs that find none later go on without, and say
+/// nothing.
+fn slots(socket: &Path) -> Result<PathBuf> {
+    let path = std::path::absolute(socket).context("--slots")?;
+    let mut stream = UnixStream::connect(&path).with_context(|| {
+        format!(
+            "no data plane answers at {}: start rtvirtio serve with slots = \"{}\" in the disk's [[device]]",
+            socket.display(),
+            path.display()
+        )
+    })?;
+    stream.set_read_timeout(Some(ANSWER)).context("--slots")?;
+    let mut offer = [0; Offer::BYTES];
+    // The slots that come with it are let go unseen.
+    let offer = stream.read_exact(&mut offer).ok().and_then(|()| Offer::from_bytes(&offer));
+    ensure!(
+        offer.is_some(),
+        "{} has no slots for this program: it is no socket for slots, of another version, or it has as many \
+         programs as it takes, or the disk's image is locked by somebody else",
+        socket.display()
+    );
+    Ok(path)
 }
 
 /// The library of the binary at `binary`: where cargo has put both, beside it, or installed.

@@ -204,6 +204,7 @@ fn describe(configuration: &Configuration) -> String {
             Listen::Path(path) => path.display().to_string(),
             Listen::Activated(name) => format!("systemd: {name}"),
         };
+        let slots = device.slots.as_ref().map(|path| format!(", slots: {}", path.display()));
         devices.add_row([
             device.name.to_string(),
             device.vm.to_string(),
@@ -211,7 +212,7 @@ fn describe(configuration: &Configuration) -> String {
             iothreads.join(" "),
             data(&device.engine) + if device.read_only { ", read-only" } else { "" },
             device.qos.as_ref().map_or_else(String::new, promise),
-            socket,
+            socket + slots.as_deref().unwrap_or_default(),
         ]);
     }
     text + &format!("{iothreads}\n\n{devices}\n")

@@ -19,6 +19,8 @@ use tempfile::TempDir;
 
 use crate::scratch_disk::{RTVIRTIO, eventually, said};
 
+mod slots;
+
 const ENOUGH: Duration = Duration::from_secs(30);
 
 /// All ways to wait; the second takes the short path whatever the machine is doing.

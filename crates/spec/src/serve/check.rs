@@ -156,6 +156,12 @@ impl Device {
             (Some(_), Some(_)) => return Err((&["socket_activation"], Fault::WhichSocket)),
             (None, None) => return Err((&[], Fault::WhichSocket)),
         };
+        let slots = at(&["slots"], raw.slots.map(socket).transpose())?;
+        let engine = engine(raw.engine)?;
+        let is_whole = matches!(&engine, Engine::File(file) if file.slice.is_none());
+        if slots.is_some() && !is_whole {
+            return Err((&["slots"], Fault::SlotsWithoutFile));
+        }
         let serial = match raw.serial {
             None => raw.name.as_str().chars().take(MAX_SERIAL_BYTES).collect(),
             Some(serial) => at(&["serial"], checked_serial(serial))?,
@@ -176,11 +182,12 @@ impl Device {
             name: raw.name,
             vm: raw.vm,
             listen,
+            slots,
             read_only: raw.read_only,
             serial,
             write_cache: raw.write_cache,
             fixed_buffers: raw.fixed_buffers,
-            engine: engine(raw.engine)?,
+            engine,
             mapping,
             qos: raw.qos.map(|qos| Qos::located(qos, schedules)).transpose()?,
         })
@@ -345,6 +352,7 @@ impl From<&Device> for wire::Device {
             vm: device.vm.clone(),
             socket,
             socket_activation,
+            slots: device.slots.clone(),
             queues: Some(device.queues().into()),
             read_only: device.read_only,
             serial: Some(device.serial.clone()),

@@ -134,6 +134,9 @@ pub enum Fault {
     /// Neither or both of `socket` and `socket_activation`.
     #[error("a device has one of socket and socket_activation")]
     WhichSocket,
+    /// A socket for slots of a disk that is no whole file or block device.
+    #[error("slots need a disk whose data is all of a file or block device")]
+    SlotsWithoutFile,
     /// An image's path that is relative or holds a control character.
     #[error("{} is no absolute path", Quoted(&.0.to_string_lossy()))]
     BadPath(PathBuf),
@@ -251,6 +254,9 @@ impl Fault {
                 "write socket = \"/run/rtvirtio/vm0-root.sock\", or socket_activation = \"NAME\" \
                  with the FileDescriptorName= of a systemd socket unit"
                     .to_owned()
+            }
+            Self::SlotsWithoutFile => {
+                "remove slots: processes find the disk by the file that they have opened".to_owned()
             }
             Self::BadPath(_) => "write path = \"/var/lib/rtvirtio/vm0-root.img\"".to_owned(),
             Self::BadCpu(_) => "write cpus = [0, 1] with CPUs of this host".to_owned(),

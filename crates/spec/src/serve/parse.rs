@@ -150,12 +150,17 @@ impl Unique {
             return Err((&["name"], Fault::DuplicateName));
         }
         let owner = format!("device \"{}\"", device.name);
-        if let Some(other) = self.sockets.insert(device.listen.clone(), owner) {
+        if let Some(other) = self.sockets.insert(device.listen.clone(), owner.clone()) {
             let (key, socket): (&[_], _) = match device.listen {
                 Listen::Path(path) => (&["socket"], path),
                 Listen::Activated(name) => (&["socket_activation"], name.as_str().into()),
             };
             return Err((key, Fault::DuplicateSocket { socket, other }));
+        }
+        if let Some(socket) = device.slots.clone()
+            && let Some(other) = self.sockets.insert(Listen::Path(socket.clone()), owner)
+        {
+            return Err((&["slots"], Fault::DuplicateSocket { socket, other }));
         }
         Ok(device)
     }

@@ -61,6 +61,18 @@ fn owners(device: &Device) -> Vec<&str> {
 }
 
 #[test]
+fn slots_are_read_and_written_back() {
+    let with =
+        EXAMPLE.replace("queues = 4", "queues = 4\nslots = \"/run/rtvirtio/vm0-root.slots\"");
+    let found = parse("serve.toml", &with).unwrap();
+    let slots = found.devices.iter().map(|device| device.slots.clone());
+    let expected = [Some("/run/rtvirtio/vm0-root.slots".into()), None, None];
+    assert_eq!(slots.collect::<Vec<_>>(), expected);
+    let wire = wire::Device::from(&found.devices[0]);
+    assert_eq!(wire.slots, expected[0]);
+}
+
+#[test]
 fn example_is_read_as_written() {
     let found = parse("serve.toml", EXAMPLE).unwrap();
     let service = Service { user: Some("rtvirtio".into()), group: None, sandbox: true };
@@ -220,6 +232,26 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
         ("vm0-root.sock", "vm1-scratch.sock", 40, "is that of device \"vm0-root\" too"),
         ("vm0-root.sock", "control.sock", 21, "is that of the control API too"),
         ("vm0-root.sock", "", 21, "is no path of a socket"),
+        ("serial = \"root of vm0\"", "slots = \"a/b\"", 23, "is no path of a socket"),
+        (
+            "serial = \"root of vm0\"",
+            "slots = \"/run/rtvirtio/control.sock\"",
+            23,
+            "is that of the control API too",
+        ),
+        (
+            "serial = \"root of vm0\"",
+            "slots = \"/run/rtvirtio/vm0-root.sock\"",
+            23,
+            "is that of device \"vm0-root\" too",
+        ),
+        (
+            "serial = \"root of vm0\"\nengine = { type = \"file\",",
+            "slots = \"/a\"\nengine = { type = \"file\", offset = 0, size = 512,",
+            23,
+            "all of a file or block device",
+        ),
+        ("read_only = true", "slots = \"/a\"", 32, "all of a file or block device"),
         (
             "socket_activation = \"vm1\"",
             "socket_activation = \"vm1\"\nsocket = \"/a\"",

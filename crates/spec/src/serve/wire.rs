@@ -284,6 +284,9 @@ pub struct Device {
     /// Name of a listening socket that systemd hands over, instead of `socket`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub socket_activation: Option<Name>,
+    /// Path of a socket for processes of this host that use the disk by slots.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slots: Option<PathBuf>,
     /// Virtqueues; 1 if nothing says.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub queues: Option<u32>,

@@ -135,6 +135,7 @@ fn add(client: &ControlClient, args: &AddArgs) -> Result<()> {
             vm: args.vm.clone(),
             socket: Some(listen.clone()),
             socket_activation: None,
+            slots: None,
             queues: Some(args.queues),
             read_only: args.read_only,
             serial: args.serial.clone(),

@@ -3,7 +3,7 @@
 use comfy_table::{CellAlignment, Table, presets};
 use rtvirtio_spec::control::{
     Activity, Decision, DeviceState, Event, Had, IoThreadState, LatencySummary, Load, PolicyState,
-    QosState, QueueState, ScheduleState, Snapshot, TaskState,
+    QosState, QueueState, ScheduleState, SlotsState, Snapshot, TaskState,
 };
 use rtvirtio_spec::serve::wire::Size;
 use rtvirtio_spec::serve::{Completion, CorePolicy};
@@ -24,6 +24,9 @@ fn table<const N: usize>(header: [&str; N], numbers: usize) -> Table {
 pub(super) fn snapshot(snapshot: &Snapshot) -> String {
     let (iothreads, devices) = (iothreads(&snapshot.iothreads), devices(&snapshot.devices));
     let mut text = format!("{iothreads}\n\n{devices}\n\n{}\n", queues(&snapshot.devices));
+    if snapshot.devices.iter().any(|device| device.slots.is_some()) {
+        text += &format!("\n{}\n", clients(&snapshot.devices));
+    }
     if !snapshot.schedules.is_empty() {
         text += &format!("\n{}\n", schedules(&snapshot.schedules));
     }
@@ -204,6 +207,46 @@ fn queues(devices: &[DeviceState]) -> Table {
                 p999,
                 p9999,
             ]);
+        }
+    }
+    table
+}
+
+/// Of devices that processes of the host may use by slots: which do.
+fn clients(devices: &[DeviceState]) -> Table {
+    let header = [
+        "device",
+        "process",
+        "iothread",
+        "slots",
+        "in flight",
+        "reads",
+        "writes",
+        "errors",
+        "kicks",
+        "turned out",
+    ];
+    let mut table = table(header, 3);
+    for device in devices {
+        let Some(SlotsState { broken, clients }) = &device.slots else { continue };
+        let empty = clients.is_empty().then(|| {
+            let [name, none] = [device.name.to_string(), "-".to_owned()];
+            let mut row = vec![name, none];
+            row.resize(header.len() - 1, String::new());
+            row
+        });
+        let rows = clients.iter().map(|c| {
+            let process = c.process.map_or_else(|| "not seen".to_owned(), |pid| pid.to_string());
+            let ends = [c.in_flight, c.operations.reads, c.operations.writes, c.errors, c.kicks];
+            let names = [device.name.to_string(), process, c.iothread.to_string()];
+            let numbers = std::iter::once(u64::from(c.slots)).chain(ends).map(|n| n.to_string());
+            names.into_iter().chain(numbers).collect()
+        });
+        // Once a device.
+        let mut broken = Some(broken.to_string());
+        for mut row in empty.into_iter().chain(rows) {
+            row.push(broken.take().unwrap_or_default());
+            table.add_row(row);
         }
     }
     table

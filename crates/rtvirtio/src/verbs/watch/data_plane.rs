@@ -350,6 +350,7 @@ disk = "logs"
                 queues: Vec::new(),
                 responses,
                 qos: None,
+                slots: None,
             }
         };
         Snapshot { devices: devices.iter().map(device).collect(), ..Snapshot::default() }
