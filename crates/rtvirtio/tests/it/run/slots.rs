@@ -130,7 +130,14 @@ fn by_slots(output: &Output) -> u64 {
 /// fio in one process, of which `threads` read, write and verify a part each; from `offset` on.
 fn fio(command: &mut Command, disk: &Path, offset: &str, more: &[&str]) {
     command.args(["--ioengine=psync", "--direct=1", "--rw=randrw", "--bsrange=4k-64k"]);
-    command.args(["--verify=crc32c", "--verify_fatal=1", "--size=8M", "--thread", "--numjobs=2"]);
+    command.args([
+        "--verify=crc32c",
+        "--verify_fatal=1",
+        "--verify_state_save=0",
+        "--size=8M",
+        "--thread",
+        "--numjobs=2",
+    ]);
     command.args(["--name=job", "--offset_increment=8M", "--allow_file_create=0"]);
     command.arg(format!("--offset={offset}")).arg(format!("--filename={}", disk.display()));
     command.args(more);
