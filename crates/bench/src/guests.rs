@@ -33,6 +33,7 @@ pub use archive::GuestFile;
 use data_plane::DataPlane;
 pub(crate) use data_plane::Scheduled;
 pub use data_plane::Served;
+pub use process::COMMAND_LINE;
 use process::Slice;
 pub(crate) use process::{Process, Start};
 pub use restarts::Restarts;

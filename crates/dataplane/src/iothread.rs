@@ -3,7 +3,8 @@
 //! Everything that can happen is a completion queue entry of the one ring: a request that ends, a
 //! kick (a multishot poll of the queue's eventfd), a letter (the same of the mailbox). So a turn
 //! costs at most one `io_uring_enter`, which submits, reaps and waits, and one write to the call
-//! eventfd of each queue whose driver wants to be called.
+//! eventfd of each queue whose driver wants to be called. Disks whose requests are commands for a device
+//! (NVMe) have rings of their own beside it (`commands`).
 //!
 //! Terms. A queue is *awake* while its driver need not kick: the thread looks at its ring in every
 //! turn. It is *asleep* when notification is enabled and the thread waits for its kick. A *turn*
@@ -43,7 +44,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use io_uring::{IoUring, cqueue, opcode, types};
-use rtvirtio_engine::{Completions, Token};
+use rtvirtio_engine::{Commands, Completions, Token, nvme};
 use rtvirtio_qos::Running;
 
 use crate::mailbox::{Receiver, Sender};
@@ -51,6 +52,7 @@ use crate::queue::{Kick, Pass, Queue, QueueKey, Turn, from_token, now};
 use crate::schedule::Board;
 
 mod busy;
+mod commands;
 mod letters;
 mod polling;
 mod resources;
@@ -58,6 +60,7 @@ mod schedules;
 mod turns;
 
 use busy::Busy;
+use commands::Rings;
 use letters::Forward;
 pub(crate) use letters::{Ended, Letter};
 pub(crate) use polling::Poller;
@@ -87,6 +90,7 @@ const FUTEX2_SIZE_U32: u32 = 2;
 const KICK: u64 = 1 << 48;
 const MAIL: u64 = 2 << 48;
 const CANCELLED: u64 = 3 << 48;
+const COMMANDS: u64 = 4 << 48;
 const KIND: u64 = 0xffff << 48;
 
 /// What a thread has done, in ns of CLOCK_MONOTONIC and events. The thread alone writes.
@@ -133,6 +137,8 @@ impl IoThreadStats {
 struct Served {
     queue: Box<Queue>,
     registered: Registered,
+    /// Which ring its disk's requests go to, unless it is the thread's own.
+    commands: Option<Commands>,
     /// Which of the thread's boards is its device's.
     board: Option<usize>,
     awake: bool,
@@ -188,6 +194,7 @@ impl Served {
 /// The loop's state.
 pub(crate) struct IoThread {
     ring: IoUring,
+    commands: Rings,
     resources: Resources,
     mail: Receiver<Letter>,
     completions: Arc<dyn Completions>,
@@ -246,6 +253,7 @@ impl IoThread {
         let resources = Resources::new(&ring);
         let mut thread = Self {
             ring,
+            commands: Rings::default(),
             resources,
             mail,
             completions: Arc::new(sender.clone()),
@@ -310,7 +318,9 @@ impl IoThread {
         let disk = self.awake.keys().any(in_flight);
         // What follows a wait for a disk is seldom a driver that comes back at once.
         let kind = usize::from(disk | std::mem::replace(&mut self.disk, disk));
-        let endless = self.poller.is_endless() && !self.awake.is_empty();
+        // Whoever looks at a device is the only one to hear of it.
+        let endless =
+            self.commands.must_be_polled() || self.poller.is_endless() && !self.awake.is_empty();
         let time = match endless {
             true => POLL_SLICE_NS,
             false => self.poller.time(kind, began, &self.stats),
@@ -318,7 +328,8 @@ impl IoThread {
         if time > 0 {
             self.submit();
             let wake_at = self.wake_at();
-            let (found, ended) = self.poll(began, began.saturating_add(time).min(wake_at));
+            let until = began.saturating_add(time).min(wake_at);
+            let (found, ended) = self.poll(began, until, endless);
             if found {
                 self.poller.found(kind, ended - began);
             }
@@ -328,6 +339,12 @@ impl IoThread {
         }
         if self.put_to_sleep() {
             return now();
+        }
+        if !self.commands.may_sleep() {
+            return now();
+        }
+        if let Some(poll) = self.commands.listen() {
+            self.push(&poll);
         }
         let slept = now();
         self.poller.leave(slept);
@@ -347,16 +364,16 @@ impl IoThread {
         woken
     }
 
-    /// Looks for work until there is some, or that time, or others need the CPU. Whether there is
-    /// some, and when it ended.
-    fn poll(&mut self, began: u64, until: u64) -> (bool, u64) {
+    /// Looks for work until there is some, or that time, or, unless it is `endless`, others need the
+    /// CPU. Whether there is some, and when it ended.
+    fn poll(&mut self, began: u64, until: u64, endless: bool) -> (bool, u64) {
         let (mut time, mut before) = (began, None);
         let found = loop {
             if self.has_work() {
                 break true;
             }
             // What was submitted before the first look took its time.
-            let stays = before.is_none_or(|at| self.poller.stays(at, time, &self.stats));
+            let stays = endless || before.is_none_or(|at| self.poller.stays(at, time, &self.stats));
             if time >= until || !stays {
                 break false;
             }
@@ -387,6 +404,7 @@ impl IoThread {
             || !self.ring.completion().is_empty()
             || self.ring.submission().taskrun()
             || self.awake.keys().any(|key| get(served, key).is_some_and(Served::is_pending))
+            || self.commands.has_ended()
     }
 
     /// Enables all kicks. True: there was work in the meantime.
@@ -413,6 +431,7 @@ impl IoThread {
     }
 
     fn submit(&mut self) {
+        self.commands.enter();
         let (waiting, taskrun) = {
             let submission = self.ring.submission();
             (submission.len(), submission.taskrun())
@@ -431,7 +450,7 @@ impl IoThread {
     /// Nothing that has been pushed stays behind: it may name a registered file or buffer whose
     /// place is about to be another's.
     fn submit_all(&mut self) {
-        while !self.ring.submission().is_empty() {
+        while !self.ring.submission().is_empty() || !self.commands.is_submitted() {
             self.submit();
         }
     }
@@ -460,8 +479,18 @@ impl IoThread {
                     self.kicked(data, result, flags);
                 }
                 MAIL if !cqueue::more(flags) => self.listen_to_mail(),
+                COMMANDS => self.commands.heard(),
                 _ => {}
             }
+        }
+        worked | self.reap_commands()
+    }
+
+    fn reap_commands(&mut self) -> bool {
+        let mut worked = false;
+        while let Some((data, raw)) = self.commands.take() {
+            worked = true;
+            self.ended(Token(data), Ended::Result(nvme::result(raw)), true);
         }
         worked
     }
@@ -470,13 +499,11 @@ impl IoThread {
         let (key, head) = from_token(token);
         let ended = self.with_queue(key, |queue, turn| {
             queue.started_here -= u16::from(here);
-            match result {
-                Ended::Raw(raw) => {
-                    // What did not fit waits at its queue.
-                    let _ = queue.complete_raw(head, raw, turn);
-                }
-                Ended::Result(result) => queue.complete(head, result),
-            }
+            // What did not fit waits at its queue.
+            let _ = match result {
+                Ended::Raw(raw) => queue.complete_raw(head, raw, turn),
+                Ended::Result(result) => queue.complete(head, result, turn),
+            };
         });
         if ended.is_some() {
             if let Some(entry) = get_mut(&mut self.served, key) {
@@ -497,10 +524,12 @@ impl IoThread {
         act: impl FnOnce(&mut Queue, &mut Turn<'_, '_>) -> T,
     ) -> Option<T> {
         let entry = get_mut(&mut self.served, key)?;
+        let mut commands = entry.commands.and_then(|kind| self.commands.submission(kind));
         let result = act(
             &mut entry.queue,
             &mut Turn {
                 submission: &mut self.ring.submission(),
+                commands: commands.as_mut(),
                 file: entry.registered.file,
                 completions: &self.completions,
                 buffers: &|segment| entry.registered.buffer(segment),

@@ -9,9 +9,11 @@
 
 use std::sync::{Arc, OnceLock};
 
-use io_uring::squeue::SubmissionQueue;
+use io_uring::squeue::{Entry128, SubmissionQueue};
 use rtvirtio_completion::slots::{NoRequest, SLOTS, SlotMemory};
-use rtvirtio_engine::{Completions, Lent, Operation, Outcome, Request, Segment, Token};
+use rtvirtio_engine::{
+    Completions, Lent, Most, Operation, Outcome, Request, SCRATCH_BYTES, Segment, Token,
+};
 use rtvirtio_qos::{Kind, MAX_TRANSFER, Running};
 use rtvirtio_units::{Bytes, Nanos};
 use rustix::fd::OwnedFd;
@@ -47,9 +49,12 @@ pub struct QueueKey(pub(crate) u32);
 pub struct Queue {
     pub(crate) key: QueueKey,
     device: Arc<Device>,
+    /// Of its engine.
+    most: Most,
     memory: Arc<Memory>,
     buffers: Option<Arc<FixedBuffers>>,
     source: Source,
+    // Requests in flight refer to memory within them: they stay where they are.
     slots: Box<[Slot]>,
     kick: Option<OwnedFd>,
     call: Option<Call>,
@@ -107,6 +112,8 @@ struct Slot {
     /// Its place on the device, by the schedule.
     running: Option<Running>,
     status: Option<Segment>,
+    /// For the engine.
+    scratch: [u64; SCRATCH_BYTES / 8],
     written: u32,
     /// How the driver marks it.
     ioprio: u32,
@@ -182,6 +189,7 @@ pub struct SlotsSetup {
 /// What the IOThread lends a queue for a pass.
 pub(crate) struct Turn<'a, 'ring> {
     pub(crate) submission: &'a mut SubmissionQueue<'ring>,
+    pub(crate) commands: Option<&'a mut SubmissionQueue<'ring, Entry128>>,
     pub(crate) file: Option<u32>,
     pub(crate) completions: &'a Arc<dyn Completions>,
     pub(crate) buffers: &'a dyn Fn(&Segment) -> Option<u16>,
@@ -230,6 +238,7 @@ impl Queue {
         Self {
             key,
             member: device.member(),
+            most: device.engine().most(),
             device,
             memory: Arc::default(),
             buffers: None,
@@ -454,8 +463,7 @@ impl Queue {
                         self.ask(head);
                         continue;
                     }
-                    slot.part = length;
-                    slot.part_end = slot.segments.len();
+                    slot.divide(self.most.of(operation));
                     if !self.start(head, turn) {
                         return Pass::Full;
                     }
@@ -467,8 +475,29 @@ impl Queue {
 
     /// Starts what is left of a request. False: the submission queue is full, and it waits.
     fn start(&mut self, head: u16, turn: &mut Turn<'_, '_>) -> bool {
+        loop {
+            match self.start_part(head, turn) {
+                Outcome::Done(result) => {
+                    if !self.settle(head, result) {
+                        return true;
+                    }
+                }
+                Outcome::Started => {
+                    self.started_here += 1;
+                    return true;
+                }
+                Outcome::Busy => {
+                    self.waiting.push(head);
+                    return false;
+                }
+            }
+        }
+    }
+
+    fn start_part(&mut self, head: u16, turn: &mut Turn<'_, '_>) -> Outcome {
         let slot = &mut self.slots[usize::from(head)];
-        let Some(operation) = slot.operation else { return true };
+        let Some(operation) = slot.operation else { return Outcome::Done(Ok(())) };
+        let scratch = Segment::new(slot.scratch.as_mut_ptr().cast(), SCRATCH_BYTES);
         let segments = &slot.segments[slot.done..slot.part_end];
         let transfers = matches!(operation, Operation::Read | Operation::Write { .. });
         let request = Request {
@@ -481,23 +510,15 @@ impl Queue {
                 [only] if transfers => (turn.buffers)(only),
                 _ => None,
             },
+            scratch,
         };
-        let mut lent =
-            Lent { submission: turn.submission, file: turn.file, completions: turn.completions };
-        match self.device.engine().start(&request, &mut lent) {
-            Outcome::Done(result) => {
-                self.complete(head, result);
-                true
-            }
-            Outcome::Started => {
-                self.started_here += 1;
-                true
-            }
-            Outcome::Busy => {
-                self.waiting.push(head);
-                false
-            }
-        }
+        let mut lent = Lent {
+            submission: turn.submission,
+            commands: turn.commands.as_deref_mut(),
+            file: turn.file,
+            completions: turn.completions,
+        };
+        self.device.engine().start(&request, &mut lent)
     }
 
     /// The result of a completion queue entry: bytes, or a negated error number. False: the rest
@@ -521,26 +542,41 @@ impl Queue {
             }
             Ok(_) => Ok(()),
         };
-        self.complete(head, result);
+        self.complete(head, result, turn)
+    }
+
+    /// A request has ended, or a part of it. False: the next part found the submission queue full, and
+    /// waits.
+    pub(crate) fn complete(
+        &mut self,
+        head: u16,
+        result: Result<(), Errno>,
+        turn: &mut Turn<'_, '_>,
+    ) -> bool {
+        !self.settle(head, result) || self.start(head, turn)
+    }
+
+    /// The same, without the next part's start; whether it is to start now.
+    fn settle(&mut self, head: u16, result: Result<(), Errno>) -> bool {
+        let Some(slot) = self.slots.get_mut(usize::from(head)) else { return false };
+        let Some(operation) = slot.operation else { return false };
+        if result.is_err() || slot.part == slot.length {
+            self.finish(head, result.into(), op(operation));
+            return false;
+        }
+        let memory = (operation == Operation::Read).then_some(&*self.memory);
+        slot.advance(slot.part, memory);
+        self.ended.extend(slot.running.take());
+        if self.member.is_some() {
+            self.ask(head);
+            return false;
+        }
+        slot.divide(self.most.of(operation));
         true
     }
 
-    /// A request has ended, or a part of it.
-    pub(crate) fn complete(&mut self, head: u16, result: Result<(), Errno>) {
-        let Some(slot) = self.slots.get_mut(usize::from(head)) else { return };
-        let Some(operation) = slot.operation else { return };
-        if result.is_ok() && slot.part < slot.length {
-            let memory = (operation == Operation::Read).then_some(&*self.memory);
-            slot.advance(slot.part, memory);
-            self.ended.extend(slot.running.take());
-            self.ask(head);
-            return;
-        }
-        self.finish(head, result.into(), op(operation));
-    }
-
-    /// Has the device's schedule say when what is left of a request starts, or the first
-    /// [`MAX_TRANSFER`] of it.
+    /// Has the device's schedule say when what is left of a request starts, or as much of it as its
+    /// engine takes and no more than [`MAX_TRANSFER`].
     fn ask(&mut self, head: u16) {
         let Some(member) = &self.member else { return };
         let slot = &mut self.slots[usize::from(head)];
@@ -551,7 +587,7 @@ impl Queue {
             Operation::Flush => (Kind::Flush, u64::MAX),
             Operation::Discard | Operation::WriteZeroes { .. } => (Kind::Discard, u64::MAX),
         };
-        slot.divide(most);
+        slot.divide(most.min(self.most.of(operation)));
         self.asks.push(Ask {
             token: token(self.key, head),
             class: member.class(slot.ioprio),
@@ -688,8 +724,12 @@ impl Queue {
 }
 
 impl Slot {
-    /// Starts no more than `most` bytes of a transfer at once.
+    /// Starts no more than `most` bytes at once.
     fn divide(&mut self, most: u64) {
+        if self.length <= most {
+            (self.part, self.part_end) = (self.length, self.segments.len());
+            return;
+        }
         (self.part, self.part_end) = (0, self.done);
         while let Some(segment) = self.segments.get_mut(self.part_end) {
             let room = most - self.part;
@@ -706,7 +746,7 @@ impl Slot {
             self.part_end += 1;
         }
         if self.segments.is_empty() {
-            self.part = self.length;
+            self.part = most;
         }
     }
 

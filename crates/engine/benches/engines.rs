@@ -41,10 +41,12 @@ fn requests(c: &mut Criterion, name: &str, engine: &dyn Engine) {
                     length: 4096,
                     segments: &segments,
                     buffer: None,
+                    scratch: Segment::EMPTY,
                 };
                 let mut submission = ring.submission();
-                let mut lent =
-                    Lent { submission: &mut submission, file: None, completions: &completions };
+                let submission = &mut submission;
+                let completions = &completions;
+                let mut lent = Lent { submission, commands: None, file: None, completions };
                 assert_eq!(
                     black_box(engine.start(black_box(&request), &mut lent)),
                     Outcome::Done(Ok(()))

@@ -24,8 +24,10 @@ use io_uring::{IoUring, opcode, types};
 use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 
+pub(crate) use aligned::Aligned;
 pub use image::{ImageError, open};
-pub use lock::{Access, Lock, LockError};
+pub(crate) use image::{last_error, set_flags};
+pub use lock::{Access, Lock, LockError, Lockable};
 
 use crate::{Engine, Geometry, Lent, Operation, Outcome, Request, Segment};
 use image::Image;
@@ -170,13 +172,19 @@ impl FileEngine {
         Ok(Self { threads: Threads::new(Arc::clone(&image)), image, way })
     }
 
+    /// The file, to be locked.
+    #[must_use]
+    pub fn lockable(&self) -> Lockable {
+        let access = if self.image.read_only() { Access::Read } else { Access::Write };
+        Lockable::new(Arc::clone(self.image.fd()), access)
+    }
+
     /// Takes QEMU's locks for as long as the result lives.
     ///
     /// # Errors
     /// [`LockError`]: somebody else uses the file, or it cannot be locked.
     pub fn lock(&self) -> Result<Lock, LockError> {
-        let access = if self.image.read_only() { Access::Read } else { Access::Write };
-        Lock::acquire(self.image.fd(), access)
+        self.lockable().lock()
     }
 
     /// What requests take: `io_uring`, `inline` or `threads`; to be shown to people.

@@ -2,15 +2,18 @@
 //!
 //! - [`ram`]: memory that answers at once;
 //! - [`file`](mod@file): raw images and block devices;
+//! - [`nvme`]: namespaces of NVMe devices, past the kernel's block layer;
 //! - [`ssd`]: the emulated SSD, memory that answers when the device model of the `ssd` room says
 //!   so, and fails when asked to; [`emulated`] is the same for the bench's FUSE disk;
 //! - [`slice`](mod@slice): a part of another engine's disk.
 //!
 //! RAM and the emulated SSD can cost processor time on top ([`Cost`]): for benchmarks.
 
+mod commands;
 mod cost;
 pub mod emulated;
 pub mod file;
+pub mod nvme;
 mod priority;
 pub mod ram;
 mod request;
@@ -19,10 +22,12 @@ pub mod ssd;
 mod store;
 mod timed;
 
+pub use commands::CommandRing;
 pub use cost::Cost;
 pub use priority::raise_thread_priority;
 pub use request::{
-    Completions, Engine, Geometry, Lent, Operation, Outcome, Request, Segment, Token,
+    Commands, Completions, Engine, Geometry, Lent, Most, Operation, Outcome, Request,
+    SCRATCH_BYTES, Segment, Token,
 };
 // Whoever starts an emulated SSD says what it is like.
 pub use rtvirtio_ssd::SsdConfig;

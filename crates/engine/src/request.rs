@@ -2,14 +2,15 @@
 //! data plane and its engines.
 //!
 //! The caller keeps a request's segments in place until it is told the result;
-//! an engine tells each result exactly once, by one of three ways: at once
+//! an engine tells each result exactly once, by one of four ways: at once
 //! ([`Outcome::Done`]), by a completion queue entry of the caller's io_uring
-//! whose user data is the token, or through [`Completions`].
+//! whose user data is the token, by one of the caller's ring for commands
+//! ([`CommandRing`](crate::CommandRing)), or through [`Completions`].
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use io_uring::squeue::SubmissionQueue;
+use io_uring::squeue::{Entry128, SubmissionQueue};
 use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 
@@ -28,6 +29,9 @@ pub struct Segment(libc::iovec);
 unsafe impl Send for Segment {}
 
 impl Segment {
+    /// No bytes.
+    pub const EMPTY: Self = Self::new(std::ptr::null_mut(), 0);
+
     /// `length` bytes at `base`.
     #[must_use]
     pub const fn new(base: *mut u8, length: usize) -> Self {
@@ -101,15 +105,21 @@ pub struct Request<'a> {
     pub segments: &'a [Segment],
     /// The ring's registered buffer that holds the only segment, if there is one.
     pub buffer: Option<u16>,
+    /// [`SCRATCH_BYTES`] at a multiple of 8 for the engine to use, of a discard; it stays in place
+    /// until the result is known.
+    pub scratch: Segment,
 }
+
+/// Bytes of [`Request::scratch`].
+pub const SCRATCH_BYTES: usize = 16;
 
 /// What starting a request came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     /// It has completed.
     Done(Result<(), Errno>),
-    /// Its result comes later. In a completion queue entry a read or write may be short: the
-    /// caller starts the rest anew.
+    /// Its result comes later. In a completion queue entry a read or write may be short, unless it is
+    /// of a ring for commands: the caller starts the rest anew.
     Started,
     /// The submission queue is full: nothing has happened, submit and start it again.
     Busy,
@@ -125,6 +135,8 @@ pub trait Completions: Send + Sync {
 pub struct Lent<'a, 'ring> {
     /// The thread's submission queue.
     pub submission: &'a mut SubmissionQueue<'ring>,
+    /// That of its ring for commands, if the engine needs one ([`Engine::commands`]).
+    pub commands: Option<&'a mut SubmissionQueue<'ring, Entry128>>,
     /// Index of the engine's file among the ring's registered files, if it is registered.
     pub file: Option<u32>,
     /// Where results go that come by no completion queue entry.
@@ -146,6 +158,47 @@ pub struct Geometry {
     pub discard: bool,
 }
 
+/// How it is learned that commands have ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Commands {
+    /// The device interrupts.
+    Interrupt,
+    /// Somebody looks at the device (`IORING_SETUP_IOPOLL`).
+    Polled,
+}
+
+/// Most bytes that a request may have when it is started, multiples of the logical block: the caller
+/// cuts longer ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Most {
+    /// Of a read or write.
+    pub transfer: u64,
+    /// Of a discard.
+    pub discard: u64,
+    /// Of a write-zeroes.
+    pub zeroes: u64,
+}
+
+impl Default for Most {
+    /// As long as the disk.
+    fn default() -> Self {
+        Self { transfer: u64::MAX, discard: u64::MAX, zeroes: u64::MAX }
+    }
+}
+
+impl Most {
+    /// Of a request that does this.
+    #[must_use]
+    pub const fn of(&self, operation: Operation) -> u64 {
+        match operation {
+            Operation::Read | Operation::Write { .. } => self.transfer,
+            Operation::Flush => u64::MAX,
+            Operation::Discard => self.discard,
+            Operation::WriteZeroes { .. } => self.zeroes,
+        }
+    }
+}
+
 /// A block engine.
 ///
 /// It is shared by all IOThreads that serve the disk's virtqueues.
@@ -156,6 +209,16 @@ pub trait Engine: Send + Sync {
     /// The file that the IOThreads should register with their rings.
     fn file(&self) -> Option<BorrowedFd<'_>> {
         None
+    }
+
+    /// Whether requests go to a ring for commands, and to which.
+    fn commands(&self) -> Option<Commands> {
+        None
+    }
+
+    /// What it takes at once; never changes.
+    fn most(&self) -> Most {
+        Most::default()
     }
 
     /// Starts a request. On a hot path: no allocation, no lock that another thread holds long.

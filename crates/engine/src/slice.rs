@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 
-use crate::{Engine, Geometry, Lent, Operation, Outcome, Request};
+use crate::{Commands, Engine, Geometry, Lent, Most, Operation, Outcome, Request};
 
 /// Why there is no such part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -69,6 +69,14 @@ impl Engine for SliceEngine {
         self.whole.file()
     }
 
+    fn commands(&self) -> Option<Commands> {
+        self.whole.commands()
+    }
+
+    fn most(&self) -> Most {
+        self.whole.most()
+    }
+
     fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
         let offset = match request.operation {
             Operation::Flush => 0,
@@ -120,9 +128,11 @@ mod tests {
         let segments = [Segment::new(data.as_mut_ptr(), data.len())];
         let length = data.len() as u64;
         let (token, segments, buffer) = (Token(0), &segments[..], None);
-        let request = Request { token, operation, offset, length, segments, buffer };
+        let scratch = Segment::EMPTY;
+        let request = Request { token, operation, offset, length, segments, buffer, scratch };
         let submission = &mut ring.submission();
-        engine.start(&request, &mut Lent { submission, file: None, completions: &completions })
+        let completions = &completions;
+        engine.start(&request, &mut Lent { submission, commands: None, file: None, completions })
     }
 
     #[test]

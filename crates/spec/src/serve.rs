@@ -212,6 +212,8 @@ pub enum Listen {
 pub enum Engine {
     /// A raw image file or a block device.
     File(FileEngine),
+    /// A namespace of an NVMe device, past the kernel's block layer.
+    Nvme(NvmeEngine),
     /// RAM, lost at the end.
     Ram {
         /// Its size, in whole sectors.
@@ -221,6 +223,18 @@ pub enum Engine {
     },
     /// RAM that answers when the model of a solid-state disk says so.
     Ssd(SsdEngine),
+}
+
+impl Engine {
+    /// When what its data lies in is locked.
+    #[must_use]
+    pub const fn lock(&self) -> ImageLock {
+        match self {
+            Self::File(file) => file.lock,
+            Self::Nvme(nvme) => nvme.lock,
+            Self::Ram { .. } | Self::Ssd(_) => ImageLock::Off,
+        }
+    }
 }
 
 /// A raw image file or a block device.
@@ -236,6 +250,19 @@ pub struct FileEngine {
     pub lock: ImageLock,
     /// Whether the format was written out: what looks like another one is then not refused.
     pub raw: bool,
+    /// The part of it that is the disk; none: all.
+    pub slice: Option<Slice>,
+}
+
+/// A namespace of an NVMe device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NvmeEngine {
+    /// An absolute path, such as `/dev/ng0n1`.
+    pub path: PathBuf,
+    /// Whether the device is polled instead of interrupting.
+    pub poll: bool,
+    /// When it is locked against other users, by its block device.
+    pub lock: ImageLock,
     /// The part of it that is the disk; none: all.
     pub slice: Option<Slice>,
 }

@@ -18,7 +18,7 @@ pub(super) const MEMORY_MIB: u32 = 512;
 
 /// The guest's kernel command line. Under TCG a clock other than the TSC is an exit for each look
 /// at it, and mitigations guard against a processor that is not there.
-const COMMAND_LINE: &str =
+pub const COMMAND_LINE: &str =
     "console=ttyS0 quiet panic=1 random.trust_cpu=on tsc=reliable clocksource=tsc mitigations=off";
 
 /// A part of the device under test, as a disk whose name is QEMU's id for it.

@@ -158,6 +158,10 @@ impl IoThread {
             queue.started_here = forward.outstanding;
         }
         let registered = self.resources.add(&self.ring, &queue);
+        let commands = queue.device().engine().commands();
+        if let Some(commands) = commands {
+            self.commands.need(commands);
+        }
         let board = self.board(&queue);
         self.stays = self.stays.wrapping_add(1);
         let at = key.0 as usize;
@@ -170,6 +174,7 @@ impl IoThread {
             listening: false,
             queue,
             registered,
+            commands,
             board,
             awake: false,
             busy_at: now(),

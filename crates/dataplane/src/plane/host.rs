@@ -1,11 +1,13 @@
 //! One device's rings on the pool: what its session starts, stops and changes, and where each
 //! queue goes.
 
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rtvirtio_engine::file::{FileEngine, Lock, LockError};
+use rtvirtio_engine::file::{Lock, LockError, Lockable};
+use rtvirtio_engine::nvme::{self, NvmeError};
 use rtvirtio_spec::control::Event;
 use rtvirtio_spec::serve::FixedBuffers as Wish;
 use rtvirtio_units::DiskName;
@@ -35,7 +37,7 @@ pub(super) struct HostSetup {
     pub(super) device: Arc<Device>,
     pub(super) wish: Wish,
     /// The image to lock while rings run, if that is when it is locked.
-    pub(super) image: Option<Arc<FileEngine>>,
+    pub(super) image: Option<Lockable>,
     pub(super) events: broadcast::Sender<Event>,
     pub(super) report: Arc<Report>,
 }
@@ -331,11 +333,24 @@ impl Host {
 
 /// Locks an image. Requests of a server that was killed hold its lock until they end, and a
 /// guest that migrates is here a moment before the other side has let go.
-pub(super) fn lock_soon(image: &FileEngine) -> Result<Lock, LockError> {
+pub(super) fn lock_soon(image: &Lockable) -> Result<Lock, LockError> {
     let began = Instant::now();
     loop {
         match image.lock() {
             Err(_) if began.elapsed() < LOCK_TIME => std::thread::sleep(LOCK_PAUSE),
+            result => return result,
+        }
+    }
+}
+
+/// Opens a namespace's block device to lock it, with the same patience.
+pub(super) fn claim_soon(generic: &OwnedFd, exclusive: bool) -> Result<OwnedFd, NvmeError> {
+    let began = Instant::now();
+    loop {
+        match nvme::claim(generic, exclusive) {
+            Err(NvmeError::Claim { source: Errno::BUSY, .. }) if began.elapsed() < LOCK_TIME => {
+                std::thread::sleep(LOCK_PAUSE);
+            }
             result => return result,
         }
     }
@@ -405,7 +420,7 @@ impl QueueHost for Host {
 
 #[cfg(test)]
 mod tests {
-    use rtvirtio_engine::file::{Aio, FileConfig, FileSource};
+    use rtvirtio_engine::file::{Aio, FileConfig, FileEngine, FileSource};
 
     use super::*;
     use crate::device::{DeviceConfig, Limits};
@@ -441,7 +456,7 @@ mod tests {
             pool: Arc::default(),
             device,
             wish,
-            image: Some(engine),
+            image: Some(engine.lockable()),
             events: broadcast::Sender::new(1),
             report,
         };

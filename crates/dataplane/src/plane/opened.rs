@@ -7,9 +7,10 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use rtvirtio_engine::file;
-use rtvirtio_spec::serve::{Configuration, Device, Engine, Listen};
+use rtvirtio_spec::serve::{Configuration, Device, Engine, ImageLock, Listen};
 
 use super::PlaneError;
+use super::host::claim_soon;
 use super::registry::{SOCKET_MODE, io, refused};
 use crate::sandbox::{Identity, give};
 use crate::server::Listener;
@@ -23,9 +24,17 @@ pub struct Opened {
 #[derive(Debug)]
 pub(super) struct OpenedDevice {
     pub(super) spec: Device,
-    pub(super) image: Option<OwnedFd>,
+    pub(super) image: Option<Image>,
     pub(super) listener: Listener,
     pub(super) slots: Option<Listener>,
+}
+
+/// What a disk's data lies in.
+#[derive(Debug)]
+pub(super) struct Image {
+    pub(super) fd: OwnedFd,
+    /// Of an NVMe namespace: its block device, to be locked.
+    pub(super) block: Option<OwnedFd>,
 }
 
 impl Opened {
@@ -45,7 +54,19 @@ impl Opened {
                 Engine::File(config) => {
                     let what = || format!("cannot open {} for {name}", config.path.display());
                     let image = file::open(&config.path, spec.read_only);
-                    Some(image.map_err(|error| refused(what(), error))?)
+                    let fd = image.map_err(|error| refused(what(), error))?;
+                    Some(Image { fd, block: None })
+                }
+                Engine::Nvme(config) => {
+                    let what = || format!("cannot open {} for {name}", config.path.display());
+                    let generic = file::open(&config.path, spec.read_only);
+                    let fd = generic.map_err(|error| refused(what(), error))?;
+                    let block = match config.lock {
+                        ImageLock::Off => None,
+                        lock => Some(claim_soon(&fd, lock == ImageLock::Always)),
+                    };
+                    let block = block.transpose().map_err(|error| refused(what(), error))?;
+                    Some(Image { fd, block })
                 }
                 Engine::Ram { .. } | Engine::Ssd(_) => None,
             };

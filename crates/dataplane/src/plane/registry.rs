@@ -2,14 +2,14 @@
 
 use std::collections::HashMap;
 use std::num::NonZeroU64;
-use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use rtvirtio_engine::file::{self, FileConfig, FileSource};
+use rtvirtio_engine::file::{self, FileConfig, FileSource, Lockable};
+use rtvirtio_engine::nvme::{NvmeConfig, NvmeEngine};
 use rtvirtio_engine::ram::RamEngine;
 use rtvirtio_engine::slice::SliceEngine;
 use rtvirtio_engine::ssd::{self, SsdEngine};
@@ -27,9 +27,9 @@ use rtvirtio_spec::serve::{
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos};
 use tokio::sync::broadcast;
 
-use super::host::{Host, HostSetup, lock_soon};
+use super::host::{Host, HostSetup, claim_soon, lock_soon};
 use super::iothreads::{Core, Served, Slots, State};
-use super::opened::{Opened, OpenedDevice};
+use super::opened::{Image, Opened, OpenedDevice};
 use super::{Admission, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError};
 use crate::device::{Device, DeviceConfig, Limits};
 use crate::iothread::IoThreadStats;
@@ -162,7 +162,7 @@ impl Registry {
     fn add(
         &self,
         spec: serve::Device,
-        image: Option<OwnedFd>,
+        image: Option<Image>,
         listener: Option<Listener>,
         slots: Option<Listener>,
     ) -> Result<(), PlaneError> {
@@ -187,14 +187,14 @@ impl Registry {
         let threads = threads(&state, &spec.mapping)?;
         let name = spec.name.as_str();
         let (engine, image) = open(&spec, image)?;
-        let (lock, session_lock) = match (&spec.engine, image) {
-            (serve::Engine::File(file), Some(image)) if file.lock == ImageLock::Always => {
+        let (lock, session_lock) = match (spec.engine.lock(), image) {
+            (ImageLock::Always, Some(image)) => {
                 let lock = lock_soon(&image)
                     .map_err(|error| refused(format!("cannot lock the image of {name}"), error))?;
                 (Some(lock), None)
             }
-            (serve::Engine::File(file), _) if file.lock == ImageLock::Off => (None, None),
-            (_, image) => (None, image),
+            (ImageLock::Session, image) => (None, image),
+            (ImageLock::Always, None) | (ImageLock::Off, _) => (None, None),
         };
         let mut serial = [0; 20];
         let bytes = spec.serial.as_bytes();
@@ -349,17 +349,26 @@ fn threads(state: &State, mapping: &Mapping) -> Result<Vec<ThreadId>, PlaneError
     mapping.by_queue().iter().map(id).collect()
 }
 
-type EngineAndImage = (Arc<dyn Engine>, Option<Arc<file::FileEngine>>);
+type EngineAndImage = (Arc<dyn Engine>, Option<Lockable>);
 
-/// A device's engine; the image apart, for its lock.
-fn open(spec: &serve::Device, handed: Option<OwnedFd>) -> Result<EngineAndImage, PlaneError> {
+/// A device's engine; what is to be locked apart.
+fn open(spec: &serve::Device, handed: Option<Image>) -> Result<EngineAndImage, PlaneError> {
     let name = &spec.name;
+    let part_of = |whole: Arc<dyn Engine>, slice: Option<serve::Slice>, path: &Path| {
+        let Some(slice) = slice else { return Ok(whole) };
+        let part = SliceEngine::new(whole, slice.offset, slice.size);
+        let refuse =
+            |error| refused(format!("no such part of {} for {name}", path.display()), error);
+        Ok::<_, PlaneError>(Arc::new(part.map_err(refuse)?) as Arc<dyn Engine>)
+    };
     match &spec.engine {
         serve::Engine::File(config) => {
             let what = format!("cannot open {} for {name}", config.path.display());
             let image = file::FileEngine::open(FileConfig {
-                source: handed
-                    .map_or_else(|| FileSource::Path(config.path.clone()), FileSource::Fd),
+                source: handed.map_or_else(
+                    || FileSource::Path(config.path.clone()),
+                    |i| FileSource::Fd(i.fd),
+                ),
                 direct: config.direct,
                 read_only: spec.read_only,
                 explicit_raw: config.raw,
@@ -370,13 +379,30 @@ fn open(spec: &serve::Device, handed: Option<OwnedFd>) -> Result<EngineAndImage,
                 },
             })
             .map_err(|error| refused(what, error))?;
-            let image = Arc::new(image);
-            let whole = Arc::clone(&image) as Arc<dyn Engine>;
-            let Some(slice) = config.slice else { return Ok((whole, Some(image))) };
-            let part = SliceEngine::new(whole, slice.offset, slice.size).map_err(|error| {
-                refused(format!("no such part of {} for {name}", config.path.display()), error)
-            })?;
-            Ok((Arc::new(part), Some(image)))
+            let lockable = image.lockable();
+            Ok((part_of(Arc::new(image), config.slice, &config.path)?, Some(lockable)))
+        }
+        serve::Engine::Nvme(config) => {
+            let refuse =
+                |error| refused(format!("cannot open {} for {name}", config.path.display()), error);
+            let (fd, block) = match handed {
+                Some(Image { fd, block }) => (fd, block),
+                None => {
+                    let fd = file::open(&config.path, spec.read_only);
+                    (fd.map_err(|error| refuse(error.into()))?, None)
+                }
+            };
+            let block = match (config.lock, block) {
+                (ImageLock::Off, _) => None,
+                (_, Some(block)) => Some(block),
+                (lock, None) => Some(claim_soon(&fd, lock == ImageLock::Always).map_err(refuse)?),
+            };
+            let source = FileSource::Fd(fd);
+            let (read_only, poll) = (spec.read_only, config.poll);
+            let namespace = NvmeEngine::open(NvmeConfig { source, read_only, poll });
+            let namespace = namespace.map_err(refuse)?;
+            let lockable = block.map(|block| namespace.lockable(block));
+            Ok((part_of(Arc::new(namespace), config.slice, &config.path)?, lockable))
         }
         serve::Engine::Ram { size, cpu } => {
             let ram = RamEngine::new(*size, cost(*cpu))
@@ -436,7 +462,8 @@ impl Plane for Registry {
             .map(Listener::from_fd)
             .transpose()
             .map_err(|error| refused(format!("cannot listen for {}", device.name), error))?;
-        self.add(device, handed.image, listener, None)
+        let image = handed.image.map(|fd| Image { fd, block: None });
+        self.add(device, image, listener, None)
     }
 
     fn remove_device(&self, device: &DiskName) -> Result<(), PlaneError> {

@@ -21,6 +21,7 @@ use crate::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
 use crate::schedule::Member;
 use crate::stats::QueueStats;
 
+mod commands;
 mod hostile;
 mod moves;
 mod schedule;

@@ -8,14 +8,14 @@ use rustix::io::Errno;
 use crate::Segment;
 
 /// Zeroed bytes at an aligned address.
-pub(super) struct Aligned {
+pub(crate) struct Aligned {
     base: NonNull<u8>,
     layout: Layout,
     length: usize,
 }
 
 impl Aligned {
-    pub(super) fn new(length: usize, alignment: usize) -> Result<Self, Errno> {
+    pub(crate) fn new(length: usize, alignment: usize) -> Result<Self, Errno> {
         let layout = Layout::from_size_align(length.max(1), alignment).map_err(|_| Errno::INVAL)?;
         // SAFETY: the layout has a size above zero.
         let base = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(Errno::NOMEM)?;
@@ -23,12 +23,12 @@ impl Aligned {
     }
 
     /// The first `length` bytes, or all if there are fewer.
-    pub(super) fn segment(&self, length: usize) -> Segment {
+    pub(crate) fn segment(&self, length: usize) -> Segment {
         Segment::new(self.base.as_ptr(), length.min(self.length))
     }
 
     /// All bytes. No request may be writing to them.
-    pub(super) fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: they are initialised (zeroes first), and nothing writes to them while they are
         // borrowed: requests through [`Self::segment`] are synchronous.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.length) }

@@ -384,7 +384,7 @@ impl Alignment {
 }
 
 /// Checks what a descriptor may do, and sets how it does it.
-fn set_flags(fd: &OwnedFd, direct: bool, read_only: bool) -> Result<(), ImageError> {
+pub(crate) fn set_flags(fd: &OwnedFd, direct: bool, read_only: bool) -> Result<(), ImageError> {
     let flags = rustix::fs::fcntl_getfl(fd).map_err(call("ask the flags of"))?;
     let fits = match flags & OFlags::ACCMODE {
         OFlags::RDWR => true,
@@ -422,6 +422,6 @@ fn discard_device(fd: &OwnedFd, offset: u64, length: u64) -> Result<(), Errno> {
 }
 
 /// What the last call into the C library failed with.
-pub(super) fn last_error() -> Errno {
+pub(crate) fn last_error() -> Errno {
     Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
 }

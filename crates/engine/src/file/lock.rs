@@ -64,6 +64,29 @@ pub enum LockError {
     Failed(#[source] Errno),
 }
 
+/// A file that can be locked.
+#[derive(Debug, Clone)]
+pub struct Lockable {
+    file: Arc<OwnedFd>,
+    access: Access,
+}
+
+impl Lockable {
+    /// An open file, for this use.
+    #[must_use]
+    pub const fn new(file: Arc<OwnedFd>, access: Access) -> Self {
+        Self { file, access }
+    }
+
+    /// Takes QEMU's locks for as long as the result lives; one lock at a time.
+    ///
+    /// # Errors
+    /// [`LockError`]: somebody else uses the file, or it cannot be locked.
+    pub fn lock(&self) -> Result<Lock, LockError> {
+        Lock::acquire(&self.file, self.access)
+    }
+}
+
 /// A file locked; dropping it releases the bytes that it locked.
 #[derive(Debug)]
 #[must_use]

@@ -51,6 +51,7 @@ impl Job {
             length: self.length,
             segments,
             buffer: None,
+            scratch: Segment::EMPTY,
         });
         self.completions.complete(self.token, result);
     }

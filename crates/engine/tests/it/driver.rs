@@ -1,12 +1,15 @@
 //! What an IOThread does for an engine, one ring and no virtqueue.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use io_uring::IoUring;
 use rtvirtio_engine::ram::RamEngine;
-use rtvirtio_engine::{Completions, Engine, Lent, Operation, Outcome, Request, Segment, Token};
+use rtvirtio_engine::{
+    CommandRing, Completions, Engine, Lent, Operation, Outcome, Request, SCRATCH_BYTES, Segment,
+    Token, nvme,
+};
 use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 
@@ -40,6 +43,10 @@ impl Results {
 pub(crate) struct Driver {
     pub(crate) engine: Box<dyn Engine>,
     ring: IoUring,
+    /// For engines that need one.
+    pub(crate) commands: Option<CommandRing>,
+    /// Of the one request that may need it.
+    scratch: Box<[u64; SCRATCH_BYTES / 8]>,
     file: Option<u32>,
     results: Arc<dyn Completions>,
     told: Arc<Results>,
@@ -87,6 +94,26 @@ impl Memory {
     }
 }
 
+/// So many bytes at their front.
+fn first_of(segments: &[Segment], mut bytes: usize) -> Vec<Segment> {
+    let cut = |segment: &Segment| {
+        let part = bytes.min(segment.len());
+        bytes -= part;
+        Segment::new(segment.base(), part)
+    };
+    segments.iter().map(cut).filter(|segment| !segment.is_empty()).collect()
+}
+
+/// Drops so many bytes at their front.
+fn advance(segments: &mut Vec<Segment>, mut bytes: usize) {
+    for segment in segments.iter_mut() {
+        let step = bytes.min(segment.len());
+        segment.advance(step);
+        bytes -= step;
+    }
+    segments.retain(|segment| !segment.is_empty());
+}
+
 impl Driver {
     pub(crate) fn new(engine: Box<dyn Engine>) -> Self {
         let ring = IoUring::new(64).unwrap();
@@ -96,9 +123,12 @@ impl Driver {
             0
         });
         let told = Arc::new(Results::default());
+        let commands = engine.commands().map(|kind| CommandRing::new(kind, 64, 128).unwrap());
         Self {
             engine,
             ring,
+            commands,
+            scratch: Box::default(),
             file,
             results: Arc::clone(&told) as _,
             told,
@@ -141,10 +171,17 @@ impl Driver {
         segments: &[Segment],
         buffer: Option<u16>,
     ) -> Outcome {
-        let request = Request { token: Token(token), operation, offset, length, segments, buffer };
+        let token = Token(token);
+        let scratch = Segment::new(self.scratch.as_mut_ptr().cast(), SCRATCH_BYTES);
+        let request = Request { token, operation, offset, length, segments, buffer, scratch };
         let mut submission = self.ring.submission();
-        let mut lent =
-            Lent { submission: &mut submission, file: self.file, completions: &self.results };
+        let mut commands = self.commands.as_mut().map(CommandRing::submission);
+        let mut lent = Lent {
+            submission: &mut submission,
+            commands: commands.as_mut(),
+            file: self.file,
+            completions: &self.results,
+        };
         self.engine.start(&request, &mut lent)
     }
 
@@ -153,6 +190,14 @@ impl Driver {
         self.ring.submit_and_wait(1).unwrap();
         let entry = self.ring.completion().next().unwrap();
         (entry.user_data(), entry.result())
+    }
+
+    /// Waits for a command: token and result.
+    fn reap_command(&mut self) -> (u64, Result<(), Errno>) {
+        let commands = self.commands.as_mut().unwrap();
+        commands.wait().unwrap();
+        let (token, raw) = commands.take().unwrap();
+        (token, nvme::result(raw))
     }
 
     pub(crate) fn told(&self, token: u64) -> Result<(), Errno> {
@@ -181,6 +226,14 @@ impl Driver {
 
     /// Waits for all that [`Self::run_later`] started; none is short.
     pub(crate) fn finish_all(&mut self) {
+        if self.commands.is_some() {
+            let mut left: HashSet<u64> = self.elsewhere.drain(..).collect();
+            while !left.is_empty() {
+                let (token, result) = self.reap_command();
+                assert!(left.remove(&token), "request {token} ends once");
+                assert_eq!(result, Ok(()));
+            }
+        }
         while !self.in_ring.is_empty() {
             let (token, result) = self.reap();
             let length = self.in_ring.remove(&token).expect("ends once");
@@ -202,9 +255,31 @@ impl Driver {
     ) -> Result<(), Errno> {
         let mut left = length;
         let mut segments = segments.to_vec();
+        let most = self.engine.most().of(operation);
         loop {
             self.next += 1;
             let token = self.next;
+            if self.commands.is_some() {
+                // Cut as the engine says; a part ends whole.
+                let part = left.min(most);
+                let first = first_of(&segments, part as usize);
+                match self.start(token, operation, offset, part, &first, buffer) {
+                    Outcome::Done(result) => result?,
+                    Outcome::Busy => panic!("an empty queue is not busy"),
+                    Outcome::Started => {
+                        let (of, result) = self.reap_command();
+                        assert_eq!(of, token);
+                        result?;
+                    }
+                }
+                if part == left {
+                    return Ok(());
+                }
+                offset += part;
+                left -= part;
+                advance(&mut segments, part as usize);
+                continue;
+            }
             match self.start(token, operation, offset, left, &segments, buffer) {
                 Outcome::Done(result) => return result,
                 Outcome::Busy => panic!("an empty queue is not busy"),
@@ -224,13 +299,7 @@ impl Driver {
                     // Short: the rest anew.
                     offset += bytes;
                     left -= bytes;
-                    let mut done = bytes as usize;
-                    for segment in &mut segments {
-                        let step = done.min(segment.len());
-                        segment.advance(step);
-                        done -= step;
-                    }
-                    segments.retain(|s| !s.is_empty());
+                    advance(&mut segments, bytes as usize);
                 }
             }
         }

@@ -1,4 +1,5 @@
-//! What holds for every engine, on every kind of file.
+//! What holds for every engine, on every kind of file; and, where [`nvme`](crate::nvme) says so, on
+//! namespaces of an NVMe device.
 
 use std::any::Any;
 use std::path::PathBuf;
@@ -13,12 +14,16 @@ use rtvirtio_engine::{Cost, Operation, Segment};
 use rtvirtio_units::Bytes;
 
 use crate::driver::{Driver, Memory};
+use crate::nvme::Namespaces;
 use crate::scratch::{Image, Loop, config};
 
 const SIZE: u64 = 1 << 20;
 
 /// Runs `check` over all of them, each new and of 1 MiB of zeroes.
 fn on_every_engine(check: impl Fn(&str, &mut Driver)) {
+    if let Some(namespaces) = Namespaces::named() {
+        return namespaces.on_each(SIZE, check);
+    }
     let ram = RamEngine::new(Bytes::new(SIZE), Duration::ZERO).unwrap();
     check("ram", &mut Driver::new(Box::new(ram)));
     let ssd = "ref-8x80".parse().unwrap();

@@ -5,4 +5,5 @@ mod every_engine;
 mod faults;
 mod images;
 mod locks;
+mod nvme;
 mod scratch;

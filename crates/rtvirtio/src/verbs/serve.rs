@@ -221,6 +221,9 @@ fn describe(configuration: &Configuration) -> String {
 fn data(engine: &Engine) -> String {
     match engine {
         Engine::File(file) => file.path.display().to_string(),
+        Engine::Nvme(nvme) => {
+            format!("{}{}", nvme.path.display(), if nvme.poll { ", polled" } else { "" })
+        }
         Engine::Ram { size, .. } => format!("RAM, {size}"),
         Engine::Ssd(ssd) => format!("emulated {}, {}", ssd.model, ssd.size),
     }

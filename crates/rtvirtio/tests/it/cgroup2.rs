@@ -7,17 +7,15 @@
 use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use cargo_metadata::Message;
 use rtvirtio_bench::guests::GuestFile;
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::settings::{Bfq, DeviceSettings, Limits, Scheduler, VmSettings, diff};
 use rtvirtio_units::{BytesPerSecond, VmName, Weight};
 use serde_json::Value;
 
-use crate::in_guest::{Machine, image, program};
+use crate::in_guest::{Machine, image, program, room_tests};
 use crate::scratch_disk::{RTVIRTIO, alone};
 
 /// What the disk can do: so little that a guest under TCG is never the limit.
@@ -110,7 +108,7 @@ fn files() -> Result<Vec<GuestFile>, String> {
     let losetup = losetup.into_iter().find(|p| p.exists()).ok_or("needs losetup")?;
     let programs: [(&Path, &str); 3] = [
         (Path::new(RTVIRTIO), "/usr/bin/rtvirtio"),
-        (&host_tests(), "/usr/bin/host-tests"),
+        (&room_tests("host"), "/usr/bin/host-tests"),
         (&losetup, "/usr/sbin/losetup"),
     ];
     let mut files = BTreeMap::new();
@@ -118,27 +116,6 @@ fn files() -> Result<Vec<GuestFile>, String> {
         files.extend(program(source, path)?.into_iter().map(|f| (f.path.clone(), f)));
     }
     Ok(files.into_values().collect())
-}
-
-/// The host room's integration tests, built as `make test` builds them: then there is nothing to
-/// build here.
-fn host_tests() -> PathBuf {
-    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap();
-    let mut cargo = Command::new(env!("CARGO"));
-    cargo.args(["test", "--workspace", "--all-features", "--locked", "--test", "it", "--no-run"]);
-    cargo.args(["--message-format", "json", "--target-dir"]).arg(target);
-    if !cfg!(debug_assertions) {
-        cargo.arg("--release");
-    }
-    let output = cargo.stderr(Stdio::inherit()).output().unwrap();
-    assert!(output.status.success(), "{:?}", output.status);
-    let executable = |message: std::io::Result<Message>| match message.unwrap() {
-        Message::CompilerArtifact(a) if a.manifest_path.ends_with("host/Cargo.toml") => {
-            a.executable.map(PathBuf::from)
-        }
-        _ => None,
-    };
-    Message::parse_stream(&output.stdout[..]).find_map(executable).expect("host's tests")
 }
 
 fn host_tests_pass(machine: &Machine) {

@@ -4,10 +4,11 @@
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+use cargo_metadata::Message;
 use rtvirtio_bench::guests::{Accelerator, Guest, GuestFile, GuestImage};
 use tempfile::TempDir;
 
@@ -52,6 +53,28 @@ pub(crate) fn program(source: &Path, path: &str) -> Result<Vec<GuestFile>, Strin
         }
     }
     Ok(files)
+}
+
+/// A room's integration tests, built as `make test` builds them: then there is nothing to build
+/// here.
+pub(crate) fn room_tests(room: &str) -> PathBuf {
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap();
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.args(["test", "--workspace", "--all-features", "--locked", "--test", "it", "--no-run"]);
+    cargo.args(["--message-format", "json", "--target-dir"]).arg(target);
+    if !cfg!(debug_assertions) {
+        cargo.arg("--release");
+    }
+    let output = cargo.stderr(Stdio::inherit()).output().unwrap();
+    assert!(output.status.success(), "{:?}", output.status);
+    let manifest = Path::new(room).join("Cargo.toml");
+    let executable = |message: std::io::Result<Message>| match message.unwrap() {
+        Message::CompilerArtifact(a) if a.manifest_path.ends_with(&manifest) => {
+            a.executable.map(PathBuf::from)
+        }
+        _ => None,
+    };
+    Message::parse_stream(&output.stdout[..]).find_map(executable).expect("the room's tests")
 }
 
 /// A running guest.

@@ -11,6 +11,7 @@ mod in_guest;
 mod libvirt;
 mod lifecycle;
 mod mapping;
+mod nvme;
 mod readme;
 mod rooms;
 mod run;

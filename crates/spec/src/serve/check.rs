@@ -9,8 +9,8 @@ use super::error::Fault;
 use super::wire::{self, EngineKind, Size};
 use super::{
     Completion, Control, CpuCost, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_POLL,
-    MAX_RAM_BYTES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_USER_BYTES, Polling, Qos, Service,
-    Slice, SsdEngine,
+    MAX_RAM_BYTES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_USER_BYTES, NvmeEngine, Polling, Qos,
+    Service, Slice, SsdEngine,
 };
 use crate::mapping::{Entry, Mapping};
 
@@ -217,29 +217,30 @@ fn mapping(
 /// The engine, of whose keys each belongs to its type.
 fn engine(raw: wire::Engine) -> Result<Engine, Misplaced> {
     let kind = raw.kind;
-    let only = |of: EngineKind, key: &'static str, is_given: bool| match is_given && kind != of {
-        true => Err((&["engine"] as &[_], Fault::ForeignEngineKey { kind, key })),
-        false => Ok(()),
-    };
-    only(EngineKind::File, "path", raw.path.is_some())?;
-    only(EngineKind::File, "direct", raw.direct.is_some())?;
-    only(EngineKind::File, "format", raw.format.is_some())?;
-    only(EngineKind::File, "aio", raw.aio.is_some())?;
-    only(EngineKind::File, "lock", raw.lock.is_some())?;
-    only(EngineKind::File, "offset", raw.offset.is_some())?;
-    only(EngineKind::Ssd, "ssd", raw.ssd.is_some())?;
-    only(EngineKind::Ssd, "seed", raw.seed.is_some())?;
-    only(EngineKind::Ssd, "fault", raw.fault.is_some())?;
-    for (key, is_given) in
-        [("cpu_us", raw.cpu_us.is_some()), ("cpu_kib_ns", raw.cpu_kib_ns.is_some())]
-    {
-        if kind == EngineKind::File && is_given {
+    let only = |of: &[EngineKind], key: &'static str, is_given: bool| {
+        if is_given && !of.contains(&kind) {
             return Err((&["engine"] as &[_], Fault::ForeignEngineKey { kind, key }));
         }
-    }
+        Ok(())
+    };
+    let (file, nvme) = (&[EngineKind::File], &[EngineKind::Nvme]);
+    let stored = &[EngineKind::File, EngineKind::Nvme];
+    let (ssd, emulated) = (&[EngineKind::Ssd], &[EngineKind::Ram, EngineKind::Ssd]);
+    only(stored, "path", raw.path.is_some())?;
+    only(file, "direct", raw.direct.is_some())?;
+    only(file, "format", raw.format.is_some())?;
+    only(file, "aio", raw.aio.is_some())?;
+    only(nvme, "poll", raw.poll.is_some())?;
+    only(stored, "lock", raw.lock.is_some())?;
+    only(stored, "offset", raw.offset.is_some())?;
+    only(ssd, "ssd", raw.ssd.is_some())?;
+    only(ssd, "seed", raw.seed.is_some())?;
+    only(ssd, "fault", raw.fault.is_some())?;
+    only(emulated, "cpu_us", raw.cpu_us.is_some())?;
+    only(emulated, "cpu_kib_ns", raw.cpu_kib_ns.is_some())?;
     let missing = |key| (&["engine"] as &[_], Fault::MissingEngineKey { kind, key });
     match kind {
-        EngineKind::File => {
+        EngineKind::File | EngineKind::Nvme => {
             let slice = match (raw.offset, raw.size) {
                 (None, None) => None,
                 (None, Some(_)) => return Err(missing("offset")),
@@ -248,13 +249,18 @@ fn engine(raw: wire::Engine) -> Result<Engine, Misplaced> {
             };
             let path = raw.path.ok_or_else(|| missing("path"))?;
             if !absolute(&path) {
-                return Err((&["engine", "path"], Fault::BadPath(path)));
+                return Err((&["engine", "path"], Fault::BadPath { path, kind }));
+            }
+            let lock = raw.lock.unwrap_or_default();
+            if kind == EngineKind::Nvme {
+                let poll = raw.poll.unwrap_or(false);
+                return Ok(Engine::Nvme(NvmeEngine { path, poll, lock, slice }));
             }
             Ok(Engine::File(FileEngine {
                 path,
                 direct: raw.direct.unwrap_or(true),
                 aio: raw.aio.unwrap_or_default(),
-                lock: raw.lock.unwrap_or_default(),
+                lock,
                 raw: raw.format.is_some(),
                 slice,
             }))
@@ -327,6 +333,15 @@ impl From<&Device> for wire::Device {
                 format: file.raw.then_some(wire::ImageFormat::Raw),
                 offset: file.slice.map(|s| Size(s.offset)),
                 size: file.slice.map(|s| Size(s.size)),
+                ..wire::Engine::default()
+            },
+            Engine::Nvme(nvme) => wire::Engine {
+                kind: EngineKind::Nvme,
+                path: Some(nvme.path.clone()),
+                poll: Some(nvme.poll),
+                lock: Some(nvme.lock),
+                offset: nvme.slice.map(|s| Size(s.offset)),
+                size: nvme.slice.map(|s| Size(s.size)),
                 ..wire::Engine::default()
             },
             Engine::Ram { size, cpu } => wire::Engine {

@@ -138,8 +138,13 @@ pub enum Fault {
     #[error("slots need a disk whose data is all of a file or block device")]
     SlotsWithoutFile,
     /// An image's path that is relative or holds a control character.
-    #[error("{} is no absolute path", Quoted(&.0.to_string_lossy()))]
-    BadPath(PathBuf),
+    #[error("{} is no absolute path", Quoted(&.path.to_string_lossy()))]
+    BadPath {
+        /// The path.
+        path: PathBuf,
+        /// Of what.
+        kind: EngineKind,
+    },
     /// A CPU that no host has.
     #[error("CPU {0} is beyond {MAX_CPU}")]
     BadCpu(CpuId),
@@ -258,7 +263,10 @@ impl Fault {
             Self::SlotsWithoutFile => {
                 "remove slots: processes find the disk by the file that they have opened".to_owned()
             }
-            Self::BadPath(_) => "write path = \"/var/lib/rtvirtio/vm0-root.img\"".to_owned(),
+            Self::BadPath { kind: EngineKind::Nvme, .. } => {
+                "write path = \"/dev/ng0n1\"".to_owned()
+            }
+            Self::BadPath { .. } => "write path = \"/var/lib/rtvirtio/vm0-root.img\"".to_owned(),
             Self::BadCpu(_) => "write cpus = [0, 1] with CPUs of this host".to_owned(),
             Self::DuplicateCpu(_) => "name each CPU once: one IOThread is added on each".to_owned(),
             Self::NotAdaptive { key, .. } => {
@@ -301,6 +309,7 @@ fn engine_hint(kind: EngineKind) -> &'static str {
         EngineKind::File => {
             "write engine = { type = \"file\", path = \"/var/lib/rtvirtio/vm0-root.img\" }"
         }
+        EngineKind::Nvme => "write engine = { type = \"nvme\", path = \"/dev/ng0n1\" }",
         EngineKind::Ram => "write engine = { type = \"ram\", size = \"64M\" }",
         EngineKind::Ssd => "write engine = { type = \"ssd\", size = \"64M\", ssd = \"ref-4x250\" }",
     }

@@ -191,6 +191,44 @@ fn device_is_written_and_read_back() {
 }
 
 #[test]
+fn namespace_is_read_written_and_read_back_and_has_no_key_of_a_file() {
+    let engine = |table: &str| {
+        let (from, to) = ("{ type = \"file\", path = \"/img/a\", lock = \"session\" }", table);
+        assert_eq!(EXAMPLE.matches(from).count(), 1);
+        parse("serve.toml", &EXAMPLE.replace(from, to)).map(|found| found.devices[0].clone())
+    };
+    let plain = engine("{ type = \"nvme\", path = \"/dev/ng0n1\" }").unwrap();
+    let expected =
+        NvmeEngine { path: "/dev/ng0n1".into(), poll: false, lock: ImageLock::Always, slice: None };
+    assert_eq!(plain.engine, Engine::Nvme(expected.clone()));
+    let part = "{ type = \"nvme\", path = \"/dev/ng0n1\", poll = true, lock = \"off\", offset = 4096, size = \"1M\" }";
+    let part = engine(part).unwrap();
+    let slice = Some(Slice { offset: Bytes::new(4096), size: Bytes::new(1 << 20) });
+    let expected = NvmeEngine { poll: true, lock: ImageLock::Off, slice, ..expected };
+    assert_eq!(part.engine, Engine::Nvme(expected));
+    for device in [plain, part] {
+        let text = serde_json::to_string(&wire::Device::from(&device)).unwrap();
+        let read: wire::Device = serde_json::from_str(&text).unwrap();
+        assert_eq!(Device::new(read, &["iot0", "iot1"].map(name), &[]).unwrap(), device, "{text}");
+    }
+    for (keys, words) in [
+        ("", "an engine of type \"nvme\" needs the key `path`"),
+        ("path = \"ng0n1\"", "\"ng0n1\" is no absolute path"),
+        ("path = \"/dev/ng0n1\", direct = true", "an engine of type \"nvme\" has no key `direct`"),
+        ("path = \"/dev/ng0n1\", aio = \"auto\"", "has no key `aio`"),
+        ("path = \"/dev/ng0n1\", format = \"raw\"", "has no key `format`"),
+        ("path = \"/dev/ng0n1\", cpu_us = 1", "has no key `cpu_us`"),
+        ("path = \"/dev/ng0n1\", size = 512", "needs the key `offset`"),
+    ] {
+        let comma = if keys.is_empty() { "" } else { "," };
+        let error = engine(&format!("{{ type = \"nvme\"{comma} {keys} }}")).unwrap_err();
+        let text = error.to_string();
+        assert!(text.starts_with("serve.toml:24:") && text.contains(words), "{keys}: {text}");
+        assert!(error.hint().contains("/dev/ng0n1"), "{keys}: {}", error.hint());
+    }
+}
+
+#[test]
 fn sizes_have_a_unit_or_none() {
     let size = |text: &str| text.parse::<wire::Size>().ok().map(|s| s.0.get());
     assert_eq!([size("512"), size("4k"), size("64M")], [Some(512), Some(4096), Some(67_108_864)]);
@@ -282,6 +320,7 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
         ("lock = \"session\"", "offset = 512", 24, "needs the key `size`"),
         ("lock = \"session\"", "offset = 1, size = 512", 24, "size 1 is no multiple of 512"),
         ("lock = \"session\"", "seed = 1", 24, "has no key `seed`"),
+        ("lock = \"session\"", "poll = true", 24, "has no key `poll`"),
         ("lock = \"session\"", "format = \"qcow2\"", 24, "unknown variant `qcow2`"),
         ("ssd = \"ref-4x250*2\", ", "", 35, "needs the key `ssd`"),
         ("ref-4x250*2", "../x", 35, "is no name of a model"),

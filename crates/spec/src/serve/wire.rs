@@ -378,7 +378,7 @@ pub struct Engine {
     /// Its type.
     #[serde(rename = "type")]
     pub kind: EngineKind,
-    /// file: the image or block device.
+    /// file: the image or block device; nvme: the namespace's generic device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<PathBuf>,
     /// file: O_DIRECT; yes if nothing says.
@@ -390,14 +390,17 @@ pub struct Engine {
     /// file: how requests reach the kernel.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub aio: Option<Aio>,
-    /// file: when the image is locked.
+    /// nvme: whether the device is polled; no if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub poll: Option<bool>,
+    /// file, nvme: when it is locked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lock: Option<ImageLock>,
-    /// file: the first byte of the part that is the disk, whose size is `size`; all of it if
+    /// file, nvme: the first byte of the part that is the disk, whose size is `size`; all of it if
     /// nothing says.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub offset: Option<Size>,
-    /// ram, ssd: its size; file: that of the part at `offset`.
+    /// ram, ssd: its size; file, nvme: that of the part at `offset`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub size: Option<Size>,
     /// ram, ssd: CPU time of each request, µs.
@@ -424,6 +427,8 @@ pub enum EngineKind {
     /// A raw image or a block device.
     #[default]
     File,
+    /// A namespace of an NVMe device.
+    Nvme,
     /// RAM.
     Ram,
     /// An emulated solid-state disk.
@@ -434,6 +439,7 @@ impl fmt::Display for EngineKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::File => "file",
+            Self::Nvme => "nvme",
             Self::Ram => "ram",
             Self::Ssd => "ssd",
         })
