@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use rtvirtio_planner::{FoundDevice, plan};
+use rtvirtio_planner::{FoundDevice, Model, plan};
 use rtvirtio_spec::settings::Knobs;
 use rtvirtio_spec::specification::{Specification, parse};
 use rtvirtio_units::BytesPerSecond;
@@ -54,7 +54,11 @@ fn plans(c: &mut Criterion) {
             .map(|d| {
                 (
                     d.name.clone(),
-                    FoundDevice { profile: &profile, identity: profile.device.clone() },
+                    FoundDevice {
+                        profile: &profile,
+                        identity: profile.device.clone(),
+                        model: Model::Structural,
+                    },
                 )
             })
             .collect();
