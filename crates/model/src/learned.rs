@@ -127,7 +127,7 @@ impl LearnedError {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum NoAnswer {
     /// The row is not like those of its training.
-    #[error("{feature} is {value}, its training had {minimum} to {maximum}")]
+    #[error("{feature} is {}, its training had {} to {}", short(*.value), short(*.minimum), short(*.maximum))]
     OutOfRange {
         /// The first feature that is out of range.
         feature: &'static str,
@@ -139,7 +139,7 @@ pub enum NoAnswer {
         maximum: f64,
     },
     /// What it answers is not a time between 1 ns and an hour.
-    #[error("its answer, {0} s, is no latency")]
+    #[error("its answer, {} s, is no latency", short(*.0))]
     NoLatency(f64),
     /// An operator fails.
     #[error("{operator}: {fault}")]
@@ -156,6 +156,11 @@ pub enum NoAnswer {
 pub struct Learned {
     graph: Graph,
     description: Option<Description>,
+}
+
+/// A number to four decimals.
+fn short(number: f64) -> f64 {
+    (number * 1e4).round() / 1e4
 }
 
 /// Text of a file, short enough for an error.

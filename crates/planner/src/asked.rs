@@ -22,8 +22,8 @@ use rtvirtio_spec::settings::Scheduler;
 use rtvirtio_spec::specification::Target;
 use rtvirtio_units::Nanos;
 
-/// How much faster or slower a device may write than at its model's training; more shows in every tail.
-/// Two calibrations of one idle device differ by less.
+/// How much faster or slower a device may write than at its model's training: a judgement. The same
+/// change of a device that the data plane serves makes `watch --control` plan again.
 const SAME_THROUGHPUT: f64 = 1.25;
 
 /// Which model predicts a device's tails.

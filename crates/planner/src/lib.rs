@@ -9,9 +9,10 @@
 //! scheduler and bfq's parameters; weights follow urgency. Each candidate's caps on VMs
 //! without targets are as high as the targets allow: the bound of every task
 //! grows with them, so the largest is found by bisection. Worth is, in this
-//! order: tasks for which the model that was asked answers, targets met by urgency, background throughput, little that keeps the
-//! device idle, few changes from what is set. If a device cannot hold what is
-//! declared, the least urgent VM becomes a victim and the search starts anew.
+//! order: tasks for which the model that was asked answers, targets met by
+//! urgency, background throughput, little that keeps the device idle, few
+//! changes from what is set. If a device cannot hold what is declared, the
+//! least urgent VM becomes a victim and the search starts anew.
 //!
 //! A target is met when its bound, not its prediction, is within it and the
 //! declared rate is delivered. The bounds of one VM's tasks hold together at
@@ -45,7 +46,6 @@ use std::path::PathBuf;
 pub use asked::Model;
 pub use data_plane::service_curve;
 
-use asked::Question;
 use rtvirtio_model::paper::{self, Reading};
 use rtvirtio_model::structural::Structural;
 use rtvirtio_model::{DeviceLoad, Stream, VmLoad, conformal};
@@ -58,6 +58,8 @@ use rtvirtio_spec::profile::{DeviceIdentity, Profile, ProfileError};
 use rtvirtio_spec::settings::{DeviceSettings, Knobs, Scheduler, Settings, diff};
 use rtvirtio_spec::specification::{Backend, Device, Specification, Task, Vm};
 use rtvirtio_units::{Bytes, DeviceName, Nanos, Percentile};
+
+use asked::Question;
 
 /// Fraction of the declared rate that a task must be given (DESIGN: the pass rule).
 pub const DELIVERED: f64 = 0.95;
