@@ -286,8 +286,6 @@ fn tree_that_goes_in_circles_is_refused() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
-
     /// A byte changed, bytes cut off, or anything at all.
     #[test]
     fn hostile_files_are_refused_without_a_panic(
