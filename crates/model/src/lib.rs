@@ -11,6 +11,7 @@
 //! and how they are set. Pure: no clock, no file, no random source.
 
 pub mod conformal;
+pub mod features;
 mod load;
 pub mod paper;
 pub mod structural;

@@ -5,6 +5,7 @@
 //!   flat [`settings::Knobs`] map that a host observes and writes.
 //! - [`guests`]: the knobs that are a VM's own, within its guest and its QEMU.
 //! - [`profile`]: what calibration learned of a device (JSON).
+//! - [`learned`]: what a learned model says of itself (JSON within ONNX).
 //! - [`plan`]: settings chosen for a specification, with predictions (JSON).
 //! - [`run`]: what a benchmark measured, one JSON record a cell.
 //! - [`serve`]: what the data plane serves (TOML), hostile until parsed.
@@ -19,6 +20,7 @@
 pub mod control;
 pub mod guests;
 pub mod latency;
+pub mod learned;
 pub mod mapping;
 pub mod plan;
 pub mod profile;
