@@ -242,7 +242,8 @@ def run(
     say: Callable[[str], object] = print,
 ) -> Summary:
     """Simulates what of the grid is not yet in ``out``, on a cluster of ``workers`` processes (one a
-    core) or on the Dask scheduler at an address."""
+    core) or on the Dask scheduler at an address.
+    """
     out.mkdir(parents=True, exist_ok=True)
     with _alone(out):
         wanted = grid.conditions(settings)
@@ -279,7 +280,7 @@ def _collect(client: Client, left: Part, out: Path, size: int, total: float, sum
     """Runs ``left`` in parts, a few ahead of the workers, and writes each as it comes."""
     chunks = iter([left[i : i + size] for i in range(0, len(left), size)])
     progress = Progress(total)
-    running: dict[str, Part] = {}
+    running: dict[object, Part] = {}
     work = 0.0
 
     def submit(chunk: Part) -> object:

@@ -29,7 +29,7 @@ EXAMPLE = "3xL+M"
 EXAMPLE_SCHEMES = ("bfq", "ionice", "rt-xen", "rtvirtio")
 
 
-class Missing(Exception):
+class MissingError(Exception):
     """What a figure lacks."""
 
 
@@ -48,7 +48,7 @@ class Sources:
     def tails(self, figure: str) -> dict[str, list[dict[str, Any]]]:
         """Rows of each place of a figure, in the figure's order."""
         if self.shown is None or self.shown_settings is None:
-            raise Missing("a campaign of the grid `figures`")
+            raise MissingError("a campaign of the grid `figures`")
         by_id: dict[str, list[dict[str, Any]]] = {}
         columns = ["id", "vm", "task", "mean_ns", "p50_ns", "p99_ns", "percentile", "value_ns"]
         for row in self.shown.select(columns).to_pylist():
@@ -58,21 +58,21 @@ class Sources:
             if of_figure == figure:
                 found = by_id.get(grid.condition_id(condition))
                 if found is None:
-                    raise Missing(f"the campaign's condition {grid.condition_id(condition)}")
+                    raise MissingError(f"the campaign's condition {grid.condition_id(condition)}")
                 places.setdefault(place, []).extend(found)
         return places
 
     def trained(self) -> dict[str, Any]:
         """training.json."""
         if self.training is None or not (self.training / "training.json").exists():
-            raise Missing("training.json of `train`")
+            raise MissingError("training.json of `train`")
         loaded: dict[str, Any] = json.loads((self.training / "training.json").read_text())
         return loaded
 
     def predictions(self, name: str, what: str) -> pa.Table:
         """A Parquet file of training."""
         if self.training is None or not (self.training / name).exists():
-            raise Missing(what)
+            raise MissingError(what)
         return pq.read_table(self.training / name)
 
 
@@ -116,7 +116,7 @@ def fig3(sources: Sources) -> Figure:
     """MSE against a network's size."""
     sizes = sources.trained()["sizes"]
     if not sizes:
-        raise Missing("a size study (`train --sizes`)")
+        raise MissingError("a size study (`train --sizes`)")
     figure, (axes,) = _figure()
     for layers in sorted({size["layers"] for size in sizes}):
         of = [size for size in sizes if size["layers"] == layers]
@@ -142,7 +142,7 @@ def _fig5(sources: Sources, figure_name: str, xlabel: str, label: Callable[[str]
     axes.plot(at, means, "k_", markersize=12, label="simulated, mean")
     try:
         predictions = sources.predictions("shown.parquet", "").to_pylist()
-    except Missing:
+    except MissingError:
         predictions = []
     by_id: dict[str, list[dict[str, Any]]] = {}
     for row in predictions:
@@ -199,7 +199,7 @@ def fig6(sources: Sources) -> Figure:
         label = f"{model} ({np.mean(error > 0):.0%} too low"
         label += f", {outside:.0%} beyond the axis)" if outside > 0.005 else ")"
         weights = np.full(len(error), 1 / len(error))
-        axes.hist(error, bins, weights=weights, histtype="step", color=COLOURS[model], label=label)
+        axes.hist(error, bins.tolist(), weights=weights, histtype="step", color=COLOURS[model], label=label)
     axes.axvline(0, color="0.6", linewidth=0.8, zorder=0)
     axes.set(xlabel="measured − predicted, ms (negative: overestimate)", ylabel="fraction of rows")
     axes.legend(fontsize=8)
@@ -215,7 +215,7 @@ def fig7(sources: Sources) -> Figure:
             by_scheme.setdefault(cell["key"]["scheme"], cell)
     schemes = [scheme for scheme in EXAMPLE_SCHEMES if scheme in by_scheme]
     if not schemes:
-        raise Missing(f"cells of {EXAMPLE} (`rtvirtio bench`)")
+        raise MissingError(f"cells of {EXAMPLE} (`rtvirtio bench`)")
     figure, columns = _figure(3.0 * len(schemes), 3.6, len(schemes))
     for axes, scheme in zip(columns, schemes, strict=True):
         tasks = by_scheme[scheme]["tasks"]
@@ -246,13 +246,13 @@ def fig8(sources: Sources) -> Figure:
             key = cell["key"]
             runs.setdefault((key["case"], key["scheme"]), []).append(cell["passed"])
     if not runs:
-        raise Missing("cells (`rtvirtio bench`)")
+        raise MissingError("cells (`rtvirtio bench`)")
     cases = sorted({case for case, _ in runs})
     schemes = list(dict.fromkeys(scheme for _, scheme in runs))
     figure, (axes,) = _figure(max(6.0, 1.1 * len(cases)), 3.8)
     width = 0.8 / len(schemes)
     for offset, scheme in enumerate(schemes):
-        rates = [100 * float(np.mean(runs.get((case, scheme), [np.nan]))) for case in cases]  # type: ignore[arg-type]
+        rates = [100 * float(np.mean(runs.get((case, scheme), [np.nan]))) for case in cases]
         at = np.arange(len(cases)) + (offset - (len(schemes) - 1) / 2) * width
         axes.bar(at, rates, width, label=scheme)
         # A bar of nothing is a result too.
@@ -307,7 +307,7 @@ def draw(
         for name in names:
             try:
                 figure = makers[name](sources)
-            except Missing as missing:
+            except MissingError as missing:
                 say(f"{name}: not drawn, for there is no {str(missing).removeprefix('a ')}")
                 lacking.append(name)
                 continue

@@ -244,7 +244,7 @@ def _wide() -> Iterator[Stratum]:
             for host, schedulers in hosts.items():
                 for beside, neighbour in neighbours.items():
                     of_vms: list[Sequence[Any]] = [WEIGHTS, task_sets(tasks)] * vms
-                    axes = [schedulers, guests, neighbour, *of_vms]
+                    axes: list[Sequence[Any]] = [schedulers, guests, neighbour, *of_vms]
                     yield Stratum(f"wide/{vms}/{tasks}/{host}/{beside}", axes, build)
 
 

@@ -69,7 +69,7 @@ def rows(id: str, condition: Condition, outcome: Outcome) -> list[dict[str, obje
         (vm, task, 99.0 if j is None else j["percentile"])
         for (vm, task), j in zip(places, judged, strict=True)
     ]
-    made = []
+    made: list[dict[str, object]] = []
     for (vm, task, _), features, result in zip(asked, _core.features(condition, asked), results, strict=True):
         j = result["judged"]
         quantiles = {_QUANTILES[q["percentile"]]: q["value"] for q in result["quantiles"]}

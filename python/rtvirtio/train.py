@@ -18,8 +18,8 @@ measured on the test rather than taken on trust.
 
 import json
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,7 +63,8 @@ _COLUMNS = ((99.0, "p99_ns"), (99.9, "p999_ns"), (99.99, "p9999_ns"))
 class Regressor(Protocol):
     """What scikit-learn calls a fitted regressor."""
 
-    def predict(self, x: Floats) -> Floats: ...
+    def predict(self, x: Floats) -> Floats:
+        """The output for each row."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +88,8 @@ class Rows:
 
     def take(self, where: npt.NDArray[np.bool_]) -> "Rows":
         """Those rows."""
-        columns = {
-            name: getattr(self, name)[where]
-            for name in (
-                "condition",
-                "vm",
-                "task",
-                "percentile",
-                "judged",
-                "features",
-                "tail",
-                "regime",
-            )  # fmt: skip
-        }
+        names = [field.name for field in fields(self) if field.name != "conditions"]
+        columns = {name: getattr(self, name)[where] for name in names}
         return Rows(self.conditions, **columns)
 
     def part(self, *tenths: int) -> "Rows":
@@ -174,7 +164,8 @@ class Ensemble(RegressorMixin, BaseEstimator):  # type: ignore[misc]
 
     def onnx(self) -> onnx.ModelProto:
         """One network that says the same: scaling is in its first layer's weights, the members are
-        blocks of its matrices, their mean is in its last."""
+        blocks of its matrices, their mean is in its last.
+        """
         mean, scale = self.scaler.mean_, self.scaler.scale_
         weights, biases = [], []
         depth = len(self.members[0].coefs_)
@@ -286,7 +277,8 @@ class Paper:
 
 def errors(measured: Floats, predicted: Floats) -> dict[str, float]:
     """How wrong predictions are: log10 s in, ms and ratios out. An error is measured − predicted, as
-    the paper's: a negative one is an overestimate."""
+    the paper's: a negative one is an overestimate.
+    """
     there = np.isfinite(predicted)
     y, p = measured[there], predicted[there]
     if not len(y):
@@ -424,7 +416,8 @@ def train(
     say: Callable[[str], object] = print,
 ) -> dict[str, Any]:
     """Trains all models, writes `training.json`, `predictions.parquet` and, with a profile of the device,
-    ONNX files to ``out``; with ``shown`` (the grid `figures`) its predictions too. Gives back the JSON."""
+    ONNX files to ``out``; with ``shown`` (the grid `figures`) its predictions too. Gives back the JSON.
+    """
     out.mkdir(parents=True, exist_ok=True)
     data = rows(table)
     training, calibration, test = (data.part(*p) for p in (TRAINING, CALIBRATION, TEST))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from rtvirtio import campaign, grid
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,6 +12,7 @@ import dask
 import pytest
 from conftest import SMALL
 from distributed import Client, LocalCluster
+
 from rtvirtio import campaign, grid, parts
 
 #: Some seconds on two workers.

@@ -6,10 +6,11 @@ import time
 from typing import Any
 
 import pytest
-import rtvirtio
 from conftest import PROFILE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import rtvirtio
 from rtvirtio import grid
 from rtvirtio.types import Condition, DeviceSettings, Length, PaperFit, Profile
 

@@ -2,9 +2,10 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-import rtvirtio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import rtvirtio
 from rtvirtio import grid, parts
 
 
