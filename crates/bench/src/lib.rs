@@ -25,6 +25,7 @@ pub mod iocores;
 pub mod iothreads;
 mod lines;
 pub mod load;
+pub mod path;
 pub mod progress;
 pub mod qos;
 pub mod report;

@@ -152,7 +152,7 @@ impl Cpus {
     }
 
     /// A thread that sleeps has a burst to run.
-    pub(crate) fn wake(&mut self, thread: u32, burst: u64, events: &mut Events) {
+    pub(crate) fn wake(&mut self, thread: u32, burst: u64, events: &mut Events<Event>) {
         let cpu = self.cpu_for(thread);
         let t = &mut self.threads[thread as usize];
         debug_assert_eq!(t.state, State::Asleep);
@@ -216,7 +216,7 @@ impl Cpus {
     }
 
     /// Puts a thread that is on no CPU on one.
-    fn place(&mut self, thread: u32, cpu: usize, events: &mut Events) {
+    fn place(&mut self, thread: u32, cpu: usize, events: &mut Events<Event>) {
         let now = events.now;
         self.count(cpu, now);
         let (sum, n) = self.sum(cpu);
@@ -286,7 +286,7 @@ impl Cpus {
     }
 
     /// Runs the thread whose turn it is.
-    fn choose(&mut self, cpu: usize, events: &mut Events) {
+    fn choose(&mut self, cpu: usize, events: &mut Events<Event>) {
         let now = events.now;
         self.cpus[cpu].preempt = false;
         let (sum, n) = self.sum(cpu);
@@ -328,7 +328,7 @@ impl Cpus {
     }
 
     /// Has the CPU's next event come.
-    fn arm(&mut self, cpu: usize, events: &mut Events) {
+    fn arm(&mut self, cpu: usize, events: &mut Events<Event>) {
         let c = &mut self.cpus[cpu];
         c.stamp = c.stamp.wrapping_add(1);
         let Some(current) = c.current else { return };
@@ -344,7 +344,7 @@ impl Cpus {
 
     /// A CPU's event: the thread whose burst has ended, which goes on ([`Self::burst`]) or sleeps
     /// ([`Self::sleep`]) at once.
-    pub(crate) fn ends(&mut self, cpu: u8, stamp: u32, events: &mut Events) -> Option<u32> {
+    pub(crate) fn ends(&mut self, cpu: u8, stamp: u32, events: &mut Events<Event>) -> Option<u32> {
         let cpu = cpu as usize;
         if self.cpus[cpu].stamp != stamp {
             return None;
@@ -371,7 +371,7 @@ impl Cpus {
     }
 
     /// The thread that runs goes on with a burst of `ns`.
-    pub(crate) fn burst(&mut self, thread: u32, ns: u64, events: &mut Events) {
+    pub(crate) fn burst(&mut self, thread: u32, ns: u64, events: &mut Events<Event>) {
         let t = &mut self.threads[thread as usize];
         debug_assert_eq!(t.state, State::Running);
         // An event at the same time could come again and again.
@@ -387,7 +387,7 @@ impl Cpus {
     }
 
     /// The burst ends after `ns` more on a CPU, if not sooner.
-    pub(crate) fn cut(&mut self, thread: u32, ns: u64, events: &mut Events) {
+    pub(crate) fn cut(&mut self, thread: u32, ns: u64, events: &mut Events<Event>) {
         let t = &self.threads[thread as usize];
         let (cpu, is_running) = (t.cpu as usize, t.state == State::Running);
         if is_running {
@@ -403,7 +403,7 @@ impl Cpus {
     }
 
     /// The thread leaves its CPU until it is woken.
-    pub(crate) fn sleep(&mut self, thread: u32, events: &mut Events) {
+    pub(crate) fn sleep(&mut self, thread: u32, events: &mut Events<Event>) {
         let (cpu, state) = {
             let t = &self.threads[thread as usize];
             (t.cpu as usize, t.state)
@@ -431,7 +431,7 @@ impl Cpus {
     }
 
     /// Finds something to run for a CPU without a current thread.
-    fn vacate(&mut self, cpu: usize, events: &mut Events) {
+    fn vacate(&mut self, cpu: usize, events: &mut Events<Event>) {
         if self.cpus[cpu].ready.is_empty() {
             let c = &mut self.cpus[cpu];
             c.counted = events.now;
@@ -444,7 +444,7 @@ impl Cpus {
     }
 
     /// An idle CPU takes a thread that waits elsewhere.
-    fn pull(&mut self, cpu: usize, events: &mut Events) {
+    fn pull(&mut self, cpu: usize, events: &mut Events<Event>) {
         let mut best: Option<(usize, usize)> = None;
         let mut loaded = self.loaded;
         while loaded != 0 {
@@ -472,7 +472,7 @@ impl Cpus {
     }
 
     /// Moves a thread that waits to another CPU.
-    fn migrate(&mut self, thread: u32, to: usize, events: &mut Events) {
+    fn migrate(&mut self, thread: u32, to: usize, events: &mut Events<Event>) {
         let from = self.threads[thread as usize].cpu as usize;
         let lag = self.lag(from, thread);
         self.take(from, thread);
@@ -483,7 +483,7 @@ impl Cpus {
     }
 
     /// A thread may run on these CPUs from now on.
-    pub(crate) fn allow(&mut self, thread: u32, allowed: u128, events: &mut Events) {
+    pub(crate) fn allow(&mut self, thread: u32, allowed: u128, events: &mut Events<Event>) {
         let (cpu, state, old) = {
             let t = &self.threads[thread as usize];
             (t.cpu as usize, t.state, t.allowed)
@@ -517,7 +517,7 @@ impl Cpus {
     }
 
     /// Evens out the lengths of the CPUs' queues; to be called every 10 ms.
-    pub(crate) fn balance(&mut self, events: &mut Events) {
+    pub(crate) fn balance(&mut self, events: &mut Events<Event>) {
         self.balances += 1;
         for _ in 0..self.cpus.len() {
             let is_due = self.balances >= EVEN_OUT;
@@ -528,7 +528,7 @@ impl Cpus {
     }
 
     /// The longest queue gives one to the shortest, if it is so much longer; whether it did.
-    fn give(&mut self, least: usize, events: &mut Events) -> bool {
+    fn give(&mut self, least: usize, events: &mut Events<Event>) -> bool {
         let loaded = (0..self.cpus.len()).filter(|&cpu| self.loaded & bit(cpu) != 0);
         let longest = loaded.max_by_key(|&cpu| (self.length(cpu), usize::MAX - cpu));
         let Some(from) = longest else { return false };
@@ -564,7 +564,7 @@ mod tests {
     /// long, or sleeps for so long (0: for ever).
     fn run(
         cpus: &mut Cpus,
-        events: &mut Events,
+        events: &mut Events<Event>,
         until: u64,
         ended: impl Fn(u32) -> Result<u64, u64>,
     ) {
@@ -593,7 +593,7 @@ mod tests {
         events.now = until;
     }
 
-    fn machine(count: u16, allowed: &[u128]) -> (Cpus, Events, Vec<u32>) {
+    fn machine(count: u16, allowed: &[u128]) -> (Cpus, Events<Event>, Vec<u32>) {
         let (mut cpus, mut events) = (Cpus::new(count, SLICE, 0), Events::default());
         let threads: Vec<u32> =
             allowed.iter().map(|&allowed| cpus.spawn(Who::Burner(0), allowed)).collect();

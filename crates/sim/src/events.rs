@@ -1,4 +1,5 @@
-//! What happens when: a heap by (time, order of arrival), so that equal times have one order.
+//! What happens when: a heap by (time, order of arrival), so that equal times have one order; and what happens
+//! in the simulation of hosts.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -25,49 +26,63 @@ pub(crate) enum Event {
 }
 
 /// An event with its place in the order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Entry {
+#[derive(Debug, Clone, Copy)]
+struct Entry<E> {
     at: u64,
     order: u64,
-    event: Event,
+    event: E,
 }
 
-impl Ord for Entry {
+impl<E> PartialEq for Entry<E> {
+    fn eq(&self, other: &Self) -> bool {
+        self.order == other.order
+    }
+}
+
+impl<E> Eq for Entry<E> {}
+
+impl<E> Ord for Entry<E> {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         (self.at, self.order).cmp(&(other.at, other.order))
     }
 }
 
-impl PartialOrd for Entry {
+impl<E> PartialOrd for Entry<E> {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
 /// All that is to happen.
-#[derive(Debug, Default)]
-pub(crate) struct Events {
-    heap: BinaryHeap<Reverse<Entry>>,
+#[derive(Debug)]
+pub(crate) struct Events<E> {
+    heap: BinaryHeap<Reverse<Entry<E>>>,
     order: u64,
     /// The time of the event that was taken last, ns.
     pub(crate) now: u64,
 }
 
-impl Events {
+impl<E> Default for Events<E> {
+    fn default() -> Self {
+        Self { heap: BinaryHeap::new(), order: 0, now: 0 }
+    }
+}
+
+impl<E: Copy> Events<E> {
     /// At `at`, or now if that is past.
-    pub(crate) fn push(&mut self, at: u64, event: Event) {
+    pub(crate) fn push(&mut self, at: u64, event: E) {
         self.order += 1;
         let at = at.max(self.now);
         self.heap.push(Reverse(Entry { at, order: self.order, event }));
     }
 
     /// So long from now.
-    pub(crate) fn after(&mut self, ns: u64, event: Event) {
+    pub(crate) fn after(&mut self, ns: u64, event: E) {
         self.push(self.now.saturating_add(ns), event);
     }
 
     /// The next event before `until`, whose time is now.
-    pub(crate) fn next(&mut self, until: u64) -> Option<Event> {
+    pub(crate) fn next(&mut self, until: u64) -> Option<E> {
         if self.heap.peek()?.0.at >= until {
             return None;
         }

@@ -126,7 +126,7 @@ pub struct Counts {
 pub struct Simulation<'a> {
     costs: crate::costs::Costs,
     polling: u64,
-    events: Events,
+    events: Events<Event>,
     cpus: Cpus,
     count: u16,
     /// Where vCPUs run.

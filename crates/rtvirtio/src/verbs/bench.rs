@@ -5,6 +5,7 @@ mod completion;
 mod dataplane;
 mod iocores;
 mod iothreads;
+mod path;
 mod qos;
 mod qos_admission;
 mod qos_changes;
@@ -111,6 +112,8 @@ enum Other {
     Dataplane(Box<dataplane::Args>),
     /// Policies of I/O cores on phases of load, on two CPUs: throughput, cores, utility, verdicts
     Iocores(Box<iocores::Args>),
+    /// Cells that other campaigns measured, simulated: how the simulator of the two-tier path agrees
+    Path(path::Args),
     /// VMs with targets on the data plane beside a deep writer, with and without its schedule
     Qos(qos::Args),
     /// Random sets of VMs that run whatever the admission test says of them: how often it is right
@@ -127,6 +130,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         Some(Other::Iothreads(args)) => return iothreads::run(args, interrupted),
         Some(Other::Dataplane(args)) => return dataplane::run(args, interrupted),
         Some(Other::Iocores(args)) => return iocores::run(args, interrupted),
+        Some(Other::Path(args)) => return path::run(args),
         Some(Other::Qos(args)) => return qos::run(args, interrupted),
         Some(Other::QosAdmission(args)) => return qos_admission::run(args, interrupted),
         Some(Other::QosChanges(args)) => return qos_changes::run(args, interrupted),

@@ -18,6 +18,11 @@ pub struct Condition {
     pub device: SsdConfig,
     /// What stands before it.
     pub service: Service,
+    /// What a request takes beside schedulers and device, mean, added at its end: system calls, wake-ups, and in a
+    /// guest the virtqueue. Half of it is always there, half is exponential; a timer that wakes a task up
+    /// comes late by as much as the latter.
+    #[serde(default)]
+    pub software: Nanos,
     /// The VMs that share it.
     pub vms: Vec<Vm>,
     /// I/O that does not count, at the start.
@@ -199,7 +204,8 @@ impl Condition {
             return Err(ConditionError::Vms(self.vms.len()));
         }
         let Length { at_least, at_most, .. } = self.length;
-        if at_least == Nanos::ZERO || at_least > at_most || at_most > MONTH || self.warm_up > MONTH {
+        if at_least == Nanos::ZERO || at_least > at_most || at_most > MONTH || self.warm_up > MONTH
+        {
             return Err(ConditionError::Length);
         }
         for (index, vm) in self.vms.iter().enumerate() {
