@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pyarrow as pa
-from distributed import Client, KilledWorker, LocalCluster, as_completed
+from distributed import Client, KilledWorker, LocalCluster, as_completed, get_worker
 
 from rtvirtio import _core, grid, parts
 from rtvirtio.types import Condition
@@ -45,15 +45,15 @@ class CampaignError(ValueError):
     """Why a campaign cannot start or go on, with what to do about it."""
 
 
-def simulate_part(part: Part) -> pa.Table:
-    """What a worker does."""
+def simulate_part(part: Part) -> tuple[str, pa.Table]:
+    """What a worker does: its address and the rows."""
     made: list[dict[str, object]] = []
     for id, condition in part:
         try:
             made += parts.rows(id, condition, _core.simulate(condition))
         except ValueError as error:
             raise ValueError(f"condition {id}: {error}") from error
-    return parts.table(made)
+    return get_worker().address, parts.table(made)
 
 
 def _timed(condition: Condition) -> float:
@@ -199,7 +199,8 @@ def _client(scheduler: str | None, workers: int | None) -> Iterator[Client]:
         cluster = LocalCluster(
             n_workers=workers or len(os.sched_getaffinity(0)),
             threads_per_worker=1,
-            dashboard_address=None,
+            # Any port: no other cluster is in its way.
+            dashboard_address=":0",
             silence_logs=50,
         )
     with cluster, Client(cluster) as client:
@@ -294,12 +295,13 @@ def _collect(client: Client, left: Part, out: Path, size: int, total: float, sum
         for future in waiting:
             chunk = running.pop(future.key)
             try:
-                table = future.result()
+                worker, table = future.result()
             except KilledWorker:
                 summary.failed.append(f"conditions {chunk[0][0]} to {chunk[-1][0]}")
             else:
                 parts.write(out, table)
                 summary.done += len(chunk)
+                summary.workers[worker] = summary.workers.get(worker, 0) + 1
                 work += sum(requests(condition) for _, condition in chunk)
                 progress.show(summary.done, len(left), work)
             future.release()

@@ -40,6 +40,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import GroupKFold
 from sklearn.neural_network import MLPRegressor
 from sklearn.preprocessing import StandardScaler
+from threadpoolctl import threadpool_limits
 
 from rtvirtio import _core
 from rtvirtio.types import Condition, PaperFit, Profile
@@ -146,6 +147,9 @@ def rows(table: pa.Table) -> Rows:
 class Ensemble(RegressorMixin, BaseEstimator):  # type: ignore[misc]
     """Networks on the same scaled features, averaged."""
 
+    #: Where MAPIE looks whether it is.
+    is_fitted = True
+
     def __init__(self, scaler: StandardScaler, members: list[MLPRegressor]) -> None:
         self.scaler = scaler
         self.members = members
@@ -210,7 +214,13 @@ class Ensemble(RegressorMixin, BaseEstimator):  # type: ignore[misc]
 
 def network(neurons: int = NEURONS, layers: int = LAYERS, seed: int = 1) -> MLPRegressor:
     """An untrained network of the paper's kind."""
-    return MLPRegressor((neurons,) * layers, activation="relu", random_state=seed, max_iter=80, tol=1e-5)
+    return MLPRegressor(
+        hidden_layer_sizes=(neurons,) * layers,
+        activation="relu",
+        random_state=seed,
+        max_iter=80,
+        tol=1e-5,
+    )
 
 
 def _fit(model: MLPRegressor, x: Floats, y: Floats, weight: Floats | None = None) -> None:
@@ -404,6 +414,8 @@ def _predictions(data: Rows, predicted: dict[str, Floats]) -> pa.Table:
     )
 
 
+# A thread of OpenMP that waits for another spins: on a busy machine two are 100 times slower than one.
+@threadpool_limits.wrap(limits=1)  # type: ignore[untyped-decorator]
 def train(
     table: pa.Table,
     out: Path,

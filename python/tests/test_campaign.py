@@ -120,7 +120,7 @@ def test_damaged_part_is_named_and_redone(tmp_path: Path) -> None:
 
 def test_worker_that_dies_is_replaced_and_its_part_runs_again(tmp_path: Path) -> None:
     with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=50) as cluster,
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0", silence_logs=50) as cluster,
         Client(cluster) as watcher,
     ):
         pids = watcher.run(os.getpid)
@@ -145,7 +145,7 @@ def test_worker_that_dies_is_replaced_and_its_part_runs_again(tmp_path: Path) ->
 def test_part_that_no_worker_survives_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
-        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None, silence_logs=50) as cluster,
+        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0", silence_logs=50) as cluster,
         Client(cluster) as watcher,
     ):
         [pid] = watcher.run(os.getpid).values()

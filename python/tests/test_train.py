@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import pyarrow.parquet as pq
 import pytest
 from conftest import PROFILE
 from sklearn.preprocessing import StandardScaler
@@ -90,9 +91,7 @@ def test_onnx_of_an_ensemble_is_the_mean_of_its_members() -> None:
     exported = model.onnx()
     onnx.checker.check_model(exported, full_check=True)
     assert {node.op_type for node in exported.graph.node} == {"Gemm", "Relu"}
-    session = onnxruntime.InferenceSession(
-        exported.SerializeToString(), providers=["CPUExecutionProvider"]
-    )
+    session = onnxruntime.InferenceSession(exported.SerializeToString(), providers=["CPUExecutionProvider"])
     [tail] = session.run(None, {"features": x.astype(np.float32)})
     assert np.allclose(tail[:, 0], by_hand, atol=1e-4)
 
@@ -104,7 +103,7 @@ def test_onnx_file_says_what_training_said_and_describes_itself(
     out, _ = trained
     test = data.part(*train.TEST)
     tail = predict(out / f"{name}.onnx", test.features)
-    said = train.pq.read_table(out / "predictions.parquet")[f"{name}_ms"].to_numpy()
+    said = pq.read_table(out / "predictions.parquet")[f"{name}_ms"].to_numpy()
     assert tail.shape == (len(test), 1)
     assert np.allclose(1000 * 10 ** tail[:, 0], said, rtol=1e-3)
     model = onnx.load(out / f"{name}.onnx")
@@ -162,6 +161,8 @@ def test_bound_holds_at_its_confidence_on_exchangeable_rows() -> None:
     )  # fmt: skip
 
     class First:
+        is_fitted = True
+
         def fit(self, x: train.Floats, y: train.Floats) -> "First":
             return self
 
