@@ -102,7 +102,8 @@ def fig2(sources: Sources) -> Figure:
         (right, f"Tail ({_percentiles(every)})", _judged_ms),
     ):
         for offset, (vms, label) in enumerate((("1", "1 VM"), ("4", "4 VMs"))):
-            means = [float(np.mean(values(places[f"{vms}/{tasks}"]))) for tasks in grid.TASKS]
+            found = [values(places[f"{vms}/{tasks}"]) for tasks in grid.TASKS]
+            means = [float(np.mean(ms)) if ms else np.nan for ms in found]
             at = np.arange(len(means)) + (offset - 0.5) * 0.38
             bars = axes.bar(at, means, 0.36, label=label)
             axes.bar_label(bars, fmt="%.3g", fontsize=8)
@@ -137,7 +138,9 @@ def _fig5(sources: Sources, figure_name: str, xlabel: str, label: Callable[[str]
     measured = [_judged_ms(row for row in found if not first or row["vm"] == 0) for found in places.values()]
     at = np.arange(len(places))
     axes.boxplot(measured, positions=at, widths=0.5, showfliers=False)
-    means, deviations = [np.mean(m) for m in measured], [np.std(m) for m in measured]
+    # Nothing is drawn where no task had ten samples beyond its p99.
+    means = [np.mean(m) if m else np.nan for m in measured]
+    deviations = [np.std(m) if m else np.nan for m in measured]
     axes.bar(at, deviations, 0.7, color="0.85", zorder=0, label="standard deviation")
     axes.plot(at, means, "k_", markersize=12, label="simulated, mean")
     try:

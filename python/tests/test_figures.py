@@ -18,7 +18,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("shown")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grid, "REPETITIONS", 2)
-        settings = grid.Settings("figures", window=2.0, longest=1.0)
+        settings = grid.Settings("figures", window=4.0, longest=1.0)
         assert campaign.run(settings, out, say=lambda _: None).complete
     return out
 
