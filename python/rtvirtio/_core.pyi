@@ -15,6 +15,23 @@ from rtvirtio.types import (
     Regime,
 )
 
+__all__ = [
+    "FEATURES",
+    "__version__",
+    "case",
+    "condition",
+    "device",
+    "expected_ns",
+    "features",
+    "paper_fit",
+    "paper_tails",
+    "plan",
+    "predict",
+    "regime",
+    "simulate",
+    "table_iii",
+]
+
 __version__: Final[str]
 FEATURES: Final[tuple[str, ...]]
 

@@ -139,8 +139,8 @@ def _fig5(sources: Sources, figure_name: str, xlabel: str, label: Callable[[str]
     at = np.arange(len(places))
     axes.boxplot(measured, positions=at, widths=0.5, showfliers=False)
     # Nothing is drawn where no task had ten samples beyond its p99.
-    means = [np.mean(m) if m else np.nan for m in measured]
-    deviations = [np.std(m) if m else np.nan for m in measured]
+    means = [float(np.mean(m)) if m else np.nan for m in measured]
+    deviations = [float(np.std(m)) if m else np.nan for m in measured]
     axes.bar(at, deviations, 0.7, color="0.85", zorder=0, label="standard deviation")
     axes.plot(at, means, "k_", markersize=12, label="simulated, mean")
     try:

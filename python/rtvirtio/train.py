@@ -50,6 +50,8 @@ Indices = npt.NDArray[np.intp]
 
 #: The paper's network.
 NEURONS, LAYERS, FOLDS = 15, 3, 5
+#: Rows that a network sees in training, all passes together; and the fewest and most passes.
+VISITS, PASSES = 2_000_000, (60, 400)
 #: How many times an underestimate weighs in `mlp-over`, and how often the weights are set anew.
 OVER, ROUNDS = 4.0, 3
 CONFIDENCE = 0.95
@@ -212,13 +214,13 @@ class Ensemble(RegressorMixin, BaseEstimator):  # type: ignore[misc]
         )
 
 
-def network(neurons: int = NEURONS, layers: int = LAYERS, seed: int = 1) -> MLPRegressor:
-    """An untrained network of the paper's kind."""
+def network(rows: int, neurons: int = NEURONS, layers: int = LAYERS, seed: int = 1) -> MLPRegressor:
+    """A network of the paper's kind, to be trained on so many rows."""
     return MLPRegressor(
         hidden_layer_sizes=(neurons,) * layers,
         activation="relu",
         random_state=seed,
-        max_iter=80,
+        max_iter=int(np.clip(VISITS / rows, *PASSES)),
         tol=1e-5,
     )
 
@@ -241,7 +243,7 @@ def ensemble(data: Rows, over: float = 1.0, seed: int = 1) -> tuple[Ensemble, li
     members, losses = [], []
     folds = GroupKFold(FOLDS).split(x, y, data.condition)
     for number, (train, held_out) in enumerate(folds):
-        member = network(seed=seed + number)
+        member = network(len(train), seed=seed + number)
         _fit(member, x[train], y[train])
         if over > 1.0:
             member.set_params(warm_start=True, max_iter=20)
@@ -382,7 +384,7 @@ def study(data: Rows, say: Callable[[str], object], rows: int = STUDY_ROWS) -> l
     found = []
     for layers in STUDY_LAYERS:
         for neurons in STUDY_NEURONS:
-            model = network(neurons, layers)
+            model = network(len(train), neurons, layers)
             _fit(model, x[train], y[train])
             found.append(
                 {

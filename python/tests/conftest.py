@@ -17,7 +17,7 @@ SMALL = grid.Settings("table2", size=36, window=2.5, longest=1.0)
 def trainable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished campaign, large enough to train on."""
     out = tmp_path_factory.mktemp("trainable")
-    settings = grid.Settings("table2", size=480, window=4.0, longest=1.0)
+    settings = grid.Settings("table2", size=600, window=4.0, longest=1.0)
     summary = campaign.run(settings, out, say=lambda _: None)
     assert summary.complete
     return out
