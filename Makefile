@@ -113,8 +113,9 @@ loom: ## Every interleaving of the models of the live move, and of a completion'
 	RUSTFLAGS="--cfg rtvirtio_loom" CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target)/loom \
 		cargo test -p rtvirtio-dataplane -p rtvirtio-completion --lib --release --locked model
 
-fuzz: ## Fuzz rings, vhost-user messages, specifications and QEMU's replies, FUZZ_SECONDS (60) each
+fuzz: ## Fuzz rings, vhost-user messages, specifications, learned models and QEMU's replies, FUZZ_SECONDS (60) each
 	@scripts/fuzz specification
+	@scripts/fuzz learned
 	@scripts/fuzz replies
 	@scripts/fuzz ring
 	@scripts/fuzz vhost_user

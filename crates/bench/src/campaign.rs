@@ -17,7 +17,7 @@ use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
 use rtvirtio_cases::{Case, Neighbour, Scheme, SchemeSettings, Tier, judged_percentile};
-use rtvirtio_planner::FoundDevice;
+use rtvirtio_planner::{FoundDevice, Model};
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::run::{Cell, CellKey, NoiseFloor, RUN_VERSION};
@@ -168,7 +168,7 @@ impl Campaign<'_> {
 
     fn found(&self) -> Result<BTreeMap<rtvirtio_units::DeviceName, FoundDevice<'_>>> {
         let identity = self.testbed.identity()?;
-        let found = FoundDevice { profile: self.profile, identity };
+        let found = FoundDevice { profile: self.profile, identity, model: Model::Structural };
         Ok([(self.testbed.device().name.clone(), found)].into())
     }
 

@@ -48,11 +48,19 @@ pub fn factor(scores: &[f64], confidence: Confidence) -> Option<f64> {
     scores.get(rank.max(least) - 1).map(|s| s.exp())
 }
 
-/// The bound that `tasks` predictions of one VM in `regime` keep together at
+/// The factor on each of `tasks` predictions that keep their bounds together at
 /// `confidence`: the chance of a miss is shared among them (Bonferroni). That
-/// needs 1 / share − 1 scores, 59 for three tasks at 0.95; with fewer, the
-/// scores of whole VMs serve, each the largest of its tasks', of which the
-/// confidence itself is asked. `None` with too few of either.
+/// needs 1 / share − 1 scores, 59 for three tasks at 0.95; `None` with fewer.
+#[must_use]
+pub fn shared(scores: &[f64], confidence: Confidence, tasks: usize) -> Option<f64> {
+    let share = (1.0 - confidence.get()) / tasks.max(1) as f64;
+    factor(scores, Confidence::new(1.0 - share).ok()?)
+}
+
+/// The bound that `tasks` predictions of one VM in `regime` keep together at
+/// `confidence` ([`shared`]). With too few scores of tasks, those of whole VMs
+/// serve, each the largest of its tasks', of which the confidence itself is
+/// asked. `None` with too few of either.
 #[must_use]
 pub fn bound(
     residuals: &Residuals,
@@ -61,11 +69,9 @@ pub fn bound(
     confidence: Confidence,
     tasks: usize,
 ) -> Option<Nanos> {
-    let share = (1.0 - confidence.get()) / tasks.max(1) as f64;
-    let of_tasks = residuals.structural.get(&regime);
-    let shared = || factor(of_tasks?, Confidence::new(1.0 - share).ok()?);
+    let of_tasks = || shared(residuals.structural.get(&regime)?, confidence, tasks);
     let of_vms = || factor(residuals.structural_vms.get(&regime)?, confidence);
-    Some(predicted.scale(shared().or_else(of_vms)?))
+    Some(predicted.scale(of_tasks().or_else(of_vms)?))
 }
 
 #[cfg(test)]

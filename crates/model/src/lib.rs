@@ -1,17 +1,19 @@
 //! Tail-latency models of one shared device.
 //!
-//! Three, from the plainest to what the planner uses:
+//! From the plainest to what the planner uses:
 //! - [`paper`]: Eq. 1–5 of RT-VirtIO with Table III's λ or refit ones, in the
 //!   printed reading and the corrected one.
 //! - [`structural`]: what measurement showed: base response plus the times in
 //!   which a request cannot be served (bursts, idling, stalls, a flood).
-//! - [`conformal`]: a one-sided bound on top of either.
+//! - [`learned`]: any regressor in an ONNX file, asked by [`features`].
+//! - [`conformal`]: a one-sided bound on top of each.
 //!
 //! All speak of a [`DeviceLoad`]: the VMs that share a device, what they do
 //! and how they are set. Pure: no clock, no file, no random source.
 
 pub mod conformal;
 pub mod features;
+pub mod learned;
 mod load;
 pub mod paper;
 pub mod structural;

@@ -4,13 +4,17 @@ use std::collections::BTreeMap;
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use rtvirtio_planner::{FoundDevice, plan};
+use rtvirtio_model::learned::Learned;
+use rtvirtio_planner::{FoundDevice, Model, plan};
 use rtvirtio_spec::settings::Knobs;
 use rtvirtio_spec::specification::{Specification, parse};
 use rtvirtio_units::BytesPerSecond;
 
 #[path = "../src/tests/profile.rs"]
 mod profile;
+
+const MLP: &[u8] = include_bytes!("../../model/tests/data/mlp.onnx");
+const BOOSTING: &[u8] = include_bytes!("../../model/tests/data/boosting.onnx");
 
 /// `vms` VMs of three tasks on `devices` devices; every fifth VM is background.
 fn specification(vms: usize, devices: usize) -> Specification {
@@ -54,11 +58,27 @@ fn plans(c: &mut Criterion) {
             .map(|d| {
                 (
                     d.name.clone(),
-                    FoundDevice { profile: &profile, identity: profile.device.clone() },
+                    FoundDevice {
+                        profile: &profile,
+                        identity: profile.device.clone(),
+                        model: Model::Structural,
+                    },
                 )
             })
             .collect();
         let id = BenchmarkId::from_parameter(format!("{vms} VMs on {devices} devices"));
+        group.bench_function(id, |b| {
+            b.iter(|| plan(black_box(&specification), &found, &Knobs::new()));
+        });
+    }
+    // Learned models, on what they were trained for.
+    let (profile, specification) = (profile::profile(), specification(4, 1));
+    for (name, bytes) in [("perceptron", MLP), ("boosting", BOOSTING)] {
+        let learned = Learned::from_bytes(bytes).expect("the tests' models can be asked");
+        let model = Model::Learned(&learned);
+        let found = FoundDevice { profile: &profile, identity: profile.device.clone(), model };
+        let found = [(specification.devices[0].name.clone(), found)].into();
+        let id = BenchmarkId::from_parameter(format!("4 VMs on 1 device, {name}"));
         group.bench_function(id, |b| {
             b.iter(|| plan(black_box(&specification), &found, &Knobs::new()));
         });

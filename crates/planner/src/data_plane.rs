@@ -14,7 +14,7 @@ use rtvirtio_qos::admission::{Curve, Fit, Refusal, Wish};
 use rtvirtio_qos::{Device, MAX_TRANSFER};
 use rtvirtio_spec::control::ScheduleCurve;
 use rtvirtio_spec::plan::data_plane::DataPlane;
-use rtvirtio_spec::plan::{BackgroundShare, DeviceCost, TaskPromise};
+use rtvirtio_spec::plan::{BackgroundShare, DeviceCost, PredictedBy, TaskPromise};
 use rtvirtio_spec::profile::Capacity;
 use rtvirtio_spec::serve::{self, IoPriority, MAX_TASKS, Promise, Qos, Rate, wire};
 use rtvirtio_spec::specification::{Load, Recognise, Target, Task, Vm};
@@ -308,6 +308,8 @@ fn told(
         confidence: target.confidence,
         delivered: if unmet.is_none() { 1.0 } else { 0.0 },
         unmet,
+        model: Some(PredictedBy::DataPlane),
+        fallback: None,
     }
 }
 

@@ -9,13 +9,16 @@
 //! scheduler and bfq's parameters; weights follow urgency. Each candidate's caps on VMs
 //! without targets are as high as the targets allow: the bound of every task
 //! grows with them, so the largest is found by bisection. Worth is, in this
-//! order: targets met by urgency, background throughput, little that keeps the
-//! device idle, few changes from what is set. If a device cannot hold what is
-//! declared, the least urgent VM becomes a victim and the search starts anew.
+//! order: tasks for which the model that was asked answers, targets met by
+//! urgency, background throughput, little that keeps the device idle, few
+//! changes from what is set. If a device cannot hold what is declared, the
+//! least urgent VM becomes a victim and the search starts anew.
 //!
 //! A target is met when its bound, not its prediction, is within it and the
 //! declared rate is delivered. The bounds of one VM's tasks hold together at
 //! the stated confidence.
+//!
+//! Which model predicts and bounds, and what stands in for it: [`Model`].
 //!
 //! What is no knob of the host: a VM's IOThreads are [`iothreads`], what is set within a VM that
 //! runs is [`guests`].
@@ -30,6 +33,7 @@
 //! `largest_cap_is_found`, `impossible_target_is_named`,
 //! `overload_sacrifices_the_least_urgent`.
 
+mod asked;
 pub mod control;
 mod data_plane;
 pub mod guests;
@@ -39,6 +43,7 @@ mod search;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+pub use asked::Model;
 pub use data_plane::service_curve;
 
 use rtvirtio_model::paper::{self, Reading};
@@ -46,11 +51,15 @@ use rtvirtio_model::structural::Structural;
 use rtvirtio_model::{DeviceLoad, Stream, VmLoad, conformal};
 use rtvirtio_spec::guests::Guests;
 use rtvirtio_spec::plan::data_plane::DataPlane;
-use rtvirtio_spec::plan::{IoThreads, PLAN_VERSION, Plan, PlannedDevice, PlannedVm, TaskPromise};
+use rtvirtio_spec::plan::{
+    IoThreads, PLAN_VERSION, Plan, PlannedDevice, PlannedVm, PredictedBy, TaskPromise,
+};
 use rtvirtio_spec::profile::{DeviceIdentity, Profile, ProfileError};
 use rtvirtio_spec::settings::{DeviceSettings, Knobs, Scheduler, Settings, diff};
 use rtvirtio_spec::specification::{Backend, Device, Specification, Task, Vm};
 use rtvirtio_units::{Bytes, DeviceName, Nanos, Percentile};
+
+use asked::Question;
 
 /// Fraction of the declared rate that a task must be given (DESIGN: the pass rule).
 pub const DELIVERED: f64 = 0.95;
@@ -112,12 +121,14 @@ pub struct FoundDevice<'a> {
     pub profile: &'a Profile,
     /// What it is.
     pub identity: DeviceIdentity,
+    /// Who predicts its tails, but for what the data plane serves.
+    pub model: Model<'a>,
 }
 
 /// What the models say of one task.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Predicted {
-    /// The structural model and its bound.
+    /// The model that was asked, and its bound.
     pub promise: TaskPromise,
     /// The paper's model, refit, in the corrected reading, where bfq idles: it speaks of nothing else.
     pub paper: Option<Nanos>,
@@ -151,7 +162,7 @@ pub fn plan(
     });
     for device in &specification.devices {
         let there = check(device, found)?;
-        let problem = Problem::of(specification, device, there.profile);
+        let problem = Problem::of(specification, device, there);
         devices.push(PlannedDevice {
             name: device.name.clone(),
             path: device.path.clone(),
@@ -165,6 +176,9 @@ pub fn plan(
             background.extend(choice.background);
             cost.push(choice.cost);
             reasons.extend(choice.reasons.iter().map(|r| format!("{}: {r}", device.name)));
+            if !matches!(there.model, Model::Structural) {
+                reasons.push(format!("{}: on the data plane no model is asked", device.name));
+            }
             // The order is the data plane's: nothing behind it may change it.
             let none = DeviceSettings { scheduler: Scheduler::None, vms: BTreeMap::new() };
             settings.0.insert(device.name.clone(), none);
@@ -174,7 +188,8 @@ pub fn plan(
         tasks.extend(choice.evaluation.promises.iter().cloned());
         background.extend(choice.shares(&problem));
         cost.push(choice.cost(&problem));
-        let said = choice.reasons.iter().cloned().chain(problem.caveats());
+        let said =
+            choice.reasons.iter().cloned().chain(problem.caveats(&choice.evaluation.promises));
         reasons.extend(said.map(|r| format!("{}: {r}", device.name)));
         settings.0.insert(device.name.clone(), choice.settings(&problem));
     }
@@ -218,11 +233,11 @@ pub fn predict(
     let mut predictions = Vec::new();
     for device in &specification.devices {
         let there = check(device, found)?;
-        let problem = Problem::of(specification, device, there.profile);
+        let problem = Problem::of(specification, device, there);
         let Some(of_device) = settings.0.get(&device.name) else { continue };
         let load = problem.load(of_device);
         let idles = matches!(of_device.scheduler, Scheduler::Bfq(b) if b.slice_idle_us > 0);
-        let regime = problem.model.situation(&load).regime();
+        let regime = problem.structural.situation(&load).regime();
         for promise in problem.evaluate(&load, &[], Together::No).promises {
             let vm = problem.vms.iter().position(|v| v.vm.name == promise.vm);
             let paper = vm
@@ -262,7 +277,8 @@ struct Problem<'a> {
     device: &'a Device,
     vms: Vec<ProblemVm<'a>>,
     profile: &'a Profile,
-    model: Structural<'a>,
+    structural: Structural<'a>,
+    model: Model<'a>,
 }
 
 struct ProblemVm<'a> {
@@ -290,8 +306,16 @@ struct Evaluation {
     utilisation: f64,
 }
 
+impl Evaluation {
+    /// Tasks whose prediction and bound are of the model that was asked.
+    fn answered(&self) -> usize {
+        self.promises.iter().filter(|p| p.fallback.is_none()).count()
+    }
+}
+
 impl<'a> Problem<'a> {
-    fn of(specification: &'a Specification, device: &'a Device, profile: &'a Profile) -> Self {
+    fn of(specification: &'a Specification, device: &'a Device, there: &FoundDevice<'a>) -> Self {
+        let &FoundDevice { profile, model, .. } = there;
         let mut vms = Vec::new();
         for vm in &specification.vms {
             if !vm.disks.iter().any(|d| d.device == device.name) {
@@ -307,12 +331,19 @@ impl<'a> Problem<'a> {
             let urgency = tasks.iter().filter_map(|t| Some(t.target?.latency)).min();
             vms.push(ProblemVm { vm, streams, tasks, urgency });
         }
-        let model = Structural::new(&profile.structural, &profile.capacity);
-        Self { device, vms, profile, model }
+        let structural = Structural::new(&profile.structural, &profile.capacity);
+        Self { device, vms, profile, structural, model }
     }
 
     /// Where the profile's probes say little of what is declared.
-    fn caveats(&self) -> Vec<String> {
+    fn caveats(&self, promises: &[TaskPromise]) -> Vec<String> {
+        // A learned model answers within the range of its training only.
+        let in_range = |vm: &Vm, task: &Task| {
+            promises.iter().any(|p| {
+                (&p.vm, &p.task, p.model) == (&vm.name, &task.name, Some(PredictedBy::Learned))
+                    && p.fallback.is_none()
+            })
+        };
         let mut caveats = Vec::new();
         for v in &self.vms {
             if v.tasks.is_empty() {
@@ -322,7 +353,8 @@ impl<'a> Problem<'a> {
                     Stream::UNDECLARED_BLOCK
                 ));
             }
-            for task in v.tasks.iter().filter(|t| t.target.is_some()) {
+            let with_target = v.tasks.iter().filter(|t| t.target.is_some());
+            for task in with_target.filter(|t| !in_range(v.vm, t)) {
                 let name = format!("{}/{}", v.vm.name, task.name);
                 let load = task.load;
                 if load.block_size != PROBED_BLOCK || load.queue_depth != 1 {
@@ -354,28 +386,23 @@ impl<'a> Problem<'a> {
     }
 
     fn evaluate(&self, load: &DeviceLoad, victims: &[usize], together: Together) -> Evaluation {
-        let situation = self.model.situation(load);
+        let situation = self.structural.situation(load);
         let mut promises = Vec::new();
         for (i, v) in self.vms.iter().enumerate() {
             let with_target = match together {
                 Together::No => 1,
                 Together::Vm => v.tasks.iter().filter(|t| t.target.is_some()).count(),
             };
-            for (task, stream) in v.tasks.iter().zip(&v.streams) {
+            for (place, (task, stream)) in v.tasks.iter().zip(&v.streams).enumerate() {
                 let Some(target) = task.target else { continue };
-                let estimate = self.model.estimate(&situation, stream, target.percentile);
-                let bound = conformal::bound(
-                    &self.profile.residuals,
-                    estimate.regime,
-                    estimate.tail,
-                    target.confidence,
-                    with_target,
-                );
+                let estimate = self.structural.estimate(&situation, stream, target.percentile);
+                let question = Question { load, vm: i, task: place, target, together: with_target };
+                let answer = asked::ask(self.model, self.profile, &question, &estimate);
                 let facts = Facts {
                     percentile: target.percentile,
                     target: target.latency,
-                    predicted: estimate.tail,
-                    bound,
+                    predicted: answer.predicted,
+                    bound: answer.bound,
                     delivered: estimate.delivered,
                     utilisation: situation.utilisation,
                     tasks: with_target,
@@ -386,11 +413,13 @@ impl<'a> Problem<'a> {
                     task: task.name.clone(),
                     percentile: target.percentile,
                     target: target.latency,
-                    predicted: estimate.tail,
-                    bound,
+                    predicted: answer.predicted,
+                    bound: answer.bound,
                     confidence: target.confidence,
                     delivered: estimate.delivered,
                     unmet: facts.unmet(),
+                    model: Some(answer.by),
+                    fallback: answer.fallback,
                 });
             }
         }

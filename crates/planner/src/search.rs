@@ -42,6 +42,9 @@ pub(crate) struct Choice {
 /// Orders candidates; greater is better.
 #[derive(Debug, Clone, PartialEq)]
 struct Worth {
+    /// Tasks that the model which was asked answers for: the search must not leave its range because
+    /// another one promises more there.
+    answered: usize,
     /// Whether each task's target is met, most urgent VM first.
     met: Vec<bool>,
     /// Background throughput in per cent of the device's.
@@ -58,8 +61,9 @@ struct Worth {
 impl Worth {
     fn compare(&self, other: &Self) -> Ordering {
         let fewer = |a: usize, b: usize| b.cmp(&a);
-        self.met
-            .cmp(&other.met)
+        self.answered
+            .cmp(&other.answered)
+            .then(self.met.cmp(&other.met))
             .then(self.background.cmp(&other.background))
             .then(other.idle_knobs.cmp(&self.idle_knobs))
             .then(fewer(self.changes, other.changes))
@@ -158,13 +162,16 @@ fn candidate(
         |e: &Evaluation| -> Vec<bool> { e.promises.iter().map(|p| p.unmet.is_none()).collect() };
     let mut cap = None;
     let mut evaluation = evaluate(None);
-    if !capped.is_empty() && met(&evaluation).contains(&false) {
+    let is_answered = evaluation.answered() == evaluation.promises.len();
+    if !capped.is_empty() && (met(&evaluation).contains(&false) || !is_answered) {
         let least = evaluate(Some(LEAST_CAP));
-        let reachable = met(&least);
-        let keeps = |e: &Evaluation| met(e).iter().zip(&reachable).all(|(now, then)| now >= then);
-        if reachable != met(&evaluation) {
+        let (reachable, answered) = (met(&least), least.answered());
+        let keeps = |e: &Evaluation| {
+            e.answered() >= answered && met(e).iter().zip(&reachable).all(|(now, then)| now >= then)
+        };
+        if !keeps(&evaluation) {
             // Bounds grow with the cap, so the largest that keeps what the least one meets
-            // is found by bisection.
+            // is found by bisection. (A learned model's need not: then it is one that keeps it.)
             let throughput = problem.profile.capacity.write_throughput.get() as f64;
             let steps = |bytes: f64| (bytes / CAP_STEP).ceil() as u64;
             let (mut low, mut high) = (steps(LEAST_CAP), steps(throughput.max(2.0 * LEAST_CAP)));
@@ -221,6 +228,7 @@ fn worth(
     };
     let tightest = evaluation.promises.iter().map(|p| (tightness(p) * 1000.0) as u64).max();
     Worth {
+        answered: evaluation.answered(),
         met: by_urgency.iter().map(|p| p.unmet.is_none()).collect(),
         background: (background(problem, capped, cap, evaluation) / throughput * 100.0) as i64,
         idle_knobs,

@@ -6,7 +6,7 @@ use rtvirtio_spec::specification::parse;
 use super::*;
 use profile::{identity, profile};
 
-fn specification(vms: &[(&str, f64, f64)], writer: bool) -> Specification {
+pub(crate) fn specification(vms: &[(&str, f64, f64)], writer: bool) -> Specification {
     let mut text =
         "version = 1\n[device.data]\npath = \"/dev/loop7\"\nprofile = \"p.json\"\n".to_owned();
     for (name, iops, latency) in vms {
@@ -22,9 +22,13 @@ fn specification(vms: &[(&str, f64, f64)], writer: bool) -> Specification {
     parse("test.toml", &text).unwrap()
 }
 
+pub(crate) fn found<'a>(profile: &'a Profile, model: Model<'a>) -> FoundDevice<'a> {
+    FoundDevice { profile, identity: identity(), model }
+}
+
 pub(crate) fn planned(specification: &Specification) -> Plan {
     let profile = profile();
-    let found = FoundDevice { profile: &profile, identity: identity() };
+    let found = found(&profile, Model::Structural);
     let found = BTreeMap::from([(specification.devices[0].name.clone(), found)]);
     plan(specification, &found, &Knobs::new()).unwrap()
 }
@@ -99,7 +103,7 @@ fn overload_sacrifices_the_least_urgent() {
 fn profile_of_another_device_is_refused() {
     let (specification, mut profile) = (strict(true), profile());
     profile.device.model = "another".to_owned();
-    let found = FoundDevice { profile: &profile, identity: identity() };
+    let found = found(&profile, Model::Structural);
     let found = BTreeMap::from([(specification.devices[0].name.clone(), found)]);
     let refused = plan(&specification, &found, &Knobs::new());
     assert!(matches!(refused, Err(PlanError::OtherDevice { .. })));
@@ -109,7 +113,7 @@ fn profile_of_another_device_is_refused() {
 fn confidence_without_enough_scores_is_unmet_and_says_so() {
     let (specification, mut profile) = (strict(true), profile());
     profile.residuals.structural.clear();
-    let found = FoundDevice { profile: &profile, identity: identity() };
+    let found = found(&profile, Model::Structural);
     let found = BTreeMap::from([(specification.devices[0].name.clone(), found)]);
     let plan = plan(&specification, &found, &Knobs::new()).unwrap();
     assert!(plan.tasks.iter().all(|t| t.unmet.as_ref().unwrap().contains("too few runs")));
@@ -119,7 +123,7 @@ fn confidence_without_enough_scores_is_unmet_and_says_so() {
 fn settings_already_in_place_change_nothing() {
     let specification = strict(true);
     let profile = profile();
-    let found = FoundDevice { profile: &profile, identity: identity() };
+    let found = found(&profile, Model::Structural);
     let found = BTreeMap::from([(specification.devices[0].name.clone(), found)]);
     let first = plan(&specification, &found, &Knobs::new()).unwrap();
     let second = plan(&specification, &found, &first.settings.knobs()).unwrap();

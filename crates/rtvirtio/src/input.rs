@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use rtvirtio_host::Host;
+use rtvirtio_model::learned::{Learned, MAX_MODEL_BYTES};
 use rtvirtio_spec::plan::{OLDEST_PLAN_VERSION, PLAN_VERSION, Plan};
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::specification::{MAX_FILE_BYTES, Specification, parse};
@@ -45,6 +46,15 @@ pub(crate) fn profile(path: &Path) -> Result<Profile> {
     let profile: Profile = json(path, "profile (made by `rtvirtio calibrate`)")?;
     profile.check().with_context(|| format!("{}", path.display()))?;
     Ok(profile)
+}
+
+/// A learned model that can be asked.
+pub(crate) fn learned(path: &Path) -> Result<Learned> {
+    let context = || format!("read {}", path.display());
+    let file = File::open(path).with_context(context)?;
+    let mut bytes = Vec::new();
+    file.take(MAX_MODEL_BYTES as u64 + 1).read_to_end(&mut bytes).with_context(context)?;
+    Learned::from_bytes(&bytes).with_context(|| format!("{}", path.display()))
 }
 
 /// A plan of a version that this binary reads.

@@ -17,6 +17,7 @@ use clap::{Parser, Subcommand};
 use rtvirtio_bench::InterruptedError;
 use rtvirtio_host::HostError;
 use rtvirtio_host::dataplane::ControlFault;
+use rtvirtio_model::learned::LearnedError;
 use rtvirtio_planner::PlanError;
 use rtvirtio_spec::mapping::MappingError;
 use rtvirtio_spec::mapping::read::ReadError;
@@ -211,6 +212,8 @@ fn complain(error: &anyhow::Error) {
             Some(e.hint())
         } else if let Some(e) = cause.downcast_ref::<MappingError>() {
             Some(e.hint())
+        } else if let Some(e) = cause.downcast_ref::<LearnedError>() {
+            Some(e.hint().to_owned())
         } else {
             cause.downcast_ref::<PlanError>().map(PlanError::hint)
         }

@@ -84,6 +84,9 @@ pub enum DescriptionError {
     /// Scores are not finite, not sorted, or too many.
     #[error("scores are not at most {MAX_SCORES} sorted numbers")]
     Scores,
+    /// The device's names are longer than 256 bytes or hold control characters.
+    #[error("the device has a name that none has")]
+    Device,
     /// A throughput of nothing.
     #[error("write_throughput is 0")]
     Throughput,
@@ -117,6 +120,11 @@ impl Description {
         let count: usize = self.scores.values().map(Vec::len).sum();
         if count > MAX_SCORES || !self.scores.values().all(are_scores) {
             return Err(DescriptionError::Scores);
+        }
+        let DeviceIdentity { kind, model, serial, .. } = &self.device;
+        let is_name = |s: &String| s.len() <= 256 && !s.chars().any(char::is_control);
+        if ![kind, model].into_iter().chain(serial).all(is_name) {
+            return Err(DescriptionError::Device);
         }
         if self.write_throughput.get() == 0 {
             return Err(DescriptionError::Throughput);
@@ -168,11 +176,8 @@ mod tests {
             refused(&["vms", "vm_tasks"]).to_string(),
             "feature 1 is \"task_iops\", this rtvirtio computes \"vm_tasks\" there"
         );
-        let missing = DescriptionError::Feature {
-            place: 1,
-            found: "task_iops".to_owned(),
-            expected: "",
-        };
+        let missing =
+            DescriptionError::Feature { place: 1, found: "task_iops".to_owned(), expected: "" };
         assert_eq!(refused(&["vms"]), missing);
     }
 
@@ -191,6 +196,7 @@ mod tests {
         assert_eq!(of(score), Err(DescriptionError::Scores));
         let score = |d: &mut Description| d.scores = [(Regime::Flowing, vec![f64::NAN])].into();
         assert_eq!(of(score), Err(DescriptionError::Scores));
+        assert_eq!(of(|d| d.device.model = "\u{1b}[2J".to_owned()), Err(DescriptionError::Device));
         let none = |d: &mut Description| d.write_throughput = BytesPerSecond::default();
         assert_eq!(of(none), Err(DescriptionError::Throughput));
     }

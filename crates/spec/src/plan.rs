@@ -5,6 +5,7 @@ pub mod data_plane;
 pub mod qemu;
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::PathBuf;
 
 use rtvirtio_units::{
@@ -18,10 +19,10 @@ use crate::profile::DeviceIdentity;
 use crate::settings::{Change, Knobs, Settings};
 
 /// The plan format that this version writes.
-pub const PLAN_VERSION: u32 = 4;
+pub const PLAN_VERSION: u32 = 5;
 
 /// The oldest plan format that this version reads: 1 had no [`Plan::iothreads`], 2 no
-/// [`Plan::guests`], 3 no [`Plan::data_plane`].
+/// [`Plan::guests`], 3 no [`Plan::data_plane`], 4 no [`TaskPromise::model`].
 pub const OLDEST_PLAN_VERSION: u32 = 1;
 
 /// A saved plan (`rtvirtio plan -o`). Holds all that `apply` needs.
@@ -106,6 +107,37 @@ pub struct TaskPromise {
     pub delivered: f64,
     /// Why the target cannot be met, if it cannot.
     pub unmet: Option<String>,
+    /// What predicted; `None` in a plan of before version 5.
+    #[serde(default)]
+    pub model: Option<PredictedBy>,
+    /// Where the structural model stands in for the one that was asked, and why.
+    #[serde(default)]
+    pub fallback: Option<String>,
+}
+
+/// What a prediction comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PredictedBy {
+    /// The structural model.
+    Structural,
+    /// The paper's model, refit.
+    Analytical,
+    /// A model in an ONNX file.
+    Learned,
+    /// The data plane's admission test.
+    DataPlane,
+}
+
+impl fmt::Display for PredictedBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Structural => "structural",
+            Self::Analytical => "analytical",
+            Self::Learned => "learned",
+            Self::DataPlane => "data plane",
+        })
+    }
 }
 
 /// What a VM without a target gets.
@@ -222,6 +254,22 @@ mod tests {
         Guests([(VmName::new("plc").unwrap(), GuestSettings { disks, poll_max })].into())
     }
 
+    fn promise() -> TaskPromise {
+        TaskPromise {
+            vm: VmName::new("plc").unwrap(),
+            task: TaskName::new("control").unwrap(),
+            percentile: Percentile::new(99.9).unwrap(),
+            target: Nanos::from_millis(20),
+            predicted: Nanos::from_millis(10),
+            bound: Some(Nanos::from_millis(15)),
+            confidence: Confidence::new(0.95).unwrap(),
+            delivered: 1.0,
+            unmet: None,
+            model: Some(PredictedBy::Learned),
+            fallback: Some("the structural model: …".to_owned()),
+        }
+    }
+
     fn plan() -> Plan {
         let thread = IoThread { id: IoThreadId::new(1), cpu: Some(CpuId::new(3)) };
         let disk = DiskIoThreads {
@@ -239,7 +287,7 @@ mod tests {
             data_plane: None,
             observed: Knobs::new(),
             changes: Vec::new(),
-            tasks: Vec::new(),
+            tasks: vec![promise()],
             background: Vec::new(),
             cost: Vec::new(),
             iothreads: IoThreads { vcpu_cpus: vec![CpuId::new(0)], vms: vec![vm] },
@@ -256,6 +304,14 @@ mod tests {
     #[test]
     fn older_plans_lack_what_came_later() {
         let mut json = serde_json::to_value(plan()).unwrap();
+        json["version"] = 4.into();
+        let promise = json["tasks"][0].as_object_mut().unwrap();
+        promise.remove("model").unwrap();
+        promise.remove("fallback").unwrap();
+        let tasks = vec![TaskPromise { model: None, fallback: None, ..self::promise() }];
+        let plan = || Plan { tasks: tasks.clone(), ..plan() };
+        let expected = Plan { version: 4, ..plan() };
+        assert_eq!(serde_json::from_value::<Plan>(json.clone()).unwrap(), expected);
         json["version"] = 3.into();
         json.as_object_mut().unwrap().remove("data_plane").unwrap();
         let expected = Plan { version: 3, ..plan() };

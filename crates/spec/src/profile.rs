@@ -2,6 +2,7 @@
 //! fitted to that. The `model` room says what the fitted numbers mean.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use rtvirtio_units::{Bytes, BytesPerSecond, Nanos, Percentile};
 use serde::{Deserialize, Serialize};
@@ -54,6 +55,10 @@ pub struct Profile {
     pub residuals: Residuals,
     /// What the fits come from.
     pub probes: Vec<Probe>,
+    /// The ONNX file of the device's learned model, relative to the profile; `None`: the profile's
+    /// name with the extension `onnx`, if that is there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub learned: Option<PathBuf>,
 }
 
 /// Profiles were all of the host before guests could be measured.

@@ -74,6 +74,7 @@ pub(super) fn fit(
         paper,
         residuals,
         probes,
+        learned: None,
     }
 }
 

@@ -20,7 +20,7 @@ pub(super) fn identity() -> DeviceIdentity {
 }
 
 /// A device like ref-4x250, with a bound of 1.1 times the prediction.
-pub(super) fn profile() -> Profile {
+pub(crate) fn profile() -> Profile {
     let response = Response {
         mean: Nanos::from_micros(320),
         p50: Nanos::from_micros(310),
@@ -64,5 +64,6 @@ pub(super) fn profile() -> Profile {
             paper: scores(0.0),
         },
         probes: Vec::new(),
+        learned: None,
     }
 }

@@ -1,6 +1,7 @@
 //! `rtvirtio plan`.
 
 mod iothreads;
+mod model;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -14,6 +15,8 @@ use rtvirtio_spec::specification::{Backend, Specification, Vm};
 use rtvirtio_units::{CpuId, DeviceName};
 use rustix::thread::{CpuSet, sched_getaffinity};
 
+pub(crate) use model::ModelChoice;
+
 use crate::{Outcome, input};
 
 /// Arguments of `plan`.
@@ -24,6 +27,10 @@ use crate::{Outcome, input};
 pub(crate) struct Args {
     /// The specification (TOML)
     specification: PathBuf,
+    /// Who predicts: structural, analytical (the paper's), mlp (the profile's learned model), or an
+    /// ONNX file
+    #[arg(long, default_value = "structural", value_name = "MODEL|FILE.onnx")]
+    model: ModelChoice,
     /// Save the plan for `rtvirtio apply`
     #[arg(short, long)]
     output: Option<PathBuf>,
@@ -37,7 +44,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let specification = input::specification(&args.specification)?;
-    let plan = plan(&specification)?;
+    let plan = plan(&specification, &args.model)?;
     if let Some(output) = &args.output {
         input::write(output, &serde_json::to_string_pretty(&plan)?)?;
     }
@@ -62,8 +69,8 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
 }
 
 /// The plan for this host and the VMs on it as they are now.
-fn plan(specification: &Specification) -> Result<Plan> {
-    let mut plan = plan_host(specification, &BTreeMap::new())?;
+fn plan(specification: &Specification, model: &ModelChoice) -> Result<Plan> {
+    let mut plan = plan_host(specification, &BTreeMap::new(), model)?;
     let of_vm = |vm: &Vm| {
         let disks = vm.disks.iter().filter(|_| vm.guest_agent).map(|d| d.name.clone());
         (vm.name.clone(), disks.collect())
@@ -79,8 +86,10 @@ fn plan(specification: &Specification) -> Result<Plan> {
 pub(crate) fn plan_host(
     specification: &Specification,
     slower: &BTreeMap<DeviceName, f64>,
+    model: &ModelChoice,
 ) -> Result<Plan> {
     let host = input::host();
+    let file = model.file()?;
     let mut profiles = BTreeMap::new();
     for device in &specification.devices {
         let mut profile = input::profile(&device.profile).with_context(|| {
@@ -90,12 +99,20 @@ pub(crate) fn plan_host(
         if let Some(factor) = slower.get(&device.name) {
             profile.capacity = profile.capacity.slower(*factor);
         }
-        profiles.insert(device.name.clone(), (profile, host.identity(&device.path)?));
+        let learned = match model {
+            ModelChoice::Mlp if has_kernel_path(specification, &device.name) => {
+                Some(model::of_profile(&device.profile, &profile)?)
+            }
+            _ => None,
+        };
+        let identity = host.identity(&device.path)?;
+        profiles.insert(device.name.clone(), (profile, identity, learned));
     }
     let found = profiles
         .iter()
-        .map(|(name, (profile, identity))| {
-            (name.clone(), FoundDevice { profile, identity: identity.clone() })
+        .map(|(name, (profile, identity, learned))| {
+            let model = model.of(learned.as_ref().or(file.as_ref()));
+            (name.clone(), FoundDevice { profile, identity: identity.clone(), model })
         })
         .collect();
     let observed = host.observe(&Topology::of_specification(specification))?;
@@ -104,6 +121,12 @@ pub(crate) fn plan_host(
     plan.iothreads = iothreads;
     plan.reasons.extend(reasons);
     Ok(plan)
+}
+
+/// Whether a VM with a disk on `device` is not the data plane's, so that a model is asked.
+fn has_kernel_path(specification: &Specification, device: &DeviceName) -> bool {
+    let mut kernel_path = specification.vms.iter().filter(|vm| vm.backend == Backend::Kernel);
+    kernel_path.any(|vm| vm.disks.iter().any(|disk| disk.device == *device))
 }
 
 /// The host's CPUs, ascending: those that this process may use, so `taskset` can leave some out.
@@ -126,7 +149,8 @@ pub(crate) fn describe(plan: &Plan) -> String {
         }
         text += &format!("Changes\n{table}\n");
     }
-    let headers = ["task", "percentile", "target", "predicted", "bound", "confidence", "rate", ""];
+    let headers =
+        ["task", "percentile", "target", "predicted", "bound", "confidence", "rate", "", "model"];
     let mut promises = table(headers);
     for column in 2..7 {
         if let Some(column) = promises.column_mut(column) {
@@ -143,9 +167,18 @@ pub(crate) fn describe(plan: &Plan) -> String {
             t.confidence.to_string(),
             format!("{:.0} %", (t.delivered * 100.0).floor()),
             if t.unmet.is_none() { "met" } else { "UNMET" }.to_owned(),
+            t.model.map_or_else(String::new, |m| m.to_string()),
         ]);
     }
     text += &format!("\nTasks (the bounds of a VM's tasks hold together)\n{promises}\n");
+    let fallbacks: Vec<_> =
+        plan.tasks.iter().filter_map(|t| Some((t, t.fallback.as_ref()?))).collect();
+    if !fallbacks.is_empty() {
+        text += "\nWhere another model stands in\n";
+        for (t, why) in fallbacks {
+            text += &format!("  {}/{}: {why}\n", t.vm, t.task);
+        }
+    }
     text += "\nCost\n";
     for c in &plan.cost {
         text += &format!("  {}: declared loads use {:.0} % of it", c.device, c.utilisation * 100.0);

@@ -32,6 +32,7 @@ use rtvirtio_spec::specification::{Backend, Specification, Target};
 use rtvirtio_units::{BytesPerSecond, DeviceName, DiskName, Nanos, Percentile, TaskName, VmName};
 use serde::Serialize;
 
+use super::plan::ModelChoice;
 use crate::{Outcome, input};
 use data_plane::{DataPlane, DeviceRow};
 use on_host::OnHost;
@@ -395,7 +396,7 @@ fn act(
     }
     let mut apply = || -> Result<()> {
         // The host alone: the monitors serve this one client, which holds them.
-        let plan = super::plan::plan_host(&wanted, slower)?;
+        let plan = super::plan::plan_host(&wanted, slower, &ModelChoice::Structural)?;
         change.unmet = plan.tasks.iter().filter(|t| t.unmet.is_some()).count();
         change.caps = plan.background.iter().map(|b| (b.vm.clone(), b.cap)).collect();
         let (topology, options) = (Topology::of_plan(&plan), ApplyOptions::default());

@@ -107,6 +107,58 @@ fn plan_apply_verify_rollback_on_a_real_device() {
     assert!(s.expect(0, &["rollback"]).contains("apply: nothing to roll back"));
 }
 
+/// A learned model that says 10 ms of everything, with scores of 0.1, of a device of 1 GiB.
+const CONSTANT: &[u8] = include_bytes!("../../../model/tests/data/constant.onnx");
+
+/// [`CONSTANT`], said to be of the scratch disk's 2 GiB.
+fn constant_of_the_disk() -> Vec<u8> {
+    let (trained, disk) = (b"\"size\": 1073741824", b"\"size\": 2147483648");
+    let mut bytes = CONSTANT.to_vec();
+    let place = bytes.windows(trained.len()).position(|window| window == trained).unwrap();
+    bytes[place..][..disk.len()].copy_from_slice(disk);
+    bytes
+}
+
+#[test]
+fn plan_by_another_model_says_whose_word_it_is() {
+    let Some(_host) = can_run("plan_by_another_model_says_whose_word_it_is") else { return };
+    let s = Setup::new(20.0);
+    let (spec, onnx) = (s.path("spec.toml"), s.path("profile.onnx"));
+    let task = |model: &str, code: i32| -> Value {
+        let output = s.run(&["plan", &spec, "--json", "--model", model]);
+        assert_eq!(output.status.code(), Some(code), "{model}: {}", said(&output));
+        let mut plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+        plan["tasks"][0].take()
+    };
+    assert_eq!(task("structural", 2)["model"], "structural");
+    // It knows no caps, and of the writer that it must do all it can.
+    let analytical = task("analytical", 3);
+    assert_eq!(
+        (&analytical["model"], &analytical["fallback"]),
+        (&"analytical".into(), &Value::Null)
+    );
+    let complaint = s.expect(1, &["plan", &spec, "--model", "mlp"]);
+    assert!(complaint.contains("profile.onnx") && complaint.contains("train one"), "{complaint}");
+    std::fs::write(&onnx, CONSTANT).unwrap();
+    let complaint = s.expect(1, &["plan", &spec, "--model", "mlp"]);
+    assert!(complaint.contains("trained on another device"), "{complaint}");
+    let text = s.expect(2, &["plan", &spec, "--model", &onnx]);
+    let said = "plc/control: the structural model: the learned one is of loop ref-4x250 of 1 GiB";
+    assert!(text.contains("Where another model stands in") && text.contains(said), "{text}");
+    std::fs::write(&onnx, constant_of_the_disk()).unwrap();
+    for model in ["mlp", &onnx] {
+        let learned = task(model, 2);
+        assert_eq!((&learned["model"], &learned["fallback"]), (&"learned".into(), &Value::Null));
+        assert_eq!(
+            (&learned["predicted"], &learned["bound"]),
+            (&10_000_000.into(), &11_051_709.into())
+        );
+    }
+    std::fs::write(&onnx, b"no model").unwrap();
+    let complaint = s.expect(1, &["plan", &spec, "--model", &onnx]);
+    assert!(complaint.contains("not an ONNX model") && complaint.contains("hint: "), "{complaint}");
+}
+
 /// A data plane with two disks on the device, without schedules.
 struct Plane {
     server: std::process::Child,
