@@ -23,6 +23,7 @@ __all__ = [
     "device",
     "expected_ns",
     "features",
+    "learned_tails",
     "paper_fit",
     "paper_tails",
     "plan",
@@ -49,6 +50,7 @@ def paper_fit(
 def paper_tails(
     fit: PaperFit, conditions: Sequence[Condition], reading: Reading = "corrected"
 ) -> list[list[int]]: ...
+def learned_tails(onnx: bytes, rows: Sequence[Sequence[float]]) -> list[int]: ...
 def table_iii() -> PaperFit: ...
 def case(
     name: str, tier: str = "strict", neighbour: str = "none", window_ns: int = 30_000_000_000
@@ -57,11 +59,13 @@ def plan(
     specification: str,
     profiles: Mapping[str, Profile],
     observed: Sequence[object] | None = None,
+    onnx: bytes | None = None,
 ) -> Plan: ...
 def predict(
     specification: str,
     profiles: Mapping[str, Profile],
     settings: Mapping[str, DeviceSettings],
+    onnx: bytes | None = None,
 ) -> list[Prediction]: ...
 def condition(
     specification: str,

@@ -12,6 +12,7 @@ from sklearn.preprocessing import StandardScaler
 
 import rtvirtio
 from rtvirtio import grid, parts, train
+from rtvirtio.types import DeviceSettings
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,10 @@ def test_onnx_file_says_what_training_said_and_describes_itself(
     said = pq.read_table(out / "predictions.parquet")[f"{name}_ms"].to_numpy()
     assert tail.shape == (len(test), 1)
     assert np.allclose(1000 * 10 ** tail[:, 0], said, rtol=1e-3)
+    # The planner's own reader of ONNX says the same of a row that its training had.
+    rows = data.part(*train.TRAINING).features[:50]
+    read = rtvirtio.learned_tails((out / f"{name}.onnx").read_bytes(), rows.tolist())
+    assert np.allclose(np.log10(np.array(read) / 1e9), predict(out / f"{name}.onnx", rows)[:, 0], atol=1e-4)
     model = onnx.load(out / f"{name}.onnx")
     [props] = [p for p in model.metadata_props if p.key == "rtvirtio"]
     described = json.loads(props.value)
@@ -124,6 +129,22 @@ def test_onnx_file_says_what_training_said_and_describes_itself(
     assert regime == "idling"
     assert scores == sorted(scores)
     assert len(scores) == int(data.part(*train.CALIBRATION).judged.sum())
+
+
+def test_plan_by_a_learned_model_has_its_predictions(trained: tuple[Path, dict[str, Any]]) -> None:
+    out, _ = trained
+    onnx_file = (out / "mlp.onnx").read_bytes()
+    profiles = {"scratch": json.loads(PROFILE.read_text())}
+    specification = rtvirtio.case("2xM", tier="paper", window_ns=4 * grid.SECOND)
+    settings: dict[str, DeviceSettings] = {
+        "scratch": {"scheduler": grid.bfq(), "vms": {}},
+    }
+    by_model = rtvirtio.predict(specification, profiles, settings, onnx_file)
+    without = rtvirtio.predict(specification, profiles, settings)
+    assert len(by_model) == len(without) == 2
+    assert [p["predicted"] for p in by_model] != [p["predicted"] for p in without]
+    with pytest.raises(ValueError, match="ONNX|protobuf|model"):
+        rtvirtio.plan(specification, profiles, onnx=b"no model")
 
 
 def test_scores_are_logarithms_of_measured_over_predicted(

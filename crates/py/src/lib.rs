@@ -23,8 +23,9 @@ mod _core {
     use pyo3::types::{PyDict, PyList, PyTuple};
     use rtvirtio_cases::{Case, Neighbour, Scale, Tier};
     use rtvirtio_model::features::{self, FEATURES};
+    use rtvirtio_model::learned::Learned;
     use rtvirtio_model::paper::{self, Reading, Sample};
-    use rtvirtio_planner::FoundDevice;
+    use rtvirtio_planner::{FoundDevice, Model};
     use rtvirtio_sim::path::{self, Condition};
     use rtvirtio_spec::profile::{PaperFit, Profile};
     use rtvirtio_spec::settings::{DeviceSettings, Knobs, Settings, knob_list};
@@ -143,6 +144,18 @@ mod _core {
         conditions.iter().map(of).collect()
     }
 
+    /// The tails, ns, that a learned model's ONNX file predicts for rows of FEATURES, as the planner reads it.
+    #[pyfunction]
+    fn learned_tails(
+        py: Python<'_>,
+        onnx: &[u8],
+        rows: Vec<[f64; FEATURES.len()]>,
+    ) -> PyResult<Vec<u64>> {
+        let model = py.detach(|| Learned::from_bytes(onnx)).map_err(refused)?;
+        let tail = |row| model.tail(row).map(Nanos::get).map_err(refused);
+        py.detach(|| rows.iter().map(tail).collect())
+    }
+
     /// Table III's lambdas with Table I's T_agg.
     #[pyfunction]
     fn table_iii(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
@@ -169,14 +182,15 @@ mod _core {
     }
 
     /// The plan for a specification (TOML). Each device is what its profile is of; `observed` is
-    /// a plan's, [] by default: all knobs change.
+    /// a plan's, [] by default: all knobs change. `onnx` is a learned model's file, by which it is planned then.
     #[pyfunction]
-    #[pyo3(signature = (specification, profiles, observed = None))]
+    #[pyo3(signature = (specification, profiles, observed = None, onnx = None))]
     fn plan<'py>(
         py: Python<'py>,
         specification: &str,
         profiles: &Bound<'py, PyDict>,
         observed: Option<&Bound<'py, PyAny>>,
+        onnx: Option<&[u8]>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let specification = specify(specification)?;
         let profiles = read_profiles(profiles)?;
@@ -184,7 +198,8 @@ mod _core {
             Some(list) => from_python::<ObservedKnobs>(list)?.0,
             None => Knobs::new(),
         };
-        let found = found(&profiles);
+        let learned = onnx.map(Learned::from_bytes).transpose().map_err(refused)?;
+        let found = found(&profiles, learned.as_ref());
         let plan = py
             .detach(|| rtvirtio_planner::plan(&specification, &found, &observed))
             .map_err(refused)?;
@@ -193,16 +208,19 @@ mod _core {
 
     /// What the models say of each task with a target under `settings`, a plan's or one's own.
     #[pyfunction]
+    #[pyo3(signature = (specification, profiles, settings, onnx = None))]
     fn predict<'py>(
         py: Python<'py>,
         specification: &str,
         profiles: &Bound<'py, PyDict>,
         settings: &Bound<'py, PyAny>,
+        onnx: Option<&[u8]>,
     ) -> PyResult<Bound<'py, PyList>> {
         let specification = specify(specification)?;
         let profiles = read_profiles(profiles)?;
         let settings: Settings = from_python(settings)?;
-        let found = found(&profiles);
+        let learned = onnx.map(Learned::from_bytes).transpose().map_err(refused)?;
+        let found = found(&profiles, learned.as_ref());
         let predicted = py
             .detach(|| rtvirtio_planner::predict(&specification, &found, &settings))
             .map_err(refused)?;
@@ -273,8 +291,15 @@ mod _core {
     }
 
     /// Offline, a profile's own device is the one that is there.
-    fn found(profiles: &BTreeMap<DeviceName, Profile>) -> BTreeMap<DeviceName, FoundDevice<'_>> {
-        let device = |profile| FoundDevice { profile, identity: Profile::clone(profile).device };
+    fn found<'a>(
+        profiles: &'a BTreeMap<DeviceName, Profile>,
+        learned: Option<&'a Learned>,
+    ) -> BTreeMap<DeviceName, FoundDevice<'a>> {
+        let model = learned.map_or(Model::Structural, Model::Learned);
+        let device = |profile: &'a Profile| {
+            let identity = profile.device.clone();
+            FoundDevice { profile, identity, model }
+        };
         profiles.iter().map(|(name, profile)| (name.clone(), device(profile))).collect()
     }
 }
