@@ -10,7 +10,8 @@ SHELL := /bin/bash
 	bench-dataplane-syscalls bench-full bench-full-24 bench-full-raw bench-dataplane-verify \
 	bench-dataplane-moves bench-dataplane-profile bench-monitor bench-qos \
 	bench-qos-neighbours bench-qos-file bench-qos-cost bench-qos-changes bench-qos-admission \
-	bench-full-qos bench-db bench-completion bench-full-completion bench-iocores bench-full-iocores
+	bench-full-qos bench-db bench-completion bench-full-completion bench-iocores bench-full-iocores \
+	python test-python bench-campaign bench-full-campaign
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -57,11 +58,42 @@ demo: ## Baselines and rtvirtio side by side on a scratch disk (root; DEMO_FLAGS
 	cargo build --release --locked
 	$(RTVIRTIO) demo --guest-image $(GUEST) $(DEMO_FLAGS)
 
-test: setup ## All tests; those that need root, FUSE, guests or libvirt say so when they are skipped
+test: setup test-python ## All tests; those that need root, FUSE, guests or libvirt say so when they are skipped
 	@scripts/guest $(GUEST) || echo "tests: without guests"
 	@scripts/libvirt $(LIBVIRT) || echo "tests: without libvirt"
 	@scripts/uml $(UML) || echo "tests: without User Mode Linux"
 	cargo test --workspace --all-features --locked --no-fail-fast
+
+# The Python package, its environment and what its tests leave.
+PYTHON_DIR := $(abspath $(or $(CARGO_TARGET_DIR),target)/python)
+PYTHON_BIN := $(PYTHON_DIR)/venv/bin
+
+python: setup ## The Python package: its wheel, installed in an environment of its own
+	@scripts/python $(PYTHON_DIR)
+	@echo "wheel: $$(ls $(PYTHON_DIR)/wheels/*.whl), installed in $(PYTHON_DIR)/venv"
+
+# Exit code 3 of scripts/python: no Python 3.11 or no package index here.
+test-python: setup ## The Python package's tests, types, stubs and lints
+	@scripts/python $(PYTHON_DIR) || { [[ $$? == 3 ]] || exit 1; echo "tests: without Python"; exit 0; }; \
+		cd python; set -x; \
+		$(PYTHON_BIN)/ruff format --check .; \
+		$(PYTHON_BIN)/ruff check .; \
+		$(PYTHON_BIN)/mypy rtvirtio tests; \
+		cd ..; \
+		$(PYTHON_BIN)/python -m mypy.stubtest rtvirtio._core; \
+		$(PYTHON_BIN)/pytest -c python/pyproject.toml python/tests
+
+bench-campaign: python ## Table II's grid in the simulator, 28,000 conditions; then models and figures: 1 h
+	$(PYTHON_BIN)/python -m rtvirtio campaign table2 --out $(RESULTS)/campaign/table2
+	$(PYTHON_BIN)/python -m rtvirtio campaign figures --out $(RESULTS)/campaign/figures
+	$(PYTHON_BIN)/python -m rtvirtio train $(RESULTS)/campaign/table2 --shown $(RESULTS)/campaign/figures \
+		--profile $(RESULTS)/strict/profile.json --sizes --out $(RESULTS)/campaign/trained
+	$(PYTHON_BIN)/python -m rtvirtio figures --campaign $(RESULTS)/campaign/figures \
+		--trained $(RESULTS)/campaign/trained --cells $(RESULTS)/strict/cells.jsonl \
+		--out $(RESULTS)/campaign/drawn
+
+bench-full-campaign: python ## The wider grid: schedulers, slice_idle 0, neighbours, caps
+	$(PYTHON_BIN)/python -m rtvirtio campaign wide --out $(RESULTS)/campaign/wide
 
 check: setup fmt clippy doc deny fuzz ## All that a change must pass beside the tests
 

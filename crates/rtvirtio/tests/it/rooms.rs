@@ -33,6 +33,7 @@ const ROOMS: &[Room] = &[
     room("qos", &["units"], true),
     room("sim", &["units", "spec", "ssd", "qos", "iocores"], true),
     room("planner", &["units", "spec", "model", "qos"], true),
+    room("py", &["units", "spec", "cases", "model", "planner", "ssd", "sim"], false),
     room("host", &["units", "spec"], false),
     room("completion", &["units"], false),
     room("preload", &["units", "completion"], false),

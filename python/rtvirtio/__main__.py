@@ -1,0 +1,178 @@
+"""`python -m rtvirtio`: campaigns, training and figures."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import dedent
+
+from rtvirtio import __version__, grid
+
+DONE, FAILED, USAGE, INCOMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m rtvirtio",
+        description="rtvirtio offline: simulate grids of conditions, train models on them, draw the figures.",
+        epilog="Exit codes: 0 done, 1 error, 2 usage, 3 incomplete (named what), 130 interrupted.",
+    )
+    parser.add_argument("--version", action="version", version=f"rtvirtio {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    campaign = verbs.add_parser(
+        "campaign",
+        help="simulate a grid of conditions",
+        formatter_class=raw,
+        description="Simulates every condition of a grid once and writes Parquet parts to OUT.",
+        epilog=dedent("""\
+            Grids:
+              table2   the paper's Table II, 28,000 conditions: 1 to 4 VMs of 1 to 3 tasks of 100, 500
+                       or 1500 IOPS, weights 50 to 700, slice_idle 1 to 8 ms and timeout_sync 32 to
+                       124 ms on the host and in the guests
+              wide     18,000: schedulers, slice_idle 0, low_latency, max_budget, neighbours, caps
+              figures  what Figs. 2 and 5 show, 30 seeds of each
+            Its length is estimated and printed before it starts. Run again with the same options it
+            goes on where it was: killed, interrupted (Ctrl-C) or with parts that were damaged since.
+
+            Without --scheduler the conditions run on this machine's cores. With it they run on any
+            Dask cluster whose workers have the same wheel: docs/python.md, Several machines.
+
+            Examples:
+              python -m rtvirtio campaign table2 --out table2
+              python -m rtvirtio campaign wide --size 1000 --out wide
+              python -m rtvirtio campaign table2 --out table2 --scheduler tcp://10.0.0.1:8786"""),
+    )
+    defaults = grid.Settings("table2")
+    campaign.add_argument("grid", choices=list(grid.SIZES))
+    campaign.add_argument("--out", type=Path, required=True, help="directory of the campaign")
+    campaign.add_argument("--size", type=int, default=0, help="conditions, roughly (the grid's own)")
+    campaign.add_argument("--device", default=defaults.device, help="simulated disk (%(default)s)")
+    campaign.add_argument(
+        "--window", type=float, default=defaults.window, metavar="S",
+        help="simulated seconds at least (%(default)s)",
+    )  # fmt: skip
+    campaign.add_argument(
+        "--percentile", type=float, default=defaults.percentile, metavar="P",
+        help="go on until 10 samples of each task lie beyond it (%(default)s; 99.9 takes 100 s "
+        "of a task of 100 IOPS)",
+    )  # fmt: skip
+    campaign.add_argument(
+        "--longest", type=float, default=defaults.longest, metavar="N",
+        help="but no longer than N windows (%(default)s)",
+    )  # fmt: skip
+    campaign.add_argument("--seed", type=int, default=defaults.seed, help="(%(default)s)")
+    campaign.add_argument("--workers", type=int, help="processes of the local cluster (one a core)")
+    campaign.add_argument("--scheduler", metavar="ADDRESS", help="a Dask scheduler, tcp://HOST:PORT")
+
+    train = verbs.add_parser(
+        "train",
+        help="train models on a campaign",
+        formatter_class=raw,
+        description=(
+            "Trains the paper's network, the same with a preference for overestimates, and gradient\n"
+            "boosting of quantiles; refits the paper's analytical model; puts conformal bounds on top.\n"
+            "Writes training.json, predictions.parquet and, with --profile, ONNX files to OUT."
+        ),
+        epilog=dedent("""\
+            Errors are of conditions that no model has seen. The ONNX files are for
+            `rtvirtio plan --model FILE`; they name the profile's device and are refused for another.
+
+            Example:
+              python -m rtvirtio train table2 --out trained --profile profile.json --shown figures"""),
+    )
+    train.add_argument("campaign", type=Path, nargs="+", help="directories of campaigns")
+    train.add_argument("--out", type=Path, required=True, help="directory of the results")
+    train.add_argument("--profile", type=Path, help="the device's, of `rtvirtio calibrate`")
+    train.add_argument("--shown", type=Path, help="a campaign `figures`: predict it too, for Fig. 5")
+    train.add_argument("--sizes", action="store_true", help="study of sizes, for Fig. 3")
+    train.add_argument("--seed", type=int, default=1, help="(%(default)s)")
+
+    figures = verbs.add_parser(
+        "figures",
+        help="draw the paper's figures from our data",
+        formatter_class=raw,
+        description="Draws Figs. 2, 3, 5a-c, 6, 7, 8 and Table III as SVG and PNG to OUT.",
+        epilog=dedent("""\
+            A figure whose data is not given is not drawn and is named; the exit code is then 3.
+
+            Example:
+              python -m rtvirtio figures --campaign figures --trained trained \\
+                  --cells docs/results/strict/cells.jsonl --out figures-drawn"""),
+    )
+    figures.add_argument("--campaign", type=Path, help="a campaign `figures`: Figs. 2 and 5")
+    figures.add_argument("--trained", type=Path, help="what `train` wrote: Figs. 3, 5, 6, Table III")
+    figures.add_argument("--cells", type=Path, help="cells.jsonl of `rtvirtio bench`: Figs. 7 and 8")
+    figures.add_argument("--only", nargs="+", metavar="NAME", help="fig2, fig5a, table3, ...")
+    figures.add_argument("--out", type=Path, required=True, help="directory of the figures")
+    return parser
+
+
+def _campaign(args: argparse.Namespace) -> int:
+    from rtvirtio import campaign
+
+    names = ("grid", "size", "device", "window", "percentile", "longest", "seed")
+    settings = grid.Settings(**{name: getattr(args, name) for name in names})
+    summary = campaign.run(settings, args.out, scheduler=args.scheduler, workers=args.workers)
+    if summary.interrupted:
+        print("interrupted; run it again to go on", file=sys.stderr)
+        return INTERRUPTED
+    return DONE if summary.complete else INCOMPLETE
+
+
+def _train(args: argparse.Namespace) -> int:
+    import pyarrow as pa
+
+    from rtvirtio import parts, train
+
+    profile = None if args.profile is None else json.loads(args.profile.read_text())
+    result = train.train(
+        pa.concat_tables([parts.load(directory) for directory in args.campaign]),
+        args.out,
+        profile=profile,
+        shown=None if args.shown is None else parts.load(args.shown),
+        sizes=args.sizes,
+        seed=args.seed,
+    )
+    print(f"\n{'':12} {'rows':>7} {'median factor':>14} {'p90':>6} {'MAE, ms':>9} {'too low':>8}")
+    for name, e in result["errors"].items():
+        if e["rows"]:
+            print(
+                f"{name:12} {e['rows']:>7} {e['median_factor']:>14.2f} {e['p90_factor']:>6.2f} "
+                f"{e['mae_ms']:>9.2f} {e['underestimated']:>8.1%}"
+            )
+    print(f"\n{'':12} {'bound held':>11} {'bound / measured, median':>26}")
+    for name, b in result["bounds"].items():
+        print(f"{name:12} {b['held']:>11.1%} {b['median_bound_over_measured']:>26.2f}")
+    print(f"\nwritten to {args.out}")
+    return DONE
+
+
+def _figures(args: argparse.Namespace) -> int:
+    from rtvirtio import figures
+
+    sources = figures.read_sources(args.campaign, args.trained, args.cells)
+    lacking = figures.draw(sources, args.out, args.only or figures.NAMES)
+    return INCOMPLETE if lacking else DONE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a verb; gives back the exit code."""
+    args = _parser().parse_args(arguments)
+    verb = {"campaign": _campaign, "train": _train, "figures": _figures}[args.verb]
+    try:
+        return verb(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (ImportError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, ImportError):
+            print("hint: pip install 'rtvirtio[all]'", file=sys.stderr)
+        return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

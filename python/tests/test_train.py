@@ -1,0 +1,230 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pyarrow.parquet as pq
+import pytest
+from conftest import PROFILE
+from sklearn.preprocessing import StandardScaler
+
+import rtvirtio
+from rtvirtio import grid, parts, train
+from rtvirtio.types import DeviceSettings
+
+
+@pytest.fixture(scope="module")
+def data(trainable: Path) -> train.Rows:
+    return train.rows(parts.load(trainable))
+
+
+@pytest.fixture(scope="module")
+def trained(trainable: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("trained")
+    profile = json.loads(PROFILE.read_text())
+    table = parts.load(trainable)
+    return out, train.train(table, out, profile=profile, shown=table, say=lambda _: None)
+
+
+def predict(path: Path, x: train.Floats) -> train.Floats:
+    session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
+    [given] = session.get_inputs()
+    assert given.shape[1] == 25
+    [tail] = session.run(None, {given.name: x.astype(np.float32)})
+    return np.asarray(tail).reshape(len(x), -1)
+
+
+def test_rows_are_tasks_at_percentiles_with_ten_samples_beyond(data: train.Rows) -> None:
+    # 4 s: 400 samples of a light task are too few for p99, 6,000 of a heavy one leave 6 beyond p99.9.
+    iops = data.features[:, rtvirtio.FEATURES.index("task_iops")]
+    assert set(iops) == {500.0, 1500.0}
+    assert set(data.percentile) == {99.0}
+    assert data.judged.all()
+    nines = data.features[:, rtvirtio.FEATURES.index("percentile_nines")]
+    assert np.allclose(nines, 2.0)
+    # Nothing is faster than the device, nothing took longer than it ran.
+    assert (10**data.tail > 250e-6).all()
+    assert (10**data.tail < 5).all()
+
+
+def test_parts_of_the_data_share_no_condition_and_lose_none(data: train.Rows) -> None:
+    of = [data.part(*tenths) for tenths in (train.TEST, train.CALIBRATION, train.TRAINING)]
+    assert sum(map(len, of)) == len(data)
+    seen = [set(rows.condition.tolist()) for rows in of]
+    assert not seen[0] & seen[1]
+    assert not seen[0] & seen[2]
+    assert not seen[1] & seen[2]
+    # 80 % and 10 %, by a hash.
+    assert len(seen[2]) > 4 * len(seen[0]) > 0
+
+
+def test_errors_are_as_by_hand() -> None:
+    # 100 ms measured, 200 predicted; 100 and 50; and one of which the model does not speak.
+    found = train.errors(np.array([-1.0, -1.0, -1.0]), np.log10([0.2, 0.05, np.nan]))
+    assert found["rows"] == 2
+    assert found["mae_ms"] == pytest.approx(75)
+    assert found["median_error_ms"] == pytest.approx(-25)
+    assert found["rmse_ms"] == pytest.approx(np.sqrt((100**2 + 50**2) / 2))
+    assert found["median_factor"] == pytest.approx(2)
+    assert found["underestimated"] == 0.5
+    assert train.errors(np.array([1.0]), np.array([np.nan])) == {"rows": 0}
+
+
+def test_network_is_the_papers() -> None:
+    model = train.network(100_000)
+    assert model.hidden_layer_sizes == (15, 15, 15)
+    assert (model.activation, train.FOLDS) == ("relu", 5)
+    # 2,000,000 rows seen, but no fewer than 60 passes and no more than 400.
+    assert (model.max_iter, train.network(10_000).max_iter, train.network(900).max_iter) == (60, 200, 400)
+
+
+def test_onnx_of_an_ensemble_is_the_mean_of_its_members() -> None:
+    rng = np.random.default_rng(1)
+    x = rng.uniform([0, 100], [4, 1500], (400, 2))
+    y = np.log10(x[:, 0] + 1) + x[:, 1] / 1000
+    scaler = StandardScaler().fit(x)
+    members = [train.network(400, 5, layers, seed) for layers, seed in ((2, 1), (2, 2), (2, 3))]
+    for member in members:
+        train._fit(member, scaler.transform(x), y)
+    model = train.Ensemble(scaler, members)
+    by_hand = sum(member.predict(scaler.transform(x)) for member in members) / 3
+    assert np.allclose(model.predict(x), by_hand)
+    exported = model.onnx()
+    onnx.checker.check_model(exported, full_check=True)
+    assert {node.op_type for node in exported.graph.node} == {"Gemm", "Relu"}
+    session = onnxruntime.InferenceSession(exported.SerializeToString(), providers=["CPUExecutionProvider"])
+    [tail] = session.run(None, {"features": x.astype(np.float32)})
+    assert np.allclose(tail[:, 0], by_hand, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp-over", "boosting", "boosting-95"])
+def test_onnx_file_says_what_training_said_and_describes_itself(
+    name: str, trained: tuple[Path, dict[str, Any]], data: train.Rows
+) -> None:
+    out, _ = trained
+    test = data.part(*train.TEST)
+    tail = predict(out / f"{name}.onnx", test.features)
+    said = pq.read_table(out / "predictions.parquet")[f"{name}_ms"].to_numpy()
+    assert tail.shape == (len(test), 1)
+    assert np.allclose(1000 * 10 ** tail[:, 0], said, rtol=1e-3)
+    # The planner's own reader of ONNX says the same of a row that its training had.
+    rows = data.part(*train.TRAINING).features[:50]
+    read = rtvirtio.learned_tails((out / f"{name}.onnx").read_bytes(), rows.tolist())
+    assert np.allclose(np.log10(np.array(read) / 1e9), predict(out / f"{name}.onnx", rows)[:, 0], atol=1e-4)
+    model = onnx.load(out / f"{name}.onnx")
+    [props] = [p for p in model.metadata_props if p.key == "rtvirtio"]
+    described = json.loads(props.value)
+    # docs/learned-models.md: exactly these fields.
+    assert list(described) == [
+        "version", "features", "minimum", "maximum", "output", "scores", "device", "write_throughput",
+    ]  # fmt: skip
+    assert described["features"] == list(rtvirtio.FEATURES)
+    vms = rtvirtio.FEATURES.index("vms")
+    assert (described["minimum"][vms], described["maximum"][vms]) == (1, 4)
+    assert described["output"] == "log10_s"
+    assert described["device"]["model"] == "ref-4x250"
+    [(regime, scores)] = described["scores"].items()
+    assert regime == "idling"
+    assert scores == sorted(scores)
+    assert len(scores) == int(data.part(*train.CALIBRATION).judged.sum())
+
+
+def test_plan_by_a_learned_model_has_its_predictions(trained: tuple[Path, dict[str, Any]]) -> None:
+    out, _ = trained
+    model = onnx.load(out / "mlp.onnx")
+    described = json.loads(model.metadata_props[0].value)
+    # Table II's guests all have bfq; of this plan's the planner knows nothing, which is 0.
+    for place, name in enumerate(rtvirtio.FEATURES):
+        if name.startswith("guest_"):
+            described["minimum"][place] = 0.0
+    model.metadata_props[0].value = json.dumps(described)
+    onnx_file = model.SerializeToString()
+    profiles = {"scratch": json.loads(PROFILE.read_text())}
+    specification = rtvirtio.case("2xM", tier="paper", window_ns=4 * grid.SECOND)
+    settings: dict[str, DeviceSettings] = {
+        "scratch": {"scheduler": grid.bfq(), "vms": {}},
+    }
+    by_model = rtvirtio.predict(specification, profiles, settings, onnx_file)
+    without = rtvirtio.predict(specification, profiles, settings)
+    assert len(by_model) == len(without) == 2
+    assert [p["predicted"] for p in by_model] != [p["predicted"] for p in without]
+    with pytest.raises(ValueError, match="not an ONNX model"):
+        rtvirtio.plan(specification, profiles, onnx=b"no model")
+
+
+def test_scores_are_logarithms_of_measured_over_predicted(
+    trained: tuple[Path, dict[str, Any]], data: train.Rows
+) -> None:
+    out, _ = trained
+    calibration = data.part(*train.CALIBRATION)
+    predicted = 10 ** predict(out / "mlp.onnx", calibration.features)[:, 0]
+    scores = np.sort(np.log(10**calibration.tail / predicted))
+    described = json.loads(onnx.load(out / "mlp.onnx").metadata_props[0].value)
+    assert np.allclose(described["scores"]["idling"], scores, atol=1e-3)
+
+
+def test_models_learn_and_the_one_that_is_to_overestimate_does(
+    trained: tuple[Path, dict[str, Any]], data: train.Rows
+) -> None:
+    _, result = trained
+    found = result["errors"]
+    training, test = data.part(*train.TRAINING), data.part(*train.TEST)
+    guess = train.errors(test.tail, np.full(len(test), training.tail.mean()))
+    for name in ("mlp", "boosting"):
+        assert found[name]["log10_mse"] < 0.85 * guess["log10_mse"]
+    assert found["mlp-over"]["underestimated"] < found["mlp"]["underestimated"]
+    assert found["boosting-95"]["underestimated"] < found["boosting"]["underestimated"]
+    assert len(result["folds_mse"]["mlp"]) == 5
+    assert result["sizes"] is None
+
+
+def test_bound_holds_at_its_confidence_on_exchangeable_rows() -> None:
+    rng = np.random.default_rng(1)
+    n = 4000
+    x = rng.uniform(size=(n, len(rtvirtio.FEATURES)))
+    columns: dict[str, Any] = dict.fromkeys(("condition", "vm", "task"), np.zeros(n, dtype=np.intp))
+    rows = train.Rows(
+        [grid.one()], **columns, percentile=np.full(n, 99.0), judged=np.full(n, True),
+        features=x, tail=x[:, 0] + rng.exponential(size=n), regime=np.full(n, "idling"),
+    )  # fmt: skip
+
+    class First:
+        is_fitted = True
+
+        def fit(self, x: train.Floats, y: train.Floats) -> "First":
+            return self
+
+        def __sklearn_is_fitted__(self) -> bool:
+            return True
+
+        def predict(self, x: train.Floats) -> train.Floats:
+            return x[:, 0]
+
+    odd = np.arange(n) % 2 == 1
+    found = train.conformal(First(), rows.take(odd), rows.take(~odd))
+    # 2,000 rows: 0.95 ± 4 standard deviations of 0.005.
+    assert found["held"] == pytest.approx(0.95, abs=0.02)
+
+
+def test_scores_are_thinned_and_keep_the_greatest() -> None:
+    assert train._thinned([1.0, 2.0, 3.0], 3) == [1.0, 2.0, 3.0]
+    assert train._thinned([float(i) for i in range(100)], 4) == [24.0, 49.0, 74.0, 99.0]
+
+
+def test_campaign_too_small_to_train_on_is_refused(tmp_path: Path) -> None:
+    condition = grid.one(vms=1, rates=[1500])
+    condition["length"] = {"at_least": 2 * grid.SECOND, "at_most": 2 * grid.SECOND}
+    id = grid.condition_id(condition)
+    table = parts.table(parts.rows(id, condition, rtvirtio.simulate(condition)))
+    with pytest.raises(ValueError, match="1 conditions are too few"):
+        train.train(table, tmp_path)
+
+
+def test_size_study_tries_every_size(data: train.Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "STUDY_NEURONS", (1, 15))
+    monkeypatch.setattr(train, "STUDY_LAYERS", (1, 3))
+    found = train.study(data, lambda _: None, rows=300)
+    assert [(f["layers"], f["neurons"]) for f in found] == [(1, 1), (1, 15), (3, 1), (3, 15)]
+    assert all(f["validation"] > 0 for f in found)
