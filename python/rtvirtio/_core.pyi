@@ -75,5 +75,7 @@ def condition(
     length: Length,
     seed: int = 1,
     warm_up_ns: int = 1_000_000_000,
+    nesting: int = 1,
+    transport_ns: int = 0,
     software_ns: int = 0,
 ) -> Condition: ...

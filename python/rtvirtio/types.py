@@ -105,6 +105,8 @@ class Condition(TypedDict):
 
     device: Device
     service: Kernel | DataPlane
+    nesting: NotRequired[int]
+    transport: NotRequired[int]
     software: NotRequired[int]
     vms: list[Vm]
     warm_up: int

@@ -237,7 +237,7 @@ mod _core {
     /// The VMs of a specification on device `name` under `settings`, to be simulated on `device`.
     #[pyfunction]
     #[pyo3(signature = (specification, settings, name, device, length, seed = 1, warm_up_ns = 1_000_000_000,
-        software_ns = 0))]
+        nesting = 1, transport_ns = 0, software_ns = 0))]
     #[expect(clippy::too_many_arguments, reason = "named in Python")]
     fn condition<'py>(
         py: Python<'py>,
@@ -248,6 +248,8 @@ mod _core {
         length: &Bound<'py, PyAny>,
         seed: u64,
         warm_up_ns: u64,
+        nesting: u8,
+        transport_ns: u64,
         software_ns: u64,
     ) -> PyResult<Bound<'py, PyAny>> {
         let specification = specify(specification)?;
@@ -255,6 +257,8 @@ mod _core {
         let name = DeviceName::new(name).map_err(refused)?;
         let rest = Rest {
             device: from_python(device)?,
+            nesting,
+            transport: Nanos::new(transport_ns),
             software: Nanos::new(software_ns),
             warm_up: Nanos::new(warm_up_ns),
             length: from_python(length)?,

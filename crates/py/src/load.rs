@@ -71,16 +71,21 @@ pub(crate) fn condition_of(
             tasks: streams.into_iter().map(task).collect(),
         }
     });
-    let Rest { device, software, warm_up, length, seed } = rest;
+    let Rest { device, nesting, transport, software, warm_up, length, seed } = rest;
     let service = Service::Kernel { scheduler: settings.scheduler };
-    Condition { device, service, software, vms: vms.collect(), warm_up, length, seed }
+    let vms = vms.collect();
+    Condition { device, service, nesting, transport, software, vms, warm_up, length, seed }
 }
 
 /// What a specification does not say of a simulation.
 pub(crate) struct Rest {
     /// The device.
     pub(crate) device: SsdConfig,
-    /// What a request takes beside schedulers and device.
+    /// Cgroups around the VMs'.
+    pub(crate) nesting: u8,
+    /// What a request takes between scheduler and device and back.
+    pub(crate) transport: Nanos,
+    /// What it takes beside that.
     pub(crate) software: Nanos,
     /// I/O that does not count.
     pub(crate) warm_up: Nanos,
