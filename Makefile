@@ -11,7 +11,7 @@ SHELL := /bin/bash
 	bench-dataplane-moves bench-dataplane-profile bench-monitor bench-qos \
 	bench-qos-neighbours bench-qos-file bench-qos-cost bench-qos-changes bench-qos-admission \
 	bench-full-qos bench-db bench-completion bench-full-completion bench-iocores bench-full-iocores \
-	python test-python bench-campaign bench-full-campaign
+	python test-python bench-campaign bench-full-campaign bench-conditions bench-full-conditions
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -147,6 +147,16 @@ SSD_CASES := 1xH,2xM+H,3xL+M+H,4xL+M+H
 bench-prediction: build ## Predictions and bounds under settings that the planner would not choose
 	$(RTVIRTIO) bench --prediction 26 --window 24 --ssd ref-4x250 --profile $(RESULTS)/strict/profile.json \
 		--out $(RESULTS)/prediction
+
+bench-conditions: build ## Conditions of Table II on the kernel's bfq, and simulated beside: 70 min
+	$(RTVIRTIO) bench --conditions 150 --window 20 --ssd ref-4x250 --profile $(RESULTS)/strict/profile.json \
+		--out $(RESULTS)/conditions
+	$(RTVIRTIO) bench path $(RESULTS)/conditions --out $(RESULTS)/path
+
+bench-full-conditions: build ## The same, 500 conditions: 4 h
+	$(RTVIRTIO) bench --conditions 500 --window 20 --ssd ref-4x250 --profile $(RESULTS)/strict/profile.json \
+		--out $(RESULTS)/full-conditions
+	$(RTVIRTIO) bench path $(RESULTS)/full-conditions --out $(RESULTS)/full-path
 
 bench-closed-loop: build guest ## A background VM starts while `watch --control` runs (guests)
 	$(RTVIRTIO) bench --closed-loop --guests qemu --guest-image $(GUEST) --ssd ref-4x250 \

@@ -25,7 +25,7 @@ use rtvirtio_spec::settings::{
     Bfq, DeviceSettings, Knobs, Limits, Scheduler, Settings, VmSettings,
 };
 use rtvirtio_spec::specification::{Specification, Vm};
-use rtvirtio_units::{BytesPerSecond, Iops, Nanos, VmName};
+use rtvirtio_units::{BytesPerSecond, Iops, Nanos, VmName, Weight};
 
 use crate::cell::{CellContext, Testbed, plain};
 use crate::load::{CellLoad, Interrupted};
@@ -47,8 +47,19 @@ pub enum Source {
     /// Guests whose disks the data plane serves, under no scheduler: it has no quality of service
     /// of its own yet, and nothing predicts it.
     DataPlane,
-    /// Settings drawn at random: scheduler and cap on background VMs.
-    Drawn(Scheduler, Option<BytesPerSecond>),
+    /// Settings drawn at random.
+    Drawn(Drawn),
+}
+
+/// Settings drawn at random.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Drawn {
+    /// The device's scheduler.
+    pub scheduler: Scheduler,
+    /// Weights of the VMs, in the specification's order; the default of those that it does not have.
+    pub weights: Vec<Weight>,
+    /// A cap on background VMs.
+    pub cap: Option<BytesPerSecond>,
 }
 
 /// A cell to be run.
@@ -153,9 +164,54 @@ impl Campaign<'_> {
                     repetition,
                 };
                 let specification = self.specification(case, Tier::Strict, neighbour);
-                Job { key, specification, source: Source::Drawn(scheduler, cap) }
+                let drawn = Drawn { scheduler, weights: Vec::new(), cap };
+                Job { key, specification, source: Source::Drawn(drawn) }
             })
             .collect()
+    }
+
+    /// `conditions` random ones of RT-VirtIO's Table II on the kernel's bfq, widened by what that leaves out:
+    /// `slice_idle` 0, `low_latency`, `max_budget`, and a writer with and without a cap. Every fifth is
+    /// run twice, to tell how far two repetitions differ.
+    #[must_use]
+    pub fn condition_jobs(&self, conditions: u32) -> Vec<Job> {
+        let mut rng = Pcg64Mcg::seed_from_u64(self.seed);
+        let all = Case::all();
+        let throughput = self.profile.capacity.write_throughput.get() as f64;
+        let mut pick = |n: usize| rng.random_range(0..n);
+        let mut jobs = Vec::new();
+        for number in 0..conditions {
+            let case = all[pick(all.len())];
+            let scheduler = Scheduler::Bfq(Bfq {
+                slice_idle_us: [0, 1000, 2000, 4000, 6000, 8000][pick(6)],
+                timeout_sync_ms: [32, 64, 124][pick(3)],
+                low_latency: pick(2) == 0,
+                max_budget: [0, 0, 0, 64, 512][pick(5)],
+            });
+            let weight = |w| Weight::new(w).expect("Table II's weights are weights");
+            let weights = (0..case.vms())
+                .map(|_| weight([50, 100, 150, 250, 300, 500, 700][pick(7)]))
+                .collect();
+            let neighbour = [Neighbour::None, Neighbour::Writer][pick(2)];
+            let part = [None, Some(0.05), Some(0.1), Some(0.2)][pick(4)];
+            let cap = part.map(|p| BytesPerSecond::new((throughput * p) as u64));
+            let drawn = Drawn { scheduler, weights, cap };
+            let specification = self.specification(case, Tier::Strict, neighbour);
+            let twice: &[&str] =
+                if number % 5 == 0 { &["condition", "condition, again"] } else { &["condition"] };
+            jobs.extend(twice.iter().map(|scheme| Job {
+                key: CellKey {
+                    case: case.to_string(),
+                    tier: Tier::Strict.to_string(),
+                    neighbour: neighbour.to_string(),
+                    scheme: (*scheme).to_owned(),
+                    repetition: number,
+                },
+                specification: specification.clone(),
+                source: Source::Drawn(drawn.clone()),
+            }));
+        }
+        jobs
     }
 
     /// The plan for a specification on the testbed as it is now.
@@ -203,12 +259,13 @@ impl Campaign<'_> {
                 }
                 Ok(plain(settings))
             }
-            Source::Drawn(scheduler, cap) => {
+            Source::Drawn(Drawn { scheduler, weights, cap }) => {
                 let background = background(specification);
-                let vms = specification.vms.iter().map(|vm| {
+                let vms = specification.vms.iter().enumerate().map(|(index, vm)| {
                     let cap = cap.filter(|_| background.contains(&vm.name));
                     let limits = cap.map(Limits::bps).unwrap_or_default();
-                    (vm.name.clone(), VmSettings { limits, ..VmSettings::default() })
+                    let weight = weights.get(index).copied().unwrap_or(Weight::DEFAULT);
+                    (vm.name.clone(), VmSettings { weight, limits })
                 });
                 let device = DeviceSettings { scheduler: *scheduler, vms: vms.collect() };
                 let name = self.testbed.device().name.clone();

@@ -79,14 +79,19 @@ pub(crate) struct Args {
     /// choose, to hold predictions against
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "26")]
     prediction: Option<u32>,
+    /// Instead of schemes: N random conditions of RT-VirtIO's Table II on bfq, widened (slice_idle 0,
+    /// low_latency, max_budget, a writer), every fifth twice; `bench path` holds simulations against them
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "150",
+        conflicts_with_all = ["sweep_cap", "prediction"])]
+    conditions: Option<u32>,
     /// Instead of cases: the VMs and tasks of this specification, on the scratch disk
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["sweep_cap", "prediction"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["sweep_cap", "prediction", "conditions"])]
     spec: Option<PathBuf>,
     /// With --spec: run although the plan leaves targets unmet
     #[arg(long, requires = "spec")]
     force: bool,
     /// Instead of schemes: a background VM starts while `watch --control` looks after four others
-    #[arg(long, conflicts_with_all = ["sweep_cap", "prediction", "spec"])]
+    #[arg(long, conflicts_with_all = ["sweep_cap", "prediction", "conditions", "spec"])]
     closed_loop: bool,
     /// The VMs
     #[arg(long, value_enum, default_value_t = VmKind::Cgroup)]
@@ -163,10 +168,11 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         seed: args.seed,
         noise_floor: matches!(backing, Backing::Raw(_)),
     };
-    let jobs = match (specification, args.prediction) {
-        (Some(specification), _) => own(&campaign, specification, args)?,
-        (None, Some(cells)) => campaign.prediction_jobs(cells),
-        (None, None) => {
+    let jobs = match (specification, args.prediction, args.conditions) {
+        (Some(specification), ..) => own(&campaign, specification, args)?,
+        (None, Some(cells), _) => campaign.prediction_jobs(cells),
+        (None, None, Some(conditions)) => campaign.condition_jobs(conditions),
+        (None, None, None) => {
             let sources: Vec<_> = if args.sweep_cap.is_empty() {
                 args.schemes.iter().map(|&s| (s.to_string(), Source::Scheme(s))).collect()
             } else {
