@@ -1135,8 +1135,9 @@ impl Elevator for Bfq {
             (true, false) => 0.75,
             (true, true) => 0.375,
         };
-        let limit = (TAGS * part * self.hierarchy.share(process as usize)).round();
-        f64::from(held) < limit.max(1.0)
+        // Rounded to the nearest.
+        let limit = (TAGS * part * self.hierarchy.share(process as usize) + 0.5) as u32;
+        held < limit.max(1)
     }
 
     fn insert(&mut self, now: u64, request: Request) {

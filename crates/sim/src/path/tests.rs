@@ -308,3 +308,22 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn who_is_served_by_injection_is_not_left_behind() {
+    // Two deep writers without a rate, whose requests are injected while the others are idled for.
+    let deep = |depth| Task { block_size: Bytes::from_kib(16), queue_depth: depth, ..writer() };
+    let weighted =
+        |weight, tasks: &[Task]| Vm { weight: Weight::new(weight).unwrap(), ..vm(tasks) };
+    let bfq = Bfq { slice_idle_us: 1000, timeout_sync_ms: 32, low_latency: false, ..Bfq::DEFAULT };
+    let vms = vec![
+        weighted(553, &[deep(21)]),
+        weighted(198, &[Task { queue_depth: 40, ..task(620.0) }]),
+        weighted(289, &[deep(36)]),
+        weighted(318, &[task(100.0), Task { queue_depth: 9, ..task(1300.0) }]),
+    ];
+    let outcome = run(&condition(Scheduler::Bfq(bfq), vms)).unwrap();
+    for t in outcome.vms.iter().flatten() {
+        assert!(t.delivered_iops > 50.0 && t.max.as_secs_f64() < 10.0, "{t:?}");
+    }
+}

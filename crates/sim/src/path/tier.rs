@@ -21,8 +21,8 @@ pub(super) struct Tier {
     in_driver: u32,
     /// Requests queued or in the driver, by process.
     held: Vec<u32>,
-    /// Those that get no tag for now.
-    blocked: VecDeque<Request>,
+    /// Those that get no tag for now, by process: each has others of its own under way, whose ends let it in.
+    blocked: Vec<VecDeque<Request>>,
     /// When the scheduler is asked again.
     again: Option<u64>,
     /// When the next event of this tier is due that has been asked for.
@@ -47,7 +47,7 @@ impl Tier {
             elevator,
             in_driver: 0,
             held: vec![0; processes.len()],
-            blocked: VecDeque::new(),
+            blocked: processes.iter().map(|_| VecDeque::new()).collect(),
             again: None,
             event_at: u64::MAX,
         }
@@ -55,13 +55,8 @@ impl Tier {
 
     /// A process submits.
     pub(super) fn submit(&mut self, now: u64, request: Request) {
-        let held = self.held[request.process as usize];
-        if self.elevator.admits(request.process, request.write, held) {
-            self.held[request.process as usize] += 1;
-            self.elevator.insert(now, request);
-        } else {
-            self.blocked.push_back(request);
-        }
+        self.blocked[request.process as usize].push_back(request);
+        self.admit(now, request.process);
     }
 
     /// The next request that the driver gets, if there is one now.
@@ -84,21 +79,20 @@ impl Tier {
         self.in_driver -= 1;
         self.held[request.process as usize] -= 1;
         let asks = self.elevator.completed(now, request, started);
-        asks | full | self.admit(now)
+        asks | full | self.admit(now, request.process)
     }
 
-    fn admit(&mut self, now: u64) -> bool {
+    /// Gives tags to a process's requests that may have them. Returns whether one got one.
+    fn admit(&mut self, now: u64, process: u32) -> bool {
+        let index = process as usize;
         let mut admitted = false;
-        for _ in 0..self.blocked.len() {
-            let Some(request) = self.blocked.pop_front() else { break };
-            let held = &mut self.held[request.process as usize];
-            if self.elevator.admits(request.process, request.write, *held) {
-                *held += 1;
-                self.elevator.insert(now, request);
-                admitted = true;
-            } else {
-                self.blocked.push_back(request);
-            }
+        while let Some(&request) = self.blocked[index].front()
+            && self.elevator.admits(process, request.write, self.held[index])
+        {
+            self.blocked[index].pop_front();
+            self.held[index] += 1;
+            self.elevator.insert(now, request);
+            admitted = true;
         }
         admitted
     }

@@ -392,7 +392,7 @@ impl Hierarchy {
         } else {
             // It was served by injection alone. The kernel's text leaves the finish of its whole budget, by
             // which such entities would fall far behind; what is measured does not show that.
-            let service = self.entities[entity].service;
+            let service = std::mem::take(&mut self.entities[entity].service);
             self.calc_finish(entity, service);
         }
         match self.entities[entity].tree {
