@@ -435,6 +435,10 @@ impl Drop for Pool {
         for thread in threads.values() {
             let _ = thread.mail.post(Letter::End);
         }
+        // In a panic queues may still be there, which their threads would serve for ever.
+        if std::thread::panicking() {
+            return;
+        }
         for thread in threads.into_values() {
             let _ = thread.handle.join();
         }
