@@ -8,7 +8,7 @@
 //! once and checks what it has read, and its size is sealed, so that nobody takes pages away under the
 //! other. A poller that has a client's lies to bear is served by [`Slots::take`].
 //!
-//! Layout, the same on both sides or refused by [`Offer::from_bytes`]: [`Slots`], then at [`DATA_AT`] the
+//! Layout, the same on both sides or refused by [`Offer::from_bytes`]: [`Slots`], then at `DATA_AT` the
 //! data of one slot after the other.
 
 use std::os::fd::{AsFd, OwnedFd};
