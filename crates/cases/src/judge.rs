@@ -8,11 +8,9 @@
 
 use std::fmt;
 
-use rtvirtio_spec::latency::{Histogram, Quantile, beyond};
+use rtvirtio_spec::latency::{Histogram, Quantile};
+pub use rtvirtio_spec::latency::{MIN_BEYOND, highest_percentile, judged_percentile};
 use rtvirtio_units::{Iops, Nanos, Percentile};
-
-/// Samples that a judged percentile has beyond it, at least.
-pub const MIN_BEYOND: u64 = 10;
 
 /// Fraction of the requested rate that a task must deliver.
 pub const MIN_DELIVERED: f64 = 0.95;
@@ -26,18 +24,6 @@ fn percentile(value: f64) -> Percentile {
 
 pub(crate) fn p99() -> Percentile {
     percentile(99.0)
-}
-
-/// The highest of p99, p99.9 and p99.99 with at least 10 of `n` samples beyond it.
-#[must_use]
-pub fn judged_percentile(n: u64) -> Option<Percentile> {
-    highest_percentile(n, MIN_BEYOND)
-}
-
-/// The highest of p99, p99.9 and p99.99 with `at_least` of `n` samples beyond it.
-#[must_use]
-pub fn highest_percentile(n: u64, at_least: u64) -> Option<Percentile> {
-    [99.99, 99.9, 99.0].map(percentile).into_iter().find(|&p| beyond(n, p) >= at_least)
 }
 
 /// What is wrong with a task's run.

@@ -38,5 +38,5 @@ mod tests;
 pub use condition::{
     Condition, ConditionError, Length, MAX_TASKS, MAX_VMS, Priority, Service, Task, Until, Vm,
 };
-pub use outcome::{JUDGED, Outcome, TaskOutcome};
+pub use outcome::{Outcome, TaskOutcome};
 pub use world::run;

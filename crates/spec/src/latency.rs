@@ -142,6 +142,25 @@ pub fn beyond(n: u64, percentile: Percentile) -> u64 {
     (n as f64 * (1.0 - percentile.fraction()) + 1e-6).floor() as u64
 }
 
+/// Samples that a judged percentile has beyond it, at least.
+pub const MIN_BEYOND: u64 = 10;
+
+/// The highest of p99, p99.9 and p99.99 with [`MIN_BEYOND`] of `n` samples beyond it.
+#[must_use]
+pub fn judged_percentile(n: u64) -> Option<Percentile> {
+    highest_percentile(n, MIN_BEYOND)
+}
+
+/// The highest of p99, p99.9 and p99.99 with `at_least` of `n` samples beyond it.
+///
+/// # Panics
+/// Never: all three are percentiles.
+#[must_use]
+pub fn highest_percentile(n: u64, at_least: u64) -> Option<Percentile> {
+    let percentile = |p| Percentile::new(p).expect("the judged percentiles are percentiles");
+    [99.99, 99.9, 99.0].map(percentile).into_iter().find(|&p| beyond(n, p) >= at_least)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -24,7 +24,7 @@ use super::request::{Elevator, Request};
 use super::wf2q::Hierarchy;
 
 /// ns in a jiffy: 250 a second, as Debian's kernels have.
-const JIFFY: u64 = 4_000_000;
+pub(super) const JIFFY: u64 = 4_000_000;
 /// ms in jiffies, rounded up as `msecs_to_jiffies` does.
 const fn jiffies(ms: i64) -> i64 {
     (ms * 1_000_000 + JIFFY as i64 - 1) / JIFFY as i64

@@ -1,11 +1,8 @@
 //! What a simulated condition gave.
 
-use rtvirtio_spec::latency::{Histogram, Quantile};
+use rtvirtio_spec::latency::{Histogram, Quantile, judged_percentile};
 use rtvirtio_units::{Nanos, Percentile};
 use serde::{Deserialize, Serialize};
-
-/// The percentiles of which the highest that has ten samples beyond it is judged (DESIGN's rule).
-pub const JUDGED: [f64; 3] = [99.99, 99.9, 99.0];
 
 /// An outcome.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -40,9 +37,9 @@ pub struct TaskOutcome {
 impl TaskOutcome {
     pub(super) fn new(histogram: &Histogram, bytes: u64, window: Nanos) -> Self {
         let seconds = window.as_secs_f64();
-        let percentile = |p| Percentile::new(p).expect("JUDGED and the median are percentiles");
+        let percentile = |p| Percentile::new(p).expect("constants are percentiles");
         let quantile = |p| histogram.quantile(percentile(p));
-        let judged = JUDGED.into_iter().filter_map(quantile).find(|q| q.beyond >= 10);
+        let judged = judged_percentile(histogram.count()).and_then(|p| histogram.quantile(p));
         Self {
             delivered_iops: histogram.count() as f64 / seconds,
             delivered_bps: bytes as f64 / seconds,

@@ -8,10 +8,9 @@ use std::collections::VecDeque;
 use rtvirtio_spec::settings::Limits;
 use rtvirtio_units::BytesPerSecond;
 
+use super::bfq::JIFFY;
 use super::request::Request;
 
-/// ns in a jiffy, as in [`super::bfq`].
-const JIFFY: u64 = 4_000_000;
 /// Jiffies in a second.
 const HZ: u64 = 1_000_000_000 / JIFFY;
 /// `DFL_THROTL_SLICE`: HZ / 10.
