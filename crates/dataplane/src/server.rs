@@ -271,13 +271,9 @@ where
         if sessions.closed {
             return Ok(());
         }
-        let stream = match self.listener.accept() {
-            Ok(stream) => Arc::new(stream),
-            Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => {
-                self.listen();
-                return Ok(());
-            }
-            Err(error) => return Err(error.into()),
+        let Some(stream) = self.listener.accept()? else {
+            self.listen();
+            return Ok(());
         };
         // What has ended needs no handle any more.
         sessions.running.retain(|session| !session.thread.is_finished());

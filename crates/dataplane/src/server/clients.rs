@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 
 use rustix::event::epoll;
-use rustix::io::Errno;
 
 use super::{Listener, STACK, Shared, Socket, listen_on, lock};
 
@@ -48,13 +47,9 @@ impl Socket for Clients {
         if running.closed {
             return Ok(());
         }
-        let stream = match self.listener.accept() {
-            Ok(stream) => Arc::new(stream),
-            Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => {
-                self.listen();
-                return Ok(());
-            }
-            Err(error) => return Err(error.into()),
+        let Some(stream) = self.listener.accept()? else {
+            self.listen();
+            return Ok(());
         };
         running.clients.retain(|client| !client.thread.is_finished());
         // One too many learns by the end of its connection that there is nothing for it.

@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
@@ -95,9 +95,13 @@ impl Listener {
         drop(self.bound.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 
-    /// The next front end that waits, if there is one. Its socket blocks.
-    pub(super) fn accept(&self) -> Result<UnixStream, Errno> {
-        rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC).map(UnixStream::from)
+    /// The next one that waits to be let in; `None`: there is none any more. Its socket blocks.
+    pub(super) fn accept(&self) -> std::io::Result<Option<Arc<UnixStream>>> {
+        match rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC) {
+            Ok(stream) => Ok(Some(Arc::new(stream.into()))),
+            Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
     }
 }
 
