@@ -1,4 +1,4 @@
-//! bfq as the kernel has it (`block/bfq-iosched.c`, Linux 6.1 and later): which queue is in service, for how
+//! bfq as the kernel has it (`block/bfq-iosched.c`, Linux 6.17): which queue is in service, for how
 //! long, and whether the device idles for it.
 //!
 //! A *queue* is a process's; its requests are served while it is *in service*: until its budget or its time
@@ -7,10 +7,13 @@
 //! empty, up to `slice_idle`; meanwhile a few requests of others may be *injected*. `low_latency` *raises*
 //! the weight of queues that look interactive or soft real-time.
 //!
+//! Processes of one group whose first requests come within 180 ms of each other share a queue, for good
+//! (`bfq_do_early_stable_merge`); here all of a group with one I/O priority do, as tasks start together.
+//!
 //! Function by function the kernel's, with its names and constants. Left out: asynchronous queues, the idle
-//! class, merging of queues that work close to each other (not done for flash with queueing), seek distances
-//! (offsets are random, so a request of less than 32 KiB is `seeky`, a longer one is not), the sort by sector
-//! and its expiry within a queue. Time that the kernel counts in jiffies is counted so (250 a second).
+//! class, merging of queues that work close to each other (not done for flash with queueing), splitting, seek
+//! distances (offsets are random, so a request of less than 32 KiB is `seeky`, a longer one is not), the sort by
+//! sector and its expiry within a queue. Time that the kernel counts in jiffies is counted so (250 a second).
 
 mod arrival;
 mod device;
@@ -61,8 +64,6 @@ const MAX_SOFT_RT_RATE: u64 = 7_000;
 /// `bfq_large_burst_thresh`, `bfq_burst_interval`.
 const LARGE_BURST: u32 = 8;
 const BURST_INTERVAL: i64 = jiffies(180);
-/// `bfq_requests_within_timer`.
-const REQUESTS_WITHIN_TIMER: u32 = 120;
 /// The weight of a process without an I/O priority of its own.
 const DEFAULT_WEIGHT: u32 = 40;
 /// Tags of the scheduler (`nr_requests` of a device with 128 or more).
@@ -79,7 +80,7 @@ enum Reason {
 }
 
 /// A process, as bfq sees it.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Process {
     /// Its group; 0 is the root.
     pub(super) group: usize,
@@ -122,7 +123,9 @@ struct Queue {
     last_idle_backlogged: i64,
     service_from_backlogged: u64,
     service_raised: u64,
-    requests_within_timer: u32,
+    /// How long it has been doing I/O, and for how much of that it had none, ns.
+    io_start: u64,
+    idle_time: u64,
     inject_limit: u32,
     decrease_time: i64,
     last_service_time: u64,
@@ -130,6 +133,10 @@ struct Queue {
     tentative_waker: Option<usize>,
     waker_detections: u32,
     waker_since: u64,
+    /// Queues that it wakes, the one that was busy last first (`woken_list`).
+    woken: Vec<usize>,
+    /// Several processes have it.
+    shared: bool,
 }
 
 /// The scheduler.
@@ -137,11 +144,13 @@ struct Queue {
 pub(super) struct Bfq {
     slice_idle: u64,
     timeout: i64,
-    timeout_ms: u64,
     low_latency: bool,
     user_max_budget: u64,
     hierarchy: Hierarchy,
     queues: Vec<Queue>,
+    /// Each process's queue, and how many requests it has, queued or in the driver (`bic->requests`).
+    queue_of: Vec<usize>,
+    outstanding: Vec<u32>,
     /// Queues with pending requests by group.
     pending: Vec<u32>,
     groups_with_pending: u32,
@@ -156,8 +165,8 @@ pub(super) struct Bfq {
     last_idling_start: u64,
     max_budget: u64,
     budgets_assigned: u32,
-    // Whether the device queues.
-    hw_tag: bool,
+    /// Whether the device queues; none: it is not known yet.
+    hw_tag: Option<bool>,
     hw_tag_samples: u32,
     max_in_driver: u32,
     // The device's rate.
@@ -180,8 +189,6 @@ pub(super) struct Bfq {
     wait_dispatch: bool,
     waited: Option<u32>,
     injected: bool,
-    /// Some queue has a waker.
-    wakers: bool,
     last_empty_occupied: u64,
     /// Time of the call, and its jiffy.
     now: u64,
@@ -195,18 +202,30 @@ impl Bfq {
         groups: &[(usize, u32)],
         processes: &[Process],
     ) -> Self {
+        let mut owners: Vec<(Process, u32)> = Vec::new();
+        let queue_of: Vec<_> = processes
+            .iter()
+            .map(|process| {
+                let queue = owners.iter().position(|(owner, _)| owner == process);
+                let queue = queue.unwrap_or(owners.len());
+                if queue == owners.len() {
+                    owners.push((*process, 0));
+                }
+                owners[queue].1 += 1;
+                queue
+            })
+            .collect();
         let weight = |p: &Process| u32::from(8 - p.level.min(7)) * 10;
-        let queues: Vec<_> = processes.iter().map(|p| (p.group, p.class, weight(p))).collect();
-        let user_max_budget = u64::from(parameters.max_budget);
-        let max_budget = if user_max_budget == 0 { DEFAULT_MAX_BUDGET } else { user_max_budget };
-        Self {
+        let queues: Vec<_> = owners.iter().map(|(p, _)| (p.group, p.class, weight(p))).collect();
+        let mut bfq = Self {
             slice_idle: u64::from(parameters.slice_idle_us) * 1000,
             timeout: jiffies(i64::from(parameters.timeout_sync_ms)),
-            timeout_ms: u64::from(parameters.timeout_sync_ms),
             low_latency: parameters.low_latency,
-            user_max_budget,
+            user_max_budget: u64::from(parameters.max_budget),
             hierarchy: Hierarchy::new(groups, &queues),
-            queues: processes.iter().map(|_| Queue::new()).collect(),
+            queues: owners.iter().map(|&(_, processes)| Queue::new(processes > 1)).collect(),
+            outstanding: vec![0; queue_of.len()],
+            queue_of,
             pending: vec![0; groups.len() + 1],
             groups_with_pending: 0,
             weight_counts: Vec::new(),
@@ -218,9 +237,9 @@ impl Bfq {
             idle_timer: None,
             last_budget_start: 0,
             last_idling_start: 0,
-            max_budget,
+            max_budget: 0,
             budgets_assigned: 0,
-            hw_tag: true,
+            hw_tag: None,
             hw_tag_samples: 0,
             max_in_driver: 0,
             peak_rate: REFERENCE_RATE * 2 / 3,
@@ -240,11 +259,22 @@ impl Bfq {
             wait_dispatch: false,
             waited: None,
             injected: false,
-            wakers: false,
             last_empty_occupied: 0,
             now: 0,
             jiffy: 0,
-        }
+        };
+        // As when the parameters are written (bfq_max_budget_store, bfq_timeout_sync_store).
+        bfq.max_budget = match bfq.user_max_budget {
+            0 => bfq.budget_of_rate(),
+            budget => budget,
+        };
+        bfq
+    }
+
+    /// `bfq_calc_max_budget`.
+    const fn budget_of_rate(&self) -> u64 {
+        let timeout_ms = self.timeout as u64 * JIFFY / 1_000_000;
+        (self.peak_rate * 1000 * timeout_ms) >> RATE_SHIFT
     }
 
     fn at(&mut self, now: u64) {
@@ -298,14 +328,14 @@ impl Bfq {
         let raised = self.raise_of(q) > 1
             && (self.raised_busy < self.all_busy()
                 || self.in_driver >= self.queues[q].dispatched + 4);
-        raised || self.asymmetric(Some(q))
+        raised || self.asymmetric(Some(q)) || self.all_busy() == 1
     }
 
     fn idling_boosts(&self, q: usize) -> bool {
         let sequential = !seeky(self.queues[q].seek_history)
             && self.queues[q].io_bound
             && self.queues[q].has_short_think_time;
-        !self.hw_tag && sequential && self.raised_busy == 0
+        self.hw_tag == Some(false) && sequential && self.raised_busy == 0
     }
 
     fn better_to_idle(&self, q: usize) -> bool {
@@ -377,9 +407,24 @@ impl Bfq {
         if self.queues[q].busy {
             self.raised_busy -= 1;
         }
+        if self.queues[q].raised_for != SOFT_RT_RAISE {
+            self.queues[q].soft_rt_next_start = self.jiffy;
+        }
         self.hierarchy.entities[q].raise = 1;
         self.queues[q].raised_for = 0;
         self.queues[q].raised_since = self.jiffy;
+    }
+
+    /// A soft real-time queue counts as interactive again, or not at all if that time is over.
+    fn end_soft_rt(&mut self, q: usize) {
+        let duration = self.raise_duration();
+        if self.queues[q].raise_at_switch + duration < self.jiffy {
+            self.end_raise(q);
+            return;
+        }
+        self.hierarchy.entities[q].raise = RAISE;
+        self.queues[q].raised_for = duration;
+        self.queues[q].raised_since = self.queues[q].raise_at_switch;
     }
 
     /// Gives the queue its weight at once (`__bfq_entity_update_weight_prio`).
@@ -410,6 +455,16 @@ impl Bfq {
         if self.raise_of(q) > 1 {
             self.raised_busy += 1;
         }
+        if let Some(waker) = self.queues[q].waker {
+            self.wakes_last(waker, q);
+        }
+    }
+
+    /// `q` is first of those that `waker` wakes.
+    fn wakes_last(&mut self, waker: usize, q: usize) {
+        let woken = &mut self.queues[waker].woken;
+        woken.retain(|&other| other != q);
+        woken.insert(0, q);
     }
 
     fn del_busy(&mut self, q: usize, expiration: bool) {
@@ -426,7 +481,7 @@ impl Bfq {
 }
 
 impl Queue {
-    fn new() -> Self {
+    fn new(shared: bool) -> Self {
         Self {
             requests: VecDeque::new(),
             dispatched: 0,
@@ -455,7 +510,8 @@ impl Queue {
             last_idle_backlogged: 0,
             service_from_backlogged: 0,
             service_raised: 0,
-            requests_within_timer: 0,
+            io_start: 0,
+            idle_time: 0,
             inject_limit: 0,
             decrease_time: 0,
             last_service_time: 0,
@@ -463,6 +519,8 @@ impl Queue {
             tentative_waker: None,
             waker_detections: 0,
             waker_since: 0,
+            woken: Vec::new(),
+            shared,
         }
     }
 }
@@ -483,14 +541,18 @@ impl Elevator for Bfq {
             (true, false) => 0.75,
             (true, true) => 0.375,
         };
-        // Rounded to the nearest.
-        let limit = (TAGS * part * self.hierarchy.share(process as usize) + 0.5) as u32;
-        held < limit.max(1)
+        !self.hierarchy.over_limit(self.queue_of[process as usize], (TAGS * part) as u64)
     }
 
     fn insert(&mut self, now: u64, request: Request) {
         self.at(now);
-        let q = request.process as usize;
+        let q = self.queue_of[request.process as usize];
+        self.outstanding[request.process as usize] += 1;
+        self.hierarchy.allocate(q, 1);
+        if self.queues[q].io_start == 0 {
+            self.queues[q].io_start = now;
+            self.queues[q].last_end = now;
+        }
         if self.queues[q].just_created && (self.burst_size > 0 || self.all_busy() == 0) {
             self.handle_burst(q);
         }
@@ -502,7 +564,7 @@ impl Elevator for Bfq {
             && queue.raised_for == SOFT_RT_RAISE
             && self.raise_of(q) > 1
         {
-            self.end_raise(q);
+            self.end_soft_rt(q);
         }
         self.add_request(q, request);
         self.enqueued(q, request.sectors);
@@ -539,12 +601,14 @@ impl Elevator for Bfq {
     }
 
     fn has_work(&self) -> bool {
-        self.all_busy() > 0
+        self.queued > 0
     }
 
     fn completed(&mut self, now: u64, request: &Request, _started: u64) -> bool {
         self.at(now);
-        let q = request.process as usize;
+        let q = self.queue_of[request.process as usize];
+        self.outstanding[request.process as usize] -= 1;
+        self.hierarchy.allocate(q, -1);
         if self.waited == Some(request.id) {
             self.update_inject_limit(q);
         }
@@ -564,7 +628,7 @@ impl Elevator for Bfq {
             self.update_rate_and_reset(None);
         }
         self.last_completion = now;
-        self.last_completed = Some(q);
+        self.last_completed = (!self.queues[q].shared).then_some(q);
         if self.queues[q].soft_rt_update
             && idle
             && self.queues[q].requests.is_empty()
@@ -613,6 +677,7 @@ impl Bfq {
         if self.hierarchy.entities[q].budget != budget {
             self.hierarchy.entities[q].budget = budget;
             self.hierarchy.requeue(q, false, false);
+            self.recount_weight(q);
         }
     }
 }

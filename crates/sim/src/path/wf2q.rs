@@ -5,8 +5,7 @@
 //! with the least virtual finish is next. Service is sectors; virtual time runs at service over the sum of
 //! the weights. A group's budget is its next entity's.
 //!
-//! Function by function the kernel's, with its names; classes real-time and best-effort only. In two places the
-//! service that counts follows what was measured (docs/results/path), not the kernel's text: comments say so.
+//! Function by function the kernel's, with its names; classes real-time and best-effort only.
 
 use super::segments::Segments;
 
@@ -51,6 +50,8 @@ pub(super) struct Entity {
     pub(super) plain_weight: u32,
     /// Times that its weight is raised; holds from its next activation, or when it is told to.
     pub(super) raise: u32,
+    /// Requests that it and those below it have, queued or in the driver.
+    allocated: u64,
 }
 
 /// Entities of one class in one group.
@@ -133,6 +134,7 @@ impl Hierarchy {
             weight,
             plain_weight: weight,
             raise: 1,
+            allocated: 0,
         });
         slots.push(index);
         index
@@ -149,18 +151,38 @@ impl Hierarchy {
         self.entities[parent.unwrap_or(queue)].weight
     }
 
-    /// How much of the whole `queue`'s weight is, among the queues and groups that take part.
-    pub(super) fn share(&self, queue: usize) -> f64 {
-        let mut share = 1.0;
+    /// A queue's process gets a request, or (-1) gives one back.
+    pub(super) fn allocate(&mut self, queue: usize, change: i64) {
         let mut entity = Some(queue);
         while let Some(e) = entity {
-            let weights = self.tree(e).weights;
-            if weights > 0 {
-                share *= f64::from(self.entities[e].weight) / weights as f64;
-            }
+            self.entities[e].allocated = self.entities[e].allocated.saturating_add_signed(change);
             entity = self.parent(e);
         }
-        share
+    }
+
+    /// Whether a queue or a group around it has all its part of `limit` requests (`bfqq_request_over_limit`).
+    pub(super) fn over_limit(&self, queue: usize, limit: u64) -> bool {
+        self.part_left(queue, limit) == Some(0)
+    }
+
+    /// An entity's part of `limit` requests by its weight, 0 if it has them all; none if it takes part in nothing.
+    fn part_left(&self, entity: usize, limit: u64) -> Option<u64> {
+        let e = &self.entities[entity];
+        if !e.on_tree {
+            return None;
+        }
+        let limit = match self.parent(entity) {
+            Some(parent) => self.part_left(parent, limit)?,
+            None => limit,
+        };
+        let trees = &self.groups[e.group].trees;
+        let weights = match e.own_group {
+            Some(_) => self.tree(entity).weights,
+            // Those of a better class count 8 times.
+            None => trees[..=usize::from(e.class)].iter().fold(0, |sum, t| sum * 8 + t.weights),
+        };
+        let part = (limit * u64::from(e.weight) + weights / 2) / weights.max(1);
+        Some(if e.allocated >= part { 0 } else { part })
     }
 
     /// Queues in active trees, the one that came last first.
@@ -311,8 +333,6 @@ impl Hierarchy {
             let service = self.entities[entity].service;
             self.calc_finish(entity, service);
             self.entities[entity].start = self.entities[entity].finish;
-            // A group in service is requeued many times: what it was served counts once.
-            self.entities[entity].service = 0;
             if self.entities[entity].tree == Tree::Active {
                 self.active_extract(entity);
             }
@@ -385,15 +405,12 @@ impl Hierarchy {
         }
         let group = self.entities[entity].group;
         let in_service = self.groups[group].in_service == Some(entity);
+        let service = self.entities[entity].service;
+        self.calc_finish(entity, service);
         if in_service {
-            let service = self.entities[entity].service;
-            self.calc_finish(entity, service);
             self.groups[group].in_service = None;
         } else {
-            // It was served by injection alone. The kernel's text leaves the finish of its whole budget, by
-            // which such entities would fall far behind; what is measured does not show that.
-            let service = std::mem::take(&mut self.entities[entity].service);
-            self.calc_finish(entity, service);
+            self.entities[entity].service = 0;
         }
         match self.entities[entity].tree {
             Tree::Active => self.active_extract(entity),
@@ -430,7 +447,6 @@ impl Hierarchy {
         let queue = loop {
             let entity = self.groups[group].next?;
             self.groups[group].in_service = Some(entity);
-            self.entities[entity].service = 0;
             let own = self.entities[entity].own_group;
             // A group with others that are active stays a candidate.
             if own.is_none_or(|g| self.groups[g].active == 1) {

@@ -26,11 +26,14 @@ pub(crate) struct Args {
     #[arg(required = true)]
     campaigns: Vec<PathBuf>,
     /// What a request takes between scheduler and device and back, µs
-    #[arg(long, default_value_t = 110.0)]
+    #[arg(long, default_value_t = 95.0)]
     transport_us: f64,
     /// What it takes beside that (system calls, wake-ups), mean, µs
     #[arg(long, default_value_t = 40.0)]
     software_us: f64,
+    /// Leave out cells whose repetition (of `bench --conditions`: the condition) is below this number
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    from: u32,
     /// Where table.txt and rows.json go [default: nowhere]
     #[arg(long)]
     out: Option<PathBuf>,
@@ -52,6 +55,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     for directory in &args.campaigns {
         cells.extend(campaign::read(directory)?);
     }
+    cells.retain(|cell| cell.key.repetition >= args.from);
     let counted = cells.iter().filter(|c| c.discarded.is_none()).count();
     let mut progress = Progress::new(counted, CELL * counted as u32);
     let rows = compare(&cells, costs, |label| {

@@ -1,8 +1,8 @@
 //! bfq: a request comes. Think time, wakers, bursts of new queues, raised weights, preemption.
 
 use super::{
-    BURST_INTERVAL, Bfq, DEFAULT_WEIGHT, LARGE_BURST, LONG_AGO, MIN_IDLE, RAISE,
-    REQUESTS_WITHIN_TIMER, Reason, SOFT_RT_FACTOR, SOFT_RT_RAISE, jiffies,
+    BURST_INTERVAL, Bfq, DEFAULT_WEIGHT, LARGE_BURST, LONG_AGO, MIN_IDLE, RAISE, Reason,
+    SOFT_RT_FACTOR, SOFT_RT_RAISE, jiffies,
 };
 use crate::path::request::Request;
 
@@ -59,9 +59,28 @@ impl Bfq {
             queue.waker_detections += 1;
         }
         if queue.waker_detections == 3 {
-            self.wakers = true;
-            queue.waker = Some(last);
             queue.tentative_waker = None;
+            if let Some(before) = queue.waker.replace(last) {
+                self.queues[before].woken.retain(|&other| other != q);
+            }
+            self.wakes_last(last, q);
+        }
+    }
+
+    /// `bfq_update_io_intensity`.
+    fn update_io_intensity(&mut self, q: usize) {
+        let queue = &mut self.queues[q];
+        let time = self.now - queue.io_start;
+        if queue.requests.is_empty() && queue.dispatched == 0 {
+            queue.idle_time += self.now - queue.last_end;
+        }
+        if queue.just_created {
+            return;
+        }
+        queue.io_bound = queue.idle_time * 5 <= time;
+        if time > 200_000_000 {
+            queue.io_start = self.now - time / 2;
+            queue.idle_time /= 2;
         }
     }
 
@@ -69,7 +88,7 @@ impl Bfq {
         let old_raise = self.raise_of(q);
         let mut interactive = false;
         self.queued += 1;
-        if self.queues[q].requests.is_empty() {
+        if self.outstanding[request.process as usize] == 1 {
             self.check_waker(q);
             if self.queues[q].decrease_time + jiffies(1_000) <= self.jiffy {
                 self.reset_inject_limit(q);
@@ -86,9 +105,13 @@ impl Bfq {
                 }
             }
         }
+        self.update_io_intensity(q);
         self.queues[q].requests.push_back(request);
         if !self.queues[q].busy {
             interactive = self.idle_to_busy(q, old_raise);
+        } else if self.queues[q].requests.len() == 1 && self.in_service != Some(q) {
+            // It was preempted while it was idled for.
+            self.requeue_with_budget(q);
         }
         if self.low_latency && (old_raise == 1 || self.raise_of(q) == 1 || interactive) {
             self.queues[q].raised_since = self.jiffy;
@@ -151,14 +174,6 @@ impl Bfq {
             queue.in_large_burst = false;
         }
         queue.just_created = false;
-        if !queue.io_bound {
-            if arrived_in_time {
-                queue.requests_within_timer += 1;
-                queue.io_bound = queue.requests_within_timer >= REQUESTS_WITHIN_TIMER;
-            } else {
-                queue.requests_within_timer = 0;
-            }
-        }
         if self.low_latency {
             self.raise_on_arrival(q, old_raise, deserves, interactive, in_burst, soft_rt);
         }

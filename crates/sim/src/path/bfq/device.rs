@@ -30,7 +30,7 @@ impl Bfq {
                 let divisor = 10 - (weight * self.delta_from_first / 1_000_000_000).min(8);
                 self.peak_rate = (self.peak_rate * (divisor - 1) / divisor + rate / divisor).max(1);
                 if self.user_max_budget == 0 {
-                    self.max_budget = (self.peak_rate * 1000 * self.timeout_ms) >> RATE_SHIFT;
+                    self.max_budget = self.budget_of_rate();
                 }
             }
         }
@@ -67,7 +67,7 @@ impl Bfq {
     /// `bfq_update_hw_tag`.
     pub(super) fn update_hw_tag(&mut self) {
         self.max_in_driver = self.max_in_driver.max(self.in_driver);
-        if self.in_driver + self.queued <= 3 {
+        if self.hw_tag == Some(true) || self.in_driver + self.queued <= 3 {
             return;
         }
         if let Some(q) = self.in_service {
@@ -81,7 +81,7 @@ impl Bfq {
         if self.hw_tag_samples <= 32 {
             return;
         }
-        self.hw_tag = self.max_in_driver > 3;
+        self.hw_tag = Some(self.max_in_driver > 3);
         self.max_in_driver = 0;
         self.hw_tag_samples = 0;
     }

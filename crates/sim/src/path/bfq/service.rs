@@ -1,8 +1,8 @@
 //! bfq: which queue is in service, for how long, what it is charged, and whose requests are injected.
 
 use super::{
-    Bfq, JIFFY, LARGE, MAX_SERVICE_RAISED, MAX_SOFT_RT_RATE, MIN_THINK_TIME, RAISE, Reason,
-    SOFT_RT_RAISE, STATS_MIN_BUDGETS, TIMEOUT_MS, seeky,
+    Bfq, JIFFY, LARGE, MAX_SERVICE_RAISED, MAX_SOFT_RT_RATE, MIN_THINK_TIME, Reason, SOFT_RT_RAISE,
+    STATS_MIN_BUDGETS, TIMEOUT_MS, seeky,
 };
 
 impl Bfq {
@@ -55,11 +55,7 @@ impl Bfq {
     /// `bfq_bfqq_charge_time`.
     pub(super) fn charge_time(&mut self, q: usize, ms: u64) {
         let service = self.hierarchy.entities[q].service;
-        let mut charge = service;
-        if ms > 0 && ms < TIMEOUT_MS {
-            charge = self.max_budget * ms / TIMEOUT_MS;
-        }
-        let charge = charge.max(service);
+        let charge = (self.max_budget * ms.min(TIMEOUT_MS) / TIMEOUT_MS).max(service);
         let entity = &mut self.hierarchy.entities[q];
         entity.budget = entity.budget.max(charge);
         self.served(q, charge - service);
@@ -95,17 +91,13 @@ impl Bfq {
         {
             self.charge_time(q, ms);
         }
-        let entity = &self.hierarchy.entities[q];
-        if reason == Reason::TooIdle && entity.service <= 2 * entity.budget / 10 {
-            self.queues[q].io_bound = false;
-        }
         if self.low_latency && !raised {
             self.queues[q].raised_since = self.jiffy;
         }
         if self.low_latency && self.queues[q].requests.is_empty() {
             if self.queues[q].dispatched > 0 {
                 self.queues[q].soft_rt_update = true;
-            } else if self.raise_of(q) != RAISE {
+            } else {
                 self.queues[q].soft_rt_next_start = self.soft_rt_next_start(q);
             }
         }
@@ -163,6 +155,7 @@ impl Bfq {
             self.del_busy(q, true);
         } else {
             self.hierarchy.requeue(q, true, true);
+            self.recount_weight(q);
         }
         self.queues[q].wait_request = false;
         self.idle_timer = None;
@@ -226,11 +219,8 @@ impl Bfq {
             return Some(waker);
         }
         // A queue that waits for this one's requests.
-        let blocked = |o: &usize| self.queues[*o].waker == Some(q);
-        if self.wakers
-            && let Some(blocked) = (0..self.queues.len()).find(blocked)
+        if let Some(&blocked) = self.queues[q].woken.first()
             && self.queues[blocked].busy
-            && !self.queues[blocked].has_short_think_time
             && fits(blocked)
         {
             return Some(blocked);
@@ -261,15 +251,10 @@ impl Bfq {
             if queue.in_large_burst {
                 self.end_raise(q);
             } else if queue.raised_since + queue.raised_for < self.jiffy {
-                if queue.raised_for != SOFT_RT_RAISE
-                    || queue.raise_at_switch + self.raise_duration() < self.jiffy
-                {
-                    self.end_raise(q);
+                if queue.raised_for == SOFT_RT_RAISE {
+                    self.end_soft_rt(q);
                 } else {
-                    // Back to interactive.
-                    self.hierarchy.entities[q].raise = RAISE;
-                    self.queues[q].raised_for = self.raise_duration();
-                    self.queues[q].raised_since = self.queues[q].raise_at_switch;
+                    self.end_raise(q);
                 }
             }
             if self.raise_of(q) > 1
