@@ -23,6 +23,7 @@ from rtvirtio._core import (
     plan,
     predict,
     regime,
+    scheme,
     simulate,
     table_iii,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "plan",
     "predict",
     "regime",
+    "scheme",
     "simulate",
     "table_iii",
     "types",

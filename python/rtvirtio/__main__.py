@@ -1,4 +1,4 @@
-"""`python -m rtvirtio`: campaigns, training and figures."""
+"""`python -m rtvirtio`: campaigns, cases, training and figures."""
 
 import argparse
 import json
@@ -6,8 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
+from typing import TYPE_CHECKING
 
 from rtvirtio import __version__, grid
+
+if TYPE_CHECKING:
+    from rtvirtio.campaign import Summary
 
 DONE, FAILED, USAGE, INCOMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -46,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
               python -m rtvirtio campaign table2 --out table2 --scheduler tcp://10.0.0.1:8786"""),
     )
     defaults = grid.Settings("table2")
-    campaign.add_argument("grid", choices=list(grid.SIZES))
+    campaign.add_argument("grid", choices=["table2", "wide", "figures"])
     campaign.add_argument("--out", type=Path, required=True, help="directory of the campaign")
     campaign.add_argument("--size", type=int, default=0, help="conditions, roughly (the grid's own)")
     campaign.add_argument("--device", default=defaults.device, help="simulated disk (%(default)s)")
@@ -64,8 +68,37 @@ def _parser() -> argparse.ArgumentParser:
         help="but no longer than N windows (%(default)s)",
     )  # fmt: skip
     campaign.add_argument("--seed", type=int, default=defaults.seed, help="(%(default)s)")
-    campaign.add_argument("--workers", type=int, help="processes of the local cluster (one a core)")
-    campaign.add_argument("--scheduler", metavar="ADDRESS", help="a Dask scheduler, tcp://HOST:PORT")
+    _add_cluster(campaign)
+
+    cases = verbs.add_parser(
+        "cases",
+        help="simulate the 24 cases under each scheme (Fig. 8)",
+        formatter_class=raw,
+        description=(
+            "Simulates the 24 cases under the paper's baselines, the planner by three models and the data\n"
+            "plane, 20 runs of 5 minutes each. Writes the runs, table.txt and cases.json to OUT."
+        ),
+        epilog=dedent("""\
+            A run passes if each task's judged percentile is within its target and 0.95 of its rate was
+            delivered. A plan's refusal is a miss. Killed or interrupted, it goes on where it was.
+
+            Example:
+              python -m rtvirtio cases --profile profile.json --model trained/mlp.onnx --out cases"""),
+    )
+    cases.add_argument("--profile", type=Path, required=True, help="the device's, of `rtvirtio calibrate`")
+    cases.add_argument("--model", type=Path, required=True, help="ONNX file of `train`: the scheme mlp")
+    cases.add_argument("--out", type=Path, required=True, help="directory of the runs")
+    cases.add_argument("--device", default=defaults.device, help="simulated disk (%(default)s)")
+    cases.add_argument("--tier", default="paper", choices=["paper", "strict"], help="targets (%(default)s)")
+    cases.add_argument(
+        "--neighbour", default="none", choices=["none", "writer"], help="beside the VMs (%(default)s)"
+    )
+    cases.add_argument("--repetitions", type=int, default=20, metavar="N", help="(%(default)s)")
+    cases.add_argument(
+        "--window", type=float, default=300.0, metavar="S", help="simulated seconds of a run (%(default)s)"
+    )
+    cases.add_argument("--seed", type=int, default=1, help="(%(default)s)")
+    _add_cluster(cases)
 
     train = verbs.add_parser(
         "train",
@@ -87,6 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--out", type=Path, required=True, help="directory of the results")
     train.add_argument("--profile", type=Path, help="the device's, of `rtvirtio calibrate`")
     train.add_argument("--shown", type=Path, help="a campaign `figures`: predict it too, for Fig. 5")
+    train.add_argument(
+        "--cells", type=Path, help="cells.jsonl of `rtvirtio bench`: real conditions as judges"
+    )
     train.add_argument("--sizes", action="store_true", help="study of sizes, for Fig. 3")
     train.add_argument("--seed", type=int, default=1, help="(%(default)s)")
 
@@ -104,10 +140,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     figures.add_argument("--campaign", type=Path, help="a campaign `figures`: Figs. 2 and 5")
     figures.add_argument("--trained", type=Path, help="what `train` wrote: Figs. 3, 5, 6, Table III")
+    figures.add_argument("--cases", type=Path, help="what `cases` wrote: Fig. 8")
     figures.add_argument("--cells", type=Path, help="cells.jsonl of `rtvirtio bench`: Figs. 7 and 8")
     figures.add_argument("--only", nargs="+", metavar="NAME", help="fig2, fig5a, table3, ...")
     figures.add_argument("--out", type=Path, required=True, help="directory of the figures")
     return parser
+
+
+def _add_cluster(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--workers", type=int, help="processes of the local cluster (one a core)")
+    verb.add_argument("--scheduler", metavar="ADDRESS", help="a Dask scheduler, tcp://HOST:PORT")
+
+
+def _ended(summary: "Summary") -> int:
+    if summary.interrupted:
+        print("interrupted; run it again to go on", file=sys.stderr)
+        return INTERRUPTED
+    return DONE if summary.complete else INCOMPLETE
 
 
 def _campaign(args: argparse.Namespace) -> int:
@@ -115,17 +164,33 @@ def _campaign(args: argparse.Namespace) -> int:
 
     names = ("grid", "size", "device", "window", "percentile", "longest", "seed")
     settings = grid.Settings(**{name: getattr(args, name) for name in names})
-    summary = campaign.run(settings, args.out, scheduler=args.scheduler, workers=args.workers)
-    if summary.interrupted:
-        print("interrupted; run it again to go on", file=sys.stderr)
-        return INTERRUPTED
-    return DONE if summary.complete else INCOMPLETE
+    return _ended(campaign.run(settings, args.out, scheduler=args.scheduler, workers=args.workers))
+
+
+def _cases(args: argparse.Namespace) -> int:
+    from rtvirtio import cases
+
+    settings = grid.Settings("cases", device=args.device, window=args.window, longest=1.0, seed=args.seed)
+    summary = cases.run(
+        args.out,
+        settings,
+        json.loads(args.profile.read_text()),
+        args.model.read_bytes(),
+        tier=args.tier,
+        neighbour=args.neighbour,
+        repetitions=args.repetitions,
+        scheduler=args.scheduler,
+        workers=args.workers,
+    )
+    if summary.complete:
+        print((args.out / "table.txt").read_text(), end="")
+    return _ended(summary)
 
 
 def _train(args: argparse.Namespace) -> int:
     import pyarrow as pa
 
-    from rtvirtio import parts, train
+    from rtvirtio import cases, parts, train
 
     profile = None if args.profile is None else json.loads(args.profile.read_text())
     result = train.train(
@@ -133,27 +198,41 @@ def _train(args: argparse.Namespace) -> int:
         args.out,
         profile=profile,
         shown=None if args.shown is None else parts.load(args.shown),
+        cells=None if args.cells is None else cases.read_cells(args.cells),
         sizes=args.sizes,
         seed=args.seed,
     )
-    print(f"\n{'':12} {'rows':>7} {'median factor':>14} {'p90':>6} {'MAE, ms':>9} {'too low':>8}")
-    for name, e in result["errors"].items():
+    print("\nSimulated conditions that no model has seen:")
+    _print_errors(result["errors"], result["bounds"])
+    if result["real"] is not None:
+        print("\nReal conditions that no model has seen, where bfq idles:")
+        _print_errors(result["real"]["errors_idling"], {})
+        print("\nAll real conditions that no model has seen:")
+        _print_errors(result["real"]["errors"], result["real"]["bounds"])
+    print(f"\nwritten to {args.out}")
+    return DONE
+
+
+def _print_errors(errors: dict[str, dict[str, float]], bounds: dict[str, dict[str, float]]) -> None:
+    print(
+        f"{'':12} {'rows':>7} {'median factor':>14} {'p90':>6} {'MAE, ms':>9} {'too low':>8}"
+        f"{'bound held':>12} {'bound / measured, median':>26}"
+    )
+    for name, e in errors.items():
         if e["rows"]:
-            print(
+            line = (
                 f"{name:12} {e['rows']:>7} {e['median_factor']:>14.2f} {e['p90_factor']:>6.2f} "
                 f"{e['mae_ms']:>9.2f} {e['underestimated']:>8.1%}"
             )
-    print(f"\n{'':12} {'bound held':>11} {'bound / measured, median':>26}")
-    for name, b in result["bounds"].items():
-        print(f"{name:12} {b['held']:>11.1%} {b['median_bound_over_measured']:>26.2f}")
-    print(f"\nwritten to {args.out}")
-    return DONE
+            if (b := bounds.get(name)) is not None:
+                line += f"{b['held']:>12.1%} {b['median_bound_over_measured']:>26.2f}"
+            print(line)
 
 
 def _figures(args: argparse.Namespace) -> int:
     from rtvirtio import figures
 
-    sources = figures.read_sources(args.campaign, args.trained, args.cells)
+    sources = figures.read_sources(args.campaign, args.trained, args.cells, args.cases)
     lacking = figures.draw(sources, args.out, args.only or figures.NAMES)
     return INCOMPLETE if lacking else DONE
 
@@ -161,7 +240,7 @@ def _figures(args: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a verb; gives back the exit code."""
     args = _parser().parse_args(arguments)
-    verb = {"campaign": _campaign, "train": _train, "figures": _figures}[args.verb]
+    verb = {"campaign": _campaign, "cases": _cases, "train": _train, "figures": _figures}[args.verb]
     try:
         return verb(args)
     except KeyboardInterrupt:

@@ -10,9 +10,11 @@ from rtvirtio.types import (
     PaperFit,
     Plan,
     Prediction,
+    Priority,
     Profile,
     Reading,
     Regime,
+    SchemeSettings,
 )
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "plan",
     "predict",
     "regime",
+    "scheme",
     "simulate",
     "table_iii",
 ]
@@ -55,11 +58,13 @@ def table_iii() -> PaperFit: ...
 def case(
     name: str, tier: str = "strict", neighbour: str = "none", window_ns: int = 30_000_000_000
 ) -> str: ...
+def scheme(name: str, specification: str, iops_4k: float) -> SchemeSettings: ...
 def plan(
     specification: str,
     profiles: Mapping[str, Profile],
     observed: Sequence[object] | None = None,
     onnx: bytes | None = None,
+    model: str = "structural",
 ) -> Plan: ...
 def predict(
     specification: str,
@@ -78,4 +83,6 @@ def condition(
     nesting: int = 1,
     transport_ns: int = 0,
     software_ns: int = 0,
+    priorities: Mapping[str, Priority] | None = None,
+    data_plane: bool = False,
 ) -> Condition: ...

@@ -237,17 +237,18 @@ def run(
     settings: grid.Settings,
     out: Path,
     *,
+    conditions: dict[str, Condition] | None = None,
     scheduler: str | None = None,
     workers: int | None = None,
     part: int = PART,
     say: Callable[[str], object] = print,
 ) -> Summary:
-    """Simulates what of the grid is not yet in ``out``, on a cluster of ``workers`` processes (one a
-    core) or on the Dask scheduler at an address.
+    """Simulates what of the grid (or of ``conditions``, by id) is not yet in ``out``, on a cluster of
+    ``workers`` processes (one a core) or on the Dask scheduler at an address.
     """
     out.mkdir(parents=True, exist_ok=True)
     with _alone(out):
-        wanted = grid.conditions(settings)
+        wanted = grid.conditions(settings) if conditions is None else conditions
         _check_in(out, settings, list(wanted))
         parts.clear_staged(out)
         summary = Summary(len(wanted), 0)

@@ -1,10 +1,11 @@
 """The paper's figures from our data, as SVG and PNG: Figs. 2, 3, 5a-c, 6, 7, 8 and Table III.
 
 Figs. 2 and 5 need a campaign of the grid `figures`, Figs. 3, 5's curves, 6 and Table III what training
-wrote, Figs. 7 and 8 the cells of `rtvirtio bench`. Nothing is made up: a figure whose data is not there
-is not drawn, and is named with what it lacks.
+wrote, Fig. 8 what `cases` came to, Figs. 7 and 8 the cells of `rtvirtio bench`. Nothing is made up: a figure
+whose data is not there is not drawn, and is named with what it lacks.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from rtvirtio import grid
+from rtvirtio import cases, grid
 
 NAMES = ("fig2", "fig3", "fig5a", "fig5b", "fig5c", "fig6", "fig7", "fig8", "table3")
 MODELS = ("paper", "mlp", "mlp-over", "boosting")
@@ -44,6 +45,8 @@ class Sources:
     training: Path | None = None
     #: Cells of `rtvirtio bench`.
     cells: list[dict[str, Any]] = field(default_factory=list)
+    #: What `cases` came to.
+    verdicts: list[cases.Verdict] = field(default_factory=list)
 
     def tails(self, figure: str) -> dict[str, list[dict[str, Any]]]:
         """Rows of each place of a figure, in the figure's order."""
@@ -186,9 +189,17 @@ def fig5c(sources: Sources) -> Figure:
 
 def fig6(sources: Sources) -> Figure:
     """Distribution of prediction errors."""
-    table = sources.predictions("predictions.parquet", "predictions.parquet of `train`")
+    tables = [(sources.predictions("predictions.parquet", "predictions.parquet of `train`"), "simulated")]
+    with contextlib.suppress(MissingError):
+        tables.append((sources.predictions("real.parquet", ""), "measured"))
+    figure, panels = _figure(6.0 * len(tables), columns=len(tables))
+    for axes, (table, what) in zip(panels, tables, strict=True):
+        _errors(axes, table, what)
+    return figure
+
+
+def _errors(axes: Axes, table: pa.Table, what: str) -> None:
     measured = table["measured_ms"].to_numpy()
-    figure, (axes,) = _figure()
     drawn = {model: measured - table[f"{model}_ms"].to_numpy() for model in MODELS}
     drawn = {model: error[np.isfinite(error)] for model, error in drawn.items()}
     # The paper's model may be off by much more than the others; 98 % of these set the range.
@@ -204,9 +215,9 @@ def fig6(sources: Sources) -> Figure:
         weights = np.full(len(error), 1 / len(error))
         axes.hist(error, bins.tolist(), weights=weights, histtype="step", color=COLOURS[model], label=label)
     axes.axvline(0, color="0.6", linewidth=0.8, zorder=0)
-    axes.set(xlabel="measured − predicted, ms (negative: overestimate)", ylabel="fraction of rows")
+    xlabel = f"{what} − predicted, ms (negative: overestimate)"
+    axes.set(xlabel=xlabel, ylabel="fraction of rows", title=f"{len(measured):,} {what} rows")
     axes.legend(fontsize=8)
-    return figure
 
 
 def fig7(sources: Sources) -> Figure:
@@ -241,31 +252,60 @@ def fig7(sources: Sources) -> Figure:
     return figure
 
 
-def fig8(sources: Sources) -> Figure:
-    """Pass rates by case and scheme."""
+def _measured(cells: list[dict[str, Any]]) -> list[cases.Verdict]:
+    """Real cells as verdicts, the schemes in their order."""
     runs: dict[tuple[str, str], list[bool]] = {}
-    for cell in sources.cells:
+    for cell in cells:
         if cell["discarded"] is None:
             key = cell["key"]
             runs.setdefault((key["case"], key["scheme"]), []).append(cell["passed"])
-    if not runs:
-        raise MissingError("cells (`rtvirtio bench`)")
-    cases = sorted({case for case, _ in runs})
-    schemes = list(dict.fromkeys(scheme for _, scheme in runs))
-    figure, (axes,) = _figure(max(6.0, 1.1 * len(cases)), 3.8)
-    width = 0.8 / len(schemes)
+    return [
+        cases.Verdict(case, scheme, len(passed), sum(passed), sum(passed))
+        for (case, scheme), passed in sorted(runs.items(), key=lambda run: run[0][0])
+    ]
+
+
+def _pass_rates(axes: Axes, verdicts: list[cases.Verdict], what: str) -> None:
+    names = list(dict.fromkeys(v.case for v in verdicts))
+    schemes = list(dict.fromkeys(v.scheme for v in verdicts))
+    by_place = {(v.case, v.scheme): v for v in verdicts}
+    width = 0.84 / len(schemes)
+    means = cases.averages(verdicts)
+    # After the cases: the averages, and the paper's as lines across them.
     for offset, scheme in enumerate(schemes):
-        rates = [100 * float(np.mean(runs.get((case, scheme), [np.nan]))) for case in cases]
-        at = np.arange(len(cases)) + (offset - (len(schemes) - 1) / 2) * width
-        axes.bar(at, rates, width, label=scheme)
+        found = [by_place.get((case, scheme)) for case in names]
+        rates = [np.nan if v is None else 100 * v.passed / v.runs for v in found]
+        mean, low, high = means[scheme]
+        at = np.arange(len(names) + 1) + (offset - (len(schemes) - 1) / 2) * width
+        colour = f"C{offset}"
+        axes.bar(at, [*rates, mean], width, label=scheme, color=colour)
+        axes.errorbar(at[-1], mean, [[mean - low], [high - mean]], color="k", linewidth=0.8)
         # A bar of nothing is a result too.
-        zero = [x for x, rate in zip(at, rates, strict=True) if rate == 0]
-        axes.plot(zero, [0] * len(zero), "|", color=f"C{offset}", markersize=8)
-    axes.set_xticks(range(len(cases)), cases)
-    counts = sorted({len(passed) for passed in runs.values()})
+        zero = [x for x, rate in zip(at, [*rates, mean], strict=True) if rate == 0]
+        axes.plot(zero, [0] * len(zero), "|", color=colour, markersize=8)
+        if scheme in cases.PAPER:
+            paper = cases.PAPER[scheme]
+            axes.plot([at[-1] - width / 2, at[-1] + width / 2], [paper] * 2, color="k", linewidth=2)
+    axes.axvline(len(names) - 0.5, color="0.6", linewidth=0.8)
+    axes.set_xticks(range(len(names) + 1), [*names, "average"], fontsize=8)
+    counts = sorted({v.runs for v in verdicts})
     of = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-    axes.set(ylabel="runs passed, %", title=f"{of} runs of each case and scheme", ylim=(0, 105))
-    axes.legend(fontsize=7, ncols=len(schemes), loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    axes.set(ylabel="runs passed, %", title=f"{what}: {of} runs of each case and scheme", ylim=(0, 105))
+    axes.set_xlim(-0.6, len(names) + 0.6)
+    axes.legend(fontsize=7, ncols=len(schemes), loc="upper center", bbox_to_anchor=(0.5, -0.1))
+
+
+def fig8(sources: Sources) -> Figure:
+    """Pass rates by case and scheme; black lines at the averages are the paper's."""
+    measured = _measured(sources.cells)
+    panels = [(v, what) for v, what in ((sources.verdicts, "simulated"), (measured, "measured")) if v]
+    if not panels:
+        raise MissingError("runs of `cases`, and no cells (`rtvirtio bench`)")
+    most = max(len({v.case for v in verdicts}) for verdicts, _ in panels)
+    figure = Figure(figsize=(max(7.0, 0.75 * most), 3.8 * len(panels)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (verdicts, what) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+        _pass_rates(axes, verdicts, what)
     return figure
 
 
@@ -320,13 +360,11 @@ def draw(
     return lacking
 
 
-def read_cells(path: Path) -> list[dict[str, Any]]:
-    """Cells of `rtvirtio bench`: JSON lines."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
-
-
 def read_sources(
-    shown: Path | None = None, training: Path | None = None, cells: Path | None = None
+    shown: Path | None = None,
+    training: Path | None = None,
+    cells: Path | None = None,
+    evaluated: Path | None = None,
 ) -> Sources:
     """Sources from what is on disk."""
     from rtvirtio import parts
@@ -340,5 +378,6 @@ def read_sources(
         None if shown is None else parts.load(shown),
         settings,
         training,
-        [] if cells is None else read_cells(cells),
+        [] if cells is None else cases.read_cells(cells),
+        [] if evaluated is None else cases.read(evaluated),
     )

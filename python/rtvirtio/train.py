@@ -11,14 +11,19 @@ logarithm of the tail in seconds, so that errors are relative. Rows of one condi
 are for training (80 %), for conformal scores (10 %) or for the test (10 %), by the condition's id; folds
 are cut between conditions too. Errors are of the test's rows at the judged percentile.
 
+Conditions that were measured for real (`rows_of_cells`) judge the models as well: in each of five folds
+they are trained on simulated rows and, with as much weight, on three fifths of the real conditions, their
+bounds are calibrated on a fifth and judged on the last, so that each real condition is judged once.
+
 The bounds are MAPIE's split conformal ones, with signed scores, of which the upper end is used: each end of
 an interval of 90 % is missed by 5 %. Task-rows of one condition are not independent, so coverage is
 measured on the test rather than taken on trust.
 """
 
 import json
+import tomllib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,7 +48,7 @@ from sklearn.preprocessing import StandardScaler
 from threadpoolctl import threadpool_limits
 
 from rtvirtio import _core
-from rtvirtio.types import Condition, PaperFit, Profile
+from rtvirtio.types import Condition, Length, PaperFit, Profile
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -89,11 +94,16 @@ class Rows:
     def __len__(self) -> int:
         return len(self.tail)
 
-    def take(self, where: npt.NDArray[np.bool_]) -> "Rows":
-        """Those rows."""
-        names = [field.name for field in fields(self) if field.name != "conditions"]
-        columns = {name: getattr(self, name)[where] for name in names}
+    def take(self, where: npt.NDArray[Any]) -> "Rows":
+        """Those rows: a mask, or places."""
+        columns = {name: getattr(self, name)[where] for name in _ROW_COLUMNS}
         return Rows(self.conditions, **columns)
+
+    def joined(self, other: "Rows") -> "Rows":
+        """These rows and those."""
+        columns = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in _ROW_COLUMNS}
+        columns["condition"][len(self) :] += len(self.conditions)
+        return Rows(self.conditions + other.conditions, **columns)
 
     def part(self, *tenths: int) -> "Rows":
         """The rows of those tenths of all conditions."""
@@ -103,7 +113,11 @@ class Rows:
         return self.take(np.isin(tenth[self.condition], tenths))
 
 
+_ROW_COLUMNS = [field.name for field in fields(Rows) if field.name != "conditions"]
 TEST, CALIBRATION, TRAINING = (0,), (1,), (2, 3, 4, 5, 6, 7, 8, 9)
+
+#: A task's tail: VM, task, percentile, whether it is the judged one, s.
+Tail = tuple[int, int, float, bool, float]
 
 
 def rows(table: pa.Table) -> Rows:
@@ -113,25 +127,62 @@ def rows(table: pa.Table) -> Rows:
     for row in table.select([*columns, *(name for _, name in _COLUMNS)]).to_pylist():
         if row["requested_iops"] is not None:
             by_id.setdefault(row["id"], []).append(row)
+
+    def found() -> Iterable[tuple[Condition, list[Tail]]]:
+        for of_condition in by_id.values():
+            tails: list[Tail] = []
+            for row in of_condition:
+                for percentile, column in _COLUMNS:
+                    beyond = int(row["n"] * (1 - percentile / 100) + 1e-6)
+                    if beyond >= BEYOND and row[column]:
+                        judged = percentile == row["percentile"]
+                        tails.append((row["vm"], row["task"], percentile, judged, row[column] / 1e9))
+            yield json.loads(of_condition[0]["condition"]), tails
+
+    return _rows(found())
+
+
+def rows_of_cells(cells: Iterable[dict[str, Any]]) -> Rows:
+    """Cells of `rtvirtio bench` that count: each task with a rate, at its judged percentile."""
+
+    def found() -> Iterable[tuple[Condition, list[Tail]]]:
+        for cell in cells:
+            if cell["discarded"] is not None:
+                continue
+            key = cell["key"]
+            window = round(cell["window_s"] * 1e9)
+            specification = _core.case(key["case"], key["tier"], key["neighbour"], window)
+            [(name, settings)] = cell["settings"].items()
+            length: Length = {"at_least": window, "at_most": window}
+            condition = _core.condition(
+                specification, settings, name, _core.device(cell["device"]), length, key["repetition"]
+            )
+            places = {
+                (vm["name"], task["name"]): (i, j)
+                for i, vm in enumerate(tomllib.loads(specification)["vm"])
+                for j, task in enumerate(vm.get("task", []))
+            }
+            tails: list[Tail] = []
+            for task in cell["tasks"]:
+                if (judged := task["judged"]) is not None:
+                    vm, number = places[task["vm"], task["task"]]
+                    tails.append((vm, number, judged["percentile"], True, judged["value"] / 1e9))
+            yield condition, tails
+
+    return _rows(found())
+
+
+def _rows(found: Iterable[tuple[Condition, list[Tail]]]) -> Rows:
     conditions: list[Condition] = []
     places: list[tuple[int, int, int, float, bool, float]] = []
     features: list[list[float]] = []
-    for of_condition in by_id.values():
-        condition: Condition = json.loads(of_condition[0]["condition"])
-        asked = []
-        for row in of_condition:
-            for percentile, column in _COLUMNS:
-                beyond = int(row["n"] * (1 - percentile / 100) + 1e-6)
-                if beyond >= BEYOND and row[column]:
-                    vm, task = row["vm"], row["task"]
-                    asked.append((vm, task, percentile))
-                    judged = percentile == row["percentile"]
-                    tail = np.log10(row[column] / 1e9)
-                    places.append((len(conditions), vm, task, percentile, judged, tail))
-        features += _core.features(condition, asked)
+    for condition, tails in found:
+        for vm, task, percentile, judged, seconds in tails:
+            places.append((len(conditions), vm, task, percentile, judged, np.log10(seconds)))
+        features += _core.features(condition, [(vm, task, percentile) for vm, task, percentile, *_ in tails])
         conditions.append(condition)
     if not places:
-        raise ValueError("no task of the campaign has ten samples beyond its p99")
+        raise ValueError("no task has ten samples beyond its p99")
     condition_, vm_, task_, percentile_, judged_, tail_ = zip(*places, strict=True)
     return Rows(
         conditions,
@@ -309,9 +360,8 @@ def errors(measured: Floats, predicted: Floats) -> dict[str, float]:
     }
 
 
-def conformal(model: Regressor, calibration: Rows, test: Rows) -> dict[str, float]:
-    """MAPIE's one-sided bound, on rows at the judged percentile."""
-    calibration, test = calibration.take(calibration.judged), test.take(test.judged)
+def bounds(model: Regressor, calibration: Rows, test: Rows) -> Floats:
+    """MAPIE's one-sided bound for each row of ``test``, log10 s."""
     mapie = SplitConformalRegressor(
         model,
         # Of a two-sided interval with signed scores each end is missed by half.
@@ -321,13 +371,65 @@ def conformal(model: Regressor, calibration: Rows, test: Rows) -> dict[str, floa
     )
     mapie.conformalize(calibration.features, calibration.tail)
     _, interval = mapie.predict_interval(test.features)
-    bound = interval[:, 1, 0]
+    return np.asarray(interval[:, 1, 0])
+
+
+def covered(bound: Floats, test: Rows) -> dict[str, float]:
+    """How bounds held, and how far they are above what was measured."""
     return {
         "confidence": CONFIDENCE,
         "rows": len(test),
         "held": float(np.mean(test.tail <= bound)),
         "median_bound_over_measured": float(np.median(10 ** (bound - test.tail))),
     }
+
+
+def conformal(model: Regressor, calibration: Rows, test: Rows) -> dict[str, float]:
+    """How bounds hold on rows at the judged percentile."""
+    calibration, test = calibration.take(calibration.judged), test.take(test.judged)
+    return covered(bounds(model, calibration, test), test)
+
+
+def on_real(
+    real: Rows, simulated: Rows, throughput: int, seed: int, say: Callable[[str], object]
+) -> tuple[dict[str, Any], pa.Table]:
+    """Models on real conditions that they have not seen: errors, bounds, predictions."""
+    rng = np.random.default_rng(seed)
+    kept = rng.permutation(len(simulated))[:STUDY_ROWS]
+    simulated = simulated.take(np.sort(kept))
+    # Repetitions of one condition have one fold.
+    names = [json.dumps({**c, "seed": 0}, sort_keys=True) for c in real.conditions]
+    distinct = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    order = rng.permutation(len(distinct))
+    fold = np.array([order[distinct[name]] % FOLDS for name in names])[real.condition]
+    models = ("mlp", "mlp-over", "boosting")
+    predicted = {name: np.full(len(real), np.nan) for name in ("paper", *models)}
+    bound = {name: np.full(len(real), np.nan) for name in models}
+    for number in range(FOLDS):
+        test, calibrated = fold == number, fold == (number + 1) % FOLDS
+        training = real.take(~test & ~calibrated)
+        paper = Paper(training, throughput)
+        predicted["paper"][test] = paper.predict(real.take(test))
+        times = max(1, round(len(simulated) / len(training)))
+        both = simulated.joined(training.take(np.tile(np.arange(len(training)), times)))
+        made: dict[str, Regressor] = {
+            "mlp": ensemble(both, seed=seed)[0],
+            "mlp-over": ensemble(both, OVER, seed)[0],
+            "boosting": boosting(both, 0.5, seed),
+        }
+        for name, model in made.items():
+            predicted[name][test] = model.predict(real.features[test])
+            bound[name][test] = bounds(model, real.take(calibrated), real.take(test))
+        say(f"real conditions: fold {number + 1} of {FOLDS} done")
+    spoken = np.isfinite(predicted["paper"])
+    result = {
+        "conditions": len(distinct),
+        "errors": {name: errors(real.tail, values) for name, values in predicted.items()},
+        # Where the paper's model speaks.
+        "errors_idling": {name: errors(real.tail[spoken], v[spoken]) for name, v in predicted.items()},
+        "bounds": {name: covered(values, real) for name, values in bound.items()},
+    }
+    return result, _predictions(real, predicted)
 
 
 def describe(model: Regressor, training: Rows, calibration: Rows, profile: Profile) -> str:
@@ -425,12 +527,14 @@ def train(
     profile: Profile | None = None,
     throughput: int = 363_000_000,
     shown: pa.Table | None = None,
+    cells: list[dict[str, Any]] | None = None,
     sizes: bool = False,
     seed: int = 1,
     say: Callable[[str], object] = print,
 ) -> dict[str, Any]:
     """Trains all models, writes `training.json`, `predictions.parquet` and, with a profile of the device,
-    ONNX files to ``out``; with ``shown`` (the grid `figures`) its predictions too. Gives back the JSON.
+    ONNX files to ``out``; with ``shown`` (the grid `figures`) its predictions too, with ``cells`` how the
+    models do on real conditions. Gives back the JSON.
     """
     out.mkdir(parents=True, exist_ok=True)
     data = rows(table)
@@ -482,7 +586,11 @@ def train(
         "errors": {name: errors(judged.tail, values) for name, values in predicted.items()},
         "bounds": {name: conformal(model, calibration, test) for name, model in models.items()},
         "sizes": study(training, say) if sizes else None,
+        "real": None,
     }
+    if cells is not None:
+        result["real"], found = on_real(rows_of_cells(cells), training, throughput, seed, say)
+        pq.write_table(found, out / "real.parquet")
     if profile is None:
         say("no profile of the device: no ONNX file is written (--profile)")
     else:

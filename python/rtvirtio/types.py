@@ -75,12 +75,16 @@ class Task(TypedDict):
     deadline: NotRequired[int | None]
 
 
+#: A process's I/O class and level: {"real-time": 0} to {"best-effort": 7}.
+Priority = dict[str, int]
+
+
 class Vm(TypedDict):
     """One VM; without ``guest`` its tasks are processes of the host."""
 
     weight: int
     limits: NotRequired[Limits]
-    priority: NotRequired[dict[str, int] | None]
+    priority: NotRequired[Priority | None]
     guest: NotRequired[Scheduler | None]
     tasks: list[Task]
 
@@ -156,6 +160,13 @@ class DeviceSettings(TypedDict):
 
     scheduler: Scheduler
     vms: dict[str, VmSettings]
+
+
+class SchemeSettings(TypedDict):
+    """What a compared scheme sets: the host's settings, and priorities by VM."""
+
+    settings: dict[str, DeviceSettings]
+    priorities: dict[str, Priority]
 
 
 class Promise(TypedDict):

@@ -7,11 +7,11 @@ import onnx
 import onnxruntime
 import pyarrow.parquet as pq
 import pytest
-from conftest import PROFILE
+from conftest import PROFILE, ROOT
 from sklearn.preprocessing import StandardScaler
 
 import rtvirtio
-from rtvirtio import grid, parts, train
+from rtvirtio import campaign, cases, grid, parts, train
 from rtvirtio.types import DeviceSettings
 
 
@@ -165,15 +165,17 @@ def test_scores_are_logarithms_of_measured_over_predicted(
     assert np.allclose(described["scores"]["idling"], scores, atol=1e-3)
 
 
-def test_models_learn_and_the_one_that_is_to_overestimate_does(
-    trained: tuple[Path, dict[str, Any]], data: train.Rows
-) -> None:
-    _, result = trained
+def test_models_learn_and_the_one_that_is_to_overestimate_does(tmp_path: Path) -> None:
+    # Of schedulers and neighbours: bfq's idling alone is as good as chance in windows of 3 s.
+    settings = grid.Settings("wide", size=600, window=3.0, longest=1.0)
+    assert campaign.run(settings, tmp_path / "wide", say=lambda _: None).complete
+    table = parts.load(tmp_path / "wide")
+    result, data = train.train(table, tmp_path / "trained", say=lambda _: None), train.rows(table)
     found = result["errors"]
     training, test = data.part(*train.TRAINING), data.part(*train.TEST)
     guess = train.errors(test.tail, np.full(len(test), training.tail.mean()))
     for name in ("mlp", "boosting"):
-        assert found[name]["log10_mse"] < 0.85 * guess["log10_mse"]
+        assert found[name]["log10_mse"] < 0.6 * guess["log10_mse"]
     assert found["mlp-over"]["underestimated"] < found["mlp"]["underestimated"]
     assert found["boosting-95"]["underestimated"] < found["boosting"]["underestimated"]
     assert len(result["folds_mse"]["mlp"]) == 5
@@ -228,3 +230,34 @@ def test_size_study_tries_every_size(data: train.Rows, monkeypatch: pytest.Monke
     found = train.study(data, lambda _: None, rows=300)
     assert [(f["layers"], f["neurons"]) for f in found] == [(1, 1), (1, 15), (3, 1), (3, 15)]
     assert all(f["validation"] > 0 for f in found)
+
+
+CELLS = ROOT / "docs/results/conditions/cells.jsonl"
+
+
+def test_rows_of_cells_are_what_was_measured() -> None:
+    cells = cases.read_cells(CELLS)
+    counted = [cell for cell in cells if cell["discarded"] is None]
+    rows = train.rows_of_cells(cells)
+    judged = [task for cell in counted for task in cell["tasks"] if task["judged"] is not None]
+    assert len(rows) == len(judged) > 100
+    assert np.allclose(10**rows.tail * 1e9, [task["judged"]["value"] for task in judged])
+    iops = rows.features[:, rtvirtio.FEATURES.index("task_iops")]
+    assert iops.tolist() == [task["requested_iops"] for task in judged]
+
+
+def test_each_real_condition_is_judged_once_by_models_that_have_not_seen_it(
+    data: train.Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "STUDY_ROWS", 300)
+    monkeypatch.setattr(train, "PASSES", (5, 5))
+    real = train.rows_of_cells(cases.read_cells(CELLS))
+    result, table = train.on_real(real, data, 375_000_000, 1, lambda _: None)
+    assert table.num_rows == len(real)
+    for name in ("mlp", "mlp-over", "boosting"):
+        assert result["errors"][name]["rows"] == len(real)
+        assert 0 < result["bounds"][name]["held"] <= 1
+    # The paper's model speaks of what idles.
+    assert result["errors_idling"]["mlp"]["rows"] == result["errors"]["paper"]["rows"] > 0
+    # A model that had seen what it is judged by would know it by heart.
+    assert result["errors"]["boosting"]["median_factor"] > 1.01

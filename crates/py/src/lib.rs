@@ -18,20 +18,20 @@ use pyo3::prelude::*;
 mod _core {
     use std::collections::BTreeMap;
 
-    use pyo3::exceptions::PyIndexError;
+    use pyo3::exceptions::{PyIndexError, PyValueError};
     use pyo3::prelude::*;
     use pyo3::types::{PyDict, PyList, PyTuple};
-    use rtvirtio_cases::{Case, Neighbour, Scale, Tier};
+    use rtvirtio_cases::{Case, IoPriority, Neighbour, Scale, Scheme, Tier};
     use rtvirtio_model::features::{self, FEATURES};
     use rtvirtio_model::learned::Learned;
     use rtvirtio_model::paper::{self, Reading, Sample};
     use rtvirtio_planner::{FoundDevice, Model};
-    use rtvirtio_sim::path::{self, Condition};
+    use rtvirtio_sim::path::{self, Condition, Priority};
     use rtvirtio_spec::profile::{PaperFit, Profile};
     use rtvirtio_spec::settings::{DeviceSettings, Knobs, Settings, knob_list};
     use rtvirtio_spec::specification::{Device, Specification, parse, to_toml};
     use rtvirtio_ssd::SsdConfig;
-    use rtvirtio_units::{BytesPerSecond, DeviceName, Nanos, Percentile};
+    use rtvirtio_units::{BytesPerSecond, DeviceName, Iops, Nanos, Percentile, VmName};
     use serde::Deserialize;
 
     use crate::convert::{from_python, refused, to_python};
@@ -181,16 +181,47 @@ mod _core {
         Ok(to_toml(&made))
     }
 
-    /// The plan for a specification (TOML). Each device is what its profile is of; `observed` is
-    /// a plan's, [] by default: all knobs change. `onnx` is a learned model's file, by which it is planned then.
+    /// What a compared scheme sets for a specification (TOML) on devices of `iops_4k` requests of 4 KiB a
+    /// second: the settings, and priorities of VMs' processes. Those of `rtvirtio` are a plan's.
     #[pyfunction]
-    #[pyo3(signature = (specification, profiles, observed = None, onnx = None))]
+    fn scheme<'py>(
+        py: Python<'py>,
+        name: &str,
+        specification: &str,
+        iops_4k: f64,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let scheme: Scheme = name.parse().map_err(refused)?;
+        let specification = specify(specification)?;
+        let capacity = Iops::new(iops_4k).map_err(refused)?;
+        let Some(set) = scheme.baseline_settings(&specification, capacity, Scale::ONE) else {
+            return Err(PyValueError::new_err("rtvirtio's settings are a plan's"));
+        };
+        let priorities: BTreeMap<VmName, Priority> = set
+            .ioprio
+            .into_iter()
+            .map(|(vm, priority)| match priority {
+                IoPriority::RealTime(level) => (vm, Priority::RealTime(level)),
+                IoPriority::BestEffort(level) => (vm, Priority::BestEffort(level)),
+            })
+            .collect();
+        let made = PyDict::new(py);
+        made.set_item("settings", to_python(py, &set.settings)?)?;
+        made.set_item("priorities", to_python(py, &priorities)?)?;
+        Ok(made)
+    }
+
+    /// The plan for a specification (TOML). Each device is what its profile is of; `observed` is
+    /// a plan's, [] by default: all knobs change. It is planned by `model`, structural or analytical (the
+    /// paper's), or by a learned one's file, `onnx`.
+    #[pyfunction]
+    #[pyo3(signature = (specification, profiles, observed = None, onnx = None, model = "structural"))]
     fn plan<'py>(
         py: Python<'py>,
         specification: &str,
         profiles: &Bound<'py, PyDict>,
         observed: Option<&Bound<'py, PyAny>>,
         onnx: Option<&[u8]>,
+        model: &str,
     ) -> PyResult<Bound<'py, PyAny>> {
         let specification = specify(specification)?;
         let profiles = read_profiles(profiles)?;
@@ -199,7 +230,7 @@ mod _core {
             None => Knobs::new(),
         };
         let learned = onnx.map(Learned::from_bytes).transpose().map_err(refused)?;
-        let found = found(&profiles, learned.as_ref());
+        let found = found(&profiles, model_of(model, learned.as_ref())?);
         let plan = py
             .detach(|| rtvirtio_planner::plan(&specification, &found, &observed))
             .map_err(refused)?;
@@ -220,7 +251,7 @@ mod _core {
         let profiles = read_profiles(profiles)?;
         let settings: Settings = from_python(settings)?;
         let learned = onnx.map(Learned::from_bytes).transpose().map_err(refused)?;
-        let found = found(&profiles, learned.as_ref());
+        let found = found(&profiles, learned.as_ref().map_or(Model::Structural, Model::Learned));
         let predicted = py
             .detach(|| rtvirtio_planner::predict(&specification, &found, &settings))
             .map_err(refused)?;
@@ -234,10 +265,11 @@ mod _core {
         Ok(list)
     }
 
-    /// The VMs of a specification on device `name` under `settings`, to be simulated on `device`.
+    /// The VMs of a specification on device `name` under `settings`, with `priorities`, to be simulated on
+    /// `device`; behind the data plane's schedule instead of the kernel's if so told.
     #[pyfunction]
     #[pyo3(signature = (specification, settings, name, device, length, seed = 1, warm_up_ns = 1_000_000_000,
-        nesting = 1, transport_ns = 0, software_ns = 0))]
+        nesting = 1, transport_ns = 0, software_ns = 0, priorities = None, data_plane = false))]
     #[expect(clippy::too_many_arguments, reason = "named in Python")]
     fn condition<'py>(
         py: Python<'py>,
@@ -251,12 +283,16 @@ mod _core {
         nesting: u8,
         transport_ns: u64,
         software_ns: u64,
+        priorities: Option<&Bound<'py, PyAny>>,
+        data_plane: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
         let specification = specify(specification)?;
         let settings: DeviceSettings = from_python(settings)?;
         let name = DeviceName::new(name).map_err(refused)?;
         let rest = Rest {
             device: from_python(device)?,
+            data_plane,
+            priorities: priorities.map(from_python).transpose()?.unwrap_or_default(),
             nesting,
             transport: Nanos::new(transport_ns),
             software: Nanos::new(software_ns),
@@ -280,8 +316,22 @@ mod _core {
         match reading {
             "corrected" => Ok(Reading::Corrected),
             "printed" => Ok(Reading::Printed),
-            _ => Err(pyo3::exceptions::PyValueError::new_err(format!(
+            _ => Err(PyValueError::new_err(format!(
                 "reading: {reading:?} is neither \"corrected\" nor \"printed\""
+            ))),
+        }
+    }
+
+    fn model_of<'a>(name: &str, learned: Option<&'a Learned>) -> PyResult<Model<'a>> {
+        match (name, learned) {
+            ("structural", Some(learned)) => Ok(Model::Learned(learned)),
+            ("structural", None) => Ok(Model::Structural),
+            ("analytical", None) => Ok(Model::Analytical),
+            ("analytical", Some(_)) => {
+                Err(PyValueError::new_err("model and onnx: one of them is the model"))
+            }
+            _ => Err(PyValueError::new_err(format!(
+                "model: {name:?} is neither \"structural\" nor \"analytical\""
             ))),
         }
     }
@@ -297,9 +347,8 @@ mod _core {
     /// Offline, a profile's own device is the one that is there.
     fn found<'a>(
         profiles: &'a BTreeMap<DeviceName, Profile>,
-        learned: Option<&'a Learned>,
+        model: Model<'a>,
     ) -> BTreeMap<DeviceName, FoundDevice<'a>> {
-        let model = learned.map_or(Model::Structural, Model::Learned);
         let device = |profile: &'a Profile| {
             let identity = profile.device.clone();
             FoundDevice { profile, identity, model }

@@ -1,13 +1,15 @@
 //! One load in the terms of two rooms: the simulator's condition, the models' load, a specification
 //! under settings.
 
+use std::collections::BTreeMap;
+
 use rtvirtio_model::paper::GuestBfq;
 use rtvirtio_model::{DeviceLoad, Stream, VmLoad};
-use rtvirtio_sim::path::{Condition, Length, Service, Task, Vm};
+use rtvirtio_sim::path::{Condition, Length, Priority, Service, Task, Vm};
 use rtvirtio_spec::settings::{DeviceSettings, Scheduler, VmSettings};
 use rtvirtio_spec::specification::Specification;
 use rtvirtio_ssd::SsdConfig;
-use rtvirtio_units::{DeviceName, Nanos};
+use rtvirtio_units::{DeviceName, Nanos, VmName};
 
 /// A condition as the models see it; to them the data plane is a device without a scheduler.
 pub(crate) fn device_load(condition: &Condition) -> DeviceLoad {
@@ -40,7 +42,8 @@ pub(crate) const fn guest_bfq(vm: &Vm) -> Option<GuestBfq> {
 }
 
 /// The VMs of `specification` with tasks on device `name`, under `settings`; the rest is for the
-/// caller to say. A VM that declares nothing there is what the models take it for.
+/// caller to say. A VM that declares nothing there is what the models take it for. A target is its task's
+/// deadline, which the data plane alone minds.
 pub(crate) fn condition_of(
     specification: &Specification,
     settings: &DeviceSettings,
@@ -50,30 +53,34 @@ pub(crate) fn condition_of(
     let on_device =
         specification.vms.iter().filter(|vm| vm.disks.iter().any(|d| d.device == *name));
     let vms = on_device.map(|vm| {
-        let here = vm.tasks.iter().filter(|t| vm.device_of(t) == name);
-        let mut streams: Vec<Stream> = here.map(|t| Stream::from(t.load)).collect();
-        if streams.is_empty() {
-            streams.extend(Stream::UNDECLARED);
-        }
-        let set = settings.vms.get(&vm.name).copied().unwrap_or_default();
-        let task = |s: Stream| Task {
+        let task = |s: Stream, deadline| Task {
             iops: s.iops,
             block_size: s.block_size,
             read_fraction: s.read_fraction,
             queue_depth: s.depth,
-            deadline: None,
+            deadline,
         };
+        let here = vm.tasks.iter().filter(|t| vm.device_of(t) == name);
+        let mut tasks: Vec<Task> =
+            here.map(|t| task(Stream::from(t.load), t.target.map(|t| t.latency))).collect();
+        if tasks.is_empty() {
+            tasks.extend(Stream::UNDECLARED.into_iter().map(|s| task(s, None)));
+        }
+        let set = settings.vms.get(&vm.name).copied().unwrap_or_default();
         Vm {
             weight: set.weight,
             limits: set.limits,
-            priority: None,
+            priority: rest.priorities.get(&vm.name).copied(),
             guest: None,
-            tasks: streams.into_iter().map(task).collect(),
+            tasks,
         }
     });
-    let Rest { device, nesting, transport, software, warm_up, length, seed } = rest;
-    let service = Service::Kernel { scheduler: settings.scheduler };
     let vms = vms.collect();
+    let Rest { device, data_plane, nesting, transport, software, warm_up, length, seed, .. } = rest;
+    let service = match data_plane {
+        true => Service::DataPlane,
+        false => Service::Kernel { scheduler: settings.scheduler },
+    };
     Condition { device, service, nesting, transport, software, vms, warm_up, length, seed }
 }
 
@@ -81,6 +88,10 @@ pub(crate) fn condition_of(
 pub(crate) struct Rest {
     /// The device.
     pub(crate) device: SsdConfig,
+    /// The data plane's schedule before it, instead of the kernel's.
+    pub(crate) data_plane: bool,
+    /// I/O priorities of VMs' processes.
+    pub(crate) priorities: BTreeMap<VmName, Priority>,
     /// Cgroups around the VMs'.
     pub(crate) nesting: u8,
     /// What a request takes between scheduler and device and back.
