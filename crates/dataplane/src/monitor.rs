@@ -1,10 +1,10 @@
 //! The monitor: shows a policy what the IOThreads and queues do, and does what it decides.
 //!
 //! A policy (room `iocores`) is pure: this is its eyes and hands. A thread of its own takes a sample
-//! every 10 ms ([`SAMPLE`]): a few counters of each queue and IOThread. What the kernel says of IOThreads,
-//! vCPUs and the host's CPUs is read every tenth time (`REFRESH`), from files that stay open. What is decided is carried
-//! out by the same live operations that an operator has, one at a time with the operator's, and written
-//! to a log of the last [`DECISIONS_KEPT`] with its reason and what all queues did in the second before
+//! every 10 ms ([`SAMPLE`]), every 20 ms while no queue does anything: a few counters of each queue and IOThread.
+//! What the kernel says of IOThreads, vCPUs and the host's CPUs is read every tenth time (`REFRESH`), from files that
+//! stay open. What is decided is carried out by the same live operations that an operator has, one at a time with
+//! the operator's, and written to a log of the last [`DECISIONS_KEPT`] with its reason and what all queues did in the second before
 //! and after.
 //!
 //! The policy `static` has no thread: it costs nothing. IOThreads that an operator has locked are left
@@ -234,9 +234,11 @@ impl Watch {
                 std::thread::park_timeout(Duration::from_nanos(due - time));
                 continue;
             }
-            // Who comes late does not catch up.
-            due = (due + SAMPLE.get()).max(time);
             self.look(time);
+            // A wake-up is what most of a sample costs while there is nothing to see.
+            let pause = if self.sampler.is_at_rest() { 2 * SAMPLE.get() } else { SAMPLE.get() };
+            // Who comes late does not catch up.
+            due = (due + pause).max(time);
         }
     }
 
@@ -304,7 +306,7 @@ impl Probe {
         Self(Watch::new(core, Arc::default(), Policy::Advise, policy, hands))
     }
 
-    /// What the monitor does every 10 ms; `time` is that of the monotonic clock, or later.
+    /// What the monitor does for each sample; `time` is that of the monotonic clock, or later.
     pub fn look(&mut self, time: Nanos) {
         self.0.look(time.get());
     }

@@ -43,6 +43,8 @@ pub(super) struct Sampler {
     /// Front ends' processes with their VMs; kept for its memory.
     peers: Vec<(i32, VmId)>,
     samples: u64,
+    /// Samples in a row at which no queue had done anything, or had anything to do.
+    still: u64,
     totals: Totals,
     snapshot: Snapshot,
 }
@@ -148,6 +150,7 @@ impl Sampler {
     }
 
     fn sample_queues(&mut self) {
+        let mut still = true;
         for (source, queue) in self.queues.iter_mut().zip(&mut self.snapshot.queues) {
             let now = source.stats.progress();
             let last = std::mem::replace(&mut source.last, now);
@@ -159,7 +162,14 @@ impl Sampler {
             queue.waited = now.waited;
             queue.in_flight = now.in_flight().min(u32::MAX.into()) as u32;
             queue.standing = now.is_standing(last);
+            still &= now == last && queue.in_flight == 0;
         }
+        self.still = if still { self.still + 1 } else { 0 };
+    }
+
+    /// Whether nothing has happened for a control period.
+    pub(super) const fn is_at_rest(&self) -> bool {
+        self.still >= REFRESH
     }
 
     /// Front ends' processes, each once for each VM of it.

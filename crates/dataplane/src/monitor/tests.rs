@@ -268,6 +268,22 @@ fn sample_shows_what_queues_have_done_and_what_stands() {
 }
 
 #[test]
+fn sampler_is_at_rest_once_nothing_has_happened_for_a_control_period() {
+    let rig = Rig::new(Policy::Dynamic);
+    let mut sampler = Sampler::default();
+    let mut rests_after = |samples: u64| {
+        (0..samples).for_each(|at| sampler.sample(rig.registry.core(), Nanos::new(at)));
+        sampler.is_at_rest()
+    };
+    assert!(!rests_after(9) && rests_after(1) && rests_after(5));
+    let stats = rig.registry.core().look().queues.remove(1).stats;
+    stats.start(1);
+    assert!(!rests_after(1) && !rests_after(20), "a request is in flight");
+    stats.count(crate::stats::Op::Read, 4096);
+    assert!(!rests_after(10) && rests_after(1));
+}
+
+#[test]
 fn policy_that_panics_ends_alone() {
     let mut rig = Rig::new(Policy::Dynamic);
     let settings = IoCores { policy: Policy::Iocm, ..IoCores::default() };
