@@ -14,14 +14,15 @@ use crate::tokens::Tokens;
 
 /// How long the gate stays shut after a first gap, ns: some turns of a competitor.
 const FIRST_HOLD: u64 = 2_000_000;
-/// Doublings of that, to 32 ms: a load that has gone is noticed within 50 ms.
-const MOST_LEVEL: u32 = 4;
+/// Doublings of that, to 16 ms: a load that has gone is noticed within 50 ms, even if something small is
+/// taken for it once more.
+const MOST_LEVEL: u32 = 3;
 /// How often a thread looks at its own run delay, ns.
 const DELAY_EVERY: u64 = 2_000_000;
 /// A thread that was ready without a CPU for more than one part in so many is contended for.
 const DELAY_PART: u64 = 8;
 
-/// How long not to spin after a gap: 2 ms, twice as long for each further gap, to 32 ms; half as long
+/// How long not to spin after a gap: 2 ms, twice as long for each further gap, to 16 ms; half as long
 /// again for each such time without one.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Backoff {
@@ -216,7 +217,7 @@ mod tests {
     const MS: u64 = 1_000_000;
 
     #[test]
-    fn holds_double_to_32_ms_and_halve_without_a_gap() {
+    fn holds_double_to_16_ms_and_halve_without_a_gap() {
         let mut backoff = Backoff::default();
         let mut now = 1_000 * MS;
         assert!(!backoff.holds(now));
@@ -228,8 +229,8 @@ mod tests {
             holds.push(hold);
             now += hold * MS;
         }
-        assert_eq!(holds, [2, 4, 8, 16, 32, 32, 32]);
-        // 32 + 16 + 8 + 4 + 2 ms without one: as if there had been none.
+        assert_eq!(holds, [2, 4, 8, 16, 16, 16, 16]);
+        // 16 + 8 + 4 + 2 ms without one: as if there had been none.
         now += 100 * MS;
         backoff.gap(now);
         assert!(backoff.holds(now + 2 * MS - 1) && !backoff.holds(now + 2 * MS));
