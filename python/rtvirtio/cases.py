@@ -207,7 +207,8 @@ def wilson(passed: int, total: int) -> tuple[float, float]:
     middle = p + z * z / (2 * total)
     half = z * (p * (1 - p) / total + z * z / (4 * total * total)) ** 0.5
     scale = 1 + z * z / total
-    return 100 * (middle - half) / scale, 100 * (middle + half) / scale
+    # Rounding must not put the proportion outside.
+    return 100 * min(p, (middle - half) / scale), 100 * max(p, (middle + half) / scale)
 
 
 def text(verdicts: list[Verdict]) -> str:

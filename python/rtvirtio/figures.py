@@ -261,11 +261,16 @@ def _measured(cells: list[dict[str, Any]]) -> list[cases.Verdict]:
             runs.setdefault((key["case"], key["scheme"]), []).append(cell["passed"])
     return [
         cases.Verdict(case, scheme, len(passed), sum(passed), sum(passed))
-        for (case, scheme), passed in sorted(runs.items(), key=lambda run: run[0][0])
+        for (case, scheme), passed in sorted(runs.items(), key=lambda run: (run[0][0], _place(run[0][1])))
     ]
 
 
-def _pass_rates(axes: Axes, verdicts: list[cases.Verdict], what: str) -> None:
+def _place(scheme: str) -> tuple[int, str]:
+    order = ("bfq", "ionice", "rt-xen", "none", "mq-deadline", "kyber", "hand", "rtvirtio")
+    return (order.index(scheme) if scheme in order else len(order), scheme)
+
+
+def _pass_rates(axes: Axes, verdicts: list[cases.Verdict], what: str, with_paper: bool) -> None:
     names = list(dict.fromkeys(v.case for v in verdicts))
     schemes = list(dict.fromkeys(v.scheme for v in verdicts))
     by_place = {(v.case, v.scheme): v for v in verdicts}
@@ -283,7 +288,7 @@ def _pass_rates(axes: Axes, verdicts: list[cases.Verdict], what: str) -> None:
         # A bar of nothing is a result too.
         zero = [x for x, rate in zip(at, [*rates, mean], strict=True) if rate == 0]
         axes.plot(zero, [0] * len(zero), "|", color=colour, markersize=8)
-        if scheme in cases.PAPER:
+        if with_paper and scheme in cases.PAPER:
             paper = cases.PAPER[scheme]
             axes.plot([at[-1] - width / 2, at[-1] + width / 2], [paper] * 2, color="k", linewidth=2)
     axes.axvline(len(names) - 0.5, color="0.6", linewidth=0.8)
@@ -298,14 +303,20 @@ def _pass_rates(axes: Axes, verdicts: list[cases.Verdict], what: str) -> None:
 def fig8(sources: Sources) -> Figure:
     """Pass rates by case and scheme; black lines at the averages are the paper's."""
     measured = _measured(sources.cells)
-    panels = [(v, what) for v, what in ((sources.verdicts, "simulated"), (measured, "measured")) if v]
+    keys = [cell["key"] for cell in sources.cells]
+    said = ", ".join(
+        sorted({f"{key['tier']} targets" for key in keys} | {f"neighbour {key['neighbour']}" for key in keys})
+    )
+    panels = [
+        (v, what) for v, what in ((sources.verdicts, "simulated"), (measured, f"measured, {said}")) if v
+    ]
     if not panels:
         raise MissingError("runs of `cases`, and no cells (`rtvirtio bench`)")
     most = max(len({v.case for v in verdicts}) for verdicts, _ in panels)
     figure = Figure(figsize=(max(7.0, 0.75 * most), 3.8 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (verdicts, what) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
-        _pass_rates(axes, verdicts, what)
+        _pass_rates(axes, verdicts, what, verdicts is sources.verdicts)
     return figure
 
 

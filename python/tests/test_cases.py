@@ -96,6 +96,9 @@ def test_wilson_is_the_textbooks() -> None:
     # Newcombe 1998, Table I, method 3: 81 of 263 and 0 of 20.
     assert cases.wilson(81, 263) == pytest.approx((25.53, 36.62), abs=0.01)
     assert cases.wilson(0, 20) == pytest.approx((0.0, 16.11), abs=0.01)
+    for total in range(1, 200):
+        assert cases.wilson(0, total)[0] <= 0
+        assert cases.wilson(total, total)[1] >= 100
 
 
 @pytest.mark.parametrize(
