@@ -21,5 +21,5 @@ def test_example_runs_without_a_warning_and_draws_a_figure(tmp_path: Path) -> No
     assert "vm3/heavy: bound " in done.stdout
     assert "360 of 360 conditions are in example/campaign" in done.stdout
     figure = (tmp_path / "example/fig6.svg").read_text()
-    assert "measured − predicted, ms" in figure
+    assert "simulated − predicted, ms" in figure
     assert (tmp_path / "example/trained/mlp.onnx").stat().st_size > 10_000
