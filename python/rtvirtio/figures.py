@@ -311,7 +311,7 @@ def fig8(sources: Sources) -> Figure:
         (v, what) for v, what in ((sources.verdicts, "simulated"), (measured, f"measured, {said}")) if v
     ]
     if not panels:
-        raise MissingError("runs of `cases`, and no cells (`rtvirtio bench`)")
+        raise MissingError("run of `cases`, nor a cell (`rtvirtio bench`)")
     most = max(len({v.case for v in verdicts}) for verdicts, _ in panels)
     figure = Figure(figsize=(max(7.0, 0.75 * most), 3.8 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
