@@ -166,7 +166,7 @@ def _fig5(sources: Sources, figure_name: str, xlabel: str, label: Callable[[str]
         title += "; no predictions (`train --shown`)"
     axes.set_xticks(at, [label(place) for place in places], fontsize=8)
     axes.set(title=title, xlabel=xlabel, ylabel="ms", ylim=(0, None))
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 
 
