@@ -171,17 +171,15 @@ def _cases(args: argparse.Namespace) -> int:
     from rtvirtio import cases
 
     settings = grid.Settings("cases", device=args.device, window=args.window, longest=1.0, seed=args.seed)
-    summary = cases.run(
-        args.out,
+    made = cases.runs(
         settings,
         json.loads(args.profile.read_text()),
         args.model.read_bytes(),
         tier=args.tier,
         neighbour=args.neighbour,
         repetitions=args.repetitions,
-        scheduler=args.scheduler,
-        workers=args.workers,
     )
+    summary = cases.run(args.out, settings, list(made), scheduler=args.scheduler, workers=args.workers)
     if summary.complete:
         print((args.out / "table.txt").read_text(), end="")
     return _ended(summary)

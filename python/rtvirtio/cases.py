@@ -11,7 +11,7 @@ schedule. All schemes of a case and repetition have one seed.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,28 +117,22 @@ def _condition(
 def run(
     out: Path,
     settings: grid.Settings,
-    profile: Profile,
-    onnx: bytes,
+    made: Sequence[tuple[Run, Condition]],
     *,
-    tier: str = "paper",
-    neighbour: str = "none",
-    repetitions: int = REPETITIONS,
     scheduler: str | None = None,
     workers: int | None = None,
     say: Callable[[str], object] = print,
 ) -> "Summary":
-    """Simulates what of the runs is not yet in ``out``, as `campaign.run` does."""
+    """Simulates what of `runs` is not yet in ``out``, as `campaign.run` does; then judges them."""
     from rtvirtio import campaign
 
-    made = list(runs(settings, profile, onnx, tier=tier, neighbour=neighbour, repetitions=repetitions))
     # Two schemes may have chosen the same: one condition is then both's.
     conditions = dict(sorted((run.id, condition) for run, condition in made))
     summary = campaign.run(
         settings, out, conditions=conditions, scheduler=scheduler, workers=workers, part=PART, say=say
     )
     if summary.complete:
-        listed = {"tier": tier, "neighbour": neighbour, "runs": [asdict(run) for run, _ in made]}
-        (out / "runs.json").write_text(json.dumps(listed) + "\n")
+        (out / "runs.json").write_text(json.dumps([asdict(run) for run, _ in made]) + "\n")
         verdicts = judge(out)
         (out / "cases.json").write_text(json.dumps([asdict(v) for v in verdicts], indent=1) + "\n")
         (out / "table.txt").write_text(text(verdicts))
@@ -172,7 +166,7 @@ def judge(directory: Path) -> list[Verdict]:
         )
         missed[row["id"]] = missed.get(row["id"], False) or misses
     counts: dict[tuple[str, str], list[int]] = {}
-    for run in json.loads((directory / "runs.json").read_text())["runs"]:
+    for run in json.loads((directory / "runs.json").read_text()):
         count = counts.setdefault((run["case"], run["scheme"]), [0, 0, 0])
         met = not missed[run["id"]]
         count[0] += 1

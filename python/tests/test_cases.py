@@ -8,13 +8,16 @@ from conftest import PROFILE, ROOT
 
 import rtvirtio
 from rtvirtio import _core, cases, figures, grid, parts
+from rtvirtio.types import Condition
 
 PROFILE_OF = json.loads(PROFILE.read_text())
 SETTINGS = grid.Settings("cases", window=3.0, longest=1.0, warm_up=0.5)
 FEW = ("1xM", "4xL+M+H")
-
-
 MODEL = (ROOT / "crates/model/tests/data/mlp.onnx").read_bytes()
+
+
+def made() -> list[tuple[cases.Run, Condition]]:
+    return list(cases.runs(SETTINGS, PROFILE_OF, MODEL, repetitions=2))
 
 
 @pytest.fixture(scope="module")
@@ -22,16 +25,16 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("cases")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cases, "CASES", FEW)
-        summary = cases.run(out, SETTINGS, PROFILE_OF, MODEL, repetitions=2, say=lambda _: None)
+        summary = cases.run(out, SETTINGS, made(), say=lambda _: None)
     assert summary.complete
     return out
 
 
 def test_runs_are_every_scheme_on_every_case_with_one_seed_a_repetition() -> None:
-    made = list(cases.runs(SETTINGS, PROFILE_OF, MODEL, repetitions=1))
-    assert len(made) == 24 * len(cases.SCHEMES)
+    every = list(cases.runs(SETTINGS, PROFILE_OF, MODEL, repetitions=1))
+    assert len(every) == 24 * len(cases.SCHEMES)
     for case in cases.CASES:
-        of = {run.scheme: condition for run, condition in made if run.case == case}
+        of = {run.scheme: condition for run, condition in every if run.case == case}
         assert len({condition["seed"] for condition in of.values()}) == 1
         # A target is each task's deadline, whoever serves it.
         assert all(t["deadline"] for c in of.values() for vm in c["vms"] for t in vm["tasks"])
@@ -51,7 +54,7 @@ def test_verdicts_are_those_of_the_rule(done: Path) -> None:
     assert by_place["1xM", "bfq"].passed == 2
     assert by_place["4xL+M+H", "data-plane"].met == 0
     # By hand, from the simulator itself.
-    for run in json.loads((done / "runs.json").read_text())["runs"]:
+    for run in json.loads((done / "runs.json").read_text()):
         rows = [row for row in parts.load(done).to_pylist() if row["id"] == run["id"]]
         condition = json.loads(rows[0]["condition"])
         outcome = rtvirtio.simulate(condition)
@@ -63,7 +66,7 @@ def test_verdicts_are_those_of_the_rule(done: Path) -> None:
 
 def test_refusal_is_a_miss_although_the_run_met_its_targets(done: Path, tmp_path: Path) -> None:
     listed = json.loads((done / "runs.json").read_text())
-    for run in listed["runs"]:
+    for run in listed:
         run["refused"] = ["no"] if run["scheme"] == "bfq" else []
     for part in done.glob("part-*"):
         (tmp_path / part.name).write_bytes(part.read_bytes())
@@ -86,7 +89,7 @@ def test_table_and_figure_have_the_papers_averages(done: Path, tmp_path: Path) -
 def test_complete_runs_are_not_run_again(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "CASES", FEW)
     before = sorted(path.name for path in done.glob("part-*"))
-    summary = cases.run(done, SETTINGS, PROFILE_OF, MODEL, repetitions=2, say=lambda _: None)
+    summary = cases.run(done, SETTINGS, made(), say=lambda _: None)
     assert summary.complete
     assert summary.done == 0
     assert sorted(path.name for path in done.glob("part-*")) == before
