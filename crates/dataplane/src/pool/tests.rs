@@ -365,6 +365,13 @@ impl Drop for Stop<'_> {
 }
 
 /// Processor time of a kernel thread number of this process.
+/// How often a thread has gone to sleep of its own accord.
+fn sleeps(tid: i32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/self/task/{tid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+    line.unwrap().trim().parse().unwrap()
+}
+
 fn cpu_time(tid: i32) -> Duration {
     let stat = std::fs::read_to_string(format!("/proc/self/task/{tid}/schedstat")).unwrap();
     Duration::from_nanos(stat.split(' ').next().unwrap().parse().unwrap())

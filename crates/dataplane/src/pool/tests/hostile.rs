@@ -184,10 +184,11 @@ fn queue_whose_kick_cannot_be_waited_for_is_served_and_so_are_others() {
         let mut bad = Guarded::new(Shape::of(part));
         let key = pool.start(QueueSetup { kick, ..bad.setup(&device) }, id).unwrap();
         std::thread::sleep(Duration::from_millis(100));
-        let before = cpu_time(tid);
+        let before = (cpu_time(tid), sleeps(tid));
         std::thread::sleep(Duration::from_millis(500));
-        let spent = cpu_time(tid) - before;
-        // It looks every 100 µs, which costs as much as its machine's wake-ups do, and does not spin.
+        let (spent, slept) = (cpu_time(tid) - before.0, sleeps(tid) - before.1);
+        // It looks every 100 µs and sleeps in between; what that costs is its machine's wake-ups.
+        assert!(slept > 500, "{slept} sleeps in 500 ms, part {part}");
         assert!(spent < Duration::from_millis(350), "{spent:?} of 500 ms, part {part}");
         for to in [id, other, id] {
             pool.move_queue(key, to).unwrap();
