@@ -681,3 +681,17 @@ impl Bfq {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processes_of_one_group_and_priority_share_a_queue() {
+        let process = |group, level| Process { group, class: 1, level };
+        let processes = [process(1, 4), process(2, 4), process(1, 4), process(1, 0)];
+        let bfq = Bfq::new(Parameters::DEFAULT, &[(0, 100), (0, 100)], &processes);
+        assert_eq!(bfq.queue_of, [0, 1, 0, 2]);
+        assert_eq!(bfq.queues.iter().map(|q| q.shared).collect::<Vec<_>>(), [true, false, false]);
+    }
+}

@@ -180,3 +180,63 @@ impl Tier {
         runs
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A process gets one tag; what is queued goes to the driver at once.
+    #[derive(Debug, Default)]
+    struct OneEach(VecDeque<Request>);
+
+    impl Elevator for OneEach {
+        fn admits(&self, _process: u32, _write: bool, held: u32) -> bool {
+            held == 0
+        }
+
+        fn insert(&mut self, _now: u64, request: Request) {
+            self.0.push_back(request);
+        }
+
+        fn dispatch(&mut self, _now: u64) -> Option<Request> {
+            self.0.pop_front()
+        }
+
+        fn has_work(&self) -> bool {
+            !self.0.is_empty()
+        }
+
+        fn completed(&mut self, _now: u64, _request: &Request, _started: u64) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn run_is_repeated_after_one_to_two_jiffies() {
+        for now in [0, 1, JIFFY - 1, JIFFY, 5 * JIFFY + 7] {
+            let later = asked_again(now) - now;
+            assert!(later > JIFFY && later <= 2 * JIFFY, "{now}: {later}");
+        }
+    }
+
+    #[test]
+    fn who_waits_for_a_tag_runs_the_queue_soon_after_each_end() {
+        let process = Process { group: 0, class: 1, level: 4 };
+        let mut tier = Tier::new(Scheduler::None, &[], &[process; 2]);
+        tier.elevator = Box::new(OneEach::default());
+        let request = |id, process| Request { id, process, sectors: 8, write: false, at: 0 };
+        for (id, process) in [(0, 0), (1, 1), (2, 1)] {
+            tier.submit(0, request(id, process));
+        }
+        let first = tier.next(0).unwrap();
+        let second = tier.next(0).unwrap();
+        assert_eq!((first.id, second.id, tier.next(0)), (0, 1, None));
+        // The other process still waits with its second request.
+        assert!(!tier.complete(100_000, &first, 0));
+        assert_eq!(tier.timer_at(), 100_000 + WAKE_UP);
+        assert!(!tier.timer(100_000) && tier.timer(100_000 + WAKE_UP));
+        // It gets a tag by the end of its own, and nobody waits any more.
+        assert!(tier.complete(200_000, &second, 0));
+        assert_eq!((tier.next(200_000).map(|r| r.id), tier.timer_at()), (Some(2), u64::MAX));
+    }
+}
