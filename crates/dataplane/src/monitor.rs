@@ -1,11 +1,11 @@
 //! The monitor: shows a policy what the IOThreads and queues do, and does what it decides.
 //!
 //! A policy (room `iocores`) is pure: this is its eyes and hands. A thread of its own takes a sample
-//! every 10 ms ([`SAMPLE`]), every 20 ms while no queue does anything: a few counters of each queue and IOThread.
-//! What the kernel says of IOThreads, vCPUs and the host's CPUs is read every tenth time (`REFRESH`), from files that
-//! stay open. What is decided is carried out by the same live operations that an operator has, one at a time with
-//! the operator's, and written to a log of the last [`DECISIONS_KEPT`] with its reason and what all queues did in the second before
-//! and after.
+//! every 10 ms ([`SAMPLE`]), every 20 ms while no queue does anything: a few counters of each queue and
+//! IOThread. What the kernel says of IOThreads, vCPUs and the host's CPUs is read every tenth time
+//! (`REFRESH`), from files that stay open. What is decided is carried out by the same live operations that
+//! an operator has, one at a time with the operator's, and written to a log of the last
+//! [`DECISIONS_KEPT`] with its reason and what all queues did in the second before and after.
 //!
 //! The policy `static` has no thread: it costs nothing. IOThreads that an operator has locked are left
 //! alone, whatever a policy says. vCPUs are moved by the guard (`vcpus`), if there is one, and get their CPUs back
