@@ -1,11 +1,14 @@
 //! What waiting costs on this machine, measured at start.
 
+use std::thread::{Scope, ScopedJoinHandle};
 use std::time::Duration;
 
-use rtvirtio_units::Nanos;
+use rtvirtio_units::{CpuId, Nanos};
+use rustix::thread::CpuSet;
 
 use crate::clock::now;
 use crate::slot::{Slot, Wakes};
+use crate::tokens::allowed_cpus;
 
 /// Longest that wake-ups are measured, ns: on a busy machine there are fewer of them then.
 const WAKES_NS: u64 = 10_000_000;
@@ -33,7 +36,7 @@ pub struct Costs {
 }
 
 impl Costs {
-    /// Measures them: takes about 10 ms and, for as long, a thread that sleeps most of the time.
+    /// Measures them: takes about 10 ms and, for as long, two threads that sleep most of the time.
     #[must_use]
     pub fn calibrate() -> Self {
         let clock = fastest(|| {
@@ -70,44 +73,68 @@ fn fastest(mut act: impl FnMut()) -> u64 {
     (best / u64::from(LOOKS)).max(1)
 }
 
-/// The median of what a wake-up takes, ns; `None`: a thread cannot be had.
+/// The median of what a wake-up takes, ns; `None`: threads cannot be had.
 ///
-/// Both sides sleep between two wake-ups, so both CPUs are as after a wait. The median, since now and
-/// then a wake-up finds its CPU awake, or taken.
+/// Each side has a CPU of its own, since the scheduler likes to put two threads that wake each other on
+/// one, where nothing has to be woken: there it takes a tenth of the time. Both sleep between two
+/// wake-ups, so both CPUs are as after a wait. The median, since now and then a wake-up finds its CPU
+/// awake, or taken.
 fn wake() -> Option<u64> {
+    let cpus = allowed_cpus().unwrap_or_default();
+    let here = cpus.iter().position(|cpu| cpu.get() as usize == rustix::thread::sched_getcpu());
+    // Of a single CPU, and if it is not known which there are: wherever they are put.
+    let on = |offset: usize| cpus.get((here? + offset) % cpus.len()).copied();
+    let sides = [on(0), on(1)];
     let slot: Slot = Slot::new();
-    let end = now() + WAKES_NS;
-    let mut times = Vec::with_capacity(WAKES);
+    let slot = &slot;
     std::thread::scope(|scope| {
         let (to_sleeper, tickets) = std::sync::mpsc::channel();
         let (to_waker, woken) = std::sync::mpsc::channel();
-        let slot = &slot;
-        std::thread::Builder::new()
-            .name("calibration".to_owned())
-            .stack_size(128 << 10)
-            .spawn_scoped(scope, move || {
-                while let Ok(ticket) = tickets.recv() {
-                    // A second: of a waker that ended, which it does not.
-                    let _ = slot.wait(ticket, Some(Duration::from_secs(1)));
-                    let _ = to_waker.send(now());
-                }
-            })
-            .ok()?;
-        while times.len() < WAKES && (times.is_empty() || now() < end) {
-            let ticket = slot.submit()?;
-            to_sleeper.send(ticket).ok()?;
-            // Time to fall asleep.
-            std::thread::sleep(Duration::from_micros(30));
-            let mut wakes = Wakes::default();
-            let began = now();
-            wakes.complete(slot, ticket, 0).ok()?;
-            wakes.issue();
-            times.push(woken.recv().ok()?.saturating_sub(began));
+        start(scope, sides[1], move || {
+            while let Ok(ticket) = tickets.recv() {
+                // A second: of a waker that ended, which it does not.
+                let _ = slot.wait(ticket, Some(Duration::from_secs(1)));
+                let _ = to_waker.send(now());
+            }
+        })?;
+        let waker = start(scope, sides[0], move || {
+            let end = now() + WAKES_NS;
+            let mut times = Vec::with_capacity(WAKES);
+            while times.len() < WAKES && (times.is_empty() || now() < end) {
+                let ticket = slot.submit()?;
+                to_sleeper.send(ticket).ok()?;
+                // Time to fall asleep.
+                std::thread::sleep(Duration::from_micros(30));
+                let mut wakes = Wakes::default();
+                let began = now();
+                wakes.complete(slot, ticket, 0).ok()?;
+                wakes.issue();
+                times.push(woken.recv().ok()?.saturating_sub(began));
+            }
+            times.sort_unstable();
+            times.get(times.len() / 2).copied()
+        })?;
+        waker.join().ok()?
+    })
+}
+
+/// Starts one side of a measurement on its CPU.
+fn start<'scope, T: Send + 'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    on: Option<CpuId>,
+    act: impl FnOnce() -> T + Send + 'scope,
+) -> Option<ScopedJoinHandle<'scope, T>> {
+    let pinned = move || {
+        if let Some(cpu) = on {
+            let mut set = CpuSet::new();
+            set.set(cpu.get() as usize);
+            // Who may not choose has the scheduler choose.
+            let _ = rustix::thread::sched_setaffinity(None, &set);
         }
-        Some(())
-    })?;
-    times.sort_unstable();
-    times.get(times.len() / 2).copied()
+        act()
+    };
+    let builder = std::thread::Builder::new().name("calibration".to_owned());
+    builder.stack_size(128 << 10).spawn_scoped(scope, pinned).ok()
 }
 
 #[cfg(all(test, not(rtvirtio_loom)))]
@@ -139,5 +166,13 @@ mod tests {
             assert!(costs.gap > costs.wake && costs.gap > costs.look, "{costs:?}");
         }
         assert!(fastest < 20_000_000, "{fastest} ns");
+    }
+
+    #[test]
+    fn a_side_runs_on_its_cpu_alone() {
+        let cpu = *allowed_cpus().unwrap().last().unwrap();
+        let seen = std::thread::scope(|scope| start(scope, Some(cpu), allowed_cpus)?.join().ok());
+        assert_eq!(seen.unwrap().unwrap(), [cpu]);
+        assert!(allowed_cpus().unwrap().contains(&cpu), "the caller's are as before");
     }
 }

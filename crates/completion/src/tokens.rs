@@ -213,7 +213,7 @@ impl Tokens {
 }
 
 /// CPUs on which the calling thread may run.
-fn allowed_cpus() -> std::io::Result<Vec<CpuId>> {
+pub(crate) fn allowed_cpus() -> std::io::Result<Vec<CpuId>> {
     let set = rustix::thread::sched_getaffinity(None)?;
     let cpus = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu));
     Ok(cpus.map(|cpu| CpuId::new(cpu as u32)).collect())
