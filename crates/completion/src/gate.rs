@@ -12,55 +12,34 @@ use std::sync::Arc;
 use crate::costs::Costs;
 use crate::tokens::Tokens;
 
-/// How long the gate stays shut after a first gap, ns: some turns of a competitor.
-const FIRST_HOLD: u64 = 2_000_000;
-/// Doublings of that, to 16 ms: a load that has gone is noticed within 50 ms, even if something small is
+/// The gate stays shut for so many times what the thread had to do without its CPU: a visit of 60 µs
+/// costs half a millisecond, and whoever has turns of milliseconds shares with a spinner for a tenth of
+/// the time.
+const HOLD_TIMES: u64 = 8;
+/// But no longer than this, ns: a load that has gone is noticed within 50 ms, even if something small is
 /// taken for it once more.
-const MOST_LEVEL: u32 = 3;
+const MOST_HOLD: u64 = 16_000_000;
 /// How often a thread looks at its own run delay, ns.
 const DELAY_EVERY: u64 = 2_000_000;
 /// A thread that was ready without a CPU for more than one part in so many is contended for.
 const DELAY_PART: u64 = 8;
 
-/// How long not to spin after a gap: 2 ms, twice as long for each further gap, to 16 ms; half as long
-/// again for each such time without one.
+/// How long not to spin after the CPU was lost: eight times as long as it was lost, at most 16 ms.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Backoff {
     /// Holds until then, ns.
     until: u64,
-    /// Doublings of the next hold.
-    level: u32,
-    /// When that falls, ns.
-    falls_at: u64,
 }
 
 impl Backoff {
-    const fn time(level: u32) -> u64 {
-        FIRST_HOLD << level
-    }
-
-    /// Something else had the CPU, as was seen at `now`.
-    pub(crate) fn gap(&mut self, now: u64) {
-        self.forget(now);
-        self.until = now + Self::time(self.level);
-        self.level = (self.level + 1).min(MOST_LEVEL);
-        self.falls_at = self.until + Self::time(self.level);
+    /// Something else had the CPU for `lost` ns, as was seen at `now`.
+    pub(crate) fn lost(&mut self, lost: u64, now: u64) {
+        self.until = self.until.max(now + lost.saturating_mul(HOLD_TIMES).min(MOST_HOLD));
     }
 
     /// Whether not to spin at `now`.
-    pub(crate) fn holds(&mut self, now: u64) -> bool {
-        if now < self.until {
-            return true;
-        }
-        self.forget(now);
-        false
-    }
-
-    fn forget(&mut self, now: u64) {
-        while self.level > 0 && now >= self.falls_at {
-            self.level -= 1;
-            self.falls_at += Self::time(self.level);
-        }
+    pub(crate) const fn holds(&self, now: u64) -> bool {
+        now < self.until
     }
 }
 
@@ -70,18 +49,29 @@ struct RunDelay {
     file: Option<File>,
     /// Whether it was tried to open the file.
     opened: bool,
-    /// Of the last look, ns: when, and all delay so far.
+    /// When it was looked at last, ns.
     at: u64,
-    delay: u64,
+    /// Then.
+    before: Delays,
+}
+
+/// Of a thread so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Delays {
+    /// It could have run for so long, ns.
+    waited: u64,
+    /// It was given a CPU so often.
+    runs: u64,
 }
 
 impl RunDelay {
-    /// Whether this thread had to wait for a CPU for a good part of the time since the last look, if
-    /// that was long enough ago. To be called by one thread.
-    fn is_contended(&mut self, now: u64) -> bool {
+    /// For how long this thread had to wait for a CPU since the last look, ns, beyond the `wake` ns
+    /// that an idle one takes to begin; zero unless that was a good part of the time, or if the last
+    /// look is not long ago. To be called by one thread.
+    fn lost(&mut self, wake: u64, now: u64) -> u64 {
         let since = now.saturating_sub(self.at);
         if since < DELAY_EVERY {
-            return false;
+            return 0;
         }
         if !self.opened {
             self.opened = true;
@@ -89,17 +79,23 @@ impl RunDelay {
         }
         let mut text = [0; 96];
         let read = self.file.as_ref().and_then(|file| file.read_at(&mut text, 0).ok());
-        let Some(delay) = run_delay(&text[..read.unwrap_or(0)]) else { return false };
-        let waited = delay.saturating_sub(self.delay);
+        let Some(delays) = delays(&text[..read.unwrap_or(0)]) else { return 0 };
         let first = self.at == 0;
-        (self.at, self.delay) = (now, delay);
-        !first && waited > since / DELAY_PART
+        let before = std::mem::replace(&mut self.before, delays);
+        self.at = now;
+        let runs = delays.runs.saturating_sub(before.runs);
+        let waited = delays.waited.saturating_sub(before.waited);
+        let lost = waited.saturating_sub(runs.saturating_mul(wake));
+        if first || lost <= since / DELAY_PART { 0 } else { lost }
     }
 }
 
-/// The second number: ns in which the thread could have run (sched-stats.rst).
-fn run_delay(text: &[u8]) -> Option<u64> {
-    str::from_utf8(text).ok()?.split_ascii_whitespace().nth(1)?.parse().ok()
+/// The second and third number: ns in which the thread could have run, and how often it was given a
+/// CPU (sched-stats.rst).
+fn delays(text: &[u8]) -> Option<Delays> {
+    let mut numbers = str::from_utf8(text).ok()?.split_ascii_whitespace().skip(1);
+    let mut number = || numbers.next()?.parse().ok();
+    Some(Delays { waited: number()?, runs: number()? })
 }
 
 /// What a gate answers.
@@ -123,6 +119,8 @@ pub struct Gate {
     delay: RunDelay,
     /// Time between two looks that is a gap, ns.
     bound: u64,
+    /// What a wake-up takes on an idle CPU, ns.
+    wake: u64,
 }
 
 impl Gate {
@@ -133,14 +131,13 @@ impl Gate {
         // program runs.
         let delay = RunDelay { opened: tokens.is_apart(), ..RunDelay::default() };
         let backoff = Backoff::default();
-        Self { tokens, held: None, backoff, delay, bound: costs.gap.get() }
+        let (bound, wake) = (costs.gap.get(), costs.wake.get());
+        Self { tokens, held: None, backoff, delay, bound, wake }
     }
 
     /// Asks for leave to spin. Whoever has a token and asks again writes nothing that is shared.
     pub fn enter(&mut self, now: u64) -> Entry {
-        if self.delay.is_contended(now) {
-            self.backoff.gap(now);
-        }
+        self.backoff.lost(self.delay.lost(self.wake, now), now);
         let contended = self.backoff.holds(now);
         self.answer(contended, now)
     }
@@ -173,11 +170,12 @@ impl Gate {
 
     /// Whether the thread was not on its CPU between two looks; then it holds off.
     pub fn is_gap(&mut self, before: u64, now: u64) -> bool {
-        let gap = now.saturating_sub(before) > self.bound;
-        if gap {
-            self.backoff.gap(now);
+        let gap = now.saturating_sub(before);
+        let is_gap = gap > self.bound;
+        if is_gap {
+            self.backoff.lost(gap, now);
         }
-        gap
+        is_gap
     }
 
     /// Gives the token back, if there is one.
@@ -217,41 +215,60 @@ mod tests {
     const MS: u64 = 1_000_000;
 
     #[test]
-    fn holds_double_to_16_ms_and_halve_without_a_gap() {
+    fn holds_eight_times_what_was_lost_and_16_ms_at_most() {
         let mut backoff = Backoff::default();
-        let mut now = 1_000 * MS;
+        let now = 1_000 * MS;
         assert!(!backoff.holds(now));
-        let mut holds = Vec::new();
-        for _ in 0..7 {
-            backoff.gap(now);
-            assert!(backoff.holds(now));
-            let hold = (1..100).find(|ms| !backoff.holds(now + ms * MS)).unwrap();
-            holds.push(hold);
-            now += hold * MS;
+        for (lost, held) in
+            [(60_000, 480_000), (MS, 8 * MS), (3 * MS, 16 * MS), (u64::MAX, 16 * MS)]
+        {
+            let now = now + held;
+            backoff.lost(lost, now);
+            assert!(backoff.holds(now + held - 1) && !backoff.holds(now + held), "{lost}");
         }
-        assert_eq!(holds, [2, 4, 8, 16, 16, 16, 16]);
-        // 16 + 8 + 4 + 2 ms without one: as if there had been none.
-        now += 100 * MS;
-        backoff.gap(now);
-        assert!(backoff.holds(now + 2 * MS - 1) && !backoff.holds(now + 2 * MS));
+        // What was less does not shorten it.
+        let now = 2_000 * MS;
+        backoff.lost(MS, now);
+        backoff.lost(0, now + MS);
+        assert!(backoff.holds(now + 8 * MS - 1) && !backoff.holds(now + 8 * MS));
     }
 
     #[test]
-    fn run_delay_is_the_second_number() {
-        assert_eq!(run_delay(b"1234 567 8\n"), Some(567));
-        assert_eq!(run_delay(b""), None);
-        assert_eq!(run_delay(b"12"), None);
-        assert_eq!(run_delay(b"1 \xff 3"), None);
+    fn delays_are_the_second_and_third_number() {
+        assert_eq!(delays(b"1234 567 8\n"), Some(Delays { waited: 567, runs: 8 }));
+        for text in [&b""[..], b"12", b"1 2", b"1 \xff 3"] {
+            assert_eq!(delays(text), None);
+        }
     }
 
     #[test]
-    fn own_run_delay_can_be_read_here() {
+    fn own_delays_are_read_here_and_wake_ups_of_idle_cpus_are_none() {
+        let now = 1_000 * MS;
         let mut delay = RunDelay::default();
-        assert!(!delay.is_contended(1_000 * MS), "the first look knows nothing");
-        assert!(delay.file.is_some() && delay.at > 0);
+        assert_eq!(delay.lost(0, now), 0, "the first look knows nothing");
+        assert!(delay.file.is_some() && delay.at == now);
         // A look before its time asks nobody.
-        delay.delay = 0;
-        assert!(!delay.is_contended(1_001 * MS));
-        assert_eq!(delay.at, 1_000 * MS);
+        delay.before = Delays::default();
+        assert_eq!((delay.lost(0, now + MS), delay.at), (0, now));
+        // The file's number of runs is at least 1: what it says cannot be more than a wake-up without
+        // end has taken.
+        assert_eq!(delay.lost(u64::MAX, now + 2 * MS), 0);
+        assert!(delay.before.runs > 0);
+    }
+
+    #[test]
+    fn waiting_for_an_eighth_of_the_time_is_lost() {
+        let path = std::env::temp_dir().join(format!("schedstat-{}", std::process::id()));
+        let mut delay = RunDelay { opened: true, ..RunDelay::default() };
+        let mut look = |text: &str, now: u64| {
+            std::fs::write(&path, text).unwrap();
+            delay.file = Some(File::open(&path).unwrap());
+            delay.lost(20_000, now)
+        };
+        assert_eq!(look("0 5000000 10\n", 1_000 * MS), 0);
+        // In 10 ms: 100 wake-ups of 20 µs, and 1 ms more; an eighth is 1.25 ms.
+        assert_eq!(look("0 8000000 110\n", 1_010 * MS), 0);
+        assert_eq!(look("0 11300000 210\n", 1_020 * MS), 1_300_000);
+        std::fs::remove_file(&path).unwrap();
     }
 }

@@ -87,11 +87,12 @@ impl World for Scripted<'_> {
     }
 
     fn is_gap(&mut self, before: u64, now: u64) -> bool {
-        let gap = now - before > costs().gap.get();
-        if gap {
-            self.backoff.gap(now);
+        let gap = now - before;
+        let is_gap = gap > costs().gap.get();
+        if is_gap {
+            self.backoff.lost(gap, now);
         }
-        gap
+        is_gap
     }
 
     fn leave(&mut self, _: u64) {
@@ -205,11 +206,11 @@ fn gap_parks_at_once_and_holds_off() {
     assert_eq!((after.gaps, after.parked), (before.gaps + 1, before.parked + 1));
     let spun = after.spinning.get() - before.spinning.get();
     assert!((3 * MS..3 * MS + 11 * US).contains(&spun), "{spun}");
-    // That wait took longer than the 2 ms for which it holds off: another gap, and it parks.
+    // In that wait some of the 16 ms for which it holds off went by: another gap, and it parks.
     waits.patience.latency = 30 * US;
     let now = script.now.get();
-    world.backoff.gap(now);
-    while script.now.get() < now + 2 * MS - 100 * US {
+    world.backoff.lost(2 * MS, now);
+    while script.now.get() < now + 16 * MS - 100 * US {
         wait(&mut waits, Mode::Adaptive, &mut world, 30 * US, 20 * US);
     }
     assert_eq!(waits.stats.spun, after.spun);
