@@ -218,7 +218,7 @@ impl Pool {
 
     /// What a thread has done, and its number in the kernel.
     #[must_use]
-    pub(crate) fn thread(&self, id: ThreadId) -> Option<(Arc<IoThreadStats>, i32)> {
+    pub fn thread(&self, id: ThreadId) -> Option<(Arc<IoThreadStats>, i32)> {
         let state = lock(&self.state);
         state.threads.get(&id).map(|thread| (Arc::clone(&thread.stats), thread.tid))
     }

@@ -52,8 +52,8 @@ impl Polling {
         self.completion == Completion::Adaptive && self.core != CorePolicy::Dedicated
     }
 
-    /// What follows `poll` ns, at most `max`, when the thread polled and waited for `blocked` ns in
-    /// all.
+    /// What follows `poll` ns, at most `max`, when what the thread polled and slept for took
+    /// `blocked` ns.
     pub(super) fn adjust(self, poll: u64, max: u64, blocked: u64) -> u64 {
         if blocked <= poll {
             poll
@@ -74,6 +74,8 @@ pub(crate) struct Poller {
     /// Of one that asks for tokens. There are none where the kernel does not say what is idle: it
     /// does not poll then.
     gate: Option<Gate>,
+    /// What sleeping adds to a wait, ns.
+    wake: u64,
     /// By kind: how long it polls for drivers alone, and where disks have a part in it, ns.
     times: [u64; 2],
     /// By kind, for `core = "auto"`.
@@ -85,8 +87,9 @@ impl Poller {
     pub(crate) fn new(polling: Polling, tokens: Option<(Arc<Tokens>, Costs)>) -> Self {
         let auto = tokens.as_ref().filter(|_| polling.core == CorePolicy::Auto);
         let waits = auto.map(|(_, costs)| [Patience::new(costs), Patience::new(costs)]);
+        let wake = tokens.as_ref().map_or(0, |(_, costs)| costs.wake.get());
         let gate = tokens.map(|(tokens, costs)| Gate::new(tokens, &costs));
-        Self { polling, gate, times: [0; 2], waits }
+        Self { polling, gate, wake, times: [0; 2], waits }
     }
 
     /// Whether it never sleeps while it has a queue to look at.
@@ -139,14 +142,16 @@ impl Poller {
         }
     }
 
-    /// It polled and slept for `blocked` ns in all. How long it polls the next time, ns.
+    /// It polled and slept for `blocked` ns in all, of which a wake-up is what polling would have
+    /// saved. How long it polls the next time, ns.
     pub(super) fn woken(&mut self, kind: usize, blocked: u64) -> u64 {
         if let Some(waits) = &mut self.waits {
             waits[kind].learn_parked(blocked);
         }
         if self.gate.is_some() {
             let max = self.polling.max.as_nanos() as u64 >> kind;
-            self.times[kind] = self.polling.adjust(self.times[kind], max, blocked);
+            let waited = blocked.saturating_sub(self.wake);
+            self.times[kind] = self.polling.adjust(self.times[kind], max, waited);
         }
         self.times[kind]
     }
