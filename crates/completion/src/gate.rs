@@ -9,6 +9,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
+use crate::clock::cpu_time;
 use crate::costs::Costs;
 use crate::tokens::Tokens;
 
@@ -98,6 +99,34 @@ fn delays(text: &[u8]) -> Option<Delays> {
     Some(Delays { waited: number()?, runs: number()? })
 }
 
+/// What a thread computes besides spinning: submitting, taking what has ended, its own work.
+#[derive(Debug, Default)]
+struct Work {
+    /// Of the last look, ns: when, the thread's CPU time, and what it had spun with a token.
+    at: u64,
+    cpu: u64,
+    spun: u64,
+    /// CPUs that it took in the time before.
+    cpus: f64,
+}
+
+impl Work {
+    /// CPUs that it takes, by a time of some ms. `cpu`: the thread's CPU time so far, `spun`: what it
+    /// has spun with a token; ns.
+    fn cpus(&mut self, now: u64, spun: u64, cpu: impl Fn() -> u64) -> f64 {
+        let since = now.saturating_sub(self.at);
+        if since >= DELAY_EVERY {
+            let cpu = cpu();
+            let worked =
+                cpu.saturating_sub(self.cpu).saturating_sub(spun.saturating_sub(self.spun));
+            // The first look knows nothing.
+            self.cpus = if self.at == 0 { 0.0 } else { (worked as f64 / since as f64).min(1.0) };
+            (self.at, self.cpu, self.spun) = (now, cpu, spun);
+        }
+        self.cpus
+    }
+}
+
 /// What a gate answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Entry {
@@ -115,6 +144,9 @@ pub struct Gate {
     tokens: Arc<Tokens>,
     /// Since when it has a token, or when that time was last accounted for, ns.
     held: Option<u64>,
+    /// What it has spun with tokens, ns.
+    spun: u64,
+    work: Work,
     backoff: Backoff,
     delay: RunDelay,
     /// Time between two looks that is a gap, ns.
@@ -132,7 +164,8 @@ impl Gate {
         let delay = RunDelay { opened: tokens.is_apart(), ..RunDelay::default() };
         let backoff = Backoff::default();
         let (bound, wake) = (costs.gap.get(), costs.wake.get());
-        Self { tokens, held: None, backoff, delay, bound, wake }
+        let (work, spun) = (Work::default(), 0);
+        Self { tokens, held: None, spun, work, backoff, delay, bound, wake }
     }
 
     /// Asks for leave to spin. Whoever has a token and asks again writes nothing that is shared.
@@ -181,20 +214,25 @@ impl Gate {
     /// Gives the token back, if there is one.
     pub fn leave(&mut self, now: u64) {
         if let Some(since) = self.held.take() {
-            self.tokens.give(now.saturating_sub(since));
+            let spun = now.saturating_sub(since);
+            self.spun += spun;
+            self.tokens.give(spun);
         }
     }
 
     fn has_token(&mut self, now: u64) -> bool {
         match self.held {
             Some(since) => {
-                if self.tokens.account(now.saturating_sub(since)) {
+                let spun = now.saturating_sub(since);
+                if self.tokens.account(spun) {
+                    self.spun += spun;
                     self.held = Some(now);
                 }
                 self.tokens.keeps(now)
             }
             None => {
-                let taken = self.tokens.take(now);
+                let work = self.work.cpus(now, self.spun, cpu_time);
+                let taken = self.tokens.take(now, work);
                 self.held = taken.then_some(now);
                 taken
             }
@@ -254,6 +292,18 @@ mod tests {
         // end has taken.
         assert_eq!(delay.lost(u64::MAX, now + 2 * MS), 0);
         assert!(delay.before.runs > 0);
+    }
+
+    #[test]
+    fn work_is_cpu_time_that_was_not_spun() {
+        let mut work = Work::default();
+        let mut cpus = |ms: u64, spun: u64, cpu: u64| work.cpus(ms * MS, spun, || cpu);
+        assert_eq!(cpus(1_000, 5 * MS, 70 * MS), 0.0);
+        // 4 ms, of them 3 on a CPU, of those 2 spun.
+        assert_eq!(cpus(1_004, 7 * MS, 73 * MS), 0.25);
+        assert_eq!(cpus(1_005, 7 * MS, 74 * MS), 0.25, "too soon for another look");
+        // More was spun than it ran: others had its CPU.
+        assert_eq!(cpus(1_008, 9 * MS, 74 * MS), 0.0);
     }
 
     #[test]

@@ -22,6 +22,8 @@
 //! average itself, which takes a minute.
 //!
 //! A thread that asks is counted by the kernel as running, and so is one that spins: neither is work.
+//! Nor is what the thread that asks computes between its waits, which a spinner that looks finds
+//! running now and then: else two threads on two idle CPUs would hold each other off.
 //!
 //! After fork(2) the child makes its own: its parent's may have been in use by threads that it lacks.
 
@@ -30,7 +32,7 @@ mod quota;
 
 use std::path::Path;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::Relaxed};
 
 use rtvirtio_units::CpuId;
 
@@ -43,6 +45,8 @@ const COUNT: u64 = 0xffff;
 const UNIT_NS: u64 = 64;
 /// A spinner that goes on accounts for its time so often, ns.
 const ACCOUNT_NS: u64 = 1_000_000;
+/// Parts of a CPU in which idle ones are counted.
+const PARTS: f64 = 256.0;
 /// An estimate older than this is none, ns: who was to renew it has no CPU.
 const STALE_NS: u64 = 20_000_000;
 /// One part in so many of the time is spent on estimates.
@@ -61,8 +65,10 @@ struct Line<T>(T);
 struct Seen {
     /// When, ns; 0: never.
     at: AtomicU64,
-    /// CPUs that spinners may have.
-    idle: AtomicU32,
+    /// CPUs that spinners may have, in [`PARTS`]; less than none where more runs than there are.
+    idle: AtomicI32,
+    /// Whether it was a spinner that looked: it took all for work that does not spin.
+    by_spinner: AtomicBool,
     /// How long that is good for, ns.
     every: AtomicU64,
 }
@@ -122,8 +128,12 @@ impl Tokens {
     }
 
     fn with(machine: Machine, apart: bool) -> Self {
-        let (at, idle) = (AtomicU64::new(0), AtomicU32::new(0));
-        let seen = Seen { at, idle, every: AtomicU64::new(LEAST_EVERY) };
+        let seen = Seen {
+            at: AtomicU64::new(0),
+            idle: AtomicI32::new(0),
+            by_spinner: AtomicBool::new(false),
+            every: AtomicU64::new(LEAST_EVERY),
+        };
         Self { spinners: Line::default(), seen: Line(seen), machine: Mutex::new(machine), apart }
     }
 
@@ -141,12 +151,12 @@ impl Tokens {
     /// CPUs that spinners may have, as was seen last, for who watches.
     #[must_use]
     pub fn idle_cpus(&self) -> u32 {
-        self.seen.0.idle.load(Relaxed)
+        whole(self.seen.0.idle.load(Relaxed).into())
     }
 
-    /// Takes a token; whether there was one.
-    pub(crate) fn take(&self, now: u64) -> bool {
-        let idle = self.idle(now, false);
+    /// Takes a token; whether there was one. `work`: CPUs that the caller takes besides spinning.
+    pub(crate) fn take(&self, now: u64, work: f64) -> bool {
+        let idle = self.idle(now, false, work);
         // Without a write where there is none.
         if self.spinners() >= idle {
             return false;
@@ -161,7 +171,7 @@ impl Tokens {
 
     /// Whether who has a token may keep it.
     pub(crate) fn keeps(&self, now: u64) -> bool {
-        self.idle(now, true) >= self.spinners()
+        self.idle(now, true, 0.0) >= self.spinners()
     }
 
     /// Accounts for what was spun with a token that is kept, if it is worth a write.
@@ -178,14 +188,18 @@ impl Tokens {
         self.spinners.0.fetch_add((spun / UNIT_NS * (COUNT + 1)).wrapping_sub(1), Relaxed);
     }
 
-    /// CPUs that spinners may have. `counted`: the caller is one of the spinners.
-    fn idle(&self, at: u64, counted: bool) -> u32 {
+    /// CPUs that spinners may have. `counted`: the caller is one of the spinners; `work`: CPUs that it
+    /// takes besides.
+    fn idle(&self, at: u64, counted: bool, work: f64) -> u32 {
         let seen = &self.seen.0;
         if at.saturating_sub(seen.at.load(Relaxed)) >= seen.every.load(Relaxed) {
             self.look(at, counted);
         }
         match at.saturating_sub(seen.at.load(Relaxed)) {
-            ..STALE_NS => seen.idle.load(Relaxed),
+            ..STALE_NS => {
+                let work = if seen.by_spinner.load(Relaxed) { work * PARTS } else { 0.0 };
+                whole(f64::from(seen.idle.load(Relaxed)) + work)
+            }
             _ => 0,
         }
     }
@@ -204,12 +218,17 @@ impl Tokens {
         let spun = word / (COUNT + 1) * UNIT_NS;
         let began = now();
         let idle = machine.idle(at, ours, spun);
-        // To the nearest whole CPU: what else there is does not run all the time, nor do spinners.
-        seen.idle.store(idle.round().max(0.0) as u32, Relaxed);
+        seen.idle.store((idle * PARTS) as i32, Relaxed);
+        seen.by_spinner.store(counted, Relaxed);
         seen.at.store(at, Relaxed);
         let every = now().saturating_sub(began).saturating_mul(LOOK_PART);
         seen.every.store(every.clamp(LEAST_EVERY, MOST_EVERY), Relaxed);
     }
+}
+
+/// To the nearest whole CPU: what else there is does not run all the time, nor do spinners.
+fn whole(parts: f64) -> u32 {
+    (parts / PARTS).round().max(0.0) as u32
 }
 
 /// CPUs on which the calling thread may run.

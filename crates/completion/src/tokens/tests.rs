@@ -44,7 +44,7 @@ impl Files {
 
 /// Takes as many as there are.
 fn take_all(tokens: &Tokens, now: u64) -> u32 {
-    (0..100).take_while(|_| tokens.take(now)).count() as u32
+    (0..100).take_while(|_| tokens.take(now, 0.0)).count() as u32
 }
 
 fn give_all(tokens: &Tokens, spun: u64) {
@@ -72,37 +72,57 @@ fn there_are_as_many_tokens_as_idle_cpus() {
     assert!(left.is_sorted_by(|a, b| a >= b) && left[7] == 1, "{left:?}");
     // A spinner is no work: of the four that run there are three others.
     now += 100 * MS;
-    assert!(tokens.take(now));
+    assert!(tokens.take(now, 0.0));
     now += 100 * MS;
     assert!(tokens.keeps(now));
     assert_eq!(tokens.idle_cpus(), 1);
-    assert!(!tokens.take(now), "the one that is left is spun on");
+    assert!(!tokens.take(now, 0.0), "the one that is left is spun on");
 }
 
 #[test]
 fn token_that_is_not_there_any_more_is_not_kept() {
     let files = Files::new();
     let tokens = files.tokens(&[0, 1, 2, 3]);
-    assert!(tokens.take(1_000 * MS));
+    assert!(tokens.take(1_000 * MS, 0.0));
     assert!(tokens.keeps(1_000 * MS));
     files.running(9);
     assert!(!tokens.keeps(1_100 * MS));
     tokens.give(0);
-    assert!(!tokens.take(1_101 * MS));
+    assert!(!tokens.take(1_101 * MS, 0.0));
     assert_eq!(tokens.spinners(), 0);
+}
+
+#[test]
+fn what_a_thread_works_itself_does_not_keep_it_from_spinning() {
+    let files = Files::new();
+    let tokens = files.tokens(&[0, 1, 2, 3]);
+    let now = 1_000 * MS;
+    // Four run: the one that asks, two that compute, and one that waits at times and is to spin too.
+    files.running(4);
+    for later in 0..50 {
+        let _ = tokens.take(now + 2 * later * MS, 0.0);
+        give_all(&tokens, 0);
+    }
+    let now = now + 100 * MS;
+    assert!(tokens.take(now, 0.0) && !tokens.take(now, 0.9), "it was no spinner that looked");
+    // The spinner looks: of the four it is one, and three work.
+    assert!(tokens.keeps(now + 2 * MS));
+    assert!(!tokens.take(now + 2 * MS, 0.4), "not half a CPU");
+    assert!(tokens.take(now + 2 * MS, 0.9));
+    assert!(!tokens.take(now + 2 * MS, 0.9), "it counts for who asks alone");
 }
 
 #[test]
 fn old_estimate_is_none() {
     let files = Files::new();
     let tokens = files.tokens(&[0, 1, 2, 3]);
-    assert!(tokens.take(1_000 * MS));
+    assert!(tokens.take(1_000 * MS, 0.0));
     // Whoever was to renew it holds the lock and has no CPU.
     let held = tokens.machine.lock().unwrap();
-    assert!(tokens.take(1_019 * MS));
-    assert!(!tokens.take(1_021 * MS) && !tokens.keeps(1_021 * MS));
+    assert!(tokens.take(1_019 * MS, 0.0));
+    assert!(!tokens.take(1_021 * MS, 0.0) && !tokens.keeps(1_021 * MS));
     drop(held);
-    assert!(tokens.take(1_021 * MS));
+    assert!(tokens.take(1_021 * MS, 0.0));
 }
 
 #[test]
@@ -122,7 +142,7 @@ fn tasks_of_other_cpus_do_not_count() {
     give_all(&tokens, 0);
     // Now somebody computes on both.
     for later in [30, 40, 50] {
-        let _ = tokens.take(now + later * MS);
+        let _ = tokens.take(now + later * MS, 0.0);
         give_all(&tokens, 0);
     }
     assert_eq!(take_all(&tokens, now + 60 * MS), 0);
@@ -182,7 +202,7 @@ fn without_proc_there_are_no_tokens_and_an_error_says_so() {
 fn this_machine_has_sources() {
     let tokens = Tokens::new().unwrap();
     let now = now();
-    let taken = tokens.take(now);
+    let taken = tokens.take(now, 0.0);
     assert!(tokens.seen.0.at.load(Relaxed) == now);
     assert_eq!(tokens.spinners(), u32::from(taken));
 }
@@ -195,7 +215,7 @@ fn threads_at_once_never_leave_a_token_behind() {
         for _ in 0..4 {
             scope.spawn(|| {
                 for _ in 0..20_000 {
-                    if tokens.take(now()) {
+                    if tokens.take(now(), 0.0) {
                         assert!(tokens.spinners() >= 1);
                         tokens.give(100);
                     }
