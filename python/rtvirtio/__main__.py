@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
               python -m rtvirtio campaign table2 --out table2 --scheduler tcp://10.0.0.1:8786"""),
     )
     defaults = grid.Settings("table2")
-    campaign.add_argument("grid", choices=["table2", "wide", "figures"])
+    campaign.add_argument("grid", choices=["table2", "wide", "host", "figures"])
     campaign.add_argument("--out", type=Path, required=True, help="directory of the campaign")
     campaign.add_argument("--size", type=int, default=0, help="conditions, roughly (the grid's own)")
     campaign.add_argument("--device", default=defaults.device, help="simulated disk (%(default)s)")
