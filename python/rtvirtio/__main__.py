@@ -118,6 +118,11 @@ def _parser() -> argparse.ArgumentParser:
               python -m rtvirtio train table2 --out trained --profile profile.json --shown figures"""),
     )
     train.add_argument("campaign", type=Path, nargs="+", help="directories of campaigns")
+    train.add_argument(
+        "--judge",
+        action="store_true",
+        help="only hold the network and boosting against --cells: real.json, real.parquet",
+    )
     train.add_argument("--out", type=Path, required=True, help="directory of the results")
     train.add_argument("--profile", type=Path, help="the device's, of `rtvirtio calibrate`")
     train.add_argument("--shown", type=Path, help="a campaign `figures`: predict it too, for Fig. 5")
@@ -194,8 +199,15 @@ def _train(args: argparse.Namespace) -> int:
     from rtvirtio import cases, parts, train
 
     profile = None if args.profile is None else json.loads(args.profile.read_text())
+    table = pa.concat_tables([parts.load(directory) for directory in args.campaign])
+    if args.judge:
+        if profile is None or args.cells is None:
+            raise ValueError("--judge needs --profile and --cells")
+        cells = cases.read_cells(args.cells)
+        _print_real(train.judge(table, cells, args.out, profile=profile, seed=args.seed)["real"])
+        return DONE
     result = train.train(
-        pa.concat_tables([parts.load(directory) for directory in args.campaign]),
+        table,
         args.out,
         profile=profile,
         shown=None if args.shown is None else parts.load(args.shown),
@@ -206,17 +218,7 @@ def _train(args: argparse.Namespace) -> int:
     print("\nSimulated conditions that no model has seen:")
     _print_errors(result["errors"], result["bounds"])
     if result["real"] is not None:
-        print("\nReal conditions that no model has seen, where bfq idles:")
-        _print_errors(result["real"]["errors_idling"], {})
-        print("\nAll real conditions that no model has seen:")
-        _print_errors(result["real"]["errors"], result["real"]["bounds"])
-        real = result["real"]
-        _print_bound("mlp's bound", real["bounds"]["mlp"])
-        _print_bound("where bfq idles", real["bounds_idling"]["mlp"])
-        _print_bound("where it does not", real["bounds_not_idling"]["mlp"])
-        _print_bound("as a plan has it", real["bounds_planned"]["mlp"])
-        if real["repeated"]["pairs"]:
-            _print_bound("another real run x a factor", real["repeated"]["bound"])
+        _print_real(result["real"])
     print(f"\nwritten to {args.out}")
     return DONE
 
@@ -235,6 +237,19 @@ def _print_errors(errors: dict[str, dict[str, float]], bounds: dict[str, dict[st
             if (b := bounds.get(name)) is not None:
                 line += f"{b['held']:>12.1%} {b['median_bound_over_measured']:>26.2f}"
             print(line)
+
+
+def _print_real(real: dict[str, Any]) -> None:
+    print("\nReal conditions that no model has seen, where bfq idles:")
+    _print_errors(real["errors_idling"], {})
+    print("\nAll real conditions that no model has seen:")
+    _print_errors(real["errors"], real["bounds"])
+    _print_bound("mlp's bound", real["bounds"]["mlp"])
+    _print_bound("where bfq idles", real["bounds_idling"]["mlp"])
+    _print_bound("where it does not", real["bounds_not_idling"]["mlp"])
+    _print_bound("as a plan has it", real["bounds_planned"]["mlp"])
+    if real["repeated"]["pairs"]:
+        _print_bound("another real run x a factor", real["repeated"]["bound"])
 
 
 def _print_bound(name: str, bound: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ gave no scores rather than taken on trust.
 import json
 import tomllib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -351,14 +351,13 @@ def lateness(profile: Profile) -> float:
     """What the profile's machine adds to the p99.9 of a VM alone on the idle device, s: its first probe
     beside the simulator.
     """
-    fit = profile["structural"]
-    assert isinstance(fit, dict)
+    fit: Any = profile["structural"]
     alone = _core.simulate(grid.one(scheduler={"name": "none"}))
     *_, heavy = alone["vms"][0]
     judged = heavy["judged"]
     assert judged is not None
     assert judged["percentile"] == 99.9
-    return max(0.0, (fit["base"][0]["p999"] - judged["value"]) / 1e9)
+    return max(0.0, float(fit["base"][0]["p999"] - judged["value"]) / 1e9)
 
 
 class Paper:
@@ -522,8 +521,9 @@ def on_real(
     throughput: int,
     seed: int,
     say: Callable[[str], object],
+    models: Sequence[str] = ("mlp", "mlp-over", "boosting"),
 ) -> tuple[dict[str, Any], pa.Table]:
-    """Models on real conditions that they have not seen: errors, bounds, predictions."""
+    """Those models on real conditions that they have not seen: errors, bounds, predictions."""
     rng = np.random.default_rng(seed)
     kept = rng.permutation(len(simulated))[:STUDY_ROWS]
     simulated = simulated.take(np.sort(kept))
@@ -532,7 +532,11 @@ def on_real(
     distinct = {name: place for place, name in enumerate(dict.fromkeys(names))}
     order = rng.permutation(len(distinct))
     fold = np.array([order[distinct[name]] % FOLDS for name in names])[real.condition]
-    models = ("mlp", "mlp-over", "boosting")
+    makers: dict[str, Callable[[Rows], Regressor]] = {
+        "mlp": lambda data: ensemble(data, seed=seed)[0],
+        "mlp-over": lambda data: ensemble(data, OVER, seed)[0],
+        "boosting": lambda data: boosting(data, 0.5, seed),
+    }
     predicted = {name: np.full(len(real), np.nan) for name in ("paper", *models)}
     bound = {"split": np.full(len(real), np.nan), "planned": np.full(len(real), np.nan)}
     for number in range(FOLDS):
@@ -542,13 +546,8 @@ def on_real(
         predicted["paper"][test] = paper.predict(real.take(test))
         times = max(1, round(len(simulated) / len(training)))
         both = simulated.joined(training.take(np.tile(np.arange(len(training)), times)))
-        made: dict[str, Regressor] = {
-            "mlp": ensemble(both, seed=seed)[0],
-            "mlp-over": ensemble(both, OVER, seed)[0],
-            "boosting": boosting(both, 0.5, seed),
-        }
-        for name, model in made.items():
-            predicted[name][test] = model.predict(real.features[test])
+        for name in models:
+            predicted[name][test] = makers[name](both).predict(real.features[test])
         bound["split"][test] = bounds(high, training, real.take(test))
         bound["planned"][test] = planned(high, training, real.take(test))
         say(f"real conditions: fold {number + 1} of {FOLDS} done")
@@ -571,6 +570,34 @@ def on_real(
         "repeated": repeated(real),
     }
     return result, _predictions(real, predicted)
+
+
+@threadpool_limits.wrap(limits=1)  # type: ignore[untyped-decorator]
+def judge(
+    table: pa.Table,
+    cells: list[dict[str, Any]],
+    out: Path,
+    *,
+    profile: Profile,
+    seed: int = 1,
+    say: Callable[[str], object] = print,
+) -> dict[str, Any]:
+    """Of `train` only how the network and boosting do on real conditions: writes `real.json` and
+    `real.parquet` to ``out``; gives back the JSON.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    training = rows(table).part(*TRAINING)
+    high = High(boosting(training, CONFIDENCE, seed), lateness(profile))
+    say(
+        f"{len(training):,} simulated rows; beside the simulator the machine is {high.late * 1e3:.2f} ms late"
+    )
+    throughput = int(profile["capacity"]["write_throughput"])  # type: ignore[index]
+    names = ("mlp", "boosting")
+    real, found = on_real(rows_of_cells(cells), training, high, throughput, seed, say, names)
+    result = {"version": _core.__version__, "seed": seed, "late_ms": 1000 * high.late, "real": real}
+    pq.write_table(found, out / "real.parquet")
+    (out / "real.json").write_text(json.dumps(result, indent=2) + "\n")
+    return result
 
 
 def describe(high: Regressor, training: Rows, scored: Rows, profile: Profile) -> str:
@@ -611,7 +638,8 @@ def export(model: Ensemble | HistGradientBoostingRegressor, high: High, descript
 
     def converted(model: HistGradientBoostingRegressor) -> onnx.ModelProto:
         inputs = [("features", FloatTensorType([None, len(_core.FEATURES)]))]
-        return convert_sklearn(model, initial_types=inputs, target_opset=13)
+        made: onnx.ModelProto = convert_sklearn(model, initial_types=inputs, target_opset=13)
+        return made
 
     made = model.onnx() if isinstance(model, Ensemble) else converted(model)
     beside = compose.add_prefix(converted(high.quantile), "high_", rename_inputs=False)

@@ -319,17 +319,21 @@ def test_rows_of_cells_are_what_was_measured() -> None:
 
 
 def test_each_real_condition_is_judged_once_by_models_that_have_not_seen_it(
-    data: train.Rows, monkeypatch: pytest.MonkeyPatch
+    trainable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "STUDY_ROWS", 300)
     monkeypatch.setattr(train, "PASSES", (5, 5))
-    real = train.rows_of_cells(cases.read_cells(CELLS))
-    high = train.High(train.boosting(data, 0.95))
-    result, table = train.on_real(real, data, high, 375_000_000, 1, lambda _: None)
-    assert table.num_rows == len(real)
-    for name in ("mlp", "mlp-over", "boosting"):
+    cells, profile = cases.read_cells(CELLS), json.loads(PROFILE.read_text())
+    table = parts.load(trainable)
+    judged = train.judge(table, cells, tmp_path, profile=profile, say=lambda _: None)
+    assert json.loads((tmp_path / "real.json").read_text()) == judged
+    result, real = judged["real"], train.rows_of_cells(cells)
+    assert pq.read_table(tmp_path / "real.parquet").num_rows == len(real)
+    for name in ("mlp", "boosting"):
         assert result["errors"][name]["rows"] == len(real)
         assert 0.8 < result["bounds"][name]["held"] <= result["bounds_planned"][name]["held"] < 1
+    idling, others = result["bounds_idling"]["mlp"], result["bounds_not_idling"]["mlp"]
+    assert idling["rows"] + others["rows"] == len(real)
     # The paper's model speaks of what idles.
     assert result["errors_idling"]["mlp"]["rows"] == result["errors"]["paper"]["rows"] > 0
     # A model that had seen what it is judged by would know it by heart.
