@@ -89,10 +89,11 @@ CAMPAIGNS := target/campaign
 bench-campaign: python ## Table II's grid in the simulator, 28,000 conditions; models, the 24 cases, figures: 40 min
 	$(PYTHON_BIN)/python -m rtvirtio campaign table2 --out $(CAMPAIGNS)/table2
 	$(PYTHON_BIN)/python -m rtvirtio campaign wide --out $(CAMPAIGNS)/wide
+	$(PYTHON_BIN)/python -m rtvirtio campaign host --out $(CAMPAIGNS)/host
 	$(PYTHON_BIN)/python -m rtvirtio campaign figures --out $(CAMPAIGNS)/figures
-	$(PYTHON_BIN)/python -m rtvirtio train $(CAMPAIGNS)/table2 $(CAMPAIGNS)/wide --shown $(CAMPAIGNS)/figures \
-		--profile $(RESULTS)/strict/profile.json --cells $(RESULTS)/conditions/cells.jsonl --sizes \
-		--out $(CAMPAIGNS)/trained
+	$(PYTHON_BIN)/python -m rtvirtio train $(CAMPAIGNS)/table2 $(CAMPAIGNS)/wide $(CAMPAIGNS)/host \
+		--shown $(CAMPAIGNS)/figures --profile $(RESULTS)/strict/profile.json \
+		--cells $(RESULTS)/conditions/cells.jsonl --sizes --out $(CAMPAIGNS)/trained
 	$(PYTHON_BIN)/python -m rtvirtio cases --profile $(RESULTS)/strict/profile.json \
 		--model $(CAMPAIGNS)/trained/mlp.onnx --out $(CAMPAIGNS)/cases
 	$(PYTHON_BIN)/python -m rtvirtio figures --campaign $(CAMPAIGNS)/figures --trained $(CAMPAIGNS)/trained \

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rtvirtio import __version__, grid
 
@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
                        or 1500 IOPS, weights 50 to 700, slice_idle 1 to 8 ms and timeout_sync 32 to
                        124 ms on the host and in the guests
               wide     18,000: schedulers, slice_idle 0, low_latency, max_budget, neighbours, caps
+              host     24,000: the same without schedulers in guests, which is what the planner asks
               figures  what Figs. 2 and 5 show, 30 seeds of each
             Its length is estimated and printed before it starts. Run again with the same options it
             goes on where it was: killed, interrupted (Ctrl-C) or with parts that were damaged since.
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
               python -m rtvirtio campaign table2 --out table2 --scheduler tcp://10.0.0.1:8786"""),
     )
     defaults = grid.Settings("table2")
-    campaign.add_argument("grid", choices=["table2", "wide", "figures"])
+    campaign.add_argument("grid", choices=["table2", "wide", "host", "figures"])
     campaign.add_argument("--out", type=Path, required=True, help="directory of the campaign")
     campaign.add_argument("--size", type=int, default=0, help="conditions, roughly (the grid's own)")
     campaign.add_argument("--device", default=defaults.device, help="simulated disk (%(default)s)")
@@ -106,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=raw,
         description=(
             "Trains the paper's network, the same with a preference for overestimates, and gradient\n"
-            "boosting of quantiles; refits the paper's analytical model; puts conformal bounds on top.\n"
+            "boosting of quantiles; refits the paper's analytical model; puts a conformal bound on top.\n"
             "Writes training.json, predictions.parquet and, with --profile, ONNX files to OUT."
         ),
         epilog=dedent("""\
@@ -117,11 +118,18 @@ def _parser() -> argparse.ArgumentParser:
               python -m rtvirtio train table2 --out trained --profile profile.json --shown figures"""),
     )
     train.add_argument("campaign", type=Path, nargs="+", help="directories of campaigns")
+    train.add_argument(
+        "--judge",
+        action="store_true",
+        help="only hold the network and boosting against --cells: real.json, real.parquet",
+    )
     train.add_argument("--out", type=Path, required=True, help="directory of the results")
     train.add_argument("--profile", type=Path, help="the device's, of `rtvirtio calibrate`")
     train.add_argument("--shown", type=Path, help="a campaign `figures`: predict it too, for Fig. 5")
     train.add_argument(
-        "--cells", type=Path, help="cells.jsonl of `rtvirtio bench`: real conditions as judges"
+        "--cells",
+        type=Path,
+        help="cells.jsonl of `rtvirtio bench`: real conditions as judges, and for the bounds",
     )
     train.add_argument("--sizes", action="store_true", help="study of sizes, for Fig. 3")
     train.add_argument("--seed", type=int, default=1, help="(%(default)s)")
@@ -191,8 +199,15 @@ def _train(args: argparse.Namespace) -> int:
     from rtvirtio import cases, parts, train
 
     profile = None if args.profile is None else json.loads(args.profile.read_text())
+    table = pa.concat_tables([parts.load(directory) for directory in args.campaign])
+    if args.judge:
+        if profile is None or args.cells is None:
+            raise ValueError("--judge needs --profile and --cells")
+        cells = cases.read_cells(args.cells)
+        _print_real(train.judge(table, cells, args.out, profile=profile, seed=args.seed)["real"])
+        return DONE
     result = train.train(
-        pa.concat_tables([parts.load(directory) for directory in args.campaign]),
+        table,
         args.out,
         profile=profile,
         shown=None if args.shown is None else parts.load(args.shown),
@@ -203,10 +218,7 @@ def _train(args: argparse.Namespace) -> int:
     print("\nSimulated conditions that no model has seen:")
     _print_errors(result["errors"], result["bounds"])
     if result["real"] is not None:
-        print("\nReal conditions that no model has seen, where bfq idles:")
-        _print_errors(result["real"]["errors_idling"], {})
-        print("\nAll real conditions that no model has seen:")
-        _print_errors(result["real"]["errors"], result["real"]["bounds"])
+        _print_real(result["real"])
     print(f"\nwritten to {args.out}")
     return DONE
 
@@ -225,6 +237,27 @@ def _print_errors(errors: dict[str, dict[str, float]], bounds: dict[str, dict[st
             if (b := bounds.get(name)) is not None:
                 line += f"{b['held']:>12.1%} {b['median_bound_over_measured']:>26.2f}"
             print(line)
+
+
+def _print_real(real: dict[str, Any]) -> None:
+    print("\nReal conditions that no model has seen, where bfq idles:")
+    _print_errors(real["errors_idling"], {})
+    print("\nAll real conditions that no model has seen:")
+    _print_errors(real["errors"], real["bounds"])
+    _print_bound("mlp's bound", real["bounds"]["mlp"])
+    _print_bound("where bfq idles", real["bounds_idling"]["mlp"])
+    _print_bound("where it does not", real["bounds_not_idling"]["mlp"])
+    _print_bound("as a plan has it", real["bounds_planned"]["mlp"])
+    if real["repeated"]["pairs"]:
+        _print_bound("another real run x a factor", real["repeated"]["bound"])
+
+
+def _print_bound(name: str, bound: dict[str, Any]) -> None:
+    low, high = bound["held_interval"]
+    print(
+        f"{name}: {bound['rows']} rows, held {bound['held']:.1%} ({low:.1%} to {high:.1%}), median "
+        f"{bound['median_bound_over_measured']:.2f} times the measured tail"
+    )
 
 
 def _figures(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ __all__ = [
     "__version__",
     "case",
     "condition",
+    "conformal",
     "device",
     "expected_ns",
     "features",
@@ -53,7 +54,8 @@ def paper_fit(
 def paper_tails(
     fit: PaperFit, conditions: Sequence[Condition], reading: Reading = "corrected"
 ) -> list[list[int]]: ...
-def learned_tails(onnx: bytes, rows: Sequence[Sequence[float]]) -> list[int]: ...
+def learned_tails(onnx: bytes, rows: Sequence[Sequence[float]]) -> list[tuple[int, int]]: ...
+def conformal(scores: Sequence[float], confidence: float) -> float | None: ...
 def table_iii() -> PaperFit: ...
 def case(
     name: str, tier: str = "strict", neighbour: str = "none", window_ns: int = 30_000_000_000

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 from math import prod
 from typing import Any
 
@@ -31,6 +31,8 @@ TASKS = (1, 2, 3)
 #: What the wider grid adds. max_budget in sectors; 0 tunes itself.
 MAX_BUDGET = (0, 64, 512, 4096)
 CAPS_MB = (10, 20, 40)
+#: What the grid `host` adds to that.
+HOST_CAPS_MB = (*CAPS_MB, 80)
 #: Seeds of each condition that a figure shows: the paper has "30+ tests per condition".
 REPETITIONS = 30
 
@@ -90,7 +92,7 @@ class Settings:
 
 
 #: The grids, with their own number of conditions. Those of `cases` are made by `rtvirtio.cases`.
-SIZES = {"table2": 28_000, "wide": 18_000, "figures": 0, "cases": 0}
+SIZES = {"table2": 28_000, "wide": 18_000, "host": 24_000, "figures": 0, "cases": 0}
 
 
 def bfq(
@@ -253,6 +255,45 @@ def _wide() -> Iterator[Stratum]:
                     yield Stratum(f"wide/{vms}/{tasks}/{host}/{beside}", axes, build)
 
 
+def _host() -> Iterator[Stratum]:
+    """What the planner asks about: of guests it knows nothing. VMs alike, as in the 24 cases, and not."""
+
+    def bfqs(idles: Sequence[int], timeouts: Sequence[int]) -> list[Scheduler]:
+        axes = product(idles, timeouts, (True, False), MAX_BUDGET)
+        return [bfq(*values) for values in axes]
+
+    # Three of five idle: it is there that tails spread, so that most has to be learned.
+    hosts: dict[str, list[Scheduler]] = {
+        **{f"idling-{timeout}": bfqs(SLICE_IDLE_MS, [timeout]) for timeout in TIMEOUT_SYNC_MS},
+        "quiet": bfqs([0], TIMEOUT_SYNC_MS),
+        "plain": [{"name": "none"}, {"name": "mq-deadline"}, {"name": "kyber"}],
+    }
+    kinds = (writer, reader)
+    neighbours: dict[str, list[Vm | None]] = {
+        "alone": [None],
+        "flooded": [kind() for kind in kinds],
+        "capped": [kind(cap, weight) for kind in kinds for cap in HOST_CAPS_MB for weight in (10, 100)],
+    }
+
+    def build(values: Sequence[Any]) -> tuple[Scheduler, list[Vm]]:
+        host, neighbour, sets, *weights = values
+        vms = [vm(tasks, weight) for tasks, weight in zip(sets, weights, strict=True)]
+        return host, vms if neighbour is None else [*vms, neighbour]
+
+    for vms in VMS:
+        for tasks in TASKS:
+            of_tasks = task_sets(tasks)
+            alike = [(tasks_of_one,) * vms for tasks_of_one in of_tasks]
+            mixed = list(product(of_tasks, repeat=vms))
+            for kind, sets in (("alike", alike), ("mixed", mixed)):
+                if kind == "mixed" and vms == 1:
+                    continue
+                for host, schedulers in hosts.items():
+                    for beside, neighbour in neighbours.items():
+                        axes: list[Sequence[Any]] = [schedulers, neighbour, sets, *[WEIGHTS] * vms]
+                        yield Stratum(f"host/{vms}/{tasks}/{kind}/{host}/{beside}", axes, build)
+
+
 def shown(settings: Settings) -> Iterator[tuple[str, str, Condition]]:
     """What Figs. 2 and 5 show: (figure, which of its places, condition), each with 30 seeds."""
 
@@ -279,12 +320,15 @@ def shown(settings: Settings) -> Iterator[tuple[str, str, Condition]]:
             yield figure, place, settings.condition(seed, host, vms)
 
 
+_STRATA = {"table2": _table2, "wide": _wide, "host": _host}
+
+
 def conditions(settings: Settings) -> dict[str, Condition]:
     """All of a grid by id, in the order of ids: as good as random, and the same everywhere."""
     if settings.grid == "figures":
         made = [condition for _, _, condition in shown(settings)]
     else:
-        strata = list(_table2() if settings.grid == "table2" else _wide())
+        strata = list(_STRATA[settings.grid]())
         share = -(-(settings.size or SIZES[settings.grid]) // len(strata))
         made = [condition for s in strata for condition in s.sample(settings, share)]
     return dict(sorted((condition_id(condition), condition) for condition in made))

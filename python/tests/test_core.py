@@ -231,3 +231,12 @@ def test_settings_of_python_are_checked() -> None:
     device = rtvirtio.device("ref-4x250")
     with pytest.raises(ValueError, match="unknown variant `cfq`"):
         rtvirtio.condition(rtvirtio.case("1xL"), wrong, "scratch", device, ONE_SECOND)
+
+
+def test_conformal_score_is_by_rank_whatever_the_order() -> None:
+    # 19 scores allow 0.95 by the largest; one less allows none.
+    scores = [float(i) for i in range(19)]
+    assert rtvirtio.conformal(scores[::-1], 0.95) == pytest.approx(18)
+    assert rtvirtio.conformal(scores[1:], 0.95) is None
+    with pytest.raises(ValueError, match="confidence"):
+        rtvirtio.conformal(scores, 1.5)

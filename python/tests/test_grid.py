@@ -70,8 +70,23 @@ def test_stratum_smaller_than_its_share_is_taken_whole() -> None:
     assert sorted(drawn) == [1, 1, 2, 2, 3, 3]
 
 
+def test_host_is_what_the_planner_asks_about() -> None:
+    found = list(grid.conditions(Settings("host", size=3150)).values())
+    # 315 strata: a lone VM is no different from itself.
+    assert len(found) > 3000
+    assert all(vm["guest"] is None for c in found for vm in c["vms"])
+    schedulers = [c["service"]["scheduler"] for c in found if c["service"]["kind"] == "kernel"]
+    assert {s["name"] for s in schedulers} == {"bfq", "none", "mq-deadline", "kyber"}
+    idling = [s for s in schedulers if s["name"] == "bfq" and s["slice_idle_us"] > 0]
+    assert len(idling) / len(found) == pytest.approx(0.6, abs=0.02)
+    # Half of those with several VMs have VMs whose tasks are alike.
+    rated = [[vm["tasks"] for vm in c["vms"] if vm["tasks"][0]["iops"] is not None] for c in found]
+    alike = [all(tasks == of[0] for tasks in of) for of in rated if len(of) > 1]
+    assert 0.5 <= sum(alike) / len(alike) < 0.75
+
+
 def test_settings_that_make_no_grid_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"grid: 'table9' is none of table2, wide, figures"):
+    with pytest.raises(ValueError, match=r"grid: 'table9' is none of table2, wide, host, figures"):
         Settings("table9")
     with pytest.raises(ValueError, match="not negative"):
         dataclasses.replace(Settings("table2"), size=-1)

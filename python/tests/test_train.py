@@ -76,8 +76,8 @@ def test_network_is_the_papers() -> None:
     model = train.network(100_000)
     assert model.hidden_layer_sizes == (15, 15, 15)
     assert (model.activation, train.FOLDS) == ("relu", 5)
-    # 2,000,000 rows seen, but no fewer than 60 passes and no more than 400.
-    assert (model.max_iter, train.network(10_000).max_iter, train.network(900).max_iter) == (60, 200, 400)
+    # 2,000,000 rows seen, but no fewer than 40 passes and no more than 400.
+    assert (model.max_iter, train.network(10_000).max_iter, train.network(900).max_iter) == (40, 200, 400)
 
 
 def test_onnx_of_an_ensemble_is_the_mean_of_its_members() -> None:
@@ -99,7 +99,7 @@ def test_onnx_of_an_ensemble_is_the_mean_of_its_members() -> None:
     assert np.allclose(tail[:, 0], by_hand, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["mlp", "mlp-over", "boosting", "boosting-95"])
+@pytest.mark.parametrize("name", ["mlp", "mlp-over", "boosting"])
 def test_onnx_file_says_what_training_said_and_describes_itself(
     name: str, trained: tuple[Path, dict[str, Any]], data: train.Rows
 ) -> None:
@@ -107,12 +107,12 @@ def test_onnx_file_says_what_training_said_and_describes_itself(
     test = data.part(*train.TEST)
     tail = predict(out / f"{name}.onnx", test.features)
     said = pq.read_table(out / "predictions.parquet")[f"{name}_ms"].to_numpy()
-    assert tail.shape == (len(test), 1)
+    assert tail.shape == (len(test), 2)
     assert np.allclose(1000 * 10 ** tail[:, 0], said, rtol=1e-3)
     # The planner's own reader of ONNX says the same of a row that its training had.
     rows = data.part(*train.TRAINING).features[:50]
     read = rtvirtio.learned_tails((out / f"{name}.onnx").read_bytes(), rows.tolist())
-    assert np.allclose(np.log10(np.array(read) / 1e9), predict(out / f"{name}.onnx", rows)[:, 0], atol=1e-4)
+    assert np.allclose(np.log10(np.array(read) / 1e9), predict(out / f"{name}.onnx", rows), atol=1e-4)
     model = onnx.load(out / f"{name}.onnx")
     [props] = [p for p in model.metadata_props if p.key == "rtvirtio"]
     described = json.loads(props.value)
@@ -154,13 +154,13 @@ def test_plan_by_a_learned_model_has_its_predictions(trained: tuple[Path, dict[s
         rtvirtio.plan(specification, profiles, onnx=b"no model")
 
 
-def test_scores_are_logarithms_of_measured_over_predicted(
+def test_scores_are_logarithms_of_measured_over_the_high_quantile(
     trained: tuple[Path, dict[str, Any]], data: train.Rows
 ) -> None:
     out, _ = trained
     calibration = data.part(*train.CALIBRATION)
-    predicted = 10 ** predict(out / "mlp.onnx", calibration.features)[:, 0]
-    scores = np.sort(np.log(10**calibration.tail / predicted))
+    high = 10 ** predict(out / "mlp.onnx", calibration.features)[:, 1]
+    scores = np.sort(np.log(10**calibration.tail / high))
     described = json.loads(onnx.load(out / "mlp.onnx").metadata_props[0].value)
     assert np.allclose(described["scores"]["idling"], scores, atol=1e-3)
 
@@ -177,7 +177,6 @@ def test_models_learn_and_the_one_that_is_to_overestimate_does(tmp_path: Path) -
     for name in ("mlp", "boosting"):
         assert found[name]["log10_mse"] < 0.6 * guess["log10_mse"]
     assert found["mlp-over"]["underestimated"] < found["mlp"]["underestimated"]
-    assert found["boosting-95"]["underestimated"] < found["boosting"]["underestimated"]
     assert len(result["folds_mse"]["mlp"]) == 5
     assert result["sizes"] is None
 
@@ -204,10 +203,83 @@ def test_bound_holds_at_its_confidence_on_exchangeable_rows() -> None:
         def predict(self, x: train.Floats) -> train.Floats:
             return x[:, 0]
 
+    class Nothing:
+        def predict(self, x: train.Floats) -> train.Floats:
+            return np.full(len(x), -9.0)
+
     odd = np.arange(n) % 2 == 1
-    found = train.conformal(First(), rows.take(odd), rows.take(~odd))
+    found = train.conformal(Nothing(), First(), rows.take(odd), rows.take(~odd))
     # 2,000 rows: 0.95 ± 4 standard deviations of 0.005.
     assert found["held"] == pytest.approx(0.95, abs=0.02)
+    # A plan's has nine calibrations of ten above.
+    planned = train.covered(train.planned(First(), rows.take(odd), rows.take(~odd)), rows.take(~odd))
+    assert found["held"] <= planned["held"] < 0.98
+
+
+def rows_in(*regimes: str) -> train.Rows:
+    n = len(regimes)
+    places: dict[str, Any] = dict.fromkeys(("vm", "task"), np.zeros(n, dtype=np.intp))
+    return train.Rows(
+        [grid.one()] * n, **places, condition=np.arange(n), percentile=np.full(n, 99.0),
+        judged=np.full(n, True), features=np.zeros((n, len(rtvirtio.FEATURES))),
+        tail=np.zeros(n), regime=np.array(regimes),
+    )  # fmt: skip
+
+
+def test_scores_of_a_regime_with_too_few_are_pooled_with_those_alike() -> None:
+    few, enough = 136, 137
+    scored = rows_in(*["idling"] * enough, *["idling-flooded"] * few, *["flowing"] * enough)
+    asked = rows_in("idling", "idling-flooded", "flowing", "flooded")
+    assert train.groups(scored, asked).tolist() == ["idles", "idles", "flowing", "does not"]
+    scored = rows_in(*["idling"] * enough, *["idling-flooded"] * enough)
+    assert train.groups(scored, asked).tolist() == ["idling", "idling-flooded", "does not", "does not"]
+
+
+def test_bound_without_scores_is_none() -> None:
+    asked, scored = rows_in("idling", "flowing"), rows_in(*["idling"] * 200)
+    high = train.High(train.boosting(rows_in(*["idling"] * 200), 0.95))
+    for bounds in (train.bounds, train.planned):
+        assert np.isfinite(bounds(high, scored, asked)).tolist() == [True, False]
+    assert train.covered(train.bounds(high, scored, asked), asked)["held"] == 0.5
+
+
+def test_coverage_is_of_tasks_and_of_whole_conditions() -> None:
+    # Two conditions of two tasks; one of the four bounds fails, the others are ten times what was measured.
+    rows = rows_in(*["idling"] * 4)
+    rows.condition[:] = [0, 0, 1, 1]
+    found = train.covered(np.array([1.0, 1.0, 1.0, -1.0]), rows)
+    assert (found["held"], found["conditions_held"]) == (0.75, 0.5)
+    # Conditions are drawn whole: both are the first, or both the second.
+    assert found["held_interval"] == [0.5, 1.0]
+    assert found["median_bound_over_measured"] == pytest.approx(10)
+
+
+def test_repeated_conditions_differ_as_by_hand() -> None:
+    cells = cases.read_cells(CELLS)
+    found = train.repeated(train.rows_of_cells(cells))
+    # 30 conditions were run twice, of which one run is discarded.
+    assert found["conditions"] == 29
+    tails: dict[tuple[Any, ...], list[float]] = {}
+    for cell in cells:
+        if cell["discarded"] is None:
+            for task in cell["tasks"]:
+                if (judged := task["judged"]) is not None:
+                    run = (cell["key"]["repetition"], task["vm"], task["task"], judged["percentile"])
+                    tails.setdefault(run, []).append(judged["value"])
+    ratios = [max(both) / min(both) for both in tails.values() if len(both) == 2]
+    assert found["pairs"] == len(ratios)
+    assert found["median_factor"] == pytest.approx(np.median(ratios))
+    # One of 20, both ways round: one of ten pairs.
+    assert found["factor"] == pytest.approx(np.quantile(ratios, 0.9), rel=0.1)
+    assert 0.9 < found["bound"]["held"] < 1
+
+
+def test_lateness_is_what_the_profile_has_above_the_simulator() -> None:
+    profile = json.loads(PROFILE.read_text())
+    # 1.171 ms measured at the least load; the simulator has 0.7 to 0.8.
+    assert 0.35e-3 < train.lateness(profile) < 0.5e-3
+    profile["structural"]["base"][0]["p999"] = 100_000
+    assert train.lateness(profile) == 0.0
 
 
 def test_scores_are_thinned_and_keep_the_greatest() -> None:
@@ -247,16 +319,21 @@ def test_rows_of_cells_are_what_was_measured() -> None:
 
 
 def test_each_real_condition_is_judged_once_by_models_that_have_not_seen_it(
-    data: train.Rows, monkeypatch: pytest.MonkeyPatch
+    trainable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train, "STUDY_ROWS", 300)
     monkeypatch.setattr(train, "PASSES", (5, 5))
-    real = train.rows_of_cells(cases.read_cells(CELLS))
-    result, table = train.on_real(real, data, 375_000_000, 1, lambda _: None)
-    assert table.num_rows == len(real)
-    for name in ("mlp", "mlp-over", "boosting"):
+    cells, profile = cases.read_cells(CELLS), json.loads(PROFILE.read_text())
+    table = parts.load(trainable)
+    judged = train.judge(table, cells, tmp_path, profile=profile, say=lambda _: None)
+    assert json.loads((tmp_path / "real.json").read_text()) == judged
+    result, real = judged["real"], train.rows_of_cells(cells)
+    assert pq.read_table(tmp_path / "real.parquet").num_rows == len(real)
+    for name in ("mlp", "boosting"):
         assert result["errors"][name]["rows"] == len(real)
-        assert 0 < result["bounds"][name]["held"] <= 1
+        assert 0.8 < result["bounds"][name]["held"] <= result["bounds_planned"][name]["held"] < 1
+    idling, others = result["bounds_idling"]["mlp"], result["bounds_not_idling"]["mlp"]
+    assert idling["rows"] + others["rows"] == len(real)
     # The paper's model speaks of what idles.
     assert result["errors_idling"]["mlp"]["rows"] == result["errors"]["paper"]["rows"] > 0
     # A model that had seen what it is judged by would know it by heart.

@@ -9,6 +9,9 @@
 //! Rows are asked one by one: what a row gets cannot depend on the others, and a graph whose export
 //! fixed one row works as well.
 //!
+//! A file may give two numbers: the tail, and a high quantile of it, to which its scores refer
+//! (conformalised quantile regression: Romano et al. 2019).
+//!
 //! Properties (tests of the same name): `answers_are_those_of_the_trainings_runtime`,
 //! `row_out_of_range_is_refused_by_feature`, `hostile_files_are_refused_without_a_panic`.
 
@@ -151,6 +154,16 @@ pub enum NoAnswer {
     },
 }
 
+/// What a model answers to a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Prediction {
+    /// The tail that it expects.
+    pub tail: Nanos,
+    /// What its scores refer to: a high quantile of the tail where the file has one, else the tail.
+    /// Two runs of one load may differ little or a hundredfold, and such a quantile knows which.
+    pub high: Nanos,
+}
+
 /// A model that can be asked.
 #[derive(Debug, Clone)]
 pub struct Learned {
@@ -202,7 +215,7 @@ impl Learned {
             let ends = d.minimum.iter().zip(&d.maximum);
             row.iter_mut().zip(ends).for_each(|(x, (a, b))| *x = f64::midpoint(*a, *b));
         }
-        match self.tail(&row) {
+        match self.predict(&row) {
             // Of a file that does not say for what it was trained, only that it works is known.
             Err(NoAnswer::NoLatency(_)) if self.description.is_none() => Ok(()),
             Err(why) => Err(LearnedError::Silent(why)),
@@ -217,11 +230,11 @@ impl Learned {
         self.description.as_ref()
     }
 
-    /// The tail that it predicts for a row of [`FEATURES`].
+    /// What it predicts for a row of [`FEATURES`].
     ///
     /// # Errors
     /// [`NoAnswer`]: the row is out of range, or what it answers is no latency.
-    pub fn tail(&self, row: &[f64; FEATURES.len()]) -> Result<Nanos, NoAnswer> {
+    pub fn predict(&self, row: &[f64; FEATURES.len()]) -> Result<Prediction, NoAnswer> {
         let ranges = self.description.iter().flat_map(|d| d.minimum.iter().zip(&d.maximum));
         for ((&value, feature), (&minimum, &maximum)) in row.iter().zip(FEATURES).zip(ranges) {
             let slack = TOLERANCE * minimum.abs().max(maximum.abs());
@@ -231,10 +244,17 @@ impl Learned {
         }
         let answer = self.graph.run(row);
         let answer = answer.map_err(|(operator, fault)| NoAnswer::Fault { operator, fault })?;
+        let tail = self.latency(answer.0)?;
+        let high = answer.1.map_or(Ok(tail), |high| self.latency(high))?;
+        Ok(Prediction { tail, high })
+    }
+
+    /// A number of the output as the time that it means.
+    fn latency(&self, number: f64) -> Result<Nanos, NoAnswer> {
         let seconds = match self.description.as_ref().map_or_else(Output::default, |d| d.output) {
-            Output::Log10Seconds => 10_f64.powf(answer),
-            Output::Seconds => answer,
-            Output::Milliseconds => answer / 1000.0,
+            Output::Log10Seconds => 10_f64.powf(number),
+            Output::Seconds => number,
+            Output::Milliseconds => number / 1000.0,
         };
         if (1e-9..=LONGEST).contains(&seconds) {
             Ok(Nanos::from_secs_f64(seconds))
@@ -243,18 +263,19 @@ impl Learned {
         }
     }
 
-    /// The bound on a tail that it predicts for `row`, as [`conformal::shared`]; `None` if it has too few
-    /// scores of the row's regime.
+    /// The bound on the tail of `row`, by [`conformal::shared`] and never below what it predicts; `None` if it
+    /// has too few scores of the row's regime.
     #[must_use]
     pub fn bound(
         &self,
         row: &[f64; FEATURES.len()],
-        predicted: Nanos,
+        predicted: Prediction,
         confidence: Confidence,
         tasks: usize,
     ) -> Option<Nanos> {
         let scores = self.description.as_ref()?.scores.get(&features::regime(row))?;
-        Some(predicted.scale(conformal::shared(scores, confidence, tasks)?))
+        let factor = conformal::shared(scores, confidence, tasks)?;
+        Some(predicted.high.scale(factor).max(predicted.tail))
     }
 }
 

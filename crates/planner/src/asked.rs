@@ -129,13 +129,13 @@ fn learned(learned: &Learned, profile: &Profile, question: &Question<'_>) -> Sai
     let &Question { load, vm, task, target, together } = question;
     // Of the guest's bfq nothing is known while the host is planned: features of none.
     let row = features(load, None, vm, task, target.percentile);
-    let predicted = learned.tail(&row).map_err(|why| why.to_string())?;
+    let predicted = learned.predict(&row).map_err(|why| why.to_string())?;
     let bound = learned.bound(&row, predicted, target.confidence, together);
     let none = || match learned.description() {
         None => "the file does not describe itself; nor is its range known".to_owned(),
         Some(_) => "the learned one has too few scores for this".to_owned(),
     };
-    Ok((predicted, bound.ok_or_else(none)))
+    Ok((predicted.tail, bound.ok_or_else(none)))
 }
 
 /// Refuses a model that was trained on another device.

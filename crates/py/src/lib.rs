@@ -22,6 +22,7 @@ mod _core {
     use pyo3::prelude::*;
     use pyo3::types::{PyDict, PyList, PyTuple};
     use rtvirtio_cases::{Case, IoPriority, Neighbour, Scale, Scheme, Tier};
+    use rtvirtio_model::conformal;
     use rtvirtio_model::features::{self, FEATURES};
     use rtvirtio_model::learned::Learned;
     use rtvirtio_model::paper::{self, Reading, Sample};
@@ -31,7 +32,7 @@ mod _core {
     use rtvirtio_spec::settings::{DeviceSettings, Knobs, Settings, knob_list};
     use rtvirtio_spec::specification::{Device, Specification, parse, to_toml};
     use rtvirtio_ssd::SsdConfig;
-    use rtvirtio_units::{BytesPerSecond, DeviceName, Iops, Nanos, Percentile, VmName};
+    use rtvirtio_units::{BytesPerSecond, Confidence, DeviceName, Iops, Nanos, Percentile, VmName};
     use serde::Deserialize;
 
     use crate::convert::{from_python, refused, to_python};
@@ -144,16 +145,27 @@ mod _core {
         conditions.iter().map(of).collect()
     }
 
-    /// The tails, ns, that a learned model's ONNX file predicts for rows of FEATURES, as the planner reads it.
+    /// What a learned model's ONNX file predicts for rows of FEATURES, as the planner reads it: the tail and what the
+    /// file's scores refer to, ns.
     #[pyfunction]
     fn learned_tails(
         py: Python<'_>,
         onnx: &[u8],
         rows: Vec<[f64; FEATURES.len()]>,
-    ) -> PyResult<Vec<u64>> {
+    ) -> PyResult<Vec<(u64, u64)>> {
         let model = py.detach(|| Learned::from_bytes(onnx)).map_err(refused)?;
-        let tail = |row| model.tail(row).map(Nanos::get).map_err(refused);
-        py.detach(|| rows.iter().map(tail).collect())
+        let said = |row| model.predict(row).map(|p| (p.tail.get(), p.high.get())).map_err(refused);
+        py.detach(|| rows.iter().map(said).collect())
+    }
+
+    /// What a bound adds to a prediction at `confidence`, by scores: the logarithm of the factor, or None if
+    /// there are too few.
+    #[pyfunction]
+    #[pyo3(name = "conformal")]
+    fn conformal_score(mut scores: Vec<f64>, confidence: f64) -> PyResult<Option<f64>> {
+        let confidence = Confidence::new(confidence).map_err(refused)?;
+        scores.sort_by(f64::total_cmp);
+        Ok(conformal::factor(&scores, confidence).map(f64::ln))
     }
 
     /// Table III's lambdas with Table I's T_agg.

@@ -115,8 +115,8 @@ impl Graph {
         Ok(Self { element, constants, steps, output })
     }
 
-    /// The one number that the graph gives for `row`, or the operator at which it fails.
-    pub(super) fn run(&self, row: &[f64]) -> Result<f64, (String, Fault)> {
+    /// The one or two numbers that the graph gives for `row`, or the operator at which it fails.
+    pub(super) fn run(&self, row: &[f64]) -> Result<(f64, Option<f64>), (String, Fault)> {
         let mut budget = budget();
         let mut values = Vec::with_capacity(1 + self.steps.len());
         values.push(Tensor::row(self.element, row.to_vec()));
@@ -128,7 +128,8 @@ impl Graph {
             values.push(value);
         }
         match self.at(self.output, &values).data() {
-            [one] => Ok(*one),
+            [tail] => Ok((*tail, None)),
+            [tail, high] => Ok((*tail, Some(*high))),
             _ => Err(("its output".to_owned(), Fault::Shape)),
         }
     }

@@ -85,7 +85,8 @@ fn answers_are_those_of_the_trainings_runtime() {
         let expected: Vec<f64> = serde_json::from_value(expected[name].clone()).unwrap();
         assert_eq!((rows.len(), expected.len()), (40, 40));
         for (row, expected) in rows.iter().zip(expected) {
-            let answer = model.graph.run(row).unwrap();
+            let (answer, high) = model.graph.run(row).unwrap();
+            assert_eq!(high, None);
             let error = (answer - expected).abs();
             assert!(error <= 1e-4 * expected.abs(), "{name}: {answer}, not {expected}");
         }
@@ -96,12 +97,12 @@ fn answers_are_those_of_the_trainings_runtime() {
 fn tail_is_what_the_output_means() {
     let (rows, expected) = asked();
     let log10_s = expected["mlp"][0].as_f64().unwrap();
-    let seconds = learned(MLP).tail(&rows[0]).unwrap().as_secs_f64();
+    let seconds = learned(MLP).predict(&rows[0]).unwrap().tail.as_secs_f64();
     assert!((seconds.log10() - log10_s).abs() < 1e-4 * log10_s.abs());
     // The same file, said to be of milliseconds: its answer is negative, and no time.
     let mut model = learned(MLP);
     model.description.as_mut().unwrap().output = Output::Milliseconds;
-    let refused = model.tail(&rows[0]).unwrap_err();
+    let refused = model.predict(&rows[0]).unwrap_err();
     assert!(matches!(refused, NoAnswer::NoLatency(s) if (s - log10_s / 1e3).abs() < 1e-6));
 }
 
@@ -111,10 +112,10 @@ fn row_out_of_range_is_refused_by_feature() {
     let mut row = rows[0];
     let iops = FEATURES.iter().position(|f| *f == "task_iops").unwrap();
     row[iops] = 1501.0;
-    let refused = learned(BOOSTING).tail(&row).unwrap_err();
+    let refused = learned(BOOSTING).predict(&row).unwrap_err();
     assert_eq!(refused.to_string(), "task_iops is 1501, its training had 100 to 1500");
     row[iops] = f64::NAN;
-    assert!(matches!(learned(BOOSTING).tail(&row), Err(NoAnswer::OutOfRange { .. })));
+    assert!(matches!(learned(BOOSTING).predict(&row), Err(NoAnswer::OutOfRange { .. })));
 }
 
 #[test]
@@ -125,7 +126,8 @@ fn bound_is_by_the_scores_of_the_rows_regime() {
     let regime = features::regime(&rows[0]);
     model.description.as_mut().unwrap().scores = [(regime, scores)].into();
     let (second, confidence) = (Nanos::from_millis(1000), Confidence::new(0.95).unwrap());
-    let bound = |tasks| model.bound(&rows[0], second, confidence, tasks);
+    let predicted = Prediction { tail: Nanos::from_millis(1), high: second };
+    let bound = |tasks| model.bound(&rows[0], predicted, confidence, tasks);
     // One of 59 may lie above at 0.95 (P(Bin(59, 0.05) <= 1) = 0.2 is above 0.1, <= 0 is 0.05): none.
     assert_eq!(bound(1), Some(second.scale(0.58_f64.exp())));
     // Three tasks need rank 59 of 59, four have too few.
@@ -133,7 +135,44 @@ fn bound_is_by_the_scores_of_the_rows_regime() {
     assert_eq!(bound(4), None);
     let other = Regime::ALL.into_iter().find(|r| *r != regime).unwrap();
     model.description.as_mut().unwrap().scores = [(other, vec![0.0; 100])].into();
-    assert_eq!(model.bound(&rows[0], second, confidence, 1), None);
+    assert_eq!(model.bound(&rows[0], predicted, confidence, 1), None);
+}
+
+#[test]
+fn second_number_is_what_scores_refer_to() {
+    let axis = [field(1, b"axis"), int(3, 1)].concat();
+    let two = |second: &str| {
+        let graph = [
+            node("ReduceSum", &["x"], "sum", &[]),
+            node("Neg", &["sum"], "tail", &[]),
+            node("Concat", &["tail", second], "y", std::slice::from_ref(&axis)),
+        ];
+        learned(&model(&graph))
+    };
+    let mut row = [0.0; FEATURES.len()];
+    row[0] = 2.0;
+    let ms = Nanos::from_millis;
+    // 10^-2 s, and 10^2 s.
+    assert_eq!(two("sum").predict(&row), Ok(Prediction { tail: ms(10), high: ms(100_000) }));
+    row[0] = 4.0;
+    // 10^4 s is no latency, whichever of the two it is.
+    assert_eq!(two("sum").predict(&row), Err(NoAnswer::NoLatency(1e4)));
+    let three = [
+        node("ReduceSum", &["x"], "sum", &[]),
+        node("Concat", &["sum", "sum", "sum"], "y", std::slice::from_ref(&axis)),
+    ];
+    assert!(refused(&model(&three)).contains("no answer"));
+}
+
+#[test]
+fn bound_is_not_below_the_prediction() {
+    let (rows, _) = asked();
+    let mut model = learned(MLP);
+    let regime = features::regime(&rows[0]);
+    model.description.as_mut().unwrap().scores = [(regime, vec![-1.0; 100])].into();
+    let predicted = Prediction { tail: Nanos::from_millis(9), high: Nanos::from_millis(10) };
+    let bound = model.bound(&rows[0], predicted, Confidence::new(0.95).unwrap(), 1);
+    assert_eq!(bound, Some(Nanos::from_millis(9)));
 }
 
 #[test]
@@ -142,11 +181,13 @@ fn file_without_a_description_is_taken_as_it_is() {
     let model = learned(MANY_OPERATORS);
     assert_eq!(model.description(), None);
     let mut row = rows[0];
-    let tail = model.tail(&row).unwrap().as_secs_f64();
+    let tail = model.predict(&row).unwrap().tail.as_secs_f64();
     assert!((tail.log10() - expected["many_operators"][0].as_f64().unwrap()).abs() < 1e-3);
     row[0] = 1000.0;
-    assert!(!matches!(model.tail(&row), Err(NoAnswer::OutOfRange { .. })));
-    assert_eq!(model.bound(&row, Nanos::from_millis(1), Confidence::new(0.9).unwrap(), 1), None);
+    assert!(!matches!(model.predict(&row), Err(NoAnswer::OutOfRange { .. })));
+    let second = Nanos::from_millis(1000);
+    let predicted = Prediction { tail: second, high: second };
+    assert_eq!(model.bound(&row, predicted, Confidence::new(0.9).unwrap(), 1), None);
 }
 
 #[test]
@@ -276,7 +317,7 @@ fn tree_that_goes_in_circles_is_refused() {
     let tail = |vms: f64| {
         let mut row = [0.0; FEATURES.len()];
         row[0] = vms;
-        good.tail(&row).unwrap()
+        good.predict(&row).unwrap().tail
     };
     assert_eq!((tail(3.0), tail(4.0)), (Nanos::from_millis(10), Nanos::from_millis(1)));
     for yes in [0, 2, 7] {
@@ -304,8 +345,10 @@ proptest! {
         }
         for bytes in [bytes, anything] {
             if let Ok(model) = Learned::from_bytes(&bytes) {
-                let tail = model.tail(&[1.0; FEATURES.len()]);
-                prop_assert!(tail.is_err() || tail.is_ok_and(|t| t <= Nanos::from_secs_f64(3600.0)));
+                let longest = Nanos::from_secs_f64(3600.0);
+                if let Ok(said) = model.predict(&[1.0; FEATURES.len()]) {
+                    prop_assert!(said.tail.max(said.high) <= longest);
+                }
             }
         }
     }
