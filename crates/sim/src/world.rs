@@ -295,11 +295,7 @@ impl<'a> Simulation<'a> {
                     }
                 }
             }
-            Event::Wake { thread } => {
-                if self.cpus.is_asleep(thread) {
-                    self.cpus.wake(thread, self.costs.wake.get(), &mut self.events);
-                }
-            }
+            Event::Wake { thread } => self.cpus.arrive(thread, &mut self.events),
             Event::Arrive { queue, stamp } => self.arrives(queue, stamp),
             Event::Ended { disk, slot } => self.disk_ended(disk, slot),
             Event::Ask { disk } => self.ask_disk(disk),
@@ -365,11 +361,11 @@ impl<'a> Simulation<'a> {
     fn burner_works(&mut self, burner: u32) {
         let Compute { thread, of, stamp, .. } = self.burners[burner as usize];
         if of.share >= 1.0 {
-            return self.cpus.wake(thread, ENDLESS, &mut self.events);
+            return self.cpus.wake(thread, ENDLESS, 0, &mut self.events);
         }
         let burst = (of.share * PERIOD_NS as f64).round().max(1.0) as u64;
         if self.cpus.is_asleep(thread) {
-            self.cpus.wake(thread, burst, &mut self.events);
+            self.cpus.wake(thread, burst, 0, &mut self.events);
         }
         // Whoever is late works on into the next period, and has lost the rest of it.
         self.events.after(PERIOD_NS, Event::Burn { burner, stamp });

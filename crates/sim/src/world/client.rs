@@ -136,7 +136,7 @@ impl Simulation<'_> {
         if self.client_waits(queue) {
             let client = &mut self.queues[queue as usize].client;
             client.waking = true;
-            self.events.after(delay, Event::Wake { thread: client.thread });
+            self.cpus.wake(client.thread, self.costs.wake.get(), delay, &mut self.events);
         }
     }
 

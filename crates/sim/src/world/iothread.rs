@@ -10,8 +10,8 @@ use rtvirtio_iocores::ThreadId;
 use rtvirtio_units::CpuId;
 
 use super::{Request, Simulation};
+use crate::costs::Costs;
 use crate::cpus::Who;
-use crate::events::Event;
 
 /// What a queue may start in a turn.
 const SHARE: u32 = 64;
@@ -171,7 +171,8 @@ impl Simulation<'_> {
             Doing::Asleep if !of.waking => {
                 of.waking = true;
                 let thread = of.thread;
-                self.events.after(self.costs.wake_delay.get(), Event::Wake { thread });
+                let Costs { wake, wake_delay, .. } = self.costs;
+                self.cpus.wake(thread, wake.get(), wake_delay.get(), &mut self.events);
             }
             Doing::Polling => {
                 let (thread, look) = (of.thread, self.costs.poll.get());
