@@ -4,28 +4,29 @@
 //!
 //! - *Who runs.* A thread on a CPU has a virtual run time and, a slice later, a deadline. Of those that have
 //!   had no more than the mean (*eligible*), the one with the earliest deadline runs (`pick_eevdf`).
-//! - *For how long.* Who gets a CPU keeps it until its deadline, whoever wakes up (`RUN_TO_PARITY`). The
-//!   scheduler looks at ticks, and when a thread comes: who runs beyond its slice unobserved is not
-//!   protected, and then gives way to an eligible one with an earlier deadline.
+//! - *For how long.* Who gets a CPU keeps it until its deadline while it is eligible (`RUN_TO_PARITY`); so
+//!   one that wakes up takes it at once only if it has had less. The scheduler looks at ticks, and when a
+//!   thread comes.
 //! - *Who sleeps* keeps what it has not had, up to a tick or two slices (`entity_lag`). One that has had too
 //!   much stays on its CPU's queue until the mean has come up with it (`DELAY_DEQUEUE`); woken before that,
 //!   it is ready there, wherever else is room.
 //! - *Who wakes up* goes to its last CPU if that is idle, to any idle one, or else to its last
-//!   (`select_idle_sibling`). Whoever wakes it chooses, at that moment; only an idle CPU needs time to
-//!   notice (an interrupt to one that runs a thread costs little).
+//!   (`select_idle_sibling`), unless the load of the CPU of who wakes it is less (`wake_affine`). Whoever wakes it chooses, at that moment; an idle CPU, or one that is to give
+//!   way, is interrupted, which takes time.
 //! - *Who waits* is taken by a CPU that becomes idle, or is idle at a tick of its own, but not if it has run
 //!   within half a millisecond (`task_hot`). Every now and then the longest queue gives one to the shortest.
 //!
 //! Where another thread ran last, a thread first needs the time of a switch.
 //!
-//! Left out: groups and their limits, caches and hyperthreads, wake-ups drawn to the CPU of who wakes
-//! (`wake_affine`) where none is idle, interrupts, and what a switch costs a thread that only computes.
+//! Left out: groups and their limits, caches and hyperthreads, interrupts of devices, and what a switch costs
+//! a thread that only computes.
 //!
 //! Properties (tests of the same name): `two_that_never_sleep_share_a_cpu_half_and_half`,
 //! `thread_that_wakes_waits_for_the_slice_of_one_that_has_just_begun`,
-//! `thread_that_wakes_takes_the_cpu_from_one_beyond_its_slice_that_has_had_more`,
-//! `slice_ends_at_a_tick`, `thread_that_had_too_much_is_woken_where_it_was`,
-//! `thread_that_has_just_run_is_not_pulled`, `idle_cpu_takes_what_waits_elsewhere`,
+//! `thread_that_wakes_takes_the_cpu_at_once_if_it_has_had_less`,
+//! `slice_that_is_over_ends_when_a_thread_comes`, `thread_that_had_too_much_is_woken_where_it_was`,
+//! `thread_that_has_just_run_is_not_pulled`, `other_cpu_has_to_be_interrupted_if_it_is_idle_or_gives_way`,
+//! `idle_cpu_takes_what_waits_elsewhere`,
 //! `three_on_two_cpus_have_two_thirds_each`, `times_of_a_cpu_add_up`.
 
 use crate::events::{Event, Events};
@@ -36,6 +37,11 @@ pub(crate) const ENDLESS: u64 = u64::MAX;
 const TICK: u64 = 4_000_000;
 /// Who has run within this time is not pulled by an idle CPU (`sysctl_sched_migration_cost`), ns.
 const HOT: u64 = 500_000;
+/// Of loads, ns.
+const HALF_LIFE: f64 = 32e6;
+/// How much more a CPU's load may be than another's before a thread that wakes up leaves it for the one of
+/// who wakes it (`wake_affine_weight`; half of `imbalance_pct`, 117).
+const BIAS: f64 = 1.08;
 /// After so many balances a difference of one thread is evened out, as about every 60 ms in Linux.
 const EVEN_OUT: u32 = 6;
 
@@ -48,6 +54,24 @@ pub(crate) enum Who {
     Client(u32),
     /// A compute thread's place.
     Burner(u32),
+}
+
+/// How much was on a queue lately: half of it is of the last 32 ms (`kernel/sched/pelt.c`).
+#[derive(Debug, Default, Clone, Copy)]
+struct Load {
+    value: f64,
+    /// Up to when.
+    at: u64,
+}
+
+impl Load {
+    /// So many were there since it was last looked at; what it is now.
+    fn pass(&mut self, there: f64, now: u64) -> f64 {
+        let left = (-((now - self.at) as f64) / HALF_LIFE).exp2();
+        self.value = self.value * left + there * (1.0 - left);
+        self.at = now;
+        self.value
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,12 +108,18 @@ struct Thread {
     left_at: u64,
     /// When it was moved to even out queues.
     moved: u64,
+    load: Load,
 }
 
 impl Thread {
     /// Whether it may run on more than one CPU.
     const fn is_movable(&self) -> bool {
         self.allowed & (self.allowed - 1) != 0
+    }
+
+    /// Whether it is on its CPU's queue.
+    const fn is_queued(&self) -> bool {
+        matches!(self.state, State::Delayed | State::Ready | State::Running)
     }
 }
 
@@ -114,6 +144,9 @@ struct Cpu {
     last: Option<u32>,
     /// Somebody else may be to run as soon as the current one says how it goes on.
     preempt: bool,
+    /// When it notices that somebody else may be to run.
+    looks_at: Option<u64>,
+    load: Load,
 }
 
 /// All CPUs and threads.
@@ -160,6 +193,7 @@ impl Cpus {
             since: 0,
             left_at: 0,
             moved: 0,
+            load: Load::default(),
         });
         self.threads.len() as u32 - 1
     }
@@ -188,26 +222,35 @@ impl Cpus {
         c.idle + if c.current.is_none() { now - c.counted } else { 0 }
     }
 
-    /// A thread that sleeps has a burst to run. If it goes to an idle CPU that takes `delay`, and
-    /// [`Event::Wake`] is then for [`Self::arrive`].
-    pub(crate) fn wake(&mut self, thread: u32, burst: u64, delay: u64, events: &mut Events<Event>) {
+    /// A thread that sleeps has a burst to run. `from`: the thread that wakes it; on the same CPU there is no
+    /// `delay`. Else so much passes until the CPU notices, if it is idle ([`Event::Wake`] is then for
+    /// [`Self::arrive`]) or what it runs gives way. Whether it had to be interrupted.
+    pub(crate) fn wake(
+        &mut self,
+        thread: u32,
+        burst: u64,
+        (from, delay): (Option<u32>, u64),
+        events: &mut Events<Event>,
+    ) -> bool {
         let t = &mut self.threads[thread as usize];
         debug_assert!(matches!(t.state, State::Asleep | State::Delayed));
         t.left = burst;
-        let cpu = t.cpu as usize;
-        if t.state == State::Delayed {
-            return self.requeue(thread, cpu, events);
+        let is_delayed = t.state == State::Delayed;
+        let cpu = if is_delayed { t.cpu as usize } else { self.cpu_for(thread, from, events.now) };
+        let is_here = from.is_some_and(|from| self.threads[from as usize].cpu as usize == cpu);
+        let delay = if is_here { 0 } else { delay };
+        if is_delayed {
+            return self.requeue(thread, cpu, delay, events);
         }
-        let cpu = self.cpu_for(thread);
         if delay == 0 || self.idle & bit(cpu) == 0 {
-            return self.place(thread, cpu, self.slice, events);
+            return self.place(thread, cpu, (self.slice, delay), events);
         }
-        let t = &mut self.threads[thread as usize];
-        t.state = State::Coming;
-        t.cpu = cpu as u8;
+        self.assign(thread, cpu, events.now);
+        self.threads[thread as usize].state = State::Coming;
         self.cpus[cpu].coming += 1;
         self.idle &= !bit(cpu);
         events.after(delay, Event::Wake { thread });
+        true
     }
 
     /// A thread has come to the CPU that was idle.
@@ -217,9 +260,10 @@ impl Cpus {
             return;
         }
         let cpu = t.cpu as usize;
-        let to = if t.allowed & bit(cpu) != 0 { cpu } else { self.cpu_for(thread) };
+        let may = t.allowed & bit(cpu) != 0;
+        let to = if may { cpu } else { self.cpu_for(thread, None, events.now) };
         self.no_longer_coming(cpu);
-        self.place(thread, to, self.slice, events);
+        self.place(thread, to, (self.slice, 0), events);
     }
 
     fn no_longer_coming(&mut self, cpu: usize) {
@@ -231,7 +275,7 @@ impl Cpus {
     }
 
     /// A thread that is asleep on a queue is ready there.
-    fn requeue(&mut self, thread: u32, cpu: usize, events: &mut Events<Event>) {
+    fn requeue(&mut self, thread: u32, cpu: usize, delay: u64, events: &mut Events<Event>) -> bool {
         self.count(cpu, events.now);
         let (sum, n) = self.sum(cpu);
         self.cpus[cpu].delayed.retain(|&other| other != thread);
@@ -242,11 +286,39 @@ impl Cpus {
             t.virtual_time = sum / n;
             t.deadline = t.virtual_time + slice;
         }
-        self.wait(thread, cpu, events);
+        self.wait(thread, cpu, delay, events)
     }
 
-    /// Where a thread that wakes up goes.
-    fn cpu_for(&self, thread: u32) -> usize {
+    /// Says that as many were on a CPU's queue as are, up to now; its load.
+    fn pass(&mut self, cpu: usize, now: u64) -> f64 {
+        let c = &mut self.cpus[cpu];
+        let there = c.ready.len() + c.delayed.len() + usize::from(c.current.is_some());
+        c.load.pass(there as f64, now)
+    }
+
+    /// The same of a thread.
+    fn pass_thread(&mut self, thread: u32, now: u64) -> f64 {
+        let t = &mut self.threads[thread as usize];
+        let is_queued = t.is_queued();
+        t.load.pass(f64::from(u8::from(is_queued)), now)
+    }
+
+    /// A thread that is on no queue belongs to a CPU from now on, and so does its load.
+    fn assign(&mut self, thread: u32, cpu: usize, now: u64) {
+        let before = self.threads[thread as usize].cpu as usize;
+        if before != cpu {
+            let load = self.pass_thread(thread, now);
+            self.pass(before, now);
+            self.pass(cpu, now);
+            let left = &mut self.cpus[before].load.value;
+            *left = (*left - load).max(0.0);
+            self.cpus[cpu].load.value += load;
+            self.threads[thread as usize].cpu = cpu as u8;
+        }
+    }
+
+    /// Where a thread goes that another one wakes up.
+    fn cpu_for(&mut self, thread: u32, from: Option<u32>, now: u64) -> usize {
         let t = &self.threads[thread as usize];
         let last = t.cpu as usize;
         let idle = self.idle & t.allowed;
@@ -256,10 +328,17 @@ impl Cpus {
             // The next one, so that not all meet at the first.
             let above = idle & !(bit(last) - 1);
             (if above != 0 { above } else { idle }).trailing_zeros() as usize
-        } else if t.allowed & bit(last) != 0 {
-            last
-        } else {
+        } else if t.allowed & bit(last) == 0 {
             self.shortest(t.allowed)
+        } else {
+            let allowed = t.allowed;
+            let near = from.map_or(last, |from| self.threads[from as usize].cpu as usize);
+            if near == last || allowed & bit(near) == 0 {
+                return last;
+            }
+            let own = self.pass_thread(thread, now);
+            let is_lighter = self.pass(near, now) + own < BIAS * (self.pass(last, now) - own);
+            if is_lighter { near } else { last }
         }
     }
 
@@ -300,8 +379,15 @@ impl Cpus {
         }
     }
 
-    /// Puts a thread that is on no CPU's queue on one, with a deadline so much after its virtual time.
-    fn place(&mut self, thread: u32, cpu: usize, deadline: i64, events: &mut Events<Event>) {
+    /// Puts a thread that is on no CPU's queue on one, with a deadline so much after its virtual time. Who
+    /// runs there learns of it after `delay`; whether it has to.
+    fn place(
+        &mut self,
+        thread: u32,
+        cpu: usize,
+        (deadline, delay): (i64, u64),
+        events: &mut Events<Event>,
+    ) -> bool {
         let now = events.now;
         self.count(cpu, now);
         let (sum, n) = self.sum(cpu);
@@ -312,15 +398,18 @@ impl Cpus {
             n => sum / n - t.lag * (n + 1) / n,
         };
         t.deadline = t.virtual_time + deadline;
-        t.cpu = cpu as u8;
+        self.assign(thread, cpu, now);
+        self.pass_thread(thread, now);
+        self.pass(cpu, now);
         if self.cpus[cpu].current.is_some() {
-            return self.wait(thread, cpu, events);
+            return self.wait(thread, cpu, delay, events);
         }
         let c = &mut self.cpus[cpu];
         c.idle += now - c.counted;
         self.idle &= !bit(cpu);
         self.run(thread, cpu, events);
         self.arm(cpu, events);
+        false
     }
 
     /// A thread gets a CPU without a current thread.
@@ -336,8 +425,9 @@ impl Cpus {
         }
     }
 
-    /// A thread is ready where another one runs.
-    fn wait(&mut self, thread: u32, cpu: usize, events: &mut Events<Event>) {
+    /// A thread is ready where another one runs, which learns of it after `delay`, if it is to give way;
+    /// whether it is, and was not yet.
+    fn wait(&mut self, thread: u32, cpu: usize, delay: u64, events: &mut Events<Event>) -> bool {
         let t = &mut self.threads[thread as usize];
         t.state = State::Ready;
         t.since = events.now;
@@ -348,15 +438,24 @@ impl Cpus {
         if c.movable > 0 {
             self.loaded |= bit(cpu);
         }
-        let Some(current) = c.current else { return };
+        let Some(current) = c.current else { return false };
         self.renew(current);
         let t = &self.threads[current as usize];
         let gives_way = t.virtual_time >= t.protected || self.pick(cpu) == Some(thread);
-        match (gives_way, t.left) {
-            (false, _) => self.arm(cpu, events),
-            (true, 0) => self.cpus[cpu].preempt = true,
-            (true, _) => self.choose(cpu, events),
+        let is_at_end = t.left == 0;
+        let c = &mut self.cpus[cpu];
+        if gives_way && delay > 0 {
+            let is_new = c.looks_at.is_none();
+            c.looks_at.get_or_insert(events.now + delay);
+            self.arm(cpu, events);
+            return is_new;
         }
+        match (gives_way, is_at_end) {
+            (false, _) => self.arm(cpu, events),
+            (true, true) => c.preempt = true,
+            (true, false) => self.choose(cpu, events),
+        }
+        false
     }
 
     /// Takes a thread that waits off its CPU's queue.
@@ -400,7 +499,7 @@ impl Cpus {
     /// Runs the thread whose turn it is. There is one that is ready, or current.
     fn choose(&mut self, cpu: usize, events: &mut Events<Event>) {
         let now = events.now;
-        self.cpus[cpu].preempt = false;
+        (self.cpus[cpu].preempt, self.cpus[cpu].looks_at) = (false, None);
         if let Some(current) = self.cpus[cpu].current {
             self.renew(current);
         }
@@ -409,6 +508,8 @@ impl Cpus {
             if self.threads[best as usize].state != State::Delayed {
                 break best;
             }
+            self.pass_thread(best, now);
+            self.pass(cpu, now);
             self.cpus[cpu].delayed.retain(|&other| other != best);
             let t = &mut self.threads[best as usize];
             (t.state, t.lag) = (State::Asleep, 0);
@@ -443,6 +544,9 @@ impl Cpus {
         if !c.ready.is_empty() || !c.delayed.is_empty() {
             ns = ns.min(TICK - events.now % TICK);
         }
+        if let Some(at) = c.looks_at {
+            ns = ns.min(at.saturating_sub(events.now));
+        }
         if ns != ENDLESS {
             events.after(ns, Event::Cpu { cpu: cpu as u8, stamp: c.stamp });
         }
@@ -460,7 +564,11 @@ impl Cpus {
         if self.threads[current as usize].left == 0 {
             return Some(current);
         }
-        self.tick(cpu, current, events);
+        if self.cpus[cpu].looks_at.is_some_and(|at| at <= events.now) {
+            self.choose(cpu, events);
+        } else {
+            self.tick(cpu, current, events);
+        }
         None
     }
 
@@ -545,6 +653,8 @@ impl Cpus {
         self.count(cpu, events.now);
         let lag = self.lag(cpu, thread);
         let (sum, n) = self.sum(cpu);
+        self.pass_thread(thread, events.now);
+        self.pass(cpu, events.now);
         let t = &mut self.threads[thread as usize];
         t.state = State::Asleep;
         match state {
@@ -575,7 +685,9 @@ impl Cpus {
             return self.choose(cpu, events);
         }
         // Nobody else is left whose time they had.
+        self.pass(cpu, events.now);
         for thread in std::mem::take(&mut self.cpus[cpu].delayed) {
+            self.pass_thread(thread, events.now);
             let t = &mut self.threads[thread as usize];
             (t.state, t.lag) = (State::Asleep, 0);
             let c = &mut self.cpus[cpu];
@@ -584,7 +696,7 @@ impl Cpus {
         let c = &mut self.cpus[cpu];
         c.counted = events.now;
         c.stamp = c.stamp.wrapping_add(1);
-        c.preempt = false;
+        (c.preempt, c.looks_at) = (false, None);
         if c.coming == 0 {
             self.idle |= bit(cpu);
             self.pull(cpu, events);
@@ -624,12 +736,15 @@ impl Cpus {
         let from = self.threads[thread as usize].cpu as usize;
         self.count(from, events.now);
         let lag = self.lag(from, thread);
+        self.pass_thread(thread, events.now);
+        self.pass(from, events.now);
         self.take(from, thread);
         let t = &mut self.threads[thread as usize];
+        t.state = State::Asleep;
         t.lag = lag;
         t.waited += events.now - t.since;
         let deadline = t.deadline - t.virtual_time;
-        self.place(thread, to, deadline, events);
+        self.place(thread, to, (deadline, 0), events);
     }
 
     /// A thread may run on these CPUs from now on.
@@ -657,13 +772,13 @@ impl Cpus {
             State::Asleep | State::Coming => {}
             State::Delayed => self.leave(thread, events),
             State::Ready => {
-                let to = self.cpu_for(thread);
+                let to = self.cpu_for(thread, None, events.now);
                 self.migrate(thread, to, events);
             }
             State::Running => {
                 self.leave(thread, events);
                 let left = self.threads[thread as usize].left;
-                self.wake(thread, left.max(1), 0, events);
+                self.wake(thread, left.max(1), (None, 0), events);
             }
         }
     }
@@ -707,11 +822,12 @@ impl Cpus {
 mod tests {
     use super::*;
 
+    const US: u64 = 1_000;
     const MS: u64 = 1_000_000;
     const SLICE: u64 = 2_800_000;
 
     /// Runs CPUs until `until`; `ended` says what a thread does whose burst has ended: goes on for so
-    /// long, or sleeps for so long (0: for ever).
+    /// long, or sleeps for so long (0: for ever) until its next one of 0.1 ms.
     fn run(
         cpus: &mut Cpus,
         events: &mut Events<Event>,
@@ -728,12 +844,15 @@ mod tests {
                         Err(pause) => {
                             cpus.sleep(thread, events);
                             if pause > 0 {
-                                events.after(pause, Event::Wake { thread });
+                                events.after(pause, Event::Burn { burner: thread, stamp: 100 });
                             }
                         }
                     }
                 }
-                Event::Wake { thread } => cpus.wake(thread, MS / 10, 0, events),
+                Event::Burn { burner, stamp } => {
+                    cpus.wake(burner, u64::from(stamp) * US, (None, 0), events);
+                }
+                Event::Wake { thread } => cpus.arrive(thread, events),
                 _ => {
                     cpus.balance(events);
                     events.after(10 * MS, Event::Sample);
@@ -748,7 +867,7 @@ mod tests {
         let threads: Vec<u32> =
             allowed.iter().map(|&allowed| cpus.spawn(Who::Burner(0), allowed)).collect();
         for &thread in &threads {
-            cpus.wake(thread, ENDLESS, 0, &mut events);
+            cpus.wake(thread, ENDLESS, (None, 0), &mut events);
         }
         (cpus, events, threads)
     }
@@ -765,28 +884,108 @@ mod tests {
         }
     }
 
+    /// Has a thread wake up at `at` for a burst.
+    fn wakes(events: &mut Events<Event>, thread: u32, at: u64, burst: u64) {
+        events.push(at, Event::Burn { burner: thread, stamp: (burst / US) as u32 });
+    }
+
     #[test]
-    fn thread_that_has_had_less_takes_the_cpu_at_once() {
+    fn thread_that_wakes_waits_for_the_slice_of_one_that_has_just_begun() {
         let (mut cpus, mut events, threads) = machine(1, &[1]);
         let sleeper = cpus.spawn(Who::Burner(1), 1);
-        // Works for 0.1 ms, sleeps for 0.9 ms.
-        events.push(0, Event::Wake { thread: sleeper });
-        run(&mut cpus, &mut events, 1_000 * MS, |_| Err(9 * MS / 10));
-        let (ran, waited) = cpus.times(sleeper, 1_000 * MS);
-        // When it waits, for a slice, it then has so much less than the other that 28 times it need not.
-        assert!((28 * 100 / 31 * MS..=100 * MS).contains(&ran), "{ran}");
-        assert!(waited <= 33 * SLICE, "{waited}");
-        assert_eq!(cpus.times(threads[0], 1_000 * MS).0, 1_000 * MS - ran);
+        wakes(&mut events, sleeper, MS, 100 * US);
+        run(&mut cpus, &mut events, 6 * MS, |_| Err(0));
+        // The slice is over at 2.8 ms; that is noticed at the tick, at 4.
+        assert_eq!(cpus.times(sleeper, 6 * MS), (100 * US, 3 * MS));
+        assert_eq!(cpus.times(threads[0], 6 * MS), (6 * MS - 100 * US, 100 * US));
+    }
+
+    #[test]
+    fn thread_that_wakes_takes_the_cpu_at_once_if_it_has_had_less() {
+        let (mut cpus, mut events, threads) = machine(1, &[1]);
+        let sleeper = cpus.spawn(Who::Burner(1), 1);
+        wakes(&mut events, sleeper, MS, 100 * US);
+        // At 4.1 ms it sleeps, 1.45 ms short of the mean of 1.1 and 4 ms.
+        run(&mut cpus, &mut events, 8 * MS, |_| Err(900 * US));
+        // So it has waited no longer when it ran at 5, 6 and 7 ms.
+        assert_eq!(cpus.times(sleeper, 8 * MS), (400 * US, 3 * MS));
+        assert_eq!(cpus.times(threads[0], 8 * MS).1, 400 * US);
+    }
+
+    #[test]
+    fn slice_that_is_over_ends_when_a_thread_comes() {
+        let (mut cpus, mut events, _) = machine(1, &[1]);
+        let sleepers: Vec<u32> = (0..2).map(|_| cpus.spawn(Who::Burner(1), 1)).collect();
+        wakes(&mut events, sleepers[0], MS, 100 * US);
+        wakes(&mut events, sleepers[1], 3 * MS, 100 * US);
+        run(&mut cpus, &mut events, 4 * MS, |_| Err(0));
+        // The first has the earlier deadline, the second follows it: neither waits for the tick.
+        assert_eq!(cpus.times(sleepers[0], 4 * MS), (100 * US, 2 * MS));
+        assert_eq!(cpus.times(sleepers[1], 4 * MS), (100 * US, 100 * US));
+    }
+
+    #[test]
+    fn thread_that_had_too_much_is_woken_where_it_was() {
+        let (mut cpus, mut events) = (Cpus::new(2, SLICE, 0), Events::default());
+        let own = cpus.spawn(Who::Burner(0), 0b01);
+        let moving = cpus.spawn(Who::Burner(1), 0b11);
+        wakes(&mut events, moving, 0, 2 * MS);
+        wakes(&mut events, own, MS, 100 * MS);
+        // It has had 2 ms where the mean is 1.5, and the other CPU is idle.
+        wakes(&mut events, moving, 2 * MS + 500 * US, MS);
+        run(&mut cpus, &mut events, 6 * MS, |_| Err(0));
+        // At the tick, at 4 ms, the idle CPU takes it.
+        assert_eq!(cpus.times(moving, 6 * MS), (3 * MS, 1_500 * US));
+        assert_eq!(cpus.idle(1, 6 * MS), 5 * MS);
+    }
+
+    #[test]
+    fn thread_that_has_just_run_is_not_pulled() {
+        for (ran_until, waited) in [(300 * US, 100 * US), (800 * US, 3_100 * US)] {
+            let (mut cpus, mut events) = (Cpus::new(2, SLICE, 0), Events::default());
+            let moving = cpus.spawn(Who::Burner(0), 0b11);
+            let own = [0b01, 0b10].map(|allowed| cpus.spawn(Who::Burner(1), allowed));
+            wakes(&mut events, moving, 0, ran_until);
+            wakes(&mut events, own[0], 850 * US, 100 * MS);
+            wakes(&mut events, own[1], 0, MS);
+            wakes(&mut events, moving, 900 * US, 100 * US);
+            run(&mut cpus, &mut events, 5 * MS, |_| Err(0));
+            // The second CPU is idle from 1 ms on: it takes what ran 0.7 ms ago, not what ran 0.2 ms ago.
+            assert_eq!(cpus.times(moving, 5 * MS).1, waited);
+        }
+    }
+
+    #[test]
+    fn other_cpu_has_to_be_interrupted_if_it_is_idle_or_gives_way() {
+        let (mut cpus, mut events) = (Cpus::new(2, SLICE, 0), Events::default());
+        let [here, there, waker] =
+            [0b10, 0b01, 0b10].map(|allowed| cpus.spawn(Who::Burner(0), allowed));
+        let burner = cpus.spawn(Who::Burner(1), 0b01);
+        cpus.wake(waker, ENDLESS, (None, 0), &mut events);
+        let from = (Some(waker), 10 * US);
+        assert!(cpus.wake(there, 100 * US, from, &mut events), "it is idle");
+        run(&mut cpus, &mut events, MS, |_| Err(0));
+        assert_eq!((cpus.times(there, MS), cpus.idle(0, MS)), ((100 * US, 0), 900 * US));
+        // Now the CPU is taken, by one whose slice has begun, and is over.
+        cpus.wake(burner, ENDLESS, (None, 0), &mut events);
+        assert!(!cpus.wake(there, 100 * US, from, &mut events), "its slice has begun");
+        run(&mut cpus, &mut events, 9 * MS, |_| Err(0));
+        let before = cpus.times(there, 9 * MS);
+        assert!(cpus.wake(there, 100 * US, from, &mut events), "it has had more");
+        run(&mut cpus, &mut events, 10 * MS, |_| Err(0));
+        assert_eq!(cpus.times(there, 10 * MS), (before.0 + 100 * US, before.1 + 10 * US));
+        // On its own CPU nobody is interrupted.
+        assert!(!cpus.wake(here, 100 * US, from, &mut events));
     }
 
     #[test]
     fn idle_cpu_takes_what_waits_elsewhere() {
         let (mut cpus, mut events) = (Cpus::new(2, SLICE, 0), Events::default());
         let short = cpus.spawn(Who::Burner(0), 0b10);
-        cpus.wake(short, MS, 0, &mut events);
+        cpus.wake(short, MS, (None, 0), &mut events);
         let long: Vec<u32> = (0..2).map(|_| cpus.spawn(Who::Burner(0), 0b11)).collect();
         for &thread in &long {
-            cpus.wake(thread, ENDLESS, 0, &mut events);
+            cpus.wake(thread, ENDLESS, (None, 0), &mut events);
         }
         run(&mut cpus, &mut events, 9 * MS, |_| Err(0));
         // Both wait for the first CPU until the other is idle, at 1 ms.
@@ -824,7 +1023,7 @@ mod tests {
         let (mut cpus, mut events) = (Cpus::new(3, SLICE, 0), Events::default());
         let threads: Vec<u32> = (0..7).map(|_| cpus.spawn(Who::Burner(0), 0b111)).collect();
         for &thread in &threads {
-            events.push(u64::from(thread) * MS / 3, Event::Wake { thread });
+            wakes(&mut events, thread, u64::from(thread) * MS / 3, 100 * US);
         }
         run(&mut cpus, &mut events, 500 * MS, |thread| Err(u64::from(thread) * MS / 10 + 1));
         let ran: u64 = threads.iter().map(|&thread| cpus.times(thread, 500 * MS).0).sum();

@@ -361,11 +361,12 @@ impl<'a> Simulation<'a> {
     fn burner_works(&mut self, burner: u32) {
         let Compute { thread, of, stamp, .. } = self.burners[burner as usize];
         if of.share >= 1.0 {
-            return self.cpus.wake(thread, ENDLESS, 0, &mut self.events);
+            self.cpus.wake(thread, ENDLESS, (None, 0), &mut self.events);
+            return;
         }
         let burst = (of.share * PERIOD_NS as f64).round().max(1.0) as u64;
         if self.cpus.is_asleep(thread) {
-            self.cpus.wake(thread, burst, 0, &mut self.events);
+            self.cpus.wake(thread, burst, (None, 0), &mut self.events);
         }
         // Whoever is late works on into the next period, and has lost the rest of it.
         self.events.after(PERIOD_NS, Event::Burn { burner, stamp });

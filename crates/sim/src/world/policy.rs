@@ -176,7 +176,7 @@ impl Simulation<'_> {
                 }
                 self.ios[io].ending = true;
                 self.meter.removed();
-                self.ring(io as u32);
+                self.ring(io as u32, None);
                 true
             }
             Action::MoveQueue { queue, to } => {
