@@ -471,36 +471,23 @@ impl Simulation<'_> {
         }
     }
 
-    // Disks that come and go.
+    // Disks that come and go. As in the data plane, what comes and goes is the front end: a disk is known
+    // all the time, with its queues and the IOThreads that these are mapped to.
 
-    /// A queue's disk comes: to the IOThread with the fewest queues.
+    /// A queue's disk is used.
     pub(super) fn plug(&mut self, place: u32) {
-        if self.queues[place as usize].plugged {
-            self.queues[place as usize].leaving = false;
+        let queue = &mut self.queues[place as usize];
+        queue.leaving = false;
+        if std::mem::replace(&mut queue.plugged, true) {
             return;
         }
-        // Letters that are under way count, or all that come at once would go to one.
-        let mut held = vec![0_usize; self.ios.len()];
-        for queue in &self.queues {
-            if let Some(io) = queue.owner.or(queue.to) {
-                held[io as usize] += 1;
-            }
-        }
-        let able = (0..self.ios.len()).filter(|&io| !self.ios[io].is_leaving());
-        let Some(io) = able.min_by_key(|&io| (held[io], io)) else { return };
-        let queue = &mut self.queues[place as usize];
-        queue.id = rtvirtio_iocores::QueueId(self.by_id.len() as u32);
-        self.by_id.push(place);
-        queue.plugged = true;
+        let io = queue.home;
         queue.left_at = 0;
-        queue.to = Some(io as u32);
-        queue.owner = None;
-        (queue.made, queue.taken, queue.marked) = (0, 0, 0);
-        (queue.busy, queue.requests, queue.bytes, queue.waited) = (0, 0, 0, 0);
-        self.post(io as u32, Letter::Adopt(place));
+        queue.to = Some(io);
+        self.post(io, Letter::Adopt(place));
     }
 
-    /// A queue's disk goes, once nothing is in flight.
+    /// A queue's disk is no longer used, once nothing is in flight.
     pub(super) fn unplug(&mut self, place: u32) {
         self.queues[place as usize].leaving = true;
         self.leave_if_done(place);
@@ -511,7 +498,7 @@ impl Simulation<'_> {
         queue.plugged = false;
         queue.leaving = false;
         queue.awake = false;
-        queue.to = None;
+        queue.home = queue.to.take().or(queue.owner).unwrap_or(queue.home);
         if let Some(io) = queue.owner.take() {
             let of = &mut self.ios[io as usize];
             of.queues.retain(|&other| other != place);

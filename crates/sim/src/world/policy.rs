@@ -64,10 +64,10 @@ impl Simulation<'_> {
             });
         }
         snapshot.queues.clear();
-        for queue in &mut self.queues {
-            let Some(io) = queue.owner.or(queue.to).filter(|_| queue.plugged) else { continue };
+        for (place, queue) in (0..).zip(&mut self.queues) {
+            let io = queue.owner.or(queue.to).unwrap_or(queue.home);
             snapshot.queues.push(rtvirtio_iocores::Queue {
-                id: queue.id,
+                id: QueueId(place),
                 vm: VmId(queue.vm),
                 thread: self.ios[io as usize].id,
                 busy: Nanos::new(queue.busy),
@@ -79,7 +79,6 @@ impl Simulation<'_> {
             });
             queue.marked = queue.made;
         }
-        snapshot.queues.sort_unstable_by_key(|queue| queue.id);
     }
 
     /// The kernel's times, as seldom as the data plane's monitor reads them.
@@ -160,13 +159,16 @@ impl Simulation<'_> {
                 if !(0..self.ios.len()).any(is_other) {
                     return false;
                 }
-                // What it still has goes where it is told to, or it stays.
+                // What it still has goes where it is told to, or it stays; so does what is on its way there.
                 let goes = |place: u32| {
-                    let id = self.queues[place as usize].id;
-                    let to = moves.iter().find(|(queue, _)| *queue == id);
+                    let to = moves.iter().find(|(queue, _)| *queue == QueueId(place));
                     to.and_then(|(_, to)| self.io(*to)).is_some_and(|to| to != io)
                 };
-                if !self.ios[io].queues.iter().all(|&place| goes(place)) {
+                let stays = |(place, queue): (u32, &super::Queue)| {
+                    let has = if queue.plugged { queue.owner } else { Some(queue.home) };
+                    queue.to == Some(io as u32) || has == Some(io as u32) && !goes(place)
+                };
+                if (0..).zip(&self.queues).any(stays) {
                     return false;
                 }
                 for (queue, to) in moves {
@@ -207,14 +209,20 @@ impl Simulation<'_> {
     }
 
     /// Has a queue moved; not if it moves already, or is there.
-    fn move_queue(&mut self, queue: QueueId, to: u32) -> bool {
-        let Some(&place) = self.by_id.get(queue.0 as usize) else { return false };
-        let of = &mut self.queues[place as usize];
-        let is_it = of.id == queue && of.plugged && of.to.is_none();
-        let Some(io) = of.owner.filter(|&io| is_it && io != to) else { return false };
-        if self.ios[to as usize].ending {
+    fn move_queue(&mut self, QueueId(place): QueueId, to: u32) -> bool {
+        let is_ending = self.ios[to as usize].ending;
+        let Some(of) = self.queues.get_mut(place as usize).filter(|_| !is_ending) else {
             return false;
+        };
+        if !of.plugged {
+            let moves = std::mem::replace(&mut of.home, to) != to;
+            if moves {
+                self.meter.moved();
+            }
+            return moves;
         }
+        let is_still = of.to.is_none();
+        let Some(io) = of.owner.filter(|&io| is_still && io != to) else { return false };
         of.to = Some(to);
         self.meter.moved();
         self.post(io, Letter::Release { queue: place, to });
