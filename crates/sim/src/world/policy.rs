@@ -89,23 +89,27 @@ impl Simulation<'_> {
         }
         let snapshot = &mut self.snapshot;
         snapshot.measured = snapshot.now;
+        // As there, a VM is known by its disk's front end: without it nobody knows where its vCPUs are.
         snapshot.vms.clear();
-        let vms = self.first.len() as u32 - 1;
+        let is_seen = |vm: &u32| self.queues[self.first[*vm as usize] as usize].plugged;
+        let seen = (0..self.first.len() as u32 - 1).filter(is_seen);
         let vm = |vm| Vm { id: VmId(vm), ran: Nanos::ZERO, waited: Nanos::ZERO };
-        snapshot.vms.extend((0..vms).map(vm));
+        snapshot.vms.extend(seen.map(vm));
         let clients = self.queues.iter().map(|queue| (queue.vm, queue.client.thread));
         let burners = self.burners.iter().map(|burner| (burner.vm, burner.thread));
         for (vm, thread) in clients.chain(burners) {
+            let Ok(at) = snapshot.vms.binary_search_by_key(&VmId(vm), |vm| vm.id) else { continue };
             let (ran, waited) = self.cpus.times(thread, now);
-            let vm = &mut snapshot.vms[vm as usize];
+            let vm = &mut snapshot.vms[at];
             vm.ran = vm.ran.saturating_add(Nanos::new(ran));
             vm.waited = vm.waited.saturating_add(Nanos::new(waited));
         }
+        let vcpus = if snapshot.vms.is_empty() { 0 } else { self.vcpus };
         snapshot.cpus.clear();
         snapshot.cpus.extend((0..self.count).map(|cpu| Cpu {
             id: CpuId::new(u32::from(cpu)),
             idle: Nanos::new(self.cpus.idle(usize::from(cpu), now)),
-            vcpus: self.vcpus & (1 << cpu) != 0,
+            vcpus: vcpus & (1 << cpu) != 0,
         }));
     }
 
