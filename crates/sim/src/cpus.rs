@@ -561,7 +561,11 @@ impl Cpus {
         }
         let current = self.cpus[cpu].current?;
         self.count(cpu, events.now);
-        if self.threads[current as usize].left == 0 {
+        let t = &self.threads[current as usize];
+        if t.left == 0 {
+            // It may be a tick as well.
+            let is_tick = events.now.is_multiple_of(TICK);
+            self.cpus[cpu].preempt |= is_tick && t.virtual_time >= t.protected;
             return Some(current);
         }
         if self.cpus[cpu].looks_at.is_some_and(|at| at <= events.now) {
