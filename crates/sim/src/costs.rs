@@ -34,8 +34,10 @@ pub struct Costs {
     pub wake: Nanos,
     /// Of a thread on whose CPU another one ran meanwhile, on top.
     pub switch: Nanos,
-    /// From a kick, call, letter or end of a request to the moment at which a thread that sleeps is
-    /// ready.
+    /// Of a thread that wakes another one on another CPU, to interrupt that CPU: where it is idle, or what
+    /// it runs gives way. On top of a call or kick.
+    pub interrupt: Nanos,
+    /// From a kick, call, letter or end of a request until that CPU notices.
     pub wake_delay: Nanos,
 }
 
@@ -63,6 +65,8 @@ impl Default for Costs {
             wake: Nanos::new(2_500),
             // 4 queues, depth 1: 5.8 µs of the client for a request where 4 clients take turns.
             switch: Nanos::new(2_400),
+            // Part of `call` and `kick` there: each was an interrupt.
+            interrupt: Nanos::ZERO,
             // The rest of the 5.6.
             wake_delay: Nanos::new(700),
         }

@@ -1,26 +1,47 @@
 //! Host CPUs: threads that are ready share them.
 //!
-//! Algorithm: each CPU has its threads' virtual run times, all of one weight. It runs the one with the
-//! earliest deadline among those that have had no more than the mean, for a slice; a thread that wakes up
-//! takes the CPU at once from one that has had more than the mean. A thread keeps what it has not had
-//! while it sleeps, up to a slice, and pays for what it has had too much. That is Linux's EEVDF
-//! (kernel/sched/fair.c, since 6.12) as far as threads of one weight notice it. Where another thread ran
-//! last, a thread first needs the time of a switch. A thread that wakes up goes
-//! to its last CPU if that is idle, to any idle one, or else to its last; a CPU that becomes idle takes a
-//! waiting thread from the longest queue; every now and then the longest gives one to the shortest.
+//! Algorithm: Linux's EEVDF (kernel/sched/fair.c, 6.12 to 6.18), as far as threads of one weight notice it.
 //!
-//! Left out: ticks (a slice ends to the ns), groups and their limits, caches and hyperthreads, the
-//! times that the kernel waits before it moves a thread that has just run, interrupts, and what a switch
-//! costs a thread that only computes.
+//! - *Who runs.* A thread on a CPU has a virtual run time and, a slice later, a deadline. Of those that have
+//!   had no more than the mean (*eligible*), the one with the earliest deadline runs (`pick_eevdf`).
+//! - *For how long.* Who gets a CPU keeps it until its deadline while it is eligible (`RUN_TO_PARITY`); so
+//!   one that wakes up takes it at once only if it has had less. The scheduler looks at ticks, and when a
+//!   thread comes.
+//! - *Who sleeps* keeps what it has not had, up to a tick or two slices (`entity_lag`). One that has had too
+//!   much stays on its CPU's queue until the mean has come up with it (`DELAY_DEQUEUE`); woken before that,
+//!   it is ready there, wherever else is room.
+//! - *Who wakes up* goes to its last CPU if that is idle, to any idle one, or else to its last
+//!   (`select_idle_sibling`), unless the load of the CPU of who wakes it is less (`wake_affine`). Whoever wakes it chooses, at that moment; an idle CPU, or one that is to give
+//!   way, is interrupted, which takes time.
+//! - *Who waits* is taken by a CPU that becomes idle, or is idle at a tick of its own, but not if it has run
+//!   within half a millisecond (`task_hot`). Every now and then the longest queue gives one to the shortest.
+//!
+//! Where another thread ran last, a thread first needs the time of a switch.
+//!
+//! Left out: groups and their limits, caches and hyperthreads, interrupts of devices, and what a switch costs
+//! a thread that only computes.
 //!
 //! Properties (tests of the same name): `two_that_never_sleep_share_a_cpu_half_and_half`,
-//! `thread_that_has_had_less_takes_the_cpu_at_once`, `idle_cpu_takes_what_waits_elsewhere`,
+//! `thread_that_wakes_waits_for_the_slice_of_one_that_has_just_begun`,
+//! `thread_that_wakes_takes_the_cpu_at_once_if_it_has_had_less`,
+//! `slice_that_is_over_ends_when_a_thread_comes`, `thread_that_had_too_much_is_woken_where_it_was`,
+//! `thread_that_has_just_run_is_not_pulled`, `other_cpu_has_to_be_interrupted_if_it_is_idle_or_gives_way`,
+//! `idle_cpu_takes_what_waits_elsewhere`,
 //! `three_on_two_cpus_have_two_thirds_each`, `times_of_a_cpu_add_up`.
 
 use crate::events::{Event, Events};
 
 /// A burst without end.
 pub(crate) const ENDLESS: u64 = u64::MAX;
+/// Between two ticks (`CONFIG_HZ` is 250), ns.
+const TICK: u64 = 4_000_000;
+/// Who has run within this time is not pulled by an idle CPU (`sysctl_sched_migration_cost`), ns.
+const HOT: u64 = 500_000;
+/// Of loads, ns.
+const HALF_LIFE: f64 = 32e6;
+/// How much more a CPU's load may be than another's before a thread that wakes up leaves it for the one of
+/// who wakes it (`wake_affine_weight`; half of `imbalance_pct`, 117).
+const BIAS: f64 = 1.08;
 /// After so many balances a difference of one thread is evened out, as about every 60 ms in Linux.
 const EVEN_OUT: u32 = 6;
 
@@ -35,9 +56,31 @@ pub(crate) enum Who {
     Burner(u32),
 }
 
+/// How much was on a queue lately: half of it is of the last 32 ms (`kernel/sched/pelt.c`).
+#[derive(Debug, Default, Clone, Copy)]
+struct Load {
+    value: f64,
+    /// Up to when.
+    at: u64,
+}
+
+impl Load {
+    /// So many were there since it was last looked at; what it is now.
+    fn pass(&mut self, there: f64, now: u64) -> f64 {
+        let left = (-((now - self.at) as f64) / HALF_LIFE).exp2();
+        self.value = self.value * left + there * (1.0 - left);
+        self.at = now;
+        self.value
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Asleep,
+    /// Asleep, and still on its CPU's queue, since it has had too much.
+    Delayed,
+    /// On its way to an idle CPU.
+    Coming,
     Ready,
     Running,
 }
@@ -51,7 +94,9 @@ struct Thread {
     /// Virtual run time by its CPU's clock.
     virtual_time: i64,
     deadline: i64,
-    /// What it had not had when it fell asleep; negative: had too much.
+    /// Virtual run time up to which nobody takes its CPU.
+    protected: i64,
+    /// What it had not had when it left a CPU's queue; negative: had too much.
     lag: i64,
     /// CPU time left of its burst.
     left: u64,
@@ -59,14 +104,33 @@ struct Thread {
     waited: u64,
     /// When it became ready.
     since: u64,
+    /// When it last left a CPU.
+    left_at: u64,
     /// When it was moved to even out queues.
     moved: u64,
+    load: Load,
+}
+
+impl Thread {
+    /// Whether it may run on more than one CPU.
+    const fn is_movable(&self) -> bool {
+        self.allowed & (self.allowed - 1) != 0
+    }
+
+    /// Whether it is on its CPU's queue.
+    const fn is_queued(&self) -> bool {
+        matches!(self.state, State::Delayed | State::Ready | State::Running)
+    }
 }
 
 #[derive(Debug, Default)]
 struct Cpu {
     current: Option<u32>,
     ready: Vec<u32>,
+    /// Asleep, but on its queue; none while there is no current thread.
+    delayed: Vec<u32>,
+    /// Threads on their way here.
+    coming: u32,
     /// Until when the current thread's time is counted; of an idle CPU, since when it is.
     counted: u64,
     /// The event that counts.
@@ -78,8 +142,11 @@ struct Cpu {
     movable: u32,
     /// Who ran last.
     last: Option<u32>,
-    /// A thread that has woken up is to run as soon as the current one says how it goes on.
+    /// Somebody else may be to run as soon as the current one says how it goes on.
     preempt: bool,
+    /// When it notices that somebody else may be to run.
+    looks_at: Option<u64>,
+    load: Load,
 }
 
 /// All CPUs and threads.
@@ -87,6 +154,7 @@ struct Cpu {
 pub(crate) struct Cpus {
     cpus: Vec<Cpu>,
     threads: Vec<Thread>,
+    /// Those that run nothing, and to which nothing is on its way.
     idle: u128,
     /// Those where a thread waits that may run elsewhere.
     loaded: u128,
@@ -117,12 +185,15 @@ impl Cpus {
             state: State::Asleep,
             virtual_time: 0,
             deadline: 0,
+            protected: 0,
             lag: 0,
             left: 0,
             ran: 0,
             waited: 0,
             since: 0,
+            left_at: 0,
             moved: 0,
+            load: Load::default(),
         });
         self.threads.len() as u32 - 1
     }
@@ -132,14 +203,14 @@ impl Cpus {
     }
 
     pub(crate) fn is_asleep(&self, thread: u32) -> bool {
-        self.threads[thread as usize].state == State::Asleep
+        matches!(self.threads[thread as usize].state, State::Asleep | State::Delayed)
     }
 
     /// On a CPU, and ready without one, ns so far.
     pub(crate) fn times(&self, thread: u32, now: u64) -> (u64, u64) {
         let t = &self.threads[thread as usize];
         match t.state {
-            State::Asleep => (t.ran, t.waited),
+            State::Asleep | State::Delayed | State::Coming => (t.ran, t.waited),
             State::Ready => (t.ran, t.waited + (now - t.since)),
             State::Running => (t.ran + (now - self.cpus[t.cpu as usize].counted), t.waited),
         }
@@ -151,17 +222,103 @@ impl Cpus {
         c.idle + if c.current.is_none() { now - c.counted } else { 0 }
     }
 
-    /// A thread that sleeps has a burst to run.
-    pub(crate) fn wake(&mut self, thread: u32, burst: u64, events: &mut Events<Event>) {
-        let cpu = self.cpu_for(thread);
+    /// A thread that sleeps has a burst to run. `from`: the thread that wakes it; on the same CPU there is no
+    /// `delay`. Else so much passes until the CPU notices, if it is idle ([`Event::Wake`] is then for
+    /// [`Self::arrive`]) or what it runs gives way. Whether it had to be interrupted.
+    pub(crate) fn wake(
+        &mut self,
+        thread: u32,
+        burst: u64,
+        (from, delay): (Option<u32>, u64),
+        events: &mut Events<Event>,
+    ) -> bool {
         let t = &mut self.threads[thread as usize];
-        debug_assert_eq!(t.state, State::Asleep);
+        debug_assert!(matches!(t.state, State::Asleep | State::Delayed));
         t.left = burst;
-        self.place(thread, cpu, events);
+        let is_delayed = t.state == State::Delayed;
+        let cpu = if is_delayed { t.cpu as usize } else { self.cpu_for(thread, from, events.now) };
+        let is_here = from.is_some_and(|from| self.threads[from as usize].cpu as usize == cpu);
+        let delay = if is_here { 0 } else { delay };
+        if is_delayed {
+            return self.requeue(thread, cpu, delay, events);
+        }
+        if delay == 0 || self.idle & bit(cpu) == 0 {
+            return self.place(thread, cpu, (self.slice, delay), events);
+        }
+        self.assign(thread, cpu, events.now);
+        self.threads[thread as usize].state = State::Coming;
+        self.cpus[cpu].coming += 1;
+        self.idle &= !bit(cpu);
+        events.after(delay, Event::Wake { thread });
+        true
     }
 
-    /// Where a thread that wakes up goes.
-    fn cpu_for(&self, thread: u32) -> usize {
+    /// A thread has come to the CPU that was idle.
+    pub(crate) fn arrive(&mut self, thread: u32, events: &mut Events<Event>) {
+        let t = &self.threads[thread as usize];
+        if t.state != State::Coming {
+            return;
+        }
+        let cpu = t.cpu as usize;
+        let may = t.allowed & bit(cpu) != 0;
+        let to = if may { cpu } else { self.cpu_for(thread, None, events.now) };
+        self.no_longer_coming(cpu);
+        self.place(thread, to, (self.slice, 0), events);
+    }
+
+    fn no_longer_coming(&mut self, cpu: usize) {
+        let c = &mut self.cpus[cpu];
+        c.coming -= 1;
+        if c.coming == 0 && c.current.is_none() {
+            self.idle |= bit(cpu);
+        }
+    }
+
+    /// A thread that is asleep on a queue is ready there.
+    fn requeue(&mut self, thread: u32, cpu: usize, delay: u64, events: &mut Events<Event>) -> bool {
+        self.count(cpu, events.now);
+        let (sum, n) = self.sum(cpu);
+        self.cpus[cpu].delayed.retain(|&other| other != thread);
+        let slice = self.slice;
+        let t = &mut self.threads[thread as usize];
+        if t.virtual_time * n < sum {
+            // What it has not had since is not its own (`DELAY_ZERO`).
+            t.virtual_time = sum / n;
+            t.deadline = t.virtual_time + slice;
+        }
+        self.wait(thread, cpu, delay, events)
+    }
+
+    /// Says that as many were on a CPU's queue as are, up to now; its load.
+    fn pass(&mut self, cpu: usize, now: u64) -> f64 {
+        let c = &mut self.cpus[cpu];
+        let there = c.ready.len() + c.delayed.len() + usize::from(c.current.is_some());
+        c.load.pass(there as f64, now)
+    }
+
+    /// The same of a thread.
+    fn pass_thread(&mut self, thread: u32, now: u64) -> f64 {
+        let t = &mut self.threads[thread as usize];
+        let is_queued = t.is_queued();
+        t.load.pass(f64::from(u8::from(is_queued)), now)
+    }
+
+    /// A thread that is on no queue belongs to a CPU from now on, and so does its load.
+    fn assign(&mut self, thread: u32, cpu: usize, now: u64) {
+        let before = self.threads[thread as usize].cpu as usize;
+        if before != cpu {
+            let load = self.pass_thread(thread, now);
+            self.pass(before, now);
+            self.pass(cpu, now);
+            let left = &mut self.cpus[before].load.value;
+            *left = (*left - load).max(0.0);
+            self.cpus[cpu].load.value += load;
+            self.threads[thread as usize].cpu = cpu as u8;
+        }
+    }
+
+    /// Where a thread goes that another one wakes up.
+    fn cpu_for(&mut self, thread: u32, from: Option<u32>, now: u64) -> usize {
         let t = &self.threads[thread as usize];
         let last = t.cpu as usize;
         let idle = self.idle & t.allowed;
@@ -171,10 +328,17 @@ impl Cpus {
             // The next one, so that not all meet at the first.
             let above = idle & !(bit(last) - 1);
             (if above != 0 { above } else { idle }).trailing_zeros() as usize
-        } else if t.allowed & bit(last) != 0 {
-            last
-        } else {
+        } else if t.allowed & bit(last) == 0 {
             self.shortest(t.allowed)
+        } else {
+            let allowed = t.allowed;
+            let near = from.map_or(last, |from| self.threads[from as usize].cpu as usize);
+            if near == last || allowed & bit(near) == 0 {
+                return last;
+            }
+            let own = self.pass_thread(thread, now);
+            let is_lighter = self.pass(near, now) + own < BIAS * (self.pass(last, now) - own);
+            if is_lighter { near } else { last }
         }
     }
 
@@ -193,10 +357,10 @@ impl Cpus {
         self.cpus[cpu].ready.len() + usize::from(self.cpus[cpu].current.is_some())
     }
 
-    /// Sum of virtual times and number of those that run or wait there.
+    /// Sum of virtual times and number of those on a CPU's queue.
     fn sum(&self, cpu: usize) -> (i64, i64) {
         let c = &self.cpus[cpu];
-        let all = c.ready.iter().chain(&c.current);
+        let all = c.ready.iter().chain(&c.delayed).chain(&c.current);
         all.fold((0, 0), |(sum, n), &t| (sum + self.threads[t as usize].virtual_time, n + 1))
     }
 
@@ -215,59 +379,88 @@ impl Cpus {
         }
     }
 
-    /// Puts a thread that is on no CPU on one.
-    fn place(&mut self, thread: u32, cpu: usize, events: &mut Events<Event>) {
+    /// Puts a thread that is on no CPU's queue on one, with a deadline so much after its virtual time. Who
+    /// runs there learns of it after `delay`; whether it has to.
+    fn place(
+        &mut self,
+        thread: u32,
+        cpu: usize,
+        (deadline, delay): (i64, u64),
+        events: &mut Events<Event>,
+    ) -> bool {
         let now = events.now;
         self.count(cpu, now);
         let (sum, n) = self.sum(cpu);
-        let mean = if n == 0 { self.cpus[cpu].virtual_time } else { sum / n };
-        let slice = self.slice;
         let t = &mut self.threads[thread as usize];
-        t.virtual_time = if t.lag < 0 && t.cpu as usize == cpu {
-            t.virtual_time.max(mean)
-        } else {
+        t.virtual_time = match n {
+            0 => self.cpus[cpu].virtual_time,
             // The mean comes nearer by its own coming.
-            mean - t.lag.max(0) * (n + 1) / n.max(1)
+            n => sum / n - t.lag * (n + 1) / n,
         };
-        t.deadline = t.virtual_time + slice;
-        t.cpu = cpu as u8;
-        let is_movable = t.allowed & (t.allowed - 1) != 0;
+        t.deadline = t.virtual_time + deadline;
+        self.assign(thread, cpu, now);
+        self.pass_thread(thread, now);
+        self.pass(cpu, now);
+        if self.cpus[cpu].current.is_some() {
+            return self.wait(thread, cpu, delay, events);
+        }
         let c = &mut self.cpus[cpu];
-        let Some(current) = c.current else {
-            c.idle += now - c.counted;
-            c.counted = now;
-            c.current = Some(thread);
-            self.idle &= !bit(cpu);
-            t.state = State::Running;
-            self.switch(cpu, thread);
-            return self.arm(cpu, events);
-        };
+        c.idle += now - c.counted;
+        self.idle &= !bit(cpu);
+        self.run(thread, cpu, events);
+        self.arm(cpu, events);
+        false
+    }
+
+    /// A thread gets a CPU without a current thread.
+    fn run(&mut self, thread: u32, cpu: usize, events: &Events<Event>) {
+        let t = &mut self.threads[thread as usize];
+        t.state = State::Running;
+        t.protected = t.deadline;
+        let c = &mut self.cpus[cpu];
+        c.counted = events.now;
+        c.current = Some(thread);
+        if c.last.replace(thread) != Some(thread) && t.left != ENDLESS {
+            t.left += self.switch;
+        }
+    }
+
+    /// A thread is ready where another one runs, which learns of it after `delay`, if it is to give way;
+    /// whether it is, and was not yet.
+    fn wait(&mut self, thread: u32, cpu: usize, delay: u64, events: &mut Events<Event>) -> bool {
+        let t = &mut self.threads[thread as usize];
         t.state = State::Ready;
-        t.since = now;
-        let was_alone = c.ready.is_empty();
+        t.since = events.now;
+        let is_movable = t.is_movable();
+        let c = &mut self.cpus[cpu];
         c.ready.push(thread);
         c.movable += u32::from(is_movable);
         if c.movable > 0 {
             self.loaded |= bit(cpu);
         }
-        let (sum, n) = self.sum(cpu);
-        let now_running = &self.threads[current as usize];
-        let preempts = now_running.virtual_time * n > sum;
-        if now_running.left == 0 {
-            self.cpus[cpu].preempt |= preempts;
-        } else if preempts {
-            self.choose(cpu, events);
-        } else if was_alone {
+        let Some(current) = c.current else { return false };
+        self.renew(current);
+        let t = &self.threads[current as usize];
+        let gives_way = t.virtual_time >= t.protected || self.pick(cpu) == Some(thread);
+        let is_at_end = t.left == 0;
+        let c = &mut self.cpus[cpu];
+        if gives_way && delay > 0 {
+            let is_new = c.looks_at.is_none();
+            c.looks_at.get_or_insert(events.now + delay);
             self.arm(cpu, events);
+            return is_new;
         }
+        match (gives_way, is_at_end) {
+            (false, _) => self.arm(cpu, events),
+            (true, true) => c.preempt = true,
+            (true, false) => self.choose(cpu, events),
+        }
+        false
     }
 
     /// Takes a thread that waits off its CPU's queue.
     fn take(&mut self, cpu: usize, thread: u32) {
-        let is_movable = {
-            let t = &self.threads[thread as usize];
-            t.allowed & (t.allowed - 1) != 0
-        };
+        let is_movable = self.threads[thread as usize].is_movable();
         let c = &mut self.cpus[cpu];
         if let Some(at) = c.ready.iter().position(|&other| other == thread) {
             c.ready.swap_remove(at);
@@ -278,64 +471,81 @@ impl Cpus {
         }
     }
 
-    /// What a thread has not had, by the mean of its CPU, within a slice.
+    /// What a thread has not had, by the mean of its CPU, within bounds.
     fn lag(&self, cpu: usize, thread: u32) -> i64 {
         let (sum, n) = self.sum(cpu);
         let lag = sum / n.max(1) - self.threads[thread as usize].virtual_time;
-        lag.clamp(-self.slice, self.slice)
+        let most = (2 * self.slice).max(TICK as i64);
+        lag.clamp(-most, most)
     }
 
-    /// Runs the thread whose turn it is.
+    /// Whose turn it is: who runs, if that is protected and has not had more than the mean, or else the
+    /// earliest deadline.
+    fn pick(&self, cpu: usize) -> Option<u32> {
+        let (sum, n) = self.sum(cpu);
+        let is_eligible = |t: &u32| self.threads[*t as usize].virtual_time * n <= sum;
+        let c = &self.cpus[cpu];
+        let current = c.current.filter(is_eligible);
+        let is_protected = |t: &u32| {
+            let t = &self.threads[*t as usize];
+            t.virtual_time < t.protected
+        };
+        current.filter(is_protected).or_else(|| {
+            let others = c.ready.iter().chain(&c.delayed).copied().filter(is_eligible);
+            others.chain(current).min_by_key(|&t| (self.threads[t as usize].deadline, t))
+        })
+    }
+
+    /// Runs the thread whose turn it is. There is one that is ready, or current.
     fn choose(&mut self, cpu: usize, events: &mut Events<Event>) {
         let now = events.now;
-        self.cpus[cpu].preempt = false;
-        let (sum, n) = self.sum(cpu);
-        let c = &self.cpus[cpu];
-        let entitled = c.ready.iter().chain(&c.current).copied().filter(|&t| {
-            let t = &self.threads[t as usize];
-            t.virtual_time * n <= sum
-        });
-        let best = entitled.min_by_key(|&t| (self.threads[t as usize].deadline, t));
-        let Some(best) = best.or(c.current) else { return };
-        if c.current != Some(best) {
-            self.take(cpu, best);
+        (self.cpus[cpu].preempt, self.cpus[cpu].looks_at) = (false, None);
+        if let Some(current) = self.cpus[cpu].current {
+            self.renew(current);
+        }
+        let best = loop {
+            let Some(best) = self.pick(cpu) else { return self.arm(cpu, events) };
+            if self.threads[best as usize].state != State::Delayed {
+                break best;
+            }
+            self.pass_thread(best, now);
+            self.pass(cpu, now);
+            self.cpus[cpu].delayed.retain(|&other| other != best);
             let t = &mut self.threads[best as usize];
-            t.waited += now - t.since;
-            t.state = State::Running;
-            let c = &mut self.cpus[cpu];
-            c.counted = now;
-            if let Some(old) = c.current.replace(best) {
+            (t.state, t.lag) = (State::Asleep, 0);
+        };
+        if self.cpus[cpu].current != Some(best) {
+            self.take(cpu, best);
+            if let Some(old) = self.cpus[cpu].current.take() {
                 let t = &mut self.threads[old as usize];
                 t.state = State::Ready;
-                t.since = now;
+                (t.since, t.left_at) = (now, now);
+                let is_movable = t.is_movable();
+                let c = &mut self.cpus[cpu];
                 c.ready.push(old);
-                c.movable += u32::from(t.allowed & (t.allowed - 1) != 0);
+                c.movable += u32::from(is_movable);
                 if c.movable > 0 {
                     self.loaded |= bit(cpu);
                 }
             }
-            self.switch(cpu, best);
+            let t = &mut self.threads[best as usize];
+            t.waited += now - t.since;
+            self.run(best, cpu, events);
         }
         self.arm(cpu, events);
     }
 
-    /// A thread gets the CPU.
-    fn switch(&mut self, cpu: usize, thread: u32) {
-        let t = &mut self.threads[thread as usize];
-        if self.cpus[cpu].last.replace(thread) != Some(thread) && t.left != ENDLESS {
-            t.left += self.switch;
-        }
-    }
-
-    /// Has the CPU's next event come.
+    /// Has the CPU's next event come: the end of a burst, or a tick while others wait.
     fn arm(&mut self, cpu: usize, events: &mut Events<Event>) {
         let c = &mut self.cpus[cpu];
         c.stamp = c.stamp.wrapping_add(1);
         let Some(current) = c.current else { return };
-        let t = &self.threads[current as usize];
-        let mut ns = t.left;
-        if !c.ready.is_empty() {
-            ns = ns.min((t.deadline - t.virtual_time).max(1) as u64);
+        let mut ns = self.threads[current as usize].left;
+        if !c.ready.is_empty() || !c.delayed.is_empty() {
+            ns = ns.min(TICK - events.now % TICK);
+        }
+        if let Some(at) = c.looks_at {
+            ns = ns.min(at.saturating_sub(events.now));
         }
         if ns != ENDLESS {
             events.after(ns, Event::Cpu { cpu: cpu as u8, stamp: c.stamp });
@@ -351,23 +561,46 @@ impl Cpus {
         }
         let current = self.cpus[cpu].current?;
         self.count(cpu, events.now);
-        if self.threads[current as usize].left == 0 {
+        let t = &self.threads[current as usize];
+        if t.left == 0 {
+            // It may be a tick as well.
+            let is_tick = events.now.is_multiple_of(TICK);
+            self.cpus[cpu].preempt |= is_tick && t.virtual_time >= t.protected;
             return Some(current);
         }
-        self.renew(current);
-        self.choose(cpu, events);
+        if self.cpus[cpu].looks_at.is_some_and(|at| at <= events.now) {
+            self.choose(cpu, events);
+        } else {
+            self.tick(cpu, current, events);
+        }
         None
     }
 
-    /// A thread that has had its slice gets a later deadline; whether it had.
-    fn renew(&mut self, thread: u32) -> bool {
+    /// A tick while others wait: the slice may be over, and an idle CPU is told to look.
+    fn tick(&mut self, cpu: usize, current: u32, events: &mut Events<Event>) {
+        let t = &self.threads[current as usize];
+        if t.virtual_time < t.protected {
+            self.arm(cpu, events);
+        } else {
+            self.choose(cpu, events);
+        }
+        let mut idle = self.idle;
+        while idle != 0 && self.loaded & bit(cpu) != 0 {
+            let here = idle.trailing_zeros() as usize;
+            idle &= idle - 1;
+            if let Some(thread) = self.longest_wait(cpu, here, events.now) {
+                self.migrate(thread, here, events);
+            }
+        }
+    }
+
+    /// A thread that has had its slice gets a later deadline.
+    fn renew(&mut self, thread: u32) {
         let slice = self.slice;
         let t = &mut self.threads[thread as usize];
-        let is_over = t.virtual_time >= t.deadline;
-        if is_over {
+        if t.virtual_time >= t.deadline {
             t.deadline = t.virtual_time + slice;
         }
-        is_over
     }
 
     /// The thread that runs goes on with a burst of `ns`.
@@ -378,12 +611,7 @@ impl Cpus {
         t.left = ns.max(1);
         let cpu = t.cpu as usize;
         self.count(cpu, events.now);
-        let yields = self.renew(thread) | self.cpus[cpu].preempt;
-        if yields && !self.cpus[cpu].ready.is_empty() {
-            self.choose(cpu, events);
-        } else {
-            self.arm(cpu, events);
-        }
+        if self.cpus[cpu].preempt { self.choose(cpu, events) } else { self.arm(cpu, events) }
     }
 
     /// The burst ends after `ns` more on a CPU, if not sooner.
@@ -404,25 +632,50 @@ impl Cpus {
 
     /// The thread leaves its CPU until it is woken.
     pub(crate) fn sleep(&mut self, thread: u32, events: &mut Events<Event>) {
-        let (cpu, state) = {
-            let t = &self.threads[thread as usize];
-            (t.cpu as usize, t.state)
-        };
-        if state == State::Running {
+        let t = &self.threads[thread as usize];
+        let cpu = t.cpu as usize;
+        if t.state == State::Running {
             self.count(cpu, events.now);
+            let (sum, n) = self.sum(cpu);
+            if self.threads[thread as usize].virtual_time * n > sum {
+                let t = &mut self.threads[thread as usize];
+                t.state = State::Delayed;
+                t.left_at = events.now;
+                let c = &mut self.cpus[cpu];
+                c.delayed.push(thread);
+                c.current = None;
+                return self.vacate(cpu, events);
+            }
         }
+        self.leave(thread, events);
+    }
+
+    /// Takes a thread off its CPU's queue, whatever it does there.
+    fn leave(&mut self, thread: u32, events: &mut Events<Event>) {
+        let t = &self.threads[thread as usize];
+        let (cpu, state) = (t.cpu as usize, t.state);
+        self.count(cpu, events.now);
         let lag = self.lag(cpu, thread);
         let (sum, n) = self.sum(cpu);
+        self.pass_thread(thread, events.now);
+        self.pass(cpu, events.now);
         let t = &mut self.threads[thread as usize];
-        t.lag = lag;
         t.state = State::Asleep;
         match state {
             State::Asleep => {}
+            State::Coming => self.no_longer_coming(cpu),
+            State::Delayed => {
+                t.lag = lag;
+                self.cpus[cpu].delayed.retain(|&other| other != thread);
+            }
             State::Ready => {
+                t.lag = lag;
                 t.waited += events.now - t.since;
                 self.take(cpu, thread);
             }
             State::Running => {
+                t.lag = lag;
+                t.left_at = events.now;
                 self.cpus[cpu].current = None;
                 self.cpus[cpu].virtual_time = sum / n.max(1);
                 self.vacate(cpu, events);
@@ -432,66 +685,82 @@ impl Cpus {
 
     /// Finds something to run for a CPU without a current thread.
     fn vacate(&mut self, cpu: usize, events: &mut Events<Event>) {
-        if self.cpus[cpu].ready.is_empty() {
+        if !self.cpus[cpu].ready.is_empty() {
+            return self.choose(cpu, events);
+        }
+        // Nobody else is left whose time they had.
+        self.pass(cpu, events.now);
+        for thread in std::mem::take(&mut self.cpus[cpu].delayed) {
+            self.pass_thread(thread, events.now);
+            let t = &mut self.threads[thread as usize];
+            (t.state, t.lag) = (State::Asleep, 0);
             let c = &mut self.cpus[cpu];
-            c.counted = events.now;
-            c.stamp = c.stamp.wrapping_add(1);
+            c.virtual_time = c.virtual_time.max(t.virtual_time);
+        }
+        let c = &mut self.cpus[cpu];
+        c.counted = events.now;
+        c.stamp = c.stamp.wrapping_add(1);
+        (c.preempt, c.looks_at) = (false, None);
+        if c.coming == 0 {
             self.idle |= bit(cpu);
             self.pull(cpu, events);
-        } else {
-            self.choose(cpu, events);
         }
     }
 
     /// An idle CPU takes a thread that waits elsewhere.
     fn pull(&mut self, cpu: usize, events: &mut Events<Event>) {
-        let mut best: Option<(usize, usize)> = None;
+        let mut best: Option<(usize, u32)> = None;
         let mut loaded = self.loaded;
         while loaded != 0 {
             let other = loaded.trailing_zeros() as usize;
             loaded &= loaded - 1;
             let length = self.cpus[other].ready.len();
             if best.is_none_or(|(longest, _)| length > longest)
-                && self.longest_wait(other, cpu).is_some()
+                && let Some(thread) = self.longest_wait(other, cpu, events.now)
             {
-                best = Some((length, other));
+                best = Some((length, thread));
             }
         }
-        if let Some((_, other)) = best
-            && let Some(thread) = self.longest_wait(other, cpu)
-        {
+        if let Some((_, thread)) = best {
             self.migrate(thread, cpu, events);
         }
     }
 
-    /// Who has waited longest there of those that may run here.
-    fn longest_wait(&self, there: usize, here: usize) -> Option<u32> {
-        let ready = self.cpus[there].ready.iter().copied();
-        let may = ready.filter(|&t| self.threads[t as usize].allowed & bit(here) != 0);
+    /// Who has waited longest there of those that may run here, and have not run just now.
+    fn longest_wait(&self, there: usize, here: usize, now: u64) -> Option<u32> {
+        let may = self.cpus[there].ready.iter().copied().filter(|&t| {
+            let t = &self.threads[t as usize];
+            t.allowed & bit(here) != 0 && (t.left_at == 0 || now - t.left_at >= HOT)
+        });
         may.min_by_key(|&t| (self.threads[t as usize].since, t))
     }
 
     /// Moves a thread that waits to another CPU.
     fn migrate(&mut self, thread: u32, to: usize, events: &mut Events<Event>) {
         let from = self.threads[thread as usize].cpu as usize;
+        self.count(from, events.now);
         let lag = self.lag(from, thread);
+        self.pass_thread(thread, events.now);
+        self.pass(from, events.now);
         self.take(from, thread);
         let t = &mut self.threads[thread as usize];
+        t.state = State::Asleep;
         t.lag = lag;
         t.waited += events.now - t.since;
-        self.place(thread, to, events);
+        let deadline = t.deadline - t.virtual_time;
+        self.place(thread, to, (deadline, 0), events);
     }
 
     /// A thread may run on these CPUs from now on.
     pub(crate) fn allow(&mut self, thread: u32, allowed: u128, events: &mut Events<Event>) {
-        let (cpu, state, old) = {
+        let (cpu, state, was) = {
             let t = &self.threads[thread as usize];
-            (t.cpu as usize, t.state, t.allowed)
+            (t.cpu as usize, t.state, u32::from(t.is_movable()))
         };
+        self.threads[thread as usize].allowed = allowed;
         if state == State::Ready {
             // Whether it may move may have changed.
-            let was = u32::from(old & (old - 1) != 0);
-            let is = u32::from(allowed & (allowed - 1) != 0);
+            let is = u32::from(self.threads[thread as usize].is_movable());
             let c = &mut self.cpus[cpu];
             c.movable = c.movable - was + is;
             if c.movable > 0 {
@@ -500,20 +769,22 @@ impl Cpus {
                 self.loaded &= !bit(cpu);
             }
         }
-        self.threads[thread as usize].allowed = allowed;
-        if allowed & bit(cpu) != 0 || state == State::Asleep {
+        if allowed & bit(cpu) != 0 {
             return;
         }
-        if state == State::Running {
-            let left = {
-                self.count(cpu, events.now);
-                self.threads[thread as usize].left
-            };
-            self.sleep(thread, events);
-            return self.wake(thread, left.max(1), events);
+        match state {
+            State::Asleep | State::Coming => {}
+            State::Delayed => self.leave(thread, events),
+            State::Ready => {
+                let to = self.cpu_for(thread, None, events.now);
+                self.migrate(thread, to, events);
+            }
+            State::Running => {
+                self.leave(thread, events);
+                let left = self.threads[thread as usize].left;
+                self.wake(thread, left.max(1), (None, 0), events);
+            }
         }
-        let to = self.cpu_for(thread);
-        self.migrate(thread, to, events);
     }
 
     /// Evens out the lengths of the CPUs' queues; to be called every 10 ms.
@@ -533,10 +804,8 @@ impl Cpus {
         let longest = loaded.max_by_key(|&cpu| (self.length(cpu), usize::MAX - cpu));
         let Some(from) = longest else { return false };
         let c = &self.cpus[from];
-        let movable = c.ready.iter().chain(&c.current).copied().filter(|&t| {
-            let allowed = self.threads[t as usize].allowed;
-            allowed & (allowed - 1) != 0
-        });
+        let movable = c.ready.iter().chain(&c.current).copied();
+        let movable = movable.filter(|&t| self.threads[t as usize].is_movable());
         // Who moves is whose last move is longest ago, or the same one would move to and fro.
         let thread = movable.min_by_key(|&t| (self.threads[t as usize].moved, t));
         let Some(thread) = thread.filter(|thread| c.current != Some(*thread)) else { return false };
@@ -557,11 +826,12 @@ impl Cpus {
 mod tests {
     use super::*;
 
+    const US: u64 = 1_000;
     const MS: u64 = 1_000_000;
     const SLICE: u64 = 2_800_000;
 
     /// Runs CPUs until `until`; `ended` says what a thread does whose burst has ended: goes on for so
-    /// long, or sleeps for so long (0: for ever).
+    /// long, or sleeps for so long (0: for ever) until its next one of 0.1 ms.
     fn run(
         cpus: &mut Cpus,
         events: &mut Events<Event>,
@@ -578,12 +848,15 @@ mod tests {
                         Err(pause) => {
                             cpus.sleep(thread, events);
                             if pause > 0 {
-                                events.after(pause, Event::Wake { thread });
+                                events.after(pause, Event::Burn { burner: thread, stamp: 100 });
                             }
                         }
                     }
                 }
-                Event::Wake { thread } => cpus.wake(thread, MS / 10, events),
+                Event::Burn { burner, stamp } => {
+                    cpus.wake(burner, u64::from(stamp) * US, (None, 0), events);
+                }
+                Event::Wake { thread } => cpus.arrive(thread, events),
                 _ => {
                     cpus.balance(events);
                     events.after(10 * MS, Event::Sample);
@@ -598,7 +871,7 @@ mod tests {
         let threads: Vec<u32> =
             allowed.iter().map(|&allowed| cpus.spawn(Who::Burner(0), allowed)).collect();
         for &thread in &threads {
-            cpus.wake(thread, ENDLESS, &mut events);
+            cpus.wake(thread, ENDLESS, (None, 0), &mut events);
         }
         (cpus, events, threads)
     }
@@ -615,28 +888,108 @@ mod tests {
         }
     }
 
+    /// Has a thread wake up at `at` for a burst.
+    fn wakes(events: &mut Events<Event>, thread: u32, at: u64, burst: u64) {
+        events.push(at, Event::Burn { burner: thread, stamp: (burst / US) as u32 });
+    }
+
     #[test]
-    fn thread_that_has_had_less_takes_the_cpu_at_once() {
+    fn thread_that_wakes_waits_for_the_slice_of_one_that_has_just_begun() {
         let (mut cpus, mut events, threads) = machine(1, &[1]);
         let sleeper = cpus.spawn(Who::Burner(1), 1);
-        // Works for 0.1 ms, sleeps for 0.9 ms.
-        events.push(0, Event::Wake { thread: sleeper });
-        run(&mut cpus, &mut events, 1_000 * MS, |_| Err(9 * MS / 10));
-        let (ran, waited) = cpus.times(sleeper, 1_000 * MS);
-        // When it waits, for a slice, it then has so much less than the other that 28 times it need not.
-        assert!((28 * 100 / 31 * MS..=100 * MS).contains(&ran), "{ran}");
-        assert!(waited <= 33 * SLICE, "{waited}");
-        assert_eq!(cpus.times(threads[0], 1_000 * MS).0, 1_000 * MS - ran);
+        wakes(&mut events, sleeper, MS, 100 * US);
+        run(&mut cpus, &mut events, 6 * MS, |_| Err(0));
+        // The slice is over at 2.8 ms; that is noticed at the tick, at 4.
+        assert_eq!(cpus.times(sleeper, 6 * MS), (100 * US, 3 * MS));
+        assert_eq!(cpus.times(threads[0], 6 * MS), (6 * MS - 100 * US, 100 * US));
+    }
+
+    #[test]
+    fn thread_that_wakes_takes_the_cpu_at_once_if_it_has_had_less() {
+        let (mut cpus, mut events, threads) = machine(1, &[1]);
+        let sleeper = cpus.spawn(Who::Burner(1), 1);
+        wakes(&mut events, sleeper, MS, 100 * US);
+        // At 4.1 ms it sleeps, 1.45 ms short of the mean of 1.1 and 4 ms.
+        run(&mut cpus, &mut events, 8 * MS, |_| Err(900 * US));
+        // So it has waited no longer when it ran at 5, 6 and 7 ms.
+        assert_eq!(cpus.times(sleeper, 8 * MS), (400 * US, 3 * MS));
+        assert_eq!(cpus.times(threads[0], 8 * MS).1, 400 * US);
+    }
+
+    #[test]
+    fn slice_that_is_over_ends_when_a_thread_comes() {
+        let (mut cpus, mut events, _) = machine(1, &[1]);
+        let sleepers: Vec<u32> = (0..2).map(|_| cpus.spawn(Who::Burner(1), 1)).collect();
+        wakes(&mut events, sleepers[0], MS, 100 * US);
+        wakes(&mut events, sleepers[1], 3 * MS, 100 * US);
+        run(&mut cpus, &mut events, 4 * MS, |_| Err(0));
+        // The first has the earlier deadline, the second follows it: neither waits for the tick.
+        assert_eq!(cpus.times(sleepers[0], 4 * MS), (100 * US, 2 * MS));
+        assert_eq!(cpus.times(sleepers[1], 4 * MS), (100 * US, 100 * US));
+    }
+
+    #[test]
+    fn thread_that_had_too_much_is_woken_where_it_was() {
+        let (mut cpus, mut events) = (Cpus::new(2, SLICE, 0), Events::default());
+        let own = cpus.spawn(Who::Burner(0), 0b01);
+        let moving = cpus.spawn(Who::Burner(1), 0b11);
+        wakes(&mut events, moving, 0, 2 * MS);
+        wakes(&mut events, own, MS, 100 * MS);
+        // It has had 2 ms where the mean is 1.5, and the other CPU is idle.
+        wakes(&mut events, moving, 2 * MS + 500 * US, MS);
+        run(&mut cpus, &mut events, 6 * MS, |_| Err(0));
+        // At the tick, at 4 ms, the idle CPU takes it.
+        assert_eq!(cpus.times(moving, 6 * MS), (3 * MS, 1_500 * US));
+        assert_eq!(cpus.idle(1, 6 * MS), 5 * MS);
+    }
+
+    #[test]
+    fn thread_that_has_just_run_is_not_pulled() {
+        for (ran_until, waited) in [(300 * US, 100 * US), (800 * US, 3_100 * US)] {
+            let (mut cpus, mut events) = (Cpus::new(2, SLICE, 0), Events::default());
+            let moving = cpus.spawn(Who::Burner(0), 0b11);
+            let own = [0b01, 0b10].map(|allowed| cpus.spawn(Who::Burner(1), allowed));
+            wakes(&mut events, moving, 0, ran_until);
+            wakes(&mut events, own[0], 850 * US, 100 * MS);
+            wakes(&mut events, own[1], 0, MS);
+            wakes(&mut events, moving, 900 * US, 100 * US);
+            run(&mut cpus, &mut events, 5 * MS, |_| Err(0));
+            // The second CPU is idle from 1 ms on: it takes what ran 0.7 ms ago, not what ran 0.2 ms ago.
+            assert_eq!(cpus.times(moving, 5 * MS).1, waited);
+        }
+    }
+
+    #[test]
+    fn other_cpu_has_to_be_interrupted_if_it_is_idle_or_gives_way() {
+        let (mut cpus, mut events) = (Cpus::new(2, SLICE, 0), Events::default());
+        let [here, there, waker] =
+            [0b10, 0b01, 0b10].map(|allowed| cpus.spawn(Who::Burner(0), allowed));
+        let burner = cpus.spawn(Who::Burner(1), 0b01);
+        cpus.wake(waker, ENDLESS, (None, 0), &mut events);
+        let from = (Some(waker), 10 * US);
+        assert!(cpus.wake(there, 100 * US, from, &mut events), "it is idle");
+        run(&mut cpus, &mut events, MS, |_| Err(0));
+        assert_eq!((cpus.times(there, MS), cpus.idle(0, MS)), ((100 * US, 0), 900 * US));
+        // Now the CPU is taken, by one whose slice has begun, and is over.
+        cpus.wake(burner, ENDLESS, (None, 0), &mut events);
+        assert!(!cpus.wake(there, 100 * US, from, &mut events), "its slice has begun");
+        run(&mut cpus, &mut events, 9 * MS, |_| Err(0));
+        let before = cpus.times(there, 9 * MS);
+        assert!(cpus.wake(there, 100 * US, from, &mut events), "it has had more");
+        run(&mut cpus, &mut events, 10 * MS, |_| Err(0));
+        assert_eq!(cpus.times(there, 10 * MS), (before.0 + 100 * US, before.1 + 10 * US));
+        // On its own CPU nobody is interrupted.
+        assert!(!cpus.wake(here, 100 * US, from, &mut events));
     }
 
     #[test]
     fn idle_cpu_takes_what_waits_elsewhere() {
         let (mut cpus, mut events) = (Cpus::new(2, SLICE, 0), Events::default());
         let short = cpus.spawn(Who::Burner(0), 0b10);
-        cpus.wake(short, MS, &mut events);
+        cpus.wake(short, MS, (None, 0), &mut events);
         let long: Vec<u32> = (0..2).map(|_| cpus.spawn(Who::Burner(0), 0b11)).collect();
         for &thread in &long {
-            cpus.wake(thread, ENDLESS, &mut events);
+            cpus.wake(thread, ENDLESS, (None, 0), &mut events);
         }
         run(&mut cpus, &mut events, 9 * MS, |_| Err(0));
         // Both wait for the first CPU until the other is idle, at 1 ms.
@@ -674,7 +1027,7 @@ mod tests {
         let (mut cpus, mut events) = (Cpus::new(3, SLICE, 0), Events::default());
         let threads: Vec<u32> = (0..7).map(|_| cpus.spawn(Who::Burner(0), 0b111)).collect();
         for &thread in &threads {
-            events.push(u64::from(thread) * MS / 3, Event::Wake { thread });
+            wakes(&mut events, thread, u64::from(thread) * MS / 3, 100 * US);
         }
         run(&mut cpus, &mut events, 500 * MS, |thread| Err(u64::from(thread) * MS / 10 + 1));
         let ran: u64 = threads.iter().map(|&thread| cpus.times(thread, 500 * MS).0).sum();

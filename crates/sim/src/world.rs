@@ -11,7 +11,7 @@ mod policy;
 
 use std::collections::VecDeque;
 
-use rtvirtio_iocores::{Policy, QueueId, SAMPLE, Snapshot};
+use rtvirtio_iocores::{Policy, SAMPLE, Snapshot};
 use rtvirtio_units::{CpuId, Nanos};
 
 use crate::cpus::{Cpus, ENDLESS, Who};
@@ -44,16 +44,16 @@ struct Request {
 /// A virtqueue.
 #[derive(Debug)]
 struct Queue {
-    /// A new one each time its disk is plugged in.
-    id: QueueId,
     vm: u32,
-    /// The IOThread that serves it; none: it moves, or is not there.
+    /// The IOThread that it is mapped to while nobody uses it.
+    home: u32,
+    /// The IOThread that serves it; none: it moves, or nobody uses it.
     owner: Option<u32>,
     /// Where it goes, while it moves.
     to: Option<u32>,
     /// When it was let go.
     left_at: u64,
-    /// Whether its disk is there. It leaves when nothing is in flight.
+    /// Whether its VM uses its disk. It leaves when nothing is in flight.
     plugged: bool,
     leaving: bool,
     /// Whether its IOThread looks at it unasked.
@@ -139,8 +139,6 @@ pub struct Simulation<'a> {
     disks: Vec<Disk>,
     changes: Vec<(u64, Change)>,
     next_change: usize,
-    /// Place of a queue by its id.
-    by_id: Vec<u32>,
     policy: &'a mut dyn Policy,
     snapshot: Snapshot,
     /// Snapshots so far.
@@ -197,7 +195,6 @@ impl<'a> Simulation<'a> {
             disks,
             changes: Vec::new(),
             next_change: 0,
-            by_id: Vec::new(),
             policy,
             snapshot: Snapshot::default(),
             samples: 0,
@@ -228,7 +225,8 @@ impl<'a> Simulation<'a> {
             let place = first + queue;
             let thread = self.cpus.spawn(Who::Client(place), self.vcpus);
             let client = Client::new(thread, seed ^ u64::from(place).wrapping_mul(0x9E37_79B9));
-            self.queues.push(Queue::new(vm, client));
+            let home = place % self.ios.len() as u32;
+            self.queues.push(Queue::new(vm, home, client));
         }
         self.first.push(self.queues.len() as u32);
         for plugged in &of.plugged {
@@ -295,11 +293,7 @@ impl<'a> Simulation<'a> {
                     }
                 }
             }
-            Event::Wake { thread } => {
-                if self.cpus.is_asleep(thread) {
-                    self.cpus.wake(thread, self.costs.wake.get(), &mut self.events);
-                }
-            }
+            Event::Wake { thread } => self.cpus.arrive(thread, &mut self.events),
             Event::Arrive { queue, stamp } => self.arrives(queue, stamp),
             Event::Ended { disk, slot } => self.disk_ended(disk, slot),
             Event::Ask { disk } => self.ask_disk(disk),
@@ -365,11 +359,12 @@ impl<'a> Simulation<'a> {
     fn burner_works(&mut self, burner: u32) {
         let Compute { thread, of, stamp, .. } = self.burners[burner as usize];
         if of.share >= 1.0 {
-            return self.cpus.wake(thread, ENDLESS, &mut self.events);
+            self.cpus.wake(thread, ENDLESS, (None, 0), &mut self.events);
+            return;
         }
         let burst = (of.share * PERIOD_NS as f64).round().max(1.0) as u64;
         if self.cpus.is_asleep(thread) {
-            self.cpus.wake(thread, burst, &mut self.events);
+            self.cpus.wake(thread, burst, (None, 0), &mut self.events);
         }
         // Whoever is late works on into the next period, and has lost the rest of it.
         self.events.after(PERIOD_NS, Event::Burn { burner, stamp });
@@ -387,11 +382,11 @@ fn mask(cpus: &[CpuId]) -> u128 {
 }
 
 impl Queue {
-    fn new(vm: u32, client: Client) -> Self {
+    fn new(vm: u32, home: u32, client: Client) -> Self {
         let ring = || VecDeque::with_capacity(usize::from(crate::scenario::MAX_DEPTH));
         Self {
-            id: QueueId(u32::MAX),
             vm,
+            home,
             owner: None,
             to: None,
             left_at: 0,

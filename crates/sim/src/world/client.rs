@@ -32,6 +32,8 @@ pub(super) struct Client {
     pub(super) submits: Vec<u64>,
     /// Whether a wake-up is under way.
     waking: bool,
+    /// Cost that the next burst pays.
+    owes: u64,
     random: Pcg64Mcg,
 }
 
@@ -47,6 +49,7 @@ impl Client {
             issued: 0,
             submits: Vec::with_capacity(CHUNK),
             waking: false,
+            owes: 0,
             random: Pcg64Mcg::seed_from_u64(seed),
         }
     }
@@ -98,7 +101,7 @@ impl Simulation<'_> {
         client.stamp += 1;
         client.is_timed = false;
         match stream.load {
-            Load::Depth(_) => self.wake_client(queue, 0),
+            Load::Depth(_) => drop(self.wake_client(queue, (None, 0))),
             Load::Rate(rate) => {
                 client.next_at = now + client.gap(rate.get());
                 self.time_client(queue);
@@ -121,7 +124,7 @@ impl Simulation<'_> {
         let client = &mut self.queues[queue as usize].client;
         if client.stamp == stamp {
             client.is_timed = false;
-            self.wake_client(queue, 0);
+            self.wake_client(queue, (None, 0));
         }
     }
 
@@ -131,13 +134,23 @@ impl Simulation<'_> {
         !client.waking && self.cpus.is_asleep(client.thread)
     }
 
-    /// A sleeping client is to be ready after `delay`.
-    pub(super) fn wake_client(&mut self, queue: u32, delay: u64) {
-        if self.client_waits(queue) {
+    /// A sleeping client is called by its IOThread.
+    pub(super) fn call_client(&mut self, queue: u32, io: u32) {
+        let from = (Some(self.ios[io as usize].thread), self.costs.wake_delay.get());
+        if self.wake_client(queue, from) {
+            self.ios[io as usize].owes += self.costs.interrupt.get();
+        }
+    }
+
+    /// A client that sleeps is woken; whether a CPU had to be interrupted.
+    fn wake_client(&mut self, queue: u32, from: (Option<u32>, u64)) -> bool {
+        let waits = self.client_waits(queue);
+        if waits {
             let client = &mut self.queues[queue as usize].client;
             client.waking = true;
-            self.events.after(delay, Event::Wake { thread: client.thread });
         }
+        let thread = self.queues[queue as usize].client.thread;
+        waits && self.cpus.wake(thread, self.costs.wake.get(), from, &mut self.events)
     }
 
     /// A client's burst has ended.
@@ -156,7 +169,8 @@ impl Simulation<'_> {
         queue.client.plan(now);
         let submits = queue.client.submits.len();
         let thread = queue.client.thread;
-        if ends + submits == 0 {
+        let owed = std::mem::take(&mut queue.client.owes);
+        if ends + submits + owed as usize == 0 {
             self.time_client(place);
             self.cpus.sleep(thread, &mut self.events);
             return self.leave_if_done(place);
@@ -167,7 +181,8 @@ impl Simulation<'_> {
         // Half of it before a request, half after.
         let mut cost = ((ends + submits) as u64 * self.costs.client.get()
             + bytes * self.costs.client_kib.get() / 1_024)
-            / 2;
+            / 2
+            + owed;
         if submits > 0 && !queue.awake && queue.owner.is_some() {
             cost += self.costs.kick.get();
         }
@@ -193,7 +208,10 @@ impl Simulation<'_> {
             queue.busy_at = now;
             self.ios[io as usize].awake.push(place);
         }
-        self.ring(io);
+        let thread = self.queues[place as usize].client.thread;
+        if self.ring(io, Some(thread)) {
+            self.queues[place as usize].client.owes += self.costs.interrupt.get();
+        }
     }
 
     /// A disk that is to go goes once nothing of it is in flight.

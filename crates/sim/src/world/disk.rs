@@ -143,7 +143,7 @@ impl Simulation<'_> {
             && let Some(io) = of.owner
         {
             self.ios[io as usize].ended.push(queue);
-            self.ring(io);
+            self.ring(io, None);
         }
     }
 }

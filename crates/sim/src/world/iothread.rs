@@ -10,8 +10,8 @@ use rtvirtio_iocores::ThreadId;
 use rtvirtio_units::CpuId;
 
 use super::{Request, Simulation};
+use crate::costs::Costs;
 use crate::cpus::Who;
-use crate::events::Event;
 
 /// What a queue may start in a turn.
 const SHARE: u32 = 64;
@@ -48,6 +48,8 @@ enum Doing {
         requests: usize,
         since: u64,
     },
+    /// What is owed, before it polls or sleeps.
+    Paying,
 }
 
 /// An IOThread.
@@ -82,7 +84,7 @@ pub(super) struct IoThread {
     share: u32,
     share_bytes: u64,
     /// Cost that the next burst pays.
-    owes: u64,
+    pub(super) owes: u64,
     /// For drivers alone, and where disks have a part in it.
     polls: [u64; 2],
     /// Whether it waited for a disk when it last waited.
@@ -108,7 +110,7 @@ impl IoThread {
         match self.doing {
             Doing::Asleep => (self.busy, self.poll, self.sleep + here),
             Doing::Polling => (self.busy, self.poll + here, self.sleep),
-            Doing::Reaping { .. } | Doing::Batch { .. } => {
+            Doing::Reaping { .. } | Doing::Batch { .. } | Doing::Paying => {
                 (self.busy + here, self.poll, self.sleep)
             }
         }
@@ -164,27 +166,30 @@ impl Simulation<'_> {
         place
     }
 
-    /// There is something for an IOThread to do.
-    pub(super) fn ring(&mut self, io: u32) {
+    /// There is something for an IOThread to do, says a thread, or a device; whether a CPU had to be
+    /// interrupted for it.
+    pub(super) fn ring(&mut self, io: u32, from: Option<u32>) -> bool {
         let of = &mut self.ios[io as usize];
+        let thread = of.thread;
         match of.doing {
             Doing::Asleep if !of.waking => {
                 of.waking = true;
-                let thread = of.thread;
-                self.events.after(self.costs.wake_delay.get(), Event::Wake { thread });
+                let Costs { wake, wake_delay, .. } = self.costs;
+                let from = (from, wake_delay.get());
+                self.cpus.wake(thread, wake.get(), from, &mut self.events)
             }
             Doing::Polling => {
-                let (thread, look) = (of.thread, self.costs.poll.get());
-                self.cpus.cut(thread, look, &mut self.events);
+                self.cpus.cut(thread, self.costs.poll.get(), &mut self.events);
+                false
             }
-            _ => {}
+            _ => false,
         }
     }
 
     /// Posts a letter.
     pub(super) fn post(&mut self, io: u32, letter: Letter) {
         self.ios[io as usize].mail.push_back(letter);
-        self.ring(io);
+        self.ring(io, None);
     }
 
     /// Its burst has ended.
@@ -212,8 +217,13 @@ impl Simulation<'_> {
                 self.read_mail(io, letters);
                 self.pass(io);
             }
+            Doing::Paying => {
+                of.busy += now - of.since;
+                of.since = now;
+                if self.has_work(io) { self.turn(io) } else { self.idle(io) }
+            }
             Doing::Batch { queue, requests, since } => {
-                self.batch_ends(queue, requests, since);
+                self.batch_ends(io, queue, requests, since);
                 self.serve(io, queue);
             }
         }
@@ -233,7 +243,7 @@ impl Simulation<'_> {
         let mut cost = self.costs.turn.get();
         if letters + queues == 0 {
             let of = &mut self.ios[io as usize];
-            of.owes = cost;
+            of.owes += cost;
             of.worked = false;
             of.passed = 0;
             return self.pass(io);
@@ -246,6 +256,7 @@ impl Simulation<'_> {
             }
         }
         let of = &mut self.ios[io as usize];
+        cost += std::mem::take(&mut of.owes);
         of.worked = true;
         of.passed = 0;
         of.doing = Doing::Reaping { letters, queues, since: self.events.now };
@@ -273,7 +284,7 @@ impl Simulation<'_> {
                 queue.bytes += u64::from(request.bytes);
                 queue.used.push_back(request);
             }
-            self.wake_client(place, self.costs.wake_delay.get());
+            self.call_client(place, io);
         }
         self.ios[io as usize].ended.drain(..queues);
     }
@@ -317,7 +328,14 @@ impl Simulation<'_> {
             self.ios[io as usize].gone = true;
             return self.fall_asleep(io);
         }
-        self.idle(io);
+        let of = &mut self.ios[io as usize];
+        let owed = std::mem::take(&mut of.owes);
+        if owed == 0 {
+            return self.idle(io);
+        }
+        of.doing = Doing::Paying;
+        let thread = of.thread;
+        self.cpus.burst(thread, owed, &mut self.events);
     }
 
     /// Gives a queue its next batch, or goes on to another one.
@@ -354,7 +372,7 @@ impl Simulation<'_> {
     }
 
     /// What a batch was for comes about.
-    fn batch_ends(&mut self, place: u32, requests: usize, since: u64) {
+    fn batch_ends(&mut self, io: u32, place: u32, requests: usize, since: u64) {
         let queue = &mut self.queues[place as usize];
         queue.busy += self.events.now - since;
         if self.disks.is_empty() {
@@ -364,7 +382,7 @@ impl Simulation<'_> {
                 queue.bytes += u64::from(request.bytes);
                 queue.used.push_back(request);
             }
-            return self.wake_client(place, self.costs.wake_delay.get());
+            return self.call_client(place, io);
         }
         let mut batch: Vec<Request> = std::mem::take(&mut self.batch);
         batch.extend(queue.available.drain(..requests));
@@ -453,36 +471,23 @@ impl Simulation<'_> {
         }
     }
 
-    // Disks that come and go.
+    // Disks that come and go. As in the data plane, what comes and goes is the front end: a disk is known
+    // all the time, with its queues and the IOThreads that these are mapped to.
 
-    /// A queue's disk comes: to the IOThread with the fewest queues.
+    /// A queue's disk is used.
     pub(super) fn plug(&mut self, place: u32) {
-        if self.queues[place as usize].plugged {
-            self.queues[place as usize].leaving = false;
+        let queue = &mut self.queues[place as usize];
+        queue.leaving = false;
+        if std::mem::replace(&mut queue.plugged, true) {
             return;
         }
-        // Letters that are under way count, or all that come at once would go to one.
-        let mut held = vec![0_usize; self.ios.len()];
-        for queue in &self.queues {
-            if let Some(io) = queue.owner.or(queue.to) {
-                held[io as usize] += 1;
-            }
-        }
-        let able = (0..self.ios.len()).filter(|&io| !self.ios[io].is_leaving());
-        let Some(io) = able.min_by_key(|&io| (held[io], io)) else { return };
-        let queue = &mut self.queues[place as usize];
-        queue.id = rtvirtio_iocores::QueueId(self.by_id.len() as u32);
-        self.by_id.push(place);
-        queue.plugged = true;
+        let io = queue.home;
         queue.left_at = 0;
-        queue.to = Some(io as u32);
-        queue.owner = None;
-        (queue.made, queue.taken, queue.marked) = (0, 0, 0);
-        (queue.busy, queue.requests, queue.bytes, queue.waited) = (0, 0, 0, 0);
-        self.post(io as u32, Letter::Adopt(place));
+        queue.to = Some(io);
+        self.post(io, Letter::Adopt(place));
     }
 
-    /// A queue's disk goes, once nothing is in flight.
+    /// A queue's disk is no longer used, once nothing is in flight.
     pub(super) fn unplug(&mut self, place: u32) {
         self.queues[place as usize].leaving = true;
         self.leave_if_done(place);
@@ -493,7 +498,7 @@ impl Simulation<'_> {
         queue.plugged = false;
         queue.leaving = false;
         queue.awake = false;
-        queue.to = None;
+        queue.home = queue.to.take().or(queue.owner).unwrap_or(queue.home);
         if let Some(io) = queue.owner.take() {
             let of = &mut self.ios[io as usize];
             of.queues.retain(|&other| other != place);

@@ -64,10 +64,10 @@ impl Simulation<'_> {
             });
         }
         snapshot.queues.clear();
-        for queue in &mut self.queues {
-            let Some(io) = queue.owner.or(queue.to).filter(|_| queue.plugged) else { continue };
+        for (place, queue) in (0..).zip(&mut self.queues) {
+            let io = queue.owner.or(queue.to).unwrap_or(queue.home);
             snapshot.queues.push(rtvirtio_iocores::Queue {
-                id: queue.id,
+                id: QueueId(place),
                 vm: VmId(queue.vm),
                 thread: self.ios[io as usize].id,
                 busy: Nanos::new(queue.busy),
@@ -79,7 +79,6 @@ impl Simulation<'_> {
             });
             queue.marked = queue.made;
         }
-        snapshot.queues.sort_unstable_by_key(|queue| queue.id);
     }
 
     /// The kernel's times, as seldom as the data plane's monitor reads them.
@@ -90,23 +89,27 @@ impl Simulation<'_> {
         }
         let snapshot = &mut self.snapshot;
         snapshot.measured = snapshot.now;
+        // As there, a VM is known by its disk's front end: without it nobody knows where its vCPUs are.
         snapshot.vms.clear();
-        let vms = self.first.len() as u32 - 1;
+        let is_seen = |vm: &u32| self.queues[self.first[*vm as usize] as usize].plugged;
+        let seen = (0..self.first.len() as u32 - 1).filter(is_seen);
         let vm = |vm| Vm { id: VmId(vm), ran: Nanos::ZERO, waited: Nanos::ZERO };
-        snapshot.vms.extend((0..vms).map(vm));
+        snapshot.vms.extend(seen.map(vm));
         let clients = self.queues.iter().map(|queue| (queue.vm, queue.client.thread));
         let burners = self.burners.iter().map(|burner| (burner.vm, burner.thread));
         for (vm, thread) in clients.chain(burners) {
+            let Ok(at) = snapshot.vms.binary_search_by_key(&VmId(vm), |vm| vm.id) else { continue };
             let (ran, waited) = self.cpus.times(thread, now);
-            let vm = &mut snapshot.vms[vm as usize];
+            let vm = &mut snapshot.vms[at];
             vm.ran = vm.ran.saturating_add(Nanos::new(ran));
             vm.waited = vm.waited.saturating_add(Nanos::new(waited));
         }
+        let vcpus = if snapshot.vms.is_empty() { 0 } else { self.vcpus };
         snapshot.cpus.clear();
         snapshot.cpus.extend((0..self.count).map(|cpu| Cpu {
             id: CpuId::new(u32::from(cpu)),
             idle: Nanos::new(self.cpus.idle(usize::from(cpu), now)),
-            vcpus: self.vcpus & (1 << cpu) != 0,
+            vcpus: vcpus & (1 << cpu) != 0,
         }));
     }
 
@@ -160,13 +163,16 @@ impl Simulation<'_> {
                 if !(0..self.ios.len()).any(is_other) {
                     return false;
                 }
-                // What it still has goes where it is told to, or it stays.
+                // What it still has goes where it is told to, or it stays; so does what is on its way there.
                 let goes = |place: u32| {
-                    let id = self.queues[place as usize].id;
-                    let to = moves.iter().find(|(queue, _)| *queue == id);
+                    let to = moves.iter().find(|(queue, _)| *queue == QueueId(place));
                     to.and_then(|(_, to)| self.io(*to)).is_some_and(|to| to != io)
                 };
-                if !self.ios[io].queues.iter().all(|&place| goes(place)) {
+                let stays = |(place, queue): (u32, &super::Queue)| {
+                    let has = if queue.plugged { queue.owner } else { Some(queue.home) };
+                    queue.to == Some(io as u32) || has == Some(io as u32) && !goes(place)
+                };
+                if (0..).zip(&self.queues).any(stays) {
                     return false;
                 }
                 for (queue, to) in moves {
@@ -176,7 +182,7 @@ impl Simulation<'_> {
                 }
                 self.ios[io].ending = true;
                 self.meter.removed();
-                self.ring(io as u32);
+                self.ring(io as u32, None);
                 true
             }
             Action::MoveQueue { queue, to } => {
@@ -207,14 +213,20 @@ impl Simulation<'_> {
     }
 
     /// Has a queue moved; not if it moves already, or is there.
-    fn move_queue(&mut self, queue: QueueId, to: u32) -> bool {
-        let Some(&place) = self.by_id.get(queue.0 as usize) else { return false };
-        let of = &mut self.queues[place as usize];
-        let is_it = of.id == queue && of.plugged && of.to.is_none();
-        let Some(io) = of.owner.filter(|&io| is_it && io != to) else { return false };
-        if self.ios[to as usize].ending {
+    fn move_queue(&mut self, QueueId(place): QueueId, to: u32) -> bool {
+        let is_ending = self.ios[to as usize].ending;
+        let Some(of) = self.queues.get_mut(place as usize).filter(|_| !is_ending) else {
             return false;
+        };
+        if !of.plugged {
+            let moves = std::mem::replace(&mut of.home, to) != to;
+            if moves {
+                self.meter.moved();
+            }
+            return moves;
         }
+        let is_still = of.to.is_none();
+        let Some(io) = of.owner.filter(|&io| is_still && io != to) else { return false };
         of.to = Some(to);
         self.meter.moved();
         self.post(io, Letter::Release { queue: place, to });

@@ -58,9 +58,12 @@ pub(crate) struct Args {
     /// Length of a phase in seconds; with --disturb, of a window [default: 20, or 10]
     #[arg(long)]
     seconds: Option<f64>,
-    /// How many of the fixed seeds, 1 to 3
+    /// How many seeds, 1 to 3
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=3))]
     seeds: u8,
+    /// Other seeds than the fixed ones: this and the next, such as to judge what was made by the fixed ones
+    #[arg(long, value_name = "SEED")]
+    first_seed: Option<u64>,
     /// Repetitions of each policy and seed; with --disturb, of each disturbance [default: 1, or 5]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repetitions: Option<u32>,
@@ -96,7 +99,7 @@ pub(crate) struct Args {
     costs: Option<PathBuf>,
     /// Instead of policies: p99 of the data path while the monitor is ended again and again, clients do
     /// not read their events, or 10,000 malformed control requests come
-    #[arg(long, conflicts_with_all = ["policies", "phases", "seeds", "disk", "compare_simulator"])]
+    #[arg(long, conflicts_with_all = ["policies", "phases", "seeds", "first_seed", "disk", "compare_simulator"])]
     disturb: bool,
     /// Where results go
     #[arg(long, default_value = "rtvirtio-bench-iocores")]
@@ -140,7 +143,12 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let benchmark = Benchmark {
         settings,
         policies,
-        seeds: SEEDS[..usize::from(args.seeds)].to_vec(),
+        seeds: match args.first_seed {
+            Some(first) => {
+                (0..u64::from(args.seeds)).map(|next| first.wrapping_add(next)).collect()
+            }
+            None => SEEDS[..usize::from(args.seeds)].to_vec(),
+        },
         repetitions: args.repetitions.unwrap_or(1),
         program: &program,
         out: &args.out,

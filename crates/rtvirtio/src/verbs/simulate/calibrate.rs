@@ -50,7 +50,7 @@ const ROWS: [Row; 6] = [
 ];
 
 /// The costs that are searched.
-const SEARCHED: [fn(&mut Costs) -> &mut Nanos; 8] = [
+const SEARCHED: [fn(&mut Costs) -> &mut Nanos; 9] = [
     |costs| &mut costs.request,
     |costs| &mut costs.kib,
     |costs| &mut costs.client,
@@ -58,6 +58,7 @@ const SEARCHED: [fn(&mut Costs) -> &mut Nanos; 8] = [
     |costs| &mut costs.call,
     |costs| &mut costs.wake,
     |costs| &mut costs.switch,
+    |costs| &mut costs.interrupt,
     |costs| &mut costs.wake_delay,
 ];
 
@@ -87,7 +88,8 @@ pub(super) fn run(path: &Path, interrupted: &Interrupted) -> Result<()> {
     drop(progress);
 
     // What the search makes larger and smaller must not be nothing.
-    let mut costs = Costs { client_kib: Nanos::new(50), ..Costs::default() };
+    let mut costs =
+        Costs { client_kib: Nanos::new(50), interrupt: Nanos::new(1_000), ..Costs::default() };
     let letter = (shown.pause.p50_us - shown.wake.p50_us).max(0.1);
     costs.letter = Nanos::from_secs_f64(letter / 1e6);
     search(&mut costs, &measured)?;
