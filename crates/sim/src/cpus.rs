@@ -11,8 +11,9 @@
 //!   much stays on its CPU's queue until the mean has come up with it (`DELAY_DEQUEUE`); woken before that,
 //!   it is ready there, wherever else is room.
 //! - *Who wakes up* goes to its last CPU if that is idle, to any idle one, or else to its last
-//!   (`select_idle_sibling`), unless the load of the CPU of who wakes it is less (`wake_affine`). Whoever wakes it chooses, at that moment; an idle CPU, or one that is to give
-//!   way, is interrupted, which takes time.
+//!   (`select_idle_sibling`), unless the load of the CPU of who wakes it is less (`wake_affine`). Whoever
+//!   wakes it chooses, at that moment; an idle CPU, or one that is to give way, is interrupted, which takes
+//!   time.
 //! - *Who waits* is taken by a CPU that becomes idle, or is idle at a tick of its own, but not if it has run
 //!   within half a millisecond (`task_hot`). Every now and then the longest queue gives one to the shortest.
 //!

@@ -16,8 +16,8 @@
 //!
 //! Left out, beside what `cpus` names: caches and memory bandwidth (a request costs the same on every CPU and
 //! after every move), the CPU time of the policy and its samples, interrupts of devices, the guest's own
-//! kernel, that a thread takes time to be made, and that a wake-up costs less on the CPU of who wakes. A completion that ends while its queue moves is seen by
-//! the new IOThread without a letter of its own.
+//! kernel, that a thread takes time to be made, and that a wake-up costs less on the CPU of who wakes. A
+//! completion that ends while its queue moves is seen by the new IOThread without a letter of its own.
 //!
 //! Pure: time and seed are the caller's. Properties (tests of the same name):
 //! `same_seed_same_outcome`, `each_request_ends_once_or_is_in_flight`,
