@@ -192,12 +192,14 @@ impl IoThread {
 
     /// The queue is no longer this thread's.
     pub(super) fn let_go(&mut self, key: QueueKey) -> Option<Box<Queue>> {
+        let entry = get(&self.served, key)?;
+        if entry.listening {
+            // Before anybody else waits for its bell: that wakes one, who must not be the one that has left.
+            self.cancel(kick_data(key, entry.stay));
+        }
         self.submit_all();
         let entry = self.served.get_mut(key.0 as usize)?.take()?;
         self.awake.retain(|other| other != key);
-        if entry.listening {
-            self.cancel(kick_data(key, entry.stay));
-        }
         self.resources.remove(&self.ring, &entry.queue, entry.registered);
         if let Some(at) = entry.board
             && let Some(board) = &mut self.boards[at]
