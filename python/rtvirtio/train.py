@@ -61,7 +61,7 @@ Indices = npt.NDArray[np.intp]
 #: The paper's network.
 NEURONS, LAYERS, FOLDS = 15, 3, 5
 #: Rows that a network sees in training, all passes together; and the fewest and most passes.
-VISITS, PASSES = 2_000_000, (40, 400)
+VISITS, PASSES = 2_000_000, (60, 400)
 #: How many times an underestimate weighs in `mlp-over`, and how often the weights are set anew.
 OVER, ROUNDS = 4.0, 3
 CONFIDENCE = 0.95
