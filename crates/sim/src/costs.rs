@@ -63,10 +63,11 @@ impl Default for Costs {
             kick: Nanos::new(1_000),
             // 1 queue, depth 1: 3.4 µs of the client for a request, 0.3 of which are the above.
             wake: Nanos::new(2_500),
-            // 4 queues, depth 1: 5.8 µs of the client for a request where 4 clients take turns.
-            switch: Nanos::new(2_400),
+            // 4 queues, depth 1: 5.8 µs of the client for a request where 4 clients take turns, of which
+            // not each finds that another one has had its CPU.
+            switch: Nanos::new(4_400),
             // Part of `call` and `kick` there: each was an interrupt.
-            interrupt: Nanos::ZERO,
+            interrupt: Nanos::new(0),
             // The rest of the 5.6.
             wake_delay: Nanos::new(700),
         }
