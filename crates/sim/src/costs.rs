@@ -67,7 +67,7 @@ impl Default for Costs {
             // not each finds that another one has had its CPU.
             switch: Nanos::new(4_400),
             // Part of `call` and `kick` there: each was an interrupt.
-            interrupt: Nanos::new(0),
+            interrupt: Nanos::ZERO,
             // The rest of the 5.6.
             wake_delay: Nanos::new(700),
         }
