@@ -260,7 +260,10 @@ impl Watch {
             } else {
                 self.hands.carry_out(&decision.action, &self.sampler, &self.core)
             };
-            if matches!(decision.action, Action::SetVcpuCpus { .. }) {
+            if let Action::SetVcpuCpus { cpus } = &decision.action {
+                if outcome == Outcome::Done {
+                    self.sampler.expect(cpus);
+                }
                 self.sampler.look_again();
             }
             let text = action.to_string();

@@ -28,7 +28,7 @@
 //! vCPUs are taken off one before an IOThread comes there, and get it when that has gone. The last
 //! one without an IOThread is not taken from them: they then share them all with the IOThreads. A
 //! CPU that the vCPUs use is only taken if they leave enough idle for that to pay. One that could
-//! not be taken or given when it was asked for is not asked for again.
+//! not be taken or given when it was asked for is not asked for again while the VMs are the same.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -37,7 +37,9 @@ use rtvirtio_units::{CpuId, Nanos};
 use crate::place::{self, LOADED, Split, load};
 use crate::sample::{QueueLoad, Sample, find};
 use crate::utility::Weights;
-use crate::{Action, Cpu, Decision, Limits, Policy, QueueId, SAMPLE, Snapshot, Thread, ThreadId};
+use crate::{
+    Action, Cpu, Decision, Limits, Policy, QueueId, SAMPLE, Snapshot, Thread, ThreadId, VmId,
+};
 
 mod budget;
 mod regret;
@@ -116,6 +118,8 @@ pub(crate) struct Dynamic {
     asked: Option<BTreeSet<CpuId>>,
     /// CPUs that were not given or taken when that was asked for.
     refused: BTreeSet<CpuId>,
+    /// Of these VMs.
+    vms: Vec<VmId>,
     /// Periods in a row in which vCPUs could have used it better.
     missed: BTreeMap<CpuId, usize>,
 }
@@ -242,6 +246,7 @@ impl Dynamic {
             worth: BackOff::default(),
             asked: None,
             refused: BTreeSet::new(),
+            vms: Vec::new(),
             missed: BTreeMap::new(),
         }
     }
@@ -276,6 +281,13 @@ impl Dynamic {
         let threads = view.window.threads.len();
         if self.spare.0 != threads {
             self.spare = (threads, VecDeque::new());
+        }
+        let vms = view.snapshot.vms.iter().map(|vm| vm.id);
+        if !vms.clone().eq(self.vms.iter().copied()) {
+            // Others may run elsewhere, and who goes takes his CPUs with him, which is no refusal.
+            self.vms = vms.collect();
+            self.refused.clear();
+            self.asked = None;
         }
         if let Some(asked) = self.asked.take() {
             self.refused.extend(asked.symmetric_difference(&view.vcpus()));

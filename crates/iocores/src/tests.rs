@@ -269,6 +269,27 @@ fn iothread_that_waits_for_vcpus_gets_its_cpu_if_they_have_room_elsewhere() {
 }
 
 #[test]
+fn cpu_that_was_not_given_is_asked_for_again_when_other_vms_have_come() {
+    let mut world = World::new(1, 2, 2);
+    world.limits.borrow = true;
+    world.state.cpus[0].vcpus = true;
+    world.wanted = 1.5;
+    let mut policy = dynamic(&world);
+    world.load(&[DEEP; 2]);
+    let mut asked = |world: &mut World| {
+        for _ in 0..5_000 / 10 {
+            world.run(&mut *policy, 10);
+            // Whoever may move vCPUs does not move these.
+            world.state.cpus.iter_mut().for_each(|cpu| cpu.vcpus = true);
+        }
+        world.log.len()
+    };
+    assert_eq!([(); 2].map(|()| asked(&mut world)), [1, 1], "{:#?}", world.log);
+    world.state.vms[0].id = VmId(1);
+    assert_eq!([(); 2].map(|()| asked(&mut world)), [2, 2], "{:#?}", world.log);
+}
+
+#[test]
 fn same_snapshots_same_decisions() {
     let run = || {
         let mut world = World::new(4, 4, 8);

@@ -131,6 +131,8 @@ pub struct Simulation<'a> {
     count: u16,
     /// Where vCPUs run.
     vcpus: u128,
+    /// Whether a VM had a front end yet, without which nobody knows where they do.
+    has_seen_vms: bool,
     ios: Vec<IoThread>,
     queues: Vec<Queue>,
     /// First queue of each VM, and the end.
@@ -188,6 +190,7 @@ impl<'a> Simulation<'a> {
             cpus: Cpus::new(machine.cpus, machine.slice().get(), machine.costs.switch.get()),
             count: machine.cpus,
             vcpus: mask(&machine.vcpus),
+            has_seen_vms: false,
             ios: Vec::new(),
             queues: Vec::new(),
             first: vec![0],

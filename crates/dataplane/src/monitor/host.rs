@@ -78,7 +78,7 @@ pub(super) struct Host {
     stat: Option<File>,
     buffer: Vec<u8>,
     processes: BTreeMap<i32, Process>,
-    /// CPUs on which any of their vCPUs may run.
+    /// CPUs on which any of their vCPUs may run; while there is none, where the next is taken to run.
     shared: BTreeSet<CpuId>,
     /// What the vCPUs of a VM have had; of those that are gone too.
     vms: BTreeMap<VmId, OnCpu>,
@@ -122,7 +122,8 @@ impl Host {
             }
         }
         self.refreshes += 1;
-        if self.refreshes > self.search {
+        let searched = self.refreshes > self.search;
+        if searched {
             // Right after their times were read.
             self.search = self.refreshes + SEARCH;
             self.processes = peers.iter().map(|&(pid, vm)| (pid, Process::look(pid, vm))).collect();
@@ -131,7 +132,12 @@ impl Host {
         if changed {
             self.looks += 1;
             let processes = self.processes.values();
-            self.shared = processes.flat_map(|process| &process.cpus).copied().collect();
+            let found: BTreeSet<_> = processes.flat_map(|process| &process.cpus).copied().collect();
+            // Between the last front end and the next, and while that is at its start, a policy that
+            // saw no vCPUs would give a CPU back as their only one.
+            if !found.is_empty() || (searched && !peers.is_empty()) {
+                self.shared = found;
+            }
         }
         vms.clear();
         vms.extend(self.vms.iter().map(|(&id, of)| Vm { id, ran: of.ran, waited: of.waited }));
@@ -149,6 +155,11 @@ impl Host {
     /// vCPUs have been moved: the next refresh looks for them again.
     pub(super) const fn look_again(&mut self) {
         self.search = self.refreshes;
+    }
+
+    /// Those that come will run on these CPUs.
+    pub(super) fn expect(&mut self, cpus: &[CpuId]) {
+        self.shared = cpus.iter().copied().collect();
     }
 
     fn read_cpus(&mut self, cpus: &mut Vec<Cpu>) {
@@ -246,7 +257,45 @@ mod tests {
         assert!(ids.is_empty() || ids == [VmId(3)], "{ids:?}");
         assert!(!cpus.is_empty());
         host.refresh(&[], &mut cpus, &mut vms);
-        assert!(vms.is_empty() && cpus.iter().all(|cpu| !cpu.vcpus));
+        assert!(vms.is_empty());
+        drop(stop);
+        let _ = vcpu.join();
+    }
+
+    #[test]
+    fn cpus_of_vcpus_stay_known_while_no_front_end_is_connected() {
+        let (named, is_named) = std::sync::mpsc::channel();
+        let (stop, stopped) = std::sync::mpsc::channel::<()>();
+        let vcpu = std::thread::Builder::new().name("vcpu0".to_owned());
+        let vcpu = vcpu.spawn(move || (named.send(()), stopped.recv())).unwrap();
+        is_named.recv().unwrap();
+        let mut host = Host::default();
+        let (mut cpus, mut vms) = (Vec::new(), Vec::new());
+        let of = |cpus: &[Cpu]| cpus.iter().filter(|cpu| cpu.vcpus).map(|cpu| cpu.id).collect();
+        let mut seen = |host: &mut Host, peers: &[(i32, VmId)]| -> Vec<CpuId> {
+            host.refresh(peers, &mut cpus, &mut vms);
+            of(&cpus)
+        };
+        assert!(seen(&mut host, &[]).is_empty());
+        let pid = rustix::process::getpid().as_raw_nonzero().get();
+        let there = seen(&mut host, &[(pid, VmId(3))]);
+        assert!(!there.is_empty());
+        for _ in 0..=2 * SEARCH {
+            assert_eq!(seen(&mut host, &[]), there);
+        }
+        // What a policy decides meanwhile holds for those that come.
+        host.expect(&there[..1]);
+        assert_eq!(seen(&mut host, &[]), there[..1]);
+        assert_eq!(seen(&mut host, &[(pid, VmId(4))]), there);
+        // A front end without vCPUs, once it has had its time to start, is no VM.
+        let child = std::process::Command::new("sleep").arg("60").spawn();
+        let mut child = child.unwrap();
+        let without = [(child.id() as i32, VmId(5))];
+        let last: Vec<_> = (0..=2 * SOON).map(|_| seen(&mut host, &without)).collect();
+        assert_eq!(last[0], there);
+        assert!(last[2 * SOON as usize].is_empty());
+        child.kill().unwrap();
+        child.wait().unwrap();
         drop(stop);
         let _ = vcpu.join();
     }

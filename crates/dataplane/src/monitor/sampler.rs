@@ -182,6 +182,11 @@ impl Sampler {
         self.host.looks()
     }
 
+    /// vCPUs that come will run on these CPUs.
+    pub(super) fn expect(&mut self, cpus: &[CpuId]) {
+        self.host.expect(cpus);
+    }
+
     /// vCPUs have been moved: sees where they are, before the next sample.
     pub(super) fn look_again(&mut self) {
         self.host.look_again();

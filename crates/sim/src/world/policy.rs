@@ -89,7 +89,7 @@ impl Simulation<'_> {
         }
         let snapshot = &mut self.snapshot;
         snapshot.measured = snapshot.now;
-        // As there, a VM is known by its disk's front end: without it nobody knows where its vCPUs are.
+        // As there, a VM is known by its disk's front end, and where its vCPUs run once there was one.
         snapshot.vms.clear();
         let is_seen = |vm: &u32| self.queues[self.first[*vm as usize] as usize].plugged;
         let seen = (0..self.first.len() as u32 - 1).filter(is_seen);
@@ -104,7 +104,8 @@ impl Simulation<'_> {
             vm.ran = vm.ran.saturating_add(Nanos::new(ran));
             vm.waited = vm.waited.saturating_add(Nanos::new(waited));
         }
-        let vcpus = if snapshot.vms.is_empty() { 0 } else { self.vcpus };
+        self.has_seen_vms |= !snapshot.vms.is_empty();
+        let vcpus = if self.has_seen_vms { self.vcpus } else { 0 };
         snapshot.cpus.clear();
         snapshot.cpus.extend((0..self.count).map(|cpu| Cpu {
             id: CpuId::new(u32::from(cpu)),
