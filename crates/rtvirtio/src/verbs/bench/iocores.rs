@@ -1,7 +1,6 @@
 //! `rtvirtio bench iocores`.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use rtvirtio_bench::iocores::cell::{Contender, SEEDS, Settings};
@@ -55,7 +54,8 @@ pub(crate) struct Args {
     /// Phases, or all
     #[arg(long, value_delimiter = ',', default_value = "all")]
     phases: Vec<String>,
-    /// Length of a phase in seconds; with --disturb, of a window [default: 20, or 10]
+    /// Length of a phase in seconds; with --disturb, how many are disturbed in each run, by turns with as many that are
+    /// not [default: 20, or 10]
     #[arg(long)]
     seconds: Option<f64>,
     /// How many seeds, 1 to 3
@@ -187,11 +187,12 @@ fn costs(args: &Args) -> Result<Costs> {
 
 fn disturb(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let seconds = args.seconds.unwrap_or(10.0);
-    ensure!((2.0..=3_600.0).contains(&seconds), "--seconds is {seconds}, outside 2 to 3600");
+    let is_whole = (2.0..=3_600.0).contains(&seconds) && seconds.fract() == 0.0;
+    ensure!(is_whole, "--seconds is {seconds}, with --disturb a whole number of 2 to 3600");
     let program = std::env::current_exe()?;
     let benchmark = disturb::Benchmark {
         repetitions: args.repetitions.unwrap_or(5),
-        window: Duration::from_secs_f64(seconds),
+        seconds: seconds as u32,
         cpu_us: args.request_us,
         program: &program,
         out: &args.out,
