@@ -20,6 +20,7 @@
 //!    fills this one. Otherwise the smaller part goes where there is room, or to a new IOThread:
 //!    several of these at once if several are pressed. Where more than 4 IOThreads are allowed and
 //!    more queues stand, there are more parts, so that two additions can reach the largest number.
+//!    Between IOThreads without room a queue moves if the least that any gets of them grows by a fifth.
 //! 5. *Return.* IOThreads go if for one second the others could have done their work, or vCPUs
 //!    waited that could do as much instead: to within [`SPARE`] of what one core is worth.
 //!    That is a bet if the others are then more than 60 % busy, and regret keeps the books.
@@ -65,6 +66,9 @@ const DELAY: Nanos = Nanos::from_micros(200);
 
 /// Of what a core is worth, what may be lost by giving some back.
 const SPARE: f64 = 0.6;
+
+/// A queue goes from a full IOThread to another one if the least that a queue gets grows by more than this factor.
+const EVEN: f64 = 1.2;
 
 /// After an addition, nothing is added or removed.
 const AFTER_ADDITION: Nanos = Nanos::from_millis(200);
@@ -310,6 +314,7 @@ impl Dynamic {
             .or_else(|| self.regret(view))
             .or_else(|| self.share_cpus(view))
             .or_else(|| self.relieve(view, &pressed))
+            .or_else(|| self.even_out(view, &pressed))
             .or_else(|| self.give_back(view))
             .unwrap_or_default()
     }

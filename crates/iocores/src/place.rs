@@ -12,6 +12,9 @@ use crate::{QueueId, ThreadId};
 /// Below this share of a thread a queue does not count as loaded.
 pub(crate) const LOADED: f64 = 0.02;
 
+/// A queue that has so much of what another has would take as much.
+const TAKES: f64 = 0.8;
+
 /// What an idle queue counts, so that these spread too.
 const IDLE: f64 = 0.001;
 
@@ -23,6 +26,40 @@ fn parts(load: f64) -> u64 {
 /// What queues have of an IOThread.
 pub(crate) fn load(queues: &[QueueLoad]) -> f64 {
     queues.iter().map(|queue| queue.busy).sum()
+}
+
+/// What the queues of an IOThread that would take more of it get of it each.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct FairShare {
+    /// How many these are.
+    takers: usize,
+    /// What they have between them.
+    between: f64,
+}
+
+impl FairShare {
+    /// In an IOThread that is not `full`, none would take more. In one that is, those that have most have about the
+    /// same: it serves queues by turns.
+    pub(crate) fn of(queues: &[QueueLoad], full: f64) -> Self {
+        let all = load(queues);
+        if all < full {
+            return Self { takers: 0, between: 1.0 - all };
+        }
+        let (takers, take) =
+            Self::takers(queues).fold((0, 0.0), |(n, sum), queue| (n + 1, sum + queue.busy));
+        Self { takers, between: (1.0 - (all - take)).max(0.0) }
+    }
+
+    /// Those of a full IOThread.
+    pub(crate) fn takers(queues: &[QueueLoad]) -> impl Iterator<Item = &QueueLoad> {
+        let most = queues.iter().map(|queue| queue.busy).fold(0.0, f64::max);
+        queues.iter().filter(move |queue| queue.busy >= TAKES * most)
+    }
+
+    /// What each gets if there are so many more, or fewer.
+    pub(crate) fn with(self, more: isize) -> f64 {
+        self.between / self.takers.saturating_add_signed(more) as f64
+    }
 }
 
 /// Queues by the IOThread that serves them, with one entry for each IOThread.
@@ -215,6 +252,17 @@ mod tests {
             let stand = part.go.iter().filter(|queue| queue.standing).count();
             assert!((1..=14).contains(&stand), "{part:?}");
         }
+    }
+
+    #[test]
+    fn fair_share_is_of_those_that_would_take_more() {
+        let full = [queue(0, 0, 0.32), queue(1, 0, 0.3), queue(2, 0, 0.28), queue(3, 0, 0.1)];
+        let of = FairShare::of(&full, 0.85);
+        let close = |a: f64, b: f64| (a - b).abs() < 1e-9;
+        assert!(close(of.with(0), 0.3) && close(of.with(-1), 0.45) && close(of.with(2), 0.18));
+        // With room, it is that which one more would find.
+        let of = FairShare::of(&full[1..], 0.85);
+        assert!(close(of.with(1), 0.32) && of.with(0) == f64::INFINITY);
     }
 
     #[test]

@@ -269,6 +269,37 @@ fn iothread_that_waits_for_vcpus_gets_its_cpu_if_they_have_room_elsewhere() {
 }
 
 #[test]
+fn queues_of_full_iothreads_are_served_alike() {
+    let mut world = World::new(2, 2, 8);
+    let second = world.add_thread(CpuId::new(1));
+    world.state.queues[7].thread = second;
+    let mut policy = dynamic(&world);
+    // One of 3 against 1, then, as others come and go, of 3 against 1 again.
+    for on in [[0, 1, 2, 7], [0, 3, 4, 5], [0, 1, 3, 4]] {
+        let mut loads = [NONE; 8];
+        on.into_iter().for_each(|queue| loads[queue] = DEEP);
+        world.load(&loads);
+        world.run(&mut *policy, 1_000);
+        let served = |world: &World| {
+            world.state.queues.iter().map(|queue| queue.requests).collect::<Vec<_>>()
+        };
+        let before = served(&world);
+        world.run(&mut *policy, 1_000);
+        let served: Vec<_> =
+            on.iter().map(|&queue| served(&world)[queue] - before[queue]).collect();
+        let (least, most) = (served.iter().min().unwrap(), served.iter().max().unwrap());
+        assert!(least * 10 >= most * 9, "{on:?}: {served:?} {:#?}", world.log);
+    }
+    assert!(world.moves_since(0) <= 4, "{:#?}", world.log);
+    // An odd one is not passed around.
+    world.load(&[DEEP, DEEP, DEEP, NONE, NONE, NONE, NONE, NONE]);
+    world.run(&mut *policy, 1_000);
+    let before = world.moves_since(0);
+    world.run(&mut *policy, 5_000);
+    assert_eq!(world.moves_since(0), before, "{:#?}", world.log);
+}
+
+#[test]
 fn cpu_that_was_not_given_is_asked_for_again_when_other_vms_have_come() {
     let mut world = World::new(1, 2, 2);
     world.limits.borrow = true;

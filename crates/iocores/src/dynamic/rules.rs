@@ -1,6 +1,7 @@
 //! What is done, and when: regret, relief, return, CPUs.
 
 use super::*;
+use crate::place::FairShare;
 use crate::sample::ThreadLoad;
 
 impl Dynamic {
@@ -285,6 +286,34 @@ impl Dynamic {
             self.try_out(view, Kind::Move, Undo::Move(back), pressed.urgent);
         }
         decisions
+    }
+
+    /// Of IOThreads without room, moves a queue from one whose queues get least to one where it gets more. In sum nothing
+    /// is gained, but by the queue that waits longest.
+    pub(super) fn even_out(
+        &mut self,
+        view: &View<'_>,
+        pressed: &[Pressed],
+    ) -> Option<Vec<Decision>> {
+        // Of the whole period, in which a load that comes and goes is seen on average.
+        let groups = place::groups(view.period);
+        let share = |thread: &ThreadId| FairShare::of(&groups[thread], HOT);
+        let from = pressed.iter().map(|of| (of, share(&of.thread)));
+        let (from, gets) = from.min_by(|a, b| a.1.with(0).total_cmp(&b.1.with(0)))?;
+        let others = view.period.unlocked().filter(|thread| thread.id != from.thread);
+        let others = others.map(|thread| (thread, share(&thread.id)));
+        let (to, would) = others.max_by(|a, b| a.1.with(1).total_cmp(&b.1.with(1)))?;
+        if gets.with(-1).min(would.with(1)) <= EVEN * gets.with(0) {
+            return None;
+        }
+        let situation = self.situation(view, from.urgent);
+        let held = self.back_off[Kind::Move as usize].holds(view.now, &situation);
+        if held || self.budget.left_to_balance(view.snapshot) == 0 {
+            return None;
+        }
+        let mut takers = FairShare::takers(&groups[&from.thread]);
+        let queue = *takers.find(|queue| self.budget.may_move(queue.id))?;
+        Some(self.balance(view, from, to, &[queue]))
     }
 
     /// How many IOThreads the period could have done without.
