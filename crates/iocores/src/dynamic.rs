@@ -24,6 +24,7 @@
 //! 5. *Return.* IOThreads go if for one second the others could have done their work, or vCPUs
 //!    waited that could do as much instead: to within [`SPARE`] of what one core is worth.
 //!    That is a bet if the others are then more than 60 % busy, and regret keeps the books.
+//! 6. *Spread.* Idle queues of one VM go to different IOThreads: they mostly become busy together.
 //!
 //! I/O CPUs are those on which no vCPU runs. With `borrow`, vCPUs and IOThreads have them in common:
 //! vCPUs are taken off one before an IOThread comes there, and get it when that has gone. The last
@@ -69,6 +70,9 @@ const SPARE: f64 = 0.6;
 
 /// A queue goes from a full IOThread to another one if the least that a queue gets grows by more than this factor.
 const EVEN: f64 = 1.2;
+
+/// A queue with less of an IOThread is idle: nothing for a second.
+const IDLE: f64 = 0.001;
 
 /// After an addition, nothing is added or removed.
 const AFTER_ADDITION: Nanos = Nanos::from_millis(200);
@@ -316,6 +320,7 @@ impl Dynamic {
             .or_else(|| self.relieve(view, &pressed))
             .or_else(|| self.even_out(view, &pressed))
             .or_else(|| self.give_back(view))
+            .or_else(|| self.spread(view))
             .unwrap_or_default()
     }
 

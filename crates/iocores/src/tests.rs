@@ -300,6 +300,24 @@ fn queues_of_full_iothreads_are_served_alike() {
 }
 
 #[test]
+fn idle_queues_of_a_vm_are_spread_and_a_loaded_one_stays() {
+    let mut world = World::new(2, 2, 6);
+    world.limits.least = 2;
+    let second = world.add_thread(CpuId::new(1));
+    world.state.queues.iter_mut().for_each(|queue| queue.vm = VmId(queue.id.0 / 4));
+    let mut policy = dynamic(&world);
+    world.load(&[paced(0.2), NONE, NONE, NONE, NONE, NONE]);
+    world.run(&mut *policy, 3_000);
+    let on_second = |queues: std::ops::Range<usize>| {
+        let queues = world.state.queues[queues].iter();
+        queues.map(|queue| queue.thread == second).collect::<Vec<_>>()
+    };
+    assert_eq!(on_second(0..4), [false, true, true, false], "{:#?}", world.log);
+    assert_eq!(on_second(4..6), [true, false], "{:#?}", world.log);
+    assert_eq!(world.moves_since(0), 3, "{:#?}", world.log);
+}
+
+#[test]
 fn cpu_that_was_not_given_is_asked_for_again_when_other_vms_have_come() {
     let mut world = World::new(1, 2, 2);
     world.limits.borrow = true;

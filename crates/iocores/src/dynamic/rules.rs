@@ -260,7 +260,22 @@ impl Dynamic {
         some.then_some((to, go))
     }
 
+    /// Moves queues of a pressed IOThread, on trial.
     fn balance(
+        &mut self,
+        view: &View<'_>,
+        pressed: &Pressed,
+        to: &ThreadLoad,
+        go: &[QueueLoad],
+    ) -> Vec<Decision> {
+        if self.trial.is_none() {
+            let back = go.iter().map(|queue| (queue.id, queue.thread)).collect();
+            self.try_out(view, Kind::Move, Undo::Move(back), pressed.urgent);
+        }
+        self.hand_over(view, pressed, to, go)
+    }
+
+    fn hand_over(
         &mut self,
         view: &View<'_>,
         pressed: &Pressed,
@@ -281,10 +296,6 @@ impl Dynamic {
             let action = Action::MoveQueue { queue: queue.id, to: to.id };
             decisions.push(decision(action, reason.clone()));
         }
-        if self.trial.is_none() {
-            let back = go.iter().map(|queue| (queue.id, queue.thread)).collect();
-            self.try_out(view, Kind::Move, Undo::Move(back), pressed.urgent);
-        }
         decisions
     }
 
@@ -295,6 +306,13 @@ impl Dynamic {
         view: &View<'_>,
         pressed: &[Pressed],
     ) -> Option<Vec<Decision>> {
+        let is_new = |at: Nanos| view.now.saturating_sub(at) < AFTER_REMOVAL;
+        if self.trial.is_some()
+            || self.added.is_some_and(is_new)
+            || self.budget.left_to_balance(view.snapshot) == 0
+        {
+            return None;
+        }
         // Of the whole period, in which a load that comes and goes is seen on average.
         let groups = place::groups(view.period);
         let share = |thread: &ThreadId| FairShare::of(&groups[thread], HOT);
@@ -306,14 +324,50 @@ impl Dynamic {
         if gets.with(-1).min(would.with(1)) <= EVEN * gets.with(0) {
             return None;
         }
-        let situation = self.situation(view, from.urgent);
-        let held = self.back_off[Kind::Move as usize].holds(view.now, &situation);
-        if held || self.budget.left_to_balance(view.snapshot) == 0 {
-            return None;
-        }
         let mut takers = FairShare::takers(&groups[&from.thread]);
         let queue = *takers.find(|queue| self.budget.may_move(queue.id))?;
-        Some(self.balance(view, from, to, &[queue]))
+        Some(self.hand_over(view, from, to, &[queue]))
+    }
+
+    /// Spreads the idle queues of each VM, of which one that becomes busy has all busy at once.
+    pub(super) fn spread(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
+        let queues = view.window.queues.iter();
+        let mut queues: Vec<_> = queues.map(|queue| (queue.vm, queue.thread, queue.id)).collect();
+        queues.sort_unstable();
+        let mut held: BTreeMap<ThreadId, usize> =
+            view.window.unlocked().map(|thread| (thread.id, 0)).collect();
+        for (_, thread, _) in &queues {
+            held.entry(*thread).and_modify(|count| *count += 1);
+        }
+        let is_idle = |queue| self.loads.get(&queue).is_some_and(|&load| load < IDLE);
+        let mut left = self.budget.left_to_balance(view.snapshot);
+        let mut moves = Vec::new();
+        for vm in queues.chunk_by(|a, b| a.0 == b.0) {
+            let crowd = vm.chunk_by(|a, b| a.1 == b.1).max_by_key(|queues| queues.len())?;
+            let from = crowd[0].1;
+            let here = |thread: &ThreadId| vm.iter().filter(|queue| queue.1 == *thread).count();
+            if crowd.len() < 2 || left == 0 || !held.contains_key(&from) {
+                continue;
+            }
+            let to = held.iter().min_by_key(|(thread, held)| (here(thread), **held));
+            let Some(to) = to.map(|(&thread, _)| thread) else { continue };
+            let may = |queue: QueueId| is_idle(queue) && self.budget.may_move(queue);
+            let queue = crowd.iter().map(|queue| queue.2).find(|&queue| may(queue));
+            if let Some(queue) = queue.filter(|_| crowd.len() >= here(&to) + 2) {
+                left -= 1;
+                held.entry(from).and_modify(|count| *count -= 1);
+                held.entry(to).and_modify(|count| *count += 1);
+                moves.push((queue, to));
+            }
+        }
+        for (queue, _) in &moves {
+            self.budget.moves(*queue, view.now);
+        }
+        let reason = "idle beside others of its VM, of which IOThread";
+        let decide = |(queue, to): (QueueId, ThreadId)| {
+            decision(Action::MoveQueue { queue, to }, format!("{reason} {} has fewer", to.0))
+        };
+        (!moves.is_empty()).then(|| moves.into_iter().map(decide).collect())
     }
 
     /// How many IOThreads the period could have done without.
