@@ -20,11 +20,12 @@
 //!    fills this one. Otherwise the smaller part goes where there is room, or to a new IOThread:
 //!    several of these at once if several are pressed. Where more than 4 IOThreads are allowed and
 //!    more queues stand, there are more parts, so that two additions can reach the largest number.
-//!    Between IOThreads without room a queue moves if the least that any gets of them grows by a fifth.
+//!    Where no IOThread has room, a queue moves if it gets a fifth more on another one than the least gets now.
 //! 5. *Return.* IOThreads go if for one second the others could have done their work, or vCPUs
 //!    waited that could do as much instead: to within [`SPARE`] of what one core is worth.
 //!    That is a bet if the others are then more than 60 % busy, and regret keeps the books.
-//! 6. *Spread.* Idle queues of one VM go to different IOThreads: they mostly become busy together.
+//! 6. *Spread.* Idle queues of one VM go to different IOThreads, if none of these is needless: they mostly become busy
+//!    together.
 //!
 //! I/O CPUs are those on which no vCPU runs. With `borrow`, vCPUs and IOThreads have them in common:
 //! vCPUs are taken off one before an IOThread comes there, and get it when that has gone. The last
@@ -68,10 +69,10 @@ const DELAY: Nanos = Nanos::from_micros(200);
 /// Of what a core is worth, what may be lost by giving some back.
 const SPARE: f64 = 0.6;
 
-/// A queue goes from a full IOThread to another one if the least that a queue gets grows by more than this factor.
+/// A queue goes from a full IOThread to another one if it gets so many times as much there.
 const EVEN: f64 = 1.2;
 
-/// A queue with less of an IOThread is idle: nothing for a second.
+/// A queue with less of an IOThread is idle: next to nothing for a second.
 const IDLE: f64 = 0.001;
 
 /// After an addition, nothing is added or removed.
@@ -128,6 +129,9 @@ pub(crate) struct Dynamic {
     refused: BTreeSet<CpuId>,
     /// Of these VMs.
     vms: Vec<VmId>,
+    /// Queues that were to leave an IOThread for nothing but to be spread or served alike, and are still there: a
+    /// move may fail, or only be advised.
+    gone: BTreeSet<(QueueId, ThreadId)>,
     /// Periods in a row in which vCPUs could have used it better.
     missed: BTreeMap<CpuId, usize>,
 }
@@ -255,6 +259,7 @@ impl Dynamic {
             asked: None,
             refused: BTreeSet::new(),
             vms: Vec::new(),
+            gone: BTreeSet::new(),
             missed: BTreeMap::new(),
         }
     }
@@ -296,7 +301,12 @@ impl Dynamic {
             self.vms = vms.collect();
             self.refused.clear();
             self.asked = None;
+            self.gone.clear();
         }
+        let is_at = |queue, thread| {
+            find(&view.window.queues, queue, |of| of.id).is_some_and(|of| of.thread == thread)
+        };
+        self.gone.retain(|&(queue, thread)| is_at(queue, thread));
         if let Some(asked) = self.asked.take() {
             self.refused.extend(asked.symmetric_difference(&view.vcpus()));
         }

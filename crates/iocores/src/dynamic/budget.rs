@@ -59,6 +59,11 @@ impl Budget {
         self.left().min(a_second.saturating_sub(self.recent.len()))
     }
 
+    /// How many may move now for nothing that is known: half of these.
+    pub(super) fn left_to_spread(&self, snapshot: &Snapshot) -> usize {
+        self.left_to_balance(snapshot).saturating_sub(self.recent.len()) / 2
+    }
+
     /// Whether nothing moved for a second.
     pub(super) fn is_fresh(&self) -> bool {
         self.recent.is_empty()

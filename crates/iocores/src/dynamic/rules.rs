@@ -299,18 +299,14 @@ impl Dynamic {
         decisions
     }
 
-    /// Of IOThreads without room, moves a queue from one whose queues get least to one where it gets more. In sum nothing
-    /// is gained, but by the queue that waits longest.
+    /// Where relief has found no room, moves a queue from the IOThread whose queues get least to the one where it gets
+    /// most. In sum nothing is gained, but by the queue that waits longest. So there is nothing to regret.
     pub(super) fn even_out(
         &mut self,
         view: &View<'_>,
         pressed: &[Pressed],
     ) -> Option<Vec<Decision>> {
-        let is_new = |at: Nanos| view.now.saturating_sub(at) < AFTER_REMOVAL;
-        if self.trial.is_some()
-            || self.added.is_some_and(is_new)
-            || self.budget.left_to_balance(view.snapshot) == 0
-        {
+        if pressed.is_empty() || !self.is_settled(view) {
             return None;
         }
         // Of the whole period, in which a load that comes and goes is seen on average.
@@ -321,53 +317,83 @@ impl Dynamic {
         let others = view.period.unlocked().filter(|thread| thread.id != from.thread);
         let others = others.map(|thread| (thread, share(&thread.id)));
         let (to, would) = others.max_by(|a, b| a.1.with(1).total_cmp(&b.1.with(1)))?;
-        if gets.with(-1).min(would.with(1)) <= EVEN * gets.with(0) {
+        let situation = self.situation(view, from.urgent);
+        if would.with(1) <= EVEN * gets.with(0)
+            || self.budget.left_to_balance(view.snapshot) == 0
+            || self.back_off[Kind::Move as usize].holds(view.now, &situation)
+        {
             return None;
         }
-        let mut takers = FairShare::takers(&groups[&from.thread]);
-        let queue = *takers.find(|queue| self.budget.may_move(queue.id))?;
+        let (here, there) = (load(&groups[&from.thread]), load(&groups[&to.id]));
+        let may = |of: &&QueueLoad| {
+            // Loads that are all met would only change places.
+            (there >= HOT || there + of.busy < here) && self.may_go(of.id, from.thread)
+        };
+        let queue = *FairShare::takers(&groups[&from.thread]).find(may)?;
+        self.gone.insert((queue.id, from.thread));
         Some(self.hand_over(view, from, to, &[queue]))
     }
 
-    /// Spreads the idle queues of each VM, of which one that becomes busy has all busy at once.
+    /// Spreads the idle queues of each VM, of which one that becomes busy has all busy at once. The last of all, and
+    /// with half of the moves that there may be: others need them more.
     pub(super) fn spread(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
-        let queues = view.window.queues.iter();
-        let mut queues: Vec<_> = queues.map(|queue| (queue.vm, queue.thread, queue.id)).collect();
-        queues.sort_unstable();
-        let mut held: BTreeMap<ThreadId, usize> =
-            view.window.unlocked().map(|thread| (thread.id, 0)).collect();
-        for (_, thread, _) in &queues {
-            held.entry(*thread).and_modify(|count| *count += 1);
+        let mut left = self.budget.left_to_spread(view.snapshot);
+        // Not where one that is needless is about to go.
+        let is_needed = self.spare.1.back() == Some(&0);
+        if view.window.threads.len() < 2 || left == 0 || !is_needed || !self.is_settled(view) {
+            return None;
         }
+        let unlocked = view.window.unlocked();
+        let mut held: BTreeMap<ThreadId, (bool, usize)> =
+            unlocked.map(|thread| (thread.id, (thread.busy >= ROOM, 0))).collect();
+        let mut queues = Vec::with_capacity(view.window.queues.len());
+        for queue in &view.window.queues {
+            if let Some((_, count)) = held.get_mut(&queue.thread) {
+                *count += 1;
+                queues.push((queue.vm, queue.thread, queue.id));
+            }
+        }
+        queues.sort_unstable();
         let is_idle = |queue| self.loads.get(&queue).is_some_and(|&load| load < IDLE);
-        let mut left = self.budget.left_to_balance(view.snapshot);
         let mut moves = Vec::new();
         for vm in queues.chunk_by(|a, b| a.0 == b.0) {
-            let crowd = vm.chunk_by(|a, b| a.1 == b.1).max_by_key(|queues| queues.len())?;
-            let from = crowd[0].1;
-            let here = |thread: &ThreadId| vm.iter().filter(|queue| queue.1 == *thread).count();
-            if crowd.len() < 2 || left == 0 || !held.contains_key(&from) {
+            let crowds = vm.chunk_by(|a, b| a.1 == b.1);
+            let Some(crowd) = crowds.max_by_key(|queues| queues.len()) else { continue };
+            if crowd.len() < 2 || left == 0 {
                 continue;
             }
+            let here = |thread: &ThreadId| vm.iter().filter(|queue| queue.1 == *thread).count();
             let to = held.iter().min_by_key(|(thread, held)| (here(thread), **held));
             let Some(to) = to.map(|(&thread, _)| thread) else { continue };
-            let may = |queue: QueueId| is_idle(queue) && self.budget.may_move(queue);
-            let queue = crowd.iter().map(|queue| queue.2).find(|&queue| may(queue));
+            let from = crowd[0].1;
+            let may = |queue: &QueueId| is_idle(*queue) && self.may_go(*queue, from);
+            let queue = crowd.iter().map(|queue| queue.2).find(may);
             if let Some(queue) = queue.filter(|_| crowd.len() >= here(&to) + 2) {
                 left -= 1;
-                held.entry(from).and_modify(|count| *count -= 1);
-                held.entry(to).and_modify(|count| *count += 1);
-                moves.push((queue, to));
+                held.entry(from).and_modify(|held| held.1 -= 1);
+                held.entry(to).and_modify(|held| held.1 += 1);
+                moves.push((queue, from, to));
             }
         }
-        for (queue, _) in &moves {
-            self.budget.moves(*queue, view.now);
-        }
-        let reason = "idle beside others of its VM, of which IOThread";
-        let decide = |(queue, to): (QueueId, ThreadId)| {
-            decision(Action::MoveQueue { queue, to }, format!("{reason} {} has fewer", to.0))
+        let mut decide = |(queue, from, to): (QueueId, ThreadId, ThreadId)| {
+            self.gone.insert((queue, from));
+            self.budget.moves(queue, view.now);
+            let reason =
+                format!("idle beside others of its VM, of which IOThread {} has fewer", to.0);
+            decision(Action::MoveQueue { queue, to }, reason)
         };
-        (!moves.is_empty()).then(|| moves.into_iter().map(decide).collect())
+        (!moves.is_empty()).then(|| moves.into_iter().map(&mut decide).collect())
+    }
+
+    /// Whether it is not being seen what the last action brings.
+    fn is_settled(&self, view: &View<'_>) -> bool {
+        let is_new = |at: Nanos| view.now.saturating_sub(at) < AFTER_REMOVAL;
+        self.trial.is_none() && !self.added.is_some_and(is_new)
+    }
+
+    /// Whether a queue may leave an IOThread, and is not still there after it was to.
+    fn may_go(&self, queue: QueueId, from: ThreadId) -> bool {
+        self.budget.may_move(queue) && !self.gone.contains(&(queue, from))
     }
 
     /// How many IOThreads the period could have done without.

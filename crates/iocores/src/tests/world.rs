@@ -107,6 +107,11 @@ impl World {
         world
     }
 
+    /// A VM has so many of the queues, not one.
+    pub(super) fn group(&mut self, each: u32) {
+        self.state.queues.iter_mut().for_each(|queue| queue.vm = VmId(queue.id.0 / each));
+    }
+
     pub(super) fn add_thread(&mut self, cpu: CpuId) -> ThreadId {
         let id = ThreadId(self.next);
         self.next += 1;
