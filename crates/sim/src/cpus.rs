@@ -32,19 +32,14 @@
 
 use crate::events::{Event, Events};
 
+mod places;
+
 /// A burst without end.
 pub(crate) const ENDLESS: u64 = u64::MAX;
 /// Between two ticks (`CONFIG_HZ` is 250), ns.
 const TICK: u64 = 4_000_000;
-/// Who has run within this time is not pulled by an idle CPU (`sysctl_sched_migration_cost`), ns.
-const HOT: u64 = 500_000;
 /// Of loads, ns.
 const HALF_LIFE: f64 = 32e6;
-/// How much more a CPU's load may be than another's before a thread that wakes up leaves it for the one of
-/// who wakes it (`wake_affine_weight`; half of `imbalance_pct`, 117).
-const BIAS: f64 = 1.08;
-/// After so many balances a difference of one thread is evened out, as about every 60 ms in Linux.
-const EVEN_OUT: u32 = 6;
 
 /// Whose a thread is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -316,46 +311,6 @@ impl Cpus {
             self.cpus[cpu].load.value += load;
             self.threads[thread as usize].cpu = cpu as u8;
         }
-    }
-
-    /// Where a thread goes that another one wakes up.
-    fn cpu_for(&mut self, thread: u32, from: Option<u32>, now: u64) -> usize {
-        let t = &self.threads[thread as usize];
-        let last = t.cpu as usize;
-        let idle = self.idle & t.allowed;
-        if idle & bit(last) != 0 {
-            last
-        } else if idle != 0 {
-            // The next one, so that not all meet at the first.
-            let above = idle & !(bit(last) - 1);
-            (if above != 0 { above } else { idle }).trailing_zeros() as usize
-        } else if t.allowed & bit(last) == 0 {
-            self.shortest(t.allowed)
-        } else {
-            let allowed = t.allowed;
-            let near = from.map_or(last, |from| self.threads[from as usize].cpu as usize);
-            if near == last || allowed & bit(near) == 0 {
-                return last;
-            }
-            let own = self.pass_thread(thread, now);
-            let is_lighter = self.pass(near, now) + own < BIAS * (self.pass(last, now) - own);
-            if is_lighter { near } else { last }
-        }
-    }
-
-    /// The CPU among these with the fewest threads.
-    fn shortest(&self, mut among: u128) -> usize {
-        let mut best = (usize::MAX, among.trailing_zeros() as usize);
-        while among != 0 {
-            let cpu = among.trailing_zeros() as usize;
-            among &= among - 1;
-            best = best.min((self.length(cpu), cpu));
-        }
-        best.1
-    }
-
-    fn length(&self, cpu: usize) -> usize {
-        self.cpus[cpu].ready.len() + usize::from(self.cpus[cpu].current.is_some())
     }
 
     /// Sum of virtual times and number of those on a CPU's queue.
@@ -706,120 +661,6 @@ impl Cpus {
             self.idle |= bit(cpu);
             self.pull(cpu, events);
         }
-    }
-
-    /// An idle CPU takes a thread that waits elsewhere.
-    fn pull(&mut self, cpu: usize, events: &mut Events<Event>) {
-        let mut best: Option<(usize, u32)> = None;
-        let mut loaded = self.loaded;
-        while loaded != 0 {
-            let other = loaded.trailing_zeros() as usize;
-            loaded &= loaded - 1;
-            let length = self.cpus[other].ready.len();
-            if best.is_none_or(|(longest, _)| length > longest)
-                && let Some(thread) = self.longest_wait(other, cpu, events.now)
-            {
-                best = Some((length, thread));
-            }
-        }
-        if let Some((_, thread)) = best {
-            self.migrate(thread, cpu, events);
-        }
-    }
-
-    /// Who has waited longest there of those that may run here, and have not run just now.
-    fn longest_wait(&self, there: usize, here: usize, now: u64) -> Option<u32> {
-        let may = self.cpus[there].ready.iter().copied().filter(|&t| {
-            let t = &self.threads[t as usize];
-            t.allowed & bit(here) != 0 && (t.left_at == 0 || now - t.left_at >= HOT)
-        });
-        may.min_by_key(|&t| (self.threads[t as usize].since, t))
-    }
-
-    /// Moves a thread that waits to another CPU.
-    fn migrate(&mut self, thread: u32, to: usize, events: &mut Events<Event>) {
-        let from = self.threads[thread as usize].cpu as usize;
-        self.count(from, events.now);
-        let lag = self.lag(from, thread);
-        self.pass_thread(thread, events.now);
-        self.pass(from, events.now);
-        self.take(from, thread);
-        let t = &mut self.threads[thread as usize];
-        t.state = State::Asleep;
-        t.lag = lag;
-        t.waited += events.now - t.since;
-        let deadline = t.deadline - t.virtual_time;
-        self.place(thread, to, (deadline, 0), events);
-    }
-
-    /// A thread may run on these CPUs from now on.
-    pub(crate) fn allow(&mut self, thread: u32, allowed: u128, events: &mut Events<Event>) {
-        let (cpu, state, was) = {
-            let t = &self.threads[thread as usize];
-            (t.cpu as usize, t.state, u32::from(t.is_movable()))
-        };
-        self.threads[thread as usize].allowed = allowed;
-        if state == State::Ready {
-            // Whether it may move may have changed.
-            let is = u32::from(self.threads[thread as usize].is_movable());
-            let c = &mut self.cpus[cpu];
-            c.movable = c.movable - was + is;
-            if c.movable > 0 {
-                self.loaded |= bit(cpu);
-            } else {
-                self.loaded &= !bit(cpu);
-            }
-        }
-        if allowed & bit(cpu) != 0 {
-            return;
-        }
-        match state {
-            State::Asleep | State::Coming => {}
-            State::Delayed => self.leave(thread, events),
-            State::Ready => {
-                let to = self.cpu_for(thread, None, events.now);
-                self.migrate(thread, to, events);
-            }
-            State::Running => {
-                self.leave(thread, events);
-                let left = self.threads[thread as usize].left;
-                self.wake(thread, left.max(1), (None, 0), events);
-            }
-        }
-    }
-
-    /// Evens out the lengths of the CPUs' queues; to be called every 10 ms.
-    pub(crate) fn balance(&mut self, events: &mut Events<Event>) {
-        self.balances += 1;
-        for _ in 0..self.cpus.len() {
-            let is_due = self.balances >= EVEN_OUT;
-            if self.loaded == 0 || !self.give(if is_due { 1 } else { 2 }, events) {
-                return;
-            }
-        }
-    }
-
-    /// The longest queue gives one to the shortest, if it is so much longer; whether it did.
-    fn give(&mut self, least: usize, events: &mut Events<Event>) -> bool {
-        let loaded = (0..self.cpus.len()).filter(|&cpu| self.loaded & bit(cpu) != 0);
-        let longest = loaded.max_by_key(|&cpu| (self.length(cpu), usize::MAX - cpu));
-        let Some(from) = longest else { return false };
-        let c = &self.cpus[from];
-        let movable = c.ready.iter().chain(&c.current).copied();
-        let movable = movable.filter(|&t| self.threads[t as usize].is_movable());
-        // Who moves is whose last move is longest ago, or the same one would move to and fro.
-        let thread = movable.min_by_key(|&t| (self.threads[t as usize].moved, t));
-        let Some(thread) = thread.filter(|thread| c.current != Some(*thread)) else { return false };
-        let to = self.shortest(self.threads[thread as usize].allowed & !bit(from));
-        if self.length(from) < self.length(to) + least {
-            return false;
-        }
-        if least == 1 {
-            self.balances = 0;
-        }
-        self.threads[thread as usize].moved = events.now;
-        self.migrate(thread, to, events);
-        true
     }
 }
 
