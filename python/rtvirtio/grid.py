@@ -215,30 +215,31 @@ def _table2() -> Iterator[Stratum]:
             yield Stratum(f"table2/{vms}/{tasks}", [bfqs, bfqs, *of_vms], build)
 
 
-def _wide() -> Iterator[Stratum]:
-    def bfqs(idles: Sequence[int]) -> list[Scheduler]:
-        return [
-            bfq(idle, timeout, low_latency, budget)
-            for idle in idles
-            for timeout in TIMEOUT_SYNC_MS
-            for low_latency in (True, False)
-            for budget in MAX_BUDGET
-        ]
+def _neighbours(caps: Sequence[int]) -> dict[str, list[Vm | None]]:
+    """Who else is on the host: nobody, or one VM that takes what it gets, or a cap in MB/s."""
+    kinds = (writer, reader)
+    return {
+        "alone": [None],
+        "flooded": [kind() for kind in kinds],
+        "capped": [kind(cap, weight) for kind in kinds for cap in caps for weight in (10, 100)],
+    }
 
+
+def _bfqs(idles: Sequence[int], timeouts: Sequence[int]) -> list[Scheduler]:
+    axes = product(idles, timeouts, (True, False), MAX_BUDGET)
+    return [bfq(*values) for values in axes]
+
+
+def _wide() -> Iterator[Stratum]:
     hosts: dict[str, list[Scheduler]] = {
-        "idling": bfqs(SLICE_IDLE_MS),
-        "quiet": bfqs([0]),
+        "idling": _bfqs(SLICE_IDLE_MS, TIMEOUT_SYNC_MS),
+        "quiet": _bfqs([0], TIMEOUT_SYNC_MS),
         "none": [{"name": "none"}],
         "mq-deadline": [{"name": "mq-deadline"}],
         "kyber": [{"name": "kyber"}],
     }
     guests: list[Scheduler] = [{"name": "none"}, bfq(0), bfq(1), bfq(8, 32), bfq()]
-    kinds = (writer, reader)
-    neighbours: dict[str, list[Vm | None]] = {
-        "alone": [None],
-        "flooded": [kind() for kind in kinds],
-        "capped": [kind(cap, weight) for kind in kinds for cap in CAPS_MB for weight in (10, 100)],
-    }
+    neighbours = _neighbours(CAPS_MB)
 
     def build(values: Sequence[Any]) -> tuple[Scheduler, list[Vm]]:
         host, guest, neighbour, *rest = values
@@ -257,23 +258,13 @@ def _wide() -> Iterator[Stratum]:
 
 def _host() -> Iterator[Stratum]:
     """What the planner asks about: of guests it knows nothing. VMs alike, as in the 24 cases, and not."""
-
-    def bfqs(idles: Sequence[int], timeouts: Sequence[int]) -> list[Scheduler]:
-        axes = product(idles, timeouts, (True, False), MAX_BUDGET)
-        return [bfq(*values) for values in axes]
-
     # Three of five idle: it is there that tails spread, so that most has to be learned.
     hosts: dict[str, list[Scheduler]] = {
-        **{f"idling-{timeout}": bfqs(SLICE_IDLE_MS, [timeout]) for timeout in TIMEOUT_SYNC_MS},
-        "quiet": bfqs([0], TIMEOUT_SYNC_MS),
+        **{f"idling-{timeout}": _bfqs(SLICE_IDLE_MS, [timeout]) for timeout in TIMEOUT_SYNC_MS},
+        "quiet": _bfqs([0], TIMEOUT_SYNC_MS),
         "plain": [{"name": "none"}, {"name": "mq-deadline"}, {"name": "kyber"}],
     }
-    kinds = (writer, reader)
-    neighbours: dict[str, list[Vm | None]] = {
-        "alone": [None],
-        "flooded": [kind() for kind in kinds],
-        "capped": [kind(cap, weight) for kind in kinds for cap in HOST_CAPS_MB for weight in (10, 100)],
-    }
+    neighbours = _neighbours(HOST_CAPS_MB)
 
     def build(values: Sequence[Any]) -> tuple[Scheduler, list[Vm]]:
         host, neighbour, sets, *weights = values

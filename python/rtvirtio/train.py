@@ -31,7 +31,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -203,22 +203,26 @@ def _rows(found: Iterable[tuple[Condition, list[Tail]]]) -> Rows:
     )
 
 
-class Ensemble(RegressorMixin, BaseEstimator):  # type: ignore[misc]
-    """Networks on the same scaled features, averaged."""
+class Fitted(RegressorMixin, BaseEstimator):  # type: ignore[misc]
+    """A regressor of fitted ones. MAPIE asks that ``fit`` be there."""
 
     #: Where MAPIE looks whether it is.
     is_fitted = True
 
-    def __init__(self, scaler: StandardScaler, members: list[MLPRegressor]) -> None:
-        self.scaler = scaler
-        self.members = members
-
     def __sklearn_is_fitted__(self) -> bool:
         return True
 
-    def fit(self, x: Floats, y: Floats) -> "Ensemble":
-        """It is fitted already (MAPIE asks that the method be there)."""
+    def fit(self, x: Floats, y: Floats) -> Self:
+        """Nothing is left to do."""
         return self
+
+
+class Ensemble(Fitted):
+    """Networks on the same scaled features, averaged."""
+
+    def __init__(self, scaler: StandardScaler, members: list[MLPRegressor]) -> None:
+        self.scaler = scaler
+        self.members = members
 
     def predict(self, x: Floats) -> Floats:
         """Their mean."""
@@ -322,25 +326,15 @@ def boosting(data: Rows, quantile: float, seed: int = 1) -> HistGradientBoosting
     return model.fit(data.features, data.tail)
 
 
-class High(RegressorMixin, BaseEstimator):  # type: ignore[misc]
+class High(Fitted):
     """How high a tail may come: a quantile of simulated ones, and beside it what the machine itself is late,
     which the simulator is never.
     """
-
-    #: Where MAPIE looks whether it is.
-    is_fitted = True
 
     def __init__(self, quantile: HistGradientBoostingRegressor, late: float = 0.0) -> None:
         self.quantile = quantile
         #: s.
         self.late = late
-
-    def __sklearn_is_fitted__(self) -> bool:
-        return True
-
-    def fit(self, x: Floats, y: Floats) -> "High":
-        """It is fitted already (MAPIE asks that the method be there)."""
-        return self
 
     def predict(self, x: Floats) -> Floats:
         """log10 s."""
