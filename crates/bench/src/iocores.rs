@@ -150,7 +150,7 @@ impl Benchmark<'_> {
         };
         match measured {
             Err(unverified) => Cell { failed: Some(unverified.to_string()), ..nothing },
-            Ok(Measured { phases, whole, timeline, checked, canary, machine }) => Cell {
+            Ok(Measured { phases, whole, timeline, checked, canary, machine, .. }) => Cell {
                 phases,
                 whole: Some(whole),
                 checked,

@@ -40,7 +40,7 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    fn new() -> Result<Self> {
+    pub(crate) fn new() -> Result<Self> {
         Ok(Self { latencies: Histogram::new_with_bounds(RANGE.0, RANGE.1, DIGITS)?, bytes: 0 })
     }
 }

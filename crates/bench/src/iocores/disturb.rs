@@ -1,5 +1,6 @@
 //! What others do to the data plane's control side, and what the data path notices: its p99 with a
-//! disturbance and without, a second each by turns.
+//! disturbance and without, a second each by turns: without, with, with, without, and so on, so that neither
+//! always follows the other.
 //!
 //! Both are of the same server and clients: where the scheduler has placed their threads changes a p99 by more than
 //! what is looked for, and differs from one server to the next. The load is the same all the time: VMs at a steady rate
@@ -7,7 +8,7 @@
 //! each over the whole of its seconds:
 //!
 //! - *none*: nothing happens in either, which shows how far two p99s are apart by themselves.
-//! - *monitor*: its thread is ended, and a quarter of a second later begun anew, again and again. A thread
+//! - *monitor*: its thread is ended, and an eighth of a second later begun anew, again and again. A thread
 //!   cannot be killed without its process; to the data path this is the same: it stops between two
 //!   samples. (That a policy which panics ends alone is tested in `rtvirtio_dataplane`.)
 //! - *reader*: clients follow the event stream and never read it, while 200 events a second fill it.
@@ -30,6 +31,7 @@ use rtvirtio_units::{Bytes, IoThreadName, Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
 use super::cell::Settings;
+use super::client::Tally;
 use super::judge::{Verdict, median, verdict};
 use super::trial::{Trial, duration};
 use super::vcpus::Clock;
@@ -94,6 +96,40 @@ impl fmt::Display for Disturbance {
     }
 }
 
+/// Requests of all seconds with a disturbance, or without.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub struct Side {
+    /// How many seconds.
+    pub seconds: u32,
+    /// How many requests.
+    pub n: u64,
+    /// Half of them were no longer, µs.
+    pub p50_us: f64,
+    /// 99 %, µs.
+    pub p99_us: f64,
+    /// 99.9 %, µs.
+    pub p999_us: f64,
+}
+
+impl Side {
+    fn of<'a>(seconds: impl Iterator<Item = &'a Tally>) -> Result<Self> {
+        let mut all = Tally::new()?;
+        let mut count = 0;
+        for second in seconds {
+            all.latencies.add(&second.latencies)?;
+            count += 1;
+        }
+        let us = |quantile| all.latencies.value_at_quantile(quantile) as f64 / 1e3;
+        let [p50_us, p99_us, p999_us] = [0.5, 0.99, 0.999].map(us);
+        Ok(Self { seconds: count, n: all.latencies.len(), p50_us, p99_us, p999_us })
+    }
+}
+
+/// Whether a second, by its number, is a disturbed one.
+const fn is_disturbed(second: usize) -> bool {
+    matches!(second % 4, 1 | 2)
+}
+
 /// A cell.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Cell {
@@ -101,12 +137,10 @@ pub struct Cell {
     pub disturbance: Disturbance,
     /// From 0.
     pub repetition: u32,
-    /// Requests in each second: the least of all.
-    pub requests: u64,
-    /// p99 of each second without it, µs.
-    pub quiet_us: Vec<f64>,
-    /// p99 of each second with it, µs.
-    pub disturbed_us: Vec<f64>,
+    /// The seconds without it.
+    pub quiet: Side,
+    /// Those with it.
+    pub disturbed: Side,
     /// How often it was done: the monitor ended, events were caused, requests were sent.
     pub done: u64,
     /// How late a sleeping thread woke.
@@ -141,7 +175,7 @@ impl Benchmark<'_> {
         let scenario = scenario(self.seconds)?;
         let expected = duration(&scenario);
         let mut cells = Lines::<Cell>::open(&self.out.join("disturb.jsonl"))?;
-        if cells.iter().any(|cell| cell.disturbed_us.len() != self.seconds as usize) {
+        if cells.iter().any(|cell| cell.disturbed.seconds != self.seconds) {
             bail!("{} has cells of another length: name another --out", self.out.display());
         }
         let mut missing = Vec::new();
@@ -181,7 +215,9 @@ impl Benchmark<'_> {
             let count = || {
                 done.fetch_add(1, Ordering::Relaxed);
             };
-            for slice in scenario.phases[1..].iter().map(|phase| phase.span).skip(1).step_by(2) {
+            let slices = scenario.phases[1..].iter().enumerate();
+            for (_, phase) in slices.filter(|(second, _)| is_disturbed(*second)) {
+                let slice = phase.span;
                 if !clock.sleep_until(slice.start) {
                     break;
                 }
@@ -197,14 +233,17 @@ impl Benchmark<'_> {
             }
             Ok(())
         })?;
-        let slices = &measured.phases[1..];
-        let p99 = |first| slices.iter().skip(first).step_by(2).map(|of| of.p99_us).collect();
+        let side = |disturbed| {
+            let seconds = measured.tallies[1..].iter().enumerate();
+            let of = seconds.filter(|(second, _)| is_disturbed(*second) == disturbed);
+            Side::of(of.map(|(_, tally)| tally))
+        };
+        let (quiet, disturbed) = (side(false)?, side(true)?);
         Ok(Cell {
             disturbance,
             repetition,
-            requests: slices.iter().map(|of| of.requests).min().unwrap_or(0),
-            quiet_us: p99(0),
-            disturbed_us: p99(1),
+            quiet,
+            disturbed,
             done: done.into_inner(),
             canary: measured.canary,
             machine: measured.machine,
@@ -357,10 +396,9 @@ fn ask(socket: &Path, request: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// By how much the p99 grows in a run: of the medians of its seconds. None without a second.
+/// By how much the p99 grows in a run; none without a request.
 fn growth(cell: &Cell) -> Option<f64> {
-    let [with, without] = [&cell.disturbed_us, &cell.quiet_us].map(|all| median(all.clone()));
-    let growth = with / without - 1.0;
+    let growth = cell.disturbed.p99_us / cell.quiet.p99_us - 1.0;
     growth.is_finite().then_some(growth)
 }
 
@@ -384,10 +422,15 @@ pub fn judge(cells: &[Cell]) -> Vec<Verdict> {
         ("6 reader does not read", Disturbance::Reader),
         ("6 malformed requests", Disturbance::Malformed),
     ];
+    let (nothing, by_itself, _) = growths(cells, Disturbance::None);
     let judged = |(mark, of)| {
         let (text, median, runs) = growths(cells, of);
         if runs < LEAST {
             return verdict(mark, None, format!("{runs} runs of at least {LEAST}"));
+        }
+        // What is looked for is not seen then.
+        if by_itself.abs() >= MARGIN {
+            return verdict(mark, None, format!("p99 {text} %, but {nothing} % by itself"));
         }
         let most = 100.0 * MARGIN;
         let why = format!(
@@ -402,13 +445,15 @@ pub fn judge(cells: &[Cell]) -> Vec<Verdict> {
 #[must_use]
 pub fn table(cells: &[Cell]) -> String {
     let mut text = format!(
-        "{:<12} {:>4} {:>9} {:>9} {:>9}  {:<26} {:>6} {:>7} {:>6} {:>6}\n",
+        "{:<12} {:>4} {:>9} {:>9} {:>9} {:>9} {:>9}  {:<26} {:>6} {:>7} {:>6} {:>6}\n",
         "disturbance",
         "runs",
         "n",
         "quiet us",
         "p99 us",
-        "grows by %",
+        "quiet us",
+        "p99.9 us",
+        "p99 grows by %",
         "done",
         "canary",
         "busy",
@@ -421,12 +466,14 @@ pub fn table(cells: &[Cell]) -> String {
         }
         let column = |of: fn(&Cell) -> f64| median(all().map(of).collect());
         text += &format!(
-            "{:<12} {:>4} {:>9} {:>9.1} {:>9.1}  {:<26} {:>6.0} {:>7.2} {:>6.2} {:>6.3}\n",
+            "{:<12} {:>4} {:>9} {:>9.1} {:>9.1} {:>9.1} {:>9.1}  {:<26} {:>6.0} {:>7.2} {:>6.2} {:>6.3}\n",
             disturbance,
             all().count(),
-            all().map(|cell| cell.requests).min().unwrap_or(0),
-            column(|cell| median(cell.quiet_us.clone())),
-            column(|cell| median(cell.disturbed_us.clone())),
+            all().map(|cell| cell.disturbed.n.min(cell.quiet.n)).min().unwrap_or(0),
+            column(|cell| cell.quiet.p99_us),
+            column(|cell| cell.disturbed.p99_us),
+            column(|cell| cell.quiet.p999_us),
+            column(|cell| cell.disturbed.p999_us),
             growths(cells, disturbance).0,
             column(|cell| cell.done as f64),
             column(|cell| cell.canary.p99.as_millis_f64()),
@@ -436,8 +483,7 @@ pub fn table(cells: &[Cell]) -> String {
     }
     text.push('\n');
     text.extend(judge(cells).iter().map(|verdict| format!("{verdict}\n")));
-    text + "\nMedians of runs, of the medians of their seconds; n: requests of a second, the least. grows by: in the \
-            same run, median and range of runs. done: how often the monitor was ended, events were caused, requests were \
+    text + "\nMedians of runs; n: requests with, and without, the least. grows by: in the same run, median and range of runs. done: how often the monitor was ended, events were caused, requests were \
             sent. canary: its p99, ms. busy, steal: CPUs.\n"
 }
 
@@ -446,15 +492,14 @@ mod tests {
     use super::super::judge::Outcome;
     use super::*;
 
-    fn cell(disturbance: Disturbance, repetition: u32, seconds: [[f64; 3]; 2]) -> Cell {
+    fn cell(disturbance: Disturbance, repetition: u32, [quiet, disturbed]: [f64; 2]) -> Cell {
         let canary = Canary { n: 1, p50: Nanos::ZERO, p99: Nanos::ZERO, max: Nanos::ZERO };
-        let [quiet_us, disturbed_us] = seconds.map(Vec::from);
+        let side = |p99_us| Side { seconds: 10, n: 80_000, p50_us: 50.0, p99_us, p999_us: 5e3 };
         Cell {
             disturbance,
             repetition,
-            requests: 8_000,
-            quiet_us,
-            disturbed_us,
+            quiet: side(quiet),
+            disturbed: side(disturbed),
             done: 40,
             canary,
             machine: Machine { load1: 1.0, busy_cores: 1.0, steal_cores: 0.0 },
@@ -463,26 +508,29 @@ mod tests {
     }
 
     #[test]
-    fn p99_that_grows_by_a_tenth_is_lost_and_two_runs_are_too_few() {
-        // A run on a slow server and one second that was slow do not count.
-        let cells = |last: f64| -> Vec<Cell> {
-            let runs = [
-                [[900.0, 1_000.0, 1_100.0], [10.0, 500.0, 500.0]],
-                [[90.0, 100.0, 5_000.0], [5_000.0, last, 80.0]],
-                [[1.0, 1.0, 1.0], [9.0, 9.0, 9.0]],
-            ];
-            runs.into_iter().zip(0..).map(|(run, n)| cell(Disturbance::Monitor, n, run)).collect()
+    fn p99_that_grows_by_a_tenth_is_lost_and_noise_or_two_runs_are_not_judged() {
+        let cells = |last: f64, by_itself: f64| -> Vec<Cell> {
+            // A slow server and a fast one do not count for more.
+            let runs = [[1_000.0, 500.0], [100.0, last], [1.0, 9.0]];
+            let runs = runs.into_iter().zip(0..).map(|(run, n)| cell(Disturbance::Monitor, n, run));
+            runs.chain([cell(Disturbance::None, 0, [100.0, by_itself])]).collect()
         };
         let outcome = |cells: &[Cell]| judge(cells)[0].outcome;
-        assert_eq!(outcome(&cells(109.9)), Outcome::Passed);
-        assert_eq!(outcome(&cells(110.1)), Outcome::Lost);
-        assert_eq!(outcome(&cells(110.1)[1..]), Outcome::NotJudged);
-        assert_eq!(judge(&cells(1.0))[2].outcome, Outcome::NotJudged);
-        assert!(
-            table(&cells(105.0)).contains("+5.0 (-50.0 to +800.0)"),
-            "{}",
-            table(&cells(105.0))
-        );
+        assert_eq!(outcome(&cells(109.9, 100.0)), Outcome::Passed);
+        assert_eq!(outcome(&cells(110.1, 100.0)), Outcome::Lost);
+        assert_eq!(outcome(&cells(100.0, 89.0)), Outcome::NotJudged);
+        assert_eq!(outcome(&cells(110.1, 100.0)[1..]), Outcome::NotJudged);
+        assert_eq!(judge(&cells(1.0, 100.0))[2].outcome, Outcome::NotJudged);
+        let table = table(&cells(105.0, 100.0));
+        assert!(table.contains("+5.0 (-50.0 to +800.0)"), "{table}");
+    }
+
+    #[test]
+    fn seconds_with_and_without_are_as_many_and_follow_each_other_both_ways() {
+        let disturbed: Vec<_> = (0..8).map(is_disturbed).collect();
+        assert_eq!(disturbed, [false, true, true, false, false, true, true, false]);
+        // Of an odd number, too.
+        assert_eq!((0..6).filter(|&second| is_disturbed(second)).count(), 3);
     }
 
     #[test]

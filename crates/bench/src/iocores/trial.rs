@@ -47,6 +47,8 @@ pub(crate) struct Trial<'a> {
 #[derive(Debug)]
 pub(crate) struct Measured {
     pub(crate) phases: Vec<Phase>,
+    /// Of each of them.
+    pub(crate) tallies: Vec<Tally>,
     pub(crate) whole: Phase,
     pub(crate) timeline: Timeline,
     pub(crate) checked: u64,
@@ -192,7 +194,8 @@ impl Trial<'_> {
             timeline.moves.push(moves);
         }
         let Watched { canary, machine, .. } = watched;
-        Ok(Measured { phases, whole, timeline, checked: record.checked, canary, machine })
+        let (tallies, checked) = (record.phases, record.checked);
+        Ok(Measured { phases, tallies, whole, timeline, checked, canary, machine })
     }
 
     fn phase(
