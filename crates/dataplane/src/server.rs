@@ -39,9 +39,17 @@ const STACK: usize = 256 << 10;
 const REPORT_PERIOD: Duration = Duration::from_secs(1);
 /// How long no front end is accepted after the system had no descriptor or thread left.
 const EXHAUSTED_PAUSE: Duration = Duration::from_millis(50);
-/// Nice value of the threads that accept and hear front ends: one that connects and talks without
-/// end must not keep an IOThread from its CPU.
+/// Nice value of the threads that accept and hear front ends, and of that which hears the control API: who
+/// connects and talks without end must not keep an IOThread from its CPU.
 const NICE: i32 = 10;
+
+/// The calling thread, and those that it starts, leave CPUs to others from now on.
+pub(crate) fn give_way() {
+    let this = Some(rustix::thread::gettid());
+    if rustix::process::getpriority_process(this).is_ok_and(|nice| nice < NICE) {
+        let _ = rustix::process::setpriority_process(this, NICE);
+    }
+}
 /// The key of the descriptor that ends the accepting thread.
 const STOP: u64 = 0;
 
@@ -93,9 +101,7 @@ impl Server {
             std::thread::Builder::new().name("accept".into()).stack_size(STACK).spawn({
                 let shared = Arc::clone(&shared);
                 move || {
-                    // The sessions' threads inherit it. One that is nicer already cannot go back.
-                    let this = Some(rustix::thread::gettid());
-                    let _ = rustix::process::setpriority_process(this, NICE);
+                    give_way();
                     shared.accept_all();
                 }
             })?;

@@ -38,6 +38,13 @@ struct State {
     devices: BTreeMap<DiskName, (Device, Bytes, Vec<Arc<QueueStats>>)>,
     schedules: BTreeMap<Name, Schedule>,
     handed: HandedFds,
+    /// Nice values of the threads that last looked, and locked an IOThread.
+    looked: i32,
+    locked: i32,
+}
+
+fn nice() -> i32 {
+    rustix::process::getpriority_process(Some(rustix::thread::gettid())).unwrap()
 }
 
 impl Books {
@@ -118,6 +125,7 @@ impl Plane for Books {
     }
 
     fn lock_iothread(&self, iothread: &IoThreadName, locked: bool) -> Result<(), PlaneError> {
+        self.state().locked = nice();
         self.state().iothread(iothread)?.locked = locked;
         Ok(())
     }
@@ -230,6 +238,7 @@ impl Plane for Books {
     }
 
     fn observe(&self) -> Observation {
+        self.state().looked = nice();
         let state = self.state();
         let devices = state.devices.values().map(|(device, capacity, stats)| ObservedDevice {
             name: device.name.clone(),
@@ -372,6 +381,18 @@ fn socket_is_private_and_gone_at_the_end() {
     assert_eq!(mode & 0o7777, 0o600);
     drop(served.server);
     assert!(!path.exists());
+}
+
+/// What is added by a change, such as an IOThread, inherits the nice value.
+#[test]
+fn requests_are_heard_by_a_nice_thread_and_changes_made_by_another() {
+    let served = Served::new();
+    assert_eq!(served.ask("GET", "/v1/snapshot", &Value::Null).0, 200);
+    let (status, _) = served.ask("PUT", "/v1/iothreads/iot0/lock", &json!({ "locked": true }));
+    assert_eq!(status, 204);
+    let state = served.books.state();
+    assert_eq!(state.locked, nice());
+    assert!(state.looked >= nice().max(10), "{}", state.looked);
 }
 
 #[test]

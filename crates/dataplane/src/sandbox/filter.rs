@@ -49,6 +49,7 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_getrandom,
     libc::SYS_gettid,
     libc::SYS_geteuid,
+    libc::SYS_getpriority,
     libc::SYS_getuid,
     libc::SYS_nanosleep,
     libc::SYS_restart_syscall,
