@@ -15,12 +15,13 @@
 //! - [`load`]: one VM on one IOThread, by which the simulator is calibrated.
 //! - [`simulated`]: the same in the simulator, beside.
 //! - [`disturb`]: what a monitor that ends, a reader that does not read and hostile requests do to the
-//!   data path.
+//!   data path. `awake`: CPUs that do not halt meanwhile.
 //!
 //! What differs from the simulator: a disk takes some ms to connect; a queue has 64 requests in flight at
 //! most; seven of ten requests read, and clients make and compare content; a queue's streams are drained
 //! one before the next.
 
+mod awake;
 pub mod cell;
 mod client;
 mod content;

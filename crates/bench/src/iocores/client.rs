@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use hdrhistogram::Histogram;
 use rtvirtio_sim::scenario::{Load, Scenario, Span, Stream, Vm};
-use rtvirtio_units::Nanos;
+use rtvirtio_units::{Bytes, Nanos};
 
 use super::content::{Area, SECTOR, Unverified};
 use super::vcpus::{Clock, Use, Vcpus};
@@ -30,7 +30,7 @@ const NAP: Duration = Duration::from_millis(50);
 /// Of its requests, in 256ths.
 const READS: u64 = 179;
 /// Least size of a slot's area.
-const AREA: usize = 256 << 10;
+pub(crate) const AREA: Bytes = Bytes::from_kib(256);
 
 /// What a queue has seen end.
 #[derive(Debug, Clone)]
@@ -126,7 +126,7 @@ pub(crate) struct QueueState {
 pub(crate) fn area(scenario: &Scenario) -> Result<usize> {
     let blocks = || scenario.vms.iter().flat_map(|vm| &vm.streams).map(|s| s.block.get() as usize);
     ensure!(blocks().all(|block| block % SECTOR == 0), "a block size is no multiple of {SECTOR}");
-    Ok(blocks().max().unwrap_or(0).max(AREA))
+    Ok(blocks().max().unwrap_or(0).max(AREA.get() as usize))
 }
 
 /// Bytes of a disk.

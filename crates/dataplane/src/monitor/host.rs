@@ -102,14 +102,16 @@ impl Host {
         let before = self.processes.len();
         self.processes.retain(|pid, process| peers.binary_search(&(*pid, process.vm)).is_ok());
         let mut changed = self.processes.len() < before;
+        let mut new = BTreeSet::new();
         for &(pid, vm) in peers {
             self.processes.entry(pid).or_insert_with(|| {
-                changed = true;
+                new.insert(pid);
                 self.started = self.refreshes + SOON;
                 self.search = self.search.min(self.started);
                 Process::look(pid, vm)
             });
         }
+        changed |= !new.is_empty();
         if changed {
             self.vms.retain(|vm, _| peers.iter().any(|(_, of)| of == vm));
         }
@@ -130,7 +132,10 @@ impl Host {
             // Right after their times were read.
             let is_early = self.refreshes <= self.started;
             self.search = if is_early { self.started } else { self.refreshes + SEARCH };
-            self.processes = peers.iter().map(|&(pid, vm)| (pid, Process::look(pid, vm))).collect();
+            // A process may have many threads, and it may have many of the VMs: each is looked at once.
+            for (&pid, process) in self.processes.iter_mut().filter(|(pid, _)| !new.contains(pid)) {
+                *process = Process::look(pid, process.vm);
+            }
             changed = true;
         }
         if changed {
