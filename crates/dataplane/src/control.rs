@@ -29,6 +29,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use rtvirtio_spec::serve::Control;
@@ -173,7 +174,7 @@ impl Drop for ControlServer {
 
 async fn accept(listener: UnixListener, plane: Arc<dyn Plane>, group: Option<u32>) {
     let Ok(listener) = tokio::net::UnixListener::from_std(listener) else { return };
-    let routes = routes::router(plane);
+    let routes = TowerToHyperService::new(routes::router(plane));
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         // A place first: whoever finds none waits in the backlog.
@@ -190,14 +191,19 @@ async fn accept(listener: UnixListener, plane: Arc<dyn Plane>, group: Option<u32
             continue;
         }
         let fds = Fds::default();
-        let service = routes.clone().layer(axum::Extension(fds.clone()));
+        let (routes, of) = (routes.clone(), fds.clone());
+        // A layer of the router would make all routes anew for each connection.
+        let service = service_fn(move |mut request| {
+            request.extensions_mut().insert(of.clone());
+            routes.call(request)
+        });
         tokio::spawn(async move {
             let mut http = hyper::server::conn::http1::Builder::new();
             // One request a connection: its descriptors are then that request's.
             http.keep_alive(false).timer(TokioTimer::new()).header_read_timeout(HEADER_TIME);
             let io = TokioIo::new(Connection::new(stream, fds));
             // An error is the peer's: it has been told, or is gone.
-            let _ = http.serve_connection(io, TowerToHyperService::new(service)).await;
+            let _ = http.serve_connection(io, service).await;
             drop(place);
         });
     }

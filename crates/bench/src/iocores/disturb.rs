@@ -13,7 +13,8 @@
 //! - *monitor*: its thread is ended, and an eighth of a second later begun anew, again and again. A thread
 //!   cannot be killed without its process; to the data path this is the same: it stops between two
 //!   samples. (That a policy which panics ends alone is tested in `rtvirtio_dataplane`.)
-//! - *reader*: clients follow the event stream and never read it, while 200 events a second fill it.
+//! - *reader*: clients follow the event stream and never read it, for two seconds: 200 events each fill their sockets.
+//!   There are as many events without them: what causes them is no disturbance.
 //! - *malformed*: 10,000 requests that are none, or ask for what is not there.
 //!
 //! Who disturbs is nice: looked for is what the server makes of it, not what its peer takes of two CPUs.
@@ -235,18 +236,22 @@ impl Benchmark<'_> {
             let count = || {
                 done.fetch_add(1, Ordering::Relaxed);
             };
-            let slices = scenario.phases[1..].iter().enumerate();
-            for (_, phase) in slices.filter(|(second, _)| is_disturbed(*second)) {
+            let mut readers = Vec::new();
+            for (second, phase) in scenario.phases[1..].iter().enumerate() {
                 let slice = phase.span;
                 if !clock.sleep_until(slice.start) {
                     break;
                 }
                 let end = slice.stop;
-                match disturbance {
-                    Disturbance::None => {}
-                    Disturbance::Monitor => end_the_monitor(control, clock, end, count)?,
-                    Disturbance::Reader => never_read(control, clock, end, count)?,
-                    Disturbance::Malformed => {
+                match (disturbance, is_disturbed(second)) {
+                    (Disturbance::Reader, disturbed) => {
+                        let wanted = if disturbed { READERS } else { 0 };
+                        never_read(control, &mut readers, wanted)?;
+                        cause_events(control, clock, end, count)?;
+                    }
+                    (Disturbance::None, _) | (_, false) => {}
+                    (Disturbance::Monitor, true) => end_the_monitor(control, clock, end, count)?,
+                    (Disturbance::Malformed, true) => {
                         malformed(control, clock, end, REQUESTS.div_ceil(self.seconds), count)?;
                     }
                 }
@@ -339,13 +344,23 @@ fn end_the_monitor(
     })
 }
 
-fn never_read(control: &ControlClient, clock: &Clock, end: Nanos, count: impl Fn()) -> Result<()> {
-    let mut readers = Vec::new();
-    for _ in 0..READERS {
+/// Has so many clients follow the events, and read none.
+fn never_read(control: &ControlClient, readers: &mut Vec<UnixStream>, wanted: usize) -> Result<()> {
+    readers.truncate(wanted);
+    while readers.len() < wanted {
         let mut reader = UnixStream::connect(control.socket()).context("follow events")?;
         reader.write_all(b"GET /v1/events HTTP/1.1\r\nHost: rtvirtio\r\n\r\n")?;
         readers.push(reader);
     }
+    Ok(())
+}
+
+fn cause_events(
+    control: &ControlClient,
+    clock: &Clock,
+    end: Nanos,
+    count: impl Fn(),
+) -> Result<()> {
     let names = ["iot1", "iot0"].map(IoThreadName::new);
     let [Ok(first), Ok(second)] = names else { bail!("a bad name of an iothread") };
     let bodies = [first, second].map(|iothread| MoveQueue { iothread });
