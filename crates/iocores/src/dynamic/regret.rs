@@ -20,7 +20,7 @@ const STILL: f64 = 0.9;
 const FORGOTTEN: Nanos = Nanos::from_millis(3_000);
 
 /// Back-off after the first regret, in control periods, and at most.
-const BACK_OFF: (u64, u64) = (20, 100);
+const BACK_OFF: (u64, u64) = (20, 600);
 
 /// What a regret is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -307,12 +307,12 @@ mod tests {
     }
 
     #[test]
-    fn back_off_doubles_to_100_periods_and_does_not_hold_for_another_load() {
+    fn back_off_doubles_to_a_minute_and_does_not_hold_for_another_load() {
         let mut back_off = BackOff::default();
-        let periods: Vec<_> = (0..4).map(|_| back_off.seen(Nanos::ZERO, LOAD)).collect();
-        assert_eq!(periods, [20, 40, 80, 100]);
-        assert!(back_off.holds(Nanos::from_millis(9_999), &LOAD));
-        assert!(!back_off.holds(Nanos::from_millis(10_000), &LOAD));
+        let periods: Vec<_> = (0..6).map(|_| back_off.seen(Nanos::ZERO, LOAD)).collect();
+        assert_eq!(periods, [20, 40, 80, 160, 320, 600]);
+        assert!(back_off.holds(Nanos::from_millis(59_999), &LOAD));
+        assert!(!back_off.holds(Nanos::from_millis(60_000), &LOAD));
         for other in [
             Situation { io: 2_000.0, ..LOAD },
             Situation { loaded: 4, ..LOAD },
