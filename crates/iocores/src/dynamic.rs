@@ -10,7 +10,7 @@
 //! 1. *Bounds.* The number comes back within [`Limits`].
 //! 2. *Regret.* What was done last is undone if it lowered the utility ([`crate::utility`]) by more
 //!    than 3 % and 2 sigma: up to 5 periods of such a load before it against 5 after it in which no
-//!    less was asked for. That kind of action is then not tried at such a load for 20 to 100
+//!    less was asked for. That kind of action is then not tried at such a load for 20 to 600
 //!    periods. An addition that raised it as clearly is, as long, not doubted for what vCPUs wait.
 //! 3. *CPUs.* Where borrowing is allowed, vCPUs leave the CPU of an IOThread that waits for it if
 //!    what they lose is less than what it gains, and come back if for a second they waited for more

@@ -159,8 +159,20 @@ pub struct Vm {
     pub id: VmId,
     /// Its vCPUs on a CPU.
     pub ran: Nanos,
-    /// Its vCPUs ready, but not on a CPU.
+    /// Its vCPUs ready, but not on a CPU, as far as they lost something by it: [`lost`].
     pub waited: Nanos,
+}
+
+/// Part of a time that a vCPU was ready or ran, from which on it counts as one that never slept.
+const AWAKE: f64 = 0.9;
+
+/// Of what a vCPU has `waited` for a CPU while so much time `passed`, what it could have computed more: all, if it never
+/// slept; nothing, if it did, for it has done what it had to do. (One that waits for I/O waits for a CPU too each time
+/// a request ends, and computes no more for having one sooner.)
+#[must_use]
+pub fn lost(ran: Nanos, waited: Nanos, passed: Nanos) -> Nanos {
+    let awake = ran.saturating_add(waited).as_secs_f64();
+    if awake >= AWAKE * passed.as_secs_f64() { waited } else { Nanos::ZERO }
 }
 
 /// A CPU of the host.

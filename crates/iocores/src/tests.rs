@@ -181,6 +181,14 @@ fn queue_that_fills_an_iothread_gets_one_of_its_own_beside_others_that_need_one(
 
 /// A second IOThread makes every request dearer by 0.9: it brings 5 %, and costs a core.
 #[test]
+fn vcpu_that_sleeps_has_lost_nothing_by_waiting() {
+    let ms = Nanos::from_millis;
+    let lost = |ran, waited| lost(ms(ran), ms(waited), ms(100)).get() / 1_000_000;
+    // One that computes beside another, and one that waits for I/O between two times.
+    assert_eq!([lost(50, 50), lost(30, 62), lost(30, 55), lost(0, 0)], [50, 62, 0, 0]);
+}
+
+#[test]
 fn action_that_harms_is_reverted_and_not_tried_again_soon() {
     let mut world = World::new(2, 2, 64);
     world.group(16);

@@ -7,7 +7,8 @@
 //!   more, so that a large one is worth more than a small one, but not by its bytes alone.
 //! - *Compute progress* is what the VMs computed of what they wanted to, in CPUs: the reference's
 //!   demand × ran / (ran + waited). So a VM that has nothing to do costs nothing. A bench knows
-//!   what was computed; a policy takes for it what vCPUs ran and waited, some of which is for I/O.
+//!   what was computed; a policy takes for it what vCPUs ran, some of which is for I/O, and what they
+//!   lost by waiting ([`lost`](crate::lost)).
 //! - *I/O cores* are the IOThreads that there are, mean over the time; each has a CPU of its own.
 //!
 //! There is one [`Reference`] for hosts of every size, for benches and for a policy's own past, made

@@ -122,6 +122,15 @@ pub struct Counts {
     pub in_flight: u64,
 }
 
+/// What the policy has been told of a thread that stands for a vCPU.
+#[derive(Debug, Clone, Copy, Default)]
+struct VcpuTimes {
+    /// How long it had run, and waited for a CPU.
+    last: (Nanos, Nanos),
+    /// What it lost by waiting.
+    lost: Nanos,
+}
+
 /// A host with VMs and a policy, at a time.
 pub struct Simulation<'a> {
     costs: crate::costs::Costs,
@@ -138,6 +147,8 @@ pub struct Simulation<'a> {
     /// First queue of each VM, and the end.
     first: Vec<u32>,
     burners: Vec<Compute>,
+    /// As last measured, of the threads of queues and then of those that compute.
+    vcpu_times: Vec<VcpuTimes>,
     disks: Vec<Disk>,
     changes: Vec<(u64, Change)>,
     next_change: usize,
@@ -191,6 +202,7 @@ impl<'a> Simulation<'a> {
             count: machine.cpus,
             vcpus: mask(&machine.vcpus),
             has_seen_vms: false,
+            vcpu_times: Vec::new(),
             ios: Vec::new(),
             queues: Vec::new(),
             first: vec![0],

@@ -8,9 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use rtvirtio_iocores::{Cpu, Vm, VmId};
+use rtvirtio_iocores::{Cpu, Vm, VmId, lost};
 use rtvirtio_units::{CpuId, Nanos};
 
+use crate::queue::now;
 use crate::vcpus;
 
 /// Largest `/proc/stat` that is read: a host of 1,024 CPUs has some 80 bytes for each, and interrupts.
@@ -61,6 +62,23 @@ fn schedstat(text: &[u8]) -> OnCpu {
 struct Vcpu {
     stat: SchedStat,
     last: OnCpu,
+    /// When that was read, by the monotonic clock, ns.
+    at: u64,
+}
+
+impl Vcpu {
+    /// What it had since it was last read: ran, and lost by waiting.
+    fn read(&mut self) -> OnCpu {
+        let (now, at) = (self.stat.read(), now());
+        if now == OnCpu::default() {
+            return now;
+        }
+        let (last, since) = (self.last, std::mem::replace(&mut self.at, at));
+        self.last = now;
+        let ran = now.ran.saturating_sub(last.ran);
+        let waited = now.waited.saturating_sub(last.waited);
+        OnCpu { ran, waited: lost(ran, waited, Nanos::new(at.saturating_sub(since))) }
+    }
 }
 
 /// A front end's process.
@@ -80,7 +98,7 @@ pub(super) struct Host {
     processes: BTreeMap<i32, Process>,
     /// CPUs on which any of their vCPUs may run; while there is none, where the next is taken to run.
     shared: BTreeSet<CpuId>,
-    /// What the vCPUs of a VM have had; of those that are gone too.
+    /// What the vCPUs of a VM have had, and lost; of those that are gone too.
     vms: BTreeMap<VmId, OnCpu>,
     refreshes: u64,
     /// The refresh at which vCPUs are looked for again.
@@ -118,12 +136,9 @@ impl Host {
         for process in self.processes.values_mut().filter(|process| !process.vcpus.is_empty()) {
             let sum = self.vms.entry(process.vm).or_default();
             for vcpu in &mut process.vcpus {
-                let (now, last) = (vcpu.stat.read(), vcpu.last);
-                sum.ran = sum.ran.saturating_add(now.ran.saturating_sub(last.ran));
-                sum.waited = sum.waited.saturating_add(now.waited.saturating_sub(last.waited));
-                if now != OnCpu::default() {
-                    vcpu.last = now;
-                }
+                let had = vcpu.read();
+                sum.ran = sum.ran.saturating_add(had.ran);
+                sum.waited = sum.waited.saturating_add(had.waited);
             }
         }
         self.refreshes += 1;
@@ -218,7 +233,7 @@ impl Process {
         for thread in vcpus::vcpus(pid) {
             let stat = SchedStat(File::open(format!("/proc/{pid}/task/{thread}/schedstat")).ok());
             let last = stat.read();
-            process.vcpus.push(Vcpu { stat, last });
+            process.vcpus.push(Vcpu { stat, last, at: now() });
             process.cpus.extend(vcpus::cpus_of(thread).iter().flat_map(vcpus::listed));
         }
         process.cpus.sort_unstable();

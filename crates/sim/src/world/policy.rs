@@ -1,13 +1,13 @@
 //! What the policy is shown, and what it has done.
 
 use rtvirtio_iocores::{
-    Action, Cpu, Decision, QueueId, REFRESH, SAMPLE, Thread, ThreadId, Vm, VmId,
+    Action, Cpu, Decision, QueueId, REFRESH, SAMPLE, Thread, ThreadId, Vm, VmId, lost,
 };
 use rtvirtio_units::{CpuId, Nanos};
 use serde::Serialize;
 
 use super::iothread::Letter;
-use super::{Simulation, mask};
+use super::{Simulation, VcpuTimes, mask};
 use crate::events::Event;
 use crate::meter::Totals;
 
@@ -88,6 +88,7 @@ impl Simulation<'_> {
             io.measured = self.cpus.times(io.thread, now);
         }
         let snapshot = &mut self.snapshot;
+        let passed = snapshot.now.saturating_sub(snapshot.measured);
         snapshot.measured = snapshot.now;
         // As there, a VM is known by its disk's front end, and where its vCPUs run once there was one.
         snapshot.vms.clear();
@@ -97,12 +98,19 @@ impl Simulation<'_> {
         snapshot.vms.extend(seen.map(vm));
         let clients = self.queues.iter().map(|queue| (queue.vm, queue.client.thread));
         let burners = self.burners.iter().map(|burner| (burner.vm, burner.thread));
-        for (vm, thread) in clients.chain(burners) {
-            let Ok(at) = snapshot.vms.binary_search_by_key(&VmId(vm), |vm| vm.id) else { continue };
+        let vcpus = clients.chain(burners);
+        self.vcpu_times.resize(self.queues.len() + self.burners.len(), VcpuTimes::default());
+        for ((vm, thread), times) in vcpus.zip(&mut self.vcpu_times) {
             let (ran, waited) = self.cpus.times(thread, now);
+            let [ran, waited] = [ran, waited].map(Nanos::new);
+            let (was_ran, had_waited) = std::mem::replace(&mut times.last, (ran, waited));
+            let waited = waited.saturating_sub(had_waited);
+            times.lost =
+                times.lost.saturating_add(lost(ran.saturating_sub(was_ran), waited, passed));
+            let Ok(at) = snapshot.vms.binary_search_by_key(&VmId(vm), |vm| vm.id) else { continue };
             let vm = &mut snapshot.vms[at];
-            vm.ran = vm.ran.saturating_add(Nanos::new(ran));
-            vm.waited = vm.waited.saturating_add(Nanos::new(waited));
+            vm.ran = vm.ran.saturating_add(ran);
+            vm.waited = vm.waited.saturating_add(times.lost);
         }
         self.has_seen_vms |= !snapshot.vms.is_empty();
         let vcpus = if self.has_seen_vms { self.vcpus } else { 0 };
