@@ -22,7 +22,8 @@
 //!    more queues stand, there are more parts, so that two additions can reach the largest number.
 //!    Where no IOThread has room, a queue moves if it gets a fifth more on another one than the least gets now.
 //! 5. *Return.* IOThreads go if for one second the others could have done their work, or vCPUs
-//!    waited that could do as much instead: to within [`SPARE`] of what one core is worth.
+//!    waited that could do as much instead: to within [`SPARE`] of what one core is worth; after half
+//!    a second if they had no work.
 //!    That is a bet if the others are then more than 60 % busy, and regret keeps the books.
 //! 6. *Spread.* Idle queues of one VM go to different IOThreads, if none of these is needless: they mostly become busy
 //!    together.
@@ -37,7 +38,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use rtvirtio_units::{CpuId, Nanos};
 
-use crate::place::{self, LOADED, Split, load};
+use crate::place::{self, DELAY, LOADED, Split, load};
 use crate::sample::{QueueLoad, Sample, find};
 use crate::utility::Weights;
 use crate::{
@@ -63,9 +64,6 @@ const HOT: f64 = 0.85;
 /// One that is less busy has room: what waits there waits for something else, such as a limit.
 const ROOM: f64 = 0.60;
 
-/// What requests may wait on average before they start.
-const DELAY: Nanos = Nanos::from_micros(200);
-
 /// Of what a core is worth, what may be lost by giving some back.
 const SPARE: f64 = 0.6;
 
@@ -86,6 +84,10 @@ const MISTAKEN: Nanos = Nanos::from_millis(2_000);
 
 /// Periods for which a core must have been needless.
 const NEEDLESS: usize = 10;
+
+/// And for which it must have been unused: less than [`UNUSED`] busy.
+const NEEDLESS_UNUSED: usize = 5;
+const UNUSED: f64 = 0.05;
 
 /// Periods that are remembered.
 const HISTORY: usize = 20;
@@ -111,7 +113,7 @@ pub(crate) struct Dynamic {
     /// Loads, over some periods: half of each is the last one's.
     loads: BTreeMap<QueueId, f64>,
     /// How many IOThreads each of the last periods could have done without, with this many.
-    spare: (usize, VecDeque<usize>),
+    spare: (usize, VecDeque<Spare>),
     added: Option<Nanos>,
     /// And at what load.
     removed: Option<(Nanos, Situation)>,
@@ -134,6 +136,14 @@ pub(crate) struct Dynamic {
     gone: BTreeSet<(QueueId, ThreadId)>,
     /// Periods in a row in which vCPUs could have used it better.
     missed: BTreeMap<CpuId, usize>,
+}
+
+/// How many IOThreads there could have been fewer.
+#[derive(Debug, Clone, Copy)]
+struct Spare {
+    count: usize,
+    /// Of these, so many as did nothing.
+    unused: usize,
 }
 
 /// An IOThread that is pressed.
@@ -319,8 +329,9 @@ impl Dynamic {
         };
         self.loads = view.period.queues.iter().map(smooth).collect();
         let pressed = self.find_pressed(view);
-        let possible = self.could_spare(view);
-        self.spare.1.push_back(possible);
+        let count = self.could_spare(view);
+        let unused = view.period.unlocked().filter(|thread| thread.busy < UNUSED).count();
+        self.spare.1.push_back(Spare { count, unused: unused.min(count) });
         if self.spare.1.len() > NEEDLESS {
             self.spare.1.pop_front();
         }

@@ -6,11 +6,20 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
+use rtvirtio_units::Nanos;
+
 use crate::sample::{QueueLoad, Sample};
-use crate::{QueueId, ThreadId};
+use crate::{QueueId, ThreadId, VmId};
 
 /// Below this share of a thread a queue does not count as loaded.
 pub(crate) const LOADED: f64 = 0.02;
+
+/// What requests may wait on average before they start.
+pub(crate) const DELAY: Nanos = Nanos::from_micros(200);
+
+/// What a queue whose requests wait has of an IOThread in a few samples, as a multiple of an equal part, that may as
+/// well be its turn in them.
+const CHANCE: std::ops::RangeInclusive<f64> = 0.5..=2.0;
 
 /// A queue that has so much of what another has would take as much.
 const TAKES: f64 = 0.8;
@@ -38,6 +47,11 @@ pub(crate) struct FairShare {
 }
 
 impl FairShare {
+    /// Of several, one can go and leave the IOThread as full as it is.
+    pub(crate) fn is_contended(self) -> bool {
+        self.takers > 1
+    }
+
     /// In an IOThread that is not `full`, none would take more. In one that is, those that have most have about the
     /// same: it serves queues by turns.
     pub(crate) fn of(queues: &[QueueLoad], full: f64) -> Self {
@@ -97,7 +111,8 @@ pub(crate) fn split(queues: &[QueueLoad], movable: impl Fn(QueueId) -> bool) -> 
 
 /// Of `queues`, in so many parts of about the same load, those that go: all but the one with most
 /// queues. Those that are not `movable`, and those without load, stay. One that stands may not have
-/// been served lately: it counts an equal part at least.
+/// been served lately: it counts an equal part at least; and one whose requests wait just that, if it had about as
+/// much. Of those that count the same, a VM's go to different parts: they mostly become busy together.
 pub(crate) fn parts_that_go(
     queues: &[QueueLoad],
     count: usize,
@@ -111,18 +126,28 @@ pub(crate) fn parts_that_go(
     }
     let counts = |queue: &QueueLoad| queue.busy >= LOADED || queue.standing;
     let equal = 1.0 / queues.iter().filter(|queue| counts(queue)).count().max(1) as f64;
+    let waits =
+        |queue: &QueueLoad| queue.waited.get() > DELAY.get().saturating_mul(queue.requests.max(1));
     let weight = |queue: &QueueLoad| {
-        if queue.standing { queue.busy.max(equal) } else { queue.busy }
+        if queue.standing {
+            queue.busy.max(equal)
+        } else if waits(queue) && CHANCE.contains(&(queue.busy / equal)) {
+            equal
+        } else {
+            queue.busy
+        }
     };
     let (mut free, fixed): (Vec<_>, Vec<_>) =
         queues.iter().filter(|queue| counts(queue)).partition(|queue| movable(queue.id));
-    free.sort_by_key(|queue: &QueueLoad| (Reverse(parts(weight(queue))), queue.id));
+    free.sort_by_key(|queue: &QueueLoad| (Reverse(parts(weight(queue))), queue.vm, queue.id));
     let mut bins = vec![Bin::default(); count];
     let Some(first) = bins.first_mut() else { return Vec::new() };
     first.weight = fixed.iter().map(weight).sum();
     first.load = load(&fixed);
     for queue in free {
-        if let Some(bin) = bins.iter_mut().min_by_key(|bin| (parts(bin.weight), bin.held.len())) {
+        let of_vm = |bin: &Bin, vm: VmId| bin.held.iter().filter(|held| held.vm == vm).count();
+        let least = |bin: &&mut Bin| (parts(bin.weight), of_vm(bin, queue.vm), bin.held.len());
+        if let Some(bin) = bins.iter_mut().min_by_key(least) {
             bin.weight += weight(&queue);
             bin.load += queue.busy;
             bin.held.push(queue);
@@ -132,6 +157,33 @@ pub(crate) fn parts_that_go(
     let stays = bins.remove(most.filter(|_| fixed.is_empty()).unwrap_or(0)).load;
     let part = |Bin { load, held: go, .. }| Split { go, load, stays };
     bins.into_iter().map(part).filter(|part| !part.go.is_empty()).collect()
+}
+
+/// Of `queues` without load, those that go with a part of the others: half of a VM's, and of all.
+pub(crate) fn idle_that_go(
+    queues: &[QueueLoad],
+    part: &[QueueLoad],
+    movable: impl Fn(QueueId) -> bool,
+) -> Vec<QueueLoad> {
+    let goes = |queue: &QueueLoad| part.iter().any(|of| of.id == queue.id);
+    let mut go = part.to_vec();
+    let mut stay: Vec<_> = queues.iter().filter(|queue| !goes(queue)).copied().collect();
+    let mut idle: Vec<_> = stay
+        .iter()
+        .filter(|of| of.busy < LOADED && !of.standing && movable(of.id))
+        .copied()
+        .collect();
+    idle.sort_by_key(|queue| (queue.vm, queue.id));
+    let of_vm = |held: &[QueueLoad], vm| held.iter().filter(|queue| queue.vm == vm).count();
+    idle.retain(|queue| {
+        let gains = go.len() < stay.len() && of_vm(&go, queue.vm) < of_vm(&stay, queue.vm);
+        if gains {
+            stay.retain(|of| of.id != queue.id);
+            go.push(*queue);
+        }
+        gains
+    });
+    idle
 }
 
 /// Where queues go, and what comes of it.
@@ -179,10 +231,7 @@ pub(crate) fn drain(
 
 #[cfg(test)]
 mod tests {
-    use rtvirtio_units::Nanos;
-
     use super::*;
-    use crate::VmId;
 
     fn queue(id: u32, thread: u32, busy: f64) -> QueueLoad {
         QueueLoad {
@@ -252,6 +301,36 @@ mod tests {
             let stand = part.go.iter().filter(|queue| queue.standing).count();
             assert!((1..=14).contains(&stand), "{part:?}");
         }
+    }
+
+    #[test]
+    fn queues_of_a_vm_that_wait_go_to_different_parts() {
+        let waiting = |id: u32, busy| QueueLoad {
+            vm: VmId(id / 2),
+            requests: 10,
+            waited: Nanos::from_millis(10),
+            ..queue(id, 0, busy)
+        };
+        let loads = [0.07, 0.13, 0.2, 0.11, 0.12, 0.1, 0.13, 0.14];
+        let queues: Vec<_> = (0..).zip(loads).map(|(id, load)| waiting(id, load)).collect();
+        assert_eq!(ids(&split(&queues, |_| true).go), [1, 3, 5, 7]);
+        // Without a wait they have what they ask for: 0.2, 0.12, 0.11 and 0.07 against the others.
+        let served: Vec<_> =
+            queues.iter().map(|of| QueueLoad { waited: Nanos::ZERO, ..*of }).collect();
+        let split = split(&served, |_| true);
+        assert!((split.load - split.stays).abs() < 0.03, "{split:?}");
+        assert_ne!(ids(&split.go), [1, 3, 5, 7]);
+    }
+
+    #[test]
+    fn idle_queues_go_along_by_halves() {
+        let of = |id: u32| QueueLoad { vm: VmId(id / 2), ..queue(id, 0, f64::from(id / 6) * 0.5) };
+        let queues: Vec<_> = (0..8).map(of).collect();
+        // 6 and 7 are loaded, and 7 goes: then one of each other VM too.
+        assert_eq!(ids(&idle_that_go(&queues, &queues[7..], |_| true)), [0, 2, 4]);
+        assert_eq!(ids(&idle_that_go(&queues, &queues[7..], |id| id.0 > 2)), [3, 4]);
+        // Half are there already.
+        assert_eq!(ids(&idle_that_go(&queues[4..], &queues[6..], |_| true)), []);
     }
 
     #[test]

@@ -115,6 +115,7 @@ pub(crate) struct QueueState {
     vm: usize,
     queue: usize,
     slots: Vec<Slot>,
+    seed: u64,
     random: Random,
     pub(crate) record: Record,
 }
@@ -145,6 +146,7 @@ impl QueueState {
             vm,
             queue,
             slots: (0..MAX_DEPTH).map(slot).collect(),
+            seed: seed ^ ((queue as u64 + 1) << 40),
             random: Random::new(seed ^ ((queue as u64 + 1) << 40)),
             record: Record::new(scenario)?,
         })
@@ -154,10 +156,13 @@ impl QueueState {
         Unverified { vm: self.vm, queue: self.queue, what }
     }
 
-    /// Time to the next request of a rate (Poisson).
-    fn gap(&mut self, rate: f64) -> Nanos {
-        let uniform = (self.random.next() >> 11) as f64 / (1_u64 << 53) as f64;
-        Nanos::from_secs_f64(-(1.0 - uniform).ln() / rate).max(Nanos::new(1))
+    /// Times between requests of a rate (Poisson): the same for all policies, whatever each of them gets done before.
+    fn gaps(&self, stream: &Stream, rate: f64) -> impl FnMut() -> Nanos + use<> {
+        let mut random = Random::new(!self.seed ^ stream.span.start.get());
+        move || {
+            let uniform = (random.next() >> 11) as f64 / (1_u64 << 53) as f64;
+            Nanos::from_secs_f64(-(1.0 - uniform).ln() / rate).max(Nanos::new(1))
+        }
     }
 
     /// Starts a request of a slot that has none.
@@ -268,7 +273,8 @@ impl QueueState {
     fn paced(&mut self, on: &mut Queue, stream: &Stream, rate: f64, clock: &Clock) -> Result<()> {
         let (bytes, stop) = (stream.block.get() as usize, stream.span.stop);
         let mut free: Vec<usize> = (0..on.depth()).rev().collect();
-        let mut due = stream.span.start.saturating_add(self.gap(rate));
+        let mut gap = self.gaps(stream, rate);
+        let mut due = stream.span.start.saturating_add(gap());
         let mut since = Instant::now();
         loop {
             let now = clock.now();
@@ -279,7 +285,7 @@ impl QueueState {
                 && let Some(slot) = free.pop()
             {
                 self.submit(on, slot, bytes, due);
-                due = due.saturating_add(self.gap(rate));
+                due = due.saturating_add(gap());
             }
             // With a full ring it is an end that is waited for.
             let until = if free.is_empty() { stop } else { due.min(stop) };
@@ -420,10 +426,20 @@ mod tests {
 
     #[test]
     fn requests_of_a_rate_come_as_often_as_it_says() {
-        let mut state = QueueState::new(&scenario(), 0, 0).unwrap();
-        let sum: u64 = (0..20_000).map(|_| state.gap(1_000.0).get()).sum();
-        let mean = sum as f64 / 20_000.0;
+        let scenario = scenario();
+        let [first, second] = [0, 1].map(|queue| QueueState::new(&scenario, 0, queue).unwrap());
+        let span = Span { start: Nanos::ZERO, stop: Nanos::from_millis(20) };
+        let load = Load::Rate(Iops::new(1_000.0).unwrap());
+        let stream = Stream { queue: 0, span, block: Bytes::from_kib(4), load };
+        let gaps = |of: &QueueState, n| -> Vec<u64> {
+            let mut gap = of.gaps(&stream, 1_000.0);
+            (0..n).map(|_| gap().get()).collect()
+        };
+        let mean = gaps(&first, 20_000).iter().sum::<u64>() as f64 / 20_000.0;
         assert!((mean / 1e6 - 1.0).abs() < 0.03, "{mean}");
+        // The same again, and of another queue others.
+        assert_eq!(gaps(&first, 3), gaps(&first, 3));
+        assert_ne!(gaps(&first, 3), gaps(&second, 3));
     }
 
     #[test]

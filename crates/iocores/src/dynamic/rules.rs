@@ -171,6 +171,8 @@ impl Dynamic {
         new.truncate(room);
         let mut parts = new.len();
         let mut adds = Vec::new();
+        let mut along = self.budget.left_to_spread(view.snapshot);
+        let mut gone = BTreeSet::new();
         for ((pressed, mut split), cpu) in new.into_iter().zip(candidates) {
             // A core of I/O at most is gained; what vCPUs do not leave idle is lost.
             let lost = if vcpus.contains(&cpu) { (1.0 - idle).clamp(0.0, 1.0) } else { 0.0 };
@@ -191,6 +193,15 @@ impl Dynamic {
                 self.limits.most,
             );
             idle -= if vcpus.contains(&cpu) { 1.0 } else { 0.0 };
+            // Or those that become busy later would all be with the part that stays.
+            let may_move = |queue| self.budget.may_move(queue) && !gone.contains(&queue);
+            let mut others =
+                place::idle_that_go(&view.groups[&pressed.thread], &split.go, may_move);
+            others.truncate(along.min(moves));
+            along -= others.len();
+            moves -= others.len();
+            gone.extend(others.iter().map(|queue| queue.id));
+            split.go.append(&mut others);
             adds.push((cpu, split, reason));
         }
         if adds.is_empty() {
@@ -299,14 +310,18 @@ impl Dynamic {
         decisions
     }
 
-    /// Where relief has found no room, moves a queue from the IOThread whose queues get least to the one where it gets
-    /// most. In sum nothing is gained, but by the queue that waits longest. So there is nothing to regret.
+    /// Where relief has found no room for what queues had, moves a queue from the IOThread whose queues get least to
+    /// the one where it gets most. If that is full, nothing is gained in sum, but by the queue that waits longest: so
+    /// there is nothing to regret. If not, what is left of it is gained, on trial.
     pub(super) fn even_out(
         &mut self,
         view: &View<'_>,
         pressed: &[Pressed],
     ) -> Option<Vec<Decision>> {
-        if pressed.is_empty() || !self.is_settled(view) {
+        // What is split at once, by a few samples, is mended as soon as a period has shown it.
+        let is_split = self.trial.as_ref().is_some_and(|trial| trial.kind == Kind::Add)
+            && self.may_add(view.now, true);
+        if pressed.is_empty() || !(is_split || self.is_settled(view)) {
             return None;
         }
         // Of the whole period, in which a load that comes and goes is seen on average.
@@ -318,19 +333,23 @@ impl Dynamic {
         let others = others.map(|thread| (thread, share(&thread.id)));
         let (to, would) = others.max_by(|a, b| a.1.with(1).total_cmp(&b.1.with(1)))?;
         let situation = self.situation(view, from.urgent);
-        if would.with(1) <= EVEN * gets.with(0)
+        let (here, there) = (load(&groups[&from.thread]), load(&groups[&to.id]));
+        let fills = there < HOT && from.urgent && gets.is_contended();
+        if !(fills || would.with(1) > EVEN * gets.with(0))
             || self.budget.left_to_balance(view.snapshot) == 0
             || self.back_off[Kind::Move as usize].holds(view.now, &situation)
         {
             return None;
         }
-        let (here, there) = (load(&groups[&from.thread]), load(&groups[&to.id]));
         let may = |of: &&QueueLoad| {
             // Loads that are all met would only change places.
-            (there >= HOT || there + of.busy < here) && self.may_go(of.id, from.thread)
+            (there >= HOT || fills || there + of.busy < here) && self.may_go(of.id, from.thread)
         };
         let queue = *FairShare::takers(&groups[&from.thread]).find(may)?;
         self.gone.insert((queue.id, from.thread));
+        if fills {
+            return Some(self.balance(view, from, to, &[queue]));
+        }
         Some(self.hand_over(view, from, to, &[queue]))
     }
 
@@ -339,7 +358,7 @@ impl Dynamic {
     pub(super) fn spread(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
         let mut left = self.budget.left_to_spread(view.snapshot);
         // Not where one that is needless is about to go.
-        let is_needed = self.spare.1.back() == Some(&0);
+        let is_needed = self.spare.1.back().is_some_and(|spare| spare.count == 0);
         if view.window.threads.len() < 2 || left == 0 || !is_needed || !self.is_settled(view) {
             return None;
         }
@@ -354,6 +373,7 @@ impl Dynamic {
             }
         }
         queues.sort_unstable();
+        let mut others: BTreeMap<(ThreadId, ThreadId), Vec<QueueId>> = BTreeMap::new();
         let is_idle = |queue| self.loads.get(&queue).is_some_and(|&load| load < IDLE);
         let mut moves = Vec::new();
         for vm in queues.chunk_by(|a, b| a.0 == b.0) {
@@ -368,12 +388,22 @@ impl Dynamic {
             let from = crowd[0].1;
             let may = |queue: &QueueId| is_idle(*queue) && self.may_go(*queue, from);
             let queue = crowd.iter().map(|queue| queue.2).find(may);
-            if let Some(queue) = queue.filter(|_| crowd.len() >= here(&to) + 2) {
-                left -= 1;
+            let Some(queue) = queue.filter(|_| crowd.len() >= here(&to) + 2) else { continue };
+            // Not at the price of numbers: against another one, if no fewer queues are there.
+            if held[&to].1 < held[&from].1 {
                 held.entry(from).and_modify(|held| held.1 -= 1);
                 held.entry(to).and_modify(|held| held.1 += 1);
-                moves.push((queue, from, to));
+            } else if let Some(other) =
+                others.get_mut(&(to, from)).filter(|_| left > 1).and_then(Vec::pop)
+            {
+                left -= 1;
+                moves.push((other, to, from));
+            } else {
+                others.entry((from, to)).or_default().push(queue);
+                continue;
             }
+            left -= 1;
+            moves.push((queue, from, to));
         }
         let mut decide = |(queue, from, to): (QueueId, ThreadId, ThreadId)| {
             self.gone.insert((queue, from));
@@ -434,12 +464,19 @@ impl Dynamic {
 
     /// Removes the IOThreads that were not needed for a while.
     pub(super) fn give_back(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
-        let count = self.spare.1.iter().copied().min()?;
-        let long = self.spare.1.len() >= NEEDLESS;
-        if count == 0 || !long || !self.may_remove(view.now) {
+        let least = |periods: usize, of: fn(&Spare) -> usize| {
+            self.spare.1.iter().rev().take(periods).map(of).min().unwrap_or(0)
+        };
+        let needless = least(NEEDLESS, |spare| spare.count);
+        let unused = least(NEEDLESS_UNUSED, |spare| spare.unused);
+        let (count, periods) =
+            if needless >= unused { (needless, NEEDLESS) } else { (unused, NEEDLESS_UNUSED) };
+        // One that has just been added may have to wait for its load.
+        let is_new = self.spare.1.len() < NEEDLESS;
+        if count == 0 || is_new || !self.may_remove(view.now) {
             return None;
         }
-        let recent: Vec<_> = self.history.iter().rev().take(NEEDLESS).copied().collect();
+        let recent: Vec<_> = self.history.iter().rev().take(periods).copied().collect();
         let mean = Period::mean(&recent);
         if self.back_off[Kind::Remove as usize].holds(view.now, &self.situation(view, false)) {
             return None;
@@ -447,7 +484,7 @@ impl Dynamic {
         let gone = self.victims(view, count);
         let threads = view.window.threads.len();
         let reason = format!(
-            "{threads} IOThreads were {} % busy in all, for a second {count} fewer would have done",
+            "{threads} IOThreads were {} % busy in all, for {periods} periods {count} fewer would have done",
             percent(mean.busy),
         );
         self.remove(view, &gone, &reason)
