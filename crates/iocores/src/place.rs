@@ -123,6 +123,8 @@ pub(crate) fn parts_that_go(
         weight: f64,
         load: f64,
         held: Vec<QueueLoad>,
+        /// How many of each VM.
+        vms: BTreeMap<VmId, usize>,
     }
     let counts = |queue: &QueueLoad| queue.busy >= LOADED || queue.standing;
     let equal = 1.0 / queues.iter().filter(|queue| counts(queue)).count().max(1) as f64;
@@ -145,17 +147,18 @@ pub(crate) fn parts_that_go(
     first.weight = fixed.iter().map(weight).sum();
     first.load = load(&fixed);
     for queue in free {
-        let of_vm = |bin: &Bin, vm: VmId| bin.held.iter().filter(|held| held.vm == vm).count();
-        let least = |bin: &&mut Bin| (parts(bin.weight), of_vm(bin, queue.vm), bin.held.len());
+        let of_vm = |bin: &Bin| bin.vms.get(&queue.vm).copied().unwrap_or(0);
+        let least = |bin: &&mut Bin| (parts(bin.weight), of_vm(bin), bin.held.len());
         if let Some(bin) = bins.iter_mut().min_by_key(least) {
             bin.weight += weight(&queue);
             bin.load += queue.busy;
+            *bin.vms.entry(queue.vm).or_default() += 1;
             bin.held.push(queue);
         }
     }
     let most = (0..count).max_by_key(|&at| (bins[at].held.len(), Reverse(at)));
     let stays = bins.remove(most.filter(|_| fixed.is_empty()).unwrap_or(0)).load;
-    let part = |Bin { load, held: go, .. }| Split { go, load, stays };
+    let part = |Bin { load, held: go, .. }: Bin| Split { go, load, stays };
     bins.into_iter().map(part).filter(|part| !part.go.is_empty()).collect()
 }
 
@@ -166,22 +169,30 @@ pub(crate) fn idle_that_go(
     movable: impl Fn(QueueId) -> bool,
 ) -> Vec<QueueLoad> {
     let goes = |queue: &QueueLoad| part.iter().any(|of| of.id == queue.id);
-    let mut go = part.to_vec();
-    let mut stay: Vec<_> = queues.iter().filter(|queue| !goes(queue)).copied().collect();
-    let mut idle: Vec<_> = stay
-        .iter()
-        .filter(|of| of.busy < LOADED && !of.standing && movable(of.id))
-        .copied()
-        .collect();
-    idle.sort_by_key(|queue| (queue.vm, queue.id));
-    let of_vm = |held: &[QueueLoad], vm| held.iter().filter(|queue| queue.vm == vm).count();
-    idle.retain(|queue| {
-        let gains = go.len() < stay.len() && of_vm(&go, queue.vm) < of_vm(&stay, queue.vm);
-        if gains {
-            stay.retain(|of| of.id != queue.id);
-            go.push(*queue);
+    // Of each VM and of all, how many go and how many stay.
+    let mut of_vm: BTreeMap<VmId, (usize, usize)> = BTreeMap::new();
+    let mut of_all = (part.len(), 0);
+    for queue in queues {
+        let (go, stay) = of_vm.entry(queue.vm).or_default();
+        if goes(queue) {
+            *go += 1;
+        } else {
+            *stay += 1;
+            of_all.1 += 1;
         }
-        gains
+    }
+    let may = |of: &&QueueLoad| of.busy < LOADED && !of.standing && movable(of.id) && !goes(of);
+    let mut idle: Vec<_> = queues.iter().filter(may).copied().collect();
+    idle.sort_by_key(|queue| (queue.vm, queue.id));
+    idle.retain(|queue| {
+        let Some(of_vm) = of_vm.get_mut(&queue.vm) else { return false };
+        let is_fewer = of_all.0 < of_all.1 && of_vm.0 < of_vm.1;
+        if is_fewer {
+            for of in [of_vm, &mut of_all] {
+                *of = (of.0 + 1, of.1 - 1);
+            }
+        }
+        is_fewer
     });
     idle
 }

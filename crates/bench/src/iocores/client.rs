@@ -397,6 +397,7 @@ fn connected(
 #[cfg(test)]
 mod tests {
     use rtvirtio_sim::scenario::{Phase, PhaseKind};
+    use rtvirtio_units::{Bytes, Iops};
 
     use super::*;
 
