@@ -20,13 +20,15 @@
 //!    fills this one. Otherwise the smaller part goes where there is room, or to a new IOThread:
 //!    several of these at once if several are pressed. Where more than 4 IOThreads are allowed and
 //!    more queues stand, there are more parts, so that two additions can reach the largest number.
-//!    Where no IOThread has room, a queue moves if it gets a fifth more on another one than the least gets now.
+//!    Where no IOThread has room, a queue moves if it gets a fifth more on another one than the least gets now; or,
+//!    on trial, one of two that wait to an IOThread that is not full. An added IOThread gets half of the idle
+//!    queues too.
 //! 5. *Return.* IOThreads go if for one second the others could have done their work, or vCPUs
 //!    waited that could do as much instead: to within [`SPARE`] of what one core is worth; after half
 //!    a second if they had no work.
 //!    That is a bet if the others are then more than 60 % busy, and regret keeps the books.
-//! 6. *Spread.* Idle queues of one VM go to different IOThreads, if none of these is needless: they mostly become busy
-//!    together.
+//! 6. *Spread.* Idle queues of one VM go to different IOThreads, if none of these is needless and none gets more queues
+//!    than others for it: they mostly become busy together.
 //!
 //! I/O CPUs are those on which no vCPU runs. With `borrow`, vCPUs and IOThreads have them in common:
 //! vCPUs are taken off one before an IOThread comes there, and get it when that has gone. The last

@@ -375,6 +375,40 @@ fn idle_queues_of_a_vm_are_spread_and_a_loaded_one_stays() {
     assert_eq!(world.moves_since(0), 3, "{:#?}", world.log);
 }
 
+/// Where both IOThreads have four: two idle queues change places, and one does not go alone.
+#[test]
+fn idle_queues_are_not_spread_at_the_price_of_numbers() {
+    for (busy, moves) in [(0, 4), (4, 0)] {
+        let mut world = World::new(2, 2, 8);
+        world.limits.least = 2;
+        let second = world.add_thread(CpuId::new(1));
+        world.group(2);
+        world.state.queues[4..].iter_mut().for_each(|queue| queue.thread = second);
+        let mut policy = dynamic(&world);
+        let mut loads = [NONE; 8];
+        loads[8 - busy..].fill(paced(0.2));
+        world.load(&loads);
+        world.run(&mut *policy, 5_000);
+        assert_eq!(world.moves_since(0), moves, "{:#?}", world.log);
+        for vm in world.state.queues.chunks(2) {
+            assert_eq!(vm[0].thread != vm[1].thread, moves > 0, "{:#?}", world.log);
+        }
+    }
+}
+
+#[test]
+fn one_of_two_queues_that_wait_gets_what_is_left_of_another_iothread() {
+    let mut world = World::new(2, 2, 3);
+    let second = world.add_thread(CpuId::new(1));
+    world.state.queues[2].thread = second;
+    let mut policy = dynamic(&world);
+    world.load(&[DEEP, DEEP, paced(0.6)]);
+    world.run(&mut *policy, 2_000);
+    let [first, other, paced] = &world.state.queues[..] else { unreachable!() };
+    assert_ne!(first.thread, other.thread, "{:#?}", world.log);
+    assert_eq!((world.moves_since(0), paced.thread), (1, second), "{:#?}", world.log);
+}
+
 #[test]
 fn cpu_that_was_not_given_is_asked_for_again_when_other_vms_have_come() {
     let mut world = World::new(1, 2, 2);
