@@ -50,7 +50,7 @@ fn snapshot(threads: u32, queues: u32) -> Snapshot {
         standing: false,
     };
     let cpu = |id| Cpu { id: CpuId::new(id), idle: Nanos::ZERO, vcpus: id >= 2 * threads };
-    let vm = |id| Vm { id: VmId(id), ran: Nanos::ZERO, waited: Nanos::ZERO };
+    let vm = |id| Vm::new(VmId(id));
     Snapshot {
         now: Nanos::ZERO,
         measured: Nanos::ZERO,

@@ -152,27 +152,44 @@ pub struct Queue {
     pub standing: bool,
 }
 
-/// What a VM computes.
+/// What a VM computes: sums over its vCPUs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Vm {
     /// Which.
     pub id: VmId,
-    /// Its vCPUs on a CPU.
+    /// On a CPU.
     pub ran: Nanos,
-    /// Its vCPUs ready, but not on a CPU, as far as they lost something by it: [`lost`].
+    /// Ready, but not on a CPU.
     pub waited: Nanos,
+    /// Of [`ran`](Self::ran), what those had that never slept meanwhile.
+    pub awake_ran: Nanos,
+    /// Of [`waited`](Self::waited), what those had that never slept meanwhile. They could have computed more in that
+    /// time. One that sleeps has done what it had to do: while it waits for I/O it waits for a CPU too each time a
+    /// request ends, and computes no more for having one sooner.
+    pub awake_waited: Nanos,
 }
 
 /// Part of a time that a vCPU was ready or ran, from which on it counts as one that never slept.
 const AWAKE: f64 = 0.9;
 
-/// Of what a vCPU has `waited` for a CPU while so much time `passed`, what it could have computed more: all, if it never
-/// slept; nothing, if it did, for it has done what it had to do. (One that waits for I/O waits for a CPU too each time
-/// a request ends, and computes no more for having one sooner.)
-#[must_use]
-pub fn lost(ran: Nanos, waited: Nanos, passed: Nanos) -> Nanos {
-    let awake = ran.saturating_add(waited).as_secs_f64();
-    if awake >= AWAKE * passed.as_secs_f64() { waited } else { Nanos::ZERO }
+impl Vm {
+    /// One that had nothing yet.
+    #[must_use]
+    pub const fn new(id: VmId) -> Self {
+        let none = Nanos::ZERO;
+        Self { id, ran: none, waited: none, awake_ran: none, awake_waited: none }
+    }
+
+    /// Counts what one of its vCPUs had while so much time `passed`.
+    pub fn add(&mut self, ran: Nanos, waited: Nanos, passed: Nanos) {
+        let awake = ran.saturating_add(waited).as_secs_f64();
+        self.ran = self.ran.saturating_add(ran);
+        self.waited = self.waited.saturating_add(waited);
+        if awake >= AWAKE * passed.as_secs_f64() {
+            self.awake_ran = self.awake_ran.saturating_add(ran);
+            self.awake_waited = self.awake_waited.saturating_add(waited);
+        }
+    }
 }
 
 /// A CPU of the host.

@@ -5,7 +5,7 @@
 
 use rtvirtio_units::{CpuId, Nanos};
 
-use crate::{Cpu, Queue, QueueId, Snapshot, Thread, ThreadId, VmId};
+use crate::{Cpu, Queue, QueueId, Snapshot, Thread, ThreadId, Vm, VmId};
 
 /// The time between two snapshots.
 #[derive(Debug, Clone, Default)]
@@ -22,6 +22,9 @@ pub(crate) struct Sample {
     pub(crate) vcpus_ran: f64,
     /// The same, ready but not on a CPU.
     pub(crate) vcpus_waited: f64,
+    /// Of these, what those had that never slept.
+    pub(crate) awake_ran: f64,
+    pub(crate) awake_waited: f64,
 }
 
 /// Of an IOThread. Shares of the time: 0 to 1.
@@ -127,14 +130,23 @@ impl Sample {
         };
         let host = by_id(after.cpus.iter().filter_map(cpu).collect(), |cpu: &CpuLoad| cpu.id);
 
-        let (mut ran, mut waited) = (0.0, 0.0);
-        for now in &after.vms {
-            if let Some(was) = find(&before.vms, now.id, |vm| vm.id) {
-                ran += cpus(was.ran, now.ran);
-                waited += cpus(was.waited, now.waited);
-            }
-        }
-        Some(Self { seconds, threads, queues, cpus: host, vcpus_ran: ran, vcpus_waited: waited })
+        let vms = |of: fn(&Vm) -> Nanos| -> f64 {
+            let both = after.vms.iter().filter_map(|now| {
+                let was = find(&before.vms, now.id, |vm| vm.id)?;
+                Some(cpus(of(was), of(now)))
+            });
+            both.fold(0.0, |sum, of| sum + of)
+        };
+        Some(Self {
+            seconds,
+            threads,
+            queues,
+            cpus: host,
+            vcpus_ran: vms(|vm| vm.ran),
+            vcpus_waited: vms(|vm| vm.waited),
+            awake_ran: vms(|vm| vm.awake_ran),
+            awake_waited: vms(|vm| vm.awake_waited),
+        })
     }
 
     /// An IOThread by its id.

@@ -179,13 +179,17 @@ fn queue_that_fills_an_iothread_gets_one_of_its_own_beside_others_that_need_one(
     assert_eq!((world.state.threads.len(), beside), (2, 1), "{:#?}", world.log);
 }
 
-/// A second IOThread makes every request dearer by 0.9: it brings 5 %, and costs a core.
 #[test]
 fn vcpu_that_sleeps_has_lost_nothing_by_waiting() {
     let ms = Nanos::from_millis;
-    let lost = |ran, waited| lost(ms(ran), ms(waited), ms(100)).get() / 1_000_000;
+    let lost = |ran, waited| {
+        let mut vm = Vm::new(VmId(0));
+        vm.add(ms(ran), ms(waited), ms(100));
+        assert_eq!((vm.ran, vm.waited), (ms(ran), ms(waited)));
+        [vm.awake_ran, vm.awake_waited].map(|time| time.get() / 1_000_000)
+    };
     // One that computes beside another, and one that waits for I/O between two times.
-    assert_eq!([lost(50, 50), lost(30, 62), lost(30, 55), lost(0, 0)], [50, 62, 0, 0]);
+    assert_eq!([lost(50, 50), lost(30, 62), lost(30, 55)], [[50, 50], [30, 62], [0, 0]]);
 }
 
 #[test]
@@ -373,6 +377,35 @@ fn idle_queues_of_a_vm_are_spread_and_a_loaded_one_stays() {
     assert_eq!(on_second(0..4), [false, true, true, false], "{:#?}", world.log);
     assert_eq!(on_second(4..6), [true, false], "{:#?}", world.log);
     assert_eq!(world.moves_since(0), 3, "{:#?}", world.log);
+}
+
+/// Two CPUs, on one of which is an IOThread and on the other all vCPUs, that want more than it.
+fn beside(wanted: f64, sleep: bool, loads: &[Load]) -> World {
+    let mut world = World::new(2, 0, loads.len() as u32);
+    world.limits.borrow = true;
+    world.state.cpus[1].vcpus = true;
+    (world.wanted, world.sleep) = (wanted, sleep);
+    let mut policy = dynamic(&world);
+    world.load(loads);
+    world.run(&mut *policy, 2_000);
+    world
+}
+
+#[test]
+fn cpu_that_an_iothread_hardly_uses_is_given_to_vcpus_though_they_sleep() {
+    let world = beside(1.5, true, &[paced(0.05); 2]);
+    assert!(world.state.cpus[0].vcpus, "{:#?}", world.log);
+    let world = beside(1.5, true, &[paced(0.4); 2]);
+    assert!(!world.state.cpus[0].vcpus, "{:#?}", world.log);
+}
+
+#[test]
+fn vcpus_that_sleep_are_not_expected_to_lose_the_cpu_that_they_share() {
+    let adds = |sleep| {
+        let world = beside(1.0, sleep, &[DEEP; 2]);
+        world.log.iter().any(|(_, of)| matches!(of.action, Action::AddThread { .. }))
+    };
+    assert!(adds(true) && !adds(false));
 }
 
 /// Where both IOThreads have four: two idle queues change places, and one does not go alone.

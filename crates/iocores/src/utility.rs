@@ -7,8 +7,8 @@
 //!   more, so that a large one is worth more than a small one, but not by its bytes alone.
 //! - *Compute progress* is what the VMs computed of what they wanted to, in CPUs: the reference's
 //!   demand × ran / (ran + waited). So a VM that has nothing to do costs nothing. A bench knows
-//!   what was computed; a policy takes for it what vCPUs ran, some of which is for I/O, and what they
-//!   lost by waiting ([`lost`](crate::lost)).
+//!   what was computed; a policy takes for it what vCPUs ran, some of which is for I/O, and what those
+//!   waited that never slept ([`awake_waited`](crate::Vm::awake_waited)).
 //! - *I/O cores* are the IOThreads that there are, mean over the time; each has a CPU of its own.
 //!
 //! There is one [`Reference`] for hosts of every size, for benches and for a policy's own past, made
@@ -61,7 +61,7 @@ pub struct Progress {
     pub busy: f64,
     /// Of vCPUs on a CPU, in CPUs.
     pub ran: f64,
-    /// Of vCPUs ready but not on a CPU, in CPUs.
+    /// Of vCPUs that could compute more, ready but not on a CPU, in CPUs.
     pub waited: f64,
     /// IOThreads.
     pub cores: f64,
@@ -86,7 +86,7 @@ impl Progress {
             io: done / sample.seconds,
             busy: sample.threads.iter().map(on_cpu).sum(),
             ran: sample.vcpus_ran,
-            waited: sample.vcpus_waited,
+            waited: sample.awake_waited,
             cores: sample.threads.len() as f64,
         }
     }

@@ -11,7 +11,7 @@ mod policy;
 
 use std::collections::VecDeque;
 
-use rtvirtio_iocores::{Policy, SAMPLE, Snapshot};
+use rtvirtio_iocores::{Policy, SAMPLE, Snapshot, Vm};
 use rtvirtio_units::{CpuId, Nanos};
 
 use crate::cpus::{Cpus, ENDLESS, Who};
@@ -122,15 +122,6 @@ pub struct Counts {
     pub in_flight: u64,
 }
 
-/// What the policy has been told of a thread that stands for a vCPU.
-#[derive(Debug, Clone, Copy, Default)]
-struct VcpuTimes {
-    /// How long it had run, and waited for a CPU.
-    last: (Nanos, Nanos),
-    /// What it lost by waiting.
-    lost: Nanos,
-}
-
 /// A host with VMs and a policy, at a time.
 pub struct Simulation<'a> {
     costs: crate::costs::Costs,
@@ -148,7 +139,8 @@ pub struct Simulation<'a> {
     first: Vec<u32>,
     burners: Vec<Compute>,
     /// As last measured, of the threads of queues and then of those that compute.
-    vcpu_times: Vec<VcpuTimes>,
+    /// What the policy has been told of each thread that stands for a vCPU.
+    vcpu_times: Vec<Vm>,
     disks: Vec<Disk>,
     changes: Vec<(u64, Change)>,
     next_change: usize,

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use rtvirtio_iocores::{Cpu, Vm, VmId, lost};
+use rtvirtio_iocores::{Cpu, Vm, VmId};
 use rtvirtio_units::{CpuId, Nanos};
 
 use crate::queue::now;
@@ -67,17 +67,17 @@ struct Vcpu {
 }
 
 impl Vcpu {
-    /// What it had since it was last read: ran, and lost by waiting.
-    fn read(&mut self) -> OnCpu {
+    /// Counts what it had since it was last read.
+    fn read(&mut self, vm: &mut Vm) {
         let (now, at) = (self.stat.read(), now());
         if now == OnCpu::default() {
-            return now;
+            return;
         }
         let (last, since) = (self.last, std::mem::replace(&mut self.at, at));
         self.last = now;
         let ran = now.ran.saturating_sub(last.ran);
         let waited = now.waited.saturating_sub(last.waited);
-        OnCpu { ran, waited: lost(ran, waited, Nanos::new(at.saturating_sub(since))) }
+        vm.add(ran, waited, Nanos::new(at.saturating_sub(since)));
     }
 }
 
@@ -98,8 +98,8 @@ pub(super) struct Host {
     processes: BTreeMap<i32, Process>,
     /// CPUs on which any of their vCPUs may run; while there is none, where the next is taken to run.
     shared: BTreeSet<CpuId>,
-    /// What the vCPUs of a VM have had, and lost; of those that are gone too.
-    vms: BTreeMap<VmId, OnCpu>,
+    /// What the vCPUs of a VM have had; of those that are gone too.
+    vms: BTreeMap<VmId, Vm>,
     refreshes: u64,
     /// The refresh at which vCPUs are looked for again.
     search: u64,
@@ -134,12 +134,8 @@ impl Host {
             self.vms.retain(|vm, _| peers.iter().any(|(_, of)| of == vm));
         }
         for process in self.processes.values_mut().filter(|process| !process.vcpus.is_empty()) {
-            let sum = self.vms.entry(process.vm).or_default();
-            for vcpu in &mut process.vcpus {
-                let had = vcpu.read();
-                sum.ran = sum.ran.saturating_add(had.ran);
-                sum.waited = sum.waited.saturating_add(had.waited);
-            }
+            let vm = self.vms.entry(process.vm).or_insert_with(|| Vm::new(process.vm));
+            process.vcpus.iter_mut().for_each(|vcpu| vcpu.read(vm));
         }
         self.refreshes += 1;
         let searched = self.refreshes > self.search;
@@ -165,7 +161,7 @@ impl Host {
             }
         }
         vms.clear();
-        vms.extend(self.vms.iter().map(|(&id, of)| Vm { id, ran: of.ran, waited: of.waited }));
+        vms.extend(self.vms.values());
         self.read_cpus(cpus);
         for cpu in cpus.iter_mut() {
             cpu.vcpus = self.shared.contains(&cpu.id);

@@ -163,6 +163,9 @@ impl Dynamic {
         let candidates = self.candidates(view);
         let vcpus = view.vcpus();
         let mut idle = view.period.vcpus_idle();
+        let awake = view.period.awake_ran;
+        let mut shared: BTreeSet<_> =
+            view.window.threads.iter().filter_map(|thread| thread.cpu).collect();
         let chased = self.undone.is_some_and(|at| now.saturating_sub(at) < AFTER_REMOVAL);
         let mut moves =
             if chased { self.budget.left_to_balance(view.snapshot) } else { self.budget.left() };
@@ -174,8 +177,11 @@ impl Dynamic {
         let mut along = self.budget.left_to_spread(view.snapshot);
         let mut gone = BTreeSet::new();
         for ((pressed, mut split), cpu) in new.into_iter().zip(candidates) {
-            // A core of I/O at most is gained; what vCPUs do not leave idle is lost.
-            let lost = if vcpus.contains(&cpu) { (1.0 - idle).clamp(0.0, 1.0) } else { 0.0 };
+            // A core of I/O at most is gained; what vCPUs do not leave idle is lost. Where that is their last CPU
+            // without an IOThread they share them all, and those that sleep lose nothing.
+            shared.insert(cpu);
+            let most = if vcpus.is_subset(&shared) { awake.min(1.0) } else { 1.0 };
+            let lost = if vcpus.contains(&cpu) { (1.0 - idle).clamp(0.0, most) } else { 0.0 };
             if self.weights.io - self.weights.compute * lost <= self.weights.core || moves == 0 {
                 break;
             }
@@ -432,7 +438,7 @@ impl Dynamic {
         // What more a full IOThread with several queues would have done is not known; but what
         // vCPUs would do that wait, unless these wait for what the IOThread brings.
         let is_worth = self.worth.holds(view.now, &self.situation(view, false));
-        let waited = if is_worth { 0.0 } else { period.window.vcpus_waited };
+        let waited = if is_worth { 0.0 } else { period.window.awake_waited };
         let full = |queues: &Vec<QueueLoad>| {
             let loaded = queues.iter().filter(|queue| queue.busy >= LOADED);
             load(queues) >= 0.95 && loaded.count() > 1

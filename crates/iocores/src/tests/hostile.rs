@@ -38,7 +38,7 @@ impl Liar {
         for id in 0..queues {
             liar.add_queue(id);
         }
-        liar.state.vms.push(Vm { id: VmId(0), ran: Nanos::ZERO, waited: Nanos::ZERO });
+        liar.state.vms.push(Vm::new(VmId(0)));
         liar
     }
 

@@ -52,6 +52,8 @@ pub(super) struct World {
     pub(super) limits: Limits,
     /// What the vCPUs want, in CPUs.
     pub(super) wanted: f64,
+    /// Whether they sleep now and then.
+    pub(super) sleep: bool,
     /// A further IOThread makes every request so much dearer.
     pub(super) quarrel: f64,
     next: u32,
@@ -75,12 +77,13 @@ impl World {
             drivers: BTreeMap::new(),
             limits,
             wanted: 0.0,
+            sleep: false,
             quarrel: 0.0,
             next: 1,
             moves: Vec::new(),
             log: Vec::new(),
         };
-        world.state.vms.push(Vm { id: VmId(0), ran: Nanos::ZERO, waited: Nanos::ZERO });
+        world.state.vms.push(Vm::new(VmId(0)));
         world.add_thread(CpuId::new(0));
         for id in 0..queues {
             world.state.queues.push(Queue {
@@ -200,8 +203,9 @@ impl World {
             }
         }
         for vm in &mut state.vms {
-            vm.ran = vm.ran.saturating_add(nanos(TICK * ran));
-            vm.waited = vm.waited.saturating_add(nanos(TICK * (self.wanted - ran).max(0.0)));
+            let waited = nanos(TICK * (self.wanted - ran).max(0.0));
+            // They are as many as they want CPUs, and never sleep; or they sleep, and lose nothing.
+            vm.add(nanos(TICK * ran), waited, if self.sleep { nanos(1.0) } else { Nanos::ZERO });
         }
         state.now = state.now.saturating_add(nanos(TICK));
         state.measured = state.now;

@@ -1,13 +1,13 @@
 //! What the policy is shown, and what it has done.
 
 use rtvirtio_iocores::{
-    Action, Cpu, Decision, QueueId, REFRESH, SAMPLE, Thread, ThreadId, Vm, VmId, lost,
+    Action, Cpu, Decision, QueueId, REFRESH, SAMPLE, Thread, ThreadId, Vm, VmId,
 };
 use rtvirtio_units::{CpuId, Nanos};
 use serde::Serialize;
 
 use super::iothread::Letter;
-use super::{Simulation, VcpuTimes, mask};
+use super::{Simulation, mask};
 use crate::events::Event;
 use crate::meter::Totals;
 
@@ -94,23 +94,23 @@ impl Simulation<'_> {
         snapshot.vms.clear();
         let is_seen = |vm: &u32| self.queues[self.first[*vm as usize] as usize].plugged;
         let seen = (0..self.first.len() as u32 - 1).filter(is_seen);
-        let vm = |vm| Vm { id: VmId(vm), ran: Nanos::ZERO, waited: Nanos::ZERO };
-        snapshot.vms.extend(seen.map(vm));
+        snapshot.vms.extend(seen.map(|vm| Vm::new(VmId(vm))));
         let clients = self.queues.iter().map(|queue| (queue.vm, queue.client.thread));
         let burners = self.burners.iter().map(|burner| (burner.vm, burner.thread));
         let vcpus = clients.chain(burners);
-        self.vcpu_times.resize(self.queues.len() + self.burners.len(), VcpuTimes::default());
-        for ((vm, thread), times) in vcpus.zip(&mut self.vcpu_times) {
+        self.vcpu_times.resize(self.queues.len() + self.burners.len(), Vm::new(VmId(0)));
+        for ((vm, thread), had) in vcpus.zip(&mut self.vcpu_times) {
             let (ran, waited) = self.cpus.times(thread, now);
-            let [ran, waited] = [ran, waited].map(Nanos::new);
-            let (was_ran, had_waited) = std::mem::replace(&mut times.last, (ran, waited));
-            let waited = waited.saturating_sub(had_waited);
-            times.lost =
-                times.lost.saturating_add(lost(ran.saturating_sub(was_ran), waited, passed));
+            let ran = Nanos::new(ran).saturating_sub(had.ran);
+            let waited = Nanos::new(waited).saturating_sub(had.waited);
+            had.add(ran, waited, passed);
             let Ok(at) = snapshot.vms.binary_search_by_key(&VmId(vm), |vm| vm.id) else { continue };
             let vm = &mut snapshot.vms[at];
-            vm.ran = vm.ran.saturating_add(ran);
-            vm.waited = vm.waited.saturating_add(times.lost);
+            let of = |sum: &mut Nanos, of: Nanos| *sum = sum.saturating_add(of);
+            of(&mut vm.ran, had.ran);
+            of(&mut vm.waited, had.waited);
+            of(&mut vm.awake_ran, had.awake_ran);
+            of(&mut vm.awake_waited, had.awake_waited);
         }
         self.has_seen_vms |= !snapshot.vms.is_empty();
         let vcpus = if self.has_seen_vms { self.vcpus } else { 0 };
