@@ -3,7 +3,8 @@
 //! # Terms
 //! A queue's *load* is what it takes of an IOThread's time, 0 to 1. An IOThread is *pressed* if it
 //! has been ≥ [`HOT`] busy in each of the last 3 samples, or if it is ≥ [`ROOM`] busy and a queue
-//! of it stands in 3 samples or its requests wait more than [`DELAY`] on average.
+//! of it stands in 3 samples or its requests wait more than [`DELAY`] on average, or if it is ≥ [`WARM`] busy and they
+//! wait longer than they take.
 //!
 //! # Algorithm
 //! Every [`PERIOD`], the first of these that has something to do:
@@ -62,6 +63,10 @@ const STREAK: u32 = 3;
 
 /// An IOThread that is so busy is pressed.
 const HOT: f64 = 0.85;
+
+/// One that is so busy is pressed if its requests wait longer for their turn than they take: with drivers that have few
+/// in flight it still sleeps now and then, as they do while theirs wait.
+const WARM: f64 = 0.75;
 
 /// One that is less busy has room: what waits there waits for something else, such as a limit.
 const ROOM: f64 = 0.60;
@@ -420,7 +425,9 @@ impl Dynamic {
                 queues.iter().fold(Nanos::ZERO, |sum, of| sum.saturating_add(of.waited));
             let delay = Nanos::new(waited.get() / requests.max(1));
             let urgent = thread.busy >= ROOM && (stand > 0 || delay > DELAY);
-            if urgent || streak >= STREAK {
+            let took = load(queues) * view.window.seconds / requests.max(1) as f64;
+            let is_warm = thread.busy >= WARM && delay.as_secs_f64() > took;
+            if urgent || streak >= STREAK || is_warm {
                 let why = format!(
                     "IOThread {}: {} % busy, {streak} samples in a row at 85 % or more; \
                      {stand} of {} queues stand, requests wait {delay}",
