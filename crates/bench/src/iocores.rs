@@ -124,6 +124,7 @@ impl Benchmark<'_> {
             scenario: &scenario,
             policy: key.policy.kind().name(),
             threads: key.policy.threads(),
+            vcpus: None,
         };
         match trial.run(interrupted) {
             Ok(measured) => Ok(self.made(key, Ok(measured))),

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 
 /// CPU time and delays of the data plane and its clients.
 ///
-/// The defaults come from docs/results/dataplane (2 cores of an AMD EPYC, Linux 6.18, 4 KiB reads of a
-/// disk in memory): each says from which figure. Another machine's are measured and given.
+/// The defaults are what `rtvirtio simulate --calibrate` found on two CPUs of an Intel Xeon (Linux 6.18, itself a
+/// guest: docs/results/simulate/costs.txt). Another machine's are measured and given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Costs {
@@ -32,44 +32,52 @@ pub struct Costs {
     pub kick: Nanos,
     /// Of a thread that slept, until it does what it was woken for.
     pub wake: Nanos,
-    /// Of a thread on whose CPU another one ran meanwhile, on top.
-    pub switch: Nanos,
-    /// Of a thread that wakes another one on another CPU, to interrupt that CPU: where it is idle, or what
-    /// it runs gives way. On top of a call or kick.
-    pub interrupt: Nanos,
-    /// From a kick, call, letter or end of a request until that CPU notices.
-    pub wake_delay: Nanos,
+    /// Of a thread that another one wakes from another CPU, on top: what they share is not in its caches.
+    pub far: Nanos,
+    /// To have another CPU run the thread that is woken, if it is idle.
+    pub idle: Interrupt,
+    /// The same if what it runs gives way.
+    pub busy: Interrupt,
+}
+
+/// What the interrupt of another CPU costs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Interrupt {
+    /// Of the thread that wakes, on top of its call or kick.
+    pub sender: Nanos,
+    /// Until that CPU notices.
+    pub delay: Nanos,
+    /// Of the thread that is woken, on top of `far`.
+    pub receiver: Nanos,
 }
 
 impl Default for Costs {
-    /// Read: "ram randread", server rtvirtio, of table.txt.
     fn default() -> Self {
         Self {
-            // 1 queue, depth 32: 0.37 µs for a request of 4 KiB, of which the copy is about 0.16 (25 GB/s).
-            request: Nanos::new(200),
-            kib: Nanos::new(40),
-            // "disk", depth 32, beside the same in memory.
+            request: Nanos::new(414),
+            kib: Nanos::new(61),
+            // Not calibrated: depth 32 on "disk" beside the same in memory (docs/results/dataplane).
             reap: Nanos::new(500),
             turn: Nanos::new(150),
             poll: Nanos::new(60),
-            // 1 queue, depth 1: 5.6 µs a round, of which the client has 3.4 and the request 0.4.
-            call: Nanos::new(1_500),
-            // Moves: p50 14 µs, 7 of which are a wake-up.
-            letter: Nanos::new(2_000),
-            // 1 queue, depth 32: 0.28 µs.
-            client: Nanos::new(280),
-            // Clients of that benchmark do not look at their data.
-            client_kib: Nanos::ZERO,
-            kick: Nanos::new(1_000),
-            // 1 queue, depth 1: 3.4 µs of the client for a request, 0.3 of which are the above.
-            wake: Nanos::new(2_500),
-            // 4 queues, depth 1: 5.8 µs of the client for a request where 4 clients take turns, of which
-            // not each finds that another one has had its CPU.
-            switch: Nanos::new(4_400),
-            // Part of `call` and `kick` there: each was an interrupt.
-            interrupt: Nanos::ZERO,
-            // The rest of the 5.6.
-            wake_delay: Nanos::new(700),
+            call: Nanos::new(1_106),
+            letter: Nanos::new(7_872),
+            client: Nanos::new(247),
+            client_kib: Nanos::new(87),
+            kick: Nanos::new(1_106),
+            wake: Nanos::new(1_376),
+            far: Nanos::new(3_868),
+            idle: Interrupt {
+                sender: Nanos::new(7_908),
+                delay: Nanos::new(13_992),
+                receiver: Nanos::new(16),
+            },
+            busy: Interrupt {
+                sender: Nanos::new(9_095),
+                delay: Nanos::new(21_281),
+                receiver: Nanos::new(4_046),
+            },
         }
     }
 }

@@ -36,7 +36,7 @@ pub mod scenario;
 mod settled;
 mod world;
 
-pub use costs::Costs;
+pub use costs::{Costs, Interrupt};
 pub use machine::{Backend, MAX_CPUS, Machine, SimError};
 pub use outcome::{Outcome, PhaseOutcome, Point};
 pub use settled::{Settled, settled};

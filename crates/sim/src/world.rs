@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 use rtvirtio_iocores::{Policy, SAMPLE, Snapshot, Vm};
 use rtvirtio_units::{CpuId, Nanos};
 
-use crate::cpus::{Cpus, ENDLESS, Who};
+use crate::cpus::{Cpus, ENDLESS, WakeCosts, Waker, Who};
 use crate::events::{Event, Events};
 use crate::machine::{Machine, SimError};
 use crate::meter::Meter;
@@ -190,7 +190,15 @@ impl<'a> Simulation<'a> {
             costs: machine.costs,
             polling: machine.polling.get(),
             events: Events::default(),
-            cpus: Cpus::new(machine.cpus, machine.slice().get(), machine.costs.switch.get()),
+            cpus: Cpus::new(
+                machine.cpus,
+                machine.slice().get(),
+                WakeCosts {
+                    far: machine.costs.far.get(),
+                    idle: machine.costs.idle,
+                    busy: machine.costs.busy,
+                },
+            ),
             count: machine.cpus,
             vcpus: mask(&machine.vcpus),
             has_seen_vms: false,
@@ -366,12 +374,12 @@ impl<'a> Simulation<'a> {
     fn burner_works(&mut self, burner: u32) {
         let Compute { thread, of, stamp, .. } = self.burners[burner as usize];
         if of.share >= 1.0 {
-            self.cpus.wake(thread, ENDLESS, (None, 0), &mut self.events);
+            self.cpus.wake(thread, ENDLESS, Waker::Timer, &mut self.events);
             return;
         }
         let burst = (of.share * PERIOD_NS as f64).round().max(1.0) as u64;
         if self.cpus.is_asleep(thread) {
-            self.cpus.wake(thread, burst, (None, 0), &mut self.events);
+            self.cpus.wake(thread, burst, Waker::Timer, &mut self.events);
         }
         // Whoever is late works on into the next period, and has lost the rest of it.
         self.events.after(PERIOD_NS, Event::Burn { burner, stamp });

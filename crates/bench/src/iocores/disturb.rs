@@ -227,8 +227,14 @@ impl Benchmark<'_> {
         let settings =
             Settings { queues: QUEUES, cpu_us: self.cpu_us, kib_ns: 0, ..Settings::default() };
         let policy = Policy::Advise.name();
-        let trial =
-            Trial { program: self.program, settings: &settings, scenario, policy, threads: 2 };
+        let trial = Trial {
+            program: self.program,
+            settings: &settings,
+            scenario,
+            policy,
+            threads: 2,
+            vcpus: None,
+        };
         let done = AtomicU64::new(0);
         let awake = Awake::keep(&cpus()?)?;
         let measured = trial.run_beside(interrupted, |control, clock| {

@@ -1,16 +1,48 @@
 //! A load of one VM on one IOThread: what the simulator's costs are measured by.
 
+use std::fmt;
+use std::ops::Range;
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use rtvirtio_sim::scenario::{Load, Phase, PhaseKind, Scenario, Span, Stream, Vm};
-use rtvirtio_units::{Bytes, Nanos};
+use rtvirtio_sim::scenario::{Burner, Load, Phase, PhaseKind, Scenario, Span, Stream, Vm};
+use rtvirtio_units::{Bytes, CpuId, Nanos};
 
 use super::cell::{Contender, Settings};
+use super::machine::{CPUS, cpus};
 use super::trial::Trial;
 use crate::load::Interrupted;
 
-/// All queues of a disk in memory full; requests cost nothing beside what they do.
+/// Where the vCPUs of a load run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Beside {
+    /// On the IOThread's.
+    IoThread,
+    /// On those that the IOThread leaves.
+    Rest,
+}
+
+impl fmt::Display for Beside {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::IoThread => "beside the IOThread",
+            Self::Rest => "elsewhere",
+        })
+    }
+}
+
+impl Beside {
+    /// These, of the CPUs of a trial; the last one is the IOThread's.
+    #[must_use]
+    pub fn places(self) -> Range<u16> {
+        match self {
+            Self::IoThread => CPUS - 1..CPUS,
+            Self::Rest => 0..CPUS - 1,
+        }
+    }
+}
+
+/// All queues of a disk in memory full.
 #[derive(Debug, Clone, Copy)]
 pub struct Row {
     /// Queues of the disk.
@@ -19,10 +51,27 @@ pub struct Row {
     pub depth: u16,
     /// Bytes of each.
     pub block: u64,
+    /// Where their drivers run.
+    pub vcpus: Beside,
+    /// vCPUs beside these that compute all the time.
+    pub burners: u16,
+    /// CPU that a request costs the IOThread on top, µs.
+    pub cpu_us: u32,
 }
 
-/// Requests a second, and ns of CPU of the IOThread and of the clients for each.
+/// Requests a second, and ns of CPU of the IOThread and of the drivers for each.
 pub type Figures = [f64; 3];
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { queues, depth, block, vcpus, burners, cpu_us } = self;
+        write!(f, "{queues} queues, depth {depth}, {} KiB, vCPUs {vcpus}", block >> 10)?;
+        if *burners > 0 {
+            write!(f, ", {burners} compute")?;
+        }
+        if *cpu_us > 0 { write!(f, ", +{cpu_us} us a request") } else { Ok(()) }
+    }
+}
 
 impl Row {
     /// The load for so long.
@@ -32,7 +81,8 @@ impl Row {
         let load = Load::Depth(self.depth);
         let stream = |queue| Stream { queue, span, block: Bytes::new(self.block), load };
         let streams = (0..self.queues).map(stream).collect();
-        let vm = Vm { queues: self.queues, plugged: vec![span], streams, burners: Vec::new() };
+        let burners = vec![Burner { span, share: 1.0 }; self.burners.into()];
+        let vm = Vm { queues: self.queues, plugged: vec![span], streams, burners };
         let phases = vec![Phase { kind: PhaseKind::AllHot, span }];
         Scenario { seed: 1, phases, vms: vec![vm] }
     }
@@ -48,15 +98,18 @@ impl Row {
         interrupted: &Interrupted,
     ) -> Result<Figures> {
         let settings =
-            Settings { queues: self.queues, cpu_us: 0, kib_ns: 0, ..Settings::default() };
+            Settings { queues: self.queues, cpu_us: self.cpu_us, kib_ns: 0, ..Settings::default() };
         let of = Contender::Static1;
         let scenario = self.scenario(length);
         let (policy, threads) = (of.kind().name(), of.threads());
-        let trial = Trial { program, settings: &settings, scenario: &scenario, policy, threads };
+        let cpus = cpus()?;
+        let vcpus: Vec<CpuId> = self.vcpus.places().map(|at| cpus[usize::from(at)]).collect();
+        let (settings, scenario) = (&settings, &scenario);
+        let trial = Trial { program, settings, scenario, policy, threads, vcpus: Some(vcpus) };
         let measured = trial.run(interrupted)?;
         let phase = measured.phases.first().context("there is no phase")?;
         let iops = phase.iops();
         let each = |cpus: f64| cpus * 1e9 / iops.max(1.0);
-        Ok([iops, each(phase.io_ran), each(phase.vcpus_ran)])
+        Ok([iops, each(phase.io_ran), each(phase.vcpus_ran - phase.computed)])
     }
 }

@@ -175,7 +175,7 @@ pub(crate) fn simulated(
 }
 
 /// What a request costs there: what it costs the data plane, and what was asked for on top.
-pub(crate) fn costs(of: Costs, cpu_us: u32, kib_ns: u32) -> Costs {
+pub fn costs(of: Costs, cpu_us: u32, kib_ns: u32) -> Costs {
     Costs {
         request: of.request.saturating_add(Nanos::from_micros(cpu_us.into())),
         kib: of.kib.saturating_add(Nanos::new(kib_ns.into())),
@@ -238,8 +238,9 @@ mod tests {
 
     #[test]
     fn simulated_machine_shares_both_cpus_and_adds_costs_to_the_data_planes_own() {
-        let costs = costs(Costs::default(), 20, 40);
-        assert_eq!((costs.request.get(), costs.kib.get()), (20_200, 80));
+        let own = Costs { request: Nanos::new(200), kib: Nanos::new(30), ..Costs::default() };
+        let costs = costs(own, 20, 40);
+        assert_eq!((costs.request.get(), costs.kib.get()), (20_200, 70));
         let machine = simulated(Contender::Static2, &Disk::Null, 4, costs).unwrap();
         assert_eq!((machine.cpus, machine.threads.len(), machine.vcpus.len()), (2, 2, 2));
         let machine = simulated(Contender::Dynamic, &Disk::Null, 4, costs).unwrap();

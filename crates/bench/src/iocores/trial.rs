@@ -10,7 +10,7 @@ use rtvirtio_host::dataplane::ControlClient;
 use rtvirtio_sim::scenario::{self, Scenario};
 use rtvirtio_sim::{Settled, settled};
 use rtvirtio_spec::run::{Canary, Machine};
-use rtvirtio_units::Nanos;
+use rtvirtio_units::{CpuId, Nanos};
 
 use super::cell::{Phase, Rest, Settings, Timeline};
 use super::client::{self, QueueState, Record, SAMPLE_NS, Tally};
@@ -41,6 +41,8 @@ pub(crate) struct Trial<'a> {
     pub(crate) policy: &'a str,
     /// IOThreads at the start.
     pub(crate) threads: u16,
+    /// CPUs that its vCPUs may run on; none: all of the trial.
+    pub(crate) vcpus: Option<Vec<CpuId>>,
 }
 
 /// What came of it.
@@ -121,7 +123,7 @@ impl Trial<'_> {
         beside: impl FnOnce(&Clock) -> Result<()> + Send,
     ) -> Result<Played> {
         let scenario = self.scenario;
-        let vcpus = Vcpus::new(layout.cpus.to_vec());
+        let vcpus = Vcpus::new(self.vcpus.clone().unwrap_or_else(|| layout.cpus.to_vec()));
         let states = |(vm, of): (usize, &scenario::Vm)| {
             let queue = |queue| QueueState::new(scenario, vm, queue);
             (0..usize::from(of.queues)).map(queue).collect::<Result<Vec<_>>>()

@@ -103,7 +103,7 @@ pub(crate) struct Args {
     #[arg(long)]
     costs: Option<PathBuf>,
     /// Instead: measure what things cost on this machine, and write it here for --costs. Runs loads on a
-    /// server of its own for a minute and a half
+    /// server of its own for three minutes
     #[arg(long, value_name = "FILE", exclusive = true)]
     calibrate: Option<PathBuf>,
     /// Disks: null (nothing but CPU time), ref-4x250, ref-8x80, ref-stall

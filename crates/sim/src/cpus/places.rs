@@ -1,6 +1,6 @@
 //! Which CPU a thread is on: when it wakes up, when a CPU has nothing to do, and every now and then.
 
-use super::{Cpus, State, bit};
+use super::{Cpus, State, Waker, bit};
 use crate::events::{Event, Events};
 
 /// Who has run within this time is not pulled by an idle CPU (`sysctl_sched_migration_cost`), ns.
@@ -8,33 +8,60 @@ const HOT: u64 = 500_000;
 /// How much more a CPU's load may be than another's before a thread that wakes up leaves it for the one of
 /// who wakes it (`wake_affine_weight`; half of `imbalance_pct`, 117).
 const BIAS: f64 = 1.08;
+/// By what a CPU's load is to be more than another's (`imbalance_pct`).
+const IMBALANCE: f64 = 1.17;
 /// After so many balances a difference of one thread is evened out, as about every 60 ms in Linux.
 const EVEN_OUT: u32 = 6;
 
 impl Cpus {
-    /// Where a thread goes that another one wakes up.
+    /// Where a thread goes that another one wakes up (`select_task_rq_fair`).
     pub(super) fn cpu_for(&mut self, thread: u32, from: Option<u32>, now: u64) -> usize {
-        let t = &self.threads[thread as usize];
-        let last = t.cpu as usize;
-        let idle = self.idle & t.allowed;
+        let t = &mut self.threads[thread as usize];
+        let (last, allowed) = (t.cpu as usize, t.allowed);
+        let recent = std::mem::replace(&mut t.recent, t.cpu) as usize;
+        let idle = self.idle & allowed;
         if idle & bit(last) != 0 {
-            last
-        } else if idle != 0 {
-            // The next one, so that not all meet at the first.
-            let above = idle & !(bit(last) - 1);
-            (if above != 0 { above } else { idle }).trailing_zeros() as usize
-        } else if t.allowed & bit(last) == 0 {
-            self.shortest(t.allowed)
-        } else {
-            let allowed = t.allowed;
-            let near = from.map_or(last, |from| self.threads[from as usize].cpu as usize);
-            if near == last || allowed & bit(near) == 0 {
-                return last;
-            }
-            let own = self.pass_thread(thread, now);
-            let is_lighter = self.pass(near, now) + own < BIAS * (self.pass(last, now) - own);
-            if is_lighter { near } else { last }
+            return last;
         }
+        if allowed & bit(last) == 0 {
+            return if idle == 0 { self.shortest(allowed) } else { idle.trailing_zeros() as usize };
+        }
+        let near = from.map_or(last, |from| self.threads[from as usize].cpu as usize);
+        let mut target = last;
+        if near != last && allowed & bit(near) != 0 {
+            let own = self.pass_thread(thread, now);
+            if self.pass(near, now) + own < BIAS * (self.pass(last, now) - own) {
+                target = near;
+            }
+        }
+        if idle == 0 {
+            return target;
+        }
+        if idle & bit(recent) != 0 {
+            return recent;
+        }
+        // The next one, so that not all meet at the first, and no further than is looked.
+        let above = idle & !(bit(target) - 1);
+        let next = (if above != 0 { above } else { idle }).trailing_zeros() as usize;
+        let n = self.cpus.len();
+        if (next + n - target) % n <= self.scan { next } else { target }
+    }
+
+    /// Says how many CPUs a thread that wakes up looks at for an idle one: the busier all are, the fewer
+    /// (`update_idle_cpu_scan`); to be called every 10 ms.
+    pub(super) fn set_scan(&mut self, now: u64) {
+        let mut sum = 0.0;
+        for at in 0..self.cpus.len() {
+            let idle = self.idle(at, now);
+            let c = &mut self.cpus[at];
+            let passed = (now - c.used.at).max(1) as f64;
+            let used = 1.0 - ((idle - c.idle_before) as f64 / passed).min(1.0);
+            c.idle_before = idle;
+            sum += c.used.pass(used, now);
+        }
+        let n = self.cpus.len() as f64;
+        let mean = sum / n;
+        self.scan = (n * (1.0 - (IMBALANCE * mean).powi(2)).max(0.0)) as usize;
     }
 
     /// The CPU among these with the fewest threads.
@@ -127,7 +154,7 @@ impl Cpus {
             State::Running => {
                 self.leave(thread, events);
                 let left = self.threads[thread as usize].left;
-                self.wake(thread, left.max(1), (None, 0), events);
+                self.wake(thread, left.max(1), Waker::Timer, events);
             }
         }
     }
@@ -135,6 +162,7 @@ impl Cpus {
     /// Evens out the lengths of the CPUs' queues; to be called every 10 ms.
     pub(crate) fn balance(&mut self, events: &mut Events<Event>) {
         self.balances += 1;
+        self.set_scan(events.now);
         for _ in 0..self.cpus.len() {
             let is_due = self.balances >= EVEN_OUT;
             if self.loaded == 0 || !self.give(if is_due { 1 } else { 2 }, events) {

@@ -3,6 +3,9 @@ use super::*;
 const US: u64 = 1_000;
 const MS: u64 = 1_000_000;
 const SLICE: u64 = 2_800_000;
+const FREE: Interrupt =
+    Interrupt { sender: Nanos::ZERO, delay: Nanos::ZERO, receiver: Nanos::ZERO };
+const NONE: WakeCosts = WakeCosts { far: 0, idle: FREE, busy: FREE };
 
 /// Runs CPUs until `until`; `ended` says what a thread does whose burst has ended: goes on for so
 /// long, or sleeps for so long (0: for ever) until its next one of 0.1 ms.
@@ -28,7 +31,7 @@ fn run(
                 }
             }
             Event::Burn { burner, stamp } => {
-                cpus.wake(burner, u64::from(stamp) * US, (None, 0), events);
+                cpus.wake(burner, u64::from(stamp) * US, Waker::Timer, events);
             }
             Event::Wake { thread } => cpus.arrive(thread, events),
             _ => {
@@ -41,11 +44,11 @@ fn run(
 }
 
 fn machine(count: u16, allowed: &[u128]) -> (Cpus, Events<Event>, Vec<u32>) {
-    let (mut cpus, mut events) = (Cpus::new(count, SLICE, 0), Events::default());
+    let (mut cpus, mut events) = (Cpus::new(count, SLICE, NONE), Events::default());
     let threads: Vec<u32> =
         allowed.iter().map(|&allowed| cpus.spawn(Who::Burner(0), allowed)).collect();
     for &thread in &threads {
-        cpus.wake(thread, ENDLESS, (None, 0), &mut events);
+        cpus.wake(thread, ENDLESS, Waker::Timer, &mut events);
     }
     (cpus, events, threads)
 }
@@ -104,7 +107,7 @@ fn slice_that_is_over_ends_when_a_thread_comes() {
 
 #[test]
 fn thread_that_had_too_much_is_woken_where_it_was() {
-    let (mut cpus, mut events) = (Cpus::new(2, SLICE, 0), Events::default());
+    let (mut cpus, mut events) = (Cpus::new(2, SLICE, NONE), Events::default());
     let own = cpus.spawn(Who::Burner(0), 0b01);
     let moving = cpus.spawn(Who::Burner(1), 0b11);
     wakes(&mut events, moving, 0, 2 * MS);
@@ -120,7 +123,7 @@ fn thread_that_had_too_much_is_woken_where_it_was() {
 #[test]
 fn thread_that_has_just_run_is_not_pulled() {
     for (ran_until, waited) in [(300 * US, 100 * US), (800 * US, 3_100 * US)] {
-        let (mut cpus, mut events) = (Cpus::new(2, SLICE, 0), Events::default());
+        let (mut cpus, mut events) = (Cpus::new(2, SLICE, NONE), Events::default());
         let moving = cpus.spawn(Who::Burner(0), 0b11);
         let own = [0b01, 0b10].map(|allowed| cpus.spawn(Who::Burner(1), allowed));
         wakes(&mut events, moving, 0, ran_until);
@@ -135,35 +138,66 @@ fn thread_that_has_just_run_is_not_pulled() {
 
 #[test]
 fn other_cpu_has_to_be_interrupted_if_it_is_idle_or_gives_way() {
-    let (mut cpus, mut events) = (Cpus::new(2, SLICE, 0), Events::default());
+    let costs = |sender, delay, receiver| Interrupt {
+        sender: Nanos::from_micros(sender),
+        delay: Nanos::from_micros(delay),
+        receiver: Nanos::from_micros(receiver),
+    };
+    let (idle, busy) = (costs(1, 10, 2), costs(3, 20, 4));
+    let mut cpus = Cpus::new(2, SLICE, WakeCosts { far: 5 * US, idle, busy });
+    let mut events = Events::default();
     let [here, there, waker] =
         [0b10, 0b01, 0b10].map(|allowed| cpus.spawn(Who::Burner(0), allowed));
     let burner = cpus.spawn(Who::Burner(1), 0b01);
-    cpus.wake(waker, ENDLESS, (None, 0), &mut events);
-    let from = (Some(waker), 10 * US);
-    assert!(cpus.wake(there, 100 * US, from, &mut events), "it is idle");
+    cpus.wake(waker, ENDLESS, Waker::Timer, &mut events);
+    let waker = Waker::Thread(waker);
+    assert_eq!(cpus.wake(there, 100 * US, waker, &mut events), US, "it is idle");
     run(&mut cpus, &mut events, MS, |_| Err(0));
-    assert_eq!((cpus.times(there, MS), cpus.idle(0, MS)), ((100 * US, 0), 900 * US));
+    // It has needed 5 and 2 more, and its CPU was idle for the 10 before.
+    assert_eq!((cpus.times(there, MS), cpus.idle(0, MS)), ((107 * US, 0), 893 * US));
     // Now the CPU is taken, by one whose slice has begun, and is over.
-    cpus.wake(burner, ENDLESS, (None, 0), &mut events);
-    assert!(!cpus.wake(there, 100 * US, from, &mut events), "its slice has begun");
+    cpus.wake(burner, ENDLESS, Waker::Timer, &mut events);
+    assert_eq!(cpus.wake(there, 100 * US, waker, &mut events), 0, "its slice has begun");
     run(&mut cpus, &mut events, 9 * MS, |_| Err(0));
     let before = cpus.times(there, 9 * MS);
-    assert!(cpus.wake(there, 100 * US, from, &mut events), "it has had more");
+    assert_eq!(before.0, 212 * US, "it is far all the same");
+    assert_eq!(cpus.wake(there, 100 * US, waker, &mut events), 3 * US, "it has had more");
     run(&mut cpus, &mut events, 10 * MS, |_| Err(0));
-    assert_eq!(cpus.times(there, 10 * MS), (before.0 + 100 * US, before.1 + 10 * US));
-    // On its own CPU nobody is interrupted.
-    assert!(!cpus.wake(here, 100 * US, from, &mut events));
+    assert_eq!(cpus.times(there, 10 * MS), (before.0 + 109 * US, before.1 + 20 * US));
+    // On its own CPU nobody is interrupted, and nothing is far.
+    assert_eq!(cpus.wake(here, 100 * US, waker, &mut events), 0);
+    assert_eq!(cpus.threads[here as usize].left, 100 * US);
+    // Its own timer comes to where it is; a device's interrupt does not.
+    assert_eq!(cpus.wake(there, 100 * US, Waker::Timer, &mut events), 0);
+}
+
+#[test]
+fn busier_cpus_are_searched_less_for_an_idle_one() {
+    let scan = |cpus: u16, busy: usize| {
+        let allowed: Vec<u128> = (0..busy).map(bit).collect();
+        let (mut cpus, mut events, _) = machine(cpus, &allowed);
+        run(&mut cpus, &mut events, 1_000 * MS, |_| Ok(ENDLESS));
+        cpus.scan
+    };
+    // Of n CPUs that are used u in the mean: n (1 - (1.17 u)^2).
+    assert_eq!([scan(2, 0), scan(2, 1), scan(2, 2)], [2, 1, 0]);
+    assert_eq!([scan(8, 4), scan(8, 6), scan(8, 7)], [5, 1, 0]);
+    // Who finds none goes where it was, though another one is idle.
+    let (mut cpus, mut events, _) = machine(8, &[1, 2, 4, 8, 16, 32, 64]);
+    let sleeper = cpus.spawn(Who::Burner(1), 0xFF);
+    run(&mut cpus, &mut events, 1_000 * MS, |_| Ok(ENDLESS));
+    cpus.wake(sleeper, MS, Waker::Timer, &mut events);
+    assert_eq!((cpus.threads[sleeper as usize].cpu, cpus.idle & bit(7)), (0, bit(7)));
 }
 
 #[test]
 fn idle_cpu_takes_what_waits_elsewhere() {
-    let (mut cpus, mut events) = (Cpus::new(2, SLICE, 0), Events::default());
+    let (mut cpus, mut events) = (Cpus::new(2, SLICE, NONE), Events::default());
     let short = cpus.spawn(Who::Burner(0), 0b10);
-    cpus.wake(short, MS, (None, 0), &mut events);
+    cpus.wake(short, MS, Waker::Timer, &mut events);
     let long: Vec<u32> = (0..2).map(|_| cpus.spawn(Who::Burner(0), 0b11)).collect();
     for &thread in &long {
-        cpus.wake(thread, ENDLESS, (None, 0), &mut events);
+        cpus.wake(thread, ENDLESS, Waker::Timer, &mut events);
     }
     run(&mut cpus, &mut events, 9 * MS, |_| Err(0));
     // Both wait for the first CPU until the other is idle, at 1 ms.
@@ -198,7 +232,7 @@ fn thread_that_may_no_longer_run_there_goes_elsewhere() {
 
 #[test]
 fn times_of_a_cpu_add_up() {
-    let (mut cpus, mut events) = (Cpus::new(3, SLICE, 0), Events::default());
+    let (mut cpus, mut events) = (Cpus::new(3, SLICE, NONE), Events::default());
     let threads: Vec<u32> = (0..7).map(|_| cpus.spawn(Who::Burner(0), 0b111)).collect();
     for &thread in &threads {
         wakes(&mut events, thread, u64::from(thread) * MS / 3, 100 * US);

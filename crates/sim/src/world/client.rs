@@ -8,6 +8,7 @@ use rand_distr::{Distribution, Exp1};
 use rand_pcg::Pcg64Mcg;
 
 use super::{Request, Simulation};
+use crate::cpus::Waker;
 use crate::events::Event;
 use crate::scenario::{Load, MAX_DEPTH, Stream};
 
@@ -101,7 +102,7 @@ impl Simulation<'_> {
         client.stamp += 1;
         client.is_timed = false;
         match stream.load {
-            Load::Depth(_) => drop(self.wake_client(queue, (None, 0))),
+            Load::Depth(_) => drop(self.wake_client(queue, Waker::Timer)),
             Load::Rate(rate) => {
                 client.next_at = now + client.gap(rate.get());
                 self.time_client(queue);
@@ -124,7 +125,7 @@ impl Simulation<'_> {
         let client = &mut self.queues[queue as usize].client;
         if client.stamp == stamp {
             client.is_timed = false;
-            self.wake_client(queue, (None, 0));
+            self.wake_client(queue, Waker::Timer);
         }
     }
 
@@ -136,21 +137,22 @@ impl Simulation<'_> {
 
     /// A sleeping client is called by its IOThread.
     pub(super) fn call_client(&mut self, queue: u32, io: u32) {
-        let from = (Some(self.ios[io as usize].thread), self.costs.wake_delay.get());
-        if self.wake_client(queue, from) {
-            self.ios[io as usize].owes += self.costs.interrupt.get();
-        }
+        let waker = Waker::Thread(self.ios[io as usize].thread);
+        self.ios[io as usize].owes += self.wake_client(queue, waker);
     }
 
-    /// A client that sleeps is woken; whether a CPU had to be interrupted.
-    fn wake_client(&mut self, queue: u32, from: (Option<u32>, u64)) -> bool {
+    /// A client that sleeps is woken; what an interrupt costs who does it.
+    fn wake_client(&mut self, queue: u32, waker: Waker) -> u64 {
         let waits = self.client_waits(queue);
         if waits {
             let client = &mut self.queues[queue as usize].client;
             client.waking = true;
         }
         let thread = self.queues[queue as usize].client.thread;
-        waits && self.cpus.wake(thread, self.costs.wake.get(), from, &mut self.events)
+        if !waits {
+            return 0;
+        }
+        self.cpus.wake(thread, self.costs.wake.get(), waker, &mut self.events)
     }
 
     /// A client's burst has ended.
@@ -209,9 +211,7 @@ impl Simulation<'_> {
             self.ios[io as usize].awake.push(place);
         }
         let thread = self.queues[place as usize].client.thread;
-        if self.ring(io, Some(thread)) {
-            self.queues[place as usize].client.owes += self.costs.interrupt.get();
-        }
+        self.queues[place as usize].client.owes += self.ring(io, Waker::Thread(thread));
     }
 
     /// A disk that is to go goes once nothing of it is in flight.

@@ -5,6 +5,7 @@ use rtvirtio_ssd::{Ssd, SsdConfig};
 use rtvirtio_units::{Bytes, Nanos, Weight};
 
 use super::{Request, Simulation};
+use crate::cpus::Waker;
 use crate::events::Event;
 use crate::machine::{Backend, Machine, SimError};
 use crate::scenario::Scenario;
@@ -143,7 +144,7 @@ impl Simulation<'_> {
             && let Some(io) = of.owner
         {
             self.ios[io as usize].ended.push(queue);
-            self.ring(io, None);
+            self.ring(io, Waker::Device);
         }
     }
 }

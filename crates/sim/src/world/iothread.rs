@@ -10,8 +10,7 @@ use rtvirtio_iocores::ThreadId;
 use rtvirtio_units::CpuId;
 
 use super::{Request, Simulation};
-use crate::costs::Costs;
-use crate::cpus::Who;
+use crate::cpus::{Waker, Who};
 
 /// What a queue may start in a turn.
 const SHARE: u32 = 64;
@@ -166,30 +165,27 @@ impl Simulation<'_> {
         place
     }
 
-    /// There is something for an IOThread to do, says a thread, or a device; whether a CPU had to be
-    /// interrupted for it.
-    pub(super) fn ring(&mut self, io: u32, from: Option<u32>) -> bool {
+    /// There is something for an IOThread to do; what an interrupt costs who says so.
+    pub(super) fn ring(&mut self, io: u32, waker: Waker) -> u64 {
         let of = &mut self.ios[io as usize];
         let thread = of.thread;
         match of.doing {
             Doing::Asleep if !of.waking => {
                 of.waking = true;
-                let Costs { wake, wake_delay, .. } = self.costs;
-                let from = (from, wake_delay.get());
-                self.cpus.wake(thread, wake.get(), from, &mut self.events)
+                self.cpus.wake(thread, self.costs.wake.get(), waker, &mut self.events)
             }
             Doing::Polling => {
                 self.cpus.cut(thread, self.costs.poll.get(), &mut self.events);
-                false
+                0
             }
-            _ => false,
+            _ => 0,
         }
     }
 
     /// Posts a letter.
     pub(super) fn post(&mut self, io: u32, letter: Letter) {
         self.ios[io as usize].mail.push_back(letter);
-        self.ring(io, None);
+        self.ring(io, Waker::Device);
     }
 
     /// Its burst has ended.

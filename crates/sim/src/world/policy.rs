@@ -8,6 +8,7 @@ use serde::Serialize;
 
 use super::iothread::Letter;
 use super::{Simulation, mask};
+use crate::cpus::Waker;
 use crate::events::Event;
 use crate::meter::Totals;
 
@@ -191,7 +192,7 @@ impl Simulation<'_> {
                 }
                 self.ios[io].ending = true;
                 self.meter.removed();
-                self.ring(io as u32, None);
+                self.ring(io as u32, Waker::Device);
                 true
             }
             Action::MoveQueue { queue, to } => {
