@@ -52,6 +52,32 @@ pub struct Interrupt {
     pub receiver: Nanos,
 }
 
+impl Costs {
+    pub(crate) fn largest(&self) -> Nanos {
+        let Self { request, kib, reap, turn, poll, call, letter, .. } = *self;
+        let Self { client, client_kib, kick, wake, far, idle, busy, .. } = *self;
+        let of = |of: Interrupt| of.sender.max(of.delay).max(of.receiver);
+        [
+            request,
+            kib,
+            reap,
+            turn,
+            poll,
+            call,
+            letter,
+            client,
+            client_kib,
+            kick,
+            wake,
+            far,
+            of(idle),
+            of(busy),
+        ]
+        .into_iter()
+        .fold(Nanos::ZERO, Nanos::max)
+    }
+}
+
 impl Default for Costs {
     fn default() -> Self {
         Self {

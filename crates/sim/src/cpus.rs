@@ -18,7 +18,11 @@
 //! - *Who waits* is taken by a CPU that becomes idle, or is idle at a tick of its own, but not if it has run
 //!   within half a millisecond (`task_hot`). Every now and then the longest queue gives one to the shortest.
 //!
-//! Left out: groups and their limits, caches (but of a thread that is woken from another CPU) and hyperthreads,
+//! All threads are of one group, such as a session's (`sched_autogroup_enabled`) or a control group: a CPU has as much
+//! of the group's weight as it has of its load, so that one with many short waits is no fuller than one that never
+//! is idle (`calc_group_shares`).
+//!
+//! Left out: several groups and their limits, caches (but of a thread that is woken from another CPU) and hyperthreads,
 //! interrupts of devices, and what a switch costs a thread that only computes.
 //!
 //! Properties (tests of the same name): `two_that_never_sleep_share_a_cpu_half_and_half`,
@@ -164,9 +168,8 @@ struct Cpu {
     /// When it notices that somebody else may be to run.
     looks_at: Option<u64>,
     load: Load,
-    /// How much of it was used lately, and how long it had been idle when that was last looked at.
-    used: Load,
-    idle_before: u64,
+    /// How much of the time it ran something.
+    busy: Load,
 }
 
 /// All CPUs and threads.
@@ -332,6 +335,7 @@ impl Cpus {
     fn pass(&mut self, cpu: usize, now: u64) -> f64 {
         let c = &mut self.cpus[cpu];
         let there = c.ready.len() + c.delayed.len() + usize::from(c.current.is_some());
+        c.busy.pass(there.min(1) as f64, now);
         c.load.pass(there as f64, now)
     }
 

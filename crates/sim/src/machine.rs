@@ -35,7 +35,7 @@ pub struct Machine {
     pub vcpus: Vec<CpuId>,
     /// How long IOThreads poll at most.
     pub polling: Nanos,
-    /// What things cost.
+    /// What things cost: 1 s each at most.
     pub costs: Costs,
     /// What the disks are.
     pub backend: Backend,
@@ -85,6 +85,9 @@ pub enum SimError {
     /// A CPU that the machine does not have.
     #[error("there is no CPU {0}")]
     NoCpu(CpuId),
+    /// Something costs too much.
+    #[error("a cost of {0}: 1 s at most can be simulated")]
+    Cost(Nanos),
     /// No or too many devices.
     #[error("{0} devices: 1 to 1024 can be simulated")]
     Devices(u16),

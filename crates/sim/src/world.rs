@@ -185,6 +185,10 @@ impl<'a> Simulation<'a> {
         if machine.vcpus.is_empty() {
             return Err(SimError::Nothing("CPU for the vCPUs"));
         }
+        let cost = machine.costs.largest();
+        if cost > Nanos::from_millis(1_000) {
+            return Err(SimError::Cost(cost));
+        }
         let disks = Disk::all(machine, scenario)?;
         let mut simulation = Self {
             costs: machine.costs,

@@ -54,7 +54,7 @@ phase): I/O + compute - 0.2 x cores. 1 is what one busy IOThread does, and one C
 no run does more than that, the most that any does.
 
 A request costs the CPU time of --request-us and --kib-ns; other costs are measured ones of a disk in memory \
-on an AMD EPYC, or those of --costs, which --calibrate makes of this machine. See docs/ARCHITECTURE.md on \
+on two CPUs of an Intel Xeon, or those of --costs, which --calibrate makes of this machine. See docs/ARCHITECTURE.md on \
 what the simulator leaves out.
 
 Examples:

@@ -30,7 +30,11 @@ impl Cpus {
         let mut target = last;
         if near != last && allowed & bit(near) != 0 {
             let own = self.pass_thread(thread, now);
-            if self.pass(near, now) + own < BIAS * (self.pass(last, now) - own) {
+            let [there, here] =
+                [near, last].map(|cpu| (self.pass(cpu, now), self.cpus[cpu].busy.value));
+            // Of the group's load; what all have in common is left out.
+            let own = own * here.1;
+            if there.0 * there.1 + own < BIAS * (here.0 * here.1 - own) {
                 target = near;
             }
         }
@@ -50,16 +54,12 @@ impl Cpus {
     /// Says how many CPUs a thread that wakes up looks at for an idle one: the busier all are, the fewer
     /// (`update_idle_cpu_scan`); to be called every 10 ms.
     pub(super) fn set_scan(&mut self, now: u64) {
-        let mut sum = 0.0;
-        for at in 0..self.cpus.len() {
-            let idle = self.idle(at, now);
-            let c = &mut self.cpus[at];
-            let passed = (now - c.used.at).max(1) as f64;
-            let used = 1.0 - ((idle - c.idle_before) as f64 / passed).min(1.0);
-            c.idle_before = idle;
-            sum += c.used.pass(used, now);
-        }
         let n = self.cpus.len() as f64;
+        let mut sum = 0.0;
+        for cpu in 0..self.cpus.len() {
+            self.pass(cpu, now);
+            sum += self.cpus[cpu].busy.value;
+        }
         let mean = sum / n;
         self.scan = (n * (1.0 - (IMBALANCE * mean).powi(2)).max(0.0)) as usize;
     }

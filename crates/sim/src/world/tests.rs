@@ -297,6 +297,9 @@ fn machine_that_cannot_be_is_refused() {
     assert_eq!(refused(|m| m.threads.clear()), SimError::Nothing("IOThread"));
     assert_eq!(refused(|m| m.vcpus.clear()), SimError::Nothing("CPU for the vCPUs"));
     assert_eq!(refused(|m| m.vcpus.push(CpuId::new(4))), SimError::NoCpu(CpuId::new(4)));
+    let dear = Nanos::new(1_000_000_001);
+    let costly = refused(|m| m.costs.busy.receiver = Nanos::new(1_000_000_001));
+    assert_eq!(costly, SimError::Cost(dear));
 }
 
 /// A random scenario of a second, and a machine for it.
