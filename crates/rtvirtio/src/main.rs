@@ -111,12 +111,12 @@ impl Verb {
             | Self::Tree(_)
             // Its data plane tells it when to end.
             | Self::VcpuGuard => true,
+            Self::Simulate(args) => args.measures(),
             Self::Doctor(_)
             | Self::Plan(_)
             | Self::Verify(_)
             | Self::Report(_)
             | Self::Ctl(_)
-            | Self::Simulate(_)
             | Self::Mapping(_)
             | Self::Run(_)
             | Self::TreeServer(_)

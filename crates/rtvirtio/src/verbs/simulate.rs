@@ -123,6 +123,13 @@ pub(crate) struct Args {
     json: bool,
 }
 
+impl Args {
+    /// Whether it runs a server of its own.
+    pub(crate) const fn measures(&self) -> bool {
+        self.calibrate.is_some()
+    }
+}
+
 fn iops(text: &str) -> Result<Iops> {
     Ok(Iops::new(text.parse()?)?)
 }

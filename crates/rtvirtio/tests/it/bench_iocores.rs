@@ -27,11 +27,17 @@ const SMALL: [&str; 12] = [
 
 /// Temporary files go to `directory`/tmp, results to `directory`/out.
 fn bench(directory: &Path, further: &[&str]) -> Command {
+    let mut command = rtvirtio(directory);
+    command.args(SMALL).args(further).arg("--out").arg(directory.join("out"));
+    command
+}
+
+/// Temporary files go to `directory`/tmp.
+fn rtvirtio(directory: &Path) -> Command {
     let temporary = directory.join("tmp");
     std::fs::create_dir_all(&temporary).unwrap();
     let mut command = Command::new("setpriv");
-    command.args(["--pdeathsig", "KILL", RTVIRTIO]).args(SMALL).args(further);
-    command.arg("--out").arg(directory.join("out")).env("TMPDIR", temporary);
+    command.args(["--pdeathsig", "KILL", RTVIRTIO]).env("TMPDIR", temporary);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }
@@ -117,18 +123,35 @@ fn benchmark_that_is_interrupted_ends_with_130_and_leaves_nothing() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    let child = bench(directory.path(), &[]).spawn().unwrap();
+    ends_with_130_and_leaves_nothing(bench(directory.path(), &[]), directory.path(), "vm3.sock");
+}
+
+#[test]
+fn calibration_of_costs_that_is_interrupted_ends_with_130_and_leaves_nothing() {
+    if !has_two_cpus("calibration_of_costs_that_is_interrupted_ends_with_130_and_leaves_nothing") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let costs = directory.path().join("costs.json");
+    let mut calibrate = rtvirtio(directory.path());
+    calibrate.args(["simulate", "--calibrate"]).arg(&costs);
+    ends_with_130_and_leaves_nothing(calibrate, directory.path(), "vm0.sock");
+    assert!(!costs.exists());
+}
+
+/// Interrupts it a second into its first scenario.
+fn ends_with_130_and_leaves_nothing(mut command: Command, directory: &Path, socket: &str) {
+    let child = command.spawn().unwrap();
     let is_up = || {
-        let mut files = std::fs::read_dir(directory.path().join("tmp")).unwrap().flatten();
-        files.any(|file| file.path().join("vm3.sock").exists())
+        let mut files = std::fs::read_dir(directory.join("tmp")).unwrap().flatten();
+        files.any(|file| file.path().join(socket).exists())
     };
     eventually("the server's sockets", Duration::from_secs(30), is_up);
-    // A second into the scenario.
     std::thread::sleep(Duration::from_secs(3));
     kill_process(Pid::from_child(&child), Signal::INT).unwrap();
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130), "{}", said(&output));
-    assert_eq!(left_behind(directory.path()), [""; 0]);
+    assert_eq!(left_behind(directory), [""; 0]);
 }
 
 #[test]
