@@ -409,10 +409,13 @@ proptest! {
         }
         let outcome = run(&machine, &scenario);
         let costs = machine.costs;
-        let share = 64 * costs.request.get() + 384 * costs.kib.get() + 8 * costs.call.get();
+        // Each batch may find its driver, which has a CPU of its own, asleep.
+        let call = costs.call.get() + costs.idle.sender.get();
+        let share = 64 * costs.request.get() + 384 * costs.kib.get() + 8 * call;
         let turn = costs.turn.get() + share * depths.len() as u64;
         // One more turn, which was under way; the client's own part, 256 requests and two wake-ups.
-        let client = 256 * costs.client.get() + 2 * (costs.wake.get() + costs.idle.delay.get());
+        let wake = costs.wake.get() + costs.far.get() + costs.idle.delay.get() + costs.idle.receiver.get();
+        let client = 256 * costs.client.get() + 2 * wake;
         let bound = (turns + 1) * turn + client + 100_000;
         prop_assert!(outcome.whole.longest.get() <= bound, "{} > {bound}", outcome.whole.longest.get());
     }
@@ -494,19 +497,19 @@ fn vms_without_front_ends_are_not_seen_and_their_cpus_stay_known() {
 /// Rows of docs/results/simulate/costs.txt: vCPUs on the other CPU than the IOThread, and on its own.
 #[test]
 fn default_costs_give_back_the_figures_that_they_come_from() {
-    for (cpu, queues, depth, measured) in [
-        (0, 1, 32, 1_457_630.0),
-        (0, 4, 32, 1_346_674.0),
-        (1, 1, 1, 232_824.0),
-        (1, 4, 1, 218_746.0),
-        (0, 1, 1, 44_486.0),
-        (0, 4, 1, 151_120.0),
+    for (cpu, queues, depth, measured, within) in [
+        (0, 1, 32, 1_457_630.0, 1.05),
+        (0, 4, 32, 1_346_674.0, 1.15),
+        (1, 1, 1, 232_824.0, 1.1),
+        (1, 4, 1, 218_746.0, 1.05),
+        (0, 1, 1, 44_486.0, 1.05),
+        (0, 4, 1, 151_120.0, 1.15),
     ] {
         let mut machine = Machine::new(2, 1);
         machine.vcpus = vec![CpuId::new(cpu)];
         let outcome = run(&machine, &second(&vec![Load::Depth(depth); queues]));
         let ratio = outcome.whole.iops / measured;
         let row = format!("{queues} queues, depth {depth}, CPU {cpu}");
-        assert!((0.85..=1.15).contains(&ratio), "{row}: {ratio}");
+        assert!((0.95..=within).contains(&ratio), "{row}: {ratio}");
     }
 }
