@@ -36,7 +36,7 @@
 
 use rtvirtio_units::Nanos;
 
-use crate::costs::Interrupt;
+use crate::costs::Costs;
 use crate::events::{Event, Events};
 
 mod places;
@@ -85,14 +85,6 @@ pub(crate) enum Waker {
     Device,
     /// The thread's own timer, on its own CPU.
     Timer,
-}
-
-/// What it costs that a thread is woken on another CPU.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct WakeCosts {
-    pub(crate) far: u64,
-    pub(crate) idle: Interrupt,
-    pub(crate) busy: Interrupt,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -182,7 +174,8 @@ pub(crate) struct Cpus {
     /// Those where a thread waits that may run elsewhere.
     loaded: u128,
     slice: i64,
-    costs: WakeCosts,
+    /// Of these what it costs to be woken on another CPU.
+    costs: Costs,
     balances: u32,
     /// CPUs at which a thread that wakes up looks for an idle one.
     scan: usize,
@@ -193,7 +186,7 @@ const fn bit(cpu: usize) -> u128 {
 }
 
 impl Cpus {
-    pub(crate) fn new(cpus: u16, slice: u64, costs: WakeCosts) -> Self {
+    pub(crate) fn new(cpus: u16, slice: u64, costs: Costs) -> Self {
         let cpus: Vec<Cpu> = (0..cpus).map(|_| Cpu::default()).collect();
         let idle = (0..cpus.len()).fold(0, |mask, cpu| mask | bit(cpu));
         let (slice, scan) = (slice as i64, cpus.len());
@@ -268,9 +261,10 @@ impl Cpus {
             Waker::Device => true,
             Waker::Timer => false,
         };
-        let WakeCosts { far, idle, busy } = self.costs;
-        if is_far && burst != ENDLESS {
-            self.threads[thread as usize].left += far;
+        let Costs { far, idle, busy, .. } = self.costs;
+        if is_far {
+            debug_assert!(burst != ENDLESS, "who has no end has a timer");
+            self.threads[thread as usize].left += far.get();
         }
         if is_far && !is_delayed && self.idle & bit(cpu) != 0 && idle.delay > Nanos::ZERO {
             self.assign(thread, cpu, events.now);

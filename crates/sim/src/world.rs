@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 use rtvirtio_iocores::{Policy, SAMPLE, Snapshot, Vm};
 use rtvirtio_units::{CpuId, Nanos};
 
-use crate::cpus::{Cpus, ENDLESS, WakeCosts, Waker, Who};
+use crate::cpus::{Cpus, ENDLESS, Waker, Who};
 use crate::events::{Event, Events};
 use crate::machine::{Machine, SimError};
 use crate::meter::Meter;
@@ -138,8 +138,7 @@ pub struct Simulation<'a> {
     /// First queue of each VM, and the end.
     first: Vec<u32>,
     burners: Vec<Compute>,
-    /// As last measured, of the threads of queues and then of those that compute.
-    /// What the policy has been told of each thread that stands for a vCPU.
+    /// What each thread that stands for a vCPU had when last measured: those of queues, then those that compute.
     vcpu_times: Vec<Vm>,
     disks: Vec<Disk>,
     changes: Vec<(u64, Change)>,
@@ -194,15 +193,7 @@ impl<'a> Simulation<'a> {
             costs: machine.costs,
             polling: machine.polling.get(),
             events: Events::default(),
-            cpus: Cpus::new(
-                machine.cpus,
-                machine.slice().get(),
-                WakeCosts {
-                    far: machine.costs.far.get(),
-                    idle: machine.costs.idle,
-                    busy: machine.costs.busy,
-                },
-            ),
+            cpus: Cpus::new(machine.cpus, machine.slice().get(), machine.costs),
             count: machine.cpus,
             vcpus: mask(&machine.vcpus),
             has_seen_vms: false,

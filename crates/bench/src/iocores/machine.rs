@@ -175,6 +175,7 @@ pub(crate) fn simulated(
 }
 
 /// What a request costs there: what it costs the data plane, and what was asked for on top.
+#[must_use]
 pub fn costs(of: Costs, cpu_us: u32, kib_ns: u32) -> Costs {
     Costs {
         request: of.request.saturating_add(Nanos::from_micros(cpu_us.into())),

@@ -1,11 +1,14 @@
 use super::*;
+use crate::costs::Interrupt;
 
 const US: u64 = 1_000;
 const MS: u64 = 1_000_000;
 const SLICE: u64 = 2_800_000;
-const FREE: Interrupt =
-    Interrupt { sender: Nanos::ZERO, delay: Nanos::ZERO, receiver: Nanos::ZERO };
-const NONE: WakeCosts = WakeCosts { far: 0, idle: FREE, busy: FREE };
+/// Nobody is far.
+fn free() -> Costs {
+    let none = Interrupt::default();
+    Costs { far: Nanos::ZERO, idle: none, busy: none, ..Costs::default() }
+}
 
 /// Runs CPUs until `until`; `ended` says what a thread does whose burst has ended: goes on for so
 /// long, or sleeps for so long (0: for ever) until its next one of 0.1 ms.
@@ -44,7 +47,7 @@ fn run(
 }
 
 fn machine(count: u16, allowed: &[u128]) -> (Cpus, Events<Event>, Vec<u32>) {
-    let (mut cpus, mut events) = (Cpus::new(count, SLICE, NONE), Events::default());
+    let (mut cpus, mut events) = (Cpus::new(count, SLICE, free()), Events::default());
     let threads: Vec<u32> =
         allowed.iter().map(|&allowed| cpus.spawn(Who::Burner(0), allowed)).collect();
     for &thread in &threads {
@@ -107,7 +110,7 @@ fn slice_that_is_over_ends_when_a_thread_comes() {
 
 #[test]
 fn thread_that_had_too_much_is_woken_where_it_was() {
-    let (mut cpus, mut events) = (Cpus::new(2, SLICE, NONE), Events::default());
+    let (mut cpus, mut events) = (Cpus::new(2, SLICE, free()), Events::default());
     let own = cpus.spawn(Who::Burner(0), 0b01);
     let moving = cpus.spawn(Who::Burner(1), 0b11);
     wakes(&mut events, moving, 0, 2 * MS);
@@ -123,7 +126,7 @@ fn thread_that_had_too_much_is_woken_where_it_was() {
 #[test]
 fn thread_that_has_just_run_is_not_pulled() {
     for (ran_until, waited) in [(300 * US, 100 * US), (800 * US, 3_100 * US)] {
-        let (mut cpus, mut events) = (Cpus::new(2, SLICE, NONE), Events::default());
+        let (mut cpus, mut events) = (Cpus::new(2, SLICE, free()), Events::default());
         let moving = cpus.spawn(Who::Burner(0), 0b11);
         let own = [0b01, 0b10].map(|allowed| cpus.spawn(Who::Burner(1), allowed));
         wakes(&mut events, moving, 0, ran_until);
@@ -144,7 +147,7 @@ fn other_cpu_has_to_be_interrupted_if_it_is_idle_or_gives_way() {
         receiver: Nanos::from_micros(receiver),
     };
     let (idle, busy) = (costs(1, 10, 2), costs(3, 20, 4));
-    let mut cpus = Cpus::new(2, SLICE, WakeCosts { far: 5 * US, idle, busy });
+    let mut cpus = Cpus::new(2, SLICE, Costs { far: Nanos::from_micros(5), idle, busy, ..free() });
     let mut events = Events::default();
     let [here, there, waker] =
         [0b10, 0b01, 0b10].map(|allowed| cpus.spawn(Who::Burner(0), allowed));
@@ -192,7 +195,7 @@ fn busier_cpus_are_searched_less_for_an_idle_one() {
 
 #[test]
 fn idle_cpu_takes_what_waits_elsewhere() {
-    let (mut cpus, mut events) = (Cpus::new(2, SLICE, NONE), Events::default());
+    let (mut cpus, mut events) = (Cpus::new(2, SLICE, free()), Events::default());
     let short = cpus.spawn(Who::Burner(0), 0b10);
     cpus.wake(short, MS, Waker::Timer, &mut events);
     let long: Vec<u32> = (0..2).map(|_| cpus.spawn(Who::Burner(0), 0b11)).collect();
@@ -232,7 +235,7 @@ fn thread_that_may_no_longer_run_there_goes_elsewhere() {
 
 #[test]
 fn times_of_a_cpu_add_up() {
-    let (mut cpus, mut events) = (Cpus::new(3, SLICE, NONE), Events::default());
+    let (mut cpus, mut events) = (Cpus::new(3, SLICE, free()), Events::default());
     let threads: Vec<u32> = (0..7).map(|_| cpus.spawn(Who::Burner(0), 0b111)).collect();
     for &thread in &threads {
         wakes(&mut events, thread, u64::from(thread) * MS / 3, 100 * US);

@@ -22,7 +22,7 @@ use anyhow::{Context, Result};
 use rtvirtio_bench::dataplane::BLOCK;
 use rtvirtio_bench::dataplane::moves::{self, Moves};
 use rtvirtio_bench::iocores::load::{Beside, Figures, Row};
-use rtvirtio_bench::iocores::machine::{CPUS, costs as with_cpu};
+use rtvirtio_bench::iocores::machine::{self, CPUS};
 use rtvirtio_bench::load::Interrupted;
 use rtvirtio_bench::progress::Progress;
 use rtvirtio_iocores::{Kind, Limits, policy};
@@ -193,7 +193,7 @@ fn simulate(row: &Row, costs: &Costs) -> Result<Figures> {
     let scenario = row.scenario(SIMULATED);
     let mut machine = Machine::new(CPUS, 1);
     machine.vcpus = row.vcpus.places().map(|at| CpuId::new(at.into())).collect();
-    machine.costs = with_cpu(*costs, row.cpu_us, 0);
+    machine.costs = machine::costs(*costs, row.cpu_us, 0);
     let limits = Limits { cpus: Vec::new(), least: 1, most: 1, borrow: false };
     let mut fixed = policy(Kind::Static, limits);
     let mut simulation = Simulation::new(&machine, &scenario, &mut *fixed)?;
