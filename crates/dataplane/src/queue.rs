@@ -40,6 +40,9 @@ const BATCH: usize = 8;
 /// or of so many bytes.
 const BATCH_BYTES: u64 = 32 << 10;
 
+/// Of so many calls the time of one is taken: that is a system call before it and one after.
+const CALLS: u64 = 16;
+
 /// Names a queue while it is served: unique in the process at any time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct QueueKey(pub(crate) u32);
@@ -194,6 +197,12 @@ pub(crate) struct Turn<'a, 'ring> {
     pub(crate) completions: &'a Arc<dyn Completions>,
     pub(crate) buffers: &'a dyn Fn(&Segment) -> Option<u16>,
     pub(crate) stats: &'a IoThreadStats,
+}
+
+/// What this thread has had of CPUs, ns.
+fn cpu_time() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
 /// CLOCK_MONOTONIC in ns: the same on every thread.
@@ -698,8 +707,13 @@ impl Queue {
         // knows whose one is stuck in.
         thread.set_calling(Some(self.key));
         if call && let Some(call) = &self.call {
-            self.stats.call();
-            call.signal();
+            if self.stats.call().is_multiple_of(CALLS) {
+                let before = cpu_time();
+                call.signal();
+                self.stats.called(CALLS * cpu_time().saturating_sub(before));
+            } else {
+                call.signal();
+            }
         }
         if error && let Some(error) = &self.error {
             error.signal();

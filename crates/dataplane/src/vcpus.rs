@@ -10,16 +10,22 @@
 //! among them. A thread with none of these is left alone. When the socket closes, as it does when the data plane
 //! is killed, every thread gets its own CPUs back.
 //!
+//! On request it also spreads vCPUs, once: each is kept to one of the CPUs on which it may run for [`SPREAD`], by
+//! turns, and then to none. For the scheduler leaves threads that mostly sleep where they are as long as no CPU is
+//! idle, as none is where IOThreads share all CPUs with vCPUs: those that were moved out of the way of the first
+//! IOThread would all stay in that of the second.
+//!
 //! A thread's own CPUs are those on which the guard found it (`sched_getaffinity(2)`): no CPU is ever added to them.
 //! What somebody else gives a thread meanwhile (libvirt's `vcpupin`, a cpuset) is its own from then on.
 //! Why not by cgroup cpusets: `docs/adr/0013-borrowed-cpus.md`.
 //!
-//! What it does not do: a guard that is itself killed with SIGKILL gives nothing back, and a data plane that was
+//! What it does not do: a guard that is itself killed with SIGKILL gives nothing back, nor what it is spreading, and a data plane that was
 //! taken over could crowd the vCPUs of any VM of this host together until it ends.
 //!
 //! Properties (tests of the same name): `vcpus_leave_a_cpu_and_get_it_back_when_the_socket_closes`,
 //! `vcpu_without_one_of_the_cpus_is_left_alone`, `what_somebody_else_has_given_a_vcpu_is_kept`,
-//! `process_that_is_no_longer_named_gets_its_cpus_back`, `nonsense_ends_the_guard`.
+//! `process_that_is_no_longer_named_gets_its_cpus_back`, `vcpus_are_spread_and_may_leave_again`,
+//! `nonsense_ends_the_guard`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
@@ -40,6 +46,8 @@ const MAX_TASKS: usize = 4096;
 const MAX_VCPUS: usize = 512;
 /// Longest line between the two: 1,024 CPUs and as many processes.
 const MAX_LINE: u64 = 64 << 10;
+/// For how long a vCPU is kept to the CPU that it is given when they are spread: to wake up there.
+const SPREAD: Duration = Duration::from_millis(5);
 /// How long the data plane waits for the guard.
 const ANSWER: Duration = Duration::from_secs(2);
 
@@ -50,6 +58,9 @@ struct Request {
     cpus: Vec<CpuId>,
     /// Whose.
     processes: Vec<i32>,
+    /// They are only to be spread over these CPUs.
+    #[serde(default)]
+    spread: bool,
 }
 
 /// What the guard has done.
@@ -98,10 +109,19 @@ impl Guard {
     /// # Errors
     /// The guard does not answer: it has ended or will, when this is dropped.
     pub(crate) fn keep_to(&mut self, cpus: &[CpuId], processes: &[i32]) -> io::Result<Moved> {
-        send(
-            self.stream.get_mut(),
-            &Request { cpus: cpus.to_vec(), processes: processes.to_vec() },
-        )?;
+        self.ask(&Request { cpus: cpus.to_vec(), processes: processes.to_vec(), spread: false })
+    }
+
+    /// Has the vCPUs of these processes run evenly on these CPUs, those of them on which each may.
+    ///
+    /// # Errors
+    /// As [`Self::keep_to`].
+    pub(crate) fn spread(&mut self, cpus: &[CpuId], processes: &[i32]) -> io::Result<Moved> {
+        self.ask(&Request { cpus: cpus.to_vec(), processes: processes.to_vec(), spread: true })
+    }
+
+    fn ask(&mut self, request: &Request) -> io::Result<Moved> {
+        send(self.stream.get_mut(), request)?;
         receive(&mut self.stream)?.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
     }
 }
@@ -114,13 +134,15 @@ pub fn guard(stream: UnixStream) -> io::Result<()> {
     let mut answers = stream.try_clone()?;
     let mut requests = BufReader::new(stream);
     let mut threads = Threads::default();
-    while let Some(Request { cpus, processes }) = receive(&mut requests)? {
-        let moved = if cpus.is_empty() {
+    while let Some(Request { cpus, processes, spread: is_spread }) = receive(&mut requests)? {
+        let processes: BTreeSet<i32> = processes.into_iter().collect();
+        let of = processes.into_iter().flat_map(vcpus);
+        let moved = if is_spread {
+            spread(&set_of(&cpus)?, &of.collect())
+        } else if cpus.is_empty() {
             threads.give_back()
         } else {
-            let processes: BTreeSet<i32> = processes.into_iter().collect();
-            let of = processes.into_iter().flat_map(vcpus).collect();
-            threads.keep_to(&set_of(&cpus)?, &of)
+            threads.keep_to(&set_of(&cpus)?, &of.collect())
         };
         send(&mut answers, &moved)?;
     }
@@ -270,6 +292,33 @@ fn place(thread: i32, now: &CpuSet, wanted: &CpuSet, moved: &mut Moved) -> CpuSe
     }
     // A cpuset may allow less.
     cpus_of(thread).unwrap_or(*wanted)
+}
+
+/// Has threads go to these CPUs by turns, those of them on which each may run, and leave them as they like later.
+fn spread(cpus: &CpuSet, of: &BTreeSet<i32>) -> Moved {
+    let mut moved = Moved::default();
+    let mut kept = Vec::new();
+    for &thread in of {
+        let Some(may) = cpus_of(thread) else { continue };
+        let both: Vec<_> =
+            listed(&may).map(|cpu| cpu.get() as usize).filter(|&cpu| cpus.is_set(cpu)).collect();
+        if both.len() < 2 {
+            continue;
+        }
+        let mut there = CpuSet::new();
+        there.set(both[kept.len() % both.len()]);
+        kept.push((thread, place(thread, &may, &there, &mut moved), may));
+    }
+    if !kept.is_empty() {
+        std::thread::sleep(SPREAD);
+    }
+    for (thread, there, may) in kept {
+        // Whoever has given it others since then wants it there.
+        if cpus_of(thread) == Some(there) {
+            place(thread, &there, &may, &mut Moved::default());
+        }
+    }
+    moved
 }
 
 /// When a thread began, in ticks since the machine did; none if it has ended.

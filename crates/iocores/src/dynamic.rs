@@ -4,7 +4,8 @@
 //! A queue's *load* is what it takes of an IOThread's time, 0 to 1. An IOThread is *pressed* if it
 //! has been ≥ [`HOT`] busy in each of the last 3 samples, or if it is ≥ [`ROOM`] busy and a queue
 //! of it stands in 3 samples or its requests wait more than [`DELAY`] on average, or if it is ≥ [`WARM`] busy and they
-//! wait longer than they take.
+//! wait for more than half of what they take. A queue is *far* if calls of its driver take [`FAR`] times as long as the
+//! cheapest: the driver is on another CPU, which has to be interrupted.
 //!
 //! # Algorithm
 //! Every [`PERIOD`], the first of these that has something to do:
@@ -28,7 +29,11 @@
 //!    waited that could do as much instead: to within [`SPARE`] of what one core is worth; after half
 //!    a second if they had no work.
 //!    That is a bet if the others are then more than 60 % busy, and regret keeps the books.
-//! 6. *Spread.* Idle queues of one VM go to different IOThreads, if none of these is needless and none gets more queues
+//! 6. *Neighbours.* Where vCPUs share all CPUs with IOThreads that are full, and one of these waits for its CPU for
+//!    longer than another, vCPUs are spread over the CPUs once: the scheduler leaves them where the last idle CPU was.
+//!    If it puts them back, that is not done again for 20 to 600 periods at such a load. And as many far queues of one
+//!    IOThread as of another change places, on trial.
+//! 7. *Spread.* Idle queues of one VM go to different IOThreads, if none of these is needless and none gets more queues
 //!    than others for it: they mostly become busy together.
 //!
 //! I/O CPUs are those on which no vCPU runs. With `borrow`, vCPUs and IOThreads have them in common:
@@ -64,8 +69,8 @@ const STREAK: u32 = 3;
 /// An IOThread that is so busy is pressed.
 const HOT: f64 = 0.85;
 
-/// One that is so busy is pressed if its requests wait longer for their turn than they take: with drivers that have few
-/// in flight it still sleeps now and then, as they do while theirs wait.
+/// One that is so busy is pressed if its requests wait for their turn for more than half of what they take: with drivers
+/// that have few in flight it still sleeps now and then, as they do while theirs wait.
 const WARM: f64 = 0.75;
 
 /// One that is less busy has room: what waits there waits for something else, such as a limit.
@@ -99,6 +104,15 @@ const UNUSED: f64 = 0.05;
 /// Periods that are remembered.
 const HISTORY: usize = 20;
 
+/// A call that takes so many times as long as the cheapest has interrupted another CPU.
+const FAR: f64 = 1.8;
+
+/// What such calls must take of an IOThread, of a queue and of all that are exchanged.
+const DEAR: (f64, f64) = (0.004, 0.02);
+
+/// What of a CPU an IOThread must wait for more than another one does, where vCPUs are on both, to spread these.
+const UNEVEN: f64 = 0.15;
+
 /// What of a CPU must be gained by taking it from vCPUs, and by giving it back.
 const GAIN: (f64, f64) = (0.1, 0.2);
 
@@ -129,7 +143,7 @@ pub(crate) struct Dynamic {
     /// An IOThread's queues may go to so many at once.
     fan: usize,
     trial: Option<Trial>,
-    back_off: [BackOff; 4],
+    back_off: [BackOff; 6],
     /// Loads at which a further IOThread has shown what it is worth, whatever vCPUs wait.
     worth: BackOff,
     /// Where vCPUs were to run by the last decision.
@@ -141,6 +155,8 @@ pub(crate) struct Dynamic {
     /// Queues that were to leave an IOThread for nothing but to be spread or served alike, and are still there: a
     /// move may fail, or only be advised.
     gone: BTreeSet<(QueueId, ThreadId)>,
+    /// What a call took, of the queue and period in which that was least, s.
+    near: f64,
     /// Periods in a row in which vCPUs could have used it better.
     missed: BTreeMap<CpuId, usize>,
 }
@@ -277,6 +293,7 @@ impl Dynamic {
             refused: BTreeSet::new(),
             vms: Vec::new(),
             gone: BTreeSet::new(),
+            near: f64::INFINITY,
             missed: BTreeMap::new(),
         }
     }
@@ -335,6 +352,8 @@ impl Dynamic {
             (queue.id, (before + queue.busy) / 2.0)
         };
         self.loads = view.period.queues.iter().map(smooth).collect();
+        let calls = view.period.queues.iter().filter_map(QueueLoad::call);
+        self.near = calls.filter(|&call| call > 0.0).fold(self.near, f64::min);
         let pressed = self.find_pressed(view);
         let count = self.could_spare(view);
         let unused = view.period.unlocked().filter(|thread| thread.busy < UNUSED).count();
@@ -348,6 +367,8 @@ impl Dynamic {
             .or_else(|| self.relieve(view, &pressed))
             .or_else(|| self.even_out(view, &pressed))
             .or_else(|| self.give_back(view))
+            .or_else(|| self.spread_vcpus(view))
+            .or_else(|| self.bring_home(view))
             .or_else(|| self.spread(view))
             .unwrap_or_default()
     }
@@ -426,7 +447,7 @@ impl Dynamic {
             let delay = Nanos::new(waited.get() / requests.max(1));
             let urgent = thread.busy >= ROOM && (stand > 0 || delay > DELAY);
             let took = load(queues) * view.window.seconds / requests.max(1) as f64;
-            let is_warm = thread.busy >= WARM && delay.as_secs_f64() > took;
+            let is_warm = thread.busy >= WARM && 2.0 * delay.as_secs_f64() > took;
             if urgent || streak >= STREAK || is_warm {
                 let why = format!(
                     "IOThread {}: {} % busy, {streak} samples in a row at 85 % or more; \

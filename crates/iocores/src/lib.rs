@@ -146,6 +146,11 @@ pub struct Queue {
     pub bytes: u64,
     /// Sum of what requests waited for between the kick or poll that found them and their start.
     pub waited: Nanos,
+    /// How often its driver was called.
+    pub calls: u64,
+    /// Time on a CPU that its IOThreads took for that, an estimate: of 1 µs where the driver runs on the CPU of its
+    /// IOThread, of several where another CPU has to be interrupted.
+    pub called: Nanos,
     /// Taken and not ended.
     pub in_flight: u32,
     /// What its driver had made available at the last snapshot is still not taken.
@@ -243,6 +248,11 @@ pub enum Action {
     },
     /// vCPUs of all VMs run on these CPUs alone.
     SetVcpuCpus {
+        /// Which; ascending.
+        cpus: Vec<CpuId>,
+    },
+    /// vCPUs of all VMs go evenly to these CPUs, of those on which each may run: once, they may leave them again.
+    SpreadVcpus {
         /// Which; ascending.
         cpus: Vec<CpuId>,
     },

@@ -289,6 +289,53 @@ fn iothread_that_waits_for_vcpus_gets_its_cpu_if_they_have_room_elsewhere() {
     assert!(run(3.0));
 }
 
+/// Two full IOThreads, each on a CPU that it shares with vCPUs, and six queues by turns.
+fn shared() -> World {
+    let mut world = World::new(2, 0, 6);
+    world.limits.borrow = true;
+    world.state.cpus.iter_mut().for_each(|cpu| cpu.vcpus = true);
+    let second = world.add_thread(CpuId::new(1));
+    world.state.queues.iter_mut().skip(1).step_by(2).for_each(|queue| queue.thread = second);
+    world.sleep = true;
+    world.load(&[DEEP; 6]);
+    world
+}
+
+#[test]
+fn vcpus_in_the_way_of_one_iothread_are_spread_and_not_soon_again() {
+    let mut world = shared();
+    world.wanted = 0.4;
+    world.crowded = Some(CpuId::new(0));
+    let mut policy = dynamic(&world);
+    world.run(&mut *policy, 3_000);
+    let [(_, only)] = &world.log[..] else { panic!("{:#?}", world.log) };
+    let both = Action::SpreadVcpus { cpus: vec![CpuId::new(0), CpuId::new(1)] };
+    assert_eq!(only.action, both, "{only:?}");
+    // Whoever puts them back at once is left in peace for a while.
+    world.crowded = Some(CpuId::new(0));
+    world.run(&mut *policy, 1_000);
+    let spreads = world.log.len();
+    world.crowded = Some(CpuId::new(0));
+    world.run(&mut *policy, 1_000);
+    assert!(world.log.len() <= spreads.max(2), "{:#?}", world.log);
+}
+
+#[test]
+fn queues_go_to_the_cpus_of_their_drivers() {
+    let mut world = shared();
+    world.wanted = 0.1;
+    // 0 and 1 are there; 2 and 4, on the first IOThread, belong to the second, and 3 and 5 the other way round.
+    let home = |queue: u32| CpuId::new(u32::from(queue == 1 || queue == 2 || queue == 4));
+    world.homes = (0..6).map(|queue| (QueueId(queue), home(queue))).collect();
+    let mut policy = dynamic(&world);
+    world.run(&mut *policy, 5_000);
+    for queue in &world.state.queues {
+        let thread = world.state.threads.iter().find(|thread| thread.id == queue.thread).unwrap();
+        assert_eq!(thread.cpu, Some(home(queue.id.0)), "{queue:?} {:#?}", world.log);
+    }
+    assert_eq!(world.moves_since(0), 4, "{:#?}", world.log);
+}
+
 #[test]
 fn queues_of_full_iothreads_are_served_alike() {
     let mut world = World::new(2, 2, 8);

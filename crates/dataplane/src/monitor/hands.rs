@@ -1,5 +1,6 @@
 //! Carries decisions out, by what an operator could do too.
 
+use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rtvirtio_iocores::{Action, QueueId, ThreadId};
@@ -62,6 +63,7 @@ pub(super) fn describe(action: &Action, sampler: &Sampler) -> PolicyAction {
             })
         }
         Action::SetVcpuCpus { cpus } => Some(PolicyAction::SetVcpuCpus { cpus: cpus.clone() }),
+        Action::SpreadVcpus { cpus } => Some(PolicyAction::SpreadVcpus { cpus: cpus.clone() }),
     };
     described.unwrap_or(PolicyAction::Gone)
 }
@@ -88,6 +90,12 @@ impl Hands {
                 self.vcpus.clone_from(cpus);
                 self.move_vcpus(sampler).map(drop)
             }
+            Action::SpreadVcpus { cpus } => {
+                let processes: Vec<i32> = sampler.processes().collect();
+                self.with_guard(|guard| guard.spread(cpus, &processes))
+                    .and_then(all_moved)
+                    .map(drop)
+            }
         };
         match done {
             Ok(()) => (described, Outcome::Done, None),
@@ -113,20 +121,20 @@ impl Hands {
     /// How many vCPUs were moved.
     fn move_vcpus(&self, sampler: &Sampler) -> Result<u32, String> {
         let processes: Vec<i32> = sampler.processes().collect();
-        let Moved { changed, outside, error } = self.ask(&processes)?;
-        if let Some(error) = error {
-            return Err(format!("{changed} vCPUs moved: {error}"));
-        }
-        if outside > 0 {
-            return Err(format!("{changed} vCPUs moved, {outside} may run on none of these CPUs"));
-        }
-        Ok(changed)
+        self.ask(&processes).and_then(all_moved)
     }
 
     fn ask(&self, processes: &[i32]) -> Result<Moved, String> {
+        self.with_guard(|guard| guard.keep_to(&self.vcpus, processes))
+    }
+
+    fn with_guard(
+        &self,
+        ask: impl FnOnce(&mut Guard) -> io::Result<Moved>,
+    ) -> Result<Moved, String> {
         let mut guard = self.guard.lock().unwrap_or_else(PoisonError::into_inner);
         let asked = guard.as_mut().ok_or("nobody may move vCPUs")?;
-        asked.keep_to(&self.vcpus, processes).map_err(|error| {
+        ask(asked).map_err(|error| {
             // What it still could do, it does as its socket closes.
             *guard = None;
             format!("the guard of vCPUs is gone: {error}")
@@ -138,6 +146,17 @@ impl Hands {
         core.add_iothread(sampler.new_thread(name.clone(), cpu)).map_err(|e| words(&e))?;
         Ok(name)
     }
+}
+
+/// How many vCPUs were moved, if all were that could be.
+fn all_moved(Moved { changed, outside, error }: Moved) -> Result<u32, String> {
+    if let Some(error) = error {
+        return Err(format!("{changed} vCPUs moved: {error}"));
+    }
+    if outside > 0 {
+        return Err(format!("{changed} vCPUs moved, {outside} may run on none of these CPUs"));
+    }
+    Ok(changed)
 }
 
 /// Moves as many of these queues as it can.

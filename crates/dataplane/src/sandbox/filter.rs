@@ -123,6 +123,7 @@ const ALLOWED_HERE: &[c_long] = &[];
 const GUARD: &[c_long] = &[
     libc::SYS_sched_getaffinity,
     libc::SYS_sched_setaffinity,
+    libc::SYS_clock_nanosleep,
     // The socket.
     libc::SYS_read,
     libc::SYS_recvfrom,

@@ -127,6 +127,36 @@ fn process_that_is_no_longer_named_gets_its_cpus_back() {
 }
 
 #[test]
+fn vcpus_are_spread_and_may_leave_again() {
+    let Some([a, b]) = two() else { return };
+    let both = set(&[a, b]);
+    let spin =
+        |stop: mpsc::Receiver<()>| while stop.try_recv() == Err(mpsc::TryRecvError::Empty) {};
+    let (stops, tids): (Vec<_>, Vec<_>) = (0..4)
+        .map(|_| {
+            let (tell, told) = mpsc::channel();
+            let (stop, stopped) = mpsc::channel::<()>();
+            std::thread::spawn(move || {
+                sched_setaffinity(None, &both).unwrap();
+                tell.send(rustix::thread::gettid().as_raw_nonzero().get()).unwrap();
+                spin(stopped);
+            });
+            (stop, told.recv().unwrap())
+        })
+        .unzip();
+    let alone = Vcpu::new(&set(&[b]));
+    let of = tids.iter().copied().chain([alone.tid]).collect();
+    assert_eq!(spread(&both, &of), Moved { changed: 4, ..Moved::default() });
+    for tid in tids {
+        assert_eq!(cpus_of(tid), Some(both));
+    }
+    assert_eq!(alone.cpus(), set(&[b]));
+    // Nowhere to choose from.
+    assert_eq!(spread(&set(&[a]), &of), Moved::default());
+    drop(stops);
+}
+
+#[test]
 fn thread_that_has_taken_a_number_over_is_another() {
     let Some([a, b]) = two() else { return };
     let vcpu = Vcpu::new(&set(&[a, b]));

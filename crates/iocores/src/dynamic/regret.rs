@@ -29,6 +29,8 @@ pub(super) enum Kind {
     Remove,
     Move,
     Cpus,
+    Spread,
+    Home,
 }
 
 /// How it is undone.

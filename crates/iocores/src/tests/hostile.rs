@@ -69,6 +69,8 @@ impl Liar {
             bytes: 0,
             waited: Nanos::ZERO,
             in_flight: 0,
+            calls: 0,
+            called: Nanos::ZERO,
             standing: false,
         });
     }
@@ -101,6 +103,7 @@ impl Liar {
         for queue in &mut self.state.queues {
             count(&mut queue.busy);
             count(&mut queue.waited);
+            count(&mut queue.called);
         }
         self.state.cpus.iter_mut().for_each(|cpu| count(&mut cpu.idle));
         for vm in &mut self.state.vms {
@@ -112,6 +115,10 @@ impl Liar {
             queue.requests = match random.random_range(0..100) {
                 0 => random.random(),
                 _ => queue.requests.saturating_add(random.random_range(0..1_000)),
+            };
+            queue.calls = match random.random_range(0..100) {
+                0 => random.random(),
+                _ => queue.calls.saturating_add(random.random_range(0..1_000)),
             };
             queue.bytes = queue.requests.saturating_mul(random.random_range(0..100_000));
         }
@@ -187,6 +194,12 @@ impl Liar {
                     cpu.vcpus = cpus.contains(&cpu.id);
                 }
             }
+            Action::SpreadVcpus { cpus } => {
+                assert!(self.limits.borrow && cpus.len() > 1 && cpus.is_sorted());
+                for cpu in cpus {
+                    assert!(self.state.cpus.iter().any(|of| of.id == *cpu && of.vcpus));
+                }
+            }
         }
         for (queue, to) in moves {
             let queue = self.state.queues.iter_mut().find(|of| of.id == queue);
@@ -222,7 +235,7 @@ impl Bounds {
                     queues.extend(moves.iter().map(|(queue, _)| *queue));
                 }
                 Action::MoveQueue { queue, .. } => queues.push(*queue),
-                Action::SetVcpuCpus { .. } => {}
+                Action::SetVcpuCpus { .. } | Action::SpreadVcpus { .. } => {}
             }
         }
         let fours = self.most.div_ceil(4);

@@ -159,6 +159,16 @@ impl Cpus {
         }
     }
 
+    /// A thread runs there when it does next; one that runs stays where it is.
+    pub(crate) fn go_to(&mut self, thread: u32, cpu: usize, events: &mut Events<Event>) {
+        let t = &mut self.threads[thread as usize];
+        match t.state {
+            State::Asleep => t.cpu = cpu as u8,
+            State::Ready if t.cpu as usize != cpu => self.migrate(thread, cpu, events),
+            State::Coming | State::Delayed | State::Ready | State::Running => {}
+        }
+    }
+
     /// Evens out the lengths of the CPUs' queues; to be called every 10 ms.
     pub(crate) fn balance(&mut self, events: &mut Events<Event>) {
         self.balances += 1;

@@ -138,7 +138,14 @@ impl Simulation<'_> {
     /// A sleeping client is called by its IOThread.
     pub(super) fn call_client(&mut self, queue: u32, io: u32) {
         let waker = Waker::Thread(self.ios[io as usize].thread);
-        self.ios[io as usize].owes += self.wake_client(queue, waker);
+        let waits = self.client_waits(queue);
+        let owes = self.wake_client(queue, waker);
+        self.ios[io as usize].owes += owes;
+        if waits {
+            let queue = &mut self.queues[queue as usize];
+            queue.calls += 1;
+            queue.called += self.costs.call.get() + owes;
+        }
     }
 
     /// A client that sleeps is woken; what an interrupt costs who does it.

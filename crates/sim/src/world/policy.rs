@@ -76,6 +76,8 @@ impl Simulation<'_> {
                 bytes: queue.bytes,
                 waited: Nanos::new(queue.waited),
                 in_flight: queue.in_flight,
+                calls: queue.calls,
+                called: Nanos::new(queue.called),
                 standing: queue.taken < queue.marked,
             });
             queue.marked = queue.made;
@@ -214,6 +216,15 @@ impl Simulation<'_> {
                 }
                 true
             }
+            Action::SpreadVcpus { cpus } => {
+                let mut turns = cpus.iter().filter(|cpu| mask(&[**cpu]) & self.vcpus != 0).cycle();
+                let clients = self.queues.iter().map(|queue| queue.client.thread);
+                let burners = self.burners.iter().map(|burner| burner.thread);
+                for (thread, cpu) in clients.chain(burners).zip(&mut turns) {
+                    self.cpus.go_to(thread, cpu.get() as usize, &mut self.events);
+                }
+                true
+            }
         }
     }
 
@@ -255,5 +266,6 @@ fn describe(action: &Action) -> String {
         }
         Action::MoveQueue { queue, to } => format!("move queue {} to IOThread {}", queue.0, to.0),
         Action::SetVcpuCpus { cpus } => format!("vCPUs run on {} CPUs", cpus.len()),
+        Action::SpreadVcpus { cpus } => format!("vCPUs are spread over {} CPUs", cpus.len()),
     }
 }

@@ -92,6 +92,11 @@ pub enum PolicyAction {
         /// To these.
         cpus: Vec<CpuId>,
     },
+    /// All vCPUs are spread, once.
+    SpreadVcpus {
+        /// Over these.
+        cpus: Vec<CpuId>,
+    },
     /// It named what is no longer there.
     Gone,
 }
@@ -105,6 +110,7 @@ impl PolicyAction {
             Self::RemoveIothread { .. } => "remove_iothread",
             Self::MoveQueue { .. } => "move_queue",
             Self::SetVcpuCpus { .. } => "set_vcpu_cpus",
+            Self::SpreadVcpus { .. } => "spread_vcpus",
             Self::Gone => "gone",
         }
     }
@@ -127,6 +133,9 @@ impl std::fmt::Display for PolicyAction {
             }
             Self::SetVcpuCpus { cpus } => {
                 write!(f, "let vCPUs run on {}", crate::plan::qemu::cpuset(cpus))
+            }
+            Self::SpreadVcpus { cpus } => {
+                write!(f, "spread vCPUs over {}", crate::plan::qemu::cpuset(cpus))
             }
             Self::Gone => f.write_str("something that is no longer there"),
         }
