@@ -32,6 +32,8 @@ pub struct Costs {
     pub kick: Nanos,
     /// Of a thread that slept, until it does what it was woken for.
     pub wake: Nanos,
+    /// Of a thread that had to give way to one that woke up, when it goes on: the switch, and what its caches lost.
+    pub resume: Nanos,
     /// Of a thread that another one wakes from another CPU, on top: what they share is not in its caches.
     pub far: Nanos,
     /// To have another CPU run the thread that is woken, if it is idle.
@@ -55,7 +57,7 @@ pub struct Interrupt {
 impl Costs {
     pub(crate) fn largest(&self) -> Nanos {
         let Self { request, kib, reap, turn, poll, call, letter, .. } = *self;
-        let Self { client, client_kib, kick, wake, far, idle, busy, .. } = *self;
+        let Self { client, client_kib, kick, wake, resume, far, idle, busy, .. } = *self;
         let of = |of: Interrupt| of.sender.max(of.delay).max(of.receiver);
         [
             request,
@@ -69,6 +71,7 @@ impl Costs {
             client_kib,
             kick,
             wake,
+            resume,
             far,
             of(idle),
             of(busy),
@@ -93,6 +96,8 @@ impl Default for Costs {
             client_kib: Nanos::new(87),
             kick: Nanos::new(1_106),
             wake: Nanos::new(1_376),
+            // No row showed it there.
+            resume: Nanos::ZERO,
             far: Nanos::new(3_868),
             idle: Interrupt {
                 sender: Nanos::new(7_908),

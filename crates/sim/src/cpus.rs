@@ -23,11 +23,11 @@
 //! is idle (`calc_group_shares`).
 //!
 //! Left out: several groups and their limits, caches (but of a thread that is woken from another CPU) and hyperthreads,
-//! interrupts of devices, and what a switch costs a thread that only computes.
+//! interrupts of devices, and what a switch costs a thread that only computes and has no end.
 //!
 //! Properties (tests of the same name): `two_that_never_sleep_share_a_cpu_half_and_half`,
 //! `thread_that_wakes_waits_for_the_slice_of_one_that_has_just_begun`,
-//! `thread_that_wakes_takes_the_cpu_at_once_if_it_has_had_less`,
+//! `thread_that_wakes_takes_the_cpu_at_once_if_it_has_had_less`, `thread_that_gave_way_goes_on_for_what_that_cost`,
 //! `slice_that_is_over_ends_when_a_thread_comes`, `thread_that_had_too_much_is_woken_where_it_was`,
 //! `thread_that_has_just_run_is_not_pulled`, `other_cpu_has_to_be_interrupted_if_it_is_idle_or_gives_way`,
 //! `busier_cpus_are_searched_less_for_an_idle_one`,
@@ -514,6 +514,9 @@ impl Cpus {
                 let t = &mut self.threads[old as usize];
                 t.state = State::Ready;
                 (t.since, t.left_at) = (now, now);
+                if t.left != ENDLESS {
+                    t.left += self.costs.resume.get();
+                }
                 let is_movable = t.is_movable();
                 let c = &mut self.cpus[cpu];
                 c.ready.push(old);

@@ -7,7 +7,7 @@ const SLICE: u64 = 2_800_000;
 /// Nobody is far.
 fn free() -> Costs {
     let none = Interrupt::default();
-    Costs { far: Nanos::ZERO, idle: none, busy: none, ..Costs::default() }
+    Costs { resume: Nanos::ZERO, far: Nanos::ZERO, idle: none, busy: none, ..Costs::default() }
 }
 
 /// Runs CPUs until `until`; `ended` says what a thread does whose burst has ended: goes on for so
@@ -94,6 +94,18 @@ fn thread_that_wakes_takes_the_cpu_at_once_if_it_has_had_less() {
     // So it has waited no longer when it ran at 5, 6 and 7 ms.
     assert_eq!(cpus.times(sleeper, 8 * MS), (400 * US, 3 * MS));
     assert_eq!(cpus.times(threads[0], 8 * MS).1, 400 * US);
+}
+
+#[test]
+fn thread_that_gave_way_goes_on_for_what_that_cost() {
+    let costs = Costs { resume: Nanos::from_micros(7), ..free() };
+    let (mut cpus, mut events) = (Cpus::new(1, SLICE, costs), Events::default());
+    let threads = [0, 1].map(|burner| cpus.spawn(Who::Burner(burner), 1));
+    wakes(&mut events, threads[0], 0, 5 * MS);
+    // It comes within the other one's slice, and gets the CPU at the end of it.
+    wakes(&mut events, threads[1], MS, 100 * US);
+    run(&mut cpus, &mut events, 9 * MS, |_| Err(0));
+    assert_eq!(threads.map(|thread| cpus.times(thread, 9 * MS).0), [5_007 * US, 100 * US]);
 }
 
 #[test]

@@ -27,6 +27,7 @@ fn free() -> Costs {
         client_kib: none,
         kick: none,
         wake: none,
+        resume: none,
         far: none,
         idle: Interrupt::default(),
         busy: Interrupt::default(),

@@ -51,7 +51,7 @@ struct Stage {
     costs: &'static [fn(&mut Costs) -> &mut Nanos],
 }
 
-const STAGES: [Stage; 4] = [
+const STAGES: [Stage; 5] = [
     // Full queues: nobody sleeps.
     Stage {
         rows: 0..4,
@@ -64,9 +64,11 @@ const STAGES: [Stage; 4] = [
     },
     // One request at a time: driver and IOThread wake each other on one CPU,
     Stage { rows: 4..6, costs: &[|costs| &mut costs.call, |costs| &mut costs.wake] },
+    // where the IOThread has to give way for it,
+    Stage { rows: 6..8, costs: &[|costs| &mut costs.resume] },
     // on two,
     Stage {
-        rows: 6..9,
+        rows: 8..11,
         costs: &[
             |costs| &mut costs.far,
             |costs| &mut costs.idle.sender,
@@ -76,7 +78,7 @@ const STAGES: [Stage; 4] = [
     },
     // and where a vCPU computes.
     Stage {
-        rows: 9..13,
+        rows: 11..15,
         costs: &[
             |costs| &mut costs.busy.sender,
             |costs| &mut costs.busy.delay,
@@ -85,13 +87,15 @@ const STAGES: [Stage; 4] = [
     },
 ];
 
-const ROWS: [Row; 13] = [
+const ROWS: [Row; 15] = [
     row((1, 32, SMALL), Beside::Rest, 0, 0),
     row((4, 32, SMALL), Beside::Rest, 0, 0),
     row((1, 32, LARGE), Beside::Rest, 0, 0),
     row((4, 4, LARGE), Beside::Rest, 0, 0),
     row((1, 1, SMALL), Beside::IoThread, 0, 0),
     row((4, 1, SMALL), Beside::IoThread, 0, 0),
+    row((2, 1, SMALL), Beside::IoThread, 0, 20),
+    row((4, 1, SMALL), Beside::IoThread, 0, 20),
     row((1, 1, SMALL), Beside::Rest, 0, 0),
     row((4, 1, SMALL), Beside::Rest, 0, 0),
     // An IOThread that has no time to poll shows what its calls cost.
@@ -173,6 +177,7 @@ fn start() -> Costs {
         client_kib: Nanos::new(50),
         call: Nanos::new(1_000),
         wake: Nanos::new(1_000),
+        resume: Nanos::new(1_000),
         far: Nanos::new(2_000),
         idle: interrupt,
         busy: interrupt,
