@@ -2,10 +2,10 @@
 //!
 //! # Terms
 //! A queue's *load* is what it takes of an IOThread's time, 0 to 1. An IOThread is *pressed* if it
-//! has been ≥ [`HOT`] busy in each of the last 3 samples, or if it is ≥ [`ROOM`] busy and a queue
-//! of it stands in 3 samples or its requests wait more than [`DELAY`] on average, or if it is ≥ [`WARM`] busy and they
-//! wait for more than half of what they take. A queue is *far* if calls of its driver take [`FAR`] times as long as the
-//! cheapest: the driver is on another CPU, which has to be interrupted.
+//! is ≥ [`ROOM`] busy and a queue of it stands in 3 samples, or its requests wait more than
+//! [`DELAY`] on average, or more than a quarter of what they take: with drivers that have few in
+//! flight it sleeps now and then, as they do while theirs wait. A queue is *far* if calls of its driver take 1.8 times as long as the cheapest:
+//! the driver is on another CPU, which has to be interrupted.
 //!
 //! # Algorithm
 //! Every [`PERIOD`], the first of these that has something to do:
@@ -49,11 +49,10 @@ use rtvirtio_units::{CpuId, Nanos};
 use crate::place::{self, DELAY, LOADED, Split, load};
 use crate::sample::{QueueLoad, Sample, find};
 use crate::utility::Weights;
-use crate::{
-    Action, Cpu, Decision, Limits, Policy, QueueId, SAMPLE, Snapshot, Thread, ThreadId, VmId,
-};
+use crate::{Action, Cpu, Decision, Limits, Policy, QueueId, SAMPLE, Snapshot, ThreadId, VmId};
 
 mod budget;
+mod neighbours;
 mod regret;
 mod rules;
 
@@ -66,15 +65,14 @@ const PERIOD: Nanos = Nanos::from_millis(100);
 /// Samples in a row that make a signal.
 const STREAK: u32 = 3;
 
-/// An IOThread that is so busy is pressed.
+/// An IOThread that is so busy is full.
 const HOT: f64 = 0.85;
-
-/// One that is so busy is pressed if its requests wait for their turn for more than half of what they take: with drivers
-/// that have few in flight it still sleeps now and then, as they do while theirs wait.
-const WARM: f64 = 0.75;
 
 /// One that is less busy has room: what waits there waits for something else, such as a limit.
 const ROOM: f64 = 0.60;
+
+/// Of what requests take, what they wait for their turn without pressing their IOThread.
+const WAIT: f64 = 0.25;
 
 /// Of what a core is worth, what may be lost by giving some back.
 const SPARE: f64 = 0.6;
@@ -104,15 +102,6 @@ const UNUSED: f64 = 0.05;
 /// Periods that are remembered.
 const HISTORY: usize = 20;
 
-/// A call that takes so many times as long as the cheapest has interrupted another CPU.
-const FAR: f64 = 1.8;
-
-/// What such calls must take of an IOThread, of a queue and of all that are exchanged.
-const DEAR: (f64, f64) = (0.004, 0.02);
-
-/// What of a CPU an IOThread must wait for more than another one does, where vCPUs are on both, to spread these.
-const UNEVEN: f64 = 0.15;
-
 /// What of a CPU must be gained by taking it from vCPUs, and by giving it back.
 const GAIN: (f64, f64) = (0.1, 0.2);
 
@@ -127,8 +116,6 @@ pub(crate) struct Dynamic {
     period: Option<Snapshot>,
     /// The last periods.
     history: VecDeque<Period>,
-    /// Samples in a row in which it was hot.
-    hot: Streaks<ThreadId>,
     /// Samples in a row in which it stood.
     standing: Streaks<QueueId>,
     /// Loads, over some periods: half of each is the last one's.
@@ -279,7 +266,6 @@ impl Dynamic {
             recent: VecDeque::new(),
             period: None,
             history: VecDeque::new(),
-            hot: Streaks::default(),
             standing: Streaks::default(),
             loads: BTreeMap::new(),
             spare: (0, VecDeque::new()),
@@ -300,13 +286,7 @@ impl Dynamic {
 
     /// Takes a sample into account; allocates nothing that it has not had before.
     fn note(&mut self, snapshot: &Snapshot) {
-        if let Some(last) = self.recent.back() {
-            let elapsed = snapshot.now.saturating_sub(last.now).as_secs_f64();
-            let is_hot = |thread: &Thread| {
-                let was = find(&last.threads, thread.id, |of| of.id).unwrap_or(thread);
-                thread.busy.saturating_sub(was.busy).as_secs_f64() >= HOT * elapsed
-            };
-            self.hot.note(snapshot.threads.iter().map(|thread| (thread.id, is_hot(thread))));
+        if !self.recent.is_empty() {
             self.standing.note(snapshot.queues.iter().map(|queue| (queue.id, queue.standing)));
         }
         let full = self.recent.len() > STREAK as usize;
@@ -437,7 +417,6 @@ impl Dynamic {
         let mut found = Vec::new();
         for thread in view.window.unlocked() {
             let queues = &view.groups[&thread.id];
-            let streak = self.hot.get(thread.id);
             let stand = |queue: &&QueueLoad| self.standing.get(queue.id) >= STREAK;
             let stand = queues.iter().filter(stand).count();
             let requests: u64 =
@@ -445,18 +424,18 @@ impl Dynamic {
             let waited: Nanos =
                 queues.iter().fold(Nanos::ZERO, |sum, of| sum.saturating_add(of.waited));
             let delay = Nanos::new(waited.get() / requests.max(1));
-            let urgent = thread.busy >= ROOM && (stand > 0 || delay > DELAY);
+            let is_urgent = stand > 0 || delay > DELAY;
             let took = load(queues) * view.window.seconds / requests.max(1) as f64;
-            let is_warm = thread.busy >= WARM && 2.0 * delay.as_secs_f64() > took;
-            if urgent || streak >= STREAK || is_warm {
+            let waits = delay.as_secs_f64() > WAIT * took;
+            if thread.busy >= ROOM && (is_urgent || waits) {
                 let why = format!(
-                    "IOThread {}: {} % busy, {streak} samples in a row at 85 % or more; \
-                     {stand} of {} queues stand, requests wait {delay}",
+                    "IOThread {}: {} % busy, {stand} of {} queues stand, requests wait {delay}",
                     thread.id.0,
                     percent(thread.busy),
                     queues.len(),
                 );
-                found.push(Pressed { thread: thread.id, urgent, stands: stand > 0, why });
+                let stands = stand > 0;
+                found.push(Pressed { thread: thread.id, urgent: is_urgent, stands, why });
             }
         }
         found

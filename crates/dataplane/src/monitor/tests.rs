@@ -208,6 +208,7 @@ fn what_cannot_be_done_is_said() {
     assert_eq!(fails(nowhere, "no such IOThread"), PolicyAction::Gone);
     fails(Action::RemoveThread { thread: second, moves: vec![] }, "has 1 queues");
     fails(Action::SetVcpuCpus { cpus: vec![cpu()] }, "nobody may move vCPUs");
+    fails(Action::SpreadVcpus { cpus: vec![cpu()] }, "nobody may move vCPUs");
     let no_cpu = CpuId::new(1023);
     fails(Action::AddThread { cpu: no_cpu, queues: vec![QueueId(0)] }, "cannot start iothread");
     // What was done of it is named.

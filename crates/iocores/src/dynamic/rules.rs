@@ -426,7 +426,7 @@ impl Dynamic {
     }
 
     /// Whether it is not being seen what the last action brings.
-    fn is_settled(&self, view: &View<'_>) -> bool {
+    pub(super) fn is_settled(&self, view: &View<'_>) -> bool {
         let is_new = |at: Nanos| view.now.saturating_sub(at) < AFTER_REMOVAL;
         self.trial.is_none() && !self.added.is_some_and(is_new)
     }
@@ -498,85 +498,6 @@ impl Dynamic {
             percent(mean.busy),
         );
         self.remove(view, &gone, &reason)
-    }
-
-    /// Spreads the vCPUs where they share all CPUs with IOThreads that are full, and one waits for its CPU for longer
-    /// than another one: whose queues would wait for longer too. The scheduler leaves them where the last idle CPU
-    /// was. If it puts them back, that is not done again soon.
-    pub(super) fn spread_vcpus(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
-        let vcpus = view.vcpus();
-        let full = view.period.threads.iter().filter(|thread| thread.busy >= HOT);
-        let beside = full.filter(|of| of.cpu.is_some_and(|cpu| vcpus.contains(&cpu)));
-        let mut waits: Vec<f64> = beside.map(|thread| thread.waited).collect();
-        waits.sort_by(f64::total_cmp);
-        let (least, most) = (*waits.first()?, *waits.last()?);
-        let is_all = self.limits.borrow && waits.len() == vcpus.len();
-        if !is_all || most - least < UNEVEN || !self.is_settled(view) {
-            return None;
-        }
-        let situation = self.situation(view, false);
-        if self.back_off[Kind::Spread as usize].holds(view.now, &situation) {
-            return None;
-        }
-        self.back_off[Kind::Spread as usize].seen(view.now, situation);
-        let reason = format!(
-            "beside vCPUs, one IOThread waits {} % of the time for its CPU and another one {} %",
-            percent(most),
-            percent(least),
-        );
-        let cpus = vcpus.into_iter().collect();
-        Some(vec![decision(Action::SpreadVcpus { cpus }, reason)])
-    }
-
-    /// Exchanges queues of two IOThreads that have vCPUs on their CPUs, on trial, if calls of their drivers are dear:
-    /// each of these is on another CPU, which has to be interrupted for every call, and where there are two CPUs that
-    /// is the other IOThread's.
-    pub(super) fn bring_home(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
-        if !self.is_settled(view) {
-            return None;
-        }
-        let vcpus = view.vcpus();
-        let seconds = view.period.seconds;
-        let share = |queue: &QueueLoad| queue.called.as_secs_f64() / seconds;
-        let mut far: Vec<(ThreadId, Vec<QueueLoad>)> = Vec::new();
-        let beside =
-            view.period.unlocked().filter(|of| of.cpu.is_some_and(|cpu| vcpus.contains(&cpu)));
-        for thread in beside {
-            let is_far = |queue: &&QueueLoad| {
-                share(queue) >= DEAR.0
-                    && queue.call().is_some_and(|call| call >= FAR * self.near)
-                    && self.budget.may_move(queue.id)
-            };
-            let mut its: Vec<_> =
-                view.period.queues_of(thread.id).filter(is_far).copied().collect();
-            its.sort_by_key(|queue| (std::cmp::Reverse(queue.called), queue.id));
-            far.push((thread.id, its));
-        }
-        let called = |its: &[QueueLoad]| its.iter().map(|queue| queue.called).max();
-        far.sort_by_key(|(_, its)| std::cmp::Reverse(called(its)));
-        let [(one, its), (other, others), ..] = &far[..] else { return None };
-        let count = its.len().min(others.len()).min(self.budget.left_to_balance(view.snapshot) / 2);
-        let (its, others) = (&its[..count], &others[..count]);
-        let dear: f64 = its.iter().chain(others).map(share).sum();
-        let situation = self.situation(view, false);
-        if dear < DEAR.1 || self.back_off[Kind::Home as usize].holds(view.now, &situation) {
-            return None;
-        }
-        let back = its.iter().chain(others).map(|queue| (queue.id, queue.thread)).collect();
-        self.try_out(view, Kind::Home, Undo::Move(back), false);
-        let reason = format!(
-            "calls of the drivers of {} queues take {} % of an IOThread: these are on other CPUs",
-            2 * count,
-            percent(dear),
-        );
-        let go = its.iter().map(|queue| (queue.id, *other));
-        let come = others.iter().map(|queue| (queue.id, *one));
-        let mut decisions = Vec::new();
-        for (queue, to) in go.zip(come).flat_map(|(go, come)| [go, come]) {
-            self.budget.moves(queue, view.now);
-            decisions.push(decision(Action::MoveQueue { queue, to }, reason.clone()));
-        }
-        Some(decisions)
     }
 
     /// Takes the CPU of an IOThread from vCPUs, or gives it back to them.
