@@ -10,17 +10,18 @@
 //! among them. A thread with none of these is left alone. When the socket closes, as it does when the data plane
 //! is killed, every thread gets its own CPUs back.
 //!
-//! On request it also spreads vCPUs, once: each is kept to one of the CPUs on which it may run for [`SPREAD`], by
-//! turns, and then to none. For the scheduler leaves threads that mostly sleep where they are as long as no CPU is
-//! idle, as none is where IOThreads share all CPUs with vCPUs: those that were moved out of the way of the first
-//! IOThread would all stay in that of the second.
+//! On request it also spreads vCPUs, once: by turns each is kept to one of the CPUs on which it may run, for
+//! [`SPREAD`], and then may run on all of them again. For the scheduler leaves threads that mostly sleep where they are
+//! as long as no CPU is idle, as none is where IOThreads share all CPUs with vCPUs: those that have made room for the
+//! first IOThread would all stay in the way of the second.
 //!
 //! A thread's own CPUs are those on which the guard found it (`sched_getaffinity(2)`): no CPU is ever added to them.
 //! What somebody else gives a thread meanwhile (libvirt's `vcpupin`, a cpuset) is its own from then on.
 //! Why not by cgroup cpusets: `docs/adr/0013-borrowed-cpus.md`.
 //!
-//! What it does not do: a guard that is itself killed with SIGKILL gives nothing back, nor what it is spreading, and a data plane that was
-//! taken over could crowd the vCPUs of any VM of this host together until it ends.
+//! What it does not do: a guard that is itself killed with SIGKILL gives nothing back, and leaves what it is spreading
+//! where it is kept; and a data plane that was taken over could crowd the vCPUs of any VM of this host together until
+//! it ends.
 //!
 //! Properties (tests of the same name): `vcpus_leave_a_cpu_and_get_it_back_when_the_socket_closes`,
 //! `vcpu_without_one_of_the_cpus_is_left_alone`, `what_somebody_else_has_given_a_vcpu_is_kept`,
@@ -299,7 +300,7 @@ fn spread(cpus: &CpuSet, of: &BTreeSet<i32>) -> Moved {
     let mut moved = Moved::default();
     let mut kept = Vec::new();
     for &thread in of {
-        let Some(may) = cpus_of(thread) else { continue };
+        let (Some(began), Some(may)) = (began(thread), cpus_of(thread)) else { continue };
         let both: Vec<_> =
             listed(&may).map(|cpu| cpu.get() as usize).filter(|&cpu| cpus.is_set(cpu)).collect();
         if both.len() < 2 {
@@ -307,14 +308,14 @@ fn spread(cpus: &CpuSet, of: &BTreeSet<i32>) -> Moved {
         }
         let mut there = CpuSet::new();
         there.set(both[kept.len() % both.len()]);
-        kept.push((thread, place(thread, &may, &there, &mut moved), may));
+        kept.push((thread, began, place(thread, &may, &there, &mut moved), may));
     }
     if !kept.is_empty() {
         std::thread::sleep(SPREAD);
     }
-    for (thread, there, may) in kept {
+    for (thread, since, there, may) in kept {
         // Whoever has given it others since then wants it there.
-        if cpus_of(thread) == Some(there) {
+        if began(thread) == Some(since) && cpus_of(thread) == Some(there) {
             place(thread, &there, &may, &mut Moved::default());
         }
     }
