@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 import pyarrow as pa
@@ -185,26 +184,6 @@ def _without_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def _noticed_interrupts() -> Iterator[threading.Event]:
-    """Whether Ctrl-C was pressed: an exception that is raised in a destructor or callback goes unheard."""
-    pressed = threading.Event()
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield pressed
-        return
-
-    def note(_signal: int, _frame: FrameType | None) -> None:
-        pressed.set()
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@contextmanager
 def _client(scheduler: str | None, workers: int | None) -> Iterator[Client]:
     """A client of the scheduler at that address, or of a cluster of our own."""
     if scheduler is not None:
@@ -290,8 +269,7 @@ def run(
                     f"{total:.2g} requests; about {duration(seconds)} on {cores} cores"
                 )
                 try:
-                    with _noticed_interrupts() as pressed:
-                        _collect(client, left, out, part, total, summary, pressed)
+                    _collect(client, left, out, part, total, summary)
                 except KeyboardInterrupt:
                     summary.interrupted = True
         for failed in summary.failed:
@@ -300,15 +278,7 @@ def run(
     return summary
 
 
-def _collect(
-    client: Client,
-    left: Part,
-    out: Path,
-    size: int,
-    total: float,
-    summary: Summary,
-    pressed: threading.Event,
-) -> None:
+def _collect(client: Client, left: Part, out: Path, size: int, total: float, summary: Summary) -> None:
     """Runs ``left`` in parts, a few ahead of the workers, and writes each as it comes."""
     chunks = iter([left[i : i + size] for i in range(0, len(left), size)])
     progress = Progress(total)
@@ -324,8 +294,6 @@ def _collect(
     waiting = as_completed([submit(chunk) for chunk in islice(chunks, ahead)])
     try:
         for future in waiting:
-            if pressed.is_set():
-                raise KeyboardInterrupt
             chunk = running.pop(future.key)
             try:
                 worker, table = future.result()

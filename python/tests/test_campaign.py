@@ -52,8 +52,9 @@ def command(out: Path, settings: grid.Settings) -> list[str]:
 
 def start(out: Path, settings: grid.Settings) -> subprocess.Popen[str]:
     # A session of its own: signals go to the whole group, as a terminal's do.
+    # A shell's background jobs ignore SIGINT, and this test may be part of one.
     return subprocess.Popen(
-        command(out, settings),
+        ["env", "--default-signal=INT", *command(out, settings)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
