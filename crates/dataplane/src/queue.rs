@@ -199,12 +199,6 @@ pub(crate) struct Turn<'a, 'ring> {
     pub(crate) stats: &'a IoThreadStats,
 }
 
-/// What this thread has had of CPUs, ns.
-fn cpu_time() -> u64 {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
-}
-
 /// CLOCK_MONOTONIC in ns: the same on every thread.
 pub(crate) fn now() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
@@ -708,9 +702,7 @@ impl Queue {
         thread.set_calling(Some(self.key));
         if call && let Some(call) = &self.call {
             if self.stats.call().is_multiple_of(CALLS) {
-                let before = cpu_time();
-                call.signal();
-                self.stats.called(CALLS * cpu_time().saturating_sub(before));
+                self.stats.called(CALLS * call.signal_timed());
             } else {
                 call.signal();
             }

@@ -148,8 +148,8 @@ pub struct Queue {
     pub waited: Nanos,
     /// How often its driver was called.
     pub calls: u64,
-    /// Time on a CPU that its IOThreads took for that, an estimate: of 1 µs where the driver runs on the CPU of its
-    /// IOThread, of several where another CPU has to be interrupted.
+    /// Time on a CPU that its IOThreads took for that, an estimate: more where the driver sleeps on another CPU than
+    /// its IOThread's, which has to be interrupted.
     pub called: Nanos,
     /// Taken and not ended.
     pub in_flight: u32,

@@ -29,7 +29,9 @@ pub(super) enum Kind {
     Remove,
     Move,
     Cpus,
+    /// Of vCPUs: nothing is undone, but it is not done again soon.
     Spread,
+    /// Queues went to the CPUs of their drivers.
     Home,
 }
 

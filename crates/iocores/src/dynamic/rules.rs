@@ -21,6 +21,7 @@ impl Dynamic {
             kind != Kind::Remove || view.window.unlocked().any(|thread| thread.busy > ROOM);
         let verdict = trial.verdict(&self.weights);
         if !may_harm || !verdict.harmed() {
+            // An exchange that brought nothing would be tried again at once: the queues may still be far.
             if kind == Kind::Home && !verdict.helped() {
                 self.back_off[kind as usize].seen(view.now, situation);
             } else {
