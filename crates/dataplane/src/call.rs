@@ -82,13 +82,6 @@ impl Call {
         };
     }
 
-    /// The same; what it took this thread on its CPU, ns.
-    pub(crate) fn signal_timed(&self) -> u64 {
-        let before = cpu_time();
-        self.signal();
-        cpu_time().saturating_sub(before)
-    }
-
     /// Empties an eventfd's counter if it is full, so that a write that waits for room in it
     /// returns, and calls the driver after all. One that is not full makes nobody wait: what it
     /// counts are calls that the driver has not seen yet, and nothing would repeat them.
@@ -112,12 +105,6 @@ impl Call {
             );
         }
     }
-}
-
-/// What this thread has had of CPUs, ns.
-fn cpu_time() -> u64 {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
 /// Whether the fd is an eventfd: what `poll` and `read` do with it is then bounded.

@@ -40,9 +40,6 @@ const BATCH: usize = 8;
 /// or of so many bytes.
 const BATCH_BYTES: u64 = 32 << 10;
 
-/// Of so many calls the time of one is taken: that is a system call before it and one after.
-const CALLS: u64 = 16;
-
 /// Names a queue while it is served: unique in the process at any time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct QueueKey(pub(crate) u32);
@@ -701,11 +698,8 @@ impl Queue {
         // knows whose one is stuck in.
         thread.set_calling(Some(self.key));
         if call && let Some(call) = &self.call {
-            if self.stats.call().is_multiple_of(CALLS) {
-                self.stats.called(CALLS * call.signal_timed());
-            } else {
-                call.signal();
-            }
+            self.stats.call();
+            call.signal();
         }
         if error && let Some(error) = &self.error {
             error.signal();

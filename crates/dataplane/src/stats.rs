@@ -121,13 +121,12 @@ pub struct QueueStats {
     seen: AtomicU64,
     busy_ns: AtomicU64,
     waited_ns: AtomicU64,
-    calls: AtomicU64,
-    called_ns: AtomicU64,
     finished: [AtomicU64; OPS],
     read_bytes: AtomicU64,
     written_bytes: AtomicU64,
     errors: AtomicU64,
     kicks: AtomicU64,
+    calls: AtomicU64,
     broken: AtomicBool,
     wait: Histogram,
     service: Histogram,
@@ -155,13 +154,12 @@ impl QueueStats {
             seen: AtomicU64::new(0),
             busy_ns: AtomicU64::new(0),
             waited_ns: AtomicU64::new(0),
-            calls: AtomicU64::new(0),
-            called_ns: AtomicU64::new(0),
             finished: [const { AtomicU64::new(0) }; OPS],
             read_bytes: AtomicU64::new(0),
             written_bytes: AtomicU64::new(0),
             errors: AtomicU64::new(0),
             kicks: AtomicU64::new(0),
+            calls: AtomicU64::new(0),
             broken: AtomicBool::new(false),
             wait: Histogram::new(),
             service: Histogram::new(),
@@ -219,16 +217,9 @@ impl QueueStats {
         add(&self.kicks, 1);
     }
 
-    /// The driver was called; how often that was before.
-    pub fn call(&self) -> u64 {
-        let calls = self.calls.load(Relaxed);
-        self.calls.store(calls.wrapping_add(1), Relaxed);
-        calls
-    }
-
-    /// Calls took their IOThread so many ns on its CPU.
-    pub fn called(&self, ns: u64) {
-        add(&self.called_ns, ns);
+    /// The driver was called.
+    pub fn call(&self) {
+        add(&self.calls, 1);
     }
 
     /// The driver broke its ring, or set it up anew.
@@ -258,8 +249,6 @@ impl QueueStats {
             bytes: self.read_bytes.load(Relaxed).wrapping_add(self.written_bytes.load(Relaxed)),
             waited: Nanos::new(self.waited_ns.load(Relaxed)),
             busy: Nanos::new(self.busy_ns.load(Relaxed)),
-            calls: self.calls.load(Relaxed),
-            called: Nanos::new(self.called_ns.load(Relaxed)),
             // Before what was started: what is taken in between is no backlog.
             seen: self.seen.load(Relaxed),
             started: self.started.load(Relaxed),
@@ -301,10 +290,6 @@ pub struct Progress {
     pub waited: Nanos,
     /// What of its IOThreads' time at work was for it.
     pub busy: Nanos,
-    /// Calls of its driver.
-    pub calls: u64,
-    /// What these took their IOThreads on a CPU, an estimate.
-    pub called: Nanos,
     /// Requests that were available when its IOThread last looked, as counted by `started`.
     pub seen: u64,
     /// Requests that were taken.

@@ -47,8 +47,6 @@ fn snapshot(threads: u32, queues: u32) -> Snapshot {
         bytes: 0,
         waited: Nanos::ZERO,
         in_flight: 0,
-        calls: 0,
-        called: Nanos::ZERO,
         standing: false,
     };
     let cpu = |id| Cpu { id: CpuId::new(id), idle: Nanos::ZERO, vcpus: id >= 2 * threads };

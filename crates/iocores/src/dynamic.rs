@@ -4,8 +4,7 @@
 //! A queue's *load* is what it takes of an IOThread's time, 0 to 1. An IOThread is *pressed* if it
 //! is ≥ [`ROOM`] busy and a queue of it stands in 3 samples, or its requests wait more than
 //! [`DELAY`] on average, or more than a quarter of what they take: with drivers that have few in
-//! flight it sleeps now and then, as they do while theirs wait. A queue is *far* if calls of its driver take 1.8 times as long as the cheapest:
-//! the driver is on another CPU, which has to be interrupted.
+//! flight it sleeps now and then, as they do while theirs wait.
 //!
 //! # Algorithm
 //! Every [`PERIOD`], the first of these that has something to do:
@@ -31,8 +30,7 @@
 //!    That is a bet if the others are then more than 60 % busy, and regret keeps the books.
 //! 6. *Neighbours.* Where vCPUs share all CPUs with IOThreads that are full, and one of these waits for its CPU for
 //!    longer than another, vCPUs are spread over the CPUs once: the scheduler leaves them where the last idle CPU was.
-//!    If it puts them back, that is not done again for 20 to 600 periods at such a load. And as many far queues of one
-//!    IOThread as of another change places, on trial.
+//!    If it puts them back, that is not done again for 20 to 600 periods at such a load.
 //! 7. *Spread.* Idle queues of one VM go to different IOThreads, if none of these is needless and none gets more queues
 //!    than others for it: they mostly become busy together.
 //!
@@ -130,7 +128,7 @@ pub(crate) struct Dynamic {
     /// An IOThread's queues may go to so many at once.
     fan: usize,
     trial: Option<Trial>,
-    back_off: [BackOff; 6],
+    back_off: [BackOff; 5],
     /// Loads at which a further IOThread has shown what it is worth, whatever vCPUs wait.
     worth: BackOff,
     /// Where vCPUs were to run by the last decision.
@@ -142,8 +140,6 @@ pub(crate) struct Dynamic {
     /// Queues that were to leave an IOThread for nothing but to be spread or served alike, and are still there: a
     /// move may fail, or only be advised.
     gone: BTreeSet<(QueueId, ThreadId)>,
-    /// What a call took, of the queue and period in which that was least, s.
-    near: f64,
     /// Periods in a row in which vCPUs could have used it better.
     missed: BTreeMap<CpuId, usize>,
 }
@@ -279,7 +275,6 @@ impl Dynamic {
             refused: BTreeSet::new(),
             vms: Vec::new(),
             gone: BTreeSet::new(),
-            near: f64::INFINITY,
             missed: BTreeMap::new(),
         }
     }
@@ -332,8 +327,6 @@ impl Dynamic {
             (queue.id, (before + queue.busy) / 2.0)
         };
         self.loads = view.period.queues.iter().map(smooth).collect();
-        let calls = view.period.queues.iter().filter_map(QueueLoad::call);
-        self.near = calls.filter(|&call| call > 0.0).fold(self.near, f64::min);
         let pressed = self.find_pressed(view);
         let count = self.could_spare(view);
         let unused = view.period.unlocked().filter(|thread| thread.busy < UNUSED).count();
@@ -348,7 +341,6 @@ impl Dynamic {
             .or_else(|| self.even_out(view, &pressed))
             .or_else(|| self.give_back(view))
             .or_else(|| self.spread_vcpus(view))
-            .or_else(|| self.bring_home(view))
             .or_else(|| self.spread(view))
             .unwrap_or_default()
     }

@@ -146,11 +146,6 @@ pub struct Queue {
     pub bytes: u64,
     /// Sum of what requests waited for between the kick or poll that found them and their start.
     pub waited: Nanos,
-    /// How often its driver was called.
-    pub calls: u64,
-    /// Time on a CPU that its IOThreads took for that, an estimate: more where the driver sleeps on another CPU than
-    /// its IOThread's, which has to be interrupted.
-    pub called: Nanos,
     /// Taken and not ended.
     pub in_flight: u32,
     /// What its driver had made available at the last snapshot is still not taken.

@@ -253,8 +253,6 @@ mod tests {
             requests: 0,
             bytes: 0,
             waited: Nanos::ZERO,
-            calls: 0,
-            called: Nanos::ZERO,
             standing: false,
         }
     }

@@ -7,9 +7,6 @@ use rtvirtio_units::{CpuId, Nanos};
 
 use crate::{Cpu, Queue, QueueId, Snapshot, Thread, ThreadId, Vm, VmId};
 
-/// Calls of a queue that make a mean.
-const CALLS: u64 = 50;
-
 /// The time between two snapshots.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Sample {
@@ -55,17 +52,7 @@ pub(crate) struct QueueLoad {
     pub(crate) bytes: u64,
     /// Sum of what its requests waited for before they started.
     pub(crate) waited: Nanos,
-    pub(crate) calls: u64,
-    /// What these took on a CPU.
-    pub(crate) called: Nanos,
     pub(crate) standing: bool,
-}
-
-impl QueueLoad {
-    /// What a call of its driver took its IOThread on a CPU, s; none of too few.
-    pub(crate) fn call(&self) -> Option<f64> {
-        (self.calls >= CALLS).then(|| self.called.as_secs_f64() / self.calls as f64)
-    }
 }
 
 /// Of a CPU.
@@ -130,8 +117,6 @@ impl Sample {
                 requests: now.requests.saturating_sub(was.requests),
                 bytes: now.bytes.saturating_sub(was.bytes),
                 waited: now.waited.saturating_sub(was.waited),
-                calls: now.calls.saturating_sub(was.calls),
-                called: now.called.saturating_sub(was.called),
                 standing: now.standing,
             }
         };

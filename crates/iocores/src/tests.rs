@@ -320,22 +320,6 @@ fn vcpus_in_the_way_of_one_iothread_are_spread_and_not_soon_again() {
 }
 
 #[test]
-fn queues_go_to_the_cpus_of_their_drivers() {
-    let mut world = shared();
-    world.wanted = 0.1;
-    // 0 and 1 are there; 2 and 4, on the first IOThread, belong to the second, and 3 and 5 the other way round.
-    let home = |queue: u32| CpuId::new(u32::from(queue == 1 || queue == 2 || queue == 4));
-    world.homes = (0..6).map(|queue| (QueueId(queue), home(queue))).collect();
-    let mut policy = dynamic(&world);
-    world.run(&mut *policy, 5_000);
-    for queue in &world.state.queues {
-        let thread = world.state.threads.iter().find(|thread| thread.id == queue.thread).unwrap();
-        assert_eq!(thread.cpu, Some(home(queue.id.0)), "{queue:?} {:#?}", world.log);
-    }
-    assert_eq!(world.moves_since(0), 4, "{:#?}", world.log);
-}
-
-#[test]
 fn queues_of_full_iothreads_are_served_alike() {
     let mut world = World::new(2, 2, 8);
     let second = world.add_thread(CpuId::new(1));

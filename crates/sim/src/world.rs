@@ -74,9 +74,6 @@ struct Queue {
     requests: u64,
     bytes: u64,
     waited: u64,
-    calls: u64,
-    /// What they took.
-    called: u64,
     client: Client,
 }
 
@@ -418,8 +415,6 @@ impl Queue {
             requests: 0,
             bytes: 0,
             waited: 0,
-            calls: 0,
-            called: 0,
             client,
         }
     }

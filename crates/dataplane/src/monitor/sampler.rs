@@ -113,8 +113,6 @@ impl Sampler {
                 bytes: 0,
                 waited: Nanos::ZERO,
                 in_flight: 0,
-                calls: 0,
-                called: Nanos::ZERO,
                 standing: false,
             });
         }
@@ -162,7 +160,6 @@ impl Sampler {
             queue.requests = now.requests;
             queue.bytes = now.bytes;
             queue.waited = now.waited;
-            (queue.calls, queue.called) = (now.calls, now.called);
             queue.in_flight = now.in_flight().min(u32::MAX.into()) as u32;
             queue.standing = now.is_standing(last);
             still &= now == last && queue.in_flight == 0;

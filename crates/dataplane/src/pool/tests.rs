@@ -503,9 +503,6 @@ fn busy_time_is_of_the_queue_that_it_was_spent_on() {
     let [heavy, light] = stats.each_ref().map(|stats| stats.progress());
     assert!(heavy.busy.get() >= 1100 * 50_000, "{heavy:?}");
     assert!(light.busy.get() > 0 && light.requests >= 1000 && heavy.requests >= 1100);
-    // The first call's time is taken.
-    let is_timed = |of: &crate::stats::Progress| (of.called.get() > 0) == (of.calls > 0);
-    assert!(is_timed(&heavy) && is_timed(&light), "{heavy:?} {light:?}");
     let all = pool.thread(id).unwrap().0.busy_ns.load(Relaxed);
     assert!(heavy.busy.get() + light.busy.get() <= all, "{heavy:?} {light:?} {all}");
     assert!(stats.iter().all(|stats| !stats.progress().is_standing(stats.progress())));

@@ -31,8 +31,6 @@ pub(super) enum Kind {
     Cpus,
     /// Of vCPUs: nothing is undone, but it is not done again soon.
     Spread,
-    /// Queues went to the CPUs of their drivers.
-    Home,
 }
 
 /// How it is undone.

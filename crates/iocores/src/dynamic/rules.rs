@@ -21,12 +21,7 @@ impl Dynamic {
             kind != Kind::Remove || view.window.unlocked().any(|thread| thread.busy > ROOM);
         let verdict = trial.verdict(&self.weights);
         if !may_harm || !verdict.harmed() {
-            // An exchange that brought nothing would be tried again at once: the queues may still be far.
-            if kind == Kind::Home && !verdict.helped() {
-                self.back_off[kind as usize].seen(view.now, situation);
-            } else {
-                self.back_off[kind as usize].not_seen(&situation);
-            }
+            self.back_off[kind as usize].not_seen(&situation);
             if kind == Kind::Add && verdict.helped() {
                 let now = self.situation(view, false);
                 self.worth.seen(view.now, now);

@@ -69,8 +69,6 @@ impl Liar {
             bytes: 0,
             waited: Nanos::ZERO,
             in_flight: 0,
-            calls: 0,
-            called: Nanos::ZERO,
             standing: false,
         });
     }
@@ -103,7 +101,6 @@ impl Liar {
         for queue in &mut self.state.queues {
             count(&mut queue.busy);
             count(&mut queue.waited);
-            count(&mut queue.called);
         }
         self.state.cpus.iter_mut().for_each(|cpu| count(&mut cpu.idle));
         for vm in &mut self.state.vms {
@@ -115,10 +112,6 @@ impl Liar {
             queue.requests = match random.random_range(0..100) {
                 0 => random.random(),
                 _ => queue.requests.saturating_add(random.random_range(0..1_000)),
-            };
-            queue.calls = match random.random_range(0..100) {
-                0 => random.random(),
-                _ => queue.calls.saturating_add(random.random_range(0..1_000)),
             };
             queue.bytes = queue.requests.saturating_mul(random.random_range(0..100_000));
         }

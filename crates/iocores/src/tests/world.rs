@@ -14,9 +14,6 @@ use crate::{
 /// What a request takes of an IOThread.
 pub(super) const COST: f64 = 20e-6;
 const TICK: f64 = 1e-3;
-/// And what a call of its driver takes, on the same CPU and on another one.
-const NEAR: f64 = 1e-6;
-const FAR: f64 = 8e-6;
 
 /// What a driver asks for.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -61,8 +58,6 @@ pub(super) struct World {
     pub(super) quarrel: f64,
     /// The CPU on which all vCPUs are that may, until they are spread.
     pub(super) crowded: Option<CpuId>,
-    /// The CPUs on which drivers are; those without one are not called.
-    pub(super) homes: BTreeMap<QueueId, CpuId>,
     next: u32,
     /// When how many queues moved, and why, ms.
     pub(super) moves: Vec<(u64, usize)>,
@@ -87,7 +82,6 @@ impl World {
             sleep: false,
             quarrel: 0.0,
             crowded: None,
-            homes: BTreeMap::new(),
             next: 1,
             moves: Vec::new(),
             log: Vec::new(),
@@ -104,8 +98,6 @@ impl World {
                 bytes: 0,
                 waited: Nanos::ZERO,
                 in_flight: 0,
-                calls: 0,
-                called: Nanos::ZERO,
                 standing: false,
             });
             let driver = Driver {
@@ -182,14 +174,7 @@ impl World {
             };
             let mut queues: Vec<_> =
                 state.queues.iter_mut().filter(|queue| queue.thread == thread.id).collect();
-            let home = |queue: &Queue| self.homes.get(&queue.id).copied();
-            let call = |queue: &Queue| match home(queue) {
-                None => 0.0,
-                Some(home) if home == cpu.id => NEAR,
-                Some(_) => FAR,
-            };
-            let asked =
-                |queue: &&mut Queue| self.drivers[&queue.id].backlog * (cost + call(queue)) / TICK;
+            let asked = |queue: &&mut Queue| self.drivers[&queue.id].backlog * cost / TICK;
             let asks = queues.iter().map(asked).sum::<f64>().min(1.0);
             let (gets, vcpus) = Self::share(asks, vcpus);
             ran += vcpus;
@@ -202,13 +187,12 @@ impl World {
             queues.sort_by(|a, b| {
                 self.drivers[&a.id].backlog.total_cmp(&self.drivers[&b.id].backlog)
             });
-            let mut left = gets * TICK;
+            let mut left = gets * TICK / cost;
             let mut others = queues.len() as f64;
             for queue in queues {
                 let driver = self.drivers.get_mut(&queue.id).expect("each queue has one");
-                let cost = cost + call(queue);
-                let served = driver.backlog.min(left / others / cost);
-                left -= served * cost;
+                let served = driver.backlog.min(left / others);
+                left -= served;
                 others -= 1.0;
                 driver.backlog -= served;
                 driver.old = (driver.old - served).max(0.0);
@@ -218,8 +202,6 @@ impl World {
                 driver.busy += served * cost * if gets > 0.0 { asks / gets } else { 0.0 };
                 queue.busy = nanos(driver.busy);
                 queue.requests = driver.requests as u64;
-                queue.calls = if home(queue).is_some() { queue.requests } else { 0 };
-                queue.called = queue.called.saturating_add(nanos(served * call(queue)));
                 queue.bytes = 4096 * queue.requests;
                 queue.waited = nanos(driver.waited);
                 queue.in_flight = driver.backlog as u32;

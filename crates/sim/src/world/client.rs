@@ -138,14 +138,7 @@ impl Simulation<'_> {
     /// A sleeping client is called by its IOThread.
     pub(super) fn call_client(&mut self, queue: u32, io: u32) {
         let waker = Waker::Thread(self.ios[io as usize].thread);
-        let waits = self.client_waits(queue);
-        let owes = self.wake_client(queue, waker);
-        self.ios[io as usize].owes += owes;
-        if waits {
-            let queue = &mut self.queues[queue as usize];
-            queue.calls += 1;
-            queue.called += self.costs.call.get() + owes;
-        }
+        self.ios[io as usize].owes += self.wake_client(queue, waker);
     }
 
     /// A client that sleeps is woken; what an interrupt costs who does it.

@@ -76,8 +76,6 @@ impl Simulation<'_> {
                 bytes: queue.bytes,
                 waited: Nanos::new(queue.waited),
                 in_flight: queue.in_flight,
-                calls: queue.calls,
-                called: Nanos::new(queue.called),
                 standing: queue.taken < queue.marked,
             });
             queue.marked = queue.made;
