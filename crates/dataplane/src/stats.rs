@@ -249,6 +249,7 @@ impl QueueStats {
             bytes: self.read_bytes.load(Relaxed).wrapping_add(self.written_bytes.load(Relaxed)),
             waited: Nanos::new(self.waited_ns.load(Relaxed)),
             busy: Nanos::new(self.busy_ns.load(Relaxed)),
+            calls: self.calls.load(Relaxed),
             // Before what was started: what is taken in between is no backlog.
             seen: self.seen.load(Relaxed),
             started: self.started.load(Relaxed),
@@ -290,6 +291,8 @@ pub struct Progress {
     pub waited: Nanos,
     /// What of its IOThreads' time at work was for it.
     pub busy: Nanos,
+    /// Calls of its driver.
+    pub calls: u64,
     /// Requests that were available when its IOThread last looked, as counted by `started`.
     pub seen: u64,
     /// Requests that were taken.

@@ -10,22 +10,22 @@
 //! among them. A thread with none of these is left alone. When the socket closes, as it does when the data plane
 //! is killed, every thread gets its own CPUs back.
 //!
-//! On request it also spreads vCPUs, once: by turns each is kept to one of the CPUs on which it may run, for
-//! [`SPREAD`], and then may run on all of them again. For the scheduler leaves threads that mostly sleep where they are
+//! On request it also places vCPUs, once: each is kept to the CPU that is named for it, if it may run there, for
+//! [`STAY`], and then may run where it could before. For the scheduler leaves threads that mostly sleep where they are
 //! as long as no CPU is idle, as none is where IOThreads share all CPUs with vCPUs: those that have made room for the
-//! first IOThread would all stay in the way of the second.
+//! first IOThread would all stay in the way of the second, and far from it those whose queues it serves.
 //!
 //! A thread's own CPUs are those on which the guard found it (`sched_getaffinity(2)`): no CPU is ever added to them.
 //! What somebody else gives a thread meanwhile (libvirt's `vcpupin`, a cpuset) is its own from then on.
 //! Why not by cgroup cpusets: `docs/adr/0013-borrowed-cpus.md`.
 //!
-//! What it does not do: a guard that is itself killed with SIGKILL gives nothing back, and leaves what it is spreading
+//! What it does not do: a guard that is itself killed with SIGKILL gives nothing back, and leaves what it is placing
 //! where it is kept; and a data plane that was taken over could crowd the vCPUs of any VM of this host together until
 //! it ends.
 //!
 //! Properties (tests of the same name): `vcpus_leave_a_cpu_and_get_it_back_when_the_socket_closes`,
 //! `vcpu_without_one_of_the_cpus_is_left_alone`, `what_somebody_else_has_given_a_vcpu_is_kept`,
-//! `process_that_is_no_longer_named_gets_its_cpus_back`, `vcpus_are_spread_and_may_leave_again`,
+//! `process_that_is_no_longer_named_gets_its_cpus_back`, `vcpus_are_placed_and_may_leave_again`,
 //! `nonsense_ends_the_guard`.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -45,10 +45,12 @@ use serde::{Deserialize, Serialize};
 const MAX_TASKS: usize = 4096;
 /// vCPUs of a process.
 const MAX_VCPUS: usize = 512;
-/// Longest line between the two: 1,024 CPUs and as many processes.
+/// vCPUs that are placed at once.
+const MAX_PLACED: usize = 1024;
+/// Longest line between the two: 1,024 CPUs, and as many processes and vCPUs.
 const MAX_LINE: u64 = 64 << 10;
-/// For how long a vCPU is kept to the CPU that it is given when they are spread: to wake up there.
-const SPREAD: Duration = Duration::from_millis(5);
+/// For how long a vCPU is kept to the CPU where it is placed: to wake up there.
+const STAY: Duration = Duration::from_millis(5);
 /// How long the data plane waits for the guard.
 const ANSWER: Duration = Duration::from_secs(2);
 
@@ -59,9 +61,9 @@ struct Request {
     cpus: Vec<CpuId>,
     /// Whose.
     processes: Vec<i32>,
-    /// They are only to be spread over these CPUs.
-    #[serde(default)]
-    spread: bool,
+    /// These threads are to go to these CPUs, and nothing else.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    place: Vec<(i32, CpuId)>,
 }
 
 /// What the guard has done.
@@ -110,15 +112,20 @@ impl Guard {
     /// # Errors
     /// The guard does not answer: it has ended or will, when this is dropped.
     pub(crate) fn keep_to(&mut self, cpus: &[CpuId], processes: &[i32]) -> io::Result<Moved> {
-        self.ask(&Request { cpus: cpus.to_vec(), processes: processes.to_vec(), spread: false })
+        self.ask(&Request { cpus: cpus.to_vec(), processes: processes.to_vec(), place: Vec::new() })
     }
 
-    /// Has the vCPUs of these processes run evenly on these CPUs, those of them on which each may.
+    /// Has these threads go to these CPUs, those that are vCPUs of these processes and may run there; so many at most.
     ///
     /// # Errors
     /// As [`Self::keep_to`].
-    pub(crate) fn spread(&mut self, cpus: &[CpuId], processes: &[i32]) -> io::Result<Moved> {
-        self.ask(&Request { cpus: cpus.to_vec(), processes: processes.to_vec(), spread: true })
+    pub(crate) fn place(
+        &mut self,
+        mut threads: Vec<(i32, CpuId)>,
+        processes: &[i32],
+    ) -> io::Result<Moved> {
+        threads.truncate(MAX_PLACED);
+        self.ask(&Request { cpus: Vec::new(), processes: processes.to_vec(), place: threads })
     }
 
     fn ask(&mut self, request: &Request) -> io::Result<Moved> {
@@ -135,11 +142,12 @@ pub fn guard(stream: UnixStream) -> io::Result<()> {
     let mut answers = stream.try_clone()?;
     let mut requests = BufReader::new(stream);
     let mut threads = Threads::default();
-    while let Some(Request { cpus, processes, spread: is_spread }) = receive(&mut requests)? {
+    while let Some(Request { cpus, processes, place }) = receive(&mut requests)? {
         let processes: BTreeSet<i32> = processes.into_iter().collect();
         let of = processes.into_iter().flat_map(vcpus);
-        let moved = if is_spread {
-            spread(&set_of(&cpus)?, &of.collect())
+        let moved = if !place.is_empty() {
+            let vcpus: BTreeSet<i32> = of.collect();
+            go(place.into_iter().filter(|(thread, _)| vcpus.contains(thread)))
         } else if cpus.is_empty() {
             threads.give_back()
         } else {
@@ -295,23 +303,22 @@ fn place(thread: i32, now: &CpuSet, wanted: &CpuSet, moved: &mut Moved) -> CpuSe
     cpus_of(thread).unwrap_or(*wanted)
 }
 
-/// Has threads go to these CPUs by turns, those of them on which each may run, and leave them as they like later.
-fn spread(cpus: &CpuSet, of: &BTreeSet<i32>) -> Moved {
+/// Has threads go to CPUs, those that may run there, and leave them as they like later.
+fn go(threads: impl Iterator<Item = (i32, CpuId)>) -> Moved {
     let mut moved = Moved::default();
     let mut kept = Vec::new();
-    for &thread in of {
+    for (thread, cpu) in threads {
         let (Some(began), Some(may)) = (began(thread), cpus_of(thread)) else { continue };
-        let both: Vec<_> =
-            listed(&may).map(|cpu| cpu.get() as usize).filter(|&cpu| cpus.is_set(cpu)).collect();
-        if both.len() < 2 {
+        let cpu = cpu.get() as usize;
+        if cpu >= CpuSet::MAX_CPU || !may.is_set(cpu) {
             continue;
         }
         let mut there = CpuSet::new();
-        there.set(both[kept.len() % both.len()]);
+        there.set(cpu);
         kept.push((thread, began, place(thread, &may, &there, &mut moved), may));
     }
-    if !kept.is_empty() {
-        std::thread::sleep(SPREAD);
+    if moved.changed > 0 {
+        std::thread::sleep(STAY);
     }
     for (thread, since, there, may) in kept {
         // Whoever has given it others since then wants it there.

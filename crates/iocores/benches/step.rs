@@ -46,6 +46,7 @@ fn snapshot(threads: u32, queues: u32) -> Snapshot {
         requests: 0,
         bytes: 0,
         waited: Nanos::ZERO,
+        calls: 0,
         in_flight: 0,
         standing: false,
     };
@@ -57,6 +58,7 @@ fn snapshot(threads: u32, queues: u32) -> Snapshot {
         threads: (0..threads).map(thread).collect(),
         queues: (0..queues).map(queue).collect(),
         vms: (0..queues / 4).map(vm).collect(),
+        vcpus: Vec::new(),
         cpus: (0..3 * threads).map(cpu).collect(),
     }
 }

@@ -28,9 +28,11 @@
 //!    waited that could do as much instead: to within [`SPARE`] of what one core is worth; after half
 //!    a second if they had no work.
 //!    That is a bet if the others are then more than 60 % busy, and regret keeps the books.
-//! 6. *Neighbours.* Where vCPUs share all CPUs with IOThreads that are full, and one of these waits for its CPU for
-//!    longer than another, vCPUs are spread over the CPUs once: the scheduler leaves them where the last idle CPU was.
-//!    If it puts them back, that is not done again for 20 to 600 periods at such a load.
+//! 6. *Neighbours.* Where vCPUs share all CPUs with IOThreads that have work, drivers go to the CPUs of their queues'
+//!    IOThreads ([`crate::drivers`] says who these are); and where one that is full waits for its CPU for longer than
+//!    another, the other vCPUs go to the CPUs by turns: the scheduler leaves them where the last idle CPU was. They may
+//!    leave again. The one is on trial, and done every 2 s if they do; the other not again for 20 to 600 periods at
+//!    such a load.
 //! 7. *Spread.* Idle queues of one VM go to different IOThreads, if none of these is needless and none gets more queues
 //!    than others for it: they mostly become busy together.
 //!
@@ -44,10 +46,13 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use rtvirtio_units::{CpuId, Nanos};
 
+use crate::drivers::Drivers;
 use crate::place::{self, DELAY, LOADED, Split, load};
-use crate::sample::{QueueLoad, Sample, find};
+use crate::sample::{QueueLoad, Sample, ThreadLoad, find};
 use crate::utility::Weights;
-use crate::{Action, Cpu, Decision, Limits, Policy, QueueId, SAMPLE, Snapshot, ThreadId, VmId};
+use crate::{
+    Action, Cpu, Decision, Limits, Policy, QueueId, SAMPLE, Snapshot, ThreadId, Vcpu, VcpuId, VmId,
+};
 
 mod budget;
 mod neighbours;
@@ -124,11 +129,14 @@ pub(crate) struct Dynamic {
     /// And at what load.
     removed: Option<(Nanos, Situation)>,
     undone: Option<Nanos>,
+    drivers: Drivers,
+    /// When vCPUs were placed last.
+    placed: Option<Nanos>,
     budget: Budget,
     /// An IOThread's queues may go to so many at once.
     fan: usize,
     trial: Option<Trial>,
-    back_off: [BackOff; 5],
+    back_off: [BackOff; 6],
     /// Loads at which a further IOThread has shown what it is worth, whatever vCPUs wait.
     worth: BackOff,
     /// Where vCPUs were to run by the last decision.
@@ -268,6 +276,8 @@ impl Dynamic {
             added: None,
             removed: None,
             undone: None,
+            drivers: Drivers::default(),
+            placed: None,
             trial: None,
             back_off: Default::default(),
             worth: BackOff::default(),
@@ -281,6 +291,9 @@ impl Dynamic {
 
     /// Takes a sample into account; allocates nothing that it has not had before.
     fn note(&mut self, snapshot: &Snapshot) {
+        if self.limits.borrow {
+            self.drivers.note(snapshot);
+        }
         if !self.recent.is_empty() {
             self.standing.note(snapshot.queues.iter().map(|queue| (queue.id, queue.standing)));
         }
@@ -340,6 +353,7 @@ impl Dynamic {
             .or_else(|| self.relieve(view, &pressed))
             .or_else(|| self.even_out(view, &pressed))
             .or_else(|| self.give_back(view))
+            .or_else(|| self.gather_vcpus(view))
             .or_else(|| self.spread_vcpus(view))
             .or_else(|| self.spread(view))
             .unwrap_or_default()

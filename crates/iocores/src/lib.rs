@@ -37,6 +37,7 @@
 //! - `cpu_of_vcpus_is_taken_only_by_leave_and_given_back`, `cpu_that_vcpus_need_is_not_taken`,
 //!   `iothread_that_waits_for_vcpus_gets_its_cpu_if_they_have_room_elsewhere`.
 
+mod drivers;
 mod dynamic;
 mod fixed;
 mod iocm;
@@ -72,6 +73,10 @@ pub struct QueueId(pub u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct VmId(pub u32);
 
+/// A vCPU's thread. The caller's number: not used again for another one soon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct VcpuId(pub u32);
+
 /// Everything at one time. Times and counts are sums since each one's start, and never fall.
 #[derive(Debug, Default, PartialEq)]
 pub struct Snapshot {
@@ -86,6 +91,8 @@ pub struct Snapshot {
     pub queues: Vec<Queue>,
     /// VMs of which the vCPUs are known, by id.
     pub vms: Vec<Vm>,
+    /// Threads of these VMs' vCPUs, by id; as measured.
+    pub vcpus: Vec<Vcpu>,
     /// CPUs of the host, by id.
     pub cpus: Vec<Cpu>,
 }
@@ -99,11 +106,12 @@ impl Clone for Snapshot {
 
     /// Without an allocation, if this one was as large before.
     fn clone_from(&mut self, other: &Self) {
-        let Self { now, measured, threads, queues, vms, cpus } = other;
+        let Self { now, measured, threads, queues, vms, vcpus, cpus } = other;
         (self.now, self.measured) = (*now, *measured);
         self.threads.clone_from(threads);
         self.queues.clone_from(queues);
         self.vms.clone_from(vms);
+        self.vcpus.clone_from(vcpus);
         self.cpus.clone_from(cpus);
     }
 }
@@ -146,6 +154,8 @@ pub struct Queue {
     pub bytes: u64,
     /// Sum of what requests waited for between the kick or poll that found them and their start.
     pub waited: Nanos,
+    /// How often its driver was called.
+    pub calls: u64,
     /// Taken and not ended.
     pub in_flight: u32,
     /// What its driver had made available at the last snapshot is still not taken.
@@ -190,6 +200,17 @@ impl Vm {
             self.awake_waited = self.awake_waited.saturating_add(waited);
         }
     }
+}
+
+/// A vCPU's thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Vcpu {
+    /// Which.
+    pub id: VcpuId,
+    /// Where it was last; none: it got a CPU seldom lately, and was not looked at.
+    pub cpu: Option<CpuId>,
+    /// How often it got a CPU.
+    pub turns: u64,
 }
 
 /// A CPU of the host.
@@ -246,10 +267,10 @@ pub enum Action {
         /// Which; ascending.
         cpus: Vec<CpuId>,
     },
-    /// vCPUs of all VMs go evenly to these CPUs, of those on which each may run: once, they may leave them again.
-    SpreadVcpus {
-        /// Which; ascending.
-        cpus: Vec<CpuId>,
+    /// vCPUs go to CPUs, if they may run there: once, they may leave them again.
+    PlaceVcpus {
+        /// Which, and where to; ascending.
+        at: Vec<(VcpuId, CpuId)>,
     },
 }
 

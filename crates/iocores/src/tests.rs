@@ -6,7 +6,7 @@ mod world;
 use rtvirtio_units::CpuId;
 
 use super::*;
-use world::{DEEP, Load, NONE, World, paced};
+use world::{DEEP, DRIVER, Load, NONE, World, paced};
 
 fn dynamic(world: &World) -> Box<dyn Policy + Send> {
     policy(Kind::Dynamic, world.limits.clone())
@@ -306,17 +306,48 @@ fn vcpus_in_the_way_of_one_iothread_are_spread_and_not_soon_again() {
     let mut world = shared();
     world.wanted = 0.4;
     world.crowded = Some(CpuId::new(0));
+    let vcpu = |id| Vcpu { id: VcpuId(id), cpu: Some(CpuId::new(0)), turns: 0 };
+    world.state.vcpus = (1..4).map(vcpu).collect();
     let mut policy = dynamic(&world);
     world.run(&mut *policy, 3_000);
     let [(_, only)] = &world.log[..] else { panic!("{:#?}", world.log) };
-    let both = Action::SpreadVcpus { cpus: vec![CpuId::new(0), CpuId::new(1)] };
-    assert_eq!(only.action, both, "{only:?}");
+    let to = |vcpu, cpu| (VcpuId(vcpu), CpuId::new(cpu));
+    // Nobody's driver: by turns.
+    let turns = Action::PlaceVcpus { at: vec![to(1, 0), to(2, 1), to(3, 0)] };
+    assert_eq!(only.action, turns, "{only:?}");
     // Who puts them back has them spread once more, and is then left in peace for a while.
     for _ in 0..3 {
         world.crowded = Some(CpuId::new(0));
         world.run(&mut *policy, 1_000);
         assert_eq!(world.log.len(), 2, "{:#?}", world.log);
     }
+}
+
+#[test]
+fn drivers_go_to_the_cpus_of_their_iothreads() {
+    let mut world = shared();
+    world.wanted = 0.1;
+    // 2 and 3 are on each other's CPU.
+    let on = |queue: u32| CpuId::new(if queue == 2 || queue == 3 { 3 - queue } else { queue % 2 });
+    let vcpu = |queue| Vcpu { id: VcpuId(DRIVER + queue), cpu: Some(on(queue)), turns: 0 };
+    world.state.vcpus = (0..6).map(vcpu).collect();
+    let mut policy = dynamic(&world);
+    world.run(&mut *policy, 10_000);
+    let [(at, only)] = &world.log[..] else { panic!("{:#?}", world.log) };
+    let to = |queue, cpu| (VcpuId(DRIVER + queue), CpuId::new(cpu));
+    assert_eq!(only.action, Action::PlaceVcpus { at: vec![to(2, 0), to(3, 1)] }, "{only:?}");
+    assert!(*at < 2_000, "{at}");
+    // The scheduler has one leave again; then whose driver it is is known.
+    world.state.vcpus[5].cpu = Some(CpuId::new(0));
+    world.run(&mut *policy, 500);
+    assert_eq!(world.log.last().unwrap().1.action, Action::PlaceVcpus { at: vec![to(5, 1)] });
+    // Where vCPUs may not be moved, or have CPUs of their own, they are left alone.
+    let mut world = shared();
+    world.limits.borrow = false;
+    world.state.vcpus = (0..6).map(vcpu).collect();
+    let mut policy = dynamic(&world);
+    world.run(&mut *policy, 3_000);
+    assert!(world.log.is_empty(), "{:#?}", world.log);
 }
 
 #[test]

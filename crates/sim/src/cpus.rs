@@ -117,6 +117,8 @@ struct Thread {
     left: u64,
     ran: u64,
     waited: u64,
+    /// How often it got a CPU.
+    turns: u64,
     /// When it became ready.
     since: u64,
     /// When it last left a CPU.
@@ -208,6 +210,7 @@ impl Cpus {
             left: 0,
             ran: 0,
             waited: 0,
+            turns: 0,
             since: 0,
             left_at: 0,
             moved: 0,
@@ -222,6 +225,12 @@ impl Cpus {
 
     pub(crate) fn is_asleep(&self, thread: u32) -> bool {
         matches!(self.threads[thread as usize].state, State::Asleep | State::Delayed)
+    }
+
+    /// Where a thread was last, and how often it got a CPU so far.
+    pub(crate) fn turns(&self, thread: u32) -> (usize, u64) {
+        let t = &self.threads[thread as usize];
+        (t.cpu.into(), t.turns)
     }
 
     /// On a CPU, and ready without one, ns so far.
@@ -413,6 +422,7 @@ impl Cpus {
     fn run(&mut self, thread: u32, cpu: usize, events: &Events<Event>) {
         let t = &mut self.threads[thread as usize];
         t.state = State::Running;
+        t.turns += 1;
         t.protected = t.deadline;
         let c = &mut self.cpus[cpu];
         c.counted = events.now;

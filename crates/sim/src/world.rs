@@ -74,6 +74,8 @@ struct Queue {
     requests: u64,
     bytes: u64,
     waited: u64,
+    /// How often its driver was called.
+    calls: u64,
     client: Client,
 }
 
@@ -415,6 +417,7 @@ impl Queue {
             requests: 0,
             bytes: 0,
             waited: 0,
+            calls: 0,
             client,
         }
     }

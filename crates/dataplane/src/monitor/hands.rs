@@ -1,5 +1,6 @@
 //! Carries decisions out, by what an operator could do too.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -63,7 +64,11 @@ pub(super) fn describe(action: &Action, sampler: &Sampler) -> PolicyAction {
             })
         }
         Action::SetVcpuCpus { cpus } => Some(PolicyAction::SetVcpuCpus { cpus: cpus.clone() }),
-        Action::SpreadVcpus { cpus } => Some(PolicyAction::SpreadVcpus { cpus: cpus.clone() }),
+        Action::PlaceVcpus { at } => {
+            let cpus: BTreeSet<CpuId> = at.iter().map(|(_, cpu)| *cpu).collect();
+            let cpus = cpus.into_iter().collect();
+            Some(PolicyAction::PlaceVcpus { count: at.len() as u32, cpus })
+        }
     };
     described.unwrap_or(PolicyAction::Gone)
 }
@@ -90,9 +95,10 @@ impl Hands {
                 self.vcpus.clone_from(cpus);
                 self.move_vcpus(sampler).map(drop)
             }
-            Action::SpreadVcpus { cpus } => {
+            Action::PlaceVcpus { at } => {
                 let processes: Vec<i32> = sampler.processes().collect();
-                self.with_guard(|guard| guard.spread(cpus, &processes))
+                let threads = at.iter().map(|&(vcpu, cpu)| (vcpu.0 as i32, cpu)).collect();
+                self.with_guard(|guard| guard.place(threads, &processes))
                     .and_then(all_moved)
                     .map(drop)
             }

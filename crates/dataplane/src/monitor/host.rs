@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use rtvirtio_iocores::{Cpu, Vm, VmId};
+use rtvirtio_iocores::{Cpu, Snapshot, VcpuId, Vm, VmId};
 use rtvirtio_units::{CpuId, Nanos};
 
 use crate::queue::now;
@@ -20,6 +20,8 @@ const MAX_STAT: usize = 256 << 10;
 const TICK: u64 = 10_000_000;
 /// How often vCPUs are looked for again, in refreshes: one that is plugged in is seen after 10 s.
 const SEARCH: u64 = 100;
+/// Turns between two refreshes from which on it is looked where a vCPU is: that is a file more.
+const TURNS: u64 = 20;
 /// The first time, after a front end has come: 1 s. Until then it may be at its start, without vCPUs.
 const SOON: u64 = 10;
 
@@ -30,6 +32,8 @@ pub(crate) struct OnCpu {
     pub(crate) ran: Nanos,
     /// Ready, and waiting for one.
     pub(crate) waited: Nanos,
+    /// How often it got one.
+    pub(crate) turns: u64,
 }
 
 /// A thread's `schedstat`.
@@ -50,17 +54,31 @@ impl SchedStat {
     }
 }
 
+/// Where a thread was last, by its `stat` (proc_pid_stat(5)).
+fn last_cpu(stat: &File) -> Option<CpuId> {
+    let mut text = [0; 512];
+    let read = stat.read_at(&mut text, 0).ok()?;
+    // The name before may hold anything; the first field after it is the third.
+    let (_, fields) = str::from_utf8(&text[..read]).ok()?.rsplit_once(')')?;
+    fields.split_ascii_whitespace().nth(39 - 3)?.parse().ok().map(CpuId::new)
+}
+
 fn schedstat(text: &[u8]) -> OnCpu {
     let text = str::from_utf8(text).unwrap_or_default();
-    let mut fields = text.split_ascii_whitespace().map(|ns| ns.parse().unwrap_or(0));
-    let mut next = || Nanos::new(fields.next().unwrap_or(0));
-    OnCpu { ran: next(), waited: next() }
+    let mut fields = text.split_ascii_whitespace().map(|field| field.parse().unwrap_or(0));
+    let mut next = || fields.next().unwrap_or(0);
+    OnCpu { ran: Nanos::new(next()), waited: Nanos::new(next()), turns: next() }
 }
 
 /// A vCPU.
 #[derive(Debug)]
 struct Vcpu {
+    id: VcpuId,
     stat: SchedStat,
+    /// Its `stat`.
+    place: Option<File>,
+    /// Where it was, if that was looked at.
+    cpu: Option<CpuId>,
     last: OnCpu,
     /// When that was read, by the monotonic clock, ns.
     at: u64,
@@ -75,6 +93,8 @@ impl Vcpu {
         }
         let (last, since) = (self.last, std::mem::replace(&mut self.at, at));
         self.last = now;
+        let is_active = now.turns.saturating_sub(last.turns) >= TURNS;
+        self.cpu = if is_active { self.place.as_ref().and_then(last_cpu) } else { None };
         let ran = now.ran.saturating_sub(last.ran);
         let waited = now.waited.saturating_sub(last.waited);
         vm.add(ran, waited, Nanos::new(at.saturating_sub(since)));
@@ -111,12 +131,8 @@ pub(super) struct Host {
 
 impl Host {
     /// Reads all of it; `peers` are front ends' processes with their VMs, ascending.
-    pub(super) fn refresh(
-        &mut self,
-        peers: &[(i32, VmId)],
-        cpus: &mut Vec<Cpu>,
-        vms: &mut Vec<Vm>,
-    ) {
+    pub(super) fn refresh(&mut self, peers: &[(i32, VmId)], seen: &mut Snapshot) {
+        let Snapshot { vms, vcpus, cpus, .. } = seen;
         let before = self.processes.len();
         self.processes.retain(|pid, process| peers.binary_search(&(*pid, process.vm)).is_ok());
         let mut changed = self.processes.len() < before;
@@ -162,6 +178,12 @@ impl Host {
         }
         vms.clear();
         vms.extend(self.vms.values());
+        vcpus.clear();
+        for vcpu in self.processes.values().flat_map(|process| &process.vcpus) {
+            let Vcpu { id, cpu, last, .. } = vcpu;
+            vcpus.push(rtvirtio_iocores::Vcpu { id: *id, cpu: *cpu, turns: last.turns });
+        }
+        vcpus.sort_unstable_by_key(|vcpu| vcpu.id);
         self.read_cpus(cpus);
         for cpu in cpus.iter_mut() {
             cpu.vcpus = self.shared.contains(&cpu.id);
@@ -227,9 +249,10 @@ impl Process {
     fn look(pid: i32, vm: VmId) -> Self {
         let mut process = Self { vm, vcpus: Vec::new(), cpus: Vec::new() };
         for thread in vcpus::vcpus(pid) {
-            let stat = SchedStat(File::open(format!("/proc/{pid}/task/{thread}/schedstat")).ok());
-            let last = stat.read();
-            process.vcpus.push(Vcpu { stat, last, at: now() });
+            let of = |file| File::open(format!("/proc/{pid}/task/{thread}/{file}")).ok();
+            let (stat, place) = (SchedStat(of("schedstat")), of("stat"));
+            let (id, last) = (VcpuId(thread as u32), stat.read());
+            process.vcpus.push(Vcpu { id, stat, place, cpu: None, last, at: now() });
             process.cpus.extend(vcpus::cpus_of(thread).iter().flat_map(vcpus::listed));
         }
         process.cpus.sort_unstable();
@@ -244,10 +267,11 @@ mod tests {
 
     #[test]
     fn schedstat_is_two_times_and_a_count() {
-        let of = |ran, waited| OnCpu { ran: Nanos::new(ran), waited: Nanos::new(waited) };
-        assert_eq!(schedstat(b"1234 567 8\n"), of(1234, 567));
-        assert_eq!(schedstat(b""), of(0, 0));
-        assert_eq!(schedstat(b"x -1 \xff"), of(0, 0));
+        let of =
+            |ran, waited, turns| OnCpu { ran: Nanos::new(ran), waited: Nanos::new(waited), turns };
+        assert_eq!(schedstat(b"1234 567 8\n"), of(1234, 567, 8));
+        assert_eq!(schedstat(b""), of(0, 0, 0));
+        assert_eq!(schedstat(b"x -1 \xff"), of(0, 0, 0));
     }
 
     #[test]
@@ -270,15 +294,15 @@ mod tests {
         let vcpu = std::thread::Builder::new().name("vcpu0".to_owned());
         let vcpu = vcpu.spawn(move || stopped.recv()).unwrap();
         let mut host = Host::default();
-        let (mut cpus, mut vms) = (Vec::new(), Vec::new());
+        let mut seen = Snapshot::default();
         let pid = rustix::process::getpid().as_raw_nonzero().get();
-        host.refresh(&[(pid, VmId(3)), (pid, VmId(3))], &mut cpus, &mut vms);
+        host.refresh(&[(pid, VmId(3)), (pid, VmId(3))], &mut seen);
         // The thread may not have its name yet.
-        let ids: Vec<VmId> = vms.iter().map(|vm| vm.id).collect();
+        let ids: Vec<VmId> = seen.vms.iter().map(|vm| vm.id).collect();
         assert!(ids.is_empty() || ids == [VmId(3)], "{ids:?}");
-        assert!(!cpus.is_empty());
-        host.refresh(&[], &mut cpus, &mut vms);
-        assert!(vms.is_empty());
+        assert!(!seen.cpus.is_empty());
+        host.refresh(&[], &mut seen);
+        assert!(seen.vms.is_empty());
         drop(stop);
         let _ = vcpu.join();
     }
@@ -291,11 +315,11 @@ mod tests {
         let vcpu = vcpu.spawn(move || (named.send(()), stopped.recv())).unwrap();
         is_named.recv().unwrap();
         let mut host = Host::default();
-        let (mut cpus, mut vms) = (Vec::new(), Vec::new());
+        let mut snapshot = Snapshot::default();
         let of = |cpus: &[Cpu]| cpus.iter().filter(|cpu| cpu.vcpus).map(|cpu| cpu.id).collect();
         let mut seen = |host: &mut Host, peers: &[(i32, VmId)]| -> Vec<CpuId> {
-            host.refresh(peers, &mut cpus, &mut vms);
-            of(&cpus)
+            host.refresh(peers, &mut snapshot);
+            of(&snapshot.cpus)
         };
         assert!(seen(&mut host, &[]).is_empty());
         let pid = rustix::process::getpid().as_raw_nonzero().get();

@@ -112,6 +112,7 @@ impl Sampler {
                 requests: 0,
                 bytes: 0,
                 waited: Nanos::ZERO,
+                calls: 0,
                 in_flight: 0,
                 standing: false,
             });
@@ -136,7 +137,7 @@ impl Sampler {
         }
         self.peers.sort_unstable();
         self.peers.dedup();
-        self.host.refresh(&self.peers, &mut self.snapshot.cpus, &mut self.snapshot.vms);
+        self.host.refresh(&self.peers, &mut self.snapshot);
     }
 
     fn sample_threads(&mut self) {
@@ -160,6 +161,7 @@ impl Sampler {
             queue.requests = now.requests;
             queue.bytes = now.bytes;
             queue.waited = now.waited;
+            queue.calls = now.calls;
             queue.in_flight = now.in_flight().min(u32::MAX.into()) as u32;
             queue.standing = now.is_standing(last);
             still &= now == last && queue.in_flight == 0;

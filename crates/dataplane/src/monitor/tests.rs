@@ -3,7 +3,7 @@
 use std::sync::mpsc;
 use std::time::Instant;
 
-use rtvirtio_iocores::{Action, Decision as Wanted, QueueId, Snapshot, ThreadId};
+use rtvirtio_iocores::{Action, Decision as Wanted, QueueId, Snapshot, ThreadId, VcpuId};
 use rtvirtio_spec::control::PolicyAction;
 use rtvirtio_spec::serve::IoThread;
 use rtvirtio_units::{CpuId, DiskName, IoThreadName};
@@ -208,7 +208,7 @@ fn what_cannot_be_done_is_said() {
     assert_eq!(fails(nowhere, "no such IOThread"), PolicyAction::Gone);
     fails(Action::RemoveThread { thread: second, moves: vec![] }, "has 1 queues");
     fails(Action::SetVcpuCpus { cpus: vec![cpu()] }, "nobody may move vCPUs");
-    fails(Action::SpreadVcpus { cpus: vec![cpu()] }, "nobody may move vCPUs");
+    fails(Action::PlaceVcpus { at: vec![(VcpuId(1), cpu())] }, "nobody may move vCPUs");
     let no_cpu = CpuId::new(1023);
     fails(Action::AddThread { cpu: no_cpu, queues: vec![QueueId(0)] }, "cannot start iothread");
     // What was done of it is named.

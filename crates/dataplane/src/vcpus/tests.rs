@@ -127,7 +127,7 @@ fn process_that_is_no_longer_named_gets_its_cpus_back() {
 }
 
 #[test]
-fn vcpus_are_spread_and_may_leave_again() {
+fn vcpus_are_placed_and_may_leave_again() {
     let Some([a, b]) = two() else { return };
     let both = set(&[a, b]);
     let spin =
@@ -145,14 +145,14 @@ fn vcpus_are_spread_and_may_leave_again() {
         })
         .unzip();
     let alone = Vcpu::new(&set(&[b]));
-    let of = tids.iter().copied().chain([alone.tid]).collect();
-    assert_eq!(spread(&both, &of), Moved { changed: 4, ..Moved::default() });
-    for tid in tids {
+    let to = |cpu| tids.iter().copied().chain([alone.tid]).map(move |tid| (tid, cpu));
+    // One may not run there.
+    assert_eq!(go(to(a)), Moved { changed: 4, ..Moved::default() });
+    for &tid in &tids {
         assert_eq!(cpus_of(tid), Some(both));
     }
     assert_eq!(alone.cpus(), set(&[b]));
-    // Nowhere to choose from.
-    assert_eq!(spread(&set(&[a]), &of), Moved::default());
+    assert_eq!(go(to(CpuId::new(70_000))), Moved::default());
     drop(stops);
 }
 
@@ -171,6 +171,9 @@ fn thread_that_has_taken_a_number_over_is_another() {
 fn guard_answers_until_its_data_plane_has_gone() {
     let (mut guard, thread) = start();
     assert_eq!(guard.keep_to(&[], &[]).unwrap(), Moved::default());
+    // A thread that is no vCPU of a process that is named.
+    let here = rustix::thread::gettid().as_raw_nonzero().get();
+    assert_eq!(guard.place(vec![(here, CpuId::new(0))], &[pid()]).unwrap(), Moved::default());
     // Processes that are not there, and one that no number is.
     assert_eq!(guard.keep_to(&[CpuId::new(0)], &[-1, 0, i32::MAX]).unwrap(), Moved::default());
     drop(guard);

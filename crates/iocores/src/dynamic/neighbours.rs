@@ -1,4 +1,4 @@
-//! IOThreads and vCPUs on the same CPUs: who is in whose way.
+//! IOThreads and vCPUs on the same CPUs: who is in whose way, and who is far from whom.
 
 use super::*;
 
@@ -8,42 +8,112 @@ const STILL: f64 = 0.85;
 /// What of a CPU an IOThread must wait for more than another one does, where vCPUs are on both, to spread these.
 const UNEVEN: f64 = 0.15;
 
+/// Load of the queues whose drivers are on other CPUs, to fetch these drivers.
+const FAR: f64 = 0.05;
+
+/// vCPUs that were placed are left alone for so long.
+const AFTER_PLACING: Nanos = Nanos::from_millis(2_000);
+
 impl Dynamic {
-    /// Whether nothing is being tried, and about as much was asked for in each of the last periods: what helps a load
-    /// that comes and goes is over before it is known.
-    fn is_steady(&self, view: &View<'_>) -> bool {
-        let last: Vec<f64> =
-            self.history.iter().rev().take(regret::ENOUGH).map(|period| period.demand).collect();
-        let most = last.iter().copied().fold(0.0, f64::max);
-        let is_near = |demand: &f64| *demand >= STILL * most;
-        last.len() == regret::ENOUGH && last.iter().all(is_near) && self.is_settled(view)
+    /// Has drivers go to the CPUs of their queues' IOThreads, where vCPUs share all CPUs with IOThreads that have
+    /// work: a driver elsewhere has to be interrupted for each call, and finds none of its data in its CPU's cache.
+    pub(super) fn gather_vcpus(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
+        if !self.may_place(view, ROOM) {
+            return None;
+        }
+        let mut at = Vec::new();
+        let mut far = 0.0;
+        for (queue, vcpu, to) in self.homes(view) {
+            let of = find(&view.snapshot.vcpus, vcpu, |of| of.id);
+            let on = of.and_then(|of| of.cpu);
+            if queue.busy >= LOADED && on.is_some_and(|cpu| cpu != to) {
+                far += queue.busy;
+                at.push((vcpu, to));
+            }
+        }
+        if far < FAR {
+            return None;
+        }
+        let situation = self.situation(view, false);
+        if self.back_off[Kind::Gather as usize].holds(view.now, &situation) {
+            return None;
+        }
+        at.sort_unstable();
+        self.placed = Some(view.now);
+        self.try_out(view, Kind::Gather, Undo::Move(Vec::new()), false);
+        let reason = format!(
+            "drivers of {} queues with {} % of an IOThread are on other CPUs than theirs",
+            at.len(),
+            percent(far),
+        );
+        Some(vec![decision(Action::PlaceVcpus { at }, reason)])
     }
 
     /// Spreads the vCPUs where they share all CPUs with IOThreads that are full, and one waits for its CPU for longer
     /// than another one: whose queues would wait for longer too. The scheduler leaves them where the last idle CPU
     /// was. If it puts them back, that is not done again soon.
     pub(super) fn spread_vcpus(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
-        let vcpus = view.vcpus();
-        let full = view.period.threads.iter().filter(|thread| thread.busy >= HOT);
-        let beside = full.filter(|of| of.cpu.is_some_and(|cpu| vcpus.contains(&cpu)));
-        let mut waits: Vec<f64> = beside.map(|thread| thread.waited).collect();
-        waits.sort_by(f64::total_cmp);
-        let (least, most) = (*waits.first()?, *waits.last()?);
-        let is_all = self.limits.borrow && waits.len() == vcpus.len();
-        if !is_all || most - least < UNEVEN || !self.is_steady(view) {
+        if !self.may_place(view, HOT) {
             return None;
         }
+        let cpus = view.vcpus();
+        let on = |of: &&ThreadLoad| of.cpu.is_some_and(|cpu| cpus.contains(&cpu));
+        let waits = || view.period.threads.iter().filter(on).map(|thread| thread.waited);
+        let (least, most) = (waits().fold(1.0, f64::min), waits().fold(0.0, f64::max));
         let situation = self.situation(view, false);
-        if self.back_off[Kind::Spread as usize].holds(view.now, &situation) {
+        let tried = self.back_off[Kind::Spread as usize].holds(view.now, &situation);
+        if most - least < UNEVEN || tried {
             return None;
         }
-        self.back_off[Kind::Spread as usize].seen(view.now, situation);
+        let homes: BTreeMap<_, _> =
+            self.homes(view).into_iter().map(|(_, vcpu, to)| (vcpu, to)).collect();
+        let mut turns = cpus.iter().copied().cycle();
+        let mut place = |vcpu: &Vcpu| match homes.get(&vcpu.id) {
+            Some(home) => Some((vcpu.id, *home)),
+            None => Some((vcpu.id, turns.next()?)),
+        };
+        let at: Vec<_> = view.snapshot.vcpus.iter().filter_map(&mut place).collect();
+        if at.is_empty() {
+            return None;
+        }
         let reason = format!(
             "beside vCPUs, one IOThread waits {} % of the time for its CPU and another one {} %",
             percent(most),
             percent(least),
         );
-        let cpus = vcpus.into_iter().collect();
-        Some(vec![decision(Action::SpreadVcpus { cpus }, reason)])
+        self.placed = Some(view.now);
+        self.back_off[Kind::Spread as usize].seen(view.now, situation);
+        Some(vec![decision(Action::PlaceVcpus { at }, reason)])
+    }
+
+    /// Whether vCPUs share all CPUs with IOThreads that are at least so busy, nothing is being tried, and about as much
+    /// was asked for in each of the last periods: what helps a load that comes and goes is over before it is known.
+    fn may_place(&self, view: &View<'_>, busy: f64) -> bool {
+        let mut cpus = view.vcpus();
+        for thread in view.period.threads.iter().filter(|thread| thread.busy >= busy) {
+            thread.cpu.map(|cpu| cpus.remove(&cpu));
+        }
+        let last: Vec<f64> =
+            self.history.iter().rev().take(regret::ENOUGH).map(|period| period.demand).collect();
+        let most = last.iter().copied().fold(0.0, f64::max);
+        let is_near = |demand: &f64| *demand >= STILL * most;
+        let rested = |at: Nanos| view.now.saturating_sub(at) >= AFTER_PLACING;
+        self.limits.borrow
+            && cpus.is_empty()
+            && last.len() == regret::ENOUGH
+            && last.iter().all(is_near)
+            && self.is_settled(view)
+            && self.placed.is_none_or(rested)
+    }
+
+    /// Queues of which the driver is known, and the CPUs of their IOThreads, if vCPUs run there.
+    fn homes(&mut self, view: &View<'_>) -> Vec<(QueueLoad, VcpuId, CpuId)> {
+        let cpus = view.vcpus();
+        let home = |(queue, vcpu): (&QueueId, &VcpuId)| {
+            let queue = find(&view.period.queues, *queue, |of| of.id)?;
+            let cpu = view.period.thread(queue.thread)?.cpu?;
+            cpus.contains(&cpu).then_some((*queue, *vcpu, cpu))
+        };
+        self.drivers.find().iter().filter_map(home).collect()
     }
 }

@@ -29,7 +29,9 @@ pub(super) enum Kind {
     Remove,
     Move,
     Cpus,
-    /// Of vCPUs: nothing is undone, but it is not done again soon.
+    /// vCPUs went to the CPUs of their queues' IOThreads. Nothing is undone, but it is not done again soon.
+    Gather,
+    /// vCPUs were spread, which is not on trial: it is not done again soon whatever comes of it.
     Spread,
 }
 

@@ -68,6 +68,7 @@ impl Liar {
             requests: 0,
             bytes: 0,
             waited: Nanos::ZERO,
+            calls: 0,
             in_flight: 0,
             standing: false,
         });
@@ -114,6 +115,17 @@ impl Liar {
                 _ => queue.requests.saturating_add(random.random_range(0..1_000)),
             };
             queue.bytes = queue.requests.saturating_mul(random.random_range(0..100_000));
+            queue.calls = queue.calls.saturating_add(random.random_range(0..1_000));
+        }
+        if random.random_bool(0.05) {
+            let vcpu = |id| Vcpu { id: VcpuId(id), cpu: None, turns: u64::from(id) << 60 };
+            self.state.vcpus = (0..random.random_range(0..9)).map(vcpu).collect();
+        }
+        for vcpu in &mut self.state.vcpus {
+            vcpu.cpu = random.random_bool(0.9).then(|| CpuId::new(random.random_range(0..12)));
+            // Now and then as often as a queue's driver was called.
+            let queue = self.state.queues.get(vcpu.id.0 as usize);
+            vcpu.turns = queue.filter(|_| random.random_bool(0.99)).map_or(0, |of| of.calls);
         }
         if random.random_bool(0.02) && self.state.threads.len() > 1 {
             let gone = random.random_range(0..self.state.threads.len());
@@ -187,10 +199,11 @@ impl Liar {
                     cpu.vcpus = cpus.contains(&cpu.id);
                 }
             }
-            Action::SpreadVcpus { cpus } => {
-                assert!(self.limits.borrow && cpus.len() > 1 && cpus.is_sorted());
-                for cpu in cpus {
+            Action::PlaceVcpus { at } => {
+                assert!(self.limits.borrow && !at.is_empty() && at.is_sorted());
+                for (vcpu, cpu) in at {
                     assert!(self.state.cpus.iter().any(|of| of.id == *cpu && of.vcpus));
+                    assert!(self.state.vcpus.iter().any(|of| of.id == *vcpu));
                 }
             }
         }
@@ -228,7 +241,7 @@ impl Bounds {
                     queues.extend(moves.iter().map(|(queue, _)| *queue));
                 }
                 Action::MoveQueue { queue, .. } => queues.push(*queue),
-                Action::SetVcpuCpus { .. } | Action::SpreadVcpus { .. } => {}
+                Action::SetVcpuCpus { .. } | Action::PlaceVcpus { .. } => {}
             }
         }
         let fours = self.most.div_ceil(4);

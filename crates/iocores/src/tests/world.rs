@@ -14,6 +14,8 @@ use crate::{
 /// What a request takes of an IOThread.
 pub(super) const COST: f64 = 20e-6;
 const TICK: f64 = 1e-3;
+/// The driver of queue 0; of the next one, the next.
+pub(super) const DRIVER: u32 = 40;
 
 /// What a driver asks for.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -97,6 +99,7 @@ impl World {
                 requests: 0,
                 bytes: 0,
                 waited: Nanos::ZERO,
+                calls: 0,
                 in_flight: 0,
                 standing: false,
             });
@@ -202,10 +205,15 @@ impl World {
                 driver.busy += served * cost * if gets > 0.0 { asks / gets } else { 0.0 };
                 queue.busy = nanos(driver.busy);
                 queue.requests = driver.requests as u64;
+                queue.calls = queue.requests * u64::from(60 + queue.id.0) / 100;
                 queue.bytes = 4096 * queue.requests;
                 queue.waited = nanos(driver.waited);
                 queue.in_flight = driver.backlog as u32;
             }
+        }
+        for vcpu in &mut state.vcpus {
+            let queue = state.queues.iter().find(|queue| queue.id.0 + DRIVER == vcpu.id.0);
+            vcpu.turns = queue.map_or(vcpu.turns, |queue| queue.calls);
         }
         for vm in &mut state.vms {
             let waited = nanos(TICK * (self.wanted - ran).max(0.0));
@@ -260,7 +268,13 @@ impl World {
                     cpu.vcpus = cpus.contains(&cpu.id);
                 }
             }
-            Action::SpreadVcpus { .. } => self.crowded = None,
+            Action::PlaceVcpus { at } => {
+                self.crowded = None;
+                for vcpu in &mut self.state.vcpus {
+                    let to = at.iter().find(|(id, _)| *id == vcpu.id);
+                    vcpu.cpu = to.map(|(_, cpu)| *cpu).or(vcpu.cpu);
+                }
+            }
         }
         self.moves.push((self.ms(), moved));
         self.log.push((self.ms(), decision.clone()));

@@ -138,6 +138,7 @@ impl Simulation<'_> {
     /// A sleeping client is called by its IOThread.
     pub(super) fn call_client(&mut self, queue: u32, io: u32) {
         let waker = Waker::Thread(self.ios[io as usize].thread);
+        self.queues[queue as usize].calls += u64::from(self.client_waits(queue));
         self.ios[io as usize].owes += self.wake_client(queue, waker);
     }
 

@@ -1,7 +1,7 @@
 //! What the policy is shown, and what it has done.
 
 use rtvirtio_iocores::{
-    Action, Cpu, Decision, QueueId, REFRESH, SAMPLE, Thread, ThreadId, Vm, VmId,
+    Action, Cpu, Decision, QueueId, REFRESH, SAMPLE, Thread, ThreadId, Vcpu, VcpuId, Vm, VmId,
 };
 use rtvirtio_units::{CpuId, Nanos};
 use serde::Serialize;
@@ -75,6 +75,7 @@ impl Simulation<'_> {
                 requests: queue.requests,
                 bytes: queue.bytes,
                 waited: Nanos::new(queue.waited),
+                calls: queue.calls,
                 in_flight: queue.in_flight,
                 standing: queue.taken < queue.marked,
             });
@@ -100,13 +101,17 @@ impl Simulation<'_> {
         let burners = self.burners.iter().map(|burner| (burner.vm, burner.thread));
         let vcpus = clients.chain(burners);
         self.vcpu_times.resize(self.queues.len() + self.burners.len(), Vm::new(VmId(0)));
-        for ((vm, thread), had) in vcpus.zip(&mut self.vcpu_times) {
+        snapshot.vcpus.clear();
+        for (place, ((vm, thread), had)) in (0..).zip(vcpus.zip(&mut self.vcpu_times)) {
             let (ran, waited) = self.cpus.times(thread, now);
             let ran = Nanos::new(ran).saturating_sub(had.ran);
             let waited = Nanos::new(waited).saturating_sub(had.waited);
             had.add(ran, waited, passed);
             let Ok(at) = snapshot.vms.binary_search_by_key(&VmId(vm), |vm| vm.id) else { continue };
             let vm = &mut snapshot.vms[at];
+            let (cpu, turns) = self.cpus.turns(thread);
+            let cpu = Some(CpuId::new(cpu as u32));
+            snapshot.vcpus.push(Vcpu { id: VcpuId(place), cpu, turns });
             let of = |sum: &mut Nanos, of: Nanos| *sum = sum.saturating_add(of);
             of(&mut vm.ran, had.ran);
             of(&mut vm.waited, had.waited);
@@ -214,12 +219,15 @@ impl Simulation<'_> {
                 }
                 true
             }
-            Action::SpreadVcpus { cpus } => {
-                let mut turns = cpus.iter().filter(|cpu| mask(&[**cpu]) & self.vcpus != 0).cycle();
+            Action::PlaceVcpus { at } => {
                 let clients = self.queues.iter().map(|queue| queue.client.thread);
                 let burners = self.burners.iter().map(|burner| burner.thread);
-                for (thread, cpu) in clients.chain(burners).zip(&mut turns) {
-                    self.cpus.go_to(thread, cpu.get() as usize, &mut self.events);
+                for (place, thread) in (0..).zip(clients.chain(burners)) {
+                    let to = at.iter().find(|(vcpu, _)| *vcpu == VcpuId(place));
+                    let may = |cpu: &CpuId| mask(&[*cpu]) & self.vcpus != 0;
+                    if let Some(cpu) = to.map(|(_, cpu)| *cpu).filter(may) {
+                        self.cpus.go_to(thread, cpu.get() as usize, &mut self.events);
+                    }
                 }
                 true
             }
@@ -264,6 +272,6 @@ fn describe(action: &Action) -> String {
         }
         Action::MoveQueue { queue, to } => format!("move queue {} to IOThread {}", queue.0, to.0),
         Action::SetVcpuCpus { cpus } => format!("vCPUs run on {} CPUs", cpus.len()),
-        Action::SpreadVcpus { cpus } => format!("vCPUs are spread over {} CPUs", cpus.len()),
+        Action::PlaceVcpus { at } => format!("{} vCPUs are placed", at.len()),
     }
 }

@@ -92,9 +92,11 @@ pub enum PolicyAction {
         /// To these.
         cpus: Vec<CpuId>,
     },
-    /// All vCPUs are spread, once.
-    SpreadVcpus {
-        /// Over these.
+    /// vCPUs go to CPUs, once.
+    PlaceVcpus {
+        /// How many.
+        count: u32,
+        /// To these.
         cpus: Vec<CpuId>,
     },
     /// It named what is no longer there.
@@ -110,7 +112,7 @@ impl PolicyAction {
             Self::RemoveIothread { .. } => "remove_iothread",
             Self::MoveQueue { .. } => "move_queue",
             Self::SetVcpuCpus { .. } => "set_vcpu_cpus",
-            Self::SpreadVcpus { .. } => "spread_vcpus",
+            Self::PlaceVcpus { .. } => "place_vcpus",
             Self::Gone => "gone",
         }
     }
@@ -134,8 +136,8 @@ impl std::fmt::Display for PolicyAction {
             Self::SetVcpuCpus { cpus } => {
                 write!(f, "let vCPUs run on {}", crate::plan::qemu::cpuset(cpus))
             }
-            Self::SpreadVcpus { cpus } => {
-                write!(f, "spread vCPUs over {}", crate::plan::qemu::cpuset(cpus))
+            Self::PlaceVcpus { count, cpus } => {
+                write!(f, "have {count} vCPUs go to {}", crate::plan::qemu::cpuset(cpus))
             }
             Self::Gone => f.write_str("something that is no longer there"),
         }
