@@ -171,9 +171,8 @@ fn thread_that_has_taken_a_number_over_is_another() {
 fn guard_answers_until_its_data_plane_has_gone() {
     let (mut guard, thread) = start();
     assert_eq!(guard.keep_to(&[], &[]).unwrap(), Moved::default());
-    // A thread that is no vCPU of a process that is named.
-    let here = rustix::thread::gettid().as_raw_nonzero().get();
-    assert_eq!(guard.place(vec![(here, CpuId::new(0))], &[pid()]).unwrap(), Moved::default());
+    // A thread that is no vCPU of a process that is named: its first, as its name is the program's.
+    assert_eq!(guard.place(vec![(pid(), CpuId::new(0))], &[pid()]).unwrap(), Moved::default());
     // Processes that are not there, and one that no number is.
     assert_eq!(guard.keep_to(&[CpuId::new(0)], &[-1, 0, i32::MAX]).unwrap(), Moved::default());
     drop(guard);
