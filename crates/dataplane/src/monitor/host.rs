@@ -275,6 +275,19 @@ mod tests {
     }
 
     #[test]
+    fn thread_was_last_where_alone_it_may_run() {
+        let may = rustix::thread::sched_getaffinity(None).unwrap();
+        let stat = File::open("/proc/thread-self/stat").unwrap();
+        for cpu in vcpus::listed(&may) {
+            let mut only = rustix::thread::CpuSet::new();
+            only.set(cpu.get() as usize);
+            rustix::thread::sched_setaffinity(None, &only).unwrap();
+            assert_eq!(last_cpu(&stat), Some(cpu));
+        }
+        rustix::thread::sched_setaffinity(None, &may).unwrap();
+    }
+
+    #[test]
     fn idle_is_the_fourth_and_fifth_number_of_a_cpu_and_never_falls() {
         let cpu = |id, ms| Cpu { id: CpuId::new(id), idle: Nanos::from_millis(ms), vcpus: false };
         let mut cpus = Vec::new();
