@@ -220,12 +220,14 @@ impl Simulation<'_> {
                 true
             }
             Action::PlaceVcpus { at } => {
-                let clients = self.queues.iter().map(|queue| queue.client.thread);
-                let burners = self.burners.iter().map(|burner| burner.thread);
-                for (place, thread) in (0..).zip(clients.chain(burners)) {
-                    let to = at.iter().find(|(vcpu, _)| *vcpu == VcpuId(place));
-                    let may = |cpu: &CpuId| mask(&[*cpu]) & self.vcpus != 0;
-                    if let Some(cpu) = to.map(|(_, cpu)| *cpu).filter(may) {
+                for (VcpuId(place), cpu) in at {
+                    // As they were numbered when they were measured: those of queues, then those that compute.
+                    let place = place as usize;
+                    let client = self.queues.get(place).map(|queue| queue.client.thread);
+                    let burner = |place: usize| self.burners.get(place).map(|burner| burner.thread);
+                    let after = place.checked_sub(self.queues.len());
+                    let thread = client.or_else(|| after.and_then(burner));
+                    if let Some(thread) = thread.filter(|_| mask(&[cpu]) & self.vcpus != 0) {
                         self.cpus.go_to(thread, cpu.get() as usize, &mut self.events);
                     }
                 }
