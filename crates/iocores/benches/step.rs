@@ -38,18 +38,7 @@ fn snapshot(threads: u32, queues: u32) -> Snapshot {
         ran: Nanos::ZERO,
         waited: Nanos::ZERO,
     };
-    let queue = |id| Queue {
-        id: QueueId(id),
-        vm: VmId(id / 4),
-        thread: ThreadId(id % threads),
-        busy: Nanos::ZERO,
-        requests: 0,
-        bytes: 0,
-        waited: Nanos::ZERO,
-        calls: 0,
-        in_flight: 0,
-        standing: false,
-    };
+    let queue = |id| Queue::new(QueueId(id), VmId(id / 4), ThreadId(id % threads));
     let cpu = |id| Cpu { id: CpuId::new(id), idle: Nanos::ZERO, vcpus: id >= 2 * threads };
     let vm = |id| Vm::new(VmId(id));
     Snapshot {

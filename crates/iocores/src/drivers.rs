@@ -128,18 +128,7 @@ mod tests {
         times: u64,
     ) -> BTreeMap<QueueId, VcpuId> {
         let mut drivers = Drivers::default();
-        let queue = |id| Queue {
-            id: QueueId(id),
-            vm: VmId(0),
-            thread: ThreadId(0),
-            busy: Nanos::ZERO,
-            requests: 0,
-            bytes: 0,
-            waited: Nanos::ZERO,
-            calls: 0,
-            in_flight: 0,
-            standing: false,
-        };
+        let queue = |id| Queue::new(QueueId(id), VmId(0), ThreadId(0));
         let vcpu = |id| Vcpu { id: VcpuId(id), cpu: Some(CpuId::new(0)), turns: 7 };
         let mut snapshot = Snapshot {
             queues: (0..queues.len() as u32).map(queue).collect(),

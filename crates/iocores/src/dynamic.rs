@@ -120,7 +120,7 @@ pub(crate) struct Dynamic {
     /// The last periods.
     history: VecDeque<Period>,
     /// Samples in a row in which it stood.
-    standing: Streaks<QueueId>,
+    standing: Streaks,
     /// Loads, over some periods: half of each is the last one's.
     loads: BTreeMap<QueueId, f64>,
     /// How many IOThreads each of the last periods could have done without, with this many.
@@ -201,23 +201,17 @@ fn decision(action: Action, reason: impl Into<String>) -> Decision {
     Decision { action, reason: reason.into() }
 }
 
-/// How many samples in a row something was so, by id.
-#[derive(Debug)]
-struct Streaks<I> {
-    of: Vec<(I, u32)>,
+/// How many samples in a row something was so of a queue.
+#[derive(Debug, Default)]
+struct Streaks {
+    of: Vec<(QueueId, u32)>,
     /// Scratch, kept for its memory.
-    next: Vec<(I, u32)>,
+    next: Vec<(QueueId, u32)>,
 }
 
-impl<I> Default for Streaks<I> {
-    fn default() -> Self {
-        Self { of: Vec::new(), next: Vec::new() }
-    }
-}
-
-impl<I: Ord + Copy> Streaks<I> {
+impl Streaks {
     /// A sample: everything there is, by id, and whether it was so.
-    fn note(&mut self, sample: impl Iterator<Item = (I, bool)>) {
+    fn note(&mut self, sample: impl Iterator<Item = (QueueId, bool)>) {
         self.next.clear();
         for (at, (id, is_so)) in sample.enumerate() {
             // Mostly they are where they were.
@@ -228,7 +222,7 @@ impl<I: Ord + Copy> Streaks<I> {
         std::mem::swap(&mut self.of, &mut self.next);
     }
 
-    fn get(&self, id: I) -> u32 {
+    fn get(&self, id: QueueId) -> u32 {
         find(&self.of, id, |(of, _)| *of).map_or(0, |(_, streak)| *streak)
     }
 }

@@ -36,6 +36,7 @@
 //! - `action_that_harms_is_reverted_and_not_tried_again_soon`.
 //! - `cpu_of_vcpus_is_taken_only_by_leave_and_given_back`, `cpu_that_vcpus_need_is_not_taken`,
 //!   `iothread_that_waits_for_vcpus_gets_its_cpu_if_they_have_room_elsewhere`.
+//! - `drivers_go_to_the_cpus_of_their_iothreads`, `vcpus_in_the_way_of_one_iothread_are_spread_and_not_soon_again`.
 
 mod drivers;
 mod dynamic;
@@ -160,6 +161,25 @@ pub struct Queue {
     pub in_flight: u32,
     /// What its driver had made available at the last snapshot is still not taken.
     pub standing: bool,
+}
+
+impl Queue {
+    /// One that has done nothing yet.
+    #[must_use]
+    pub const fn new(id: QueueId, vm: VmId, thread: ThreadId) -> Self {
+        Self {
+            id,
+            vm,
+            thread,
+            busy: Nanos::ZERO,
+            requests: 0,
+            bytes: 0,
+            waited: Nanos::ZERO,
+            calls: 0,
+            in_flight: 0,
+            standing: false,
+        }
+    }
 }
 
 /// What a VM computes: sums over its vCPUs.

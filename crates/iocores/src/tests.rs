@@ -341,13 +341,20 @@ fn drivers_go_to_the_cpus_of_their_iothreads() {
     world.state.vcpus[5].cpu = Some(CpuId::new(0));
     world.run(&mut *policy, 500);
     assert_eq!(world.log.last().unwrap().1.action, Action::PlaceVcpus { at: vec![to(5, 1)] });
-    // Where vCPUs may not be moved, or have CPUs of their own, they are left alone.
-    let mut world = shared();
-    world.limits.borrow = false;
-    world.state.vcpus = (0..6).map(vcpu).collect();
-    let mut policy = dynamic(&world);
-    world.run(&mut *policy, 3_000);
-    assert!(world.log.is_empty(), "{:#?}", world.log);
+    // Where they may not be moved, or the load comes and goes, they are left alone.
+    let left_alone = |borrow: bool, flaps: bool| {
+        let mut world = shared();
+        world.limits.borrow = borrow;
+        world.state.vcpus = (0..6).map(vcpu).collect();
+        let mut policy = dynamic(&world);
+        for at in 0..30 {
+            world.load(&[if flaps && at % 2 == 1 { NONE } else { DEEP }; 6]);
+            world.run(&mut *policy, 100);
+        }
+        let is_placed = |(_, of): &(u64, Decision)| matches!(of.action, Action::PlaceVcpus { .. });
+        !world.log.iter().any(is_placed)
+    };
+    assert!(left_alone(false, false) && left_alone(true, true) && !left_alone(true, false));
 }
 
 #[test]

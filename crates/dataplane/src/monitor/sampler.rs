@@ -104,18 +104,7 @@ impl Sampler {
             let known = before.binary_search_by_key(&id, |before| before.id);
             let last = known.map_or_else(|_| queue.stats.progress(), |known| before[known].last);
             self.queues.push(QueueSource { id, stats: Arc::clone(&queue.stats), last });
-            self.snapshot.queues.push(Queue {
-                id,
-                vm: VmId(queue.vm),
-                thread: ThreadId(queue.thread.get()),
-                busy: Nanos::ZERO,
-                requests: 0,
-                bytes: 0,
-                waited: Nanos::ZERO,
-                calls: 0,
-                in_flight: 0,
-                standing: false,
-            });
+            self.snapshot.queues.push(Queue::new(id, VmId(queue.vm), ThreadId(queue.thread.get())));
         }
     }
 

@@ -86,8 +86,9 @@ impl Dynamic {
         Some(vec![decision(Action::PlaceVcpus { at }, reason)])
     }
 
-    /// Whether vCPUs share all CPUs with IOThreads that are at least so busy, nothing is being tried, and about as much
-    /// was asked for in each of the last periods: what helps a load that comes and goes is over before it is known.
+    /// Whether vCPUs may be moved and share all CPUs with IOThreads that are at least so busy, nothing is being tried,
+    /// none was placed just now, and about as much was asked for in each of the last periods: what helps a load that
+    /// comes and goes is over before it is known.
     fn may_place(&self, view: &View<'_>, busy: f64) -> bool {
         let mut cpus = view.vcpus();
         for thread in view.period.threads.iter().filter(|thread| thread.busy >= busy) {

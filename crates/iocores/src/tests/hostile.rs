@@ -60,18 +60,7 @@ impl Liar {
 
     fn add_queue(&mut self, id: u32) {
         let Some(last) = self.state.threads.last() else { return };
-        self.state.queues.push(Queue {
-            id: QueueId(id),
-            vm: VmId(id / 3),
-            thread: last.id,
-            busy: Nanos::ZERO,
-            requests: 0,
-            bytes: 0,
-            waited: Nanos::ZERO,
-            calls: 0,
-            in_flight: 0,
-            standing: false,
-        });
+        self.state.queues.push(Queue::new(QueueId(id), VmId(id / 3), last.id));
     }
 
     /// Some time later, perhaps.

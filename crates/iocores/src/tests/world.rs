@@ -91,18 +91,7 @@ impl World {
         world.state.vms.push(Vm::new(VmId(0)));
         world.add_thread(CpuId::new(0));
         for id in 0..queues {
-            world.state.queues.push(Queue {
-                id: QueueId(id),
-                vm: VmId(id),
-                thread: ThreadId(1),
-                busy: Nanos::ZERO,
-                requests: 0,
-                bytes: 0,
-                waited: Nanos::ZERO,
-                calls: 0,
-                in_flight: 0,
-                standing: false,
-            });
+            world.state.queues.push(Queue::new(QueueId(id), VmId(id), ThreadId(1)));
             let driver = Driver {
                 load: NONE,
                 backlog: 0.0,
