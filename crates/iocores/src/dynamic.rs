@@ -22,17 +22,17 @@
 //!    several of these at once if several are pressed. Where more than 4 IOThreads are allowed and
 //!    more queues stand, there are more parts, so that two additions can reach the largest number.
 //!    Where no IOThread has room, a queue moves if it gets a fifth more on another one than the least gets now; or,
-//!    on trial, one of two that wait to an IOThread that is not full. An added IOThread gets half of the idle
-//!    queues too.
+//!    on trial, one of two that wait to an IOThread that is not full; or, of a load that comes and goes, one from where
+//!    requests wait to where they would wait less beside fewer. An added IOThread gets half of the idle queues too.
 //! 5. *Return.* IOThreads go if for one second the others could have done their work, or vCPUs
 //!    waited that could do as much instead: to within [`SPARE`] of what one core is worth; after half
 //!    a second if they had no work.
 //!    That is a bet if the others are then more than 60 % busy, and regret keeps the books.
 //! 6. *Neighbours.* Where vCPUs share all CPUs with IOThreads that have work, drivers go to the CPUs of their queues'
-//!    IOThreads ([`crate::drivers`] says who these are); and where one that is full waits for its CPU for longer than
-//!    another, the other vCPUs go to the CPUs by turns: the scheduler leaves them where the last idle CPU was. They may
-//!    leave again. The one is on trial, and done every 2 s if they do; the other not again for 20 to 600 periods at
-//!    such a load.
+//!    IOThreads if the load is steady ([`crate::drivers`] says who these are); and where queues wait and one IOThread waits
+//!    for its CPU for longer than another, the other vCPUs go to the CPUs by turns: the scheduler leaves them where the
+//!    last idle CPU was. They may leave again. The one is on trial, and done every 2 s if they do; the other not again for
+//!    20 to 600 periods at such a load.
 //! 7. *Spread.* Idle queues of one VM go to different IOThreads, if none of these is needless and none gets more queues
 //!    than others for it: they mostly become busy together.
 //!
@@ -346,6 +346,7 @@ impl Dynamic {
             .or_else(|| self.share_cpus(view))
             .or_else(|| self.relieve(view, &pressed))
             .or_else(|| self.even_out(view, &pressed))
+            .or_else(|| self.even_turns(view))
             .or_else(|| self.give_back(view))
             .or_else(|| self.gather_vcpus(view))
             .or_else(|| self.spread_vcpus(view))

@@ -76,6 +76,30 @@ impl FairShare {
     }
 }
 
+/// Queues of an IOThread that wait for each other.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Turns {
+    /// How many.
+    pub(crate) waiting: usize,
+    /// For how long their requests do, on average.
+    pub(crate) delay: Nanos,
+}
+
+impl Turns {
+    pub(crate) fn of(queues: &[QueueLoad]) -> Self {
+        let waiting = || queues.iter().filter(|queue| queue.waits());
+        let sum = |of: fn(&QueueLoad) -> u64| waiting().map(of).fold(0, u64::saturating_add);
+        let delay = sum(|queue| queue.waited.get()) / sum(|queue| queue.requests).max(1);
+        Self { waiting: waiting().count(), delay: Nanos::new(delay) }
+    }
+
+    /// What the delay would be with one more.
+    pub(crate) fn with_one_more(self) -> Nanos {
+        let each = self.delay.get() / self.waiting.max(1) as u64;
+        Nanos::new(each.saturating_mul(self.waiting as u64 + 1))
+    }
+}
+
 /// Queues by the IOThread that serves them, with one entry for each IOThread.
 pub(crate) fn groups(sample: &Sample) -> BTreeMap<ThreadId, Vec<QueueLoad>> {
     let mut groups: BTreeMap<_, _> =
@@ -128,12 +152,10 @@ pub(crate) fn parts_that_go(
     }
     let counts = |queue: &QueueLoad| queue.busy >= LOADED || queue.standing;
     let equal = 1.0 / queues.iter().filter(|queue| counts(queue)).count().max(1) as f64;
-    let waits =
-        |queue: &QueueLoad| queue.waited.get() > DELAY.get().saturating_mul(queue.requests.max(1));
     let weight = |queue: &QueueLoad| {
         if queue.standing {
             queue.busy.max(equal)
-        } else if waits(queue) && CHANCE.contains(&(queue.busy / equal)) {
+        } else if queue.waits() && CHANCE.contains(&(queue.busy / equal)) {
             equal
         } else {
             queue.busy

@@ -5,6 +5,7 @@
 
 use rtvirtio_units::{CpuId, Nanos};
 
+use crate::place::DELAY;
 use crate::{Cpu, Queue, QueueId, Snapshot, Thread, ThreadId, Vm, VmId};
 
 /// The time between two snapshots.
@@ -53,6 +54,13 @@ pub(crate) struct QueueLoad {
     /// Sum of what its requests waited for before they started.
     pub(crate) waited: Nanos,
     pub(crate) standing: bool,
+}
+
+impl QueueLoad {
+    /// Whether its requests waited for more than [`DELAY`] on average before they started.
+    pub(crate) fn waits(&self) -> bool {
+        self.waited.get() > DELAY.get().saturating_mul(self.requests.max(1))
+    }
 }
 
 /// Of a CPU.

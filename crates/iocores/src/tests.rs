@@ -315,6 +315,16 @@ fn vcpus_in_the_way_of_one_iothread_are_spread_and_not_soon_again() {
     // Nobody's driver: by turns.
     let turns = Action::PlaceVcpus { at: vec![to(1, 0), to(2, 1), to(3, 0)] };
     assert_eq!(only.action, turns, "{only:?}");
+    // Of a load that comes and goes too.
+    let mut flapping = shared();
+    (flapping.wanted, flapping.crowded) = (world.wanted, Some(CpuId::new(0)));
+    flapping.state.vcpus.clone_from(&world.state.vcpus);
+    let mut other = dynamic(&flapping);
+    for at in 0..60 {
+        flapping.load(&[if at % 2 == 0 { DEEP } else { NONE }; 6]);
+        flapping.run(&mut *other, 50);
+    }
+    assert_eq!(flapping.log.first().map(|(_, of)| &of.action), Some(&turns), "{:#?}", flapping.log);
     // Who puts them back has them spread once more, and is then left in peace for a while.
     for _ in 0..3 {
         world.crowded = Some(CpuId::new(0));
@@ -380,6 +390,37 @@ fn queues_of_full_iothreads_are_served_alike() {
         assert!(least * 10 >= most * 9, "{on:?}: {served:?} {:#?}", world.log);
     }
     assert!(world.moves_since(0) <= 4, "{:#?}", world.log);
+}
+
+/// Which no period shows as full: half of each is without a load.
+#[test]
+fn queues_that_flap_are_served_alike() {
+    for sets in [vec![(0, 8)], vec![(0, 4), (4, 8)]] {
+        let mut world = World::new(2, 2, 8);
+        world.group(2);
+        let second = world.add_thread(CpuId::new(1));
+        let there = if sets.len() == 1 { 6..8 } else { 3..7 };
+        there.into_iter().for_each(|queue| world.state.queues[queue].thread = second);
+        let mut policy = dynamic(&world);
+        world.load(&[NONE; 8]);
+        world.run(&mut *policy, 50);
+        for turn in 0..60 {
+            let mut loads = [NONE; 8];
+            if turn % 2 == 1 {
+                let (start, stop) = sets[turn / 2 % sets.len()];
+                loads[start..stop].fill(DEEP);
+            }
+            world.load(&loads);
+            world.run(&mut *policy, 100);
+        }
+        let alike = |&(start, stop): &(usize, usize)| {
+            let here = world.state.queues[start..stop].iter().filter(|of| of.thread != second);
+            here.count() * 2 == stop - start
+        };
+        assert_eq!(world.state.threads.len(), 2, "{:#?}", world.log);
+        assert!(sets.iter().all(alike), "{:?} {:#?}", world.state.queues, world.log);
+        assert!(world.moves_since(0) <= 4 && world.moves_since(2_000) == 0, "{:#?}", world.log);
+    }
 }
 
 /// Neither an odd one that is full, nor loads that are all met, though an IOThread is nearly full with them.

@@ -5,7 +5,8 @@ use super::*;
 /// What was asked for in each of the last periods, of what was in the one with most, if the load is steady.
 const STILL: f64 = 0.85;
 
-/// What of a CPU an IOThread must wait for more than another one does, where vCPUs are on both, to spread these.
+/// What of the time in which it has work an IOThread must wait for its CPU more than another one does, where vCPUs are
+/// on both, to spread these.
 const UNEVEN: f64 = 0.15;
 
 /// Load of the queues whose drivers are on other CPUs, to fetch these drivers.
@@ -18,7 +19,7 @@ impl Dynamic {
     /// Has drivers go to the CPUs of their queues' IOThreads, where vCPUs share all CPUs with IOThreads that have
     /// work: a driver elsewhere has to be interrupted for each call, and finds none of its data in its CPU's cache.
     pub(super) fn gather_vcpus(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
-        if !self.may_place(view, ROOM) {
+        if !self.is_steady() || !self.may_place(view, |thread, _| thread.busy >= ROOM) {
             return None;
         }
         let mut at = Vec::new();
@@ -49,16 +50,17 @@ impl Dynamic {
         Some(vec![decision(Action::PlaceVcpus { at }, reason)])
     }
 
-    /// Spreads the vCPUs where they share all CPUs with IOThreads that are full, and one waits for its CPU for longer
+    /// Spreads the vCPUs where they share all CPUs with IOThreads in which queues wait, and one waits for its CPU for longer
     /// than another one: whose queues would wait for longer too. The scheduler leaves them where the last idle CPU
     /// was. If it puts them back, that is not done again soon.
     pub(super) fn spread_vcpus(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
-        if !self.may_place(view, HOT) {
+        if !self.may_place(view, |_, queues| queues.iter().any(QueueLoad::waits)) {
             return None;
         }
         let cpus = view.vcpus();
         let on = |of: &&ThreadLoad| of.cpu.is_some_and(|cpu| cpus.contains(&cpu));
-        let waits = || view.period.threads.iter().filter(on).map(|thread| thread.waited);
+        let share = |of: &ThreadLoad| of.waited / (of.ran + of.waited).max(f64::EPSILON);
+        let waits = || view.period.threads.iter().filter(on).map(share);
         let (least, most) = (waits().fold(1.0, f64::min), waits().fold(0.0, f64::max));
         let situation = self.situation(view, false);
         let tried = self.back_off[Kind::Spread as usize].holds(view.now, &situation);
@@ -77,7 +79,7 @@ impl Dynamic {
             return None;
         }
         let reason = format!(
-            "beside vCPUs, one IOThread waits {} % of the time for its CPU and another one {} %",
+            "beside vCPUs, one IOThread with work waits {} % of the time for its CPU and another one {} %",
             percent(most),
             percent(least),
         );
@@ -86,25 +88,33 @@ impl Dynamic {
         Some(vec![decision(Action::PlaceVcpus { at }, reason)])
     }
 
-    /// Whether vCPUs may be moved and share all CPUs with IOThreads that are at least so busy, nothing is being tried,
-    /// none was placed just now, and about as much was asked for in each of the last periods: what helps a load that
-    /// comes and goes is over before it is known.
-    fn may_place(&self, view: &View<'_>, busy: f64) -> bool {
+    /// Whether vCPUs may be moved and share all CPUs with IOThreads that have so much work, nothing is being tried,
+    /// and none was placed just now.
+    fn may_place(
+        &self,
+        view: &View<'_>,
+        works: impl Fn(&ThreadLoad, &[QueueLoad]) -> bool,
+    ) -> bool {
+        let rested = |at: Nanos| view.now.saturating_sub(at) >= AFTER_PLACING;
+        if !self.limits.borrow || !self.placed.is_none_or(rested) || !self.is_settled(view) {
+            return false;
+        }
         let mut cpus = view.vcpus();
-        for thread in view.period.threads.iter().filter(|thread| thread.busy >= busy) {
+        let groups = place::groups(view.period);
+        let working = view.period.threads.iter().filter(|of| works(of, &groups[&of.id]));
+        for thread in working {
             thread.cpu.map(|cpu| cpus.remove(&cpu));
         }
+        cpus.is_empty()
+    }
+
+    /// Whether about as much was asked for in each of the last periods: which drivers a load that comes and goes has is
+    /// known when it is over.
+    fn is_steady(&self) -> bool {
         let last: Vec<f64> =
             self.history.iter().rev().take(regret::ENOUGH).map(|period| period.demand).collect();
         let most = last.iter().copied().fold(0.0, f64::max);
-        let is_near = |demand: &f64| *demand >= STILL * most;
-        let rested = |at: Nanos| view.now.saturating_sub(at) >= AFTER_PLACING;
-        self.limits.borrow
-            && cpus.is_empty()
-            && last.len() == regret::ENOUGH
-            && last.iter().all(is_near)
-            && self.is_settled(view)
-            && self.placed.is_none_or(rested)
+        last.len() == regret::ENOUGH && last.iter().all(|demand| *demand >= STILL * most)
     }
 
     /// Queues of which the driver is known, and the CPUs of their IOThreads, if vCPUs run there.

@@ -1,7 +1,7 @@
 //! What is done, and when: regret, relief, return, CPUs.
 
 use super::*;
-use crate::place::FairShare;
+use crate::place::{FairShare, Turns};
 use crate::sample::ThreadLoad;
 
 impl Dynamic {
@@ -259,10 +259,12 @@ impl Dynamic {
         if self.back_off[Kind::Move as usize].holds(view.now, &situation) {
             return None;
         }
-        let others = view.window.unlocked().filter(|thread| thread.id != pressed.thread);
+        let from = view.window.thread(pressed.thread)?;
+        let others = view.window.unlocked().filter(|thread| thread.id != from.id);
         let to = *others.min_by(|a, b| a.busy.total_cmp(&b.busy))?;
         let held: f64 = view.groups[&to.id].iter().map(|queue| self.smooth(queue)).sum();
-        let mut room = HOT - held.max(to.busy);
+        // Of one that is not full, what the other would be busier by is nothing gained.
+        let mut room = HOT.min(from.busy) - held.max(to.busy);
         let mut left = self.budget.left_to_balance(view.snapshot);
         let mut go = Vec::new();
         for queue in part {
@@ -324,10 +326,7 @@ impl Dynamic {
         view: &View<'_>,
         pressed: &[Pressed],
     ) -> Option<Vec<Decision>> {
-        // What is split at once, by a few samples, is mended as soon as a period has shown it.
-        let is_split = self.trial.as_ref().is_some_and(|trial| trial.kind == Kind::Add)
-            && self.may_add(view.now, true);
-        if pressed.is_empty() || !(is_split || self.is_settled(view)) {
+        if pressed.is_empty() || !self.may_even(view) {
             return None;
         }
         // Of the whole period, in which a load that comes and goes is seen on average.
@@ -357,6 +356,48 @@ impl Dynamic {
             return Some(self.balance(view, from, to, &[queue]));
         }
         Some(self.hand_over(view, from, to, &[queue]))
+    }
+
+    /// A load that comes and goes leaves no IOThread full over a period, but while it is there its queues are served by
+    /// turns: each waits for as many others as wait beside it. One goes from where requests wait longest to where they
+    /// would still wait less. Whoever wants less gets it in either place, so that there is nothing to regret.
+    pub(super) fn even_turns(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
+        let groups = place::groups(view.period);
+        let not_full = view.period.unlocked().filter(|thread| thread.busy < HOT);
+        let turns = not_full.map(|thread| (thread.id, Turns::of(&groups[&thread.id])));
+        let turns: Vec<_> = turns.collect();
+        let by_delay = |a: &&(ThreadId, Turns), b: &&(ThreadId, Turns)| a.1.delay.cmp(&b.1.delay);
+        let &(from, longest) = turns.iter().max_by(by_delay)?;
+        let &(to, least) = turns.iter().min_by_key(|(_, turns)| turns.with_one_more())?;
+        if longest.waiting < least.waiting + 2
+            || least.with_one_more() >= longest.delay
+            || self.budget.left_to_balance(view.snapshot) == 0
+            || !self.may_even(view)
+        {
+            return None;
+        }
+        let may = |of: &&QueueLoad| of.waits() && self.may_go(of.id, from);
+        // Of VMs that have more queues here than there, as these mostly become busy together.
+        let surplus = |of: &&QueueLoad| {
+            let queues = |id| groups[&id].iter().filter(|queue| queue.vm == of.vm).count() as i64;
+            queues(from) - queues(to)
+        };
+        let queue = groups[&from].iter().filter(may).max_by_key(surplus)?.id;
+        self.gone.insert((queue, from));
+        self.budget.moves(queue, view.now);
+        let reason = format!(
+            "requests of {} queues wait {} in IOThread {}, of {} {} in IOThread {}",
+            longest.waiting, longest.delay, from.0, least.waiting, least.delay, to.0,
+        );
+        Some(vec![decision(Action::MoveQueue { queue, to }, reason)])
+    }
+
+    /// Whether queues may be evened out: what is split at once, by a few samples, is mended as soon as a period has
+    /// shown it.
+    fn may_even(&self, view: &View<'_>) -> bool {
+        let is_split = self.trial.as_ref().is_some_and(|trial| trial.kind == Kind::Add)
+            && self.may_add(view.now, true);
+        is_split || self.is_settled(view)
     }
 
     /// Spreads the idle queues of each VM, of which one that becomes busy has all busy at once. The last of all, and
