@@ -15,7 +15,7 @@
 //!    periods. An addition that raised it as clearly is, as long, not doubted for what vCPUs wait.
 //! 3. *CPUs.* Where borrowing is allowed, vCPUs leave the CPU of an IOThread that waits for it if
 //!    what they lose is less than what it gains, and come back if for a second they waited for more
-//!    than it used.
+//!    than it used. Those that sleep must find some room to wake up to elsewhere.
 //! 4. *Relief.* The queues of a pressed IOThread are split in two parts of about the same load. If
 //!    what both would gain is worth less than an I/O core, no further IOThread helps: one queue
 //!    fills this one. Otherwise the smaller part goes where there is room, or to a new IOThread:
@@ -26,7 +26,7 @@
 //!    requests wait to where they would wait less beside fewer. An added IOThread gets half of the idle queues too.
 //! 5. *Return.* IOThreads go if for one second the others could have done their work, or vCPUs
 //!    waited that could do as much instead: to within [`SPARE`] of what one core is worth; after half
-//!    a second if they had no work.
+//!    a second if they had no work. Work is what they ran, beside vCPUs too, unless the load comes and goes.
 //!    That is a bet if the others are then more than 60 % busy, and regret keeps the books.
 //! 6. *Neighbours.* Where vCPUs share all CPUs with IOThreads that have work, drivers go to the CPUs of their queues'
 //!    IOThreads if the load is steady ([`crate::drivers`] says who these are); and where queues wait and one IOThread waits
@@ -394,6 +394,14 @@ impl Dynamic {
             self.history.iter().rev().filter(like).take(regret::ENOUGH).copied().collect();
         // A load that has just come is judged by the last samples.
         if alike.is_empty() { vec![now] } else { alike }
+    }
+
+    /// Whether in each of so many last periods at least this part was asked for of what was in any, so that it is no load
+    /// that comes and goes.
+    fn is_steady(&self, periods: usize, part: f64) -> bool {
+        let last = self.history.iter().rev().take(periods).map(|period| period.demand);
+        let most = last.clone().fold(0.0, f64::max);
+        last.len() == periods && last.into_iter().all(|demand| demand >= part * most)
     }
 
     /// The present load.

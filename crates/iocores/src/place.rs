@@ -76,12 +76,12 @@ impl FairShare {
     }
 }
 
-/// Queues of an IOThread that wait for each other.
+/// Queues of an IOThread that are served by turns.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Turns {
-    /// How many.
-    pub(crate) waiting: usize,
-    /// For how long their requests do, on average.
+    /// How many: those that have a load, or wait.
+    pub(crate) queues: usize,
+    /// For how long requests of those that wait do, on average.
     pub(crate) delay: Nanos,
 }
 
@@ -90,13 +90,14 @@ impl Turns {
         let waiting = || queues.iter().filter(|queue| queue.waits());
         let sum = |of: fn(&QueueLoad) -> u64| waiting().map(of).fold(0, u64::saturating_add);
         let delay = sum(|queue| queue.waited.get()) / sum(|queue| queue.requests).max(1);
-        Self { waiting: waiting().count(), delay: Nanos::new(delay) }
+        let takes_turns = |queue: &&QueueLoad| queue.busy >= LOADED || queue.waits();
+        Self { queues: queues.iter().filter(takes_turns).count(), delay: Nanos::new(delay) }
     }
 
     /// What the delay would be with one more.
     pub(crate) fn with_one_more(self) -> Nanos {
-        let each = self.delay.get() / self.waiting.max(1) as u64;
-        Nanos::new(each.saturating_mul(self.waiting as u64 + 1))
+        let each = self.delay.get() / self.queues.max(1) as u64;
+        Nanos::new(each.saturating_mul(self.queues as u64 + 1))
     }
 }
 

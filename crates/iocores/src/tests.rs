@@ -6,7 +6,7 @@ mod world;
 use rtvirtio_units::CpuId;
 
 use super::*;
-use world::{DEEP, DRIVER, Load, NONE, World, paced};
+use world::{DEEP, DRIVER, Load, NONE, SHALLOW, World, paced};
 
 fn dynamic(world: &World) -> Box<dyn Policy + Send> {
     policy(Kind::Dynamic, world.limits.clone())
@@ -274,24 +274,51 @@ fn cpu_that_vcpus_need_is_not_taken() {
 /// On a CPU that is shared, an IOThread waits for it.
 #[test]
 fn iothread_that_waits_for_vcpus_gets_its_cpu_if_they_have_room_elsewhere() {
-    let run = |wanted: f64| {
+    let run = |wanted: f64, sleep: bool, load: Load| {
         let mut world = World::new(1, 2, 2);
         world.limits.borrow = true;
         world.state.cpus[0].vcpus = true;
-        world.wanted = wanted;
+        (world.wanted, world.sleep) = (wanted, sleep);
         let mut policy = dynamic(&world);
-        world.load(&[DEEP; 2]);
+        world.load(&[load; 2]);
         world.run(&mut *policy, 5_000);
         world.state.cpus[0].vcpus
     };
     // Of 2 CPUs for which they wait, 1.5 fit the others; of 3, all are used.
-    assert!(!run(1.5));
-    assert!(run(3.0));
+    assert!(!run(1.5, false, DEEP));
+    assert!(run(3.0, false, DEEP));
+    // 2.2 would have all of the others, where those that sleep would wait for each other.
+    assert!(!run(2.2, false, SHALLOW));
+    assert!(run(2.2, true, SHALLOW));
 }
 
-/// Two full IOThreads, each on a CPU that it shares with vCPUs, and six queues by turns.
-fn shared() -> World {
-    let mut world = World::new(2, 0, 6);
+/// Two that are 64 % busy beside vCPUs, and run for 50 %: one with a CPU of its own does as much.
+#[test]
+fn iothreads_beside_vcpus_are_counted_by_what_they_run() {
+    let mut world = shared(3);
+    world.wanted = 1.5;
+    world.limits.most = 2;
+    world.load(&[SHALLOW, SHALLOW, SHALLOW, SHALLOW, NONE, NONE]);
+    let mut policy = dynamic(&world);
+    world.run(&mut *policy, 1_650);
+    assert_eq!(world.state.threads.len(), 1, "{:#?}", world.log);
+    assert!(!world.state.cpus[0].vcpus, "{:#?}", world.log);
+    // A load that comes and goes needs them while it is there.
+    let mut flapping = shared(3);
+    flapping.wanted = 1.5;
+    flapping.limits.most = 2;
+    let mut policy = dynamic(&flapping);
+    for at in 0..50 {
+        let load = if at % 2 == 0 { SHALLOW } else { NONE };
+        flapping.load(&[load, load, load, load, NONE, NONE]);
+        flapping.run(&mut *policy, 100);
+    }
+    assert_eq!(flapping.state.threads.len(), 2, "{:#?}", flapping.log);
+}
+
+/// Two full IOThreads, each on a CPU of these that it shares with vCPUs, and six queues by turns.
+fn shared(cpus: u32) -> World {
+    let mut world = World::new(cpus, 0, 6);
     world.limits.borrow = true;
     world.state.cpus.iter_mut().for_each(|cpu| cpu.vcpus = true);
     let second = world.add_thread(CpuId::new(1));
@@ -303,7 +330,7 @@ fn shared() -> World {
 
 #[test]
 fn vcpus_in_the_way_of_one_iothread_are_spread_and_not_soon_again() {
-    let mut world = shared();
+    let mut world = shared(2);
     world.wanted = 0.4;
     world.crowded = Some(CpuId::new(0));
     let vcpu = |id| Vcpu { id: VcpuId(id), cpu: Some(CpuId::new(0)), turns: 0 };
@@ -316,7 +343,7 @@ fn vcpus_in_the_way_of_one_iothread_are_spread_and_not_soon_again() {
     let turns = Action::PlaceVcpus { at: vec![to(1, 0), to(2, 1), to(3, 0)] };
     assert_eq!(only.action, turns, "{only:?}");
     // Of a load that comes and goes too.
-    let mut flapping = shared();
+    let mut flapping = shared(2);
     (flapping.wanted, flapping.crowded) = (world.wanted, Some(CpuId::new(0)));
     flapping.state.vcpus.clone_from(&world.state.vcpus);
     let mut other = dynamic(&flapping);
@@ -335,7 +362,7 @@ fn vcpus_in_the_way_of_one_iothread_are_spread_and_not_soon_again() {
 
 #[test]
 fn drivers_go_to_the_cpus_of_their_iothreads() {
-    let mut world = shared();
+    let mut world = shared(2);
     world.wanted = 0.1;
     // 2 and 3 are on each other's CPU.
     let on = |queue: u32| CpuId::new(if queue == 2 || queue == 3 { 3 - queue } else { queue % 2 });
@@ -353,7 +380,7 @@ fn drivers_go_to_the_cpus_of_their_iothreads() {
     assert_eq!(world.log.last().unwrap().1.action, Action::PlaceVcpus { at: vec![to(5, 1)] });
     // Where they may not be moved, or the load comes and goes, they are left alone.
     let left_alone = |borrow: bool, flaps: bool| {
-        let mut world = shared();
+        let mut world = shared(2);
         world.limits.borrow = borrow;
         world.state.vcpus = (0..6).map(vcpu).collect();
         let mut policy = dynamic(&world);
@@ -393,6 +420,19 @@ fn queues_of_full_iothreads_are_served_alike() {
 }
 
 /// Which no period shows as full: half of each is without a load.
+/// One that is alone waits for nobody, but another one would wait for it.
+#[test]
+fn queue_that_is_alone_gets_none_of_two() {
+    let mut world = World::new(2, 2, 3);
+    let second = world.add_thread(CpuId::new(1));
+    world.state.queues[2].thread = second;
+    world.limits.least = 2;
+    let mut policy = dynamic(&world);
+    world.load(&[SHALLOW; 3]);
+    world.run(&mut *policy, 3_000);
+    assert_eq!(world.moves_since(0), 0, "{:#?}", world.log);
+}
+
 #[test]
 fn queues_that_flap_are_served_alike() {
     for sets in [vec![(0, 8)], vec![(0, 4), (4, 8)]] {

@@ -19,7 +19,9 @@ impl Dynamic {
     /// Has drivers go to the CPUs of their queues' IOThreads, where vCPUs share all CPUs with IOThreads that have
     /// work: a driver elsewhere has to be interrupted for each call, and finds none of its data in its CPU's cache.
     pub(super) fn gather_vcpus(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
-        if !self.is_steady() || !self.may_place(view, |thread, _| thread.busy >= ROOM) {
+        if !self.is_steady(regret::ENOUGH, STILL)
+            || !self.may_place(view, |thread, _| thread.busy >= ROOM)
+        {
             return None;
         }
         let mut at = Vec::new();
@@ -106,15 +108,6 @@ impl Dynamic {
             thread.cpu.map(|cpu| cpus.remove(&cpu));
         }
         cpus.is_empty()
-    }
-
-    /// Whether about as much was asked for in each of the last periods: which drivers a load that comes and goes has is
-    /// known when it is over.
-    fn is_steady(&self) -> bool {
-        let last: Vec<f64> =
-            self.history.iter().rev().take(regret::ENOUGH).map(|period| period.demand).collect();
-        let most = last.iter().copied().fold(0.0, f64::max);
-        last.len() == regret::ENOUGH && last.iter().all(|demand| *demand >= STILL * most)
     }
 
     /// Queues of which the driver is known, and the CPUs of their IOThreads, if vCPUs run there.

@@ -78,12 +78,22 @@ pub(super) struct Period {
     pub(super) progress: Progress,
     /// IOThreads in turns with work, in CPUs; also while these waited for their CPU.
     pub(super) demand: f64,
+    /// IOThreads on a CPU, in CPUs; by another clock, which may be a period late.
+    pub(super) ran: f64,
 }
 
 impl Period {
     pub(super) fn of(sample: &Sample) -> Self {
         let demand = sample.threads.iter().map(|thread| thread.busy).sum();
-        Self { progress: Progress::of(sample), demand }
+        let ran = sample.threads.iter().map(|thread| thread.ran).sum();
+        Self { progress: Progress::of(sample), demand, ran }
+    }
+
+    /// What of the time with work IOThreads were on a CPU; where nobody says when they are, all.
+    pub(super) fn on_cpu<'a>(of: impl Iterator<Item = &'a Self>) -> f64 {
+        let (ran, demand) =
+            of.fold((0.0, 0.0), |(ran, demand), of| (ran + of.ran, demand + of.demand));
+        if ran > 0.0 && ran < demand { ran / demand } else { 1.0 }
     }
 
     pub(super) fn mean(of: &[Self]) -> Progress {
@@ -246,7 +256,7 @@ mod tests {
     const LOAD: Situation = Situation { io: 1_000.0, loaded: 8, standing: 2, urgent: false };
 
     fn period(progress: Progress) -> Period {
-        Period { progress, demand: progress.busy }
+        Period { progress, demand: progress.busy, ran: progress.busy }
     }
 
     fn trial(before: &[Progress], after: &[Progress]) -> Trial {

@@ -4,6 +4,10 @@ use super::*;
 use crate::place::{FairShare, Turns};
 use crate::sample::ThreadLoad;
 
+/// What must have been asked for in each period, of what was in the one with most, if what IOThreads ran is to tell how
+/// many are needed.
+const STEADY: f64 = 0.75;
+
 impl Dynamic {
     /// Undoes what has not helped, if that is known now.
     pub(super) fn regret(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
@@ -215,7 +219,7 @@ impl Dynamic {
         }
         if let Some((at, before)) = &self.removed
             && now.saturating_sub(*at) < MISTAKEN
-            && (Situation { standing: 0, urgent: false, ..situation }).like(before)
+            && (Situation { io: before.io, standing: 0, urgent: false, ..situation }).like(before)
         {
             self.back_off[Kind::Remove as usize].seen(now, *before);
         }
@@ -369,7 +373,7 @@ impl Dynamic {
         let by_delay = |a: &&(ThreadId, Turns), b: &&(ThreadId, Turns)| a.1.delay.cmp(&b.1.delay);
         let &(from, longest) = turns.iter().max_by(by_delay)?;
         let &(to, least) = turns.iter().min_by_key(|(_, turns)| turns.with_one_more())?;
-        if longest.waiting < least.waiting + 2
+        if longest.queues < least.queues + 2
             || least.with_one_more() >= longest.delay
             || self.budget.left_to_balance(view.snapshot) == 0
             || !self.may_even(view)
@@ -386,8 +390,8 @@ impl Dynamic {
         self.gone.insert((queue, from));
         self.budget.moves(queue, view.now);
         let reason = format!(
-            "requests of {} queues wait {} in IOThread {}, of {} {} in IOThread {}",
-            longest.waiting, longest.delay, from.0, least.waiting, least.delay, to.0,
+            "beside {} queues requests wait {} in IOThread {}, beside {} {} in IOThread {}",
+            longest.queues, longest.delay, from.0, least.queues, least.delay, to.0,
         );
         Some(vec![decision(Action::MoveQueue { queue, to }, reason)])
     }
@@ -489,6 +493,11 @@ impl Dynamic {
             return 0;
         }
         let threads = period.window.threads.len();
+        // Beside vCPUs, work takes longer than it runs, and not those that run beside all are beside each. But a load that
+        // comes and goes needs, while it is there, more than it runs on average.
+        let recent = self.history.iter().rev().take(regret::ENOUGH);
+        let on_cpu =
+            if self.is_steady(regret::ENOUGH, STEADY) { Period::on_cpu(recent) } else { 1.0 };
         let mut count = threads.saturating_sub(self.limits.least).min(unlocked.len());
         while count > 0 {
             let gone = self.victims(&period, count);
@@ -499,9 +508,9 @@ impl Dynamic {
             let saved = SPARE * self.weights.core;
             let gained = self.weights.compute * waited.min(ran);
             let pays = |drained: place::Drained| {
-                self.weights.io * drained.excess.min(ran) <= saved + gained
+                self.weights.io * (drained.excess * on_cpu).min(ran) <= saved + gained
             };
-            if place::drain(queues, &period.unlocked(&gone), 1.0).is_some_and(pays) {
+            if place::drain(queues, &period.unlocked(&gone), 1.0 / on_cpu).is_some_and(pays) {
                 break;
             }
             count /= 2;
@@ -544,11 +553,14 @@ impl Dynamic {
         let lendable = self.lendable(view);
         let mut missed = BTreeMap::new();
         let mut found = None;
+        // vCPUs that sleep wait for each other when they wake up on CPUs that are full.
+        let room = GAIN.1.min(sample.vcpus_ran - sample.awake_ran);
         for thread in sample.unlocked() {
             let Some(cpu) = thread.cpu.and_then(|cpu| sample.cpu(cpu)) else { continue };
             if vcpus.contains(&cpu.id) {
                 let used = (1.0 - cpu.idle - thread.ran).max(0.0);
-                let lost = (used - (sample.vcpus_idle() - cpu.idle)).max(0.0);
+                let elsewhere = sample.vcpus_idle() - cpu.idle;
+                let lost = (used - (elsewhere - room).max(0.0)).max(0.0);
                 let other = |other: &&CpuId| {
                     sample.threads.iter().all(|thread| thread.cpu != Some(**other))
                 };
@@ -564,7 +576,7 @@ impl Dynamic {
                         percent(used),
                         percent(lost),
                     );
-                    found = found.or(Some((cpu.id, true, reason)));
+                    found = found.or(Some((cpu.id, true, lost, reason)));
                 }
             } else if lendable.contains(&cpu.id) {
                 let gained = sample.vcpus_waited.min(1.0 - thread.ran) - thread.busy;
@@ -581,15 +593,22 @@ impl Dynamic {
                         cpu.id,
                         sample.vcpus_waited,
                     );
-                    found = found.or(Some((cpu.id, false, reason)));
+                    found = found.or(Some((cpu.id, false, 0.0, reason)));
                 }
             }
         }
         self.missed = missed;
-        // Where an IOThread has gone, the others may need a CPU for themselves at once: the same bet.
+        // Where an IOThread has gone, the others may need a CPU for themselves at once, if that costs nothing: the same bet.
         let trial = self.trial.as_ref().map(|trial| trial.kind);
-        let may = |take| trial.is_none() || (take && trial == Some(Kind::Remove));
-        let (cpu, take, reason) = found.filter(|found| self.limits.borrow && may(found.1))?;
+        let is_over =
+            self.removed.is_none_or(|(at, _)| view.now.saturating_sub(at) >= AFTER_ADDITION);
+        let may = |take: bool, lost: f64| {
+            trial.is_none() || (is_over && take && lost == 0.0 && trial == Some(Kind::Remove))
+        };
+        let (cpu, take, lost, reason) = found.filter(|_| self.limits.borrow)?;
+        if !may(take, lost) {
+            return None;
+        }
         if self.back_off[Kind::Cpus as usize].holds(view.now, &self.situation(view, false)) {
             return None;
         }

@@ -36,6 +36,9 @@ pub(super) fn paced(share: f64) -> Load {
 /// As much as it gets.
 pub(super) const DEEP: Load = Load { share: 10.0, depth: 1_000.0 };
 
+/// As much as it gets with so few under way that it is 32 % of an IOThread's time.
+pub(super) const SHALLOW: Load = Load { share: 10.0, depth: 16.0 };
+
 #[derive(Debug, Clone)]
 struct Driver {
     load: Load,
