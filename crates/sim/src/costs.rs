@@ -28,6 +28,8 @@ pub struct Costs {
     pub client: Nanos,
     /// Of the client, for each KiB of a request: made before it is written, looked at once it is read.
     pub client_kib: Nanos,
+    /// Of the client, when it is woken: to take the call, and to look what has ended.
+    pub client_turn: Nanos,
     /// Of the client, to kick an IOThread that does not look.
     pub kick: Nanos,
     /// Of a thread that slept, until it does what it was woken for.
@@ -57,7 +59,8 @@ pub struct Interrupt {
 impl Costs {
     pub(crate) fn largest(&self) -> Nanos {
         let Self { request, kib, reap, turn, poll, call, letter, .. } = *self;
-        let Self { client, client_kib, kick, wake, resume, far, idle, busy, .. } = *self;
+        let Self { client, client_kib, client_turn, kick, wake, resume, far, idle, busy, .. } =
+            *self;
         let of = |of: Interrupt| of.sender.max(of.delay).max(of.receiver);
         [
             request,
@@ -69,6 +72,7 @@ impl Costs {
             letter,
             client,
             client_kib,
+            client_turn,
             kick,
             wake,
             resume,
@@ -94,6 +98,7 @@ impl Default for Costs {
             letter: Nanos::new(7_872),
             client: Nanos::new(247),
             client_kib: Nanos::new(87),
+            client_turn: Nanos::ZERO,
             kick: Nanos::new(1_106),
             wake: Nanos::new(1_376),
             // No row showed it there.

@@ -11,6 +11,8 @@ mod policy;
 
 use std::collections::VecDeque;
 
+use rand::{RngExt as _, SeedableRng as _};
+use rand_pcg::Pcg64Mcg;
 use rtvirtio_iocores::{Policy, SAMPLE, Snapshot, Vm};
 use rtvirtio_units::{CpuId, Nanos};
 
@@ -218,8 +220,9 @@ impl<'a> Simulation<'a> {
         for &cpu in &machine.threads {
             simulation.add_io(cpu);
         }
+        let mut random = Pcg64Mcg::seed_from_u64(scenario.seed);
         for (vm, of) in scenario.vms.iter().enumerate() {
-            simulation.add_vm(vm as u32, of, scenario.seed);
+            simulation.add_vm(vm as u32, of, scenario.seed, &mut random);
         }
         simulation.changes.extend(
             scenario.phases.iter().enumerate().map(|(i, p)| (p.span.start.get(), Change::Phase(i))),
@@ -231,11 +234,20 @@ impl<'a> Simulation<'a> {
         Ok(simulation)
     }
 
-    fn add_vm(&mut self, vm: u32, of: &crate::scenario::Vm, seed: u64) {
+    /// A vCPU that sleeps, on any of the CPUs of all: while they are idle it could have begun on each.
+    fn spawn_vcpu(&mut self, who: Who, random: &mut Pcg64Mcg) -> u32 {
+        let thread = self.cpus.spawn(who, self.vcpus);
+        let at = random.random_range(0..self.vcpus.count_ones());
+        let cpu = (0..at).fold(self.vcpus, |left, _| left & (left - 1)).trailing_zeros();
+        self.cpus.go_to(thread, cpu as usize, &mut self.events);
+        thread
+    }
+
+    fn add_vm(&mut self, vm: u32, of: &crate::scenario::Vm, seed: u64, random: &mut Pcg64Mcg) {
         let first = self.queues.len() as u32;
         for queue in 0..u32::from(of.queues) {
             let place = first + queue;
-            let thread = self.cpus.spawn(Who::Client(place), self.vcpus);
+            let thread = self.spawn_vcpu(Who::Client(place), random);
             let client = Client::new(thread, seed ^ u64::from(place).wrapping_mul(0x9E37_79B9));
             let home = place % self.ios.len() as u32;
             self.queues.push(Queue::new(vm, home, client));
@@ -252,7 +264,7 @@ impl<'a> Simulation<'a> {
         }
         for &of in &of.burners {
             let burner = self.burners.len() as u32;
-            let thread = self.cpus.spawn(Who::Burner(burner), self.vcpus);
+            let thread = self.spawn_vcpu(Who::Burner(burner), random);
             self.burners.push(Compute { vm, thread, of, stamp: 0 });
             self.changes.push((of.span.start.get(), Change::Burn { burner }));
             self.changes.push((of.span.stop.get(), Change::Rest { burner }));

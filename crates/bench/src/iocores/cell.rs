@@ -292,6 +292,8 @@ pub struct Phase {
     pub p50_us: f64,
     /// 99 %.
     pub p99_us: f64,
+    /// The 95 % interval of its rank.
+    pub p99_interval_us: [f64; 2],
     /// 99.9 %.
     pub p999_us: f64,
     /// Queues that went to another IOThread.

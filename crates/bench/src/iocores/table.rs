@@ -8,7 +8,7 @@ use super::simulated::{self, Compared};
 #[must_use]
 pub fn table(cells: &[Cell], compared: Option<&[Compared]>) -> String {
     let mut text = format!(
-        "{:<12} {:<9} {:>4} {:>8} {:>8} {:>6} {:>6} {:>9} {:>9} {:>9} {:>8} {:>6} {:>9} {:>5} {:>4} {:>4} {:>7} {:>7}\n",
+        "{:<12} {:<9} {:>4} {:>8} {:>8} {:>6} {:>6} {:>9} {:>9} {:>9} {:>13} {:>8} {:>6} {:>9} {:>5} {:>4} {:>4} {:>7} {:>7}\n",
         "phase",
         "policy",
         "runs",
@@ -19,6 +19,7 @@ pub fn table(cells: &[Cell], compared: Option<&[Compared]>) -> String {
         "IOPS/core",
         "p50 us",
         "p99 us",
+        "95 %",
         "compute",
         "of",
         "vCPU wait",
@@ -50,7 +51,7 @@ pub fn table(cells: &[Cell], compared: Option<&[Compared]>) -> String {
     }
     let verdicts = judge(cells).into_iter().chain(compared.map(simulated::judge));
     text.extend(verdicts.map(|verdict| format!("{verdict}\n")));
-    text += "\nMedians of runs. n: the least. cores: IOThreads, mean; ran: what they had of CPUs. \
+    text += "\nMedians of runs. n: the least. 95 %: the interval of the p99's rank in a run. cores: IOThreads, mean; ran: what they had of CPUs. \
              compute, of: CPUs' worth of it, and what the VMs would have alone. rest: after the phase's \
              start, until throughput was within 5 % of its second half. utility: I/O and compute as parts \
              of the best run's on that seed, less 0.2 a core. In doubt: a thread that slept woke late, \
@@ -61,7 +62,7 @@ pub fn table(cells: &[Cell], compared: Option<&[Compared]>) -> String {
 fn line(row: &Row) -> String {
     let latency = |us: f64| if row.n == 0 { "-".to_owned() } else { format!("{us:.0}") };
     format!(
-        "{:<12} {:<9} {:>4} {:>8} {:>8.0} {:>6.2} {:>6.2} {:>9.0} {:>9} {:>9} {:>8.2} {:>6.2} {:>9.2} {:>5.0} {:>4.0} {:>4.0} {:>7} {:>7.3}\n",
+        "{:<12} {:<9} {:>4} {:>8} {:>8.0} {:>6.2} {:>6.2} {:>9.0} {:>9} {:>9} {:>13} {:>8.2} {:>6.2} {:>9.2} {:>5.0} {:>4.0} {:>4.0} {:>7} {:>7.3}\n",
         name(row.kind),
         row.policy,
         row.runs,
@@ -72,6 +73,7 @@ fn line(row: &Row) -> String {
         row.iops_per_core,
         latency(row.p50_us),
         latency(row.p99_us),
+        row.p99_interval_us.map(latency).join("-"),
         row.computed,
         row.compute_wanted,
         row.vcpus_waited,

@@ -225,6 +225,7 @@ impl Trial<'_> {
         };
         let moves_until = |at: Nanos| threads.count(What::Moved, start, at.min(stop));
         let us = |quantile| tally.latencies.value_at_quantile(quantile) as f64 / 1e3;
+        let half = 1.96 * (0.99 * 0.01 / tally.latencies.len().max(1) as f64).sqrt();
         let burners = self.scenario.vms.iter().flat_map(|vm| &vm.burners);
         let wanted = burners.map(|burner| {
             let (from, to) = (burner.span.start.max(start), burner.span.stop.min(stop));
@@ -244,6 +245,7 @@ impl Trial<'_> {
             mean_us: tally.latencies.mean() / 1e3,
             p50_us: us(0.5),
             p99_us: us(0.99),
+            p99_interval_us: [us(0.99 - half), us((0.99 + half).min(1.0))],
             p999_us: us(0.999),
             moves: moves_until(stop),
             most_moves: threads.most_moves(start, stop),

@@ -1,21 +1,59 @@
 //! Which CPU a thread is on: when it wakes up, when a CPU has nothing to do, and every now and then.
 
+use rand::RngExt as _;
+
 use super::{Cpus, State, Waker, bit};
 use crate::events::{Event, Events};
 
 /// Who has run within this time is not pulled by an idle CPU (`sysctl_sched_migration_cost`), ns.
 const HOT: u64 = 500_000;
-/// How much more a CPU's load may be than another's before a thread that wakes up leaves it for the one of
-/// who wakes it (`wake_affine_weight`; half of `imbalance_pct`, 117).
-const BIAS: f64 = 1.08;
 /// By what a CPU's load is to be more than another's (`imbalance_pct`).
 const IMBALANCE: f64 = 1.17;
-/// After so many balances a difference of one thread is evened out, as about every 60 ms in Linux.
-const EVEN_OUT: u32 = 6;
+/// Loads are evened out each so many times 10 ms in the mean (`balance_interval` times `busy_factor`: 32 to 64 ms).
+const EVERY: u32 = 5;
+/// Doublings of what is moved at most.
+const MOST_FAILED: u32 = 10;
+
+/// How often a CPU that became idle found a thread to take (`update_newidle_stats`, Linux 6.18.5 and 6.12.65).
+#[derive(Debug)]
+pub(super) struct Pulls {
+    calls: u32,
+    found: u32,
+    /// Of 1,024.
+    ratio: u32,
+}
+
+impl Default for Pulls {
+    fn default() -> Self {
+        Self { calls: 512, found: 256, ratio: 512 }
+    }
+}
+
+impl Pulls {
+    #[cfg(test)]
+    pub(super) const fn always() -> Self {
+        Self { calls: 0, found: 0, ratio: 1_024 }
+    }
+
+    #[cfg(test)]
+    pub(super) const fn ratio(&self) -> u32 {
+        self.ratio
+    }
+
+    fn count(&mut self, found: bool) {
+        self.calls += 1;
+        self.found += u32::from(found);
+        if self.calls >= 1_024 {
+            self.ratio = self.found;
+            self.calls /= 2;
+            self.found /= 2;
+        }
+    }
+}
 
 impl Cpus {
-    /// Where a thread goes that another one wakes up (`select_task_rq_fair`).
-    pub(super) fn cpu_for(&mut self, thread: u32, from: Option<u32>, now: u64) -> usize {
+    /// Where a thread goes that wakes up (`select_task_rq_fair`).
+    pub(super) fn cpu_for(&mut self, thread: u32) -> usize {
         let t = &mut self.threads[thread as usize];
         let (last, allowed) = (t.cpu as usize, t.allowed);
         let recent = std::mem::replace(&mut t.recent, t.cpu) as usize;
@@ -26,29 +64,17 @@ impl Cpus {
         if allowed & bit(last) == 0 {
             return if idle == 0 { self.shortest(allowed) } else { idle.trailing_zeros() as usize };
         }
-        let near = from.map_or(last, |from| self.threads[from as usize].cpu as usize);
-        let mut target = last;
-        if near != last && allowed & bit(near) != 0 {
-            let own = self.pass_thread(thread, now);
-            let [there, here] =
-                [near, last].map(|cpu| (self.pass(cpu, now), self.cpus[cpu].busy.value));
-            // Of the group's load; what all have in common is left out.
-            let own = own * here.1;
-            if there.0 * there.1 + own < BIAS * (here.0 * here.1 - own) {
-                target = near;
-            }
-        }
         if idle == 0 {
-            return target;
+            return last;
         }
         if idle & bit(recent) != 0 {
             return recent;
         }
         // The next one, so that not all meet at the first, and no further than is looked.
-        let above = idle & !(bit(target) - 1);
+        let above = idle & !(bit(last) - 1);
         let next = (if above != 0 { above } else { idle }).trailing_zeros() as usize;
         let n = self.cpus.len();
-        if (next + n - target) % n <= self.scan { next } else { target }
+        if (next + n - last) % n <= self.scan { next } else { last }
     }
 
     /// Says how many CPUs a thread that wakes up looks at for an idle one: the busier all are, the fewer
@@ -79,8 +105,19 @@ impl Cpus {
         self.cpus[cpu].ready.len() + usize::from(self.cpus[cpu].current.is_some())
     }
 
-    /// An idle CPU takes a thread that waits elsewhere.
+    /// A CPU that becomes idle takes a thread that waits elsewhere (`sched_balance_newidle`); but it looks the less often, the
+    /// less often it found one.
     pub(super) fn pull(&mut self, cpu: usize, events: &mut Events<Event>) {
+        if self.loaded == 0 {
+            return;
+        }
+        let looks = self.random.random_range(0..1_024) <= 1 + self.cpus[cpu].pulls.ratio;
+        let took = looks && self.take_longest(cpu, events);
+        self.cpus[cpu].pulls.count(took);
+    }
+
+    /// The longest queue gives the one that has waited longest.
+    fn take_longest(&mut self, cpu: usize, events: &mut Events<Event>) -> bool {
         let mut best: Option<(usize, u32)> = None;
         let mut loaded = self.loaded;
         while loaded != 0 {
@@ -93,18 +130,21 @@ impl Cpus {
                 best = Some((length, thread));
             }
         }
-        if let Some((_, thread)) = best {
-            self.migrate(thread, cpu, events);
-        }
+        let Some((_, thread)) = best else { return false };
+        self.migrate(thread, cpu, events);
+        true
     }
 
     /// Who has waited longest there of those that may run here, and have not run just now.
     pub(super) fn longest_wait(&self, there: usize, here: usize, now: u64) -> Option<u32> {
-        let may = self.cpus[there].ready.iter().copied().filter(|&t| {
-            let t = &self.threads[t as usize];
-            t.allowed & bit(here) != 0 && (t.left_at == 0 || now - t.left_at >= HOT)
-        });
+        let may = self.cpus[there].ready.iter().copied().filter(|&t| self.may_go(t, here, now));
         may.min_by_key(|&t| (self.threads[t as usize].since, t))
+    }
+
+    /// Whether a thread that waits may go to another CPU, and has not just run (`can_migrate_task`).
+    fn may_go(&self, thread: u32, to: usize, now: u64) -> bool {
+        let t = &self.threads[thread as usize];
+        t.allowed & bit(to) != 0 && (t.left_at == 0 || now - t.left_at >= HOT)
     }
 
     /// Moves a thread that waits to another CPU.
@@ -148,7 +188,7 @@ impl Cpus {
             State::Asleep | State::Coming => {}
             State::Delayed => self.leave(thread, events),
             State::Ready => {
-                let to = self.cpu_for(thread, None, events.now);
+                let to = self.cpu_for(thread);
                 self.migrate(thread, to, events);
             }
             State::Running => {
@@ -169,37 +209,44 @@ impl Cpus {
         }
     }
 
-    /// Evens out the lengths of the CPUs' queues; to be called every 10 ms.
+    /// Evens out the CPUs' loads; to be called every 10 ms.
     pub(crate) fn balance(&mut self, events: &mut Events<Event>) {
-        self.balances += 1;
         self.set_scan(events.now);
+        if self.random.random_range(0..EVERY) > 0 {
+            return;
+        }
         for _ in 0..self.cpus.len() {
-            let is_due = self.balances >= EVEN_OUT;
-            if self.loaded == 0 || !self.give(if is_due { 1 } else { 2 }, events) {
+            if self.loaded == 0 || !self.give(events) {
                 return;
             }
         }
     }
 
-    /// The longest queue gives one to the shortest, if it is so much longer; whether it did.
-    fn give(&mut self, least: usize, events: &mut Events<Event>) -> bool {
-        let loaded = (0..self.cpus.len()).filter(|&cpu| self.loaded & bit(cpu) != 0);
-        let longest = loaded.max_by_key(|&cpu| (self.length(cpu), usize::MAX - cpu));
-        let Some(from) = longest else { return false };
-        let c = &self.cpus[from];
-        let movable = c.ready.iter().chain(&c.current).copied();
-        let movable = movable.filter(|&t| self.threads[t as usize].is_movable());
-        // Who moves is whose last move is longest ago, or the same one would move to and fro.
-        let thread = movable.min_by_key(|&t| (self.threads[t as usize].moved, t));
-        let Some(thread) = thread.filter(|thread| c.current != Some(*thread)) else { return false };
-        let to = self.shortest(self.threads[thread as usize].allowed & !bit(from));
-        if self.length(from) < self.length(to) + least {
+    /// Of the CPU with the most load a thread goes to the one with the least (`sched_balance_rq`): one that makes the
+    /// difference smaller, or after it was in vain a few times, less much larger. Whether one did.
+    fn give(&mut self, events: &mut Events<Event>) -> bool {
+        let now = events.now;
+        let loads: Vec<f64> = (0..self.cpus.len()).map(|cpu| self.pass(cpu, now)).collect();
+        let by_load = |a: &usize, b: &usize| loads[*a].total_cmp(&loads[*b]);
+        let loaded = (0..loads.len()).filter(|&cpu| self.loaded & bit(cpu) != 0);
+        let Some(from) = loaded.max_by(by_load) else { return false };
+        let others = (0..loads.len()).filter(|&cpu| cpu != from);
+        let Some(to) = others.min_by(by_load) else { return false };
+        if loads[from] <= IMBALANCE * loads[to] {
+            self.failed = 0;
             return false;
         }
-        if least == 1 {
-            self.balances = 0;
-        }
-        self.threads[thread as usize].moved = events.now;
+        let most = (loads[from] - loads[to]) / 2.0 * f64::from(1_u32 << self.failed);
+        let ready = self.cpus[from].ready.clone();
+        let mut may: Vec<u32> = ready.into_iter().filter(|&t| self.may_go(t, to, now)).collect();
+        may.retain(|&thread| self.pass_thread(thread, now) <= most);
+        // Who has run least lately is the last of the list.
+        let Some(thread) = may.into_iter().min_by_key(|&t| (self.threads[t as usize].left_at, t))
+        else {
+            self.failed = (self.failed + 1).min(MOST_FAILED);
+            return false;
+        };
+        self.failed = 0;
         self.migrate(thread, to, events);
         true
     }

@@ -139,6 +139,7 @@ fn thread_that_had_too_much_is_woken_where_it_was() {
 fn thread_that_has_just_run_is_not_pulled() {
     for (ran_until, waited) in [(300 * US, 100 * US), (800 * US, 3_100 * US)] {
         let (mut cpus, mut events) = (Cpus::new(2, SLICE, free()), Events::default());
+        cpus.cpus.iter_mut().for_each(|cpu| cpu.pulls = Pulls::always());
         let moving = cpus.spawn(Who::Burner(0), 0b11);
         let own = [0b01, 0b10].map(|allowed| cpus.spawn(Who::Burner(1), allowed));
         wakes(&mut events, moving, 0, ran_until);
@@ -208,6 +209,7 @@ fn busier_cpus_are_searched_less_for_an_idle_one() {
 #[test]
 fn idle_cpu_takes_what_waits_elsewhere() {
     let (mut cpus, mut events) = (Cpus::new(2, SLICE, free()), Events::default());
+    cpus.cpus.iter_mut().for_each(|cpu| cpu.pulls = Pulls::always());
     let short = cpus.spawn(Who::Burner(0), 0b10);
     cpus.wake(short, MS, Waker::Timer, &mut events);
     let long: Vec<u32> = (0..2).map(|_| cpus.spawn(Who::Burner(0), 0b11)).collect();
@@ -219,6 +221,27 @@ fn idle_cpu_takes_what_waits_elsewhere() {
     let ran: u64 = long.iter().map(|&thread| cpus.times(thread, 9 * MS).0).sum();
     assert_eq!(ran, 9 * MS + 8 * MS);
     assert_eq!((cpus.idle(0, 9 * MS), cpus.idle(1, 9 * MS)), (0, 0));
+}
+
+#[test]
+fn cpu_looks_the_less_often_the_less_often_it_finds_a_thread() {
+    let (mut cpus, mut events) = (Cpus::new(2, SLICE, free()), Events::default());
+    // Where one waits that has just run.
+    let own = [0b01, 0b10].map(|allowed| cpus.spawn(Who::Burner(0), allowed));
+    let moving = cpus.spawn(Who::Burner(0), 0b01);
+    events.now = MS;
+    cpus.wake(own[0], ENDLESS, Waker::Timer, &mut events);
+    cpus.wake(moving, ENDLESS, Waker::Timer, &mut events);
+    cpus.allow(moving, 0b11, &mut events);
+    cpus.threads[moving as usize].left_at = events.now.max(1);
+    let ratios = [0, 3_000, 20_000].map(|times| {
+        for _ in 0..times {
+            cpus.pull(1, &mut events);
+        }
+        cpus.cpus[1].pulls.ratio()
+    });
+    assert_eq!((ratios[0], ratios[2]), (512, 0));
+    assert!((1..200).contains(&ratios[1]), "{ratios:?}");
 }
 
 #[test]

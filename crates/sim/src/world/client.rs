@@ -153,7 +153,8 @@ impl Simulation<'_> {
         if !waits {
             return 0;
         }
-        self.cpus.wake(thread, self.costs.wake.get(), waker, &mut self.events)
+        let burst = self.costs.wake.get() + self.costs.client_turn.get();
+        self.cpus.wake(thread, burst, waker, &mut self.events)
     }
 
     /// A client's burst has ended.

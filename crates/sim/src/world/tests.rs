@@ -25,6 +25,7 @@ fn free() -> Costs {
         letter: none,
         client: none,
         client_kib: none,
+        client_turn: none,
         kick: none,
         wake: none,
         resume: none,
