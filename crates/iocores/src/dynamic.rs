@@ -301,7 +301,7 @@ impl Dynamic {
         self.budget.pass(view.now);
         let period = Period::of(view.period);
         if let Some(trial) = &mut self.trial {
-            trial.sample(period);
+            trial.sample(period, Period::of(view.window));
         }
         if self.history.len() == HISTORY {
             self.history.pop_front();

@@ -419,7 +419,6 @@ fn queues_of_full_iothreads_are_served_alike() {
     assert!(world.moves_since(0) <= 4, "{:#?}", world.log);
 }
 
-/// Which no period shows as full: half of each is without a load.
 /// One that is alone waits for nobody, but another one would wait for it.
 #[test]
 fn queue_that_is_alone_gets_none_of_two() {
@@ -433,6 +432,7 @@ fn queue_that_is_alone_gets_none_of_two() {
     assert_eq!(world.moves_since(0), 0, "{:#?}", world.log);
 }
 
+/// Which no period shows as full: half of each is without a load.
 #[test]
 fn queues_that_flap_are_served_alike() {
     for sets in [vec![(0, 8)], vec![(0, 4), (4, 8)]] {
@@ -460,6 +460,27 @@ fn queues_that_flap_are_served_alike() {
         assert_eq!(world.state.threads.len(), 2, "{:#?}", world.log);
         assert!(sets.iter().all(alike), "{:?} {:#?}", world.state.queues, world.log);
         assert!(world.moves_since(0) <= 4 && world.moves_since(2_000) == 0, "{:#?}", world.log);
+    }
+}
+
+/// Half of a period is without a load: what two do in it is no less than one did in the 30 ms before.
+#[test]
+fn addition_for_a_load_that_flaps_within_periods_is_not_undone() {
+    for offset in [10, 30, 50, 70, 90] {
+        let mut world = World::new(2, 2, 8);
+        (world.limits.most, world.quarrel) = (2, 0.35);
+        let mut policy = dynamic(&world);
+        world.load(&[DEEP, NONE, NONE, NONE, NONE, NONE, NONE, NONE]);
+        world.run(&mut *policy, 3_000 + offset);
+        for turn in 0..60 {
+            world.load(&[if turn % 2 == 0 { DEEP } else { NONE }; 8]);
+            world.run(&mut *policy, 100);
+        }
+        let changes = |(_, of): &&(_, Decision)| {
+            matches!(of.action, Action::AddThread { .. } | Action::RemoveThread { .. })
+        };
+        let changes: Vec<_> = world.log.iter().filter(changes).collect();
+        assert_eq!((world.state.threads.len(), changes.len()), (2, 1), "{offset}: {changes:#?}");
     }
 }
 

@@ -30,6 +30,7 @@
 //! `thread_that_has_just_run_is_not_pulled`, `other_cpu_has_to_be_interrupted_if_it_is_idle_or_gives_way`,
 //! `busier_cpus_are_searched_less_for_an_idle_one`,
 //! `idle_cpu_takes_what_waits_elsewhere`, `cpu_looks_the_less_often_the_less_often_it_finds_a_thread`,
+//! `loads_are_evened_out_among_cpus_that_threads_may_run_on`,
 //! `three_on_two_cpus_have_two_thirds_each`, `times_of_a_cpu_add_up`.
 
 use rand::SeedableRng as _;

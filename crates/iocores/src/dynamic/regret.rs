@@ -16,6 +16,10 @@ pub(super) const ENOUGH: usize = 5;
 /// Part of what was asked for before that must still be, for a period to count.
 const STILL: f64 = 0.9;
 
+/// What was asked for at the end of a period, of what was on average, or the other way round, if the load was there in
+/// all of it.
+const WHOLE: f64 = 0.75;
+
 /// After this nothing is asked any more: the load was never again what it was.
 const FORGOTTEN: Nanos = Nanos::from_millis(3_000);
 
@@ -152,13 +156,14 @@ impl Trial {
         Self { kind, at, undo, situation, before, demand, after: Vec::new(), periods: 0 }
     }
 
-    /// A period after it. Only those count in which as much was asked for as before, or as much
-    /// as the IOThreads that there are can show, so that the end of a load is not taken for the
-    /// effect of an action.
-    pub(super) fn sample(&mut self, period: Period) {
+    /// A period after it, and the last samples of it. Only those count in which as much was asked for as before, or as
+    /// much as the IOThreads that there are can show, so that the end of a load is not taken for the effect of an action;
+    /// and which a load did not come or go in, for two IOThreads are as busy in half of a period as one is in all of it.
+    pub(super) fn sample(&mut self, period: Period, end: Period) {
         self.periods += 1;
         let asked = self.demand.min(period.progress.cores);
-        if self.periods > SETTLES && period.demand >= STILL * asked && !self.due() {
+        let is_whole = end.demand.min(period.demand) >= WHOLE * end.demand.max(period.demand);
+        if self.periods > SETTLES && period.demand >= STILL * asked && is_whole && !self.due() {
             self.after.push(period);
         }
     }
@@ -263,8 +268,9 @@ mod tests {
         let before = before.iter().copied().map(period).collect();
         let mut trial = Trial::new(Kind::Add, Nanos::ZERO, Undo::Remove(Vec::new()), LOAD, before);
         // The first shows nothing.
-        trial.sample(period(Progress { io: 0.0, ..BEFORE }));
-        after.iter().for_each(|&after| trial.sample(period(after)));
+        let nothing = period(Progress { io: 0.0, ..BEFORE });
+        trial.sample(nothing, nothing);
+        after.iter().for_each(|&after| trial.sample(period(after), period(after)));
         trial
     }
 

@@ -148,7 +148,9 @@ impl Dynamic {
             }
         }
         let urgent = new.iter().any(|(pressed, _)| pressed.urgent);
-        if new.is_empty() || !self.may_add(now, urgent) {
+        let threads = view.window.threads.len();
+        let room = self.limits.most.saturating_sub(threads);
+        if new.is_empty() || room == 0 || !self.may_add(now, urgent) {
             return None;
         }
         // Those before have to have helped.
@@ -162,8 +164,6 @@ impl Dynamic {
         if self.back_off[Kind::Add as usize].holds(now, &situation) {
             return None;
         }
-        let threads = view.window.threads.len();
-        let room = self.limits.most.saturating_sub(threads);
         let candidates = self.candidates(view);
         let vcpus = view.vcpus();
         let mut idle = view.period.vcpus_idle();

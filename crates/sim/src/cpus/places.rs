@@ -230,15 +230,17 @@ impl Cpus {
         let by_load = |a: &usize, b: &usize| loads[*a].total_cmp(&loads[*b]);
         let loaded = (0..loads.len()).filter(|&cpu| self.loaded & bit(cpu) != 0);
         let Some(from) = loaded.max_by(by_load) else { return false };
-        let others = (0..loads.len()).filter(|&cpu| cpu != from);
+        let ready = &self.cpus[from].ready;
+        let allowed = ready.iter().fold(0, |mask, &t| mask | self.threads[t as usize].allowed);
+        let others = (0..loads.len()).filter(|&cpu| cpu != from && allowed & bit(cpu) != 0);
         let Some(to) = others.min_by(by_load) else { return false };
         if loads[from] <= IMBALANCE * loads[to] {
             self.failed = 0;
             return false;
         }
         let most = (loads[from] - loads[to]) / 2.0 * f64::from(1_u32 << self.failed);
-        let ready = self.cpus[from].ready.clone();
-        let mut may: Vec<u32> = ready.into_iter().filter(|&t| self.may_go(t, to, now)).collect();
+        let ready = self.cpus[from].ready.iter().copied();
+        let mut may: Vec<u32> = ready.filter(|&t| self.may_go(t, to, now)).collect();
         may.retain(|&thread| self.pass_thread(thread, now) <= most);
         // Who has run least lately is the last of the list.
         let Some(thread) = may.into_iter().min_by_key(|&t| (self.threads[t as usize].left_at, t))

@@ -246,12 +246,29 @@ fn cpu_looks_the_less_often_the_less_often_it_finds_a_thread() {
 
 #[test]
 fn three_on_two_cpus_have_two_thirds_each() {
+    // In the long run: who moves is who waits at that moment.
     let (mut cpus, mut events, threads) = machine(2, &[3, 3, 3]);
-    run(&mut cpus, &mut events, 6_000 * MS, |_| Ok(ENDLESS));
+    run(&mut cpus, &mut events, 60_000 * MS, |_| Ok(ENDLESS));
     for thread in threads {
-        let ran = cpus.times(thread, 6_000 * MS).0;
-        assert!((3_600 * MS..4_400 * MS).contains(&ran), "{ran}");
+        let ran = cpus.times(thread, 60_000 * MS).0;
+        assert!((38_000 * MS..42_000 * MS).contains(&ran), "{ran}");
     }
+}
+
+#[test]
+fn loads_are_evened_out_among_cpus_that_threads_may_run_on() {
+    // The third one is idle, and nobody's.
+    let (mut cpus, mut events, threads) = machine(3, &[1, 1, 1, 1, 0b010]);
+    for &thread in &threads[..4] {
+        cpus.allow(thread, 0b011, &mut events);
+    }
+    run(&mut cpus, &mut events, 6_000 * MS, |_| Ok(ENDLESS));
+    for &thread in &threads[..4] {
+        // Of one CPU they would have a quarter.
+        let ran = cpus.times(thread, 6_000 * MS).0;
+        assert!(ran > 1_800 * MS, "{ran}");
+    }
+    assert_eq!(cpus.idle(2, 6_000 * MS), 6_000 * MS);
 }
 
 #[test]
