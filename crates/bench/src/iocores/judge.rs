@@ -221,19 +221,15 @@ pub fn judge(cells: &[Cell]) -> Vec<Verdict> {
             |_| true,
             |own, fixed| {
                 let ratio = own.iops_per_core / fixed.iops_per_core;
-                (Some(ratio >= 1.0 - MARGIN), format!("x {ratio:.3}"))
+                (ratio >= 1.0 - MARGIN, format!("x {ratio:.3}"))
             },
         ),
         marks.beside_static(
             "1 p99",
             |row| row.n >= LEAST_FOR_P99,
             |own, fixed| {
-                // Few requests lie beyond it where there are few: a run's own interval may hold either answer.
                 let ratio = own.p99_us / fixed.p99_us;
-                let most = (1.0 + MARGIN) * fixed.p99_interval_us[1];
-                let is_beyond = own.p99_interval_us[0] > most;
-                let is_met = ratio <= 1.0 + MARGIN;
-                ((is_met || is_beyond).then_some(is_met), format!("x {ratio:.3}"))
+                (ratio <= 1.0 + MARGIN, format!("x {ratio:.3}"))
             },
         ),
         marks.rest(),
@@ -275,7 +271,7 @@ impl Marks<'_> {
             if let (Some(own), Some(best)) = (own, best) {
                 let is_met = own.utility >= best.utility - MARGIN * best.utility.abs();
                 let (own, of, best) = (own.utility, best.policy, best.utility);
-                parts.push((Some(is_met), format!("{kind} {own:.3} against {best:.3} of {of}")));
+                parts.push((is_met, format!("{kind} {own:.3} against {best:.3} of {of}")));
             }
         }
         let why = "utility >= 95 % of the best fixed number's in each phase";
@@ -299,13 +295,12 @@ impl Marks<'_> {
         verdict(MARK, Some(is_ahead), why)
     }
 
-    /// Beside the best fixed number that is worth as much or more; phases where none is pass. `compare` says nothing where
-    /// the runs cannot tell.
+    /// Beside the best fixed number that is worth as much or more; phases where none is pass.
     fn beside_static(
         &self,
         mark: &'static str,
         counts: impl Fn(&Row) -> bool,
-        compare: impl Fn(&Row, &Row) -> (Option<bool>, String),
+        compare: impl Fn(&Row, &Row) -> (bool, String),
     ) -> Verdict {
         let mut parts = Vec::new();
         for kind in kinds(self.cells) {
@@ -313,7 +308,7 @@ impl Marks<'_> {
                 continue;
             };
             let Some(fixed) = self.best_static(kind, |row| row.utility >= own.utility) else {
-                parts.push((Some(true), String::new()));
+                parts.push((true, String::new()));
                 continue;
             };
             let (is_met, text) = compare(own, fixed);
@@ -383,7 +378,7 @@ impl Marks<'_> {
                 let best = fixed.map(|(_, utility)| *utility).reduce(f64::max);
                 if let Some(best) = best {
                     let text = format!("seed {seed}: {utility:.3} against {best:.3}");
-                    parts.push((Some(*utility >= best - MARGIN * best.abs()), text));
+                    parts.push((*utility >= best - MARGIN * best.abs(), text));
                 }
             }
         }
@@ -417,23 +412,17 @@ impl Marks<'_> {
     }
 }
 
-/// Passed if all parts are of which something can be told. Those that are not are named, and those of which nothing can.
-fn all(mark: &'static str, parts: &[(Option<bool>, String)], wanted: &str) -> Verdict {
-    let those = |of: Option<bool>| -> Vec<&str> {
-        parts.iter().filter(|(is_met, _)| *is_met == of).map(|(_, text)| text.as_str()).collect()
-    };
-    let (met, missed, unknown) = (those(Some(true)), those(Some(false)), those(None));
-    let n = parts.len();
-    let mut why = match (n, missed.len()) {
+/// Passed if all parts are; those that are not are named, else the first.
+fn all(mark: &'static str, parts: &[(bool, String)], wanted: &str) -> Verdict {
+    let missed: Vec<&str> =
+        parts.iter().filter(|(is_met, _)| !is_met).map(|(_, text)| text.as_str()).collect();
+    let outcome = (!parts.is_empty()).then_some(missed.is_empty());
+    let why = match (parts.len(), missed.is_empty()) {
         (0, _) => format!("{wanted}: nothing to compare"),
-        (_, 0) => format!("{wanted}: {} of {n}", met.len()),
-        (_, lost) => format!("{wanted}: not {lost} of {n}: {}", missed.join("; ")),
+        (n, true) => format!("{wanted}: {n} of {n}"),
+        (n, false) => format!("{wanted}: not {} of {n}: {}", missed.len(), missed.join("; ")),
     };
-    if !unknown.is_empty() {
-        why += &format!("; cannot tell {} of {n}: {}", unknown.len(), unknown.join("; "));
-    }
-    let is_known = met.len() + missed.len() > 0;
-    verdict(mark, is_known.then_some(missed.is_empty()), why)
+    verdict(mark, outcome, why)
 }
 
 #[cfg(test)]

@@ -127,20 +127,11 @@ fn whole_trace_must_be_ahead_of_all_others_which_must_be_there() {
 
 #[test]
 fn p99_and_iops_per_core_are_held_against_the_best_fixed_number_that_is_worth_as_much() {
-    let p99 = |factor: f64| {
-        campaign(move |phase| {
-            phase.p99_us *= factor;
-            phase.p99_interval_us = phase.p99_interval_us.map(|us| us * factor);
-        })
-    };
+    let p99 = |factor: f64| campaign(move |phase| phase.p99_us *= factor);
     assert_eq!(outcome(&p99(1.05), "1 p99").0, Outcome::Passed);
-    let (lost, why) = outcome(&p99(1.08), "1 p99");
+    let (lost, why) = outcome(&p99(1.06), "1 p99");
     assert_eq!(lost, Outcome::Lost);
-    assert!(why.contains("idle x 1.080 of static:1"), "{why}");
-    // 1,049 to 1,071 against at most 1.05 x 1,010: neither within 5 % nor beyond it.
-    let (passed, why) = outcome(&p99(1.06), "1 p99");
-    assert_eq!(passed, Outcome::NotJudged);
-    assert!(why.contains("cannot tell 3 of 3: all-hot x 1.060 of static:2; idle x 1.060"), "{why}");
+    assert!(why.contains("idle x 1.060 of static:1"), "{why}");
     // With fewer than 1,000 requests there is no p99.
     let few = campaign(|phase| {
         phase.p99_us *= if phase.kind == IDLE { 2.0 } else { 1.0 };
