@@ -12,7 +12,7 @@
 //! - `watch`: IOThreads and moves, by the server's events.
 //! - `trial`: one server with its VMs for one scenario.
 //! - [`judge`]: medians, utilities, marks. [`mod@table`], `plot`: for a terminal, for a page.
-//! - [`load`]: one VM on one IOThread, by which the simulator is calibrated.
+//! - [`load`]: one VM on one IOThread, by which the simulator is calibrated. [`costs`]: how.
 //! - [`simulated`]: the same in the simulator, beside.
 //! - [`disturb`]: what a monitor that ends, a reader that does not read and hostile requests do to the
 //!   data path. `awake`: CPUs that do not halt meanwhile.
@@ -25,6 +25,7 @@ mod awake;
 pub mod cell;
 mod client;
 mod content;
+pub mod costs;
 pub mod disturb;
 pub mod judge;
 pub mod load;
@@ -49,8 +50,9 @@ use crate::progress::Progress;
 use crate::qos::cell::disturbance;
 use cell::{Cell, CellKey, Contender, Settings, Timeline};
 use content::Unverified;
+use costs::Round;
 use simulated::Compared;
-use trial::{Measured, Trial, duration};
+use trial::{LEAD, Measured, Trial, duration};
 
 /// A campaign.
 #[derive(Debug)]
@@ -63,6 +65,8 @@ pub struct Benchmark<'a> {
     pub seeds: Vec<u64>,
     /// How often each.
     pub repetitions: u32,
+    /// Whether to measure the simulator's costs too, before each cell and after the last.
+    pub calibrate: bool,
     /// The `rtvirtio` that serves.
     pub program: &'a Path,
     /// Where cells go.
@@ -70,13 +74,13 @@ pub struct Benchmark<'a> {
 }
 
 impl Benchmark<'_> {
-    /// Runs what is not in `cells.jsonl` yet, and returns all that is there. A cell that fails its
-    /// verification is kept as such, and the campaign goes on.
+    /// Runs what is not in `cells.jsonl` and `rounds.jsonl` yet, and returns all that is there. A cell that
+    /// fails its verification is kept as such, and the campaign goes on.
     ///
     /// # Errors
     /// If the settings are refused or differ from those of the cells there, if the server or a client
     /// fails otherwise, or if interrupted.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
+    pub fn run(&self, interrupted: &Interrupted) -> Result<(Vec<Cell>, Vec<Round>)> {
         let first = self.seeds.first().copied().unwrap_or_default();
         let expected = duration(&self.settings.scenario(first)?);
         machine::cpus()?;
@@ -89,8 +93,25 @@ impl Benchmark<'_> {
         }
         let is_missing = |key: &CellKey| cells.iter().all(|cell| cell.key != *key);
         let missing: Vec<CellKey> = self.keys().into_iter().filter(is_missing).collect();
-        let mut progress = Progress::new(missing.len(), expected * missing.len() as u32);
+        let mut rounds = Lines::<Round>::open(&self.out.join("rounds.jsonl"))?;
+        let mut left = match self.calibrate {
+            true if rounds.is_empty() || !missing.is_empty() => missing.len() + 1,
+            _ => 0,
+        };
+        let steps = missing.len() + left;
+        let planned = expected * missing.len() as u32 + costs::ROUND * left as u32;
+        let mut progress = Progress::new(steps, planned);
+        let mut round = |progress: &mut Progress| -> Result<()> {
+            if left > 0 {
+                left -= 1;
+                progress.start("costs of the simulator", costs::ROUND);
+                rounds.push(Round::measure(self.program, interrupted)?)?;
+                progress.finish(costs::ROUND);
+            }
+            Ok(())
+        };
         for key in missing {
+            round(&mut progress)?;
             progress.start(&key.label(), expected);
             let cell = self.cell(key, interrupted).with_context(|| key.label())?;
             if let Some(why) = &cell.failed {
@@ -99,7 +120,8 @@ impl Benchmark<'_> {
             cells.push(cell)?;
             progress.finish(expected);
         }
-        Ok(cells.into_all())
+        round(&mut progress)?;
+        Ok((cells.into_all(), rounds.into_all()))
     }
 
     /// Every cell, in the order in which they run: policies take turns to be first.
@@ -125,6 +147,7 @@ impl Benchmark<'_> {
             policy: key.policy.kind().name(),
             threads: key.policy.threads(),
             vcpus: None,
+            lead: LEAD,
         };
         match trial.run(interrupted) {
             Ok(measured) => Ok(self.made(key, Ok(measured))),
@@ -193,6 +216,7 @@ mod tests {
             policies: vec![Contender::Static1, Contender::Dynamic],
             seeds: vec![7, 8],
             repetitions: 2,
+            calibrate: false,
             program: Path::new("/bin/rtvirtio"),
             out: Path::new("/nowhere"),
         };

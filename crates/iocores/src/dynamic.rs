@@ -99,7 +99,7 @@ const MISTAKEN: Nanos = Nanos::from_millis(2_000);
 const NEEDLESS: usize = 10;
 
 /// And for which it must have been unused: less than [`UNUSED`] busy.
-const NEEDLESS_UNUSED: usize = 5;
+const NEEDLESS_UNUSED: usize = 3;
 const UNUSED: f64 = 0.05;
 
 /// Periods that are remembered.

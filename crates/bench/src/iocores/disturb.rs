@@ -42,7 +42,7 @@ use super::cell::Settings;
 use super::client::{AREA, Tally};
 use super::judge::{Verdict, median, verdict};
 use super::machine::cpus;
-use super::trial::{Trial, duration};
+use super::trial::{LEAD, Trial, duration};
 use super::vcpus::Clock;
 use crate::dataplane::client::MAX_DEPTH;
 use crate::lines::Lines;
@@ -234,6 +234,7 @@ impl Benchmark<'_> {
             policy,
             threads: 2,
             vcpus: None,
+            lead: LEAD,
         };
         let done = AtomicU64::new(0);
         let awake = Awake::keep(&cpus()?)?;

@@ -3,15 +3,23 @@
 use std::fmt;
 use std::ops::Range;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
+use rtvirtio_iocores::{Kind, Limits, policy};
 use rtvirtio_sim::scenario::{Burner, Load, Phase, PhaseKind, Scenario, Span, Stream, Vm};
+use rtvirtio_sim::{Costs, Machine, Simulation};
 use rtvirtio_units::{Bytes, CpuId, Nanos};
 
 use super::cell::{Contender, Settings};
-use super::machine::{CPUS, cpus};
+use super::machine::{self, CPUS, cpus};
 use super::trial::Trial;
 use crate::load::Interrupted;
+
+/// From the server's start to the load's: one VM connects.
+const LEAD: Duration = Duration::from_millis(500);
+/// Simulated.
+const SIMULATED: Nanos = Nanos::from_millis(50);
 
 /// Where the vCPUs of a load run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,6 +28,8 @@ pub enum Beside {
     IoThread,
     /// On those that the IOThread leaves.
     Rest,
+    /// On all.
+    All,
 }
 
 impl fmt::Display for Beside {
@@ -27,6 +37,7 @@ impl fmt::Display for Beside {
         f.write_str(match self {
             Self::IoThread => "beside the IOThread",
             Self::Rest => "elsewhere",
+            Self::All => "anywhere",
         })
     }
 }
@@ -38,6 +49,7 @@ impl Beside {
         match self {
             Self::IoThread => CPUS - 1..CPUS,
             Self::Rest => 0..CPUS - 1,
+            Self::All => 0..CPUS,
         }
     }
 }
@@ -105,11 +117,30 @@ impl Row {
         let cpus = cpus()?;
         let vcpus: Vec<CpuId> = self.vcpus.places().map(|at| cpus[usize::from(at)]).collect();
         let (settings, scenario) = (&settings, &scenario);
-        let trial = Trial { program, settings, scenario, policy, threads, vcpus: Some(vcpus) };
+        let vcpus = Some(vcpus);
+        let trial = Trial { program, settings, scenario, policy, threads, vcpus, lead: LEAD };
         let measured = trial.run(interrupted)?;
         let phase = measured.phases.first().context("there is no phase")?;
         let iops = phase.iops();
         let each = |cpus: f64| cpus * 1e9 / iops.max(1.0);
         Ok([iops, each(phase.io_ran), each(phase.vcpus_ran - phase.computed)])
+    }
+
+    /// The same in the simulator.
+    ///
+    /// # Errors
+    /// If it refuses it.
+    pub fn simulate(&self, costs: &Costs) -> Result<Figures> {
+        let scenario = self.scenario(SIMULATED);
+        let mut machine = Machine::new(CPUS, 1);
+        machine.vcpus = self.vcpus.places().map(|at| CpuId::new(at.into())).collect();
+        machine.costs = machine::costs(*costs, self.cpu_us, 0);
+        let limits = Limits { cpus: Vec::new(), least: 1, most: 1, borrow: false };
+        let mut fixed = policy(Kind::Static, limits);
+        let mut simulation = Simulation::new(&machine, &scenario, &mut *fixed)?;
+        simulation.run_until(SIMULATED);
+        let whole = simulation.finish().whole;
+        let each = |cpus: f64| cpus * 1e9 / whole.iops.max(1.0);
+        Ok([whole.iops, each(whole.io_ran), each(whole.vcpus_ran - whole.computed)])
     }
 }

@@ -21,8 +21,8 @@ use crate::InterruptedError;
 use crate::dataplane::server::Server;
 use crate::load::{CanaryThread, Interrupted, MachineSample};
 
-/// From the server's start to the scenario's: for all VMs to connect, or their first requests are late.
-const LEAD: Duration = Duration::from_secs(2);
+/// From the server's start to a scenario's: for all VMs to connect, or their first requests are late.
+pub(crate) const LEAD: Duration = Duration::from_secs(2);
 /// To start a server and to end it, the last comparison among it.
 const AROUND: Duration = Duration::from_secs(3);
 /// How often times are looked at.
@@ -43,6 +43,8 @@ pub(crate) struct Trial<'a> {
     pub(crate) threads: u16,
     /// CPUs that its vCPUs may run on; none: all of the trial.
     pub(crate) vcpus: Option<Vec<CpuId>>,
+    /// From the server's start to the scenario's.
+    pub(crate) lead: Duration,
 }
 
 /// What came of it.
@@ -103,7 +105,7 @@ impl Trial<'_> {
         let mut server =
             Server::start(&command, &layout.last_socket(), directory.path(), interrupted)?;
         let control = ControlClient::new(layout.control());
-        let clock = Arc::new(Clock::after(LEAD));
+        let clock = Arc::new(Clock::after(self.lead));
         let events = Events::start(&control, &clock)?;
         let played =
             self.play(&layout, server.id(), &clock, interrupted, |clock| beside(&control, clock));

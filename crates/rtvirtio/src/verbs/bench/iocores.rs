@@ -1,11 +1,11 @@
 //! `rtvirtio bench iocores`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use rtvirtio_bench::iocores::cell::{Contender, SEEDS, Settings};
 use rtvirtio_bench::iocores::machine::Disk;
-use rtvirtio_bench::iocores::{Benchmark, disturb, judge, simulated, write_report};
+use rtvirtio_bench::iocores::{Benchmark, costs, disturb, judge, simulated, write_report};
 use rtvirtio_bench::load::Interrupted;
 use rtvirtio_sim::Costs;
 use rtvirtio_sim::scenario::PhaseKind;
@@ -37,10 +37,10 @@ The table has medians over seeds. utility: I/O and compute as parts of the best 
 an I/O core. Below it a line for each mark: pass, LOST or not judged.
 
 Results go to OUT: cells.jsonl (a cell a line, with its timeline each 100 ms), table.txt, pareto.svg, \
-timelines.svg, commands.txt; of --disturb disturb.jsonl and disturb.txt. The same OUT continues where it \
-was. The time is \
-policies x seeds x repetitions x (phases x --seconds + 4 s): 45 min by default. Wants a machine on which \
-nothing else runs.
+timelines.svg, commands.txt; of --compare-simulator rounds.jsonl, costs.json and costs.txt; of --disturb \
+disturb.jsonl and disturb.txt. The same OUT continues where it was. The time is policies x seeds x repetitions x \
+(phases x --seconds + 4 s): 45 min by default, 55 with --compare-simulator. Wants a machine on which nothing \
+else runs.
 
 Examples:
   rtvirtio bench iocores
@@ -91,10 +91,11 @@ pub(crate) struct Args {
     /// CPUs that all VMs together want in the compute phase; a quarter of it elsewhere
     #[arg(long, default_value_t = 1.0)]
     compute: f64,
-    /// Simulate what was run, and hold both against each other
+    /// Simulate what was run, and hold both against each other. What things cost the simulator is measured
+    /// before each cell and after the last, in half a minute
     #[arg(long)]
     compare_simulator: bool,
-    /// Costs of the simulator, JSON: those that it does not name keep their defaults
+    /// Simulate with these costs instead, JSON: those that it does not name keep their defaults
     #[arg(long, value_name = "FILE", requires = "compare_simulator")]
     costs: Option<PathBuf>,
     /// Instead of policies: p99 of the data path while the monitor is ended again and again, clients do
@@ -138,7 +139,7 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let mut policies = args.policies.clone();
     policies.sort_unstable();
     policies.dedup();
-    let costs = costs(args)?;
+    let costs = args.costs.as_deref().map(read_costs).transpose()?;
     let program = std::env::current_exe()?;
     let benchmark = Benchmark {
         settings,
@@ -150,13 +151,17 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             None => SEEDS[..usize::from(args.seeds)].to_vec(),
         },
         repetitions: args.repetitions.unwrap_or(1),
+        calibrate: args.compare_simulator && costs.is_none(),
         program: &program,
         out: &args.out,
     };
-    let cells = benchmark.run(interrupted)?;
+    let (cells, rounds) = benchmark.run(interrupted)?;
     super::note_command(&args.out)?;
     let compared = match args.compare_simulator {
-        true => Some(simulated::compare(&cells, costs, interrupted)?),
+        true => {
+            let costs = costs.map_or_else(|| found(&rounds, &args.out), Ok)?;
+            Some(simulated::compare(&cells, costs, interrupted)?)
+        }
         false => None,
     };
     let text = write_report(&cells, compared.as_deref(), &args.out)?;
@@ -179,10 +184,17 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     Ok(Outcome::Done)
 }
 
-fn costs(args: &Args) -> Result<Costs> {
-    let Some(path) = &args.costs else { return Ok(Costs::default()) };
+fn read_costs(path: &Path) -> Result<Costs> {
     let text = input::read(path, MAX_COSTS)?;
     serde_json::from_str(&text).with_context(|| format!("{}", path.display()))
+}
+
+/// The costs that were measured between the cells, kept beside these.
+fn found(rounds: &[costs::Round], out: &Path) -> Result<Costs> {
+    let (costs, text) = costs::find(rounds)?;
+    input::write(&out.join("costs.json"), &(serde_json::to_string_pretty(&costs)? + "\n"))?;
+    input::write(&out.join("costs.txt"), &text)?;
+    Ok(costs)
 }
 
 fn disturb(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
