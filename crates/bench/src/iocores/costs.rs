@@ -53,7 +53,7 @@ struct Stage {
     costs: &'static [fn(&mut Costs) -> &mut Nanos],
 }
 
-const STAGES: [Stage; 5] = [
+const STAGES: [Stage; 6] = [
     // Full queues: nobody sleeps.
     Stage {
         rows: 0..4,
@@ -90,6 +90,8 @@ const STAGES: [Stage; 5] = [
             |costs| &mut costs.busy.receiver,
         ],
     },
+    // Full queues whose requests cost more than to copy.
+    Stage { rows: 16..20, costs: &[|costs| &mut costs.apart, |costs| &mut costs.client_apart] },
 ];
 
 const ROWS: [Row; 20] = [
@@ -224,6 +226,8 @@ fn start() -> Costs {
         call: Nanos::new(1_000),
         wake: Nanos::new(1_000),
         client_turn: Nanos::new(1_000),
+        apart: Nanos::new(500),
+        client_apart: Nanos::new(500),
         resume: Nanos::new(1_000),
         far: Nanos::new(2_000),
         idle: interrupt,

@@ -12,7 +12,7 @@ use rtvirtio_sim::{Costs, Machine, Simulation};
 use rtvirtio_units::{Bytes, CpuId, Nanos};
 
 use super::cell::{Contender, Settings};
-use super::machine::{self, CPUS, cpus};
+use super::machine::{CPUS, cpus};
 use super::trial::Trial;
 use crate::load::Interrupted;
 
@@ -134,7 +134,7 @@ impl Row {
         let scenario = self.scenario(SIMULATED);
         let mut machine = Machine::new(CPUS, 1);
         machine.vcpus = self.vcpus.places().map(|at| CpuId::new(at.into())).collect();
-        machine.costs = machine::costs(*costs, self.cpu_us, 0);
+        machine.costs = costs.with_work(Nanos::from_micros(self.cpu_us.into()), Nanos::ZERO);
         let limits = Limits { cpus: Vec::new(), least: 1, most: 1, borrow: false };
         let mut fixed = policy(Kind::Static, limits);
         let mut simulation = Simulation::new(&machine, &scenario, &mut *fixed)?;

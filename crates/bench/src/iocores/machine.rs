@@ -11,7 +11,7 @@ use anyhow::{Result, bail};
 use rtvirtio_engine::SsdConfig;
 use rtvirtio_iocores::{Kind, Limits, Policy, policy};
 use rtvirtio_sim::{Backend, Costs, Machine};
-use rtvirtio_units::{CpuId, Nanos};
+use rtvirtio_units::CpuId;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 
@@ -174,16 +174,6 @@ pub(crate) fn simulated(
     Ok(machine)
 }
 
-/// What a request costs there: what it costs the data plane, and what was asked for on top.
-#[must_use]
-pub fn costs(of: Costs, cpu_us: u32, kib_ns: u32) -> Costs {
-    Costs {
-        request: of.request.saturating_add(Nanos::from_micros(cpu_us.into())),
-        kib: of.kib.saturating_add(Nanos::new(kib_ns.into())),
-        ..of
-    }
-}
-
 /// The same policy for the simulator.
 pub(crate) fn borrowing(kind: Kind, machine: &Machine) -> Box<dyn Policy + Send> {
     let most = usize::from(CPUS);
@@ -193,6 +183,7 @@ pub(crate) fn borrowing(kind: Kind, machine: &Machine) -> Box<dyn Policy + Send>
 #[cfg(test)]
 mod tests {
     use rtvirtio_spec::serve::{self, Engine};
+    use rtvirtio_units::Nanos;
 
     use super::*;
 
@@ -240,7 +231,7 @@ mod tests {
     #[test]
     fn simulated_machine_shares_both_cpus_and_adds_costs_to_the_data_planes_own() {
         let own = Costs { request: Nanos::new(200), kib: Nanos::new(30), ..Costs::default() };
-        let costs = costs(own, 20, 40);
+        let costs = own.with_work(Nanos::from_micros(20), Nanos::new(40));
         assert_eq!((costs.request.get(), costs.kib.get()), (20_200, 70));
         let machine = simulated(Contender::Static2, &Disk::Null, 4, costs).unwrap();
         assert_eq!((machine.cpus, machine.threads.len(), machine.vcpus.len()), (2, 2, 2));

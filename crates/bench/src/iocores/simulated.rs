@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use super::cell::{Cell, CellKey, Contender, Phase, Settings};
 use super::judge::{Verdict, kinds, median, name, verdict};
-use super::machine::{borrowing, costs, simulated};
+use super::machine::{borrowing, simulated};
 use crate::InterruptedError;
 use crate::load::Interrupted;
 use crate::progress::Progress;
@@ -77,7 +77,8 @@ fn simulate(
     interrupted: &Interrupted,
 ) -> Result<Simulated> {
     let scenario = settings.scenario(key.seed)?;
-    let of = costs(of, settings.cpu_us, settings.kib_ns);
+    let request = Nanos::from_micros(settings.cpu_us.into());
+    let of = of.with_work(request, Nanos::new(settings.kib_ns.into()));
     let machine = simulated(key.policy, &settings.disk, settings.vms, of)?;
     let mut policy = borrowing(key.policy.kind(), &machine);
     let mut simulation = Simulation::new(&machine, &scenario, &mut *policy)?;

@@ -76,12 +76,13 @@ fn assert_agree(host: &Histogram, submitter: &Histogram) {
     let said = format!("host {host:?}, submitter {submitter:?}");
     assert_eq!(host.count(), submitter.count());
     let bin = |ns: Nanos| ns.scale(65.0 / 64.0);
+    let at = |h: &Histogram, p| h.quantile(Percentile::new(p).unwrap()).unwrap().value;
     for p in [50.0, 90.0, 99.0] {
-        let at = |h: &Histogram| h.quantile(Percentile::new(p).unwrap()).unwrap().value;
-        assert!(at(host) <= bin(at(submitter)), "p{p}: {said}");
+        assert!(at(host, p) <= bin(at(submitter, p)), "p{p}: {said}");
     }
     assert!(host.max() <= bin(submitter.max()), "{said}");
-    assert!(host.mean() >= submitter.mean().scale(0.1), "{said}");
+    // Not of the mean: a submitter that once waits for a CPU waits longer than all its requests take.
+    assert!(at(host, 50.0) >= at(submitter, 50.0).scale(0.1), "{said}");
 }
 
 #[test]

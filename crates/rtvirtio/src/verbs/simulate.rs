@@ -22,9 +22,6 @@ use progress::Progress;
 
 /// Largest file of costs.
 const MAX_COSTS: u64 = 1 << 16;
-/// What a request costs an IOThread that has more to do than to copy, and each KiB of it.
-const REQUEST: Nanos = Nanos::from_micros(20);
-const KIB: Nanos = Nanos::new(40);
 /// Simulated between two looks at the clock.
 const STEP: Nanos = Nanos::from_millis(50);
 
@@ -53,9 +50,9 @@ time after the phase's start until the IOPS were within 5 % of its second half. 
 phase): I/O + compute - 0.2 x cores. 1 is what one busy IOThread does, and one CPU's computing; or, where \
 no run does more than that, the most that any does.
 
-A request costs the CPU time of --request-us and --kib-ns; other costs are measured ones of a disk in memory \
-on two CPUs of an Intel Xeon, or those of --costs, which --calibrate makes of this machine. See docs/ARCHITECTURE.md on \
-what the simulator leaves out.
+What --request-us and --kib-ns say is the disk's work, on top of what the data plane itself does for a \
+request. All other costs are measured ones of a disk in memory on two CPUs of an Intel Xeon, or those of \
+--costs, which --calibrate makes of this machine. See docs/ARCHITECTURE.md on what the simulator leaves out.
 
 Examples:
   rtvirtio simulate --cpus 16 --vms 48
@@ -93,12 +90,12 @@ pub(crate) struct Args {
     /// Another seed is another order of phases, other bursts, other times of requests
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// CPU time of an IOThread for a request, µs [default: that of --costs, or 20]
-    #[arg(long)]
-    request_us: Option<f64>,
-    /// And for each KiB of it, ns [default: that of --costs, or 40]
-    #[arg(long)]
-    kib_ns: Option<f64>,
+    /// CPU time of an IOThread for the disk's work on a request, µs
+    #[arg(long, default_value_t = 20.0)]
+    request_us: f64,
+    /// And for each KiB of it, ns
+    #[arg(long, default_value_t = 40.0)]
+    kib_ns: f64,
     /// All costs, JSON: those that it does not name keep their defaults
     #[arg(long)]
     costs: Option<PathBuf>,
@@ -286,20 +283,17 @@ fn scenario(args: &Args, compute: f64) -> Result<Scenario> {
 }
 
 fn costs(args: &Args) -> Result<Costs> {
-    let mut costs = Costs { request: REQUEST, kib: KIB, ..Costs::default() };
-    if let Some(path) = &args.costs {
-        let text = input::read(path, MAX_COSTS)?;
-        costs = serde_json::from_str(&text).with_context(|| format!("{}", path.display()))?;
-    }
-    if let Some(request) = args.request_us {
-        ensure!((0.0..=1e6).contains(&request), "--request-us is {request}, outside 0 to 1000000");
-        costs.request = Nanos::from_secs_f64(request / 1e6);
-    }
-    if let Some(kib) = args.kib_ns {
-        ensure!((0.0..=1e6).contains(&kib), "--kib-ns is {kib}, outside 0 to 1000000");
-        costs.kib = Nanos::from_secs_f64(kib / 1e9);
-    }
-    Ok(costs)
+    let own = match &args.costs {
+        Some(path) => {
+            let text = input::read(path, MAX_COSTS)?;
+            serde_json::from_str(&text).with_context(|| format!("{}", path.display()))?
+        }
+        None => Costs::default(),
+    };
+    let (request, kib) = (args.request_us, args.kib_ns);
+    ensure!((0.0..=1e6).contains(&request), "--request-us is {request}, outside 0 to 1000000");
+    ensure!((0.0..=1e6).contains(&kib), "--kib-ns is {kib}, outside 0 to 1000000");
+    Ok(own.with_work(Nanos::from_secs_f64(request / 1e6), Nanos::from_secs_f64(kib / 1e9)))
 }
 
 fn policies(args: &Args) -> Result<Vec<Which>> {
