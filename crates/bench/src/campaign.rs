@@ -9,6 +9,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
+use std::num::NonZeroU32;
 use std::path::Path;
 use std::time::Duration;
 
@@ -171,10 +172,10 @@ impl Campaign<'_> {
     }
 
     /// `conditions` random ones of RT-VirtIO's Table II on the kernel's bfq, widened by what that leaves out:
-    /// `slice_idle` 0, `low_latency`, `max_budget`, and a writer with and without a cap. Every fifth is
-    /// run twice, to tell how far two repetitions differ.
+    /// `slice_idle` 0, `low_latency`, `max_budget`, and a writer with and without a cap. The first of every
+    /// `twice_every` is run twice, to tell how far two repetitions differ.
     #[must_use]
-    pub fn condition_jobs(&self, conditions: u32) -> Vec<Job> {
+    pub fn condition_jobs(&self, conditions: u32, twice_every: NonZeroU32) -> Vec<Job> {
         let mut rng = Pcg64Mcg::seed_from_u64(self.seed);
         let all = Case::all();
         let throughput = self.profile.capacity.write_throughput.get() as f64;
@@ -197,9 +198,9 @@ impl Campaign<'_> {
             let cap = part.map(|p| BytesPerSecond::new((throughput * p) as u64));
             let drawn = Drawn { scheduler, weights, cap };
             let specification = self.specification(case, Tier::Strict, neighbour);
-            let twice: &[&str] =
-                if number % 5 == 0 { &["condition", "condition, again"] } else { &["condition"] };
-            jobs.extend(twice.iter().map(|scheme| Job {
+            let schemes = ["condition", "condition, again"];
+            let runs = if number % twice_every == 0 { 2 } else { 1 };
+            jobs.extend(schemes.iter().take(runs).map(|scheme| Job {
                 key: CellKey {
                     case: case.to_string(),
                     tier: Tier::Strict.to_string(),

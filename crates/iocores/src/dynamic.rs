@@ -105,6 +105,9 @@ const UNUSED: f64 = 0.05;
 /// Periods that are remembered.
 const HISTORY: usize = 20;
 
+/// Samples of a period that are remembered: more than it has.
+const BURSTS: usize = 32;
+
 /// What of a CPU must be gained by taking it from vCPUs, and by giving it back.
 const GAIN: (f64, f64) = (0.1, 0.2);
 
@@ -117,6 +120,8 @@ pub(crate) struct Dynamic {
     recent: VecDeque<Snapshot>,
     /// The last decision's.
     period: Option<Snapshot>,
+    /// What IOThreads together were busy in each sample of this period, at most [`BURSTS`] of them.
+    bursts: Vec<f64>,
     /// The last periods.
     history: VecDeque<Period>,
     /// Samples in a row in which it stood.
@@ -193,6 +198,16 @@ impl View<'_> {
     }
 }
 
+/// How many IOThreads' worth of time those in both were busy.
+fn busy_between(before: &Snapshot, after: &Snapshot) -> f64 {
+    let elapsed = after.now.saturating_sub(before.now).as_secs_f64();
+    let busy = after.threads.iter().filter_map(|thread| {
+        let was = find(&before.threads, thread.id, |of| of.id)?;
+        Some((thread.busy.saturating_sub(was.busy).as_secs_f64() / elapsed).min(1.0))
+    });
+    busy.sum()
+}
+
 fn percent(share: f64) -> f64 {
     (100.0 * share).round()
 }
@@ -247,7 +262,10 @@ impl Policy for Dynamic {
         };
         start.clone_from(snapshot);
         let groups = place::groups(&window);
-        self.decide(&View { now, snapshot, window: &window, groups, period: &period })
+        let decisions =
+            self.decide(&View { now, snapshot, window: &window, groups, period: &period });
+        self.bursts.clear();
+        decisions
     }
 }
 
@@ -263,6 +281,7 @@ impl Dynamic {
             weights,
             recent: VecDeque::new(),
             period: None,
+            bursts: Vec::new(),
             history: VecDeque::new(),
             standing: Streaks::default(),
             loads: BTreeMap::new(),
@@ -288,7 +307,10 @@ impl Dynamic {
         if self.limits.borrow {
             self.drivers.note(snapshot);
         }
-        if !self.recent.is_empty() {
+        if let Some(last) = self.recent.back() {
+            if self.bursts.len() < BURSTS {
+                self.bursts.push(busy_between(last, snapshot));
+            }
             self.standing.note(snapshot.queues.iter().map(|queue| (queue.id, queue.standing)));
         }
         let full = self.recent.len() > STREAK as usize;

@@ -484,6 +484,28 @@ fn addition_for_a_load_that_flaps_within_periods_is_not_undone() {
     }
 }
 
+/// One would do on average, but it would have to do in 100 ms what two do in 40.
+#[test]
+fn core_that_bursts_within_periods_need_is_kept() {
+    for offset in [10, 30, 50, 70, 90] {
+        let mut world = World::new(2, 2, 8);
+        world.limits.most = 2;
+        let mut policy = dynamic(&world);
+        world.load(&[DEEP; 8]);
+        world.run(&mut *policy, 3_000 + offset);
+        assert_eq!(world.state.threads.len(), 2, "{offset}: {:#?}", world.log);
+        for _ in 0..60 {
+            world.load(&[DEEP; 8]);
+            world.run(&mut *policy, 40);
+            world.load(&[NONE; 8]);
+            world.run(&mut *policy, 60);
+        }
+        let removed =
+            world.log.iter().find(|(_, of)| matches!(of.action, Action::RemoveThread { .. }));
+        assert!(removed.is_none(), "{offset}: {removed:?}");
+    }
+}
+
 /// Neither an odd one that is full, nor loads that are all met, though an IOThread is nearly full with them.
 #[test]
 fn queue_that_gains_nothing_elsewhere_is_not_passed_around() {

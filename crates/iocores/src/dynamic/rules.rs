@@ -507,8 +507,11 @@ impl Dynamic {
             // The last core must pay, not all of them together.
             let saved = SPARE * self.weights.core;
             let gained = self.weights.compute * waited.min(ran);
+            // On average fewer may do where it comes and goes within a period.
+            let bursts = self.bursts_beyond((threads - count) as f64, on_cpu);
             let pays = |drained: place::Drained| {
-                self.weights.io * (drained.excess * on_cpu).min(ran) <= saved + gained
+                let excess = (drained.excess * on_cpu).max(bursts);
+                self.weights.io * excess.min(ran) <= saved + gained
             };
             if place::drain(queues, &period.unlocked(&gone), 1.0 / on_cpu).is_some_and(pays) {
                 break;
@@ -516,6 +519,12 @@ impl Dynamic {
             count /= 2;
         }
         count
+    }
+
+    /// What the period's samples asked for beyond so many IOThreads, in IOThreads' worth of the period.
+    fn bursts_beyond(&self, threads: f64, on_cpu: f64) -> f64 {
+        let beyond = self.bursts.iter().map(|busy| (busy * on_cpu - threads).max(0.0));
+        beyond.sum::<f64>() / self.bursts.len().max(1) as f64
     }
 
     /// Removes the IOThreads that were not needed for a while.

@@ -12,6 +12,7 @@ mod qos_changes;
 mod qos_cost;
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -80,10 +81,13 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "26")]
     prediction: Option<u32>,
     /// Instead of schemes: N random conditions of RT-VirtIO's Table II on bfq, widened (slice_idle 0,
-    /// low_latency, max_budget, a writer), every fifth twice; `bench path` holds simulations against them
+    /// low_latency, max_budget, a writer); `bench path` holds simulations against them
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "150",
         conflicts_with_all = ["sweep_cap", "prediction"])]
     conditions: Option<u32>,
+    /// With --conditions: the first of every N of them is run twice
+    #[arg(long, value_name = "N", requires = "conditions", default_value = "5")]
+    twice_every: NonZeroU32,
     /// Instead of cases: the VMs and tasks of this specification, on the scratch disk
     #[arg(long, value_name = "FILE", conflicts_with_all = ["sweep_cap", "prediction", "conditions"])]
     spec: Option<PathBuf>,
@@ -171,7 +175,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let jobs = match (specification, args.prediction, args.conditions) {
         (Some(specification), ..) => own(&campaign, specification, args)?,
         (None, Some(cells), _) => campaign.prediction_jobs(cells),
-        (None, None, Some(conditions)) => campaign.condition_jobs(conditions),
+        (None, None, Some(conditions)) => campaign.condition_jobs(conditions, args.twice_every),
         (None, None, None) => {
             let sources: Vec<_> = if args.sweep_cap.is_empty() {
                 args.schemes.iter().map(|&s| (s.to_string(), Source::Scheme(s))).collect()
