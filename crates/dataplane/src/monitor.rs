@@ -1,7 +1,7 @@
 //! The monitor: shows a policy what the IOThreads and queues do, and does what it decides.
 //!
 //! A policy (room `iocores`) is pure: this is its eyes and hands. A thread of its own takes a sample
-//! every 10 ms ([`SAMPLE`]), every 20 ms while no queue does anything: a few counters of each queue and
+//! every 10 ms ([`SAMPLE`]), every 40 ms while no queue does anything: a few counters of each queue and
 //! IOThread. What the kernel says of IOThreads, vCPUs and the host's CPUs is read every tenth time
 //! (`REFRESH`), from files that stay open. What is decided is carried out by the same live operations that
 //! an operator has, one at a time with the operator's, and written to a log of the last
@@ -236,7 +236,7 @@ impl Watch {
             }
             self.look(time);
             // A wake-up is what most of a sample costs while there is nothing to see.
-            let pause = if self.sampler.is_at_rest() { 2 * SAMPLE.get() } else { SAMPLE.get() };
+            let pause = if self.sampler.is_at_rest() { 4 * SAMPLE.get() } else { SAMPLE.get() };
             // Who comes late does not catch up.
             due = (due + pause).max(time);
         }
