@@ -110,6 +110,7 @@ class Condition(TypedDict):
     device: Device
     service: Kernel | DataPlane
     nesting: NotRequired[int]
+    seasoned: NotRequired[bool]
     transport: NotRequired[int]
     software: NotRequired[int]
     vms: list[Vm]

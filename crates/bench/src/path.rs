@@ -20,6 +20,8 @@ use serde::Serialize;
 
 /// Simulations of a condition.
 pub const SEEDS: u64 = 5;
+/// The scheme of [`Campaign::condition_jobs`](crate::campaign::Campaign::condition_jobs), and of its repetitions at the start.
+const CONDITION: &str = "condition";
 /// Cgroups around the VMs': [`crate::cell::CGROUP_ROOT`] has two.
 const NESTING: u8 = 2;
 /// fio's settling time before the window, as [`crate::load`] has it.
@@ -98,6 +100,8 @@ pub fn condition(cell: &Cell, costs: Costs, seed: u64) -> Result<Condition> {
         device,
         service: Service::Kernel { scheduler: settings.scheduler },
         nesting: NESTING,
+        // Its campaign has bfq alone: one that goes on from cell to cell.
+        seasoned: cell.key.scheme.starts_with(CONDITION),
         transport: costs.transport,
         software: costs.software,
         vms: vms.collect::<Result<_>>()?,

@@ -81,7 +81,19 @@ pub(crate) fn condition_of(
         true => Service::DataPlane,
         false => Service::Kernel { scheduler: settings.scheduler },
     };
-    Condition { device, service, nesting, transport, software, vms, warm_up, length, seed }
+    let seasoned = false;
+    Condition {
+        device,
+        service,
+        nesting,
+        seasoned,
+        transport,
+        software,
+        vms,
+        warm_up,
+        length,
+        seed,
+    }
 }
 
 /// What a specification does not say of a simulation.

@@ -28,6 +28,7 @@ fn condition(vms: u16, guest: Option<Scheduler>, host: Scheduler) -> Condition {
         device: SsdConfig { channels: 4 * vms.div_ceil(4), ..reference },
         service: Service::Kernel { scheduler: host },
         nesting: 1,
+        seasoned: false,
         transport: Nanos::from_micros(110),
         software: Nanos::from_micros(40),
         vms: vec![vm; usize::from(vms)],

@@ -46,7 +46,7 @@ const TIMEOUT_MS: u64 = 124;
 /// `BFQQ_SECT_THR_NONROT`: a random request shorter than this is seeky, one of this length is large.
 const LARGE: u32 = 64;
 /// `BFQ_RATE_SHIFT`.
-const RATE_SHIFT: u32 = 16;
+pub(super) const RATE_SHIFT: u32 = 16;
 /// `ref_rate` of flash, sectors/µs << `RATE_SHIFT`.
 const REFERENCE_RATE: u64 = 33_000;
 /// `ref_wr_duration` of flash, jiffies.
@@ -66,6 +66,8 @@ const LARGE_BURST: u32 = 8;
 const BURST_INTERVAL: i64 = jiffies(180);
 /// The weight of a process without an I/O priority of its own.
 const DEFAULT_WEIGHT: u32 = 40;
+/// What a device has had at once that deep writers used: one of the benchmarks' is 64 deep.
+const SEASONED_DEPTH: u32 = 64;
 /// Tags of the scheduler (`nr_requests` of a device with 128 or more).
 const TAGS: f64 = 256.0;
 
@@ -269,6 +271,19 @@ impl Bfq {
             budget => budget,
         };
         bfq
+    }
+
+    /// It has been at work before, on a device that does so many sectors a µs (<< `RATE_SHIFT`): `hw_tag` stays once it
+    /// is set, `max_rq_in_driver` and `peak_rate` do not fall.
+    pub(super) const fn season(mut self, rate: u64) -> Self {
+        self.hw_tag = Some(true);
+        self.max_in_driver = SEASONED_DEPTH;
+        self.budgets_assigned = STATS_MIN_BUDGETS;
+        self.peak_rate = rate;
+        if self.user_max_budget == 0 {
+            self.max_budget = self.budget_of_rate();
+        }
+        self
     }
 
     /// `bfq_calc_max_budget`.

@@ -31,6 +31,10 @@ pub struct Condition {
     /// `machine.slice`). It matters to bfq, which looks at the root whether a queue may preempt another.
     #[serde(default = "one")]
     pub nesting: u8,
+    /// bfq has been at work on the device before, under deep queues too: it knows what it forgets only when another
+    /// scheduler is chosen (that the device queues, how deep, and its rate). False: it has just been chosen.
+    #[serde(default)]
+    pub seasoned: bool,
     /// The VMs that share it.
     pub vms: Vec<Vm>,
     /// I/O that does not count, at the start.

@@ -45,6 +45,7 @@ fn condition(scheduler: Scheduler, vms: Vec<Vm>) -> Condition {
         device: "ref-4x250".parse::<SsdConfig>().unwrap(),
         service: Service::Kernel { scheduler },
         nesting: 2,
+        seasoned: false,
         transport: Nanos::from_micros(110),
         software: Nanos::from_micros(40),
         vms,
@@ -99,6 +100,20 @@ fn idling_holds_others_up() {
     assert!((200.0..=450.0).contains(&worst), "{worst}");
     let rates = outcome.vms.iter().flatten().map(|t| t.delivered_iops);
     assert!(rates.clone().all(|iops| (500.0..1_100.0).contains(&iops)), "{outcome:?}");
+}
+
+/// Measured in a campaign that had bfq at work before (docs/results/conditions, 2xM, condition 25): 1.1 and 1.2 ms.
+#[test]
+fn bfq_that_knows_a_deep_device_injects() {
+    let weighted = |weight| Vm { weight: Weight::new(weight).unwrap(), ..vm(&[task(500.0)]) };
+    let bfq = Bfq { slice_idle_us: 4_000, timeout_sync_ms: 64, ..Bfq::DEFAULT };
+    let worst = |seasoned| {
+        let made = condition(Scheduler::Bfq(bfq), vec![weighted(300), weighted(150)]);
+        let outcome = run(&Condition { seasoned, ..made }).unwrap();
+        outcome.vms.iter().flatten().map(judged_ms).fold(0.0, f64::max)
+    };
+    let (knows, new) = (worst(true), worst(false));
+    assert!(knows < 3.0 && new > 10.0 * knows, "{knows} {new}");
 }
 
 #[test]

@@ -51,17 +51,24 @@ pub(super) struct Tier {
 
 impl Tier {
     /// A device that nothing has been given to. `groups` are (parent, weight) of cgroups; bfq alone minds them and
-    /// the processes.
+    /// the processes, and is `seasoned` with the device's rate or has just been chosen.
     pub(super) fn new(
         scheduler: Scheduler,
         groups: &[(usize, u32)],
         processes: &[Process],
+        seasoned: Option<u64>,
     ) -> Self {
         let elevator: Box<dyn Elevator> = match scheduler {
             Scheduler::None => Box::new(Fifo::default()),
             Scheduler::MqDeadline => Box::new(MqDeadline::default()),
             Scheduler::Kyber => Box::new(Kyber::default()),
-            Scheduler::Bfq(parameters) => Box::new(Bfq::new(parameters, groups, processes)),
+            Scheduler::Bfq(parameters) => {
+                let bfq = Bfq::new(parameters, groups, processes);
+                Box::new(match seasoned {
+                    Some(rate) => bfq.season(rate),
+                    None => bfq,
+                })
+            }
         };
         Self {
             elevator,
@@ -222,7 +229,7 @@ mod tests {
     #[test]
     fn who_waits_for_a_tag_runs_the_queue_soon_after_each_end() {
         let process = Process { group: 0, class: 1, level: 4 };
-        let mut tier = Tier::new(Scheduler::None, &[], &[process; 2]);
+        let mut tier = Tier::new(Scheduler::None, &[], &[process; 2], None);
         tier.elevator = Box::new(OneEach::default());
         let request = |id, process| Request { id, process, sectors: 8, write: false, at: 0 };
         for (id, process) in [(0, 0), (1, 1), (2, 1)] {

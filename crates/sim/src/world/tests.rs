@@ -18,6 +18,7 @@ fn free() -> Costs {
     Costs {
         request: none,
         kib: none,
+        apart: none,
         reap: none,
         turn: none,
         poll: none,
@@ -25,6 +26,7 @@ fn free() -> Costs {
         letter: none,
         client: none,
         client_kib: none,
+        client_apart: none,
         client_turn: none,
         kick: none,
         wake: none,
