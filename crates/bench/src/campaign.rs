@@ -35,6 +35,9 @@ use crate::progress::Progress;
 /// The file of a campaign's directory that holds its cells.
 pub const CELLS: &str = "cells.jsonl";
 
+/// The scheme of [`Campaign::condition_jobs`]; those of repetitions begin with it.
+pub const CONDITION: &str = "condition";
+
 /// Window of a look at the noise floor: the least that judges p99 of 100 requests a second.
 const FLOOR: Duration = Duration::from_secs(11);
 
@@ -198,7 +201,7 @@ impl Campaign<'_> {
             let cap = part.map(|p| BytesPerSecond::new((throughput * p) as u64));
             let drawn = Drawn { scheduler, weights, cap };
             let specification = self.specification(case, Tier::Strict, neighbour);
-            let schemes = ["condition", "condition, again"];
+            let schemes = [CONDITION, "condition, again"];
             let runs = if number % twice_every == 0 { 2 } else { 1 };
             jobs.extend(schemes.iter().take(runs).map(|scheme| Job {
                 key: CellKey {

@@ -18,10 +18,10 @@ use rtvirtio_spec::specification::{Device, Specification};
 use rtvirtio_units::{DeviceName, Nanos};
 use serde::Serialize;
 
+use crate::campaign::CONDITION;
+
 /// Simulations of a condition.
 pub const SEEDS: u64 = 5;
-/// The scheme of [`Campaign::condition_jobs`](crate::campaign::Campaign::condition_jobs), and of its repetitions at the start.
-const CONDITION: &str = "condition";
 /// Cgroups around the VMs': [`crate::cell::CGROUP_ROOT`] has two.
 const NESTING: u8 = 2;
 /// fio's settling time before the window, as [`crate::load`] has it.
