@@ -1,7 +1,8 @@
 //! What a campaign comes to: medians by phase and policy, and the marks.
 //!
 //! Cells of one seed and repetition ran the same scenario: they are a *group*, with one
-//! [`Reference`], as in `rtvirtio simulate`. A median is over groups.
+//! [`Reference`], as in `rtvirtio simulate`. A median is over groups. Quiet cells make groups of their own, by which the
+//! p99 of their phase is judged.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,6 +12,7 @@ use rtvirtio_sim::scenario::PhaseKind;
 use serde::Serialize;
 
 use super::cell::{Cell, Contender, Phase, Rest};
+use super::{Campaign, QUIET};
 
 /// Of the best fixed number's utility, throughput and p99: what may be missing.
 const MARGIN: f64 = 0.05;
@@ -210,9 +212,18 @@ fn is_static(policy: Contender) -> bool {
 
 /// All marks.
 #[must_use]
-pub fn judge(cells: &[Cell]) -> Vec<Verdict> {
-    let rows = rows(cells);
-    let marks = Marks { cells, rows: &rows };
+pub fn judge(campaign: &Campaign) -> Vec<Verdict> {
+    let Campaign { cells, quiet, .. } = campaign;
+    let own = rows(cells);
+    let is_quiet = |row: &Row| row.kind == Some(QUIET);
+    let tails: Vec<Row> = own
+        .iter()
+        .filter(|row| !is_quiet(row))
+        .cloned()
+        .chain(rows(quiet).into_iter().filter(is_quiet))
+        .collect();
+    let marks = Marks { cells, rows: &own };
+    let tails = Marks { cells, rows: &tails };
     vec![
         marks.each_phase(),
         marks.whole(),
@@ -224,7 +235,7 @@ pub fn judge(cells: &[Cell]) -> Vec<Verdict> {
                 (ratio >= 1.0 - MARGIN, format!("x {ratio:.3}"))
             },
         ),
-        marks.beside_static(
+        tails.beside_static(
             "1 p99",
             |row| row.n >= LEAST_FOR_P99,
             |own, fixed| {
@@ -237,7 +248,7 @@ pub fn judge(cells: &[Cell]) -> Vec<Verdict> {
         marks.given_back(),
         marks.flapping(),
         marks.flapping_moves(),
-        marks.verified(),
+        verified(cells.iter().chain(quiet)),
     ]
 }
 
@@ -396,20 +407,20 @@ impl Marks<'_> {
             }
         }
     }
+}
 
-    fn verified(&self) -> Verdict {
-        let failed: Vec<String> = self
-            .cells
-            .iter()
-            .filter_map(|cell| Some(format!("{}: {}", cell.key.label(), cell.failed.as_ref()?)))
-            .collect();
-        let checked: u64 = self.cells.iter().map(|cell| cell.checked).sum();
-        let why = match failed.is_empty() {
-            true => format!("{} cells, {checked} sectors read as written", self.cells.len()),
-            false => failed.join("; "),
-        };
-        verdict("3 verified", (!self.cells.is_empty()).then_some(failed.is_empty()), why)
+fn verified<'a>(cells: impl Iterator<Item = &'a Cell>) -> Verdict {
+    let (mut n, mut checked, mut failed) = (0, 0, Vec::new());
+    for cell in cells {
+        n += 1;
+        checked += cell.checked;
+        failed.extend(cell.failed.as_ref().map(|why| format!("{}: {why}", cell.key.label())));
     }
+    let why = match failed.is_empty() {
+        true => format!("{n} cells, {checked} sectors read as written"),
+        false => failed.join("; "),
+    };
+    verdict("3 verified", (n > 0).then_some(failed.is_empty()), why)
 }
 
 /// Passed if all parts are; those that are not are named, else the first.

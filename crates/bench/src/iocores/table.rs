@@ -1,12 +1,13 @@
 //! For a terminal.
 
-use super::cell::Cell;
+use super::Campaign;
 use super::judge::{Row, judge, name, rows};
 use super::simulated::{self, Compared};
 
 /// A row for each phase and policy, what is in doubt, and what came of each mark.
 #[must_use]
-pub fn table(cells: &[Cell], compared: Option<&[Compared]>) -> String {
+pub fn table(campaign: &Campaign, compared: Option<&[Compared]>) -> String {
+    let Campaign { cells, quiet, .. } = campaign;
     let mut text = format!(
         "{:<12} {:<9} {:>4} {:>8} {:>8} {:>6} {:>6} {:>9} {:>9} {:>9} {:>13} {:>8} {:>6} {:>9} {:>5} {:>4} {:>4} {:>7} {:>7}\n",
         "phase",
@@ -30,8 +31,13 @@ pub fn table(cells: &[Cell], compared: Option<&[Compared]>) -> String {
         "utility"
     );
     text.extend(rows(cells).iter().map(line));
+    let alone = rows(quiet);
+    if !alone.is_empty() {
+        text += "Alone, longer and more often:\n";
+        text.extend(alone.iter().filter(|row| row.kind.is_some()).map(line));
+    }
     text.push('\n');
-    for cell in cells {
+    for cell in cells.iter().chain(quiet) {
         let key = cell.key;
         let label = format!("{}, repetition {}", key.label(), key.repetition);
         if let Some(why) = &cell.failed {
@@ -49,7 +55,7 @@ pub fn table(cells: &[Cell], compared: Option<&[Compared]>) -> String {
         text += &simulated::table(compared);
         text.push('\n');
     }
-    let verdicts = judge(cells).into_iter().chain(compared.map(simulated::judge));
+    let verdicts = judge(campaign).into_iter().chain(compared.map(simulated::judge));
     text.extend(verdicts.map(|verdict| format!("{verdict}\n")));
     text += "\nMedians of runs. n: the least. 95 %: the interval of the p99's rank in a run. cores: IOThreads, mean; ran: what they had of CPUs. \
              compute, of: CPUs' worth of it, and what the VMs would have alone. rest: after the phase's \

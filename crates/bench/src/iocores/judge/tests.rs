@@ -35,7 +35,7 @@ fn phase(kind: Option<PhaseKind>, iops: u64, io_cores: f64, waited: f64) -> Phas
 fn cell(policy: Contender, seed: u64, phases: Vec<Phase>, whole: Phase) -> Cell {
     let canary = Canary { n: 1, p50: Nanos::ZERO, p99: Nanos::ZERO, max: Nanos::ZERO };
     Cell {
-        key: CellKey { policy, seed, repetition: 0 },
+        key: CellKey { policy, seed, repetition: 0, is_quiet: false },
         settings: Settings::default(),
         failed: None,
         phases,
@@ -70,8 +70,14 @@ fn campaign(change: impl Fn(&mut Phase)) -> Vec<Cell> {
     ]
 }
 
+/// With quiet cells that are as the phase is in the traces.
+fn judged(cells: &[Cell]) -> Vec<Verdict> {
+    let quiet = cells.iter().filter(|cell| cell.is_good()).cloned().collect();
+    judge(&Campaign { cells: cells.to_vec(), quiet, rounds: Vec::new() })
+}
+
 fn outcome(cells: &[Cell], mark: &str) -> (Outcome, String) {
-    let verdicts = judge(cells);
+    let verdicts = judged(cells);
     let found = verdicts.into_iter().find(|verdict| verdict.mark == mark).unwrap();
     (found.outcome, found.why)
 }
@@ -94,7 +100,7 @@ fn utilities_are_parts_of_the_groups_best_less_a_fifth_a_core() {
 #[test]
 fn campaign_in_which_the_policy_is_the_best_passes() {
     let cells = campaign(|_| ());
-    for (mark, outcome) in judge(&cells).iter().map(|verdict| (verdict.mark, verdict.outcome)) {
+    for (mark, outcome) in judged(&cells).iter().map(|verdict| (verdict.mark, verdict.outcome)) {
         let expected = match mark {
             // It has no such phase, and none began with a core too many.
             "2 flapping" | "2 moves under flapping" | "2 core given back" => Outcome::NotJudged,
@@ -140,6 +146,22 @@ fn p99_and_iops_per_core_are_held_against_the_best_fixed_number_that_is_worth_as
     assert_eq!(outcome(&few, "1 p99").0, Outcome::Passed);
     let slow = campaign(|phase| phase.requests = phase.requests * 94 / 100);
     assert_eq!(outcome(&slow, "1 IOPS per I/O core").0, Outcome::Lost);
+}
+
+#[test]
+fn p99_of_the_quiet_phase_is_judged_by_its_own_cells_alone() {
+    let p99 = |factor: f64| campaign(move |phase| phase.p99_us *= factor);
+    let of = |cells, quiet| {
+        let verdicts = judge(&Campaign { cells, quiet, rounds: Vec::new() });
+        verdicts.into_iter().find(|verdict| verdict.mark == "1 p99").unwrap()
+    };
+    let in_trace = campaign(|phase| phase.p99_us *= if phase.kind == IDLE { 2.0 } else { 1.0 });
+    assert_eq!(of(in_trace.clone(), p99(1.05)).outcome, Outcome::Passed);
+    let lost = of(campaign(|_| ()), p99(1.06));
+    assert!(lost.outcome == Outcome::Lost && lost.why.ends_with("idle x 1.060 of static:1"));
+    // What is not there is not judged: all-hot and the whole are left.
+    let without = of(in_trace, Vec::new());
+    assert!(without.outcome == Outcome::Passed && without.why.ends_with("2 of 2"), "{without}");
 }
 
 #[test]
