@@ -17,8 +17,8 @@
 //! - [`disturb`]: what a monitor that ends, a reader that does not read and hostile requests do to the
 //!   data path. `awake`: CPUs that do not halt meanwhile.
 //!
-//! In a trace `idle` has too few requests to tell a p99 within 5 %: *quiet* cells have it alone, longer and more often, and
-//! its p99 is judged by them.
+//! Where policies have the same IOThreads, p99s of two runs differ by more than the 5 % that are to be told: cells of one
+//! phase *alone* repeat it, and its p99 is judged by them and the traces together.
 //!
 //! What differs from the simulator: a disk takes some ms to connect; a queue has 64 requests in flight at
 //! most; seven of ten requests read, and clients make and compare content; a queue's streams are drained
@@ -59,20 +59,19 @@ use costs::Round;
 use simulated::Compared;
 use trial::{LEAD, Measured, Trial, duration};
 
-/// The phase that quiet cells have alone.
-pub(crate) const QUIET: PhaseKind = PhaseKind::Idle;
-/// Quiet cells of a policy for each of its cells.
-const QUIET_CELLS: u32 = 4;
-/// Their length, in phases of the campaign.
-const QUIET_PHASES: f64 = 1.5;
+/// Phases that are repeated alone, and the fixed number beside which: the one that is worth most there.
+pub(crate) const ALONE: [(PhaseKind, Contender); 2] =
+    [(PhaseKind::Idle, Contender::Static1), (PhaseKind::Flapping, Contender::Static2)];
+/// How often, for each cell of a trace.
+const TIMES: u32 = 3;
 
 /// What a campaign measured.
 #[derive(Debug, Default)]
 pub struct Campaign {
     /// Policies on traces.
     pub cells: Vec<Cell>,
-    /// On the phase alone whose p99 a trace does not tell.
-    pub quiet: Vec<Cell>,
+    /// Phases alone whose p99 a trace does not tell.
+    pub alone: Vec<Cell>,
     /// Costs.
     pub rounds: Vec<Round>,
 }
@@ -105,10 +104,9 @@ impl Benchmark<'_> {
     /// fails otherwise, or if interrupted.
     pub fn run(&self, interrupted: &Interrupted) -> Result<Campaign> {
         let first = self.seeds.first().copied().unwrap_or_default();
-        let length =
-            |is_quiet| Ok::<_, anyhow::Error>(duration(&self.settings(is_quiet).scenario(first)?));
-        let lengths = [length(false)?, length(true)?];
-        let expected = |key: &CellKey| lengths[usize::from(key.is_quiet)];
+        let trace = duration(&self.settings.scenario(first)?);
+        let alone = duration(&self.settings(Some(PhaseKind::Idle)).scenario(first)?);
+        let expected = |key: &CellKey| if key.alone.is_some() { alone } else { trace };
         machine::cpus()?;
         let mut cells = Lines::<Cell>::open(&self.out.join("cells.jsonl"))?;
         if cells.iter().any(|cell| cell.settings != self.settings) {
@@ -122,7 +120,7 @@ impl Benchmark<'_> {
         let mut rounds = Lines::<Round>::open(&self.out.join("rounds.jsonl"))?;
         let mut left = match self.calibrate {
             true if rounds.is_empty() || !missing.is_empty() => {
-                missing.iter().filter(|key| !key.is_quiet).count() + 1
+                missing.iter().filter(|key| key.alone.is_none()).count() + 1
             }
             _ => 0,
         };
@@ -139,7 +137,7 @@ impl Benchmark<'_> {
             Ok(())
         };
         for key in missing {
-            if !key.is_quiet {
+            if key.alone.is_none() {
                 round(&mut progress)?;
             }
             let expected = expected(&key);
@@ -152,58 +150,51 @@ impl Benchmark<'_> {
             progress.finish(expected);
         }
         round(&mut progress)?;
-        let (quiet, cells) = cells.into_all().into_iter().partition(|cell| cell.key.is_quiet);
-        Ok(Campaign { cells, quiet, rounds: rounds.into_all() })
+        let is_alone = |cell: &Cell| cell.key.alone.is_some();
+        let (alone, cells) = cells.into_all().into_iter().partition(is_alone);
+        Ok(Campaign { cells, alone, rounds: rounds.into_all() })
     }
 
-    /// Every cell, in the order in which they run: policies take turns to be first, and quiet cells follow the others of
+    /// Every cell, in the order in which they run: policies take turns to be first, and phases alone follow the traces of
     /// their seed.
     fn keys(&self) -> Vec<CellKey> {
-        let quiet = self.quiet_policies();
         let mut keys = Vec::new();
         for repetition in 0..self.repetitions {
             for (turn, &seed) in self.seeds.iter().enumerate() {
-                let mut add = |policies: &[Contender], turn: usize, repetition, is_quiet| {
+                let mut add = |policies: &[Contender], turn: usize, repetition, alone| {
                     let mut policies = policies.to_vec();
                     let first = turn % policies.len().max(1);
                     policies.rotate_left(first);
-                    let key = |policy| CellKey { policy, seed, repetition, is_quiet };
+                    let key = |policy| CellKey { policy, seed, repetition, alone };
                     keys.extend(policies.into_iter().map(key));
                 };
-                add(&self.policies, repetition as usize + turn, repetition, false);
-                for next in 0..QUIET_CELLS {
-                    add(&quiet, next as usize + turn, repetition * QUIET_CELLS + next, true);
+                add(&self.policies, repetition as usize + turn, repetition, None);
+                for time in 0..TIMES {
+                    for (kind, fixed) in ALONE {
+                        let policies = [fixed, Contender::Dynamic];
+                        let is_there = policies.iter().all(|of| self.policies.contains(of));
+                        if is_there && self.settings.phases.contains(&kind) {
+                            let time = repetition * TIMES + time;
+                            add(&policies, time as usize + turn, time, Some(kind));
+                        }
+                    }
                 }
             }
         }
         keys
     }
 
-    /// Policies that have quiet cells: those whose p99s are held against each other. One IOThread is enough for the phase,
-    /// so two are worth less.
-    fn quiet_policies(&self) -> Vec<Contender> {
-        let is_judged =
-            |policy: &Contender| matches!(policy, Contender::Dynamic | Contender::Static1);
-        match self.settings.phases.contains(&QUIET) {
-            true => self.policies.iter().copied().filter(is_judged).collect(),
-            false => Vec::new(),
-        }
-    }
-
     /// What a cell runs.
-    fn settings(&self, is_quiet: bool) -> Settings {
+    fn settings(&self, alone: Option<PhaseKind>) -> Settings {
         let settings = self.settings.clone();
-        match is_quiet {
-            false => settings,
-            true => {
-                let seconds = settings.seconds * QUIET_PHASES;
-                Settings { phases: vec![QUIET], seconds, ..settings }
-            }
+        match alone {
+            None => settings,
+            Some(kind) => Settings { phases: vec![kind], ..settings },
         }
     }
 
     fn cell(&self, key: CellKey, interrupted: &Interrupted) -> Result<Cell> {
-        let settings = self.settings(key.is_quiet);
+        let settings = self.settings(key.alone);
         let scenario = settings.scenario(key.seed)?;
         let trial = Trial {
             program: self.program,
@@ -308,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn quiet_cells_are_of_the_policies_that_are_compared_and_each_has_a_name_of_its_own() {
+    fn phases_alone_are_of_the_policies_that_are_compared_and_each_cell_has_a_name_of_its_own() {
         let benchmark = Benchmark {
             settings: Settings::default(),
             policies: Contender::ALL.to_vec(),
@@ -319,15 +310,19 @@ mod tests {
             out: Path::new("/nowhere"),
         };
         let keys = benchmark.keys();
-        let quiet: Vec<&CellKey> = keys.iter().filter(|key| key.is_quiet).collect();
-        // Two policies, four cells each, for two repetitions of five policies.
-        assert_eq!((keys.len(), quiet.len()), (2 * 5 + 16, 16));
-        assert!(quiet.iter().all(|key| key.policy != Contender::Iocm));
+        let of = |kind, policy| {
+            keys.iter().filter(|key| (key.alone, key.policy) == (kind, policy)).count()
+        };
+        for policy in Contender::ALL {
+            let is = |with| usize::from(policy == Contender::Dynamic || policy == with) * 6;
+            assert_eq!(of(None, policy), 2);
+            assert_eq!(of(Some(PhaseKind::Idle), policy), is(Contender::Static1));
+            assert_eq!(of(Some(PhaseKind::Flapping), policy), is(Contender::Static2));
+        }
         let mut distinct = keys.clone();
         distinct.sort_unstable();
         distinct.dedup();
         assert_eq!(distinct.len(), keys.len());
-        let settings = benchmark.settings(true);
-        assert_eq!((settings.phases, settings.seconds), (vec![QUIET], 30.0));
+        assert_eq!(benchmark.settings(Some(PhaseKind::Idle)).phases, [PhaseKind::Idle]);
     }
 }

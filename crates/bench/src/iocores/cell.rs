@@ -185,17 +185,17 @@ pub struct CellKey {
     pub seed: u64,
     /// From 0.
     pub repetition: u32,
-    /// Whether it has one phase alone, and longer.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub is_quiet: bool,
+    /// The one phase of it; none: all of its campaign's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub alone: Option<PhaseKind>,
 }
 
 impl CellKey {
     /// For people.
     #[must_use]
     pub fn label(&self) -> String {
-        let quiet = if self.is_quiet { ", quiet" } else { "" };
-        format!("{}, seed {}{quiet}", self.policy, self.seed)
+        let alone = self.alone.map_or_else(String::new, |kind| format!(", {kind} alone"));
+        format!("{}, seed {}{alone}", self.policy, self.seed)
     }
 }
 
@@ -353,7 +353,7 @@ mod tests {
         }
         let error = "static:3".parse::<Contender>().unwrap_err();
         assert!(error.ends_with("static:1, static:2, dynamic, iocm, spdk"), "{error}");
-        let key = CellKey { policy: Contender::Static2, seed: 7, repetition: 1, is_quiet: false };
+        let key = CellKey { policy: Contender::Static2, seed: 7, repetition: 1, alone: None };
         let text = serde_json::to_string(&key).unwrap();
         assert_eq!(text, r#"{"policy":"static:2","seed":7,"repetition":1}"#);
         assert_eq!(serde_json::from_str::<CellKey>(&text).unwrap(), key);

@@ -1,8 +1,8 @@
 //! What a campaign comes to: medians by phase and policy, and the marks.
 //!
 //! Cells of one seed and repetition ran the same scenario: they are a *group*, with one
-//! [`Reference`], as in `rtvirtio simulate`. A median is over groups. Quiet cells make groups of their own, by which the
-//! p99 of their phase is judged.
+//! [`Reference`], as in `rtvirtio simulate`. A median is over groups. Cells of a phase alone make groups of
+//! their own, by which the p99 of that phase is judged too.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,8 +11,8 @@ use rtvirtio_iocores::utility::{Reference, Weights};
 use rtvirtio_sim::scenario::PhaseKind;
 use serde::Serialize;
 
-use super::cell::{Cell, Contender, Phase, Rest};
-use super::{Campaign, QUIET};
+use super::cell::{Cell, CellKey, Contender, Phase, Rest};
+use super::{ALONE, Campaign};
 
 /// Of the best fixed number's utility, throughput and p99: what may be missing.
 const MARGIN: f64 = 0.05;
@@ -68,7 +68,7 @@ pub struct Row {
     /// The utility.
     pub utility: f64,
     /// By group.
-    pub utilities: Vec<((u64, u32), f64)>,
+    pub utilities: Vec<(Group, f64)>,
 }
 
 /// All phases in order, then the whole.
@@ -86,18 +86,22 @@ pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     }
 }
 
+/// Seed, repetition, and what was alone.
+type Group = (u64, u32, Option<PhaseKind>);
+
 /// A phase with its group and its utility.
-type Run<'a> = ((u64, u32), &'a Phase, f64);
+type Run<'a> = (Group, &'a Phase, f64);
 
 /// By phase, then by policy.
 #[must_use]
 pub fn rows(cells: &[Cell]) -> Vec<Row> {
     let mut rows = Vec::new();
     for kind in kinds(cells) {
-        let mut groups: BTreeMap<(u64, u32), Vec<(Contender, &Phase)>> = BTreeMap::new();
+        let mut groups: BTreeMap<Group, Vec<(Contender, &Phase)>> = BTreeMap::new();
         for cell in cells {
             if let Some(phase) = cell.phase(kind) {
-                let key = (cell.key.seed, cell.key.repetition);
+                let CellKey { seed, repetition, alone, .. } = cell.key;
+                let key = (seed, repetition, alone);
                 groups.entry(key).or_default().push((cell.key.policy, phase));
             }
         }
@@ -213,14 +217,15 @@ fn is_static(policy: Contender) -> bool {
 /// All marks.
 #[must_use]
 pub fn judge(campaign: &Campaign) -> Vec<Verdict> {
-    let Campaign { cells, quiet, .. } = campaign;
+    let Campaign { cells, alone, .. } = campaign;
     let own = rows(cells);
-    let is_quiet = |row: &Row| row.kind == Some(QUIET);
+    let is_alone = |row: &Row| ALONE.iter().any(|(kind, _)| row.kind == Some(*kind));
+    let all: Vec<Cell> = cells.iter().chain(alone).cloned().collect();
     let tails: Vec<Row> = own
         .iter()
-        .filter(|row| !is_quiet(row))
+        .filter(|row| !is_alone(row))
         .cloned()
-        .chain(rows(quiet).into_iter().filter(is_quiet))
+        .chain(rows(&all).into_iter().filter(is_alone))
         .collect();
     let marks = Marks { cells, rows: &own };
     let tails = Marks { cells, rows: &tails };
@@ -248,7 +253,7 @@ pub fn judge(campaign: &Campaign) -> Vec<Verdict> {
         marks.given_back(),
         marks.flapping(),
         marks.flapping_moves(),
-        verified(cells.iter().chain(quiet)),
+        verified(cells.iter().chain(alone)),
     ]
 }
 
@@ -382,13 +387,13 @@ impl Marks<'_> {
         let kind = Some(PhaseKind::Flapping);
         let mut parts = Vec::new();
         if let Some(own) = self.row(kind, Contender::Dynamic) {
-            for ((seed, repetition), utility) in &own.utilities {
+            for (group, utility) in &own.utilities {
                 let same = |row: &&Row| row.kind == kind && is_static(row.policy);
                 let fixed = self.rows.iter().filter(same).flat_map(|row| &row.utilities);
-                let fixed = fixed.filter(|(key, _)| key == &(*seed, *repetition));
+                let fixed = fixed.filter(|(key, _)| key == group);
                 let best = fixed.map(|(_, utility)| *utility).reduce(f64::max);
                 if let Some(best) = best {
-                    let text = format!("seed {seed}: {utility:.3} against {best:.3}");
+                    let text = format!("seed {}: {utility:.3} against {best:.3}", group.0);
                     parts.push((*utility >= best - MARGIN * best.abs(), text));
                 }
             }

@@ -244,7 +244,7 @@ mod tests {
         let settings = Settings { phases, seconds: 2.0, ..Settings::default() };
         let interrupted = AtomicBool::new(false);
         let of = |policy| {
-            let key = CellKey { policy, seed: 1, repetition: 0, is_quiet: false };
+            let key = CellKey { policy, seed: 1, repetition: 0, alone: None };
             simulate(&settings, key, Costs::default(), &interrupted).unwrap().whole
         };
         let (one, own) = (of(Contender::Static1), of(Contender::Dynamic));

@@ -7,7 +7,7 @@ use super::simulated::{self, Compared};
 /// A row for each phase and policy, what is in doubt, and what came of each mark.
 #[must_use]
 pub fn table(campaign: &Campaign, compared: Option<&[Compared]>) -> String {
-    let Campaign { cells, quiet, .. } = campaign;
+    let Campaign { cells, alone, .. } = campaign;
     let mut text = format!(
         "{:<12} {:<9} {:>4} {:>8} {:>8} {:>6} {:>6} {:>9} {:>9} {:>9} {:>13} {:>8} {:>6} {:>9} {:>5} {:>4} {:>4} {:>7} {:>7}\n",
         "phase",
@@ -31,13 +31,13 @@ pub fn table(campaign: &Campaign, compared: Option<&[Compared]>) -> String {
         "utility"
     );
     text.extend(rows(cells).iter().map(line));
-    let alone = rows(quiet);
-    if !alone.is_empty() {
-        text += "Alone, longer and more often:\n";
-        text.extend(alone.iter().filter(|row| row.kind.is_some()).map(line));
+    let again = rows(alone);
+    if !again.is_empty() {
+        text += "Alone, for their p99:\n";
+        text.extend(again.iter().filter(|row| row.kind.is_some()).map(line));
     }
     text.push('\n');
-    for cell in cells.iter().chain(quiet) {
+    for cell in cells.iter().chain(alone) {
         let key = cell.key;
         let label = format!("{}, repetition {}", key.label(), key.repetition);
         if let Some(why) = &cell.failed {

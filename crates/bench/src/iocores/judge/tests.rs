@@ -35,7 +35,7 @@ fn phase(kind: Option<PhaseKind>, iops: u64, io_cores: f64, waited: f64) -> Phas
 fn cell(policy: Contender, seed: u64, phases: Vec<Phase>, whole: Phase) -> Cell {
     let canary = Canary { n: 1, p50: Nanos::ZERO, p99: Nanos::ZERO, max: Nanos::ZERO };
     Cell {
-        key: CellKey { policy, seed, repetition: 0, is_quiet: false },
+        key: CellKey { policy, seed, repetition: 0, alone: None },
         settings: Settings::default(),
         failed: None,
         phases,
@@ -70,10 +70,8 @@ fn campaign(change: impl Fn(&mut Phase)) -> Vec<Cell> {
     ]
 }
 
-/// With quiet cells that are as the phase is in the traces.
 fn judged(cells: &[Cell]) -> Vec<Verdict> {
-    let quiet = cells.iter().filter(|cell| cell.is_good()).cloned().collect();
-    judge(&Campaign { cells: cells.to_vec(), quiet, rounds: Vec::new() })
+    judge(&Campaign { cells: cells.to_vec(), ..Campaign::default() })
 }
 
 fn outcome(cells: &[Cell], mark: &str) -> (Outcome, String) {
@@ -149,19 +147,31 @@ fn p99_and_iops_per_core_are_held_against_the_best_fixed_number_that_is_worth_as
 }
 
 #[test]
-fn p99_of_the_quiet_phase_is_judged_by_its_own_cells_alone() {
-    let p99 = |factor: f64| campaign(move |phase| phase.p99_us *= factor);
-    let of = |cells, quiet| {
-        let verdicts = judge(&Campaign { cells, quiet, rounds: Vec::new() });
-        verdicts.into_iter().find(|verdict| verdict.mark == "1 p99").unwrap()
+fn p99_of_a_phase_that_is_repeated_alone_is_judged_over_all_its_runs_and_nothing_else_is() {
+    let of = |in_traces: f64, factors: [f64; 3]| {
+        let idle = |factor: f64| {
+            campaign(move |phase| phase.p99_us *= if phase.kind == IDLE { factor } else { 1.0 })
+        };
+        let mut alone = Vec::new();
+        for (repetition, factor) in (0..).zip(factors) {
+            for mut cell in idle(factor) {
+                cell.key = CellKey { repetition, alone: IDLE, ..cell.key };
+                cell.phases.retain(|phase| phase.kind == IDLE);
+                // It counts as no trace.
+                cell.whole.as_mut().unwrap().p99_us = 1e9;
+                alone.push(cell);
+            }
+        }
+        let campaign = Campaign { cells: idle(in_traces), alone, rounds: Vec::new() };
+        judge(&campaign).into_iter().find(|verdict| verdict.mark == "1 p99").unwrap()
     };
-    let in_trace = campaign(|phase| phase.p99_us *= if phase.kind == IDLE { 2.0 } else { 1.0 });
-    assert_eq!(of(in_trace.clone(), p99(1.05)).outcome, Outcome::Passed);
-    let lost = of(campaign(|_| ()), p99(1.06));
-    assert!(lost.outcome == Outcome::Lost && lost.why.ends_with("idle x 1.060 of static:1"));
-    // What is not there is not judged: all-hot and the whole are left.
-    let without = of(in_trace, Vec::new());
-    assert!(without.outcome == Outcome::Passed && without.why.ends_with("2 of 2"), "{without}");
+    // The median of four.
+    assert_eq!(of(2.0, [1.0, 1.1, 1.0]).outcome, Outcome::Passed);
+    let lost = of(1.0, [1.1, 1.1, 1.1]);
+    assert!(
+        lost.outcome == Outcome::Lost && lost.why.ends_with("not 1 of 3: idle x 1.100 of static:1"),
+        "{lost}"
+    );
 }
 
 #[test]

@@ -36,13 +36,14 @@ Phases (`rtvirtio simulate --help` says what each is):
 The table has medians over seeds. utility: I/O and compute as parts of the best run's on that seed, less 0.2 \
 an I/O core. Below it a line for each mark: pass, LOST or not judged.
 
-idle has too few requests in a trace to tell a p99 within 5 %. Its p99 is judged by four cells more of each seed \
-for dynamic and static:1: idle alone, 1.5 x --seconds.
+Where policies have the same IOThreads, p99s of two runs differ by more than the 5 % that are to be told. So idle (dynamic \
+and static:1) and flapping (dynamic and static:2) are run three times more for each seed, alone, and their p99 \
+is judged over all.
 
 Results go to OUT: cells.jsonl (a cell a line, with its timeline each 100 ms), table.txt, pareto.svg, \
 timelines.svg, commands.txt; of --compare-simulator rounds.jsonl, costs.json and costs.txt; of --disturb \
 disturb.jsonl and disturb.txt. The same OUT continues where it was. The time is policies x seeds x repetitions x \
-(phases x --seconds + 4 s), and 14 min for idle alone: an hour by default, 70 min with --compare-simulator. Wants a \
+(phases x --seconds + 4 s), and 15 min for phases alone: an hour by default, 70 min with --compare-simulator. Wants a \
 machine on which nothing else runs.
 
 Examples:
@@ -173,7 +174,7 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         verdicts.extend(compared.as_deref().map(simulated::judge));
         input::print_json(&json!({
             "rows": judge::rows(&campaign.cells),
-            "quiet": judge::rows(&campaign.quiet),
+            "alone": judge::rows(&campaign.alone),
             "verdicts": verdicts,
             "simulated": compared,
         }))?;
@@ -181,7 +182,7 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         print!("{text}");
     }
     ensure!(
-        campaign.cells.iter().chain(&campaign.quiet).all(|cell| cell.is_good()),
+        campaign.cells.iter().chain(&campaign.alone).all(|cell| cell.is_good()),
         "requests were lost, repeated or misplaced (see {})",
         args.out.join("table.txt").display()
     );
