@@ -100,7 +100,7 @@ impl Benchmark<'_> {
     /// fails its verification is kept as such, and the campaign goes on.
     ///
     /// # Errors
-    /// If the settings are refused or differ from those of the cells there, if the server or a client
+    /// If the settings are refused or differ from those of the cells there, if there are cells of other seeds, if the server or a client
     /// fails otherwise, or if interrupted.
     pub fn run(&self, interrupted: &Interrupted) -> Result<Campaign> {
         let first = self.seeds.first().copied().unwrap_or_default();
@@ -109,11 +109,16 @@ impl Benchmark<'_> {
         let expected = |key: &CellKey| if key.alone.is_some() { alone } else { trace };
         machine::cpus()?;
         let mut cells = Lines::<Cell>::open(&self.out.join("cells.jsonl"))?;
+        let out = self.out.display();
         if cells.iter().any(|cell| cell.settings != self.settings) {
-            let out = self.out.display();
             bail!(
                 "{out} has cells of other settings, such as another --seconds: name another --out"
             );
+        }
+        // They would be in the medians.
+        if let Some(other) = cells.iter().find(|cell| !self.seeds.contains(&cell.key.seed)) {
+            let seed = other.key.seed;
+            bail!("{out} has cells of seed {seed}, which is not asked for: name another --out");
         }
         let is_missing = |key: &CellKey| cells.iter().all(|cell| cell.key != *key);
         let missing: Vec<CellKey> = self.keys().into_iter().filter(is_missing).collect();
