@@ -280,13 +280,17 @@ bench-dataplane-endurance: setup guest libvirt uml ## Real guests: 200 kills, 20
 	RTVIRTIO_ENDURANCE=$(abspath $(RESULTS))/dataplane-endurance.txt cargo test -p rtvirtio --release --locked \
 		--test it -- $(ENDURANCE) --nocapture --test-threads=1
 
+# The campaign whose results are there; another seed is another one and wants other RESULTS.
+IOCORES_SEED ?= 20261321
+IOCORES := $(RTVIRTIO) bench iocores --first-seed $(IOCORES_SEED) --compare-simulator
+
 bench-iocores: build ## Policies of I/O cores, 9 phases of 20 s, 3 seeds; the simulator beside: 70 min
-	$(RTVIRTIO) bench iocores --compare-simulator --out $(RESULTS)/iocores
+	$(IOCORES) --out $(RESULTS)/iocores
 
 # The second repetition shows how far two real runs differ.
 bench-full-iocores: bench-iocores ## The same twice, on emulated SSDs, and disturbed: 3.5 h
-	$(RTVIRTIO) bench iocores --repetitions 2 --compare-simulator --out $(RESULTS)/iocores
-	$(RTVIRTIO) bench iocores --disk ref-8x80 --compare-simulator --out $(RESULTS)/iocores-ssd
+	$(IOCORES) --repetitions 2 --out $(RESULTS)/iocores
+	$(IOCORES) --disk ref-8x80 --out $(RESULTS)/iocores-ssd
 	$(RTVIRTIO) bench iocores --disturb --out $(RESULTS)/iocores-disturbed
 
 TIER ?= strict

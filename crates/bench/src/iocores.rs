@@ -60,7 +60,7 @@ use simulated::Compared;
 use trial::{LEAD, Measured, Trial, duration};
 
 /// Phases that are repeated alone, and the fixed number beside which: the one that is worth most there.
-pub(crate) const ALONE: [(PhaseKind, Contender); 2] =
+const ALONE: [(PhaseKind, Contender); 2] =
     [(PhaseKind::Idle, Contender::Static1), (PhaseKind::Flapping, Contender::Static2)];
 /// How often, for each cell of a trace.
 const TIMES: u32 = 3;
@@ -100,8 +100,8 @@ impl Benchmark<'_> {
     /// fails its verification is kept as such, and the campaign goes on.
     ///
     /// # Errors
-    /// If the settings are refused or differ from those of the cells there, if there are cells of other seeds, if the server or a client
-    /// fails otherwise, or if interrupted.
+    /// If the settings are refused or differ from those of the cells there, if there are cells of other seeds,
+    /// if the server or a client fails otherwise, or if interrupted.
     pub fn run(&self, interrupted: &Interrupted) -> Result<Campaign> {
         let first = self.seeds.first().copied().unwrap_or_default();
         let trace = duration(&self.settings.scenario(first)?);
@@ -163,25 +163,27 @@ impl Benchmark<'_> {
     /// Every cell, in the order in which they run: policies take turns to be first, and phases alone follow the traces of
     /// their seed.
     fn keys(&self) -> Vec<CellKey> {
+        let is_there = |(kind, fixed): &(PhaseKind, Contender)| {
+            let policies = [*fixed, Contender::Dynamic];
+            self.settings.phases.contains(kind)
+                && policies.iter().all(|policy| self.policies.contains(policy))
+        };
+        let alone: Vec<_> = ALONE.into_iter().filter(is_there).collect();
         let mut keys = Vec::new();
+        let mut add = |policies: &[Contender], first: usize, seed, repetition, alone| {
+            let mut policies = policies.to_vec();
+            let first = first % policies.len().max(1);
+            policies.rotate_left(first);
+            let key = |policy| CellKey { policy, seed, repetition, alone };
+            keys.extend(policies.into_iter().map(key));
+        };
         for repetition in 0..self.repetitions {
             for (turn, &seed) in self.seeds.iter().enumerate() {
-                let mut add = |policies: &[Contender], turn: usize, repetition, alone| {
-                    let mut policies = policies.to_vec();
-                    let first = turn % policies.len().max(1);
-                    policies.rotate_left(first);
-                    let key = |policy| CellKey { policy, seed, repetition, alone };
-                    keys.extend(policies.into_iter().map(key));
-                };
-                add(&self.policies, repetition as usize + turn, repetition, None);
-                for time in 0..TIMES {
-                    for (kind, fixed) in ALONE {
+                add(&self.policies, repetition as usize + turn, seed, repetition, None);
+                for time in repetition * TIMES..(repetition + 1) * TIMES {
+                    for &(kind, fixed) in &alone {
                         let policies = [fixed, Contender::Dynamic];
-                        let is_there = policies.iter().all(|of| self.policies.contains(of));
-                        if is_there && self.settings.phases.contains(&kind) {
-                            let time = repetition * TIMES + time;
-                            add(&policies, time as usize + turn, time, Some(kind));
-                        }
+                        add(&policies, time as usize + turn, seed, time, Some(kind));
                     }
                 }
             }

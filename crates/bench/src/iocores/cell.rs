@@ -234,11 +234,11 @@ impl Cell {
         self.failed.is_none()
     }
 
-    /// A phase by its kind; none: all.
+    /// A phase by its kind; none: all of a trace, which a phase alone is not.
     #[must_use]
     pub fn phase(&self, kind: Option<PhaseKind>) -> Option<&Phase> {
         match kind {
-            None => self.whole.as_ref(),
+            None => self.whole.as_ref().filter(|_| self.key.alone.is_none()),
             Some(_) => self.phases.iter().find(|phase| phase.kind == kind),
         }
     }

@@ -11,8 +11,8 @@ use rtvirtio_iocores::utility::{Reference, Weights};
 use rtvirtio_sim::scenario::PhaseKind;
 use serde::Serialize;
 
+use super::Campaign;
 use super::cell::{Cell, CellKey, Contender, Phase, Rest};
-use super::{ALONE, Campaign};
 
 /// Of the best fixed number's utility, throughput and p99: what may be missing.
 const MARGIN: f64 = 0.05;
@@ -219,16 +219,10 @@ fn is_static(policy: Contender) -> bool {
 pub fn judge(campaign: &Campaign) -> Vec<Verdict> {
     let Campaign { cells, alone, .. } = campaign;
     let own = rows(cells);
-    let is_alone = |row: &Row| ALONE.iter().any(|(kind, _)| row.kind == Some(*kind));
     let all: Vec<Cell> = cells.iter().chain(alone).cloned().collect();
-    let tails: Vec<Row> = own
-        .iter()
-        .filter(|row| !is_alone(row))
-        .cloned()
-        .chain(rows(&all).into_iter().filter(is_alone))
-        .collect();
+    let with_alone = rows(&all);
     let marks = Marks { cells, rows: &own };
-    let tails = Marks { cells, rows: &tails };
+    let tails = Marks { cells, rows: &with_alone };
     vec![
         marks.each_phase(),
         marks.whole(),

@@ -34,7 +34,7 @@ pub fn table(campaign: &Campaign, compared: Option<&[Compared]>) -> String {
     let again = rows(alone);
     if !again.is_empty() {
         text += "Alone, for their p99:\n";
-        text.extend(again.iter().filter(|row| row.kind.is_some()).map(line));
+        text.extend(again.iter().map(line));
     }
     text.push('\n');
     for cell in cells.iter().chain(alone) {
