@@ -72,13 +72,17 @@ impl Qemu {
         self.directory.path().join(name)
     }
 
-    /// The monitor, once QEMU has made its socket.
+    /// The monitor, once QEMU listens: its socket is there a little before.
     fn monitor(&self) -> Monitor {
         let start = Instant::now();
-        while !self.file("qmp").exists() && start.elapsed() < ENOUGH {
-            thread::sleep(Duration::from_millis(10));
+        loop {
+            match Monitor::connect(self.file("qmp"), ENOUGH) {
+                Err(QemuError { fault: Fault::Connect(_), .. }) if start.elapsed() < ENOUGH => {
+                    thread::sleep(Duration::from_millis(10));
+                }
+                monitor => return monitor.unwrap(),
+            }
         }
-        Monitor::connect(self.file("qmp"), ENOUGH).unwrap()
     }
 }
 
