@@ -2,9 +2,11 @@
 //!
 //! Exit codes: 0 done, or nothing to change; 1 error; 2 there are changes
 //! (`plan`) or drift (`verify`); 3 targets are unmet; 130 interrupted. A wrong
-//! command line is 1 as well, so that 2 keeps its one meaning. `run` ends as its program does.
+//! command line is 1 as well, so that 2 keeps its one meaning. `run` ends as its program does. 141: who read the
+//! output has gone, as a shell says it of SIGPIPE.
 
 mod input;
+mod output;
 mod tree;
 mod verbs;
 
@@ -33,7 +35,7 @@ use rtvirtio_spec::specification::SpecificationError;
 #[command(
     version,
     after_help = "Exit codes: 0 done or nothing to change, 1 error, 2 changes \
-    (plan) or drift (verify), 3 unmet targets, 130 interrupted.\n\
+    (plan) or drift (verify), 3 unmet targets, 130 interrupted, 141 nobody reads the output.\n\
     RTVIRTIO_STATE_DIR moves apply's journal and lock away from /run/rtvirtio.\n\
     First steps: `rtvirtio doctor`, then `rtvirtio demo`."
 )]
@@ -153,7 +155,10 @@ fn main() -> ExitCode {
             }
         }
     }
-    match run(cli.verb, &interrupted) {
+    let Some(outcome) = output::while_it_is_read(|| run(cli.verb, &interrupted)) else {
+        return ExitCode::from(output::NOBODY_READS);
+    };
+    match outcome {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
         Ok(Outcome::Changes) => ExitCode::from(2),
         Ok(Outcome::Unmet) => ExitCode::from(3),

@@ -42,6 +42,19 @@ fn wrong_flag_exits_with_1() {
 }
 
 #[test]
+fn output_that_nobody_reads_ends_it_quietly() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_rtvirtio"))
+        .args(["doctor", "--json"])
+        .stdout(writer)
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!((output.status.code(), errors.as_ref()), (Some(141), ""));
+}
+
+#[test]
 fn completion_benchmark_refuses_what_is_not_in_its_matrix() {
     let refused = |arguments: &[&str], word: &str| {
         let arguments = [&["bench", "completion"], arguments].concat();
