@@ -19,9 +19,24 @@ pytestmark = pytest.mark.skipif(
     reason="network namespaces need root and `ip` (Debian: iproute2)",
 )
 
+NAMED = Path("/run/netns")
+
 
 def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+def named_namespaces_are_mounted() -> bool:
+    # Not os.path.ismount: a directory that is mounted on itself has its parent's device.
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return any(mount.split()[4] == str(NAMED) for mount in mounts)
+
+
+def forget_named_namespaces() -> None:
+    """`ip netns add` mounts its directory on itself, and `ip netns del` leaves that."""
+    if named_namespaces_are_mounted() and not any(NAMED.iterdir()):
+        subprocess.run(["umount", str(NAMED)], check=True)
+        NAMED.rmdir()
 
 
 @pytest.fixture
@@ -29,6 +44,8 @@ def scheduler() -> Iterator[str]:
     """The address of a scheduler here with a worker in each of two namespaces."""
     tag = f"rtv{os.getpid() % 10000}"
     with ExitStack() as stack:
+        if not named_namespaces_are_mounted():
+            stack.callback(forget_named_namespaces)
         for number in (1, 2):
             namespace, outer, inner = f"{tag}-{number}", f"{tag}o{number}", f"{tag}i{number}"
             try:
@@ -75,6 +92,7 @@ def test_campaign_on_workers_in_two_network_namespaces_is_the_one_at_home(
     away, home = tmp_path / "away", tmp_path / "home"
     summary = campaign.run(SMALL, away, scheduler=scheduler, part=4, say=lambda _: None)
     assert summary.complete
+    assert named_namespaces_are_mounted()
     # Both have worked, each at its own address.
     assert {worker.split(":")[1] for worker in summary.workers} == {"//10.211.1.2", "//10.211.2.2"}
     campaign.run(SMALL, home, say=lambda _: None)
