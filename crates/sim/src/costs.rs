@@ -61,6 +61,12 @@ pub struct Interrupt {
     pub receiver: Nanos,
 }
 
+impl Interrupt {
+    fn scaled(self, mut of: impl FnMut(Nanos) -> Nanos) -> Self {
+        Self { sender: of(self.sender), delay: of(self.delay), receiver: of(self.receiver) }
+    }
+}
+
 impl Costs {
     /// With what the disk does for a request, and for each KiB of one, on the IOThread: so requests are apart.
     #[must_use]
@@ -74,6 +80,32 @@ impl Costs {
             kib,
             client: self.client.saturating_add(self.client_apart),
             ..self
+        }
+    }
+
+    /// Each cost times what `factor` says next, in the order of the fields; rounded to ns.
+    #[must_use]
+    pub fn scaled(self, mut factor: impl FnMut() -> f64) -> Self {
+        let mut of = |cost: Nanos| Nanos::new((cost.get() as f64 * factor()).round() as u64);
+        Self {
+            request: of(self.request),
+            kib: of(self.kib),
+            apart: of(self.apart),
+            reap: of(self.reap),
+            turn: of(self.turn),
+            poll: of(self.poll),
+            call: of(self.call),
+            letter: of(self.letter),
+            client: of(self.client),
+            client_kib: of(self.client_kib),
+            client_apart: of(self.client_apart),
+            client_turn: of(self.client_turn),
+            kick: of(self.kick),
+            wake: of(self.wake),
+            resume: of(self.resume),
+            far: of(self.far),
+            idle: self.idle.scaled(&mut of),
+            busy: self.busy.scaled(&mut of),
         }
     }
 
@@ -144,6 +176,19 @@ impl Default for Costs {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_cost_is_scaled_by_a_factor_of_its_own() {
+        let own = Costs::default();
+        assert_eq!(own.scaled(|| 1.0), own);
+        let mut factor = 1.0;
+        let scaled = own.scaled(|| {
+            factor += 1.0;
+            factor
+        });
+        assert_eq!((scaled.request.get(), scaled.kib.get()), (2 * 414, 3 * 61));
+        assert_eq!(scaled.busy.receiver.get(), 23 * 4_046);
+    }
 
     #[test]
     fn work_comes_on_top_and_parts_requests_only_if_there_is_some() {
