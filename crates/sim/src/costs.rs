@@ -17,6 +17,8 @@ pub struct Costs {
     /// Of the IOThread, for a request that does not follow another at once, on top: what it misses in caches is
     /// not fetched while it does the one before. See [`with_work`](Self::with_work).
     pub apart: Nanos,
+    /// The same for each KiB of it.
+    pub apart_kib: Nanos,
     /// Of the IOThread, for a request whose end the device reports.
     pub reap: Nanos,
     /// Of the IOThread, for a turn.
@@ -33,6 +35,8 @@ pub struct Costs {
     pub client_kib: Nanos,
     /// Of the client, for a request that does not follow another at once, on top.
     pub client_apart: Nanos,
+    /// The same for each KiB of it.
+    pub client_apart_kib: Nanos,
     /// Of the client, when it is woken: to take the call, and to look what has ended.
     pub client_turn: Nanos,
     /// Of the client, to kick an IOThread that does not look.
@@ -77,8 +81,9 @@ impl Costs {
         }
         Self {
             request: self.request.saturating_add(self.apart).saturating_add(request),
-            kib,
+            kib: kib.saturating_add(self.apart_kib),
             client: self.client.saturating_add(self.client_apart),
+            client_kib: self.client_kib.saturating_add(self.client_apart_kib),
             ..self
         }
     }
@@ -91,6 +96,7 @@ impl Costs {
             request: of(self.request),
             kib: of(self.kib),
             apart: of(self.apart),
+            apart_kib: of(self.apart_kib),
             reap: of(self.reap),
             turn: of(self.turn),
             poll: of(self.poll),
@@ -99,6 +105,7 @@ impl Costs {
             client: of(self.client),
             client_kib: of(self.client_kib),
             client_apart: of(self.client_apart),
+            client_apart_kib: of(self.client_apart_kib),
             client_turn: of(self.client_turn),
             kick: of(self.kick),
             wake: of(self.wake),
@@ -144,6 +151,7 @@ impl Default for Costs {
             kib: Nanos::new(61),
             // No row showed it there.
             apart: Nanos::ZERO,
+            apart_kib: Nanos::ZERO,
             // Not calibrated: depth 32 on "disk" beside the same in memory (docs/results/dataplane).
             reap: Nanos::new(500),
             turn: Nanos::new(150),
@@ -153,6 +161,7 @@ impl Default for Costs {
             client: Nanos::new(247),
             client_kib: Nanos::new(87),
             client_apart: Nanos::ZERO,
+            client_apart_kib: Nanos::ZERO,
             client_turn: Nanos::ZERO,
             kick: Nanos::new(1_106),
             wake: Nanos::new(1_376),
@@ -187,7 +196,7 @@ mod tests {
             factor
         });
         assert_eq!((scaled.request.get(), scaled.kib.get()), (2 * 414, 3 * 61));
-        assert_eq!(scaled.busy.receiver.get(), 23 * 4_046);
+        assert_eq!(scaled.busy.receiver.get(), 25 * 4_046);
     }
 
     #[test]
@@ -196,12 +205,19 @@ mod tests {
             request: Nanos::new(300),
             kib: Nanos::new(30),
             apart: Nanos::new(1_500),
+            apart_kib: Nanos::new(20),
             client: Nanos::new(200),
+            client_kib: Nanos::new(50),
             client_apart: Nanos::new(900),
+            client_apart_kib: Nanos::new(10),
             ..Costs::default()
         };
-        let of = |costs: Costs| (costs.request.get(), costs.kib.get(), costs.client.get());
-        assert_eq!(of(own.with_work(Nanos::from_micros(20), Nanos::new(40))), (21_800, 70, 1_100));
-        assert_eq!(of(own.with_work(Nanos::ZERO, Nanos::new(40))), (300, 70, 200));
+        let of = |costs: Costs| {
+            let Costs { request, kib, client, client_kib, .. } = costs;
+            [request, kib, client, client_kib].map(Nanos::get)
+        };
+        let apart = own.with_work(Nanos::from_micros(20), Nanos::new(40));
+        assert_eq!(of(apart), [21_800, 90, 1_100, 60]);
+        assert_eq!(of(own.with_work(Nanos::ZERO, Nanos::new(40))), [300, 70, 200, 50]);
     }
 }

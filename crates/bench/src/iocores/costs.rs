@@ -91,7 +91,15 @@ const STAGES: [Stage; 6] = [
         ],
     },
     // Full queues whose requests cost more than to copy.
-    Stage { rows: 16..20, costs: &[|costs| &mut costs.apart, |costs| &mut costs.client_apart] },
+    Stage {
+        rows: 16..20,
+        costs: &[
+            |costs| &mut costs.apart,
+            |costs| &mut costs.apart_kib,
+            |costs| &mut costs.client_apart,
+            |costs| &mut costs.client_apart_kib,
+        ],
+    },
 ];
 
 const ROWS: [Row; 20] = [
@@ -227,7 +235,9 @@ fn start() -> Costs {
         wake: Nanos::new(1_000),
         client_turn: Nanos::new(1_000),
         apart: Nanos::new(500),
+        apart_kib: Nanos::new(5),
         client_apart: Nanos::new(500),
+        client_apart_kib: Nanos::new(5),
         resume: Nanos::new(1_000),
         far: Nanos::new(2_000),
         idle: interrupt,
