@@ -281,7 +281,7 @@ bench-dataplane-endurance: setup guest libvirt uml ## Real guests: 200 kills, 20
 		--test it -- $(ENDURANCE) --nocapture --test-threads=1
 
 # The campaign whose results are there; another seed is another one and wants other RESULTS.
-IOCORES_SEED ?= 20261341
+IOCORES_SEED ?= 20261361
 IOCORES := $(RTVIRTIO) bench iocores --first-seed $(IOCORES_SEED) --compare-simulator
 
 bench-iocores: build ## Policies of I/O cores, 9 phases of 20 s, 3 seeds; the simulator beside: 70 min
