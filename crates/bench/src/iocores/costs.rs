@@ -300,6 +300,10 @@ mod tests {
             client: Nanos::new(600),
             client_kib: Nanos::new(90),
             wake: Nanos::new(4_000),
+            apart: Nanos::new(900),
+            apart_kib: Nanos::new(8),
+            client_apart: Nanos::new(100),
+            client_apart_kib: Nanos::new(20),
             ..Costs::default()
         };
         let measured: Vec<Figures> = ROWS.iter().map(|row| row.simulate(&real).unwrap()).collect();

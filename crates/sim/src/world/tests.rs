@@ -14,27 +14,7 @@ use crate::scenario::{Load, Phase, PhaseKind, Size, Span, Vm};
 
 /// Nothing costs anything.
 fn free() -> Costs {
-    let none = Nanos::ZERO;
-    Costs {
-        request: none,
-        kib: none,
-        apart: none,
-        reap: none,
-        turn: none,
-        poll: none,
-        call: none,
-        letter: none,
-        client: none,
-        client_kib: none,
-        client_apart: none,
-        client_turn: none,
-        kick: none,
-        wake: none,
-        resume: none,
-        far: none,
-        idle: Interrupt::default(),
-        busy: Interrupt::default(),
-    }
+    Costs::default().scaled(|| 0.0)
 }
 
 fn us(us: u64) -> Nanos {
