@@ -22,8 +22,8 @@ use crate::progress::Progress;
 const MARGIN: f64 = 0.15;
 /// Or so many times what two real runs differ by.
 const TIMES: f64 = 1.5;
-/// How often what a policy and a seed ran is simulated; the median of each figure counts. Near a threshold of a
-/// policy (SPDK's in `mixed`) one run says little: there it moved by 14 % with rounds of costs more or less.
+/// How often what a policy and a seed ran is simulated; the median of each figure counts: near a threshold of a
+/// policy one run is chance.
 const RUNS: u64 = 5;
 /// How far, at most, a run's costs are from those that were found; the first run's are those.
 const SPREAD: f64 = 0.05;
