@@ -12,17 +12,16 @@
 //!
 //! Function by function the kernel's, with its names and constants. Left out: asynchronous queues, the idle
 //! class, merging of queues that work close to each other (not done for flash with queueing), splitting, seek
-//! distances (offsets are random, so a request of less than 32 KiB is `seeky`, a longer one is not), the sort by
-//! sector and its expiry within a queue. Time that the kernel counts in jiffies is counted so (250 a second).
+//! distances (offsets are random, so a request of less than 32 KiB is `seeky`, a longer one is not). Time that the kernel counts in jiffies is counted so (250 a second).
 
 mod arrival;
 mod device;
 mod service;
-
-use std::collections::VecDeque;
+mod sorted;
 
 use rtvirtio_spec::settings::Bfq as Parameters;
 
+use self::sorted::Sorted;
 use super::request::{Elevator, Request};
 use super::wf2q::Hierarchy;
 
@@ -94,7 +93,7 @@ pub(super) struct Process {
 
 #[derive(Debug)]
 struct Queue {
-    requests: VecDeque<Request>,
+    requests: Sorted,
     dispatched: u32,
     busy: bool,
     wait_request: bool,
@@ -177,6 +176,7 @@ pub(super) struct Bfq {
     sequential_samples: u64,
     sectors_dispatched: u64,
     last_max_sectors: u64,
+    last_position: u32,
     first_dispatch: u64,
     last_dispatch: u64,
     delta_from_first: u64,
@@ -249,6 +249,7 @@ impl Bfq {
             sequential_samples: 0,
             sectors_dispatched: 0,
             last_max_sectors: 0,
+            last_position: 0,
             first_dispatch: 0,
             last_dispatch: 0,
             delta_from_first: 0,
@@ -311,7 +312,7 @@ impl Bfq {
     }
 
     fn next_sectors(&self, q: usize) -> Option<u64> {
-        self.queues[q].requests.front().map(|r| u64::from(r.sectors))
+        self.queues[q].requests.next().map(|r| u64::from(r.sectors))
     }
 
     const fn current_max_budget(&self) -> u64 {
@@ -498,7 +499,7 @@ impl Bfq {
 impl Queue {
     fn new(shared: bool) -> Self {
         Self {
-            requests: VecDeque::new(),
+            requests: Sorted::default(),
             dispatched: 0,
             busy: false,
             wait_request: false,
@@ -594,11 +595,12 @@ impl Elevator for Bfq {
         let sectors = self.next_sectors(q)?;
         self.served(q, sectors);
         if self.in_service == Some(q) && std::mem::take(&mut self.wait_dispatch) {
-            self.waited = self.queues[q].requests.front().map(|r| r.id);
+            self.waited = self.queues[q].requests.next().map(|r| r.id);
         }
         self.queues[q].dispatched += 1;
         self.update_peak_rate(sectors);
-        let request = self.queues[q].requests.pop_front()?;
+        let request = self.queues[q].requests.take(now)?;
+        self.last_position = request.position + request.sectors;
         self.queued -= 1;
         if self.in_service == Some(q) {
             self.update_raise(q);

@@ -18,8 +18,8 @@ pub struct Condition {
     pub device: SsdConfig,
     /// What stands before it.
     pub service: Service,
-    /// What a request takes between the scheduler and the device and back, beside the device: the driver's work,
-    /// and a server's if the device is emulated.
+    /// What a request takes between the scheduler and the device and back, beside the device, mean: the driver's
+    /// work, and a server's if the device is emulated. Two thirds of it are always there, one is exponential.
     #[serde(default)]
     pub transport: Nanos,
     /// What it takes beside that, mean: the task's system calls and wake-up, and in a guest the virtqueue. Half of

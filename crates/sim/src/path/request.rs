@@ -9,6 +9,8 @@ pub(super) struct Request {
     pub(super) id: u32,
     /// The process that issued it, as this tier sees it.
     pub(super) process: u32,
+    /// Where it begins.
+    pub(super) position: u32,
     /// Its length.
     pub(super) sectors: u32,
     /// Writes (synchronous, as direct I/O is).

@@ -161,7 +161,7 @@ mod tests {
     /// Writes of 4 KiB that are asked for as fast as they go, in `seconds`.
     fn passed(limits: Limits, seconds: u64) -> (u64, usize) {
         let mut throttle = Throttle::new(limits).unwrap();
-        let write = Request { id: 0, process: 0, sectors: 8, write: true, at: 0 };
+        let write = Request { id: 0, process: 0, position: 0, sectors: 8, write: true, at: 0 };
         let (mut now, mut n, mut most_at_once) = (0, 0, 0);
         while now < seconds * 1_000_000_000 {
             let mut at_once = 0;
@@ -195,7 +195,7 @@ mod tests {
         assert!(Throttle::new(Limits::default()).is_none());
         let limits = Limits { write_iops: Some(1), ..Limits::default() };
         let mut throttle = Throttle::new(limits).unwrap();
-        let read = Request { id: 0, process: 0, sectors: 8, write: false, at: 0 };
+        let read = Request { id: 0, process: 0, position: 0, sectors: 8, write: false, at: 0 };
         assert!((0..1000).all(|_| throttle.pass(0, read)));
         assert_eq!(throttle.timer_at(), None);
     }

@@ -19,12 +19,9 @@ const fn asked_again(now: u64) -> u64 {
     (now / JIFFY + 2) * JIFFY
 }
 
-/// How often a run is left off after a request, how long kblockd then takes on average, ns, and how often it waits for
-/// a CPU that others have: by block's tracepoints, bfq on a loop device, two CPUs, Linux 6.18. The first was 0.48
-/// beside a writer without a limit and next to none without one; it is what agrees best with docs/results/strict.
-const LEFT_OFF: f64 = 0.1;
-const KBLOCKD: f64 = 20_000.0;
-const STARVED: f64 = 1.0 / 64.0;
+/// How long kblockd takes on average to run the queue, ns: by block's and workqueue's tracepoints, bfq on a loop
+/// device, two CPUs, Linux 6.18.
+const KBLOCKD: f64 = 8_000.0;
 /// What it takes to wake who waits for a tag, ns (the same trace).
 const WAKE_UP: u64 = 35_000;
 
@@ -41,7 +38,7 @@ pub(super) struct Tier {
     waiting: u32,
     /// When the scheduler is asked again.
     again: Option<u64>,
-    /// When kblockd goes on with a run that was left off.
+    /// When kblockd runs the queue.
     goes_on: Option<u64>,
     /// When a process that waits for a tag looks again.
     looks: Option<u64>,
@@ -93,20 +90,18 @@ impl Tier {
         self.admit(now, request.process);
     }
 
-    /// Whether a run ends after a request that it gave to the driver, as another task is to have its CPU
-    /// (`blk_mq_do_dispatch_sched`): kblockd goes on with it.
-    pub(super) fn leaves_off(&mut self, now: u64, rng: &mut impl Rng) -> bool {
-        if !rng.random_bool(LEFT_OFF) {
-            return false;
+    /// kblockd is to run the queue: what it would have run later it runs now (`kblockd_mod_delayed_work_on`).
+    pub(super) fn defer(&mut self, now: u64, rng: &mut impl Rng) {
+        self.again = None;
+        self.goes_on.get_or_insert(now + (KBLOCKD * rng.sample::<f64, _>(Exp1)) as u64);
+    }
+
+    /// A run gave nothing to the driver: if the scheduler has work, it is asked again later, unless kblockd is to run
+    /// the queue anyway (`blk_mq_delay_run_hw_queues`).
+    pub(super) fn ask_again(&mut self, now: u64) {
+        if self.goes_on.is_none() && self.in_driver < TAGS && self.elevator.has_work() {
+            self.again.get_or_insert(asked_again(now));
         }
-        let late = if rng.random_bool(STARVED) {
-            rng.random_range(0..JIFFY)
-        } else {
-            (KBLOCKD * rng.sample::<f64, _>(Exp1)) as u64
-        };
-        let at = now + late;
-        self.goes_on = Some(self.goes_on.map_or(at, |before| before.min(at)));
-        true
     }
 
     /// The next request that the driver gets, if there is one now.
@@ -115,16 +110,18 @@ impl Tier {
             return None;
         }
         let request = self.elevator.dispatch(now);
-        if request.is_some() {
-            self.in_driver += 1;
-        } else if self.again.is_none() {
-            self.again = Some(asked_again(now));
-        }
+        self.in_driver += u32::from(request.is_some());
         request
     }
 
     /// The driver has done `request`, which it got at `started`. Returns whether to ask for the next.
-    pub(super) fn complete(&mut self, now: u64, request: &Request, started: u64) -> bool {
+    pub(super) fn complete(
+        &mut self,
+        now: u64,
+        request: &Request,
+        started: u64,
+        rng: &mut impl Rng,
+    ) -> bool {
         let full = self.in_driver == TAGS;
         self.in_driver -= 1;
         self.held[request.process as usize] -= 1;
@@ -134,10 +131,9 @@ impl Tier {
             self.looks.get_or_insert(now + WAKE_UP);
         }
         if asks {
-            // kblockd's work: what was to come later comes now.
-            self.again = None;
+            self.defer(now, rng);
         }
-        asks | full | admitted
+        full | admitted
     }
 
     /// Gives tags to a process's requests that may have them. Returns whether one got one.
@@ -166,13 +162,10 @@ impl Tier {
 
     /// It may be time: for the scheduler's own timer, or to ask it again. Returns whether to ask for the next
     /// request.
-    pub(super) fn timer(&mut self, now: u64) -> bool {
+    pub(super) fn timer(&mut self, now: u64, rng: &mut impl Rng) -> bool {
         let is_due = |at: u64| at <= now;
         let mut runs = self.again.take_if(|at| is_due(*at)).is_some();
-        if self.goes_on.take_if(|at| is_due(*at)).is_some() {
-            self.again = None;
-            runs = true;
-        }
+        runs |= self.goes_on.take_if(|at| is_due(*at)).is_some();
         if self.looks.take_if(|at| is_due(*at)).is_some() {
             // It runs the queue, for that may free a tag (`blk_mq_get_tag`).
             runs = true;
@@ -182,7 +175,7 @@ impl Tier {
         }
         if self.elevator.timer_at().is_some_and(is_due) {
             self.elevator.timer(now);
-            runs = true;
+            self.defer(now, rng);
         }
         runs
     }
@@ -190,6 +183,8 @@ impl Tier {
 
 #[cfg(test)]
 mod tests {
+    use rand::SeedableRng;
+
     use super::*;
 
     /// A process gets one tag; what is queued goes to the driver at once.
@@ -228,10 +223,11 @@ mod tests {
 
     #[test]
     fn who_waits_for_a_tag_runs_the_queue_soon_after_each_end() {
+        let rng = &mut rand_pcg::Pcg64Mcg::seed_from_u64(1);
         let process = Process { group: 0, class: 1, level: 4 };
         let mut tier = Tier::new(Scheduler::None, &[], &[process; 2], None);
         tier.elevator = Box::new(OneEach::default());
-        let request = |id, process| Request { id, process, sectors: 8, write: false, at: 0 };
+        let request = |id, process| Request { id, process, position: 0, sectors: 8, write: false, at: 0 };
         for (id, process) in [(0, 0), (1, 1), (2, 1)] {
             tier.submit(0, request(id, process));
         }
@@ -239,11 +235,11 @@ mod tests {
         let second = tier.next(0).unwrap();
         assert_eq!((first.id, second.id, tier.next(0)), (0, 1, None));
         // The other process still waits with its second request.
-        assert!(!tier.complete(100_000, &first, 0));
+        assert!(!tier.complete(100_000, &first, 0, rng));
         assert_eq!(tier.timer_at(), 100_000 + WAKE_UP);
-        assert!(!tier.timer(100_000) && tier.timer(100_000 + WAKE_UP));
+        assert!(!tier.timer(100_000, rng) && tier.timer(100_000 + WAKE_UP, rng));
         // It gets a tag by the end of its own, and nobody waits any more.
-        assert!(tier.complete(200_000, &second, 0));
+        assert!(tier.complete(200_000, &second, 0, rng));
         assert_eq!((tier.next(200_000).map(|r| r.id), tier.timer_at()), (Some(2), u64::MAX));
     }
 }

@@ -21,8 +21,16 @@ const LOOK: u64 = 1_000_000_000;
 /// What a task that is behind takes from an end to its next request, ns: traced on Linux 6.18, as `tier` has it. It
 /// does not sleep in between.
 const BEHIND: u64 = 8_000;
+/// How often a run of the hardware queue is left to kblockd once it has given something to the driver, as another task
+/// is to have its CPU (`blk_mq_do_dispatch_sched`): where a task submits right after its last request has ended,
+/// where it has slept, and where many requests are in flight (the same trace). kblockd itself goes on.
+const LEFT_OFF_BEHIND: f64 = 0.96;
+const LEFT_OFF_RESTED: f64 = 0.15;
+const LEFT_OFF_DEEP: f64 = 0.65;
 /// Tasks start within so long of each other.
 const START_WITHIN: u64 = 10_000_000;
+/// Requests are at random within so many sectors, 2 GiB.
+const SECTORS: u32 = 1 << 22;
 /// Latencies are recorded to two digits, up to an hour.
 const DIGITS: u8 = 2;
 const LONGEST: u64 = 3_600_000_000_000;
@@ -65,13 +73,49 @@ struct TaskState {
     guest_process: u32,
     class: Option<ClassId>,
     in_flight: u32,
-    period: f64,
     start: u64,
-    issued: u64,
+    /// Of reads and of writes.
+    clocks: [Clock; 2],
     /// An [`Event::Issue`] of it is due.
     awaited: bool,
+    /// It sleeps until then.
+    asleep: bool,
     latencies: hdrhistogram::Histogram<u64>,
     bytes: u64,
+}
+
+/// When requests of one direction are due: fio keeps its rate for reads and for writes apart (`rate_ddir`).
+#[derive(Debug, Clone, Copy)]
+struct Clock {
+    /// ns; infinite where the task has no such requests.
+    period: f64,
+    issued: u64,
+}
+
+impl Clock {
+    fn due(self, start: u64) -> u64 {
+        // Saturates.
+        start.saturating_add((self.issued as f64 * self.period) as u64)
+    }
+}
+
+impl TaskState {
+    /// The direction of the next request, and when it is due: one drawn by the task's mix if that is due, else
+    /// the other if that is, else what is due first.
+    fn next(&self, now: u64, drawn: usize) -> (usize, u64) {
+        let due = self.clocks.map(|clock| clock.due(self.start));
+        let other = 1 - drawn;
+        if due[drawn] <= now || (due[other] > now && due[drawn] <= due[other]) {
+            (drawn, due[drawn])
+        } else {
+            (other, due[other])
+        }
+    }
+
+    /// When its next request is due.
+    fn due(&self) -> u64 {
+        self.clocks[0].due(self.start).min(self.clocks[1].due(self.start))
+    }
 }
 
 #[derive(Debug)]
@@ -96,7 +140,8 @@ struct World {
     tasks: Vec<TaskState>,
     flying: Vec<Flying>,
     free: Vec<u32>,
-    transport: u64,
+    /// A third of what the way to the device and back takes, ns.
+    transport: f64,
     /// Half of what software takes, ns.
     software: f64,
     /// Latencies from here on count.
@@ -196,7 +241,7 @@ impl World {
             tasks: Vec::new(),
             flying: Vec::new(),
             free: Vec::new(),
-            transport: condition.transport.get(),
+            transport: condition.transport.get() as f64 / 3.0,
             software: condition.software.get() as f64 / 2.0,
             from: condition.warm_up.get(),
             ended: 0,
@@ -242,8 +287,13 @@ impl World {
         guest_process: u32,
         class: Option<ClassId>,
     ) {
-        let period = task.iops.map_or(0.0, |iops| 1e9 / iops);
-        let within = if task.iops.is_some() { START_WITHIN.min(period as u64).max(1) } else { 1 };
+        let within =
+            task.iops.map_or(1, |iops| START_WITHIN.min((1e9 / iops) as u64).max(1));
+        let clocks = [task.read_fraction, 1.0 - task.read_fraction].map(|part| {
+            // The first of what never comes is infinitely far as well.
+            let period = task.iops.map_or(0.0, |iops| 1e9 / (iops * part));
+            Clock { period, issued: u64::from(part <= 0.0) }
+        });
         let start = self.rng.random_range(0..within);
         let index = self.tasks.len() as u32;
         self.tasks.push(TaskState {
@@ -253,10 +303,10 @@ impl World {
             guest_process,
             class,
             in_flight: 0,
-            period,
             start,
-            issued: 0,
+            clocks,
             awaited: true,
+            asleep: true,
             latencies: hdrhistogram::Histogram::new_with_max(LONGEST, DIGITS)
                 .expect("an hour to two digits is a histogram"),
             bytes: 0,
@@ -289,26 +339,32 @@ impl World {
             if t.in_flight >= t.task.queue_depth {
                 return;
             }
-            let due = t.start + (t.issued as f64 * t.period) as u64;
+            let reads = t.task.read_fraction;
+            let write = reads < 1.0 && (reads <= 0.0 || self.rng.random::<f64>() >= reads);
+            let (direction, due) = t.next(now, usize::from(write));
             if due > now {
                 t.awaited = true;
                 self.await_due(index, due);
                 return;
             }
             t.in_flight += 1;
-            t.issued += 1;
-            let reads = t.task.read_fraction;
-            let write = reads < 1.0 && (reads <= 0.0 || self.rng.random::<f64>() >= reads);
-            self.submit(index, write);
+            t.clocks[direction].issued += 1;
+            let left_off = match (t.task.queue_depth, std::mem::take(&mut t.asleep)) {
+                (2.., _) => LEFT_OFF_DEEP,
+                (_, true) => LEFT_OFF_RESTED,
+                (_, false) => LEFT_OFF_BEHIND,
+            };
+            self.submit(index, direction == 1, left_off);
         }
     }
 
-    fn submit(&mut self, task: u32, write: bool) {
+    fn submit(&mut self, task: u32, write: bool, left_off: f64) {
         let now = self.events.now;
         let t = &self.tasks[task as usize];
         let sectors = (t.task.block_size.get() / 512) as u32;
         let id = self.free.last().copied().unwrap_or(self.flying.len() as u32);
-        let request = |process| Request { id, process, sectors, write, at: now };
+        let position = self.rng.random_range(0..SECTORS);
+        let request = |process| Request { id, process, position, sectors, write, at: now };
         let (guest, host) = (request(t.guest_process), request(t.host_process));
         let vm = t.vm;
         let flying = Flying {
@@ -329,7 +385,7 @@ impl World {
             tier.submit(now, guest);
             self.run_guest(vm);
         } else {
-            self.enter_host(vm, id);
+            self.enter_host(vm, id, left_off);
         }
     }
 
@@ -340,15 +396,16 @@ impl World {
             && let Some(request) = tier.next(now)
         {
             self.flying[request.id as usize].guest_started = now;
-            self.enter_host(vm, request.id);
+            self.enter_host(vm, request.id, LEFT_OFF_RESTED);
         }
         if let Some(tier) = &mut self.vms[vm as usize].guest {
+            tier.ask_again(now);
             arm(&mut self.events, tier, vm);
         }
     }
 
     /// A request comes to the host's block layer.
-    fn enter_host(&mut self, vm: u32, id: u32) {
+    fn enter_host(&mut self, vm: u32, id: u32, left_off: f64) {
         let now = self.events.now;
         self.flying[id as usize].host.at = now;
         let request = self.flying[id as usize].host;
@@ -360,7 +417,7 @@ impl World {
             return;
         }
         self.submit_host(request);
-        self.run_host();
+        self.run_host(left_off);
     }
 
     fn arm_release(&mut self, vm: u32) {
@@ -383,7 +440,7 @@ impl World {
         {
             self.submit_host(request);
         }
-        self.run_host();
+        self.run_host(0.0);
         self.arm_release(vm);
     }
 
@@ -402,9 +459,11 @@ impl World {
         }
     }
 
-    /// The device gets what stands before it gives.
-    fn run_host(&mut self) {
+    /// The device gets what stands before it gives. Who runs the kernel's queue leaves it to kblockd after that,
+    /// with the given probability.
+    fn run_host(&mut self, left_off: f64) {
         let now = self.events.now;
+        let mut gave = false;
         loop {
             let (id, running) = match &mut self.host {
                 Host::Kernel(tier) => match tier.next(now) {
@@ -421,16 +480,20 @@ impl World {
             flying.running = running;
             let length = Bytes::new(u64::from(flying.host.sectors) * 512);
             let end = self.ssd.submit(Nanos::new(now), length);
-            self.events.push(end.get() + self.transport, Event::Done { id });
-            if let Host::Kernel(tier) = &mut self.host
-                && tier.leaves_off(now, &mut self.rng)
-            {
-                break;
-            }
+            let transport = (self.transport * 2.0) as u64 + exponential(&mut self.rng, self.transport);
+            self.events.push(end.get() + transport, Event::Done { id });
+            gave = true;
         }
         let host = self.vms.len() as u32;
         match &mut self.host {
-            Host::Kernel(tier) => arm(&mut self.events, tier, host),
+            Host::Kernel(tier) => {
+                if gave && self.rng.random_bool(left_off) {
+                    tier.defer(now, &mut self.rng);
+                } else {
+                    tier.ask_again(now);
+                }
+                arm(&mut self.events, tier, host);
+            }
             Host::DataPlane { scheduler, ask_at } => {
                 let at = scheduler.wake_at().map_or(u64::MAX, Nanos::get).max(now);
                 if at < *ask_at {
@@ -455,10 +518,10 @@ impl World {
             return;
         }
         tier.event_at = u64::MAX;
-        if !tier.timer(now) {
+        if !tier.timer(now, &mut self.rng) {
             arm(&mut self.events, tier, number);
         } else if host {
-            self.run_host();
+            self.run_host(0.0);
         } else {
             self.run_guest(number);
         }
@@ -470,7 +533,7 @@ impl World {
             && *ask_at == self.events.now
         {
             *ask_at = u64::MAX;
-            self.run_host();
+            self.run_host(0.0);
         }
     }
 
@@ -482,7 +545,7 @@ impl World {
         let running = flying.running.take();
         let runs = match &mut self.host {
             Host::Kernel(tier) => {
-                let runs = tier.complete(now, &host, host_started);
+                let runs = tier.complete(now, &host, host_started, &mut self.rng);
                 arm(&mut self.events, tier, self.vms.len() as u32);
                 runs
             }
@@ -495,11 +558,11 @@ impl World {
         };
         self.free.push(id);
         if runs {
-            self.run_host();
+            self.run_host(0.0);
         }
         let vm = self.tasks[task as usize].vm;
         if let Some(tier) = &mut self.vms[vm as usize].guest {
-            let runs = tier.complete(now, &guest, guest_started);
+            let runs = tier.complete(now, &guest, guest_started, &mut self.rng);
             arm(&mut self.events, tier, vm);
             if runs {
                 self.run_guest(vm);
@@ -515,7 +578,7 @@ impl World {
         }
         if !t.awaited {
             t.awaited = true;
-            let due = t.start + (t.issued as f64 * t.period) as u64;
+            let due = t.due();
             if due > seen {
                 self.await_due(task, due);
             } else {
@@ -527,12 +590,13 @@ impl World {
     /// A task sleeps until it is to issue again.
     fn await_due(&mut self, task: u32, due: u64) {
         let late = self.jitter();
+        self.tasks[task as usize].asleep = true;
         self.events.push(due + late, Event::Issue { task });
     }
 
     /// How late a thread is woken up, ns.
     fn jitter(&mut self) -> u64 {
-        (self.software * self.rng.sample::<f64, _>(Exp1)) as u64
+        exponential(&mut self.rng, self.software)
     }
 
     fn outcome(&self, condition: &Condition, window: Nanos) -> Outcome {
@@ -546,6 +610,11 @@ impl World {
         let vms = condition.vms.iter().map(|vm| tasks.by_ref().take(vm.tasks.len()).collect());
         Outcome { window, requests: self.ended, vms: vms.collect() }
     }
+}
+
+/// ns, drawn from an exponential distribution.
+fn exponential(rng: &mut Pcg64Mcg, mean: f64) -> u64 {
+    (mean * rng.sample::<f64, _>(Exp1)) as u64
 }
 
 /// Asks for an event when `tier`'s timer is due, unless one comes before it anyway.

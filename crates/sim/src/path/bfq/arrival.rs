@@ -106,7 +106,8 @@ impl Bfq {
             }
         }
         self.update_io_intensity(q);
-        self.queues[q].requests.push_back(request);
+        let head = self.last_position;
+        self.queues[q].requests.add(request, head);
         if !self.queues[q].busy {
             interactive = self.idle_to_busy(q, old_raise);
         } else if self.queues[q].requests.len() == 1 && self.in_service != Some(q) {

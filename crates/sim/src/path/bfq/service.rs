@@ -15,6 +15,7 @@ impl Bfq {
         self.budgets_assigned = (self.budgets_assigned * 7 + 256) / 8;
         let raise = self.raise_of(q);
         let queue = &mut self.queues[q];
+        queue.requests.begin_service();
         if queue.raised_since < self.jiffy
             && raise > 1
             && queue.raised_for == SOFT_RT_RAISE
@@ -236,7 +237,7 @@ impl Bfq {
         }
         let always = !raised || !short;
         let found = self.hierarchy.active_queues().find(|&o| {
-            let large = self.queues[o].requests.front().is_some_and(|r| r.sectors >= LARGE);
+            let large = self.queues[o].requests.next().is_some_and(|r| r.sectors >= LARGE);
             let limit = if large { limit.min(1) } else { limit };
             (always || self.raise_of(o) > 1) && fits(o) && self.in_driver < limit
         })?;
