@@ -44,6 +44,8 @@ const MIN_THINK_TIME: u64 = 2_000_000;
 const TIMEOUT_MS: u64 = 124;
 /// `BFQQ_SECT_THR_NONROT`: a random request shorter than this is seeky, one of this length is large.
 const LARGE: u32 = 64;
+/// `BFQQ_SEEK_THR`, sectors.
+const SEEK: u32 = 8 * 100;
 /// `BFQ_RATE_SHIFT`.
 pub(super) const RATE_SHIFT: u32 = 16;
 /// `ref_rate` of flash, sectors/µs << `RATE_SHIFT`.
@@ -93,7 +95,11 @@ pub(super) struct Process {
 
 #[derive(Debug)]
 struct Queue {
+    /// It has had a request.
+    exists: bool,
     requests: Sorted,
+    /// Where its last one ended.
+    last_position: u32,
     dispatched: u32,
     busy: bool,
     wait_request: bool,
@@ -275,7 +281,7 @@ impl Bfq {
     }
 
     /// It has been at work before, on a device that does so many sectors a µs (<< `RATE_SHIFT`): `hw_tag` stays once it
-    /// is set, `max_rq_in_driver` and `peak_rate` do not fall.
+    /// is set, `max_rq_in_driver` does not fall, and `peak_rate` not without long requests.
     pub(super) const fn season(mut self, rate: u64) -> Self {
         self.hw_tag = Some(true);
         self.max_in_driver = SEASONED_DEPTH;
@@ -285,6 +291,18 @@ impl Bfq {
             self.max_budget = self.budget_of_rate();
         }
         self
+    }
+
+    /// `bfq_init_bfqq`.
+    fn create(&mut self, q: usize) {
+        let budget = 2 * self.current_max_budget() / 3;
+        let queue = &mut self.queues[q];
+        queue.max_budget = budget;
+        queue.io_start = self.now;
+        queue.last_end = self.now;
+        queue.raised_since = self.jiffy;
+        queue.soft_rt_next_start = self.jiffy;
+        queue.decrease_time = self.jiffy;
     }
 
     /// `bfq_calc_max_budget`.
@@ -499,7 +517,9 @@ impl Bfq {
 impl Queue {
     fn new(shared: bool) -> Self {
         Self {
+            exists: false,
             requests: Sorted::default(),
+            last_position: 0,
             dispatched: 0,
             busy: false,
             wait_request: false,
@@ -512,7 +532,7 @@ impl Queue {
             soft_rt_update: false,
             counted_weight: None,
             pending: false,
-            max_budget: 2 * DEFAULT_MAX_BUDGET / 3,
+            max_budget: 0,
             budget_timeout: LONG_AGO,
             last_end: 0,
             think_samples: 0,
@@ -548,10 +568,7 @@ const fn seeky(history: u32) -> bool {
 
 impl Elevator for Bfq {
     /// `bfq_limit_depth`: tags by the queue's share of the weights; of writes fewer, to keep some for reads.
-    fn admits(&self, process: u32, write: bool, held: u32) -> bool {
-        if held == 0 {
-            return true;
-        }
+    fn admits(&self, process: u32, write: bool) -> bool {
         let part = match (write, self.raised_busy > 0) {
             (false, _) => 1.0,
             (true, false) => 0.75,
@@ -565,17 +582,20 @@ impl Elevator for Bfq {
         let q = self.queue_of[request.process as usize];
         self.outstanding[request.process as usize] += 1;
         self.hierarchy.allocate(q, 1);
-        if self.queues[q].io_start == 0 {
-            self.queues[q].io_start = now;
-            self.queues[q].last_end = now;
+        let is_new = !std::mem::replace(&mut self.queues[q].exists, true);
+        if is_new {
+            self.create(q);
         }
         if self.queues[q].just_created && (self.burst_size > 0 || self.all_busy() == 0) {
             self.handle_burst(q);
         }
-        self.update_think_time(q);
+        self.update_think_time(q, is_new);
         self.update_has_short_think_time(q);
         let queue = &mut self.queues[q];
-        queue.seek_history = queue.seek_history << 1 | u32::from(request.sectors < LARGE);
+        // The first request of all is not far from anything (`get_sdist`).
+        let far = !is_new && request.position.abs_diff(queue.last_position) > SEEK;
+        queue.last_position = request.position + request.sectors;
+        queue.seek_history = queue.seek_history << 1 | u32::from(far && request.sectors < LARGE);
         if queue.seek_history == u32::MAX
             && queue.raised_for == SOFT_RT_RAISE
             && self.raise_of(q) > 1

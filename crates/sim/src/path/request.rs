@@ -15,15 +15,15 @@ pub(super) struct Request {
     pub(super) sectors: u32,
     /// Writes (synchronous, as direct I/O is).
     pub(super) write: bool,
-    /// When it came to this tier, ns.
+    /// When it came to this tier's scheduler, ns.
     pub(super) at: u64,
 }
 
 /// A device's scheduler. Times are ns, and never go back.
 pub(super) trait Elevator: std::fmt::Debug {
-    /// Whether `process` gets a tag for one more request: it has `held` (queued or in the driver).
-    fn admits(&self, process: u32, write: bool, held: u32) -> bool {
-        let _ = (process, write, held);
+    /// Whether `process` gets any free tag for one more request, or the first one alone.
+    fn admits(&self, process: u32, write: bool) -> bool {
+        let _ = (process, write);
         true
     }
 

@@ -30,12 +30,13 @@ const WAKE_UP: u64 = 35_000;
 pub(super) struct Tier {
     elevator: Box<dyn Elevator>,
     in_driver: u32,
-    /// Requests queued or in the driver, by process.
-    held: Vec<u32>,
-    /// Those that get no tag for now, by process: each has others of its own under way, whose ends let it in.
+    /// Those that wait, by process: the first for the first tag (`bfq_limit_depth` leaves it no other: a depth of 1 of
+    /// each word of the tags' bitmap is one tag of the first), the others behind it.
     blocked: Vec<VecDeque<Request>>,
     /// Processes that wait for a tag.
     waiting: u32,
+    /// Which request has the first tag, as far as it was to have that.
+    first_tag: Option<u32>,
     /// When the scheduler is asked again.
     again: Option<u64>,
     /// When kblockd runs the queue.
@@ -70,9 +71,9 @@ impl Tier {
         Self {
             elevator,
             in_driver: 0,
-            held: vec![0; processes.len()],
             blocked: processes.iter().map(|_| VecDeque::new()).collect(),
             waiting: 0,
+            first_tag: None,
             again: None,
             goes_on: None,
             looks: None,
@@ -80,14 +81,17 @@ impl Tier {
         }
     }
 
+    pub(super) const fn in_driver(&self) -> u32 {
+        self.in_driver
+    }
+
     /// A process submits.
     pub(super) fn submit(&mut self, now: u64, request: Request) {
-        let blocked = &mut self.blocked[request.process as usize];
-        if blocked.is_empty() {
-            self.waiting += 1;
+        let waits = !self.blocked[request.process as usize].is_empty();
+        if waits || !self.admit(now, request) {
+            self.blocked[request.process as usize].push_back(request);
+            self.waiting += u32::from(!waits);
         }
-        blocked.push_back(request);
-        self.admit(now, request.process);
     }
 
     /// kblockd is to run the queue: what it would have run later it runs now (`kblockd_mod_delayed_work_on`).
@@ -124,34 +128,48 @@ impl Tier {
     ) -> bool {
         let full = self.in_driver == TAGS;
         self.in_driver -= 1;
-        self.held[request.process as usize] -= 1;
+        self.first_tag.take_if(|id| *id == request.id);
         let asks = self.elevator.completed(now, request, started);
-        let admitted = self.admit(now, request.process);
         if self.waiting > 0 {
             self.looks.get_or_insert(now + WAKE_UP);
         }
         if asks {
             self.defer(now, rng);
         }
-        full | admitted
+        full
     }
 
-    /// Gives tags to a process's requests that may have them. Returns whether one got one.
-    fn admit(&mut self, now: u64, process: u32) -> bool {
-        let index = process as usize;
-        let mut admitted = false;
-        while let Some(&request) = self.blocked[index].front()
-            && self.elevator.admits(process, request.write, self.held[index])
-        {
-            self.blocked[index].pop_front();
-            self.held[index] += 1;
-            self.elevator.insert(now, request);
-            admitted = true;
+    /// Gives a request a tag, if there is one for it.
+    fn admit(&mut self, now: u64, request: Request) -> bool {
+        self.elevator.admits(request.process, request.write) && self.insert(now, request)
+            || self.admit_as_first(now, request)
+    }
+
+    fn admit_as_first(&mut self, now: u64, request: Request) -> bool {
+        self.first_tag.is_none() && {
+            self.first_tag = Some(request.id);
+            self.insert(now, request)
         }
-        if admitted && self.blocked[index].is_empty() {
-            self.waiting -= 1;
+    }
+
+    fn insert(&mut self, now: u64, request: Request) -> bool {
+        self.elevator.insert(now, Request { at: now, ..request });
+        true
+    }
+
+    /// Who waits for a tag looks again.
+    fn look(&mut self, now: u64) {
+        for process in 0..self.blocked.len() {
+            let Some(&request) = self.blocked[process].front() else { continue };
+            // What it may have was settled when it began to wait.
+            let mut admitted = self.admit_as_first(now, request);
+            while admitted {
+                self.blocked[process].pop_front();
+                let next = self.blocked[process].front().copied();
+                self.waiting -= u32::from(next.is_none());
+                admitted = next.is_some_and(|request| self.admit(now, request));
+            }
         }
-        admitted
     }
 
     /// When [`Tier::timer`] is to be called next.
@@ -169,9 +187,7 @@ impl Tier {
         if self.looks.take_if(|at| is_due(*at)).is_some() {
             // It runs the queue, for that may free a tag (`blk_mq_get_tag`).
             runs = true;
-            for process in 0..self.blocked.len() as u32 {
-                self.admit(now, process);
-            }
+            self.look(now);
         }
         if self.elevator.timer_at().is_some_and(is_due) {
             self.elevator.timer(now);
@@ -187,13 +203,13 @@ mod tests {
 
     use super::*;
 
-    /// A process gets one tag; what is queued goes to the driver at once.
+    /// Everybody is to have the first tag; what is queued goes to the driver at once.
     #[derive(Debug, Default)]
-    struct OneEach(VecDeque<Request>);
+    struct OneTag(VecDeque<Request>);
 
-    impl Elevator for OneEach {
-        fn admits(&self, _process: u32, _write: bool, held: u32) -> bool {
-            held == 0
+    impl Elevator for OneTag {
+        fn admits(&self, _process: u32, _write: bool) -> bool {
+            false
         }
 
         fn insert(&mut self, _now: u64, request: Request) {
@@ -222,24 +238,31 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_a_tag_runs_the_queue_soon_after_each_end() {
+    fn who_waits_for_a_tag_looks_soon_after_each_end() {
         let rng = &mut rand_pcg::Pcg64Mcg::seed_from_u64(1);
         let process = Process { group: 0, class: 1, level: 4 };
         let mut tier = Tier::new(Scheduler::None, &[], &[process; 2], None);
-        tier.elevator = Box::new(OneEach::default());
-        let request = |id, process| Request { id, process, position: 0, sectors: 8, write: false, at: 0 };
+        tier.elevator = Box::new(OneTag::default());
+        let request = |id, process| Request {
+            id,
+            process,
+            position: 0,
+            sectors: 8,
+            write: false,
+            at: 0,
+        };
         for (id, process) in [(0, 0), (1, 1), (2, 1)] {
             tier.submit(0, request(id, process));
         }
         let first = tier.next(0).unwrap();
-        let second = tier.next(0).unwrap();
-        assert_eq!((first.id, second.id, tier.next(0)), (0, 1, None));
-        // The other process still waits with its second request.
+        assert_eq!((first.id, tier.next(0), tier.waiting), (0, None, 1));
+        // Nobody has its tag before who waits has been woken up.
         assert!(!tier.complete(100_000, &first, 0, rng));
-        assert_eq!(tier.timer_at(), 100_000 + WAKE_UP);
+        assert_eq!((tier.next(100_000), tier.timer_at()), (None, 100_000 + WAKE_UP));
         assert!(!tier.timer(100_000, rng) && tier.timer(100_000 + WAKE_UP, rng));
-        // It gets a tag by the end of its own, and nobody waits any more.
-        assert!(tier.complete(200_000, &second, 0, rng));
-        assert_eq!((tier.next(200_000).map(|r| r.id), tier.timer_at()), (Some(2), u64::MAX));
+        let second = tier.next(200_000).unwrap();
+        assert_eq!((second.id, second.at, tier.waiting), (1, 100_000 + WAKE_UP, 1));
+        assert!(!tier.complete(200_000, &second, 0, rng) && tier.timer(300_000, rng));
+        assert_eq!((tier.next(300_000).map(|r| r.id), tier.waiting), (Some(2), 0));
     }
 }

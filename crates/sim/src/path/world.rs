@@ -18,17 +18,14 @@ use crate::events::Events;
 
 /// No limit is looked at more often than this while the length depends on samples.
 const LOOK: u64 = 1_000_000_000;
-/// What a task that is behind takes from an end to its next request, ns: traced on Linux 6.18, as `tier` has it. It
-/// does not sleep in between.
-const BEHIND: u64 = 8_000;
-/// How often a run of the hardware queue is left to kblockd once it has given something to the driver, as another task
-/// is to have its CPU (`blk_mq_do_dispatch_sched`): where a task submits right after its last request has ended,
-/// where it has slept, and where many requests are in flight (the same trace). kblockd itself goes on.
-const LEFT_OFF_BEHIND: f64 = 0.96;
-const LEFT_OFF_RESTED: f64 = 0.15;
-const LEFT_OFF_DEEP: f64 = 0.65;
-/// Tasks start within so long of each other.
-const START_WITHIN: u64 = 10_000_000;
+/// What a task that is behind takes from an end to its next request, ns: at least, and on average beyond that. Traced
+/// on Linux 6.18, as `tier` has it.
+const BEHIND: (u64, f64) = (11_000, 12_000.0);
+/// When tasks with a rate start: what floods the device has been at work before. Those of a VM start together, VMs
+/// within so long of each other, ns (processes of fio that are started one after the other: 62 to 104 ms).
+const START: u64 = 500_000_000;
+const START_WITHIN: u64 = 100_000_000;
+const VM_STARTS_WITHIN: u64 = 1_000_000;
 /// Requests are at random within so many sectors, 2 GiB.
 const SECTORS: u32 = 1 << 22;
 /// Latencies are recorded to two digits, up to an hour.
@@ -50,6 +47,35 @@ enum Event {
     Ask,
     /// Are there samples enough?
     Look,
+}
+
+/// Who runs the device's hardware queue.
+#[derive(Debug, Clone, Copy)]
+enum Runner {
+    /// A task that submits right after its last request has ended.
+    Behind,
+    /// A task that has slept, or waited for something else.
+    Rested,
+    /// A task with many requests in flight.
+    Deep,
+    Kblockd,
+}
+
+impl Runner {
+    /// How often it leaves the queue to kblockd once it has given something to the driver, which had so many before: as
+    /// another task is to have its CPU (`blk_mq_do_dispatch_sched`). The same traces, of two to six tasks.
+    const fn leaves_off(self, in_driver: u32) -> f64 {
+        match (self, in_driver) {
+            (Self::Kblockd, _) => 0.0,
+            (Self::Deep, _) => 0.65,
+            (Self::Behind, 0) => 0.9,
+            (Self::Behind, 1) => 0.75,
+            (Self::Behind, _) => 0.57,
+            (Self::Rested, 0) => 0.12,
+            (Self::Rested, 1) => 0.2,
+            (Self::Rested, _) => 0.33,
+        }
+    }
 }
 
 /// A request from its submission to its end.
@@ -93,6 +119,11 @@ struct Clock {
 }
 
 impl Clock {
+    /// The first request is due at the start; of what never comes it is infinitely far as well.
+    fn restart(&mut self) {
+        self.issued = u64::from(self.period.is_infinite());
+    }
+
     fn due(self, start: u64) -> u64 {
         // Saturates.
         start.saturating_add((self.issued as f64 * self.period) as u64)
@@ -156,7 +187,7 @@ struct World {
 pub fn run(condition: &Condition) -> Result<Outcome, ConditionError> {
     condition.check()?;
     let mut world = World::new(condition)?;
-    let (warm_up, length) = (condition.warm_up.get(), condition.length);
+    let (warm_up, length) = (world.from, condition.length);
     let (least, most) = (warm_up + length.at_least.get(), warm_up + length.at_most.get());
     let mut until = least;
     if length.until.is_some() {
@@ -243,7 +274,7 @@ impl World {
             free: Vec::new(),
             transport: condition.transport.get() as f64 / 3.0,
             software: condition.software.get() as f64 / 2.0,
-            from: condition.warm_up.get(),
+            from: START + START_WITHIN + condition.warm_up.get(),
             ended: 0,
         };
         let mut host_process = 0;
@@ -254,6 +285,7 @@ impl World {
                 }
                 Host::Kernel(_) => None,
             };
+            let start = START + world.rng.random_range(0..START_WITHIN);
             for (number, &task) in vm.tasks.iter().enumerate() {
                 let class = match (&mut world.host, flow) {
                     (Host::DataPlane { scheduler, .. }, Some(flow)) => {
@@ -263,7 +295,11 @@ impl World {
                 };
                 let host_process =
                     host_process + if vm.guest.is_some() { 0 } else { number as u32 };
-                world.add_task(task, index as u32, host_process, number as u32, class);
+                let start = match task.iops {
+                    Some(_) => start + world.rng.random_range(0..VM_STARTS_WITHIN),
+                    None => 0,
+                };
+                world.add_task(task, index as u32, (host_process, number as u32), start, class);
             }
             host_process += if vm.guest.is_some() { 1 } else { vm.tasks.len() as u32 };
             let guest = vm.guest.map(|scheduler| {
@@ -283,18 +319,16 @@ impl World {
         &mut self,
         task: Task,
         vm: u32,
-        host_process: u32,
-        guest_process: u32,
+        (host_process, guest_process): (u32, u32),
+        start: u64,
         class: Option<ClassId>,
     ) {
-        let within =
-            task.iops.map_or(1, |iops| START_WITHIN.min((1e9 / iops) as u64).max(1));
         let clocks = [task.read_fraction, 1.0 - task.read_fraction].map(|part| {
-            // The first of what never comes is infinitely far as well.
             let period = task.iops.map_or(0.0, |iops| 1e9 / (iops * part));
-            Clock { period, issued: u64::from(part <= 0.0) }
+            let mut clock = Clock { period, issued: 0 };
+            clock.restart();
+            clock
         });
-        let start = self.rng.random_range(0..within);
         let index = self.tasks.len() as u32;
         self.tasks.push(TaskState {
             task,
@@ -333,7 +367,13 @@ impl World {
     /// A task issues what it may.
     fn issue(&mut self, index: u32) {
         let now = self.events.now;
-        self.tasks[index as usize].awaited = false;
+        let t = &mut self.tasks[index as usize];
+        t.awaited = false;
+        if t.start < self.from && now >= self.from && t.task.iops.is_some() {
+            // With the warm-up fio forgets what it owes.
+            t.start = now;
+            t.clocks.iter_mut().for_each(Clock::restart);
+        }
         loop {
             let t = &mut self.tasks[index as usize];
             if t.in_flight >= t.task.queue_depth {
@@ -349,16 +389,16 @@ impl World {
             }
             t.in_flight += 1;
             t.clocks[direction].issued += 1;
-            let left_off = match (t.task.queue_depth, std::mem::take(&mut t.asleep)) {
-                (2.., _) => LEFT_OFF_DEEP,
-                (_, true) => LEFT_OFF_RESTED,
-                (_, false) => LEFT_OFF_BEHIND,
+            let runner = match (t.task.queue_depth, std::mem::take(&mut t.asleep)) {
+                (2.., _) => Runner::Deep,
+                (_, true) => Runner::Rested,
+                (_, false) => Runner::Behind,
             };
-            self.submit(index, direction == 1, left_off);
+            self.submit(index, direction == 1, runner);
         }
     }
 
-    fn submit(&mut self, task: u32, write: bool, left_off: f64) {
+    fn submit(&mut self, task: u32, write: bool, runner: Runner) {
         let now = self.events.now;
         let t = &self.tasks[task as usize];
         let sectors = (t.task.block_size.get() / 512) as u32;
@@ -385,7 +425,7 @@ impl World {
             tier.submit(now, guest);
             self.run_guest(vm);
         } else {
-            self.enter_host(vm, id, left_off);
+            self.enter_host(vm, id, runner);
         }
     }
 
@@ -396,7 +436,7 @@ impl World {
             && let Some(request) = tier.next(now)
         {
             self.flying[request.id as usize].guest_started = now;
-            self.enter_host(vm, request.id, LEFT_OFF_RESTED);
+            self.enter_host(vm, request.id, Runner::Rested);
         }
         if let Some(tier) = &mut self.vms[vm as usize].guest {
             tier.ask_again(now);
@@ -405,7 +445,7 @@ impl World {
     }
 
     /// A request comes to the host's block layer.
-    fn enter_host(&mut self, vm: u32, id: u32, left_off: f64) {
+    fn enter_host(&mut self, vm: u32, id: u32, runner: Runner) {
         let now = self.events.now;
         self.flying[id as usize].host.at = now;
         let request = self.flying[id as usize].host;
@@ -417,7 +457,7 @@ impl World {
             return;
         }
         self.submit_host(request);
-        self.run_host(left_off);
+        self.run_host(runner);
     }
 
     fn arm_release(&mut self, vm: u32) {
@@ -440,7 +480,7 @@ impl World {
         {
             self.submit_host(request);
         }
-        self.run_host(0.0);
+        self.run_host(Runner::Kblockd);
         self.arm_release(vm);
     }
 
@@ -459,10 +499,13 @@ impl World {
         }
     }
 
-    /// The device gets what stands before it gives. Who runs the kernel's queue leaves it to kblockd after that,
-    /// with the given probability.
-    fn run_host(&mut self, left_off: f64) {
+    /// The device gets what stands before it gives.
+    fn run_host(&mut self, runner: Runner) {
         let now = self.events.now;
+        let left_off = match &self.host {
+            Host::Kernel(tier) => runner.leaves_off(tier.in_driver()),
+            Host::DataPlane { .. } => 0.0,
+        };
         let mut gave = false;
         loop {
             let (id, running) = match &mut self.host {
@@ -521,7 +564,7 @@ impl World {
         if !tier.timer(now, &mut self.rng) {
             arm(&mut self.events, tier, number);
         } else if host {
-            self.run_host(0.0);
+            self.run_host(Runner::Kblockd);
         } else {
             self.run_guest(number);
         }
@@ -533,7 +576,7 @@ impl World {
             && *ask_at == self.events.now
         {
             *ask_at = u64::MAX;
-            self.run_host(0.0);
+            self.run_host(Runner::Kblockd);
         }
     }
 
@@ -558,7 +601,7 @@ impl World {
         };
         self.free.push(id);
         if runs {
-            self.run_host(0.0);
+            self.run_host(Runner::Kblockd);
         }
         let vm = self.tasks[task as usize].vm;
         if let Some(tier) = &mut self.vms[vm as usize].guest {
@@ -582,7 +625,8 @@ impl World {
             if due > seen {
                 self.await_due(task, due);
             } else {
-                self.events.push(now + BEHIND, Event::Issue { task });
+                let gap = BEHIND.0 + exponential(&mut self.rng, BEHIND.1);
+                self.events.push(now + gap, Event::Issue { task });
             }
         }
     }

@@ -7,12 +7,14 @@ use super::{
 use crate::path::request::Request;
 
 impl Bfq {
-    pub(super) fn update_think_time(&mut self, q: usize) {
+    pub(super) fn update_think_time(&mut self, q: usize, is_new: bool) {
         let queue = &mut self.queues[q];
         if queue.dispatched > 0 || queue.busy {
             return;
         }
-        let elapsed = (self.now - queue.last_end).min(2 * self.slice_idle);
+        // Of a new queue the end of its last request is 1 ns ahead, and so long ago.
+        let since = if is_new { u64::MAX } else { self.now - queue.last_end };
+        let elapsed = since.min(2 * self.slice_idle);
         queue.think_samples = (7 * queue.think_samples + 256) / 8;
         queue.think_total = (7 * queue.think_total + 256 * elapsed) / 8;
         queue.think_mean = (queue.think_total + 128) / queue.think_samples;
@@ -107,11 +109,10 @@ impl Bfq {
         }
         self.update_io_intensity(q);
         let head = self.last_position;
-        self.queues[q].requests.add(request, head);
+        let is_next = self.queues[q].requests.add(request, head);
         if !self.queues[q].busy {
             interactive = self.idle_to_busy(q, old_raise);
-        } else if self.queues[q].requests.len() == 1 && self.in_service != Some(q) {
-            // It was preempted while it was idled for.
+        } else if is_next && self.in_service != Some(q) {
             self.requeue_with_budget(q);
         }
         if self.low_latency && (old_raise == 1 || self.raise_of(q) == 1 || interactive) {

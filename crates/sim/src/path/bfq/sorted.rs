@@ -40,12 +40,14 @@ impl Sorted {
         self.looked = false;
     }
 
-    /// Takes a request, while the device is at `head` (`bfq_add_request`).
-    pub(super) fn add(&mut self, request: Request, head: u32) {
-        if self.next().is_none_or(|next| is_nearer(&request, next, head)) {
+    /// Takes a request, while the device is at `head` (`bfq_add_request`). Returns whether it is the next one.
+    pub(super) fn add(&mut self, request: Request, head: u32) -> bool {
+        let is_next = self.next().is_none_or(|next| is_nearer(&request, next, head));
+        if is_next {
             self.next = self.requests.len();
         }
         self.requests.push_back(request);
+        is_next
     }
 
     /// Takes the next one out (`bfq_remove_request`, `bfq_find_next_rq`).
