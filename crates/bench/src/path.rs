@@ -12,10 +12,10 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result, ensure};
 use rtvirtio_cases::{Case, Neighbour, Scale, Tier};
 use rtvirtio_sim::path::{Condition, Length, Outcome, Priority, Service, Task, Vm, run};
-use rtvirtio_spec::run::Cell;
+use rtvirtio_spec::run::{Cell, TaskResult};
 use rtvirtio_spec::settings::{Scheduler, VmSettings};
 use rtvirtio_spec::specification::{Device, Specification};
-use rtvirtio_units::{DeviceName, Nanos};
+use rtvirtio_units::{DeviceName, Nanos, Percentile};
 use serde::Serialize;
 
 use crate::campaign::CONDITION;
@@ -151,9 +151,54 @@ pub fn compare(cells: &[Cell], costs: Costs, mut progress: impl FnMut(&str)) -> 
         let simulated = (1..=SEEDS)
             .map(|seed| Ok(run(&condition(cell, costs, seed)?)?))
             .collect::<Result<Vec<Outcome>>>()?;
-        rows.extend(cell_rows(cell, &simulated, &repetitions[&identity(cell)?])?);
+        let specification = specification(cell)?;
+        let other = |task: &TaskResult, percentile| {
+            let (vm, number) = place(&specification, task)?;
+            let of = |o: &Outcome| {
+                let t = &o.vms[vm][number];
+                let quantile = t.quantiles.iter().find(|q| q.percentile == percentile);
+                // A task that is starved has too few for a percentile: its largest.
+                (quantile.map_or(t.max, |q| q.value).as_secs_f64(), t.delivered_iops)
+            };
+            let tail = median(simulated.iter().map(|o| of(o).0).collect());
+            Some((tail, median(simulated.iter().map(|o| of(o).1).collect())))
+        };
+        rows.extend(cell_rows(cell, &repetitions[&identity(cell)?], other)?);
     }
     Ok(rows)
+}
+
+/// The noise floor: of conditions that were measured twice, the second run in the simulation's place. What two
+/// repetitions differ by excuses nothing here.
+///
+/// # Errors
+/// If a cell's names are none that this version knows.
+pub fn repeated(cells: &[Cell]) -> Result<Vec<Row>> {
+    let mut firsts: BTreeMap<String, &Cell> = BTreeMap::new();
+    let mut rows = Vec::new();
+    for cell in cells.iter().filter(|c| c.discarded.is_none()) {
+        let identity = identity(cell)?;
+        let Some(first) = firsts.remove(&identity) else {
+            firsts.insert(identity, cell);
+            continue;
+        };
+        let other = |task: &TaskResult, percentile| {
+            let again = cell.tasks.iter().find(|t| t.vm == task.vm && t.task == task.task)?;
+            let quantile = again.histogram.quantile(percentile);
+            let tail = quantile.map_or(again.histogram.max(), |q| q.value);
+            Some((tail.as_secs_f64(), again.delivered_iops))
+        };
+        rows.extend(cell_rows(first, &[], other)?);
+    }
+    Ok(rows)
+}
+
+/// The numbers of a task's VM, and of the task in it.
+fn place(specification: &Specification, task: &TaskResult) -> Option<(usize, usize)> {
+    specification.vms.iter().enumerate().find_map(|(index, vm)| {
+        let number = vm.tasks.iter().position(|t| t.name == task.task)?;
+        (vm.name == task.vm).then_some((index, number))
+    })
 }
 
 /// What two repetitions have in common.
@@ -162,24 +207,17 @@ fn identity(cell: &Cell) -> Result<String> {
     Ok(serde_json::to_string(&key)?)
 }
 
-fn cell_rows(cell: &Cell, simulated: &[Outcome], repetitions: &[&Cell]) -> Result<Vec<Row>> {
-    let specification = specification(cell)?;
+/// `other` is what a task is held against: a tail at the percentile, s, and a rate.
+fn cell_rows(
+    cell: &Cell,
+    repetitions: &[&Cell],
+    other: impl Fn(&TaskResult, Percentile) -> Option<(f64, f64)>,
+) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for task in &cell.tasks {
         let Some(judged) = task.judged else { continue };
-        let place = specification.vms.iter().enumerate().find_map(|(index, vm)| {
-            let number = vm.tasks.iter().position(|t| t.name == task.task)?;
-            (vm.name == task.vm).then_some((index, number))
-        });
-        let (vm, number) = place.with_context(|| format!("{}/{}", task.vm, task.task))?;
-        let of = |o: &Outcome| {
-            let t = &o.vms[vm][number];
-            let quantile = t.quantiles.iter().find(|q| q.percentile == judged.percentile);
-            // A task that is starved has too few for a percentile: its largest.
-            (quantile.map_or(t.max, |q| q.value).as_secs_f64(), t.delivered_iops)
-        };
-        let tail = median(simulated.iter().map(|o| of(o).0).collect());
-        let rate = median(simulated.iter().map(|o| of(o).1).collect());
+        let (tail, rate) = other(task, judged.percentile)
+            .with_context(|| format!("{}/{}", task.vm, task.task))?;
         let others = repetitions.iter().filter_map(|c| {
             let same = c.tasks.iter().find(|t| t.vm == task.vm && t.task == task.task)?;
             Some(same.judged?.value.as_secs_f64())
@@ -240,9 +278,9 @@ pub struct Agreement {
     pub ratio: f64,
 }
 
-/// All rows, by scheduler, by number of VMs, and by neighbour.
+/// All rows, by scheduler, by number of VMs, and by neighbour; those of [`repeated`] as one.
 #[must_use]
-pub fn agreement(rows: &[Row]) -> Vec<Agreement> {
+pub fn agreement(rows: &[Row], repeated: &[Row]) -> Vec<Agreement> {
     let mut groups: BTreeMap<(u8, String), Vec<&Row>> = BTreeMap::new();
     for row in rows {
         for group in [
@@ -265,6 +303,9 @@ pub fn agreement(rows: &[Row]) -> Vec<Agreement> {
         rank_correlation: rank_correlation(&rows),
         ratio: median(rows.iter().map(|r| r.simulated_ms / r.measured_ms).collect()),
     };
+    if !repeated.is_empty() {
+        groups.insert((4, "a second real run".to_owned()), repeated.iter().collect());
+    }
     groups.into_iter().map(agreement).collect()
 }
 

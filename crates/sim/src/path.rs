@@ -5,14 +5,15 @@
 //! *outcome* what their tasks had ([`Outcome`]). A *tier* is a block device with a scheduler: the host's, and
 //! one within each guest (`tier`).
 //!
-//! Model. A task issues at its rate, as fio does: what could not be issued in time is made up for. Its request
+//! Model. A task issues at its rate, as fio does, reads and writes apart: what could not be issued in time is made up
+//! for, but not what the warm-up leaves. Tasks without a rate are at work before the others start. A request
 //! goes through the guest's scheduler, then, as one of the VM's IOThread, through the limits of the VM's cgroup
 //! (`throttle`) and the host's scheduler, to the device (`rtvirtio_ssd`). Without a guest a task is a
 //! process in the VM's cgroup. Schedulers: bfq (`bfq`, `wf2q`), mq-deadline, kyber, none, as the kernel has
 //! them; or the data plane's own, `rtvirtio_qos`, itself.
 //!
 //! Left out, beside what `bfq` names: CPU time (a request takes `software` longer, whoever else
-//! runs), merging, buffered writes, flushes, the sector order within a queue, the virtqueue's limit of 128 to 256
+//! runs), merging, buffered writes, flushes, the sector order of mq-deadline, the virtqueue's limit of 128 to 256
 //! requests, more than one hardware queue. Limits are not applied in the data plane.
 //!
 //! Pure: the seed is the condition's. Properties (tests of the same name): `same_seed_same_outcome`,

@@ -11,8 +11,8 @@
 //! (`bfq_do_early_stable_merge`); here all of a group with one I/O priority do, as tasks start together.
 //!
 //! Function by function the kernel's, with its names and constants. Left out: asynchronous queues, the idle
-//! class, merging of queues that work close to each other (not done for flash with queueing), splitting, seek
-//! distances (offsets are random, so a request of less than 32 KiB is `seeky`, a longer one is not). Time that the kernel counts in jiffies is counted so (250 a second).
+//! class, merging of queues that work close to each other (not done for flash with queueing), splitting.
+//! Time that the kernel counts in jiffies is counted so (250 a second).
 
 mod arrival;
 mod device;

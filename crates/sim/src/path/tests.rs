@@ -342,12 +342,3 @@ fn who_is_served_by_injection_is_not_left_behind() {
         assert!(t.delivered_iops > 50.0 && t.max.as_secs_f64() < 10.0, "{t:?}");
     }
 }
-
-#[test]
-fn debug_20() {
-    let weighted = |weight| Vm { weight: Weight::new(weight).unwrap(), ..vm(&[task(1500.0)]) };
-    let bfq = Bfq { slice_idle_us: 8_000, timeout_sync_ms: 32, low_latency: false, ..Bfq::DEFAULT };
-    let made = condition(Scheduler::Bfq(bfq), vec![weighted(50), weighted(300)]);
-    let outcome = run(&Condition { seasoned: true, transport: Nanos::from_micros(95), ..made }).unwrap();
-    eprintln!("{outcome:?}");
-}

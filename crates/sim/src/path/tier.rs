@@ -237,6 +237,44 @@ mod tests {
         }
     }
 
+    /// Has work, and keeps it.
+    #[derive(Debug)]
+    struct Keeps;
+
+    impl Elevator for Keeps {
+        fn insert(&mut self, _now: u64, _request: Request) {}
+
+        fn dispatch(&mut self, _now: u64) -> Option<Request> {
+            None
+        }
+
+        fn has_work(&self) -> bool {
+            true
+        }
+
+        fn completed(&mut self, _now: u64, _request: &Request, _started: u64) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn kblockd_takes_the_place_of_the_repeated_run() {
+        let rng = &mut rand_pcg::Pcg64Mcg::seed_from_u64(1);
+        let mut tier = Tier::new(Scheduler::None, &[], &[], None);
+        tier.elevator = Box::new(Keeps);
+        // A pending run is not put off by another that gives nothing.
+        tier.ask_again(0);
+        tier.ask_again(JIFFY);
+        assert_eq!(tier.timer_at(), 2 * JIFFY);
+        tier.defer(JIFFY, rng);
+        let at = tier.timer_at();
+        assert!((JIFFY..JIFFY + 200_000).contains(&at), "{at}");
+        tier.ask_again(JIFFY);
+        assert!(tier.timer(at, rng) && tier.timer_at() == u64::MAX);
+        tier.ask_again(at);
+        assert_eq!(tier.timer_at(), 3 * JIFFY);
+    }
+
     #[test]
     fn who_waits_for_a_tag_looks_soon_after_each_end() {
         let rng = &mut rand_pcg::Pcg64Mcg::seed_from_u64(1);

@@ -99,9 +99,7 @@ struct TaskState {
     guest_process: u32,
     class: Option<ClassId>,
     in_flight: u32,
-    start: u64,
-    /// Of reads and of writes.
-    clocks: [Clock; 2],
+    clocks: Clocks,
     /// An [`Event::Issue`] of it is due.
     awaited: bool,
     /// It sleeps until then.
@@ -110,42 +108,52 @@ struct TaskState {
     bytes: u64,
 }
 
-/// When requests of one direction are due: fio keeps its rate for reads and for writes apart (`rate_ddir`).
+/// When a task's requests are due: fio keeps the rates of reads and of writes apart (`rate_ddir`).
 #[derive(Debug, Clone, Copy)]
-struct Clock {
-    /// ns; infinite where the task has no such requests.
-    period: f64,
-    issued: u64,
+struct Clocks {
+    start: u64,
+    /// Of reads and of writes, ns; infinite where the task has none.
+    periods: [f64; 2],
+    issued: [u64; 2],
 }
 
-impl Clock {
-    /// The first request is due at the start; of what never comes it is infinitely far as well.
-    fn restart(&mut self) {
-        self.issued = u64::from(self.period.is_infinite());
+impl Clocks {
+    fn new(task: &Task, start: u64) -> Self {
+        let periods = [task.read_fraction, 1.0 - task.read_fraction]
+            .map(|part| task.iops.map_or(0.0, |iops| 1e9 / (iops * part)));
+        let mut clocks = Self { start, periods, issued: [0; 2] };
+        clocks.restart(start);
+        clocks
     }
 
-    fn due(self, start: u64) -> u64 {
-        // Saturates.
-        start.saturating_add((self.issued as f64 * self.period) as u64)
+    /// From now on, and nothing is owed.
+    fn restart(&mut self, start: u64) {
+        self.start = start;
+        // The first of either is due at once, but of what never comes.
+        self.issued = self.periods.map(|period| u64::from(period.is_infinite()));
     }
-}
 
-impl TaskState {
-    /// The direction of the next request, and when it is due: one drawn by the task's mix if that is due, else
-    /// the other if that is, else what is due first.
+    fn due(&self) -> [u64; 2] {
+        let due = |direction: usize| {
+            let after = self.issued[direction] as f64 * self.periods[direction];
+            self.start.saturating_add(after as u64)
+        };
+        [due(0), due(1)]
+    }
+
+    /// When the next is due.
+    fn first(&self) -> u64 {
+        self.due().into_iter().min().unwrap_or(u64::MAX)
+    }
+
+    /// The direction of the next, and when it is due: one that was drawn by the task's mix if that is due, else the
+    /// other if that is, else what comes first.
     fn next(&self, now: u64, drawn: usize) -> (usize, u64) {
-        let due = self.clocks.map(|clock| clock.due(self.start));
+        let due = self.due();
         let other = 1 - drawn;
-        if due[drawn] <= now || (due[other] > now && due[drawn] <= due[other]) {
-            (drawn, due[drawn])
-        } else {
-            (other, due[other])
-        }
-    }
-
-    /// When its next request is due.
-    fn due(&self) -> u64 {
-        self.clocks[0].due(self.start).min(self.clocks[1].due(self.start))
+        let is_drawn = due[drawn] <= now || (due[other] > now && due[drawn] <= due[other]);
+        let direction = if is_drawn { drawn } else { other };
+        (direction, due[direction])
     }
 }
 
@@ -323,12 +331,6 @@ impl World {
         start: u64,
         class: Option<ClassId>,
     ) {
-        let clocks = [task.read_fraction, 1.0 - task.read_fraction].map(|part| {
-            let period = task.iops.map_or(0.0, |iops| 1e9 / (iops * part));
-            let mut clock = Clock { period, issued: 0 };
-            clock.restart();
-            clock
-        });
         let index = self.tasks.len() as u32;
         self.tasks.push(TaskState {
             task,
@@ -337,8 +339,7 @@ impl World {
             guest_process,
             class,
             in_flight: 0,
-            start,
-            clocks,
+            clocks: Clocks::new(&task, start),
             awaited: true,
             asleep: true,
             latencies: hdrhistogram::Histogram::new_with_max(LONGEST, DIGITS)
@@ -369,10 +370,9 @@ impl World {
         let now = self.events.now;
         let t = &mut self.tasks[index as usize];
         t.awaited = false;
-        if t.start < self.from && now >= self.from && t.task.iops.is_some() {
-            // With the warm-up fio forgets what it owes.
-            t.start = now;
-            t.clocks.iter_mut().for_each(Clock::restart);
+        if t.clocks.start < self.from && now >= self.from && t.task.iops.is_some() {
+            // With the warm-up fio forgets what it owes (`reset_io_counters`).
+            t.clocks.restart(now);
         }
         loop {
             let t = &mut self.tasks[index as usize];
@@ -381,14 +381,14 @@ impl World {
             }
             let reads = t.task.read_fraction;
             let write = reads < 1.0 && (reads <= 0.0 || self.rng.random::<f64>() >= reads);
-            let (direction, due) = t.next(now, usize::from(write));
+            let (direction, due) = t.clocks.next(now, usize::from(write));
             if due > now {
                 t.awaited = true;
                 self.await_due(index, due);
                 return;
             }
             t.in_flight += 1;
-            t.clocks[direction].issued += 1;
+            t.clocks.issued[direction] += 1;
             let runner = match (t.task.queue_depth, std::mem::take(&mut t.asleep)) {
                 (2.., _) => Runner::Deep,
                 (_, true) => Runner::Rested,
@@ -621,7 +621,7 @@ impl World {
         }
         if !t.awaited {
             t.awaited = true;
-            let due = t.due();
+            let due = t.clocks.first();
             if due > seen {
                 self.await_due(task, due);
             } else {
@@ -676,4 +676,41 @@ fn promise(task: &Task) -> Option<Promise> {
     let burst = task.queue_depth.saturating_mul(2).max(1);
     let rate = Rate { iops: Some(iops), bandwidth: None, burst };
     Some(Promise { deadline: task.deadline?, rate })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn clocks(iops: f64, read_fraction: f64) -> Clocks {
+        let task = Task {
+            iops: Some(iops),
+            block_size: Bytes::from_kib(4),
+            read_fraction,
+            queue_depth: 1,
+            deadline: None,
+        };
+        Clocks::new(&task, 1_000)
+    }
+
+    #[test]
+    fn reads_and_writes_have_clocks_of_their_own() {
+        let mut clocks = clocks(1_000.0, 0.8);
+        // Reads every 1.25 ms, writes every 5.
+        clocks.issued = [3, 1];
+        assert_eq!(clocks.due(), [3_751_000, 5_001_000]);
+        assert_eq!(clocks.first(), 3_751_000);
+        // Neither is due: what comes first. Reads are: reads, whatever was drawn. Both are: what was drawn.
+        for (now, directions) in [(0, [0, 0]), (4_000_000, [0, 0]), (6_000_000, [0, 1])] {
+            assert_eq!([0, 1].map(|drawn| clocks.next(now, drawn).0), directions, "{now}");
+        }
+        clocks.restart(9_000_000);
+        assert_eq!(clocks.due(), [9_000_000; 2]);
+    }
+
+    #[test]
+    fn what_a_task_never_does_is_never_due() {
+        assert_eq!(clocks(1_000.0, 1.0).due(), [1_000, u64::MAX]);
+        assert_eq!(clocks(1_000.0, 0.0).next(0, 0), (1, 1_000));
+    }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use rtvirtio_bench::campaign;
-use rtvirtio_bench::path::{Costs, agreement, compare, table};
+use rtvirtio_bench::path::{Costs, agreement, compare, repeated, table};
 use rtvirtio_bench::progress::Progress;
 use rtvirtio_units::Nanos;
 use serde_json::json;
@@ -63,7 +63,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         progress.start(label, CELL);
     })?;
     progress.finish(CELL);
-    let agreements = agreement(&rows);
+    let agreements = agreement(&rows, &repeated(&cells)?);
     let json = json!({ "agreements": agreements, "rows": rows });
     let text = table(&agreements);
     if let Some(out) = &args.out {
