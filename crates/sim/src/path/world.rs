@@ -18,9 +18,10 @@ use crate::events::Events;
 
 /// No limit is looked at more often than this while the length depends on samples.
 const LOOK: u64 = 1_000_000_000;
-/// What a task that is behind takes from an end to its next request, ns: at least, and on average beyond that. Traced
-/// on Linux 6.18, as `tier` has it.
-const BEHIND: (u64, f64) = (11_000, 12_000.0);
+/// What a task that is behind takes from an end to its next request, ns: at least, and on average beyond that for each
+/// request in flight, its own among them, as their ends and tasks want the CPU too. Traced on Linux 6.18, as `tier`
+/// has it: a median of 13 µs alone, of 20 to 30 with one to three others.
+const BEHIND: (u64, f64) = (10_000, 7_000.0);
 /// When tasks with a rate start: what floods the device has been at work before. Those of a VM start together, VMs
 /// within so long of each other, ns (processes of fio that are started one after the other: 62 to 104 ms).
 const START: u64 = 500_000_000;
@@ -625,7 +626,12 @@ impl World {
             if due > seen {
                 self.await_due(task, due);
             } else {
-                let gap = BEHIND.0 + exponential(&mut self.rng, BEHIND.1);
+                let others = match &self.host {
+                    Host::Kernel(tier) => tier.in_driver(),
+                    Host::DataPlane { .. } => 0,
+                };
+                let extra = BEHIND.1 * f64::from(1 + others.min(4));
+                let gap = BEHIND.0 + exponential(&mut self.rng, extra);
                 self.events.push(now + gap, Event::Issue { task });
             }
         }
