@@ -47,7 +47,7 @@ class Settings:
     device: str = "ref-4x250"
     #: What a request takes between scheduler and device and back, and beside that, µs: as ``rtvirtio bench
     #: path`` has them, by which the median of what was measured on ref-4x250 is met.
-    transport: float = 95.0
+    transport: float = 85.0
     software: float = 40.0
     #: Cgroups around the VMs', as the benchmark has them.
     nesting: int = 2

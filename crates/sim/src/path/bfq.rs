@@ -47,7 +47,7 @@ const LARGE: u32 = 64;
 /// `BFQQ_SEEK_THR`, sectors.
 const SEEK: u32 = 8 * 100;
 /// `BFQ_RATE_SHIFT`.
-pub(super) const RATE_SHIFT: u32 = 16;
+const RATE_SHIFT: u32 = 16;
 /// `ref_rate` of flash, sectors/µs << `RATE_SHIFT`.
 const REFERENCE_RATE: u64 = 33_000;
 /// `ref_wr_duration` of flash, jiffies.
@@ -280,16 +280,12 @@ impl Bfq {
         bfq
     }
 
-    /// It has been at work before, on a device that does so many sectors a µs (<< `RATE_SHIFT`): `hw_tag` stays once it
-    /// is set, `max_rq_in_driver` does not fall, and `peak_rate` not without long requests.
-    pub(super) const fn season(mut self, rate: u64) -> Self {
+    /// It has been at work before: `hw_tag` stays once it is set, and `max_rq_in_driver` does not fall. `peak_rate` does,
+    /// beside a writer with a limit, so it is not known: that of the start is about the mean of such and a writer without.
+    pub(super) const fn season(mut self) -> Self {
         self.hw_tag = Some(true);
         self.max_in_driver = SEASONED_DEPTH;
         self.budgets_assigned = STATS_MIN_BUDGETS;
-        self.peak_rate = rate;
-        if self.user_max_budget == 0 {
-            self.max_budget = self.budget_of_rate();
-        }
         self
     }
 

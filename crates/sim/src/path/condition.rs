@@ -32,7 +32,7 @@ pub struct Condition {
     #[serde(default = "one")]
     pub nesting: u8,
     /// bfq has been at work on the device before, under deep queues too: it knows what it forgets only when another
-    /// scheduler is chosen (that the device queues, how deep, and its rate). False: it has just been chosen.
+    /// scheduler is chosen (that the device queues, and how deep). False: it has just been chosen.
     #[serde(default)]
     pub seasoned: bool,
     /// The VMs that share it.

@@ -49,12 +49,12 @@ pub(super) struct Tier {
 
 impl Tier {
     /// A device that nothing has been given to. `groups` are (parent, weight) of cgroups; bfq alone minds them and
-    /// the processes, and is `seasoned` with the device's rate or has just been chosen.
+    /// the processes, and is has been at work before (`seasoned`) or just been chosen.
     pub(super) fn new(
         scheduler: Scheduler,
         groups: &[(usize, u32)],
         processes: &[Process],
-        seasoned: Option<u64>,
+        seasoned: bool,
     ) -> Self {
         let elevator: Box<dyn Elevator> = match scheduler {
             Scheduler::None => Box::new(Fifo::default()),
@@ -62,10 +62,7 @@ impl Tier {
             Scheduler::Kyber => Box::new(Kyber::default()),
             Scheduler::Bfq(parameters) => {
                 let bfq = Bfq::new(parameters, groups, processes);
-                Box::new(match seasoned {
-                    Some(rate) => bfq.season(rate),
-                    None => bfq,
-                })
+                Box::new(if seasoned { bfq.season() } else { bfq })
             }
         };
         Self {
@@ -260,7 +257,7 @@ mod tests {
     #[test]
     fn kblockd_takes_the_place_of_the_repeated_run() {
         let rng = &mut rand_pcg::Pcg64Mcg::seed_from_u64(1);
-        let mut tier = Tier::new(Scheduler::None, &[], &[], None);
+        let mut tier = Tier::new(Scheduler::None, &[], &[], false);
         tier.elevator = Box::new(Keeps);
         // A pending run is not put off by another that gives nothing.
         tier.ask_again(0);
@@ -279,7 +276,7 @@ mod tests {
     fn who_waits_for_a_tag_looks_soon_after_each_end() {
         let rng = &mut rand_pcg::Pcg64Mcg::seed_from_u64(1);
         let process = Process { group: 0, class: 1, level: 4 };
-        let mut tier = Tier::new(Scheduler::None, &[], &[process; 2], None);
+        let mut tier = Tier::new(Scheduler::None, &[], &[process; 2], false);
         tier.elevator = Box::new(OneTag::default());
         let request = |id, process| Request {
             id,

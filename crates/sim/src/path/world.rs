@@ -8,7 +8,7 @@ use rtvirtio_spec::latency::Histogram;
 use rtvirtio_ssd::{Ssd, SsdConfig};
 use rtvirtio_units::{Bytes, Iops, Nanos, Weight};
 
-use super::bfq::{Process, RATE_SHIFT};
+use super::bfq::Process;
 use super::condition::{Condition, ConditionError, Priority, Service, Task};
 use super::outcome::{Outcome, TaskOutcome};
 use super::request::Request;
@@ -239,13 +239,6 @@ fn host_processes(condition: &Condition) -> (Vec<(usize, u32)>, Vec<Process>) {
     (groups, processes)
 }
 
-/// What bfq has seen of a device at most: writes of 128 KiB on all channels, sectors/µs << `RATE_SHIFT`.
-fn peak_rate(ssd: &SsdConfig) -> u64 {
-    let sectors = 256.0;
-    let us = ssd.mean_service.as_secs_f64() * 1e6 * (1.0 + 31.0 * ssd.length_slope);
-    (f64::from(ssd.channels) * sectors / us * f64::from(1 << RATE_SHIFT)) as u64
-}
-
 /// The schedule's view of a device whose service times are known.
 fn curve(ssd: &SsdConfig) -> Device {
     let mean = ssd.mean_service.as_secs_f64();
@@ -262,8 +255,7 @@ impl World {
         let (groups, processes) = host_processes(condition);
         let host = match condition.service {
             Service::Kernel { scheduler } => {
-                let seasoned = condition.seasoned.then(|| peak_rate(&condition.device));
-                Host::Kernel(Tier::new(scheduler, &groups, &processes, seasoned))
+                Host::Kernel(Tier::new(scheduler, &groups, &processes, condition.seasoned))
             }
             Service::DataPlane => Host::DataPlane {
                 scheduler: Box::new(Scheduler::new(curve(&condition.device))),
@@ -313,7 +305,7 @@ impl World {
             host_process += if vm.guest.is_some() { 1 } else { vm.tasks.len() as u32 };
             let guest = vm.guest.map(|scheduler| {
                 let process = Process { group: 0, class: 1, level: 4 };
-                Tier::new(scheduler, &[], &vec![process; vm.tasks.len()], None)
+                Tier::new(scheduler, &[], &vec![process; vm.tasks.len()], false)
             });
             let throttle = match condition.service {
                 Service::Kernel { .. } => Throttle::new(vm.limits),

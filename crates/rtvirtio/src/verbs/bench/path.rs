@@ -26,7 +26,7 @@ pub(crate) struct Args {
     #[arg(required = true)]
     campaigns: Vec<PathBuf>,
     /// What a request takes between scheduler and device and back, µs
-    #[arg(long, default_value_t = 95.0)]
+    #[arg(long, default_value_t = 85.0)]
     transport_us: f64,
     /// What it takes beside that (system calls, wake-ups), mean, µs
     #[arg(long, default_value_t = 40.0)]
