@@ -91,6 +91,22 @@ impl Tier {
         }
     }
 
+    /// Several are submitted from a plug (`blk_throtl_dispatch_work_fn`): they get their tags before the scheduler has
+    /// seen any of them.
+    pub(super) fn submit_plugged(&mut self, now: u64, requests: &[Request]) {
+        let admits = |r: &Request| {
+            self.blocked[r.process as usize].is_empty() && self.elevator.admits(r.process, r.write)
+        };
+        let admitted: Vec<_> = requests.iter().map(admits).collect();
+        for (&request, admitted) in requests.iter().zip(admitted) {
+            if admitted {
+                self.insert(now, request);
+            } else {
+                self.submit(now, request);
+            }
+        }
+    }
+
     /// kblockd is to run the queue: what it would have run later it runs now (`kblockd_mod_delayed_work_on`).
     pub(super) fn defer(&mut self, now: u64, rng: &mut impl Rng) {
         self.again = None;

@@ -468,10 +468,14 @@ impl World {
             return;
         }
         self.vms[vm as usize].release_at = u64::MAX;
+        let mut released = Vec::new();
         while let Some(throttle) = &mut self.vms[vm as usize].throttle
             && let Some(request) = throttle.release(now)
         {
-            self.submit_host(request);
+            released.push(request);
+        }
+        if let Host::Kernel(tier) = &mut self.host {
+            tier.submit_plugged(now, &released);
         }
         self.run_host(Runner::Kblockd);
         self.arm_release(vm);
