@@ -216,8 +216,8 @@ fn cell_rows(
     let mut rows = Vec::new();
     for task in &cell.tasks {
         let Some(judged) = task.judged else { continue };
-        let (tail, rate) = other(task, judged.percentile)
-            .with_context(|| format!("{}/{}", task.vm, task.task))?;
+        let (tail, rate) =
+            other(task, judged.percentile).with_context(|| format!("{}/{}", task.vm, task.task))?;
         let others = repetitions.iter().filter_map(|c| {
             let same = c.tasks.iter().find(|t| t.vm == task.vm && t.task == task.task)?;
             Some(same.judged?.value.as_secs_f64())

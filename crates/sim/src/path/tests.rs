@@ -46,7 +46,7 @@ fn condition(scheduler: Scheduler, vms: Vec<Vm>) -> Condition {
         service: Service::Kernel { scheduler },
         nesting: 2,
         seasoned: false,
-        transport: Nanos::from_micros(110),
+        transport: Nanos::from_micros(85),
         software: Nanos::from_micros(40),
         vms,
         warm_up: Nanos::from_millis(5_000),
@@ -102,18 +102,34 @@ fn idling_holds_others_up() {
     assert!(rates.clone().all(|iops| (500.0..1_100.0).contains(&iops)), "{outcome:?}");
 }
 
-/// Measured in a campaign that had bfq at work before (docs/results/conditions, 2xM, condition 25): 1.1 and 1.2 ms.
+fn weighted(weight: u32, tasks: &[Task]) -> Vm {
+    Vm { weight: Weight::new(weight).unwrap(), ..vm(tasks) }
+}
+
+/// Measured (docs/results/conditions, 2xM, condition 25): 1.1 and 1.2 ms.
 #[test]
-fn bfq_that_knows_a_deep_device_injects() {
-    let weighted = |weight| Vm { weight: Weight::new(weight).unwrap(), ..vm(&[task(500.0)]) };
+fn who_keeps_up_lets_others_in() {
     let bfq = Bfq { slice_idle_us: 4_000, timeout_sync_ms: 64, ..Bfq::DEFAULT };
-    let worst = |seasoned| {
-        let made = condition(Scheduler::Bfq(bfq), vec![weighted(300), weighted(150)]);
-        let outcome = run(&Condition { seasoned, ..made }).unwrap();
-        outcome.vms.iter().flatten().map(judged_ms).fold(0.0, f64::max)
-    };
-    let (knows, new) = (worst(true), worst(false));
-    assert!(knows < 3.0 && new > 10.0 * knows, "{knows} {new}");
+    let vms = vec![weighted(300, &[task(500.0)]), weighted(150, &[task(500.0)])];
+    let made = condition(Scheduler::Bfq(bfq), vms);
+    let outcome = run(&Condition { seasoned: true, ..made }).unwrap();
+    assert!(outcome.vms.iter().flatten().all(|t| judged_ms(t) < 3.0), "{outcome:?}");
+}
+
+/// Measured twice (docs/results/conditions-2, 4xH, condition 18): tails of 13.3 to 13.8 ms and 6.9 of the heavier VM,
+/// 568 to 752 and 1,135 to 1,157 requests a second.
+#[test]
+fn who_is_behind_has_the_device_alone() {
+    let bfq = Bfq { slice_idle_us: 6_000, timeout_sync_ms: 32, max_budget: 64, ..Bfq::DEFAULT };
+    let vms = [50, 50, 100, 50].map(|weight| weighted(weight, &[task(1500.0)]));
+    let made = condition(Scheduler::Bfq(bfq), vms.to_vec());
+    let outcome = run(&Condition { seasoned: true, ..made }).unwrap();
+    for (vm, tasks) in outcome.vms.iter().enumerate() {
+        let (tail, rate) = if vm == 2 { (6.9, 1_150.0) } else { (13.6, 570.0) };
+        let t = &tasks[0];
+        assert!((judged_ms(t) / tail - 1.0).abs() < 0.2, "{t:?}");
+        assert!((t.delivered_iops / rate - 1.0).abs() < 0.15, "{t:?}");
+    }
 }
 
 #[test]
@@ -328,8 +344,6 @@ proptest! {
 fn who_is_served_by_injection_is_not_left_behind() {
     // Two deep writers without a rate, whose requests are injected while the others are idled for.
     let deep = |depth| Task { block_size: Bytes::from_kib(16), queue_depth: depth, ..writer() };
-    let weighted =
-        |weight, tasks: &[Task]| Vm { weight: Weight::new(weight).unwrap(), ..vm(tasks) };
     let bfq = Bfq { slice_idle_us: 1000, timeout_sync_ms: 32, low_latency: false, ..Bfq::DEFAULT };
     let vms = vec![
         weighted(553, &[deep(21)]),

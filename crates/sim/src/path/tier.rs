@@ -33,8 +33,8 @@ pub(super) struct Tier {
     /// Those that wait, by process: the first for the first tag (`bfq_limit_depth` leaves it no other: a depth of 1 of
     /// each word of the tags' bitmap is one tag of the first), the others behind it.
     blocked: Vec<VecDeque<Request>>,
-    /// Processes that wait for a tag.
-    waiting: u32,
+    /// Processes that wait for a tag, the first to be woken up first.
+    waiting: VecDeque<u32>,
     /// Which request has the first tag, as far as it was to have that.
     first_tag: Option<u32>,
     /// When the scheduler is asked again.
@@ -69,7 +69,7 @@ impl Tier {
             elevator,
             in_driver: 0,
             blocked: processes.iter().map(|_| VecDeque::new()).collect(),
-            waiting: 0,
+            waiting: VecDeque::new(),
             first_tag: None,
             again: None,
             goes_on: None,
@@ -87,7 +87,9 @@ impl Tier {
         let waits = !self.blocked[request.process as usize].is_empty();
         if waits || !self.admit(now, request) {
             self.blocked[request.process as usize].push_back(request);
-            self.waiting += u32::from(!waits);
+            if !waits {
+                self.waiting.push_back(request.process);
+            }
         }
     }
 
@@ -143,7 +145,7 @@ impl Tier {
         self.in_driver -= 1;
         self.first_tag.take_if(|id| *id == request.id);
         let asks = self.elevator.completed(now, request, started);
-        if self.waiting > 0 {
+        if !self.waiting.is_empty() {
             self.looks.get_or_insert(now + WAKE_UP);
         }
         if asks {
@@ -172,15 +174,20 @@ impl Tier {
 
     /// Who waits for a tag looks again.
     fn look(&mut self, now: u64) {
-        for process in 0..self.blocked.len() {
-            let Some(&request) = self.blocked[process].front() else { continue };
-            // What it may have was settled when it began to wait.
-            let mut admitted = self.admit_as_first(now, request);
-            while admitted {
-                self.blocked[process].pop_front();
-                let next = self.blocked[process].front().copied();
-                self.waiting -= u32::from(next.is_none());
-                admitted = next.is_some_and(|request| self.admit(now, request));
+        // What it may have was settled when it began to wait.
+        while self.first_tag.is_none()
+            && let Some(process) = self.waiting.pop_front()
+        {
+            let index = process as usize;
+            let mut admits = Self::admit_as_first as fn(&mut Self, u64, Request) -> bool;
+            while let Some(&request) = self.blocked[index].front()
+                && admits(self, now, request)
+            {
+                self.blocked[index].pop_front();
+                admits = Self::admit;
+            }
+            if !self.blocked[index].is_empty() {
+                self.waiting.push_back(process);
             }
         }
     }
@@ -294,26 +301,20 @@ mod tests {
         let process = Process { group: 0, class: 1, level: 4 };
         let mut tier = Tier::new(Scheduler::None, &[], &[process; 2], false);
         tier.elevator = Box::new(OneTag::default());
-        let request = |id, process| Request {
-            id,
-            process,
-            position: 0,
-            sectors: 8,
-            write: false,
-            at: 0,
-        };
+        let request =
+            |id, process| Request { id, process, position: 0, sectors: 8, write: false, at: 0 };
         for (id, process) in [(0, 0), (1, 1), (2, 1)] {
             tier.submit(0, request(id, process));
         }
         let first = tier.next(0).unwrap();
-        assert_eq!((first.id, tier.next(0), tier.waiting), (0, None, 1));
+        assert_eq!((first.id, tier.next(0), tier.waiting.len()), (0, None, 1));
         // Nobody has its tag before who waits has been woken up.
         assert!(!tier.complete(100_000, &first, 0, rng));
         assert_eq!((tier.next(100_000), tier.timer_at()), (None, 100_000 + WAKE_UP));
         assert!(!tier.timer(100_000, rng) && tier.timer(100_000 + WAKE_UP, rng));
         let second = tier.next(200_000).unwrap();
-        assert_eq!((second.id, second.at, tier.waiting), (1, 100_000 + WAKE_UP, 1));
+        assert_eq!((second.id, second.at, tier.waiting.len()), (1, 100_000 + WAKE_UP, 1));
         assert!(!tier.complete(200_000, &second, 0, rng) && tier.timer(300_000, rng));
-        assert_eq!((tier.next(300_000).map(|r| r.id), tier.waiting), (Some(2), 0));
+        assert_eq!((tier.next(300_000).map(|r| r.id), tier.waiting.len()), (Some(2), 0));
     }
 }

@@ -520,7 +520,8 @@ impl World {
             flying.running = running;
             let length = Bytes::new(u64::from(flying.host.sectors) * 512);
             let end = self.ssd.submit(Nanos::new(now), length);
-            let transport = (self.transport * 2.0) as u64 + exponential(&mut self.rng, self.transport);
+            let transport =
+                (self.transport * 2.0) as u64 + exponential(&mut self.rng, self.transport);
             self.events.push(end.get() + transport, Event::Done { id });
             gave = true;
         }
