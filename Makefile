@@ -93,7 +93,7 @@ bench-campaign: python ## Table II's grid in the simulator, 28,000 conditions; m
 	$(PYTHON_BIN)/python -m rtvirtio campaign figures --out $(CAMPAIGNS)/figures
 	$(PYTHON_BIN)/python -m rtvirtio train $(CAMPAIGNS)/table2 $(CAMPAIGNS)/wide $(CAMPAIGNS)/host \
 		--shown $(CAMPAIGNS)/figures --profile $(RESULTS)/strict/profile.json \
-		--cells $(RESULTS)/conditions/cells.jsonl --sizes --out $(CAMPAIGNS)/trained
+		--cells $(RESULTS)/conditions/cells.jsonl $(RESULTS)/conditions-2/cells.jsonl --sizes --out $(CAMPAIGNS)/trained
 	$(PYTHON_BIN)/python -m rtvirtio cases --profile $(RESULTS)/strict/profile.json \
 		--model $(CAMPAIGNS)/trained/mlp.onnx --out $(CAMPAIGNS)/cases
 	$(PYTHON_BIN)/python -m rtvirtio figures --campaign $(CAMPAIGNS)/figures --trained $(CAMPAIGNS)/trained \
@@ -163,10 +163,13 @@ bench-prediction: build ## Predictions and bounds under settings that the planne
 
 # The simulator was tuned to the first 30 conditions.
 CONDITIONS ?= 500
-bench-conditions: build ## Conditions of Table II on the kernel's bfq, and simulated beside: 70 min
+bench-conditions: build ## Conditions of Table II on the kernel's bfq, and simulated beside: 70 min; 64 others, twice each: 50 min
 	$(RTVIRTIO) bench --conditions 150 --window 20 --ssd ref-4x250 --profile $(RESULTS)/strict/profile.json \
 		--out $(RESULTS)/conditions
 	$(RTVIRTIO) bench path $(RESULTS)/conditions --from 30 --out $(RESULTS)/conditions/path
+	$(RTVIRTIO) bench --conditions 64 --twice-every 1 --seed 2 --window 20 --ssd ref-4x250 \
+		--profile $(RESULTS)/strict/profile.json --out $(RESULTS)/conditions-2
+	$(RTVIRTIO) bench path $(RESULTS)/conditions-2 --from 20 --out $(RESULTS)/conditions-2/path
 
 bench-full-conditions: build ## The same, 500 conditions, each twice; goes on with what is there: 6 h
 	$(RTVIRTIO) bench --conditions $(CONDITIONS) --twice-every 1 --window 20 --ssd ref-4x250 \

@@ -129,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--cells",
         type=Path,
+        nargs="+",
         help="cells.jsonl of `rtvirtio bench`: real conditions as judges, and for the bounds",
     )
     train.add_argument("--sizes", action="store_true", help="study of sizes, for Fig. 3")
@@ -200,10 +201,10 @@ def _train(args: argparse.Namespace) -> int:
 
     profile = None if args.profile is None else json.loads(args.profile.read_text())
     table = pa.concat_tables([parts.load(directory) for directory in args.campaign])
+    cells = None if args.cells is None else [c for path in args.cells for c in cases.read_cells(path)]
     if args.judge:
-        if profile is None or args.cells is None:
+        if profile is None or cells is None:
             raise ValueError("--judge needs --profile and --cells")
-        cells = cases.read_cells(args.cells)
         _print_real(train.judge(table, cells, args.out, profile=profile, seed=args.seed)["real"])
         return DONE
     result = train.train(
@@ -211,7 +212,7 @@ def _train(args: argparse.Namespace) -> int:
         args.out,
         profile=profile,
         shown=None if args.shown is None else parts.load(args.shown),
-        cells=None if args.cells is None else cases.read_cells(args.cells),
+        cells=cells,
         sizes=args.sizes,
         seed=args.seed,
     )
