@@ -168,29 +168,39 @@ pub fn compare(cells: &[Cell], costs: Costs, mut progress: impl FnMut(&str)) -> 
     Ok(rows)
 }
 
-/// The noise floor: of conditions that were measured twice, the second run in the simulation's place. What two
-/// repetitions differ by excuses nothing here.
+/// The noise floor: real runs in the simulation's place. Of conditions that were measured twice the second run beside the
+/// first, which nothing excuses but [`WITHIN`]; of those measured three times the third beside the first and the second,
+/// with what these differ by.
 ///
 /// # Errors
 /// If a cell's names are none that this version knows.
-pub fn repeated(cells: &[Cell]) -> Result<Vec<Row>> {
-    let mut firsts: BTreeMap<String, &Cell> = BTreeMap::new();
-    let mut rows = Vec::new();
+pub fn repeated(cells: &[Cell]) -> Result<[(&'static str, Vec<Row>); 2]> {
+    let mut runs: BTreeMap<String, Vec<&Cell>> = BTreeMap::new();
     for cell in cells.iter().filter(|c| c.discarded.is_none()) {
-        let identity = identity(cell)?;
-        let Some(first) = firsts.remove(&identity) else {
-            firsts.insert(identity, cell);
-            continue;
-        };
-        let other = |task: &TaskResult, percentile| {
-            let again = cell.tasks.iter().find(|t| t.vm == task.vm && t.task == task.task)?;
-            let quantile = again.histogram.quantile(percentile);
-            let tail = quantile.map_or(again.histogram.max(), |q| q.value);
-            Some((tail.as_secs_f64(), again.delivered_iops))
-        };
-        rows.extend(cell_rows(first, &[], other)?);
+        runs.entry(identity(cell)?).or_default().push(cell);
     }
-    Ok(rows)
+    let (mut second, mut third) = (Vec::new(), Vec::new());
+    for runs in runs.values() {
+        if let [first, again, ..] = runs[..] {
+            second.extend(cell_rows(first, &[], measured(again))?);
+        }
+        if let [first, again, last, ..] = runs[..] {
+            for cell in [first, again] {
+                third.extend(cell_rows(cell, &[first, again], measured(last))?);
+            }
+        }
+    }
+    Ok([("a second real run", second), ("a third real run", third)])
+}
+
+/// What a cell's tasks had, for [`cell_rows`].
+fn measured(cell: &Cell) -> impl Fn(&TaskResult, Percentile) -> Option<(f64, f64)> + '_ {
+    |task, percentile| {
+        let other = cell.tasks.iter().find(|t| t.vm == task.vm && t.task == task.task)?;
+        let quantile = other.histogram.quantile(percentile);
+        let tail = quantile.map_or(other.histogram.max(), |q| q.value);
+        Some((tail.as_secs_f64(), other.delivered_iops))
+    }
 }
 
 /// The numbers of a task's VM, and of the task in it.
@@ -218,11 +228,10 @@ fn cell_rows(
         let Some(judged) = task.judged else { continue };
         let (tail, rate) =
             other(task, judged.percentile).with_context(|| format!("{}/{}", task.vm, task.task))?;
-        let others = repetitions.iter().filter_map(|c| {
-            let same = c.tasks.iter().find(|t| t.vm == task.vm && t.task == task.task)?;
-            Some(same.judged?.value.as_secs_f64())
-        });
-        let (least, most) = others.fold((f64::MAX, f64::MIN), |(a, b), v| (a.min(v), b.max(v)));
+        // At this row's percentile, whichever another run judged.
+        let others = repetitions.iter().filter_map(|c| measured(c)(task, judged.percentile));
+        let tails = others.map(|(tail, _)| tail);
+        let (least, most) = tails.fold((f64::MAX, f64::MIN), |(a, b), v| (a.min(v), b.max(v)));
         let disagreement = (repetitions.len() > 1).then_some(most - least);
         let measured = judged.value.as_secs_f64();
         let allowed =
@@ -278,9 +287,9 @@ pub struct Agreement {
     pub ratio: f64,
 }
 
-/// All rows, by scheduler, by number of VMs, and by neighbour; those of [`repeated`] as one.
+/// All rows, by scheduler, by number of VMs, and by neighbour; those of [`repeated`] for themselves.
 #[must_use]
-pub fn agreement(rows: &[Row], repeated: &[Row]) -> Vec<Agreement> {
+pub fn agreement(rows: &[Row], repeated: &[(&str, Vec<Row>)]) -> Vec<Agreement> {
     let mut groups: BTreeMap<(u8, String), Vec<&Row>> = BTreeMap::new();
     for row in rows {
         for group in [
@@ -303,8 +312,8 @@ pub fn agreement(rows: &[Row], repeated: &[Row]) -> Vec<Agreement> {
         rank_correlation: rank_correlation(&rows),
         ratio: median(rows.iter().map(|r| r.simulated_ms / r.measured_ms).collect()),
     };
-    if !repeated.is_empty() {
-        groups.insert((4, "a second real run".to_owned()), repeated.iter().collect());
+    for (name, rows) in repeated.iter().filter(|(_, rows)| !rows.is_empty()) {
+        groups.insert((4, (*name).to_owned()), rows.iter().collect());
     }
     groups.into_iter().map(agreement).collect()
 }
@@ -377,5 +386,22 @@ mod tests {
         assert_eq!(first.vms[0].tasks[0].iops, Some(1500.0));
         assert_eq!(first.vms[4].limits.write_bps.unwrap().get(), 60_156_805);
         first.check().unwrap();
+    }
+
+    #[test]
+    fn real_runs_of_one_condition_are_held_against_each_other() {
+        let directory = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+        let path = directory.join("../../docs/results/conditions-2");
+        let mut cells = crate::campaign::read(&path).unwrap();
+        cells.truncate(2);
+        let [(_, second), (_, third)] = repeated(&cells).unwrap();
+        let judged = cells[0].tasks.iter().filter(|t| t.judged.is_some()).count();
+        assert_eq!((second.len(), third.len()), (judged, 0));
+        assert!(second.iter().all(|row| row.repetitions_ms.is_none()));
+        // The first once more: it agrees with itself, and the second by what the two differ.
+        cells.push(cells[0].clone());
+        let [(_, second), (_, third)] = repeated(&cells).unwrap();
+        assert_eq!((second.len(), third.len()), (judged, 2 * judged));
+        assert!(third.iter().all(|row| row.agrees && row.repetitions_ms.is_some()));
     }
 }
