@@ -161,7 +161,7 @@ bench-prediction: build ## Predictions and bounds under settings that the planne
 	$(RTVIRTIO) bench --prediction 26 --window 24 --ssd ref-4x250 --profile $(RESULTS)/strict/profile.json \
 		--out $(RESULTS)/prediction
 
-# The simulator was tuned to the first 30 conditions.
+# The simulator was tuned to the first 30 conditions, and to the first 20 of the second set.
 CONDITIONS ?= 500
 bench-conditions: build ## Conditions of Table II on the kernel's bfq, and simulated beside: 70 min; 64 others, twice each: 50 min
 	$(RTVIRTIO) bench --conditions 150 --window 20 --ssd ref-4x250 --profile $(RESULTS)/strict/profile.json \

@@ -37,7 +37,8 @@ pub struct Condition {
     pub seasoned: bool,
     /// The VMs that share it.
     pub vms: Vec<Vm>,
-    /// I/O that does not count, at the start.
+    /// I/O that does not count, from 0.6 s on, when all tasks have started. What a task with a rate owes at its end is
+    /// forgotten, as by fio.
     pub warm_up: Nanos,
     /// How long the measured window is.
     pub length: Length,

@@ -49,7 +49,7 @@ pub(super) struct Tier {
 
 impl Tier {
     /// A device that nothing has been given to. `groups` are (parent, weight) of cgroups; bfq alone minds them and
-    /// the processes, and is has been at work before (`seasoned`) or just been chosen.
+    /// the processes, and has been at work before (`seasoned`) or just been chosen.
     pub(super) fn new(
         scheduler: Scheduler,
         groups: &[(usize, u32)],
