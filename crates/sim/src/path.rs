@@ -22,11 +22,13 @@
 //! `real_time_class_goes_first`, `limit_caps_a_writer`, `promises_hold_beside_a_deep_writer`.
 
 mod bfq;
+mod clocks;
 mod condition;
 mod deadline;
 mod kyber;
 mod outcome;
 mod request;
+mod runner;
 mod segments;
 mod throttle;
 mod tier;
