@@ -251,6 +251,7 @@ def _print_real(real: dict[str, Any]) -> None:
     _print_bound("as a plan has it", real["bounds_planned"]["mlp"])
     if real["repeated"]["pairs"]:
         _print_bound("another real run x a factor", real["repeated"]["bound"])
+    _print_bound("the simulator itself, many runs x a factor", real["asked"])
 
 
 def _print_bound(name: str, bound: dict[str, Any]) -> None:

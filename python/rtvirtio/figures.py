@@ -24,10 +24,15 @@ from rtvirtio import cases, grid
 
 NAMES = ("fig2", "fig3", "fig5a", "fig5b", "fig5c", "fig6", "fig7", "fig8", "table3")
 MODELS = ("paper", "mlp", "mlp-over", "boosting")
-COLOURS = {"paper": "C0", "mlp": "C2", "mlp-over": "C8", "boosting": "C3"}
+MODEL_COLOURS = {"paper": "C0", "mlp": "C2", "mlp-over": "C8", "boosting": "C3"}
 #: Fig. 7's case: three VMs with light and medium tasks.
 EXAMPLE = "3xL+M"
 EXAMPLE_SCHEMES = ("bfq", "ionice", "rt-xen", "rtvirtio")
+#: Of schemes, simulated and measured.
+SCHEME_COLOURS = {
+    "bfq": "C0", "ionice": "C1", "rt-xen": "C4", "analytical": "C3", "mlp": "C6", "structural": "C2",
+    "rtvirtio": "C2", "data-plane": "C9", "hand": "C8", "none": "0.75", "mq-deadline": "0.55", "kyber": "C5",
+}  # fmt: skip
 
 
 class MissingError(Exception):
@@ -112,7 +117,7 @@ def fig2(sources: Sources) -> Figure:
             axes.bar_label(bars, fmt="%.3g", fontsize=8)
         axes.set_xticks(range(len(grid.TASKS)), [f"{tasks}" for tasks in grid.TASKS])
         axes.set(title=title, xlabel="tasks of each VM (1500 random reads/s)", ylabel="ms", yscale="log")
-        axes.legend()
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
 
@@ -160,7 +165,7 @@ def _fig5(sources: Sources, figure_name: str, xlabel: str, label: Callable[[str]
             of = [row[f"{model}_ms"] for id in {r["id"] for r in found} for row in by_id.get(id, [])]
             line.append(float(np.mean(of)) if of else np.nan)
         if np.isfinite(line).any():
-            axes.plot(at, line, marker="o", markersize=3, color=COLOURS[model], label=model)
+            axes.plot(at, line, marker="o", markersize=3, color=MODEL_COLOURS[model], label=model)
     title = f"Tail ({_percentiles(every)}), {len(places)} × {grid.REPETITIONS} simulations"
     if not predictions:
         title += "; no predictions (`train --shown`)"
@@ -213,7 +218,9 @@ def _errors(axes: Axes, table: pa.Table, what: str) -> None:
         label = f"{model} ({np.mean(error > 0):.0%} too low"
         label += f", {outside:.0%} beyond the axis)" if outside > 0.005 else ")"
         weights = np.full(len(error), 1 / len(error))
-        axes.hist(error, bins.tolist(), weights=weights, histtype="step", color=COLOURS[model], label=label)
+        axes.hist(
+            error, bins.tolist(), weights=weights, histtype="step", color=MODEL_COLOURS[model], label=label
+        )
     axes.axvline(0, color="0.6", linewidth=0.8, zorder=0)
     xlabel = f"{what} − predicted, ms (negative: overestimate)"
     axes.set(xlabel=xlabel, ylabel="fraction of rows", title=f"{len(measured):,} {what} rows")
@@ -231,8 +238,12 @@ def fig7(sources: Sources) -> Figure:
     if not schemes:
         raise MissingError(f"cells of {EXAMPLE} (`rtvirtio bench`)")
     figure, columns = _figure(3.0 * len(schemes), 3.6, len(schemes))
+    figure.supxlabel("judged percentile, ms (dashed: target)", fontsize=9)
+    for axes in columns[1:]:
+        axes.sharex(columns[0])
     for axes, scheme in zip(columns, schemes, strict=True):
         tasks = by_scheme[scheme]["tasks"]
+        names = []
         for at, task in enumerate(tasks):
             target = task["target"] / 1e6
             judged = task["judged"]
@@ -244,11 +255,10 @@ def fig7(sources: Sources) -> Figure:
                 axes.barh(at, judged["value"] / 1e6, 0.6, color=colour)
             if delivered < 0.95:
                 text += f", {delivered:.0%} delivered"
-            axes.text(0.98, at, text, fontsize=7, va="center", ha="right",
-                      transform=axes.get_yaxis_transform())  # fmt: skip
-        axes.set_yticks(range(len(tasks)), [f"{t['vm']} {t['task']}" for t in tasks], fontsize=7)
+            names.append(f"{task['vm']} {task['task']}\n{text}")
+        axes.set_yticks(range(len(tasks)), names, fontsize=7)
         verdict = "passes" if by_scheme[scheme]["passed"] else "fails"
-        axes.set(title=f"{scheme}: {verdict}", xlabel="judged percentile, ms (dashed: target)", xscale="log")
+        axes.set(title=f"{scheme}: {verdict}", xscale="log")
     return figure
 
 
@@ -282,7 +292,7 @@ def _pass_rates(axes: Axes, verdicts: list[cases.Verdict], what: str, with_paper
         rates = [np.nan if v is None else 100 * v.passed / v.runs for v in found]
         mean, low, high = means[scheme]
         at = np.arange(len(names) + 1) + (offset - (len(schemes) - 1) / 2) * width
-        colour = f"C{offset}"
+        colour = SCHEME_COLOURS.get(scheme, f"C{offset}")
         axes.bar(at, [*rates, mean], width, label=scheme, color=colour)
         axes.errorbar(at[-1], mean, [[mean - low], [high - mean]], color="k", linewidth=0.8)
         # A bar of nothing is a result too.

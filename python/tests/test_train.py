@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,23 @@ def test_repeated_conditions_differ_as_by_hand() -> None:
     # One of 20, both ways round: one of ten pairs.
     assert found["factor"] == pytest.approx(np.quantile(ratios, 0.9), rel=0.1)
     assert 0.9 < found["bound"]["held"] < 1
+
+
+def test_simulator_itself_bounds_what_it_knows_all_of() -> None:
+    condition = grid.one()
+    condition["length"] = {"at_least": grid.SECOND, "at_most": 2 * grid.SECOND}
+    tails = []
+    for seed in range(train.RUNS + 1, train.RUNS + 101):
+        task = rtvirtio.simulate({**condition, "seed": seed})["vms"][0][0]
+        [p99] = [q["value"] for q in task["quantiles"] if q["percentile"] == 99]
+        tails.append(np.log10(p99 / 1e9))
+    rows = rows_in(*["idling"] * len(tails))
+    rows = dataclasses.replace(rows, conditions=[condition] * len(tails), tail=np.array(tails))
+    fold = np.arange(len(tails)) % 5
+    found = train.asked(rows, fold, 0.0)
+    # It is the quantile that is asked for already, so the factor is next to 1.
+    assert 0.9 <= found["held"] <= 1
+    assert 1 <= found["median_bound_over_measured"] < 1.2
 
 
 def test_lateness_is_what_the_profile_has_above_the_simulator() -> None:
