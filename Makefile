@@ -86,7 +86,7 @@ test-python: setup ## The Python package's tests, types, stubs and lints
 # The parts of campaigns are large: they stay out of the repository, what they come to is in it.
 CAMPAIGNS := target/campaign
 
-bench-campaign: python ## Table II's grid in the simulator, 28,000 conditions; models, the 24 cases, figures: 40 min
+bench-campaign: python ## Table II's grid in the simulator, 28,000 conditions; models, the 24 cases, figures: 55 min
 	$(PYTHON_BIN)/python -m rtvirtio campaign table2 --out $(CAMPAIGNS)/table2
 	$(PYTHON_BIN)/python -m rtvirtio campaign wide --out $(CAMPAIGNS)/wide
 	$(PYTHON_BIN)/python -m rtvirtio campaign host --out $(CAMPAIGNS)/host
