@@ -6,7 +6,6 @@ use std::collections::VecDeque;
 
 use rtvirtio_units::{Bytes, Nanos};
 
-use crate::demand::Demand;
 use crate::depth::{Depth, PATIENCE_NS};
 use crate::heap::Heap;
 use crate::{Account, Device, Kind, MAX_TRANSFER, PAGE, Promise, Rate, Responses, Share, Usage};
@@ -17,6 +16,10 @@ const AHEAD: u32 = 1;
 /// Fair queueing's clock runs in 1/1024 ns, so that large weights do not round their costs to
 /// nothing.
 const FINE: u64 = 1024;
+/// How often it is looked at whether a class gets its rate.
+const DEMAND_NS: u64 = 100_000_000;
+/// A rate comes about if no more than one in so many is not asked for.
+const UNASKED: u64 = 60;
 
 /// Names a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -45,7 +48,6 @@ pub struct Running {
     kind: Kind,
     bytes: Bytes,
     cost: u64,
-    arrived: u64,
     /// When the response would have begun, had the class not exceeded its rate.
     since: u64,
 }
@@ -132,6 +134,46 @@ struct Class {
     demand: Demand,
     accounts: [Account; Kind::ALL.len()],
     responses: Responses,
+}
+
+/// Whether a class asks for its rate and does not get it.
+///
+/// A task that waits for each of its requests asks for fewer if they are slow, so a rate that does
+/// not come about looks like one that is not wanted. It differs in this: who does not want more has
+/// nothing under way for much of the time.
+#[derive(Debug, Default)]
+struct Demand {
+    /// Since when this is counted, ns.
+    since: u64,
+    /// What was asked for since, ns of the rate.
+    asked: u64,
+    /// How long requests were under way, ns, and since when they are.
+    busy: u64,
+    busy_since: u64,
+}
+
+impl Demand {
+    /// A request is the first under way.
+    const fn begin(&mut self, now: u64) {
+        self.busy_since = now;
+    }
+
+    /// A request has ended; none is under way if it is the `last`. Whether it has just turned out
+    /// that the rate does not come about.
+    fn end(&mut self, last: bool, now: u64) -> bool {
+        let span = now.saturating_sub(self.since);
+        if last || span >= DEMAND_NS {
+            self.busy += now.saturating_sub(self.busy_since.max(self.since));
+            self.busy_since = now;
+        }
+        if span < DEMAND_NS {
+            return false;
+        }
+        let wants = self.busy > span / 4 * 3;
+        let slowed = wants && self.asked < span - span / UNASKED;
+        *self = Self { since: now, busy_since: now, ..Self::default() };
+        slowed
+    }
 }
 
 impl Class {
@@ -281,9 +323,13 @@ impl Scheduler {
         let arrived = now.get();
         let Some(Some(to)) = self.classes.get_mut(class.0 as usize) else { return false };
         let Some(Some(flow)) = self.flows.get_mut(to.flow as usize) else { return false };
-        let is_first = to.queue.is_empty() && to.running == 0;
-        let step = to.promise.map_or(0, |promise| promise.step(self.device.cost(kind, bytes)));
-        to.demand.begin(step, is_first, arrived);
+        if to.queue.is_empty() && to.running == 0 {
+            to.demand.begin(arrived);
+        }
+        if let Some(promise) = to.promise {
+            let step = promise.step(self.device.cost(kind, bytes));
+            to.demand.asked = to.demand.asked.saturating_add(step);
+        }
         to.queue.push_back(Pending { ticket, kind, bytes, arrived });
         flow.pending += 1;
         let (first_of_class, first_of_flow, of) = (to.queue.len() == 1, flow.pending == 1, to.flow);
@@ -331,10 +377,15 @@ impl Scheduler {
         if flow.limit.is_some() || (eligible.is_none() && is_held) {
             return None;
         }
-        let step = promise.map_or(0, |promise| promise.step(self.device.cost(kind, bytes)));
-        to.demand.begin(step, to.running == 0, now);
-        if let Some(eligible) = eligible {
-            to.clock = eligible.saturating_add(step);
+        if to.running == 0 {
+            to.demand.begin(now);
+        }
+        if let Some(promise) = promise {
+            let step = promise.step(self.device.cost(kind, bytes));
+            to.demand.asked = to.demand.asked.saturating_add(step);
+            if let Some(eligible) = eligible {
+                to.clock = eligible.saturating_add(step);
+            }
         }
         flow.start = flow.start.max(self.virtual_time);
         if eligible.is_none() {
@@ -347,8 +398,7 @@ impl Scheduler {
         flow.running += 1;
         self.begin(now);
         let promised = eligible.is_some();
-        let running =
-            Running { class: class.0, promised, kind, bytes, cost, arrived: now, since: now };
+        let running = Running { class: class.0, promised, kind, bytes, cost, since: now };
         Some(Started { ticket, running })
     }
 
@@ -415,9 +465,7 @@ impl Scheduler {
         let Some(Some(class)) = self.classes.get_mut(running.class as usize) else { return };
         class.running -= 1;
         let is_last = class.running == 0 && class.queue.is_empty();
-        let response = now.get().saturating_sub(running.arrived);
-        let took = (response, running.cost);
-        if class.demand.end(took, is_last, now.get()) && class.promise.is_some() {
+        if class.demand.end(is_last, now.get()) && class.promise.is_some() {
             self.depth.slow_down();
         }
         if running.promised {
@@ -594,10 +642,7 @@ impl Scheduler {
         self.rank(class, now);
         self.queue_flow(id, now);
         let since = eligible.unwrap_or(0).max(arrived);
-        Some(Started {
-            ticket,
-            running: Running { class, promised, kind, bytes, cost, arrived, since },
-        })
+        Some(Started { ticket, running: Running { class, promised, kind, bytes, cost, since } })
     }
 }
 

@@ -92,49 +92,6 @@ fn tasks_keep_rate_and_tail_beside_a_deep_writer_that_gets_what_they_leave() {
     }
 }
 
-/// 4 VMs of three tasks that ask for such a part of what they are promised, with `think` between two
-/// requests of a task, beside a deep writer: the least part of its rate that a heavy task has, and what
-/// the writer has of what they leave.
-fn guests_beside_a_writer(lag: Nanos, think: Nanos, part: f64) -> (f64, f64) {
-    let tasks = [100.0, 500.0, 1500.0].map(|iops| (iops * part) as u64);
-    let mut world = World::new(reference(), lag);
-    world.think = think;
-    for _ in 0..4 {
-        let flow = world.scheduler.add_flow(share(100));
-        let class = world.scheduler.add_class(flow, promise(40_000, 2100.0, 6)).unwrap();
-        for iops in tasks {
-            world.add_to(class, paced(iops));
-        }
-    }
-    world.add(share(100), None, DEEP_WRITER);
-    let time = Nanos::from_millis(10_000);
-    let mut outcomes = run_for(&mut world, SECOND.scale(2.0), time);
-    let writer = outcomes.pop().unwrap();
-    let heavy = outcomes.iter().skip(2).step_by(3);
-    let least = heavy.map(|o| o.rate(time) / tasks[2] as f64).fold(f64::INFINITY, f64::min);
-    let used: f64 = outcomes.iter().map(|o| load(reference(), o.rate(time), 4096)).sum();
-    let got = load(reference(), writer.rate(time), 131_072);
-    (least, got / (4.0 - used))
-}
-
-/// Without a sign for these it is 0.92.
-#[test]
-fn rates_come_about_for_guests_that_are_long_outside_the_device() {
-    let (lag, think) = (Nanos::from_micros(130), Nanos::from_micros(250));
-    let (least, _) = guests_beside_a_writer(lag, think, 1.0);
-    assert!(least > 0.96, "{least}");
-}
-
-/// 0.6 to 0.75 of what is left with or without that sign; a sixth if no more than the cost were looked at.
-#[test]
-fn guests_that_ask_for_less_than_promised_keep_little_from_the_writer() {
-    for (lag, think) in [(50, 50), (100, 200)] {
-        let (lag, think) = (Nanos::from_micros(lag), Nanos::from_micros(think));
-        let (least, got) = guests_beside_a_writer(lag, think, 0.8);
-        assert!(least > 0.99 && got > 0.5, "{least}, writer {got}");
-    }
-}
-
 #[test]
 fn weights_divide_what_is_left() {
     let mut world = World::new(reference(), Nanos::ZERO);

@@ -58,7 +58,7 @@ impl Scheduler {
         self.promises += u32::from(promise.is_some());
         of.promise = promise;
         of.clock = of.clock.min(now);
-        of.demand = Demand::starting(now);
+        of.demand = Demand { since: now, busy_since: now, ..Demand::default() };
         self.rank(class.0, now);
         true
     }

@@ -67,10 +67,8 @@ pub(crate) struct World {
     asks: BTreeSet<Nanos>,
     running: BTreeMap<u64, (Running, usize, Nanos, u64)>,
     waiting: BTreeMap<u64, (usize, Nanos, u64)>,
-    /// How long a completion takes to be seen.
+    /// How long a completion or an arrival takes to be seen.
     lag: Nanos,
-    /// How long a task takes from there to its next request.
-    pub(crate) think: Nanos,
 }
 
 /// The scheduler's device that is what an emulated one is on average.
@@ -96,7 +94,6 @@ impl World {
             running: BTreeMap::new(),
             waiting: BTreeMap::new(),
             lag,
-            think: lag,
         }
     }
 
@@ -183,7 +180,7 @@ impl World {
         let next = match of.load {
             Load::Paced { every, .. } => {
                 of.due = of.due.saturating_add(every);
-                of.due.max(now.saturating_add(self.think))
+                of.due.max(now.saturating_add(self.lag))
             }
             Load::Backlogged { .. } => now.saturating_add(self.lag),
         };
