@@ -1,22 +1,33 @@
 //! Calibration: measures a device alone and shared, and fits the models.
 //!
 //! First the device alone (capacity, service times), then *probes*: up to four
-//! VMs with the tasks L, M and H, with and without a deep writer, under each
-//! scheduler and knob. The list is fixed; caps are fractions of the measured
-//! throughput, so that a faster device is probed with larger ones. Every probe
-//! that is done is kept in a file beside the profile, so that an interrupted
-//! calibration goes on where it was.
+//! VMs with the tasks L, M and H, with and without a deep writer, under
+//! schedulers and knobs. Caps are fractions of the measured throughput, so that
+//! a faster device is probed with larger ones.
+//!
+//! A bound needs a number of runs in its regime (`model::conformal`). Probes go
+//! on until each regime of the chosen [`Depth`] has them, in the order in which
+//! the planner needs regimes: writers under a cap first, then no writer, then
+//! what it seldom chooses. A probe that the machine disturbed is kept: its longer
+//! tails widen the bound of its regime. A task that delivers too little to show a
+//! percentile gives no run, so such a probe is followed by another one, until
+//! the time that was given is up. [`missing`] tells what a profile then lacks.
+//!
+//! Every probe that is done is kept in a file beside the profile, so that an
+//! interrupted calibration goes on where it was.
 
 mod fit;
 
+use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use rtvirtio_cases::{Case, Mix, Neighbour, Tier};
+use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Tier};
+use rtvirtio_model::conformal;
 use rtvirtio_spec::latency::Histogram;
-use rtvirtio_spec::profile::{Capacity, DeviceIdentity, Profile, Response};
+use rtvirtio_spec::profile::{Capacity, DeviceIdentity, Profile, Regime, Response};
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::{Bfq, DeviceSettings, Limits, Scheduler, Settings, VmSettings};
 use rtvirtio_spec::specification::{Load, Specification, Target, Task};
@@ -24,23 +35,40 @@ use rtvirtio_units::{Bytes, BytesPerSecond, Confidence, Nanos, Percentile, TaskN
 use serde::{Deserialize, Serialize};
 
 use crate::cell::{Testbed, plain};
-use crate::load::{CellLoad, Interrupted};
+use crate::load::{CellLoad, Interrupted, canary_summary};
 use crate::progress::Progress;
 
-/// Length of a probe: H has 8 samples beyond p99.9 in it, M 27 and L 5 beyond p99.
-const PROBE: Duration = Duration::from_millis(5500);
 /// Length of a run on the device alone.
-const ALONE: Duration = Duration::from_millis(2000);
+const ALONE: Duration = Duration::from_millis(1500);
 
-/// Probes whose canary was later than this, times the testbed's scale, at its 99th percentile are
-/// repeated: base tails are below 1 ms.
-const PROBE_CANARY_LIMIT: Nanos = Nanos::from_micros(300);
-/// How many repetitions a calibration of three minutes has room for.
-const REPEATS: u32 = 2;
+/// The confidence for which calibration gathers runs.
+const CONFIDENCE: f64 = 0.95;
+/// For so many tasks of a VM together.
+const TOGETHER: usize = 3;
 
 const QUIET: Bfq = Bfq { slice_idle_us: 0, low_latency: false, ..Bfq::DEFAULT };
 const SHORT: Bfq = Bfq { timeout_sync_ms: 32, ..Bfq::DEFAULT };
 const SMALL: Bfq = Bfq { max_budget: 64, ..Bfq::DEFAULT };
+
+/// How much is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Depth {
+    /// What a plan for VMs beside a capped writer needs, in short probes: under a minute.
+    Quick,
+    /// Every regime that there is a bound for, and how each kind of scheduler does.
+    Full,
+}
+
+impl Depth {
+    /// Length of a probe. In 5.5 s H has 8 samples beyond p99.9, M 27 and L 5 beyond p99; in 3.7 s H has
+    /// 5 beyond p99.9, M 18 and L 3 beyond p99. Guests that are slowed down issue too little for that.
+    fn probe(self, scale: Scale) -> Duration {
+        match (self, scale) {
+            (Self::Quick, Scale::ONE) => Duration::from_millis(3700),
+            _ => Duration::from_millis(5500),
+        }
+    }
+}
 
 /// What competes with the tasks of a probe.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -56,62 +84,151 @@ enum Writer {
 /// Scheduler, VMs, writer.
 type ProbeSetting = (Scheduler, u8, Writer);
 
-/// The fixed list. Each regime has at least the 19 task-runs that a bound at 0.95 needs, and the
-/// one that the planner goes to (bursts of capped writers) the 59 that it needs for three tasks
-/// together.
-const PROBES: [ProbeSetting; 20] = [
-    (Scheduler::None, 1, Writer::Absent),
-    (Scheduler::None, 4, Writer::Absent),
-    (Scheduler::MqDeadline, 4, Writer::Absent),
-    (Scheduler::Kyber, 4, Writer::Absent),
-    (Scheduler::Bfq(QUIET), 4, Writer::Absent),
-    (Scheduler::None, 4, Writer::Capped(0.03)),
-    (Scheduler::Bfq(QUIET), 3, Writer::Capped(0.06)),
-    (Scheduler::None, 3, Writer::Capped(0.09)),
-    (Scheduler::Bfq(QUIET), 4, Writer::Capped(0.09)),
-    (Scheduler::None, 4, Writer::Capped(0.15)),
-    (Scheduler::MqDeadline, 3, Writer::Capped(0.06)),
-    (Scheduler::None, 4, Writer::Unlimited),
-    (Scheduler::Kyber, 2, Writer::Unlimited),
-    (Scheduler::Bfq(QUIET), 4, Writer::Unlimited),
-    (Scheduler::Bfq(Bfq::DEFAULT), 4, Writer::Absent),
-    (Scheduler::Bfq(Bfq::DEFAULT), 2, Writer::Absent),
-    (Scheduler::Bfq(SHORT), 3, Writer::Absent),
-    (Scheduler::Bfq(SMALL), 4, Writer::Absent),
-    (Scheduler::Bfq(Bfq::DEFAULT), 4, Writer::Unlimited),
-    (Scheduler::Bfq(SHORT), 3, Writer::Unlimited),
-];
+/// Probes of one purpose, of which there are enough once the regime has its runs.
+struct Stage {
+    /// The regime that they are of; without one, each is made once.
+    regime: Option<Regime>,
+    /// They are taken in turn.
+    settings: &'static [ProbeSetting],
+}
 
-/// The list where VMs are guests, which take longer to start and stop a task: fewer schedulers
-/// with a writer, and 19 VM-runs, which a bound needs, without and with a capped one. Where bfq
-/// idles it has too few for a bound, so that no plan idles.
-const PROBES_IN_GUESTS: [ProbeSetting; 13] = [
-    (Scheduler::None, 3, Writer::Absent),
-    (Scheduler::None, 4, Writer::Absent),
-    (Scheduler::MqDeadline, 4, Writer::Absent),
-    (Scheduler::Kyber, 4, Writer::Absent),
-    (Scheduler::Bfq(QUIET), 4, Writer::Absent),
-    (Scheduler::None, 4, Writer::Capped(0.03)),
-    (Scheduler::Bfq(QUIET), 4, Writer::Capped(0.06)),
-    (Scheduler::None, 4, Writer::Capped(0.09)),
-    (Scheduler::Bfq(QUIET), 4, Writer::Capped(0.09)),
-    (Scheduler::None, 4, Writer::Capped(0.15)),
-    (Scheduler::None, 4, Writer::Unlimited),
-    (Scheduler::Bfq(Bfq::DEFAULT), 4, Writer::Absent),
-    (Scheduler::Bfq(Bfq::DEFAULT), 4, Writer::Unlimited),
-];
+/// Where the base of all predictions comes from.
+const BASE: Stage = Stage {
+    regime: None,
+    settings: &[(Scheduler::None, 1, Writer::Absent), (Scheduler::None, 4, Writer::Absent)],
+};
 
-fn probes(testbed: &Testbed) -> &'static [ProbeSetting] {
-    match testbed.measured_at() {
-        MeasuredAt::Host => &PROBES,
-        _ => &PROBES_IN_GUESTS,
+/// Where the planner goes: a writer within a cap.
+const BURSTING: Stage = Stage {
+    regime: Some(Regime::Bursting),
+    settings: &[
+        (Scheduler::None, 4, Writer::Capped(0.09)),
+        (Scheduler::Bfq(QUIET), 4, Writer::Capped(0.06)),
+        (Scheduler::None, 4, Writer::Capped(0.03)),
+        (Scheduler::Bfq(QUIET), 4, Writer::Capped(0.09)),
+        (Scheduler::None, 4, Writer::Capped(0.15)),
+        (Scheduler::MqDeadline, 4, Writer::Capped(0.06)),
+    ],
+};
+
+/// Nothing but the tasks; what each scheduler costs shows here.
+const FLOWING: Stage = Stage {
+    regime: Some(Regime::Flowing),
+    settings: &[
+        (Scheduler::Bfq(QUIET), 4, Writer::Absent),
+        (Scheduler::MqDeadline, 4, Writer::Absent),
+        (Scheduler::Kyber, 4, Writer::Absent),
+        (Scheduler::None, 4, Writer::Absent),
+    ],
+};
+
+/// A writer without a cap.
+const FLOODED: Stage = Stage {
+    regime: Some(Regime::Flooded),
+    settings: &[
+        (Scheduler::None, 4, Writer::Unlimited),
+        (Scheduler::Kyber, 2, Writer::Unlimited),
+        (Scheduler::Bfq(QUIET), 4, Writer::Unlimited),
+    ],
+};
+
+/// bfq that idles, which no plan needs; the paper's model speaks of it.
+const IDLING: Stage = Stage {
+    regime: None,
+    settings: &[
+        (Scheduler::Bfq(Bfq::DEFAULT), 4, Writer::Absent),
+        (Scheduler::Bfq(Bfq::DEFAULT), 2, Writer::Absent),
+        (Scheduler::Bfq(SHORT), 3, Writer::Absent),
+        (Scheduler::Bfq(SMALL), 4, Writer::Absent),
+        (Scheduler::Bfq(Bfq::DEFAULT), 4, Writer::Unlimited),
+        (Scheduler::Bfq(SHORT), 3, Writer::Unlimited),
+    ],
+};
+
+/// Each once, to tell schedulers apart; in a quick calibration in the place of a whole regime.
+const SCHEDULERS: Stage =
+    Stage { regime: None, settings: &[(Scheduler::Bfq(QUIET), 4, Writer::Absent)] };
+
+const fn stages(depth: Depth) -> &'static [Stage] {
+    match depth {
+        Depth::Quick => &[BASE, BURSTING, SCHEDULERS],
+        Depth::Full => &[BASE, BURSTING, FLOWING, FLOODED, IDLING],
     }
+}
+
+/// How many probes a regime takes whose tasks deliver what they should: each has twelve task-runs.
+const PROBES_OF_A_REGIME: usize = 5;
+
+/// What a regime still lacks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Missing {
+    /// Which.
+    pub regime: Regime,
+    /// Task-runs that it has.
+    pub has: usize,
+    /// Task-runs that a bound needs.
+    pub needs: usize,
+    /// How many probes it takes to measure the rest, if each of their tasks gives one.
+    pub probes: usize,
+}
+
+impl std::fmt::Display for Missing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { regime, has, needs, probes } = self;
+        let time = crate::progress::human(
+            CellLoad::duration(Depth::Full.probe(Scale::ONE)) * *probes as u32,
+        );
+        write!(
+            f,
+            "{}: {has} of the {needs} runs that a bound needs; {probes} more probes, about {time}",
+            name(*regime)
+        )
+    }
+}
+
+/// A regime for people.
+const fn name(regime: Regime) -> &'static str {
+    match regime {
+        Regime::Flowing => "no background load",
+        Regime::Bursting => "a background VM within a cap",
+        Regime::Flooded => "a background VM without a cap",
+        Regime::Idling => "bfq that idles",
+        Regime::IdlingFlooded => "bfq that idles, a background VM without a cap",
+    }
+}
+
+/// What a profile lacks for bounds at 0.95 on three tasks of a VM together, what the planner needs
+/// most first.
+#[must_use]
+pub fn missing(profile: &Profile, depth: Depth) -> Vec<Missing> {
+    let lacking = |stage: &Stage| {
+        let regime = stage.regime?;
+        let of = |by: &BTreeMap<Regime, Vec<f64>>| by.get(&regime).cloned().unwrap_or_default();
+        let residuals = &profile.residuals;
+        let (tasks, vms) = (of(&residuals.structural), of(&residuals.structural_vms));
+        lack(regime, &tasks, &vms)
+    };
+    stages(depth).iter().filter_map(lacking).collect()
+}
+
+/// What a regime lacks whose task-runs and VM-runs have these scores; `None`: nothing.
+fn lack(regime: Regime, tasks: &[f64], vms: &[f64]) -> Option<Missing> {
+    let confidence = Confidence::new(CONFIDENCE).ok()?;
+    let enough = conformal::shared(tasks, confidence, TOGETHER).is_some()
+        || conformal::factor(vms, confidence).is_some();
+    // 1 / share − 1 (`conformal::shared`).
+    let needs = (TOGETHER as f64 / (1.0 - CONFIDENCE)).ceil() as usize - 1;
+    let has = tasks.len();
+    let probes = needs.saturating_sub(has).div_ceil(needs.div_ceil(PROBES_OF_A_REGIME)).max(1);
+    (!enough).then_some(Missing { regime, has, needs, probes })
 }
 
 /// One measured probe, as it is kept for a resumption and given to the fit.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct ProbeRun {
     setting: ProbeSetting,
+    /// Length of its window.
+    seconds: f64,
     cap: Option<BytesPerSecond>,
     writer_throughput: BytesPerSecond,
     tasks: Vec<ProbeTask>,
@@ -133,23 +250,33 @@ enum Kept {
     Probe(ProbeRun),
 }
 
-/// How long a calibration of the testbed takes, about.
+/// How long a calibration takes, about, where tasks deliver what they should.
 #[must_use]
-pub fn duration(testbed: &Testbed) -> Duration {
-    CellLoad::duration(PROBE) * probes(testbed).len() as u32 + CellLoad::duration(ALONE) * 4
+pub fn duration(testbed: &Testbed, depth: Depth) -> Duration {
+    let scale = testbed.scale();
+    let probes = |stage: &Stage| match stage.regime {
+        Some(_) => PROBES_OF_A_REGIME,
+        None => stage.settings.len(),
+    };
+    let probes: usize = stages(depth).iter().map(probes).sum();
+    CellLoad::duration(depth.probe(scale)) * probes as u32 + CellLoad::duration(ALONE) * 4
 }
 
 /// Calibrates the testbed's device, whose data is overwritten. `partial` is
-/// the file in which finished probes are kept; it is removed at the end.
+/// the file in which finished probes are kept; it is removed at the end. After `limit` no probe is
+/// begun that is not indispensable; [`missing`] says what the profile then lacks.
 ///
 /// # Errors
 /// As [`Testbed::measure`].
 pub fn calibrate(
     testbed: &Testbed,
+    depth: Depth,
+    limit: Duration,
     partial: &Path,
     date: String,
     interrupted: &Interrupted,
 ) -> Result<Profile> {
+    let (begin, scale) = (Instant::now(), testbed.scale());
     let identity = testbed.identity()?;
     let kernel = testbed.kernel_release()?;
     let mut kept =
@@ -159,10 +286,11 @@ pub fn calibrate(
     for value in &kept {
         keep(&mut file, value)?;
     }
-    let done = kept.len() - 1;
-    let steps = probes(testbed).len() + 1;
-    let left = duration(testbed).mul_f64((steps - done.min(steps)) as f64 / steps as f64);
-    let mut progress = Progress::new(steps - done.min(steps), left);
+    let expected = CellLoad::duration(depth.probe(scale));
+    let spent = expected * (kept.len() - 1) as u32;
+    let left = duration(testbed, depth).saturating_sub(spent).max(expected);
+    let steps = (left.as_secs_f64() / expected.as_secs_f64()).ceil() as usize;
+    let mut progress = Progress::new(steps, left);
     let capacity = kept.iter().find_map(|k| match k {
         Kept::Capacity(c) => Some(*c),
         _ => None,
@@ -186,32 +314,43 @@ pub fn calibrate(
             _ => None,
         })
         .collect();
-    let mut repeats = REPEATS;
-    for &setting in probes(testbed) {
-        if runs.iter().any(|r| r.setting == setting) {
-            continue;
+    while let Some(setting) = next(depth, &runs, &capacity) {
+        let is_indispensable = runs.len() < BASE.settings.len();
+        if begin.elapsed() >= limit && !is_indispensable {
+            progress.note("calibrate: the time is up");
+            break;
         }
-        let expected = CellLoad::duration(PROBE);
         progress.start(&format!("calibrate: {}", describe(setting)), expected);
-        let mut run = probe(testbed, setting, &capacity, interrupted)?;
+        let run = probe(testbed, setting, depth.probe(scale), &capacity, interrupted)?;
         progress.finish(expected);
-        if run.canary > testbed.scale().time(PROBE_CANARY_LIMIT) && repeats > 0 {
-            // The CPU was late: once more, and the less disturbed of the two counts.
-            repeats -= 1;
-            progress.extend(expected);
-            progress.start(&format!("calibrate: again {}", describe(setting)), expected);
-            let again = probe(testbed, setting, &capacity, interrupted)?;
-            progress.finish(expected);
-            if again.canary < run.canary {
-                run = again;
-            }
-        }
         keep(&mut file, &Kept::Probe(run.clone()))?;
         runs.push(run);
     }
     let profile = fit::fit(identity, kernel, testbed.measured_at(), date, capacity, &runs);
+    for missing in missing(&profile, depth) {
+        progress.note(&format!("calibrate: missing: {missing}"));
+    }
     let _ = std::fs::remove_file(partial);
     Ok(profile)
+}
+
+/// The next probe after `runs`; `None` once there are enough.
+fn next(depth: Depth, runs: &[ProbeRun], capacity: &Capacity) -> Option<ProbeSetting> {
+    let times = |setting: &ProbeSetting| runs.iter().filter(|r| r.setting == *setting).count();
+    for stage in stages(depth) {
+        let Some(regime) = stage.regime else {
+            match stage.settings.iter().find(|setting| times(setting) == 0) {
+                Some(&setting) => return Some(setting),
+                None => continue,
+            }
+        };
+        let (tasks, vms) = fit::scores(runs, capacity, regime);
+        if lack(regime, &tasks, &vms).is_some() {
+            // Each in turn: the one that was run least, the first of them.
+            return stage.settings.iter().min_by_key(|setting| times(setting)).copied();
+        }
+    }
+    None
 }
 
 fn describe((scheduler, vms, writer): ProbeSetting) -> String {
@@ -243,23 +382,29 @@ fn resume(partial: &Path, device: Kept) -> Result<Vec<Kept>> {
 }
 
 /// VMs with L, M and H, and the writer; targets are there to be measured, not met.
-fn specification(testbed: &Testbed, vms: u8, writer: Writer) -> Result<Specification> {
+fn specification(
+    testbed: &Testbed,
+    vms: u8,
+    writer: Writer,
+    window: Duration,
+) -> Result<Specification> {
     let neighbour = match writer {
         Writer::Absent => Neighbour::None,
         Writer::Capped(_) | Writer::Unlimited => Neighbour::Writer,
     };
     let case = Case::new(vms, Mix::LightMediumHeavy)?;
-    Ok(testbed.specification(case, Tier::Strict, neighbour, Nanos::from(PROBE)))
+    Ok(testbed.specification(case, Tier::Strict, neighbour, Nanos::from(window)))
 }
 
 fn probe(
     testbed: &Testbed,
     setting: ProbeSetting,
+    window: Duration,
     capacity: &Capacity,
     interrupted: &Interrupted,
 ) -> Result<ProbeRun> {
     let (scheduler, vms, writer) = setting;
-    let specification = specification(testbed, vms, writer)?;
+    let specification = specification(testbed, vms, writer, window)?;
     let cap = match writer {
         Writer::Capped(part) => {
             let bytes = capacity.write_throughput.get() as f64 * part;
@@ -269,7 +414,7 @@ fn probe(
     };
     let settings = device_settings(&specification, scheduler, cap);
     let settings = Settings([(testbed.device().name.clone(), settings)].into());
-    let measured = testbed.measure(&specification, &plain(settings), PROBE, interrupted)?;
+    let measured = testbed.measure(&specification, &plain(settings), window, interrupted)?;
     let iops_of = |vm: &str, task: &str| {
         let vm = specification.vms.iter().find(|v| v.name.as_str() == vm)?;
         let task = vm.tasks.iter().find(|t| t.name.as_str() == task)?;
@@ -289,10 +434,11 @@ fn probe(
         .collect();
     Ok(ProbeRun {
         setting,
+        seconds: window.as_secs_f64(),
         cap,
         writer_throughput: measured.background.values().copied().next().unwrap_or_default(),
         tasks,
-        canary: measured.canary.p99,
+        canary: canary_summary(&measured.canary).p99,
     })
 }
 
@@ -313,7 +459,7 @@ fn device_settings(
 
 /// Runs one task alone and returns its latencies.
 fn alone(testbed: &Testbed, load: Load, interrupted: &Interrupted) -> Result<Histogram> {
-    let mut specification = specification(testbed, 1, Writer::Absent)?;
+    let mut specification = specification(testbed, 1, Writer::Absent, ALONE)?;
     let name = TaskName::new("alone")?;
     let Some(vm) = specification.vms.first_mut() else { bail!("a case has a VM") };
     let disk = vm.disks[0].name.clone();
@@ -327,14 +473,7 @@ fn alone(testbed: &Testbed, load: Load, interrupted: &Interrupted) -> Result<His
     vm.tasks = vec![Task { name, disk, recognise, load, target: Some(target) }];
     let settings = device_settings(&specification, Scheduler::None, None);
     let settings = Settings([(testbed.device().name.clone(), settings)].into());
-    let measure = || testbed.measure(&specification, &plain(settings.clone()), ALONE, interrupted);
-    let mut measured = measure()?;
-    if measured.canary.p99 > testbed.scale().time(PROBE_CANARY_LIMIT) {
-        let again = measure()?;
-        if again.canary.p99 < measured.canary.p99 {
-            measured = again;
-        }
-    }
+    let measured = testbed.measure(&specification, &plain(settings), ALONE, interrupted)?;
     let task = measured.tasks.into_iter().next().context("fio measured nothing")?;
     Ok(task.histogram)
 }

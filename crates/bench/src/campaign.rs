@@ -3,8 +3,10 @@
 //! Repetitions are blocks, and a block's cells run in random order, so that a
 //! drift of the machine meets every scheme alike. A cell is written as soon as
 //! it is measured; a campaign with the same directory leaves out what is
-//! there. A cell whose canary was late runs once more; if that is late too it
-//! is kept, marked, and counts nowhere.
+//! there. With more than one *round* the cells of a block take turns in short
+//! windows, so that a spell of noise meets every scheme alike, and are written
+//! at the block's end. With one, a cell that was disturbed runs once more.
+//! A disturbed cell is kept and marked: noise never empties a table.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
@@ -29,8 +31,9 @@ use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, Iops, Nanos, VmName, Weight};
 
 use crate::cell::{CellContext, Testbed, plain};
-use crate::load::{CellLoad, Interrupted};
+use crate::load::{CellLoad, Interrupted, Measurement};
 use crate::progress::Progress;
+use crate::qos::curve::Curve;
 
 /// The file of a campaign's directory that holds its cells.
 pub const CELLS: &str = "cells.jsonl";
@@ -48,8 +51,8 @@ pub enum Source {
     Scheme(Scheme),
     /// The planner's settings with this cap on background VMs in place of its own.
     PlannedWithCap(BytesPerSecond),
-    /// Guests whose disks the data plane serves, under no scheduler: it has no quality of service
-    /// of its own yet, and nothing predicts it.
+    /// The data plane on a device without a scheduler: guests whose disks it serves, or, where VMs
+    /// are cgroups, vhost-user clients in their place. No model predicts it.
     DataPlane,
     /// Settings drawn at random.
     Drawn(Drawn),
@@ -83,8 +86,12 @@ pub struct Campaign<'a> {
     pub testbed: &'a Testbed,
     /// The device's profile.
     pub profile: &'a Profile,
-    /// Length of a cell's window.
+    /// Length of each window.
     pub window: Duration,
+    /// Windows of a cell.
+    pub rounds: u32,
+    /// What serves clients' disks, and the service curve that it is told, where VMs are cgroups.
+    pub data_plane: Option<(&'a Path, Curve)>,
     /// Where its cells are kept.
     pub directory: &'a Path,
     /// Seed of the order.
@@ -98,7 +105,8 @@ impl Campaign<'_> {
     /// The specification of a case on the testbed.
     #[must_use]
     pub fn specification(&self, case: Case, tier: Tier, neighbour: Neighbour) -> Specification {
-        self.testbed.specification(case, tier, neighbour, Nanos::from(self.window))
+        let window = Nanos::from(self.window * self.rounds);
+        self.testbed.specification(case, tier, neighbour, window)
     }
 
     /// The cells of `cases` × `schemes` × `repetitions`.
@@ -305,24 +313,69 @@ impl Campaign<'_> {
             .with_context(|| format!("open {}", path.display()))?;
         let floors = if self.noise_floor { 2 * CellLoad::duration(FLOOR) } else { Duration::ZERO };
         let expected = CellLoad::duration(self.window) + floors;
-        let mut progress = Progress::new(jobs.len(), expected * jobs.len() as u32);
-        for job in &jobs {
-            let label = format!("{} {} {}", job.key.case, job.key.scheme, job.key.repetition);
-            progress.start(&label, expected);
-            let mut cell = self.floored_cell(job, interrupted).with_context(|| label.clone())?;
-            progress.finish(expected);
-            if let Some(reason) = &cell.discarded {
-                progress.note(&format!("{label}: {reason}; once more"));
-                progress.extend(expected);
-                progress.start(&label, expected);
-                cell = self.floored_cell(job, interrupted).with_context(|| label.clone())?;
-                cell.attempts = 2;
-                progress.finish(expected);
+        let windows = jobs.len() * self.rounds.max(1) as usize;
+        let mut progress = Progress::new(windows, expected * windows as u32);
+        // With one round, each cell is a block of its own and kept at once.
+        let repetition = |a: &Job, b: &Job| self.rounds > 1 && a.key.repetition == b.key.repetition;
+        for block in jobs.chunk_by(repetition) {
+            for cell in self.block(block, expected, &mut progress, interrupted)? {
+                append(&mut file, &cell)?;
+                cells.push(cell);
             }
-            append(&mut file, &cell)?;
-            cells.push(cell);
         }
         Ok(cells)
+    }
+
+    /// The cells of `jobs`, which take turns.
+    fn block(
+        &self,
+        jobs: &[Job],
+        expected: Duration,
+        progress: &mut Progress,
+        interrupted: &Interrupted,
+    ) -> Result<Vec<Cell>> {
+        let label = |job: &Job| format!("{} {}", job.key.case, job.key.scheme);
+        if self.rounds <= 1 {
+            let mut cells = Vec::new();
+            for job in jobs {
+                let label = format!("{} {}", label(job), job.key.repetition);
+                progress.start(&label, expected);
+                let mut cell =
+                    self.floored_cell(job, interrupted).with_context(|| label.clone())?;
+                progress.finish(expected);
+                if let Some(reason) = &cell.disturbed {
+                    progress.note(&format!("{label}: {reason}; once more"));
+                    progress.extend(expected);
+                    progress.start(&label, expected);
+                    cell = self.floored_cell(job, interrupted).with_context(|| label.clone())?;
+                    cell.attempts = 2;
+                    progress.finish(expected);
+                }
+                cells.push(cell);
+            }
+            return Ok(cells);
+        }
+        let mut open = Vec::new();
+        for job in jobs {
+            open.push((job, self.settings(job)?, jiff::Timestamp::now().to_string(), Vec::new()));
+        }
+        for round in 0..self.rounds as usize {
+            // Each scheme comes after another one than in the round before.
+            let turn = round * 2 % open.len().max(1);
+            open.rotate_left(turn);
+            for (job, scheme, _, windows) in &mut open {
+                let label = format!("{}, round {} of {}", label(job), round + 1, self.rounds);
+                progress.start(&label, expected);
+                let window =
+                    self.window(job, scheme, interrupted).with_context(|| label.clone())?;
+                windows.push(window);
+                progress.finish(expected);
+            }
+        }
+        let judged = |(job, scheme, started, windows): (&Job, SchemeSettings, String, Vec<_>)| {
+            self.judge(job, &scheme, started, windows)
+        };
+        open.into_iter().map(judged).collect()
     }
 
     /// A cell, between two looks at the noise floor if the disk has one.
@@ -338,7 +391,7 @@ impl Campaign<'_> {
         if !(met(before) && met(after)) {
             let text =
                 |f: Option<f64>| f.map_or("too few samples".to_owned(), |r| format!("{r:.2}"));
-            cell.discarded.get_or_insert(format!(
+            cell.disturbed.get_or_insert(format!(
                 "the most urgent VM alone: tail/target {} before, {} after",
                 text(before),
                 text(after)
@@ -372,8 +425,33 @@ impl Campaign<'_> {
     fn cell(&self, job: &Job, interrupted: &Interrupted) -> Result<Cell> {
         let scheme = self.settings(job)?;
         let started = jiff::Timestamp::now().to_string();
-        let measured =
-            self.testbed.measure(&job.specification, &scheme, self.window, interrupted)?;
+        let window = self.window(job, &scheme, interrupted)?;
+        self.judge(job, &scheme, started, vec![window])
+    }
+
+    /// One window of a job.
+    fn window(
+        &self,
+        job: &Job,
+        scheme: &SchemeSettings,
+        interrupted: &Interrupted,
+    ) -> Result<Measurement> {
+        let (testbed, specification) = (self.testbed, &job.specification);
+        match (&job.source, self.data_plane) {
+            (Source::DataPlane, Some(served)) if !testbed.guests_run() => {
+                testbed.measure_clients(specification, scheme, served, self.window, interrupted)
+            }
+            _ => testbed.measure(specification, scheme, self.window, interrupted),
+        }
+    }
+
+    fn judge(
+        &self,
+        job: &Job,
+        scheme: &SchemeSettings,
+        started: String,
+        windows: Vec<Measurement>,
+    ) -> Result<Cell> {
         let found = self.found()?;
         let predict = |specification: &Specification| {
             if job.source == Source::DataPlane {
@@ -384,7 +462,7 @@ impl Campaign<'_> {
         let context = CellContext {
             key: job.key.clone(),
             specification: &job.specification,
-            scheme: &scheme,
+            scheme,
             predict: &predict,
             device: self.testbed.label().to_owned(),
             measured_at: self.testbed.measured_at(),
@@ -392,7 +470,7 @@ impl Campaign<'_> {
             window: self.window,
             started,
         };
-        Ok(context.judge(measured))
+        Ok(context.judge(windows))
     }
 }
 

@@ -11,19 +11,26 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
-use rtvirtio_cases::{Case, Neighbour, Scale, SchemeSettings, Tier, judge};
+use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_cases::{Case, Neighbour, Scale, Scheme, SchemeSettings, Tier, judge};
 use rtvirtio_host::{ApplyOptions, Host, RollbackOutcome, Topology};
 use rtvirtio_planner::Predicted;
+use rtvirtio_spec::latency::Quantile;
 use rtvirtio_spec::profile::DeviceIdentity;
 use rtvirtio_spec::run::{Cell, CellKey, MeasuredAt, Prediction, RUN_VERSION, TaskResult};
 use rtvirtio_spec::settings::{Knobs, diff};
-use rtvirtio_spec::specification::{Device, Specification};
-use rtvirtio_units::{DeviceName, Nanos, VmName};
+use rtvirtio_spec::specification::{Device, Specification, Vm};
+use rtvirtio_units::{BytesPerSecond, DeviceName, Iops, Nanos, VmName};
 
 use crate::guests::{self, Accelerator, GuestImage, Guests, Scheduled, Served, with_own_disks};
-use crate::load::{CellLoad, Interrupted, Measurement};
+use crate::load::{
+    CellLoad, Interrupted, MachineSample, Measurement, RAMP, TaskMeasurement, canary_summary, wait,
+};
+use crate::qos::clients::Plan;
+use crate::qos::configuration::Sharing;
 use crate::qos::curve::Curve;
+use crate::qos::neighbour::Neighbour::DeepWriter;
+use crate::qos::trial::Trial;
 
 /// Where a testbed's VMs have their cgroups.
 pub const CGROUP_ROOT: &str = "rtvirtio/bench";
@@ -33,9 +40,28 @@ pub(crate) const FIO_FILES: &str = "/run/rtvirtio/bench/fio";
 /// Where guests have their sockets.
 pub(crate) const GUEST_FILES: &str = "/run/rtvirtio/bench/guests";
 
-/// A cell whose canary was later than this, times the testbed's scale, at its 99th percentile does
-/// not count: its tails may be the CPU's. Fixed before the first comparison.
+/// A cell whose canary was later than this, times the testbed's scale, at its 99th percentile is
+/// marked as disturbed: its tails may be the CPU's. Fixed before the first comparison.
 pub const CANARY_LIMIT: Nanos = Nanos::from_millis(1);
+
+/// The part of all CPUs that guests may take.
+pub const GUESTS_CPU: f64 = 0.6;
+/// The scale of the first trial of guests: a load that any host carries.
+const TRIAL_SCALE: Scale = Scale::new(12);
+/// Length of a trial's window.
+const TRIAL: Duration = Duration::from_secs(3);
+/// How long guests that do nothing are looked at.
+const TRIAL_IDLE: Duration = Duration::from_secs(1);
+/// How many trials there are at most.
+const TRIALS: usize = 3;
+
+/// The smallest scale at which a load fits into `room` cores that takes `busy` at `scale`, of which
+/// `idle` do not depend on the load.
+fn fitting_scale(scale: Scale, busy: f64, idle: f64, room: f64) -> Scale {
+    let at_one = (busy - idle).max(0.0) * f64::from(scale.get());
+    let left = (room - idle).max(0.05);
+    Scale::new((at_one / left).ceil().clamp(1.0, 100.0) as u32)
+}
 
 /// A device under test and what is set on it.
 pub struct Testbed {
@@ -44,6 +70,8 @@ pub struct Testbed {
     label: String,
     mount: PathBuf,
     guests: Option<Guests>,
+    /// How slow guests were found to have to run; `None`: their accelerator's.
+    scale: Option<Scale>,
     _lock: File,
 }
 
@@ -58,7 +86,15 @@ impl Testbed {
         let name = DeviceName::new("scratch")?;
         let device =
             Device { name, path: device.to_owned(), profile: PathBuf::from("profile.json") };
-        Ok(Self { host, device, label: label.to_owned(), mount, guests: None, _lock: lock })
+        Ok(Self {
+            host,
+            device,
+            label: label.to_owned(),
+            mount,
+            guests: None,
+            scale: None,
+            _lock: lock,
+        })
     }
 
     /// Boots a guest for each VM of `case` and for the one that writes; from now on cells run in
@@ -151,7 +187,47 @@ impl Testbed {
     /// How slow the evaluation runs here.
     #[must_use]
     pub fn scale(&self) -> Scale {
-        self.guests.as_ref().map_or(Scale::ONE, |g| g.accelerator().scale())
+        let of_accelerator = || Some(self.guests.as_ref()?.accelerator().scale());
+        self.scale.or_else(of_accelerator).unwrap_or(Scale::ONE)
+    }
+
+    /// Finds out how slow the evaluation has to run in the guests for the tasks of `case` to leave this
+    /// host some room: at the scale that is returned, and set, they and a writer within the hand
+    /// setting's cap take no more than [`GUESTS_CPU`] of its CPUs. A trial of a few seconds at a
+    /// small part of the load tells what it costs; another one at the scale found confirms it.
+    ///
+    /// # Errors
+    /// As [`Testbed::measure`]; without guests.
+    pub fn find_scale(&mut self, case: Case, interrupted: &Interrupted) -> Result<Scale> {
+        ensure!(self.guests_run(), "only guests are given a scale");
+        let cpus = std::thread::available_parallelism()?.get() as f64;
+        let room = GUESTS_CPU * cpus;
+        let idle = MachineSample::now()?;
+        wait(TRIAL_IDLE, interrupted)?;
+        let idle = idle.since()?.busy_cores;
+        let mut scale = TRIAL_SCALE;
+        for _ in 0..TRIALS {
+            self.scale = Some(scale);
+            let window = Nanos::from(TRIAL);
+            let specification = self.specification(case, Tier::Strict, Neighbour::Writer, window);
+            // Its settings take no more of the capacity than a rate.
+            let any = Iops::new(1000.0)?;
+            let hand = Scheme::Hand.baseline_settings(&specification, any, scale);
+            let hand = hand.unwrap_or_default();
+            let busy = self.measure(&specification, &hand, TRIAL, interrupted)?.machine.busy_cores;
+            let fits = fitting_scale(scale, busy, idle, room);
+            if fits == scale || (scale != TRIAL_SCALE && busy <= room) {
+                break;
+            }
+            scale = fits;
+        }
+        self.scale = Some(scale);
+        Ok(scale)
+    }
+
+    /// From now on results name the device so.
+    pub fn set_label(&mut self, label: &str) {
+        self.label = label.to_owned();
     }
 
     /// A case on this testbed.
@@ -221,6 +297,61 @@ impl Testbed {
         Ok(self.host.observe(&Topology::of_specification(specification))?)
     }
 
+    fn set(&self, specification: &Specification, scheme: &SchemeSettings) -> Result<()> {
+        let observed = self.prepare(specification)?;
+        let changes = diff(&observed, &scheme.settings.knobs());
+        let topology = Topology::of_specification(specification);
+        self.host.apply(&topology, &observed, &changes, ApplyOptions::default())?;
+        Ok(())
+    }
+
+    /// Applies the settings, and has vhost-user clients do the specification's tasks on a data
+    /// plane (`program serve`) whose disks lie on the device: each VM's disk is promised the
+    /// rates of its tasks within its strictest target, the background VM takes what is left.
+    ///
+    /// # Errors
+    /// If a knob cannot be set, the server or a client fails, or the user interrupts.
+    pub fn measure_clients(
+        &self,
+        specification: &Specification,
+        scheme: &SchemeSettings,
+        (program, curve): (&Path, Curve),
+        window: Duration,
+        interrupted: &Interrupted,
+    ) -> Result<Measurement> {
+        self.set(specification, scheme)?;
+        let (background, vms): (Vec<&Vm>, Vec<&Vm>) =
+            specification.vms.iter().partition(|vm| vm.is_background());
+        let plans: Vec<Vec<Plan>> =
+            vms.iter().map(|vm| vm.tasks.iter().filter_map(Plan::of_task).collect()).collect();
+        let trial = Trial {
+            program,
+            device: &self.device.path,
+            sharing: Sharing::Schedule(curve),
+            vms: &plans,
+            background: background.first().map(|_| DeepWriter.background()),
+            warm_up: RAMP,
+            window,
+            seed: 0,
+        };
+        let recorded = trial.record(interrupted)?;
+        let tasks = vms.iter().zip(recorded.tasks).flat_map(|(vm, records)| {
+            vm.tasks.iter().zip(records).map(|(task, record)| TaskMeasurement {
+                vm: vm.name.clone(),
+                task: task.name.clone(),
+                timeline: record.timeline(),
+                histogram: record.histogram,
+            })
+        });
+        let moved = BytesPerSecond::new(recorded.background as u64);
+        Ok(Measurement {
+            tasks: tasks.collect(),
+            background: background.first().map(|vm| (vm.name.clone(), moved)).into_iter().collect(),
+            canary: recorded.canary,
+            machine: recorded.machine,
+        })
+    }
+
     /// Applies the settings, runs the load, measures.
     ///
     /// # Errors
@@ -232,10 +363,7 @@ impl Testbed {
         window: Duration,
         interrupted: &Interrupted,
     ) -> Result<Measurement> {
-        let observed = self.prepare(specification)?;
-        let changes = diff(&observed, &scheme.settings.knobs());
-        let topology = Topology::of_specification(specification);
-        self.host.apply(&topology, &observed, &changes, ApplyOptions::default())?;
+        self.set(specification, scheme)?;
         let load = CellLoad {
             specification,
             device: &self.device.path,
@@ -321,17 +449,40 @@ pub struct CellContext<'a> {
     pub measured_at: MeasuredAt,
     /// How slow the evaluation runs.
     pub scale: Scale,
-    /// Length of the window.
+    /// Length of each of its windows.
     pub window: Duration,
     /// When it started, RFC 3339.
     pub started: String,
 }
 
 impl CellContext<'_> {
-    /// Judges a measurement by the pass rule.
+    /// Judges the windows of a cell by the pass rule, all of them together. A tail's interval also
+    /// spans what the windows show apart, since the machine's noise comes in spells.
     #[must_use]
-    pub fn judge(&self, measurement: Measurement) -> Cell {
-        let window_s = self.window.as_secs_f64();
+    pub fn judge(&self, windows: Vec<Measurement>) -> Cell {
+        let rounds = windows.len() as u32;
+        let apart: Vec<Vec<TaskMeasurement>> = windows.iter().map(|w| w.tasks.clone()).collect();
+        let mut length = self.window;
+        let together = windows.into_iter().reduce(|mut all, window| {
+            all.append(length, window, self.window);
+            length += self.window;
+            all
+        });
+        let Some(measurement) = together else { unreachable!("a cell has a window") };
+        let window_s = length.as_secs_f64();
+        let at_its_percentile = |judged: Quantile, measured: &TaskMeasurement| {
+            let same = |t: &&TaskMeasurement| (&t.vm, &t.task) == (&measured.vm, &measured.task);
+            let of_window = |tasks: &Vec<TaskMeasurement>| {
+                let task = tasks.iter().find(same)?;
+                Some(task.histogram.quantile(judged.percentile)?.value)
+            };
+            let values: Vec<Nanos> = apart.iter().filter_map(of_window).collect();
+            Quantile {
+                low: values.iter().copied().fold(judged.low, Nanos::min),
+                high: values.iter().copied().fold(judged.high, Nanos::max),
+                ..judged
+            }
+        };
         let mut judged_specification = self.specification.clone();
         let mut tasks = Vec::new();
         for vm in &mut judged_specification.vms {
@@ -353,7 +504,7 @@ impl CellContext<'_> {
                     measured_at: self.measured_at,
                     requested_iops: iops.get(),
                     delivered_iops: measured.histogram.count() as f64 / window_s,
-                    judged: verdict.judged,
+                    judged: verdict.judged.map(|judged| at_its_percentile(judged, measured)),
                     target: Some(target.latency),
                     prediction: None,
                     passed: verdict.passed(),
@@ -380,7 +531,8 @@ impl CellContext<'_> {
             }
         }
         let limit = self.scale.time(CANARY_LIMIT);
-        let late = measurement.canary.p99 > limit;
+        let canary = canary_summary(&measurement.canary);
+        let late = canary.p99 > limit;
         Cell {
             version: RUN_VERSION,
             key: self.key.clone(),
@@ -391,12 +543,13 @@ impl CellContext<'_> {
             ioprio: self.scheme.ioprio.iter().map(|(v, p)| (v.clone(), p.to_string())).collect(),
             passed: !tasks.is_empty() && tasks.iter().all(|t| t.passed),
             attempts: 1,
+            rounds,
             noise_floor: None,
             tasks,
             background: measurement.background,
-            canary: measurement.canary,
+            canary,
             machine: measurement.machine,
-            discarded: late.then(|| format!("canary p99 {} above {limit}", measurement.canary.p99)),
+            disturbed: late.then(|| format!("canary p99 {} above {limit}", canary.p99)),
         }
     }
 }
@@ -405,4 +558,22 @@ impl CellContext<'_> {
 #[must_use]
 pub fn plain(settings: rtvirtio_spec::settings::Settings) -> SchemeSettings {
     SchemeSettings { settings, ioprio: BTreeMap::new() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scale_fits_the_load_into_the_room_that_idle_guests_leave() {
+        let of = |busy, idle, room| fitting_scale(Scale::new(12), busy, idle, room).get();
+        // 0.4 cores at a twelfth: 4.8 in all, of which 1.0 fit.
+        assert_eq!(of(0.6, 0.2, 1.2), 5);
+        // A host that carries it as it is.
+        assert_eq!(of(0.3, 0.2, 19.2), 1);
+        // Idle guests take all: as slow as there is.
+        assert_eq!(of(2.0, 1.2, 1.2), 100);
+        // Less than idle is noise.
+        assert_eq!(of(0.1, 0.2, 1.2), 1);
+    }
 }

@@ -222,7 +222,13 @@ impl Benchmark<'_> {
     }
 
     fn made(&self, key: CellKey, measured: Result<Measured, Unverified>) -> Cell {
-        let canary = Canary { n: 0, p50: Nanos::ZERO, p99: Nanos::ZERO, max: Nanos::ZERO };
+        let canary = Canary {
+            n: 0,
+            p50: Nanos::ZERO,
+            p99: Nanos::ZERO,
+            p999: Nanos::ZERO,
+            max: Nanos::ZERO,
+        };
         let nothing = Cell {
             key,
             settings: self.settings.clone(),

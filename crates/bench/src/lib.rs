@@ -30,6 +30,7 @@ pub mod progress;
 pub mod qos;
 pub mod report;
 pub mod scratch;
+pub mod verdict;
 
 /// The run was interrupted by the user.
 #[derive(Debug, thiserror::Error)]

@@ -22,11 +22,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use rtvirtio_cases::IoPriority;
 use rtvirtio_spec::latency::Histogram;
-use rtvirtio_spec::run::{Canary, Machine};
+use rtvirtio_spec::run::Machine;
 use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, Nanos, TaskName, VmName};
 
-pub(crate) use canary::CanaryThread;
+pub(crate) use canary::{CanaryThread, summary as canary_summary};
 use worker::{Place, Worker, streams};
 
 use crate::cell::FIO_FILES;
@@ -36,7 +36,7 @@ use crate::guests::Guests;
 pub type Interrupted = AtomicBool;
 
 /// Settling time before the window, in which fio does I/O but does not count.
-const RAMP: Duration = Duration::from_secs(1);
+pub(crate) const RAMP: Duration = Duration::from_secs(1);
 /// How long a neighbour may take to be seen doing I/O.
 const NEIGHBOUR_START: Duration = Duration::from_secs(5);
 /// How much longer than expected fio may take before it is given up.
@@ -79,10 +79,36 @@ pub struct Measurement {
     pub tasks: Vec<TaskMeasurement>,
     /// What each background VM moved in the window.
     pub background: BTreeMap<VmName, BytesPerSecond>,
-    /// Lateness of a sleeping thread.
-    pub canary: Canary,
+    /// How late a sleeping thread woke up, each time.
+    pub canary: Histogram,
     /// State of the machine.
     pub machine: Machine,
+}
+
+impl Measurement {
+    /// Adds a later window of the same load under the same settings. `so_far` and `window` are the
+    /// lengths of what was measured until now and of what is added.
+    pub(crate) fn append(&mut self, so_far: Duration, other: Self, window: Duration) {
+        let offset = so_far.as_millis() as u64;
+        for added in other.tasks {
+            let same = |t: &&mut TaskMeasurement| (&t.vm, &t.task) == (&added.vm, &added.task);
+            let Some(task) = self.tasks.iter_mut().find(same) else { continue };
+            task.histogram.merge(&added.histogram);
+            task.timeline.extend(added.timeline.iter().map(|&(ms, late)| (ms + offset, late)));
+        }
+        let (old, new) = (so_far.as_secs_f64(), window.as_secs_f64());
+        let mean = |a: f64, b: f64| (a * old + b * new) / (old + new);
+        for (vm, moved) in &mut self.background {
+            let added = other.background.get(vm).copied().unwrap_or_default();
+            *moved = BytesPerSecond::new(mean(moved.get() as f64, added.get() as f64) as u64);
+        }
+        self.canary.merge(&other.canary);
+        self.machine = Machine {
+            load1: other.machine.load1,
+            busy_cores: mean(self.machine.busy_cores, other.machine.busy_cores),
+            steal_cores: mean(self.machine.steal_cores, other.machine.steal_cores),
+        };
+    }
 }
 
 impl CellLoad<'_> {
@@ -127,7 +153,7 @@ impl CellLoad<'_> {
             task.finish(expected, expected + OVERTIME, interrupted)?;
         }
         let machine = machine.since()?;
-        let canary = canary.stop();
+        let canary = canary.lateness();
         for neighbour in &mut background {
             // One that is gone early makes every scheme look good.
             neighbour.check().context("the background VM ended before the tasks")?;

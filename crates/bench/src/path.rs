@@ -140,7 +140,7 @@ fn priority(text: &str) -> Result<Priority> {
 /// # Errors
 /// As [`condition`].
 pub fn compare(cells: &[Cell], costs: Costs, mut progress: impl FnMut(&str)) -> Result<Vec<Row>> {
-    let counted: Vec<&Cell> = cells.iter().filter(|c| c.discarded.is_none()).collect();
+    let counted: Vec<&Cell> = cells.iter().filter(|c| c.disturbed.is_none()).collect();
     let mut repetitions: BTreeMap<String, Vec<&Cell>> = BTreeMap::new();
     for cell in &counted {
         repetitions.entry(identity(cell)?).or_default().push(cell);
@@ -176,7 +176,7 @@ pub fn compare(cells: &[Cell], costs: Costs, mut progress: impl FnMut(&str)) -> 
 /// If a cell's names are none that this version knows.
 pub fn repeated(cells: &[Cell]) -> Result<[(&'static str, Vec<Row>); 2]> {
     let mut runs: BTreeMap<String, Vec<&Cell>> = BTreeMap::new();
-    for cell in cells.iter().filter(|c| c.discarded.is_none()) {
+    for cell in cells.iter().filter(|c| c.disturbed.is_none()) {
         runs.entry(identity(cell)?).or_default().push(cell);
     }
     let (mut second, mut third) = (Vec::new(), Vec::new());

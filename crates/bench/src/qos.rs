@@ -55,7 +55,7 @@ use configuration::Sharing;
 use curve::Curve;
 use disk::{Disk, On};
 use neighbour::Neighbour;
-use trial::{Measured, Trial};
+use trial::{Measured, Trial, WARM_UP};
 
 /// Length of a look at the most urgent VM alone.
 const FLOOR: Duration = Duration::from_secs(5);
@@ -201,6 +201,7 @@ impl Benchmark<'_> {
             sharing: Sharing::Free,
             vms: &vms(key)?[..1],
             background: None,
+            warm_up: WARM_UP,
             window: FLOOR,
             seed: seed(key),
         };
@@ -225,6 +226,7 @@ impl Benchmark<'_> {
             },
             vms: &vms,
             background: Some(key.neighbour.background()),
+            warm_up: WARM_UP,
             window: self.window,
             seed: seed(key),
         };

@@ -12,10 +12,10 @@
 //! that it is a value that was measured), and the whisker spans all of
 //! their intervals.
 //!
-//! Properties: whatever text a cell or the context carries is escaped; a
-//! discarded cell counts nowhere unless [`Discarded::Count`] says so, and is
-//! listed with its reason either way; where more than a fifth were discarded none counts; rtvirtio comes first, then `hand`, then
-//! the other schemes in the order of the cells.
+//! Properties: whatever text a cell or the context carries is escaped; every
+//! cell counts, and one that the machine disturbed is marked and listed with
+//! the reason; rtvirtio comes first, then `hand`, then the other schemes in
+//! the order of the cells.
 
 mod across;
 mod bars;
@@ -29,7 +29,7 @@ mod tables;
 mod text;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 use rtvirtio_cases::judge::MIN_DELIVERED;
@@ -47,16 +47,6 @@ pub enum ReportError {
     NoCells,
 }
 
-/// What becomes of cells that were discarded, for a busy machine, say.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Discarded {
-    /// They are listed and count nowhere.
-    #[default]
-    LeaveOut,
-    /// They count like any other; the report says so.
-    Count,
-}
-
 /// What a report says of the campaign beside its cells.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Context {
@@ -72,32 +62,20 @@ pub struct Context {
     pub version: String,
     /// What a reader must know, a paragraph each.
     pub notes: Vec<String>,
-    /// What becomes of discarded cells.
-    pub discarded: Discarded,
 }
 
 /// The style sheet of all pages.
 pub(crate) const STYLE: &str = include_str!("report/style.css");
 
-/// Said where too many cells were discarded for the others to count.
-const WITHHELD: &str = "More than 20 % of the measurements were discarded: no cell counts.";
-
-/// Whether so many measurements were discarded that no cell counts.
-#[must_use]
-pub fn is_withheld(cells: &[Cell]) -> bool {
-    group::is_withheld(cells)
-}
-
 /// Renders `cells` as one HTML file.
 ///
 /// # Errors
-/// [`ReportError::NoCells`] without any cell. Cells that are all discarded
-/// still make a report: it says that nothing counts, and why.
+/// [`ReportError::NoCells`] without any cell.
 pub fn render(cells: &[Cell], context: &Context) -> Result<String, ReportError> {
     if cells.is_empty() {
         return Err(ReportError::NoCells);
     }
-    let groups = group::groups(cells, context.discarded);
+    let groups = group::groups(cells);
     let page = html! {
         (DOCTYPE)
         html lang="en" {
@@ -123,7 +101,7 @@ pub fn render(cells: &[Cell], context: &Context) -> Result<String, ReportError> 
 }
 
 fn header(cells: &[Cell], context: &Context) -> Markup {
-    let discarded = cells.iter().filter(|c| c.discarded.is_some()).count();
+    let disturbed = cells.iter().filter(|c| c.disturbed.is_some()).count();
     html! {
         header {
             h1 { (context.title) }
@@ -134,24 +112,17 @@ fn header(cells: &[Cell], context: &Context) -> Markup {
                 div { dt { "Device" } dd { (context.device) } }
                 div { dt { "Cells" } dd {
                     (cells.len())
-                    @if discarded > 0 {
-                        ", of them " (discarded) " discarded "
-                        @match context.discarded {
-                            Discarded::LeaveOut => "(left out of every number and plot)",
-                            Discarded::Count => "(counted all the same)",
-                        }
-                    }
+                    @if disturbed > 0 { ", of them " (disturbed) " while the machine was late (marked)" }
                 } }
             }
             @for note in &context.notes { p.note { (note) } }
-            @if context.discarded == Discarded::LeaveOut && group::is_withheld(cells) {
-                p.note { strong { (WITHHELD) } }
-            }
             p.rule {
                 "A run passes when every task's tail is within its target and every task delivers at least "
                 (MIN_DELIVERED) " of its rate. The tail is the highest of p99, p99.9 and p99.99 with at least \
                  10 samples beyond it. "
-                span.pass { "✓ blue" } " passes, " span.fail { "✗ orange" } " fails. Intervals are 95 %."
+                span.pass { "✓ blue" } " passes, " span.fail { "✗ orange" } " fails, "
+                span.unsure { "~" } " misses within the interval, " span.unsure { "m" }
+                " misses by no more than the machine itself was late. Intervals are 95 %."
             }
         }
     }

@@ -133,6 +133,8 @@ enum Outcome {
     Done,
     Changes,
     Unmet,
+    /// Nothing could be compared: the machine left too little.
+    NotJudged,
     /// With a code that is another tool's custom.
     Exit(u8),
 }
@@ -162,6 +164,7 @@ fn main() -> ExitCode {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
         Ok(Outcome::Changes) => ExitCode::from(2),
         Ok(Outcome::Unmet) => ExitCode::from(3),
+        Ok(Outcome::NotJudged) => ExitCode::from(4),
         Ok(Outcome::Exit(code)) => ExitCode::from(code),
         Err(e) if e.downcast_ref::<InterruptedError>().is_some() => {
             eprintln!("interrupted");

@@ -44,10 +44,20 @@ pub struct Cell {
     pub passed: bool,
     /// The most urgent VM alone, where the disk is shared with the rest of the machine.
     pub noise_floor: Option<NoiseFloor>,
-    /// How often it was measured; all but the last were discarded.
+    /// How often it was measured; all but the last were disturbed.
     pub attempts: u32,
-    /// Why the cell does not count, if it does not.
-    pub discarded: Option<String>,
+    /// How many windows it is made of, each interleaved with those of other schemes.
+    #[serde(default = "one")]
+    pub rounds: u32,
+    /// What the machine did to it, if it was disturbed. The cell counts all the same, and is marked.
+    /// (Earlier results left such a cell out, hence the key.)
+    #[serde(rename = "discarded")]
+    pub disturbed: Option<String>,
+}
+
+/// Cells were made of one window before rounds were counted.
+const fn one() -> u32 {
+    1
 }
 
 /// What identifies a cell.
@@ -145,6 +155,9 @@ pub struct Canary {
     pub p50: Nanos,
     /// 99th percentile.
     pub p99: Nanos,
+    /// 99.9th percentile; zero in results from before it was kept.
+    #[serde(default)]
+    pub p999: Nanos,
     /// Largest.
     pub max: Nanos,
 }

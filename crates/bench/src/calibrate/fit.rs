@@ -15,7 +15,7 @@ use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::{Limits, Scheduler, VmSettings};
 use rtvirtio_units::{Bytes, Nanos, Percentile};
 
-use super::{PROBE, ProbeRun, Writer};
+use super::{ProbeRun, Writer};
 
 /// The percentile that a probe of `n` samples shows: the highest with 5 beyond it, which keeps the
 /// luck of one sample out of it, else p99 with 2 (a flooded task issues no more).
@@ -76,6 +76,28 @@ pub(super) fn fit(
         probes,
         learned: None,
     }
+}
+
+/// The scores that `runs` give a regime, of tasks and of whole VMs, for their number: they are of
+/// the fit to all runs.
+pub(super) fn scores(runs: &[ProbeRun], capacity: &Capacity, of: Regime) -> (Vec<f64>, Vec<f64>) {
+    let fit = structural(runs, capacity);
+    let mut tasks = Vec::new();
+    let mut vms = Vec::new();
+    for run in runs {
+        let mut of_vms: BTreeMap<usize, f64> = BTreeMap::new();
+        for observation in observations(std::slice::from_ref(run)) {
+            let (regime, predicted) = observation.predicted(&fit, capacity);
+            if regime == of {
+                let score = ln_ratio(observation.tail, predicted);
+                tasks.push(score);
+                let of_vm = of_vms.entry(observation.vm).or_insert(score);
+                *of_vm = of_vm.max(score);
+            }
+        }
+        vms.extend(of_vms.into_values());
+    }
+    (tasks, vms)
 }
 
 /// The structural model's parameters from `runs`.
@@ -237,17 +259,27 @@ fn scheduler_factors(runs: &[ProbeRun], fit: &StructuralFit) -> BTreeMap<String,
         .collect()
 }
 
+/// Bursts of a capped VM a second (kernel `DFL_THROTL_SLICE_HD`, HZ/10).
+const BURSTS_PER_SECOND: f64 = 10.0;
+
 /// The burst time (1 to 250 ms) that explains the capped probes best, by least
-/// squares of the logarithms, over the fastest stream of each VM: it meets
-/// every burst, while a slow one that keeps step with the bursts meets all of
-/// them or none.
+/// squares of the logarithms, over the fastest streams whose observed percentile
+/// shows bursts: a stream meets each burst with one request, so its requests beyond the percentile must be
+/// fewer than the bursts. A slow stream that keeps step with the bursts meets all
+/// of them or none.
 fn burst(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Nanos {
-    let fastest = |run: &ProbeRun| run.tasks.iter().map(|t| t.iops).fold(0.0, f64::max);
-    let capped: Vec<_> = observations(runs)
-        .into_iter()
-        .filter(|o| matches!(o.run.setting.2, Writer::Capped(_)))
-        .filter(|o| o.stream.iops == Some(fastest(o.run)))
-        .collect();
+    let shows = |o: &Observation<'_>| {
+        let rate = o.stream.iops.unwrap_or(0.0);
+        let is_capped = matches!(o.run.setting.2, Writer::Capped(_));
+        is_capped && rate * (1.0 - o.percentile.fraction()) < BURSTS_PER_SECOND
+    };
+    let of_run = |run| {
+        let all: Vec<_> =
+            observations(std::slice::from_ref(run)).into_iter().filter(shows).collect();
+        let fastest = all.iter().filter_map(|o| o.stream.iops).fold(0.0, f64::max);
+        all.into_iter().filter(move |o| o.stream.iops == Some(fastest))
+    };
+    let capped: Vec<_> = runs.iter().flat_map(of_run).collect();
     let error = |burst: Nanos| -> f64 {
         let fit = StructuralFit { burst, ..fit.clone() };
         capped.iter().map(|o| ln_ratio(o.tail, o.predicted(&fit, capacity).1).powi(2)).sum()
@@ -301,7 +333,7 @@ fn stalls(runs: &[ProbeRun]) -> Option<StallFit> {
             seen += count;
             longest = longest.max(latency);
         }
-        seconds += PROBE.as_secs_f64();
+        seconds += run.seconds;
     }
     if seen < 2 || seconds == 0.0 {
         return None;
@@ -322,7 +354,7 @@ fn summary(run: &ProbeRun) -> Probe {
             Some(ProbeTail {
                 vm: t.vm,
                 iops: t.iops,
-                delivered: t.histogram.count() as f64 / PROBE.as_secs_f64() / t.iops,
+                delivered: t.histogram.count() as f64 / run.seconds / t.iops,
                 percentile,
                 tail: t.histogram.quantile(percentile)?.value,
             })

@@ -34,6 +34,7 @@ fn cell(io: Option<Io>, compute: usize, repetition: u32, iops: f64, rate: f64) -
             n: 3_000,
             p50: Nanos::from_micros(60),
             p99: Nanos::from_millis(2),
+            p999: Nanos::from_millis(2),
             max: Nanos::from_millis(9),
         },
         at: String::new(),

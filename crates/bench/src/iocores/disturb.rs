@@ -549,7 +549,13 @@ mod tests {
     use super::*;
 
     fn cell(disturbance: Disturbance, repetition: u32, [quiet, disturbed]: [f64; 2]) -> Cell {
-        let canary = Canary { n: 1, p50: Nanos::ZERO, p99: Nanos::ZERO, max: Nanos::ZERO };
+        let canary = Canary {
+            n: 1,
+            p50: Nanos::ZERO,
+            p99: Nanos::ZERO,
+            p999: Nanos::ZERO,
+            max: Nanos::ZERO,
+        };
         // One second stood still.
         let seconds = |p99_us| vec![p99_us, 80_000.0, p99_us];
         let side = |p99_us| Side {

@@ -35,13 +35,23 @@ impl CanaryThread {
         Self { stop, thread }
     }
 
+    /// Ends it, and says how late it was.
     pub(crate) fn stop(self) -> Canary {
-        self.stop.store(true, Ordering::Relaxed);
-        let histogram = self.thread.join().unwrap_or_default();
-        let at = |p: f64| {
-            let quantile = Percentile::new(p).ok().and_then(|p| histogram.quantile(p));
-            quantile.map_or(Nanos::ZERO, |q| q.value)
-        };
-        Canary { n: histogram.count(), p50: at(50.0), p99: at(99.0), max: histogram.max() }
+        summary(&self.lateness())
     }
+
+    /// Ends it; how late it was, each time.
+    pub(crate) fn lateness(self) -> Histogram {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap_or_default()
+    }
+}
+
+/// What results keep of a canary.
+pub(crate) fn summary(late: &Histogram) -> Canary {
+    let at = |p: f64| {
+        let quantile = Percentile::new(p).ok().and_then(|p| late.quantile(p));
+        quantile.map_or(Nanos::ZERO, |q| q.value)
+    };
+    Canary { n: late.count(), p50: at(50.0), p99: at(99.0), p999: at(99.9), max: late.max() }
 }

@@ -30,7 +30,7 @@ use super::configuration::{DISK, Sharing};
 use super::curve::Curve;
 use super::is_enough;
 use super::neighbour::Neighbour;
-use super::trial::{Measured, Trial};
+use super::trial::{Measured, Trial, WARM_UP};
 use crate::lines::Lines;
 use crate::load::Interrupted;
 use crate::progress::Progress;
@@ -202,6 +202,7 @@ impl Benchmark<'_> {
                 sharing: Sharing::Schedule(Curve::of_ssd(model)),
                 vms: &plans(&set.tasks)?,
                 background: Some(Neighbour::DeepWriter.background()),
+                warm_up: WARM_UP,
                 window: self.window,
                 seed: u64::from(set.number) << 8,
             };
@@ -354,7 +355,13 @@ mod tests {
     use super::*;
 
     fn cell(set: u32, of_boundary: Option<f64>, refused: bool, met: bool) -> Cell {
-        let canary = Canary { n: 0, p50: Nanos::ZERO, p99: Nanos::ZERO, max: Nanos::ZERO };
+        let canary = Canary {
+            n: 0,
+            p50: Nanos::ZERO,
+            p99: Nanos::ZERO,
+            p999: Nanos::ZERO,
+            max: Nanos::ZERO,
+        };
         Cell {
             discarded: None,
             set,

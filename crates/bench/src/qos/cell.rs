@@ -223,7 +223,7 @@ mod tests {
         let limit = Nanos::from_millis(1);
         let canary = |ms| {
             let p99 = Nanos::from_millis(ms);
-            Canary { n: 1, p50: p99, p99, max: p99 }
+            Canary { n: 1, p50: p99, p99, p999: p99, max: p99 }
         };
         let floor = |tail, delivered| Floor { tail, delivered };
         let good = floor(1.0, 0.95);

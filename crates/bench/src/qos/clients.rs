@@ -12,9 +12,10 @@ use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
 use rtvirtio_cases::{Case, Tier, judge};
 use rtvirtio_spec::latency::Histogram;
+use rtvirtio_spec::specification::Task;
 use rtvirtio_units::{Iops, Nanos, Percentile};
 
-use super::cell::Task;
+use super::cell;
 use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
 
 /// How long a request may take before its server counts as dead.
@@ -63,14 +64,25 @@ pub(crate) fn tasks(case: Case, tier: Tier, rank: u8) -> Option<Vec<Plan>> {
 }
 
 impl Plan {
+    /// A task of a specification; `None` without a rate or a target.
+    pub(crate) fn of_task(task: &Task) -> Option<Self> {
+        Some(Self {
+            name: task.name.to_string(),
+            iops: task.load.iops?,
+            block: task.load.block_size.get() as usize,
+            read_fraction: task.load.read_fraction,
+            target: task.target?.latency,
+        })
+    }
+
     /// What came of it in a window of `seconds`.
-    pub(crate) fn judged(&self, vm: usize, histogram: &Histogram, seconds: f64) -> Task {
+    pub(crate) fn judged(&self, vm: usize, histogram: &Histogram, seconds: f64) -> cell::Task {
         let us = |time: Nanos| time.get() as f64 / 1e3;
         let p99 = Percentile::new(99.0).expect("99 is a percentile");
         let judgement = judge(histogram, seconds, self.iops, self.target);
         let (percentile, tail) =
             judgement.judged.map_or((0.0, Nanos::ZERO), |q| (q.percentile.get(), q.value));
-        Task {
+        cell::Task {
             name: format!("vm{vm}.{}", self.name),
             n: histogram.count(),
             percentile,
@@ -82,20 +94,6 @@ impl Plan {
             passed: judgement.passed(),
         }
     }
-}
-
-/// Runs a VM's tasks until the phase is over; the requests of the window are in the histograms.
-pub(crate) fn run_tasks(
-    socket: &Path,
-    plans: &[Plan],
-    seed: u64,
-    phase: &AtomicU8,
-) -> Result<Vec<Histogram>> {
-    let mut histograms = vec![Histogram::new(); plans.len()];
-    run_tasks_into(socket, plans, seed, phase, &mut histograms, |histogram, _, latency| {
-        histogram.record(latency, 1);
-    })?;
-    Ok(histograms)
 }
 
 /// Runs a VM's tasks until the phase is over. Each has one of `records`, in which `record` notes

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::configuration::Sharing;
 use super::neighbour::{Background, Work};
-use super::trial::Trial;
+use super::trial::{Trial, WARM_UP};
 use crate::load::Interrupted;
 use crate::scratch::SsdConfig;
 
@@ -85,6 +85,7 @@ impl Curve {
                 sharing: Sharing::Free,
                 vms: &[],
                 background: Some(Background { work, promise: None }),
+                warm_up: WARM_UP,
                 window: Duration::from_secs(seconds),
                 seed: 0,
             };

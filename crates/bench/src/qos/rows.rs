@@ -1,8 +1,8 @@
 //! What cells come to: a row for each case, tier, neighbour and scheme.
 //!
 //! Intervals are 95 %: Wilson's for runs that passed, the order statistic's for a percentile of one
-//! run, Poisson's for a rate that was delivered; over runs they span all of them. Discarded cells
-//! count nowhere.
+//! run, Poisson's for a rate that was delivered; over runs they span all of them. Of a cell that was
+//! measured again because it was disturbed, the repetition counts.
 
 use std::fmt;
 
@@ -210,19 +210,31 @@ fn rate(passed: usize, runs: usize) -> String {
     format!("{passed}/{runs} {:.0}–{:.0} %", low * 100.0, high * 100.0)
 }
 
+/// The cells that count: of several with one key the last, so that a machine that disturbs each of them
+/// empties no row.
+fn counted(cells: &[Cell]) -> Vec<&Cell> {
+    let is_last = |&(index, cell): &(usize, &Cell)| {
+        let later = &cells[index + 1..];
+        cell.discarded.is_none() || later.iter().all(|other| other.key != cell.key)
+    };
+    cells.iter().enumerate().filter(is_last).map(|(_, cell)| cell).collect()
+}
+
 /// What each neighbour moves alone, MB/s: the median of runs.
 pub(super) fn alone(cells: &[Cell], neighbour: Neighbour) -> Option<Bounded> {
     let is_alone = |cell: &&Cell| {
         let key = &cell.key;
-        cell.discarded.is_none() && key.scheme == Scheme::Alone && key.neighbour == neighbour
+        key.scheme == Scheme::Alone && key.neighbour == neighbour
     };
-    Bounded::median(cells.iter().filter(is_alone).map(|cell| cell.background / 1e6).collect())
+    Bounded::median(
+        counted(cells).into_iter().filter(is_alone).map(|cell| cell.background / 1e6).collect(),
+    )
 }
 
 /// The rows of all schemes, group by group in the order of the cells; those of the kernel path
 /// (`beside`) last, where they are of the same case, tier, neighbour and device.
 pub(super) fn rows(cells: &[Cell], beside: &[KernelCell]) -> Vec<Row> {
-    let counted: Vec<&Cell> = cells.iter().filter(|cell| cell.discarded.is_none()).collect();
+    let counted = counted(cells);
     let mut groups: Vec<Group> = Vec::new();
     for cell in counted.iter().filter(|cell| cell.key.scheme != Scheme::Alone) {
         let group = Group::of(&cell.key);
@@ -246,8 +258,7 @@ pub(super) fn rows(cells: &[Cell], beside: &[KernelCell]) -> Vec<Row> {
             continue;
         }
         let is_here = |cell: &&KernelCell| {
-            cell.discarded.is_none()
-                && cell.key.case == group.case
+            cell.key.case == group.case
                 && cell.key.tier == group.tier
                 && cell.key.neighbour == rtvirtio_cases::Neighbour::Writer.to_string()
                 && here.iter().any(|ours| ours.device == cell.device)
@@ -313,7 +324,8 @@ pub(super) fn totals(rows: &[Row]) -> Vec<Total> {
 /// Tasks that a schedule made worse: its whole interval, over all runs, is beyond that without one.
 pub(super) fn worse_with_a_schedule(cells: &[Cell]) -> Vec<String> {
     let mut groups: Vec<(Group, &str)> = Vec::new();
-    let counted = || cells.iter().filter(|cell| cell.discarded.is_none());
+    let counted = counted(cells);
+    let counted = || counted.iter().copied();
     for cell in counted().filter(|cell| cell.key.scheme == Scheme::Qos) {
         for task in &cell.tasks {
             let group = (Group::of(&cell.key), task.name.as_str());

@@ -6,7 +6,7 @@ use super::cell::{Cell, Scheme};
 use super::neighbour::Neighbour;
 use super::rows::{Row, Total, alone, rows, totals, worse_with_a_schedule};
 
-/// A row for each case, neighbour and scheme, what schemes come to, and what was discarded. `beside`
+/// A row for each case, neighbour and scheme, what schemes come to, and what was disturbed. `beside`
 /// are cells of the kernel path.
 #[must_use]
 pub fn table(cells: &[Cell], beside: &[KernelCell]) -> String {
@@ -44,10 +44,10 @@ pub fn table(cells: &[Cell], beside: &[KernelCell]) -> String {
         text += &format!("Tasks worse with a schedule, beyond intervals: {}\n", worse.len());
         text.extend(worse.iter().map(|worse| format!("  {worse}\n")));
     }
-    let discarded = cells.iter().filter_map(|cell| Some((cell, cell.discarded.as_ref()?)));
-    for (cell, reason) in discarded {
+    let disturbed = cells.iter().filter_map(|cell| Some((cell, cell.discarded.as_ref()?)));
+    for (cell, reason) in disturbed {
         let (key, repetition) = (cell.key.label(), cell.key.repetition);
-        text += &format!("Discarded: {key}, repetition {repetition}: {reason}\n");
+        text += &format!("Disturbed: {key}, repetition {repetition}: {reason}\n");
     }
     text += "passed: runs, and Wilson's interval. tail/target: the worst of all tasks and runs, at the \
              judged percentile; -: a task had too few requests to judge. VM 0: the worst of its tasks and \
@@ -118,13 +118,16 @@ mod tests {
     }
 
     #[test]
-    fn table_counts_runs_and_leaves_out_what_was_discarded() {
-        let discarded =
-            Cell { discarded: Some("canary".to_owned()), ..cell(Scheme::Qos, 2, 50.0, 30_000) };
+    fn table_counts_runs_and_of_a_disturbed_one_its_repetition() {
+        let disturbed = |repetition, tail| Cell {
+            discarded: Some("canary".to_owned()),
+            ..cell(Scheme::Qos, repetition, tail, 30_000)
+        };
+        // The second run was disturbed once.
         let cells = [
             cell(Scheme::Qos, 0, 5.0, 30_000),
+            disturbed(1, 50.0),
             cell(Scheme::Qos, 1, 6.0, 30_000),
-            discarded,
             alone(cell(Scheme::Qos, 0, 1.0, 1)),
         ];
         let text = table(&cells, &[]);
@@ -133,8 +136,11 @@ mod tests {
         assert!(row.starts_with("1xH           deep-writer  qos                 2/2 34–100 %"));
         assert!(row.contains("0.60 (0.54–0.66)") && row.contains("6.00 (5.40–6.60)"), "{row}");
         assert!(row.contains("200.0 (200.0–200.0)   0.50"), "{row}");
-        assert!(text.contains("Discarded: 1xH strict, deep-writer, qos, repetition 2: canary"));
+        assert!(text.contains("Disturbed: 1xH strict, deep-writer, qos, repetition 1: canary"));
         assert!(!text.contains("Tasks worse"));
+        // One that was disturbed each time is in the table all the same.
+        let text = table(&[disturbed(0, 40.0), disturbed(0, 5.0)], &[]);
+        assert!(text.lines().nth(1).unwrap().contains("1/1 21–100 %"), "{text}");
     }
 
     #[test]

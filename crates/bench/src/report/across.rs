@@ -75,7 +75,7 @@ fn parts(case: &str) -> Option<(u32, &str)> {
 fn tally<'a>(groups: impl Iterator<Item = &'a Group<'a>>) -> Vec<Tally<'a>> {
     let mut all: Vec<Tally<'_>> = Vec::new();
     for scheme in groups.flat_map(|g| &g.schemes) {
-        let (passed, n) = (scheme.passed(), scheme.counted.len());
+        let (passed, n) = (scheme.passed(), scheme.cells.len());
         match all.iter_mut().find(|t| t.scheme == scheme.name) {
             Some(tally) => {
                 tally.passed += passed;
@@ -160,7 +160,7 @@ fn matrix(groups: &[&Group<'_>]) -> Markup {
 }
 
 fn outcome(scheme: &SchemeCells<'_>) -> Markup {
-    let (passed, n) = (scheme.passed(), scheme.counted.len());
+    let (passed, n) = (scheme.passed(), scheme.cells.len());
     html! {
         @if n == 0 { "–" } @else { (mark(passed == n)) " " (passed) "/" (n) }
     }

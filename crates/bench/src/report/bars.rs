@@ -32,7 +32,7 @@ pub(super) fn section(group: &Group<'_>) -> Markup {
             "Judged percentile: " (percentiles(group)) ". The dark mark is the target: left of it is passing, \
              right of it failing. Whiskers are the interval of the percentile. A rate is shown where less than "
             (MIN_DELIVERED) " of it was delivered."
-            @if group.schemes.iter().any(|s| s.counted.len() > 1) {
+            @if group.schemes.iter().any(|s| s.cells.len() > 1) {
                 " Dots are the repetitions, the bar is their median; ✓ means that all passed."
             }
         }
@@ -41,7 +41,7 @@ pub(super) fn section(group: &Group<'_>) -> Markup {
                 figure {
                     figcaption {
                         b { (scheme.name) } " "
-                        @let (passed, n) = (scheme.passed(), scheme.counted.len());
+                        @let (passed, n) = (scheme.passed(), scheme.cells.len());
                         @if n > 0 && passed == n { span.pass { "✓" } } @else { span.fail { "✗" } }
                         " " (passed) "/" (n) " runs passed"
                     }

@@ -87,14 +87,14 @@ pub(super) fn timelines(group: &Group<'_>) -> Markup {
     let lines: Vec<(&SchemeCells<'_>, Vec<Points>)> = group
         .schemes
         .iter()
-        .map(|s| (s, s.counted.iter().map(|c| timeline(c, vm)).collect()))
+        .map(|s| (s, s.cells.iter().map(|c| timeline(c, vm)).collect()))
         .collect();
     let points = || lines.iter().flat_map(|(_, runs)| runs.iter().flatten());
     if points().next().is_none() {
         return html! {};
     }
     let strictest = group.targets(|r| r.vm == *vm).first().map(|t| t.as_millis_f64());
-    let windows = group.schemes.iter().flat_map(|s| &s.counted).map(|c| c.window_s);
+    let windows = group.schemes.iter().flat_map(|s| &s.cells).map(|c| c.window_s);
     let end = points().map(|p| p.0).chain(windows.filter(|w| w.is_finite())).fold(0.0, f64::max);
     let ys = points().map(|p| p.1).chain(strictest);
     let (low, high) = ys.fold((f64::INFINITY, 0.0_f64), |(l, h), y| (l.min(y), h.max(y)));

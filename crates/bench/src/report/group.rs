@@ -5,7 +5,7 @@ use rtvirtio_spec::latency::Quantile;
 use rtvirtio_spec::run::{Cell, TaskResult};
 use rtvirtio_units::{Nanos, TaskName, VmName};
 
-use super::Discarded;
+use crate::verdict::{self, Standing};
 
 /// The scheme that every other is compared with.
 pub(super) const RTVIRTIO: &str = "rtvirtio";
@@ -25,9 +25,7 @@ pub(super) struct SchemeCells<'a> {
     pub(super) name: &'a str,
     /// Position among all schemes of the report: its colour.
     pub(super) colour: usize,
-    pub(super) counted: Vec<&'a Cell>,
-    /// Discarded, whether they count or not.
-    pub(super) discarded: Vec<&'a Cell>,
+    pub(super) cells: Vec<&'a Cell>,
 }
 
 /// A task within a group.
@@ -38,7 +36,7 @@ pub(super) struct TaskId<'a> {
 }
 
 /// A task's results over a scheme's runs; at least one.
-pub(super) struct TaskRuns<'a>(Vec<&'a TaskResult>);
+pub(super) struct TaskRuns<'a>(Vec<(&'a Cell, &'a TaskResult)>);
 
 /// The distinct values of `items` in order of first appearance.
 pub(super) fn distinct<T: PartialEq>(items: impl Iterator<Item = T>) -> Vec<T> {
@@ -50,20 +48,8 @@ pub(super) fn distinct<T: PartialEq>(items: impl Iterator<Item = T>) -> Vec<T> {
     })
 }
 
-/// Whether more than a fifth of all measurements were discarded, repeated ones too: what is left
-/// is then a choice of the machine's good moments, and none counts.
-pub(super) fn is_withheld(cells: &[Cell]) -> bool {
-    let measured: u64 = cells.iter().map(|c| u64::from(c.attempts)).sum();
-    let kept = cells.iter().filter(|c| c.discarded.is_none()).count() as u64;
-    (measured - kept.min(measured)) * 5 > measured
-}
-
 /// Sorts `cells` into groups, in order of first appearance.
-pub(super) fn groups(cells: &[Cell], discarded: Discarded) -> Vec<Group<'_>> {
-    let counts = |cell: &Cell| match discarded {
-        Discarded::Count => true,
-        Discarded::LeaveOut => cell.discarded.is_none() && !is_withheld(cells),
-    };
+pub(super) fn groups(cells: &[Cell]) -> Vec<Group<'_>> {
     let key = |c: &Cell| (c.key.case.clone(), c.key.tier.clone(), c.key.neighbour.clone());
     let names = scheme_order(cells);
     // Colour 0 is rtvirtio's own.
@@ -74,9 +60,7 @@ pub(super) fn groups(cells: &[Cell], discarded: Discarded) -> Vec<Group<'_>> {
         let schemes = names
             .iter()
             .enumerate()
-            .filter_map(|(colour, &name)| {
-                scheme_cells(name, colour + first_colour, &members, &counts)
-            })
+            .filter_map(|(colour, &name)| scheme_cells(name, colour + first_colour, &members))
             .collect();
         Group { case: &first.case, tier: &first.tier, neighbour: &first.neighbour, schemes }
     };
@@ -94,17 +78,10 @@ fn scheme_order(cells: &[Cell]) -> Vec<&str> {
     names
 }
 
-fn scheme_cells<'a>(
-    name: &'a str,
-    colour: usize,
-    members: &[&'a Cell],
-    counts: &dyn Fn(&Cell) -> bool,
-) -> Option<SchemeCells<'a>> {
+fn scheme_cells<'a>(name: &'a str, colour: usize, members: &[&'a Cell]) -> Option<SchemeCells<'a>> {
     let mut cells: Vec<&Cell> = members.iter().copied().filter(|c| c.key.scheme == name).collect();
     cells.sort_by_key(|c| c.key.repetition);
-    let discarded = cells.iter().copied().filter(|c| c.discarded.is_some()).collect();
-    let counted = cells.iter().copied().filter(|c| counts(c)).collect();
-    (!cells.is_empty()).then_some(SchemeCells { name, colour, counted, discarded })
+    (!cells.is_empty()).then_some(SchemeCells { name, colour, cells })
 }
 
 impl<'a> Group<'a> {
@@ -112,16 +89,9 @@ impl<'a> Group<'a> {
         format!("Case {}, {} targets, neighbour: {}", self.case, self.tier, self.neighbour)
     }
 
-    /// Every cell, by scheme and repetition, whether it counts or not.
+    /// Every cell, by scheme and repetition.
     pub(super) fn cells(&self) -> Vec<&'a Cell> {
-        let mut all = Vec::new();
-        for scheme in &self.schemes {
-            let left_out = scheme.discarded.iter().filter(|c| !scheme.counts(c));
-            let mut cells: Vec<&Cell> = scheme.counted.iter().chain(left_out).copied().collect();
-            cells.sort_by_key(|c| c.key.repetition);
-            all.append(&mut cells);
-        }
-        all
+        self.schemes.iter().flat_map(|scheme| scheme.cells.iter().copied()).collect()
     }
 
     fn results(&self) -> impl Iterator<Item = &'a TaskResult> {
@@ -147,14 +117,25 @@ impl<'a> Group<'a> {
 }
 
 impl<'a> SchemeCells<'a> {
-    /// Whether `cell` is among those that count.
-    pub(super) fn counts(&self, cell: &Cell) -> bool {
-        self.counted.iter().any(|&c| std::ptr::eq(c, cell))
+    /// Those that the machine disturbed.
+    pub(super) fn disturbed(&self) -> impl Iterator<Item = &'a Cell> + '_ {
+        self.cells.iter().copied().filter(|cell| cell.disturbed.is_some())
+    }
+
+    /// The latest canary of the runs, at p99.
+    pub(super) fn lateness(&self) -> Option<Nanos> {
+        self.cells.iter().map(|cell| cell.canary.p99).max()
+    }
+
+    /// The worst standing of all tasks and runs.
+    pub(super) fn standing(&self) -> Option<Standing> {
+        let runs = self.cells.iter().flat_map(|&cell| cell.tasks.iter().map(move |t| (cell, t)));
+        verdict::over_runs(runs)
     }
 
     /// Runs that passed.
     pub(super) fn passed(&self) -> usize {
-        self.counted.iter().filter(|c| c.passed).count()
+        self.cells.iter().filter(|c| c.passed).count()
     }
 
     /// Runs that would pass at the laxer rate.
@@ -163,18 +144,18 @@ impl<'a> SchemeCells<'a> {
             let tail = r.judged.zip(r.target).is_some_and(|(q, target)| q.value <= target);
             tail && delivered(r).is_some_and(|d| d >= LAX_DELIVERED)
         };
-        self.counted.iter().filter(|c| !c.tasks.is_empty() && c.tasks.iter().all(holds)).count()
+        self.cells.iter().filter(|c| !c.tasks.is_empty() && c.tasks.iter().all(holds)).count()
     }
 
-    /// Results of every task of every run that counts.
+    /// Results of every task of every run.
     pub(super) fn results(&self) -> impl Iterator<Item = &'a TaskResult> + '_ {
-        self.counted.iter().flat_map(|c| &c.tasks)
+        self.cells.iter().flat_map(|c| &c.tasks)
     }
 
     /// One task over the runs; `None` if none has it.
     pub(super) fn task(&self, id: TaskId<'_>) -> Option<TaskRuns<'a>> {
-        let runs: Vec<_> =
-            self.results().filter(|r| r.vm == *id.vm && r.task == *id.task).collect();
+        let runs = self.cells.iter().flat_map(|&cell| cell.tasks.iter().map(move |t| (cell, t)));
+        let runs: Vec<_> = runs.filter(|(_, t)| t.vm == *id.vm && t.task == *id.task).collect();
         (!runs.is_empty()).then_some(TaskRuns(runs))
     }
 
@@ -199,7 +180,7 @@ impl<'a> SchemeCells<'a> {
     pub(super) fn background_mb(&self) -> Option<f64> {
         let total = |c: &&Cell| c.background.values().map(|b| b.as_megabytes_f64()).sum::<f64>();
         let runs: Vec<f64> =
-            self.counted.iter().filter(|c| !c.background.is_empty()).map(total).collect();
+            self.cells.iter().filter(|c| !c.background.is_empty()).map(total).collect();
         (!runs.is_empty()).then(|| runs.iter().sum::<f64>() / runs.len() as f64)
     }
 }
@@ -207,7 +188,7 @@ impl<'a> SchemeCells<'a> {
 impl TaskRuns<'_> {
     /// The judged quantile of every run that has one, by value.
     pub(super) fn judged(&self) -> Vec<Quantile> {
-        let mut all: Vec<_> = self.0.iter().filter_map(|r| r.judged).collect();
+        let mut all: Vec<_> = self.0.iter().filter_map(|(_, r)| r.judged).collect();
         all.sort_by_key(|q| q.value);
         all
     }
@@ -222,17 +203,22 @@ impl TaskRuns<'_> {
     }
 
     pub(super) fn target(&self) -> Option<Nanos> {
-        self.0.iter().find_map(|r| r.target)
+        self.0.iter().find_map(|(_, r)| r.target)
+    }
+
+    /// The worst of its runs.
+    pub(super) fn standing(&self) -> Standing {
+        verdict::over_runs(self.0.iter().copied()).unwrap_or(Standing::NotJudged)
     }
 
     /// Whether it passed in every run.
     pub(super) fn passed(&self) -> bool {
-        self.0.iter().all(|r| r.passed)
+        self.0.iter().all(|(_, r)| r.passed)
     }
 
     /// The least delivered fraction.
     pub(super) fn delivered(&self) -> Option<f64> {
-        self.0.iter().filter_map(|r| delivered(r)).min_by(f64::total_cmp)
+        self.0.iter().filter_map(|(_, r)| delivered(r)).min_by(f64::total_cmp)
     }
 }
 

@@ -4,7 +4,6 @@ use maud::{Markup, html};
 use rtvirtio_spec::run::{Cell, TaskResult};
 use serde::Serialize;
 
-use super::Discarded;
 use super::group::{SchemeCells, distinct, groups};
 use super::stats::{median, ms, rate, sig3, wilson};
 use super::svg::{Plot, Scale, px};
@@ -139,10 +138,10 @@ pub struct Agreement {
     pub paper_bound: Option<f64>,
 }
 
-/// The agreement of each scheme that predicts, over the cells that count.
+/// The agreement of each scheme that predicts, over all cells.
 #[must_use]
 pub fn agreement(cells: &[Cell]) -> Vec<Agreement> {
-    let groups = groups(cells, Discarded::LeaveOut);
+    let groups = groups(cells);
     let pairs: Vec<Pair<'_>> = groups
         .iter()
         .flat_map(|g| &g.schemes)

@@ -8,6 +8,7 @@ use rtvirtio_spec::run::Cell;
 
 use super::group::{Group, RTVIRTIO, SchemeCells, distinct};
 use super::stats::{ms, percent_down, rate, short, sig3};
+use crate::verdict::Standing;
 
 const DASH: &str = "–";
 
@@ -26,6 +27,18 @@ pub(super) fn mark(passed: bool) -> Markup {
     }
 }
 
+/// A standing's mark with its colour.
+pub(super) fn standing_mark(standing: Option<Standing>) -> Markup {
+    let standing = standing.unwrap_or(Standing::NotJudged);
+    html! {
+        @match standing {
+            Standing::Met => { (mark(true)) },
+            Standing::Missed => { (mark(false)) },
+            other => { span.unsure { (other.mark()) } },
+        }
+    }
+}
+
 /// Who passed, and by how much.
 pub(super) fn summary(group: &Group<'_>) -> Markup {
     html! {
@@ -33,7 +46,7 @@ pub(super) fn summary(group: &Group<'_>) -> Markup {
         div.scroll { table {
             thead { tr {
                 th { "Scheme" } th { "Runs passed (interval)" } th { "Worst tail / target" }
-                th { "Least delivered rate" } th { "Background, MB/s" } th { "Cells discarded" }
+                th { "Least delivered rate" } th { "Background, MB/s" } th { "Cells disturbed" }
             } }
             tbody {
                 @for scheme in &group.schemes {
@@ -43,7 +56,7 @@ pub(super) fn summary(group: &Group<'_>) -> Markup {
                         td { (worst(scheme)) }
                         td { (least(scheme)) }
                         td { (or_dash(scheme.background_mb().map(sig3))) }
-                        td { (scheme.discarded.len()) }
+                        td { (scheme.disturbed().count()) }
                     }
                 }
             }
@@ -52,10 +65,8 @@ pub(super) fn summary(group: &Group<'_>) -> Markup {
 }
 
 fn passed(scheme: &SchemeCells<'_>) -> Markup {
-    let (passed, n) = (scheme.passed(), scheme.counted.len());
-    html! {
-        @if n == 0 { "no cell counts" } @else { (mark(passed == n)) " " (rate(passed, n)) }
-    }
+    let (passed, n) = (scheme.passed(), scheme.cells.len());
+    html! { (standing_mark(scheme.standing())) " " (rate(passed, n)) }
 }
 
 fn worst(scheme: &SchemeCells<'_>) -> Markup {
@@ -119,8 +130,7 @@ fn cell_knobs(cell: &Cell) -> impl Iterator<Item = (String, String)> {
 }
 
 fn scheme_knobs(scheme: &SchemeCells<'_>) -> Vec<(String, String)> {
-    let cells = scheme.counted.iter().chain(&scheme.discarded);
-    distinct(cells.flat_map(|c| cell_knobs(c)))
+    distinct(scheme.cells.iter().flat_map(|c| cell_knobs(c)))
 }
 
 fn knobs(scheme: &SchemeCells<'_>) -> BTreeMap<String, String> {
@@ -141,7 +151,7 @@ fn knob_order(group: &Group<'_>) -> Vec<String> {
     knobs.iter().map(ToString::to_string).chain(ioprio).collect()
 }
 
-/// How quiet the machine was in each cell, and which cells do not count.
+/// How quiet the machine was in each cell, and which cells it disturbed.
 pub(super) fn machine(group: &Group<'_>) -> Markup {
     html! {
         h3 { "State of the machine" }
@@ -152,11 +162,11 @@ pub(super) fn machine(group: &Group<'_>) -> Markup {
             thead { tr {
                 th { "Scheme" } th { "Repetition" } th { "Started" } th { "Passed" }
                 th { "Late p50, ms" } th { "p99, ms" } th { "max, ms" }
-                th { "Load" } th { "Busy cores" } th { "Steal, cores" } th.text { "Discarded because" }
+                th { "Load" } th { "Busy cores" } th { "Steal, cores" } th.text { "Disturbed" }
             } }
             tbody {
                 @for cell in group.cells() {
-                    tr class=[cell.discarded.is_some().then_some("discarded")] {
+                    tr class=[cell.disturbed.is_some().then_some("disturbed")] {
                         th scope="row" { (cell.key.scheme) }
                         td { (cell.key.repetition) }
                         td { (cell.started) }
@@ -167,7 +177,7 @@ pub(super) fn machine(group: &Group<'_>) -> Markup {
                         td { (short(cell.machine.load1)) }
                         td { (short(cell.machine.busy_cores)) }
                         td { (short(cell.machine.steal_cores)) }
-                        td.text { (cell.discarded.as_deref().unwrap_or("")) }
+                        td.text { (cell.disturbed.as_deref().unwrap_or("")) }
                     }
                 }
             }

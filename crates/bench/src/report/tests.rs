@@ -8,7 +8,7 @@ use rtvirtio_spec::settings::{Bfq, DeviceSettings, Scheduler, Settings, VmSettin
 use rtvirtio_units::{BytesPerSecond, DeviceName, Nanos, Percentile, TaskName, VmName};
 
 use super::stats::{median, rate, short, sig3, wilson};
-use super::{Context, Discarded, ReportError, render, table};
+use super::{Context, ReportError, render, table};
 
 /// A task of `vm` whose latencies rise evenly to `slowest_ms` over 2,000 requests.
 fn task(vm: &str, name: &str, slowest_ms: u64, target_ms: u64) -> TaskResult {
@@ -34,7 +34,7 @@ fn task(vm: &str, name: &str, slowest_ms: u64, target_ms: u64) -> TaskResult {
 }
 
 /// Two VMs with one task each; vm1 is the more urgent.
-fn cell(case: &str, scheme: &str, repetition: u32, slowest_ms: u64) -> Cell {
+pub(crate) fn cell(case: &str, scheme: &str, repetition: u32, slowest_ms: u64) -> Cell {
     let tasks = vec![task("vm0", "M", slowest_ms, 40), task("vm1", "M", slowest_ms, 20)];
     let vms = tasks.iter().map(|t| (t.vm.clone(), VmSettings::default())).collect();
     let device = DeviceSettings { scheduler: Scheduler::Bfq(Bfq::DEFAULT), vms };
@@ -62,12 +62,14 @@ fn cell(case: &str, scheme: &str, repetition: u32, slowest_ms: u64) -> Cell {
             n: 3_000,
             p50: Nanos::from_micros(60),
             p99: Nanos::from_micros(123),
+            p999: Nanos::from_micros(123),
             max: Nanos::from_millis(4),
         },
         machine: Machine { load1: 1.5, busy_cores: 1.25, steal_cores: 0.0 },
         noise_floor: None,
         attempts: 1,
-        discarded: None,
+        rounds: 1,
+        disturbed: None,
     }
 }
 
@@ -150,7 +152,7 @@ fn render_escapes_every_text_of_a_cell_and_of_the_context() {
     bad.key.tier = EVIL.to_owned();
     bad.key.neighbour = EVIL.to_owned();
     bad.started = EVIL.to_owned();
-    bad.discarded = Some(EVIL.to_owned());
+    bad.disturbed = Some(EVIL.to_owned());
     bad.ioprio.insert(VmName::new("vm0").unwrap(), EVIL.to_owned());
     let all = Context {
         title: EVIL.to_owned(),
@@ -159,7 +161,6 @@ fn render_escapes_every_text_of_a_cell_and_of_the_context() {
         device: EVIL.to_owned(),
         version: EVIL.to_owned(),
         notes: vec![EVIL.to_owned()],
-        discarded: Discarded::Count,
     };
     let html = render(&[bad, cell("2xM", EVIL, 0, 10)], &all).unwrap();
     assert!(!html.contains("<script") && !html.contains("\">&lt;script"));
@@ -167,35 +168,27 @@ fn render_escapes_every_text_of_a_cell_and_of_the_context() {
 }
 
 #[test]
-fn discarded_cell_is_listed_and_counts_only_when_asked() {
-    let mut busy = cell("2xM", "bfq", 1, 100);
-    busy.discarded = Some("the canary was 9 ms late".to_owned());
+fn disturbed_cell_counts_and_is_listed_with_its_reason() {
+    let mut late = cell("2xM", "bfq", 1, 100);
+    late.disturbed = Some("the canary was 9 ms late".to_owned());
     let good = |n: u32| (2..2 + n).map(|r| cell("2xM", "bfq", r, 10));
-    let cells: Vec<Cell> = good(4).chain([busy.clone()]).collect();
-    let left_out = render(&cells, &context()).unwrap();
-    assert!(left_out.contains("the canary was 9 ms late") && left_out.contains("4/4 (51–100 %)"));
-    let counted = Context { discarded: Discarded::Count, ..context() };
-    let counted = render(&cells, &counted).unwrap();
-    assert!(counted.contains("the canary was 9 ms late") && counted.contains("4/5 (38–96 %)"));
+    let cells: Vec<Cell> = good(4).chain([late]).collect();
+    let html = render(&cells, &context()).unwrap();
+    assert!(html.contains("the canary was 9 ms late") && html.contains("4/5 (38–96 %)"));
+    let text = table(&cells);
+    assert!(text.contains("the machine was late: bfq repetition 1: the canary was 9 ms late"));
+    assert!(text.contains("4/5 (38–96 %)"), "{text}");
 }
 
 #[test]
-fn more_than_a_fifth_discarded_counts_nothing() {
-    let cells: Vec<Cell> = (0..8).map(|r| cell("2xM", "bfq", r, 10)).collect();
-    let mut repeated = cells.clone();
-    // Three of eleven measurements were thrown away, though each cell came out well in the end.
-    repeated.iter_mut().take(3).for_each(|c| c.attempts = 2);
-    assert!(!table(&cells).contains("no cell counts"));
-    assert!(table(&repeated).contains("More than 20 %"), "{}", table(&repeated));
-    assert!(render(&repeated, &context()).unwrap().contains("More than 20 %"));
-}
-
-#[test]
-fn cells_all_discarded_or_without_tasks_still_make_a_report() {
-    let mut busy = cell("2xM", "bfq", 0, 10);
-    busy.discarded = Some("busy".to_owned());
-    assert!(render(&[busy.clone()], &context()).unwrap().contains("no cell counts"));
-    assert!(table(&[busy]).contains("discarded: bfq repetition 0: busy"));
+fn cells_all_disturbed_fill_the_table_and_the_report() {
+    let mut cells = [cell("2xM", "bfq", 0, 10), cell("2xM", "rtvirtio", 0, 10)];
+    cells.iter_mut().for_each(|c| c.disturbed = Some("busy".to_owned()));
+    let text = table(&cells);
+    let row = text.lines().find(|l| l.starts_with("vm1 M")).unwrap();
+    assert!(row.starts_with("vm1 M     20  9.90  99%✓  9.90  99%✓"), "{text}");
+    assert!(text.lines().any(|l| l.starts_with("canary") && l.contains("late")), "{text}");
+    assert!(render(&cells, &context()).unwrap().contains("of them 2 while the machine was late"));
     let mut empty = cell("2xM", "bfq", 0, 10);
     empty.tasks.clear();
     let html = render(&[empty], &context()).unwrap();

@@ -1,17 +1,18 @@
 //! The report's text twin, for a terminal of 120 columns.
 //!
 //! For each group a matrix of tasks × schemes, each entry `tail rate mark`
-//! (ms, percent of the requested rate), then a line per scheme. A discarded
-//! cell counts nowhere and is listed.
+//! (ms, percent of the requested rate), then how late the machine itself was
+//! under each scheme and a line per scheme. A cell that the machine disturbed
+//! is listed with the reason; it counts like any other.
 
 use std::fmt::Write as _;
 
 use rtvirtio_spec::run::Cell;
 
-use super::Discarded;
-use super::group::{Group, SchemeCells, TaskId, groups, is_withheld};
+use super::group::{Group, SchemeCells, TaskId, groups};
 use super::predictions::agreement;
 use super::stats::{ms, percent_down, rate, short, sig3};
+use crate::verdict::Standing;
 
 const WIDTH: usize = 120;
 /// ` 12300 100%✓`: a space, the tail, the rate and the mark.
@@ -22,12 +23,8 @@ const TARGET: usize = 7;
 /// Control characters in names are replaced. No cells, no text.
 #[must_use]
 pub fn table(cells: &[Cell]) -> String {
-    let blocks: Vec<String> =
-        groups(cells, Discarded::LeaveOut).iter().map(|g| group_text(g)).collect();
+    let blocks: Vec<String> = groups(cells).iter().map(|g| group_text(g)).collect();
     let mut out = blocks.join("\n");
-    if is_withheld(cells) {
-        let _ = writeln!(out, "\n{}", super::WITHHELD);
-    }
     for a in agreement(cells) {
         let number = |v: Option<f64>| v.map_or_else(|| "–".to_owned(), sig3);
         let _ = writeln!(
@@ -49,7 +46,22 @@ fn group_text(group: &Group<'_>) -> String {
     let label = names.iter().map(String::len).max().unwrap_or(0).max(4);
     let columns = ((WIDTH.saturating_sub(label + TARGET)) / ENTRY).max(1);
     let mut out = format!("{}\n", clean(&group.title()));
-    out.push_str("tail latency, ms; delivered rate; ✓ both held in every run, ✗ not\n\n");
+    let known = "tail latency, ms; delivered rate; ✓ both held in every run, ✗ not";
+    let marks = [
+        (Standing::WithinInterval, "~ missed within the 95 % interval"),
+        (Standing::MachineLate, "m missed by no more than the machine itself was late"),
+        (Standing::NotJudged, "? too few requests to judge"),
+    ];
+    let shown = |standing: Standing| {
+        let mut runs = group.schemes.iter().flat_map(|s| tasks.iter().filter_map(|t| s.task(*t)));
+        runs.any(|runs| runs.standing() == standing)
+    };
+    out.push_str(known);
+    for (_, text) in marks.into_iter().filter(|(standing, _)| shown(*standing)) {
+        out.push_str("\n");
+        out.push_str(text);
+    }
+    out.push_str("\n\n");
     for schemes in group.schemes.chunks(columns) {
         let _ = write!(out, "{:<label$}{:>TARGET$}", "task", "target");
         for scheme in schemes {
@@ -65,15 +77,22 @@ fn group_text(group: &Group<'_>) -> String {
             }
             out.push('\n');
         }
-        out.push('\n');
+        let _ = write!(out, "{:<label$}{:>TARGET$}", "canary", "");
+        for scheme in schemes {
+            let late = scheme.lateness().map_or("–".to_owned(), ms);
+            let mark = if scheme.disturbed().next().is_some() { "late " } else { "     " };
+            let _ = write!(out, " {late:>5} {mark}");
+        }
+        out.push_str("\n\n");
     }
     for scheme in &group.schemes {
         out.push_str(&verdict(scheme));
     }
-    for cell in group.schemes.iter().flat_map(|s| &s.discarded) {
-        let reason = cell.discarded.as_deref().unwrap_or_default();
+    out.push_str("canary: how late a thread woke up that only sleeps, p99, ms\n");
+    for cell in group.schemes.iter().flat_map(SchemeCells::disturbed) {
+        let reason = cell.disturbed.as_deref().unwrap_or_default();
         let key = format!("{} repetition {}", cell.key.scheme, cell.key.repetition);
-        let _ = writeln!(out, "discarded: {}: {}", clean(&key), clean(reason));
+        let _ = writeln!(out, "the machine was late: {}: {}", clean(&key), clean(reason));
     }
     out
 }
@@ -87,17 +106,14 @@ fn entry(scheme: &SchemeCells<'_>, id: TaskId<'_>) -> String {
         None => "few".to_owned(),
     };
     let rate = runs.delivered().map_or("–".to_owned(), |d| format!("{}%", percent_down(d)));
-    format!(" {tail:>5} {rate:>4}{}", if runs.passed() { '✓' } else { '✗' })
+    format!(" {tail:>5} {rate:>4}{}", runs.standing().mark())
 }
 
 /// How a scheme did, in a line.
 fn verdict(scheme: &SchemeCells<'_>) -> String {
-    let (passed, n) = (scheme.passed(), scheme.counted.len());
+    let (passed, n) = (scheme.passed(), scheme.cells.len());
     let name = clean(scheme.name);
-    if n == 0 {
-        return format!("{name:<12} no cell counts\n");
-    }
-    let mark = if passed == n { '✓' } else { '✗' };
+    let mark = scheme.standing().unwrap_or(Standing::NotJudged).mark();
     let dash = || "–".to_owned();
     let ratio = scheme.worst_ratio().map_or_else(dash, |r| format!("{}x", sig3(r)));
     let least = scheme.least_delivered().map_or_else(dash, |d| format!("{}%", percent_down(d)));

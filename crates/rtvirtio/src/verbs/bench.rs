@@ -168,6 +168,8 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         testbed: &testbed,
         profile: &profile,
         window: Duration::from_secs(args.window),
+        rounds: 1,
+        data_plane: None,
         directory: &args.out,
         seed: args.seed,
         noise_floor: matches!(backing, Backing::Raw(_)),
@@ -238,7 +240,10 @@ fn profile(
     let kept = args.out.join("profile.json");
     let path = args.profile.clone().unwrap_or_else(|| kept.clone());
     if args.profile.is_none() && !path.exists() {
-        return Ok((super::calibrate::profile(testbed, &kept, interrupted)?, kept));
+        return Ok((
+            super::calibrate::profile(testbed, super::calibrate::FULL, &kept, interrupted)?,
+            kept,
+        ));
     }
     let profile = input::profile(&path)?;
     ensure!(
@@ -332,32 +337,31 @@ pub(crate) struct Verdict {
     passed: usize,
     /// Wilson's 95 % interval of the pass rate.
     interval: (f64, f64),
-    discarded: usize,
+    /// Of them measured while the machine was late.
+    disturbed: usize,
     by_case: BTreeMap<String, (usize, usize)>,
 }
 
 /// Each scheme's verdict over all cells, with (passed, runs) by case.
 pub(crate) fn verdicts(cells: &[Cell]) -> Vec<Verdict> {
-    let withheld = report::is_withheld(cells);
     let mut by_scheme: BTreeMap<&str, Vec<&Cell>> = BTreeMap::new();
     for cell in cells {
         by_scheme.entry(&cell.key.scheme).or_default().push(cell);
     }
     let verdict = |(scheme, all): (&str, Vec<&Cell>)| {
-        let counted: Vec<_> = all.iter().filter(|c| c.discarded.is_none() && !withheld).collect();
-        let passed = counted.iter().filter(|c| c.passed).count();
+        let passed = all.iter().filter(|c| c.passed).count();
         let mut by_case: BTreeMap<String, (usize, usize)> = BTreeMap::new();
-        for cell in &counted {
+        for cell in &all {
             let entry = by_case.entry(cell.key.case.clone()).or_default();
             entry.0 += usize::from(cell.passed);
             entry.1 += 1;
         }
         Verdict {
             scheme: scheme.to_owned(),
-            runs: counted.len(),
+            runs: all.len(),
             passed,
-            interval: wilson_interval(passed as u64, counted.len() as u64),
-            discarded: all.len() - counted.len(),
+            interval: wilson_interval(passed as u64, all.len() as u64),
+            disturbed: all.iter().filter(|c| c.disturbed.is_some()).count(),
             by_case,
         }
     };

@@ -1,8 +1,10 @@
 //! `rtvirtio calibrate`.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use rtvirtio_bench::calibrate::Depth;
 use rtvirtio_bench::cell::Testbed;
 use rtvirtio_bench::load::Interrupted;
 use rtvirtio_bench::{calibrate, scratch};
@@ -12,14 +14,20 @@ use crate::{Outcome, input};
 
 /// Arguments of `calibrate`.
 #[derive(clap::Args)]
-#[command(after_help = "Takes about 3 minutes. An interrupted calibration goes on where it was \
-    when it is started again with the same -o.")]
+#[command(
+    after_help = "Takes about 3 minutes: probes go on until there are enough runs for the bounds \
+    of a plan, or the limit is reached; what is missing then is said. A busy machine makes bounds wider. An \
+    interrupted calibration goes on where it was when it is started again with the same -o."
+)]
 pub(crate) struct Args {
     /// The block device; its data is overwritten
     device: PathBuf,
     /// Where to write the profile
     #[arg(short, long, default_value = "profile.json")]
     output: PathBuf,
+    /// Begin no further probe after so many seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 360)]
+    limit: u64,
     /// Overwrite a device that `rtvirtio scratch` did not make
     #[arg(long)]
     overwrite_all_data_on_device: bool,
@@ -40,7 +48,8 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     }
     let _claim = scratch::claim(&device)?;
     let testbed = Testbed::new(&device, "device")?;
-    let profile = profile(&testbed, &args.output, interrupted)?;
+    let limit = Duration::from_secs(args.limit);
+    let profile = profile(&testbed, (Depth::Full, limit), &args.output, interrupted)?;
     if args.json {
         input::print_json(&profile)?;
     } else {
@@ -50,15 +59,19 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     Ok(Outcome::Done)
 }
 
+/// A whole calibration, and the time after which it begins no probe.
+pub(crate) const FULL: (Depth, Duration) = (Depth::Full, Duration::from_secs(360));
+
 /// Calibrates and writes the profile.
 pub(crate) fn profile(
     testbed: &Testbed,
+    (depth, limit): (Depth, Duration),
     output: &Path,
     interrupted: &Interrupted,
 ) -> Result<Profile> {
     let partial = output.with_extension("partial");
     let date = jiff::Timestamp::now().to_string();
-    let profile = calibrate::calibrate(testbed, &partial, date, interrupted)?;
+    let profile = calibrate::calibrate(testbed, depth, limit, &partial, date, interrupted)?;
     input::write(output, &serde_json::to_string_pretty(&profile)?)?;
     Ok(profile)
 }

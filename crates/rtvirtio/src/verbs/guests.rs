@@ -9,7 +9,7 @@ use rtvirtio_bench::load::Interrupted;
 /// What a benchmark's VMs are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum VmKind {
-    /// Guests where QEMU and an image of theirs are there, else cgroups
+    /// Guests where QEMU and an image of theirs are there (the demo: and one boots under KVM), else cgroups
     Auto,
     /// QEMU guests, under KVM where one boots, else under TCG
     Qemu,
@@ -31,6 +31,32 @@ impl ImageArgs {
         let image = GuestImage::find(&self.guest_image)?;
         let accelerator = Accelerator::probe(&image, interrupted)?;
         Ok((image, accelerator))
+    }
+
+    /// For the demo: guests where they are asked for or one boots under KVM; `None` for cgroups.
+    pub(crate) fn for_demo(
+        &self,
+        kind: VmKind,
+        interrupted: &Interrupted,
+    ) -> Result<Option<(GuestImage, Accelerator)>> {
+        match kind {
+            VmKind::Cgroup => Ok(None),
+            VmKind::Qemu => self.find(interrupted).context("guests cannot run here").map(Some),
+            VmKind::Auto => match self.find(interrupted) {
+                Ok((image, Accelerator::Kvm)) => Ok(Some((image, Accelerator::Kvm))),
+                Err(error) if error.is::<rtvirtio_bench::InterruptedError>() => Err(error),
+                other => {
+                    let why = match other {
+                        Ok(_) => "no guest boots under KVM here".to_owned(),
+                        Err(error) => format!("{error:#}"),
+                    };
+                    eprintln!(
+                        "VMs are cgroups on the kernel path and vhost-user clients on the data plane: {why}"
+                    );
+                    Ok(None)
+                }
+            },
+        }
     }
 
     /// The image and what runs it; `None` for cgroups.

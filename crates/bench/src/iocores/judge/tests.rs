@@ -33,7 +33,8 @@ fn phase(kind: Option<PhaseKind>, iops: u64, io_cores: f64, waited: f64) -> Phas
 }
 
 fn cell(policy: Contender, seed: u64, phases: Vec<Phase>, whole: Phase) -> Cell {
-    let canary = Canary { n: 1, p50: Nanos::ZERO, p99: Nanos::ZERO, max: Nanos::ZERO };
+    let canary =
+        Canary { n: 1, p50: Nanos::ZERO, p99: Nanos::ZERO, p999: Nanos::ZERO, max: Nanos::ZERO };
     Cell {
         key: CellKey { policy, seed, repetition: 0, alone: None },
         settings: Settings::default(),

@@ -57,7 +57,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         cells.extend(campaign::read(directory)?);
     }
     cells.retain(|cell| cell.key.repetition >= args.from);
-    let counted = cells.iter().filter(|c| c.discarded.is_none()).count();
+    let counted = cells.iter().filter(|c| c.disturbed.is_none()).count();
     let mut progress = Progress::new(counted, CELL * counted as u32);
     let rows = compare(&cells, costs, |label| {
         progress.finish(CELL);

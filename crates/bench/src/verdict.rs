@@ -1,0 +1,141 @@
+//! How a task stands under a scheme, with the noise of the machine allowed for.
+//!
+//! A miss is only as sure as its figures. A tail whose interval reaches down to the target, or a rate
+//! whose interval reaches up to the least that passes, is a miss *within the interval*. A miss that is
+//! no longer than the lateness of a thread that only sleeps (the canary, in the same window) is the
+//! machine's: *the machine was late*. Neither counts as met.
+//!
+//! Properties (tests of the same name): `interval_that_reaches_the_target_makes_a_miss_unsure`,
+//! `miss_within_the_canarys_lateness_is_the_machines`, `task_without_a_judged_tail_is_not_judged`,
+//! `worst_of_several_runs_counts`.
+
+use rtvirtio_cases::judge::MIN_DELIVERED;
+use rtvirtio_spec::run::{Cell, TaskResult};
+use rtvirtio_units::Nanos;
+
+/// How a task stands; the worst of several runs is the largest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Standing {
+    /// Tail and rate hold.
+    Met,
+    /// It missed, and its interval reaches what would have held.
+    WithinInterval,
+    /// It missed, by no more than the machine itself was late.
+    MachineLate,
+    /// It had too few requests for a percentile to be judged.
+    NotJudged,
+    /// It missed.
+    Missed,
+}
+
+impl Standing {
+    /// One character for tables.
+    #[must_use]
+    pub const fn mark(self) -> char {
+        match self {
+            Self::Met => '✓',
+            Self::WithinInterval => '~',
+            Self::MachineLate => 'm',
+            Self::NotJudged => '?',
+            Self::Missed => '✗',
+        }
+    }
+}
+
+/// How a task of `cell` stands.
+#[must_use]
+pub fn standing(cell: &Cell, task: &TaskResult) -> Standing {
+    if task.passed {
+        return Standing::Met;
+    }
+    let Some((judged, target)) = task.judged.zip(task.target) else { return Standing::NotJudged };
+    let rate_holds = rate_may_hold(task);
+    if judged.low <= target && rate_holds {
+        return Standing::WithinInterval;
+    }
+    let lateness = match judged.percentile.get() {
+        p if p > 99.0 => cell.canary.p999.max(cell.canary.p99),
+        _ => cell.canary.p99,
+    };
+    let tail_is_the_machines = judged.low.saturating_sub(lateness) <= target;
+    if cell.disturbed.is_some() && tail_is_the_machines && (rate_holds || lateness > Nanos::ZERO) {
+        return Standing::MachineLate;
+    }
+    Standing::Missed
+}
+
+/// Whether the interval of a task's rate (Poisson's, of a count) reaches what passes.
+#[must_use]
+pub fn rate_may_hold(task: &TaskResult) -> bool {
+    let n = task.histogram.count().max(1) as f64;
+    let delivered = task.delivered_iops / task.requested_iops;
+    delivered * (1.0 + 1.96 / n.sqrt()) >= MIN_DELIVERED
+}
+
+/// How a task stands over several runs; `None` without one.
+#[must_use]
+pub fn over_runs<'a>(runs: impl Iterator<Item = (&'a Cell, &'a TaskResult)>) -> Option<Standing> {
+    runs.map(|(cell, task)| standing(cell, task)).max()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::tests::cell;
+
+    /// A cell with one task whose p99 is `tail_ms` with an interval of ± `half_ms`, against 20 ms.
+    fn with(tail_ms: u64, half_ms: u64, delivered: f64, canary_ms: u64) -> Cell {
+        let mut cell = cell("2xM", "hand", 0, 10);
+        let task = &mut cell.tasks[1];
+        let judged = task.judged.as_mut().unwrap();
+        judged.value = Nanos::from_millis(tail_ms);
+        judged.low = Nanos::from_millis(tail_ms - half_ms);
+        judged.high = Nanos::from_millis(tail_ms + half_ms);
+        task.delivered_iops = delivered * task.requested_iops;
+        task.passed = tail_ms <= 20 && delivered >= MIN_DELIVERED;
+        cell.canary.p99 = Nanos::from_millis(canary_ms);
+        cell.canary.p999 = Nanos::from_millis(canary_ms);
+        cell.disturbed = (canary_ms > 1).then(|| "late".to_owned());
+        cell
+    }
+
+    fn of(cell: &Cell) -> Standing {
+        standing(cell, &cell.tasks[1])
+    }
+
+    #[test]
+    fn interval_that_reaches_the_target_makes_a_miss_unsure() {
+        assert_eq!(of(&with(20, 0, 1.0, 0)), Standing::Met);
+        assert_eq!(of(&with(22, 2, 1.0, 0)), Standing::WithinInterval);
+        assert_eq!(of(&with(23, 2, 1.0, 0)), Standing::Missed);
+        // 2,000 requests: 1.96 / √2,000 = 4.4 %. 0.92 × 1.044 = 0.960, 0.90 × 1.044 = 0.939.
+        assert_eq!(of(&with(10, 0, 0.92, 0)), Standing::WithinInterval);
+        assert_eq!(of(&with(10, 0, 0.90, 0)), Standing::Missed);
+    }
+
+    #[test]
+    fn miss_within_the_canarys_lateness_is_the_machines() {
+        assert_eq!(of(&with(30, 0, 1.0, 10)), Standing::MachineLate);
+        assert_eq!(of(&with(31, 0, 1.0, 10)), Standing::Missed);
+        assert_eq!(of(&with(10, 0, 0.5, 10)), Standing::MachineLate);
+        // A canary within its limit explains nothing.
+        assert_eq!(of(&with(21, 0, 1.0, 1)), Standing::Missed);
+    }
+
+    #[test]
+    fn task_without_a_judged_tail_is_not_judged() {
+        let mut cell = with(30, 0, 1.0, 0);
+        cell.tasks[1].judged = None;
+        assert_eq!(of(&cell), Standing::NotJudged);
+    }
+
+    #[test]
+    fn worst_of_several_runs_counts() {
+        let cells = [with(10, 0, 1.0, 0), with(30, 0, 1.0, 0), with(30, 0, 1.0, 10)];
+        let runs = |n: usize| over_runs(cells[..n].iter().map(|c| (c, &c.tasks[1])));
+        assert_eq!(runs(0), None);
+        assert_eq!(runs(1), Some(Standing::Met));
+        assert_eq!(runs(3), Some(Standing::Missed));
+    }
+}
