@@ -7,11 +7,11 @@
 //!
 //! Properties (tests of the same name): `interval_that_reaches_the_target_makes_a_miss_unsure`,
 //! `miss_within_the_canarys_lateness_is_the_machines`, `task_without_a_judged_tail_is_not_judged`,
+//! `rate_that_the_disk_keeps_down_is_a_miss_whatever_the_machine_does`,
 //! `worst_of_several_runs_counts`.
 
 use rtvirtio_cases::judge::MIN_DELIVERED;
 use rtvirtio_spec::run::{Cell, TaskResult};
-use rtvirtio_units::Nanos;
 
 /// How a task stands; the worst of several runs is the largest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
@@ -49,8 +49,14 @@ pub fn standing(cell: &Cell, task: &TaskResult) -> Standing {
     if task.passed {
         return Standing::Met;
     }
-    let Some((judged, target)) = task.judged.zip(task.target) else { return Standing::NotJudged };
     let rate_holds = rate_may_hold(task);
+    // A task whose requests end soon enough for its rate waited for a CPU, not for the disk.
+    let (mean, every) = (task.histogram.mean().as_secs_f64(), 1.0 / task.requested_iops);
+    let is_late = cell.disturbed.is_some();
+    let rate_is_the_machines = rate_holds || (is_late && mean < every);
+    let Some((judged, target)) = task.judged.zip(task.target) else {
+        return if rate_is_the_machines { Standing::NotJudged } else { Standing::Missed };
+    };
     if judged.low <= target && rate_holds {
         return Standing::WithinInterval;
     }
@@ -58,8 +64,7 @@ pub fn standing(cell: &Cell, task: &TaskResult) -> Standing {
         p if p > 99.0 => cell.canary.p999.max(cell.canary.p99),
         _ => cell.canary.p99,
     };
-    let tail_is_the_machines = judged.low.saturating_sub(lateness) <= target;
-    if cell.disturbed.is_some() && tail_is_the_machines && (rate_holds || lateness > Nanos::ZERO) {
+    if is_late && rate_is_the_machines && judged.low.saturating_sub(lateness) <= target {
         return Standing::MachineLate;
     }
     Standing::Missed
@@ -81,6 +86,9 @@ pub fn over_runs<'a>(runs: impl Iterator<Item = (&'a Cell, &'a TaskResult)>) -> 
 
 #[cfg(test)]
 mod tests {
+    use rtvirtio_spec::latency::Histogram;
+    use rtvirtio_units::Nanos;
+
     use super::*;
     use crate::report::tests::cell;
 
@@ -127,6 +135,21 @@ mod tests {
     fn task_without_a_judged_tail_is_not_judged() {
         let mut cell = with(30, 0, 1.0, 0);
         cell.tasks[1].judged = None;
+        assert_eq!(of(&cell), Standing::NotJudged);
+    }
+
+    #[test]
+    fn rate_that_the_disk_keeps_down_is_a_miss_whatever_the_machine_does() {
+        // 100 requests a second that take 40 ms each.
+        let mut cell = with(10, 0, 0.25, 10);
+        cell.tasks[1].histogram = Histogram::new();
+        cell.tasks[1].histogram.record(Nanos::from_millis(40), 25);
+        assert_eq!(of(&cell), Standing::Missed);
+        cell.tasks[1].judged = None;
+        assert_eq!(of(&cell), Standing::Missed);
+        // The same rate by requests that take 1 ms: the task itself came late.
+        cell.tasks[1].histogram = Histogram::new();
+        cell.tasks[1].histogram.record(Nanos::from_millis(1), 25);
         assert_eq!(of(&cell), Standing::NotJudged);
     }
 

@@ -43,14 +43,14 @@ pub(super) fn fit(
         let mut of_vms: BTreeMap<(Regime, usize), f64> = BTreeMap::new();
         for observation in observations(std::slice::from_ref(run)) {
             let (regime, predicted) = observation.predicted(&structural, &capacity);
-            let score = ln_ratio(observation.tail, predicted);
+            let score = ln_ratio(observation.disturbed_tail(), predicted);
             residuals.structural.entry(regime).or_default().push(score);
             let of_vm = of_vms.entry((regime, observation.vm)).or_insert(score);
             *of_vm = of_vm.max(score);
             if idles(run) {
                 let reading = Reading::Corrected;
                 let of_paper = paper::host_part(&paper, &load(run), observation.vm, reading);
-                let score = ln_ratio(observation.tail, of_paper);
+                let score = ln_ratio(observation.disturbed_tail(), of_paper);
                 residuals.paper.entry(regime).or_default().push(score);
             }
         }
@@ -145,6 +145,12 @@ struct Observation<'a> {
 }
 
 impl Observation<'_> {
+    /// The tail with the machine's own lateness on top, which may as well have met a request of the
+    /// tail: so noise widens bounds, and leaves predictions as they are.
+    fn disturbed_tail(&self) -> Nanos {
+        self.tail.saturating_add(self.run.canary)
+    }
+
     fn predicted(&self, fit: &StructuralFit, capacity: &Capacity) -> (Regime, Nanos) {
         let model = Structural::new(fit, capacity);
         let situation = model.situation(&load(self.run));

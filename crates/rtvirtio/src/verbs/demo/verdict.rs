@@ -227,3 +227,125 @@ fn find<'a>(cells: &'a [Cell], scheme: &str) -> Option<&'a Cell> {
 fn same_task<'a>(cell: &'a Cell, task: &TaskResult) -> Option<&'a TaskResult> {
     cell.tasks.iter().find(|t| (&t.vm, &t.task) == (&task.vm, &task.task))
 }
+
+#[cfg(test)]
+mod tests {
+    use rtvirtio_spec::latency::{Histogram, Quantile};
+    use rtvirtio_spec::run::{Canary, CellKey, Machine, MeasuredAt};
+    use rtvirtio_units::{BytesPerSecond, Nanos, Percentile};
+
+    use super::*;
+
+    /// A cell with one task of 100 requests a second, whose p99 is `ms` ± `half` against 10 ms.
+    fn cell(scheme: &str, ms: u64, half: u64) -> Cell {
+        let (value, p99) = (Nanos::from_millis(ms), Percentile::new(99.0).unwrap());
+        let judged = Quantile {
+            percentile: p99,
+            value,
+            low: Nanos::from_millis(ms - half),
+            high: Nanos::from_millis(ms + half),
+            n: 1_100,
+            beyond: 11,
+        };
+        let mut histogram = Histogram::new();
+        histogram.record(value, 1_100);
+        let task = TaskResult {
+            vm: "vm0".parse().unwrap(),
+            task: "light".parse().unwrap(),
+            measured_at: MeasuredAt::Host,
+            requested_iops: 100.0,
+            delivered_iops: 100.0,
+            judged: Some(judged),
+            target: Some(Nanos::from_millis(10)),
+            prediction: None,
+            passed: ms <= 10,
+            histogram,
+            timeline: Vec::new(),
+        };
+        let late = Nanos::from_micros(100);
+        Cell {
+            version: 1,
+            key: CellKey {
+                case: "1xL".to_owned(),
+                tier: "strict".to_owned(),
+                neighbour: "writer".to_owned(),
+                scheme: scheme.to_owned(),
+                repetition: 0,
+            },
+            started: String::new(),
+            device: "ref-4x250".to_owned(),
+            window_s: 11.0,
+            settings: Default::default(),
+            ioprio: Default::default(),
+            tasks: vec![task],
+            background: [("background".parse().unwrap(), BytesPerSecond::from_megabytes(10))]
+                .into(),
+            canary: Canary { n: 1, p50: late, p99: late, p999: late, max: late },
+            machine: Machine { load1: 0.0, busy_cores: 0.5, steal_cores: 0.0 },
+            passed: ms <= 10,
+            noise_floor: None,
+            attempts: 1,
+            rounds: 3,
+            disturbed: None,
+        }
+    }
+
+    fn verdict(cells: &[Cell]) -> Verdict {
+        let plan = Plan {
+            version: rtvirtio_spec::plan::PLAN_VERSION,
+            devices: Vec::new(),
+            vms: Vec::new(),
+            settings: Default::default(),
+            guests: Default::default(),
+            data_plane: None,
+            observed: Default::default(),
+            changes: Vec::new(),
+            tasks: Vec::new(),
+            background: Vec::new(),
+            cost: Vec::new(),
+            iothreads: Default::default(),
+            reasons: Vec::new(),
+        };
+        Verdict::of(cells, &plan, Duration::from_secs(50), Duration::from_secs(150))
+    }
+
+    #[test]
+    fn scheme_that_misses_what_hand_meets_is_behind() {
+        let of = |ours, plane| {
+            let cells = [cell("hand", 3, 1), cell("rtvirtio", ours, 1), cell(DATA_PLANE, plane, 1)];
+            verdict(&cells).outcome()
+        };
+        assert_eq!(of(5, 2), Outcome::Done);
+        assert_eq!(of(12, 2), Outcome::Unmet);
+        assert_eq!(of(5, 12), Outcome::Unmet);
+        let lines = verdict(&[cell("hand", 3, 1), cell("rtvirtio", 12, 1)]).lines().join("\n");
+        assert!(lines.contains("BEHIND the hand setting on 1"), "{lines}");
+    }
+
+    #[test]
+    fn miss_within_the_interval_is_not_behind() {
+        let of = |hand, ours| verdict(&[cell("hand", hand, 1), ours]).outcome();
+        assert_eq!(of(3, cell("rtvirtio", 12, 2)), Outcome::Done);
+        assert_eq!(of(3, cell("rtvirtio", 12, 1)), Outcome::Unmet);
+        // hand's interval reaches 11 ms, and so does ours.
+        assert_eq!(of(10, cell("rtvirtio", 12, 1)), Outcome::Done);
+    }
+
+    #[test]
+    fn without_a_target_that_hand_meets_nothing_is_judged() {
+        let cells = [cell("hand", 20, 1), cell("rtvirtio", 3, 1)];
+        assert_eq!(verdict(&cells).outcome(), Outcome::NotJudged);
+        assert!(verdict(&cells).lines().join("\n").contains("No verdict"));
+        // Where the machine was late by as much as the miss is long, nothing is known of the task.
+        let mut late = cell("rtvirtio", 14, 1);
+        late.disturbed = Some("canary".to_owned());
+        late.canary.p99 = Nanos::from_millis(5);
+        assert_eq!(verdict(&[cell("hand", 3, 1), late]).outcome(), Outcome::NotJudged);
+    }
+
+    #[test]
+    fn scheme_without_a_cell_is_not_judged() {
+        assert_eq!(verdict(&[]).outcome(), Outcome::NotJudged);
+        assert_eq!(verdict(&[cell("hand", 3, 1)]).outcome(), Outcome::NotJudged);
+    }
+}
