@@ -14,8 +14,8 @@
 //!
 //! Properties: whatever text a cell or the context carries is escaped; every
 //! cell counts, and one that the machine disturbed is marked and listed with
-//! the reason; rtvirtio comes first, then `hand`, then the other schemes in
-//! the order of the cells.
+//! the reason; rtvirtio comes first, then the data plane, then `hand`, then
+//! the other baselines.
 
 mod across;
 mod bars;

@@ -48,6 +48,14 @@ pub fn factor(scores: &[f64], confidence: Confidence) -> Option<f64> {
     scores.get(rank.max(least) - 1).map(|s| s.exp())
 }
 
+/// How many scores [`shared`] needs: 19 for one task at 0.95, 59 for three.
+#[must_use]
+pub fn needed(confidence: Confidence, tasks: usize) -> usize {
+    let share = 1.0 - (1.0 - confidence.get()) / tasks.max(1) as f64;
+    // The nudge keeps 0.95 / 0.05 at 19.
+    (share / (1.0 - share) - 1e-6).ceil().max(1.0) as usize
+}
+
 /// The factor on each of `tasks` predictions that keep their bounds together at
 /// `confidence`: the chance of a miss is shared among them (Bonferroni). That
 /// needs 1 / share − 1 scores, 59 for three tasks at 0.95; `None` with fewer.
@@ -86,6 +94,16 @@ mod tests {
     fn factor_of_19_scores_at_95_is_the_largest() {
         let scores: Vec<f64> = (0..19).map(f64::from).collect();
         assert_eq!(factor(&scores, confidence(0.95)), Some(18_f64.exp()));
+    }
+
+    #[test]
+    fn one_score_less_than_needed_gives_no_factor() {
+        for (level, tasks) in [(0.95, 1), (0.95, 2), (0.95, 3), (0.9, 1), (0.99, 4), (0.5, 1)] {
+            let needed = needed(confidence(level), tasks);
+            assert!(shared(&vec![0.0; needed], confidence(level), tasks).is_some(), "{level}");
+            assert!(shared(&vec![0.0; needed - 1], confidence(level), tasks).is_none(), "{level}");
+        }
+        assert_eq!((needed(confidence(0.95), 1), needed(confidence(0.95), 3)), (19, 59));
     }
 
     #[test]

@@ -54,10 +54,10 @@ use rtvirtio_spec::plan::data_plane::DataPlane;
 use rtvirtio_spec::plan::{
     IoThreads, PLAN_VERSION, Plan, PlannedDevice, PlannedVm, PredictedBy, TaskPromise,
 };
-use rtvirtio_spec::profile::{DeviceIdentity, Profile, ProfileError};
+use rtvirtio_spec::profile::{DeviceIdentity, Profile, ProfileError, Regime};
 use rtvirtio_spec::settings::{DeviceSettings, Knobs, Scheduler, Settings, diff};
 use rtvirtio_spec::specification::{Backend, Device, Specification, Task, Vm};
-use rtvirtio_units::{Bytes, DeviceName, Nanos, Percentile};
+use rtvirtio_units::{Bytes, Confidence, DeviceName, Nanos, Percentile};
 
 use asked::Question;
 
@@ -385,6 +385,12 @@ impl<'a> Problem<'a> {
         DeviceLoad { scheduler: settings.scheduler, vms }
     }
 
+    /// The runs that a bound on so many tasks together has and needs in a regime.
+    fn runs(&self, regime: Regime, confidence: Confidence, together: usize) -> Runs {
+        let has = self.profile.residuals.structural.get(&regime).map_or(0, Vec::len);
+        Runs { regime, has, needs: conformal::needed(confidence, together) }
+    }
+
     fn evaluate(&self, load: &DeviceLoad, victims: &[usize], together: Together) -> Evaluation {
         let situation = self.structural.situation(load);
         let mut promises = Vec::new();
@@ -405,6 +411,7 @@ impl<'a> Problem<'a> {
                     bound: answer.bound,
                     delivered: estimate.delivered,
                     utilisation: situation.utilisation,
+                    runs: self.runs(estimate.regime, target.confidence, with_target),
                     tasks: with_target,
                     is_victim: victims.contains(&i),
                 };
@@ -434,8 +441,27 @@ struct Facts {
     bound: Option<Nanos>,
     delivered: f64,
     utilisation: f64,
+    runs: Runs,
     tasks: usize,
     is_victim: bool,
+}
+
+/// The runs of a regime that a profile has, and those that a bound needs.
+struct Runs {
+    regime: Regime,
+    has: usize,
+    needs: usize,
+}
+
+/// A regime, as a profile's runs were made.
+const fn regime_name(regime: Regime) -> &'static str {
+    match regime {
+        Regime::Flowing => "no background load",
+        Regime::Bursting => "a background VM within a cap",
+        Regime::Flooded => "a background VM without a cap",
+        Regime::Idling => "bfq that idles",
+        Regime::IdlingFlooded => "bfq that idles beside a background VM without a cap",
+    }
 }
 
 impl Facts {
@@ -450,9 +476,14 @@ impl Facts {
             return Some(format!("given up for more urgent VMs{overloaded}"));
         }
         let Some(bound) = self.bound else {
+            let Runs { regime, has, needs } = self.runs;
             return Some(format!(
-                "the profile has too few runs for a bound at this confidence on {} tasks together",
-                self.tasks
+                "not promised: the profile has too few runs for a bound at this confidence on {} tasks \
+                 together, {has} with {} where {needs} are needed (predicted {}); to have it promised, \
+                 calibrate again or ask for a lower confidence",
+                self.tasks,
+                regime_name(regime),
+                self.predicted
             ));
         };
         if self.delivered < DELIVERED {
@@ -461,7 +492,8 @@ impl Facts {
         }
         if bound > self.target {
             return Some(format!(
-                "p{} is bounded by {bound} (predicted {}), above {}{overloaded}",
+                "p{} is bounded by {bound} (predicted {}), above {}{overloaded}; a target of {bound} would be \
+                 promised",
                 self.percentile, self.predicted, self.target
             ));
         }

@@ -1,4 +1,5 @@
 pub(crate) mod profile;
+mod protection;
 
 use rtvirtio_spec::settings::Knob;
 use rtvirtio_spec::specification::parse;

@@ -1,5 +1,6 @@
 //! Cells sorted for the report: groups, schemes, and each task over its repetitions.
 
+use rtvirtio_cases::Scheme;
 use rtvirtio_cases::judge::LAX_DELIVERED;
 use rtvirtio_spec::latency::Quantile;
 use rtvirtio_spec::run::{Cell, TaskResult};
@@ -10,13 +11,14 @@ use crate::verdict::{self, Standing};
 /// The scheme that every other is compared with.
 pub(super) const RTVIRTIO: &str = "rtvirtio";
 const HAND: &str = "hand";
+const DATA_PLANE: &str = "data-plane";
 
 /// All cells of one case, tier and neighbour.
 pub(super) struct Group<'a> {
     pub(super) case: &'a str,
     pub(super) tier: &'a str,
     pub(super) neighbour: &'a str,
-    /// rtvirtio, hand, then the others in the order of the cells.
+    /// rtvirtio, the data plane, hand, then the other baselines in `Scheme`'s order.
     pub(super) schemes: Vec<SchemeCells<'a>>,
 }
 
@@ -69,11 +71,16 @@ pub(super) fn groups(cells: &[Cell]) -> Vec<Group<'_>> {
 
 fn scheme_order(cells: &[Cell]) -> Vec<&str> {
     let mut names = distinct(cells.iter().map(|c| c.key.scheme.as_str()));
-    // Stable: the rest keeps its order.
+    // Baselines in the order of `Scheme`; stable: what is none keeps its order.
+    let baseline = |name: &str| {
+        let scheme = name.parse::<Scheme>().ok()?;
+        Scheme::ALL.iter().position(|s| *s == scheme)
+    };
     names.sort_by_key(|&name| match name {
-        RTVIRTIO => 0,
-        HAND => 1,
-        _ => 2,
+        RTVIRTIO => (0, 0),
+        DATA_PLANE => (1, 0),
+        HAND => (2, 0),
+        name => (3, baseline(name).unwrap_or(usize::MAX)),
     });
     names
 }

@@ -166,7 +166,12 @@ pub(crate) fn describe(plan: &Plan) -> String {
             t.bound.map_or_else(|| "unknown".to_owned(), |b| b.to_string()),
             t.confidence.to_string(),
             format!("{:.0} %", (t.delivered * 100.0).floor()),
-            if t.unmet.is_none() { "met" } else { "UNMET" }.to_owned(),
+            match (&t.unmet, t.bound) {
+                (None, _) => "met",
+                (Some(_), None) => "not promised",
+                (Some(_), Some(_)) => "UNMET",
+            }
+            .to_owned(),
             t.model.map_or_else(String::new, |m| m.to_string()),
         ]);
     }
