@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup build guest libvirt uml demo test check fmt clippy doc deny fuzz loom \
+.PHONY: help setup build guest libvirt uml demo test test-guests test-full check fmt clippy doc deny fuzz loom \
 	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads \
 	bench-dataplane bench-dataplane-isolation bench-dataplane-endurance bench-dataplane-footprint \
 	bench-dataplane-syscalls bench-full bench-full-24 bench-full-raw bench-dataplane-verify \
@@ -32,7 +32,7 @@ setup: ## Install what is missing (Debian packages, as root), or say what to ins
 	@scripts/setup build
 
 build: setup ## Build the release binary
-	cargo build --release --locked
+	cargo build --release --locked -p rtvirtio -p rtvirtio-preload
 
 # Where the guests' kernel and initramfs are kept.
 GUEST := $(or $(CARGO_TARGET_DIR),target)/guest
@@ -62,11 +62,22 @@ demo: ## Baselines and rtvirtio side by side on a scratch disk: 3 min after the 
 	cargo build --release --locked -p rtvirtio -p rtvirtio-preload
 	$(RTVIRTIO) demo --guest-image $(GUEST) $(DEMO_FLAGS)
 
-test: setup test-python ## All tests; those that need root, FUSE, guests or libvirt say so when they are skipped
+test: setup ## The tests but those that boot guests and Python's: 10 min with the build; what a machine lacks is named
+	@echo "test: some 10 min on 2 cores with the build; left to make test-full: guests and the Python package"
+	RTVIRTIO_TEST_WITHOUT_GUESTS=1 cargo test --workspace --all-features --locked --no-fail-fast
+
+# The modules of tests/it that boot guests; `make test` names each test that it leaves out.
+GUEST_TESTS := cgroup2:: guest:: guest_knobs:: libvirt:: nvme:: systemd:: \
+	$(addprefix dataplane::,control crash device ioprio migration qemu uml) real_guest
+
+test-guests: setup ## The tests that boot guests, by QEMU, libvirt and User Mode Linux: 10 min after make test
+	@echo "test-guests: some 10 min on 2 cores"
 	@scripts/guest $(GUEST) || echo "tests: without guests"
 	@scripts/libvirt $(LIBVIRT) || echo "tests: without libvirt"
 	@scripts/uml $(UML) || echo "tests: without User Mode Linux"
-	cargo test --workspace --all-features --locked --no-fail-fast
+	cargo test --workspace --all-features --locked --no-fail-fast --test it -- $(GUEST_TESTS)
+
+test-full: test test-guests test-python ## All tests: make test, those that boot guests, and the Python package's
 
 # The Python package, its environment and what its tests leave.
 PYTHON_DIR := $(abspath $(or $(CARGO_TARGET_DIR),target)/python)

@@ -509,7 +509,7 @@ mod tests {
         });
         let begun = Instant::now();
         assert!(matches!(client.snapshot(), Err(ControlFault::Late(_))));
-        assert!(begun.elapsed() < Duration::from_secs(5));
+        assert!(begun.elapsed() < Duration::from_secs(30));
     }
 
     #[test]

@@ -222,6 +222,13 @@ fn candidate(
             }
             cap = Some(low as f64 * CAP_STEP);
             evaluation = evaluate(cap);
+            let at = BytesPerSecond::new((low as f64 * CAP_STEP) as u64);
+            for promise in
+                evaluation.promises.iter_mut().filter(|p| p.bound.is_some() && !is_victim(p))
+            {
+                let even = |reason| format!("even with background VMs at {at} {reason}");
+                promise.unmet = promise.unmet.take().map(even);
+            }
         }
     }
     let worth = worth(problem, observed, scheduler, &capped, cap, &evaluation);

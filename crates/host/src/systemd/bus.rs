@@ -170,7 +170,7 @@ mod tests {
         assert!(
             matches!(result, Err(zbus::Error::InputOutput(e)) if e.kind() == io::ErrorKind::TimedOut)
         );
-        assert!(start.elapsed() < Duration::from_secs(5));
+        assert!(start.elapsed() < Duration::from_secs(30));
         let missing = units(&directory.path().join("none"), [PathBuf::from("a.scope")]);
         assert!(missing.unwrap().is_empty());
     }

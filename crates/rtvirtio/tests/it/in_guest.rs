@@ -17,8 +17,20 @@ pub(crate) fn image_directory() -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap().join("guest")
 }
 
+/// Whether `make test` leaves a test that boots guests to `make test-guests`; then that is said.
+pub(crate) fn leaves_guests(test: &str) -> bool {
+    let leaves = std::env::var_os("RTVIRTIO_TEST_WITHOUT_GUESTS").is_some();
+    if leaves {
+        let _ = writeln!(std::io::stderr(), "LEFT TO make test-guests: {test}");
+    }
+    leaves
+}
+
 /// The image; without it, or without QEMU, `test` is skipped by name.
 pub(crate) fn image(test: &str) -> Option<GuestImage> {
+    if leaves_guests(test) {
+        return None;
+    }
     let found = GuestImage::find(&image_directory());
     let qemu = Command::new("qemu-system-x86_64").arg("--version").output();
     let why = match (&found, qemu) {

@@ -143,7 +143,7 @@ impl Daemon {
         let before = self.cpu_time();
         std::thread::sleep(Duration::from_millis(400));
         let spent = self.cpu_time().saturating_sub(before);
-        assert!(spent < Duration::from_millis(20), "{spent:?} of 400 ms");
+        assert!(spent < Duration::from_millis(100), "{spent:?} of 400 ms");
     }
 }
 
