@@ -23,6 +23,11 @@ impl Heap {
         self.entries.is_empty()
     }
 
+    /// Whether an id is in.
+    pub(crate) fn contains(&self, id: u32) -> bool {
+        self.places.get(id as usize).is_some_and(|&place| place != NOWHERE)
+    }
+
     /// Puts an id in, or changes its key.
     pub(crate) fn set(&mut self, id: u32, key: u64) {
         let index = id as usize;

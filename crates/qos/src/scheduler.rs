@@ -16,6 +16,10 @@ const AHEAD: u32 = 1;
 /// Fair queueing's clock runs in 1/1024 ns, so that large weights do not round their costs to
 /// nothing.
 const FINE: u64 = 1024;
+/// From here on the clock is set back to 0, and all tags with it. A device with 8 channels that serve a flow of
+/// weight 1 gets here in 6 days. No tag is more than one request's cost beyond the clock, so tags stay far
+/// below the end of their range, where all of them would be equal.
+const SET_BACK: u64 = 1 << 62;
 /// How often it is looked at whether a class gets its rate.
 const DEMAND_NS: u64 = 100_000_000;
 /// A rate comes about if no more than one in so many is not asked for.
@@ -396,6 +400,7 @@ impl Scheduler {
         }
         to.running += 1;
         flow.running += 1;
+        self.set_back();
         self.begin(now);
         let promised = eligible.is_some();
         let running = Running { class: class.0, promised, kind, bytes, cost, since: now };
@@ -591,6 +596,29 @@ impl Scheduler {
         }
     }
 
+    /// As after a long time: the clock, and the tags of all flows, stand at `clock`.
+    #[cfg(test)]
+    pub(crate) fn wind(&mut self, clock: u64) {
+        self.virtual_time = clock;
+        self.flows.iter_mut().flatten().for_each(|flow| flow.start = clock);
+    }
+
+    /// Sets fair queueing's clock back before its tags come near the end of their range. What was between
+    /// tags stays; a flow that is behind the clock starts there anyway.
+    fn set_back(&mut self) {
+        if self.virtual_time < SET_BACK {
+            return;
+        }
+        let by = std::mem::take(&mut self.virtual_time);
+        for (id, flow) in self.flows.iter_mut().enumerate() {
+            let Some(flow) = flow else { continue };
+            flow.start = flow.start.saturating_sub(by);
+            if self.fair.contains(id as u32) {
+                self.fair.set(id as u32, flow.start);
+            }
+        }
+    }
+
     fn start_promised(&mut self, class: u32, now: u64) -> Option<Started> {
         let of = self.classes[class as usize].as_mut()?;
         let (eligible, _) = of.head()?;
@@ -614,6 +642,7 @@ impl Scheduler {
             .filter(|class| urgency(class).is_some())
             .min_by_key(|class| urgency(class))?;
         self.virtual_time = self.virtual_time.max(flow.start);
+        self.set_back();
         self.waits_since = now;
         self.served_at = now;
         self.background += 1;

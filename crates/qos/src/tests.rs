@@ -584,3 +584,25 @@ proptest! {
         prop_assert!(waiting.is_empty() && running.is_empty() && scheduler.running() == 0);
     }
 }
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// However long the scheduler has run: also while its clock is set back, and where the clock of an
+    /// earlier version would have come to its end.
+    #[test]
+    fn weights_divide_however_long_the_scheduler_has_run(
+        clock in prop_oneof![Just(0_u64), (1_u64 << 62) - (1 << 50)..1 << 62, Just(u64::MAX - 1)],
+        weight in 2..50_u32,
+    ) {
+        let mut world = World::new(steady(4, 250), Nanos::from_micros(50));
+        world.add(share(1), None, DEEP_WRITER);
+        world.add(share(weight), None, DEEP_WRITER);
+        world.scheduler.wind(clock);
+        let outcomes = run_for(&mut world, Nanos::ZERO, Nanos::from_millis(4_000));
+        let done: Vec<f64> = outcomes.iter().map(|o| o.responses.len() as f64).collect();
+        prop_assert!(done[0] > 0.0, "{done:?}");
+        let ratio = done[1] / done[0] / f64::from(weight);
+        prop_assert!((0.7..1.4).contains(&ratio), "{done:?} at {weight}");
+    }
+}

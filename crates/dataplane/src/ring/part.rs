@@ -65,10 +65,11 @@ impl Part {
     }
 
     /// Where a field is, which lies within the part at a multiple of its size: offsets come from
-    /// indices that have been checked or masked.
+    /// indices that have been checked or masked. An index that was not would reach memory behind the part,
+    /// another VM's perhaps, so that is asserted in every build.
     #[inline]
     fn at<T>(&self, offset: usize) -> *mut u8 {
-        debug_assert!(offset + size_of::<T>() <= self.length);
+        assert!(offset + size_of::<T>() <= self.length, "a field lies behind its part");
         let pointer = self.base.wrapping_add(offset);
         debug_assert!((pointer as usize).is_multiple_of(size_of::<T>()));
         pointer
@@ -76,7 +77,7 @@ impl Part {
 
     /// What lies there, for the dirty log.
     pub(super) fn segment(&self, offset: usize, length: usize) -> Segment {
-        debug_assert!(offset + length <= self.length);
+        assert!(offset + length <= self.length, "a segment lies behind its part");
         Segment::new(self.base.wrapping_add(offset), length)
     }
 

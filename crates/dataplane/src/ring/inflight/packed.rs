@@ -106,17 +106,13 @@ impl PackedInflight {
         if new.index >= size || old.index >= size {
             return Err(RingError::InflightIndex);
         }
-        if new != old && flags(old) & AVAILABLE_AND_USED != old.available_flags() {
-            // The driver has been shown the batch: finish its book-keeping.
-            part.store_u16(OLD_FREE_HEAD, part.load_u16(FREE_HEAD, Acquire), Release);
+        // The driver has been shown the batch: its book-keeping is to be finished. Whatever else was under
+        // way has not happened.
+        let is_shown = new != old && flags(old) & AVAILABLE_AND_USED != old.available_flags();
+        self.free = part.load_u16(if is_shown { FREE_HEAD } else { OLD_FREE_HEAD }, Acquire);
+        if is_shown {
             old = new;
         }
-        // Whatever else was under way has not happened.
-        self.free = part.load_u16(OLD_FREE_HEAD, Acquire);
-        part.store_u16(FREE_HEAD, self.free, Release);
-        self.store_used(old, old);
-        self.used = old;
-
         let entries = self.queue.region.queue_size;
         for (index, next) in self.next.iter_mut().enumerate() {
             *next = part.load_u16(entry(index as u16) + NEXT, Acquire);
@@ -124,9 +120,10 @@ impl PackedInflight {
         // The free list: what is marked in it was freed, or was not yet taken.
         let mut seen = vec![false; usize::from(entries)];
         let mut index = self.free;
+        let mut free = Vec::new();
         while index != entries {
             visit(&mut seen, index)?;
-            part.store_u8(entry(index) + BUSY, 0, Release);
+            free.push(index);
             index = self.next[usize::from(index)];
         }
         let mut found = Vec::new();
@@ -141,6 +138,19 @@ impl PackedInflight {
                 return Err(RingError::InflightIndex);
             }
             found.push((part.load_u64(entry(head) + COUNTER, Acquire), request));
+        }
+        // The driver may make all descriptors available that are not in flight: each needs a free entry,
+        // or the first one without would be written behind the region.
+        if free.len() + total < usize::from(size) {
+            return Err(RingError::InflightIndex);
+        }
+        // All of it is in order: from here on the region is written.
+        part.store_u16(OLD_FREE_HEAD, self.free, Release);
+        part.store_u16(FREE_HEAD, self.free, Release);
+        self.store_used(old, old);
+        self.used = old;
+        for index in free {
+            part.store_u8(entry(index) + BUSY, 0, Release);
         }
         found.sort_by_key(|(counter, _)| *counter);
         if let Some((last, _)) = found.last() {

@@ -54,25 +54,27 @@ impl SplitInflight {
         }
         self.last_batch_head = part.load_u16(LAST_BATCH_HEAD, Acquire);
         let mut head = self.last_batch_head;
+        let mut published = vec![false; usize::from(entries)];
         for _ in 0..batch {
-            if head >= entries {
-                return Err(RingError::InflightIndex);
-            }
-            part.store_u8(entry(head) + BUSY, 0, Release);
+            *published.get_mut(usize::from(head)).ok_or(RingError::InflightIndex)? = true;
             head = part.load_u16(entry(head) + NEXT, Acquire);
-        }
-        if batch != 0 {
-            part.store_u16(USED_INDEX, used, Release);
         }
         let mut found = Vec::new();
         for index in 0..entries {
-            if part.load_u8(entry(index) + BUSY, Acquire) == 0 {
+            if published[usize::from(index)] || part.load_u8(entry(index) + BUSY, Acquire) == 0 {
                 continue;
             }
             if index >= self.size {
                 return Err(RingError::InflightIndex);
             }
             found.push((part.load_u64(entry(index) + COUNTER, Acquire), index));
+        }
+        // All of it is in order: from here on the region is written.
+        for index in (0..entries).filter(|&index| published[usize::from(index)]) {
+            part.store_u8(entry(index) + BUSY, 0, Release);
+        }
+        if batch != 0 {
+            part.store_u16(USED_INDEX, used, Release);
         }
         found.sort_unstable();
         if let Some((last, _)) = found.last() {

@@ -424,3 +424,47 @@ fn inflight_packed_corrupt_lists_are_refused() {
         assert_eq!(opened(true, &region).unwrap_err(), RingError::InflightIndex);
     }
 }
+
+#[test]
+fn inflight_packed_short_free_list_is_refused_before_anything_is_written() {
+    let entry = |index: usize| 32 + 32 * index;
+    // The free list ends at once, after each number of entries but all, and beside a request in flight.
+    for free in 0..8 {
+        for busy in [false, true] {
+            let (region, view) = region(true);
+            opened(true, &region).unwrap();
+            if free == 0 {
+                poke(&view, 14, 8);
+            } else {
+                poke(&view, 14, u16::from(busy));
+                poke(&view, entry(free - 1 + usize::from(busy)) + 2, 8);
+            }
+            if busy {
+                // Of one descriptor, in entry 0, which is in no list.
+                poke(&view, entry(0), 1);
+                poke(&view, entry(0) + 6, 1);
+            }
+            let enough = free + usize::from(busy) >= 8;
+            let bytes = || {
+                let part = Part::new(view.base(), view.len());
+                (0..view.len()).map(|at| part.load_u8(at, Ordering::SeqCst)).collect::<Vec<_>>()
+            };
+            let before = bytes();
+            match opened(true, &region) {
+                Ok(_) => assert!(enough, "{free} free entries, busy: {busy}"),
+                Err(error) => {
+                    assert!(!enough, "{free} free entries, busy: {busy}");
+                    assert_eq!(error, RingError::InflightIndex);
+                    assert_eq!(bytes(), before, "a region that is refused is left as it is");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "behind its part")]
+fn field_behind_its_part_is_never_reached() {
+    let mut memory = [0_u64; 2];
+    Part::new(memory.as_mut_ptr().cast(), 8).store_u64(8, 1, Ordering::SeqCst);
+}
