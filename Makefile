@@ -64,7 +64,8 @@ demo: ## Baselines and rtvirtio side by side on a scratch disk: 3 min after the 
 
 test: setup ## The tests but those that boot guests and Python's: 10 min with the build; what a machine lacks is named
 	@echo "test: some 10 min on 2 cores with the build; left to make test-full: guests and the Python package"
-	RTVIRTIO_TEST_WITHOUT_GUESTS=1 cargo test --workspace --all-features --locked --no-fail-fast
+	RTVIRTIO_TEST_WITHOUT_GUESTS=1 cargo test --workspace --exclude rtvirtio-py --all-features --locked \
+		--no-fail-fast
 
 # The modules of tests/it that boot guests; `make test` names each test that it leaves out.
 GUEST_TESTS := cgroup2:: guest:: guest_knobs:: libvirt:: nvme:: systemd:: \

@@ -58,7 +58,7 @@ fn group_text(group: &Group<'_>) -> String {
     };
     out.push_str(known);
     for (_, text) in marks.into_iter().filter(|(standing, _)| shown(*standing)) {
-        out.push_str("\n");
+        out.push('\n');
         out.push_str(text);
     }
     out.push_str("\n\n");

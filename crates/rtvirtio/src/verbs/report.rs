@@ -44,7 +44,6 @@ pub(crate) fn write(cells: &[Cell], output: &Path, title: &str, notes: &[String]
         device: device.into_iter().collect::<Vec<_>>().join(", "),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         notes: notes.to_vec(),
-        ..report::Context::default()
     };
     input::write(output, &report::render(cells, &context)?)
 }

@@ -438,7 +438,8 @@ fn impossible_target_is_named_and_not_applied() {
     let s = Setup::new(0.1);
     let (spec, plan) = (s.path("spec.toml"), s.path("plan.json"));
     let text = s.expect(3, &["plan", &spec, "-o", &plan]);
-    assert!(text.contains("plc/control: even with background VMs at 1.0 MB/s p99.9"), "{text}");
+    assert!(text.contains("plc/control: even with background VMs at"), "{text}");
+    assert!(text.contains("would be promised"), "{text}");
     let before = s.knobs();
     assert!(s.expect(1, &["apply", &plan]).contains("--force"));
     assert_eq!(s.knobs(), before);

@@ -232,7 +232,7 @@ fn same_task<'a>(cell: &'a Cell, task: &TaskResult) -> Option<&'a TaskResult> {
 mod tests {
     use rtvirtio_spec::latency::{Histogram, Quantile};
     use rtvirtio_spec::run::{Canary, CellKey, Machine, MeasuredAt};
-    use rtvirtio_units::{BytesPerSecond, Nanos, Percentile};
+    use rtvirtio_units::{BytesPerSecond, Nanos, Percentile, TaskName, VmName};
 
     use super::*;
 
@@ -250,8 +250,8 @@ mod tests {
         let mut histogram = Histogram::new();
         histogram.record(value, 1_100);
         let task = TaskResult {
-            vm: "vm0".parse().unwrap(),
-            task: "light".parse().unwrap(),
+            vm: VmName::new("vm0").unwrap(),
+            task: TaskName::new("light").unwrap(),
             measured_at: MeasuredAt::Host,
             requested_iops: 100.0,
             delivered_iops: 100.0,
@@ -278,7 +278,7 @@ mod tests {
             settings: Default::default(),
             ioprio: Default::default(),
             tasks: vec![task],
-            background: [("background".parse().unwrap(), BytesPerSecond::from_megabytes(10))]
+            background: [(VmName::new("background").unwrap(), BytesPerSecond::from_megabytes(10))]
                 .into(),
             canary: Canary { n: 1, p50: late, p99: late, p999: late, max: late },
             machine: Machine { load1: 0.0, busy_cores: 0.5, steal_cores: 0.0 },
