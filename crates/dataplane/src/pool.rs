@@ -13,6 +13,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rtvirtio_completion::{Costs, Tokens};
+use rtvirtio_engine::AbortOnPanic;
 use rtvirtio_units::CpuId;
 use rustix::io::Errno;
 
@@ -140,14 +141,17 @@ impl Pool {
         let poller = Poller::new(polling, tokens.map(|tokens| (tokens, costs())));
         let handle = std::thread::Builder::new()
             .name(name.to_owned())
-            .spawn(move || match IoThread::new(letters, sender, for_thread, poller) {
-                Ok(thread) => {
-                    let tid = rustix::thread::gettid().as_raw_nonzero().get();
-                    let _ = started.send(Ok(tid));
-                    thread.run();
-                }
-                Err(error) => {
-                    let _ = started.send(Err(error));
+            .spawn(move || {
+                let _fatal = AbortOnPanic::new();
+                match IoThread::new(letters, sender, for_thread, poller) {
+                    Ok(thread) => {
+                        let tid = rustix::thread::gettid().as_raw_nonzero().get();
+                        let _ = started.send(Ok(tid));
+                        thread.run();
+                    }
+                    Err(error) => {
+                        let _ = started.send(Err(error));
+                    }
                 }
             })
             .map_err(PoolError::Start)?;

@@ -66,8 +66,11 @@ pub enum SandboxError {
 }
 
 /// Raises the limits that a data plane needs as far as the process may: open files, memory that
-/// is locked because guests' memory is registered, and priority for what stands for hardware
-/// (`emulated`). Does its best: who lacks them later is told then.
+/// is locked because guests' memory is registered, the size of files, and priority for what stands for
+/// hardware (`emulated`). Does its best: who lacks them later is told then.
+///
+/// A limit on the size of files that stays is no reason to die: a write beyond it fails with `EFBIG`, which its guest
+/// sees as an I/O error. By default the kernel sends SIGXFSZ, and one guest's write would end the process for all.
 pub fn raise_limits(emulated: bool) {
     let raise = |resource, wanted: Option<u64>| {
         let Rlimit { current, maximum } = getrlimit(resource);
@@ -82,6 +85,9 @@ pub fn raise_limits(emulated: bool) {
     };
     raise(Resource::Nofile, Some(FILES));
     raise(Resource::Memlock, None);
+    raise(Resource::Fsize, None);
+    // SAFETY: no handler of ours is involved; the signal is ignored.
+    let _ = unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     if emulated {
         raise(Resource::Rtprio, Some(REAL_TIME));
     }

@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rtvirtio_engine::AbortOnPanic;
 use rustix::buffer::spare_capacity;
 use rustix::event::{EventfdFlags, epoll};
 use rustix::io::Errno;
@@ -101,6 +102,7 @@ impl Server {
             std::thread::Builder::new().name("accept".into()).stack_size(STACK).spawn({
                 let shared = Arc::clone(&shared);
                 move || {
+                    let _fatal = AbortOnPanic::new();
                     give_way();
                     shared.accept_all();
                 }
@@ -286,7 +288,10 @@ where
         let thread =
             std::thread::Builder::new().name("session".into()).stack_size(STACK).spawn({
                 let (served, stream) = (Arc::clone(&self), Arc::clone(&stream));
-                move || served.run(stream)
+                move || {
+                    let _fatal = AbortOnPanic::new();
+                    served.run(stream)
+                }
             })?;
         let stream = Arc::downgrade(&stream);
         sessions.running.push(Running { stream, connected: true, thread });

@@ -229,3 +229,18 @@ fn guard_may_move_vcpus_and_little_else() {
         assert_eq!((signal, code), (Some(libc::SIGSYS), None), "{deed}: {said}");
     }
 }
+
+#[test]
+fn write_beyond_the_limit_on_files_is_an_error_and_not_the_end() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    use std::os::unix::fs::FileExt as _;
+    // No other test's file comes near.
+    const LIMIT: u64 = 8 << 40;
+    let file = tempfile::tempfile().unwrap();
+    sandbox::raise_limits(false);
+    let before = getrlimit(Resource::Fsize);
+    setrlimit(Resource::Fsize, Rlimit { current: Some(LIMIT), ..before.clone() }).unwrap();
+    let error = file.write_at(b"x", LIMIT).unwrap_err();
+    setrlimit(Resource::Fsize, before).unwrap();
+    assert_eq!(error.raw_os_error(), Some(libc::EFBIG));
+}

@@ -12,6 +12,7 @@
 mod commands;
 mod cost;
 pub mod emulated;
+mod fatal;
 pub mod file;
 pub mod nvme;
 mod priority;
@@ -24,6 +25,7 @@ mod timed;
 
 pub use commands::CommandRing;
 pub use cost::Cost;
+pub use fatal::AbortOnPanic;
 pub use priority::raise_thread_priority;
 pub use request::{
     Commands, Completions, Engine, Geometry, Lent, Most, Operation, Outcome, Request,

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use rtvirtio_ssd::{Ssd, SsdConfig, SsdError};
 use rtvirtio_units::{Bytes, Nanos};
 
+use crate::AbortOnPanic;
 use crate::raise_thread_priority;
 
 /// Why an emulated SSD does not start or refuses a request.
@@ -111,6 +112,7 @@ impl<T: Timed> Timer<T> {
         let thread = std::thread::Builder::new()
             .name("ssd-complete".to_owned())
             .spawn(move || {
+                let _fatal = AbortOnPanic::new();
                 let _ = raise_thread_priority(60);
                 for_thread.end_when_due();
             })

@@ -69,10 +69,31 @@ pub(crate) fn plan(path: &Path) -> Result<Plan> {
     Ok(plan)
 }
 
-/// Writes a file whole or not at all: stage, then rename.
+/// Writes a file. A regular file is written whole or not at all: stage, then rename; behind a link, the
+/// file that it leads to. What is none is never replaced: terminals, pipes and the like are written
+/// through, anything else is refused.
 pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
     use std::io::Write as _;
+    use std::os::unix::fs::FileTypeExt as _;
     let context = || format!("write {}", path.display());
+    let there = match std::fs::symlink_metadata(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+        there => Some(there.with_context(context)?.file_type()),
+    };
+    if there.is_some_and(|kind| kind.is_symlink()) {
+        let target = std::fs::canonicalize(path)
+            .with_context(|| format!("{} is a link that leads nowhere", path.display()))?;
+        return write(&target, text);
+    }
+    if let Some(kind) = there.filter(|kind| !kind.is_file()) {
+        ensure!(
+            kind.is_char_device() || kind.is_fifo(),
+            "{} is not a regular file: nothing was written (name another output)",
+            path.display()
+        );
+        let mut file = File::options().write(true).open(path).with_context(context)?;
+        return file.write_all(text.as_bytes()).with_context(context);
+    }
     let directory = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
         _ => PathBuf::from("."),

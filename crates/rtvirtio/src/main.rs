@@ -5,6 +5,22 @@
 //! command line is 1 as well, so that 2 keeps its one meaning. `run` ends as its program does. 141: who read the
 //! output has gone, as a shell says it of SIGPIPE.
 
+// In the place of the standard library's, which panic where they cannot print (`output`).
+macro_rules! print {
+    ($($text:tt)*) => { $crate::output::print(format_args!($($text)*)) };
+}
+macro_rules! println {
+    () => { print!("\n") };
+    ($($text:tt)*) => { print!("{}\n", format_args!($($text)*)) };
+}
+macro_rules! eprint {
+    ($($text:tt)*) => { $crate::output::complain(format_args!($($text)*)) };
+}
+macro_rules! eprintln {
+    () => { eprint!("\n") };
+    ($($text:tt)*) => { eprint!("{}\n", format_args!($($text)*)) };
+}
+
 mod input;
 mod output;
 mod tree;
@@ -127,6 +143,16 @@ impl Verb {
     }
 }
 
+impl Verb {
+    /// Whether it has changed the host once it has succeeded, so that its exit code is about that.
+    const fn changes_the_host(&self) -> bool {
+        matches!(
+            self,
+            Self::Apply(_) | Self::Confirm(_) | Self::Rollback(_) | Self::Boot(_) | Self::Ctl(_)
+        )
+    }
+}
+
 /// How a verb ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
@@ -157,9 +183,21 @@ fn main() -> ExitCode {
             }
         }
     }
-    let Some(outcome) = output::while_it_is_read(|| run(cli.verb, &interrupted)) else {
+    let changes_the_host = cli.verb.changes_the_host();
+    let work = || {
+        let outcome = run(cli.verb, &interrupted);
+        (outcome, output::failure())
+    };
+    let Some((outcome, unwritten)) = output::while_it_is_read(work) else {
         return ExitCode::from(output::NOBODY_READS);
     };
+    if let Some(why) = unwritten {
+        if outcome.is_ok() && !changes_the_host {
+            eprintln!("error: write standard output: {why}");
+            return ExitCode::FAILURE;
+        }
+        eprintln!("warning: write standard output: {why}; the exit code says what was done");
+    }
     match outcome {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
         Ok(Outcome::Changes) => ExitCode::from(2),

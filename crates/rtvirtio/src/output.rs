@@ -1,13 +1,25 @@
-//! What is printed, and who reads it: `rtvirtio VERB | head` ends when `head` does.
+//! What is printed, who reads it, and what becomes of it if it cannot be written.
 //!
-//! The standard library ignores SIGPIPE and panics where it cannot print. A panic unwinds, so that what a
-//! verb has set up is taken down; it is only not to look like a fault.
+//! `rtvirtio VERB | head` ends when `head` does: the first write that nobody reads unwinds, so that what the
+//! verb has set up is taken down, and the process ends with [`NOBODY_READS`]. The standard library's own
+//! macros panic where they cannot print, so `main.rs` has others of the same names in their place:
+//! these keep the first other failure (a full disk, say) for [`failure`], and the verb goes on. What it does on
+//! the host must not depend on whether it can be told.
 
 use std::any::Any;
+use std::fmt;
+use std::io::{self, ErrorKind, Write};
 use std::panic::{self, AssertUnwindSafe};
+use std::sync::Mutex;
 
 /// Exit code: who read the output has gone (128 + SIGPIPE).
 pub(crate) const NOBODY_READS: u8 = 141;
+
+/// The first failure to write standard output that was not for want of a reader.
+static FAILURE: Mutex<Option<String>> = Mutex::new(None);
+
+/// What a write unwinds with that nobody reads.
+struct Unread;
 
 /// What `work` returns; none if it ended because nobody reads what it prints any more.
 pub(crate) fn while_it_is_read<T>(work: impl FnOnce() -> T) -> Option<T> {
@@ -24,9 +36,44 @@ pub(crate) fn while_it_is_read<T>(work: impl FnOnce() -> T) -> Option<T> {
     }
 }
 
-/// Whether `print!` panicked with this, for its reader has gone.
+/// Whether something unwound for want of a reader: a write here, or `print!` of a library.
 fn is_unread(payload: &(dyn Any + Send)) -> bool {
-    payload
-        .downcast_ref::<String>()
-        .is_some_and(|text| text.starts_with("failed printing to ") && text.contains("os error 32"))
+    let of_print =
+        |text: &String| text.starts_with("failed printing to ") && text.contains("os error 32");
+    payload.is::<Unread>() || payload.downcast_ref::<String>().is_some_and(of_print)
+}
+
+/// Why standard output could not be written, if it could not.
+pub(crate) fn failure() -> Option<String> {
+    // What the last lines still wait for.
+    note(io::stdout().flush());
+    FAILURE.lock().ok()?.clone()
+}
+
+fn note(result: io::Result<()>) {
+    match result {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => panic::panic_any(Unread),
+        Err(error) => {
+            if let Ok(mut failure) = FAILURE.lock() {
+                failure.get_or_insert_with(|| error.to_string());
+            }
+        }
+        Ok(()) => {}
+    }
+}
+
+/// To standard output.
+pub(crate) fn print(text: fmt::Arguments<'_>) {
+    note(io::stdout().lock().write_fmt(text));
+}
+
+/// To standard error; there is nobody to tell if that fails.
+pub(crate) fn complain(text: fmt::Arguments<'_>) {
+    let _ = io::stderr().lock().write_fmt(text);
+}
+
+/// A line to standard output that must be there at once.
+pub(crate) fn line(text: &str) {
+    let mut out = io::stdout().lock();
+    note(writeln!(out, "{text}").and_then(|()| out.flush()));
 }

@@ -13,7 +13,7 @@ use rtvirtio_engine::nvme::{NvmeConfig, NvmeEngine};
 use rtvirtio_engine::ram::RamEngine;
 use rtvirtio_engine::slice::SliceEngine;
 use rtvirtio_engine::ssd::{self, SsdEngine};
-use rtvirtio_engine::{Cost, Engine, SsdConfig};
+use rtvirtio_engine::{AbortOnPanic, Cost, Engine, SsdConfig};
 use rtvirtio_qos as qos;
 use rtvirtio_qos::admission::{Curve, Wish};
 use rtvirtio_spec::control::{
@@ -88,6 +88,7 @@ impl Registry {
         let watcher = std::thread::Builder::new().name("watchdog".to_owned()).spawn({
             let (pool, watched) = (Arc::clone(&core.pool), Arc::clone(&watched));
             move || {
+                let _fatal = AbortOnPanic::new();
                 let mut before = HashMap::new();
                 let mut period = IDLE_PERIOD;
                 while watched.on.load(Relaxed) {

@@ -6,6 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 
+use rtvirtio_engine::AbortOnPanic;
 use rustix::event::epoll;
 
 use super::{Listener, STACK, Shared, Socket, listen_on, lock};
@@ -57,7 +58,10 @@ impl Socket for Clients {
             let thread =
                 std::thread::Builder::new().name("client".into()).stack_size(STACK).spawn({
                     let (clients, stream) = (Arc::clone(&self), Arc::clone(&stream));
-                    move || (clients.serve)(&stream, super::peer(&stream))
+                    move || {
+                        let _fatal = AbortOnPanic::new();
+                        (clients.serve)(&stream, super::peer(&stream));
+                    }
                 })?;
             running.clients.push(Client { stream: Arc::downgrade(&stream), thread });
         }

@@ -9,6 +9,7 @@ use rustix::io::Errno;
 use rustix::thread::CpuSet;
 
 use super::image::Image;
+use crate::AbortOnPanic;
 use crate::{Completions, Operation, Request, Segment, Token};
 
 /// Threads of one disk.
@@ -100,7 +101,10 @@ impl Threads {
         if queue.jobs.len() > queue.idle && queue.threads.len() < MOST_THREADS {
             let shared = Arc::clone(&self.0);
             let name = "disk-helper".to_owned();
-            match std::thread::Builder::new().name(name).spawn(move || shared.work()) {
+            match std::thread::Builder::new().name(name).spawn(move || {
+                let _fatal = AbortOnPanic::new();
+                shared.work();
+            }) {
                 Ok(thread) => queue.threads.push(thread),
                 Err(_) if queue.threads.is_empty() => {
                     queue.jobs.pop_back();

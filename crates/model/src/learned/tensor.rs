@@ -60,8 +60,10 @@ impl Budget {
     }
 }
 
+/// Elements of a tensor of this shape; `None` if there are none or too many to count. A dimension of 0 is
+/// refused: beside one of 2^62 it makes a tensor of no elements, whose loops would run for ever all the same.
 fn count(shape: &[usize]) -> Option<usize> {
-    shape.iter().try_fold(1, |count: usize, &d| count.checked_mul(d))
+    shape.iter().try_fold(1, |count: usize, &d| count.checked_mul(d)).filter(|&count| count > 0)
 }
 
 /// A tensor, its last dimension contiguous.
@@ -314,6 +316,20 @@ mod tests {
     }
 
     #[test]
+    fn shape_without_elements_is_refused_whatever_else_it_has() {
+        let new = |shape: &[usize]| Tensor::new(Element::Double, shape.to_vec(), Vec::new());
+        for shape in [&[0][..], &[1 << 62, 0], &[0, 1 << 62], &[0, 0], &[1 << 62, 0, 8]] {
+            assert_eq!(new(shape), None, "{shape:?}");
+        }
+        let overflowing = [1 << 62, 4];
+        assert_eq!(new(&overflowing), None);
+        // None comes about by an operator either.
+        let row = tensor(&[1, 3], &[1.0, 2.0, 3.0]);
+        assert_eq!(row.select(1, &[], &mut plenty()), Err(Fault::Budget));
+        assert_eq!(row.clone().reshaped(vec![1 << 62, 0]), Err(Fault::Shape));
+    }
+
+    #[test]
     fn broadcast_stretches_dimensions_of_one() {
         let column = tensor(&[2, 1], &[10.0, 20.0]);
         let row = tensor(&[3], &[1.0, 2.0, 3.0]);
@@ -324,9 +340,6 @@ mod tests {
         assert_eq!(less, tensor(&[3], &[0.0, 1.0, 2.0]));
         let two = tensor(&[2], &[0.0; 2]);
         assert_eq!(row.zip(&two, &mut plenty(), |a, b| a + b), Err(Fault::Shape));
-        // Nothing, stretched over nothing.
-        let empty = tensor(&[0], &[]);
-        assert_eq!(column.zip(&empty, &mut plenty(), |a, b| a + b).unwrap().shape(), [2, 0]);
     }
 
     #[test]

@@ -5,7 +5,6 @@ mod policy;
 mod qos;
 mod show;
 
-use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
@@ -19,7 +18,7 @@ use rtvirtio_spec::serve::{Completion, CorePolicy, wire};
 use rtvirtio_units::{CpuId, DiskName, IoThreadName, NameError};
 
 use super::mapping::Format;
-use crate::{Outcome, input};
+use crate::{Outcome, input, output};
 
 /// Arguments of `ctl`.
 #[derive(clap::Args)]
@@ -217,12 +216,11 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         Command::Policy(args_of) => policy::run(&client, args_of, args.json)?,
         Command::Decisions(args_of) => policy::decisions(&client, args_of, args.json)?,
         Command::Events => {
-            let mut out = std::io::stdout().lock();
             for event in client.events()? {
                 let event = event?;
                 let text =
                     if args.json { serde_json::to_string(&event)? } else { show::event(&event) };
-                writeln!(out, "{text}").and_then(|()| out.flush()).context("write")?;
+                output::line(&text);
             }
         }
         Command::Metrics => print!("{}", client.text("/metrics")?),

@@ -1,15 +1,14 @@
 //! `rtvirtio tree`, and the process that it starts.
 
-use std::io::Write;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use rtvirtio_bench::load::Interrupted;
 use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
 use serde_json::json;
 
-use crate::Outcome;
 use crate::tree::{keeper, server};
+use crate::{Outcome, output};
 
 /// Arguments of `tree`.
 #[derive(clap::Args)]
@@ -55,13 +54,12 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     ControlClient::new(&args.socket).snapshot()?;
     keeper::keep(&args.socket, &directory, interrupted, |server| {
         let (at, of) = (directory.display().to_string(), args.socket.display().to_string());
-        let mut out = std::io::stdout().lock();
         let line = if args.json {
             json!({ "directory": at, "socket": of, "server_pid": server }).to_string()
         } else {
             format!("{at}: the data plane at {of}; Ctrl-C unmounts it")
         };
-        writeln!(out, "{line}").and_then(|()| out.flush()).context("write to standard output")?;
+        output::line(&line);
         // Without systemd there is nobody to tell.
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
         Ok(())

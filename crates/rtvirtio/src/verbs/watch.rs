@@ -15,12 +15,12 @@ mod sources;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
-use std::io::{IsTerminal as _, Write as _};
+use std::io::IsTerminal as _;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use rtvirtio_bench::InterruptedError;
 use rtvirtio_bench::load::{Interrupted, wait};
 use rtvirtio_host::{ApplyOptions, JournalStatus, Topology};
@@ -33,7 +33,7 @@ use rtvirtio_units::{BytesPerSecond, DeviceName, DiskName, Nanos, Percentile, Ta
 use serde::Serialize;
 
 use super::plan::ModelChoice;
-use crate::{Outcome, input};
+use crate::{Outcome, input, output};
 use data_plane::{DataPlane, DeviceRow};
 use on_host::OnHost;
 use sources::{Sample, Sources};
@@ -409,7 +409,7 @@ fn act(
 }
 
 fn print(look: &Look, json: bool) -> Result<()> {
-    let mut out = std::io::stdout().lock();
     let text = if json { serde_json::to_string(look)? } else { display::text(look) };
-    writeln!(out, "{text}").and_then(|()| out.flush()).context("write to standard output")
+    output::line(&text);
+    Ok(())
 }

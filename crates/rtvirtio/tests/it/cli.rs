@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::scratch_disk::{rtvirtio, said};
+use crate::scratch_disk::{RTVIRTIO, rtvirtio, said};
 
 const NOWHERE: &str = "/nonexistent";
 
@@ -123,4 +123,100 @@ fn plan_that_is_no_plan_is_refused() {
     let output = rtvirtio(Path::new(NOWHERE), &["apply", path.to_str().unwrap()]);
     assert_eq!(output.status.code(), Some(1));
     assert!(said(&output).contains("plan.json"), "{}", said(&output));
+}
+
+/// A specification that plans without a device: the device is asked for first.
+fn mapping_file(directory: &Path) -> String {
+    let path = directory.join("serve.toml");
+    let text = "version = 1\n[[iothread]]\nname = \"iot0\"\n[[device]]\nname = \"d\"\nvm = \"v\"\n\
+        socket = \"/run/d.sock\"\nengine = { type = \"ram\", size = \"1M\" }\n";
+    std::fs::write(&path, text).unwrap();
+    path.display().to_string()
+}
+
+#[test]
+fn output_that_cannot_be_written_is_an_error_and_no_panic() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = mapping_file(directory.path());
+    let verbs: [&[&str]; 4] = [
+        &["doctor"],
+        &["doctor", "--json"],
+        &["mapping", &file, "--device", "d"],
+        &["serve", "--check", &file],
+    ];
+    for arguments in verbs {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let mut command = std::process::Command::new(RTVIRTIO);
+        let output = command.args(arguments).stdout(full).output().unwrap();
+        let text = said(&output);
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {text}");
+        assert!(text.contains("write standard output: No space left"), "{arguments:?}: {text}");
+        // Nor is there a panic where neither can be written.
+        let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let mut command = std::process::Command::new(RTVIRTIO);
+        let status = command.args(arguments).stdout(full()).stderr(full()).status().unwrap();
+        assert_eq!(status.code(), Some(1), "{arguments:?}");
+    }
+}
+
+#[test]
+fn rollback_whose_output_cannot_be_written_says_by_its_exit_code_what_was_done() {
+    let directory = tempfile::tempdir().unwrap();
+    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let mut command = std::process::Command::new(RTVIRTIO);
+    command.arg("rollback").env("RTVIRTIO_STATE_DIR", directory.path());
+    let output = command.stdout(full).output().unwrap();
+    let text = said(&output);
+    assert_eq!(output.status.code(), Some(0), "{text}");
+    assert!(text.contains("the exit code says what was done"), "{text}");
+}
+
+#[test]
+fn error_that_nobody_reads_is_still_its_exit_code() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut command = std::process::Command::new(RTVIRTIO);
+    command.args(["plan", "/nonexistent"]).stdout(writer.try_clone().unwrap()).stderr(writer);
+    assert_eq!(command.status().unwrap().code(), Some(1));
+}
+
+#[test]
+fn output_file_that_is_none_is_never_replaced() {
+    use std::os::unix::fs::{FileTypeExt as _, symlink};
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    std::fs::write(path("cells.jsonl"), "").unwrap();
+    // A report of a real cell of this repository.
+    let cells = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/results/impossible/cells.jsonl");
+    std::fs::copy(cells, path("cells.jsonl")).unwrap();
+    let report = |output: &Path| {
+        let run = directory.path().to_str().unwrap();
+        rtvirtio(Path::new(NOWHERE), &["report", run, "-o", output.to_str().unwrap()])
+    };
+    // A link stays, and what it leads to is written.
+    std::fs::write(path("target.html"), "old").unwrap();
+    symlink(path("target.html"), path("link.html")).unwrap();
+    assert_eq!(report(&path("link.html")).status.code(), Some(0));
+    assert!(path("link.html").is_symlink());
+    assert!(std::fs::read_to_string(path("target.html")).unwrap().contains("<html"));
+    // A link that leads nowhere, a directory and a socket are refused.
+    symlink(path("none"), path("dangling.html")).unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(path("socket")).unwrap();
+    for refused in [path("dangling.html"), directory.path().to_owned(), path("socket")] {
+        let output = report(&refused);
+        assert_eq!(output.status.code(), Some(1), "{refused:?}: {}", said(&output));
+    }
+    // A device is written through: there is still one.
+    assert_eq!(report(Path::new("/dev/null")).status.code(), Some(0));
+    assert!(std::fs::metadata("/dev/null").unwrap().file_type().is_char_device());
+    // So is a FIFO.
+    let made = std::process::Command::new("mkfifo").arg(path("fifo")).status().unwrap();
+    assert!(made.success());
+    let reader = std::thread::spawn({
+        let fifo = path("fifo");
+        move || std::fs::read_to_string(fifo).unwrap()
+    });
+    assert_eq!(report(&path("fifo")).status.code(), Some(0));
+    assert!(reader.join().unwrap().contains("<html"));
+    assert!(std::fs::metadata(path("fifo")).unwrap().file_type().is_fifo());
 }

@@ -1,15 +1,13 @@
 //! `rtvirtio ctl policy` and `rtvirtio ctl decisions`.
 
-use std::io::Write;
-
-use anyhow::{Context, Result};
+use anyhow::Result;
 use rtvirtio_host::dataplane::ControlClient;
 use rtvirtio_spec::control::{Decision, Event, PolicyState, SetPolicy};
 use rtvirtio_spec::serve::{Policy, wire};
 use rtvirtio_units::CpuId;
 
 use super::show;
-use crate::input;
+use crate::{input, output};
 
 /// Arguments of `ctl policy`.
 #[derive(clap::Args)]
@@ -94,16 +92,15 @@ pub(super) fn decisions(client: &ControlClient, args: &DecisionArgs, json: bool)
     let at = |after: u64| format!("/v1/decisions?after={after}");
     let found: Vec<Decision> = client.get(&at(args.after))?;
     let mut last = found.last().map_or(args.after, |decision| decision.number);
-    let mut out = std::io::stdout().lock();
     if !args.follow && json {
         return input::print_json(&found);
     }
-    let mut print = |decisions: &[Decision], words: fn(&Decision) -> String| -> Result<()> {
+    let print = |decisions: &[Decision], words: fn(&Decision) -> String| -> Result<()> {
         for decision in decisions {
             let text = if json { serde_json::to_string(decision)? } else { words(decision) };
-            writeln!(out, "{text}").context("write")?;
+            output::line(&text);
         }
-        out.flush().context("write")
+        Ok(())
     };
     print(&found, show::decision)?;
     for event in events.into_iter().flatten() {
