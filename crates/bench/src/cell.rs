@@ -34,11 +34,11 @@ use crate::qos::trial::Trial;
 
 /// Where a testbed's VMs have their cgroups.
 pub const CGROUP_ROOT: &str = "rtvirtio/bench";
-const STATE: &str = "/run/rtvirtio/bench";
+const STATE: &str = "/run/rtvirtio-host/bench";
 /// Where fio's job files and logs lie while a cell runs.
-pub(crate) const FIO_FILES: &str = "/run/rtvirtio/bench/fio";
+pub(crate) const FIO_FILES: &str = "/run/rtvirtio-host/bench/fio";
 /// Where guests have their sockets.
-pub(crate) const GUEST_FILES: &str = "/run/rtvirtio/bench/guests";
+pub(crate) const GUEST_FILES: &str = "/run/rtvirtio-host/bench/guests";
 
 /// A cell whose canary was later than this, times the testbed's scale, at its 99th percentile is
 /// marked as disturbed: its tails may be the CPU's. Fixed before the first comparison.

@@ -646,7 +646,9 @@ impl Queue {
                 }
             }
         }
-        self.source.finish(head, slot.written, slot.bytes, status);
+        // Of a request that failed nothing is known to have been written but its status.
+        let written = if status == Status::Ok { slot.written } else { slot.written.min(1) };
+        self.source.finish(head, written, slot.bytes, status);
         self.in_flight -= 1;
         self.unpublished = true;
         let Slot { bytes, popped, started, .. } = *slot;

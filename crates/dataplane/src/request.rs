@@ -187,7 +187,7 @@ fn answer_range(kind: u32, chain: &mut Chain, limits: &Limits) -> Result<Action,
     let offset = range(sector, length, geometry).ok_or(Status::IoError)?;
     let operation = match kind {
         T_DISCARD => Operation::Discard,
-        _ => Operation::WriteZeroes { unmap: flags & UNMAP != 0 },
+        _ => Operation::WriteZeroes { unmap: flags & UNMAP != 0, durable: limits.write_through },
     };
     if length == 0 {
         Ok(Action::Answer(Status::Ok))

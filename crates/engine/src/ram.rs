@@ -44,7 +44,7 @@ impl Engine for RamEngine {
             Operation::Write { .. } => self.store.write(request.offset, request.segments),
             Operation::Flush => Ok(()),
             Operation::Discard => self.store.zero(request.offset, request.length, true),
-            Operation::WriteZeroes { unmap } => {
+            Operation::WriteZeroes { unmap, .. } => {
                 self.store.zero(request.offset, request.length, unmap)
             }
         })

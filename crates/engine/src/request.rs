@@ -87,6 +87,9 @@ pub enum Operation {
     WriteZeroes {
         /// Whether its space may be given back.
         unmap: bool,
+        /// Whether the zeroes must be on stable storage when it completes (virtio 1.3, section 5.2.6.2:
+        /// in writethrough mode a device commits write zeroes as it does writes).
+        durable: bool,
     },
 }
 

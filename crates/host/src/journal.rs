@@ -1,9 +1,14 @@
 //! The journal: everything needed to return to the state before rtvirtio.
 //!
-//! One file, `journal.json` in the state directory (`/run/rtvirtio`, since the
+//! One file, `journal.json` in the state directory (`/run/rtvirtio-host`, since the
 //! knobs themselves do not outlive a boot either), mode 0600 in a directory
 //! of mode 0700. It is staged, synced and renamed, so a reader sees the old
 //! one or the new one.
+//!
+//! What restores by it writes as root wherever it says. So the directory is used only if it is this user's, nobody
+//! else's to write to, and no link; and names in it are checked again when it is read: a parameter is a file of a
+//! queue, a cgroup lies below its mount. The data plane's sockets are elsewhere (`/run/rtvirtio`), in a directory
+//! that belongs to another user.
 //!
 //! Terms: a *record* holds old values. `original` holds those from before
 //! rtvirtio's first change; `pending` those from before the apply that is
@@ -18,14 +23,16 @@
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Read as _, Seek as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
+use std::os::unix::fs::{
+    DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
+};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rtvirtio_spec::settings::{Knob, Limit};
 use rtvirtio_units::{DeviceName, IoThreadName, Nanos, VmName};
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
@@ -46,7 +53,56 @@ pub(crate) struct QueueRecord {
     pub(crate) scheduler: String,
     /// File under `queue/` → text: all of `iosched/`, and what a change of
     /// scheduler resets beside it.
+    #[serde(deserialize_with = "checked::queue_files")]
     pub(crate) parameters: BTreeMap<String, String>,
+}
+
+/// Names and paths of a journal, which a restoration writes to.
+mod checked {
+    use std::collections::BTreeMap;
+    use std::path::{Component, PathBuf};
+
+    use serde::de::{Deserialize, Deserializer, Error};
+
+    use crate::restore::QUEUE_FILES;
+
+    fn is_word(name: &str) -> bool {
+        !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
+    }
+
+    /// Files of a queue: those that a change of scheduler resets, and the scheduler's own.
+    pub(super) fn queue_files<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<BTreeMap<String, String>, D::Error> {
+        let files = BTreeMap::<String, String>::deserialize(from)?;
+        let is_file = |name: &str| {
+            QUEUE_FILES.contains(&name) || name.strip_prefix("iosched/").is_some_and(is_word)
+        };
+        match files.keys().find(|name| !is_file(name)) {
+            Some(name) => Err(D::Error::custom(format!("{name:?} is no parameter of a queue"))),
+            None => Ok(files),
+        }
+    }
+
+    /// A path that stays below whatever it is joined to.
+    pub(super) fn below<'de, D: Deserializer<'de>>(from: D) -> Result<PathBuf, D::Error> {
+        let path = PathBuf::deserialize(from)?;
+        if path.components().all(|part| matches!(part, Component::Normal(_))) {
+            return Ok(path);
+        }
+        Err(D::Error::custom(format!("{:?} does not lie below a mount", path.display())))
+    }
+
+    /// By nodes of block devices, such as `vda`.
+    pub(super) fn nodes<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
+        from: D,
+    ) -> Result<BTreeMap<String, T>, D::Error> {
+        let nodes = BTreeMap::<String, T>::deserialize(from)?;
+        match nodes.keys().find(|node| !is_word(node)) {
+            Some(node) => Err(D::Error::custom(format!("{node:?} is no block device"))),
+            None => Ok(nodes),
+        }
+    }
 }
 
 /// A device that was changed.
@@ -98,6 +154,7 @@ impl GroupKnob {
 pub(crate) struct UnitRecord {
     pub(crate) unit: String,
     /// Below the io controller's mount.
+    #[serde(deserialize_with = "checked::below")]
     pub(crate) cgroup: PathBuf,
     /// The cgroup's inode.
     pub(crate) id: u64,
@@ -114,6 +171,7 @@ pub(crate) struct UnitRecord {
 #[serde(deny_unknown_fields)]
 pub(crate) struct GroupRecord {
     /// Below the io controller's mount.
+    #[serde(deserialize_with = "checked::below")]
     pub(crate) cgroup: PathBuf,
     /// The cgroup's inode: another cgroup of the same path is not restored.
     pub(crate) id: u64,
@@ -156,6 +214,7 @@ pub(crate) struct GuestRecord {
     /// The guest's own `/proc/sys/kernel/random/boot_id`.
     pub(crate) boot_id: Option<String>,
     /// By name within the guest, such as `vda`.
+    #[serde(deserialize_with = "checked::nodes")]
     pub(crate) disks: BTreeMap<String, GuestDiskRecord>,
     /// The longest that each IOThread polled, ns.
     pub(crate) poll_max: BTreeMap<IoThreadName, Nanos>,
@@ -381,9 +440,33 @@ impl StateDirectory {
     fn create(&self) -> Result<(), HostError> {
         let create = || {
             DirBuilder::new().recursive(true).mode(0o700).create(&self.0)?;
-            fs::set_permissions(&self.0, Permissions::from_mode(0o700))
+            self.own()?.set_permissions(Permissions::from_mode(0o700))
         };
         create().map_err(state("create", &self.0))
+    }
+
+    /// The directory, which is this user's own and no link.
+    fn own(&self) -> io::Result<File> {
+        let flags = (OFlags::DIRECTORY | OFlags::NOFOLLOW).bits() as i32;
+        let directory = OpenOptions::new().read(true).custom_flags(flags).open(&self.0)?;
+        let (found, own) = (directory.metadata()?, rustix::process::geteuid().as_raw());
+        if found.uid() != own {
+            let why = format!("it belongs to user {}, not to {own}", found.uid());
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+        }
+        Ok(directory)
+    }
+
+    /// Sees that nobody else can have written what lies in the directory, if it is there.
+    fn trust(&self) -> io::Result<()> {
+        if self.0.symlink_metadata().is_err() {
+            return Ok(());
+        }
+        if self.own()?.metadata()?.mode() & 0o022 != 0 {
+            let why = "others may write to it (chmod 700)";
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+        }
+        Ok(())
     }
 
     /// Takes the host's lock at once or fails with its holder's pid.
@@ -413,6 +496,7 @@ impl StateDirectory {
             .create(true)
             .truncate(false)
             .mode(0o600)
+            .custom_flags(OFlags::NOFOLLOW.bits() as i32)
             .open(&path);
         let mut file = open.map_err(state("open", &path))?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -436,6 +520,7 @@ impl StateDirectory {
 
     pub(crate) fn load(&self) -> Result<Option<Journal>, HostError> {
         let file = self.journal();
+        self.trust().map_err(state("trust", &self.0))?;
         let text = match fs::read(&file) {
             Ok(text) => text,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -457,8 +542,9 @@ impl StateDirectory {
         let write = || {
             let text = serde_json::to_vec_pretty(journal)?;
             let mut options = OpenOptions::new();
-            let mut file =
-                options.write(true).create(true).truncate(true).mode(0o600).open(&path)?;
+            options.write(true).create(true).truncate(true).mode(0o600);
+            options.custom_flags(OFlags::NOFOLLOW.bits() as i32);
+            let mut file = options.open(&path)?;
             file.write_all(&text)?;
             file.sync_all()
         };
@@ -600,6 +686,82 @@ mod tests {
         assert_eq!(mode(&directory.0), 0o700);
         assert_eq!(mode(&directory.journal()), 0o600);
         assert_eq!(directory.load().unwrap().unwrap().boot_id, "b");
+    }
+
+    #[test]
+    fn journal_that_names_what_is_no_knob_is_refused() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = StateDirectory(root.path().to_path_buf());
+        let device = |parameter: &str| {
+            format!(
+                r#"{{"version": {VERSION}, "boot_id": "b", "pending": null, "rolling_back": false,
+                "original": {{"groups": [], "devices": {{"7:0": {{"name": "data", "size_sectors": 8,
+                "diskseq": 3, "queue": {{"scheduler": "none", "parameters": {{"{parameter}": "x"}}}}}}}}}}}}"#
+            )
+        };
+        let group = |cgroup: &str| {
+            format!(
+                r#"{{"version": {VERSION}, "boot_id": "b", "pending": null, "rolling_back": false,
+                "original": {{"devices": {{}}, "groups": [{{"cgroup": "{cgroup}", "id": 1,
+                "device": "7:0", "knob": "weight", "old": "300", "only_if_absent": false}}]}}}}"#
+            )
+        };
+        let load = |text: &str| {
+            fs::write(directory.journal(), text).unwrap();
+            directory.load()
+        };
+        for good in [device("nr_requests"), device("iosched/slice_idle_us"), group("machine.slice/a.scope")] {
+            assert!(load(&good).is_ok(), "{good}: {:?}", load(&good));
+        }
+        let names = ["/etc/passwd", "../../../etc/passwd", "iosched/../x", "iosched/", "", "scheduler"];
+        let paths = ["/etc", "../x", "a/../../x"];
+        let planted = names.map(device).into_iter().chain(paths.map(group));
+        for text in planted {
+            let refused = load(&text);
+            assert!(matches!(refused, Err(HostError::JournalDamaged { .. })), "{text}: {refused:?}");
+        }
+    }
+
+    #[test]
+    fn state_directory_that_is_a_link_or_open_to_others_is_refused() {
+        let root = tempfile::tempdir().unwrap();
+        let target = root.path().join("target");
+        fs::create_dir(&target).unwrap();
+        let link = root.path().join("link");
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        let linked = StateDirectory(link);
+        assert!(matches!(linked.load(), Err(HostError::State { .. })));
+        assert!(matches!(linked.lock(), Err(HostError::State { .. })));
+        assert!(matches!(linked.stage(&Journal::new("b".to_owned())), Err(HostError::State { .. })));
+        assert_eq!(fs::read_dir(&target).unwrap().count(), 0, "nothing was written behind it");
+        // A journal that somebody else may have put there.
+        let open = StateDirectory(target.clone());
+        fs::write(open.journal(), "{}").unwrap();
+        fs::set_permissions(&target, Permissions::from_mode(0o777)).unwrap();
+        assert!(matches!(open.load(), Err(HostError::State { .. })));
+        if rustix::process::geteuid().is_root() {
+            let nobody = 65534;
+            std::os::unix::fs::chown(&target, Some(nobody), Some(nobody)).unwrap();
+            fs::set_permissions(&target, Permissions::from_mode(0o700)).unwrap();
+            assert!(matches!(open.load(), Err(HostError::State { .. })));
+            assert!(matches!(open.lock(), Err(HostError::State { .. })));
+        }
+    }
+
+    #[test]
+    fn lock_and_staged_journal_that_are_links_are_not_followed() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = StateDirectory(root.path().join("state"));
+        drop(directory.lock().unwrap());
+        let victim = root.path().join("victim");
+        fs::write(&victim, "precious").unwrap();
+        fs::remove_file(directory.0.join("lock")).unwrap();
+        for name in ["lock", "journal.json.tmp"] {
+            std::os::unix::fs::symlink(&victim, directory.0.join(name)).unwrap();
+        }
+        assert!(directory.lock().is_err());
+        assert!(directory.stage(&Journal::new("b".to_owned())).is_err());
+        assert_eq!(fs::read_to_string(&victim).unwrap(), "precious");
     }
 
     #[test]

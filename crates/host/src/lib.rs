@@ -134,11 +134,11 @@ impl fmt::Debug for Host {
 
 impl Host {
     /// The host whose file tree is under `root`, `/` in production. Journal
-    /// and lock lie in `run/rtvirtio` below it.
+    /// and lock lie in `run/rtvirtio-host` below it.
     #[must_use]
     pub fn new(root: impl Into<PathBuf>) -> Self {
         let root = root.into();
-        let (state, bus) = (root.join("run/rtvirtio"), root.join("run/dbus/system_bus_socket"));
+        let (state, bus) = (root.join("run/rtvirtio-host"), root.join("run/dbus/system_bus_socket"));
         Self { bus, ..Self::with_sysfs(state, Arc::new(RealSysfs::new(root))) }
     }
 

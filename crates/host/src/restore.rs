@@ -36,7 +36,7 @@ use crate::topology::{Resolved, VmGroup};
 use crate::{Host, HostError, Step};
 
 /// Files beside `iosched/` that a change of scheduler resets.
-const QUEUE_FILES: [&str; 2] = ["nr_requests", "wbt_lat_usec"];
+pub(crate) const QUEUE_FILES: [&str; 2] = ["nr_requests", "wbt_lat_usec"];
 /// One parameter may move another (`strict_guarantees` raises `slice_idle`).
 const PASSES: usize = 3;
 

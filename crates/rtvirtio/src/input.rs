@@ -107,7 +107,7 @@ pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
     Ok(())
 }
 
-/// This host; `RTVIRTIO_STATE_DIR` moves journal and lock away from `/run/rtvirtio`.
+/// This host; `RTVIRTIO_STATE_DIR` moves journal and lock away from `/run/rtvirtio-host`.
 pub(crate) fn host() -> Host {
     let host = Host::new("/");
     match std::env::var_os("RTVIRTIO_STATE_DIR") {

@@ -1,7 +1,7 @@
 //! The `rtvirtio` binary: verbs and their wiring.
 //!
 //! Exit codes: 0 done, or nothing to change; 1 error; 2 there are changes
-//! (`plan`) or drift (`verify`); 3 targets are unmet; 130 interrupted. A wrong
+//! (`plan`) or drift (`verify`); 3 targets are unmet; 4 nothing could be compared (`demo`); 130 interrupted. A wrong
 //! command line is 1 as well, so that 2 keeps its one meaning. `run` ends as its program does. 141: who read the
 //! output has gone, as a shell says it of SIGPIPE.
 
@@ -51,8 +51,8 @@ use rtvirtio_spec::specification::SpecificationError;
 #[command(
     version,
     after_help = "Exit codes: 0 done or nothing to change, 1 error, 2 changes \
-    (plan) or drift (verify), 3 unmet targets, 130 interrupted, 141 nobody reads the output.\n\
-    RTVIRTIO_STATE_DIR moves apply's journal and lock away from /run/rtvirtio.\n\
+    (plan) or drift (verify), 3 unmet targets, 4 nothing to compare (demo), 130 interrupted, 141 nobody reads the output.\n\
+    RTVIRTIO_STATE_DIR moves apply's journal and lock away from /run/rtvirtio-host.\n\
     First steps: `rtvirtio doctor`, then `rtvirtio demo`."
 )]
 struct Cli {

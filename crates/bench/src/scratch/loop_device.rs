@@ -18,7 +18,7 @@ const LOOP_CONFIGURE: libc::c_ulong = 0x4C0A;
 /// Numbers tried for a new device: above those that others ask for.
 const NUMBERS: std::ops::Range<i32> = 100..200;
 /// Where the numbers of devices made here are noted.
-const NOTES: &str = "/run/rtvirtio/scratch";
+const NOTES: &str = "/run/rtvirtio-host/scratch";
 const LO_FLAGS_AUTOCLEAR: u32 = 4;
 const LO_FLAGS_DIRECT_IO: u32 = 16;
 

@@ -2,6 +2,8 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU8;
+use std::sync::atomic::Ordering::{AcqRel, Acquire};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::body::Bytes as Body;
@@ -28,6 +30,10 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use super::connection::Fds;
 use super::{MAX_BODY, MAX_EVENT_READERS, REQUEST_TIME, metrics};
 use crate::plane::{Admission, HandedFds, Plane, PlaneError};
+
+/// How long a change may take, from its request's header to its end: less than [`REQUEST_TIME`], so that it
+/// is told apart whether it was begun.
+const CHANGE_TIME: Duration = Duration::from_secs(25);
 
 /// How often a reader of events hears that the connection lives.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
@@ -128,7 +134,7 @@ async fn in_time(request: Request, next: Next) -> Response {
     match tokio::time::timeout(REQUEST_TIME, next.run(request)).await {
         Ok(response) => response,
         Err(_) => {
-            let text = "it takes too long; a change that was begun goes on";
+            let text = "it takes too long";
             Failure::new(StatusCode::GATEWAY_TIMEOUT, text).into_response()
         }
     }
@@ -139,16 +145,74 @@ fn parse<T: DeserializeOwned>(body: &Body) -> Result<T, Failure> {
     serde_json::from_slice(body).map_err(|e| Failure::wrong(format!("the body: {e}")))
 }
 
+/// How a change stands whose time is up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Unfinished {
+    /// It waited for others, and is not made any more.
+    NotBegun,
+    /// It goes on.
+    Begun,
+    /// It panicked.
+    Failed,
+}
+
+const WAITING: u8 = 0;
+const BEGUN: u8 = 1;
+const GIVEN_UP: u8 = 2;
+
+/// A change's claim to its turn. Dropped before that comes (the time is up, or who asked has gone), it
+/// keeps the change from being made.
+struct Claim(Arc<AtomicU8>);
+
+impl Claim {
+    /// Whether the change has begun; if not, it never will.
+    fn give_up(&self) -> bool {
+        self.0.compare_exchange(WAITING, GIVEN_UP, AcqRel, Acquire) == Err(BEGUN)
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.give_up();
+    }
+}
+
+/// What `change` returns, which runs on the thread of changes, after those that came before.
+async fn in_turn<T: Send + 'static>(
+    time: Duration,
+    change: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Unfinished> {
+    let claim = Claim(Arc::new(AtomicU8::new(WAITING)));
+    let place = Arc::clone(&claim.0);
+    let made = tokio::task::spawn_blocking(move || {
+        let begins = place.compare_exchange(WAITING, BEGUN, AcqRel, Acquire).is_ok();
+        begins.then(change)
+    });
+    match tokio::time::timeout(time, made).await {
+        Ok(Ok(Some(result))) => Ok(result),
+        Ok(Ok(None)) => Err(Unfinished::NotBegun),
+        Ok(Err(_)) => Err(Unfinished::Failed),
+        Err(_) if claim.give_up() => Err(Unfinished::Begun),
+        Err(_) => Err(Unfinished::NotBegun),
+    }
+}
+
 impl Api {
     /// Makes a change: one at a time, and not on this thread.
     async fn change<T: Send + 'static>(
         self,
         change: impl FnOnce(&dyn Plane) -> Result<T, PlaneError> + Send + 'static,
     ) -> Result<T, Failure> {
-        let done = tokio::task::spawn_blocking(move || change(&*self.plane)).await;
-        match done {
+        let late = |text| Failure::new(StatusCode::GATEWAY_TIMEOUT, text);
+        match in_turn(CHANGE_TIME, move || change(&*self.plane)).await {
             Ok(result) => Ok(result?),
-            Err(_) => Err(Failure::new(StatusCode::INTERNAL_SERVER_ERROR, "the change failed")),
+            Err(Unfinished::NotBegun) => {
+                Err(late("earlier changes take too long; this one was not begun, and will not be"))
+            }
+            Err(Unfinished::Begun) => Err(late("the change takes too long; it was begun, and goes on")),
+            Err(Unfinished::Failed) => {
+                Err(Failure::new(StatusCode::INTERNAL_SERVER_ERROR, "the change failed"))
+            }
         }
     }
 
@@ -367,4 +431,81 @@ async fn events(
         Some((Ok(message), (None, receiver, place)))
     });
     Ok(Sse::new(messages).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+    use std::sync::atomic::Ordering::Relaxed;
+    use std::sync::mpsc;
+
+    use super::*;
+
+    /// With one thread of changes, as the server has it.
+    fn run<T>(work: impl Future<Output = T>) -> T {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = runtime.enable_time().max_blocking_threads(1).build().unwrap();
+        let done = runtime.block_on(work);
+        // Whatever waits still for its turn has it.
+        runtime.shutdown_timeout(Duration::from_secs(20));
+        done
+    }
+
+    #[test]
+    fn change_that_is_given_up_before_it_began_is_never_made() {
+        let made = Arc::new(AtomicBool::new(false));
+        let (release, held) = mpsc::channel::<()>();
+        let (begun, begins) = mpsc::channel();
+        let second = {
+            let made = Arc::clone(&made);
+            move || made.store(true, Relaxed)
+        };
+        run(async move {
+            let first = tokio::task::spawn_blocking(move || {
+                begun.send(()).unwrap();
+                held.recv().unwrap();
+            });
+            begins.recv().unwrap();
+            let late = in_turn(Duration::from_millis(50), second).await;
+            assert_eq!(late, Err(Unfinished::NotBegun));
+            release.send(()).unwrap();
+            first.await.unwrap();
+            // A later one is made: the thread has passed the one that was given up.
+            assert_eq!(in_turn(Duration::from_secs(20), || 7).await, Ok(7));
+        });
+        assert!(!made.load(Relaxed));
+    }
+
+    #[test]
+    fn change_whose_asker_goes_before_it_began_is_never_made() {
+        let made = Arc::new(AtomicBool::new(false));
+        let (release, held) = mpsc::channel::<()>();
+        let third = Arc::clone(&made);
+        run(async move {
+            let first = tokio::task::spawn_blocking(move || held.recv().unwrap());
+            let gone = in_turn(Duration::from_secs(20), move || third.store(true, Relaxed));
+            // The connection's end drops it.
+            assert!(tokio::time::timeout(Duration::from_millis(50), gone).await.is_err());
+            release.send(()).unwrap();
+            first.await.unwrap();
+            assert_eq!(in_turn(Duration::from_secs(20), || ()).await, Ok(()));
+        });
+        assert!(!made.load(Relaxed));
+    }
+
+    #[test]
+    fn change_that_was_begun_goes_on_and_says_so() {
+        let made = Arc::new(AtomicBool::new(false));
+        let (release, held) = mpsc::channel::<()>();
+        let slow = Arc::clone(&made);
+        run(async move {
+            let late = in_turn(Duration::from_secs(2), move || {
+                held.recv().unwrap();
+                slow.store(true, Relaxed);
+            });
+            assert_eq!(late.await, Err(Unfinished::Begun));
+            release.send(()).unwrap();
+        });
+        assert!(made.load(Relaxed));
+    }
 }

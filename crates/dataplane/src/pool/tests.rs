@@ -718,3 +718,33 @@ fn thread_ends_only_when_it_serves_nothing() {
     let again = Guarded::new(Shape::of(0)).setup(&device(ram(), 1));
     assert!(matches!(pool.start(again, b), Err(PoolError::NoThread)));
 }
+
+#[test]
+fn used_length_of_a_read_that_fails_names_no_byte_of_its_data() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let faults = Faults { error_every: std::num::NonZeroU64::new(1), ..Faults::default() };
+    let config = "ref-8x80".parse().unwrap();
+    let engine = SsdEngine::start(config, Bytes::new(DISK), 1, faults).unwrap();
+    let device = device(Arc::new(engine), 1);
+    let mut queue = Guarded::new(Shape::of(0));
+    let key = pool.start(queue.setup(&device), id).unwrap();
+    let guest = Arc::clone(queue.driver.guest());
+    let (data, header) = (Guarded::place(0), Guarded::place(0) + BLOCK as u64);
+    guest.write(header, &[0; 16]);
+    guest.write(header + 16, &[0xff]);
+    let at = |address, length, writable| Buffer { address, length, writable };
+    let buffers = [at(header, 16, false), at(data, 512, true), at(header + 16, 1, true)];
+    queue.driver.add(&buffers, false).unwrap();
+    queue.publish();
+    let start = Instant::now();
+    let written = loop {
+        match queue.driver.take() {
+            Some((_, written)) => break written,
+            None => queue.wait(Duration::from_millis(20)),
+        }
+        assert!(start.elapsed() < LOST);
+    };
+    assert_eq!((guest.read(header + 16, 1), written), (vec![1], 1));
+    pool.stop(key).unwrap();
+}

@@ -163,6 +163,30 @@ fn read_only_disk_refuses_what_writes() {
     }
 }
 
+/// What must be on stable storage when it completes, by operation and cache mode. The content of a
+/// discarded range is nobody's business, so there is nothing of it to keep.
+#[test]
+fn without_a_write_cache_all_that_stores_data_is_durable() {
+    for write_through in [false, true] {
+        let limits = Limits { write_through, ..limits() };
+        let operation = |kind, data| {
+            let mut readable = [header(kind, 0), data];
+            match parsed(&limits, &mut readable, &mut [vec![0]]).unwrap().0.action {
+                Action::Start { operation, .. } => operation,
+                other => panic!("{other:?}"),
+            }
+        };
+        let write = operation(T_OUT, vec![0; 512]);
+        assert_eq!(write, Operation::Write { durable: write_through });
+        for (flags, unmap) in [(0, false), (UNMAP, true)] {
+            let zeroes = operation(T_WRITE_ZEROES, range_of(0, 1, flags));
+            assert_eq!(zeroes, Operation::WriteZeroes { unmap, durable: write_through });
+        }
+        assert_eq!(operation(T_DISCARD, range_of(0, 1, 0)), Operation::Discard);
+        assert_eq!(operation(T_FLUSH, Vec::new()), Operation::Flush);
+    }
+}
+
 #[test]
 fn discard_and_write_zeroes_take_one_range() {
     let discard = action(&mut [header(T_DISCARD, 0), range_of(8, 16, 0)], &mut [vec![0]]);
@@ -173,7 +197,11 @@ fn discard_and_write_zeroes_take_one_range() {
     let zeroes = action(&mut [header(T_WRITE_ZEROES, 0), range_of(0, 1, UNMAP)], &mut [vec![0]]);
     assert_eq!(
         zeroes,
-        Action::Start { operation: Operation::WriteZeroes { unmap: true }, offset: 0, length: 512 }
+        Action::Start {
+            operation: Operation::WriteZeroes { unmap: true, durable: false },
+            offset: 0,
+            length: 512
+        }
     );
     for (kind, range, status) in [
         (T_DISCARD, range_of(0, 1, UNMAP), Status::Unsupported),

@@ -223,11 +223,18 @@ impl Image {
             Operation::Write { durable } => {
                 self.bounce(Direction::Write { durable }, offset, length, segments)
             }
-            Operation::Flush if self.in_memory => Ok(()),
-            Operation::Flush => rustix::fs::fdatasync(&self.fd),
+            Operation::Flush => self.flush(),
             Operation::Discard => self.discard(offset, length),
-            Operation::WriteZeroes { unmap } => self.write_zeroes(offset, length, unmap),
+            Operation::WriteZeroes { unmap, durable } => {
+                self.write_zeroes(offset, length, unmap)?;
+                // Neither `fallocate` nor a plain write promises that.
+                if durable { self.flush() } else { Ok(()) }
+            }
         }
+    }
+
+    fn flush(&self) -> Result<(), Errno> {
+        if self.in_memory { Ok(()) } else { rustix::fs::fdatasync(&self.fd) }
     }
 
     /// Reads or writes by way of aligned memory.

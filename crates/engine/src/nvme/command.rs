@@ -73,9 +73,10 @@ impl Command {
             Operation::Write { durable } => {
                 dwords(WRITE, range, count()? | if durable { FUA } else { 0 })
             }
-            Operation::WriteZeroes { unmap } => {
+            Operation::WriteZeroes { unmap, durable } => {
                 let deallocate = unmap && format.zeroes_when_deallocated;
-                dwords(WRITE_ZEROES, range, count()? | if deallocate { DEAC } else { 0 })
+                let flags = if deallocate { DEAC } else { 0 } | if durable { FUA } else { 0 };
+                dwords(WRITE_ZEROES, range, count()? | flags)
             }
             Operation::Discard => {
                 let blocks = u32::try_from(blocks).map_err(|_| Errno::INVAL)?;
@@ -222,10 +223,15 @@ mod tests {
         for (target, unmap, twelfth) in
             [(holds, true, 0x0200_007f), (holds, false, 0x7f), (lacks, true, 0x7f)]
         {
-            let zeroes = request(Operation::WriteZeroes { unmap }, 512, 128 * 512);
-            let command = Command::of(&target, &zeroes).unwrap();
+            let of = |durable| {
+                let zeroes = Operation::WriteZeroes { unmap, durable };
+                Command::of(&target, &request(zeroes, 512, 128 * 512)).unwrap()
+            };
+            let command = of(false);
             assert_eq!(command.bytes[0], 0x08);
             assert_eq!([dword(&command, 40), dword(&command, 48)], [1, twelfth]);
+            // Without a write cache: force unit access, bit 30.
+            assert_eq!(dword(&of(true), 48), twelfth | 1 << 30);
             assert_eq!([dword(&command, 24), dword(&command, 36)], [0, 0], "no data");
         }
     }
@@ -252,7 +258,7 @@ mod tests {
         for operation in [
             Operation::Read,
             Operation::Write { durable: false },
-            Operation::WriteZeroes { unmap: false },
+            Operation::WriteZeroes { unmap: false, durable: true },
         ] {
             for length in [0, long] {
                 let refused = Command::of(&BLOCK_512, &request(operation, 0, length));

@@ -223,10 +223,10 @@ fn killed_apply_is_rolled_back(machine: &Machine) {
     machine.expect(
         137,
         "rtvirtio apply /tmp/plan.json & pid=$!
-        while kill -0 $pid && [ ! -e /run/rtvirtio/journal.json ]; do :; done
+        while kill -0 $pid && [ ! -e /run/rtvirtio-host/journal.json ]; do :; done
         kill -9 $pid; wait $pid",
     );
-    machine.expect(0, "test -e /run/rtvirtio/journal.json");
+    machine.expect(0, "test -e /run/rtvirtio-host/journal.json");
     let said = machine.expect(0, "rtvirtio rollback");
     assert!(said.contains("values restored"), "{said}");
     assert_eq!(machine.expect(0, KNOBS), before);

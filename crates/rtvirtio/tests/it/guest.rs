@@ -155,5 +155,5 @@ fn guests_on_the_data_plane_do_their_tasks_and_leave_nothing() {
     assert_eq!(left_behind(), [""; 0]);
     // No server is left: nobody listens where it did.
     let sockets = std::fs::read_to_string("/proc/net/unix").unwrap();
-    assert!(!sockets.contains("/run/rtvirtio/bench/guests/"), "{sockets}");
+    assert!(!sockets.contains("/run/rtvirtio-host/bench/guests/"), "{sockets}");
 }

@@ -352,7 +352,7 @@ fn systemd_keeps_what_is_applied_and_gives_back_what_was_there() {
     guest.expect(0, "rtvirtio rollback");
     guest.expect(0, "rtvirtio boot --remove");
     guest.expect(0, "! systemctl is-enabled rtvirtio && ! ls -d /etc/rtvirtio");
-    let left = guest.expect(0, "find /etc/systemd/system /run/rtvirtio -name '*rtvirtio*.*'");
+    let left = guest.expect(0, "find /etc/systemd/system /run/rtvirtio-host -name '*rtvirtio*.*'");
     assert_eq!(left, "");
     assert!(guest.expect(0, "rtvirtio boot --remove").contains("nothing to remove"));
 }
