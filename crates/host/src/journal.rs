@@ -710,15 +710,21 @@ mod tests {
             fs::write(directory.journal(), text).unwrap();
             directory.load()
         };
-        for good in [device("nr_requests"), device("iosched/slice_idle_us"), group("machine.slice/a.scope")] {
+        for good in
+            [device("nr_requests"), device("iosched/slice_idle_us"), group("machine.slice/a.scope")]
+        {
             assert!(load(&good).is_ok(), "{good}: {:?}", load(&good));
         }
-        let names = ["/etc/passwd", "../../../etc/passwd", "iosched/../x", "iosched/", "", "scheduler"];
+        let names =
+            ["/etc/passwd", "../../../etc/passwd", "iosched/../x", "iosched/", "", "scheduler"];
         let paths = ["/etc", "../x", "a/../../x"];
         let planted = names.map(device).into_iter().chain(paths.map(group));
         for text in planted {
             let refused = load(&text);
-            assert!(matches!(refused, Err(HostError::JournalDamaged { .. })), "{text}: {refused:?}");
+            assert!(
+                matches!(refused, Err(HostError::JournalDamaged { .. })),
+                "{text}: {refused:?}"
+            );
         }
     }
 
@@ -732,7 +738,10 @@ mod tests {
         let linked = StateDirectory(link);
         assert!(matches!(linked.load(), Err(HostError::State { .. })));
         assert!(matches!(linked.lock(), Err(HostError::State { .. })));
-        assert!(matches!(linked.stage(&Journal::new("b".to_owned())), Err(HostError::State { .. })));
+        assert!(matches!(
+            linked.stage(&Journal::new("b".to_owned())),
+            Err(HostError::State { .. })
+        ));
         assert_eq!(fs::read_dir(&target).unwrap().count(), 0, "nothing was written behind it");
         // A journal that somebody else may have put there.
         let open = StateDirectory(target.clone());

@@ -138,7 +138,8 @@ impl Host {
     #[must_use]
     pub fn new(root: impl Into<PathBuf>) -> Self {
         let root = root.into();
-        let (state, bus) = (root.join("run/rtvirtio-host"), root.join("run/dbus/system_bus_socket"));
+        let (state, bus) =
+            (root.join("run/rtvirtio-host"), root.join("run/dbus/system_bus_socket"));
         Self { bus, ..Self::with_sysfs(state, Arc::new(RealSysfs::new(root))) }
     }
 

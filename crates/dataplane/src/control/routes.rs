@@ -31,8 +31,8 @@ use super::connection::Fds;
 use super::{MAX_BODY, MAX_EVENT_READERS, REQUEST_TIME, metrics};
 use crate::plane::{Admission, HandedFds, Plane, PlaneError};
 
-/// How long a change may take, from its request's header to its end: less than [`REQUEST_TIME`], so that it
-/// is told apart whether it was begun.
+/// How long a change may take, once its request has been read: with a body that comes at once less than
+/// [`REQUEST_TIME`], so that it is told whether it was begun.
 const CHANGE_TIME: Duration = Duration::from_secs(25);
 
 /// How often a reader of events hears that the connection lives.
@@ -134,7 +134,8 @@ async fn in_time(request: Request, next: Next) -> Response {
     match tokio::time::timeout(REQUEST_TIME, next.run(request)).await {
         Ok(response) => response,
         Err(_) => {
-            let text = "it takes too long";
+            // Its change, if it has come to one, is given up with it unless it was begun.
+            let text = "it takes too long; a change that was not begun is not made";
             Failure::new(StatusCode::GATEWAY_TIMEOUT, text).into_response()
         }
     }
@@ -209,7 +210,9 @@ impl Api {
             Err(Unfinished::NotBegun) => {
                 Err(late("earlier changes take too long; this one was not begun, and will not be"))
             }
-            Err(Unfinished::Begun) => Err(late("the change takes too long; it was begun, and goes on")),
+            Err(Unfinished::Begun) => {
+                Err(late("the change takes too long; it was begun, and goes on"))
+            }
             Err(Unfinished::Failed) => {
                 Err(Failure::new(StatusCode::INTERNAL_SERVER_ERROR, "the change failed"))
             }
@@ -482,7 +485,12 @@ mod tests {
         let (release, held) = mpsc::channel::<()>();
         let third = Arc::clone(&made);
         run(async move {
-            let first = tokio::task::spawn_blocking(move || held.recv().unwrap());
+            let (begun, begins) = mpsc::channel();
+            let first = tokio::task::spawn_blocking(move || {
+                begun.send(()).unwrap();
+                held.recv().unwrap();
+            });
+            begins.recv().unwrap();
             let gone = in_turn(Duration::from_secs(20), move || third.store(true, Relaxed));
             // The connection's end drops it.
             assert!(tokio::time::timeout(Duration::from_millis(50), gone).await.is_err());

@@ -135,7 +135,8 @@ fn zeroed_range_reads_zero_and_its_neighbours_stay() {
         let data = pattern(128 << 10, 5);
         for unmap in [false, true] {
             disk.write(0, &data, &[data.len()]).unwrap();
-            disk.range(Operation::WriteZeroes { unmap, durable: unmap }, 4096 + block, 65536).unwrap();
+            disk.range(Operation::WriteZeroes { unmap, durable: unmap }, 4096 + block, 65536)
+                .unwrap();
             let mut expected = data.clone();
             let start = 4096 + block as usize;
             expected[start..start + 65536].fill(0);
@@ -206,7 +207,12 @@ fn random_requests_leave_what_a_vector_holds() {
                 }
                 46..49 => {
                     let unmap = random.random_bool(0.5);
-                    disk.range(Operation::WriteZeroes { unmap, durable: !unmap }, offset, length as u64).unwrap();
+                    disk.range(
+                        Operation::WriteZeroes { unmap, durable: !unmap },
+                        offset,
+                        length as u64,
+                    )
+                    .unwrap();
                     model[range].fill(0);
                 }
                 _ => disk.range(Operation::Flush, 0, 0).unwrap(),

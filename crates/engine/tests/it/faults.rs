@@ -39,7 +39,10 @@ fn every_second_write_finds_no_space_and_reads_go_on() {
     let mut disk = disk(Faults { no_space_every: NonZeroU64::new(2), ..Faults::default() });
     assert_eq!(disk.write(0, &[1; 4096], &[4096]), Ok(()));
     assert_eq!(disk.read(0, &[4096]), Ok(vec![1; 4096]));
-    assert_eq!(disk.range(Operation::WriteZeroes { unmap: true, durable: false }, 0, 4096), Err(Errno::NOSPC));
+    assert_eq!(
+        disk.range(Operation::WriteZeroes { unmap: true, durable: false }, 0, 4096),
+        Err(Errno::NOSPC)
+    );
     assert_eq!(disk.read(0, &[4096]), Ok(vec![1; 4096]));
 }
 

@@ -148,7 +148,10 @@ fn read_only_disk_reads_flushes_and_refuses_the_rest() {
         assert_eq!(disk.range(Operation::Flush, 0, 0), Ok(()));
         assert_eq!(disk.write(0, &[1; 512], &[512]), Err(Errno::ROFS));
         assert_eq!(disk.range(Operation::Discard, 0, 512), Err(Errno::ROFS));
-        assert_eq!(disk.range(Operation::WriteZeroes { unmap: true, durable: false }, 0, 512), Err(Errno::ROFS));
+        assert_eq!(
+            disk.range(Operation::WriteZeroes { unmap: true, durable: false }, 0, 512),
+            Err(Errno::ROFS)
+        );
         assert!(disk.engine.resize(Some(Bytes::new(8192))).is_err());
     }
 }

@@ -250,7 +250,9 @@ fn nvme_opened_for_reading_reads_and_takes_no_write() {
         let geometry = disk.engine.geometry();
         assert!(geometry.read_only && !geometry.discard);
         let before = disk.read(0, &[4096]).unwrap();
-        for operation in [Operation::Discard, Operation::WriteZeroes { unmap: false, durable: false }] {
+        for operation in
+            [Operation::Discard, Operation::WriteZeroes { unmap: false, durable: false }]
+        {
             assert_eq!(disk.range(operation, 0, 4096), Err(Errno::ROFS));
         }
         assert_eq!(disk.write(0, &[9; 4096], &[4096]), Err(Errno::ROFS));
