@@ -86,6 +86,14 @@ fn user_mode_linux_finds_what_it_wrote_at_each_boot() {
             .output()
             .unwrap();
         let said = String::from_utf8_lossy(&output.stdout);
+        // Its kernel keeps a process's floating-point state in less room than a CPU with AMX needs, and
+        // then starts no process, whatever its disks are.
+        if boot == 1 && said.contains("ptrace set fp regs failed") {
+            let why = "this User Mode Linux starts no process on this CPU (ptrace set fp regs)";
+            let _ = writeln!(std::io::stderr(), "SKIPPED {TEST}: {why}");
+            server.end();
+            return;
+        }
         assert!(said.contains("uml: all is well"), "boot {boot}, {:?}: {said}", output.status);
         times.push(start.elapsed());
         server.check();
