@@ -47,7 +47,9 @@ pub const CANARY_LIMIT: Nanos = Nanos::from_millis(1);
 /// The part of all CPUs that guests may take.
 pub const GUESTS_CPU: f64 = 0.6;
 /// The scale of the first trial of guests: a load that any host carries.
-const TRIAL_SCALE: Scale = Scale::new(12);
+const TRIAL_SCALE: Scale = Scale::new(10);
+/// Scales at which fio can issue the tasks' rates, which it takes as whole numbers, to within 2 %.
+const SCALES: [u32; 10] = [1, 2, 3, 4, 5, 10, 20, 25, 50, 100];
 /// Length of a trial's window.
 const TRIAL: Duration = Duration::from_secs(3);
 /// How long guests that do nothing are looked at.
@@ -60,7 +62,8 @@ const TRIALS: usize = 3;
 fn fitting_scale(scale: Scale, busy: f64, idle: f64, room: f64) -> Scale {
     let at_one = (busy - idle).max(0.0) * f64::from(scale.get());
     let left = (room - idle).max(0.05);
-    Scale::new((at_one / left).ceil().clamp(1.0, 100.0) as u32)
+    let fits = |s: &&u32| f64::from(**s) >= at_one / left;
+    Scale::new(*SCALES.iter().find(fits).unwrap_or(&100))
 }
 
 /// A device under test and what is set on it.
@@ -566,9 +569,10 @@ mod tests {
 
     #[test]
     fn scale_fits_the_load_into_the_room_that_idle_guests_leave() {
-        let of = |busy, idle, room| fitting_scale(Scale::new(12), busy, idle, room).get();
-        // 0.4 cores at a twelfth: 4.8 in all, of which 1.0 fit.
-        assert_eq!(of(0.6, 0.2, 1.2), 5);
+        let of = |busy, idle, room| fitting_scale(Scale::new(10), busy, idle, room).get();
+        // 0.4 cores at a tenth: 4.0 in all, of which 1.0 fit; 0.45 do at the next scale that fio can issue.
+        assert_eq!(of(0.6, 0.2, 1.2), 4);
+        assert_eq!(of(0.75, 0.2, 1.2), 10);
         // A host that carries it as it is.
         assert_eq!(of(0.3, 0.2, 19.2), 1);
         // Idle guests take all: as slow as there is.
