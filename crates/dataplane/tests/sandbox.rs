@@ -239,7 +239,7 @@ fn write_beyond_the_limit_on_files_is_an_error_and_not_the_end() {
     let file = tempfile::tempfile().unwrap();
     sandbox::raise_limits(false);
     let before = getrlimit(Resource::Fsize);
-    setrlimit(Resource::Fsize, Rlimit { current: Some(LIMIT), ..before.clone() }).unwrap();
+    setrlimit(Resource::Fsize, Rlimit { current: Some(LIMIT), ..before }).unwrap();
     let error = file.write_at(b"x", LIMIT).unwrap_err();
     setrlimit(Resource::Fsize, before).unwrap();
     assert_eq!(error.raw_os_error(), Some(libc::EFBIG));
