@@ -218,6 +218,9 @@ impl Testbed {
             let hand = Scheme::Hand.baseline_settings(&specification, any, scale);
             let hand = hand.unwrap_or_default();
             let busy = self.measure(&specification, &hand, TRIAL, interrupted)?.machine.busy_cores;
+            eprintln!(
+                "Trial at s = {scale}: {busy:.2} CPUs busy, {idle:.2} while guests do nothing."
+            );
             let fits = fitting_scale(scale, busy, idle, room);
             if fits == scale || (scale != TRIAL_SCALE && busy <= room) {
                 break;

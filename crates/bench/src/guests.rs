@@ -43,7 +43,7 @@ pub(crate) const BOOT: Duration = Duration::from_secs(90);
 /// How long a probe boot under KVM may take.
 const PROBE_BOOT: Duration = Duration::from_secs(10);
 /// How long the agent may take for one command that does not wait for a task.
-const COMMAND: Duration = Duration::from_secs(10);
+pub(crate) const COMMAND: Duration = Duration::from_secs(10);
 /// The most that is read of one of fio's files.
 const LARGEST_FILE: usize = 8 << 20;
 
@@ -363,8 +363,13 @@ impl Guest {
     }
 
     /// Starts a program; returns its process id within the guest.
-    pub(crate) fn spawn(&self, program: &str, arguments: &[&str]) -> Result<i64> {
-        self.with_agent(|agent| agent.exec(program, arguments, COMMAND))
+    pub(crate) fn spawn(
+        &self,
+        program: &str,
+        arguments: &[&str],
+        timeout: Duration,
+    ) -> Result<i64> {
+        self.with_agent(|agent| agent.exec(program, arguments, timeout))
     }
 
     /// How a program ended; `None` while it runs.

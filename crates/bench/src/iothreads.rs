@@ -33,7 +33,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::cell::{GUEST_FILES, take_host};
-use crate::guests::{Accelerator, Guest, GuestImage, Start};
+use crate::guests::{Accelerator, COMMAND, Guest, GuestImage, Start};
 use crate::load::{Interrupted, MachineSample, wait};
 use crate::progress::Progress;
 
@@ -268,7 +268,7 @@ impl Served {
              --norandommap --randrepeat=0 --gtod_reduce=1 >/tmp/fio.log 2>&1"
         );
         let before = self.reads()?;
-        let pid = self.guest.spawn("/bin/sh", &["-c", &fio])?;
+        let pid = self.guest.spawn("/bin/sh", &["-c", &fio], COMMAND)?;
         let deadline = Instant::now() + FIO;
         while self.reads()? == before {
             self.check_fio(pid)?;
@@ -283,7 +283,7 @@ impl Served {
         let requests = self.reads()? - reads;
         let (seconds, machine) = (start.elapsed().as_secs_f64(), machine.since()?);
         self.check_fio(pid)?;
-        self.guest.spawn("/bin/kill", &["-KILL", &pid.to_string()])?;
+        self.guest.spawn("/bin/kill", &["-KILL", &pid.to_string()], COMMAND)?;
         let deadline = Instant::now() + FIO;
         while self.guest.ended(pid)?.is_none() {
             ensure!(Instant::now() < deadline, "fio in the guest does not go");

@@ -146,10 +146,11 @@ impl Verb {
 impl Verb {
     /// Whether it has changed the host once it has succeeded, so that its exit code is about that.
     const fn changes_the_host(&self) -> bool {
-        matches!(
-            self,
-            Self::Apply(_) | Self::Confirm(_) | Self::Rollback(_) | Self::Boot(_) | Self::Ctl(_)
-        )
+        match self {
+            Self::Apply(_) | Self::Confirm(_) | Self::Rollback(_) | Self::Boot(_) => true,
+            Self::Ctl(args) => args.changes(),
+            _ => false,
+        }
     }
 }
 

@@ -11,13 +11,15 @@ use rtvirtio_spec::specification::Vm;
 use rtvirtio_units::VmName;
 
 use super::{Interrupted, fio, wait};
-use crate::guests::Guest;
+use crate::guests::{COMMAND, Guest};
 
 /// Where a guest's fio works.
 const IN_GUEST: &str = "/tmp";
 
 /// Keeps fio from spinning (`scripts/guest-sleep.c`).
 const SLEEP: &str = "/lib/fio-sleep.so";
+/// How long the end of a load that is given up may keep the others waiting.
+const KILL: Duration = Duration::from_millis(500);
 
 /// Where fio runs.
 pub(crate) enum Place<'a> {
@@ -66,7 +68,7 @@ impl<'a> Worker<'a> {
                 let shell = format!(
                     "cd {IN_GUEST} && LD_PRELOAD={SLEEP} exec fio {arguments} 2>{name}.err"
                 );
-                let pid = guest.spawn("/bin/sh", &["-c", &shell])?;
+                let pid = guest.spawn("/bin/sh", &["-c", &shell], COMMAND)?;
                 Running::Guest { guest, pid, ended: false }
             }
         };
@@ -152,7 +154,7 @@ impl<'a> Worker<'a> {
                 }
             }
             Running::Guest { guest, pid, .. } => {
-                guest.spawn("/bin/kill", &["-TERM", &pid.to_string()])?;
+                guest.spawn("/bin/kill", &["-TERM", &pid.to_string()], COMMAND)?;
             }
         }
         Ok(())
@@ -177,8 +179,10 @@ impl Drop for Worker<'_> {
                     let _ = child.wait();
                 }
             }
+            // A guest under load may need seconds to answer. Its answer is not needed, and each VM has
+            // such a worker.
             Running::Guest { guest, pid, ended: false } => {
-                let _ = guest.spawn("/bin/kill", &["-KILL", &pid.to_string()]);
+                let _ = guest.spawn("/bin/kill", &["-KILL", &pid.to_string()], KILL);
             }
             Running::Guest { .. } => {}
         }

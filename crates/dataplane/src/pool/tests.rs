@@ -326,6 +326,19 @@ impl Guarded {
         }
     }
 
+    /// The used length of the next request that comes back.
+    #[track_caller]
+    fn take_one(&mut self) -> u32 {
+        let start = Instant::now();
+        loop {
+            match self.driver.take() {
+                Some((_, written)) => return written,
+                None => self.wait(Duration::from_millis(20)),
+            }
+            assert!(start.elapsed() < LOST, "the request is lost");
+        }
+    }
+
     /// Everything that was asked for comes back.
     #[track_caller]
     fn drain(&mut self) {
@@ -737,14 +750,7 @@ fn used_length_of_a_read_that_fails_names_no_byte_of_its_data() {
     let buffers = [at(header, 16, false), at(data, 512, true), at(header + 16, 1, true)];
     queue.driver.add(&buffers, false).unwrap();
     queue.publish();
-    let start = Instant::now();
-    let written = loop {
-        match queue.driver.take() {
-            Some((_, written)) => break written,
-            None => queue.wait(Duration::from_millis(20)),
-        }
-        assert!(start.elapsed() < LOST);
-    };
+    let written = queue.take_one();
     assert_eq!((guest.read(header + 16, 1), written), (vec![1], 1));
     pool.stop(key).unwrap();
 }

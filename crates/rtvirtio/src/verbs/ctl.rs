@@ -33,6 +33,21 @@ pub(crate) struct Args {
     command: Command,
 }
 
+impl Args {
+    /// Whether the command changes the data plane, or only shows what there is.
+    pub(crate) const fn changes(&self) -> bool {
+        match &self.command {
+            Command::Snapshot | Command::Decisions(_) | Command::Events | Command::Metrics => false,
+            Command::Device(command) => !matches!(command, device::Command::List),
+            Command::IoThread(command) => !matches!(command, IoThreadCommand::List),
+            Command::Mapping(command) => !matches!(command, MappingCommand::Get { .. }),
+            Command::Schedule(command) => !matches!(command, qos::ScheduleCommand::List),
+            Command::Policy(args) => args.changes(),
+            Command::Qos(_) => true,
+        }
+    }
+}
+
 #[derive(clap::Subcommand)]
 enum Command {
     /// Show all IOThreads, devices and queues

@@ -48,7 +48,7 @@ const BOOT_AGAIN: Duration = Duration::from_secs(25);
     after_help = "Four VMs with the paper's tasks (100, 500 and 1500 requests a second) and one that \
     writes 128 KiB blocks at depth 64 share one scratch disk. The short demo calibrates the disk, then runs \
     default bfq, no scheduler, a setting made by hand, rtvirtio's plan and the data plane (rtvirtio serve) in \
-    turns: about 2 minutes. --full adds ionice, an RT-Xen-like budget, mq-deadline and kyber, with longer \
+    turns: about 3 minutes. --full adds ionice, an RT-Xen-like budget, mq-deadline and kyber, with longer \
     windows and a whole calibration: about 11 minutes.\n\
     A miss within its 95 % interval, and one that is no longer than the machine itself was late, are marked \
     and are no proof of either.\n\

@@ -5,13 +5,13 @@ use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::process::Output;
+use std::process::{Command, Output, Stdio};
 use std::thread;
 
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::{Value, json};
 
-use crate::scratch_disk::{rtvirtio, said};
+use crate::scratch_disk::{RTVIRTIO, rtvirtio, said};
 
 /// What came with one request.
 struct Asked {
@@ -42,6 +42,15 @@ fn read(stream: &mut UnixStream) -> Asked {
 
 /// Runs `ctl` with these arguments against a server that gives these answers, one after the other.
 fn ctl_asks(arguments: &[&str], answers: &[(u16, &str)]) -> (Output, Vec<Asked>) {
+    ctl_to(Stdio::piped(), arguments, answers)
+}
+
+/// The same, its standard output being `stdout`.
+fn ctl_to(
+    stdout: impl Into<Stdio>,
+    arguments: &[&str],
+    answers: &[(u16, &str)],
+) -> (Output, Vec<Asked>) {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("control.sock");
     let listener = UnixListener::bind(&socket).unwrap();
@@ -57,8 +66,9 @@ fn ctl_asks(arguments: &[&str], answers: &[(u16, &str)]) -> (Output, Vec<Asked>)
         };
         answers.iter().map(answer).collect()
     });
-    let all = [&["ctl", "--socket", socket.to_str().unwrap()], arguments].concat();
-    let output = rtvirtio(Path::new("/nonexistent"), &all);
+    let mut command = Command::new(RTVIRTIO);
+    command.arg("ctl").arg("--socket").arg(&socket).args(arguments).stdout(stdout);
+    let output = command.output().unwrap();
     (output, server.join().unwrap())
 }
 
@@ -294,4 +304,40 @@ fn absent_data_plane_is_named_with_a_hint() {
         "{complaint}"
     );
     assert!(complaint.contains("hint: start it: rtvirtio serve"), "{complaint}");
+}
+
+#[test]
+fn what_was_shown_to_nobody_failed_and_what_was_changed_was_done() {
+    let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let policy = r#"{"policy": "static", "cpus": [], "least": 1, "most": 1, "running": false, "last_decision": 0}"#;
+    for (arguments, answer, code) in [
+        (&["iothread", "list"] as &[_], "[]", 1),
+        (&["device", "list"], "[]", 1),
+        (&["--json", "mapping", "get", "d0"], r#"{"mapping": []}"#, 1),
+        (&["metrics"], "rtvirtio_up 1\n", 1),
+        (&["--json", "policy"], policy, 1),
+        (&["--json", "policy", "static"], policy, 0),
+        (&["--json", "mapping", "move", "d0", "0", "a"], r#"{"pause_ns": 1000}"#, 0),
+        (&["--json", "device", "resize", "d0"], r#"{"capacity": 1048576}"#, 0),
+    ] {
+        let (output, _) = ctl_to(full(), arguments, &[(200, answer)]);
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {}", said(&output));
+        assert!(said(&output).contains("write standard output: No space"), "{}", said(&output));
+    }
+}
+
+#[test]
+fn listing_that_nobody_reads_any_more_ends_as_by_sigpipe() {
+    let events = "data: {\"event\":\"device_added\",\"device\":\"d0\"}\n\n";
+    for (arguments, answer) in [
+        (&["--json", "events"] as &[_], events),
+        (&["events"], events),
+        (&["metrics"], "rtvirtio_up 1\n"),
+    ] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let (output, _) = ctl_to(writer, arguments, &[(200, answer)]);
+        assert_eq!(output.status.code(), Some(141), "{arguments:?}: {}", said(&output));
+        assert_eq!(String::from_utf8_lossy(&output.stderr), "", "{arguments:?}");
+    }
 }

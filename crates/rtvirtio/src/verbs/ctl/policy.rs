@@ -65,6 +65,14 @@ fn cpus(text: &str) -> Result<Cpus, String> {
     Ok(Cpus(ordered))
 }
 
+impl Args {
+    /// Whether the command sets anything.
+    pub(super) const fn changes(&self) -> bool {
+        let Self { name, cpus, least, most, borrow } = self;
+        name.is_some() || cpus.is_some() || least.is_some() || most.is_some() || borrow.is_some()
+    }
+}
+
 pub(super) fn run(client: &ControlClient, args: &Args, json: bool) -> Result<()> {
     let Args { name, cpus, least, most, borrow } = args;
     let settings = wire::IoCores {
@@ -74,10 +82,10 @@ pub(super) fn run(client: &ControlClient, args: &Args, json: bool) -> Result<()>
         most: *most,
         borrow: *borrow,
     };
-    let state: PolicyState = if settings == wire::IoCores::default() {
-        client.get("/v1/policy")?
-    } else {
+    let state: PolicyState = if args.changes() {
         client.ask("PUT", "/v1/policy", &SetPolicy(settings))?
+    } else {
+        client.get("/v1/policy")?
     };
     if json {
         return input::print_json(&state);
