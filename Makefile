@@ -142,12 +142,13 @@ loom: ## Every interleaving of the models of the live move, and of a completion'
 	RUSTFLAGS="--cfg rtvirtio_loom" CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target)/loom \
 		cargo test -p rtvirtio-dataplane -p rtvirtio-completion --lib --release --locked model
 
-fuzz: ## Fuzz rings, vhost-user messages, specifications, learned models and QEMU's replies, FUZZ_SECONDS (60) each
+fuzz: ## Fuzz rings, in-flight regions, vhost-user messages, specifications, learned models and QEMU's replies, FUZZ_SECONDS (60) each
 	@scripts/fuzz specification
 	@scripts/fuzz learned
 	@scripts/fuzz replies
 	@scripts/fuzz ring
 	@scripts/fuzz vhost_user
+	@scripts/fuzz inflight
 
 # The first repetition has every scheme, interleaved; the others repeat two of them.
 # All of these continue where they were interrupted. 21 s is the least window that judges p99.9

@@ -129,14 +129,16 @@ fn window(
     let driver = Driver::new(Arc::clone(&guest), RING, options);
     let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");
     let (kick, call) = (event(), event());
+    let device = Arc::new(device.expect("a device"));
+    let called = call.try_clone().expect("a descriptor");
     let setup = QueueSetup {
-        device: Arc::new(device.expect("a device")),
+        call: Some(Call::new(called, device.caller()).expect("an eventfd")),
+        device,
         memory: guest.memory(),
         buffers: None,
         ring: Ring::new(driver.config(), guest.memory(), None).expect("a ring"),
         size: options.size,
         kick: Some(kick.try_clone().expect("a descriptor")),
-        call: Some(Call::new(call.try_clone().expect("a descriptor")).expect("an eventfd")),
         error: None,
         enabled: true,
         stats: Arc::new(QueueStats::new()),

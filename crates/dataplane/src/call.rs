@@ -1,15 +1,32 @@
 //! How a driver is called: the fd of SET_VRING_CALL.
 //!
-//! A front end is hostile and the IOThread must not block on its fd. An eventfd blocks only when
-//! its counter is full, which takes 2^64 - 2 calls or malice; [`Call::make_room`] frees whoever
-//! is stuck in it. Sockets and pipes (User Mode Linux passes one) are written to without waiting.
+//! A front end is hostile, and the IOThread that calls its driver serves others too. Two things keep it from
+//! paying for a front end's fd:
+//!
+//! - Only what cannot block is taken: eventfds, and sockets of the UNIX family, which User Mode Linux passes.
+//!   Writing to a pipe or a TCP socket waits, whatever its flags, for a lock that its owner may hold for ever.
+//! - A write wakes everybody who waits for the fd, and the front end decides how many those are: 40,000
+//!   epoll instances take 76 ms. The time of each call is looked at, and a device whose calls are dear is
+//!   called by a thread of its own from then on ([`Caller`]).
+//!
+//! An eventfd blocks when its counter is full, which takes 2^64 - 2 calls or malice; [`Call::make_room`] frees
+//! whoever is stuck in it.
 
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::sync::Arc;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::{
+    AtomicBool, AtomicU32, AtomicU64,
+    Ordering::{AcqRel, Relaxed, Release},
+};
+use std::sync::{Arc, OnceLock, mpsc};
 
+use rtvirtio_engine::AbortOnPanic;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::FileType;
 use rustix::io::Errno;
-use rustix::net::SendFlags;
+use rustix::net::{AddressFamily, SendFlags, sockopt};
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::queue::now;
 
 /// Why an fd cannot be used to call.
 #[derive(Debug, thiserror::Error)]
@@ -17,12 +34,12 @@ pub enum CallError {
     /// Its kind could not be found out.
     #[error("the fd cannot be examined")]
     Examine(#[source] Errno),
-    /// It is none of the three kinds.
-    #[error("the fd is neither an eventfd nor a pipe nor a socket")]
+    /// It is neither of the two kinds.
+    #[error("the fd is neither an eventfd nor a UNIX socket")]
     Kind,
 }
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Event,
     Socket,
@@ -47,64 +64,220 @@ pub(crate) fn is_signal(fd: &OwnedFd) -> bool {
     Kind::of(fd).is_ok()
 }
 
-/// An fd that wakes the driver.
-#[derive(Debug, Clone)]
-pub struct Call {
-    fd: Arc<OwnedFd>,
-    kind: Kind,
+/// A call that took an IOThread so long is looked into, ns. Its thread may have been without a CPU meanwhile,
+/// most of all behind the write, which wakes the driver.
+const SUSPECT: u64 = 200_000;
+/// A call that takes so much CPU time is dear, ns.
+const DEAR: u64 = 100_000;
+/// How long a device is watched after a suspicious call: CPU time is measured then, which takes two more system
+/// calls. Twice as long with each further one, 2^[`MOST_WATCHES`] times at most.
+const WATCH: u64 = 1_000_000_000;
+const MOST_WATCHES: u32 = 10;
+/// How long a device is called aside after a dear call: four times as long with each further one.
+const ASIDE: u64 = 100_000_000;
+const MOST_STRIKES: u32 = 8;
+/// After so long without another, one is forgotten.
+const FORGET: u64 = 60_000_000_000;
+
+/// How often something happened lately.
+#[derive(Debug, Default)]
+struct Record {
+    times: AtomicU32,
+    until: AtomicU64,
 }
 
+impl Record {
+    fn holds(&self, now: u64) -> bool {
+        now < self.until.load(Relaxed)
+    }
+
+    /// It happened again: it holds for as long as `time` says.
+    fn again(&self, now: u64, most: u32, time: impl Fn(u32) -> u64) {
+        let before = self.times.load(Relaxed);
+        let forgotten = now.saturating_sub(self.until.load(Relaxed)) / FORGET;
+        let before = before.saturating_sub(forgotten.try_into().unwrap_or(u32::MAX));
+        self.until.store(now.saturating_add(time(before)), Relaxed);
+        self.times.store((before + 1).min(most), Relaxed);
+    }
+}
+
+/// Calls one device's drivers aside from its IOThreads, on a thread of its own: what is no eventfd, an eventfd
+/// that has not been called yet, and all of them while the device's calls are dear. A device is known by what
+/// its earlier front ends did.
+#[derive(Debug, Default)]
+pub struct Caller {
+    /// None if there is no thread to be had.
+    thread: OnceLock<Option<mpsc::Sender<Arc<Inner>>>>,
+    watched: Record,
+    aside: Record,
+}
+
+impl Caller {
+    fn thread(&self) -> Option<&mpsc::Sender<Arc<Inner>>> {
+        let start = || {
+            let (sender, due) = mpsc::channel::<Arc<Inner>>();
+            let thread = std::thread::Builder::new().name("call".to_owned()).stack_size(128 << 10);
+            let thread = thread.spawn(move || {
+                let _fatal = AbortOnPanic::new();
+                while let Ok(call) = due.recv() {
+                    call.call_aside();
+                }
+            });
+            thread.is_ok().then_some(sender)
+        };
+        self.thread.get_or_init(start).as_ref()
+    }
+
+    fn suspect(&self, now: u64) {
+        self.watched.again(now, MOST_WATCHES, |times| WATCH << times);
+    }
+
+    /// A call was dear.
+    fn strike(&self, now: u64) {
+        self.aside.again(now, MOST_STRIKES, |times| ASIDE << (2 * times));
+    }
+
+    /// Whether the device's drivers are called aside at this time.
+    #[cfg(test)]
+    pub(crate) fn is_aside(&self) -> bool {
+        self.aside.holds(now())
+    }
+}
+
+#[derive(Debug)]
+struct Inner {
+    fd: OwnedFd,
+    kind: Kind,
+    caller: Arc<Caller>,
+    /// Whether it was called once, and what that took is known.
+    is_tried: AtomicBool,
+    /// Whether the thread is about to call it.
+    is_due: AtomicBool,
+}
+
+/// An fd that wakes the driver.
+#[derive(Debug, Clone)]
+pub struct Call(Arc<Inner>);
+
 impl Call {
-    /// Takes an fd of the front end.
+    /// Takes an fd of a front end of the device whose drivers `caller` calls.
     ///
     /// # Errors
     /// [`CallError`].
-    pub fn new(fd: OwnedFd) -> Result<Self, CallError> {
+    pub fn new(fd: OwnedFd, caller: &Arc<Caller>) -> Result<Self, CallError> {
         let kind = Kind::of(&fd)?;
-        Ok(Self { fd: Arc::new(fd), kind })
+        let is_unix = || sockopt::socket_domain(&fd) == Ok(AddressFamily::UNIX);
+        if kind == Kind::Pipe || kind == Kind::Socket && !is_unix() {
+            return Err(CallError::Kind);
+        }
+        // Not by an IOThread, whose CPUs and priority it would inherit.
+        let has_thread = caller.thread().is_some();
+        Ok(Self(Arc::new(Inner {
+            fd,
+            kind,
+            caller: Arc::clone(caller),
+            is_tried: AtomicBool::new(!has_thread),
+            is_due: AtomicBool::new(false),
+        })))
     }
 
     /// Calls the driver. A front end that does not listen any more is no error: its session ends.
     pub(crate) fn signal(&self) {
-        let one = 1u64.to_ne_bytes();
-        let _ = match self.kind {
-            Kind::Event => rustix::io::write(&self.fd, &one),
-            Kind::Socket => {
-                rustix::net::send(&self.fd, &one, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
-            }
-            Kind::Pipe => rustix::io::pwritev2(
-                self.fd.as_fd(),
-                &[std::io::IoSlice::new(&one)],
-                // The current position: a pipe has none.
-                u64::MAX,
-                rustix::io::ReadWriteFlags::NOWAIT,
-            ),
-        };
+        let Inner { kind, caller, is_tried, .. } = &*self.0;
+        let began = now();
+        if *kind != Kind::Event || !is_tried.load(Relaxed) || caller.aside.holds(began) {
+            return self.signal_aside();
+        }
+        if caller.watched.holds(began) {
+            self.0.measured();
+            return;
+        }
+        self.0.write();
+        let ended = now();
+        if ended - began > SUSPECT {
+            caller.suspect(ended);
+        }
+    }
+
+    /// The same by the device's own thread.
+    pub(crate) fn signal_aside(&self) {
+        // Who calls for what is due already calls for both.
+        if self.0.is_due.swap(true, AcqRel) {
+            return;
+        }
+        let sent = self.0.caller.thread().is_some_and(|due| due.send(Arc::clone(&self.0)).is_ok());
+        if !sent {
+            self.0.is_due.store(false, Release);
+            self.0.write();
+        }
     }
 
     /// Empties an eventfd's counter if it is full, so that a write that waits for room in it
     /// returns, and calls the driver after all. One that is not full makes nobody wait: what it
     /// counts are calls that the driver has not seen yet, and nothing would repeat them.
     pub(crate) fn make_room(&self) {
-        use rustix::event::{PollFd, PollFlags, Timespec, poll};
-
-        let mut fds = [PollFd::new(&*self.fd, PollFlags::IN | PollFlags::OUT)];
-        let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
-        if !matches!(self.kind, Kind::Event) || poll(&mut fds, Some(&zero)) != Ok(1) {
+        let Inner { fd, kind, caller, .. } = &*self.0;
+        if *kind != Kind::Event || !is_full(fd) {
             return;
         }
-        let ready = fds[0].revents();
-        if ready.contains(PollFlags::IN) && !ready.contains(PollFlags::OUT) {
-            // Without waiting: its front end may have emptied it in between.
-            let _ = rustix::io::preadv2(
-                &*self.fd,
-                &mut [std::io::IoSliceMut::new(&mut [0; 8])],
-                // The current position: an eventfd has none.
-                u64::MAX,
-                rustix::io::ReadWriteFlags::NOWAIT,
-            );
+        caller.strike(now());
+        // Without waiting: its front end may have emptied it in between.
+        let _ = rustix::io::preadv2(
+            fd,
+            &mut [std::io::IoSliceMut::new(&mut [0; 8])],
+            // The current position: an eventfd has none.
+            u64::MAX,
+            rustix::io::ReadWriteFlags::NOWAIT,
+        );
+    }
+}
+
+impl Inner {
+    fn write(&self) {
+        let one = 1u64.to_ne_bytes();
+        let _ = match self.kind {
+            Kind::Event => rustix::io::write(&self.fd, &one),
+            Kind::Socket | Kind::Pipe => {
+                rustix::net::send(&self.fd, &one, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
+            }
+        };
+    }
+
+    /// The same, and remembers if it was dear.
+    fn measured(&self) {
+        let before = cpu_time();
+        self.write();
+        if cpu_time() - before > DEAR {
+            self.caller.strike(now());
         }
     }
+
+    fn call_aside(&self) {
+        // Before the write: who comes later finds what is to be called for.
+        self.is_due.store(false, Release);
+        // A driver with a full counter has a call that it has not seen.
+        if self.kind != Kind::Event || !is_full(&self.fd) {
+            self.measured();
+        }
+        self.is_tried.store(true, Relaxed);
+    }
+}
+
+/// Whether an eventfd's counter is full.
+fn is_full(fd: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(fd, PollFlags::IN | PollFlags::OUT)];
+    let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+    if poll(&mut fds, Some(&zero)) != Ok(1) {
+        return false;
+    }
+    let ready = fds[0].revents();
+    ready.contains(PollFlags::IN) && !ready.contains(PollFlags::OUT)
+}
+
+/// Of this thread, ns.
+fn cpu_time() -> u64 {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
 /// Whether the fd is an eventfd: what `poll` and `read` do with it is then bounded.
@@ -116,44 +289,128 @@ fn is_eventfd(fd: &OwnedFd) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use rustix::event::{EventfdFlags, eventfd};
+    use std::time::{Duration, Instant};
+
+    use rustix::event::{EventfdFlags, epoll, eventfd};
 
     use super::*;
 
-    #[test]
-    fn eventfd_pipe_and_socket_are_signalled_and_a_file_is_refused() {
-        let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let call = Call::new(event.try_clone().unwrap()).unwrap();
-        call.signal();
-        call.signal();
-        let mut count = [0; 8];
-        rustix::io::read(&event, &mut count).unwrap();
-        assert_eq!(u64::from_ne_bytes(count), 2);
+    /// Counts calls until there are so many.
+    #[track_caller]
+    fn counted(fd: &OwnedFd, calls: u64) {
+        let began = Instant::now();
+        let mut found = 0;
+        while found < calls {
+            let mut count = [0; 8];
+            if rustix::io::read(fd, &mut count) == Ok(8) {
+                found += u64::from_ne_bytes(count);
+            }
+            assert!(began.elapsed() < Duration::from_secs(20), "{found} of {calls} calls");
+        }
+        assert_eq!(found, calls);
+    }
 
-        let (reader, writer) = rustix::pipe::pipe().unwrap();
-        Call::new(writer).unwrap().signal();
-        assert_eq!(rustix::io::read(&reader, &mut count), Ok(8));
-
-        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
-        Call::new(ours.into()).unwrap().signal();
-        assert_eq!(rustix::io::read(&theirs, &mut count), Ok(8));
-
-        let file = std::fs::File::open("/dev/zero").unwrap();
-        assert!(matches!(Call::new(file.into()), Err(CallError::Kind)));
+    fn event() -> OwnedFd {
+        eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
     }
 
     #[test]
-    fn full_pipe_does_not_block_the_caller() {
+    fn eventfd_and_unix_socket_are_signalled_and_what_may_block_is_refused() {
+        let caller = Arc::default();
+        let event = event();
+        let call = Call::new(event.try_clone().unwrap(), &caller).unwrap();
+        for _ in 0..3 {
+            call.signal();
+            counted(&event, 1);
+        }
+
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        Call::new(ours.into(), &caller).unwrap().signal();
+        assert_eq!(rustix::io::read(&theirs, &mut [0; 8]), Ok(8));
+
         let (_reader, writer) = rustix::pipe::pipe().unwrap();
-        let call = Call::new(writer).unwrap();
-        // A pipe holds 64 KiB.
-        (0..20_000).for_each(|_| call.signal());
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let tcp = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let file = std::fs::File::open("/dev/zero").unwrap();
+        for fd in [writer, tcp.into(), listener.into(), file.into()] {
+            assert!(matches!(Call::new(fd, &caller), Err(CallError::Kind)));
+        }
+    }
+
+    #[test]
+    fn full_socket_does_not_block_the_caller() {
+        let (ours, _theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let call = Call::new(ours.into(), &Arc::default()).unwrap();
+        // A socket holds some 200 KiB.
+        (0..20_000).for_each(|_| call.0.call_aside());
+    }
+
+    #[test]
+    fn eventfd_whose_calls_are_dear_is_called_aside_and_so_are_those_that_follow_it() {
+        let caller = Arc::default();
+        let event = event();
+        let call = Call::new(event.try_clone().unwrap(), &caller).unwrap();
+        call.signal();
+        counted(&event, 1);
+        while !call.0.is_tried.load(Relaxed) {
+            std::thread::yield_now();
+        }
+        assert!(!caller.is_aside());
+        // Each instance that waits for it is woken by each call.
+        const WAITING: u64 = 20_000;
+        let limit = rustix::process::Rlimit { current: Some(WAITING * 2), maximum: Some(WAITING * 2) };
+        let limited = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        if limited.current.is_some_and(|most| most < WAITING * 2)
+            && rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).is_err()
+        {
+            eprintln!("skipped: {WAITING} descriptors need a higher limit (ulimit -n)");
+            return;
+        }
+        let waiting: Vec<_> = (0..WAITING)
+            .map(|_| {
+                let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
+                let (data, flags) = (epoll::EventData::new_u64(0), epoll::EventFlags::IN);
+                epoll::add(&epoll, &event, data, flags).unwrap();
+                epoll
+            })
+            .collect();
+        // The first one is suspicious, the second is measured.
+        call.signal();
+        call.signal();
+        assert!(caller.is_aside(), "{} ns", {
+            let before = cpu_time();
+            call.0.write();
+            cpu_time() - before
+        });
+        counted(&event, 3);
+        drop(waiting);
+        let next = Call::new(event.try_clone().unwrap(), &caller).unwrap();
+        next.signal();
+        counted(&event, 1);
+        assert!(caller.is_aside());
+    }
+
+    #[test]
+    fn record_of_what_happened_grows_and_is_forgotten() {
+        let record = Record::default();
+        let time = |times: u32| 100_u64 << times;
+        record.again(1_000, 3, time);
+        assert!(record.holds(1_099) && !record.holds(1_100));
+        for _ in 0..5 {
+            record.again(2_000, 3, time);
+        }
+        assert!(record.holds(2_799) && !record.holds(2_800));
+        // One is forgotten each minute, and the clock does not wrap.
+        record.again(2_800 + 2 * FORGET, 3, time);
+        assert!(!record.holds(2_800 + 2 * FORGET + 200));
+        record.again(u64::MAX - 10, 3, time);
+        assert!(record.holds(u64::MAX - 1));
     }
 
     #[test]
     fn call_that_the_driver_has_not_seen_is_not_taken_away() {
-        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-        let call = Call::new(event.try_clone().unwrap()).unwrap();
+        let event = event();
+        let call = Call::new(event.try_clone().unwrap(), &Arc::default()).unwrap();
         let mut count = [0; 8];
         for counted in [1, 3, u64::MAX - 2] {
             rustix::io::write(&event, &counted.to_ne_bytes()).unwrap();
@@ -164,17 +421,21 @@ mod tests {
     }
 
     #[test]
-    fn full_eventfd_is_freed_by_making_room_and_calls() {
+    fn full_eventfd_is_freed_by_making_room_and_calls_and_is_called_aside_then() {
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
-        let call = Call::new(event.try_clone().unwrap()).unwrap();
+        let caller = Arc::default();
+        let call = Call::new(event.try_clone().unwrap(), &caller).unwrap();
+        // The thread waits for nobody.
+        call.0.call_aside();
         let stuck = call.clone();
-        let thread = std::thread::spawn(move || stuck.signal());
-        std::thread::sleep(std::time::Duration::from_millis(20));
+        let thread = std::thread::spawn(move || stuck.0.write());
+        std::thread::sleep(Duration::from_millis(20));
         call.make_room();
         thread.join().unwrap();
         let mut count = [0; 8];
         rustix::io::read(&event, &mut count).unwrap();
         assert_eq!(u64::from_ne_bytes(count), 1);
+        assert!(caller.is_aside());
     }
 }

@@ -5,8 +5,8 @@
 //! [`MAX_FDS`] descriptors (the rest is closed by the kernel), [`REQUEST_TIME`], and one of
 //! [`MAX_CONNECTIONS`] places; a reader that does not read is dropped.
 //!
-//! Changes are made one at a time, on a thread of their own, so that one that waits for the disk
-//! does not keep anybody from looking. The thread that hears requests is nice: 1,000 malformed ones a
+//! The changes of a device are made one at a time, on threads of their own, so that one that waits for the
+//! disk keeps nobody from looking, nor from changing another device. The thread that hears requests is nice: 1,000 malformed ones a
 //! second leave the data path its CPUs.
 //!
 //! Properties (tests of the same name): `socket_is_private_and_gone_at_the_end`,
@@ -25,7 +25,7 @@ mod tests;
 use std::io;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -55,7 +55,10 @@ const HEADER_TIME: Duration = Duration::from_secs(5);
 /// How long a change that is under way is waited for at the end.
 const SHUTDOWN_TIME: Duration = Duration::from_secs(2);
 
-/// How long the thread of changes waits for one.
+/// Threads of changes. A disk that does not answer may keep one for as long as that lasts; the changes of a
+/// device come one after the other.
+const CHANGES: usize = 16;
+/// How long a thread of changes waits for one.
 const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// Why the control API does not start.
@@ -132,13 +135,17 @@ impl ControlServer {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
-            .max_blocking_threads(1)
+            .max_blocking_threads(CHANGES)
             .thread_keep_alive(FOR_EVER)
             .thread_name("rtv-change")
             .build()
             .map_err(ControlError::Thread)?;
-        // It is started here, once: IOThreads that a change adds inherit its nice value.
-        runtime.spawn_blocking(|| ());
+        // They are started here, once: IOThreads that a change adds inherit their nice value.
+        let all = Arc::new(Barrier::new(CHANGES));
+        for _ in 0..CHANGES {
+            let all = Arc::clone(&all);
+            runtime.spawn_blocking(move || all.wait());
+        }
         let (stop, stopped) = oneshot::channel();
         let serve = move || {
             give_way();

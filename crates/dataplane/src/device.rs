@@ -12,6 +12,7 @@ use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 
+use crate::call::Caller;
 use crate::protocol::{CONFIG_MAX, Header, features, send};
 use crate::schedule::Member;
 
@@ -38,14 +39,25 @@ pub struct Limits {
     pub discard_sectors: u32,
     /// Segments of a discard or write-zeroes request.
     pub discard_segments: u32,
+    /// Guest memory that a front end may share, in all its regions.
+    pub memory: Bytes,
 }
 
 impl Default for Limits {
     /// 126 data segments: with header and status they fill a queue of 128 entries, QEMU's default.
-    /// 1 GiB of a discard: what a file system punches out in one piece without a long stall.
+    /// 1 GiB of a discard: what a file system punches out in one piece without a long stall. As much memory as
+    /// the host has: no guest uses more, and this process has an address space for all of them.
     fn default() -> Self {
-        Self { segments: 126, discard_sectors: 1 << 21, discard_segments: 1 }
+        let memory = host_memory();
+        Self { segments: 126, discard_sectors: 1 << 21, discard_segments: 1, memory }
     }
+}
+
+/// Memory and swap space of the host.
+fn host_memory() -> Bytes {
+    let found = rustix::system::sysinfo();
+    let units = u64::from(found.totalram).saturating_add(u64::from(found.totalswap));
+    Bytes::new(units.saturating_mul(found.mem_unit.into()))
 }
 
 /// What a device is made of.
@@ -86,6 +98,7 @@ pub struct Device {
     write_cache: AtomicBool,
     channel: Mutex<Weak<Channel>>,
     member: Mutex<Option<Arc<Member>>>,
+    caller: Arc<Caller>,
     rings: Turn,
 }
 
@@ -110,6 +123,7 @@ impl Device {
             member: Mutex::new(config.schedule.take().map(Arc::new)),
             config,
             channel: Mutex::default(),
+            caller: Arc::default(),
             rings: Turn::default(),
         })
     }
@@ -118,6 +132,12 @@ impl Device {
     #[must_use]
     pub fn name(&self) -> &str {
         &self.config.name
+    }
+
+    /// What calls its drivers aside.
+    #[must_use]
+    pub const fn caller(&self) -> &Arc<Caller> {
+        &self.caller
     }
 
     /// Its disk.
@@ -226,7 +246,7 @@ impl Device {
     /// `struct virtio_blk_config` (virtio 1.2, 5.2.4), little endian.
     fn fields(&self) -> [u8; CONFIG_SIZE] {
         let geometry = self.config.engine.geometry();
-        let Limits { segments, discard_sectors, discard_segments } = self.config.limits;
+        let Limits { segments, discard_sectors, discard_segments, .. } = self.config.limits;
         let discard = self.features() & features::BLK_DISCARD != 0;
         let of_discard = |value: u32| if discard { value } else { 0 };
         let blocks = (geometry.physical_block / geometry.logical_block).max(1);

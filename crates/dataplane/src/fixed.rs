@@ -18,9 +18,13 @@ use crate::memory::Memory;
 /// Most bytes of one buffer (io_uring/rsrc.c).
 const CHUNK: u64 = 1 << 30;
 
+/// Most buffers of a table (`UIO_MAXIOV`): a ring has 16 times as many for all tables.
+const MAX_CHUNKS: usize = 1024;
+
 /// A memory table that is registered.
 pub struct FixedBuffers {
     ring: IoUring,
+    /// By address.
     chunks: Vec<Segment>,
 }
 
@@ -29,20 +33,29 @@ pub struct FixedBuffers {
 unsafe impl Sync for FixedBuffers {}
 
 impl FixedBuffers {
-    /// Registers all of the memory. Takes some 0.1 s per GiB.
+    /// Registers memory: all of it, or (`populated`) the parts that had pages when they were shared. Pages that
+    /// are missing are made by registering, and charged to this process. Takes some 0.1 s per GiB. `None`: there
+    /// is nothing to register.
     ///
     /// # Errors
     /// EPERM or ENOMEM: more than RLIMIT_MEMLOCK; EINVAL or ENOSYS: an old kernel.
-    pub fn register(memory: &Memory) -> std::io::Result<Self> {
+    pub fn register(memory: &Memory, populated: bool) -> std::io::Result<Option<Self>> {
+        let parts: Vec<Segment> = match populated {
+            true => memory.regions().flat_map(|region| region.populated()).collect(),
+            false => memory.regions().map(|region| region.segment()).collect(),
+        };
         let mut chunks = Vec::new();
-        for region in memory.regions() {
-            let mut rest = region.segment();
-            while !rest.is_empty() {
+        for mut rest in parts {
+            while !rest.is_empty() && chunks.len() < MAX_CHUNKS {
                 let length = (rest.len() as u64).min(CHUNK) as usize;
                 chunks.push(Segment::new(rest.base(), length));
                 rest.advance(length);
             }
         }
+        if chunks.is_empty() {
+            return Ok(None);
+        }
+        chunks.sort_unstable_by_key(|chunk| chunk.base() as usize);
         let ring = IoUring::new(1)?;
         let vectors: Vec<libc::iovec> = chunks
             .iter()
@@ -50,7 +63,7 @@ impl FixedBuffers {
             .collect();
         // SAFETY: the kernel pins the pages; they stay pinned when they are unmapped.
         unsafe { ring.submitter().register_buffers(&vectors)? };
-        Ok(Self { ring, chunks })
+        Ok(Some(Self { ring, chunks }))
     }
 
     /// Buffers.
@@ -67,12 +80,10 @@ impl FixedBuffers {
     /// The buffer that holds all of a segment.
     pub(crate) fn find(&self, segment: &Segment) -> Option<u16> {
         let start = segment.base() as usize;
-        self.chunks
-            .iter()
-            .position(|chunk| {
-                let base = chunk.base() as usize;
-                start >= base && start - base + segment.len() <= chunk.len()
-            })
-            .map(|at| at as u16)
+        let at =
+            self.chunks.partition_point(|chunk| chunk.base() as usize <= start).checked_sub(1)?;
+        let chunk = self.chunks[at];
+        let fits = start - chunk.base() as usize + segment.len() <= chunk.len();
+        fits.then_some(at as u16)
     }
 }

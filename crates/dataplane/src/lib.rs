@@ -22,7 +22,7 @@ pub mod session;
 pub mod stats;
 pub mod vcpus;
 
-pub use call::{Call, CallError};
+pub use call::{Call, CallError, Caller};
 pub use fixed::FixedBuffers;
 pub use iothread::{IoThreadStats, Polling};
 pub use pool::{MoveError, Pool, PoolError, ThreadId};

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use rtvirtio_engine::Segment;
+use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 
 pub mod log;
@@ -36,9 +37,20 @@ pub enum MemoryError {
     /// The descriptor is no regular file (a memfd is one).
     #[error("the descriptor is no regular file")]
     NotAFile,
-    /// A page fault there waits for a server that may never answer.
-    #[error("the file is on a file system served by somebody else")]
-    RemoteFile,
+    /// A page fault there waits for a disk, or for a server that may never answer.
+    #[error(
+        "the file is not in memory (memfd, tmpfs or hugetlbfs): give the guest memory-backend-memfd, or a file \
+         in /dev/shm or /dev/hugepages"
+    )]
+    NotInMemory,
+    /// More than the device allows.
+    #[error("the guest shares {total} of memory, and the device allows {limit} (max_memory)")]
+    TooMuch {
+        /// Of all regions.
+        total: Bytes,
+        /// What the device allows.
+        limit: Bytes,
+    },
     /// The file ends before the region does.
     #[error("the file has {file} bytes, the region ends at {end}")]
     TooShort {

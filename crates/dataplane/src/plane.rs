@@ -74,8 +74,13 @@ pub trait Plane: Send + Sync {
     /// Looks at a device's size again, or changes it, and tells the front end. The new size.
     ///
     /// # Errors
-    /// It is not there or cannot have that size.
-    fn resize_device(&self, device: &DiskName, size: Option<Bytes>) -> Result<Bytes, PlaneError>;
+    /// It is not there, cannot have that size, or would be smaller, unless `shrink` says that it may.
+    fn resize_device(
+        &self,
+        device: &DiskName,
+        size: Option<Bytes>,
+        shrink: bool,
+    ) -> Result<Bytes, PlaneError>;
 
     /// The IOThreads of a device's queues.
     ///
@@ -310,7 +315,7 @@ impl ScheduleStatus {
 }
 
 impl ClassStatus {
-    fn had(&self) -> Had {
+    pub(crate) fn had(&self) -> Had {
         let of = |kind: Kind| {
             let Account { requests, bytes, cost } = self.accounts[kind as usize];
             Consumption { requests, bytes: Bytes::new(bytes), cost_ns: Nanos::new(cost) }
@@ -395,6 +400,16 @@ pub enum PlaneError {
         /// The queue.
         queue: u16,
     },
+    /// What lies behind its new end would be lost.
+    #[error("{device} has {from}: what lies behind {to} would be lost")]
+    Shrinks {
+        /// The device.
+        device: DiskName,
+        /// Its size.
+        from: Bytes,
+        /// The size that was asked for.
+        to: Bytes,
+    },
     /// There are as many as there may be.
     #[error("there are {limit} {what} already")]
     TooMany {
@@ -446,6 +461,10 @@ impl PlaneError {
                 "move them first: rtvirtio ctl mapping move DEVICE QUEUE IOTHREAD".to_owned()
             }
             Self::QueueBusy { .. } => "try again".to_owned(),
+            Self::Shrinks { device, to, .. } => format!(
+                "if that is what you want: rtvirtio ctl device resize {device} {} --shrink",
+                to.get()
+            ),
             Self::TooMany { .. } => "remove one first".to_owned(),
             Self::Fault(fault) => fault.hint(),
             Self::Mapping(error) => error.hint(),

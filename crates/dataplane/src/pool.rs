@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak, mpsc};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rtvirtio_completion::{Costs, Tokens};
 use rtvirtio_engine::AbortOnPanic;
@@ -102,6 +102,10 @@ pub struct Pool {
     /// Threads end one after the other: each forwards to one that stays.
     ending: Mutex<()>,
 }
+
+/// How long a thread that serves nothing any more is waited for, and how often that is looked at.
+const END_TIME: Duration = Duration::from_secs(1);
+const END_PAUSE: Duration = Duration::from_micros(200);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Nothing panics while it holds one of them; if it did, the tables are whole.
@@ -203,7 +207,15 @@ impl Pool {
         drop(done);
         while rerouted.recv().is_ok() {}
         let _ = thread.mail.post(Letter::End);
-        let _ = thread.handle.join();
+        // It ends when what was started there has ended, and nobody needs to wait for a disk that does not
+        // answer: the thread serves nothing.
+        let until = Instant::now() + END_TIME;
+        while !thread.handle.is_finished() && Instant::now() < until {
+            std::thread::sleep(END_PAUSE);
+        }
+        if thread.handle.is_finished() {
+            let _ = thread.handle.join();
+        }
         Ok(())
     }
 

@@ -40,6 +40,11 @@ const BATCH: usize = 8;
 /// or of so many bytes.
 const BATCH_BYTES: u64 = 32 << 10;
 
+/// Most bytes of a transfer that are started at once, a multiple of any logical block: what the kernel pins,
+/// or memory copies, in a fraction of a millisecond. A chain may have 4 GiB, and its neighbours on the
+/// IOThread would wait for all of it. Linux asks for 1.25 MiB at most (`BLK_DEF_MAX_SECTORS_CAP`).
+pub(crate) const LONGEST: u64 = 1 << 20;
+
 /// Names a queue while it is served: unique in the process at any time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct QueueKey(pub(crate) u32);
@@ -235,6 +240,7 @@ impl Queue {
     ) -> Self {
         stats.set_broken(false);
         stats.see(0);
+        let caller = Arc::clone(device.caller());
         Self {
             key,
             member: device.member(),
@@ -247,7 +253,7 @@ impl Queue {
             kick: None,
             call: None,
             // An fd that cannot be written to is none.
-            error: error.and_then(|fd| Call::new(fd).ok()),
+            error: error.and_then(|fd| Call::new(fd, &caller).ok()),
             enabled: true,
             broken: Arc::default(),
             stats,
@@ -308,7 +314,7 @@ impl Queue {
 
     /// Tells of a broken ring by another fd from now on.
     pub(crate) fn set_error(&mut self, error: Option<OwnedFd>) {
-        self.error = error.and_then(|fd| Call::new(fd).ok());
+        self.error = error.and_then(|fd| Call::new(fd, self.device.caller()).ok());
     }
 
     /// Memory was added, or the dirty log switched: what is in flight stays where it is.
@@ -397,12 +403,20 @@ impl Queue {
         found: u64,
         begun: u64,
     ) -> Pass {
-        // What has left the ring ends, whatever has become of the ring.
-        while let Some(head) = self.waiting.pop() {
-            self.slots[usize::from(head)].started = begun;
-            if !self.start(head, turn) {
+        // What has left the ring ends, whatever has become of the ring. The share of a queue that is to
+        // stop has no requests, but bytes.
+        while share.bytes > 0
+            && let Some(head) = self.waiting.pop()
+        {
+            if self.slots[usize::from(head)].done_bytes() == 0 {
+                self.slots[usize::from(head)].started = begun;
+            }
+            if !self.start(head, turn, share) {
                 return Pass::Full;
             }
+        }
+        if self.is_waiting() {
+            return Pass::More;
         }
         if !self.is_served() {
             return Pass::Empty;
@@ -453,18 +467,14 @@ impl Queue {
                     slot.length = length;
                     slot.bytes = length;
                     slot.done = 0;
-                    share.bytes -= match operation {
-                        Operation::Read | Operation::Write { .. } => length as i64,
-                        // A range that is discarded or zeroed seldom costs its bytes: it ends the
-                        // turn at most.
-                        _ => length.min(QUANTUM_BYTES.into()) as i64,
-                    };
                     if self.member.is_some() {
                         self.ask(head);
+                        share.bytes -= self.slots[usize::from(head)].cost();
                         continue;
                     }
-                    slot.divide(self.most.of(operation));
-                    if !self.start(head, turn) {
+                    let most = self.most(operation);
+                    self.slots[usize::from(head)].divide(most);
+                    if !self.start(head, turn, share) {
                         return Pass::Full;
                     }
                 }
@@ -473,16 +483,43 @@ impl Queue {
         Pass::More
     }
 
-    /// Starts what is left of a request. False: the submission queue is full, and it waits.
-    fn start(&mut self, head: u16, turn: &mut Turn<'_, '_>) -> bool {
+    /// Most bytes that are started at once of a request that does this.
+    fn most(&self, operation: Operation) -> u64 {
+        let longest = match operation {
+            Operation::Read | Operation::Write { .. } => LONGEST,
+            Operation::WriteZeroes { .. } if self.writes_out(operation) => LONGEST,
+            _ => u64::MAX,
+        };
+        longest.min(self.most.of(operation))
+    }
+
+    /// Whether this is to zero a range, and takes a write of its bytes.
+    fn writes_out(&self, operation: Operation) -> bool {
+        match operation {
+            Operation::WriteZeroes { unmap, .. } => self.device.engine().writes_zeroes(unmap),
+            _ => false,
+        }
+    }
+
+    /// Starts what is left of a request: part by part as long as parts end at once and something is left
+    /// of the share, whose bytes they take; then the rest waits for the next turn. False: the submission
+    /// queue is full, and it waits.
+    fn start(&mut self, head: u16, turn: &mut Turn<'_, '_>, share: &mut Share) -> bool {
         loop {
+            let cost = self.slots[usize::from(head)].cost();
             match self.start_part(head, turn) {
                 Outcome::Done(result) => {
+                    share.bytes -= cost;
                     if !self.settle(head, result) {
+                        return true;
+                    }
+                    if share.bytes <= 0 {
+                        self.waiting.push(head);
                         return true;
                     }
                 }
                 Outcome::Started => {
+                    share.bytes -= cost;
                     self.started_here += 1;
                     return true;
                 }
@@ -529,7 +566,7 @@ impl Queue {
         let transfers = matches!(operation, Operation::Read | Operation::Write { .. });
         let result = match u64::try_from(raw) {
             Err(_) => match Errno::from_raw_os_error(raw.saturating_neg()) {
-                Errno::INTR | Errno::AGAIN => return self.start(head, turn),
+                Errno::INTR | Errno::AGAIN => return self.go_on(head, turn),
                 error => Err(error),
             },
             Ok(_) if !transfers => Ok(()),
@@ -538,7 +575,7 @@ impl Queue {
             Ok(bytes) if bytes < slot.part => {
                 let memory = (operation == Operation::Read).then_some(&*self.memory);
                 slot.advance(bytes, memory);
-                return self.start(head, turn);
+                return self.go_on(head, turn);
             }
             Ok(_) => Ok(()),
         };
@@ -553,7 +590,13 @@ impl Queue {
         result: Result<(), Errno>,
         turn: &mut Turn<'_, '_>,
     ) -> bool {
-        !self.settle(head, result) || self.start(head, turn)
+        !self.settle(head, result) || self.go_on(head, turn)
+    }
+
+    /// Starts what is left of a request though it is not its queue's turn: as much of it as a turn has
+    /// at most.
+    fn go_on(&mut self, head: u16, turn: &mut Turn<'_, '_>) -> bool {
+        self.start(head, turn, &mut Share { requests: 0, bytes: QUANTUM_BYTES.into() })
     }
 
     /// The same, without the next part's start; whether it is to start now.
@@ -571,28 +614,33 @@ impl Queue {
             self.ask(head);
             return false;
         }
-        slot.divide(self.most.of(operation));
+        let most = self.most(operation);
+        self.slots[usize::from(head)].divide(most);
         true
     }
 
     /// Has the device's schedule say when what is left of a request starts, or as much of it as its
     /// engine takes and no more than [`MAX_TRANSFER`].
     fn ask(&mut self, head: u16) {
-        let Some(member) = &self.member else { return };
-        let slot = &mut self.slots[usize::from(head)];
-        let Some(operation) = slot.operation else { return };
+        let Some(operation) = self.slots[usize::from(head)].operation else { return };
         let (kind, most) = match operation {
             Operation::Read => (Kind::Read, MAX_TRANSFER.get()),
             Operation::Write { .. } => (Kind::Write, MAX_TRANSFER.get()),
+            // A write of zeroes.
+            _ if self.writes_out(operation) => (Kind::Write, MAX_TRANSFER.get()),
             Operation::Flush => (Kind::Flush, u64::MAX),
             Operation::Discard | Operation::WriteZeroes { .. } => (Kind::Discard, u64::MAX),
         };
-        slot.divide(most.min(self.most.of(operation)));
+        let most = most.min(self.most.of(operation));
+        let Some(member) = &self.member else { return };
+        let slot = &mut self.slots[usize::from(head)];
+        slot.divide(most);
         self.asks.push(Ask {
             token: token(self.key, head),
             class: member.class(slot.ioprio),
             kind,
-            // A discarded or zeroed range is no transfer: no rate of bytes is charged for it.
+            // A range that is discarded, or zeroed without a write, is no transfer: no rate of bytes is
+            // charged for it.
             bytes: Bytes::new(if kind == Kind::Discard { 0 } else { slot.part }),
         });
     }
@@ -629,7 +677,7 @@ impl Queue {
         let slot = &mut self.slots[usize::from(head)];
         slot.running = Some(running);
         slot.started = *time;
-        self.start(head, turn);
+        self.go_on(head, turn);
     }
 
     fn finish(&mut self, head: u16, status: Status, op: Op) {
@@ -704,7 +752,7 @@ impl Queue {
             call.signal();
         }
         if error && let Some(error) = &self.error {
-            error.signal();
+            error.signal_aside();
         }
         thread.set_calling(None);
         at
@@ -726,6 +774,20 @@ impl Queue {
 }
 
 impl Slot {
+    /// Bytes that are done.
+    const fn done_bytes(&self) -> u64 {
+        self.bytes - self.length
+    }
+
+    /// What its part takes of a turn. A range that is discarded or zeroed seldom costs its bytes: it ends
+    /// the turn at most.
+    fn cost(&self) -> i64 {
+        match self.operation {
+            Some(Operation::Read | Operation::Write { .. }) => self.part as i64,
+            _ => self.part.min(QUANTUM_BYTES.into()) as i64,
+        }
+    }
+
     /// Starts no more than `most` bytes at once.
     fn divide(&mut self, most: u64) {
         if self.length <= most {

@@ -185,6 +185,28 @@ fn apply(program: &BpfProgram) -> Result<(), SandboxError> {
 /// # Errors
 /// The kernel's.
 pub(crate) fn give(path: &Path, identity: &Identity, group: Option<u32>) -> std::io::Result<()> {
-    let group = group.unwrap_or_else(|| identity.gid());
-    std::os::unix::fs::lchown(path, Some(identity.uid()), Some(group))
+    give_socket(path, Some(identity.uid()), Some(group.unwrap_or_else(|| identity.gid())))
+}
+
+/// Changes the owner or group of a socket that was just made. Others may write to its directory and put
+/// something else in its place: nothing but a socket of this user with one name is touched.
+///
+/// # Errors
+/// The kernel's; `EPERM` for what is no such socket.
+pub(crate) fn give_socket(
+    path: &Path,
+    user: Option<u32>,
+    group: Option<u32>,
+) -> std::io::Result<()> {
+    use rustix::fs::{AtFlags, CWD, FileType, Gid, Mode, OFlags, Uid};
+
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let found = rustix::fs::openat(CWD, path, flags, Mode::empty())?;
+    let stat = rustix::fs::fstat(&found)?;
+    let is_socket = FileType::from_raw_mode(stat.st_mode) == FileType::Socket;
+    if !is_socket || stat.st_uid != rustix::process::geteuid().as_raw() || stat.st_nlink != 1 {
+        return Err(std::io::ErrorKind::PermissionDenied.into());
+    }
+    let (user, group) = (user.map(Uid::from_raw), group.map(Gid::from_raw));
+    Ok(rustix::fs::chownat(&found, "", user, group, AtFlags::EMPTY_PATH)?)
 }

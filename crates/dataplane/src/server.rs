@@ -31,7 +31,7 @@ mod listener;
 
 pub use clients::CLIENTS_MAX;
 use clients::Clients;
-pub use listener::{ListenError, Listener};
+pub use listener::{ListenError, Listener, is_answered};
 
 /// A session's thread handles messages and sets up rings: it needs little stack.
 const STACK: usize = 256 << 10;
@@ -164,6 +164,14 @@ impl Server {
             socket.close(&self.shared.epoll);
         }
         socket.is_some()
+    }
+
+    /// Ends all connections. Sessions end when what they have in flight has ended.
+    pub(crate) fn shut_down(&self) {
+        let sockets: Vec<_> = lock(&self.shared.sockets).values().cloned().collect();
+        for socket in sockets {
+            socket.shut_down();
+        }
     }
 
     /// Whether a front end is connected to a device, as far as that is served.

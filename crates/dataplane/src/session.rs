@@ -10,11 +10,12 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use rtvirtio_units::Bytes;
 use rustix::fs::FileType;
 use rustix::io::Errno;
 
 use crate::device::{Channel, Device, DeviceTurn, QUEUE_SIZE_MAX, WRITEBACK};
-use crate::memory::{DirtyLog, MAX_REGIONS, Memory, MemoryError, Region};
+use crate::memory::{DirtyLog, MAX_REGIONS, Memory, MemoryError, Region, RegionSpec};
 use crate::protocol::{InflightArea, Message, VringAddress, VringFd, VringState, features};
 use crate::ring::{Inflight, InflightError, Ring, RingConfig, RingError};
 
@@ -359,6 +360,7 @@ impl<H: QueueHost> Session<H> {
                 self.protocol = protocol;
             }
             Message::SetMemTable(specs) => {
+                self.fits_memory(&specs)?;
                 let map = |spec| Ok(Arc::new(Region::map(spec, fd()?)?));
                 let regions = specs.into_iter().map(map).collect::<Result<_, Refused>>()?;
                 self.replace_memory(Memory::new(regions)?)?;
@@ -367,6 +369,8 @@ impl<H: QueueHost> Session<H> {
                 if self.memory.regions().len() >= MAX_REGIONS {
                     return Err(MemoryError::TooManyRegions.into());
                 }
+                let there = self.memory.regions().map(|region| *region.spec());
+                self.fits_memory(&there.chain([spec]).collect::<Vec<_>>())?;
                 let more = self.memory.with(Arc::new(Region::map(spec, fd()?)?))?;
                 self.share_memory(more)?;
                 self.start_all()?;
@@ -662,6 +666,18 @@ impl<H: QueueHost> Session<H> {
         self.stop_all();
         for vring in &mut self.vrings {
             *vring = Vring::default();
+        }
+    }
+
+    /// Whether the device allows so much memory, which is looked at before any of it is mapped.
+    fn fits_memory(&self, regions: &[RegionSpec]) -> Result<(), MemoryError> {
+        let limit = self.device.limits().memory;
+        let sizes = regions.iter().map(|region| region.size);
+        let total = sizes.fold(0_u64, u64::saturating_add);
+        if total <= limit.get() {
+            Ok(())
+        } else {
+            Err(MemoryError::TooMuch { total: Bytes::new(total), limit })
         }
     }
 

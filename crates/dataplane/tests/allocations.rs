@@ -149,15 +149,17 @@ fn allocations(engine: Arc<dyn Engine>, packed: bool, fixed: bool) -> u64 {
     let ring = Ring::new(driver.config(), guest.memory(), None).unwrap();
     let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
     let (kick, call) = (event(), event());
-    let buffers = fixed.then(|| Arc::new(FixedBuffers::register(&guest.memory()).unwrap()));
+    let register = || FixedBuffers::register(&guest.memory(), false).unwrap().unwrap();
+    let buffers = fixed.then(|| Arc::new(register()));
+    let device = Arc::new(device.unwrap());
     let setup = QueueSetup {
-        device: Arc::new(device.unwrap()),
+        call: Some(Call::new(call.try_clone().unwrap(), device.caller()).unwrap()),
+        device,
         memory: guest.memory(),
         buffers,
         ring,
         size: options.size,
         kick: Some(kick.try_clone().unwrap()),
-        call: Some(Call::new(call.try_clone().unwrap()).unwrap()),
         error: None,
         enabled: true,
         stats: Arc::new(QueueStats::new()),
@@ -186,6 +188,7 @@ fn file() -> Option<(tempfile::TempDir, Arc<dyn Engine>)> {
         direct: true,
         read_only: false,
         explicit_raw: true,
+        block_size: None,
         aio: Aio::IoUring,
     });
     match engine {

@@ -67,6 +67,7 @@ fn engines(c: &mut Criterion) {
         direct: false,
         read_only: false,
         explicit_raw: false,
+        block_size: None,
         aio: Aio::Auto,
     })
     .unwrap();

@@ -7,7 +7,7 @@
 //! - threads, where io_uring is switched off.
 //!
 //! What is rare goes to helper threads in all of them: discards, write-zeroes, and requests whose
-//! memory direct I/O does not take as it is, which are bounced through aligned memory.
+//! memory or place direct I/O does not take as it is, which are bounced through aligned memory.
 
 mod aligned;
 mod header;
@@ -122,6 +122,9 @@ pub struct FileConfig {
     pub explicit_raw: bool,
     /// How requests reach the file.
     pub aio: Aio,
+    /// Bytes of the logical block that the guest sees: 512, 1024, 2048 or 4096. By default a block device's
+    /// own, and 512 of a file, whatever its file system asks of direct I/O.
+    pub block_size: Option<u32>,
 }
 
 /// Why a disk cannot be served.
@@ -213,13 +216,21 @@ impl Engine for FileEngine {
         (self.way == Way::Ring).then(|| self.image.fd().as_fd())
     }
 
+    fn written_block(&self) -> u32 {
+        self.image.unit().max(self.image.geometry().logical_block)
+    }
+
+    fn writes_zeroes(&self, unmap: bool) -> bool {
+        self.image.writes_zeroes(unmap)
+    }
+
     fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
         let read_only = self.image.read_only();
         let simple = match request.operation {
-            Operation::Read => self.image.takes(request.segments),
+            Operation::Read => self.image.takes(request.offset, request.segments),
             Operation::Flush if read_only => return Outcome::Done(Ok(())),
             _ if read_only => return Outcome::Done(Err(Errno::ROFS)),
-            Operation::Write { .. } => self.image.takes(request.segments),
+            Operation::Write { .. } => self.image.takes(request.offset, request.segments),
             Operation::Flush => true,
             Operation::Discard | Operation::WriteZeroes { .. } => false,
         };
@@ -246,6 +257,10 @@ impl Engine for FileEngine {
                 Err(error) => Outcome::Done(Err(error)),
             },
         }
+    }
+
+    fn refuse_beyond(&self, capacity: Bytes) {
+        self.image.refuse_beyond(capacity);
     }
 
     /// Looks at the file's size again, or sets that of a regular file. Shrinking drops what is

@@ -4,7 +4,10 @@ use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 
 use crate::store::Store;
-use crate::{Cost, Engine, Geometry, Lent, Operation, Outcome, Request};
+use crate::{Cost, Engine, Geometry, Lent, Most, Operation, Outcome, Request};
+
+/// Bytes of memory that are given back at once.
+pub(crate) const MOST_DISCARD: u64 = 16 << 20;
 
 /// A disk in memory.
 #[derive(Debug)]
@@ -35,6 +38,16 @@ impl Engine for RamEngine {
             read_only: false,
             discard: true,
         }
+    }
+
+    /// Ranges are zeroed and given back on the thread that asks: no more of them at a time than takes a few
+    /// milliseconds.
+    fn most(&self) -> Most {
+        Most { discard: MOST_DISCARD, zeroes: MOST_DISCARD, ..Most::default() }
+    }
+
+    fn writes_zeroes(&self, unmap: bool) -> bool {
+        !unmap
     }
 
     fn start(&self, request: &Request<'_>, _lent: &mut Lent<'_, '_>) -> Outcome {

@@ -224,8 +224,23 @@ pub trait Engine: Send + Sync {
         Most::default()
     }
 
+    /// Bytes that are written at a time at least: two disks on one engine have none of these in common.
+    fn written_block(&self) -> u32 {
+        self.geometry().logical_block
+    }
+
+    /// Whether a write-zeroes (`unmap`: one that may give the space back) takes a write of its bytes, by the
+    /// engine or by the kernel below it, as far as is known now. Then it is charged and divided as a write.
+    fn writes_zeroes(&self, _unmap: bool) -> bool {
+        false
+    }
+
     /// Starts a request. On a hot path: no allocation, no lock that another thread holds long.
     fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome;
+
+    /// From now on the disk ends here at the latest, until it is resized: what is about to be cut off is to
+    /// have nothing in flight, since a write that ends behind the end of a file makes the file longer.
+    fn refuse_beyond(&self, _capacity: Bytes) {}
 
     /// Looks at the size again, or changes it, and returns the new capacity.
     ///

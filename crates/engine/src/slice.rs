@@ -28,7 +28,7 @@ pub enum SliceError {
         offset: u64,
         /// Bytes.
         size: u64,
-        /// Bytes of a logical block.
+        /// Bytes that are written at a time.
         block: u32,
     },
 }
@@ -47,8 +47,7 @@ impl SliceEngine {
     /// [`SliceError`].
     pub fn new(whole: Arc<dyn Engine>, offset: Bytes, size: Bytes) -> Result<Self, SliceError> {
         let (offset, size) = (offset.get(), size.get());
-        let Geometry { capacity, logical_block: block, .. } = whole.geometry();
-        let capacity = capacity.get();
+        let (capacity, block) = (whole.geometry().capacity.get(), whole.written_block());
         if size == 0 || offset.checked_add(size).is_none_or(|end| end > capacity) {
             return Err(SliceError::Beyond { offset, size, capacity });
         }
@@ -75,6 +74,14 @@ impl Engine for SliceEngine {
 
     fn most(&self) -> Most {
         self.whole.most()
+    }
+
+    fn written_block(&self) -> u32 {
+        self.whole.written_block()
+    }
+
+    fn writes_zeroes(&self, unmap: bool) -> bool {
+        self.whole.writes_zeroes(unmap)
     }
 
     fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {

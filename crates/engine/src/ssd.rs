@@ -13,10 +13,11 @@ use rtvirtio_ssd::SsdConfig;
 use rtvirtio_units::{Bytes, Nanos};
 use rustix::io::Errno;
 
+use crate::ram::MOST_DISCARD;
 use crate::store::Store;
 use crate::timed::{EngineError, Timed, Timer};
 use crate::{
-    Completions, Cost, Engine, Geometry, Lent, Operation, Outcome, Request, Segment, Token,
+    Completions, Cost, Engine, Geometry, Lent, Most, Operation, Outcome, Request, Segment, Token,
 };
 
 /// What goes wrong: of the requests that a fault can hit, each `every`th, counted for each fault
@@ -158,6 +159,11 @@ impl Engine for SsdEngine {
             read_only: false,
             discard: true,
         }
+    }
+
+    /// As in [`crate::ram`].
+    fn most(&self) -> Most {
+        Most { discard: MOST_DISCARD, zeroes: MOST_DISCARD, ..Most::default() }
     }
 
     fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {

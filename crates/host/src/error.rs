@@ -357,6 +357,13 @@ impl HostError {
             Self::BadCgroupPath { .. } => {
                 "give the path below the mount, such as machine.slice/plc.scope".to_owned()
             }
+            Self::CgroupMissing { path, .. }
+                if path.iter().any(|part| part.as_encoded_bytes().starts_with(b"machine-qemu-")) =>
+            {
+                "systemd writes \\x2d for a - in a domain's scope, and TOML reads \\x2d in double quotes as -: \
+                 write the path in single quotes"
+                    .to_owned()
+            }
             Self::CgroupMissing { .. } => {
                 "start the VM first, or correct its `cgroup`: /proc/PID/cgroup of its QEMU shows it".to_owned()
             }

@@ -471,6 +471,9 @@ pub struct Resize {
     /// The new size; none: what the file now has.
     #[serde(default)]
     pub size: Option<wire::Size>,
+    /// Whether it may be smaller: what is cut off is lost.
+    #[serde(default)]
+    pub shrink: bool,
 }
 
 /// The answer to [`Resize`].

@@ -181,6 +181,8 @@ pub struct Device {
     pub write_cache: bool,
     /// Whether guest memory is registered with the rings.
     pub fixed_buffers: FixedBuffers,
+    /// Most guest memory that its front end may share; none: what the host has.
+    pub max_memory: Option<Bytes>,
     /// Where its data lies.
     pub engine: Engine,
     /// Its queues and their IOThreads.
@@ -250,6 +252,8 @@ pub struct FileEngine {
     pub lock: ImageLock,
     /// Whether the format was written out: what looks like another one is then not refused.
     pub raw: bool,
+    /// Bytes of a logical block; none: a block device's own, 512 of a file.
+    pub block_size: Option<u32>,
     /// The part of it that is the disk; none: all.
     pub slice: Option<Slice>,
 }

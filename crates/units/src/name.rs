@@ -122,10 +122,67 @@ named! {
     /// A host block device's name in a specification (`[device.NAME]`).
     DeviceName
 }
-named! {
-    /// A VM's name in a specification.
-    VmName
+/// A VM's name in a specification, which may be what libvirt calls the domain: letters and digits of any
+/// script, `. _ - @ + ( ) #` and spaces between them, 64 characters at most. It starts with a letter, a digit
+/// or an underscore.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct VmName(String);
+
+/// Longest name of a VM in bytes: as [`MAX_LEN`], in characters of four bytes at most, short of NAME_MAX.
+const MAX_VM_LEN: usize = 200;
+
+impl VmName {
+    /// Checks `text`.
+    ///
+    /// # Errors
+    /// [`NameError`] says which rule it breaks.
+    pub fn new(text: impl Into<String>) -> Result<Self, NameError> {
+        let text = text.into();
+        let first = text.chars().next().ok_or(NameError::Empty)?;
+        if text.len() > MAX_VM_LEN || text.chars().count() > MAX_LEN {
+            return Err(NameError::TooLong(text.len()));
+        }
+        let allowed = |c: char| c.is_alphanumeric() || " ._-@+()#".contains(c);
+        if let Some(bad) = text.chars().find(|&c| !allowed(c)) {
+            return Err(NameError::BadCharacter(bad));
+        }
+        if !(first.is_alphanumeric() || first == '_') {
+            return Err(NameError::BadStart(first));
+        }
+        // It would be lost wherever people see it.
+        if text.ends_with(' ') {
+            return Err(NameError::BadCharacter(' '));
+        }
+        Ok(Self(text))
+    }
+
+    /// The text.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
 }
+
+impl TryFrom<String> for VmName {
+    type Error = NameError;
+    fn try_from(text: String) -> Result<Self, NameError> {
+        Self::new(text)
+    }
+}
+
+impl From<VmName> for String {
+    fn from(name: VmName) -> Self {
+        name.0
+    }
+}
+
+impl fmt::Display for VmName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&self.0)
+    }
+}
+
 named! {
     /// A disk's name within its VM.
     DiskName
@@ -160,6 +217,26 @@ mod tests {
 
     #[test]
     fn name_from_json_is_checked() {
-        assert!(serde_json::from_str::<VmName>("\"a b\"").is_err());
+        assert!(serde_json::from_str::<DiskName>("\"a b\"").is_err());
+        assert!(serde_json::from_str::<VmName>("\"a/b\"").is_err());
+    }
+
+    #[test]
+    fn name_of_a_vm_may_be_a_domain_with_spaces_and_letters_of_any_script() {
+        for name in ["Windows Server 2025 (test)", "Prüfstand#2", "виртуалка", "仮想マシン"]
+        {
+            assert_eq!(VmName::new(name).unwrap().as_str(), name);
+            let json = serde_json::to_string(name).unwrap();
+            assert_eq!(serde_json::from_str::<VmName>(&json).unwrap().as_str(), name);
+        }
+        let bad = |text: &str| VmName::new(text).unwrap_err();
+        for c in ['/', '\n', '\0', '\u{202e}', '"', '\\', ';', '<', '$', '\u{a0}'] {
+            assert_eq!(bad(&format!("a{c}b")), NameError::BadCharacter(c));
+        }
+        assert_eq!(bad(" a"), NameError::BadStart(' '));
+        assert_eq!(bad("a "), NameError::BadCharacter(' '));
+        assert_eq!(bad(".a"), NameError::BadStart('.'));
+        assert_eq!(bad(&"é".repeat(65)), NameError::TooLong(130));
+        assert!(VmName::new("é".repeat(64)).is_ok());
     }
 }

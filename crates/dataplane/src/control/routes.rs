@@ -1,12 +1,13 @@
 //! What can be asked of the control API, and the answers.
 
+use std::collections::HashMap;
 use std::convert::Infallible;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU8;
 use std::sync::atomic::Ordering::{AcqRel, Acquire};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use axum::body::Bytes as Body;
+use axum::body::{Bytes as Body, to_bytes};
 use axum::extract::{DefaultBodyLimit, Path, Request, State};
 use axum::http::{StatusCode, Uri, header};
 use axum::middleware::{self, Next};
@@ -31,8 +32,9 @@ use super::connection::Fds;
 use super::{MAX_BODY, MAX_EVENT_READERS, REQUEST_TIME, metrics};
 use crate::plane::{Admission, HandedFds, Plane, PlaneError};
 
-/// How long a change may take, once its request has been read: with a body that comes at once less than
-/// [`REQUEST_TIME`], so that it is told whether it was begun.
+/// How long a body may take, and a change once its request has been read: together less than
+/// [`REQUEST_TIME`], so that whoever asks is told whether the change was begun.
+const BODY_TIME: Duration = Duration::from_secs(4);
 const CHANGE_TIME: Duration = Duration::from_secs(25);
 
 /// How often a reader of events hears that the connection lives.
@@ -42,6 +44,7 @@ const KEEP_ALIVE: Duration = Duration::from_secs(15);
 struct Api {
     plane: Arc<dyn Plane>,
     event_readers: Arc<Semaphore>,
+    turns: Turns,
 }
 
 /// All routes.
@@ -70,7 +73,7 @@ pub(super) fn router(plane: Arc<dyn Plane>) -> Router {
             Failure::new(StatusCode::METHOD_NOT_ALLOWED, "the path does not have this method")
         })
         .layer(DefaultBodyLimit::max(MAX_BODY))
-        .with_state(Api { plane, event_readers })
+        .with_state(Api { plane, event_readers, turns: Turns::default() })
 }
 
 /// An answer that is an error.
@@ -103,6 +106,7 @@ impl From<PlaneError> for Failure {
             | PlaneError::ScheduleInUse { .. }
             | PlaneError::QueueBusy { .. }
             | PlaneError::NotAdmitted { .. }
+            | PlaneError::Shrinks { .. }
             | PlaneError::TooMany { .. } => StatusCode::CONFLICT,
             PlaneError::Fault(_) | PlaneError::Mapping(_) => StatusCode::UNPROCESSABLE_ENTITY,
             PlaneError::Io { .. } => StatusCode::INTERNAL_SERVER_ERROR,
@@ -131,7 +135,20 @@ type Answer<T> = Result<Json<T>, Failure>;
 type Done = Result<StatusCode, Failure>;
 
 async fn in_time(request: Request, next: Next) -> Response {
-    match tokio::time::timeout(REQUEST_TIME, next.run(request)).await {
+    let (head, body) = request.into_parts();
+    let body = match tokio::time::timeout(BODY_TIME, to_bytes(body, MAX_BODY)).await {
+        Ok(Ok(body)) => body,
+        Ok(Err(error)) => {
+            let text = format!("the body, of which {MAX_BODY} bytes are read at most: {error}");
+            return Failure::new(StatusCode::PAYLOAD_TOO_LARGE, text).into_response();
+        }
+        Err(_) => {
+            let text = "the body did not come in time; nothing was changed";
+            return Failure::new(StatusCode::REQUEST_TIMEOUT, text).into_response();
+        }
+    };
+    let request = Request::from_parts(head, body.into());
+    match tokio::time::timeout(REQUEST_TIME - BODY_TIME, next.run(request)).await {
         Ok(response) => response,
         Err(_) => {
             // Its change, if it has come to one, is given up with it unless it was begun.
@@ -178,17 +195,43 @@ impl Drop for Claim {
     }
 }
 
-/// What `change` returns, which runs on the thread of changes, after those that came before.
+/// Whose turn it is. The changes of one device are made one after the other, and so are those that are of
+/// no device. A disk that does not answer holds up its own changes alone.
+#[derive(Clone, Default)]
+struct Turns(Arc<Mutex<HashMap<Option<DiskName>, Weak<Turn>>>>);
+
+type Turn = tokio::sync::Mutex<()>;
+
+impl Turns {
+    fn of(&self, device: Option<&DiskName>) -> Arc<Turn> {
+        let mut turns = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        turns.retain(|_, turn| turn.strong_count() > 0);
+        if let Some(turn) = turns.get(&device.cloned()).and_then(Weak::upgrade) {
+            return turn;
+        }
+        let turn = Arc::new(Turn::default());
+        turns.insert(device.cloned(), Arc::downgrade(&turn));
+        turn
+    }
+}
+
+/// What `change` returns, which runs on a thread of changes, after those of its turn that came before.
 async fn in_turn<T: Send + 'static>(
     time: Duration,
+    turn: Arc<Turn>,
     change: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Unfinished> {
     let claim = Claim(Arc::new(AtomicU8::new(WAITING)));
     let place = Arc::clone(&claim.0);
-    let made = tokio::task::spawn_blocking(move || {
-        let begins = place.compare_exchange(WAITING, BEGUN, AcqRel, Acquire).is_ok();
-        begins.then(change)
-    });
+    let made = async move {
+        let held = turn.lock_owned().await;
+        let made = tokio::task::spawn_blocking(move || {
+            let _held = held;
+            let begins = place.compare_exchange(WAITING, BEGUN, AcqRel, Acquire).is_ok();
+            begins.then(change)
+        });
+        made.await
+    };
     match tokio::time::timeout(time, made).await {
         Ok(Ok(Some(result))) => Ok(result),
         Ok(Ok(None)) => Err(Unfinished::NotBegun),
@@ -199,13 +242,14 @@ async fn in_turn<T: Send + 'static>(
 }
 
 impl Api {
-    /// Makes a change: one at a time, and not on this thread.
+    /// Makes a change of a device, or of none, in its turn and not on this thread.
     async fn change<T: Send + 'static>(
         self,
+        device: Option<&DiskName>,
         change: impl FnOnce(&dyn Plane) -> Result<T, PlaneError> + Send + 'static,
     ) -> Result<T, Failure> {
         let late = |text| Failure::new(StatusCode::GATEWAY_TIMEOUT, text);
-        match in_turn(CHANGE_TIME, move || change(&*self.plane)).await {
+        match in_turn(CHANGE_TIME, self.turns.of(device), move || change(&*self.plane)).await {
             Ok(result) => Ok(result?),
             Err(Unfinished::NotBegun) => {
                 Err(late("earlier changes take too long; this one was not begun, and will not be"))
@@ -258,13 +302,13 @@ async fn add_device(
             return Err(Failure::wrong("two descriptors are for one use"));
         }
     }
-    api.change(move |plane| plane.add_device(device, by_use)).await?;
+    api.change(Some(&device.name.clone()), move |plane| plane.add_device(device, by_use)).await?;
     Ok(StatusCode::CREATED)
 }
 
 async fn remove_device(State(api): State<Api>, Path(device): Path<String>) -> Done {
     let device = DiskName::new(device)?;
-    api.change(move |plane| plane.remove_device(&device)).await?;
+    api.change(Some(&device.clone()), move |plane| plane.remove_device(&device)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -274,9 +318,11 @@ async fn resize_device(
     body: Body,
 ) -> Answer<Resized> {
     let device = DiskName::new(device)?;
-    let Resize { size } = parse(&body)?;
+    let Resize { size, shrink } = parse(&body)?;
     let size = size.map(|size| size.0);
-    let capacity = api.change(move |plane| plane.resize_device(&device, size)).await?;
+    let capacity = api
+        .change(Some(&device.clone()), move |plane| plane.resize_device(&device, size, shrink))
+        .await?;
     Ok(Json(Resized { capacity }))
 }
 
@@ -289,13 +335,15 @@ async fn set_qos(State(api): State<Api>, Path(device): Path<String>, uri: Uri, b
     let device = DiskName::new(device)?;
     let SetQos(raw) = parse(&body)?;
     let qos = Qos::new(raw).map_err(PlaneError::from)?;
-    api.change(move |plane| plane.set_qos(&device, Some(qos), admission)).await?;
+    api.change(Some(&device.clone()), move |plane| plane.set_qos(&device, Some(qos), admission))
+        .await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 async fn remove_qos(State(api): State<Api>, Path(device): Path<String>) -> Done {
     let device = DiskName::new(device)?;
-    api.change(move |plane| plane.set_qos(&device, None, Admission::Forced)).await?;
+    api.change(Some(&device.clone()), move |plane| plane.set_qos(&device, None, Admission::Forced))
+        .await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -303,26 +351,26 @@ async fn set_schedule(State(api): State<Api>, Path(schedule): Path<String>, body
     let name = Name::new(schedule)?;
     let curve: ScheduleCurve = parse(&body)?;
     let schedule = Schedule::new(curve.named(name)).map_err(PlaneError::from)?;
-    let is_new = api.change(move |plane| plane.set_schedule(schedule)).await?;
+    let is_new = api.change(None, move |plane| plane.set_schedule(schedule)).await?;
     Ok(if is_new { StatusCode::CREATED } else { StatusCode::NO_CONTENT })
 }
 
 async fn remove_schedule(State(api): State<Api>, Path(schedule): Path<String>) -> Done {
     let schedule = Name::new(schedule)?;
-    api.change(move |plane| plane.remove_schedule(&schedule)).await?;
+    api.change(None, move |plane| plane.remove_schedule(&schedule)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 async fn add_iothread(State(api): State<Api>, body: Body) -> Done {
     let AddIoThread(raw) = parse(&body)?;
     let iothread = IoThread::new(raw).map_err(PlaneError::from)?;
-    api.change(move |plane| plane.add_iothread(iothread)).await?;
+    api.change(None, move |plane| plane.add_iothread(iothread)).await?;
     Ok(StatusCode::CREATED)
 }
 
 async fn remove_iothread(State(api): State<Api>, Path(iothread): Path<String>) -> Done {
     let iothread = IoThreadName::new(iothread)?;
-    api.change(move |plane| plane.remove_iothread(&iothread)).await?;
+    api.change(None, move |plane| plane.remove_iothread(&iothread)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -334,14 +382,14 @@ async fn pin_iothread(State(api): State<Api>, Path(iothread): Path<String>, body
     }
     cpus.sort_unstable();
     cpus.dedup();
-    api.change(move |plane| plane.pin_iothread(&iothread, &cpus)).await?;
+    api.change(None, move |plane| plane.pin_iothread(&iothread, &cpus)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
 async fn lock_iothread(State(api): State<Api>, Path(iothread): Path<String>, body: Body) -> Done {
     let iothread = IoThreadName::new(iothread)?;
     let Lock { locked } = parse(&body)?;
-    api.change(move |plane| plane.lock_iothread(&iothread, locked)).await?;
+    api.change(None, move |plane| plane.lock_iothread(&iothread, locked)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -361,11 +409,12 @@ async fn set_mapping(
 ) -> Answer<SetMapping> {
     let device = DiskName::new(device)?;
     let SetMapping { mapping } = parse(&body)?;
+    let turn = device.clone();
     let change = move |plane: &dyn Plane| {
         plane.set_mapping(&device, &mapping)?;
         plane.mapping(&device)
     };
-    Ok(entries(&api.change(change).await?))
+    Ok(entries(&api.change(Some(&turn), change).await?))
 }
 
 async fn move_queue(
@@ -376,7 +425,9 @@ async fn move_queue(
     let device = DiskName::new(device)?;
     let queue = queue.parse().map_err(|_| Failure::wrong("a queue is a number"))?;
     let MoveQueue { iothread } = parse(&body)?;
-    let pause = api.change(move |plane| plane.move_queue(&device, queue, &iothread)).await?;
+    let pause = api
+        .change(Some(&device.clone()), move |plane| plane.move_queue(&device, queue, &iothread))
+        .await?;
     Ok(Json(Moved { pause_ns: pause }))
 }
 
@@ -390,7 +441,7 @@ async fn set_policy(State(api): State<Api>, body: Body) -> Answer<PolicyState> {
         plane.set_policy(settings)?;
         Ok(plane.policy())
     };
-    Ok(Json(api.change(change).await?))
+    Ok(Json(api.change(None, change).await?))
 }
 
 async fn decisions(State(api): State<Api>, uri: Uri) -> Answer<Vec<Decision>> {
@@ -469,12 +520,12 @@ mod tests {
                 held.recv().unwrap();
             });
             begins.recv().unwrap();
-            let late = in_turn(Duration::from_millis(50), second).await;
+            let late = in_turn(Duration::from_millis(50), Arc::default(), second).await;
             assert_eq!(late, Err(Unfinished::NotBegun));
             release.send(()).unwrap();
             first.await.unwrap();
             // A later one is made: the thread has passed the one that was given up.
-            assert_eq!(in_turn(Duration::from_secs(20), || 7).await, Ok(7));
+            assert_eq!(in_turn(Duration::from_secs(20), Arc::default(), || 7).await, Ok(7));
         });
         assert!(!made.load(Relaxed));
     }
@@ -491,12 +542,14 @@ mod tests {
                 held.recv().unwrap();
             });
             begins.recv().unwrap();
-            let gone = in_turn(Duration::from_secs(20), move || third.store(true, Relaxed));
+            let gone = in_turn(Duration::from_secs(20), Arc::default(), move || {
+                third.store(true, Relaxed)
+            });
             // The connection's end drops it.
             assert!(tokio::time::timeout(Duration::from_millis(50), gone).await.is_err());
             release.send(()).unwrap();
             first.await.unwrap();
-            assert_eq!(in_turn(Duration::from_secs(20), || ()).await, Ok(()));
+            assert_eq!(in_turn(Duration::from_secs(20), Arc::default(), || ()).await, Ok(()));
         });
         assert!(!made.load(Relaxed));
     }
@@ -507,7 +560,7 @@ mod tests {
         let (release, held) = mpsc::channel::<()>();
         let slow = Arc::clone(&made);
         run(async move {
-            let late = in_turn(Duration::from_secs(2), move || {
+            let late = in_turn(Duration::from_secs(2), Arc::default(), move || {
                 held.recv().unwrap();
                 slow.store(true, Relaxed);
             });
@@ -515,5 +568,41 @@ mod tests {
             release.send(()).unwrap();
         });
         assert!(made.load(Relaxed));
+    }
+
+    #[test]
+    fn change_of_a_disk_that_does_not_answer_holds_up_its_own_device_alone() {
+        let (release, held) = mpsc::channel::<()>();
+        let (begun, begins) = mpsc::channel();
+        let turns = Turns::default();
+        let name = |text: &str| DiskName::new(text).unwrap();
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = runtime.enable_time().max_blocking_threads(4).build().unwrap();
+        runtime.block_on(async move {
+            let stuck = tokio::spawn(in_turn(
+                Duration::from_secs(20),
+                turns.of(Some(&name("stuck"))),
+                move || {
+                    begun.send(()).unwrap();
+                    held.recv().unwrap();
+                },
+            ));
+            while begins.try_recv().is_err() {
+                tokio::task::yield_now().await;
+            }
+            let change = |device: Option<&DiskName>, ms| {
+                in_turn(Duration::from_millis(ms), turns.of(device), || ())
+            };
+            assert_eq!(change(Some(&name("other")), 20_000).await, Ok(()));
+            assert_eq!(change(None, 20_000).await, Ok(()));
+            let own = change(Some(&name("stuck")), 50).await;
+            assert_eq!(own, Err(Unfinished::NotBegun));
+            release.send(()).unwrap();
+            assert_eq!(stuck.await.unwrap(), Ok(()));
+            assert_eq!(change(Some(&name("stuck")), 20_000).await, Ok(()));
+            // No turn is kept that nobody waits for.
+            let _last = turns.of(None);
+            assert_eq!(turns.0.lock().unwrap().len(), 1);
+        });
     }
 }

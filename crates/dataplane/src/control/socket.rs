@@ -3,14 +3,17 @@
 use std::fs;
 use std::io;
 use std::os::fd::AsFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::Mode;
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::ControlError;
+use crate::sandbox::give_socket;
+use crate::server::is_answered;
 
 /// A socket in the file system; removed when dropped, if it is still the one that was made.
 #[derive(Debug)]
@@ -31,21 +34,19 @@ impl Socket {
             Ok(found) if !found.file_type().is_socket() => {
                 return Err(ControlError::NotASocket(path.to_owned()));
             }
-            Ok(_) => match UnixStream::connect(path) {
-                Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
-                    fs::remove_file(path).map_err(failed)?;
-                }
+            Ok(_) => match is_answered(path) {
+                Err(Errno::CONNREFUSED) => fs::remove_file(path).map_err(failed)?,
                 _ => return Err(ControlError::InUse(path.to_owned())),
             },
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
             Err(e) => return Err(failed(e)),
         }
-        let listener = listen(path).map_err(failed)?;
+        let mode = if group.is_some() { 0o660 } else { 0o600 };
+        let listener = listen(path, Mode::from_raw_mode(mode)).map_err(failed)?;
         let identity = fs::symlink_metadata(path).map(|m| (m.dev(), m.ino())).map_err(failed)?;
         let socket = Self { path: path.to_owned(), identity };
         if let Some(group) = group {
-            std::os::unix::fs::chown(path, None, Some(group)).map_err(failed)?;
-            fs::set_permissions(path, fs::Permissions::from_mode(0o660)).map_err(failed)?;
+            give_socket(path, None, Some(group)).map_err(failed)?;
         }
         Ok((socket, listener))
     }
@@ -64,13 +65,13 @@ impl Drop for Socket {
     }
 }
 
-/// A listening socket of mode 0600 whatever the umask.
-fn listen(path: &Path) -> io::Result<UnixListener> {
+/// A listening socket of a mode, of which the umask may take something.
+fn listen(path: &Path, mode: Mode) -> io::Result<UnixListener> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     // Before it has a name: the file takes its mode from the socket (net/unix/af_unix.c,
     // unix_bind_bsd), so that it is never open to others.
-    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    rustix::fs::fchmod(&socket, mode)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     rustix::net::listen(&socket, 64)?;
     Ok(UnixListener::from(socket))

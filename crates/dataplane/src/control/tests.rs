@@ -153,7 +153,12 @@ impl Plane for Books {
         Ok(())
     }
 
-    fn resize_device(&self, device: &DiskName, size: Option<Bytes>) -> Result<Bytes, PlaneError> {
+    fn resize_device(
+        &self,
+        device: &DiskName,
+        size: Option<Bytes>,
+        _shrink: bool,
+    ) -> Result<Bytes, PlaneError> {
         let mut state = self.state();
         state.device(device)?;
         let capacity = &mut state.devices.get_mut(device).unwrap().1;

@@ -8,9 +8,9 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
 use super::{MemoryError, sigbus};
 
-/// Files whose pages come from another process or machine (statfs(2)): FUSE, NFS, 9P, CIFS, SMB2,
-/// Ceph. Touching them would make an IOThread wait for it.
-const REMOTE: [u32; 6] = [0x6573_5546, 0x6969, 0x0102_1997, 0xff53_4d42, 0xfe53_4d42, 0x00c3_6400];
+/// File systems whose pages are memory (statfs(2)): tmpfs, of which memfd files are, ramfs and hugetlbfs.
+/// Touching others would make an IOThread wait for a disk, another process or another machine.
+const IN_MEMORY: [u32; 3] = [0x0102_1994, 0x8584_58f6, HUGETLBFS];
 /// hugetlbfs, whose mappings are of whole huge pages.
 const HUGETLBFS: u32 = 0x9584_58f6;
 const PAGE: u64 = 4096;
@@ -52,8 +52,8 @@ impl Mapping {
         }
         let system = fstatfs(fd).map_err(MemoryError::System)?;
         let kind = system.f_type as u32;
-        if REMOTE.contains(&kind) {
-            return Err(MemoryError::RemoteFile);
+        if !IN_MEMORY.contains(&kind) {
+            return Err(MemoryError::NotInMemory);
         }
         let page = if kind == HUGETLBFS { system.f_bsize as u64 } else { PAGE };
         let start = offset & !(page - 1);

@@ -1,8 +1,9 @@
 //! One piece of a guest's memory: addresses of two kinds and the file that holds it.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rtvirtio_engine::Segment;
+use rustix::fs::{SeekFrom, seek};
 
 use super::{Mapping, MemoryError};
 
@@ -24,6 +25,35 @@ pub struct RegionSpec {
 pub struct Region {
     spec: RegionSpec,
     mapping: Mapping,
+    /// Its parts that had pages when it was mapped: the first byte, and the one behind the last.
+    populated: Vec<(u64, u64)>,
+}
+
+/// Most populated parts of a region that are told apart; what follows them counts as empty.
+const MAX_PARTS: usize = 256;
+/// A smaller part is not worth a registered buffer.
+const LEAST_PART: u64 = 1 << 20;
+
+/// The parts of a file's range that have pages, from the range's start on. Where the file system cannot say
+/// (hugetlbfs, whose pages are set aside with the file), all of it.
+fn populated(fd: BorrowedFd<'_>, offset: u64, size: u64) -> Vec<(u64, u64)> {
+    let end = offset + size;
+    let (mut parts, mut at) = (Vec::new(), offset);
+    while at < end && parts.len() < MAX_PARTS {
+        let first = match seek(fd, SeekFrom::Data(at)) {
+            Ok(first) if first < end => first.max(at),
+            _ => break,
+        };
+        let last = seek(fd, SeekFrom::Hole(first)).map_or(end, |hole| hole.min(end));
+        if last <= first {
+            break;
+        }
+        if last - first >= LEAST_PART {
+            parts.push((first - offset, last - offset));
+        }
+        at = last;
+    }
+    parts
 }
 
 impl Region {
@@ -38,7 +68,8 @@ impl Region {
             start.checked_add(last).ok_or(MemoryError::Overflow)?;
         }
         let mapping = Mapping::new(fd.as_fd(), spec.offset, spec.size)?;
-        Ok(Self { spec, mapping })
+        let populated = populated(fd.as_fd(), spec.offset, spec.size);
+        Ok(Self { spec, mapping, populated })
     }
 
     /// Where it lies.
@@ -51,6 +82,11 @@ impl Region {
     #[must_use]
     pub const fn segment(&self) -> Segment {
         Segment::new(self.mapping.base(), self.mapping.len())
+    }
+
+    /// Its parts that had pages when it was mapped.
+    pub(crate) fn populated(&self) -> impl Iterator<Item = Segment> {
+        self.populated.iter().map(|&(first, last)| self.part(first, last - first))
     }
 
     /// Whether its file was cut short. What it held is gone: it reads as zeroes, and nobody else

@@ -75,10 +75,23 @@ impl Host {
                 error,
                 stats: Arc::clone(&stats),
             };
-            let mut state = self.state();
-            let thread = state.first_thread().ok_or(StartError::Full)?;
+            let (thread, members) = {
+                let state = self.state();
+                (state.first_thread().ok_or(StartError::Full)?, state.members)
+            };
+            // The IOThread may be busy for a while.
             let key = self.pool().start_slots(setup, thread).map_err(|_| StartError::Full)?;
+            let mut state = self.state();
             state.clients.push(Client { process, key, stats });
+            let now = state.first_thread().filter(|&now| now != thread);
+            let is_outdated = state.members != members;
+            drop(state);
+            if let Some(now) = now {
+                let _ = self.pool().move_queue(key, now);
+            }
+            if is_outdated {
+                self.join(&[key]);
+            }
             Ok(key)
         });
         started.ok()

@@ -10,7 +10,7 @@ use rtvirtio_engine::file::{Lock, LockError, Lockable};
 use rtvirtio_engine::nvme::{self, NvmeError};
 use rtvirtio_spec::control::Event;
 use rtvirtio_spec::serve::FixedBuffers as Wish;
-use rtvirtio_units::DiskName;
+use rtvirtio_units::{Bytes, DiskName};
 use rustix::io::Errno;
 use tokio::sync::broadcast;
 
@@ -52,6 +52,9 @@ pub(crate) struct Host {
     pub(super) broken_clients: AtomicU64,
     /// Held by whoever is about to lock the image.
     locking: Mutex<()>,
+    /// Held by whoever registers memory, which takes as long as the guest is large.
+    registering: Mutex<()>,
+    // Nobody waits for anybody while holding it: whoever looks at the device takes it.
     state: Mutex<State>,
 }
 
@@ -61,6 +64,8 @@ pub(super) struct State {
     pub(super) clients: Vec<Client>,
     /// Queues and clients that are about to be here.
     starting: u32,
+    /// Rises when the disk gets another place in a schedule.
+    pub(super) members: u64,
     /// What was registered last, and what for.
     fixed: Option<(Vec<Arc<Region>>, Arc<FixedBuffers>)>,
     lock: Option<Lock>,
@@ -73,6 +78,8 @@ struct Place {
     thread: ThreadId,
     /// While it runs.
     key: Option<QueueKey>,
+    /// Whether a session is about to start it there.
+    starting: bool,
     /// Whether it was told that its driver broke it.
     told: bool,
 }
@@ -100,16 +107,18 @@ fn has(memory: &Memory, regions: &[Arc<Region>]) -> bool {
 impl Host {
     pub(super) fn new(setup: HostSetup, threads: Vec<ThreadId>) -> Self {
         let stats = threads.iter().map(|_| Arc::new(QueueStats::new())).collect();
-        let place = |thread| Place { thread, key: None, told: false };
+        let place = |thread| Place { thread, key: None, starting: false, told: false };
         let queues = threads.into_iter().map(place).collect();
-        let (clients, starting) = (Vec::new(), 0);
-        let state = State { queues, clients, starting, fixed: None, lock: None, said: false };
+        let (clients, starting, members) = (Vec::new(), 0, 0);
+        let (fixed, lock, said) = (None, None, false);
+        let state = State { queues, clients, starting, members, fixed, lock, said };
         Self {
             setup,
             stats,
             peer: AtomicI32::new(0),
             broken_clients: AtomicU64::new(0),
             locking: Mutex::default(),
+            registering: Mutex::default(),
             state: Mutex::new(state),
         }
     }
@@ -165,6 +174,9 @@ impl Host {
             let Some(queue) = state.queues.get_mut(usize::from(index)) else {
                 return Err(PoolError::NoQueue.into());
             };
+            if queue.starting {
+                return Err(MoveError::Busy);
+            }
             // A session that starts it from now on does so there.
             let Some(key) = queue.key else {
                 queue.thread = to;
@@ -191,8 +203,9 @@ impl Host {
     /// Gives the disk another place in a schedule, or none, where queues that start from now on are
     /// served. Those that run, and are to go there by [`Self::join`].
     pub(super) fn replace_member(&self, member: Option<Member>) -> Vec<QueueKey> {
-        // A queue that starts meanwhile is among these, or finds the new place.
-        let state = self.state();
+        // A queue that starts meanwhile is among these, or sees that there is a new place.
+        let mut state = self.state();
+        state.members += 1;
         let before = self.device().set_member(member);
         if let Some(before) = before {
             before.lift_limit();
@@ -215,14 +228,18 @@ impl Host {
         if self.setup.wish == Wish::Off || self.device().engine().file().is_none() {
             return Ok(None);
         }
-        let mut state = self.state();
-        if let Some((regions, fixed)) = &state.fixed
+        let _one = self.registering.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((regions, fixed)) = &self.state().fixed
             && has(memory, regions)
         {
             return Ok(Some(Arc::clone(fixed)));
         }
-        match FixedBuffers::register(memory) {
-            Ok(fixed) => {
+        // All of it only where the operator says so: a front end may share more than it uses.
+        let registered = FixedBuffers::register(memory, self.setup.wish != Wish::On);
+        let mut state = self.state();
+        match registered {
+            Ok(None) => Ok(None),
+            Ok(Some(fixed)) => {
                 let fixed = Arc::new(fixed);
                 let regions = memory.regions().cloned().collect();
                 state.fixed = Some((regions, Arc::clone(&fixed)));
@@ -274,7 +291,9 @@ impl Host {
         if setup.kick.as_ref().is_some_and(|kick| !call::is_signal(kick)) {
             return Err(StartError::Kick);
         }
-        let call = setup.call.map(Call::new).transpose().map_err(|_| StartError::Call)?;
+        let caller = self.device().caller();
+        let call =
+            setup.call.map(|fd| Call::new(fd, caller)).transpose().map_err(|_| StartError::Call)?;
         let buffers = self.fixed(&setup.memory)?;
         let setup = QueueSetup {
             device: Arc::clone(self.device()),
@@ -288,12 +307,46 @@ impl Host {
             enabled: setup.enabled,
             stats: Arc::clone(self.stats.get(usize::from(index)).ok_or(StartError::Full)?),
         };
+        let (thread, members) = {
+            let mut state = self.state();
+            let members = state.members;
+            let queue = state.queues.get_mut(usize::from(index)).ok_or(StartError::Full)?;
+            queue.starting = true;
+            (queue.thread, members)
+        };
+        // The IOThread may be busy for a while.
+        let started = self.setup.pool.start(setup, thread);
         let mut state = self.state();
+        let is_outdated = state.members != members;
         let queue = state.queues.get_mut(usize::from(index)).ok_or(StartError::Full)?;
-        let key = self.setup.pool.start(setup, queue.thread).map_err(|_| StartError::Full)?;
+        queue.starting = false;
+        let key = started.map_err(|_| StartError::Full)?;
         queue.key = Some(key);
         queue.told = false;
+        drop(state);
+        if is_outdated {
+            self.join(&[key]);
+        }
         Ok(index)
+    }
+
+    /// Changes the disk's size, or looks at it again; tells the front end. What is cut off has nothing in
+    /// flight then.
+    pub(super) fn resize(&self, size: Option<Bytes>) -> std::io::Result<Bytes> {
+        let engine = self.device().engine();
+        if let Some(size) = size.filter(|&size| size < engine.geometry().capacity) {
+            engine.refuse_beyond(size);
+            let state = self.state();
+            let queues = state.queues.iter().filter_map(|place| place.key);
+            let keys: Vec<_> =
+                queues.chain(state.clients.iter().map(|client| client.key)).collect();
+            drop(state);
+            for key in keys {
+                // One that has stopped in the meantime has nothing in flight.
+                let _ = self.setup.pool.edit_drained(key, |_| ());
+            }
+        }
+        self.device().resize(size)
     }
 
     fn tell(&self, event: Event) {
@@ -387,7 +440,7 @@ impl QueueHost for Host {
             Change::Enabled(enabled) => pool.edit(key, move |q| q.set_enabled(enabled)),
             // A fd that cannot be used is none: the driver then looks for itself.
             Change::Call(call) => {
-                let call = call.and_then(|fd| Call::new(fd).ok());
+                let call = call.and_then(|fd| Call::new(fd, self.device().caller()).ok());
                 pool.edit(key, move |q| q.set_call(call))
             }
             Change::Error(error) => pool.edit(key, move |q| q.set_error(error)),
@@ -437,6 +490,7 @@ mod tests {
             direct: false,
             read_only: false,
             explicit_raw: false,
+            block_size: None,
             aio: Aio::IoUring,
         });
         let engine = Arc::new(engine.unwrap());
@@ -509,8 +563,10 @@ mod tests {
 
     /// Memory of which the kernel pins no page: its file is shorter than the mapping.
     fn unpinnable() -> Memory {
-        let file = memory(0x1_0000);
-        let region = Region::map(region(0), file.try_clone().unwrap()).unwrap();
+        let file = memory(2 << 20);
+        rustix::io::pwrite(&file, &vec![1; 2 << 20], 0).unwrap();
+        let all = crate::memory::RegionSpec { size: 2 << 20, ..region(0) };
+        let region = Region::map(all, file.try_clone().unwrap()).unwrap();
         rustix::fs::ftruncate(&file, 0).unwrap();
         Memory::new(vec![Arc::new(region)]).unwrap()
     }

@@ -28,6 +28,7 @@ use crate::stats::QueueStats;
 
 /// What the registry, and the monitor beside it, work on.
 pub(crate) struct Core {
+    // Nobody waits for a thread, a disk or a file while holding it: whoever looks takes it.
     state: Mutex<State>,
     /// Held by whoever adds or ends an IOThread or moves a queue: the operator, or a policy.
     changing: Mutex<()>,
@@ -85,6 +86,8 @@ pub(super) struct State {
     pub(super) iothreads: BTreeMap<IoThreadName, Thread>,
     pub(super) schedules: BTreeMap<Name, Arc<Schedule>>,
     pub(super) devices: BTreeMap<DiskName, Served>,
+    /// Devices that are about to be here.
+    pub(super) adding: BTreeMap<DiskName, Adding>,
 }
 
 pub(super) struct Thread {
@@ -104,6 +107,12 @@ pub(super) struct Served {
     pub(super) qos: Option<serve::Qos>,
     /// Held as long as the device is there, if that is when its image is locked.
     pub(super) _lock: Option<Lock>,
+}
+
+/// What a device takes from others before it is here.
+pub(super) struct Adding {
+    pub(super) sockets: Vec<PathBuf>,
+    pub(super) qos: Option<serve::Qos>,
 }
 
 /// Where processes connect that use a device by slots.
@@ -223,14 +232,16 @@ impl Core {
 
     pub(crate) fn add_iothread(&self, iothread: IoThread) -> Result<(), PlaneError> {
         let _changing = lock(&self.changing);
-        let mut state = self.state();
-        if state.iothreads.contains_key(&iothread.name) {
-            return Err(PlaneError::IoThreadExists(iothread.name));
+        {
+            let state = self.state();
+            if state.iothreads.contains_key(&iothread.name) {
+                return Err(PlaneError::IoThreadExists(iothread.name));
+            }
+            if state.iothreads.len() >= MAX_IOTHREADS {
+                return Err(PlaneError::TooMany { what: "iothreads", limit: MAX_IOTHREADS });
+            }
+            iothread.fits(state.iothreads.values().map(|thread| &thread.config))?;
         }
-        if state.iothreads.len() >= MAX_IOTHREADS {
-            return Err(PlaneError::TooMany { what: "iothreads", limit: MAX_IOTHREADS });
-        }
-        iothread.fits(state.iothreads.values().map(|thread| &thread.config))?;
         let name = iothread.name.clone();
         let what = format!("cannot start iothread {name}");
         let id = self
@@ -243,8 +254,8 @@ impl Core {
             let _ = self.pool.remove_thread(id);
             return Err(refused(what, error));
         }
-        state.iothreads.insert(name.clone(), Thread { id, config: iothread, locked: false });
-        drop(state);
+        let thread = Thread { id, config: iothread, locked: false };
+        self.state().iothreads.insert(name.clone(), thread);
         self.touch();
         self.tell(Event::IothreadAdded { iothread: name });
         Ok(())
@@ -287,17 +298,21 @@ impl Core {
         iothread: &IoThreadName,
         cpus: &[CpuId],
     ) -> Result<(), PlaneError> {
-        let mut state = self.state();
-        let mut pinned = state.iothread(iothread)?.config.clone();
-        pinned.cpus = cpus.to_vec();
-        let others = state.iothreads.iter().filter(|(name, _)| *name != iothread);
-        pinned.fits(others.map(|(_, thread)| &thread.config))?;
-        let thread = state.iothread(iothread)?;
+        let _changing = lock(&self.changing);
+        let (id, pinned) = {
+            let mut state = self.state();
+            let thread = state.iothread(iothread)?;
+            let (id, mut pinned) = (thread.id, thread.config.clone());
+            pinned.cpus = cpus.to_vec();
+            let others = state.iothreads.iter().filter(|(name, _)| *name != iothread);
+            pinned.fits(others.map(|(_, thread)| &thread.config))?;
+            (id, pinned)
+        };
+        // The thread answers between two turns, so not under the state's lock.
         self.pool
-            .pin_thread(thread.id, cpus)
+            .pin_thread(id, cpus)
             .map_err(|error| refused(format!("cannot pin iothread {iothread}"), error))?;
-        thread.config = pinned;
-        drop(state);
+        self.state().iothread(iothread)?.config = pinned;
         self.touch();
         Ok(())
     }

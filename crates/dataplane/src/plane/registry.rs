@@ -28,7 +28,7 @@ use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos};
 use tokio::sync::broadcast;
 
 use super::host::{Host, HostSetup, claim_soon, lock_soon};
-use super::iothreads::{Core, Served, Slots, State};
+use super::iothreads::{Adding, Core, Served, Slots, State};
 use super::opened::{Image, Opened, OpenedDevice};
 use super::{Admission, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError};
 use crate::device::{Device, DeviceConfig, Limits};
@@ -123,7 +123,7 @@ impl Registry {
             self.set_schedule(schedule.clone())?;
         }
         for OpenedDevice { spec, image, listener, slots } in opened.devices {
-            self.add(spec, image, Some(listener), slots)?;
+            self.add(spec, image, Some(listener), slots, Admission::Forced)?;
         }
         self.begin_policy(configuration.iocores.clone())
     }
@@ -166,26 +166,14 @@ impl Registry {
         image: Option<Image>,
         listener: Option<Listener>,
         slots: Option<Listener>,
+        admission: Admission,
     ) -> Result<(), PlaneError> {
-        let mut state = self.state();
-        if state.devices.contains_key(&spec.name) {
-            return Err(PlaneError::DeviceExists(spec.name));
-        }
-        if state.devices.len() >= MAX_DEVICES {
-            return Err(PlaneError::TooMany { what: "devices", limit: MAX_DEVICES });
-        }
+        // Files, locks and sockets take as long as others let them: not under the state's lock.
+        let _place = self.reserve(&spec, admission)?;
         let path = match &spec.listen {
             Listen::Path(path) => Some(path.clone()),
             Listen::Activated(_) => None,
         };
-        for socket in path.iter().chain(&spec.slots) {
-            let is_of = |served: &Served| served.sockets().any(|other| other == socket);
-            if let Some((device, _)) = state.devices.iter().find(|(_, served)| is_of(served)) {
-                let (socket, device) = (socket.clone(), device.clone());
-                return Err(PlaneError::SocketInUse { socket, device });
-            }
-        }
-        let threads = threads(&state, &spec.mapping)?;
         let name = spec.name.as_str();
         let (engine, image) = open(&spec, image)?;
         let (lock, session_lock) = match (spec.engine.lock(), image) {
@@ -207,8 +195,11 @@ impl Registry {
             read_only: spec.read_only,
             serial,
             write_cache: spec.write_cache,
-            limits: Limits::default(),
-            schedule: spec.qos.as_ref().map(|qos| state.member(qos)).transpose()?,
+            limits: Limits {
+                memory: spec.max_memory.unwrap_or(Limits::default().memory),
+                ..Limits::default()
+            },
+            schedule: spec.qos.as_ref().map(|qos| self.state().member(qos)).transpose()?,
         })
         .map_err(|error| refused(format!("cannot make {name}"), error))?;
         let device = Arc::new(device);
@@ -221,7 +212,6 @@ impl Registry {
             events: self.core.events.clone(),
             report: Arc::clone(&self.report),
         };
-        let host = Arc::new(Host::new(setup, threads));
         let listener = match (&path, listener) {
             (_, Some(listener)) => Ok(listener),
             (Some(path), None) => Listener::bind(path, SOCKET_MODE),
@@ -237,6 +227,8 @@ impl Registry {
         }
         .transpose()
         .map_err(|error| refused(format!("cannot listen for {name}"), error))?;
+        let mut state = self.state();
+        let host = Arc::new(Host::new(setup, threads(&state, &spec.mapping)?));
         // Before its front ends' events: one may be waiting at the socket.
         self.tell(Event::DeviceAdded { device: spec.name.clone() });
         let served = self.server.add(listener, device, Arc::clone(&host));
@@ -271,6 +263,54 @@ impl Registry {
         drop(state);
         self.core.touch();
         Ok(())
+    }
+}
+
+/// A device's name and sockets, kept from others while it is being added.
+struct Place<'a> {
+    core: &'a Core,
+    name: DiskName,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        self.core.state().adding.remove(&self.name);
+    }
+}
+
+impl Registry {
+    /// Keeps a device's name and sockets from others.
+    fn reserve(&self, spec: &serve::Device, admission: Admission) -> Result<Place<'_>, PlaneError> {
+        let mut state = self.state();
+        if let (Some(qos), Admission::Test) = (&spec.qos, admission) {
+            state.admit(&spec.name, qos)?;
+        }
+        let State { devices, adding, .. } = &mut *state;
+        if devices.contains_key(&spec.name) || adding.contains_key(&spec.name) {
+            return Err(PlaneError::DeviceExists(spec.name.clone()));
+        }
+        if devices.len() + adding.len() >= MAX_DEVICES {
+            return Err(PlaneError::TooMany { what: "devices", limit: MAX_DEVICES });
+        }
+        let path = match &spec.listen {
+            Listen::Path(path) => Some(path),
+            Listen::Activated(_) => None,
+        };
+        let sockets: Vec<PathBuf> = path.into_iter().chain(&spec.slots).cloned().collect();
+        for socket in &sockets {
+            let is_of = |served: &Served| served.sockets().any(|other| other == socket);
+            let served = devices.iter().find(|(_, served)| is_of(served)).map(|(name, _)| name);
+            let is_of = |adding: &Adding| adding.sockets.contains(socket);
+            let added = adding.iter().find(|(_, adding)| is_of(adding)).map(|(name, _)| name);
+            if let Some(device) = served.or(added) {
+                let (socket, device) = (socket.clone(), device.clone());
+                return Err(PlaneError::SocketInUse { socket, device });
+            }
+        }
+        // Refused before anything is opened.
+        threads(&state, &spec.mapping)?;
+        state.adding.insert(spec.name.clone(), Adding { sockets, qos: spec.qos.clone() });
+        Ok(Place { core: &self.core, name: spec.name.clone() })
     }
 }
 
@@ -373,6 +413,7 @@ fn open(spec: &serve::Device, handed: Option<Image>) -> Result<EngineAndImage, P
                 direct: config.direct,
                 read_only: spec.read_only,
                 explicit_raw: config.raw,
+                block_size: config.block_size,
                 aio: match config.aio {
                     Aio::Auto => file::Aio::Auto,
                     Aio::IoUring => file::Aio::IoUring,
@@ -455,16 +496,13 @@ impl Plane for Registry {
         let names: Vec<IoThreadName> = self.state().iothreads.keys().cloned().collect();
         let schedules: Vec<Name> = self.state().schedules.keys().cloned().collect();
         let device = serve::Device::new(device, &names, &schedules)?;
-        if let Some(qos) = &device.qos {
-            self.state().admit(&device.name, qos)?;
-        }
         let listener = handed
             .socket
             .map(Listener::from_fd)
             .transpose()
             .map_err(|error| refused(format!("cannot listen for {}", device.name), error))?;
         let image = handed.image.map(|fd| Image { fd, block: None });
-        self.add(device, image, listener, None)
+        self.add(device, image, listener, None, Admission::Test)
     }
 
     fn remove_device(&self, device: &DiskName) -> Result<(), PlaneError> {
@@ -481,12 +519,19 @@ impl Plane for Registry {
         Ok(())
     }
 
-    fn resize_device(&self, device: &DiskName, size: Option<Bytes>) -> Result<Bytes, PlaneError> {
+    fn resize_device(
+        &self,
+        device: &DiskName,
+        size: Option<Bytes>,
+        shrink: bool,
+    ) -> Result<Bytes, PlaneError> {
         let host = self.state().host(device)?;
-        let capacity = host
-            .device()
-            .resize(size)
-            .map_err(|error| io(format!("cannot resize {device}"), error))?;
+        let from = host.device().engine().geometry().capacity;
+        if let Some(to) = size.filter(|&to| to < from && !shrink) {
+            return Err(PlaneError::Shrinks { device: device.clone(), from, to });
+        }
+        let capacity =
+            host.resize(size).map_err(|error| io(format!("cannot resize {device}"), error))?;
         self.tell(Event::DeviceResized { device: device.clone(), capacity });
         Ok(capacity)
     }
@@ -540,8 +585,8 @@ impl Plane for Registry {
         if !state.schedules.contains_key(schedule) {
             return Err(PlaneError::NoSchedule(schedule.clone()));
         }
-        let is_in = |served: &Served| served.qos.as_ref().is_some_and(|q| q.schedule == *schedule);
-        if let Some((device, _)) = state.devices.iter().find(|(_, served)| is_in(served)) {
+        let found = state.promises().find(|(_, qos)| qos.schedule == *schedule);
+        if let Some((device, _)) = found {
             let (schedule, device) = (schedule.clone(), device.clone());
             return Err(PlaneError::ScheduleInUse { schedule, device });
         }
@@ -683,13 +728,19 @@ impl Plane for Registry {
 }
 
 impl State {
+    /// What each device is promised that is here or about to be.
+    fn promises(&self) -> impl Iterator<Item = (&DiskName, &serve::Qos)> {
+        let served = self.devices.iter().map(|(name, served)| (name, &served.qos));
+        let adding = self.adding.iter().map(|(name, adding)| (name, &adding.qos));
+        served.chain(adding).filter_map(|(name, qos)| Some((name, qos.as_ref()?)))
+    }
+
     /// Whether `device` can be promised what `qos` says beside what the others in its schedule are.
     fn admit(&self, device: &DiskName, qos: &serve::Qos) -> Result<(), PlaneError> {
         let Some(schedule) = self.schedules.get(&qos.schedule) else { return Ok(()) };
-        let others = self.devices.iter().filter(|(name, _)| *name != device);
-        let others = others.filter_map(|(_, served)| served.qos.as_ref());
-        let others: Vec<_> =
-            others.filter(|other| other.schedule == qos.schedule).map(wishes).collect();
+        let others = self.promises().filter(|(name, _)| *name != device);
+        let others = others.filter(|(_, other)| other.schedule == qos.schedule);
+        let others: Vec<_> = others.map(|(_, other)| wishes(other)).collect();
         let curve = Curve {
             device: schedule.status().device,
             spread: SPREAD,
@@ -712,7 +763,8 @@ impl State {
 impl Drop for Registry {
     fn drop(&mut self) {
         self.monitor.stop();
-        // Sessions drain what is in flight: the pool must still be there.
+        // Sessions drain what is in flight, all at once: the pool must still be there.
+        self.server.shut_down();
         for (_, served) in std::mem::take(&mut self.state().devices) {
             served.close(&self.server);
         }

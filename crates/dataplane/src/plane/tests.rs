@@ -182,6 +182,96 @@ fn disk_joins_changes_and_leaves_a_schedule_that_stays_as_long_as_it_is_used() {
 }
 
 #[test]
+fn resize_to_less_is_refused_unless_it_is_meant() {
+    let rig = Rig::new();
+    let resize =
+        |size: u64, shrink| rig.registry.resize_device(&disk(), Some(Bytes::new(size)), shrink);
+    let refused = resize(1 << 19, false).unwrap_err();
+    assert!(matches!(refused, PlaneError::Shrinks { .. }), "{refused}");
+    assert!(refused.hint().unwrap().contains("ctl device resize disk 524288 --shrink"));
+    assert_eq!(resize(1 << 20, false).unwrap(), Bytes::new(1 << 20));
+    assert_eq!(resize(1 << 21, false).unwrap(), Bytes::new(1 << 21));
+    assert_eq!(resize(1 << 19, true).unwrap(), Bytes::new(1 << 19));
+}
+
+#[test]
+fn nobody_who_looks_waits_for_an_image_that_is_locked_by_another() {
+    use rtvirtio_engine::file::{Access, Lock};
+
+    let rig = Rig::new();
+    let image = rig.directory.path().join("image");
+    std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
+    let file = std::fs::File::options().read(true).write(true).open(&image).unwrap();
+    let held = Lock::acquire(&Arc::new(file.into()), Access::Write).unwrap();
+    let device = |name: &str| {
+        let value = json!({
+            "name": name,
+            "vm": "vm",
+            "socket": rig.directory.path().join("late.sock"),
+            "engine": { "type": "file", "path": image },
+        });
+        serde_json::from_value(value).unwrap()
+    };
+    let is_adding = || {
+        let state = rig.registry.core().state();
+        state.adding.contains_key(&DiskName::new("late").unwrap())
+    };
+    std::thread::scope(|scope| {
+        let adding = scope.spawn(|| rig.registry.add_device(device("late"), HandedFds::default()));
+        while !is_adding() {
+            assert!(!adding.is_finished());
+            std::thread::yield_now();
+        }
+        // It is looked at, others are changed, and what it takes is taken.
+        for _ in 0..20 {
+            assert_eq!(rig.registry.observe().snapshot(Nanos::ZERO).devices.len(), 1);
+            rig.registry.resize_device(&disk(), None, false).unwrap();
+            let twice = rig.registry.add_device(device("late"), HandedFds::default());
+            assert!(matches!(twice, Err(PlaneError::DeviceExists(_))), "{twice:?}");
+            let socket = rig.registry.add_device(device("other"), HandedFds::default());
+            assert!(matches!(socket, Err(PlaneError::SocketInUse { .. })), "{socket:?}");
+        }
+        assert!(!adding.is_finished(), "it was to wait for the lock meanwhile");
+        let refused = adding.join().unwrap().unwrap_err();
+        assert!(refused.to_string().contains("cannot lock the image of late"), "{refused}");
+    });
+    assert!(!is_adding());
+    drop(held);
+    rig.registry.add_device(device("late"), HandedFds::default()).unwrap();
+}
+
+#[test]
+fn descriptor_that_another_disk_has_is_not_served_twice() {
+    let rig = Rig::new();
+    let image = rig.directory.path().join("image");
+    let file = std::fs::File::create_new(&image).unwrap();
+    file.set_len(1 << 20).unwrap();
+    let open = || std::fs::File::options().read(true).write(true).open(&image).unwrap();
+    let add = |name: &str, image: std::fs::File| {
+        let value = json!({
+            "name": name,
+            "vm": "vm",
+            "socket": rig.directory.path().join(format!("{name}.sock")),
+            "engine": { "type": "file", "path": "/handed", "direct": false },
+        });
+        let handed = HandedFds { image: Some(image.into()), ..HandedFds::default() };
+        rig.registry.add_device(serde_json::from_value(value).unwrap(), handed)
+    };
+    let first = open();
+    add("a", first.try_clone().unwrap()).unwrap();
+    let source = |error: PlaneError| match error {
+        PlaneError::Io { source, .. } => source.to_string(),
+        other => panic!("{other}"),
+    };
+    let twice = source(add("b", first.try_clone().unwrap()).unwrap_err());
+    assert!(twice.contains("the very descriptor"), "{twice}");
+    let other = source(add("b", open()).unwrap_err());
+    assert!(other.contains("another process"), "{other}");
+    rig.registry.remove_device(&DiskName::new("a").unwrap()).unwrap();
+    add("b", first).unwrap();
+}
+
+#[test]
 fn kick_that_is_no_eventfd_pipe_or_socket_is_refused() {
     let rig = Rig::new();
     let (mut session, _guest) = rig.session();

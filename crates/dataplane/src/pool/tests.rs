@@ -72,7 +72,14 @@ fn file(aio: Aio) -> Arc<FileEngine> {
     let file = tempfile::tempfile().unwrap();
     file.set_len(DISK).unwrap();
     let source = FileSource::Fd(file.into());
-    let config = FileConfig { source, direct: false, read_only: false, explicit_raw: true, aio };
+    let config = FileConfig {
+        source,
+        direct: false,
+        read_only: false,
+        explicit_raw: true,
+        block_size: None,
+        aio,
+    };
     Arc::new(FileEngine::open(config).unwrap())
 }
 
@@ -223,7 +230,7 @@ impl Guarded {
             buffers: None,
             size: config.size,
             kick: Some(self.kick.try_clone().unwrap()),
-            call: Some(Call::new(self.call.try_clone().unwrap()).unwrap()),
+            call: Some(Call::new(self.call.try_clone().unwrap(), device.caller()).unwrap()),
             error: None,
             enabled: true,
             stats: Arc::new(QueueStats::new()),

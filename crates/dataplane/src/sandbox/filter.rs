@@ -64,6 +64,7 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_set_robust_list,
     libc::SYS_setpriority,
     libc::SYS_sigaltstack,
+    libc::SYS_sysinfo,
     // Descriptors.
     libc::SYS_close,
     libc::SYS_dup,
@@ -101,12 +102,16 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_openat,
     libc::SYS_readlinkat,
     libc::SYS_statx,
+    // Of alarm(2).
+    libc::SYS_setitimer,
+    libc::SYS_umask,
     libc::SYS_unlinkat,
 ];
 
 /// The same, where an architecture has them beside those above.
 #[cfg(target_arch = "x86_64")]
 const ALLOWED_HERE: &[c_long] = &[
+    libc::SYS_alarm,
     libc::SYS_chmod,
     libc::SYS_epoll_wait,
     libc::SYS_lstat,

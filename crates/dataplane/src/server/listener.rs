@@ -1,11 +1,12 @@
 //! A device's socket: bound to a path, or handed over by whoever bound it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 
@@ -42,6 +43,14 @@ pub struct Listener {
     bound: Mutex<Option<Bound>>,
 }
 
+/// Binds, whatever the umask.
+fn bind(socket: &OwnedFd, address: &SocketAddrUnix) -> Result<(), Errno> {
+    let umask = rustix::process::umask(Mode::empty());
+    let bound = rustix::net::bind(socket, address);
+    rustix::process::umask(umask);
+    bound
+}
+
 /// Front ends that wait to be accepted. One is served at a time; a few more may reconnect.
 const BACKLOG: i32 = 16;
 
@@ -60,16 +69,17 @@ impl Listener {
             SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
             None,
         )?;
-        match rustix::net::bind(&socket, &address) {
+        // The file takes its mode from the socket (net/unix/af_unix.c, unix_bind_bsd). Changed by its path it
+        // could be another file's, where others may write to the directory.
+        rustix::fs::fchmod(&socket, Mode::from_raw_mode(mode))?;
+        match bind(&socket, &address) {
             Err(Errno::ADDRINUSE) => {
                 remove_stale(path)?;
-                rustix::net::bind(&socket, &address)?;
+                bind(&socket, &address)?;
             }
             bound => bound?,
         }
         let listener = Self { socket, bound: Mutex::new(Some(Bound::at(path)?)) };
-        // Nobody can connect before the permissions are right: it does not listen yet.
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
         rustix::net::listen(&listener.socket, BACKLOG)?;
         Ok(listener)
     }
@@ -142,12 +152,23 @@ fn remove_stale(path: &Path) -> Result<(), ListenError> {
     if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
         return Err(ListenError::NotASocket(path.to_path_buf()));
     }
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
-            Ok(std::fs::remove_file(path)?)
-        }
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+    match is_answered(path) {
+        Err(Errno::CONNREFUSED) => Ok(std::fs::remove_file(path)?),
+        Err(Errno::NOENT) => Ok(()),
         // It listens, or we may not know.
         _ => Err(ListenError::InUse(path.to_path_buf())),
     }
+}
+
+/// Connects to a socket, to see whether somebody listens.
+///
+/// # Errors
+/// The kernel's: `ECONNREFUSED` if nobody does, `EAGAIN` if who listens accepts nobody.
+// Without waiting: the backlog of a listener that
+/// accepts nobody is full (`EAGAIN`), and connect(2) would wait for room in it for ever.
+pub fn is_answered(path: &Path) -> Result<(), Errno> {
+    let address = SocketAddrUnix::new(path)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &address)
 }

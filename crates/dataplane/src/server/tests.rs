@@ -208,6 +208,63 @@ fn stale_socket_is_replaced_and_a_live_one_is_not() {
 }
 
 #[test]
+fn listener_that_accepts_nobody_is_in_use_and_not_waited_for() {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.sock");
+    let socket = |flags| {
+        let (unix, stream) = (AddressFamily::UNIX, SocketType::STREAM);
+        rustix::net::socket_with(unix, stream, flags, None).unwrap()
+    };
+    let address = SocketAddrUnix::new(&path).unwrap();
+    let theirs = socket(SocketFlags::CLOEXEC);
+    rustix::net::bind(&theirs, &address).unwrap();
+    rustix::net::listen(&theirs, 1).unwrap();
+    // Until its backlog is full.
+    let mut waiting = Vec::new();
+    loop {
+        let front = socket(SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
+        match rustix::net::connect(&front, &address) {
+            Ok(()) => waiting.push(front),
+            Err(error) => break assert_eq!(error, rustix::io::Errno::AGAIN),
+        }
+        assert!(waiting.len() < 1000);
+    }
+    assert!(matches!(Listener::bind(&path, 0o600), Err(ListenError::InUse(_))));
+    assert!(path.exists());
+}
+
+#[test]
+fn nothing_but_an_own_new_socket_is_given_away() {
+    use crate::sandbox::give_socket;
+
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: to give a file away needs root");
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let _listener = Listener::bind(&at("disk.sock"), 0o660).unwrap();
+    std::fs::write(at("precious"), "").unwrap();
+    std::os::unix::fs::symlink(at("precious"), at("link")).unwrap();
+    std::os::unix::fs::symlink(at("disk.sock"), at("to-socket")).unwrap();
+    let owner =
+        |name: &str| std::os::unix::fs::MetadataExt::uid(&std::fs::metadata(at(name)).unwrap());
+    for name in ["precious", "link", "to-socket"] {
+        let refused = give_socket(&at(name), Some(65_534), Some(65_534)).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::PermissionDenied, "{name}");
+    }
+    give_socket(&at("disk.sock"), Some(65_534), None).unwrap();
+    assert_eq!((owner("precious"), owner("disk.sock")), (0, 65_534));
+    // Of somebody else by now, and a socket with two names may be anybody's.
+    assert!(give_socket(&at("disk.sock"), Some(0), None).is_err());
+    let _two = Listener::bind(&at("two.sock"), 0o600).unwrap();
+    std::fs::hard_link(at("two.sock"), at("again.sock")).unwrap();
+    assert!(give_socket(&at("two.sock"), Some(65_534), None).is_err());
+}
+
+#[test]
 fn file_that_is_no_socket_is_never_removed() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.sock");

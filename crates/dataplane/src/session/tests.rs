@@ -692,3 +692,32 @@ fn configuration_space_has_its_fields_where_the_specification_has_them() {
     assert_eq!(read_only.config(36, 24, 0), [0; 24]);
     assert_eq!(read_only.features(), features::ALWAYS | features::BLK_RO);
 }
+
+#[test]
+fn memory_beyond_what_the_device_allows_is_refused_and_none_of_it_is_mapped() {
+    let device = device_with(|config| config.limits.memory = Bytes::new(0x3_0000));
+    let mut session = Session::new(device, Arc::new(Host::default()));
+    let at = |number: u64, size: u64| RegionSpec {
+        guest: number << 32,
+        size,
+        front_end: (number << 32) + (1 << 44),
+        offset: 0,
+    };
+    let two = [at(1, 0x1_0000), at(2, 0x1_0000)];
+    let fds = |n: usize| (0..n).map(|_| memory(0x4_0000)).collect::<Vec<_>>();
+    session.handle(Message::SetMemTable(two.to_vec()), fds(2)).unwrap();
+    let too_much = |refused: Refused| match refused {
+        Refused::Memory(MemoryError::TooMuch { total, limit }) => (total.get(), limit.get()),
+        other => panic!("{other}"),
+    };
+    let more = session.handle(Message::AddMemReg(at(3, 0x2_0000)), fds(1)).unwrap_err();
+    assert_eq!(too_much(more), (0x4_0000, 0x3_0000));
+    let table = vec![at(1, 0x2_0000), at(2, 0x2_0000)];
+    let table = session.handle(Message::SetMemTable(table), fds(2)).unwrap_err();
+    assert_eq!(too_much(table), (0x4_0000, 0x3_0000));
+    // Sizes whose sum is beyond 2^64 too.
+    let huge = vec![at(1, 1 << 31), at(2, u64::MAX - (4 << 32))];
+    let huge = session.handle(Message::SetMemTable(huge), fds(2)).unwrap_err();
+    assert_eq!(too_much(huge).1, 0x3_0000);
+    session.handle(Message::AddMemReg(at(3, 0x1_0000)), fds(1)).unwrap();
+}

@@ -2,8 +2,8 @@
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rtvirtio_units::Bytes;
 use rustix::fs::{AtFlags, FallocateFlags, FileType, Mode, OFlags, StatxFlags};
@@ -69,9 +69,12 @@ pub enum ImageError {
     Size {
         /// Bytes.
         size: u64,
-        /// Bytes of a logical block.
+        /// Bytes of a logical block, or of what its file system writes at least.
         block: u32,
     },
+    /// No block size that a driver takes.
+    #[error("block_size is {0}: must be 512, 1024, 2048 or 4096")]
+    BlockSize(u32),
 }
 
 fn call(name: &'static str) -> impl FnOnce(Errno) -> ImageError {
@@ -98,18 +101,39 @@ pub(super) struct Image {
     read_only: bool,
     is_device: bool,
     in_memory: bool,
+    /// What the guest sees: a property of the image, whatever host serves it.
     logical_block: u32,
     physical_block: u32,
+    /// What the file is read and written in, at multiples of that: more than a logical block where direct I/O
+    /// asks for it, as on XFS with reflinks. Parts of it are written by a helper thread, which reads the rest.
+    unit: u32,
+    /// Held by whoever does that: two guests' writes may be of one unit.
+    rewriting: Mutex<()>,
     /// What direct I/O asks of addresses in memory; 1 without.
     memory_alignment: u32,
     discard: bool,
-    /// Whether `FALLOC_FL_ZERO_RANGE` is known not to work.
-    no_zero_range: AtomicBool,
+    /// Of a block device: whether it zeroes ranges by itself. Where it does not, the kernel writes the zeroes
+    /// (`blkdev_issue_zeroout`, block/blk-lib.c).
+    device_zeroes: bool,
+    /// What is known of `FALLOC_FL_ZERO_RANGE` on a file.
+    zero_range: AtomicU8,
 }
+
+/// Nothing is known of `FALLOC_FL_ZERO_RANGE` yet.
+const UNKNOWN: u8 = 0;
+/// It works: the range is marked, not written.
+const WORKS: u8 = 1;
+/// It does not.
+const MISSING: u8 = 2;
 
 impl Image {
     pub(super) fn open(config: FileConfig) -> Result<Self, ImageError> {
-        let FileConfig { source, direct, read_only, explicit_raw, .. } = config;
+        let FileConfig { source, direct, read_only, explicit_raw, block_size, .. } = config;
+        if let Some(size) = block_size
+            && !(size.is_power_of_two() && (512..=4096).contains(&size))
+        {
+            return Err(ImageError::BlockSize(size));
+        }
         let fd = match source {
             FileSource::Fd(fd) => fd,
             FileSource::Path(path) => open(&path, read_only)?,
@@ -131,17 +155,23 @@ impl Image {
             4096
         };
         let size = size_of(&fd, is_device).map_err(call("ask the size of"))?;
+        // An image is partitioned for its block, so the host's file system does not decide.
+        let by_default = if is_device { alignment.device_block } else { 512 };
+        let logical_block = block_size.unwrap_or(by_default);
         let image = Self {
             fd: Arc::new(fd),
             capacity: AtomicU64::new(size),
             read_only,
             is_device,
             in_memory,
-            logical_block: alignment.offset,
-            physical_block: physical_block.max(alignment.offset),
+            logical_block,
+            physical_block: physical_block.max(alignment.offset).max(logical_block),
+            unit: alignment.offset,
+            rewriting: Mutex::default(),
             memory_alignment: alignment.memory,
             discard: false,
-            no_zero_range: AtomicBool::new(false),
+            device_zeroes: is_device && device_zeroes(&stat),
+            zero_range: AtomicU8::new(UNKNOWN),
         };
         image.check_size(size)?;
         if !explicit_raw && let Some(format) = image.foreign_format()? {
@@ -191,8 +221,8 @@ impl Image {
         Ok(Bytes::new(size))
     }
 
-    const fn check_size(&self, size: u64) -> Result<(), ImageError> {
-        let block = self.logical_block;
+    fn check_size(&self, size: u64) -> Result<(), ImageError> {
+        let block = self.logical_block.max(self.unit);
         if size.is_multiple_of(block as u64) {
             Ok(())
         } else {
@@ -200,23 +230,33 @@ impl Image {
         }
     }
 
-    /// Whether the file takes these segments as they are.
-    pub(super) fn takes(&self, segments: &[Segment]) -> bool {
-        let (memory, block) = (self.memory_alignment as usize, self.logical_block as usize);
+    /// Bytes that are written at a time at least.
+    pub(super) const fn unit(&self) -> u32 {
+        self.unit
+    }
+
+    /// Whether the file takes these segments as they are, at that place.
+    pub(super) fn takes(&self, offset: u64, segments: &[Segment]) -> bool {
+        let (memory, unit) = (self.memory_alignment as usize, self.unit as usize);
         memory == 1
-            || segments
-                .iter()
-                .all(|s| s.base().addr().is_multiple_of(memory) && s.len().is_multiple_of(block))
+            || offset.is_multiple_of(unit as u64)
+                && segments
+                    .iter()
+                    .all(|s| s.base().addr().is_multiple_of(memory) && s.len().is_multiple_of(unit))
+    }
+
+    fn in_units(&self, offset: u64, length: u64) -> bool {
+        (offset | length).is_multiple_of(self.unit.into())
     }
 
     /// Does a request, and waits for it.
     pub(super) fn perform(&self, request: &Request<'_>) -> Result<(), Errno> {
         let &Request { operation, offset, length, segments, .. } = request;
         match operation {
-            Operation::Read if self.takes(segments) => {
+            Operation::Read if self.takes(offset, segments) => {
                 transfer(&self.fd, Direction::Read, offset, segments)
             }
-            Operation::Write { durable } if self.takes(segments) => {
+            Operation::Write { durable } if self.takes(offset, segments) => {
                 transfer(&self.fd, Direction::Write { durable }, offset, segments)
             }
             Operation::Read => self.bounce(Direction::Read, offset, length, segments),
@@ -237,7 +277,8 @@ impl Image {
         if self.in_memory { Ok(()) } else { rustix::fs::fdatasync(&self.fd) }
     }
 
-    /// Reads or writes by way of aligned memory.
+    /// Reads or writes by way of aligned memory, in whole units: of one that is written in part, the rest is
+    /// read before.
     fn bounce(
         &self,
         direction: Direction,
@@ -245,32 +286,53 @@ impl Image {
         length: u64,
         segments: &[Segment],
     ) -> Result<(), Errno> {
-        let most = BOUNCE.max(self.logical_block as usize);
-        let most = length.min(most as u64) as usize;
+        let unit = u64::from(self.unit);
+        let (first, end) = (offset - offset % unit, offset + length);
+        let last = end.next_multiple_of(unit);
+        let most = (last - first).min((BOUNCE as u64).max(unit)) as usize;
         let buffer = Aligned::new(most, self.buffer_alignment())?;
+        let whole = buffer.segment(most);
+        let part = |from: u64, to: u64| {
+            Segment::new(whole.base().wrapping_add(from as usize), (to - from) as usize)
+        };
+        let writes = matches!(direction, Direction::Write { .. });
+        let _alone = (writes && !self.in_units(offset, length))
+            .then(|| self.rewriting.lock().unwrap_or_else(PoisonError::into_inner));
         let mut cursor = Cursor::new(segments);
-        let mut done = 0;
-        while done < length {
-            let piece = buffer.segment((length - done).min(most as u64) as usize);
-            if let Direction::Write { .. } = direction {
-                cursor.copy_to(piece);
+        let mut at = first;
+        while at < last {
+            let piece = (last - at).min(most as u64);
+            // What is asked for of this piece.
+            let (from, to) = (offset.max(at) - at, end.min(at + piece) - at);
+            if writes {
+                let (head, tail) = (from > 0, to < piece);
+                if head || tail && piece <= unit {
+                    transfer(&self.fd, Direction::Read, at, &[part(0, unit)])?;
+                }
+                if tail && piece > unit {
+                    let rest = part(piece - unit, piece);
+                    transfer(&self.fd, Direction::Read, at + piece - unit, &[rest])?;
+                }
+                cursor.copy_to(part(from, to));
             }
-            transfer(&self.fd, direction, offset + done, &[piece])?;
-            if let Direction::Read = direction {
-                cursor.copy_from(piece);
+            transfer(&self.fd, direction, at, &[part(0, piece)])?;
+            if !writes {
+                cursor.copy_from(part(from, to));
             }
-            done += piece.len() as u64;
+            at += piece;
         }
         Ok(())
     }
 
     fn buffer_alignment(&self) -> usize {
-        self.logical_block.max(self.memory_alignment).max(4096) as usize
+        self.unit.max(self.memory_alignment).max(4096) as usize
     }
 
     /// A hint: where the file system cannot after all, nothing is done.
     fn discard(&self, offset: u64, length: u64) -> Result<(), Errno> {
-        let result = if self.is_device {
+        let result = if self.is_device && !self.in_units(offset, length) {
+            Ok(())
+        } else if self.is_device {
             discard_device(&self.fd, offset, length)
         } else {
             self.fallocate(FallocateFlags::PUNCH_HOLE, offset, length)
@@ -283,16 +345,22 @@ impl Image {
 
     /// On block devices too `fallocate` zeroes, and says when the device cannot do it by itself.
     fn write_zeroes(&self, offset: u64, length: u64, unmap: bool) -> Result<(), Errno> {
-        if unmap {
+        // A block device takes its own blocks only.
+        let marks = !self.is_device || self.in_units(offset, length);
+        if unmap && marks {
             match self.fallocate(FallocateFlags::PUNCH_HOLE, offset, length) {
                 Err(Errno::OPNOTSUPP) => {}
                 result => return result,
             }
         }
-        if !self.no_zero_range.load(Ordering::Relaxed) {
+        if marks && self.zero_range.load(Ordering::Relaxed) != MISSING {
             match self.fallocate(FallocateFlags::ZERO_RANGE, offset, length) {
-                Err(Errno::OPNOTSUPP) => self.no_zero_range.store(true, Ordering::Relaxed),
-                result => return result,
+                Err(Errno::OPNOTSUPP) => self.zero_range.store(MISSING, Ordering::Relaxed),
+                Ok(()) => {
+                    self.zero_range.store(WORKS, Ordering::Relaxed);
+                    return Ok(());
+                }
+                error => return error,
             }
         }
         let most = length.min(BOUNCE as u64) as usize;
@@ -300,10 +368,33 @@ impl Image {
         let mut done = 0;
         while done < length {
             let piece = zeroes.segment((length - done).min(most as u64) as usize);
-            transfer(&self.fd, Direction::Write { durable: false }, offset + done, &[piece])?;
-            done += piece.len() as u64;
+            let (at, bytes) = (offset + done, piece.len() as u64);
+            let write = Direction::Write { durable: false };
+            if self.in_units(at, bytes) {
+                transfer(&self.fd, write, at, &[piece])?;
+            } else {
+                self.bounce(write, at, bytes, &[piece])?;
+            }
+            done += bytes;
         }
         Ok(())
+    }
+
+    /// Whether zeroing a range takes a write of its bytes, as far as is known: the first such request tells of
+    /// a file.
+    pub(super) fn writes_zeroes(&self, unmap: bool) -> bool {
+        if self.is_device {
+            !self.device_zeroes
+        } else {
+            !(unmap && self.discard) && self.zero_range.load(Ordering::Relaxed) != WORKS
+        }
+    }
+
+    /// The end may come nearer, and only by [`Self::resize`] farther.
+    pub(super) fn refuse_beyond(&self, capacity: Bytes) {
+        if !self.read_only && !self.is_device {
+            self.capacity.fetch_min(capacity.get(), Ordering::Relaxed);
+        }
     }
 
     fn fallocate(&self, what: FallocateFlags, offset: u64, length: u64) -> Result<(), Errno> {
@@ -327,7 +418,7 @@ impl Image {
 
     fn foreign_format(&self) -> Result<Option<&'static str>, ImageError> {
         let size = self.capacity.load(Ordering::Relaxed);
-        let length = size.min(u64::from(self.logical_block.max(4096))) as usize;
+        let length = size.min(u64::from(self.unit.max(4096))) as usize;
         let buffer = Aligned::new(length, self.buffer_alignment()).map_err(call("read"))?;
         let whole = buffer.segment(length);
         transfer(&self.fd, Direction::Read, 0, &[whole]).map_err(call("read"))?;
@@ -339,6 +430,8 @@ impl Image {
 struct Alignment {
     offset: u32,
     memory: u32,
+    /// A block device's own block; 512 of a file.
+    device_block: u32,
 }
 
 impl Alignment {
@@ -349,7 +442,8 @@ impl Alignment {
             512
         };
         if !direct {
-            return Ok(Self { offset: device_block, memory: 1 });
+            let offset = if is_device { device_block } else { 1 };
+            return Ok(Self { offset, memory: 1, device_block });
         }
         let wanted = StatxFlags::DIOALIGN;
         // A kernel before 6.1 does not tell; nor do some file systems.
@@ -368,7 +462,7 @@ impl Alignment {
         if !offset.is_power_of_two() || !memory.is_power_of_two() {
             return Err(ImageError::NotDirect(Errno::INVAL));
         }
-        Ok(Self { offset, memory })
+        Ok(Self { offset, memory, device_block })
     }
 
     /// The least block that can be read.
@@ -419,6 +513,19 @@ fn size_of(fd: &OwnedFd, is_device: bool) -> Result<u64, Errno> {
     // SAFETY: BLKGETSIZE64 writes a u64, which outlives the call.
     let result = unsafe { libc::ioctl(fd.as_raw_fd(), BLKGETSIZE64, &raw mut size) };
     if result == 0 { Ok(size) } else { Err(last_error()) }
+}
+
+/// Whether a block device zeroes ranges by itself, as its request queue says
+/// (Documentation/ABI/stable/sysfs-block). If nothing says so, it does not.
+fn device_zeroes(stat: &rustix::fs::Stat) -> bool {
+    let number = stat.st_rdev;
+    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+    // A partition's queue is its disk's.
+    ["queue", "../queue"].iter().any(|queue| {
+        let path = format!("/sys/dev/block/{major}:{minor}/{queue}/write_zeroes_max_bytes");
+        let most = std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse().ok());
+        most.is_some_and(|most: u64| most > 0)
+    })
 }
 
 fn discard_device(fd: &OwnedFd, offset: u64, length: u64) -> Result<(), Errno> {

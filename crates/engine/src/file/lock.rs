@@ -7,7 +7,7 @@
 //! (`F_OFD_SETLK`): they end with it, whatever happens to the process.
 
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use rustix::io::Errno;
 
@@ -59,6 +59,11 @@ pub enum LockError {
         "another process does not share the \"{0}\" lock: is the image in use by QEMU, qemu-img or another rtvirtio?"
     )]
     NotShared(&'static str),
+    /// The same open file description serves another disk of this process: its locks are that one's own.
+    #[error(
+        "it is the very descriptor that another disk of this data plane has: open the image once more"
+    )]
+    Twice,
     /// The file system cannot lock.
     #[error("the file cannot be locked")]
     Failed(#[source] Errno),
@@ -101,6 +106,16 @@ impl Lock {
     /// # Errors
     /// [`LockError`].
     pub fn acquire(file: &Arc<OwnedFd>, access: Access) -> Result<Self, LockError> {
+        {
+            let mut held = HELD_HERE.lock().unwrap_or_else(PoisonError::into_inner);
+            held.retain(|(other, _)| other.strong_count() > 0);
+            let writes = |other: Access| access == Access::Write || other == Access::Write;
+            let mut others = held.iter().filter(|(_, other)| writes(*other));
+            if others.any(|(other, _)| other.upgrade().is_some_and(|o| is_same(&o, file))) {
+                return Err(LockError::Twice);
+            }
+            held.push((Arc::downgrade(file), access));
+        }
         let lock = Self { file: Arc::clone(file), access };
         // From here on, an error drops `lock`, which releases what it has. First lock, then
         // look: of two at the same time, at least one sees the other.
@@ -126,8 +141,33 @@ impl Lock {
     }
 }
 
+/// What is locked by this process: the kernel tells only other descriptions' locks.
+static HELD_HERE: Mutex<Vec<(Weak<OwnedFd>, Access)>> = Mutex::new(Vec::new());
+
+/// Whether two descriptors are of one open file description: then they have one file position. Nobody uses
+/// that of an image.
+fn is_same(a: &OwnedFd, b: &OwnedFd) -> bool {
+    use rustix::fs::{SeekFrom, fstat, seek};
+
+    let identity = |fd| fstat(fd).map(|stat| (stat.st_dev, stat.st_ino)).ok();
+    if identity(a).is_none() || identity(a) != identity(b) {
+        return false;
+    }
+    let position = |fd| seek(fd, SeekFrom::Current(0)).ok();
+    let Some(before) = position(a) else { return false };
+    let follows = [1, 2].into_iter().all(|step| {
+        let to = before.wrapping_add(step * 512) & (i64::MAX as u64);
+        seek(a, SeekFrom::Start(to)).is_ok() && position(b) == Some(to)
+    });
+    let _ = seek(a, SeekFrom::Start(before));
+    follows
+}
+
 impl Drop for Lock {
     fn drop(&mut self) {
+        let mut held = HELD_HERE.lock().unwrap_or_else(PoisonError::into_inner);
+        held.retain(|(other, _)| !std::ptr::eq(other.as_ptr(), Arc::as_ptr(&self.file)));
+        drop(held);
         for byte in self.bytes() {
             let _ = set(&self.file, libc::F_UNLCK, byte);
         }

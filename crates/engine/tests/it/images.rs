@@ -255,3 +255,120 @@ fn device_of_large_blocks_says_so_and_keeps_its_size() {
         assert_eq!(engine.resize(None).unwrap(), Bytes::from_kib(1024));
     }
 }
+
+#[test]
+fn block_that_the_guest_sees_is_the_images_and_not_the_hosts() {
+    let image = Image::new(1 << 20);
+    let block = |direct, block_size| {
+        let engine = FileEngine::open(FileConfig { direct, block_size, ..config(&image.path) });
+        engine.unwrap().geometry().logical_block
+    };
+    for direct in [false, true] {
+        assert_eq!([None, Some(512), Some(4096)].map(|size| block(direct, size)), [512, 512, 4096]);
+    }
+    for wrong in [0, 256, 513, 3072, 8192] {
+        let refused =
+            FileEngine::open(FileConfig { block_size: Some(wrong), ..config(&image.path) });
+        match refused {
+            Err(FileError::Image(ImageError::BlockSize(size))) => assert_eq!(size, wrong),
+            other => panic!("{wrong}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn sectors_are_written_on_a_device_of_large_blocks_and_their_neighbours_kept() {
+    const SECTORS: usize = 2048;
+    let Some(device) = Loop::new(SECTORS as u64 * 512, 4096) else { return };
+    let config = FileConfig { direct: true, block_size: Some(512), ..config(&device.path) };
+    let engine = FileEngine::open(config).unwrap();
+    assert_eq!((engine.geometry().logical_block, engine.geometry().physical_block), (512, 4096));
+    assert_eq!(engine.written_block(), 4096);
+    let mut disk = Driver::new(Box::new(engine));
+    let mut model = vec![0_u8; SECTORS * 512];
+    let mut random = 7_u64;
+    let mut next = |below: usize| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (random >> 33) as usize % below
+    };
+    for step in 0..500 {
+        // Up to three pieces of some sectors each, anywhere, at an address that may not be aligned.
+        let lengths: Vec<usize> = (0..=next(3)).map(|_| 512 * (1 + next(20))).collect();
+        let length: usize = lengths.iter().sum();
+        let at = 512 * next(SECTORS - length / 512 + 1);
+        let mut memory = Memory::new(&lengths, [0, 512, 24][next(3)]);
+        let (operation, range) = (next(4), at..at + length);
+        match operation {
+            0 | 1 => {
+                let data: Vec<u8> = (0..length).map(|i| (step + i / 7) as u8).collect();
+                memory.fill(&data);
+                let write = Operation::Write { durable: operation == 1 };
+                transfer(&mut disk, write, at as u64, &mut memory);
+                model[range].copy_from_slice(&data);
+            }
+            2 => {
+                transfer(&mut disk, Operation::Read, at as u64, &mut memory);
+                assert!(memory.content() == model[range], "step {step}: {length} from {at}");
+            }
+            _ => {
+                let zero = Operation::WriteZeroes { unmap: step % 2 == 0, durable: false };
+                disk.run(zero, at as u64, length as u64, &[], None).unwrap();
+                model[range].fill(0);
+            }
+        }
+    }
+    let mut all = Memory::new(&[SECTORS * 512], 0);
+    transfer(&mut disk, Operation::Read, 0, &mut all);
+    assert!(all.content() == model);
+}
+
+#[test]
+fn whether_zeroes_are_written_out_is_known_by_the_first_of_them() {
+    // A file that is told to mark a range does so, or says that it cannot.
+    for place in [env!("CARGO_TARGET_TMPDIR"), "/dev/shm"] {
+        let image = Image::below(place, 1 << 20);
+        let engine = std::sync::Arc::new(open(&image.path).unwrap());
+        assert!(engine.writes_zeroes(false), "not known yet, and taken for the worse");
+        let mut disk = Driver::new(Box::new(Shared(std::sync::Arc::clone(&engine))));
+        let mut memory = Memory::new(&[1 << 16], 0);
+        transfer(&mut disk, Operation::Write { durable: false }, 0, &mut memory);
+        let zero = Operation::WriteZeroes { unmap: false, durable: false };
+        disk.run(zero, 0, 1 << 16, &[], None).unwrap();
+        transfer(&mut disk, Operation::Read, 0, &mut memory);
+        assert!(memory.content().iter().all(|byte| *byte == 0));
+        let fd = image.file();
+        let mark = rustix::fs::FallocateFlags::ZERO_RANGE | rustix::fs::FallocateFlags::KEEP_SIZE;
+        let marks = rustix::fs::fallocate(&fd, mark, 0, 4096).is_ok();
+        assert_eq!(engine.writes_zeroes(false), !marks, "{place}");
+        // Holes are punched in both.
+        assert!(!engine.writes_zeroes(true), "{place}");
+    }
+}
+
+/// A read or write of all that memory, which succeeds.
+fn transfer(disk: &mut Driver, operation: Operation, offset: u64, memory: &mut Memory) {
+    let segments = memory.segments();
+    let length = segments.iter().map(|segment| segment.len() as u64).sum();
+    disk.run(operation, offset, length, &segments, None).unwrap();
+}
+
+/// An engine that a test looks at while it is driven.
+struct Shared(std::sync::Arc<FileEngine>);
+
+impl Engine for Shared {
+    fn geometry(&self) -> rtvirtio_engine::Geometry {
+        self.0.geometry()
+    }
+
+    fn start(
+        &self,
+        request: &rtvirtio_engine::Request<'_>,
+        lent: &mut rtvirtio_engine::Lent<'_, '_>,
+    ) -> Outcome {
+        self.0.start(request, lent)
+    }
+
+    fn resize(&self, capacity: Option<Bytes>) -> std::io::Result<Bytes> {
+        self.0.resize(capacity)
+    }
+}

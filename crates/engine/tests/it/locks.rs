@@ -159,3 +159,29 @@ fn block_device_is_locked_as_a_file_is() {
         what_qemu_writes_is_refused(&device.path);
     }
 }
+
+#[test]
+fn description_that_is_locked_already_is_not_locked_again() {
+    use rtvirtio_engine::file::{Access, FileSource, Lock};
+    use std::sync::Arc;
+
+    let image = Image::new(1 << 20);
+    let fd = |file: &std::fs::File| Arc::new(file.try_clone().unwrap().into());
+    let file = image.file();
+    let held = Lock::acquire(&fd(&file), Access::Write).unwrap();
+    for access in [Access::Read, Access::Write] {
+        assert!(matches!(Lock::acquire(&fd(&file), access), Err(LockError::Twice)));
+    }
+    let engine = FileEngine::open(rtvirtio_engine::file::FileConfig {
+        source: FileSource::Fd(file.try_clone().unwrap().into()),
+        ..crate::scratch::config(&image.path)
+    });
+    assert!(matches!(engine.unwrap().lock(), Err(LockError::Twice)));
+    drop(held);
+    // Two that read harm nobody, and a lock is free when its holder is gone.
+    let one = Lock::acquire(&fd(&file), Access::Read).unwrap();
+    let two = Lock::acquire(&fd(&file), Access::Read).unwrap();
+    assert!(matches!(Lock::acquire(&fd(&file), Access::Write), Err(LockError::Twice)));
+    drop((one, two));
+    drop(Lock::acquire(&fd(&file), Access::Write).unwrap());
+}

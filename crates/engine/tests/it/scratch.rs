@@ -75,6 +75,7 @@ pub(crate) fn config(path: &Path) -> FileConfig {
         direct: false,
         read_only: false,
         explicit_raw: false,
+        block_size: None,
         aio: Aio::Auto,
     }
 }

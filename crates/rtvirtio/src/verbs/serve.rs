@@ -6,7 +6,7 @@ use std::os::fd::{AsFd as _, FromRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
@@ -60,8 +60,51 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     start(&configuration, interrupted)
 }
 
+/// How long the end may take once a signal has come: until the disks have finished what they have in flight,
+/// or before anything is served.
+const DRAIN_TIME: u32 = 10;
+const START_TIME: u32 = 2;
+
+/// Whether devices are served.
+static SERVING: AtomicBool = AtomicBool::new(false);
+
+/// Sees to it that the process ends in time after a signal, and at once after a second one: a disk may not
+/// answer, at the start as well as at the end. There is one thread when privileges are given up, so the
+/// kernel's alarm keeps the time.
+fn end_in_time() -> Result<()> {
+    use signal_hook::consts::{SIGALRM, SIGHUP, SIGINT, SIGTERM};
+    use signal_hook::low_level::register;
+
+    fn end(text: &[u8]) -> ! {
+        // SAFETY: the text lives through the call.
+        unsafe { libc::write(libc::STDERR_FILENO, text.as_ptr().cast(), text.len()) };
+        // SAFETY: ends the process and touches nothing of it.
+        unsafe { libc::_exit(1) }
+    }
+    const LATE: &[u8] =
+        b"serve: a disk does not answer: what it has in flight is left, and front ends issue \
+        it again to the next server\n";
+    static SIGNALS: AtomicU32 = AtomicU32::new(0);
+    let begin = || {
+        if SIGNALS.fetch_add(1, Ordering::Relaxed) > 0 {
+            end(b"serve: ended by a second signal\n");
+        }
+        let time = if SERVING.load(Ordering::Relaxed) { DRAIN_TIME } else { START_TIME };
+        // SAFETY: alarm(2) is async-signal-safe and takes an integer.
+        unsafe { libc::alarm(time) };
+    };
+    for signal in [SIGINT, SIGTERM, SIGHUP] {
+        // SAFETY: the handler stores numbers and makes system calls that are async-signal-safe.
+        unsafe { register(signal, begin) }.context("install a signal handler")?;
+    }
+    // SAFETY: as above.
+    unsafe { register(SIGALRM, || end(LATE)) }.context("install a signal handler")?;
+    Ok(())
+}
+
 /// Serves until a signal comes; what is in flight then is finished first.
 fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Outcome> {
+    end_in_time()?;
     let mut handed: HashMap<String, OwnedFd> = HashMap::new();
     for (fd, name) in sd_notify::listen_fds_with_names()? {
         // SAFETY: systemd made it for this process, and sd_notify gives each out once.
@@ -103,6 +146,7 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
     if let Some(guard) = guard {
         registry.borrow_by(guard);
     }
+    SERVING.store(true, Ordering::Relaxed);
     registry.add_all(configuration, opened)?;
     let plane = || Arc::clone(&registry) as Arc<dyn Plane>;
     let control = control.map(|socket| ControlServer::serve(socket, plane())).transpose()?;
@@ -114,6 +158,9 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
     }
     drop(control);
     drop(registry);
+    // In time.
+    // SAFETY: alarm(2) takes an integer.
+    unsafe { libc::alarm(0) };
     Ok(Outcome::Done)
 }
 

@@ -15,6 +15,7 @@ mod device;
 mod footprint;
 mod front_end;
 mod hostile;
+mod hung;
 mod io_cores;
 mod ioprio;
 mod isolation;

@@ -95,9 +95,12 @@ pub enum ReadError {
         /// The attribute.
         attribute: &'static str,
     },
-    /// Several disks have IOThreads and none was chosen.
-    #[error("{0} disks with IOThreads, and none is chosen")]
+    /// Several disks, and none was chosen, or none has the name that was.
+    #[error("there are {0} disks, and none is chosen by its name")]
     WhichDisk(usize),
+    /// IOThreads of something else than a virtio-blk device, whose queues are others.
+    #[error("the IOThreads are those of {0}, not of a virtio-blk disk")]
+    NotADisk(String),
     /// Not TOML, or TOML of another shape.
     #[error("TOML: {0}")]
     Toml(String),
@@ -139,8 +142,9 @@ impl ReadError {
                     .to_owned()
             }
             Self::WhichDisk(_) => {
-                "choose one: --device with its target (vda) or its alias".to_owned()
+                "choose one: --device with its target (vda), its alias or its id".to_owned()
             }
+            Self::NotADisk(_) => "give the one disk's <driver> or -device".to_owned(),
             Self::Toml(_) | Self::TomlTooDeep | Self::Absent(_) => {
                 r#"write mapping = [{ iothread = "iot0", vqs = [0, 2] }, { iothread = "iot1", vqs = [1, 3] }]"#
                     .to_owned()
@@ -165,7 +169,7 @@ pub fn read(text: &str, disk: Option<&str>) -> Result<Found, ReadError> {
         return Err(ReadError::TooLarge(text.len()));
     }
     let found = match format_of(text) {
-        Format::Qemu => qemu(text)?,
+        Format::Qemu => qemu(text, disk)?,
         Format::Libvirt => libvirt(text, disk)?,
         Format::Toml => toml(text)?,
     };
@@ -192,38 +196,113 @@ fn libvirts_name(id: u32) -> Result<IoThreadName, NameError> {
     IoThreadName::new(format!("iothread{id}"))
 }
 
-fn qemu(text: &str) -> Result<Found, ReadError> {
-    let json_error = |e: serde_json::Error| ReadError::Json(e.to_string());
-    // Arguments as `rtvirtio mapping` prints them, in single quotes for the shell.
-    let text = match text.trim_start().starts_with('-') {
-        false => text,
-        true => text
-            .lines()
-            .filter_map(|line| line.trim().strip_prefix("-device ")?.trim().strip_prefix('\''))
-            .find_map(|value| Some(value.rsplit_once('\'')?.0))
-            .ok_or(ReadError::Absent("iothread-vq-mapping"))?,
-    };
+fn json_error(error: serde_json::Error) -> ReadError {
+    ReadError::Json(error.to_string())
+}
+
+fn qemu(text: &str, disk: Option<&str>) -> Result<Found, ReadError> {
+    if text.trim_start().starts_with('-') {
+        return of_devices(devices(text)?, disk);
+    }
     match serde_json::from_str(text).map_err(json_error)? {
-        Value::Object(mut device) => {
-            let queues = device.remove("num-queues").or_else(|| device.remove("num_queues"));
-            let queues: Option<u32> =
-                queues.map(serde_json::from_value).transpose().map_err(json_error)?;
-            let mapping = device.remove("iothread-vq-mapping");
-            let entries = match (mapping, device.remove("iothread")) {
-                (Some(_), Some(_)) => return Err(ReadError::Both),
-                (Some(mapping), None) => serde_json::from_value(mapping).map_err(json_error)?,
-                (None, Some(name)) => {
-                    vec![Entry::round_robin(serde_json::from_value(name).map_err(json_error)?)]
-                }
-                (None, None) => return Err(ReadError::Absent("iothread-vq-mapping")),
-            };
-            Ok(Found { entries, queues })
-        }
+        Value::Object(device) => of_device(device),
         mapping => {
             let entries = serde_json::from_value(mapping).map_err(json_error)?;
             Ok(Found { entries, queues: None })
         }
     }
+}
+
+/// The `-device` arguments of a command line, for the shell or one on each line: in JSON as `rtvirtio mapping`
+/// prints them, or as `KEY=VALUE,...`.
+fn devices(text: &str) -> Result<Vec<serde_json::Map<String, Value>>, ReadError> {
+    let mut found = Vec::new();
+    for (at, option) in text.match_indices("-device") {
+        let before = text[..at].chars().next_back();
+        // Another option, or another part of a text, may end with it.
+        let begins = before.is_none_or(|c| c.is_whitespace() || c == '-')
+            && !text[..at].trim_end_matches('-').ends_with(|c: char| !c.is_whitespace());
+        let rest = &text[at + option.len()..];
+        if !begins || !rest.starts_with([' ', '\t', '\n', '=']) {
+            continue;
+        }
+        let rest = rest[1..].trim_start();
+        let value = match rest.chars().next() {
+            Some(quote @ ('\'' | '"')) => rest[1..].split(quote).next().unwrap_or_default(),
+            Some('{') => rest.lines().next().unwrap_or_default(),
+            _ => rest.split_whitespace().next().unwrap_or_default(),
+        };
+        if found.len() == MAX_ITEMS {
+            return Err(ReadError::TooMany);
+        }
+        found.push(if value.starts_with('{') {
+            // What follows on the same line is another argument.
+            let mut values = serde_json::Deserializer::from_str(value).into_iter();
+            values.next().ok_or(ReadError::Absent("iothread-vq-mapping"))?.map_err(json_error)?
+        } else {
+            let mut parts = value.split(',');
+            let driver = parts.next().unwrap_or_default();
+            let pairs = parts.filter_map(|part| part.split_once('='));
+            let text = |value: &str| value.parse::<u32>().map_or(Value::from(value), Value::from);
+            let pairs = pairs.map(|(key, value)| (key.to_owned(), text(value)));
+            [("driver".to_owned(), Value::from(driver))].into_iter().chain(pairs).collect()
+        });
+    }
+    Ok(found)
+}
+
+/// The virtio-blk device among these that is chosen by its id, or is the only one, or the only one with
+/// IOThreads.
+fn of_devices(
+    devices: Vec<serde_json::Map<String, Value>>,
+    disk: Option<&str>,
+) -> Result<Found, ReadError> {
+    let is_disk = |device: &serde_json::Map<String, Value>| {
+        let driver = device.get("driver").and_then(Value::as_str);
+        driver.is_none_or(|driver| driver.starts_with("virtio-blk"))
+    };
+    let has_iothreads = |device: &serde_json::Map<String, Value>| {
+        device.contains_key("iothread-vq-mapping") || device.contains_key("iothread")
+    };
+    let is_named = |device: &serde_json::Map<String, Value>| {
+        disk.is_some() && device.get("id").and_then(Value::as_str) == disk
+    };
+    let count = devices.iter().filter(|device| is_disk(device)).count();
+    let mut with_iothreads: Vec<_> =
+        devices.iter().filter(|device| is_disk(device) && has_iothreads(device)).collect();
+    if let Some(named) = devices.iter().find(|device| is_named(device)) {
+        return of_device(named.clone());
+    }
+    match (with_iothreads.as_mut_slice(), disk) {
+        ([only], None) => of_device(only.clone()),
+        ([only], Some(_)) if count == 1 => of_device(only.clone()),
+        ([], _) => match devices.into_iter().find(|device| has_iothreads(device)) {
+            // It says what it is.
+            Some(other) => of_device(other),
+            None => Err(ReadError::Absent("iothread-vq-mapping")),
+        },
+        (_, _) => Err(ReadError::WhichDisk(count)),
+    }
+}
+
+fn of_device(mut device: serde_json::Map<String, Value>) -> Result<Found, ReadError> {
+    if let Some(driver) = device.get("driver").and_then(Value::as_str)
+        && !driver.starts_with("virtio-blk")
+    {
+        return Err(ReadError::NotADisk(driver.to_owned()));
+    }
+    let queues = device.remove("num-queues").or_else(|| device.remove("num_queues"));
+    let queues: Option<u32> = queues.map(serde_json::from_value).transpose().map_err(json_error)?;
+    let mapping = device.remove("iothread-vq-mapping");
+    let entries = match (mapping, device.remove("iothread")) {
+        (Some(_), Some(_)) => return Err(ReadError::Both),
+        (Some(mapping), None) => serde_json::from_value(mapping).map_err(json_error)?,
+        (None, Some(name)) => {
+            vec![Entry::round_robin(serde_json::from_value(name).map_err(json_error)?)]
+        }
+        (None, None) => return Err(ReadError::Absent("iothread-vq-mapping")),
+    };
+    Ok(Found { entries, queues })
 }
 
 fn libvirt(text: &str, disk: Option<&str>) -> Result<Found, ReadError> {
@@ -241,25 +320,31 @@ fn libvirt(text: &str, disk: Option<&str>) -> Result<Found, ReadError> {
         driver.has_tag_name("driver")
             && (has(driver, "iothreads") || driver.has_attribute("iothread"))
     };
-    let is_chosen = |driver: &Node<'_, '_>| {
-        let Some((wanted, disk)) = disk.zip(driver.parent()) else { return true };
-        disk.children().any(|child| {
-            let is = |attribute| child.attribute(attribute) == Some(wanted);
+    let is_named = |disk_element: &Node<'_, '_>| {
+        disk_element.children().any(|child| {
+            let is = |attribute| disk.is_some() && child.attribute(attribute) == disk;
             (child.has_tag_name("target") && is("dev"))
                 || (child.has_tag_name("alias")
                     && (is("name")
-                        || child.attribute("name").and_then(|n| n.strip_prefix("ua-"))
-                            == Some(wanted)))
+                        || child.attribute("name").and_then(|n| n.strip_prefix("ua-")) == disk))
         })
     };
-    let drivers: Vec<_> = document.descendants().filter(is_mapped).collect();
-    let chosen: Vec<_> = match drivers.as_slice() {
-        [only] => vec![*only],
-        several => several.iter().copied().filter(is_chosen).collect(),
+    let is_of_disk = |driver: &Node<'_, '_>| {
+        driver.parent().is_none_or(|parent| !parent.has_tag_name("controller"))
     };
-    match (chosen.as_slice(), drivers.len()) {
-        ([driver], _) => of_driver(*driver),
-        ([], 0) => {
+    let drivers: Vec<_> = document.descendants().filter(is_mapped).collect();
+    let of_disks: Vec<_> = drivers.iter().copied().filter(is_of_disk).collect();
+    let disks: Vec<_> = document.descendants().filter(|n| n.has_tag_name("disk")).collect();
+    if let Some(named) = disks.iter().find(|disk| is_named(disk)) {
+        let driver = named.children().find(is_mapped);
+        return of_driver(driver.ok_or(ReadError::Absent("<iothreads> of this disk"))?);
+    }
+    match (of_disks.as_slice(), disk) {
+        ([driver], None) => of_driver(*driver),
+        // The text is of one disk, whatever it is called there.
+        ([driver], Some(_)) if disks.len() <= 1 => of_driver(*driver),
+        ([], _) if !drivers.is_empty() => Err(ReadError::NotADisk("<controller>".to_owned())),
+        ([], _) => {
             // `<iothreads>` alone; the one of a `<domain>` is a number without children.
             let mut alone = document
                 .descendants()
@@ -267,7 +352,7 @@ fn libvirt(text: &str, disk: Option<&str>) -> Result<Found, ReadError> {
             let iothreads = alone.next().ok_or(ReadError::Absent("<iothreads>"))?;
             Ok(Found { entries: of_iothreads(iothreads)?, queues: None })
         }
-        (_, several) => Err(ReadError::WhichDisk(several)),
+        (several, _) => Err(ReadError::WhichDisk(several.len().max(disks.len()))),
     }
 }
 

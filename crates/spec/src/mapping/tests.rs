@@ -177,7 +177,7 @@ fn libvirt_xml_is_read_alone_in_a_disk_and_in_a_domain() {
 #[test]
 fn text_without_a_mapping_is_refused_with_a_hint() {
     let refused = [
-        ("{\"driver\":\"x\"}", "there is no iothread-vq-mapping"),
+        ("{\"driver\":\"virtio-blk-pci\"}", "there is no iothread-vq-mapping"),
         ("{", "QEMU's JSON"),
         ("[{\"iothread\":\"a\",\"vq\":[1]}]", "unknown field `vq`"),
         ("[{\"iothread\":\"a b\"}]", "not allowed in a name"),
@@ -329,4 +329,69 @@ proptest! {
         let _ = read(&text, Some("a")).map(|found| found.mapping(None));
         let _ = read(&format!("<{text}"), None).map(|found| found.mapping(None));
     }
+}
+
+#[test]
+fn one_of_several_devices_is_chosen_by_name_or_none_is() {
+    let blk = |id: &str, thread: &str| {
+        format!(
+            "-device '{{\"driver\":\"virtio-blk-pci\",\"id\":\"{id}\",\"num-queues\":2,\
+             \"iothread-vq-mapping\":[{{\"iothread\":\"{thread}\"}}]}}'"
+        )
+    };
+    let plain = "-device virtio-blk-pci,id=plain,drive=d";
+    let one = "-device virtio-blk-pci,id=one,drive=d,num-queues=2,iothread=io9";
+    let scsi = "-device '{\"driver\":\"virtio-scsi-pci\",\"id\":\"s\",\"iothread-vq-mapping\":\
+                [{\"iothread\":\"io5\"}]}'";
+    let mapped = |text: &str, disk| {
+        let mapping = read(text, disk).and_then(|found| found.mapping(Some(2)));
+        mapping.map(|mapping| mapping.by_queue()[0].to_string()).map_err(|e| e.to_string())
+    };
+    let is = |name: &str| Ok(name.to_owned());
+    // On lines of their own, or on one.
+    for between in ["\n", " ", " \\\n    "] {
+        let two = [&blk("a", "io1"), plain, &blk("b", "io2"), one, scsi].join(between);
+        assert_eq!(mapped(&two, Some("a")), is("io1"));
+        assert_eq!(mapped(&two, Some("b")), is("io2"));
+        assert_eq!(mapped(&two, Some("one")), is("io9"));
+        for nobody in [None, Some("c")] {
+            assert!(mapped(&two, nobody).unwrap_err().contains("4 disks"), "{nobody:?}");
+        }
+        assert!(mapped(&two, Some("plain")).unwrap_err().contains("no iothread-vq-mapping"));
+        assert!(mapped(&two, Some("s")).unwrap_err().contains("virtio-scsi-pci"));
+    }
+    // Only one has IOThreads: it is not taken for another.
+    let only = format!("{}\n{plain}", blk("a", "io1"));
+    assert_eq!(mapped(&only, None), is("io1"));
+    assert!(mapped(&only, Some("plain")).unwrap_err().contains("no iothread-vq-mapping"));
+    assert!(mapped(&only, Some("c")).unwrap_err().contains("2 disks"));
+    // The text is of one disk, whatever it is called there.
+    assert_eq!(mapped(&blk("a", "io1"), Some("d0")), is("io1"));
+    assert!(mapped(scsi, None).unwrap_err().contains("virtio-scsi-pci"));
+    // What only looks like it.
+    assert!(mapped("-x-device '{}'", None).unwrap_err().contains("no iothread-vq-mapping"));
+}
+
+#[test]
+fn disk_without_iothreads_and_controllers_are_not_answered_by_another_disks() {
+    let disk = |target: &str, driver: &str| {
+        format!("<disk type='file'>{driver}<target dev='{target}'/></disk>")
+    };
+    let controller = "<controller type='scsi' model='virtio-scsi'><driver queues='2'><iothreads>\
+        <iothread id='7'/></iothreads></driver></controller>";
+    let domain = |parts: &[&str]| format!("<domain><devices>{}</devices></domain>", parts.concat());
+    let (vda, vdb) = (disk("vda", "<driver queues='2' iothread='1'/>"), disk("vdb", "<driver/>"));
+    let mapped = |text: &str, disk| {
+        let mapping = read(text, disk).and_then(|found| found.mapping(None));
+        mapping.map(|mapping| mapping.by_queue()[0].to_string()).map_err(|e| e.to_string())
+    };
+    let two = domain(&[controller, &vda, &vdb]);
+    assert_eq!(mapped(&two, Some("vda")), Ok("iothread1".to_owned()));
+    assert_eq!(mapped(&two, None), Ok("iothread1".to_owned()));
+    assert!(mapped(&two, Some("vdb")).unwrap_err().contains("no <iothreads> of this disk"));
+    assert!(mapped(&two, Some("vdc")).unwrap_err().contains("2 disks"));
+    for only in [domain(&[controller]), domain(&[controller, &vdb]), controller.to_owned()] {
+        assert!(mapped(&only, None).unwrap_err().contains("<controller>"), "{only}");
+    }
+    assert_eq!(mapped(&vda, Some("d0")), Ok("iothread1".to_owned()));
 }

@@ -187,11 +187,17 @@ impl Device {
             serial,
             write_cache: raw.write_cache,
             fixed_buffers: raw.fixed_buffers,
+            max_memory: raw.max_memory.map(max_memory).transpose()?,
             engine,
             mapping,
             qos: raw.qos.map(|qos| Qos::located(qos, schedules)).transpose()?,
         })
     }
+}
+
+fn max_memory(Size(size): Size) -> Result<Bytes, Misplaced> {
+    at(&["max_memory"], in_range("max_memory", size.get(), 1 << 20, i64::MAX as u64))?;
+    Ok(size)
 }
 
 fn checked_serial(serial: String) -> Result<String, Fault> {
@@ -228,6 +234,7 @@ fn engine(raw: wire::Engine) -> Result<Engine, Misplaced> {
     let (ssd, emulated) = (&[EngineKind::Ssd], &[EngineKind::Ram, EngineKind::Ssd]);
     only(stored, "path", raw.path.is_some())?;
     only(file, "direct", raw.direct.is_some())?;
+    only(file, "block_size", raw.block_size.is_some())?;
     only(file, "format", raw.format.is_some())?;
     only(file, "aio", raw.aio.is_some())?;
     only(nvme, "poll", raw.poll.is_some())?;
@@ -262,6 +269,7 @@ fn engine(raw: wire::Engine) -> Result<Engine, Misplaced> {
                 aio: raw.aio.unwrap_or_default(),
                 lock,
                 raw: raw.format.is_some(),
+                block_size: raw.block_size.map(block_size).transpose()?,
                 slice,
             }))
         }
@@ -290,6 +298,11 @@ fn cpu(request_us: Option<u32>, kib_ns: Option<u32>) -> Result<CpuCost, Misplace
     at(&["engine", "cpu_us"], in_range("cpu_us", request, 0, 1_000_000))?;
     at(&["engine", "cpu_kib_ns"], in_range("cpu_kib_ns", kib, 0, 1_000_000))?;
     Ok(CpuCost { request: Nanos::from_micros(request), kib: Nanos::new(kib) })
+}
+
+fn block_size(size: u32) -> Result<u32, Misplaced> {
+    let is_one = size.is_power_of_two() && (512..=4096).contains(&size);
+    if is_one { Ok(size) } else { Err((&["engine", "block_size"], Fault::BadBlockSize(size))) }
 }
 
 fn size(Size(size): Size) -> Result<Bytes, Misplaced> {
@@ -328,6 +341,7 @@ impl From<&Device> for wire::Device {
                 kind: EngineKind::File,
                 path: Some(file.path.clone()),
                 direct: Some(file.direct),
+                block_size: file.block_size,
                 aio: Some(file.aio),
                 lock: Some(file.lock),
                 format: file.raw.then_some(wire::ImageFormat::Raw),
@@ -373,6 +387,7 @@ impl From<&Device> for wire::Device {
             serial: Some(device.serial.clone()),
             write_cache: device.write_cache,
             fixed_buffers: device.fixed_buffers,
+            max_memory: device.max_memory.map(Size),
             engine,
             mapping: Some(device.mapping.entries()),
             qos: device.qos.as_ref().map(wire::Qos::from),

@@ -194,6 +194,9 @@ pub enum Fault {
     /// A serial number that is too long or not printable ASCII.
     #[error("serial {} is not 1 to {MAX_SERIAL_BYTES} characters of printable ASCII", Quoted(.0))]
     BadSerial(String),
+    /// No block size that drivers take.
+    #[error("block_size is {0}")]
+    BadBlockSize(u32),
     /// A model's name that is none.
     #[error("{} is no name of a model", Quoted(.0))]
     BadModel(String),
@@ -290,6 +293,7 @@ impl Fault {
                 format!("write {key} = {low}, or more up to {high}")
             }
             Self::NotInSectors(_) => "write size = \"64M\"".to_owned(),
+            Self::BadBlockSize(_) => "write 512, 1024, 2048 or 4096".to_owned(),
             Self::BadSerial(_) => "write serial = \"vm0-root\"".to_owned(),
             Self::BadModel(_) => "write ssd = \"ref-4x250\"".to_owned(),
             Self::MissingEngineKey { kind, .. } => engine_hint(*kind).to_owned(),

@@ -122,6 +122,7 @@ fn example_is_read_as_written() {
             aio: Aio::Auto,
             lock: ImageLock::Session,
             raw: false,
+            block_size: None,
             slice: None,
         })
     );

@@ -302,6 +302,9 @@ pub struct Device {
     /// Whether guest memory is registered with the rings.
     #[serde(default)]
     pub fixed_buffers: FixedBuffers,
+    /// Most guest memory that its front end may share; what the host has, if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_memory: Option<Size>,
     /// Where its data lies.
     pub engine: Engine,
     /// QEMU's `iothread-vq-mapping`; round robin over all IOThreads if nothing says.
@@ -384,6 +387,10 @@ pub struct Engine {
     /// file: O_DIRECT; yes if nothing says.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub direct: Option<bool>,
+    /// file: bytes of a logical block: 512, 1024, 2048 or 4096; a block device's own, or 512 of a file, if
+    /// nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub block_size: Option<u32>,
     /// file: raw is all there is.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub format: Option<ImageFormat>,

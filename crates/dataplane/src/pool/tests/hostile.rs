@@ -104,13 +104,13 @@ fn full_eventfd_as_a_new_call_or_error_holds_nobody_up() {
     let stats = Arc::clone(&setup.stats);
     let bad_key = pool.start(setup, id).unwrap();
     watched(&pool, || {
-        let call = Call::new(full()).unwrap();
+        let call = Call::new(full(), device.caller()).unwrap();
         pool.edit(bad_key, move |q| q.set_call(Some(call))).unwrap();
         is_served(&mut good);
 
         // While it moves away, with something to call for.
         let call = full();
-        let clone = Call::new(call.try_clone().unwrap()).unwrap();
+        let clone = Call::new(call.try_clone().unwrap(), device.caller()).unwrap();
         bad.fill();
         bad.publish();
         pool.edit(bad_key, move |q| q.set_call(Some(clone))).unwrap();

@@ -185,7 +185,7 @@ fn moves_race_stop_start_edits_and_ending_threads() {
                 queue.publish();
                 let memory = queue.driver.guest().memory();
                 pool.edit(started, move |q| q.set_memory(memory, None)).unwrap().unwrap();
-                let call = Call::new(queue.call.try_clone().unwrap()).unwrap();
+                let call = Call::new(queue.call.try_clone().unwrap(), device.caller()).unwrap();
                 pool.edit(started, move |q| q.set_call(Some(call))).unwrap();
                 queue.wait(Duration::from_millis(1));
                 queue.reap();

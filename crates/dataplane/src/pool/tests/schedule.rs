@@ -309,44 +309,186 @@ impl Engine for Watching {
 
 #[test]
 fn large_transfer_is_split_where_segments_do_not_end() {
-    const LENGTH: u32 = 1 << 20;
+    let scheduled = schedule(1).join(share(1, None), None);
+    large_transfer_is_split(scheduled, 1 << 20, MAX_TRANSFER.get());
+    large_transfer_is_split(None, 3 << 20, crate::queue::LONGEST);
+}
+
+/// A write and a read of so many bytes, which are started by no more than `most`.
+#[track_caller]
+fn large_transfer_is_split(member: Option<Member>, length: u32, most: u64) {
     let pool = Pool::default();
     let [id] = threads(&pool);
-    let disk = Bytes::new(2 * u64::from(LENGTH));
+    let disk = Bytes::new(2 * u64::from(length));
     let ram = Arc::new(RamEngine::new(disk, Duration::ZERO).unwrap());
     let engine = Arc::new(Watching(ram, AtomicU64::new(0), AtomicU64::new(0)));
-    let member = schedule(1).join(share(1, None), None);
     let device = device_in(member, Arc::clone(&engine) as Arc<dyn Engine>, 1);
     let mut queue = Guarded::new(Shape::of(0));
     let key = pool.start(queue.setup(&device), id).unwrap();
     let guest = Arc::clone(queue.driver.guest());
     let data = BUFFERS + 4096;
-    let content: Vec<u8> = (0..LENGTH).map(|i| (i / 512 % 251) as u8).collect();
+    let content: Vec<u8> = (0..length).map(|i| (i / 512 % 251) as u8).collect();
     for kind in [1u8, 0] {
         let mut header = [0; 16];
         header[0] = kind;
         guest.write(BUFFERS, &header);
         guest.write(BUFFERS + 16, &[0xff]);
-        guest.write(data, if kind == 1 { &content } else { &[0; LENGTH as usize] });
+        let zeroes = vec![0; length as usize];
+        guest.write(data, if kind == 1 { &content } else { &zeroes });
         let at = |address, length, writable| Buffer { address, length, writable };
         // The first part ends within the second segment, and the disk's first half within a part.
         let (reads, first) = (kind == 0, 1536);
         let buffers = [
             at(BUFFERS, 16, false),
             at(data, first, reads),
-            at(data + u64::from(first), LENGTH - first, reads),
+            at(data + u64::from(first), length - first, reads),
             at(BUFFERS + 16, 1, true),
         ];
         queue.driver.add(&buffers, false).unwrap();
         queue.publish();
         let written = queue.take_one();
         assert_eq!(guest.read(BUFFERS + 16, 1), [0]);
-        assert_eq!(written, if reads { LENGTH + 1 } else { 1 });
-        assert!(guest.read(data, LENGTH as usize) == content);
+        assert_eq!(written, if reads { length + 1 } else { 1 });
+        assert!(guest.read(data, length as usize) == content);
     }
-    assert_eq!(engine.1.load(Relaxed), MAX_TRANSFER.get());
-    assert_eq!(engine.2.load(Relaxed), 16);
+    assert_eq!(engine.1.load(Relaxed), most);
+    assert_eq!(engine.2.load(Relaxed), 2 * u64::from(length) / most);
     pool.stop(key).unwrap();
+}
+
+/// Queue 0's driver makes one request of these buffers.
+fn one_request(queue: &mut Guarded, kind: u8, data: &[Buffer]) -> u8 {
+    let guest = Arc::clone(queue.driver.guest());
+    let mut header = [0; 16];
+    header[0] = kind;
+    guest.write(BUFFERS, &header);
+    guest.write(BUFFERS + 16, &[0xff]);
+    let at = |address, length, writable| Buffer { address, length, writable };
+    let buffers = [&[at(BUFFERS, 16, false)], data, &[at(BUFFERS + 16, 1, true)]].concat();
+    queue.driver.add(&buffers, false).unwrap();
+    queue.publish();
+    queue.take_one();
+    guest.read(BUFFERS + 16, 1)[0]
+}
+
+/// RAM that remembers the most bytes that were started in one turn of the IOThread.
+struct InATurn {
+    ram: RamEngine,
+    thread: Arc<crate::iothread::IoThreadStats>,
+    /// The turn, its bytes, and the most of any.
+    turn: std::sync::Mutex<(u64, u64, u64)>,
+}
+
+impl Engine for InATurn {
+    fn geometry(&self) -> Geometry {
+        self.ram.geometry()
+    }
+
+    fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
+        let now = self.thread.turns.load(Relaxed);
+        let (turn, bytes, most) = &mut *self.turn.lock().unwrap();
+        if *turn != now {
+            (*turn, *bytes) = (now, 0);
+        }
+        *bytes += request.length;
+        *most = (*most).max(*bytes);
+        self.ram.start(request, lent)
+    }
+
+    fn resize(&self, capacity: Option<Bytes>) -> std::io::Result<Bytes> {
+        self.ram.resize(capacity)
+    }
+}
+
+#[test]
+fn request_of_half_a_gigabyte_lets_others_have_their_turns() {
+    const PIECE: u32 = 1 << 20;
+    const PIECES: u64 = 512;
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let ram = RamEngine::new(Bytes::new(PIECES * u64::from(PIECE)), Duration::ZERO).unwrap();
+    let (thread, _) = pool.thread(id).unwrap();
+    let engine = Arc::new(InATurn { ram, thread, turn: std::sync::Mutex::default() });
+    let large = device(Arc::clone(&engine) as Arc<dyn Engine>, 1);
+    let mut others = Guarded::new(Shape::of(0));
+    let key = pool.start(others.setup(&device(super::ram(), 1)), id).unwrap();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let _stop = Stop(&stop);
+        scope.spawn(|| {
+            while !stop.load(Relaxed) {
+                others.run_requests(16);
+            }
+        });
+        let mut queue = Guarded::new(Shape { depth: 256, ..Shape::of(2) });
+        let of_large = pool.start(queue.setup(&large), id).unwrap();
+        // Every descriptor is of the same MiB of memory.
+        let data = [Buffer { address: BUFFERS + 4096, length: PIECE, writable: true }];
+        assert_eq!(one_request(&mut queue, 0, &data.repeat(PIECES as usize)), 0);
+        stop.store(true, Relaxed);
+        pool.stop(of_large).unwrap();
+    });
+    pool.stop(key).unwrap();
+    // A turn has less, and its last part is started whole.
+    let (.., most) = *engine.turn.lock().unwrap();
+    let longest = crate::queue::LONGEST;
+    assert!((longest..2 * longest).contains(&most), "{most} bytes in one turn");
+}
+
+#[test]
+fn zeroes_that_are_written_out_are_charged_and_divided() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let ram = Arc::new(RamEngine::new(Bytes::new(DISK), Duration::ZERO).unwrap());
+    assert!(ram.writes_zeroes(false) && !ram.writes_zeroes(true));
+    let engine = Arc::new(Zeroing(Watching(ram, AtomicU64::new(0), AtomicU64::new(0))));
+    let schedule = schedule(4);
+    let member = schedule.join(share(1, None), None);
+    let device = device_in(member, Arc::clone(&engine) as Arc<dyn Engine>, 1);
+    let mut queue = Guarded::new(Shape::of(0));
+    let key = pool.start(queue.setup(&device), id).unwrap();
+    let data = BUFFERS + 4096;
+    let range = |unmap: u8| {
+        let mut range = [0; 16];
+        range[8..12].copy_from_slice(&((DISK / 512) as u32).to_le_bytes());
+        range[12] = unmap;
+        range
+    };
+    let buffer = [Buffer { address: data, length: 16, writable: false }];
+    queue.driver.guest().write(data, &range(0));
+    assert_eq!(one_request(&mut queue, 13, &buffer), 0);
+    let had = device.member().unwrap().status().0.had();
+    assert_eq!(had.writes.bytes.get(), DISK, "{had:?}");
+    assert_eq!(engine.0.1.load(Relaxed), MAX_TRANSFER.get());
+    // What is only given back is not.
+    queue.driver.guest().write(data, &range(1));
+    assert_eq!(one_request(&mut queue, 13, &buffer), 0);
+    assert_eq!(device.member().unwrap().status().0.had().writes.bytes.get(), DISK);
+    pool.stop(key).unwrap();
+}
+
+/// The same for write-zeroes, which have no segments.
+struct Zeroing(Watching);
+
+impl Engine for Zeroing {
+    fn geometry(&self) -> Geometry {
+        self.0.geometry()
+    }
+
+    fn writes_zeroes(&self, unmap: bool) -> bool {
+        self.0.0.writes_zeroes(unmap)
+    }
+
+    fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
+        if let Operation::WriteZeroes { unmap: false, .. } = request.operation {
+            self.0.1.fetch_max(request.length, Relaxed);
+        }
+        self.0.0.start(request, lent)
+    }
+
+    fn resize(&self, capacity: Option<Bytes>) -> std::io::Result<Bytes> {
+        self.0.resize(capacity)
+    }
 }
 
 #[test]

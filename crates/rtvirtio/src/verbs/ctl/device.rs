@@ -4,18 +4,19 @@
 //! no right to either path.
 
 use std::fs::{self, File, OpenOptions};
-use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_dataplane::server::is_answered;
 use rtvirtio_host::dataplane::ControlClient;
 use rtvirtio_spec::control::{AddDevice, Handed, Resize};
 use rtvirtio_spec::mapping::{Entry, read};
 use rtvirtio_spec::serve::wire;
 use rtvirtio_units::{DiskName, IoThreadName, NameError, VmName};
+use rustix::io::Errno;
 
 use super::qos::QosArgs;
 
@@ -38,6 +39,9 @@ pub(super) enum Command {
         name: DiskName,
         /// The new size, such as 10G; left out: what the image now has
         size: Option<String>,
+        /// Let it be smaller than now: what lies behind its new end is lost
+        #[arg(long)]
+        shrink: bool,
     },
 }
 
@@ -81,6 +85,12 @@ pub(super) struct AddArgs {
     /// Go through the host's page cache
     #[arg(long, requires = "image")]
     buffered: bool,
+    /// Bytes of a logical block: 512, 1024, 2048 or 4096 [default: a block device's own, 512 of a file]
+    #[arg(long, value_name = "BYTES", requires = "image")]
+    block_size: Option<u32>,
+    /// Most guest memory that the front end may share, such as 64G [default: what the host has]
+    #[arg(long, value_name = "SIZE")]
+    max_memory: Option<String>,
     /// Lock the image only while a front end is connected: for live migration
     #[arg(long, requires = "image")]
     lock_session: bool,
@@ -119,9 +129,9 @@ pub(super) fn run(client: &ControlClient, command: &Command, json: bool) -> Resu
         Command::List => super::list(client, json),
         Command::Add(args) => add(client, args),
         Command::Remove { name } => Ok(client.delete(&format!("/v1/devices/{name}"))?),
-        Command::Resize { name, size: wanted } => {
+        Command::Resize { name, size: wanted, shrink } => {
             let size = wanted.as_deref().map(size).transpose()?;
-            super::resize(client, name, Resize { size }, json)
+            super::resize(client, name, Resize { size, shrink: *shrink }, json)
         }
     }
 }
@@ -141,6 +151,7 @@ fn add(client: &ControlClient, args: &AddArgs) -> Result<()> {
             serial: args.serial.clone(),
             write_cache: !args.no_write_cache,
             fixed_buffers: wire::FixedBuffers::default(),
+            max_memory: args.max_memory.as_deref().map(size).transpose()?,
             engine: engine(args)?,
             mapping: mapping(args)?,
             qos: args.qos.wire(),
@@ -185,6 +196,7 @@ fn engine(args: &AddArgs) -> Result<wire::Engine> {
             kind: wire::EngineKind::File,
             path: Some(path),
             direct: Some(!args.buffered),
+            block_size: args.block_size,
             lock: Some(lock),
             offset: offset?,
             size: size?,
@@ -218,10 +230,8 @@ impl Socket {
     fn make(path: &Path) -> Result<Self> {
         let context = || format!("make the socket {}", path.display());
         if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
-            match UnixStream::connect(path) {
-                Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
-                    fs::remove_file(path).with_context(context)?;
-                }
+            match is_answered(path) {
+                Err(Errno::CONNREFUSED) => fs::remove_file(path).with_context(context)?,
                 _ => bail!("{} is served by another process", path.display()),
             }
         }

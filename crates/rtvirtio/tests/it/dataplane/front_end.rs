@@ -35,7 +35,11 @@ impl Daemon {
     /// `disks`: names, and what follows `engine = `.
     pub(crate) fn start(disks: &[(&str, String)]) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let mut text = "version = 1\n[[iothread]]\nname = 'iot0'\n".to_owned();
+        let control = directory.path().join("control");
+        let mut text = format!(
+            "version = 1\n[control]\nsocket = '{}'\n[[iothread]]\nname = 'iot0'\n",
+            control.display()
+        );
         for (name, engine) in disks {
             let socket = directory.path().join(name);
             text += &format!(
@@ -71,6 +75,32 @@ impl Daemon {
 
     pub(crate) fn socket(&self, disk: &str) -> PathBuf {
         self.directory.path().join(disk)
+    }
+
+    /// `rtvirtio ctl`.
+    pub(crate) fn ctl(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(rtvirtio());
+        command.arg("ctl").arg("--socket").arg(self.directory.path().join("control"));
+        command.args(arguments).current_dir(self.directory.path());
+        command
+    }
+
+    pub(crate) fn signal(&self, signal: rustix::process::Signal) {
+        let process = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(process, signal).unwrap();
+    }
+
+    /// How it ended, and what it said.
+    #[track_caller]
+    pub(crate) fn ended(&mut self) -> (std::process::ExitStatus, String) {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return (status, self.log());
+            }
+            assert!(start.elapsed() < ENOUGH, "it does not end: {}", self.log());
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 
     fn log(&self) -> String {
