@@ -56,7 +56,7 @@ impl Default for Limits {
 /// Memory and swap space of the host.
 fn host_memory() -> Bytes {
     let found = rustix::system::sysinfo();
-    let units = u64::from(found.totalram).saturating_add(u64::from(found.totalswap));
+    let units = found.totalram.saturating_add(found.totalswap);
     Bytes::new(units.saturating_mul(found.mem_unit.into()))
 }
 

@@ -472,7 +472,7 @@ pub struct Resize {
     #[serde(default)]
     pub size: Option<wire::Size>,
     /// Whether it may be smaller: what is cut off is lost.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub shrink: bool,
 }
 

@@ -157,6 +157,10 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
         std::thread::sleep(POLL);
     }
     drop(control);
+    // A change that is under way has it too, and waits for its disk.
+    while Arc::strong_count(&registry) > 1 {
+        std::thread::sleep(POLL);
+    }
     drop(registry);
     // In time.
     // SAFETY: alarm(2) takes an integer.
