@@ -104,6 +104,8 @@ pub struct IoThread {
     pub cpus: Vec<CpuId>,
     /// How it polls.
     pub polling: Polling,
+    /// Trust domain of the devices that it serves; none: those that name none.
+    pub trust: Option<Name>,
 }
 
 impl IoThread {
@@ -181,6 +183,9 @@ pub struct Device {
     pub write_cache: bool,
     /// Whether guest memory is registered with the rings.
     pub fixed_buffers: FixedBuffers,
+    /// Its trust domain: it shares IOThreads with devices of the same one only. None: that of all devices that
+    /// name none.
+    pub trust: Option<Name>,
     /// Most guest memory that its front end may share; none: what the host has.
     pub max_memory: Option<Bytes>,
     /// Where its data lies.

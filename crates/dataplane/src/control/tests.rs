@@ -80,7 +80,7 @@ impl State {
 
 impl Plane for Books {
     fn add_iothread(&self, iothread: IoThread) -> Result<(), PlaneError> {
-        let IoThread { name, cpus, polling } = iothread;
+        let IoThread { name, cpus, polling, .. } = iothread;
         let mut state = self.state();
         if state.iothreads.contains_key(&name) {
             return Err(PlaneError::IoThreadExists(name));

@@ -230,6 +230,6 @@ impl Sampler {
     pub(super) fn new_thread(&self, name: IoThreadName, cpu: CpuId) -> IoThread {
         let first = self.watched.threads.first();
         let polling = first.map_or_else(Polling::default, |thread| thread.config.polling);
-        IoThread { name, cpus: vec![cpu], polling }
+        IoThread { name, cpus: vec![cpu], polling, trust: None }
     }
 }

@@ -99,6 +99,8 @@ pub(super) struct Thread {
 pub(super) struct Served {
     pub(super) host: Arc<Host>,
     pub(super) vm: VmName,
+    /// Its trust domain, which is that of its IOThreads.
+    pub(super) trust: Option<Name>,
     pub(super) ids: Ids,
     pub(super) socket: Option<PathBuf>,
     pub(super) socket_id: SocketId,
@@ -336,9 +338,13 @@ impl Core {
         let _changing = lock(&self.changing);
         let (host, thread, from) = {
             let mut state = self.state();
-            let thread = state.iothread(to)?.id;
+            let Thread { id: thread, config, .. } = state.iothread(to)?;
+            let (thread, trust) = (*thread, config.trust.clone());
             let served =
                 state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            if served.trust != trust {
+                return Err(serve::Fault::OtherTrust(to.clone()).into());
+            }
             let queues = served.mapping.queues();
             let from = served
                 .mapping

@@ -22,7 +22,7 @@ use rtvirtio_spec::control::{
 use rtvirtio_spec::mapping::{Entry, Mapping};
 use rtvirtio_spec::serve::{
     self, Aio, Configuration, Fault, ImageLock, IoCores, IoThread, Listen, MAX_DEVICES,
-    MAX_SCHEDULES, wire,
+    MAX_SCHEDULES, Policy, wire,
 };
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos};
 use tokio::sync::broadcast;
@@ -138,6 +138,10 @@ impl Registry {
         if settings.borrow && settings.policy.needs_cpus() && !self.monitor.may_borrow() {
             return Err(Fault::Borrow.into());
         }
+        let of_domains = |state: &State| state.iothreads.values().any(|t| t.config.trust.is_some());
+        if settings.policy != Policy::Static && of_domains(&self.state()) {
+            return Err(Fault::PolicyAcrossTrust(settings.policy).into());
+        }
         self.monitor.set(settings).map_err(|error| io("cannot start the policy", error))
     }
 
@@ -252,6 +256,7 @@ impl Registry {
             host,
             ids: state.ids(&spec.vm, spec.mapping.queues()),
             vm: spec.vm,
+            trust: spec.trust,
             socket: path,
             socket_id,
             slots,
@@ -477,6 +482,10 @@ fn cost(cpu: serve::CpuCost) -> Cost {
 
 impl Plane for Registry {
     fn add_iothread(&self, iothread: IoThread) -> Result<(), PlaneError> {
+        let policy = self.monitor.settings().policy;
+        if iothread.trust.is_some() && policy != Policy::Static {
+            return Err(Fault::PolicyAcrossTrust(policy).into());
+        }
         self.core.add_iothread(iothread)
     }
 
@@ -493,9 +502,10 @@ impl Plane for Registry {
     }
 
     fn add_device(&self, device: wire::Device, handed: HandedFds) -> Result<(), PlaneError> {
-        let names: Vec<IoThreadName> = self.state().iothreads.keys().cloned().collect();
+        let iothreads: Vec<IoThread> =
+            self.state().iothreads.values().map(|thread| thread.config.clone()).collect();
         let schedules: Vec<Name> = self.state().schedules.keys().cloned().collect();
-        let device = serve::Device::new(device, &names, &schedules)?;
+        let device = serve::Device::new(device, &iothreads, &schedules)?;
         let listener = handed
             .socket
             .map(Listener::from_fd)
@@ -547,6 +557,13 @@ impl Plane for Registry {
             let state = self.state();
             let served =
                 state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            let is_other = |entry: &&Entry| {
+                let thread = state.iothreads.get(&entry.iothread);
+                thread.is_some_and(|thread| thread.config.trust != served.trust)
+            };
+            if let Some(entry) = entries.iter().find(is_other) {
+                return Err(Fault::OtherTrust(entry.iothread.clone()).into());
+            }
             let names = state.iothreads.keys().cloned().collect();
             Mapping::new(entries, u32::from(served.mapping.queues()), Some(&names))?
         };

@@ -182,6 +182,49 @@ fn disk_joins_changes_and_leaves_a_schedule_that_stays_as_long_as_it_is_used() {
 }
 
 #[test]
+fn queue_never_goes_to_an_iothread_of_another_trust_domain() {
+    let rig = Rig::new();
+    let registry = &rig.registry;
+    let iothread = |name: &str, trust: Option<&str>| {
+        let raw = json!({ "name": name, "trust": trust });
+        registry.add_iothread(IoThread::new(serde_json::from_value(raw).unwrap()).unwrap())
+    };
+    let name = |text: &str| IoThreadName::new(text).unwrap();
+    let is_other = |result: Result<(), PlaneError>| {
+        matches!(result, Err(PlaneError::Fault(Fault::OtherTrust(_))))
+    };
+    iothread("iot1", None).unwrap();
+    iothread("b0", Some("b")).unwrap();
+    registry.move_queue(&disk(), 0, &name("iot1")).unwrap();
+    assert!(is_other(registry.move_queue(&disk(), 0, &name("b0")).map(drop)));
+    let all = [Entry::round_robin(name("b0"))];
+    assert!(is_other(registry.set_mapping(&disk(), &all)));
+    let device = json!({
+        "name": "theirs",
+        "vm": "theirs",
+        "trust": "b",
+        "socket": rig.directory.path().join("theirs.sock"),
+        "engine": { "type": "ram", "size": 1 << 20 },
+    });
+    registry.add_device(serde_json::from_value(device).unwrap(), HandedFds::default()).unwrap();
+    let theirs = DiskName::new("theirs").unwrap();
+    assert_eq!(registry.mapping(&theirs).unwrap().by_queue(), [name("b0")]);
+    assert!(is_other(registry.move_queue(&theirs, 0, &name("iot0")).map(drop)));
+    // No policy is set that would try.
+    let policy = |text: &str| {
+        let settings = json!({ "policy": text });
+        registry.set_policy(serde_json::from_value(settings).unwrap())
+    };
+    let refused = policy("round-robin").unwrap_err();
+    assert!(matches!(refused, PlaneError::Fault(Fault::PolicyAcrossTrust(_))), "{refused}");
+    registry.remove_device(&theirs).unwrap();
+    registry.remove_iothread(&name("b0")).unwrap();
+    policy("round-robin").unwrap();
+    let refused = iothread("b0", Some("b")).unwrap_err();
+    assert!(matches!(refused, PlaneError::Fault(Fault::PolicyAcrossTrust(_))), "{refused}");
+}
+
+#[test]
 fn resize_to_less_is_refused_unless_it_is_meant() {
     let rig = Rig::new();
     let resize =

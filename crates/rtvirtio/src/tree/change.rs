@@ -189,6 +189,7 @@ impl Change {
                     poll_max_us: None,
                     poll_grow: None,
                     poll_shrink: None,
+                    trust: None,
                 };
                 client.change("POST", "/v1/iothreads", &AddIoThread(iothread), &[])
             }

@@ -15,7 +15,7 @@ use rtvirtio_spec::control::{
 };
 use rtvirtio_spec::mapping::{Mapping, read};
 use rtvirtio_spec::serve::{Completion, CorePolicy, wire};
-use rtvirtio_units::{CpuId, DiskName, IoThreadName, NameError};
+use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name, NameError};
 
 use super::mapping::Format;
 use crate::{Outcome, input, output};
@@ -117,6 +117,9 @@ enum IoThreadCommand {
         /// Divisor by which it shrinks; 0: at once to nothing
         #[arg(long, value_name = "N")]
         poll_shrink: Option<u32>,
+        /// Trust domain of the devices that it serves [default: those that name none]
+        #[arg(long, value_name = "NAME", value_parser = domain)]
+        trust: Option<Name>,
     },
     /// Let one run on these CPUs only
     Pin {
@@ -185,6 +188,10 @@ pub(crate) struct Cpus(pub(crate) Vec<CpuId>);
 
 fn iothread(text: &str) -> Result<IoThreadName, NameError> {
     IoThreadName::new(text)
+}
+
+fn domain(text: &str) -> Result<Name, NameError> {
+    Name::new(text)
 }
 
 fn disk(text: &str) -> Result<DiskName, NameError> {
@@ -265,6 +272,7 @@ fn iothreads(client: &ControlClient, command: &IoThreadCommand, json: bool) -> R
             poll_max_us,
             poll_grow,
             poll_shrink,
+            trust,
         } => {
             let body = AddIoThread(wire::IoThread {
                 name: name.clone(),
@@ -274,6 +282,7 @@ fn iothreads(client: &ControlClient, command: &IoThreadCommand, json: bool) -> R
                 poll_max_us: *poll_max_us,
                 poll_grow: *poll_grow,
                 poll_shrink: *poll_shrink,
+                trust: trust.clone(),
             });
             client.change("POST", "/v1/iothreads", &body, &[])?;
         }

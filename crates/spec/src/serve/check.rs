@@ -128,6 +128,7 @@ impl IoThread {
             name: raw.name,
             cpus: at(&["cpus"], cpus(raw.cpus))?,
             polling: Polling { completion, core, max, grow, shrink },
+            trust: raw.trust,
         })
     }
 }
@@ -139,7 +140,7 @@ impl Device {
     /// [`Fault`]: which rule it breaks.
     pub fn new(
         raw: wire::Device,
-        iothreads: &[IoThreadName],
+        iothreads: &[IoThread],
         schedules: &[Name],
     ) -> Result<Self, Fault> {
         Self::located(raw, iothreads, schedules).map_err(|(_, fault)| fault)
@@ -147,7 +148,7 @@ impl Device {
 
     pub(super) fn located(
         raw: wire::Device,
-        iothreads: &[IoThreadName],
+        iothreads: &[IoThread],
         schedules: &[Name],
     ) -> Result<Self, Misplaced> {
         let listen = match (raw.socket, raw.socket_activation) {
@@ -168,7 +169,7 @@ impl Device {
         };
         let queues = raw.queues.unwrap_or(1);
         let keys: &[&str] = if raw.mapping.is_some() { &["mapping"] } else { &["queues"] };
-        let mapping = mapping(raw.mapping, queues, iothreads).map_err(|fault| {
+        let mapping = mapping(raw.mapping, queues, iothreads, raw.trust.as_ref()).map_err(|fault| {
             (
                 if matches!(fault, Fault::Mapping(crate::mapping::MappingError::QueueCount(_))) {
                     &["queues"]
@@ -187,6 +188,7 @@ impl Device {
             serial,
             write_cache: raw.write_cache,
             fixed_buffers: raw.fixed_buffers,
+            trust: raw.trust,
             max_memory: raw.max_memory.map(max_memory).transpose()?,
             engine,
             mapping,
@@ -209,14 +211,26 @@ fn checked_serial(serial: String) -> Result<String, Fault> {
 fn mapping(
     entries: Option<Vec<Entry>>,
     queues: u32,
-    iothreads: &[IoThreadName],
+    iothreads: &[IoThread],
+    trust: Option<&Name>,
 ) -> Result<Mapping, Fault> {
-    let all = || iothreads.iter().cloned().map(Entry::round_robin).collect();
     if iothreads.is_empty() {
         return Err(Fault::NoIoThread);
     }
+    let trusted = || iothreads.iter().filter(|iothread| iothread.trust.as_ref() == trust);
+    let known: BTreeSet<IoThreadName> = trusted().map(|iothread| iothread.name.clone()).collect();
+    if known.is_empty() {
+        return Err(Fault::NoIoThreadOf(trust.cloned()));
+    }
+    let all = || trusted().map(|iothread| Entry::round_robin(iothread.name.clone())).collect();
     let entries = entries.unwrap_or_else(all);
-    let known: BTreeSet<IoThreadName> = iothreads.iter().cloned().collect();
+    let is_other = |entry: &&Entry| {
+        let named = iothreads.iter().find(|iothread| iothread.name == entry.iothread);
+        named.is_some_and(|iothread| iothread.trust.as_ref() != trust)
+    };
+    if let Some(entry) = entries.iter().find(is_other) {
+        return Err(Fault::OtherTrust(entry.iothread.clone()));
+    }
     Ok(Mapping::new(&entries, queues, Some(&known))?)
 }
 
@@ -387,6 +401,7 @@ impl From<&Device> for wire::Device {
             serial: Some(device.serial.clone()),
             write_cache: device.write_cache,
             fixed_buffers: device.fixed_buffers,
+            trust: device.trust.clone(),
             max_memory: device.max_memory.map(Size),
             engine,
             mapping: Some(device.mapping.entries()),

@@ -87,6 +87,15 @@ pub enum Fault {
     /// No IOThread.
     #[error("there is no iothread")]
     NoIoThread,
+    /// None that serves devices of this trust domain.
+    #[error("there is no iothread {}", .0.as_ref().map_or("without trust".to_owned(), |of| format!("of trust = \"{of}\"")))]
+    NoIoThreadOf(Option<Name>),
+    /// An IOThread of another trust domain than the device.
+    #[error("iothread {0} is of another trust domain")]
+    OtherTrust(IoThreadName),
+    /// A policy that moves queues between IOThreads, of which some are of trust domains.
+    #[error("the policy {0} moves queues between iothreads, and some of these have a trust domain")]
+    PolicyAcrossTrust(Policy),
     /// Too many of them.
     #[error("{0} iothreads, more than {MAX_IOTHREADS}")]
     TooManyIoThreads(usize),
@@ -241,6 +250,12 @@ impl Fault {
             Self::BadUser(_) => "write the name that `getent passwd` or `group` shows".to_owned(),
             Self::GroupAlone => "add user = \"rtvirtio\"".to_owned(),
             Self::NoIoThread => "add [[iothread]] with name = \"iot0\"".to_owned(),
+            Self::NoIoThreadOf(Some(of)) => {
+                format!("add [[iothread]] with name = \"{of}-iot0\" and trust = \"{of}\"")
+            }
+            Self::NoIoThreadOf(None) => "add [[iothread]] with name = \"iot0\"".to_owned(),
+            Self::OtherTrust(_) => "give device and iothread the same trust".to_owned(),
+            Self::PolicyAcrossTrust(_) => "set policy = \"static\"".to_owned(),
             Self::TooManyIoThreads(_) => format!("keep at most {MAX_IOTHREADS}"),
             Self::TooManyDevices(_) => format!("keep at most {MAX_DEVICES}"),
             Self::TooManySchedules(_) => format!("keep at most {MAX_SCHEDULES}"),

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use rtvirtio_units::{IoThreadName, Name};
+use rtvirtio_units::Name;
 use serde::Deserialize;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -101,7 +101,6 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ServeError> {
                 fail(subject, place.of("iothread", index, keys), fault)
             })?);
     }
-    let names: Vec<IoThreadName> = iothreads.iter().map(|t| t.name.clone()).collect();
     let mut unique = Unique::default();
     if let Some(control) = &control {
         unique.sockets.insert(Listen::Path(control.socket.clone()), "the control API".to_owned());
@@ -128,11 +127,16 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ServeError> {
     for (index, raw) in raw.device.into_iter().enumerate() {
         let subject = Subject::Device(raw.name.clone());
         let checked =
-            Device::located(raw, &names, &schedule_names).and_then(|device| unique.add(device));
+            Device::located(raw, &iothreads, &schedule_names).and_then(|device| unique.add(device));
         devices.push(
             checked
                 .map_err(|(keys, fault)| fail(subject, place.of("device", index, keys), fault))?,
         );
+    }
+    let of_threads = iothreads.iter().any(|iothread| iothread.trust.is_some());
+    if of_threads && iocores.policy != Policy::Static {
+        let (span, policy) = (place.of("iocores", 0, &["policy"]), iocores.policy);
+        return Err(of_file(span, Fault::PolicyAcrossTrust(policy)));
     }
     Ok(Configuration { service, control, iocores, iothreads, schedules, devices })
 }

@@ -92,6 +92,7 @@ fn example_is_read_as_written() {
                     grow: 2,
                     shrink: 2,
                 },
+                trust: None,
             },
             IoThread {
                 name: name("iot1"),
@@ -103,6 +104,7 @@ fn example_is_read_as_written() {
                     grow: 2,
                     shrink: 2,
                 },
+                trust: None,
             },
         ]
     );
@@ -181,8 +183,8 @@ fn example_is_read_as_written() {
 
 #[test]
 fn device_is_written_and_read_back() {
-    let iothreads = ["iot0", "iot1"].map(name);
     let found = parse("serve.toml", EXAMPLE).unwrap();
+    let iothreads = found.iothreads.clone();
     let schedules: Vec<Name> = found.schedules.into_iter().map(|s| s.name).collect();
     for device in found.devices {
         let text = serde_json::to_string(&wire::Device::from(&device)).unwrap();
@@ -207,10 +209,11 @@ fn namespace_is_read_written_and_read_back_and_has_no_key_of_a_file() {
     let slice = Some(Slice { offset: Bytes::new(4096), size: Bytes::new(1 << 20) });
     let expected = NvmeEngine { poll: true, lock: ImageLock::Off, slice, ..expected };
     assert_eq!(part.engine, Engine::Nvme(expected));
+    let iothreads = parse("serve.toml", EXAMPLE).unwrap().iothreads;
     for device in [plain, part] {
         let text = serde_json::to_string(&wire::Device::from(&device)).unwrap();
         let read: wire::Device = serde_json::from_str(&text).unwrap();
-        assert_eq!(Device::new(read, &["iot0", "iot1"].map(name), &[]).unwrap(), device, "{text}");
+        assert_eq!(Device::new(read, &iothreads, &[]).unwrap(), device, "{text}");
     }
     for (keys, words) in [
         ("", "an engine of type \"nvme\" needs the key `path`"),
@@ -495,4 +498,73 @@ fn file_as_a_whole_is_refused_when_it_is_too_much_or_too_little() {
     };
     assert_eq!(parse("serve.toml", &devices(1024)).unwrap().devices.len(), 1024);
     assert_eq!(fault(&devices(1025)), Fault::TooManyDevices(1025));
+}
+
+#[test]
+fn devices_share_iothreads_with_those_of_their_trust_domain_only() {
+    let text = r#"version = 1
+[[iothread]]
+name = "iot0"
+[[iothread]]
+name = "b0"
+trust = "b"
+[[iothread]]
+name = "b1"
+trust = "b"
+[[device]]
+name = "ours"
+vm = "ours"
+socket = "/run/ours.sock"
+queues = 2
+engine = { type = "ram", size = "1M" }
+[[device]]
+name = "theirs"
+vm = "theirs"
+trust = "b"
+socket = "/run/theirs.sock"
+queues = 3
+engine = { type = "ram", size = "1M" }
+"#;
+    let found = parse("serve.toml", text).unwrap();
+    assert_eq!(owners(&found.devices[0]), ["iot0", "iot0"]);
+    assert_eq!(owners(&found.devices[1]), ["b0", "b1", "b0"]);
+    let refused = |from: &str, to: &str| {
+        assert_eq!(text.matches(from).count(), 1, "{from}");
+        let error = parse("serve.toml", &text.replace(from, to)).unwrap_err();
+        assert!(!error.hint().is_empty());
+        error.to_string()
+    };
+    let mapped = "queues = 3\nmapping = [{ iothread = \"b0\" }, { iothread = \"iot0\" }]";
+    assert!(refused("queues = 3", mapped).contains("iothread iot0 is of another trust domain"));
+    let mapped = "queues = 2\nmapping = [{ iothread = \"b1\" }]";
+    assert!(refused("queues = 2", mapped).contains("iothread b1 is of another trust domain"));
+    let nobody = refused("vm = \"theirs\"\ntrust = \"b\"", "vm = \"theirs\"\ntrust = \"c\"");
+    assert!(nobody.contains("there is no iothread of trust = \"c\""), "{nobody}");
+    let nobody = refused("name = \"iot0\"", "name = \"iot0\"\ntrust = \"a\"");
+    assert!(nobody.contains("there is no iothread without trust"), "{nobody}");
+    let policy = "version = 1\n[iocores]\npolicy = \"round-robin\"\n";
+    let policy = refused("version = 1\n", policy);
+    assert!(policy.contains("the policy round-robin moves queues"), "{policy}");
+}
+
+#[test]
+fn block_size_and_max_memory_are_read_and_bounded() {
+    let with = |engine: &str, device: &str| {
+        let from = "serial = \"root of vm0\"\nengine = { type = \"file\",";
+        assert_eq!(EXAMPLE.matches(from).count(), 1);
+        let to = format!("{device}\nengine = {{ type = \"file\", {engine}");
+        parse("serve.toml", &EXAMPLE.replace(from, &to)).map(|found| found.devices[0].clone())
+    };
+    let device = with("block_size = 4096,", "max_memory = \"8G\"").unwrap();
+    assert_eq!(device.max_memory, Some(Bytes::new(8 << 30)));
+    let Engine::File(file) = &device.engine else { panic!("a file") };
+    assert_eq!(file.block_size, Some(4096));
+    for wrong in [0, 511, 1000, 8192] {
+        let error = with(&format!("block_size = {wrong},"), "").unwrap_err();
+        assert!(error.to_string().contains(&format!("block_size is {wrong}")), "{error}");
+        assert!(error.hint().contains("4096"));
+    }
+    assert!(with("", "max_memory = 4096").unwrap_err().to_string().contains("max_memory is 4096"));
+    let ram = EXAMPLE.replace("type = \"ram\",", "type = \"ram\", block_size = 512,");
+    assert!(parse("serve.toml", &ram).unwrap_err().to_string().contains("has no key `block_size`"));
 }

@@ -251,6 +251,9 @@ pub struct IoThread {
     /// Divisor; 0: at once to nothing.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub poll_shrink: Option<u32>,
+    /// Trust domain of the devices that it serves; none: those that name none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trust: Option<Name>,
 }
 
 /// `[[schedule]]`
@@ -302,6 +305,10 @@ pub struct Device {
     /// Whether guest memory is registered with the rings.
     #[serde(default)]
     pub fixed_buffers: FixedBuffers,
+    /// Its trust domain: it shares IOThreads with devices of the same one only, whatever a policy does. None:
+    /// that of all devices that name none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trust: Option<Name>,
     /// Most guest memory that its front end may share; what the host has, if nothing says.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_memory: Option<Size>,

@@ -15,7 +15,7 @@ use rtvirtio_host::dataplane::ControlClient;
 use rtvirtio_spec::control::{AddDevice, Handed, Resize};
 use rtvirtio_spec::mapping::{Entry, read};
 use rtvirtio_spec::serve::wire;
-use rtvirtio_units::{DiskName, IoThreadName, NameError, VmName};
+use rtvirtio_units::{DiskName, IoThreadName, Name, NameError, VmName};
 use rustix::io::Errno;
 
 use super::qos::QosArgs;
@@ -88,6 +88,10 @@ pub(super) struct AddArgs {
     /// Bytes of a logical block: 512, 1024, 2048 or 4096 [default: a block device's own, 512 of a file]
     #[arg(long, value_name = "BYTES", requires = "image")]
     block_size: Option<u32>,
+    /// Its trust domain: it shares IOThreads with devices of the same one only [default: that of all devices that
+    /// name none]
+    #[arg(long, value_name = "NAME", value_parser = super::domain)]
+    trust: Option<Name>,
     /// Most guest memory that the front end may share, such as 64G [default: what the host has]
     #[arg(long, value_name = "SIZE")]
     max_memory: Option<String>,
@@ -151,6 +155,7 @@ fn add(client: &ControlClient, args: &AddArgs) -> Result<()> {
             serial: args.serial.clone(),
             write_cache: !args.no_write_cache,
             fixed_buffers: wire::FixedBuffers::default(),
+            trust: args.trust.clone(),
             max_memory: args.max_memory.as_deref().map(size).transpose()?,
             engine: engine(args)?,
             mapping: mapping(args)?,
