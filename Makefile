@@ -142,13 +142,14 @@ loom: ## Every interleaving of the models of the live move, and of a completion'
 	RUSTFLAGS="--cfg rtvirtio_loom" CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target)/loom \
 		cargo test -p rtvirtio-dataplane -p rtvirtio-completion --lib --release --locked model
 
-fuzz: ## Fuzz rings, in-flight regions, vhost-user messages, specifications, learned models and QEMU's replies, FUZZ_SECONDS (60) each
+fuzz: ## Fuzz rings, in-flight regions, vhost-user messages, the control API, specifications, learned models and QEMU's replies, FUZZ_SECONDS (60) each
 	@scripts/fuzz specification
 	@scripts/fuzz learned
 	@scripts/fuzz replies
 	@scripts/fuzz ring
 	@scripts/fuzz vhost_user
 	@scripts/fuzz inflight
+	@scripts/fuzz control
 
 # The first repetition has every scheme, interleaved; the others repeat two of them.
 # All of these continue where they were interrupted. 21 s is the least window that judges p99.9
@@ -269,6 +270,11 @@ bench-dataplane-isolation: setup ## A broken VM beside another one on the same I
 	mkdir -p $(RESULTS)
 	RTVIRTIO_ISOLATION=$(abspath $(RESULTS))/dataplane-isolation.txt cargo test -p rtvirtio --release \
 		--locked --test it -- isolation --nocapture
+
+bench-hostile-neighbours: setup ## What a front end that means harm costs another VM: 4 min
+	mkdir -p $(RESULTS)
+	RTVIRTIO_NEIGHBOURS=$(abspath $(RESULTS))/hostile-neighbours.txt cargo test -p rtvirtio --release \
+		--locked --test it -- neighbours --nocapture --test-threads 1
 
 bench-db: build ## RocksDB's db_bench with and without `rtvirtio run`, 1 and 32 threads: 4 min (root)
 	scripts/db-bench $(RTVIRTIO) | tee $(RESULTS)/db-bench.txt

@@ -728,3 +728,27 @@ fn two_cores_shared_with_vcpus_are_worth_as_much_as_under_the_best_policy() {
         }
     }
 }
+
+/// The clock is CLOCK_MONOTONIC in ns of 64 bits, and the counters are compared with their own past.
+#[test]
+fn decisions_are_the_same_however_long_the_machine_has_run() {
+    let decisions = |since: Nanos| {
+        let mut world = World::new(4, 4, 8);
+        world.state.now = since;
+        world.state.measured = since;
+        let mut policy = dynamic(&world);
+        let began = world.ms();
+        for (_, load) in loads() {
+            world.load(&load);
+            world.run(&mut *policy, 2_000);
+        }
+        let log = world.log.into_iter().map(|(ms, decision)| (ms - began, decision.action));
+        log.collect::<Vec<_>>()
+    };
+    let at_once = decisions(Nanos::ZERO);
+    assert!(at_once.len() > 5, "{at_once:?}");
+    const YEAR: u64 = 365 * 86_400 * 1_000_000_000;
+    for years in [1, 100, 292, 500] {
+        assert_eq!(decisions(Nanos::new(years * YEAR)), at_once, "after {years} years");
+    }
+}

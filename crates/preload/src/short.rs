@@ -154,6 +154,20 @@ pub(crate) unsafe fn attempt(call: &Call) -> Outcome {
         }
     };
     let Some(page) = page else { return Outcome::Plain(Way::Passed) };
+    // As long as anything is used that a forked child gets as zeroes, and the page is occupied: a handler
+    // that jumps away would leave that so, and the child of one that forks returns into this call.
+    let blocked = Signals::block();
+    // SAFETY: by the caller's promise.
+    let outcome = unsafe { attempt_blocked(page, shared, call) };
+    drop(blocked);
+    outcome
+}
+
+/// The same, with the thread's signals blocked.
+///
+/// # Safety
+/// As of [`attempt`].
+unsafe fn attempt_blocked(page: &Page, shared: &Shared, call: &Call) -> Outcome {
     if let Some(address) = &shared.settings.slots
         && let Some(place) = process::slots()
         && let Some(slots) = place.connection(address)
@@ -164,36 +178,36 @@ pub(crate) unsafe fn attempt(call: &Call) -> Outcome {
         };
         // SAFETY: by the caller's promise, or the program ends here: docs/run.md says so.
         if unsafe { slots.takes(&file, call) } {
-            let blocked = Signals::block();
             // SAFETY: as above.
             let outcome =
                 with_thread(page, shared, |thread| unsafe { slots.transfer(place, thread, call) });
-            drop(blocked);
             if let Some(Answer { bytes, parked }) = outcome.flatten() {
                 return answered(call, bytes, if parked { Way::SlotParked } else { Way::Slot });
             }
         }
     }
-    let may_spin = |thread: &mut Thread| thread.ring.is_some() && thread.spinner.may_spin();
-    if !with_thread(page, shared, may_spin).unwrap_or(false) {
-        return Outcome::Plain(Way::WithoutToken);
-    }
-    if !identity::is_for_the_ring(call.fd, call.direction) {
-        hints::back_off(call.fd, call.direction);
-        return Outcome::Plain(Way::Passed);
-    }
-    // Before the page is occupied and until it is vacated: else a handler that jumps away would leave it so.
-    let blocked = Signals::block();
-    // SAFETY: by the caller's promise.
-    let outcome = with_thread(page, shared, |thread| unsafe { by_ring(thread, call) });
-    drop(blocked);
-    outcome.unwrap_or(Outcome::Plain(Way::Passed))
+    let by_ring = |thread: &mut Thread| {
+        if let Some(lasted) = page.lasted() {
+            thread.spinner.learn(lasted);
+        }
+        if thread.ring.is_none() || !thread.spinner.may_spin() {
+            return Outcome::Plain(Way::WithoutToken);
+        }
+        if !identity::is_for_the_ring(call.fd, call.direction) {
+            hints::back_off(call.fd, call.direction);
+            return Outcome::Plain(Way::Passed);
+        }
+        // SAFETY: by the caller's promise.
+        unsafe { by_ring(thread, call) }
+    };
+    with_thread(page, shared, by_ring).unwrap_or(Outcome::Plain(Way::WithoutToken))
 }
 
-/// The plain call lasted so long in the place of a short one: what is known of the device follows.
+/// The plain call lasted so long in the place of a short one: what is known of the device follows, at the next
+/// call.
 pub(crate) fn learn(lasted: Duration) {
-    if let (Some(shared), Some(page)) = (process::armed(), thread::page()) {
-        with_thread(page, shared, |thread| thread.spinner.learn(lasted.into()));
+    if let (Some(_), Some(page)) = (process::armed(), thread::page()) {
+        page.set_lasted(lasted.into());
     }
 }
 

@@ -9,10 +9,11 @@ use std::ffi::c_void;
 use std::mem::MaybeUninit;
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use rtvirtio_completion::Spinner;
 use rtvirtio_completion::slots::SLOTS;
+use rtvirtio_units::Nanos;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::process::Shared;
@@ -51,6 +52,8 @@ pub(crate) struct Page {
     state: AtomicU32,
     /// A call of this thread is using the rest.
     occupied: AtomicBool,
+    /// How long the last plain call took, ns, that the spinner has not been told; 0: none.
+    lasted: AtomicU64,
     /// Set if `state` is [`READY`].
     thread: UnsafeCell<MaybeUninit<Thread>>,
 }
@@ -132,6 +135,16 @@ impl Page {
 
     pub(crate) fn vacate(&self) {
         self.occupied.store(false, Ordering::Release);
+    }
+
+    /// A plain call took so long. Touches nothing else: the thread's signals are not blocked.
+    pub(crate) fn set_lasted(&self, lasted: Nanos) {
+        self.lasted.store(lasted.get(), Ordering::Relaxed);
+    }
+
+    /// What was set last, once.
+    pub(crate) fn lasted(&self) -> Option<Nanos> {
+        Some(self.lasted.swap(0, Ordering::Relaxed)).filter(|&ns| ns > 0).map(Nanos::new)
     }
 
     /// What the thread has, made if need be; `None`: nothing that would make a call short.

@@ -132,7 +132,11 @@ impl Plane for Books {
 
     fn add_device(&self, device: wire::Device, handed: HandedFds) -> Result<(), PlaneError> {
         let mut state = self.state();
-        let iothreads: Vec<_> = state.iothreads.keys().cloned().collect();
+        let known = |name: &IoThreadName| {
+            let raw = serde_json::from_value(json!({ "name": name })).unwrap();
+            IoThread::new(raw).unwrap()
+        };
+        let iothreads: Vec<_> = state.iothreads.keys().map(known).collect();
         let schedules: Vec<_> = state.schedules.keys().cloned().collect();
         let device = Device::new(device, &iothreads, &schedules)?;
         let name = device.name.clone();

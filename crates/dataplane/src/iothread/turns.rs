@@ -232,6 +232,20 @@ mod tests {
         prop::collection::vec(prop::collection::vec(size, 1..4), 1..6)
     }
 
+    /// There is no clock: what a queue owes is at most what its last turn was overdrawn by, however long it has
+    /// had turns.
+    #[test]
+    fn what_is_owed_does_not_grow_with_time() {
+        let largest = 4 << 30;
+        let mut rig = Rig::new(vec![vec![largest], vec![4 << 10], vec![1, largest]]);
+        for _ in 0..200_000 {
+            let mut round = rig.turns.round();
+            while rig.turn(&mut round).is_some() {}
+            let owed = rig.turns.line.iter().map(|place| -place.credit).max();
+            assert!(owed.is_some_and(|owed| owed <= largest as i64), "{owed:?}");
+        }
+    }
+
     #[derive(Debug, Clone, Copy)]
     enum Step {
         Turn,

@@ -1,6 +1,6 @@
 //! An operator's attributes, each taken once: what is left over is not supported.
 
-use super::onnx::{Attribute, Node};
+use super::onnx::{Attribute, Element, Node};
 use super::tensor::Tensor;
 use super::{LearnedError, clipped};
 
@@ -72,6 +72,20 @@ impl<'n, 'a> Attributes<'n, 'a> {
         }
         let floats = self.take(name).map_or(&[][..], |a| &a.floats);
         Ok(floats.iter().copied().map(f64::from).collect())
+    }
+
+    /// Real numbers of a tensor, and their type.
+    pub(super) fn real_tensor(&mut self, name: &str) -> Result<(Element, Vec<f64>), LearnedError> {
+        let tensor = self.take(name).and_then(|attribute| attribute.tensor.as_ref());
+        let elements = tensor.map(|tensor| tensor.elements()).transpose()?.flatten();
+        let elements = elements.filter(|(element, _)| *element != Element::Int);
+        elements.ok_or_else(|| self.refuse(name))
+    }
+
+    /// Bytes of a tensor.
+    pub(super) fn octets(&mut self, name: &str) -> Result<Vec<u8>, LearnedError> {
+        let tensor = self.take(name).and_then(|attribute| attribute.tensor.as_ref());
+        tensor.and_then(|tensor| tensor.octets()).ok_or_else(|| self.refuse(name))
     }
 
     pub(super) fn tensor(&mut self, name: &str) -> Result<Option<Tensor>, LearnedError> {

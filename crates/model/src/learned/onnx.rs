@@ -253,6 +253,17 @@ impl<'a> Tensor<'a> {
     }
 }
 
+impl Tensor<'_> {
+    /// The elements of a tensor of bytes (`UINT8`), which only an attribute may be; `None` of another type.
+    pub(super) fn octets(&self) -> Option<Vec<u8>> {
+        match (self.data_type, self.raw) {
+            (2, Some(raw)) => Some(raw.to_vec()),
+            (2, None) => self.ints.iter().map(|&i| u8::try_from(i).ok()).collect(),
+            _ => None,
+        }
+    }
+}
+
 impl<'a> End<'a> {
     fn read(bytes: &'a [u8]) -> Result<Self, Malformed> {
         let mut end = Self::default();

@@ -210,7 +210,8 @@ impl Operator {
                 };
                 Self::Linear { coefficients, intercepts: row(vec![intercepts]) }
             }
-            "TreeEnsembleRegressor" => Self::Trees(Box::new(Trees::new(attributes)?)),
+            "TreeEnsembleRegressor" => Self::Trees(Box::new(Trees::of_regressor(attributes)?)),
+            "TreeEnsemble" => Self::Trees(Box::new(Trees::of_ensemble(attributes)?)),
             _ => return Ok(None),
         }))
     }

@@ -326,6 +326,73 @@ fn tree_that_goes_in_circles_is_refused() {
     }
 }
 
+/// As onnx's reference has it (docs/Operators-ml.md, ai.onnx.ml.TreeEnsemble): a tree of one branch whose
+/// leaves are -2 and -3.
+#[test]
+fn tree_ensemble_of_version_5_is_read_and_its_circles_are_refused() {
+    let ints = |name: &str, values: &[u8]| [field(1, name.as_bytes()), field(8, values)].concat();
+    let tensor = |name: &str, kind: u8, raw: &[u8]| {
+        let tensor = [int(2, kind), field(9, raw)].concat();
+        [field(1, name.as_bytes()), field(5, &tensor)].concat()
+    };
+    let floats = |name: &str, values: &[f32]| {
+        tensor(name, 1, &values.iter().flat_map(|f| f.to_le_bytes()).collect::<Vec<_>>())
+    };
+    struct Shape {
+        yes: [u8; 2],
+        yes_leaf: [u8; 2],
+        roots: Vec<u8>,
+        mode: u8,
+        target: u8,
+    }
+    let tree = |shape: &Shape| {
+        let attributes = [
+            ints("nodes_featureids", &[0, 0]),
+            floats("nodes_splits", &[3.0, 1.0]),
+            tensor("nodes_modes", 2, &[shape.mode, 1]),
+            ints("nodes_truenodeids", &shape.yes),
+            ints("nodes_trueleafs", &shape.yes_leaf),
+            ints("nodes_falsenodeids", &[1, 0]),
+            ints("nodes_falseleafs", &[1, 1]),
+            ints("leaf_targetids", &[shape.target, 0]),
+            floats("leaf_weights", &[-2.0, -3.0]),
+            ints("tree_roots", &shape.roots),
+        ];
+        let mut tree = node("TreeEnsemble", &["x"], "y", &attributes);
+        let domain = field(7, b"ai.onnx.ml");
+        let length = tree.len() - 3 + domain.len();
+        tree.extend(domain);
+        tree[1] = (length & 0x7f) as u8 | 0x80;
+        tree[2] = (length >> 7) as u8;
+        model(&[tree])
+    };
+    // If x <= 3: if x < 1 the second leaf, else the first; else the second.
+    let good = || Shape { yes: [1, 1], yes_leaf: [0, 1], roots: vec![0], mode: 0, target: 0 };
+    let learned = learned(&tree(&good()));
+    let tail = |vms: f64| {
+        let mut row = [0.0; FEATURES.len()];
+        row[0] = vms;
+        learned.predict(&row).unwrap().tail
+    };
+    let (first, second) = (Nanos::from_millis(10), Nanos::from_millis(1));
+    assert_eq!([tail(0.5), tail(2.0), tail(3.0), tail(4.0)], [second, first, first, second]);
+    for (shape, attribute) in [
+        (Shape { yes: [0, 1], ..good() }, "tree_roots"),
+        (Shape { yes: [1, 1], yes_leaf: [0, 0], ..good() }, "nodes_truenodeids"),
+        (Shape { yes: [7, 1], ..good() }, "nodes_truenodeids"),
+        (Shape { yes: [1, 7], ..good() }, "nodes_truenodeids"),
+        (Shape { roots: vec![1], ..good() }, "tree_roots"),
+        (Shape { roots: vec![0, 0], ..good() }, "tree_roots"),
+        (Shape { roots: vec![], ..good() }, "tree_roots"),
+        (Shape { mode: 6, ..good() }, "nodes_modes"),
+        (Shape { target: 1, ..good() }, "leaf_targetids"),
+    ] {
+        let refused = refused(&tree(&shape));
+        assert!(refused.starts_with("operator TreeEnsemble: attribute"), "{refused}");
+        assert!(refused.contains(attribute), "{attribute}: {refused}");
+    }
+}
+
 proptest! {
     /// A byte changed, bytes cut off, or anything at all.
     #[test]

@@ -1,4 +1,5 @@
-//! `ai.onnx.ml.TreeEnsembleRegressor`: what random forests and gradient boosting become.
+//! `ai.onnx.ml.TreeEnsembleRegressor`, and `TreeEnsemble` in its place since version 5 of that set of
+//! operators: what random forests and gradient boosting become.
 //!
 //! A walk from a root cannot go in circles: each node is the child of at most
 //! one other, which is checked, and a root of none.
@@ -31,7 +32,13 @@ pub(super) struct Trees {
     roots: Vec<usize>,
     aggregate: Aggregate,
     base: f64,
+    /// Of the answer.
+    element: Element,
 }
+
+/// The branches of `TreeEnsemble` by number; 6 is BRANCH_MEMBER.
+const MODES: [&[u8]; 6] =
+    [b"BRANCH_LEQ", b"BRANCH_LT", b"BRANCH_GTE", b"BRANCH_GT", b"BRANCH_EQ", b"BRANCH_NEQ"];
 
 fn test(mode: &[u8]) -> Option<fn(&f64, &f64) -> bool> {
     Some(match mode {
@@ -46,7 +53,7 @@ fn test(mode: &[u8]) -> Option<fn(&f64, &f64) -> bool> {
 }
 
 impl Trees {
-    pub(super) fn new(attributes: &mut Attributes<'_, '_>) -> Result<Self, LearnedError> {
+    pub(super) fn of_regressor(attributes: &mut Attributes<'_, '_>) -> Result<Self, LearnedError> {
         attributes.ignore("nodes_hitrates");
         attributes.ignore("nodes_hitrates_as_tensor");
         // What way a missing value goes: none is missing.
@@ -68,7 +75,88 @@ impl Trees {
             return Err(attributes.refuse("n_targets"));
         }
         let (nodes, roots) = Self::nodes(attributes)?;
-        Ok(Self { nodes, roots, aggregate, base })
+        Ok(Self { nodes, roots, aggregate, base, element: Element::Single })
+    }
+
+    /// Branches and leaves have lists of their own there, and say which of the two a child is in. A branch that
+    /// asks for membership in a set is not supported.
+    pub(super) fn of_ensemble(attributes: &mut Attributes<'_, '_>) -> Result<Self, LearnedError> {
+        attributes.ignore("nodes_hitrates");
+        attributes.ignore("nodes_missing_value_tracks_true");
+        if attributes.int("post_transform", 0) != 0 {
+            return Err(attributes.refuse("post_transform"));
+        }
+        let aggregate = match attributes.int("aggregate_function", 1) {
+            0 => Aggregate::Average,
+            1 => Aggregate::Sum,
+            2 => Aggregate::Min,
+            3 => Aggregate::Max,
+            _ => return Err(attributes.refuse("aggregate_function")),
+        };
+        if attributes.int("n_targets", 1) != 1 {
+            return Err(attributes.refuse("n_targets"));
+        }
+        let targets = attributes.ints("leaf_targetids");
+        let weights = attributes.real_tensor("leaf_weights")?.1;
+        if targets != vec![0; weights.len()] {
+            return Err(attributes.refuse("leaf_targetids"));
+        }
+        let (element, splits) = attributes.real_tensor("nodes_splits")?;
+        let modes = attributes.octets("nodes_modes")?;
+        let features = attributes.ints("nodes_featureids");
+        let [yes, no] = ["nodes_truenodeids", "nodes_falsenodeids"].map(|n| attributes.ints(n));
+        let leaves = ["nodes_trueleafs", "nodes_falseleafs"].map(|name| attributes.ints(name));
+        let count = splits.len();
+        let lengths =
+            [modes.len(), features.len(), yes.len(), no.len(), leaves[0].len(), leaves[1].len()];
+        if count == 0 || lengths != [count; 6] {
+            return Err(attributes.refuse("nodes_splits"));
+        }
+        // Branches first. A leaf may be the child of several, a branch of one at most.
+        let mut is_child = vec![false; count];
+        let mut nodes = Vec::with_capacity(count + weights.len());
+        for i in 0..count {
+            let mut child = |id: i64, is_leaf: i64| {
+                let id = usize::try_from(id).ok()?;
+                match is_leaf {
+                    0 => {
+                        let seen = is_child.get_mut(id)?;
+                        (!std::mem::replace(seen, true)).then_some(id)
+                    }
+                    _ => (id < weights.len()).then_some(count + id),
+                }
+            };
+            let children = child(yes[i], leaves[0][i]).zip(child(no[i], leaves[1][i]));
+            let (yes, no) = children.ok_or_else(|| attributes.refuse("nodes_truenodeids"))?;
+            let feature = usize::try_from(features[i]);
+            let feature = feature.map_err(|_| attributes.refuse("nodes_featureids"))?;
+            let test = MODES.get(usize::from(modes[i])).copied().and_then(test);
+            let test = test.ok_or_else(|| attributes.refuse("nodes_modes"))?;
+            nodes.push(Node::Branch { feature, test, threshold: splits[i], yes, no });
+        }
+        nodes.extend(weights.into_iter().map(Node::Leaf));
+        let mut roots = Vec::new();
+        for root in attributes.ints("tree_roots") {
+            let root = usize::try_from(root).ok().filter(|&root| root < count && !is_child[root]);
+            roots.push(root.ok_or_else(|| attributes.refuse("tree_roots"))?);
+        }
+        let mut all = roots.clone();
+        all.sort_unstable();
+        if all != (0..count).filter(|&i| !is_child[i]).collect::<Vec<_>>() || all.is_empty() {
+            return Err(attributes.refuse("tree_roots"));
+        }
+        // What no root leads to goes in a circle.
+        let (mut reached, mut ahead) = (0, roots.clone());
+        while let Some(here) = ahead.pop() {
+            if let Node::Branch { yes, no, .. } = nodes[here] {
+                reached += 1;
+                ahead.extend([yes, no]);
+            }
+        }
+        if reached != count {
+            return Err(attributes.refuse("nodes_falsenodeids"));
+        }
+        Ok(Self { nodes, roots, aggregate, base: 0.0, element })
     }
 
     /// All nodes, and which of them are roots.
@@ -184,6 +272,6 @@ impl Trees {
             };
             data.push(all + self.base);
         }
-        Tensor::new(Element::Single, vec![rows, 1], data).ok_or(Fault::Shape)
+        Tensor::new(self.element, vec![rows, 1], data).ok_or(Fault::Shape)
     }
 }

@@ -21,6 +21,7 @@ mod ioprio;
 mod isolation;
 mod libvirt;
 mod migration;
+mod neighbours;
 mod qemu;
 mod qmp;
 mod rings;

@@ -190,6 +190,12 @@ fn handlers_read_and_jump_while_a_read_waits() {
     passes("handlers_read_and_jump_while_a_read_waits", "signals", 1_000);
 }
 
+/// Some are forked while a call waits or has just ended: the child's thread is in that call.
+#[test]
+fn children_that_handlers_fork_live() {
+    passes("children_that_handlers_fork_live", "forking-handlers", 300);
+}
+
 /// Closes all it did not open itself, and reuses a number behind the library's back.
 #[test]
 fn program_that_closes_all_descriptors_gets_its_own_and_no_others() {

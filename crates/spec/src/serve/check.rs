@@ -169,16 +169,18 @@ impl Device {
         };
         let queues = raw.queues.unwrap_or(1);
         let keys: &[&str] = if raw.mapping.is_some() { &["mapping"] } else { &["queues"] };
-        let mapping = mapping(raw.mapping, queues, iothreads, raw.trust.as_ref()).map_err(|fault| {
-            (
-                if matches!(fault, Fault::Mapping(crate::mapping::MappingError::QueueCount(_))) {
-                    &["queues"]
-                } else {
-                    keys
-                },
-                fault,
-            )
-        })?;
+        let mapping =
+            mapping(raw.mapping, queues, iothreads, raw.trust.as_ref()).map_err(|fault| {
+                (
+                    if matches!(fault, Fault::Mapping(crate::mapping::MappingError::QueueCount(_)))
+                    {
+                        &["queues"]
+                    } else {
+                        keys
+                    },
+                    fault,
+                )
+            })?;
         Ok(Self {
             name: raw.name,
             vm: raw.vm,

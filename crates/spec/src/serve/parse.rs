@@ -13,7 +13,7 @@ use super::check::Misplaced;
 use super::error::{Fault, ServeError, Subject};
 use super::{
     Configuration, Control, Device, IoCores, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS,
-    MAX_SCHEDULES, Schedule, Service, wire,
+    MAX_SCHEDULES, Policy, Schedule, Service, wire,
 };
 use crate::specification::{MAX_FILE_BYTES, deep_key, position, unknown_field};
 

@@ -34,17 +34,26 @@ pub(crate) struct Daemon {
 impl Daemon {
     /// `disks`: names, and what follows `engine = `.
     pub(crate) fn start(disks: &[(&str, String)]) -> Self {
+        Self::start_with(disks, None)
+    }
+
+    /// The same; one of the disks is in a trust domain of its own, with an IOThread.
+    pub(crate) fn start_with(disks: &[(&str, String)], apart: Option<&str>) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let control = directory.path().join("control");
         let mut text = format!(
             "version = 1\n[control]\nsocket = '{}'\n[[iothread]]\nname = 'iot0'\n",
             control.display()
         );
+        if apart.is_some() {
+            text += "[[iothread]]\nname = 'iot1'\ntrust = 'apart'\n";
+        }
         for (name, engine) in disks {
             let socket = directory.path().join(name);
+            let trust = if apart == Some(name) { "trust = 'apart'\n" } else { "" };
             text += &format!(
                 "[[device]]\nname = '{name}'\nvm = 'vm-{name}'\nsocket = '{}'\nqueues = 1\n\
-                 engine = {engine}\n",
+                 {trust}engine = {engine}\n",
                 socket.display()
             );
         }
@@ -88,6 +97,13 @@ impl Daemon {
     pub(crate) fn signal(&self, signal: rustix::process::Signal) {
         let process = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(process, signal).unwrap();
+    }
+
+    /// From now on its files may have no more bytes.
+    pub(crate) fn limit_file_sizes(&self, bytes: u64) {
+        let limit = rustix::process::Rlimit { current: Some(bytes), maximum: None };
+        let process = rustix::process::Pid::from_child(&self.child);
+        rustix::process::prlimit(Some(process), rustix::process::Resource::Fsize, limit).unwrap();
     }
 
     /// How it ended, and what it said.
@@ -204,6 +220,25 @@ pub(crate) fn send(
     sendmsg(stream, &pieces, &mut control, SendFlags::NOSIGNAL).is_ok()
 }
 
+/// How a front end is to be set up.
+pub(crate) struct Setup {
+    pub(crate) packed: bool,
+    /// Entries of its ring.
+    pub(crate) size: u16,
+    /// Bytes of its guest's memory.
+    pub(crate) memory: u64,
+    /// What its driver is called by; none: an eventfd.
+    pub(crate) call: Option<OwnedFd>,
+    /// Its in-flight region, of one queue.
+    pub(crate) inflight: Option<File>,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self { packed: false, size: FrontEnd::SIZE, memory: 1 << 20, call: None, inflight: None }
+    }
+}
+
 /// A connected front end with one ring.
 pub(crate) struct FrontEnd {
     pub(crate) stream: UnixStream,
@@ -218,44 +253,66 @@ impl FrontEnd {
 
     /// Up to a ring that is served.
     pub(crate) fn connect(socket: &Path) -> Self {
+        Self::connect_with(socket, Setup::default()).expect("a ring that is served")
+    }
+
+    /// The same, set up in another way. `None`: the server refuses the ring.
+    pub(crate) fn connect_with(socket: &Path, setup: Setup) -> Option<Self> {
         const VERSION_1: u64 = 1 << 32;
+        const PACKED: u64 = 1 << 34;
+        const INFLIGHT: u64 = 1 << 12;
         const INDIRECT: u64 = 1 << 28;
         const PROTOCOL: u64 = 1 << 30;
         const REPLY_ACK: u64 = 1 << 3;
         let stream = UnixStream::connect(socket).unwrap();
         stream.set_read_timeout(Some(ENOUGH)).unwrap();
-        let guest = Guest::new(1 << 20);
-        let options = Options { size: Self::SIZE, packed: false, event_idx: false, indirect: true };
+        let Setup { packed, size, memory, call, inflight } = setup;
+        let guest = Guest::new(memory);
+        let options = Options { size, packed, event_idx: false, indirect: true };
         let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         let driver = Driver::new(Arc::clone(&guest), GUEST, options);
-        let front = Self { stream, driver, kick: event(), call: event(), error: event() };
+        let call = call.unwrap_or_else(event);
+        let front = Self { stream, driver, kick: event(), call, error: event() };
         let words = |words: &[u64]| words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<_>>();
         let config = front.driver.config();
-        assert!(send(&front.stream, [16, 1, 8], &words(&[REPLY_ACK]), &[]));
-        front.ask(2, &words(&[VERSION_1 | INDIRECT | PROTOCOL]), &[]);
+        assert!(send(&front.stream, [16, 1, 8], &words(&[REPLY_ACK | INFLIGHT]), &[]));
+        let of_packed = if packed { PACKED } else { 0 };
+        front.ask(2, &words(&[VERSION_1 | INDIRECT | PROTOCOL | of_packed]), &[]);
         front.ask(3, &[], &[]);
         let spec = guest.region().spec();
         let table = words(&[1, spec.guest, spec.size, spec.front_end, 0]);
         front.ask(5, &table, &[guest.file()]);
-        front.ask(8, &words(&[u64::from(Self::SIZE) << 32]), &[]);
-        front.ask(10, &words(&[0]), &[]);
+        if let Some(region) = &inflight {
+            let bytes = region.metadata().unwrap().len();
+            let queues = u32::from(size) << 16 | 1;
+            let body = [words(&[bytes, 0]), u64::from(queues).to_le_bytes().to_vec()].concat();
+            front.ask(32, &body, &[region.as_fd()]);
+        }
+        front.ask(8, &words(&[u64::from(size) << 32]), &[]);
+        front.ask(10, &words(&[u64::from(config.base) << 32]), &[]);
         let place = words(&[0, config.descriptors, config.device, config.driver, 0]);
         front.ask(9, &place, &[]);
         let (kick, call, error) = (front.kick.as_fd(), front.call.as_fd(), front.error.as_fd());
         front.ask(13, &words(&[0]), &[call]);
         front.ask(14, &words(&[0]), &[error]);
-        front.ask(12, &words(&[0]), &[kick]);
+        if !front.asks(12, &words(&[0]), &[kick]) {
+            return None;
+        }
         front.ask(18, &words(&[1 << 32]), &[]);
-        front
+        Some(front)
     }
 
     /// A message that is acknowledged.
     #[track_caller]
     fn ask(&self, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) {
+        assert!(self.asks(request, body, fds), "message {request}");
+    }
+
+    /// Whether the server does as it is asked.
+    fn asks(&self, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) -> bool {
         assert!(send(&self.stream, [request, 1 | 8, body.len() as u32], body, fds));
         let mut reply = [0; 20];
-        (&self.stream).read_exact(&mut reply).unwrap();
-        assert_eq!(reply[12..], [0; 8], "message {request}");
+        (&self.stream).read_exact(&mut reply).is_ok() && reply[12..] == [0; 8]
     }
 
     pub(crate) fn kick(&self) {
@@ -274,6 +331,11 @@ impl FrontEnd {
 
     /// Whether a head came back, or the server said that the ring is broken.
     pub(crate) fn outcome(&self) -> Outcome {
+        self.outcome_within(ENOUGH)
+    }
+
+    /// The same, without waiting longer.
+    pub(crate) fn outcome_within(&self, time: Duration) -> Outcome {
         let (_, _, used) = self.driver.addresses();
         let start = Instant::now();
         loop {
@@ -283,7 +345,7 @@ impl FrontEnd {
             if self.driver.guest().u16(used + 2).load(SeqCst) > 0 {
                 return Outcome::Returned;
             }
-            if start.elapsed() > ENOUGH {
+            if start.elapsed() > time {
                 return Outcome::Neither;
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -298,6 +360,11 @@ impl FrontEnd {
     }
 
     pub(crate) fn start(&mut self, kind: u32, sector: u64, bytes: u32) {
+        self.start_at(kind, sector, &[(DATA, bytes)]);
+    }
+
+    /// The same with data in these places.
+    pub(crate) fn start_at(&mut self, kind: u32, sector: u64, data: &[(u64, u32)]) {
         let guest = Arc::clone(self.driver.guest());
         let mut header = [0; 16];
         header[..4].copy_from_slice(&kind.to_le_bytes());
@@ -306,9 +373,8 @@ impl FrontEnd {
         guest.write(STATUS, &[0xff]);
         let at = |address, length, writable| Buffer { address, length, writable };
         let mut buffers = vec![at(HEADER, 16, false)];
-        if bytes > 0 {
-            buffers.push(at(DATA, bytes, kind == 0));
-        }
+        let data = data.iter().filter(|(_, bytes)| *bytes > 0);
+        buffers.extend(data.map(|&(address, bytes)| at(address, bytes, kind == 0)));
         buffers.push(at(STATUS, 1, true));
         self.driver.add(&buffers, false).expect("room");
         self.driver.publish();

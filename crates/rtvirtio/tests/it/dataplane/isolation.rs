@@ -45,10 +45,10 @@ fn daemon() -> Daemon {
 }
 
 /// A VM that reads 4 KiB at random, always [`DEPTH`] in flight.
-struct Victim(Client);
+pub(super) struct Victim(Client);
 
 impl Victim {
-    fn connect(daemon: &Daemon) -> Self {
+    pub(super) fn connect(daemon: &Daemon) -> Self {
         let shape = Shape { queues: 1, depth: DEPTH, buffer: BLOCK };
         Self(Client::connect(Endpoint::Socket(&daemon.socket("good")), shape).unwrap())
     }
@@ -114,20 +114,32 @@ fn attack(socket: &Path, stop: &AtomicBool, attacks: &AtomicU64) {
 }
 
 /// What a victim saw in a window.
-struct Window {
+pub(super) struct Window {
     /// Sorted, ns.
-    latencies: Vec<u64>,
-    attacks: u64,
+    pub(super) latencies: Vec<u64>,
+    pub(super) attacks: u64,
 }
 
 impl Window {
     /// Until `is_over`, which is given the number of attacks.
     fn run(victim: &mut Victim, attacked: Option<&Daemon>, is_over: impl Fn(u64) -> bool) -> Self {
+        let by = |stop: &AtomicBool, attacks: &AtomicU64| {
+            if let Some(daemon) = attacked {
+                attack(&daemon.socket("bad"), stop, attacks);
+            }
+        };
+        Self::beside(victim, &by, is_over)
+    }
+
+    /// The same, beside what goes on until it is told to stop, and counts what it does.
+    pub(super) fn beside(
+        victim: &mut Victim,
+        attack: &(dyn Fn(&AtomicBool, &AtomicU64) + Sync),
+        is_over: impl Fn(u64) -> bool,
+    ) -> Self {
         let (stop, attacks) = (AtomicBool::new(false), AtomicU64::new(0));
         let latencies = std::thread::scope(|scope| {
-            if let Some(daemon) = attacked {
-                scope.spawn(|| attack(&daemon.socket("bad"), &stop, &attacks));
-            }
+            scope.spawn(|| attack(&stop, &attacks));
             let victim = scope.spawn(|| victim.read(&stop));
             while !is_over(attacks.load(Relaxed)) && !victim.is_finished() {
                 std::thread::sleep(Duration::from_millis(20));
@@ -138,17 +150,17 @@ impl Window {
         Self { latencies, attacks: attacks.into_inner() }
     }
 
-    fn rank_us(&self, rank: f64) -> f64 {
+    pub(super) fn rank_us(&self, rank: f64) -> f64 {
         let last = self.latencies.len() - 1;
         self.latencies[(rank.max(0.0) as usize).min(last)] as f64 / 1000.0
     }
 
-    fn quantile_us(&self, quantile: f64) -> f64 {
+    pub(super) fn quantile_us(&self, quantile: f64) -> f64 {
         self.rank_us(self.latencies.len() as f64 * quantile)
     }
 
     /// p99.9 and the 95 % interval of its rank, as if latencies were independent.
-    fn tail_us(&self) -> [f64; 3] {
+    pub(super) fn tail_us(&self) -> [f64; 3] {
         let n = self.latencies.len() as f64;
         let (rank, half) = (n * 0.999, 1.96 * (n * 0.999 * 0.001).sqrt());
         [self.rank_us(rank), self.rank_us(rank - half), self.rank_us(rank + half)]

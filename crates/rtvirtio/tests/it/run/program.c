@@ -392,6 +392,52 @@ static void signals(void)
     EXPECT(ticks > 100 && jumps > 10);
 }
 
+/* --- Handlers that fork. --- */
+
+#define FORKS 300
+static pid_t children[FORKS];
+static volatile sig_atomic_t forks, is_child;
+
+/* The child returns from here, into whatever call was interrupted. */
+static void forks_on_tick(int signal)
+{
+    (void)signal;
+    int error = errno;
+    if (!is_child && forks < FORKS) {
+        pid_t child = fork();
+        if (child == 0) is_child = 1;
+        else if (child > 0) children[forks++] = child;
+    }
+    errno = error;
+}
+
+static void forking_handlers(void)
+{
+    make_pages();
+    int fd = open_pages(O_RDONLY);
+    uint64_t *buffer = page_buffer();
+    struct sigaction action = {.sa_handler = forks_on_tick};
+    struct itimerval often = {{0, 400}, {0, 400}}, never = {{0, 0}, {0, 0}};
+    EXPECT(sigaction(SIGALRM, &action, NULL) == 0);
+    EXPECT(setitimer(ITIMER_REAL, &often, NULL) == 0);
+    uint64_t page = 0;
+    while (forks < FORKS && !is_child) read_page(fd, page++ % PAGES, buffer);
+    if (is_child) {
+        /* And its own calls are right. */
+        for (int i = 0; i < 5; i++) read_page(fd, page++ % PAGES, buffer);
+        _exit(0);
+    }
+    EXPECT(setitimer(ITIMER_REAL, &never, NULL) == 0);
+    int died = 0;
+    for (int i = 0; i < FORKS; i++) {
+        int status;
+        EXPECT(waitpid(children[i], &status, 0) == children[i]);
+        died += !WIFEXITED(status) || WEXITSTATUS(status) != 0;
+    }
+    printf("%d of %d children died\n", died, FORKS);
+    EXPECT(died == 0);
+}
+
 /* --- Descriptors. --- */
 
 static void descriptors(void)
@@ -530,6 +576,7 @@ int main(int count, char **arguments)
     else if (!strcmp(what, "threads")) threads();
     else if (!strcmp(what, "exec")) exec_from_a_thread();
     else if (!strcmp(what, "signals")) signals();
+    else if (!strcmp(what, "forking-handlers")) forking_handlers();
     else if (!strcmp(what, "descriptors")) descriptors();
     else if (!strcmp(what, "cancellation")) cancellation();
     else if (!strcmp(what, "limit")) file_size_limit();
