@@ -357,11 +357,13 @@ mod tests {
         }
         assert!(!caller.is_aside());
         // Each instance that waits for it is woken by each call.
-        const WAITING: u64 = 20_000;
-        let limit =
-            rustix::process::Rlimit { current: Some(WAITING * 2), maximum: Some(WAITING * 2) };
+        const WAITING: u64 = 15_000;
+        let limit = rustix::process::Rlimit {
+            current: Some(WAITING + 2_000),
+            maximum: Some(WAITING + 2_000),
+        };
         let limited = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-        if limited.current.is_some_and(|most| most < WAITING * 2)
+        if limited.current.is_some_and(|most| most < WAITING + 2_000)
             && rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).is_err()
         {
             eprintln!("skipped: {WAITING} descriptors need a higher limit (ulimit -n)");

@@ -78,11 +78,15 @@ fn read_for_ever(
 
 fn dear_call(socket: &Path, stop: &AtomicBool, attacks: &AtomicU64) {
     const WAITERS: u64 = 20_000;
+    // The others of this process are not to be left without descriptors.
+    const OTHERS: u64 = 2_000;
     let limit = getrlimit(Resource::Nofile);
-    if limit.current.is_some_and(|most| most < WAITERS + 1_000) {
-        let most = Some(WAITERS * 2);
-        let _ = setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most });
+    let wanted = Rlimit { current: Some(WAITERS + OTHERS), maximum: limit.maximum };
+    if limit.current.is_some_and(|most| most < WAITERS + OTHERS) {
+        let _ = setrlimit(Resource::Nofile, wanted);
     }
+    let most = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let waiters = WAITERS.min(most.saturating_sub(OTHERS));
     let call = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
     let wait = |_| {
         let waiter = epoll::create(epoll::CreateFlags::CLOEXEC).ok()?;
@@ -90,11 +94,11 @@ fn dear_call(socket: &Path, stop: &AtomicBool, attacks: &AtomicU64) {
         epoll::add(&waiter, &call, data, flags).ok()?;
         Some(waiter)
     };
-    let waiters: Vec<OwnedFd> = (0..WAITERS).map_while(wait).collect();
+    let waiting: Vec<OwnedFd> = (0..waiters).map_while(wait).collect();
     let setup = Setup { call: Some(call.try_clone().unwrap()), ..Setup::default() };
     let mut front = FrontEnd::connect_with(socket, setup).unwrap();
     read_for_ever(&mut front, stop, attacks, || ());
-    drop(waiters);
+    drop(waiting);
 }
 
 fn full_call(socket: &Path, stop: &AtomicBool, attacks: &AtomicU64) {

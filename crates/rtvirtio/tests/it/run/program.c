@@ -396,17 +396,17 @@ static void signals(void)
 
 #define FORKS 300
 static pid_t children[FORKS];
-static volatile sig_atomic_t forks, is_child;
+static volatile sig_atomic_t forked, is_child;
 
 /* The child returns from here, into whatever call was interrupted. */
 static void forks_on_tick(int signal)
 {
     (void)signal;
     int error = errno;
-    if (!is_child && forks < FORKS) {
+    if (!is_child && forked < FORKS) {
         pid_t child = fork();
         if (child == 0) is_child = 1;
-        else if (child > 0) children[forks++] = child;
+        else if (child > 0) children[forked++] = child;
     }
     errno = error;
 }
@@ -421,7 +421,7 @@ static void forking_handlers(void)
     EXPECT(sigaction(SIGALRM, &action, NULL) == 0);
     EXPECT(setitimer(ITIMER_REAL, &often, NULL) == 0);
     uint64_t page = 0;
-    while (forks < FORKS && !is_child) read_page(fd, page++ % PAGES, buffer);
+    while (forked < FORKS && !is_child) read_page(fd, page++ % PAGES, buffer);
     if (is_child) {
         /* And its own calls are right. */
         for (int i = 0; i < 5; i++) read_page(fd, page++ % PAGES, buffer);
