@@ -385,7 +385,7 @@ mod tests {
             call.0.write();
             cpu_time() - before
         });
-        counted(&event, 3);
+        counted(&event, 2);
         drop(waiting);
         let next = Call::new(event.try_clone().unwrap(), &caller).unwrap();
         next.signal();
