@@ -392,6 +392,15 @@ impl Pool {
         self.place(key).is_ok_and(|place| place.thread.try_lock().is_err())
     }
 
+    /// Writes to a queue's error descriptor, by its device's thread. Does not wait.
+    pub(crate) fn tell_error(&self, key: QueueKey) {
+        if let Ok(place) = self.place(key)
+            && let [_, Some(error)] = &*lock(&place.calls)
+        {
+            error.signal_aside();
+        }
+    }
+
     /// Why a queue is not served any more, if its driver broke it. Does not wait.
     #[must_use]
     pub(crate) fn broken(&self, key: QueueKey) -> Option<Broken> {

@@ -62,6 +62,11 @@ pub enum Notice<'a> {
     /// Guest memory is not registered with the rings, although that is wanted where it is
     /// possible. Said once.
     NoFixedBuffers(Errno),
+    /// A driver kicks, and its ring stays empty. Said once a session.
+    EmptyRing {
+        /// Of its queues, from 0.
+        queue: u16,
+    },
 }
 
 /// Is told from the sessions' threads.

@@ -217,6 +217,11 @@ impl QueueStats {
         add(&self.kicks, 1);
     }
 
+    /// Kicks of its drivers, and requests that were taken from their rings.
+    pub(crate) fn kicks_and_started(&self) -> (u64, u64) {
+        (self.kicks.load(Relaxed), self.started.load(Relaxed))
+    }
+
     /// The driver was called.
     pub fn call(&self) {
         add(&self.calls, 1);

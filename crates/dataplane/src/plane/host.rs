@@ -26,6 +26,9 @@ use crate::server::{Notice, Report};
 use crate::session::{self, Change, QueueHost, StartError, StoppedQueue};
 use crate::stats::QueueStats;
 
+/// A driver that has kicked for nothing so long will not be served. One that is served has its request taken
+/// within microseconds.
+const EMPTY_TIME: Duration = Duration::from_secs(1);
 /// How long to try to lock an image, and how often.
 const LOCK_TIME: Duration = Duration::from_secs(2);
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
@@ -82,6 +85,39 @@ struct Place {
     starting: bool,
     /// Whether it was told that its driver broke it.
     told: bool,
+    /// Whether anything has come of its driver's kicks.
+    empty: Empty,
+}
+
+/// What a driver's kicks have come to since its queue runs.
+#[derive(Debug, Clone, Copy)]
+enum Empty {
+    /// Nothing was asked yet: kicks and requests when the queue was started.
+    Idle(u64, u64),
+    /// It has kicked, and there was nothing in its ring since then.
+    Since(Instant, u64),
+    /// There was a request, or it was told.
+    Settled,
+}
+
+impl Empty {
+    /// Whether it is time to tell that kicks come to nothing.
+    fn look(&mut self, (kicks, requests): (u64, u64)) -> bool {
+        match *self {
+            Self::Idle(_, before) | Self::Since(_, before) if requests != before => {
+                *self = Self::Settled;
+            }
+            Self::Idle(before, requests) if kicks != before => {
+                *self = Self::Since(Instant::now(), requests);
+            }
+            Self::Since(at, _) if at.elapsed() >= EMPTY_TIME => {
+                *self = Self::Settled;
+                return true;
+            }
+            _ => {}
+        }
+        false
+    }
 }
 
 impl State {
@@ -107,7 +143,8 @@ fn has(memory: &Memory, regions: &[Arc<Region>]) -> bool {
 impl Host {
     pub(super) fn new(setup: HostSetup, threads: Vec<ThreadId>) -> Self {
         let stats = threads.iter().map(|_| Arc::new(QueueStats::new())).collect();
-        let place = |thread| Place { thread, key: None, starting: false, told: false };
+        let empty = Empty::Settled;
+        let place = |thread| Place { thread, key: None, starting: false, told: false, empty };
         let queues = threads.into_iter().map(place).collect();
         let (clients, starting, members) = (Vec::new(), 0, 0);
         let (fixed, lock, said) = (None, None, false);
@@ -314,6 +351,7 @@ impl Host {
             queue.starting = true;
             (queue.thread, members)
         };
+        let (kicks, requests) = setup.stats.kicks_and_started();
         // The IOThread may be busy for a while.
         let started = self.setup.pool.start(setup, thread);
         let mut state = self.state();
@@ -323,6 +361,7 @@ impl Host {
         let key = started.map_err(|_| StartError::Full)?;
         queue.key = Some(key);
         queue.told = false;
+        queue.empty = Empty::Idle(kicks, requests);
         drop(state);
         if is_outdated {
             self.join(&[key]);
@@ -366,6 +405,14 @@ impl Host {
     /// also frees threads that somebody here may be waiting for.
     pub(super) fn tell_all_broken(&self) {
         let Ok(mut state) = self.state.try_lock() else { return };
+        for (index, (place, stats)) in state.queues.iter_mut().zip(&self.stats).enumerate() {
+            let Some(key) = place.key else { continue };
+            if place.empty.look(stats.kicks_and_started()) {
+                // QEMU says it in its log, too.
+                self.setup.pool.tell_error(key);
+                (self.setup.report)(self.device(), Notice::EmptyRing { queue: index as u16 });
+            }
+        }
         for (index, place) in state.queues.iter_mut().enumerate().filter(|(_, p)| !p.told) {
             if let Some(broken) = place.key.and_then(|key| self.setup.pool.broken(key)) {
                 place.told = true;

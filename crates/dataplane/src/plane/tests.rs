@@ -13,6 +13,7 @@ use tokio::sync::broadcast::error::TryRecvError;
 use super::host::Host;
 use super::*;
 use crate::protocol::{HEADER_SIZE, Message, VringAddress, VringFd, VringState, features};
+use crate::server::Notice;
 use crate::session::testing::{memory, region};
 use crate::session::{Answer, Refused, Session, StartError};
 
@@ -29,7 +30,11 @@ fn disk() -> DiskName {
 impl Rig {
     /// A disk in RAM with a queue on a thread.
     fn new() -> Self {
-        let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
+        Self::with(Arc::new(|_, _| ()))
+    }
+
+    fn with(report: Arc<crate::server::Report>) -> Self {
+        let registry = Registry::new(report).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let events = registry.events();
         let raw = serde_json::from_value(json!({ "name": "iot0" })).unwrap();
@@ -322,6 +327,41 @@ fn kick_that_is_no_eventfd_pipe_or_socket_is_refused() {
     let refused = session.handle(kick(), vec![memory(1)]).unwrap_err();
     assert_eq!(refused, Refused::Start { index: 0, source: StartError::Kick });
     session.handle(kick(), vec![rustix::pipe::pipe().unwrap().0]).unwrap();
+}
+
+/// As where a guest's memory is its own and not shared: its driver writes what nobody else sees.
+#[test]
+fn driver_that_kicks_an_empty_ring_is_told_of_once_on_both_sides() {
+    let said = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let rig = Rig::with({
+        let said = Arc::clone(&said);
+        Arc::new(move |device, notice| match notice {
+            Notice::EmptyRing { queue } => {
+                said.lock().unwrap().push((device.name().to_owned(), queue));
+            }
+            other => panic!("{other:?}"),
+        })
+    });
+    let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    for round in 1..=2 {
+        let (mut session, _guest) = rig.session();
+        let (kick, error) = (event(), event());
+        let with_fd = VringFd { index: 0, fd: true };
+        let theirs = |fd: &OwnedFd| vec![fd.try_clone().unwrap()];
+        session.handle(Message::SetVringErr(with_fd), theirs(&error)).unwrap();
+        session.handle(Message::SetVringKick(with_fd), theirs(&kick)).unwrap();
+        session.handle(Message::SetVringEnable { index: 0, enabled: true }, vec![]).unwrap();
+        let start = Instant::now();
+        while said.lock().unwrap().len() < round {
+            rustix::io::write(&kick, &1_u64.to_ne_bytes()).unwrap();
+            std::thread::sleep(Duration::from_millis(10));
+            assert!(start.elapsed() < Duration::from_secs(20), "nobody is told");
+        }
+        while rustix::io::read(&error, &mut [0; 8]).is_err() {
+            assert!(start.elapsed() < Duration::from_secs(20), "the front end is not told");
+        }
+    }
+    assert_eq!(*said.lock().unwrap(), vec![("disk".to_owned(), 0); 2]);
 }
 
 #[test]

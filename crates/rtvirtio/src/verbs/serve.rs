@@ -141,6 +141,13 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
         Notice::NoFixedBuffers(error) => {
             eprintln!("{}: guest memory is not registered: {error}", device.name());
         }
+        Notice::EmptyRing { queue } => {
+            eprintln!(
+                "{}: the driver of queue {queue} kicks, and its ring stays empty: is the guest's memory shared? \
+                 (QEMU: -object memory-backend-memfd,share=on; libvirt: <access mode='shared'/>)",
+                device.name()
+            );
+        }
     }))?;
     let registry = Arc::new(registry);
     if let Some(guard) = guard {
