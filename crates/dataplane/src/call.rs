@@ -255,8 +255,11 @@ impl Inner {
     fn call_aside(&self) {
         // Before the write: who comes later finds what is to be called for.
         self.is_due.store(false, Release);
-        // A driver with a full counter has a call that it has not seen.
-        if self.kind != Kind::Event || !is_full(&self.fd) {
+        // A driver with a full counter has a call that it has not seen, and means harm: an IOThread is not to
+        // meet that.
+        if self.kind == Kind::Event && is_full(&self.fd) {
+            self.caller.strike(now());
+        } else {
             self.measured();
         }
         self.is_tried.store(true, Relaxed);

@@ -39,8 +39,11 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, mpsc};
+use std::sync::atomic::{
+    AtomicBool, AtomicU64,
+    Ordering::{Relaxed, SeqCst},
+};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
 use io_uring::{IoUring, cqueue, opcode, types};
@@ -116,20 +119,56 @@ pub struct IoThreadStats {
     pub polling: AtomicU64,
     /// One more than the key of the queue whose driver it is calling now; zero: none.
     calling: AtomicU64,
+    watchdog: Arc<Watchdog>,
+}
+
+/// Whoever frees threads that are stuck in a call: it sleeps long while they do nothing.
+#[derive(Debug, Default)]
+pub(crate) struct Watchdog {
+    is_idle: AtomicBool,
+    thread: Mutex<Option<std::thread::Thread>>,
+}
+
+impl Watchdog {
+    /// The calling thread is the one.
+    pub(crate) fn enter(&self) {
+        *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(std::thread::current());
+    }
+
+    /// It is about to sleep long, and looks once more after this.
+    pub(crate) fn set_idle(&self, idle: bool) {
+        self.is_idle.store(idle, SeqCst);
+    }
+
+    fn wake(&self) {
+        if self.is_idle.load(SeqCst)
+            && self.is_idle.swap(false, SeqCst)
+            && let Some(thread) = &*self.thread.lock().unwrap_or_else(PoisonError::into_inner)
+        {
+            thread.unpark();
+        }
+    }
 }
 
 impl IoThreadStats {
+    pub(crate) fn watched_by(watchdog: Arc<Watchdog>) -> Self {
+        Self { watchdog, ..Self::default() }
+    }
+
     fn add(number: &AtomicU64, by: u64) {
         number.store(number.load(Relaxed).wrapping_add(by), Relaxed);
     }
 
     pub(crate) fn set_calling(&self, queue: Option<QueueKey>) {
-        self.calling.store(queue.map_or(0, |key| u64::from(key.0) + 1), Relaxed);
+        self.calling.store(queue.map_or(0, |key| u64::from(key.0) + 1), SeqCst);
+        if queue.is_some() {
+            self.watchdog.wake();
+        }
     }
 
     /// The queue whose driver is being called at this moment.
     pub(crate) fn calling(&self) -> Option<QueueKey> {
-        self.calling.load(Relaxed).checked_sub(1).map(|key| QueueKey(key as u32))
+        self.calling.load(SeqCst).checked_sub(1).map(|key| QueueKey(key as u32))
     }
 }
 

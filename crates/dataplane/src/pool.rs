@@ -18,7 +18,7 @@ use rtvirtio_units::CpuId;
 use rustix::io::Errno;
 
 use crate::call::Call;
-use crate::iothread::{IoThread, IoThreadStats, Letter, Poller, Polling};
+use crate::iothread::{IoThread, IoThreadStats, Letter, Poller, Polling, Watchdog};
 use crate::mailbox::{Sender, mailbox};
 use crate::queue::{Broken, Queue, QueueKey, QueueSetup, SlotsSetup};
 
@@ -101,6 +101,7 @@ pub struct Pool {
     state: Mutex<State>,
     /// Threads end one after the other: each forwards to one that stays.
     ending: Mutex<()>,
+    watchdog: Arc<Watchdog>,
 }
 
 /// How long a thread that serves nothing any more is waited for, and how often that is looked at.
@@ -138,7 +139,7 @@ impl Pool {
     /// [`PoolError::Start`]: no thread, or no io_uring.
     pub fn add_thread(&self, name: &str, polling: Polling) -> Result<ThreadId, PoolError> {
         let (mail, letters) = mailbox().map_err(|e| PoolError::Start(e.into()))?;
-        let stats = Arc::new(IoThreadStats::default());
+        let stats = Arc::new(IoThreadStats::watched_by(Arc::clone(&self.watchdog)));
         let (started, start) = mpsc::channel();
         let (sender, for_thread) = (mail.clone(), Arc::clone(&stats));
         let tokens = if polling.is_gated() { self.tokens(&[]) } else { None };
@@ -429,6 +430,11 @@ impl Pool {
         }
         before.retain(|id, _| state.threads.contains_key(id));
         busy
+    }
+
+    /// Who calls [`Self::free_stuck`].
+    pub(crate) const fn watchdog(&self) -> &Arc<Watchdog> {
+        &self.watchdog
     }
 
     fn post(&self, to: ThreadId, letter: Letter) -> Result<(), PoolError> {

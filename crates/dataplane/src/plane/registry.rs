@@ -90,11 +90,19 @@ impl Registry {
             move || {
                 let _fatal = AbortOnPanic::new();
                 let mut before = HashMap::new();
+                let watchdog = Arc::clone(pool.watchdog());
+                watchdog.enter();
                 let mut period = IDLE_PERIOD;
                 while watched.on.load(Relaxed) {
                     std::thread::park_timeout(period);
-                    let busy = pool.free_stuck(&mut before);
+                    watchdog.set_idle(false);
+                    let mut busy = pool.free_stuck(&mut before);
                     watched.tell_all_broken();
+                    if !busy {
+                        // From here on who calls a driver wakes it; who began before is seen.
+                        watchdog.set_idle(true);
+                        busy = pool.free_stuck(&mut before);
+                    }
                     period = if busy { STUCK_PERIOD } else { IDLE_PERIOD };
                 }
             }
