@@ -272,8 +272,8 @@ bench-dataplane-isolation: setup ## A broken VM beside another one on the same I
 		--locked --test it -- isolation --nocapture
 
 bench-hostile-neighbours: setup ## What a front end that means harm costs another VM: 4 min
-	mkdir -p $(RESULTS)
-	RTVIRTIO_NEIGHBOURS=$(abspath $(RESULTS))/hostile-neighbours.txt cargo test -p rtvirtio --release \
+	mkdir -p $(RESULTS)/hostile-neighbours
+	RTVIRTIO_NEIGHBOURS=$(abspath $(RESULTS))/hostile-neighbours/table.txt cargo test -p rtvirtio --release \
 		--locked --test it -- neighbours --nocapture --test-threads 1
 
 bench-db: build ## RocksDB's db_bench with and without `rtvirtio run`, 1 and 32 threads: 4 min (root)
