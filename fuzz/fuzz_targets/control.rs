@@ -124,8 +124,8 @@ impl Request {
                 let more = optional("qos", qos.as_ref().map(Qos::json))
                     + &optional("trust", named(trust));
                 let body = format!(
-                    "{{\"name\":{:?},\"vm\":\"vm\",\"socket\":{:?},\"queues\":{queues},\
-                     \"engine\":{{\"type\":\"ram\",\"size\":{size}}}{more},\"fds\":[]}}",
+                    "{{\"device\":{{\"name\":{:?},\"vm\":\"vm\",\"socket\":{:?},\"queues\":{queues},\
+                     \"engine\":{{\"type\":\"ram\",\"size\":{size}}}{more}}},\"fds\":[]}}",
                     name(*n),
                     socket.display().to_string()
                 );
@@ -159,7 +159,7 @@ impl Request {
                 of("DELETE", format!("/v1/schedules/{}", name(*n)), "".into())
             }
             Self::SetQos(n, qos) => {
-                of("PUT", format!("/v1/devices/{}/qos", name(*n)), format!("{{\"qos\":{}}}", qos.json()))
+                of("PUT", format!("/v1/devices/{}/qos", name(*n)), qos.json())
             }
             Self::RemoveQos(n) => of("DELETE", format!("/v1/devices/{}/qos", name(*n)), "".into()),
             Self::SetPolicy { policy, cpus, least, most } => {

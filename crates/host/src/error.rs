@@ -414,3 +414,21 @@ impl HostError {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scope_whose_escapes_were_read_by_toml_is_hinted_at() {
+        let hint = |path: &str| {
+            let vm = VmName::new("plc").unwrap();
+            HostError::CgroupMissing { vm, path: PathBuf::from(path) }.hint().unwrap()
+        };
+        let hinted = hint("/sys/fs/cgroup/machine.slice/machine-qemu-1-plc.scope");
+        assert!(hinted.contains("single quotes") && hinted.contains("\\x2d"), "{hinted}");
+        assert!(
+            hint(r"/sys/fs/cgroup/machine.slice/machine-qemu\x2d1\x2dplc.scope").contains("start")
+        );
+    }
+}

@@ -680,6 +680,15 @@ fn large_body_is_refused() {
 }
 
 #[test]
+fn body_that_does_not_come_is_not_waited_for_and_nothing_is_changed() {
+    let served = Served::new();
+    let head = "POST /v1/devices HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{";
+    let answer = served.raw(head.as_bytes(), &[]);
+    assert!(answer.starts_with("HTTP/1.1 408 "), "{answer}");
+    assert!(answer.contains("nothing was changed"), "{answer}");
+}
+
+#[test]
 fn descriptors_reach_the_device_that_they_came_with() {
     let served = Served::new();
     let (image, socket) = (tempfile::tempfile().unwrap(), UnixStream::pair().unwrap().0);

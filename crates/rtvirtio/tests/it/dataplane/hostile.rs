@@ -247,3 +247,48 @@ fn guest_memory_that_is_cut_off_breaks_its_queue_only() {
     drop(bad);
     is_served(&mut FrontEnd::connect(&daemon.socket("bad")));
 }
+
+/// A write in flight that ends behind the new end would make the file longer again.
+#[test]
+fn disk_that_is_shrunk_while_it_is_written_ends_where_it_is_told() {
+    const LARGE: u64 = 64 << 20;
+    const SMALL: u64 = 32 << 20;
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk");
+    File::create(&path).unwrap().set_len(LARGE).unwrap();
+    let engine = format!("{{ type = 'file', path = '{}', format = 'raw' }}", path.display());
+    let (mut daemon, _good) = daemon(engine);
+    let resize = |size: u64| {
+        let size = size.to_string();
+        let output = daemon.ctl(&["device", "resize", "bad", &size, "--shrink"]).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    };
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let mut front = FrontEnd::connect(&daemon.socket("bad"));
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            let (mut written, mut refused) = (0, 0);
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                match front.request(OUT, (LARGE - (64 << 10)) / 512, 64 << 10) {
+                    OK => written += 1,
+                    status => {
+                        assert_eq!(status, IOERR);
+                        refused += 1;
+                    }
+                }
+            }
+            (written, refused)
+        });
+        for round in 0..60 {
+            resize(SMALL);
+            assert_eq!(std::fs::metadata(&path).unwrap().len(), SMALL, "round {round}");
+            std::thread::sleep(Duration::from_millis(2));
+            assert_eq!(std::fs::metadata(&path).unwrap().len(), SMALL, "round {round}, later");
+            resize(LARGE);
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        let (written, refused) = writer.join().unwrap();
+        assert!(written > 0 && refused > 0, "{written} written, {refused} refused");
+    });
+    daemon.is_alive();
+}
