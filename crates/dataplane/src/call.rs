@@ -26,6 +26,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendFlags, sockopt};
 use rustix::time::{ClockId, clock_gettime};
 
+use crate::device::QUEUES_MAX;
 use crate::queue::now;
 
 /// Why an fd cannot be used to call.
@@ -79,6 +80,10 @@ const MOST_STRIKES: u32 = 8;
 /// After so long without another, one is forgotten.
 const FORGET: u64 = 60_000_000_000;
 
+/// Calls of a device that may be due: each of its queues has two descriptors, and one of each may just have been
+/// replaced. The channel has room for them from the start, so that an IOThread allocates nothing.
+const DUE: usize = 4 * QUEUES_MAX as usize;
+
 /// How often something happened lately.
 #[derive(Debug, Default)]
 struct Record {
@@ -107,15 +112,15 @@ impl Record {
 #[derive(Debug, Default)]
 pub struct Caller {
     /// None if there is no thread to be had.
-    thread: OnceLock<Option<mpsc::Sender<Arc<Inner>>>>,
+    thread: OnceLock<Option<mpsc::SyncSender<Arc<Inner>>>>,
     watched: Record,
     aside: Record,
 }
 
 impl Caller {
-    fn thread(&self) -> Option<&mpsc::Sender<Arc<Inner>>> {
+    fn thread(&self) -> Option<&mpsc::SyncSender<Arc<Inner>>> {
         let start = || {
-            let (sender, due) = mpsc::channel::<Arc<Inner>>();
+            let (sender, due) = mpsc::sync_channel::<Arc<Inner>>(DUE);
             let thread = std::thread::Builder::new().name("call".to_owned()).stack_size(128 << 10);
             let thread = thread.spawn(move || {
                 let _fatal = AbortOnPanic::new();
@@ -205,7 +210,8 @@ impl Call {
         if self.0.is_due.swap(true, AcqRel) {
             return;
         }
-        let sent = self.0.caller.thread().is_some_and(|due| due.send(Arc::clone(&self.0)).is_ok());
+        let sent =
+            self.0.caller.thread().is_some_and(|due| due.try_send(Arc::clone(&self.0)).is_ok());
         if !sent {
             self.0.is_due.store(false, Release);
             self.0.write();

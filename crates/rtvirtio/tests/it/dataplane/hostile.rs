@@ -265,7 +265,15 @@ fn disk_that_is_shrunk_while_it_is_written_ends_where_it_is_told() {
     };
     let stop = std::sync::atomic::AtomicBool::new(false);
     let mut front = FrontEnd::connect(&daemon.socket("bad"));
+    /// Ends the writer, whatever becomes of the test.
+    struct Stop<'a>(&'a std::sync::atomic::AtomicBool);
+    impl Drop for Stop<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, std::sync::atomic::Ordering::Relaxed);
+        }
+    }
     std::thread::scope(|scope| {
+        let ends = Stop(&stop);
         let writer = scope.spawn(|| {
             let (mut written, mut refused) = (0, 0);
             while !stop.load(std::sync::atomic::Ordering::Relaxed) {
@@ -286,7 +294,7 @@ fn disk_that_is_shrunk_while_it_is_written_ends_where_it_is_told() {
             assert_eq!(std::fs::metadata(&path).unwrap().len(), SMALL, "round {round}, later");
             resize(LARGE);
         }
-        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        drop(ends);
         let (written, refused) = writer.join().unwrap();
         assert!(written > 0 && refused > 0, "{written} written, {refused} refused");
     });
