@@ -385,7 +385,10 @@ impl Host {
                 let _ = self.setup.pool.edit_drained(key, |_| ());
             }
         }
-        self.device().resize(size)
+        self.device().resize(size).inspect_err(|_| {
+            // It ends where it did: what was refused changes nothing.
+            let _ = engine.resize(None);
+        })
     }
 
     fn tell(&self, event: Event) {

@@ -243,6 +243,27 @@ fn resize_to_less_is_refused_unless_it_is_meant() {
 }
 
 #[test]
+fn size_that_an_image_cannot_have_changes_nothing() {
+    let rig = Rig::new();
+    let image = rig.directory.path().join("image");
+    std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
+    let device = json!({
+        "name": "file",
+        "vm": "vm",
+        "socket": rig.directory.path().join("file.sock"),
+        "engine": { "type": "file", "path": image, "block_size": 512 },
+    });
+    rig.registry.add_device(serde_json::from_value(device).unwrap(), HandedFds::default()).unwrap();
+    let name = DiskName::new("file").unwrap();
+    let resize = |size: u64| rig.registry.resize_device(&name, Some(Bytes::new(size)), true);
+    assert!(resize(1000).is_err());
+    let capacity = rig.registry.host(&name).device().engine().geometry().capacity;
+    assert_eq!(capacity, Bytes::new(1 << 20));
+    assert_eq!(std::fs::metadata(&image).unwrap().len(), 1 << 20);
+    assert_eq!(resize(1 << 19).unwrap(), Bytes::new(1 << 19));
+}
+
+#[test]
 fn nobody_who_looks_waits_for_an_image_that_is_locked_by_another() {
     use rtvirtio_engine::file::{Access, Lock};
 

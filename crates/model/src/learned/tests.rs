@@ -71,6 +71,17 @@ fn node(operator: &str, inputs: &[&str], output: &str, attributes: &[Vec<u8>]) -
     field(1, &node)
 }
 
+/// A node that is one of `ai.onnx.ml`, and has 128 bytes to 16 KiB: its message's length is its second and
+/// third byte.
+fn of_learning(mut node: Vec<u8>) -> Vec<u8> {
+    let domain = field(7, b"ai.onnx.ml");
+    let length = node.len() - 3 + domain.len();
+    node.extend(domain);
+    node[1] = (length & 0x7f) as u8 | 0x80;
+    node[2] = (length >> 7) as u8;
+    node
+}
+
 /// A model of `x` to `y`, of operator set 17.
 fn model(graph: &[Vec<u8>]) -> Vec<u8> {
     let graph = [graph.concat(), end(11, "x"), end(12, "y")].concat();
@@ -304,14 +315,8 @@ fn tree_that_goes_in_circles_is_refused() {
             ints("target_ids", &[0, 0]),
             floats("target_weights", &[-2.0, -3.0]),
         ];
-        let mut tree = node("TreeEnsembleRegressor", &["x"], "y", &attributes);
-        // The domain, in the node's message: its length is its second and third byte.
-        let domain = field(7, b"ai.onnx.ml");
-        let length = tree.len() - 3 + domain.len();
-        tree.extend(domain);
-        tree[1] = (length & 0x7f) as u8 | 0x80;
-        tree[2] = (length >> 7) as u8;
-        model(&[tree])
+        let tree = node("TreeEnsembleRegressor", &["x"], "y", &attributes);
+        model(&[of_learning(tree)])
     };
     let good = learned(&tree(1));
     let tail = |vms: f64| {
@@ -358,13 +363,8 @@ fn tree_ensemble_of_version_5_is_read_and_its_circles_are_refused() {
             floats("leaf_weights", &[-2.0, -3.0]),
             ints("tree_roots", &shape.roots),
         ];
-        let mut tree = node("TreeEnsemble", &["x"], "y", &attributes);
-        let domain = field(7, b"ai.onnx.ml");
-        let length = tree.len() - 3 + domain.len();
-        tree.extend(domain);
-        tree[1] = (length & 0x7f) as u8 | 0x80;
-        tree[2] = (length >> 7) as u8;
-        model(&[tree])
+        let tree = node("TreeEnsemble", &["x"], "y", &attributes);
+        model(&[of_learning(tree)])
     };
     // If x <= 3: if x < 1 the second leaf, else the first; else the second.
     let good = || Shape { yes: [1, 1], yes_leaf: [0, 1], roots: vec![0], mode: 0, target: 0 };
