@@ -313,8 +313,8 @@ impl Queue {
     }
 
     /// Tells of a broken ring by another fd from now on.
-    pub(crate) fn set_error(&mut self, error: Option<OwnedFd>) {
-        self.error = error.and_then(|fd| Call::new(fd, self.device.caller()).ok());
+    pub(crate) fn set_error(&mut self, error: Option<Call>) {
+        self.error = error;
     }
 
     /// Memory was added, or the dirty log switched: what is in flight stays where it is.

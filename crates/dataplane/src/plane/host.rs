@@ -493,7 +493,10 @@ impl QueueHost for Host {
                 let call = call.and_then(|fd| Call::new(fd, self.device().caller()).ok());
                 pool.edit(key, move |q| q.set_call(call))
             }
-            Change::Error(error) => pool.edit(key, move |q| q.set_error(error)),
+            Change::Error(error) => {
+                let error = error.and_then(|fd| Call::new(fd, self.device().caller()).ok());
+                pool.edit(key, move |q| q.set_error(error))
+            }
             Change::Memory(memory) => {
                 let buffers = self.fixed(&memory)?;
                 pool.edit(key, move |q| {

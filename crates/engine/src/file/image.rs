@@ -107,7 +107,8 @@ pub(super) struct Image {
     /// What the file is read and written in, at multiples of that: more than a logical block where direct I/O
     /// asks for it, as on XFS with reflinks. Parts of it are written by a helper thread, which reads the rest.
     unit: u32,
-    /// Held by whoever does that: two guests' writes may be of one unit.
+    /// Held by whoever does that: two writes may be of one unit. Disks that share a file have no unit in common
+    /// ([`crate::Engine::written_block`]).
     rewriting: Mutex<()>,
     /// What direct I/O asks of addresses in memory; 1 without.
     memory_alignment: u32,

@@ -118,7 +118,7 @@ fn full_eventfd_as_a_new_call_or_error_holds_nobody_up() {
         pool.move_queue(bad_key, id).unwrap();
         is_served(&mut good);
 
-        let error = full();
+        let error = Call::new(full(), device.caller()).unwrap();
         pool.edit(bad_key, move |q| q.set_error(Some(error))).unwrap();
         let (_, available, _) = bad.driver.addresses();
         let index = bad.driver.guest().u16(available + 2);
