@@ -10,7 +10,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use serde_json::json;
 use tokio::sync::broadcast::error::TryRecvError;
 
-use super::host::Host;
+use super::host::{EMPTY_TIME, Host};
 use super::*;
 use crate::protocol::{HEADER_SIZE, Message, VringAddress, VringFd, VringState, features};
 use crate::server::Notice;
@@ -372,6 +372,10 @@ fn driver_that_kicks_an_empty_ring_is_told_of_once_on_both_sides() {
         session.handle(Message::SetVringErr(with_fd), theirs(&error)).unwrap();
         session.handle(Message::SetVringKick(with_fd), theirs(&kick)).unwrap();
         session.handle(Message::SetVringEnable { index: 0, enabled: true }, vec![]).unwrap();
+        // Front ends kick once when they start a ring.
+        rustix::io::write(&kick, &1_u64.to_ne_bytes()).unwrap();
+        std::thread::sleep(EMPTY_TIME + Duration::from_millis(500));
+        assert_eq!(said.lock().unwrap().len(), round - 1);
         let start = Instant::now();
         while said.lock().unwrap().len() < round {
             rustix::io::write(&kick, &1_u64.to_ne_bytes()).unwrap();

@@ -598,10 +598,17 @@ fn more_requests_than_the_submission_queue_holds_all_complete() {
     let keys: Vec<QueueKey> =
         queues.iter().map(|q| pool.start(q.setup(&device), id).unwrap()).collect();
     // The thread finds 16 × 48 requests when it looks up: more than 512.
-    let (held, hold) = std::sync::mpsc::channel::<()>();
+    let (let_go, hold) = std::sync::mpsc::channel::<()>();
+    let (holds, held) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
-        scope.spawn(|| pool.edit(keys[0], move |_| hold.recv().unwrap_or(())).unwrap());
-        std::thread::sleep(Duration::from_millis(20));
+        scope.spawn(|| {
+            let held = move |_: &mut _| {
+                holds.send(()).unwrap();
+                hold.recv().unwrap_or(());
+            };
+            pool.edit(keys[0], held).unwrap()
+        });
+        held.recv().unwrap();
         for queue in &mut queues {
             for slot in 0..48 {
                 let (data, guest) = (Guarded::place(slot), Arc::clone(queue.driver.guest()));
@@ -619,7 +626,7 @@ fn more_requests_than_the_submission_queue_holds_all_complete() {
             }
             queue.publish();
         }
-        held.send(()).unwrap();
+        let_go.send(()).unwrap();
     });
     for queue in &mut queues {
         let start = Instant::now();
