@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup build guest libvirt uml demo test test-guests test-full check fmt clippy doc deny fuzz loom \
+.PHONY: help setup build guest libvirt uml demo test test-guests test-qos test-blktests test-full check fmt clippy doc deny fuzz loom \
 	bench-strict bench-ssd bench-prediction bench-planner bench-closed-loop bench-iothreads \
 	bench-dataplane bench-dataplane-isolation bench-dataplane-endurance bench-dataplane-footprint \
 	bench-dataplane-syscalls bench-full bench-full-24 bench-full-raw bench-dataplane-verify \
@@ -77,6 +77,15 @@ test-guests: setup ## The tests that boot guests, by QEMU, libvirt and User Mode
 	@scripts/libvirt $(LIBVIRT) || echo "tests: without libvirt"
 	@scripts/uml $(UML) || echo "tests: without User Mode Linux"
 	cargo test --workspace --all-features --locked --no-fail-fast --test it -- $(GUEST_TESTS)
+
+# Suites of others, each in a lane of its own: docs/results has what came of them.
+SUITES := $(or $(CARGO_TARGET_DIR),target)
+
+test-qos: build guest ## QEMU's own tests of vhost-user-blk (qos-test, from Debian's source package): 8 min at first (root)
+	scripts/qos-test $(RTVIRTIO) $(SUITES)/qos-test $(RESULTS)/qos-test
+
+test-blktests: build guest ## The kernel's blktests in a guest, on a disk of the data plane: 4 min at first (root)
+	scripts/blktests $(RTVIRTIO) $(GUEST) $(SUITES)/blktests $(RESULTS)/blktests
 
 test-full: test test-guests test-python ## All tests: make test, those that boot guests, and the Python package's
 

@@ -9,8 +9,8 @@
 //! for, but not what the warm-up leaves. Tasks without a rate are at work before the others start. A request
 //! goes through the guest's scheduler, then, as one of the VM's IOThread, through the limits of the VM's cgroup
 //! (`throttle`) and the host's scheduler, to the device (`rtvirtio_ssd`). Without a guest a task is a
-//! process in the VM's cgroup. Schedulers: bfq (`bfq`, `wf2q`), mq-deadline, kyber, none, as the kernel has
-//! them; or the data plane's own, `rtvirtio_qos`, itself.
+//! process in the VM's cgroup. Schedulers: bfq, mq-deadline, kyber, none, modelled after what
+//! is published of them; or the data plane's own, `rtvirtio_qos`, itself.
 //!
 //! Left out, beside what `bfq` names: CPU time (a request takes `software` longer, whoever else
 //! runs), merging, buffered writes, flushes, the sector order of mq-deadline, the virtqueue's limit of 128 to 256
@@ -29,10 +29,9 @@ mod kyber;
 mod outcome;
 mod request;
 mod runner;
-mod segments;
 mod throttle;
+mod tick;
 mod tier;
-mod wf2q;
 mod world;
 
 #[cfg(test)]

@@ -1,86 +1,63 @@
-//! bfq as the kernel has it (`block/bfq-iosched.c`, Linux 6.17): which queue is in service, for how
-//! long, and whether the device idles for it.
+//! bfq: slots of service by budgets, idling, injection, raised weights.
 //!
-//! A *queue* is a process's; its requests are served while it is *in service*: until its budget or its time
-//! (`timeout_sync`) is used up, or it has no more requests. Where somebody's share must be protected (queues of
-//! different weights, or more than one group with requests), the device *idles* for a queue that has become
-//! empty, up to `slice_idle`; meanwhile a few requests of others may be *injected*. `low_latency` *raises*
-//! the weight of queues that look interactive or soft real-time.
+//! A model of what is published of it: the scheduler and its budgets by Valente and Checconi, *High Throughput Disk
+//! Scheduling with Fair Bandwidth Distribution* (IEEE Transactions on Computers 59(9), 2010); low latency by Valente and
+//! Andreolini, *Improving Application Responsiveness with the BFQ Disk I/O Scheduler* (SYSTOR 2012); its parameters by
+//! the kernel's Documentation/block/bfq-iosched.rst; injection by its cover letter (`injection`). What these leave
+//! open was measured on Linux 6.12 and 6.18 with block's tracepoints (ADR 0017).
 //!
-//! Processes of one group whose first requests come within 180 ms of each other share a queue, for good
-//! (`bfq_do_early_stable_merge`); here all of a group with one I/O priority do, as tasks start together.
+//! A process has a *queue*. The queue that [`FairTree`] chooses has the device for a *slot*: until its budget of
+//! sectors or its time (`timeout_sync`) is used up, or it has no more requests. Where shares must be protected the
+//! device *idles* for a queue that has become empty, up to `slice_idle`; meanwhile a few requests of others are
+//! *injected*. `low_latency` *raises* the weight of a queue that has just begun.
 //!
-//! Function by function the kernel's, with its names and constants. Left out: asynchronous queues, the idle
-//! class, merging of queues that work close to each other (not done for flash with queueing), splitting.
-//! Time that the kernel counts in jiffies is counted so (250 a second).
+//! Processes of one group with one I/O priority that begin together share a queue for good, and those of a
+//! simulation do begin together. Left out: asynchronous writes, the idle class, soft real-time applications (which
+//! read in sequence; positions are random here), and bursts of new processes.
 
-mod arrival;
-mod device;
-mod service;
-mod sorted;
+mod fair;
+mod injection;
+mod queue;
+mod rate;
+mod wakers;
 
 use rtvirtio_spec::settings::Bfq as Parameters;
 
-use self::sorted::Sorted;
+use self::fair::FairTree;
+use self::injection::Injection;
+use self::queue::{History, LONG, Requests};
+use self::rate::{REFERENCE_RATE, Rate};
+use self::wakers::Wakers;
 use super::request::{Elevator, Request};
-use super::wf2q::Hierarchy;
+use super::tick::after;
 
-/// ns in a jiffy: 250 a second, as Debian's kernels have.
-pub(super) const JIFFY: u64 = 4_000_000;
-/// ms in jiffies, rounded up as `msecs_to_jiffies` does.
-const fn jiffies(ms: i64) -> i64 {
-    (ms * 1_000_000 + JIFFY as i64 - 1) / JIFFY as i64
-}
-/// Long ago (`bfq_smallest_from_now`).
-const LONG_AGO: i64 = i64::MIN / 4;
-
-/// `bfq_default_max_budget`, sectors.
-const DEFAULT_MAX_BUDGET: u64 = 16 * 1024;
-/// `bfq_stats_min_budgets`.
-const STATS_MIN_BUDGETS: u32 = 194;
-/// `BFQ_MIN_TT`, ns.
-const MIN_THINK_TIME: u64 = 2_000_000;
-/// `bfq_timeout`, ms: what a queue that is slow is charged by, whatever `timeout_sync` is.
-const TIMEOUT_MS: u64 = 124;
-/// `BFQQ_SECT_THR_NONROT`: a random request shorter than this is seeky, one of this length is large.
-const LARGE: u32 = 64;
-/// `BFQQ_SEEK_THR`, sectors.
-const SEEK: u32 = 8 * 100;
-/// `BFQ_RATE_SHIFT`.
-const RATE_SHIFT: u32 = 16;
-/// `ref_rate` of flash, sectors/µs << `RATE_SHIFT`.
-const REFERENCE_RATE: u64 = 33_000;
-/// `ref_wr_duration` of flash, jiffies.
-const REFERENCE_RAISE: i64 = jiffies(2_500);
-/// `max_service_from_wr`, sectors.
-const MAX_SERVICE_RAISED: u64 = 120_000;
-/// `bfq_wr_coeff`; of soft real-time queues a hundred times that.
-const RAISE: u32 = 30;
-const SOFT_RT_FACTOR: u32 = 100;
-/// `bfq_wr_rt_max_time`, `bfq_wr_min_idle_time`, jiffies.
-const SOFT_RT_RAISE: i64 = jiffies(300);
-const MIN_IDLE: i64 = jiffies(2_000);
-/// `bfq_wr_max_softrt_rate`, sectors/s.
-const MAX_SOFT_RT_RATE: u64 = 7_000;
-/// `bfq_large_burst_thresh`, `bfq_burst_interval`.
-const LARGE_BURST: u32 = 8;
-const BURST_INTERVAL: i64 = jiffies(180);
-/// The weight of a process without an I/O priority of its own.
-const DEFAULT_WEIGHT: u32 = 40;
-/// What a device has had at once that deep writers used: one of the benchmarks' is 64 deep.
+const MS: u64 = 1_000_000;
+/// Before the device's rate is known a budget is this, sectors; it is after so many budgets.
+const FIRST_BUDGET: u64 = 16 << 10;
+const FIRST_BUDGETS: u32 = 11;
+/// Budgets are at least this part of the largest.
+const LEAST_PART: u64 = 32;
+/// The time of a slot that a whole budget is charged for, where a queue is charged by time, ns.
+const FULL_SLOT: u64 = 124 * MS;
+/// A slot shorter than this says nothing of a queue's pace, ns; one longer than the other does.
+const SHORT_SLOT: u64 = MS;
+const LONG_SLOT: u64 = 20 * MS;
+/// A seeky queue that needs no protection is idled for no longer than this, ns; one with a raised weight at least as long
+/// as the other.
+const SEEKY_IDLE: u64 = 2 * MS;
+const RAISED_IDLE: u64 = 20 * MS;
+/// Raised weights are so many times what they were.
+const RAISE: f64 = 30.0;
+/// A weight is raised for 2.5 s on a device of the reference rate, longer on a slower one, within bounds, ns; and for no
+/// more service than this, sectors.
+const RAISED_FOR: (u64, u64, u64) = (3_000 * MS, 2_500 * MS, 25_000 * MS);
+const RAISED_SERVICE: u64 = 120_000;
+/// A queue that has been idle for so long begins anew, ns.
+const LONG_IDLE: u64 = 2_000 * MS;
+/// How deep writers that were here before have had the device.
 const SEASONED_DEPTH: u32 = 64;
 /// Tags of the scheduler (`nr_requests` of a device with 128 or more).
 const TAGS: f64 = 256.0;
-
-/// Why a queue stops being in service.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Reason {
-    TooIdle,
-    BudgetTimeout,
-    BudgetExhausted,
-    NoMoreRequests,
-    Preempted,
-}
 
 /// A process, as bfq sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,114 +70,89 @@ pub(super) struct Process {
     pub(super) level: u8,
 }
 
+/// Why a slot ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Idle,
+    Timeout,
+    Budget,
+    Empty,
+    Preempted,
+}
+
 #[derive(Debug)]
 struct Queue {
-    /// It has had a request.
-    exists: bool,
-    requests: Sorted,
-    /// Where its last one ended.
-    last_position: u32,
-    dispatched: u32,
-    busy: bool,
-    wait_request: bool,
-    /// It ended for lack of requests, and may go on as if it had not.
-    non_blocking_wait: bool,
-    has_short_think_time: bool,
-    io_bound: bool,
-    in_large_burst: bool,
-    in_burst_list: bool,
-    just_created: bool,
-    soft_rt_update: bool,
-    /// In `weight_counts`, under this weight.
-    counted_weight: Option<u32>,
-    /// Counted in its group's queues with pending requests.
-    pending: bool,
-    max_budget: u64,
-    /// When its time is over; once it is empty, since when.
-    budget_timeout: i64,
-    last_end: u64,
-    think_samples: u64,
-    think_total: u64,
-    think_mean: u64,
-    seek_history: u32,
-    raised_since: i64,
-    raised_for: i64,
-    raise_at_switch: i64,
-    soft_rt_next_start: i64,
-    last_idle_backlogged: i64,
-    service_from_backlogged: u64,
-    service_raised: u64,
-    /// How long it has been doing I/O, and for how much of that it had none, ns.
-    io_start: u64,
-    idle_time: u64,
-    inject_limit: u32,
-    decrease_time: i64,
-    last_service_time: u64,
-    waker: Option<usize>,
-    tentative_waker: Option<usize>,
-    waker_detections: u32,
-    waker_since: u64,
-    /// Queues that it wakes, the one that was busy last first (`woken_list`).
-    woken: Vec<usize>,
     /// Several processes have it.
     shared: bool,
+    requests: Requests,
+    history: History,
+    injection: Injection,
+    thought_shortly: bool,
+    /// It has had a request.
+    begun: bool,
+    is_backlogged: bool,
+    in_device: u32,
+    /// What it gets next time, sectors.
+    budget: u64,
+    /// When its last request ended, ns.
+    last_end: u64,
+    /// Since when it has had nothing to do; none: it is new, or at work.
+    idle_since: Option<u64>,
+    /// Its slot ended for lack of requests with this much of its budget: if the next one comes soon, it goes on.
+    resumable: Option<u64>,
+    raised: Option<Raised>,
+    plain_weight: f64,
+}
+
+/// A raised weight.
+#[derive(Debug)]
+struct Raised {
+    until: u64,
+    served: u64,
+}
+
+/// The queue that has the device.
+#[derive(Debug)]
+struct Slot {
+    queue: usize,
+    began: u64,
+    /// When its time is over, ns.
+    until: u64,
+    /// When the device began to idle for it last.
+    idle_began: u64,
+    /// Until when it does.
+    idle_until: Option<u64>,
+    /// Others' requests were let in.
+    injected: bool,
+    /// Its next request is measured; which one is, if that has gone to the device; and since when.
+    measures: bool,
+    measured: Option<u32>,
+    measured_since: u64,
 }
 
 /// The scheduler.
 #[derive(Debug)]
 pub(super) struct Bfq {
+    parameters: Parameters,
     slice_idle: u64,
-    timeout: i64,
-    low_latency: bool,
-    user_max_budget: u64,
-    hierarchy: Hierarchy,
+    tree: FairTree,
     queues: Vec<Queue>,
-    /// Each process's queue, and how many requests it has, queued or in the driver (`bic->requests`).
     queue_of: Vec<usize>,
+    /// Requests of each process, here or in the device.
     outstanding: Vec<u32>,
-    /// Queues with pending requests by group.
-    pending: Vec<u32>,
-    groups_with_pending: u32,
-    weight_counts: Vec<(u32, u32)>,
-    busy: [u32; 2],
-    raised_busy: u32,
-    in_service: Option<usize>,
-    queued: u32,
-    in_driver: u32,
-    idle_timer: Option<u64>,
-    last_budget_start: u64,
-    last_idling_start: u64,
+    /// Queues with requests, and those that have some here or in the device, in the order in which they came.
+    backlogged: Vec<usize>,
+    pending: Vec<usize>,
+    wakers: Wakers,
+    slot: Option<Slot>,
+    waiting: u32,
+    in_device: u32,
+    most_in_device: u32,
+    head: u32,
+    rate: Rate,
     max_budget: u64,
-    budgets_assigned: u32,
-    /// Whether the device queues; none: it is not known yet.
-    hw_tag: Option<bool>,
-    hw_tag_samples: u32,
-    max_in_driver: u32,
-    // The device's rate.
-    peak_rate: u64,
-    rate_samples: u64,
-    sequential_samples: u64,
-    sectors_dispatched: u64,
-    last_max_sectors: u64,
-    last_position: u32,
-    first_dispatch: u64,
-    last_dispatch: u64,
-    delta_from_first: u64,
-    last_completion: u64,
-    last_completed: Option<usize>,
-    // Bursts of new queues.
-    burst_group: Option<usize>,
-    burst_size: u32,
-    large_burst: bool,
-    last_in_burst: i64,
-    // The effect of injection.
-    wait_dispatch: bool,
-    waited: Option<u32>,
-    injected: bool,
-    last_empty_occupied: u64,
-    /// Time of the call, and its jiffy.
-    now: u64,
-    jiffy: i64,
+    /// Budgets that were given.
+    budgets: u32,
 }
 
 impl Bfq {
@@ -210,507 +162,562 @@ impl Bfq {
         groups: &[(usize, u32)],
         processes: &[Process],
     ) -> Self {
-        let mut owners: Vec<(Process, u32)> = Vec::new();
-        let queue_of: Vec<_> = processes
-            .iter()
-            .map(|process| {
-                let queue = owners.iter().position(|(owner, _)| owner == process);
-                let queue = queue.unwrap_or(owners.len());
-                if queue == owners.len() {
-                    owners.push((*process, 0));
-                }
-                owners[queue].1 += 1;
-                queue
-            })
-            .collect();
-        let weight = |p: &Process| u32::from(8 - p.level.min(7)) * 10;
-        let queues: Vec<_> = owners.iter().map(|(p, _)| (p.group, p.class, weight(p))).collect();
+        let mut owners: Vec<Process> = Vec::new();
+        let mut queue_of = Vec::with_capacity(processes.len());
+        for process in processes {
+            let known = owners.iter().position(|owner| owner == process);
+            queue_of.push(known.unwrap_or(owners.len()));
+            if known.is_none() {
+                owners.push(*process);
+            }
+        }
+        let is_shared = |q: usize| queue_of.iter().filter(|&&other| other == q).count() > 1;
+        let shared: Vec<_> = (0..owners.len()).map(is_shared).collect();
+        // Linux's weights of I/O priorities.
+        let weight = |process: &Process| 10 * u32::from(8 - process.level.min(7));
+        let leaves: Vec<_> = owners.iter().map(|p| (p.group, p.class, weight(p))).collect();
+        let queue = |(process, shared): (&Process, bool)| Queue {
+            shared,
+            requests: Requests::default(),
+            history: History::new(),
+            injection: Injection::new(),
+            thought_shortly: true,
+            begun: false,
+            is_backlogged: false,
+            in_device: 0,
+            budget: 0,
+            last_end: 0,
+            idle_since: None,
+            resumable: None,
+            raised: None,
+            plain_weight: f64::from(weight(process)),
+        };
         let mut bfq = Self {
-            slice_idle: u64::from(parameters.slice_idle_us) * 1000,
-            timeout: jiffies(i64::from(parameters.timeout_sync_ms)),
-            low_latency: parameters.low_latency,
-            user_max_budget: u64::from(parameters.max_budget),
-            hierarchy: Hierarchy::new(groups, &queues),
-            queues: owners.iter().map(|&(_, processes)| Queue::new(processes > 1)).collect(),
+            parameters,
+            slice_idle: u64::from(parameters.slice_idle_us) * 1_000,
+            tree: FairTree::new(groups, &leaves),
+            queues: owners.iter().zip(shared).map(queue).collect(),
             outstanding: vec![0; queue_of.len()],
             queue_of,
-            pending: vec![0; groups.len() + 1],
-            groups_with_pending: 0,
-            weight_counts: Vec::new(),
-            busy: [0; 2],
-            raised_busy: 0,
-            in_service: None,
-            queued: 0,
-            in_driver: 0,
-            idle_timer: None,
-            last_budget_start: 0,
-            last_idling_start: 0,
+            backlogged: Vec::new(),
+            pending: Vec::new(),
+            wakers: Wakers::new(owners.len()),
+            slot: None,
+            waiting: 0,
+            in_device: 0,
+            most_in_device: 0,
+            head: 0,
+            rate: Rate::new(),
             max_budget: 0,
-            budgets_assigned: 0,
-            hw_tag: None,
-            hw_tag_samples: 0,
-            max_in_driver: 0,
-            peak_rate: REFERENCE_RATE * 2 / 3,
-            rate_samples: 0,
-            sequential_samples: 0,
-            sectors_dispatched: 0,
-            last_max_sectors: 0,
-            last_position: 0,
-            first_dispatch: 0,
-            last_dispatch: 0,
-            delta_from_first: 0,
-            last_completion: 0,
-            last_completed: None,
-            burst_group: None,
-            burst_size: 0,
-            large_burst: false,
-            last_in_burst: LONG_AGO,
-            wait_dispatch: false,
-            waited: None,
-            injected: false,
-            last_empty_occupied: 0,
-            now: 0,
-            jiffy: 0,
+            budgets: 0,
         };
-        // As when the parameters are written (bfq_max_budget_store, bfq_timeout_sync_store).
-        bfq.max_budget = match bfq.user_max_budget {
-            0 => bfq.budget_of_rate(),
-            budget => budget,
-        };
+        bfq.max_budget = bfq.budget_by_rate();
         bfq
     }
 
-    /// It has been at work before: `hw_tag` stays once it is set, and `max_rq_in_driver` does not fall. `peak_rate` does,
-    /// beside a writer with a limit, so it is not known: that of the start is about the mean of such and a writer without.
+    /// It has been at work before, under deep queues too.
     pub(super) const fn season(mut self) -> Self {
-        self.hw_tag = Some(true);
-        self.max_in_driver = SEASONED_DEPTH;
-        self.budgets_assigned = STATS_MIN_BUDGETS;
+        self.most_in_device = SEASONED_DEPTH;
+        self.budgets = FIRST_BUDGETS;
         self
     }
 
-    /// `bfq_init_bfqq`.
-    fn create(&mut self, q: usize) {
-        let budget = 2 * self.current_max_budget() / 3;
-        let queue = &mut self.queues[q];
-        queue.max_budget = budget;
-        queue.io_start = self.now;
-        queue.last_end = self.now;
-        queue.raised_since = self.jiffy;
-        queue.soft_rt_next_start = self.jiffy;
-        queue.decrease_time = self.jiffy;
+    // ---- Budgets ---------------------------------------------------------------------------------
+
+    /// `max_budget`; 0 leaves it to what the device does in a slot's whole time.
+    fn budget_by_rate(&self) -> u64 {
+        match u64::from(self.parameters.max_budget) {
+            0 => {
+                let seconds = f64::from(self.parameters.timeout_sync_ms) / 1e3;
+                (self.rate.sectors_per_second * seconds) as u64
+            }
+            budget => budget,
+        }
     }
 
-    /// `bfq_calc_max_budget`.
-    const fn budget_of_rate(&self) -> u64 {
-        let timeout_ms = self.timeout as u64 * JIFFY / 1_000_000;
-        (self.peak_rate * 1000 * timeout_ms) >> RATE_SHIFT
+    const fn largest_budget(&self) -> u64 {
+        if self.budgets < FIRST_BUDGETS { FIRST_BUDGET } else { self.max_budget }
     }
 
-    fn at(&mut self, now: u64) {
-        self.now = now;
-        self.jiffy = (now / JIFFY) as i64;
+    const fn least_budget(&self) -> u64 {
+        self.largest_budget() / LEAST_PART
     }
 
-    const fn all_busy(&self) -> u32 {
-        self.busy[0] + self.busy[1]
-    }
-
-    fn raise_of(&self, q: usize) -> u32 {
-        self.hierarchy.entities[q].raise
-    }
-
-    fn budget_left(&self, q: usize) -> i64 {
-        let e = &self.hierarchy.entities[q];
-        e.budget as i64 - e.service as i64
-    }
-
-    fn next_sectors(&self, q: usize) -> Option<u64> {
-        self.queues[q].requests.next().map(|r| u64::from(r.sectors))
-    }
-
-    const fn current_max_budget(&self) -> u64 {
-        if self.budgets_assigned < STATS_MIN_BUDGETS { DEFAULT_MAX_BUDGET } else { self.max_budget }
-    }
-
-    const fn min_budget(&self) -> u64 {
-        self.current_max_budget() / 32
-    }
-
-    fn raise_duration(&self) -> i64 {
-        let duration = REFERENCE_RATE * REFERENCE_RAISE as u64 / self.peak_rate;
-        (duration as i64).clamp(jiffies(3_000), jiffies(25_000))
+    /// The budget of a queue's next slot, by how this one ends: more for who needs more, little for who needs little (Valente
+    /// and Checconi, section 5).
+    fn next_budget(&self, q: usize, end: End) -> u64 {
+        let queue = &self.queues[q];
+        let (least, most) = (self.least_budget(), self.max_budget);
+        if queue.raised.is_some() {
+            return 2 * least;
+        }
+        let budget = match end {
+            End::Idle if queue.in_device > 0 => (2 * queue.budget).min(most),
+            End::Idle if queue.budget > 5 * least => queue.budget - 4 * least,
+            End::Idle => least,
+            End::Timeout => (2 * queue.budget).min(most),
+            End::Budget => (4 * queue.budget).min(most),
+            End::Empty => self.tree.served(q).max(least),
+            End::Preempted => queue.budget,
+        };
+        let is_learned = self.budgets >= FIRST_BUDGETS && self.parameters.max_budget == 0;
+        if is_learned { budget.min(most) } else { budget }
     }
 
     // ---- Whether to idle -------------------------------------------------------------------------
 
-    /// `bfq_asymmetric_scenario`.
-    fn asymmetric(&self, q: Option<usize>) -> bool {
-        let own = q.and_then(|q| self.queues[q].counted_weight);
-        let least = self.weight_counts.iter().map(|&(weight, _)| weight).min();
-        let is_least = own.is_some() && own == least;
-        let varied = !is_least && self.weight_counts.len() > 1;
-        let classes = self.busy[0] > 0 && self.busy[1] > 0;
-        varied || classes || self.groups_with_pending > 1
+    /// Shares would be lost if the device did not wait for this queue: others with requests, waiting or in the device,
+    /// have other weights or are in other groups.
+    fn protects(&self, q: usize) -> bool {
+        let mut others = self.pending.iter().copied();
+        let Some(first) = others.next() else { return false };
+        let group = self.tree.group(first);
+        let (weight, class) = (self.tree.weight(first), self.tree.class(first));
+        let mut least = weight;
+        let mut varied = false;
+        for o in others {
+            if self.tree.group(o) != group || self.tree.class(o) != class {
+                return true;
+            }
+            varied |= self.tree.weight(o) != weight;
+            least = least.min(self.tree.weight(o));
+        }
+        // Who has the least weight loses nothing.
+        varied && self.tree.weight(q) > least
     }
 
-    fn needs_idling(&self, q: usize) -> bool {
-        let raised = self.raise_of(q) > 1
-            && (self.raised_busy < self.all_busy()
-                || self.in_driver >= self.queues[q].dispatched + 4);
-        raised || self.asymmetric(Some(q)) || self.all_busy() == 1
+    fn idles_for(&self, q: usize) -> bool {
+        let queue = &self.queues[q];
+        let plain = |&o: &usize| self.queues[o].raised.is_none();
+        let raised = queue.raised.is_some()
+            && (self.backlogged.iter().any(plain) || self.in_device >= queue.in_device + 4);
+        self.slice_idle > 0 && (raised || self.backlogged.len() == 1 || self.protects(q))
     }
 
-    fn idling_boosts(&self, q: usize) -> bool {
-        let sequential = !seeky(self.queues[q].seek_history)
-            && self.queues[q].io_bound
-            && self.queues[q].has_short_think_time;
-        self.hw_tag == Some(false) && sequential && self.raised_busy == 0
+    fn begin_idling(&mut self, now: u64, q: usize) {
+        let raised = self.queues[q].raised.is_some();
+        let length = if raised {
+            self.slice_idle.max(RAISED_IDLE)
+        } else if self.queues[q].history.is_seeky() && !self.protects(q) {
+            self.slice_idle.min(SEEKY_IDLE)
+        } else {
+            self.slice_idle
+        };
+        if let Some(slot) = &mut self.slot {
+            slot.idle_began = now;
+            slot.idle_until = Some(now + length);
+        }
     }
 
-    fn better_to_idle(&self, q: usize) -> bool {
-        self.slice_idle > 0 && (self.idling_boosts(q) || self.needs_idling(q))
+    // ---- Slots -----------------------------------------------------------------------------------
+
+    fn begin_slot(&mut self, now: u64) -> Option<usize> {
+        let q = self.tree.select()?;
+        self.budgets += u32::from(self.budgets < FIRST_BUDGETS);
+        let queue = &mut self.queues[q];
+        queue.requests.begin_slot();
+        let times = (self.tree.weight(q) / queue.plain_weight).max(1.0) as u64;
+        let timeout = u64::from(self.parameters.timeout_sync_ms) * MS * times;
+        self.slot = Some(Slot {
+            queue: q,
+            began: now,
+            until: after(now, timeout),
+            idle_began: now,
+            idle_until: None,
+            injected: false,
+            measures: false,
+            measured: None,
+            measured_since: 0,
+        });
+        Some(q)
     }
 
-    fn must_idle(&self, q: usize) -> bool {
-        self.queues[q].requests.is_empty() && self.better_to_idle(q)
+    /// What a queue is charged that is served its budget more slowly than others would be: for its time.
+    fn charge_by_time(&mut self, q: usize, time: u64) {
+        let charge =
+            self.max_budget as u128 * u128::from(time.min(FULL_SLOT)) / u128::from(FULL_SLOT);
+        let more = (charge as u64).saturating_sub(self.tree.served(q));
+        self.tree.extend(q, self.tree.served(q) + more);
+        self.tree.charge(q, more);
     }
 
-    /// `bfq_arm_slice_timer`.
-    fn arm_idle_timer(&mut self, q: usize) {
-        self.queues[q].wait_request = true;
-        let mut length = self.slice_idle;
-        if seeky(self.queues[q].seek_history) && self.raise_of(q) == 1 && !self.asymmetric(Some(q))
+    fn end_slot(&mut self, now: u64, end: End) {
+        let Some(slot) = self.slot.take() else { return };
+        let q = slot.queue;
+        let until = if end == End::Idle || end == End::Timeout && slot.idle_until.is_some() {
+            slot.idle_began
+        } else {
+            now
+        };
+        let time = until.saturating_sub(slot.began);
+        let seeky = self.queues[q].history.is_seeky();
+        let slow = match time {
+            ..=LONG_SLOT => seeky,
+            _ => self.tree.served(q) < self.max_budget / 2,
+        };
+        let unused = self.tree.left(q) >= self.tree.budget(q) / 3;
+        if self.queues[q].raised.is_none() && (slow || end == End::Timeout && unused) {
+            self.charge_by_time(q, if time < SHORT_SLOT { 2 * MS } else { time });
+        }
+        let left = self.tree.left(q);
+        let budget = self.next_budget(q, end);
+        self.queues[q].budget = budget;
+        let goes_on = end == End::Preempted && self.idles_for(q);
+        let next = self.queues[q].requests.next_sectors();
+        let is_empty = next.is_none() && !goes_on;
+        self.tree.expire(q, (!is_empty).then(|| budget.max(next.unwrap_or(0))));
+        if is_empty {
+            self.leave(now, q);
+            let by_choice = end != End::Timeout && end != End::Budget;
+            self.queues[q].resumable = by_choice.then_some(left);
+        } else {
+            self.move_to_back(q);
+        }
+    }
+
+    /// It is the one that came last.
+    fn move_to_back(&mut self, q: usize) {
+        self.backlogged.retain(|&o| o != q);
+        self.backlogged.push(q);
+    }
+
+    /// The queue has no requests here any more.
+    fn leave(&mut self, now: u64, q: usize) {
+        let queue = &mut self.queues[q];
+        queue.is_backlogged = false;
+        self.backlogged.retain(|&o| o != q);
+        if queue.in_device == 0 {
+            queue.idle_since = Some(now);
+            self.pending.retain(|&o| o != q);
+        }
+    }
+
+    fn is_out_of_time(&self, now: u64) -> bool {
+        self.slot.as_ref().is_some_and(|slot| {
+            let unused = self.tree.left(slot.queue) >= self.tree.budget(slot.queue) / 3;
+            now >= slot.until && (slot.idle_until.is_none() || unused)
+        })
+    }
+
+    /// The queue whose next request goes to the device.
+    fn choose(&mut self, now: u64) -> Option<usize> {
+        if let Some(slot) = &self.slot {
+            let q = slot.queue;
+            let waits = self.queues[q].requests.is_empty() && self.idles_for(q);
+            if self.is_out_of_time(now) && !waits {
+                self.end_slot(now, End::Timeout);
+            }
+        }
+        loop {
+            let q = match &self.slot {
+                Some(slot) => slot.queue,
+                None => self.begin_slot(now)?,
+            };
+            let end = match self.queues[q].requests.next_sectors() {
+                Some(sectors) if sectors <= self.tree.left(q) => {
+                    if let Some(slot) = &mut self.slot {
+                        slot.idle_until = None;
+                    }
+                    return Some(q);
+                }
+                Some(_) => End::Budget,
+                None => {
+                    let idles = self.slot.as_ref().is_some_and(|slot| slot.idle_until.is_some());
+                    if idles || self.queues[q].in_device > 0 && self.idles_for(q) {
+                        return self.inject(q);
+                    }
+                    End::Empty
+                }
+            };
+            self.end_slot(now, end);
+        }
+    }
+
+    /// Whose request is let in while the device idles for `q`.
+    fn inject(&mut self, q: usize) -> Option<usize> {
+        let fits = |o: usize| {
+            self.queues[o].requests.next_sectors().is_some_and(|s| s <= self.tree.left(o))
+        };
+        if let Some(partner) =
+            self.wakers.partners(q).find(|&o| self.queues[o].is_backlogged && fits(o))
         {
-            length = length.min(MIN_THINK_TIME);
-        } else if self.raise_of(q) > 1 {
-            length = length.max(20_000_000);
+            return Some(partner);
         }
-        self.last_idling_start = self.now;
-        self.idle_timer = Some(self.now + length);
+        let queue = &self.queues[q];
+        let raised = queue.raised.is_some();
+        let thinks_shortly = queue.history.thinks_shortly(self.slice_idle);
+        let are_raised = |&&o: &&usize| self.queues[o].raised.is_some();
+        if raised && thinks_shortly && self.backlogged.iter().filter(are_raised).count() <= 1 {
+            return None;
+        }
+        let limit = queue.injection.limit();
+        let may_go = |&o: &usize| {
+            let Some(next) = self.queues[o].requests.next() else { return false };
+            let limit = if next.sectors >= LONG { limit.min(1) } else { limit };
+            let may = !raised || !thinks_shortly || self.queues[o].raised.is_some();
+            may && self.in_device < limit && fits(o)
+        };
+        let found = self.backlogged.iter().rev().copied().filter(|&o| o != q).find(may_go)?;
+        if let Some(slot) = &mut self.slot {
+            slot.injected = true;
+        }
+        Some(found)
     }
 
-    // ---- Weights ---------------------------------------------------------------------------------
+    // ---- Raised weights --------------------------------------------------------------------------
 
-    fn count_weight(&mut self, q: usize) {
-        let weight = self.hierarchy.entities[q].weight;
-        self.queues[q].counted_weight = Some(weight);
-        match self.weight_counts.iter_mut().find(|(w, _)| *w == weight) {
-            Some((_, count)) => *count += 1,
-            None => self.weight_counts.push((weight, 1)),
-        }
+    fn raise(&mut self, now: u64, q: usize) {
+        let by_rate = RAISED_FOR.1 as f64 * REFERENCE_RATE / self.rate.sectors_per_second;
+        let length = (by_rate as u64).clamp(RAISED_FOR.0, RAISED_FOR.2);
+        // Short slots, for the others' sake.
+        let budget = 2 * self.least_budget();
+        let queue = &mut self.queues[q];
+        queue.budget = queue.budget.min(budget);
+        queue.raised = Some(Raised { until: now + length, served: 0 });
+        self.tree.set_weight(q, queue.plain_weight * RAISE);
     }
 
-    fn uncount_weight(&mut self, q: usize) {
-        let Some(weight) = self.queues[q].counted_weight.take() else { return };
-        if let Some(at) = self.weight_counts.iter().position(|&(w, _)| w == weight) {
-            self.weight_counts[at].1 -= 1;
-            if self.weight_counts[at].1 == 0 {
-                self.weight_counts.swap_remove(at);
-            }
-        }
-    }
-
-    /// It is not busy and has nothing in the driver.
-    fn end_pending(&mut self, q: usize) {
-        if std::mem::take(&mut self.queues[q].pending) {
-            let group = self.hierarchy.group_of(q);
-            self.pending[group] -= 1;
-            if self.pending[group] == 0 {
-                self.groups_with_pending -= 1;
-            }
-        }
-        self.uncount_weight(q);
-    }
-
-    fn begin_pending(&mut self, q: usize) {
-        if !std::mem::replace(&mut self.queues[q].pending, true) {
-            let group = self.hierarchy.group_of(q);
-            self.pending[group] += 1;
-            if self.pending[group] == 1 {
-                self.groups_with_pending += 1;
-            }
+    /// A queue is served: its weight is raised for so long, or so much, alone.
+    fn note_raised_service(&mut self, now: u64, q: usize, sectors: u64) {
+        let queue = &mut self.queues[q];
+        let Some(raised) = &mut queue.raised else { return };
+        raised.served += sectors;
+        if now > raised.until || raised.served > RAISED_SERVICE {
+            queue.raised = None;
+            self.tree.set_weight(q, queue.plain_weight);
         }
     }
 
-    fn end_raise(&mut self, q: usize) {
-        if self.queues[q].busy {
-            self.raised_busy -= 1;
-        }
-        if self.queues[q].raised_for != SOFT_RT_RAISE {
-            self.queues[q].soft_rt_next_start = self.jiffy;
-        }
-        self.hierarchy.entities[q].raise = 1;
-        self.queues[q].raised_for = 0;
-        self.queues[q].raised_since = self.jiffy;
-    }
+    // ---- Arrivals --------------------------------------------------------------------------------
 
-    /// A soft real-time queue counts as interactive again, or not at all if that time is over.
-    fn end_soft_rt(&mut self, q: usize) {
-        let duration = self.raise_duration();
-        if self.queues[q].raise_at_switch + duration < self.jiffy {
-            self.end_raise(q);
-            return;
+    /// A queue that had no requests has one.
+    fn wake_up(&mut self, now: u64, q: usize) {
+        let is_new = !std::mem::replace(&mut self.queues[q].begun, true);
+        let idle_for_long = |since: u64| now > since + LONG_IDLE;
+        let begins = is_new || self.queues[q].idle_since.is_some_and(idle_for_long);
+        let plain = self.queues[q].plain_weight == 40.0;
+        if self.parameters.low_latency && begins && plain {
+            self.raise(now, q);
         }
-        self.hierarchy.entities[q].raise = RAISE;
-        self.queues[q].raised_for = duration;
-        self.queues[q].raised_since = self.queues[q].raise_at_switch;
-    }
-
-    /// Gives the queue its weight at once (`__bfq_entity_update_weight_prio`).
-    fn update_weight(&mut self, q: usize) {
-        self.hierarchy.update_weight(q);
-        self.recount_weight(q);
-    }
-
-    /// What its weight is counted under follows its weight; raised ones are not counted.
-    fn recount_weight(&mut self, q: usize) {
-        let weight = self.hierarchy.entities[q].weight;
-        let counts = self.queues[q].pending && self.raise_of(q) == 1;
-        if self.queues[q].counted_weight != counts.then_some(weight) {
-            self.uncount_weight(q);
-            if counts {
-                self.count_weight(q);
-            }
+        let queue = &mut self.queues[q];
+        queue.idle_since = None;
+        let in_time = now <= queue.last_end + 3 * self.slice_idle;
+        let resumed = queue.resumable.take().filter(|&left| in_time && left > 0);
+        let next = queue.requests.next_sectors().unwrap_or(0);
+        let budget = match resumed {
+            Some(left) => left.min(queue.budget),
+            None => queue.budget.max(next),
+        };
+        queue.is_backlogged = true;
+        self.backlogged.push(q);
+        self.wakers.began(q);
+        if queue.in_device == 0 {
+            self.pending.push(q);
+        }
+        self.tree.activate(q, budget, resumed.is_some());
+        let Some(serving) = self.slot.as_ref().map(|slot| slot.queue) else { return };
+        let raised = |q: usize| self.queues[q].raised.is_some();
+        let resumes = resumed.is_some() && (raised(q) || !raised(serving));
+        if (resumes || self.is_above(q, serving) || !self.idles_for(serving))
+            && self.tree.root_would_change()
+        {
+            self.end_slot(now, End::Preempted);
         }
     }
 
-    fn add_busy(&mut self, q: usize) {
-        let recovers = std::mem::take(&mut self.queues[q].non_blocking_wait);
-        self.hierarchy.activate(q, recovers);
-        self.queues[q].busy = true;
-        self.busy[usize::from(self.hierarchy.entities[q].class)] += 1;
-        self.begin_pending(q);
-        self.recount_weight(q);
-        if self.raise_of(q) > 1 {
-            self.raised_busy += 1;
-        }
-        if let Some(waker) = self.queues[q].waker {
-            self.wakes_last(waker, q);
-        }
+    /// Of a lower class, or of a larger weight: within one group its own, else its group's.
+    fn is_above(&self, q: usize, other: usize) -> bool {
+        let heavier = if self.tree.group(q) == self.tree.group(other) {
+            self.tree.weight(q) > self.tree.weight(other)
+        } else {
+            self.tree.group_weight(q) > self.tree.group_weight(other)
+        };
+        self.tree.class(q) < self.tree.class(other) || heavier
     }
 
-    /// `q` is first of those that `waker` wakes.
-    fn wakes_last(&mut self, waker: usize, q: usize) {
-        let woken = &mut self.queues[waker].woken;
-        woken.retain(|&other| other != q);
-        woken.insert(0, q);
-    }
-
-    fn del_busy(&mut self, q: usize, expiration: bool) {
-        self.queues[q].busy = false;
-        self.busy[usize::from(self.hierarchy.entities[q].class)] -= 1;
-        if self.queues[q].dispatched == 0 {
-            self.end_pending(q);
+    fn note_think_time(&mut self, now: u64, q: usize) {
+        let idle = self.slice_idle;
+        let queue = &mut self.queues[q];
+        if queue.in_device == 0 && !queue.is_backlogged {
+            let time = if queue.begun { now - queue.last_end } else { u64::MAX };
+            queue.history.note_think_time(time.min(2 * idle));
         }
-        if self.raise_of(q) > 1 {
-            self.raised_busy -= 1;
-        }
-        self.hierarchy.deactivate(q, expiration);
-    }
-}
-
-impl Queue {
-    fn new(shared: bool) -> Self {
-        Self {
-            exists: false,
-            requests: Sorted::default(),
-            last_position: 0,
-            dispatched: 0,
-            busy: false,
-            wait_request: false,
-            non_blocking_wait: false,
-            has_short_think_time: true,
-            io_bound: true,
-            in_large_burst: false,
-            in_burst_list: false,
-            just_created: true,
-            soft_rt_update: false,
-            counted_weight: None,
-            pending: false,
-            max_budget: 0,
-            budget_timeout: LONG_AGO,
-            last_end: 0,
-            think_samples: 0,
-            think_total: 0,
-            think_mean: 0,
-            seek_history: 1,
-            raised_since: 0,
-            raised_for: 0,
-            raise_at_switch: LONG_AGO,
-            soft_rt_next_start: 0,
-            last_idle_backlogged: 0,
-            service_from_backlogged: 0,
-            service_raised: 0,
-            io_start: 0,
-            idle_time: 0,
-            inject_limit: 0,
-            decrease_time: 0,
-            last_service_time: 0,
-            waker: None,
-            tentative_waker: None,
-            waker_detections: 0,
-            waker_since: 0,
-            woken: Vec::new(),
-            shared,
+        let shortly = queue.history.thinks_shortly(idle);
+        if idle > 0 && queue.thought_shortly != shortly {
+            queue.thought_shortly = shortly;
+            queue.injection.think_time_changed(now, shortly);
         }
     }
-}
-
-/// `BFQQ_SEEKY`.
-const fn seeky(history: u32) -> bool {
-    history.count_ones() > 19
 }
 
 impl Elevator for Bfq {
-    /// `bfq_limit_depth`: tags by the queue's share of the weights; of writes fewer, to keep some for reads.
+    /// Tags by the share of the queue among those with requests; fewer for writes, so that reads find some.
     fn admits(&self, process: u32, write: bool) -> bool {
-        let part = match (write, self.raised_busy > 0) {
-            (false, _) => 1.0,
-            (true, false) => 0.75,
-            (true, true) => 0.375,
+        let raised = || self.backlogged.iter().any(|&q| self.queues[q].raised.is_some());
+        let part = match write {
+            false => 1.0,
+            true if raised() => 0.375,
+            true => 0.75,
         };
-        !self.hierarchy.over_limit(self.queue_of[process as usize], (TAGS * part) as u64)
+        !self.tree.has_its_tags(self.queue_of[process as usize], TAGS * part)
     }
 
     fn insert(&mut self, now: u64, request: Request) {
-        self.at(now);
-        let q = self.queue_of[request.process as usize];
-        self.outstanding[request.process as usize] += 1;
-        self.hierarchy.allocate(q, 1);
-        let is_new = !std::mem::replace(&mut self.queues[q].exists, true);
-        if is_new {
-            self.create(q);
+        let process = request.process as usize;
+        let q = self.queue_of[process];
+        self.outstanding[process] += 1;
+        self.tree.hold_tags(q, 1);
+        if !self.queues[q].begun {
+            self.queues[q].budget = 2 * self.largest_budget() / 3;
+            self.queues[q].injection.begin(now);
         }
-        if self.queues[q].just_created && (self.burst_size > 0 || self.all_busy() == 0) {
-            self.handle_burst(q);
+        self.note_think_time(now, q);
+        let thinks_shortly = self.queues[q].thought_shortly;
+        self.queues[q].history.note_position(&request);
+        if self.outstanding[process] == 1 {
+            if !thinks_shortly {
+                self.wakers.note(now, q, self.slice_idle);
+            }
+            if self.queues[q].injection.is_old(now) {
+                self.queues[q].injection.forget(now, thinks_shortly);
+            }
+            let is_empty = self.in_device == 0;
+            if let Some(slot) = &mut self.slot
+                && slot.queue == q
+                && self.queues[q].injection.measures(now, is_empty, slot.injected)
+            {
+                slot.measures = true;
+                slot.measured_since = now;
+                slot.injected &= !is_empty;
+            }
         }
-        self.update_think_time(q, is_new);
-        self.update_has_short_think_time(q);
-        let queue = &mut self.queues[q];
-        // The first request of all is not far from anything (`get_sdist`).
-        let far = !is_new && request.position.abs_diff(queue.last_position) > SEEK;
-        queue.last_position = request.position + request.sectors;
-        queue.seek_history = queue.seek_history << 1 | u32::from(far && request.sectors < LARGE);
-        if queue.seek_history == u32::MAX
-            && queue.raised_for == SOFT_RT_RAISE
-            && self.raise_of(q) > 1
-        {
-            self.end_soft_rt(q);
+        self.waiting += 1;
+        self.queues[q].requests.add(request, self.head);
+        if !self.queues[q].is_backlogged {
+            self.wake_up(now, q);
+        } else if self.slot.as_ref().is_none_or(|slot| slot.queue != q) {
+            self.fit_budget(q);
+        } else {
+            self.go_on(now);
         }
-        self.add_request(q, request);
-        self.enqueued(q, request.sectors);
     }
 
     fn dispatch(&mut self, now: u64) -> Option<Request> {
-        self.at(now);
-        if self.all_busy() == 0 {
+        if self.waiting == 0 && self.slot.is_none() {
             return None;
         }
-        let q = self.select_queue()?;
-        let sectors = self.next_sectors(q)?;
-        self.served(q, sectors);
-        if self.in_service == Some(q) && std::mem::take(&mut self.wait_dispatch) {
-            self.waited = self.queues[q].requests.next().map(|r| r.id);
-        }
-        self.queues[q].dispatched += 1;
-        self.update_peak_rate(sectors);
+        let q = self.choose(now)?;
+        let in_device = self.in_device;
         let request = self.queues[q].requests.take(now)?;
-        self.last_position = request.position + request.sectors;
-        self.queued -= 1;
-        if self.in_service == Some(q) {
-            self.update_raise(q);
-        } else if self.queues[q].requests.is_empty() {
-            // An injected request was its last.
-            self.del_busy(q, false);
-            let entity = &mut self.hierarchy.entities[q];
-            entity.budget = 0;
-            entity.service = 0;
-        } else {
-            self.requeue_with_budget(q);
+        let sectors = u64::from(request.sectors);
+        self.tree.charge(q, sectors);
+        self.head = request.position + request.sectors;
+        self.waiting -= 1;
+        self.in_device += 1;
+        self.most_in_device = self.most_in_device.max(self.in_device);
+        self.queues[q].in_device += 1;
+        if self.rate.note(now, sectors, in_device) && self.parameters.max_budget == 0 {
+            self.max_budget = self.budget_by_rate();
         }
-        self.in_driver += 1;
+        match &mut self.slot {
+            Some(slot) if slot.queue == q => {
+                if std::mem::take(&mut slot.measures) {
+                    slot.measured = Some(request.id);
+                }
+                self.note_raised_service(now, q, sectors);
+            }
+            _ if self.queues[q].requests.is_empty() => {
+                self.leave(now, q);
+                self.tree.deactivate(q);
+            }
+            _ => self.fit_budget(q),
+        }
         Some(request)
     }
 
     fn has_work(&self) -> bool {
-        self.queued > 0
+        self.waiting > 0
     }
 
     fn completed(&mut self, now: u64, request: &Request, _started: u64) -> bool {
-        self.at(now);
-        let q = self.queue_of[request.process as usize];
-        self.outstanding[request.process as usize] -= 1;
-        self.hierarchy.allocate(q, -1);
-        if self.waited == Some(request.id) {
-            self.update_inject_limit(q);
-        }
-        self.update_hw_tag();
-        self.in_driver -= 1;
-        self.queues[q].dispatched -= 1;
-        let idle = self.queues[q].dispatched == 0;
-        if idle && !self.queues[q].busy {
-            self.queues[q].budget_timeout = self.jiffy;
-            self.end_pending(q);
-        }
-        self.queues[q].last_end = now;
-        let us = (now - self.last_completion) / 1000;
-        if us > MIN_THINK_TIME / 1000
-            && (self.last_max_sectors << RATE_SHIFT) / us < 1 << (RATE_SHIFT - 10)
+        let process = request.process as usize;
+        let q = self.queue_of[process];
+        self.outstanding[process] -= 1;
+        self.tree.hold_tags(q, -1);
+        if let Some(slot) = &mut self.slot
+            && slot.measured == Some(request.id)
         {
-            self.update_rate_and_reset(None);
+            let time = now - slot.measured_since;
+            let (injected, by_itself) = (slot.injected, self.in_device == 1);
+            slot.measured = None;
+            slot.injected = false;
+            let most = self.most_in_device;
+            self.queues[q].injection.measured(now, time, injected, by_itself, most);
         }
-        self.last_completion = now;
-        self.last_completed = (!self.queues[q].shared).then_some(q);
-        if self.queues[q].soft_rt_update
-            && idle
-            && self.queues[q].requests.is_empty()
-            && self.raise_of(q) != RAISE
-        {
-            self.queues[q].soft_rt_next_start = self.soft_rt_next_start(q);
+        self.in_device -= 1;
+        let queue = &mut self.queues[q];
+        queue.in_device -= 1;
+        queue.last_end = now;
+        self.wakers.ended(now, (!queue.shared).then_some(q));
+        let none_in_device = queue.in_device == 0;
+        if none_in_device && !queue.is_backlogged {
+            queue.idle_since = Some(now);
+            self.pending.retain(|&o| o != q);
         }
-        if self.in_service == Some(q) {
-            if self.must_idle(q) {
-                if idle {
-                    self.arm_idle_timer(q);
+        if self.slot.as_ref().is_some_and(|slot| slot.queue == q) {
+            let is_empty = self.queues[q].requests.is_empty();
+            if is_empty && self.idles_for(q) {
+                if none_in_device {
+                    self.begin_idling(now, q);
                 }
                 return false;
-            } else if self.may_expire_for_timeout(q) {
-                self.expire(q, false, Reason::BudgetTimeout);
-            } else if self.queues[q].requests.is_empty() && (idle || !self.better_to_idle(q)) {
-                self.expire(q, false, Reason::NoMoreRequests);
+            }
+            if self.is_out_of_time(now) {
+                self.end_slot(now, End::Timeout);
+            } else if is_empty {
+                self.end_slot(now, End::Empty);
             }
         }
-        self.in_driver == 0 && self.queued > 0
+        self.in_device == 0 && self.waiting > 0
     }
 
     fn timer_at(&self) -> Option<u64> {
-        self.idle_timer
+        self.slot.as_ref().and_then(|slot| slot.idle_until)
     }
 
-    /// `bfq_idle_slice_timer_body`.
     fn timer(&mut self, now: u64) {
-        self.at(now);
-        self.idle_timer = None;
-        let Some(q) = self.in_service else { return };
-        self.queues[q].wait_request = false;
-        if self.queues[q].budget_timeout <= self.jiffy {
-            self.expire(q, true, Reason::BudgetTimeout);
-        } else if self.queues[q].requests.is_empty() {
-            self.expire(q, true, Reason::TooIdle);
+        let Some(slot) = &mut self.slot else { return };
+        if now >= slot.until {
+            self.end_slot(now, End::Timeout);
+        } else if self.queues[slot.queue].requests.is_empty() {
+            self.end_slot(now, End::Idle);
+        } else {
+            slot.idle_until = None;
         }
     }
 }
 
 impl Bfq {
-    /// `bfq_updated_next_req`: what is not in service gets a budget that its next request fits in.
-    fn requeue_with_budget(&mut self, q: usize) {
-        let next = self.next_sectors(q).unwrap_or(0);
-        let budget = self.queues[q].max_budget.max(next).max(self.hierarchy.entities[q].service);
-        if self.hierarchy.entities[q].budget != budget {
-            self.hierarchy.entities[q].budget = budget;
-            self.hierarchy.requeue(q, false, false);
-            self.recount_weight(q);
+    /// The budget of a queue that is not served has room for its next request, but not for more to be let in than that.
+    fn fit_budget(&mut self, q: usize) {
+        let next = self.queues[q].requests.next_sectors().unwrap_or(0);
+        let budget = self.queues[q].budget.max(next).max(self.tree.served(q));
+        if self.tree.budget(q) != budget {
+            self.tree.set_budget(q, budget);
+            self.move_to_back(q);
+        }
+    }
+
+    /// The queue that is served, and may have been idled for, has a request.
+    fn go_on(&mut self, now: u64) {
+        let is_out_of_time = self.slot.as_ref().is_some_and(|slot| now >= slot.until);
+        let Some(slot) = &mut self.slot else { return };
+        if slot.idle_until.is_none() {
+            return;
+        }
+        slot.idle_until = None;
+        if is_out_of_time {
+            self.end_slot(now, End::Timeout);
         }
     }
 }
@@ -725,6 +732,5 @@ mod tests {
         let processes = [process(1, 4), process(2, 4), process(1, 4), process(1, 0)];
         let bfq = Bfq::new(Parameters::DEFAULT, &[(0, 100), (0, 100)], &processes);
         assert_eq!(bfq.queue_of, [0, 1, 0, 2]);
-        assert_eq!(bfq.queues.iter().map(|q| q.shared).collect::<Vec<_>>(), [true, false, false]);
     }
 }

@@ -1,95 +1,102 @@
-//! Limits of a cgroup on a device (kernel `block/blk-throttle.c`): bytes and requests, reads and writes.
+//! Limits of a cgroup on a device (`io.max`, `blkio.throttle`): bytes and requests, reads and writes.
 //!
-//! A limit is let through in slices of 100 ms: within a slice, all that it allows may go at once; what exceeds
-//! it waits. Whole slices that are over are taken off the account, but for the last.
+//! The kernel lets a limit through in windows of 100 ms, as its writers describe it (T. Heo and V. Goyal,
+//! *blk-throttle*, linux-block) and as traces show: within a window all that it allows may go at once; what exceeds it
+//! waits for the next one, and for as long as its excess takes at the limit's rate. What a window leaves is lost.
 
 use std::collections::VecDeque;
 
 use rtvirtio_spec::settings::Limits;
 use rtvirtio_units::BytesPerSecond;
 
-use super::bfq::JIFFY;
 use super::request::Request;
+use super::tick::{TICK, after};
 
-/// Jiffies in a second.
-const HZ: u64 = 1_000_000_000 / JIFFY;
-/// `DFL_THROTL_SLICE`: HZ / 10.
-const SLICE: u64 = HZ / 10;
+/// A window, ns: 25 ticks.
+const WINDOW: u64 = 25 * TICK;
+const SECOND: u64 = 1_000_000_000;
+
+/// What has gone in the window, of one limit.
+#[derive(Debug)]
+struct Account {
+    /// What a window lets through.
+    quota: f64,
+    /// Below 0: what the first of those that wait has saved up.
+    used: f64,
+}
+
+impl Account {
+    /// How long after the end of the window `size` may go, ns; none: it may go now.
+    fn excess(&self, size: f64) -> Option<u64> {
+        let over = self.used + size - self.quota;
+        (over > 0.0).then(|| (over / self.quota * WINDOW as f64) as u64)
+    }
+}
 
 /// One direction of one cgroup.
 #[derive(Debug)]
 struct Direction {
-    bps: Option<u64>,
-    iops: Option<u64>,
+    bytes: Option<Account>,
+    requests: Option<Account>,
     waiting: VecDeque<Request>,
-    slice_start: u64,
-    slice_end: u64,
-    bytes: u64,
-    requests: u64,
+    window: u64,
     /// When the first of those that wait may go, ns.
     at: Option<u64>,
 }
 
 impl Direction {
-    fn new(bps: Option<BytesPerSecond>, iops: Option<u64>) -> Self {
+    fn new(bytes: Option<BytesPerSecond>, requests: Option<u64>) -> Self {
+        let account =
+            |rate: u64| Account { quota: rate as f64 * WINDOW as f64 / SECOND as f64, used: 0.0 };
         Self {
-            bps: bps.map(BytesPerSecond::get),
-            iops,
+            bytes: bytes.map(|rate| account(rate.get())),
+            requests: requests.map(account),
             waiting: VecDeque::new(),
-            slice_start: 0,
-            slice_end: 0,
-            bytes: 0,
-            requests: 0,
+            window: 0,
             at: None,
         }
     }
 
-    /// Jiffies that a request of `size` bytes has to wait (`tg_dispatch_time`).
-    fn wait(&mut self, jiffy: u64, size: u64) -> u64 {
-        if jiffy > self.slice_end && self.waiting.is_empty() {
-            self.slice_start = jiffy;
-            self.slice_end = jiffy + SLICE;
-            self.bytes = 0;
-            self.requests = 0;
-        } else {
-            self.slice_end = self.slice_end.max(jiffy + SLICE);
-        }
-        let elapsed = jiffy.saturating_sub(self.slice_start);
-        let bytes = self.bps.map_or(0, |bps| {
-            let rounded = elapsed.max(1).next_multiple_of(SLICE);
-            let allowed = bps * rounded / HZ;
-            match (self.bytes + size).checked_sub(allowed) {
-                None | Some(0) => 0,
-                Some(extra) => (extra * HZ / bps).max(1) + (rounded - elapsed),
-            }
-        });
-        let requests = self.iops.map_or(0, |iops| {
-            let rounded = (elapsed + 1).next_multiple_of(SLICE);
-            let allowed = iops * rounded / HZ;
-            if self.requests < allowed { 0 } else { (rounded - elapsed).max(HZ / iops + 1) }
-        });
-        let wait = bytes.max(requests);
-        if wait > 0 {
-            self.slice_end = self.slice_end.max((jiffy + wait).next_multiple_of(SLICE));
-        }
-        wait
+    /// Each limit, and what a request of so many bytes is of it.
+    fn accounts(&mut self, bytes: f64) -> impl Iterator<Item = (&mut Account, f64)> {
+        let requests = self.requests.iter_mut().map(|account| (account, 1.0));
+        self.bytes.iter_mut().map(move |account| (account, bytes)).chain(requests)
     }
 
-    /// Counts a request that goes, and forgets slices that are over (`throtl_trim_slice`).
-    fn charge(&mut self, jiffy: u64, size: u64) {
-        self.bytes += size;
-        self.requests += 1;
-        if jiffy > self.slice_end {
-            return;
+    /// Windows that are over pay for what has gone in them, and while `bytes` wait for those. After a pause the next
+    /// window begins now.
+    fn renew(&mut self, now: u64, bytes: f64) {
+        let now = now / TICK * TICK;
+        let over = now.saturating_sub(self.window) / WINDOW;
+        self.window += over * WINDOW;
+        let waits = self.at.is_some();
+        let mut is_paid = !waits;
+        for (account, size) in self.accounts(bytes) {
+            let least = if waits { -size } else { 0.0 };
+            account.used =
+                (account.used - over as f64 * account.quota).max(least.min(account.used));
+            is_paid &= account.used <= 0.0;
         }
-        let elapsed = (jiffy.saturating_sub(self.slice_start) / SLICE) * SLICE;
-        if elapsed < 2 * SLICE {
-            return;
+        if over > 0 && is_paid {
+            self.window = now;
         }
-        let past = elapsed - SLICE;
-        self.bytes = self.bytes.saturating_sub(self.bps.unwrap_or(0) * past / HZ);
-        self.requests = self.requests.saturating_sub(self.iops.unwrap_or(0) * past / HZ);
-        self.slice_start += past;
+    }
+
+    /// When a request may go; none: now, and it is counted.
+    fn wait(&mut self, now: u64, request: &Request) -> Option<u64> {
+        let bytes = f64::from(request.sectors) * 512.0;
+        self.renew(now, bytes);
+        let end = self.window + WINDOW;
+        let of_bytes = self.bytes.as_ref().and_then(|account| account.excess(bytes));
+        // Requests are counted whole: the first of a window goes as it begins.
+        let of_requests = self.requests.as_ref().and_then(|account| {
+            account.excess(1.0).map(|time| if account.quota >= 1.0 { 0 } else { time })
+        });
+        if let Some(excess) = of_bytes.max(of_requests) {
+            return Some(after(end, excess));
+        }
+        self.accounts(bytes).for_each(|(account, size)| account.used += size);
+        None
     }
 }
 
@@ -111,15 +118,11 @@ impl Throttle {
     /// A request comes: whether it may go on at once. If not, it waits here.
     pub(super) fn pass(&mut self, now: u64, request: Request) -> bool {
         let direction = &mut self.0[usize::from(request.write)];
-        let jiffy = now / JIFFY;
-        let size = u64::from(request.sectors) * 512;
         if direction.waiting.is_empty() {
-            let wait = direction.wait(jiffy, size);
-            if wait == 0 {
-                direction.charge(jiffy, size);
+            direction.at = direction.wait(now, &request);
+            if direction.at.is_none() {
                 return true;
             }
-            direction.at = Some((jiffy + wait) * JIFFY);
         }
         direction.waiting.push_back(request);
         false
@@ -127,27 +130,23 @@ impl Throttle {
 
     /// When [`Throttle::release`] is to be called.
     pub(super) fn timer_at(&self) -> Option<u64> {
-        self.0.iter().filter_map(|d| d.at).min()
+        self.0.iter().filter_map(|direction| direction.at).min()
     }
 
     /// The next request that may go now.
     pub(super) fn release(&mut self, now: u64) -> Option<Request> {
-        let jiffy = now / JIFFY;
         for direction in &mut self.0 {
             if direction.at.is_none_or(|at| at > now) {
                 continue;
             }
-            let Some(first) = direction.waiting.front() else {
+            let Some(first) = direction.waiting.front().copied() else {
                 direction.at = None;
                 continue;
             };
-            let size = u64::from(first.sectors) * 512;
-            let wait = direction.wait(jiffy, size);
-            if wait > 0 {
-                direction.at = Some((jiffy + wait) * JIFFY);
+            if let Some(at) = direction.wait(now, &first) {
+                direction.at = Some(at);
                 continue;
             }
-            direction.charge(jiffy, size);
             return direction.waiting.pop_front();
         }
         None

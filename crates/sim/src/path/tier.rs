@@ -6,17 +6,18 @@ use rand::{Rng, RngExt};
 use rand_distr::Exp1;
 use rtvirtio_spec::settings::Scheduler;
 
-use super::bfq::{Bfq, JIFFY, Process};
+use super::bfq::{Bfq, Process};
 use super::deadline::MqDeadline;
 use super::kyber::Kyber;
 use super::request::{Elevator, Fifo, Request};
+use super::tick::TICK;
 
 /// Requests that the driver takes (tags of a hardware queue): a loop device's default, and that of virtio-blk.
 pub(super) const TAGS: u32 = 128;
-/// When a scheduler that has work but gave none is asked again (`BLK_MQ_BUDGET_DELAY`): 3 ms are a jiffy, and the
+/// When a scheduler that has work but gave none is asked again (`BLK_MQ_BUDGET_DELAY`): 3 ms are a tick, and the
 /// timer wheel rounds up by one more.
 const fn asked_again(now: u64) -> u64 {
-    (now / JIFFY + 2) * JIFFY
+    (now / TICK + 2) * TICK
 }
 
 /// How long kblockd takes on average to run the queue, ns: by block's and workqueue's tracepoints, bfq on a loop
@@ -250,10 +251,10 @@ mod tests {
     }
 
     #[test]
-    fn run_is_repeated_after_one_to_two_jiffies() {
-        for now in [0, 1, JIFFY - 1, JIFFY, 5 * JIFFY + 7] {
+    fn run_is_repeated_after_one_to_two_ticks() {
+        for now in [0, 1, TICK - 1, TICK, 5 * TICK + 7] {
             let later = asked_again(now) - now;
-            assert!(later > JIFFY && later <= 2 * JIFFY, "{now}: {later}");
+            assert!(later > TICK && later <= 2 * TICK, "{now}: {later}");
         }
     }
 
@@ -284,15 +285,15 @@ mod tests {
         tier.elevator = Box::new(Keeps);
         // A pending run is not put off by another that gives nothing.
         tier.ask_again(0);
-        tier.ask_again(JIFFY);
-        assert_eq!(tier.timer_at(), 2 * JIFFY);
-        tier.defer(JIFFY, rng);
+        tier.ask_again(TICK);
+        assert_eq!(tier.timer_at(), 2 * TICK);
+        tier.defer(TICK, rng);
         let at = tier.timer_at();
-        assert!((JIFFY..JIFFY + 200_000).contains(&at), "{at}");
-        tier.ask_again(JIFFY);
+        assert!((TICK..TICK + 200_000).contains(&at), "{at}");
+        tier.ask_again(TICK);
         assert!(tier.timer(at, rng) && tier.timer_at() == u64::MAX);
         tier.ask_again(at);
-        assert_eq!(tier.timer_at(), 3 * JIFFY);
+        assert_eq!(tier.timer_at(), 3 * TICK);
     }
 
     #[test]
