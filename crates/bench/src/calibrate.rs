@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Tier};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_model::conformal;
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::profile::{Capacity, DeviceIdentity, Profile, Regime, Response};
@@ -35,7 +36,7 @@ use rtvirtio_units::{Bytes, BytesPerSecond, Confidence, Nanos, Percentile, TaskN
 use serde::{Deserialize, Serialize};
 
 use crate::cell::{Testbed, plain};
-use crate::load::{CellLoad, Interrupted, canary_summary};
+use crate::load::{CellLoad, canary_summary};
 use crate::progress::Progress;
 
 /// Length of a run on the device alone.

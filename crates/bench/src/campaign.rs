@@ -20,6 +20,7 @@ use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
 use rtvirtio_cases::{Case, Neighbour, Scheme, SchemeSettings, Tier, judged_percentile};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_planner::{FoundDevice, Model};
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::profile::Profile;
@@ -31,7 +32,7 @@ use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, Iops, Nanos, VmName, Weight};
 
 use crate::cell::{CellContext, Testbed, plain};
-use crate::load::{CellLoad, Interrupted, Measurement};
+use crate::load::{CellLoad, Measurement};
 use crate::progress::Progress;
 use crate::qos::curve::Curve;
 

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_cases::{Case, Neighbour, Scale, Scheme, SchemeSettings, Tier, judge};
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_host::{ApplyOptions, Host, RollbackOutcome, Topology};
 use rtvirtio_planner::Predicted;
 use rtvirtio_spec::latency::Quantile;
@@ -23,9 +24,7 @@ use rtvirtio_spec::specification::{Device, Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, DeviceName, Iops, Nanos, VmName};
 
 use crate::guests::{self, Accelerator, GuestImage, Guests, Scheduled, Served, with_own_disks};
-use crate::load::{
-    CellLoad, Interrupted, MachineSample, Measurement, RAMP, TaskMeasurement, canary_summary, wait,
-};
+use crate::load::{CellLoad, MachineSample, Measurement, RAMP, TaskMeasurement, canary_summary};
 use crate::qos::clients::Plan;
 use crate::qos::configuration::Sharing;
 use crate::qos::curve::Curve;

@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, Nanos, TaskName, VmName};
 use serde::{Deserialize, Serialize};
@@ -21,8 +22,8 @@ use serde::{Deserialize, Serialize};
 use crate::cell::{FIO_FILES, GUEST_FILES, Testbed};
 use crate::confine::confine;
 use crate::guests::{BOOT, Guest};
+use crate::load::fio;
 use crate::load::worker::{Place, Worker, streams};
-use crate::load::{Interrupted, fio, wait};
 use crate::progress::Progress;
 
 /// The background VM starts this long after the load; `watch` has planned for the others by then.

@@ -69,11 +69,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use rtvirtio_completion::Costs;
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::run::{Canary, Machine};
 use serde::{Deserialize, Serialize};
 
 use crate::lines::Lines;
-use crate::load::Interrupted;
 use crate::progress::Progress;
 use target::TestFile;
 use window::{AROUND, Measured, WARM_UP};

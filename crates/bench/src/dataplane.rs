@@ -35,11 +35,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::run::Machine;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::load::{Interrupted, wait};
 use crate::progress::Progress;
 use client::Endpoint;
 use load::{Load, Measured};

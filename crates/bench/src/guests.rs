@@ -24,11 +24,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use rtvirtio_cases::{IoPriority, Scale};
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_host::qemu::{Agent, ExecStatus, Monitor, Output};
 use rtvirtio_spec::specification::{Disk, Specification};
 use rtvirtio_units::{Bytes, DiskName, VmName};
 
-use crate::load::{Interrupted, wait};
 pub use archive::GuestFile;
 use data_plane::DataPlane;
 pub(crate) use data_plane::Scheduled;
@@ -109,7 +109,7 @@ impl Accelerator {
         let guest = Process::start(&start)?;
         match guest.agent(Instant::now() + PROBE_BOOT, interrupted) {
             Ok(_) => Ok(Self::Kvm),
-            Err(error) if error.is::<crate::InterruptedError>() => Err(error),
+            Err(error) if error.is::<rtvirtio_host::interrupt::InterruptedError>() => Err(error),
             Err(_) => Ok(Self::Tcg),
         }
     }

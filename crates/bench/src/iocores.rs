@@ -44,13 +44,13 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_sim::scenario::PhaseKind;
 use rtvirtio_spec::run::{Canary, Machine};
 use rtvirtio_units::Nanos;
 
 use crate::cell::CANARY_LIMIT;
 use crate::lines::Lines;
-use crate::load::Interrupted;
 use crate::progress::Progress;
 use crate::qos::cell::disturbance;
 use cell::{Cell, CellKey, Contender, Settings, Timeline};

@@ -23,6 +23,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_pcg::Pcg64Mcg;
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_host::qemu::{MappedQueues, Monitor};
 use rtvirtio_planner::iothreads::{REQUESTS_PER_IOTHREAD, assign};
 use rtvirtio_spec::plan::{VmIoThreads, qemu};
@@ -34,7 +35,7 @@ use serde_json::{Value, json};
 
 use crate::cell::{GUEST_FILES, take_host};
 use crate::guests::{Accelerator, COMMAND, Guest, GuestImage, Start};
-use crate::load::{Interrupted, MachineSample, wait};
+use crate::load::MachineSample;
 use crate::progress::Progress;
 
 /// The guest's virtual CPUs, and so its disk's queues and fio's jobs.

@@ -31,8 +31,3 @@ pub mod qos;
 pub mod report;
 pub mod scratch;
 pub mod verdict;
-
-/// The run was interrupted by the user.
-#[derive(Debug, thiserror::Error)]
-#[error("interrupted")]
-pub struct InterruptedError;

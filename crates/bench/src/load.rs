@@ -16,7 +16,6 @@ pub(crate) mod worker;
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -31,9 +30,7 @@ use worker::{Place, Worker, streams};
 
 use crate::cell::FIO_FILES;
 use crate::guests::Guests;
-
-/// Told to stop by Ctrl-C.
-pub type Interrupted = AtomicBool;
+use rtvirtio_host::interrupt::{Interrupted, wait};
 
 /// Settling time before the window, in which fio does I/O but does not count.
 pub(crate) const RAMP: Duration = Duration::from_secs(1);
@@ -214,23 +211,7 @@ impl CellLoad<'_> {
             wait(Duration::from_millis(20), interrupted)?;
         }
         // Until its queue is full.
-        wait(Duration::from_millis(300), interrupted)
-    }
-}
-
-/// Sleeps, unless interrupted.
-///
-/// # Errors
-/// If interrupted.
-pub fn wait(time: Duration, interrupted: &Interrupted) -> Result<()> {
-    let end = Instant::now() + time;
-    loop {
-        ensure!(!interrupted.load(Ordering::Relaxed), crate::InterruptedError);
-        let left = end.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Ok(());
-        }
-        std::thread::sleep(left.min(Duration::from_millis(100)));
+        Ok(wait(Duration::from_millis(300), interrupted)?)
     }
 }
 

@@ -43,11 +43,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use rtvirtio_cases::{Case, Tier};
+use rtvirtio_host::interrupt::Interrupted;
 
 use crate::campaign;
 use crate::cell::CANARY_LIMIT;
 use crate::dataplane::server::qsd_version;
-use crate::load::Interrupted;
 use crate::progress::Progress;
 use cell::{Cell, CellKey, Floor, Scheme, disturbance, read_cells};
 use clients::{Plan, tasks};

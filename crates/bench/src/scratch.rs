@@ -26,10 +26,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use rtvirtio_cases::Scale;
 pub use rtvirtio_engine::SsdConfig;
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_units::Bytes;
 use serde::{Deserialize, Serialize};
-
-use crate::load::{Interrupted, wait};
 
 /// What lies under a scratch disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

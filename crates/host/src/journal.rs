@@ -15,7 +15,7 @@
 //! under way or unconfirmed. Settling an apply merges `pending` into
 //! `original`, where the older value wins.
 //!
-//! Properties: `merge_keeps_the_oldest_value`, `journal_of_version_1_is_read`,
+//! Properties: `merge_keeps_the_oldest_value`,
 //! `merge_keeps_the_oldest_value_of_a_vm_that_still_runs`,
 //! `merge_keeps_the_oldest_value_of_a_device_that_grew`, `journal_of_another_boot_is_void`,
 //! `journal_is_private`.
@@ -41,9 +41,8 @@ use crate::qemu::Address;
 use crate::sysfs::DeviceNumber;
 use crate::systemd::Properties;
 
-/// 1 had no [`Record::guests`], 2 no [`Record::data_planes`]; both are read as well.
+/// The journal's format.
 const VERSION: u32 = 3;
-const OLDEST_VERSION: u32 = 1;
 
 /// A device's queue as it was.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -162,7 +161,6 @@ pub(crate) struct UnitRecord {
     pub(crate) properties: Properties,
     /// Its cgroup's weight file ([`crate::cgroup::Cgroup::weights`]), of which systemd's writes
     /// drop lines that are nobody's knob here.
-    #[serde(default)]
     pub(crate) weights: BTreeMap<String, String>,
 }
 
@@ -281,13 +279,10 @@ impl DataPlaneRecord {
 pub(crate) struct Record {
     pub(crate) devices: BTreeMap<DeviceNumber, DeviceRecord>,
     pub(crate) groups: Vec<GroupRecord>,
-    #[serde(default)]
     pub(crate) units: Vec<UnitRecord>,
     /// One for each VM at most.
-    #[serde(default)]
     pub(crate) guests: Vec<GuestRecord>,
     /// One for each control socket at most.
-    #[serde(default)]
     pub(crate) data_planes: Vec<DataPlaneRecord>,
 }
 
@@ -528,11 +523,10 @@ impl StateDirectory {
         };
         let damaged = |source| HostError::JournalDamaged { file: file.clone(), source };
         let VersionOnly { version } = serde_json::from_slice(&text).map_err(damaged)?;
-        if !(OLDEST_VERSION..=VERSION).contains(&version) {
+        if version != VERSION {
             return Err(HostError::JournalVersion { file, found: version, known: VERSION });
         }
-        let journal = serde_json::from_slice(&text).map_err(damaged)?;
-        Ok(Some(Journal { version: VERSION, ..journal }))
+        Ok(Some(serde_json::from_slice(&text).map_err(damaged)?))
     }
 
     /// Writes and syncs the journal beside its place.
@@ -662,20 +656,6 @@ mod tests {
     }
 
     #[test]
-    fn journal_of_version_1_is_read() {
-        let root = tempfile::tempdir().unwrap();
-        let directory = StateDirectory(root.path().to_path_buf());
-        let text = r#"{"version": 1, "boot_id": "b", "pending": null, "rolling_back": false,
-            "original": {"devices": {}, "groups": [{"cgroup": "a", "id": 1, "device": "7:0",
-            "knob": "weight", "old": "300", "only_if_absent": false}]}}"#;
-        fs::write(directory.journal(), text).unwrap();
-        let journal = directory.load().unwrap().unwrap();
-        assert_eq!(journal.version, VERSION);
-        let original = Record { groups: vec![weight(Some("300"), false)], ..Record::default() };
-        assert_eq!(journal.original, Some(original));
-    }
-
-    #[test]
     fn journal_is_private() {
         let root = tempfile::tempdir().unwrap();
         let directory = StateDirectory(root.path().join("run/rtvirtio"));
@@ -695,14 +675,14 @@ mod tests {
         let device = |parameter: &str| {
             format!(
                 r#"{{"version": {VERSION}, "boot_id": "b", "pending": null, "rolling_back": false,
-                "original": {{"groups": [], "devices": {{"7:0": {{"name": "data", "size_sectors": 8,
+                "original": {{"groups": [], "units": [], "guests": [], "data_planes": [], "devices": {{"7:0": {{"name": "data", "size_sectors": 8,
                 "diskseq": 3, "queue": {{"scheduler": "none", "parameters": {{"{parameter}": "x"}}}}}}}}}}}}"#
             )
         };
         let group = |cgroup: &str| {
             format!(
                 r#"{{"version": {VERSION}, "boot_id": "b", "pending": null, "rolling_back": false,
-                "original": {{"devices": {{}}, "groups": [{{"cgroup": "{cgroup}", "id": 1,
+                "original": {{"devices": {{}}, "units": [], "guests": [], "data_planes": [], "groups": [{{"cgroup": "{cgroup}", "id": 1,
                 "device": "7:0", "knob": "weight", "old": "300", "only_if_absent": false}}]}}}}"#
             )
         };

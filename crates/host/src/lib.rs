@@ -29,6 +29,7 @@ mod error;
 pub mod fake;
 mod groups;
 mod guests;
+pub mod interrupt;
 mod journal;
 mod knobs;
 mod promises;

@@ -308,7 +308,7 @@ fn told(
         confidence: target.confidence,
         delivered: if unmet.is_none() { 1.0 } else { 0.0 },
         unmet,
-        model: Some(PredictedBy::DataPlane),
+        model: PredictedBy::DataPlane,
         fallback: None,
     }
 }

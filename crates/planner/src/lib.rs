@@ -340,7 +340,7 @@ impl<'a> Problem<'a> {
         // A learned model answers within the range of its training only.
         let in_range = |vm: &Vm, task: &Task| {
             promises.iter().any(|p| {
-                (&p.vm, &p.task, p.model) == (&vm.name, &task.name, Some(PredictedBy::Learned))
+                (&p.vm, &p.task, p.model) == (&vm.name, &task.name, PredictedBy::Learned)
                     && p.fallback.is_none()
             })
         };
@@ -425,7 +425,7 @@ impl<'a> Problem<'a> {
                     confidence: target.confidence,
                     delivered: estimate.delivered,
                     unmet: facts.unmet(),
-                    model: Some(answer.by),
+                    model: answer.by,
                     fallback: answer.fallback,
                 });
             }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use rtvirtio_host::Host;
 use rtvirtio_model::learned::{Learned, MAX_MODEL_BYTES};
-use rtvirtio_spec::plan::{OLDEST_PLAN_VERSION, PLAN_VERSION, Plan};
+use rtvirtio_spec::plan::{PLAN_VERSION, Plan};
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::specification::{MAX_FILE_BYTES, Specification, parse};
 
@@ -57,12 +57,12 @@ pub(crate) fn learned(path: &Path) -> Result<Learned> {
     Learned::from_bytes(&bytes).with_context(|| format!("{}", path.display()))
 }
 
-/// A plan of a version that this binary reads.
+/// A plan of this binary's version.
 pub(crate) fn plan(path: &Path) -> Result<Plan> {
     let plan: Plan = json(path, "plan (made by `rtvirtio plan -o`)")?;
     ensure!(
-        (OLDEST_PLAN_VERSION..=PLAN_VERSION).contains(&plan.version),
-        "{}: plan version {}, not {OLDEST_PLAN_VERSION} to {PLAN_VERSION}",
+        plan.version == PLAN_VERSION,
+        "{}: plan version {}, not {PLAN_VERSION}: make it anew with `rtvirtio plan -o`",
         path.display(),
         plan.version
     );

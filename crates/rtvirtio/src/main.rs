@@ -32,9 +32,9 @@ use std::sync::atomic::AtomicBool;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use rtvirtio_bench::InterruptedError;
 use rtvirtio_host::HostError;
 use rtvirtio_host::dataplane::ControlFault;
+use rtvirtio_host::interrupt::InterruptedError;
 use rtvirtio_model::learned::LearnedError;
 use rtvirtio_planner::PlanError;
 use rtvirtio_spec::mapping::MappingError;

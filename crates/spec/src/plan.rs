@@ -18,18 +18,14 @@ use crate::guests::Guests;
 use crate::profile::DeviceIdentity;
 use crate::settings::{Change, Knobs, Settings};
 
-/// The plan format that this version writes.
+/// The plan format that this version writes and reads.
 pub const PLAN_VERSION: u32 = 5;
-
-/// The oldest plan format that this version reads: 1 had no [`Plan::iothreads`], 2 no
-/// [`Plan::guests`], 3 no [`Plan::data_plane`], 4 no [`TaskPromise::model`].
-pub const OLDEST_PLAN_VERSION: u32 = 1;
 
 /// A saved plan (`rtvirtio plan -o`). Holds all that `apply` needs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Plan {
-    /// [`OLDEST_PLAN_VERSION`] to [`PLAN_VERSION`].
+    /// [`PLAN_VERSION`].
     pub version: u32,
     /// The devices it is for.
     pub devices: Vec<PlannedDevice>,
@@ -38,10 +34,8 @@ pub struct Plan {
     /// The chosen settings.
     pub settings: Settings,
     /// What is set within the VMs that answered: their guests' schedulers, their IOThreads' polling.
-    #[serde(default)]
     pub guests: Guests,
     /// What is set on the data plane, if it serves VMs of the specification.
-    #[serde(default)]
     pub data_plane: Option<data_plane::DataPlane>,
     /// The knobs found when the plan was made; `apply` refuses if they have changed.
     #[serde(with = "crate::settings::knob_list")]
@@ -56,7 +50,6 @@ pub struct Plan {
     pub cost: Vec<DeviceCost>,
     /// IOThreads for the VMs' next start; `apply` leaves them alone, for QEMU takes them at a
     /// guest's start only.
-    #[serde(default)]
     pub iothreads: IoThreads,
     /// How the settings were found, for people.
     pub reasons: Vec<String>,
@@ -107,11 +100,9 @@ pub struct TaskPromise {
     pub delivered: f64,
     /// Why the target cannot be met, if it cannot.
     pub unmet: Option<String>,
-    /// What predicted; `None` in a plan of before version 5.
-    #[serde(default)]
-    pub model: Option<PredictedBy>,
+    /// What predicted.
+    pub model: PredictedBy,
     /// Where the structural model stands in for the one that was asked, and why.
-    #[serde(default)]
     pub fallback: Option<String>,
 }
 
@@ -265,7 +256,7 @@ mod tests {
             confidence: Confidence::new(0.95).unwrap(),
             delivered: 1.0,
             unmet: None,
-            model: Some(PredictedBy::Learned),
+            model: PredictedBy::Learned,
             fallback: Some("the structural model: …".to_owned()),
         }
     }
@@ -299,30 +290,5 @@ mod tests {
     fn plan_is_read_back_as_it_was() {
         let text = serde_json::to_string(&plan()).unwrap();
         assert_eq!(serde_json::from_str::<Plan>(&text).unwrap(), plan());
-    }
-
-    #[test]
-    fn older_plans_lack_what_came_later() {
-        let mut json = serde_json::to_value(plan()).unwrap();
-        json["version"] = 4.into();
-        let promise = json["tasks"][0].as_object_mut().unwrap();
-        promise.remove("model").unwrap();
-        promise.remove("fallback").unwrap();
-        let tasks = vec![TaskPromise { model: None, fallback: None, ..self::promise() }];
-        let plan = || Plan { tasks: tasks.clone(), ..plan() };
-        let expected = Plan { version: 4, ..plan() };
-        assert_eq!(serde_json::from_value::<Plan>(json.clone()).unwrap(), expected);
-        json["version"] = 3.into();
-        json.as_object_mut().unwrap().remove("data_plane").unwrap();
-        let expected = Plan { version: 3, ..plan() };
-        assert_eq!(serde_json::from_value::<Plan>(json.clone()).unwrap(), expected);
-        json["version"] = 2.into();
-        json.as_object_mut().unwrap().remove("guests").unwrap();
-        let expected = Plan { version: 2, guests: Guests::default(), ..plan() };
-        assert_eq!(serde_json::from_value::<Plan>(json.clone()).unwrap(), expected);
-        json["version"] = 1.into();
-        json.as_object_mut().unwrap().remove("iothreads").unwrap();
-        let expected = Plan { version: 1, iothreads: IoThreads::default(), ..expected };
-        assert_eq!(serde_json::from_value::<Plan>(json).unwrap(), expected);
     }
 }

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use rtvirtio_completion::{Costs, Tokens};
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::run::Machine;
 use serde::{Deserialize, Serialize};
 
@@ -22,7 +23,7 @@ use super::requester::Ended;
 use super::window::{Count, Stage, WARM_UP, compute, read, requesters, spawn};
 use super::{Io, Mode, Target, usable_cpus};
 use crate::lines::Lines;
-use crate::load::{Interrupted, MachineSample, wait};
+use crate::load::MachineSample;
 use crate::progress::Progress;
 use crate::qos::clients::{COUNTING, EndPhase};
 

@@ -7,10 +7,10 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use rustix::fs::OFlags;
 
 use crate::dataplane::load::Random;
-use crate::load::{Interrupted, wait};
 
 /// Size of the file, MiB.
 const FILE_MIB: u64 = 512;

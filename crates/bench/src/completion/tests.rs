@@ -296,7 +296,7 @@ fn interrupted_run_ends_and_directory_in_memory_is_refused() {
         });
         benchmark.run(&interrupted).unwrap_err()
     });
-    assert!(error.is::<crate::InterruptedError>(), "{error:#}");
+    assert!(error.is::<rtvirtio_host::interrupt::InterruptedError>(), "{error:#}");
     interrupted.store(false, Ordering::Relaxed);
     benchmark.matrix = Matrix::new(Extent::Full, 1);
     benchmark.directory = Path::new("/dev/shm");

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, ensure};
 use hdrhistogram::Histogram;
 use rtvirtio_completion::{Costs, Tokens};
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::run::{Canary, Machine};
 
 use super::requester::{Ended, Requester};
@@ -18,7 +19,7 @@ use super::target::TestFile;
 use super::{CellKey, CpuSeconds, Io};
 use crate::dataplane::cpu::ProcessCpu;
 use crate::dataplane::load::Random;
-use crate::load::{CanaryThread, Interrupted, MachineSample, wait};
+use crate::load::{CanaryThread, MachineSample};
 use crate::qos::clients::{COUNTING, EndPhase, OVER, WARMING};
 
 /// From the start of all threads to the window.

@@ -12,13 +12,13 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use serde::Serialize;
 
 use super::BLOCK;
 use super::client::{Client, Endpoint, Queue, Shape};
 use super::cpu::ProcessCpu;
 use crate::confine::confine;
-use crate::load::{Interrupted, wait};
 
 /// What a daemon may have resident, MiB: itself, and each idle queue.
 pub const LIMIT_MIB: (f64, f64) = (30.0, 0.5);

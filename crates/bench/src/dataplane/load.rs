@@ -12,11 +12,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 use hdrhistogram::Histogram;
+use rtvirtio_host::interrupt::{Interrupted, wait};
 
 use super::client::{Client, Endpoint, Queue, Shape};
 use super::cpu::ProcessCpu;
 use super::{BLOCK, Operation};
-use crate::load::{Interrupted, MachineSample, wait};
+use crate::load::MachineSample;
 
 /// The least and the largest latency that is told apart, ns.
 const RANGE: (u64, u64) = (100, 100_000_000_000);

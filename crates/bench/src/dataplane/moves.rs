@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use hdrhistogram::Histogram;
 use rtvirtio_host::dataplane::{ControlClient, ControlFault};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::control::{MoveQueue, Moved};
 use rtvirtio_spec::run::Machine;
 use rtvirtio_units::{IoThreadName, Nanos};
@@ -32,7 +33,7 @@ use super::load::Random;
 use super::server::Server;
 use super::verify::{Options, Report, Verifier};
 use super::written_file;
-use crate::load::{Interrupted, MachineSample};
+use crate::load::MachineSample;
 use resets::Resets;
 use wake::Wakes;
 

@@ -7,10 +7,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use serde::{Deserialize, Serialize};
 
 use crate::confine::confine;
-use crate::load::{Interrupted, wait};
 
 /// How long a server may take to listen.
 const START: Duration = Duration::from_secs(10);

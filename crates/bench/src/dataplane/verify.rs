@@ -22,13 +22,13 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use serde::Serialize;
 
 use super::BLOCK;
 use super::client::{Client, ClientError, Ended, Endpoint, MAX_DEPTH, Queue, Shape, capacity};
 use super::load::Random;
 use super::server::Server;
-use crate::load::{Interrupted, wait};
 use model::{Change, Part, Pending, Violation};
 
 /// Largest request, blocks.
@@ -180,7 +180,7 @@ impl Verifier {
         self.session(|stop| {
             let waited = wait(time, interrupted);
             stop.store(DRAIN, Ordering::Relaxed);
-            waited
+            Ok(waited?)
         })
     }
 
@@ -206,7 +206,7 @@ impl Verifier {
             let lost = self.session(|stop| {
                 let waited = wait(time, interrupted);
                 stop.store(ABANDON, Ordering::Relaxed);
-                waited
+                Ok(waited?)
             });
             lost.with_context(|| format!("disconnect {}", turn + 1))?;
             self.gone = Some(Instant::now());
@@ -234,7 +234,8 @@ impl Verifier {
             let time = Duration::from_millis(30 + self.random.below(300));
             let mut killed = None;
             let lost = self.session(|stop| {
-                let waited = wait(time, interrupted).and_then(|()| server.kill());
+                let waited =
+                    wait(time, interrupted).map_err(Into::into).and_then(|()| server.kill());
                 killed = Some(Instant::now());
                 stop.store(ABANDON, Ordering::Relaxed);
                 waited

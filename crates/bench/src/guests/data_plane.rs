@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use rtvirtio_host::dataplane::ControlClient;
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::specification::Specification;
 use rtvirtio_units::{DiskName, VmName};
 use serde_json::json;
 
 use super::process::{MEMORY_MIB, Slice};
 use crate::dataplane::server::Server;
-use crate::load::Interrupted;
 use crate::qos::curve::Curve;
 
 /// How often QEMU tries to reach a server that has gone, ms.

@@ -21,6 +21,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_sim::{Costs, Interrupt};
 use rtvirtio_units::Nanos;
 use serde::{Deserialize, Serialize};
@@ -29,7 +30,6 @@ use super::judge::median;
 use super::load::{Beside, Figures, Row};
 use crate::dataplane::BLOCK;
 use crate::dataplane::moves::{self, Moves};
-use crate::load::Interrupted;
 use crate::progress::Progress;
 
 /// Length of a measured window.

@@ -28,6 +28,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_host::dataplane::ControlClient;
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_sim::scenario::{Load, Phase, PhaseKind, Scenario, Span, Stream, Vm};
 use rtvirtio_spec::control::{MoveQueue, SetPolicy};
 use rtvirtio_spec::run::{Canary, Machine};
@@ -46,7 +47,6 @@ use super::trial::{LEAD, Trial, duration};
 use super::vcpus::Clock;
 use crate::dataplane::client::MAX_DEPTH;
 use crate::lines::Lines;
-use crate::load::Interrupted;
 use crate::progress::Progress;
 
 /// Before it all areas are written and read, over and over: memory that nobody has touched yet is slow, in a VM by

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_iocores::{Kind, Limits, policy};
 use rtvirtio_sim::scenario::{Burner, Load, Phase, PhaseKind, Scenario, Span, Stream, Vm};
 use rtvirtio_sim::{Costs, Machine, Simulation};
@@ -14,7 +15,6 @@ use rtvirtio_units::{Bytes, CpuId, Nanos};
 use super::cell::{Contender, Settings};
 use super::machine::{CPUS, cpus};
 use super::trial::Trial;
-use crate::load::Interrupted;
 
 /// From the server's start to the load's: one VM connects.
 const LEAD: Duration = Duration::from_millis(500);

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
+use rtvirtio_host::interrupt::{Interrupted, InterruptedError};
 use rtvirtio_sim::scenario::PhaseKind;
 use rtvirtio_sim::{Costs, Outcome as Simulated, PhaseOutcome, Simulation};
 use rtvirtio_units::Nanos;
@@ -14,8 +15,6 @@ use anyhow::Result;
 use super::cell::{Cell, CellKey, Contender, Phase, Settings};
 use super::judge::{Verdict, kinds, median, name, verdict};
 use super::machine::{borrowing, simulated};
-use crate::InterruptedError;
-use crate::load::Interrupted;
 use crate::progress::Progress;
 
 /// What throughput and cores may differ by, of the real ones.

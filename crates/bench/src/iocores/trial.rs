@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Result, anyhow, ensure};
 use rtvirtio_host::dataplane::ControlClient;
+use rtvirtio_host::interrupt::{Interrupted, InterruptedError};
 use rtvirtio_sim::scenario::{self, Scenario};
 use rtvirtio_sim::{Settled, settled};
 use rtvirtio_spec::run::{Canary, Machine};
@@ -17,9 +18,8 @@ use super::client::{self, QueueState, Record, SAMPLE_NS, Tally};
 use super::machine::{Layout, cpus};
 use super::vcpus::{Clock, Times, Vcpus, compute, lanes};
 use super::watch::{Events, Happened, IoCpu, Threads, What};
-use crate::InterruptedError;
 use crate::dataplane::server::Server;
-use crate::load::{CanaryThread, Interrupted, MachineSample};
+use crate::load::{CanaryThread, MachineSample};
 
 /// From the server's start to a scenario's: for all VMs to connect, or their first requests are late.
 pub(crate) const LEAD: Duration = Duration::from_secs(2);

@@ -6,11 +6,12 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_cases::IoPriority;
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_model::Stream;
 use rtvirtio_spec::specification::Vm;
 use rtvirtio_units::VmName;
 
-use super::{Interrupted, fio, wait};
+use super::fio;
 use crate::guests::{COMMAND, Guest};
 
 /// Where a guest's fio works.

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use rtvirtio_cases::wilson_interval;
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_qos::admission::{self, Wish};
 use rtvirtio_qos::{Device, Promise, Rate};
 use rtvirtio_spec::run::Canary;
@@ -32,7 +33,6 @@ use super::is_enough;
 use super::neighbour::Neighbour;
 use super::trial::{Measured, Trial, WARM_UP};
 use crate::lines::Lines;
-use crate::load::Interrupted;
 use crate::progress::Progress;
 use crate::scratch::{Backing, ScratchDisk, SsdConfig};
 

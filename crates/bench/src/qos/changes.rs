@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_cases::judge::MIN_DELIVERED;
 use rtvirtio_cases::{Case, Mix, TaskKind, Tier, judged_percentile};
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::run::Canary;
 use rtvirtio_units::{Bytes, Iops, Nanos};
 use serde::{Deserialize, Serialize};
@@ -35,7 +36,7 @@ use super::neighbour::{Background, Neighbour};
 use super::trial::WARM_UP;
 use crate::dataplane::server::Server;
 use crate::lines::Lines;
-use crate::load::{CanaryThread, Interrupted, MachineSample, wait};
+use crate::load::{CanaryThread, MachineSample};
 use crate::progress::Progress;
 use crate::scratch::{Backing, ScratchDisk};
 

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_host::dataplane::ControlClient;
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::control::IoThreadState;
 use rtvirtio_spec::run::Machine;
 use rtvirtio_units::Nanos;
@@ -30,7 +31,7 @@ use crate::dataplane::cpu::ProcessCpu;
 use crate::dataplane::load::Random;
 use crate::dataplane::server::Server;
 use crate::lines::Lines;
-use crate::load::{Interrupted, MachineSample, wait};
+use crate::load::MachineSample;
 use crate::progress::Progress;
 
 const BLOCK: usize = 4096;

@@ -10,13 +10,13 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Capacity;
 use serde::{Deserialize, Serialize};
 
 use super::configuration::Sharing;
 use super::neighbour::{Background, Work};
 use super::trial::{Trial, WARM_UP};
-use crate::load::Interrupted;
 use crate::scratch::SsdConfig;
 
 const SMALL: usize = 4 << 10;

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow, ensure};
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::run::{Canary, Machine};
 use rtvirtio_units::Nanos;
@@ -15,7 +16,7 @@ use super::clients::{COUNTING, EndPhase, Plan, WARMING, run_tasks_into};
 use super::configuration::{Layout, Sharing, socket};
 use super::neighbour::Background;
 use crate::dataplane::server::Server;
-use crate::load::{CanaryThread, Interrupted, MachineSample, canary_summary, wait};
+use crate::load::{CanaryThread, MachineSample, canary_summary};
 
 /// From the first request to the window, in benchmarks.
 pub(crate) const WARM_UP: Duration = Duration::from_secs(2);

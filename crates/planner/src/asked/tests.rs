@@ -25,7 +25,7 @@ fn plan(specification: &Specification, profile: &Profile, model: Model<'_>) -> P
 
 /// Who predicted each task's tail.
 fn by(plan: &Plan) -> Vec<PredictedBy> {
-    plan.tasks.iter().map(|t| t.model.unwrap()).collect()
+    plan.tasks.iter().map(|t| t.model).collect()
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn file_without_a_description_predicts_and_the_structural_model_bounds() {
     let specification = specification(&[("a", 2000.0, 900.0)], false);
     let (learned, profile) = (file(UNDESCRIBED), profile());
     let task = plan(&specification, &profile, Model::Learned(&learned)).tasks.remove(0);
-    assert_eq!(task.model, Some(PredictedBy::Learned));
+    assert_eq!(task.model, PredictedBy::Learned);
     let fallback = task.fallback.unwrap();
     assert!(fallback.contains("does not describe itself; nor is its range known"), "{fallback}");
     let structural = plan(&specification, &profile, Model::Structural).tasks.remove(0);
@@ -138,7 +138,7 @@ fn analytical_model_is_not_asked_where_nothing_idles() {
     let found = [(device.clone(), found(&profile, Model::Analytical))].into();
     let none = DeviceSettings { scheduler: Scheduler::None, vms: [].into() };
     let said = predict(&specification, &found, &Settings([(device, none)].into())).unwrap();
-    assert_eq!(said[0].promise.model, Some(PredictedBy::Structural));
+    assert_eq!(said[0].promise.model, PredictedBy::Structural);
     let fallback = said[0].promise.fallback.as_deref();
     let expected = "the structural model: the analytical one speaks of bfq that idles only";
     assert_eq!(fallback, Some(expected));

@@ -11,8 +11,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use rtvirtio_bench::InterruptedError;
-use rtvirtio_bench::load::Interrupted;
+use rtvirtio_host::interrupt::{Interrupted, InterruptedError};
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags};
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;

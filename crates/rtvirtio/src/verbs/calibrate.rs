@@ -6,8 +6,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use rtvirtio_bench::calibrate::Depth;
 use rtvirtio_bench::cell::Testbed;
-use rtvirtio_bench::load::Interrupted;
 use rtvirtio_bench::{calibrate, scratch};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
 
 use crate::{Outcome, input};

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use rtvirtio_bench::guests::{Accelerator, GuestImage};
-use rtvirtio_bench::load::Interrupted;
+use rtvirtio_host::interrupt::Interrupted;
 
 /// What a benchmark's VMs are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -44,7 +44,9 @@ impl ImageArgs {
             VmKind::Qemu => self.find(interrupted).context("guests cannot run here").map(Some),
             VmKind::Auto => match self.find(interrupted) {
                 Ok((image, Accelerator::Kvm)) => Ok(Some((image, Accelerator::Kvm))),
-                Err(error) if error.is::<rtvirtio_bench::InterruptedError>() => Err(error),
+                Err(error) if error.is::<rtvirtio_host::interrupt::InterruptedError>() => {
+                    Err(error)
+                }
                 other => {
                     let why = match other {
                         Ok(_) => "no guest boots under KVM here".to_owned(),
@@ -70,7 +72,9 @@ impl ImageArgs {
             VmKind::Qemu => self.find(interrupted).context("guests cannot run here")?,
             VmKind::Auto => match self.find(interrupted) {
                 Ok(found) => found,
-                Err(error) if error.is::<rtvirtio_bench::InterruptedError>() => return Err(error),
+                Err(error) if error.is::<rtvirtio_host::interrupt::InterruptedError>() => {
+                    return Err(error);
+                }
                 Err(error) => {
                     eprintln!("VMs are cgroups, not guests: {error:#}");
                     return Ok(None);

@@ -172,7 +172,7 @@ pub(crate) fn describe(plan: &Plan) -> String {
                 (Some(_), Some(_)) => "UNMET",
             }
             .to_owned(),
-            t.model.map_or_else(String::new, |m| m.to_string()),
+            t.model.to_string(),
         ]);
     }
     text += &format!("\nTasks (the bounds of a VM's tasks hold together)\n{promises}\n");

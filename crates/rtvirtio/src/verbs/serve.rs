@@ -11,12 +11,12 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use comfy_table::{Table, presets};
-use rtvirtio_bench::load::Interrupted;
 use rtvirtio_dataplane::control::{ControlServer, ControlSocket};
 use rtvirtio_dataplane::plane::{Opened, Plane, Registry};
 use rtvirtio_dataplane::sandbox::{self, Identity};
 use rtvirtio_dataplane::server::Notice;
 use rtvirtio_dataplane::vcpus::{self, Guard};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::serve::{
     self, Completion, Configuration, CorePolicy, Engine, IoCores, Listen, Policy, Polling, Service,
 };

@@ -9,7 +9,7 @@ use std::str::FromStr;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use rtvirtio_bench::load::Interrupted;
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_iocores::{Kind, Limits, policy};
 use rtvirtio_sim::scenario::{PhaseKind, Scenario, Size};
 use rtvirtio_sim::{Backend, Costs, Machine, Outcome, Simulation};

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use rtvirtio_bench::load::Interrupted;
 use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
+use rtvirtio_host::interrupt::Interrupted;
 use serde_json::json;
 
 use crate::tree::{keeper, server};

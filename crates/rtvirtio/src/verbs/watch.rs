@@ -21,8 +21,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use rtvirtio_bench::InterruptedError;
-use rtvirtio_bench::load::{Interrupted, wait};
+use rtvirtio_host::interrupt::{Interrupted, InterruptedError, wait};
 use rtvirtio_host::{ApplyOptions, JournalStatus, Topology};
 use rtvirtio_planner::control::{Controller, Decision, TaskObservation};
 use rtvirtio_spec::latency::{Histogram, Quantile};
@@ -271,10 +270,9 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         if args.duration.is_some_and(|s| start.elapsed() >= Duration::from_secs(s)) {
             return Ok(Outcome::Done);
         }
-        match wait(Duration::from_secs(args.interval), interrupted) {
-            // Ctrl-C is how it ends.
-            Err(error) if error.is::<InterruptedError>() => return Ok(Outcome::Done),
-            other => other?,
+        // Ctrl-C is how it ends.
+        if let Err(InterruptedError) = wait(Duration::from_secs(args.interval), interrupted) {
+            return Ok(Outcome::Done);
         }
     }
 }

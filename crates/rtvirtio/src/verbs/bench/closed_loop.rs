@@ -5,9 +5,9 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use rtvirtio_bench::cell::Testbed;
 use rtvirtio_bench::closed_loop;
-use rtvirtio_bench::load::Interrupted;
 use rtvirtio_bench::report::closed_loop::page;
 use rtvirtio_cases::{Case, Mix, Neighbour, Tier};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::specification::to_toml;
 use rtvirtio_units::Nanos;
 

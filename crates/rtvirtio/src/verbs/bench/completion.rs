@@ -8,7 +8,7 @@ use rtvirtio_bench::completion::judge::verdicts;
 use rtvirtio_bench::completion::{
     Benchmark, Extent, Io, Matrix, Mode, Target, live, page, table, usable_cpus,
 };
-use rtvirtio_bench::load::Interrupted;
+use rtvirtio_host::interrupt::Interrupted;
 use serde_json::json;
 
 use crate::{Outcome, input};

@@ -11,7 +11,7 @@ use rtvirtio_bench::dataplane::verify::{self, Options, Report};
 use rtvirtio_bench::dataplane::{
     Benchmark, Case, LEAST_FOR_TAIL, Medium, Operation, rows_as_json, write_report,
 };
-use rtvirtio_bench::load::Interrupted;
+use rtvirtio_host::interrupt::Interrupted;
 
 use crate::{Outcome, input};
 

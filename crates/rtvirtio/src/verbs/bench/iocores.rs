@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use rtvirtio_bench::iocores::cell::{Contender, SEEDS, Settings};
 use rtvirtio_bench::iocores::machine::Disk;
 use rtvirtio_bench::iocores::{Benchmark, costs, disturb, judge, simulated, write_report};
-use rtvirtio_bench::load::Interrupted;
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_sim::Costs;
 use rtvirtio_sim::scenario::PhaseKind;
 use serde_json::json;

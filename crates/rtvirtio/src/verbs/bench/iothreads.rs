@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use comfy_table::{CellAlignment, Table, presets};
 use rtvirtio_bench::guests::Accelerator;
 use rtvirtio_bench::iothreads::{Benchmark, Service, Spread, Summary, VCPUS, backend, summaries};
-use rtvirtio_bench::load::Interrupted;
+use rtvirtio_host::interrupt::Interrupted;
 use serde_json::json;
 
 use crate::verbs::guests::ImageArgs;

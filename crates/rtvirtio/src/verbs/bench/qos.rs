@@ -4,12 +4,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use rtvirtio_bench::load::Interrupted;
 use rtvirtio_bench::qos::cell::Scheme;
 use rtvirtio_bench::qos::disk::On;
 use rtvirtio_bench::qos::neighbour::Neighbour;
 use rtvirtio_bench::qos::{Benchmark, write_report};
 use rtvirtio_cases::Tier;
+use rtvirtio_host::interrupt::Interrupted;
 
 use crate::Outcome;
 

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use rtvirtio_bench::load::Interrupted;
 use rtvirtio_bench::qos::admission::{Benchmark, SETS, table};
+use rtvirtio_host::interrupt::Interrupted;
 
 use crate::Outcome;
 

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use rtvirtio_bench::iocores::costs;
-use rtvirtio_bench::load::Interrupted;
+use rtvirtio_host::interrupt::Interrupted;
 
 use crate::input;
 
