@@ -10,7 +10,7 @@
 //! clock shows that something else ran in its place ([`Gate`], [`Spinner`]). What is waited on is
 //! one cache line a request ([`Slot`]), so the completing side pays for a wake-up only where
 //! somebody sleeps. Processes share slots with the one poller of their disk ([`slots`]), which they
-//! tell by one word ([`Bell`]).
+//! tell by one word ([`Doorbell`]).
 //!
 //! # Terms
 //! To *park* is to sleep in the kernel until woken. A *look* asks once whether a completion is
@@ -22,16 +22,16 @@
 //! - [`Slot`], on every interleaving (loom, `make loom`): `no_wake_up_is_lost`,
 //!   `result_is_seen_after_done`, `request_is_completed_once`, `late_completion_is_refused_after_reuse`.
 //! - `dead_waiter_does_not_hold_up_the_completer`, `dead_completer_is_given_up` (tests/killed.rs).
-//! - [`Bell`], likewise: `no_ring_is_missed`.
+//! - [`Doorbell`], likewise: `no_ring_is_missed`.
 //! - [`Spinner`], on scripted times: `spins_only_with_a_token`, `gives_up_at_four_times_the_latency`,
 //!   `does_not_spin_where_parking_is_as_good`, `gap_parks_at_once_and_holds_off`,
 //!   `follows_a_change_of_load_within_50_ms`, `every_token_is_given_back`.
 //! - [`Tokens`], on written files: `there_are_as_many_tokens_as_idle_cpus`,
 //!   `tasks_of_other_cpus_do_not_count`, `quota_of_the_cgroup_bounds_tokens`.
 
-mod bell;
 mod clock;
 mod costs;
+mod doorbell;
 mod gate;
 mod patience;
 mod slot;
@@ -40,8 +40,8 @@ mod source;
 mod spinner;
 mod tokens;
 
-pub use bell::Bell;
 pub use costs::Costs;
+pub use doorbell::Doorbell;
 pub use gate::{Entry, Gate};
 pub use patience::Patience;
 pub use slot::{NotPending, Slot, Ticket, Wakes};

@@ -2,7 +2,7 @@
 //!
 //! Terms. The *poller* owns the disk; it makes the memory and serves it. A *client* is a process that
 //! reads and writes the disk by slots: it takes one ([`Slot::submit`]), says what it wants
-//! ([`Slot::about`]), rings ([`Bell`]), and waits. The bytes go through the slot's own part of the memory.
+//! ([`Slot::about`]), rings ([`Doorbell`]), and waits. The bytes go through the slot's own part of the memory.
 //!
 //! Neither side trusts the other with its own memory: there is no pointer in it, each reads a field
 //! once and checks what it has read, and its size is sealed, so that nobody takes pages away under the
@@ -19,11 +19,11 @@ use rustix::fs::{FileType, MemfdFlags, SealFlags, Stat};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::bell::Bell;
+use crate::doorbell::Doorbell;
 use crate::slot::{Slot, Ticket};
 
 /// Slots of a client: requests that it can have in flight.
-pub const SLOTS: usize = Bell::SLOTS;
+pub const SLOTS: usize = Doorbell::SLOTS;
 /// Most bytes of a request.
 pub const SLOT_BYTES: usize = 128 << 10;
 /// Where the data begins: a multiple of any page size.
@@ -101,7 +101,7 @@ pub struct NoRequest(pub usize);
 #[derive(Debug)]
 #[repr(C)]
 pub struct Slots {
-    bell: Bell,
+    doorbell: Doorbell,
     ended: Ended,
     slots: [Slot<true, Wish>; SLOTS],
 }
@@ -112,10 +112,10 @@ pub struct Slots {
 struct Ended(AtomicU32);
 
 impl Slots {
-    /// The client's side of the bell, and the poller's.
+    /// The client's side of the doorbell, and the poller's.
     #[must_use]
-    pub const fn bell(&self) -> &Bell {
-        &self.bell
+    pub const fn doorbell(&self) -> &Doorbell {
+        &self.doorbell
     }
 
     /// A slot.
@@ -137,7 +137,7 @@ impl Slots {
     /// The client's: what is wanted with a slot that it has claimed; its data is ready.
     pub fn tell(&self, index: usize, way: Way, offset: u64, length: u32) {
         self.slots[index].about().set(way, offset, length);
-        self.bell.ring(index);
+        self.doorbell.ring(index);
     }
 
     /// The poller's: a request of a slot that rang, each word read once.
@@ -353,7 +353,7 @@ mod tests {
         unsafe { theirs.data(index).write_bytes(7, SLOT_BYTES) };
         theirs.slots().tell(index, Way::Write, 1 << 40, 4096);
 
-        assert_eq!(ours.slots().bell().answer(), 1 << 61);
+        assert_eq!(ours.slots().doorbell().answer(), 1 << 61);
         let (taken, wanted) = ours.slots().take(61).unwrap();
         assert_eq!(wanted, Wanted { way: Some(Way::Write), offset: 1 << 40, length: 4096 });
         // SAFETY: within the slot's data.

@@ -40,13 +40,13 @@ use crate::sandbox::{Identity, give};
 use crate::server::give_way;
 use connection::{Connection, Fds};
 
-/// Most bytes of a request's body.
+/// The most bytes of a request's body.
 pub const MAX_BODY: usize = 64 << 10;
-/// Most connections at a time; more wait to be accepted.
+/// The most connections at a time; more wait to be accepted.
 pub const MAX_CONNECTIONS: usize = 64;
-/// Most readers of events among them.
+/// The most readers of events among them.
 pub const MAX_EVENT_READERS: usize = 32;
-/// Most descriptors of a request.
+/// The most descriptors of a request.
 pub const MAX_FDS: usize = 4;
 /// How long a request may take, from its header's end to its answer.
 pub const REQUEST_TIME: Duration = Duration::from_secs(30);

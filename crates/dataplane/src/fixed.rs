@@ -15,10 +15,10 @@ use rtvirtio_engine::Segment;
 
 use crate::memory::Memory;
 
-/// Most bytes of one buffer (io_uring/rsrc.c).
+/// The most bytes of one buffer (io_uring/rsrc.c).
 const CHUNK: u64 = 1 << 30;
 
-/// Most buffers of a table (`UIO_MAXIOV`): a ring has 16 times as many for all tables.
+/// The most buffers of a table (`UIO_MAXIOV`): a ring has 16 times as many for all tables.
 const MAX_CHUNKS: usize = 1024;
 
 /// A memory table that is registered.

@@ -1,14 +1,14 @@
 //! An IOThread: one io_uring and one event loop over virtqueues of any device.
 //!
 //! Everything that can happen is a completion queue entry of the one ring: a request that ends, a
-//! kick (a multishot poll of the queue's eventfd), a letter (the same of the mailbox). So a turn
+//! kick (a multishot poll of the queue's eventfd), a message (the same of the mailbox). So a turn
 //! costs at most one `io_uring_enter`, which submits, reaps and waits, and one write to the call
 //! eventfd of each queue whose driver wants to be called. Disks whose requests are commands for a device
 //! (NVMe) have rings of their own beside it (`commands`).
 //!
 //! Terms. A queue is *awake* while its driver need not kick: the thread looks at its ring in every
 //! turn. It is *asleep* when notification is enabled and the thread waits for its kick. A *turn*
-//! reaps, reads letters, gives each awake queue its share and publishes what has finished; a letter
+//! reaps, reads messages, gives each awake queue its share and publishes what has finished; a message
 //! that comes meanwhile waits for one queue's share, not for all. Whose turn it is and how much of it,
 //! and by how much a queue may wait for others: `turns`.
 //!
@@ -22,7 +22,7 @@
 //!
 //! The slots of a process are a queue like others (`queue::source`), but for the kick: the process has no
 //! fd for that, which its program might close and use for something else. The thread waits for their
-//! bell's futex, by an entry that is pushed when the queue goes to sleep and stays until the bell
+//! doorbell's futex, by an entry that is pushed when the queue goes to sleep and stays until the doorbell
 //! rings. Before Linux 6.7 there is no such entry: the queue then stays awake.
 //!
 //! A queue whose driver gave no kick, or one that cannot be waited for, stays awake: the thread
@@ -31,7 +31,7 @@
 //! Live move. The thread that has a queue publishes what has finished, stops listening to its
 //! kick and posts the queue to the other thread. Requests that end here later are forwarded as
 //! (token, result); only the thread that has the queue writes its used ring. The other thread
-//! looks at the avail ring at once, so a kick that fell between the two is not missed. A letter
+//! looks at the avail ring at once, so a kick that fell between the two is not missed. A message
 //! from A to B is read after all earlier ones from A to B, so a forwarded result finds the queue
 //! at B, or the place where B sent it: each thread keeps to whom it last gave a queue until that
 //! queue stops, since results that others forwarded may still come by. Before a thread ends, the
@@ -52,11 +52,11 @@ use rtvirtio_qos::Running;
 
 use crate::mailbox::{Receiver, Sender};
 use crate::queue::{Kick, Pass, Queue, QueueKey, Turn, from_token, now};
-use crate::schedule::Board;
+use crate::schedule::SchedulerClient;
 
 mod busy;
 mod commands;
-mod letters;
+mod messages;
 mod polling;
 mod resources;
 mod schedules;
@@ -64,8 +64,8 @@ mod turns;
 
 use busy::Busy;
 use commands::Rings;
-use letters::Forward;
-pub(crate) use letters::{Ended, Letter};
+use messages::Forward;
+pub(crate) use messages::{Ended, ThreadMessage};
 pub(crate) use polling::Poller;
 pub use polling::Polling;
 use resources::{Registered, Resources};
@@ -77,7 +77,7 @@ const ENTRIES: u32 = 512;
 /// Entries of a completion queue: more than a kernel without room for them would have to queue.
 const COMPLETIONS: u32 = 4096;
 /// A queue that was awake and idle for so long among busy ones is put to sleep.
-const DROWSY_NS: u64 = 1_000_000;
+const IDLE_BEFORE_NOTIFY_NS: u64 = 1_000_000;
 /// Polls of a kick that may end one after the other without one that stays.
 const ENDS: u8 = 8;
 /// How often a thread that never sleeps says how long it has polled.
@@ -178,8 +178,8 @@ struct Served {
     registered: Registered,
     /// Which ring its disk's requests go to, unless it is the thread's own.
     commands: Option<Commands>,
-    /// Which of the thread's boards is its device's.
-    board: Option<usize>,
+    /// Which of the thread's scheduler_clients is its device's.
+    scheduler_client: Option<usize>,
     awake: bool,
     /// Nobody says when there is something to do: it does not sleep.
     polled: bool,
@@ -210,8 +210,8 @@ impl Served {
         self.stopping.is_some() && self.queue.in_flight() == 0 && self.queue.recovering() == 0
     }
 
-    /// Whether it sleeps, and nothing in the ring waits for its bell yet.
-    fn is_deaf(&self) -> bool {
+    /// Whether it sleeps, and nothing in the ring waits for its doorbell yet.
+    fn needs_kick_rearm(&self) -> bool {
         !self.awake && !self.listening && self.queue.is_served() && self.has_bell()
     }
 
@@ -235,11 +235,11 @@ pub(crate) struct IoThread {
     ring: IoUring,
     commands: Rings,
     resources: Resources,
-    mail: Receiver<Letter>,
+    mail: Receiver<ThreadMessage>,
     completions: Arc<dyn Completions>,
-    me: Sender<Letter>,
+    me: Sender<ThreadMessage>,
     /// Of the schedules of its queues' devices.
-    boards: Vec<Option<Board>>,
+    scheduler_clients: Vec<Option<SchedulerClient>>,
     granted: Vec<(Token, Running)>,
     /// Scratch: queues that went to sleep.
     asleep: Vec<QueueKey>,
@@ -281,8 +281,8 @@ impl IoThread {
     /// # Errors
     /// No io_uring.
     pub(crate) fn new(
-        mail: Receiver<Letter>,
-        sender: Sender<Letter>,
+        mail: Receiver<ThreadMessage>,
+        sender: Sender<ThreadMessage>,
         stats: Arc<IoThreadStats>,
         poller: Poller,
     ) -> std::io::Result<Self> {
@@ -297,7 +297,7 @@ impl IoThread {
             mail,
             completions: Arc::new(sender.clone()),
             me: sender,
-            boards: Vec::new(),
+            scheduler_clients: Vec::new(),
             granted: Vec::new(),
             asleep: Vec::new(),
             served: Vec::new(),
@@ -426,7 +426,12 @@ impl IoThread {
 
     /// When a schedule is to be looked at though nothing happens, ns.
     fn wake_at(&self) -> u64 {
-        self.boards.iter().flatten().map(Board::wake_at).min().unwrap_or(u64::MAX)
+        self.scheduler_clients
+            .iter()
+            .flatten()
+            .map(SchedulerClient::wake_at)
+            .min()
+            .unwrap_or(u64::MAX)
     }
 
     /// How long it may wait: without end, if nobody has to be looked after.
@@ -439,7 +444,7 @@ impl IoThread {
 
     fn has_work(&mut self) -> bool {
         let served = &self.served;
-        self.mail.has_rung()
+        self.mail.is_signaled()
             || !self.ring.completion().is_empty()
             || self.ring.submission().taskrun()
             || self.awake.keys().any(|key| get(served, key).is_some_and(Served::is_pending))
@@ -453,17 +458,17 @@ impl IoThread {
         self.awake.retain(|key| {
             let Some(entry) = get_mut(served, key) else { return false };
             woken |= entry.sleep();
-            if entry.is_deaf() {
+            if entry.needs_kick_rearm() {
                 asleep.push(key);
             }
             entry.awake
         });
-        self.listen_to_sleepers();
+        self.arm_pending_kicks();
         woken
     }
 
     /// Those that went to sleep and that nothing would wake.
-    fn listen_to_sleepers(&mut self) {
+    fn arm_pending_kicks(&mut self) {
         while let Some(key) = self.asleep.pop() {
             self.listen_to_kick(key);
         }
@@ -550,7 +555,7 @@ impl IoThread {
             }
             self.wake(key);
         } else if let Some(forward) = self.forwards.get_mut(&key) {
-            let _ = forward.to.post(Letter::Ended { token, result, here: false });
+            let _ = forward.to.post(ThreadMessage::Ended { token, result, here: false });
             forward.outstanding -= u16::from(here);
         }
     }
@@ -575,9 +580,11 @@ impl IoThread {
                 stats: &self.stats,
             },
         );
-        if let Some(board) = entry.board.and_then(|at| self.boards[at].as_mut()) {
+        if let Some(scheduler_client) =
+            entry.scheduler_client.and_then(|at| self.scheduler_clients[at].as_mut())
+        {
             let (asks, ended) = entry.queue.told();
-            board.take(asks, ended);
+            scheduler_client.take(asks, ended);
         }
         Some(result)
     }
@@ -626,7 +633,7 @@ impl IoThread {
 
     // Serving.
 
-    /// A round of turns, unless a letter comes; whether there was something to do. `reaped`: there was
+    /// A round of turns, unless a message comes; whether there was something to do. `reaped`: there was
     /// something before.
     fn serve(&mut self, time: u64, reaped: bool) -> bool {
         let mut worked = false;
@@ -640,12 +647,12 @@ impl IoThread {
             let left = self.serve_one(key, share, time);
             self.awake.settle(left);
             self.after_turn(key, share.requests - left.requests, !left.is_left());
-            if self.mail.has_rung() {
+            if self.mail.is_signaled() {
                 break;
             }
         }
         if worked {
-            self.put_drowsy_to_sleep(time);
+            self.rearm_idle_queues(time);
         }
         worked
     }
@@ -670,20 +677,20 @@ impl IoThread {
 
     /// Among busy queues, those that have been idle for a while are waited for instead; one that
     /// has stopped is to be given back.
-    fn put_drowsy_to_sleep(&mut self, time: u64) {
+    fn rearm_idle_queues(&mut self, time: u64) {
         let (served, asleep) = (&mut self.served, &mut self.asleep);
         self.awake.retain(|key| {
             let Some(entry) = get_mut(served, key) else { return false };
-            let drowsy = time.saturating_sub(entry.busy_at) > DROWSY_NS;
+            let drowsy = time.saturating_sub(entry.busy_at) > IDLE_BEFORE_NOTIFY_NS;
             if drowsy && !entry.queue.is_unpublished() && !entry.has_stopped() {
                 entry.sleep();
             }
-            if entry.is_deaf() {
+            if entry.needs_kick_rearm() {
                 asleep.push(key);
             }
             entry.awake
         });
-        self.listen_to_sleepers();
+        self.arm_pending_kicks();
     }
 
     /// Shows drivers what has finished; gives back queues that have stopped.
@@ -714,7 +721,7 @@ impl IoThread {
                 .filter(|entry| entry.has_stopped())
                 .and_then(|entry| entry.stopping.take());
             if let Some(back) = done
-                && let Some(queue) = self.let_go(key)
+                && let Some(queue) = self.detach_queue(key)
             {
                 let _ = back.send(queue);
             }

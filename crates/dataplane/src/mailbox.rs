@@ -1,10 +1,10 @@
-//! How others speak to an IOThread: a queue of letters and an eventfd that wakes it.
+//! How others speak to an IOThread: a queue of messages and an eventfd that wakes it.
 //!
 //! Any thread may post; posting never blocks. The eventfd is written only when nobody has rung
-//! since the owner last looked, so a burst of letters costs one wake-up.
+//! since the owner last looked, so a burst of messages costs one wake-up.
 //!
-//! No letter is missed: a poster puts its letter first and rings then; the owner takes the bell
-//! back first and looks for letters then. Whichever of the two swaps of `rung` comes last sees
+//! No message is missed: a poster puts its message first and rings then; the owner takes the doorbell
+//! back first and looks for messages then. Whichever of the two swaps of `rung` comes last sees
 //! what the other side did before it.
 
 use sync::{Arc, AtomicBool, Ordering, Wake, mpsc};
@@ -69,7 +69,7 @@ mod sync {
 
 /// What wakes the owner.
 #[derive(Debug)]
-struct Bell {
+struct Doorbell {
     rung: AtomicBool,
     wake: Wake,
 }
@@ -77,21 +77,21 @@ struct Bell {
 /// The poster's side; cheap to clone.
 #[derive(Debug)]
 pub(crate) struct Sender<T> {
-    letters: mpsc::Sender<T>,
-    bell: Arc<Bell>,
+    messages: mpsc::Sender<T>,
+    doorbell: Arc<Doorbell>,
 }
 
 impl<T> Clone for Sender<T> {
     fn clone(&self) -> Self {
-        Self { letters: self.letters.clone(), bell: Arc::clone(&self.bell) }
+        Self { messages: self.messages.clone(), doorbell: Arc::clone(&self.doorbell) }
     }
 }
 
 /// The owner's side.
 #[derive(Debug)]
 pub(crate) struct Receiver<T> {
-    letters: mpsc::Receiver<T>,
-    bell: Arc<Bell>,
+    messages: mpsc::Receiver<T>,
+    doorbell: Arc<Doorbell>,
 }
 
 /// A mailbox.
@@ -99,46 +99,49 @@ pub(crate) struct Receiver<T> {
 /// # Errors
 /// No eventfd.
 pub(crate) fn mailbox<T>() -> rustix::io::Result<(Sender<T>, Receiver<T>)> {
-    let bell = Arc::new(Bell { rung: AtomicBool::new(false), wake: Wake::new()? });
+    let doorbell = Arc::new(Doorbell { rung: AtomicBool::new(false), wake: Wake::new()? });
     let (sender, receiver) = mpsc::channel();
-    Ok((Sender { letters: sender, bell: Arc::clone(&bell) }, Receiver { letters: receiver, bell }))
+    Ok((
+        Sender { messages: sender, doorbell: Arc::clone(&doorbell) },
+        Receiver { messages: receiver, doorbell },
+    ))
 }
 
 impl<T> Sender<T> {
     /// Whether both post to the same owner.
     pub(crate) fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.bell, &other.bell)
+        Arc::ptr_eq(&self.doorbell, &other.doorbell)
     }
 
-    /// Posts a letter; gives it back if the owner is gone.
-    pub(crate) fn post(&self, letter: T) -> Result<(), T> {
-        self.letters.send(letter).map_err(|error| error.0)?;
-        if !self.bell.rung.swap(true, Ordering::AcqRel) {
-            self.bell.wake.wake();
+    /// Posts a message; gives it back if the owner is gone.
+    pub(crate) fn post(&self, message: T) -> Result<(), T> {
+        self.messages.send(message).map_err(|error| error.0)?;
+        if !self.doorbell.rung.swap(true, Ordering::AcqRel) {
+            self.doorbell.wake.wake();
         }
         Ok(())
     }
 }
 
 impl<T> Receiver<T> {
-    /// Whether there may be letters. Cheap enough to poll.
-    pub(crate) fn has_rung(&self) -> bool {
-        self.bell.rung.load(Ordering::Acquire)
+    /// Whether there may be messages. Cheap enough to poll.
+    pub(crate) fn is_signaled(&self) -> bool {
+        self.doorbell.rung.load(Ordering::Acquire)
     }
 
-    /// Takes the bell back; the caller then takes letters until there are none.
+    /// Takes the doorbell back; the caller then takes messages until there are none.
     pub(crate) fn answer(&self) {
-        self.bell.rung.swap(false, Ordering::AcqRel);
+        self.doorbell.rung.swap(false, Ordering::AcqRel);
     }
 
-    /// The next letter.
+    /// The next message.
     pub(crate) fn take(&self) -> Option<T> {
-        self.letters.try_recv().ok()
+        self.messages.try_recv().ok()
     }
 
     /// Becomes readable when somebody rings.
     pub(crate) fn fd(&self) -> rustix::fd::BorrowedFd<'_> {
-        self.bell.wake.fd()
+        self.doorbell.wake.fd()
     }
 }
 
@@ -159,13 +162,13 @@ mod tests {
     #[test]
     fn letters_come_in_order_and_ring_once() {
         let (sender, mail) = mailbox().unwrap();
-        assert!(!mail.has_rung() && !is_readable(&mail));
-        (1..=3).for_each(|letter| sender.post(letter).unwrap());
-        assert!(mail.has_rung() && is_readable(&mail));
+        assert!(!mail.is_signaled() && !is_readable(&mail));
+        (1..=3).for_each(|message| sender.post(message).unwrap());
+        assert!(mail.is_signaled() && is_readable(&mail));
         mail.answer();
-        let letters: Vec<u32> = std::iter::from_fn(|| mail.take()).collect();
-        assert_eq!(letters, [1, 2, 3]);
-        assert!(!mail.has_rung());
+        let messages: Vec<u32> = std::iter::from_fn(|| mail.take()).collect();
+        assert_eq!(messages, [1, 2, 3]);
+        assert!(!mail.is_signaled());
     }
 
     #[test]

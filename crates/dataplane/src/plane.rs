@@ -5,6 +5,7 @@
 //! requests in flight; [`Plane::observe`] never waits.
 
 mod clients;
+mod engines;
 mod host;
 pub(crate) mod iothreads;
 mod opened;

@@ -18,7 +18,7 @@ use rtvirtio_units::CpuId;
 use rustix::io::Errno;
 
 use crate::call::Call;
-use crate::iothread::{IoThread, IoThreadStats, Letter, Poller, Polling, Watchdog};
+use crate::iothread::{IoThread, IoThreadStats, Poller, Polling, ThreadMessage, Watchdog};
 use crate::mailbox::{Sender, mailbox};
 use crate::queue::{Broken, Queue, QueueKey, QueueSetup, SlotsSetup};
 
@@ -69,7 +69,7 @@ pub enum MoveError {
 }
 
 struct Thread {
-    mail: Sender<Letter>,
+    mail: Sender<ThreadMessage>,
     polling: Polling,
     stats: Arc<IoThreadStats>,
     tid: i32,
@@ -138,7 +138,7 @@ impl Pool {
     /// # Errors
     /// [`PoolError::Start`]: no thread, or no io_uring.
     pub fn add_thread(&self, name: &str, polling: Polling) -> Result<ThreadId, PoolError> {
-        let (mail, letters) = mailbox().map_err(|e| PoolError::Start(e.into()))?;
+        let (mail, messages) = mailbox().map_err(|e| PoolError::Start(e.into()))?;
         let stats = Arc::new(IoThreadStats::watched_by(Arc::clone(&self.watchdog)));
         let (started, start) = mpsc::channel();
         let (sender, for_thread) = (mail.clone(), Arc::clone(&stats));
@@ -148,7 +148,7 @@ impl Pool {
             .name(name.to_owned())
             .spawn(move || {
                 let _fatal = AbortOnPanic::new();
-                match IoThread::new(letters, sender, for_thread, poller) {
+                match IoThread::new(messages, sender, for_thread, poller) {
                     Ok(thread) => {
                         let tid = rustix::thread::gettid().as_raw_nonzero().get();
                         let _ = started.send(Ok(tid));
@@ -196,18 +196,18 @@ impl Pool {
             (thread, others)
         };
         // Results that others forward go past it from now on; those on their way are read before
-        // the letter that ends it.
+        // the message that ends it.
         let (answer, forwards) = mpsc::channel();
-        let _ = thread.mail.post(Letter::Forwards(answer));
+        let _ = thread.mail.post(ThreadMessage::Forwards(answer));
         let to = Arc::new(forwards.recv().unwrap_or_default());
         let (done, rerouted) = mpsc::channel();
         for other in others {
             let (past, to, done) = (thread.mail.clone(), Arc::clone(&to), done.clone());
-            let _ = other.post(Letter::Reroute { past, to, done });
+            let _ = other.post(ThreadMessage::Reroute { past, to, done });
         }
         drop(done);
         while rerouted.recv().is_ok() {}
-        let _ = thread.mail.post(Letter::End);
+        let _ = thread.mail.post(ThreadMessage::End);
         // It ends when what was started there has ended, and nobody needs to wait for a disk that does not
         // answer: the thread serves nothing.
         let until = Instant::now() + END_TIME;
@@ -229,7 +229,7 @@ impl Pool {
         let gated = thread.ok_or(PoolError::NoThread)?.is_gated();
         let tokens = if gated { self.tokens(cpus) } else { None };
         let (done, answer) = mpsc::channel();
-        self.post(id, Letter::Pin { cpus: cpus.to_vec(), tokens, done })?;
+        self.post(id, ThreadMessage::Pin { cpus: cpus.to_vec(), tokens, done })?;
         answer.recv().map_err(|_| PoolError::NoThread)?.map_err(PoolError::Pin)
     }
 
@@ -268,14 +268,14 @@ impl Pool {
         let place = Arc::new(Place {
             thread: Mutex::new(None),
             calls: Mutex::new(queue.calls()),
-            broken: Arc::clone(queue.latched()),
+            broken: Arc::clone(queue.broken_cell()),
         });
         let mut thread = lock(&place.thread);
         state.places.insert(key, Arc::clone(&place));
         drop(state);
         let (done, answer) = mpsc::channel();
         let started = self
-            .post(on, Letter::Adopt { queue, done })
+            .post(on, ThreadMessage::Adopt { queue, done })
             .and_then(|()| answer.recv().map_err(|_| PoolError::NoThread));
         if let Err(error) = started {
             self.forget(key);
@@ -296,7 +296,7 @@ impl Pool {
         let mut thread = lock(&place.thread);
         let on = thread.ok_or(PoolError::NoQueue)?;
         let (back, answer) = mpsc::channel();
-        self.post(on, Letter::Stop { key, back })?;
+        self.post(on, ThreadMessage::Stop { key, back })?;
         let queue = answer.recv().map_err(|_| PoolError::NoThread)?;
         queue.stats().see(0);
         *thread = None;
@@ -324,7 +324,7 @@ impl Pool {
             let _ = value.send(edit(queue));
             let _ = calls.send(queue.calls());
         });
-        self.post(on, Letter::Edit { key, edit, done })?;
+        self.post(on, ThreadMessage::Edit { key, edit, done })?;
         answer.recv().map_err(|_| PoolError::NoThread)?;
         if let Ok(calls) = new_calls.try_recv() {
             *lock(&place.calls) = calls;
@@ -346,11 +346,11 @@ impl Pool {
         let thread = lock(&place.thread);
         let on = thread.ok_or(PoolError::NoQueue)?;
         let (back, answer) = mpsc::channel();
-        self.post(on, Letter::Stop { key, back })?;
+        self.post(on, ThreadMessage::Stop { key, back })?;
         let mut queue = answer.recv().map_err(|_| PoolError::NoThread)?;
         edit(&mut queue);
         let (done, answer) = mpsc::channel();
-        self.post(on, Letter::Adopt { queue, done })?;
+        self.post(on, ThreadMessage::Adopt { queue, done })?;
         // The thread has it before anything else can be asked of the queue.
         answer.recv().map_err(|_| PoolError::NoThread)?;
         Ok(())
@@ -374,12 +374,12 @@ impl Pool {
         let (left, leave) = mpsc::channel();
         let (done, answer) = mpsc::channel();
         {
-            // Both threads stay while the letter is under way: `remove_thread` counts held places.
+            // Both threads stay while the message is under way: `remove_thread` counts held places.
             let state = lock(&self.state);
             let to = state.threads.get(&to).ok_or(PoolError::NoThread)?.mail.clone();
             let from = state.threads.get(&on).ok_or(PoolError::NoThread)?;
-            let letter = Letter::Release { key, to, left, done };
-            from.mail.post(letter).map_err(|_| PoolError::NoThread)?;
+            let message = ThreadMessage::Release { key, to, left, done };
+            from.mail.post(message).map_err(|_| PoolError::NoThread)?;
         }
         let adopted = answer.recv().map_err(|_| PoolError::NoQueue)?;
         *thread = Some(to);
@@ -413,7 +413,7 @@ impl Pool {
     /// stuck when it is in the same call as at the time before. It may as well be without a CPU,
     /// most of all behind its write, which wakes the driver: an eventfd that is not full is left
     /// alone.
-    pub(crate) fn free_stuck(
+    pub(crate) fn unblock_stuck_iothreads(
         &self,
         before: &mut HashMap<ThreadId, (u64, Option<QueueKey>)>,
     ) -> bool {
@@ -432,17 +432,17 @@ impl Pool {
         busy
     }
 
-    /// Who calls [`Self::free_stuck`].
+    /// Who calls [`Self::unblock_stuck_iothreads`].
     pub(crate) const fn watchdog(&self) -> &Arc<Watchdog> {
         &self.watchdog
     }
 
-    fn post(&self, to: ThreadId, letter: Letter) -> Result<(), PoolError> {
+    fn post(&self, to: ThreadId, message: ThreadMessage) -> Result<(), PoolError> {
         let mail = {
             let state = lock(&self.state);
             state.threads.get(&to).ok_or(PoolError::NoThread)?.mail.clone()
         };
-        mail.post(letter).map_err(|_| PoolError::NoThread)
+        mail.post(message).map_err(|_| PoolError::NoThread)
     }
 
     fn place(&self, key: QueueKey) -> Result<Arc<Place>, PoolError> {
@@ -454,7 +454,7 @@ impl Pool {
         state.places.remove(&key);
         // Read before whatever a later queue of that key is about.
         for thread in state.threads.values() {
-            let _ = thread.mail.post(Letter::Forget(key));
+            let _ = thread.mail.post(ThreadMessage::Forget(key));
         }
         state.free.push(key);
     }
@@ -464,7 +464,7 @@ impl Drop for Pool {
     fn drop(&mut self) {
         let threads = std::mem::take(&mut lock(&self.state).threads);
         for thread in threads.values() {
-            let _ = thread.mail.post(Letter::End);
+            let _ = thread.mail.post(ThreadMessage::End);
         }
         // In a panic queues may still be there, which their threads would serve for ever.
         if std::thread::panicking() {

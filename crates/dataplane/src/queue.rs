@@ -12,7 +12,8 @@ use std::sync::{Arc, OnceLock};
 use io_uring::squeue::{Entry128, SubmissionQueue};
 use rtvirtio_completion::slots::{NoRequest, SLOTS, SlotMemory};
 use rtvirtio_engine::{
-    Completions, Lent, Most, Operation, Outcome, Request, SCRATCH_BYTES, Segment, Token,
+    Completions, Operation, Outcome, Request, SCRATCH_BYTES, Segment, SubmitContext, Token,
+    TransferLimits,
 };
 use rtvirtio_qos::{Kind, MAX_TRANSFER, Running};
 use rtvirtio_units::{Bytes, Nanos};
@@ -26,11 +27,13 @@ use crate::iothread::{IoThreadStats, QUANTUM_BYTES, Share};
 use crate::memory::Memory;
 use crate::request::{Action, Limits, Status};
 use crate::ring::{Chain, Ring, RingError};
-use crate::schedule::{Ask, Member, Schedule};
+use crate::schedule::{Member, PendingRequest, Schedule};
 use crate::stats::{Op, QueueStats};
 
+mod inflight;
 mod source;
 
+use inflight::InflightRequest;
 pub(crate) use source::Kick;
 use source::{Slots, Source};
 
@@ -40,7 +43,7 @@ const BATCH: usize = 8;
 /// or of so many bytes.
 const BATCH_BYTES: u64 = 32 << 10;
 
-/// Most bytes of a transfer that are started at once, a multiple of any logical block: what the kernel pins,
+/// The most bytes of a transfer that are started at once, a multiple of any logical block: what the kernel pins,
 /// or memory copies, in a fraction of a millisecond. A chain may have 4 GiB, and its neighbours on the
 /// IOThread would wait for all of it. Linux asks for 1.25 MiB at most (`BLK_DEF_MAX_SECTORS_CAP`).
 pub(crate) const LONGEST: u64 = 1 << 20;
@@ -55,12 +58,12 @@ pub struct Queue {
     pub(crate) key: QueueKey,
     device: Arc<Device>,
     /// Of its engine.
-    most: Most,
+    most: TransferLimits,
     memory: Arc<Memory>,
     buffers: Option<Arc<FixedBuffers>>,
     source: Source,
     // Requests in flight refer to memory within them: they stay where they are.
-    slots: Box<[Slot]>,
+    inflight: Box<[InflightRequest]>,
     kick: Option<OwnedFd>,
     call: Option<Call>,
     error: Option<Call>,
@@ -85,7 +88,7 @@ pub struct Queue {
     /// Their bytes.
     finished_bytes: u64,
     /// For the device's schedule: what waits for its time, and what has ended, since it was told.
-    asks: Vec<Ask>,
+    asks: Vec<PendingRequest>,
     ended: Vec<Running>,
     /// Its disk's place in that.
     member: Option<Arc<Member>>,
@@ -96,36 +99,6 @@ struct Finished {
     status: Status,
     op: Op,
     bytes: u64,
-    popped: u64,
-    started: u64,
-}
-
-/// A request in flight. Free if `operation` is `None`.
-#[derive(Default)]
-struct Slot {
-    operation: Option<Operation>,
-    /// First byte of what is still to do.
-    offset: u64,
-    /// Bytes still to do.
-    length: u64,
-    segments: Vec<Segment>,
-    /// Segments that are done.
-    done: usize,
-    /// Bytes that are started at once, and the segment that they end before.
-    part: u64,
-    part_end: usize,
-    /// Its place on the device, by the schedule.
-    running: Option<Running>,
-    status: Option<Segment>,
-    /// For the engine.
-    scratch: [u64; SCRATCH_BYTES / 8],
-    written: u32,
-    /// How the driver marks it.
-    ioprio: u32,
-    /// Bytes in all.
-    bytes: u64,
-    /// When the round that found it began, and when its turn or batch did or room was found for it,
-    /// ns of [`now`].
     popped: u64,
     started: u64,
 }
@@ -249,7 +222,7 @@ impl Queue {
             memory: Arc::default(),
             buffers: None,
             source,
-            slots: (0..size).map(|_| Slot::default()).collect(),
+            inflight: (0..size).map(|_| InflightRequest::default()).collect(),
             kick: None,
             call: None,
             // An fd that cannot be written to is none.
@@ -295,7 +268,7 @@ impl Queue {
     }
 
     /// The same for whoever does not have the queue; neither waits for the other.
-    pub(crate) const fn latched(&self) -> &Arc<OnceLock<Broken>> {
+    pub(crate) const fn broken_cell(&self) -> &Arc<OnceLock<Broken>> {
         &self.broken
     }
 
@@ -329,7 +302,7 @@ impl Queue {
         self.buffers = buffers;
         self.memory = Arc::clone(&memory);
         let Some(ring) = self.source.ring() else { return Ok(()) };
-        ring.set_memory(memory).inspect_err(|&error| self.latch(error.into()))
+        ring.set_memory(memory).inspect_err(|&error| self.mark_broken(error.into()))
     }
 
     /// Logs writes to the used ring at a guest address, or not.
@@ -408,8 +381,8 @@ impl Queue {
         while share.bytes > 0
             && let Some(head) = self.waiting.pop()
         {
-            if self.slots[usize::from(head)].done_bytes() == 0 {
-                self.slots[usize::from(head)].started = begun;
+            if self.inflight[usize::from(head)].done_bytes() == 0 {
+                self.inflight[usize::from(head)].started = begun;
             }
             if !self.start(head, turn, share) {
                 return Pass::Full;
@@ -432,7 +405,7 @@ impl Queue {
                 Ok(Some(head)) => head,
                 Ok(None) => return Pass::Empty,
                 Err(error) => {
-                    self.latch(error);
+                    self.mark_broken(error);
                     return Pass::Empty;
                 }
             };
@@ -443,9 +416,9 @@ impl Queue {
                 discard_sectors: self.device.limits().discard_sectors,
                 id: *self.device.serial(),
             });
-            let slot = &mut self.slots[usize::from(head)];
+            let slot = &mut self.inflight[usize::from(head)];
             let Some(parsed) = self.source.parse(limits, &mut slot.segments) else {
-                self.latch(Broken::NoStatus);
+                self.mark_broken(Broken::NoStatus);
                 return Pass::Empty;
             };
             share.requests -= 1;
@@ -469,11 +442,11 @@ impl Queue {
                     slot.done = 0;
                     if self.member.is_some() {
                         self.ask(head);
-                        share.bytes -= self.slots[usize::from(head)].cost();
+                        share.bytes -= self.inflight[usize::from(head)].cost();
                         continue;
                     }
                     let most = self.most(operation);
-                    self.slots[usize::from(head)].divide(most);
+                    self.inflight[usize::from(head)].divide(most);
                     if !self.start(head, turn, share) {
                         return Pass::Full;
                     }
@@ -483,7 +456,7 @@ impl Queue {
         Pass::More
     }
 
-    /// Most bytes that are started at once of a request that does this.
+    /// The most bytes that are started at once of a request that does this.
     fn most(&self, operation: Operation) -> u64 {
         let longest = match operation {
             Operation::Read | Operation::Write { .. } => LONGEST,
@@ -506,7 +479,7 @@ impl Queue {
     /// queue is full, and it waits.
     fn start(&mut self, head: u16, turn: &mut Turn<'_, '_>, share: &mut Share) -> bool {
         loop {
-            let cost = self.slots[usize::from(head)].cost();
+            let cost = self.inflight[usize::from(head)].cost();
             match self.start_part(head, turn) {
                 Outcome::Done(result) => {
                     share.bytes -= cost;
@@ -532,7 +505,7 @@ impl Queue {
     }
 
     fn start_part(&mut self, head: u16, turn: &mut Turn<'_, '_>) -> Outcome {
-        let slot = &mut self.slots[usize::from(head)];
+        let slot = &mut self.inflight[usize::from(head)];
         let Some(operation) = slot.operation else { return Outcome::Done(Ok(())) };
         let scratch = Segment::new(slot.scratch.as_mut_ptr().cast(), SCRATCH_BYTES);
         let segments = &slot.segments[slot.done..slot.part_end];
@@ -549,7 +522,7 @@ impl Queue {
             },
             scratch,
         };
-        let mut lent = Lent {
+        let mut lent = SubmitContext {
             submission: turn.submission,
             commands: turn.commands.as_deref_mut(),
             file: turn.file,
@@ -561,7 +534,7 @@ impl Queue {
     /// The result of a completion queue entry: bytes, or a negated error number. False: the rest
     /// of a short transfer found the submission queue full.
     pub(crate) fn complete_raw(&mut self, head: u16, raw: i32, turn: &mut Turn<'_, '_>) -> bool {
-        let Some(slot) = self.slots.get_mut(usize::from(head)) else { return true };
+        let Some(slot) = self.inflight.get_mut(usize::from(head)) else { return true };
         let Some(operation) = slot.operation else { return true };
         let transfers = matches!(operation, Operation::Read | Operation::Write { .. });
         let result = match u64::try_from(raw) {
@@ -601,7 +574,7 @@ impl Queue {
 
     /// The same, without the next part's start; whether it is to start now.
     fn settle(&mut self, head: u16, result: Result<(), Errno>) -> bool {
-        let Some(slot) = self.slots.get_mut(usize::from(head)) else { return false };
+        let Some(slot) = self.inflight.get_mut(usize::from(head)) else { return false };
         let Some(operation) = slot.operation else { return false };
         if result.is_err() || slot.part == slot.length {
             self.finish(head, result.into(), op(operation));
@@ -615,14 +588,14 @@ impl Queue {
             return false;
         }
         let most = self.most(operation);
-        self.slots[usize::from(head)].divide(most);
+        self.inflight[usize::from(head)].divide(most);
         true
     }
 
     /// Has the device's schedule say when what is left of a request starts, or as much of it as its
     /// engine takes and no more than [`MAX_TRANSFER`].
     fn ask(&mut self, head: u16) {
-        let Some(operation) = self.slots[usize::from(head)].operation else { return };
+        let Some(operation) = self.inflight[usize::from(head)].operation else { return };
         let (kind, most) = match operation {
             Operation::Read => (Kind::Read, MAX_TRANSFER.get()),
             Operation::Write { .. } => (Kind::Write, MAX_TRANSFER.get()),
@@ -633,9 +606,9 @@ impl Queue {
         };
         let most = most.min(self.most.of(operation));
         let Some(member) = &self.member else { return };
-        let slot = &mut self.slots[usize::from(head)];
+        let slot = &mut self.inflight[usize::from(head)];
         slot.divide(most);
-        self.asks.push(Ask {
+        self.asks.push(PendingRequest {
             token: token(self.key, head),
             class: member.class(slot.ioprio),
             kind,
@@ -657,7 +630,7 @@ impl Queue {
     }
 
     /// What the schedule is to be told.
-    pub(crate) const fn told(&mut self) -> (&mut Vec<Ask>, &mut Vec<Running>) {
+    pub(crate) const fn told(&mut self) -> (&mut Vec<PendingRequest>, &mut Vec<Running>) {
         (&mut self.asks, &mut self.ended)
     }
 
@@ -674,14 +647,14 @@ impl Queue {
             self.publish(turn.stats);
             *time = now();
         }
-        let slot = &mut self.slots[usize::from(head)];
+        let slot = &mut self.inflight[usize::from(head)];
         slot.running = Some(running);
         slot.started = *time;
         self.go_on(head, turn);
     }
 
     fn finish(&mut self, head: u16, status: Status, op: Op) {
-        let slot = &mut self.slots[usize::from(head)];
+        let slot = &mut self.inflight[usize::from(head)];
         slot.operation = None;
         self.ended.extend(slot.running.take());
         if let Some(to) = slot.status.take() {
@@ -699,7 +672,7 @@ impl Queue {
         self.source.finish(head, written, slot.bytes, status);
         self.in_flight -= 1;
         self.unpublished = true;
-        let Slot { bytes, popped, started, .. } = *slot;
+        let InflightRequest { bytes, popped, started, .. } = *slot;
         self.finished.push(Finished { status, op, bytes, popped, started });
         self.finished_bytes += bytes;
     }
@@ -763,74 +736,13 @@ impl Queue {
     }
 
     /// The driver broke its ring: it is not served until it is set up anew.
-    fn latch(&mut self, error: Broken) {
+    fn mark_broken(&mut self, error: Broken) {
         // The first fault is what its driver did.
         let _ = self.broken.set(error);
         self.stats.set_broken(true);
         self.stats.see(0);
         self.error_due = true;
         self.unpublished = true;
-    }
-}
-
-impl Slot {
-    /// Bytes that are done.
-    const fn done_bytes(&self) -> u64 {
-        self.bytes - self.length
-    }
-
-    /// What its part takes of a turn. A range that is discarded or zeroed seldom costs its bytes: it ends
-    /// the turn at most.
-    fn cost(&self) -> i64 {
-        match self.operation {
-            Some(Operation::Read | Operation::Write { .. }) => self.part as i64,
-            _ => self.part.min(QUANTUM_BYTES.into()) as i64,
-        }
-    }
-
-    /// Starts no more than `most` bytes at once.
-    fn divide(&mut self, most: u64) {
-        if self.length <= most {
-            (self.part, self.part_end) = (self.length, self.segments.len());
-            return;
-        }
-        (self.part, self.part_end) = (0, self.done);
-        while let Some(segment) = self.segments.get_mut(self.part_end) {
-            let room = most - self.part;
-            if room == 0 {
-                break;
-            }
-            if segment.len() as u64 > room {
-                let mut rest = *segment;
-                rest.advance(room as usize);
-                *segment = Segment::new(segment.base(), room as usize);
-                self.segments.insert(self.part_end + 1, rest);
-            }
-            self.part += self.segments[self.part_end].len() as u64;
-            self.part_end += 1;
-        }
-        if self.segments.is_empty() {
-            self.part = most;
-        }
-    }
-
-    /// `bytes` of the transfer are done, fewer than were asked for; `memory` was written to.
-    fn advance(&mut self, mut bytes: u64, memory: Option<&Memory>) {
-        self.offset += bytes;
-        self.length -= bytes;
-        self.part -= bytes;
-        while let Some(segment) = self.segments.get_mut(self.done) {
-            let n = bytes.min(segment.len() as u64);
-            if let Some(memory) = memory {
-                memory.log_write(Segment::new(segment.base(), n as usize));
-            }
-            segment.advance(n as usize);
-            bytes -= n;
-            if !segment.is_empty() {
-                break;
-            }
-            self.done += 1;
-        }
     }
 }
 

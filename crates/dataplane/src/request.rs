@@ -78,7 +78,7 @@ pub(crate) struct Limits {
     pub(crate) geometry: Geometry,
     /// Whether writes are refused.
     pub(crate) read_only: bool,
-    /// Most sectors of a discard or write-zeroes segment.
+    /// The most sectors of a discard or write-zeroes segment.
     pub(crate) discard_sectors: u32,
     /// Whether a write must be durable when it completes: the write cache is off.
     pub(crate) write_through: bool,

@@ -234,7 +234,7 @@ impl Ring {
         if sigbus::broken_count() != self.broken {
             self.broken = sigbus::broken_count();
             if self.memory.is_broken() {
-                return Err(self.latch(RingError::MemoryGone));
+                return Err(self.mark_broken(RingError::MemoryGone));
             }
         }
         let taken =
@@ -244,12 +244,12 @@ impl Ring {
                 self.in_flight += u16::from(taken);
                 Ok(taken)
             }
-            Err(error) => Err(self.latch(error)),
+            Err(error) => Err(self.mark_broken(error)),
         }
     }
 
     #[cold]
-    const fn latch(&mut self, error: RingError) -> RingError {
+    const fn mark_broken(&mut self, error: RingError) -> RingError {
         self.error = Some(error);
         error
     }
@@ -344,7 +344,7 @@ impl Ring {
                 Ok(())
             }
             // The old memory is kept, since the ring still points into it.
-            Err(error) => Err(self.latch(error)),
+            Err(error) => Err(self.mark_broken(error)),
         }
     }
 

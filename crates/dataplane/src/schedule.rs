@@ -2,8 +2,8 @@
 //!
 //! The scheduler (room `qos`) is under a lock that an IOThread takes once a turn: it says what has
 //! arrived and what has ended at its queues since, and is told what to start. What another thread's
-//! queue is to start goes there by letter. Letters are posted under the lock, and a queue's new
-//! owner registers under it, so whoever gets a letter has the queue or knows where it went.
+//! queue is to start goes there by message. Letters are posted under the lock, and a queue's new
+//! owner registers under it, so whoever gets a message has the queue or knows where it went.
 //!
 //! Whoever exchanges learns when to do so again though nothing happens. A queue that comes to a
 //! thread has it exchange once, and a change of the schedule each owner: what waits for a time is
@@ -26,13 +26,13 @@ use rtvirtio_qos::{
 use rtvirtio_spec::serve::IoPriority;
 use rtvirtio_units::{Bytes, Nanos};
 
-use crate::iothread::Letter;
+use crate::iothread::ThreadMessage;
 use crate::mailbox::Sender;
 use crate::queue::{QueueKey, from_token, now};
 
 /// A request that waits for its time.
 #[derive(Debug)]
-pub(crate) struct Ask {
+pub(crate) struct PendingRequest {
     pub(crate) token: Token,
     pub(crate) class: ClassId,
     pub(crate) kind: Kind,
@@ -45,7 +45,7 @@ pub struct Schedule(Mutex<State>);
 struct State {
     scheduler: Scheduler,
     /// Who has a queue, by key.
-    owners: Vec<Option<Sender<Letter>>>,
+    owners: Vec<Option<Sender<ThreadMessage>>>,
 }
 
 impl std::fmt::Debug for Schedule {
@@ -131,17 +131,17 @@ impl Schedule {
     fn change(self: &Arc<Self>, change: impl FnOnce(&mut Scheduler, Nanos)) {
         let mut state = self.state();
         change(&mut state.scheduler, Nanos::new(now()));
-        let mut told: Vec<&Sender<Letter>> = Vec::new();
+        let mut told: Vec<&Sender<ThreadMessage>> = Vec::new();
         for owner in state.owners.iter().flatten() {
             if !told.iter().any(|other| other.is(owner)) {
-                let _ = owner.post(Letter::Rescheduled(Arc::clone(self)));
+                let _ = owner.post(ThreadMessage::Rescheduled(Arc::clone(self)));
                 told.push(owner);
             }
         }
     }
 
     /// Whose queue this is now.
-    pub(crate) fn settle(&self, key: QueueKey, owner: &Sender<Letter>) {
+    pub(crate) fn settle(&self, key: QueueKey, owner: &Sender<ThreadMessage>) {
         let at = key.0 as usize;
         let mut state = self.state();
         if state.owners.len() <= at {
@@ -253,17 +253,17 @@ impl Drop for Member {
 }
 
 /// An IOThread's side of a schedule.
-pub(crate) struct Board {
+pub(crate) struct SchedulerClient {
     schedule: Arc<Schedule>,
     /// Its queues here.
     queues: u32,
-    asks: Vec<Ask>,
+    asks: Vec<PendingRequest>,
     ended: Vec<Running>,
     /// When to look again though nothing happens, ns.
     wake_at: u64,
 }
 
-impl Board {
+impl SchedulerClient {
     pub(crate) const fn new(schedule: Arc<Schedule>) -> Self {
         Self { schedule, queues: 0, asks: Vec::new(), ended: Vec::new(), wake_at: u64::MAX }
     }
@@ -273,7 +273,7 @@ impl Board {
     }
 
     /// A queue comes to this thread. What it waits for, only the thread that it left may know.
-    pub(crate) fn enter(&mut self, key: QueueKey, me: &Sender<Letter>) {
+    pub(crate) fn enter(&mut self, key: QueueKey, me: &Sender<ThreadMessage>) {
         self.queues += 1;
         self.schedule.settle(key, me);
         self.look();
@@ -295,7 +295,7 @@ impl Board {
     }
 
     /// Takes what has happened at a queue.
-    pub(crate) fn take(&mut self, asks: &mut Vec<Ask>, ended: &mut Vec<Running>) {
+    pub(crate) fn take(&mut self, asks: &mut Vec<PendingRequest>, ended: &mut Vec<Running>) {
         self.asks.append(asks);
         self.ended.append(ended);
     }
@@ -313,7 +313,7 @@ impl Board {
     /// the others' threads are told. How long another thread had the schedule, ns.
     pub(crate) fn exchange(
         &mut self,
-        me: &Sender<Letter>,
+        me: &Sender<ThreadMessage>,
         granted: &mut Vec<(Token, Running)>,
         now: u64,
     ) -> u64 {
@@ -328,13 +328,13 @@ impl Board {
             let owner = owners.get(from_token(token).0.0 as usize).and_then(Option::as_ref);
             match owner {
                 Some(owner) if !owner.is(me) => {
-                    let _ = owner.post(Letter::Granted { token, running });
+                    let _ = owner.post(ThreadMessage::Granted { token, running });
                 }
                 _ => granted.push((token, running)),
             }
         };
         let has_room = scheduler.has_room_for(self.asks.len());
-        for Ask { token, class, kind, bytes } in self.asks.drain(..) {
+        for PendingRequest { token, class, kind, bytes } in self.asks.drain(..) {
             let request = (token.0, kind, bytes);
             if has_room && let Some(started) = scheduler.start_at_once(class, request, time) {
                 hand(started);

@@ -17,7 +17,7 @@ use rtvirtio_dataplane::ring::Ring;
 use rtvirtio_dataplane::session::{
     Change, QueueHost, QueueSetup, Session, SessionError, StartError, StoppedQueue, serve,
 };
-use rtvirtio_engine::{Engine, Geometry, Lent, Outcome, Request};
+use rtvirtio_engine::{Engine, Geometry, Outcome, Request, SubmitContext};
 use rtvirtio_units::Bytes;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
@@ -34,7 +34,7 @@ impl Engine for Disk {
         }
     }
 
-    fn start(&self, _: &Request<'_>, _: &mut Lent<'_, '_>) -> Outcome {
+    fn start(&self, _: &Request<'_>, _: &mut SubmitContext<'_, '_>) -> Outcome {
         unreachable!("no request is ever taken from a ring")
     }
 

@@ -9,7 +9,9 @@ use criterion::{Criterion, criterion_group, criterion_main};
 use io_uring::IoUring;
 use rtvirtio_engine::file::{Aio, FileConfig, FileEngine, FileSource};
 use rtvirtio_engine::ram::RamEngine;
-use rtvirtio_engine::{Completions, Engine, Lent, Operation, Outcome, Request, Segment, Token};
+use rtvirtio_engine::{
+    Completions, Engine, Operation, Outcome, Request, Segment, SubmitContext, Token,
+};
 use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 
@@ -46,7 +48,8 @@ fn requests(c: &mut Criterion, name: &str, engine: &dyn Engine) {
                 let mut submission = ring.submission();
                 let submission = &mut submission;
                 let completions = &completions;
-                let mut lent = Lent { submission, commands: None, file: None, completions };
+                let mut lent =
+                    SubmitContext { submission, commands: None, file: None, completions };
                 assert_eq!(
                     black_box(engine.start(black_box(&request), &mut lent)),
                     Outcome::Done(Ok(()))

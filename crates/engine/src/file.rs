@@ -29,7 +29,7 @@ pub use image::{ImageError, open};
 pub(crate) use image::{last_error, set_flags};
 pub use lock::{Access, Lock, LockError, Lockable};
 
-use crate::{Engine, Geometry, Lent, Operation, Outcome, Request, Segment};
+use crate::{Engine, Geometry, Operation, Outcome, Request, Segment, SubmitContext};
 use image::Image;
 use threads::{Job, Threads};
 
@@ -224,7 +224,7 @@ impl Engine for FileEngine {
         self.image.writes_zeroes(unmap)
     }
 
-    fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
+    fn start(&self, request: &Request<'_>, lent: &mut SubmitContext<'_, '_>) -> Outcome {
         let read_only = self.image.read_only();
         let simple = match request.operation {
             Operation::Read => self.image.takes(request.offset, request.segments),

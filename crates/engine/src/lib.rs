@@ -28,8 +28,8 @@ pub use cost::Cost;
 pub use fatal::AbortOnPanic;
 pub use priority::raise_thread_priority;
 pub use request::{
-    Commands, Completions, Engine, Geometry, Lent, Most, Operation, Outcome, Request,
-    SCRATCH_BYTES, Segment, Token,
+    Commands, Completions, Engine, Geometry, Operation, Outcome, Request, SCRATCH_BYTES, Segment,
+    SubmitContext, Token, TransferLimits,
 };
 // Whoever starts an emulated SSD says what it is like.
 pub use rtvirtio_ssd::SsdConfig;

@@ -39,8 +39,8 @@ pub use format::FormatError;
 
 use crate::file::{Access, Aligned, FileSource, ImageError, Lockable, last_error, open, set_flags};
 use crate::{
-    CommandRing, Commands, Engine, Geometry, Lent, Most, Operation, Outcome, Request, Segment,
-    Token,
+    CommandRing, Commands, Engine, Geometry, Operation, Outcome, Request, Segment, SubmitContext,
+    Token, TransferLimits,
 };
 use block::Block;
 use command::{Command, Target};
@@ -53,9 +53,9 @@ const IOCTL_ADMIN: libc::Ioctl = 0xc048_4e41_u32 as libc::Ioctl;
 const IDENTIFY: u8 = 0x06;
 const OF_NAMESPACE: u32 = 0;
 const OF_CONTROLLER: u32 = 1;
-/// Most blocks of a command.
+/// The most blocks of a command.
 const MOST_BLOCKS: u64 = 1 << 16;
-/// Most blocks of a discarded range.
+/// The most blocks of a discarded range.
 const MOST_DISCARDED: u64 = u32::MAX as u64;
 
 /// Why a namespace cannot be served.
@@ -346,13 +346,13 @@ impl Engine for NvmeEngine {
         Some(self.commands)
     }
 
-    fn most(&self) -> Most {
+    fn most(&self) -> TransferLimits {
         let most = most(self.target.format.block_shift, &self.controller, &self.block);
         // What does nothing does it at once.
-        Most { discard: if self.can_discard() { most.discard } else { u64::MAX }, ..most }
+        TransferLimits { discard: if self.can_discard() { most.discard } else { u64::MAX }, ..most }
     }
 
-    fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
+    fn start(&self, request: &Request<'_>, lent: &mut SubmitContext<'_, '_>) -> Outcome {
         if let Some(result) = self.answer(request) {
             return Outcome::Done(result);
         }
@@ -387,9 +387,9 @@ impl Engine for NvmeEngine {
 }
 
 /// What is started at once, in whole blocks.
-fn most(block_shift: u8, controller: &Controller, block: &Block) -> Most {
+fn most(block_shift: u8, controller: &Controller, block: &Block) -> TransferLimits {
     let blocks = |bytes: u64, blocks: u64| (bytes >> block_shift).clamp(1, blocks) << block_shift;
-    Most {
+    TransferLimits {
         transfer: blocks(controller.most_bytes.min(block.most_transfer), MOST_BLOCKS),
         discard: blocks(block.most_discard, MOST_DISCARDED),
         zeroes: blocks(block.most_zeroes, MOST_BLOCKS),
@@ -402,7 +402,7 @@ mod tests {
 
     use super::*;
 
-    fn limits(most_bytes: u64, transfer: u64, discard: u64, zeroes: u64) -> [Most; 2] {
+    fn limits(most_bytes: u64, transfer: u64, discard: u64, zeroes: u64) -> [TransferLimits; 2] {
         let controller =
             Controller { most_bytes, write_cache: true, discard: true, write_zeroes: true };
         let block = Block::of_limits(transfer, discard, zeroes);
@@ -413,19 +413,20 @@ mod tests {
     fn least_of_the_limits_is_taken_in_whole_blocks() {
         // 512 KiB by MDTS, 126 pages by the kernel.
         let [small, large] = limits(524_288, 516_096, 2_199_023_255_040, 524_288);
-        let expected = Most { transfer: 516_096, discard: 2_199_023_255_040, zeroes: 524_288 };
+        let expected =
+            TransferLimits { transfer: 516_096, discard: 2_199_023_255_040, zeroes: 524_288 };
         assert_eq!(small, expected);
-        assert_eq!(large, Most { discard: 2_199_023_251_456, ..expected });
+        assert_eq!(large, TransferLimits { discard: 2_199_023_251_456, ..expected });
         let [small, large] = limits(8_192, 516_096, 10_000, 70_000);
-        assert_eq!(small, Most { transfer: 8_192, discard: 9_728, zeroes: 69_632 });
-        assert_eq!(large, Most { transfer: 8_192, discard: 8_192, zeroes: 69_632 });
+        assert_eq!(small, TransferLimits { transfer: 8_192, discard: 9_728, zeroes: 69_632 });
+        assert_eq!(large, TransferLimits { transfer: 8_192, discard: 8_192, zeroes: 69_632 });
         // What a command can say: 65,536 blocks, 2^32 - 1 of a discard; and one block at least.
         let [small, large] = limits(u64::MAX, u64::MAX, u64::MAX, u64::MAX);
         let discard = 4_294_967_295 * 512;
-        assert_eq!(small, Most { transfer: 33_554_432, discard, zeroes: 33_554_432 });
+        assert_eq!(small, TransferLimits { transfer: 33_554_432, discard, zeroes: 33_554_432 });
         assert_eq!(large.transfer, 268_435_456);
         let [_, large] = limits(4_096, 0, 0, 0);
-        assert_eq!(large, Most { transfer: 4_096, discard: 4_096, zeroes: 4_096 });
+        assert_eq!(large, TransferLimits { transfer: 4_096, discard: 4_096, zeroes: 4_096 });
     }
 
     #[test]

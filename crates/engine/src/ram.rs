@@ -4,7 +4,7 @@ use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 
 use crate::store::Store;
-use crate::{Cost, Engine, Geometry, Lent, Most, Operation, Outcome, Request};
+use crate::{Cost, Engine, Geometry, Operation, Outcome, Request, SubmitContext, TransferLimits};
 
 /// Bytes of memory that are given back at once.
 pub(crate) const MOST_DISCARD: u64 = 16 << 20;
@@ -42,15 +42,15 @@ impl Engine for RamEngine {
 
     /// Ranges are zeroed and given back on the thread that asks: no more of them at a time than takes a few
     /// milliseconds.
-    fn most(&self) -> Most {
-        Most { discard: MOST_DISCARD, zeroes: MOST_DISCARD, ..Most::default() }
+    fn most(&self) -> TransferLimits {
+        TransferLimits { discard: MOST_DISCARD, zeroes: MOST_DISCARD, ..TransferLimits::default() }
     }
 
     fn writes_zeroes(&self, unmap: bool) -> bool {
         !unmap
     }
 
-    fn start(&self, request: &Request<'_>, _lent: &mut Lent<'_, '_>) -> Outcome {
+    fn start(&self, request: &Request<'_>, _lent: &mut SubmitContext<'_, '_>) -> Outcome {
         self.cost.burn(request);
         Outcome::Done(match request.operation {
             Operation::Read => self.store.read(request.offset, request.segments),

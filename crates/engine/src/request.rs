@@ -135,7 +135,7 @@ pub trait Completions: Send + Sync {
 }
 
 /// What the IOThread that starts a request lends to the engine.
-pub struct Lent<'a, 'ring> {
+pub struct SubmitContext<'a, 'ring> {
     /// The thread's submission queue.
     pub submission: &'a mut SubmissionQueue<'ring>,
     /// That of its ring for commands, if the engine needs one ([`Engine::commands`]).
@@ -170,10 +170,10 @@ pub enum Commands {
     Polled,
 }
 
-/// Most bytes that a request may have when it is started, multiples of the logical block: the caller
+/// The most bytes that a request may have when it is started, multiples of the logical block: the caller
 /// cuts longer ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Most {
+pub struct TransferLimits {
     /// Of a read or write.
     pub transfer: u64,
     /// Of a discard.
@@ -182,14 +182,14 @@ pub struct Most {
     pub zeroes: u64,
 }
 
-impl Default for Most {
+impl Default for TransferLimits {
     /// As long as the disk.
     fn default() -> Self {
         Self { transfer: u64::MAX, discard: u64::MAX, zeroes: u64::MAX }
     }
 }
 
-impl Most {
+impl TransferLimits {
     /// Of a request that does this.
     #[must_use]
     pub const fn of(&self, operation: Operation) -> u64 {
@@ -220,8 +220,8 @@ pub trait Engine: Send + Sync {
     }
 
     /// What it takes at once; never changes.
-    fn most(&self) -> Most {
-        Most::default()
+    fn most(&self) -> TransferLimits {
+        TransferLimits::default()
     }
 
     /// Bytes that are written at a time at least: two disks on one engine have none of these in common.
@@ -236,7 +236,7 @@ pub trait Engine: Send + Sync {
     }
 
     /// Starts a request. On a hot path: no allocation, no lock that another thread holds long.
-    fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome;
+    fn start(&self, request: &Request<'_>, lent: &mut SubmitContext<'_, '_>) -> Outcome;
 
     /// From now on the disk ends here at the latest, until it is resized: what is about to be cut off is to
     /// have nothing in flight, since a write that ends behind the end of a file makes the file longer.

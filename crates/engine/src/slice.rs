@@ -6,7 +6,9 @@ use std::sync::Arc;
 use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 
-use crate::{Commands, Engine, Geometry, Lent, Most, Operation, Outcome, Request};
+use crate::{
+    Commands, Engine, Geometry, Operation, Outcome, Request, SubmitContext, TransferLimits,
+};
 
 /// Why there is no such part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -72,7 +74,7 @@ impl Engine for SliceEngine {
         self.whole.commands()
     }
 
-    fn most(&self) -> Most {
+    fn most(&self) -> TransferLimits {
         self.whole.most()
     }
 
@@ -84,7 +86,7 @@ impl Engine for SliceEngine {
         self.whole.writes_zeroes(unmap)
     }
 
-    fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
+    fn start(&self, request: &Request<'_>, lent: &mut SubmitContext<'_, '_>) -> Outcome {
         let offset = match request.operation {
             Operation::Flush => 0,
             // The caller has checked; what lies beyond is another's disk.
@@ -139,7 +141,10 @@ mod tests {
         let request = Request { token, operation, offset, length, segments, buffer, scratch };
         let submission = &mut ring.submission();
         let completions = &completions;
-        engine.start(&request, &mut Lent { submission, commands: None, file: None, completions })
+        engine.start(
+            &request,
+            &mut SubmitContext { submission, commands: None, file: None, completions },
+        )
     }
 
     #[test]

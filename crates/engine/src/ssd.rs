@@ -17,7 +17,8 @@ use crate::ram::MOST_DISCARD;
 use crate::store::Store;
 use crate::timed::{EngineError, Timed, Timer};
 use crate::{
-    Completions, Cost, Engine, Geometry, Lent, Most, Operation, Outcome, Request, Segment, Token,
+    Completions, Cost, Engine, Geometry, Operation, Outcome, Request, Segment, SubmitContext,
+    Token, TransferLimits,
 };
 
 /// What goes wrong: of the requests that a fault can hit, each `every`th, counted for each fault
@@ -162,11 +163,11 @@ impl Engine for SsdEngine {
     }
 
     /// As in [`crate::ram`].
-    fn most(&self) -> Most {
-        Most { discard: MOST_DISCARD, zeroes: MOST_DISCARD, ..Most::default() }
+    fn most(&self) -> TransferLimits {
+        TransferLimits { discard: MOST_DISCARD, zeroes: MOST_DISCARD, ..TransferLimits::default() }
     }
 
-    fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
+    fn start(&self, request: &Request<'_>, lent: &mut SubmitContext<'_, '_>) -> Outcome {
         let &Request { operation, offset, segments, .. } = request;
         let (fault, length) = self.fault(request);
         self.cost.burn(request);

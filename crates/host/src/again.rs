@@ -17,7 +17,7 @@ use crate::{Applied, ApplyOptions, GuestFault, Host, HostError, Topology};
 
 /// What of a plan was not applied.
 #[derive(Debug, Default)]
-pub struct LeftOut {
+pub struct SkippedVms {
     /// VMs that do not run.
     pub absent: Vec<VmName>,
     /// VMs that run and whose own knobs cannot be reached, and why: those knobs alone.
@@ -34,7 +34,7 @@ impl Host {
         &self,
         plan: &Plan,
         options: ApplyOptions,
-    ) -> Result<(Applied, LeftOut), HostError> {
+    ) -> Result<(Applied, SkippedVms), HostError> {
         // What a dead process left is not what the changes start from.
         let recovered = self.recover(&self.state.lock()?)?;
         let (mut topology, absent) = self.running(&Topology::of_plan(plan))?;
@@ -50,6 +50,6 @@ impl Host {
         let changes = diff(&observed, &wanted);
         let mut applied = self.apply(&topology, &observed, &changes, options)?;
         applied.recovered = recovered.or(applied.recovered);
-        Ok((applied, LeftOut { absent, unreached }))
+        Ok((applied, SkippedVms { absent, unreached }))
     }
 }

@@ -52,7 +52,7 @@ use rtvirtio_spec::profile::DeviceIdentity;
 use rtvirtio_spec::settings::{Knob, Knobs};
 use serde::Serialize;
 
-pub use again::LeftOut;
+pub use again::SkippedVms;
 pub use apply::{Applied, ApplyOptions, JournalStatus, RollbackOutcome, WatchdogOutcome};
 pub use block_trace::{BlockTrace, Extent, Latencies};
 pub use cgroup::CgroupVersion;

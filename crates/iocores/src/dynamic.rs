@@ -166,7 +166,7 @@ struct Spare {
 }
 
 /// An IOThread that is pressed.
-struct Pressed {
+struct Overloaded {
     thread: ThreadId,
     /// Its queues are worse off than busy.
     urgent: bool,
@@ -444,7 +444,7 @@ impl Dynamic {
         self.loads.get(&queue.id).map_or(queue.busy, |load| load.max(queue.busy))
     }
 
-    fn find_pressed(&self, view: &View<'_>) -> Vec<Pressed> {
+    fn find_pressed(&self, view: &View<'_>) -> Vec<Overloaded> {
         let mut found = Vec::new();
         for thread in view.window.unlocked() {
             let queues = &view.groups[&thread.id];
@@ -466,7 +466,7 @@ impl Dynamic {
                     queues.len(),
                 );
                 let stands = stand > 0;
-                found.push(Pressed { thread: thread.id, urgent: is_urgent, stands, why });
+                found.push(Overloaded { thread: thread.id, urgent: is_urgent, stands, why });
             }
         }
         found

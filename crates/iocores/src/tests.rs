@@ -1,4 +1,4 @@
-//! The properties that the header of the room states.
+//! The properties that the header of the crate states.
 
 mod hostile;
 mod world;

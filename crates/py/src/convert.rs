@@ -1,4 +1,4 @@
-//! Between Python's values and the rooms' types.
+//! Between Python's values and the crates' types.
 
 use std::error::Error;
 
@@ -25,7 +25,7 @@ pub(crate) fn to_python<'py, T: Serialize>(
     Ok(pythonize::pythonize(py, value)?)
 }
 
-/// A room's error as a `ValueError`, with its causes.
+/// A crate's error as a `ValueError`, with its causes.
 pub(crate) fn refused(error: impl Error) -> PyErr {
     let mut text = error.to_string();
     let mut cause = error.source();

@@ -1,4 +1,4 @@
-//! One load in the terms of two rooms: the simulator's condition, the models' load, a specification
+//! One load in the terms of two crates: the simulator's condition, the models' load, a specification
 //! under settings.
 
 use std::collections::BTreeMap;

@@ -189,8 +189,8 @@ fn main() -> ExitCode {
         let outcome = run(cli.verb, &interrupted);
         (outcome, output::failure())
     };
-    let Some((outcome, unwritten)) = output::while_it_is_read(work) else {
-        return ExitCode::from(output::NOBODY_READS);
+    let Some((outcome, unwritten)) = output::catch_broken_pipe(work) else {
+        return ExitCode::from(output::EXIT_SIGPIPE);
     };
     if let Some(why) = unwritten {
         if outcome.is_ok() && !changes_the_host {
@@ -210,7 +210,7 @@ fn main() -> ExitCode {
             ExitCode::from(130)
         }
         Err(e) => {
-            complain(&e);
+            report_error(&e);
             ExitCode::FAILURE
         }
     }
@@ -244,7 +244,7 @@ fn run(verb: Verb, interrupted: &AtomicBool) -> Result<Outcome> {
 }
 
 /// Prints an error with its causes, each once, and a hint if there is one.
-fn complain(error: &anyhow::Error) {
+fn report_error(error: &anyhow::Error) {
     eprintln!("error: {error:#}");
     let hint = error.chain().find_map(|cause| {
         if let Some(e) = cause.downcast_ref::<HostError>() {

@@ -1,7 +1,7 @@
 //! What is printed, who reads it, and what becomes of it if it cannot be written.
 //!
 //! `rtvirtio VERB | head` ends when `head` does: the first write that nobody reads unwinds, so that what the
-//! verb has set up is taken down, and the process ends with [`NOBODY_READS`]. The standard library's own
+//! verb has set up is taken down, and the process ends with [`EXIT_SIGPIPE`]. The standard library's own
 //! macros panic where they cannot print, so `main.rs` has others of the same names in their place:
 //! these keep the first other failure (a full disk, say) for [`failure`], and the verb goes on. What it does on
 //! the host must not depend on whether it can be told.
@@ -13,7 +13,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::sync::Mutex;
 
 /// Exit code: who read the output has gone (128 + SIGPIPE).
-pub(crate) const NOBODY_READS: u8 = 141;
+pub(crate) const EXIT_SIGPIPE: u8 = 141;
 
 /// The first failure to write standard output that was not for want of a reader.
 static FAILURE: Mutex<Option<String>> = Mutex::new(None);
@@ -22,22 +22,22 @@ static FAILURE: Mutex<Option<String>> = Mutex::new(None);
 struct Unread;
 
 /// What `work` returns; none if it ended because nobody reads what it prints any more.
-pub(crate) fn while_it_is_read<T>(work: impl FnOnce() -> T) -> Option<T> {
+pub(crate) fn catch_broken_pipe<T>(work: impl FnOnce() -> T) -> Option<T> {
     let usual = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
-        if !is_unread(info.payload()) {
+        if !is_broken_pipe(info.payload()) {
             usual(info);
         }
     }));
     match panic::catch_unwind(AssertUnwindSafe(work)) {
         Ok(value) => Some(value),
-        Err(payload) if is_unread(&*payload) => None,
+        Err(payload) if is_broken_pipe(&*payload) => None,
         Err(payload) => panic::resume_unwind(payload),
     }
 }
 
 /// Whether something unwound for want of a reader: a write here, or `print!` of a library.
-fn is_unread(payload: &(dyn Any + Send)) -> bool {
+fn is_broken_pipe(payload: &(dyn Any + Send)) -> bool {
     let of_print =
         |text: &String| text.starts_with("failed printing to ") && text.contains("os error 32");
     payload.is::<Unread>() || payload.downcast_ref::<String>().is_some_and(of_print)

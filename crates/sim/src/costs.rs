@@ -27,8 +27,8 @@ pub struct Costs {
     pub poll: Nanos,
     /// Of the IOThread, to call a driver that waits (a write to its eventfd).
     pub call: Nanos,
-    /// Of the IOThread, for a letter: a queue let go, or taken.
-    pub letter: Nanos,
+    /// Of the IOThread, for a message: a queue let go, or taken.
+    pub message: Nanos,
     /// Of the client, for a request: submitted, and its end taken.
     pub client: Nanos,
     /// Of the client, for each KiB of a request: made before it is written, looked at once it is read.
@@ -101,7 +101,7 @@ impl Costs {
             turn: of(self.turn),
             poll: of(self.poll),
             call: of(self.call),
-            letter: of(self.letter),
+            message: of(self.message),
             client: of(self.client),
             client_kib: of(self.client_kib),
             client_apart: of(self.client_apart),
@@ -117,7 +117,7 @@ impl Costs {
     }
 
     pub(crate) fn largest(&self) -> Nanos {
-        let Self { request, kib, reap, turn, poll, call, letter, .. } = *self;
+        let Self { request, kib, reap, turn, poll, call, message, .. } = *self;
         let Self { client, client_kib, client_turn, kick, wake, resume, far, idle, busy, .. } =
             *self;
         let of = |of: Interrupt| of.sender.max(of.delay).max(of.receiver);
@@ -128,7 +128,7 @@ impl Costs {
             turn,
             poll,
             call,
-            letter,
+            message,
             client,
             client_kib,
             client_turn,
@@ -157,7 +157,7 @@ impl Default for Costs {
             turn: Nanos::new(150),
             poll: Nanos::new(60),
             call: Nanos::new(1_106),
-            letter: Nanos::new(7_872),
+            message: Nanos::new(7_872),
             client: Nanos::new(247),
             client_kib: Nanos::new(87),
             client_apart: Nanos::ZERO,

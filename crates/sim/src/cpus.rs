@@ -84,7 +84,7 @@ impl Load {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Waker {
     Thread(u32),
-    /// A device, or whoever posts a letter: from elsewhere.
+    /// A device, or whoever posts a message: from elsewhere.
     Device,
     /// The thread's own timer, on its own CPU.
     Timer,

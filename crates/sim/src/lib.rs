@@ -7,17 +7,17 @@
 //! Terms. A *scenario* says what VMs do ([`scenario`]), a *machine* where ([`Machine`]), *costs* how much
 //! CPU time it takes ([`Costs`]). A *burst* is CPU time that a thread needs before others see what it did.
 //!
-//! Model. IOThreads loop as the data plane's do: batches, shares, adaptive polling, sleep, letters
+//! Model. IOThreads loop as the data plane's do: batches, shares, adaptive polling, sleep, messages
 //! (`world::iothread`). Each queue has a client that sleeps until it is called (`world::client`). Both, and
 //! threads that compute, share CPUs by Linux's rules (`cpus`). Every 10 ms the policy is shown a snapshot, in
 //! which a VM without its front end has no vCPUs, as for the data plane's monitor; what it
 //! decides is done with the pauses that it has: a queue that moves is served by nobody until the other
-//! IOThread reads its letter.
+//! IOThread reads its message.
 //!
 //! Left out, beside what `cpus` names: caches and memory bandwidth (a request costs the same on every CPU and
 //! after every move), the CPU time of the policy and its samples, interrupts of devices, the guest's own
 //! kernel, that a thread takes time to be made, and that a wake-up costs less on the CPU of who wakes. A
-//! completion that ends while its queue moves is seen by the new IOThread without a letter of its own.
+//! completion that ends while its queue moves is seen by the new IOThread without a message of its own.
 //!
 //! Pure: time and seed are the caller's. Properties (tests of the same name):
 //! `same_seed_same_outcome`, `each_request_ends_once_or_is_in_flight`,

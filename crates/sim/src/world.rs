@@ -2,7 +2,7 @@
 //!
 //! An event is taken, whoever it is for acts on it at that moment, and has further ones come. A burst is
 //! CPU time that somebody needs before the next thing that others can see: what a batch of requests, a
-//! wake-up or a letter costs. What a burst does comes about at its end.
+//! wake-up or a message costs. What a burst does comes about at its end.
 
 mod client;
 mod disk;

@@ -10,7 +10,7 @@
 //! one that gives way differ most of all. Within a stage each is made larger and smaller by a factor, by turns,
 //! and what brings the rows nearer is kept.
 //!
-//! What a letter costs comes from the pause of queues that move, less a wake-up; a kick is taken for as dear as a
+//! What a message costs comes from the pause of queues that move, less a wake-up; a kick is taken for as dear as a
 //! call, both are a write to an eventfd. No row shows `poll` and `turn` alone, nor `reap`, which needs a device:
 //! these keep their defaults.
 
@@ -201,7 +201,7 @@ pub fn find(rounds: &[Round]) -> Result<(Costs, String)> {
     let pause = median(rounds.iter().map(|round| round.pause_us).collect());
     let wake = median(rounds.iter().map(|round| round.wake_us).collect());
     let mut costs = start();
-    costs.letter = Nanos::from_secs_f64((pause - wake).max(0.1) / 1e6);
+    costs.message = Nanos::from_secs_f64((pause - wake).max(0.1) / 1e6);
     search(&mut costs, &measured)?;
     let mut text = format!(
         "{:<62} {:>10} {:>10}   {:>10} {:>10}   {:>10} {:>10}\n",

@@ -2,7 +2,7 @@
 //!
 //! A loop with one queue awake is for that queue. With several, what lies between two looks at the
 //! clock is for the queue that was served or shown to its driver between them; what comes before
-//! the first of them (submitting what was started before, reaping, letters) is for the queues whose
+//! the first of them (submitting what was started before, reaping, messages) is for the queues whose
 //! requests were started or have ended, request by request. That costs a look for each queue that
 //! has a turn, and one more; with one queue awake nothing.
 

@@ -5,24 +5,24 @@ use std::sync::Arc;
 use rtvirtio_engine::Token;
 use rtvirtio_qos::Running;
 
-use super::{IoThread, IoThreadStats, Letter, get};
+use super::{IoThread, IoThreadStats, ThreadMessage, get};
 use crate::queue::{Queue, from_token, now};
-use crate::schedule::Board;
+use crate::schedule::SchedulerClient;
 
 impl IoThread {
     /// Tells the devices' schedules what has happened and starts what they say. Whether there was
     /// anything.
     pub(super) fn schedule(&mut self) -> bool {
         let mut worked = false;
-        for at in 0..self.boards.len() {
+        for at in 0..self.scheduler_clients.len() {
             // What ends as soon as it is started makes room at once.
-            while let Some(board) = &mut self.boards[at]
+            while let Some(scheduler_client) = &mut self.scheduler_clients[at]
                 && let mut time = now()
-                && board.is_due(time)
+                && scheduler_client.is_due(time)
             {
                 worked = true;
                 let mut granted = std::mem::take(&mut self.granted);
-                let waited = board.exchange(&self.me, &mut granted, time);
+                let waited = scheduler_client.exchange(&self.me, &mut granted, time);
                 if waited > 0 {
                     IoThreadStats::add(&self.stats.lock_ns, waited);
                 }
@@ -30,7 +30,7 @@ impl IoThread {
                 self.granted = granted;
             }
             // The last queue may have left before its last word was passed on.
-            self.boards[at].take_if(|board| board.is_unused());
+            self.scheduler_clients[at].take_if(|scheduler_client| scheduler_client.is_unused());
         }
         worked
     }
@@ -54,30 +54,32 @@ impl IoThread {
                 });
                 self.wake(key);
             } else if let Some(forward) = self.forwards.get(&key) {
-                let _ = forward.to.post(Letter::Granted { token, running });
+                let _ = forward.to.post(ThreadMessage::Granted { token, running });
             }
         }
     }
 
-    /// The board of a queue's device; a new one if this thread has none yet.
-    pub(super) fn board(&mut self, queue: &Queue) -> Option<usize> {
+    /// The scheduler_client of a queue's device; a new one if this thread has none yet.
+    pub(super) fn scheduler_client(&mut self, queue: &Queue) -> Option<usize> {
         let schedule = queue.schedule()?;
-        let of = |board: &Option<Board>| board.as_ref().is_some_and(|b| b.is_of(schedule));
-        let at = self.boards.iter().position(of).unwrap_or_else(|| {
-            let new = Some(Board::new(Arc::clone(schedule)));
-            match self.boards.iter().position(Option::is_none) {
+        let of = |scheduler_client: &Option<SchedulerClient>| {
+            scheduler_client.as_ref().is_some_and(|b| b.is_of(schedule))
+        };
+        let at = self.scheduler_clients.iter().position(of).unwrap_or_else(|| {
+            let new = Some(SchedulerClient::new(Arc::clone(schedule)));
+            match self.scheduler_clients.iter().position(Option::is_none) {
                 Some(free) => {
-                    self.boards[free] = new;
+                    self.scheduler_clients[free] = new;
                     free
                 }
                 None => {
-                    self.boards.push(new);
-                    self.boards.len() - 1
+                    self.scheduler_clients.push(new);
+                    self.scheduler_clients.len() - 1
                 }
             }
         });
-        if let Some(board) = &mut self.boards[at] {
-            board.enter(queue.key, &self.me);
+        if let Some(scheduler_client) = &mut self.scheduler_clients[at] {
+            scheduler_client.enter(queue.key, &self.me);
         }
         Some(at)
     }

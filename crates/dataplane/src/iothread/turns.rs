@@ -249,7 +249,7 @@ mod tests {
     #[derive(Debug, Clone, Copy)]
     enum Step {
         Turn,
-        /// A letter cuts the round short.
+        /// A message cuts the round short.
         Cut,
         /// Something is pending at the queue, or nothing any more.
         Toggle(usize),

@@ -23,8 +23,8 @@ fn every_letter_is_read_by_an_owner_that_sleeps() {
         ];
         let mut read = 0;
         while read < 2 {
-            mail.bell.wake.0.wait();
-            if mail.has_rung() {
+            mail.doorbell.wake.0.wait();
+            if mail.is_signaled() {
                 mail.answer();
                 while mail.take().is_some() {
                     read += 1;
@@ -53,8 +53,8 @@ struct Queue {
     fetched: usize,
 }
 
-enum Letter {
-    Release(Sender<Letter>),
+enum ThreadMessage {
+    Release(Sender<ThreadMessage>),
     Adopt(Queue),
     Ended { here: bool },
     End,
@@ -62,12 +62,12 @@ enum Letter {
 
 /// An IOThread.
 struct IoThread {
-    mail: Receiver<Letter>,
-    itself: Sender<Letter>,
+    mail: Receiver<ThreadMessage>,
+    itself: Sender<ThreadMessage>,
     queue: Option<Queue>,
-    forward: Option<Sender<Letter>>,
+    forward: Option<Sender<ThreadMessage>>,
     /// To whom it gives the queue as soon as it has it.
-    pass_on: Option<Sender<Letter>>,
+    pass_on: Option<Sender<ThreadMessage>>,
     ending: bool,
     /// Started here and not yet ended here.
     outstanding: usize,
@@ -76,10 +76,10 @@ struct IoThread {
 impl IoThread {
     /// One turn; whether there was nothing to do.
     fn turn(&mut self) -> bool {
-        if self.mail.has_rung() {
+        if self.mail.is_signaled() {
             self.mail.answer();
-            while let Some(letter) = self.mail.take() {
-                self.read(letter);
+            while let Some(message) = self.mail.take() {
+                self.read(message);
             }
         }
         let Some(queue) = &mut self.queue else { return true };
@@ -91,20 +91,20 @@ impl IoThread {
         queue.fetched = available;
         self.outstanding += started;
         // The engine tells the thread that started a request.
-        (0..started).for_each(|_| drop(self.itself.post(Letter::Ended { here: true })));
+        (0..started).for_each(|_| drop(self.itself.post(ThreadMessage::Ended { here: true })));
         started == 0
     }
 
-    fn read(&mut self, letter: Letter) {
-        match letter {
-            Letter::Release(to) => {
+    fn read(&mut self, message: ThreadMessage) {
+        match message {
+            ThreadMessage::Release(to) => {
                 let queue = self.queue.take().expect("the queue is here");
-                let _ = to.post(Letter::Adopt(queue));
+                let _ = to.post(ThreadMessage::Adopt(queue));
                 self.forward = Some(to);
             }
-            Letter::Adopt(queue) => match self.pass_on.take() {
+            ThreadMessage::Adopt(queue) => match self.pass_on.take() {
                 Some(to) => {
-                    let _ = to.post(Letter::Adopt(queue));
+                    let _ = to.post(ThreadMessage::Adopt(queue));
                     self.forward = Some(to);
                 }
                 None => {
@@ -113,14 +113,14 @@ impl IoThread {
                     self.queue = Some(queue);
                 }
             },
-            Letter::End => self.ending = true,
-            Letter::Ended { here } => {
+            ThreadMessage::End => self.ending = true,
+            ThreadMessage::Ended { here } => {
                 self.outstanding -= usize::from(here);
                 match (&self.queue, &self.forward) {
                     // SAFETY: loom fails the model if another thread is in here.
                     (Some(queue), _) => queue.ring.used.with_mut(|used| unsafe { *used += 1 }),
-                    (None, Some(to)) => drop(to.post(Letter::Ended { here: false })),
-                    (None, None) => unreachable!("a letter overtook the queue"),
+                    (None, Some(to)) => drop(to.post(ThreadMessage::Ended { here: false })),
+                    (None, None) => unreachable!("a message overtook the queue"),
                 }
             }
         }
@@ -149,7 +149,7 @@ fn request_around_a_move_is_completed_once_by_the_queues_owner() {
 
         // A kick wakes the target if it listens by then: if it does not, it looks when it does.
         // The source never sleeps, so its own kicks do not matter.
-        let kick = Arc::clone(&target_mail.bell);
+        let kick = Arc::clone(&target_mail.doorbell);
         let shared = Arc::clone(&ring);
         let driver = thread::spawn(move || {
             shared.available.store(1, Ordering::Release);
@@ -171,7 +171,7 @@ fn request_around_a_move_is_completed_once_by_the_queues_owner() {
                 outstanding: 0,
             };
             source.turn();
-            let _ = source.itself.post(Letter::Release(release_to));
+            let _ = source.itself.post(ThreadMessage::Release(release_to));
             while source.queue.is_some() || source.outstanding > 0 {
                 source.turn();
             }
@@ -186,8 +186,8 @@ fn request_around_a_move_is_completed_once_by_the_queues_owner() {
             outstanding: 0,
         };
         while !target.has_completed() {
-            if target.turn() && !target.mail.has_rung() && !target.has_completed() {
-                target.mail.bell.wake.0.wait();
+            if target.turn() && !target.mail.is_signaled() && !target.has_completed() {
+                target.mail.doorbell.wake.0.wait();
             }
         }
         driver.join().unwrap();
@@ -222,30 +222,30 @@ fn completion_follows_its_queue_over_two_moves() {
         let (middle, last) = (to_middle.clone(), to_target.clone());
         let mut source = thread(source_mail, to_source, Some(Queue { ring, fetched: 0 }), None);
         let source = thread::spawn(move || {
-            source.read(Letter::Release(middle));
+            source.read(ThreadMessage::Release(middle));
             // It had been started before; the engine tells of it now.
             source.outstanding = 1;
-            source.read(Letter::Ended { here: true });
+            source.read(ThreadMessage::Ended { here: true });
         });
         let ends = to_middle.clone();
         let mut middle = thread(middle_mail, to_middle, None, Some(last));
         let middle = thread::spawn(move || {
             while !middle.ending {
-                middle.mail.bell.wake.0.wait();
+                middle.mail.doorbell.wake.0.wait();
                 middle.turn();
             }
         });
         let mut target = thread(target_mail, to_target, None, None);
         while !target.has_completed() {
-            target.mail.bell.wake.0.wait();
-            while target.mail.has_rung() {
+            target.mail.doorbell.wake.0.wait();
+            while target.mail.is_signaled() {
                 target.mail.answer();
-                while let Some(letter) = target.mail.take() {
-                    target.read(letter);
+                while let Some(message) = target.mail.take() {
+                    target.read(message);
                 }
             }
         }
-        let _ = ends.post(Letter::End);
+        let _ = ends.post(ThreadMessage::End);
         source.join().unwrap();
         middle.join().unwrap();
     });

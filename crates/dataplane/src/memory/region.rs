@@ -29,7 +29,7 @@ pub struct Region {
     populated: Vec<(u64, u64)>,
 }
 
-/// Most populated parts of a region that are told apart; what follows them counts as empty.
+/// The most populated parts of a region that are told apart; what follows them counts as empty.
 const MAX_PARTS: usize = 256;
 /// A smaller part is not worth a registered buffer.
 const LEAST_PART: u64 = 1 << 20;

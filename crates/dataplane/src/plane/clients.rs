@@ -104,7 +104,7 @@ impl Host {
             self.broken_clients.fetch_add(1, Relaxed);
         }
         self.state().clients.retain(|client| client.key != key);
-        self.let_go();
+        self.detach_queue();
     }
 
     /// The clients that there are, served by that IOThread.

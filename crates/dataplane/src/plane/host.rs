@@ -309,7 +309,7 @@ impl Host {
         let started = self.lock_image().and_then(|()| start());
         self.state().starting -= 1;
         // If it was not started, what was taken for it goes.
-        self.let_go();
+        self.detach_queue();
         started
     }
 
@@ -318,7 +318,7 @@ impl Host {
         let Some(image) = &self.setup.image else { return Ok(()) };
         let _one = self.locking.lock().unwrap_or_else(PoisonError::into_inner);
         if self.state().lock.is_none() {
-            let lock = lock_soon(image).map_err(|_| StartError::Locked)?;
+            let lock = lock_with_retry(image).map_err(|_| StartError::Locked)?;
             self.state().lock = Some(lock);
         }
         Ok(())
@@ -407,7 +407,7 @@ impl Host {
 
     /// Tells of queues whose drivers broke them since the last time. Never waits: who calls this
     /// also frees threads that somebody here may be waiting for.
-    pub(super) fn tell_all_broken(&self) {
+    pub(super) fn report_broken_queues(&self) {
         let Ok(mut state) = self.state.try_lock() else { return };
         for (index, (place, stats)) in state.queues.iter_mut().zip(&self.stats).enumerate() {
             let Some(key) = place.key else { continue };
@@ -426,7 +426,7 @@ impl Host {
     }
 
     /// Unlocks it and lets the memory go with the last one.
-    pub(super) fn let_go(&self) {
+    pub(super) fn detach_queue(&self) {
         let mut state = self.state();
         if !state.is_used() {
             state.lock = None;
@@ -437,7 +437,7 @@ impl Host {
 
 /// Locks an image. Requests of a server that was killed hold its lock until they end, and a
 /// guest that migrates is here a moment before the other side has let go.
-pub(super) fn lock_soon(image: &Lockable) -> Result<Lock, LockError> {
+pub(super) fn lock_with_retry(image: &Lockable) -> Result<Lock, LockError> {
     let began = Instant::now();
     loop {
         match image.lock() {
@@ -448,7 +448,10 @@ pub(super) fn lock_soon(image: &Lockable) -> Result<Lock, LockError> {
 }
 
 /// Opens a namespace's block device to lock it, with the same patience.
-pub(super) fn claim_soon(generic: &OwnedFd, exclusive: bool) -> Result<OwnedFd, NvmeError> {
+pub(super) fn open_exclusive_with_retry(
+    generic: &OwnedFd,
+    exclusive: bool,
+) -> Result<OwnedFd, NvmeError> {
     let began = Instant::now();
     loop {
         match nvme::claim(generic, exclusive) {
@@ -479,7 +482,7 @@ impl QueueHost for Host {
                 self.tell_broken(index.into(), broken);
             }
         }
-        self.let_go();
+        self.detach_queue();
         let base = queue.map_or(0, |queue| queue.base());
         StoppedQueue { base, broken: broken.is_some() }
     }
@@ -581,7 +584,7 @@ mod tests {
             let waiting = scope.spawn(|| new.lock_image());
             std::thread::sleep(Duration::from_millis(200));
             assert!(!waiting.is_finished());
-            old.let_go();
+            old.detach_queue();
             assert_eq!(waiting.join().unwrap(), Ok(()));
         });
         // And nobody waits for ever.

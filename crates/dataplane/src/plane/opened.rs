@@ -10,7 +10,7 @@ use rtvirtio_engine::file;
 use rtvirtio_spec::serve::{Configuration, Device, Engine, ImageLock, Listen};
 
 use super::PlaneError;
-use super::host::claim_soon;
+use super::host::open_exclusive_with_retry;
 use super::registry::{SOCKET_MODE, io, refused};
 use crate::sandbox::{Identity, give};
 use crate::server::Listener;
@@ -63,7 +63,7 @@ impl Opened {
                     let fd = generic.map_err(|error| refused(what(), error))?;
                     let block = match config.lock {
                         ImageLock::Off => None,
-                        lock => Some(claim_soon(&fd, lock == ImageLock::Always)),
+                        lock => Some(open_exclusive_with_retry(&fd, lock == ImageLock::Always)),
                     };
                     let block = block.transpose().map_err(|error| refused(what(), error))?;
                     Some(Image { fd, block })

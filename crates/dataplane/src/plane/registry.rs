@@ -1,19 +1,13 @@
 //! The data plane itself: IOThreads and devices by name, over the pool and the server.
 
 use std::collections::HashMap;
-use std::num::NonZeroU64;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use rtvirtio_engine::file::{self, FileConfig, FileSource, Lockable};
-use rtvirtio_engine::nvme::{NvmeConfig, NvmeEngine};
-use rtvirtio_engine::ram::RamEngine;
-use rtvirtio_engine::slice::SliceEngine;
-use rtvirtio_engine::ssd::{self, SsdEngine};
-use rtvirtio_engine::{AbortOnPanic, Cost, Engine, SsdConfig};
+use rtvirtio_engine::AbortOnPanic;
 use rtvirtio_qos as qos;
 use rtvirtio_qos::admission::{Curve, Wish};
 use rtvirtio_spec::control::{
@@ -21,13 +15,14 @@ use rtvirtio_spec::control::{
 };
 use rtvirtio_spec::mapping::{Entry, Mapping};
 use rtvirtio_spec::serve::{
-    self, Aio, Configuration, Fault, ImageLock, IoCores, IoThread, Listen, MAX_DEVICES,
-    MAX_SCHEDULES, Policy, wire,
+    self, Configuration, Fault, ImageLock, IoCores, IoThread, Listen, MAX_DEVICES, MAX_SCHEDULES,
+    Policy, wire,
 };
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos};
 use tokio::sync::broadcast;
 
-use super::host::{Host, HostSetup, claim_soon, lock_soon};
+use super::engines::open;
+use super::host::{Host, HostSetup, lock_with_retry};
 use super::iothreads::{Adding, Core, Served, Slots, State};
 use super::opened::{Image, Opened, OpenedDevice};
 use super::{Admission, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError};
@@ -96,12 +91,12 @@ impl Registry {
                 while watched.on.load(Relaxed) {
                     std::thread::park_timeout(period);
                     watchdog.set_idle(false);
-                    let mut busy = pool.free_stuck(&mut before);
-                    watched.tell_all_broken();
+                    let mut busy = pool.unblock_stuck_iothreads(&mut before);
+                    watched.report_broken_queues();
                     if !busy {
                         // From here on who calls a driver wakes it; who began before is seen.
                         watchdog.set_idle(true);
-                        busy = pool.free_stuck(&mut before);
+                        busy = pool.unblock_stuck_iothreads(&mut before);
                     }
                     period = if busy { STUCK_PERIOD } else { IDLE_PERIOD };
                 }
@@ -190,7 +185,7 @@ impl Registry {
         let (engine, image) = open(&spec, image)?;
         let (lock, session_lock) = match (spec.engine.lock(), image) {
             (ImageLock::Always, Some(image)) => {
-                let lock = lock_soon(&image)
+                let lock = lock_with_retry(&image)
                     .map_err(|error| refused(format!("cannot lock the image of {name}"), error))?;
                 (Some(lock), None)
             }
@@ -332,10 +327,10 @@ impl Watched {
         self.hosts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn tell_all_broken(&self) {
+    fn report_broken_queues(&self) {
         self.hosts().retain(|host| {
             host.upgrade().is_some_and(|host| {
-                host.tell_all_broken();
+                host.report_broken_queues();
                 true
             })
         });
@@ -401,91 +396,6 @@ fn threads(state: &State, mapping: &Mapping) -> Result<Vec<ThreadId>, PlaneError
         thread.map(|t| t.id).ok_or_else(|| PlaneError::NoIoThread(name.clone()))
     };
     mapping.by_queue().iter().map(id).collect()
-}
-
-type EngineAndImage = (Arc<dyn Engine>, Option<Lockable>);
-
-/// A device's engine; what is to be locked apart.
-fn open(spec: &serve::Device, handed: Option<Image>) -> Result<EngineAndImage, PlaneError> {
-    let name = &spec.name;
-    let part_of = |whole: Arc<dyn Engine>, slice: Option<serve::Slice>, path: &Path| {
-        let Some(slice) = slice else { return Ok(whole) };
-        let part = SliceEngine::new(whole, slice.offset, slice.size);
-        let refuse =
-            |error| refused(format!("no such part of {} for {name}", path.display()), error);
-        Ok::<_, PlaneError>(Arc::new(part.map_err(refuse)?) as Arc<dyn Engine>)
-    };
-    match &spec.engine {
-        serve::Engine::File(config) => {
-            let what = format!("cannot open {} for {name}", config.path.display());
-            let image = file::FileEngine::open(FileConfig {
-                source: handed.map_or_else(
-                    || FileSource::Path(config.path.clone()),
-                    |i| FileSource::Fd(i.fd),
-                ),
-                direct: config.direct,
-                read_only: spec.read_only,
-                explicit_raw: config.raw,
-                block_size: config.block_size,
-                aio: match config.aio {
-                    Aio::Auto => file::Aio::Auto,
-                    Aio::IoUring => file::Aio::IoUring,
-                    Aio::Threads => file::Aio::Threads,
-                },
-            })
-            .map_err(|error| refused(what, error))?;
-            let lockable = image.lockable();
-            Ok((part_of(Arc::new(image), config.slice, &config.path)?, Some(lockable)))
-        }
-        serve::Engine::Nvme(config) => {
-            let refuse =
-                |error| refused(format!("cannot open {} for {name}", config.path.display()), error);
-            let (fd, block) = match handed {
-                Some(Image { fd, block }) => (fd, block),
-                None => {
-                    let fd = file::open(&config.path, spec.read_only);
-                    (fd.map_err(|error| refuse(error.into()))?, None)
-                }
-            };
-            let block = match (config.lock, block) {
-                (ImageLock::Off, _) => None,
-                (_, Some(block)) => Some(block),
-                (lock, None) => Some(claim_soon(&fd, lock == ImageLock::Always).map_err(refuse)?),
-            };
-            let source = FileSource::Fd(fd);
-            let (read_only, poll) = (spec.read_only, config.poll);
-            let namespace = NvmeEngine::open(NvmeConfig { source, read_only, poll });
-            let namespace = namespace.map_err(refuse)?;
-            let lockable = block.map(|block| namespace.lockable(block));
-            Ok((part_of(Arc::new(namespace), config.slice, &config.path)?, lockable))
-        }
-        serve::Engine::Ram { size, cpu } => {
-            let ram = RamEngine::new(*size, cost(*cpu))
-                .map_err(|error| io(format!("no memory for {name}"), error))?;
-            Ok((Arc::new(ram), None))
-        }
-        serve::Engine::Ssd(config) => {
-            let what = format!("cannot start the emulated SSD of {name}");
-            let model: SsdConfig =
-                config.model.parse().map_err(|error| refused(what.clone(), error))?;
-            let every = |n: u32| NonZeroU64::new(u64::from(n));
-            let stall = Duration::from_millis(u64::from(config.faults.stall_ms));
-            let faults = ssd::Faults {
-                error_every: every(config.faults.error_every),
-                no_space_every: every(config.faults.no_space_every),
-                short_every: every(config.faults.short_every),
-                stall: every(config.faults.stall_every).map(|n| (n, stall)),
-                seed: config.seed,
-            };
-            let ssd = SsdEngine::start(model, config.size, config.seed, faults)
-                .map_err(|error| refused(what, error))?;
-            Ok((Arc::new(ssd.with_cost(cost(config.cpu))), None))
-        }
-    }
-}
-
-fn cost(cpu: serve::CpuCost) -> Cost {
-    Cost { request: Duration::from(cpu.request), kib: Duration::from(cpu.kib) }
 }
 
 impl Plane for Registry {

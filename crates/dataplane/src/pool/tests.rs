@@ -10,7 +10,7 @@ use io_uring::{opcode, types};
 use rtvirtio_engine::file::{Aio, FileConfig, FileEngine, FileSource};
 use rtvirtio_engine::ram::RamEngine;
 use rtvirtio_engine::ssd::{Faults, SsdEngine};
-use rtvirtio_engine::{Engine, Geometry, Lent, Operation, Outcome, Request};
+use rtvirtio_engine::{Engine, Geometry, Operation, Outcome, Request, SubmitContext};
 use rtvirtio_units::Bytes;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
@@ -120,7 +120,7 @@ impl Engine for Tricky {
         self.file.geometry()
     }
 
-    fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
+    fn start(&self, request: &Request<'_>, lent: &mut SubmitContext<'_, '_>) -> Outcome {
         use std::os::fd::AsRawFd;
         let token = request.token.0;
         if let Some((socket, _)) = &self.again
@@ -598,7 +598,7 @@ fn more_requests_than_the_submission_queue_holds_all_complete() {
     let keys: Vec<QueueKey> =
         queues.iter().map(|q| pool.start(q.setup(&device), id).unwrap()).collect();
     // The thread finds 16 × 48 requests when it looks up: more than 512.
-    let (let_go, hold) = std::sync::mpsc::channel::<()>();
+    let (release, hold) = std::sync::mpsc::channel::<()>();
     let (holds, held) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -626,7 +626,7 @@ fn more_requests_than_the_submission_queue_holds_all_complete() {
             }
             queue.publish();
         }
-        let_go.send(()).unwrap();
+        release.send(()).unwrap();
     });
     for queue in &mut queues {
         let start = Instant::now();

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
 use rtvirtio_completion::slots::{NoRequest, SLOT_BYTES, SLOTS, SlotMemory, Wanted, Way};
-use rtvirtio_completion::{Bell, Ticket, Wakes};
+use rtvirtio_completion::{Doorbell, Ticket, Wakes};
 use rtvirtio_engine::{Operation, Segment};
 use rustix::fd::OwnedFd;
 
@@ -59,13 +59,13 @@ impl Slots {
         }
     }
 
-    fn bell(&self) -> &Bell {
-        self.memory.slots().bell()
+    fn doorbell(&self) -> &Doorbell {
+        self.memory.slots().doorbell()
     }
 
     fn next(&mut self) -> Result<Option<u16>, NoRequest> {
         if self.due == 0 {
-            self.due = self.bell().answer();
+            self.due = self.doorbell().answer();
         }
         if self.due == 0 {
             return Ok(None);
@@ -171,7 +171,7 @@ impl Source {
     pub(super) fn is_pending(&self) -> bool {
         match self {
             Self::Ring { ring, .. } => ring.is_pending(),
-            Self::Slots(slots) => slots.due != 0 || slots.bell().has_rung(),
+            Self::Slots(slots) => slots.due != 0 || slots.doorbell().is_signaled(),
         }
     }
 
@@ -186,14 +186,14 @@ impl Source {
     pub(super) fn enable_notification(&mut self) -> bool {
         match self {
             Self::Ring { ring, .. } => ring.enable_notification(),
-            Self::Slots(slots) => slots.due != 0 || slots.bell().sleep(),
+            Self::Slots(slots) => slots.due != 0 || slots.doorbell().sleep(),
         }
     }
 
     pub(super) fn disable_notification(&mut self) {
         match self {
             Self::Ring { ring, .. } => ring.disable_notification(),
-            Self::Slots(slots) => slots.bell().wake_up(),
+            Self::Slots(slots) => slots.doorbell().wake_up(),
         }
     }
 
@@ -209,7 +209,7 @@ impl Source {
     pub(super) fn futex(&self) -> Option<Kick<'_>> {
         match self {
             Self::Ring { .. } => None,
-            Self::Slots(slots) => Some(Kick::Futex(slots.bell().futex(), Bell::SILENT)),
+            Self::Slots(slots) => Some(Kick::Futex(slots.doorbell().futex(), Doorbell::SILENT)),
         }
     }
 

@@ -11,7 +11,7 @@ use rustix::event::epoll;
 
 use super::{Listener, STACK, Shared, Socket, listen_on, lock};
 
-/// Most clients of a disk: each may take a thread here and the memory of its slots.
+/// The most clients of a disk: each may take a thread here and the memory of its slots.
 pub const CLIENTS_MAX: usize = 64;
 
 /// Serves a client until it leaves or must; who it is, if that can be seen.

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
-use rtvirtio_engine::{Engine, Geometry, Lent, Outcome, Request};
+use rtvirtio_engine::{Engine, Geometry, Outcome, Request, SubmitContext};
 use rtvirtio_units::Bytes;
 use rustix::fs::MemfdFlags;
 use rustix::io::Errno;
@@ -28,7 +28,7 @@ impl Engine for Disk {
         }
     }
 
-    fn start(&self, _: &Request<'_>, _: &mut Lent<'_, '_>) -> Outcome {
+    fn start(&self, _: &Request<'_>, _: &mut SubmitContext<'_, '_>) -> Outcome {
         unreachable!("no request is ever taken from a ring")
     }
 

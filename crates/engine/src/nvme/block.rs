@@ -23,11 +23,11 @@ pub(super) struct Block {
     /// Such as `nvme0n1`.
     pub(super) name: String,
     device: u64,
-    /// Most bytes of a transfer, however it lies in memory.
+    /// The most bytes of a transfer, however it lies in memory.
     pub(super) most_transfer: u64,
-    /// Most bytes that are discarded at once; none: it does not.
+    /// The most bytes that are discarded at once; none: it does not.
     pub(super) most_discard: u64,
-    /// Most bytes that are zeroed at once; none: it does not.
+    /// The most bytes that are zeroed at once; none: it does not.
     pub(super) most_zeroes: u64,
     /// Unit that the device writes without reading, in bytes.
     pub(super) physical_block: u32,

@@ -80,7 +80,7 @@ impl Namespace {
 /// A controller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Controller {
-    /// Most bytes that a command may transfer.
+    /// The most bytes that a command may transfer.
     pub(super) most_bytes: u64,
     /// Whether completed writes may be lost with the power, until a flush.
     pub(super) write_cache: bool,

@@ -7,8 +7,8 @@ use std::time::Duration;
 use io_uring::IoUring;
 use rtvirtio_engine::ram::RamEngine;
 use rtvirtio_engine::{
-    CommandRing, Completions, Engine, Lent, Operation, Outcome, Request, SCRATCH_BYTES, Segment,
-    Token, nvme,
+    CommandRing, Completions, Engine, Operation, Outcome, Request, SCRATCH_BYTES, Segment,
+    SubmitContext, Token, nvme,
 };
 use rtvirtio_units::Bytes;
 use rustix::io::Errno;
@@ -176,7 +176,7 @@ impl Driver {
         let request = Request { token, operation, offset, length, segments, buffer, scratch };
         let mut submission = self.ring.submission();
         let mut commands = self.commands.as_mut().map(CommandRing::submission);
-        let mut lent = Lent {
+        let mut lent = SubmitContext {
             submission: &mut submission,
             commands: commands.as_mut(),
             file: self.file,

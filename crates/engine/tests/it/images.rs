@@ -363,7 +363,7 @@ impl Engine for Shared {
     fn start(
         &self,
         request: &rtvirtio_engine::Request<'_>,
-        lent: &mut rtvirtio_engine::Lent<'_, '_>,
+        lent: &mut rtvirtio_engine::SubmitContext<'_, '_>,
     ) -> Outcome {
         self.0.start(request, lent)
     }

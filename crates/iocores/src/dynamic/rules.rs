@@ -108,10 +108,10 @@ impl Dynamic {
     pub(super) fn relieve(
         &mut self,
         view: &View<'_>,
-        pressed: &[Pressed],
+        pressed: &[Overloaded],
     ) -> Option<Vec<Decision>> {
         let now = view.now;
-        let mut new: Vec<(&Pressed, Split)> = Vec::new();
+        let mut new: Vec<(&Overloaded, Split)> = Vec::new();
         for pressed in pressed {
             let queues = &view.groups[&pressed.thread];
             let split = self.split(queues);
@@ -231,9 +231,9 @@ impl Dynamic {
     fn fan_out<'a>(
         &self,
         view: &View<'_>,
-        new: Vec<(&'a Pressed, Split)>,
+        new: Vec<(&'a Overloaded, Split)>,
         room: usize,
-    ) -> Vec<(&'a Pressed, Split)> {
+    ) -> Vec<(&'a Overloaded, Split)> {
         let each = (room / new.len().max(1) + 1).min(self.fan);
         let stands = |queue: &QueueLoad| self.standing.get(queue.id) >= STREAK;
         let mut parts = Vec::new();
@@ -256,7 +256,7 @@ impl Dynamic {
     fn room(
         &self,
         view: &View<'_>,
-        pressed: &Pressed,
+        pressed: &Overloaded,
         part: &[QueueLoad],
     ) -> Option<(ThreadLoad, Vec<QueueLoad>)> {
         let situation = self.situation(view, pressed.urgent);
@@ -287,7 +287,7 @@ impl Dynamic {
     fn balance(
         &mut self,
         view: &View<'_>,
-        pressed: &Pressed,
+        pressed: &Overloaded,
         to: &ThreadLoad,
         go: &[QueueLoad],
     ) -> Vec<Decision> {
@@ -301,7 +301,7 @@ impl Dynamic {
     fn hand_over(
         &mut self,
         view: &View<'_>,
-        pressed: &Pressed,
+        pressed: &Overloaded,
         to: &ThreadLoad,
         go: &[QueueLoad],
     ) -> Vec<Decision> {
@@ -328,7 +328,7 @@ impl Dynamic {
     pub(super) fn even_out(
         &mut self,
         view: &View<'_>,
-        pressed: &[Pressed],
+        pressed: &[Overloaded],
     ) -> Option<Vec<Decision>> {
         if pressed.is_empty() || !self.may_even(view) {
             return None;

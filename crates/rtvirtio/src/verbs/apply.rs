@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use rtvirtio_host::{ApplyOptions, LeftOut, RollbackOutcome, Topology};
+use rtvirtio_host::{ApplyOptions, RollbackOutcome, SkippedVms, Topology};
 use serde_json::json;
 
 use crate::{Outcome, input};
@@ -72,11 +72,11 @@ pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
     let confirm_timeout = args.confirm_timeout.map(Duration::from_secs);
     let host = input::host();
     let options = ApplyOptions { confirm_timeout };
-    let (applied, LeftOut { absent, unreached }) = if args.again {
+    let (applied, SkippedVms { absent, unreached }) = if args.again {
         host.apply_again(&plan, options)?
     } else {
         let topology = Topology::of_plan(&plan);
-        (host.apply(&topology, &plan.observed, &plan.changes, options)?, LeftOut::default())
+        (host.apply(&topology, &plan.observed, &plan.changes, options)?, SkippedVms::default())
     };
     if applied.awaits_confirmation {
         watch()?;

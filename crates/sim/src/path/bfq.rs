@@ -3,7 +3,7 @@
 //! A model of what is published of it: the scheduler and its budgets by Valente and Checconi, *High Throughput Disk
 //! Scheduling with Fair Bandwidth Distribution* (IEEE Transactions on Computers 59(9), 2010); low latency by Valente and
 //! Andreolini, *Improving Application Responsiveness with the BFQ Disk I/O Scheduler* (SYSTOR 2012); its parameters by
-//! the kernel's Documentation/block/bfq-iosched.rst; injection by its cover letter (`injection`). What these leave
+//! the kernel's Documentation/block/bfq-iosched.rst; injection by its cover message (`injection`). What these leave
 //! open was measured on Linux 6.12 and 6.18 with block's tracepoints (ADR 0017).
 //!
 //! A process has a *queue*. The queue that [`FairTree`] chooses has the device for a *slot*: until its budget of

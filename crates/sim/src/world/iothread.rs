@@ -1,6 +1,6 @@
 //! An IOThread: the loop of `rtvirtio_dataplane`'s, burst by burst.
 //!
-//! A turn takes what has ended on devices and letters, then gives each queue that is awake its share, in
+//! A turn takes what has ended on devices and messages, then gives each queue that is awake its share, in
 //! batches whose ends are shown to the driver as one. When nothing is left it polls, as long as that has
 //! paid lately, then sleeps; a queue that slept kicks it awake.
 
@@ -19,13 +19,13 @@ const SHARE_BYTES: u64 = 256 << 10;
 const BATCH: usize = 8;
 const BATCH_BYTES: u64 = 32 << 10;
 /// A queue that was idle for so long among busy ones is not looked at any more until it kicks, ns.
-const DROWSY_NS: u64 = 1_000_000;
+const IDLE_BEFORE_NOTIFY_NS: u64 = 1_000_000;
 /// The first time that it polls, ns.
 const FIRST_POLL_NS: u64 = 4_000;
 
 /// What it is told.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Letter {
+pub(super) enum Message {
     Adopt(u32),
     Release { queue: u32, to: u32 },
 }
@@ -37,7 +37,7 @@ enum Doing {
     Polling,
     /// Letters, and so many queues with requests that have ended.
     Reaping {
-        letters: usize,
+        messages: usize,
         queues: usize,
         since: u64,
     },
@@ -63,7 +63,7 @@ pub(super) struct IoThread {
     pub(super) ending: bool,
     pub(super) queues: Vec<u32>,
     pub(super) awake: Vec<u32>,
-    pub(super) mail: VecDeque<Letter>,
+    pub(super) mail: VecDeque<Message>,
     /// Queues with requests that have ended.
     pub(super) ended: Vec<u32>,
     doing: Doing,
@@ -182,9 +182,9 @@ impl Simulation<'_> {
         }
     }
 
-    /// Posts a letter.
-    pub(super) fn post(&mut self, io: u32, letter: Letter) {
-        self.ios[io as usize].mail.push_back(letter);
+    /// Posts a message.
+    pub(super) fn post(&mut self, io: u32, message: Message) {
+        self.ios[io as usize].mail.push_back(message);
         self.ring(io, Waker::Device);
     }
 
@@ -208,9 +208,9 @@ impl Simulation<'_> {
                 let is_ending = of.ending;
                 if is_ending || self.has_work(io) { self.turn(io) } else { self.fall_asleep(io) }
             }
-            Doing::Reaping { letters, queues, since } => {
-                self.reap(io, queues, (now - since) / (letters + queues) as u64);
-                self.read_mail(io, letters);
+            Doing::Reaping { messages, queues, since } => {
+                self.reap(io, queues, (now - since) / (messages + queues) as u64);
+                self.read_mail(io, messages);
                 self.pass(io);
             }
             Doing::Paying => {
@@ -235,16 +235,16 @@ impl Simulation<'_> {
     /// A turn begins.
     fn turn(&mut self, io: u32) {
         let of = &self.ios[io as usize];
-        let (letters, queues) = (of.mail.len(), of.ended.len());
+        let (messages, queues) = (of.mail.len(), of.ended.len());
         let mut cost = self.costs.turn.get();
-        if letters + queues == 0 {
+        if messages + queues == 0 {
             let of = &mut self.ios[io as usize];
             of.owes += cost;
             of.worked = false;
             of.passed = 0;
             return self.pass(io);
         }
-        cost += letters as u64 * self.costs.letter.get();
+        cost += messages as u64 * self.costs.message.get();
         for &queue in &of.ended {
             cost += self.queues[queue as usize].ended.len() as u64 * self.costs.reap.get();
             if self.client_waits(queue) {
@@ -255,7 +255,7 @@ impl Simulation<'_> {
         cost += std::mem::take(&mut of.owes);
         of.worked = true;
         of.passed = 0;
-        of.doing = Doing::Reaping { letters, queues, since: self.events.now };
+        of.doing = Doing::Reaping { messages, queues, since: self.events.now };
         let thread = of.thread;
         self.cpus.burst(thread, cost, &mut self.events);
     }
@@ -299,7 +299,7 @@ impl Simulation<'_> {
                 return self.serve(io, place);
             }
         }
-        // A pass that a letter cut short goes on where it ended.
+        // A pass that a message cut short goes on where it ended.
         of.first = if of.passed < awake { (of.first + of.passed) % awake } else { 0 };
         self.turn_ends(io);
     }
@@ -313,7 +313,8 @@ impl Simulation<'_> {
             let queues = &mut self.queues;
             of.awake.retain(|&place| {
                 let queue = &mut queues[place as usize];
-                queue.awake = !queue.available.is_empty() || now - queue.busy_at <= DROWSY_NS;
+                queue.awake =
+                    !queue.available.is_empty() || now - queue.busy_at <= IDLE_BEFORE_NOTIFY_NS;
                 queue.awake
             });
         }
@@ -418,11 +419,11 @@ impl Simulation<'_> {
 
     // Letters.
 
-    fn read_mail(&mut self, io: u32, letters: usize) {
-        for _ in 0..letters {
+    fn read_mail(&mut self, io: u32, messages: usize) {
+        for _ in 0..messages {
             match self.ios[io as usize].mail.pop_front() {
-                Some(Letter::Adopt(queue)) => self.adopt(io, queue),
-                Some(Letter::Release { queue, to }) => self.release(io, queue, to),
+                Some(Message::Adopt(queue)) => self.adopt(io, queue),
+                Some(Message::Release { queue, to }) => self.release(io, queue, to),
                 None => return,
             }
         }
@@ -444,7 +445,7 @@ impl Simulation<'_> {
         let of = &mut self.ios[io as usize];
         of.queues.retain(|&other| other != place);
         of.awake.retain(|&other| other != place);
-        self.post(to, Letter::Adopt(place));
+        self.post(to, Message::Adopt(place));
     }
 
     fn adopt(&mut self, io: u32, place: u32) {
@@ -480,7 +481,7 @@ impl Simulation<'_> {
         let io = queue.home;
         queue.left_at = 0;
         queue.to = Some(io);
-        self.post(io, Letter::Adopt(place));
+        self.post(io, Message::Adopt(place));
     }
 
     /// A queue's disk is no longer used, once nothing is in flight.

@@ -6,7 +6,7 @@ use rtvirtio_iocores::{
 use rtvirtio_units::{CpuId, Nanos};
 use serde::Serialize;
 
-use super::iothread::Letter;
+use super::iothread::Message;
 use super::{Simulation, mask};
 use crate::cpus::Waker;
 use crate::events::Event;
@@ -258,7 +258,7 @@ impl Simulation<'_> {
         let Some(io) = of.owner.filter(|&io| is_still && io != to) else { return false };
         of.to = Some(to);
         self.meter.moved();
-        self.post(io, Letter::Release { queue: place, to });
+        self.post(io, Message::Release { queue: place, to });
         true
     }
 }

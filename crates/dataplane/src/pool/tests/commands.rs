@@ -5,7 +5,7 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 
-use rtvirtio_engine::{Commands, Most};
+use rtvirtio_engine::{Commands, TransferLimits};
 use rtvirtio_spec::serve::Completion;
 
 use super::moves::move_devices_at_full_speed;
@@ -17,14 +17,14 @@ struct ByCommand {
     kind: Commands,
     /// Synchronised by each command that interrupts: a worker of the kernel's tells its end.
     file: File,
-    most: Most,
+    most: TransferLimits,
     /// Of transfers, discards and write-zeroes.
     longest: [AtomicU64; 3],
     started: AtomicU64,
 }
 
 impl ByCommand {
-    fn new(kind: Commands, most: Most) -> Arc<Self> {
+    fn new(kind: Commands, most: TransferLimits) -> Arc<Self> {
         Arc::new(Self {
             ram: RamEngine::new(Bytes::new(DISK), Duration::ZERO).unwrap(),
             kind,
@@ -45,11 +45,11 @@ impl Engine for ByCommand {
         Some(self.kind)
     }
 
-    fn most(&self) -> Most {
+    fn most(&self) -> TransferLimits {
         self.most
     }
 
-    fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
+    fn start(&self, request: &Request<'_>, lent: &mut SubmitContext<'_, '_>) -> Outcome {
         let segments: u64 = request.segments.iter().map(|segment| segment.len() as u64).sum();
         let of = match request.operation {
             Operation::Discard => 1,
@@ -84,7 +84,7 @@ impl Engine for ByCommand {
 fn both() -> [Arc<dyn Engine>; 2] {
     [Commands::Interrupt, Commands::Polled].map(|kind| -> Arc<dyn Engine> {
         // A block takes three commands.
-        ByCommand::new(kind, Most { transfer: 1536, ..Most::default() })
+        ByCommand::new(kind, TransferLimits { transfer: 1536, ..TransferLimits::default() })
     })
 }
 
@@ -151,7 +151,7 @@ fn request_longer_than_its_engine_takes_is_cut_in_order() {
     const LENGTH: u32 = 1 << 20;
     let pool = Pool::default();
     let [id] = threads(&pool);
-    let most = Most { transfer: 12 << 10, discard: 600 << 10, zeroes: 5 << 9 };
+    let most = TransferLimits { transfer: 12 << 10, discard: 600 << 10, zeroes: 5 << 9 };
     let engine = ByCommand::new(Commands::Interrupt, most);
     let device = device(Arc::clone(&engine) as Arc<dyn Engine>, 1);
     let mut queue = Guarded::new(Shape::of(0));

@@ -14,7 +14,7 @@ fn watched<T>(pool: &Pool, act: impl FnOnce() -> T) -> T {
             let mut before = HashMap::new();
             while !stop.load(Relaxed) {
                 std::thread::sleep(Duration::from_millis(5));
-                pool.free_stuck(&mut before);
+                pool.unblock_stuck_iothreads(&mut before);
             }
         });
         let _stop = Stop(&stop);
@@ -83,7 +83,7 @@ fn thread_without_a_cpu_while_it_calls_loses_no_call() {
     rustix::io::write(&queue.call, &1u64.to_ne_bytes()).unwrap();
     let mut before = HashMap::new();
     for _ in 0..3 {
-        assert!(pool.free_stuck(&mut before));
+        assert!(pool.unblock_stuck_iothreads(&mut before));
     }
     let mut count = [0; 8];
     let read = rustix::io::read(&queue.call, &mut count);
@@ -137,7 +137,7 @@ fn full_eventfd_as_a_new_call_or_error_holds_nobody_up() {
 }
 
 #[test]
-fn broken_ring_is_latched_and_costs_nothing_and_others_are_served() {
+fn broken_ring_stays_broken_and_costs_nothing_and_others_are_served() {
     let pool = Pool::default();
     let [id] = threads(&pool);
     let device = device(ram(), 2);

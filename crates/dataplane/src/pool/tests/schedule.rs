@@ -294,7 +294,7 @@ impl Engine for Watching {
         self.0.geometry()
     }
 
-    fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
+    fn start(&self, request: &Request<'_>, lent: &mut SubmitContext<'_, '_>) -> Outcome {
         let segments: u64 = request.segments.iter().map(|segment| segment.len() as u64).sum();
         assert_eq!(segments, request.length);
         self.1.fetch_max(request.length, Relaxed);
@@ -384,7 +384,7 @@ impl Engine for InATurn {
         self.ram.geometry()
     }
 
-    fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
+    fn start(&self, request: &Request<'_>, lent: &mut SubmitContext<'_, '_>) -> Outcome {
         let now = self.thread.turns.load(Relaxed);
         let (turn, bytes, most) = &mut *self.turn.lock().unwrap();
         if *turn != now {
@@ -479,7 +479,7 @@ impl Engine for Zeroing {
         self.0.0.writes_zeroes(unmap)
     }
 
-    fn start(&self, request: &Request<'_>, lent: &mut Lent<'_, '_>) -> Outcome {
+    fn start(&self, request: &Request<'_>, lent: &mut SubmitContext<'_, '_>) -> Outcome {
         if let Operation::WriteZeroes { unmap: false, .. } = request.operation {
             self.0.1.fetch_max(request.length, Relaxed);
         }

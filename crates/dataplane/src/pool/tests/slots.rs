@@ -193,7 +193,7 @@ fn request_that_is_wrong_is_answered_with_an_error_and_others_go_on() {
     slots.get(index).unwrap().about();
     client.word(128 + 64 * index + 16).store(4096, Relaxed);
     client.word(128 + 64 * index + 20).store(77, Relaxed);
-    slots.bell().ring(index);
+    slots.doorbell().ring(index);
     let result = slots.get(index).unwrap().wait(ticket, Some(LOST));
     assert_eq!(result, Some(-libc::EOPNOTSUPP));
     client.verify(0, 1);
@@ -204,7 +204,7 @@ fn request_that_is_wrong_is_answered_with_an_error_and_others_go_on() {
 
 /// What is no request at all: a free slot that rings, one that rings again while its request is in flight.
 #[test]
-fn slots_that_are_broken_are_latched_and_others_are_served() {
+fn slots_that_are_broken_stay_so_and_others_are_served() {
     let pool = Pool::default();
     let [id] = threads(&pool);
     let device = device(ssd("ref-4x250*40"), 1);
@@ -223,9 +223,9 @@ fn slots_that_are_broken_are_latched_and_others_are_served() {
                 assert!(start.elapsed() < LOST);
                 std::thread::yield_now();
             }
-            slots.bell().ring(first);
+            slots.doorbell().ring(first);
         } else {
-            slots.bell().ring(33);
+            slots.doorbell().ring(33);
         }
         let start = Instant::now();
         while !bad.is_told_broken() {
@@ -260,7 +260,7 @@ fn garbage_in_slots_costs_its_client_alone() {
         let bad = Client::new();
         let key = pool.start_slots(bad.setup(&device), id).unwrap();
         for _ in 0..2_000 {
-            // Words, states among them, bits of the bell, and fields that would be right elsewhere.
+            // Words, states among them, bits of the doorbell, and fields that would be right elsewhere.
             let byte = random() as usize % ((128 + 64 * SLOTS) / 4) * 4;
             let value = match random() % 4 {
                 0 => 1,
@@ -270,7 +270,7 @@ fn garbage_in_slots_costs_its_client_alone() {
             };
             bad.word(byte).store(value, Relaxed);
             if random() % 8 == 0 {
-                bad.memory.slots().bell().ring(random() as usize % SLOTS);
+                bad.memory.slots().doorbell().ring(random() as usize % SLOTS);
             }
         }
         // Garbage may have written to any block.

@@ -36,7 +36,7 @@ fn refused(descriptors: &[Raw]) -> RingError {
 fn broken(ring: &mut Ring) -> RingError {
     let mut chain = Chain::default();
     let error = ring.next(&mut chain).unwrap_err();
-    assert_eq!(ring.next(&mut chain), Err(error), "latched");
+    assert_eq!(ring.next(&mut chain), Err(error), "it stays broken");
     assert_eq!(ring.error(), Some(error));
     assert!(!ring.is_pending());
     assert!(!ring.enable_notification());

@@ -516,7 +516,7 @@ impl Hostile {
             if value & 0x3 != 2 {
                 word.store(value, Ordering::Relaxed);
             }
-            self.memory.slots().bell().ring(random() as usize % SLOTS);
+            self.memory.slots().doorbell().ring(random() as usize % SLOTS);
         }
     }
 

@@ -20,13 +20,13 @@ const ASLEEP: u64 = 1;
 /// See the module's text. In memory that processes share; zeroes are one that nobody has rung.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
-pub struct Bell {
+pub struct Doorbell {
     /// [`ASLEEP`], and above it a bit for each slot.
     word: AtomicU64,
     bed: Bed,
 }
 
-impl Bell {
+impl Doorbell {
     /// Slots that it has a bit for.
     pub const SLOTS: usize = 63;
 
@@ -47,7 +47,7 @@ impl Bell {
 
     /// The poller's: whether somebody has rung. Cheap enough to spin on.
     #[must_use]
-    pub fn has_rung(&self) -> bool {
+    pub fn is_signaled(&self) -> bool {
         self.word.load(Ordering::Relaxed) & !ASLEEP != 0
     }
 
@@ -92,7 +92,7 @@ mod model {
     use super::*;
 
     struct Shared<const N: usize> {
-        bell: Bell,
+        doorbell: Doorbell,
         said: [UnsafeCell<u32>; N],
     }
     // SAFETY: loom fails the model if two threads are in a cell at a time.
@@ -104,21 +104,21 @@ mod model {
     /// handed over as a race.
     fn submitters_and_a_poller<const N: usize>() {
         let said = std::array::from_fn(|_| UnsafeCell::new(0));
-        let shared = Arc::new(Shared::<N> { bell: Bell::default(), said });
+        let shared = Arc::new(Shared::<N> { doorbell: Doorbell::default(), said });
         let submitters: [_; N] = std::array::from_fn(|index| {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
                 // SAFETY: loom fails the model if the poller reads already.
                 shared.said[index].with_mut(|said| unsafe { *said = 7 });
-                shared.bell.ring(index);
+                shared.doorbell.ring(index);
             })
         });
         let mut answered = 0;
         while answered != (1 << N) - 1 {
-            if !shared.bell.has_rung() && !shared.bell.sleep() {
-                shared.bell.wait();
+            if !shared.doorbell.is_signaled() && !shared.doorbell.sleep() {
+                shared.doorbell.wait();
             }
-            let new = shared.bell.answer();
+            let new = shared.doorbell.answer();
             assert_eq!(answered & new, 0, "each ring is answered once");
             answered |= new;
             for index in (0..N).filter(|index| new >> index & 1 == 1) {
@@ -152,32 +152,32 @@ mod tests {
 
     #[test]
     fn answer_names_the_slots_that_rang_once() {
-        let bell = Bell::default();
-        assert!(!bell.has_rung());
-        bell.ring(0);
-        bell.ring(62);
-        bell.ring(0);
-        assert!(bell.has_rung());
-        assert_eq!(bell.answer(), 1 | 1 << 62);
-        assert!(!bell.has_rung());
-        assert_eq!(bell.answer(), 0);
+        let doorbell = Doorbell::default();
+        assert!(!doorbell.is_signaled());
+        doorbell.ring(0);
+        doorbell.ring(62);
+        doorbell.ring(0);
+        assert!(doorbell.is_signaled());
+        assert_eq!(doorbell.answer(), 1 | 1 << 62);
+        assert!(!doorbell.is_signaled());
+        assert_eq!(doorbell.answer(), 0);
     }
 
     #[test]
     fn poller_that_sleeps_is_told_of_what_rang_before_and_woken_by_what_rings_after() {
-        let bell = Bell::default();
-        bell.ring(5);
-        assert!(bell.sleep());
-        assert_eq!(bell.answer(), 1 << 5);
-        assert!(!bell.sleep());
-        assert_eq!(bell.futex().load(Ordering::Relaxed), Bell::SILENT);
-        bell.ring(62);
-        assert_ne!(bell.futex().load(Ordering::Relaxed), Bell::SILENT);
+        let doorbell = Doorbell::default();
+        doorbell.ring(5);
+        assert!(doorbell.sleep());
+        assert_eq!(doorbell.answer(), 1 << 5);
+        assert!(!doorbell.sleep());
+        assert_eq!(doorbell.futex().load(Ordering::Relaxed), Doorbell::SILENT);
+        doorbell.ring(62);
+        assert_ne!(doorbell.futex().load(Ordering::Relaxed), Doorbell::SILENT);
         // It does not begin to wait.
-        bell.wait();
-        assert_eq!(bell.answer(), 1 << 62);
-        assert!(!bell.sleep());
-        bell.wake_up();
-        assert!(!bell.has_rung());
+        doorbell.wait();
+        assert_eq!(doorbell.answer(), 1 << 62);
+        assert!(!doorbell.sleep());
+        doorbell.wake_up();
+        assert!(!doorbell.is_signaled());
     }
 }

@@ -17,11 +17,16 @@ use crate::schedule::Schedule;
 pub(crate) type Edit = Box<dyn FnOnce(&mut Queue) + Send>;
 
 /// What an IOThread is told.
-pub(crate) enum Letter {
+pub(crate) enum ThreadMessage {
     /// Serve this queue. The answer says when its first turn began, ns.
     Adopt { queue: Box<Queue>, done: mpsc::Sender<u64> },
     /// Hand this queue to another thread, which answers; `left` says when it was let go.
-    Release { key: QueueKey, to: Sender<Letter>, left: mpsc::Sender<u64>, done: mpsc::Sender<u64> },
+    Release {
+        key: QueueKey,
+        to: Sender<ThreadMessage>,
+        left: mpsc::Sender<u64>,
+        done: mpsc::Sender<u64>,
+    },
     /// Fetch no more from this queue and give it back when nothing is in flight.
     Stop { key: QueueKey, back: mpsc::Sender<Box<Queue>> },
     /// Change something.
@@ -29,11 +34,11 @@ pub(crate) enum Letter {
     /// This queue has stopped: none of its results comes by any more.
     Forget(QueueKey),
     /// To whom do you forward?
-    Forwards(mpsc::Sender<Vec<(QueueKey, Sender<Letter>)>>),
+    Forwards(mpsc::Sender<Vec<(QueueKey, Sender<ThreadMessage>)>>),
     /// Forward no more results to `past`, which is to end, but to where it forwards them.
     Reroute {
-        past: Sender<Letter>,
-        to: Arc<Vec<(QueueKey, Sender<Letter>)>>,
+        past: Sender<ThreadMessage>,
+        to: Arc<Vec<(QueueKey, Sender<ThreadMessage>)>>,
         done: mpsc::Sender<()>,
     },
     /// A request has ended at another thread. `here`: it was started by the thread that reads this.
@@ -56,54 +61,55 @@ pub(crate) enum Ended {
     Result(Result<(), Errno>),
 }
 
-impl Completions for Sender<Letter> {
+impl Completions for Sender<ThreadMessage> {
     fn complete(&self, token: Token, result: Result<(), Errno>) {
         // A thread ends only when nothing is in flight that it started.
-        let _ = self.post(Letter::Ended { token, result: Ended::Result(result), here: true });
+        let _ =
+            self.post(ThreadMessage::Ended { token, result: Ended::Result(result), here: true });
     }
 }
 
 /// A queue that this thread has let go.
 pub(super) struct Forward {
-    pub(super) to: Sender<Letter>,
+    pub(super) to: Sender<ThreadMessage>,
     /// Requests that were started here and have not ended.
     pub(super) outstanding: u16,
 }
 
 impl IoThread {
     pub(super) fn read_mail(&mut self) -> bool {
-        if !self.mail.has_rung() {
+        if !self.mail.is_signaled() {
             return false;
         }
         self.mail.answer();
-        while let Some(letter) = self.mail.take() {
-            self.read(letter);
+        while let Some(message) = self.mail.take() {
+            self.read(message);
         }
         true
     }
 
-    fn read(&mut self, letter: Letter) {
-        match letter {
-            Letter::Adopt { queue, done } => {
+    fn read(&mut self, message: ThreadMessage) {
+        match message {
+            ThreadMessage::Adopt { queue, done } => {
                 self.adopt(queue);
                 let _ = done.send(now());
             }
-            Letter::Release { key, to, left, done } => {
+            ThreadMessage::Release { key, to, left, done } => {
                 self.show(key);
-                let Some(mut queue) = self.let_go(key) else { return };
+                let Some(mut queue) = self.detach_queue(key) else { return };
                 let _ = left.send(now());
                 let outstanding = std::mem::take(&mut queue.started_here);
                 self.forwards.insert(key, Forward { to: to.clone(), outstanding });
                 // A thread is not ended while a move to it is under way.
-                let _ = to.post(Letter::Adopt { queue, done });
+                let _ = to.post(ThreadMessage::Adopt { queue, done });
             }
-            Letter::Stop { key, back } => {
+            ThreadMessage::Stop { key, back } => {
                 if let Some(entry) = get_mut(&mut self.served, key) {
                     entry.stopping = Some(back);
                 }
                 self.wake(key);
             }
-            Letter::Edit { key, edit, done } => {
+            ThreadMessage::Edit { key, edit, done } => {
                 self.submit_all();
                 if let Some(entry) = get_mut(&mut self.served, key) {
                     edit(&mut entry.queue);
@@ -118,12 +124,12 @@ impl IoThread {
                 }
                 let _ = done.send(());
             }
-            Letter::Forget(key) => drop(self.forwards.remove(&key)),
-            Letter::Forwards(answer) => {
+            ThreadMessage::Forget(key) => drop(self.forwards.remove(&key)),
+            ThreadMessage::Forwards(answer) => {
                 let forwards = self.forwards.iter().map(|(&key, f)| (key, f.to.clone()));
                 let _ = answer.send(forwards.collect());
             }
-            Letter::Reroute { past, to, done } => {
+            ThreadMessage::Reroute { past, to, done } => {
                 for (key, to) in to.iter() {
                     if let Some(forward) = self.forwards.get_mut(key)
                         && forward.to.is(&past)
@@ -133,22 +139,24 @@ impl IoThread {
                 }
                 let _ = done.send(());
             }
-            Letter::Ended { token, result, here } => self.ended(token, result, here),
-            Letter::Granted { token, running } => self.grant(token, running, &mut now()),
-            Letter::Rescheduled(schedule) => {
-                let mut boards = self.boards.iter_mut().flatten();
-                if let Some(board) = boards.find(|board| board.is_of(&schedule)) {
-                    board.look();
+            ThreadMessage::Ended { token, result, here } => self.ended(token, result, here),
+            ThreadMessage::Granted { token, running } => self.grant(token, running, &mut now()),
+            ThreadMessage::Rescheduled(schedule) => {
+                let mut scheduler_clients = self.scheduler_clients.iter_mut().flatten();
+                if let Some(scheduler_client) =
+                    scheduler_clients.find(|scheduler_client| scheduler_client.is_of(&schedule))
+                {
+                    scheduler_client.look();
                 }
             }
-            Letter::Pin { cpus, tokens, done } => {
+            ThreadMessage::Pin { cpus, tokens, done } => {
                 let pinned = pin(&cpus);
                 if let Some(tokens) = tokens.filter(|_| pinned.is_ok()) {
                     self.poller.move_to(tokens, now());
                 }
                 let _ = done.send(pinned);
             }
-            Letter::End => self.ending = true,
+            ThreadMessage::End => self.ending = true,
         }
     }
 
@@ -162,7 +170,7 @@ impl IoThread {
         if let Some(commands) = commands {
             self.commands.need(commands);
         }
-        let board = self.board(&queue);
+        let scheduler_client = self.scheduler_client(&queue);
         self.stays = self.stays.wrapping_add(1);
         let at = key.0 as usize;
         if self.served.len() <= at {
@@ -175,14 +183,14 @@ impl IoThread {
             queue,
             registered,
             commands,
-            board,
+            scheduler_client,
             awake: false,
             busy_at: now(),
             work: 0,
             stay: self.stays,
             stopping: None,
         });
-        // A bell is listened to from the queue's first sleep on.
+        // A doorbell is listened to from the queue's first sleep on.
         if get(&self.served, key).is_some_and(|entry| !entry.has_bell()) {
             self.listen_to_kick(key);
         }
@@ -191,20 +199,20 @@ impl IoThread {
     }
 
     /// The queue is no longer this thread's.
-    pub(super) fn let_go(&mut self, key: QueueKey) -> Option<Box<Queue>> {
+    pub(super) fn detach_queue(&mut self, key: QueueKey) -> Option<Box<Queue>> {
         let entry = get(&self.served, key)?;
         if entry.listening {
-            // Before anybody else waits for its bell: that wakes one, who must not be the one that has left.
+            // Before anybody else waits for its doorbell: that wakes one, who must not be the one that has left.
             self.cancel(kick_data(key, entry.stay));
         }
         self.submit_all();
         let entry = self.served.get_mut(key.0 as usize)?.take()?;
         self.awake.retain(|other| other != key);
         self.resources.remove(&self.ring, &entry.queue, entry.registered);
-        if let Some(at) = entry.board
-            && let Some(board) = &mut self.boards[at]
+        if let Some(at) = entry.scheduler_client
+            && let Some(scheduler_client) = &mut self.scheduler_clients[at]
         {
-            board.leave();
+            scheduler_client.leave();
         }
         Some(entry.queue)
     }
