@@ -178,7 +178,7 @@ struct Served {
     registered: Registered,
     /// Which ring its disk's requests go to, unless it is the thread's own.
     commands: Option<Commands>,
-    /// Which of the thread's scheduler_clients is its device's.
+    /// Which of the thread's scheduler clients is its device's.
     scheduler_client: Option<usize>,
     awake: bool,
     /// Nobody says when there is something to do: it does not sleep.

@@ -2,7 +2,7 @@
 //!
 //! The scheduler (room `qos`) is under a lock that an IOThread takes once a turn: it says what has
 //! arrived and what has ended at its queues since, and is told what to start. What another thread's
-//! queue is to start goes there by message. Letters are posted under the lock, and a queue's new
+//! queue is to start goes there by message. Messages are posted under the lock, and a queue's new
 //! owner registers under it, so whoever gets a message has the queue or knows where it went.
 //!
 //! Whoever exchanges learns when to do so again though nothing happens. A queue that comes to a

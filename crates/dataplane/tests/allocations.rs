@@ -167,7 +167,7 @@ fn allocations(engine: Arc<dyn Engine>, packed: bool, fixed: bool) -> u64 {
     let key = pool.start(setup, thread).unwrap();
     let mut load = Load { guest, driver, kick, call, page: 0 };
     load.run(WARM_UP);
-    // Letters allocate: these two are not counted, and nobody sends another.
+    // Messages allocate: these two are not counted, and nobody sends another.
     pool.edit(key, |_| IS_COUNTED.set(true)).unwrap();
     // What follows the edit on its thread is over when a request is.
     load.run(BATCH);

@@ -59,7 +59,7 @@ impl IoThread {
         }
     }
 
-    /// The scheduler_client of a queue's device; a new one if this thread has none yet.
+    /// The scheduler client of a queue's device; a new one if this thread has none yet.
     pub(super) fn scheduler_client(&mut self, queue: &Queue) -> Option<usize> {
         let schedule = queue.schedule()?;
         let of = |scheduler_client: &Option<SchedulerClient>| {

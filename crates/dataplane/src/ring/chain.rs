@@ -10,9 +10,9 @@ use super::{Part, RingError};
 
 /// Descriptors of one request, those in an indirect table included.
 ///
-/// It is the largest size of a ring, and not the `seg_max` that the device announces (126): drivers which do not negotiate that
-/// feature send up to a ring's size, QEMU's device takes as many, and what a request costs other VMs does not depend on
-/// it, since transfers are divided and each part is a turn of its own.
+/// It is the largest size of a ring, and not the `seg_max` that the device announces (126). Drivers that do not
+/// negotiate that feature send up to a ring's size, and QEMU's device takes as many. What a request costs other VMs does
+/// not depend on it: transfers are divided, and each part is a turn of its own.
 pub const MAX_DESCRIPTORS: u16 = 1024;
 /// Segments of one request: a descriptor that crosses regions has several.
 pub const MAX_SEGMENTS: usize = 2048;

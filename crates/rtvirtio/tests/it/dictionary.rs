@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 const REPLACED: &[(&[&str], &str, &str)] = &[
     (&["crates/dataplane", "crates/sim/src/world"], "Letter", "ThreadMessage, Message"),
     (&["crates/dataplane", "crates/sim/src/world"], "letters", "messages"),
+    (&["crates/dataplane", "crates/sim/src/world"], "Letters", "Messages"),
     (&["crates/dataplane", "crates/completion", "crates/preload", "docs"], "bell", "doorbell"),
     (&["crates"], "Bell", "Doorbell"),
     (&["crates"], "has_rung", "is_signaled"),

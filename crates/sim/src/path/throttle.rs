@@ -1,6 +1,6 @@
 //! Limits of a cgroup on a device (`io.max`, `blkio.throttle`): bytes and requests, reads and writes.
 //!
-//! The kernel lets a limit through in windows of 100 ms, as its writers describe it (T. Heo and V. Goyal,
+//! The kernel lets a limit through in windows of 100 ms, as its writers describe it (V. Goyal,
 //! *blk-throttle*, linux-block) and as traces show: within a window all that it allows may go at once; what exceeds it
 //! waits for the next one, and for as long as its excess takes at the limit's rate. What a window leaves is lost.
 

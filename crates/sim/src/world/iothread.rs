@@ -35,7 +35,7 @@ pub(super) enum Message {
 enum Doing {
     Asleep,
     Polling,
-    /// Letters, and so many queues with requests that have ended.
+    /// Messages, and so many queues with requests that have ended.
     Reaping {
         messages: usize,
         queues: usize,
@@ -417,7 +417,7 @@ impl Simulation<'_> {
         self.cpus.sleep(thread, &mut self.events);
     }
 
-    // Letters.
+    // Messages.
 
     fn read_mail(&mut self, io: u32, messages: usize) {
         for _ in 0..messages {
