@@ -145,6 +145,12 @@ static off_t some_offset(void)
     }
 }
 
+/* Where in a page some memory begins. */
+static size_t in_page(const char *at)
+{
+    return (size_t)(at - memory) % PAGE;
+}
+
 static char *some_memory(void)
 {
     switch (random_below(24)) {
@@ -163,10 +169,16 @@ static void random_calls(int first, int count, int may_fork)
         size_t bytes = some_bytes();
         off_t offset = some_offset();
         char *at = some_memory();
+        /* Linux 6.18, for one, asks a device for direct I/O of misaligned memory piece by piece: a piece in one page
+           is transferred, a piece of several is refused, and where pieces end follows from the file's extents and
+           from which pages of memory happen to be neighbours. So such memory is of one page and of one segment. */
+        int misaligned = at && in_page(at);
+        if (misaligned) bytes %= PAGE - in_page(at);
         /* Apart from each other: which of two that overlap a device fills first is its own business. */
         /* How much of a source that cannot be read in full has been written is not said by any result. */
         char *from = at == memory + (memory_pages - 1) * PAGE ? NULL : at;
         struct iovec two[2] = {{at, sectors(bytes)}, {memory + PAGE * (10 + random_below(2)), sectors(some_bytes())}};
+        if (misaligned) two[1].iov_len = 0;
         const struct iovec *vectors = random_below(20) == 0 ? (void *)8 : two;
         if (at >= memory && at + bytes <= memory + memory_pages * PAGE) memset(at, step, bytes);
         long result = 0;
