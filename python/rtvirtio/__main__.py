@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         "--cells",
         type=Path,
         nargs="+",
-        help="cells.jsonl of `rtvirtio bench`: real conditions as judges, and for the bounds",
+        help="cells.jsonl of `rtvirtio-lab bench`: real conditions as judges, and for the bounds",
     )
     train.add_argument("--sizes", action="store_true", help="study of sizes, for Fig. 3")
     train.add_argument("--seed", type=int, default=1, help="(%(default)s)")
@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     figures.add_argument("--campaign", type=Path, help="a campaign `figures`: Figs. 2 and 5")
     figures.add_argument("--trained", type=Path, help="what `train` wrote: Figs. 3, 5, 6, Table III")
     figures.add_argument("--cases", type=Path, help="what `cases` wrote: Fig. 8")
-    figures.add_argument("--cells", type=Path, help="cells.jsonl of `rtvirtio bench`: Figs. 7 and 8")
+    figures.add_argument("--cells", type=Path, help="cells.jsonl of `rtvirtio-lab bench`: Figs. 7 and 8")
     figures.add_argument("--only", nargs="+", metavar="NAME", help="fig2, fig5a, table3, ...")
     figures.add_argument("--out", type=Path, required=True, help="directory of the figures")
     return parser

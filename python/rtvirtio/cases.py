@@ -181,7 +181,7 @@ def read(directory: Path) -> list[Verdict]:
 
 
 def read_cells(path: Path) -> list[dict[str, Any]]:
-    """Cells of `rtvirtio bench`: JSON lines."""
+    """Cells of `rtvirtio-lab bench`: JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 

@@ -1,7 +1,7 @@
 """The paper's figures from our data, as SVG and PNG: Figs. 2, 3, 5a-c, 6, 7, 8 and Table III.
 
 Figs. 2 and 5 need a campaign of the grid `figures`, Figs. 3, 5's curves, 6 and Table III what training
-wrote, Fig. 8 what `cases` came to, Figs. 7 and 8 the cells of `rtvirtio bench`. Nothing is made up: a figure
+wrote, Fig. 8 what `cases` came to, Figs. 7 and 8 the cells of `rtvirtio-lab bench`. Nothing is made up: a figure
 whose data is not there is not drawn, and is named with what it lacks.
 """
 
@@ -48,7 +48,7 @@ class Sources:
     shown_settings: grid.Settings | None = None
     #: A directory that `train` wrote.
     training: Path | None = None
-    #: Cells of `rtvirtio bench`.
+    #: Cells of `rtvirtio-lab bench`.
     cells: list[dict[str, Any]] = field(default_factory=list)
     #: What `cases` came to.
     verdicts: list[cases.Verdict] = field(default_factory=list)
@@ -236,7 +236,7 @@ def fig7(sources: Sources) -> Figure:
             by_scheme.setdefault(cell["key"]["scheme"], cell)
     schemes = [scheme for scheme in EXAMPLE_SCHEMES if scheme in by_scheme]
     if not schemes:
-        raise MissingError(f"cells of {EXAMPLE} (`rtvirtio bench`)")
+        raise MissingError(f"cells of {EXAMPLE} (`rtvirtio-lab bench`)")
     figure, columns = _figure(3.0 * len(schemes), 3.6, len(schemes))
     figure.supxlabel("judged percentile, ms (dashed: target)", fontsize=9)
     for axes in columns[1:]:
@@ -321,7 +321,7 @@ def fig8(sources: Sources) -> Figure:
         (v, what) for v, what in ((sources.verdicts, "simulated"), (measured, f"measured, {said}")) if v
     ]
     if not panels:
-        raise MissingError("run of `cases`, nor a cell (`rtvirtio bench`)")
+        raise MissingError("run of `cases`, nor a cell (`rtvirtio-lab bench`)")
     most = max(len({v.case for v in verdicts}) for verdicts, _ in panels)
     figure = Figure(figsize=(max(7.0, 0.75 * most), 3.8 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)

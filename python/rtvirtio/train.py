@@ -153,7 +153,7 @@ def rows(table: pa.Table) -> Rows:
 
 
 def rows_of_cells(cells: Iterable[dict[str, Any]]) -> Rows:
-    """Cells of `rtvirtio bench` that count: each task with a rate, at its judged percentile."""
+    """Cells of `rtvirtio-lab bench` that count: each task with a rate, at its judged percentile."""
 
     def found() -> Iterable[tuple[Condition, list[Tail]]]:
         for cell in cells:

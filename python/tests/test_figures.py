@@ -58,7 +58,7 @@ def test_figure_without_data_is_named_with_what_it_lacks(tmp_path: Path) -> None
     assert lacking == list(figures.NAMES)
     assert said[0] == "fig2: not drawn, for there is no campaign of the grid `figures`"
     assert said[1] == "fig3: not drawn, for there is no training.json of `train`"
-    assert said[7] == "fig8: not drawn, for there is no run of `cases`, nor a cell (`rtvirtio bench`)"
+    assert said[7] == "fig8: not drawn, for there is no run of `cases`, nor a cell (`rtvirtio-lab bench`)"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -18,7 +18,7 @@
 //!    wait for other promises is at most all their bursts at once.
 //!
 //! It is a statistic, not a proof: `what_is_admitted_is_kept_and_what_is_refused_is_not` simulates
-//! random sets, `rtvirtio bench qos-admission` measures some.
+//! random sets, `rtvirtio-lab bench qos-admission` measures some.
 //!
 //! # Properties (tests of the same name)
 //! - `what_is_admitted_is_kept_and_what_is_refused_is_not`, mostly;

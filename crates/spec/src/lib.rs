@@ -18,6 +18,7 @@
 //! know.
 
 pub mod control;
+pub mod cpulist;
 pub mod guests;
 pub mod latency;
 pub mod learned;

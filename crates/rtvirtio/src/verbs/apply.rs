@@ -158,7 +158,7 @@ pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
 
 pub(crate) fn rollback(args: &RollbackArgs) -> Result<Outcome> {
     let applied = input::host().rollback()?;
-    let benchmark = rtvirtio_bench::cell::recover_killed()?;
+    let benchmark = rtvirtio_calibrate::testbed::recover_killed()?;
     if args.json {
         input::print_json(&json!({ "applied": applied, "killed_benchmark": benchmark }))?;
         return Ok(Outcome::Done);

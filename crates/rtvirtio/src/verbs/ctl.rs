@@ -13,12 +13,13 @@ use rtvirtio_spec::control::{
     AddIoThread, DeviceState, IoThreadState, Lock, MoveQueue, Moved, PinIoThread, Resize, Resized,
     SetMapping,
 };
+use rtvirtio_spec::cpulist;
 use rtvirtio_spec::mapping::{Mapping, read};
 use rtvirtio_spec::serve::{Completion, CorePolicy, wire};
 use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name, NameError};
 
 use super::mapping::Format;
-use crate::{Outcome, input, output};
+use rtvirtio_cli::{Outcome, input, output};
 
 /// Arguments of `ctl`.
 #[derive(clap::Args)]
@@ -184,7 +185,7 @@ enum MappingCommand {
 
 /// CPUs of a command line; none: any.
 #[derive(Debug, Clone)]
-pub(crate) struct Cpus(pub(crate) Vec<CpuId>);
+struct Cpus(Vec<CpuId>);
 
 fn iothread(text: &str) -> Result<IoThreadName, NameError> {
     IoThreadName::new(text)
@@ -199,24 +200,8 @@ fn disk(text: &str) -> Result<DiskName, NameError> {
 }
 
 /// `0,2-3` or `any`.
-pub(crate) fn cpus(text: &str) -> Result<Cpus, String> {
-    const HIGHEST: u32 = rtvirtio_spec::serve::MAX_CPU;
-    if text == "any" {
-        return Ok(Cpus(Vec::new()));
-    }
-    let number = |text: &str| text.parse().ok().filter(|cpu| *cpu <= HIGHEST);
-    let mut cpus = Vec::new();
-    for part in text.split(',') {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let range = number(first).zip(number(last)).filter(|(first, last)| first <= last);
-        let Some((first, last)) = range else {
-            return Err(format!("write CPUs from 0 to {HIGHEST} as 0,2-3, or `any`"));
-        };
-        cpus.extend((first..=last).map(CpuId::new));
-    }
-    cpus.sort_unstable();
-    cpus.dedup();
-    Ok(Cpus(cpus))
+fn cpus(text: &str) -> Result<Cpus, String> {
+    cpulist::parse(text).map(Cpus)
 }
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
@@ -355,21 +340,4 @@ fn list(client: &ControlClient, json: bool) -> Result<()> {
     }
     println!("{}", show::devices(&found));
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn cpus_are_numbers_and_ranges_or_any() {
-        let read = |text: &str| {
-            cpus(text).ok().map(|cpus| cpus.0.iter().map(|cpu| cpu.get()).collect::<Vec<_>>())
-        };
-        assert_eq!(read("any"), Some(vec![]));
-        assert_eq!(read("4,0-2,1"), Some(vec![0, 1, 2, 4]));
-        for wrong in ["", "-", "1-", "2-1", "a", "1024", "0-4294967295", "1,,2"] {
-            assert_eq!(read(wrong), None, "{wrong}");
-        }
-    }
 }

@@ -1,4 +1,4 @@
-//! `rtvirtio bench iocores`.
+//! `rtvirtio-lab bench iocores`.
 
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -7,7 +7,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::scratch_disk::{RTVIRTIO, eventually, said};
+use crate::scratch_disk::{eventually, lab, said};
 
 /// One cell of 4 s, in which disks come and go.
 const SMALL: [&str; 12] = [
@@ -37,7 +37,7 @@ fn rtvirtio(directory: &Path) -> Command {
     let temporary = directory.join("tmp");
     std::fs::create_dir_all(&temporary).unwrap();
     let mut command = Command::new("setpriv");
-    command.args(["--pdeathsig", "KILL", RTVIRTIO]).env("TMPDIR", temporary);
+    command.args(["--pdeathsig", "KILL", &lab()]).env("TMPDIR", temporary);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }
@@ -168,7 +168,7 @@ fn benchmark_that_cannot_be_is_refused_with_1() {
         (["--seconds", "0.1"], "0.1"),
         (["--compute", "nan"], "--compute"),
     ] {
-        let output = Command::new(RTVIRTIO)
+        let output = Command::new(lab())
             .args(["bench", "iocores", wrong[0]])
             .arg(wrong[1])
             .arg("--out")

@@ -2,36 +2,28 @@
 
 use std::path::Path;
 
-use crate::scratch_disk::{RTVIRTIO, rtvirtio, said};
+use crate::scratch_disk::{RTVIRTIO, lab, output, rtvirtio, said};
 
 const NOWHERE: &str = "/nonexistent";
 
 #[test]
 fn help_names_every_verb() {
-    let output = rtvirtio(Path::new(NOWHERE), &["--help"]);
-    assert!(output.status.success());
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let verbs = [
-        "doctor",
-        "scratch",
-        "calibrate",
-        "plan",
-        "apply",
-        "confirm",
-        "verify",
-        "rollback",
-        "bench",
-        "report",
-        "demo",
-        "serve",
-        "ctl",
-        "tree",
-        "simulate",
-        "mapping",
-        "run",
-    ];
-    for verb in verbs {
-        assert!(text.contains(verb), "{verb}: {text}");
+    let operator = ["doctor", "calibrate", "plan", "apply", "confirm", "verify", "rollback"];
+    let others = ["boot", "watch", "serve", "ctl", "mapping"];
+    let laboratory = ["demo", "scratch", "bench", "report", "simulate"];
+    for (program, verbs) in
+        [(RTVIRTIO.to_owned(), [&operator[..], &others].concat()), (lab(), laboratory.to_vec())]
+    {
+        let output = output(&program, Path::new(NOWHERE), &["--help"]);
+        assert!(output.status.success());
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let listed: Vec<&str> = text
+            .lines()
+            .filter_map(|line| line.strip_prefix("  ")?.split_whitespace().next())
+            .collect();
+        for verb in verbs {
+            assert!(listed.contains(&verb), "{program} {verb}: {text}");
+        }
     }
 }
 
@@ -58,7 +50,7 @@ fn output_that_nobody_reads_ends_it_quietly() {
 fn completion_benchmark_refuses_what_is_not_in_its_matrix() {
     let refused = |arguments: &[&str], word: &str| {
         let arguments = [&["bench", "completion"], arguments].concat();
-        let output = rtvirtio(Path::new(NOWHERE), &arguments);
+        let output = output(&lab(), Path::new(NOWHERE), &arguments);
         let text = said(&output);
         assert!(output.status.code() == Some(1) && text.contains(word), "{arguments:?}: {text}");
     };
@@ -189,9 +181,9 @@ fn output_file_that_is_none_is_never_replaced() {
     // A report of a real cell of this repository.
     let cells = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/results/impossible/cells.jsonl");
     std::fs::copy(cells, path("cells.jsonl")).unwrap();
-    let report = |output: &Path| {
+    let report = |to: &Path| {
         let run = directory.path().to_str().unwrap();
-        rtvirtio(Path::new(NOWHERE), &["report", run, "-o", output.to_str().unwrap()])
+        output(&lab(), Path::new(NOWHERE), &["report", run, "-o", to.to_str().unwrap()])
     };
     // A link stays, and what it leads to is written.
     std::fs::write(path("target.html"), "old").unwrap();

@@ -5,7 +5,7 @@
 //! harness's; a path names another build of `rtvirtio`. Guests run under TCG, so none of this needs KVM; libvirt needs root.
 //!
 //! How often something is repeated is in [`counts::Counts`]: few times in `cargo test`, as often
-//! as a release asks with `RTVIRTIO_ENDURANCE=FILE` (`make bench-dataplane-endurance`), and then
+//! as a release asks with `RTVIRTIO_ENDURANCE=FILE` (`make bench EXPERIMENT=dataplane-endurance`), and then
 //! each test adds what it did to FILE.
 
 mod control;

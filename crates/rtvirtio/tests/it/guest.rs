@@ -6,9 +6,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use rtvirtio_bench::cell::{Testbed, plain};
+use rtvirtio_bench::cell::Testbed;
 use rtvirtio_bench::guests::Accelerator;
 use rtvirtio_bench::qos::curve::Curve;
+use rtvirtio_calibrate::testbed::{DeviceUnderTest as _, plain};
 use rtvirtio_cases::{Neighbour, Scheme, Tier};
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::specification::to_toml;

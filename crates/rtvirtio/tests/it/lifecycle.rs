@@ -11,7 +11,7 @@ use rtvirtio_bench::dataplane::client::{Client, Endpoint, Queue, Shape};
 use serde_json::Value;
 
 use crate::scratch_disk::{
-    Disk, Groups, RTVIRTIO, can_run, eventually, left_behind, rtvirtio, said,
+    Disk, Groups, RTVIRTIO, can_run, eventually, lab, left_behind, rtvirtio, said,
 };
 
 /// A profile of a 2 GiB ref-4x250 scratch disk, as `calibrate` wrote it.
@@ -471,7 +471,7 @@ fn start_bench(out: &Path) -> std::process::Child {
     std::fs::create_dir_all(out).unwrap();
     let profile = out.join("profile-given.json");
     std::fs::write(&profile, PROFILE).unwrap();
-    let child = Command::new(RTVIRTIO)
+    let child = Command::new(lab())
         .args(["bench", "--cases", "2xL", "--schemes", "hand", "--repetitions", "1"])
         .args(["--window", "60", "--profile", profile.to_str().unwrap()])
         .args(["--out", out.to_str().unwrap()])

@@ -151,7 +151,7 @@ fn served_is_verified(machine: &Machine) {
     for device in ["interrupted", "polled"] {
         let script = format!(
             "{INTERRUPTS}
-            rtvirtio bench dataplane verify --socket /run/{device}.sock --seconds 8 --queues 2 \
+            rtvirtio-lab bench dataplane verify --socket /run/{device}.sock --seconds 8 --queues 2 \
                 >/tmp/report.json 2>/tmp/verify.log &
             verify=$! moves=0
             while kill -0 $verify 2>/dev/null; do

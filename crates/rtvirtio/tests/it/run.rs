@@ -1,4 +1,4 @@
-//! `rtvirtio run`: programs behave as without it, whatever they do, and leave nothing behind.
+//! `rtvirtio-run`: programs behave as without it, whatever they do, and leave nothing behind.
 //!
 //! fsx and LTP are in no Debian 12 package; the differential test stands for both. It and most others are parts
 //! of a C program (run/program.c) that is compiled here, with `_FORTIFY_SOURCE`, as distributions compile theirs.
@@ -17,7 +17,7 @@ use rustix::process::{Pid, Signal};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::scratch_disk::{RTVIRTIO, eventually, said};
+use crate::scratch_disk::{built, eventually, said};
 
 mod slots;
 
@@ -88,10 +88,10 @@ fn program() -> &'static Path {
     })
 }
 
-/// `rtvirtio run` of a program, with statistics as JSON.
+/// `rtvirtio-run` of a program, with statistics as JSON.
 fn run(mode: &str, program: &Path) -> Command {
-    let mut command = Command::new(RTVIRTIO);
-    command.args(["run", "--mode", mode, "--stats", "--json", "--"]).arg(program);
+    let mut command = Command::new(built("rtvirtio-run"));
+    command.args(["--mode", mode, "--stats", "--json", "--"]).arg(program);
     command.stdin(Stdio::null());
     command
 }
@@ -279,7 +279,7 @@ fn interrupt_ends_the_program_and_kill_9_leaves_nothing_behind() {
 #[test]
 fn exit_codes_are_those_of_the_program_or_of_env() {
     let code = |arguments: &[&str]| {
-        let output = Command::new(RTVIRTIO).arg("run").args(arguments).output().unwrap();
+        let output = Command::new(built("rtvirtio-run")).args(arguments).output().unwrap();
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
     assert_eq!(code(&["--", "sh", "-c", "exit 7"]), (Some(7), String::new()));
@@ -295,8 +295,8 @@ fn exit_codes_are_those_of_the_program_or_of_env() {
 
 #[test]
 fn libraries_that_were_preloaded_stay() {
-    let mut command = Command::new(RTVIRTIO);
-    command.args(["run", "--", "sh", "-c", "echo $LD_PRELOAD"]).env("LD_PRELOAD", "libm.so.6");
+    let mut command = Command::new(built("rtvirtio-run"));
+    command.args(["--", "sh", "-c", "echo $LD_PRELOAD"]).env("LD_PRELOAD", "libm.so.6");
     let output = command.output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let (ours, others) = text.trim().split_once(':').unwrap();

@@ -11,6 +11,19 @@ use rtvirtio_host::Host;
 /// The binary under test.
 pub(crate) const RTVIRTIO: &str = env!("CARGO_BIN_EXE_rtvirtio");
 
+/// Another binary of the workspace, which cargo puts beside it: `cargo test --workspace` builds all of them, as each
+/// has a test of its own.
+pub(crate) fn built(name: &str) -> String {
+    let path = Path::new(RTVIRTIO).with_file_name(name);
+    assert!(path.exists(), "{} is not built: cargo build --workspace", path.display());
+    path.display().to_string()
+}
+
+/// The laboratory's binary.
+pub(crate) fn lab() -> String {
+    built("rtvirtio-lab")
+}
+
 /// One at a time: there is one host.
 static HOST: Mutex<()> = Mutex::new(());
 
@@ -50,7 +63,12 @@ pub(crate) fn alone() -> MutexGuard<'static, ()> {
 
 /// Runs the binary with its state in `state`.
 pub(crate) fn rtvirtio(state: &Path, arguments: &[&str]) -> Output {
-    Command::new(RTVIRTIO)
+    output(RTVIRTIO, state, arguments)
+}
+
+/// Runs a binary with its state in `state`.
+pub(crate) fn output(program: &str, state: &Path, arguments: &[&str]) -> Output {
+    Command::new(program)
         .args(arguments)
         .env("RTVIRTIO_STATE_DIR", state)
         .stdin(Stdio::null())
@@ -76,7 +94,7 @@ pub(crate) struct Disk {
 
 impl Disk {
     pub(crate) fn start() -> Self {
-        let mut server = Command::new(RTVIRTIO)
+        let mut server = Command::new(lab())
             .args(["scratch", "--json", "--ssd", "ref-4x250", "--size-mib", "2048"])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -1,15 +1,15 @@
-//! `rtvirtio simulate`.
+//! `rtvirtio-lab simulate`.
 
 use std::path::Path;
 
-use crate::scratch_disk::{rtvirtio, said};
+use crate::scratch_disk::{lab, output, said};
 
 const SMALL: [&str; 9] =
     ["simulate", "--cpus", "4", "--vms", "4", "--phases", "one-hot,compute", "--seconds", "0.5"];
 
 fn simulate(further: &[&str]) -> std::process::Output {
     let arguments: Vec<&str> = SMALL.iter().chain(further).copied().collect();
-    rtvirtio(Path::new("/nonexistent"), &arguments)
+    output(&lab(), Path::new("/nonexistent"), &arguments)
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! `rtvirtio tree`: a data plane's tree under scripts, hostile writers and kill −9.
+//! `rtvirtio-tree`: a data plane's tree under scripts, hostile writers and kill −9.
 
 mod mounted;
 
@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::scratch_disk::{RTVIRTIO, eventually, rtvirtio, said};
+use crate::scratch_disk::{built, eventually, lab, output, said};
 use mounted::{
     DataPlane, ENOUGH, Mount, NOBODY, User, can_mount, has_stopped, is_mounted, kill, say,
 };
@@ -55,7 +55,7 @@ fn script_written_for_the_attributes_moves_a_device_under_verified_io() {
 
     // The client.
     let socket = data_plane.path("root.sock");
-    let mut command = Command::new(RTVIRTIO);
+    let mut command = Command::new(lab());
     command.args(["bench", "dataplane", "verify", "--seconds", "3", "--mebibytes", "8"]);
     command.args(["--queues", "2", "--socket"]).arg(socket).stdout(Stdio::piped());
     let mut client = command.spawn().unwrap();
@@ -326,8 +326,8 @@ fn place_where_nothing_can_be_mounted_is_named_and_left_alone() {
     let empty = directory.path().join("empty");
     fs::create_dir(&empty).unwrap();
     let tree = |at: &Path| {
-        let arguments = ["tree", "--socket", "/nonexistent/s", at.to_str().unwrap()];
-        let output = rtvirtio(Path::new("/nonexistent"), &arguments);
+        let arguments = ["--socket", "/nonexistent/s", at.to_str().unwrap()];
+        let output = output(&built("rtvirtio-tree"), Path::new("/nonexistent"), &arguments);
         assert_eq!(output.status.code(), Some(1), "{}", said(&output));
         said(&output)
     };
@@ -361,8 +361,8 @@ fn second_tree_stale_mount_and_absent_fuse_are_named() {
     let control = data_plane.path("control");
     let at = tree.path("");
     let second = || {
-        let mut command = Command::new(RTVIRTIO);
-        let output = command.args(["tree", "--socket"]).arg(&control).arg(&at).output().unwrap();
+        let mut command = Command::new(built("rtvirtio-tree"));
+        let output = command.args(["--socket"]).arg(&control).arg(&at).output().unwrap();
         assert_eq!(output.status.code(), Some(1), "{}", said(&output));
         said(&output)
     };
@@ -383,7 +383,7 @@ fn second_tree_stale_mount_and_absent_fuse_are_named() {
 
     let hidden = "mount -t tmpfs none /dev && exec \"$@\"";
     let output = Command::new("unshare")
-        .args(["--mount", "sh", "-c", hidden, "sh", RTVIRTIO, "tree", "--socket"])
+        .args(["--mount", "sh", "-c", hidden, "sh", &built("rtvirtio-tree"), "--socket"])
         .args([&control, &at])
         .output()
         .unwrap();

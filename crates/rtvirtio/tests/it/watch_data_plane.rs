@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rtvirtio_host::Host;
 use serde_json::Value;
 
-use crate::scratch_disk::{RTVIRTIO, alone, rtvirtio, said};
+use crate::scratch_disk::{RTVIRTIO, alone, lab, rtvirtio, said};
 
 const SPECIFICATION: &str = r#"version = 1
 [device.ssd]
@@ -30,7 +30,7 @@ struct Running(Child);
 impl Running {
     fn start(arguments: &[&str]) -> Self {
         let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL", RTVIRTIO]).args(arguments);
+        command.args(["--pdeathsig", "KILL"]).args(arguments);
         Self(command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().unwrap())
     }
 }
@@ -62,13 +62,14 @@ fn device_of_the_data_plane_is_watched_with_the_target_of_its_task() {
     );
     std::fs::write(path("serve.toml"), configuration).unwrap();
     std::fs::write(path("spec.toml"), SPECIFICATION).unwrap();
-    let _server = Running::start(&["serve", &path("serve.toml")]);
+    let _server = Running::start(&[RTVIRTIO, "serve", &path("serve.toml")]);
     let start = Instant::now();
     while !Path::new(&control).exists() {
         assert!(start.elapsed() < Duration::from_secs(60), "it does not listen");
         std::thread::sleep(Duration::from_millis(20));
     }
-    let verify = ["bench", "dataplane", "verify", "--socket", &socket, "--queues", "2"];
+    let lab = lab();
+    let verify = [&lab, "bench", "dataplane", "verify", "--socket", &socket, "--queues", "2"];
     let _client = Running::start(&[&verify as &[_], &["--seconds", "30"]].concat());
     let (spec, state) = (path("spec.toml"), directory.path());
     let watch = ["watch", &spec, "--dataplane", &control, "--duration", "3"];

@@ -22,8 +22,10 @@ const fn member(name: &'static str, may_use: &'static [&'static str], pure: bool
     Member { name, may_use, pure }
 }
 
-/// Every member, in order: a member's dev-dependencies are members above it.
+/// Every member, in order: a member's dev-dependencies are members above it. `rtvirtio` is the last: its
+/// tests are the system's and use all others.
 const MEMBERS: &[Member] = &[
+    // The product (crates/).
     member("units", &[], true),
     member("spec", &["units"], true),
     member("cases", &["units", "spec"], true),
@@ -31,14 +33,20 @@ const MEMBERS: &[Member] = &[
     member("ssd", &["units"], true),
     member("iocores", &["units"], true),
     member("qos", &["units"], true),
-    member("sim", &["units", "spec", "ssd", "qos", "iocores"], true),
     member("planner", &["units", "spec", "model", "qos"], true),
-    member("py", &["units", "spec", "cases", "model", "planner", "ssd", "sim"], false),
     member("host", &["units", "spec"], false),
+    member("cli", &["units", "spec", "model", "planner", "host"], false),
+    member("calibrate", &["units", "spec", "cases", "model", "host", "cli"], false),
     member("completion", &["units"], false),
-    member("preload", &["units", "completion"], false),
     member("engine", &["units", "ssd"], false),
     member("dataplane", &["units", "spec", "qos", "iocores", "completion", "engine"], false),
+    // Options that the daemon does not link (extras/).
+    member("preload", &["units", "completion"], false),
+    member("run", &["completion", "host", "cli", "preload"], false),
+    member("tree", &["units", "spec", "host", "cli"], false),
+    // The laboratory (lab/).
+    member("sim", &["units", "spec", "ssd", "qos", "iocores"], true),
+    member("py", &["units", "spec", "cases", "model", "planner", "ssd", "sim"], false),
     member(
         "bench",
         &[
@@ -53,26 +61,45 @@ const MEMBERS: &[Member] = &[
             "host",
             "completion",
             "engine",
+            "cli",
+            "calibrate",
         ],
         false,
     ),
     member(
-        "rtvirtio",
+        "lab",
         &[
             "units",
             "spec",
             "cases",
             "model",
             "planner",
-            "ssd",
             "iocores",
+            "completion",
+            "host",
+            "ssd",
             "sim",
+            "cli",
+            "calibrate",
+            "bench",
+        ],
+        false,
+    ),
+    // The product's binary.
+    member(
+        "rtvirtio",
+        &[
+            "units",
+            "spec",
+            "model",
+            "planner",
+            "iocores",
             "host",
             "engine",
             "completion",
-            "preload",
             "dataplane",
-            "bench",
+            "cli",
+            "calibrate",
         ],
         false,
     ),
@@ -178,6 +205,47 @@ fn arrows_between_members_are_those_of_the_table() {
     assert!(forbidden.is_empty(), "forbidden arrows: {forbidden:#?}");
 }
 
+/// The product runs as root beside an operator's VMs: what it is measured with, and options that few need, are not
+/// linked into it.
+#[test]
+fn product_never_reaches_the_laboratory_or_the_options() {
+    let metadata = metadata();
+    let root = metadata.workspace_root.as_std_path();
+    let in_product =
+        |package: &Package| package.manifest_path.as_std_path().starts_with(root.join("crates"));
+    let packages = packages(&metadata);
+    let mut reached = Vec::new();
+    for package in packages.values().filter(|package| in_product(package)) {
+        let normal = package.dependencies.iter();
+        for dependency in normal.filter(|d| d.kind != DependencyKind::Development) {
+            let used = member_of(&dependency.name).and_then(|name| packages.get(name));
+            if used.is_some_and(|used| !in_product(used)) {
+                reached.push(format!("{} -> {}", package.name, dependency.name));
+            }
+        }
+    }
+    assert!(reached.is_empty(), "over the wall: {reached:#?}");
+}
+
+/// What the laboratory needs of others' crates stays out of the operator's binary, by whatever way.
+#[test]
+fn binary_of_the_operator_links_no_fuse_libblkio_or_report() {
+    let tree = std::process::Command::new(env!("CARGO"))
+        .args(["tree", "--package", "rtvirtio", "--edges", "normal", "--prefix", "none"])
+        .args(["--offline", "--locked", "--manifest-path"])
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"))
+        .output()
+        .expect("cargo tree runs");
+    assert!(tree.status.success(), "{}", String::from_utf8_lossy(&tree.stderr));
+    let tree = String::from_utf8(tree.stdout).expect("names are text");
+    let linked: BTreeSet<&str> =
+        tree.lines().filter_map(|line| line.split_whitespace().next()).collect();
+    assert!(linked.contains("rtvirtio-dataplane"), "{tree}");
+    for foreign in ["blkio", "virtio-driver", "fuser", "maud", "rtvirtio-bench", "rtvirtio-sim"] {
+        assert!(!linked.contains(foreign), "{foreign} is linked");
+    }
+}
+
 #[test]
 fn pure_members_use_only_pure_crates() {
     let metadata = metadata();
@@ -209,10 +277,12 @@ fn pure_members_use_only_pure_crates() {
 #[test]
 fn pure_members_are_under_the_clippy_rules_for_pure_members() {
     let metadata = metadata();
+    let packages = packages(&metadata);
     let root = metadata.workspace_root.as_std_path();
     let rules = std::fs::read(root.join("clippy-pure.toml")).expect("the rules are at the top");
     for member in MEMBERS {
-        let directory = root.join("crates").join(member.name);
+        let manifest = packages[member.name].manifest_path.as_std_path();
+        let directory = manifest.parent().expect("a manifest is in a directory");
         let own = std::fs::read(directory.join("clippy.toml")).ok();
         let under = own.as_deref() == Some(rules.as_slice());
         assert_eq!(under, member.pure, "{} and clippy-pure.toml", member.name);

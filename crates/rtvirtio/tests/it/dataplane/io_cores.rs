@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::scratch_disk::{RTVIRTIO, eventually};
+use crate::scratch_disk::{RTVIRTIO, eventually, lab};
 
 /// Long enough for a policy on a busy machine.
 const ENOUGH: Duration = Duration::from_secs(30);
@@ -64,7 +64,7 @@ impl Served {
 
     /// The verifier on all four queues.
     fn verify(&self, seconds: &str) -> Child {
-        let mut verify = Command::new(RTVIRTIO);
+        let mut verify = Command::new(lab());
         verify.args(["bench", "dataplane", "verify", "--seconds", seconds, "--mebibytes", "1"]);
         verify.args(["--depth", "8", "--queues", "4", "--socket"]).arg(self.path("a.sock"));
         verify.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()

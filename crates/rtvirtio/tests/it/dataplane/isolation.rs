@@ -2,7 +2,7 @@
 //!
 //! `cargo test` sees that the other one is served, with every class of [`CONTENTS`]. How late it is
 //! served needs a machine with nothing else to do, so that is judged with `RTVIRTIO_ISOLATION=FILE`
-//! (`make bench-dataplane-isolation`): windows in turn with no broken VM, with one at another daemon
+//! (`make bench EXPERIMENT=dataplane-isolation`): windows in turn with no broken VM, with one at another daemon
 //! on the same CPUs, and with one at the victim's own daemon and IOThread.
 //!
 //! Victim and attacker are processes of the same machine: the attacker takes processor time
@@ -186,7 +186,7 @@ fn vm_is_served_beside_one_that_breaks_its_ring_in_every_way() {
     daemon.is_alive();
 }
 
-/// `make bench-dataplane-isolation`.
+/// `make bench EXPERIMENT=dataplane-isolation`.
 #[test]
 fn broken_vm_changes_another_vms_tail_by_less_than_a_tenth_where_that_is_measured() {
     let Some(out) = std::env::var_os("RTVIRTIO_ISOLATION") else {

@@ -2,7 +2,7 @@
 //! beside each of the attacks that were once found to work.
 //!
 //! `cargo test` sees that each of them goes on and the other VM is served. How late that is needs a machine
-//! with nothing else to do: `RTVIRTIO_NEIGHBOURS=FILE` (`make bench-hostile-neighbours`).
+//! with nothing else to do: `RTVIRTIO_NEIGHBOURS=FILE` (`make bench EXPERIMENT=hostile-neighbours`).
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -215,7 +215,7 @@ fn vm_is_served_beside_each_attack() {
     }
 }
 
-/// `make bench-hostile-neighbours`.
+/// `make bench EXPERIMENT=hostile-neighbours`.
 #[test]
 fn attacks_cost_another_vm_no_more_than_a_bounded_pause_where_that_is_measured() {
     const ROUNDS: usize = 3;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, geteuid, kill_process};
 
-use crate::scratch_disk::RTVIRTIO;
+use crate::scratch_disk::{RTVIRTIO, lab};
 
 const ENOUGH: Duration = Duration::from_secs(60);
 
@@ -91,7 +91,7 @@ impl Daemon {
     /// Verifies a device by libblkio.
     fn verify(&mut self, device: &str) {
         let socket = self.path().join(format!("{device}.sock"));
-        let mut command = Command::new(RTVIRTIO);
+        let mut command = Command::new(lab());
         command.args(["bench", "dataplane", "verify", "--seconds", "0.5", "--mebibytes", "8"]);
         let output = command.arg("--socket").arg(socket).output().unwrap();
         self.succeeds(output, &[device]);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::scratch_disk::{RTVIRTIO, eventually};
+use crate::scratch_disk::{RTVIRTIO, eventually, lab};
 
 /// Two disks on two IOThreads: one with a promise on an emulated SSD, one with a limit of 200
 /// requests a second.
@@ -51,7 +51,7 @@ fn promises_change_by_command_while_the_verifier_runs() {
     server.args(["--pdeathsig", "KILL", RTVIRTIO, "serve"]).arg(&path);
     let mut server = server.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     eventually("the control socket", Duration::from_secs(60), || control.exists());
-    let mut verify = Command::new(RTVIRTIO);
+    let mut verify = Command::new(lab());
     verify.args(["bench", "dataplane", "verify", "--seconds", "6", "--mebibytes", "1"]);
     verify.args(["--depth", "4", "--queues", "4"]);
     verify.arg("--socket").arg(directory.path().join("a.sock"));
@@ -127,7 +127,7 @@ fn scheduled_disks_keep_their_content_and_their_limits() {
     eventually("the last disk's socket", Duration::from_secs(60), listens);
     let start = Instant::now();
     let verify = |name: &str, queues: &str| {
-        let mut command = Command::new(RTVIRTIO);
+        let mut command = Command::new(lab());
         command.args(["bench", "dataplane", "verify", "--seconds", "4", "--mebibytes", "1"]);
         command.args(["--depth", "4", "--queues", queues]);
         command.arg("--socket").arg(directory.path().join(name));

@@ -1,4 +1,4 @@
-/* An unmodified synchronous program, for the tests of `rtvirtio run`: what it finds must be the same with and
+/* An unmodified synchronous program, for the tests of `rtvirtio-run`: what it finds must be the same with and
  * without. `program WHAT DIRECTORY [SEED]`; exits with 0 if all was as it should be. */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -1,4 +1,4 @@
-//! `rtvirtio run --slots`: programs on a disk that `rtvirtio serve` owns, by one IOThread.
+//! `rtvirtio-run --slots`: programs on a disk that `rtvirtio serve` owns, by one IOThread.
 
 use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader, IoSliceMut};
@@ -16,7 +16,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use super::{ENOUGH, counted, directory, has, program, say};
-use crate::scratch_disk::{RTVIRTIO, eventually, said};
+use crate::scratch_disk::{RTVIRTIO, built, eventually, said};
 
 /// A data plane with one IOThread and one disk, in a directory; killed when dropped.
 struct DataPlane {
@@ -63,10 +63,10 @@ engine = {{ type = 'file', path = '{disk}', format = 'raw' }}
         self.directory.join("slots")
     }
 
-    /// `rtvirtio run --slots` of a program, with statistics as JSON.
+    /// `rtvirtio-run --slots` of a program, with statistics as JSON.
     fn run(&self, mode: &str, program: &Path) -> Command {
-        let mut command = Command::new(RTVIRTIO);
-        command.args(["run", "--mode", mode, "--stats", "--json", "--slots"]).arg(self.socket());
+        let mut command = Command::new(built("rtvirtio-run"));
+        command.args(["--mode", mode, "--stats", "--json", "--slots"]).arg(self.socket());
         command.arg("--").arg(program).stdin(Stdio::null());
         command
     }
@@ -451,8 +451,8 @@ fn data_plane_that_is_killed_or_ends_is_not_noticed() {
 fn socket_without_slots_is_refused_before_the_program_is_tried() {
     let directory = TempDir::new().unwrap();
     let run = |socket: &Path| {
-        let mut command = Command::new(RTVIRTIO);
-        let output = command.args(["run", "--slots"]).arg(socket).args(["--", "true"]).output();
+        let mut command = Command::new(built("rtvirtio-run"));
+        let output = command.arg("--slots").arg(socket).args(["--", "true"]).output();
         let output = output.unwrap();
         assert_eq!(output.status.code(), Some(1), "{}", said(&output));
         String::from_utf8(output.stderr).unwrap()

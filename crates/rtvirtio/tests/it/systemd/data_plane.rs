@@ -94,7 +94,7 @@ impl Guest {
     /// A client writes, and finds what it wrote.
     #[track_caller]
     fn verifies(&mut self, socket: &str) {
-        let verify = "rtvirtio bench dataplane verify --queues 2 --seconds 0.5 --mebibytes 4";
+        let verify = "rtvirtio-lab bench dataplane verify --queues 2 --seconds 0.5 --mebibytes 4";
         let output = self.run(&format!("{verify} --socket {socket}"));
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         if output.code != Some(0) {

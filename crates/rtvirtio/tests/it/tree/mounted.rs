@@ -12,7 +12,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::scratch_disk::{RTVIRTIO, alone};
+use crate::scratch_disk::{RTVIRTIO, alone, built};
 
 /// Long enough on a busy machine.
 pub(crate) const ENOUGH: Duration = Duration::from_secs(60);
@@ -184,7 +184,7 @@ impl User {
     }
 }
 
-/// `rtvirtio tree`; killed when dropped, and unmounted if that fails to.
+/// `rtvirtio-tree`; killed when dropped, and unmounted if that fails to.
 pub(crate) struct Mount {
     pub(crate) child: Child,
     pub(crate) server: u32,
@@ -209,7 +209,7 @@ impl Mount {
         let log = of.path("tree.log");
         let mut child = user
             .command()
-            .args([RTVIRTIO, "tree", "--json", "--socket"])
+            .args([&built("rtvirtio-tree"), "--json", "--socket"])
             .arg(of.path("control"))
             .arg(&directory)
             .stdin(Stdio::null())

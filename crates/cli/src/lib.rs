@@ -1,0 +1,171 @@
+//! What the programs share that have a command line: reading and writing the files that a user names,
+//! output that outlives its reader, progress, exit codes, errors with a hint.
+//!
+//! A program says what it does as a [`Program`] and calls [`main`].
+
+/// Standard output, by [`output::print`]: the standard library's macro panics where it cannot print.
+#[macro_export]
+macro_rules! print {
+    ($($text:tt)*) => { $crate::output::print(format_args!($($text)*)) };
+}
+/// As [`print!`], a line.
+#[macro_export]
+macro_rules! println {
+    () => { $crate::print!("\n") };
+    ($($text:tt)*) => { $crate::print!("{}\n", format_args!($($text)*)) };
+}
+/// Standard error, by [`output::complain`].
+#[macro_export]
+macro_rules! eprint {
+    ($($text:tt)*) => { $crate::output::complain(format_args!($($text)*)) };
+}
+/// As [`eprint!`], a line.
+#[macro_export]
+macro_rules! eprintln {
+    () => { $crate::eprint!("\n") };
+    ($($text:tt)*) => { $crate::eprint!("{}\n", format_args!($($text)*)) };
+}
+
+pub mod input;
+mod iothreads;
+pub mod output;
+pub mod plan;
+pub mod progress;
+
+use std::error::Error;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::Result;
+use clap::Parser;
+use rtvirtio_host::HostError;
+use rtvirtio_host::dataplane::ControlFault;
+use rtvirtio_host::interrupt::{Interrupted, InterruptedError};
+use rtvirtio_model::learned::LearnedError;
+use rtvirtio_planner::PlanError;
+use rtvirtio_spec::mapping::MappingError;
+use rtvirtio_spec::mapping::read::ReadError;
+use rtvirtio_spec::serve::ServeError;
+use rtvirtio_spec::specification::SpecificationError;
+
+/// How a command ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// It did what it was asked for, or there was nothing to change.
+    Done,
+    /// There are changes to make, or the host has drifted.
+    Changes,
+    /// Targets are unmet.
+    Unmet,
+    /// Nothing could be compared: the machine left too little.
+    NotJudged,
+    /// It ends with a code that is another tool's custom.
+    Exit(u8),
+}
+
+impl From<Outcome> for ExitCode {
+    fn from(outcome: Outcome) -> Self {
+        match outcome {
+            Outcome::Done => Self::SUCCESS,
+            Outcome::Changes => Self::from(2),
+            Outcome::Unmet => Self::from(3),
+            Outcome::NotJudged => Self::from(4),
+            Outcome::Exit(code) => Self::from(code),
+        }
+    }
+}
+
+/// A program's command line, and what it does.
+pub trait Program: Parser {
+    /// Whether a signal must let it finish or clean up; otherwise a signal just ends it.
+    fn cleans_up(&self) -> bool;
+
+    /// Whether it has changed the host once it has succeeded, so that its exit code is about that.
+    fn changes_the_host(&self) -> bool {
+        false
+    }
+
+    /// Does it; `interrupted` becomes true when the user wants it to end.
+    ///
+    /// # Errors
+    /// What the user is to know.
+    fn run(self, interrupted: &Interrupted) -> Result<Outcome>;
+}
+
+/// Runs a program.
+///
+/// Exit codes: those of [`Outcome`]; 1 error, of the command line too, so that 2 keeps its one meaning; 130
+/// interrupted; 141: who read the output has gone, as a shell says it of SIGPIPE.
+#[must_use]
+pub fn main<P: Program>() -> ExitCode {
+    let program = match P::try_parse() {
+        Ok(program) => program,
+        Err(e) => {
+            let _ = e.print();
+            return ExitCode::from(u8::from(e.use_stderr()));
+        }
+    };
+    let interrupted = Arc::new(AtomicBool::new(false));
+    if program.cleans_up() {
+        use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+        for signal in [SIGINT, SIGTERM, SIGHUP] {
+            if let Err(e) = signal_hook::flag::register(signal, Arc::clone(&interrupted)) {
+                eprintln!("error: install a signal handler: {e}");
+                return ExitCode::FAILURE;
+            }
+        }
+    }
+    let changes_the_host = program.changes_the_host();
+    let work = || {
+        let outcome = program.run(&interrupted);
+        (outcome, output::failure())
+    };
+    let Some((outcome, unwritten)) = output::catch_broken_pipe(work) else {
+        return ExitCode::from(output::EXIT_SIGPIPE);
+    };
+    if let Some(why) = unwritten {
+        if outcome.is_ok() && !changes_the_host {
+            eprintln!("error: write standard output: {why}");
+            return ExitCode::FAILURE;
+        }
+        eprintln!("warning: write standard output: {why}; the exit code says what was done");
+    }
+    match outcome {
+        Ok(outcome) => outcome.into(),
+        Err(e) if e.downcast_ref::<InterruptedError>().is_some() => {
+            eprintln!("interrupted");
+            ExitCode::from(130)
+        }
+        Err(e) => {
+            report_error(&e);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Prints an error with its causes, each once, and a hint if there is one.
+fn report_error(error: &anyhow::Error) {
+    eprintln!("error: {error:#}");
+    if let Some(hint) = error.chain().find_map(hint) {
+        eprintln!("hint: {hint}");
+    }
+}
+
+/// The hint of an error that has one.
+fn hint(cause: &(dyn Error + 'static)) -> Option<String> {
+    fn of<E: Error + 'static>(
+        cause: &(dyn Error + 'static),
+        hint: impl FnOnce(&E) -> Option<String>,
+    ) -> Option<String> {
+        cause.downcast_ref().and_then(hint)
+    }
+    of(cause, HostError::hint)
+        .or_else(|| of(cause, ControlFault::hint))
+        .or_else(|| of(cause, |e: &SpecificationError| Some(e.hint())))
+        .or_else(|| of(cause, |e: &ServeError| Some(e.hint())))
+        .or_else(|| of(cause, |e: &ReadError| Some(e.hint())))
+        .or_else(|| of(cause, |e: &MappingError| Some(e.hint())))
+        .or_else(|| of(cause, |e: &LearnedError| Some(e.hint().to_owned())))
+        .or_else(|| of(cause, |e: &PlanError| Some(e.hint())))
+}

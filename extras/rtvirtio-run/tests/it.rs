@@ -1,0 +1,13 @@
+//! The command line. The system's tests (crates/rtvirtio/tests/it) use the binary that cargo builds for this one.
+
+use std::process::Command;
+
+#[test]
+fn help_and_wrong_modes_are_answered() {
+    let run = |argument: &str| {
+        Command::new(env!("CARGO_BIN_EXE_rtvirtio-run")).arg(argument).output().expect("it runs")
+    };
+    let help = run("--help");
+    assert!(help.status.success() && String::from_utf8_lossy(&help.stdout).contains("--slots"));
+    assert_eq!(run("--mode=fast").status.code(), Some(1));
+}

@@ -1,0 +1,653 @@
+//! The tree's directories and files, and what is in them.
+//!
+//! One table has each directory's files: name, what is read there and what a write does. Times are
+//! nanoseconds, under IOcm's names for cycles too; a list has one item a line.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use rtvirtio_spec::control::{Activity, DeviceState, IoThreadState, QueueState};
+use rtvirtio_spec::plan::qemu::cpuset;
+use rtvirtio_units::IoThreadName;
+
+use super::view::View;
+
+/// A directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    /// The mount's own.
+    Root,
+    /// `worker/`
+    Workers,
+    /// `worker/w.N/`: an IOThread.
+    Worker(u32),
+    /// `dev/`
+    Devices,
+    /// `dev/d.N/`
+    Device(u32),
+    /// `vq/`
+    Queues,
+    /// `vq/vq.D.Q/`: queue Q of device D.
+    Queue(u32, u16),
+}
+
+/// A directory, or one of its files by its number in the directory's table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Node {
+    pub(super) place: Place,
+    file: Option<u8>,
+}
+
+/// A file.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct File {
+    name: &'static str,
+    /// What is read; none: nobody reads it.
+    pub(super) show: Option<Show>,
+    /// What a write does; none: nobody writes it.
+    pub(super) take: Option<Take>,
+}
+
+/// What is read of a file.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Show {
+    /// Why the last write failed: not of a view.
+    Error,
+    /// The control API's answer.
+    Whole,
+    Tree(fn(&View) -> String),
+    Worker(fn(&View, &IoThreadState) -> String),
+    Device(fn(&View, u32, &DeviceState) -> String),
+    Queue(fn(&View, u32, &DeviceState, &QueueState) -> String),
+}
+
+/// What a write to a file does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Take {
+    /// Adds an IOThread.
+    Create,
+    /// Ends one.
+    Remove,
+    /// Says where new devices go.
+    Default,
+    /// Locks or unlocks one.
+    Lock,
+    /// Pins one.
+    Pin,
+    /// Moves a device, or one queue of it.
+    Move,
+}
+
+const fn shown(name: &'static str, show: Show) -> File {
+    File { name, show: Some(show), take: None }
+}
+
+const fn both(name: &'static str, show: Show, take: Take) -> File {
+    File { name, show: Some(show), take: Some(take) }
+}
+
+const fn taken(name: &'static str, take: Take) -> File {
+    File { name, show: None, take: Some(take) }
+}
+
+static ROOT: &[File] = &[
+    shown(
+        "cycles",
+        Show::Tree(|v| line(v.snapshot.time_ns.saturating_sub(v.snapshot.started_ns).get())),
+    ),
+    shown("epoch", Show::Tree(|v| line(v.epoch))),
+    shown("error", Show::Error),
+    shown("snapshot", Show::Whole),
+];
+
+static WORKERS: &[File] = &[
+    taken("create", Take::Create),
+    both(
+        "default",
+        Show::Tree(|v| match &v.default {
+            Some(name) => line(worker(v, name)),
+            None => line("none"),
+        }),
+        Take::Default,
+    ),
+    taken("remove", Take::Remove),
+];
+
+static WORKER: &[File] = &[
+    both(
+        "cpu",
+        Show::Worker(|_, w| match w.cpus.as_slice() {
+            [] => line("any"),
+            cpus => line(cpuset(cpus)),
+        }),
+        Take::Pin,
+    ),
+    shown("cpu_ns", Show::Worker(|_, w| line(w.cpu_ns.get()))),
+    shown("cycles", Show::Worker(|_, w| line(w.poll_ns.get()))),
+    shown("dev_list", Show::Worker(|v, w| devices(v, &w.name))),
+    shown("lock_ns", Show::Worker(|_, w| line(w.lock_ns.get()))),
+    both("locked", Show::Worker(|_, w| line(u8::from(w.locked))), Take::Lock),
+    shown("name", Show::Worker(|_, w| line(&w.name))),
+    shown("pid", Show::Worker(|_, w| line(w.tid))),
+    shown("total_work_cycles", Show::Worker(|_, w| line(w.busy_ns.get()))),
+    shown("vq_list", Show::Worker(|v, w| queues(v, &w.name))),
+    shown("wait", Show::Worker(|_, w| line(w.sleep_ns.get()))),
+];
+
+static DEVICE: &[File] = &[
+    shown("capacity", Show::Device(|_, _, d| line(d.capacity.get()))),
+    shown("connected", Show::Device(|_, _, d| line(u8::from(d.connected)))),
+    shown("name", Show::Device(|_, _, d| line(&d.name))),
+    shown("owner", Show::Device(|_, _, d| line(&d.vm))),
+    shown("read_only", Show::Device(|_, _, d| line(u8::from(d.read_only)))),
+    shown(
+        "vq_list",
+        Show::Device(|_, n, d| {
+            d.queues.iter().map(|q| line(Place::Queue(n, q.index).name())).collect()
+        }),
+    ),
+    both("worker", Show::Device(|v, _, d| workers(v, d)), Take::Move),
+];
+
+static QUEUE: &[File] = &[
+    shown("calls", Show::Queue(|_, _, _, q| line(q.calls))),
+    shown(
+        "can_poll",
+        Show::Queue(|v, _, _, q| {
+            let worker = v.worker_named(&q.iothread);
+            line(u8::from(worker.is_some_and(|(_, w)| w.polling.max_ns.get() > 0)))
+        }),
+    ),
+    shown("dev", Show::Queue(|_, n, _, _| line(Place::Device(n).name()))),
+    shown("errors", Show::Queue(|_, _, _, q| line(q.errors))),
+    shown(
+        "handled_bytes",
+        Show::Queue(|_, _, _, q| line(q.read_bytes.get().saturating_add(q.written_bytes.get()))),
+    ),
+    shown("in_flight", Show::Queue(|_, _, _, q| line(q.in_flight))),
+    shown("notif_works", Show::Queue(|_, _, _, q| line(q.kicks))),
+    shown("read_bytes", Show::Queue(|_, _, _, q| line(q.read_bytes.get()))),
+    shown("requests", Show::Queue(|_, _, _, q| line(requests(q)))),
+    shown("state", Show::Queue(|_, _, _, q| line(state(q.state)))),
+    both("worker", Show::Queue(|v, _, _, q| line(worker(v, &q.iothread))), Take::Move),
+    shown("written_bytes", Show::Queue(|_, _, _, q| line(q.written_bytes.get()))),
+];
+
+fn line(value: impl fmt::Display) -> String {
+    format!("{value}\n")
+}
+
+/// An IOThread by its number; by its name if the snapshot does not have it.
+fn worker(view: &View, name: &IoThreadName) -> String {
+    match view.worker_named(name) {
+        Some((number, _)) => Place::Worker(number).name(),
+        None => name.to_string(),
+    }
+}
+
+/// The IOThreads of a device's queues, each once, from queue 0.
+fn workers(view: &View, device: &DeviceState) -> String {
+    let mut found: Vec<&IoThreadName> = Vec::new();
+    for queue in &device.queues {
+        if !found.contains(&&queue.iothread) {
+            found.push(&queue.iothread);
+        }
+    }
+    found.into_iter().map(|name| line(worker(view, name))).collect()
+}
+
+/// The devices that an IOThread serves, if only in part.
+fn devices(view: &View, name: &IoThreadName) -> String {
+    let has = |device: &DeviceState| device.queues.iter().any(|q| q.iothread == *name);
+    let found = view.devices().filter(|(_, device)| has(device));
+    found.map(|(number, _)| line(Place::Device(number).name())).collect()
+}
+
+fn queues(view: &View, name: &IoThreadName) -> String {
+    let mut text = String::new();
+    for (number, device) in view.devices() {
+        for queue in device.queues.iter().filter(|q| q.iothread == *name) {
+            text += &line(Place::Queue(number, queue.index).name());
+        }
+    }
+    text
+}
+
+fn requests(queue: &QueueState) -> u64 {
+    let of = &queue.operations;
+    let all = [of.reads, of.writes, of.flushes, of.discards, of.write_zeroes, of.others];
+    all.into_iter().fold(0, u64::saturating_add)
+}
+
+const fn state(activity: Activity) -> &'static str {
+    match activity {
+        Activity::Stopped => "stopped",
+        Activity::Running => "running",
+        Activity::Moving => "moving",
+        Activity::Broken => "broken",
+    }
+}
+
+/// `3` of `w.3`; no sign, no leading zero.
+fn number<N: std::str::FromStr + ToString>(text: &str, prefix: &str) -> Option<N> {
+    let digits = text.strip_prefix(prefix)?;
+    let number: N = digits.parse().ok()?;
+    (number.to_string() == digits).then_some(number)
+}
+
+impl Place {
+    /// Its own name.
+    pub(super) fn name(self) -> String {
+        match self {
+            Self::Root => String::new(),
+            Self::Workers => "worker".to_owned(),
+            Self::Devices => "dev".to_owned(),
+            Self::Queues => "vq".to_owned(),
+            Self::Worker(number) => format!("w.{number}"),
+            Self::Device(number) => format!("d.{number}"),
+            Self::Queue(device, queue) => format!("vq.{device}.{queue}"),
+        }
+    }
+
+    /// A worker by its name in the tree.
+    pub(super) fn worker(text: &str) -> Option<u32> {
+        number(text, "w.")
+    }
+
+    const fn parent(self) -> Self {
+        match self {
+            Self::Root | Self::Workers | Self::Devices | Self::Queues => Self::Root,
+            Self::Worker(_) => Self::Workers,
+            Self::Device(_) => Self::Devices,
+            Self::Queue(..) => Self::Queues,
+        }
+    }
+
+    const fn files(self) -> &'static [File] {
+        match self {
+            Self::Root => ROOT,
+            Self::Workers => WORKERS,
+            Self::Worker(_) => WORKER,
+            Self::Devices | Self::Queues => &[],
+            Self::Device(_) => DEVICE,
+            Self::Queue(..) => QUEUE,
+        }
+    }
+
+    /// Whether it is there whatever the data plane has.
+    pub(super) const fn is_fixed(self) -> bool {
+        matches!(self, Self::Root | Self::Workers | Self::Devices | Self::Queues)
+    }
+
+    pub(super) fn is_in(self, view: &View) -> bool {
+        match self {
+            Self::Root | Self::Workers | Self::Devices | Self::Queues => true,
+            Self::Worker(number) => view.worker(number).is_some(),
+            Self::Device(number) => view.device(number).is_some(),
+            Self::Queue(device, queue) => view.queue(device, queue).is_some(),
+        }
+    }
+
+    /// The directories in it.
+    fn directories(self, view: &View) -> Vec<Self> {
+        match self {
+            Self::Root => vec![Self::Devices, Self::Queues, Self::Workers],
+            Self::Workers => view.workers().map(|(number, _)| Self::Worker(number)).collect(),
+            Self::Devices => view.devices().map(|(number, _)| Self::Device(number)).collect(),
+            Self::Queues => {
+                let of = |(n, d): (u32, &DeviceState)| -> Vec<Self> {
+                    d.queues.iter().map(|q| Self::Queue(n, q.index)).collect()
+                };
+                view.devices().flat_map(of).collect()
+            }
+            Self::Worker(_) | Self::Device(_) | Self::Queue(..) => Vec::new(),
+        }
+    }
+
+    /// All that is in it, by name.
+    pub(super) fn entries(self, view: &View) -> Vec<(String, Node)> {
+        let directories = self.directories(view).into_iter();
+        let directories = directories.map(|place| (place.name(), Node { place, file: None }));
+        let file =
+            |(file, of): (u8, &File)| (of.name.to_owned(), Node { place: self, file: Some(file) });
+        directories.chain((0..).zip(self.files()).map(file)).collect()
+    }
+
+    /// What is called so in it, if the data plane has it.
+    pub(super) fn child(self, name: &str) -> Option<Node> {
+        if let Some(file) = (0..).zip(self.files()).find(|(_, file)| file.name == name) {
+            return Some(Node { place: self, file: Some(file.0) });
+        }
+        let place = match self {
+            Self::Root => [Self::Devices, Self::Queues, Self::Workers]
+                .into_iter()
+                .find(|place| place.name() == name)?,
+            Self::Workers => Self::Worker(Self::worker(name)?),
+            Self::Devices => Self::Device(number(name, "d.")?),
+            Self::Queues => {
+                let (device, queue) = name.rsplit_once('.')?;
+                Self::Queue(number(device, "vq.")?, number(queue, "")?)
+            }
+            Self::Worker(_) | Self::Device(_) | Self::Queue(..) => return None,
+        };
+        Some(Node { place, file: None })
+    }
+}
+
+/// An inode's number: kind of directory, its number, queue, 1 + number of the file or 0 for the
+/// directory. FUSE's root is 1, which no other directory comes to.
+const KIND: u32 = 60;
+const NUMBER: u32 = 24;
+const QUEUE_INDEX: u32 = 8;
+
+impl Node {
+    pub(super) const ROOT: Self = Self { place: Place::Root, file: None };
+
+    pub(super) fn inode(self) -> u64 {
+        if self == Self::ROOT {
+            return 1;
+        }
+        let (kind, number, queue) = match self.place {
+            Place::Root => (1, 0, 0),
+            Place::Workers => (2, 0, 0),
+            Place::Worker(number) => (3, number, 0),
+            Place::Devices => (4, 0, 0),
+            Place::Device(number) => (5, number, 0),
+            Place::Queues => (6, 0, 0),
+            Place::Queue(device, queue) => (7, device, queue),
+        };
+        let file = self.file.map_or(0, |file| u64::from(file) + 1);
+        kind << KIND | u64::from(number) << NUMBER | u64::from(queue) << QUEUE_INDEX | file
+    }
+
+    pub(super) fn of_inode(inode: u64) -> Option<Self> {
+        if inode == 1 {
+            return Some(Self::ROOT);
+        }
+        let (number, queue) = ((inode >> NUMBER) as u32, (inode >> QUEUE_INDEX) as u16);
+        let place = match inode >> KIND {
+            1 => Place::Root,
+            2 => Place::Workers,
+            3 => Place::Worker(number),
+            4 => Place::Devices,
+            5 => Place::Device(number),
+            6 => Place::Queues,
+            7 => Place::Queue(number, queue),
+            _ => return None,
+        };
+        let node = Self { place, file: (inode as u8).checked_sub(1) };
+        // Also that there is such a file.
+        (node.inode() == inode && (node.is_directory() || node.file().is_some())).then_some(node)
+    }
+
+    pub(super) const fn is_directory(self) -> bool {
+        self.file.is_none()
+    }
+
+    /// The directory that it is in.
+    pub(super) const fn parent(self) -> Self {
+        let place = if self.is_directory() { self.place.parent() } else { self.place };
+        Self { place, file: None }
+    }
+
+    /// What it is, if it is a file.
+    pub(super) fn file(self) -> Option<&'static File> {
+        self.place.files().get(usize::from(self.file?))
+    }
+
+    /// Its rights.
+    pub(super) fn mode(self) -> u16 {
+        match self.file() {
+            None => 0o755,
+            Some(File { show, take, .. }) => match (show.is_some(), take.is_some()) {
+                (true, true) => 0o644,
+                (true, false) => 0o444,
+                (false, _) => 0o200,
+            },
+        }
+    }
+
+    /// What is read of it; none if it is no file of a view, or has gone.
+    pub(super) fn content(self, view: &View) -> Option<Cow<'_, str>> {
+        let text = match (self.file()?.show?, self.place) {
+            (Show::Whole, _) => return Some(Cow::Borrowed(&view.text)),
+            (Show::Tree(show), _) => show(view),
+            (Show::Worker(show), Place::Worker(number)) => show(view, view.worker(number)?),
+            (Show::Device(show), Place::Device(number)) => show(view, number, view.device(number)?),
+            (Show::Queue(show), Place::Queue(number, queue)) => {
+                let (device, queue) = view.queue(number, queue)?;
+                show(view, number, device, queue)
+            }
+            _ => return None,
+        };
+        Some(Cow::Owned(text))
+    }
+}
+
+/// Its path in the tree.
+impl fmt::Display for Node {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut names = vec![self.file().map_or_else(String::new, |file| file.name.to_owned())];
+        let mut place = self.place;
+        while place != Place::Root {
+            names.push(place.name());
+            place = place.parent();
+        }
+        names.retain(|name| !name.is_empty());
+        names.reverse();
+        f.write_str(&names.join("/"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::view::Views;
+    use super::super::view::tests::text;
+    use super::*;
+
+    /// Every file and directory, with its path.
+    fn all(view: &View) -> Vec<(String, Node)> {
+        let mut found = vec![(String::new(), Node::ROOT)];
+        let mut next = 0;
+        while let Some((path, node)) = found.get(next).cloned() {
+            next += 1;
+            if node.is_directory() {
+                let of = |(name, node): (String, Node)| {
+                    (if path.is_empty() { name } else { format!("{path}/{name}") }, node)
+                };
+                found.extend(node.place.entries(view).into_iter().map(of));
+            }
+        }
+        found
+    }
+
+    fn view() -> std::sync::Arc<View> {
+        let devices: &[(&str, &[&str])] = &[("x", &["a", "b", "a"]), ("y", &["b"])];
+        Views::new().take(text(&["a", "b", "c"], devices))
+    }
+
+    fn read(view: &View, path: &str) -> String {
+        let mut node = Node::ROOT;
+        for name in path.split('/') {
+            node = node.place.child(name).unwrap_or_else(|| panic!("no {name} in {path}"));
+        }
+        node.content(view).unwrap_or_else(|| panic!("{path} is not read")).into_owned()
+    }
+
+    #[test]
+    fn every_path_leads_to_its_node_and_back() {
+        let view = view();
+        let all = all(&view);
+        // Root; 4 files and 3 directories; 3 files and 3 workers of 11; 2 devices of 7; 4 queues of 12.
+        assert_eq!(all.len(), 1 + 7 + 3 + 3 * 12 + 2 * 8 + 4 * 13);
+        let mut inodes: Vec<u64> = all.iter().map(|(_, node)| node.inode()).collect();
+        for (path, node) in &all {
+            assert_eq!(node.to_string(), *path);
+            assert_eq!(Node::of_inode(node.inode()), Some(*node), "{path}");
+            assert!(node.place.is_in(&view));
+            if let Some((_, name)) = path.rsplit_once('/') {
+                assert_eq!(node.parent().place.child(name), Some(*node), "{path}");
+            }
+        }
+        inodes.sort_unstable();
+        inodes.dedup();
+        assert_eq!(inodes.len(), all.len());
+    }
+
+    #[test]
+    fn inode_of_nothing_is_no_node() {
+        for inode in [0, 2, 1 << KIND | 9, 8 << KIND, 2 << KIND | 1 << NUMBER, u64::MAX] {
+            assert_eq!(Node::of_inode(inode), None, "{inode:x}");
+        }
+    }
+
+    #[test]
+    fn name_that_is_not_as_the_tree_writes_it_is_no_child() {
+        for (place, name) in [
+            (Place::Workers, "w.01"),
+            (Place::Workers, "w.+1"),
+            (Place::Workers, "w."),
+            (Place::Workers, "w.4294967296"),
+            (Place::Workers, "d.0"),
+            (Place::Queues, "vq.0"),
+            (Place::Queues, "vq.0.65536"),
+            (Place::Root, ""),
+            (Place::Root, "workers"),
+            (Place::Worker(0), "w.0"),
+        ] {
+            assert_eq!(place.child(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn rights_are_those_of_what_can_be_done() {
+        let mode = |path: &str| {
+            let found = all(&view()).into_iter().find(|(p, _)| p == path).unwrap();
+            found.1.mode()
+        };
+        assert_eq!(mode("worker/w.0"), 0o755);
+        for path in ["epoch", "error", "snapshot", "worker/w.0/pid", "vq/vq.0.0/handled_bytes"] {
+            assert_eq!(mode(path), 0o444, "{path}");
+        }
+        for path in ["worker/create", "worker/remove"] {
+            assert_eq!(mode(path), 0o200, "{path}");
+        }
+        for path in ["worker/default", "worker/w.0/cpu", "worker/w.0/locked", "dev/d.0/worker"] {
+            assert_eq!(mode(path), 0o644, "{path}");
+        }
+        assert_eq!(mode("vq/vq.1.0/worker"), 0o644);
+    }
+
+    #[test]
+    fn files_show_what_the_snapshot_has() {
+        let view = view();
+        for (path, content) in [
+            ("cycles", "3000\n"),
+            ("epoch", "1\n"),
+            ("worker/default", "none\n"),
+            ("worker/w.0/cpu", "0-1,3\n"),
+            ("worker/w.0/cpu_ns", "250\n"),
+            ("worker/w.0/cycles", "200\n"),
+            ("worker/w.0/dev_list", "d.0\n"),
+            ("worker/w.1/dev_list", "d.0\nd.1\n"),
+            ("worker/w.2/dev_list", ""),
+            ("worker/w.0/lock_ns", "10\n"),
+            ("worker/w.0/locked", "1\n"),
+            ("worker/w.2/name", "c\n"),
+            ("worker/w.0/pid", "71\n"),
+            ("worker/w.0/total_work_cycles", "100\n"),
+            ("worker/w.0/vq_list", "vq.0.0\nvq.0.2\n"),
+            ("worker/w.0/wait", "300\n"),
+            ("dev/d.0/capacity", "1048576\n"),
+            ("dev/d.0/connected", "1\n"),
+            ("dev/d.1/name", "y\n"),
+            ("dev/d.0/owner", "plc\n"),
+            ("dev/d.0/read_only", "0\n"),
+            ("dev/d.0/vq_list", "vq.0.0\nvq.0.1\nvq.0.2\n"),
+            ("dev/d.0/worker", "w.0\nw.1\n"),
+            ("dev/d.1/worker", "w.1\n"),
+            ("vq/vq.0.1/calls", "7\n"),
+            ("vq/vq.0.1/can_poll", "1\n"),
+            ("vq/vq.1.0/dev", "d.1\n"),
+            ("vq/vq.0.1/errors", "5\n"),
+            ("vq/vq.0.1/handled_bytes", "4608\n"),
+            ("vq/vq.0.1/in_flight", "3\n"),
+            ("vq/vq.0.1/notif_works", "6\n"),
+            ("vq/vq.0.1/read_bytes", "4096\n"),
+            ("vq/vq.0.1/requests", "40\n"),
+            ("vq/vq.0.1/state", "running\n"),
+            ("vq/vq.0.1/worker", "w.1\n"),
+            ("vq/vq.0.1/written_bytes", "512\n"),
+        ] {
+            assert_eq!(read(&view, path), content, "{path}");
+        }
+        assert_eq!(read(&view, "snapshot"), view.text);
+    }
+
+    /// The attributes of IOcm's tree, by directory.
+    const IOCM: &[(Place, &[&str])] = &[
+        (Place::Root, &["cycles", "epoch"]),
+        (Place::Workers, &["create", "default", "remove"]),
+        (
+            Place::Worker(0),
+            &[
+                "cpu",
+                "cycles",
+                "dev_list",
+                "empty_polls",
+                "empty_works",
+                "locked",
+                "loops",
+                "mm_switches",
+                "noqueue_works",
+                "pending_works",
+                "pid",
+                "stuck_works",
+                "total_work_cycles",
+                "wait",
+            ],
+        ),
+        (Place::Device(0), &["delay_per_kbyte", "delay_per_work", "owner", "vq_list", "worker"]),
+        (
+            Place::Queue(0, 0),
+            &[
+                "can_poll",
+                "dev",
+                "handled_bytes",
+                "max_processed_data_limit",
+                "max_stuck_cycles",
+                "max_stuck_pending_items",
+                "min_processed_data_limit",
+                "notif_bytes",
+                "notif_cycles",
+                "notif_limited",
+                "notif_wait",
+                "notif_works",
+                "poll",
+                "ring_full",
+                "stuck_cycles",
+                "stuck_times",
+            ],
+        ),
+    ];
+
+    #[test]
+    fn documentation_names_every_file_and_what_is_left_out_of_iocms() {
+        let text = include_str!("../../../docs/tree.md");
+        let (files, left_out) = text.split_once("Left out").unwrap();
+        for (place, attributes) in IOCM {
+            for file in place.files() {
+                let name = file.name;
+                let named = |prefix: &str| files.contains(&format!("{prefix}{name}`"));
+                assert!(
+                    ["`", "worker/", "w.N/", "d.N/", "vq.D.Q/"].into_iter().any(named),
+                    "{name}"
+                );
+            }
+            for name in *attributes {
+                let is_named = left_out.contains(&format!("`{name}`"));
+                assert!(is_named || place.child(name).is_some(), "{place:?} {name}");
+            }
+        }
+    }
+}

@@ -1,0 +1,348 @@
+//! What the data plane was at one time, and the tree's numbers for it.
+//!
+//! A [`View`] is one answer of `GET /v1/snapshot`. All files that are opened while it is fresh show it,
+//! so that they belong together; `epoch` tells one view from another.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rtvirtio_host::dataplane::ControlFault;
+use rtvirtio_spec::control::{DeviceState, IoThreadState, QueueState, Snapshot};
+use rtvirtio_units::{DiskName, IoThreadName};
+
+/// How long a view is shown to those who open a file.
+pub(super) const FRESH: Duration = Duration::from_millis(100);
+/// The same for those who want all of it at once.
+pub(super) const FRESH_WHOLE: Duration = Duration::from_millis(10);
+/// A view is fresh for so many times as long as it took, at least: readers cost the data plane's control
+/// thread no more than that part of its time, however much there is to say.
+const REST: u32 = 5;
+/// Most views that open files may refer to.
+pub(super) const MAX_HELD: usize = 64;
+/// Most bytes of their texts, if that is more than two views.
+const MAX_HELD_BYTES: usize = 64 << 20;
+
+/// Numbers of names: a name keeps its number while it is there, and no other one gets it later.
+#[derive(Debug)]
+struct Numbers<K> {
+    of: BTreeMap<K, u32>,
+    /// No name has had this one or a higher one.
+    next: u32,
+}
+
+impl<K: Ord + Clone> Numbers<K> {
+    const fn new() -> Self {
+        Self { of: BTreeMap::new(), next: 0 }
+    }
+
+    /// The numbers of all names that are there now; others are forgotten.
+    fn renumber<'a>(&mut self, names: impl Iterator<Item = &'a K>) -> Vec<u32>
+    where
+        K: 'a,
+    {
+        let mut of = BTreeMap::new();
+        let mut number = |name: &K| {
+            let known = of.get(name).or_else(|| self.of.get(name)).copied();
+            let number = known.unwrap_or_else(|| {
+                let number = self.next;
+                // Around after 4 billion IOThreads.
+                self.next = number.wrapping_add(1);
+                number
+            });
+            of.insert(name.clone(), number);
+            number
+        };
+        let numbers = names.map(&mut number).collect();
+        self.of = of;
+        numbers
+    }
+}
+
+/// The data plane at one time.
+#[derive(Debug)]
+pub(super) struct View {
+    /// How many views there were, with this one.
+    pub(super) epoch: u64,
+    /// The control API's answer as it came.
+    pub(super) text: String,
+    pub(super) snapshot: Snapshot,
+    /// Where new devices go.
+    pub(super) default: Option<IoThreadName>,
+    /// The number that a further IOThread would get.
+    pub(super) next_worker: u32,
+    /// Numbers of the IOThreads and devices, in the snapshot's order.
+    workers: Vec<u32>,
+    devices: Vec<u32>,
+    /// Places of the devices in the snapshot, by number: there may be many.
+    device_places: BTreeMap<u32, usize>,
+}
+
+impl View {
+    /// The IOThreads with their numbers.
+    pub(super) fn workers(&self) -> impl Iterator<Item = (u32, &IoThreadState)> {
+        self.workers.iter().copied().zip(&self.snapshot.iothreads)
+    }
+
+    /// The devices with their numbers.
+    pub(super) fn devices(&self) -> impl Iterator<Item = (u32, &DeviceState)> {
+        self.devices.iter().copied().zip(&self.snapshot.devices)
+    }
+
+    pub(super) fn worker(&self, number: u32) -> Option<&IoThreadState> {
+        self.workers().find(|(n, _)| *n == number).map(|(_, worker)| worker)
+    }
+
+    pub(super) fn worker_named(&self, name: &IoThreadName) -> Option<(u32, &IoThreadState)> {
+        self.workers().find(|(_, worker)| worker.name == *name)
+    }
+
+    pub(super) fn device(&self, number: u32) -> Option<&DeviceState> {
+        self.snapshot.devices.get(*self.device_places.get(&number)?)
+    }
+
+    pub(super) fn queue(&self, device: u32, queue: u16) -> Option<(&DeviceState, &QueueState)> {
+        let device = self.device(device)?;
+        Some((device, device.queues.iter().find(|q| q.index == queue)?))
+    }
+}
+
+/// What becomes of new devices.
+#[derive(Debug)]
+struct NewDevices {
+    iothread: IoThreadName,
+    /// Those with this number or a higher one.
+    from: u32,
+}
+
+/// The latest views.
+#[derive(Debug)]
+pub(super) struct Views {
+    workers: Numbers<IoThreadName>,
+    devices: Numbers<DiskName>,
+    default: Option<NewDevices>,
+    /// From the oldest; the last one is shown while it is fresh.
+    held: VecDeque<Arc<View>>,
+    epochs: u64,
+    /// When the last one was asked for, unless a change has come since.
+    asked: Option<Instant>,
+    /// How long it took.
+    took: Duration,
+}
+
+impl Views {
+    pub(super) const fn new() -> Self {
+        Self {
+            workers: Numbers::new(),
+            devices: Numbers::new(),
+            default: None,
+            held: VecDeque::new(),
+            epochs: 0,
+            asked: None,
+            took: Duration::ZERO,
+        }
+    }
+
+    /// The last view if it is younger than `fresh` at `now`, or a new one. Views that take long to get
+    /// are fresh for longer, except to who wants one that is younger than nothing.
+    pub(super) fn get(
+        &mut self,
+        fresh: Duration,
+        now: Instant,
+        fetch: impl FnOnce() -> Result<(String, Duration), ControlFault>,
+    ) -> Result<Arc<View>, ControlFault> {
+        let fresh = if fresh.is_zero() { fresh } else { fresh.max(self.took * REST) };
+        let is_fresh = self.asked.is_some_and(|asked| now.saturating_duration_since(asked) < fresh);
+        if let (true, Some(last)) = (is_fresh, self.held.back()) {
+            return Ok(Arc::clone(last));
+        }
+        let (text, took) = fetch()?;
+        let view = Arc::new(self.view(text)?);
+        (self.asked, self.took) = (Some(now), took);
+        self.held.push_back(Arc::clone(&view));
+        let mut bytes: usize = self.held.iter().map(|view| view.text.len()).sum();
+        while self.held.len() > MAX_HELD || (bytes > MAX_HELD_BYTES && self.held.len() > 2) {
+            bytes -= self.held.pop_front().map_or(0, |view| view.text.len());
+        }
+        Ok(view)
+    }
+
+    fn view(&mut self, text: String) -> Result<View, ControlFault> {
+        let snapshot: Snapshot =
+            serde_json::from_str(&text).map_err(|e| ControlFault::Malformed(e.to_string()))?;
+        let workers = self.workers.renumber(snapshot.iothreads.iter().map(|t| &t.name));
+        let devices = self.devices.renumber(snapshot.devices.iter().map(|d| &d.name));
+        if self.default.as_ref().is_some_and(|d| !self.workers.of.contains_key(&d.iothread)) {
+            self.default = None;
+        }
+        self.epochs += 1;
+        Ok(View {
+            epoch: self.epochs,
+            text,
+            default: self.default.as_ref().map(|default| default.iothread.clone()),
+            next_worker: self.workers.next,
+            device_places: devices.iter().copied().zip(0..).collect(),
+            workers,
+            devices,
+            snapshot,
+        })
+    }
+
+    /// One of those that are held.
+    pub(super) fn held(&self, epoch: u64) -> Option<Arc<View>> {
+        self.held.iter().find(|view| view.epoch == epoch).cloned()
+    }
+
+    /// Whoever opens a file from now on sees a new view.
+    pub(super) fn forget(&mut self) {
+        self.asked = None;
+    }
+
+    /// Devices that are not there yet go there.
+    pub(super) fn set_default(&mut self, default: Option<IoThreadName>) {
+        let from = self.devices.next;
+        self.default = default.map(|iothread| NewDevices { iothread, from });
+    }
+
+    /// The devices of `view` that are new, each time other ones, and where they go.
+    pub(super) fn take_new(&mut self, view: &View) -> Option<(Vec<DiskName>, IoThreadName)> {
+        let default = self.default.as_mut()?;
+        let new = view.devices().filter(|(number, _)| *number >= default.from);
+        let new = new.map(|(_, device)| device.name.clone()).collect();
+        default.from = self.devices.next;
+        Some((new, default.iothread.clone()))
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn worker(name: &str) -> serde_json::Value {
+        json!({ "name": name, "cpus": [0, 1, 3], "locked": true, "tid": 71, "queues": 1,
+            "polling": { "max_ns": 32_000, "grow": 2, "shrink": 0 }, "busy_ns": 100, "lock_ns": 10,
+            "poll_ns": 200, "sleep_ns": 300, "cpu_ns": 250 })
+    }
+
+    fn device(name: &str, iothreads: &[&str]) -> serde_json::Value {
+        let summary = json!({ "count": 1, "mean_ns": 1, "p50_ns": 1, "p99_ns": 1, "p999_ns": 1,
+            "p9999_ns": 1, "max_ns": 1 });
+        let queue = |(index, iothread)| {
+            json!({ "index": index, "iothread": iothread, "state": "running", "in_flight": 3,
+                "reads": 10, "writes": 20, "flushes": 1, "discards": 2, "write_zeroes": 3,
+                "others": 4, "read_bytes": 4096, "written_bytes": 512, "errors": 5, "kicks": 6,
+                "calls": 7, "wait": summary, "service": summary, "response": summary })
+        };
+        let queues: Vec<_> = (0..).zip(iothreads).map(queue).collect();
+        json!({ "name": name, "vm": "plc", "socket": null, "connected": true,
+            "capacity": 1 << 20, "read_only": false, "queues": queues })
+    }
+
+    /// What the control API says of IOThreads and devices.
+    pub(crate) fn text(workers: &[&str], devices: &[(&str, &[&str])]) -> String {
+        let workers: Vec<_> = workers.iter().map(|name| worker(name)).collect();
+        let devices: Vec<_> = devices.iter().map(|(name, on)| device(name, on)).collect();
+        json!({ "time_ns": 5_000, "started_ns": 2_000, "iothreads": workers, "devices": devices })
+            .to_string()
+    }
+
+    impl Views {
+        /// A new view of that.
+        pub(crate) fn take(&mut self, text: String) -> Arc<View> {
+            self.get(Duration::ZERO, Instant::now(), || Ok((text, Duration::ZERO))).unwrap()
+        }
+    }
+
+    fn numbers(view: &View) -> Vec<(u32, &str)> {
+        view.workers().map(|(number, worker)| (number, worker.name.as_str())).collect()
+    }
+
+    #[test]
+    fn numbers_stay_and_are_not_used_again() {
+        let mut views = Views::new();
+        assert_eq!(numbers(&views.take(text(&["b", "c"], &[]))), [(0, "b"), (1, "c")]);
+        assert_eq!(
+            numbers(&views.take(text(&["a", "b", "c"], &[]))),
+            [(2, "a"), (0, "b"), (1, "c")]
+        );
+        assert_eq!(numbers(&views.take(text(&["c"], &[]))), [(1, "c")]);
+        // Another one, if of the same name.
+        let last = views.take(text(&["b", "c"], &[]));
+        assert_eq!(numbers(&last), [(3, "b"), (1, "c")]);
+        assert_eq!(last.next_worker, 4);
+        assert!(last.worker(0).is_none());
+    }
+
+    #[test]
+    fn snapshot_is_shared_while_it_is_fresh() {
+        let (mut views, start) = (Views::new(), Instant::now());
+        let epoch = |views: &mut Views, fresh, after_ms| {
+            let now = start + Duration::from_millis(after_ms);
+            let took = Duration::from_millis(1);
+            views.get(fresh, now, || Ok((text(&["a"], &[]), took))).unwrap().epoch
+        };
+        assert_eq!(epoch(&mut views, FRESH, 0), 1);
+        assert_eq!(epoch(&mut views, FRESH, 99), 1);
+        assert_eq!(epoch(&mut views, FRESH_WHOLE, 99), 2);
+        assert_eq!(epoch(&mut views, FRESH_WHOLE, 108), 2);
+        assert_eq!(epoch(&mut views, FRESH, 199), 3);
+        views.forget();
+        assert_eq!(epoch(&mut views, FRESH, 199), 4);
+        // A failure leaves what is there.
+        let late = start + Duration::from_secs(9);
+        let failed = views.get(FRESH, late, || Err(ControlFault::TooLong(1)));
+        assert!(matches!(failed, Err(ControlFault::TooLong(1))));
+        let failed = views.get(FRESH, late, || Ok(("{}".to_owned(), Duration::ZERO)));
+        assert!(matches!(failed, Err(ControlFault::Malformed(_))));
+        assert_eq!(views.held(4).unwrap().epoch, 4);
+    }
+
+    #[test]
+    fn snapshot_that_takes_long_is_taken_less_often() {
+        let (mut views, start) = (Views::new(), Instant::now());
+        let mut epoch = |fresh, after_ms| {
+            let (now, took) = (start + Duration::from_millis(after_ms), Duration::from_millis(300));
+            views.get(fresh, now, || Ok((text(&["a"], &[]), took))).unwrap().epoch
+        };
+        assert_eq!(epoch(FRESH, 0), 1);
+        assert_eq!(epoch(FRESH_WHOLE, 1499), 1);
+        assert_eq!(epoch(FRESH_WHOLE, 1500), 2);
+        // A write wants to know.
+        assert_eq!(epoch(Duration::ZERO, 1501), 3);
+    }
+
+    #[test]
+    fn views_that_are_held_are_bounded() {
+        let mut views = Views::new();
+        for _ in 0..=MAX_HELD {
+            views.take(text(&["a"], &[]));
+        }
+        assert!(views.held(1).is_none());
+        assert!(views.held(2).is_some());
+        // Spaces make it long.
+        let long = text(&["a"], &[]) + &" ".repeat(MAX_HELD_BYTES / 2 + 1);
+        for _ in 0..3 {
+            views.take(long.clone());
+        }
+        assert_eq!(views.held.len(), 2);
+    }
+
+    #[test]
+    fn devices_are_new_once_and_only_after_the_default_was_set() {
+        let name = |text: &str| IoThreadName::new(text).unwrap();
+        let device = |text: &str| DiskName::new(text).unwrap();
+        let mut views = Views::new();
+        let view = views.take(text(&["a", "b"], &[("x", &["a"])]));
+        assert_eq!(views.take_new(&view), None);
+        views.set_default(Some(name("b")));
+        assert_eq!(views.take_new(&view), Some((vec![], name("b"))));
+        let view = views.take(text(&["a", "b"], &[("w", &["a"]), ("x", &["a"])]));
+        assert_eq!(view.default, Some(name("b")));
+        assert_eq!(views.take_new(&view), Some((vec![device("w")], name("b"))));
+        assert_eq!(views.take_new(&view), Some((vec![], name("b"))));
+        // It goes with its IOThread.
+        assert_eq!(views.take(text(&["a"], &[])).default, None);
+    }
+}

@@ -1,0 +1,412 @@
+//! How threads learn that their I/O has ended, measured beside threads that compute.
+//!
+//! T I/O threads read at random offsets, one request at a time each; C threads beside them count.
+//! Polling is best while CPUs are idle and ruins both sides while they are not, sleeping is the
+//! reverse; a way to wait is good if it is near the better one everywhere (UniCom's claim).
+//!
+//! # Targets
+//! - *File*: 4 or 128 KiB of a file that has no name, direct, of a disk with all its noise.
+//! - *Emulated*: a request ends 8 µs after it was submitted and moves no data. From then on whoever
+//!   looks sees it, as if a device had written to memory: a look is one at the clock. Who sleeps is
+//!   woken by a timer's interrupt (`clock_nanosleep`, slack 1 ns), as by a device's. No thread of the
+//!   device's own takes CPU time from those that are measured. It has no queue: any number of requests
+//!   are served at once. For `sqpoll` it is `IORING_OP_TIMEOUT`: a kernel thread has to find something.
+//!
+//! What was found about rings. The interrupt does not write the completion but leaves it to the thread
+//! that submitted, as task work: a timer's and a file's. A ring without flags interrupts that thread for
+//! it even while it runs in user mode, so one that only looks at the completion queue sees it. With
+//! `IORING_SETUP_DEFER_TASKRUN` it never does: that waits for a system call that asks for completions.
+//! With `IORING_SETUP_COOP_TASKRUN` it is late (p90 13 µs more). Hence rings without flags; the test
+//! `peeking_sees_completions_of_a_ring_without_flags` holds both ends. `IORING_OP_TIMEOUT` on the
+//! thread's own ring is no device of 8 µs for one that spins, though: in a VM arming a timer costs exits,
+//! and on 2 vCPUs the submission alone took 20.8 µs (median), with the completion there when it
+//! returned, where an empty request took 0.43 µs. Spinning could save nothing there.
+//!
+//! # Modes
+//! | mode | submits by | learns by |
+//! | --- | --- | --- |
+//! | `pread` | `pread`, `clock_nanosleep` | sleeping in the call |
+//! | `peek-spin` | a ring of the thread's own, or the clock | looking at its completion queue for ever |
+//! | `sqpoll` | shared memory; a kernel thread for each ring polls it | sleeping in `io_uring_enter` |
+//! | `sqpoll-shared` | the same, one kernel thread for all rings | the same |
+//! | `interrupt`, `poll`, `adaptive` | a ring of the thread's own, or the clock | `rtvirtio_completion::Spinner` |
+//!
+//! Rings have the file and the buffer registered. `interrupt` submits and sleeps in one system call.
+//! `adaptive` uses the plain call where it may not spin: that is the cheapest way to sleep, and what
+//! the preload library does.
+//!
+//! # Cells
+//! A *cell* is one mode with T and C on one target for one window. In each repetition the places
+//! (target, T, C) come in an order of their own, by the seed, and within a place the modes do, one
+//! directly after the other: what changes slowly on the machine meets all of them alike. Ratios are
+//! of two cells of one place and repetition. What C threads compute alone is measured once in each
+//! repetition. All threads of a cell start together.
+//!
+//! - `target`, `requester`: the file, and one thread's way to read it.
+//! - `window`: a cell's threads, and what they did.
+//! - [`live`]: whether `adaptive` follows a load that comes and goes.
+//! - [`judge`], [`mod@table`], [`page`]: what it comes to, for a terminal, for a page.
+//!
+//! Properties (tests of the same name): `every_mode_reads_on_both_targets_and_leaves_nothing`,
+//! `order_is_the_seeds_and_keeps_modes_together`, `peeking_sees_completions_of_a_ring_without_flags`.
+
+pub mod judge;
+pub mod live;
+mod matrix;
+pub mod page;
+mod requester;
+pub mod table;
+mod target;
+mod window;
+
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+use std::path::Path;
+use std::str::FromStr;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use rtvirtio_completion::Costs;
+use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_spec::run::{Canary, Machine};
+use serde::{Deserialize, Serialize};
+
+use crate::lines::Lines;
+use rtvirtio_cli::progress::Progress;
+use target::TestFile;
+use window::{AROUND, Measured, WARM_UP};
+
+pub use matrix::{Extent, Matrix};
+
+/// What is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Target {
+    /// A request of 8 µs that moves no data.
+    #[serde(rename = "emulated")]
+    Emulated,
+    /// 4 KiB of a file.
+    #[serde(rename = "file-4k")]
+    File4k,
+    /// 128 KiB of a file.
+    #[serde(rename = "file-128k")]
+    File128k,
+}
+
+impl Target {
+    /// All, in the order of tables.
+    pub const ALL: [Self; 3] = [Self::Emulated, Self::File4k, Self::File128k];
+
+    /// As it is written.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Emulated => "emulated",
+            Self::File4k => "file-4k",
+            Self::File128k => "file-128k",
+        }
+    }
+
+    /// Bytes of a request.
+    #[must_use]
+    pub const fn block(self) -> usize {
+        match self {
+            Self::Emulated => 0,
+            Self::File4k => 4 << 10,
+            Self::File128k => 128 << 10,
+        }
+    }
+
+    /// Whether it is of a file.
+    #[must_use]
+    pub const fn is_file(self) -> bool {
+        self.block() > 0
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Target {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|target| target.name() == text);
+        found.ok_or_else(|| format!("`{text}` is none of emulated, file-4k, file-128k"))
+    }
+}
+
+/// How threads learn that their requests have ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// They sleep in a plain call.
+    Pread,
+    /// They look at a completion queue for ever.
+    PeekSpin,
+    /// A kernel thread for each ring polls for submissions; they sleep.
+    Sqpoll,
+    /// One kernel thread for all rings does.
+    SqpollShared,
+    /// The project's: they sleep.
+    Interrupt,
+    /// The project's: they look for ever.
+    Poll,
+    /// The project's: they look while that pays and a CPU is idle.
+    Adaptive,
+}
+
+impl Mode {
+    /// All, in the order of tables.
+    pub const ALL: [Self; 7] = [
+        Self::Pread,
+        Self::PeekSpin,
+        Self::Sqpoll,
+        Self::SqpollShared,
+        Self::Interrupt,
+        Self::Poll,
+        Self::Adaptive,
+    ];
+
+    /// As it is written.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Pread => "pread",
+            Self::PeekSpin => "peek-spin",
+            Self::Sqpoll => "sqpoll",
+            Self::SqpollShared => "sqpoll-shared",
+            Self::Interrupt => "interrupt",
+            Self::Poll => "poll",
+            Self::Adaptive => "adaptive",
+        }
+    }
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Mode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|mode| mode.name() == text).ok_or_else(|| {
+            let all = Self::ALL.map(Self::name).join(", ");
+            format!("`{text}` is none of {all}")
+        })
+    }
+}
+
+/// The I/O side of a cell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Io {
+    /// What is read.
+    pub target: Target,
+    /// How threads learn of the end.
+    pub mode: Mode,
+    /// I/O threads, at least one.
+    pub threads: usize,
+}
+
+/// Names a cell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CellKey {
+    /// None: compute threads alone.
+    pub io: Option<Io>,
+    /// Compute threads.
+    pub compute: usize,
+    /// From 0.
+    pub repetition: u32,
+}
+
+impl fmt::Display for CellKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.io {
+            None => write!(f, "C{} alone", self.compute),
+            Some(Io { target, mode, threads }) => {
+                write!(f, "{target} T{threads} C{} {mode}", self.compute)
+            }
+        }
+    }
+}
+
+/// The highest percentile with at least 10 samples beyond it.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Judged {
+    /// 99, 99.9 or 99.99.
+    pub percentile: f64,
+    /// Its latency, µs.
+    pub us: f64,
+}
+
+/// What the I/O threads had.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct IoResult {
+    /// Requests that ended in the window.
+    pub n: u64,
+    /// A second.
+    pub iops: f64,
+    /// From one request's submission to the thread's seeing its end, µs.
+    pub mean_us: f64,
+    /// Half of the requests are quicker.
+    pub p50_us: f64,
+    /// 99 %.
+    pub p99_us: f64,
+    /// 99.9 %.
+    pub p999_us: f64,
+    /// The slowest.
+    pub max_us: f64,
+    /// The one that can be judged; none with fewer than 1,000 requests.
+    pub judged: Option<Judged>,
+    /// Of all requests, the share whose end was seen by looking.
+    pub spun: f64,
+}
+
+/// CPU time in the window, s.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct CpuSeconds {
+    /// Of the I/O threads.
+    pub io: f64,
+    /// Of the compute threads.
+    pub compute: f64,
+    /// Of the process: kernel threads that poll its rings among it.
+    pub process: f64,
+}
+
+/// What a cell measured.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Cell {
+    /// Which.
+    #[serde(flatten)]
+    pub key: CellKey,
+    /// Length of the window as asked for, s.
+    pub window_s: f64,
+    /// As it was, s.
+    pub seconds: f64,
+    /// None: there were no I/O threads.
+    pub result: Option<IoResult>,
+    /// Iterations of all compute threads a second; none: there were none.
+    pub compute_rate: Option<f64>,
+    /// Who used the CPUs.
+    pub cpu: CpuSeconds,
+    /// CPUs that the threads could use.
+    pub cpus: usize,
+    /// The machine in the window.
+    pub machine: Machine,
+    /// Lateness of a thread that sleeps, beside them.
+    pub canary: Canary,
+    /// When it ended.
+    pub at: String,
+}
+
+impl Cell {
+    fn new(key: CellKey, window: Duration, cpus: usize, measured: &Measured) -> Self {
+        let seconds = measured.seconds;
+        let result = key.io.map(|_| {
+            let latencies = &measured.latencies;
+            let us = |ns: u64| ns as f64 / 1e3;
+            let at = |quantile| us(latencies.value_at_quantile(quantile));
+            let judged = rtvirtio_cases::judged_percentile(latencies.len());
+            let judged = judged.map(|percentile| {
+                let percentile = percentile.get();
+                Judged { percentile, us: at(percentile / 100.0) }
+            });
+            IoResult {
+                n: latencies.len(),
+                iops: measured.requests as f64 / seconds,
+                mean_us: latencies.mean() / 1e3,
+                p50_us: at(0.5),
+                p99_us: at(0.99),
+                p999_us: at(0.999),
+                max_us: us(latencies.max()),
+                judged,
+                spun: measured.spun as f64 / latencies.len().max(1) as f64,
+            }
+        });
+        Self {
+            key,
+            window_s: window.as_secs_f64(),
+            seconds,
+            result,
+            compute_rate: (key.compute > 0).then(|| measured.iterations as f64 / seconds),
+            cpu: measured.cpu,
+            cpus,
+            machine: measured.machine,
+            canary: measured.canary,
+            at: jiff::Timestamp::now().to_string(),
+        }
+    }
+}
+
+/// The CPUs that this process may use.
+///
+/// # Errors
+/// If the kernel does not say.
+pub fn usable_cpus() -> Result<usize> {
+    let set = rustix::thread::sched_getaffinity(None)?;
+    Ok(set.count() as usize)
+}
+
+/// A campaign.
+#[derive(Debug)]
+pub struct Benchmark<'a> {
+    /// Which cells.
+    pub matrix: Matrix,
+    /// How often each.
+    pub repetitions: u32,
+    /// Length of a window.
+    pub window: Duration,
+    /// Of the order.
+    pub seed: u64,
+    /// Where the file is made.
+    pub directory: &'a Path,
+    /// Where cells go.
+    pub out: &'a Path,
+}
+
+impl Benchmark<'_> {
+    /// Runs what is not in `cells.jsonl` yet, and returns all that is there.
+    ///
+    /// # Errors
+    /// If `out` holds cells of another window or number of CPUs, if the file or a ring cannot be had,
+    /// if a request fails; if interrupted.
+    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
+        let cpus = usable_cpus()?;
+        let mut cells = Lines::<Cell>::open(&self.out.join("cells.jsonl"))?;
+        if self.matrix.is_empty() {
+            return Ok(cells.into_all());
+        }
+        let window_s = self.window.as_secs_f64();
+        ensure!(
+            cells.iter().all(|cell| cell.cpus == cpus && (cell.window_s - window_s).abs() < 1e-6),
+            "{} holds cells of another window or number of CPUs (use another --out)",
+            self.out.display()
+        );
+        let mut keys = self.matrix.keys(self.repetitions, self.seed);
+        keys.retain(|key| cells.iter().all(|cell| cell.key != *key));
+        if keys.is_empty() {
+            return Ok(cells.into_all());
+        }
+        let reads_file = keys.iter().any(|key| key.io.is_some_and(|io| io.target.is_file()));
+        let file = reads_file.then(|| TestFile::make(self.directory, interrupted)).transpose()?;
+        let costs = Costs::calibrate();
+        let expected = WARM_UP + self.window + AROUND;
+        let mut progress = Progress::new(keys.len(), expected * keys.len() as u32);
+        for key in keys {
+            let label = format!("{key}, repetition {}", key.repetition + 1);
+            progress.start(&label, expected);
+            let measured = window::measure(key, file.as_ref(), costs, self.window, interrupted);
+            let measured = measured.context(label)?;
+            cells.push(Cell::new(key, self.window, cpus, &measured))?;
+            progress.finish(expected);
+        }
+        Ok(cells.into_all())
+    }
+}

@@ -1,0 +1,290 @@
+//! Whether `adaptive` follows a load that comes and goes: a thread reads the emulated device while n
+//! threads compute for a second, rest for a second, and so on.
+//!
+//! In bins of 10 ms: the share of waits that ended spinning. A bin is *right* if more than half of its
+//! waits did while there was no load, or at most half while there was; one without a wait is right
+//! only under load, where the thread may have had no CPU. The mode has *followed* a switch at the first
+//! bin from which on 5 are right.
+
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use rtvirtio_completion::{Costs, Tokens};
+use rtvirtio_host::interrupt::{Interrupted, wait};
+use rtvirtio_spec::run::Machine;
+use serde::{Deserialize, Serialize};
+
+use super::judge::{Outcome, Verdict, median};
+use super::requester::Ended;
+use super::window::{Count, Stage, WARM_UP, compute, read, requesters, spawn};
+use super::{Io, Mode, Target, usable_cpus};
+use crate::lines::Lines;
+use crate::qos::clients::{COUNTING, EndPhase};
+use rtvirtio_calibrate::load::MachineSample;
+use rtvirtio_cli::progress::Progress;
+
+/// Time with a load, and without.
+const PHASE: Duration = Duration::from_secs(1);
+/// Of a timeline.
+const BIN: Duration = Duration::from_millis(10);
+/// Bins on which it is judged whether the mode has followed.
+const STEADY: usize = 5;
+/// How soon it is to follow: the mark.
+const MARK: Duration = Duration::from_millis(50);
+
+/// Waits that ended within 10 ms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Bin {
+    /// Ended spinning.
+    pub spun: u32,
+    /// Ended asleep.
+    pub parked: u32,
+}
+
+impl Bin {
+    /// The share that ended spinning; none without a wait.
+    #[must_use]
+    pub fn share(self) -> Option<f64> {
+        let all = self.spun + self.parked;
+        (all > 0).then(|| f64::from(self.spun) / f64::from(all))
+    }
+
+    fn add(&mut self, ended: Ended) {
+        match ended {
+            Ended::Spun => self.spun += 1,
+            Ended::Parked => self.parked += 1,
+        }
+    }
+
+    fn is_right(self, load: bool) -> bool {
+        match (self.share(), load) {
+            (Some(share), true) => share <= 0.5,
+            (Some(share), false) => share > 0.5,
+            (None, load) => load,
+        }
+    }
+}
+
+/// When the load came or went.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Switch {
+    /// Since the first bin, s.
+    pub at_s: f64,
+    /// Whether it came.
+    pub load: bool,
+}
+
+/// A run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Run {
+    /// From 0.
+    pub repetition: u32,
+    /// Compute threads while there is a load.
+    pub compute: usize,
+    /// CPUs that the threads could use.
+    pub cpus: usize,
+    /// Without a load until the first one.
+    pub switches: Vec<Switch>,
+    /// Of 10 ms each.
+    pub bins: Vec<Bin>,
+    /// The machine.
+    pub machine: Machine,
+    /// When it ended.
+    pub at: String,
+}
+
+impl Run {
+    /// How long the mode took to follow each switch, s; none: not before the next one.
+    #[must_use]
+    pub fn followed(&self) -> Vec<Option<f64>> {
+        let bin_s = BIN.as_secs_f64();
+        let end = self.bins.len() as f64 * bin_s;
+        let ends = self.switches.iter().skip(1).map(|switch| switch.at_s).chain([end]);
+        let followed = |(switch, end): (&Switch, f64)| {
+            let (from, until) = ((switch.at_s / bin_s) as usize, (end / bin_s) as usize);
+            let bins = self.bins.get(from..until)?;
+            let right = |bins: &[Bin]| bins.iter().all(|bin| bin.is_right(switch.load));
+            let first = bins.windows(STEADY).position(right)?;
+            Some(((from + first) as f64 * bin_s - switch.at_s).max(0.0))
+        };
+        self.switches.iter().zip(ends).map(followed).collect()
+    }
+}
+
+/// What to run.
+#[derive(Debug)]
+pub struct Benchmark<'a> {
+    /// Runs.
+    pub repetitions: u32,
+    /// Seconds with a load in each, and as many without.
+    pub cycles: u32,
+    /// Where they go.
+    pub out: &'a Path,
+}
+
+impl Benchmark<'_> {
+    /// Does the runs that are not in `live.jsonl` yet, and returns all that are there.
+    ///
+    /// # Errors
+    /// If a ring or thread cannot be had; if interrupted.
+    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Run>> {
+        let mut runs = Lines::<Run>::open(&self.out.join("live.jsonl"))?;
+        let missing: Vec<u32> = (0..self.repetitions)
+            .filter(|&repetition| runs.iter().all(|run| run.repetition != repetition))
+            .collect();
+        if missing.is_empty() {
+            return Ok(runs.into_all());
+        }
+        let expected = WARM_UP + PHASE * (2 * self.cycles + 1);
+        let mut progress = Progress::new(missing.len(), expected * missing.len() as u32);
+        let costs = Costs::calibrate();
+        for repetition in missing {
+            progress.start(&format!("load on and off, {}", repetition + 1), expected);
+            runs.push(self.one(repetition, costs, interrupted)?)?;
+            progress.finish(expected);
+        }
+        Ok(runs.into_all())
+    }
+
+    fn one(&self, repetition: u32, costs: Costs, interrupted: &Interrupted) -> Result<Run> {
+        let cpus = usable_cpus()?;
+        let io = Io { target: Target::Emulated, mode: Mode::Adaptive, threads: 1 };
+        let requester = requesters(io, None)?.pop().context("one thread has one ring")?;
+        let tokens = Arc::new(Tokens::new().context("no tokens without /proc (mount it)")?);
+        let (reads, counts) = (Count::default(), Count::some(cpus));
+        let stage = Stage::new(false);
+        // Of the bins: the window's begin.
+        let origin = OnceLock::new();
+        let length = WARM_UP + PHASE * (2 * self.cycles + 1);
+        let bins = (length.as_nanos() / BIN.as_nanos()) as usize;
+        std::thread::scope(|scope| {
+            let end = EndPhase(&stage.phase);
+            let gate = stage.gate.write();
+            let (there, arrived) = channel();
+            let (tokens, stage, reads, mine) = (&tokens, &stage, &reads, there.clone());
+            let origin = &origin;
+            let reader = move || -> Result<Vec<Bin>> {
+                let mut bins = vec![Bin::default(); bins];
+                let record = |now: Instant, _: Duration, ended: Ended| {
+                    let since = origin.get().map(|&origin| now.saturating_duration_since(origin));
+                    let bin = since.map(|since| (since.as_nanos() / BIN.as_nanos()) as usize);
+                    if let Some(bin) = bin.and_then(|bin| bins.get_mut(bin)) {
+                        bin.add(ended);
+                    }
+                };
+                read(&requester, (io, 7), (tokens, costs), (stage, mine), reads, record)?;
+                Ok(bins)
+            };
+            let reader = spawn(scope, "read".to_owned(), reader)?;
+            let mut computers = Vec::new();
+            for (index, count) in counts.iter().enumerate() {
+                let there = there.clone();
+                let body = move || compute(stage, there, count);
+                computers.push(spawn(scope, format!("compute-{index}"), body)?);
+            }
+            drop(there);
+            arrived.iter().for_each(drop);
+            drop(gate);
+            wait(WARM_UP, interrupted)?;
+            let machine = MachineSample::now()?;
+            let begin = *origin.get_or_init(Instant::now);
+            stage.phase.store(COUNTING, Ordering::Relaxed);
+            let mut switches = Vec::new();
+            for number in 1..=2 * self.cycles {
+                let until = begin + PHASE * number;
+                wait(until.saturating_duration_since(Instant::now()), interrupted)?;
+                ensure!(!stage.is_over(), "the I/O thread ended early");
+                let load = number % 2 == 1;
+                stage.load.store(load, Ordering::Relaxed);
+                switches.push(Switch { at_s: begin.elapsed().as_secs_f64(), load });
+                computers.iter().for_each(|computer| computer.thread().unpark());
+            }
+            wait(PHASE, interrupted)?;
+            let whole = (begin.elapsed().as_nanos() / BIN.as_nanos()) as usize;
+            let machine = machine.since()?;
+            drop(end);
+            let mut bins = reader.join().map_err(|_| anyhow!("the I/O thread failed"))??;
+            bins.truncate(whole);
+            Ok(Run {
+                repetition,
+                compute: cpus,
+                cpus,
+                switches,
+                bins,
+                machine,
+                at: jiff::Timestamp::now().to_string(),
+            })
+        })
+    }
+}
+
+/// Acceptance 7 on all runs.
+#[must_use]
+pub fn verdict(runs: &[Run]) -> Verdict {
+    let all: Vec<Option<f64>> = runs.iter().flat_map(Run::followed).collect();
+    let mark = MARK.as_secs_f64();
+    let within = all.iter().flatten().filter(|&&time| time <= mark).count();
+    let mut times: Vec<f64> = all.iter().flatten().map(|time| time * 1e3).collect();
+    times.sort_by(f64::total_cmp);
+    let middle = median(&times).map_or("-".to_owned(), |ms| format!("{ms:.0} ms"));
+    let worst = match times.last() {
+        Some(ms) if times.len() == all.len() => format!("{ms:.0} ms"),
+        _ => "not before the next switch".to_owned(),
+    };
+    let outcome = match all.len() {
+        0 => Outcome::NotJudged,
+        switches if within == switches => Outcome::Pass,
+        _ => Outcome::Miss,
+    };
+    let text = format!(
+        "7 load on and off: the mode followed {within} of {} switches within {} ms; median {middle}, \
+         worst {worst}",
+        all.len(),
+        MARK.as_millis()
+    );
+    Verdict { outcome, text }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(bins: Vec<Bin>, switches: &[(f64, bool)]) -> Run {
+        let switches = switches.iter().map(|&(at_s, load)| Switch { at_s, load }).collect();
+        let machine = Machine { load1: 0.0, busy_cores: 0.0, steal_cores: 0.0 };
+        Run { repetition: 0, compute: 2, cpus: 2, switches, bins, machine, at: String::new() }
+    }
+
+    const SPUN: Bin = Bin { spun: 900, parked: 1 };
+    const PARKED: Bin = Bin { spun: 3, parked: 400 };
+
+    #[test]
+    fn following_a_switch_takes_until_five_bins_are_right() {
+        // Load from 100 ms on; a relapse in the bin at 120 ms; none from 200 ms on.
+        let mut bins = vec![SPUN; 10];
+        bins.extend([SPUN, PARKED, SPUN, PARKED, Bin::default(), PARKED, PARKED]);
+        bins.extend([PARKED; 5]);
+        bins.extend([SPUN; 8]);
+        let runs = [run(bins, &[(0.1, true), (0.2, false)])];
+        let followed = runs[0].followed();
+        assert!((followed[0].unwrap() - 0.03).abs() < 1e-9, "{followed:?}");
+        assert!((followed[1].unwrap() - 0.02).abs() < 1e-9, "{followed:?}");
+        let verdict = verdict(&runs);
+        assert_eq!(verdict.outcome, Outcome::Pass);
+        assert!(verdict.text.contains("2 of 2"), "{}", verdict.text);
+        assert!(verdict.text.ends_with("median 25 ms, worst 30 ms"), "{}", verdict.text);
+    }
+
+    #[test]
+    fn mode_that_does_not_follow_is_a_miss() {
+        let verdict = verdict(&[run(vec![SPUN; 40], &[(0.1, true), (0.3, false)])]);
+        assert_eq!(verdict.outcome, Outcome::Miss);
+        assert!(verdict.text.contains("1 of 2"), "{}", verdict.text);
+        assert!(verdict.text.ends_with("worst not before the next switch"), "{}", verdict.text);
+        assert_eq!(super::verdict(&[]).outcome, Outcome::NotJudged);
+    }
+}

@@ -1,0 +1,526 @@
+//! A vhost-user-blk server beside its peers: throughput, latency, CPU per request,
+//! and whether it keeps what it acknowledged.
+//!
+//! - [`client`]: the client, libblkio without a VM.
+//! - [`load`]: random 4 KiB requests and what they take.
+//! - [`server`]: `rtvirtio serve` and `qemu-storage-daemon`, started with the same
+//!   disk, nice and affinity.
+//! - [`marks`]: the four marks, judged row by row.
+//! - [`table`], `plot`: for a terminal, for a page.
+//! - [`footprint`]: what many disks cost.
+//! - [`moves`]: queues that change their IOThread under a load.
+//! - [`verify`]: content that tells where and when it was written.
+//!
+//! A *case* is a medium, an operation, a depth, and a number of queues; a *cell* is
+//! a case under one server, once. A repetition goes through the cases, and through
+//! the servers within each case, starting with another one each time, so that what
+//! changes slowly on the machine meets all of them alike. Every cell has a fresh
+//! server. Cells go to a JSONL file as they end; a cell that is there is not
+//! repeated.
+
+pub mod client;
+pub(crate) mod cpu;
+pub mod footprint;
+pub mod load;
+pub mod marks;
+pub mod moves;
+mod plot;
+pub mod server;
+pub mod table;
+pub mod verify;
+
+use std::fs::{File, OpenOptions};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use rtvirtio_host::interrupt::{Interrupted, wait};
+use rtvirtio_spec::run::Machine;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use client::Endpoint;
+use load::{Load, Measured};
+use rtvirtio_cli::progress::Progress;
+use server::{Backing, ServerKind, Setup, listener};
+
+/// Bytes of a request.
+pub const BLOCK: usize = 4096;
+/// Requests behind a p99.99 that is judged.
+pub const LEAST_FOR_TAIL: u64 = 1_000_000;
+/// A window is never longer, s.
+const LONGEST: f64 = 60.0;
+/// Size of the disks: RAM and tmpfs, file.
+const SMALL: u64 = 64 << 20;
+const LARGE: u64 = 512 << 20;
+/// Names of the files under test.
+const PREFIX: &str = "rtvirtio-bench-";
+const SUFFIX: &str = ".raw";
+/// CPU that a request burns in `--scaling`, µs.
+pub const SCALING_CPU_US: u64 = 100;
+/// Start, warm-up and end of a cell.
+const AROUND: Duration = Duration::from_millis(900);
+/// What an idle window adds.
+const IDLE: Duration = Duration::from_millis(2300);
+
+/// What the disk is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Medium {
+    /// The server's memory; null-co with read-zeroes in qemu-storage-daemon.
+    Ram,
+    /// A file in `/dev/shm`.
+    Tmpfs,
+    /// A file on a disk, direct.
+    Disk,
+    /// The RAM engine, each request of which costs [`SCALING_CPU_US`].
+    Burn,
+    /// Whatever serves a socket that was there before.
+    Socket,
+}
+
+impl Medium {
+    /// For people.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Ram => "ram",
+            Self::Tmpfs => "tmpfs",
+            Self::Disk => "disk",
+            Self::Burn => "burn",
+            Self::Socket => "socket",
+        }
+    }
+}
+
+impl std::str::FromStr for Medium {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let all = [Self::Ram, Self::Tmpfs, Self::Disk];
+        let found = all.into_iter().find(|m| m.name() == text);
+        found.ok_or_else(|| format!("`{text}` is none of ram, tmpfs, disk"))
+    }
+}
+
+/// What is asked of the disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Operation {
+    /// Random reads.
+    Read,
+    /// Random writes.
+    Write,
+}
+
+impl Operation {
+    /// fio's name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Read => "randread",
+            Self::Write => "randwrite",
+        }
+    }
+}
+
+/// A case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Case {
+    /// The disk.
+    pub medium: Medium,
+    /// Reads or writes.
+    pub operation: Operation,
+    /// Queues, and client threads.
+    pub queues: usize,
+    /// Requests in flight of each queue.
+    pub depth: usize,
+}
+
+impl Case {
+    /// All cases of some media, in the order of tables.
+    #[must_use]
+    pub fn all(media: &[Medium]) -> Vec<Self> {
+        let mut cases = Vec::new();
+        for &medium in media {
+            for operation in [Operation::Read, Operation::Write] {
+                for queues in [1, 4] {
+                    let depths = [1, 32].into_iter();
+                    cases.extend(depths.map(|depth| Self { medium, operation, queues, depth }));
+                }
+            }
+        }
+        cases
+    }
+
+    /// For people.
+    #[must_use]
+    pub fn name(&self) -> String {
+        let Self { medium, operation, queues, depth } = self;
+        format!("{} {} {queues}q d{depth}", medium.name(), operation.name())
+    }
+
+    /// Whether its far tail is judged.
+    #[must_use]
+    pub const fn has_tail(&self) -> bool {
+        self.queues == 4 && self.depth == 32
+    }
+}
+
+/// Which cell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct CellKey {
+    /// The case.
+    #[serde(flatten)]
+    pub case: Case,
+    /// The server.
+    pub server: ServerKind,
+    /// Its IOThreads.
+    pub iothreads: usize,
+    /// From 0.
+    pub repetition: u32,
+}
+
+/// What a cell measured.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Cell {
+    /// Which.
+    #[serde(flatten)]
+    pub key: CellKey,
+    /// Requests in the window.
+    pub n: u64,
+    /// Length of the window.
+    pub seconds: f64,
+    /// Requests per second.
+    pub iops: f64,
+    /// Latencies, µs.
+    pub mean_us: f64,
+    /// Half of the requests are quicker.
+    pub p50_us: f64,
+    /// 99 %.
+    pub p99_us: f64,
+    /// 99.9 %.
+    pub p999_us: f64,
+    /// 99.99 %.
+    pub p9999_us: f64,
+    /// The slowest.
+    pub max_us: f64,
+    /// CPU of the server for each request, µs; none without a server.
+    pub cpu_us: Option<f64>,
+    /// CPU of the client for each request, µs.
+    pub client_us: f64,
+    /// CPU of the server with a client that does nothing, in cores.
+    pub idle_cores: Option<f64>,
+    /// The machine in the window.
+    pub machine: Machine,
+    /// CPUs of the machine.
+    pub cpus: usize,
+}
+
+impl Cell {
+    fn new(key: CellKey, measured: &Measured) -> Self {
+        let latencies = &measured.latencies;
+        let (n, us) = (latencies.len(), |ns: u64| ns as f64 / 1e3);
+        let at = |quantile| us(latencies.value_at_quantile(quantile));
+        let each = |ns: u64| us(ns) / n.max(1) as f64;
+        Self {
+            key,
+            n,
+            seconds: measured.seconds,
+            iops: n as f64 / measured.seconds,
+            mean_us: latencies.mean() / 1e3,
+            p50_us: at(0.5),
+            p99_us: at(0.99),
+            p999_us: at(0.999),
+            p9999_us: at(0.9999),
+            max_us: us(latencies.max()),
+            cpu_us: (key.server != ServerKind::File).then(|| each(measured.server_ns)),
+            client_us: each(measured.client_ns),
+            idle_cores: measured.idle_cores,
+            machine: measured.machine,
+            cpus: std::thread::available_parallelism().map_or(1, usize::from),
+        }
+    }
+}
+
+/// What to run.
+pub struct Benchmark<'a> {
+    /// Cases, in order.
+    pub cases: Vec<Case>,
+    /// Servers; a case leaves out those that make no difference to it.
+    pub servers: Vec<ServerKind>,
+    /// IOThreads of ours: more than one entry compares them.
+    pub iothreads: Vec<usize>,
+    /// How often.
+    pub repetitions: u32,
+    /// Length of a window.
+    pub seconds: f64,
+    /// Wait for this many requests where the far tail is judged.
+    pub least_for_tail: u64,
+    /// The `rtvirtio` that serves.
+    pub program: &'a Path,
+    /// A server that runs already.
+    pub socket: Option<&'a Path>,
+    /// Where the disk file goes.
+    pub disk_directory: &'a Path,
+    /// Where cells go.
+    pub out: &'a Path,
+}
+
+impl Benchmark<'_> {
+    /// Runs what is not in `cells.jsonl` yet, and returns all that is there.
+    ///
+    /// # Errors
+    /// If a server or the client fails; if interrupted.
+    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
+        let path = self.out.join("cells.jsonl");
+        let mut cells = read_cells(&path)?;
+        let missing: Vec<CellKey> =
+            self.keys().into_iter().filter(|key| cells.iter().all(|c| c.key != *key)).collect();
+        if missing.is_empty() {
+            return Ok(cells);
+        }
+        let disks = Disks::make(&missing, self.disk_directory)?;
+        let mut file = OpenOptions::new().create(true).append(true).open(&path)?;
+        let expected: Vec<Duration> = missing.iter().map(|key| self.duration(key)).collect();
+        let mut progress = Progress::new(missing.len(), expected.iter().sum());
+        for (key, expected) in missing.into_iter().zip(expected) {
+            let label = format!("{}, {}", key.case.name(), label(&key));
+            progress.start(&label, expected);
+            let cell = self.cell(key, &disks, interrupted).with_context(|| label)?;
+            writeln!(file, "{}", serde_json::to_string(&cell)?)?;
+            cells.push(cell);
+            progress.finish(expected);
+        }
+        Ok(cells)
+    }
+
+    /// Every cell, in the order in which they run.
+    #[must_use]
+    pub fn keys(&self) -> Vec<CellKey> {
+        let mut keys = Vec::new();
+        for repetition in 0..self.repetitions {
+            for (index, case) in self.cases.iter().enumerate() {
+                let mut here: Vec<(ServerKind, usize)> = Vec::new();
+                for &server in self.servers.iter().filter(|s| makes_sense(**s, case.medium)) {
+                    let threads: &[usize] = if server.is_ours() { &self.iothreads } else { &[1] };
+                    here.extend(threads.iter().map(|&t| (server, t)));
+                }
+                let turn = (repetition as usize + index) % here.len().max(1);
+                here.rotate_left(turn);
+                keys.extend(here.into_iter().map(|(server, iothreads)| CellKey {
+                    case: *case,
+                    server,
+                    iothreads,
+                    repetition,
+                }));
+            }
+        }
+        keys
+    }
+
+    fn duration(&self, key: &CellKey) -> Duration {
+        let idle = if measures_idle(key) { IDLE } else { Duration::ZERO };
+        // At about 100,000 requests a second.
+        let tail = if key.case.has_tail() { self.least_for_tail as f64 / 1e5 } else { 0.0 };
+        Duration::from_secs_f64(self.seconds.max(tail)) + AROUND + idle
+    }
+
+    fn cell(&self, key: CellKey, disks: &Disks, interrupted: &Interrupted) -> Result<Cell> {
+        let Case { medium, operation, queues, depth } = key.case;
+        let load = Load {
+            operation,
+            depth,
+            queues,
+            seconds: self.seconds,
+            least: if key.case.has_tail() { self.least_for_tail } else { 0 },
+            most_seconds: LONGEST.max(self.seconds),
+            idle: measures_idle(&key),
+        };
+        let measured = match (key.server, self.socket) {
+            (ServerKind::Socket, Some(socket)) => {
+                let server = listener(socket)?;
+                load::run(Endpoint::Socket(socket), Some(server), &load, interrupted)?
+            }
+            (ServerKind::File, _) => {
+                let path = disks.file(medium).context("a medium without a file")?;
+                load::run(Endpoint::File(path), None, &load, interrupted)?
+            }
+            _ => {
+                let directory = tempfile::Builder::new().prefix("rtvirtio-bench-").tempdir()?;
+                let setup = Setup {
+                    kind: key.server,
+                    backing: &disks.backing(medium)?,
+                    queues,
+                    iothreads: key.iothreads,
+                    program: self.program,
+                    directory: directory.path(),
+                };
+                let mut server = setup.start(interrupted)?;
+                let endpoint = Endpoint::Socket(server.socket());
+                let measured = load::run(endpoint, Some(server.id()), &load, interrupted);
+                // That it has ended says more than that the client has lost it.
+                server.check()?;
+                let measured = measured?;
+                server.terminate()?;
+                measured
+            }
+        };
+        // What the last cell left to the kernel is not the next one's.
+        wait(Duration::from_millis(100), interrupted)?;
+        Ok(Cell::new(key, &measured))
+    }
+}
+
+/// For people: the server, and its IOThreads if it has more than one.
+pub(crate) fn label(key: &CellKey) -> String {
+    match key.iothreads {
+        _ if key.case.medium == Medium::Burn => format!("{} x{}", key.server.name(), key.iothreads),
+        0 | 1 => key.server.name().to_owned(),
+        threads => format!("{} x{threads}", key.server.name()),
+    }
+}
+
+fn measures_idle(key: &CellKey) -> bool {
+    key.case.operation == Operation::Read && key.case.depth == 1 && key.server != ServerKind::File
+}
+
+/// Whether a server can have a medium, and is not another one under a second name there.
+fn makes_sense(server: ServerKind, medium: Medium) -> bool {
+    match (medium, server) {
+        (Medium::Socket, ServerKind::Socket) => true,
+        (Medium::Socket, _) | (_, ServerKind::Socket) => false,
+        (Medium::Burn, server) => server == ServerKind::Rtvirtio,
+        // No file: nothing to register buffers with, nothing to read without a server.
+        (Medium::Ram, server) => !matches!(server, ServerKind::RtvirtioFixed | ServerKind::File),
+        (Medium::Tmpfs | Medium::Disk, _) => true,
+    }
+}
+
+/// The files under test, removed at the end.
+struct Disks {
+    tmpfs: Option<tempfile::NamedTempFile>,
+    disk: Option<tempfile::NamedTempFile>,
+}
+
+impl Disks {
+    fn make(keys: &[CellKey], directory: &Path) -> Result<Self> {
+        let wanted = |medium| keys.iter().any(|k| k.case.medium == medium);
+        let make = |medium, directory: &Path, bytes| {
+            wanted(medium).then(|| written_file(directory, bytes)).transpose()
+        };
+        Ok(Self {
+            tmpfs: make(Medium::Tmpfs, Path::new("/dev/shm"), SMALL)?,
+            disk: make(Medium::Disk, directory, LARGE)?,
+        })
+    }
+
+    fn file(&self, medium: Medium) -> Option<&Path> {
+        let file = if medium == Medium::Disk { &self.disk } else { &self.tmpfs };
+        file.as_ref().map(tempfile::NamedTempFile::path)
+    }
+
+    fn backing(&self, medium: Medium) -> Result<Backing> {
+        match medium {
+            Medium::Ram => Ok(Backing::Ram { bytes: SMALL, cpu_us: 0 }),
+            Medium::Burn => Ok(Backing::Ram { bytes: SMALL, cpu_us: SCALING_CPU_US }),
+            _ => {
+                let path = self.file(medium).context("a medium without a file")?;
+                Ok(Backing::File(path.to_owned()))
+            }
+        }
+    }
+}
+
+/// Removes what killed runs left: files that nobody holds.
+fn remove_stale(directory: &Path) -> Result<()> {
+    for entry in std::fs::read_dir(directory)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with(PREFIX) && name.ends_with(SUFFIX) {
+            let held = File::open(entry.path()).is_ok_and(|file| !hold(&file));
+            if !held {
+                std::fs::remove_file(entry.path())?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Takes the lock that says that a run is alive (`flock`, which servers do not look at).
+fn hold(file: &File) -> bool {
+    rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_ok()
+}
+
+/// A file without holes, on stable storage. It goes with the value; after a kill, at a next run.
+fn written_file(directory: &Path, bytes: u64) -> Result<tempfile::NamedTempFile> {
+    let context = || format!("make a disk in {}", directory.display());
+    remove_stale(directory).with_context(context)?;
+    let mut file = tempfile::Builder::new()
+        .prefix(PREFIX)
+        .suffix(SUFFIX)
+        .tempfile_in(directory)
+        .with_context(context)?;
+    hold(file.as_file());
+    let mut random = load::Random::new(bytes);
+    let mut chunk = vec![0_u8; 1 << 20];
+    for _ in 0..bytes >> 20 {
+        chunk.chunks_exact_mut(8).for_each(|w| w.copy_from_slice(&random.next().to_le_bytes()));
+        file.write_all(&chunk).with_context(context)?;
+    }
+    file.as_file().sync_all().with_context(context)?;
+    Ok(file)
+}
+
+/// All cells of a file; none if there is no file.
+///
+/// # Errors
+/// If a line is no cell. A last line that was cut off is dropped, and the file shortened.
+pub fn read_cells(path: &Path) -> Result<Vec<Cell>> {
+    let text = match std::fs::read_to_string(path) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        text => text.with_context(|| format!("read {}", path.display()))?,
+    };
+    let whole = text.rfind('\n').map_or(0, |end| end + 1);
+    if whole < text.len() {
+        File::options().write(true).open(path)?.set_len(whole as u64)?;
+    }
+    let cell = |(number, line)| {
+        serde_json::from_str(line)
+            .with_context(|| format!("{}, line {}", path.display(), number + 1))
+    };
+    text[..whole].lines().enumerate().map(cell).collect()
+}
+
+/// Writes `table.txt` and `plot.svg` beside the cells.
+///
+/// # Errors
+/// If there is nothing to show, or they cannot be written.
+pub fn write_report(cells: &[Cell], out: &Path) -> Result<String> {
+    ensure!(!cells.is_empty(), "no cell was measured");
+    let text = table::render(cells);
+    let write = |name: &str, text: &str| -> Result<PathBuf> {
+        let path = out.join(name);
+        std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
+        Ok(path)
+    };
+    write("table.txt", &text)?;
+    write("plot.svg", &plot::render(cells))?;
+    Ok(text)
+}
+
+/// The medians of all rows.
+#[must_use]
+pub fn rows_as_json(cells: &[Cell]) -> Value {
+    let rows = marks::rows(cells).into_iter().flat_map(|(case, servers)| {
+        servers.into_iter().map(move |((server, iothreads), medians)| {
+            json!({"case": case, "server": server, "iothreads": iothreads, "medians": medians})
+        })
+    });
+    rows.collect()
+}
+
+#[cfg(test)]
+mod tests;

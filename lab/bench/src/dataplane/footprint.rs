@@ -1,0 +1,268 @@
+//! What `rtvirtio serve` costs when it serves many disks: time to start, memory, CPU when idle.
+//!
+//! Each device has a client with all its queues started, which makes a write and a read on each
+//! queue before and after a window in which nobody does anything. Time is from the program's start
+//! to its word to systemd that it serves. Memory is what is resident without shared memory, which
+//! is the clients'; CPU is that of all threads.
+
+use std::fmt::Write as _;
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_host::interrupt::{Interrupted, wait};
+use serde::Serialize;
+
+use super::BLOCK;
+use super::client::{Client, Endpoint, Queue, Shape};
+use super::cpu::ProcessCpu;
+use rtvirtio_calibrate::confine::confine;
+
+/// What a daemon may have resident, MiB: itself, and each idle queue.
+pub const LIMIT_MIB: (f64, f64) = (30.0, 0.5);
+/// How soon it must serve.
+pub const LIMIT_START: Duration = Duration::from_secs(2);
+/// What it may use when idle, of a core.
+pub const LIMIT_IDLE: f64 = 0.02;
+
+/// How long a start may take before it is given up.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// From the last request to the idle window.
+const SETTLE: Duration = Duration::from_millis(500);
+const IDLE: Duration = Duration::from_secs(3);
+/// Bytes of each disk, a sparse file: a disk in RAM would be in the daemon's memory.
+const DISK: u64 = 1 << 20;
+
+/// What was measured with so many devices.
+#[derive(Debug, Clone, Serialize)]
+pub struct Footprint {
+    /// Devices.
+    pub devices: usize,
+    /// Queues of each.
+    pub queues: usize,
+    /// From the program's start until it serves.
+    pub start: Duration,
+    /// Resident and not shared, before any client came, MiB.
+    pub alone_mib: f64,
+    /// The same with all queues started and used.
+    pub resident_mib: f64,
+    /// Cores used in the idle window.
+    pub idle_cores: f64,
+    /// Threads with all clients connected.
+    pub threads: usize,
+    /// Open descriptors with all clients connected.
+    pub descriptors: usize,
+}
+
+impl Footprint {
+    /// The most that may be resident, MiB.
+    #[must_use]
+    pub fn limit_mib(&self) -> f64 {
+        LIMIT_MIB.0 + LIMIT_MIB.1 * (self.devices * self.queues) as f64
+    }
+
+    /// Whether all limits are kept.
+    #[must_use]
+    pub fn is_within(&self) -> bool {
+        self.start <= LIMIT_START
+            && self.resident_mib <= self.limit_mib()
+            && self.idle_cores <= LIMIT_IDLE
+    }
+}
+
+/// A daemon; killed when dropped.
+struct Daemon {
+    child: Child,
+    messages: PathBuf,
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Daemon {
+    /// Starts it; returns when it says that it serves, and how long that took.
+    fn start(program: &Path, directory: &Path) -> Result<(Self, Duration)> {
+        let messages = directory.join("server.err");
+        let notify = directory.join("notify");
+        let socket = UnixDatagram::bind(&notify)?;
+        // It may write as another user.
+        let all = std::os::unix::fs::PermissionsExt::from_mode(0o666);
+        std::fs::set_permissions(&notify, all)?;
+        socket.set_read_timeout(Some(PATIENCE))?;
+        let mut command = Command::new(program);
+        command.arg("serve").arg(directory.join("serve.toml")).env("NOTIFY_SOCKET", &notify);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        command.stderr(std::fs::File::create(&messages)?);
+        confine(&mut command, None)?;
+        let began = Instant::now();
+        let child = command.spawn().with_context(|| format!("start {}", program.display()))?;
+        let mut daemon = Self { child, messages };
+        let mut text = [0; 256];
+        let read = socket.recv(&mut text).with_context(|| format!("no word: {}", daemon.said()))?;
+        let took = began.elapsed();
+        let word = String::from_utf8_lossy(&text[..read]).into_owned();
+        ensure!(word.contains("READY=1"), "it said {word:?} instead of READY=1");
+        std::fs::remove_file(notify)?;
+        daemon.check()?;
+        Ok((daemon, took))
+    }
+
+    fn check(&mut self) -> Result<()> {
+        match self.child.try_wait()? {
+            None => Ok(()),
+            Some(status) => bail!("the daemon ended ({status}): {}", self.said()),
+        }
+    }
+
+    fn said(&self) -> String {
+        std::fs::read_to_string(&self.messages).unwrap_or_default().trim().to_owned()
+    }
+
+    fn entries(&self, of: &str) -> Result<usize> {
+        Ok(std::fs::read_dir(format!("/proc/{}/{of}", self.child.id()))?.count())
+    }
+
+    fn resident_mib(&self) -> Result<f64> {
+        let text = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
+        let kib = |key: &str| {
+            let value = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+            let number = value.and_then(|v| v.trim().trim_end_matches(" kB").parse::<f64>().ok());
+            number.with_context(|| format!("no {key} in the daemon's status"))
+        };
+        Ok((kib("VmRSS")? - kib("RssShmem")?) / 1024.0)
+    }
+
+    fn end(mut self) -> Result<()> {
+        self.check()?;
+        let pid = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
+        let status = self.child.wait()?;
+        ensure!(status.success(), "the daemon ended ({status}): {}", self.said());
+        Ok(())
+    }
+}
+
+/// Measures so many devices on 2 IOThreads.
+///
+/// # Errors
+/// If the daemon does not start, fails a request or ends; if interrupted.
+pub fn measure(
+    devices: usize,
+    queues: usize,
+    program: &Path,
+    interrupted: &Interrupted,
+) -> Result<Footprint> {
+    raise_descriptors();
+    let directory = tempfile::tempdir()?;
+    let socket = |device: usize| directory.path().join(format!("d{device}"));
+    let mut text =
+        "version = 1\n[[iothread]]\nname = \"iot0\"\n[[iothread]]\nname = \"iot1\"\n".to_owned();
+    let disk = |device: usize| directory.path().join(format!("d{device}.raw"));
+    for device in 0..devices {
+        std::fs::File::create_new(disk(device))?.set_len(DISK)?;
+        write!(
+            text,
+            "[[device]]\nname = \"d{device}\"\nvm = \"v{device}\"\nqueues = {queues}\n\
+             socket = {}\nengine = {{ type = \"file\", path = {} }}\n",
+            serde_json::to_string(&socket(device))?,
+            serde_json::to_string(&disk(device))?
+        )?;
+    }
+    std::fs::write(directory.path().join("serve.toml"), text)?;
+    let (mut daemon, start) = Daemon::start(program, directory.path())?;
+    let alone_mib = daemon.resident_mib()?;
+    let shape = Shape { queues, depth: 1, buffer: BLOCK };
+    let connect = |device| Ok(Client::connect(Endpoint::Socket(&socket(device)), shape)?);
+    let mut clients: Vec<Client> = (0..devices).map(connect).collect::<Result<_>>()?;
+    serve_all(&mut clients)?;
+    wait(SETTLE, interrupted)?;
+    let (cpu, at) = (ProcessCpu::of(daemon.child.id())?, Instant::now());
+    wait(IDLE, interrupted)?;
+    let used = ProcessCpu::of(daemon.child.id())?.since(&cpu);
+    let idle_cores = used as f64 / at.elapsed().as_nanos() as f64;
+    let (threads, descriptors) = (daemon.entries("task")?, daemon.entries("fd")?);
+    serve_all(&mut clients)?;
+    let resident_mib = daemon.resident_mib()?;
+    drop(clients);
+    daemon.check()?;
+    daemon.end()?;
+    Ok(Footprint {
+        devices,
+        queues,
+        start,
+        alone_mib,
+        resident_mib,
+        idle_cores,
+        threads,
+        descriptors,
+    })
+}
+
+/// A write and a read of what was written on each queue.
+fn serve_all(clients: &mut [Client]) -> Result<()> {
+    for (device, client) in clients.iter_mut().enumerate() {
+        let all = client.run(0_usize.., |queue, index| serve(queue, index, device as u8));
+        all.into_iter().collect::<Result<Vec<()>>>().with_context(|| format!("device {device}"))?;
+    }
+    Ok(())
+}
+
+fn serve(queue: &mut Queue, index: usize, device: u8) -> Result<()> {
+    let (at, mark) = ((index * BLOCK) as u64, device.wrapping_add(index as u8) | 1);
+    for is_write in [true, false] {
+        queue.buffer(0).fill(if is_write { mark } else { 0 });
+        if is_write {
+            queue.write(0, at, BLOCK);
+        } else {
+            queue.read(0, at, BLOCK);
+        }
+        let (mut result, deadline) = (None, Instant::now() + PATIENCE);
+        // It may come back early, with nothing.
+        while result.is_none() && Instant::now() < deadline {
+            queue.wait(PATIENCE, |_, ended| result = Some(ended.result))?;
+        }
+        ensure!(result == Some(0), "a request of queue {index} ended with {result:?}");
+    }
+    ensure!(queue.buffer(0).iter().all(|byte| *byte == mark), "queue {index} lost a write");
+    Ok(())
+}
+
+/// Clients have descriptors too: some ten for each queue.
+fn raise_descriptors() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+}
+
+/// For a terminal.
+#[must_use]
+pub fn render(rows: &[Footprint]) -> String {
+    let mut text = "devices  queues  start ms  alone MiB  resident MiB  allowed MiB  \
+                    KiB/queue  idle % of a core  threads  descriptors\n"
+        .to_owned();
+    for row in rows {
+        let all = row.devices * row.queues;
+        let each = (row.resident_mib - row.alone_mib) * 1024.0 / all as f64;
+        let _ = writeln!(
+            text,
+            "{:7}  {:6}  {:8.0}  {:9.1}  {:12.1}  {:11.1}  {each:9.1}  {:16.2}  {:7}  {:11}{}",
+            row.devices,
+            all,
+            row.start.as_secs_f64() * 1e3,
+            row.alone_mib,
+            row.resident_mib,
+            row.limit_mib(),
+            row.idle_cores * 100.0,
+            row.threads,
+            row.descriptors,
+            if row.is_within() { "" } else { "  OVER" },
+        );
+    }
+    text
+}

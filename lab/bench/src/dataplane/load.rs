@@ -1,0 +1,284 @@
+//! The benchmark's load: 4 KiB at random offsets, a thread to each queue, a fixed
+//! number of requests in flight.
+//!
+//! A thread blocks on its queue's completion eventfd, takes all that has ended,
+//! and submits as many anew. The client shares the CPUs with the server that it
+//! measures, so it does no more than that: one look at the clock for a batch, no
+//! allocation. A latency runs from the submission of its batch to the look at
+//! the clock when its end is seen.
+
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail, ensure};
+use hdrhistogram::Histogram;
+use rtvirtio_host::interrupt::{Interrupted, wait};
+
+use super::client::{Client, Endpoint, Queue, Shape};
+use super::cpu::ProcessCpu;
+use super::{BLOCK, Operation};
+use rtvirtio_calibrate::load::MachineSample;
+
+/// The least and the largest latency that is told apart, ns.
+const RANGE: (u64, u64) = (100, 100_000_000_000);
+/// Two digits: 1 %, and counters that stay in the first-level cache.
+const DIGITS: u8 = 2;
+/// From the first request to the window.
+const WARM_UP: Duration = Duration::from_millis(500);
+/// How long a server may complete nothing.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// From the last request to the window in which the server should do nothing.
+const SETTLE: Duration = Duration::from_millis(300);
+/// That window.
+const IDLE: Duration = Duration::from_secs(2);
+
+const WARMING: u8 = 0;
+const COUNTING: u8 = 1;
+const OVER: u8 = 2;
+
+/// What to do.
+#[derive(Debug, Clone, Copy)]
+pub struct Load {
+    /// Reads or writes.
+    pub operation: Operation,
+    /// In flight, of each queue.
+    pub depth: usize,
+    /// Queues, and so threads.
+    pub queues: usize,
+    /// Length of the window.
+    pub seconds: f64,
+    /// Requests to wait for, if the window is too short for them.
+    pub least: u64,
+    /// Longest window.
+    pub most_seconds: f64,
+    /// Whether to see what the server does when it has nothing to do.
+    pub idle: bool,
+}
+
+/// What was measured.
+#[derive(Debug, Clone)]
+pub struct Measured {
+    /// Latencies, ns.
+    pub latencies: Histogram<u64>,
+    /// Length of the window.
+    pub seconds: f64,
+    /// CPU time of the server, ns; of none if there is no server.
+    pub server_ns: u64,
+    /// CPU time of this process, ns.
+    pub client_ns: u64,
+    /// CPU of the server with a client that does nothing, in cores.
+    pub idle_cores: Option<f64>,
+    /// The machine in the window.
+    pub machine: rtvirtio_spec::run::Machine,
+}
+
+/// Runs a load; `server` is the process whose CPU time counts.
+///
+/// # Errors
+/// If the server refuses the client, fails a request, or completes nothing for 20 s; if
+/// interrupted.
+pub fn run(
+    endpoint: Endpoint<'_>,
+    server: Option<u32>,
+    load: &Load,
+    interrupted: &Interrupted,
+) -> Result<Measured> {
+    run_blocks(endpoint, server, load, BLOCK, interrupted)
+}
+
+/// Like [`run`], with requests of another size.
+///
+/// # Errors
+/// The same.
+pub fn run_blocks(
+    endpoint: Endpoint<'_>,
+    server: Option<u32>,
+    load: &Load,
+    block: usize,
+    interrupted: &Interrupted,
+) -> Result<Measured> {
+    let shape = Shape { queues: load.queues, depth: load.depth, buffer: block };
+    let mut client = Client::connect(endpoint, shape)?;
+    let blocks = client.capacity() / block as u64;
+    ensure!(blocks > 0, "the disk is empty");
+    let phase = AtomicU8::new(WARMING);
+    let done: Vec<Done> = (0..load.queues).map(|_| Done::default()).collect();
+    let (queues, window) = std::thread::scope(|scope| {
+        let watch = scope.spawn(|| {
+            let window = window(load, server, &phase, &done, interrupted);
+            // Whatever happened: the queues must end.
+            phase.store(OVER, Ordering::Relaxed);
+            window
+        });
+        let queues = client.run(done.iter().enumerate(), |queue, (index, done)| {
+            let blocks = Blocks { seed: index as u64, number: blocks, bytes: block };
+            let ended = worker(queue, load, &blocks, &phase, &done.0);
+            if ended.is_err() {
+                phase.store(OVER, Ordering::Relaxed);
+            }
+            ended
+        });
+        (queues, watch.join())
+    });
+    let mut latencies = Histogram::new_with_bounds(RANGE.0, RANGE.1, DIGITS)?;
+    for queue in queues {
+        latencies.add(queue?)?;
+    }
+    let Ok(window) = window else { bail!("the watching thread failed") };
+    let Window { seconds, server_ns, client_ns, machine } = window?;
+    let idle_cores = match server.filter(|_| load.idle) {
+        Some(server) => {
+            wait(SETTLE, interrupted)?;
+            let (cpu, at) = (ProcessCpu::of(server)?, Instant::now());
+            wait(IDLE, interrupted)?;
+            let used = ProcessCpu::of(server)?.since(&cpu);
+            Some(used as f64 / at.elapsed().as_nanos() as f64)
+        }
+        None => None,
+    };
+    drop(client);
+    Ok(Measured { latencies, seconds, server_ns, client_ns, idle_cores, machine })
+}
+
+/// Requests a queue has completed in the window; a cache line of its own.
+#[derive(Default)]
+#[repr(align(128))]
+struct Done(AtomicU64);
+
+struct Window {
+    seconds: f64,
+    server_ns: u64,
+    client_ns: u64,
+    machine: rtvirtio_spec::run::Machine,
+}
+
+/// Opens the window and closes it.
+fn window(
+    load: &Load,
+    server: Option<u32>,
+    phase: &AtomicU8,
+    done: &[Done],
+    interrupted: &Interrupted,
+) -> Result<Window> {
+    wait(WARM_UP, interrupted)?;
+    let cpu = |process: Option<u32>| process.map(ProcessCpu::of).transpose();
+    let me = Some(std::process::id());
+    let (server_before, client_before) = (cpu(server)?, cpu(me)?);
+    let machine = MachineSample::now()?;
+    let start = Instant::now();
+    phase.store(COUNTING, Ordering::Relaxed);
+    wait(Duration::from_secs_f64(load.seconds), interrupted)?;
+    let total = || done.iter().map(|d| d.0.load(Ordering::Relaxed)).sum::<u64>();
+    while total() < load.least
+        && start.elapsed().as_secs_f64() < load.most_seconds
+        && phase.load(Ordering::Relaxed) == COUNTING
+    {
+        wait(Duration::from_millis(50), interrupted)?;
+    }
+    let seconds = start.elapsed().as_secs_f64();
+    let used = |process, before: Option<ProcessCpu>| -> Result<u64> {
+        Ok(cpu(process)?.zip(before).map_or(0, |(now, before)| now.since(&before)))
+    };
+    // While the threads are there: with them goes what they used.
+    let (server_ns, client_ns) = (used(server, server_before)?, used(me, client_before)?);
+    phase.store(OVER, Ordering::Relaxed);
+    Ok(Window { seconds, server_ns, client_ns, machine: machine.since()? })
+}
+
+/// Blocks of the disk, in an order that the seed gives.
+struct Blocks {
+    seed: u64,
+    number: u64,
+    bytes: usize,
+}
+
+/// Keeps a queue full until the end.
+fn worker(
+    queue: &mut Queue,
+    load: &Load,
+    blocks: &Blocks,
+    phase: &AtomicU8,
+    done: &AtomicU64,
+) -> Result<Histogram<u64>> {
+    let mut latencies = Histogram::new_with_bounds(RANGE.0, RANGE.1, DIGITS)?;
+    let Blocks { seed, number, bytes } = *blocks;
+    let mut random = Random::new(seed);
+    let mut started = vec![Instant::now(); load.depth];
+    let submit = |queue: &mut Queue, random: &mut Random, slot| {
+        let offset = random.below(number) * bytes as u64;
+        match load.operation {
+            Operation::Read => queue.read(slot, offset, bytes),
+            Operation::Write => queue.write(slot, offset, bytes),
+        }
+    };
+    for slot in 0..load.depth {
+        let tag = random.next();
+        // A write of zeroes may be cheaper than others.
+        for word in queue.buffer(slot).chunks_exact_mut(8) {
+            word.copy_from_slice(&tag.to_le_bytes());
+        }
+        submit(queue, &mut random, slot);
+    }
+    let mut counted = 0;
+    while queue.flying() > 0 {
+        let mut failed = 0;
+        let mut seen: Option<(Instant, u8)> = None;
+        let ended = queue.wait(PATIENCE, |queue, request| {
+            let (now, phase) =
+                *seen.get_or_insert_with(|| (Instant::now(), phase.load(Ordering::Relaxed)));
+            if request.result != 0 {
+                failed = request.result;
+            }
+            if phase == COUNTING {
+                let latency = now - started[request.slot];
+                latencies.saturating_record(latency.as_nanos() as u64);
+                counted += 1;
+            }
+            if phase != OVER && failed == 0 {
+                started[request.slot] = now;
+                submit(queue, &mut random, request.slot);
+            }
+        })?;
+        ensure!(ended > 0, "no request completed for {} s", PATIENCE.as_secs());
+        ensure!(failed == 0, "a request failed: {}", std::io::Error::from_raw_os_error(-failed));
+        done.store(counted, Ordering::Relaxed);
+    }
+    Ok(latencies)
+}
+
+/// SplitMix64: three multiplications and no state but a counter.
+#[derive(Debug)]
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) const fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15))
+    }
+
+    pub(crate) const fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// Below `n`, by multiplication: no division, and no bias that counts here.
+    pub(crate) const fn below(&mut self, n: u64) -> u64 {
+        ((self.next() as u128 * n as u128) >> 64) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn random_blocks_lie_on_the_disk_and_reach_both_ends() {
+        let mut random = Random::new(7);
+        let mut seen = [false; 5];
+        for _ in 0..200 {
+            seen[random.below(5) as usize] = true;
+        }
+        assert_eq!(seen, [true; 5]);
+    }
+}

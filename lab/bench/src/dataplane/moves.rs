@@ -1,0 +1,451 @@
+//! Queues moved between IOThreads while a load runs whose content is checked.
+//!
+//! A *stage* is a server of its own (4 queues, 2 IOThreads), a load by the
+//! [verifier](super::verify), and threads that move random queues to the other
+//! IOThread by the control API, paced. A *pause* is what the server says: from
+//! letting a queue go to taking it up. A queue that is not started does not move
+//! in this sense (its pause is 0), and does not count.
+//!
+//! - `wake`: how late a thread wakes that another one wakes, in the same time.
+//! - `resets`: a front end that stops and starts rings.
+//!
+//! A stage passes when no completion was lost, repeated or misplaced, moves were as
+//! many as asked for, and the p99 of pauses is at most [`LIMIT`] if a core was idle,
+//! else at most [`FACTOR`] times the p99 of wake-ups.
+
+mod resets;
+mod wake;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use hdrhistogram::Histogram;
+use rtvirtio_host::dataplane::{ControlClient, ControlFault};
+use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_spec::control::{MoveQueue, Moved};
+use rtvirtio_spec::run::Machine;
+use rtvirtio_units::{IoThreadName, Nanos};
+use serde::Serialize;
+
+use super::load::Random;
+use super::server::Server;
+use super::verify::{Options, Report, Verifier};
+use super::written_file;
+use resets::Resets;
+use rtvirtio_calibrate::load::MachineSample;
+use wake::Wakes;
+
+/// Pause at p99 while a core is idle.
+pub const LIMIT: Duration = Duration::from_millis(1);
+/// Else: of the wake-ups' p99.
+pub const FACTOR: f64 = 3.0;
+/// Moves per second that a stage is to see.
+pub const LEAST_RATE: f64 = 1000.0;
+/// Queues of the disk.
+const QUEUES: usize = 4;
+/// Its IOThreads.
+const IOTHREADS: [&str; 2] = ["iot0", "iot1"];
+/// Threads that ask for moves.
+const MOVERS: usize = 4;
+/// Size of the disk, and how much of it the load uses.
+const SIZE: u64 = 64 << 20;
+const USED: u64 = 16 << 20;
+/// Disconnects at a time; a round ends with a check of everything.
+const ROUND: u32 = 10;
+
+/// A load to move queues under.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Stage {
+    /// One queue, one request at a time, on an emulated SSD; the other queues rest.
+    Light,
+    /// All queues, 32 requests in flight of each, on an emulated SSD.
+    Heavy,
+    /// The same on a disk in RAM.
+    Ram,
+    /// The same on a file, direct.
+    Disk,
+    /// Like heavy, while the front end leaves in mid-I/O and is back at once.
+    Disconnects,
+    /// Like heavy, while the front end adds and removes memory.
+    Memory,
+    /// Like heavy, while the front end stops rings and starts them, as for a reset.
+    Reset,
+}
+
+impl Stage {
+    /// All, in order.
+    pub const ALL: [Self; 7] = [
+        Self::Light,
+        Self::Heavy,
+        Self::Ram,
+        Self::Disk,
+        Self::Disconnects,
+        Self::Memory,
+        Self::Reset,
+    ];
+
+    /// For people.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Light => "light",
+            Self::Heavy => "heavy",
+            Self::Ram => "ram",
+            Self::Disk => "disk",
+            Self::Disconnects => "disconnects",
+            Self::Memory => "memory",
+            Self::Reset => "reset",
+        }
+    }
+}
+
+impl std::str::FromStr for Stage {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|s| s.name() == text);
+        found.ok_or_else(|| format!("`{text}` is none of {}", Self::ALL.map(Self::name).join(", ")))
+    }
+}
+
+/// Percentiles of durations, with the 95 % interval of the p99's rank.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Lateness {
+    /// Samples.
+    pub n: u64,
+    /// Half are shorter.
+    pub p50_us: f64,
+    /// 99 % are shorter.
+    pub p99_us: f64,
+    /// The lower end of its interval.
+    pub p99_low_us: f64,
+    /// The upper end.
+    pub p99_high_us: f64,
+    /// The longest.
+    pub max_us: f64,
+}
+
+impl Lateness {
+    fn of(histogram: &Histogram<u64>) -> Self {
+        let n = histogram.len();
+        let at = |quantile: f64| histogram.value_at_quantile(quantile) as f64 / 1e3;
+        let half = 1.96 * (0.99 * 0.01 / n.max(1) as f64).sqrt();
+        Self {
+            n,
+            p50_us: at(0.5),
+            p99_us: at(0.99),
+            p99_low_us: at(0.99 - half),
+            p99_high_us: at((0.99 + half).min(1.0)),
+            max_us: histogram.max() as f64 / 1e3,
+        }
+    }
+}
+
+/// What a stage showed.
+#[derive(Debug, Clone, Serialize)]
+pub struct Shown {
+    /// Which.
+    pub stage: Stage,
+    /// How long queues were moved.
+    pub seconds: f64,
+    /// Moves of started queues.
+    pub moves: u64,
+    /// Per second.
+    pub rate: f64,
+    /// Requests that found the queue not started, or there already.
+    pub idle_moves: u64,
+    /// Requests refused because the queue was being moved, edited or stopped; each is followed by
+    /// one for another queue, and none counts as a move.
+    pub busy: u64,
+    /// Rings that were stopped and started.
+    pub resets: u64,
+    /// Times that memory was added and removed.
+    pub churns: u64,
+    /// How long nobody served a queue that moved.
+    pub pause: Lateness,
+    /// How late a thread woke that another one woke.
+    pub wake: Lateness,
+    /// The machine at that time.
+    pub machine: Machine,
+    /// CPUs of the machine.
+    pub cpus: usize,
+    /// What the load did; all of it was checked.
+    pub load: Report,
+}
+
+impl Shown {
+    /// What the p99 of pauses may be, µs, and whether that is for an idle core.
+    #[must_use]
+    pub fn limit(&self) -> (f64, bool) {
+        let idle = self.cpus as f64 - self.machine.busy_cores >= 1.0;
+        let limit = LIMIT.as_secs_f64() * 1e6;
+        (if idle { limit } else { FACTOR * self.wake.p99_us }, idle)
+    }
+
+    /// Whether moves were as many and as quick as they are to be.
+    #[must_use]
+    pub fn passed(&self) -> bool {
+        self.rate >= LEAST_RATE && self.pause.p99_us <= self.limit().0
+    }
+}
+
+impl std::fmt::Display for Shown {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { pause, wake, load, .. } = self;
+        let row = |f: &mut std::fmt::Formatter<'_>, name, of: &Lateness| {
+            writeln!(
+                f,
+                "  {name}  p50 {:.0} us, p99 {:.0} us ({:.0} to {:.0}), max {:.0} us, n = {}",
+                of.p50_us, of.p99_us, of.p99_low_us, of.p99_high_us, of.max_us, of.n
+            )
+        };
+        writeln!(
+            f,
+            "{}: {} moves in {:.0} s, {:.0}/s (>= {LEAST_RATE}); {} found the queue stopped or \
+             there, {} were refused as busy; {} resets of rings, {} changes of memory",
+            self.stage.name(),
+            self.moves,
+            self.seconds,
+            self.rate,
+            self.idle_moves,
+            self.busy,
+            self.resets,
+            self.churns
+        )?;
+        row(f, "pause  ", pause)?;
+        row(f, "wake-up", wake)?;
+        writeln!(
+            f,
+            "  {:.2} of {} CPUs busy; {} reads, {} writes, {} zeroes, {} discards, {} flushes, {} \
+             abandoned, {} connections; {} blocks as they should be",
+            self.machine.busy_cores,
+            self.cpus,
+            load.reads,
+            load.writes,
+            load.zeroes,
+            load.discards,
+            load.flushes,
+            load.abandoned,
+            load.connections,
+            load.checked
+        )?;
+        let (limit, idle) = self.limit();
+        let why = if idle { "a core is idle" } else { "no core is idle: 3 x wake-up p99" };
+        let verdict = if self.passed() { "passed" } else { "LOST" };
+        write!(f, "  {verdict}: pause p99 {:.0} us <= {limit:.0} us ({why})", pause.p99_us)
+    }
+}
+
+/// What to run.
+#[derive(Debug)]
+pub struct Moves<'a> {
+    /// The `rtvirtio` that serves.
+    pub program: &'a Path,
+    /// Where the disk file goes.
+    pub disk_directory: &'a Path,
+    /// How long a stage takes.
+    pub time: Duration,
+    /// Moves to ask for in a second.
+    pub rate: f64,
+    /// Of order and content.
+    pub seed: u64,
+}
+
+impl Moves<'_> {
+    /// Runs a stage.
+    ///
+    /// # Errors
+    /// If a completion is lost, repeated or misplaced, or a move fails; if interrupted.
+    pub fn run(&self, stage: Stage, interrupted: &Interrupted) -> Result<Shown> {
+        let directory = tempfile::Builder::new().prefix("rtvirtio-moves-").tempdir()?;
+        let disk =
+            (stage == Stage::Disk).then(|| written_file(self.disk_directory, SIZE)).transpose()?;
+        let at = |name: &str| directory.path().join(name);
+        let engine = match (&disk, stage) {
+            (Some(file), _) => {
+                let path = serde_json::to_string(&file.path().display().to_string())?;
+                format!("{{ type = \"file\", path = {path}, direct = true }}")
+            }
+            (None, Stage::Ram) => format!("{{ type = \"ram\", size = \"{}M\" }}", SIZE >> 20),
+            (None, _) => {
+                format!("{{ type = \"ssd\", size = \"{}M\", ssd = \"ref-4x250\" }}", SIZE >> 20)
+            }
+        };
+        let (socket, control) = (at("disk.sock"), at("control.sock"));
+        std::fs::write(at("serve.toml"), configuration(&socket, &control, &engine)?)?;
+        let command = [self.program, Path::new("serve"), &at("serve.toml")];
+        let command = command.map(|part| part.display().to_string());
+        let mut server = Server::start(&command, &socket, directory.path(), interrupted)?;
+        let shown = self.beside(stage, socket, &ControlClient::new(control), interrupted);
+        // That it has ended says more than that the client has lost it.
+        server.check()?;
+        let shown = shown?;
+        server.terminate()?;
+        Ok(shown)
+    }
+
+    fn beside(
+        &self,
+        stage: Stage,
+        socket: PathBuf,
+        control: &ControlClient,
+        interrupted: &Interrupted,
+    ) -> Result<Shown> {
+        let (busy, depth) = if stage == Stage::Light { (1, 1) } else { (QUEUES, 32) };
+        let resets = match stage {
+            Stage::Reset => Some(Resets::start(socket.with_extension("resets"), socket.clone())?),
+            _ => None,
+        };
+        let mut verifier = Verifier::new(Options {
+            socket: resets.as_ref().map_or(socket, |resets| resets.socket().to_owned()),
+            queues: QUEUES,
+            busy,
+            depth,
+            bytes: USED,
+            churn: stage == Stage::Memory,
+            seed: self.seed,
+        })?;
+        let movers = Movers {
+            control,
+            at: [const { AtomicUsize::new(0) }; QUEUES],
+            stop: AtomicBool::new(false),
+            every: Duration::from_secs_f64(MOVERS as f64 / self.rate),
+        };
+        let begun = Instant::now();
+        let machine = MachineSample::now()?;
+        let wakes = Wakes::start()?;
+        let (asked, loaded) = std::thread::scope(|scope| {
+            let movers = &movers;
+            let threads: Vec<_> = (1..=MOVERS as u64)
+                .map(|mover| scope.spawn(move || movers.run(Random::new(self.seed ^ mover))))
+                .collect();
+            let loaded = match stage {
+                Stage::Disconnects => loop {
+                    let round = verifier.disconnects(ROUND, interrupted);
+                    if round.is_err() || begun.elapsed() >= self.time {
+                        break round;
+                    }
+                },
+                _ => verifier.load(self.time, interrupted),
+            };
+            movers.stop.store(true, Ordering::Relaxed);
+            let asked: Vec<_> =
+                threads.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
+            (asked, loaded)
+        });
+        let wake = wakes.stop();
+        let seconds = begun.elapsed().as_secs_f64();
+        let machine = machine.since()?;
+        let checked = loaded.and_then(|()| verifier.check());
+        // Why it failed says more than that libblkio lost its server.
+        let resets = resets.map(Resets::stop).transpose().context("reset rings")?.unwrap_or(0);
+        checked?;
+        let mut all = Asked::new()?;
+        for asked in asked {
+            let Ok(asked) = asked else { bail!("a thread that asks for moves failed") };
+            let asked = asked.context("move a queue")?;
+            all.pauses.add(asked.pauses)?;
+            all.idle += asked.idle;
+            all.busy += asked.busy;
+        }
+        let moves = all.pauses.len();
+        Ok(Shown {
+            stage,
+            seconds,
+            moves,
+            rate: moves as f64 / seconds,
+            idle_moves: all.idle,
+            busy: all.busy,
+            resets,
+            churns: verifier.report().churns,
+            pause: Lateness::of(&all.pauses),
+            wake: Lateness::of(&wake),
+            machine,
+            cpus: std::thread::available_parallelism().map_or(1, usize::from),
+            load: verifier.report().clone(),
+        })
+    }
+}
+
+fn configuration(socket: &Path, control: &Path, engine: &str) -> Result<String> {
+    let quoted = |path: &Path| serde_json::to_string(&path.display().to_string());
+    let mut text = format!("version = 1\n[control]\nsocket = {}\n", quoted(control)?);
+    for name in IOTHREADS {
+        text += &format!("[[iothread]]\nname = \"{name}\"\n");
+    }
+    text += &format!(
+        "[[device]]\nname = \"disk\"\nvm = \"bench\"\nsocket = {}\nqueues = {QUEUES}\n\
+         engine = {engine}\n",
+        quoted(socket)?
+    );
+    Ok(text)
+}
+
+/// Durations from 1 ns to 10 s, to 1 %.
+fn durations() -> Result<Histogram<u64>> {
+    Ok(Histogram::new_with_bounds(1, 10_000_000_000, 2)?)
+}
+
+/// What a mover was answered.
+struct Asked {
+    pauses: Histogram<u64>,
+    idle: u64,
+    busy: u64,
+}
+
+impl Asked {
+    fn new() -> Result<Self> {
+        Ok(Self { pauses: durations()?, idle: 0, busy: 0 })
+    }
+}
+
+/// Threads that ask for moves.
+struct Movers<'a> {
+    control: &'a ControlClient,
+    /// Where each queue is, or is being sent, or was sent last while it was stopped.
+    at: [AtomicUsize; QUEUES],
+    stop: AtomicBool,
+    every: Duration,
+}
+
+impl Movers<'_> {
+    fn run(&self, mut random: Random) -> Result<Asked> {
+        let names = IOTHREADS.map(IoThreadName::new);
+        let [Ok(first), Ok(second)] = names else { bail!("a bad name of an iothread") };
+        let bodies = [first, second].map(|iothread| MoveQueue { iothread });
+        let mut asked = Asked::new()?;
+        let mut next = Instant::now();
+        while !self.stop.load(Ordering::Relaxed) {
+            let first = random.below(QUEUES as u64) as usize;
+            // One that is being stopped or edited is passed over: the others may move meanwhile.
+            for queue in (first..first + QUEUES).map(|queue| queue % QUEUES) {
+                // Said before it is asked, so that two movers of a queue ask for there and back.
+                let to = self.at[queue].fetch_xor(1, Ordering::Relaxed) ^ 1;
+                let path = format!("/v1/mapping/disk/{queue}");
+                match self.control.ask::<_, Moved>("PUT", &path, &bodies[to]) {
+                    Ok(Moved { pause_ns: Nanos::ZERO }) => asked.idle += 1,
+                    Ok(Moved { pause_ns }) => asked.pauses.saturating_record(pause_ns.get()),
+                    Err(ControlFault::Refused { status: 409, .. }) => {
+                        asked.busy += 1;
+                        self.at[queue].fetch_xor(1, Ordering::Relaxed);
+                        continue;
+                    }
+                    Err(error) => return Err(error.into()),
+                }
+                break;
+            }
+            // What was missed is made up for, but for a tenth of a second only.
+            let now = Instant::now();
+            next =
+                (next + self.every).max(now.checked_sub(Duration::from_millis(100)).unwrap_or(now));
+            std::thread::sleep(next.saturating_duration_since(now));
+        }
+        Ok(asked)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,613 @@
+//! What others do to the data plane's control side, and what the data path notices: its p99 with a
+//! disturbance and without, a second each by turns: without, with, with, without, and so on, so that neither
+//! always follows the other.
+//!
+//! Both are of the same server and clients: where the scheduler has placed their threads changes a p99 by more than
+//! what is looked for, and differs from one server to the next. CPUs do not halt meanwhile (`awake`), and compared are
+//! the p99s of seconds, in the middle: a machine that is itself a VM stands still for some 10 ms a few times a minute,
+//! and one such second takes the p99 of all requests anywhere. What the middle does not show is beside it, over all. The load is the same all the time: VMs at a steady rate
+//! on two IOThreads under `advise`, whose monitor works but changes nothing; all of it is verified. The disturbances,
+//! each over the whole of its seconds:
+//!
+//! - *none*: nothing happens in either, which shows how far two p99s are apart by themselves.
+//! - *monitor*: its thread is ended, and an eighth of a second later begun anew, again and again. A thread
+//!   cannot be killed without its process; to the data path this is the same: it stops between two
+//!   samples. (That a policy which panics ends alone is tested in `rtvirtio_dataplane`.)
+//! - *reader*: clients follow the event stream and never read it, for two seconds: 200 events each fill their sockets.
+//!   There are as many events without them: what causes them is no disturbance.
+//! - *malformed*: 10,000 requests that are none, or ask for what is not there.
+//!
+//! Who disturbs is nice: looked for is what the server makes of it, not what its peer takes of two CPUs.
+
+use std::fmt;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_host::dataplane::ControlClient;
+use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_sim::scenario::{Load, Phase, PhaseKind, Scenario, Span, Stream, Vm};
+use rtvirtio_spec::control::{MoveQueue, SetPolicy};
+use rtvirtio_spec::run::{Canary, Machine};
+use rtvirtio_spec::serve::{Policy, wire};
+use rtvirtio_units::{Bytes, IoThreadName, Iops, Nanos};
+use rustix::process::setpriority_process;
+use rustix::thread::gettid;
+use serde::{Deserialize, Serialize};
+
+use super::awake::Awake;
+use super::cell::Settings;
+use super::client::{AREA, Tally};
+use super::judge::{Verdict, median, verdict};
+use super::machine::cpus;
+use super::trial::{LEAD, Trial, duration};
+use super::vcpus::Clock;
+use crate::dataplane::client::MAX_DEPTH;
+use crate::lines::Lines;
+use rtvirtio_cli::progress::Progress;
+
+/// Before it all areas are written and read, over and over: memory that nobody has touched yet is slow, in a VM by
+/// tens of ms. The end of it is quiet.
+const WARM_UP: Nanos = Nanos::from_millis(2_000);
+const QUIET: Nanos = Nanos::from_millis(250);
+/// How long it is disturbed, and how long it is not, by turns: 8,000 requests.
+const SLICE: Nanos = Nanos::from_millis(1_000);
+/// VMs with a load, and requests a second of each of their queues.
+const VMS: u16 = 4;
+const QUEUES: u16 = 2;
+const RATE: f64 = 1_000.0;
+/// Requests that are none, in a cell.
+const REQUESTS: u32 = 10_000;
+/// Clients that do not read, and events a second that they are sent.
+const READERS: usize = 4;
+const EVENTS: f64 = 200.0;
+/// Of who disturbs.
+const NICE: i32 = 19;
+/// How long the monitor runs, and how long it does not.
+const HALF: Duration = Duration::from_millis(125);
+/// How long an answer to a request that is none may take.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// Fewest repetitions that are judged, and what the p99 may grow by.
+const LEAST: usize = 3;
+const MARGIN: f64 = 0.1;
+
+/// What happens beside the load.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Disturbance {
+    /// Nothing.
+    None,
+    /// The monitor ends and begins.
+    Monitor,
+    /// Clients do not read their events.
+    Reader,
+    /// Malformed requests.
+    Malformed,
+}
+
+impl Disturbance {
+    /// All.
+    pub const ALL: [Self; 4] = [Self::None, Self::Monitor, Self::Reader, Self::Malformed];
+
+    /// For people.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Monitor => "monitor",
+            Self::Reader => "reader",
+            Self::Malformed => "malformed",
+        }
+    }
+}
+
+impl fmt::Display for Disturbance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// Requests of all seconds with a disturbance, or without.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Side {
+    /// 99 % of each second's requests were no longer, µs.
+    pub seconds_p99_us: Vec<f64>,
+    /// How many requests in all.
+    pub n: u64,
+    /// Half of them were no longer, µs.
+    pub p50_us: f64,
+    /// 99 %, µs.
+    pub p99_us: f64,
+    /// 99.9 %, µs.
+    pub p999_us: f64,
+}
+
+impl Side {
+    fn of<'a>(seconds: impl Iterator<Item = &'a Tally>) -> Result<Self> {
+        let us = |of: &Tally, quantile| of.latencies.value_at_quantile(quantile) as f64 / 1e3;
+        let mut all = Tally::new()?;
+        let mut seconds_p99_us = Vec::new();
+        for second in seconds {
+            all.latencies.add(&second.latencies)?;
+            seconds_p99_us.push(us(second, 0.99));
+        }
+        let [p50_us, p99_us, p999_us] = [0.5, 0.99, 0.999].map(|quantile| us(&all, quantile));
+        Ok(Self { seconds_p99_us, n: all.latencies.len(), p50_us, p99_us, p999_us })
+    }
+
+    /// That of the second in the middle, µs.
+    fn second_p99_us(&self) -> f64 {
+        median(self.seconds_p99_us.clone())
+    }
+}
+
+/// Whether a second, by its number, is a disturbed one.
+const fn is_disturbed(second: usize) -> bool {
+    matches!(second % 4, 1 | 2)
+}
+
+/// A cell.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Cell {
+    /// What happened.
+    pub disturbance: Disturbance,
+    /// From 0.
+    pub repetition: u32,
+    /// The seconds without it.
+    pub quiet: Side,
+    /// Those with it.
+    pub disturbed: Side,
+    /// How often it was done: the monitor ended, events were caused, requests were sent.
+    pub done: u64,
+    /// How late a sleeping thread woke.
+    pub canary: Canary,
+    /// The machine meanwhile.
+    pub machine: Machine,
+    /// When it ran.
+    pub at: String,
+}
+
+/// A campaign.
+#[derive(Debug)]
+pub struct Benchmark<'a> {
+    /// How often each.
+    pub repetitions: u32,
+    /// For how many seconds of each run it is disturbed; for as many it is not.
+    pub seconds: u32,
+    /// CPU that each request costs its IOThread on top, µs.
+    pub cpu_us: u32,
+    /// The `rtvirtio` that serves.
+    pub program: &'a Path,
+    /// Where cells go.
+    pub out: &'a Path,
+}
+
+impl Benchmark<'_> {
+    /// Runs what is not in `disturb.jsonl` yet, and returns all that is there.
+    ///
+    /// # Errors
+    /// If the server fails, or a request of a VM is lost, repeated or misplaced; if interrupted.
+    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
+        let scenario = scenario(self.seconds)?;
+        let expected = duration(&scenario);
+        let mut cells = Lines::<Cell>::open(&self.out.join("disturb.jsonl"))?;
+        if cells.iter().any(|cell| cell.disturbed.seconds_p99_us.len() != self.seconds as usize) {
+            bail!("{} has cells of another length: name another --out", self.out.display());
+        }
+        let mut missing = Vec::new();
+        for repetition in 0..self.repetitions {
+            let mut all = Disturbance::ALL;
+            all.rotate_left(repetition as usize % Disturbance::ALL.len());
+            let is_missing = |of: &Disturbance| {
+                cells.iter().all(|cell| (cell.disturbance, cell.repetition) != (*of, repetition))
+            };
+            missing.extend(all.into_iter().filter(is_missing).map(|of| (of, repetition)));
+        }
+        let mut progress = Progress::new(missing.len(), expected * missing.len() as u32);
+        for (disturbance, repetition) in missing {
+            let label = format!("disturbed by {disturbance}, repetition {repetition}");
+            progress.start(&label, expected);
+            let cell = self.cell(&scenario, disturbance, repetition, interrupted);
+            cells.push(cell.context(label)?)?;
+            progress.finish(expected);
+        }
+        Ok(cells.into_all())
+    }
+
+    fn cell(
+        &self,
+        scenario: &Scenario,
+        disturbance: Disturbance,
+        repetition: u32,
+        interrupted: &Interrupted,
+    ) -> Result<Cell> {
+        let settings =
+            Settings { queues: QUEUES, cpu_us: self.cpu_us, kib_ns: 0, ..Settings::default() };
+        let policy = Policy::Advise.name();
+        let trial = Trial {
+            program: self.program,
+            settings: &settings,
+            scenario,
+            policy,
+            threads: 2,
+            vcpus: None,
+            lead: LEAD,
+        };
+        let done = AtomicU64::new(0);
+        let awake = Awake::keep(&cpus()?)?;
+        let measured = trial.run_beside(interrupted, |control, clock| {
+            setpriority_process(Some(gettid()), NICE).context("be nice")?;
+            let count = || {
+                done.fetch_add(1, Ordering::Relaxed);
+            };
+            let mut readers = Vec::new();
+            for (second, phase) in scenario.phases[1..].iter().enumerate() {
+                let slice = phase.span;
+                if !clock.sleep_until(slice.start) {
+                    break;
+                }
+                let end = slice.stop;
+                match (disturbance, is_disturbed(second)) {
+                    (Disturbance::Reader, disturbed) => {
+                        let wanted = if disturbed { READERS } else { 0 };
+                        never_read(control, &mut readers, wanted)?;
+                        cause_events(control, clock, end, count)?;
+                    }
+                    (Disturbance::None, _) | (_, false) => {}
+                    (Disturbance::Monitor, true) => end_the_monitor(control, clock, end, count)?,
+                    (Disturbance::Malformed, true) => {
+                        malformed(control, clock, end, REQUESTS.div_ceil(self.seconds), count)?;
+                    }
+                }
+            }
+            Ok(())
+        })?;
+        drop(awake);
+        let side = |disturbed| {
+            let seconds = measured.tallies[1..].iter().enumerate();
+            let of = seconds.filter(|(second, _)| is_disturbed(*second) == disturbed);
+            Side::of(of.map(|(_, tally)| tally))
+        };
+        let (quiet, disturbed) = (side(false)?, side(true)?);
+        Ok(Cell {
+            disturbance,
+            repetition,
+            quiet,
+            disturbed,
+            done: done.into_inner(),
+            canary: measured.canary,
+            machine: measured.machine,
+            at: jiff::Timestamp::now().to_string(),
+        })
+    }
+}
+
+/// VMs at a steady rate, and one whose disk is never there: its queues are moved to make events. After the warm-up, the
+/// seconds that are disturbed by turns.
+fn scenario(seconds: u32) -> Result<Scenario> {
+    let at = |slices: u32| WARM_UP.saturating_add(Nanos::new(SLICE.get() * u64::from(slices)));
+    let span = Span { start: Nanos::ZERO, stop: at(2 * seconds) };
+    let warm_up = Span { start: Nanos::ZERO, stop: WARM_UP.saturating_sub(QUIET) };
+    let judged = Span { start: WARM_UP, stop: span.stop };
+    let rate = Load::Rate(Iops::new(RATE)?);
+    let streams = |queue| {
+        [
+            Stream { queue, span: warm_up, block: AREA, load: Load::Depth(MAX_DEPTH as u16) },
+            Stream { queue, span: judged, block: Bytes::from_kib(4), load: rate },
+        ]
+    };
+    let vm = Vm {
+        queues: QUEUES,
+        plugged: vec![span],
+        streams: (0..QUEUES).flat_map(streams).collect(),
+        burners: vec![],
+    };
+    let absent = Vm { queues: QUEUES, plugged: vec![], streams: vec![], burners: vec![] };
+    let mut vms = vec![vm; usize::from(VMS)];
+    vms.push(absent);
+    let phase = |start, stop| Phase { kind: PhaseKind::Mixed, span: Span { start, stop } };
+    let mut phases = vec![phase(Nanos::ZERO, WARM_UP)];
+    phases.extend((0..2 * seconds).map(|slice| phase(at(slice), at(slice + 1))));
+    let scenario = Scenario { seed: 1, phases, vms };
+    scenario.check()?;
+    Ok(scenario)
+}
+
+/// Calls `act` with numbers from 0, `every` so long, until `end`.
+fn pace(
+    clock: &Clock,
+    every: Duration,
+    end: Nanos,
+    mut act: impl FnMut(u64) -> Result<()>,
+) -> Result<()> {
+    let mut due = clock.now();
+    for number in 0.. {
+        if due >= end || !clock.sleep_until(due) {
+            return Ok(());
+        }
+        act(number)?;
+        due = due.saturating_add(Nanos::from(every));
+    }
+    Ok(())
+}
+
+fn end_the_monitor(
+    control: &ControlClient,
+    clock: &Clock,
+    end: Nanos,
+    count: impl Fn(),
+) -> Result<()> {
+    pace(clock, HALF, end, |number| {
+        let policy = if number % 2 == 0 { Policy::Static } else { Policy::Advise };
+        let settings = wire::IoCores { policy: Some(policy), ..wire::IoCores::default() };
+        control.change("PUT", "/v1/policy", &SetPolicy(settings), &[])?;
+        if policy == Policy::Static {
+            count();
+        }
+        Ok(())
+    })
+}
+
+/// Has so many clients follow the events, and read none.
+fn never_read(control: &ControlClient, readers: &mut Vec<UnixStream>, wanted: usize) -> Result<()> {
+    readers.truncate(wanted);
+    while readers.len() < wanted {
+        let mut reader = UnixStream::connect(control.socket()).context("follow events")?;
+        reader.write_all(b"GET /v1/events HTTP/1.1\r\nHost: rtvirtio\r\n\r\n")?;
+        readers.push(reader);
+    }
+    Ok(())
+}
+
+fn cause_events(
+    control: &ControlClient,
+    clock: &Clock,
+    end: Nanos,
+    count: impl Fn(),
+) -> Result<()> {
+    let names = ["iot1", "iot0"].map(IoThreadName::new);
+    let [Ok(first), Ok(second)] = names else { bail!("a bad name of an iothread") };
+    let bodies = [first, second].map(|iothread| MoveQueue { iothread });
+    let path = format!("/v1/mapping/vm{VMS}/0");
+    pace(clock, Duration::from_secs_f64(1.0 / EVENTS), end, |number| {
+        control.change("PUT", &path, &bodies[number as usize % 2], &[])?;
+        count();
+        Ok(())
+    })
+}
+
+/// Requests that no server should take, by turns.
+const MALFORMED: [&[u8]; 8] = [
+    b"\x00\xff\xfe\x16\x03\x01 not HTTP at all\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET /v1/nothing HTTP/1.0\r\n\r\n",
+    b"DELETE /v1/snapshot HTTP/1.0\r\n\r\n",
+    b"PUT /v1/policy HTTP/1.0\r\nContent-Length: 20\r\n\r\n{\"policy\":\"fastest\"}",
+    b"PUT /v1/policy HTTP/1.0\r\nContent-Length: 1000000\r\n\r\n{",
+    b"POST /v1/devices HTTP/1.0\r\nContent-Length: 9\r\n\r\n{\"a\":[[[[",
+    b"PUT /v1/mapping/vm0/99 HTTP/1.0\r\nContent-Length: 20\r\n\r\n{\"iothread\":\"iot99\"}",
+];
+
+fn malformed(
+    control: &ControlClient,
+    clock: &Clock,
+    end: Nanos,
+    requests: u32,
+    count: impl Fn(),
+) -> Result<()> {
+    // All of them until then, and a little before.
+    let left = end.saturating_sub(clock.now()).as_secs_f64();
+    let every = Duration::from_secs_f64(0.9 * left / f64::from(requests));
+    let mut sent = 0;
+    pace(clock, every, end, |number| {
+        if sent < requests {
+            ask(control.socket(), MALFORMED[number as usize % MALFORMED.len()])?;
+            sent += 1;
+            count();
+        }
+        Ok(())
+    })?;
+    ensure!(
+        clock.is_stopped() || sent == requests,
+        "{sent} of {requests} malformed requests went into a second: use a longer --seconds"
+    );
+    control.snapshot().context("ask for a snapshot after malformed requests")?;
+    Ok(())
+}
+
+/// Sends it, and waits for what is said, which is no success.
+fn ask(socket: &Path, request: &[u8]) -> Result<()> {
+    let mut stream = UnixStream::connect(socket).context("connect to the control socket")?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    // A server that refuses before it has read all closes at once.
+    let is_closed = |error: &std::io::Error| {
+        matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset)
+    };
+    match stream.write_all(request).and_then(|()| stream.shutdown(std::net::Shutdown::Write)) {
+        Err(error) if !is_closed(&error) && error.kind() != ErrorKind::NotConnected => {
+            return Err(error).context("send a malformed request");
+        }
+        _ => {}
+    }
+    let mut answer = Vec::new();
+    match stream.read_to_end(&mut answer) {
+        Err(error) if !is_closed(&error) => {
+            return Err(error).context("wait for the answer to a malformed request");
+        }
+        _ => {}
+    }
+    let text = String::from_utf8_lossy(&answer);
+    let status = text.split_whitespace().nth(1).unwrap_or_default();
+    ensure!(!status.starts_with('2'), "a malformed request had success: {text}");
+    Ok(())
+}
+
+/// By how much the p99 of a second grows in a run; none without a request.
+fn growth(cell: &Cell) -> Option<f64> {
+    let growth = cell.disturbed.second_p99_us() / cell.quiet.second_p99_us() - 1.0;
+    growth.is_finite().then_some(growth)
+}
+
+/// The median and the range of what the p99 grows by in runs with a disturbance, and how many there are.
+fn growths(cells: &[Cell], of: Disturbance) -> (String, f64, usize) {
+    let mut all: Vec<f64> =
+        cells.iter().filter(|cell| cell.disturbance == of).filter_map(growth).collect();
+    all.sort_by(f64::total_cmp);
+    let middle = median(all.clone());
+    let (least, most) = (all.first().copied(), all.last().copied());
+    let percent = |part: Option<f64>| format!("{:+.1}", 100.0 * part.unwrap_or(f64::NAN));
+    let text = format!("{} ({} to {})", percent(Some(middle)), percent(least), percent(most));
+    (text, middle, all.len())
+}
+
+/// Whether the p99 stays with each disturbance.
+#[must_use]
+pub fn judge(cells: &[Cell]) -> Vec<Verdict> {
+    let marks = [
+        ("6 monitor ends", Disturbance::Monitor),
+        ("6 reader does not read", Disturbance::Reader),
+        ("6 malformed requests", Disturbance::Malformed),
+    ];
+    let (nothing, by_itself, _) = growths(cells, Disturbance::None);
+    let judged = |(mark, of)| {
+        let (text, median, runs) = growths(cells, of);
+        if runs < LEAST {
+            return verdict(mark, None, format!("{runs} runs of at least {LEAST}"));
+        }
+        // What is looked for is not seen then.
+        if by_itself.abs() >= MARGIN {
+            return verdict(mark, None, format!("p99 {text} %, but {nothing} % by itself"));
+        }
+        let most = 100.0 * MARGIN;
+        let why = format!(
+            "p99 {text} % beside the same server undisturbed (< +{most:.0} %), {runs} runs"
+        );
+        verdict(mark, Some(median < MARGIN), why)
+    };
+    marks.into_iter().map(judged).collect()
+}
+
+/// A row for each disturbance, and what came of each.
+#[must_use]
+pub fn table(cells: &[Cell]) -> String {
+    let mut text = format!(
+        "{:<12} {:>4} {:>9} {:>9} {:>9}  {:<24} {:>9} {:>9} {:>9} {:>9} {:>6} {:>7} {:>6} {:>6}\n",
+        "disturbance",
+        "runs",
+        "n",
+        "quiet us",
+        "p99 us",
+        "grows by %",
+        "quiet all",
+        "p99",
+        "quiet all",
+        "p99.9",
+        "done",
+        "canary",
+        "busy",
+        "steal"
+    );
+    for disturbance in Disturbance::ALL {
+        let all = || cells.iter().filter(|cell| cell.disturbance == disturbance);
+        if all().next().is_none() {
+            continue;
+        }
+        let column = |of: fn(&Cell) -> f64| median(all().map(of).collect());
+        text += &format!(
+            "{:<12} {:>4} {:>9} {:>9.1} {:>9.1}  {:<24} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>6.0} {:>7.2} {:>6.2} \
+             {:>6.3}\n",
+            disturbance,
+            all().count(),
+            all().map(|cell| cell.disturbed.n.min(cell.quiet.n)).min().unwrap_or(0),
+            column(|cell| cell.quiet.second_p99_us()),
+            column(|cell| cell.disturbed.second_p99_us()),
+            growths(cells, disturbance).0,
+            column(|cell| cell.quiet.p99_us),
+            column(|cell| cell.disturbed.p99_us),
+            column(|cell| cell.quiet.p999_us),
+            column(|cell| cell.disturbed.p999_us),
+            column(|cell| cell.done as f64),
+            column(|cell| cell.canary.p99.as_millis_f64()),
+            column(|cell| cell.machine.busy_cores),
+            column(|cell| cell.machine.steal_cores),
+        );
+    }
+    text.push('\n');
+    text.extend(judge(cells).iter().map(|verdict| format!("{verdict}\n")));
+    text + "\nMedians of runs; n: requests with, and without, the least. us: p99 of the second in the middle. grows by: in \
+            the same run, median and range of runs. all: over all requests, us. done: how often the monitor was \
+            ended, events were caused, requests were sent. canary: its p99, ms. busy, steal: CPUs.\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::judge::Outcome;
+    use super::*;
+
+    fn cell(disturbance: Disturbance, repetition: u32, [quiet, disturbed]: [f64; 2]) -> Cell {
+        let canary = Canary {
+            n: 1,
+            p50: Nanos::ZERO,
+            p99: Nanos::ZERO,
+            p999: Nanos::ZERO,
+            max: Nanos::ZERO,
+        };
+        // One second stood still.
+        let seconds = |p99_us| vec![p99_us, 80_000.0, p99_us];
+        let side = |p99_us| Side {
+            seconds_p99_us: seconds(p99_us),
+            n: 24_000,
+            p50_us: 50.0,
+            p99_us: 70_000.0,
+            p999_us: 80_000.0,
+        };
+        Cell {
+            disturbance,
+            repetition,
+            quiet: side(quiet),
+            disturbed: side(disturbed),
+            done: 40,
+            canary,
+            machine: Machine { load1: 1.0, busy_cores: 1.0, steal_cores: 0.0 },
+            at: String::new(),
+        }
+    }
+
+    #[test]
+    fn p99_that_grows_by_a_tenth_is_lost_and_noise_or_two_runs_are_not_judged() {
+        let cells = |last: f64, by_itself: f64| -> Vec<Cell> {
+            // A slow server and a fast one do not count for more.
+            let runs = [[1_000.0, 500.0], [100.0, last], [1.0, 9.0]];
+            let runs = runs.into_iter().zip(0..).map(|(run, n)| cell(Disturbance::Monitor, n, run));
+            runs.chain([cell(Disturbance::None, 0, [100.0, by_itself])]).collect()
+        };
+        let outcome = |cells: &[Cell]| judge(cells)[0].outcome;
+        assert_eq!(outcome(&cells(109.9, 100.0)), Outcome::Passed);
+        assert_eq!(outcome(&cells(110.1, 100.0)), Outcome::Lost);
+        assert_eq!(outcome(&cells(100.0, 89.0)), Outcome::NotJudged);
+        assert_eq!(outcome(&cells(110.1, 100.0)[1..]), Outcome::NotJudged);
+        assert_eq!(judge(&cells(1.0, 100.0))[2].outcome, Outcome::NotJudged);
+        let table = table(&cells(105.0, 100.0));
+        assert!(table.contains("+5.0 (-50.0 to +800.0)"), "{table}");
+    }
+
+    #[test]
+    fn seconds_with_and_without_are_as_many_and_follow_each_other_both_ways() {
+        let disturbed: Vec<_> = (0..8).map(is_disturbed).collect();
+        assert_eq!(disturbed, [false, true, true, false, false, true, true, false]);
+        // Of an odd number, too.
+        assert_eq!((0..6).filter(|&second| is_disturbed(second)).count(), 3);
+    }
+
+    #[test]
+    fn load_is_steady_over_all_seconds_and_one_disk_is_never_there() {
+        let scenario = scenario(2).unwrap();
+        assert_eq!(scenario.vms.len(), 5);
+        assert!(scenario.vms[4].plugged.is_empty() && scenario.vms[0].streams.len() == 4);
+        assert_eq!((scenario.phases.len(), scenario.length()), (5, Nanos::from_millis(6_000)));
+    }
+}

@@ -1,0 +1,439 @@
+//! What a campaign comes to: medians by phase and policy, and the marks.
+//!
+//! Cells of one seed and repetition ran the same scenario: they are a *group*, with one
+//! [`Reference`], as in `rtvirtio-lab simulate`. A median is over groups. Cells of a phase alone make groups of
+//! their own, by which the p99 of that phase is judged too.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use rtvirtio_iocores::utility::{Reference, Weights};
+use rtvirtio_sim::scenario::PhaseKind;
+use serde::Serialize;
+
+use super::Campaign;
+use super::cell::{Cell, CellKey, Contender, Phase, Rest};
+
+/// Of the best fixed number's utility, throughput and p99: what may be missing.
+const MARGIN: f64 = 0.05;
+/// Time to rest after a change, ms, and moves.
+const REST_MS: f64 = 500.0;
+const REST_MOVES: f64 = 5.0;
+/// Time to give a core back, ms.
+const BACK_MS: f64 = 2_500.0;
+/// Moves a second under flapping: fewer.
+const FLAPPING_MOVES: u32 = 10;
+/// Requests behind a p99 that is judged: ten lie beyond it.
+const LEAST_FOR_P99: u64 = 1_000;
+
+/// A policy in a phase: medians.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Row {
+    /// The phase; none: all.
+    pub kind: Option<PhaseKind>,
+    /// The policy.
+    pub policy: Contender,
+    /// Cells.
+    pub runs: usize,
+    /// The least requests of a run.
+    pub n: u64,
+    /// Requests a second.
+    pub iops: f64,
+    /// IOThreads, mean.
+    pub io_cores: f64,
+    /// CPU time of IOThreads, CPUs.
+    pub io_ran: f64,
+    /// Requests for each second of an I/O core.
+    pub iops_per_core: f64,
+    /// Latencies, µs.
+    pub p50_us: f64,
+    /// 99 %.
+    pub p99_us: f64,
+    /// The 95 % interval of its rank in a run.
+    pub p99_interval_us: [f64; 2],
+    /// What VMs computed, CPUs.
+    pub computed: f64,
+    /// Of what they would have alone.
+    pub compute_wanted: f64,
+    /// vCPUs ready but not on a CPU, CPUs.
+    pub vcpus_waited: f64,
+    /// Queues that went to another IOThread.
+    pub moves: f64,
+    /// IOThreads added.
+    pub added: f64,
+    /// And removed.
+    pub removed: f64,
+    /// Time to rest, ms; none: not judged in any run, or never.
+    pub rest_ms: Option<f64>,
+    /// The utility.
+    pub utility: f64,
+    /// By group.
+    pub utilities: Vec<(Group, f64)>,
+}
+
+/// All phases in order, then the whole.
+pub(crate) fn kinds(cells: &[Cell]) -> Vec<Option<PhaseKind>> {
+    let is_there = |kind: &Option<PhaseKind>| cells.iter().any(|cell| cell.phase(*kind).is_some());
+    PhaseKind::ALL.into_iter().map(Some).chain([None]).filter(is_there).collect()
+}
+
+pub(crate) fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    match values.len() {
+        0 => f64::NAN,
+        n if n % 2 == 1 => values[n / 2],
+        n => f64::midpoint(values[n / 2 - 1], values[n / 2]),
+    }
+}
+
+/// Seed, repetition, and what was alone.
+type Group = (u64, u32, Option<PhaseKind>);
+
+/// A phase with its group and its utility.
+type Run<'a> = (Group, &'a Phase, f64);
+
+/// By phase, then by policy.
+#[must_use]
+pub fn rows(cells: &[Cell]) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for kind in kinds(cells) {
+        let mut groups: BTreeMap<Group, Vec<(Contender, &Phase)>> = BTreeMap::new();
+        for cell in cells {
+            if let Some(phase) = cell.phase(kind) {
+                let CellKey { seed, repetition, alone, .. } = cell.key;
+                let key = (seed, repetition, alone);
+                groups.entry(key).or_default().push((cell.key.policy, phase));
+            }
+        }
+        let mut by_policy: BTreeMap<Contender, Vec<Run<'_>>> = BTreeMap::new();
+        for (key, group) in groups {
+            let progress: Vec<_> = group.iter().map(|(_, phase)| phase.progress()).collect();
+            let reference = Reference::of(&progress);
+            for ((policy, phase), progress) in group.into_iter().zip(&progress) {
+                let utility = Weights::default().utility(progress, &reference);
+                by_policy.entry(policy).or_default().push((key, phase, utility));
+            }
+        }
+        rows.extend(by_policy.into_iter().map(|(policy, runs)| row(kind, policy, &runs)));
+    }
+    rows
+}
+
+fn row(kind: Option<PhaseKind>, policy: Contender, runs: &[Run<'_>]) -> Row {
+    let of = |value: &dyn Fn(&Phase) -> f64| {
+        median(runs.iter().map(|(_, phase, _)| value(phase)).collect())
+    };
+    let rests = runs.iter().filter_map(|(_, phase, _)| rest_ms(phase)).collect::<Vec<_>>();
+    let rest = median(rests);
+    Row {
+        kind,
+        policy,
+        runs: runs.len(),
+        n: runs.iter().map(|(_, phase, _)| phase.requests).min().unwrap_or(0),
+        iops: of(&Phase::iops),
+        io_cores: of(&|phase| phase.io_cores),
+        io_ran: of(&|phase| phase.io_ran),
+        iops_per_core: of(&Phase::iops_per_core),
+        p50_us: of(&|phase| phase.p50_us),
+        p99_us: of(&|phase| phase.p99_us),
+        p99_interval_us: [0, 1].map(|end| of(&|phase| phase.p99_interval_us[end])),
+        computed: of(&|phase| phase.computed),
+        compute_wanted: of(&|phase| phase.compute_wanted),
+        vcpus_waited: of(&|phase| phase.vcpus_waited),
+        moves: of(&|phase| phase.moves.into()),
+        added: of(&|phase| phase.added.into()),
+        removed: of(&|phase| phase.removed.into()),
+        rest_ms: rest.is_finite().then_some(rest),
+        utility: median(runs.iter().map(|(.., utility)| *utility).collect()),
+        utilities: runs.iter().map(|(key, _, utility)| (*key, *utility)).collect(),
+    }
+}
+
+/// Infinite if throughput never came to rest; none if that is not judged.
+const fn rest_ms(phase: &Phase) -> Option<f64> {
+    match phase.rest {
+        Rest::NotJudged => None,
+        Rest::Never => Some(f64::INFINITY),
+        Rest::AfterMs(ms) => Some(ms),
+    }
+}
+
+/// What came of a mark.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome {
+    /// Reached.
+    Passed,
+    /// Missed.
+    Lost,
+    /// The cells cannot tell.
+    NotJudged,
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Passed => "pass",
+            Self::Lost => "LOST",
+            Self::NotJudged => "not judged",
+        })
+    }
+}
+
+/// A mark, what came of it, and why.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Verdict {
+    /// The mark.
+    pub mark: &'static str,
+    /// What came of it.
+    pub outcome: Outcome,
+    /// Measured and wanted.
+    pub why: String,
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:<10} {:<24} {}", self.outcome, self.mark, self.why)
+    }
+}
+
+pub(crate) fn verdict(mark: &'static str, outcome: Option<bool>, why: String) -> Verdict {
+    let outcome = match outcome {
+        None => Outcome::NotJudged,
+        Some(true) => Outcome::Passed,
+        Some(false) => Outcome::Lost,
+    };
+    Verdict { mark, outcome, why }
+}
+
+pub(crate) fn name(kind: Option<PhaseKind>) -> &'static str {
+    kind.map_or("whole", PhaseKind::name)
+}
+
+fn is_static(policy: Contender) -> bool {
+    Contender::STATIC.contains(&policy)
+}
+
+/// All marks.
+#[must_use]
+pub fn judge(campaign: &Campaign) -> Vec<Verdict> {
+    let Campaign { cells, alone, .. } = campaign;
+    let own = rows(cells);
+    let all: Vec<Cell> = cells.iter().chain(alone).cloned().collect();
+    let with_alone = rows(&all);
+    let marks = Marks { cells, rows: &own };
+    let tails = Marks { cells, rows: &with_alone };
+    vec![
+        marks.each_phase(),
+        marks.whole(),
+        marks.beside_static(
+            "1 IOPS per I/O core",
+            |_| true,
+            |own, fixed| {
+                let ratio = own.iops_per_core / fixed.iops_per_core;
+                (ratio >= 1.0 - MARGIN, format!("x {ratio:.3}"))
+            },
+        ),
+        tails.beside_static(
+            "1 p99",
+            |row| row.n >= LEAST_FOR_P99,
+            |own, fixed| {
+                let ratio = own.p99_us / fixed.p99_us;
+                (ratio <= 1.0 + MARGIN, format!("x {ratio:.3}"))
+            },
+        ),
+        marks.rest(),
+        marks.rest_moves(),
+        marks.given_back(),
+        marks.flapping(),
+        marks.flapping_moves(),
+        verified(cells.iter().chain(alone)),
+    ]
+}
+
+struct Marks<'a> {
+    cells: &'a [Cell],
+    rows: &'a [Row],
+}
+
+impl Marks<'_> {
+    fn row(&self, kind: Option<PhaseKind>, policy: Contender) -> Option<&Row> {
+        self.rows.iter().find(|row| (row.kind, row.policy) == (kind, policy))
+    }
+
+    /// The fixed number with most utility in a phase, of those that `counts`.
+    fn best_static(&self, kind: Option<PhaseKind>, counts: impl Fn(&Row) -> bool) -> Option<&Row> {
+        let fixed = self.rows.iter().filter(|row| row.kind == kind && is_static(row.policy));
+        fixed.filter(|row| counts(row)).max_by(|a, b| a.utility.total_cmp(&b.utility))
+    }
+
+    /// The phases of rtvirtio's own policy, one for each cell.
+    fn own(&self) -> impl Iterator<Item = &Phase> {
+        let own = self.cells.iter().filter(|cell| cell.key.policy == Contender::Dynamic);
+        own.flat_map(|cell| &cell.phases)
+    }
+
+    fn each_phase(&self) -> Verdict {
+        let mut parts = Vec::new();
+        for kind in kinds(self.cells).into_iter().flatten() {
+            let own = self.row(Some(kind), Contender::Dynamic);
+            let best = self.best_static(Some(kind), |_| true);
+            if let (Some(own), Some(best)) = (own, best) {
+                let is_met = own.utility >= best.utility - MARGIN * best.utility.abs();
+                let (own, of, best) = (own.utility, best.policy, best.utility);
+                parts.push((is_met, format!("{kind} {own:.3} against {best:.3} of {of}")));
+            }
+        }
+        let why = "utility >= 95 % of the best fixed number's in each phase";
+        all("1 each phase", &parts, why)
+    }
+
+    fn whole(&self) -> Verdict {
+        const MARK: &str = "1 whole trace";
+        let others = self.rows.iter().filter(|row| row.kind.is_none());
+        let others: Vec<&Row> = others.filter(|row| row.policy != Contender::Dynamic).collect();
+        let Some(own) = self.row(None, Contender::Dynamic) else {
+            return verdict(MARK, None, "there is no cell of dynamic".to_owned());
+        };
+        if others.len() < Contender::ALL.len() - 1 {
+            return verdict(MARK, None, "policies to compare are missing".to_owned());
+        }
+        let listed: Vec<String> =
+            others.iter().map(|row| format!("{} {:.3}", row.policy, row.utility)).collect();
+        let is_ahead = others.iter().all(|row| own.utility > row.utility);
+        let why = format!("utility {:.3}, ahead of {}", own.utility, listed.join(", "));
+        verdict(MARK, Some(is_ahead), why)
+    }
+
+    /// Beside the best fixed number that is worth as much or more; phases where none is pass.
+    fn beside_static(
+        &self,
+        mark: &'static str,
+        counts: impl Fn(&Row) -> bool,
+        compare: impl Fn(&Row, &Row) -> (bool, String),
+    ) -> Verdict {
+        let mut parts = Vec::new();
+        for kind in kinds(self.cells) {
+            let Some(own) = self.row(kind, Contender::Dynamic).filter(|row| counts(row)) else {
+                continue;
+            };
+            let Some(fixed) = self.best_static(kind, |row| row.utility >= own.utility) else {
+                parts.push((true, String::new()));
+                continue;
+            };
+            let (is_met, text) = compare(own, fixed);
+            parts.push((is_met, format!("{} {text} of {}", name(kind), fixed.policy)));
+        }
+        let why = "within 5 % of the best fixed number of equal or better utility";
+        all(mark, &parts, why)
+    }
+
+    fn rest(&self) -> Verdict {
+        const MARK: &str = "2 rest after a change";
+        let times: Vec<f64> = self.own().filter_map(rest_ms).collect();
+        if times.is_empty() {
+            return verdict(MARK, None, "no phase can tell".to_owned());
+        }
+        let (n, middle) = (times.len(), median(times.clone()));
+        let longest = times.into_iter().fold(0.0, f64::max);
+        let why =
+            format!("median {middle:.0} ms of {n} changes (< {REST_MS}), longest {longest:.0}");
+        verdict(MARK, Some(middle < REST_MS), why)
+    }
+
+    fn rest_moves(&self) -> Verdict {
+        const MARK: &str = "2 moves until then";
+        let judged = self.own().filter(|phase| rest_ms(phase).is_some());
+        let moves: Vec<f64> = judged.map(|phase| f64::from(phase.moves_to_rest)).collect();
+        if moves.is_empty() {
+            return verdict(MARK, None, "no phase can tell".to_owned());
+        }
+        let most = moves.iter().copied().fold(0.0, f64::max);
+        let middle = median(moves);
+        let why = format!("median {middle:.1} (<= {REST_MOVES}), most {most:.0}");
+        verdict(MARK, Some(middle <= REST_MOVES), why)
+    }
+
+    /// Where one IOThread is worth as much as two, a second one is no longer needed.
+    fn given_back(&self) -> Verdict {
+        const MARK: &str = "2 core given back";
+        let is_needless = |phase: &&Phase| {
+            let of = |policy| self.row(phase.kind, policy).map(|row| row.utility);
+            let [one, two] = Contender::STATIC.map(of);
+            phase.kind.is_some_and(PhaseKind::is_steady)
+                && one.zip(two).is_some_and(|(a, b)| a >= b)
+        };
+        let waits = self.own().filter(is_needless).map(|phase| {
+            // One that began so had none to give back.
+            phase.to_one_ms.map_or(f64::INFINITY, |ms| ms)
+        });
+        let waits: Vec<f64> = waits.filter(|&ms| ms > 0.0).collect();
+        if waits.is_empty() {
+            return verdict(MARK, None, "no phase began with a core too many".to_owned());
+        }
+        let longest = waits.iter().copied().fold(0.0, f64::max);
+        let (n, middle) = (waits.len(), median(waits));
+        let why = format!("longest {longest:.0} ms of {n} (< {BACK_MS}), median {middle:.0}");
+        verdict(MARK, Some(longest < BACK_MS), why)
+    }
+
+    fn flapping(&self) -> Verdict {
+        let kind = Some(PhaseKind::Flapping);
+        let mut parts = Vec::new();
+        if let Some(own) = self.row(kind, Contender::Dynamic) {
+            for (group, utility) in &own.utilities {
+                let same = |row: &&Row| row.kind == kind && is_static(row.policy);
+                let fixed = self.rows.iter().filter(same).flat_map(|row| &row.utilities);
+                let fixed = fixed.filter(|(key, _)| key == group);
+                let best = fixed.map(|(_, utility)| *utility).reduce(f64::max);
+                if let Some(best) = best {
+                    let text = format!("seed {}: {utility:.3} against {best:.3}", group.0);
+                    parts.push((*utility >= best - MARGIN * best.abs(), text));
+                }
+            }
+        }
+        all("2 flapping", &parts, "utility never > 5 % below the best fixed number's")
+    }
+
+    fn flapping_moves(&self) -> Verdict {
+        const MARK: &str = "2 moves under flapping";
+        let flapping = self.own().filter(|phase| phase.kind == Some(PhaseKind::Flapping));
+        match flapping.map(|phase| phase.most_moves).max() {
+            None => verdict(MARK, None, "there is no such phase".to_owned()),
+            Some(most) => {
+                let why = format!("{most} in the worst second (< {FLAPPING_MOVES})");
+                verdict(MARK, Some(most < FLAPPING_MOVES), why)
+            }
+        }
+    }
+}
+
+fn verified<'a>(cells: impl Iterator<Item = &'a Cell>) -> Verdict {
+    let (mut n, mut checked, mut failed) = (0, 0, Vec::new());
+    for cell in cells {
+        n += 1;
+        checked += cell.checked;
+        failed.extend(cell.failed.as_ref().map(|why| format!("{}: {why}", cell.key.label())));
+    }
+    let why = match failed.is_empty() {
+        true => format!("{n} cells, {checked} sectors read as written"),
+        false => failed.join("; "),
+    };
+    verdict("3 verified", (n > 0).then_some(failed.is_empty()), why)
+}
+
+/// Passed if all parts are; those that are not are named, else the first.
+fn all(mark: &'static str, parts: &[(bool, String)], wanted: &str) -> Verdict {
+    let missed: Vec<&str> =
+        parts.iter().filter(|(is_met, _)| !is_met).map(|(_, text)| text.as_str()).collect();
+    let outcome = (!parts.is_empty()).then_some(missed.is_empty());
+    let why = match (parts.len(), missed.is_empty()) {
+        (0, _) => format!("{wanted}: nothing to compare"),
+        (n, true) => format!("{wanted}: {n} of {n}"),
+        (n, false) => format!("{wanted}: not {} of {n}: {}", missed.len(), missed.join("; ")),
+    };
+    verdict(mark, outcome, why)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,455 @@
+//! What IOThreads carry and cost: one guest with four vCPUs and one disk of four
+//! virtqueues, served by QEMU's main loop, by one IOThread, by two.
+//!
+//! The disk is QEMU's null-co without latency, which completes a request where it
+//! is submitted and copies nothing: what is left is what an IOThread does for any
+//! disk, virtqueues and notifications. A latency would be timers in that thread,
+//! a loop device a kernel thread beside it.
+//!
+//! A *cell* is one service at one depth. fio in the guest, a job to each vCPU,
+//! reads all the time; a window's requests (QMP) and CPU time (`/proc`) are both
+//! taken at the same two moments, so a start or an end of fio is in neither.
+//! A repetition boots each service anew, in random order: a mapping is fixed at
+//! a guest's start. IOThreads have QEMU's default polling, and no CPU of their own.
+//!
+//! Properties (tests of the same name): `arguments_are_those_of_a_plan`,
+//! `cpu_time_is_read_whatever_the_threads_name`, `summary_has_medians_and_ranges`.
+
+use std::fs::read_to_string;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rand::SeedableRng;
+use rand::seq::SliceRandom;
+use rand_pcg::Pcg64Mcg;
+use rtvirtio_host::interrupt::{Interrupted, wait};
+use rtvirtio_host::qemu::{MappedQueues, Monitor};
+use rtvirtio_planner::iothreads::{REQUESTS_PER_IOTHREAD, assign};
+use rtvirtio_spec::plan::{VmIoThreads, qemu};
+use rtvirtio_spec::run::Machine;
+use rtvirtio_spec::specification::parse;
+use rtvirtio_units::CpuId;
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::guests::{Accelerator, COMMAND, Guest, GuestImage, Start};
+use rtvirtio_calibrate::load::MachineSample;
+use rtvirtio_calibrate::testbed::{GUEST_FILES, take_host};
+use rtvirtio_cli::progress::Progress;
+
+/// The guest's virtual CPUs, and so its disk's queues and fio's jobs.
+pub const VCPUS: u32 = 4;
+/// Requests that each job of fio has in flight.
+pub const DEPTHS: [u32; 2] = [1, 32];
+/// Size of the null-co disk.
+const DISK_BYTES: u64 = 1 << 30;
+/// What a boot takes, about.
+const BOOT: Duration = Duration::from_secs(8);
+/// How long fio may take to start or to go, in a guest that is translated.
+const FIO: Duration = Duration::from_secs(30);
+/// From fio's first request to the window.
+const RAMP: Duration = Duration::from_secs(1);
+/// How long QEMU may take for an answer.
+const ANSWER: Duration = Duration::from_secs(10);
+/// `/proc/PID/stat` counts in these (`USER_HZ` of x86).
+const TICKS_PER_SECOND: f64 = 100.0;
+
+/// What serves the disk's queues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Service {
+    /// QEMU's main loop: its default.
+    MainLoop,
+    /// One IOThread.
+    OneIoThread,
+    /// A mapping over two.
+    TwoIoThreads,
+}
+
+impl Service {
+    /// All, in the order of tables.
+    pub const ALL: [Self; 3] = [Self::MainLoop, Self::OneIoThread, Self::TwoIoThreads];
+
+    /// For people.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::MainLoop => "main loop",
+            Self::OneIoThread => "1 IOThread",
+            Self::TwoIoThreads => "mapping over 2",
+        }
+    }
+
+    /// The plan for a disk of a rate that wants so many IOThreads, on a host that has CPUs for them.
+    fn plan(self) -> Result<VmIoThreads> {
+        let threads = if self == Self::TwoIoThreads { 2 } else { 1 };
+        let iops = REQUESTS_PER_IOTHREAD * f64::from(threads);
+        let text = format!(
+            "version = 1\n[device.null]\npath = '/dev/null'\nprofile = 'none'\n[[vm]]\n\
+             name = 'guest'\nvcpus = {VCPUS}\ndisk = [{{ name = 'null', device = 'null' }}]\n\
+             task = [{{ name = 'read', disk = 'null', iops = {iops}, \
+             target = {{ latency_ms = 10 }} }}]\n"
+        );
+        let cpus: Vec<_> = (0..VCPUS + threads).map(CpuId::new).collect();
+        let (plan, _) = assign(&parse("bench iothreads", &text)?, &cpus);
+        plan.vms.into_iter().next().context("the plan has no IOThreads")
+    }
+
+    /// QEMU's arguments for IOThreads and disk, as `rtvirtio plan --qemu` prints them; the main
+    /// loop's are those without the mapping.
+    ///
+    /// # Errors
+    /// If the planner plans no IOThreads.
+    pub fn arguments(self) -> Result<Vec<String>> {
+        let mut all = Vec::new();
+        for (option, mut value) in qemu::arguments(&self.plan()?) {
+            if self == Self::MainLoop {
+                let Ok(mut device) = serde_json::from_str::<Value>(&value) else { continue };
+                device.as_object_mut().map(|d| d.remove("iothread-vq-mapping"));
+                value = device.to_string();
+            }
+            all.extend([option.to_owned(), value]);
+        }
+        Ok(all)
+    }
+
+    /// What QEMU is to say of the disk.
+    fn mapping(self) -> Result<Vec<MappedQueues>> {
+        if self == Self::MainLoop {
+            return Ok(Vec::new());
+        }
+        let threads = self.plan()?.disks.remove(0).by_thread().into_iter();
+        let mapped = |(thread, vqs): (_, Vec<usize>)| MappedQueues {
+            iothread: qemu::name(thread),
+            vqs: vqs.into_iter().map(|q| q as u16).collect(),
+        };
+        Ok(threads.map(mapped).collect())
+    }
+}
+
+/// The null-co disk's `-blockdev`.
+#[must_use]
+pub fn backend() -> Value {
+    json!({"driver": "null-co", "node-name": "null", "size": DISK_BYTES, "read-zeroes": false})
+}
+
+/// Host CPU time for each request, µs, by kind of thread.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct CpuMicros {
+    /// IOThreads.
+    pub iothreads: f64,
+    /// Virtual CPUs.
+    pub vcpus: f64,
+    /// QEMU's main loop.
+    pub main_loop: f64,
+    /// QEMU's other threads.
+    pub other: f64,
+    /// The process.
+    pub total: f64,
+}
+
+/// What one cell measured.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Run {
+    /// What served the disk.
+    pub service: Service,
+    /// Requests in flight of each of fio's jobs.
+    pub depth: u32,
+    /// From 0.
+    pub repetition: u32,
+    /// Requests in the window.
+    pub requests: u64,
+    /// Requests per second.
+    pub iops: f64,
+    /// Host CPU for each.
+    pub cpu_us: CpuMicros,
+    /// CPU of each IOThread, in cores.
+    pub iothread_cores: Vec<f64>,
+    /// CPU of everything but this QEMU, in cores.
+    pub elsewhere_cores: f64,
+    /// The whole machine.
+    pub machine: Machine,
+}
+
+/// What to run.
+pub struct Benchmark<'a> {
+    /// What guests boot from.
+    pub image: &'a GuestImage,
+    /// What runs them.
+    pub accelerator: Accelerator,
+    /// Length of a cell's window.
+    pub window: Duration,
+    /// How often each cell runs.
+    pub repetitions: u32,
+    /// Seed of the order.
+    pub seed: u64,
+}
+
+impl Benchmark<'_> {
+    /// Runs all cells, interleaved, in random order.
+    ///
+    /// # Errors
+    /// Without root, while another benchmark runs, if QEMU or fio fails, if a mapping is not live,
+    /// if interrupted.
+    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Run>> {
+        let _lock = take_host()?;
+        std::fs::create_dir_all(GUEST_FILES)?;
+        let mut rng = Pcg64Mcg::seed_from_u64(self.seed);
+        let expected = BOOT + (self.window + 3 * RAMP) * DEPTHS.len() as u32;
+        let steps = Service::ALL.len() * self.repetitions as usize;
+        let mut progress = Progress::new(steps, expected * steps as u32);
+        let mut runs = Vec::new();
+        for repetition in 0..self.repetitions {
+            let mut services = Service::ALL;
+            services.shuffle(&mut rng);
+            for service in services {
+                let label = format!("{}, repetition {}", service.name(), repetition + 1);
+                progress.start(&label, expected);
+                let mut depths = DEPTHS;
+                depths.shuffle(&mut rng);
+                let served = Served::boot(self, service, interrupted);
+                let mut served = served.with_context(|| label.clone())?;
+                for depth in depths {
+                    let run = served.cell(self.window, depth, repetition, interrupted);
+                    runs.push(run.with_context(|| format!("{label}, depth {depth}"))?);
+                }
+                progress.finish(expected);
+            }
+        }
+        Ok(runs)
+    }
+}
+
+/// A guest whose disk is served.
+struct Served {
+    service: Service,
+    monitor: Monitor,
+    guest: Guest,
+    threads: Threads,
+    /// The disk's QOM path.
+    disk: String,
+    directory: tempfile::TempDir,
+}
+
+impl Served {
+    fn boot(what: &Benchmark<'_>, service: Service, interrupted: &Interrupted) -> Result<Self> {
+        let directory = tempfile::tempdir_in(GUEST_FILES)?;
+        let mut arguments = vec!["-blockdev".to_owned(), backend().to_string()];
+        arguments.extend(service.arguments()?);
+        let start = Start::new(what.image, what.accelerator, directory.path(), "guest");
+        let start = Start { vcpus: VCPUS, arguments, ..start };
+        let guest = Guest::boot_as(&start, interrupted)?;
+        let mut monitor = guest.monitor()?;
+        let blocks = monitor.blocks(ANSWER)?;
+        let block = blocks.into_iter().find(|b| b.node.as_deref() == Some("null"));
+        let disk = block.and_then(|b| b.qom_path).context("QEMU does not list the disk")?;
+        let (found, wanted) = (monitor.queue_mapping(&disk, ANSWER)?, service.mapping()?);
+        ensure!(found == wanted, "the mapping is {found:?}, not {wanted:?}");
+        let iothreads = monitor.iothreads(ANSWER)?.into_iter().map(|t| t.thread_id).collect();
+        let vcpus = monitor.vcpu_threads(ANSWER)?;
+        let threads = Threads { process: guest.process_id()?, iothreads, vcpus };
+        Ok(Self { service, monitor, guest, threads, disk, directory })
+    }
+
+    fn cell(
+        &mut self,
+        window: Duration,
+        depth: u32,
+        repetition: u32,
+        interrupted: &Interrupted,
+    ) -> Result<Run> {
+        let last = VCPUS - 1;
+        let engine = if depth == 1 { "psync" } else { "libaio" };
+        let runtime = (FIO + RAMP + window).as_secs() + 1;
+        let fio = format!(
+            "exec fio --name=read --filename=/dev/vda --rw=randread --bs=4k --direct=1 --thread \
+             --numjobs={VCPUS} --cpus_allowed=0-{last} --cpus_allowed_policy=split \
+             --ioengine={engine} --iodepth={depth} --time_based --runtime={runtime} \
+             --norandommap --randrepeat=0 --gtod_reduce=1 >/tmp/fio.log 2>&1"
+        );
+        let before = self.reads()?;
+        let pid = self.guest.spawn("/bin/sh", &["-c", &fio], COMMAND)?;
+        let deadline = Instant::now() + FIO;
+        while self.reads()? == before {
+            self.check_fio(pid)?;
+            ensure!(Instant::now() < deadline, "fio in the guest does no I/O");
+            wait(Duration::from_millis(200), interrupted)?;
+        }
+        wait(RAMP, interrupted)?;
+        let machine = MachineSample::now()?;
+        let (start, reads, cpu) = (Instant::now(), self.reads()?, self.threads.cpu()?);
+        wait(window, interrupted)?;
+        let cpu = self.threads.cpu()?.since(&cpu);
+        let requests = self.reads()? - reads;
+        let (seconds, machine) = (start.elapsed().as_secs_f64(), machine.since()?);
+        self.check_fio(pid)?;
+        self.guest.spawn("/bin/kill", &["-KILL", &pid.to_string()], COMMAND)?;
+        let deadline = Instant::now() + FIO;
+        while self.guest.ended(pid)?.is_none() {
+            ensure!(Instant::now() < deadline, "fio in the guest does not go");
+            wait(Duration::from_millis(200), interrupted)?;
+        }
+        ensure!(requests > 0, "no request in the window");
+        // What QEMU says it maps, it must also use.
+        ensure!(cpu.iothreads.iter().all(|&t| t > 0), "an IOThread did nothing: {cpu:?}");
+        let cores = |ticks: u64| ticks as f64 / TICKS_PER_SECOND / seconds;
+        Ok(Run {
+            service: self.service,
+            depth,
+            repetition,
+            requests,
+            iops: requests as f64 / seconds,
+            cpu_us: cpu.for_each(requests),
+            iothread_cores: cpu.iothreads.iter().map(|&t| cores(t)).collect(),
+            elsewhere_cores: (machine.busy_cores - cores(cpu.process)).max(0.0),
+            machine,
+        })
+    }
+
+    fn reads(&mut self) -> Result<u64> {
+        Ok(self.monitor.reads_completed(&self.disk, ANSWER)?)
+    }
+
+    /// An error with what fio said, if it has ended.
+    fn check_fio(&self, pid: i64) -> Result<()> {
+        self.guest.check()?;
+        let Some(code) = self.guest.ended(pid)? else { return Ok(()) };
+        let log = self.directory.path().join("fio.log");
+        self.guest.fetch("/tmp/fio.log", &log)?;
+        bail!("fio in the guest ended with code {code}: {}", read_to_string(log)?.trim())
+    }
+}
+
+/// QEMU's threads, by their ids on the host.
+struct Threads {
+    process: u32,
+    iothreads: Vec<u32>,
+    vcpus: Vec<u32>,
+}
+
+/// CPU time in ticks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Cpu {
+    iothreads: Vec<u64>,
+    vcpus: u64,
+    main_loop: u64,
+    process: u64,
+}
+
+impl Threads {
+    /// The process is read last, so that it is never less than its threads.
+    fn cpu(&self) -> Result<Cpu> {
+        let process = Path::new("/proc").join(self.process.to_string());
+        let ticks = |path: &Path| {
+            let stat = read_to_string(path.join("stat"))?;
+            cpu_ticks(&stat).with_context(|| format!("{} is odd: {stat}", path.display()))
+        };
+        let thread = |id: &u32| ticks(&process.join("task").join(id.to_string()));
+        Ok(Cpu {
+            iothreads: self.iothreads.iter().map(thread).collect::<Result<_>>()?,
+            vcpus: self.vcpus.iter().map(thread).sum::<Result<u64>>()?,
+            // The thread that a process starts with.
+            main_loop: thread(&self.process)?,
+            process: ticks(&process)?,
+        })
+    }
+}
+
+/// User and system time of a line of `/proc/PID/stat`, `/proc/PID/task/TID/stat` (proc(5)).
+fn cpu_ticks(stat: &str) -> Option<u64> {
+    // The name, in parentheses, holds what it likes; the state behind it is field 3.
+    let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(14 - 3);
+    let (user, system): (u64, u64) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
+    Some(user + system)
+}
+
+impl Cpu {
+    fn since(&self, before: &Self) -> Self {
+        let iothreads = self.iothreads.iter().zip(&before.iothreads);
+        Self {
+            iothreads: iothreads.map(|(now, before)| now - before).collect(),
+            vcpus: self.vcpus - before.vcpus,
+            main_loop: self.main_loop - before.main_loop,
+            process: self.process - before.process,
+        }
+    }
+
+    fn for_each(&self, requests: u64) -> CpuMicros {
+        let us = |ticks: u64| ticks as f64 / TICKS_PER_SECOND * 1e6 / requests as f64;
+        let iothreads = self.iothreads.iter().sum();
+        let known = iothreads + self.vcpus + self.main_loop;
+        CpuMicros {
+            iothreads: us(iothreads),
+            vcpus: us(self.vcpus),
+            main_loop: us(self.main_loop),
+            // Each is rounded to a tick on its own.
+            other: us(self.process.saturating_sub(known)),
+            total: us(self.process),
+        }
+    }
+}
+
+/// A number over all repetitions.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Spread {
+    /// Of an even number the larger of the two in the middle.
+    pub median: f64,
+    /// The smallest.
+    pub min: f64,
+    /// The largest.
+    pub max: f64,
+}
+
+/// A cell over all repetitions.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Summary {
+    /// What served the disk.
+    pub service: Service,
+    /// Requests in flight of each of fio's jobs.
+    pub depth: u32,
+    /// Repetitions.
+    pub runs: usize,
+    /// Requests per second.
+    pub iops: Spread,
+    /// The process's CPU for each request, µs.
+    pub total_us: Spread,
+    /// Of that, IOThreads.
+    pub iothreads_us: Spread,
+    /// Main loop.
+    pub main_loop_us: Spread,
+    /// vCPUs.
+    pub vcpus_us: Spread,
+    /// All CPU of the machine that was not QEMU's, in cores.
+    pub elsewhere_cores: Spread,
+}
+
+/// Each cell's medians and ranges, by depth and service.
+#[must_use]
+pub fn summaries(runs: &[Run]) -> Vec<Summary> {
+    let cells = DEPTHS.into_iter().flat_map(|d| Service::ALL.map(|s| (d, s)));
+    let summary = |(depth, service)| {
+        let its: Vec<_> =
+            runs.iter().filter(|r| r.depth == depth && r.service == service).collect();
+        let spread = |number: fn(&Run) -> f64| {
+            let mut all: Vec<_> = its.iter().map(|r| number(r)).collect();
+            all.sort_by(f64::total_cmp);
+            Some(Spread { median: *all.get(all.len() / 2)?, min: *all.first()?, max: *all.last()? })
+        };
+        Some(Summary {
+            service,
+            depth,
+            runs: its.len(),
+            iops: spread(|r| r.iops)?,
+            total_us: spread(|r| r.cpu_us.total)?,
+            iothreads_us: spread(|r| r.cpu_us.iothreads)?,
+            main_loop_us: spread(|r| r.cpu_us.main_loop)?,
+            vcpus_us: spread(|r| r.cpu_us.vcpus)?,
+            elsewhere_cores: spread(|r| r.elsewhere_cores)?,
+        })
+    };
+    cells.filter_map(summary).collect()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,290 @@
+//! The data plane's promises, measured: the cases' VMs as vhost-user-blk clients of one server whose
+//! disks lie on one device, beside a background VM, the *neighbour*.
+//!
+//! A VM is a libblkio client with a queue and a thread for each of its tasks, which sends one request
+//! at a time, each due so long after the one before; one that is late catches up. Latencies run from
+//! submission. The device is an emulated SSD behind FUSE and loop, the same as for the kernel's
+//! schedulers (`rtvirtio-lab bench`), whose I/O scheduler is none; or a file on the machine's disk. There
+//! the most urgent VM is looked at alone before and after each cell: one that was disturbed is
+//! discarded and measured once more.
+//!
+//! *Left over* is what the background VM moves alone, times one less the share of the device's time
+//! that the requests which VMs had delivered need.
+//!
+//! - [`cell`]: what a cell holds.
+//! - `clients`, [`neighbour`]: the VMs.
+//! - `configuration`: the server's.
+//! - [`curve`]: what its schedule is told of the device.
+//! - [`disk`]: the device.
+//! - `trial`: one server with its clients for one window.
+//! - `rows`, [`mod@table`], `plot`: what it comes to, for a terminal, for a page.
+//!
+//! Benchmarks of their own: [`cost`], what a schedule costs; [`changes`], how soon targets are met
+//! again when the load or the device changes; [`admission`], whether what is promised can be kept.
+
+pub mod admission;
+pub mod cell;
+pub mod changes;
+pub(crate) mod clients;
+pub(crate) mod configuration;
+pub mod cost;
+pub mod curve;
+pub mod disk;
+pub mod neighbour;
+mod plot;
+mod rows;
+pub mod table;
+pub(crate) mod trial;
+
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use rtvirtio_cases::{Case, Tier};
+use rtvirtio_host::interrupt::Interrupted;
+
+use crate::campaign;
+use crate::cell::CANARY_LIMIT;
+use crate::dataplane::server::qsd_version;
+use cell::{Cell, CellKey, Floor, Scheme, disturbance, read_cells};
+use clients::{Plan, tasks};
+use configuration::Sharing;
+use curve::Curve;
+use disk::{Disk, On};
+use neighbour::Neighbour;
+use rtvirtio_cli::progress::Progress;
+use trial::{Measured, Trial, WARM_UP};
+
+/// Length of a look at the most urgent VM alone.
+const FLOOR: Duration = Duration::from_secs(5);
+/// How often a cell is measured that is discarded each time.
+const ATTEMPTS: usize = 2;
+
+/// A campaign.
+#[derive(Debug)]
+pub struct Benchmark<'a> {
+    /// Cases.
+    pub cases: Vec<Case>,
+    /// Their targets.
+    pub tiers: Vec<Tier>,
+    /// Who is beside them.
+    pub neighbours: Vec<Neighbour>,
+    /// How they share the device.
+    pub schemes: Vec<Scheme>,
+    /// How often each.
+    pub repetitions: u32,
+    /// Length of a window.
+    pub window: Duration,
+    /// The device.
+    pub on: On,
+    /// The `rtvirtio` that serves.
+    pub program: &'a Path,
+    /// Where cells go.
+    pub out: &'a Path,
+}
+
+impl Benchmark<'_> {
+    /// Runs what is not in `cells.jsonl` yet, and returns all that is there.
+    ///
+    /// # Errors
+    /// If the device, the server or a client fails; if interrupted.
+    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
+        if self.schemes.contains(&Scheme::Throttle) {
+            qsd_version()?;
+        }
+        std::fs::create_dir_all(self.out)?;
+        let path = self.out.join("cells.jsonl");
+        let mut cells = read_cells(&path)?;
+        if let Some(other) = cells.iter().find(|cell| cell.device != self.on.label()) {
+            bail!("{} has cells on {}: name another OUT", self.out.display(), other.device);
+        }
+        let missing: Vec<CellKey> =
+            self.keys().into_iter().filter(|key| !is_done(&cells, key)).collect();
+        if missing.is_empty() {
+            return Ok(cells);
+        }
+        let disk = Disk::make(&self.on)?;
+        let device = disk.path();
+        let curve = match &self.on {
+            On::Ssd(name) => Curve::of_ssd(name.parse()?),
+            On::File(_) => Curve::measured(self.program, &device, interrupted)?,
+        };
+        let mut file = OpenOptions::new().create(true).append(true).open(&path)?;
+        let expected = self.expected();
+        let mut progress = Progress::new(missing.len(), expected * missing.len() as u32);
+        for key in missing {
+            let label = key.label();
+            while !is_done(&cells, &key) {
+                progress.start(&label, expected);
+                let cell = self.floored_cell(&key, curve, &device, interrupted);
+                let cell = cell.with_context(|| label.clone())?;
+                // In one piece: a kill leaves no half of a line.
+                file.write_all(format!("{}\n", serde_json::to_string(&cell)?).as_bytes())?;
+                progress.finish(expected);
+                cells.push(cell);
+                if let Some(reason) = cells.last().and_then(|cell| cell.discarded.as_ref())
+                    && !is_done(&cells, &key)
+                {
+                    progress.note(&format!("{label}: {reason}; once more"));
+                    progress.extend(expected);
+                }
+            }
+        }
+        Ok(cells)
+    }
+
+    /// How long a cell takes.
+    fn expected(&self) -> Duration {
+        let floors = match self.on {
+            On::Ssd(_) => Duration::ZERO,
+            On::File(_) => 2 * Trial::duration(FLOOR),
+        };
+        Trial::duration(self.window) + floors
+    }
+
+    /// Every cell, in the order in which they run: schemes take turns.
+    fn keys(&self) -> Vec<CellKey> {
+        let mut keys = Vec::new();
+        for repetition in 0..self.repetitions {
+            for &neighbour in &self.neighbours {
+                for (turn, (tier, case)) in self.tiered_cases().enumerate() {
+                    let mut schemes = self.schemes.clone();
+                    schemes.rotate_left((repetition as usize + turn) % self.schemes.len().max(1));
+                    if turn == 0 {
+                        schemes.push(Scheme::Alone);
+                    }
+                    keys.extend(schemes.into_iter().map(|scheme| CellKey {
+                        case: case.to_string(),
+                        tier: tier.to_string(),
+                        neighbour,
+                        scheme,
+                        repetition,
+                    }));
+                }
+            }
+        }
+        keys
+    }
+
+    fn tiered_cases(&self) -> impl Iterator<Item = (Tier, Case)> + '_ {
+        self.tiers.iter().flat_map(|&tier| self.cases.iter().map(move |&case| (tier, case)))
+    }
+
+    /// A cell, between two looks at the noise if the disk is the machine's.
+    fn floored_cell(
+        &self,
+        key: &CellKey,
+        curve: Curve,
+        device: &Path,
+        interrupted: &Interrupted,
+    ) -> Result<Cell> {
+        if let On::Ssd(_) = self.on {
+            let mut cell = self.cell(key, curve, device, interrupted)?;
+            cell.discarded = disturbance(CANARY_LIMIT, &cell.canary, None);
+            return Ok(cell);
+        }
+        let before = self.floor(key, device, interrupted)?;
+        let mut cell = self.cell(key, curve, device, interrupted)?;
+        let floors = [before, self.floor(key, device, interrupted)?];
+        cell.discarded = disturbance(CANARY_LIMIT, &cell.canary, Some(&floors));
+        cell.floors = Some(floors);
+        Ok(cell)
+    }
+
+    /// The most urgent VM alone.
+    fn floor(&self, key: &CellKey, device: &Path, interrupted: &Interrupted) -> Result<Floor> {
+        let trial = Trial {
+            program: self.program,
+            device,
+            sharing: Sharing::Free,
+            vms: &vms(key)?[..1],
+            background: None,
+            warm_up: WARM_UP,
+            window: FLOOR,
+            seed: seed(key),
+        };
+        Ok(Floor::of(&trial.run(interrupted)?.tasks))
+    }
+
+    fn cell(
+        &self,
+        key: &CellKey,
+        curve: Curve,
+        device: &Path,
+        interrupted: &Interrupted,
+    ) -> Result<Cell> {
+        let vms = if key.scheme == Scheme::Alone { Vec::new() } else { vms(key)? };
+        let trial = Trial {
+            program: self.program,
+            device,
+            sharing: match key.scheme {
+                Scheme::Alone | Scheme::None => Sharing::Free,
+                Scheme::Qos => Sharing::Schedule(curve),
+                Scheme::Throttle => Sharing::Throttle,
+            },
+            vms: &vms,
+            background: Some(key.neighbour.background()),
+            warm_up: WARM_UP,
+            window: self.window,
+            seed: seed(key),
+        };
+        let Measured { tasks, background, seconds, canary, busy } = trial.run(interrupted)?;
+        let completed: u64 = tasks.iter().map(|task| task.n).sum();
+        Ok(Cell {
+            key: key.clone(),
+            device: self.on.label().to_owned(),
+            seconds,
+            tasks,
+            background,
+            needed: curve.needed(completed as f64 / seconds),
+            canary,
+            busy,
+            at: jiff::Timestamp::now().to_string(),
+            curve: Some(curve),
+            floors: None,
+            discarded: None,
+        })
+    }
+}
+
+/// Writes `table.txt` and `plot.svg` beside the cells. `beside` is the directory of a benchmark of
+/// the kernel path.
+///
+/// # Errors
+/// If its cells cannot be read, or the files not be written.
+pub fn write_report(cells: &[Cell], beside: Option<&Path>, out: &Path) -> Result<String> {
+    let kernel = beside.map(campaign::read).transpose()?.unwrap_or_default();
+    let text = table::table(cells, &kernel);
+    let write = |name: &str, text: &str| {
+        let path = out.join(name);
+        std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))
+    };
+    write("table.txt", &text)?;
+    write("plot.svg", &plot::render(&rows::rows(cells, &kernel)))?;
+    Ok(text)
+}
+
+/// Whether a cell is there that counts, or was tried often enough.
+fn is_done(cells: &[Cell], key: &CellKey) -> bool {
+    let same = cells.iter().filter(|cell| cell.key == *key);
+    is_enough(same.map(|cell| &cell.discarded))
+}
+
+/// Whether it need not run again: once it counted, or it never will.
+fn is_enough<'a>(runs: impl Iterator<Item = &'a Option<String>>) -> bool {
+    let discarded: Vec<bool> = runs.map(Option::is_some).collect();
+    discarded.contains(&false) || discarded.len() >= ATTEMPTS
+}
+
+/// The tasks of each of a cell's VMs.
+fn vms(key: &CellKey) -> Result<Vec<Vec<Plan>>> {
+    let (case, tier): (Case, Tier) = (key.case.parse()?, key.tier.parse()?);
+    let vms = (0..case.vms()).map(|rank| tasks(case, tier, rank));
+    vms.collect::<Option<_>>().context("a case has targets for its VMs")
+}
+
+fn seed(key: &CellKey) -> u64 {
+    u64::from(key.repetition) << 8
+}

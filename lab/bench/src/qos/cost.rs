@@ -1,0 +1,471 @@
+//! What the data plane's schedule costs: backlogged VMs on disks in memory, with it and without.
+//!
+//! Nothing limits the schedule's side but the IOThread's own work: promises are ample and the device
+//! has more channels than there are requests. So the ratio of both throughputs is the price of its
+//! decisions, its lock and the second pass over each request. Memory answers at once: on any real
+//! device the price is a smaller part.
+//!
+//! An IOThread has a CPU of its own, and so has the client that drives its disks, if there are enough
+//! CPUs; else all share them (2 IOThreads on 2 CPUs). A client is one thread that looks at its disks'
+//! queues in turn and never sleeps, so that the server is what limits, and no VM is ever called.
+//! With several IOThreads all of them share one schedule; *lock* is the share of their time at work in
+//! which they waited for another one to leave it.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_host::dataplane::ControlClient;
+use rtvirtio_host::interrupt::{Interrupted, wait};
+use rtvirtio_spec::control::IoThreadState;
+use rtvirtio_spec::run::Machine;
+use rtvirtio_units::Nanos;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use serde::{Deserialize, Serialize};
+
+use super::clients::{COUNTING, EndPhase, OVER, PATIENCE, WARMING};
+use super::configuration::socket;
+use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
+use crate::dataplane::cpu::ProcessCpu;
+use crate::dataplane::load::Random;
+use crate::dataplane::server::Server;
+use crate::lines::Lines;
+use rtvirtio_calibrate::load::MachineSample;
+use rtvirtio_cli::progress::Progress;
+
+const BLOCK: usize = 4096;
+/// Requests in flight of each VM.
+const DEPTH: usize = 32;
+/// VMs, each with a disk and a queue.
+pub const VMS: usize = 8;
+/// Of each disk, MiB: small enough for the warm-up to touch all of it.
+const DISK_MIB: u64 = 16;
+/// From the first request to the window.
+const WARM_UP: Duration = Duration::from_millis(500);
+/// To start and to end a cell, the warm-up among it.
+const AROUND: Duration = Duration::from_millis(1_000);
+/// Least IOPS with a schedule, times those without: the mark.
+const LEAST: f64 = 0.9;
+
+/// Names a cell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CellKey {
+    /// IOThreads, over which the disks are spread.
+    pub iothreads: usize,
+    /// Whether the disks share a schedule.
+    pub qos: bool,
+    /// From 0; the cells with and without a schedule of one repetition are a pair.
+    pub repetition: u32,
+}
+
+/// What a cell measured.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Cell {
+    /// Which.
+    #[serde(flatten)]
+    pub key: CellKey,
+    /// Length of the window, s.
+    pub seconds: f64,
+    /// Requests a second, of all VMs.
+    pub iops: f64,
+    /// CPU of the server for each request, µs; what it polls in vain among it.
+    pub cpu_us: f64,
+    /// CPU of the client for each request, µs.
+    pub client_us: f64,
+    /// Of the time at work of the IOThreads, what they waited for the schedule's lock.
+    pub lock: f64,
+    /// CPUs of the machine.
+    pub cpus: usize,
+    /// The machine in the window.
+    pub machine: Machine,
+}
+
+/// A campaign.
+#[derive(Debug)]
+pub struct Benchmark<'a> {
+    /// Numbers of IOThreads.
+    pub iothreads: Vec<usize>,
+    /// Pairs of each.
+    pub repetitions: u32,
+    /// Length of a window.
+    pub window: Duration,
+    /// The `rtvirtio` that serves.
+    pub program: &'a Path,
+    /// Where cells go.
+    pub out: &'a Path,
+}
+
+impl Benchmark<'_> {
+    /// Runs what is not in `cells.jsonl` yet, and returns all that is there.
+    ///
+    /// # Errors
+    /// If the server or the client fails; if interrupted.
+    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
+        let mut cells = Lines::<Cell>::open(&self.out.join("cells.jsonl"))?;
+        let is_missing = |key: &CellKey| cells.iter().all(|cell| cell.key != *key);
+        let missing: Vec<CellKey> = self.keys().into_iter().filter(is_missing).collect();
+        let expected = self.window + AROUND;
+        let mut progress = Progress::new(missing.len(), expected * missing.len() as u32);
+        for key in missing {
+            let label = format!("{} IOThreads, {}", key.iothreads, name(key.qos));
+            progress.start(&label, expected);
+            cells.push(self.cell(key, interrupted).context(label)?)?;
+            progress.finish(expected);
+        }
+        Ok(cells.into_all())
+    }
+
+    /// Every cell, in the order in which they run: the two of a pair take turns to be first.
+    fn keys(&self) -> Vec<CellKey> {
+        let mut keys = Vec::new();
+        for repetition in 0..self.repetitions {
+            for &iothreads in &self.iothreads {
+                let first = repetition % 2 == 1;
+                keys.extend([first, !first].map(|qos| CellKey { iothreads, qos, repetition }));
+            }
+        }
+        keys
+    }
+
+    fn cell(&self, key: CellKey, interrupted: &Interrupted) -> Result<Cell> {
+        let directory = tempfile::Builder::new().prefix("rtvirtio-qos-").tempdir()?;
+        let directory = directory.path();
+        let places = Places::of(key.iothreads, &available_cpus()?);
+        let configuration = directory.join("serve.toml");
+        std::fs::write(&configuration, configured(key, &places, directory))?;
+        let command = [self.program, Path::new("serve"), &configuration];
+        let command = command.map(|part| part.display().to_string());
+        // Sockets are made in the order of the file.
+        let last = socket(directory, VMS - 1);
+        let mut server = Server::start(&command, &last, directory, interrupted)?;
+        let measured = self.measure(key, &places, server.id(), directory, interrupted);
+        server.check()?;
+        let cell = measured?;
+        server.terminate()?;
+        Ok(cell)
+    }
+
+    fn measure(
+        &self,
+        key: CellKey,
+        places: &Places,
+        server: u32,
+        directory: &Path,
+        interrupted: &Interrupted,
+    ) -> Result<Cell> {
+        let phase = AtomicU8::new(WARMING);
+        let done: Vec<Done> = (0..places.clients.len()).map(|_| Done::default()).collect();
+        std::thread::scope(|scope| {
+            let end = EndPhase(&phase);
+            let clients = places.clients.iter().zip(&done).enumerate();
+            let clients: Vec<_> = clients
+                .map(|(index, (cpu, done))| {
+                    let disks = (index..VMS).step_by(places.clients.len());
+                    let sockets: Vec<PathBuf> = disks.map(|vm| socket(directory, vm)).collect();
+                    let phase = &phase;
+                    scope.spawn(move || drive(&sockets, *cpu, phase, &done.0))
+                })
+                .collect();
+            let total = || done.iter().map(|done| done.0.load(Ordering::Relaxed)).sum::<u64>();
+            wait(WARM_UP, interrupted)?;
+            ensure!(phase.load(Ordering::Relaxed) == WARMING, "a client ended in the warm-up");
+            let me = std::process::id();
+            let (cpu, mine) = (ProcessCpu::of(server)?, ProcessCpu::of(me)?);
+            let times = Times::now(directory)?;
+            let machine = MachineSample::now()?;
+            let (before, begin) = (total(), Instant::now());
+            phase.store(COUNTING, Ordering::Relaxed);
+            wait(self.window, interrupted)?;
+            ensure!(phase.load(Ordering::Relaxed) == COUNTING, "a client ended in the window");
+            let requests = (total() - before) as f64;
+            let seconds = begin.elapsed().as_secs_f64();
+            let (cpu, mine) =
+                (ProcessCpu::of(server)?.since(&cpu), ProcessCpu::of(me)?.since(&mine));
+            let machine = machine.since()?;
+            let lock = Times::now(directory)?.lock_since(times);
+            drop(end);
+            for client in clients {
+                let Ok(ended) = client.join() else { bail!("a client failed") };
+                ended?;
+            }
+            ensure!(requests > 0.0, "no request completed");
+            Ok(Cell {
+                key,
+                seconds,
+                iops: requests / seconds,
+                cpu_us: cpu as f64 / 1e3 / requests,
+                client_us: mine as f64 / 1e3 / requests,
+                lock,
+                cpus: std::thread::available_parallelism().map_or(1, usize::from),
+                machine,
+            })
+        })
+    }
+}
+
+/// Of all IOThreads, ns.
+struct Times {
+    busy: u64,
+    lock: u64,
+}
+
+impl Times {
+    fn now(directory: &Path) -> Result<Self> {
+        let threads = ControlClient::new(control(directory)).snapshot()?.iothreads;
+        let sum = |of: fn(&IoThreadState) -> Nanos| threads.iter().map(|t| of(t).get()).sum();
+        Ok(Self { busy: sum(|thread| thread.busy_ns), lock: sum(|thread| thread.lock_ns) })
+    }
+
+    /// The share of the lock since then.
+    fn lock_since(&self, earlier: Self) -> f64 {
+        (self.lock - earlier.lock) as f64 / (self.busy - earlier.busy).max(1) as f64
+    }
+}
+
+fn control(directory: &Path) -> PathBuf {
+    directory.join("control.sock")
+}
+
+/// Requests that a client has completed; a cache line of its own.
+#[derive(Default)]
+#[repr(align(128))]
+struct Done(AtomicU64);
+
+/// Who runs where.
+#[derive(Debug, PartialEq, Eq)]
+struct Places {
+    /// Each IOThread's CPU.
+    iothreads: Vec<usize>,
+    /// Each client's; none: any.
+    clients: Vec<Option<usize>>,
+}
+
+impl Places {
+    /// As many clients as IOThreads.
+    fn of(iothreads: usize, cpus: &[usize]) -> Self {
+        let enough = cpus.len() >= 2 * iothreads;
+        Self {
+            iothreads: (0..iothreads).map(|at| cpus[at % cpus.len()]).collect(),
+            clients: (0..iothreads).map(|at| enough.then(|| cpus[iothreads + at])).collect(),
+        }
+    }
+}
+
+/// The CPUs that this process may use.
+fn available_cpus() -> Result<Vec<usize>> {
+    let set = sched_getaffinity(None)?;
+    Ok((0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect())
+}
+
+/// A disk in memory for each VM, the IOThreads in turn; with a schedule that holds nothing back.
+fn configured(key: CellKey, places: &Places, directory: &Path) -> String {
+    let control = control(directory);
+    let mut text = format!("version = 1\n[control]\nsocket = \"{}\"\n", control.display());
+    for (index, cpu) in places.iothreads.iter().enumerate() {
+        text += &format!("[[iothread]]\nname = \"iot{index}\"\ncpus = [{cpu}]\n");
+    }
+    if key.qos {
+        text += "[[schedule]]\nname = \"device\"\nchannels = 1024\nrequest_ns = 1000\nkib_ns = 0\n";
+    }
+    for vm in 0..VMS {
+        text += &format!(
+            "[[device]]\nname = \"vm{vm}\"\nvm = \"vm{vm}\"\nsocket = \"{}\"\nqueues = 1\n\
+             engine = {{ type = \"ram\", size = \"{DISK_MIB}M\" }}\n\
+             mapping = [{{ iothread = \"iot{}\", vqs = [0] }}]\n",
+            socket(directory, vm).display(),
+            vm % key.iothreads,
+        );
+        if key.qos {
+            text += "qos = { schedule = \"device\", deadline_us = 10000, iops = 10000, \
+                     burst = 32 }\n";
+        }
+    }
+    text
+}
+
+/// Keeps the queues of some VMs full until the phase is over, on one CPU.
+fn drive(
+    sockets: &[PathBuf],
+    cpu: Option<usize>,
+    phase: &AtomicU8,
+    done: &AtomicU64,
+) -> Result<()> {
+    let _end = EndPhase(phase);
+    if let Some(cpu) = cpu {
+        let mut set = CpuSet::new();
+        set.set(cpu);
+        sched_setaffinity(None, &set)?;
+    }
+    let shape = Shape { queues: 1, depth: DEPTH, buffer: BLOCK };
+    let connect = |socket: &PathBuf| Client::connect(Endpoint::Socket(socket), shape);
+    let mut clients = sockets.iter().map(connect).collect::<Result<Vec<_>, _>>()?;
+    let blocks = DISK_MIB * (1 << 20) / BLOCK as u64;
+    let mut random = Random::new(7);
+    let mut submit = |queue: &mut Queue, slot| {
+        let offset = random.below(blocks) * BLOCK as u64;
+        // 70 % reads, as the cases' tasks.
+        if random.below(10) < 7 {
+            queue.read(slot, offset, BLOCK);
+        } else {
+            queue.write(slot, offset, BLOCK);
+        }
+    };
+    let mut queues: Vec<&mut Queue> = clients.iter_mut().flat_map(Client::queues).collect();
+    for queue in &mut queues {
+        (0..DEPTH).for_each(|slot| submit(queue, slot));
+    }
+    let mut failed = 0;
+    let mut completed_at = Instant::now();
+    let mut rounds = 0_u32;
+    while phase.load(Ordering::Relaxed) != OVER {
+        let mut ended = 0;
+        for queue in &mut queues {
+            ended += queue.poll(|queue, request| {
+                failed = failed.min(request.result);
+                submit(queue, request.slot);
+            })?;
+        }
+        ensure!(failed == 0, "a request failed: errno {}", -failed);
+        done.fetch_add(ended as u64, Ordering::Relaxed);
+        // A look at the clock costs as much as a request.
+        rounds = rounds.wrapping_add(1);
+        if rounds.is_multiple_of(1024) {
+            if ended > 0 {
+                completed_at = Instant::now();
+            }
+            let silent = completed_at.elapsed();
+            ensure!(silent < PATIENCE, "no request completed for {} s", PATIENCE.as_secs());
+        }
+    }
+    for queue in queues {
+        while queue.flying() > 0 && queue.wait(PATIENCE, |_, _| ())? > 0 {}
+    }
+    Ok(())
+}
+
+const fn name(qos: bool) -> &'static str {
+    if qos { "qos" } else { "none" }
+}
+
+/// A pair of rows for each number of IOThreads, and how they compare.
+#[must_use]
+pub fn table(cells: &[Cell]) -> String {
+    let median = |mut values: Vec<f64>| {
+        values.sort_by(f64::total_cmp);
+        values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+    };
+    let mut text = format!(
+        "{:<9} {:<5} {:>4} {:>9} {:>10} {:>10} {:>7} {:>6} {:>6} {:>6}\n",
+        "IOThreads",
+        "",
+        "runs",
+        "IOPS",
+        "CPU/IO us",
+        "client us",
+        "lock %",
+        "busy",
+        "steal",
+        "load"
+    );
+    let mut numbers: Vec<usize> = cells.iter().map(|cell| cell.key.iothreads).collect();
+    numbers.sort_unstable();
+    numbers.dedup();
+    let mut verdicts = String::new();
+    for iothreads in numbers {
+        let of = |qos| {
+            cells.iter().filter(move |cell| (cell.key.iothreads, cell.key.qos) == (iothreads, qos))
+        };
+        for qos in [false, true] {
+            let column = |value: fn(&Cell) -> f64| median(of(qos).map(value).collect());
+            text += &format!(
+                "{iothreads:<9} {:<5} {:>4} {:>9.0} {:>10.3} {:>10.3} {:>7.2} {:>6.2} {:>6.2} {:>6.2}\n",
+                name(qos),
+                of(qos).count(),
+                column(|cell| cell.iops),
+                column(|cell| cell.cpu_us),
+                column(|cell| cell.client_us),
+                column(|cell| cell.lock * 100.0),
+                column(|cell| cell.machine.busy_cores),
+                column(|cell| cell.machine.steal_cores),
+                column(|cell| cell.machine.load1),
+            );
+        }
+        let mut ratios: Vec<f64> = of(true)
+            .filter_map(|with| {
+                let pair = of(false).find(|cell| cell.key.repetition == with.key.repetition)?;
+                Some(with.iops / pair.iops)
+            })
+            .collect();
+        ratios.sort_by(f64::total_cmp);
+        if let (Some(least), Some(most)) = (ratios.first(), ratios.last()) {
+            let middle = median(ratios.clone());
+            let verdict = if middle >= LEAST { "pass" } else { "LOST" };
+            verdicts += &format!(
+                "{verdict} {iothreads} IOThreads: x {middle:.3} the IOPS with a schedule \
+                 ({least:.3} to {most:.3}, {} pairs; >= {LEAST})\n",
+                ratios.len()
+            );
+        }
+    }
+    let cpus = cells.iter().map(|cell| cell.cpus).min().unwrap_or(0);
+    text + "\n"
+        + &verdicts
+        + &format!(
+            "Medians. {VMS} VMs at depth {DEPTH}, 4 KiB, 70 % reads, disks in memory, {cpus} CPUs. \
+             CPU/IO: of the server; client: CPU of the client for each request; lock: of the \
+             IOThreads' time at work, what they waited for the schedule; busy, steal: of the \
+             machine, cores.\n"
+        )
+}
+
+#[cfg(test)]
+mod tests {
+    use rtvirtio_spec::serve;
+
+    use super::*;
+
+    fn cell(qos: bool, repetition: u32, iops: f64) -> Cell {
+        let key = CellKey { iothreads: 1, qos, repetition };
+        let machine = Machine { load1: 1.0, busy_cores: 2.0, steal_cores: 0.0 };
+        let (cpu_us, client_us) = (1.0, 0.5);
+        Cell { key, seconds: 3.0, iops, cpu_us, client_us, lock: 0.0, cpus: 2, machine }
+    }
+
+    #[test]
+    fn ratio_is_the_median_of_pairs_and_not_of_rows() {
+        // Pairs: 0.95, 0.5, 0.92. Medians of the rows are 200 and 184.
+        let runs = [(100.0, 95.0), (400.0, 200.0), (200.0, 184.0)];
+        let cells: Vec<Cell> = (0..)
+            .zip(runs)
+            .flat_map(|(at, (without, with))| [cell(false, at, without), cell(true, at, with)])
+            .collect();
+        let text = table(&cells);
+        assert!(text.contains("pass 1 IOThreads: x 0.920"), "{text}");
+        assert!(text.contains("(0.500 to 0.950, 3 pairs; >= 0.9)"), "{text}");
+    }
+
+    #[test]
+    fn clients_have_cpus_of_their_own_if_there_are_enough() {
+        let places = Places::of(1, &[4, 6]);
+        assert_eq!(places, Places { iothreads: vec![4], clients: vec![Some(6)] });
+        let places = Places::of(2, &[4, 6]);
+        assert_eq!(places, Places { iothreads: vec![4, 6], clients: vec![None, None] });
+        let places = Places::of(2, &[0, 1, 2, 3]);
+        assert_eq!(places, Places { iothreads: vec![0, 1], clients: vec![Some(2), Some(3)] });
+    }
+
+    #[test]
+    fn configuration_spreads_disks_and_promises_each_its_rate() {
+        let key = CellKey { iothreads: 2, qos: true, repetition: 0 };
+        let text = configured(key, &Places::of(2, &[0, 1]), Path::new("/tmp/x"));
+        let found = serve::parse("test", &text).unwrap();
+        assert_eq!((found.iothreads.len(), found.devices.len()), (2, VMS));
+        assert!(found.devices.iter().all(|device| device.qos.is_some()));
+        let on = |vm: usize| found.devices[vm].mapping.by_queue()[0].as_str();
+        assert_eq!([on(0), on(1), on(7)], ["iot0", "iot1", "iot1"]);
+        let text =
+            configured(CellKey { qos: false, ..key }, &Places::of(2, &[0, 1]), Path::new("/"));
+        assert!(serve::parse("test", &text).unwrap().schedules.is_empty());
+    }
+}

@@ -1,0 +1,170 @@
+//! A loop device that clears itself (kernel `include/uapi/linux/loop.h`).
+//!
+//! Each is a new one with a number of its own, and is removed at the end: a
+//! loop device outlives what is attached to it, and so would the scheduler and
+//! the knobs that were set on it. Its number is noted in the state directory,
+//! so that the next start removes what a killed server left.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use rtvirtio_calibrate::device::{SCRATCH_DISKS, is_scratch};
+
+const LOOP_CTL_ADD: libc::c_ulong = 0x4C80;
+const LOOP_CTL_REMOVE: libc::c_ulong = 0x4C81;
+const LOOP_CONFIGURE: libc::c_ulong = 0x4C0A;
+/// Numbers tried for a new device: above those that others ask for.
+const NUMBERS: std::ops::Range<i32> = 100..200;
+const LO_FLAGS_AUTOCLEAR: u32 = 4;
+const LO_FLAGS_DIRECT_IO: u32 = 16;
+
+/// `struct loop_info64`.
+#[repr(C)]
+struct LoopInfo64 {
+    device: u64,
+    inode: u64,
+    rdevice: u64,
+    offset: u64,
+    size_limit: u64,
+    number: u32,
+    encrypt_type: u32,
+    encrypt_key_size: u32,
+    flags: u32,
+    file_name: [u8; 64],
+    crypt_name: [u8; 64],
+    encrypt_key: [u8; 32],
+    init: [u64; 2],
+}
+
+/// `struct loop_config`.
+#[repr(C)]
+struct LoopConfig {
+    fd: u32,
+    block_size: u32,
+    info: LoopInfo64,
+    reserved: [u64; 8],
+}
+
+/// An attached loop device; gone once this and every other user are.
+pub(super) struct LoopDevice {
+    number: i32,
+    open: Option<File>,
+    path: PathBuf,
+    /// Held locked for as long as this lives.
+    _note: File,
+}
+
+impl LoopDevice {
+    /// Attaches `backing` with direct I/O to a new loop device.
+    pub(super) fn attach(backing: BorrowedFd<'_>) -> Result<Self> {
+        let control = control()?;
+        sweep(&control);
+        std::fs::create_dir_all(SCRATCH_DISKS)?;
+        for number in NUMBERS {
+            match request(&control, LOOP_CTL_ADD, number) {
+                Ok(()) => {}
+                Err(e) if e.raw_os_error() == Some(libc::EEXIST) => continue,
+                Err(e) => return Err(e).context("add a loop device"),
+            }
+            let path = PathBuf::from(format!("/dev/loop{number}"));
+            let note = File::create(note(number))?;
+            rustix::fs::flock(&note, rustix::fs::FlockOperation::NonBlockingLockExclusive)?;
+            // From here on Drop removes it.
+            let mut device = Self { number, open: None, path, _note: note };
+            let node = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .open(&device.path)
+                .with_context(|| format!("open {}", device.path.display()))?;
+            configure(&node, backing)
+                .with_context(|| format!("configure {}", device.path.display()))?;
+            device.open = Some(node);
+            return Ok(device);
+        }
+        anyhow::bail!("loop devices {NUMBERS:?} are all in use")
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        drop(self.open.take());
+        // Another user may still hold it open: the next start removes it then.
+        if control().is_ok_and(|c| remove(&c, self.number)) {
+            let _ = std::fs::remove_file(note(self.number));
+        }
+    }
+}
+
+fn note(number: i32) -> PathBuf {
+    Path::new(SCRATCH_DISKS).join(format!("loop{number}"))
+}
+
+fn control() -> Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open("/dev/loop-control")
+        .context("open /dev/loop-control")
+        .context("a scratch disk needs root and the loop driver (modprobe loop)")
+}
+
+fn request(control: &File, request: libc::c_ulong, number: i32) -> io::Result<()> {
+    // SAFETY: both requests take an integer by value; the fd is open.
+    let result = unsafe { libc::ioctl(control.as_raw_fd(), request, number) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Removes a device, waiting a little for its last user; true once it is gone.
+fn remove(control: &File, number: i32) -> bool {
+    for _ in 0..50 {
+        match request(control, LOOP_CTL_REMOVE, number) {
+            Ok(()) => return true,
+            Err(e) if e.raw_os_error() == Some(libc::ENODEV) => return true,
+            Err(_) => std::thread::sleep(std::time::Duration::from_millis(20)),
+        }
+    }
+    false
+}
+
+/// Removes devices that killed servers left: unattached ones that are noted here.
+fn sweep(control: &File) {
+    for number in NUMBERS {
+        let attached = Path::new("/sys/block").join(format!("loop{number}/loop/backing_file"));
+        let note = note(number);
+        let is_left =
+            note.exists() && !attached.exists() && !is_scratch(Path::new(&format!("loop{number}")));
+        if is_left && remove(control, number) {
+            let _ = std::fs::remove_file(&note);
+        }
+    }
+}
+
+fn configure(node: &File, backing: BorrowedFd<'_>) -> io::Result<()> {
+    let info = LoopInfo64 {
+        device: 0,
+        inode: 0,
+        rdevice: 0,
+        offset: 0,
+        size_limit: 0,
+        number: 0,
+        encrypt_type: 0,
+        encrypt_key_size: 0,
+        flags: LO_FLAGS_AUTOCLEAR | LO_FLAGS_DIRECT_IO,
+        file_name: [0; 64],
+        crypt_name: [0; 64],
+        encrypt_key: [0; 32],
+        init: [0; 2],
+    };
+    let fd = backing.as_raw_fd() as u32;
+    let config = LoopConfig { fd, block_size: 0, info, reserved: [0; 8] };
+    // SAFETY: `config` has the layout of struct loop_config and outlives the call.
+    let result = unsafe { libc::ioctl(node.as_raw_fd(), LOOP_CONFIGURE, &raw const config) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}

@@ -1,0 +1,378 @@
+//! `rtvirtio-lab bench`.
+
+mod closed_loop;
+mod completion;
+mod dataplane;
+mod iocores;
+mod iothreads;
+mod path;
+mod qos;
+mod qos_admission;
+mod qos_changes;
+mod qos_cost;
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_bench::campaign::{Campaign, Job, Source};
+use rtvirtio_bench::cell::Testbed;
+use rtvirtio_bench::report;
+use rtvirtio_bench::scratch::{Backing, ScratchDisk};
+use rtvirtio_calibrate::calibration::{FULL, calibrate_to};
+use rtvirtio_calibrate::testbed::{CGROUP_ROOT, DeviceUnderTest as _};
+use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier, wilson_interval};
+use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_spec::profile::Profile;
+use rtvirtio_spec::run::{Cell, CellKey};
+use rtvirtio_spec::specification::Specification;
+use rtvirtio_units::{Bytes, BytesPerSecond};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use super::guests::{ImageArgs, VmKind};
+use super::scratch::BackingArgs;
+use crate::{Outcome, input};
+
+/// Size of the scratch disk.
+pub(crate) const DISK: Bytes = Bytes::new(2 << 30);
+
+/// Arguments of `bench`.
+#[derive(clap::Args)]
+#[command(
+    args_conflicts_with_subcommands = true,
+    after_help = "Results go to OUT as JSON lines (cells.jsonl) with the profile they were \
+    planned with; the same OUT continues where it was. Every write goes to a scratch disk."
+)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    other: Option<Other>,
+    /// Cases: strict8, all, or a list such as 1xL,4xL+M+H
+    #[arg(long, default_value = "strict8")]
+    cases: String,
+    /// Schemes: bfq, ionice, rt-xen, none, mq-deadline, kyber, hand, rtvirtio
+    #[arg(long, value_delimiter = ',', default_values_t = Scheme::ALL)]
+    schemes: Vec<Scheme>,
+    /// Targets: strict or paper
+    #[arg(long, default_value = "strict")]
+    tier: Tier,
+    /// Neighbour: writer or none
+    #[arg(long, default_value = "writer")]
+    neighbour: Neighbour,
+    #[command(flatten)]
+    backing: BackingArgs,
+    /// Repetitions of each case and scheme
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repetitions: u32,
+    /// Length of a cell's window in seconds; 21 is the least that judges p99.9 of 500 IOPS
+    #[arg(long, default_value_t = 21, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    window: u64,
+    /// Where results go
+    #[arg(long, default_value = "rtvirtio-bench")]
+    out: PathBuf,
+    /// Use this profile instead of calibrating
+    #[arg(long)]
+    profile: Option<PathBuf>,
+    /// Instead of schemes: rtvirtio's settings with these caps (MB/s) on background VMs
+    #[arg(long, value_delimiter = ',', value_name = "MB/S", conflicts_with = "prediction")]
+    sweep_cap: Vec<u64>,
+    /// Instead of schemes: N cells of random cases under settings that the planner would not
+    /// choose, to hold predictions against
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "26")]
+    prediction: Option<u32>,
+    /// Instead of schemes: N random conditions of RT-VirtIO's Table II on bfq, widened (slice_idle 0,
+    /// low_latency, max_budget, a writer); `bench path` holds simulations against them
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "150",
+        conflicts_with_all = ["sweep_cap", "prediction"])]
+    conditions: Option<u32>,
+    /// With --conditions: the first of every N of them is run twice
+    #[arg(long, value_name = "N", requires = "conditions", default_value = "5")]
+    twice_every: NonZeroU32,
+    /// Instead of cases: the VMs and tasks of this specification, on the scratch disk
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["sweep_cap", "prediction", "conditions"])]
+    spec: Option<PathBuf>,
+    /// With --spec: run although the plan leaves targets unmet
+    #[arg(long, requires = "spec")]
+    force: bool,
+    /// Instead of schemes: a background VM starts while `watch --control` looks after four others
+    #[arg(long, conflicts_with_all = ["sweep_cap", "prediction", "conditions", "spec"])]
+    closed_loop: bool,
+    /// The VMs
+    #[arg(long, value_enum, default_value_t = VmKind::Cgroup)]
+    guests: VmKind,
+    #[command(flatten)]
+    image: ImageArgs,
+    /// Seed of order and random choices
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Print each scheme's verdict as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Benchmarks of something else than schemes.
+#[derive(clap::Subcommand)]
+enum Other {
+    /// How threads learn that their I/O has ended, beside threads that compute: 7 ways
+    Completion(completion::Args),
+    /// One guest with 4 queues: main loop, 1 IOThread and a mapping over 2, CPU per I/O and IOPS
+    Iothreads(iothreads::Args),
+    /// A vhost-user-blk server beside qemu-storage-daemon: IOPS, latency, CPU per request
+    Dataplane(Box<dataplane::Args>),
+    /// Policies of I/O cores on phases of load, on two CPUs: throughput, cores, utility, verdicts
+    Iocores(Box<iocores::Args>),
+    /// Cells that other campaigns measured, simulated: how the simulator of the two-tier path agrees
+    Path(path::Args),
+    /// VMs with targets on the data plane beside a deep writer, with and without its schedule
+    Qos(qos::Args),
+    /// Random sets of VMs that run whatever the admission test says of them: how often it is right
+    QosAdmission(qos_admission::Args),
+    /// How soon targets are met again when a VM appears, a neighbour starts, the device slows down
+    QosChanges(qos_changes::Args),
+    /// What the data plane's schedule costs: backlogged VMs on disks in memory, with and without
+    QosCost(qos_cost::Args),
+}
+
+pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
+    match &args.other {
+        Some(Other::Completion(args)) => return completion::run(args, interrupted),
+        Some(Other::Iothreads(args)) => return iothreads::run(args, interrupted),
+        Some(Other::Dataplane(args)) => return dataplane::run(args, interrupted),
+        Some(Other::Iocores(args)) => return iocores::run(args, interrupted),
+        Some(Other::Path(args)) => return path::run(args),
+        Some(Other::Qos(args)) => return qos::run(args, interrupted),
+        Some(Other::QosAdmission(args)) => return qos_admission::run(args, interrupted),
+        Some(Other::QosChanges(args)) => return qos_changes::run(args, interrupted),
+        Some(Other::QosCost(args)) => return qos_cost::run(args, interrupted),
+        None => {}
+    }
+    let cases = cases(&args.cases)?;
+    let specification = args.spec.as_deref().map(input::specification).transpose()?;
+    std::fs::create_dir_all(&args.out).with_context(|| format!("create {}", args.out.display()))?;
+    let guests = args.image.choose(args.guests, interrupted)?;
+    let scale = guests.as_ref().map_or(Scale::ONE, |(_, accelerator)| accelerator.scale());
+    let backing = args.backing.backing()?.slower(scale);
+    let disk = ScratchDisk::start(&backing, DISK, args.seed)?;
+    let mut testbed = Testbed::new(disk.device(), disk.label())?;
+    if let Some((image, accelerator)) = &guests {
+        let largest = Case::new(4, Mix::LightMediumHeavy)?;
+        testbed.boot_guests(image, *accelerator, largest, interrupted)?;
+    }
+    let (profile, path) = self::profile(args, &testbed, interrupted)?;
+    if args.closed_loop {
+        return closed_loop::run(args, &mut testbed, &path, interrupted);
+    }
+    check_shared(args, &testbed, &profile)?;
+    let campaign = Campaign {
+        testbed: &testbed,
+        profile: &profile,
+        window: Duration::from_secs(args.window),
+        rounds: 1,
+        data_plane: None,
+        directory: &args.out,
+        seed: args.seed,
+        noise_floor: matches!(backing, Backing::Raw(_)),
+    };
+    let jobs = match (specification, args.prediction, args.conditions) {
+        (Some(specification), ..) => own(&campaign, specification, args)?,
+        (None, Some(cells), _) => campaign.prediction_jobs(cells),
+        (None, None, Some(conditions)) => campaign.condition_jobs(conditions, args.twice_every),
+        (None, None, None) => {
+            let sources: Vec<_> = if args.sweep_cap.is_empty() {
+                args.schemes.iter().map(|&s| (s.to_string(), Source::Scheme(s))).collect()
+            } else {
+                let cap = |&mb| {
+                    let cap = BytesPerSecond::from_megabytes(mb);
+                    (format!("cap-{mb}"), Source::PlannedWithCap(cap))
+                };
+                args.sweep_cap.iter().map(cap).collect()
+            };
+            campaign.matrix(&cases, args.tier, args.neighbour, &sources, args.repetitions)
+        }
+    };
+    let notes = note_command(&args.out)?;
+    let cells = campaign.run(jobs, interrupted)?;
+    super::report::write(&cells, &args.out.join("report.html"), "rtvirtio benchmark", &notes)?;
+    if args.json {
+        input::print_json(&json!({
+            "schemes": verdicts(&cells),
+            "predictions": report::agreement(&cells),
+        }))?;
+    } else {
+        println!("{}", report::table(&cells));
+        println!("{}", args.out.join("report.html").display());
+    }
+    Ok(Outcome::Done)
+}
+
+/// Adds this command with date and machine to the directory's list, and returns the list.
+fn note_command(out: &Path) -> Result<Vec<String>> {
+    let path = out.join("commands.txt");
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let mut text = std::fs::read_to_string(&path).unwrap_or_default();
+    text += &format!(
+        "{} rtvirtio {} ({}; {})\n",
+        jiff::Timestamp::now().strftime("%F %TZ"),
+        arguments.join(" "),
+        env!("CARGO_PKG_VERSION"),
+        super::report::machine()
+    );
+    input::write(&path, &text)?;
+    Ok(text.lines().map(str::to_owned).collect())
+}
+
+fn cases(text: &str) -> Result<Vec<Case>> {
+    match text {
+        "strict8" => Ok(Case::strict8().to_vec()),
+        "all" => Ok(Case::all()),
+        list => list.split(',').map(|c| Ok(c.parse::<Case>()?)).collect(),
+    }
+}
+
+/// The profile given, the one in the directory, or a new one, with its file; of this device in any
+/// case.
+fn profile(
+    args: &Args,
+    testbed: &Testbed,
+    interrupted: &Interrupted,
+) -> Result<(Profile, PathBuf)> {
+    let kept = args.out.join("profile.json");
+    let path = args.profile.clone().unwrap_or_else(|| kept.clone());
+    if args.profile.is_none() && !path.exists() {
+        return Ok((calibrate_to(testbed, FULL, &kept, interrupted)?, kept));
+    }
+    let profile = input::profile(&path)?;
+    ensure!(
+        profile.device == testbed.identity()?,
+        "{} is of another device than --ssd or --raw asks for (use another --out or --profile)",
+        path.display()
+    );
+    ensure!(
+        profile.measured_at == testbed.measured_at(),
+        "{} was not measured with the VMs that --guests asks for (use another --out or --profile)",
+        path.display()
+    );
+    Ok((profile, path))
+}
+
+/// What all cells of a directory share.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Shared {
+    device: String,
+    window_s: u64,
+    /// When its profile was made.
+    profile: String,
+    /// The text of `--spec`.
+    specification: Option<String>,
+}
+
+/// Refuses to mix cells of two experiments in one directory.
+fn check_shared(args: &Args, testbed: &Testbed, profile: &Profile) -> Result<()> {
+    let specification = args.spec.as_ref().map(std::fs::read_to_string).transpose()?;
+    let mine = Shared {
+        device: testbed.label().to_owned(),
+        window_s: args.window,
+        profile: profile.date.clone(),
+        specification,
+    };
+    let path = args.out.join("campaign.json");
+    if !path.exists() {
+        return input::write(&path, &serde_json::to_string_pretty(&mine)?);
+    }
+    let there: Shared = serde_json::from_str(&std::fs::read_to_string(&path)?)
+        .with_context(|| format!("{}", path.display()))?;
+    ensure!(
+        there == mine,
+        "{} holds another campaign: its device, window, profile or specification differs (use \
+         another --out)",
+        args.out.display()
+    );
+    Ok(())
+}
+
+/// One cell of an operator's own specification, its VMs on the scratch disk.
+fn own(campaign: &Campaign<'_>, mut specification: Specification, args: &Args) -> Result<Vec<Job>> {
+    let device = campaign.testbed.device().clone();
+    let mut tasks = specification.vms.iter().flat_map(|v| &v.tasks);
+    ensure!(
+        tasks.all(|t| t.target.is_none() || t.load.iops.is_some()),
+        "a task has a target and no iops: give its rate, or it cannot be judged"
+    );
+    for vm in &mut specification.vms {
+        vm.cgroup = Path::new(CGROUP_ROOT).join(vm.name.as_str());
+        for disk in &mut vm.disks {
+            disk.device = device.name.clone();
+        }
+    }
+    specification.devices = vec![device];
+    let observed = campaign.testbed.prepare(&specification)?;
+    let plan = campaign.plan(&specification, &observed)?;
+    eprint!("{}", rtvirtio_cli::plan::describe(&plan));
+    if !plan.meets_all() && !args.force {
+        bail!("the plan leaves targets unmet, as said above (--force runs it all the same)");
+    }
+    let job = |repetition| Job {
+        key: CellKey {
+            case: "specification".to_owned(),
+            tier: "own".to_owned(),
+            neighbour: "own".to_owned(),
+            scheme: Scheme::Rtvirtio.to_string(),
+            repetition,
+        },
+        specification: specification.clone(),
+        source: Source::Scheme(Scheme::Rtvirtio),
+    };
+    Ok((0..args.repetitions).map(job).collect())
+}
+
+/// How a scheme did.
+#[derive(Debug, Serialize)]
+pub(crate) struct Verdict {
+    scheme: String,
+    runs: usize,
+    passed: usize,
+    /// Wilson's 95 % interval of the pass rate.
+    interval: (f64, f64),
+    /// Of them measured while the machine was late.
+    disturbed: usize,
+    by_case: BTreeMap<String, (usize, usize)>,
+}
+
+/// Each scheme's verdict over all cells, with (passed, runs) by case.
+pub(crate) fn verdicts(cells: &[Cell]) -> Vec<Verdict> {
+    let mut by_scheme: BTreeMap<&str, Vec<&Cell>> = BTreeMap::new();
+    for cell in cells {
+        by_scheme.entry(&cell.key.scheme).or_default().push(cell);
+    }
+    let verdict = |(scheme, all): (&str, Vec<&Cell>)| {
+        let passed = all.iter().filter(|c| c.passed).count();
+        let mut by_case: BTreeMap<String, (usize, usize)> = BTreeMap::new();
+        for cell in &all {
+            let entry = by_case.entry(cell.key.case.clone()).or_default();
+            entry.0 += usize::from(cell.passed);
+            entry.1 += 1;
+        }
+        Verdict {
+            scheme: scheme.to_owned(),
+            runs: all.len(),
+            passed,
+            interval: wilson_interval(passed as u64, all.len() as u64),
+            disturbed: all.iter().filter(|c| c.disturbed.is_some()).count(),
+            by_case,
+        }
+    };
+    by_scheme.into_iter().map(verdict).collect()
+}
+
+/// Writes a campaign's table beside its cells, and prints one of the two.
+fn told<T: Serialize>(out: &Path, cells: &[T], text: &str, json: bool) -> Result<Outcome> {
+    std::fs::write(out.join("table.txt"), text)?;
+    if json {
+        input::print_json(&cells)?;
+    } else {
+        print!("{text}");
+    }
+    Ok(Outcome::Done)
+}

@@ -1,0 +1,167 @@
+//! `rtvirtio-lab bench iothreads`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use comfy_table::{CellAlignment, Table, presets};
+use rtvirtio_bench::guests::Accelerator;
+use rtvirtio_bench::iothreads::{Benchmark, Service, Spread, Summary, VCPUS, backend, summaries};
+use rtvirtio_host::interrupt::Interrupted;
+use serde_json::json;
+
+use crate::verbs::guests::ImageArgs;
+use crate::{Outcome, input};
+
+const GUEST_BOUND: &str = "guest-bound: TCG translates the vCPUs' instructions, which sets the \
+                           IOPS; they say nothing of IOThreads";
+const NO_KVM: &str = "skipped: KVM lane (no guest boots under KVM on this machine)";
+
+/// Arguments of `bench iothreads`.
+#[derive(clap::Args)]
+#[command(after_help = "The disk is QEMU's null-co: no disk of yours is touched.")]
+pub(crate) struct Args {
+    /// Repetitions; each boots every guest anew
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repetitions: u32,
+    /// Length of a cell's window in seconds
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    window: u64,
+    /// Where results go: result.json and commands.txt
+    #[arg(long, default_value = "rtvirtio-bench-iothreads")]
+    out: PathBuf,
+    #[command(flatten)]
+    image: ImageArgs,
+    /// Seed of the order
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
+    std::fs::create_dir_all(&args.out).with_context(|| format!("create {}", args.out.display()))?;
+    let found = args.image.find(interrupted);
+    let (image, accelerator) = found.context("this benchmark needs guests")?;
+    let notes = notes(accelerator);
+    notes.iter().for_each(|note| eprintln!("{note}"));
+    let benchmark = Benchmark {
+        image: &image,
+        accelerator,
+        window: Duration::from_secs(args.window),
+        repetitions: args.repetitions,
+        seed: args.seed,
+    };
+    let runs = benchmark.run(interrupted)?;
+    let summaries = summaries(&runs);
+    let commands = super::note_command(&args.out)?;
+    let services = Service::ALL.map(|s| Ok(json!({"service": s, "arguments": s.arguments()?})));
+    let result = json!({
+        "command": commands.last(),
+        "accelerator": accelerator.name(),
+        "guest_bound": accelerator == Accelerator::Tcg,
+        "notes": notes,
+        "window_s": args.window,
+        "seed": args.seed,
+        "vcpus": VCPUS,
+        "backend": backend(),
+        "services": services.into_iter().collect::<Result<Vec<_>>>()?,
+        "summary": summaries,
+        "runs": runs,
+    });
+    let path = args.out.join("result.json");
+    input::write(&path, &serde_json::to_string_pretty(&result)?)?;
+    if args.json {
+        input::print_json(&result)?;
+    } else {
+        print!("{}", describe(&summaries, accelerator, &notes));
+        println!("{}", path.display());
+    }
+    Ok(Outcome::Done)
+}
+
+/// What must be read beside the numbers.
+fn notes(accelerator: Accelerator) -> Vec<String> {
+    let mut notes = Vec::new();
+    if accelerator == Accelerator::Tcg {
+        notes.extend([GUEST_BOUND.to_owned(), NO_KVM.to_owned()]);
+    }
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    // The most that want a CPU: vCPUs, two IOThreads, the main loop.
+    if cpus < VCPUS as usize + 3 {
+        notes.push(format!(
+            "{VCPUS} vCPUs, the IOThreads and QEMU's main loop share {cpus} CPUs, unpinned"
+        ));
+    }
+    notes
+}
+
+/// A table, and what must be read beside it.
+fn describe(summaries: &[Summary], accelerator: Accelerator, notes: &[String]) -> String {
+    let iops = if accelerator == Accelerator::Tcg { "IOPS, guest-bound" } else { "IOPS" };
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header([
+        "depth",
+        "served by",
+        iops,
+        "CPU",
+        "IOThreads",
+        "main loop",
+        "vCPUs",
+        "elsewhere",
+    ]);
+    for s in summaries {
+        let us = |spread| shown(spread, 1);
+        table.add_row([
+            format!("{VCPUS} x {}", s.depth),
+            s.service.name().to_owned(),
+            shown(&s.iops, 0),
+            us(&s.total_us),
+            us(&s.iothreads_us),
+            us(&s.main_loop_us),
+            us(&s.vcpus_us),
+            shown(&s.elsewhere_cores, 2),
+        ]);
+    }
+    for column in table.column_iter_mut().skip(2) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    let runs = summaries.iter().map(|s| s.runs).min().unwrap_or(0);
+    let notes: String = notes.iter().map(|note| format!("{note}\n")).collect();
+    format!(
+        "{table}\nMedian (range) of {runs}. CPU: of QEMU for each request, µs, then by thread; \
+         elsewhere: other CPU use of the machine, cores.\n{notes}"
+    )
+}
+
+/// A median and its range.
+fn shown(spread: &Spread, decimals: usize) -> String {
+    let Spread { median, min, max } = spread;
+    format!("{median:.decimals$} ({min:.decimals$}-{max:.decimals$})")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tcg_is_labelled_and_names_the_lane_it_skips() {
+        let labelled =
+            |notes: &[String]| [GUEST_BOUND, NO_KVM].map(|text| notes.iter().any(|n| n == text));
+        assert_eq!(labelled(&notes(Accelerator::Tcg)), [true, true]);
+        assert_eq!(labelled(&notes(Accelerator::Kvm)), [false, false]);
+        assert!(GUEST_BOUND.starts_with("guest-bound") && NO_KVM.contains("KVM lane"));
+        let header =
+            |accelerator| describe(&[], accelerator, &[]).lines().next().map(str::to_owned);
+        assert!(header(Accelerator::Tcg).unwrap().contains("IOPS, guest-bound"));
+        assert!(!header(Accelerator::Kvm).unwrap().contains("guest-bound"));
+    }
+
+    #[test]
+    fn a_spread_is_shown_with_its_range() {
+        let spread = Spread { median: 9.96, min: 1.0, max: 20.04 };
+        assert_eq!(shown(&spread, 1), "10.0 (1.0-20.0)");
+        assert_eq!(shown(&spread, 0), "10 (1-20)");
+    }
+}

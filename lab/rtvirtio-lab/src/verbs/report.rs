@@ -1,0 +1,61 @@
+//! `rtvirtio-lab report`.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use rtvirtio_bench::{campaign, report};
+use rtvirtio_spec::run::Cell;
+
+use crate::{Outcome, input};
+
+/// Arguments of `report`.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// A benchmark's directory
+    run: PathBuf,
+    /// Where to write the HTML file [default: RUN/report.html]
+    #[arg(short, long)]
+    output: Option<PathBuf>,
+    /// Print each scheme's verdict as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(args: &Args) -> Result<Outcome> {
+    let cells = campaign::read(&args.run)?;
+    let output = args.output.clone().unwrap_or_else(|| args.run.join("report.html"));
+    write(&cells, &output, "rtvirtio benchmark", &[])?;
+    if args.json {
+        input::print_json(&super::bench::verdicts(&cells))?;
+    } else {
+        println!("{}", report::table(&cells));
+        println!("{}", output.display());
+    }
+    Ok(Outcome::Done)
+}
+
+/// Renders `cells` to `output`.
+pub(crate) fn write(cells: &[Cell], output: &Path, title: &str, notes: &[String]) -> Result<()> {
+    let device: std::collections::BTreeSet<_> = cells.iter().map(|c| c.device.as_str()).collect();
+    let context = report::Context {
+        title: title.to_owned(),
+        generated: jiff::Timestamp::now().to_string(),
+        machine: machine(),
+        device: device.into_iter().collect::<Vec<_>>().join(", "),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        notes: notes.to_vec(),
+    };
+    input::write(output, &report::render(cells, &context)?)
+}
+
+/// CPUs and kernel of this machine, in a line.
+pub(crate) fn machine() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = info
+        .lines()
+        .find_map(|l| l.strip_prefix("model name")?.split_once(": ").map(|(_, m)| m))
+        .unwrap_or("unknown CPU");
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    format!("{cpus} × {model}, Linux {}", release.trim())
+}

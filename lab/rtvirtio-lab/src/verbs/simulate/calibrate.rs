@@ -1,0 +1,18 @@
+//! `rtvirtio-lab simulate --calibrate`.
+
+use std::path::Path;
+
+use anyhow::Result;
+use rtvirtio_bench::iocores::costs;
+use rtvirtio_host::interrupt::Interrupted;
+
+use crate::{input, rtvirtio};
+
+/// Measures, searches, and writes the costs.
+pub(super) fn run(path: &Path, interrupted: &Interrupted) -> Result<()> {
+    let rounds = costs::measure(&rtvirtio()?, interrupted)?;
+    let (costs, text) = costs::find(&rounds)?;
+    input::write(path, &(serde_json::to_string_pretty(&costs)? + "\n"))?;
+    println!("{text}wrote {}", path.display());
+    Ok(())
+}
