@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use rtvirtio_dataplane::monitor::Probe;
+
 use rtvirtio_dataplane::plane::{HandedFds, Plane, Registry};
 use rtvirtio_iocores::{Limits, SAMPLE};
 use rtvirtio_spec::serve::IoThread;
@@ -37,7 +37,7 @@ fn look(criterion: &mut Criterion) {
         most: IOTHREADS as usize,
         borrow: false,
     };
-    let mut probe = Probe::new(&registry, limits);
+    let mut probe = registry.probe(limits);
     let mut time = Nanos::ZERO;
     criterion.bench_function("look, 64 queues, 8 IOThreads", |bencher| {
         bencher.iter(|| {

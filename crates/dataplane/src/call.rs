@@ -26,8 +26,8 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendFlags, sockopt};
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::device::QUEUES_MAX;
-use crate::queue::now;
+use crate::clock::now;
+use crate::key::QUEUES_MAX;
 
 /// Why an fd cannot be used to call.
 #[derive(Debug, thiserror::Error)]

@@ -13,13 +13,12 @@ use rustix::io::Errno;
 use rustix::net::SendFlags;
 
 use crate::call::Caller;
+pub use crate::key::QUEUES_MAX;
 use crate::protocol::{CONFIG_MAX, Header, features, send};
 use crate::schedule::Member;
 
 /// Bytes of a sector, the unit of the configuration space's sizes.
 const SECTOR: u64 = 512;
-/// The most virtqueues of a device.
-pub const QUEUES_MAX: u16 = 64;
 /// The most entries of a virtqueue; the least are 2.
 pub const QUEUE_SIZE_MAX: u16 = 1024;
 /// CONFIG_CHANGE_MSG, the one request that a back end sends.

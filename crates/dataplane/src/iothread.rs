@@ -39,20 +39,21 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::{
-    AtomicBool, AtomicU64,
-    Ordering::{Relaxed, SeqCst},
-};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use io_uring::{IoUring, cqueue, opcode, types};
 use rtvirtio_engine::{Commands, Completions, Token, nvme};
 use rtvirtio_qos::Running;
 
+use crate::clock::now;
+use crate::drr::{TurnBudget, Turns};
+use crate::key::{QueueKey, from_token};
 use crate::mailbox::{Receiver, Sender};
-use crate::queue::{Kick, Pass, Queue, QueueKey, Turn, from_token, now};
-use crate::schedule::SchedulerClient;
+use crate::queue::{Kick, Pass, Queue, Turn};
+use crate::schedule::{Owner, SchedulerClient};
+use crate::thread_stats::IoThreadStats;
 
 mod busy;
 mod commands;
@@ -60,7 +61,6 @@ mod messages;
 mod polling;
 mod resources;
 mod schedules;
-mod turns;
 
 use busy::Busy;
 use commands::Rings;
@@ -69,8 +69,7 @@ pub(crate) use messages::{Ended, ThreadMessage};
 pub(crate) use polling::Poller;
 pub use polling::Polling;
 use resources::{Registered, Resources};
-use turns::Turns;
-pub(crate) use turns::{QUANTUM_BYTES, Share};
+use schedules::ByMessage;
 
 /// Entries of a submission queue.
 const ENTRIES: u32 = 512;
@@ -95,82 +94,6 @@ const MAIL: u64 = 2 << 48;
 const CANCELLED: u64 = 3 << 48;
 const COMMANDS: u64 = 4 << 48;
 const KIND: u64 = 0xffff << 48;
-
-/// What a thread has done, in ns of CLOCK_MONOTONIC and events. The thread alone writes.
-#[derive(Debug, Default)]
-pub struct IoThreadStats {
-    /// In turns that found work.
-    pub busy_ns: AtomicU64,
-    /// Of that, waiting for schedules that other threads had.
-    pub lock_ns: AtomicU64,
-    /// Polling in vain.
-    pub poll_ns: AtomicU64,
-    /// Times that it would have polled, or polled on, and others needed the CPUs.
-    pub poll_refused: AtomicU64,
-    /// Times that another task had its CPU while it polled.
-    pub poll_gaps: AtomicU64,
-    /// Waiting.
-    pub sleep_ns: AtomicU64,
-    /// Times that it waited.
-    pub sleeps: AtomicU64,
-    /// Turns with work.
-    pub turns: AtomicU64,
-    /// How long it polls now, ns.
-    pub polling: AtomicU64,
-    /// One more than the key of the queue whose driver it is calling now; zero: none.
-    calling: AtomicU64,
-    watchdog: Arc<Watchdog>,
-}
-
-/// Whoever frees threads that are stuck in a call: it sleeps long while they do nothing.
-#[derive(Debug, Default)]
-pub(crate) struct Watchdog {
-    is_idle: AtomicBool,
-    thread: Mutex<Option<std::thread::Thread>>,
-}
-
-impl Watchdog {
-    /// The calling thread is the one.
-    pub(crate) fn enter(&self) {
-        *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(std::thread::current());
-    }
-
-    /// It is about to sleep long, and looks once more after this.
-    pub(crate) fn set_idle(&self, idle: bool) {
-        self.is_idle.store(idle, SeqCst);
-    }
-
-    fn wake(&self) {
-        if self.is_idle.load(SeqCst)
-            && self.is_idle.swap(false, SeqCst)
-            && let Some(thread) = &*self.thread.lock().unwrap_or_else(PoisonError::into_inner)
-        {
-            thread.unpark();
-        }
-    }
-}
-
-impl IoThreadStats {
-    pub(crate) fn watched_by(watchdog: Arc<Watchdog>) -> Self {
-        Self { watchdog, ..Self::default() }
-    }
-
-    fn add(number: &AtomicU64, by: u64) {
-        number.store(number.load(Relaxed).wrapping_add(by), Relaxed);
-    }
-
-    pub(crate) fn set_calling(&self, queue: Option<QueueKey>) {
-        self.calling.store(queue.map_or(0, |key| u64::from(key.0) + 1), SeqCst);
-        if queue.is_some() {
-            self.watchdog.wake();
-        }
-    }
-
-    /// The queue whose driver is being called at this moment.
-    pub(crate) fn calling(&self) -> Option<QueueKey> {
-        self.calling.load(SeqCst).checked_sub(1).map(|key| QueueKey(key as u32))
-    }
-}
 
 /// A queue that this thread has.
 struct Served {
@@ -237,10 +160,12 @@ pub(crate) struct IoThread {
     resources: Resources,
     mail: Receiver<ThreadMessage>,
     completions: Arc<dyn Completions>,
-    me: Sender<ThreadMessage>,
+    /// Itself, as schedules know it.
+    as_owner: Arc<dyn Owner>,
     /// Of the schedules of its queues' devices.
     scheduler_clients: Vec<Option<SchedulerClient>>,
-    granted: Vec<(Token, Running)>,
+    /// What schedules say is to start, while it is being started.
+    to_start: Vec<(Token, Running)>,
     /// Scratch: queues that went to sleep.
     asleep: Vec<QueueKey>,
     /// By key.
@@ -296,9 +221,9 @@ impl IoThread {
             resources,
             mail,
             completions: Arc::new(sender.clone()),
-            me: sender,
+            as_owner: Arc::new(ByMessage(sender)),
             scheduler_clients: Vec::new(),
-            granted: Vec::new(),
+            to_start: Vec::new(),
             asleep: Vec::new(),
             served: Vec::new(),
             awake: Turns::new(),
@@ -543,11 +468,10 @@ impl IoThread {
         let (key, head) = from_token(token);
         let ended = self.with_queue(key, |queue, turn| {
             queue.started_here -= u16::from(here);
-            // What did not fit waits at its queue.
-            let _ = match result {
-                Ended::Raw(raw) => queue.complete_raw(head, raw, turn),
+            match result {
+                Ended::Raw(raw) => queue.complete_entry(head, raw, turn),
                 Ended::Result(result) => queue.complete(head, result, turn),
-            };
+            }
         });
         if ended.is_some() {
             if let Some(entry) = get_mut(&mut self.served, key) {
@@ -583,8 +507,8 @@ impl IoThread {
         if let Some(scheduler_client) =
             entry.scheduler_client.and_then(|at| self.scheduler_clients[at].as_mut())
         {
-            let (asks, ended) = entry.queue.told();
-            scheduler_client.take(asks, ended);
+            let (pending, ended) = entry.queue.unreported();
+            scheduler_client.take(pending, ended);
         }
         Some(result)
     }
@@ -645,7 +569,7 @@ impl IoThread {
         {
             worked = true;
             let left = self.serve_one(key, share, time);
-            self.awake.settle(left);
+            self.awake.end_turn(left);
             self.after_turn(key, share.requests - left.requests, !left.is_left());
             if self.mail.is_signaled() {
                 break;
@@ -658,7 +582,7 @@ impl IoThread {
     }
 
     /// Gives one queue its share; what is left of it.
-    fn serve_one(&mut self, key: QueueKey, mut share: Share, time: u64) -> Share {
+    fn serve_one(&mut self, key: QueueKey, mut share: TurnBudget, time: u64) -> TurnBudget {
         let Some(entry) = get_mut(&mut self.served, key) else { return share };
         entry.busy_at = time;
         if entry.stopping.is_some() {

@@ -2,10 +2,13 @@
 //! all devices share.
 
 mod call;
+mod clock;
 pub mod control;
 pub mod device;
+mod drr;
 mod fixed;
 mod iothread;
+mod key;
 mod mailbox;
 pub mod memory;
 pub mod monitor;
@@ -20,10 +23,13 @@ pub mod schedule;
 pub mod server;
 pub mod session;
 pub mod stats;
+mod thread_stats;
 pub mod vcpus;
 
 pub use call::{Call, CallError, Caller};
 pub use fixed::FixedBuffers;
-pub use iothread::{IoThreadStats, Polling};
+pub use iothread::Polling;
+pub use key::QueueKey;
 pub use pool::{MoveError, Pool, PoolError, ThreadId};
-pub use queue::{Broken, Queue, QueueKey, QueueSetup, SlotsSetup};
+pub use queue::{Broken, Queue, QueueSetup, SlotsSetup};
+pub use thread_stats::IoThreadStats;

@@ -39,8 +39,8 @@ use rtvirtio_spec::control::{Decision, Event, Outcome, PolicyState};
 use rtvirtio_spec::serve::{IoCores, Policy};
 use rtvirtio_units::Nanos;
 
+use crate::clock::now;
 use crate::plane::iothreads::Core;
-use crate::queue::now;
 use crate::vcpus::Guard;
 use hands::{Hands, MayBorrow};
 use log::Log;
@@ -300,11 +300,9 @@ impl std::fmt::Debug for Probe {
 
 #[cfg(feature = "test-utils")]
 impl Probe {
-    /// Of a data plane.
-    #[must_use]
-    pub fn new(registry: &crate::plane::Registry, limits: Limits) -> Self {
+    pub(crate) fn new(core: &Arc<Core>, limits: Limits) -> Self {
         let policy = policy(Kind::Dynamic, limits);
-        let core = Arc::clone(registry.core());
+        let core = Arc::clone(core);
         let hands = Hands::new(Arc::default());
         Self(Watch::new(core, Arc::default(), Policy::Advise, policy, hands))
     }

@@ -476,3 +476,15 @@ impl PlaneError {
 
 #[cfg(test)]
 mod tests;
+
+/// Rights of a device's socket: the service's user and group. A VMM of another user joins the
+/// group, or the socket is handed over.
+const SOCKET_MODE: u32 = 0o660;
+
+fn io(what: impl Into<String>, source: std::io::Error) -> PlaneError {
+    PlaneError::Io { what: what.into(), source }
+}
+
+fn refused(what: String, error: impl std::error::Error + Send + Sync + 'static) -> PlaneError {
+    io(what, std::io::Error::other(error))
+}

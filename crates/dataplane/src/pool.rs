@@ -18,9 +18,11 @@ use rtvirtio_units::CpuId;
 use rustix::io::Errno;
 
 use crate::call::Call;
-use crate::iothread::{IoThread, IoThreadStats, Poller, Polling, ThreadMessage, Watchdog};
+use crate::iothread::{IoThread, Poller, Polling, ThreadMessage};
+use crate::key::QueueKey;
 use crate::mailbox::{Sender, mailbox};
-use crate::queue::{Broken, Queue, QueueKey, QueueSetup, SlotsSetup};
+use crate::queue::{Broken, Queue, QueueSetup, SlotsSetup};
+use crate::thread_stats::{IoThreadStats, Watchdog};
 
 /// Names an IOThread; not used again in the life of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -12,8 +12,7 @@ use std::sync::{Arc, OnceLock};
 use io_uring::squeue::{Entry128, SubmissionQueue};
 use rtvirtio_completion::slots::{NoRequest, SLOTS, SlotMemory};
 use rtvirtio_engine::{
-    Completions, Operation, Outcome, Request, SCRATCH_BYTES, Segment, SubmitContext, Token,
-    TransferLimits,
+    Completions, Operation, Outcome, Request, SCRATCH_BYTES, Segment, SubmitContext, TransferLimits,
 };
 use rtvirtio_qos::{Kind, MAX_TRANSFER, Running};
 use rtvirtio_units::{Bytes, Nanos};
@@ -21,14 +20,17 @@ use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 
 use crate::call::Call;
+use crate::clock::now;
 use crate::device::Device;
+use crate::drr::{QUANTUM_BYTES, TurnBudget};
 use crate::fixed::FixedBuffers;
-use crate::iothread::{IoThreadStats, QUANTUM_BYTES, Share};
+use crate::key::{QueueKey, token};
 use crate::memory::Memory;
 use crate::request::{Action, Limits, Status};
 use crate::ring::{Chain, Ring, RingError};
 use crate::schedule::{Member, PendingRequest, Schedule};
 use crate::stats::{Op, QueueStats};
+use crate::thread_stats::IoThreadStats;
 
 mod inflight;
 mod source;
@@ -46,11 +48,7 @@ const BATCH_BYTES: u64 = 32 << 10;
 /// The most bytes of a transfer that are started at once, a multiple of any logical block: what the kernel pins,
 /// or memory copies, in a fraction of a millisecond. A chain may have 4 GiB, and its neighbours on the
 /// IOThread would wait for all of it. Linux asks for 1.25 MiB at most (`BLK_DEF_MAX_SECTORS_CAP`).
-pub(crate) const LONGEST: u64 = 1 << 20;
-
-/// Names a queue while it is served: unique in the process at any time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct QueueKey(pub(crate) u32);
+pub(crate) const MAX_PART_BYTES: u64 = 1 << 20;
 
 /// A queue's stop or change of hands waits for its requests in flight; what the IOThread needs
 /// to serve it.
@@ -58,7 +56,7 @@ pub struct Queue {
     pub(crate) key: QueueKey,
     device: Arc<Device>,
     /// Of its engine.
-    most: TransferLimits,
+    limits: TransferLimits,
     memory: Arc<Memory>,
     buffers: Option<Arc<FixedBuffers>>,
     source: Source,
@@ -88,7 +86,7 @@ pub struct Queue {
     /// Their bytes.
     finished_bytes: u64,
     /// For the device's schedule: what waits for its time, and what has ended, since it was told.
-    asks: Vec<PendingRequest>,
+    pending: Vec<PendingRequest>,
     ended: Vec<Running>,
     /// Its disk's place in that.
     member: Option<Arc<Member>>,
@@ -126,6 +124,32 @@ pub(crate) enum Pass {
     More,
     /// The submission queue is full.
     Full,
+}
+
+/// What came of starting a request, or what is left of one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+enum Progress {
+    /// It has ended, or its schedule says when its next part starts.
+    Ended,
+    /// Its engine has it.
+    Started,
+    /// The turn's bytes are used up: what is left waits for the next turn.
+    TurnUsedUp,
+    /// The submission queue is full: it waits until there is room.
+    SubmissionFull,
+}
+
+/// What follows the end of a request's part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+enum PartEnd {
+    /// Nothing: the request has ended, or there was none.
+    Ended,
+    /// Its device's schedule says when the next part starts.
+    Scheduled,
+    /// The next part is to start now.
+    NextPart,
 }
 
 /// What a queue is served with.
@@ -174,12 +198,6 @@ pub(crate) struct Turn<'a, 'ring> {
     pub(crate) stats: &'a IoThreadStats,
 }
 
-/// CLOCK_MONOTONIC in ns: the same on every thread.
-pub(crate) fn now() -> u64 {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
-}
-
 impl Queue {
     pub(crate) fn new(key: QueueKey, setup: QueueSetup) -> Self {
         let source = Source::Ring { ring: setup.ring, chain: Chain::default() };
@@ -217,7 +235,7 @@ impl Queue {
         Self {
             key,
             member: device.member(),
-            most: device.engine().most(),
+            limits: device.engine().transfer_limits(),
             device,
             memory: Arc::default(),
             buffers: None,
@@ -238,7 +256,7 @@ impl Queue {
             error_due: false,
             finished: Vec::with_capacity(usize::from(size)),
             finished_bytes: 0,
-            asks: Vec::new(),
+            pending: Vec::new(),
             ended: Vec::new(),
         }
     }
@@ -372,7 +390,7 @@ impl Queue {
     pub(crate) fn serve(
         &mut self,
         turn: &mut Turn<'_, '_>,
-        share: &mut Share,
+        share: &mut TurnBudget,
         found: u64,
         begun: u64,
     ) -> Pass {
@@ -384,7 +402,7 @@ impl Queue {
             if self.inflight[usize::from(head)].done_bytes() == 0 {
                 self.inflight[usize::from(head)].started = begun;
             }
-            if !self.start(head, turn, share) {
+            if self.start(head, turn, share) == Progress::SubmissionFull {
                 return Pass::Full;
             }
         }
@@ -441,13 +459,13 @@ impl Queue {
                     slot.bytes = length;
                     slot.done = 0;
                     if self.member.is_some() {
-                        self.ask(head);
+                        self.submit_to_schedule(head);
                         share.bytes -= self.inflight[usize::from(head)].cost();
                         continue;
                     }
-                    let most = self.most(operation);
-                    self.inflight[usize::from(head)].divide(most);
-                    if !self.start(head, turn, share) {
+                    let max = self.max_part(operation);
+                    self.inflight[usize::from(head)].divide(max);
+                    if self.start(head, turn, share) == Progress::SubmissionFull {
                         return Pass::Full;
                     }
                 }
@@ -457,13 +475,13 @@ impl Queue {
     }
 
     /// The most bytes that are started at once of a request that does this.
-    fn most(&self, operation: Operation) -> u64 {
+    fn max_part(&self, operation: Operation) -> u64 {
         let longest = match operation {
-            Operation::Read | Operation::Write { .. } => LONGEST,
-            Operation::WriteZeroes { .. } if self.writes_out(operation) => LONGEST,
+            Operation::Read | Operation::Write { .. } => MAX_PART_BYTES,
+            Operation::WriteZeroes { .. } if self.writes_out(operation) => MAX_PART_BYTES,
             _ => u64::MAX,
         };
-        longest.min(self.most.of(operation))
+        longest.min(self.limits.of(operation))
     }
 
     /// Whether this is to zero a range, and takes a write of its bytes.
@@ -475,30 +493,29 @@ impl Queue {
     }
 
     /// Starts what is left of a request: part by part as long as parts end at once and something is left
-    /// of the share, whose bytes they take; then the rest waits for the next turn. False: the submission
-    /// queue is full, and it waits.
-    fn start(&mut self, head: u16, turn: &mut Turn<'_, '_>, share: &mut Share) -> bool {
+    /// of the share, whose bytes they take; then the rest waits for the next turn.
+    fn start(&mut self, head: u16, turn: &mut Turn<'_, '_>, share: &mut TurnBudget) -> Progress {
         loop {
             let cost = self.inflight[usize::from(head)].cost();
             match self.start_part(head, turn) {
                 Outcome::Done(result) => {
                     share.bytes -= cost;
-                    if !self.settle(head, result) {
-                        return true;
+                    if self.complete_part(head, result) != PartEnd::NextPart {
+                        return Progress::Ended;
                     }
                     if share.bytes <= 0 {
                         self.waiting.push(head);
-                        return true;
+                        return Progress::TurnUsedUp;
                     }
                 }
                 Outcome::Started => {
                     share.bytes -= cost;
                     self.started_here += 1;
-                    return true;
+                    return Progress::Started;
                 }
                 Outcome::Busy => {
                     self.waiting.push(head);
-                    return false;
+                    return Progress::SubmissionFull;
                 }
             }
         }
@@ -531,15 +548,15 @@ impl Queue {
         self.device.engine().start(&request, &mut lent)
     }
 
-    /// The result of a completion queue entry: bytes, or a negated error number. False: the rest
-    /// of a short transfer found the submission queue full.
-    pub(crate) fn complete_raw(&mut self, head: u16, raw: i32, turn: &mut Turn<'_, '_>) -> bool {
-        let Some(slot) = self.inflight.get_mut(usize::from(head)) else { return true };
-        let Some(operation) = slot.operation else { return true };
+    /// A completion queue entry has come: its result is bytes, or a negated error number. What is left of a
+    /// short transfer starts, or waits if there is no room for it.
+    pub(crate) fn complete_entry(&mut self, head: u16, result: i32, turn: &mut Turn<'_, '_>) {
+        let Some(slot) = self.inflight.get_mut(usize::from(head)) else { return };
+        let Some(operation) = slot.operation else { return };
         let transfers = matches!(operation, Operation::Read | Operation::Write { .. });
-        let result = match u64::try_from(raw) {
-            Err(_) => match Errno::from_raw_os_error(raw.saturating_neg()) {
-                Errno::INTR | Errno::AGAIN => return self.go_on(head, turn),
+        let result = match u64::try_from(result) {
+            Err(_) => match Errno::from_raw_os_error(result.saturating_neg()) {
+                Errno::INTR | Errno::AGAIN => return self.start_rest(head, turn),
                 error => Err(error),
             },
             Ok(_) if !transfers => Ok(()),
@@ -548,55 +565,57 @@ impl Queue {
             Ok(bytes) if bytes < slot.part => {
                 let memory = (operation == Operation::Read).then_some(&*self.memory);
                 slot.advance(bytes, memory);
-                return self.go_on(head, turn);
+                return self.start_rest(head, turn);
             }
             Ok(_) => Ok(()),
         };
-        self.complete(head, result, turn)
+        self.complete(head, result, turn);
     }
 
-    /// A request has ended, or a part of it. False: the next part found the submission queue full, and
-    /// waits.
+    /// A request has ended, or a part of it. The next part starts, or waits if there is no room for it.
     pub(crate) fn complete(
         &mut self,
         head: u16,
         result: Result<(), Errno>,
         turn: &mut Turn<'_, '_>,
-    ) -> bool {
-        !self.settle(head, result) || self.go_on(head, turn)
+    ) {
+        if self.complete_part(head, result) == PartEnd::NextPart {
+            self.start_rest(head, turn);
+        }
     }
 
     /// Starts what is left of a request though it is not its queue's turn: as much of it as a turn has
-    /// at most.
-    fn go_on(&mut self, head: u16, turn: &mut Turn<'_, '_>) -> bool {
-        self.start(head, turn, &mut Share { requests: 0, bytes: QUANTUM_BYTES.into() })
+    /// at most. Whatever came of it, the queue knows: what did not fit is in `waiting`.
+    fn start_rest(&mut self, head: u16, turn: &mut Turn<'_, '_>) {
+        let mut budget = TurnBudget { requests: 0, bytes: QUANTUM_BYTES.into() };
+        let _: Progress = self.start(head, turn, &mut budget);
     }
 
-    /// The same, without the next part's start; whether it is to start now.
-    fn settle(&mut self, head: u16, result: Result<(), Errno>) -> bool {
-        let Some(slot) = self.inflight.get_mut(usize::from(head)) else { return false };
-        let Some(operation) = slot.operation else { return false };
+    /// A part of a request has ended, or all of it.
+    fn complete_part(&mut self, head: u16, result: Result<(), Errno>) -> PartEnd {
+        let Some(slot) = self.inflight.get_mut(usize::from(head)) else { return PartEnd::Ended };
+        let Some(operation) = slot.operation else { return PartEnd::Ended };
         if result.is_err() || slot.part == slot.length {
             self.finish(head, result.into(), op(operation));
-            return false;
+            return PartEnd::Ended;
         }
         let memory = (operation == Operation::Read).then_some(&*self.memory);
         slot.advance(slot.part, memory);
         self.ended.extend(slot.running.take());
         if self.member.is_some() {
-            self.ask(head);
-            return false;
+            self.submit_to_schedule(head);
+            return PartEnd::Scheduled;
         }
-        let most = self.most(operation);
-        self.inflight[usize::from(head)].divide(most);
-        true
+        let max = self.max_part(operation);
+        self.inflight[usize::from(head)].divide(max);
+        PartEnd::NextPart
     }
 
     /// Has the device's schedule say when what is left of a request starts, or as much of it as its
     /// engine takes and no more than [`MAX_TRANSFER`].
-    fn ask(&mut self, head: u16) {
+    fn submit_to_schedule(&mut self, head: u16) {
         let Some(operation) = self.inflight[usize::from(head)].operation else { return };
-        let (kind, most) = match operation {
+        let (kind, max) = match operation {
             Operation::Read => (Kind::Read, MAX_TRANSFER.get()),
             Operation::Write { .. } => (Kind::Write, MAX_TRANSFER.get()),
             // A write of zeroes.
@@ -604,11 +623,11 @@ impl Queue {
             Operation::Flush => (Kind::Flush, u64::MAX),
             Operation::Discard | Operation::WriteZeroes { .. } => (Kind::Discard, u64::MAX),
         };
-        let most = most.min(self.most.of(operation));
+        let max = max.min(self.limits.of(operation));
         let Some(member) = &self.member else { return };
         let slot = &mut self.inflight[usize::from(head)];
-        slot.divide(most);
-        self.asks.push(PendingRequest {
+        slot.divide(max);
+        self.pending.push(PendingRequest {
             token: token(self.key, head),
             class: member.class(slot.ioprio),
             kind,
@@ -629,14 +648,14 @@ impl Queue {
         self.member = self.device.member();
     }
 
-    /// What the schedule is to be told.
-    pub(crate) const fn told(&mut self) -> (&mut Vec<PendingRequest>, &mut Vec<Running>) {
-        (&mut self.asks, &mut self.ended)
+    /// What its schedule does not know yet: requests that wait for it, and those that have ended.
+    pub(crate) const fn unreported(&mut self) -> (&mut Vec<PendingRequest>, &mut Vec<Running>) {
+        (&mut self.pending, &mut self.ended)
     }
 
     /// The schedule says that a request's time has come. `time` is when it said so, or when what was
     /// to be done since had been done, ns of [`now`].
-    pub(crate) fn granted(
+    pub(crate) fn start_scheduled(
         &mut self,
         head: u16,
         running: Running,
@@ -650,7 +669,7 @@ impl Queue {
         let slot = &mut self.inflight[usize::from(head)];
         slot.running = Some(running);
         slot.started = *time;
-        self.go_on(head, turn);
+        self.start_rest(head, turn);
     }
 
     fn finish(&mut self, head: u16, status: Status, op: Op) {
@@ -754,14 +773,4 @@ const fn op(operation: Operation) -> Op {
         Operation::Discard => Op::Discard,
         Operation::WriteZeroes { .. } => Op::WriteZeroes,
     }
-}
-
-/// A request of a queue: the IOThread finds both again when it ends.
-pub(crate) const fn token(key: QueueKey, head: u16) -> Token {
-    Token((key.0 as u64) << 16 | head as u64)
-}
-
-/// The queue and the head that a token names.
-pub(crate) const fn from_token(token: Token) -> (QueueKey, u16) {
-    (QueueKey((token.0 >> 16) as u32), token.0 as u16)
 }

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use crate::memory::{Memory, sigbus};
 
 pub mod chain;
+mod descriptor;
 pub mod inflight;
 mod packed;
 mod part;

@@ -1,6 +1,6 @@
 //! One schedule for all disks on a physical device, whichever IOThreads serve them.
 //!
-//! The scheduler (room `qos`) is under a lock that an IOThread takes once a turn: it says what has
+//! The scheduler (crate `qos`) is under a lock that an IOThread takes once a turn: it says what has
 //! arrived and what has ended at its queues since, and is told what to start. What another thread's
 //! queue is to start goes there by message. Messages are posted under the lock, and a queue's new
 //! owner registers under it, so whoever gets a message has the queue or knows where it went.
@@ -26,9 +26,8 @@ use rtvirtio_qos::{
 use rtvirtio_spec::serve::IoPriority;
 use rtvirtio_units::{Bytes, Nanos};
 
-use crate::iothread::ThreadMessage;
-use crate::mailbox::Sender;
-use crate::queue::{QueueKey, from_token, now};
+use crate::clock::now;
+use crate::key::{QueueKey, from_token};
 
 /// A request that waits for its time.
 #[derive(Debug)]
@@ -39,13 +38,21 @@ pub(crate) struct PendingRequest {
     pub(crate) bytes: Bytes,
 }
 
+/// An IOThread that has queues of a schedule, as other threads reach it.
+pub(crate) trait Owner: Send + Sync {
+    /// A request of one of its queues is to start.
+    fn start(&self, token: Token, running: Running);
+    /// The schedule has been changed: it is to look at what comes of that.
+    fn rescheduled(&self, schedule: Arc<Schedule>);
+}
+
 /// The schedule of a physical device.
 pub struct Schedule(Mutex<State>);
 
 struct State {
     scheduler: Scheduler,
     /// Who has a queue, by key.
-    owners: Vec<Option<Sender<ThreadMessage>>>,
+    owners: Vec<Option<Arc<dyn Owner>>>,
 }
 
 impl std::fmt::Debug for Schedule {
@@ -131,23 +138,23 @@ impl Schedule {
     fn change(self: &Arc<Self>, change: impl FnOnce(&mut Scheduler, Nanos)) {
         let mut state = self.state();
         change(&mut state.scheduler, Nanos::new(now()));
-        let mut told: Vec<&Sender<ThreadMessage>> = Vec::new();
+        let mut notified: Vec<&Arc<dyn Owner>> = Vec::new();
         for owner in state.owners.iter().flatten() {
-            if !told.iter().any(|other| other.is(owner)) {
-                let _ = owner.post(ThreadMessage::Rescheduled(Arc::clone(self)));
-                told.push(owner);
+            if !notified.iter().any(|other| Arc::ptr_eq(other, owner)) {
+                owner.rescheduled(Arc::clone(self));
+                notified.push(owner);
             }
         }
     }
 
     /// Whose queue this is now.
-    pub(crate) fn settle(&self, key: QueueKey, owner: &Sender<ThreadMessage>) {
+    pub(crate) fn set_owner(&self, key: QueueKey, owner: &Arc<dyn Owner>) {
         let at = key.0 as usize;
         let mut state = self.state();
         if state.owners.len() <= at {
             state.owners.resize_with(at + 1, || None);
         }
-        state.owners[at] = Some(owner.clone());
+        state.owners[at] = Some(Arc::clone(owner));
     }
 
     /// The state, and how long another thread had it, ns.
@@ -257,7 +264,7 @@ pub(crate) struct SchedulerClient {
     schedule: Arc<Schedule>,
     /// Its queues here.
     queues: u32,
-    asks: Vec<PendingRequest>,
+    pending: Vec<PendingRequest>,
     ended: Vec<Running>,
     /// When to look again though nothing happens, ns.
     wake_at: u64,
@@ -265,7 +272,7 @@ pub(crate) struct SchedulerClient {
 
 impl SchedulerClient {
     pub(crate) const fn new(schedule: Arc<Schedule>) -> Self {
-        Self { schedule, queues: 0, asks: Vec::new(), ended: Vec::new(), wake_at: u64::MAX }
+        Self { schedule, queues: 0, pending: Vec::new(), ended: Vec::new(), wake_at: u64::MAX }
     }
 
     pub(crate) fn is_of(&self, schedule: &Arc<Schedule>) -> bool {
@@ -273,9 +280,9 @@ impl SchedulerClient {
     }
 
     /// A queue comes to this thread. What it waits for, only the thread that it left may know.
-    pub(crate) fn enter(&mut self, key: QueueKey, me: &Sender<ThreadMessage>) {
+    pub(crate) fn enter(&mut self, key: QueueKey, me: &Arc<dyn Owner>) {
         self.queues += 1;
-        self.schedule.settle(key, me);
+        self.schedule.set_owner(key, me);
         self.look();
     }
 
@@ -291,30 +298,30 @@ impl SchedulerClient {
 
     /// Whether it can go.
     pub(crate) const fn is_unused(&self) -> bool {
-        self.queues == 0 && self.asks.is_empty() && self.ended.is_empty()
+        self.queues == 0 && self.pending.is_empty() && self.ended.is_empty()
     }
 
     /// Takes what has happened at a queue.
-    pub(crate) fn take(&mut self, asks: &mut Vec<PendingRequest>, ended: &mut Vec<Running>) {
-        self.asks.append(asks);
+    pub(crate) fn take(&mut self, pending: &mut Vec<PendingRequest>, ended: &mut Vec<Running>) {
+        self.pending.append(pending);
         self.ended.append(ended);
     }
 
     /// Whether there is anything to exchange at that time.
     pub(crate) const fn is_due(&self, now: u64) -> bool {
-        !self.asks.is_empty() || !self.ended.is_empty() || now >= self.wake_at
+        !self.pending.is_empty() || !self.ended.is_empty() || now >= self.wake_at
     }
 
     pub(crate) const fn wake_at(&self) -> u64 {
         self.wake_at
     }
 
-    /// Says what has happened, and takes what queues of this thread are to start into `granted`;
+    /// Says what has happened, and takes what queues of this thread are to start into `to_start`;
     /// the others' threads are told. How long another thread had the schedule, ns.
     pub(crate) fn exchange(
         &mut self,
-        me: &Sender<ThreadMessage>,
-        granted: &mut Vec<(Token, Running)>,
+        me: &Arc<dyn Owner>,
+        to_start: &mut Vec<(Token, Running)>,
         now: u64,
     ) -> u64 {
         let time = Nanos::new(now);
@@ -327,14 +334,12 @@ impl SchedulerClient {
             let token = Token(ticket);
             let owner = owners.get(from_token(token).0.0 as usize).and_then(Option::as_ref);
             match owner {
-                Some(owner) if !owner.is(me) => {
-                    let _ = owner.post(ThreadMessage::Granted { token, running });
-                }
-                _ => granted.push((token, running)),
+                Some(owner) if !Arc::ptr_eq(owner, me) => owner.start(token, running),
+                _ => to_start.push((token, running)),
             }
         };
-        let has_room = scheduler.has_room_for(self.asks.len());
-        for PendingRequest { token, class, kind, bytes } in self.asks.drain(..) {
+        let has_room = scheduler.has_room_for(self.pending.len());
+        for PendingRequest { token, class, kind, bytes } in self.pending.drain(..) {
             let request = (token.0, kind, bytes);
             if has_room && let Some(started) = scheduler.start_at_once(class, request, time) {
                 hand(started);

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use rtvirtio_dataplane::device::{Device, DeviceConfig, Limits};
-use rtvirtio_dataplane::monitor::Probe;
+
 use rtvirtio_dataplane::plane::{HandedFds, Plane, Registry};
 use rtvirtio_dataplane::ring::Ring;
 use rtvirtio_dataplane::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
@@ -214,7 +214,7 @@ fn look_allocations() -> u64 {
     });
     registry.add_device(serde_json::from_value(device).unwrap(), HandedFds::default()).unwrap();
     let limits = rtvirtio_iocores::Limits { cpus: vec![], least: 2, most: 2, borrow: false };
-    let mut probe = Probe::new(&registry, limits);
+    let mut probe = registry.probe(limits);
     let mut looks = (1..).map(|look| Nanos::from_millis(10 * look));
     // It decides at the 11th, 21st and 31st.
     looks.by_ref().take(21).for_each(|time| probe.look(time));

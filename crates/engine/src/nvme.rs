@@ -346,7 +346,7 @@ impl Engine for NvmeEngine {
         Some(self.commands)
     }
 
-    fn most(&self) -> TransferLimits {
+    fn transfer_limits(&self) -> TransferLimits {
         let most = most(self.target.format.block_shift, &self.controller, &self.block);
         // What does nothing does it at once.
         TransferLimits { discard: if self.can_discard() { most.discard } else { u64::MAX }, ..most }

@@ -42,7 +42,7 @@ impl Engine for RamEngine {
 
     /// Ranges are zeroed and given back on the thread that asks: no more of them at a time than takes a few
     /// milliseconds.
-    fn most(&self) -> TransferLimits {
+    fn transfer_limits(&self) -> TransferLimits {
         TransferLimits { discard: MOST_DISCARD, zeroes: MOST_DISCARD, ..TransferLimits::default() }
     }
 

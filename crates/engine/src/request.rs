@@ -220,7 +220,7 @@ pub trait Engine: Send + Sync {
     }
 
     /// What it takes at once; never changes.
-    fn most(&self) -> TransferLimits {
+    fn transfer_limits(&self) -> TransferLimits {
         TransferLimits::default()
     }
 

@@ -74,8 +74,8 @@ impl Engine for SliceEngine {
         self.whole.commands()
     }
 
-    fn most(&self) -> TransferLimits {
-        self.whole.most()
+    fn transfer_limits(&self) -> TransferLimits {
+        self.whole.transfer_limits()
     }
 
     fn written_block(&self) -> u32 {

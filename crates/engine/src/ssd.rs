@@ -163,7 +163,7 @@ impl Engine for SsdEngine {
     }
 
     /// As in [`crate::ram`].
-    fn most(&self) -> TransferLimits {
+    fn transfer_limits(&self) -> TransferLimits {
         TransferLimits { discard: MOST_DISCARD, zeroes: MOST_DISCARD, ..TransferLimits::default() }
     }
 

@@ -34,10 +34,12 @@ use serde::Serialize;
 
 use crate::cgroup::Write;
 use crate::guests::Connected;
-use crate::journal::{Journal, Lock, Pending, Phase, Record, boot_time};
+use crate::journal::{Journal, Lock, Pending, Phase, boot_time};
 use crate::knobs::{Schedulers, check, has_module, module, observe, value, write};
 use crate::promises::Plane;
-use crate::restore::{Restoration, save};
+use crate::record::Record;
+use crate::restoration::Restoration;
+use crate::restore::save;
 use crate::systemd::Units;
 use crate::topology::Resolved;
 use crate::{Drift, Host, HostError, Step, Topology};

@@ -9,7 +9,7 @@ use rtvirtio_spec::settings::Knob;
 use rtvirtio_units::{DeviceName, DiskName, VmName};
 
 use crate::dataplane::ControlFault;
-use crate::restore::Restoration;
+use crate::restoration::Restoration;
 use crate::{Drift, GuestFault, Step};
 
 /// An error of this room.

@@ -39,9 +39,9 @@ use rtvirtio_spec::guests::{FoundGuest, Guests};
 use rtvirtio_spec::settings::{Change, Knob, Knobs};
 use rtvirtio_units::{DiskName, IoThreadName, VmName};
 
-use crate::journal::GuestRecord;
 use crate::knobs::Schedulers;
 use crate::qemu::QemuProcess;
+use crate::record::GuestRecord;
 use crate::sysfs::Sysfs;
 use crate::{Host, HostError, Step};
 

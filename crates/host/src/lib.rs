@@ -34,6 +34,8 @@ mod journal;
 mod knobs;
 mod promises;
 pub mod qemu;
+mod record;
+mod restoration;
 mod restore;
 pub mod sysfs;
 mod systemd;
@@ -59,7 +61,7 @@ pub use cgroup::CgroupVersion;
 pub use error::HostError;
 pub use guests::{GuestFault, GuestTopology};
 pub use promises::DataPlaneTopology;
-pub use restore::{Restoration, Skipped};
+pub use restoration::{Restoration, Skipped};
 pub use topology::Topology;
 pub use writers::{OtherWriter, WriterKind};
 

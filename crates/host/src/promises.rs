@@ -18,8 +18,8 @@ use rtvirtio_units::{DiskName, Name, Nanos};
 use serde::de::DeserializeOwned;
 
 use crate::dataplane::{ControlClient, ControlFault};
-use crate::journal::DataPlaneRecord;
-use crate::restore::{Restoration, Skipped};
+use crate::record::DataPlaneRecord;
+use crate::restoration::{Restoration, Skipped};
 use crate::{Host, HostError, Step};
 
 /// Which of a data plane's knobs a plan is about.

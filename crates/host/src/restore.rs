@@ -16,101 +16,26 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
 use rtvirtio_spec::settings::{Change, Knob};
-use rtvirtio_units::{DeviceName, VmName};
-use serde::Serialize;
+use rtvirtio_units::DeviceName;
 
 use crate::cgroup::{CgroupVersion, Write, read, weight_lines};
 use crate::device::{Disk, directory, generation};
-use crate::journal::{
+use crate::knobs::{Schedulers, has_bfq};
+use crate::record::{
     DeviceRecord, GroupKnob, GroupRecord, GuestRecord, QueueRecord, Record, UnitRecord,
 };
-use crate::knobs::{Schedulers, has_bfq};
+use crate::restoration::{QUEUE_FILES, Restoration, Skipped};
 use crate::sysfs::{DeviceNumber, Sysfs};
 use crate::systemd::{PROPERTIES, Units};
 use crate::topology::{Resolved, VmGroup};
 use crate::{Host, HostError, Step};
 
-/// Files beside `iosched/` that a change of scheduler resets.
-pub(crate) const QUEUE_FILES: [&str; 2] = ["nr_requests", "wbt_lat_usec"];
 /// One parameter may move another (`strict_guarantees` raises `slice_idle`).
 const PASSES: usize = 3;
-
-/// What was not restored because it is not there any more.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(tag = "skipped", rename_all = "snake_case")]
-pub enum Skipped {
-    /// A device is gone, or another one has its number.
-    Device {
-        /// Its name when it was changed.
-        device: DeviceName,
-        /// Its `MAJOR:MINOR`.
-        number: DeviceNumber,
-    },
-    /// A cgroup is gone, or another one has its path.
-    Cgroup {
-        /// Its path below the io controller's mount.
-        cgroup: PathBuf,
-    },
-    /// A VM's QEMU is gone.
-    Vm {
-        /// The VM.
-        vm: VmName,
-    },
-    /// A VM's guest was booted again.
-    Guest {
-        /// The VM.
-        vm: VmName,
-    },
-    /// A data plane is gone, or was started again.
-    DataPlane {
-        /// Its control socket.
-        control: PathBuf,
-    },
-    /// A disk of the data plane is gone, or others use the schedule by now.
-    DataPlaneKnob {
-        /// What is as it was.
-        knob: Knob,
-    },
-    /// A guest's disk is gone, or another one has its name.
-    GuestDisk {
-        /// The VM.
-        vm: VmName,
-        /// The disk's name within the guest.
-        node: String,
-    },
-}
-
-impl fmt::Display for Skipped {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Device { device, number } => write!(f, "device {device} ({number})"),
-            Self::Cgroup { cgroup } => write!(f, "cgroup {}", cgroup.display()),
-            Self::Vm { vm } => write!(f, "the QEMU of VM {vm}"),
-            Self::Guest { vm } => write!(f, "the guest of VM {vm}, which was booted again"),
-            Self::DataPlane { control } => {
-                write!(f, "the data plane at {}, or as it was then", control.display())
-            }
-            Self::DataPlaneKnob { knob } => write!(f, "{knob}"),
-            Self::GuestDisk { vm, node } => write!(f, "disk {node} in the guest of VM {vm}"),
-        }
-    }
-}
-
-/// What a restoration did.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
-pub struct Restoration {
-    /// Each file that was written, with the text; a VM's own as a place (`plc:/sys/…`).
-    pub restored: Vec<(PathBuf, String)>,
-    /// What is not there any more.
-    pub skipped: Vec<Skipped>,
-    /// What could not be restored, and why; empty unless within an error.
-    pub failures: Vec<String>,
-}
 
 /// A queue's files, named below `queue/`, on the host or within a guest.
 pub(crate) trait QueueFiles {
@@ -211,14 +136,6 @@ impl QueueFiles for HostQueue<'_> {
 
     fn place_of(&self, name: &str) -> String {
         self.base.join(name).display().to_string()
-    }
-}
-
-impl Restoration {
-    pub(crate) fn skip(&mut self, skipped: Skipped) {
-        if !self.skipped.contains(&skipped) {
-            self.skipped.push(skipped);
-        }
     }
 }
 

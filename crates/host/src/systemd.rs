@@ -35,7 +35,7 @@
 //! `silent_systemd_is_asked_once`;
 //! on a real systemd: `crates/rtvirtio/tests/it/systemd.rs`.
 
-mod bus;
+pub(crate) mod bus;
 #[cfg(test)]
 mod tests;
 
@@ -47,9 +47,9 @@ use rtvirtio_units::{DeviceName, VmName};
 
 use crate::cgroup::{Cgroup, CgroupVersion, Write};
 use crate::device::{Disk, directory};
-use crate::journal::{GroupKnob, Record, UnitRecord};
 use crate::knobs::{MAX, Schedulers, has_bfq};
-use crate::restore::{Restoration, Skipped};
+use crate::record::{GroupKnob, Record, UnitRecord};
+use crate::restoration::{Restoration, Skipped};
 use crate::sysfs::{DeviceNumber, Sysfs};
 use crate::topology::{Resolved, VmGroup};
 use crate::{Host, HostError, Step};

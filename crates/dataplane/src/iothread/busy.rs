@@ -7,7 +7,8 @@
 //! has a turn, and one more; with one queue awake nothing.
 
 use super::{IoThread, get, get_mut};
-use crate::queue::{QueueKey, now};
+use crate::clock::now;
+use crate::key::QueueKey;
 
 /// How far a loop's time is accounted for.
 #[derive(Debug, Default)]

@@ -9,8 +9,10 @@ use rtvirtio_units::CpuId;
 use rustix::io::Errno;
 
 use super::{IoThread, Served, get, get_mut, kick_data};
+use crate::clock::now;
+use crate::key::QueueKey;
 use crate::mailbox::Sender;
-use crate::queue::{Queue, QueueKey, now};
+use crate::queue::Queue;
 use crate::schedule::Schedule;
 
 /// Does something with a queue on the thread that has it.
@@ -44,7 +46,7 @@ pub(crate) enum ThreadMessage {
     /// A request has ended at another thread. `here`: it was started by the thread that reads this.
     Ended { token: Token, result: Ended, here: bool },
     /// A request's time has come, by its device's schedule.
-    Granted { token: Token, running: Running },
+    StartScheduled { token: Token, running: Running },
     /// A schedule has been changed: ask it again.
     Rescheduled(Arc<Schedule>),
     /// Run on these CPUs; all, if there are none. The answer is the error number of the attempt.
@@ -140,7 +142,9 @@ impl IoThread {
                 let _ = done.send(());
             }
             ThreadMessage::Ended { token, result, here } => self.ended(token, result, here),
-            ThreadMessage::Granted { token, running } => self.grant(token, running, &mut now()),
+            ThreadMessage::StartScheduled { token, running } => {
+                self.start_scheduled(token, running, &mut now())
+            }
             ThreadMessage::Rescheduled(schedule) => {
                 let mut scheduler_clients = self.scheduler_clients.iter_mut().flatten();
                 if let Some(scheduler_client) =

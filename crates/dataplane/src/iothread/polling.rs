@@ -11,7 +11,7 @@ use std::time::Duration;
 use rtvirtio_completion::{Costs, Entry, Gate, Patience, Tokens};
 use rtvirtio_spec::serve::{Completion, CorePolicy};
 
-use super::IoThreadStats;
+use crate::thread_stats::IoThreadStats;
 
 /// How a thread polls before it waits; `max`, `grow` and `shrink`, of one that adapts, are QEMU's
 /// IOThread properties of these names.

@@ -5,9 +5,27 @@ use std::sync::Arc;
 use rtvirtio_engine::Token;
 use rtvirtio_qos::Running;
 
-use super::{IoThread, IoThreadStats, ThreadMessage, get};
-use crate::queue::{Queue, from_token, now};
-use crate::schedule::SchedulerClient;
+use super::{IoThread, ThreadMessage, get};
+
+use crate::clock::now;
+use crate::key::from_token;
+use crate::mailbox::Sender;
+use crate::queue::Queue;
+use crate::schedule::{Owner, Schedule, SchedulerClient};
+use crate::thread_stats::IoThreadStats;
+
+/// The mailbox of an IOThread, as a schedule knows it.
+pub(super) struct ByMessage(pub(super) Sender<ThreadMessage>);
+
+impl Owner for ByMessage {
+    fn start(&self, token: Token, running: Running) {
+        let _ = self.0.post(ThreadMessage::StartScheduled { token, running });
+    }
+
+    fn rescheduled(&self, schedule: Arc<Schedule>) {
+        let _ = self.0.post(ThreadMessage::Rescheduled(schedule));
+    }
+}
 
 impl IoThread {
     /// Tells the devices' schedules what has happened and starts what they say. Whether there was
@@ -21,13 +39,13 @@ impl IoThread {
                 && scheduler_client.is_due(time)
             {
                 worked = true;
-                let mut granted = std::mem::take(&mut self.granted);
-                let waited = scheduler_client.exchange(&self.me, &mut granted, time);
+                let mut to_start = std::mem::take(&mut self.to_start);
+                let waited = scheduler_client.exchange(&self.as_owner, &mut to_start, time);
                 if waited > 0 {
                     IoThreadStats::add(&self.stats.lock_ns, waited);
                 }
-                self.grant_all(granted.drain(..), &mut time);
-                self.granted = granted;
+                self.start_all(to_start.drain(..), &mut time);
+                self.to_start = to_start;
             }
             // The last queue may have left before its last word was passed on.
             self.scheduler_clients[at].take_if(|scheduler_client| scheduler_client.is_unused());
@@ -35,26 +53,26 @@ impl IoThread {
         worked
     }
 
-    pub(super) fn grant(&mut self, token: Token, running: Running, time: &mut u64) {
-        self.grant_all(std::iter::once((token, running)), time);
+    pub(super) fn start_scheduled(&mut self, token: Token, running: Running, time: &mut u64) {
+        self.start_all(std::iter::once((token, running)), time);
     }
 
     /// Starts requests, those of a queue that follow each other at one go.
-    fn grant_all(&mut self, granted: impl Iterator<Item = (Token, Running)>, time: &mut u64) {
-        let mut granted = granted.peekable();
-        while let Some((token, running)) = granted.next() {
+    fn start_all(&mut self, requests: impl Iterator<Item = (Token, Running)>, time: &mut u64) {
+        let mut requests = requests.peekable();
+        while let Some((token, running)) = requests.next() {
             let (key, head) = from_token(token);
             if get(&self.served, key).is_some() {
                 self.with_queue(key, |queue, turn| {
-                    queue.granted(head, running, turn, time);
+                    queue.start_scheduled(head, running, turn, time);
                     let is_of = |next: &(Token, Running)| from_token(next.0).0 == key;
-                    while let Some((token, running)) = granted.next_if(is_of) {
-                        queue.granted(from_token(token).1, running, turn, time);
+                    while let Some((token, running)) = requests.next_if(is_of) {
+                        queue.start_scheduled(from_token(token).1, running, turn, time);
                     }
                 });
                 self.wake(key);
             } else if let Some(forward) = self.forwards.get(&key) {
-                let _ = forward.to.post(ThreadMessage::Granted { token, running });
+                let _ = forward.to.post(ThreadMessage::StartScheduled { token, running });
             }
         }
     }
@@ -79,7 +97,7 @@ impl IoThread {
             }
         });
         if let Some(scheduler_client) = &mut self.scheduler_clients[at] {
-            scheduler_client.enter(queue.key, &self.me);
+            scheduler_client.enter(queue.key, &self.as_owner);
         }
         Some(at)
     }

@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 use rtvirtio_iocores::{Cpu, Snapshot, VcpuId, Vm, VmId};
 use rtvirtio_units::{CpuId, Nanos};
 
-use crate::queue::now;
+use crate::clock::now;
 use crate::vcpus;
 
 /// Largest `/proc/stat` that is read: a host of 1,024 CPUs has some 80 bytes for each, and interrupts.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use rtvirtio_spec::control::{Decision, Load, Outcome};
 use rtvirtio_units::Nanos;
 
-use super::sampler::Sampler;
+use super::sampler::{Sampler, Totals};
 
 /// Decisions that are kept.
 pub const DECISIONS_KEPT: usize = 1_000;
@@ -16,17 +16,6 @@ const SAMPLES: usize = 102;
 
 /// Decisions by kind and outcome.
 pub(crate) type Counts = BTreeMap<(&'static str, Outcome), u64>;
-
-/// What all have done since the policy began; never falls.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Totals {
-    /// Requests that have ended.
-    pub(super) requests: u64,
-    /// What requests have waited for their IOThread, ns.
-    pub(super) waited: u64,
-    /// CPU time of IOThreads, ns.
-    pub(super) ran: u64,
-}
 
 /// Totals, ns of the monotonic clock.
 type Sample = (u64, Totals);

@@ -8,10 +8,20 @@ use rtvirtio_spec::serve::{IoThread, Polling};
 use rtvirtio_units::{CpuId, IoThreadName, Nanos};
 
 use super::host::{Host, OnCpu, SchedStat};
-use super::log::Totals;
-use crate::iothread::IoThreadStats;
 use crate::plane::iothreads::{Core, Watched, WatchedQueue, WatchedThread};
 use crate::stats::{Progress, QueueStats};
+use crate::thread_stats::IoThreadStats;
+
+/// What all have done since the policy began; never falls.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Totals {
+    /// Requests that have ended.
+    pub(super) requests: u64,
+    /// What requests have waited for their IOThread, ns.
+    pub(super) waited: u64,
+    /// CPU time of IOThreads, ns.
+    pub(super) ran: u64,
+}
 
 /// Where an IOThread's times come from.
 struct ThreadSource {

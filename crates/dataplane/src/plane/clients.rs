@@ -20,18 +20,12 @@ use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 
-use super::host::Host;
+use super::host::{Client, Host};
+use crate::key::QueueKey;
 use crate::protocol::send;
-use crate::queue::{QueueKey, SlotsSetup};
+use crate::queue::SlotsSetup;
 use crate::session::StartError;
 use crate::stats::QueueStats;
-
-/// A client that is served.
-pub(super) struct Client {
-    process: Option<i32>,
-    pub(super) key: QueueKey,
-    stats: Arc<QueueStats>,
-}
 
 impl Host {
     /// Serves a process until it leaves or must. One that gets no slots learns so by the end of its

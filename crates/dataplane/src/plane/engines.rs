@@ -16,7 +16,7 @@ use rtvirtio_spec::serve::{self, Aio, ImageLock};
 use super::PlaneError;
 use super::host::open_exclusive_with_retry;
 use super::opened::Image;
-use super::registry::{io, refused};
+use super::{io, refused};
 
 pub(super) type EngineAndImage = (Arc<dyn Engine>, Option<Lockable>);
 

@@ -14,17 +14,24 @@ use rtvirtio_units::{Bytes, DiskName};
 use rustix::io::Errno;
 use tokio::sync::broadcast;
 
-use super::clients::Client;
 use crate::call::{self, Call};
 use crate::device::Device;
 use crate::fixed::FixedBuffers;
+use crate::key::QueueKey;
 use crate::memory::{Memory, Region};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
-use crate::queue::{Broken, Queue, QueueKey, QueueSetup};
+use crate::queue::{Broken, Queue, QueueSetup};
 use crate::schedule::Member;
 use crate::server::{Notice, Report};
 use crate::session::{self, Change, QueueHost, StartError, StoppedQueue};
 use crate::stats::QueueStats;
+
+/// A client that is served.
+pub(super) struct Client {
+    pub(super) process: Option<i32>,
+    pub(super) key: QueueKey,
+    pub(super) stats: Arc<QueueStats>,
+}
 
 /// A driver that has kicked for nothing so long will not be served. One that is served has its request taken
 /// within microseconds.

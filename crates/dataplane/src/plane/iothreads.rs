@@ -18,13 +18,13 @@ use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 use tokio::sync::broadcast;
 
 use super::host::Host;
-use super::registry::refused;
-use super::{EVENTS_KEPT, PlaneError};
-use crate::iothread::{IoThreadStats, Polling};
+use super::{EVENTS_KEPT, PlaneError, refused};
+use crate::iothread::Polling;
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
 use crate::schedule::Schedule;
 use crate::server::SocketId;
 use crate::stats::QueueStats;
+use crate::thread_stats::IoThreadStats;
 
 /// What the registry, and the monitor beside it, work on.
 pub(crate) struct Core {

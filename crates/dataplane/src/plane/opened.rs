@@ -11,7 +11,7 @@ use rtvirtio_spec::serve::{Configuration, Device, Engine, ImageLock, Listen};
 
 use super::PlaneError;
 use super::host::open_exclusive_with_retry;
-use super::registry::{SOCKET_MODE, io, refused};
+use super::{SOCKET_MODE, io, refused};
 use crate::sandbox::{Identity, give};
 use crate::server::Listener;
 

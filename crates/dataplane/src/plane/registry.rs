@@ -25,18 +25,18 @@ use super::engines::open;
 use super::host::{Host, HostSetup, lock_with_retry};
 use super::iothreads::{Adding, Core, Served, Slots, State};
 use super::opened::{Image, Opened, OpenedDevice};
-use super::{Admission, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError};
+use super::{
+    Admission, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError,
+    SOCKET_MODE, io, refused,
+};
 use crate::device::{Device, DeviceConfig, Limits};
-use crate::iothread::IoThreadStats;
 use crate::monitor::{Monitor, SchedStat};
 use crate::pool::ThreadId;
 use crate::schedule::{ClassStatus, Member, Schedule};
 use crate::server::{Listener, Report, Server};
+use crate::thread_stats::IoThreadStats;
 use crate::vcpus::Guard;
 
-/// Rights of a device's socket: the service's user and group. A VMM of another user joins the
-/// group, or the socket is handed over.
-pub(super) const SOCKET_MODE: u32 = 0o660;
 /// How often somebody looks whether an IOThread is stuck in a front end's eventfd.
 const STUCK_PERIOD: Duration = Duration::from_millis(5);
 /// The same while none of them does anything.
@@ -59,17 +59,6 @@ pub struct Registry {
 struct Watched {
     hosts: Mutex<Vec<Weak<Host>>>,
     on: AtomicBool,
-}
-
-pub(super) fn io(what: impl Into<String>, source: std::io::Error) -> PlaneError {
-    PlaneError::Io { what: what.into(), source }
-}
-
-pub(super) fn refused(
-    what: String,
-    error: impl std::error::Error + Send + Sync + 'static,
-) -> PlaneError {
-    io(what, std::io::Error::other(error))
 }
 
 impl Registry {
@@ -157,7 +146,14 @@ impl Registry {
         self.state().host(device).unwrap()
     }
 
-    #[cfg(any(test, feature = "test-utils"))]
+    /// A monitor without its thread, for benchmarks.
+    #[cfg(feature = "test-utils")]
+    #[must_use]
+    pub fn probe(&self, limits: rtvirtio_iocores::Limits) -> crate::monitor::Probe {
+        crate::monitor::Probe::new(&self.core, limits)
+    }
+
+    #[cfg(test)]
     pub(crate) fn core(&self) -> &Arc<Core> {
         &self.core
     }

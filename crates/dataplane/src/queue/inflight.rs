@@ -3,7 +3,7 @@
 use rtvirtio_engine::{Operation, SCRATCH_BYTES, Segment};
 use rtvirtio_qos::Running;
 
-use crate::iothread::QUANTUM_BYTES;
+use crate::drr::QUANTUM_BYTES;
 use crate::memory::Memory;
 
 /// A request in flight. Free if `operation` is `None`.
@@ -31,7 +31,7 @@ pub(super) struct InflightRequest {
     /// Bytes in all.
     pub(super) bytes: u64,
     /// When the round that found it began, and when its turn or batch did or room was found for it,
-    /// ns of [`now`](super::now).
+    /// ns of [`now`](crate::clock::now).
     pub(super) popped: u64,
     pub(super) started: u64,
 }

@@ -12,7 +12,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use crate::memory::{Memory, Region, RegionSpec};
 
 use super::chain::{INDIRECT, NEXT, WRITE};
-use super::packed::Position;
+use super::descriptor::Position;
 use super::{RingConfig, need_event};
 
 /// Where a guest's memory begins, for the guest.

@@ -5,74 +5,15 @@ use std::sync::atomic::{Ordering, fence};
 use crate::memory::Memory;
 
 use super::chain::{Builder, DESCRIPTOR, INDIRECT, NEXT, WRITE};
+use super::descriptor::{AVAILABLE, Descriptor, Position, USED};
 use super::inflight::{InflightQueue, PackedInflight};
 use super::{Chain, Part, RingConfig, RingError, need_event};
-
-const AVAILABLE: u16 = 1 << 7;
-const USED: u16 = 1 << 15;
 
 // Event suppression structure: the descriptor's offset and wrap counter, then the flags.
 const EVENT: usize = 4;
 const EVENT_ENABLE: u32 = 0;
 const EVENT_DISABLE: u32 = 1;
 const EVENT_DESCRIPTOR: u32 = 2;
-
-/// A place in the ring, and in which of two alternating laps.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Position {
-    pub(super) index: u16,
-    pub(super) wrap: bool,
-}
-
-impl Position {
-    pub(super) const fn from_bits(bits: u16) -> Self {
-        Self { index: bits & 0x7fff, wrap: bits >> 15 != 0 }
-    }
-
-    pub(super) const fn bits(self) -> u16 {
-        self.index | (self.wrap as u16) << 15
-    }
-
-    /// So many descriptors further, at most the ring's size.
-    pub(super) const fn after(self, count: u16, size: u16) -> Self {
-        let index = self.index + count;
-        if index < size {
-            Self { index, wrap: self.wrap }
-        } else {
-            Self { index: index - size, wrap: !self.wrap }
-        }
-    }
-
-    /// The flags of a descriptor that the driver has made available here.
-    pub(super) const fn available_flags(self) -> u16 {
-        if self.wrap { AVAILABLE } else { USED }
-    }
-
-    /// The flags of a descriptor that the device has used here.
-    const fn used_flags(self) -> u16 {
-        if self.wrap { AVAILABLE | USED } else { 0 }
-    }
-
-    const fn offset(self) -> usize {
-        self.index as usize * DESCRIPTOR
-    }
-}
-
-/// A descriptor as it was read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Descriptor {
-    pub(super) address: u64,
-    pub(super) length: u32,
-    pub(super) id: u16,
-    pub(super) flags: u16,
-}
-
-impl Descriptor {
-    #[inline]
-    const fn new(address: u64, word: u64) -> Self {
-        Self { address, length: word as u32, id: (word >> 32) as u16, flags: (word >> 48) as u16 }
-    }
-}
 
 #[derive(Debug)]
 pub(super) struct Packed {

@@ -255,7 +255,7 @@ impl Driver {
     ) -> Result<(), Errno> {
         let mut left = length;
         let mut segments = segments.to_vec();
-        let most = self.engine.most().of(operation);
+        let most = self.engine.transfer_limits().of(operation);
         loop {
             self.next += 1;
             let token = self.next;

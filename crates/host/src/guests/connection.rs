@@ -17,9 +17,9 @@ use rtvirtio_units::{DiskName, IoThreadName, Nanos, VmName};
 use super::files::{GuestFiles, left, queue_file};
 use super::{ANSWER, GuestFault, GuestTopology, LOOK, place};
 use crate::HostError;
-use crate::journal::GuestRecord;
 use crate::qemu::error::excerpt;
 use crate::qemu::{Address, Deadline, Fault, GuestDisk, Monitor, PciAddress, QemuProcess};
+use crate::record::GuestRecord;
 use crate::sysfs::Sysfs;
 
 /// Linux's `DISK_NAME_LEN`, without its terminator.

@@ -9,10 +9,10 @@ use std::time::Duration;
 use rtvirtio_spec::guests::{FoundQueue, GUEST_PARAMETERS};
 
 use super::{ANSWER, GuestFault, LOOK};
-use crate::journal::{GuestDiskRecord, QueueRecord};
 use crate::knobs::Schedulers;
 use crate::qemu::error::excerpt;
 use crate::qemu::{Address, Agent, Deadline, Fault, GuestDisk, QemuError};
+use crate::record::{GuestDiskRecord, QueueRecord};
 
 /// The most bytes of a knob's file: a list of schedulers.
 const LARGEST_FILE: usize = 4096;

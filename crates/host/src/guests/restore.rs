@@ -15,9 +15,10 @@ use rtvirtio_units::Nanos;
 use super::connection::{poll_property, start_of};
 use super::files::{GuestFiles, queue_file};
 use super::{ANSWER, GuestFault, LOOK, at_once, place};
-use crate::journal::{GuestDiskRecord, GuestRecord};
 use crate::qemu::{Deadline, Fault, Monitor, QemuError};
-use crate::restore::{QueueFiles, Restoration, Skipped, restore_queue};
+use crate::record::{GuestDiskRecord, GuestRecord};
+use crate::restoration::{Restoration, Skipped};
+use crate::restore::{QueueFiles, restore_queue};
 use crate::{Host, HostError, Step};
 
 impl Host {

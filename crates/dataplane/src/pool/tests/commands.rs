@@ -45,7 +45,7 @@ impl Engine for ByCommand {
         Some(self.kind)
     }
 
-    fn most(&self) -> TransferLimits {
+    fn transfer_limits(&self) -> TransferLimits {
         self.most
     }
 

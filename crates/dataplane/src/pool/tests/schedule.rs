@@ -311,7 +311,7 @@ impl Engine for Watching {
 fn large_transfer_is_split_where_segments_do_not_end() {
     let scheduled = schedule(1).join(share(1, None), None);
     large_transfer_is_split(scheduled, 1 << 20, MAX_TRANSFER.get());
-    large_transfer_is_split(None, 3 << 20, crate::queue::LONGEST);
+    large_transfer_is_split(None, 3 << 20, crate::queue::MAX_PART_BYTES);
 }
 
 /// A write and a read of so many bytes, which are started by no more than `most`.
@@ -374,7 +374,7 @@ fn one_request(queue: &mut Guarded, kind: u8, data: &[Buffer]) -> u8 {
 /// RAM that remembers the most bytes that were started in one turn of the IOThread.
 struct InATurn {
     ram: RamEngine,
-    thread: Arc<crate::iothread::IoThreadStats>,
+    thread: Arc<crate::thread_stats::IoThreadStats>,
     /// The turn, its bytes, and the most of any.
     turn: std::sync::Mutex<(u64, u64, u64)>,
 }
@@ -431,7 +431,7 @@ fn request_of_half_a_gigabyte_lets_others_have_their_turns() {
     pool.stop(key).unwrap();
     // A turn has less, and its last part is started whole.
     let (.., most) = *engine.turn.lock().unwrap();
-    let longest = crate::queue::LONGEST;
+    let longest = crate::queue::MAX_PART_BYTES;
     assert!((longest..2 * longest).contains(&most), "{most} bytes in one turn");
 }
 

@@ -6,7 +6,7 @@
 use std::sync::atomic::Ordering::{Acquire, Release};
 
 use crate::ring::RingError;
-use crate::ring::packed::{Descriptor, Position};
+use crate::ring::descriptor::{Descriptor, Position};
 
 use super::InflightQueue;
 

@@ -31,14 +31,14 @@ const STUCK: u8 = 16;
 
 /// What is left of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Share {
+pub(crate) struct TurnBudget {
     /// Requests.
     pub(crate) requests: u32,
     /// Bytes; less than none if it is overdrawn.
     pub(crate) bytes: i64,
 }
 
-impl Share {
+impl TurnBudget {
     /// Whether another request may be started.
     pub(crate) const fn is_left(self) -> bool {
         self.requests > 0 && self.bytes > 0
@@ -57,13 +57,13 @@ struct Place<K> {
 
 /// The line of the queues that are looked at.
 #[derive(Debug)]
-pub(super) struct Turns<K> {
+pub(crate) struct Turns<K> {
     line: VecDeque<Place<K>>,
 }
 
 /// How far a round has come.
 #[derive(Debug)]
-pub(super) struct Round {
+pub(crate) struct Round {
     /// Queues that have yet to have their chance.
     left: usize,
     /// Whether somebody was served.
@@ -73,50 +73,50 @@ pub(super) struct Round {
 }
 
 impl<K: Copy + PartialEq> Turns<K> {
-    pub(super) const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self { line: VecDeque::new() }
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.line.len()
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.line.is_empty()
     }
 
     /// In the order of their next turns.
-    pub(super) fn keys(&self) -> impl Iterator<Item = K> {
+    pub(crate) fn keys(&self) -> impl Iterator<Item = K> {
         self.line.iter().map(|place| place.key)
     }
 
     /// The queue at a place of the line, from 0.
-    pub(super) fn at(&self, place: usize) -> Option<K> {
+    pub(crate) fn at(&self, place: usize) -> Option<K> {
         self.line.get(place).map(|place| place.key)
     }
 
     /// A queue that is not in the line joins it.
-    pub(super) fn join(&mut self, key: K) {
+    pub(crate) fn join(&mut self, key: K) {
         self.line.push_back(Place { key, credit: 0, passed: 0 });
     }
 
     /// Queues leave unless `stays` says otherwise.
-    pub(super) fn retain(&mut self, mut stays: impl FnMut(K) -> bool) {
+    pub(crate) fn retain(&mut self, mut stays: impl FnMut(K) -> bool) {
         self.line.retain(|place| stays(place.key));
     }
 
     /// A chance for each queue that is in the line now.
-    pub(super) fn round(&self) -> Round {
+    pub(crate) fn round(&self) -> Round {
         Round { left: self.line.len(), served: false, owing: false }
     }
 
     /// Who is next in this round, of those with something pending; nobody: it is over. What is left
-    /// of the share when the turn ends is told to [`Self::settle`].
-    pub(super) fn next(
+    /// of the share when the turn ends is told to [`Self::end_turn`].
+    pub(crate) fn next(
         &mut self,
         round: &mut Round,
         mut is_pending: impl FnMut(K) -> bool,
-    ) -> Option<(K, Share)> {
+    ) -> Option<(K, TurnBudget)> {
         loop {
             if round.left == 0 {
                 if round.served || !std::mem::take(&mut round.owing) {
@@ -134,7 +134,7 @@ impl<K: Copy + PartialEq> Turns<K> {
                 self.line.push_back(Place { credit: 0, passed: 0, ..place });
                 round.served = true;
                 let bytes = if credit > 0 { credit } else { QUANTUM_BYTES.into() };
-                return Some((place.key, Share { requests: QUANTUM_REQUESTS, bytes }));
+                return Some((place.key, TurnBudget { requests: QUANTUM_REQUESTS, bytes }));
             }
             place.credit = credit.min(0);
             place.passed = if is_pending { place.passed + 1 } else { 0 };
@@ -144,7 +144,7 @@ impl<K: Copy + PartialEq> Turns<K> {
     }
 
     /// What was left at the end of the last turn.
-    pub(super) fn settle(&mut self, left: Share) {
+    pub(crate) fn end_turn(&mut self, left: TurnBudget) {
         if let Some(place) = self.line.back_mut() {
             place.credit = left.bytes.min(0);
         }
@@ -215,7 +215,7 @@ mod tests {
                 share.bytes -= bytes as i64;
                 had = [had[0] + 1, had[1] + bytes];
             }
-            self.turns.settle(share);
+            self.turns.end_turn(share);
             self.count_from_here(key);
             let waiting: Vec<usize> =
                 self.turns.keys().filter(|&k| k != key && self.drivers[k].is_pending).collect();

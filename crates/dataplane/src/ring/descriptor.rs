@@ -1,0 +1,63 @@
+//! Descriptors of a packed ring, and places in it (virtio 1.2, section 2.8).
+
+use super::chain::DESCRIPTOR;
+
+pub(super) const AVAILABLE: u16 = 1 << 7;
+pub(super) const USED: u16 = 1 << 15;
+
+/// A place in the ring, and in which of two alternating laps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Position {
+    pub(super) index: u16,
+    pub(super) wrap: bool,
+}
+
+impl Position {
+    pub(super) const fn from_bits(bits: u16) -> Self {
+        Self { index: bits & 0x7fff, wrap: bits >> 15 != 0 }
+    }
+
+    pub(super) const fn bits(self) -> u16 {
+        self.index | (self.wrap as u16) << 15
+    }
+
+    /// So many descriptors further, at most the ring's size.
+    pub(super) const fn after(self, count: u16, size: u16) -> Self {
+        let index = self.index + count;
+        if index < size {
+            Self { index, wrap: self.wrap }
+        } else {
+            Self { index: index - size, wrap: !self.wrap }
+        }
+    }
+
+    /// The flags of a descriptor that the driver has made available here.
+    pub(super) const fn available_flags(self) -> u16 {
+        if self.wrap { AVAILABLE } else { USED }
+    }
+
+    /// The flags of a descriptor that the device has used here.
+    pub(super) const fn used_flags(self) -> u16 {
+        if self.wrap { AVAILABLE | USED } else { 0 }
+    }
+
+    pub(super) const fn offset(self) -> usize {
+        self.index as usize * DESCRIPTOR
+    }
+}
+
+/// A descriptor as it was read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Descriptor {
+    pub(super) address: u64,
+    pub(super) length: u32,
+    pub(super) id: u16,
+    pub(super) flags: u16,
+}
+
+impl Descriptor {
+    #[inline]
+    pub(super) const fn new(address: u64, word: u64) -> Self {
+        Self { address, length: word as u32, id: (word >> 32) as u16, flags: (word >> 48) as u16 }
+    }
+}
