@@ -33,6 +33,12 @@ const REPLACED: &[(&[&str], &str, &str)] = &[
     (&["crates"], "NOBODY_READS", "EXIT_SIGPIPE"),
     (&["crates"], "while_it_is_read", "catch_broken_pipe"),
     (&["crates"], "is_unread", "is_broken_pipe"),
+    (&["crates/dataplane"], "granted", "start_scheduled, to_start"),
+    (&["crates/dataplane"], "Granted", "StartScheduled"),
+    (&["crates/dataplane"], "fn told", "unreported"),
+    (&["crates/dataplane"], "complete_raw", "complete_entry"),
+    (&["crates/dataplane"], "go_on", "start_rest"),
+    (&["crates/dataplane"], "LONGEST", "MAX_PART_BYTES"),
     (&["docs"], "rooms", "crates"),
 ];
 

@@ -297,3 +297,30 @@ fn architecture_document_names_every_member() {
         assert!(text.contains(&format!("| `{}` |", member.name)), "no row for {}", member.name);
     }
 }
+
+/// A walk that names a function where there is none sends a newcomer astray.
+#[test]
+fn functions_of_the_walks_are_where_the_architecture_document_says() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let text = std::fs::read_to_string(root.join("docs/ARCHITECTURE.md")).expect("it is there");
+    let walks = text.split_once("## Three walks").expect("the walks are there").1;
+    let mut steps = 0;
+    for line in walks.lines() {
+        let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+        let [_, number, function, file, _, _] = cells[..] else { continue };
+        if number.parse::<u32>().is_err() {
+            continue;
+        }
+        let (function, file) = (function.trim_matches('`'), file.trim_matches('`'));
+        let path = match file.starts_with("crates/") {
+            true => root.join(file),
+            false => root.join("crates/dataplane/src").join(file),
+        };
+        let source = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{line}: {e}"));
+        let named = ["(", "<"].map(|next| format!("fn {function}{next}"));
+        assert!(named.iter().any(|name| source.contains(name)), "{function} is not in {file}");
+        steps += 1;
+    }
+    assert!(steps > 40, "{steps} steps were read");
+    assert!(text.split_whitespace().count() <= 1_800, "a page that is read whole");
+}
