@@ -1,8 +1,8 @@
 """The paper's figures from our data, as SVG and PNG: Figs. 2, 3, 5a-c, 6, 7, 8 and Table III.
 
 Figs. 2 and 5 need a campaign of the grid `figures`, Figs. 3, 5's curves, 6 and Table III what training
-wrote, Fig. 8 what `cases` came to, Figs. 7 and 8 the cells of `rtvirtio-lab bench`. Nothing is made up: a figure
-whose data is not there is not drawn, and is named with what it lacks.
+wrote, Fig. 8 what `cases` came to, Figs. 7 and 8 the cells of `rtvirtio-lab bench`. Nothing is made up: a
+figure whose data is not there is not drawn, and is named with what it lacks.
 """
 
 import contextlib

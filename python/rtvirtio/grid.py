@@ -45,8 +45,8 @@ class Settings:
     #: Conditions at least; strata get equal shares. 0: the grid's own number.
     size: int = 0
     device: str = "ref-4x250"
-    #: What a request takes between scheduler and device and back, and beside that, µs: as ``rtvirtio-lab bench
-    #: path`` has them, by which the median of what was measured on ref-4x250 is met.
+    #: What a request takes between scheduler and device and back, and beside that, µs: as ``rtvirtio-lab
+    #: bench path`` has them, by which the median of what was measured on ref-4x250 is met.
     transport: float = 85.0
     software: float = 40.0
     #: Cgroups around the VMs', as the benchmark has them.
