@@ -66,7 +66,8 @@ pub fn describe(plan: &Plan) -> String {
     }
     for b in &plan.background {
         let cap = b.cap.map_or_else(|| "needs no cap".to_owned(), |c| format!("capped at {c}"));
-        let held = b.held_by.as_ref().map_or_else(String::new, |h| format!(", held by {h}"));
+        let held =
+            b.binding_constraint.as_ref().map_or_else(String::new, |h| format!(", held by {h}"));
         text += &format!("  {} on {}: {cap}{held}\n", b.vm, b.device);
     }
     text += &iothreads::describe(&plan.iothreads);

@@ -29,21 +29,21 @@
 //! - [`Tokens`], on written files: `there_are_as_many_tokens_as_idle_cpus`,
 //!   `tasks_of_other_cpus_do_not_count`, `quota_of_the_cgroup_bounds_tokens`.
 
+mod adaptive_poll_time;
 mod clock;
 mod costs;
 mod doorbell;
 mod gate;
-mod patience;
 mod slot;
 pub mod slots;
 mod source;
 mod spinner;
 mod tokens;
 
+pub use adaptive_poll_time::AdaptivePollTime;
 pub use costs::Costs;
 pub use doorbell::Doorbell;
 pub use gate::{Entry, Gate};
-pub use patience::Patience;
 pub use slot::{NotPending, Slot, Ticket, Wakes};
 pub use spinner::{Mode, Spinner, SpinnerStats, UnknownMode};
 pub use tokens::Tokens;

@@ -34,11 +34,11 @@ const BYTES: usize = DATA_AT + SLOTS * SLOT_BYTES;
 #[cfg(not(rtvirtio_loom))]
 const _: () = assert!(size_of::<Slots>() <= DATA_AT);
 #[cfg(not(rtvirtio_loom))]
-const _: () = assert!(size_of::<Slot<true, Wish>>() == 64);
+const _: () = assert!(size_of::<Slot<true, RawRequest>>() == 64);
 
 /// What a client wants done with a slot's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
+pub enum Direction {
     /// The disk's bytes are read into it.
     Read,
     /// It is written to the disk.
@@ -47,9 +47,9 @@ pub enum Way {
 
 /// What a request is, as its client says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Wanted {
+pub struct SlotRequest {
     /// Which way; `None`: nothing that is known.
-    pub way: Option<Way>,
+    pub way: Option<Direction>,
     /// First byte of the disk.
     pub offset: u64,
     /// Bytes.
@@ -59,7 +59,7 @@ pub struct Wanted {
 /// A request, in the line of its slot.
 #[derive(Debug, Default)]
 #[repr(C)]
-pub struct Wish {
+pub struct RawRequest {
     offset: AtomicU64,
     length: AtomicU32,
     way: AtomicU32,
@@ -68,22 +68,22 @@ pub struct Wish {
 const READ: u32 = 1;
 const WRITE: u32 = 2;
 
-impl Wish {
-    fn set(&self, way: Way, offset: u64, length: u32) {
+impl RawRequest {
+    fn set(&self, way: Direction, offset: u64, length: u32) {
         self.offset.store(offset, Ordering::Relaxed);
         self.length.store(length, Ordering::Relaxed);
         let way = match way {
-            Way::Read => READ,
-            Way::Write => WRITE,
+            Direction::Read => READ,
+            Direction::Write => WRITE,
         };
         self.way.store(way, Ordering::Relaxed);
     }
 
-    fn get(&self) -> Wanted {
-        Wanted {
+    fn get(&self) -> SlotRequest {
+        SlotRequest {
             way: match self.way.load(Ordering::Relaxed) {
-                READ => Some(Way::Read),
-                WRITE => Some(Way::Write),
+                READ => Some(Direction::Read),
+                WRITE => Some(Direction::Write),
                 _ => None,
             },
             offset: self.offset.load(Ordering::Relaxed),
@@ -95,7 +95,7 @@ impl Wish {
 /// The client did what no client does: its slots cannot be served any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("slot {0} rang without a request")]
-pub struct NoRequest(pub usize);
+pub struct ProtocolViolation(pub usize);
 
 /// All slots of a client.
 #[derive(Debug)]
@@ -103,7 +103,7 @@ pub struct NoRequest(pub usize);
 pub struct Slots {
     doorbell: Doorbell,
     ended: Ended,
-    slots: [Slot<true, Wish>; SLOTS],
+    slots: [Slot<true, RawRequest>; SLOTS],
 }
 
 /// Not zero: the poller serves these slots no more, and nothing of them is in flight.
@@ -120,7 +120,7 @@ impl Slots {
 
     /// A slot.
     #[must_use]
-    pub fn get(&self, index: usize) -> Option<&Slot<true, Wish>> {
+    pub fn get(&self, index: usize) -> Option<&Slot<true, RawRequest>> {
         self.slots.get(index)
     }
 
@@ -135,7 +135,7 @@ impl Slots {
     }
 
     /// The client's: what is wanted with a slot that it has claimed; its data is ready.
-    pub fn tell(&self, index: usize, way: Way, offset: u64, length: u32) {
+    pub fn tell(&self, index: usize, way: Direction, offset: u64, length: u32) {
         self.slots[index].about().set(way, offset, length);
         self.doorbell.ring(index);
     }
@@ -143,10 +143,10 @@ impl Slots {
     /// The poller's: a request of a slot that rang, each word read once.
     ///
     /// # Errors
-    /// [`NoRequest`]
-    pub fn take(&self, index: usize) -> Result<(Ticket, Wanted), NoRequest> {
-        let slot = self.slots.get(index).ok_or(NoRequest(index))?;
-        let ticket = slot.pending().ok_or(NoRequest(index))?;
+    /// [`ProtocolViolation`]
+    pub fn take(&self, index: usize) -> Result<(Ticket, SlotRequest), ProtocolViolation> {
+        let slot = self.slots.get(index).ok_or(ProtocolViolation(index))?;
+        let ticket = slot.pending().ok_or(ProtocolViolation(index))?;
         Ok((ticket, slot.about().get()))
     }
 
@@ -351,11 +351,14 @@ mod tests {
         assert_eq!(index, 61);
         // SAFETY: the slot's data, which nobody else has now.
         unsafe { theirs.data(index).write_bytes(7, SLOT_BYTES) };
-        theirs.slots().tell(index, Way::Write, 1 << 40, 4096);
+        theirs.slots().tell(index, Direction::Write, 1 << 40, 4096);
 
         assert_eq!(ours.slots().doorbell().answer(), 1 << 61);
         let (taken, wanted) = ours.slots().take(61).unwrap();
-        assert_eq!(wanted, Wanted { way: Some(Way::Write), offset: 1 << 40, length: 4096 });
+        assert_eq!(
+            wanted,
+            SlotRequest { way: Some(Direction::Write), offset: 1 << 40, length: 4096 }
+        );
         // SAFETY: within the slot's data.
         let last = unsafe { ours.data(61).add(SLOT_BYTES - 1) };
         // SAFETY: the slot's last byte.
@@ -380,12 +383,12 @@ mod tests {
     fn slot_that_rings_without_a_request_is_an_error() {
         let (memory, _) = SlotMemory::create().unwrap();
         let slots = memory.slots();
-        assert_eq!(slots.take(3), Err(NoRequest(3)));
-        assert_eq!(slots.take(SLOTS), Err(NoRequest(SLOTS)));
+        assert_eq!(slots.take(3), Err(ProtocolViolation(3)));
+        assert_eq!(slots.take(SLOTS), Err(ProtocolViolation(SLOTS)));
         let (index, ticket) = slots.claim(3).unwrap();
         assert!(slots.take(index).is_ok());
         crate::Wakes::default().complete(slots.get(index).unwrap(), ticket, 0).unwrap();
-        assert_eq!(slots.take(index), Err(NoRequest(3)));
+        assert_eq!(slots.take(index), Err(ProtocolViolation(3)));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! With leave of the [`Gate`] the thread looks after each pause, and at the clock and the gate each
 //! 16 pauses or so. It gives up and parks
-//! - when its [`Patience`] ends;
+//! - when its [`AdaptivePollTime`] ends;
 //! - at once, and for a while, when it was not on its CPU;
 //! - when the tokens become fewer.
 
@@ -12,10 +12,10 @@ use std::sync::Arc;
 
 use rtvirtio_units::Nanos;
 
+use crate::adaptive_poll_time::AdaptivePollTime;
 use crate::clock::now;
 use crate::costs::Costs;
 use crate::gate::{Entry, Gate};
-use crate::patience::Patience;
 use crate::tokens::Tokens;
 
 /// How a thread waits.
@@ -171,7 +171,7 @@ impl Spinner {
 /// The rule over waits, without a clock of its own.
 #[derive(Debug)]
 struct Waits {
-    patience: Patience,
+    patience: AdaptivePollTime,
     pauses: u32,
     stats: SpinnerStats,
 }
@@ -179,7 +179,7 @@ struct Waits {
 impl Waits {
     fn new(costs: Costs) -> Self {
         Self {
-            patience: Patience::new(&costs),
+            patience: AdaptivePollTime::new(&costs),
             pauses: costs.pauses,
             stats: SpinnerStats::default(),
         }

@@ -33,8 +33,8 @@ fn look(criterion: &mut Criterion) {
     }
     let limits = Limits {
         cpus: (0..IOTHREADS).map(CpuId::new).collect(),
-        least: IOTHREADS as usize,
-        most: IOTHREADS as usize,
+        min_iothreads: IOTHREADS as usize,
+        max_iothreads: IOTHREADS as usize,
         borrow: false,
     };
     let mut probe = registry.probe(limits);

@@ -26,7 +26,7 @@
 //! rings. Before Linux 6.7 there is no such entry: the queue then stays awake.
 //!
 //! A queue whose driver gave no kick, or one that cannot be waited for, stays awake: the thread
-//! waits for no more than [`LOOK`] while it has one.
+//! waits for no more than [`KICKLESS_POLL_INTERVAL`] while it has one.
 //!
 //! Live move. The thread that has a queue publishes what has finished, stops listening to its
 //! kick and posts the queue to the other thread. Requests that end here later are forwarded as
@@ -78,12 +78,12 @@ const COMPLETIONS: u32 = 4096;
 /// A queue that was awake and idle for so long among busy ones is put to sleep.
 const IDLE_BEFORE_NOTIFY_NS: u64 = 1_000_000;
 /// Polls of a kick that may end one after the other without one that stays.
-const ENDS: u8 = 8;
+const MAX_MULTISHOT_REARMS: u8 = 8;
 /// How often a thread that never sleeps says how long it has polled.
 const POLL_SLICE_NS: u64 = 1_000_000;
 /// How long a request may lie in a queue without a kick: short for a disk, and a few per cent of
 /// a CPU.
-const LOOK: Duration = Duration::from_micros(100);
+const KICKLESS_POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// A word of 32 bits, in memory that processes share (futex(2), `FUTEX2_SIZE_U32`).
 const FUTEX2_SIZE_U32: u32 = 2;
@@ -363,7 +363,7 @@ impl IoThread {
     fn patience(&self, now: u64) -> Option<Duration> {
         let until = Some(self.wake_at()).filter(|&at| at < u64::MAX);
         let until = until.map(|at| Duration::from_nanos(at.saturating_sub(now)));
-        let look = (!self.awake.is_empty()).then_some(LOOK);
+        let look = (!self.awake.is_empty()).then_some(KICKLESS_POLL_INTERVAL);
         until.into_iter().chain(look).min()
     }
 
@@ -546,7 +546,7 @@ impl IoThread {
             entry.polled |= result < 0 && result != -libc::EAGAIN;
         } else if entry.listening {
             entry.ends = 0;
-        } else if result >= 0 && entry.ends < ENDS {
+        } else if result >= 0 && entry.ends < MAX_MULTISHOT_REARMS {
             entry.ends += 1;
             self.listen_to_kick(key);
         } else {

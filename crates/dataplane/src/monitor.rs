@@ -1,6 +1,6 @@
 //! The monitor: shows a policy what the IOThreads and queues do, and does what it decides.
 //!
-//! A policy (room `iocores`) is pure: this is its eyes and hands. A thread of its own takes a sample
+//! A policy (room `iocores`) is pure: this is its eyes and actuator. A thread of its own takes a sample
 //! every 10 ms ([`SAMPLE`]), every 40 ms while no queue does anything: a few counters of each queue and
 //! IOThread. What the kernel says of IOThreads, vCPUs and the host's CPUs is read every tenth time
 //! (`REFRESH`), from files that stay open. What is decided is carried out by the same live operations that
@@ -21,7 +21,7 @@
 //! Properties (tests of the same name): `policy_that_panics_ends_alone`,
 //! `locked_iothreads_are_left_alone`, `static_policy_has_no_thread`, `log_keeps_the_last_thousand`.
 
-mod hands;
+mod actuator;
 mod host;
 mod log;
 mod sampler;
@@ -42,7 +42,7 @@ use rtvirtio_units::Nanos;
 use crate::clock::now;
 use crate::plane::iothreads::Core;
 use crate::vcpus::Guard;
-use hands::{Hands, MayBorrow};
+use actuator::{Actuator, MayBorrow};
 use log::Log;
 use sampler::Sampler;
 
@@ -138,8 +138,14 @@ impl Monitor {
     /// # Errors
     /// The system has no thread left: then no policy is at work.
     pub(crate) fn set(&self, settings: IoCores) -> std::io::Result<()> {
-        let IoCores { policy: wanted, cpus, least, most, borrow } = settings.clone();
-        let limits = Limits { cpus, least: least as usize, most: most as usize, borrow };
+        let IoCores { policy: wanted, cpus, min_iothreads, max_iothreads, borrow } =
+            settings.clone();
+        let limits = Limits {
+            cpus,
+            min_iothreads: min_iothreads as usize,
+            max_iothreads: max_iothreads as usize,
+            borrow,
+        };
         let kind = match wanted {
             Policy::Static => None,
             Policy::RoundRobin => Some(Kind::RoundRobin),
@@ -159,9 +165,9 @@ impl Monitor {
         self.core.tell(Event::PolicySet { policy: named });
         let Some(policy) = policy else { return Ok(()) };
         let stop = Arc::new(AtomicBool::new(false));
-        let hands = Hands::new(Arc::clone(&self.guard));
+        let actuator = Actuator::new(Arc::clone(&self.guard));
         let watch =
-            Watch::new(Arc::clone(&self.core), Arc::clone(&self.shared), named, policy, hands);
+            Watch::new(Arc::clone(&self.core), Arc::clone(&self.shared), named, policy, actuator);
         let builder = std::thread::Builder::new().name("monitor".to_owned());
         let stopped = Arc::clone(&stop);
         let handle = builder
@@ -200,7 +206,7 @@ struct Watch {
     named: Policy,
     policy: AnyPolicy,
     sampler: Sampler,
-    hands: Hands,
+    actuator: Actuator,
 }
 
 impl Watch {
@@ -209,15 +215,15 @@ impl Watch {
         shared: Arc<Shared>,
         named: Policy,
         policy: AnyPolicy,
-        hands: Hands,
+        actuator: Actuator,
     ) -> Self {
-        Self { core, shared, named, policy, sampler: Sampler::default(), hands }
+        Self { core, shared, named, policy, sampler: Sampler::default(), actuator }
     }
 
     fn run(mut self, stop: &AtomicBool) {
         // Nothing that it leaves half done is used again.
         let ended = catch_unwind(AssertUnwindSafe(|| self.watch(stop)));
-        self.hands.give_back();
+        self.actuator.give_back();
         let Err(panic) = ended else { return };
         let words = panic.downcast_ref::<&str>().map(|words| (*words).to_owned());
         let words = words.or_else(|| panic.downcast_ref::<String>().cloned());
@@ -245,7 +251,7 @@ impl Watch {
     /// Takes a sample and does what the policy decides.
     fn look(&mut self, time: u64) {
         self.sampler.sample(&self.core, Nanos::new(time));
-        if self.hands.keep_vcpus(&self.sampler) {
+        if self.actuator.reapply_vcpu_affinity(&self.sampler) {
             self.sampler.look_again();
         }
         let measured = lock(&self.shared.log).measure(time, &self.sampler);
@@ -256,9 +262,9 @@ impl Watch {
             let reason = short(decision.reason);
             let began = now();
             let (action, outcome, error) = if self.named == Policy::Advise {
-                (hands::describe(&decision.action, &self.sampler), Outcome::Advised, None)
+                (actuator::describe(&decision.action, &self.sampler), Outcome::Advised, None)
             } else {
-                self.hands.carry_out(&decision.action, &self.sampler, &self.core)
+                self.actuator.apply(&decision.action, &self.sampler, &self.core)
             };
             if let Action::SetVcpuCpus { cpus } = &decision.action {
                 if outcome == Outcome::Done {
@@ -303,8 +309,8 @@ impl Probe {
     pub(crate) fn new(core: &Arc<Core>, limits: Limits) -> Self {
         let policy = policy(Kind::Dynamic, limits);
         let core = Arc::clone(core);
-        let hands = Hands::new(Arc::default());
-        Self(Watch::new(core, Arc::default(), Policy::Advise, policy, hands))
+        let actuator = Actuator::new(Arc::default());
+        Self(Watch::new(core, Arc::default(), Policy::Advise, policy, actuator))
     }
 
     /// What the monitor does for each sample; `time` is that of the monotonic clock, or later.

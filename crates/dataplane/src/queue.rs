@@ -10,7 +10,7 @@
 use std::sync::{Arc, OnceLock};
 
 use io_uring::squeue::{Entry128, SubmissionQueue};
-use rtvirtio_completion::slots::{NoRequest, SLOTS, SlotMemory};
+use rtvirtio_completion::slots::{ProtocolViolation, SLOTS, SlotMemory};
 use rtvirtio_engine::{
     Completions, Operation, Outcome, Request, SCRATCH_BYTES, Segment, SubmitContext, TransferLimits,
 };
@@ -112,7 +112,7 @@ pub enum Broken {
     NoStatus,
     /// A process's slots are not what they should be.
     #[error(transparent)]
-    Slots(#[from] NoRequest),
+    Slots(#[from] ProtocolViolation),
 }
 
 /// What a pass over a queue came to.

@@ -213,7 +213,12 @@ fn look_allocations() -> u64 {
         "engine": { "type": "ram", "size": 1 << 20 },
     });
     registry.add_device(serde_json::from_value(device).unwrap(), HandedFds::default()).unwrap();
-    let limits = rtvirtio_iocores::Limits { cpus: vec![], least: 2, most: 2, borrow: false };
+    let limits = rtvirtio_iocores::Limits {
+        cpus: vec![],
+        min_iothreads: 2,
+        max_iothreads: 2,
+        borrow: false,
+    };
     let mut probe = registry.probe(limits);
     let mut looks = (1..).map(|look| Nanos::from_millis(10 * look));
     // It decides at the 11th, 21st and 31st.

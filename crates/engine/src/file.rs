@@ -141,7 +141,7 @@ pub enum FileError {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum SubmitMethod {
     Ring,
     Inline,
     Threads,
@@ -152,7 +152,7 @@ enum Way {
 pub struct FileEngine {
     image: Arc<Image>,
     threads: Threads,
-    way: Way,
+    way: SubmitMethod,
 }
 
 impl FileEngine {
@@ -164,11 +164,11 @@ impl FileEngine {
         let aio = config.aio;
         let image = Arc::new(Image::open(config)?);
         let way = match aio {
-            Aio::Auto if image.in_memory() => Way::Inline,
-            Aio::Threads => Way::Threads,
+            Aio::Auto if image.in_memory() => SubmitMethod::Inline,
+            Aio::Threads => SubmitMethod::Threads,
             Aio::Auto | Aio::IoUring => match IoUring::new(1) {
-                Ok(_) => Way::Ring,
-                Err(error) if aio == Aio::Auto && is_switched_off(&error) => Way::Threads,
+                Ok(_) => SubmitMethod::Ring,
+                Err(error) if aio == Aio::Auto && is_switched_off(&error) => SubmitMethod::Threads,
                 Err(error) => return Err(FileError::IoUring(error)),
             },
         };
@@ -194,9 +194,9 @@ impl FileEngine {
     #[must_use]
     pub const fn aio_name(&self) -> &'static str {
         match self.way {
-            Way::Ring => "io_uring",
-            Way::Inline => "inline",
-            Way::Threads => "threads",
+            SubmitMethod::Ring => "io_uring",
+            SubmitMethod::Inline => "inline",
+            SubmitMethod::Threads => "threads",
         }
     }
 }
@@ -213,7 +213,7 @@ impl Engine for FileEngine {
     }
 
     fn file(&self) -> Option<BorrowedFd<'_>> {
-        (self.way == Way::Ring).then(|| self.image.fd().as_fd())
+        (self.way == SubmitMethod::Ring).then(|| self.image.fd().as_fd())
     }
 
     fn written_block(&self) -> u32 {
@@ -235,7 +235,7 @@ impl Engine for FileEngine {
             Operation::Discard | Operation::WriteZeroes { .. } => false,
         };
         match self.way {
-            Way::Ring if simple => {
+            SubmitMethod::Ring if simple => {
                 // The kernel looks for a flush's file only when a worker has come to it: a number in
                 // the table may be nobody's then, the queue having moved. A descriptor is looked
                 // up at once.
@@ -251,7 +251,7 @@ impl Engine for FileEngine {
                     Err(_) => Outcome::Busy,
                 }
             }
-            Way::Inline if simple => Outcome::Done(self.image.perform(request)),
+            SubmitMethod::Inline if simple => Outcome::Done(self.image.perform(request)),
             _ => match self.threads.submit(Job::new(request, lent.completions)) {
                 Ok(()) => Outcome::Started,
                 Err(error) => Outcome::Done(Err(error)),

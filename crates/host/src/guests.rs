@@ -9,7 +9,7 @@
 //! request has [`ANSWER`]; looking at one disk, saving it, setting one of its knobs
 //! and putting it back have [`LOOK`] each, however many requests they are; and all
 //! VMs are looked at and put back at the same time. A VM that is not reached is left alone
-//! by a plan and by [`Host::apply_again`], and fails any other apply before anything
+//! by a plan and by [`Host::reapply`], and fails any other apply before anything
 //! is written.
 //!
 //! A *place* names a file of a guest or a property of its QEMU beside the host's

@@ -6,7 +6,7 @@
 //! - [`Host::observe`], [`Host::identity`], [`Host::cgroup_version`]: what is there;
 //! - [`Host::apply`], [`Host::rollback`], [`Host::verify`], [`Host::confirm`]:
 //!   changes, journalled before the first write;
-//! - [`Host::apply_again`]: a saved plan, applied to what runs now;
+//! - [`Host::reapply`]: a saved plan, applied to what runs now;
 //! - [`Host::create_cgroup`], [`Host::remove_cgroup`]: a benchmark's VMs;
 //! - [`Host::find_guests`]: the knobs that are the VMs' own, within their guests and QEMUs;
 //! - [`Host::other_writers`]: udev rules, TuneD and units that set the same knobs;
@@ -17,7 +17,6 @@
 
 #![deny(unsafe_code)]
 
-mod again;
 mod apply;
 pub mod block_trace;
 mod cgroup;
@@ -34,6 +33,7 @@ mod journal;
 mod knobs;
 mod promises;
 pub mod qemu;
+mod reapply;
 mod record;
 mod restoration;
 mod restore;
@@ -54,13 +54,13 @@ use rtvirtio_spec::profile::DeviceIdentity;
 use rtvirtio_spec::settings::{Knob, Knobs};
 use serde::Serialize;
 
-pub use again::SkippedVms;
 pub use apply::{Applied, ApplyOptions, JournalStatus, RollbackOutcome, WatchdogOutcome};
 pub use block_trace::{BlockTrace, Extent, Latencies};
 pub use cgroup::CgroupVersion;
 pub use error::HostError;
 pub use guests::{GuestFault, GuestTopology};
 pub use promises::DataPlaneTopology;
+pub use reapply::SkippedVms;
 pub use restoration::{Restoration, Skipped};
 pub use topology::Topology;
 pub use writers::{OtherWriter, WriterKind};

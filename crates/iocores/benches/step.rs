@@ -60,8 +60,8 @@ fn steps(c: &mut Criterion) {
             let mut snapshot = snapshot(threads, queues);
             let limits = Limits {
                 cpus: (0..2 * threads).map(CpuId::new).collect(),
-                least: 1,
-                most: 2 * threads as usize,
+                min_iothreads: 1,
+                max_iothreads: 2 * threads as usize,
                 borrow: false,
             };
             let mut policy = policy(Kind::Dynamic, limits);

@@ -2,7 +2,7 @@
 //!
 //! # Terms
 //! A queue's *load* is what it takes of an IOThread's time, 0 to 1. An IOThread is *pressed* if it
-//! is ≥ [`ROOM`] busy and a queue of it stands in 3 samples, or its requests wait more than
+//! is ≥ [`HEADROOM`] busy and a queue of it stands in 3 samples, or its requests wait more than
 //! [`DELAY`] on average, or more than a quarter of what they take: with drivers that have few in
 //! flight it sleeps now and then, as they do while theirs wait.
 //!
@@ -25,7 +25,7 @@
 //!    on trial, one of two that wait to an IOThread that is not full; or, of a load that comes and goes, one from where
 //!    requests wait to where they would wait less beside fewer. An added IOThread gets half of the idle queues too.
 //! 5. *Return.* IOThreads go if for one second the others could have done their work, or vCPUs
-//!    waited that could do as much instead: to within [`SPARE`] of what one core is worth; after half
+//!    waited that could do as much instead: to within [`REMOVABLE_LOAD`] of what one core is worth; after half
 //!    a second if they had no work. Work is what they ran, beside vCPUs too, unless the load comes and goes.
 //!    That is a bet if the others are then more than 60 % busy, and regret keeps the books.
 //! 6. *Neighbours.* Where vCPUs share all CPUs with IOThreads that have work, drivers go to the CPUs of their queues'
@@ -69,19 +69,19 @@ const PERIOD: Nanos = Nanos::from_millis(100);
 const STREAK: u32 = 3;
 
 /// An IOThread that is so busy is full.
-const HOT: f64 = 0.85;
+const SATURATED: f64 = 0.85;
 
 /// One that is less busy has room: what waits there waits for something else, such as a limit.
-const ROOM: f64 = 0.60;
+const HEADROOM: f64 = 0.60;
 
 /// Of what requests take, what they wait for their turn without pressing their IOThread.
 const WAIT: f64 = 0.25;
 
 /// Of what a core is worth, what may be lost by giving some back.
-const SPARE: f64 = 0.6;
+const REMOVABLE_LOAD: f64 = 0.6;
 
 /// A queue goes from a full IOThread to another one if it gets so many times as much there.
-const EVEN: f64 = 1.2;
+const MIN_IMBALANCE: f64 = 1.2;
 
 /// A queue with less of an IOThread is idle: next to nothing for a second.
 const IDLE: f64 = 0.001;
@@ -93,10 +93,10 @@ const AFTER_ADDITION: Nanos = Nanos::from_millis(200);
 const AFTER_REMOVAL: Nanos = Nanos::from_millis(1_000);
 
 /// A removal that is made good for by an addition so soon, at the same load, was wrong.
-const MISTAKEN: Nanos = Nanos::from_millis(2_000);
+const MISTAKE_PERIODS: Nanos = Nanos::from_millis(2_000);
 
 /// Periods for which a core must have been needless.
-const NEEDLESS: usize = 10;
+const NEEDLESS_PERIODS: usize = 10;
 
 /// And for which it must have been unused: less than [`UNUSED`] busy.
 const NEEDLESS_UNUSED: usize = 3;
@@ -109,7 +109,7 @@ const HISTORY: usize = 20;
 const BURSTS: usize = 32;
 
 /// What of a CPU must be gained by taking it from vCPUs, and by giving it back.
-const GAIN: (f64, f64) = (0.1, 0.2);
+const MIN_BALANCE_GAIN: (f64, f64) = (0.1, 0.2);
 
 /// See the module.
 #[derive(Debug)]
@@ -125,7 +125,7 @@ pub(crate) struct Dynamic {
     /// The last periods.
     history: VecDeque<Period>,
     /// Samples in a row in which it stood.
-    standing: Streaks,
+    backlogged: Streaks,
     /// Loads, over some periods: half of each is the last one's.
     loads: BTreeMap<QueueId, f64>,
     /// How many IOThreads each of the last periods could have done without, with this many.
@@ -139,7 +139,7 @@ pub(crate) struct Dynamic {
     placed: Option<Nanos>,
     budget: Budget,
     /// An IOThread's queues may go to so many at once.
-    fan: usize,
+    max_split: usize,
     trial: Option<Trial>,
     back_off: [BackOff; 6],
     /// Loads at which a further IOThread has shown what it is worth, whatever vCPUs wait.
@@ -271,19 +271,19 @@ impl Policy for Dynamic {
 
 impl Dynamic {
     pub(crate) fn new(mut limits: Limits, weights: Weights) -> Self {
-        limits.least = limits.least.max(1);
-        limits.most = limits.most.max(limits.least);
-        let most = limits.most.min(limits.cpus.len());
+        limits.min_iothreads = limits.min_iothreads.max(1);
+        limits.max_iothreads = limits.max_iothreads.max(limits.min_iothreads);
+        let most = limits.max_iothreads.min(limits.cpus.len());
         Self {
             budget: Budget::new(most),
-            fan: (2..most).find(|fan| fan * fan >= most).unwrap_or(2),
+            max_split: (2..most).find(|max_split| max_split * max_split >= most).unwrap_or(2),
             limits,
             weights,
             recent: VecDeque::new(),
             period: None,
             bursts: Vec::new(),
             history: VecDeque::new(),
-            standing: Streaks::default(),
+            backlogged: Streaks::default(),
             loads: BTreeMap::new(),
             spare: (0, VecDeque::new()),
             added: None,
@@ -311,7 +311,7 @@ impl Dynamic {
             if self.bursts.len() < BURSTS {
                 self.bursts.push(busy_between(last, snapshot));
             }
-            self.standing.note(snapshot.queues.iter().map(|queue| (queue.id, queue.standing)));
+            self.backlogged.note(snapshot.queues.iter().map(|queue| (queue.id, queue.backlogged)));
         }
         let full = self.recent.len() > STREAK as usize;
         let mut kept = if full { self.recent.pop_front() } else { None }.unwrap_or_default();
@@ -360,7 +360,7 @@ impl Dynamic {
         let count = self.could_spare(view);
         let unused = view.period.unlocked().filter(|thread| thread.busy < UNUSED).count();
         self.spare.1.push_back(Spare { count, unused: unused.min(count) });
-        if self.spare.1.len() > NEEDLESS {
+        if self.spare.1.len() > NEEDLESS_PERIODS {
             self.spare.1.pop_front();
         }
         self.keep_bounds(view)
@@ -429,8 +429,8 @@ impl Dynamic {
     /// The present load.
     fn situation(&self, view: &View<'_>, urgent: bool) -> Situation {
         let loaded = view.window.queues.iter().filter(|queue| queue.busy >= LOADED).count();
-        let standing = self.standing.of.iter().filter(|(_, streak)| *streak >= STREAK).count();
-        Situation { io: Period::mean(&self.before(view)).io, loaded, standing, urgent }
+        let backlogged = self.backlogged.of.iter().filter(|(_, streak)| *streak >= STREAK).count();
+        Situation { io: Period::mean(&self.before(view)).io, loaded, backlogged, urgent }
     }
 
     /// Opens the books on an action.
@@ -448,7 +448,7 @@ impl Dynamic {
         let mut found = Vec::new();
         for thread in view.window.unlocked() {
             let queues = &view.groups[&thread.id];
-            let stand = |queue: &&QueueLoad| self.standing.get(queue.id) >= STREAK;
+            let stand = |queue: &&QueueLoad| self.backlogged.get(queue.id) >= STREAK;
             let stand = queues.iter().filter(stand).count();
             let requests: u64 =
                 queues.iter().fold(0, |sum, queue| sum.saturating_add(queue.requests));
@@ -458,7 +458,7 @@ impl Dynamic {
             let is_urgent = stand > 0 || delay > DELAY;
             let took = load(queues) * view.window.seconds / requests.max(1) as f64;
             let waits = delay.as_secs_f64() > WAIT * took;
-            if thread.busy >= ROOM && (is_urgent || waits) {
+            if thread.busy >= HEADROOM && (is_urgent || waits) {
                 let why = format!(
                     "IOThread {}: {} % busy, {stand} of {} queues stand, requests wait {delay}",
                     thread.id.0,
@@ -474,16 +474,16 @@ impl Dynamic {
 
     fn keep_bounds(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
         let (threads, now) = (view.window.threads.len(), view.now);
-        let Limits { least, most, .. } = self.limits;
-        if threads < least && self.may_add(now, true) {
+        let Limits { min_iothreads, max_iothreads, .. } = self.limits;
+        if threads < min_iothreads && self.may_add(now, true) {
             let cpu = *self.candidates(view).first()?;
-            let reason = format!("{threads} IOThreads, at least {least}");
+            let reason = format!("{threads} IOThreads, at least {min_iothreads}");
             let split = self.widest_split(view).unwrap_or_default();
             return Some(self.add(view, vec![(cpu, split, reason)], false));
         }
-        if threads > most && self.may_remove(now) {
-            let reason = format!("{threads} IOThreads, at most {most}");
-            return self.remove(view, &self.victims(view, 1), &reason);
+        if threads > max_iothreads && self.may_remove(now) {
+            let reason = format!("{threads} IOThreads, at most {max_iothreads}");
+            return self.remove(view, &self.removal_candidates(view, 1), &reason);
         }
         None
     }
@@ -555,7 +555,7 @@ impl Dynamic {
     }
 
     /// The IOThreads that are missed least: those with the least load, of these the newest.
-    fn victims(&self, view: &View<'_>, count: usize) -> Vec<ThreadId> {
+    fn removal_candidates(&self, view: &View<'_>, count: usize) -> Vec<ThreadId> {
         let mut by_load: Vec<_> = view.window.unlocked().map(|thread| thread.id).collect();
         let parts = |thread: &ThreadId| (load(&view.groups[thread]) * 1e3) as u64;
         by_load.sort_by_key(|thread| (parts(thread), std::cmp::Reverse(*thread)));

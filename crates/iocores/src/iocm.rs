@@ -124,7 +124,7 @@ impl Iocm {
     }
 
     fn add(&mut self, snapshot: &Snapshot, sample: &Sample, reason: &str) -> Vec<Decision> {
-        let room = snapshot.threads.len() < self.limits.most;
+        let room = snapshot.threads.len() < self.limits.max_iothreads;
         let Some((cpu, theirs)) = self.next_cpu(snapshot).filter(|_| room) else {
             return Vec::new();
         };
@@ -158,7 +158,7 @@ impl Iocm {
         let mut unlocked: Vec<_> = sample.unlocked().copied().collect();
         // Ids are not used again: the highest was added last.
         let Some(gone) = unlocked.pop() else { return Vec::new() };
-        let room = snapshot.threads.len() > self.limits.least.max(1);
+        let room = snapshot.threads.len() > self.limits.min_iothreads.max(1);
         if unlocked.is_empty() || !room {
             return Vec::new();
         }
@@ -235,10 +235,10 @@ impl Policy for Iocm {
         let io_idle = (sample.threads.len() as f64 - busy).max(0.0);
         let vm_idle = sample.vcpus_idle();
         let given = self.next_cpu(snapshot).is_some_and(|(_, theirs)| !theirs || vm_idle > ADD.1);
-        let add = io_idle < ADD.0 && given && snapshot.threads.len() < self.limits.most;
+        let add = io_idle < ADD.0 && given && snapshot.threads.len() < self.limits.max_iothreads;
         let remove = io_idle > CAN_REMOVE
             && (vm_idle < REMOVE.0 || io_idle > REMOVE.1)
-            && snapshot.threads.len() > self.limits.least.max(1);
+            && snapshot.threads.len() > self.limits.min_iothreads.max(1);
         let (add, remove) = (self.asks(Act::Add, add), self.asks(Act::Remove, remove));
         let reason = format!(
             "I/O idle {io_idle:.2} of {} cores, VM idle {vm_idle:.2} cores, in {} of {} epochs",

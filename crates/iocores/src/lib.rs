@@ -160,7 +160,7 @@ pub struct Queue {
     /// Taken and not ended.
     pub in_flight: u32,
     /// What its driver had made available at the last snapshot is still not taken.
-    pub standing: bool,
+    pub backlogged: bool,
 }
 
 impl Queue {
@@ -177,7 +177,7 @@ impl Queue {
             waited: Nanos::ZERO,
             calls: 0,
             in_flight: 0,
-            standing: false,
+            backlogged: false,
         }
     }
 }
@@ -250,9 +250,9 @@ pub struct Limits {
     /// Where IOThreads may run, in the order in which they are taken; one IOThread each.
     pub cpus: Vec<CpuId>,
     /// Fewest IOThreads, 1 or more.
-    pub least: usize,
+    pub min_iothreads: usize,
     /// Most IOThreads, no more than `cpus`.
-    pub most: usize,
+    pub max_iothreads: usize,
     /// Whether vCPUs and IOThreads have their CPUs in common: one may be taken from vCPUs for an
     /// IOThread, and these of `cpus` are vCPUs' too while I/O does not need them.
     pub borrow: bool,

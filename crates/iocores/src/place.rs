@@ -19,10 +19,10 @@ pub(crate) const DELAY: Nanos = Nanos::from_micros(200);
 
 /// What a queue whose requests wait has of an IOThread in a few samples, as a multiple of an equal part, that may as
 /// well be its turn in them.
-const CHANCE: std::ops::RangeInclusive<f64> = 0.5..=2.0;
+const NEAR_EQUAL_PART: std::ops::RangeInclusive<f64> = 0.5..=2.0;
 
 /// A queue that has so much of what another has would take as much.
-const TAKES: f64 = 0.8;
+const MIN_TAKER_PART: f64 = 0.8;
 
 /// What an idle queue counts, so that these spread too.
 const IDLE: f64 = 0.001;
@@ -67,7 +67,7 @@ impl FairShare {
     /// Those of a full IOThread.
     pub(crate) fn takers(queues: &[QueueLoad]) -> impl Iterator<Item = &QueueLoad> {
         let most = queues.iter().map(|queue| queue.busy).fold(0.0, f64::max);
-        queues.iter().filter(move |queue| queue.busy >= TAKES * most)
+        queues.iter().filter(move |queue| queue.busy >= MIN_TAKER_PART * most)
     }
 
     /// What each gets if there are so many more.
@@ -151,12 +151,12 @@ pub(crate) fn parts_that_go(
         /// How many of each VM.
         vms: BTreeMap<VmId, usize>,
     }
-    let counts = |queue: &QueueLoad| queue.busy >= LOADED || queue.standing;
+    let counts = |queue: &QueueLoad| queue.busy >= LOADED || queue.backlogged;
     let equal = 1.0 / queues.iter().filter(|queue| counts(queue)).count().max(1) as f64;
     let weight = |queue: &QueueLoad| {
-        if queue.standing {
+        if queue.backlogged {
             queue.busy.max(equal)
-        } else if queue.waits() && CHANCE.contains(&(queue.busy / equal)) {
+        } else if queue.waits() && NEAR_EQUAL_PART.contains(&(queue.busy / equal)) {
             equal
         } else {
             queue.busy
@@ -204,7 +204,7 @@ pub(crate) fn idle_that_go(
             of_all.1 += 1;
         }
     }
-    let may = |of: &&QueueLoad| of.busy < LOADED && !of.standing && movable(of.id) && !goes(of);
+    let may = |of: &&QueueLoad| of.busy < LOADED && !of.backlogged && movable(of.id) && !goes(of);
     let mut idle: Vec<_> = queues.iter().filter(may).copied().collect();
     idle.sort_by_key(|queue| (queue.vm, queue.id));
     idle.retain(|queue| {
@@ -276,7 +276,7 @@ mod tests {
             requests: 0,
             bytes: 0,
             waited: Nanos::ZERO,
-            standing: false,
+            backlogged: false,
         }
     }
 
@@ -325,14 +325,14 @@ mod tests {
 
     #[test]
     fn queues_that_stand_are_spread_though_they_were_not_served_lately() {
-        let standing = |id| QueueLoad { standing: true, ..queue(id, 0, 0.0) };
+        let backlogged = |id| QueueLoad { backlogged: true, ..queue(id, 0, 0.0) };
         let mut queues: Vec<_> =
             (0..3).map(|id| queue(id, 0, [0.2, 0.15, 0.1][id as usize])).collect();
-        queues.extend((3..27).map(standing));
+        queues.extend((3..27).map(backlogged));
         let parts = parts_that_go(&queues, 4, |_| true);
         assert_eq!(parts.len(), 3);
         for part in parts {
-            let stand = part.go.iter().filter(|queue| queue.standing).count();
+            let stand = part.go.iter().filter(|queue| queue.backlogged).count();
             assert!((1..=14).contains(&stand), "{part:?}");
         }
     }

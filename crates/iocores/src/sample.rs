@@ -53,7 +53,7 @@ pub(crate) struct QueueLoad {
     pub(crate) bytes: u64,
     /// Sum of what its requests waited for before they started.
     pub(crate) waited: Nanos,
-    pub(crate) standing: bool,
+    pub(crate) backlogged: bool,
 }
 
 impl QueueLoad {
@@ -125,7 +125,7 @@ impl Sample {
                 requests: now.requests.saturating_sub(was.requests),
                 bytes: now.bytes.saturating_sub(was.bytes),
                 waited: now.waited.saturating_sub(was.waited),
-                standing: now.standing,
+                backlogged: now.backlogged,
             }
         };
         let served = |queue: &&Queue| find(&threads, queue.thread, |thread| thread.id).is_some();

@@ -115,7 +115,7 @@ impl Spdk {
             queues: sample.queues_of(thread.id).count(),
         };
         let taken: BTreeSet<_> = sample.threads.iter().filter_map(|thread| thread.cpu).collect();
-        let mut room = self.limits.most.saturating_sub(sample.threads.len());
+        let mut room = self.limits.max_iothreads.saturating_sub(sample.threads.len());
         let mut keep = vcpus.len().saturating_sub(1);
         let mut cores = Vec::new();
         let mut seen = BTreeSet::new();
@@ -203,7 +203,7 @@ impl Spdk {
         let mut gone = Vec::new();
         for core in &cores {
             if let Some(thread) = core.thread.filter(|_| core.queues == 0)
-                && threads > self.limits.least.max(1)
+                && threads > self.limits.min_iothreads.max(1)
             {
                 threads -= 1;
                 gone.push(thread);

@@ -297,7 +297,7 @@ fn iothread_that_waits_for_vcpus_gets_its_cpu_if_they_have_room_elsewhere() {
 fn iothreads_beside_vcpus_are_counted_by_what_they_run() {
     let mut world = shared(3);
     world.wanted = 1.5;
-    world.limits.most = 2;
+    world.limits.max_iothreads = 2;
     world.load(&[SHALLOW, SHALLOW, SHALLOW, SHALLOW, NONE, NONE]);
     let mut policy = dynamic(&world);
     world.run(&mut *policy, 1_650);
@@ -306,7 +306,7 @@ fn iothreads_beside_vcpus_are_counted_by_what_they_run() {
     // A load that comes and goes needs them while it is there.
     let mut flapping = shared(3);
     flapping.wanted = 1.5;
-    flapping.limits.most = 2;
+    flapping.limits.max_iothreads = 2;
     let mut policy = dynamic(&flapping);
     for at in 0..50 {
         let load = if at % 2 == 0 { SHALLOW } else { NONE };
@@ -425,7 +425,7 @@ fn queue_that_is_alone_gets_none_of_two() {
     let mut world = World::new(2, 2, 3);
     let second = world.add_thread(CpuId::new(1));
     world.state.queues[2].thread = second;
-    world.limits.least = 2;
+    world.limits.min_iothreads = 2;
     let mut policy = dynamic(&world);
     world.load(&[SHALLOW; 3]);
     world.run(&mut *policy, 3_000);
@@ -468,7 +468,7 @@ fn queues_that_flap_are_served_alike() {
 fn addition_for_a_load_that_flaps_within_periods_is_not_undone() {
     for offset in [10, 30, 50, 70, 90] {
         let mut world = World::new(2, 2, 8);
-        (world.limits.most, world.quarrel) = (2, 0.35);
+        (world.limits.max_iothreads, world.quarrel) = (2, 0.35);
         let mut policy = dynamic(&world);
         world.load(&[DEEP, NONE, NONE, NONE, NONE, NONE, NONE, NONE]);
         world.run(&mut *policy, 3_000 + offset);
@@ -489,7 +489,7 @@ fn addition_for_a_load_that_flaps_within_periods_is_not_undone() {
 fn core_that_bursts_within_periods_need_is_kept() {
     for offset in [10, 30, 50, 70, 90] {
         let mut world = World::new(2, 2, 8);
-        world.limits.most = 2;
+        world.limits.max_iothreads = 2;
         let mut policy = dynamic(&world);
         world.load(&[DEEP; 8]);
         world.run(&mut *policy, 3_000 + offset);
@@ -537,7 +537,7 @@ fn many_queues_of_a_full_iothread_go_to_another_full_one() {
 fn move_that_does_not_come_about_is_not_asked_for_again() {
     for loads in [vec![NONE; 16], vec![DEEP; 16]] {
         let mut world = World::new(2, 2, 16);
-        world.limits.least = 2;
+        world.limits.min_iothreads = 2;
         let second = world.add_thread(CpuId::new(1));
         world.group(16);
         world.state.queues[8].thread = second;
@@ -556,7 +556,7 @@ fn move_that_does_not_come_about_is_not_asked_for_again() {
 #[test]
 fn idle_queues_of_a_vm_are_spread_and_a_loaded_one_stays() {
     let mut world = World::new(2, 2, 6);
-    world.limits.least = 2;
+    world.limits.min_iothreads = 2;
     let second = world.add_thread(CpuId::new(1));
     world.group(4);
     let mut policy = dynamic(&world);
@@ -605,7 +605,7 @@ fn vcpus_that_sleep_are_not_expected_to_lose_the_cpu_that_they_share() {
 fn idle_queues_are_not_spread_at_the_price_of_numbers() {
     for (busy, moves) in [(0, 4), (4, 0)] {
         let mut world = World::new(2, 2, 8);
-        world.limits.least = 2;
+        world.limits.min_iothreads = 2;
         let second = world.add_thread(CpuId::new(1));
         world.group(2);
         world.state.queues[4..].iter_mut().for_each(|queue| queue.thread = second);

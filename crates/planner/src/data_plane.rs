@@ -249,7 +249,7 @@ fn describe(problem: &Problem<'_>, curve: &Curve, heard: &[Heard<'_>]) -> Choice
         .filter(|vm| vm.is_background)
         .map(|of| {
             let (vm, device) = (of.vm.name.clone(), problem.device.name.clone());
-            BackgroundShare { vm, device, cap: None, held_by: None }
+            BackgroundShare { vm, device, cap: None, binding_constraint: None }
         })
         .collect();
     let (mut alone, mut planned) = (BytesPerSecond::default(), BytesPerSecond::default());

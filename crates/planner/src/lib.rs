@@ -8,7 +8,7 @@
 //! Algorithm, for each device by itself (module `search`): a local search over
 //! scheduler and bfq's parameters; weights follow urgency. Each candidate's caps on VMs
 //! without targets are as high as the targets allow: the bound of every task
-//! grows with them, so the largest is found by bisection. Worth is, in this
+//! grows with them, so the largest is found by bisection. Score is, in this
 //! order: tasks for which the model that was asked answers, targets met by
 //! urgency, background throughput, little that keeps the device idle, few
 //! changes from what is set. If a device cannot hold what is declared, the
@@ -238,7 +238,7 @@ pub fn predict(
         let load = problem.load(of_device);
         let idles = matches!(of_device.scheduler, Scheduler::Bfq(b) if b.slice_idle_us > 0);
         let regime = problem.structural.situation(&load).regime();
-        for promise in problem.evaluate(&load, &[], Together::No).promises {
+        for promise in problem.evaluate(&load, &[], JointConfidence::No).promises {
             let vm = problem.vms.iter().position(|v| v.vm.name == promise.vm);
             let paper = vm
                 .filter(|_| idles)
@@ -292,7 +292,7 @@ struct ProblemVm<'a> {
 
 /// For how many tasks at once a bound is to hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Together {
+enum JointConfidence {
     /// For each task alone.
     No,
     /// For all tasks of a VM.
@@ -391,20 +391,25 @@ impl<'a> Problem<'a> {
         Runs { regime, has, needs: conformal::needed(confidence, together) }
     }
 
-    fn evaluate(&self, load: &DeviceLoad, victims: &[usize], together: Together) -> Evaluation {
+    fn evaluate(
+        &self,
+        load: &DeviceLoad,
+        sacrificed_vms: &[usize],
+        together: JointConfidence,
+    ) -> Evaluation {
         let situation = self.structural.situation(load);
         let mut promises = Vec::new();
         for (i, v) in self.vms.iter().enumerate() {
             let with_target = match together {
-                Together::No => 1,
-                Together::Vm => v.tasks.iter().filter(|t| t.target.is_some()).count(),
+                JointConfidence::No => 1,
+                JointConfidence::Vm => v.tasks.iter().filter(|t| t.target.is_some()).count(),
             };
             for (place, (task, stream)) in v.tasks.iter().zip(&v.streams).enumerate() {
                 let Some(target) = task.target else { continue };
                 let estimate = self.structural.estimate(&situation, stream, target.percentile);
                 let question = Question { load, vm: i, task: place, target, together: with_target };
                 let answer = asked::ask(self.model, self.profile, &question, &estimate);
-                let facts = Facts {
+                let facts = TargetCheck {
                     percentile: target.percentile,
                     target: target.latency,
                     predicted: answer.predicted,
@@ -413,7 +418,7 @@ impl<'a> Problem<'a> {
                     utilisation: situation.utilisation,
                     runs: self.runs(estimate.regime, target.confidence, with_target),
                     tasks: with_target,
-                    is_victim: victims.contains(&i),
+                    is_victim: sacrificed_vms.contains(&i),
                 };
                 promises.push(TaskPromise {
                     vm: v.vm.name.clone(),
@@ -434,7 +439,7 @@ impl<'a> Problem<'a> {
     }
 }
 
-struct Facts {
+struct TargetCheck {
     percentile: Percentile,
     target: Nanos,
     predicted: Nanos,
@@ -464,7 +469,7 @@ const fn regime_name(regime: Regime) -> &'static str {
     }
 }
 
-impl Facts {
+impl TargetCheck {
     /// Why the target is not met, if it is not.
     fn unmet(&self) -> Option<String> {
         let overloaded = if self.utilisation > 1.0 {

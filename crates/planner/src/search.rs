@@ -9,7 +9,7 @@ use rtvirtio_spec::settings::{
 };
 use rtvirtio_units::{BytesPerSecond, Nanos, Weight};
 
-use crate::{Evaluation, Model, Problem, Together};
+use crate::{Evaluation, JointConfidence, Model, Problem};
 
 /// The least that a background VM is left: it must stay alive.
 const LEAST_CAP: f64 = 1e6;
@@ -38,15 +38,15 @@ pub(crate) struct Choice {
     /// The cap of each of them, bytes per second; `None`: none is needed.
     cap: Option<f64>,
     pub(crate) evaluation: Evaluation,
-    worth: Worth,
+    worth: Score,
     /// What keeps the cap from being larger.
-    held_by: Option<String>,
+    binding_constraint: Option<String>,
     pub(crate) reasons: Vec<String>,
 }
 
 /// Orders candidates; greater is better.
 #[derive(Debug, Clone, PartialEq)]
-struct Worth {
+struct Score {
     /// Tasks that the model which was asked answers for: the search must not leave its range because
     /// another one promises more there.
     answered: usize,
@@ -76,7 +76,7 @@ struct Shortfall {
     unbounded: usize,
 }
 
-impl Worth {
+impl Score {
     fn compare(&self, other: &Self) -> Ordering {
         let fewer = |a: usize, b: usize| b.cmp(&a);
         self.answered
@@ -93,20 +93,20 @@ impl Worth {
 
 /// The best settings for `problem` on a host whose knobs are `observed`.
 pub(crate) fn search(problem: &Problem<'_>, observed: &Knobs) -> Choice {
-    let mut victims = Vec::new();
-    let mut best = local_search(problem, observed, &victims);
+    let mut sacrificed_vms = Vec::new();
+    let mut best = local_search(problem, observed, &sacrificed_vms);
     // Urgency of those that may still be given up, least urgent last.
     let mut by_urgency: Vec<usize> =
         (0..problem.vms.len()).filter(|&i| problem.vms[i].urgency.is_some()).collect();
     by_urgency.sort_by_key(|&i| problem.vms[i].urgency);
-    while by_urgency.len() > 1 && !unmet_vms(&best, &victims, problem).is_empty() {
-        victims.extend(by_urgency.pop());
-        let mut choice = local_search(problem, observed, &victims);
+    while by_urgency.len() > 1 && !unmet_vms(&best, &sacrificed_vms, problem).is_empty() {
+        sacrificed_vms.extend(by_urgency.pop());
+        let mut choice = local_search(problem, observed, &sacrificed_vms);
         // Only for a target that is then met: to be less far from one is no reason to give up a VM.
         let meets_more =
             choice.worth.answered >= best.worth.answered && choice.worth.met > best.worth.met;
         if meets_more && choice.worth.compare(&best.worth) == Ordering::Greater {
-            for &i in &victims {
+            for &i in &sacrificed_vms {
                 let vm = &problem.vms[i].vm.name;
                 choice.reasons.push(format!("{vm} is given up so that more urgent VMs are met"));
             }
@@ -116,19 +116,24 @@ pub(crate) fn search(problem: &Problem<'_>, observed: &Knobs) -> Choice {
     best
 }
 
-/// VMs other than victims with an unmet target.
-fn unmet_vms<'a>(choice: &'a Choice, victims: &[usize], problem: &'a Problem<'_>) -> Vec<&'a str> {
-    let is_victim = |name: &str| victims.iter().any(|&i| problem.vms[i].vm.name.as_str() == name);
+/// VMs other than sacrificed_vms with an unmet target.
+fn unmet_vms<'a>(
+    choice: &'a Choice,
+    sacrificed_vms: &[usize],
+    problem: &'a Problem<'_>,
+) -> Vec<&'a str> {
+    let is_victim =
+        |name: &str| sacrificed_vms.iter().any(|&i| problem.vms[i].vm.name.as_str() == name);
     let unmet = choice.evaluation.promises.iter().filter(|p| p.unmet.is_some());
     unmet.map(|p| p.vm.as_str()).filter(|name| !is_victim(name)).collect()
 }
 
-fn local_search(problem: &Problem<'_>, observed: &Knobs, victims: &[usize]) -> Choice {
+fn local_search(problem: &Problem<'_>, observed: &Knobs, sacrificed_vms: &[usize]) -> Choice {
     let quiet = Bfq { slice_idle_us: 0, low_latency: false, ..Bfq::DEFAULT };
     let starts = [Scheduler::None, Scheduler::MqDeadline, Scheduler::Kyber, Scheduler::Bfq(quiet)];
     let mut best: Option<Choice> = None;
     for start in starts {
-        let mut here = candidate(problem, observed, victims, start);
+        let mut here = candidate(problem, observed, sacrificed_vms, start);
         loop {
             // Under bfq that idles tails are (VMs − 1) × timeout: no bound there is worth having, and one
             // that happens to be there must not win over a regime that lacks runs.
@@ -136,7 +141,7 @@ fn local_search(problem: &Problem<'_>, observed: &Knobs, victims: &[usize]) -> C
             let better = neighbours(here.scheduler)
                 .into_iter()
                 .filter(|s| may_idle || idle_knobs(*s) == 0)
-                .map(|s| candidate(problem, observed, victims, s))
+                .map(|s| candidate(problem, observed, sacrificed_vms, s))
                 .find(|c| c.worth.compare(&here.worth) == Ordering::Greater);
             match better {
                 Some(c) => here = c,
@@ -147,9 +152,10 @@ fn local_search(problem: &Problem<'_>, observed: &Knobs, victims: &[usize]) -> C
             best = Some(here);
         }
     }
-    let mut best = best.unwrap_or_else(|| candidate(problem, observed, victims, Scheduler::None));
-    best.held_by = best.held_by(problem, victims);
-    best.reasons = best.explain(problem, victims);
+    let mut best =
+        best.unwrap_or_else(|| candidate(problem, observed, sacrificed_vms, Scheduler::None));
+    best.binding_constraint = best.binding_constraint(problem, sacrificed_vms);
+    best.reasons = best.explain(problem, sacrificed_vms);
     best
 }
 
@@ -174,15 +180,15 @@ fn neighbours(scheduler: Scheduler) -> Vec<Scheduler> {
 fn candidate(
     problem: &Problem<'_>,
     observed: &Knobs,
-    victims: &[usize],
+    sacrificed_vms: &[usize],
     scheduler: Scheduler,
 ) -> Choice {
     let capped: Vec<usize> = (0..problem.vms.len())
-        .filter(|i| problem.vms[*i].urgency.is_none() || victims.contains(i))
+        .filter(|i| problem.vms[*i].urgency.is_none() || sacrificed_vms.contains(i))
         .collect();
     let evaluate = |cap: Option<f64>| {
         let load = problem.load(&settings(problem, scheduler, &capped, cap));
-        problem.evaluate(&load, victims, Together::Vm)
+        problem.evaluate(&load, sacrificed_vms, JointConfidence::Vm)
     };
     let met =
         |e: &Evaluation| -> Vec<bool> { e.promises.iter().map(|p| p.unmet.is_none()).collect() };
@@ -192,7 +198,8 @@ fn candidate(
     if !capped.is_empty() && (met(&evaluation).contains(&false) || !is_answered) {
         let least = evaluate(Some(LEAST_CAP));
         let answered = least.answered();
-        let is_victim = |p: &TaskPromise| victims.iter().any(|&i| problem.vms[i].vm.name == p.vm);
+        let is_victim =
+            |p: &TaskPromise| sacrificed_vms.iter().any(|&i| problem.vms[i].vm.name == p.vm);
         // What the least cap meets stays met. What even that does not meet, or cannot promise for lack
         // of a bound, stays as near to its target as it is there: the background comes last.
         let is_kept = |(now, best): (&TaskPromise, &TaskPromise)| match best.unmet {
@@ -232,7 +239,15 @@ fn candidate(
         }
     }
     let worth = worth(problem, observed, scheduler, &capped, cap, &evaluation);
-    Choice { scheduler, capped, cap, evaluation, worth, held_by: None, reasons: Vec::new() }
+    Choice {
+        scheduler,
+        capped,
+        cap,
+        evaluation,
+        worth,
+        binding_constraint: None,
+        reasons: Vec::new(),
+    }
 }
 
 /// Bound over target; infinite without a bound.
@@ -248,7 +263,7 @@ fn worth(
     capped: &[usize],
     cap: Option<f64>,
     evaluation: &Evaluation,
-) -> Worth {
+) -> Score {
     let mut by_urgency: Vec<_> = evaluation.promises.iter().collect();
     by_urgency
         .sort_by_key(|p| problem.vms.iter().find(|v| v.vm.name == p.vm).and_then(|v| v.urgency));
@@ -272,7 +287,7 @@ fn worth(
         Scheduler::Bfq(_) => 2,
     };
     let tightest = evaluation.promises.iter().map(|p| (tightness(p) * 1000.0) as u64).max();
-    Worth {
+    Score {
         answered: evaluation.answered(),
         met: by_urgency.iter().map(|p| p.unmet.is_none()).collect(),
         shortfall,
@@ -357,7 +372,7 @@ impl Choice {
             vm: problem.vms[i].vm.name.clone(),
             device: problem.device.name.clone(),
             cap: self.cap.map(|c| BytesPerSecond::new(c as u64)),
-            held_by: self.held_by.clone(),
+            binding_constraint: self.binding_constraint.clone(),
         };
         self.capped.iter().map(share).collect()
     }
@@ -375,10 +390,14 @@ impl Choice {
     }
 
     /// What a cap one step larger would break.
-    fn held_by(&self, problem: &Problem<'_>, victims: &[usize]) -> Option<String> {
+    fn binding_constraint(
+        &self,
+        problem: &Problem<'_>,
+        sacrificed_vms: &[usize],
+    ) -> Option<String> {
         let larger = self.cap? + CAP_STEP;
         let load = problem.load(&settings(problem, self.scheduler, &self.capped, Some(larger)));
-        let broken = problem.evaluate(&load, victims, Together::Vm).promises;
+        let broken = problem.evaluate(&load, sacrificed_vms, JointConfidence::Vm).promises;
         let pairs = self.evaluation.promises.iter().zip(&broken);
         let broken = pairs.filter(|(now, _)| now.unmet.is_none()).find_map(|(_, then)| {
             Some(format!("{}/{}: {}", then.vm, then.task, then.unmet.as_ref()?))
@@ -386,18 +405,19 @@ impl Choice {
         Some(broken.unwrap_or_else(|| "the device's throughput".to_owned()))
     }
 
-    fn explain(&self, problem: &Problem<'_>, victims: &[usize]) -> Vec<String> {
+    fn explain(&self, problem: &Problem<'_>, sacrificed_vms: &[usize]) -> Vec<String> {
         let mut reasons = vec![format!("scheduler: {}", self.scheduler)];
-        if let (Some(cap), Some(held_by)) = (self.cap, self.held_by.as_ref()) {
+        if let (Some(cap), Some(binding_constraint)) = (self.cap, self.binding_constraint.as_ref())
+        {
             let load: DeviceLoad =
                 problem.load(&settings(problem, self.scheduler, &self.capped, None));
-            let uncapped = problem.evaluate(&load, victims, Together::Vm);
+            let uncapped = problem.evaluate(&load, sacrificed_vms, JointConfidence::Vm);
             let lost = uncapped.promises.iter().filter(|p| p.unmet.is_some()).count();
             let met = self.evaluation.promises.iter().filter(|p| p.unmet.is_none()).count();
             let of = uncapped.promises.len();
             reasons.push(format!(
                 "cap of {} on each VM without a target: the largest at which the bounds of {met} \
-                 of {of} tasks hold, found by bisection; {} more would break {held_by}; without a \
+                 of {of} tasks hold, found by bisection; {} more would break {binding_constraint}; without a \
                  cap {lost} of {of} would miss",
                 BytesPerSecond::new(cap as u64),
                 BytesPerSecond::new(CAP_STEP as u64)

@@ -52,7 +52,7 @@ fn largest_cap_is_found() {
     // does not see: 8.85 ms of burst = cap × 90 ms / 371 MB/s, so 36.5 MB/s.
     let cap = plan.background[0].cap.unwrap().as_megabytes_f64();
     assert!((35.5..37.5).contains(&cap), "{cap}");
-    assert!(plan.background[0].held_by.as_ref().unwrap().starts_with("a/t"));
+    assert!(plan.background[0].binding_constraint.as_ref().unwrap().starts_with("a/t"));
 }
 
 #[test]

@@ -18,7 +18,7 @@ const FEW: u32 = 50;
 
 /// The longest time between two background requests, and how long one waits at most: who was
 /// promised more than there is may not starve the others.
-pub(crate) const PATIENCE_NS: u64 = 50_000_000;
+pub(crate) const MAX_BACKGROUND_WAIT_NS: u64 = 50_000_000;
 /// The shortest time between two.
 const GAP_NS: u64 = 1_000_000;
 
@@ -93,7 +93,7 @@ impl Depth {
         let all = self.kept + self.late;
         if self.slowed || self.late * TOO_MANY > all {
             if self.bound == 1 {
-                self.gap = (self.gap * 2).clamp(GAP_NS, PATIENCE_NS);
+                self.gap = (self.gap * 2).clamp(GAP_NS, MAX_BACKGROUND_WAIT_NS);
             }
             self.bound = (self.bound - (self.bound / 4).max(1)).max(1);
         } else if self.held_back && self.late * FEW <= all {
@@ -140,7 +140,7 @@ mod tests {
         epochs(&mut depth, 1, 1, 3);
         assert_eq!((depth.bound(), depth.gap()), (1, 4 * GAP_NS));
         epochs(&mut depth, 1, 1, 10);
-        assert_eq!(depth.gap(), PATIENCE_NS);
+        assert_eq!(depth.gap(), MAX_BACKGROUND_WAIT_NS);
         epochs(&mut depth, 0, 1, 7);
         assert_eq!((depth.bound(), depth.gap()), (1, 0));
         assert_eq!(epochs(&mut depth, 0, 1, 1), 2);

@@ -6,16 +6,16 @@ use std::collections::VecDeque;
 
 use rtvirtio_units::{Bytes, Nanos};
 
-use crate::depth::{Depth, PATIENCE_NS};
+use crate::depth::{Depth, MAX_BACKGROUND_WAIT_NS};
 use crate::heap::Heap;
 use crate::{Account, Device, Kind, MAX_TRANSFER, PAGE, Promise, Rate, Responses, Share, Usage};
 
 /// Background requests that the device has beyond its channels, so that none of these is free until
 /// the end of a request has been noticed.
-const AHEAD: u32 = 1;
+const EXTRA_DEPTH: u32 = 1;
 /// Fair queueing's clock runs in 1/1024 ns, so that large weights do not round their costs to
 /// nothing.
-const FINE: u64 = 1024;
+const VTIME_SCALE: u64 = 1024;
 /// From here on the clock is set back to 0, and all tags with it. A device with 8 channels that serve a flow of
 /// weight 1 gets here in 6 days. No tag is more than one request's cost beyond the clock, so tags stay far
 /// below the end of their range, where all of them would be equal.
@@ -23,7 +23,7 @@ const SET_BACK: u64 = 1 << 62;
 /// How often it is looked at whether a class gets its rate.
 const DEMAND_NS: u64 = 100_000_000;
 /// A rate comes about if no more than one in so many is not asked for.
-const UNASKED: u64 = 60;
+const DEMAND_TOLERANCE: u64 = 60;
 
 /// Names a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -174,7 +174,7 @@ impl Demand {
             return false;
         }
         let wants = self.busy > span / 4 * 3;
-        let slowed = wants && self.asked < span - span / UNASKED;
+        let slowed = wants && self.asked < span - span / DEMAND_TOLERANCE;
         *self = Self { since: now, busy_since: now, ..Self::default() };
         slowed
     }
@@ -259,7 +259,7 @@ impl Scheduler {
             running: 0,
             background: 0,
             promises: 0,
-            depth: Depth::new(device.channels.saturating_add(AHEAD)),
+            depth: Depth::new(device.channels.saturating_add(EXTRA_DEPTH)),
             usage: Usage::default(),
             used_at: 0,
         }
@@ -394,7 +394,7 @@ impl Scheduler {
         flow.start = flow.start.max(self.virtual_time);
         if eligible.is_none() {
             self.virtual_time = flow.start;
-            flow.start = flow.start.saturating_add(cost.saturating_mul(FINE) / flow.weight);
+            flow.start = flow.start.saturating_add(cost.saturating_mul(VTIME_SCALE) / flow.weight);
             (self.waits_since, self.served_at) = (now, now);
             self.background += 1;
         }
@@ -427,7 +427,7 @@ impl Scheduler {
         }
         let fair = self.fair.first().map(|(_, flow)| flow);
         if let Some(flow) = fair
-            && now.saturating_sub(self.waits_since) > PATIENCE_NS
+            && now.saturating_sub(self.waits_since) > MAX_BACKGROUND_WAIT_NS
         {
             return self.start_background(flow, now);
         }
@@ -436,7 +436,7 @@ impl Scheduler {
         }
         let flow = fair?;
         if self.promises > 0 {
-            if self.running >= self.device.channels.saturating_add(AHEAD) {
+            if self.running >= self.device.channels.saturating_add(EXTRA_DEPTH) {
                 return None;
             }
             let is_soon = now.saturating_sub(self.served_at) < self.depth.gap();
@@ -456,7 +456,7 @@ impl Scheduler {
         let times = [self.limited.first(), self.early.first()].into_iter().flatten();
         let gap = self.depth.gap();
         // Where it is the end of a request that background waits for, time alone changes nothing.
-        let has_room = self.running < self.device.channels.saturating_add(AHEAD)
+        let has_room = self.running < self.device.channels.saturating_add(EXTRA_DEPTH)
             && self.background < self.depth.bound();
         let waits = gap > 0 && has_room && !self.fair.is_empty();
         let background = waits.then(|| self.served_at.saturating_add(gap));
@@ -665,7 +665,7 @@ impl Scheduler {
             flow.clock = clock.saturating_add(limit.step(bytes));
         }
         if !promised {
-            flow.start = flow.start.saturating_add(cost.saturating_mul(FINE) / flow.weight);
+            flow.start = flow.start.saturating_add(cost.saturating_mul(VTIME_SCALE) / flow.weight);
         }
         self.begin(now);
         self.rank(class, now);

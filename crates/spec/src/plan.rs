@@ -19,7 +19,7 @@ use crate::profile::DeviceIdentity;
 use crate::settings::{Change, Knobs, Settings};
 
 /// The plan format that this version writes and reads.
-pub const PLAN_VERSION: u32 = 5;
+pub const PLAN_VERSION: u32 = 6;
 
 /// A saved plan (`rtvirtio plan -o`). Holds all that `apply` needs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -142,7 +142,7 @@ pub struct BackgroundShare {
     /// Its cap; `None` if it needs none.
     pub cap: Option<BytesPerSecond>,
     /// Which task holds the cap down, and at which bound, for people.
-    pub held_by: Option<String>,
+    pub binding_constraint: Option<String>,
 }
 
 /// What the settings give up on one device.

@@ -25,7 +25,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use rtvirtio_completion::slots::{Offer, SLOT_BYTES, SlotMemory, Way as Wanted};
+use rtvirtio_completion::slots::{Direction as SlotDirection, Offer, SLOT_BYTES, SlotMemory};
 use rtvirtio_completion::{Slot, Ticket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -255,8 +255,8 @@ impl Connection {
             return None;
         };
         let way = match call.direction {
-            Direction::Read => Wanted::Read,
-            Direction::Write => Wanted::Write,
+            Direction::Read => SlotDirection::Read,
+            Direction::Write => SlotDirection::Write,
         };
         slots.tell(index, way, call.offset as u64, length);
         let (mut parked, mut looks) = (false, 0_u32);

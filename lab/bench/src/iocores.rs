@@ -52,7 +52,7 @@ use rtvirtio_units::Nanos;
 use crate::cell::CANARY_LIMIT;
 use crate::lines::Lines;
 use crate::qos::cell::disturbance;
-use cell::{Cell, CellKey, Contender, Settings, Timeline};
+use cell::{Cell, CellKey, PolicyConfig, Settings, Timeline};
 use content::Unverified;
 use costs::Round;
 use rtvirtio_cli::progress::Progress;
@@ -60,8 +60,8 @@ use simulated::Compared;
 use trial::{LEAD, Measured, Trial, duration};
 
 /// Phases that are repeated alone, and the fixed number beside which: the one that is worth most there.
-const ALONE: [(PhaseKind, Contender); 2] =
-    [(PhaseKind::Idle, Contender::Static1), (PhaseKind::Flapping, Contender::Static2)];
+const ALONE: [(PhaseKind, PolicyConfig); 2] =
+    [(PhaseKind::Idle, PolicyConfig::Static1), (PhaseKind::Flapping, PolicyConfig::Static2)];
 /// How often, for each cell of a trace.
 const TIMES: u32 = 3;
 
@@ -82,7 +82,7 @@ pub struct Benchmark<'a> {
     /// What all cells have in common.
     pub settings: Settings,
     /// What is compared.
-    pub policies: Vec<Contender>,
+    pub policies: Vec<PolicyConfig>,
     /// Scenarios.
     pub seeds: Vec<u64>,
     /// How often each.
@@ -163,14 +163,14 @@ impl Benchmark<'_> {
     /// Every cell, in the order in which they run: policies take turns to be first, and phases alone follow the traces of
     /// their seed.
     fn keys(&self) -> Vec<CellKey> {
-        let is_there = |(kind, fixed): &(PhaseKind, Contender)| {
-            let policies = [*fixed, Contender::Dynamic];
+        let is_there = |(kind, fixed): &(PhaseKind, PolicyConfig)| {
+            let policies = [*fixed, PolicyConfig::Dynamic];
             self.settings.phases.contains(kind)
                 && policies.iter().all(|policy| self.policies.contains(policy))
         };
         let alone: Vec<_> = ALONE.into_iter().filter(is_there).collect();
         let mut keys = Vec::new();
-        let mut add = |policies: &[Contender], first: usize, seed, repetition, alone| {
+        let mut add = |policies: &[PolicyConfig], first: usize, seed, repetition, alone| {
             let mut policies = policies.to_vec();
             let first = first % policies.len().max(1);
             policies.rotate_left(first);
@@ -182,7 +182,7 @@ impl Benchmark<'_> {
                 add(&self.policies, repetition as usize + turn, seed, repetition, None);
                 for time in repetition * TIMES..(repetition + 1) * TIMES {
                     for &(kind, fixed) in &alone {
-                        let policies = [fixed, Contender::Dynamic];
+                        let policies = [fixed, PolicyConfig::Dynamic];
                         add(&policies, time as usize + turn, seed, time, Some(kind));
                     }
                 }
@@ -287,7 +287,7 @@ mod tests {
     fn policies_take_turns_on_each_seed() {
         let benchmark = Benchmark {
             settings: Settings { phases: vec![PhaseKind::AllHot], ..Settings::default() },
-            policies: vec![Contender::Static1, Contender::Dynamic],
+            policies: vec![PolicyConfig::Static1, PolicyConfig::Dynamic],
             seeds: vec![7, 8],
             repetitions: 2,
             calibrate: false,
@@ -315,7 +315,7 @@ mod tests {
     fn phases_alone_are_of_the_policies_that_are_compared_and_each_cell_has_a_name_of_its_own() {
         let benchmark = Benchmark {
             settings: Settings::default(),
-            policies: Contender::ALL.to_vec(),
+            policies: PolicyConfig::ALL.to_vec(),
             seeds: vec![7],
             repetitions: 2,
             calibrate: false,
@@ -326,11 +326,11 @@ mod tests {
         let of = |kind, policy| {
             keys.iter().filter(|key| (key.alone, key.policy) == (kind, policy)).count()
         };
-        for policy in Contender::ALL {
-            let is = |with| usize::from(policy == Contender::Dynamic || policy == with) * 6;
+        for policy in PolicyConfig::ALL {
+            let is = |with| usize::from(policy == PolicyConfig::Dynamic || policy == with) * 6;
             assert_eq!(of(None, policy), 2);
-            assert_eq!(of(Some(PhaseKind::Idle), policy), is(Contender::Static1));
-            assert_eq!(of(Some(PhaseKind::Flapping), policy), is(Contender::Static2));
+            assert_eq!(of(Some(PhaseKind::Idle), policy), is(PolicyConfig::Static1));
+            assert_eq!(of(Some(PhaseKind::Flapping), policy), is(PolicyConfig::Static2));
         }
         let mut distinct = keys.clone();
         distinct.sort_unstable();

@@ -48,7 +48,7 @@ use rtvirtio_host::interrupt::Interrupted;
 use crate::campaign;
 use crate::cell::CANARY_LIMIT;
 use crate::dataplane::server::qsd_version;
-use cell::{Cell, CellKey, Floor, Scheme, disturbance, read_cells};
+use cell::{Cell, CellKey, NoiseFloor, Scheme, disturbance, read_cells};
 use clients::{Plan, tasks};
 use configuration::Sharing;
 use curve::Curve;
@@ -194,7 +194,7 @@ impl Benchmark<'_> {
     }
 
     /// The most urgent VM alone.
-    fn floor(&self, key: &CellKey, device: &Path, interrupted: &Interrupted) -> Result<Floor> {
+    fn floor(&self, key: &CellKey, device: &Path, interrupted: &Interrupted) -> Result<NoiseFloor> {
         let trial = Trial {
             program: self.program,
             device,
@@ -205,7 +205,7 @@ impl Benchmark<'_> {
             window: FLOOR,
             seed: seed(key),
         };
-        Ok(Floor::of(&trial.run(interrupted)?.tasks))
+        Ok(NoiseFloor::of(&trial.run(interrupted)?.tasks))
     }
 
     fn cell(

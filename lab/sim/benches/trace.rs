@@ -7,8 +7,12 @@ use rtvirtio_sim::{Machine, Simulation};
 use rtvirtio_units::{Iops, Nanos};
 
 fn requests(machine: &Machine, scenario: &Scenario, kind: Kind) -> u64 {
-    let limits =
-        Limits { cpus: machine.io_cpus(), least: 1, most: machine.cpus.into(), borrow: true };
+    let limits = Limits {
+        cpus: machine.io_cpus(),
+        min_iothreads: 1,
+        max_iothreads: machine.cpus.into(),
+        borrow: true,
+    };
     let mut policy = policy(kind, limits);
     let mut simulation =
         Simulation::new(machine, scenario, &mut *policy).expect("both are in range");

@@ -263,15 +263,15 @@ fn policy_is_set_in_part_and_decisions_are_read_from_a_number_on() {
     let served = Served::new();
     let found = served.ask("GET", "/v1/policy", &Value::Null);
     let expected = json!({
-        "policy": "static", "cpus": [], "least": 1, "most": 1, "borrow": false, "running": false,
+        "policy": "static", "cpus": [], "min_iothreads": 1, "max_iothreads": 1, "borrow": false, "running": false,
         "last_decision": 0,
     });
     assert_eq!(found, (200, expected));
-    let set = json!({ "policy": "dynamic", "cpus": [3, 1], "least": 2 });
+    let set = json!({ "policy": "dynamic", "cpus": [3, 1], "min_iothreads": 2 });
     let (status, found) = served.ask("PUT", "/v1/policy", &set);
-    assert_eq!((status, &found["cpus"], &found["most"]), (200, &json!([3, 1]), &json!(2)));
+    assert_eq!((status, &found["cpus"], &found["max_iothreads"]), (200, &json!([3, 1]), &json!(2)));
     let (_, found) = served.ask("PUT", "/v1/policy", &json!({ "policy": "advise" }));
-    assert_eq!((&found["policy"], &found["least"]), (&json!("advise"), &json!(2)));
+    assert_eq!((&found["policy"], &found["min_iothreads"]), (&json!("advise"), &json!(2)));
 
     served.books.state().decisions = (1..=3).map(decision).collect();
     let (status, found) = served.ask("GET", "/v1/decisions?after=1", &Value::Null);
@@ -305,9 +305,9 @@ fn thousand_malformed_requests_change_nothing() {
         "{\"policy\":\"spdk\",\"cpus\":[]}",
         "{\"policy\":\"spdk\",\"cpus\":[1,1]}",
         "{\"policy\":\"spdk\",\"cpus\":[99999]}",
-        "{\"policy\":\"spdk\",\"most\":3}",
-        "{\"policy\":\"spdk\",\"least\":0}",
-        "{\"policy\":\"spdk\",\"least\":-1}",
+        "{\"policy\":\"spdk\",\"max_iothreads\":3}",
+        "{\"policy\":\"spdk\",\"min_iothreads\":0}",
+        "{\"policy\":\"spdk\",\"min_iothreads\":-1}",
         "{\"policy\":\"spdk\",\"borrow\":1}",
         "{\"policy\":\"spdk\",\"x\":1}",
         "{\"policy\":\"spdk\",\"cpus\":[4294967296]}",

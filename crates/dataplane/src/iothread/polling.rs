@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use rtvirtio_completion::{Costs, Entry, Gate, Patience, Tokens};
+use rtvirtio_completion::{AdaptivePollTime, Costs, Entry, Gate, Tokens};
 use rtvirtio_spec::serve::{Completion, CorePolicy};
 
 use crate::thread_stats::IoThreadStats;
@@ -79,14 +79,15 @@ pub(crate) struct Poller {
     /// By kind: how long it polls for drivers alone, and where disks have a part in it, ns.
     times: [u64; 2],
     /// By kind, for `core = "auto"`.
-    waits: Option<[Patience; 2]>,
+    waits: Option<[AdaptivePollTime; 2]>,
 }
 
 impl Poller {
     /// `tokens`: of the CPUs on which the thread runs.
     pub(crate) fn new(polling: Polling, tokens: Option<(Arc<Tokens>, Costs)>) -> Self {
         let auto = tokens.as_ref().filter(|_| polling.core == CorePolicy::Auto);
-        let waits = auto.map(|(_, costs)| [Patience::new(costs), Patience::new(costs)]);
+        let waits =
+            auto.map(|(_, costs)| [AdaptivePollTime::new(costs), AdaptivePollTime::new(costs)]);
         let wake = tokens.as_ref().map_or(0, |(_, costs)| costs.wake.get());
         let gate = tokens.map(|(tokens, costs)| Gate::new(tokens, &costs));
         Self { polling, gate, wake, times: [0; 2], waits }

@@ -36,9 +36,10 @@ fn poll_that_ends_for_want_of_room_says_the_same_as_one_of_a_file_that_always_en
     let mut last = None;
     loop {
         // What did not fit comes when there is room.
-        let _ = ring
-            .submitter()
-            .submit_with_args(1, &types::SubmitArgs::new().timespec(&types::Timespec::from(LOOK)));
+        let _ = ring.submitter().submit_with_args(
+            1,
+            &types::SubmitArgs::new().timespec(&types::Timespec::from(KICKLESS_POLL_INTERVAL)),
+        );
         let mut any = false;
         for entry in ring.completion() {
             any = true;

@@ -162,7 +162,7 @@ impl Sampler {
             queue.waited = now.waited;
             queue.calls = now.calls;
             queue.in_flight = now.in_flight().min(u32::MAX.into()) as u32;
-            queue.standing = now.is_standing(last);
+            queue.backlogged = now.is_standing(last);
             still &= now == last && queue.in_flight == 0;
         }
         self.still = if still { self.still + 1 } else { 0 };

@@ -263,9 +263,9 @@ fn sample_shows_what_queues_have_done_and_what_stands() {
     stats.count(crate::stats::Op::Read, 4096);
     let queue = rig.snapshot().queues.remove(1);
     assert_eq!((queue.requests, queue.bytes, queue.in_flight), (1, 4096, 2));
-    assert_eq!((queue.busy.get(), queue.waited.get(), queue.standing), (1_000, 500, true));
+    assert_eq!((queue.busy.get(), queue.waited.get(), queue.backlogged), (1_000, 500, true));
     stats.start(2);
-    assert!(!rig.snapshot().queues[1].standing);
+    assert!(!rig.snapshot().queues[1].backlogged);
 }
 
 #[test]

@@ -7,7 +7,9 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
-use rtvirtio_completion::slots::{NoRequest, SLOT_BYTES, SLOTS, SlotMemory, Wanted, Way};
+use rtvirtio_completion::slots::{
+    Direction, ProtocolViolation, SLOT_BYTES, SLOTS, SlotMemory, SlotRequest,
+};
 use rtvirtio_completion::{Doorbell, Ticket, Wakes};
 use rtvirtio_engine::{Operation, Segment};
 use rustix::fd::OwnedFd;
@@ -42,14 +44,14 @@ pub(super) struct Slots {
     /// Of requests that are in flight.
     tickets: [Option<Ticket>; SLOTS],
     /// Which was taken last, and what it is.
-    taken: (usize, Wanted),
+    taken: (usize, SlotRequest),
     /// What has finished and is not shown yet: which, and bytes or a negated error number.
     finished: Vec<(usize, Ticket, i32)>,
 }
 
 impl Slots {
     pub(super) fn new(memory: Arc<SlotMemory>) -> Self {
-        let nothing = Wanted { way: None, offset: 0, length: 0 };
+        let nothing = SlotRequest { way: None, offset: 0, length: 0 };
         Self {
             memory,
             due: 0,
@@ -63,7 +65,7 @@ impl Slots {
         self.memory.slots().doorbell()
     }
 
-    fn next(&mut self) -> Result<Option<u16>, NoRequest> {
+    fn next(&mut self) -> Result<Option<u16>, ProtocolViolation> {
         if self.due == 0 {
             self.due = self.doorbell().answer();
         }
@@ -73,10 +75,10 @@ impl Slots {
         let index = self.due.trailing_zeros() as usize;
         self.due &= self.due - 1;
         let (ticket, wanted) = self.memory.slots().take(index)?;
-        let place = self.tickets.get_mut(index).ok_or(NoRequest(index))?;
+        let place = self.tickets.get_mut(index).ok_or(ProtocolViolation(index))?;
         // It rang again while its request is in flight: the data would be used twice.
         if place.is_some() {
-            return Err(NoRequest(index));
+            return Err(ProtocolViolation(index));
         }
         *place = Some(ticket);
         self.taken = (index, wanted);
@@ -85,14 +87,14 @@ impl Slots {
 
     /// What the request that was taken last asks for.
     fn parsed(&self, limits: &Limits, data: &mut Vec<Segment>) -> Parsed {
-        let (index, Wanted { way, offset, length }) = self.taken;
+        let (index, SlotRequest { way, offset, length }) = self.taken;
         let bytes = u64::from(length);
         data.clear();
         let fits = length as usize <= SLOT_BYTES && within(offset, bytes, &limits.geometry);
         let operation = match way {
-            Some(Way::Read) => Ok(Operation::Read),
-            Some(Way::Write) if limits.read_only => Err(Status::IoError),
-            Some(Way::Write) => Ok(Operation::Write { durable: limits.write_through }),
+            Some(Direction::Read) => Ok(Operation::Read),
+            Some(Direction::Write) if limits.read_only => Err(Status::IoError),
+            Some(Direction::Write) => Ok(Operation::Write { durable: limits.write_through }),
             None => Err(Status::Unsupported),
         };
         let action = match operation {

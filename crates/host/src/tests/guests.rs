@@ -591,7 +591,7 @@ fn plan_applied_again_leaves_out_what_does_not_run_or_answer() {
         reasons: Vec::new(),
     };
     let host = &plan.bed.host;
-    let again = || host.apply_again(&saved, ApplyOptions::default()).unwrap();
+    let again = || host.reapply(&saved, ApplyOptions::default()).unwrap();
     let before = backup.snapshot();
     // Its guest boots, or all of it does.
     for hangs in [Manner::DeadFrom("guest-sync"), Manner::DeadFrom("qmp_capabilities")] {

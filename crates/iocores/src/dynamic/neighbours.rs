@@ -20,7 +20,7 @@ impl Dynamic {
     /// work: a driver elsewhere has to be interrupted for each call, and finds none of its data in its CPU's cache.
     pub(super) fn gather_vcpus(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
         if !self.is_steady(regret::ENOUGH, STILL)
-            || !self.may_place(view, |thread, _| thread.busy >= ROOM)
+            || !self.may_place(view, |thread, _| thread.busy >= HEADROOM)
         {
             return None;
         }

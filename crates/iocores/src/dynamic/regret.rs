@@ -60,7 +60,7 @@ pub(super) struct Situation {
     /// Queues with a load.
     pub(super) loaded: usize,
     /// Queues that stood: these ask for more than is done.
-    pub(super) standing: usize,
+    pub(super) backlogged: usize,
     /// Whether the action was not just for what is busy.
     pub(super) urgent: bool,
 }
@@ -71,7 +71,7 @@ impl Situation {
         let near = |a: f64, b: f64| (a - b).abs() <= 0.25 * a.max(b);
         near(self.io, then.io)
             && near(self.loaded as f64, then.loaded as f64)
-            && self.standing as f64 <= 1.25 * then.standing as f64
+            && self.backlogged as f64 <= 1.25 * then.backlogged as f64
             && (then.urgent || !self.urgent)
     }
 }
@@ -258,7 +258,7 @@ mod tests {
 
     const BEFORE: Progress = Progress { io: 1_000.0, busy: 1.0, ran: 0.0, waited: 0.0, cores: 1.0 };
 
-    const LOAD: Situation = Situation { io: 1_000.0, loaded: 8, standing: 2, urgent: false };
+    const LOAD: Situation = Situation { io: 1_000.0, loaded: 8, backlogged: 2, urgent: false };
 
     fn period(progress: Progress) -> Period {
         Period { progress, demand: progress.busy, ran: progress.busy }
@@ -336,7 +336,7 @@ mod tests {
         for other in [
             Situation { io: 2_000.0, ..LOAD },
             Situation { loaded: 4, ..LOAD },
-            Situation { standing: 3, ..LOAD },
+            Situation { backlogged: 3, ..LOAD },
             Situation { urgent: true, ..LOAD },
         ] {
             assert!(!back_off.holds(Nanos::ZERO, &other), "{other:?}");

@@ -22,7 +22,7 @@ impl Dynamic {
         let (situation, at) = (trial.situation, trial.at);
         // A removal harms only those that are busier for it than it was bet.
         let may_harm =
-            kind != Kind::Remove || view.window.unlocked().any(|thread| thread.busy > ROOM);
+            kind != Kind::Remove || view.window.unlocked().any(|thread| thread.busy > HEADROOM);
         let verdict = trial.verdict(&self.weights);
         if !may_harm || !verdict.harmed() {
             self.back_off[kind as usize].not_seen(&situation);
@@ -44,7 +44,7 @@ impl Dynamic {
             Undo::Remove(cpus) if self.may_remove(view.now) => {
                 let added = |cpu: Option<CpuId>| cpu.is_some_and(|cpu| cpus.contains(&cpu));
                 let added = view.window.unlocked().filter(|thread| added(thread.cpu));
-                let spare = view.window.threads.len().saturating_sub(self.limits.least);
+                let spare = view.window.threads.len().saturating_sub(self.limits.min_iothreads);
                 let gone: Vec<_> = added.map(|thread| thread.id).take(spare).collect();
                 let queues = gone.iter().map(|thread| view.groups[thread].len()).sum::<usize>();
                 if queues > self.budget.left_to_balance(view.snapshot) && !self.budget.is_fresh() {
@@ -53,7 +53,7 @@ impl Dynamic {
                 self.remove(view, &gone, &why)
             }
             Undo::Add(count) if self.may_add(view.now, false) => {
-                let room = self.limits.most.saturating_sub(view.window.threads.len());
+                let room = self.limits.max_iothreads.saturating_sub(view.window.threads.len());
                 let cpu = self.candidates(view).first().copied().filter(|_| room.min(count) > 0);
                 let split = self.widest_split(view);
                 cpu.zip(split).map(|(cpu, split)| self.add(view, vec![(cpu, split, why)], false))
@@ -117,7 +117,7 @@ impl Dynamic {
             let split = self.split(queues);
             let goes = |of: &&QueueLoad| split.go.iter().any(|queue| queue.id == of.id);
             let (go, stay): (Vec<_>, Vec<_>) = queues.iter().partition(goes);
-            let stands = |part: &[&QueueLoad]| part.iter().any(|queue| queue.standing);
+            let stands = |part: &[&QueueLoad]| part.iter().any(|queue| queue.backlogged);
             let least = split.load.min(split.stays);
             if split.go.is_empty() || (least < LOADED && !(stands(&go) && stands(&stay))) {
                 continue;
@@ -137,7 +137,7 @@ impl Dynamic {
             if let Some((to, go)) = room.or_else(|| self.room(view, pressed, &rest)) {
                 // What is only busy for a moment is not worth a move.
                 let load = |queue: &QueueLoad| self.loads.get(&queue.id).copied().unwrap_or(0.0);
-                if pressed.stands || queues.iter().map(load).sum::<f64>() >= HOT {
+                if pressed.stands || queues.iter().map(load).sum::<f64>() >= SATURATED {
                     return Some(self.balance(view, pressed, &to, &go));
                 }
                 continue;
@@ -149,7 +149,7 @@ impl Dynamic {
         }
         let urgent = new.iter().any(|(pressed, _)| pressed.urgent);
         let threads = view.window.threads.len();
-        let room = self.limits.most.saturating_sub(threads);
+        let room = self.limits.max_iothreads.saturating_sub(threads);
         if new.is_empty() || room == 0 || !self.may_add(now, urgent) {
             return None;
         }
@@ -200,7 +200,7 @@ impl Dynamic {
                 percent(load(&split.go)),
                 percent(split.stays),
                 threads + adds.len() + 1,
-                self.limits.most,
+                self.limits.max_iothreads,
             );
             idle -= if vcpus.contains(&cpu) { 1.0 } else { 0.0 };
             // Or those that become busy later would all be with the part that stays.
@@ -218,8 +218,8 @@ impl Dynamic {
             return None;
         }
         if let Some((at, before)) = &self.removed
-            && now.saturating_sub(*at) < MISTAKEN
-            && (Situation { io: before.io, standing: 0, urgent: false, ..situation }).like(before)
+            && now.saturating_sub(*at) < MISTAKE_PERIODS
+            && (Situation { io: before.io, backlogged: 0, urgent: false, ..situation }).like(before)
         {
             self.back_off[Kind::Remove as usize].seen(now, *before);
         }
@@ -234,18 +234,18 @@ impl Dynamic {
         new: Vec<(&'a Overloaded, Split)>,
         room: usize,
     ) -> Vec<(&'a Overloaded, Split)> {
-        let each = (room / new.len().max(1) + 1).min(self.fan);
-        let stands = |queue: &QueueLoad| self.standing.get(queue.id) >= STREAK;
+        let each = (room / new.len().max(1) + 1).min(self.max_split);
+        let stands = |queue: &QueueLoad| self.backlogged.get(queue.id) >= STREAK;
         let mut parts = Vec::new();
         for (pressed, split) in new {
             let queues = &view.groups[&pressed.thread];
-            let standing = queues.iter().filter(|queue| stands(queue)).count();
-            if each.min(standing) <= 2 {
+            let backlogged = queues.iter().filter(|queue| stands(queue)).count();
+            if each.min(backlogged) <= 2 {
                 parts.push((pressed, split));
                 continue;
             }
             let may_move = |queue| self.budget.may_move(queue);
-            let of = place::parts_that_go(queues, each.min(standing), may_move);
+            let of = place::parts_that_go(queues, each.min(backlogged), may_move);
             let of = of.into_iter().filter(|part| part.go.iter().any(stands));
             parts.extend(of.map(|part| (pressed, part)));
         }
@@ -268,7 +268,7 @@ impl Dynamic {
         let to = *others.min_by(|a, b| a.busy.total_cmp(&b.busy))?;
         let held: f64 = view.groups[&to.id].iter().map(|queue| self.smooth(queue)).sum();
         // Of one that is not full, what the other would be busier by is nothing gained.
-        let mut room = HOT.min(from.busy) - held.max(to.busy);
+        let mut room = SATURATED.min(from.busy) - held.max(to.busy);
         let mut left = self.budget.left_to_balance(view.snapshot);
         let mut go = Vec::new();
         for queue in part {
@@ -279,7 +279,7 @@ impl Dynamic {
                 go.push(*queue);
             }
         }
-        let some = load(&go) >= 2.0 * LOADED || go.iter().any(|queue| queue.standing);
+        let some = load(&go) >= 2.0 * LOADED || go.iter().any(|queue| queue.backlogged);
         some.then_some((to, go))
     }
 
@@ -335,7 +335,7 @@ impl Dynamic {
         }
         // Of the whole period, in which a load that comes and goes is seen on average.
         let groups = place::groups(view.period);
-        let share = |thread: &ThreadId| FairShare::of(&groups[thread], HOT);
+        let share = |thread: &ThreadId| FairShare::of(&groups[thread], SATURATED);
         let from = pressed.iter().map(|of| (of, share(&of.thread)));
         let (from, gets) = from.min_by(|a, b| a.1.with(0).total_cmp(&b.1.with(0)))?;
         let others = view.period.unlocked().filter(|thread| thread.id != from.thread);
@@ -343,8 +343,8 @@ impl Dynamic {
         let (to, would) = others.max_by(|a, b| a.1.with(1).total_cmp(&b.1.with(1)))?;
         let situation = self.situation(view, from.urgent);
         let (here, there) = (load(&groups[&from.thread]), load(&groups[&to.id]));
-        let fills = there < HOT && from.urgent && gets.is_contended();
-        if !(fills || would.with(1) > EVEN * gets.with(0))
+        let fills = there < SATURATED && from.urgent && gets.is_contended();
+        if !(fills || would.with(1) > MIN_IMBALANCE * gets.with(0))
             || self.budget.left_to_balance(view.snapshot) == 0
             || self.back_off[Kind::Move as usize].holds(view.now, &situation)
         {
@@ -352,7 +352,8 @@ impl Dynamic {
         }
         let may = |of: &&QueueLoad| {
             // Loads that are all met would only change places.
-            (there >= HOT || fills || there + of.busy < here) && self.may_go(of.id, from.thread)
+            (there >= SATURATED || fills || there + of.busy < here)
+                && self.may_go(of.id, from.thread)
         };
         let queue = *FairShare::takers(&groups[&from.thread]).find(may)?;
         self.gone.insert((queue.id, from.thread));
@@ -367,7 +368,7 @@ impl Dynamic {
     /// would still wait less. Whoever wants less gets it in either place, so that there is nothing to regret.
     pub(super) fn even_turns(&mut self, view: &View<'_>) -> Option<Vec<Decision>> {
         let groups = place::groups(view.period);
-        let not_full = view.period.unlocked().filter(|thread| thread.busy < HOT);
+        let not_full = view.period.unlocked().filter(|thread| thread.busy < SATURATED);
         let turns = not_full.map(|thread| (thread.id, Turns::of(&groups[&thread.id])));
         let turns: Vec<_> = turns.collect();
         let by_delay = |a: &&(ThreadId, Turns), b: &&(ThreadId, Turns)| a.1.delay.cmp(&b.1.delay);
@@ -415,7 +416,7 @@ impl Dynamic {
         }
         let unlocked = view.window.unlocked();
         let mut held: BTreeMap<ThreadId, (bool, usize)> =
-            unlocked.map(|thread| (thread.id, (thread.busy >= ROOM, 0))).collect();
+            unlocked.map(|thread| (thread.id, (thread.busy >= HEADROOM, 0))).collect();
         let mut queues = Vec::with_capacity(view.window.queues.len());
         for queue in &view.window.queues {
             if let Some((_, count)) = held.get_mut(&queue.thread) {
@@ -489,7 +490,7 @@ impl Dynamic {
             load(queues) >= 0.95 && loaded.count() > 1
         };
         let unlocked = period.unlocked(&[]);
-        if waited < GAIN.1 && unlocked.values().any(full) {
+        if waited < MIN_BALANCE_GAIN.1 && unlocked.values().any(full) {
             return 0;
         }
         let threads = period.window.threads.len();
@@ -498,14 +499,14 @@ impl Dynamic {
         let recent = self.history.iter().rev().take(regret::ENOUGH);
         let on_cpu =
             if self.is_steady(regret::ENOUGH, STEADY) { Period::on_cpu(recent) } else { 1.0 };
-        let mut count = threads.saturating_sub(self.limits.least).min(unlocked.len());
+        let mut count = threads.saturating_sub(self.limits.min_iothreads).min(unlocked.len());
         while count > 0 {
-            let gone = self.victims(&period, count);
+            let gone = self.removal_candidates(&period, count);
             let queues = gone.iter().flat_map(|thread| &unlocked[thread]).copied().collect();
             let ran = |thread: &ThreadId| period.window.thread(*thread).map_or(0.0, |of| of.ran);
             let ran: f64 = gone.iter().map(ran).sum();
             // The last core must pay, not all of them together.
-            let saved = SPARE * self.weights.core;
+            let saved = REMOVABLE_LOAD * self.weights.core;
             let gained = self.weights.compute * waited.min(ran);
             // On average fewer may do where it comes and goes within a period.
             let bursts = self.bursts_beyond((threads - count) as f64, on_cpu);
@@ -532,12 +533,15 @@ impl Dynamic {
         let least = |periods: usize, of: fn(&Spare) -> usize| {
             self.spare.1.iter().rev().take(periods).map(of).min().unwrap_or(0)
         };
-        let needless = least(NEEDLESS, |spare| spare.count);
+        let needless = least(NEEDLESS_PERIODS, |spare| spare.count);
         let unused = least(NEEDLESS_UNUSED, |spare| spare.unused);
-        let (count, periods) =
-            if needless >= unused { (needless, NEEDLESS) } else { (unused, NEEDLESS_UNUSED) };
+        let (count, periods) = if needless >= unused {
+            (needless, NEEDLESS_PERIODS)
+        } else {
+            (unused, NEEDLESS_UNUSED)
+        };
         // One that has just been added may have to wait for its load.
-        let is_new = self.spare.1.len() < NEEDLESS;
+        let is_new = self.spare.1.len() < NEEDLESS_PERIODS;
         if count == 0 || is_new || !self.may_remove(view.now) {
             return None;
         }
@@ -546,7 +550,7 @@ impl Dynamic {
         if self.back_off[Kind::Remove as usize].holds(view.now, &self.situation(view, false)) {
             return None;
         }
-        let gone = self.victims(view, count);
+        let gone = self.removal_candidates(view, count);
         let threads = view.window.threads.len();
         let reason = format!(
             "{threads} IOThreads were {} % busy in all, for {periods} periods {count} fewer would have done",
@@ -563,7 +567,7 @@ impl Dynamic {
         let mut missed = BTreeMap::new();
         let mut found = None;
         // vCPUs that sleep wait for each other when they wake up on CPUs that are full.
-        let room = GAIN.1.min(sample.vcpus_ran - sample.awake_ran);
+        let room = MIN_BALANCE_GAIN.1.min(sample.vcpus_ran - sample.awake_ran);
         for thread in sample.unlocked() {
             let Some(cpu) = thread.cpu.and_then(|cpu| sample.cpu(cpu)) else { continue };
             if vcpus.contains(&cpu.id) {
@@ -574,7 +578,9 @@ impl Dynamic {
                     sample.threads.iter().all(|thread| thread.cpu != Some(**other))
                 };
                 let refused = self.refused.contains(&cpu.id);
-                if !refused && thread.waited - lost >= GAIN.0 && vcpus.iter().any(|cpu| other(&cpu))
+                if !refused
+                    && thread.waited - lost >= MIN_BALANCE_GAIN.0
+                    && vcpus.iter().any(|cpu| other(&cpu))
                 {
                     let reason = format!(
                         "IOThread {} waits {} % for CPU {}, of which vCPUs use {} %; \
@@ -589,12 +595,12 @@ impl Dynamic {
                 }
             } else if lendable.contains(&cpu.id) {
                 let gained = sample.vcpus_waited.min(1.0 - thread.ran) - thread.busy;
-                if gained < GAIN.1 {
+                if gained < MIN_BALANCE_GAIN.1 {
                     continue;
                 }
                 let periods = self.missed.get(&cpu.id).map_or(1, |periods| periods + 1);
                 missed.insert(cpu.id, periods);
-                if periods >= NEEDLESS {
+                if periods >= NEEDLESS_PERIODS {
                     let reason = format!(
                         "IOThread {} uses {} % of CPU {}, vCPUs wait for {:.2} CPUs",
                         thread.id.0,

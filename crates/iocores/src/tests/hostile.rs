@@ -24,8 +24,8 @@ impl Liar {
         let cpus: Vec<_> = (0..io).map(CpuId::new).collect();
         let most = random.random_range(1..=cpus.len());
         let limits = Limits {
-            least: random.random_range(1..=most),
-            most,
+            min_iothreads: random.random_range(1..=most),
+            max_iothreads: most,
             cpus,
             borrow: random.random_bool(0.5),
         };
@@ -98,7 +98,7 @@ impl Liar {
             count(&mut vm.waited);
         }
         for queue in &mut self.state.queues {
-            queue.standing = random.random_bool(0.3);
+            queue.backlogged = random.random_bool(0.3);
             queue.requests = match random.random_range(0..100) {
                 0 => random.random(),
                 _ => queue.requests.saturating_add(random.random_range(0..1_000)),
@@ -150,7 +150,7 @@ impl Liar {
                     state.threads.iter().all(|thread| thread.cpu != Some(*cpu)),
                     "{decision:?}"
                 );
-                assert!(state.threads.len() < self.limits.most);
+                assert!(state.threads.len() < self.limits.max_iothreads);
                 let host = state.cpus.iter().find(|of| of.id == *cpu);
                 assert!(self.limits.borrow || host.is_none_or(|cpu| !cpu.vcpus), "{decision:?}");
                 for queue in queues {
@@ -163,7 +163,7 @@ impl Liar {
             }
             Action::RemoveThread { thread, moves: its } => {
                 assert!(unlocked.contains(thread), "{decision:?}");
-                assert!(state.threads.len() > self.limits.least);
+                assert!(state.threads.len() > self.limits.min_iothreads);
                 let left: BTreeSet<_> =
                     of.iter().filter(|(_, on)| *on == thread).map(|(queue, _)| *queue).collect();
                 assert_eq!(left, its.iter().map(|(queue, _)| *queue).collect());
@@ -255,7 +255,7 @@ impl Bounds {
 fn run(kind: Kind, seed: u64, queues: u32, steps: u32) {
     let mut liar = Liar::new(seed, queues);
     let mut policy = policy(kind, liar.limits.clone());
-    let mut bounds = Bounds { most: liar.limits.most, ..Bounds::default() };
+    let mut bounds = Bounds { most: liar.limits.max_iothreads, ..Bounds::default() };
     for _ in 0..steps {
         liar.pass();
         let decisions = policy.step(&liar.state);

@@ -78,7 +78,7 @@ impl World {
     pub(super) fn new(io: u32, vcpus: u32, queues: u32) -> Self {
         let cpu = |id| Cpu { id: CpuId::new(id), idle: Nanos::ZERO, vcpus: id >= io };
         let cpus: Vec<_> = (0..io).map(CpuId::new).collect();
-        let limits = Limits { most: cpus.len(), cpus, least: 1, borrow: false };
+        let limits = Limits { max_iothreads: cpus.len(), cpus, min_iothreads: 1, borrow: false };
         let mut world = Self {
             state: Snapshot { cpus: (0..io + vcpus).map(cpu).collect(), ..Snapshot::default() },
             drivers: BTreeMap::new(),
@@ -228,7 +228,7 @@ impl World {
             if self.ms().is_multiple_of(10) {
                 for queue in &mut self.state.queues {
                     let driver = self.drivers.get_mut(&queue.id).expect("each queue has one");
-                    queue.standing = driver.old > 0.5;
+                    queue.backlogged = driver.old > 0.5;
                     driver.old = driver.backlog;
                 }
                 for decision in policy.step(&self.state) {
@@ -297,7 +297,7 @@ impl World {
     /// where it is best by what it asks for.
     pub(super) fn best_static(&self, loads: &[Load]) -> f64 {
         let mut best = f64::MIN;
-        for count in 1..=self.limits.most {
+        for count in 1..=self.limits.max_iothreads {
             let (io, all) = (self.limits.cpus.len() as u32, self.state.cpus.len() as u32);
             let mut world = Self::new(io, all - io, self.drivers.len() as u32);
             (world.wanted, world.quarrel) = (self.wanted, self.quarrel);

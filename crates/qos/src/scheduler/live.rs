@@ -7,14 +7,14 @@
 
 use rtvirtio_units::Nanos;
 
-use super::{AHEAD, ClassId, Demand, FlowId, Pace, Promised, Scheduler};
+use super::{ClassId, Demand, EXTRA_DEPTH, FlowId, Pace, Promised, Scheduler};
 use crate::{Device, Promise, Share};
 
 impl Scheduler {
     /// The device has turned out to be another, or its service curve to be wrong.
     pub fn set_device(&mut self, device: Device) {
         self.device = Device { channels: device.channels.max(1), ..device };
-        self.depth.set_most(self.device.channels.saturating_add(AHEAD));
+        self.depth.set_most(self.device.channels.saturating_add(EXTRA_DEPTH));
         // What a rate is of the device has changed with it; clocks stay.
         for class in self.classes.iter_mut().flatten() {
             class.promise = class.promise.map(|old| Promised::of(old.promise, &self.device));

@@ -25,7 +25,7 @@ pub(crate) struct ApplyArgs {
     /// Apply to the knobs found now, whatever the plan saw, leave out VMs that do not run,
     /// and set those that do not answer on the host alone
     #[arg(long)]
-    again: bool,
+    reapply: bool,
     /// Revert after this many seconds unless `rtvirtio confirm` is run
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     confirm_timeout: Option<u64>,
@@ -72,8 +72,8 @@ pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
     let confirm_timeout = args.confirm_timeout.map(Duration::from_secs);
     let host = input::host();
     let options = ApplyOptions { confirm_timeout };
-    let (applied, SkippedVms { absent, unreached }) = if args.again {
-        host.apply_again(&plan, options)?
+    let (applied, SkippedVms { absent, unreached }) = if args.reapply {
+        host.reapply(&plan, options)?
     } else {
         let topology = Topology::of_plan(&plan);
         (host.apply(&topology, &plan.observed, &plan.changes, options)?, SkippedVms::default())
@@ -90,10 +90,12 @@ pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
         return Ok(Outcome::Done);
     }
     for vm in &absent {
-        println!("VM {vm} does not run: left out (once it does: rtvirtio apply PLAN --again)");
+        println!("VM {vm} does not run: left out (once it does: rtvirtio apply PLAN --reapply)");
     }
     for (vm, fault) in &unreached {
-        println!("VM {vm} is set on the host alone: {fault} (later: rtvirtio apply PLAN --again)");
+        println!(
+            "VM {vm} is set on the host alone: {fault} (later: rtvirtio apply PLAN --reapply)"
+        );
     }
     if applied.recovered.is_some() {
         println!("an earlier apply had not ended well; it was put back first");

@@ -21,7 +21,7 @@ const UNIT: &str = "/etc/systemd/system/rtvirtio.service";
 /// Arguments of `boot`.
 #[derive(clap::Args)]
 #[command(after_help = "Copies the plan to /etc/rtvirtio/plan.json and enables rtvirtio.service, \
-    which runs `rtvirtio apply --again` after libvirt's start. Changes no knob now.")]
+    which runs `rtvirtio apply --reapply` after libvirt's start. Changes no knob now.")]
 pub(crate) struct Args {
     /// A plan saved by `rtvirtio plan -o`
     #[arg(required_unless_present = "remove")]
@@ -43,7 +43,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         // sd_booted(3)
         Path::new("/run/systemd/system").is_dir(),
         "systemd does not run here, so it cannot start anything at boot (have this system's own \
-         boot scripts run `rtvirtio apply PLAN --again`)"
+         boot scripts run `rtvirtio apply PLAN --reapply`)"
     );
     ensure!(rustix::process::geteuid().is_root(), "units are installed by root: run as root");
     let text = match plan {
@@ -90,7 +90,7 @@ fn unit(program: &Path) -> Result<String> {
          [Service]\n\
          Type=oneshot\n\
          RemainAfterExit=yes\n\
-         ExecStart=\"{quoted}\" apply {PLAN} --again --force\n\
+         ExecStart=\"{quoted}\" apply {PLAN} --reapply --force\n\
          TimeoutStartSec=5min\n\
          \n\
          [Install]\n\

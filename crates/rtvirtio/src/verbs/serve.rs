@@ -226,12 +226,12 @@ fn describe(configuration: &Configuration) -> String {
     if let Some(control) = &configuration.control {
         text += &format!("control API: {}\n\n", control.socket.display());
     }
-    let IoCores { policy, cpus, least, most, borrow } = &configuration.iocores;
+    let IoCores { policy, cpus, min_iothreads, max_iothreads, borrow } = &configuration.iocores;
     if *policy != Policy::Static {
         text += &format!("policy: {policy}");
         if policy.needs_cpus() {
             let cpus = cpus.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-            text += &format!(", {least} to {most} iothreads, more on CPUs {cpus}");
+            text += &format!(", {min_iothreads} to {max_iothreads} iothreads, more on CPUs {cpus}");
             text += if *borrow { ", borrowed from vCPUs too" } else { "" };
         }
         text += "\n\n";

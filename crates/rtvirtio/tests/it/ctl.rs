@@ -155,7 +155,7 @@ fn answers_are_shown() {
 #[test]
 fn policy_is_asked_for_in_part_and_decisions_are_shown() {
     let state = json!({
-        "policy": "dynamic", "cpus": [3, 1], "least": 1, "most": 2, "running": false,
+        "policy": "dynamic", "cpus": [3, 1], "min_iothreads": 1, "max_iothreads": 2, "running": false,
         "failure": "index out of bounds", "last_decision": 7,
     });
     let (text, asked) = done(&["policy"], &state.to_string());
@@ -163,10 +163,11 @@ fn policy_is_asked_for_in_part_and_decisions_are_shown() {
     let expected = "policy      dynamic: FAILED and ended: index out of bounds\n\
                     cpus        3, 1\niothreads   1 to 2\ndecisions   7\n";
     assert_eq!(text, expected);
-    let set = ["policy", "advise", "--cpus", "6-7,2", "--least", "2", "--borrow", "true"];
+    let set = ["policy", "advise", "--cpus", "6-7,2", "--min-iothreads", "2", "--borrow", "true"];
     let (_, asked) = done(&set, &state.to_string());
     assert!(asked.head.starts_with("PUT /v1/policy "), "{}", asked.head);
-    let wanted = json!({ "policy": "advise", "cpus": [6, 7, 2], "least": 2, "borrow": true });
+    let wanted =
+        json!({ "policy": "advise", "cpus": [6, 7, 2], "min_iothreads": 2, "borrow": true });
     assert_eq!(asked.body, wanted);
     let (_, asked) = done(&["policy", "static"], &state.to_string());
     assert_eq!(asked.body, json!({ "policy": "static" }));
@@ -309,7 +310,7 @@ fn absent_data_plane_is_named_with_a_hint() {
 #[test]
 fn what_was_shown_to_nobody_failed_and_what_was_changed_was_done() {
     let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
-    let policy = r#"{"policy": "static", "cpus": [], "least": 1, "most": 1, "running": false, "last_decision": 0}"#;
+    let policy = r#"{"policy": "static", "cpus": [], "min_iothreads": 1, "max_iothreads": 1, "running": false, "last_decision": 0}"#;
     for (arguments, answer, code) in [
         (&["iothread", "list"] as &[_], "[]", 1),
         (&["device", "list"], "[]", 1),

@@ -176,7 +176,7 @@ disk = [{{ name = "root", device = "data" }}]
     assert_eq!(qemu.knobs(), before);
 
     // Applied to what is found, as at a boot.
-    run(0, &["apply", &plan, "--again"]);
+    run(0, &["apply", &plan, "--reapply"]);
     assert_eq!(qemu.knobs(), ("none".to_owned(), "bfq 0".to_owned(), 0));
     run(0, &["rollback"]);
     assert_eq!(qemu.knobs(), before);
@@ -192,7 +192,7 @@ disk = [{{ name = "root", device = "data" }}]
     assert!(!said.contains("guest scheduler"), "{said}");
     run(0, &["apply", &alone]);
     run(0, &["rollback"]);
-    let said = run(0, &["apply", &plan, "--again"]);
+    let said = run(0, &["apply", &plan, "--reapply"]);
     assert!(said.contains("VM plc is set on the host alone: "), "{said}");
     run(0, &["rollback"]);
     qemu.signal(Signal::CONT);

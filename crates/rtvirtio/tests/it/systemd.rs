@@ -346,7 +346,7 @@ fn systemd_keeps_what_is_applied_and_gives_back_what_was_there() {
     assert_eq!(guest.expect(0, "systemctl is-active rtvirtio"), "active\n");
     assert_eq!(sorted(guest.knobs(PLC_AGAIN)), sorted(planned_plc()));
     assert_eq!(sorted(guest.knobs(BACKUP)), sorted(planned_backup()));
-    let again = guest.expect(0, "rtvirtio apply /etc/rtvirtio/plan.json --again");
+    let again = guest.expect(0, "rtvirtio apply /etc/rtvirtio/plan.json --reapply");
     assert!(again.contains("VM late does not run") && again.contains("0 knobs"), "{again}");
 
     guest.expect(0, "rtvirtio rollback");
@@ -370,7 +370,7 @@ fn boot_without_systemd_is_refused() {
     for arguments in [&["boot", file.to_str().unwrap()][..], &["boot", "--remove"]] {
         let output = rtvirtio(directory.path(), arguments);
         assert_eq!(output.status.code(), Some(1));
-        assert!(said(&output).contains("--again"), "{}", said(&output));
+        assert!(said(&output).contains("--reapply"), "{}", said(&output));
         assert!(!Path::new("/etc/rtvirtio").exists());
     }
 }

@@ -13,9 +13,9 @@ pub struct PolicyState {
     /// Where IOThreads may be added, in the order in which CPUs are taken.
     pub cpus: Vec<CpuId>,
     /// Fewest IOThreads.
-    pub least: u32,
+    pub min_iothreads: u32,
     /// Most IOThreads.
-    pub most: u32,
+    pub max_iothreads: u32,
     /// Whether CPUs may be taken from vCPUs.
     #[serde(default)]
     pub borrow: bool,
@@ -32,13 +32,13 @@ impl PolicyState {
     /// Of settings that are in force.
     #[must_use]
     pub fn new(settings: &IoCores) -> Self {
-        let IoCores { policy, cpus, least, most, borrow } = settings.clone();
+        let IoCores { policy, cpus, min_iothreads, max_iothreads, borrow } = settings.clone();
         let (running, failure, last_decision) = (false, None, 0);
-        Self { policy, cpus, least, most, borrow, running, failure, last_decision }
+        Self { policy, cpus, min_iothreads, max_iothreads, borrow, running, failure, last_decision }
     }
 }
 
-/// `PUT /v1/policy`. What is left out stays as it is; with other `cpus`, `least` and `most` are 1
+/// `PUT /v1/policy`. What is left out stays as it is; with other `cpus`, `min_iothreads` and `max_iothreads` are 1
 /// and as many as those if nothing says.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]

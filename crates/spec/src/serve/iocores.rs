@@ -15,10 +15,10 @@ pub struct IoCores {
     /// Where IOThreads may be added, each CPU once, in the order in which they are taken. Some, if
     /// the policy adds any.
     pub cpus: Vec<CpuId>,
-    /// Fewest IOThreads, 1 to `most`.
-    pub least: u32,
+    /// Fewest IOThreads, 1 to `max_iothreads`.
+    pub min_iothreads: u32,
     /// Most IOThreads, no more than `cpus` has.
-    pub most: u32,
+    pub max_iothreads: u32,
     /// Whether CPUs may be taken from vCPUs for IOThreads, and given back.
     pub borrow: bool,
 }
@@ -26,12 +26,18 @@ pub struct IoCores {
 impl Default for IoCores {
     /// Nobody decides.
     fn default() -> Self {
-        Self { policy: Policy::Static, cpus: Vec::new(), least: 1, most: 1, borrow: false }
+        Self {
+            policy: Policy::Static,
+            cpus: Vec::new(),
+            min_iothreads: 1,
+            max_iothreads: 1,
+            borrow: false,
+        }
     }
 }
 
 impl IoCores {
-    /// Checks them. What `raw` leaves out is as in `before`; with other CPUs, `least` and `most` are 1
+    /// Checks them. What `raw` leaves out is as in `before`; with other CPUs, `min_iothreads` and `max_iothreads` are 1
     /// and as many as those.
     ///
     /// # Errors
@@ -42,12 +48,12 @@ impl IoCores {
 
     pub(super) fn located(raw: wire::IoCores, before: Self) -> Result<Self, Misplaced> {
         let policy = raw.policy.unwrap_or(before.policy);
-        let (cpus, least, most) = match raw.cpus {
-            None => (before.cpus, before.least, before.most),
+        let (cpus, min_iothreads, max_iothreads) = match raw.cpus {
+            None => (before.cpus, before.min_iothreads, before.max_iothreads),
             Some(cpus) => {
                 at(&["cpus"], in_range("CPUs", cpus.len() as u64, 1, MAX_IOTHREADS as u64))?;
-                let most = cpus.len() as u32;
-                (cpus, 1, most)
+                let max_iothreads = cpus.len() as u32;
+                (cpus, 1, max_iothreads)
             }
         };
         if let Some(bad) = cpus.iter().find(|cpu| cpu.get() > MAX_CPU) {
@@ -60,12 +66,15 @@ impl IoCores {
         if cpus.is_empty() && policy.needs_cpus() {
             return Err((&["policy"], Fault::NoCpus(policy)));
         }
-        let most = raw.most.unwrap_or(most);
+        let max_iothreads = raw.max_iothreads.unwrap_or(max_iothreads);
         let high = cpus.len().max(1) as u64;
-        at(&["most"], in_range("most", most.into(), 1, high))?;
-        let least = raw.least.unwrap_or(least);
-        at(&["least"], in_range("least", least.into(), 1, most.into()))?;
+        at(&["max_iothreads"], in_range("max_iothreads", max_iothreads.into(), 1, high))?;
+        let min_iothreads = raw.min_iothreads.unwrap_or(min_iothreads);
+        at(
+            &["min_iothreads"],
+            in_range("min_iothreads", min_iothreads.into(), 1, max_iothreads.into()),
+        )?;
         let borrow = raw.borrow.unwrap_or(before.borrow);
-        Ok(Self { policy, cpus, least, most, borrow })
+        Ok(Self { policy, cpus, min_iothreads, max_iothreads, borrow })
     }
 }

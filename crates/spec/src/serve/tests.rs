@@ -410,7 +410,13 @@ fn iocores(table: &str) -> Result<IoCores, ServeError> {
 #[test]
 fn policy_has_defaults_and_keeps_the_order_of_cpus() {
     let cpus = |cpus: &[u32]| cpus.iter().copied().map(CpuId::new).collect::<Vec<_>>();
-    let of = |policy, cpus, least, most| IoCores { policy, cpus, least, most, borrow: false };
+    let of = |policy, cpus, min_iothreads, max_iothreads| IoCores {
+        policy,
+        cpus,
+        min_iothreads,
+        max_iothreads,
+        borrow: false,
+    };
     assert_eq!(iocores("").unwrap(), of(Policy::Static, vec![], 1, 1));
     assert_eq!(
         iocores("policy = \"dynamic\"\ncpus = [3, 1, 2]\n").unwrap(),
@@ -440,9 +446,9 @@ fn fault_of_a_policy_is_named_with_its_line_and_a_hint() {
         ("policy = \"dynamic\"\ncpus = []", 6, "CPUs is 0, outside 1 to 64"),
         ("cpus = [1024]", 5, "CPU 1024 is beyond 1023"),
         ("cpus = [1, 2, 1]", 5, "CPU 1 is named twice"),
-        ("cpus = [1, 2]\nmost = 3", 6, "most is 3, outside 1 to 2"),
-        ("cpus = [1, 2]\nmost = 1\nleast = 2", 7, "least is 2, outside 1 to 1"),
-        ("cpus = [1]\nleast = 0", 6, "least is 0, outside 1 to 1"),
+        ("cpus = [1, 2]\nmost = 3", 6, "max_iothreads is 3, outside 1 to 2"),
+        ("cpus = [1, 2]\nmost = 1\nleast = 2", 7, "min_iothreads is 2, outside 1 to 1"),
+        ("cpus = [1]\nleast = 0", 6, "min_iothreads is 0, outside 1 to 1"),
         ("cpu = [1]", 5, "unknown key \"cpu\""),
     ] {
         let error = iocores(table).unwrap_err();

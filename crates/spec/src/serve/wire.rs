@@ -69,10 +69,10 @@ pub struct IoCores {
     pub cpus: Option<Vec<CpuId>>,
     /// Fewest IOThreads; 1 if nothing says.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub least: Option<u32>,
+    pub min_iothreads: Option<u32>,
     /// Most IOThreads; as many as `cpus` if nothing says.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub most: Option<u32>,
+    pub max_iothreads: Option<u32>,
     /// Whether CPUs may be taken from vCPUs and given back; no if nothing says.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub borrow: Option<bool>,

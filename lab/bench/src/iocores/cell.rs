@@ -24,7 +24,7 @@ pub const POINT_S: f64 = 0.1;
 /// A policy, and with how many IOThreads it begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub enum Contender {
+pub enum PolicyConfig {
     /// One IOThread, whatever happens.
     Static1,
     /// Two, each queue of a disk on the next.
@@ -37,7 +37,7 @@ pub enum Contender {
     Spdk,
 }
 
-impl Contender {
+impl PolicyConfig {
     /// All.
     pub const ALL: [Self; 5] =
         [Self::Static1, Self::Static2, Self::Dynamic, Self::Iocm, Self::Spdk];
@@ -77,16 +77,16 @@ impl Contender {
     }
 }
 
-impl FromStr for Contender {
+impl FromStr for PolicyConfig {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|contender| contender.name() == text);
+        let found = Self::ALL.into_iter().find(|policy_config| policy_config.name() == text);
         found.ok_or_else(|| format!("`{text}` is none of {}", Self::ALL.map(Self::name).join(", ")))
     }
 }
 
-impl TryFrom<String> for Contender {
+impl TryFrom<String> for PolicyConfig {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
@@ -94,13 +94,13 @@ impl TryFrom<String> for Contender {
     }
 }
 
-impl From<Contender> for String {
-    fn from(contender: Contender) -> Self {
-        contender.name().to_owned()
+impl From<PolicyConfig> for String {
+    fn from(policy_config: PolicyConfig) -> Self {
+        policy_config.name().to_owned()
     }
 }
 
-impl fmt::Display for Contender {
+impl fmt::Display for PolicyConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
     }
@@ -180,7 +180,7 @@ impl Settings {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct CellKey {
     /// The policy.
-    pub policy: Contender,
+    pub policy: PolicyConfig,
     /// The scenario's.
     pub seed: u64,
     /// From 0.
@@ -348,12 +348,12 @@ mod tests {
 
     #[test]
     fn contender_is_read_as_it_is_written() {
-        for contender in Contender::ALL {
-            assert_eq!(contender.to_string().parse(), Ok(contender));
+        for policy_config in PolicyConfig::ALL {
+            assert_eq!(policy_config.to_string().parse(), Ok(policy_config));
         }
-        let error = "static:3".parse::<Contender>().unwrap_err();
+        let error = "static:3".parse::<PolicyConfig>().unwrap_err();
         assert!(error.ends_with("static:1, static:2, dynamic, iocm, spdk"), "{error}");
-        let key = CellKey { policy: Contender::Static2, seed: 7, repetition: 1, alone: None };
+        let key = CellKey { policy: PolicyConfig::Static2, seed: 7, repetition: 1, alone: None };
         let text = serde_json::to_string(&key).unwrap();
         assert_eq!(text, r#"{"policy":"static:2","seed":7,"repetition":1}"#);
         assert_eq!(serde_json::from_str::<CellKey>(&text).unwrap(), key);

@@ -12,7 +12,7 @@ use rtvirtio_sim::scenario::PhaseKind;
 use serde::Serialize;
 
 use super::Campaign;
-use super::cell::{Cell, CellKey, Contender, Phase, Rest};
+use super::cell::{Cell, CellKey, Phase, PolicyConfig, Rest};
 
 /// Of the best fixed number's utility, throughput and p99: what may be missing.
 const MARGIN: f64 = 0.05;
@@ -32,7 +32,7 @@ pub struct Row {
     /// The phase; none: all.
     pub kind: Option<PhaseKind>,
     /// The policy.
-    pub policy: Contender,
+    pub policy: PolicyConfig,
     /// Cells.
     pub runs: usize,
     /// The least requests of a run.
@@ -97,7 +97,7 @@ type Run<'a> = (Group, &'a Phase, f64);
 pub fn rows(cells: &[Cell]) -> Vec<Row> {
     let mut rows = Vec::new();
     for kind in kinds(cells) {
-        let mut groups: BTreeMap<Group, Vec<(Contender, &Phase)>> = BTreeMap::new();
+        let mut groups: BTreeMap<Group, Vec<(PolicyConfig, &Phase)>> = BTreeMap::new();
         for cell in cells {
             if let Some(phase) = cell.phase(kind) {
                 let CellKey { seed, repetition, alone, .. } = cell.key;
@@ -105,7 +105,7 @@ pub fn rows(cells: &[Cell]) -> Vec<Row> {
                 groups.entry(key).or_default().push((cell.key.policy, phase));
             }
         }
-        let mut by_policy: BTreeMap<Contender, Vec<Run<'_>>> = BTreeMap::new();
+        let mut by_policy: BTreeMap<PolicyConfig, Vec<Run<'_>>> = BTreeMap::new();
         for (key, group) in groups {
             let progress: Vec<_> = group.iter().map(|(_, phase)| phase.progress()).collect();
             let reference = Reference::of(&progress);
@@ -119,7 +119,7 @@ pub fn rows(cells: &[Cell]) -> Vec<Row> {
     rows
 }
 
-fn row(kind: Option<PhaseKind>, policy: Contender, runs: &[Run<'_>]) -> Row {
+fn row(kind: Option<PhaseKind>, policy: PolicyConfig, runs: &[Run<'_>]) -> Row {
     let of = |value: &dyn Fn(&Phase) -> f64| {
         median(runs.iter().map(|(_, phase, _)| value(phase)).collect())
     };
@@ -210,8 +210,8 @@ pub(crate) fn name(kind: Option<PhaseKind>) -> &'static str {
     kind.map_or("whole", PhaseKind::name)
 }
 
-fn is_static(policy: Contender) -> bool {
-    Contender::STATIC.contains(&policy)
+fn is_static(policy: PolicyConfig) -> bool {
+    PolicyConfig::STATIC.contains(&policy)
 }
 
 /// All marks.
@@ -257,7 +257,7 @@ struct Marks<'a> {
 }
 
 impl Marks<'_> {
-    fn row(&self, kind: Option<PhaseKind>, policy: Contender) -> Option<&Row> {
+    fn row(&self, kind: Option<PhaseKind>, policy: PolicyConfig) -> Option<&Row> {
         self.rows.iter().find(|row| (row.kind, row.policy) == (kind, policy))
     }
 
@@ -269,14 +269,14 @@ impl Marks<'_> {
 
     /// The phases of rtvirtio's own policy, one for each cell.
     fn own(&self) -> impl Iterator<Item = &Phase> {
-        let own = self.cells.iter().filter(|cell| cell.key.policy == Contender::Dynamic);
+        let own = self.cells.iter().filter(|cell| cell.key.policy == PolicyConfig::Dynamic);
         own.flat_map(|cell| &cell.phases)
     }
 
     fn each_phase(&self) -> Verdict {
         let mut parts = Vec::new();
         for kind in kinds(self.cells).into_iter().flatten() {
-            let own = self.row(Some(kind), Contender::Dynamic);
+            let own = self.row(Some(kind), PolicyConfig::Dynamic);
             let best = self.best_static(Some(kind), |_| true);
             if let (Some(own), Some(best)) = (own, best) {
                 let is_met = own.utility >= best.utility - MARGIN * best.utility.abs();
@@ -291,11 +291,11 @@ impl Marks<'_> {
     fn whole(&self) -> Verdict {
         const MARK: &str = "1 whole trace";
         let others = self.rows.iter().filter(|row| row.kind.is_none());
-        let others: Vec<&Row> = others.filter(|row| row.policy != Contender::Dynamic).collect();
-        let Some(own) = self.row(None, Contender::Dynamic) else {
+        let others: Vec<&Row> = others.filter(|row| row.policy != PolicyConfig::Dynamic).collect();
+        let Some(own) = self.row(None, PolicyConfig::Dynamic) else {
             return verdict(MARK, None, "there is no cell of dynamic".to_owned());
         };
-        if others.len() < Contender::ALL.len() - 1 {
+        if others.len() < PolicyConfig::ALL.len() - 1 {
             return verdict(MARK, None, "policies to compare are missing".to_owned());
         }
         let listed: Vec<String> =
@@ -314,7 +314,7 @@ impl Marks<'_> {
     ) -> Verdict {
         let mut parts = Vec::new();
         for kind in kinds(self.cells) {
-            let Some(own) = self.row(kind, Contender::Dynamic).filter(|row| counts(row)) else {
+            let Some(own) = self.row(kind, PolicyConfig::Dynamic).filter(|row| counts(row)) else {
                 continue;
             };
             let Some(fixed) = self.best_static(kind, |row| row.utility >= own.utility) else {
@@ -359,7 +359,7 @@ impl Marks<'_> {
         const MARK: &str = "2 core given back";
         let is_needless = |phase: &&Phase| {
             let of = |policy| self.row(phase.kind, policy).map(|row| row.utility);
-            let [one, two] = Contender::STATIC.map(of);
+            let [one, two] = PolicyConfig::STATIC.map(of);
             phase.kind.is_some_and(PhaseKind::is_steady)
                 && one.zip(two).is_some_and(|(a, b)| a >= b)
         };
@@ -380,7 +380,7 @@ impl Marks<'_> {
     fn flapping(&self) -> Verdict {
         let kind = Some(PhaseKind::Flapping);
         let mut parts = Vec::new();
-        if let Some(own) = self.row(kind, Contender::Dynamic) {
+        if let Some(own) = self.row(kind, PolicyConfig::Dynamic) {
             for (group, utility) in &own.utilities {
                 let same = |row: &&Row| row.kind == kind && is_static(row.policy);
                 let fixed = self.rows.iter().filter(same).flat_map(|row| &row.utilities);

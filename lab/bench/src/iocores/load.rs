@@ -12,7 +12,7 @@ use rtvirtio_sim::scenario::{Burner, Load, Phase, PhaseKind, Scenario, Span, Str
 use rtvirtio_sim::{Costs, Machine, Simulation};
 use rtvirtio_units::{Bytes, CpuId, Nanos};
 
-use super::cell::{Contender, Settings};
+use super::cell::{PolicyConfig, Settings};
 use super::machine::{CPUS, cpus};
 use super::trial::Trial;
 
@@ -111,7 +111,7 @@ impl Row {
     ) -> Result<Figures> {
         let settings =
             Settings { queues: self.queues, cpu_us: self.cpu_us, kib_ns: 0, ..Settings::default() };
-        let of = Contender::Static1;
+        let of = PolicyConfig::Static1;
         let scenario = self.scenario(length);
         let (policy, threads) = (of.kind().name(), of.threads());
         let cpus = cpus()?;
@@ -135,7 +135,7 @@ impl Row {
         let mut machine = Machine::new(CPUS, 1);
         machine.vcpus = self.vcpus.places().map(|at| CpuId::new(at.into())).collect();
         machine.costs = costs.with_work(Nanos::from_micros(self.cpu_us.into()), Nanos::ZERO);
-        let limits = Limits { cpus: Vec::new(), least: 1, most: 1, borrow: false };
+        let limits = Limits { cpus: Vec::new(), min_iothreads: 1, max_iothreads: 1, borrow: false };
         let mut fixed = policy(Kind::Static, limits);
         let mut simulation = Simulation::new(&machine, &scenario, &mut *fixed)?;
         simulation.run_until(SIMULATED);

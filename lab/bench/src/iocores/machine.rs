@@ -15,7 +15,7 @@ use rtvirtio_units::CpuId;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 
-use super::cell::Contender;
+use super::cell::PolicyConfig;
 
 /// CPUs of a trial.
 pub const CPUS: u16 = 2;
@@ -159,12 +159,12 @@ impl Layout<'_> {
 
 /// The same machine for the simulator.
 pub(crate) fn simulated(
-    contender: Contender,
+    policy_config: PolicyConfig,
     disk: &Disk,
     vms: u16,
     costs: Costs,
 ) -> Result<Machine> {
-    let mut machine = Machine::new(CPUS, contender.threads());
+    let mut machine = Machine::new(CPUS, policy_config.threads());
     machine.vcpus = (0..u32::from(CPUS)).map(CpuId::new).collect();
     machine.costs = costs;
     if let Disk::Ssd(name) = disk {
@@ -177,7 +177,10 @@ pub(crate) fn simulated(
 /// The same policy for the simulator.
 pub(crate) fn borrowing(kind: Kind, machine: &Machine) -> Box<dyn Policy + Send> {
     let most = usize::from(CPUS);
-    policy(kind, Limits { cpus: machine.io_cpus(), least: 1, most, borrow: true })
+    policy(
+        kind,
+        Limits { cpus: machine.io_cpus(), min_iothreads: 1, max_iothreads: most, borrow: true },
+    )
 }
 
 #[cfg(test)]
@@ -233,9 +236,9 @@ mod tests {
         let own = Costs { request: Nanos::new(200), kib: Nanos::new(30), ..Costs::default() };
         let costs = own.with_work(Nanos::from_micros(20), Nanos::new(40));
         assert_eq!((costs.request.get(), costs.kib.get()), (20_200, 70));
-        let machine = simulated(Contender::Static2, &Disk::Null, 4, costs).unwrap();
+        let machine = simulated(PolicyConfig::Static2, &Disk::Null, 4, costs).unwrap();
         assert_eq!((machine.cpus, machine.threads.len(), machine.vcpus.len()), (2, 2, 2));
-        let machine = simulated(Contender::Dynamic, &Disk::Null, 4, costs).unwrap();
+        let machine = simulated(PolicyConfig::Dynamic, &Disk::Null, 4, costs).unwrap();
         assert_eq!(machine.threads, [CpuId::new(1)]);
     }
 }

@@ -3,7 +3,7 @@
 use maud::{Markup, html};
 use rtvirtio_sim::scenario::PhaseKind;
 
-use super::cell::{Cell, Contender, POINT_S};
+use super::cell::{Cell, POINT_S, PolicyConfig};
 use super::judge::{Row, name};
 use crate::report::svg::{Plot, Scale, px};
 
@@ -23,8 +23,8 @@ const HEIGHT: f64 = 90.0;
 /// What a panel shows.
 type Of = fn(&Cell) -> Vec<f64>;
 
-fn colour(policy: Contender) -> &'static str {
-    let place = Contender::ALL.iter().position(|other| *other == policy).unwrap_or(0);
+fn colour(policy: PolicyConfig) -> &'static str {
+    let place = PolicyConfig::ALL.iter().position(|other| *other == policy).unwrap_or(0);
     COLOURS[place]
 }
 
@@ -41,7 +41,7 @@ fn drawing(width: f64, height: f64, content: &Markup) -> String {
 
 fn legend() -> Markup {
     html! {
-        @for (index, policy) in Contender::ALL.into_iter().enumerate() {
+        @for (index, policy) in PolicyConfig::ALL.into_iter().enumerate() {
             @let x = 60.0 + 110.0 * index as f64;
             circle cx=(px(x)) cy="18" r="5" fill=(colour(policy)) {}
             text.name x=(px(x + 10.0)) y="22" { (policy) }

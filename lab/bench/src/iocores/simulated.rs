@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use anyhow::Result;
 
-use super::cell::{Cell, CellKey, Contender, Phase, Settings};
+use super::cell::{Cell, CellKey, Phase, PolicyConfig, Settings};
 use super::judge::{Verdict, kinds, median, name, verdict};
 use super::machine::{borrowing, simulated};
 use rtvirtio_cli::progress::Progress;
@@ -65,7 +65,7 @@ pub struct Compared {
     /// The phase; none: all.
     pub kind: Option<PhaseKind>,
     /// The policy.
-    pub policy: Contender,
+    pub policy: PolicyConfig,
     /// Seeds.
     pub seeds: usize,
     /// Requests a second.
@@ -137,7 +137,7 @@ pub fn compare(cells: &[Cell], of: Costs, interrupted: &Interrupted) -> Result<V
 fn compared(cells: &[Cell], runs: &[(CellKey, Simulated)]) -> Vec<Compared> {
     let mut all = Vec::new();
     for kind in kinds(cells) {
-        for policy in Contender::ALL {
+        for policy in PolicyConfig::ALL {
             let mut simulated: BTreeMap<u64, Vec<&PhaseOutcome>> = BTreeMap::new();
             for (key, outcome) in runs.iter().filter(|(key, _)| key.policy == policy) {
                 if let Some(phase) = part(outcome, kind) {
@@ -288,7 +288,7 @@ mod tests {
             let key = CellKey { policy, seed: 1, repetition: 0, alone: None };
             simulate(&settings, key, Costs::default(), &interrupted).unwrap().whole
         };
-        let (one, own) = (of(Contender::Static1), of(Contender::Dynamic));
+        let (one, own) = (of(PolicyConfig::Static1), of(PolicyConfig::Dynamic));
         assert!((one.io_cores - 1.0).abs() < 1e-9);
         assert!(own.io_cores > 1.5 && own.iops > 1.2 * one.iops, "{own:?}");
     }

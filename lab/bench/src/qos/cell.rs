@@ -131,7 +131,7 @@ pub struct Cell {
     pub curve: Option<Curve>,
     /// The most urgent VM alone, before and after, where the disk is the machine's.
     #[serde(default)]
-    pub floors: Option<[Floor; 2]>,
+    pub floors: Option<[NoiseFloor; 2]>,
     /// Why the cell does not count, if it does not.
     #[serde(default)]
     pub discarded: Option<String>,
@@ -139,14 +139,14 @@ pub struct Cell {
 
 /// The most urgent VM alone on the device.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-pub struct Floor {
+pub struct NoiseFloor {
     /// The worst of its tasks' p99 / target.
     pub tail: f64,
     /// The least that one delivered of its rate.
     pub delivered: f64,
 }
 
-impl Floor {
+impl NoiseFloor {
     pub(crate) fn of(tasks: &[Task]) -> Self {
         let tail = |task: &Task| task.p99_us.map_or(f64::MAX, |[p99, ..]| p99 / task.target_us);
         let delivered = tasks.iter().map(|task| task.delivered);
@@ -168,14 +168,14 @@ impl Floor {
 pub(crate) fn disturbance(
     limit: Nanos,
     canary: &Canary,
-    floors: Option<&[Floor; 2]>,
+    floors: Option<&[NoiseFloor; 2]>,
 ) -> Option<String> {
     if canary.p99 > limit {
         return Some(format!("canary p99 {} above {limit}", canary.p99));
     }
     let bad = floors?.iter().zip(["before", "after"]).find(|(floor, _)| !floor.is_met());
     bad.map(|(floor, when)| {
-        let Floor { tail, delivered } = floor;
+        let NoiseFloor { tail, delivered } = floor;
         format!("VM 0 alone {when}: p99/target {tail:.2}, delivered {delivered:.3}")
     })
 }
@@ -225,7 +225,7 @@ mod tests {
             let p99 = Nanos::from_millis(ms);
             Canary { n: 1, p50: p99, p99, p999: p99, max: p99 }
         };
-        let floor = |tail, delivered| Floor { tail, delivered };
+        let floor = |tail, delivered| NoiseFloor { tail, delivered };
         let good = floor(1.0, 0.95);
         assert_eq!(disturbance(limit, &canary(1), Some(&[good, good])), None);
         assert_eq!(disturbance(limit, &canary(1), None), None);

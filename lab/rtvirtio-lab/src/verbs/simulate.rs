@@ -234,8 +234,8 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Ended> {
         (machine.costs, machine.backend) = (costs, backend);
         let limits = Limits {
             cpus: machine.io_cpus(),
-            least: 1,
-            most: usize::from(args.cpus),
+            min_iothreads: 1,
+            max_iothreads: usize::from(args.cpus),
             borrow: !args.keep_vcpus,
         };
         let mut policy = policy(which.kind, limits);

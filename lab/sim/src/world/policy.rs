@@ -77,7 +77,7 @@ impl Simulation<'_> {
                 waited: Nanos::new(queue.waited),
                 calls: queue.calls,
                 in_flight: queue.in_flight,
-                standing: queue.taken < queue.marked,
+                backlogged: queue.taken < queue.marked,
             });
             queue.marked = queue.made;
         }

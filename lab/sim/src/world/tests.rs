@@ -45,7 +45,7 @@ fn second(loads: &[Load]) -> Scenario {
 }
 
 fn fixed() -> Box<dyn Policy + Send> {
-    policy(Kind::Static, Limits { cpus: vec![], least: 1, most: 1, borrow: false })
+    policy(Kind::Static, Limits { cpus: vec![], min_iothreads: 1, max_iothreads: 1, borrow: false })
 }
 
 fn run(machine: &Machine, scenario: &Scenario) -> Outcome {

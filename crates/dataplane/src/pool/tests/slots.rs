@@ -2,7 +2,7 @@
 
 use std::sync::atomic::AtomicU32;
 
-use rtvirtio_completion::slots::{SLOT_BYTES, SLOTS, SlotMemory, Way};
+use rtvirtio_completion::slots::{Direction, SLOT_BYTES, SLOTS, SlotMemory};
 
 use super::*;
 use crate::queue::SlotsSetup;
@@ -31,19 +31,19 @@ impl Client {
     }
 
     /// Reads or writes by the first slot that is free; what came of it.
-    fn ask(&self, way: Way, offset: u64, data: &mut [u8]) -> i32 {
+    fn ask(&self, way: Direction, offset: u64, data: &mut [u8]) -> i32 {
         let slots = self.memory.slots();
         let (index, ticket) = slots.claim(0).unwrap();
         let at = self.memory.data(index).as_ptr();
         let length = data.len().min(SLOT_BYTES);
-        if way == Way::Write {
+        if way == Direction::Write {
             // SAFETY: the slot's data, which is this request's.
             unsafe { at.copy_from_nonoverlapping(data.as_ptr(), length) };
         }
         slots.tell(index, way, offset, data.len() as u32);
         let slot = slots.get(index).unwrap();
         let result = slot.watch(ticket, Some(LOST)).expect("it comes back");
-        if way == Way::Read {
+        if way == Direction::Read {
             // SAFETY: as above.
             unsafe { at.copy_to_nonoverlapping(data.as_mut_ptr(), length) };
         }
@@ -58,8 +58,8 @@ impl Client {
         let mut written = word.repeat(BLOCK / 8);
         let mut read = vec![0; BLOCK];
         let offset = block * BLOCK as u64;
-        assert_eq!(self.ask(Way::Write, offset, &mut written), BLOCK as i32);
-        assert_eq!(self.ask(Way::Read, offset, &mut read), BLOCK as i32);
+        assert_eq!(self.ask(Direction::Write, offset, &mut written), BLOCK as i32);
+        assert_eq!(self.ask(Direction::Read, offset, &mut read), BLOCK as i32);
         assert!(read == written, "block {block}, {seed}");
     }
 
@@ -179,7 +179,7 @@ fn request_that_is_wrong_is_answered_with_an_error_and_others_go_on() {
         (0, SLOT_BYTES + 512),
         (0, u32::MAX as usize),
     ] {
-        for way in [Way::Read, Way::Write] {
+        for way in [Direction::Read, Direction::Write] {
             let slots = client.memory.slots();
             let (index, ticket) = slots.claim(0).unwrap();
             slots.tell(index, way, offset, bytes as u32);
@@ -215,7 +215,7 @@ fn slots_that_are_broken_stay_so_and_others_are_served() {
         let key = pool.start_slots(bad.setup(&device), id).unwrap();
         let slots = bad.memory.slots();
         let (first, ticket) = slots.claim(9).unwrap();
-        slots.tell(first, Way::Write, 0, 4096);
+        slots.tell(first, Direction::Write, 0, 4096);
         if twice {
             // Not with the first: two rings before an answer are one.
             let start = Instant::now();

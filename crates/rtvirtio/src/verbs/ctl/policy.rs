@@ -23,10 +23,10 @@ pub(super) struct Args {
     cpus: Option<Cpus>,
     /// Fewest IOThreads [default: as it is; 1 with --cpus]
     #[arg(long, value_name = "N")]
-    least: Option<u32>,
+    min_iothreads: Option<u32>,
     /// Most IOThreads, no more than CPUs [default: as it is; all with --cpus]
     #[arg(long, value_name = "N")]
-    most: Option<u32>,
+    max_iothreads: Option<u32>,
     /// Whether it may take CPUs from vCPUs and give them back; the data plane must have been started
     /// with borrow = true [default: as it is]
     #[arg(long, value_name = "BOOL")]
@@ -68,18 +68,22 @@ fn cpus(text: &str) -> Result<Cpus, String> {
 impl Args {
     /// Whether the command sets anything.
     pub(super) const fn changes(&self) -> bool {
-        let Self { name, cpus, least, most, borrow } = self;
-        name.is_some() || cpus.is_some() || least.is_some() || most.is_some() || borrow.is_some()
+        let Self { name, cpus, min_iothreads, max_iothreads, borrow } = self;
+        name.is_some()
+            || cpus.is_some()
+            || min_iothreads.is_some()
+            || max_iothreads.is_some()
+            || borrow.is_some()
     }
 }
 
 pub(super) fn run(client: &ControlClient, args: &Args, json: bool) -> Result<()> {
-    let Args { name, cpus, least, most, borrow } = args;
+    let Args { name, cpus, min_iothreads, max_iothreads, borrow } = args;
     let settings = wire::IoCores {
         policy: *name,
         cpus: cpus.as_ref().map(|cpus| cpus.0.clone()),
-        least: *least,
-        most: *most,
+        min_iothreads: *min_iothreads,
+        max_iothreads: *max_iothreads,
         borrow: *borrow,
     };
     let state: PolicyState = if args.changes() {

@@ -283,7 +283,7 @@ pub(super) fn policy(state: &PolicyState) -> String {
     if state.policy.needs_cpus() {
         let cpus = state.cpus.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         text += &format!("\ncpus        {cpus}");
-        text += &format!("\niothreads   {} to {}", state.least, state.most);
+        text += &format!("\niothreads   {} to {}", state.min_iothreads, state.max_iothreads);
         if state.borrow {
             text += "\nborrow      CPUs of vCPUs";
         }

@@ -23,9 +23,9 @@ use crate::input;
 const ANSWER: Duration = Duration::from_millis(500);
 /// No profile knows what a flush takes: a device's speed is not judged while one of so many requests
 /// is one.
-const FEW_FLUSHES: u64 = 20;
+const MAX_FLUSH_FRACTION: u64 = 20;
 /// How long one that did not answer is left alone.
-const LEFT_ALONE: Duration = Duration::from_secs(10);
+const RETRY_BACKOFF: Duration = Duration::from_secs(10);
 
 /// One device's line.
 #[derive(Debug, Clone, Serialize)]
@@ -149,7 +149,7 @@ impl DataPlane {
             self.forget(events);
             return Vec::new();
         }
-        if self.left_alone.is_some_and(|since| now - since < LEFT_ALONE) {
+        if self.left_alone.is_some_and(|since| now - since < RETRY_BACKOFF) {
             return Vec::new();
         }
         match self.client.snapshot() {
@@ -242,7 +242,7 @@ impl Shared {
             return None;
         }
         let did = since(&new.usage, &seen.usage);
-        if did.flushes.saturating_mul(FEW_FLUSHES) > did.requests {
+        if did.flushes.saturating_mul(MAX_FLUSH_FRACTION) > did.requests {
             return None;
         }
         // The curve in force may be of the device as slow as it was.

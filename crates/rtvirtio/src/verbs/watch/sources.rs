@@ -16,7 +16,7 @@ use rtvirtio_units::{DiskName, Nanos, TaskName, VmName};
 /// How long QEMU may take to answer; a look is lost if it takes longer.
 const ANSWER: Duration = Duration::from_millis(500);
 /// How long a monitor that did not answer is left alone.
-const LEFT_ALONE: Duration = Duration::from_secs(10);
+const RETRY_BACKOFF: Duration = Duration::from_secs(10);
 
 /// Boundaries of QEMU's bins: from 10 µs to 100 s, each 10 % above the last.
 const LEAST: f64 = 1e-5;
@@ -103,7 +103,7 @@ impl Sources {
         self.connected.retain(|vm, _| self.present.contains(vm));
         self.extents.retain(|(vm, _), _| self.present.contains(vm));
         let now = Instant::now();
-        self.left_alone.retain(|_, since| now - *since < LEFT_ALONE);
+        self.left_alone.retain(|_, since| now - *since < RETRY_BACKOFF);
         self.said.retain(|vm, _| self.present.contains(vm));
         let is_new = |vm: &&Vm| {
             self.present.contains(&vm.name)

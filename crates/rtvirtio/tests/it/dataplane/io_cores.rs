@@ -145,7 +145,7 @@ fn policies_change_while_the_verifier_runs_and_static_leaves_all_where_it_is() {
     eventually("queues on both IOThreads", ENOUGH, spread);
     let cpus = format!("{},{}", cpus[0], cpus[1]);
     for policy in ["iocm", "spdk", "advise", "dynamic", "round-robin"] {
-        let state = served.ctl(&["policy", policy, "--cpus", &cpus, "--least", "2"]);
+        let state = served.ctl(&["policy", policy, "--cpus", &cpus, "--min-iothreads", "2"]);
         assert_eq!((&state["policy"], &state["running"]), (&policy.into(), &true.into()));
         std::thread::sleep(Duration::from_millis(100));
     }
@@ -209,7 +209,7 @@ fn borrowed_cpu_is_given_back_however_it_ends() {
         assert_eq!(cpus_of(vm.vcpu), all);
         let connected = || served.ctl(&["device", "list"])[0]["connected"] == true;
         eventually("the front end", ENOUGH, connected);
-        served.ctl(&["policy", "dynamic", "--least", "2"]);
+        served.ctl(&["policy", "dynamic", "--min-iothreads", "2"]);
         vm.runs_on(&left);
         let decisions = served.ctl(&["decisions"]);
         let is_set = |d: &Value| d["action"]["kind"] == "set_vcpu_cpus" && d["outcome"] == "done";

@@ -32,7 +32,7 @@ fn phase(kind: Option<PhaseKind>, iops: u64, io_cores: f64, waited: f64) -> Phas
     }
 }
 
-fn cell(policy: Contender, seed: u64, phases: Vec<Phase>, whole: Phase) -> Cell {
+fn cell(policy: PolicyConfig, seed: u64, phases: Vec<Phase>, whole: Phase) -> Cell {
     let canary =
         Canary { n: 1, p50: Nanos::ZERO, p99: Nanos::ZERO, p999: Nanos::ZERO, max: Nanos::ZERO };
     Cell {
@@ -57,17 +57,17 @@ const IDLE: Option<PhaseKind> = Some(PhaseKind::Idle);
 fn campaign(change: impl Fn(&mut Phase)) -> Vec<Cell> {
     let made = |policy, hot: (u64, f64), idle: f64, whole: u64| {
         let mut phases = vec![phase(HOT, hot.0, hot.1, 0.0), phase(IDLE, 100, idle, 0.0)];
-        if policy == Contender::Dynamic {
+        if policy == PolicyConfig::Dynamic {
             phases.iter_mut().for_each(&change);
         }
         cell(policy, 1, phases, phase(None, whole, 1.5, 0.0))
     };
     vec![
-        made(Contender::Static1, (10_000, 1.0), 1.0, 5_000),
-        made(Contender::Static2, (20_000, 2.0), 2.0, 9_000),
-        made(Contender::Dynamic, (20_000, 2.0), 1.0, 10_000),
-        made(Contender::Iocm, (10_000, 1.0), 1.0, 5_000),
-        made(Contender::Spdk, (15_000, 1.5), 1.0, 7_000),
+        made(PolicyConfig::Static1, (10_000, 1.0), 1.0, 5_000),
+        made(PolicyConfig::Static2, (20_000, 2.0), 2.0, 9_000),
+        made(PolicyConfig::Dynamic, (20_000, 2.0), 1.0, 10_000),
+        made(PolicyConfig::Iocm, (10_000, 1.0), 1.0, 5_000),
+        made(PolicyConfig::Spdk, (15_000, 1.5), 1.0, 7_000),
     ]
 }
 
@@ -88,10 +88,10 @@ fn utilities_are_parts_of_the_groups_best_less_a_fifth_a_core() {
         rows.iter().find(|row| (row.kind, row.policy) == (kind, policy)).unwrap().utility
     };
     // 0.5 + 1 - 0.2, and 1 + 1 - 0.4.
-    assert!((utility(HOT, Contender::Static1) - 1.3).abs() < 1e-9);
-    assert!((utility(HOT, Contender::Static2) - 1.6).abs() < 1e-9);
-    assert!((utility(IDLE, Contender::Static1) - 1.8).abs() < 1e-9);
-    assert!((utility(None, Contender::Spdk) - (0.7 + 1.0 - 0.3)).abs() < 1e-9);
+    assert!((utility(HOT, PolicyConfig::Static1) - 1.3).abs() < 1e-9);
+    assert!((utility(HOT, PolicyConfig::Static2) - 1.6).abs() < 1e-9);
+    assert!((utility(IDLE, PolicyConfig::Static1) - 1.8).abs() < 1e-9);
+    assert!((utility(None, PolicyConfig::Spdk) - (0.7 + 1.0 - 0.3)).abs() < 1e-9);
     assert_eq!(rows.len(), 15);
     assert!((rows[0].iops_per_core - 100.0).abs() < 1e-9, "{:?}", rows[0]);
 }
@@ -217,10 +217,10 @@ fn flapping_counts_in_each_seed_and_moves_in_the_worst_second() {
             cell(policy, seed, vec![flapping], phase(None, iops, 1.0, 0.0))
         };
         vec![
-            of(Contender::Static1, 1, 10_000),
-            of(Contender::Dynamic, 1, 10_000),
-            of(Contender::Static1, 2, 10_000),
-            of(Contender::Dynamic, 2, own),
+            of(PolicyConfig::Static1, 1, 10_000),
+            of(PolicyConfig::Dynamic, 1, 10_000),
+            of(PolicyConfig::Static1, 2, 10_000),
+            of(PolicyConfig::Dynamic, 2, own),
         ]
     };
     // 0.92 + 1 - 0.2 = 1.72 of 1.8; 0.9: 1.7.
@@ -236,7 +236,7 @@ fn flapping_counts_in_each_seed_and_moves_in_the_worst_second() {
 fn cell_that_failed_is_named_and_counts_nowhere_else() {
     let mut cells = campaign(|_| ());
     let failed = "VM 0, queue 1: lost".to_owned();
-    let mut bad = cell(Contender::Dynamic, 2, Vec::new(), phase(None, 1, 1.0, 0.0));
+    let mut bad = cell(PolicyConfig::Dynamic, 2, Vec::new(), phase(None, 1, 1.0, 0.0));
     (bad.failed, bad.whole) = (Some(failed), None);
     cells.push(bad);
     let (lost, why) = outcome(&cells, "3 verified");

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use rtvirtio_bench::iocores::cell::{Contender, SEEDS, Settings};
+use rtvirtio_bench::iocores::cell::{PolicyConfig, SEEDS, Settings};
 use rtvirtio_bench::iocores::machine::Disk;
 use rtvirtio_bench::iocores::{Benchmark, costs, disturb, judge, simulated, write_report};
 use rtvirtio_host::interrupt::Interrupted;
@@ -53,8 +53,8 @@ Examples:
   rtvirtio-lab bench iocores --disturb --seconds 10 --repetitions 5")]
 pub(crate) struct Args {
     /// Policies to compare
-    #[arg(long, value_delimiter = ',', default_values_t = Contender::ALL)]
-    policies: Vec<Contender>,
+    #[arg(long, value_delimiter = ',', default_values_t = PolicyConfig::ALL)]
+    policies: Vec<PolicyConfig>,
     /// Phases, or all
     #[arg(long, value_delimiter = ',', default_value = "all")]
     phases: Vec<String>,

@@ -30,7 +30,7 @@ impl Host {
     ///
     /// # Errors
     /// As [`Host::apply`]; a VM that is reached at first and no more after that is one.
-    pub fn apply_again(
+    pub fn reapply(
         &self,
         plan: &Plan,
         options: ApplyOptions,

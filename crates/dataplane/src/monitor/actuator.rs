@@ -23,7 +23,7 @@ pub(super) type MayBorrow = Arc<Mutex<Option<Guard>>>;
 
 /// What carries decisions out.
 #[derive(Debug)]
-pub(super) struct Hands {
+pub(super) struct Actuator {
     /// The number in the name of the last IOThread that was added.
     added: u64,
     guard: MayBorrow,
@@ -73,13 +73,13 @@ pub(super) fn describe(action: &Action, sampler: &Sampler) -> PolicyAction {
     described.unwrap_or(PolicyAction::Gone)
 }
 
-impl Hands {
+impl Actuator {
     pub(super) const fn new(guard: MayBorrow) -> Self {
         Self { added: 0, guard, vcpus: Vec::new(), look: 0 }
     }
 
     /// Does what was decided, as far as it can be done.
-    pub(super) fn carry_out(&mut self, action: &Action, sampler: &Sampler, core: &Core) -> Carried {
+    pub(super) fn apply(&mut self, action: &Action, sampler: &Sampler, core: &Core) -> Carried {
         let mut described = describe(action, sampler);
         let done = match action {
             Action::AddThread { cpu, queues } => {
@@ -110,7 +110,7 @@ impl Hands {
     }
 
     /// Has vCPUs that came since the last decision run where that says. Whether any was moved.
-    pub(super) fn keep_vcpus(&mut self, sampler: &Sampler) -> bool {
+    pub(super) fn reapply_vcpu_affinity(&mut self, sampler: &Sampler) -> bool {
         let look = sampler.looks();
         std::mem::replace(&mut self.look, look) != look
             && !self.vcpus.is_empty()

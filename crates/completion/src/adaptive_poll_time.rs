@@ -21,14 +21,14 @@ const MOST_SAMPLE: u64 = 8;
 
 /// What waits of a kind have lasted, and what follows.
 #[derive(Debug, Clone)]
-pub struct Patience {
+pub struct AdaptivePollTime {
     /// What parking adds to a wait, ns.
     wake: u64,
     /// The average wait, ns; 0: none yet.
     pub(crate) latency: u64,
 }
 
-impl Patience {
+impl AdaptivePollTime {
     /// Without experience.
     #[must_use]
     pub const fn new(costs: &Costs) -> Self {
@@ -66,14 +66,14 @@ mod tests {
 
     use super::*;
 
-    fn patience() -> Patience {
+    fn patience() -> AdaptivePollTime {
         let costs = Costs {
             pauses: 16,
             look: Nanos::new(665),
             wake: Nanos::from_micros(20),
             gap: Nanos::from_micros(40),
         };
-        Patience::new(&costs)
+        AdaptivePollTime::new(&costs)
     }
 
     #[test]
@@ -101,7 +101,7 @@ mod tests {
 
     #[test]
     fn without_a_known_cost_nobody_spins() {
-        let mut patience = Patience { wake: 0, latency: 0 };
+        let mut patience = AdaptivePollTime { wake: 0, latency: 0 };
         assert_eq!(patience.budget(), 0);
         patience.learn(1);
         assert_eq!(patience.budget(), 0);
