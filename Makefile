@@ -112,8 +112,9 @@ fmt: ## Formatting
 clippy: ## Lints, of tests and benchmarks too
 	cargo clippy --workspace --all-targets --all-features --locked -- -D warnings
 
-doc: ## The documentation builds without a warning
+doc: ## docs/ as a book, and the documentation of the crates without a warning
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --all-features --no-deps --locked
+	@scripts/book $(TARGET)
 
 deny: ## Licences, sources and advisories of the dependencies
 	@scripts/deny

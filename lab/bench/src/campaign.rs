@@ -9,8 +9,6 @@
 //! A disturbed cell is kept and marked: noise never empties a table.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{File, OpenOptions};
-use std::io::Write as _;
 use std::num::NonZeroU32;
 use std::path::Path;
 use std::time::Duration;
@@ -32,6 +30,7 @@ use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, Iops, Nanos, VmName, Weight};
 
 use crate::cell::{CellContext, Testbed};
+use crate::lines::{self, Lines};
 use crate::qos::curve::Curve;
 use rtvirtio_calibrate::load::{CellLoad, Measurement};
 use rtvirtio_calibrate::testbed::{DeviceUnderTest, plain};
@@ -293,26 +292,14 @@ impl Campaign<'_> {
     /// # Errors
     /// As [`Testbed::measure`]; what was measured until then is kept.
     pub fn run(&self, jobs: Vec<Job>, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        std::fs::create_dir_all(self.directory)
-            .with_context(|| format!("create {}", self.directory.display()))?;
         let path = self.directory.join(CELLS);
-        let mut cells = Vec::new();
-        if path.exists() {
-            let whole;
-            (cells, whole) = parse(self.directory)?;
-            // A last line that a kill cut off would be glued to the next one.
-            OpenOptions::new().write(true).open(&path)?.set_len(whole)?;
-        }
+        let mut cells: Lines<Cell> = Lines::open(&path)?;
+        check_versions(&cells, &path)?;
         let there: BTreeSet<CellKey> = cells.iter().map(|c| c.key.clone()).collect();
         let mut jobs: Vec<Job> = jobs.into_iter().filter(|j| !there.contains(&j.key)).collect();
         let mut rng = Pcg64Mcg::seed_from_u64(self.seed);
         jobs.shuffle(&mut rng);
         jobs.sort_by_key(|j| j.key.repetition);
-        let mut file = OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(&path)
-            .with_context(|| format!("open {}", path.display()))?;
         let floors = if self.noise_floor { 2 * CellLoad::duration(FLOOR) } else { Duration::ZERO };
         let expected = CellLoad::duration(self.window) + floors;
         let windows = jobs.len() * self.rounds.max(1) as usize;
@@ -321,11 +308,10 @@ impl Campaign<'_> {
         let repetition = |a: &Job, b: &Job| self.rounds > 1 && a.key.repetition == b.key.repetition;
         for block in jobs.chunk_by(repetition) {
             for cell in self.block(block, expected, &mut progress, interrupted)? {
-                append(&mut file, &cell)?;
-                cells.push(cell);
+                cells.push(cell)?;
             }
         }
-        Ok(cells)
+        Ok(cells.into_all())
     }
 
     /// The cells of `jobs`, which take turns.
@@ -480,41 +466,26 @@ fn background(specification: &Specification) -> BTreeSet<&VmName> {
     specification.vms.iter().filter(|vm| vm.is_background()).map(|vm| &vm.name).collect()
 }
 
-fn append(file: &mut File, cell: &Cell) -> Result<()> {
-    let mut line = serde_json::to_vec(cell)?;
-    line.push(b'\n');
-    file.write_all(&line)?;
-    Ok(file.sync_data()?)
-}
-
-/// All cells of a campaign's directory. A last line that is not whole (yet) is left out.
+/// All cells of a campaign's directory, which is not changed. A last line that is not whole (yet) is left out.
 ///
 /// # Errors
 /// If the file cannot be read, a line is damaged, or its version is unknown.
 pub fn read(directory: &Path) -> Result<Vec<Cell>> {
-    Ok(parse(directory)?.0)
-}
-
-/// Cells, and the length of the whole lines, bytes.
-fn parse(directory: &Path) -> Result<(Vec<Cell>, u64)> {
     let path = directory.join(CELLS);
     let text =
         std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
-    let mut cells = Vec::new();
-    let mut whole = 0;
-    for (index, line) in text.split_inclusive('\n').enumerate() {
-        if !line.ends_with('\n') {
-            break;
+    let cells = lines::parse(&text, &path)?.0;
+    check_versions(&cells, &path)?;
+    Ok(cells)
+}
+
+fn check_versions(cells: &[Cell], path: &Path) -> Result<()> {
+    match cells.iter().position(|cell| cell.version != RUN_VERSION) {
+        None => Ok(()),
+        Some(at) => {
+            bail!("{}:{}: record version {}", path.display(), at + 1, cells[at].version)
         }
-        let cell: Cell = serde_json::from_str(line)
-            .with_context(|| format!("{}:{}: not a cell", path.display(), index + 1))?;
-        if cell.version != RUN_VERSION {
-            bail!("{}:{}: record version {}", path.display(), index + 1, cell.version);
-        }
-        cells.push(cell);
-        whole += line.len() as u64;
     }
-    Ok((cells, whole))
 }
 
 #[cfg(test)]
@@ -526,8 +497,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(CELLS);
         std::fs::write(&path, "{\"version\": 1, \"key\"").unwrap();
-        let (cells, whole) = parse(directory.path()).unwrap();
-        assert_eq!((cells.len(), whole), (0, 0));
+        assert_eq!(read(directory.path()).unwrap(), []);
         assert_eq!(std::fs::metadata(&path).unwrap().len(), 20);
     }
 

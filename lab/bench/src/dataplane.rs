@@ -29,7 +29,7 @@ pub mod server;
 pub mod table;
 pub mod verify;
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -40,6 +40,7 @@ use rtvirtio_spec::run::Machine;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use crate::lines::Lines;
 use client::Endpoint;
 use load::{Load, Measured};
 use rtvirtio_cli::progress::Progress;
@@ -274,26 +275,23 @@ impl Benchmark<'_> {
     /// # Errors
     /// If a server or the client fails; if interrupted.
     pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        let path = self.out.join("cells.jsonl");
-        let mut cells = read_cells(&path)?;
+        let mut cells: Lines<Cell> = Lines::open(&self.out.join("cells.jsonl"))?;
         let missing: Vec<CellKey> =
             self.keys().into_iter().filter(|key| cells.iter().all(|c| c.key != *key)).collect();
         if missing.is_empty() {
-            return Ok(cells);
+            return Ok(cells.into_all());
         }
         let disks = Disks::make(&missing, self.disk_directory)?;
-        let mut file = OpenOptions::new().create(true).append(true).open(&path)?;
         let expected: Vec<Duration> = missing.iter().map(|key| self.duration(key)).collect();
         let mut progress = Progress::new(missing.len(), expected.iter().sum());
         for (key, expected) in missing.into_iter().zip(expected) {
             let label = format!("{}, {}", key.case.name(), label(&key));
             progress.start(&label, expected);
             let cell = self.cell(key, &disks, interrupted).with_context(|| label)?;
-            writeln!(file, "{}", serde_json::to_string(&cell)?)?;
-            cells.push(cell);
+            cells.push(cell)?;
             progress.finish(expected);
         }
-        Ok(cells)
+        Ok(cells.into_all())
     }
 
     /// Every cell, in the order in which they run.
@@ -472,26 +470,6 @@ fn written_file(directory: &Path, bytes: u64) -> Result<tempfile::NamedTempFile>
     }
     file.as_file().sync_all().with_context(context)?;
     Ok(file)
-}
-
-/// All cells of a file; none if there is no file.
-///
-/// # Errors
-/// If a line is no cell. A last line that was cut off is dropped, and the file shortened.
-pub fn read_cells(path: &Path) -> Result<Vec<Cell>> {
-    let text = match std::fs::read_to_string(path) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        text => text.with_context(|| format!("read {}", path.display()))?,
-    };
-    let whole = text.rfind('\n').map_or(0, |end| end + 1);
-    if whole < text.len() {
-        File::options().write(true).open(path)?.set_len(whole as u64)?;
-    }
-    let cell = |(number, line)| {
-        serde_json::from_str(line)
-            .with_context(|| format!("{}, line {}", path.display(), number + 1))
-    };
-    text[..whole].lines().enumerate().map(cell).collect()
 }
 
 /// Writes `table.txt` and `plot.svg` beside the cells.

@@ -31,18 +31,14 @@ impl<T: Serialize + DeserializeOwned> Lines<T> {
             text => text.with_context(context)?,
         };
         let file = OpenOptions::new().create(true).append(true).open(path).with_context(context)?;
-        let whole = text.rfind('\n').map_or(0, |end| end + 1);
+        let (all, whole) = parse(&text, path)?;
         if whole < text.len() {
             file.set_len(whole as u64)?;
         }
-        let read = |(number, line): (usize, &str)| {
-            serde_json::from_str(line).with_context(|| format!("{}:{}", path.display(), number + 1))
-        };
-        let all = text[..whole].lines().enumerate().map(read).collect::<Result<_>>()?;
         Ok(Self { file, all })
     }
 
-    /// Adds one.
+    /// Adds one: it is on stable storage when this returns.
     ///
     /// # Errors
     /// If it cannot be written.
@@ -50,6 +46,7 @@ impl<T: Serialize + DeserializeOwned> Lines<T> {
         let mut line = serde_json::to_string(&cell)?;
         line.push('\n');
         self.file.write_all(line.as_bytes())?;
+        self.file.sync_data()?;
         self.all.push(cell);
         Ok(())
     }
@@ -57,6 +54,19 @@ impl<T: Serialize + DeserializeOwned> Lines<T> {
     pub(crate) fn into_all(self) -> Vec<T> {
         self.all
     }
+}
+
+/// The values of the whole lines of `text`, which `path` holds, and how many bytes these have.
+///
+/// # Errors
+/// If a line is no value: it is named.
+pub(crate) fn parse<T: DeserializeOwned>(text: &str, path: &Path) -> Result<(Vec<T>, usize)> {
+    let whole = text.rfind('\n').map_or(0, |end| end + 1);
+    let read = |(number, line): (usize, &str)| {
+        serde_json::from_str(line)
+            .with_context(|| format!("{}:{}: not a cell", path.display(), number + 1))
+    };
+    Ok((text[..whole].lines().enumerate().map(read).collect::<Result<_>>()?, whole))
 }
 
 impl<T> Deref for Lines<T> {
@@ -84,6 +94,6 @@ mod tests {
         assert_eq!(Lines::<u32>::open(&path).unwrap().into_all(), [7, 8]);
         std::fs::write(&path, "7\nx\n").unwrap();
         let error = Lines::<u32>::open(&path).err().unwrap();
-        assert!(error.to_string().ends_with("cells.jsonl:2"), "{error}");
+        assert!(error.to_string().ends_with("cells.jsonl:2: not a cell"), "{error}");
     }
 }

@@ -36,8 +36,6 @@ mod rows;
 pub mod table;
 pub(crate) mod trial;
 
-use std::fs::OpenOptions;
-use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
@@ -48,7 +46,8 @@ use rtvirtio_host::interrupt::Interrupted;
 use crate::campaign;
 use crate::cell::CANARY_LIMIT;
 use crate::dataplane::server::qsd_version;
-use cell::{Cell, CellKey, NoiseFloor, Scheme, disturbance, read_cells};
+use crate::lines::Lines;
+use cell::{Cell, CellKey, NoiseFloor, Scheme, disturbance};
 use clients::{Plan, tasks};
 use configuration::Sharing;
 use curve::Curve;
@@ -94,16 +93,14 @@ impl Benchmark<'_> {
         if self.schemes.contains(&Scheme::Throttle) {
             qsd_version()?;
         }
-        std::fs::create_dir_all(self.out)?;
-        let path = self.out.join("cells.jsonl");
-        let mut cells = read_cells(&path)?;
+        let mut cells: Lines<Cell> = Lines::open(&self.out.join("cells.jsonl"))?;
         if let Some(other) = cells.iter().find(|cell| cell.device != self.on.label()) {
             bail!("{} has cells on {}: name another OUT", self.out.display(), other.device);
         }
         let missing: Vec<CellKey> =
             self.keys().into_iter().filter(|key| !is_done(&cells, key)).collect();
         if missing.is_empty() {
-            return Ok(cells);
+            return Ok(cells.into_all());
         }
         let disk = Disk::make(&self.on)?;
         let device = disk.path();
@@ -111,7 +108,6 @@ impl Benchmark<'_> {
             On::Ssd(name) => Curve::of_ssd(name.parse()?),
             On::File(_) => Curve::measured(self.program, &device, interrupted)?,
         };
-        let mut file = OpenOptions::new().create(true).append(true).open(&path)?;
         let expected = self.expected();
         let mut progress = Progress::new(missing.len(), expected * missing.len() as u32);
         for key in missing {
@@ -120,10 +116,8 @@ impl Benchmark<'_> {
                 progress.start(&label, expected);
                 let cell = self.floored_cell(&key, curve, &device, interrupted);
                 let cell = cell.with_context(|| label.clone())?;
-                // In one piece: a kill leaves no half of a line.
-                file.write_all(format!("{}\n", serde_json::to_string(&cell)?).as_bytes())?;
                 progress.finish(expected);
-                cells.push(cell);
+                cells.push(cell)?;
                 if let Some(reason) = cells.last().and_then(|cell| cell.discarded.as_ref())
                     && !is_done(&cells, &key)
                 {
@@ -132,7 +126,7 @@ impl Benchmark<'_> {
                 }
             }
         }
-        Ok(cells)
+        Ok(cells.into_all())
     }
 
     /// How long a cell takes.

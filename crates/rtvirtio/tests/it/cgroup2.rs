@@ -1,6 +1,6 @@
 //! cgroup v2 on a real kernel: a guest's, whatever the host has.
 //!
-//! In one guest: the host room's own tests on its kernel, the verbs on a disk
+//! In one guest: the host crate's own tests on its kernel, the verbs on a disk
 //! and two cgroups of it, and whether the limits and weights that `apply` sets
 //! act.
 
@@ -15,7 +15,7 @@ use rtvirtio_spec::settings::{Bfq, DeviceSettings, Limits, Scheduler, VmSettings
 use rtvirtio_units::{BytesPerSecond, VmName, Weight};
 use serde_json::Value;
 
-use crate::in_guest::{Machine, image, program, room_tests};
+use crate::in_guest::{Machine, crate_tests, image, program};
 use crate::scratch_disk::{RTVIRTIO, alone};
 
 /// What the disk can do: so little that a guest under TCG is never the limit.
@@ -24,7 +24,7 @@ const DISK_IOPS: u32 = 400;
 const CAP_IOPS: u32 = 100;
 const DISK_BYTES: u64 = 1 << 30;
 
-/// The host room's tests that need a real kernel.
+/// The host crate's tests that need a real kernel.
 const HOST_TESTS: [&str; 7] = [
     "real_cgroup_with_a_process_is_removed",
     "real_doctor_probes_this_host",
@@ -102,13 +102,13 @@ fn cgroup2_in_a_guest_is_applied_verified_restored_and_acts() {
     limits_and_weights_act(&machine, plan);
 }
 
-/// The binary, the host room's tests, and losetup, which busybox has in a smaller form.
+/// The binary, the host crate's tests, and losetup, which busybox has in a smaller form.
 fn files() -> Result<Vec<GuestFile>, String> {
     let losetup = ["/usr/sbin/losetup", "/sbin/losetup"].map(PathBuf::from);
     let losetup = losetup.into_iter().find(|p| p.exists()).ok_or("needs losetup")?;
     let programs: [(&Path, &str); 3] = [
         (Path::new(RTVIRTIO), "/usr/bin/rtvirtio"),
-        (&room_tests("host"), "/usr/bin/host-tests"),
+        (&crate_tests("host"), "/usr/bin/host-tests"),
         (&losetup, "/usr/sbin/losetup"),
     ];
     let mut files = BTreeMap::new();

@@ -67,9 +67,9 @@ pub(crate) fn program(source: &Path, path: &str) -> Result<Vec<GuestFile>, Strin
     Ok(files)
 }
 
-/// A room's integration tests, built as `make test` builds them: then there is nothing to build
+/// A crate's integration tests, built as `make test` builds them: then there is nothing to build
 /// here.
-pub(crate) fn room_tests(room: &str) -> PathBuf {
+pub(crate) fn crate_tests(name: &str) -> PathBuf {
     let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap();
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["test", "--workspace", "--all-features", "--locked", "--test", "it", "--no-run"]);
@@ -79,14 +79,14 @@ pub(crate) fn room_tests(room: &str) -> PathBuf {
     }
     let output = cargo.stderr(Stdio::inherit()).output().unwrap();
     assert!(output.status.success(), "{:?}", output.status);
-    let manifest = Path::new(room).join("Cargo.toml");
+    let manifest = Path::new(name).join("Cargo.toml");
     let executable = |message: std::io::Result<Message>| match message.unwrap() {
         Message::CompilerArtifact(a) if a.manifest_path.ends_with(&manifest) => {
             a.executable.map(PathBuf::from)
         }
         _ => None,
     };
-    Message::parse_stream(&output.stdout[..]).find_map(executable).expect("the room's tests")
+    Message::parse_stream(&output.stdout[..]).find_map(executable).expect("the crate's tests")
 }
 
 /// A running guest.

@@ -1,25 +1,25 @@
 //! NVMe namespaces served by passthrough commands, in a guest whose device QEMU emulates: nothing here
 //! needs root or an NVMe device.
 //!
-//! The guest runs the engine room's own tests on its namespaces, then `rtvirtio serve`, confined and
+//! The guest runs the engine crate's own tests on its namespaces, then `rtvirtio serve`, confined and
 //! without capabilities, with a vhost-user client that verifies what it reads.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rtvirtio_bench::guests::{COMMAND_LINE, GuestFile};
 use serde_json::Value;
 
-use crate::in_guest::{Machine, Said, image, program, room_tests};
-use crate::scratch_disk::{RTVIRTIO, alone};
+use crate::in_guest::{Machine, Said, crate_tests, image, program};
+use crate::scratch_disk::{RTVIRTIO, alone, lab};
 
 /// Of a sparse file: beyond what 32 bits count, in bytes and in blocks of 512.
 const NAMESPACE_BYTES: u64 = 3 << 40;
 const LOGICAL_BLOCKS: [u32; 2] = [512, 4096];
 
-/// The engine room's tests on a namespace.
+/// The engine crate's tests on a namespace.
 const ENGINE_TESTS: [&str; 14] = [
     "every_engine::discarded_range_is_old_or_zero_and_its_neighbours_stay",
     "every_engine::fixed_buffer_reads_and_writes_its_part",
@@ -110,11 +110,15 @@ fn nvme_in_a_guest_holds_what_was_written_with_interrupts_and_polled() {
     without_queues_to_poll_is_refused(&machine);
 }
 
-/// The binary and the engine room's tests.
+/// The binaries and the engine crate's tests.
 fn files() -> Result<Vec<GuestFile>, String> {
-    let tests = room_tests("engine");
-    let programs: [(&Path, &str); 2] =
-        [(Path::new(RTVIRTIO), "/usr/bin/rtvirtio"), (&tests, "/usr/bin/engine-tests")];
+    let tests = crate_tests("engine");
+    let lab = PathBuf::from(lab());
+    let programs: [(&Path, &str); 3] = [
+        (Path::new(RTVIRTIO), "/usr/bin/rtvirtio"),
+        (&lab, "/usr/bin/rtvirtio-lab"),
+        (&tests, "/usr/bin/engine-tests"),
+    ];
     let mut files = BTreeMap::new();
     for (source, path) in programs {
         files.extend(program(source, path)?.into_iter().map(|f| (f.path.clone(), f)));

@@ -17,7 +17,7 @@ use rtvirtio_spec::settings::{
 use rtvirtio_units::{Bytes, BytesPerSecond, DeviceName, VmName, Weight};
 
 use crate::in_guest::leaves_guests;
-use crate::scratch_disk::{RTVIRTIO, rtvirtio, said};
+use crate::scratch_disk::{built, rtvirtio, said};
 
 /// Under TCG; systemd and the agent are there after 5 s on an idle machine.
 const BOOT: Duration = Duration::from_secs(90);
@@ -67,12 +67,17 @@ impl Guest {
         }
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
-        let stripped =
-            Command::new("strip").args(["-o"]).arg(path("rtvirtio")).arg(RTVIRTIO).status();
-        assert!(stripped.unwrap().success());
+        let stripped = |name: &'static str| {
+            let strip = Command::new("strip").arg("-o").arg(path(name)).arg(built(name)).status();
+            assert!(strip.unwrap().success());
+            std::fs::read(path(name)).unwrap()
+        };
+        let binaries = [
+            ("usr/bin/rtvirtio", stripped("rtvirtio")),
+            ("usr/bin/rtvirtio-lab", stripped("rtvirtio-lab")),
+        ];
         let mut initrd = archives.map(|a| std::fs::read(a).unwrap()).concat();
-        let binary = std::fs::read(path("rtvirtio")).unwrap();
-        append_archive(&mut initrd, &[&[("usr/bin/rtvirtio", binary)], files].concat());
+        append_archive(&mut initrd, &[&binaries, files].concat());
         std::fs::write(path("initrd"), initrd).unwrap();
 
         // Killed with its starter, whatever becomes of it.

@@ -324,3 +324,22 @@ fn functions_of_the_walks_are_where_the_architecture_document_says() {
     assert!(steps > 40, "{steps} steps were read");
     assert!(text.split_whitespace().count() <= 1_800, "a page that is read whole");
 }
+
+/// A page that is not in the book's table of contents is one that nobody finds.
+#[test]
+fn book_has_every_page() {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+    let summary = std::fs::read_to_string(docs.join("SUMMARY.md")).expect("it is there");
+    for directory in ["", "adr"] {
+        for entry in std::fs::read_dir(docs.join(directory)).expect("it is there") {
+            let path = entry.expect("it can be read").path();
+            let page = path.strip_prefix(&docs).expect("it is in docs").display().to_string();
+            let is_page =
+                page.ends_with(".md") && page != "SUMMARY.md" && page != "adr/template.md";
+            assert!(
+                !is_page || summary.contains(&format!("({page})")),
+                "{page} is not in SUMMARY.md"
+            );
+        }
+    }
+}

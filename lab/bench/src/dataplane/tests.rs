@@ -119,14 +119,14 @@ fn servers_take_turns_and_ram_has_no_fixed_buffers_nor_file() {
 fn cells_are_read_back_and_a_cut_line_is_dropped() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("cells.jsonl");
-    assert_eq!(read_cells(&path).unwrap(), []);
+    assert_eq!(*Lines::<Cell>::open(&path).unwrap(), []);
     let cell = cell(case(Medium::Disk, 4, 32), Qsd, (1.5, 2.5, 3.5));
     let line = serde_json::to_string(&cell).unwrap();
     std::fs::write(&path, format!("{line}\n{}", &line[..30])).unwrap();
-    assert_eq!(read_cells(&path).unwrap(), [cell]);
+    assert_eq!(*Lines::<Cell>::open(&path).unwrap(), [cell]);
     assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{line}\n"));
     std::fs::write(&path, "{}\n").unwrap();
-    assert!(read_cells(&path).is_err());
+    assert!(Lines::<Cell>::open(&path).is_err());
 }
 
 #[test]

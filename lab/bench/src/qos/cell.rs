@@ -1,8 +1,6 @@
 //! Cells: what was measured, a line of JSON each.
 
-use std::path::Path;
-
-use anyhow::{Context, Result};
+use anyhow::Result;
 use rtvirtio_cases::Tier;
 use rtvirtio_cases::judge::MIN_DELIVERED;
 use rtvirtio_spec::run::Canary;
@@ -186,21 +184,6 @@ impl Cell {
     pub fn passed(&self) -> bool {
         self.tasks.iter().all(|task| task.passed)
     }
-}
-
-/// The cells of a file; none if it is not there.
-///
-/// # Errors
-/// If a line is no cell.
-pub fn read_cells(path: &Path) -> Result<Vec<Cell>> {
-    let text = match std::fs::read_to_string(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        text => text.with_context(|| format!("read {}", path.display()))?,
-    };
-    let read = |(number, line): (usize, &str)| {
-        serde_json::from_str(line).with_context(|| format!("{}:{}", path.display(), number + 1))
-    };
-    text.lines().enumerate().map(read).collect()
 }
 
 #[cfg(test)]
