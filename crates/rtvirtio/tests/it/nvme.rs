@@ -99,8 +99,9 @@ fn nvme_in_a_guest_holds_what_was_written_with_interrupts_and_polled() {
             ),
         ]);
     }
-    // The last one counts.
+    // The last ones count. Half of the memory is for files, which three binaries take.
     arguments.extend(["-append".to_owned(), format!("{COMMAND_LINE} nvme.poll_queues=1")]);
+    arguments.extend(["-m", "768"].map(str::to_owned));
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let machine = Machine::boot(&image, &files, &arguments);
 

@@ -85,7 +85,7 @@ impl Guest {
         command
             .args(["--pdeathsig", "KILL", "qemu-system-x86_64"])
             .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
-            .args(["-machine", "q35", "-accel", "tcg", "-cpu", "max", "-smp", "1", "-m", "512"])
+            .args(["-machine", "q35", "-accel", "tcg", "-cpu", "max", "-smp", "1", "-m", "768"])
             .arg("-kernel")
             .arg(image.join("kernel"))
             .arg("-initrd")
