@@ -28,9 +28,10 @@ use rtvirtio_units::{BytesPerSecond, Nanos, TaskName, VmName};
 pub use canary::{CanaryThread, summary as canary_summary};
 pub use job::{Cgroups, Job, Place, Process, streams};
 
-use crate::testbed::FIO_FILES;
 use rtvirtio_host::interrupt::{Interrupted, wait};
 
+/// Where fio's job files and logs lie while a load runs.
+pub const FIO_FILES: &str = "/run/rtvirtio-host/bench/fio";
 /// Settling time before the window, in which fio does I/O but does not count.
 pub const RAMP: Duration = Duration::from_secs(1);
 /// How long a neighbour may take to be seen doing I/O.

@@ -20,13 +20,11 @@ use rtvirtio_spec::settings::{Knobs, Settings, diff};
 use rtvirtio_spec::specification::{Device, Specification};
 use rtvirtio_units::{DeviceName, Nanos};
 
-use crate::load::{CellLoad, Cgroups, Measurement, Place};
+use crate::load::{CellLoad, Cgroups, FIO_FILES, Measurement, Place};
 
 /// Where a testbed's VMs have their cgroups.
 pub const CGROUP_ROOT: &str = "rtvirtio/bench";
 const STATE: &str = "/run/rtvirtio-host/bench";
-/// Where fio's job files and logs lie while a load runs.
-pub const FIO_FILES: &str = "/run/rtvirtio-host/bench/fio";
 /// Where guests have their sockets.
 pub const GUEST_FILES: &str = "/run/rtvirtio-host/bench/guests";
 

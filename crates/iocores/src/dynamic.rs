@@ -47,8 +47,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use rtvirtio_units::{CpuId, Nanos};
 
 use crate::drivers::Drivers;
-use crate::place::{self, DELAY, LOADED, Split, load};
-use crate::sample::{QueueLoad, Sample, ThreadLoad, find};
+use crate::place::{self, LOADED, Split, load};
+use crate::sample::{DELAY, QueueLoad, Sample, ThreadLoad, find};
 use crate::utility::Weights;
 use crate::{
     Action, Cpu, Decision, Limits, Policy, QueueId, SAMPLE, Snapshot, ThreadId, Vcpu, VcpuId, VmId,

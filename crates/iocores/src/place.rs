@@ -14,9 +14,6 @@ use crate::{QueueId, ThreadId, VmId};
 /// Below this share of a thread a queue does not count as loaded.
 pub(crate) const LOADED: f64 = 0.02;
 
-/// What requests may wait on average before they start.
-pub(crate) const DELAY: Nanos = Nanos::from_micros(200);
-
 /// What a queue whose requests wait has of an IOThread in a few samples, as a multiple of an equal part, that may as
 /// well be its turn in them.
 const NEAR_EQUAL_PART: std::ops::RangeInclusive<f64> = 0.5..=2.0;

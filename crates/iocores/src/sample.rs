@@ -5,8 +5,10 @@
 
 use rtvirtio_units::{CpuId, Nanos};
 
-use crate::place::DELAY;
 use crate::{Cpu, Queue, QueueId, Snapshot, Thread, ThreadId, Vm, VmId};
+
+/// What requests may wait on average before they start.
+pub(crate) const DELAY: Nanos = Nanos::from_micros(200);
 
 /// The time between two snapshots.
 #[derive(Debug, Clone, Default)]

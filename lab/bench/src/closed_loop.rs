@@ -14,8 +14,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use rtvirtio_calibrate::load::{Job, Place, fio, streams};
-use rtvirtio_calibrate::testbed::{DeviceUnderTest as _, FIO_FILES, GUEST_FILES};
+use rtvirtio_calibrate::load::{FIO_FILES, Job, Place, fio, streams};
+use rtvirtio_calibrate::testbed::{DeviceUnderTest as _, GUEST_FILES};
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, Nanos, TaskName, VmName};
