@@ -57,7 +57,7 @@ pub(crate) struct Args {
     /// Where the file on a disk is made
     #[arg(long, default_value = "/var/tmp")]
     disk_directory: PathBuf,
-    /// The rtvirtio that serves; without, this one
+    /// The rtvirtio that serves; without, the one beside this program
     #[arg(long)]
     program: Option<PathBuf>,
     /// Where results go
@@ -98,7 +98,7 @@ struct MovesArgs {
     /// Where the file on a disk is made
     #[arg(long, default_value = "/var/tmp")]
     disk_directory: PathBuf,
-    /// The rtvirtio that serves; without, this one
+    /// The rtvirtio that serves; without, the one beside this program
     #[arg(long)]
     program: Option<PathBuf>,
     /// Print JSON
@@ -114,7 +114,7 @@ struct FootprintArgs {
     /// Queues of each
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
     queues: u16,
-    /// The rtvirtio that serves; without, this one
+    /// The rtvirtio that serves; without, the one beside this program
     #[arg(long)]
     program: Option<PathBuf>,
 }
