@@ -422,7 +422,9 @@ fn policy_has_defaults_and_keeps_the_order_of_cpus() {
         iocores("policy = \"dynamic\"\ncpus = [3, 1, 2]\n").unwrap(),
         of(Policy::Dynamic, cpus(&[3, 1, 2]), 1, 3)
     );
-    let all = iocores("policy = \"spdk\"\ncpus = [3, 1, 2]\nleast = 2\nmost = 2\nborrow = false\n");
+    let all = iocores(
+        "policy = \"spdk\"\ncpus = [3, 1, 2]\nmin_iothreads = 2\nmax_iothreads = 2\nborrow = false\n",
+    );
     let all = all.unwrap();
     assert_eq!(all, of(Policy::Spdk, cpus(&[3, 1, 2]), 2, 2));
     let change = |raw: wire::IoCores| IoCores::new(raw, all.clone()).unwrap();
@@ -446,9 +448,13 @@ fn fault_of_a_policy_is_named_with_its_line_and_a_hint() {
         ("policy = \"dynamic\"\ncpus = []", 6, "CPUs is 0, outside 1 to 64"),
         ("cpus = [1024]", 5, "CPU 1024 is beyond 1023"),
         ("cpus = [1, 2, 1]", 5, "CPU 1 is named twice"),
-        ("cpus = [1, 2]\nmost = 3", 6, "max_iothreads is 3, outside 1 to 2"),
-        ("cpus = [1, 2]\nmost = 1\nleast = 2", 7, "min_iothreads is 2, outside 1 to 1"),
-        ("cpus = [1]\nleast = 0", 6, "min_iothreads is 0, outside 1 to 1"),
+        ("cpus = [1, 2]\nmax_iothreads = 3", 6, "max_iothreads is 3, outside 1 to 2"),
+        (
+            "cpus = [1, 2]\nmax_iothreads = 1\nmin_iothreads = 2",
+            7,
+            "min_iothreads is 2, outside 1 to 1",
+        ),
+        ("cpus = [1]\nmin_iothreads = 0", 6, "min_iothreads is 0, outside 1 to 1"),
         ("cpu = [1]", 5, "unknown key \"cpu\""),
     ] {
         let error = iocores(table).unwrap_err();
