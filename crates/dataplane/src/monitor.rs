@@ -1,6 +1,6 @@
 //! The monitor: shows a policy what the IOThreads and queues do, and does what it decides.
 //!
-//! A policy (room `iocores`) is pure: this is its eyes and actuator. A thread of its own takes a sample
+//! A policy (crate `iocores`) is pure: this observes for it, and carries out what it decides. A thread of its own takes a sample
 //! every 10 ms ([`SAMPLE`]), every 40 ms while no queue does anything: a few counters of each queue and
 //! IOThread. What the kernel says of IOThreads, vCPUs and the host's CPUs is read every tenth time
 //! (`REFRESH`), from files that stay open. What is decided is carried out by the same live operations that

@@ -116,7 +116,7 @@ pub(crate) fn search(problem: &Problem<'_>, observed: &Knobs) -> Choice {
     best
 }
 
-/// VMs other than sacrificed_vms with an unmet target.
+/// VMs with an unmet target, those that are sacrificed left out.
 fn unmet_vms<'a>(
     choice: &'a Choice,
     sacrificed_vms: &[usize],
