@@ -111,6 +111,7 @@ fmt: ## Formatting
 
 clippy: ## Lints, of tests and benchmarks too
 	cargo clippy --workspace --all-targets --all-features --locked -- -D warnings
+	@scripts/fuzz --check
 
 doc: ## docs/ as a book, and the documentation of the crates without a warning
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --all-features --no-deps --locked

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
-use rtvirtio_dataplane::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
-use rtvirtio_dataplane::ring::{Chain, Inflight, Ring};
+use rtvirtio_virtq::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
+use rtvirtio_virtq::ring::{Chain, Inflight, Ring};
 
 /// Of the guest: the ring, and a page for its buffers.
 const MEMORY: u64 = 1 << 18;
@@ -72,7 +72,7 @@ fuzz_target!(|input: Input| {
     let options = Options { size, packed, event_idx: true, indirect: true };
     let mut driver = Driver::new(Arc::clone(&guest), GUEST, options);
     let open = |driver: &Driver, base| {
-        let config = rtvirtio_dataplane::ring::RingConfig { base, ..driver.config() };
+        let config = rtvirtio_virtq::ring::RingConfig { base, ..driver.config() };
         Ring::new(config, guest.memory(), region.queue(1))
     };
     let Ok(mut ring) = open(&driver, driver.config().base) else { return };

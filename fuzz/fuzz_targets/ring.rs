@@ -9,9 +9,9 @@ use std::sync::atomic::Ordering;
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
-use rtvirtio_dataplane::memory::{Memory, Region, RegionSpec};
-use rtvirtio_dataplane::ring::driver::{FRONT_END, GUEST, Guest};
-use rtvirtio_dataplane::ring::{Chain, Inflight, Ring, RingConfig};
+use rtvirtio_virtq::memory::{Memory, Region, RegionSpec};
+use rtvirtio_virtq::ring::driver::{FRONT_END, GUEST, Guest};
+use rtvirtio_virtq::ring::{Chain, Inflight, Ring, RingConfig};
 
 /// Data and indirect tables, then descriptors, driver area and device area, a page each.
 const DESCRIPTORS: u64 = 4096;

@@ -10,15 +10,16 @@ use std::sync::{Arc, Mutex};
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use rtvirtio_dataplane::device::{Device, DeviceConfig, Limits};
-use rtvirtio_dataplane::memory::RegionSpec;
-use rtvirtio_dataplane::protocol::{
+use rtvirtio_vhost::Backend as _;
+use rtvirtio_virtq::memory::RegionSpec;
+use rtvirtio_vhost::protocol::{
     Header, InflightArea, Message, VringAddress, VringFd, VringState,
 };
-use rtvirtio_dataplane::ring::{Chain, Ring};
-use rtvirtio_dataplane::session::{
+use rtvirtio_virtq::ring::{Chain, Ring};
+use rtvirtio_vhost::session::{
     Answer, Change, QueueHost, QueueSetup, Session, StartError, StoppedQueue,
 };
-use rtvirtio_engine::{Engine, Geometry, Lent, Outcome, Request};
+use rtvirtio_engine::{Engine, Geometry, Outcome, Request, SubmitContext};
 use rtvirtio_units::Bytes;
 use rustix::event::EventfdFlags;
 use rustix::fs::MemfdFlags;
@@ -96,7 +97,7 @@ impl Engine for Disk {
         }
     }
 
-    fn start(&self, _: &Request<'_>, _: &mut Lent<'_, '_>) -> Outcome {
+    fn start(&self, _: &Request<'_>, _: &mut SubmitContext<'_, '_>) -> Outcome {
         Outcome::Done(Ok(()))
     }
 
@@ -309,7 +310,7 @@ impl Front {
                 }
             }
             Step::Notify => {
-                let _ = device.notify();
+                let _ = device.link().notify();
             }
         }
     }
@@ -345,14 +346,14 @@ fuzz_target!(|input: Input| {
     };
     let device = Arc::new(Device::new(config).unwrap());
     let host = Arc::new(Host::default());
-    let session = Session::new(Arc::clone(&device), Arc::clone(&host));
+    let session = Session::new(device.clone(), Arc::clone(&host));
     let mut front = Front { memory, inflight: None, session };
     for step in input.steps.into_iter().take(256) {
         front.step(step, &device);
     }
     drop(front);
     assert!(host.rings.lock().unwrap().is_empty());
-    assert_eq!(device.notify(), Ok(false));
+    assert_eq!(device.link().notify(), Ok(false));
     drop((device, host));
     assert_eq!(descriptors(), before);
 });

@@ -16,8 +16,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use rtvirtio_dataplane::device::{Device, DeviceConfig, Limits};
-use rtvirtio_dataplane::ring::Ring;
-use rtvirtio_dataplane::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
 use rtvirtio_dataplane::stats::QueueStats;
 use rtvirtio_dataplane::{Call, Polling, Pool, QueueSetup};
 use rtvirtio_engine::Engine;
@@ -25,6 +23,8 @@ use rtvirtio_engine::ram::RamEngine;
 use rtvirtio_engine::ssd::{Faults, SsdEngine};
 use rtvirtio_spec::serve::{Completion, CorePolicy};
 use rtvirtio_units::Bytes;
+use rtvirtio_virtq::ring::Ring;
+use rtvirtio_virtq::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fd::OwnedFd;
 use rustix::thread::{CpuSet, Pid, sched_getaffinity, sched_setaffinity};

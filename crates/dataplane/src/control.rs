@@ -37,8 +37,8 @@ use tokio::sync::{Semaphore, oneshot};
 
 use crate::plane::Plane;
 use crate::sandbox::{Identity, give};
-use crate::server::give_way;
 use connection::{Connection, Fds};
+use rtvirtio_vhost::server::give_way;
 
 /// The most bytes of a request's body.
 pub const MAX_BODY: usize = 64 << 10;

@@ -3,28 +3,25 @@
 //! It outlives sessions. What one of them negotiates is the session's; what concerns the disk
 //! itself (the write cache's mode, its size) is here, and the virtqueues look at it.
 
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rtvirtio_engine::Engine;
 use rtvirtio_units::Bytes;
-use rustix::io::Errno;
-use rustix::net::SendFlags;
+use rtvirtio_vhost::protocol::CONFIG_MAX;
+use rtvirtio_vhost::{Backend, Link};
+use rtvirtio_virtq::ring::Inflight;
 
 use crate::call::Caller;
 pub use crate::key::QUEUES_MAX;
-use crate::protocol::{CONFIG_MAX, Header, features, send};
 use crate::schedule::Member;
+
+pub mod features;
 
 /// Bytes of a sector, the unit of the configuration space's sizes.
 const SECTOR: u64 = 512;
-/// The most entries of a virtqueue; the least are 2.
-pub const QUEUE_SIZE_MAX: u16 = 1024;
-/// CONFIG_CHANGE_MSG, the one request that a back end sends.
-const CONFIG_CHANGE: u32 = 2;
 /// Where the writeback byte is in the configuration space.
-pub(crate) const WRITEBACK: u32 = 32;
+const WRITEBACK: u32 = 32;
 /// Bytes of the configuration space as far as this device has fields: `struct virtio_blk_config`
 /// up to those of secure erase.
 const CONFIG_SIZE: usize = 60;
@@ -95,10 +92,9 @@ pub struct Device {
     chosen_cache: AtomicBool,
     // The same, as far as this driver can live with it.
     write_cache: AtomicBool,
-    channel: Mutex<Weak<Channel>>,
     member: Mutex<Option<Arc<Member>>>,
     caller: Arc<Caller>,
-    rings: Turn,
+    link: Link,
 }
 
 impl std::fmt::Debug for Device {
@@ -121,16 +117,9 @@ impl Device {
             write_cache: AtomicBool::new(config.write_cache),
             member: Mutex::new(config.schedule.take().map(Arc::new)),
             config,
-            channel: Mutex::default(),
             caller: Arc::default(),
-            rings: Turn::default(),
+            link: Link::default(),
         })
-    }
-
-    /// Its name, in messages about it.
-    #[must_use]
-    pub fn name(&self) -> &str {
-        &self.config.name
     }
 
     /// What calls its drivers aside.
@@ -143,12 +132,6 @@ impl Device {
     #[must_use]
     pub fn engine(&self) -> &Arc<dyn Engine> {
         &self.config.engine
-    }
-
-    /// Virtqueues.
-    #[must_use]
-    pub const fn queues(&self) -> u16 {
-        self.config.queues
     }
 
     /// What GET_ID answers.
@@ -191,21 +174,9 @@ impl Device {
     /// It holds until it chooses again, in later sessions and after resets too: QEMU shows guests
     /// the field as it was when QEMU began or they last wrote it, and says nothing of it when it
     /// connects again (hw/block/vhost-user-blk.c). A guest that sees no cache does not flush.
-    pub(crate) fn set_write_cache(&self, on: bool) {
+    fn set_write_cache(&self, on: bool) {
         self.chosen_cache.store(on, Ordering::Relaxed);
         self.write_cache.store(on, Ordering::Relaxed);
-    }
-
-    /// What the driver chose last.
-    pub(crate) fn chosen_cache(&self) -> bool {
-        self.chosen_cache.load(Ordering::Relaxed)
-    }
-
-    /// The mode for a driver that has negotiated features: if it cannot flush, writes must be
-    /// durable when they complete (virtio 1.2, 5.2.5.2), unless it chooses otherwise.
-    pub(crate) fn reset_write_cache(&self, negotiated: u64) {
-        let flushes = negotiated & features::BLK_FLUSH != 0;
-        self.write_cache.store(self.chosen_cache() && flushes, Ordering::Relaxed);
     }
 
     /// The writeback field for a driver that has negotiated features.
@@ -214,32 +185,8 @@ impl Device {
         match negotiated & mask {
             // It begins with 0 (virtio 1.2, 5.2.5.2).
             features::BLK_CONFIG_WCE => self.write_cache(),
-            _ => self.chosen_cache(),
+            _ => self.chosen_cache.load(Ordering::Relaxed),
         }
-    }
-
-    /// The virtio features that are offered.
-    #[must_use]
-    pub fn features(&self) -> u64 {
-        let geometry = self.config.engine.geometry();
-        let mut offered = features::ALWAYS;
-        if self.read_only() {
-            offered |= features::BLK_RO;
-        } else if geometry.discard {
-            offered |= features::BLK_DISCARD | features::BLK_WRITE_ZEROES;
-        }
-        offered
-    }
-
-    /// `size` bytes of the configuration space from `offset` on, for a driver that has `negotiated`
-    /// these features: zeroes behind its last field, as
-    /// front ends ask for fields of features that are not offered.
-    #[must_use]
-    pub fn config(&self, offset: u32, size: u32, negotiated: u64) -> Vec<u8> {
-        let mut space = [0; CONFIG_MAX as usize];
-        space[..CONFIG_SIZE].copy_from_slice(&self.fields());
-        space[WRITEBACK as usize] = self.writeback(negotiated).into();
-        space.into_iter().skip(offset as usize).take(size as usize).collect()
     }
 
     /// `struct virtio_blk_config` (virtio 1.2, 5.2.4), little endian.
@@ -276,68 +223,84 @@ impl Device {
     pub fn resize(&self, capacity: Option<Bytes>) -> std::io::Result<Bytes> {
         let capacity = self.config.engine.resize(capacity)?;
         // A front end that does not listen learns of it when it next reads the field.
-        let _ = self.notify();
+        let _ = self.link.notify();
         Ok(capacity)
     }
+}
 
-    /// Tells the front end that the configuration space has changed; whether there was one that
-    /// listens.
-    ///
-    /// # Errors
-    /// The front end does not read its channel, or has closed it.
-    pub fn notify(&self) -> Result<bool, Errno> {
-        let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
-        let Some(channel) = channel else {
-            return Ok(false);
-        };
-        // Never waits: a front end that does not read must not stop whoever resizes. The message
-        // fits into an empty buffer whole.
-        let message = Header::request(CONFIG_CHANGE).to_bytes();
-        send(&channel.0, &message, None, SendFlags::DONTWAIT).map(|()| true)
+impl Backend for Device {
+    fn name(&self) -> &str {
+        &self.config.name
     }
 
-    /// Sends what there is to tell the front end over `channel`, as long as that lives.
-    pub(crate) fn set_channel(&self, channel: &Arc<Channel>) {
-        *self.channel.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(channel);
+    fn queues(&self) -> u16 {
+        self.config.queues
     }
 
-    /// Waits until no earlier session has rings, and keeps later ones from having any.
-    pub(crate) fn take_turn(self: &Arc<Self>) -> DeviceTurn {
-        self.rings.take();
-        DeviceTurn(Arc::clone(self))
+    fn features(&self) -> u64 {
+        let geometry = self.config.engine.geometry();
+        let mut offered = features::ALWAYS;
+        if self.read_only() {
+            offered |= features::BLK_RO;
+        } else if geometry.discard {
+            offered |= features::BLK_DISCARD | features::BLK_WRITE_ZEROES;
+        }
+        offered
+    }
+
+    fn memory_limit(&self) -> Bytes {
+        self.config.limits.memory
+    }
+
+    // Front ends ask for fields of features that are not offered, too.
+    fn config(&self, offset: u32, size: u32, negotiated: u64) -> Vec<u8> {
+        let mut space = [0; CONFIG_MAX as usize];
+        space[..CONFIG_SIZE].copy_from_slice(&self.fields());
+        space[WRITEBACK as usize] = self.writeback(negotiated).into();
+        space.into_iter().skip(offset as usize).take(size as usize).collect()
+    }
+
+    fn write_config(
+        &self,
+        offset: u32,
+        data: &[u8],
+        negotiated: u64,
+        inflight: Option<&Inflight>,
+    ) -> bool {
+        match (offset, data) {
+            (WRITEBACK, [on @ (0 | 1)]) if negotiated & features::BLK_CONFIG_WCE != 0 => {
+                self.set_write_cache(*on == 1);
+                if let Some(inflight) = inflight {
+                    inflight.set_write_through(*on == 0);
+                }
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// If the driver cannot flush, writes must be durable when they complete (virtio 1.2, 5.2.5.2),
+    /// unless it chooses otherwise.
+    fn negotiated(&self, negotiated: u64) {
+        let flushes = negotiated & features::BLK_FLUSH != 0;
+        let chosen = self.chosen_cache.load(Ordering::Relaxed);
+        self.write_cache.store(chosen && flushes, Ordering::Relaxed);
+    }
+
+    fn take_over(&self, inflight: &Inflight) {
+        if inflight.is_write_through() {
+            // Said to an earlier server.
+            self.set_write_cache(false);
+        }
+        inflight.set_write_through(!self.chosen_cache.load(Ordering::Relaxed));
+    }
+
+    fn link(&self) -> &Link {
+        &self.link
     }
 }
 
-/// A socket on which a front end takes requests.
-#[derive(Debug)]
-pub(crate) struct Channel(pub(crate) OwnedFd);
-
-/// Lets sessions have rings one after the other: while an old one drains, a new one negotiates.
-#[derive(Debug, Default)]
-struct Turn {
-    taken: Mutex<bool>,
-    freed: Condvar,
-}
-
-impl Turn {
-    fn take(&self) {
-        let taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
-        let wait = self.freed.wait_while(taken, |taken| *taken);
-        *wait.unwrap_or_else(PoisonError::into_inner) = true;
-    }
-
-    fn give(&self) {
-        *self.taken.lock().unwrap_or_else(PoisonError::into_inner) = false;
-        self.freed.notify_one();
-    }
-}
-
-/// The right to have rings, until it is dropped.
-#[derive(Debug)]
-pub(crate) struct DeviceTurn(Arc<Device>);
-
-impl Drop for DeviceTurn {
-    fn drop(&mut self) {
-        self.0.rings.give();
-    }
-}
+#[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
+mod tests;

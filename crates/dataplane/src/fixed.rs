@@ -13,7 +13,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use io_uring::IoUring;
 use rtvirtio_engine::Segment;
 
-use crate::memory::Memory;
+use rtvirtio_virtq::memory::Memory;
 
 /// The most bytes of one buffer (io_uring/rsrc.c).
 const CHUNK: u64 = 1 << 30;
@@ -85,5 +85,48 @@ impl FixedBuffers {
         let chunk = self.chunks[at];
         let fits = start - chunk.base() as usize + segment.len() <= chunk.len();
         fits.then_some(at as u16)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use rtvirtio_vhost::session::testing::memory as guest;
+    use rtvirtio_virtq::memory::{Region, RegionSpec};
+
+    use super::*;
+
+    #[test]
+    fn what_a_region_has_no_pages_for_is_not_registered_and_gets_none() {
+        const MIB: u64 = 1 << 20;
+        let file = guest(64 * MIB);
+        for at in [8 * MIB, 20 * MIB] {
+            rustix::io::pwrite(&file, &vec![1; 2 * MIB as usize], at).unwrap();
+        }
+        let spec = |size, offset| RegionSpec { guest: 0, size, front_end: 1 << 30, offset };
+        // Behind a part that is not shared.
+        let region = Region::map(spec(63 * MIB, MIB), file.try_clone().unwrap()).unwrap();
+        let base = region.segment().base() as usize;
+        let memory = Memory::new(vec![Arc::new(region)]).unwrap();
+        let buffers = match FixedBuffers::register(&memory, true) {
+            Ok(buffers) => buffers.unwrap(),
+            Err(error) => {
+                eprintln!("skipped: memory cannot be registered: {error}");
+                return;
+            }
+        };
+        let pages = rustix::fs::fstat(&file).unwrap().st_blocks * 512 / MIB as i64;
+        assert_eq!(pages, 4);
+        let at = |mib: u64, len| Segment::new((base + (mib * MIB) as usize) as *mut u8, len);
+        assert_eq!(buffers.find(&at(7, 4096)), Some(0));
+        assert_eq!(buffers.find(&at(20, MIB as usize)), Some(1));
+        for outside in [at(0, 1), at(9, 1), at(8, 2 * MIB as usize), at(62, 4096)] {
+            assert_eq!(buffers.find(&outside), None);
+        }
+        // Nothing to register is no error.
+        let nothing = guest(MIB);
+        let empty = Memory::new(vec![Arc::new(Region::map(spec(MIB, 0), nothing).unwrap())]);
+        assert!(FixedBuffers::register(&empty.unwrap(), true).unwrap().is_none());
     }
 }

@@ -26,6 +26,8 @@ use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::mapping::{Entry, Mapping, MappingError};
 use rtvirtio_spec::serve::{Fault, IoThread, Policy, Qos, Schedule, wire};
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
+use rtvirtio_vhost::session::Ended;
+use rustix::io::Errno;
 use tokio::sync::broadcast;
 
 use crate::schedule::{ClassStatus, ScheduleStatus};
@@ -33,6 +35,24 @@ use crate::stats::QueueStats;
 
 pub use opened::Opened;
 pub use registry::Registry;
+
+/// What an operator should know about a device.
+#[derive(Debug, Clone, Copy)]
+pub enum Notice<'a> {
+    /// A session has ended in an error or with refused requests.
+    Ended(&'a Ended),
+    /// Guest memory is not registered with the rings, although that is wanted where it is
+    /// possible. Said once.
+    NoFixedBuffers(Errno),
+    /// A driver kicks, and its ring stays empty. Said once a session.
+    EmptyRing {
+        /// Of its queues, from 0.
+        queue: u16,
+    },
+}
+
+/// Is told of devices by their names, from whichever thread notices.
+pub type Report = dyn Fn(&str, Notice<'_>) + Send + Sync;
 
 /// What can be done with a data plane.
 pub trait Plane: Send + Sync {

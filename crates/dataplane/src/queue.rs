@@ -25,12 +25,12 @@ use crate::device::Device;
 use crate::drr::{QUANTUM_BYTES, TurnBudget};
 use crate::fixed::FixedBuffers;
 use crate::key::{QueueKey, token};
-use crate::memory::Memory;
 use crate::request::{Action, Limits, Status};
-use crate::ring::{Chain, Ring, RingError};
 use crate::schedule::{Member, PendingRequest, Schedule};
 use crate::stats::{Op, QueueStats};
 use crate::thread_stats::IoThreadStats;
+use rtvirtio_virtq::memory::Memory;
+use rtvirtio_virtq::ring::{Chain, Ring, RingError};
 
 mod inflight;
 mod source;

@@ -4,7 +4,7 @@
 use rtvirtio_engine::{Geometry, Operation, Segment};
 use rustix::io::Errno;
 
-use crate::ring::Chain;
+use rtvirtio_virtq::ring::Chain;
 
 /// Bytes of a sector, always.
 pub(crate) const SECTOR: u64 = 512;

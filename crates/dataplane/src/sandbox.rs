@@ -210,3 +210,37 @@ pub(crate) fn give_socket(
     let (user, group) = (user.map(Uid::from_raw), group.map(Gid::from_raw));
     Ok(rustix::fs::chownat(&found, "", user, group, AtFlags::EMPTY_PATH)?)
 }
+
+#[cfg(test)]
+mod tests {
+    use rtvirtio_vhost::server::Listener;
+
+    use super::give_socket;
+
+    #[test]
+    fn nothing_but_an_own_new_socket_is_given_away() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: to give a file away needs root");
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let _listener = Listener::bind(&at("disk.sock"), 0o660).unwrap();
+        std::fs::write(at("precious"), "").unwrap();
+        std::os::unix::fs::symlink(at("precious"), at("link")).unwrap();
+        std::os::unix::fs::symlink(at("disk.sock"), at("to-socket")).unwrap();
+        let owner =
+            |name: &str| std::os::unix::fs::MetadataExt::uid(&std::fs::metadata(at(name)).unwrap());
+        for name in ["precious", "link", "to-socket"] {
+            let refused = give_socket(&at(name), Some(65_534), Some(65_534)).unwrap_err();
+            assert_eq!(refused.kind(), std::io::ErrorKind::PermissionDenied, "{name}");
+        }
+        give_socket(&at("disk.sock"), Some(65_534), None).unwrap();
+        assert_eq!((owner("precious"), owner("disk.sock")), (0, 65_534));
+        // Of somebody else by now, and a socket with two names may be anybody's.
+        assert!(give_socket(&at("disk.sock"), Some(0), None).is_err());
+        let _two = Listener::bind(&at("two.sock"), 0o600).unwrap();
+        std::fs::hard_link(at("two.sock"), at("again.sock")).unwrap();
+        assert!(give_socket(&at("two.sock"), Some(65_534), None).is_err());
+    }
+}

@@ -13,14 +13,14 @@ use std::time::{Duration, Instant};
 use rtvirtio_dataplane::device::{Device, DeviceConfig, Limits};
 
 use rtvirtio_dataplane::plane::{HandedFds, Plane, Registry};
-use rtvirtio_dataplane::ring::Ring;
-use rtvirtio_dataplane::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
 use rtvirtio_dataplane::stats::QueueStats;
 use rtvirtio_dataplane::{Call, FixedBuffers, Polling, Pool, QueueSetup};
 use rtvirtio_engine::Engine;
 use rtvirtio_engine::file::{Aio, FileConfig, FileEngine, FileSource};
 use rtvirtio_engine::ram::RamEngine;
 use rtvirtio_units::{Bytes, Nanos};
+use rtvirtio_virtq::ring::Ring;
+use rtvirtio_virtq::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 /// The system's, counting what marked threads do.

@@ -12,13 +12,13 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
 
 use rtvirtio_dataplane::device::{Device, DeviceConfig, Limits};
-use rtvirtio_dataplane::protocol::{Connection, Header, TransportError};
-use rtvirtio_dataplane::ring::Ring;
-use rtvirtio_dataplane::session::{
-    Change, QueueHost, QueueSetup, Session, SessionError, StartError, StoppedQueue, serve,
-};
 use rtvirtio_engine::{Engine, Geometry, Outcome, Request, SubmitContext};
 use rtvirtio_units::Bytes;
+use rtvirtio_vhost::protocol::{Connection, Header, TransportError};
+use rtvirtio_vhost::session::{
+    Change, QueueHost, QueueSetup, Session, SessionError, StartError, StoppedQueue, serve,
+};
+use rtvirtio_virtq::ring::Ring;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 struct Disk;
@@ -195,7 +195,7 @@ fn attack(messages: u64, seed: u64) {
             }
         }
         front.shutdown(Shutdown::Write).unwrap();
-        let mut session = Session::new(Arc::clone(&device), Arc::clone(&host));
+        let mut session = Session::new(device.clone(), Arc::clone(&host));
         let ended = serve(&mut Connection::new(Arc::new(back)), &mut session);
         drop(session);
         let reason = match ended.error {

@@ -28,8 +28,10 @@ pub use cost::Cost;
 pub use fatal::AbortOnPanic;
 pub use priority::raise_thread_priority;
 pub use request::{
-    Commands, Completions, Engine, Geometry, Operation, Outcome, Request, SCRATCH_BYTES, Segment,
+    Commands, Completions, Engine, Geometry, Operation, Outcome, Request, SCRATCH_BYTES,
     SubmitContext, Token, TransferLimits,
 };
+// What requests are made of.
+pub use rtvirtio_virtq::Segment;
 // Whoever starts an emulated SSD says what it is like.
 pub use rtvirtio_ssd::SsdConfig;

@@ -12,62 +12,12 @@ use std::sync::Arc;
 
 use io_uring::squeue::{Entry128, SubmissionQueue};
 use rtvirtio_units::Bytes;
+use rtvirtio_virtq::Segment;
 use rustix::io::Errno;
 
 /// Names a request to whoever started it. Engines pass it on unread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Token(pub u64);
-
-/// A contiguous piece of a guest's memory, mapped in this process: a `struct iovec`.
-///
-/// The guest may write to it at any time, so it is never a Rust reference.
-#[derive(Clone, Copy)]
-#[repr(transparent)]
-pub struct Segment(libc::iovec);
-
-// SAFETY: a pointer and a length without an owner; whoever uses the pointer states why it is valid.
-unsafe impl Send for Segment {}
-
-impl Segment {
-    /// No bytes.
-    pub const EMPTY: Self = Self::new(std::ptr::null_mut(), 0);
-
-    /// `length` bytes at `base`.
-    #[must_use]
-    pub const fn new(base: *mut u8, length: usize) -> Self {
-        Self(libc::iovec { iov_base: base.cast(), iov_len: length })
-    }
-
-    /// Its first byte.
-    #[must_use]
-    pub const fn base(&self) -> *mut u8 {
-        self.0.iov_base.cast()
-    }
-
-    /// Bytes.
-    #[must_use]
-    pub const fn len(&self) -> usize {
-        self.0.iov_len
-    }
-
-    /// Whether it has no bytes.
-    #[must_use]
-    pub const fn is_empty(&self) -> bool {
-        self.0.iov_len == 0
-    }
-
-    /// Drops the first `bytes`; all of them if there are fewer.
-    pub fn advance(&mut self, bytes: usize) {
-        let bytes = bytes.min(self.len());
-        *self = Self::new(self.base().wrapping_add(bytes), self.len() - bytes);
-    }
-}
-
-impl std::fmt::Debug for Segment {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:p}+{}", self.base(), self.len())
-    }
-}
 
 /// What a request does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

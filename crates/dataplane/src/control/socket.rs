@@ -13,7 +13,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::ControlError;
 use crate::sandbox::give_socket;
-use crate::server::is_answered;
+use rtvirtio_vhost::server::is_answered;
 
 /// A socket in the file system; removed when dropped, if it is still the one that was made.
 #[derive(Debug)]

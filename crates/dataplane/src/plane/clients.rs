@@ -22,10 +22,10 @@ use rustix::net::SendFlags;
 
 use super::host::{Client, Host};
 use crate::key::QueueKey;
-use crate::protocol::send;
 use crate::queue::SlotsSetup;
-use crate::session::StartError;
 use crate::stats::QueueStats;
+use rtvirtio_vhost::protocol::send;
+use rtvirtio_vhost::session::StartError;
 
 impl Host {
     /// Serves a process until it leaves or must. One that gets no slots learns so by the end of its

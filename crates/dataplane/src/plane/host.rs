@@ -14,17 +14,18 @@ use rtvirtio_units::{Bytes, DiskName};
 use rustix::io::Errno;
 use tokio::sync::broadcast;
 
+use super::{Notice, Report};
 use crate::call::{self, Call};
 use crate::device::Device;
 use crate::fixed::FixedBuffers;
 use crate::key::QueueKey;
-use crate::memory::{Memory, Region};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
 use crate::queue::{Broken, Queue, QueueSetup};
 use crate::schedule::Member;
-use crate::server::{Notice, Report};
-use crate::session::{self, Change, QueueHost, StartError, StoppedQueue};
 use crate::stats::QueueStats;
+use rtvirtio_vhost::Backend as _;
+use rtvirtio_vhost::session::{self, Change, QueueHost, StartError, StoppedQueue};
+use rtvirtio_virtq::memory::{Memory, Region};
 
 /// A client that is served.
 pub(super) struct Client {
@@ -300,7 +301,7 @@ impl Host {
                 let said = std::mem::replace(&mut state.said, true);
                 drop(state);
                 if !said {
-                    (self.setup.report)(self.device(), Notice::NoFixedBuffers(error));
+                    (self.setup.report)(self.device().name(), Notice::NoFixedBuffers(error));
                 }
                 Ok(None)
             }
@@ -409,7 +410,7 @@ impl Host {
         let reason = broken.to_string();
         self.tell(Event::QueueBroken { device, queue: index as u16, reason });
         // The device status has changed (virtio 1.2, 2.1.2).
-        let _ = self.device().notify();
+        let _ = self.device().link().notify();
     }
 
     /// Tells of queues whose drivers broke them since the last time. Never waits: who calls this
@@ -421,7 +422,10 @@ impl Host {
             if place.empty.look(stats.kicks_and_started()) {
                 // QEMU says it in its log, too.
                 self.setup.pool.tell_error(key);
-                (self.setup.report)(self.device(), Notice::EmptyRing { queue: index as u16 });
+                (self.setup.report)(
+                    self.device().name(),
+                    Notice::EmptyRing { queue: index as u16 },
+                );
             }
         }
         for (index, place) in state.queues.iter_mut().enumerate().filter(|(_, p)| !p.told) {
@@ -541,7 +545,7 @@ mod tests {
 
     use super::*;
     use crate::device::{DeviceConfig, Limits};
-    use crate::session::testing::{memory, region};
+    use rtvirtio_vhost::session::testing::{memory, region};
 
     /// A device without queues on threads, whose image is locked by sessions.
     fn host(image: &std::path::Path) -> Host {
@@ -629,7 +633,7 @@ mod tests {
     fn unpinnable() -> Memory {
         let file = memory(2 << 20);
         rustix::io::pwrite(&file, &vec![1; 2 << 20], 0).unwrap();
-        let all = crate::memory::RegionSpec { size: 2 << 20, ..region(0) };
+        let all = rtvirtio_virtq::memory::RegionSpec { size: 2 << 20, ..region(0) };
         let region = Region::map(all, file.try_clone().unwrap()).unwrap();
         rustix::fs::ftruncate(&file, 0).unwrap();
         Memory::new(vec![Arc::new(region)]).unwrap()
@@ -641,7 +645,7 @@ mod tests {
         let said = Arc::new(Mutex::new(Vec::new()));
         let report = {
             let said = Arc::clone(&said);
-            move |_: &Device, notice: Notice<'_>| match notice {
+            move |_: &str, notice: Notice<'_>| match notice {
                 Notice::NoFixedBuffers(error) => said.lock().unwrap().push(error),
                 other => panic!("{other:?}"),
             }

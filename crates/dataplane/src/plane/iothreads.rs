@@ -22,9 +22,9 @@ use super::{EVENTS_KEPT, PlaneError, refused};
 use crate::iothread::Polling;
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
 use crate::schedule::Schedule;
-use crate::server::SocketId;
 use crate::stats::QueueStats;
 use crate::thread_stats::IoThreadStats;
+use rtvirtio_vhost::server::SocketId;
 
 /// What the registry, and the monitor beside it, work on.
 pub(crate) struct Core {

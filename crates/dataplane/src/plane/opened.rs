@@ -13,7 +13,7 @@ use super::PlaneError;
 use super::host::open_exclusive_with_retry;
 use super::{SOCKET_MODE, io, refused};
 use crate::sandbox::{Identity, give};
-use crate::server::Listener;
+use rtvirtio_vhost::server::Listener;
 
 /// Devices that have yet to be served. Dropping it closes and removes their sockets.
 #[derive(Debug)]

@@ -29,13 +29,14 @@ use super::{
     Admission, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError,
     SOCKET_MODE, io, refused,
 };
+use super::{Notice, Report};
 use crate::device::{Device, DeviceConfig, Limits};
 use crate::monitor::{Monitor, SchedStat};
 use crate::pool::ThreadId;
 use crate::schedule::{ClassStatus, Member, Schedule};
-use crate::server::{Listener, Report, Server};
 use crate::thread_stats::IoThreadStats;
 use crate::vcpus::Guard;
+use rtvirtio_vhost::server::{Listener, Server};
 
 /// How often somebody looks whether an IOThread is stuck in a front end's eventfd.
 const STUCK_PERIOD: Duration = Duration::from_millis(5);
@@ -94,7 +95,10 @@ impl Registry {
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Ok(Self {
             started: Nanos::from(started),
-            server: Server::new(Arc::clone(&report))?,
+            server: Server::new({
+                let report = Arc::clone(&report);
+                Arc::new(move |device, ended| report(device, Notice::Ended(ended)))
+            })?,
             report,
             monitor: Monitor::new(Arc::clone(&core)),
             core,

@@ -12,10 +12,10 @@ use tokio::sync::broadcast::error::TryRecvError;
 
 use super::host::{EMPTY_TIME, Host};
 use super::*;
-use crate::protocol::{HEADER_SIZE, Message, VringAddress, VringFd, VringState, features};
-use crate::server::Notice;
-use crate::session::testing::{memory, region};
-use crate::session::{Answer, Refused, Session, StartError};
+use super::{Notice, Report};
+use rtvirtio_vhost::protocol::{HEADER_SIZE, Message, VringAddress, VringFd, VringState, features};
+use rtvirtio_vhost::session::testing::{memory, region};
+use rtvirtio_vhost::session::{Answer, Refused, Session, StartError};
 
 struct Rig {
     registry: Registry,
@@ -33,7 +33,7 @@ impl Rig {
         Self::with(Arc::new(|_, _| ()))
     }
 
-    fn with(report: Arc<crate::server::Report>) -> Self {
+    fn with(report: Arc<Report>) -> Self {
         let registry = Registry::new(report).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let events = registry.events();
@@ -70,7 +70,7 @@ impl Rig {
     /// A session with a ring that lacks only its kick, and the guest's memory, of 64 KiB.
     fn session(&self) -> (Session<Host>, OwnedFd) {
         let host = self.registry.host(&disk());
-        let mut session = Session::new(Arc::clone(host.device()), host);
+        let mut session = Session::new(host.device().clone(), host);
         let guest = memory(0x1_0000);
         let address = VringAddress {
             index: 0,
@@ -358,7 +358,7 @@ fn driver_that_kicks_an_empty_ring_is_told_of_once_on_both_sides() {
         let said = Arc::clone(&said);
         Arc::new(move |device, notice| match notice {
             Notice::EmptyRing { queue } => {
-                said.lock().unwrap().push((device.name().to_owned(), queue));
+                said.lock().unwrap().push((device.to_owned(), queue));
             }
             other => panic!("{other:?}"),
         })

@@ -16,10 +16,10 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::*;
 use crate::device::{Device, DeviceConfig, Limits};
-use crate::ring::Ring;
-use crate::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
 use crate::schedule::Member;
 use crate::stats::QueueStats;
+use rtvirtio_virtq::ring::Ring;
+use rtvirtio_virtq::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
 
 mod commands;
 mod hostile;

@@ -4,7 +4,7 @@ use rtvirtio_engine::{Operation, SCRATCH_BYTES, Segment};
 use rtvirtio_qos::Running;
 
 use crate::drr::QUANTUM_BYTES;
-use crate::memory::Memory;
+use rtvirtio_virtq::memory::Memory;
 
 /// A request in flight. Free if `operation` is `None`.
 #[derive(Default)]

@@ -16,7 +16,7 @@ use rustix::fd::OwnedFd;
 
 use super::Broken;
 use crate::request::{Action, Limits, Parsed, Status, parse, within};
-use crate::ring::{Chain, Ring};
+use rtvirtio_virtq::ring::{Chain, Ring};
 
 /// What says that there may be something new where nobody looks.
 pub(crate) enum Kick<'a> {

@@ -12,9 +12,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use comfy_table::{Table, presets};
 use rtvirtio_dataplane::control::{ControlServer, ControlSocket};
-use rtvirtio_dataplane::plane::{Opened, Plane, Registry};
+use rtvirtio_dataplane::plane::{Notice, Opened, Plane, Registry};
 use rtvirtio_dataplane::sandbox::{self, Identity};
-use rtvirtio_dataplane::server::Notice;
 use rtvirtio_dataplane::vcpus::{self, Guard};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::serve::{
@@ -135,17 +134,17 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
             if let Some(error) = ended.error.as_ref().or(ended.first_refused.as_ref()) {
                 let causes = std::iter::successors(error.source(), |&cause| cause.source());
                 let causes: String = causes.map(|cause| format!(": {cause}")).collect();
-                eprintln!("{}: front end: {error}{causes}", device.name());
+                eprintln!("{}: front end: {error}{causes}", device);
             }
         }
         Notice::NoFixedBuffers(error) => {
-            eprintln!("{}: guest memory is not registered: {error}", device.name());
+            eprintln!("{}: guest memory is not registered: {error}", device);
         }
         Notice::EmptyRing { queue } => {
             eprintln!(
                 "{}: the driver of queue {queue} kicks, and its ring stays empty: is the guest's memory shared? \
                  (QEMU: -object memory-backend-memfd,share=on; libvirt: <access mode='shared'/>)",
-                device.name()
+                device
             );
         }
     }))?;

@@ -38,8 +38,14 @@ const MEMBERS: &[Member] = &[
     member("cli", &["units", "spec", "model", "planner", "host"], false),
     member("calibrate", &["units", "spec", "cases", "model", "host", "cli"], false),
     member("completion", &["units"], false),
-    member("engine", &["units", "ssd"], false),
-    member("dataplane", &["units", "spec", "qos", "iocores", "completion", "engine"], false),
+    member("virtq", &["units"], false),
+    member("engine", &["units", "ssd", "virtq"], false),
+    member("vhost", &["units", "virtq", "engine"], false),
+    member(
+        "dataplane",
+        &["units", "spec", "qos", "iocores", "completion", "virtq", "engine", "vhost"],
+        false,
+    ),
     // Options that the daemon does not link (extras/).
     member("preload", &["units", "completion"], false),
     member("run", &["completion", "host", "cli", "preload"], false),
@@ -73,7 +79,18 @@ const MEMBERS: &[Member] = &[
     // The product's binary.
     member(
         "rtvirtio",
-        &["units", "spec", "model", "planner", "host", "engine", "dataplane", "cli", "calibrate"],
+        &[
+            "units",
+            "spec",
+            "model",
+            "planner",
+            "host",
+            "engine",
+            "vhost",
+            "dataplane",
+            "cli",
+            "calibrate",
+        ],
         false,
     ),
 ];

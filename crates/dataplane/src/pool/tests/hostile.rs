@@ -166,7 +166,10 @@ fn broken_ring_stays_broken_and_costs_nothing_and_others_are_served() {
     let spent = cpu_time(tid) - before;
     assert!(spent < Duration::from_millis(125), "{spent:?} of 500 ms");
     let stopped = pool.stop(bad_key).unwrap();
-    assert_eq!(stopped.broken(), Some(crate::Broken::Ring(crate::ring::RingError::AvailableJump)));
+    assert_eq!(
+        stopped.broken(),
+        Some(crate::Broken::Ring(rtvirtio_virtq::ring::RingError::AvailableJump))
+    );
     is_served(&mut good);
     pool.stop(good_key).unwrap();
 }

@@ -197,7 +197,8 @@ fn moves_race_stop_start_edits_and_ending_threads() {
             *key.lock().unwrap() = None;
             queue.reap();
             // What was not taken before the stop is taken by a start from there.
-            let config = crate::ring::RingConfig { base: stopped.base(), ..queue.driver.config() };
+            let config =
+                rtvirtio_virtq::ring::RingConfig { base: stopped.base(), ..queue.driver.config() };
             let ring = Ring::new(config, queue.driver.guest().memory(), None).unwrap();
             let again = pool.start(QueueSetup { ring, ..queue.setup(&device) }, ids[0]).unwrap();
             *key.lock().unwrap() = Some(again);

@@ -10,12 +10,12 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use rtvirtio_dataplane::server::is_answered;
 use rtvirtio_host::dataplane::ControlClient;
 use rtvirtio_spec::control::{AddDevice, Handed, Resize};
 use rtvirtio_spec::mapping::{Entry, read};
 use rtvirtio_spec::serve::wire;
 use rtvirtio_units::{DiskName, IoThreadName, Name, NameError, VmName};
+use rtvirtio_vhost::server::is_answered;
 use rustix::io::Errno;
 
 use super::qos::QosArgs;

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
-use rtvirtio_dataplane::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
+use rtvirtio_virtq::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use tempfile::TempDir;

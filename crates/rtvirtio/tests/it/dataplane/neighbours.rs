@@ -12,8 +12,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use rtvirtio_dataplane::ring::Inflight;
-use rtvirtio_dataplane::ring::driver::GUEST;
+use rtvirtio_virtq::ring::Inflight;
+use rtvirtio_virtq::ring::driver::GUEST;
 use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};

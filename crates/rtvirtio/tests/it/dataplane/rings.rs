@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::SeqCst;
 
-use rtvirtio_dataplane::ring::driver::GUEST;
+use rtvirtio_virtq::ring::driver::GUEST;
 
 use super::front_end::{DATA, FrontEnd, HEADER, STATUS};
 

@@ -22,7 +22,7 @@ use rustix::buffer::spare_capacity;
 use rustix::event::{EventfdFlags, epoll};
 use rustix::io::Errno;
 
-use crate::device::Device;
+use crate::backend::Backend;
 use crate::protocol::Connection;
 use crate::session::{Ended, QueueHost, Session, serve};
 
@@ -45,7 +45,7 @@ const EXHAUSTED_PAUSE: Duration = Duration::from_millis(50);
 const NICE: i32 = 10;
 
 /// The calling thread, and those that it starts, leave CPUs to others from now on.
-pub(crate) fn give_way() {
+pub fn give_way() {
     let this = Some(rustix::thread::gettid());
     if rustix::process::getpriority_process(this).is_ok_and(|nice| nice < NICE) {
         let _ = rustix::process::setpriority_process(this, NICE);
@@ -54,23 +54,9 @@ pub(crate) fn give_way() {
 /// The key of the descriptor that ends the accepting thread.
 const STOP: u64 = 0;
 
-/// What an operator should know about a device.
-#[derive(Debug, Clone, Copy)]
-pub enum Notice<'a> {
-    /// A session has ended in an error or with refused requests.
-    Ended(&'a Ended),
-    /// Guest memory is not registered with the rings, although that is wanted where it is
-    /// possible. Said once.
-    NoFixedBuffers(Errno),
-    /// A driver kicks, and its ring stays empty. Said once a session.
-    EmptyRing {
-        /// Of its queues, from 0.
-        queue: u16,
-    },
-}
-
-/// Is told from the sessions' threads.
-pub type Report = dyn Fn(&Device, Notice<'_>) + Send + Sync;
+/// Is told, by the device's name, of each session that has ended in an error or with refused
+/// requests, from the session's thread.
+pub type Report = dyn Fn(&str, &Ended) + Send + Sync;
 
 /// Accepts front ends of any number of devices. Dropping it ends all sessions.
 pub struct Server {
@@ -122,7 +108,7 @@ impl Server {
     pub fn add<H>(
         &self,
         listener: Listener,
-        device: Arc<Device>,
+        device: Arc<dyn Backend>,
         host: Arc<H>,
     ) -> std::io::Result<SocketId>
     where
@@ -172,7 +158,7 @@ impl Server {
     }
 
     /// Ends all connections. Sessions end when what they have in flight has ended.
-    pub(crate) fn shut_down(&self) {
+    pub fn shut_down(&self) {
         let sockets: Vec<_> = lock(&self.shared.sockets).values().cloned().collect();
         for socket in sockets {
             socket.shut_down();
@@ -259,7 +245,7 @@ struct Served<H> {
     id: u64,
     shared: Weak<Shared>,
     listener: Listener,
-    device: Arc<Device>,
+    device: Arc<dyn Backend>,
     host: Arc<H>,
     sessions: Mutex<Sessions>,
 }
@@ -356,7 +342,7 @@ where
             && self.may_report()
             && let Some(shared) = self.shared.upgrade()
         {
-            (shared.report)(&self.device, Notice::Ended(&ended));
+            (shared.report)(self.device.name(), &ended);
         }
     }
 

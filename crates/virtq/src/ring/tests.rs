@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
+use crate::Segment;
 use proptest::prelude::*;
-use rtvirtio_engine::Segment;
 
 use super::driver::{Buffer, Driver, GUEST, Guest, Options};
 use super::*;

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use rtvirtio_engine::Segment;
+use crate::Segment;
 use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 

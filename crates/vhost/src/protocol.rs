@@ -6,12 +6,12 @@
 //!
 //! Written to the "Vhost-user Protocol" in QEMU's documentation (docs/interop/vhost-user.rst).
 
-use crate::memory::RegionSpec;
+use rtvirtio_virtq::memory::RegionSpec;
 
 mod connection;
 pub mod features;
 
-pub(crate) use connection::send;
+pub use connection::send;
 pub use connection::{Connection, Received, TransportError};
 
 /// The longest body that is accepted. The longest that any front end has reason to send is a

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use rtvirtio_engine::Segment;
+use crate::Segment;
 use rustix::fs::{SeekFrom, seek};
 
 use super::{Mapping, MemoryError};
@@ -85,7 +85,7 @@ impl Region {
     }
 
     /// Its parts that had pages when it was mapped.
-    pub(crate) fn populated(&self) -> impl Iterator<Item = Segment> {
+    pub fn populated(&self) -> impl Iterator<Item = Segment> {
         self.populated.iter().map(|&(first, last)| self.part(first, last - first))
     }
 

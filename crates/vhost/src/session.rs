@@ -14,10 +14,10 @@ use rtvirtio_units::Bytes;
 use rustix::fs::FileType;
 use rustix::io::Errno;
 
-use crate::device::{Channel, Device, DeviceTurn, QUEUE_SIZE_MAX, WRITEBACK};
-use crate::memory::{DirtyLog, MAX_REGIONS, Memory, MemoryError, Region, RegionSpec};
+use crate::backend::{Backend, Channel, RingsTurn};
 use crate::protocol::{InflightArea, Message, VringAddress, VringFd, VringState, features};
-use crate::ring::{Inflight, InflightError, Ring, RingConfig, RingError};
+use rtvirtio_virtq::memory::{DirtyLog, MAX_REGIONS, Memory, MemoryError, Region, RegionSpec};
+use rtvirtio_virtq::ring::{Inflight, InflightError, MAX_SIZE, Ring, RingConfig, RingError};
 
 /// DEVICE_NEEDS_RESET of the device status.
 const NEEDS_RESET: u8 = 64;
@@ -280,9 +280,8 @@ struct InflightState {
 }
 
 /// A session. Dropping it stops its rings.
-#[derive(Debug)]
 pub struct Session<H: QueueHost> {
-    device: Arc<Device>,
+    device: Arc<dyn Backend>,
     host: Arc<H>,
     // As it was when the session began: the front end has seen these.
     offered: u64,
@@ -299,13 +298,13 @@ pub struct Session<H: QueueHost> {
     inflight: Option<InflightState>,
     channel: Option<Arc<Channel>>,
     // From the first ring on.
-    turn: Option<DeviceTurn>,
+    turn: Option<RingsTurn>,
 }
 
 impl<H: QueueHost> Session<H> {
     /// A session in which nothing has been said.
     #[must_use]
-    pub fn new(device: Arc<Device>, host: Arc<H>) -> Self {
+    pub fn new(device: Arc<dyn Backend>, host: Arc<H>) -> Self {
         Self {
             offered: device.features(),
             vrings: (0..device.queues()).map(|_| Vring::default()).collect(),
@@ -436,7 +435,7 @@ impl<H: QueueHost> Session<H> {
                     return Err(Refused::NotASocket);
                 }
                 let channel = Arc::new(Channel(fd));
-                self.device.set_channel(&channel);
+                self.device.link().set_channel(&channel);
                 self.channel = Some(channel);
             }
             Message::GetInflightFd(area) => return self.create_inflight(area),
@@ -483,7 +482,7 @@ impl<H: QueueHost> Session<H> {
         }
         // Also if nothing has changed: an earlier session's driver was another one.
         if !runs {
-            self.device.reset_write_cache(features);
+            self.device.negotiated(features);
         }
         if changed & features::LOG_ALL != 0 {
             self.share_memory(self.memory.with_log(None))?;
@@ -501,15 +500,11 @@ impl<H: QueueHost> Session<H> {
     }
 
     fn set_config(&self, offset: u32, data: &[u8]) -> Result<(), Refused> {
-        match (offset, data) {
-            (WRITEBACK, [on @ (0 | 1)]) if self.features & features::BLK_CONFIG_WCE != 0 => {
-                self.device.set_write_cache(*on == 1);
-                if let Some(area) = &self.inflight {
-                    area.map.set_write_through(*on == 0);
-                }
-                Ok(())
-            }
-            _ => Err(Refused::Config { offset }),
+        let inflight = self.inflight.as_ref().map(|area| &*area.map);
+        if self.device.write_config(offset, data, self.features, inflight) {
+            Ok(())
+        } else {
+            Err(Refused::Config { offset })
         }
     }
 
@@ -586,7 +581,7 @@ impl<H: QueueHost> Session<H> {
         }
         // An earlier session's requests end before this one's begin.
         if self.turn.is_none() {
-            self.turn = Some(self.device.take_turn());
+            self.turn = Some(self.device.link().take_turn());
         }
         let config = RingConfig {
             size,
@@ -658,7 +653,7 @@ impl<H: QueueHost> Session<H> {
         // No ring runs that would have to know.
         self.memory = Arc::new(self.memory.with_log(None));
         self.inflight = None;
-        self.device.reset_write_cache(self.features);
+        self.device.negotiated(self.features);
     }
 
     /// Stops all rings and forgets how they were set up.
@@ -671,7 +666,7 @@ impl<H: QueueHost> Session<H> {
 
     /// Whether the device allows so much memory, which is looked at before any of it is mapped.
     fn fits_memory(&self, regions: &[RegionSpec]) -> Result<(), MemoryError> {
-        let limit = self.device.limits().memory;
+        let limit = self.device.memory_limit();
         let sizes = regions.iter().map(|region| region.size);
         let total = sizes.fold(0_u64, u64::saturating_add);
         if total <= limit.get() {
@@ -724,11 +719,7 @@ impl<H: QueueHost> Session<H> {
         }
         let InflightArea { size, offset, queues, queue_size, .. } = area;
         let map = Inflight::map(fd, offset, size, queues, queue_size, self.packed())?;
-        if map.is_write_through() {
-            // Said to an earlier server.
-            self.device.set_write_cache(false);
-        }
-        map.set_write_through(!self.device.chosen_cache());
+        self.device.take_over(&map);
         self.inflight = Some(InflightState { map, queues, queue_size });
         Ok(())
     }
@@ -748,14 +739,14 @@ const fn refuse_others(features: u64, offered: u64) -> Result<(), Refused> {
 }
 
 const fn is_queue_size(size: u16, packed: bool) -> bool {
-    2 <= size && size <= QUEUE_SIZE_MAX && (packed || size.is_power_of_two())
+    2 <= size && size <= MAX_SIZE && (packed || size.is_power_of_two())
 }
 
 fn system(error: std::io::Error) -> Refused {
     Refused::System(Errno::from_io_error(&error).unwrap_or(Errno::IO))
 }
 
-#[cfg(test)]
-pub(crate) mod testing;
+#[cfg(any(test, feature = "test-utils"))]
+pub mod testing;
 #[cfg(test)]
 mod tests;

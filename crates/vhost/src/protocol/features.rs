@@ -1,23 +1,5 @@
 //! The features that are offered to front ends, and those that are not, with the reason.
 
-/// VIRTIO_BLK_F_SEG_MAX
-pub const BLK_SEG_MAX: u64 = 1 << 2;
-/// VIRTIO_BLK_F_RO
-pub const BLK_RO: u64 = 1 << 5;
-/// VIRTIO_BLK_F_BLK_SIZE
-pub const BLK_SIZE: u64 = 1 << 6;
-/// VIRTIO_BLK_F_FLUSH
-pub const BLK_FLUSH: u64 = 1 << 9;
-/// VIRTIO_BLK_F_TOPOLOGY
-pub const BLK_TOPOLOGY: u64 = 1 << 10;
-/// VIRTIO_BLK_F_CONFIG_WCE
-pub const BLK_CONFIG_WCE: u64 = 1 << 11;
-/// VIRTIO_BLK_F_MQ
-pub const BLK_MQ: u64 = 1 << 12;
-/// VIRTIO_BLK_F_DISCARD
-pub const BLK_DISCARD: u64 = 1 << 13;
-/// VIRTIO_BLK_F_WRITE_ZEROES
-pub const BLK_WRITE_ZEROES: u64 = 1 << 14;
 /// VHOST_F_LOG_ALL: what is written to the guest's memory is logged (live migration).
 pub const LOG_ALL: u64 = 1 << 26;
 /// VIRTIO_F_INDIRECT_DESC
@@ -31,19 +13,10 @@ pub const VERSION_1: u64 = 1 << 32;
 /// VIRTIO_F_RING_PACKED
 pub const RING_PACKED: u64 = 1 << 34;
 
-/// Offered by every device; the others depend on its disk.
-pub const ALWAYS: u64 = BLK_SEG_MAX
-    | BLK_SIZE
-    | BLK_FLUSH
-    | BLK_TOPOLOGY
-    | BLK_CONFIG_WCE
-    | BLK_MQ
-    | LOG_ALL
-    | RING_INDIRECT_DESC
-    | RING_EVENT_IDX
-    | PROTOCOL_FEATURES
-    | VERSION_1
-    | RING_PACKED;
+/// Offered by every device, whatever it is; what else is offered says its
+/// [`Backend`](crate::Backend).
+pub const ALWAYS: u64 =
+    LOG_ALL | RING_INDIRECT_DESC | RING_EVENT_IDX | PROTOCOL_FEATURES | VERSION_1 | RING_PACKED;
 
 /// VHOST_USER_PROTOCOL_F_MQ
 pub const PROTOCOL_MQ: u64 = 1 << 0;
@@ -86,23 +59,18 @@ pub struct Declined {
     pub reason: &'static str,
 }
 
-const fn declined(bit: u8, name: &'static str, reason: &'static str) -> Declined {
+/// A feature that is not offered.
+#[must_use]
+pub const fn declined(bit: u8, name: &'static str, reason: &'static str) -> Declined {
     Declined { bit, name, reason }
 }
 
-/// The virtio features that are not offered.
+/// The virtio features of any device that are not offered.
 pub const DECLINED: &[Declined] = &[
-    declined(0, "VIRTIO_BLK_F_BARRIER", "legacy: flushes have replaced barriers"),
-    declined(1, "VIRTIO_BLK_F_SIZE_MAX", "a segment of any length is served"),
-    declined(4, "VIRTIO_BLK_F_GEOMETRY", "no disk here has cylinders; firmware makes up its own"),
-    declined(7, "VIRTIO_BLK_F_SCSI", "legacy: no SCSI commands behind a block device"),
-    declined(15, "VIRTIO_BLK_F_LIFETIME", "the engines do not know the wear of their medium"),
-    declined(16, "VIRTIO_BLK_F_SECURE_ERASE", "no engine can promise that nothing is left"),
-    declined(17, "VIRTIO_BLK_F_ZONED", "raw images and plain disks have no zones"),
     declined(24, "VIRTIO_F_NOTIFY_ON_EMPTY", "legacy: EVENT_IDX has replaced it"),
     declined(27, "VIRTIO_F_ANY_LAYOUT", "legacy: part of VERSION_1"),
     declined(33, "VIRTIO_F_ACCESS_PLATFORM", "no IOTLB: the guest's physical addresses are used"),
-    declined(35, "VIRTIO_F_IN_ORDER", "disks complete out of order; waiting would cost latency"),
+    declined(35, "VIRTIO_F_IN_ORDER", "requests complete out of order; waiting would cost latency"),
     declined(36, "VIRTIO_F_ORDER_PLATFORM", "for hardware: CPUs share coherent memory with us"),
     declined(37, "VIRTIO_F_SR_IOV", "no PCI functions of its own"),
     declined(38, "VIRTIO_F_NOTIFICATION_DATA", "a kick through an eventfd carries no data"),
@@ -126,7 +94,7 @@ pub const PROTOCOL_DECLINED: &[Declined] = &[
     declined(19, "DEVICE_STATE", "all state of a stopped device is in its rings and the disk"),
     declined(20, "GET_VRING_BASE_INFLIGHT", "requests in flight are drained, never handed over"),
     declined(21, "GPA_ADDRESSES", "only needed with an IOTLB"),
-    declined(22, "SHMEM", "a block device has no shared memory regions"),
+    declined(22, "SHMEM", "no device here has shared memory regions"),
 ];
 
 #[cfg(test)]
@@ -138,13 +106,11 @@ mod tests {
     }
 
     #[test]
-    fn features_known_are_offered_or_declined_with_a_reason() {
-        let offered = ALWAYS | BLK_RO | BLK_DISCARD | BLK_WRITE_ZEROES;
-        assert_eq!(offered & bits(DECLINED), 0);
-        // Of a block device and of virtio itself, all but those that never had a name; 3, 8 and
-        // 18 to 23 and 25 mean nothing to a block device, 31 and bits from 42 on nothing at all.
-        let nameless = 1 << 3 | 1 << 8 | 0b11_1111 << 18 | 1 << 25 | 1 << 31;
-        assert_eq!(offered | bits(DECLINED) | nameless, (1 << 42) - 1);
+    fn features_of_virtio_are_offered_or_declined_with_a_reason() {
+        assert_eq!(ALWAYS & bits(DECLINED), 0);
+        // Bits 0 to 23 are the device's, 25 and 31 mean nothing, nor do those from 42 on.
+        let others = 0xff_ffff | (1 << 25) | (1 << 31);
+        assert_eq!(ALWAYS | bits(DECLINED) | others, (1 << 42) - 1);
         assert!(DECLINED.iter().all(|declined| !declined.reason.is_empty()));
     }
 
@@ -157,8 +123,8 @@ mod tests {
 
     #[test]
     fn offered_features_have_the_numbers_of_the_specification() {
-        // virtio 1.2, 5.2.3 and 6, and VHOST_F_LOG_ALL, VHOST_USER_F_PROTOCOL_FEATURES.
-        assert_eq!(ALWAYS, 0x5_7400_1e44);
+        // virtio 1.2, 6, and VHOST_F_LOG_ALL, VHOST_USER_F_PROTOCOL_FEATURES.
+        assert_eq!(ALWAYS, 0x5_7400_0000);
         // Bits 0, 1, 3, 5, 9, 12, 13, 15 and 16.
         assert_eq!(PROTOCOL_OFFERED, 0x1_b22b);
     }

@@ -197,40 +197,18 @@ fn file_that_is_not_in_memory_is_refused() {
 }
 
 #[test]
-fn what_a_region_has_no_pages_for_is_not_registered_and_gets_none() {
-    use crate::fixed::FixedBuffers;
-
+fn pages_that_a_region_has_are_its_populated_parts() {
     const MIB: u64 = 1 << 20;
     let file = file(64 * MIB);
-    let pages = |file: &OwnedFd| rustix::fs::fstat(file).unwrap().st_blocks * 512 / MIB as i64;
     for at in [8 * MIB, 20 * MIB] {
         rustix::io::pwrite(&file, &vec![1; 2 * MIB as usize], at).unwrap();
     }
     // Behind a part that is not shared.
-    let shared = RegionSpec { offset: MIB, ..spec(63 * MIB, MIB) };
-    let region = Arc::new(Region::map(shared, file.try_clone().unwrap()).unwrap());
+    let region = Region::map(RegionSpec { offset: MIB, ..spec(63 * MIB, MIB) }, file).unwrap();
     let base = region.segment().base() as usize;
     let parts: Vec<_> = region
         .populated()
         .map(|part| ((part.base() as usize - base) as u64 / MIB, part.len() as u64 / MIB))
         .collect();
     assert_eq!(parts, [(7, 2), (19, 2)]);
-    let memory = Memory::new(vec![region]).unwrap();
-    let buffers = match FixedBuffers::register(&memory, true) {
-        Ok(buffers) => buffers.unwrap(),
-        Err(error) => {
-            eprintln!("skipped: memory cannot be registered: {error}");
-            return;
-        }
-    };
-    assert_eq!(pages(&file), 4);
-    let at = |mib: u64, len| Segment::new((base + (mib * MIB) as usize) as *mut u8, len);
-    assert_eq!(buffers.find(&at(7, 4096)), Some(0));
-    assert_eq!(buffers.find(&at(20, MIB as usize)), Some(1));
-    for outside in [at(0, 1), at(9, 1), at(8, 2 * MIB as usize), at(62, 4096)] {
-        assert_eq!(buffers.find(&outside), None);
-    }
-    // Nothing to register is no error.
-    let empty = Memory::new(vec![self::region(0x1000, MIB)]).unwrap();
-    assert!(FixedBuffers::register(&empty, true).unwrap().is_none());
 }

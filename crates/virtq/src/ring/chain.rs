@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use rtvirtio_engine::Segment;
+use crate::Segment;
 
 use crate::memory::Memory;
 

@@ -148,7 +148,7 @@ fn receive(
 }
 
 /// Sends all of a message, a file descriptor with its first byte.
-pub(crate) fn send(
+pub fn send(
     socket: impl AsFd,
     mut message: &[u8],
     mut fd: Option<BorrowedFd<'_>>,

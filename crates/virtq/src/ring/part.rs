@@ -5,7 +5,7 @@
 
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-use rtvirtio_engine::Segment;
+use crate::Segment;
 
 use crate::memory::Memory;
 

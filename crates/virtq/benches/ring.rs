@@ -5,8 +5,8 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use rtvirtio_dataplane::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
-use rtvirtio_dataplane::ring::{Chain, Inflight, Ring};
+use rtvirtio_virtq::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
+use rtvirtio_virtq::ring::{Chain, Inflight, Ring};
 
 const BATCH: u64 = 32;
 

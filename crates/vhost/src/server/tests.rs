@@ -22,10 +22,7 @@ impl Rig {
     fn new() -> Self {
         let (sender, reports) = mpsc::channel();
         let sender = Mutex::new(sender);
-        let report = move |_: &Device, notice: Notice<'_>| match notice {
-            Notice::Ended(ended) => lock(&sender).send(*ended).unwrap(),
-            other => panic!("{other:?}"),
-        };
+        let report = move |_: &str, ended: &Ended| lock(&sender).send(*ended).unwrap();
         Self {
             server: Server::new(Arc::new(report)).unwrap(),
             directory: tempfile::tempdir().unwrap(),
@@ -37,9 +34,10 @@ impl Rig {
         self.directory.path().join("disk.sock")
     }
 
-    fn add(&self) -> (SocketId, Arc<Device>, Arc<Host>) {
+    fn add(&self) -> (SocketId, Arc<dyn Backend>, Arc<Host>) {
         let listener = Listener::bind(&self.path(), 0o660).unwrap();
-        let (device, host) = (device(), Arc::new(Host::default()));
+        let device: Arc<dyn Backend> = device();
+        let host = Arc::new(Host::default());
         let id = self.server.add(listener, Arc::clone(&device), Arc::clone(&host)).unwrap();
         (id, device, host)
     }
@@ -233,35 +231,6 @@ fn listener_that_accepts_nobody_is_in_use_and_not_waited_for() {
     }
     assert!(matches!(Listener::bind(&path, 0o600), Err(ListenError::InUse(_))));
     assert!(path.exists());
-}
-
-#[test]
-fn nothing_but_an_own_new_socket_is_given_away() {
-    use crate::sandbox::give_socket;
-
-    if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: to give a file away needs root");
-        return;
-    }
-    let directory = tempfile::tempdir().unwrap();
-    let at = |name: &str| directory.path().join(name);
-    let _listener = Listener::bind(&at("disk.sock"), 0o660).unwrap();
-    std::fs::write(at("precious"), "").unwrap();
-    std::os::unix::fs::symlink(at("precious"), at("link")).unwrap();
-    std::os::unix::fs::symlink(at("disk.sock"), at("to-socket")).unwrap();
-    let owner =
-        |name: &str| std::os::unix::fs::MetadataExt::uid(&std::fs::metadata(at(name)).unwrap());
-    for name in ["precious", "link", "to-socket"] {
-        let refused = give_socket(&at(name), Some(65_534), Some(65_534)).unwrap_err();
-        assert_eq!(refused.kind(), ErrorKind::PermissionDenied, "{name}");
-    }
-    give_socket(&at("disk.sock"), Some(65_534), None).unwrap();
-    assert_eq!((owner("precious"), owner("disk.sock")), (0, 65_534));
-    // Of somebody else by now, and a socket with two names may be anybody's.
-    assert!(give_socket(&at("disk.sock"), Some(0), None).is_err());
-    let _two = Listener::bind(&at("two.sock"), 0o600).unwrap();
-    std::fs::hard_link(at("two.sock"), at("again.sock")).unwrap();
-    assert!(give_socket(&at("two.sock"), Some(65_534), None).is_err());
 }
 
 #[test]
