@@ -105,7 +105,7 @@ pub(crate) fn relative(path: &Path) -> Result<PathBuf, HostError> {
 }
 
 /// mountinfo writes space, tab, newline and backslash as three octal digits.
-fn unescape(text: &str) -> PathBuf {
+pub(crate) fn unescape(text: &str) -> PathBuf {
     let mut plain = text.to_owned();
     for (code, character) in [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")] {
         plain = plain.replace(code, character);

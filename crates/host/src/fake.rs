@@ -152,6 +152,20 @@ impl FakeSysfs {
         self.kernel().partitions.insert(number, partition);
     }
 
+    /// Adds a device that hands its bios on to those of these names, which may come later.
+    pub fn stack(&self, name: &str, number: DeviceNumber, below: &[&str]) {
+        self.add_disk(name, number, 1 << 20);
+        self.put(&format!("/sys/dev/block/{number}/queue/scheduler"), "none\n");
+        for below in below {
+            let lower = self.device_number(&Path::new("/dev").join(below)).ok().flatten();
+            // The names of device mapper's devices end in their minor numbers.
+            let minor = below.strip_prefix("dm-").and_then(|minor| minor.parse().ok());
+            let lower = lower.or(minor.map(|minor| DeviceNumber::new(253, minor)));
+            let Some(lower) = lower else { continue };
+            self.put(&format!("/sys/dev/block/{number}/slaves/{below}/dev"), &format!("{lower}\n"));
+        }
+    }
+
     /// Gives a disk another size while it is in use.
     pub fn resize_disk(&self, number: DeviceNumber, sectors: u64) {
         if let Some(disk) = self.kernel().disks.get_mut(&number) {
@@ -576,6 +590,10 @@ impl Sysfs for FakeSysfs {
 
     fn inode(&self, path: &Path) -> io::Result<u64> {
         self.kernel().groups.get(path).map(|g| g.inode).ok_or_else(not_found)
+    }
+
+    fn canonical(&self, path: &Path) -> io::Result<PathBuf> {
+        self.device_number(path).map(|_| path.to_owned())
     }
 
     fn device_number(&self, path: &Path) -> io::Result<Option<DeviceNumber>> {

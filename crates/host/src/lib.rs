@@ -11,6 +11,7 @@
 //! - [`Host::find_guests`]: the knobs that are the VMs' own, within their guests and QEMUs;
 //! - [`Host::other_writers`]: udev rules, TuneD and units that set the same knobs;
 //! - [`Host::qemu_processes`], [`qemu`]: the VMs that run, QEMU's monitor and the guests' agents;
+//! - [`Host::storage`]: what a VM's disk is made of, down to the host's disks;
 //! - [`Host::trace_block`], [`block_trace`]: latency in the host's block layer, by sectors;
 //! - [`dataplane`]: a client of the data plane's control API;
 //! - [`doctor`]: what this host can do.
@@ -37,6 +38,7 @@ mod reapply;
 mod record;
 mod restoration;
 mod restore;
+pub mod storage;
 pub mod sysfs;
 mod systemd;
 #[cfg(test)]

@@ -108,6 +108,12 @@ pub trait Sysfs: fmt::Debug + Send + Sync {
     /// What the kernel says.
     fn inode(&self, path: &Path) -> io::Result<u64>;
 
+    /// The path without symbolic links.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    fn canonical(&self, path: &Path) -> io::Result<PathBuf>;
+
     /// The number of the block device that `path` leads to, through symbolic
     /// links; `None` if it is no block device.
     ///
@@ -184,6 +190,12 @@ impl Sysfs for RealSysfs {
 
     fn inode(&self, path: &Path) -> io::Result<u64> {
         Ok(fs::metadata(self.at(path))?.ino())
+    }
+
+    fn canonical(&self, path: &Path) -> io::Result<PathBuf> {
+        let found = fs::canonicalize(self.at(path))?;
+        let below = found.strip_prefix(&self.root).unwrap_or(&found);
+        Ok(Path::new("/").join(below))
     }
 
     fn device_number(&self, path: &Path) -> io::Result<Option<DeviceNumber>> {

@@ -8,7 +8,7 @@
 //! `qemu-NUMBER-NAME.libvirt-qemu`: a VM is looked for under another number
 //! where the written one is not there.
 //!
-//! Properties: `vm_is_found_after_its_next_start`.
+//! Properties: `vm_is_found_after_its_next_start`, `vm_is_found_by_its_qemu_process`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -16,10 +16,10 @@ use std::path::{Path, PathBuf};
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::profile::DeviceIdentity;
 use rtvirtio_spec::settings::Knob;
-use rtvirtio_spec::specification::{Backend, Specification};
+use rtvirtio_spec::specification::{Backend, Specification, Vm, vm_group};
 use rtvirtio_units::{DeviceName, VmName};
 
-use crate::cgroup::{Cgroup, CgroupVersion, relative};
+use crate::cgroup::{Cgroup, CgroupVersion, read, relative};
 use crate::device::{self, Disk};
 use crate::sysfs::Sysfs;
 use crate::{DataPlaneTopology, GuestTopology, Host, HostError};
@@ -219,11 +219,66 @@ impl Host {
         Ok(locate(&*self.sysfs, &version, path)?.map(|group| group.path))
     }
 
-    /// The topology without the VMs whose cgroups are not there, and their names.
-    pub(crate) fn running(
+    /// The cgroup of the VM whose process this is, below the io controller's mount.
+    ///
+    /// # Errors
+    /// [`HostError::NoIoController`]; the process has ended.
+    pub fn cgroup_of_process(&self, pid: u32) -> Result<Option<PathBuf>, HostError> {
+        let version = CgroupVersion::find(&*self.sysfs)?;
+        let text = read(&*self.sysfs, &Path::new("/proc").join(pid.to_string()).join("cgroup"))?;
+        // cgroups(7): hierarchy-ID:controller-list:path
+        let path = text.lines().find_map(|line| {
+            let mut fields = line.splitn(3, ':');
+            let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
+            let is_it = match version {
+                CgroupVersion::V1 { .. } => controllers.split(',').any(|c| c == "blkio"),
+                CgroupVersion::V2 { .. } => controllers.is_empty(),
+            };
+            is_it.then_some(path)
+        });
+        // A process in the root, or one beyond this namespace's.
+        let below = path.and_then(|path| relative(Path::new(path)).ok());
+        Ok(below.map(|path| vm_group(&path).to_owned()))
+    }
+
+    /// Puts in the cgroups of VMs that are not where the specification says, or of which it says
+    /// nothing, and whose QEMU runs under their name. What was found, by VM: the cgroup, and the
+    /// process that is in it.
+    ///
+    /// # Errors
+    /// [`HostError::NoIoController`], [`HostError::BadCgroupPath`]; `/proc` cannot be listed.
+    pub fn locate_vms(
         &self,
-        topology: &Topology,
-    ) -> Result<(Topology, Vec<VmName>), HostError> {
+        specification: &mut Specification,
+    ) -> Result<BTreeMap<VmName, (PathBuf, u32)>, HostError> {
+        let mut found = BTreeMap::new();
+        let mut processes = None;
+        let kernel_path = |vm: &&mut Vm| vm.backend == Backend::Kernel;
+        for vm in specification.vms.iter_mut().filter(kernel_path) {
+            if self.cgroup_of(&vm.cgroup)?.is_some() {
+                continue;
+            }
+            let processes = match &processes {
+                Some(processes) => processes,
+                None => processes.insert(self.qemu_processes()?),
+            };
+            let mut named =
+                processes.iter().filter(|p| p.name.as_deref() == Some(vm.name.as_str()));
+            // Of two with one name, nobody can tell which is meant.
+            let (Some(process), None) = (named.next(), named.next()) else { continue };
+            if let Ok(Some(cgroup)) = self.cgroup_of_process(process.pid) {
+                vm.cgroup.clone_from(&cgroup);
+                found.insert(vm.name.clone(), (cgroup, process.pid));
+            }
+        }
+        Ok(found)
+    }
+
+    /// The topology without the VMs whose cgroups are not there, and their names: VMs that are off.
+    ///
+    /// # Errors
+    /// [`HostError::NoIoController`], [`HostError::BadCgroupPath`].
+    pub fn running(&self, topology: &Topology) -> Result<(Topology, Vec<VmName>), HostError> {
         let (mut there, mut absent) = (topology.clone(), Vec::new());
         if topology.vms.is_empty() {
             return Ok((there, absent));
@@ -265,5 +320,38 @@ mod tests {
         sysfs.create_dir(&version.mount().join("machine.slice/qemu-4-plc.libvirt-qemu")).unwrap();
         let there = "machine.slice/qemu-4-plc.libvirt-qemu";
         assert_eq!(find("qemu-1-plc.libvirt-qemu").as_deref(), Some(there));
+    }
+
+    #[test]
+    fn vm_is_found_by_its_qemu_process() {
+        use std::sync::Arc;
+
+        const SPECIFICATION: &str = "version = 1\n\
+            [device.d]\npath = \"/dev/sda\"\nprofile = \"p.json\"\n\
+            [[vm]]\nname = \"db\"\n\
+            [[vm.disk]]\nname = \"root\"\ndevice = \"d\"\n\
+            [[vm]]\nname = \"off\"\n\
+            [[vm.disk]]\nname = \"root\"\ndevice = \"d\"\n\
+            [[vm]]\nname = \"twice\"\n\
+            [[vm.disk]]\nname = \"root\"\ndevice = \"d\"\n";
+        for (fake, controllers) in [(FakeSysfs::v1(), "blkio"), (FakeSysfs::v2(), "")] {
+            let scope = "machine.slice/machine-qemu\\x2d1\\x2ddb.scope";
+            fake.add_cgroup(scope);
+            for (pid, name) in [(7, "db"), (8, "twice"), (9, "twice")] {
+                fake.put(&format!("/proc/{pid}/cmdline"), &format!("qemu-kvm\0-name\0{name}\0"));
+                let group = format!("0:{controllers}:/{scope}/libvirt/emulator\n");
+                fake.put(&format!("/proc/{pid}/cgroup"), &format!("9:cpu:/elsewhere\n{group}"));
+            }
+            let host = Host::with_sysfs("/nonexistent", Arc::new(fake));
+            let mut specification =
+                rtvirtio_spec::specification::parse("site.toml", SPECIFICATION).unwrap();
+            let found = host.locate_vms(&mut specification).unwrap();
+            let db = VmName::new("db").unwrap();
+            assert_eq!(found, [(db, (PathBuf::from(scope), 7))].into());
+            assert_eq!(specification.vms[0].cgroup, Path::new(scope));
+            assert_eq!(specification.vms[2].cgroup, Path::new("rtvirtio/twice"));
+            // And once it is written down, nothing is looked for.
+            assert!(host.locate_vms(&mut specification).unwrap().is_empty());
+        }
     }
 }

@@ -27,7 +27,7 @@ pub use error::{
 pub(crate) use error::{Plain, Quoted, listed, nearest};
 pub use parse::{
     MAX_DISKS_PER_VM, MAX_FILE_BYTES, MAX_KEY_PARTS, MAX_QUEUES, MAX_TASKS_PER_VM, MAX_VCPUS,
-    MAX_VMS, parse,
+    MAX_VMS, parse, vm_group,
 };
 pub(crate) use parse::{deep_key, position, unknown_field};
 pub use write::to_toml;

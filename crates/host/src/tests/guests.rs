@@ -618,6 +618,53 @@ fn plan_applied_again_leaves_out_what_does_not_run_or_answer() {
 }
 
 #[test]
+fn plan_is_applied_and_verified_without_vms_that_are_off() {
+    let bed = Bed::new(true, "none");
+    let path = PathBuf::from("/dev/sda");
+    let identity = bed.host.identity(&path).unwrap();
+    let names = ["plc", "backup", "off"];
+    let weight = |name| {
+        (vm(name), VmSettings { weight: Weight::new(500).unwrap(), ..VmSettings::default() })
+    };
+    let vms: BTreeMap<VmName, VmSettings> = names.map(weight).into();
+    let scheduler = Scheduler::Bfq(Bfq::DEFAULT);
+    let mut plan = rtvirtio_spec::plan::Plan {
+        version: PLAN_VERSION,
+        devices: vec![PlannedDevice { name: device(), path, identity }],
+        vms: names.map(|name| PlannedVm { name: vm(name), cgroup: group(name).into() }).into(),
+        settings: Settings([(device(), DeviceSettings { scheduler, vms })].into()),
+        guests: Guests::default(),
+        data_plane: None,
+        observed: Knobs::new(),
+        changes: Vec::new(),
+        tasks: Vec::new(),
+        background: Vec::new(),
+        cost: Vec::new(),
+        iothreads: IoThreads::default(),
+        reasons: Vec::new(),
+    };
+    // As it is when the plan is made: one VM is off.
+    let (running, absent) = bed.host.running(&Topology::of_plan(&plan)).unwrap();
+    assert_eq!(absent, [vm("off")]);
+    plan.observed = bed.host.observe(&running).unwrap();
+    plan.changes = diff(&plan.observed, &plan.knobs());
+    plan.changes.retain(|change| change.knob.vm() != Some(&vm("off")));
+    // Then one starts, and one ends.
+    bed.fake.add_cgroup(&group("off"));
+    bed.fake.remove_cgroup(&group("backup"));
+    let (applied, left) = bed.host.apply_plan(&plan, ApplyOptions::default()).unwrap();
+    assert!(applied.written > 0);
+    assert_eq!((left.absent, left.started), (vec![vm("backup")], vec![vm("off")]));
+    let weight = |name| Knob::Weight { device: device(), vm: vm(name) };
+    let (drift, absent) = bed.host.verify_plan(&plan).unwrap();
+    assert_eq!(absent, [vm("backup")]);
+    assert_eq!(drift.iter().map(|d| &d.knob).collect::<Vec<_>>(), [&weight("off")]);
+    bed.host.reapply(&plan, ApplyOptions::default()).unwrap();
+    assert_eq!(bed.host.verify_plan(&plan).unwrap().0, []);
+    bed.host.rollback().unwrap();
+}
+
+#[test]
 fn monitor_that_lies_half_applies_nothing() {
     let plan = planned();
     plan.machine().with(|s| s.monitor = Manner::KeepsPolling);

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use rtvirtio_host::{ApplyOptions, RollbackOutcome, SkippedVms, Topology};
+use rtvirtio_host::{ApplyOptions, RollbackOutcome, SkippedVms};
 use serde_json::json;
 
 use crate::{Outcome, input};
@@ -72,18 +72,15 @@ pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
     let confirm_timeout = args.confirm_timeout.map(Duration::from_secs);
     let host = input::host();
     let options = ApplyOptions { confirm_timeout };
-    let (applied, SkippedVms { absent, unreached }) = if args.reapply {
-        host.reapply(&plan, options)?
-    } else {
-        let topology = Topology::of_plan(&plan);
-        (host.apply(&topology, &plan.observed, &plan.changes, options)?, SkippedVms::default())
-    };
+    let (applied, SkippedVms { absent, started, unreached }) =
+        if args.reapply { host.reapply(&plan, options)? } else { host.apply_plan(&plan, options)? };
     if applied.awaits_confirmation {
         watch()?;
     }
     if args.json {
         let mut value = serde_json::to_value(&applied)?;
         value["not_running"] = json!(absent);
+        value["started_since"] = json!(started);
         let unreached = unreached.iter().map(|(vm, fault)| (vm, fault.to_string()));
         value["not_reached"] = json!(unreached.collect::<BTreeMap<_, _>>());
         input::print_json(&value)?;
@@ -91,6 +88,11 @@ pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
     }
     for vm in &absent {
         println!("VM {vm} does not run: left out (once it does: rtvirtio apply PLAN --reapply)");
+    }
+    for vm in &started {
+        println!(
+            "VM {vm} has started since the plan was made: left out (apply PLAN --reapply sets it too)"
+        );
     }
     for (vm, fault) in &unreached {
         println!(
@@ -142,13 +144,18 @@ pub(crate) fn confirm(args: &ConfirmArgs) -> Result<Outcome> {
 pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
     let plan = input::plan(&args.plan)?;
     let host = input::host();
-    let drift = host.verify(&Topology::of_plan(&plan), &plan.knobs())?;
+    let (drift, absent) = host.verify_plan(&plan)?;
     let writers = host.other_writers();
     if args.json {
-        input::print_json(&json!({ "drift": drift, "other_writers": writers }))?;
+        input::print_json(
+            &json!({ "drift": drift, "not_running": absent, "other_writers": writers }),
+        )?;
     } else {
         for d in &drift {
             println!("{d}");
+        }
+        for vm in &absent {
+            println!("VM {vm} does not run: not looked at");
         }
         println!("{}", if drift.is_empty() { "no drift" } else { "the host has drifted" });
         for w in &writers {

@@ -43,8 +43,15 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
-    let specification = input::specification(&args.specification)?;
-    let plan = plan(&specification, &args.model)?;
+    let mut specification = input::specification(&args.specification)?;
+    let found = input::host().locate_vms(&mut specification)?;
+    let mut plan = plan(&specification, &args.model)?;
+    plan.reasons.extend(found.iter().map(|(vm, (cgroup, pid))| {
+        format!(
+            "VM {vm} is in the cgroup {}, where its QEMU (process {pid}) runs",
+            cgroup.display()
+        )
+    }));
     if let Some(output) = &args.output {
         input::write(output, &serde_json::to_string_pretty(&plan)?)?;
     }
@@ -115,8 +122,18 @@ pub(crate) fn plan_host(
             (name.clone(), FoundDevice { profile, identity: identity.clone(), model })
         })
         .collect();
-    let observed = host.observe(&Topology::of_specification(specification))?;
+    let (running, absent) = host.running(&Topology::of_specification(specification))?;
+    let observed = host.observe(&running)?;
     let mut plan = rtvirtio_planner::plan(specification, &found, &observed)?;
+    // The targets of VMs that are off count, for they may start at any time; nothing can be written
+    // for them until then.
+    plan.changes.retain(|change| change.knob.vm().is_none_or(|vm| !absent.contains(vm)));
+    for vm in &absent {
+        plan.reasons.push(format!(
+            "VM {vm} does not run (its cgroup is not there): planned for, and set once it runs by \
+             `rtvirtio apply PLAN --reapply` or `rtvirtio watch --control`"
+        ));
+    }
     let (iothreads, reasons) = rtvirtio_planner::iothreads::assign(specification, &cpus()?);
     plan.iothreads = iothreads;
     plan.reasons.extend(reasons);

@@ -194,7 +194,8 @@ pub(crate) struct Look {
 }
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
-    let specification = input::specification(&args.specification)?;
+    let mut specification = input::specification(&args.specification)?;
+    input::host().locate_vms(&mut specification)?;
     let mut tasks = states(&specification);
     let mut sources = Sources::new(&specification, input::host())?;
     let mut on_host = OnHost::new(input::host());

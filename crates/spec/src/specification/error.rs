@@ -196,9 +196,6 @@ pub enum CgroupFault {
     /// It fails as a path.
     #[error("{0}")]
     Path(PathFault),
-    /// It begins with `/`.
-    #[error("starts with '/'")]
-    Absolute,
     /// `//`, or `/` at the end.
     #[error("has an empty component")]
     EmptyComponent,

@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Range, RangeInclusive};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use rtvirtio_units::{
     Bytes, Confidence, DeviceName, DiskName, Iops, NameError, Nanos, Percentile, QuantityError,
@@ -265,12 +265,34 @@ fn path_fault(text: &str) -> Option<PathFault> {
     }
 }
 
+/// The cgroup of a VM, from that of one of its processes or threads: libvirt moves them into groups
+/// below the VM's own (`libvirt/emulator`, `libvirt/vcpu0`).
+#[must_use]
+pub fn vm_group(path: &Path) -> &Path {
+    let numbered = |name: &str, prefix: &str| {
+        let number = name.strip_prefix(prefix);
+        number.is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+    };
+    let is_below = |path: &Path| {
+        path.file_name().and_then(|name| name.to_str()).is_some_and(|name| {
+            ["libvirt", "emulator"].contains(&name)
+                || numbered(name, "vcpu")
+                || numbered(name, "iothread")
+        })
+    };
+    let mut group = path;
+    while let (true, Some(parent)) = (is_below(group), group.parent()) {
+        if parent.as_os_str().is_empty() {
+            break;
+        }
+        group = parent;
+    }
+    group
+}
+
 fn cgroup_fault(text: &str) -> Option<CgroupFault> {
     if let Some(fault) = path_fault(text) {
         return Some(CgroupFault::Path(fault));
-    }
-    if text.starts_with('/') {
-        return Some(CgroupFault::Absolute);
     }
     text.split('/').find_map(|component| match component {
         "" => Some(CgroupFault::EmptyComponent),
@@ -523,8 +545,10 @@ fn cgroup(
         return Ok(PathBuf::from(format!("rtvirtio/{vm}")));
     };
     let text = scope.text("cgroup", value)?;
-    match cgroup_fault(text) {
-        None => Ok(PathBuf::from(text)),
+    // As /proc/PID/cgroup and systemctl print it.
+    let below = text.strip_prefix('/').unwrap_or(text);
+    match cgroup_fault(below) {
+        None => Ok(vm_group(Path::new(below)).to_owned()),
         Some(fault) => {
             let problem = Problem::BadCgroup { cgroup: text.to_owned(), fault };
             Err(scope.fail_at(value.span(), problem))

@@ -1,0 +1,505 @@
+//! What a VM's disk is made of on this host: from a file or device down to the disks whose
+//! schedulers, weights and limits count.
+//!
+//! Terms: a *layer* is what a path passes through, such as a filesystem or a volume of LVM; a
+//! *leaf* is a device that has an I/O scheduler of its own, for requests exist only there. A
+//! device mapper or md device hands its bios on; multipath with requests is a leaf, and so is a
+//! loop device, whatever lies below it.
+//!
+//! Read from sysfs and `/proc/self/mountinfo` alone: nothing is opened, and no tool is needed.
+//!
+//! Properties: `image_file_leads_through_lvm_and_crypt_to_its_disk`,
+//! `volume_on_several_disks_has_all_of_them`, `what_no_disk_of_the_host_serves_is_named`,
+//! `hostile_sysfs_does_no_harm`.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use crate::cgroup::read;
+use crate::device::{directory, node_number};
+use crate::sysfs::{DeviceNumber, Sysfs};
+use crate::{Host, HostError};
+
+/// No stack that works is deeper; it bounds what a circle in sysfs can cost.
+const DEEPEST: usize = 16;
+/// Leaves of one path, at most.
+const MOST_LEAVES: usize = 64;
+
+/// What a path passes through.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(tag = "layer", rename_all = "snake_case")]
+pub enum Layer {
+    /// A filesystem that the file lies on.
+    Filesystem {
+        /// As mountinfo names it, such as `xfs`.
+        kind: String,
+        /// Where it is mounted.
+        mount: PathBuf,
+    },
+    /// A partition.
+    Partition {
+        /// Kernel name.
+        name: String,
+    },
+    /// A device of the device mapper.
+    DeviceMapper {
+        /// What it does, such as `LVM thin volume`.
+        kind: String,
+        /// Its name, such as `vg-db`.
+        name: String,
+    },
+    /// A RAID of md.
+    Md {
+        /// Such as `raid1`.
+        level: String,
+        /// Kernel name.
+        name: String,
+    },
+}
+
+impl fmt::Display for Layer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Filesystem { kind, mount } => write!(f, "{kind} at {}", mount.display()),
+            Self::Partition { name } => write!(f, "partition {name}"),
+            Self::DeviceMapper { kind, name } => write!(f, "{kind} {name}"),
+            Self::Md { level, name } => write!(f, "{level} {name}"),
+        }
+    }
+}
+
+/// A disk whose scheduler, weights and limits count.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Leaf {
+    /// Kernel name, such as `nvme0n1`.
+    pub name: String,
+    /// Its number.
+    pub number: DeviceNumber,
+    /// The file behind it, if it is a loop device.
+    pub backing: Option<PathBuf>,
+}
+
+impl Leaf {
+    /// Its node.
+    #[must_use]
+    pub fn node(&self) -> PathBuf {
+        // sysfs has `!` for the `/` of names such as cciss/c0d0.
+        Path::new("/dev").join(self.name.replace('!', "/"))
+    }
+}
+
+/// The way from a path down to disks.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Stack {
+    /// From the top; those of several ways down one after the other.
+    pub layers: Vec<Layer>,
+    /// The disks, by name; none if no disk of this host serves it.
+    pub leaves: Vec<Leaf>,
+    /// Why nothing, or not all, can be controlled, with what can be done.
+    pub uncontrolled: Vec<Uncontrolled>,
+}
+
+/// Why I/O escapes the host's control.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Uncontrolled {
+    /// A network filesystem.
+    Network,
+    /// ZFS.
+    Zfs,
+    /// A filesystem in memory.
+    Memory,
+    /// A filesystem that a process serves.
+    Fuse,
+    /// A filesystem that lies on others.
+    Overlay,
+    /// A filesystem whose device is not to be found.
+    UnknownFilesystem,
+    /// More layers than any stack that works.
+    TooDeep,
+}
+
+impl fmt::Display for Uncontrolled {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Network => {
+                "a network filesystem: its requests leave through the network, and no disk of \
+                 this host serves them (limit the VM in QEMU, or serve it by the data plane)"
+            }
+            Self::Zfs => {
+                "ZFS: its own threads do the I/O, in no VM's cgroup (give the VM a volume of LVM, \
+                 or serve the image by the data plane)"
+            }
+            Self::Memory => "a filesystem in memory: there is no disk to control",
+            Self::Fuse => {
+                "a filesystem that a process serves: the I/O is that process's, in no VM's cgroup"
+            }
+            Self::Overlay => "an overlay: move the image to the filesystem below it",
+            Self::UnknownFilesystem => "a filesystem whose device is not to be found",
+            Self::TooDeep => "more layers of devices than rtvirtio follows",
+        })
+    }
+}
+
+impl fmt::Display for Stack {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for layer in &self.layers {
+            write!(f, "{layer} → ")?;
+        }
+        let mut names = self.leaves.iter().map(|leaf| match &leaf.backing {
+            None => leaf.name.clone(),
+            Some(file) => format!("{} (loop device of {})", leaf.name, file.display()),
+        });
+        match names.next() {
+            None => f.write_str("no disk")?,
+            Some(first) => {
+                f.write_str(&first)?;
+                names.try_for_each(|name| write!(f, " + {name}"))?;
+            }
+        }
+        self.uncontrolled.iter().try_for_each(|why| write!(f, "; {why}"))
+    }
+}
+
+impl Host {
+    /// What the file or device at `path` is made of.
+    ///
+    /// # Errors
+    /// It is not there, or sysfs cannot be read.
+    pub fn storage(&self, path: &Path) -> Result<Stack, HostError> {
+        Stack::find(&*self.sysfs, path)
+    }
+}
+
+impl Stack {
+    pub(crate) fn find(sysfs: &dyn Sysfs, path: &Path) -> Result<Self, HostError> {
+        let missing = |source| HostError::DeviceMissing { path: path.to_path_buf(), source };
+        let path = sysfs.canonical(path).map_err(missing)?;
+        let mut stack = Self::default();
+        match sysfs.device_number(&path).map_err(missing)? {
+            Some(number) => stack.descend(sysfs, number, 0)?,
+            None => stack.file(sysfs, &path)?,
+        }
+        stack.leaves.sort();
+        stack.leaves.dedup();
+        stack.uncontrolled.sort_unstable();
+        stack.uncontrolled.dedup();
+        Ok(stack)
+    }
+
+    fn file(&mut self, sysfs: &dyn Sysfs, path: &Path) -> Result<(), HostError> {
+        let mountinfo = read(sysfs, Path::new("/proc/self/mountinfo"))?;
+        let Some(mounted) = Mounted::holding(&mountinfo, path) else {
+            self.uncontrolled.push(Uncontrolled::UnknownFilesystem);
+            return Ok(());
+        };
+        let kind = mounted.kind.to_owned();
+        self.layers.push(Layer::Filesystem { kind, mount: mounted.mount.clone() });
+        let numbers = match uncontrolled(mounted.kind) {
+            Some(why) => {
+                self.uncontrolled.push(why);
+                return Ok(());
+            }
+            None => mounted.devices(sysfs),
+        };
+        if numbers.is_empty() {
+            self.uncontrolled.push(Uncontrolled::UnknownFilesystem);
+        }
+        numbers.into_iter().try_for_each(|number| self.descend(sysfs, number, 0))
+    }
+
+    fn descend(
+        &mut self,
+        sysfs: &dyn Sysfs,
+        number: DeviceNumber,
+        depth: usize,
+    ) -> Result<(), HostError> {
+        if depth >= DEEPEST || self.leaves.len() >= MOST_LEAVES {
+            self.uncontrolled.push(Uncontrolled::TooDeep);
+            return Ok(());
+        }
+        let base = directory(number);
+        let target = sysfs
+            .link(&base)
+            .map_err(|source| HostError::DeviceMissing { path: base.clone(), source })?;
+        let name = |path: &Path| path.file_name().and_then(|n| n.to_str()).map(str::to_owned);
+        let format = || HostError::Format {
+            file: base.clone(),
+            found: target.display().to_string(),
+            expected: "a link to a device's directory",
+        };
+        let own = name(&target).ok_or_else(format)?;
+        if sysfs.exists(&base.join("partition")) {
+            let disk = target.parent().and_then(name).ok_or_else(format)?;
+            self.add(Layer::Partition { name: own });
+            let file = Path::new("/sys/block").join(disk).join("dev");
+            return self.descend(sysfs, number_in(sysfs, &file)?, depth + 1);
+        }
+        let below: Vec<String> = sysfs.list(&base.join("slaves")).unwrap_or_default();
+        let text = |file: &str| sysfs.read(&base.join(file)).ok().map(|t| t.trim().to_owned());
+        // Of a device that hands bios on, it says `none`, or is not there.
+        let has_scheduler = text("queue/scheduler").is_some_and(|t| t.contains(' '));
+        if below.is_empty() || has_scheduler {
+            let backing = text("loop/backing_file").map(PathBuf::from);
+            self.leaves.push(Leaf { name: own, number, backing });
+            return Ok(());
+        }
+        let lower = below
+            .iter()
+            .map(|name| {
+                let file = base.join("slaves").join(name).join("dev");
+                number_in(sysfs, &file)
+            })
+            .collect::<Result<BTreeSet<_>, _>>()?;
+        if let Some(uuid) = text("dm/uuid") {
+            let is_pool = |number: &DeviceNumber| {
+                let file = directory(*number).join("dm/uuid");
+                sysfs.read(&file).is_ok_and(|uuid| uuid.trim().ends_with("-tpool"))
+            };
+            let kind = device_mapper(&uuid, lower.iter().any(is_pool), lower.len());
+            self.add(Layer::DeviceMapper { kind, name: text("dm/name").unwrap_or(own) });
+        } else {
+            let level = text("md/level").unwrap_or_else(|| "device".to_owned());
+            self.add(Layer::Md { level, name: own });
+        }
+        lower.into_iter().try_for_each(|number| self.descend(sysfs, number, depth + 1))
+    }
+
+    fn add(&mut self, layer: Layer) {
+        if !self.layers.contains(&layer) {
+            self.layers.push(layer);
+        }
+    }
+}
+
+/// What a device of the device mapper does, from the UUID that its maker gives it: LVM, cryptsetup,
+/// multipath-tools and kpartx have prefixes of their own.
+fn device_mapper(uuid: &str, on_pool: bool, slaves: usize) -> String {
+    let several = if slaves > 1 { " on several devices" } else { "" };
+    match uuid.split('-').next().unwrap_or_default() {
+        "LVM" if uuid.ends_with("-tpool") => format!("LVM thin pool{several}"),
+        "LVM" if on_pool => "LVM thin volume".to_owned(),
+        "LVM" => format!("LVM volume{several}"),
+        "CRYPT" => "dm-crypt".to_owned(),
+        "mpath" => "multipath".to_owned(),
+        part if part.starts_with("part") => "partition (kpartx)".to_owned(),
+        "DMRAID" => format!("firmware RAID{several}"),
+        _ => format!("device mapper{several}"),
+    }
+}
+
+fn uncontrolled(filesystem: &str) -> Option<Uncontrolled> {
+    Some(match filesystem {
+        "nfs" | "nfs4" | "cifs" | "smb3" | "smbfs" | "ceph" | "9p" | "afs" | "lustre"
+        | "beegfs" | "fuse.glusterfs" | "fuse.sshfs" | "glusterfs" | "pvfs2" | "virtiofs" => {
+            Uncontrolled::Network
+        }
+        "zfs" => Uncontrolled::Zfs,
+        "tmpfs" | "ramfs" | "devtmpfs" | "hugetlbfs" => Uncontrolled::Memory,
+        "overlay" | "aufs" | "unionfs" => Uncontrolled::Overlay,
+        // The kernel does a fuseblk's I/O on its device through the process too.
+        kind if kind.starts_with("fuse") => Uncontrolled::Fuse,
+        _ => return None,
+    })
+}
+
+/// A line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
+struct Mounted<'a> {
+    number: DeviceNumber,
+    mount: PathBuf,
+    kind: &'a str,
+    source: PathBuf,
+}
+
+impl<'a> Mounted<'a> {
+    /// The mount that holds `path`, which has no symbolic links.
+    fn holding(mountinfo: &'a str, path: &Path) -> Option<Self> {
+        let parse = |line: &'a str| {
+            let (before, after) = line.split_once(" - ")?;
+            let mut before = before.split(' ').skip(2);
+            let (number, mount) = (before.next()?.parse().ok()?, before.nth(1)?);
+            let mut after = after.split(' ');
+            let (kind, source) = (after.next()?, after.next()?);
+            let mount = crate::cgroup::unescape(mount);
+            Some(Self { number, mount, kind, source: crate::cgroup::unescape(source) })
+        };
+        let holds = |mounted: &Self| path.starts_with(&mounted.mount);
+        // Of two on one mount point the later one covers the other.
+        mountinfo
+            .lines()
+            .filter_map(parse)
+            .filter(holds)
+            .max_by_key(|mounted| mounted.mount.components().count())
+    }
+
+    /// The block devices that it lies on.
+    fn devices(&self, sysfs: &dyn Sysfs) -> Vec<DeviceNumber> {
+        if self.kind == "btrfs" {
+            let mut all = btrfs(sysfs, &self.source);
+            if !all.is_empty() {
+                all.sort_unstable();
+                return all;
+            }
+        }
+        // Major 0 is no device's.
+        if sysfs.link(&directory(self.number)).is_ok() {
+            return vec![self.number];
+        }
+        node_number(sysfs, &self.source).into_iter().collect()
+    }
+}
+
+/// All devices of the btrfs that has `source`.
+fn btrfs(sysfs: &dyn Sysfs, source: &Path) -> Vec<DeviceNumber> {
+    let source = sysfs.canonical(source).unwrap_or_else(|_| source.to_owned());
+    let name = source.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+    let root = Path::new("/sys/fs/btrfs");
+    let number = |name: &String| node_number(sysfs, &Path::new("/dev").join(name)).ok();
+    for uuid in sysfs.list(root).unwrap_or_default() {
+        let devices = sysfs.list(&root.join(uuid).join("devices")).unwrap_or_default();
+        if devices.iter().any(|device| device == name) {
+            return devices.iter().filter_map(number).collect();
+        }
+    }
+    Vec::new()
+}
+
+fn number_in(sysfs: &dyn Sysfs, file: &Path) -> Result<DeviceNumber, HostError> {
+    let text = read(sysfs, file)?;
+    text.trim().parse().map_err(|_| HostError::Format {
+        file: file.to_owned(),
+        found: text.trim().to_owned(),
+        expected: "MAJOR:MINOR",
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::FakeSysfs;
+
+    /// A host with the disks sda and sdb.
+    fn host() -> FakeSysfs {
+        let sysfs = FakeSysfs::v2();
+        sysfs.add_disk("sda", DeviceNumber::new(8, 0), 1 << 21);
+        sysfs.add_disk("sdb", DeviceNumber::new(8, 16), 1 << 21);
+        sysfs.add_partition("sda1", DeviceNumber::new(8, 1), "sda", 1 << 20);
+        sysfs
+    }
+
+    fn mount(sysfs: &FakeSysfs, lines: &[&str]) {
+        sysfs.put("/proc/self/mountinfo", &lines.join("\n"));
+    }
+
+    fn names(stack: &Stack) -> Vec<&str> {
+        stack.leaves.iter().map(|leaf| leaf.name.as_str()).collect()
+    }
+
+    #[test]
+    fn image_file_leads_through_lvm_and_crypt_to_its_disk() {
+        let sysfs = host();
+        sysfs.stack("dm-0", DeviceNumber::new(253, 0), &["sda1"]);
+        sysfs.put("/sys/dev/block/253:0/dm/uuid", "CRYPT-LUKS2-0123-luks\n");
+        sysfs.put("/sys/dev/block/253:0/dm/name", "luks\n");
+        sysfs.stack("dm-1", DeviceNumber::new(253, 1), &["dm-0"]);
+        sysfs.put("/sys/dev/block/253:1/dm/uuid", "LVM-abcdef\n");
+        sysfs.put("/sys/dev/block/253:1/dm/name", "vg-images\n");
+        mount(
+            &sysfs,
+            &[
+                "22 1 0:20 / / rw - tmpfs tmpfs rw",
+                "30 22 253:1 / /var/lib/vm\\040images rw,noatime shared:1 - xfs /dev/mapper/vg-images rw",
+            ],
+        );
+        sysfs.put("/var/lib/vm images/db.qcow2", "");
+        let stack = Stack::find(&sysfs, Path::new("/var/lib/vm images/db.qcow2")).unwrap();
+        assert_eq!(names(&stack), ["sda"]);
+        assert_eq!(
+            stack.to_string(),
+            "xfs at /var/lib/vm images → LVM volume vg-images → dm-crypt luks → partition sda1 → sda"
+        );
+        assert_eq!(stack.leaves[0].node(), Path::new("/dev/sda"));
+    }
+
+    #[test]
+    fn volume_on_several_disks_has_all_of_them() {
+        let sysfs = host();
+        sysfs.stack("md0", DeviceNumber::new(9, 0), &["sda1", "sdb"]);
+        sysfs.put("/sys/dev/block/9:0/md/level", "raid1\n");
+        let stack = Stack::find(&sysfs, Path::new("/dev/md0")).unwrap();
+        assert_eq!(stack.to_string(), "raid1 md0 → partition sda1 → sda + sdb");
+        // A thin volume, its pool, and the pool's parts.
+        sysfs.stack("dm-2", DeviceNumber::new(253, 2), &["md0"]);
+        sysfs.put("/sys/dev/block/253:2/dm/uuid", "LVM-abc-tpool\n");
+        sysfs.stack("dm-3", DeviceNumber::new(253, 3), &["dm-2"]);
+        sysfs.put("/sys/dev/block/253:3/dm/uuid", "LVM-def\n");
+        let stack = Stack::find(&sysfs, Path::new("/dev/dm-3")).unwrap();
+        assert_eq!(names(&stack), ["sda", "sdb"]);
+        assert!(stack.to_string().starts_with("LVM thin volume dm-3 → LVM thin pool dm-2 → raid1"));
+        // A multipath device with requests schedules them itself.
+        sysfs.stack("dm-4", DeviceNumber::new(253, 4), &["sda", "sdb"]);
+        sysfs.put("/sys/dev/block/253:4/queue/scheduler", "[mq-deadline] none\n");
+        assert_eq!(names(&Stack::find(&sysfs, Path::new("/dev/dm-4")).unwrap()), ["dm-4"]);
+    }
+
+    #[test]
+    fn btrfs_on_two_disks_has_both() {
+        let sysfs = host();
+        mount(&sysfs, &["40 1 0:44 /@vm /vm rw - btrfs /dev/sdb rw,subvol=/@vm"]);
+        sysfs.put("/sys/fs/btrfs/uuid-1/devices/sda1", "");
+        sysfs.put("/sys/fs/btrfs/uuid-1/devices/sdb", "");
+        sysfs.put("/vm/db.img", "");
+        let stack = Stack::find(&sysfs, Path::new("/vm/db.img")).unwrap();
+        assert_eq!(names(&stack), ["sda", "sdb"]);
+    }
+
+    #[test]
+    fn what_no_disk_of_the_host_serves_is_named() {
+        for (kind, source, why) in [
+            ("nfs4", "server:/export", Uncontrolled::Network),
+            ("zfs", "tank/vm", Uncontrolled::Zfs),
+            ("tmpfs", "tmpfs", Uncontrolled::Memory),
+            ("fuse.s3fs", "s3fs", Uncontrolled::Fuse),
+            ("overlay", "overlay", Uncontrolled::Overlay),
+            ("bcachefs", "nothing", Uncontrolled::UnknownFilesystem),
+        ] {
+            let sysfs = host();
+            mount(&sysfs, &[&format!("40 1 0:44 / /vm rw - {kind} {source} rw")]);
+            sysfs.put("/vm/db.img", "");
+            let stack = Stack::find(&sysfs, Path::new("/vm/db.img")).unwrap();
+            assert_eq!((stack.leaves.len(), &stack.uncontrolled[..]), (0, &[why][..]), "{kind}");
+            assert!(stack.to_string().contains("no disk"), "{stack}");
+        }
+    }
+
+    #[test]
+    fn loop_device_is_a_leaf_with_its_file() {
+        let sysfs = host();
+        sysfs.add_disk("loop0", DeviceNumber::new(7, 0), 2048);
+        sysfs.put("/sys/dev/block/7:0/loop/backing_file", "/srv/pool.img\n");
+        let stack = Stack::find(&sysfs, Path::new("/dev/loop0")).unwrap();
+        assert_eq!(stack.to_string(), "loop0 (loop device of /srv/pool.img)");
+    }
+
+    #[test]
+    fn hostile_sysfs_does_no_harm() {
+        let sysfs = host();
+        // A circle.
+        sysfs.stack("dm-5", DeviceNumber::new(253, 5), &["dm-6"]);
+        sysfs.stack("dm-6", DeviceNumber::new(253, 6), &["dm-5"]);
+        let stack = Stack::find(&sysfs, Path::new("/dev/dm-5")).unwrap();
+        assert_eq!(stack.uncontrolled, [Uncontrolled::TooDeep]);
+        sysfs.put("/sys/block/sda/dev", "8;0");
+        assert!(matches!(
+            Stack::find(&sysfs, Path::new("/dev/sda1")),
+            Err(HostError::Format { .. })
+        ));
+        assert!(matches!(
+            Stack::find(&sysfs, Path::new("/dev/nothing")),
+            Err(HostError::DeviceMissing { .. })
+        ));
+    }
+}
