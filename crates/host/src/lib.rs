@@ -218,6 +218,22 @@ impl Host {
         qemu::discover::processes(&*self.sysfs)
     }
 
+    /// The kernel's files, for whoever reads counters.
+    #[must_use]
+    pub fn sysfs(&self) -> Arc<dyn Sysfs> {
+        Arc::clone(&self.sysfs)
+    }
+
+    /// A path as a process means it: relative ones are below its current directory.
+    #[must_use]
+    pub fn path_of_process(&self, pid: u32, path: &Path) -> PathBuf {
+        let directory = Path::new("/proc").join(pid.to_string()).join("cwd");
+        match self.sysfs.link(&directory) {
+            Ok(directory) => directory.join(path),
+            Err(_) => path.to_owned(),
+        }
+    }
+
     /// The sectors of a block device of QEMU.
     ///
     /// # Errors

@@ -16,6 +16,7 @@
 mod agent;
 pub mod discover;
 pub(crate) mod error;
+pub mod libvirt;
 mod monitor;
 mod part;
 mod peer;
@@ -28,10 +29,10 @@ pub use agent::{Agent, ExecStatus, GuestDisk, Output};
 pub use discover::{QemuDisk, QemuProcess};
 pub use error::{Address, Fault, QemuError};
 pub use monitor::{
-    Block, Histogram, IoThread, LatencyHistograms, MappedQueues, Monitor, PciAddress, Status,
-    Throttle, Version,
+    Block, BlockStatistics, Histogram, IoThread, LatencyHistograms, MappedQueues, Monitor,
+    PciAddress, Status, Throttle, Version,
 };
-pub use part::Part;
+pub use part::{Medium, Part};
 pub(crate) use peer::Deadline;
 pub use peer::LARGEST_MESSAGE;
 #[cfg(test)]

@@ -40,6 +40,10 @@ struct Cli {
 enum Verb {
     /// Say what this host can do, and what is missing
     Doctor(verbs::doctor::Args),
+    /// Show what the disks of all VMs do and where their time goes; needs no configuration
+    Top(verbs::top::Args),
+    /// Write a specification of the VMs that run here, from what they are seen to do
+    Init(verbs::init::Args),
     /// Measure a scratch device and fit the models: writes a profile
     Calibrate(verbs::calibrate::Args),
     /// Predict, search, and print what to change; changes nothing
@@ -74,7 +78,9 @@ enum Verb {
 impl Program for Cli {
     fn cleans_up(&self) -> bool {
         match self.verb {
-            Verb::Calibrate(_)
+            Verb::Top(_)
+            | Verb::Init(_)
+            | Verb::Calibrate(_)
             | Verb::Apply(_)
             | Verb::Confirm(_)
             | Verb::Rollback(_)
@@ -103,6 +109,8 @@ impl Program for Cli {
     fn run(self, interrupted: &Interrupted) -> Result<Outcome> {
         match self.verb {
             Verb::Doctor(args) => verbs::doctor::run(&args),
+            Verb::Top(args) => verbs::top::run(&args, interrupted),
+            Verb::Init(args) => verbs::init::run(&args, interrupted),
             Verb::Calibrate(args) => verbs::calibrate::run(&args, interrupted),
             Verb::Plan(args) => verbs::plan::run(&args),
             Verb::Apply(args) => verbs::apply::apply(&args),

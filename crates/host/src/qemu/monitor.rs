@@ -165,6 +165,32 @@ pub struct LatencyHistograms {
     pub flush: Option<Histogram>,
 }
 
+/// What QEMU counts of a block device, since its start.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+pub struct BlockStatistics {
+    /// Reads completed.
+    #[serde(rename = "rd_operations")]
+    pub reads: u64,
+    /// Writes completed.
+    #[serde(rename = "wr_operations")]
+    pub writes: u64,
+    /// Bytes read.
+    #[serde(rename = "rd_bytes")]
+    pub read_bytes: u64,
+    /// Bytes written.
+    #[serde(rename = "wr_bytes")]
+    pub write_bytes: u64,
+    /// Time that all reads took together.
+    #[serde(rename = "rd_total_time_ns")]
+    pub read_time_ns: u64,
+    /// Time that all writes took together.
+    #[serde(rename = "wr_total_time_ns")]
+    pub write_time_ns: u64,
+    /// Its latency histograms, as far as they are set.
+    #[serde(flatten)]
+    pub latencies: LatencyHistograms,
+}
+
 /// `block_set_io_throttle`: qapi's type has a deprecated field that must be named.
 #[derive(Serialize)]
 struct SetThrottle<'a> {
@@ -421,6 +447,32 @@ impl Monitor {
         self.ask::<_, Empty>(&set, Deadline::after(timeout)).map(drop)
     }
 
+    /// What QEMU counts of the device at `qom_path`.
+    ///
+    /// # Errors
+    /// As [`Self::execute`]; [`Fault::Unexpected`] if there is no such device, or a histogram is none.
+    pub fn block_statistics(
+        &mut self,
+        qom_path: &str,
+        timeout: Duration,
+    ) -> Result<BlockStatistics, QemuError> {
+        let statistics: BlockStatistics = self.statistics(qom_path, timeout)?;
+        self.check_histograms(&statistics.latencies)?;
+        Ok(statistics)
+    }
+
+    fn check_histograms(&self, histograms: &LatencyHistograms) -> Result<(), QemuError> {
+        let all = [&histograms.read, &histograms.write, &histograms.flush];
+        match all.into_iter().flatten().find(|h| !h.is_whole()) {
+            None => Ok(()),
+            Some(odd) => {
+                let (found, expected) = (format!("{odd:?}"), "a histogram");
+                let found = super::error::excerpt(found.as_bytes());
+                Err(self.error::<query_blockstats>(Fault::Unexpected { found, expected }))
+            }
+        }
+    }
+
     /// The histograms of the device at `qom_path`.
     ///
     /// # Errors
@@ -431,12 +483,7 @@ impl Monitor {
         timeout: Duration,
     ) -> Result<LatencyHistograms, QemuError> {
         let stats: LatencyHistograms = self.statistics(qom_path, timeout)?;
-        let all = [&stats.read, &stats.write, &stats.flush];
-        if let Some(odd) = all.into_iter().flatten().find(|h| !h.is_whole()) {
-            let (found, expected) = (format!("{odd:?}"), "a histogram");
-            let found = super::error::excerpt(found.as_bytes());
-            return Err(self.error::<query_blockstats>(Fault::Unexpected { found, expected }));
-        }
+        self.check_histograms(&stats)?;
         Ok(stats)
     }
 

@@ -26,7 +26,37 @@ pub struct Part {
     pub size: Option<Bytes>,
 }
 
+/// What a block device of QEMU ends in, whatever formats and filters lie between.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Medium {
+    /// A file or device; its path may be relative to QEMU's directory.
+    File(PathBuf),
+    /// A protocol that QEMU itself speaks, such as `rbd` or `nbd`.
+    Protocol(String),
+    /// Nothing is inserted.
+    Absent,
+}
+
 impl Block {
+    /// What it ends in.
+    #[must_use]
+    pub fn medium(&self) -> Medium {
+        let Some(text) = self.file.as_deref() else { return Medium::Absent };
+        if let Some(text) = text.strip_prefix("json:") {
+            let node = serde_json::from_str(text).ok();
+            let unknown = || Medium::Protocol("unknown".to_owned());
+            return node.as_ref().and_then(bottom).unwrap_or_else(unknown);
+        }
+        // As QEMU's own rule has it (path_has_protocol): a protocol ends in a colon before any slash.
+        match text.split_once(':') {
+            Some(("file", path)) => Medium::File(path.into()),
+            Some((protocol, _)) if !protocol.is_empty() && !protocol.contains('/') => {
+                Medium::Protocol(protocol.to_owned())
+            }
+            _ => Medium::File(text.into()),
+        }
+    }
+
     /// Where its bytes lie; `None`: not in one piece of a file or device.
     #[must_use]
     pub fn part(&self) -> Option<Part> {
@@ -38,6 +68,21 @@ impl Block {
         }?;
         part.file.is_absolute().then_some(part)
     }
+}
+
+/// The parser refuses deep nesting, which bounds the recursion.
+fn bottom(node: &Value) -> Option<Medium> {
+    if let Some(file) = node.get("file") {
+        return match file {
+            Value::String(path) => Some(Medium::File(path.into())),
+            node => bottom(node),
+        };
+    }
+    let driver = node.get("driver")?.as_str()?;
+    Some(match (driver, node.get("filename").and_then(Value::as_str)) {
+        ("file" | "host_device" | "host_cdrom", Some(path)) => Medium::File(path.into()),
+        (driver, _) => Medium::Protocol(driver.to_owned()),
+    })
 }
 
 fn whole(file: &str) -> Part {
@@ -129,6 +174,31 @@ mod tests {
     }
 
     #[test]
+    fn what_a_disk_ends_in_is_found_through_formats_and_filters() {
+        let medium = |file: &str| {
+            let block = Block {
+                qom_path: None,
+                device: String::new(),
+                node: None,
+                driver: None,
+                file: Some(file.to_owned()),
+                throttle: Throttle::default(),
+            };
+            block.medium()
+        };
+        let file = |path: &str| Medium::File(path.into());
+        let qcow2 = r#"json:{"driver": "throttle", "file": {"driver": "qcow2", "file": {"driver": "file", "filename": "/vm/a:b.qcow2"}}}"#;
+        let nbd = r#"json:{"driver": "raw", "file": {"driver": "nbd", "host": "h"}}"#;
+        assert_eq!(medium("/vm/db.qcow2"), file("/vm/db.qcow2"));
+        assert_eq!(medium("./a:b.img"), file("./a:b.img"));
+        assert_eq!(medium("file:db.img"), file("db.img"));
+        assert_eq!(medium(qcow2), file("/vm/a:b.qcow2"));
+        assert_eq!(medium("rbd:pool/image"), Medium::Protocol("rbd".to_owned()));
+        assert_eq!(medium(nbd), Medium::Protocol("nbd".to_owned()));
+        assert_eq!(medium("json:{"), Medium::Protocol("unknown".to_owned()));
+    }
+
+    #[test]
     fn hostile_descriptions_do_no_harm() {
         let raw = |rest: &str| {
             format!(
@@ -152,6 +222,15 @@ mod tests {
         fn any_description_does_no_harm(driver in ".{0,20}", file in ".{0,200}") {
             let _ = part_of(&driver, &file);
             let _ = part_of(&driver, &format!("json:{file}"));
+            let block = Block {
+                qom_path: None,
+                device: String::new(),
+                node: None,
+                driver: Some(driver),
+                file: Some(format!("json:{file}")),
+                throttle: Throttle::default(),
+            };
+            let _ = block.medium();
         }
     }
 }

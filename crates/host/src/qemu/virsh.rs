@@ -9,7 +9,7 @@
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
@@ -51,26 +51,37 @@ impl Virsh {
         deadline: Deadline,
     ) -> Result<Vec<u8>, Fault> {
         let request = String::from_utf8_lossy(request);
-        let (mut output, stdout) = pipe()?;
-        let (mut complaint, stderr) = pipe()?;
-        let child = Command::new(&self.program)
-            .args(["--quiet", "--connect", "qemu:///system", verb, "--domain", &self.domain])
-            .args(options)
-            .arg(request.trim_end())
-            // Its messages are looked at.
-            .env("LC_ALL", "C")
-            .stdin(Stdio::null())
-            .stdout(stdout)
-            .stderr(stderr)
-            .spawn();
-        let mut child = Killed(child.map_err(Fault::Connect)?);
-        let answer = output.rest(deadline)?;
-        let complaint = complaint.rest(deadline)?;
-        if child.succeeds(deadline)? {
-            return Ok(answer);
-        }
-        Err(failure(excerpt(&complaint)))
+        let mut arguments = vec![verb, "--domain", &self.domain];
+        arguments.extend(options);
+        arguments.push(request.trim_end());
+        ask(&self.program, &arguments, deadline)
     }
+}
+
+/// What `virsh` of the local libvirt answers.
+pub(super) fn ask(
+    program: &Path,
+    arguments: &[&str],
+    deadline: Deadline,
+) -> Result<Vec<u8>, Fault> {
+    let (mut output, stdout) = pipe()?;
+    let (mut complaint, stderr) = pipe()?;
+    let child = Command::new(program)
+        .args(["--quiet", "--connect", "qemu:///system"])
+        .args(arguments)
+        // Its messages are looked at.
+        .env("LC_ALL", "C")
+        .stdin(Stdio::null())
+        .stdout(stdout)
+        .stderr(stderr)
+        .spawn();
+    let mut child = Killed(child.map_err(Fault::Connect)?);
+    let answer = output.rest(deadline)?;
+    let complaint = complaint.rest(deadline)?;
+    if child.succeeds(deadline)? {
+        return Ok(answer);
+    }
+    Err(failure(excerpt(&complaint)))
 }
 
 /// What virsh complains of: mostly what the agent said.

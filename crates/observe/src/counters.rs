@@ -1,0 +1,229 @@
+//! A disk's rates and latencies where QEMU serves the guest's requests.
+//!
+//! QEMU has one latency histogram for each device, which whoever sets it first has: one that
+//! somebody else has set is read and left alone. Ours is told by its boundaries, so that the next
+//! rtvirtio takes over what a killed one left.
+
+use std::collections::BTreeSet;
+use std::time::Instant;
+
+use rtvirtio_host::qemu::{BlockStatistics, Monitor, QemuError};
+use rtvirtio_spec::latency::Histogram;
+use rtvirtio_units::Nanos;
+
+use crate::vms::ANSWER;
+
+/// Boundaries of the bins that we set: from 10 µs to 100 s, each 10 % above the last.
+const LEAST: f64 = 1e-5;
+const GROWTH: f64 = 1.1;
+const BOUNDARIES: u32 = 170;
+
+/// Boundaries of the bins, `others` among them, so that what is above one of these is counted
+/// exactly.
+#[must_use]
+pub fn boundaries(others: impl IntoIterator<Item = Nanos>) -> Vec<Nanos> {
+    let bins = (0..BOUNDARIES).map(|i| Nanos::from_secs_f64(LEAST * GROWTH.powi(i as i32)));
+    let all: BTreeSet<Nanos> = bins.chain(others).collect();
+    all.into_iter().collect()
+}
+
+/// What a disk did between two looks.
+#[derive(Debug, Clone, Default)]
+pub struct Interval {
+    /// Seconds.
+    pub seconds: f64,
+    /// Reads completed.
+    pub reads: u64,
+    /// Writes completed.
+    pub writes: u64,
+    /// Bytes read.
+    pub read_bytes: u64,
+    /// Bytes written.
+    pub write_bytes: u64,
+    /// Time that reads and writes took together.
+    pub busy: Nanos,
+    /// Latencies of reads and writes, each at the upper end of QEMU's bin.
+    pub histogram: Histogram,
+    /// Requests in bins, whose ends these are; the last bin has none.
+    pub bins: Vec<u64>,
+    /// Where each bin ends.
+    pub ends: Vec<Nanos>,
+}
+
+impl Interval {
+    /// Requests completed.
+    #[must_use]
+    pub const fn requests(&self) -> u64 {
+        self.reads + self.writes
+    }
+
+    /// Requests whose whole bin is above `latency`.
+    #[must_use]
+    pub fn above(&self, latency: Nanos) -> u64 {
+        let start = |i: usize| i.checked_sub(1).and_then(|i| self.ends.get(i)).copied();
+        let bins = self.bins.iter().enumerate();
+        bins.filter(|(i, _)| start(*i).unwrap_or_default() >= latency).map(|(_, n)| n).sum()
+    }
+
+    /// Adds a later interval.
+    pub fn merge(&mut self, later: &Self) {
+        self.seconds += later.seconds;
+        self.reads += later.reads;
+        self.writes += later.writes;
+        self.read_bytes += later.read_bytes;
+        self.write_bytes += later.write_bytes;
+        self.busy = Nanos::new(self.busy.get().saturating_add(later.busy.get()));
+        self.histogram.merge(&later.histogram);
+    }
+}
+
+/// A disk that QEMU counts.
+#[derive(Debug)]
+pub struct DiskCounter {
+    qom_path: String,
+    /// Whether the histogram is ours, to be removed.
+    is_ours: bool,
+    seen: BlockStatistics,
+    at: Instant,
+}
+
+impl DiskCounter {
+    /// Has QEMU count the latencies of the device at `qom_path` unless it does already. `targets`
+    /// are to be among the boundaries of a histogram that is set here.
+    ///
+    /// # Errors
+    /// The monitor does not answer, or QEMU refuses.
+    pub fn start(
+        monitor: &mut Monitor,
+        qom_path: &str,
+        targets: &BTreeSet<Nanos>,
+    ) -> Result<Self, QemuError> {
+        let at = Instant::now();
+        let there = monitor.block_statistics(qom_path, ANSWER)?;
+        let found = there.latencies.read.as_ref().or(there.latencies.write.as_ref());
+        // One that has all of ours was left by one of us that was killed.
+        let of_others = found.is_some_and(|found| {
+            let found: BTreeSet<Nanos> = found.boundaries.iter().copied().collect();
+            !boundaries([]).iter().all(|boundary| found.contains(boundary))
+        });
+        if of_others {
+            return Ok(Self { qom_path: qom_path.to_owned(), is_ours: false, seen: there, at });
+        }
+        let ours = boundaries(targets.iter().copied());
+        monitor.set_latency_histogram(qom_path, &ours, ANSWER)?;
+        let seen = BlockStatistics { latencies: Default::default(), ..there };
+        Ok(Self { qom_path: qom_path.to_owned(), is_ours: true, seen, at })
+    }
+
+    /// Whether somebody else had set the histogram, whose bins may be coarse.
+    #[must_use]
+    pub const fn is_of_others(&self) -> bool {
+        !self.is_ours
+    }
+
+    /// What the disk did since the last look.
+    ///
+    /// # Errors
+    /// The monitor does not answer.
+    pub fn sample(&mut self, monitor: &mut Monitor) -> Result<Interval, QemuError> {
+        let now_seen = monitor.block_statistics(&self.qom_path, ANSWER)?;
+        let now = Instant::now();
+        let interval = between(&self.seen, &now_seen, (now - self.at).as_secs_f64());
+        (self.seen, self.at) = (now_seen, now);
+        Ok(interval)
+    }
+
+    /// Ends the counting, if it is ours.
+    pub fn stop(&self, monitor: &mut Monitor) {
+        if self.is_ours {
+            let _ = monitor.set_latency_histogram(&self.qom_path, &[], ANSWER);
+        }
+    }
+}
+
+fn between(before: &BlockStatistics, now: &BlockStatistics, seconds: f64) -> Interval {
+    let (mut bins, mut ends) = (Vec::<u64>::new(), Vec::new());
+    let pairs = [
+        (&before.latencies.read, &now.latencies.read),
+        (&before.latencies.write, &now.latencies.write),
+    ];
+    for (before, now) in pairs {
+        let Some(now) = now else { continue };
+        // Of another histogram than that of before, all is new.
+        let before = before.as_ref().filter(|before| before.boundaries == now.boundaries);
+        bins.resize(bins.len().max(now.bins.len()), 0);
+        for (i, (sum, n)) in bins.iter_mut().zip(&now.bins).enumerate() {
+            let old = before.and_then(|before| before.bins.get(i)).copied().unwrap_or(0);
+            // Counts that fell: somebody began anew.
+            *sum += n.checked_sub(old).unwrap_or(*n);
+        }
+        ends.clone_from(&now.boundaries);
+    }
+    let mut histogram = Histogram::new();
+    for (i, &count) in bins.iter().enumerate() {
+        // The last bin has no end: its start stands for it.
+        let end = ends.get(i).or(ends.last()).copied().unwrap_or_default();
+        histogram.record(end, count);
+    }
+    let busy = |s: &BlockStatistics| s.read_time_ns.saturating_add(s.write_time_ns);
+    Interval {
+        seconds,
+        reads: now.reads.saturating_sub(before.reads),
+        writes: now.writes.saturating_sub(before.writes),
+        read_bytes: now.read_bytes.saturating_sub(before.read_bytes),
+        write_bytes: now.write_bytes.saturating_sub(before.write_bytes),
+        busy: Nanos::new(busy(now).saturating_sub(busy(before))),
+        histogram,
+        bins,
+        ends,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rtvirtio_host::qemu::{self, LatencyHistograms};
+
+    use super::*;
+
+    fn statistics(reads: u64, bins: Option<[u64; 4]>) -> BlockStatistics {
+        let ms = Nanos::from_millis;
+        let histogram = bins.map(|bins| qemu::Histogram {
+            boundaries: vec![ms(1), ms(5), ms(20)],
+            bins: bins.to_vec(),
+        });
+        BlockStatistics {
+            reads,
+            latencies: LatencyHistograms { read: histogram, ..Default::default() },
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn requests_above_a_boundary_are_counted_exactly() {
+        let interval = between(
+            &statistics(10, Some([5, 5, 0, 0])),
+            &statistics(125, Some([105, 15, 4, 1])),
+            2.0,
+        );
+        let ms = Nanos::from_millis;
+        assert_eq!((interval.requests(), interval.histogram.count()), (115, 115));
+        assert_eq!((interval.above(ms(5)), interval.above(ms(20))), (5, 1));
+    }
+
+    #[test]
+    fn histogram_that_somebody_began_anew_counts_from_there() {
+        let interval =
+            between(&statistics(10, Some([9, 1, 0, 0])), &statistics(12, Some([2, 0, 0, 0])), 1.0);
+        assert_eq!(interval.histogram.count(), 2);
+        let interval = between(&statistics(10, None), &statistics(12, Some([2, 0, 0, 0])), 1.0);
+        assert_eq!(interval.histogram.count(), 2);
+    }
+
+    #[test]
+    fn targets_are_boundaries() {
+        let targets = [Nanos::from_micros(12_345), Nanos::from_micros(777)];
+        let all = boundaries(targets);
+        assert!(targets.iter().all(|t| all.contains(t)) && all.is_sorted());
+        assert_eq!(all.len(), 172);
+    }
+}

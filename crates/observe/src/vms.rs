@@ -1,0 +1,199 @@
+//! The VMs that run, and their disks by every name that an operator may use.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use rtvirtio_host::qemu::{Block, Medium, Monitor, QemuProcess, Throttle, libvirt};
+use rtvirtio_host::storage::Stack;
+use rtvirtio_host::{Host, HostError};
+use serde::Serialize;
+
+/// How long a VM's monitor may take to answer a question.
+pub const ANSWER: Duration = Duration::from_millis(1000);
+
+/// A VM that runs.
+#[derive(Debug)]
+pub struct Vm {
+    /// Its name; `pid-PID` if its QEMU was given none.
+    pub name: String,
+    /// QEMU's process.
+    pub pid: u32,
+    /// Its cgroup below the io controller's mount; `None`: it has none of its own.
+    pub cgroup: Option<PathBuf>,
+    /// Its disks.
+    pub disks: Vec<Disk>,
+    /// QEMU's monitor, if that answers.
+    pub monitor: Option<Monitor>,
+    /// Why it does not, with what can be done.
+    pub unreached: Option<String>,
+}
+
+/// A disk of a VM.
+#[derive(Debug, Clone, Serialize)]
+pub struct Disk {
+    /// Its names, the best known first: libvirt's target (`vda`), the device's id or alias, its
+    /// serial, the block node, the file.
+    pub names: Vec<String>,
+    /// The QOM path of the guest's device, by which QEMU counts.
+    #[serde(skip)]
+    pub qom_path: Option<String>,
+    /// Its format, such as `qcow2`.
+    pub format: Option<String>,
+    /// The file or device on the host.
+    pub file: Option<PathBuf>,
+    /// What it is made of; `None`: no file of this host, or one that is not to be found.
+    pub storage: Option<Stack>,
+    /// Why no disk of this host is known to serve it.
+    pub unknown_storage: Option<String>,
+    /// What QEMU limits it to.
+    #[serde(skip)]
+    pub throttle: Throttle,
+}
+
+impl Disk {
+    /// The name that is shown.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.names.first().map_or("?", String::as_str)
+    }
+
+    /// Whether an operator may mean it by `name`.
+    #[must_use]
+    pub fn is_called(&self, name: &str) -> bool {
+        self.names.iter().any(|own| own == name || own.strip_prefix("ua-") == Some(name))
+    }
+}
+
+/// The VMs that run, by name. A VM whose monitor does not answer is there with the disks of its
+/// command line.
+///
+/// # Errors
+/// `/proc` cannot be listed.
+pub fn discover(host: &Host) -> Result<Vec<Vm>, HostError> {
+    let mut vms: Vec<Vm> =
+        host.qemu_processes()?.iter().map(|process| examine(host, process)).collect();
+    vms.sort_by(|a, b| a.name.cmp(&b.name).then(a.pid.cmp(&b.pid)));
+    Ok(vms)
+}
+
+/// The libvirt domains that are defined and do not run; none without libvirt.
+#[must_use]
+pub fn switched_off() -> Vec<String> {
+    libvirt::switched_off(ANSWER).unwrap_or_default()
+}
+
+/// What is known of a VM, by its process.
+#[must_use]
+pub fn examine(host: &Host, process: &QemuProcess) -> Vm {
+    let name = process.name.clone().unwrap_or_else(|| format!("pid-{}", process.pid));
+    let (mut monitor, mut unreached) = match connect(process) {
+        Ok(monitor) => (Some(monitor), None),
+        Err(why) => (None, Some(why)),
+    };
+    let blocks = monitor.as_mut().map(|monitor| monitor.blocks(ANSWER)).transpose();
+    let blocks = blocks.unwrap_or_else(|error| {
+        unreached = Some(error.to_string());
+        None
+    });
+    if unreached.is_some() {
+        monitor = None;
+    }
+    let targets = match (&process.libvirt_domain, &blocks) {
+        (Some(domain), Some(_)) => libvirt::targets(domain, ANSWER).unwrap_or_default(),
+        _ => Vec::new(),
+    };
+    let mut disks: Vec<Disk> = match blocks {
+        Some(blocks) => {
+            blocks.iter().filter_map(|block| of_block(host, process, block, &targets)).collect()
+        }
+        None => process.disks.iter().map(|disk| of_command_line(host, process, disk)).collect(),
+    };
+    if let Some(monitor) = &mut monitor {
+        for disk in &mut disks {
+            let id = disk.qom_path.as_deref().and_then(device_id).map(str::to_owned);
+            let serial = id.and_then(|id| monitor.serial(&id, ANSWER).ok().flatten());
+            disk.names.extend(serial.filter(|serial| !serial.is_empty()));
+        }
+    }
+    let cgroup = host.cgroup_of_process(process.pid).ok().flatten();
+    Vm { name, pid: process.pid, cgroup, disks, monitor, unreached }
+}
+
+fn connect(process: &QemuProcess) -> Result<Monitor, String> {
+    let Some(address) = process.monitor_address() else {
+        return Err("its QEMU has no monitor, which alone tells its latencies (start it with \
+                    -qmp unix:PATH,server=on,wait=off)"
+            .to_owned());
+    };
+    Monitor::at(&address, ANSWER).map_err(|error| match error.hint() {
+        Some(hint) => format!("{error} ({hint})"),
+        None => error.to_string(),
+    })
+}
+
+/// The id of a device, from its QOM path.
+fn device_id(qom_path: &str) -> Option<&str> {
+    qom_path.strip_prefix("/machine/peripheral/")?.split('/').next()
+}
+
+/// A disk as QEMU describes it; `None`: no disk, but a drive without a medium.
+fn of_block(
+    host: &Host,
+    process: &QemuProcess,
+    block: &Block,
+    targets: &[(String, PathBuf)],
+) -> Option<Disk> {
+    let (file, foreign) = match block.medium() {
+        Medium::File(file) => (Some(host.path_of_process(process.pid, &file)), None),
+        Medium::Protocol(name) => {
+            let why = format!(
+                "QEMU's own {name} driver serves it: no disk of this host does (limit it in QEMU, \
+                 or serve it by the data plane)"
+            );
+            (None, Some(why))
+        }
+        Medium::Absent => return None,
+    };
+    let target = targets.iter().find(|(_, source)| Some(source) == file.as_ref());
+    let id = block.qom_path.as_deref().and_then(device_id);
+    let names = [
+        target.map(|(target, _)| target.clone()),
+        id.map(str::to_owned),
+        block.node.clone().filter(|node| !node.starts_with('#')),
+        Some(block.device.clone()).filter(|device| !device.is_empty()),
+    ];
+    let qom_path = block.qom_path.clone();
+    let format = block.driver.clone();
+    Some(disk(host, names, (file, foreign), (qom_path, format, block.throttle)))
+}
+
+fn of_command_line(
+    host: &Host,
+    process: &QemuProcess,
+    found: &rtvirtio_host::qemu::QemuDisk,
+) -> Disk {
+    let file = found.file.as_ref().map(|file| host.path_of_process(process.pid, file));
+    let why = file.is_none().then(|| "its command line does not tell its file".to_owned());
+    let names = [found.id.clone(), found.node.clone(), None, None];
+    disk(host, names, (file, why), (None, None, Throttle::default()))
+}
+
+fn disk(
+    host: &Host,
+    names: [Option<String>; 4],
+    (file, foreign): (Option<PathBuf>, Option<String>),
+    (qom_path, format, throttle): (Option<String>, Option<String>, Throttle),
+) -> Disk {
+    let mut names: Vec<String> = names.into_iter().flatten().collect();
+    names.extend(file.as_ref().map(|file| file.display().to_string()));
+    let mut seen = std::collections::BTreeSet::new();
+    names.retain(|name| seen.insert(name.clone()));
+    let (storage, unknown_storage) = match &file {
+        None => (None, foreign),
+        Some(file) => match host.storage(file) {
+            Ok(stack) => (Some(stack), None),
+            Err(error) => (None, Some(error.to_string())),
+        },
+    };
+    Disk { names, qom_path, format, file, storage, unknown_storage, throttle }
+}
