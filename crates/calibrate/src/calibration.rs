@@ -37,6 +37,7 @@ use rtvirtio_spec::specification::{Load, Specification, Target, Task};
 use rtvirtio_units::{Bytes, BytesPerSecond, Confidence, Nanos, Percentile, TaskName};
 use serde::{Deserialize, Serialize};
 
+use crate::in_use::GaveUp;
 use crate::load::{CellLoad, canary_summary};
 use crate::testbed::{DeviceUnderTest, plain};
 
@@ -314,14 +315,20 @@ pub fn calibrate(
             _ => None,
         })
         .collect();
-    while let Some(setting) = next(depth, &runs, &capacity) {
+    while let Some(setting) = next(depth, device.scheduler(), &runs, &capacity) {
         let is_indispensable = runs.len() < BASE.settings.len();
         if begin.elapsed() >= limit && !is_indispensable {
             progress.note("calibrate: the time is up");
             break;
         }
         progress.start(&format!("calibrate: {}", describe(setting)), expected);
-        let run = probe(device, setting, depth.probe(scale), &capacity, interrupted)?;
+        let run = match probe(device, setting, depth.probe(scale), &capacity, interrupted) {
+            Err(error) if error.is::<GaveUp>() && !is_indispensable => {
+                progress.note(&format!("calibrate: given up for a neighbour's sake: {error}"));
+                break;
+            }
+            run => run?,
+        };
         progress.finish(expected);
         keep(&mut file, &Kept::Probe(run.clone()))?;
         runs.push(run);
@@ -397,19 +404,37 @@ pub fn summary(profile: &Profile) -> String {
 }
 
 /// The next probe after `runs`; `None` once there are enough.
-fn next(depth: Depth, runs: &[ProbeRun], capacity: &Capacity) -> Option<ProbeSetting> {
+fn next(
+    depth: Depth,
+    kept: Option<Scheduler>,
+    runs: &[ProbeRun],
+    capacity: &Capacity,
+) -> Option<ProbeSetting> {
     let times = |setting: &ProbeSetting| runs.iter().filter(|r| r.setting == *setting).count();
+    let idles = |s: Scheduler| matches!(s, Scheduler::Bfq(bfq) if bfq.slice_idle_us > 0);
+    // What the device has, if it is to keep it; what only another one does is not probed.
+    let under = |&(scheduler, vms, writer): &ProbeSetting| match kept {
+        Some(kept) if idles(scheduler) && !idles(kept) => None,
+        Some(kept) => Some((kept, vms, writer)),
+        None => Some((scheduler, vms, writer)),
+    };
     for stage in stages(depth) {
         let Some(regime) = stage.regime else {
-            match stage.settings.iter().find(|setting| times(setting) == 0) {
-                Some(&setting) => return Some(setting),
+            match stage.settings.iter().filter_map(under).find(|setting| times(setting) == 0) {
+                Some(setting) => return Some(setting),
                 None => continue,
             }
         };
         let (tasks, vms) = fit::scores(runs, capacity, regime);
         if lack(regime, &tasks, &vms).is_some() {
             // Each in turn: the one that was run least, the first of them.
-            return stage.settings.iter().min_by_key(|setting| times(setting)).copied();
+            let setting =
+                stage.settings.iter().filter_map(under).min_by_key(|setting| times(setting));
+            // Under a scheduler that is not to be changed a regime may be out of reach.
+            let probes: usize = stage.settings.iter().filter_map(under).map(|s| times(&s)).sum();
+            if kept.is_none() || probes < 2 * PROBES_OF_A_REGIME {
+                return setting;
+            }
         }
     }
     None
@@ -533,7 +558,8 @@ fn alone(device: &dyn DeviceUnderTest, load: Load, interrupted: &Interrupted) ->
     };
     let recognise = rtvirtio_spec::specification::Recognise::Disk;
     vm.tasks = vec![Task { name, disk, recognise, load, target: Some(target) }];
-    let settings = device_settings(&specification, Scheduler::None, None);
+    let scheduler = device.scheduler().unwrap_or(Scheduler::None);
+    let settings = device_settings(&specification, scheduler, None);
     let settings = Settings([(device.testbed().device().name.clone(), settings)].into());
     let measured = device.measure(&specification, &plain(settings), ALONE, interrupted)?;
     let task = measured.tasks.into_iter().next().context("fio measured nothing")?;
@@ -611,7 +637,8 @@ mod tests {
     /// All probes of a calibration whose tasks deliver `delivered`, at most `most` of them.
     fn all(depth: Depth, delivered: f64, most: usize) -> Vec<ProbeRun> {
         let mut runs = Vec::new();
-        while let Some(setting) = next(depth, &runs, &CAPACITY).filter(|_| runs.len() < most) {
+        while let Some(setting) = next(depth, None, &runs, &CAPACITY).filter(|_| runs.len() < most)
+        {
             runs.push(run(setting, delivered));
         }
         runs
@@ -648,11 +675,24 @@ mod tests {
     }
 
     #[test]
+    fn device_that_keeps_its_scheduler_is_probed_under_no_other() {
+        for (kept, most) in [(Scheduler::None, 20), (Scheduler::Bfq(Bfq::DEFAULT), 32)] {
+            let mut runs = Vec::new();
+            while let Some(setting) = next(Depth::Full, Some(kept), &runs, &CAPACITY) {
+                assert_eq!(setting.0, kept);
+                runs.push(run(setting, 1.0));
+                assert!(runs.len() <= most, "{kept}: goes on for ever");
+            }
+            assert!(runs.len() >= 12, "{kept}: {}", runs.len());
+        }
+    }
+
+    #[test]
     fn resumed_calibration_makes_the_same_probes_as_one_that_was_not_interrupted() {
         let whole = all(Depth::Full, 1.0, 100);
         for kept in 0..whole.len() {
             let runs = &whole[..kept];
-            assert_eq!(next(Depth::Full, runs, &CAPACITY), Some(whole[kept].setting));
+            assert_eq!(next(Depth::Full, None, runs, &CAPACITY), Some(whole[kept].setting));
         }
     }
 

@@ -3,6 +3,7 @@
 //! - [`calibration`]: which runs, in which order, until the models have enough.
 //! - [`testbed`]: takes a host and a device for measurements, and gives them back.
 //! - [`load`]: VMs' tasks as fio jobs in cgroups, and what they measured.
+//! - [`in_use`]: a disk in use, measured in a file of its own beside those who use it.
 //! - [`device`]: whether a device may be taken.
 //! - [`confine`]: child processes that stay where they are put.
 
@@ -13,5 +14,6 @@ extern crate rtvirtio_cli;
 pub mod calibration;
 pub mod confine;
 pub mod device;
+pub mod in_use;
 pub mod load;
 pub mod testbed;

@@ -16,7 +16,7 @@ use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_host::{ApplyOptions, Host, RollbackOutcome, Topology};
 use rtvirtio_spec::profile::DeviceIdentity;
 use rtvirtio_spec::run::MeasuredAt;
-use rtvirtio_spec::settings::{Knobs, Settings, diff};
+use rtvirtio_spec::settings::{Knobs, Scheduler, Settings, diff};
 use rtvirtio_spec::specification::{Device, Specification};
 use rtvirtio_units::{DeviceName, Nanos};
 
@@ -34,6 +34,7 @@ pub struct Testbed {
     device: Device,
     label: String,
     mount: PathBuf,
+    keeps_device_knobs: bool,
     _lock: File,
 }
 
@@ -47,6 +48,11 @@ pub trait DeviceUnderTest {
 
     /// Where latency is taken.
     fn measured_at(&self) -> MeasuredAt;
+
+    /// The scheduler that the device has, if it is to keep it.
+    fn scheduler(&self) -> Option<Scheduler> {
+        None
+    }
 
     /// A case on this device.
     fn specification(
@@ -81,12 +87,24 @@ impl Testbed {
         let name = DeviceName::new("scratch")?;
         let device =
             Device { name, path: device.to_owned(), profile: PathBuf::from("profile.json") };
-        Ok(Self { host, device, label: label.to_owned(), mount, _lock: lock })
+        Ok(Self {
+            host,
+            device,
+            label: label.to_owned(),
+            mount,
+            keeps_device_knobs: false,
+            _lock: lock,
+        })
     }
 
     /// From now on results name the device so.
     pub fn set_label(&mut self, label: &str) {
         self.label = label.to_owned();
+    }
+
+    /// From now on the device's scheduler and its knobs stay as they are; those of cgroups are set.
+    pub const fn keep_device_knobs(&mut self) {
+        self.keeps_device_knobs = true;
     }
 
     /// How results name the device.
@@ -140,7 +158,10 @@ impl Testbed {
     /// If a knob cannot be set.
     pub fn set(&self, specification: &Specification, scheme: &SchemeSettings) -> Result<()> {
         let observed = self.prepare(specification)?;
-        let changes = diff(&observed, &scheme.settings.knobs());
+        let mut changes = diff(&observed, &scheme.settings.knobs());
+        if self.keeps_device_knobs {
+            changes.retain(|change| change.knob.vm().is_some());
+        }
         let topology = Topology::of_specification(specification);
         self.host.apply(&topology, &observed, &changes, ApplyOptions::default())?;
         Ok(())

@@ -177,6 +177,7 @@ impl Host {
 impl Stack {
     pub(crate) fn find(sysfs: &dyn Sysfs, path: &Path) -> Result<Self, HostError> {
         let missing = |source| HostError::DeviceMissing { path: path.to_path_buf(), source };
+        debug_assert!(path.is_absolute(), "a path of this host: {}", path.display());
         let path = sysfs.canonical(path).map_err(missing)?;
         let mut stack = Self::default();
         match sysfs.device_number(&path).map_err(missing)? {

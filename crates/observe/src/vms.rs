@@ -163,7 +163,11 @@ fn of_block(
         Some(block.device.clone()).filter(|device| !device.is_empty()),
     ];
     let qom_path = block.qom_path.clone();
-    let format = block.driver.clone();
+    // Without a format on top, QEMU has the protocol's driver there.
+    let format = block.driver.clone().map(|driver| match driver.as_str() {
+        "file" | "host_device" => "raw".to_owned(),
+        _ => driver,
+    });
     Some(disk(host, names, (file, foreign), (qom_path, format, block.throttle)))
 }
 

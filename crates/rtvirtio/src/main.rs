@@ -44,7 +44,7 @@ enum Verb {
     Top(verbs::top::Args),
     /// Write a specification of the VMs that run here, from what they are seen to do
     Init(verbs::init::Args),
-    /// Measure a scratch device and fit the models: writes a profile
+    /// Measure a disk, empty or in use, and fit the models: writes a profile
     Calibrate(verbs::calibrate::Args),
     /// Predict, search, and print what to change; changes nothing
     Plan(verbs::plan::Args),
@@ -73,6 +73,9 @@ enum Verb {
     /// Revert an unconfirmed apply once its time is up (started by `apply`)
     #[command(hide = true)]
     ConfirmWatchdog,
+    /// Undo what a killed calibration left (started by `calibrate`)
+    #[command(hide = true)]
+    CalibrateWatchdog,
 }
 
 impl Program for Cli {
@@ -87,6 +90,7 @@ impl Program for Cli {
             | Verb::Boot(_)
             | Verb::Watch(_)
             | Verb::Serve(_)
+            | Verb::CalibrateWatchdog
             // Its data plane tells it when to end.
             | Verb::VcpuGuard => true,
             Verb::Doctor(_)
@@ -124,6 +128,7 @@ impl Program for Cli {
             Verb::Mapping(args) => verbs::mapping::run(&args),
             Verb::VcpuGuard => verbs::serve::guard_vcpus(),
             Verb::ConfirmWatchdog => verbs::apply::watchdog(),
+            Verb::CalibrateWatchdog => verbs::calibrate::clean_up_after(),
         }
     }
 }

@@ -1,13 +1,17 @@
 //! `rtvirtio calibrate`.
 
+use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_calibrate::calibration::{Depth, calibrate_to, summary};
 use rtvirtio_calibrate::device;
-use rtvirtio_calibrate::testbed::Testbed;
+use rtvirtio_calibrate::in_use::DiskInUse;
+use rtvirtio_calibrate::testbed::{Testbed, recover_killed};
 use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_units::Bytes;
 
 use crate::{Outcome, input};
 
@@ -16,11 +20,28 @@ use crate::{Outcome, input};
 #[command(
     after_help = "Takes about 3 minutes: probes go on until there are enough runs for the bounds \
     of a plan, or the limit is reached; what is missing then is said. A busy machine makes bounds wider. An \
-    interrupted calibration goes on where it was when it is started again with the same -o."
+    interrupted calibration of a DEVICE goes on where it was when it is started again with the same -o.\n\
+    --in measures the disk that DIRECTORY lies on beside those who use it, in a file of its own of which nothing \
+    is left. The disk's scheduler and knobs stay as they are. VMs on the disk are watched at their QEMUs: a \
+    probe that pushes the tail of one beyond twice its normal is stopped, and tried again twice."
 )]
 pub(crate) struct Args {
     /// The block device; its data is overwritten
-    device: PathBuf,
+    #[arg(required_unless_present = "directory", conflicts_with = "directory")]
+    device: Option<PathBuf>,
+    /// Measure the disk that this directory lies on, in a file of its own; nothing of it is overwritten
+    #[arg(long = "in", value_name = "DIRECTORY")]
+    directory: Option<PathBuf>,
+    /// Size of that file in MiB; without, 2 GiB or a quarter of the free space
+    #[arg(long, value_name = "MIB", requires = "directory",
+          value_parser = clap::value_parser!(u64).range(256..=1 << 24))]
+    size: Option<u64>,
+    /// Share of the disk's time that is taken while others use it, above 0 and up to 1
+    #[arg(long, requires = "directory", default_value_t = 0.2, value_parser = share)]
+    share: f64,
+    /// Change the disk's scheduler and knobs for probes, journalled, and put them back
+    #[arg(long, requires = "directory")]
+    probe_schedulers: bool,
     /// Where to write the profile
     #[arg(short, long, default_value = "profile.json")]
     output: PathBuf,
@@ -28,27 +49,82 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 360)]
     limit: u64,
     /// Overwrite a device that `rtvirtio-lab scratch` did not make
-    #[arg(long)]
+    #[arg(long, conflicts_with = "directory")]
     overwrite_all_data_on_device: bool,
     /// Print the profile as JSON
     #[arg(long)]
     json: bool,
 }
 
+fn share(text: &str) -> Result<f64, String> {
+    let share: f64 = text.parse().map_err(|_| format!("{text:?} is no number"))?;
+    if share > 0.0 && share <= 1.0 { Ok(share) } else { Err("above 0 and up to 1".to_owned()) }
+}
+
+/// Starts the process that undoes what this one leaves if it is killed: cgroups, and knobs that were
+/// being probed. It ends when its standard input does, which this process holds.
+fn watchdog() -> Result<Child> {
+    Command::new(std::env::current_exe()?)
+        .arg("calibrate-watchdog")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        // Out of the terminal's process group: what is sent to that must not end it.
+        .process_group(0)
+        .spawn()
+        .context("start the process that cleans up after this one")
+}
+
+/// What that process does.
+pub(crate) fn clean_up_after() -> Result<Outcome> {
+    std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
+    // Whose place another one has taken by now leaves nothing to do.
+    recover_killed()?;
+    Ok(Outcome::Done)
+}
+
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
-    let path = std::fs::canonicalize(&args.device)
-        .with_context(|| format!("device {}", args.device.display()))?;
-    if !device::is_scratch(&path) && !args.overwrite_all_data_on_device {
-        bail!(
-            "{} is not a scratch disk, and calibration overwrites it (make one with `rtvirtio-lab \
-             scratch`, or give --overwrite-all-data-on-device)",
-            path.display()
-        );
+    let mut watchdog = watchdog()?;
+    let outcome = calibrate(args, interrupted);
+    // It has nothing to do: what was taken is given back.
+    drop(watchdog.stdin.take());
+    let _ = watchdog.wait();
+    outcome
+}
+
+fn calibrate(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
+    if let Some(directory) = args.output.parent().filter(|path| !path.as_os_str().is_empty()) {
+        std::fs::create_dir_all(directory)
+            .with_context(|| format!("make {} for the profile", directory.display()))?;
     }
-    let _claim = device::claim(&path)?;
-    let testbed = Testbed::new(&path, "device")?;
     let limit = Duration::from_secs(args.limit);
-    let profile = calibrate_to(&testbed, (Depth::Full, limit), &args.output, interrupted)?;
+    let profile = match (&args.directory, &args.device) {
+        (Some(directory), _) => {
+            let directory = std::fs::canonicalize(directory)
+                .with_context(|| format!("directory {}", directory.display()))?;
+            ensure!(directory.is_dir(), "{} is no directory", directory.display());
+            let size = args.size.map(|mib| Bytes::new(mib << 20));
+            let how = (args.share, args.probe_schedulers);
+            let disk = DiskInUse::new(input::host(), &directory, size, how, interrupted)?;
+            eprintln!("calibrate: {}", disk.describe());
+            calibrate_to(&disk, (Depth::Full, limit), &args.output, interrupted)?
+        }
+        (None, Some(device)) => {
+            let path = std::fs::canonicalize(device)
+                .with_context(|| format!("device {}", device.display()))?;
+            if !device::is_scratch(&path) && !args.overwrite_all_data_on_device {
+                bail!(
+                    "{} is not a scratch disk, and calibration overwrites it (a disk in use: calibrate --in \
+                     DIRECTORY; an empty one: --overwrite-all-data-on-device)",
+                    path.display()
+                );
+            }
+            let _claim = device::claim(&path)?;
+            let testbed = Testbed::new(&path, "device")?;
+            calibrate_to(&testbed, (Depth::Full, limit), &args.output, interrupted)?
+        }
+        (None, None) => bail!("name a device, or --in DIRECTORY"),
+    };
     if args.json {
         input::print_json(&profile)?;
     } else {

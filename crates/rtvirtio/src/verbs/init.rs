@@ -26,6 +26,8 @@ use crate::{Outcome, input};
 const CONFIDENCE: f64 = 0.95;
 /// How often the disks are looked at: a request more than this in flight is seen at once.
 const LOOK: Duration = Duration::from_secs(2);
+/// A request may take so long without the observed rate being out of reach.
+const ROOM: Duration = Duration::from_millis(1);
 /// What a task is taken to do whose disk was idle: the paper's light one.
 const LIGHT: (f64, u64, f64) = (100.0, 4096, 0.7);
 
@@ -345,8 +347,10 @@ fn load(sum: &Interval) -> Option<Load> {
     // In whole sectors, as requests are.
     let bytes = (sum.read_bytes + sum.write_bytes) / requests;
     let bytes = bytes.next_multiple_of(512).clamp(512, 16 << 20);
-    // Little's law.
-    let depth = sum.busy.as_secs_f64() / seconds;
+    // The mean, by Little's law, of which there may be twice as many at a time; and enough for its rate
+    // where a request takes a millisecond. Of fewer, a rate that was reached with all of them in flight
+    // could not be promised.
+    let depth = (2.0 * sum.busy.as_secs_f64() / seconds).max(rate * ROOM.as_secs_f64());
     Some(Load {
         iops: Iops::new(rate.ceil()).ok(),
         block_size: Bytes::new(bytes),
@@ -390,8 +394,8 @@ fn commented(
 ) -> String {
     let mut out = String::from(
         "# Written by `rtvirtio init` from what the VMs of this host were seen to do.\n\
-         # A task's iops, block_size, read_percent and queue_depth are what was measured: raise them to\n\
-         # what it may need at its busiest. `target` is how long which percentile may take; a task\n\
+         # A task's iops, block_size and read_percent are what was measured, its queue_depth leaves room:\n\
+         # raise them to what it may need at its busiest. `target` is how long which percentile may take; a task\n\
          # without one is background. A VM without a task may do anything.\n",
     );
     for line in notes.iter().flat_map(|note| note.lines()) {
@@ -559,7 +563,7 @@ mod tests {
         let task = &db.tasks[0];
         let load = &task.load;
         assert_eq!((load.iops.map(Iops::get), load.block_size.get()), (Some(100.0), 4096));
-        assert_eq!((load.read_fraction, load.queue_depth), (0.7, 2));
+        assert_eq!((load.read_fraction, load.queue_depth), (0.7, 3));
         assert_eq!(task.target.unwrap().latency, Nanos::from_millis(5));
         // One that was idle and has a target gets a light load, and one without is background.
         assert_eq!(parsed.vms[1].tasks[0].load.iops.map(Iops::get), Some(100.0));

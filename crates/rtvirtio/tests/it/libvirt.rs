@@ -141,8 +141,8 @@ fn within(device: &Path) {
 
     // What was printed, in the domain.
     t.destroy(VM);
-    let gone = t.run(1, &["plan", "spec.toml"]);
-    assert!(gone.contains("hint: start the VM first"), "{gone}");
+    let gone = t.run(2, &["plan", "spec.toml"]);
+    assert!(gone.contains(&format!("VM {VM} does not run")), "{gone}");
     let planned = &plan.iothreads.vms[0];
     let disks: Vec<_> = planned.disks.iter().map(|d| Printed::disk(&printed, &d.disk)).collect();
     let disks: Vec<_> = disks.iter().map(String::as_str).collect();
@@ -436,7 +436,7 @@ impl Drop for Cgroups {
         });
         let its = |group: &&PathBuf| {
             let name = group.to_string_lossy();
-            [VM, BACKGROUND].iter().any(|vm| name.ends_with(&format!("-{vm}.libvirt-qemu")))
+            name.ends_with(".libvirt-qemu") && name.contains("-rtvirtio-test-")
         };
         for machine in mounts {
             for group in children(&machine).iter().filter(its) {

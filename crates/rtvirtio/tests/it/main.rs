@@ -13,6 +13,7 @@ mod libvirt;
 mod lifecycle;
 mod mapping;
 mod nvme;
+mod operator;
 mod readme;
 
 mod run;

@@ -37,7 +37,7 @@ const MEMBERS: &[Member] = &[
     member("host", &["units", "spec"], false),
     member("observe", &["units", "spec", "host"], false),
     member("cli", &["units", "spec", "model", "planner", "host"], false),
-    member("calibrate", &["units", "spec", "cases", "model", "host", "cli"], false),
+    member("calibrate", &["units", "spec", "cases", "model", "host", "observe", "cli"], false),
     member("completion", &["units"], false),
     member("virtq", &["units"], false),
     member("engine", &["units", "ssd", "virtq"], false),

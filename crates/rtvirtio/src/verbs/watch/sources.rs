@@ -5,9 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use rtvirtio_host::qemu::{Block, Monitor, QemuProcess};
 use rtvirtio_host::{Extent, Host};
+use rtvirtio_observe::counters::DiskCounter;
+use rtvirtio_observe::vms::{self, Disk};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::plan::qemu;
 use rtvirtio_spec::specification::{Backend, Specification, Vm};
@@ -17,11 +19,6 @@ use rtvirtio_units::{DiskName, Nanos, TaskName, VmName};
 const ANSWER: Duration = Duration::from_millis(500);
 /// How long a monitor that did not answer is left alone.
 const RETRY_BACKOFF: Duration = Duration::from_secs(10);
-
-/// Boundaries of QEMU's bins: from 10 µs to 100 s, each 10 % above the last.
-const LEAST: f64 = 1e-5;
-const GROWTH: f64 = 1.1;
-const BOUNDARIES: u32 = 170;
 
 /// What a task did between two looks. QEMU counts by disk: tasks that share one have all of its
 /// requests each.
@@ -37,11 +34,9 @@ pub(super) struct Sample {
 
 /// A VM's disk as its QEMU counts it.
 struct DiskSource {
-    qom_path: String,
-    /// The tasks on it with their targets, each of which is one of the boundaries.
+    counter: DiskCounter,
+    /// The tasks on it with their targets.
     tasks: Vec<(TaskName, Option<Nanos>)>,
-    seen: Vec<u64>,
-    at: Instant,
 }
 
 /// Where VMs' disks lie on the host.
@@ -117,7 +112,8 @@ impl Sources {
         let processes = self.host.qemu_processes().unwrap_or_default();
         for vm in new {
             let process = processes.iter().find(|p| p.name.as_deref() == Some(vm.name.as_str()));
-            let connected = process.context("no QEMU of this name").and_then(|p| connect(&vm, p));
+            let connected =
+                process.context("no QEMU of this name").and_then(|p| connect(&self.host, &vm, p));
             match connected {
                 Ok(Connected { monitor, sources, blocks }) => {
                     events.push(format!("{}: watched at QEMU", vm.name));
@@ -181,7 +177,7 @@ impl Sources {
         // QEMU counts no longer than somebody looks.
         for (monitor, disks) in self.connected.values_mut() {
             for disk in disks.values() {
-                let _ = monitor.set_latency_histogram(&disk.qom_path, &[], ANSWER);
+                disk.counter.stop(monitor);
             }
         }
         self.connected.clear();
@@ -208,32 +204,35 @@ struct Connected {
 }
 
 /// Connects to a VM's QEMU and has it count latencies.
-fn connect(vm: &Vm, process: &QemuProcess) -> Result<Connected> {
-    let mut monitor = match (&process.libvirt_domain, process.monitors.first()) {
-        (Some(domain), _) => Monitor::libvirt(domain),
-        (None, Some(socket)) => Monitor::connect(socket, ANSWER)?,
-        (None, None) => anyhow::bail!(
-            "its QEMU has no monitor, which alone tells its latencies and which sectors of the \
-             device are its own (start it with -qmp)"
-        ),
+fn connect(host: &Host, vm: &Vm, process: &QemuProcess) -> Result<Connected> {
+    let found = vms::examine(host, process);
+    let Some(mut monitor) = found.monitor else {
+        bail!(found.unreached.unwrap_or_default());
     };
-    let found = monitor.blocks(ANSWER)?;
+    let described = monitor.blocks(ANSWER)?;
     let (mut sources, mut blocks) = (BTreeMap::new(), Vec::new());
     for disk in &vm.disks {
         let name = &disk.name;
-        let is_it = |path: &str| qemu::is_device_of(name, path);
-        let block = found.iter().find(|b| b.qom_path.as_deref().is_some_and(is_it));
-        let block =
-            block.with_context(|| format!("QEMU has no disk with the id {name} or ua-{name}"))?;
-        blocks.push((disk.name.clone(), block.clone()));
+        let is_it = |disk: &&Disk| {
+            disk.qom_path.as_deref().is_some_and(|path| qemu::is_device_of(name, path))
+        };
+        // By the id that `plan --qemu` gives it, or by any other name that is known of it.
+        let by_id = found.disks.iter().find(is_it);
+        let by_name = || found.disks.iter().find(|disk| disk.is_called(name.as_str()));
+        let Some(there) = by_id.or_else(by_name) else {
+            let names = found.disks.iter().map(|disk| disk.names.join(" = "));
+            let names: Vec<String> = names.collect();
+            bail!("QEMU has no disk called {name}; it has: {}", names.join("; "));
+        };
+        let block = described.iter().find(|block| block.qom_path == there.qom_path);
+        blocks.extend(block.map(|block| (name.clone(), block.clone())));
         let mut on_it = vm.tasks.iter().filter(|t| t.disk == disk.name).peekable();
-        if let (Some(qom_path), true) = (block.qom_path.clone(), on_it.peek().is_some()) {
+        if let (Some(qom_path), true) = (&there.qom_path, on_it.peek().is_some()) {
             let tasks: Vec<_> =
                 on_it.map(|t| (t.name.clone(), t.target.map(|t| t.latency))).collect();
-            let targets = tasks.iter().filter_map(|(_, target)| *target);
-            monitor.set_latency_histogram(&qom_path, &boundaries(targets), ANSWER)?;
-            let source = DiskSource { qom_path, tasks, seen: Vec::new(), at: Instant::now() };
-            sources.insert(disk.name.clone(), source);
+            let targets = tasks.iter().filter_map(|(_, target)| *target).collect();
+            let counter = DiskCounter::start(&mut monitor, qom_path, &targets)?;
+            sources.insert(name.clone(), DiskSource { counter, tasks });
         }
     }
     Ok(Connected { monitor, sources, blocks })
@@ -246,87 +245,20 @@ fn extent(host: &Host, block: &Block) -> Result<Extent> {
     Ok(host.extent(&part)?)
 }
 
-/// Boundaries of the bins, the targets among them, so that misses are counted exactly.
-fn boundaries(targets: impl Iterator<Item = Nanos>) -> Vec<Nanos> {
-    let bins = (0..BOUNDARIES).map(|i| Nanos::from_secs_f64(LEAST * GROWTH.powi(i as i32)));
-    let all: BTreeSet<Nanos> = bins.chain(targets).collect();
-    all.into_iter().collect()
-}
-
 impl DiskSource {
     fn sample(&mut self, monitor: &mut Monitor) -> Result<Vec<(TaskName, Sample)>> {
-        let histograms = monitor.latency_histograms(&self.qom_path, ANSWER)?;
-        let now = Instant::now();
-        let mut counts: Vec<u64> = Vec::new();
-        let mut ends: Vec<Nanos> = Vec::new();
-        for h in [histograms.read, histograms.write].into_iter().flatten() {
-            counts.resize(counts.len().max(h.bins.len()), 0);
-            for (sum, n) in counts.iter_mut().zip(&h.bins) {
-                *sum += n;
-            }
-            ends = h.boundaries;
-        }
-        self.seen.resize(counts.len(), 0);
-        let new: Vec<u64> = counts
-            .iter()
-            .zip(&self.seen)
-            .map(|(now, before)| now.saturating_sub(*before))
-            .collect();
-        let seconds = (now - self.at).as_secs_f64();
-        self.seen = counts;
-        self.at = now;
+        let interval = self.counter.sample(monitor)?;
         let of_task = |(task, target): &(TaskName, Option<Nanos>)| {
-            (task.clone(), sample(&new, &ends, *target, seconds))
+            let misses = target.map_or(0, |target| interval.above(target));
+            let (histogram, seconds) = (interval.histogram.clone(), interval.seconds);
+            (task.clone(), Sample { histogram, misses, seconds })
         };
         Ok(self.tasks.iter().map(of_task).collect())
     }
 }
 
-/// Counts of the bins that end at `ends`, and of the last one, which has no end: its start stands
-/// for it.
-fn sample(counts: &[u64], ends: &[Nanos], target: Option<Nanos>, seconds: f64) -> Sample {
-    let mut histogram = Histogram::new();
-    let mut misses = 0;
-    for (i, &count) in counts.iter().enumerate() {
-        let end = ends.get(i).or(ends.last()).copied().unwrap_or_default();
-        let start = i.checked_sub(1).and_then(|i| ends.get(i)).copied().unwrap_or_default();
-        histogram.record(end, count);
-        if target.is_some_and(|t| start >= t) {
-            misses += count;
-        }
-    }
-    Sample { histogram, misses, seconds }
-}
-
 impl Drop for Sources {
     fn drop(&mut self) {
         self.let_go();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tasks_on_one_disk_have_its_requests_and_their_own_misses() {
-        let ms = Nanos::from_millis;
-        // Below 1 ms, 1 to 5, 5 to 20, above.
-        let (counts, ends) = ([100, 10, 4, 1], [ms(1), ms(5), ms(20)]);
-        let of = |target| {
-            let Sample { histogram, misses, .. } = sample(&counts, &ends, target, 1.0);
-            (histogram.count(), misses)
-        };
-        assert_eq!(of(Some(ms(5))), (115, 5));
-        assert_eq!(of(Some(ms(20))), (115, 1));
-        assert_eq!(of(None), (115, 0));
-    }
-
-    #[test]
-    fn targets_are_boundaries() {
-        let targets = [Nanos::from_micros(12_345), Nanos::from_micros(777)];
-        let all = boundaries(targets.into_iter());
-        assert!(targets.iter().all(|t| all.contains(t)) && all.is_sorted());
-        assert_eq!(all.len(), 172);
     }
 }
