@@ -291,6 +291,20 @@ pub fn recover_killed() -> Result<RollbackOutcome> {
     }
 }
 
+/// The same for a process that has only just been killed: the kernel may let go of its lock a moment
+/// after its other files. Whoever else has taken the testbed by then has cleaned up.
+///
+/// # Errors
+/// If part of it cannot be undone.
+pub fn recover_just_killed() -> Result<RollbackOutcome> {
+    const PATIENCE: Duration = Duration::from_secs(10);
+    let begin = std::time::Instant::now();
+    while lock_testbed()?.is_none() && begin.elapsed() < PATIENCE {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    recover_killed()
+}
+
 /// Settings without I/O priorities.
 #[must_use]
 pub const fn plain(settings: Settings) -> SchemeSettings {

@@ -49,7 +49,7 @@ pub enum HostError {
         path: PathBuf,
     },
     /// A device is not the one that the plan was made for.
-    #[error("device {device} was replaced: the plan is for {expected:?}, found {found:?}")]
+    #[error("device {device} was replaced: the plan is for {expected}, found {found}")]
     DeviceReplaced {
         /// Which device.
         device: DeviceName,

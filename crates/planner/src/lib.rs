@@ -72,7 +72,7 @@ const PROBED_PERCENTILE: f64 = 99.9;
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
     /// The profile was made on another device.
-    #[error("device {device}: the profile is of {profile:?}, the device is {found:?}")]
+    #[error("device {device}: the profile is of {profile}, the device is {found}")]
     OtherDevice {
         /// The device in the specification.
         device: DeviceName,

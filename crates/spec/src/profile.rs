@@ -30,6 +30,17 @@ pub struct DeviceIdentity {
     pub rotational: bool,
 }
 
+impl std::fmt::Display for DeviceIdentity {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { kind, model, serial, size, rotational } = self;
+        write!(f, "{kind} {model:?} of {size}")?;
+        if let Some(serial) = serial {
+            write!(f, ", serial {serial:?}")?;
+        }
+        f.write_str(if *rotational { ", rotational" } else { "" })
+    }
+}
+
 /// A profile file (`rtvirtio calibrate`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

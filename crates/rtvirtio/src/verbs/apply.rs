@@ -174,6 +174,8 @@ pub(crate) fn rollback(args: &RollbackArgs) -> Result<Outcome> {
     }
     for (what, outcome) in [("apply", applied), ("a killed benchmark", benchmark)] {
         match outcome {
+            // Of a benchmark that was not killed there is nothing to say.
+            RollbackOutcome::Nothing if what != "apply" => {}
             RollbackOutcome::Nothing => println!("{what}: nothing to roll back"),
             RollbackOutcome::RolledBack(restoration) => {
                 println!("{what}: {} values restored", restoration.restored.len());

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_calibrate::calibration::{Depth, calibrate_to, summary};
 use rtvirtio_calibrate::device;
 use rtvirtio_calibrate::in_use::DiskInUse;
-use rtvirtio_calibrate::testbed::{Testbed, recover_killed};
+use rtvirtio_calibrate::testbed::{Testbed, recover_just_killed};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_units::Bytes;
 
@@ -78,8 +78,7 @@ fn watchdog() -> Result<Child> {
 /// What that process does.
 pub(crate) fn clean_up_after() -> Result<Outcome> {
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
-    // Whose place another one has taken by now leaves nothing to do.
-    recover_killed()?;
+    recover_just_killed()?;
     Ok(Outcome::Done)
 }
 

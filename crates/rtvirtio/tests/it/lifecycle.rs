@@ -5,9 +5,11 @@ use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rtvirtio_bench::dataplane::client::{Client, Endpoint, Queue, Shape};
+use rtvirtio_host::Host;
+use rtvirtio_spec::profile::Profile;
 use serde_json::Value;
 
 use crate::scratch_disk::{
@@ -464,6 +466,98 @@ fn calibrate_refuses_what_is_no_scratch_disk() {
     let output = rtvirtio(directory.path(), &["calibrate", "/dev/null"]);
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
     assert!(said(&output).contains("not a scratch disk"), "{}", said(&output));
+}
+
+/// An ext4 on a scratch disk, mounted while this lives.
+struct Mounted {
+    directory: tempfile::TempDir,
+    disk: Disk,
+}
+
+impl Mounted {
+    fn new() -> Self {
+        let mounted = Self { directory: tempfile::tempdir().unwrap(), disk: Disk::start() };
+        let node = mounted.disk.node.to_str().unwrap();
+        for (program, arguments) in [
+            ("mkfs.ext4", &["-q", "-E", "nodiscard", node][..]),
+            ("mount", &[node, mounted.directory.path().to_str().unwrap()]),
+        ] {
+            let output = Command::new(program).args(arguments).output().unwrap();
+            assert!(output.status.success(), "{program}: {}", said(&output));
+        }
+        mounted
+    }
+
+    /// Free blocks of the filesystem, once nothing of it is to be written any more.
+    fn free(&self) -> u64 {
+        rustix::fs::syncfs(std::fs::File::open(self.directory.path()).unwrap()).unwrap();
+        rustix::fs::statvfs(self.directory.path()).unwrap().f_bfree
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(self.directory.path()).output();
+    }
+}
+
+#[test]
+fn calibration_of_a_disk_in_use_leaves_nothing_even_when_it_is_killed() {
+    const TEST: &str = "calibration_of_a_disk_in_use_leaves_nothing_even_when_it_is_killed";
+    let Some(_host) = can_run(TEST) else { return };
+    let mounted = Mounted::new();
+    let state = tempfile::tempdir().unwrap();
+    let precious = mounted.directory.path().join("precious");
+    std::fs::write(&precious, "somebody's data").unwrap();
+    let (free, scheduler) = (mounted.free(), mounted.disk.queue("scheduler"));
+    let profile = state.path().join("profiles/disk.json");
+    let (within, profile) = (mounted.directory.path().to_str().unwrap(), profile.to_str().unwrap());
+    let arguments = ["calibrate", "--in", within, "--size", "256", "-o", profile, "--limit", "1"];
+
+    // In the middle of the file, of the device alone, of a probe.
+    for after in [300, 4_000, 13_000] {
+        let mut child = Command::new(RTVIRTIO)
+            .args(arguments)
+            .env("RTVIRTIO_STATE_DIR", state.path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(Duration::from_millis(after));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        // What cleans up after it does not need long.
+        let begin = Instant::now();
+        while Host::new("/").cgroup_of(Path::new("rtvirtio/bench")).unwrap().is_some()
+            || mounted.free() != free
+        {
+            assert!(begin.elapsed() < Duration::from_secs(20), "killed after {after} ms");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        assert_eq!(mounted.disk.queue("scheduler"), scheduler);
+        let entries = std::fs::read_dir(within).unwrap().count();
+        assert_eq!(entries, 2, "lost+found and somebody's data");
+    }
+
+    let output = rtvirtio(state.path(), &arguments);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    let found: Profile = serde_json::from_slice(&std::fs::read(profile).unwrap()).unwrap();
+    // Of the disk, not of the file; measured under the scheduler that it has.
+    assert_eq!(found.device.size.get(), 2 << 30);
+    assert!(found.probes.iter().all(|probe| probe.scheduler.to_string() == "none"));
+    let known: Profile = serde_json::from_str(PROFILE).unwrap();
+    let ratio =
+        found.capacity.write_throughput.get() as f64 / known.capacity.write_throughput.get() as f64;
+    assert!((0.5..1.5).contains(&ratio), "{:?}", found.capacity);
+    assert_eq!(std::fs::read_to_string(&precious).unwrap(), "somebody's data");
+    assert_eq!(mounted.free(), free);
+    let nowhere = rtvirtio(state.path(), &["calibrate", "--in", "/dev/shm", "-o", profile]);
+    assert!(said(&nowhere).contains("in memory"), "{}", said(&nowhere));
+    let both = rtvirtio(state.path(), &["calibrate", "/dev/null", "--in", within]);
+    assert_eq!(both.status.code(), Some(1));
+    drop(mounted);
+    assert_eq!(left_behind(), [""; 0]);
 }
 
 /// Starts a benchmark of one long cell and waits until it does I/O.
