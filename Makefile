@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup build guest libvirt uml demo bench test test-guests test-qos test-blktests test-full python test-python \
+.PHONY: help setup build guest libvirt uml install deb demo bench test test-guests test-qos test-blktests test-full python test-python \
 	check fmt clippy doc deny fuzz loom
 
 # A fresh rustup is not yet on PATH.
@@ -25,6 +25,12 @@ setup: ## Install what is missing (Debian packages, as root), or say what to ins
 
 build: ## Build the release binaries; installs nothing (make setup does)
 	cargo build --release --locked $(BINARIES)
+
+install: ## Install what was built on this system, or below DESTDIR (root)
+	@scripts/install $(DESTDIR)
+
+deb: build ## Debian packages in target/deb: rtvirtio, and rtvirtio-lab
+	@scripts/deb $(TARGET)/deb
 
 # Where the guests' kernel and initramfs are kept.
 GUEST := $(TARGET)/guest

@@ -66,6 +66,9 @@ enum Verb {
     Ctl(Box<verbs::ctl::Args>),
     /// Translate queue-to-IOThread mappings between QEMU, libvirt and TOML
     Mapping(verbs::mapping::Args),
+    /// Write man pages and completions (for packages)
+    #[command(hide = true)]
+    Generate(verbs::generate::Args),
     /// Move vCPUs for a data plane, and give them their CPUs back when it has gone (started by
     /// `serve`, which has no right to)
     #[command(hide = true)]
@@ -98,6 +101,7 @@ impl Program for Cli {
             | Verb::Verify(_)
             | Verb::Ctl(_)
             | Verb::Mapping(_)
+            | Verb::Generate(_)
             | Verb::ConfirmWatchdog => false,
         }
     }
@@ -126,6 +130,7 @@ impl Program for Cli {
             Verb::Serve(args) => verbs::serve::run(&args, interrupted),
             Verb::Ctl(args) => verbs::ctl::run(&args),
             Verb::Mapping(args) => verbs::mapping::run(&args),
+            Verb::Generate(args) => verbs::generate::run(&args),
             Verb::VcpuGuard => verbs::serve::guard_vcpus(),
             Verb::ConfirmWatchdog => verbs::apply::watchdog(),
             Verb::CalibrateWatchdog => verbs::calibrate::clean_up_after(),

@@ -5,6 +5,7 @@ pub(crate) mod boot;
 pub(crate) mod calibrate;
 pub(crate) mod ctl;
 pub(crate) mod doctor;
+pub(crate) mod generate;
 pub(crate) mod init;
 pub(crate) mod mapping;
 pub(crate) mod plan;

@@ -48,7 +48,9 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     ensure!(rustix::process::geteuid().is_root(), "units are installed by root: run as root");
     let text = match plan {
         Some(plan) => {
-            install(&plan, &unit(&std::env::current_exe()?)?)?;
+            let program = std::env::current_exe()?;
+            check_installed(&program)?;
+            install(&plan, &unit(&program)?)?;
             format!("{NAME} applies {PLAN} at each boot\nnow: systemctl start {NAME}")
         }
         None if remove()? => format!("{NAME} and {PLAN} removed; take back: rtvirtio rollback"),
@@ -71,6 +73,21 @@ fn load(path: &Path, force: bool) -> Result<String> {
         "the plan leaves targets unmet (--force installs it all the same)"
     );
     Ok(serde_json::to_string_pretty(&plan)?)
+}
+
+/// A program in a build directory is gone after the next `cargo clean`, and another one after the next
+/// build. Cargo marks such a directory by a file of this name (<https://bford.info/cachedir/>).
+fn check_installed(program: &Path) -> Result<()> {
+    let built = program.ancestors().find(|path| path.join("CACHEDIR.TAG").exists());
+    match built {
+        None => Ok(()),
+        Some(directory) => bail!(
+            "{} lies in the build directory {}, which no boot should depend on: install it first (make \
+             install, or copy it to /usr/local/bin)",
+            program.display(),
+            directory.display()
+        ),
+    }
 }
 
 /// The unit; what a boot may not wait for is ordered, not required.
@@ -169,6 +186,13 @@ fn systemctl(arguments: &[&str]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn program_in_a_build_directory_is_not_for_boots() {
+        let refused = check_installed(&std::env::current_exe().unwrap()).unwrap_err();
+        assert!(refused.to_string().contains("make install"), "{refused}");
+        check_installed(Path::new("/usr/bin/rtvirtio")).unwrap();
+    }
 
     #[test]
     fn path_of_the_program_cannot_change_the_command_line() {

@@ -17,10 +17,12 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 use std::io::IsTerminal as _;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use rtvirtio_host::interrupt::{Interrupted, InterruptedError, wait};
 use rtvirtio_host::{ApplyOptions, JournalStatus, Topology};
 use rtvirtio_planner::control::{Controller, Decision, TaskObservation};
@@ -49,7 +51,7 @@ const LEAST_BEYOND: u64 = 10;
 #[command(after_help = "A disk's NAME in the specification is the device with the id NAME or \
     ua-NAME in QEMU; in libvirt <alias name='ua-NAME'/> in its <disk> gives it that id.\n\
     --control sets the host's knobs alone, no guest's and no IOThread's.\n\
-    Ctrl-C ends it; settings that it applied stay until `rtvirtio rollback`.")]
+    SIGHUP has the specification read again. Ctrl-C ends it; settings that it applied stay until `rtvirtio rollback`.")]
 pub(crate) struct Args {
     /// The specification (TOML)
     specification: PathBuf,
@@ -194,8 +196,7 @@ pub(crate) struct Look {
 }
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
-    let mut specification = input::specification(&args.specification)?;
-    input::host().locate_vms(&mut specification)?;
+    let mut specification = read(&args.specification)?;
     let mut tasks = states(&specification);
     let mut sources = Sources::new(&specification, input::host())?;
     let mut on_host = OnHost::new(input::host());
@@ -204,6 +205,9 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let metrics = args.listen.map(metrics::Server::start).transpose()?;
     let is_table = !args.json && std::io::stdout().is_terminal();
     let mut display = is_table.then(display::Display::start).transpose()?;
+    let reload = Arc::new(AtomicBool::new(false));
+    signal_hook::flag::register(signal_hook::consts::SIGHUP, Arc::clone(&reload))
+        .context("install a handler for SIGHUP")?;
     let start = Instant::now();
     let clock = |now: Instant| Nanos::from_secs_f64((now - start).as_secs_f64());
     let mut controller: Option<Controller> = None;
@@ -214,6 +218,24 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     }
     loop {
         let mut events = sources.refresh();
+        if reload.swap(false, Ordering::Relaxed) {
+            match read(&args.specification) {
+                Ok(found) => {
+                    specification = found;
+                    sources.let_go();
+                    sources = Sources::new(&specification, input::host())?;
+                    tasks = states(&specification);
+                    disks.clear();
+                    data_plane = DataPlane::new(&specification, args.dataplane.as_deref());
+                    controller = None;
+                    events = sources.refresh();
+                    events.push("the specification was read again".to_owned());
+                }
+                Err(error) => events.push(format!(
+                    "the specification cannot be read again, and the old one holds: {error:#}"
+                )),
+            }
+        }
         let now = Instant::now();
         on_host.take(&mut disks, now, &mut events);
         on_host.follow(sources.extents(), &mut events);
@@ -276,6 +298,13 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             return Ok(Outcome::Done);
         }
     }
+}
+
+/// The specification, with the VMs where they are.
+fn read(path: &Path) -> Result<Specification> {
+    let mut specification = input::specification(path)?;
+    input::host().locate_vms(&mut specification)?;
+    Ok(specification)
 }
 
 fn states(specification: &Specification) -> Vec<TaskState> {

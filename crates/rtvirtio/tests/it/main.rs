@@ -14,6 +14,7 @@ mod lifecycle;
 mod mapping;
 mod nvme;
 mod operator;
+mod packaging;
 mod readme;
 
 mod run;
