@@ -20,6 +20,7 @@ mod readme;
 mod run;
 mod scratch_disk;
 mod simulate;
+mod storage;
 mod systemd;
 mod tree;
 mod watch_data_plane;
