@@ -49,8 +49,7 @@ const ALIGNMENT: usize = 4096;
 const LOOK: Duration = Duration::from_millis(500);
 /// How long they are watched before the first probe.
 const NORMAL: Duration = Duration::from_secs(5);
-/// How many times its normal a tail may be, and by how much it must be above it to count.
-const TOLERATED: f64 = 2.0;
+/// By how much a tail must be above its normal to count.
 const NOTICED: Nanos = Nanos::from_micros(500);
 /// Requests that show a 90th percentile, and a 99th.
 const FEW: u64 = 100;
@@ -192,12 +191,12 @@ struct Watched {
 
 impl Watched {
     /// Why a probe has to stop: its tail, and what is normal.
-    fn is_disturbed(&self) -> Option<(Tail, Tail)> {
+    fn is_disturbed(&self, tolerated: f64) -> Option<(Tail, Tail)> {
         let now = tail(&self.probe, None)?;
         let normal = tail(&self.normal, Some(now.percentile))?;
         let now = tail(&self.probe, Some(normal.percentile))?;
         let normal_ns = normal.value.get() as f64;
-        let limit = (normal_ns * TOLERATED).max(normal_ns + NOTICED.get() as f64);
+        let limit = (normal_ns * tolerated).max(normal_ns + NOTICED.get() as f64);
         (now.value.get() as f64 > limit).then_some((now, normal))
     }
 }
@@ -208,19 +207,26 @@ struct Neighbours {
     /// Kernel name of the disk.
     disk: String,
     watched: BTreeMap<(u32, String), Watched>,
+    /// How many times its normal a tail may be.
+    tolerated: f64,
+    /// Whether anybody used the disk when it was last looked at.
+    in_use: bool,
 }
 
 /// A probe that was stopped for a neighbour's sake, however often it was tried.
 #[derive(Debug, thiserror::Error)]
-#[error("{0}")]
+#[error(
+    "it disturbed a VM ({0}); calibrate in a quieter hour, or let it be disturbed more (--tolerate)"
+)]
 pub struct GaveUp(String);
 
 impl Neighbours {
-    fn new(host: Host, disk: &str) -> Result<Self> {
+    fn new(host: Host, disk: &str, tolerated: f64) -> Result<Self> {
         let mut session = Session::new(host);
         session.refresh()?;
         session.look();
-        Ok(Self { session, disk: disk.to_owned(), watched: BTreeMap::new() })
+        let (disk, watched) = (disk.to_owned(), BTreeMap::new());
+        Ok(Self { session, disk, watched, tolerated, in_use: false })
     }
 
     /// Looks at them; `is_probe`: while something is measured.
@@ -243,7 +249,7 @@ impl Neighbours {
                 continue;
             }
             watched.probe.merge(histogram);
-            if let Some((now, normal)) = watched.is_disturbed() {
+            if let Some((now, normal)) = watched.is_disturbed(self.tolerated) {
                 disturbed.get_or_insert_with(|| {
                     format!(
                         "{}/{}: p{} was {} instead of {}",
@@ -269,7 +275,8 @@ impl Neighbours {
             self.look(false);
         }
         let requests = sectors_and_requests(&self.disk).saturating_sub(before);
-        Ok(requests as f64 / begin.elapsed().as_secs_f64().max(0.1) > IN_USE)
+        self.in_use = requests as f64 / begin.elapsed().as_secs_f64().max(0.1) > IN_USE;
+        Ok(self.in_use)
     }
 
     /// Does `work` while the neighbours are watched; why it was stopped if it was.
@@ -322,6 +329,17 @@ fn sectors_and_requests(disk: &str) -> u64 {
     fields.first().unwrap_or(&0) + fields.get(4).unwrap_or(&0)
 }
 
+/// How a disk in use is measured.
+#[derive(Debug, Clone, Copy)]
+pub struct Manners {
+    /// The share of the disk's time that is taken while others use it, above 0 and up to 1.
+    pub share: f64,
+    /// How many times its normal the tail of a VM may be.
+    pub tolerated: f64,
+    /// Whether the disk's scheduler and knobs are changed for probes.
+    pub probes_schedulers: bool,
+}
+
 /// A disk in use, measured in a file of its own.
 pub struct DiskInUse {
     testbed: Testbed,
@@ -333,8 +351,7 @@ pub struct DiskInUse {
 }
 
 impl DiskInUse {
-    /// Takes a file in `directory` for measurements of the disk that it lies on, at most `share` of
-    /// whose time is used while others use it. Schedulers are changed only if they may be probed.
+    /// Takes a file in `directory` for measurements of the disk that it lies on.
     ///
     /// # Errors
     /// The directory lies on no disk of this host, or on several; there is no room; the user
@@ -343,7 +360,7 @@ impl DiskInUse {
         host: Host,
         directory: &Path,
         size: Option<Bytes>,
-        (share, may_probe_schedulers): (f64, bool),
+        manners: Manners,
         interrupted: &Interrupted,
     ) -> Result<Self> {
         let stack = host.storage(directory)?;
@@ -351,9 +368,10 @@ impl DiskInUse {
             [leaf] => leaf.clone(),
             _ => bail!("{} does not lie on one disk of this host: {stack}", directory.display()),
         };
-        let mut neighbours = Neighbours::new(host, &leaf.name)?;
+        let mut neighbours = Neighbours::new(host, &leaf.name, manners.tolerated)?;
         let mut testbed = Testbed::new(&leaf.node(), &leaf.name)?;
-        let scheduler = if may_probe_schedulers {
+        let Manners { share, probes_schedulers, .. } = manners;
+        let scheduler = if probes_schedulers {
             None
         } else {
             testbed.keep_device_knobs();
@@ -414,6 +432,10 @@ impl DeviceUnderTest for DiskInUse {
 
     fn scheduler(&self) -> Option<Scheduler> {
         self.scheduler
+    }
+
+    fn is_in_use(&self) -> bool {
+        self.neighbours.lock().unwrap_or_else(PoisonError::into_inner).in_use
     }
 
     fn specification(
@@ -480,7 +502,7 @@ mod tests {
                 normal: histogram(normal.0, normal.1),
                 probe: histogram(probe.0, probe.1),
             };
-            watched.is_disturbed().is_some()
+            watched.is_disturbed(2.0).is_some()
         };
         assert!(!disturbed((1000, 5000), (1900, 5000)));
         assert!(disturbed((1000, 5000), (2300, 5000)));

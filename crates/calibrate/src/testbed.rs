@@ -54,6 +54,11 @@ pub trait DeviceUnderTest {
         None
     }
 
+    /// Whether others use the device, who must not notice.
+    fn is_in_use(&self) -> bool {
+        false
+    }
+
     /// A case on this device.
     fn specification(
         &self,

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_calibrate::calibration::{Depth, calibrate_to, summary};
 use rtvirtio_calibrate::device;
-use rtvirtio_calibrate::in_use::DiskInUse;
+use rtvirtio_calibrate::in_use::{DiskInUse, Manners};
 use rtvirtio_calibrate::testbed::{Testbed, recover_just_killed};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_units::Bytes;
@@ -23,7 +23,7 @@ use crate::{Outcome, input};
     interrupted calibration of a DEVICE goes on where it was when it is started again with the same -o.\n\
     --in measures the disk that DIRECTORY lies on beside those who use it, in a file of its own of which nothing \
     is left. The disk's scheduler and knobs stay as they are. VMs on the disk are watched at their QEMUs: a \
-    probe that pushes the tail of one beyond twice its normal is stopped, and tried again twice."
+    probe that pushes the tail of one beyond twice its normal (--tolerate) is stopped, and tried again twice."
 )]
 pub(crate) struct Args {
     /// The block device; its data is overwritten
@@ -39,6 +39,9 @@ pub(crate) struct Args {
     /// Share of the disk's time that is taken while others use it, above 0 and up to 1
     #[arg(long, requires = "directory", default_value_t = 0.2, value_parser = share)]
     share: f64,
+    /// How many times its normal the tail of a VM on the disk may be
+    #[arg(long, requires = "directory", default_value_t = 2.0, value_name = "FACTOR", value_parser = factor)]
+    tolerate: f64,
     /// Change the disk's scheduler and knobs for probes, journalled, and put them back
     #[arg(long, requires = "directory")]
     probe_schedulers: bool,
@@ -59,6 +62,11 @@ pub(crate) struct Args {
 fn share(text: &str) -> Result<f64, String> {
     let share: f64 = text.parse().map_err(|_| format!("{text:?} is no number"))?;
     if share > 0.0 && share <= 1.0 { Ok(share) } else { Err("above 0 and up to 1".to_owned()) }
+}
+
+fn factor(text: &str) -> Result<f64, String> {
+    let factor: f64 = text.parse().map_err(|_| format!("{text:?} is no number"))?;
+    if (1.0..=1000.0).contains(&factor) { Ok(factor) } else { Err("from 1 to 1000".to_owned()) }
 }
 
 /// Starts the process that undoes what this one leaves if it is killed: cgroups, and knobs that were
@@ -103,8 +111,12 @@ fn calibrate(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
                 .with_context(|| format!("directory {}", directory.display()))?;
             ensure!(directory.is_dir(), "{} is no directory", directory.display());
             let size = args.size.map(|mib| Bytes::new(mib << 20));
-            let how = (args.share, args.probe_schedulers);
-            let disk = DiskInUse::new(input::host(), &directory, size, how, interrupted)?;
+            let manners = Manners {
+                share: args.share,
+                tolerated: args.tolerate,
+                probes_schedulers: args.probe_schedulers,
+            };
+            let disk = DiskInUse::new(input::host(), &directory, size, manners, interrupted)?;
             eprintln!("calibrate: {}", disk.describe());
             calibrate_to(&disk, (Depth::Full, limit), &args.output, interrupted)?
         }

@@ -206,6 +206,7 @@ impl Site {
 
         self.top();
         self.somebody_elses_histogram_is_left_alone();
+        self.calibration_beside_the_vms();
         self.plan_and_back();
         assert!(precious() == before, "somebody's data has changed");
         VMS.iter().for_each(|domain| drop(self.virsh(&["destroy", domain])));
@@ -253,6 +254,23 @@ impl Site {
         let there = monitor.latency_histograms(&path, ENOUGH).unwrap().read.unwrap();
         assert_eq!(there.boundaries, coarse);
         monitor.set_latency_histogram(&path, &[], ENOUGH).unwrap();
+    }
+
+    /// The disk is measured beside VMs that work, and nothing of it is left.
+    fn calibration_beside_the_vms(&self) {
+        let images = self.images.to_str().unwrap();
+        let profile = self.directory.join("beside.json");
+        let entries = || std::fs::read_dir(&self.images).unwrap().count();
+        let before = entries();
+        // Guests that are emulated on two CPUs are disturbed by less than a probe.
+        let manners = ["--size", "256", "--limit", "1", "--share", "1", "--tolerate", "1000"];
+        let arguments =
+            [&["calibrate", "--in", images, "-o", profile.to_str().unwrap()], &manners[..]];
+        self.rtvirtio(0, &arguments.concat());
+        let text = std::fs::read_to_string(profile).unwrap();
+        let found: rtvirtio_spec::profile::Profile = serde_json::from_str(&text).unwrap();
+        assert!(found.capacity.iops_4k > 100.0, "{:?}", found.capacity);
+        assert_eq!(entries(), before);
     }
 
     fn plan_and_back(&self) {
