@@ -197,7 +197,7 @@ def _cases(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace) -> int:
     import pyarrow as pa
 
-    from rtvirtio import cases, parts, train
+    from rtvirtio import cases, evaluate, parts, train
 
     profile = None if args.profile is None else json.loads(args.profile.read_text())
     table = pa.concat_tables([parts.load(directory) for directory in args.campaign])
@@ -205,7 +205,7 @@ def _train(args: argparse.Namespace) -> int:
     if args.judge:
         if profile is None or cells is None:
             raise ValueError("--judge needs --profile and --cells")
-        _print_real(train.judge(table, cells, args.out, profile=profile, seed=args.seed)["real"])
+        _print_real(evaluate.judge(table, cells, args.out, profile=profile, seed=args.seed)["real"])
         return DONE
     result = train.train(
         table,

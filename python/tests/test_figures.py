@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT
 
-from rtvirtio import campaign, figures, grid, parts, train
+from rtvirtio import campaign, evaluate, figures, grid, parts, train
 
 CELLS = ROOT / "docs/results/strict/cells.jsonl"
 
@@ -27,8 +27,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sources(shown: Path, trainable: Path, tmp_path_factory: pytest.TempPathFactory) -> figures.Sources:
     out = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "STUDY_NEURONS", (1, 5))
-        patch.setattr(train, "STUDY_LAYERS", (1, 2))
+        patch.setattr(evaluate, "STUDY_NEURONS", (1, 5))
+        patch.setattr(evaluate, "STUDY_LAYERS", (1, 2))
         table = parts.load(trainable)
         train.train(table, out, shown=parts.load(shown), sizes=True, say=lambda _: None)
     return figures.read_sources(shown, out, CELLS)

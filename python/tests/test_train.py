@@ -12,13 +12,24 @@ from conftest import PROFILE, ROOT
 from sklearn.preprocessing import StandardScaler
 
 import rtvirtio
-from rtvirtio import campaign, cases, grid, parts, train
+from rtvirtio import (
+    campaign,
+    cases,
+    conformal,
+    dataset,
+    evaluate,
+    grid,
+    models,
+    onnx_export,
+    parts,
+    train,
+)
 from rtvirtio.types import DeviceSettings
 
 
 @pytest.fixture(scope="module")
-def data(trainable: Path) -> train.Rows:
-    return train.rows(parts.load(trainable))
+def data(trainable: Path) -> dataset.Rows:
+    return dataset.rows(parts.load(trainable))
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +40,7 @@ def trained(trainable: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return out, train.train(table, out, profile=profile, shown=table, say=lambda _: None)
 
 
-def predict(path: Path, x: train.Floats) -> train.Floats:
+def predict(path: Path, x: dataset.Floats) -> dataset.Floats:
     session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
     [given] = session.get_inputs()
     assert given.shape[1] == 25
@@ -37,7 +48,7 @@ def predict(path: Path, x: train.Floats) -> train.Floats:
     return np.asarray(tail).reshape(len(x), -1)
 
 
-def test_rows_are_tasks_at_percentiles_with_ten_samples_beyond(data: train.Rows) -> None:
+def test_rows_are_tasks_at_percentiles_with_ten_samples_beyond(data: dataset.Rows) -> None:
     # 4 s: 400 samples of a light task are too few for p99, 6,000 of a heavy one leave 6 beyond p99.9.
     iops = data.features[:, rtvirtio.FEATURES.index("task_iops")]
     assert set(iops) == {500.0, 1500.0}
@@ -50,8 +61,8 @@ def test_rows_are_tasks_at_percentiles_with_ten_samples_beyond(data: train.Rows)
     assert (10**data.tail < 5).all()
 
 
-def test_parts_of_the_data_share_no_condition_and_lose_none(data: train.Rows) -> None:
-    of = [data.part(*tenths) for tenths in (train.TEST, train.CALIBRATION, train.TRAINING)]
+def test_parts_of_the_data_share_no_condition_and_lose_none(data: dataset.Rows) -> None:
+    of = [data.part(*tenths) for tenths in (dataset.TEST, dataset.CALIBRATION, dataset.TRAINING)]
     assert sum(map(len, of)) == len(data)
     seen = [set(rows.condition.tolist()) for rows in of]
     assert not seen[0] & seen[1]
@@ -63,22 +74,22 @@ def test_parts_of_the_data_share_no_condition_and_lose_none(data: train.Rows) ->
 
 def test_errors_are_as_by_hand() -> None:
     # 100 ms measured, 200 predicted; 100 and 50; and one of which the model does not speak.
-    found = train.errors(np.array([-1.0, -1.0, -1.0]), np.log10([0.2, 0.05, np.nan]))
+    found = evaluate.errors(np.array([-1.0, -1.0, -1.0]), np.log10([0.2, 0.05, np.nan]))
     assert found["rows"] == 2
     assert found["mae_ms"] == pytest.approx(75)
     assert found["median_error_ms"] == pytest.approx(-25)
     assert found["rmse_ms"] == pytest.approx(np.sqrt((100**2 + 50**2) / 2))
     assert found["median_factor"] == pytest.approx(2)
     assert found["underestimated"] == 0.5
-    assert train.errors(np.array([1.0]), np.array([np.nan])) == {"rows": 0}
+    assert evaluate.errors(np.array([1.0]), np.array([np.nan])) == {"rows": 0}
 
 
 def test_network_is_the_papers() -> None:
-    model = train.network(100_000)
+    model = models.network(100_000)
     assert model.hidden_layer_sizes == (15, 15, 15)
-    assert (model.activation, train.FOLDS) == ("relu", 5)
+    assert (model.activation, models.FOLDS) == ("relu", 5)
     # 2,000,000 rows seen, but no fewer than 40 passes and no more than 400.
-    assert (model.max_iter, train.network(10_000).max_iter, train.network(900).max_iter) == (60, 200, 400)
+    assert (model.max_iter, models.network(10_000).max_iter, models.network(900).max_iter) == (60, 200, 400)
 
 
 def test_onnx_of_an_ensemble_is_the_mean_of_its_members() -> None:
@@ -86,10 +97,10 @@ def test_onnx_of_an_ensemble_is_the_mean_of_its_members() -> None:
     x = rng.uniform([0, 100], [4, 1500], (400, 2))
     y = np.log10(x[:, 0] + 1) + x[:, 1] / 1000
     scaler = StandardScaler().fit(x)
-    members = [train.network(400, 5, layers, seed) for layers, seed in ((2, 1), (2, 2), (2, 3))]
+    members = [models.network(400, 5, layers, seed) for layers, seed in ((2, 1), (2, 2), (2, 3))]
     for member in members:
-        train._fit(member, scaler.transform(x), y)
-    model = train.Ensemble(scaler, members)
+        models.fit_network(member, scaler.transform(x), y)
+    model = models.Ensemble(scaler, members)
     by_hand = sum(member.predict(scaler.transform(x)) for member in members) / 3
     assert np.allclose(model.predict(x), by_hand)
     exported = model.onnx()
@@ -102,16 +113,16 @@ def test_onnx_of_an_ensemble_is_the_mean_of_its_members() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "mlp-over", "boosting"])
 def test_onnx_file_says_what_training_said_and_describes_itself(
-    name: str, trained: tuple[Path, dict[str, Any]], data: train.Rows
+    name: str, trained: tuple[Path, dict[str, Any]], data: dataset.Rows
 ) -> None:
     out, _ = trained
-    test = data.part(*train.TEST)
+    test = data.part(*dataset.TEST)
     tail = predict(out / f"{name}.onnx", test.features)
     said = pq.read_table(out / "predictions.parquet")[f"{name}_ms"].to_numpy()
     assert tail.shape == (len(test), 2)
     assert np.allclose(1000 * 10 ** tail[:, 0], said, rtol=1e-3)
     # The planner's own reader of ONNX says the same of a row that its training had.
-    rows = data.part(*train.TRAINING).features[:50]
+    rows = data.part(*dataset.TRAINING).features[:50]
     read = rtvirtio.learned_tails((out / f"{name}.onnx").read_bytes(), rows.tolist())
     assert np.allclose(np.log10(np.array(read) / 1e9), predict(out / f"{name}.onnx", rows), atol=1e-4)
     model = onnx.load(out / f"{name}.onnx")
@@ -129,7 +140,7 @@ def test_onnx_file_says_what_training_said_and_describes_itself(
     [(regime, scores)] = described["scores"].items()
     assert regime == "idling"
     assert scores == sorted(scores)
-    assert len(scores) == int(data.part(*train.CALIBRATION).judged.sum())
+    assert len(scores) == int(data.part(*dataset.CALIBRATION).judged.sum())
 
 
 def test_plan_by_a_learned_model_has_its_predictions(trained: tuple[Path, dict[str, Any]]) -> None:
@@ -156,10 +167,10 @@ def test_plan_by_a_learned_model_has_its_predictions(trained: tuple[Path, dict[s
 
 
 def test_scores_are_logarithms_of_measured_over_the_high_quantile(
-    trained: tuple[Path, dict[str, Any]], data: train.Rows
+    trained: tuple[Path, dict[str, Any]], data: dataset.Rows
 ) -> None:
     out, _ = trained
-    calibration = data.part(*train.CALIBRATION)
+    calibration = data.part(*dataset.CALIBRATION)
     high = 10 ** predict(out / "mlp.onnx", calibration.features)[:, 1]
     scores = np.sort(np.log(10**calibration.tail / high))
     described = json.loads(onnx.load(out / "mlp.onnx").metadata_props[0].value)
@@ -171,10 +182,10 @@ def test_models_learn_and_the_one_that_is_to_overestimate_does(tmp_path: Path) -
     settings = grid.Settings("wide", size=600, window=3.0, longest=1.0)
     assert campaign.run(settings, tmp_path / "wide", say=lambda _: None).complete
     table = parts.load(tmp_path / "wide")
-    result, data = train.train(table, tmp_path / "trained", say=lambda _: None), train.rows(table)
+    result, data = train.train(table, tmp_path / "trained", say=lambda _: None), dataset.rows(table)
     found = result["errors"]
-    training, test = data.part(*train.TRAINING), data.part(*train.TEST)
-    guess = train.errors(test.tail, np.full(len(test), training.tail.mean()))
+    training, test = data.part(*dataset.TRAINING), data.part(*dataset.TEST)
+    guess = evaluate.errors(test.tail, np.full(len(test), training.tail.mean()))
     for name in ("mlp", "boosting"):
         assert found[name]["log10_mse"] < 0.6 * guess["log10_mse"]
     assert found["mlp-over"]["underestimated"] < found["mlp"]["underestimated"]
@@ -187,7 +198,7 @@ def test_bound_holds_at_its_confidence_on_exchangeable_rows() -> None:
     n = 4000
     x = rng.uniform(size=(n, len(rtvirtio.FEATURES)))
     columns: dict[str, Any] = dict.fromkeys(("condition", "vm", "task"), np.zeros(n, dtype=np.intp))
-    rows = train.Rows(
+    rows = dataset.Rows(
         [grid.one()], **columns, percentile=np.full(n, 99.0), judged=np.full(n, True),
         features=x, tail=x[:, 0] + rng.exponential(size=n), regime=np.full(n, "idling"),
     )  # fmt: skip
@@ -195,32 +206,32 @@ def test_bound_holds_at_its_confidence_on_exchangeable_rows() -> None:
     class First:
         is_fitted = True
 
-        def fit(self, x: train.Floats, y: train.Floats) -> "First":
+        def fit(self, x: dataset.Floats, y: dataset.Floats) -> "First":
             return self
 
         def __sklearn_is_fitted__(self) -> bool:
             return True
 
-        def predict(self, x: train.Floats) -> train.Floats:
+        def predict(self, x: dataset.Floats) -> dataset.Floats:
             return x[:, 0]
 
     class Nothing:
-        def predict(self, x: train.Floats) -> train.Floats:
+        def predict(self, x: dataset.Floats) -> dataset.Floats:
             return np.full(len(x), -9.0)
 
     odd = np.arange(n) % 2 == 1
-    found = train.conformal(Nothing(), First(), rows.take(odd), rows.take(~odd))
+    found = conformal.conformal(Nothing(), First(), rows.take(odd), rows.take(~odd))
     # 2,000 rows: 0.95 ± 4 standard deviations of 0.005.
     assert found["held"] == pytest.approx(0.95, abs=0.02)
     # A plan's has nine calibrations of ten above.
-    planned = train.covered(train.planned(First(), rows.take(odd), rows.take(~odd)), rows.take(~odd))
+    planned = conformal.covered(conformal.planned(First(), rows.take(odd), rows.take(~odd)), rows.take(~odd))
     assert found["held"] <= planned["held"] < 0.98
 
 
-def rows_in(*regimes: str) -> train.Rows:
+def rows_in(*regimes: str) -> dataset.Rows:
     n = len(regimes)
     places: dict[str, Any] = dict.fromkeys(("vm", "task"), np.zeros(n, dtype=np.intp))
-    return train.Rows(
+    return dataset.Rows(
         [grid.one()] * n, **places, condition=np.arange(n), percentile=np.full(n, 99.0),
         judged=np.full(n, True), features=np.zeros((n, len(rtvirtio.FEATURES))),
         tail=np.zeros(n), regime=np.array(regimes),
@@ -231,24 +242,24 @@ def test_scores_of_a_regime_with_too_few_are_pooled_with_those_alike() -> None:
     few, enough = 136, 137
     scored = rows_in(*["idling"] * enough, *["idling-flooded"] * few, *["flowing"] * enough)
     asked = rows_in("idling", "idling-flooded", "flowing", "flooded")
-    assert train.groups(scored, asked).tolist() == ["idles", "idles", "flowing", "does not"]
+    assert conformal.groups(scored, asked).tolist() == ["idles", "idles", "flowing", "does not"]
     scored = rows_in(*["idling"] * enough, *["idling-flooded"] * enough)
-    assert train.groups(scored, asked).tolist() == ["idling", "idling-flooded", "does not", "does not"]
+    assert conformal.groups(scored, asked).tolist() == ["idling", "idling-flooded", "does not", "does not"]
 
 
 def test_bound_without_scores_is_none() -> None:
     asked, scored = rows_in("idling", "flowing"), rows_in(*["idling"] * 200)
-    high = train.High(train.boosting(rows_in(*["idling"] * 200), 0.95))
-    for bounds in (train.bounds, train.planned):
+    high = models.High(models.boosting(rows_in(*["idling"] * 200), 0.95))
+    for bounds in (conformal.bounds, conformal.planned):
         assert np.isfinite(bounds(high, scored, asked)).tolist() == [True, False]
-    assert train.covered(train.bounds(high, scored, asked), asked)["held"] == 0.5
+    assert conformal.covered(conformal.bounds(high, scored, asked), asked)["held"] == 0.5
 
 
 def test_coverage_is_of_tasks_and_of_whole_conditions() -> None:
     # Two conditions of two tasks; one of the four bounds fails, the others are ten times what was measured.
     rows = rows_in(*["idling"] * 4)
     rows.condition[:] = [0, 0, 1, 1]
-    found = train.covered(np.array([1.0, 1.0, 1.0, -1.0]), rows)
+    found = conformal.covered(np.array([1.0, 1.0, 1.0, -1.0]), rows)
     assert (found["held"], found["conditions_held"]) == (0.75, 0.5)
     # Conditions are drawn whole: both are the first, or both the second.
     assert found["held_interval"] == [0.5, 1.0]
@@ -257,7 +268,7 @@ def test_coverage_is_of_tasks_and_of_whole_conditions() -> None:
 
 def test_repeated_conditions_differ_as_by_hand() -> None:
     cells = cases.read_cells(CELLS)
-    found = train.repeated(train.rows_of_cells(cells))
+    found = evaluate.repeated(dataset.rows_of_cells(cells))
     # 30 conditions were run twice, of which one run is discarded.
     assert found["conditions"] == 29
     tails: dict[tuple[Any, ...], list[float]] = {}
@@ -279,14 +290,14 @@ def test_simulator_itself_bounds_what_it_knows_all_of() -> None:
     condition = grid.one()
     condition["length"] = {"at_least": grid.SECOND, "at_most": 2 * grid.SECOND}
     tails = []
-    for seed in range(train.RUNS + 1, train.RUNS + 101):
+    for seed in range(evaluate.RUNS + 1, evaluate.RUNS + 101):
         task = rtvirtio.simulate({**condition, "seed": seed})["vms"][0][0]
         [p99] = [q["value"] for q in task["quantiles"] if q["percentile"] == 99]
         tails.append(np.log10(p99 / 1e9))
     rows = rows_in(*["idling"] * len(tails))
     rows = dataclasses.replace(rows, conditions=[condition] * len(tails), tail=np.array(tails))
     fold = np.arange(len(tails)) % 5
-    found = train.asked(rows, fold, 0.0)
+    found = evaluate.asked(rows, fold, 0.0)
     # It is the quantile that is asked for already, so the factor is next to 1.
     assert 0.9 <= found["held"] <= 1
     assert 1 <= found["median_bound_over_measured"] < 1.2
@@ -295,14 +306,14 @@ def test_simulator_itself_bounds_what_it_knows_all_of() -> None:
 def test_lateness_is_what_the_profile_has_above_the_simulator() -> None:
     profile = json.loads(PROFILE.read_text())
     # 1.171 ms measured at the least load; the simulator has 0.7 to 0.8.
-    assert 0.35e-3 < train.lateness(profile) < 0.5e-3
+    assert 0.35e-3 < models.lateness(profile) < 0.5e-3
     profile["structural"]["base"][0]["p999"] = 100_000
-    assert train.lateness(profile) == 0.0
+    assert models.lateness(profile) == 0.0
 
 
 def test_scores_are_thinned_and_keep_the_greatest() -> None:
-    assert train._thinned([1.0, 2.0, 3.0], 3) == [1.0, 2.0, 3.0]
-    assert train._thinned([float(i) for i in range(100)], 4) == [24.0, 49.0, 74.0, 99.0]
+    assert onnx_export._thinned([1.0, 2.0, 3.0], 3) == [1.0, 2.0, 3.0]
+    assert onnx_export._thinned([float(i) for i in range(100)], 4) == [24.0, 49.0, 74.0, 99.0]
 
 
 def test_campaign_too_small_to_train_on_is_refused(tmp_path: Path) -> None:
@@ -314,10 +325,10 @@ def test_campaign_too_small_to_train_on_is_refused(tmp_path: Path) -> None:
         train.train(table, tmp_path)
 
 
-def test_size_study_tries_every_size(data: train.Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "STUDY_NEURONS", (1, 15))
-    monkeypatch.setattr(train, "STUDY_LAYERS", (1, 3))
-    found = train.study(data, lambda _: None, rows=300)
+def test_size_study_tries_every_size(data: dataset.Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "STUDY_NEURONS", (1, 15))
+    monkeypatch.setattr(evaluate, "STUDY_LAYERS", (1, 3))
+    found = evaluate.study(data, lambda _: None, rows=300)
     assert [(f["layers"], f["neurons"]) for f in found] == [(1, 1), (1, 15), (3, 1), (3, 15)]
     assert all(f["validation"] > 0 for f in found)
 
@@ -328,7 +339,7 @@ CELLS = ROOT / "docs/results/conditions/cells.jsonl"
 def test_rows_of_cells_are_what_was_measured() -> None:
     cells = cases.read_cells(CELLS)
     counted = [cell for cell in cells if cell["discarded"] is None]
-    rows = train.rows_of_cells(cells)
+    rows = dataset.rows_of_cells(cells)
     judged = [task for cell in counted for task in cell["tasks"] if task["judged"] is not None]
     assert len(rows) == len(judged) > 100
     assert np.allclose(10**rows.tail * 1e9, [task["judged"]["value"] for task in judged])
@@ -339,13 +350,13 @@ def test_rows_of_cells_are_what_was_measured() -> None:
 def test_each_real_condition_is_judged_once_by_models_that_have_not_seen_it(
     trainable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "STUDY_ROWS", 300)
-    monkeypatch.setattr(train, "PASSES", (5, 5))
+    monkeypatch.setattr(evaluate, "STUDY_ROWS", 300)
+    monkeypatch.setattr(models, "PASSES", (5, 5))
     cells, profile = cases.read_cells(CELLS), json.loads(PROFILE.read_text())
     table = parts.load(trainable)
-    judged = train.judge(table, cells, tmp_path, profile=profile, say=lambda _: None)
+    judged = evaluate.judge(table, cells, tmp_path, profile=profile, say=lambda _: None)
     assert json.loads((tmp_path / "real.json").read_text()) == judged
-    result, real = judged["real"], train.rows_of_cells(cells)
+    result, real = judged["real"], dataset.rows_of_cells(cells)
     assert pq.read_table(tmp_path / "real.parquet").num_rows == len(real)
     for name in ("mlp", "boosting"):
         assert result["errors"][name]["rows"] == len(real)

@@ -85,8 +85,14 @@ mod tests {
             tasks.filter_map(of).collect()
         };
         let awake = Awake::keep(&cpus).unwrap();
-        assert_eq!(policies(), ["5", "5"]);
+        assert_eq!(policies(), vec!["5"; cpus.len()]);
         drop(awake);
-        assert!(policies().is_empty());
+        // A thread that was joined is still in /proc while it exits, which one that runs last does when the
+        // machine is busy for as long as that lasts.
+        let begin = std::time::Instant::now();
+        while !policies().is_empty() {
+            assert!(begin.elapsed() < std::time::Duration::from_secs(20), "{:?}", policies());
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
     }
 }

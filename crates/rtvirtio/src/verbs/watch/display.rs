@@ -17,6 +17,13 @@ use super::{DeviceRow, DiskRow, Look, Row, RowTarget, Tails};
 /// How many of the last events are shown.
 const EVENTS: usize = 8;
 
+/// Columns that a narrow terminal has room for, with their widths: 80 columns with spaces and borders.
+const NARROW: [(usize, u16); 7] = [(0, 11), (1, 10), (4, 8), (5, 8), (7, 14), (8, 9), (9, 12)];
+/// All of them, and what a terminal must be as wide as.
+const WIDE: [(usize, u16); 10] =
+    [(0, 14), (1, 12), (2, 10), (3, 9), (4, 9), (5, 9), (6, 9), (7, 16), (8, 12), (9, 30)];
+const WIDE_FROM: u16 = 120;
+
 const HEADER: [&str; 10] =
     ["VM", "task, disk", "at", "p50", "p99", "p99.9", "p99.99", "target", "misses", "rate"];
 
@@ -61,18 +68,26 @@ impl Drop for Display {
 }
 
 fn draw(frame: &mut Frame<'_>, look: &Look, events: &VecDeque<String>) {
+    let columns: &[(usize, u16)] = if frame.area().width < WIDE_FROM { &NARROW } else { &WIDE };
+    let shown = |cells: [String; 10]| {
+        TableRow::new(
+            columns
+                .iter()
+                .map(|&(column, _)| Cell::from(cells[column].clone()))
+                .collect::<Vec<_>>(),
+        )
+    };
     let rows = look.tasks.iter().map(|row| {
         let style = if row.misses > 0 { Style::new().fg(Color::Yellow) } else { Style::new() };
-        TableRow::new(cells(row).map(Cell::from)).style(style)
+        shown(cells(row)).style(style)
     });
-    let disks = look.disks.iter().map(|row| TableRow::new(disk_cells(row).map(Cell::from)));
-    let devices =
-        look.data_plane.iter().map(|row| TableRow::new(device_cells(row).map(Cell::from)));
-    let widths = [14, 12, 10, 9, 9, 9, 9, 16, 12, 30].map(Constraint::Length);
+    let disks = look.disks.iter().map(|row| shown(disk_cells(row)));
+    let devices = look.data_plane.iter().map(|row| shown(device_cells(row)));
+    let widths = columns.iter().map(|&(_, width)| Constraint::Length(width));
     let title =
         format!(" rtvirtio watch  {:.0} s  {} VMs  q leaves ", look.at_s, look.present.len());
     let table = Table::new(rows.chain(disks).chain(devices), widths)
-        .header(TableRow::new(HEADER.map(|h| Cell::from(h.bold()))))
+        .header(shown(HEADER.map(str::to_owned)).bold())
         .block(Block::bordered().title(title));
     let parts = Layout::vertical([Constraint::Min(4), Constraint::Length(EVENTS as u16 + 2)]);
     let [top, bottom] = parts.areas(frame.area());
@@ -146,4 +161,59 @@ fn device_cells(row: &DeviceRow) -> [String; 10] {
     let (vm, device) = (row.vm.to_string(), row.device.to_string());
     let (at, target) = (at(row.measured_at), target_cell(row.target));
     [vm, device, at, p50, p99, p999, p9999, target, misses, rate]
+}
+
+#[cfg(test)]
+mod tests {
+    use ratatui::Terminal;
+    use ratatui::backend::TestBackend;
+    use rtvirtio_spec::latency::Histogram;
+    use rtvirtio_units::{Nanos, Percentile, TaskName, VmName};
+
+    use super::*;
+
+    fn look() -> Look {
+        let mut histogram = Histogram::new();
+        histogram.record(Nanos::from_micros(10_510), 100_000);
+        let tail = |p: f64| histogram.quantile(Percentile::new(p).unwrap());
+        let row = Row {
+            vm: VmName::new("database-1").unwrap(),
+            task: TaskName::new("checkpoint").unwrap(),
+            measured_at: MeasuredAt::Qemu,
+            tails: [50.0, 99.0, 99.9, 99.99].map(tail),
+            target: Some(RowTarget {
+                percentile: Percentile::new(99.9).unwrap(),
+                latency: Nanos::from_millis(5),
+            }),
+            misses: 12,
+            requests: 99_999,
+            iops: 510.0,
+            wanted_iops: Some(500.0),
+        };
+        Look {
+            at_s: 1.0,
+            tasks: vec![row],
+            disks: vec![],
+            host_records_lost: 0,
+            data_plane: vec![],
+            present: Default::default(),
+            change: None,
+            events: vec![],
+        }
+    }
+
+    #[test]
+    fn cells_are_whole_on_a_narrow_terminal_and_a_wide_one() {
+        for (width, parts) in [
+            (80, &["database-1", "checkpoint", "p99.9 5.00 ms", "12/99999", "510 of 500/s"][..]),
+            (150, &["qemu", "p99.99", "p99.9 5.00 ms", "12/99999", "510 of 500/s"]),
+        ] {
+            let mut terminal = Terminal::new(TestBackend::new(width, 24)).unwrap();
+            terminal.draw(|frame| draw(frame, &look(), &VecDeque::new())).unwrap();
+            let text = terminal.backend().to_string();
+            for part in parts {
+                assert!(text.contains(part), "{width}: {part}\n{text}");
+            }
+        }
+    }
 }
