@@ -5,27 +5,25 @@ condition belong together: all are for training (80 %), for conformal scores (10
 (10 %), by the condition's id.
 """
 
+import json
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from rtvirtio import _core, grid
-from rtvirtio.types import Condition, Length
 from typing import Any
-import json
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import tomllib
+
+from rtvirtio import _core, grid
+from rtvirtio.types import Condition, Length
 
 Floats = npt.NDArray[np.float64]
 
 
 Indices = npt.NDArray[np.intp]
-
-
 #: Samples beyond a percentile that make it one to learn from.
 BEYOND = 10
-
-
 _COLUMNS = ((99.0, "p99_ns"), (99.9, "p999_ns"), (99.99, "p9999_ns"))
 
 
@@ -66,11 +64,7 @@ class Rows:
 
 
 _ROW_COLUMNS = [field.name for field in fields(Rows) if field.name != "conditions"]
-
-
 TEST, CALIBRATION, TRAINING = (0,), (1,), (2, 3, 4, 5, 6, 7, 8, 9)
-
-
 #: A task's tail: VM, task, percentile, whether it is the judged one, s.
 Tail = tuple[int, int, float, bool, float]
 

@@ -5,29 +5,40 @@ Errors are of the test's rows at the judged percentile. Conditions that were mea
 as much weight, on the other four fifths of the real conditions, so that each real condition is judged once.
 """
 
+import json
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from rtvirtio import _core, grid
-from rtvirtio.conformal import CONFIDENCE, bounds, covered, planned
-from rtvirtio.dataset import Floats, Indices, Rows, TRAINING, condition_ids, rows, rows_of_cells
-from rtvirtio.models import FOLDS, High, OVER, Paper, Regressor, fit_network, boosting, ensemble, lateness, network
-from rtvirtio.types import Condition, Outcome, Profile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 from sklearn.model_selection import GroupKFold
 from sklearn.preprocessing import StandardScaler
 from threadpoolctl import threadpool_limits
-from typing import Any
-import json
-import numpy as np
-import numpy.typing as npt
-import os
-import pyarrow as pa
-import pyarrow.parquet as pq
+
+from rtvirtio import _core, grid
+from rtvirtio.conformal_bound import CONFIDENCE, bounds, covered, planned
+from rtvirtio.dataset import TRAINING, Floats, Indices, Rows, condition_ids, rows, rows_of_cells
+from rtvirtio.models import (
+    FOLDS,
+    OVER,
+    High,
+    Paper,
+    Regressor,
+    boosting,
+    ensemble,
+    fit_network,
+    lateness,
+    network,
+)
+from rtvirtio.types import Condition, Outcome, Profile
 
 #: How often the simulator is asked about a condition (`asked`).
 RUNS = 24
-
-
 #: Of the size study: rows, and what is tried.
 STUDY_ROWS, STUDY_NEURONS, STUDY_LAYERS = 20_000, range(1, 21), (1, 2, 3, 4)
 
@@ -221,6 +232,7 @@ def study(data: Rows, say: Callable[[str], object], rows: int = STUDY_ROWS) -> l
 
 
 def predictions_table(data: Rows, predicted: dict[str, Floats]) -> pa.Table:
+    """What each model predicts for each row, ms, beside what was measured."""
     ms = {f"{name}_ms": 1000 * 10**values for name, values in predicted.items()}
     ids = [grid.condition_id(condition) for condition in data.conditions]
     return pa.table(

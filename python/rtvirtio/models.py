@@ -7,10 +7,12 @@
 - `paper`: the paper's analytical model, refit by `rtvirtio_model::paper`, as the baseline.
 """
 
+import warnings
+from typing import Any, Protocol, Self
+
+import numpy as np
+import onnx
 from onnx import TensorProto, helper, numpy_helper
-from rtvirtio import _core, grid
-from rtvirtio.dataset import Floats, Rows, rows
-from rtvirtio.types import PaperFit, Profile
 from scipy.linalg import block_diag
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.ensemble import HistGradientBoostingRegressor
@@ -18,19 +20,15 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import GroupKFold
 from sklearn.neural_network import MLPRegressor
 from sklearn.preprocessing import StandardScaler
-from typing import Any, Protocol, Self
-import numpy as np
-import onnx
-import warnings
+
+from rtvirtio import _core, grid
+from rtvirtio.dataset import Floats, Rows
+from rtvirtio.types import PaperFit, Profile
 
 #: The paper's network.
 NEURONS, LAYERS, FOLDS = 15, 3, 5
-
-
 #: Rows that a network sees in training, all passes together; and the fewest and most passes.
 VISITS, PASSES = 2_000_000, (60, 400)
-
-
 #: How many times an underestimate weighs in `mlp-over`, and how often the weights are set anew.
 OVER, ROUNDS = 4.0, 3
 
@@ -126,6 +124,7 @@ def network(rows: int, neurons: int = NEURONS, layers: int = LAYERS, seed: int =
 
 
 def fit_network(model: MLPRegressor, x: Floats, y: Floats, weight: Floats | None = None) -> None:
+    """Trains a network for its number of passes; rows weigh as `weight` says."""
     with warnings.catch_warnings():
         # A fixed number of passes is what is meant.
         warnings.simplefilter("ignore", ConvergenceWarning)

@@ -1,17 +1,20 @@
 """A model and the upper quantile as one ONNX graph, with what the planner has to know of them."""
 
+import json
+
+import numpy as np
+import onnx
 from onnx import TensorProto, compose, helper, numpy_helper
-from rtvirtio import _core
-from rtvirtio.conformal import groups
-from rtvirtio.dataset import Rows
-from rtvirtio.models import Ensemble, High, Regressor
-from rtvirtio.types import Profile
 from skl2onnx import convert_sklearn
 from skl2onnx.common.data_types import FloatTensorType
 from sklearn.ensemble import HistGradientBoostingRegressor
-import json
-import numpy as np
-import onnx
+
+from rtvirtio import _core
+from rtvirtio.conformal_bound import groups
+from rtvirtio.dataset import Rows
+from rtvirtio.models import Ensemble, High, Regressor
+from rtvirtio.types import Profile
+
 
 def describe(high: Regressor, training: Rows, scored: Rows, profile: Profile) -> str:
     """The description in an ONNX file (docs/learned-models.md): JSON."""

@@ -1,23 +1,26 @@
 """Models learned from a campaign, and how wrong they are on conditions that they have not seen.
 
-`dataset` makes rows of a campaign, `models` learns from them, `conformal` bounds what they say, `evaluate`
+`dataset` makes rows of a campaign, `models` learns from them, `conformal_bound` bounds what they say, `evaluate`
 judges them, and `onnx_export` writes them down. This module does one after the other.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
-from rtvirtio import _core
-from rtvirtio.conformal import CONFIDENCE, bounds, conformal
-from rtvirtio.dataset import CALIBRATION, Floats, Rows, TEST, TRAINING, rows, rows_of_cells
-from rtvirtio.evaluate import predictions_table, errors, on_real, study
-from rtvirtio.models import High, OVER, Paper, boosting, ensemble, lateness
-from rtvirtio.onnx_export import describe, export
-from rtvirtio.types import Profile
-from threadpoolctl import threadpool_limits
 from typing import Any
-import json
+
 import pyarrow as pa
 import pyarrow.parquet as pq
+from threadpoolctl import threadpool_limits
+
+from rtvirtio import _core
+from rtvirtio.conformal_bound import CONFIDENCE, conformal
+from rtvirtio.dataset import CALIBRATION, TEST, TRAINING, Floats, Rows, rows, rows_of_cells
+from rtvirtio.evaluate import errors, on_real, predictions_table, study
+from rtvirtio.models import OVER, High, Paper, boosting, ensemble, lateness
+from rtvirtio.onnx_export import describe, export
+from rtvirtio.types import Profile
+
 
 # A thread of OpenMP that waits for another spins: on a busy machine two are 100 times slower than one.
 @threadpool_limits.wrap(limits=1)  # type: ignore[untyped-decorator]

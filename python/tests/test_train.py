@@ -15,7 +15,7 @@ import rtvirtio
 from rtvirtio import (
     campaign,
     cases,
-    conformal,
+    conformal_bound,
     dataset,
     evaluate,
     grid,
@@ -220,11 +220,13 @@ def test_bound_holds_at_its_confidence_on_exchangeable_rows() -> None:
             return np.full(len(x), -9.0)
 
     odd = np.arange(n) % 2 == 1
-    found = conformal.conformal(Nothing(), First(), rows.take(odd), rows.take(~odd))
+    found = conformal_bound.conformal(Nothing(), First(), rows.take(odd), rows.take(~odd))
     # 2,000 rows: 0.95 ± 4 standard deviations of 0.005.
     assert found["held"] == pytest.approx(0.95, abs=0.02)
     # A plan's has nine calibrations of ten above.
-    planned = conformal.covered(conformal.planned(First(), rows.take(odd), rows.take(~odd)), rows.take(~odd))
+    planned = conformal_bound.covered(
+        conformal_bound.planned(First(), rows.take(odd), rows.take(~odd)), rows.take(~odd)
+    )
     assert found["held"] <= planned["held"] < 0.98
 
 
@@ -242,24 +244,29 @@ def test_scores_of_a_regime_with_too_few_are_pooled_with_those_alike() -> None:
     few, enough = 136, 137
     scored = rows_in(*["idling"] * enough, *["idling-flooded"] * few, *["flowing"] * enough)
     asked = rows_in("idling", "idling-flooded", "flowing", "flooded")
-    assert conformal.groups(scored, asked).tolist() == ["idles", "idles", "flowing", "does not"]
+    assert conformal_bound.groups(scored, asked).tolist() == ["idles", "idles", "flowing", "does not"]
     scored = rows_in(*["idling"] * enough, *["idling-flooded"] * enough)
-    assert conformal.groups(scored, asked).tolist() == ["idling", "idling-flooded", "does not", "does not"]
+    assert conformal_bound.groups(scored, asked).tolist() == [
+        "idling",
+        "idling-flooded",
+        "does not",
+        "does not",
+    ]
 
 
 def test_bound_without_scores_is_none() -> None:
     asked, scored = rows_in("idling", "flowing"), rows_in(*["idling"] * 200)
     high = models.High(models.boosting(rows_in(*["idling"] * 200), 0.95))
-    for bounds in (conformal.bounds, conformal.planned):
+    for bounds in (conformal_bound.bounds, conformal_bound.planned):
         assert np.isfinite(bounds(high, scored, asked)).tolist() == [True, False]
-    assert conformal.covered(conformal.bounds(high, scored, asked), asked)["held"] == 0.5
+    assert conformal_bound.covered(conformal_bound.bounds(high, scored, asked), asked)["held"] == 0.5
 
 
 def test_coverage_is_of_tasks_and_of_whole_conditions() -> None:
     # Two conditions of two tasks; one of the four bounds fails, the others are ten times what was measured.
     rows = rows_in(*["idling"] * 4)
     rows.condition[:] = [0, 0, 1, 1]
-    found = conformal.covered(np.array([1.0, 1.0, 1.0, -1.0]), rows)
+    found = conformal_bound.covered(np.array([1.0, 1.0, 1.0, -1.0]), rows)
     assert (found["held"], found["conditions_held"]) == (0.75, 0.5)
     # Conditions are drawn whole: both are the first, or both the second.
     assert found["held_interval"] == [0.5, 1.0]

@@ -9,18 +9,18 @@ kept apart by regime where there are enough (`groups`). Task-rows of one conditi
 coverage is measured on conditions that gave no scores rather than taken on trust.
 """
 
-from mapie.conformity_scores import AbsoluteConformityScore
-from mapie.regression import SplitConformalRegressor
-from rtvirtio import _core
-from rtvirtio.dataset import Floats, Rows, rows
-from rtvirtio.models import Regressor
 from typing import Any
+
 import numpy as np
 import numpy.typing as npt
+from mapie.conformity_scores import AbsoluteConformityScore
+from mapie.regression import SplitConformalRegressor
+
+from rtvirtio import _core
+from rtvirtio.dataset import Floats, Rows
+from rtvirtio.models import Regressor
 
 CONFIDENCE = 0.95
-
-
 #: Scores that a regime needs for a bound on three tasks together at that confidence which nine of ten
 #: calibrations keep (docs/learned-models.md).
 ENOUGH = 137
