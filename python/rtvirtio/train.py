@@ -1,7 +1,7 @@
 """Models learned from a campaign, and how wrong they are on conditions that they have not seen.
 
-`dataset` makes rows of a campaign, `models` learns from them, `conformal_bound` bounds what they say, `evaluate`
-judges them, and `onnx_export` writes them down. This module does one after the other.
+`dataset` makes rows of a campaign, `models` learns from them, `conformal_bound` bounds what they say,
+`evaluate` judges them, and `onnx_export` writes them down. This module does one after the other.
 """
 
 import json
