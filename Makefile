@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup build guest libvirt uml install deb demo bench test test-guests test-qos test-blktests test-full python test-python \
-	check fmt clippy doc deny fuzz loom
+	check fmt clippy rustdoc doc deny fuzz loom
 
 # A fresh rustup is not yet on PATH.
 export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
@@ -119,8 +119,10 @@ clippy: ## Lints, of tests and benchmarks too
 	cargo clippy --workspace --all-targets --all-features --locked -- -D warnings
 	@scripts/fuzz --check
 
-doc: ## docs/ as a book, and the documentation of the crates without a warning
+rustdoc: ## The documentation of the crates, without a warning
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --all-features --no-deps --locked
+
+doc: rustdoc ## docs/ as a book, and the documentation of the crates
 	@scripts/book $(TARGET)
 
 deny: ## Licences, sources and advisories of the dependencies

@@ -5,7 +5,7 @@
 //!   and not written is not what a disk does.
 //! - The disk's scheduler and knobs stay as they are unless they may be probed; limits and weights are
 //!   those of the calibration's own cgroups.
-//! - [`Neighbours`] watches the VMs on the disk at their QEMUs. A probe that pushes the tail of one
+//! - `Neighbours` watches the VMs on the disk at their QEMUs. A probe that pushes the tail of one
 //!   beyond twice what is normal for it is stopped at once, and tried again later. After each probe
 //!   the disk is left to them for as long as the share says.
 

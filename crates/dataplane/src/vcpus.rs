@@ -11,7 +11,7 @@
 //! is killed, every thread gets its own CPUs back.
 //!
 //! On request it also places vCPUs, once: each is kept to the CPU that is named for it, if it may run there, for
-//! [`STAY`], and then may run where it could before. For the scheduler leaves threads that mostly sleep where they are
+//! `STAY`, and then may run where it could before. For the scheduler leaves threads that mostly sleep where they are
 //! as long as no CPU is idle, as none is where IOThreads share all CPUs with vCPUs: those that have made room for the
 //! first IOThread would all stay in the way of the second, and far from it those whose queues it serves.
 //!

@@ -12,7 +12,7 @@
 //! when the device is opened show which it is.
 //!
 //! Limits. A command is no longer than the controller takes (MDTS) and the kernel can map: the caller
-//! cuts what is longer ([`Engine::most`]). Addresses in memory are as they come: what the device does
+//! cuts what is longer ([`Engine::transfer_limits`]). Addresses in memory are as they come: what the device does
 //! not take, the kernel copies.
 //!
 //! Locks. The generic device has none, so they are taken on the block device of the same namespace

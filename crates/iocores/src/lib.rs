@@ -18,8 +18,8 @@
 //! Of every policy, whatever it is shown (counters that jump, clocks that stand still, ids that
 //! vanish, thousands of queues):
 //! - `decisions_refer_only_to_what_exists`: IOThreads, queues and CPUs of that very snapshot;
-//!   locked IOThreads are left alone; there are never fewer than [`Limits::least`] nor more than
-//!   [`Limits::most`]; a CPU of the vCPUs is only used by leave.
+//!   locked IOThreads are left alone; there are never fewer than [`Limits::min_iothreads`] nor more than
+//!   [`Limits::max_iothreads`]; a CPU of the vCPUs is only used by leave.
 //! - `same_snapshots_same_decisions`.
 //!
 //! Of [`Kind::Dynamic`]:

@@ -169,7 +169,7 @@ pub fn compare(cells: &[Cell], costs: Costs, mut progress: impl FnMut(&str)) -> 
 }
 
 /// The noise floor: real runs in the simulation's place. Of conditions that were measured twice the second run beside the
-/// first, which nothing excuses but [`WITHIN`]; of those measured three times the third beside the first and the second,
+/// first, which nothing excuses but `WITHIN`; of those measured three times the third beside the first and the second,
 /// with what these differ by.
 ///
 /// # Errors
