@@ -268,13 +268,13 @@ impl Neighbours {
     /// Watches them while nothing is measured; whether anybody uses the disk.
     fn watch(&mut self, time: Duration, interrupted: &Interrupted) -> Result<bool> {
         let end = Instant::now() + time;
-        let before = sectors_and_requests(&self.disk);
+        let before = requests_completed(&self.disk);
         let begin = Instant::now();
         while Instant::now() < end {
             wait(LOOK.min(end.saturating_duration_since(Instant::now())), interrupted)?;
             self.look(false);
         }
-        let requests = sectors_and_requests(&self.disk).saturating_sub(before);
+        let requests = requests_completed(&self.disk).saturating_sub(before);
         self.in_use = requests as f64 / begin.elapsed().as_secs_f64().max(0.1) > IN_USE;
         Ok(self.in_use)
     }
@@ -323,7 +323,7 @@ impl Neighbours {
 }
 
 /// Requests that a disk has completed; 0 if it is not to be read.
-fn sectors_and_requests(disk: &str) -> u64 {
+fn requests_completed(disk: &str) -> u64 {
     let text = std::fs::read_to_string(format!("/sys/block/{disk}/stat")).unwrap_or_default();
     let fields: Vec<u64> = text.split_whitespace().filter_map(|f| f.parse().ok()).collect();
     fields.first().unwrap_or(&0) + fields.get(4).unwrap_or(&0)

@@ -1,13 +1,14 @@
 //! A disk's rates and latencies where QEMU serves the guest's requests.
 //!
 //! QEMU has one latency histogram for each device, which whoever sets it first has: one that
-//! somebody else has set is read and left alone. Ours is told by its boundaries, so that the next
-//! rtvirtio takes over what a killed one left.
+//! somebody else has set is read and left alone. Ours is told by its boundaries: one that another
+//! rtvirtio has set, or a killed one has left, is counted from where it is, and set again should it
+//! vanish.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-use rtvirtio_host::qemu::{BlockStatistics, Monitor, QemuError};
+use rtvirtio_host::qemu::{BlockStatistics, LatencyHistograms, Monitor, QemuError};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_units::Nanos;
 
@@ -83,6 +84,7 @@ pub struct DiskCounter {
     qom_path: String,
     /// Whether the histogram is ours, to be removed.
     is_ours: bool,
+    boundaries: Vec<Nanos>,
     seen: BlockStatistics,
     at: Instant,
 }
@@ -101,18 +103,28 @@ impl DiskCounter {
         let at = Instant::now();
         let there = monitor.block_statistics(qom_path, ANSWER)?;
         let found = there.latencies.read.as_ref().or(there.latencies.write.as_ref());
-        // One that has all of ours was left by one of us that was killed.
-        let of_others = found.is_some_and(|found| {
-            let found: BTreeSet<Nanos> = found.boundaries.iter().copied().collect();
-            !boundaries([]).iter().all(|boundary| found.contains(boundary))
-        });
-        if of_others {
-            return Ok(Self { qom_path: qom_path.to_owned(), is_ours: false, seen: there, at });
+        let has = |wanted: &[Nanos]| {
+            found.is_some_and(|found| {
+                let found: BTreeSet<Nanos> = found.boundaries.iter().copied().collect();
+                wanted.iter().all(|boundary| found.contains(boundary))
+            })
+        };
+        let is_ours = found.is_none() || has(&boundaries([]));
+        let boundaries = boundaries(targets.iter().copied());
+        let is_enough = !is_ours || has(&boundaries);
+        let mut counter =
+            Self { qom_path: qom_path.to_owned(), is_ours, boundaries, seen: there, at };
+        if !is_enough {
+            counter.set(monitor)?;
         }
-        let ours = boundaries(targets.iter().copied());
-        monitor.set_latency_histogram(qom_path, &ours, ANSWER)?;
-        let seen = BlockStatistics { latencies: Default::default(), ..there };
-        Ok(Self { qom_path: qom_path.to_owned(), is_ours: true, seen, at })
+        Ok(counter)
+    }
+
+    /// Sets the histogram; counts begin at zero.
+    fn set(&mut self, monitor: &mut Monitor) -> Result<(), QemuError> {
+        monitor.set_latency_histogram(&self.qom_path, &self.boundaries, ANSWER)?;
+        self.seen.latencies = LatencyHistograms::default();
+        Ok(())
     }
 
     /// Whether somebody else had set the histogram, whose bins may be coarse.
@@ -130,6 +142,11 @@ impl DiskCounter {
         let now = Instant::now();
         let interval = between(&self.seen, &now_seen, (now - self.at).as_secs_f64());
         (self.seen, self.at) = (now_seen, now);
+        // Another rtvirtio that counted here has ended, and taken the histogram away.
+        if self.is_ours && self.seen.latencies.read.is_none() && self.seen.latencies.write.is_none()
+        {
+            self.set(monitor)?;
+        }
         Ok(interval)
     }
 
@@ -181,7 +198,7 @@ fn between(before: &BlockStatistics, now: &BlockStatistics, seconds: f64) -> Int
 
 #[cfg(test)]
 mod tests {
-    use rtvirtio_host::qemu::{self, LatencyHistograms};
+    use rtvirtio_host::qemu;
 
     use super::*;
 

@@ -1,7 +1,7 @@
 //! `rtvirtio calibrate`.
 
 use std::os::unix::process::CommandExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -99,11 +99,16 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     outcome
 }
 
+/// Makes the directory of the profile, once it is clear that there will be one.
+fn make_directory(output: &Path) -> Result<()> {
+    let Some(directory) = output.parent().filter(|path| !path.as_os_str().is_empty()) else {
+        return Ok(());
+    };
+    std::fs::create_dir_all(directory)
+        .with_context(|| format!("make {} for the profile", directory.display()))
+}
+
 fn calibrate(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
-    if let Some(directory) = args.output.parent().filter(|path| !path.as_os_str().is_empty()) {
-        std::fs::create_dir_all(directory)
-            .with_context(|| format!("make {} for the profile", directory.display()))?;
-    }
     let limit = Duration::from_secs(args.limit);
     let profile = match (&args.directory, &args.device) {
         (Some(directory), _) => {
@@ -118,6 +123,7 @@ fn calibrate(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             };
             let disk = DiskInUse::new(input::host(), &directory, size, manners, interrupted)?;
             eprintln!("calibrate: {}", disk.describe());
+            make_directory(&args.output)?;
             calibrate_to(&disk, (Depth::Full, limit), &args.output, interrupted)?
         }
         (None, Some(device)) => {
@@ -132,6 +138,7 @@ fn calibrate(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             }
             let _claim = device::claim(&path)?;
             let testbed = Testbed::new(&path, "device")?;
+            make_directory(&args.output)?;
             calibrate_to(&testbed, (Depth::Full, limit), &args.output, interrupted)?
         }
         (None, None) => bail!("name a device, or --in DIRECTORY"),

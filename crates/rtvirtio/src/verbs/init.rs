@@ -100,7 +100,6 @@ fn duration(text: &str) -> Option<Nanos> {
 }
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
-    let host = input::host();
     let mut session = Session::new(input::host());
     let mut events = session.refresh()?;
     let running: Vec<String> = session.vms().map(|vm| vm.name.clone()).collect();
@@ -138,7 +137,6 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let mut notes = site.notes;
     notes.extend(events);
     notes.extend(off.iter().map(|name| format!("VM {name} is switched off: left out")));
-    drop(host);
     if args.json {
         let devices: BTreeMap<_, _> =
             site.specification.devices.iter().map(|d| (d.name.as_str(), &d.path)).collect();
