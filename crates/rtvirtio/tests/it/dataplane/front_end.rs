@@ -182,14 +182,23 @@ impl Daemon {
         }
     }
 
-    /// Uses less than 5 % of a CPU, within 1 s.
+    /// Uses less than a quarter of a CPU, in one of five windows at least.
+    ///
+    /// The time for which a hypervisor takes the CPU away counts as the daemon's.
     #[track_caller]
     pub(crate) fn is_quiet(&self) {
-        std::thread::sleep(Duration::from_millis(200));
-        let before = self.cpu_time();
-        std::thread::sleep(Duration::from_millis(400));
-        let spent = self.cpu_time().saturating_sub(before);
-        assert!(spent < Duration::from_millis(100), "{spent:?} of 400 ms");
+        let window = Duration::from_millis(400);
+        std::thread::sleep(window / 2);
+        let mut spent = Duration::MAX;
+        for _ in 0..5 {
+            let before = self.cpu_time();
+            std::thread::sleep(window);
+            spent = spent.min(self.cpu_time().saturating_sub(before));
+            if spent < window / 4 {
+                return;
+            }
+        }
+        panic!("{spent:?} of {window:?}");
     }
 }
 
