@@ -28,6 +28,7 @@
 //! Not seen: completions of a bio that its driver hands on to another device (NVMe
 //! native multipath); these too show up as lost.
 
+mod extent;
 mod format;
 mod matching;
 mod rings;
@@ -48,10 +49,9 @@ use rustix::fs::{Mode, OFlags, openat};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
 
 use crate::HostError;
-use crate::device::{Disk, node_number, partition_start, sectors};
-use crate::qemu::Part;
-use crate::sysfs::{DeviceNumber, Sysfs};
-use format::{Event, Io, Layout, Point};
+use crate::sysfs::Sysfs;
+pub use extent::Extent;
+use format::{Event, Layout, Point};
 use matching::Matcher;
 use rings::Rings;
 
@@ -65,46 +65,6 @@ const PERIODS: u32 = 50;
 const TRACEFS: &str = "/sys/kernel/tracing";
 /// The CPUs that are online, such as `0-3,5`.
 const ONLINE: &str = "/sys/devices/system/cpu/online";
-
-/// Sectors of a disk within which a VM's disk lies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Extent {
-    disk: DeviceNumber,
-    start: u64,
-    /// The first sector behind it.
-    end: u64,
-}
-
-impl Extent {
-    /// The sectors of `part`, whose file is a disk or a partition.
-    pub(crate) fn find(sysfs: &dyn Sysfs, part: &Part) -> Result<Self, HostError> {
-        let node = node_number(sysfs, &part.file)?;
-        let disk = Disk::find(sysfs, &part.file)?.number;
-        let (base, limit) = if node == disk {
-            // A disk may grow.
-            (0, u64::MAX)
-        } else {
-            let start = partition_start(sysfs, node)?;
-            (start, start.saturating_add(sectors(sysfs, node)?))
-        };
-        let start = base.saturating_add(part.offset.get() / 512);
-        let end = part.size.map_or(limit, |size| {
-            let bytes = part.offset.get().saturating_add(size.get());
-            base.saturating_add(bytes.div_ceil(512)).min(limit)
-        });
-        Ok(Self { disk, start, end })
-    }
-
-    /// Whether a sector is in both: then nobody can tell whose I/O it is.
-    #[must_use]
-    pub fn overlaps(&self, other: &Self) -> bool {
-        self.disk == other.disk && self.start < other.end && other.start < self.end
-    }
-
-    fn holds(&self, io: &Io) -> bool {
-        self.disk == io.device && self.start <= io.start && io.end <= self.end
-    }
-}
 
 /// What a trace saw since it was last asked.
 #[derive(Debug, Default)]

@@ -31,11 +31,15 @@ pub(crate) struct Disk {
 impl Disk {
     /// The disk under the node `path`.
     pub(crate) fn find(sysfs: &dyn Sysfs, path: &Path) -> Result<Self, HostError> {
-        let number = node_number(sysfs, path)?;
+        Self::of_number(sysfs, node_number(sysfs, path)?)
+    }
+
+    /// The disk of this number, or that the partition of this number is on.
+    pub(crate) fn of_number(sysfs: &dyn Sysfs, number: DeviceNumber) -> Result<Self, HostError> {
         let link = directory(number);
         let target = sysfs
             .link(&link)
-            .map_err(|source| HostError::DeviceMissing { path: path.to_path_buf(), source })?;
+            .map_err(|source| HostError::DeviceMissing { path: link.clone(), source })?;
         let is_partition = sysfs.exists(&link.join("partition"));
         let of = if is_partition { target.parent() } else { Some(target.as_path()) };
         let name = of.and_then(Path::file_name).and_then(|n| n.to_str());

@@ -48,6 +48,12 @@ pub enum HostError {
         /// The path.
         path: PathBuf,
     },
+    /// A file's data is not to be found on its device.
+    #[error("the filesystem of {} does not tell where on one disk the file's data lies", path.display())]
+    NoExtents {
+        /// The file.
+        path: PathBuf,
+    },
     /// A device is not the one that the plan was made for.
     #[error("device {device} was replaced: the plan is for {expected}, found {found}")]
     DeviceReplaced {

@@ -23,7 +23,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 
-use crate::sysfs::{DeviceNumber, Sysfs};
+use crate::sysfs::{DeviceNumber, FileExtent, Sysfs};
 
 const LIMIT_FILES: [&str; 4] = [
     "blkio.throttle.read_bps_device",
@@ -605,6 +605,17 @@ impl Sysfs for FakeSysfs {
         let disk = kernel.disks.iter().find(|(_, d)| d.name == name).map(|(n, _)| *n);
         let partition = kernel.partitions.iter().find(|(_, p)| p.name == name).map(|(n, _)| *n);
         disk.or(partition).map(Some).ok_or_else(not_found)
+    }
+
+    fn file_extents(&self, path: &Path) -> io::Result<Vec<FileExtent>> {
+        // A file of this tree has them as its text: `LOGICAL PHYSICAL LENGTH` a line.
+        let text = self.read(path)?;
+        let numbers = |line: &str| -> Option<FileExtent> {
+            let mut fields = line.split(' ').map(|field| field.parse().ok());
+            let mut next = || fields.next().flatten();
+            Some(FileExtent { logical: next()?, physical: next()?, length: next()? })
+        };
+        Ok(text.lines().filter_map(numbers).collect())
     }
 
     fn create_dir(&self, path: &Path) -> io::Result<()> {

@@ -27,6 +27,7 @@ pub mod doctor;
 mod error;
 #[cfg(any(test, feature = "test-utils"))]
 pub mod fake;
+mod fiemap;
 mod groups;
 mod guests;
 pub mod interrupt;
@@ -234,11 +235,12 @@ impl Host {
         }
     }
 
-    /// The sectors of a block device of QEMU.
+    /// Where on the host's devices the data of a disk, a partition, a file, or a part of one lies, now: a
+    /// file may grow, and its filesystem may move it.
     ///
     /// # Errors
-    /// If its file is not there or no block device: sectors of an image file are its filesystem's.
-    pub fn extent(&self, part: &qemu::Part) -> Result<Extent, HostError> {
+    /// It is not there, or lies on a filesystem that does not tell.
+    pub fn extents(&self, part: &qemu::Part) -> Result<Vec<Extent>, HostError> {
         Extent::find(&*self.sysfs, part)
     }
 

@@ -212,6 +212,23 @@ impl Stack {
         numbers.into_iter().try_for_each(|number| self.descend(sysfs, number, 0))
     }
 
+    /// The device on which the filesystem of the file at `path` lies, if its extents are in bytes of
+    /// that device.
+    pub(crate) fn device_of_extents(
+        sysfs: &dyn Sysfs,
+        path: &Path,
+    ) -> Result<Option<DeviceNumber>, HostError> {
+        /// Filesystems on one device, whose FIEMAP answers in its bytes.
+        const IN_BYTES: [&str; 5] = ["ext2", "ext3", "ext4", "xfs", "ntfs3"];
+        let mountinfo = read(sysfs, Path::new("/proc/self/mountinfo"))?;
+        let mounted = Mounted::holding(&mountinfo, path);
+        let told = mounted.filter(|mounted| IN_BYTES.contains(&mounted.kind));
+        Ok(told.and_then(|mounted| match mounted.devices(sysfs).as_slice() {
+            [device] => Some(*device),
+            _ => None,
+        }))
+    }
+
     fn descend(
         &mut self,
         sysfs: &dyn Sysfs,

@@ -18,6 +18,8 @@ use std::str::FromStr;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
+pub use crate::fiemap::FileExtent;
+
 /// A block device's number, `MAJOR:MINOR` as in `/sys/dev/block` and in cgroup files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -121,6 +123,12 @@ pub trait Sysfs: fmt::Debug + Send + Sync {
     /// What the kernel says.
     fn device_number(&self, path: &Path) -> io::Result<Option<DeviceNumber>>;
 
+    /// Where the data of a file lies on its filesystem's device.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    fn file_extents(&self, path: &Path) -> io::Result<Vec<FileExtent>>;
+
     /// Makes a directory; making one in a cgroup hierarchy makes a cgroup.
     ///
     /// # Errors
@@ -205,6 +213,10 @@ impl Sysfs for RealSysfs {
         }
         let number = metadata.rdev();
         Ok(Some(DeviceNumber::new(rustix::fs::major(number), rustix::fs::minor(number))))
+    }
+
+    fn file_extents(&self, path: &Path) -> io::Result<Vec<FileExtent>> {
+        crate::fiemap::extents(&self.at(path))
     }
 
     fn create_dir(&self, path: &Path) -> io::Result<()> {

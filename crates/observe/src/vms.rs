@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use rtvirtio_host::qemu::{Block, Medium, Monitor, QemuProcess, Throttle, libvirt};
+use rtvirtio_host::qemu::{Block, Medium, Monitor, Part, QemuProcess, Throttle, libvirt};
 use rtvirtio_host::storage::Stack;
 use rtvirtio_host::{Host, HostError};
 use serde::Serialize;
@@ -41,6 +41,9 @@ pub struct Disk {
     pub format: Option<String>,
     /// The file or device on the host.
     pub file: Option<PathBuf>,
+    /// Where its data lies: what of a device or file QEMU hands on to, or the whole file of a format.
+    #[serde(skip)]
+    pub part: Option<Part>,
     /// What it is made of; `None`: no file of this host, or one that is not to be found.
     pub storage: Option<Stack>,
     /// Why no disk of this host is known to serve it.
@@ -168,7 +171,8 @@ fn of_block(
         "file" | "host_device" => "raw".to_owned(),
         _ => driver,
     });
-    Some(disk(host, names, (file, foreign), (qom_path, format, block.throttle)))
+    let disk = disk(host, names, (file, foreign), (qom_path, format, block.throttle));
+    Some(Disk { part: block.part().or(disk.part), ..disk })
 }
 
 fn of_command_line(
@@ -199,5 +203,6 @@ fn disk(
             Err(error) => (None, Some(error.to_string())),
         },
     };
-    Disk { names, qom_path, format, file, storage, unknown_storage, throttle }
+    let part = file.clone().map(Part::whole);
+    Disk { names, qom_path, format, file, part, storage, unknown_storage, throttle }
 }

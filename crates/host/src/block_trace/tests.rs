@@ -6,10 +6,11 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
 
 use rtvirtio_units::Bytes;
 
-use super::format::{Direction, What};
+use super::format::{Direction, Io, What};
 use super::*;
 use crate::fake::FakeSysfs;
-use crate::sysfs::RealSysfs;
+use crate::qemu::Part;
+use crate::sysfs::{DeviceNumber, RealSysfs};
 
 const SDA: DeviceNumber = DeviceNumber::new(8, 0);
 
@@ -35,7 +36,7 @@ fn extent_is_in_sectors_of_the_whole_disk() {
         ("/dev/sda1", u64::MAX, Some(u64::MAX), extent(2048 + (u64::MAX >> 9), 3048)),
     ] {
         let found = Extent::find(&sysfs, &part(file, offset, size)).unwrap();
-        assert_eq!(found, expected, "{file} {offset} {size:?}");
+        assert_eq!(found, [expected], "{file} {offset} {size:?}");
     }
     let missing = Extent::find(&sysfs, &part("/dev/sdz", 0, None)).unwrap_err();
     assert!(matches!(missing, HostError::DeviceMissing { .. }));

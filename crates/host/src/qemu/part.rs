@@ -26,6 +26,14 @@ pub struct Part {
     pub size: Option<Bytes>,
 }
 
+impl Part {
+    /// All of a file or device.
+    #[must_use]
+    pub fn whole(file: impl Into<PathBuf>) -> Self {
+        Self { file: file.into(), offset: Bytes::new(0), size: None }
+    }
+}
+
 /// What a block device of QEMU ends in, whatever formats and filters lie between.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Medium {
@@ -63,7 +71,7 @@ impl Block {
         let (driver, file) = (self.driver.as_deref()?, self.file.as_deref()?);
         let part = match file.strip_prefix("json:") {
             Some(text) => follow(&serde_json::from_str(text).ok()?),
-            None if ["raw", "host_device", "file"].contains(&driver) => Some(whole(file)),
+            None if ["raw", "host_device", "file"].contains(&driver) => Some(Part::whole(file)),
             None => None,
         }?;
         part.file.is_absolute().then_some(part)
@@ -85,14 +93,10 @@ fn bottom(node: &Value) -> Option<Medium> {
     })
 }
 
-fn whole(file: &str) -> Part {
-    Part { file: file.into(), offset: Bytes::new(0), size: None }
-}
-
 /// The parser refuses deep nesting, which bounds the recursion.
 fn follow(node: &Value) -> Option<Part> {
     match node.get("driver")?.as_str()? {
-        "host_device" | "file" => Some(whole(node.get("filename")?.as_str()?)),
+        "host_device" | "file" => Some(Part::whole(node.get("filename")?.as_str()?)),
         "throttle" | "copy-on-read" => follow(node.get("file")?),
         "raw" => {
             let below = follow(node.get("file")?)?;

@@ -22,7 +22,7 @@ fn skipped(test: &str, reason: impl std::fmt::Display) {
 
 fn extent(node: &Path, offset: u64, size: u64) -> Extent {
     let (offset, size) = (Bytes::new(offset), Some(Bytes::new(size)));
-    Host::new("/").extent(&Part { file: node.to_owned(), offset, size }).unwrap()
+    Host::new("/").extents(&Part { file: node.to_owned(), offset, size }).unwrap()[0]
 }
 
 fn is_denied(error: &HostError) -> bool {
@@ -158,4 +158,62 @@ fn driver_without_requests_is_measured_too() {
     let writes = submit(&zram.node(), true, MIB, 4096, 100);
     let seen = seen(&trace, 100);
     assert_agree(&seen[&extent], &writes);
+}
+
+/// Unmounted when dropped.
+struct Mounted(tempfile::TempDir);
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg(self.0.path()).status();
+    }
+}
+
+#[test]
+fn image_files_of_one_filesystem_are_told_apart() {
+    const NAME: &str = "image_files_of_one_filesystem_are_told_apart";
+    let device = match crate::make_loop() {
+        Ok(device) => device,
+        Err(reason) => return skipped(NAME, reason),
+    };
+    let node = device.node.to_str().unwrap();
+    let mounted = Mounted(tempfile::tempdir().unwrap());
+    for command in [
+        &["mkfs.ext4", "-q", "-E", "nodiscard", node][..],
+        &["mount", "-t", "ext4", node, mounted.0.path().to_str().unwrap()],
+    ] {
+        let done = std::process::Command::new(command[0]).args(&command[1..]).status();
+        if !done.is_ok_and(|status| status.success()) {
+            return skipped(NAME, format!("no {}", command[0]));
+        }
+    }
+    let images = ["a.raw", "b.raw"].map(|name| mounted.0.path().join(name));
+    for image in &images {
+        let file = File::create(image).unwrap();
+        (&file).write_all(&vec![7; 2 * MIB as usize]).unwrap();
+        file.sync_all().unwrap();
+    }
+    let host = Host::new("/");
+    let all = images.clone().map(|image| host.extents(&Part::whole(image)).unwrap());
+    assert!(all.iter().all(|extents| !extents.is_empty()));
+    let of_first: BTreeSet<Extent> = all[0].iter().copied().collect();
+    let trace = match host.trace_block(&of_first) {
+        Ok(trace) => trace,
+        Err(error) if is_denied(&error) => return skipped(NAME, error),
+        Err(error) => panic!("{error}"),
+    };
+    submit(&images[1], false, 0, 4096, 200);
+    let submitted = submit(&images[0], false, 0, 4096, 300);
+    let seen = seen(&trace, 300);
+    let mut first = Histogram::new();
+    seen.values().for_each(|histogram| first.merge(histogram));
+    assert_agree(&first, &submitted);
+    // Everybody else's, as a guard sees them.
+    drop(trace);
+    let others: BTreeSet<Extent> = Extent::others(&all[0]).into_iter().collect();
+    let trace = host.trace_block(&others).unwrap();
+    submit(&images[0], false, 0, 4096, 200);
+    submit(&images[1], false, 0, 4096, 100);
+    let seen = self::seen(&trace, 100);
+    assert_eq!(seen.values().map(Histogram::count).sum::<u64>(), 100);
 }

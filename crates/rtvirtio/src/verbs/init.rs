@@ -469,6 +469,7 @@ mod tests {
             vm: vm.to_owned(),
             pid,
             disk: vms::Disk {
+                part: None,
                 names: names.iter().map(|&name| name.to_owned()).collect(),
                 qom_path: None,
                 format: Some("qcow2".to_owned()),

@@ -1,6 +1,6 @@
 //! `rtvirtio top`: what the disks of all VMs do, and where their time goes. Needs no configuration.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
@@ -10,7 +10,8 @@ use rtvirtio_host::interrupt::{Interrupted, InterruptedError, wait};
 use rtvirtio_observe::counters::Interval;
 use rtvirtio_observe::diagnosis::{Where, explain, judge};
 use rtvirtio_observe::host_disks::DiskActivity;
-use rtvirtio_observe::session::{DiskLook, Session};
+use rtvirtio_observe::host_latency::HostLatency;
+use rtvirtio_observe::session::{DiskLook, RECENT, Session};
 use rtvirtio_observe::vms;
 use rtvirtio_spec::latency::{Histogram, beyond};
 use rtvirtio_units::{Nanos, Percentile};
@@ -29,7 +30,9 @@ const NAME: usize = 21;
 #[derive(clap::Args)]
 #[command(
     after_help = "Rates are those since the last look, tails those of the last minute; a tail is shown once 10 requests \
-    are beyond it. `on disk` is the mean time of all requests of the disk below, whoever issued them.\n\
+    are beyond it. `host p99` is that of the VM's requests in the host's block layer and the disk: what p99 has more \
+    is QEMU's and its limits'. It needs root, and for an image file a filesystem that tells where the file lies \
+    (ext4, xfs).\n\
     Latencies are counted by each VM's QEMU, which a VM's QMP socket or libvirt gives access to; a histogram \
     that somebody else has set is read and left alone. Without root, what may be read is shown.\n\
     Disks of the data plane: `rtvirtio ctl`. Ctrl-C ends it."
@@ -83,6 +86,11 @@ struct Row {
     p999: Option<Nanos>,
     /// Reads and writes of the last minute.
     requests: u64,
+    /// In the host's block layer and below, of the last minute; `None`: too few requests, or not
+    /// measured.
+    host_p50: Option<Nanos>,
+    host_p99: Option<Nanos>,
+    host_p999: Option<Nanos>,
     /// Names of the host's disks below.
     on: Vec<String>,
     /// Mean time of all requests of the busiest of them.
@@ -112,6 +120,7 @@ struct Look {
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let mut session = Session::new(input::host());
+    let mut on_host = OnHost::new();
     let is_screen = !args.json && std::io::stdout().is_terminal();
     let start = Instant::now();
     let mut first = session.refresh()?;
@@ -120,7 +129,9 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         first.push(format!("switched off: {}", off.join(", ")));
     }
     // Begins the counting.
-    first.extend(session.look().1);
+    let (found, lost) = session.look();
+    first.extend(lost);
+    on_host.look(&found, &mut first);
     let mut looks = 0;
     loop {
         if let Err(InterruptedError) = wait(Duration::from_secs(args.interval), interrupted) {
@@ -129,9 +140,10 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         let (found, lost) = session.look();
         let mut events = std::mem::take(&mut first);
         events.extend(lost);
+        let tails = on_host.look(&found, &mut events);
         events.extend(session.refresh()?);
         let devices = found.iter().flat_map(|look| look.below.iter().cloned()).collect();
-        let mut disks: Vec<Row> = found.iter().map(row).collect();
+        let mut disks: Vec<Row> = found.iter().map(|look| row(look, &tails)).collect();
         sort(&mut disks, args.sort);
         let look = Look { at_s: start.elapsed().as_secs_f64(), disks, devices, events };
         if args.json {
@@ -148,6 +160,49 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     }
 }
 
+/// A VM's process and its disk's name.
+type DiskKey = (u32, String);
+
+/// The last minute of VMs' disks in the host's block layer.
+struct OnHost {
+    latency: HostLatency<DiskKey>,
+    recent: BTreeMap<DiskKey, VecDeque<(Instant, Histogram)>>,
+}
+
+impl OnHost {
+    fn new() -> Self {
+        let name = |(pid, disk): &DiskKey| format!("{disk} of process {pid}");
+        Self { latency: HostLatency::new(input::host(), name), recent: BTreeMap::new() }
+    }
+
+    /// What each disk did within the last minute.
+    fn look(
+        &mut self,
+        looks: &[DiskLook],
+        events: &mut Vec<String>,
+    ) -> BTreeMap<DiskKey, Histogram> {
+        let now = Instant::now();
+        for (disk, (histogram, _)) in self.latency.take(now, events) {
+            self.recent.entry(disk).or_default().push_back((now, histogram));
+        }
+        let parts = looks.iter().filter_map(|look| Some((key(look), look.disk.part.clone()?)));
+        let parts: BTreeMap<DiskKey, _> = parts.collect();
+        self.recent.retain(|disk, _| parts.contains_key(disk));
+        self.latency.follow(&parts, events);
+        let sum = |recent: &mut VecDeque<(Instant, Histogram)>| {
+            recent.retain(|(at, _)| now - *at <= RECENT);
+            let mut all = Histogram::new();
+            recent.iter().for_each(|(_, histogram)| all.merge(histogram));
+            all
+        };
+        self.recent.iter_mut().map(|(disk, recent)| (disk.clone(), sum(recent))).collect()
+    }
+}
+
+fn key(look: &DiskLook) -> DiskKey {
+    (look.pid, look.disk.name().to_owned())
+}
+
 fn sort(rows: &mut [Row], by: Sort) {
     rows.sort_by(|a, b| {
         let names = || (&a.vm, &a.disk).cmp(&(&b.vm, &b.disk));
@@ -162,13 +217,16 @@ fn sort(rows: &mut [Row], by: Sort) {
     });
 }
 
-fn row(look: &DiskLook) -> Row {
+fn row(look: &DiskLook, on_host: &BTreeMap<DiskKey, Histogram>) -> Row {
     let evidence = look.evidence();
     let found = judge(&evidence);
     let of_last = |count: fn(&Interval) -> u64| {
         look.last.as_ref().map_or(0.0, |last| count(last) as f64 / last.seconds.max(1e-3))
     };
     let [p50, p99, p999] = PERCENTILES.map(|p| tail(&look.recent.histogram, p));
+    let on_host = on_host.get(&key(look));
+    let [host_p50, host_p99, host_p999] =
+        PERCENTILES.map(|p| on_host.and_then(|histogram| tail(histogram, p)));
     let storage = match (&look.disk.storage, &look.disk.unknown_storage) {
         (Some(stack), _) => Some(stack.to_string()),
         (None, why) => why.clone(),
@@ -189,6 +247,9 @@ fn row(look: &DiskLook) -> Row {
         p99,
         p999,
         requests: look.recent.requests(),
+        host_p50,
+        host_p99,
+        host_p999,
         on: look.below.iter().map(|(name, _)| name.clone()).collect(),
         mean_on_disk: evidence.disk.and_then(|(_, activity)| activity.mean),
         r#where: if look.last.is_some() { found } else { Where::Unknown },
@@ -247,19 +308,19 @@ fn text(look: &Look) -> String {
         let _ = writeln!(out, "{}", text.trim_end());
     };
     line(format!(
-        "{:<NAME$} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7}  {}",
-        "VM/disk", "IOPS", "MB/s", "p50", "p99", "p99.9", "on disk", "where"
+        "{:<NAME$} {:>6} {:>6} {:>7} {:>7} {:>7} {:>8}  {}",
+        "VM/disk", "IOPS", "MB/s", "p50", "p99", "p99.9", "host p99", "where"
     ));
     for row in &look.disks {
         line(format!(
-            "{:<NAME$} {:>6.0} {:>6.1} {:>7} {:>7} {:>7} {:>7}  {}",
+            "{:<NAME$} {:>6.0} {:>6.1} {:>7} {:>7} {:>7} {:>8}  {}",
             fit(&format!("{}/{}", row.vm, row.disk), NAME),
             row.iops(),
             row.bandwidth() / 1e6,
             short(row.p50),
             short(row.p99),
             short(row.p999),
-            short(row.mean_on_disk),
+            short(row.host_p99),
             word(row.r#where)
         ));
     }
@@ -330,8 +391,11 @@ mod tests {
             p99: Some(Nanos::from_micros(p99)),
             p999: None,
             requests: 1000,
+            host_p50: None,
+            host_p99: Some(Nanos::from_secs_f64(12.5)),
+            host_p999: None,
             on: vec!["nvme0n1".to_owned()],
-            mean_on_disk: Some(Nanos::from_secs_f64(12.5)),
+            mean_on_disk: None,
             r#where: Where::BusyDevice,
             explanation: "in the device ".repeat(12),
         }

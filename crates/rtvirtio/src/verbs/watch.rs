@@ -2,7 +2,7 @@
 //!
 //! A task's latency is taken where QEMU serves the guest's request, from its
 //! latency histograms; a VM without a monitor that answers is shown without.
-//! Beside it, each disk's latency in the host's block layer ([`on_host`]): the
+//! Beside it, each disk's latency in the host's block layer ([`HostLatency`]): the
 //! closed loop goes by QEMU's alone. Devices of the data plane, which no QEMU
 //! sees, are shown by what it tells of them ([`data_plane`]). What each second brought is kept for
 //! [`RECENT`], so that the tails shown are those of the last minute.
@@ -10,7 +10,6 @@
 mod data_plane;
 mod display;
 mod metrics;
-mod on_host;
 mod sources;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -25,6 +24,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 use rtvirtio_host::interrupt::{Interrupted, InterruptedError, wait};
 use rtvirtio_host::{ApplyOptions, JournalStatus, Topology};
+use rtvirtio_observe::host_latency::HostLatency;
 use rtvirtio_planner::control::{Controller, Decision, TaskObservation};
 use rtvirtio_spec::latency::{Histogram, Quantile};
 use rtvirtio_spec::run::MeasuredAt;
@@ -36,7 +36,6 @@ use serde::Serialize;
 use super::plan::ModelChoice;
 use crate::{Outcome, input, output};
 use data_plane::{DataPlane, DeviceRow};
-use on_host::OnHost;
 use sources::{Sample, Sources};
 
 /// How far back the tails shown reach.
@@ -199,8 +198,8 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let mut specification = read(&args.specification)?;
     let mut tasks = states(&specification);
     let mut sources = Sources::new(&specification, input::host())?;
-    let mut on_host = OnHost::new(input::host());
-    let mut disks = BTreeMap::new();
+    let mut on_host = HostLatency::new(input::host(), |(vm, disk)| format!("{vm}/{disk}"));
+    let mut disks: BTreeMap<(VmName, DiskName), History> = BTreeMap::new();
     let mut data_plane = DataPlane::new(&specification, args.dataplane.as_deref());
     let metrics = args.listen.map(metrics::Server::start).transpose()?;
     let is_table = !args.json && std::io::stdout().is_terminal();
@@ -237,8 +236,10 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             }
         }
         let now = Instant::now();
-        on_host.take(&mut disks, now, &mut events);
-        on_host.follow(sources.extents(), &mut events);
+        for (disk, (histogram, seconds)) in on_host.take(now, &mut events) {
+            disks.entry(disk).or_default().add(now, Sample { histogram, misses: 0, seconds });
+        }
+        on_host.follow(sources.parts(), &mut events);
         let devices = data_plane.take(Instant::now(), &mut events);
         let mut observed = take(&mut tasks, &mut sources, now, &mut events);
         let mut present = sources.present().clone();

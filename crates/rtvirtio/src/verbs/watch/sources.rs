@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
-use rtvirtio_host::qemu::{Block, Monitor, QemuProcess};
-use rtvirtio_host::{Extent, Host};
+use anyhow::{Context as _, Result, bail};
+use rtvirtio_host::Host;
+use rtvirtio_host::qemu::{Monitor, Part, QemuProcess};
 use rtvirtio_observe::counters::DiskCounter;
 use rtvirtio_observe::vms::{self, Disk};
 use rtvirtio_spec::latency::Histogram;
@@ -15,8 +15,6 @@ use rtvirtio_spec::plan::qemu;
 use rtvirtio_spec::specification::{Backend, Specification, Vm};
 use rtvirtio_units::{DiskName, Nanos, TaskName, VmName};
 
-/// How long QEMU may take to answer; a look is lost if it takes longer.
-const ANSWER: Duration = Duration::from_millis(500);
 /// How long a monitor that did not answer is left alone.
 const RETRY_BACKOFF: Duration = Duration::from_secs(10);
 
@@ -40,7 +38,7 @@ struct DiskSource {
 }
 
 /// Where VMs' disks lie on the host.
-pub(super) type Extents = BTreeMap<(VmName, DiskName), Extent>;
+pub(super) type Parts = BTreeMap<(VmName, DiskName), Part>;
 
 /// All VMs of a specification.
 pub(super) struct Sources {
@@ -51,7 +49,7 @@ pub(super) struct Sources {
     /// Why a VM is not watched, so that it is said once.
     said: BTreeMap<VmName, String>,
     /// Of VMs that run and told it, also if their monitor is lost.
-    extents: Extents,
+    parts: Parts,
     present: BTreeSet<VmName>,
 }
 
@@ -70,7 +68,7 @@ impl Sources {
             connected: BTreeMap::new(),
             left_alone: BTreeMap::new(),
             said: BTreeMap::new(),
-            extents: BTreeMap::new(),
+            parts: BTreeMap::new(),
             present: BTreeSet::new(),
         })
     }
@@ -81,8 +79,8 @@ impl Sources {
     }
 
     /// Where the disks of VMs that run lie on the host.
-    pub(super) const fn extents(&self) -> &Extents {
-        &self.extents
+    pub(super) const fn parts(&self) -> &Parts {
+        &self.parts
     }
 
     /// Sees which VMs run, and connects to those that are new. Returns what happened.
@@ -96,7 +94,7 @@ impl Sources {
             self.present = self.vms.iter().filter(runs).map(|vm| vm.name.clone()).collect();
         }
         self.connected.retain(|vm, _| self.present.contains(vm));
-        self.extents.retain(|(vm, _), _| self.present.contains(vm));
+        self.parts.retain(|(vm, _), _| self.present.contains(vm));
         let now = Instant::now();
         self.left_alone.retain(|_, since| now - *since < RETRY_BACKOFF);
         self.said.retain(|vm, _| self.present.contains(vm));
@@ -115,21 +113,12 @@ impl Sources {
             let connected =
                 process.context("no QEMU of this name").and_then(|p| connect(&self.host, &vm, p));
             match connected {
-                Ok(Connected { monitor, sources, blocks }) => {
+                Ok(Connected { monitor, sources, parts }) => {
                     events.push(format!("{}: watched at QEMU", vm.name));
                     self.said.remove(&vm.name);
-                    for (disk, block) in blocks {
-                        let key = (vm.name.clone(), disk);
-                        match extent(&self.host, &block) {
-                            Ok(extent) => drop(self.extents.insert(key, extent)),
-                            Err(error) => {
-                                let (vm, disk) = &key;
-                                let why = format!("not measured on the host: {error:#}");
-                                events.push(format!("{vm}/{disk}: {why}"));
-                                self.extents.remove(&key);
-                            }
-                        }
-                    }
+                    self.parts.retain(|(of, _), _| *of != vm.name);
+                    let of_vm = |(disk, part)| ((vm.name.clone(), disk), part);
+                    self.parts.extend(parts.into_iter().map(of_vm));
                     self.connected.insert(vm.name, (monitor, sources));
                 }
                 Err(error) => {
@@ -199,8 +188,8 @@ struct Connected {
     monitor: Monitor,
     /// Of disks with a task on them.
     sources: BTreeMap<DiskName, DiskSource>,
-    /// Of all disks.
-    blocks: Vec<(DiskName, Block)>,
+    /// Of all disks that a file or device of the host has.
+    parts: Vec<(DiskName, Part)>,
 }
 
 /// Connects to a VM's QEMU and has it count latencies.
@@ -209,8 +198,7 @@ fn connect(host: &Host, vm: &Vm, process: &QemuProcess) -> Result<Connected> {
     let Some(mut monitor) = found.monitor else {
         bail!(found.unreached.unwrap_or_default());
     };
-    let described = monitor.blocks(ANSWER)?;
-    let (mut sources, mut blocks) = (BTreeMap::new(), Vec::new());
+    let (mut sources, mut parts) = (BTreeMap::new(), Vec::new());
     for disk in &vm.disks {
         let name = &disk.name;
         let is_it = |disk: &&Disk| {
@@ -224,8 +212,7 @@ fn connect(host: &Host, vm: &Vm, process: &QemuProcess) -> Result<Connected> {
             let names: Vec<String> = names.collect();
             bail!("QEMU has no disk called {name}; it has: {}", names.join("; "));
         };
-        let block = described.iter().find(|block| block.qom_path == there.qom_path);
-        blocks.extend(block.map(|block| (name.clone(), block.clone())));
+        parts.extend(there.part.clone().map(|part| (name.clone(), part)));
         let mut on_it = vm.tasks.iter().filter(|t| t.disk == disk.name).peekable();
         if let (Some(qom_path), true) = (&there.qom_path, on_it.peek().is_some()) {
             let tasks: Vec<_> =
@@ -235,14 +222,7 @@ fn connect(host: &Host, vm: &Vm, process: &QemuProcess) -> Result<Connected> {
             sources.insert(name.clone(), DiskSource { counter, tasks });
         }
     }
-    Ok(Connected { monitor, sources, blocks })
-}
-
-/// Where a disk lies on the host.
-fn extent(host: &Host, block: &Block) -> Result<Extent> {
-    let part =
-        block.part().context("it is not in one piece of a block device (format, network)")?;
-    Ok(host.extent(&part)?)
+    Ok(Connected { monitor, sources, parts })
 }
 
 impl DiskSource {

@@ -1,0 +1,241 @@
+//! Latencies in the host's block layer of what lies in given disks, partitions and files, while
+//! these come and go.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use rtvirtio_host::qemu::Part;
+use rtvirtio_host::{BlockTrace, Extent, Host};
+use rtvirtio_spec::latency::Histogram;
+
+/// How long extents are believed: an image file grows.
+const BELIEVED: Duration = Duration::from_secs(10);
+
+/// A trace of what was asked for last; `K` says whose it is.
+pub struct HostLatency<K> {
+    host: Host,
+    name: fn(&K) -> String,
+    parts: BTreeMap<K, Part>,
+    found_at: Instant,
+    /// What is measured, and whose it is.
+    owners: BTreeMap<Extent, K>,
+    trace: Option<BlockTrace>,
+    /// When it was last asked.
+    at: Instant,
+    lost: u64,
+    /// What was said, so that it is said once.
+    said: BTreeSet<String>,
+}
+
+impl<K: Ord + Clone> HostLatency<K> {
+    /// Measures nothing yet. `name` is how events call an owner.
+    #[must_use]
+    pub fn new(host: Host, name: fn(&K) -> String) -> Self {
+        let now = Instant::now();
+        Self {
+            host,
+            name,
+            parts: BTreeMap::new(),
+            found_at: now,
+            owners: BTreeMap::new(),
+            trace: None,
+            at: now,
+            lost: 0,
+            said: BTreeSet::new(),
+        }
+    }
+
+    /// Records lost since the start.
+    #[must_use]
+    pub const fn lost(&self) -> u64 {
+        self.lost
+    }
+
+    /// Measures `parts` from now on. Requests under way at a change are not measured.
+    pub fn follow(&mut self, parts: &BTreeMap<K, Part>, events: &mut Vec<String>) {
+        let is_old = self.found_at.elapsed() >= BELIEVED;
+        if *parts == self.parts && !is_old {
+            return;
+        }
+        self.parts.clone_from(parts);
+        self.found_at = Instant::now();
+        let mut extents = BTreeMap::new();
+        for (owner, part) in parts {
+            match self.host.extents(part) {
+                Ok(found) => drop(extents.insert(owner.clone(), found)),
+                Err(error) => {
+                    let name = (self.name)(owner);
+                    self.say(format!("{name}: not measured on the host: {error}"), events);
+                }
+            }
+        }
+        self.measure(&extents, events);
+    }
+
+    /// Measures what lies in these extents.
+    pub fn measure(&mut self, extents: &BTreeMap<K, Vec<Extent>>, events: &mut Vec<String>) {
+        let (owners, disputes) = owners(extents, self.name);
+        disputes.into_iter().for_each(|dispute| self.say(dispute, events));
+        if owners != self.owners || self.trace.is_none() {
+            self.owners = owners;
+            self.start(events);
+        }
+    }
+
+    fn say(&mut self, event: String, events: &mut Vec<String>) {
+        if self.said.insert(event.clone()) {
+            events.push(event);
+        }
+    }
+
+    fn start(&mut self, events: &mut Vec<String>) {
+        self.trace = None;
+        if self.owners.is_empty() {
+            return;
+        }
+        self.at = Instant::now();
+        match self.host.trace_block(&self.owners.keys().copied().collect()) {
+            Ok(trace) => self.trace = Some(trace),
+            Err(error) => {
+                let hint = error.hint().map(|h| format!(" ({h})")).unwrap_or_default();
+                let source = std::error::Error::source(&error);
+                let why = source.map(|source| format!(": {source}")).unwrap_or_default();
+                self.say(format!("nothing is measured on the host: {error}{why}{hint}"), events);
+            }
+        }
+    }
+
+    /// What each did since the last look, and in how many seconds; nothing where nothing is measured.
+    pub fn take(
+        &mut self,
+        now: Instant,
+        events: &mut Vec<String>,
+    ) -> BTreeMap<K, (Histogram, f64)> {
+        let mut found = BTreeMap::new();
+        let Some(trace) = &self.trace else { return found };
+        let seen = match trace.take() {
+            Ok(seen) => seen,
+            Err(error) => {
+                events.push(format!("{error}; another is started"));
+                self.start(events);
+                return found;
+            }
+        };
+        let seconds = now.saturating_duration_since(self.at).as_secs_f64();
+        self.at = now;
+        for (extent, owner) in &self.owners {
+            let (of_owner, _) =
+                found.entry(owner.clone()).or_insert_with(|| (Histogram::new(), seconds));
+            if let Some(histogram) = seen.of.get(extent) {
+                of_owner.merge(histogram);
+            }
+        }
+        if seen.lost > 0 {
+            self.lost += seen.lost;
+            events.push(format!(
+                "{} records of the host's block layer were lost: its latencies lack as many \
+                 requests or fewer",
+                seen.lost
+            ));
+        }
+        found
+    }
+}
+
+/// Whose each extent is; owners of which two share a sector have none, which is said.
+fn owners<K: Ord + Clone>(
+    extents: &BTreeMap<K, Vec<Extent>>,
+    name: fn(&K) -> String,
+) -> (BTreeMap<Extent, K>, Vec<String>) {
+    let all = extents.iter().flat_map(|(owner, of)| of.iter().map(move |extent| (*extent, owner)));
+    let mut all: Vec<(Extent, &K)> = all.collect();
+    all.sort();
+    let mut disputed: BTreeMap<&K, &K> = BTreeMap::new();
+    // Sorted by disk and start: an extent overlaps a later one only if it overlaps each in between.
+    for (i, (extent, owner)) in all.iter().enumerate() {
+        for (later, other) in all[i + 1..].iter().take_while(|(later, _)| later.overlaps(extent)) {
+            let _ = later;
+            if owner != other {
+                disputed.insert(owner, other);
+                disputed.insert(other, owner);
+            }
+        }
+    }
+    let is_whole = |(_, owner): &(Extent, &K)| !disputed.contains_key(owner);
+    let owners = all.iter().filter(|of| is_whole(of)).map(|(e, owner)| (*e, (*owner).clone()));
+    let say = |(owner, other): (&&K, &&K)| {
+        let (owner, other) = (name(owner), name(other));
+        format!("{owner}: not measured on the host: it shares sectors with {other}")
+    };
+    (owners.collect(), disputed.iter().map(say).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use rtvirtio_host::fake::FakeSysfs;
+    use rtvirtio_host::sysfs::DeviceNumber;
+    use rtvirtio_units::Bytes;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A disk of 1 GiB and no tracepoints.
+    fn host() -> Host {
+        let sysfs = FakeSysfs::v1();
+        sysfs.add_disk("sda", DeviceNumber::new(8, 0), 1 << 21);
+        sysfs.put("/sys/kernel/tracing/events/header_page", "");
+        Host::with_sysfs("/nonexistent", Arc::new(sysfs))
+    }
+
+    /// VMs with their disks' first MiB and length in MiB.
+    fn parts(disks: &[(&str, u64, u64)]) -> BTreeMap<String, Part> {
+        let part = |offset: u64, size: u64| {
+            let (offset, size) = (Bytes::new(offset * MIB), Some(Bytes::new(size * MIB)));
+            Part { file: "/dev/sda".into(), offset, size }
+        };
+        disks.iter().map(|(vm, offset, size)| ((*vm).to_owned(), part(*offset, *size))).collect()
+    }
+
+    #[test]
+    fn disks_that_share_a_sector_are_nobodys_and_said_so() {
+        let all = parts(&[("a", 0, 10), ("b", 10, 10), ("c", 19, 10), ("d", 40, 1)]);
+        let extents = all.iter().map(|(vm, part)| (vm.clone(), host().extents(part).unwrap()));
+        let (owners, events) = owners(&extents.collect(), Clone::clone);
+        let names: Vec<&str> = owners.values().map(String::as_str).collect();
+        assert_eq!(names, ["a", "d"]);
+        assert_eq!(events.len(), 2);
+        assert!(events[0].starts_with("b: not measured on the host"), "{events:?}");
+        assert!(events[0].ends_with("shares sectors with c"), "{events:?}");
+    }
+
+    #[test]
+    fn missing_tracepoints_are_said_once() {
+        let mut on_host: HostLatency<String> = HostLatency::new(host(), Clone::clone);
+        let mut events = Vec::new();
+        on_host.follow(&BTreeMap::new(), &mut events);
+        assert!(events.is_empty());
+        for disks in [&[("a", 0, 1)][..], &[("a", 0, 1), ("b", 1, 1)]] {
+            on_host.follow(&parts(disks), &mut events);
+        }
+        assert_eq!(events.len(), 1, "{events:?}");
+        assert!(
+            events[0].starts_with("nothing is measured on the host: cannot read"),
+            "{events:?}"
+        );
+        assert!(on_host.take(Instant::now(), &mut events).is_empty() && events.len() == 1);
+    }
+
+    #[test]
+    fn disk_that_is_not_there_is_said_once_and_others_are_measured() {
+        let mut on_host: HostLatency<String> = HostLatency::new(host(), Clone::clone);
+        let mut events = Vec::new();
+        let mut all = parts(&[("a", 0, 1)]);
+        all.insert("gone".to_owned(), Part::whole("/dev/sdz"));
+        on_host.follow(&all, &mut events);
+        assert!(events.iter().any(|event| event.starts_with("gone: not measured")), "{events:?}");
+        assert_eq!(on_host.owners.len(), 1);
+    }
+}
