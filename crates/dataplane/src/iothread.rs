@@ -25,6 +25,9 @@
 //! doorbell's futex, by an entry that is pushed when the queue goes to sleep and stays until the doorbell
 //! rings. Before Linux 6.7 there is no such entry: the queue then stays awake.
 //!
+//! A queue that receives from a network has a second thing to wait for, its link. That is waited for by a
+//! poll that is pushed when the queue has buffers and the link had no frame, and that ends with the first one.
+//!
 //! A queue whose driver gave no kick, or one that cannot be waited for, stays awake: the thread
 //! waits for no more than [`KICKLESS_POLL_INTERVAL`] while it has one.
 //!
@@ -93,6 +96,7 @@ const KICK: u64 = 1 << 48;
 const MAIL: u64 = 2 << 48;
 const CANCELLED: u64 = 3 << 48;
 const COMMANDS: u64 = 4 << 48;
+const LINK: u64 = 5 << 48;
 const KIND: u64 = 0xffff << 48;
 
 /// A queue that this thread has.
@@ -110,6 +114,8 @@ struct Served {
     ends: u8,
     /// Whether something in the ring waits for its kick.
     listening: bool,
+    /// Whether something in the ring waits for its link.
+    listening_to_link: bool,
     /// When it last had work.
     busy_at: u64,
     /// Requests that were started or have ended, since time was last accounted for by them.
@@ -447,6 +453,10 @@ impl IoThread {
                     worked = true;
                     self.kicked(data, result, flags);
                 }
+                LINK => {
+                    worked = true;
+                    self.link_event(data, result);
+                }
                 MAIL if !cqueue::more(flags) => self.listen_to_mail(),
                 COMMANDS => self.commands.heard(),
                 _ => {}
@@ -596,6 +606,7 @@ impl IoThread {
             self.submit();
             self.with_queue(key, |queue, turn| queue.serve(turn, &mut share, time, begun));
         }
+        self.listen_to_link(key);
         share
     }
 
@@ -645,8 +656,9 @@ impl IoThread {
                 .filter(|entry| entry.has_stopped())
                 .and_then(|entry| entry.stopping.take());
             if let Some(back) = done
-                && let Some(queue) = self.detach_queue(key)
+                && let Some(mut queue) = self.detach_queue(key)
             {
+                queue.give_back();
                 let _ = back.send(queue);
             }
         }
@@ -675,6 +687,32 @@ impl IoThread {
         self.push(&wait);
     }
 
+    /// If that is what its queue waits for.
+    fn listen_to_link(&mut self, key: QueueKey) {
+        let Some(entry) = get_mut(&mut self.served, key) else { return };
+        if entry.listening_to_link {
+            return;
+        }
+        let Some(link) = entry.queue.link() else { return };
+        let poll = opcode::PollAdd::new(types::Fd(link.as_raw_fd()), libc::POLLIN as u32).build();
+        entry.listening_to_link = true;
+        let poll = poll.user_data(link_data(key, entry.stay));
+        self.push(&poll);
+    }
+
+    fn link_event(&mut self, data: u64, result: i32) {
+        let key = QueueKey((data >> 16) as u32);
+        let Some(entry) = get_mut(&mut self.served, key) else { return };
+        if entry.stay != data as u16 {
+            return;
+        }
+        entry.listening_to_link = false;
+        // A TAP that is gone is readable for ever: its driver's next kick tries again.
+        let gone = (libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) as i32;
+        entry.queue.link_event(result < 0 || result & gone != 0);
+        self.wake(key);
+    }
+
     fn listen_to_mail(&mut self) {
         let fd = types::Fd(self.mail.fd().as_fd().as_raw_fd());
         let poll = opcode::PollAdd::new(fd, libc::POLLIN as u32).multi(true).build();
@@ -695,6 +733,10 @@ impl IoThread {
 
 fn kick_data(key: QueueKey, stay: u16) -> u64 {
     KICK | u64::from(key.0) << 16 | u64::from(stay)
+}
+
+fn link_data(key: QueueKey, stay: u16) -> u64 {
+    LINK | u64::from(key.0) << 16 | u64::from(stay)
 }
 
 fn get(served: &[Option<Served>], key: QueueKey) -> Option<&Served> {

@@ -1,5 +1,5 @@
-//! The data plane: vhost-user-blk devices whose virtqueues are served by a pool of IOThreads that
-//! all devices share.
+//! The data plane: vhost-user-blk and vhost-user-net devices whose virtqueues are served by a pool of
+//! IOThreads that all devices share.
 
 mod call;
 mod clock;
@@ -11,6 +11,7 @@ mod iothread;
 mod key;
 mod mailbox;
 pub mod monitor;
+pub mod nic;
 pub mod plane;
 mod pool;
 mod queue;

@@ -8,6 +8,7 @@ mod clients;
 mod engines;
 mod host;
 pub(crate) mod iothreads;
+mod nics;
 mod opened;
 mod registry;
 
@@ -19,8 +20,8 @@ use std::sync::Arc;
 use rtvirtio_qos::admission::Refusal;
 use rtvirtio_qos::{Account, Kind};
 use rtvirtio_spec::control::{
-    Activity, Consumption, Decision, DeviceState, DeviceUsage, Event, Had, IoThreadState, Outcome,
-    PolicyState, QosState, QueueState, ScheduleState, SlotsState, Snapshot,
+    Activity, Consumption, Decision, DeviceState, DeviceUsage, Event, Had, IoThreadState, NicState,
+    Outcome, PolicyState, QosState, QueueState, ScheduleState, SlotsState, Snapshot,
 };
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::mapping::{Entry, Mapping, MappingError};
@@ -30,6 +31,7 @@ use rtvirtio_vhost::session::Ended;
 use rustix::io::Errno;
 use tokio::sync::broadcast;
 
+use crate::queue::Broken;
 use crate::schedule::{ClassStatus, ScheduleStatus};
 use crate::stats::QueueStats;
 
@@ -44,6 +46,13 @@ pub enum Notice<'a> {
     /// Guest memory is not registered with the rings, although that is wanted where it is
     /// possible. Said once.
     NoFixedBuffers(Errno),
+    /// The driver of a network device has broken a queue.
+    Broken {
+        /// Which, from 0.
+        queue: u16,
+        /// How.
+        reason: Broken,
+    },
     /// A driver kicks, and its ring stays empty. Said once a session.
     EmptyRing {
         /// Of its queues, from 0.
@@ -205,6 +214,8 @@ pub struct Observation {
     /// By name.
     pub devices: Vec<ObservedDevice>,
     /// By name.
+    pub nics: Vec<NicState>,
+    /// By name.
     pub schedules: Vec<ScheduleState>,
     /// The policy in force.
     pub policy: Policy,
@@ -307,6 +318,7 @@ impl Observation {
             started_ns: self.started,
             iothreads: self.iothreads.clone(),
             devices: devices.collect(),
+            nics: self.nics.clone(),
             schedules: self.schedules.clone(),
         }
     }
@@ -405,6 +417,20 @@ pub enum PlaneError {
         /// Whose it is.
         device: DiskName,
     },
+    /// A network device listens there.
+    #[error("socket {} is that of a nic", socket.display())]
+    SocketOfNic {
+        /// The socket.
+        socket: PathBuf,
+    },
+    /// A network device has queues on the IOThread.
+    #[error("iothread \"{iothread}\" serves nic \"{nic}\"")]
+    IoThreadOfNic {
+        /// The IOThread.
+        iothread: IoThreadName,
+        /// The network device.
+        nic: Name,
+    },
     /// The IOThread has queues.
     #[error("iothread \"{iothread}\" has {queues} queues")]
     IoThreadInUse {
@@ -477,7 +503,12 @@ impl PlaneError {
                 format!("queues count from 0 to {}", queues.saturating_sub(1))
             }
             Self::DeviceExists(_) | Self::IoThreadExists(_) => "choose another name".to_owned(),
-            Self::SocketInUse { .. } => "choose another socket".to_owned(),
+            Self::SocketInUse { .. } | Self::SocketOfNic { .. } => {
+                "choose another socket".to_owned()
+            }
+            Self::IoThreadOfNic { .. } => {
+                "change the nic's mapping in the configuration, and start again".to_owned()
+            }
             Self::IoThreadInUse { .. } => {
                 "move them first: rtvirtio ctl mapping move DEVICE QUEUE IOTHREAD".to_owned()
             }

@@ -21,7 +21,7 @@ use crate::call::Call;
 use crate::iothread::{IoThread, Poller, Polling, ThreadMessage};
 use crate::key::QueueKey;
 use crate::mailbox::{Sender, mailbox};
-use crate::queue::{Broken, Queue, QueueSetup, SlotsSetup};
+use crate::queue::{Broken, NicQueueSetup, Queue, QueueSetup, SlotsSetup};
 use crate::thread_stats::{IoThreadStats, Watchdog};
 
 /// Names an IOThread; not used again in the life of a pool.
@@ -247,7 +247,19 @@ impl Pool {
     /// # Errors
     /// [`PoolError::NoThread`].
     pub fn start(&self, setup: QueueSetup, on: ThreadId) -> Result<QueueKey, PoolError> {
-        self.start_made(|key| Queue::new(key, setup), on)
+        self.start_made(|key| Some(Queue::new(key, setup)), on)
+    }
+
+    /// Serves a queue of a network device.
+    ///
+    /// # Errors
+    /// [`PoolError::NoThread`], [`PoolError::NoQueue`].
+    pub(crate) fn start_nic(
+        &self,
+        setup: NicQueueSetup,
+        on: ThreadId,
+    ) -> Result<QueueKey, PoolError> {
+        self.start_made(|key| Queue::of_nic(key, setup), on)
     }
 
     /// Serves the slots of a process.
@@ -255,18 +267,24 @@ impl Pool {
     /// # Errors
     /// [`PoolError::NoThread`].
     pub fn start_slots(&self, setup: SlotsSetup, on: ThreadId) -> Result<QueueKey, PoolError> {
-        self.start_made(|key| Queue::of_slots(key, setup), on)
+        self.start_made(|key| Some(Queue::of_slots(key, setup)), on)
     }
 
     fn start_made(
         &self,
-        make: impl FnOnce(QueueKey) -> Queue,
+        make: impl FnOnce(QueueKey) -> Option<Queue>,
         on: ThreadId,
     ) -> Result<QueueKey, PoolError> {
         let mut state = lock(&self.state);
         let next = QueueKey(state.places.len() as u32);
         let key = state.free.pop().unwrap_or(next);
-        let queue = Box::new(make(key));
+        let Some(queue) = make(key) else {
+            if key != next {
+                state.free.push(key);
+            }
+            return Err(PoolError::NoQueue);
+        };
+        let queue = Box::new(queue);
         let place = Arc::new(Place {
             thread: Mutex::new(None),
             calls: Mutex::new(queue.calls()),

@@ -16,7 +16,7 @@ use rtvirtio_engine::{
 };
 use rtvirtio_qos::{Kind, MAX_TRANSFER, Running};
 use rtvirtio_units::{Bytes, Nanos};
-use rustix::fd::OwnedFd;
+use rustix::fd::{BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 
 use crate::call::Call;
@@ -25,6 +25,7 @@ use crate::device::Device;
 use crate::drr::{QUANTUM_BYTES, TurnBudget};
 use crate::fixed::FixedBuffers;
 use crate::key::{QueueKey, token};
+use crate::nic::Nic;
 use crate::request::{Action, Limits, Status};
 use crate::schedule::{Member, PendingRequest, Schedule};
 use crate::stats::{Op, QueueStats};
@@ -32,9 +33,11 @@ use crate::thread_stats::IoThreadStats;
 use rtvirtio_virtq::memory::Memory;
 use rtvirtio_virtq::ring::{Chain, Ring, RingError};
 
+mod frames;
 mod inflight;
 mod source;
 
+use frames::Frames;
 use inflight::InflightRequest;
 pub(crate) use source::Kick;
 use source::{Slots, Source};
@@ -54,8 +57,8 @@ pub(crate) const MAX_PART_BYTES: u64 = 1 << 20;
 /// to serve it.
 pub struct Queue {
     pub(crate) key: QueueKey,
-    device: Arc<Device>,
-    /// Of its engine.
+    work: Work,
+    /// Of its disk's engine.
     limits: TransferLimits,
     memory: Arc<Memory>,
     buffers: Option<Arc<FixedBuffers>>,
@@ -90,6 +93,14 @@ pub struct Queue {
     ended: Vec<Running>,
     /// Its disk's place in that.
     member: Option<Arc<Member>>,
+}
+
+/// What its chains are.
+enum Work {
+    /// Requests to a disk.
+    Requests(Arc<Device>),
+    /// Frames of a network device, or buffers for them.
+    Frames(Frames),
 }
 
 /// A request that the driver does not see yet.
@@ -176,6 +187,28 @@ pub struct QueueSetup {
     pub stats: Arc<QueueStats>,
 }
 
+/// What a queue of a network device is served with.
+pub(crate) struct NicQueueSetup {
+    /// The device.
+    pub(crate) nic: Arc<Nic>,
+    /// Which of its virtqueues it is.
+    pub(crate) index: u16,
+    /// The memory that the ring lies in.
+    pub(crate) memory: Arc<Memory>,
+    /// The ring, without an in-flight region.
+    pub(crate) ring: Ring,
+    /// Kicked by the driver.
+    pub(crate) kick: Option<OwnedFd>,
+    /// Calls the driver.
+    pub(crate) call: Option<Call>,
+    /// Told when the ring is broken.
+    pub(crate) error: Option<OwnedFd>,
+    /// Whether it may be served yet (SET_VRING_ENABLE).
+    pub(crate) enabled: bool,
+    /// Where its frames are counted.
+    pub(crate) stats: Arc<QueueStats>,
+}
+
 /// What a process's slots are served with.
 pub struct SlotsSetup {
     /// The device.
@@ -210,18 +243,34 @@ impl Queue {
             // A server before this one may have died between finishing and calling.
             unpublished: true,
             call_due: true,
-            ..Self::of(key, source, setup.size, setup.device, setup.stats, setup.error)
+            ..Self::of_disk(key, source, setup.size, setup.device, setup.stats, setup.error)
         }
+    }
+
+    /// Of a network device; `None`: it has no such virtqueue.
+    pub(crate) fn of_nic(key: QueueKey, setup: NicQueueSetup) -> Option<Self> {
+        let source = Source::Ring { ring: setup.ring, chain: Chain::default() };
+        let frames = Frames::new(&setup.nic, setup.index)?;
+        let error = setup.error.and_then(|fd| Call::new(fd, setup.nic.caller()).ok());
+        Some(Self {
+            memory: setup.memory,
+            kick: setup.kick,
+            call: setup.call,
+            enabled: setup.enabled,
+            unpublished: true,
+            call_due: true,
+            ..Self::of(key, source, 0, Work::Frames(frames), setup.stats, error)
+        })
     }
 
     /// Of a process's slots, which lie in no guest's memory: it rings, and its threads are woken one by one.
     pub(crate) fn of_slots(key: QueueKey, setup: SlotsSetup) -> Self {
         let SlotsSetup { device, memory, error, stats } = setup;
         let source = Source::Slots(Slots::new(memory));
-        Self::of(key, source, SLOTS as u16, device, stats, Some(error))
+        Self::of_disk(key, source, SLOTS as u16, device, stats, Some(error))
     }
 
-    fn of(
+    fn of_disk(
         key: QueueKey,
         source: Source,
         size: u16,
@@ -229,22 +278,37 @@ impl Queue {
         stats: Arc<QueueStats>,
         error: Option<OwnedFd>,
     ) -> Self {
-        stats.set_broken(false);
-        stats.see(0);
-        let caller = Arc::clone(device.caller());
+        // An fd that cannot be written to is none.
+        let error = error.and_then(|fd| Call::new(fd, device.caller()).ok());
         Self {
-            key,
             member: device.member(),
             limits: device.engine().transfer_limits(),
-            device,
+            ..Self::of(key, source, size, Work::Requests(device), stats, error)
+        }
+    }
+
+    fn of(
+        key: QueueKey,
+        source: Source,
+        size: u16,
+        work: Work,
+        stats: Arc<QueueStats>,
+        error: Option<Call>,
+    ) -> Self {
+        stats.set_broken(false);
+        stats.see(0);
+        Self {
+            key,
+            member: None,
+            limits: TransferLimits { transfer: 0, discard: 0, zeroes: 0 },
+            work,
             memory: Arc::default(),
             buffers: None,
             source,
             inflight: (0..size).map(|_| InflightRequest::default()).collect(),
             kick: None,
             call: None,
-            // An fd that cannot be written to is none.
-            error: error.and_then(|fd| Call::new(fd, &caller).ok()),
+            error,
             enabled: true,
             broken: Arc::default(),
             stats,
@@ -261,10 +325,35 @@ impl Queue {
         }
     }
 
-    /// Its device.
+    /// Its disk, if it has one.
     #[must_use]
-    pub(crate) const fn device(&self) -> &Arc<Device> {
-        &self.device
+    pub(crate) const fn disk(&self) -> Option<&Arc<Device>> {
+        match &self.work {
+            Work::Requests(device) => Some(device),
+            Work::Frames(_) => None,
+        }
+    }
+
+    /// What it waits for beside its driver's kicks: the link of a network device.
+    pub(crate) fn link(&self) -> Option<BorrowedFd<'_>> {
+        match &self.work {
+            Work::Frames(frames) if self.is_served() => frames.link(),
+            _ => None,
+        }
+    }
+
+    /// The link has something, or has failed.
+    pub(crate) fn link_event(&mut self, failed: bool) {
+        if let Work::Frames(frames) = &mut self.work {
+            frames.link_event(failed);
+        }
+    }
+
+    /// Buffers that were taken for frames that have not come go back to the ring.
+    pub(crate) fn give_back(&mut self) {
+        if let (Work::Frames(frames), Some(ring)) = (&mut self.work, self.source.ring()) {
+            frames.give_back(ring);
+        }
     }
 
     /// Its memory, registered.
@@ -317,6 +406,7 @@ impl Queue {
         memory: Arc<Memory>,
         buffers: Option<Arc<FixedBuffers>>,
     ) -> Result<(), RingError> {
+        self.give_back();
         self.buffers = buffers;
         self.memory = Arc::clone(&memory);
         let Some(ring) = self.source.ring() else { return Ok(()) };
@@ -361,7 +451,12 @@ impl Queue {
     }
 
     pub(crate) fn is_pending(&self) -> bool {
-        self.is_waiting() || self.is_served() && self.source.is_pending()
+        self.is_waiting()
+            || self.is_served()
+                && match &self.work {
+                    Work::Requests(_) => self.source.is_pending(),
+                    Work::Frames(frames) => frames.is_pending(self.source.is_pending()),
+                }
     }
 
     /// Whether requests wait for room in the submission queue.
@@ -376,7 +471,16 @@ impl Queue {
 
     /// Asks for kicks; whether requests came in the meantime.
     pub(crate) fn enable_notification(&mut self) -> bool {
-        self.is_served() && self.source.enable_notification()
+        if !self.is_served() {
+            return false;
+        }
+        let Work::Frames(frames) = &self.work else { return self.source.enable_notification() };
+        // A driver that adds buffers to others has nothing to say.
+        if frames.waits_for_driver(self.source.is_pending()) {
+            let has_come = self.source.enable_notification();
+            return frames.is_pending(has_come);
+        }
+        frames.is_pending(true)
     }
 
     pub(crate) fn disable_notification(&mut self) {
@@ -412,6 +516,9 @@ impl Queue {
         if !self.is_served() {
             return Pass::Empty;
         }
+        if let Work::Frames(_) = self.work {
+            return self.serve_frames(share);
+        }
         let mut limits = None;
         let mut started = begun;
         while share.is_left() {
@@ -427,12 +534,13 @@ impl Queue {
                     return Pass::Empty;
                 }
             };
+            let Work::Requests(device) = &self.work else { return Pass::Empty };
             let limits = limits.get_or_insert_with(|| Limits {
-                geometry: self.device.engine().geometry(),
-                read_only: self.device.read_only(),
-                write_through: !self.device.write_cache(),
-                discard_sectors: self.device.limits().discard_sectors,
-                id: *self.device.serial(),
+                geometry: device.engine().geometry(),
+                read_only: device.read_only(),
+                write_through: !device.write_cache(),
+                discard_sectors: device.limits().discard_sectors,
+                id: *device.serial(),
             });
             let slot = &mut self.inflight[usize::from(head)];
             let Some(parsed) = self.source.parse(limits, &mut slot.segments) else {
@@ -474,6 +582,25 @@ impl Queue {
         Pass::More
     }
 
+    /// The same for frames.
+    fn serve_frames(&mut self, share: &mut TurnBudget) -> Pass {
+        let (Work::Frames(frames), Source::Ring { ring, chain }) =
+            (&mut self.work, &mut self.source)
+        else {
+            return Pass::Empty;
+        };
+        match frames.serve(ring, chain, &self.memory, share, &self.stats) {
+            Ok((pass, is_unpublished)) => {
+                self.unpublished |= is_unpublished;
+                pass
+            }
+            Err(error) => {
+                self.mark_broken(error.into());
+                Pass::Empty
+            }
+        }
+    }
+
     /// The most bytes that are started at once of a request that does this.
     fn max_part(&self, operation: Operation) -> u64 {
         let longest = match operation {
@@ -486,8 +613,10 @@ impl Queue {
 
     /// Whether this is to zero a range, and takes a write of its bytes.
     fn writes_out(&self, operation: Operation) -> bool {
-        match operation {
-            Operation::WriteZeroes { unmap, .. } => self.device.engine().writes_zeroes(unmap),
+        match (operation, self.disk()) {
+            (Operation::WriteZeroes { unmap, .. }, Some(disk)) => {
+                disk.engine().writes_zeroes(unmap)
+            }
             _ => false,
         }
     }
@@ -545,7 +674,8 @@ impl Queue {
             file: turn.file,
             completions: turn.completions,
         };
-        self.device.engine().start(&request, &mut lent)
+        let Work::Requests(device) = &self.work else { return Outcome::Done(Ok(())) };
+        device.engine().start(&request, &mut lent)
     }
 
     /// A completion queue entry has come: its result is bytes, or a negated error number. What is left of a
@@ -645,7 +775,7 @@ impl Queue {
     /// Goes to where its disk has a place now. Nothing may be in flight.
     pub(crate) fn join(&mut self) {
         debug_assert_eq!(self.in_flight, 0, "what is in flight is known to the schedule before");
-        self.member = self.device.member();
+        self.member = self.disk().and_then(|disk| disk.member());
     }
 
     /// What its schedule does not know yet: requests that wait for it, and those that have ended.

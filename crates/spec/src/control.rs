@@ -29,6 +29,9 @@ pub struct Snapshot {
     pub iothreads: Vec<IoThreadState>,
     /// The devices, by name.
     pub devices: Vec<DeviceState>,
+    /// The network devices, by name.
+    #[serde(default)]
+    pub nics: Vec<NicState>,
     /// The schedules of physical devices, by name.
     #[serde(default)]
     pub schedules: Vec<ScheduleState>,
@@ -125,6 +128,60 @@ pub struct DeviceState {
     /// The processes of this host that use it by slots; none: it has no socket for them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slots: Option<SlotsState>,
+}
+
+/// A network device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NicState {
+    /// Its name.
+    pub name: Name,
+    /// Its VM.
+    pub vm: VmName,
+    /// Its socket's path.
+    pub socket: PathBuf,
+    /// Whether a front end is connected.
+    pub connected: bool,
+    /// The host's TAP.
+    pub tap: String,
+    /// Its address, such as `52:54:00:12:34:56`.
+    pub mac: String,
+    /// The longest packet, bytes.
+    pub mtu: u16,
+    /// Its queues, from queue 0.
+    pub queues: Vec<NicQueueState>,
+}
+
+/// Which way frames go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum QueueDirection {
+    /// To the guest.
+    Receive,
+    /// From the guest.
+    Transmit,
+}
+
+/// A virtqueue of a network device. Counters are since the device's start.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NicQueueState {
+    /// Which.
+    pub index: u16,
+    /// Which way its frames go.
+    pub direction: QueueDirection,
+    /// Its IOThread.
+    pub iothread: IoThreadName,
+    /// Frames that were handed on.
+    pub frames: u64,
+    /// Their bytes.
+    pub bytes: Bytes,
+    /// Frames that were not: malformed, not as negotiated, longer than the driver's buffers, or refused by the TAP.
+    pub dropped: u64,
+    /// Kicks by the driver.
+    pub kicks: u64,
+    /// Calls of the driver.
+    pub calls: u64,
+    /// What of its IOThread's time was for it.
+    pub busy_ns: Nanos,
 }
 
 /// The processes of this host that use a device by slots.

@@ -35,6 +35,14 @@ use crate::mapping::Mapping;
 
 /// Most devices of one data plane.
 pub const MAX_DEVICES: usize = 1024;
+/// Most network devices of one data plane.
+pub const MAX_NICS: usize = 256;
+/// Most pairs of queues of a network device.
+pub const MAX_PAIRS: u16 = 8;
+/// Longest name of a network device of the host (`IFNAMSIZ` less its terminator).
+pub const MAX_TAP_BYTES: usize = 15;
+/// Shortest MTU (RFC 791).
+pub const MIN_MTU: u16 = 68;
 /// Most schedules of one data plane.
 pub const MAX_SCHEDULES: usize = 64;
 /// Most IOThreads of one data plane.
@@ -67,6 +75,8 @@ pub struct Configuration {
     pub schedules: Vec<Schedule>,
     /// In order of the file; there may be none yet.
     pub devices: Vec<Device>,
+    /// Network devices, likewise.
+    pub nics: Vec<Nic>,
 }
 
 /// What the process gives up before it serves.
@@ -202,6 +212,37 @@ impl Device {
     pub fn queues(&self) -> u16 {
         self.mapping.queues()
     }
+}
+
+/// A network device of a VM, on a TAP of the host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Nic {
+    /// Unique name among network devices.
+    pub name: Name,
+    /// Whose it is.
+    pub vm: VmName,
+    /// Where its front end connects: a path as of [`Listen::Path`].
+    pub socket: PathBuf,
+    /// Name of the TAP, of at most [`MAX_TAP_BYTES`].
+    pub tap: String,
+    /// Its address: of one device, not of a group.
+    pub mac: [u8; 6],
+    /// Bytes of the longest packet, [`MIN_MTU`] to 65,535; none: the TAP's.
+    pub mtu: Option<u16>,
+    /// Pairs of queues, 1 to [`MAX_PAIRS`].
+    pub pairs: u16,
+    /// Its trust domain, as of a device.
+    pub trust: Option<Name>,
+    /// Most guest memory that its front end may share; none: what the host has.
+    pub max_memory: Option<Bytes>,
+    /// Its virtqueues, two for each pair, and their IOThreads.
+    pub mapping: Mapping,
+}
+
+/// An address as it is written: `52:54:00:12:34:56`.
+#[must_use]
+pub fn mac_text(mac: [u8; 6]) -> String {
+    mac.map(|byte| format!("{byte:02x}")).join(":")
 }
 
 /// Where a front end connects.

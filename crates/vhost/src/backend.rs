@@ -8,7 +8,7 @@ use rtvirtio_virtq::ring::Inflight;
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 
-use crate::protocol::{Header, send};
+use crate::protocol::{Header, features, send};
 
 /// CONFIG_CHANGE_MSG, the one request that a back end sends.
 const CONFIG_CHANGE: u32 = 2;
@@ -24,6 +24,26 @@ pub trait Backend: Send + Sync {
 
     /// The virtio features that are offered.
     fn features(&self) -> u64;
+
+    /// What GET_QUEUE_NUM answers: virtqueues, or of a network device pairs of them.
+    fn queue_num(&self) -> u64 {
+        self.queues().into()
+    }
+
+    /// The protocol features that are offered.
+    fn protocol_features(&self) -> u64 {
+        features::PROTOCOL_OFFERED
+    }
+
+    /// Announces a guest that has migrated to here (SEND_RARP). False: the device has no network.
+    fn announce(&self, _mac: [u8; 6]) -> bool {
+        false
+    }
+
+    /// The front end says which MTU its guest was told (NET_SET_MTU). False: the device cannot have it.
+    fn set_mtu(&self, _mtu: u64) -> bool {
+        false
+    }
 
     /// The most guest memory that a front end may share, in all its regions.
     fn memory_limit(&self) -> Bytes;

@@ -81,6 +81,8 @@ requests! {
     SetProtocolFeatures = 16 "SET_PROTOCOL_FEATURES",
     GetQueueNum = 17 "GET_QUEUE_NUM",
     SetVringEnable = 18 "SET_VRING_ENABLE",
+    SendRarp = 19 "SEND_RARP",
+    NetSetMtu = 20 "NET_SET_MTU",
     SetBackendReqFd = 21 "SET_BACKEND_REQ_FD",
     GetConfig = 24 "GET_CONFIG",
     SetConfig = 25 "SET_CONFIG",
@@ -288,6 +290,10 @@ pub enum Message {
         /// Whether it is to be served.
         enabled: bool,
     },
+    /// SEND_RARP, of the guest with this MAC address
+    SendRarp([u8; 6]),
+    /// NET_SET_MTU
+    NetSetMtu(u64),
     /// SET_BACKEND_REQ_FD, with a socket
     SetBackendReqFd,
     /// GET_CONFIG
@@ -413,6 +419,12 @@ impl Message {
                 }
                 _ => return Err(bad("number")),
             },
+            Request::SendRarp => {
+                // The address is the first six bytes in memory.
+                let [a, b, c, d, e, f, ..] = sized(8)?.u64().to_ne_bytes();
+                Self::SendRarp([a, b, c, d, e, f])
+            }
+            Request::NetSetMtu => Self::NetSetMtu(sized(8)?.u64()),
             Request::SetBackendReqFd => {
                 if !matches!(body.len(), 0 | 8) {
                     return Err(bad_size);
@@ -509,6 +521,8 @@ impl Message {
             Self::SetProtocolFeatures(_) => Request::SetProtocolFeatures,
             Self::GetQueueNum => Request::GetQueueNum,
             Self::SetVringEnable { .. } => Request::SetVringEnable,
+            Self::SendRarp(_) => Request::SendRarp,
+            Self::NetSetMtu(_) => Request::NetSetMtu,
             Self::SetBackendReqFd => Request::SetBackendReqFd,
             Self::GetConfig { .. } => Request::GetConfig,
             Self::SetConfig { .. } => Request::SetConfig,

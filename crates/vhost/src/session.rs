@@ -131,6 +131,12 @@ pub enum Refused {
     /// Features cannot change under a ring that runs.
     #[error("features {0:#x} cannot change while a virtqueue runs")]
     FeaturesRunning(u64),
+    /// A request of network devices.
+    #[error("the device has no network")]
+    NoNetwork,
+    /// The device cannot have that MTU.
+    #[error("the device does not have an MTU of {0}")]
+    Mtu(u64),
     /// There is no such virtqueue.
     #[error("there is no virtqueue {0}")]
     NoQueue(u32),
@@ -353,9 +359,11 @@ impl<H: QueueHost> Session<H> {
                     self.set_enabled(index, false)?;
                 }
             }
-            Message::GetProtocolFeatures => return Ok(Answer::U64(features::PROTOCOL_OFFERED)),
+            Message::GetProtocolFeatures => {
+                return Ok(Answer::U64(self.device.protocol_features()));
+            }
             Message::SetProtocolFeatures(protocol) => {
-                refuse_others(protocol, features::PROTOCOL_OFFERED)?;
+                refuse_others(protocol, self.device.protocol_features())?;
                 self.protocol = protocol;
             }
             Message::SetMemTable(specs) => {
@@ -422,7 +430,11 @@ impl<H: QueueHost> Session<H> {
                 let position = self.position(index)?;
                 self.set_enabled(position, enabled)?;
             }
-            Message::GetQueueNum => return Ok(Answer::U64(self.device.queues().into())),
+            Message::GetQueueNum => return Ok(Answer::U64(self.device.queue_num())),
+            Message::SendRarp(mac) if !self.device.announce(mac) => return Err(Refused::NoNetwork),
+            Message::SendRarp(_) => {}
+            Message::NetSetMtu(mtu) if !self.device.set_mtu(mtu) => return Err(Refused::Mtu(mtu)),
+            Message::NetSetMtu(_) => {}
             Message::GetConfig { offset, size, flags } => {
                 let data = self.device.config(offset, size, self.features);
                 return Ok(Answer::Config { offset, flags, data });

@@ -264,6 +264,15 @@ impl Ring {
         self.in_flight -= u16::from(known);
     }
 
+    /// Gives back the request that was taken last, as if it had not been: the next [`Ring::next`] gives
+    /// it again. Several go back in the reverse of the order in which they were taken. With an in-flight
+    /// region nothing goes back.
+    pub fn untake(&mut self, id: u16) {
+        let known = either!(&mut self.layout, ring => ring.untake(id));
+        debug_assert!(known, "{id} is not in flight, or in an in-flight region");
+        self.in_flight -= u16::from(known);
+    }
+
     /// Shows the driver what has finished. Whether it wants to be called.
     ///
     /// With an in-flight region the first call says so even if nothing has finished: an earlier

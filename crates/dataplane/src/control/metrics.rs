@@ -10,7 +10,9 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, text as openmetrics};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
-use rtvirtio_spec::control::{Activity, Had, ScheduleState};
+use rtvirtio_spec::control::{
+    Activity, Had, NicQueueState, NicState, QueueDirection, ScheduleState,
+};
 use rtvirtio_spec::serve::Policy;
 use rtvirtio_units::Nanos;
 
@@ -172,6 +174,36 @@ impl Metrics {
         gauges(encoder, ("capacity", "Size of a device", Some(Unit::Bytes)), capacity)
     }
 
+    fn nics(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let nics = || self.observation.nics.iter();
+        if nics().next().is_none() {
+            return Ok(());
+        }
+        let label =
+            |nic: &NicState| vec![("vm", nic.vm.to_string()), ("nic", nic.name.to_string())];
+        let connected = nics().map(|nic| (label(nic), f64::from(u8::from(nic.connected))));
+        let help = "Whether a network device's front end is connected";
+        gauges(encoder, ("nic_connected", help, None), connected)?;
+        let each = |of: fn(&NicQueueState) -> u64| {
+            nics().flat_map(move |nic| {
+                nic.queues.iter().map(move |queue| {
+                    let direction = match queue.direction {
+                        QueueDirection::Receive => "receive",
+                        QueueDirection::Transmit => "transmit",
+                    };
+                    let labels = with(&label(nic), "queue", &queue.index.to_string());
+                    (with(&labels, "direction", direction), of(queue) as f64)
+                })
+            })
+        };
+        let help = "Frames that were handed on";
+        counters(encoder, ("nic_frames", help, None), each(|q| q.frames))?;
+        let help = "Bytes of these";
+        counters(encoder, ("nic_transferred", help, Some(Unit::Bytes)), each(|q| q.bytes.get()))?;
+        let help = "Frames that were not";
+        counters(encoder, ("nic_dropped", help, None), each(|q| q.dropped))
+    }
+
     fn schedules(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let each = |of: fn(&ScheduleState) -> f64| {
             let schedules = self.observation.schedules.iter();
@@ -290,6 +322,7 @@ impl Collector for Metrics {
         self.iothreads(&mut encoder)?;
         self.policy(&mut encoder)?;
         self.devices(&mut encoder)?;
+        self.nics(&mut encoder)?;
         self.schedules(&mut encoder)?;
         self.counts(&mut encoder)?;
         let wait = ("wait", "From a request's kick to its start in the engine");

@@ -102,7 +102,9 @@ impl From<PlaneError> for Failure {
             PlaneError::DeviceExists(_)
             | PlaneError::IoThreadExists(_)
             | PlaneError::SocketInUse { .. }
+            | PlaneError::SocketOfNic { .. }
             | PlaneError::IoThreadInUse { .. }
+            | PlaneError::IoThreadOfNic { .. }
             | PlaneError::ScheduleInUse { .. }
             | PlaneError::QueueBusy { .. }
             | PlaneError::NotAdmitted { .. }

@@ -8,7 +8,7 @@ use rtvirtio_qos::Running;
 use rtvirtio_units::CpuId;
 use rustix::io::Errno;
 
-use super::{IoThread, Served, get, get_mut, kick_data};
+use super::{IoThread, Served, get, get_mut, kick_data, link_data};
 use crate::clock::now;
 use crate::key::QueueKey;
 use crate::mailbox::Sender;
@@ -170,7 +170,7 @@ impl IoThread {
             queue.started_here = forward.outstanding;
         }
         let registered = self.resources.add(&self.ring, &queue);
-        let commands = queue.device().engine().commands();
+        let commands = queue.disk().and_then(|disk| disk.engine().commands());
         if let Some(commands) = commands {
             self.commands.need(commands);
         }
@@ -184,6 +184,7 @@ impl IoThread {
             polled: queue.kick().is_none(),
             ends: 0,
             listening: false,
+            listening_to_link: false,
             queue,
             registered,
             commands,
@@ -205,9 +206,14 @@ impl IoThread {
     /// The queue is no longer this thread's.
     pub(super) fn detach_queue(&mut self, key: QueueKey) -> Option<Box<Queue>> {
         let entry = get(&self.served, key)?;
-        if entry.listening {
+        let (kick, link) = (entry.listening, entry.listening_to_link);
+        let stay = entry.stay;
+        if kick {
             // Before anybody else waits for its doorbell: that wakes one, who must not be the one that has left.
-            self.cancel(kick_data(key, entry.stay));
+            self.cancel(kick_data(key, stay));
+        }
+        if link {
+            self.cancel(link_data(key, stay));
         }
         self.submit_all();
         let entry = self.served.get_mut(key.0 as usize)?.take()?;

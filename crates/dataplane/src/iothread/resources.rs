@@ -107,8 +107,9 @@ impl Resources {
     }
 
     fn add_file(&mut self, ring: &IoUring, queue: &Queue) -> Option<u32> {
-        let device = Arc::as_ptr(queue.device()) as usize;
-        let fd = queue.device().engine().file()?.as_raw_fd();
+        let disk = queue.disk()?;
+        let device = Arc::as_ptr(disk) as usize;
+        let fd = disk.engine().file()?.as_raw_fd();
         match self.files.claim(device, 1)? {
             Claim::Shared(at) => Some(at),
             Claim::New(at) if ring.submitter().register_files_update(at, &[fd]).is_ok() => Some(at),
@@ -145,7 +146,8 @@ impl Resources {
     /// reference in the kernel.
     pub(super) fn remove(&mut self, ring: &IoUring, queue: &Queue, registered: Registered) {
         if registered.file.is_some()
-            && let Some((at, _)) = self.files.release(Arc::as_ptr(queue.device()) as usize)
+            && let Some(disk) = queue.disk()
+            && let Some((at, _)) = self.files.release(Arc::as_ptr(disk) as usize)
         {
             let _ = ring.submitter().register_files_update(at, &[-1]);
         }

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use tokio::sync::broadcast;
 
 use super::{Notice, Report};
-use crate::call::{self, Call};
+use crate::call::{self, Call, Caller};
 use crate::device::Device;
 use crate::fixed::FixedBuffers;
 use crate::key::QueueKey;
@@ -474,6 +474,38 @@ pub(super) fn open_exclusive_with_retry(
     }
 }
 
+/// Changes a queue that is served. `register` registers memory with the rings.
+pub(super) fn change(
+    pool: &Pool,
+    key: QueueKey,
+    change: Change,
+    caller: &Arc<Caller>,
+    register: impl FnOnce(&Memory) -> Result<Option<Arc<FixedBuffers>>, StartError>,
+) -> Result<(), StartError> {
+    let done = match change {
+        Change::Enabled(enabled) => pool.edit(key, move |q| q.set_enabled(enabled)),
+        // A fd that cannot be used is none: the driver then looks for itself.
+        Change::Call(call) => {
+            let call = call.and_then(|fd| Call::new(fd, caller).ok());
+            pool.edit(key, move |q| q.set_call(call))
+        }
+        Change::Error(error) => {
+            let error = error.and_then(|fd| Call::new(fd, caller).ok());
+            pool.edit(key, move |q| q.set_error(error))
+        }
+        Change::Memory(memory) => {
+            let buffers = register(&memory)?;
+            pool.edit(key, move |q| {
+                let _ = q.set_memory(memory, buffers);
+            })
+        }
+        Change::Log(log) => pool.edit(key, move |q| q.set_log(log)),
+    };
+    // It stopped in the meantime: there is nothing to change.
+    let _ = done;
+    Ok(())
+}
+
 impl QueueHost for Host {
     type Key = u16;
 
@@ -500,29 +532,8 @@ impl QueueHost for Host {
 
     fn update(&self, index: u16, change: Change) -> Result<(), StartError> {
         let Some(key) = self.key(index) else { return Ok(()) };
-        let pool = &self.setup.pool;
-        let done = match change {
-            Change::Enabled(enabled) => pool.edit(key, move |q| q.set_enabled(enabled)),
-            // A fd that cannot be used is none: the driver then looks for itself.
-            Change::Call(call) => {
-                let call = call.and_then(|fd| Call::new(fd, self.device().caller()).ok());
-                pool.edit(key, move |q| q.set_call(call))
-            }
-            Change::Error(error) => {
-                let error = error.and_then(|fd| Call::new(fd, self.device().caller()).ok());
-                pool.edit(key, move |q| q.set_error(error))
-            }
-            Change::Memory(memory) => {
-                let buffers = self.fixed(&memory)?;
-                pool.edit(key, move |q| {
-                    let _ = q.set_memory(memory, buffers);
-                })
-            }
-            Change::Log(log) => pool.edit(key, move |q| q.set_log(log)),
-        };
-        // It stopped in the meantime: there is nothing to change.
-        let _ = done;
-        Ok(())
+        let register = |memory: &Memory| self.fixed(memory);
+        self::change(&self.setup.pool, key, change, self.device().caller(), register)
     }
 
     fn is_broken(&self, index: u16) -> bool {

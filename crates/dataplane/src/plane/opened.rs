@@ -7,10 +7,11 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use rtvirtio_engine::file;
-use rtvirtio_spec::serve::{Configuration, Device, Engine, ImageLock, Listen};
+use rtvirtio_spec::serve::{Configuration, Device, Engine, ImageLock, Listen, Nic};
 
 use super::PlaneError;
 use super::host::open_exclusive_with_retry;
+use super::nics::{OpenedNic, attach};
 use super::{SOCKET_MODE, io, refused};
 use crate::sandbox::{Identity, give};
 use rtvirtio_vhost::server::Listener;
@@ -19,6 +20,7 @@ use rtvirtio_vhost::server::Listener;
 #[derive(Debug)]
 pub struct Opened {
     pub(super) devices: Vec<OpenedDevice>,
+    pub(super) nics: Vec<OpenedNic>,
 }
 
 #[derive(Debug)]
@@ -48,7 +50,16 @@ impl Opened {
         handed: &mut HashMap<String, OwnedFd>,
         owner: Option<&Identity>,
     ) -> Result<Self, PlaneError> {
-        let open = |spec: &Device| -> Result<OpenedDevice, PlaneError> {
+        let bind = |path: &PathBuf, name: &str| {
+            let what = || format!("cannot listen for {name}");
+            let listener = Listener::bind(path, SOCKET_MODE);
+            let listener = listener.map_err(|error| refused(what(), error))?;
+            if let Some(owner) = owner {
+                give(path, owner, None).map_err(|error| io(what(), error))?;
+            }
+            Ok::<_, PlaneError>(listener)
+        };
+        let mut open = |spec: &Device| -> Result<OpenedDevice, PlaneError> {
             let name = &spec.name;
             let image = match &spec.engine {
                 Engine::File(config) => {
@@ -71,16 +82,8 @@ impl Opened {
                 Engine::Ram { .. } | Engine::Ssd(_) => None,
             };
             let what = || format!("cannot listen for {name}");
-            let bind = |path: &PathBuf| {
-                let listener = Listener::bind(path, SOCKET_MODE);
-                let listener = listener.map_err(|error| refused(what(), error))?;
-                if let Some(owner) = owner {
-                    give(path, owner, None).map_err(|error| io(what(), error))?;
-                }
-                Ok::<_, PlaneError>(listener)
-            };
             let listener = match &spec.listen {
-                Listen::Path(path) => bind(path)?,
+                Listen::Path(path) => bind(path, name.as_str())?,
                 Listen::Activated(wanted) => {
                     let missing = || {
                         let kind = std::io::ErrorKind::NotFound;
@@ -90,10 +93,17 @@ impl Opened {
                     Listener::from_fd(fd).map_err(|error| refused(what(), error))?
                 }
             };
-            let slots = spec.slots.as_ref().map(bind).transpose()?;
+            let slots = spec.slots.as_ref().map(|path| bind(path, name.as_str())).transpose()?;
             Ok(OpenedDevice { spec: spec.clone(), image, listener, slots })
         };
-        let devices = configuration.devices.iter().map(open).collect::<Result<_, PlaneError>>()?;
-        Ok(Self { devices })
+        let devices =
+            configuration.devices.iter().map(&mut open).collect::<Result<_, PlaneError>>()?;
+        let open = |spec: &Nic| {
+            let taps = attach(spec)?;
+            let listener = bind(&spec.socket, spec.name.as_str())?;
+            Ok(OpenedNic { spec: spec.clone(), taps, listener })
+        };
+        let nics = configuration.nics.iter().map(open).collect::<Result<_, PlaneError>>()?;
+        Ok(Self { devices, nics })
     }
 }

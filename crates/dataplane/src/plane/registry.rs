@@ -24,6 +24,7 @@ use tokio::sync::broadcast;
 use super::engines::open;
 use super::host::{Host, HostSetup, lock_with_retry};
 use super::iothreads::{Adding, Core, Served, Slots, State};
+use super::nics::Nics;
 use super::opened::{Image, Opened, OpenedDevice};
 use super::{
     Admission, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError,
@@ -50,6 +51,7 @@ pub struct Registry {
     report: Arc<Report>,
     // In the order in which they must end: sessions, then threads.
     server: Server,
+    nics: Nics,
     core: Arc<Core>,
     monitor: Monitor,
     watched: Arc<Watched>,
@@ -100,6 +102,7 @@ impl Registry {
                 Arc::new(move |device, ended| report(device, Notice::Ended(ended)))
             })?,
             report,
+            nics: Nics::default(),
             monitor: Monitor::new(Arc::clone(&core)),
             core,
             watched,
@@ -120,6 +123,10 @@ impl Registry {
         }
         for OpenedDevice { spec, image, listener, slots } in opened.devices {
             self.add(spec, image, Some(listener), slots, Admission::Forced)?;
+        }
+        for opened in opened.nics {
+            let threads = threads(&self.state(), &opened.spec.mapping)?;
+            self.nics.add(opened, threads, (&self.server, &self.core.pool, &self.report))?;
         }
         self.begin_policy(configuration.iocores.clone())
     }
@@ -305,7 +312,11 @@ impl Registry {
             Listen::Activated(_) => None,
         };
         let sockets: Vec<PathBuf> = path.into_iter().chain(&spec.slots).cloned().collect();
+        let of_nics = self.nics.sockets();
         for socket in &sockets {
+            if of_nics.contains(socket) {
+                return Err(PlaneError::SocketOfNic { socket: socket.clone() });
+            }
             let is_of = |served: &Served| served.sockets().any(|other| other == socket);
             let served = devices.iter().find(|(_, served)| is_of(served)).map(|(name, _)| name);
             let is_of = |adding: &Adding| adding.sockets.contains(socket);
@@ -408,6 +419,9 @@ impl Plane for Registry {
     }
 
     fn remove_iothread(&self, iothread: &IoThreadName) -> Result<(), PlaneError> {
+        if let Some(nic) = self.nics.on(iothread) {
+            return Err(PlaneError::IoThreadOfNic { iothread: iothread.clone(), nic });
+        }
         self.core.remove_iothread(iothread)
     }
 
@@ -650,6 +664,7 @@ impl Plane for Registry {
             started: self.started,
             iothreads: iothreads.collect(),
             devices: devices.collect(),
+            nics: self.nics.observe(&self.server),
             schedules: schedules.map(|(name, s)| s.status().state(name.clone())).collect(),
             policy: self.monitor.settings().policy,
             decisions: self.monitor.counts(),
@@ -700,6 +715,7 @@ impl Drop for Registry {
         self.monitor.stop();
         // Sessions drain what is in flight, all at once: the pool must still be there.
         self.server.shut_down();
+        self.nics.close(&self.server);
         for (_, served) in std::mem::take(&mut self.state().devices) {
             served.close(&self.server);
         }

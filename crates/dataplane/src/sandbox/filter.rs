@@ -160,11 +160,19 @@ const GUARD: &[c_long] = &[
     libc::SYS_sigaltstack,
 ];
 
-/// `BLKDISCARD`, `BLKGETSIZE64`, `BLKSSZGET` and `BLKPBSZGET` of `linux/fs.h`, `FIONBIO`, and
-/// `NVME_IOCTL_ID` and `NVME_IOCTL_ADMIN_CMD` of `linux/nvme_ioctl.h`: without capabilities, which are
+/// `BLKDISCARD`, `BLKGETSIZE64`, `BLKSSZGET` and `BLKPBSZGET` of `linux/fs.h`, `FIONBIO`,
+/// `TUNSETOFFLOAD` of `linux/if_tun.h`, and `NVME_IOCTL_ID` and `NVME_IOCTL_ADMIN_CMD` of `linux/nvme_ioctl.h`: without capabilities, which are
 /// given up, the latter can only ask a device what it is.
-const IOCTLS: [u32; 7] =
-    [0x1277, 0x8008_1272, 0x1268, 0x127b, libc::FIONBIO as u32, 0x4e40, 0xc048_4e41];
+const IOCTLS: [u32; 8] = [
+    0x1277,
+    0x8008_1272,
+    0x1268,
+    0x127b,
+    libc::FIONBIO as u32,
+    rtvirtio_net::tap::SET_OFFLOADS,
+    0x4e40,
+    0xc048_4e41,
+];
 
 const FCNTLS: [i32; 9] = [
     libc::F_DUPFD_CLOEXEC,

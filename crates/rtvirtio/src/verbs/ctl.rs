@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
 use rtvirtio_spec::control::{
     AddIoThread, DeviceState, IoThreadState, Lock, MoveQueue, Moved, PinIoThread, Resize, Resized,
-    SetMapping,
+    SetMapping, Snapshot,
 };
 use rtvirtio_spec::cpulist;
 use rtvirtio_spec::mapping::{Mapping, read};
@@ -38,7 +38,11 @@ impl Args {
     /// Whether the command changes the data plane, or only shows what there is.
     pub(crate) const fn changes(&self) -> bool {
         match &self.command {
-            Command::Snapshot | Command::Decisions(_) | Command::Events | Command::Metrics => false,
+            Command::Snapshot
+            | Command::Nic(_)
+            | Command::Decisions(_)
+            | Command::Events
+            | Command::Metrics => false,
             Command::Device(command) => !matches!(command, device::Command::List),
             Command::IoThread(command) => !matches!(command, IoThreadCommand::List),
             Command::Mapping(command) => !matches!(command, MappingCommand::Get { .. }),
@@ -56,6 +60,9 @@ enum Command {
     /// List, add, remove and resize devices
     #[command(subcommand)]
     Device(device::Command),
+    /// List network devices
+    #[command(subcommand)]
+    Nic(NicCommand),
     /// List, create, pin, lock and remove IOThreads
     #[command(subcommand, name = "iothread")]
     IoThread(IoThreadCommand),
@@ -89,6 +96,12 @@ enum Command {
     Events,
     /// Print the metrics for Prometheus
     Metrics,
+}
+
+#[derive(clap::Subcommand)]
+enum NicCommand {
+    /// Show them, and what each of their queues has handed on and dropped
+    List,
 }
 
 #[derive(clap::Subcommand)]
@@ -222,6 +235,14 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         Command::Schedule(command) => qos::schedules(&client, command, args.json)?,
         Command::Policy(args_of) => policy::run(&client, args_of, args.json)?,
         Command::Decisions(args_of) => policy::decisions(&client, args_of, args.json)?,
+        Command::Nic(NicCommand::List) => {
+            let found: Snapshot = client.get("/v1/snapshot")?;
+            if args.json {
+                input::print_json(&found.nics)?;
+            } else {
+                println!("{}", show::nics(&found.nics));
+            }
+        }
         Command::Events => {
             for event in client.events()? {
                 let event = event?;

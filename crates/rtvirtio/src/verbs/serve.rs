@@ -140,6 +140,9 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
         Notice::NoFixedBuffers(error) => {
             eprintln!("{}: guest memory is not registered: {error}", device);
         }
+        Notice::Broken { queue, reason } => {
+            eprintln!("{device}: queue {queue} is broken by its driver: {reason}");
+        }
         Notice::EmptyRing { queue } => {
             eprintln!(
                 "{}: the driver of queue {queue} kicks, and its ring stays empty: is the guest's memory shared? \
@@ -156,7 +159,9 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
     registry.add_all(configuration, opened)?;
     let plane = || Arc::clone(&registry) as Arc<dyn Plane>;
     let control = control.map(|socket| ControlServer::serve(socket, plane())).transpose()?;
-    eprintln!("serving {} devices", configuration.devices.len());
+    let (disks, nics) = (configuration.devices.len(), configuration.nics.len());
+    let and = if nics > 0 { format!(" and {nics} nics") } else { String::new() };
+    eprintln!("serving {disks} devices{and}");
     // Without systemd there is nobody to tell.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
     while !interrupted.load(Ordering::Relaxed) {
@@ -272,7 +277,23 @@ fn describe(configuration: &Configuration) -> String {
             socket + slots.as_deref().unwrap_or_default(),
         ]);
     }
-    text + &format!("{iothreads}\n\n{devices}\n")
+    if configuration.nics.is_empty() {
+        return text + &format!("{iothreads}\n\n{devices}\n");
+    }
+    let mut nics = table(["nic", "vm", "pairs", "iothreads", "tap", "mac", "socket"]);
+    for nic in &configuration.nics {
+        let iothreads: Vec<&str> = nic.mapping.by_queue().iter().map(|n| n.as_str()).collect();
+        nics.add_row([
+            nic.name.to_string(),
+            nic.vm.to_string(),
+            nic.pairs.to_string(),
+            iothreads.join(" "),
+            nic.tap.clone(),
+            serve::mac_text(nic.mac),
+            nic.socket.display().to_string(),
+        ]);
+    }
+    text + &format!("{iothreads}\n\n{devices}\n\n{nics}\n")
 }
 
 fn data(engine: &Engine) -> String {

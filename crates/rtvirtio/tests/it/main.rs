@@ -12,6 +12,7 @@ mod in_guest;
 mod libvirt;
 mod lifecycle;
 mod mapping;
+mod nic;
 mod nvme;
 mod operator;
 mod packaging;

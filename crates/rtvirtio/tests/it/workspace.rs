@@ -42,9 +42,10 @@ const MEMBERS: &[Member] = &[
     member("virtq", &["units"], false),
     member("engine", &["units", "ssd", "virtq"], false),
     member("vhost", &["units", "virtq", "engine"], false),
+    member("net", &["virtq"], false),
     member(
         "dataplane",
-        &["units", "spec", "qos", "iocores", "completion", "virtq", "engine", "vhost"],
+        &["units", "spec", "qos", "iocores", "completion", "virtq", "engine", "vhost", "net"],
         false,
     ),
     // Options that the daemon does not link (extras/).

@@ -8,9 +8,9 @@ use rtvirtio_units::{Bytes, CpuId, IoThreadName, Name, Nanos};
 use super::error::Fault;
 use super::wire::{self, EngineKind, Size};
 use super::{
-    Completion, Control, CpuCost, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_POLL,
-    MAX_RAM_BYTES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_USER_BYTES, NvmeEngine, Polling, Qos,
-    Service, Slice, SsdEngine,
+    Completion, Control, CpuCost, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_PAIRS,
+    MAX_POLL, MAX_RAM_BYTES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_TAP_BYTES, MAX_USER_BYTES,
+    MIN_MTU, Nic, NvmeEngine, Polling, Qos, Service, Slice, SsdEngine,
 };
 use crate::mapping::{Entry, Mapping};
 
@@ -197,6 +197,67 @@ impl Device {
             qos: raw.qos.map(|qos| Qos::located(qos, schedules)).transpose()?,
         })
     }
+}
+
+impl Nic {
+    pub(super) fn located(raw: wire::Nic, iothreads: &[IoThread]) -> Result<Self, Misplaced> {
+        let tap = at(&["tap"], checked_tap(raw.tap))?;
+        let mac = match raw.mac {
+            Some(mac) => at(&["mac"], checked_mac(mac))?,
+            None => made_mac(&raw.vm, &raw.name),
+        };
+        if let Some(mtu) = raw.mtu {
+            at(&["mtu"], in_range("mtu", mtu.into(), MIN_MTU.into(), u16::MAX.into()))?;
+        }
+        let pairs = raw.queues.unwrap_or(1);
+        at(&["queues"], in_range("queues", pairs.into(), 1, MAX_PAIRS.into()))?;
+        let keys: &[&str] = if raw.mapping.is_some() { &["mapping"] } else { &["queues"] };
+        let mapping = mapping(raw.mapping, 2 * pairs, iothreads, raw.trust.as_ref());
+        Ok(Self {
+            name: raw.name,
+            vm: raw.vm,
+            socket: at(&["socket"], socket(raw.socket))?,
+            tap,
+            mac,
+            mtu: raw.mtu,
+            pairs: pairs as u16,
+            trust: raw.trust,
+            max_memory: raw.max_memory.map(max_memory).transpose()?,
+            mapping: mapping.map_err(|fault| (keys, fault))?,
+        })
+    }
+}
+
+/// As the kernel has it (`dev_valid_name`).
+fn checked_tap(name: String) -> Result<String, Fault> {
+    let is_name = |b: u8| b.is_ascii_graphic() && b != b'/' && b != b':';
+    let fits = (1..=MAX_TAP_BYTES).contains(&name.len()) && name != "." && name != "..";
+    if fits && name.bytes().all(is_name) { Ok(name) } else { Err(Fault::BadTap(name)) }
+}
+
+fn checked_mac(text: String) -> Result<[u8; 6], Fault> {
+    let mut mac = [0; 6];
+    let mut parts = text.split(':');
+    for byte in &mut mac {
+        let part = parts.next().filter(|part| part.len() == 2);
+        match part.and_then(|part| u8::from_str_radix(part, 16).ok()) {
+            Some(value) => *byte = value,
+            None => return Err(Fault::BadMac(text)),
+        }
+    }
+    // That of a group is nobody's.
+    let is_one = parts.next().is_none() && mac[0] & 1 == 0 && mac != [0; 6];
+    if is_one { Ok(mac) } else { Err(Fault::BadMac(text)) }
+}
+
+/// QEMU's prefix and 24 bits of the names (FNV-1a), so that a device keeps its address.
+fn made_mac(vm: &rtvirtio_units::VmName, name: &Name) -> [u8; 6] {
+    let mut hash = 0x811c_9dc5_u32;
+    for byte in vm.as_str().bytes().chain(*b"/").chain(name.as_str().bytes()) {
+        hash = (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193);
+    }
+    let [_, a, b, c] = (hash ^ hash >> 24).to_be_bytes();
+    [0x52, 0x54, 0x00, a, b, c]
 }
 
 fn max_memory(Size(size): Size) -> Result<Bytes, Misplaced> {

@@ -7,7 +7,7 @@ use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name};
 
 use super::wire::{Completion, EngineKind, Policy};
 use super::{
-    IoPriority, MAX_CPU, MAX_DEVICES, MAX_IOTHREADS, MAX_POLL, MAX_QUEUES, MAX_RAM_BYTES,
+    IoPriority, MAX_CPU, MAX_DEVICES, MAX_IOTHREADS, MAX_NICS, MAX_POLL, MAX_QUEUES, MAX_RAM_BYTES,
     MAX_SCHEDULES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_TASKS,
 };
 use crate::mapping::MappingError;
@@ -48,6 +48,8 @@ pub enum Subject {
     Schedule(Name),
     /// A device.
     Device(DiskName),
+    /// A network device.
+    Nic(Name),
 }
 
 impl fmt::Display for Subject {
@@ -57,6 +59,7 @@ impl fmt::Display for Subject {
             Self::IoThread(name) => write!(f, "iothread \"{name}\": "),
             Self::Schedule(name) => write!(f, "schedule \"{name}\": "),
             Self::Device(name) => write!(f, "device \"{name}\": "),
+            Self::Nic(name) => write!(f, "nic \"{name}\": "),
         }
     }
 }
@@ -103,6 +106,23 @@ pub enum Fault {
     #[error("{0} devices, more than {MAX_DEVICES}")]
     TooManyDevices(usize),
     /// Too many of them.
+    #[error("{0} nics, more than {MAX_NICS}")]
+    TooManyNics(usize),
+    /// No name of a network device.
+    #[error("{} is no name of a network device", Quoted(.0))]
+    BadTap(String),
+    /// No address, or that of a group.
+    #[error("{} is no address of a device", Quoted(.0))]
+    BadMac(String),
+    /// A TAP of two devices.
+    #[error("tap {} is that of nic \"{other}\" too", Quoted(tap))]
+    DuplicateTap {
+        /// The TAP.
+        tap: String,
+        /// The first with it.
+        other: Name,
+    },
+    /// Too many of them.
     #[error("{0} schedules, more than {MAX_SCHEDULES}")]
     TooManySchedules(usize),
     /// No such schedule.
@@ -121,7 +141,7 @@ pub enum Fault {
     #[error("{0} is the burst of a rate, and there is none")]
     BurstAlone(&'static str),
     /// Two of one name.
-    #[error("a second iothread, schedule or device has this name")]
+    #[error("a second iothread, schedule, device or nic has this name")]
     DuplicateName,
     /// Two of one socket.
     #[error("socket {} is that of {other} too", Quoted(&socket.to_string_lossy()))]
@@ -258,6 +278,10 @@ impl Fault {
             Self::PolicyAcrossTrust(_) => "set policy = \"static\"".to_owned(),
             Self::TooManyIoThreads(_) => format!("keep at most {MAX_IOTHREADS}"),
             Self::TooManyDevices(_) => format!("keep at most {MAX_DEVICES}"),
+            Self::TooManyNics(_) => format!("keep at most {MAX_NICS}"),
+            Self::BadTap(_) => "write tap = \"tap0\"".to_owned(),
+            Self::BadMac(_) => "write mac = \"52:54:00:12:34:56\"".to_owned(),
+            Self::DuplicateTap { .. } => "give each a TAP of its own".to_owned(),
             Self::TooManySchedules(_) => format!("keep at most {MAX_SCHEDULES}"),
             Self::NoSchedule(name) => format!(
                 "add [[schedule]] with name = \"{name}\", channels = 4, request_ns = 200000, kib_ns = 9000"

@@ -13,7 +13,7 @@ use super::check::Misplaced;
 use super::error::{Fault, ServeError, Subject};
 use super::{
     Configuration, Control, Device, IoCores, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS,
-    MAX_SCHEDULES, Policy, Schedule, Service, wire,
+    MAX_NICS, MAX_SCHEDULES, Nic, Policy, Schedule, Service, wire,
 };
 use crate::specification::{MAX_FILE_BYTES, deep_key, position, unknown_field};
 
@@ -133,12 +133,24 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ServeError> {
                 .map_err(|(keys, fault)| fail(subject, place.of("device", index, keys), fault))?,
         );
     }
+    let count = raw.nic.len();
+    if count > MAX_NICS {
+        return Err(of_file(place.of("nic", MAX_NICS, &[]), Fault::TooManyNics(count)));
+    }
+    let mut nics = Vec::with_capacity(count);
+    for (index, raw) in raw.nic.into_iter().enumerate() {
+        let subject = Subject::Nic(raw.name.clone());
+        let checked = Nic::located(raw, &iothreads).and_then(|nic| unique.add_nic(nic, &nics));
+        nics.push(
+            checked.map_err(|(keys, fault)| fail(subject, place.of("nic", index, keys), fault))?,
+        );
+    }
     let of_threads = iothreads.iter().any(|iothread| iothread.trust.is_some());
     if of_threads && iocores.policy != Policy::Static {
         let (span, policy) = (place.of("iocores", 0, &["policy"]), iocores.policy);
         return Err(of_file(span, Fault::PolicyAcrossTrust(policy)));
     }
-    Ok(Configuration { service, control, iocores, iothreads, schedules, devices })
+    Ok(Configuration { service, control, iocores, iothreads, schedules, devices, nics })
 }
 
 /// What stands once in a file.
@@ -167,6 +179,23 @@ impl Unique {
             return Err((&["slots"], Fault::DuplicateSocket { socket, other }));
         }
         Ok(device)
+    }
+}
+
+impl Unique {
+    fn add_nic(&mut self, nic: Nic, others: &[Nic]) -> Result<Nic, Misplaced> {
+        if others.iter().any(|other| other.name == nic.name) {
+            return Err((&["name"], Fault::DuplicateName));
+        }
+        if let Some(other) = others.iter().find(|other| other.tap == nic.tap) {
+            let (tap, other) = (nic.tap, other.name.clone());
+            return Err((&["tap"], Fault::DuplicateTap { tap, other }));
+        }
+        let owner = format!("nic \"{}\"", nic.name);
+        if let Some(other) = self.sockets.insert(Listen::Path(nic.socket.clone()), owner) {
+            return Err((&["socket"], Fault::DuplicateSocket { socket: nic.socket, other }));
+        }
+        Ok(nic)
     }
 }
 

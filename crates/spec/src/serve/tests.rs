@@ -260,13 +260,18 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
             "poll_max_us is 1000001, outside 0 to 1000000",
         ),
         ("poll_max_us = 50", "poll_grow = 1", 13, "poll_grow is 1, outside 2 to 1024"),
-        ("\"iot1\"\n\n", "\"iot0\"\n\n", 16, "a second iothread, schedule or device has this name"),
+        (
+            "\"iot1\"\n\n",
+            "\"iot0\"\n\n",
+            16,
+            "a second iothread, schedule, device or nic has this name",
+        ),
         ("name = \"vm0-root\"", "name = \"a/b\"", 19, "'/' is not allowed in a name"),
         (
             "name = \"vm1-scratch\"",
             "name = \"vm0-root\"",
             38,
-            "a second iothread, schedule or device",
+            "a second iothread, schedule, device or nic",
         ),
         ("vm = \"vm0\"", "", 18, "missing field `vm`"),
         ("socket = \"/run/rtvirtio/vm0-root.sock\"", &long, 21, "is no path of a socket"),
@@ -349,6 +354,62 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
     for (from, to, line, words) in faults {
         assert_eq!(EXAMPLE.matches(from).count().min(1), 1, "{from} is in the example");
         let error = parse("serve.toml", &EXAMPLE.replacen(from, to, 1)).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains(words), "{to}: {text}");
+        assert!(text.starts_with(&format!("serve.toml:{line}:")), "{to}: {text}, not line {line}");
+        assert!(!error.hint().is_empty());
+    }
+}
+
+const NICS: &str = r#"version = 1
+[[iothread]]
+name = "iot0"
+[[iothread]]
+name = "iot1"
+[[nic]]
+name = "net0"
+vm = "db"
+socket = "/run/rtvirtio/net0"
+tap = "tap0"
+mac = "52:54:00:12:34:56"
+mtu = 9000
+queues = 2
+[[nic]]
+name = "net1"
+vm = "db"
+socket = "/run/rtvirtio/net1"
+tap = "tap1"
+"#;
+
+#[test]
+fn network_devices_are_read_with_their_faults() {
+    let found = parse("serve.toml", NICS).unwrap();
+    let [first, second] = &found.nics[..] else { panic!("{found:?}") };
+    assert_eq!((first.tap.as_str(), first.pairs, first.mtu), ("tap0", 2, Some(9000)));
+    assert_eq!(mac_text(first.mac), "52:54:00:12:34:56");
+    // Two virtqueues a pair, over all IOThreads.
+    let iothreads: Vec<&str> = first.mapping.by_queue().iter().map(|n| n.as_str()).collect();
+    assert_eq!(iothreads, ["iot0", "iot1", "iot0", "iot1"]);
+    assert_eq!((second.pairs, second.mtu), (1, None));
+    // One of its own, that stays.
+    assert_eq!((second.mac[..3].to_vec(), second.mac[0] & 1), (vec![0x52, 0x54, 0], 0));
+    assert_eq!(parse("serve.toml", NICS).unwrap().nics[1].mac, second.mac);
+    assert_ne!(first.mac, second.mac);
+    for (from, to, line, words) in [
+        ("\"net1\"\nvm", "\"net0\"\nvm", 15, "has this name"),
+        ("tap = \"tap1\"", "tap = \"tap0\"", 18, "is that of nic \"net0\" too"),
+        ("rtvirtio/net1", "rtvirtio/net0", 17, "is that of nic \"net0\" too"),
+        ("\"tap0\"", "\"../tap\"", 10, "is no name of a network device"),
+        ("\"tap0\"", "\"a-name-of-16-byt\"", 10, "is no name of a network device"),
+        ("12:34:56\"", "12:34\"", 11, "is no address of a device"),
+        ("\"52:54", "\"01:54", 11, "is no address of a device"),
+        ("\"52:54", "\"5:254", 11, "is no address of a device"),
+        ("mtu = 9000", "mtu = 67", 12, "mtu is 67, outside 68 to 65535"),
+        ("queues = 2", "queues = 9", 13, "queues is 9, outside 1 to 8"),
+        ("queues = 2", "queue = 2", 13, "unknown key \"queue\""),
+        ("socket = \"/run/rtvirtio/net1\"", "socket = \"net1\"", 17, "is no path of a socket"),
+    ] {
+        let error = parse("serve.toml", &NICS.replacen(from, to, 1)).unwrap_err();
         let text = error.to_string();
         assert!(text.contains(words), "{to}: {text}");
         assert!(text.starts_with(&format!("serve.toml:{line}:")), "{to}: {text}, not line {line}");

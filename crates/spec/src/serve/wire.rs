@@ -32,6 +32,41 @@ pub struct Configuration {
     /// `[[device]]`
     #[serde(default)]
     pub device: Vec<Device>,
+    /// `[[nic]]`
+    #[serde(default)]
+    pub nic: Vec<Nic>,
+}
+
+/// `[[nic]]`
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a table [[nic]]")]
+pub struct Nic {
+    /// Its name.
+    pub name: Name,
+    /// Its VM.
+    pub vm: VmName,
+    /// Path of the socket.
+    pub socket: PathBuf,
+    /// Name of the host's TAP.
+    pub tap: String,
+    /// Its address, for front ends that ask for it; made of the names if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mac: Option<String>,
+    /// Bytes of the longest packet; the TAP's if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mtu: Option<u16>,
+    /// Pairs of queues; 1 if nothing says. More need a TAP with `multi_queue`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub queues: Option<u32>,
+    /// Its trust domain, as of a device.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trust: Option<Name>,
+    /// Most guest memory that its front end may share; what the host has, if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_memory: Option<Size>,
+    /// As of a device: virtqueue 2 i receives and 2 i + 1 transmits.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mapping: Option<Vec<Entry>>,
 }
 
 /// `[service]`

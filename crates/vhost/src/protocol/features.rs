@@ -22,6 +22,10 @@ pub const ALWAYS: u64 =
 pub const PROTOCOL_MQ: u64 = 1 << 0;
 /// VHOST_USER_PROTOCOL_F_LOG_SHMFD
 pub const PROTOCOL_LOG_SHMFD: u64 = 1 << 1;
+/// VHOST_USER_PROTOCOL_F_RARP: of network devices.
+pub const PROTOCOL_RARP: u64 = 1 << 2;
+/// VHOST_USER_PROTOCOL_F_NET_MTU: of network devices.
+pub const PROTOCOL_NET_MTU: u64 = 1 << 4;
 /// VHOST_USER_PROTOCOL_F_REPLY_ACK
 pub const PROTOCOL_REPLY_ACK: u64 = 1 << 3;
 /// VHOST_USER_PROTOCOL_F_BACKEND_REQ
@@ -37,7 +41,7 @@ pub const PROTOCOL_CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
 /// VHOST_USER_PROTOCOL_F_STATUS
 pub const PROTOCOL_STATUS: u64 = 1 << 16;
 
-/// The protocol features that are offered.
+/// The protocol features that are offered for a device of any kind.
 pub const PROTOCOL_OFFERED: u64 = PROTOCOL_MQ
     | PROTOCOL_LOG_SHMFD
     | PROTOCOL_REPLY_ACK
@@ -79,10 +83,10 @@ pub const DECLINED: &[Declined] = &[
     declined(41, "VIRTIO_F_ADMIN_VQ", "no group of devices to administer"),
 ];
 
-/// The protocol features that are not offered.
+/// The protocol features that are not offered, but for those of network devices, which say so themselves.
 pub const PROTOCOL_DECLINED: &[Declined] = &[
-    declined(2, "RARP", "network devices only"),
-    declined(4, "MTU", "network devices only"),
+    declined(2, "RARP", "of network devices, which offer it"),
+    declined(4, "MTU", "of network devices, which offer it"),
     declined(6, "CROSS_ENDIAN", "guests have the host's byte order, or use VERSION_1"),
     declined(7, "CRYPTO_SESSION", "crypto devices only"),
     declined(8, "PAGEFAULT", "postcopy migration: requests would wait for pages of another host"),

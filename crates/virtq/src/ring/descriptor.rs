@@ -31,6 +31,15 @@ impl Position {
         }
     }
 
+    /// So many descriptors back, at most the ring's size.
+    pub(super) const fn before(self, count: u16, size: u16) -> Self {
+        if count <= self.index {
+            Self { index: self.index - count, wrap: self.wrap }
+        } else {
+            Self { index: self.index + size - count, wrap: !self.wrap }
+        }
+    }
+
     /// The flags of a descriptor that the driver has made available here.
     pub(super) const fn available_flags(self) -> u16 {
         if self.wrap { AVAILABLE } else { USED }

@@ -193,6 +193,17 @@ impl Packed {
         Ok(true)
     }
 
+    /// The request that was taken last is as if it had not been.
+    pub(super) fn untake(&mut self, id: u16) -> bool {
+        let count = match self.busy.get_mut(usize::from(id)) {
+            Some(count) if *count != 0 && self.inflight.is_none() => std::mem::take(count),
+            _ => return false,
+        };
+        self.available = self.available.before(count, self.size);
+        self.taken -= count;
+        true
+    }
+
     /// The next request of those that an earlier server had begun.
     #[cold]
     fn next_again(

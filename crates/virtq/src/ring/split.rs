@@ -158,6 +158,16 @@ impl Split {
         Ok(true)
     }
 
+    /// The request that was taken last is as if it had not been.
+    pub(super) fn untake(&mut self, id: u16) -> bool {
+        match self.busy.get_mut(usize::from(id)) {
+            Some(busy) if *busy && self.inflight.is_none() => *busy = false,
+            _ => return false,
+        }
+        self.next_available = self.next_available.wrapping_sub(1);
+        true
+    }
+
     /// The head of the next available chain.
     #[inline]
     fn available_head(&mut self) -> Result<Option<u16>, RingError> {

@@ -44,6 +44,44 @@ fn host(driver: &Driver, address: u64) -> *mut u8 {
 const SPLIT: Options = Options { size: 8, packed: false, event_idx: false, indirect: true };
 const PACKED: Options = Options { packed: true, ..SPLIT };
 
+/// A device that gathers buffers gives those back that it does not need.
+#[test]
+fn requests_that_were_taken_go_back_in_reverse_and_come_again() {
+    for options in [SPLIT, PACKED, Options { event_idx: true, ..SPLIT }] {
+        let mut driver = driver(options);
+        let mut ring = ring(&driver);
+        let mut chain = Chain::default();
+        // So often that a packed ring wraps in the midst of it.
+        for round in 0..20 {
+            let ids: Vec<u16> = (0..3)
+                .map(|i| driver.add(&request(round + i, 1 + i as usize % 2), false).unwrap())
+                .collect();
+            driver.publish();
+            for id in &ids {
+                assert_eq!(ring.next(&mut chain), Ok(true));
+                assert_eq!(chain.id, *id);
+            }
+            ring.finish(ids[0], 1);
+            let all = ring.base();
+            ring.untake(ids[2]);
+            ring.untake(ids[1]);
+            assert_eq!(ring.in_flight(), 0);
+            assert!(ring.is_pending() && ring.base() != all);
+            let _ = ring.publish();
+            for id in &ids[1..] {
+                assert_eq!(ring.next(&mut chain), Ok(true), "round {round}");
+                assert_eq!(chain.id, *id);
+                ring.finish(*id, 1);
+            }
+            assert_eq!(ring.base() & 0xffff, all & 0xffff);
+            let _ = ring.publish();
+            for id in &ids {
+                assert_eq!(driver.take(), Some((*id, 1)), "round {round}");
+            }
+        }
+    }
+}
+
 #[test]
 fn next_chain_of_three_is_translated_and_sorted() {
     for (options, indirect) in [(SPLIT, false), (SPLIT, true), (PACKED, false), (PACKED, true)] {

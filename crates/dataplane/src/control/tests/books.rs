@@ -265,6 +265,7 @@ impl Plane for Books {
                 .collect(),
         });
         Observation {
+            nics: Vec::new(),
             started: Nanos::new(1),
             iothreads: state.iothreads.values().cloned().collect(),
             devices: devices.collect(),

@@ -2,8 +2,9 @@
 
 use comfy_table::{CellAlignment, Table, presets};
 use rtvirtio_spec::control::{
-    Activity, Decision, DeviceState, Event, Had, IoThreadState, LatencySummary, Load, PolicyState,
-    QosState, QueueState, ScheduleState, SlotsState, Snapshot, TaskState,
+    Activity, Decision, DeviceState, Event, Had, IoThreadState, LatencySummary, Load, NicState,
+    PolicyState, QosState, QueueDirection, QueueState, ScheduleState, SlotsState, Snapshot,
+    TaskState,
 };
 use rtvirtio_spec::serve::wire::Size;
 use rtvirtio_spec::serve::{Completion, CorePolicy};
@@ -154,6 +155,31 @@ pub(super) fn iothreads(iothreads: &[IoThreadState]) -> Table {
             share(t.sleep_ns),
             t.cpu_ns.to_string(),
         ]);
+    }
+    table
+}
+
+pub(super) fn nics(nics: &[NicState]) -> Table {
+    let header = ["nic", "vm", "", "tap", "queue", "iothread", "frames", "bytes", "dropped"];
+    let mut table = table(header, 6);
+    for nic in nics {
+        for queue in &nic.queues {
+            let direction = match queue.direction {
+                QueueDirection::Receive => "receive",
+                QueueDirection::Transmit => "transmit",
+            };
+            table.add_row([
+                nic.name.to_string(),
+                nic.vm.to_string(),
+                if nic.connected { "connected" } else { "" }.to_owned(),
+                nic.tap.clone(),
+                format!("{} {direction}", queue.index),
+                queue.iothread.to_string(),
+                queue.frames.to_string(),
+                queue.bytes.to_string(),
+                queue.dropped.to_string(),
+            ]);
+        }
     }
     table
 }

@@ -1,0 +1,204 @@
+//! A virtio network device, as its front end sees it: features and configuration space.
+//!
+//! Its virtqueues come in pairs: 2 i receives, 2 i + 1 transmits (virtio 1.2, 5.1.2). The control queue is the
+//! front end's own, as QEMU has it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use rtvirtio_net::features;
+use rtvirtio_net::header::{BYTES, Header, announcement};
+use rtvirtio_net::tap::Tap;
+use rtvirtio_units::Bytes;
+use rtvirtio_vhost::protocol::CONFIG_MAX;
+use rtvirtio_vhost::protocol::features as common;
+use rtvirtio_vhost::{Backend, Link};
+use rtvirtio_virtq::Segment;
+use rtvirtio_virtq::ring::Inflight;
+
+use crate::call::Caller;
+
+/// VIRTIO_NET_S_LINK_UP
+const LINK_UP: u16 = 1;
+
+/// What a device is made of.
+pub struct NicConfig {
+    /// Its name, in messages about it.
+    pub name: String,
+    /// Its address, for front ends that ask.
+    pub mac: [u8; 6],
+    /// The longest packet, bytes of IP.
+    pub mtu: u16,
+    /// One for each pair of queues, at least one.
+    pub taps: Vec<Tap>,
+    /// Guest memory that a front end may share, in all its regions.
+    pub memory: Bytes,
+}
+
+/// A device.
+pub struct Nic {
+    config: NicConfig,
+    taps: Vec<Arc<Tap>>,
+    caller: Arc<Caller>,
+    link: Link,
+    negotiated: AtomicU64,
+}
+
+impl std::fmt::Debug for Nic {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Nic").field("name", &self.config.name).finish_non_exhaustive()
+    }
+}
+
+impl Nic {
+    /// A device on these TAPs.
+    #[must_use]
+    pub fn new(mut config: NicConfig) -> Self {
+        let taps = std::mem::take(&mut config.taps).into_iter().map(Arc::new).collect();
+        let (caller, link, negotiated) = (Arc::default(), Link::default(), AtomicU64::new(0));
+        Self { config, taps, caller, link, negotiated }
+    }
+
+    /// What calls its drivers aside.
+    #[must_use]
+    pub const fn caller(&self) -> &Arc<Caller> {
+        &self.caller
+    }
+
+    /// The TAP of a virtqueue's pair.
+    pub(crate) fn tap(&self, queue: u16) -> Option<&Arc<Tap>> {
+        self.taps.get(usize::from(queue / 2))
+    }
+
+    /// Its address.
+    #[must_use]
+    pub const fn mac(&self) -> [u8; 6] {
+        self.config.mac
+    }
+
+    /// The longest packet, bytes of IP.
+    #[must_use]
+    pub const fn mtu(&self) -> u16 {
+        self.config.mtu
+    }
+
+    /// What its driver has negotiated.
+    pub(crate) fn driver_features(&self) -> u64 {
+        self.negotiated.load(Relaxed)
+    }
+
+    fn pairs(&self) -> u16 {
+        self.taps.len() as u16
+    }
+}
+
+impl Backend for Nic {
+    fn name(&self) -> &str {
+        &self.config.name
+    }
+
+    fn queues(&self) -> u16 {
+        2 * self.pairs()
+    }
+
+    fn queue_num(&self) -> u64 {
+        self.pairs().into()
+    }
+
+    fn features(&self) -> u64 {
+        let several = if self.pairs() > 1 { features::MQ } else { 0 };
+        common::ALWAYS | features::ALWAYS | several
+    }
+
+    /// No in-flight region: frames that a dead server had taken are lost, as on a wire.
+    fn protocol_features(&self) -> u64 {
+        (common::PROTOCOL_OFFERED & !common::PROTOCOL_INFLIGHT_SHMFD)
+            | common::PROTOCOL_RARP
+            | common::PROTOCOL_NET_MTU
+    }
+
+    fn announce(&self, mac: [u8; 6]) -> bool {
+        let Some(tap) = self.taps.first() else { return false };
+        let (mut header, mut frame) = (Header::COMPLETE.0, announcement(mac));
+        let parts = [
+            Segment::new(header.as_mut_ptr(), BYTES),
+            Segment::new(frame.as_mut_ptr(), frame.len()),
+        ];
+        // A TAP that takes it not is down: nobody would hear it.
+        // SAFETY: both are this function's own.
+        let _ = unsafe { tap.send(&parts) };
+        true
+    }
+
+    fn set_mtu(&self, mtu: u64) -> bool {
+        mtu <= self.config.mtu.into()
+    }
+
+    fn memory_limit(&self) -> Bytes {
+        self.config.memory
+    }
+
+    /// `struct virtio_net_config` (virtio 1.2, 5.1.4), little endian.
+    fn config(&self, offset: u32, size: u32, _negotiated: u64) -> Vec<u8> {
+        let mut space = [0; CONFIG_MAX as usize];
+        space[..6].copy_from_slice(&self.config.mac);
+        space[6..8].copy_from_slice(&LINK_UP.to_le_bytes());
+        space[8..10].copy_from_slice(&self.pairs().to_le_bytes());
+        space[10..12].copy_from_slice(&self.config.mtu.to_le_bytes());
+        space.into_iter().skip(offset as usize).take(size as usize).collect()
+    }
+
+    fn write_config(&self, _: u32, _: &[u8], _: u64, _: Option<&Inflight>) -> bool {
+        false
+    }
+
+    /// The host hands over what this driver can take from now on.
+    fn negotiated(&self, negotiated: u64) {
+        self.negotiated.store(negotiated, Relaxed);
+        for tap in &self.taps {
+            // A TAP that keeps its offloads has frames that are dropped, and counted, one by one.
+            let _ = tap.set_offloads(negotiated);
+        }
+    }
+
+    fn take_over(&self, _: &Inflight) {}
+
+    fn link(&self) -> &Link {
+        &self.link
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nic() -> Nic {
+        Nic::new(NicConfig {
+            name: "nic".to_owned(),
+            mac: [2, 0, 0, 0, 0, 7],
+            mtu: 9000,
+            taps: Vec::new(),
+            memory: Bytes::new(1 << 20),
+        })
+    }
+
+    #[test]
+    fn configuration_space_is_that_of_the_specification() {
+        let all = nic().config(0, 12, 0);
+        // MAC, status, pairs, MTU.
+        assert_eq!(all, [2, 0, 0, 0, 0, 7, 1, 0, 0, 0, 0x28, 0x23]);
+        assert_eq!(nic().config(10, 4, 0), [0x28, 0x23, 0, 0]);
+        assert_eq!(nic().config(CONFIG_MAX - 1, 1, 0), [0]);
+        assert!(!nic().write_config(0, &[1], u64::MAX, None));
+    }
+
+    #[test]
+    fn what_is_of_networks_is_offered_and_no_region_of_requests_in_flight() {
+        let offered = nic().protocol_features();
+        assert_ne!(offered & common::PROTOCOL_RARP, 0);
+        assert_ne!(offered & common::PROTOCOL_NET_MTU, 0);
+        assert_eq!(offered & common::PROTOCOL_INFLIGHT_SHMFD, 0);
+        assert_ne!(nic().features() & common::VERSION_1, 0);
+        assert!(nic().set_mtu(1500) && nic().set_mtu(9000) && !nic().set_mtu(9001));
+    }
+}

@@ -1,0 +1,246 @@
+//! Network devices: opened, served, and what is to be seen of them.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rtvirtio_net::tap::{self, Tap, TapError};
+use rtvirtio_spec::control::{NicQueueState, NicState, QueueDirection};
+use rtvirtio_spec::serve;
+use rtvirtio_units::{IoThreadName, Name};
+use rtvirtio_vhost::server::{Listener, Server, SocketId};
+use rtvirtio_vhost::session::{self, Change, QueueHost, StartError, StoppedQueue};
+use rtvirtio_virtq::memory::Memory;
+use rustix::io::Errno;
+
+use super::host::change;
+use super::{Notice, PlaneError, Report, io, refused};
+use crate::call::{self, Call};
+use crate::device::Limits;
+use crate::key::QueueKey;
+use crate::nic::{Nic, NicConfig};
+use crate::pool::{Pool, ThreadId};
+use crate::queue::NicQueueSetup;
+use crate::stats::QueueStats;
+
+/// How long to try to attach to a TAP, and how often.
+const ATTACH_TIME: Duration = Duration::from_secs(2);
+const ATTACH_PAUSE: Duration = Duration::from_millis(10);
+
+/// A network device that has yet to be served.
+#[derive(Debug)]
+pub(super) struct OpenedNic {
+    pub(super) spec: serve::Nic,
+    pub(super) taps: Vec<Tap>,
+    pub(super) listener: Listener,
+}
+
+/// Attaches to a device's TAP. The kernel lets go of that of a server that was killed a moment after its
+/// end, for its rings are taken down aside.
+pub(super) fn attach(spec: &serve::Nic) -> Result<Vec<Tap>, PlaneError> {
+    let begun = Instant::now();
+    loop {
+        match Tap::attach(&spec.tap, spec.pairs) {
+            Err(TapError::Attach(_, Errno::BUSY)) if begun.elapsed() < ATTACH_TIME => {
+                std::thread::sleep(ATTACH_PAUSE);
+            }
+            attached => {
+                let what = || format!("cannot attach {} to its TAP", spec.name);
+                return attached.map_err(|error| refused(what(), error));
+            }
+        }
+    }
+}
+
+/// A network device that is served.
+struct Served {
+    spec: serve::Nic,
+    nic: Arc<Nic>,
+    host: Arc<NicHost>,
+    socket_id: SocketId,
+}
+
+/// All network devices.
+#[derive(Default)]
+pub(super) struct Nics(Mutex<BTreeMap<Name, Served>>);
+
+impl Nics {
+    fn served(&self) -> MutexGuard<'_, BTreeMap<Name, Served>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Serves a device by these IOThreads, one for each virtqueue.
+    pub(super) fn add(
+        &self,
+        opened: OpenedNic,
+        threads: Vec<ThreadId>,
+        (server, pool, report): (&Server, &Arc<Pool>, &Arc<Report>),
+    ) -> Result<(), PlaneError> {
+        let OpenedNic { spec, taps, listener } = opened;
+        // What Linux gives a TAP that nobody has changed.
+        const USUAL_MTU: u16 = 1500;
+        let nic = Arc::new(Nic::new(NicConfig {
+            name: spec.name.to_string(),
+            mac: spec.mac,
+            mtu: spec.mtu.or_else(|| tap::mtu(&spec.tap)).unwrap_or(USUAL_MTU),
+            taps,
+            memory: spec.max_memory.unwrap_or(Limits::default().memory),
+        }));
+        let queues = threads.into_iter().map(|thread| Place { thread, key: None }).collect();
+        let stats = (0..2 * spec.pairs).map(|_| Arc::new(QueueStats::new())).collect();
+        let host = Arc::new(NicHost {
+            nic: Arc::clone(&nic),
+            pool: Arc::clone(pool),
+            stats,
+            queues: Mutex::new(queues),
+            report: Arc::clone(report),
+        });
+        let served = server.add(listener, Arc::clone(&nic) as Arc<_>, Arc::clone(&host));
+        let socket_id =
+            served.map_err(|error| io(format!("cannot listen for {}", spec.name), error))?;
+        self.served().insert(spec.name.clone(), Served { spec, nic, host, socket_id });
+        Ok(())
+    }
+
+    /// The first device that has a queue on this IOThread.
+    pub(super) fn on(&self, iothread: &IoThreadName) -> Option<Name> {
+        let served = self.served();
+        let has = |(_, nic): &(&Name, &Served)| nic.spec.mapping.by_queue().contains(iothread);
+        served.iter().find(has).map(|(name, _)| name.clone())
+    }
+
+    /// Ends all sessions.
+    pub(super) fn close(&self, server: &Server) {
+        for (_, nic) in std::mem::take(&mut *self.served()) {
+            server.remove(nic.socket_id);
+        }
+    }
+
+    /// As the control API says it.
+    pub(super) fn observe(&self, server: &Server) -> Vec<NicState> {
+        let of = |(name, nic): (&Name, &Served)| {
+            let queues = nic.spec.mapping.by_queue().iter().zip(&nic.host.stats).enumerate();
+            let queues = queues.map(|(index, (iothread, stats))| {
+                let seen = stats.snapshot();
+                let frames = seen.operations.reads + seen.operations.writes;
+                NicQueueState {
+                    index: index as u16,
+                    direction: match index % 2 {
+                        0 => QueueDirection::Receive,
+                        _ => QueueDirection::Transmit,
+                    },
+                    iothread: iothread.clone(),
+                    frames: frames.saturating_sub(seen.errors),
+                    bytes: rtvirtio_units::Bytes::new(
+                        seen.read_bytes.get() + seen.written_bytes.get(),
+                    ),
+                    dropped: seen.errors,
+                    kicks: seen.kicks,
+                    calls: seen.calls,
+                    busy_ns: seen.busy,
+                }
+            });
+            NicState {
+                name: name.clone(),
+                vm: nic.spec.vm.clone(),
+                socket: nic.spec.socket.clone(),
+                connected: server.is_connected(nic.socket_id),
+                tap: nic.spec.tap.clone(),
+                mac: serve::mac_text(nic.nic.mac()),
+                mtu: nic.nic.mtu(),
+                queues: queues.collect(),
+            }
+        };
+        self.served().iter().map(of).collect()
+    }
+
+    /// The sockets.
+    pub(super) fn sockets(&self) -> Vec<PathBuf> {
+        self.served().values().map(|nic| nic.spec.socket.clone()).collect()
+    }
+}
+
+/// Where a queue is served.
+struct Place {
+    thread: ThreadId,
+    /// While it runs.
+    key: Option<QueueKey>,
+}
+
+/// The rings of one network device.
+struct NicHost {
+    nic: Arc<Nic>,
+    pool: Arc<Pool>,
+    stats: Vec<Arc<QueueStats>>,
+    // Nobody waits for anybody while holding it.
+    queues: Mutex<Vec<Place>>,
+    report: Arc<Report>,
+}
+
+impl NicHost {
+    fn queues(&self) -> MutexGuard<'_, Vec<Place>> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn key(&self, index: u16) -> Option<QueueKey> {
+        self.queues().get(usize::from(index))?.key
+    }
+}
+
+impl QueueHost for NicHost {
+    type Key = u16;
+
+    fn start(&self, setup: session::QueueSetup) -> Result<u16, StartError> {
+        let index = setup.index;
+        if setup.kick.as_ref().is_some_and(|kick| !call::is_signal(kick)) {
+            return Err(StartError::Kick);
+        }
+        let caller = self.nic.caller();
+        let call =
+            setup.call.map(|fd| Call::new(fd, caller)).transpose().map_err(|_| StartError::Call)?;
+        let thread = self.queues().get(usize::from(index)).map(|place| place.thread);
+        let setup = NicQueueSetup {
+            nic: Arc::clone(&self.nic),
+            index,
+            memory: setup.memory,
+            ring: setup.ring,
+            kick: setup.kick,
+            call,
+            error: setup.error,
+            enabled: setup.enabled,
+            stats: Arc::clone(self.stats.get(usize::from(index)).ok_or(StartError::Full)?),
+        };
+        let started = self.pool.start_nic(setup, thread.ok_or(StartError::Full)?);
+        let key = started.map_err(|_| StartError::Full)?;
+        if let Some(place) = self.queues().get_mut(usize::from(index)) {
+            place.key = Some(key);
+        }
+        Ok(index)
+    }
+
+    fn stop(&self, index: u16) -> StoppedQueue {
+        let queue = self.key(index).and_then(|key| self.pool.stop(key).ok());
+        if let Some(place) = self.queues().get_mut(usize::from(index)) {
+            place.key = None;
+        }
+        let broken = queue.as_ref().and_then(|queue| queue.broken());
+        if let Some(reason) = broken {
+            (self.report)(
+                rtvirtio_vhost::Backend::name(&*self.nic),
+                Notice::Broken { queue: index, reason },
+            );
+        }
+        StoppedQueue { base: queue.map_or(0, |queue| queue.base()), broken: broken.is_some() }
+    }
+
+    fn update(&self, index: u16, what: Change) -> Result<(), StartError> {
+        let Some(key) = self.key(index) else { return Ok(()) };
+        // Frames go to and from guest memory as they are: nothing is registered.
+        change(&self.pool, key, what, self.nic.caller(), |_: &Memory| Ok(None))
+    }
+
+    fn is_broken(&self, index: u16) -> bool {
+        self.key(index).is_some_and(|key| self.pool.broken(key).is_some())
+    }
+}

@@ -1,0 +1,359 @@
+//! Queues of a network device, on a TAP of the kernel's in a network namespace of the test's own.
+
+use std::io::Write as _;
+use std::os::fd::{AsRawFd, FromRawFd};
+
+use rtvirtio_net::features;
+use rtvirtio_net::tap::Tap;
+use rtvirtio_vhost::Backend as _;
+
+use super::*;
+use crate::nic::{Nic, NicConfig};
+use crate::queue::NicQueueSetup;
+
+/// An Ethernet type for experiments (IEEE 802), so that nobody else's frames are taken for ours.
+const ETHERTYPE: u16 = 0x88b5;
+const HEADER: usize = 12;
+const SIZE: u16 = 64;
+
+/// Says why the test does not run.
+fn skipped(test: &str, why: impl std::fmt::Display) {
+    // Not println: what a passing test prints is hidden.
+    let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {why}");
+}
+
+/// A TAP, and a socket that sees and sends its frames from the host's side.
+struct Wire {
+    taps: Vec<Tap>,
+    socket: OwnedFd,
+}
+
+fn checked(result: i32) -> Result<i32, std::io::Error> {
+    if result < 0 { Err(std::io::Error::last_os_error()) } else { Ok(result) }
+}
+
+impl Wire {
+    /// In a namespace of the calling thread's own.
+    fn new(queues: u16) -> Result<Self, String> {
+        // SAFETY: takes an integer.
+        checked(unsafe { libc::unshare(libc::CLONE_NEWNET) }).map_err(|e| e.to_string())?;
+        let taps = Tap::create("tap0", queues).map_err(|e| e.to_string())?;
+        // No frames of the kernel's own.
+        let _ = std::fs::write("/proc/sys/net/ipv6/conf/tap0/disable_ipv6", "1");
+        let up = || -> std::io::Result<OwnedFd> {
+            let protocol = libc::c_int::from(ETHERTYPE.to_be());
+            let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC;
+            // SAFETY: takes integers.
+            let socket = checked(unsafe { libc::socket(libc::AF_PACKET, kind, protocol) })?;
+            // SAFETY: just made, and nobody else's.
+            let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+            // SAFETY: all zeroes are a value of these.
+            let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+            for (to, from) in request.ifr_name.iter_mut().zip(b"tap0") {
+                *to = *from as libc::c_char;
+            }
+            request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_PROMISC) as libc::c_short;
+            // SAFETY: reads a `struct ifreq`.
+            checked(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, &request) })?;
+            // SAFETY: writes one.
+            checked(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFINDEX, &mut request) })?;
+            // SAFETY: as above.
+            let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+            address.sll_family = libc::AF_PACKET as u16;
+            address.sll_protocol = ETHERTYPE.to_be();
+            // SAFETY: the member that SIOCGIFINDEX has written.
+            address.sll_ifindex = unsafe { request.ifr_ifru.ifru_ifindex };
+            let length = std::mem::size_of_val(&address) as libc::socklen_t;
+            // SAFETY: an address of this length.
+            checked(unsafe {
+                libc::bind(socket.as_raw_fd(), (&raw const address).cast(), length)
+            })?;
+            Ok(socket)
+        };
+        Ok(Self { taps, socket: up().map_err(|e| e.to_string())? })
+    }
+
+    fn send(&self, frame: &[u8]) {
+        rustix::net::send(&self.socket, frame, rustix::net::SendFlags::empty()).unwrap();
+    }
+
+    /// A frame that the device has sent; what this socket sent itself is not one.
+    fn receive(&self) -> Vec<u8> {
+        let mut buffer = vec![0; 70_000];
+        let begun = Instant::now();
+        loop {
+            let flags = rustix::net::RecvFlags::DONTWAIT;
+            if let Ok((_, length)) = rustix::net::recv(&self.socket, &mut buffer[..], flags) {
+                return buffer[..length].to_vec();
+            }
+            assert!(begun.elapsed() < LOST, "no frame comes");
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+}
+
+/// A frame that names itself.
+fn frame(number: u8, length: usize) -> Vec<u8> {
+    let mut frame = vec![number; length];
+    frame[..6].copy_from_slice(&[2, 0, 0, 0, 0, 1]);
+    frame[6..12].copy_from_slice(&[2, 0, 0, 0, 0, 2]);
+    frame[12..14].copy_from_slice(&ETHERTYPE.to_be_bytes());
+    frame
+}
+
+fn nic(taps: Vec<Tap>, negotiated: u64) -> Arc<Nic> {
+    let nic = Nic::new(NicConfig {
+        name: "nic".to_owned(),
+        mac: [2, 0, 0, 0, 0, 1],
+        mtu: 1500,
+        taps,
+        memory: Bytes::new(1 << 30),
+    });
+    nic.negotiated(negotiated);
+    Arc::new(nic)
+}
+
+/// One queue's driver.
+struct Port {
+    driver: Driver,
+    kick: OwnedFd,
+    call: OwnedFd,
+}
+
+impl Port {
+    fn new(packed: bool) -> Self {
+        let guest = Guest::new(4 << 20);
+        let options = Options { size: SIZE, packed, event_idx: true, indirect: true };
+        let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        Self { driver: Driver::new(guest, GUEST, options), kick: event(), call: event() }
+    }
+
+    fn setup(&self, nic: &Arc<Nic>, index: u16) -> NicQueueSetup {
+        let memory = self.driver.guest().memory();
+        NicQueueSetup {
+            nic: Arc::clone(nic),
+            index,
+            ring: Ring::new(self.driver.config(), Arc::clone(&memory), None).unwrap(),
+            memory,
+            kick: Some(self.kick.try_clone().unwrap()),
+            call: Some(Call::new(self.call.try_clone().unwrap(), nic.caller()).unwrap()),
+            error: None,
+            enabled: true,
+            stats: Arc::new(QueueStats::new()),
+        }
+    }
+
+    fn publish(&mut self) {
+        if self.driver.publish() {
+            rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).unwrap();
+        }
+    }
+
+    fn place(slot: u64) -> u64 {
+        BUFFERS + slot * 0x1_0000
+    }
+
+    /// Sends a frame from a slot.
+    fn send(&mut self, slot: u64, header: [u8; HEADER], frame: &[u8]) {
+        let at = Self::place(slot);
+        self.driver.guest().write(at, &header);
+        self.driver.guest().write(at + HEADER as u64, frame);
+        // Header and frame in pieces that cut both.
+        let cut = 5.min(frame.len() as u32 + HEADER as u32 - 1);
+        let length = (HEADER + frame.len()) as u32;
+        let buffers = [
+            Buffer { address: at, length: cut, writable: false },
+            Buffer { address: at + u64::from(cut), length: length - cut, writable: false },
+        ];
+        self.driver.add(&buffers, slot % 2 == 1).unwrap();
+        self.publish();
+    }
+
+    /// Makes buffers of so many bytes available, from these slots.
+    fn offer(&mut self, slots: std::ops::Range<u64>, length: u32) -> HashMap<u16, u64> {
+        let ids = slots.map(|slot| {
+            let buffer = Buffer { address: Self::place(slot), length, writable: true };
+            (self.driver.add(&[buffer], false).unwrap(), slot)
+        });
+        let ids = ids.collect();
+        self.publish();
+        ids
+    }
+
+    fn take(&mut self) -> (u16, u32) {
+        let begun = Instant::now();
+        loop {
+            if let Some(taken) = self.driver.take() {
+                return taken;
+            }
+            assert!(begun.elapsed() < LOST, "nothing comes back");
+            std::thread::sleep(Duration::from_micros(50));
+        }
+    }
+
+    /// A frame in as many buffers as its header says, and that number.
+    fn receive(&mut self, slots: &HashMap<u16, u64>) -> (Vec<u8>, u16) {
+        let (id, length) = self.take();
+        let guest = Arc::clone(self.driver.guest());
+        let read = |id: u16, length: u32| guest.read(Self::place(slots[&id]), length as usize);
+        let mut bytes = read(id, length);
+        let buffers = u16::from_le_bytes([bytes[10], bytes[11]]);
+        for _ in 1..buffers {
+            let (id, length) = self.take();
+            bytes.extend(read(id, length));
+        }
+        (bytes.split_off(HEADER), buffers)
+    }
+}
+
+const ALL: u64 = features::ALWAYS;
+
+#[test]
+fn frames_go_to_the_tap_as_they_are() {
+    let wire = match Wire::new(1) {
+        Ok(wire) => wire,
+        Err(why) => return skipped("frames_go_to_the_tap_as_they_are", why),
+    };
+    let nic = nic(wire.taps.into_iter().collect(), ALL);
+    let wire = Wire { taps: Vec::new(), socket: wire.socket };
+    let pool = Pool::default();
+    let [first, second] = threads(&pool);
+    for packed in [false, true] {
+        let mut port = Port::new(packed);
+        let setup = port.setup(&nic, 1);
+        let stats = Arc::clone(&setup.stats);
+        let key = pool.start_nic(setup, first).unwrap();
+        for round in 0..200_u8 {
+            let sent = frame(round, [60, 1514, 9014, 14 + 1][usize::from(round) % 4]);
+            port.send(u64::from(round) % 4, [0; HEADER], &sent);
+            assert_eq!(wire.receive(), sent, "round {round}");
+            assert_eq!(port.take().1, 0);
+            if round % 16 == 0 {
+                pool.move_queue(key, if round % 32 == 0 { second } else { first }).unwrap();
+            }
+        }
+        // No frame, too long, not as negotiated: gone and counted, and others go on.
+        port.send(0, [0; HEADER], &[1; 10]);
+        port.send(1, [1, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], &frame(1, 100));
+        port.send(2, [0; HEADER], &frame(7, 100));
+        assert_eq!(wire.receive(), frame(7, 100));
+        for _ in 0..3 {
+            port.take();
+        }
+        // A guest that has come from elsewhere is announced.
+        assert!(nic.announce([2, 0, 0, 0, 0, 9]));
+        let seen = stats.snapshot();
+        assert_eq!((seen.errors, seen.operations.writes), (2, 203));
+        let stopped = pool.stop(key).unwrap();
+        assert_eq!(stopped.broken(), None);
+    }
+}
+
+#[test]
+fn frames_of_the_tap_come_in_as_many_buffers_as_they_take() {
+    let wire = match Wire::new(1) {
+        Ok(wire) => wire,
+        Err(why) => return skipped("frames_of_the_tap_come_in_as_many_buffers_as_they_take", why),
+    };
+    let Wire { taps, socket } = wire;
+    let (nic, wire) = (nic(taps, ALL), Wire { taps: Vec::new(), socket });
+    let pool = Pool::default();
+    let [first, second] = threads(&pool);
+    for packed in [false, true] {
+        let mut port = Port::new(packed);
+        let key = pool.start_nic(port.setup(&nic, 0), first).unwrap();
+        let mut moved = first;
+        for round in 0..100_u8 {
+            let length = [60, 256 - HEADER, 257 - HEADER, 1514][usize::from(round) % 4];
+            let wanted = (length + HEADER).div_ceil(256);
+            // Before the frame, or after it.
+            let sent = frame(round, length);
+            let slots = if round % 2 == 0 {
+                let slots = port.offer(0..wanted as u64, 256);
+                wire.send(&sent);
+                slots
+            } else {
+                wire.send(&sent);
+                std::thread::sleep(Duration::from_millis(1));
+                port.offer(0..wanted as u64, 256)
+            };
+            let (received, buffers) = port.receive(&slots);
+            assert_eq!((received.len(), usize::from(buffers)), (sent.len(), wanted), "{round}");
+            assert_eq!(received, sent);
+            if round % 10 == 0 {
+                moved = if moved == first { second } else { first };
+                pool.move_queue(key, moved).unwrap();
+            }
+        }
+        // What nobody has filled goes back: the next server finds it.
+        let slots = port.offer(0..8, 256);
+        std::thread::sleep(Duration::from_millis(20));
+        let base = pool.stop(key).unwrap().base();
+        let config = rtvirtio_virtq::ring::RingConfig { base, ..port.driver.config() };
+        let memory = port.driver.guest().memory();
+        let setup = port.setup(&nic, 0);
+        let ring = Ring::new(config, Arc::clone(&memory), None).unwrap();
+        let key = pool.start_nic(NicQueueSetup { ring, ..setup }, first).unwrap();
+        wire.send(&frame(9, 1000));
+        assert_eq!(port.receive(&slots), (frame(9, 1000), 4));
+        pool.stop(key).unwrap();
+    }
+}
+
+#[test]
+fn driver_without_mergeable_buffers_has_one_for_each_frame() {
+    let wire = match Wire::new(1) {
+        Ok(wire) => wire,
+        Err(why) => return skipped("driver_without_mergeable_buffers_has_one_for_each_frame", why),
+    };
+    let Wire { taps, socket } = wire;
+    let (nic, wire) = (nic(taps, 0), Wire { taps: Vec::new(), socket });
+    let pool = Pool::default();
+    let [thread] = threads(&pool);
+    let mut port = Port::new(false);
+    let setup = port.setup(&nic, 0);
+    let stats = Arc::clone(&setup.stats);
+    let key = pool.start_nic(setup, thread).unwrap();
+    let slots = port.offer(0..2, 512);
+    // One that does not fit is counted, and its buffer is the next one's.
+    wire.send(&frame(1, 501));
+    wire.send(&frame(2, 500));
+    wire.send(&frame(3, 60));
+    assert_eq!(port.receive(&slots), (frame(2, 500), 1));
+    assert_eq!(port.receive(&slots), (frame(3, 60), 1));
+    assert_eq!(stats.snapshot().errors, 1);
+    // Buffers without room for a header, or not to be written, harm nobody.
+    let useless = Buffer { address: Port::place(5), length: 11, writable: true };
+    let readable = Buffer { address: Port::place(6), length: 2000, writable: false };
+    for buffer in [useless, readable] {
+        port.driver.add(&[buffer], false).unwrap();
+    }
+    port.publish();
+    let slots = port.offer(3..4, 1526);
+    wire.send(&frame(4, 60));
+    assert_eq!((port.take().1, port.take().1), (0, 0));
+    assert_eq!(port.receive(&slots), (frame(4, 60), 1));
+    pool.stop(key).unwrap();
+}
+
+#[test]
+fn queue_that_waits_for_frames_or_buffers_rests() {
+    let wire = match Wire::new(1) {
+        Ok(wire) => wire,
+        Err(why) => return skipped("queue_that_waits_for_frames_or_buffers_rests", why),
+    };
+    let Wire { taps, socket } = wire;
+    let (nic, wire) = (nic(taps, ALL), Wire { taps: Vec::new(), socket });
+    let pool = Pool::default();
+    let [thread] = threads(&pool);
+    let (_, tid) = pool.thread(thread).unwrap();
+    let mut port = Port::new(true);
+    let key = pool.start_nic(port.setup(&nic, 0), thread).unwrap();
+    assert_rests(tid, "without buffers");
+    wire.send(&frame(1, 60));
+    assert_rests(tid, "with a frame and without buffers");
+    let slots = port.offer(0..8, 1526);
+    assert_eq!(port.receive(&slots), (frame(1, 60), 1));
+    assert_rests(tid, "with buffers and without frames");
+    pool.stop(key).unwrap();
+}

@@ -1,0 +1,206 @@
+//! A guest of QEMU with a network device of `rtvirtio serve`, on a TAP in a network namespace.
+
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::in_guest::{Machine, image};
+use crate::scratch_disk::{RTVIRTIO, said};
+
+const TEST: &str = "guest_talks_over_a_tap_and_goes_on_when_the_daemon_is_killed";
+/// Set within the namespace.
+const INSIDE: &str = "RTVIRTIO_TEST_NIC_INSIDE";
+const ENOUGH: Duration = Duration::from_secs(60);
+/// Of the guest, which is emulated.
+const PATIENCE: Duration = Duration::from_secs(120);
+const BYTES: usize = 8 << 20;
+const ENTER: &str = "mount -t sysfs sys /sys && ip link set lo up && \
+    ip tuntap add dev tap0 mode tap vnet_hdr && ip address add 10.77.0.1/24 dev tap0 && \
+    ip link set tap0 up && exec \"$@\"";
+
+/// `rtvirtio serve` of one NIC.
+struct Daemon<'a> {
+    child: Child,
+    directory: &'a Path,
+}
+
+impl<'a> Daemon<'a> {
+    fn start(directory: &'a Path) -> Self {
+        let text = format!(
+            "version = 1\n[control]\nsocket = '{0}/control'\n[[iothread]]\nname = 'iot0'\n\
+             [[nic]]\nname = 'net0'\nvm = 'test'\nsocket = '{0}/net0'\ntap = 'tap0'\n",
+            directory.display()
+        );
+        let path = directory.join("serve.toml");
+        std::fs::write(&path, text).unwrap();
+        let child = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL", RTVIRTIO, "serve"])
+            .arg(path)
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut daemon = Self { child, directory };
+        let begun = Instant::now();
+        while !daemon.ctl(&["nic", "list"]).status.success() {
+            assert_eq!(daemon.child.try_wait().unwrap(), None, "it has ended");
+            assert!(begun.elapsed() < ENOUGH, "{}", said(&daemon.ctl(&["nic", "list"])));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        daemon
+    }
+
+    fn ctl(&self, arguments: &[&str]) -> std::process::Output {
+        let socket = self.directory.join("control");
+        Command::new(RTVIRTIO)
+            .args(["ctl", "--socket"])
+            .arg(socket)
+            .args(arguments)
+            .output()
+            .unwrap()
+    }
+
+    fn nic(&self) -> Value {
+        let output = self.ctl(&["nic", "list", "--json"]);
+        let all: Value = serde_json::from_slice(&output.stdout).unwrap();
+        all[0].clone()
+    }
+}
+
+impl Drop for Daemon<'_> {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Bytes that name their place.
+fn pattern() -> Vec<u8> {
+    (0..BYTES as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect()
+}
+
+#[test]
+fn guest_talks_over_a_tap_and_goes_on_when_the_daemon_is_killed() {
+    if std::env::var_os(INSIDE).is_some() {
+        return for_each_ring();
+    }
+    if image(TEST).is_none() {
+        return;
+    }
+    let skip = |why: &str| {
+        let _ = writeln!(std::io::stderr(), "SKIPPED {TEST}: {why}");
+    };
+    if !rustix::process::geteuid().is_root() {
+        return skip("needs root");
+    }
+    if !Path::new("/dev/net/tun").exists() {
+        return skip("needs /dev/net/tun");
+    }
+    if Command::new("ip").arg("-V").output().is_err() {
+        return skip("needs ip (package iproute2)");
+    }
+    let output = Command::new("setpriv")
+        .args(["--pdeathsig", "KILL", "unshare", "--net", "--mount", "sh", "-c", ENTER, "sh"])
+        .arg(std::env::current_exe().unwrap())
+        .args([&format!("nic::{TEST}"), "--exact", "--nocapture"])
+        .env(INSIDE, "1")
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    assert!(said(&output).contains("1 passed"), "{}", said(&output));
+}
+
+fn for_each_ring() {
+    for packed in [false, true] {
+        talk(packed);
+    }
+}
+
+fn talk(packed: bool) {
+    let directory = tempfile::tempdir().unwrap();
+    let mut daemon = Daemon::start(directory.path());
+    let arguments = [
+        "-object".to_owned(),
+        "memory-backend-memfd,id=memory,size=384M,share=on".to_owned(),
+        "-machine".to_owned(),
+        "memory-backend=memory".to_owned(),
+        "-m".to_owned(),
+        "384".to_owned(),
+        "-chardev".to_owned(),
+        format!("socket,id=nic,path={},reconnect-ms=200", directory.path().join("net0").display()),
+        "-netdev".to_owned(),
+        "vhost-user,id=net,chardev=nic".to_owned(),
+        "-device".to_owned(),
+        format!("virtio-net-pci,netdev=net,packed={}", if packed { "on" } else { "off" }),
+    ];
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let machine = Machine::boot(&image(TEST).unwrap(), &[], &arguments);
+    machine.expect(
+        0,
+        "while read -r m; do insmod /lib/modules/$m; done </lib/modules/network; \
+         ip link set eth0 up && ip address add 10.77.0.2/24 dev eth0",
+    );
+    machine.expect(0, "ping -c 3 -W 5 10.77.0.1");
+
+    // Both ways, and what arrives is what was sent: segments of many frames, checksums left to each other.
+    let sent = pattern();
+    let out = TcpListener::bind("10.77.0.1:7001").unwrap();
+    let back = TcpListener::bind("10.77.0.1:7002").unwrap();
+    std::thread::scope(|scope| {
+        let to_guest = scope.spawn(|| out.accept().unwrap().0.write_all(&sent).unwrap());
+        let said =
+            machine.shell("nc 10.77.0.1 7001 </dev/null >/tmp/data; wc -c </tmp/data", PATIENCE);
+        to_guest.join().unwrap();
+        assert_eq!(said.stdout.trim(), BYTES.to_string(), "{}", said.stderr);
+        let from_guest = scope.spawn(|| {
+            let mut all = Vec::new();
+            back.accept().unwrap().0.read_to_end(&mut all).unwrap();
+            all
+        });
+        machine.shell("nc 10.77.0.1 7002 </tmp/data", PATIENCE);
+        assert!(from_guest.join().unwrap() == sent, "other bytes came back");
+    });
+    drop((out, back));
+    let nic = daemon.nic();
+    let of = |queue: usize, key: &str| nic["queues"][queue][key].as_u64().unwrap();
+    assert_eq!((nic["connected"].as_bool(), nic["mtu"].as_u64()), (Some(true), Some(1500)));
+    for queue in [0, 1] {
+        assert!(of(queue, "bytes") as usize > BYTES && of(queue, "dropped") == 0, "{nic}");
+        // Several frames of 1500 bytes go as one.
+        assert!((of(queue, "frames") as usize) < BYTES / 1400 * 2, "{nic}");
+    }
+    // The driver is called for batches.
+    assert!(of(1, "calls") < of(1, "frames"), "{nic}");
+    let metrics = said(&daemon.ctl(&["metrics"]));
+    assert!(metrics.contains("rtvirtio_nic_frames_total{"), "{metrics}");
+
+    // A connection outlives the daemon; of a packed ring QEMU does not know where it was.
+    if packed {
+        return;
+    }
+    let listener = TcpListener::bind("10.77.0.1:7003").unwrap();
+    let said = machine.shell("nc 10.77.0.1 7003 -e cat </dev/null >/dev/null 2>&1 &", ENOUGH);
+    assert_eq!(said.code, Some(0), "{}", said.stderr);
+    let (mut stream, _) = listener.accept().unwrap();
+    stream.set_read_timeout(Some(ENOUGH)).unwrap();
+    for round in 0..3_u8 {
+        echo(&mut stream, round);
+        daemon.child.kill().unwrap();
+        daemon.child.wait().unwrap();
+        daemon = Daemon::start(directory.path());
+        echo(&mut stream, round + 100);
+    }
+}
+
+/// The guest sends back what it is sent.
+fn echo(stream: &mut TcpStream, byte: u8) {
+    let sent = vec![byte; 10_000];
+    stream.write_all(&sent).unwrap();
+    let mut found = vec![0; sent.len()];
+    stream.read_exact(&mut found).unwrap();
+    assert_eq!(found, sent);
+}
