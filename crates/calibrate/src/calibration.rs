@@ -16,6 +16,7 @@
 //! Every probe that is done is kept in a file beside the profile, so that an
 //! interrupted calibration goes on where it was.
 
+mod alone;
 mod fit;
 
 use std::collections::BTreeMap;
@@ -23,29 +24,28 @@ use std::io::Write as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Tier};
 use rtvirtio_cli::input;
 use rtvirtio_cli::progress::{Progress, human};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_model::conformal;
 use rtvirtio_spec::latency::Histogram;
-use rtvirtio_spec::profile::{Capacity, DeviceIdentity, Profile, Regime, Response};
+use rtvirtio_spec::profile::{Capacity, DeviceIdentity, Profile, ProfileSource, Regime};
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::{Bfq, DeviceSettings, Limits, Scheduler, Settings, VmSettings};
-use rtvirtio_spec::specification::{Load, Specification, Target, Task};
-use rtvirtio_units::{Bytes, BytesPerSecond, Confidence, Nanos, Percentile, TaskName};
+use rtvirtio_spec::specification::Specification;
+use rtvirtio_units::{BytesPerSecond, Confidence, Nanos};
 use serde::{Deserialize, Serialize};
 
-use crate::in_use::GaveUp;
 use crate::load::{CellLoad, canary_summary};
+use crate::neighbours::{GaveUp, OtherLoad};
 use crate::testbed::{DeviceUnderTest, plain};
 
-/// Length of a run on the device alone.
-const ALONE: Duration = Duration::from_millis(1500);
-
-/// A device that does no more than so many times what it did at half the depth is saturated.
-const SATURATED: f64 = 1.1;
+/// How often a probe is tried that disturbs others, and what cannot be done without.
+const TRIES: u32 = 3;
+/// Probes in succession that disturbed others, after which no further one is tried.
+const MOST_STOPPED: u32 = 6;
 
 /// The confidence for which calibration gathers runs.
 const CONFIDENCE: f64 = 0.95;
@@ -227,6 +227,19 @@ fn lack(regime: Regime, tasks: &[f64], vms: &[f64]) -> Option<Missing> {
     (!enough).then_some(Missing { regime, has, needs, probes })
 }
 
+/// Requests per second of a VM of the probes: L, M and H.
+const VM_IOPS: f64 = 2_100.0;
+/// With others, probes use the device up to so much of it.
+const FULL_ENOUGH: f64 = 0.8;
+/// How long a cap lets through at once what it lets through (kernel `blk-throttle.c`,
+/// `DFL_THROTL_SLICE_HD`), s.
+const BURST_PERIOD: f64 = 0.1;
+/// The part of what others tolerate that a burst may take.
+const WITHIN_TOLERATED: f64 = 0.6;
+/// The largest cap of a probe, and the least factor on it.
+const LARGEST_CAP: f64 = 0.15;
+const SMALLEST_CAP: f64 = 0.02;
+
 /// One measured probe, as it is kept for a resumption and given to the fit.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct ProbeRun {
@@ -237,6 +250,18 @@ struct ProbeRun {
     writer_throughput: BytesPerSecond,
     tasks: Vec<ProbeTask>,
     canary: Nanos,
+    /// What others had the device do.
+    #[serde(default)]
+    others: Option<OtherLoad>,
+}
+
+impl ProbeRun {
+    /// The part of the device that it used, 0 to 1.
+    fn used(&self, capacity: &Capacity) -> f64 {
+        let requests: u64 = self.tasks.iter().map(|task| task.histogram.count()).sum();
+        let written = self.writer_throughput.get() as f64 / capacity.write_throughput.get() as f64;
+        (requests as f64 / self.seconds / capacity.iops_4k + written).min(1.0)
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -263,7 +288,7 @@ pub fn duration(device: &dyn DeviceUnderTest, depth: Depth) -> Duration {
         None => stage.settings.len(),
     };
     let probes: usize = stages(depth).iter().map(probes).sum();
-    CellLoad::duration(depth.probe(scale)) * probes as u32 + CellLoad::duration(ALONE) * 4
+    CellLoad::duration(depth.probe(scale)) * probes as u32 + CellLoad::duration(alone::WINDOW) * 4
 }
 
 /// Calibrates the device, whose data is overwritten. `partial` is
@@ -302,9 +327,9 @@ pub fn calibrate(
     let capacity = match capacity {
         Some(capacity) => capacity,
         None => {
-            let expected = CellLoad::duration(ALONE) * 4;
+            let expected = CellLoad::duration(alone::WINDOW) * 4;
             progress.start("calibrate: the device alone", expected);
-            let capacity = measure_alone(device, interrupted)?;
+            let capacity = alone::measure(device, interrupted)?;
             progress.finish(expected);
             keep(&mut file, &Kept::Capacity(capacity))?;
             kept.push(Kept::Capacity(capacity));
@@ -318,25 +343,45 @@ pub fn calibrate(
             _ => None,
         })
         .collect();
-    while let Some(setting) = next(depth, device.scheduler(), &runs, &capacity) {
-        let is_indispensable = runs.len() < BASE.settings.len();
+    let mut room = Room::beside_others(device, &capacity);
+    if let Some(said) = room.describe(depth) {
+        progress.note(&format!("calibrate: {said}"));
+    }
+    let mut stopped = 0;
+    while let Some(setting) = next(depth, &room, &runs, &capacity) {
+        let is_indispensable = runs.is_empty();
         if begin.elapsed() >= limit && !is_indispensable {
             progress.note("calibrate: the time is up");
             break;
         }
         progress.start(&format!("calibrate: {}", describe(setting)), expected);
+        let started = Instant::now();
         let run = match probe(device, setting, depth.probe(scale), &capacity, interrupted) {
-            Err(error) if error.is::<GaveUp>() && !is_indispensable => {
-                progress.note(&format!("calibrate: given up for a neighbour's sake: {error}"));
-                break;
+            Err(error) if error.is::<GaveUp>() => {
+                stopped += 1;
+                let times = room.stop(setting);
+                if is_indispensable && times >= TRIES {
+                    return Err(error);
+                }
+                if stopped >= MOST_STOPPED {
+                    progress.note(&format!("calibrate: given up: {error}"));
+                    break;
+                }
+                progress.note(&format!("calibrate: stopped: {error}"));
+                continue;
             }
             run => run?,
         };
+        stopped = 0;
         progress.finish(expected);
+        device.rest(started.elapsed(), run.used(&capacity), interrupted)?;
         keep(&mut file, &Kept::Probe(run.clone()))?;
         runs.push(run);
     }
-    let profile = fit::fit(identity, kernel, device.measured_at(), date, capacity, &runs);
+    let fitted = fit::fit(identity, kernel, device.measured_at(), date, capacity, &runs);
+    let is_beside_others = runs.iter().any(|run| run.others.is_some());
+    let source = if is_beside_others { ProfileSource::BesideOthers } else { ProfileSource::Alone };
+    let profile = Profile { firmware: device.testbed().firmware(), source, ..fitted };
     for missing in missing(&profile, depth) {
         progress.note(&format!("calibrate: missing: {missing}"));
     }
@@ -362,6 +407,40 @@ pub fn calibrate_to(
     let profile = calibrate(device, depth, limit, &partial, date, interrupted)?;
     input::write(output, &serde_json::to_string_pretty(&profile)?)?;
     Ok(profile)
+}
+
+/// A window in which a device was watched: a run of the load that was there.
+pub(crate) struct Watched {
+    /// Its length.
+    pub(crate) seconds: f64,
+    /// Small requests a second.
+    pub(crate) iops: f64,
+    /// Their latencies.
+    pub(crate) small: Histogram,
+    /// What else the device did.
+    pub(crate) others: Option<OtherLoad>,
+    /// Delay of a sleeping thread, 99th percentile.
+    pub(crate) canary: Nanos,
+}
+
+/// The models' fit to windows in which a device was watched under `scheduler`.
+pub(crate) fn fit_watched(
+    (device, kernel, measured_at, date): (DeviceIdentity, String, MeasuredAt, String),
+    capacity: Capacity,
+    scheduler: Scheduler,
+    windows: Vec<Watched>,
+) -> Profile {
+    let run = |window: Watched| ProbeRun {
+        setting: (scheduler, 1, Writer::Absent),
+        seconds: window.seconds,
+        cap: None,
+        writer_throughput: BytesPerSecond::default(),
+        tasks: vec![ProbeTask { vm: 0, iops: window.iops, histogram: window.small }],
+        canary: window.canary,
+        others: window.others,
+    };
+    let runs: Vec<ProbeRun> = windows.into_iter().map(run).collect();
+    fit::fit(device, kernel, measured_at, date, capacity, &runs)
 }
 
 /// What a profile says, for people.
@@ -392,6 +471,16 @@ pub fn summary(profile: &Profile) -> String {
             stalls.length, stalls.per_second
         );
     }
+    text += match profile.source {
+        ProfileSource::Alone => "",
+        ProfileSource::BesideOthers => "made      beside others: bounds are wider\n",
+        ProfileSource::Observed => {
+            "made      by watching others: capacity is the least that it can be\n"
+        }
+    };
+    if let Some(other) = &profile.measured_on {
+        text += &format!("made      on another device of the model: {other}\n");
+    }
     text += "tails     VMs  writer      worst p99.9/p99 of a task  under\n";
     for p in &profile.probes {
         let worst = p.tails.iter().map(|t| t.tail).max();
@@ -406,37 +495,122 @@ pub fn summary(profile: &Profile) -> String {
     text
 }
 
-/// The next probe after `runs`; `None` once there are enough.
-fn next(
-    depth: Depth,
+/// What a device leaves for probes.
+#[derive(Debug, Clone, PartialEq)]
+struct Room {
+    /// The scheduler that it has, if it is to keep it.
     kept: Option<Scheduler>,
-    runs: &[ProbeRun],
-    capacity: &Capacity,
-) -> Option<ProbeSetting> {
+    /// VMs of a probe, at most.
+    vms: u8,
+    /// Factor on a writer's cap.
+    caps: f64,
+    /// Whether a writer without a cap may be there.
+    may_flood: bool,
+    /// How often a probe was stopped for the sake of others.
+    stopped: Vec<(ProbeSetting, u32)>,
+}
+
+impl Room {
+    /// All of the device.
+    const fn whole(kept: Option<Scheduler>) -> Self {
+        Self { kept, vms: 4, caps: 1.0, may_flood: true, stopped: Vec::new() }
+    }
+
+    /// What others leave: as many VMs as keep the device below [`FULL_ENOUGH`], and writers whose bursts
+    /// end within what others tolerate.
+    fn beside_others(device: &dyn DeviceUnderTest, capacity: &Capacity) -> Self {
+        let whole = Self::whole(device.scheduler());
+        let Some(others) = device.others() else { return whole };
+        let free = (FULL_ENOUGH - alone::used_by(others, capacity)) * capacity.iops_4k;
+        let vms = (free / VM_IOPS).floor().clamp(1.0, 4.0) as u8;
+        let caps = device.tolerated().map_or(1.0, |tolerated| {
+            // A burst takes its cap's part of the device for a period.
+            let least_of_all = WITHIN_TOLERATED * tolerated.as_secs_f64() / BURST_PERIOD;
+            (least_of_all / LARGEST_CAP).clamp(SMALLEST_CAP, 1.0)
+        });
+        Self { vms, caps, may_flood: false, ..whole }
+    }
+
+    /// What it leaves out, for people; `None`: nothing.
+    fn describe(&self, depth: Depth) -> Option<String> {
+        if *self == Self::whole(self.kept) {
+            return None;
+        }
+        let Self { vms, caps, .. } = self;
+        let mut text = format!("beside others: up to {vms} VMs a probe");
+        if *caps < 1.0 {
+            text +=
+                &format!(", writers up to {:.1} % of the throughput", caps * LARGEST_CAP * 100.0);
+        }
+        if depth == Depth::Full {
+            text += ", none without a cap: its regime has no bound";
+        }
+        Some(text)
+    }
+
+    /// A probe as it is made here; `None`: not at all.
+    fn fit(&self, (scheduler, vms, writer): ProbeSetting) -> Option<ProbeSetting> {
+        let idles = |s: Scheduler| matches!(s, Scheduler::Bfq(bfq) if bfq.slice_idle_us > 0);
+        let scheduler = match self.kept {
+            // What only another one does is not probed.
+            Some(kept) if idles(scheduler) && !idles(kept) => return None,
+            Some(kept) => kept,
+            None => scheduler,
+        };
+        let writer = match writer {
+            Writer::Unlimited if !self.may_flood => return None,
+            Writer::Capped(part) => Writer::Capped(part * self.caps),
+            other => other,
+        };
+        let setting = (scheduler, vms.min(self.vms), writer);
+        let stopped = self.stopped.iter().find(|(stopped, _)| *stopped == setting);
+        stopped.is_none_or(|(_, times)| *times < TRIES).then_some(setting)
+    }
+
+    /// Notes that a probe was stopped; how often by now.
+    fn stop(&mut self, setting: ProbeSetting) -> u32 {
+        if let Some((_, times)) = self.stopped.iter_mut().find(|(stopped, _)| *stopped == setting) {
+            *times += 1;
+            return *times;
+        }
+        self.stopped.push((setting, 1));
+        1
+    }
+}
+
+/// The next probe after `runs`; `None` once there are enough.
+fn next(depth: Depth, room: &Room, runs: &[ProbeRun], capacity: &Capacity) -> Option<ProbeSetting> {
     let times = |setting: &ProbeSetting| runs.iter().filter(|r| r.setting == *setting).count();
-    let idles = |s: Scheduler| matches!(s, Scheduler::Bfq(bfq) if bfq.slice_idle_us > 0);
-    // What the device has, if it is to keep it; what only another one does is not probed.
-    let under = |&(scheduler, vms, writer): &ProbeSetting| match kept {
-        Some(kept) if idles(scheduler) && !idles(kept) => None,
-        Some(kept) => Some((kept, vms, writer)),
-        None => Some((scheduler, vms, writer)),
+    let stops = |setting: &ProbeSetting| {
+        let of = room.stopped.iter().find(|(stopped, _)| stopped == setting);
+        of.map_or(0, |(_, times)| *times as usize)
     };
     for stage in stages(depth) {
+        let mut settings = stage.settings.iter().filter_map(|&setting| room.fit(setting));
         let Some(regime) = stage.regime else {
-            match stage.settings.iter().filter_map(under).find(|setting| times(setting) == 0) {
+            match settings.find(|setting| times(setting) == 0) {
                 Some(setting) => return Some(setting),
                 None => continue,
             }
         };
         let (tasks, vms) = fit::scores(runs, capacity, regime);
         if lack(regime, &tasks, &vms).is_some() {
-            // Each in turn: the one that was run least, the first of them.
-            let setting =
-                stage.settings.iter().filter_map(under).min_by_key(|setting| times(setting));
-            // Under a scheduler that is not to be changed a regime may be out of reach.
-            let probes: usize = stage.settings.iter().filter_map(under).map(|s| times(&s)).sum();
-            if kept.is_none() || probes < 2 * PROBES_OF_A_REGIME {
-                return setting;
+            let mut distinct: Vec<ProbeSetting> = Vec::new();
+            for setting in settings {
+                if !distinct.contains(&setting) {
+                    distinct.push(setting);
+                }
+            }
+            let settings = distinct;
+            // Where something is not to be changed a regime may be out of reach.
+            let is_whole = room.kept.is_none() && room.may_flood;
+            let most = 2 * PROBES_OF_A_REGIME * 4 / usize::from(room.vms.max(1));
+            if is_whole || settings.iter().map(times).sum::<usize>() < most {
+                // Each in turn: the one that was tried least, the first of them.
+                let least = settings.into_iter().min_by_key(|s| times(s) + stops(s));
+                if least.is_some() {
+                    return least;
+                }
             }
         }
     }
@@ -529,6 +703,7 @@ fn probe(
         writer_throughput: measured.background.values().copied().next().unwrap_or_default(),
         tasks,
         canary: canary_summary(&measured.canary).p99,
+        others: device.others(),
     })
 }
 
@@ -547,83 +722,11 @@ fn device_settings(
     DeviceSettings { scheduler, vms: vms.collect() }
 }
 
-/// Runs one task alone and returns its latencies.
-fn alone(device: &dyn DeviceUnderTest, load: Load, interrupted: &Interrupted) -> Result<Histogram> {
-    let mut specification = specification(device, 1, Writer::Absent, ALONE)?;
-    let name = TaskName::new("alone")?;
-    let Some(vm) = specification.vms.first_mut() else { bail!("a case has a VM") };
-    let disk = vm.disks[0].name.clone();
-    // Any target makes it a measured task.
-    let target = Target {
-        percentile: Percentile::new(99.0)?,
-        latency: Nanos::from_millis(1),
-        confidence: Confidence::new(0.95)?,
-    };
-    let recognise = rtvirtio_spec::specification::Recognise::Disk;
-    vm.tasks = vec![Task { name, disk, recognise, load, target: Some(target) }];
-    let scheduler = device.scheduler().unwrap_or(Scheduler::None);
-    let settings = device_settings(&specification, scheduler, None);
-    let settings = Settings([(device.testbed().device().name.clone(), settings)].into());
-    let measured = device.measure(&specification, &plain(settings), ALONE, interrupted)?;
-    let task = measured.tasks.into_iter().next().context("fio measured nothing")?;
-    Ok(task.histogram)
-}
-
-/// Depths at which a device is saturated: at once, or step by step beside others.
-const fn depths(is_in_use: bool) -> &'static [u32] {
-    if is_in_use { &[2, 4, 8, 16, 32, 64] } else { &[64] }
-}
-
-fn per_second(histogram: &Histogram) -> f64 {
-    histogram.count() as f64 / ALONE.as_secs_f64()
-}
-
-fn measure_alone(device: &dyn DeviceUnderTest, interrupted: &Interrupted) -> Result<Capacity> {
-    let load = |kib, read_fraction, queue_depth| Load {
-        iops: None,
-        block_size: Bytes::from_kib(kib),
-        read_fraction,
-        queue_depth,
-    };
-    let one_4k = alone(device, load(4, 0.7, 1), interrupted)?;
-    let one_128k = alone(device, load(128, 0.0, 1), interrupted)?;
-    let most = |kib, reads, one: &Histogram| {
-        let mut most = per_second(one);
-        for &depth in depths(device.is_in_use()) {
-            let rate = match alone(device, load(kib, reads, depth), interrupted) {
-                Ok(histogram) => per_second(&histogram),
-                // What it did before somebody was disturbed is the least that it can do.
-                Err(error) if error.is::<GaveUp>() => break,
-                Err(error) => return Err(error),
-            };
-            let is_saturated = rate < SATURATED * most;
-            most = most.max(rate);
-            if is_saturated {
-                break;
-            }
-        }
-        Ok(most)
-    };
-    let iops_4k = most(4, 0.7, &one_4k)?;
-    let per_second_128k = most(128, 0.0, &one_128k)?;
-    Ok(Capacity {
-        iops_4k,
-        write_throughput: BytesPerSecond::new((per_second_128k * 131_072.0) as u64),
-        response_4k: response(&one_4k)?,
-        response_128k: response(&one_128k)?,
-    })
-}
-
-fn response(histogram: &Histogram) -> Result<Response> {
-    let at = |p: f64| -> Result<Nanos> {
-        let quantile = histogram.quantile(Percentile::new(p)?);
-        Ok(quantile.context("the device completed nothing")?.value)
-    };
-    Ok(Response { mean: histogram.mean(), p50: at(50.0)?, p99: at(99.0)?, p999: at(99.9)? })
-}
-
 #[cfg(test)]
 mod tests {
+    use rtvirtio_spec::profile::Response;
+    use rtvirtio_units::Bytes;
+
     use super::*;
 
     const CAPACITY: Capacity = Capacity {
@@ -659,13 +762,15 @@ mod tests {
             writer_throughput: BytesPerSecond::default(),
             tasks: (0..u32::from(vms)).flat_map(of_vm).collect(),
             canary: Nanos::from_micros(100),
+            others: None,
         }
     }
 
     /// All probes of a calibration whose tasks deliver `delivered`, at most `most` of them.
     fn all(depth: Depth, delivered: f64, most: usize) -> Vec<ProbeRun> {
         let mut runs = Vec::new();
-        while let Some(setting) = next(depth, None, &runs, &CAPACITY).filter(|_| runs.len() < most)
+        while let Some(setting) =
+            next(depth, &Room::whole(None), &runs, &CAPACITY).filter(|_| runs.len() < most)
         {
             runs.push(run(setting, delivered));
         }
@@ -704,9 +809,10 @@ mod tests {
 
     #[test]
     fn device_that_keeps_its_scheduler_is_probed_under_no_other() {
-        for (kept, most) in [(Scheduler::None, 20), (Scheduler::Bfq(Bfq::DEFAULT), 32)] {
+        for (kept, most) in [(Scheduler::None, 20), (Scheduler::Bfq(Bfq::DEFAULT), 40)] {
             let mut runs = Vec::new();
-            while let Some(setting) = next(Depth::Full, Some(kept), &runs, &CAPACITY) {
+            while let Some(setting) = next(Depth::Full, &Room::whole(Some(kept)), &runs, &CAPACITY)
+            {
                 assert_eq!(setting.0, kept);
                 runs.push(run(setting, 1.0));
                 assert!(runs.len() <= most, "{kept}: goes on for ever");
@@ -716,11 +822,78 @@ mod tests {
     }
 
     #[test]
+    fn beside_others_probes_are_as_small_as_they_leave_room_for() {
+        let room = Room { vms: 2, caps: 0.2, may_flood: false, ..Room::whole(None) };
+        let mut runs = Vec::new();
+        while let Some(setting) = next(Depth::Full, &room, &runs, &CAPACITY) {
+            let (_, vms, writer) = setting;
+            assert!(vms <= 2 && writer != Writer::Unlimited, "{setting:?}");
+            assert!(!matches!(writer, Writer::Capped(part) if part > 0.2 * LARGEST_CAP + 1e-9));
+            runs.push(run(setting, 1.0));
+            assert!(runs.len() <= 60, "goes on for ever");
+        }
+        for regime in [Regime::Bursting, Regime::Flowing] {
+            let (tasks, vms) = fit::scores(&runs, &CAPACITY, regime);
+            assert_eq!(lack(regime, &tasks, &vms), None, "{regime:?}");
+        }
+        let text = room.describe(Depth::Full).unwrap();
+        assert!(text.contains("2 VMs") && text.contains("3.0 %"), "{text}");
+    }
+
+    #[test]
+    fn probe_that_disturbs_others_comes_after_the_rest_and_is_dropped_in_the_end() {
+        let mut room = Room { may_flood: false, ..Room::whole(Some(Scheduler::None)) };
+        let mut runs: Vec<ProbeRun> =
+            BASE.settings.iter().map(|&setting| run(setting, 1.0)).collect();
+        let first = next(Depth::Full, &room, &runs, &CAPACITY).unwrap();
+        room.stop(first);
+        let second = next(Depth::Full, &room, &runs, &CAPACITY).unwrap();
+        assert_ne!(first, second);
+        for _ in 1..TRIES {
+            room.stop(first);
+        }
+        for _ in 0..60 {
+            let Some(setting) = next(Depth::Full, &room, &runs, &CAPACITY) else { return };
+            assert_ne!(setting, first);
+            runs.push(run(setting, 1.0));
+        }
+        panic!("goes on for ever");
+    }
+
+    #[test]
+    fn fit_of_probes_beside_others_is_a_profile() {
+        for iops in [500.0, 8_000.0, 15_000.0] {
+            let runs: Vec<ProbeRun> = all(Depth::Quick, 1.0, 100)
+                .into_iter()
+                .zip([1.0, 0.5, 1.4].into_iter().cycle())
+                .map(|(run, part)| {
+                    let (block_size, read_fraction) = (Bytes::from_kib(4), 0.7);
+                    let others = OtherLoad { iops: iops * part, block_size, read_fraction };
+                    ProbeRun { others: Some(others), ..run }
+                })
+                .collect();
+            let identity = DeviceIdentity {
+                kind: "loop".to_owned(),
+                model: "disk".to_owned(),
+                serial: None,
+                size: Bytes::new(1 << 30),
+                rotational: false,
+            };
+            let (kernel, date) = ("6.18".to_owned(), "2026-11-27T00:00:00Z".to_owned());
+            let profile = fit::fit(identity, kernel, MeasuredAt::Host, date, CAPACITY, &runs);
+            profile.check().unwrap();
+        }
+    }
+
+    #[test]
     fn resumed_calibration_makes_the_same_probes_as_one_that_was_not_interrupted() {
         let whole = all(Depth::Full, 1.0, 100);
         for kept in 0..whole.len() {
             let runs = &whole[..kept];
-            assert_eq!(next(Depth::Full, None, runs, &CAPACITY), Some(whole[kept].setting));
+            assert_eq!(
+                next(Depth::Full, &Room::whole(None), runs, &CAPACITY),
+                Some(whole[kept].setting)
+            );
         }
     }
 

@@ -5,18 +5,16 @@
 //!   and not written is not what a disk does.
 //! - The disk's scheduler and knobs stay as they are unless they may be probed; limits and weights are
 //!   those of the calibration's own cgroups.
-//! - `Neighbours` watches the VMs on the disk at their QEMUs. A probe that pushes the tail of one
-//!   beyond twice what is normal for it is stopped at once, and tried again later. After each probe
-//!   the disk is left to them for as long as the share says.
+//! - [`Neighbours`] watches those who use the disk. A probe that disturbs one is stopped at once.
+//!   After each probe the disk is left to them for as long as the share says.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write as _;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -24,15 +22,15 @@ use rtvirtio_cases::{Case, Neighbour, Scale, SchemeSettings, Tier};
 use rtvirtio_cli::progress::Progress;
 use rtvirtio_host::Host;
 use rtvirtio_host::interrupt::{Interrupted, InterruptedError, wait};
-use rtvirtio_observe::counters::Interval;
-use rtvirtio_observe::session::Session;
-use rtvirtio_spec::latency::Histogram;
+use rtvirtio_host::qemu::Part;
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::{Bfq, Scheduler};
 use rtvirtio_spec::specification::Specification;
-use rtvirtio_units::{Bytes, Nanos, Percentile};
+use rtvirtio_units::{Bytes, Nanos};
 
 use crate::load::{Cgroups, Measurement};
+use crate::neighbours::{GaveUp, NeighbourTarget, Neighbours, OtherLoad};
+use crate::observed::disk_of;
 use crate::testbed::{DeviceUnderTest, Testbed};
 
 /// The least size of a file: much of a smaller one is in a disk's cache.
@@ -45,21 +43,15 @@ const USUAL_SIZE: u64 = 2 << 30;
 const PIECE: usize = 4 << 20;
 /// How direct I/O is aligned, on any disk.
 const ALIGNMENT: usize = 4096;
-/// How often the neighbours are looked at.
-const LOOK: Duration = Duration::from_millis(500);
+/// A piece of it beside others, who wait for no more than this.
+const SMALL_PIECE: usize = 128 << 10;
 /// How long they are watched before the first probe.
 const NORMAL: Duration = Duration::from_secs(5);
-/// By how much a tail must be above its normal to count.
-const NOTICED: Nanos = Nanos::from_micros(500);
-/// Requests that show a 90th percentile, and a 99th.
-const FEW: u64 = 100;
-const MANY: u64 = 1000;
-/// How often a probe is tried, and the first wait between two tries.
-const TRIES: u32 = 3;
+/// How long after each.
+const GLANCE: Duration = Duration::from_secs(1);
+/// How long the disk is left alone after a probe that disturbed somebody; twice as long after the next.
 const BACKOFF: Duration = Duration::from_secs(5);
-/// Requests a second of others that make a disk one in use; a filesystem that notes what was written
-/// issues a few.
-const IN_USE: f64 = 20.0;
+const MOST_BACKOFFS: u32 = 4;
 
 /// A file for measurements, without a name.
 #[derive(Debug)]
@@ -117,11 +109,12 @@ impl WorkFile {
         Path::new("/proc").join(pid.to_string()).join("fd").join(fd.to_string())
     }
 
-    /// Writes all of it, taking `share` of the time.
+    /// Writes all of it, taking `share` of the time where others use the disk.
     ///
     /// # Errors
     /// The filesystem does no direct I/O, has no room, or the user interrupts.
-    fn fill(&self, share: f64, interrupted: &Interrupted) -> Result<()> {
+    fn fill(&self, share: Option<f64>, interrupted: &Interrupted) -> Result<()> {
+        let piece_size = if share.is_some() { SMALL_PIECE } else { PIECE };
         let direct = File::options()
             .write(true)
             .custom_flags(libc::O_DIRECT)
@@ -135,13 +128,13 @@ impl WorkFile {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             chunk.copy_from_slice(&state.to_le_bytes());
         }
-        let piece = &buffer[start..start + PIECE];
-        let pieces = self.size.get() / PIECE as u64;
+        let piece = &buffer[start..start + piece_size];
+        let pieces = self.size.get() / piece_size as u64;
         let mut progress = Progress::new(20, Duration::from_secs(5));
         let (begin, mut done) = (Instant::now(), 0);
         for step in 1..=20 {
             let until = pieces * step / 20;
-            let each = begin.elapsed() / (done.max(1) as u32) * (until - done) as u32;
+            let each = begin.elapsed().mul_f64((until - done) as f64 / done.max(1) as f64);
             progress.start("calibrate: writing the file that is measured", each);
             while done < until {
                 if interrupted.load(Ordering::Relaxed) {
@@ -150,7 +143,7 @@ impl WorkFile {
                 let at = Instant::now();
                 (&direct).write_all(piece).context("write the file that is measured")?;
                 done += 1;
-                rest(at.elapsed(), share, interrupted)?;
+                rest(at.elapsed(), share.unwrap_or(1.0), interrupted)?;
             }
             progress.finish(each);
         }
@@ -163,179 +156,15 @@ fn rest(worked: Duration, share: f64, interrupted: &Interrupted) -> Result<(), I
     wait(worked.mul_f64(1.0 / share - 1.0), interrupted)
 }
 
-/// A tail of a neighbour and how many requests it is of.
-#[derive(Debug, Clone, Copy)]
-struct Tail {
-    percentile: f64,
-    value: Nanos,
-}
-
-/// The highest percentile that so many requests show; `None`: too few.
-fn tail(histogram: &Histogram, percentile: Option<f64>) -> Option<Tail> {
-    let highest = match histogram.count() {
-        n if n >= MANY => 99.0,
-        n if n >= FEW => 90.0,
-        _ => return None,
-    };
-    let percentile = percentile.map_or(highest, |asked| asked.min(highest));
-    let value = histogram.quantile(Percentile::new(percentile).ok()?)?.value;
-    Some(Tail { percentile, value })
-}
-
-/// What a neighbour's disk does when nobody measures, and did since a probe began.
-#[derive(Debug, Default)]
-struct Watched {
-    normal: Histogram,
-    probe: Histogram,
-}
-
-impl Watched {
-    /// Why a probe has to stop: its tail, and what is normal.
-    fn is_disturbed(&self, tolerated: f64) -> Option<(Tail, Tail)> {
-        let now = tail(&self.probe, None)?;
-        let normal = tail(&self.normal, Some(now.percentile))?;
-        let now = tail(&self.probe, Some(normal.percentile))?;
-        let normal_ns = normal.value.get() as f64;
-        let limit = (normal_ns * tolerated).max(normal_ns + NOTICED.get() as f64);
-        (now.value.get() as f64 > limit).then_some((now, normal))
-    }
-}
-
-/// The VMs that use the disk.
-struct Neighbours {
-    session: Session,
-    /// Kernel name of the disk.
-    disk: String,
-    watched: BTreeMap<(u32, String), Watched>,
-    /// How many times its normal a tail may be.
-    tolerated: f64,
-    /// Whether anybody used the disk when it was last looked at.
-    in_use: bool,
-}
-
-/// A probe that was stopped for a neighbour's sake, however often it was tried.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "it disturbed a VM ({0}); calibrate in a quieter hour, or let it be disturbed more (--tolerate)"
-)]
-pub struct GaveUp(String);
-
-impl Neighbours {
-    fn new(host: Host, disk: &str, tolerated: f64) -> Result<Self> {
-        let mut session = Session::new(host);
-        session.refresh()?;
-        session.look();
-        let (disk, watched) = (disk.to_owned(), BTreeMap::new());
-        Ok(Self { session, disk, watched, tolerated, in_use: false })
-    }
-
-    /// Looks at them; `is_probe`: while something is measured.
-    fn look(&mut self, is_probe: bool) -> Option<String> {
-        let (looks, _) = self.session.look();
-        let _ = self.session.refresh();
-        let mut disturbed = None;
-        for look in looks {
-            let Some(last) = look.last.as_ref().filter(|last| last.requests() > 0) else {
-                continue;
-            };
-            if !look.below.iter().any(|(name, _)| *name == self.disk) {
-                continue;
-            }
-            let key = (look.pid, look.disk.name().to_owned());
-            let watched = self.watched.entry(key).or_default();
-            let Interval { histogram, .. } = last;
-            if !is_probe {
-                watched.normal.merge(histogram);
-                continue;
-            }
-            watched.probe.merge(histogram);
-            if let Some((now, normal)) = watched.is_disturbed(self.tolerated) {
-                disturbed.get_or_insert_with(|| {
-                    format!(
-                        "{}/{}: p{} was {} instead of {}",
-                        look.vm,
-                        look.disk.name(),
-                        normal.percentile,
-                        now.value,
-                        normal.value
-                    )
-                });
-            }
-        }
-        disturbed
-    }
-
-    /// Watches them while nothing is measured; whether anybody uses the disk.
-    fn watch(&mut self, time: Duration, interrupted: &Interrupted) -> Result<bool> {
-        let end = Instant::now() + time;
-        let before = requests_completed(&self.disk);
-        let begin = Instant::now();
-        while Instant::now() < end {
-            wait(LOOK.min(end.saturating_duration_since(Instant::now())), interrupted)?;
-            self.look(false);
-        }
-        let requests = requests_completed(&self.disk).saturating_sub(before);
-        self.in_use = requests as f64 / begin.elapsed().as_secs_f64().max(0.1) > IN_USE;
-        Ok(self.in_use)
-    }
-
-    /// Does `work` while the neighbours are watched; why it was stopped if it was.
-    fn guard<T: Send>(
-        &mut self,
-        interrupted: &Interrupted,
-        work: impl FnOnce(&Interrupted) -> Result<T>,
-    ) -> Result<Result<T, String>> {
-        for watched in self.watched.values_mut() {
-            watched.probe = Histogram::new();
-        }
-        self.look(false);
-        let (stop, is_done) = (Interrupted::new(false), AtomicBool::new(false));
-        let (result, disturbed) = std::thread::scope(|scope| {
-            let watcher = scope.spawn(|| {
-                let mut since = Instant::now();
-                while !is_done.load(Ordering::Relaxed) {
-                    if interrupted.load(Ordering::Relaxed) {
-                        stop.store(true, Ordering::Relaxed);
-                    }
-                    std::thread::sleep(Duration::from_millis(50));
-                    if since.elapsed() < LOOK {
-                        continue;
-                    }
-                    since = Instant::now();
-                    if let Some(why) = self.look(true) {
-                        stop.store(true, Ordering::Relaxed);
-                        return Some(why);
-                    }
-                }
-                None
-            });
-            let result = work(&stop);
-            is_done.store(true, Ordering::Relaxed);
-            (result, watcher.join().unwrap_or(None))
-        });
-        match (result, disturbed) {
-            _ if interrupted.load(Ordering::Relaxed) => Err(InterruptedError.into()),
-            (Ok(done), _) => Ok(Ok(done)),
-            (Err(_), Some(why)) => Ok(Err(why)),
-            (Err(error), None) => Err(error),
-        }
-    }
-}
-
-/// Requests that a disk has completed; 0 if it is not to be read.
-fn requests_completed(disk: &str) -> u64 {
-    let text = std::fs::read_to_string(format!("/sys/block/{disk}/stat")).unwrap_or_default();
-    let fields: Vec<u64> = text.split_whitespace().filter_map(|f| f.parse().ok()).collect();
-    fields.first().unwrap_or(&0) + fields.get(4).unwrap_or(&0)
-}
-
 /// How a disk in use is measured.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Manners {
     /// The share of the disk's time that is taken while others use it, above 0 and up to 1.
     pub share: f64,
-    /// How many times its normal the tail of a VM may be.
+    /// How many times its normal the tail of a neighbour without a target may be.
     pub tolerated: f64,
+    /// What neighbours' requests may take.
+    pub targets: Vec<NeighbourTarget>,
     /// Whether the disk's scheduler and knobs are changed for probes.
     pub probes_schedulers: bool,
 }
@@ -347,30 +176,35 @@ pub struct DiskInUse {
     /// What the disk has, if it is to keep it.
     scheduler: Option<Scheduler>,
     share: f64,
-    neighbours: Mutex<Neighbours>,
+    state: Mutex<State>,
+}
+
+struct State {
+    neighbours: Neighbours,
+    /// What they had the disk do during the last measurement.
+    others: Option<OtherLoad>,
+    /// Measurements that were stopped, one after the other.
+    stopped: u32,
 }
 
 impl DiskInUse {
-    /// Takes a file in `directory` for measurements of the disk that it lies on.
+    /// Takes a file in `directory` for measurements of the disk that it lies on. What is said goes to
+    /// `events`.
     ///
     /// # Errors
-    /// The directory lies on no disk of this host, or on several; there is no room; the user
-    /// interrupts.
+    /// The directory lies on no disk of this host, or on several; there is no room; a target is of a VM
+    /// that does not run; the user interrupts.
     pub fn new(
         host: Host,
         directory: &Path,
         size: Option<Bytes>,
         manners: Manners,
         interrupted: &Interrupted,
+        events: &mut Vec<String>,
     ) -> Result<Self> {
-        let stack = host.storage(directory)?;
-        let leaf = match stack.leaves.as_slice() {
-            [leaf] => leaf.clone(),
-            _ => bail!("{} does not lie on one disk of this host: {stack}", directory.display()),
-        };
-        let mut neighbours = Neighbours::new(host, &leaf.name, manners.tolerated)?;
+        let leaf = disk_of(&host, directory)?;
+        let Manners { share, tolerated, targets, probes_schedulers } = manners;
         let mut testbed = Testbed::new(&leaf.node(), &leaf.name)?;
-        let Manners { share, probes_schedulers, .. } = manners;
         let scheduler = if probes_schedulers {
             None
         } else {
@@ -378,20 +212,39 @@ impl DiskInUse {
             Some(scheduler_of(&leaf.name)?)
         };
         let file = WorkFile::create(directory, size)?;
-        let in_use = neighbours.watch(NORMAL, interrupted)?;
-        file.fill(if in_use { share } else { 1.0 }, interrupted)?;
-        Ok(Self { testbed, file, scheduler, share, neighbours: Mutex::new(neighbours) })
+        let own = host.extents(&Part::whole(file.path())).unwrap_or_else(|error| {
+            events.push(format!("users of the disk other than VMs are not watched: {error}"));
+            Vec::new()
+        });
+        let mut neighbours = Neighbours::new(host, &leaf.name, &own, (targets, tolerated), events)?;
+        let unknown = neighbours.unknown_targets();
+        ensure!(unknown.is_empty(), "no VM of the name {} runs here", unknown.join(", "));
+        neighbours.watch(NORMAL, interrupted)?;
+        file.fill(neighbours.load().map(|_| share), interrupted)?;
+        let state = Mutex::new(State { others: neighbours.load(), neighbours, stopped: 0 });
+        Ok(Self { testbed, file, scheduler, share, state })
     }
 
-    /// The disk that is measured, and how large the file is.
+    /// The disk that is measured, how large the file is, and who uses it.
     #[must_use]
     pub fn describe(&self) -> String {
-        format!("{} in a file of {}", self.testbed.device().path.display(), self.file.size())
+        let (device, size) = (self.testbed.device().path.display(), self.file.size());
+        match self.others() {
+            None => format!("{device} in a file of {size}; nobody else uses the disk now"),
+            Some(others) => format!(
+                "{device} in a file of {size}; others have the disk do {:.0} requests a second of {}",
+                others.iops, others.block_size
+            ),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The scheduler that a disk has, with its parameters.
-fn scheduler_of(disk: &str) -> Result<Scheduler> {
+pub(crate) fn scheduler_of(disk: &str) -> Result<Scheduler> {
     let queue = Path::new("/sys/block").join(disk).join("queue");
     let read = |file: &str| {
         let file = queue.join(file);
@@ -434,8 +287,22 @@ impl DeviceUnderTest for DiskInUse {
         self.scheduler
     }
 
-    fn is_in_use(&self) -> bool {
-        self.neighbours.lock().unwrap_or_else(PoisonError::into_inner).in_use
+    fn others(&self) -> Option<OtherLoad> {
+        self.state().others
+    }
+
+    fn tolerated(&self) -> Option<Nanos> {
+        let state = self.state();
+        state.others.and_then(|_| state.neighbours.tolerate())
+    }
+
+    fn rest(&self, took: Duration, used: f64, interrupted: &Interrupted) -> Result<()> {
+        let mut state = self.state();
+        if state.others.is_none() || used <= self.share {
+            return Ok(());
+        }
+        let pause = took.mul_f64(used / self.share - 1.0);
+        state.neighbours.watch(pause.max(GLANCE), interrupted)
     }
 
     fn specification(
@@ -457,63 +324,32 @@ impl DeviceUnderTest for DiskInUse {
     ) -> Result<Measurement> {
         let path = self.file.path();
         let place = Cgroups { device: &path, mount: self.testbed.cgroup_mount() };
-        let mut neighbours = self.neighbours.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut last = String::new();
-        for attempt in 0..TRIES {
-            let begin = Instant::now();
-            let measured = neighbours.guard(interrupted, |stop| {
-                self.testbed.measure_at(&place, specification, scheme, window, stop)
-            })?;
-            let took = begin.elapsed();
-            // A second tells whether anybody uses the disk.
-            let in_use = neighbours.watch(Duration::from_secs(1), interrupted)?;
-            match measured {
-                Ok(measured) => {
-                    if in_use {
-                        let pause = took.mul_f64(1.0 / self.share - 1.0);
-                        neighbours.watch(pause, interrupted)?;
-                    }
-                    return Ok(measured);
-                }
-                Err(why) => {
-                    last = why;
-                    neighbours.watch(BACKOFF * 2_u32.pow(attempt), interrupted)?;
-                }
+        let mut guard = self.state();
+        let State { neighbours, others, stopped } = &mut *guard;
+        let before = neighbours.load();
+        let measured = neighbours.guard(interrupted, |stop| {
+            self.testbed.measure_at(&place, specification, scheme, window, stop)
+        })?;
+        match measured {
+            Ok(measured) => {
+                *stopped = 0;
+                neighbours.watch(GLANCE, interrupted)?;
+                *others = neighbours.load_during(before);
+                Ok(measured)
+            }
+            Err(why) => {
+                let pause = BACKOFF * 2_u32.pow((*stopped).min(MOST_BACKOFFS));
+                *stopped += 1;
+                neighbours.watch(pause, interrupted)?;
+                Err(GaveUp(why).into())
             }
         }
-        Err(GaveUp(last).into())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn histogram(each: u64, n: u64) -> Histogram {
-        let mut histogram = Histogram::new();
-        histogram.record(Nanos::from_micros(each), n);
-        histogram
-    }
-
-    #[test]
-    fn neighbour_is_disturbed_at_twice_its_normal_and_not_by_little() {
-        let disturbed = |normal: (u64, u64), probe: (u64, u64)| {
-            let watched = Watched {
-                normal: histogram(normal.0, normal.1),
-                probe: histogram(probe.0, probe.1),
-            };
-            watched.is_disturbed(2.0).is_some()
-        };
-        assert!(!disturbed((1000, 5000), (1900, 5000)));
-        assert!(disturbed((1000, 5000), (2300, 5000)));
-        // Of a disk that takes 100 µs, 300 µs are not to be noticed.
-        assert!(!disturbed((100, 5000), (300, 5000)));
-        assert!(disturbed((100, 5000), (700, 5000)));
-        // A few requests show a 90th percentile, and fewer nothing.
-        assert!(disturbed((1000, 5000), (2300, 150)));
-        assert!(!disturbed((1000, 5000), (2300, 50)));
-        assert!(!disturbed((1000, 50), (2300, 5000)));
-    }
 
     #[test]
     fn work_file_has_no_name_and_leaves_room() {
@@ -532,6 +368,6 @@ mod tests {
         let directory = tempfile::tempdir_in("/var/tmp").unwrap();
         let file = WorkFile::create(directory.path(), Some(Bytes::new(LEAST_SIZE))).unwrap();
         let interrupted = Interrupted::new(true);
-        assert!(file.fill(1.0, &interrupted).is_err());
+        assert!(file.fill(None, &interrupted).is_err());
     }
 }

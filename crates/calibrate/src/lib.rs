@@ -4,6 +4,8 @@
 //! - [`testbed`]: takes a host and a device for measurements, and gives them back.
 //! - [`load`]: VMs' tasks as fio jobs in cgroups, and what they measured.
 //! - [`in_use`]: a disk in use, measured in a file of its own beside those who use it.
+//! - [`neighbours`]: those who use it, who must not notice.
+//! - [`observed`]: a profile from watching a disk in use, without a request of one's own.
 //! - [`device`]: whether a device may be taken.
 //! - [`confine`]: child processes that stay where they are put.
 
@@ -16,4 +18,6 @@ pub mod confine;
 pub mod device;
 pub mod in_use;
 pub mod load;
+pub mod neighbours;
+pub mod observed;
 pub mod testbed;

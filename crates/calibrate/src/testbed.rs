@@ -21,6 +21,7 @@ use rtvirtio_spec::specification::{Device, Specification};
 use rtvirtio_units::{DeviceName, Nanos};
 
 use crate::load::{CellLoad, Cgroups, FIO_FILES, Measurement, Place};
+use crate::neighbours::OtherLoad;
 
 /// Where a testbed's VMs have their cgroups.
 pub const CGROUP_ROOT: &str = "rtvirtio/bench";
@@ -54,9 +55,23 @@ pub trait DeviceUnderTest {
         None
     }
 
-    /// Whether others use the device, who must not notice.
-    fn is_in_use(&self) -> bool {
-        false
+    /// What others had the device do during the last measurement; `None`: nobody else uses it.
+    fn others(&self) -> Option<OtherLoad> {
+        None
+    }
+
+    /// How long a request of others may take; `None`: nobody else uses it.
+    fn tolerated(&self) -> Option<Nanos> {
+        None
+    }
+
+    /// Leaves the device to others after a load that took `took` and used this part of it, 0 to 1.
+    ///
+    /// # Errors
+    /// If the user interrupts.
+    fn rest(&self, took: Duration, used: f64, interrupted: &Interrupted) -> Result<()> {
+        let _ = (took, used, interrupted);
+        Ok(())
     }
 
     /// A case on this device.
@@ -71,7 +86,8 @@ pub trait DeviceUnderTest {
     /// Applies the settings, runs the load, measures.
     ///
     /// # Errors
-    /// If a knob cannot be set, fio fails, or the user interrupts.
+    /// If a knob cannot be set, fio fails, or the user interrupts; [`GaveUp`](crate::neighbours::GaveUp)
+    /// if it was stopped for the sake of others.
     fn measure(
         &self,
         specification: &Specification,
@@ -130,6 +146,12 @@ impl Testbed {
     /// If it is gone.
     pub fn identity(&self) -> Result<DeviceIdentity> {
         Ok(self.host.identity(&self.device.path)?)
+    }
+
+    /// The device's firmware, if it tells.
+    #[must_use]
+    pub fn firmware(&self) -> Option<String> {
+        self.host.firmware(&self.device.path)
     }
 
     /// The kernel's release.

@@ -81,6 +81,11 @@ pub trait Program: Parser {
     /// Whether a signal must let it finish or clean up; otherwise a signal just ends it.
     fn cleans_up(&self) -> bool;
 
+    /// Whether SIGHUP is something else to it than its end.
+    fn reloads(&self) -> bool {
+        false
+    }
+
     /// Whether it has changed the host once it has succeeded, so that its exit code is about that.
     fn changes_the_host(&self) -> bool {
         false
@@ -109,7 +114,8 @@ pub fn main<P: Program>() -> ExitCode {
     let interrupted = Arc::new(AtomicBool::new(false));
     if program.cleans_up() {
         use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-        for signal in [SIGINT, SIGTERM, SIGHUP] {
+        let hang_up = (!program.reloads()).then_some(SIGHUP);
+        for signal in [SIGINT, SIGTERM].into_iter().chain(hang_up) {
             if let Err(e) = signal_hook::flag::register(signal, Arc::clone(&interrupted)) {
                 eprintln!("error: install a signal handler: {e}");
                 return ExitCode::FAILURE;

@@ -32,6 +32,7 @@ mod extent;
 mod format;
 mod matching;
 mod rings;
+mod service;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -54,6 +55,7 @@ pub use extent::Extent;
 use format::{Event, Layout, Point};
 use matching::Matcher;
 use rings::Rings;
+pub use service::{MOST_UNDER_WAY, Service, SizeClass};
 
 /// How often the rings are read.
 const PERIOD: Duration = Duration::from_millis(20);
@@ -74,6 +76,8 @@ pub struct Latencies {
     /// Records that were lost, and bios that were given up because no end of them came: the
     /// histograms lack as many, or fewer. The kernel tells a loss with the same CPU's next record.
     pub lost: u64,
+    /// How the device served, if that was asked for.
+    pub service: Option<Service>,
 }
 
 impl Latencies {
@@ -82,6 +86,10 @@ impl Latencies {
             self.of.entry(extent).or_default().merge(&histogram);
         }
         self.lost += other.lost;
+        match (&mut self.service, other.service) {
+            (Some(service), Some(later)) => service.merge(&later),
+            (service, later) => *service = service.take().or(later),
+        }
     }
 }
 
@@ -108,6 +116,7 @@ impl BlockTrace {
     pub(crate) fn start(
         sysfs: Arc<dyn Sysfs>,
         extents: &BTreeSet<Extent>,
+        with_service: bool,
     ) -> Result<Self, HostError> {
         let tracefs = Tracefs::open(&*sysfs)?;
         let layout = |point: Point| {
@@ -125,7 +134,8 @@ impl BlockTrace {
         let trace = |action| move |source| HostError::Trace { action, source };
         let mut rings = Rings::open(layouts, &cpus, &devices, rings::RING)
             .map_err(trace("open the block layer's tracepoints"))?;
-        let mut matcher = Matcher::new(extents);
+        let mut matcher =
+            if with_service { Matcher::with_service(extents) } else { Matcher::new(extents) };
         let shared = Arc::new(Shared { seen: Mutex::default(), stop: AtomicBool::new(false) });
         let of_thread = Arc::clone(&shared);
         let work = move || {

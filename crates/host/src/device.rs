@@ -130,6 +130,13 @@ pub(crate) fn identity(sysfs: &dyn Sysfs, path: &Path) -> Result<DeviceIdentity,
     Ok(DeviceIdentity { kind, model, serial, size, rotational })
 }
 
+/// What NVMe (`firmware_rev`) and SCSI (`rev`) devices tell of their firmware.
+pub(crate) fn firmware(sysfs: &dyn Sysfs, path: &Path) -> Option<String> {
+    let base = directory(Disk::find(sysfs, path).ok()?.number).join("device");
+    let told = ["firmware_rev", "rev"].iter().filter_map(|file| sysfs.read(&base.join(file)).ok());
+    told.map(|text| text.trim().to_owned()).find(|text| !text.is_empty())
+}
+
 /// The driver's prefix of a kernel name: `sda` → `sd`, `nvme0n1` → `nvme`.
 fn kind(name: &str) -> String {
     for letters in ["xvd", "sd", "vd", "hd"] {

@@ -187,6 +187,12 @@ impl Host {
         device::identity(&*self.sysfs, device)
     }
 
+    /// The revision of a device's firmware, if it tells.
+    #[must_use]
+    pub fn firmware(&self, device: &Path) -> Option<String> {
+        device::firmware(&*self.sysfs, device)
+    }
+
     /// `/proc/sys/kernel/osrelease`, such as `6.12.1-amd64`.
     ///
     /// # Errors
@@ -249,7 +255,16 @@ impl Host {
     /// # Errors
     /// If this kernel has no tracepoints, or this process may not use them.
     pub fn trace_block(&self, extents: &BTreeSet<Extent>) -> Result<BlockTrace, HostError> {
-        BlockTrace::start(Arc::clone(&self.sysfs), extents)
+        BlockTrace::start(Arc::clone(&self.sysfs), extents, false)
+    }
+
+    /// Starts to measure how a device serves all of its I/O.
+    ///
+    /// # Errors
+    /// As [`Host::trace_block`], and if `device` is no block device.
+    pub fn trace_service(&self, device: &Path) -> Result<BlockTrace, HostError> {
+        let extents = Extent::find(&*self.sysfs, &qemu::Part::whole(device))?;
+        BlockTrace::start(Arc::clone(&self.sysfs), &extents.into_iter().collect(), true)
     }
 
     /// Other programs that may set the same knobs.

@@ -152,6 +152,7 @@ mod tests {
             iops: 1000.0,
             mean: Some(Nanos::from_micros(900)),
             depth: 0.9,
+            ..DiskActivity::default()
         };
         Evidence {
             iops: 1000.0,

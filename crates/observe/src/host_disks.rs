@@ -18,6 +18,10 @@ pub struct DiskActivity {
     pub busy: f64,
     /// Reads and writes completed per second.
     pub iops: f64,
+    /// Bytes read and written per second.
+    pub bandwidth: f64,
+    /// The reads' part of `iops`, 0 to 1.
+    pub reads: f64,
     /// Mean time from a request's insertion to its completion; `None`: there was none.
     pub mean: Option<Nanos>,
     /// Requests under way, on average.
@@ -26,7 +30,9 @@ pub struct DiskActivity {
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Counts {
+    reads: u64,
     requests: u64,
+    sectors: u64,
     request_ms: u64,
     busy_ms: u64,
 }
@@ -53,7 +59,9 @@ impl HostCounters {
         let fields: Vec<u64> = text.split_whitespace().filter_map(|f| f.parse().ok()).collect();
         let field = |i: usize| fields.get(i).copied().unwrap_or(0);
         let counts = Counts {
+            reads: field(0),
             requests: field(0) + field(4),
+            sectors: field(2) + field(6),
             request_ms: field(3) + field(7),
             busy_ms: field(9),
         };
@@ -97,6 +105,8 @@ fn activity(before: Counts, now: Counts, seconds: f64) -> DiskActivity {
     DiskActivity {
         busy: (since(now.busy_ms, before.busy_ms) as f64 / 1e3 / seconds).min(1.0),
         iops: requests as f64 / seconds,
+        bandwidth: since(now.sectors, before.sectors) as f64 * 512.0 / seconds,
+        reads: since(now.reads, before.reads) as f64 / (requests as f64).max(1.0),
         mean: (requests > 0)
             .then(|| Nanos::from_secs_f64(request_ms as f64 / 1e3 / requests as f64)),
         depth: request_ms as f64 / 1e3 / seconds,
@@ -111,10 +121,12 @@ mod tests {
 
     #[test]
     fn activity_is_what_was_counted_between_two_looks() {
-        let before = Counts { requests: 100, request_ms: 50, busy_ms: 1000 };
-        let now = Counts { requests: 2100, request_ms: 4050, busy_ms: 2000 };
+        let before = Counts { reads: 50, requests: 100, sectors: 0, request_ms: 50, busy_ms: 1000 };
+        let now =
+            Counts { reads: 550, requests: 2100, sectors: 16_000, request_ms: 4050, busy_ms: 2000 };
         let found = activity(before, now, 2.0);
         assert_eq!((found.busy, found.iops, found.depth), (0.5, 1000.0, 2.0));
+        assert_eq!((found.bandwidth, found.reads), (4_096_000.0, 0.25));
         assert_eq!(found.mean, Some(Nanos::from_millis(2)));
         assert_eq!(activity(now, before, 2.0), DiskActivity::default());
     }

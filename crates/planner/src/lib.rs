@@ -105,11 +105,16 @@ impl PlanError {
     #[must_use]
     pub fn hint(&self) -> String {
         match self {
+            Self::OtherDevice { device, profile, found } if profile.is_of_same_model(found) => {
+                format!(
+                    "both are of one model: rtvirtio profile import PROFILE --device PATH takes it for {device}"
+                )
+            }
             Self::OtherDevice { device, .. }
             | Self::NoProfile { device, .. }
-            | Self::Profile { device, .. } => {
-                format!("make a profile of {device}: rtvirtio calibrate PATH -o PROFILE")
-            }
+            | Self::Profile { device, .. } => format!(
+                "make a profile of {device}: rtvirtio calibrate --in DIRECTORY -o PROFILE, where it is in use"
+            ),
         }
     }
 }

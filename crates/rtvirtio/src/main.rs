@@ -8,7 +8,9 @@
 extern crate rtvirtio_cli;
 
 mod verbs;
+mod wish;
 
+use std::io::IsTerminal as _;
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -46,6 +48,8 @@ enum Verb {
     Init(verbs::init::Args),
     /// Measure a disk, empty or in use, and fit the models: writes a profile
     Calibrate(verbs::calibrate::Args),
+    /// Show a profile, or take it to another device of the model
+    Profile(verbs::profile::Args),
     /// Predict, search, and print what to change; changes nothing
     Plan(verbs::plan::Args),
     /// Apply a saved plan, journal first; all of it or nothing
@@ -97,6 +101,7 @@ impl Program for Cli {
             // Its data plane tells it when to end.
             | Verb::VcpuGuard => true,
             Verb::Doctor(_)
+            | Verb::Profile(_)
             | Verb::Plan(_)
             | Verb::Verify(_)
             | Verb::Ctl(_)
@@ -104,6 +109,11 @@ impl Program for Cli {
             | Verb::Generate(_)
             | Verb::ConfirmWatchdog => false,
         }
+    }
+
+    /// A service of systemd is told so to read its file again; a terminal that closes ends what it shows.
+    fn reloads(&self) -> bool {
+        matches!(self.verb, Verb::Watch(_)) && !std::io::stdout().is_terminal()
     }
 
     fn changes_the_host(&self) -> bool {
@@ -120,6 +130,7 @@ impl Program for Cli {
             Verb::Top(args) => verbs::top::run(&args, interrupted),
             Verb::Init(args) => verbs::init::run(&args, interrupted),
             Verb::Calibrate(args) => verbs::calibrate::run(&args, interrupted),
+            Verb::Profile(args) => verbs::profile::run(&args),
             Verb::Plan(args) => verbs::plan::run(&args),
             Verb::Apply(args) => verbs::apply::apply(&args),
             Verb::Confirm(args) => verbs::apply::confirm(&args),

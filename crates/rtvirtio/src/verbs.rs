@@ -9,6 +9,7 @@ pub(crate) mod generate;
 pub(crate) mod init;
 pub(crate) mod mapping;
 pub(crate) mod plan;
+pub(crate) mod profile;
 pub(crate) mod serve;
 pub(crate) mod top;
 pub(crate) mod watch;

@@ -13,8 +13,8 @@ use crate::settings::Scheduler;
 /// The profile format that this version writes and reads.
 pub const PROFILE_VERSION: u32 = 1;
 
-/// What identifies a device across boots. Two devices with equal identity
-/// share a profile; a profile is refused for any other.
+/// What identifies a device across boots. A profile is of the device with this identity, and refused
+/// for any other; [`Profile::of_model`] and [`Profile::for_device`] take it to another one of its model.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DeviceIdentity {
@@ -30,6 +30,20 @@ pub struct DeviceIdentity {
     pub rotational: bool,
 }
 
+/// How much sizes of one model's devices of one class may differ.
+const SIZE_CLASS: f64 = 1.1;
+
+impl DeviceIdentity {
+    /// Whether both are of one model and size class: a model's larger devices are faster ones.
+    #[must_use]
+    pub fn is_of_same_model(&self, other: &Self) -> bool {
+        let (a, b) = (self.size.get() as f64, other.size.get() as f64);
+        let has_size = a.max(b) <= SIZE_CLASS * a.min(b);
+        let model = |of: &Self| (of.kind.clone(), of.model.clone(), of.rotational);
+        has_size && model(self) == model(other)
+    }
+}
+
 impl std::fmt::Display for DeviceIdentity {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { kind, model, serial, size, rotational } = self;
@@ -39,6 +53,19 @@ impl std::fmt::Display for DeviceIdentity {
         }
         f.write_str(if *rotational { ", rotational" } else { "" })
     }
+}
+
+/// How a profile was made.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ProfileSource {
+    /// By measuring a device that nobody else used.
+    #[default]
+    Alone,
+    /// By measuring it beside others: bounds are wider, and no writer without a cap was there.
+    BesideOthers,
+    /// By watching others use it: capacity is the least that it can be, and only their load has a bound.
+    Observed,
 }
 
 /// A profile file (`rtvirtio calibrate`).
@@ -66,6 +93,15 @@ pub struct Profile {
     pub residuals: Residuals,
     /// What the fits come from.
     pub probes: Vec<Probe>,
+    /// How it was made.
+    #[serde(default)]
+    pub source: ProfileSource,
+    /// The device's firmware when it was measured, if it tells.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub firmware: Option<String>,
+    /// The device that was measured, if it was another one of the model.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measured_on: Option<DeviceIdentity>,
     /// The ONNX file of the device's learned model, relative to the profile; `None`: the profile's
     /// name with the extension `onnx`, if that is there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -88,7 +124,45 @@ pub enum ProfileError {
     OutOfRange(&'static str),
 }
 
+/// A profile is of another model than a device.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("the profile is of {profile}, and the device is {device}: another model or size class")]
+pub struct OtherModel {
+    /// Whose profile it is.
+    profile: Box<DeviceIdentity>,
+    /// What it was to be taken for.
+    device: Box<DeviceIdentity>,
+}
+
 impl Profile {
+    /// The same without what tells its device from others of the model, to be given away.
+    #[must_use]
+    pub fn of_model(&self) -> Self {
+        let anonymous = |device: &DeviceIdentity| DeviceIdentity { serial: None, ..device.clone() };
+        Self {
+            device: anonymous(&self.device),
+            measured_on: self.measured_on.as_ref().map(anonymous),
+            ..self.clone()
+        }
+    }
+
+    /// The same as the profile of another device of the model, which names the one that was measured.
+    ///
+    /// # Errors
+    /// [`OtherModel`].
+    pub fn for_device(&self, device: DeviceIdentity) -> Result<Self, OtherModel> {
+        if self.device == device {
+            return Ok(self.clone());
+        }
+        if !self.device.is_of_same_model(&device) {
+            let (profile, device) = (Box::new(self.device.clone()), Box::new(device));
+            return Err(OtherModel { profile, device });
+        }
+        let measured_on = self.measured_on.clone().unwrap_or_else(|| self.device.clone());
+        // The learned model is of the device that was measured.
+        Ok(Self { device, measured_on: Some(measured_on), learned: None, ..self.clone() })
+    }
+
     /// Checks what the models rely on: finite, positive numbers, a base, sorted residuals.
     ///
     /// # Errors

@@ -9,7 +9,7 @@ use rtvirtio_model::{DeviceLoad, Stream, VmLoad};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::profile::{
     BasePoint, Capacity, DeviceIdentity, PROFILE_VERSION, PaperFit, Probe, ProbeTail, Profile,
-    Regime, Residuals, StallFit, StructuralFit,
+    ProfileSource, Regime, Residuals, StallFit, StructuralFit,
 };
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::{Limits, Scheduler, VmSettings};
@@ -74,6 +74,9 @@ pub(super) fn fit(
         paper,
         residuals,
         probes,
+        source: ProfileSource::Alone,
+        firmware: None,
+        measured_on: None,
         learned: None,
     }
 }
@@ -197,6 +200,16 @@ fn load(run: &ProbeRun) -> DeviceLoad {
             settings: VmSettings { limits, ..VmSettings::default() },
         });
     }
+    // Others who used the device are a stream of what they were seen to do.
+    loads.extend(run.others.map(|others| VmLoad {
+        streams: vec![Stream {
+            iops: Some(others.iops),
+            block_size: others.block_size,
+            read_fraction: others.read_fraction,
+            depth: 1,
+        }],
+        settings: VmSettings::default(),
+    }));
     DeviceLoad { scheduler, vms: loads }
 }
 
@@ -222,19 +235,30 @@ fn is_quiet(run: &ProbeRun) -> bool {
 /// lengthens a tail, and no scheduler shortens it.
 fn base(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Vec<BasePoint> {
     let model = Structural::new(fit, capacity);
-    let mut points: BTreeMap<u8, BasePoint> = BTreeMap::new();
+    let mut points: BTreeMap<(u8, u64), BasePoint> = BTreeMap::new();
     for run in runs.iter().filter(|r| is_quiet(r)) {
         let all = pooled(run);
         let here = BasePoint {
-            utilisation: model.situation(&load(run)).utilisation,
+            utilisation: model.situation(&load(run)).utilisation.min(0.99),
             mean: all.mean(),
             p99: at(&all, 99.0),
             p999: at(&all, 99.9),
         };
-        let least = points.entry(run.setting.1).or_insert(here);
+        // By tenths of the device too: others come and go.
+        let tenth = (here.utilisation * 10.0).round() as u64;
+        let least = points.entry((run.setting.1, tenth)).or_insert(here);
         *least = lesser(least, &here);
     }
     let mut points: Vec<BasePoint> = points.into_values().collect();
+    // Others come and go: more VMs need not be more load.
+    points.sort_by(|a, b| a.utilisation.total_cmp(&b.utilisation));
+    points.dedup_by(|a, b| {
+        let is_same = a.utilisation <= b.utilisation;
+        if is_same {
+            *b = lesser(b, a);
+        }
+        is_same
+    });
     // Tails do not fall with utilisation: a point above a busier one is noise.
     for i in (1..points.len()).rev() {
         points[i - 1] = lesser(&points[i - 1], &points[i]);
@@ -252,15 +276,17 @@ fn lesser(a: &BasePoint, b: &BasePoint) -> BasePoint {
     }
 }
 
-/// Each scheduler's mean response over the base, with four VMs and no writer: the CPU time that
+/// Each scheduler's mean response over the base, with most VMs and no writer: the CPU time that
 /// it adds shows there, and the machine's own lateness, which is in the tails, does not.
 fn scheduler_factors(runs: &[ProbeRun], fit: &StructuralFit) -> BTreeMap<String, f64> {
     let Some(base) = fit.base.last() else { return BTreeMap::new() };
     let factor = |run: &ProbeRun| {
         (pooled(run).mean().as_secs_f64() / base.mean.as_secs_f64().max(1e-9)).max(1.0)
     };
-    runs.iter()
-        .filter(|run| is_quiet(run) && run.setting.1 == 4)
+    let quiet = runs.iter().filter(|run| is_quiet(run));
+    let most = quiet.clone().map(|run| run.setting.1).max();
+    quiet
+        .filter(|run| Some(run.setting.1) == most)
         .map(|run| (run.setting.0.name().to_owned(), factor(run)))
         .collect()
 }

@@ -19,8 +19,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use rtvirtio_units::Nanos;
 
-use super::format::{Event, Io, What};
-use super::{Extent, Latencies};
+use super::format::{Direction, Event, Io, What};
+use super::{Extent, Latencies, Service};
 use crate::sysfs::DeviceNumber;
 
 /// More bios than this do not wait at once: their ends are not seen. A virtqueue has at most 32768
@@ -34,6 +34,8 @@ struct Waiting {
     /// Sectors that are not done.
     left: u64,
     extent: Extent,
+    /// How many it found under way.
+    found: usize,
 }
 
 /// Matches events of the disks in its extents.
@@ -47,6 +49,8 @@ pub(super) struct Matcher {
     /// At least the sectors of the longest bio that waits.
     longest: u64,
     seen: Latencies,
+    /// How the device serves, if that is asked for; all extents are of one device then.
+    service: Option<Service>,
 }
 
 impl Matcher {
@@ -57,12 +61,19 @@ impl Matcher {
             number: 0,
             longest: 0,
             seen: Latencies::default(),
+            service: None,
         }
+    }
+
+    /// The same, which sees how the one device of the extents serves too.
+    pub(super) fn with_service(extents: &BTreeSet<Extent>) -> Self {
+        Self { service: Some(Service::default()), ..Self::new(extents) }
     }
 
     /// What was seen since the last time.
     pub(super) fn take(&mut self) -> Latencies {
-        std::mem::take(&mut self.seen)
+        let service = self.service.as_mut().map(Service::take);
+        Latencies { service, ..std::mem::take(&mut self.seen) }
     }
 
     /// Events come in the order of their times.
@@ -73,11 +84,14 @@ impl Matcher {
             What::Refused(io) => {
                 if let Some(key) = self.youngest(&io, io.start) {
                     self.waiting.remove(&key);
+                    if let Some(service) = &mut self.service {
+                        service.gone(event.at);
+                    }
                 }
             }
             What::Lost(records) => {
                 self.seen.lost += records;
-                self.waiting.clear();
+                self.forget();
             }
         }
     }
@@ -88,13 +102,22 @@ impl Matcher {
         let Some(extent) = extent else { return };
         if self.waiting.len() >= MOST_WAITING {
             self.seen.lost += self.waiting.len() as u64;
-            self.waiting.clear();
+            self.forget();
         }
         let left = io.end - io.start;
         self.longest = if self.waiting.is_empty() { left } else { self.longest.max(left) };
         self.number += 1;
         let key = (io.device, io.start, self.number);
-        self.waiting.insert(key, Waiting { io, since, left, extent });
+        let found = self.service.as_mut().map_or(0, |service| service.queued(since));
+        self.waiting.insert(key, Waiting { io, since, left, extent, found });
+    }
+
+    /// Nothing that waits is trusted any more.
+    fn forget(&mut self) {
+        self.waiting.clear();
+        if let Some(service) = &mut self.service {
+            service.forget();
+        }
     }
 
     fn done(&mut self, at: Nanos, io: Io) {
@@ -113,6 +136,15 @@ impl Matcher {
             if bio.left == 0 {
                 let latency = round_up(at.saturating_sub(bio.since));
                 self.seen.of.entry(bio.extent).or_default().record(latency, 1);
+                if let Some(service) = &mut self.service {
+                    let Io { direction, start, end, .. } = bio.io;
+                    service.done(
+                        at,
+                        latency,
+                        bio.found,
+                        (direction == Direction::Read, end - start),
+                    );
+                }
                 self.waiting.remove(&key);
             }
             sector = end;
@@ -140,7 +172,6 @@ mod tests {
     use rtvirtio_spec::latency::Histogram;
 
     use super::super::format::Direction::{Read, Write};
-    use super::super::format::{Direction, Event};
     use super::*;
 
     const DISK: DeviceNumber = DeviceNumber::new(8, 0);

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use rtvirtio_spec::profile::{
-    BasePoint, Capacity, DeviceIdentity, PROFILE_VERSION, PaperFit, Profile, Regime, Residuals,
-    Response, StructuralFit,
+    BasePoint, Capacity, DeviceIdentity, PROFILE_VERSION, PaperFit, Profile, ProfileSource, Regime,
+    Residuals, Response, StructuralFit,
 };
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_units::{Bytes, BytesPerSecond, Nanos};
@@ -64,6 +64,9 @@ pub(crate) fn profile() -> Profile {
             paper: scores(0.0),
         },
         probes: Vec::new(),
+        source: ProfileSource::Alone,
+        firmware: None,
+        measured_on: None,
         learned: None,
     }
 }

@@ -6,13 +6,17 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use rtvirtio_calibrate::calibration::{Depth, calibrate_to, summary};
+use rtvirtio_calibrate::calibration::{Depth, calibrate_to, missing, summary};
 use rtvirtio_calibrate::device;
 use rtvirtio_calibrate::in_use::{DiskInUse, Manners};
+use rtvirtio_calibrate::neighbours::NeighbourTarget;
+use rtvirtio_calibrate::observed::{disk_of, observe};
 use rtvirtio_calibrate::testbed::{Testbed, recover_just_killed};
 use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_spec::profile::Profile;
 use rtvirtio_units::Bytes;
 
+use crate::wish::{Wish, goal};
 use crate::{Outcome, input};
 
 /// Arguments of `calibrate`.
@@ -22,8 +26,12 @@ use crate::{Outcome, input};
     of a plan, or the limit is reached; what is missing then is said. A busy machine makes bounds wider. An \
     interrupted calibration of a DEVICE goes on where it was when it is started again with the same -o.\n\
     --in measures the disk that DIRECTORY lies on beside those who use it, in a file of its own of which nothing \
-    is left. The disk's scheduler and knobs stay as they are. VMs on the disk are watched at their QEMUs: a \
-    probe that pushes the tail of one beyond twice its normal (--tolerate) is stopped, and tried again twice."
+    is left. The disk's scheduler and knobs stay as they are. VMs on the disk are watched at their QEMUs, and all \
+    its users in the host's block layer: a probe that breaks a --target, or without one pushes a tail beyond twice \
+    its normal (--tolerate), is stopped, and tried again twice. Loads of probes are cut to what the others leave; \
+    what they do is taken into account, and makes bounds wider.\n\
+    --observe issues no request: capacity is then the most that the disk was seen to do, the least that it can do, \
+    and only the load that was there has a bound."
 )]
 pub(crate) struct Args {
     /// The block device; its data is overwritten
@@ -39,12 +47,20 @@ pub(crate) struct Args {
     /// Share of the disk's time that is taken while others use it, above 0 and up to 1
     #[arg(long, requires = "directory", default_value_t = 0.2, value_parser = share)]
     share: f64,
-    /// How many times its normal the tail of a VM on the disk may be
+    /// How long requests of a VM may take meanwhile, such as db=p99.9:5ms; without a VM, all on the disk
+    #[arg(long = "target", requires = "directory", value_name = "[VM[/DISK]=]pPERCENTILE:TIME", value_parser = target)]
+    targets: Vec<NeighbourTarget>,
+    /// How many times its normal the tail of a user of the disk without a target may be
     #[arg(long, requires = "directory", default_value_t = 2.0, value_name = "FACTOR", value_parser = factor)]
     tolerate: f64,
     /// Change the disk's scheduler and knobs for probes, journalled, and put them back
     #[arg(long, requires = "directory")]
     probe_schedulers: bool,
+    /// Issue no request, but watch for so many minutes what others have the disk do
+    #[arg(long, value_name = "MINUTES", requires = "directory",
+          value_parser = clap::value_parser!(u64).range(1..=1440),
+          conflicts_with_all = ["size", "probe_schedulers", "targets", "limit"])]
+    observe: Option<u64>,
     /// Where to write the profile
     #[arg(short, long, default_value = "profile.json")]
     output: PathBuf,
@@ -57,6 +73,16 @@ pub(crate) struct Args {
     /// Print the profile as JSON
     #[arg(long)]
     json: bool,
+}
+
+fn target(text: &str) -> Result<NeighbourTarget, String> {
+    if text.contains('=') {
+        let Wish { vm, disk, percentile, latency } = text.parse()?;
+        return Ok(NeighbourTarget { vm: Some(vm), disk, percentile, latency });
+    }
+    let form = || format!("{text:?} is not [VM[/DISK]=]pPERCENTILE:TIME, such as p99.9:5ms");
+    let (percentile, latency) = goal(text)?.ok_or_else(form)?;
+    Ok(NeighbourTarget { vm: None, disk: None, percentile, latency })
 }
 
 fn share(text: &str) -> Result<f64, String> {
@@ -115,13 +141,29 @@ fn calibrate(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             let directory = std::fs::canonicalize(directory)
                 .with_context(|| format!("directory {}", directory.display()))?;
             ensure!(directory.is_dir(), "{} is no directory", directory.display());
+            if let Some(minutes) = args.observe {
+                let (host, time) = (input::host(), Duration::from_secs(60 * minutes));
+                let disk = disk_of(&host, &directory)?;
+                make_directory(&args.output)?;
+                let profile = observe(&host, &disk, time, interrupted)?;
+                for missing in missing(&profile, Depth::Full) {
+                    eprintln!("calibrate: missing: {missing}");
+                }
+                input::write(&args.output, &serde_json::to_string_pretty(&profile)?)?;
+                return print(args, &profile);
+            }
             let size = args.size.map(|mib| Bytes::new(mib << 20));
             let manners = Manners {
                 share: args.share,
                 tolerated: args.tolerate,
+                targets: args.targets.clone(),
                 probes_schedulers: args.probe_schedulers,
             };
-            let disk = DiskInUse::new(input::host(), &directory, size, manners, interrupted)?;
+            let mut events = Vec::new();
+            let disk =
+                DiskInUse::new(input::host(), &directory, size, manners, interrupted, &mut events);
+            events.iter().for_each(|event| eprintln!("calibrate: {event}"));
+            let disk = disk?;
             eprintln!("calibrate: {}", disk.describe());
             make_directory(&args.output)?;
             calibrate_to(&disk, (Depth::Full, limit), &args.output, interrupted)?
@@ -143,10 +185,14 @@ fn calibrate(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         }
         (None, None) => bail!("name a device, or --in DIRECTORY"),
     };
+    print(args, &profile)
+}
+
+fn print(args: &Args, profile: &Profile) -> Result<Outcome> {
     if args.json {
-        input::print_json(&profile)?;
+        input::print_json(profile)?;
     } else {
-        println!("{}", summary(&profile));
+        println!("{}", summary(profile));
         println!("profile written to {}", args.output.display());
     }
     Ok(Outcome::Done)

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -16,10 +15,9 @@ use rtvirtio_observe::vms;
 use rtvirtio_spec::specification::{
     Backend, Device, Disk, Load, Recognise, Specification, Target, Task, Vm, to_toml,
 };
-use rtvirtio_units::{
-    Bytes, Confidence, DeviceName, DiskName, Iops, Nanos, Percentile, TaskName, VmName,
-};
+use rtvirtio_units::{Bytes, Confidence, DeviceName, DiskName, Iops, TaskName, VmName};
 
+use crate::wish::Wish;
 use crate::{Outcome, input};
 
 /// How sure bounds are to be.
@@ -55,48 +53,6 @@ pub(crate) struct Args {
     /// Print what was found as JSON
     #[arg(long, conflicts_with = "output")]
     json: bool,
-}
-
-/// A target as it is typed.
-#[derive(Debug, Clone, PartialEq)]
-struct Wish {
-    vm: String,
-    disk: Option<String>,
-    percentile: Percentile,
-    latency: Nanos,
-}
-
-impl FromStr for Wish {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let form = || format!("{text:?} is not VM[/DISK]=pPERCENTILE:TIME, such as db=p99.9:5ms");
-        let (name, target) = text.split_once('=').ok_or_else(form)?;
-        let (vm, disk) = match name.split_once('/') {
-            Some((vm, disk)) => (vm, Some(disk.to_owned())),
-            None => (name, None),
-        };
-        let (percentile, time) =
-            target.strip_prefix('p').and_then(|t| t.split_once(':')).ok_or_else(form)?;
-        let percentile: f64 = percentile.parse().map_err(|_| form())?;
-        let percentile = Percentile::new(percentile).map_err(|e| format!("{text:?}: {e}"))?;
-        let latency = duration(time)
-            .ok_or_else(|| format!("{text:?}: {time:?} is no time (write 800us, 5ms or 0.5s)"))?;
-        if vm.is_empty() {
-            return Err(form());
-        }
-        Ok(Self { vm: vm.to_owned(), disk, percentile, latency })
-    }
-}
-
-/// A time with its unit; `None`: it is none, or nothing takes so long.
-fn duration(text: &str) -> Option<Nanos> {
-    let units = [("us", 1e-6), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0)];
-    let (number, unit) =
-        units.iter().find_map(|(suffix, unit)| Some((text.strip_suffix(suffix)?, unit)))?;
-    let seconds: f64 = number.trim().parse::<f64>().ok()? * unit;
-    (seconds.is_finite() && seconds > 0.0 && seconds <= 3600.0)
-        .then(|| Nanos::from_secs_f64(seconds))
 }
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
@@ -418,11 +374,25 @@ fn next_steps(specification: &Specification, output: &Path) -> String {
     let mut out = String::new();
     for device in &specification.devices {
         if !device.profile.exists() {
+            // Those who have a target must not notice the calibration.
+            let on_it = specification
+                .vms
+                .iter()
+                .filter(|vm| vm.disks.iter().any(|disk| disk.device == device.name));
+            let targets = on_it.flat_map(|vm| vm.tasks.iter().map(move |task| (vm, task.target)));
+            let targets: String = targets
+                .filter_map(|(vm, target)| {
+                    let Target { percentile, latency, .. } = target?;
+                    let micros = latency.get() / 1000;
+                    Some(format!(" --target {}=p{}:{micros}us", vm.name, percentile.get()))
+                })
+                .collect();
             let _ = writeln!(
                 out,
-                "next, for a directory on {}: rtvirtio calibrate --in DIRECTORY -o {}",
+                "next, for a directory on {}: rtvirtio calibrate --in DIRECTORY -o {}{}",
                 device.path.display(),
-                device.profile.display()
+                device.profile.display(),
+                targets
             );
         }
     }
@@ -433,36 +403,9 @@ fn next_steps(specification: &Specification, output: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use rtvirtio_host::sysfs::DeviceNumber;
+    use rtvirtio_units::Nanos;
 
     use super::*;
-
-    fn wish(text: &str) -> Result<Wish, String> {
-        text.parse()
-    }
-
-    #[test]
-    fn target_is_read_as_it_is_typed() {
-        let found = wish("db/vdb=p99.9:5ms").unwrap();
-        assert_eq!((found.vm.as_str(), found.disk.as_deref()), ("db", Some("vdb")));
-        assert_eq!((found.percentile.get(), found.latency), (99.9, Nanos::from_millis(5)));
-        assert_eq!(wish("db=p99:800us").unwrap().latency, Nanos::from_micros(800));
-        assert_eq!(wish("db=p50:0.5s").unwrap().latency, Nanos::from_millis(500));
-        for bad in [
-            "db",
-            "db=",
-            "=p99:5ms",
-            "db=99:5ms",
-            "db=p99",
-            "db=p99:5",
-            "db=p99:-5ms",
-            "db=p101:5ms",
-            "db=p99:0ms",
-            "db=p99:nanms",
-            "db=p99:9e99s",
-        ] {
-            assert!(wish(bad).is_err(), "{bad}");
-        }
-    }
 
     fn look(vm: &str, pid: u32, names: &[&str], stack: Option<Stack>) -> DiskLook {
         DiskLook {
@@ -510,7 +453,7 @@ mod tests {
 
     fn args(targets: &[&str]) -> Args {
         Args {
-            targets: targets.iter().map(|text| wish(text).unwrap()).collect(),
+            targets: targets.iter().map(|text| text.parse().unwrap()).collect(),
             observe: 60,
             profiles: "/var/lib/rtvirtio/profiles".into(),
             output: None,

@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 use rtvirtio_host::Topology;
 use rtvirtio_planner::FoundDevice;
 use rtvirtio_spec::plan::Plan;
+use rtvirtio_spec::profile::ProfileSource;
 use rtvirtio_spec::specification::{Backend, Specification, Vm};
 use rtvirtio_units::{CpuId, DeviceName};
 use rustix::thread::{CpuSet, sched_getaffinity};
@@ -133,6 +134,25 @@ pub(crate) fn plan_host(
             "VM {vm} does not run (its cgroup is not there): planned for, and set once it runs by \
              `rtvirtio apply PLAN --reapply` or `rtvirtio watch --control`"
         ));
+    }
+    for (name, (profile, ..)) in &profiles {
+        match profile.source {
+            ProfileSource::Alone => {}
+            ProfileSource::BesideOthers => plan.reasons.push(format!(
+                "device {name}: its profile was made beside others, which makes bounds wider; nothing beside a \
+                 writer without a cap has one"
+            )),
+            ProfileSource::Observed => plan.reasons.push(format!(
+                "device {name}: its profile comes from watching others: its capacity is the least that it can be, \
+                 and only loads such as were seen have a bound"
+            )),
+        }
+        if let Some(other) = &profile.measured_on {
+            plan.reasons.push(format!(
+                "device {name}: its profile was measured on another device of its model ({other}): \
+                 bounds are that one's (calibrate --in DIRECTORY makes one of its own)"
+            ));
+        }
     }
     let (iothreads, reasons) = rtvirtio_planner::iothreads::assign(specification, &cpus()?);
     plan.iothreads = iothreads;

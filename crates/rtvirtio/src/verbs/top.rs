@@ -404,7 +404,8 @@ mod tests {
     #[test]
     fn table_fits_80_columns_whatever_is_in_it() {
         let long = "a-virtual-machine-with-a-name-of-sixty-characters-and-some-more";
-        let activity = DiskActivity { busy: 1.0, iops: 123_456.0, mean: None, depth: 1024.0 };
+        let activity =
+            DiskActivity { busy: 1.0, iops: 123_456.0, depth: 1024.0, ..DiskActivity::default() };
         let look = Look {
             at_s: 1.0,
             disks: vec![row(long, 999_999.0, 123_456), row("db", 1.0, 99)],

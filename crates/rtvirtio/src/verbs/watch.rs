@@ -50,7 +50,7 @@ const LEAST_BEYOND: u64 = 10;
 #[command(after_help = "A disk's NAME in the specification is the device with the id NAME or \
     ua-NAME in QEMU; in libvirt <alias name='ua-NAME'/> in its <disk> gives it that id.\n\
     --control sets the host's knobs alone, no guest's and no IOThread's.\n\
-    SIGHUP has the specification read again. Ctrl-C ends it; settings that it applied stay until `rtvirtio rollback`.")]
+    SIGHUP has the specification read again, unless a terminal shows it. Ctrl-C ends it; settings that it applied stay until `rtvirtio rollback`.")]
 pub(crate) struct Args {
     /// The specification (TOML)
     specification: PathBuf,
@@ -202,11 +202,14 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let mut disks: BTreeMap<(VmName, DiskName), History> = BTreeMap::new();
     let mut data_plane = DataPlane::new(&specification, args.dataplane.as_deref());
     let metrics = args.listen.map(metrics::Server::start).transpose()?;
-    let is_table = !args.json && std::io::stdout().is_terminal();
+    let is_terminal = std::io::stdout().is_terminal();
+    let is_table = !args.json && is_terminal;
     let mut display = is_table.then(display::Display::start).transpose()?;
     let reload = Arc::new(AtomicBool::new(false));
-    signal_hook::flag::register(signal_hook::consts::SIGHUP, Arc::clone(&reload))
-        .context("install a handler for SIGHUP")?;
+    if !is_terminal {
+        signal_hook::flag::register(signal_hook::consts::SIGHUP, Arc::clone(&reload))
+            .context("install a handler for SIGHUP")?;
+    }
     let start = Instant::now();
     let clock = |now: Instant| Nanos::from_secs_f64((now - start).as_secs_f64());
     let mut controller: Option<Controller> = None;

@@ -1,14 +1,16 @@
 //! Real knobs of a real loop device: plan, apply, verify, rollback, and what
 //! is left after Ctrl-C and kill −9.
 
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use rtvirtio_bench::dataplane::client::{Client, Endpoint, Queue, Shape};
+use rtvirtio_calibrate::observed::{disk_of, observe};
 use rtvirtio_host::Host;
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
 use serde_json::Value;
 
@@ -558,6 +560,98 @@ fn calibration_of_a_disk_in_use_leaves_nothing_even_when_it_is_killed() {
     assert_eq!(both.status.code(), Some(1));
     drop(mounted);
     assert_eq!(left_behind(), [""; 0]);
+}
+
+#[test]
+fn disk_that_is_watched_has_a_profile_without_a_request() {
+    const TEST: &str = "disk_that_is_watched_has_a_profile_without_a_request";
+    let Some(_host) = can_run(TEST) else { return };
+    let (host, mounted) = (Host::new("/"), Mounted::new());
+    let work = mounted.directory.path().join("work");
+    let mut fio = Command::new("fio")
+        .args(["--name=work", "--direct=1", "--ioengine=psync", "--rw=randread", "--bs=4k"])
+        .args(["--size=64m", "--time_based", "--runtime=60", "--numjobs=4", "--thread"])
+        .args(["--output=/dev/null"])
+        .arg(format!("--filename={}", work.display()))
+        .spawn()
+        .unwrap();
+    std::thread::sleep(Duration::from_secs(2));
+    let disk = disk_of(&host, mounted.directory.path()).unwrap();
+    let found = observe(&host, &disk, Duration::from_secs(10), &Interrupted::new(false));
+    fio.kill().unwrap();
+    fio.wait().unwrap();
+    let found = match found {
+        Err(error) if format!("{error:#}").contains("tracefs") => {
+            // Not println: what a passing test prints is hidden.
+            let _ = writeln!(std::io::stderr(), "SKIPPED {TEST}: {error:#}");
+            return;
+        }
+        found => found.unwrap(),
+    };
+    found.check().unwrap();
+    let known: Profile = serde_json::from_str(PROFILE).unwrap();
+    let ratio = found.capacity.iops_4k / known.capacity.iops_4k;
+    assert!((0.3..1.5).contains(&ratio), "{:?}", found.capacity);
+    assert!(found.capacity.response_4k.mean < found.capacity.response_128k.mean);
+}
+
+#[test]
+fn profile_is_taken_to_another_device_of_its_model_alone() {
+    let Some(_host) = can_run("profile_is_taken_to_another_device_of_its_model_alone") else {
+        return;
+    };
+    let s = Setup::new(10.0);
+    let node = s.disk.node.to_str().unwrap().to_owned();
+    let theirs = PROFILE.replace("\"serial\": null", "\"serial\": \"S3CR3T\"");
+    assert_ne!(theirs, PROFILE);
+    std::fs::write(s.path("theirs.json"), theirs).unwrap();
+    std::fs::write(s.path("other.json"), PROFILE.replace("\"ref-4x250\"", "\"ref-8x80\"")).unwrap();
+    s.expect(0, &["profile", "export", &s.path("theirs.json"), "-o", &s.path("shared.json")]);
+    let shared = std::fs::read_to_string(s.path("shared.json")).unwrap();
+    assert!(!shared.contains("S3CR3T"), "{shared}");
+    let import = |from: &str, code| {
+        let (from, to) = (s.path(from), s.path("imported.json"));
+        s.expect(code, &["profile", "import", &from, "--device", &node, "-o", &to])
+    };
+    assert!(import("other.json", 1).contains("another model or size class"));
+    import("theirs.json", 0);
+    assert!(import("theirs.json", 1).contains("is there already"));
+    std::fs::copy(s.path("imported.json"), s.path("profile.json")).unwrap();
+    let planned = s.expect(2, &["plan", &s.path("spec.toml")]);
+    assert!(planned.contains("measured on another device of its model"), "{planned}");
+    let shown = s.expect(0, &["profile", "show", &s.path("profile.json")]);
+    assert!(shown.contains("S3CR3T") && shown.contains("capacity"), "{shown}");
+}
+
+#[test]
+fn watch_reads_its_specification_again_at_sighup() {
+    let Some(_host) = can_run("watch_reads_its_specification_again_at_sighup") else { return };
+    let s = Setup::new(10.0);
+    let mut child = Command::new(RTVIRTIO)
+        .args(["watch", &s.path("spec.toml"), "--json"])
+        .env("RTVIRTIO_STATE_DIR", s.path("state"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut until = |text: &str| {
+        let found = lines.by_ref().take(20).map_while(Result::ok).find(|line| line.contains(text));
+        found.unwrap_or_else(|| panic!("{text:?} is not said"))
+    };
+    until("at_s");
+    let pid = rustix::process::Pid::from_child(&child);
+    let hang_up = || rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();
+    hang_up();
+    until("the specification was read again");
+    std::fs::write(s.path("spec.toml"), "version = ").unwrap();
+    hang_up();
+    until("cannot be read again, and the old one holds");
+    // It goes on.
+    until("at_s");
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
+    assert!(child.wait().unwrap().success());
 }
 
 /// Starts a benchmark of one long cell and waits until it does I/O.
