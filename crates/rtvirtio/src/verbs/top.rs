@@ -1,8 +1,11 @@
 //! `rtvirtio top`: what the disks of all VMs do, and where their time goes. Needs no configuration.
 
+mod data_plane;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
 use std::io::IsTerminal as _;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
@@ -18,6 +21,7 @@ use rtvirtio_units::{Nanos, Percentile};
 use serde::Serialize;
 
 use crate::{Outcome, input, output};
+use data_plane::{DataPlane, NicRow};
 
 /// The percentiles shown.
 const PERCENTILES: [f64; 3] = [50.0, 99.0, 99.9];
@@ -35,7 +39,7 @@ const NAME: usize = 21;
     (ext4, xfs).\n\
     Latencies are counted by each VM's QEMU, which a VM's QMP socket or libvirt gives access to; a histogram \
     that somebody else has set is read and left alone. Without root, what may be read is shown.\n\
-    Disks of the data plane: `rtvirtio ctl`. Ctrl-C ends it."
+    Disks and network devices of a data plane are there as it tells of them. Ctrl-C ends it."
 )]
 pub(crate) struct Args {
     /// Seconds between two looks
@@ -47,6 +51,10 @@ pub(crate) struct Args {
     /// What the first row has most of
     #[arg(long, value_enum, default_value_t = Sort::Iops)]
     sort: Sort,
+    /// Control socket of the data plane whose devices are shown too; without, the usual one if it is
+    /// there
+    #[arg(long, value_name = "SOCKET")]
+    dataplane: Option<PathBuf>,
     /// Print a JSON line at each look
     #[arg(long)]
     json: bool,
@@ -113,6 +121,8 @@ impl Row {
 struct Look {
     at_s: f64,
     disks: Vec<Row>,
+    /// Of a data plane.
+    nics: Vec<NicRow>,
     /// The host's disks below, all users together.
     devices: BTreeMap<String, DiskActivity>,
     events: Vec<String>,
@@ -121,6 +131,7 @@ struct Look {
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let mut session = Session::new(input::host());
     let mut on_host = OnHost::new();
+    let mut data_plane = DataPlane::new(args.dataplane.as_deref());
     let is_screen = !args.json && std::io::stdout().is_terminal();
     let start = Instant::now();
     let mut first = session.refresh()?;
@@ -132,6 +143,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let (found, lost) = session.look();
     first.extend(lost);
     on_host.look(&found, &mut first);
+    data_plane.look(&mut first);
     let mut looks = 0;
     loop {
         if let Err(InterruptedError) = wait(Duration::from_secs(args.interval), interrupted) {
@@ -144,8 +156,10 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         events.extend(session.refresh()?);
         let devices = found.iter().flat_map(|look| look.below.iter().cloned()).collect();
         let mut disks: Vec<Row> = found.iter().map(|look| row(look, &tails)).collect();
+        let (served, nics) = data_plane.look(&mut events);
+        disks.extend(served);
         sort(&mut disks, args.sort);
-        let look = Look { at_s: start.elapsed().as_secs_f64(), disks, devices, events };
+        let look = Look { at_s: start.elapsed().as_secs_f64(), disks, nics, devices, events };
         if args.json {
             output::line(&serde_json::to_string(&look)?);
         } else {
@@ -324,8 +338,26 @@ fn text(look: &Look) -> String {
             word(row.r#where)
         ));
     }
-    if look.disks.is_empty() {
+    if look.disks.is_empty() && look.nics.is_empty() {
         line("no VM runs here (QEMU processes are looked for)".to_owned());
+    }
+    if !look.nics.is_empty() {
+        line(String::new());
+        line(format!(
+            "{:<NAME$} {:>8} {:>8} {:>8} {:>8}  {}",
+            "VM/nic", "in/s", "out/s", "MB/s", "drops/s", "tap"
+        ));
+    }
+    for nic in &look.nics {
+        line(format!(
+            "{:<NAME$} {:>8.0} {:>8.0} {:>8.1} {:>8.0}  {}",
+            fit(&format!("{}/{}", nic.vm, nic.nic), NAME),
+            nic.received_per_s,
+            nic.transmitted_per_s,
+            nic.bytes_per_s / 1e6,
+            nic.dropped_per_s,
+            fit(&nic.tap, 15)
+        ));
     }
     if !look.devices.is_empty() {
         line(String::new());
@@ -409,6 +441,17 @@ mod tests {
         let look = Look {
             at_s: 1.0,
             disks: vec![row(long, 999_999.0, 123_456), row("db", 1.0, 99)],
+            nics: vec![NicRow {
+                vm: long.to_owned(),
+                nic: "net0".to_owned(),
+                tap: "a-long-tap-name".to_owned(),
+                connected: true,
+                received_per_s: 1_234_567.0,
+                transmitted_per_s: 1.0,
+                bytes_per_s: 1e11,
+                dropped_per_s: 0.0,
+                iothreads: vec![],
+            }],
             devices: [(long.to_owned(), activity)].into(),
             events: vec!["an event ".repeat(20)],
         };

@@ -175,6 +175,13 @@ fn talk(packed: bool) {
     }
     // The driver is called for batches.
     assert!(of(1, "calls") < of(1, "frames"), "{nic}");
+    let socket = directory.path().join("control");
+    let top = Command::new(RTVIRTIO)
+        .args(["top", "-n", "1", "--interval", "1", "--dataplane"])
+        .arg(socket)
+        .output()
+        .unwrap();
+    assert!(said(&top).contains("test/net0") && said(&top).contains("tap0"), "{}", said(&top));
     let metrics = said(&daemon.ctl(&["metrics"]));
     assert!(metrics.contains("rtvirtio_nic_frames_total{"), "{metrics}");
 
