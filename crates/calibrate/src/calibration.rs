@@ -327,7 +327,7 @@ pub fn calibrate(
     let capacity = match capacity {
         Some(capacity) => capacity,
         None => {
-            let expected = CellLoad::duration(alone::WINDOW) * 4;
+            let expected = alone::duration(device);
             progress.start("calibrate: the device alone", expected);
             let capacity = alone::measure(device, interrupted)?;
             progress.finish(expected);
@@ -410,7 +410,7 @@ pub fn calibrate_to(
 }
 
 /// A window in which a device was watched: a run of the load that was there.
-pub(crate) struct Watched {
+pub(crate) struct ObservedWindow {
     /// Its length.
     pub(crate) seconds: f64,
     /// Small requests a second.
@@ -424,13 +424,13 @@ pub(crate) struct Watched {
 }
 
 /// The models' fit to windows in which a device was watched under `scheduler`.
-pub(crate) fn fit_watched(
+pub(crate) fn fit_observed(
     (device, kernel, measured_at, date): (DeviceIdentity, String, MeasuredAt, String),
     capacity: Capacity,
     scheduler: Scheduler,
-    windows: Vec<Watched>,
+    windows: Vec<ObservedWindow>,
 ) -> Profile {
-    let run = |window: Watched| ProbeRun {
+    let run = |window: ObservedWindow| ProbeRun {
         setting: (scheduler, 1, Writer::Absent),
         seconds: window.seconds,
         cap: None,

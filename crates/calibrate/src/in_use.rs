@@ -5,7 +5,7 @@
 //!   and not written is not what a disk does.
 //! - The disk's scheduler and knobs stay as they are unless they may be probed; limits and weights are
 //!   those of the calibration's own cgroups.
-//! - [`Neighbours`] watches those who use the disk. A probe that disturbs one is stopped at once.
+//! - [`neighbours`](crate::neighbours) watches those who use the disk. A probe that disturbs one is stopped at once.
 //!   After each probe the disk is left to them for as long as the share says.
 
 use std::fs::File;

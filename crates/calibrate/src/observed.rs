@@ -22,7 +22,7 @@ use rtvirtio_spec::profile::{Capacity, Profile, ProfileSource, Response};
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_units::{Bytes, BytesPerSecond, Nanos, Percentile};
 
-use crate::calibration::{Watched, fit_watched};
+use crate::calibration::{ObservedWindow, fit_observed};
 use crate::in_use::scheduler_of;
 use crate::load::{CanaryThread, canary_summary};
 use crate::neighbours::OtherLoad;
@@ -93,10 +93,16 @@ pub fn observe(
         });
         let (small, iops) = (service.small.all.clone(), class(&service.small));
         let canary = *late;
-        (small.count() > 0).then_some(Watched { seconds: *seconds, iops, small, others, canary })
+        (small.count() > 0).then_some(ObservedWindow {
+            seconds: *seconds,
+            iops,
+            small,
+            others,
+            canary,
+        })
     });
     let date = jiff::Timestamp::now().to_string();
-    let profile = fit_watched(
+    let profile = fit_observed(
         (identity, host.kernel_release()?, MeasuredAt::Host, date),
         capacity,
         scheduler,

@@ -174,6 +174,8 @@ pub(crate) struct IoThread {
     to_start: Vec<(Token, Running)>,
     /// Scratch: queues that went to sleep.
     asleep: Vec<QueueKey>,
+    /// Queues that a limit on their rate holds back.
+    held: Vec<QueueKey>,
     /// By key.
     served: Vec<Option<Served>>,
     awake: Turns<QueueKey>,
@@ -231,6 +233,7 @@ impl IoThread {
             scheduler_clients: Vec::new(),
             to_start: Vec::new(),
             asleep: Vec::new(),
+            held: Vec::new(),
             served: Vec::new(),
             awake: Turns::new(),
             forwards: HashMap::new(),
@@ -253,6 +256,9 @@ impl IoThread {
             self.begin(began);
             let mut worked = self.reap();
             worked |= self.read_mail();
+            if !self.held.is_empty() {
+                self.release(began);
+            }
             worked |= self.serve(began, worked);
             worked |= self.schedule();
             self.publish();
@@ -355,12 +361,13 @@ impl IoThread {
         (found, time)
     }
 
-    /// When a schedule is to be looked at though nothing happens, ns.
+    /// When a schedule, or a queue that is held back, is to be looked at though nothing happens, ns.
     fn wake_at(&self) -> u64 {
         self.scheduler_clients
             .iter()
             .flatten()
             .map(SchedulerClient::wake_at)
+            .chain(self.held.iter().filter_map(|&key| get(&self.served, key)?.queue.held_until()))
             .min()
             .unwrap_or(u64::MAX)
     }
@@ -607,7 +614,29 @@ impl IoThread {
             self.with_queue(key, |queue, turn| queue.serve(turn, &mut share, time, begun));
         }
         self.listen_to_link(key);
+        if get(&self.served, key).is_some_and(|entry| entry.queue.held_until().is_some())
+            && !self.held.contains(&key)
+        {
+            self.held.push(key);
+        }
         share
+    }
+
+    /// Queues whose next frame may pass by now are looked at again; those that have left are nobody's.
+    fn release(&mut self, time: u64) {
+        let mut at = 0;
+        while let Some(&key) = self.held.get(at) {
+            let until = get(&self.served, key).and_then(|entry| entry.queue.held_until());
+            if until.is_some_and(|until| until > time) {
+                at += 1;
+                continue;
+            }
+            self.held.swap_remove(at);
+            if let Some(entry) = get_mut(&mut self.served, key) {
+                entry.queue.release();
+                self.wake(key);
+            }
+        }
     }
 
     /// Among busy queues, those that have been idle for a while are waited for instead; one that
@@ -707,7 +736,7 @@ impl IoThread {
             return;
         }
         entry.listening_to_link = false;
-        // A TAP that is gone is readable for ever: its driver's next kick tries again.
+        // A TAP that is gone is readable for ever.
         let gone = (libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) as i32;
         entry.queue.link_event(result < 0 || result & gone != 0);
         self.wake(key);

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use rtvirtio_net::features;
 use rtvirtio_net::header::{BYTES, Header, announcement};
+use rtvirtio_net::limit::Rate;
 use rtvirtio_net::tap::Tap;
 use rtvirtio_units::Bytes;
 use rtvirtio_vhost::protocol::CONFIG_MAX;
@@ -29,6 +30,8 @@ pub struct NicConfig {
     pub mac: [u8; 6],
     /// The longest packet, bytes of IP.
     pub mtu: u16,
+    /// The most that goes to the guest and comes from it, in each pair of queues.
+    pub limits: [Option<Rate>; 2],
     /// One for each pair of queues, at least one.
     pub taps: Vec<Tap>,
     /// Guest memory that a front end may share, in all its regions.
@@ -68,6 +71,11 @@ impl Nic {
     /// The TAP of a virtqueue's pair.
     pub(crate) fn tap(&self, queue: u16) -> Option<&Arc<Tap>> {
         self.taps.get(usize::from(queue / 2))
+    }
+
+    /// The most that a virtqueue lets through.
+    pub(crate) fn limit(&self, queue: u16) -> Option<Rate> {
+        self.config.limits[usize::from(queue % 2)]
     }
 
     /// Its address.
@@ -177,6 +185,7 @@ mod tests {
             name: "nic".to_owned(),
             mac: [2, 0, 0, 0, 0, 7],
             mtu: 9000,
+            limits: [None; 2],
             taps: Vec::new(),
             memory: Bytes::new(1 << 20),
         })

@@ -342,6 +342,21 @@ impl Queue {
         }
     }
 
+    /// When a limit on its rate lets the next frame pass, if none may pass now, ns of [`now`].
+    pub(crate) fn held_until(&self) -> Option<u64> {
+        match &self.work {
+            Work::Frames(frames) if self.is_served() => frames.held_until(),
+            _ => None,
+        }
+    }
+
+    /// The next frame may pass.
+    pub(crate) fn release(&mut self) {
+        if let Work::Frames(frames) = &mut self.work {
+            frames.release();
+        }
+    }
+
     /// The link has something, or has failed.
     pub(crate) fn link_event(&mut self, failed: bool) {
         if let Work::Frames(frames) = &mut self.work {
@@ -464,9 +479,15 @@ impl Queue {
         !self.waiting.is_empty()
     }
 
-    /// Tells whoever watches it what its driver has made available and is not taken.
+    /// Tells whoever watches it what its driver has made available and is not taken. Buffers to receive
+    /// into are no work.
     pub(crate) fn look(&self) {
-        self.stats.see(if self.is_served() { self.source.backlog() } else { 0 });
+        let is_work = match &self.work {
+            Work::Requests(_) => true,
+            Work::Frames(frames) => frames.is_transmit(),
+        };
+        let backlog = if is_work && self.is_served() { self.source.backlog() } else { 0 };
+        self.stats.see(backlog);
     }
 
     /// Asks for kicks; whether requests came in the meantime.
@@ -476,6 +497,9 @@ impl Queue {
         }
         let Work::Frames(frames) = &self.work else { return self.source.enable_notification() };
         // A driver that adds buffers to others has nothing to say.
+        if frames.held_until().is_some() {
+            return false;
+        }
         if frames.waits_for_driver(self.source.is_pending()) {
             let has_come = self.source.enable_notification();
             return frames.is_pending(has_come);

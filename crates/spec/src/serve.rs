@@ -237,6 +237,21 @@ pub struct Nic {
     pub max_memory: Option<Bytes>,
     /// Its virtqueues, two for each pair, and their IOThreads.
     pub mapping: Mapping,
+    /// The most that goes to the guest, in each pair of queues.
+    pub rx: Option<NicRate>,
+    /// The most that comes from it.
+    pub tx: Option<NicRate>,
+}
+
+/// A limit on frames: at least one of the two rates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NicRate {
+    /// Per second.
+    pub frames: Option<u64>,
+    /// Bits per second.
+    pub bits: Option<u64>,
+    /// How far ahead of the rate one may be that was silent.
+    pub burst: Nanos,
 }
 
 /// An address as it is written: `52:54:00:12:34:56`.

@@ -18,6 +18,7 @@ use rtvirtio_spec::specification::{Load, Recognise, Target, Task};
 use rtvirtio_units::{Bytes, BytesPerSecond, Confidence, Nanos, Percentile, TaskName};
 
 use super::{TRIES, Writer, device_settings, specification};
+use crate::load::CellLoad;
 use crate::neighbours::{GaveUp, OtherLoad};
 use crate::testbed::{DeviceUnderTest, plain};
 
@@ -55,6 +56,12 @@ impl Run {
 /// Depths at which a device is saturated: at once, or step by step beside others.
 const fn depths(is_in_use: bool) -> &'static [u32] {
     if is_in_use { &[2, 4, 8, 16, 32, 64] } else { &[64] }
+}
+
+/// How long [`measure`] takes, about.
+pub(super) fn duration(device: &dyn DeviceUnderTest) -> Duration {
+    let runs = if device.others().is_some() { 2 * (1 + REPEATED) + 6 } else { 4 };
+    CellLoad::duration(WINDOW) * runs
 }
 
 /// What the device does for one user.

@@ -166,6 +166,8 @@ impl IoThread {
 
     fn adopt(&mut self, mut queue: Box<Queue>) {
         let key = queue.key;
+        // Its first turn looks at the limit again.
+        queue.release();
         if let Some(forward) = self.forwards.remove(&key) {
             queue.started_here = forward.outstanding;
         }

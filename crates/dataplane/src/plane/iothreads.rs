@@ -86,6 +86,8 @@ pub(super) struct State {
     pub(super) iothreads: BTreeMap<IoThreadName, Thread>,
     pub(super) schedules: BTreeMap<Name, Arc<Schedule>>,
     pub(super) devices: BTreeMap<DiskName, Served>,
+    /// Virtqueues of network devices, by IOThread.
+    pub(super) nic_queues: BTreeMap<IoThreadName, u32>,
     /// Devices that are about to be here.
     pub(super) adding: BTreeMap<DiskName, Adding>,
 }
@@ -400,7 +402,8 @@ impl State {
     /// Queues that are mapped to an IOThread, whether they run or not.
     pub(super) fn queues_of(&self, iothread: &IoThreadName) -> u32 {
         let queues = self.devices.values().flat_map(|device| device.mapping.by_queue());
-        queues.filter(|name| *name == iothread).count() as u32
+        let of_nics = self.nic_queues.get(iothread).copied().unwrap_or(0);
+        queues.filter(|name| *name == iothread).count() as u32 + of_nics
     }
 }
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use rtvirtio_net::limit::Rate;
 use rtvirtio_net::tap::{self, Tap, TapError};
 use rtvirtio_spec::control::{NicQueueState, NicState, QueueDirection};
 use rtvirtio_spec::serve;
@@ -53,6 +54,12 @@ pub(super) fn attach(spec: &serve::Nic) -> Result<Vec<Tap>, PlaneError> {
     }
 }
 
+fn rate(limit: serve::NicRate) -> Rate {
+    let serve::NicRate { frames, bits, burst } = limit;
+    let float = |number: Option<u64>| number.map(|number| number as f64);
+    Rate { frames: float(frames), bits: float(bits), burst: burst.get() }
+}
+
 /// A network device that is served.
 struct Served {
     spec: serve::Nic,
@@ -84,6 +91,7 @@ impl Nics {
             name: spec.name.to_string(),
             mac: spec.mac,
             mtu: spec.mtu.or_else(|| tap::mtu(&spec.tap)).unwrap_or(USUAL_MTU),
+            limits: [spec.rx, spec.tx].map(|limit| limit.map(rate)),
             taps,
             memory: spec.max_memory.unwrap_or(Limits::default().memory),
         }));

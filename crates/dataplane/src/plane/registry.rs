@@ -125,7 +125,17 @@ impl Registry {
             self.add(spec, image, Some(listener), slots, Admission::Forced)?;
         }
         for opened in opened.nics {
-            let threads = threads(&self.state(), &opened.spec.mapping)?;
+            let threads = {
+                let mut state = self.state();
+                for iothread in opened.spec.mapping.by_queue() {
+                    *state.nic_queues.entry(iothread.clone()).or_default() += 1;
+                    // Policies weigh disks' requests: they leave an IOThread of frames alone.
+                    if let Some(thread) = state.iothreads.get_mut(iothread) {
+                        thread.locked = true;
+                    }
+                }
+                threads(&state, &opened.spec.mapping)?
+            };
             self.nics.add(opened, threads, (&self.server, &self.core.pool, &self.report))?;
         }
         self.begin_policy(configuration.iocores.clone())

@@ -9,6 +9,9 @@
 //! A frame to or from a TAP takes the kernel 1 to 2 µs whatever its length, so a turn has fewer of
 //! them than it has requests to a disk ([`COST`]).
 //!
+//! A limit on a rate is back pressure: chains are not taken from a driver that is ahead of its rate, and
+//! the TAP is not read. The IOThread comes back when the next frame may pass.
+//!
 //! Who has no buffers loses no frame here: they wait in the TAP's own queue, whose length is the host's to
 //! set (`txqueuelen`).
 
@@ -18,6 +21,7 @@ use std::sync::Arc;
 
 use rtvirtio_net::features;
 use rtvirtio_net::header::{BYTES, ETHERNET, Header, MAX_FRAME_BYTES};
+use rtvirtio_net::limit::Limit;
 use rtvirtio_net::tap::Tap;
 use rtvirtio_virtq::Segment;
 use rtvirtio_virtq::memory::Memory;
@@ -25,6 +29,7 @@ use rtvirtio_virtq::ring::{Chain, Ring, RingError};
 use rustix::io::Errno;
 
 use super::Pass;
+use crate::clock::now;
 use crate::drr::TurnBudget;
 use crate::nic::Nic;
 use crate::stats::{Op, QueueStats};
@@ -36,7 +41,14 @@ const MOST_HELD: usize = 256;
 const MOST_PARTS: usize = 1000;
 
 /// What a queue of a network device does.
-pub(super) enum Frames {
+pub(super) struct Frames {
+    direction: Direction,
+    limit: Option<Limit>,
+    /// When the next frame may pass, while one may not, ns of [`now`].
+    held_until: Option<u64>,
+}
+
+enum Direction {
     Transmit(Transmit),
     Receive(Box<Receive>),
 }
@@ -48,9 +60,10 @@ impl Frames {
     /// Of the virtqueue `index`; `None`: the device has none.
     pub(super) fn new(nic: &Arc<Nic>, index: u16) -> Option<Self> {
         let tap = Arc::clone(nic.tap(index)?);
+        let limit = nic.limit(index).map(Limit::new);
         let nic = Arc::clone(nic);
-        Some(match index % 2 {
-            0 => Self::Receive(Box::new(Receive {
+        let direction = match index % 2 {
+            0 => Direction::Receive(Box::new(Receive {
                 nic,
                 tap,
                 held: VecDeque::with_capacity(MOST_HELD),
@@ -61,8 +74,27 @@ impl Frames {
                 ready: true,
                 failed: false,
             })),
-            _ => Self::Transmit(Transmit { nic, tap, parts: Vec::with_capacity(MOST_PARTS + 2) }),
-        })
+            _ => Direction::Transmit(Transmit {
+                nic,
+                tap,
+                parts: Vec::with_capacity(MOST_PARTS + 2),
+            }),
+        };
+        Some(Self { direction, limit, held_until: None })
+    }
+
+    /// When the next frame may pass, if one may not now, ns.
+    pub(super) const fn held_until(&self) -> Option<u64> {
+        self.held_until
+    }
+
+    /// It may by now.
+    pub(super) const fn release(&mut self) {
+        self.held_until = None;
+    }
+
+    pub(super) const fn is_transmit(&self) -> bool {
+        matches!(self.direction, Direction::Transmit(_))
     }
 
     /// A turn.
@@ -74,34 +106,39 @@ impl Frames {
         share: &mut TurnBudget,
         stats: &QueueStats,
     ) -> Served {
-        match self {
-            Self::Transmit(transmit) => transmit.serve(ring, chain, share, stats),
-            Self::Receive(receive) => receive.serve(ring, memory, share, stats),
-        }
+        let mut gate = Gate { limit: self.limit.as_mut(), time: 0, closed: None };
+        let served = match &mut self.direction {
+            Direction::Transmit(transmit) => transmit.serve(ring, chain, share, stats, &mut gate),
+            Direction::Receive(receive) => receive.serve(ring, memory, share, stats, &mut gate),
+        };
+        self.held_until = gate.closed;
+        served
     }
 
     /// Whether a turn would find something to do, if the ring has so much.
     pub(super) fn is_pending(&self, ring_is_pending: bool) -> bool {
-        match self {
-            Self::Transmit(_) => ring_is_pending,
-            Self::Receive(receive) => {
-                receive.ready && (ring_is_pending || !receive.held.is_empty())
+        self.held_until.is_none()
+            && match &self.direction {
+                Direction::Transmit(_) => ring_is_pending,
+                Direction::Receive(receive) => {
+                    receive.ready && (ring_is_pending || !receive.held.is_empty())
+                }
             }
-        }
     }
 
     /// Whether it is the driver that is waited for.
     pub(super) fn waits_for_driver(&self, ring_is_pending: bool) -> bool {
-        match self {
-            Self::Transmit(_) => true,
-            Self::Receive(receive) => receive.held.is_empty() && !ring_is_pending,
-        }
+        self.held_until.is_none()
+            && match &self.direction {
+                Direction::Transmit(_) => true,
+                Direction::Receive(receive) => receive.held.is_empty() && !ring_is_pending,
+            }
     }
 
     /// What is waited for when buffers are there and no frame.
     pub(super) fn link(&self) -> Option<BorrowedFd<'_>> {
-        match self {
-            Self::Receive(receive) if !receive.ready && !receive.failed => {
+        match &self.direction {
+            Direction::Receive(receive) if !receive.ready && !receive.failed => {
                 Some(receive.tap.as_fd())
             }
             _ => None,
@@ -110,19 +147,47 @@ impl Frames {
 
     /// The link has something, or has failed.
     pub(super) fn link_event(&mut self, failed: bool) {
-        if let Self::Receive(receive) = self {
+        if let Direction::Receive(receive) = &mut self.direction {
             (receive.ready, receive.failed) = (true, failed);
         }
     }
 
     /// Buffers that are held go back to the ring.
     pub(super) fn give_back(&mut self, ring: &mut Ring) {
-        if let Self::Receive(receive) = self {
+        if let Direction::Receive(receive) = &mut self.direction {
             while let Some(Held { chain, bytes }) = receive.held.pop_back() {
                 ring.untake(chain.id);
                 receive.bytes -= bytes;
                 receive.spare.push(chain);
             }
+        }
+    }
+}
+
+/// Where frames pass in a turn, one by one.
+struct Gate<'a> {
+    limit: Option<&'a mut Limit>,
+    /// Of the last look at the clock, ns; 0: none yet.
+    time: u64,
+    /// Until when it is closed, if it is.
+    closed: Option<u64>,
+}
+
+impl Gate<'_> {
+    /// Whether another frame may pass.
+    fn is_open(&mut self) -> bool {
+        let Some(limit) = &self.limit else { return true };
+        let ready_at = limit.ready_at();
+        if ready_at > self.time {
+            self.time = now();
+        }
+        self.closed = (ready_at > self.time).then_some(ready_at);
+        self.closed.is_none()
+    }
+
+    fn pass(&mut self, bytes: usize) {
+        if let Some(limit) = &mut self.limit {
+            limit.pass(self.time, bytes);
         }
     }
 }
@@ -146,11 +211,12 @@ impl Transmit {
         chain: &mut Chain,
         share: &mut TurnBudget,
         stats: &QueueStats,
+        gate: &mut Gate<'_>,
     ) -> Served {
         let negotiated = self.nic.driver_features();
         let mut is_unpublished = false;
         while share.is_left() {
-            if !ring.next(chain)? {
+            if !gate.is_open() || !ring.next(chain)? {
                 return Ok((Pass::Empty, is_unpublished));
             }
             is_unpublished = true;
@@ -162,6 +228,7 @@ impl Transmit {
                 None => stats.fail(Op::Write),
             }
             ring.finish(chain.id, 0);
+            gate.pass(sent.unwrap_or(0));
             share.requests -= 1;
             share.bytes -= cost(sent.unwrap_or(0));
         }
@@ -232,6 +299,7 @@ impl Receive {
         memory: &Memory,
         share: &mut TurnBudget,
         stats: &QueueStats,
+        gate: &mut Gate<'_>,
     ) -> Served {
         let negotiated = self.nic.driver_features();
         let is_mergeable = negotiated & features::MRG_RXBUF != 0;
@@ -243,7 +311,7 @@ impl Receive {
         let mut is_unpublished = false;
         while share.is_left() {
             is_unpublished |= self.gather(ring, BYTES + longest, is_mergeable, stats)?;
-            if self.held.is_empty() {
+            if self.held.is_empty() || !gate.is_open() {
                 return Ok((Pass::Empty, is_unpublished));
             }
             let mut header = Header::COMPLETE;
@@ -255,6 +323,7 @@ impl Receive {
                 }
             };
             stats.start(1);
+            gate.pass(received.saturating_sub(BYTES));
             share.requests -= 1;
             share.bytes -= cost(received);
             let fits = (BYTES + ETHERNET..=self.bytes).contains(&received);

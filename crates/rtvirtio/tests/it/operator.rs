@@ -17,7 +17,7 @@ use serde_json::Value;
 
 use crate::in_guest::image;
 use crate::libvirt::{Cgroups, ENTER, target};
-use crate::scratch_disk::{Disk, can_run, left_behind, rtvirtio, said};
+use crate::scratch_disk::{Disk, RTVIRTIO, can_run, eventually, left_behind, rtvirtio, said};
 
 const TEST: &str = "host_with_libvirt_domains_gets_a_plan_by_three_commands";
 /// Set within the namespaces: the scratch disk's node.
@@ -197,6 +197,7 @@ impl Site {
 
         self.top();
         self.somebody_elses_histogram_is_left_alone();
+        self.histogram_that_vanishes_is_set_again();
         self.calibration_beside_the_vms();
         self.plan_and_back();
         assert!(precious() == before, "somebody's data has changed");
@@ -248,6 +249,28 @@ impl Site {
         let there = monitor.latency_histograms(&path, ENOUGH).unwrap().read.unwrap();
         assert_eq!(there.boundaries, coarse);
         monitor.set_latency_histogram(&path, &[], ENOUGH).unwrap();
+    }
+
+    /// As when another rtvirtio that looked at the VM ends, and clears what it had set.
+    fn histogram_that_vanishes_is_set_again(&self) {
+        let mut top = Command::new(RTVIRTIO)
+            .args(["top", "-n", "4", "--json"])
+            .env("RTVIRTIO_STATE_DIR", self.directory.join("state"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut monitor = Monitor::libvirt(VMS[0]);
+        let path = monitor.blocks(ENOUGH).unwrap().remove(0).qom_path.unwrap();
+        let is_set = || {
+            let found = Monitor::libvirt(VMS[0]).latency_histograms(&path, ENOUGH);
+            found.unwrap().read.is_some()
+        };
+        eventually("the first histogram", ENOUGH, is_set);
+        monitor.set_latency_histogram(&path, &[], ENOUGH).unwrap();
+        eventually("another histogram", ENOUGH, is_set);
+        assert!(top.wait().unwrap().success());
+        assert!(!is_set());
     }
 
     /// The disk is measured beside VMs that work, and nothing of it is left.

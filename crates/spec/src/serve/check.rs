@@ -10,7 +10,7 @@ use super::wire::{self, EngineKind, Size};
 use super::{
     Completion, Control, CpuCost, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_PAIRS,
     MAX_POLL, MAX_RAM_BYTES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_TAP_BYTES, MAX_USER_BYTES,
-    MIN_MTU, Nic, NvmeEngine, Polling, Qos, Service, Slice, SsdEngine,
+    MIN_MTU, Nic, NicRate, NvmeEngine, Polling, Qos, Service, Slice, SsdEngine,
 };
 use crate::mapping::{Entry, Mapping};
 
@@ -224,8 +224,34 @@ impl Nic {
             trust: raw.trust,
             max_memory: raw.max_memory.map(max_memory).transpose()?,
             mapping: mapping.map_err(|fault| (keys, fault))?,
+            rx: raw.rx.map(|raw| nic_rate("rx", raw)).transpose()?,
+            tx: raw.tx.map(|raw| nic_rate("tx", raw)).transpose()?,
         })
     }
+}
+
+/// A burst of which a driver's own batches seldom feel anything.
+const USUAL_BURST_MS: u64 = 5;
+
+fn nic_rate(direction: &'static str, raw: wire::NicRate) -> Result<NicRate, Misplaced> {
+    let keys: &[&str] = if direction == "rx" { &["rx"] } else { &["tx"] };
+    let wire::NicRate { max_frames, max_mbit, burst_ms } = raw;
+    if max_frames.is_none() && max_mbit.is_none() {
+        return Err((keys, Fault::NoNicRate(direction)));
+    }
+    if let Some(frames) = max_frames {
+        at(keys, in_range("max_frames", frames, 1, 100_000_000))?;
+    }
+    if let Some(mbit) = max_mbit {
+        at(keys, in_range("max_mbit", mbit, 1, 1_000_000))?;
+    }
+    let burst = burst_ms.unwrap_or(USUAL_BURST_MS);
+    at(keys, in_range("burst_ms", burst, 0, 1_000))?;
+    Ok(NicRate {
+        frames: max_frames,
+        bits: max_mbit.map(|mbit| mbit * 1_000_000),
+        burst: Nanos::from_millis(burst),
+    })
 }
 
 /// As the kernel has it (`dev_valid_name`).

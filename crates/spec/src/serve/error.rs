@@ -114,6 +114,9 @@ pub enum Fault {
     /// No address, or that of a group.
     #[error("{} is no address of a device", Quoted(.0))]
     BadMac(String),
+    /// A limit on nothing.
+    #[error("{0} has neither max_frames nor max_mbit")]
+    NoNicRate(&'static str),
     /// A TAP of two devices.
     #[error("tap {} is that of nic \"{other}\" too", Quoted(tap))]
     DuplicateTap {
@@ -281,6 +284,7 @@ impl Fault {
             Self::TooManyNics(_) => format!("keep at most {MAX_NICS}"),
             Self::BadTap(_) => "write tap = \"tap0\"".to_owned(),
             Self::BadMac(_) => "write mac = \"52:54:00:12:34:56\"".to_owned(),
+            Self::NoNicRate(direction) => format!("write {direction} = {{ max_mbit = 100 }}"),
             Self::DuplicateTap { .. } => "give each a TAP of its own".to_owned(),
             Self::TooManySchedules(_) => format!("keep at most {MAX_SCHEDULES}"),
             Self::NoSchedule(name) => format!(

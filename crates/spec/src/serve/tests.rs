@@ -374,6 +374,7 @@ tap = "tap0"
 mac = "52:54:00:12:34:56"
 mtu = 9000
 queues = 2
+tx = { max_frames = 50000, max_mbit = 100, burst_ms = 1 }
 [[nic]]
 name = "net1"
 vm = "db"
@@ -390,15 +391,18 @@ fn network_devices_are_read_with_their_faults() {
     // Two virtqueues a pair, over all IOThreads.
     let iothreads: Vec<&str> = first.mapping.by_queue().iter().map(|n| n.as_str()).collect();
     assert_eq!(iothreads, ["iot0", "iot1", "iot0", "iot1"]);
+    let tx =
+        NicRate { frames: Some(50_000), bits: Some(100_000_000), burst: Nanos::from_millis(1) };
+    assert_eq!((first.rx, first.tx), (None, Some(tx)));
     assert_eq!((second.pairs, second.mtu), (1, None));
     // One of its own, that stays.
     assert_eq!((second.mac[..3].to_vec(), second.mac[0] & 1), (vec![0x52, 0x54, 0], 0));
     assert_eq!(parse("serve.toml", NICS).unwrap().nics[1].mac, second.mac);
     assert_ne!(first.mac, second.mac);
     for (from, to, line, words) in [
-        ("\"net1\"\nvm", "\"net0\"\nvm", 15, "has this name"),
-        ("tap = \"tap1\"", "tap = \"tap0\"", 18, "is that of nic \"net0\" too"),
-        ("rtvirtio/net1", "rtvirtio/net0", 17, "is that of nic \"net0\" too"),
+        ("\"net1\"\nvm", "\"net0\"\nvm", 16, "has this name"),
+        ("tap = \"tap1\"", "tap = \"tap0\"", 19, "is that of nic \"net0\" too"),
+        ("rtvirtio/net1", "rtvirtio/net0", 18, "is that of nic \"net0\" too"),
         ("\"tap0\"", "\"../tap\"", 10, "is no name of a network device"),
         ("\"tap0\"", "\"a-name-of-16-byt\"", 10, "is no name of a network device"),
         ("12:34:56\"", "12:34\"", 11, "is no address of a device"),
@@ -406,8 +410,11 @@ fn network_devices_are_read_with_their_faults() {
         ("\"52:54", "\"5:254", 11, "is no address of a device"),
         ("mtu = 9000", "mtu = 67", 12, "mtu is 67, outside 68 to 65535"),
         ("queues = 2", "queues = 9", 13, "queues is 9, outside 1 to 8"),
+        ("max_frames = 50000, max_mbit = 100, ", "", 14, "tx has neither max_frames nor"),
+        ("max_frames = 50000", "max_frames = 0", 14, "max_frames is 0, outside 1"),
+        ("burst_ms = 1 ", "burst_ms = 1001 ", 14, "burst_ms is 1001, outside 0 to 1000"),
         ("queues = 2", "queue = 2", 13, "unknown key \"queue\""),
-        ("socket = \"/run/rtvirtio/net1\"", "socket = \"net1\"", 17, "is no path of a socket"),
+        ("socket = \"/run/rtvirtio/net1\"", "socket = \"net1\"", 18, "is no path of a socket"),
     ] {
         let error = parse("serve.toml", &NICS.replacen(from, to, 1)).unwrap_err();
         let text = error.to_string();

@@ -67,6 +67,27 @@ pub struct Nic {
     /// As of a device: virtqueue 2 i receives and 2 i + 1 transmits.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mapping: Option<Vec<Entry>>,
+    /// The most that goes to the guest; anything if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rx: Option<NicRate>,
+    /// The most that comes from it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tx: Option<NicRate>,
+}
+
+/// `rx = { ... }`, `tx = { ... }`: of each pair of queues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a table { max_frames = ..., max_mbit = ... }")]
+pub struct NicRate {
+    /// Frames per second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_frames: Option<u64>,
+    /// 10^6 bits per second.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_mbit: Option<u64>,
+    /// How far ahead of the rate one may be that was silent, ms; 5 if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub burst_ms: Option<u64>,
 }
 
 /// `[service]`

@@ -4,6 +4,7 @@ use std::io::Write as _;
 use std::os::fd::{AsRawFd, FromRawFd};
 
 use rtvirtio_net::features;
+use rtvirtio_net::limit::Rate;
 use rtvirtio_net::tap::Tap;
 use rtvirtio_vhost::Backend as _;
 
@@ -102,7 +103,12 @@ fn frame(number: u8, length: usize) -> Vec<u8> {
 }
 
 fn nic(taps: Vec<Tap>, negotiated: u64) -> Arc<Nic> {
+    limited_nic(taps, negotiated, [None; 2])
+}
+
+fn limited_nic(taps: Vec<Tap>, negotiated: u64, limits: [Option<Rate>; 2]) -> Arc<Nic> {
     let nic = Nic::new(NicConfig {
+        limits,
         name: "nic".to_owned(),
         mac: [2, 0, 0, 0, 0, 1],
         mtu: 1500,
@@ -355,5 +361,51 @@ fn queue_that_waits_for_frames_or_buffers_rests() {
     let slots = port.offer(0..8, 1526);
     assert_eq!(port.receive(&slots), (frame(1, 60), 1));
     assert_rests(tid, "with buffers and without frames");
+    pool.stop(key).unwrap();
+}
+
+/// How fast exactly is `net::limit`'s to show: here, that a queue comes back in time and rests meanwhile.
+#[test]
+fn limited_queue_comes_back_when_the_next_frame_may_pass() {
+    let wire = match Wire::new(1) {
+        Ok(wire) => wire,
+        Err(why) => return skipped("limited_queue_comes_back_when_the_next_frame_may_pass", why),
+    };
+    let Wire { taps, socket } = wire;
+    // One each 10 ms.
+    let slow = Some(Rate { frames: Some(100.0), bits: None, burst: 0 });
+    let (nic, wire) = (limited_nic(taps, ALL, [slow; 2]), Wire { taps: Vec::new(), socket });
+    let pool = Pool::default();
+    let [thread, other] = threads(&pool);
+    let (_, tid) = pool.thread(thread).unwrap();
+    let mut sender = Port::new(false);
+    let key = pool.start_nic(sender.setup(&nic, 1), thread).unwrap();
+    let begun = Instant::now();
+    for number in 0..20 {
+        sender.send(u64::from(number), [0; HEADER], &frame(number, 100));
+    }
+    for number in 0..20 {
+        assert_eq!(wire.receive(), frame(number, 100));
+        if number == 10 {
+            pool.move_queue(key, other).unwrap();
+        }
+    }
+    assert!(begun.elapsed() >= Duration::from_millis(180), "{:?}", begun.elapsed());
+    for _ in 0..20 {
+        sender.take();
+    }
+    pool.stop(key).unwrap();
+    let mut port = Port::new(true);
+    let key = pool.start_nic(port.setup(&nic, 0), thread).unwrap();
+    let slots = port.offer(0..40, 1526);
+    let begun = Instant::now();
+    for number in 0..40 {
+        wire.send(&frame(number, 100));
+    }
+    assert_rests(tid, "between two frames");
+    for number in 0..40 {
+        assert_eq!(port.receive(&slots), (frame(number, 100), 1));
+    }
+    assert!(begun.elapsed() >= Duration::from_millis(380), "{:?}", begun.elapsed());
     pool.stop(key).unwrap();
 }
