@@ -18,6 +18,7 @@
 
 mod alone;
 mod fit;
+mod room;
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -41,6 +42,7 @@ use serde::{Deserialize, Serialize};
 use crate::load::{CellLoad, canary_summary};
 use crate::neighbours::{GaveUp, OtherLoad};
 use crate::testbed::{DeviceUnderTest, plain};
+use room::Room;
 
 /// How often a probe is tried that disturbs others, and what cannot be done without.
 const TRIES: u32 = 3;
@@ -226,19 +228,6 @@ fn lack(regime: Regime, tasks: &[f64], vms: &[f64]) -> Option<Missing> {
     let probes = needs.saturating_sub(has).div_ceil(needs.div_ceil(PROBES_OF_A_REGIME)).max(1);
     (!enough).then_some(Missing { regime, has, needs, probes })
 }
-
-/// Requests per second of a VM of the probes: L, M and H.
-const VM_IOPS: f64 = 2_100.0;
-/// With others, probes use the device up to so much of it.
-const FULL_ENOUGH: f64 = 0.8;
-/// How long a cap lets through at once what it lets through (kernel `blk-throttle.c`,
-/// `DFL_THROTL_SLICE_HD`), s.
-const BURST_PERIOD: f64 = 0.1;
-/// The part of what others tolerate that a burst may take.
-const WITHIN_TOLERATED: f64 = 0.6;
-/// The largest cap of a probe, and the least factor on it.
-const LARGEST_CAP: f64 = 0.15;
-const SMALLEST_CAP: f64 = 0.02;
 
 /// One measured probe, as it is kept for a resumption and given to the fit.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -495,96 +484,9 @@ pub fn summary(profile: &Profile) -> String {
     text
 }
 
-/// What a device leaves for probes.
-#[derive(Debug, Clone, PartialEq)]
-struct Room {
-    /// The scheduler that it has, if it is to keep it.
-    kept: Option<Scheduler>,
-    /// VMs of a probe, at most.
-    vms: u8,
-    /// Factor on a writer's cap.
-    caps: f64,
-    /// Whether a writer without a cap may be there.
-    may_flood: bool,
-    /// How often a probe was stopped for the sake of others.
-    stopped: Vec<(ProbeSetting, u32)>,
-}
-
-impl Room {
-    /// All of the device.
-    const fn whole(kept: Option<Scheduler>) -> Self {
-        Self { kept, vms: 4, caps: 1.0, may_flood: true, stopped: Vec::new() }
-    }
-
-    /// What others leave: as many VMs as keep the device below [`FULL_ENOUGH`], and writers whose bursts
-    /// end within what others tolerate.
-    fn beside_others(device: &dyn DeviceUnderTest, capacity: &Capacity) -> Self {
-        let whole = Self::whole(device.scheduler());
-        let Some(others) = device.others() else { return whole };
-        let free = (FULL_ENOUGH - alone::used_by(others, capacity)) * capacity.iops_4k;
-        let vms = (free / VM_IOPS).floor().clamp(1.0, 4.0) as u8;
-        let caps = device.tolerated().map_or(1.0, |tolerated| {
-            // A burst takes its cap's part of the device for a period.
-            let least_of_all = WITHIN_TOLERATED * tolerated.as_secs_f64() / BURST_PERIOD;
-            (least_of_all / LARGEST_CAP).clamp(SMALLEST_CAP, 1.0)
-        });
-        Self { vms, caps, may_flood: false, ..whole }
-    }
-
-    /// What it leaves out, for people; `None`: nothing.
-    fn describe(&self, depth: Depth) -> Option<String> {
-        if *self == Self::whole(self.kept) {
-            return None;
-        }
-        let Self { vms, caps, .. } = self;
-        let mut text = format!("beside others: up to {vms} VMs a probe");
-        if *caps < 1.0 {
-            text +=
-                &format!(", writers up to {:.1} % of the throughput", caps * LARGEST_CAP * 100.0);
-        }
-        if depth == Depth::Full {
-            text += ", none without a cap: its regime has no bound";
-        }
-        Some(text)
-    }
-
-    /// A probe as it is made here; `None`: not at all.
-    fn fit(&self, (scheduler, vms, writer): ProbeSetting) -> Option<ProbeSetting> {
-        let idles = |s: Scheduler| matches!(s, Scheduler::Bfq(bfq) if bfq.slice_idle_us > 0);
-        let scheduler = match self.kept {
-            // What only another one does is not probed.
-            Some(kept) if idles(scheduler) && !idles(kept) => return None,
-            Some(kept) => kept,
-            None => scheduler,
-        };
-        let writer = match writer {
-            Writer::Unlimited if !self.may_flood => return None,
-            Writer::Capped(part) => Writer::Capped(part * self.caps),
-            other => other,
-        };
-        let setting = (scheduler, vms.min(self.vms), writer);
-        let stopped = self.stopped.iter().find(|(stopped, _)| *stopped == setting);
-        stopped.is_none_or(|(_, times)| *times < TRIES).then_some(setting)
-    }
-
-    /// Notes that a probe was stopped; how often by now.
-    fn stop(&mut self, setting: ProbeSetting) -> u32 {
-        if let Some((_, times)) = self.stopped.iter_mut().find(|(stopped, _)| *stopped == setting) {
-            *times += 1;
-            return *times;
-        }
-        self.stopped.push((setting, 1));
-        1
-    }
-}
-
 /// The next probe after `runs`; `None` once there are enough.
 fn next(depth: Depth, room: &Room, runs: &[ProbeRun], capacity: &Capacity) -> Option<ProbeSetting> {
     let times = |setting: &ProbeSetting| runs.iter().filter(|r| r.setting == *setting).count();
-    let stops = |setting: &ProbeSetting| {
-        let of = room.stopped.iter().find(|(stopped, _)| stopped == setting);
-        of.map_or(0, |(_, times)| *times as usize)
-    };
     for stage in stages(depth) {
         let mut settings = stage.settings.iter().filter_map(|&setting| room.fit(setting));
         let Some(regime) = stage.regime else {
@@ -596,18 +498,17 @@ fn next(depth: Depth, room: &Room, runs: &[ProbeRun], capacity: &Capacity) -> Op
         let (tasks, vms) = fit::scores(runs, capacity, regime);
         if lack(regime, &tasks, &vms).is_some() {
             let mut distinct: Vec<ProbeSetting> = Vec::new();
-            for setting in settings {
+            settings.for_each(|setting| {
                 if !distinct.contains(&setting) {
                     distinct.push(setting);
                 }
-            }
-            let settings = distinct;
+            });
             // Where something is not to be changed a regime may be out of reach.
             let is_whole = room.kept.is_none() && room.may_flood;
             let most = 2 * PROBES_OF_A_REGIME * 4 / usize::from(room.vms.max(1));
-            if is_whole || settings.iter().map(times).sum::<usize>() < most {
+            if is_whole || distinct.iter().map(times).sum::<usize>() < most {
                 // Each in turn: the one that was tried least, the first of them.
-                let least = settings.into_iter().min_by_key(|s| times(s) + stops(s));
+                let least = distinct.into_iter().min_by_key(|s| times(s) + room.stops(s) as usize);
                 if least.is_some() {
                     return least;
                 }
@@ -723,187 +624,4 @@ fn device_settings(
 }
 
 #[cfg(test)]
-mod tests {
-    use rtvirtio_spec::profile::Response;
-    use rtvirtio_units::Bytes;
-
-    use super::*;
-
-    const CAPACITY: Capacity = Capacity {
-        iops_4k: 16_000.0,
-        write_throughput: BytesPerSecond::from_megabytes(370),
-        response_4k: RESPONSE,
-        response_128k: RESPONSE,
-    };
-    const RESPONSE: Response = Response {
-        mean: Nanos::from_micros(300),
-        p50: Nanos::from_micros(290),
-        p99: Nanos::from_micros(560),
-        p999: Nanos::from_micros(700),
-    };
-
-    /// A probe of 5.2 s whose tasks delivered this part of their rates, each request in 1 ms.
-    fn run(setting: ProbeSetting, delivered: f64) -> ProbeRun {
-        let (_, vms, writer) = setting;
-        let task = |vm, iops: f64| {
-            let mut histogram = Histogram::new();
-            histogram.record(Nanos::from_millis(1), (iops * 5.2 * delivered) as u64);
-            ProbeTask { vm, iops, histogram }
-        };
-        let of_vm = |vm| [100.0, 500.0, 1500.0].map(|iops| task(vm, iops));
-        let cap = match writer {
-            Writer::Capped(part) => Some(BytesPerSecond::new((370e6 * part) as u64)),
-            _ => None,
-        };
-        ProbeRun {
-            setting,
-            seconds: 5.2,
-            cap,
-            writer_throughput: BytesPerSecond::default(),
-            tasks: (0..u32::from(vms)).flat_map(of_vm).collect(),
-            canary: Nanos::from_micros(100),
-            others: None,
-        }
-    }
-
-    /// All probes of a calibration whose tasks deliver `delivered`, at most `most` of them.
-    fn all(depth: Depth, delivered: f64, most: usize) -> Vec<ProbeRun> {
-        let mut runs = Vec::new();
-        while let Some(setting) =
-            next(depth, &Room::whole(None), &runs, &CAPACITY).filter(|_| runs.len() < most)
-        {
-            runs.push(run(setting, delivered));
-        }
-        runs
-    }
-
-    #[test]
-    fn quick_calibration_ends_once_a_bound_beside_a_capped_writer_has_its_runs() {
-        let runs = all(Depth::Quick, 1.0, 100);
-        let capped = runs.iter().filter(|r| matches!(r.setting.2, Writer::Capped(_))).count();
-        // 12 task-runs a probe, of which 59 are needed; the base before, a scheduler after.
-        assert_eq!((capped, runs.len()), (5, 8));
-        assert!(matches!(runs[0].setting, (Scheduler::None, 1, Writer::Absent)));
-        let (tasks, vms) = fit::scores(&runs, &CAPACITY, Regime::Bursting);
-        assert_eq!((tasks.len(), vms.len()), (60, 20));
-        assert_eq!(lack(Regime::Bursting, &tasks, &vms), None);
-    }
-
-    #[test]
-    fn probes_go_on_where_tasks_deliver_too_little_to_show_a_percentile() {
-        // L shows nothing at half its rate: eight task-runs a probe, but VM-runs count too.
-        assert_eq!(all(Depth::Quick, 0.5, 100).len(), 8);
-        // At a hundredth nothing does: they go on until the time is up.
-        assert_eq!(all(Depth::Quick, 0.01, 50).len(), 50);
-    }
-
-    #[test]
-    fn full_calibration_has_a_bound_in_every_regime_that_a_plan_may_choose() {
-        let runs = all(Depth::Full, 1.0, 100);
-        for regime in [Regime::Bursting, Regime::Flowing, Regime::Flooded] {
-            let (tasks, vms) = fit::scores(&runs, &CAPACITY, regime);
-            assert_eq!(lack(regime, &tasks, &vms), None, "{regime:?}");
-        }
-        assert!(runs.len() <= 24, "{}", runs.len());
-    }
-
-    #[test]
-    fn device_that_keeps_its_scheduler_is_probed_under_no_other() {
-        for (kept, most) in [(Scheduler::None, 20), (Scheduler::Bfq(Bfq::DEFAULT), 40)] {
-            let mut runs = Vec::new();
-            while let Some(setting) = next(Depth::Full, &Room::whole(Some(kept)), &runs, &CAPACITY)
-            {
-                assert_eq!(setting.0, kept);
-                runs.push(run(setting, 1.0));
-                assert!(runs.len() <= most, "{kept}: goes on for ever");
-            }
-            assert!(runs.len() >= 12, "{kept}: {}", runs.len());
-        }
-    }
-
-    #[test]
-    fn beside_others_probes_are_as_small_as_they_leave_room_for() {
-        let room = Room { vms: 2, caps: 0.2, may_flood: false, ..Room::whole(None) };
-        let mut runs = Vec::new();
-        while let Some(setting) = next(Depth::Full, &room, &runs, &CAPACITY) {
-            let (_, vms, writer) = setting;
-            assert!(vms <= 2 && writer != Writer::Unlimited, "{setting:?}");
-            assert!(!matches!(writer, Writer::Capped(part) if part > 0.2 * LARGEST_CAP + 1e-9));
-            runs.push(run(setting, 1.0));
-            assert!(runs.len() <= 60, "goes on for ever");
-        }
-        for regime in [Regime::Bursting, Regime::Flowing] {
-            let (tasks, vms) = fit::scores(&runs, &CAPACITY, regime);
-            assert_eq!(lack(regime, &tasks, &vms), None, "{regime:?}");
-        }
-        let text = room.describe(Depth::Full).unwrap();
-        assert!(text.contains("2 VMs") && text.contains("3.0 %"), "{text}");
-    }
-
-    #[test]
-    fn probe_that_disturbs_others_comes_after_the_rest_and_is_dropped_in_the_end() {
-        let mut room = Room { may_flood: false, ..Room::whole(Some(Scheduler::None)) };
-        let mut runs: Vec<ProbeRun> =
-            BASE.settings.iter().map(|&setting| run(setting, 1.0)).collect();
-        let first = next(Depth::Full, &room, &runs, &CAPACITY).unwrap();
-        room.stop(first);
-        let second = next(Depth::Full, &room, &runs, &CAPACITY).unwrap();
-        assert_ne!(first, second);
-        for _ in 1..TRIES {
-            room.stop(first);
-        }
-        for _ in 0..60 {
-            let Some(setting) = next(Depth::Full, &room, &runs, &CAPACITY) else { return };
-            assert_ne!(setting, first);
-            runs.push(run(setting, 1.0));
-        }
-        panic!("goes on for ever");
-    }
-
-    #[test]
-    fn fit_of_probes_beside_others_is_a_profile() {
-        for iops in [500.0, 8_000.0, 15_000.0] {
-            let runs: Vec<ProbeRun> = all(Depth::Quick, 1.0, 100)
-                .into_iter()
-                .zip([1.0, 0.5, 1.4].into_iter().cycle())
-                .map(|(run, part)| {
-                    let (block_size, read_fraction) = (Bytes::from_kib(4), 0.7);
-                    let others = OtherLoad { iops: iops * part, block_size, read_fraction };
-                    ProbeRun { others: Some(others), ..run }
-                })
-                .collect();
-            let identity = DeviceIdentity {
-                kind: "loop".to_owned(),
-                model: "disk".to_owned(),
-                serial: None,
-                size: Bytes::new(1 << 30),
-                rotational: false,
-            };
-            let (kernel, date) = ("6.18".to_owned(), "2026-11-27T00:00:00Z".to_owned());
-            let profile = fit::fit(identity, kernel, MeasuredAt::Host, date, CAPACITY, &runs);
-            profile.check().unwrap();
-        }
-    }
-
-    #[test]
-    fn resumed_calibration_makes_the_same_probes_as_one_that_was_not_interrupted() {
-        let whole = all(Depth::Full, 1.0, 100);
-        for kept in 0..whole.len() {
-            let runs = &whole[..kept];
-            assert_eq!(
-                next(Depth::Full, &Room::whole(None), runs, &CAPACITY),
-                Some(whole[kept].setting)
-            );
-        }
-    }
-
-    #[test]
-    fn what_a_profile_lacks_says_how_many_probes_it_takes() {
-        let lacks = lack(Regime::Bursting, &[0.0; 24], &[0.0; 8]).unwrap();
-        assert_eq!((lacks.has, lacks.needs, lacks.probes), (24, 59, 3));
-        let text = lacks.to_string();
-        assert!(text.contains("24 of the 59 runs") && text.contains("3 more probes"), "{text}");
-        // 19 whole VMs do as well as 59 tasks.
-        assert_eq!(lack(Regime::Bursting, &[0.0; 20], &[0.0; 19]), None);
-    }
-}
+mod tests;

@@ -204,6 +204,15 @@ impl DiskInUse {
     ) -> Result<Self> {
         let leaf = disk_of(&host, directory)?;
         let Manners { share, tolerated, targets, probes_schedulers } = manners;
+        // Before anything is made.
+        let mut neighbours = Neighbours::new(host.clone(), &leaf.name, (targets, tolerated))?;
+        let unknown = neighbours.unknown_targets();
+        ensure!(
+            unknown.is_empty(),
+            "no VM that runs has a disk on {} by the name of {} (rtvirtio top lists them)",
+            leaf.name,
+            unknown.join(", ")
+        );
         let mut testbed = Testbed::new(&leaf.node(), &leaf.name)?;
         let scheduler = if probes_schedulers {
             None
@@ -212,13 +221,12 @@ impl DiskInUse {
             Some(scheduler_of(&leaf.name)?)
         };
         let file = WorkFile::create(directory, size)?;
-        let own = host.extents(&Part::whole(file.path())).unwrap_or_else(|error| {
-            events.push(format!("users of the disk other than VMs are not watched: {error}"));
-            Vec::new()
-        });
-        let mut neighbours = Neighbours::new(host, &leaf.name, &own, (targets, tolerated), events)?;
-        let unknown = neighbours.unknown_targets();
-        ensure!(unknown.is_empty(), "no VM of the name {} runs here", unknown.join(", "));
+        match host.extents(&Part::whole(file.path())) {
+            Ok(own) => neighbours.tell_apart(&own, events),
+            Err(error) => {
+                events.push(format!("users of the disk other than VMs are not watched: {error}"))
+            }
+        }
         neighbours.watch(NORMAL, interrupted)?;
         file.fill(neighbours.load().map(|_| share), interrupted)?;
         let state = Mutex::new(State { others: neighbours.load(), neighbours, stopped: 0 });

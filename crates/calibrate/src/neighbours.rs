@@ -15,6 +15,7 @@ use rtvirtio_host::{Extent, Host};
 use rtvirtio_observe::host_disks::HostCounters;
 use rtvirtio_observe::host_latency::HostLatency;
 use rtvirtio_observe::session::Session;
+use rtvirtio_observe::vms::Disk;
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_units::{Bytes, Nanos, Percentile};
 use serde::{Deserialize, Serialize};
@@ -186,16 +187,13 @@ pub(crate) struct Neighbours {
 }
 
 impl Neighbours {
-    /// Of `disk`; whose sectors `own` are is measured.
+    /// The VMs on `disk`. Others are watched from [`Self::tell_apart`] on.
     pub(crate) fn new(
         host: Host,
         disk: &str,
-        own: &[Extent],
         (targets, tolerated): (Vec<NeighbourTarget>, f64),
-        events: &mut Vec<String>,
     ) -> Result<Self> {
-        let mut on_host = HostLatency::new(host.clone(), |()| EVERYBODY.to_owned());
-        on_host.measure(&[((), Extent::others(own))].into(), events);
+        let on_host = HostLatency::new(host.clone(), |()| EVERYBODY.to_owned());
         let counters = HostCounters::new(host.sysfs());
         let mut session = Session::new(host);
         session.refresh()?;
@@ -212,10 +210,28 @@ impl Neighbours {
         })
     }
 
-    /// Targets that no VM on the disk is meant by.
+    /// Everybody is watched but in the sectors `own`, which are measured.
+    pub(crate) fn tell_apart(&mut self, own: &[Extent], events: &mut Vec<String>) {
+        self.on_host.measure(&[((), Extent::others(own))].into(), events);
+    }
+
+    /// Targets of VMs that do not run, or have no such disk here: nobody would be kept by them.
     pub(crate) fn unknown_targets(&self) -> Vec<String> {
-        let is_there = |vm: &String| self.session.vms().any(|found| found.name == *vm);
-        self.targets.iter().filter_map(|t| t.vm.clone()).filter(|vm| !is_there(vm)).collect()
+        let is_here = |target: &NeighbourTarget, disk: &Disk| {
+            let named = target.disk.as_ref().is_none_or(|name| disk.is_called(name));
+            let leaves = disk.storage.iter().flat_map(|stack| &stack.leaves);
+            named && leaves.into_iter().any(|leaf| leaf.name == self.disk)
+        };
+        let is_unknown = |target: &&NeighbourTarget| {
+            let Some(vm) = &target.vm else { return false };
+            let vms = self.session.vms().filter(|found| found.name == *vm);
+            !vms.flat_map(|found| &found.disks).any(|disk| is_here(target, disk))
+        };
+        let name = |target: &NeighbourTarget| {
+            let disk = target.disk.iter().map(|disk| format!("/{disk}"));
+            target.vm.iter().cloned().chain(disk).collect::<String>()
+        };
+        self.targets.iter().filter(is_unknown).map(name).collect()
     }
 
     /// What they have the disk do; `None`: nothing to speak of.

@@ -279,6 +279,12 @@ impl Site {
         let profile = self.directory.join("beside.json");
         let entries = || std::fs::read_dir(&self.images).unwrap().count();
         let before = entries();
+        // A target that would keep nobody is a mistake.
+        for target in ["nothing=p99:5ms".to_owned(), format!("{}/sdz=p99:5ms", VMS[0])] {
+            let wrong = ["calibrate", "--in", images, "-o", "/nonexistent/p", "--target", &target];
+            let said = self.rtvirtio(1, &wrong);
+            assert!(said.contains("no VM that runs has a disk on"), "{said}");
+        }
         // Guests that are emulated on two CPUs are disturbed by less than a probe.
         let manners = ["--size", "256", "--limit", "1", "--share", "1", "--tolerate", "1000"];
         let arguments =
