@@ -28,6 +28,7 @@ macro_rules! eprintln {
 
 pub mod input;
 mod iothreads;
+pub mod log;
 pub mod output;
 pub mod plan;
 pub mod progress;

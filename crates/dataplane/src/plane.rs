@@ -30,6 +30,7 @@ use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 use rtvirtio_vhost::session::Ended;
 use rustix::io::Errno;
 use tokio::sync::broadcast;
+use tokio::sync::broadcast::error::RecvError;
 
 use crate::queue::Broken;
 use crate::schedule::{ClassStatus, ScheduleStatus};
@@ -62,6 +63,17 @@ pub enum Notice<'a> {
 
 /// Is told of devices by their names, from whichever thread notices.
 pub type Report = dyn Fn(&str, Notice<'_>) + Send + Sync;
+
+/// Hears events until the data plane ends; of those that came too fast it hears how many there were.
+pub fn follow(mut events: broadcast::Receiver<Event>, mut heard: impl FnMut(&Event)) {
+    loop {
+        match events.blocking_recv() {
+            Ok(event) => heard(&event),
+            Err(RecvError::Lagged(count)) => heard(&Event::EventsLost { count }),
+            Err(RecvError::Closed) => return,
+        }
+    }
+}
 
 /// What can be done with a data plane.
 pub trait Plane: Send + Sync {

@@ -19,6 +19,7 @@ pub use policy::{Decision, Load, Outcome, PolicyAction, PolicyState, QueueName, 
 
 /// Everything at one time: `GET /v1/snapshot`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Snapshot {
     /// Time since 1970, UTC.
     pub time_ns: Nanos,
@@ -39,6 +40,7 @@ pub struct Snapshot {
 
 /// An IOThread.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct IoThreadState {
     /// Its name.
     pub name: IoThreadName,
@@ -79,6 +81,7 @@ pub struct IoThreadState {
 
 /// How an IOThread polls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PollingState {
     /// Whether it polls at all, or does nothing else.
     #[serde(default)]
@@ -103,6 +106,7 @@ impl From<Polling> for PollingState {
 
 /// A device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DeviceState {
     /// Its name.
     pub name: DiskName,
@@ -132,6 +136,7 @@ pub struct DeviceState {
 
 /// A network device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct NicState {
     /// Its name.
     pub name: Name,
@@ -153,6 +158,7 @@ pub struct NicState {
 
 /// Which way frames go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum QueueDirection {
     /// To the guest.
@@ -163,6 +169,7 @@ pub enum QueueDirection {
 
 /// A virtqueue of a network device. Counters are since the device's start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct NicQueueState {
     /// Which.
     pub index: u16,
@@ -186,6 +193,7 @@ pub struct NicQueueState {
 
 /// The processes of this host that use a device by slots.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct SlotsState {
     /// Those that were turned out since the device's start, for what they wrote to their slots.
     pub broken: u64,
@@ -195,6 +203,7 @@ pub struct SlotsState {
 
 /// A process that uses a device by slots.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ClientState {
     /// The process; none: it cannot be seen from the data plane.
     pub process: Option<i32>,
@@ -221,6 +230,7 @@ pub struct ClientState {
 
 /// The schedule of a physical device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ScheduleState {
     /// Its name.
     pub name: Name,
@@ -248,6 +258,7 @@ pub struct ScheduleState {
 /// What a physical device did, and how long it took: both grow alike while it is as fast as its
 /// service curve.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DeviceUsage {
     /// Time that channels had a request, summed over channels.
     pub used_ns: Nanos,
@@ -264,6 +275,7 @@ pub struct DeviceUsage {
 
 /// A device's part of the physical device, and what came of it since it got that.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct QosState {
     /// What is in force.
     pub settings: wire::Qos,
@@ -277,6 +289,7 @@ pub struct QosState {
 
 /// What the requests that a guest marks with a priority have had.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct TaskState {
     /// The priority.
     pub ioprio: IoPriority,
@@ -287,6 +300,7 @@ pub struct TaskState {
 
 /// What requests have had of a physical device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Had {
     /// Reads.
     pub reads: Consumption,
@@ -304,6 +318,7 @@ pub struct Had {
 
 /// What requests of a kind have had. A transfer of more than 128 KiB counts as several.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Consumption {
     /// Requests that have ended.
     pub requests: u64,
@@ -315,6 +330,7 @@ pub struct Consumption {
 
 /// What a queue is doing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Activity {
     /// No front end has started it.
@@ -330,6 +346,7 @@ pub enum Activity {
 
 /// A virtqueue.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct QueueState {
     /// Its index within the device.
     pub index: u16,
@@ -368,6 +385,7 @@ pub struct QueueState {
 
 /// Requests by operation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct OperationCounts {
     /// Reads.
     pub reads: u64,
@@ -385,6 +403,7 @@ pub struct OperationCounts {
 
 /// A latency histogram in short. Percentiles are exact to 1/16, never too low.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct LatencySummary {
     /// Requests.
     pub count: u64,
@@ -404,6 +423,7 @@ pub struct LatencySummary {
 
 /// Something that happened: a message of `GET /v1/events`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
     /// A device is there.
@@ -502,6 +522,7 @@ pub enum Event {
 
 /// What a file descriptor sent along is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Handed {
     /// The image file or block device, open as the device needs it.
@@ -512,6 +533,7 @@ pub enum Handed {
 
 /// `POST /v1/devices`
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct AddDevice {
     /// The device, as in a configuration.
@@ -523,6 +545,7 @@ pub struct AddDevice {
 
 /// `PATCH /v1/devices/{device}`: looks at the size again, or changes it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Resize {
     /// The new size; none: what the file now has.
@@ -535,6 +558,7 @@ pub struct Resize {
 
 /// The answer to [`Resize`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Resized {
     /// The size, bytes.
     pub capacity: Bytes,
@@ -542,6 +566,7 @@ pub struct Resized {
 
 /// `PUT /v1/schedules/{name}`: makes a schedule, or changes the service curve of one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct ScheduleCurve {
     /// Requests that the device serves at a time.
@@ -566,16 +591,19 @@ impl ScheduleCurve {
 
 /// `PUT /v1/devices/{device}/qos`: joins a schedule, or changes what holds there.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(transparent)]
 pub struct SetQos(pub wire::Qos);
 
 /// `POST /v1/iothreads`
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(transparent)]
 pub struct AddIoThread(pub wire::IoThread);
 
 /// `PUT /v1/iothreads/{iothread}/cpus`
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct PinIoThread {
     /// The CPUs; none: any.
@@ -584,14 +612,16 @@ pub struct PinIoThread {
 
 /// `PUT /v1/iothreads/{iothread}/lock`
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Lock {
     /// Whether policy leaves its queues alone.
     pub locked: bool,
 }
 
-/// `PUT /v1/mapping/{device}`, and the answer to `GET`.
+/// A device's mapping: `PUT /v1/mapping/{device}`, and the answer to `GET`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct SetMapping {
     /// QEMU's `iothread-vq-mapping`.
@@ -600,6 +630,7 @@ pub struct SetMapping {
 
 /// `PUT /v1/mapping/{device}/{queue}`
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct MoveQueue {
     /// Where to.
@@ -608,6 +639,7 @@ pub struct MoveQueue {
 
 /// The answer to [`MoveQueue`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Moved {
     /// How long nobody served the queue.
     pub pause_ns: Nanos,
@@ -615,6 +647,7 @@ pub struct Moved {
 
 /// The body of an answer that is an error.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ErrorBody {
     /// What is wrong.
     pub error: String,

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 /// Latencies by bin: nanoseconds → requests.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(transparent)]
 pub struct Histogram(BTreeMap<u64, u64>);
 

@@ -25,6 +25,8 @@ pub mod learned;
 pub mod mapping;
 pub mod plan;
 pub mod profile;
+#[cfg(feature = "schema")]
+pub mod reference;
 pub mod run;
 pub mod serve;
 pub mod settings;

@@ -28,11 +28,12 @@ pub const MAX_QUEUES: u16 = 64;
 
 /// An item of `iothread-vq-mapping`, in QEMU's JSON and in TOML.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Entry {
     /// The IOThread.
     pub iothread: IoThreadName,
-    /// Its queues; `None` or empty, which QEMU does not tell apart: round robin.
+    /// Its queues; without any, or without the key, which QEMU does not tell apart: round robin.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vqs: Option<Vec<u32>>,
 }

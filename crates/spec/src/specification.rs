@@ -14,6 +14,12 @@ mod write;
 #[cfg(test)]
 mod tests;
 
+/// The schema of the file, into whose generator its tables go.
+#[cfg(feature = "schema")]
+pub(crate) fn schema(generator: schemars::SchemaGenerator) -> schemars::Schema {
+    generator.into_root_schema_for::<raw::RawSpecification>()
+}
+
 use std::path::PathBuf;
 
 use crate::serve::IoPriority;

@@ -62,6 +62,23 @@ impl Name {
     }
 }
 
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for Name {
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "Name".into()
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({
+            "type": "string", "maxLength": MAX_LEN, "pattern": "^[A-Za-z0-9_][A-Za-z0-9._@+-]*$"
+        })
+    }
+}
+
 impl TryFrom<String> for Name {
     type Error = NameError;
     fn try_from(text: String) -> Result<Self, NameError> {
@@ -85,6 +102,7 @@ macro_rules! named {
     ($(#[$doc:meta])* $type:ident) => {
         $(#[$doc])*
         #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[cfg_attr(feature = "schema", derive(schemars::JsonSchema), schemars(inline))]
         #[serde(transparent)]
         pub struct $type(Name);
 
@@ -161,6 +179,24 @@ impl VmName {
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
+    }
+}
+
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for VmName {
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "VmName".into()
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({
+            "type": "string", "maxLength": MAX_LEN,
+            "pattern": r"^[\p{L}\p{N}_]([\p{L}\p{N} ._@+()#-]*[\p{L}\p{N}._@+()#-])?$"
+        })
     }
 }
 

@@ -382,6 +382,33 @@ fn wrong_requests_get_an_error_body() {
 }
 
 #[test]
+fn every_route_is_in_the_reference_and_every_one_there_is_served() {
+    use rtvirtio_spec::reference::ROUTES;
+    let served = Served::new();
+    let written: std::collections::BTreeSet<&str> = include_str!("routes.rs")
+        .split(".route(\"")
+        .skip(1)
+        .filter_map(|rest| rest.split('"').next())
+        .filter(|path| path.starts_with('/'))
+        .collect();
+    assert_eq!(written, ROUTES.iter().map(|route| route.path).collect());
+    for path in written {
+        for method in ["get", "post", "put", "patch", "delete"] {
+            let known = ROUTES.iter().any(|route| (route.path, route.method) == (path, method));
+            // Its answer does not end.
+            if (method, path) == ("get", "/v1/events") {
+                assert!(known);
+                continue;
+            }
+            let place = path.replace(['{', '}'], "");
+            let (status, body) = served.ask(&method.to_uppercase(), &place, &json!(null));
+            let missing = status == 405 || body["error"] == "there is no such path";
+            assert_eq!(known, !missing, "{method} {path}: {status} {body}");
+        }
+    }
+}
+
+#[test]
 fn large_body_is_refused() {
     let served = Served::new();
     let (status, _) = served.with_fds("POST", "/v1/devices", &" ".repeat(MAX_BODY + 1), &[]);

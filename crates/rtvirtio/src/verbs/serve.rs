@@ -1,7 +1,6 @@
 //! `rtvirtio serve`.
 
 use std::collections::HashMap;
-use std::error::Error;
 use std::os::fd::{AsFd as _, FromRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::Command;
@@ -12,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use comfy_table::{Table, presets};
 use rtvirtio_dataplane::control::{ControlServer, ControlSocket};
-use rtvirtio_dataplane::plane::{Notice, Opened, Plane, Registry};
+use rtvirtio_dataplane::plane::{self, Opened, Plane, Registry};
 use rtvirtio_dataplane::sandbox::{self, Identity};
 use rtvirtio_dataplane::vcpus::{self, Guard};
 use rtvirtio_host::interrupt::Interrupted;
@@ -20,8 +19,11 @@ use rtvirtio_spec::serve::{
     self, Completion, Configuration, CorePolicy, Engine, IoCores, Listen, Policy, Polling, Service,
 };
 use rtvirtio_spec::specification::MAX_FILE_BYTES;
+use tracing::{info, warn};
 
 use crate::{Outcome, input};
+
+mod log;
 
 /// The user to become if nothing says.
 const USER: &str = "rtvirtio";
@@ -43,6 +45,9 @@ pub(crate) struct Args {
     /// Keep capabilities and all system calls
     #[arg(long)]
     no_sandbox: bool,
+    /// What to say on standard error
+    #[arg(long, value_name = "LEVEL", default_value = "info")]
+    log: rtvirtio_cli::log::Level,
 }
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
@@ -56,6 +61,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         (configuration.service.user, configuration.service.group) = (args.user.clone(), None);
     }
     configuration.service.sandbox &= !args.no_sandbox;
+    rtvirtio_cli::log::start(args.log);
     start(&configuration, interrupted)
 }
 
@@ -126,42 +132,25 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
         sandbox::drop_privileges(user.as_ref())?;
         sandbox::confine()?;
     } else {
-        eprintln!("WARNING: no sandbox: a fault in here has all rights of this process");
+        warn!("no sandbox: a fault in here has all rights of this process");
     }
 
-    let registry = Registry::new(Arc::new(|device, notice| match notice {
-        Notice::Ended(ended) => {
-            if let Some(error) = ended.error.as_ref().or(ended.first_refused.as_ref()) {
-                let causes = std::iter::successors(error.source(), |&cause| cause.source());
-                let causes: String = causes.map(|cause| format!(": {cause}")).collect();
-                eprintln!("{}: front end: {error}{causes}", device);
-            }
-        }
-        Notice::NoFixedBuffers(error) => {
-            eprintln!("{}: guest memory is not registered: {error}", device);
-        }
-        Notice::Broken { queue, reason } => {
-            eprintln!("{device}: queue {queue} is broken by its driver: {reason}");
-        }
-        Notice::EmptyRing { queue } => {
-            eprintln!(
-                "{}: the driver of queue {queue} kicks, and its ring stays empty: is the guest's memory shared? \
-                 (QEMU: -object memory-backend-memfd,share=on; libvirt: <access mode='shared'/>)",
-                device
-            );
-        }
-    }))?;
+    let registry = Registry::new(Arc::new(log::notice))?;
     let registry = Arc::new(registry);
     if let Some(guard) = guard {
         registry.borrow_by(guard);
     }
+    let events = registry.events();
+    std::thread::Builder::new().name("log".to_owned()).spawn(move || {
+        plane::follow(events, log::event);
+    })?;
     SERVING.store(true, Ordering::Relaxed);
     registry.add_all(configuration, opened)?;
     let plane = || Arc::clone(&registry) as Arc<dyn Plane>;
     let control = control.map(|socket| ControlServer::serve(socket, plane())).transpose()?;
     let (disks, nics) = (configuration.devices.len(), configuration.nics.len());
     let and = if nics > 0 { format!(" and {nics} nics") } else { String::new() };
-    eprintln!("serving {disks} devices{and}");
+    info!("serving {disks} devices{and}");
     // Without systemd there is nobody to tell.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
     while !interrupted.load(Ordering::Relaxed) {
@@ -193,7 +182,7 @@ fn identity(service: &Service) -> Result<Option<Identity>> {
     if !rustix::process::geteuid().is_root() || !service.sandbox {
         if let Some(user) = &service.user {
             let why = if service.sandbox { "not started by root" } else { "no sandbox" };
-            eprintln!("{why}: this does not become user {user}");
+            warn!("{why}: this does not become user {user}");
         }
         return Ok(None);
     }
@@ -201,7 +190,7 @@ fn identity(service: &Service) -> Result<Option<Identity>> {
         (Some(user), _) => Ok(Some(Identity::find(user, service.group.as_deref())?)),
         (None, Ok(identity)) => Ok(Some(identity)),
         (None, Err(error)) => {
-            eprintln!("WARNING: this serves as root, if without capabilities: {error}");
+            warn!("this serves as root, if without capabilities: {error}");
             Ok(None)
         }
     }

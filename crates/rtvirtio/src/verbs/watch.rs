@@ -22,6 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
+use rtvirtio_cli::log::{self, Level};
 use rtvirtio_host::interrupt::{Interrupted, InterruptedError, wait};
 use rtvirtio_host::{ApplyOptions, JournalStatus, Topology};
 use rtvirtio_observe::host_latency::HostLatency;
@@ -32,6 +33,7 @@ use rtvirtio_spec::settings::Knobs;
 use rtvirtio_spec::specification::{Backend, Specification, Target};
 use rtvirtio_units::{BytesPerSecond, DeviceName, DiskName, Nanos, Percentile, TaskName, VmName};
 use serde::Serialize;
+use tracing::{info, warn};
 
 use super::plan::ModelChoice;
 use crate::{Outcome, input, output};
@@ -195,6 +197,10 @@ pub(crate) struct Look {
 }
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
+    // A service has no reader of its looks: what happens goes to the journal too.
+    if log::is_journal() {
+        log::start(Level::Info);
+    }
     let mut specification = read(&args.specification)?;
     let mut tasks = states(&specification);
     let mut sources = Sources::new(&specification, input::host())?;
@@ -249,6 +255,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         let (served, of_served) = data_plane.observed(&devices);
         present.extend(served);
         observed.extend(of_served);
+        events.iter().for_each(|event| info!("{event}"));
         let mut change = None;
         if args.control {
             let decision = match &mut controller {
@@ -267,6 +274,11 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
                     sources.let_go();
                 }
                 let done = act(&specification, &present, (margin, &slower), reason);
+                if done.failed.is_some() || done.unmet > 0 {
+                    warn!("{done}");
+                } else {
+                    info!("{done}");
+                }
                 events.push(done.to_string());
                 if let (Some(controller), Some(_)) = (&mut controller, &done.failed) {
                     controller.failed(&done.reason);

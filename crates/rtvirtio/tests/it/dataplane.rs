@@ -20,6 +20,7 @@ mod io_cores;
 mod ioprio;
 mod isolation;
 mod libvirt;
+mod log;
 mod migration;
 mod neighbours;
 mod qemu;

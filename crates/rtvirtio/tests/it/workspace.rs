@@ -103,6 +103,7 @@ const MEMBERS: &[Member] = &[
 /// string: no DTD, no external entities, no dependencies of its own. `hdrhistogram` without its features
 /// only counts.
 const PURE_CRATES: &[&str] = &[
+    "schemars",
     "hdrhistogram",
     "rand",
     "rand_distr",

@@ -7,6 +7,7 @@ use crate::serve::{IoCores, Policy, wire};
 
 /// `GET /v1/policy`, and the answer to [`SetPolicy`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PolicyState {
     /// What is in force.
     pub policy: Policy,
@@ -41,11 +42,13 @@ impl PolicyState {
 /// `PUT /v1/policy`. What is left out stays as it is; with other `cpus`, `min_iothreads` and `max_iothreads` are 1
 /// and as many as those if nothing says.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(transparent)]
 pub struct SetPolicy(pub wire::IoCores);
 
 /// A queue.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct QueueName {
     /// The device.
     pub device: DiskName,
@@ -55,6 +58,7 @@ pub struct QueueName {
 
 /// What was decided.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum PolicyAction {
     /// A further IOThread.
@@ -146,6 +150,7 @@ impl std::fmt::Display for PolicyAction {
 
 /// What became of a decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
     /// It was carried out.
@@ -168,6 +173,7 @@ impl std::fmt::Display for Outcome {
 
 /// What all queues and IOThreads did, on average over a time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Load {
     /// Requests a second.
     pub iops: f64,
@@ -180,6 +186,7 @@ pub struct Load {
 /// A decision: an entry of `GET /v1/decisions?after=N`, which has those with higher numbers, of the
 /// last 1,000.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Decision {
     /// From 1, in order.
     pub number: u64,

@@ -33,6 +33,21 @@ impl IoPriority {
     }
 }
 
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for IoPriority {
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "IoPriority".into()
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({ "type": "string", "pattern": "^(rt/[0-7]|be/[0-7]|idle)$" })
+    }
+}
+
 impl fmt::Display for IoPriority {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.class {

@@ -13,32 +13,35 @@ use crate::mapping::Entry;
 
 /// The whole file.
 #[derive(Debug, Clone, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a serve configuration")]
 pub struct Configuration {
     /// The format's version: 1.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 1)))]
     pub version: i64,
-    /// `[service]`
+    /// Whose rights it keeps.
     pub service: Option<Service>,
-    /// `[control]`
+    /// Where it is controlled; without it, nowhere.
     pub control: Option<Control>,
-    /// `[iocores]`
+    /// What decides how many IOThreads there are; without it, nobody but the operator.
     pub iocores: Option<IoCores>,
-    /// `[[iothread]]`
+    /// IOThreads, 0 to 64; one that runs anywhere if there is none.
     #[serde(default)]
     pub iothread: Vec<IoThread>,
-    /// `[[schedule]]`
+    /// Schedules of physical devices, 0 to 64.
     #[serde(default)]
     pub schedule: Vec<Schedule>,
-    /// `[[device]]`
+    /// Disks, 0 to 1024.
     #[serde(default)]
     pub device: Vec<Device>,
-    /// `[[nic]]`
+    /// Network devices, 0 to 256.
     #[serde(default)]
     pub nic: Vec<Nic>,
 }
 
 /// `[[nic]]`
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a table [[nic]]")]
 pub struct Nic {
     /// Its name.
@@ -53,9 +56,11 @@ pub struct Nic {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mac: Option<String>,
     /// Bytes of the longest packet; the TAP's if nothing says.
+    #[cfg_attr(feature = "schema", schemars(range(min = 68, max = 65535)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mtu: Option<u16>,
     /// Pairs of queues; 1 if nothing says. More need a TAP with `multi_queue`.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 8)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub queues: Option<u32>,
     /// Its trust domain, as of a device.
@@ -77,6 +82,7 @@ pub struct Nic {
 
 /// `rx = { ... }`, `tx = { ... }`: of each pair of queues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a table { max_frames = ..., max_mbit = ... }")]
 pub struct NicRate {
     /// Frames per second.
@@ -92,6 +98,7 @@ pub struct NicRate {
 
 /// `[service]`
 #[derive(Debug, Clone, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a table [service]")]
 pub struct Service {
     /// Name of the user to become.
@@ -105,6 +112,7 @@ pub struct Service {
 
 /// `[control]`
 #[derive(Debug, Clone, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a table [control]")]
 pub struct Control {
     /// Path of the socket.
@@ -115,6 +123,7 @@ pub struct Control {
 
 /// `[iocores]`
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a table [iocores]")]
 pub struct IoCores {
     /// What decides.
@@ -138,6 +147,7 @@ pub struct IoCores {
 #[derive(
     Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Policy {
     /// Nobody but the operator.
@@ -198,6 +208,7 @@ impl std::str::FromStr for Policy {
 
 /// How an IOThread waits for drivers and disks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Completion {
     /// It sleeps until it is woken.
@@ -241,6 +252,7 @@ impl std::str::FromStr for Completion {
 
 /// Whose an adaptive IOThread's CPU is.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum CorePolicy {
     /// Its own: it polls all the time.
@@ -285,6 +297,7 @@ impl std::str::FromStr for CorePolicy {
 
 /// `[[iothread]]`
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a table [[iothread]]")]
 pub struct IoThread {
     /// Its name.
@@ -299,6 +312,7 @@ pub struct IoThread {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub core: Option<CorePolicy>,
     /// The longest that it polls, µs.
+    #[cfg_attr(feature = "schema", schemars(range(max = 1000000)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub poll_max_us: Option<u64>,
     /// Factor of growth.
@@ -314,23 +328,29 @@ pub struct IoThread {
 
 /// `[[schedule]]`
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a table [[schedule]]")]
 pub struct Schedule {
     /// Its name.
     pub name: Name,
     /// Requests that the device serves at a time.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 65536)))]
     pub channels: u32,
     /// What a read or write takes of a channel before its bytes, ns.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 10000000000u64)))]
     pub request_ns: u64,
     /// What each KiB takes further, ns.
+    #[cfg_attr(feature = "schema", schemars(range(max = 10000000000u64)))]
     pub kib_ns: u64,
     /// What a flush or discard takes, ns; as long as `request_ns` if nothing says.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 10000000000u64)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub flush_ns: Option<u64>,
 }
 
 /// `[[device]]`
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a table [[device]]")]
 pub struct Device {
     /// Its name.
@@ -347,6 +367,7 @@ pub struct Device {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots: Option<PathBuf>,
     /// Virtqueues; 1 if nothing says.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 64)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub queues: Option<u32>,
     /// Whether writes are refused.
@@ -380,32 +401,39 @@ pub struct Device {
 
 /// `qos = { schedule = "...", ... }`
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a table { schedule = \"...\" }")]
 pub struct Qos {
     /// Name of the physical device's schedule.
     pub schedule: Name,
     /// Its part of what promises leave; 100 if nothing says.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 1000)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight: Option<u32>,
     /// Promised: how long a request within the rate may take, µs.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 60000000)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub deadline_us: Option<u64>,
     /// Promised: requests a second.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 1000000000)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops: Option<u64>,
     /// Promised: bytes a second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<Size>,
     /// Promised: requests that may come at once; 1 if nothing says.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 65536)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub burst: Option<u32>,
     /// Limit: requests a second.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 1000000000)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_iops: Option<u64>,
     /// Limit: bytes a second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_bandwidth: Option<Size>,
     /// Limit: requests that may come at once; 1 if nothing says.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 65536)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_burst: Option<u32>,
     /// Tasks of the guest that it tells apart, each with a promise of its own.
@@ -415,20 +443,24 @@ pub struct Qos {
 
 /// `tasks = [{ ioprio = "rt/0", ... }]`: requests that a guest marks with this priority.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a table { ioprio = \"rt/0\" }")]
 pub struct Task {
     /// What the guest marks them with.
     pub ioprio: IoPriority,
     /// Promised: how long a request within the rate may take, µs.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 60000000)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub deadline_us: Option<u64>,
     /// Promised: requests a second.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 1000000000)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops: Option<u64>,
     /// Promised: bytes a second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<Size>,
     /// Promised: requests that may come at once; 1 if nothing says.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 65536)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub burst: Option<u32>,
 }
@@ -439,6 +471,7 @@ const fn yes() -> bool {
 
 /// `engine = { type = "...", ... }`: the keys of all types; which belong to which is checked later.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a table { type = \"file\", path = \"...\" }")]
 pub struct Engine {
     /// Its type.
@@ -492,6 +525,7 @@ pub struct Engine {
 
 /// The types of engines.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum EngineKind {
     /// A raw image or a block device.
@@ -518,6 +552,7 @@ impl fmt::Display for EngineKind {
 
 /// Formats of images.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum ImageFormat {
     /// A disk's bytes as they are.
@@ -526,6 +561,7 @@ pub enum ImageFormat {
 
 /// How a file's requests are handed to the kernel.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Aio {
     /// By io_uring where the kernel allows it, else by threads.
@@ -539,6 +575,7 @@ pub enum Aio {
 
 /// When an image is locked, as QEMU locks it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum ImageLock {
     /// As long as the device exists.
@@ -552,6 +589,7 @@ pub enum ImageLock {
 
 /// Whether guest memory is registered with the rings as fixed buffers, which pins it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum FixedBuffers {
     /// Where it is possible; if not, that is said once.
@@ -565,6 +603,7 @@ pub enum FixedBuffers {
 
 /// Faults of an emulated disk; 0: none of the kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields, expecting = "a table { error_every = 1000 }")]
 pub struct Faults {
     /// Each request of that number fails with EIO.
@@ -600,6 +639,26 @@ impl std::str::FromStr for Size {
         let number = number.and_then(|d| d.parse::<u64>().ok());
         let bytes = number.and_then(|n| n.checked_mul(1 << shift)).ok_or(WRONG)?;
         Ok(Self(Bytes::new(bytes)))
+    }
+}
+
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for Size {
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "Size".into()
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({
+            "oneOf": [
+                { "type": "integer", "minimum": 0 },
+                { "type": "string", "pattern": "^[0-9]+[kKmMgGtT]?$" }
+            ]
+        })
     }
 }
 

@@ -5,6 +5,7 @@ use std::io::IoSlice;
 use std::io::Read as _;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::linux::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -60,8 +61,12 @@ impl Daemon {
         let path = directory.path().join("serve.toml");
         std::fs::write(&path, text).unwrap();
         let log = File::create(directory.path().join("log")).unwrap();
+        // As systemd says that standard error is the journal.
+        let stream = log.metadata().unwrap();
+        let stream = format!("{}:{}", stream.st_dev(), stream.st_ino());
         let child = Command::new("setpriv")
             .args(["--pdeathsig", "KILL"])
+            .env("JOURNAL_STREAM", stream)
             .arg(rtvirtio())
             .arg("serve")
             .arg(path)
@@ -119,7 +124,7 @@ impl Daemon {
         }
     }
 
-    fn log(&self) -> String {
+    pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(self.directory.path().join("log")).unwrap_or_default()
     }
 

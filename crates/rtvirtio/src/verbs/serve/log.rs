@@ -1,0 +1,65 @@
+//! What the data plane tells its operator, by priority.
+
+use rtvirtio_dataplane::plane::Notice;
+use rtvirtio_spec::control::{Event, Outcome};
+use tracing::{debug, error, info, warn};
+
+/// What should be looked at.
+pub(super) fn notice(device: &str, notice: Notice<'_>) {
+    match notice {
+        Notice::Ended(ended) => {
+            if let Some(error) = ended.error.as_ref().or(ended.first_refused.as_ref()) {
+                let causes =
+                    std::iter::successors(std::error::Error::source(error), |e| e.source());
+                let causes: String = causes.map(|cause| format!(": {cause}")).collect();
+                warn!(about = %device, "front end: {error}{causes}");
+            }
+        }
+        Notice::NoFixedBuffers(error) => {
+            info!(about = %device, "guest memory is not registered: {error}");
+        }
+        Notice::Broken { queue, reason } => broken(&device, queue, &reason),
+        Notice::EmptyRing { queue } => {
+            warn!(
+                about = %device,
+                "the driver of queue {queue} kicks, and its ring stays empty: is the guest's memory shared? \
+                 (QEMU: -object memory-backend-memfd,share=on; libvirt: <access mode='shared'/>)"
+            );
+        }
+    }
+}
+
+fn broken(device: &dyn std::fmt::Display, queue: u16, reason: &dyn std::fmt::Display) {
+    warn!(about = %device, "queue {queue} is broken by its driver: {reason}");
+}
+
+/// What has happened.
+pub(super) fn event(event: &Event) {
+    match event {
+        Event::DeviceAdded { device } => info!("device {device} is there"),
+        Event::DeviceRemoved { device } => info!("device {device} is gone"),
+        Event::DeviceResized { device, capacity } => {
+            info!(about = %device, "has {capacity} now");
+        }
+        Event::FrontEndConnected { device } => info!(about = %device, "a front end has connected"),
+        Event::FrontEndDisconnected { device } => info!(about = %device, "the front end has left"),
+        Event::QueueMoved { device, queue, from, to, pause_ns } => {
+            debug!(about = %device, "queue {queue} went from {from} to {to}, {pause_ns} without service");
+        }
+        Event::QueueBroken { device, queue, reason } => broken(device, *queue, reason),
+        Event::IothreadAdded { iothread } => info!("IOThread {iothread} is there"),
+        Event::IothreadRemoved { iothread } => info!("IOThread {iothread} is gone"),
+        Event::PolicySet { policy } => info!("policy {policy} is in force"),
+        Event::PolicyFailed { policy, reason } => {
+            error!("policy {policy} has ended, and the data plane serves on: {reason}");
+        }
+        Event::Decision { action, reason, outcome: Outcome::Failed, .. } => {
+            warn!(about = "policy", "could not {action} ({reason})");
+        }
+        Event::Decision { action, reason, outcome, .. } => {
+            info!(about = "policy", "{action}: {outcome} ({reason})");
+        }
+        Event::DecisionMeasured { .. } => {}
+        Event::EventsLost { count } => info!("{count} events came too fast to be written down"),
+    }
+}
