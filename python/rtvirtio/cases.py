@@ -75,7 +75,7 @@ def runs(
                     model="analytical" if scheme == "analytical" else "structural",
                 )
                 chosen = plan["settings"][DEVICE]
-                refused = [task["unmet"] for task in plan["tasks"] if task["unmet"] is not None]
+                refused = [task["unmet"]["cause"] for task in plan["tasks"] if task["unmet"] is not None]
             else:
                 # The data plane gets weights and limits of nobody.
                 name = "none" if scheme == "data-plane" else scheme

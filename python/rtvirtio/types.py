@@ -170,6 +170,12 @@ class SchemeSettings(TypedDict):
     priorities: dict[str, Priority]
 
 
+class Unmet(TypedDict):
+    """Why a target cannot be promised: ``cause``, such as ``above-target``, and the figures of that cause."""
+
+    cause: str
+
+
 class Promise(TypedDict):
     """What a plan promises one task."""
 
@@ -181,7 +187,7 @@ class Promise(TypedDict):
     bound: int | None
     confidence: float
     delivered: float
-    unmet: str | None
+    unmet: Unmet | None
 
 
 class Prediction(Promise):
@@ -206,7 +212,7 @@ class Plan(TypedDict):
     background: list[dict[str, object]]
     cost: list[dict[str, object]]
     iothreads: object
-    reasons: list[str]
+    reasons: list[dict[str, object]]
 
 
 class PaperFit(TypedDict):

@@ -79,7 +79,7 @@ pub fn describe(plan: &Plan) -> String {
     if !unmet.is_empty() {
         text += "\nUnmet\n";
         for t in unmet {
-            let reason = t.unmet.as_deref().unwrap_or_default();
+            let reason = t.why_unmet().unwrap_or_default();
             text += &format!("  {}/{}: {reason}\n", t.vm, t.task);
         }
     }

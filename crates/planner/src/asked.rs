@@ -16,7 +16,7 @@ use rtvirtio_model::features::features;
 use rtvirtio_model::learned::Learned;
 use rtvirtio_model::paper::{self, Reading};
 use rtvirtio_model::{DeviceLoad, Estimate, conformal};
-use rtvirtio_spec::plan::PredictedBy;
+use rtvirtio_spec::plan::{Fallback, FallbackOf, NoAnswer, PredictedBy};
 use rtvirtio_spec::profile::{DeviceIdentity, Profile};
 use rtvirtio_spec::settings::Scheduler;
 use rtvirtio_spec::specification::Target;
@@ -54,7 +54,7 @@ pub(crate) struct Answer {
     pub(crate) predicted: Nanos,
     pub(crate) bound: Option<Nanos>,
     pub(crate) by: PredictedBy,
-    pub(crate) fallback: Option<String>,
+    pub(crate) fallback: Option<Fallback>,
 }
 
 /// What `model` says, with the structural `estimate` where it says nothing.
@@ -88,33 +88,31 @@ pub(crate) fn ask(
             predicted,
             bound: structural.map(|bound| bound.max(predicted)),
             by,
-            fallback: Some(format!("the bound is the structural model's: {why}")),
+            fallback: Some(Fallback { of: FallbackOf::Bound, why }),
         },
         Err(why) => Answer {
             predicted: estimate.tail,
             bound: structural,
             by: PredictedBy::Structural,
-            fallback: Some(format!("the structural model: {why}")),
+            fallback: Some(Fallback { of: FallbackOf::Prediction, why }),
         },
     }
 }
 
 /// A prediction and its bound; or why there is no bound; or why there is neither.
-type Said = Result<(Nanos, Result<Nanos, String>), String>;
+type Said = Result<(Nanos, Result<Nanos, NoAnswer>), NoAnswer>;
 
 fn analytical(profile: &Profile, question: &Question<'_>, estimate: &Estimate) -> Said {
     let idles = matches!(question.load.scheduler, Scheduler::Bfq(b) if b.slice_idle_us > 0);
     if !idles {
-        return Err("the analytical one speaks of bfq that idles only".to_owned());
+        return Err(NoAnswer::NotIdling);
     }
     let (load, vm) = (question.load, question.vm);
     let predicted = paper::host_part(&profile.paper, load, vm, Reading::Corrected);
     let scores = profile.residuals.paper.get(&estimate.regime).map_or(&[][..], Vec::as_slice);
     let factor = conformal::shared(scores, question.target.confidence, question.together);
-    let few = || {
-        format!("the profile has {} runs under the analytical one for this, too few", scores.len())
-    };
-    Ok((predicted, factor.map(|factor| predicted.scale(factor)).ok_or_else(few)))
+    let few = NoAnswer::TooFewRuns { has: scores.len() };
+    Ok((predicted, factor.map(|factor| predicted.scale(factor)).ok_or(few)))
 }
 
 fn learned(learned: &Learned, profile: &Profile, question: &Question<'_>) -> Said {
@@ -123,28 +121,29 @@ fn learned(learned: &Learned, profile: &Profile, question: &Question<'_>) -> Sai
         let [then, now] = [description.write_throughput, profile.capacity.write_throughput];
         let ratio = now.get() as f64 / then.get() as f64;
         if !(1.0 / SAME_THROUGHPUT..=SAME_THROUGHPUT).contains(&ratio) {
-            return Err(format!("its device wrote {then} at the model's training, {now} now"));
+            return Err(NoAnswer::OtherThroughput { then, now });
         }
     }
     let &Question { load, vm, task, target, together } = question;
     // Of the guest's bfq nothing is known while the host is planned: features of none.
     let row = features(load, None, vm, task, target.percentile);
-    let predicted = learned.predict(&row).map_err(|why| why.to_string())?;
+    let predicted =
+        learned.predict(&row).map_err(|why| NoAnswer::Learned { why: why.to_string() })?;
     let bound = learned.bound(&row, predicted, target.confidence, together);
     let none = || match learned.description() {
-        None => "the file does not describe itself; nor is its range known".to_owned(),
-        Some(_) => "the learned one has too few scores for this".to_owned(),
+        None => NoAnswer::NotDescribed,
+        Some(_) => NoAnswer::TooFewScores,
     };
     Ok((predicted.tail, bound.ok_or_else(none)))
 }
 
 /// Refuses a model that was trained on another device.
-fn is_of(trained: &DeviceIdentity, device: &DeviceIdentity) -> Result<(), String> {
+fn is_of(trained: &DeviceIdentity, device: &DeviceIdentity) -> Result<(), NoAnswer> {
     if trained == device {
         return Ok(());
     }
-    let name = |d: &DeviceIdentity| format!("{} {} of {}", d.kind, d.model, d.size);
-    Err(format!("the learned one is of {}, not of {}", name(trained), name(device)))
+    let (trained, found) = (Box::new(trained.clone()), Box::new(device.clone()));
+    Err(NoAnswer::OtherDevice { trained, found })
 }
 
 #[cfg(test)]

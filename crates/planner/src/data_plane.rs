@@ -10,24 +10,26 @@
 
 use std::collections::BTreeSet;
 
-use rtvirtio_qos::admission::{Curve, Fit, Refusal, Wish};
+use rtvirtio_qos::admission::{self, Curve, Fit, Refusal, Wish};
 use rtvirtio_qos::{Device, MAX_TRANSFER};
 use rtvirtio_spec::control::ScheduleCurve;
 use rtvirtio_spec::plan::data_plane::DataPlane;
-use rtvirtio_spec::plan::{BackgroundShare, DeviceCost, PredictedBy, TaskPromise};
+use rtvirtio_spec::plan::{
+    BackgroundShare, Broken, Cause, DeviceCost, PredictedBy, Reason, TaskPromise, Unmet,
+};
 use rtvirtio_spec::profile::Capacity;
 use rtvirtio_spec::serve::{self, IoPriority, MAX_TASKS, Promise, Qos, Rate, wire};
 use rtvirtio_spec::specification::{Load, Recognise, Target, Task, Vm};
-use rtvirtio_units::{Bytes, BytesPerSecond, DiskName, Iops, Name, Nanos, Weight};
+use rtvirtio_units::{Bytes, BytesPerSecond, DiskName, Iops, Name, Nanos, VmName, Weight};
 
-use crate::{PROBED_PERCENTILE, Problem, ProblemVm};
+use crate::{Problem, ProblemVm, probed_percentile};
 
 /// What is planned for one device.
 pub(crate) struct Choice {
     pub(crate) promises: Vec<TaskPromise>,
     pub(crate) background: Vec<BackgroundShare>,
     pub(crate) cost: DeviceCost,
-    pub(crate) reasons: Vec<String>,
+    pub(crate) reasons: Vec<Reason>,
 }
 
 /// The service curve that a device has by what calibration saw of it.
@@ -97,11 +99,11 @@ const fn marked(task: &Task) -> Option<IoPriority> {
 }
 
 /// What each of a disk's groups of tasks wants.
-fn wanted<'a>(disk: &'a DiskName, tasks: &[&'a Task]) -> Result<Vec<Wanted<'a>>, String> {
+fn wanted<'a>(disk: &'a DiskName, tasks: &[&'a Task]) -> Result<Vec<Wanted<'a>>, Cause> {
     let of_disk = tasks.iter().filter(|task| task.disk == *disk);
     let groups: BTreeSet<_> = of_disk.map(|task| marked(task)).collect();
     if groups.len() > MAX_TASKS {
-        return Err(format!("its disk {disk} has tasks of more than {MAX_TASKS} I/O priorities"));
+        return Err(Cause::TooManyPriorities { disk: disk.clone(), max: MAX_TASKS });
     }
     groups.into_iter().filter_map(|group| wanted_by(disk, group, tasks)).collect()
 }
@@ -110,14 +112,13 @@ fn wanted_by<'a>(
     disk: &'a DiskName,
     ioprio: Option<IoPriority>,
     tasks: &[&'a Task],
-) -> Option<Result<Wanted<'a>, String>> {
+) -> Option<Result<Wanted<'a>, Cause>> {
     let is_one = |task: &&&Task| task.disk == *disk && marked(task) == ioprio;
     let tasks = || tasks.iter().filter(is_one).copied();
     let deadline = tasks().filter_map(|task| Some(task.target?.latency)).min()?;
     let deadline = Nanos::from_micros((deadline.get() / 1_000).clamp(1, 60_000_000));
     let Some(all) = rate(tasks().map(|task| task.load)) else {
-        let why = "declares no iops: only a declared rate can be promised";
-        return Some(Err(format!("a task of its disk {disk} {why}")));
+        return Some(Err(Cause::NoRate { disk: disk.clone() }));
     };
     let wish = |task: &'a Task| {
         let own = rate(std::iter::once(task.load))?;
@@ -157,12 +158,12 @@ struct Heard<'a> {
     is_background: bool,
     /// On the device.
     disks: Vec<&'a DiskName>,
-    wanted: Result<Vec<Wanted<'a>>, String>,
+    wanted: Result<Vec<Wanted<'a>>, Cause>,
     /// Of `wanted`, in its order, and what the admission test says of each.
     wishes: Vec<Wish>,
     fits: Vec<Fit>,
     /// Why it gets no promise, if it gets none.
-    refused: Option<String>,
+    refused: Option<Cause>,
 }
 
 /// Hears the VMs, the most urgent first.
@@ -191,23 +192,31 @@ fn hear<'a>(problem: &'a Problem<'_>, curve: &Curve) -> Vec<Heard<'a>> {
     let wishes: Vec<_> = heard.iter().map(|vm| &vm.wishes[..]).collect();
     let names: Vec<_> = heard.iter().map(|vm| &vm.vm.name).collect();
     let fits = curve.admit(&wishes);
-    let refusals: Vec<_> = fits
-        .iter()
-        .map(|fits| {
-            Some(match fits.iter().find_map(|fit| fit.refusal)? {
-                Refusal::Other { vm, broken } => {
-                    let name = names[vm];
-                    format!("beside it, {broken} of the more urgent {name} would not be kept")
-                }
-                other => other.to_string(),
-            })
-        })
-        .collect();
+    let refusal = |fits: &Vec<Fit>| fits.iter().find_map(|fit| fit.refusal);
+    let refusals: Vec<_> = fits.iter().map(|fits| Some(cause(refusal(fits)?, &names))).collect();
     for (vm, (fits, refusal)) in heard.iter_mut().zip(fits.into_iter().zip(refusals)) {
         vm.fits = fits;
         vm.refused = vm.refused.take().or(refusal);
     }
     heard
+}
+
+/// A refusal, with the VM's name in the place of its number.
+fn cause(refusal: Refusal, names: &[&VmName]) -> Cause {
+    match refusal {
+        Refusal::Overload { needed, most } => {
+            Cause::Overload { needed, usable: admission::USABLE, fits: most }
+        }
+        Refusal::Rate { depth, most } => Cause::RateOutOfReach { depth, max: most },
+        Refusal::Deadline { least } => Cause::Deadline { min: least },
+        Refusal::Other { vm, broken } => {
+            let broken = match broken {
+                admission::Broken::Rate => Broken::Rate,
+                admission::Broken::Deadline => Broken::Deadline,
+            };
+            Cause::OtherPromise { vm: names[vm].clone(), broken }
+        }
+    }
 }
 
 impl Heard<'_> {
@@ -236,10 +245,13 @@ impl Heard<'_> {
 /// The plan in words and figures.
 fn describe(problem: &Problem<'_>, curve: &Curve, heard: &[Heard<'_>]) -> Choice {
     let device = &curve.device;
-    let mut reasons = vec![format!(
-        "service curve: {} at a time, {} and {}/KiB each; overhead {}",
-        device.channels, device.request, device.kib, curve.overhead
-    )];
+    let mut reasons = vec![Reason::ServiceCurve {
+        device: problem.device.name.clone(),
+        channels: device.channels,
+        request: device.request,
+        kib: device.kib,
+        overhead: curve.overhead,
+    }];
     reasons.extend(caveats(problem));
     let share = |vm: &Heard<'_>| vm.share(device);
     let is_promised = |vm: &&Heard<'_>| !vm.is_background && vm.refused.is_none();
@@ -272,12 +284,12 @@ fn describe(problem: &Problem<'_>, curve: &Curve, heard: &[Heard<'_>]) -> Choice
 
 /// What each of a VM's tasks with a target can count on.
 fn promises(of: &Heard<'_>) -> Vec<TaskPromise> {
-    let refused = of.refused.as_deref();
     let promise = |((task, wish), fit): (&(&Task, Wish), &Fit)| {
         let target = task.target?;
         // Its own reason before its VM's.
         let own = fit.refusal.filter(|r| !matches!(r, Refusal::Other { .. }));
-        let unmet = refused.map(|of_vm| own.map_or_else(|| of_vm.to_owned(), |r| r.to_string()));
+        let own = own.map(|own| cause(own, &[]));
+        let unmet = of.refused.as_ref().map(|of_vm| own.unwrap_or_else(|| of_vm.clone()));
         let bound = unmet.is_none().then(|| fit.bound(wish.promise.deadline));
         Some(told(of.vm, task, target, (fit.least, bound), unmet))
     };
@@ -296,7 +308,7 @@ fn told(
     task: &Task,
     target: Target,
     (predicted, bound): (Nanos, Option<Nanos>),
-    unmet: Option<String>,
+    unmet: Option<Cause>,
 ) -> TaskPromise {
     TaskPromise {
         vm: vm.name.clone(),
@@ -307,27 +319,31 @@ fn told(
         bound,
         confidence: target.confidence,
         delivered: if unmet.is_none() { 1.0 } else { 0.0 },
-        unmet,
+        unmet: unmet.map(Unmet::from),
         model: PredictedBy::DataPlane,
         fallback: None,
     }
 }
 
 /// Where the bounds say more than was measured.
-fn caveats(problem: &Problem<'_>) -> Vec<String> {
+fn caveats(problem: &Problem<'_>) -> Vec<Reason> {
+    let device = || problem.device.name.clone();
     let mut caveats = Vec::new();
     for v in &problem.vms {
         for task in v.tasks.iter().filter(|task| task.target.is_some()) {
-            let name = format!("{}/{}", v.vm.name, task.name);
-            if task.target.is_some_and(|t| t.percentile.get() > PROBED_PERCENTILE) {
-                caveats.push(format!(
-                    "{name}: bounds are of p{PROBED_PERCENTILE}; beyond it they extrapolate"
-                ));
+            let (vm, name) = (v.vm.name.clone(), task.name.clone());
+            let percentile = probed_percentile();
+            if task.target.is_some_and(|t| t.percentile > percentile) {
+                caveats.push(Reason::ExtrapolatesPercentile {
+                    device: device(),
+                    vm: vm.clone(),
+                    task: name.clone(),
+                    percentile,
+                });
             }
             if parts(task.load.block_size) > 1 {
-                caveats.push(format!(
-                    "{name}: requests above {MAX_TRANSFER} are split; the bound is of each part"
-                ));
+                let part = MAX_TRANSFER;
+                caveats.push(Reason::SplitRequests { device: device(), vm, task: name, part });
             }
         }
     }

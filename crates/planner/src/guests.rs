@@ -32,7 +32,7 @@
 use std::collections::BTreeMap;
 
 use rtvirtio_spec::guests::{FoundGuest, FoundQueue, GuestScheduler, GuestSettings};
-use rtvirtio_spec::plan::{IoThreads, Plan, qemu};
+use rtvirtio_spec::plan::{GuestRule, IoThreads, Plan, Reason, WhyNoPolling, qemu};
 use rtvirtio_spec::settings::diff;
 use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{CpuId, DiskName, IoThreadName, Nanos, VmName};
@@ -42,17 +42,20 @@ use rtvirtio_units::{CpuId, DiskName, IoThreadName, Nanos, VmName};
 pub fn add(plan: &mut Plan, specification: &Specification, found: &BTreeMap<VmName, FoundGuest>) {
     for vm in &specification.vms {
         let Some(found) = found.get(&vm.name) else { continue };
-        plan.reasons.extend(found.unseen.iter().map(|why| format!("{}: {why}", vm.name)));
+        let unseen = |why: &String| Reason::Unseen { vm: vm.name.clone(), why: why.clone() };
+        plan.reasons.extend(found.unseen.iter().map(unseen));
         let mut settings = GuestSettings::default();
         for (disk, queue) in &found.disks {
-            let (scheduler, why) = scheduler(vm, disk, queue);
-            plan.reasons.push(format!("{}/{disk}: {why}", vm.name));
+            let (scheduler, rule) = scheduler(vm, disk, queue);
+            let (vm, on) = (vm.name.clone(), disk.clone());
+            plan.reasons.push(Reason::GuestScheduler { vm, disk: on, rule });
             settings.disks.extend(scheduler.map(|s| (disk.clone(), s)));
         }
         for iothread in found.iothreads.keys() {
             let Some(why) = no_polling(vm, iothread, &plan.iothreads) else { continue };
             settings.poll_max.insert(iothread.clone(), Nanos::ZERO);
-            plan.reasons.push(format!("{}: IOThread {iothread} does not poll: {why}", vm.name));
+            let (vm, iothread) = (vm.name.clone(), iothread.clone());
+            plan.reasons.push(Reason::NoPolling { vm, iothread, why });
         }
         if settings != GuestSettings::default() {
             plan.guests.0.insert(vm.name.clone(), settings);
@@ -64,39 +67,26 @@ pub fn add(plan: &mut Plan, specification: &Specification, found: &BTreeMap<VmNa
 }
 
 /// The scheduler of a disk within its guest, `None` to leave it alone, and why.
-fn scheduler(vm: &Vm, disk: &DiskName, queue: &FoundQueue) -> (Option<GuestScheduler>, String) {
+fn scheduler(vm: &Vm, disk: &DiskName, queue: &FoundQueue) -> (Option<GuestScheduler>, GuestRule) {
     let offers = |name: &str| queue.offered.iter().any(|o| o == name);
     let tasks = vm.tasks.iter().filter(|t| t.disk == *disk).count();
     match tasks {
-        0 | 1 if offers("none") => {
-            let why = "no scheduler within the guest: the host schedules, and a second one only \
-                       adds waiting";
-            (Some(GuestScheduler::None), why.to_owned())
-        }
-        0 | 1 => (None, "its guest offers no scheduler none; left alone".to_owned()),
+        0 | 1 if offers("none") => (Some(GuestScheduler::None), GuestRule::None),
+        0 | 1 => (None, GuestRule::NoneNotOffered),
         _ if offers("bfq") => {
-            let why = format!(
-                "bfq within the guest: {tasks} tasks share the disk, and the host cannot tell them \
-                 apart"
-            );
-            (Some(GuestScheduler::Bfq { slice_idle_us: 0, low_latency: false }), why)
+            let bfq = GuestScheduler::Bfq { slice_idle_us: 0, low_latency: false };
+            (Some(bfq), GuestRule::Bfq { tasks })
         }
-        _ => {
-            let why = format!(
-                "{tasks} tasks share the disk and its guest offers no bfq; its scheduler is left \
-                 alone"
-            );
-            (None, why)
-        }
+        _ => (None, GuestRule::BfqNotOffered { tasks }),
     }
 }
 
 /// Why an IOThread is not to poll; `None` to leave it alone.
-fn no_polling(vm: &Vm, iothread: &IoThreadName, planned: &IoThreads) -> Option<&'static str> {
+fn no_polling(vm: &Vm, iothread: &IoThreadName, planned: &IoThreads) -> Option<WhyNoPolling> {
     if vm.is_background() {
-        Some("its VM has no target, and polling takes CPU from VMs that have")
+        Some(WhyNoPolling::NoTarget)
     } else if !has_own_cpu(&vm.name, iothread, planned) {
-        Some("the plan has no CPU of its own for it")
+        Some(WhyNoPolling::NoOwnCpu)
     } else {
         None
     }
@@ -193,7 +183,9 @@ disk = [{ name = 'root', device = 'data' }]
         let backup = found(&[("root", queue(&offered, "none"))], &[]);
         let (plan, changes) = changes(&[("plc", plc), ("backup", backup)], 8);
         assert_eq!(changes, ["plc/root: guest scheduler: mq-deadline to none"]);
-        assert!(plan.reasons.iter().any(|r| r.starts_with("plc/root: no scheduler within")));
+        assert!(
+            plan.reasons.iter().any(|r| r.to_string().starts_with("plc/root: no scheduler within"))
+        );
         assert_eq!(plan.guests.0.len(), 2);
         let host = planned(&specification());
         assert_eq!((plan.tasks, plan.settings), (host.tasks, host.settings));
@@ -214,7 +206,11 @@ disk = [{ name = 'root', device = 'data' }]
         let plc = found(&[("log", queue(&["none", "mq-deadline"], "mq-deadline"))], &[]);
         let (plan, shown) = changes(&[("plc", plc)], 8);
         assert_eq!(shown, [""; 0]);
-        assert!(plan.reasons.iter().any(|r| r.contains("offers no bfq")), "{:?}", plan.reasons);
+        assert!(
+            plan.reasons.iter().any(|r| r.to_string().contains("offers no bfq")),
+            "{:?}",
+            plan.reasons
+        );
         // What is left alone may change without making the plan stale.
         assert!(plan.observed.keys().all(|k| k.device().is_some()));
     }
@@ -243,7 +239,7 @@ disk = [{ name = 'root', device = 'data' }]
         assert_eq!(shown, [""; 0]);
         assert!(plan.guests.0.is_empty());
         let reason = "plc: planned for on the host alone: no answer".to_owned();
-        assert!(plan.reasons.contains(&reason), "{:?}", plan.reasons);
+        assert!(plan.reasons.iter().any(|r| r.to_string() == reason), "{:?}", plan.reasons);
     }
 
     #[test]

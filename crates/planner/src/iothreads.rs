@@ -39,7 +39,7 @@
 //! `small_vms_share_a_cpu`, `too_few_cpus_are_named`,
 //! `mapping_is_the_same_for_the_same_input`.
 
-use rtvirtio_spec::plan::{DiskIoThreads, IoThread, IoThreads, VmIoThreads};
+use rtvirtio_spec::plan::{DiskIoThreads, IoThread, IoThreads, Reason, VmIoThreads};
 use rtvirtio_spec::specification::{Backend, Disk, Specification, Vm};
 use rtvirtio_units::{CpuId, IoThreadId, Iops};
 
@@ -55,7 +55,7 @@ pub const REQUESTS_PER_IOTHREAD: f64 = 30_000.0;
 /// The IOThreads of all kernel-path VMs whose queues are known, on a host with the CPUs `cpus`
 /// (ascending), and for people what is not as it should be.
 #[must_use]
-pub fn assign(specification: &Specification, cpus: &[CpuId]) -> (IoThreads, Vec<String>) {
+pub fn assign(specification: &Specification, cpus: &[CpuId]) -> (IoThreads, Vec<Reason>) {
     let vms = &specification.vms;
     let mut planned: Vec<_> = vms
         .iter()
@@ -82,23 +82,15 @@ pub fn assign(specification: &Specification, cpus: &[CpuId]) -> (IoThreads, Vec<
     if planned.is_empty() {
         return (IoThreads::default(), reasons);
     }
-    let host = format!("{} CPUs and {vcpus} vCPUs", cpus.len());
     if left == 0 {
-        reasons.push(format!(
-            "IOThreads: {host} leave none for IOThreads: they are not pinned and compete with vCPUs"
-        ));
+        reasons.push(Reason::NoCpuLeft { cpus: cpus.len(), vcpus });
     } else if places.crowded {
-        reasons.push(format!(
-            "IOThreads: {host} leave {left} for IOThreads, too few: some share a CPU with others \
-             beyond {REQUESTS_PER_IOTHREAD} requests/s, or with those of another kind"
-        ));
+        let per_iothread = REQUESTS_PER_IOTHREAD;
+        reasons.push(Reason::TooFewCpus { cpus: cpus.len(), vcpus, left, per_iothread });
     }
     let silent = vms.iter().filter(|vm| vm.vcpus.is_none()).count();
     if silent > 0 {
-        reasons.push(format!(
-            "IOThreads: VMs without vcpus count as one vCPU each: {silent} of {}",
-            vms.len()
-        ));
+        reasons.push(Reason::VcpusUnknown { vms: silent, of: vms.len() });
     }
     let vcpu_cpus = match places.taken.len() {
         0 => Vec::new(),
@@ -161,23 +153,16 @@ impl<'a> Pool<'a> {
         self.wanted().min(self.used_queues()).min(left.max(1))
     }
 
-    fn caveats(&self, left: usize) -> Vec<String> {
-        let vm = &self.vm.name;
+    fn caveats(&self, left: usize) -> Vec<Reason> {
+        let vm = || self.vm.name.clone();
         let mut caveats = Vec::new();
         if self.is_open {
-            caveats.push(format!(
-                "IOThreads: {vm} has a task without iops on a disk with a target: taken for what \
-                 one IOThread can do, {REQUESTS_PER_IOTHREAD} requests/s"
-            ));
+            caveats.push(Reason::OpenRate { vm: vm(), per_iothread: REQUESTS_PER_IOTHREAD });
         }
-        let (wanted, size) = (self.wanted(), self.size(left));
-        if size < wanted {
-            caveats.push(format!(
-                "IOThreads: {vm} declares {:.0} requests/s, work for {wanted}; its {} queues in \
-                 use and {left} CPUs left allow {size}",
-                self.demand,
-                self.used_queues()
-            ));
+        let (wanted, gets) = (self.wanted(), self.size(left));
+        if gets < wanted {
+            let (iops, queues) = (self.demand, self.used_queues());
+            caveats.push(Reason::FewerIoThreads { vm: vm(), iops, wanted, queues, left, gets });
         }
         caveats
     }

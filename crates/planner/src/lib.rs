@@ -52,7 +52,8 @@ use rtvirtio_model::{DeviceLoad, Stream, VmLoad, conformal};
 use rtvirtio_spec::guests::Guests;
 use rtvirtio_spec::plan::data_plane::DataPlane;
 use rtvirtio_spec::plan::{
-    IoThreads, PLAN_VERSION, Plan, PlannedDevice, PlannedVm, PredictedBy, TaskPromise,
+    Cause, IoThreads, PLAN_VERSION, Plan, PlannedDevice, PlannedVm, PredictedBy, Reason,
+    TaskPromise, Unmet,
 };
 use rtvirtio_spec::profile::{DeviceIdentity, Profile, ProfileError, Regime};
 use rtvirtio_spec::settings::{DeviceSettings, Knobs, Scheduler, Settings, diff};
@@ -66,7 +67,9 @@ pub const DELIVERED: f64 = 0.95;
 
 /// What calibration's tasks issue, and the highest percentile that it sees.
 const PROBED_BLOCK: Bytes = Bytes::from_kib(4);
-const PROBED_PERCENTILE: f64 = 99.9;
+fn probed_percentile() -> Percentile {
+    Percentile::new(99.9).expect("99.9 is a percentile")
+}
 
 /// Why there is no plan at all. (Targets that cannot be met are part of a plan.)
 #[derive(Debug, thiserror::Error)]
@@ -180,9 +183,9 @@ pub fn plan(
             tasks.extend(choice.promises);
             background.extend(choice.background);
             cost.push(choice.cost);
-            reasons.extend(choice.reasons.iter().map(|r| format!("{}: {r}", device.name)));
+            reasons.extend(choice.reasons);
             if !matches!(there.model, Model::Structural) {
-                reasons.push(format!("{}: on the data plane no model is asked", device.name));
+                reasons.push(Reason::NoModelAsked { device: device.name.clone() });
             }
             // The order is the data plane's: nothing behind it may change it.
             let none = DeviceSettings { scheduler: Scheduler::None, vms: BTreeMap::new() };
@@ -193,9 +196,8 @@ pub fn plan(
         tasks.extend(choice.evaluation.promises.iter().cloned());
         background.extend(choice.shares(&problem));
         cost.push(choice.cost(&problem));
-        let said =
-            choice.reasons.iter().cloned().chain(problem.caveats(&choice.evaluation.promises));
-        reasons.extend(said.map(|r| format!("{}: {r}", device.name)));
+        reasons.extend(choice.reasons.iter().cloned());
+        reasons.extend(problem.caveats(&choice.evaluation.promises));
         settings.0.insert(device.name.clone(), choice.settings(&problem));
     }
     let vms = specification
@@ -341,7 +343,7 @@ impl<'a> Problem<'a> {
     }
 
     /// Where the profile's probes say little of what is declared.
-    fn caveats(&self, promises: &[TaskPromise]) -> Vec<String> {
+    fn caveats(&self, promises: &[TaskPromise]) -> Vec<Reason> {
         // A learned model answers within the range of its training only.
         let in_range = |vm: &Vm, task: &Task| {
             promises.iter().any(|p| {
@@ -349,28 +351,35 @@ impl<'a> Problem<'a> {
                     && p.fallback.is_none()
             })
         };
+        let device = || self.device.name.clone();
         let mut caveats = Vec::new();
         for v in &self.vms {
             if v.tasks.is_empty() {
-                caveats.push(format!(
-                    "{} declares nothing here: taken for deep {} reads and writes",
-                    v.vm.name,
-                    Stream::UNDECLARED_BLOCK
-                ));
+                caveats.push(Reason::Undeclared {
+                    device: device(),
+                    vm: v.vm.name.clone(),
+                    block_size: Stream::UNDECLARED_BLOCK,
+                });
             }
             let with_target = v.tasks.iter().filter(|t| t.target.is_some());
             for task in with_target.filter(|t| !in_range(v.vm, t)) {
-                let name = format!("{}/{}", v.vm.name, task.name);
+                let (vm, name) = (v.vm.name.clone(), task.name.clone());
                 let load = task.load;
                 if load.block_size != PROBED_BLOCK || load.queue_depth != 1 {
-                    caveats.push(format!(
-                        "{name}: probes are of {PROBED_BLOCK} at depth 1; its bound extrapolates"
-                    ));
+                    caveats.push(Reason::ExtrapolatesLoad {
+                        device: device(),
+                        vm: vm.clone(),
+                        task: name.clone(),
+                        block_size: PROBED_BLOCK,
+                    });
                 }
-                if task.target.is_some_and(|t| t.percentile.get() > PROBED_PERCENTILE) {
-                    caveats.push(format!(
-                        "{name}: probes reach p{PROBED_PERCENTILE}; its bound extrapolates"
-                    ));
+                if task.target.is_some_and(|t| t.percentile > probed_percentile()) {
+                    caveats.push(Reason::ExtrapolatesPercentile {
+                        device: device(),
+                        vm,
+                        task: name,
+                        percentile: probed_percentile(),
+                    });
                 }
             }
         }
@@ -415,9 +424,7 @@ impl<'a> Problem<'a> {
                 let question = Question { load, vm: i, task: place, target, together: with_target };
                 let answer = asked::ask(self.model, self.profile, &question, &estimate);
                 let facts = TargetCheck {
-                    percentile: target.percentile,
                     target: target.latency,
-                    predicted: answer.predicted,
                     bound: answer.bound,
                     delivered: estimate.delivered,
                     utilisation: situation.utilisation,
@@ -445,9 +452,7 @@ impl<'a> Problem<'a> {
 }
 
 struct TargetCheck {
-    percentile: Percentile,
     target: Nanos,
-    predicted: Nanos,
     bound: Option<Nanos>,
     delivered: f64,
     utilisation: f64,
@@ -463,49 +468,23 @@ struct Runs {
     needs: usize,
 }
 
-/// A regime, as a profile's runs were made.
-const fn regime_name(regime: Regime) -> &'static str {
-    match regime {
-        Regime::Flowing => "no background load",
-        Regime::Bursting => "a background VM within a cap",
-        Regime::Flooded => "a background VM without a cap",
-        Regime::Idling => "bfq that idles",
-        Regime::IdlingFlooded => "bfq that idles beside a background VM without a cap",
-    }
-}
-
 impl TargetCheck {
     /// Why the target is not met, if it is not.
-    fn unmet(&self) -> Option<String> {
-        let overloaded = if self.utilisation > 1.0 {
-            format!("; the declared loads need {:.0} % of the device", self.utilisation * 100.0)
-        } else {
-            String::new()
-        };
+    fn unmet(&self) -> Option<Unmet> {
+        let overload = (self.utilisation > 1.0).then_some(self.utilisation);
+        let unmet = |cause| Some(Unmet { cause, overload, background: None });
         if self.is_victim {
-            return Some(format!("given up for more urgent VMs{overloaded}"));
+            return unmet(Cause::MoreUrgentVms);
         }
         let Some(bound) = self.bound else {
             let Runs { regime, has, needs } = self.runs;
-            return Some(format!(
-                "not promised: the profile has too few runs for a bound at this confidence on {} tasks \
-                 together, {has} with {} where {needs} are needed (predicted {}); to have it promised, \
-                 calibrate again or ask for a lower confidence",
-                self.tasks,
-                regime_name(regime),
-                self.predicted
-            ));
+            return Some(Cause::TooFewRuns { regime, has, needs, tasks: self.tasks }.into());
         };
         if self.delivered < DELIVERED {
-            let percent = self.delivered * 100.0;
-            return Some(format!("only {percent:.0} % of its rate would be delivered{overloaded}"));
+            return unmet(Cause::RateNotDelivered);
         }
         if bound > self.target {
-            return Some(format!(
-                "p{} is bounded by {bound} (predicted {}), above {}{overloaded}; a target of {bound} would be \
-                 promised",
-                self.percentile, self.predicted, self.target
-            ));
+            return unmet(Cause::AboveTarget);
         }
         None
     }

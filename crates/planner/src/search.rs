@@ -3,7 +3,7 @@
 use std::cmp::Ordering;
 
 use rtvirtio_model::{DeviceLoad, Stream};
-use rtvirtio_spec::plan::{BackgroundShare, DeviceCost, TaskPromise};
+use rtvirtio_spec::plan::{BackgroundShare, BindingConstraint, DeviceCost, Reason, TaskPromise};
 use rtvirtio_spec::settings::{
     Bfq, DeviceSettings, Knobs, Limits, Scheduler, Settings, VmSettings, diff,
 };
@@ -40,8 +40,8 @@ pub(crate) struct Choice {
     pub(crate) evaluation: Evaluation,
     worth: Score,
     /// What keeps the cap from being larger.
-    binding_constraint: Option<String>,
-    pub(crate) reasons: Vec<String>,
+    binding_constraint: Option<BindingConstraint>,
+    pub(crate) reasons: Vec<Reason>,
 }
 
 /// Orders candidates; greater is better.
@@ -107,8 +107,8 @@ pub(crate) fn search(problem: &Problem<'_>, observed: &Knobs) -> Choice {
             choice.worth.answered >= best.worth.answered && choice.worth.met > best.worth.met;
         if meets_more && choice.worth.compare(&best.worth) == Ordering::Greater {
             for &i in &sacrificed_vms {
-                let vm = &problem.vms[i].vm.name;
-                choice.reasons.push(format!("{vm} is given up so that more urgent VMs are met"));
+                let (device, vm) = (problem.device.name.clone(), problem.vms[i].vm.name.clone());
+                choice.reasons.push(Reason::GivenUp { device, vm });
             }
             best = choice;
         }
@@ -233,8 +233,9 @@ fn candidate(
             for promise in
                 evaluation.promises.iter_mut().filter(|p| p.bound.is_some() && !is_victim(p))
             {
-                let even = |reason| format!("even with background VMs at {at} {reason}");
-                promise.unmet = promise.unmet.take().map(even);
+                if let Some(unmet) = &mut promise.unmet {
+                    unmet.background = Some(at);
+                }
             }
         }
     }
@@ -394,34 +395,34 @@ impl Choice {
         &self,
         problem: &Problem<'_>,
         sacrificed_vms: &[usize],
-    ) -> Option<String> {
+    ) -> Option<BindingConstraint> {
         let larger = self.cap? + CAP_STEP;
         let load = problem.load(&settings(problem, self.scheduler, &self.capped, Some(larger)));
         let broken = problem.evaluate(&load, sacrificed_vms, JointConfidence::Vm).promises;
         let pairs = self.evaluation.promises.iter().zip(&broken);
-        let broken = pairs.filter(|(now, _)| now.unmet.is_none()).find_map(|(_, then)| {
-            Some(format!("{}/{}: {}", then.vm, then.task, then.unmet.as_ref()?))
-        });
-        Some(broken.unwrap_or_else(|| "the device's throughput".to_owned()))
+        let broken = pairs
+            .filter(|(now, then)| now.unmet.is_none() && then.unmet.is_some())
+            .map(|(_, then)| BindingConstraint::Target { promise: Box::new(then.clone()) })
+            .next();
+        Some(broken.unwrap_or(BindingConstraint::Throughput))
     }
 
-    fn explain(&self, problem: &Problem<'_>, sacrificed_vms: &[usize]) -> Vec<String> {
-        let mut reasons = vec![format!("scheduler: {}", self.scheduler)];
-        if let (Some(cap), Some(binding_constraint)) = (self.cap, self.binding_constraint.as_ref())
-        {
+    fn explain(&self, problem: &Problem<'_>, sacrificed_vms: &[usize]) -> Vec<Reason> {
+        let device = || problem.device.name.clone();
+        let mut reasons = vec![Reason::Scheduler { device: device(), scheduler: self.scheduler }];
+        if let (Some(cap), Some(held_by)) = (self.cap, self.binding_constraint.clone()) {
             let load: DeviceLoad =
                 problem.load(&settings(problem, self.scheduler, &self.capped, None));
             let uncapped = problem.evaluate(&load, sacrificed_vms, JointConfidence::Vm);
-            let lost = uncapped.promises.iter().filter(|p| p.unmet.is_some()).count();
-            let met = self.evaluation.promises.iter().filter(|p| p.unmet.is_none()).count();
-            let of = uncapped.promises.len();
-            reasons.push(format!(
-                "cap of {} on each VM without a target: the largest at which the bounds of {met} \
-                 of {of} tasks hold, found by bisection; {} more would break {binding_constraint}; without a \
-                 cap {lost} of {of} would miss",
-                BytesPerSecond::new(cap as u64),
-                BytesPerSecond::new(CAP_STEP as u64)
-            ));
+            reasons.push(Reason::Cap {
+                device: device(),
+                cap: BytesPerSecond::new(cap as u64),
+                step: BytesPerSecond::new(CAP_STEP as u64),
+                met: self.evaluation.promises.iter().filter(|p| p.unmet.is_none()).count(),
+                lost: uncapped.promises.iter().filter(|p| p.unmet.is_some()).count(),
+                of: uncapped.promises.len(),
+                held_by,
+            });
         }
         reasons
     }

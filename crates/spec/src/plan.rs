@@ -3,6 +3,7 @@
 
 pub mod data_plane;
 pub mod qemu;
+mod reason;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,8 +19,13 @@ use crate::guests::Guests;
 use crate::profile::DeviceIdentity;
 use crate::settings::{Change, Knobs, Settings};
 
+pub use reason::{
+    BindingConstraint, Broken, Cause, Fallback, FallbackOf, GuestRule, NoAnswer, Reason, Unmet,
+    WhyNoPolling,
+};
+
 /// The plan format that this version writes and reads.
-pub const PLAN_VERSION: u32 = 6;
+pub const PLAN_VERSION: u32 = 7;
 
 /// A saved plan (`rtvirtio plan -o`). Holds all that `apply` needs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -51,8 +57,8 @@ pub struct Plan {
     /// IOThreads for the VMs' next start; `apply` leaves them alone, for QEMU takes them at a
     /// guest's start only.
     pub iothreads: IoThreads,
-    /// How the settings were found, for people.
-    pub reasons: Vec<String>,
+    /// How the settings were found, and what to know about them.
+    pub reasons: Vec<Reason>,
 }
 
 /// A device of a plan.
@@ -99,11 +105,11 @@ pub struct TaskPromise {
     /// Expected fraction of the declared rate that is delivered, 0 to 1.
     pub delivered: f64,
     /// Why the target cannot be met, if it cannot.
-    pub unmet: Option<String>,
+    pub unmet: Option<Unmet>,
     /// What predicted.
     pub model: PredictedBy,
     /// Where the structural model stands in for the one that was asked, and why.
-    pub fallback: Option<String>,
+    pub fallback: Option<Fallback>,
 }
 
 /// What a prediction comes from.
@@ -141,8 +147,8 @@ pub struct BackgroundShare {
     pub device: DeviceName,
     /// Its cap; `None` if it needs none.
     pub cap: Option<BytesPerSecond>,
-    /// Which task holds the cap down, and at which bound, for people.
-    pub binding_constraint: Option<String>,
+    /// What keeps the cap from being larger; none: there is no cap.
+    pub binding_constraint: Option<BindingConstraint>,
 }
 
 /// What the settings give up on one device.
@@ -238,6 +244,8 @@ mod tests {
 
     use super::*;
     use crate::guests::{GuestScheduler, GuestSettings};
+    use crate::profile::Regime;
+    use crate::settings::{Bfq, Scheduler};
 
     fn guests() -> Guests {
         let disks = [(DiskName::new("root").unwrap(), GuestScheduler::None)].into();
@@ -257,8 +265,17 @@ mod tests {
             delivered: 1.0,
             unmet: None,
             model: PredictedBy::Learned,
-            fallback: Some("the structural model: …".to_owned()),
+            fallback: Some(Fallback { of: FallbackOf::Bound, why: NoAnswer::TooFewScores }),
         }
+    }
+
+    fn unmet() -> TaskPromise {
+        let unmet = Unmet {
+            cause: Cause::TooFewRuns { regime: Regime::Flooded, has: 3, needs: 19, tasks: 2 },
+            overload: Some(1.2),
+            background: None,
+        };
+        TaskPromise { unmet: Some(unmet), bound: None, ..promise() }
     }
 
     fn plan() -> Plan {
@@ -278,11 +295,27 @@ mod tests {
             data_plane: None,
             observed: Knobs::new(),
             changes: Vec::new(),
-            tasks: vec![promise()],
-            background: Vec::new(),
+            tasks: vec![promise(), unmet()],
+            background: vec![BackgroundShare {
+                vm: VmName::new("backup").unwrap(),
+                device: DeviceName::new("data").unwrap(),
+                cap: Some(BytesPerSecond::new(1_000_000)),
+                binding_constraint: Some(BindingConstraint::Target { promise: Box::new(unmet()) }),
+            }],
             cost: Vec::new(),
             iothreads: IoThreads { vcpu_cpus: vec![CpuId::new(0)], vms: vec![vm] },
-            reasons: Vec::new(),
+            reasons: vec![
+                Reason::VmOff { vm: VmName::new("off").unwrap() },
+                Reason::GuestScheduler {
+                    vm: VmName::new("plc").unwrap(),
+                    disk: DiskName::new("root").unwrap(),
+                    rule: GuestRule::Bfq { tasks: 2 },
+                },
+                Reason::Scheduler {
+                    device: DeviceName::new("data").unwrap(),
+                    scheduler: Scheduler::Bfq(Bfq::DEFAULT),
+                },
+            ],
         }
     }
 

@@ -40,7 +40,7 @@ fn learned_model_predicts_and_bounds_within_its_range() {
         assert_eq!(task.bound.map(Nanos::get), Some(11_051_709));
     }
     assert_eq!(plan.tasks[0].unmet, None);
-    let unmet = plan.tasks[1].unmet.as_ref().unwrap();
+    let unmet = plan.tasks[1].why_unmet().unwrap();
     assert!(unmet.contains("bounded by 11.05 ms (predicted 10.00 ms)"), "{unmet}");
 }
 
@@ -50,9 +50,9 @@ fn row_out_of_range_falls_back_to_the_structural_model_and_says_so() {
     let (learned, profile) = (file(CONSTANT), profile());
     let by_model = plan(&specification, &profile, Model::Learned(&learned));
     assert_eq!(by(&by_model), [PredictedBy::Structural, PredictedBy::Learned]);
-    let fallback = by_model.tasks[0].fallback.as_deref();
+    let fallback = by_model.tasks[0].fallback.as_ref().map(Fallback::to_string);
     let expected = "the structural model: task_iops is 2000, its training had 100 to 1500";
-    assert_eq!(fallback, Some(expected));
+    assert_eq!(fallback.as_deref(), Some(expected));
     assert_eq!(by_model.tasks[1].fallback, None);
     let structural = plan(&specification, &profile, Model::Structural);
     let said = |t: &TaskPromise| (t.predicted, t.bound);
@@ -85,7 +85,7 @@ fn model_of_another_device_or_throughput_is_not_asked() {
         let found = [(specification.devices[0].name.clone(), device)].into();
         let plan = crate::plan(&specification, &found, &Knobs::new()).unwrap();
         assert_eq!(by(&plan), [PredictedBy::Structural]);
-        plan.tasks[0].fallback.clone().unwrap()
+        plan.tasks[0].fallback.as_ref().unwrap().to_string()
     };
     let mut other = profile.clone();
     other.device.model = "another".to_owned();
@@ -106,7 +106,7 @@ fn file_without_a_description_predicts_and_the_structural_model_bounds() {
     let (learned, profile) = (file(UNDESCRIBED), profile());
     let task = plan(&specification, &profile, Model::Learned(&learned)).tasks.remove(0);
     assert_eq!(task.model, PredictedBy::Learned);
-    let fallback = task.fallback.unwrap();
+    let fallback = task.fallback.unwrap().to_string();
     assert!(fallback.contains("does not describe itself; nor is its range known"), "{fallback}");
     let structural = plan(&specification, &profile, Model::Structural).tasks.remove(0);
     assert_eq!(task.bound, structural.bound.map(|bound| bound.max(task.predicted)));
@@ -139,7 +139,7 @@ fn analytical_model_is_not_asked_where_nothing_idles() {
     let none = DeviceSettings { scheduler: Scheduler::None, vms: [].into() };
     let said = predict(&specification, &found, &Settings([(device, none)].into())).unwrap();
     assert_eq!(said[0].promise.model, PredictedBy::Structural);
-    let fallback = said[0].promise.fallback.as_deref();
+    let fallback = said[0].promise.fallback.as_ref().map(Fallback::to_string);
     let expected = "the structural model: the analytical one speaks of bfq that idles only";
-    assert_eq!(fallback, Some(expected));
+    assert_eq!(fallback.as_deref(), Some(expected));
 }

@@ -99,7 +99,11 @@ fn task_that_its_guest_marks_has_a_promise_of_its_own() {
     assert_eq!((qos.deadline_us, qos.iops), (Some(40_000), Some(400)));
     let [task] = &qos.tasks[..] else { panic!("{qos:?}") };
     assert_eq!((task.deadline_us, task.iops), (Some(5_000), Some(100)));
-    assert!(plan.reasons.iter().any(|r| r.contains("are split")), "{:?}", plan.reasons);
+    assert!(
+        plan.reasons.iter().any(|r| matches!(r, Reason::SplitRequests { .. })),
+        "{:?}",
+        plan.reasons
+    );
 }
 
 #[test]
@@ -114,14 +118,14 @@ fn what_does_not_fit_is_refused_with_what_would() {
     let unmet: Vec<_> = plan.tasks.iter().filter(|task| task.unmet.is_some()).collect();
     assert_eq!(unmet.len(), 2, "{unmet:?}");
     assert_eq!(unmet[0].vm.as_str(), "vm10");
-    let reason = unmet[0].unmet.as_ref().unwrap();
+    let reason = unmet[0].why_unmet().unwrap();
     assert!(reason.contains("% of its rates would fit"), "{reason}");
     let qos =
         |disk: &str| plan.data_plane.as_ref().unwrap().disks[&DiskName::new(disk).unwrap()].iops;
     assert_eq!((qos("disk-vm09"), qos("disk-vm10")), (Some(1_500), None));
 
     let plan = plan_of(&[("a", "iops = 100", 0.2), ("b", "iops = 100", 30.0), ("c", "", 5.0)]);
-    let said = |vm: usize| plan.tasks[vm].unmet.clone().unwrap_or_default();
+    let said = |vm: usize| plan.tasks[vm].why_unmet().unwrap_or_default();
     assert!(said(0).contains("the shortest deadline that can be kept is"), "{}", said(0));
     assert!(said(1).contains("declares no iops"), "{}", said(1));
     assert_eq!(said(2), "");

@@ -60,7 +60,7 @@ fn assigned(vms: &[String], count: u32) -> (IoThreads, Vec<String>) {
         assert!(iothreads.vcpu_cpus.len() >= vcpus as usize);
         assert!(pins(&iothreads).iter().all(Option::is_some));
     }
-    (iothreads, reasons)
+    (iothreads, reasons.iter().map(Reason::to_string).collect())
 }
 
 /// The CPU of each IOThread.

@@ -66,7 +66,7 @@ fn targets_of_a_tenth_of_a_millisecond_protect_as_by_hand() {
     let plan = planned(&specification(&vms, true));
     assert!(plan.tasks.iter().all(|t| t.unmet.is_some()));
     // Nobody is given up: that would meet nothing.
-    assert!(plan.tasks.iter().all(|t| !t.unmet.as_ref().unwrap().contains("given up")));
+    assert!(plan.tasks.iter().all(|t| !t.why_unmet().unwrap().contains("given up")));
     assert_protects_as_by_hand(&plan);
     assert_protects_as_by_hand(&planned(&with_declared_background(0.1)));
 }
@@ -85,14 +85,14 @@ fn plan_that_cannot_promise_says_what_would_be_promised() {
     profile.residuals.structural.values_mut().for_each(|scores| scores.truncate(11));
     profile.residuals.structural_vms.clear();
     let plan = planned_with(&strict(true), &profile);
-    let reason = plan.tasks[0].unmet.as_ref().unwrap();
+    let reason = plan.tasks[0].why_unmet().unwrap();
     assert!(
         reason.contains("11 with a background VM within a cap where 19 are needed"),
         "{reason}"
     );
     assert!(reason.contains("calibrate again"), "{reason}");
     let plan = planned(&specification(&[("a", 1500.0, 0.1)], true));
-    let reason = plan.tasks[0].unmet.as_ref().unwrap();
+    let reason = plan.tasks[0].why_unmet().unwrap();
     assert!(reason.contains("would be promised"), "{reason}");
 }
 

@@ -65,7 +65,7 @@ pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
     let plan = input::plan(&args.plan)?;
     if !plan.meets_all() && !args.force {
         for t in plan.tasks.iter().filter(|t| t.unmet.is_some()) {
-            eprintln!("{}/{}: {}", t.vm, t.task, t.unmet.as_deref().unwrap_or_default());
+            eprintln!("{}/{}: {}", t.vm, t.task, t.why_unmet().unwrap_or_default());
         }
         bail!("the plan leaves targets unmet (--force applies it all the same)");
     }

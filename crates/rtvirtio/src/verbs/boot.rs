@@ -76,9 +76,13 @@ fn load(path: &Path, force: bool) -> Result<String> {
 }
 
 /// A program in a build directory is gone after the next `cargo clean`, and another one after the next
-/// build. Cargo marks such a directory by a file of this name (<https://bford.info/cachedir/>).
+/// build. Cargo locks such a directory by a file in it, and marks the one above by another if it made that
+/// (<https://bford.info/cachedir/>).
 fn check_installed(program: &Path) -> Result<()> {
-    let built = program.ancestors().find(|path| path.join("CACHEDIR.TAG").exists());
+    let is_cargos = |path: &&Path| {
+        [".cargo-lock", "CACHEDIR.TAG"].iter().any(|marker| path.join(marker).exists())
+    };
+    let built = program.ancestors().skip(1).find(is_cargos);
     match built {
         None => Ok(()),
         Some(directory) => bail!(
@@ -191,6 +195,13 @@ mod tests {
     fn program_in_a_build_directory_is_not_for_boots() {
         let refused = check_installed(&std::env::current_exe().unwrap()).unwrap_err();
         assert!(refused.to_string().contains("make install"), "{refused}");
+        // Cargo did not make the directory, so there is no tag in it.
+        let directory = tempfile::tempdir().unwrap();
+        let release = directory.path().join("release");
+        std::fs::create_dir(&release).unwrap();
+        check_installed(&release.join("rtvirtio")).unwrap();
+        std::fs::write(release.join(".cargo-lock"), "").unwrap();
+        check_installed(&release.join("rtvirtio")).unwrap_err();
         check_installed(Path::new("/usr/bin/rtvirtio")).unwrap();
     }
 

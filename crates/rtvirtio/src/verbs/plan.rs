@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use rtvirtio_host::Topology;
 use rtvirtio_planner::FoundDevice;
-use rtvirtio_spec::plan::Plan;
+use rtvirtio_spec::plan::{Plan, Reason};
 use rtvirtio_spec::profile::ProfileSource;
 use rtvirtio_spec::specification::{Backend, Specification, Vm};
 use rtvirtio_units::{CpuId, DeviceName};
@@ -47,11 +47,10 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     let mut specification = input::specification(&args.specification)?;
     let found = input::host().locate_vms(&mut specification)?;
     let mut plan = plan(&specification, &args.model)?;
-    plan.reasons.extend(found.iter().map(|(vm, (cgroup, pid))| {
-        format!(
-            "VM {vm} is in the cgroup {}, where its QEMU (process {pid}) runs",
-            cgroup.display()
-        )
+    plan.reasons.extend(found.iter().map(|(vm, (cgroup, pid))| Reason::CgroupFound {
+        vm: vm.clone(),
+        cgroup: cgroup.clone(),
+        process: *pid,
     }));
     if let Some(output) = &args.output {
         input::write(output, &serde_json::to_string_pretty(&plan)?)?;
@@ -130,28 +129,16 @@ pub(crate) fn plan_host(
     // for them until then.
     plan.changes.retain(|change| change.knob.vm().is_none_or(|vm| !absent.contains(vm)));
     for vm in &absent {
-        plan.reasons.push(format!(
-            "VM {vm} does not run (its cgroup is not there): planned for, and set once it runs by \
-             `rtvirtio apply PLAN --reapply` or `rtvirtio watch --control`"
-        ));
+        plan.reasons.push(Reason::VmOff { vm: vm.clone() });
     }
-    for (name, (profile, ..)) in &profiles {
-        match profile.source {
-            ProfileSource::Alone => {}
-            ProfileSource::BesideOthers => plan.reasons.push(format!(
-                "device {name}: its profile was made beside others, which makes bounds wider; nothing beside a \
-                 writer without a cap has one"
-            )),
-            ProfileSource::Observed => plan.reasons.push(format!(
-                "device {name}: its profile comes from watching others: its capacity is the least that it can be, \
-                 and only loads such as were seen have a bound"
-            )),
+    for (device, (profile, ..)) in &profiles {
+        if profile.source != ProfileSource::Alone {
+            let (device, source) = (device.clone(), profile.source);
+            plan.reasons.push(Reason::Profile { device, source });
         }
         if let Some(other) = &profile.measured_on {
-            plan.reasons.push(format!(
-                "device {name}: its profile was measured on another device of its model ({other}): \
-                 bounds are that one's (calibrate --in DIRECTORY makes one of its own)"
-            ));
+            let (device, other) = (device.clone(), other.clone());
+            plan.reasons.push(Reason::MeasuredOn { device, other });
         }
     }
     let (iothreads, reasons) = rtvirtio_planner::iothreads::assign(specification, &cpus()?);

@@ -212,7 +212,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         .lines()
         .into_iter()
         .chain([vms, data_plane.clone()])
-        .chain(plan.reasons.iter().cloned())
+        .chain(plan.reasons.iter().map(ToString::to_string))
         .collect();
     super::report::write(&cells, &html, "rtvirtio-lab demo", &notes)?;
     input::write(&args.out.join("verdict.json"), &serde_json::to_string_pretty(&verdict)?)?;

@@ -114,6 +114,6 @@ fn qemu_guest_whose_queues_move_verifies() {
         moves.pauses.len(),
         middle_and_longest(moves.asked),
     ));
-    // The acceptance's rate is for 60 s on a machine that does nothing else.
-    assert!(rate > f64::from(RATE) / 10.0, "{rate:.0} moves a second");
+    // How many there are a second is the benchmark's to say: `bench dataplane moves`.
+    assert!(moves.pauses.len() > 50, "{} moves", moves.pauses.len());
 }
