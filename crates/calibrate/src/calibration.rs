@@ -7,8 +7,9 @@
 //!
 //! A bound needs a number of runs in its regime (`model::conformal`). Probes go
 //! on until each regime of the chosen [`Depth`] has them, in the order in which
-//! the planner needs regimes: writers under a cap first, then no writer, then
-//! what it seldom chooses. A probe that the machine disturbed is kept: its longer
+//! the planner needs regimes: writers under a cap first, then no writer, both for
+//! a bound on one task and then for one on three together, then what it seldom
+//! chooses. A probe that the machine disturbed is kept: its longer
 //! tails widen the bound of its regime. A task that delivers too little to show a
 //! percentile gives no run, so such a probe is followed by another one, until
 //! the time that was given is up. [`missing`] tells what a profile then lacks.
@@ -39,15 +40,18 @@ use rtvirtio_spec::specification::Specification;
 use rtvirtio_units::{BytesPerSecond, Confidence, Nanos};
 use serde::{Deserialize, Serialize};
 
-use crate::load::{CellLoad, canary_summary};
+use crate::load::{CellLoad, RAMP, canary_summary};
 use crate::neighbours::{GaveUp, OtherLoad};
-use crate::testbed::{DeviceUnderTest, plain};
+use crate::testbed::{DeviceUnderTest, Work, plain};
 use room::Room;
 
 /// How often a probe is tried that disturbs others, and what cannot be done without.
 const TRIES: u32 = 3;
 /// Probes in succession that disturbed others, after which no further one is tried.
 const MOST_STOPPED: u32 = 6;
+
+/// Regimes that plans choose where they can.
+const CHOSEN_REGIMES: [Regime; 2] = [Regime::Bursting, Regime::Flowing];
 
 /// The confidence for which calibration gathers runs.
 const CONFIDENCE: f64 = 0.95;
@@ -212,18 +216,19 @@ pub fn missing(profile: &Profile, depth: Depth) -> Vec<Missing> {
         let of = |by: &BTreeMap<Regime, Vec<f64>>| by.get(&regime).cloned().unwrap_or_default();
         let residuals = &profile.residuals;
         let (tasks, vms) = (of(&residuals.structural), of(&residuals.structural_vms));
-        lack(regime, &tasks, &vms)
+        lack(regime, &tasks, &vms, TOGETHER)
     };
     stages(depth).iter().filter_map(lacking).collect()
 }
 
-/// What a regime lacks whose task-runs and VM-runs have these scores; `None`: nothing.
-fn lack(regime: Regime, tasks: &[f64], vms: &[f64]) -> Option<Missing> {
+/// What a regime lacks whose task-runs and VM-runs have these scores, for a bound on so many tasks
+/// together; `None`: nothing.
+fn lack(regime: Regime, tasks: &[f64], vms: &[f64], together: usize) -> Option<Missing> {
     let confidence = Confidence::new(CONFIDENCE).ok()?;
-    let enough = conformal::shared(tasks, confidence, TOGETHER).is_some()
+    let enough = conformal::shared(tasks, confidence, together).is_some()
         || conformal::factor(vms, confidence).is_some();
     // 1 / share − 1 (`conformal::shared`).
-    let needs = (TOGETHER as f64 / (1.0 - CONFIDENCE)).ceil() as usize - 1;
+    let needs = (together as f64 / (1.0 - CONFIDENCE)).ceil() as usize - 1;
     let has = tasks.len();
     let probes = needs.saturating_sub(has).div_ceil(needs.div_ceil(PROBES_OF_A_REGIME)).max(1);
     (!enough).then_some(Missing { regime, has, needs, probes })
@@ -363,7 +368,9 @@ pub fn calibrate(
         };
         stopped = 0;
         progress.finish(expected);
-        device.rest(started.elapsed(), run.used(&capacity), interrupted)?;
+        let active = depth.probe(scale) + RAMP;
+        let (took, used) = (started.elapsed(), run.used(&capacity));
+        device.rest(Work { active, took, used }, interrupted)?;
         keep(&mut file, &Kept::Probe(run.clone()))?;
         runs.push(run);
     }
@@ -380,6 +387,10 @@ pub fn calibrate(
 
 /// A whole calibration, and the time after which it begins no probe.
 pub const FULL: (Depth, Duration) = (Depth::Full, Duration::from_secs(360));
+
+/// That time of a disk in use: from VMs that run to settings that are applied it is six minutes, of which
+/// `init` watches for one.
+pub const IN_USE_LIMIT: Duration = Duration::from_secs(240);
 
 /// Calibrates and writes the profile to `output`; what is kept of an unfinished calibration lies beside it.
 ///
@@ -486,36 +497,43 @@ pub fn summary(profile: &Profile) -> String {
 
 /// The next probe after `runs`; `None` once there are enough.
 fn next(depth: Depth, room: &Room, runs: &[ProbeRun], capacity: &Capacity) -> Option<ProbeSetting> {
+    // What a bound on one task needs comes first, for each regime that plans choose: with that a plan
+    // promises something, whenever the time is up.
+    let chosen = |stage: &&Stage| stage.regime.is_none_or(|r| CHOSEN_REGIMES.contains(&r));
+    let first = stages(depth).iter().take_while(chosen).map(|stage| (stage, 1));
+    let all = stages(depth).iter().map(|stage| (stage, TOGETHER));
+    first.chain(all).find_map(|(stage, together)| of_stage(stage, together, room, runs, capacity))
+}
+
+/// A further probe of a stage whose bound is to hold for so many tasks together; `None`: it has enough.
+fn of_stage(
+    stage: &Stage,
+    together: usize,
+    room: &Room,
+    runs: &[ProbeRun],
+    capacity: &Capacity,
+) -> Option<ProbeSetting> {
     let times = |setting: &ProbeSetting| runs.iter().filter(|r| r.setting == *setting).count();
-    for stage in stages(depth) {
-        let mut settings = stage.settings.iter().filter_map(|&setting| room.fit(setting));
-        let Some(regime) = stage.regime else {
-            match settings.find(|setting| times(setting) == 0) {
-                Some(setting) => return Some(setting),
-                None => continue,
-            }
-        };
-        let (tasks, vms) = fit::scores(runs, capacity, regime);
-        if lack(regime, &tasks, &vms).is_some() {
-            let mut distinct: Vec<ProbeSetting> = Vec::new();
-            settings.for_each(|setting| {
-                if !distinct.contains(&setting) {
-                    distinct.push(setting);
-                }
-            });
-            // Where something is not to be changed a regime may be out of reach.
-            let is_whole = room.kept.is_none() && room.may_flood;
-            let most = 2 * PROBES_OF_A_REGIME * 4 / usize::from(room.vms.max(1));
-            if is_whole || distinct.iter().map(times).sum::<usize>() < most {
-                // Each in turn: the one that was tried least, the first of them.
-                let least = distinct.into_iter().min_by_key(|s| times(s) + room.stops(s) as usize);
-                if least.is_some() {
-                    return least;
-                }
-            }
+    let mut settings = stage.settings.iter().filter_map(|&setting| room.fit(setting));
+    let Some(regime) = stage.regime else {
+        return settings.find(|setting| times(setting) == 0);
+    };
+    let (tasks, vms) = fit::scores(runs, capacity, regime);
+    lack(regime, &tasks, &vms, together)?;
+    let mut distinct: Vec<ProbeSetting> = Vec::new();
+    settings.for_each(|setting| {
+        if !distinct.contains(&setting) {
+            distinct.push(setting);
         }
+    });
+    // Where something is not to be changed a regime may be out of reach.
+    let is_whole = room.kept.is_none() && room.may_flood;
+    let most = 2 * PROBES_OF_A_REGIME * 4 / usize::from(room.vms.max(1));
+    if !is_whole && distinct.iter().map(times).sum::<usize>() >= most {
+        return None;
     }
-    None
+    // Each in turn: the one that was tried least, the first of them.
+    distinct.into_iter().min_by_key(|s| times(s) + room.stops(s) as usize)
 }
 
 fn describe((scheduler, vms, writer): ProbeSetting) -> String {

@@ -31,7 +31,7 @@ use rtvirtio_units::{Bytes, Nanos};
 use crate::load::{Cgroups, Measurement};
 use crate::neighbours::{GaveUp, NeighbourTarget, Neighbours, OtherLoad};
 use crate::observed::disk_of;
-use crate::testbed::{DeviceUnderTest, Testbed};
+use crate::testbed::{DeviceUnderTest, Testbed, Work};
 
 /// The least size of a file: much of a smaller one is in a disk's cache.
 const LEAST_SIZE: u64 = 256 << 20;
@@ -304,12 +304,13 @@ impl DeviceUnderTest for DiskInUse {
         state.others.and_then(|_| state.neighbours.tolerate())
     }
 
-    fn rest(&self, took: Duration, used: f64, interrupted: &Interrupted) -> Result<()> {
+    fn rest(&self, work: Work, interrupted: &Interrupted) -> Result<()> {
         let mut state = self.state();
-        if state.others.is_none() || used <= self.share {
+        let whole = work.active.mul_f64(work.used / self.share);
+        let pause = whole.saturating_sub(work.took);
+        if state.others.is_none() || pause.is_zero() {
             return Ok(());
         }
-        let pause = took.mul_f64(used / self.share - 1.0);
         state.neighbours.watch(pause.max(GLANCE), interrupted)
     }
 

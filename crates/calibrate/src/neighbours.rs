@@ -262,7 +262,10 @@ impl Neighbours {
                     let is_disk = |name: &String| look.disk.is_called(name);
                     target.vm.as_ref() == Some(&look.vm) && target.disk.as_ref().is_none_or(is_disk)
                 };
-                let target = self.targets.iter().find(meant).map(|t| (t.percentile, t.latency));
+                let of_all = |target: &&NeighbourTarget| target.vm.is_none();
+                let target = self.targets.iter().find(meant);
+                let target = target.or_else(|| self.targets.iter().find(of_all));
+                let target = target.map(|t| (t.percentile, t.latency));
                 entry.insert(Watched { target, ..Watched::default() });
             }
             let name = format!("{}/{}", look.vm, look.disk.name());

@@ -39,6 +39,17 @@ pub struct Testbed {
     _lock: File,
 }
 
+/// What a load was to a device.
+#[derive(Debug, Clone, Copy)]
+pub struct Work {
+    /// How long it issued requests.
+    pub active: Duration,
+    /// How long all of it took: the device was left to others for the rest.
+    pub took: Duration,
+    /// The part of the device that it used while it was active, 0 to 1.
+    pub used: f64,
+}
+
 /// What is measured: a device, and where the load on it runs.
 pub trait DeviceUnderTest {
     /// The device, and what is set on it.
@@ -65,12 +76,12 @@ pub trait DeviceUnderTest {
         None
     }
 
-    /// Leaves the device to others after a load that took `took` and used this part of it, 0 to 1.
+    /// Leaves the device to others after a load, for as long as they are still owed.
     ///
     /// # Errors
     /// If the user interrupts.
-    fn rest(&self, took: Duration, used: f64, interrupted: &Interrupted) -> Result<()> {
-        let _ = (took, used, interrupted);
+    fn rest(&self, work: Work, interrupted: &Interrupted) -> Result<()> {
+        let _ = (work, interrupted);
         Ok(())
     }
 

@@ -11,6 +11,7 @@ pub struct Progress {
     bar: Option<ProgressBar>,
     planned: Duration,
     done: Duration,
+    begun: Instant,
     steps: usize,
     step: usize,
     ticker: Option<Ticker>,
@@ -32,7 +33,8 @@ impl Progress {
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
             bar
         });
-        Self { bar, planned, done: Duration::ZERO, steps, step: 0, ticker: None }
+        let (done, begun) = (Duration::ZERO, Instant::now());
+        Self { bar, planned, done, begun, steps, step: 0, ticker: None }
     }
 
     /// A step of about `expected` starts.
@@ -40,7 +42,7 @@ impl Progress {
         self.stop_ticker();
         self.step += 1;
         let (step, steps) = (self.step, self.steps);
-        let left = self.planned.saturating_sub(self.done);
+        let left = self.planned.saturating_sub(self.done).mul_f64(self.pace());
         match &self.bar {
             None => eprintln!("[{step:>3}/{steps}] {label}  (ETA {})", human(left)),
             Some(bar) => {
@@ -62,6 +64,14 @@ impl Progress {
                 self.ticker = Some(Ticker { stop, thread });
             }
         }
+    }
+
+    /// How many times as long as expected the steps took so far.
+    fn pace(&self) -> f64 {
+        if self.done.is_zero() || self.done < self.planned / 20 {
+            return 1.0;
+        }
+        self.begun.elapsed().as_secs_f64() / self.done.as_secs_f64()
     }
 
     /// The step that was started has ended; it had been expected to take `expected`.
@@ -112,5 +122,20 @@ pub fn human(time: Duration) -> String {
         0..60 => format!("{s} s"),
         60..3600 => format!("{} min {:02} s", s / 60, s % 60),
         _ => format!("{} h {:02} min", s / 3600, s % 3600 / 60),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pace_is_that_of_the_steps_so_far() {
+        let mut progress = Progress::new(10, Duration::from_millis(100));
+        assert!((progress.pace() - 1.0).abs() < 1e-9);
+        std::thread::sleep(Duration::from_millis(40));
+        // Ten were expected, at least forty it took.
+        progress.finish(Duration::from_millis(10));
+        assert!(progress.pace() >= 4.0, "{}", progress.pace());
     }
 }

@@ -100,9 +100,9 @@ impl Program for Cli {
             | Verb::CalibrateWatchdog
             // Its data plane tells it when to end.
             | Verb::VcpuGuard => true,
+            Verb::Plan(ref args) => args.applies(),
             Verb::Doctor(_)
             | Verb::Profile(_)
-            | Verb::Plan(_)
             | Verb::Verify(_)
             | Verb::Ctl(_)
             | Verb::Mapping(_)
@@ -119,6 +119,7 @@ impl Program for Cli {
     fn changes_the_host(&self) -> bool {
         match &self.verb {
             Verb::Apply(_) | Verb::Confirm(_) | Verb::Rollback(_) | Verb::Boot(_) => true,
+            Verb::Plan(args) => args.applies(),
             Verb::Ctl(args) => args.changes(),
             _ => false,
         }

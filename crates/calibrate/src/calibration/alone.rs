@@ -18,9 +18,9 @@ use rtvirtio_spec::specification::{Load, Recognise, Target, Task};
 use rtvirtio_units::{Bytes, BytesPerSecond, Confidence, Nanos, Percentile, TaskName};
 
 use super::{TRIES, Writer, device_settings, specification};
-use crate::load::CellLoad;
+use crate::load::{CellLoad, RAMP};
 use crate::neighbours::{GaveUp, OtherLoad};
-use crate::testbed::{DeviceUnderTest, plain};
+use crate::testbed::{DeviceUnderTest, Work, plain};
 
 /// Length of a run on the device alone.
 pub(super) const WINDOW: Duration = Duration::from_millis(1500);
@@ -75,28 +75,32 @@ pub(super) fn measure(device: &dyn DeviceUnderTest, interrupted: &Interrupted) -
         read_fraction,
         queue_depth,
     };
-    // Of requests of this size, the most that was seen together so far.
-    let run = |load: Load, tries: u32, most: f64| -> Result<Run> {
+    let run = |load: Load, tries: u32| -> Result<(Run, Duration)> {
         let mut attempt = 1;
         loop {
             let begin = Instant::now();
             match run(device, load, interrupted) {
-                Ok(run) => {
-                    let used = run.rate() / run.total().max(most).max(1.0);
-                    device.rest(begin.elapsed(), used, interrupted)?;
-                    return Ok(run);
-                }
+                Ok(run) => return Ok((run, begin.elapsed())),
                 Err(error) if error.is::<GaveUp>() && attempt < tries => attempt += 1,
                 Err(error) => return Err(error),
             }
         }
     };
+    let active = WINDOW + RAMP;
+    // What of the device one request at a time takes is known at the end, and rested for then: how long
+    // each run took, and requests a second.
+    let mut owed: Vec<(Load, Duration, f64)> = Vec::new();
     // Beside others the quickest of several: what they add comes and goes.
-    let one = |load: Load| -> Result<Run> {
-        let mut least = run(load, TRIES, 0.0)?;
+    let mut one = |load: Load| -> Result<Run> {
+        let (mut least, took) = run(load, TRIES)?;
+        owed.push((load, took, least.rate()));
         let again = if least.others.is_some() { REPEATED } else { 0 };
         for _ in 0..again {
-            match run(load, 1, 0.0) {
+            let again = run(load, 1).map(|(run, took)| {
+                owed.push((load, took, run.rate()));
+                run
+            });
+            match again {
                 Ok(run) if run.histogram.mean() < least.histogram.mean() => least = run,
                 Ok(_) => {}
                 Err(error) if error.is::<GaveUp>() => break,
@@ -119,8 +123,13 @@ pub(super) fn measure(device: &dyn DeviceUnderTest, interrupted: &Interrupted) -
             if device.tolerated().is_some_and(is_too_long) {
                 break;
             }
-            let run = match run(load(kib, reads, depth), 1, most.0) {
-                Ok(run) => run,
+            let run = match run(load(kib, reads, depth), 1) {
+                Ok((run, took)) => {
+                    // Of the most that was seen together so far.
+                    let used = run.rate() / run.total().max(most.0).max(1.0);
+                    device.rest(Work { active, took, used }, interrupted)?;
+                    run
+                }
                 // What it did before somebody was disturbed is the least that it can do.
                 Err(error) if error.is::<GaveUp>() => break,
                 Err(error) => return Err(error),
@@ -144,6 +153,12 @@ pub(super) fn measure(device: &dyn DeviceUnderTest, interrupted: &Interrupted) -
     let small = most(4, 0.7, &one_small)?;
     let large = most(128, 0.0, &one_large)?;
     let (iops_4k, write_throughput) = capacity(small, large);
+    for (load, took, rate) in owed {
+        let bytes = rate * load.block_size.get() as f64;
+        let is_small = load.block_size.get() as f64 <= SMALL;
+        let used = if is_small { rate / iops_4k } else { bytes / write_throughput };
+        device.rest(Work { active, took, used }, interrupted)?;
+    }
     let wait = one_small.others.map_or(0.0, |others| {
         let offered = others.iops * cost(others, iops_4k, write_throughput);
         wait(&one_small.histogram, iops_4k, offered)

@@ -62,7 +62,18 @@ fn quick_calibration_ends_once_a_bound_beside_a_capped_writer_has_its_runs() {
     assert!(matches!(runs[0].setting, (Scheduler::None, 1, Writer::Absent)));
     let (tasks, vms) = fit::scores(&runs, &CAPACITY, Regime::Bursting);
     assert_eq!((tasks.len(), vms.len()), (60, 20));
-    assert_eq!(lack(Regime::Bursting, &tasks, &vms), None);
+    assert_eq!(lack(Regime::Bursting, &tasks, &vms, TOGETHER), None);
+}
+
+#[test]
+fn calibration_that_is_cut_short_has_a_bound_on_one_task_in_both_regimes_that_plans_choose() {
+    // The base, and as many probes of each as 19 runs take at 12 a probe.
+    let runs = all(Depth::Full, 1.0, 2 + 2 + 2);
+    for regime in CHOSEN_REGIMES {
+        let (tasks, vms) = fit::scores(&runs, &CAPACITY, regime);
+        assert_eq!(lack(regime, &tasks, &vms, 1), None, "{regime:?}");
+        assert!(lack(regime, &tasks, &vms, TOGETHER).is_some(), "{regime:?}");
+    }
 }
 
 #[test]
@@ -78,7 +89,7 @@ fn full_calibration_has_a_bound_in_every_regime_that_a_plan_may_choose() {
     let runs = all(Depth::Full, 1.0, 100);
     for regime in [Regime::Bursting, Regime::Flowing, Regime::Flooded] {
         let (tasks, vms) = fit::scores(&runs, &CAPACITY, regime);
-        assert_eq!(lack(regime, &tasks, &vms), None, "{regime:?}");
+        assert_eq!(lack(regime, &tasks, &vms, TOGETHER), None, "{regime:?}");
     }
     assert!(runs.len() <= 24, "{}", runs.len());
 }
@@ -111,7 +122,7 @@ fn beside_others_probes_are_as_small_as_they_leave_room_for() {
     }
     for regime in [Regime::Bursting, Regime::Flowing] {
         let (tasks, vms) = fit::scores(&runs, &CAPACITY, regime);
-        assert_eq!(lack(regime, &tasks, &vms), None, "{regime:?}");
+        assert_eq!(lack(regime, &tasks, &vms, TOGETHER), None, "{regime:?}");
     }
     let text = room.describe(Depth::Full).unwrap();
     assert!(text.contains("2 VMs") && text.contains("3.0 %"), "{text}");
@@ -175,10 +186,10 @@ fn resumed_calibration_makes_the_same_probes_as_one_that_was_not_interrupted() {
 
 #[test]
 fn what_a_profile_lacks_says_how_many_probes_it_takes() {
-    let lacks = lack(Regime::Bursting, &[0.0; 24], &[0.0; 8]).unwrap();
+    let lacks = lack(Regime::Bursting, &[0.0; 24], &[0.0; 8], TOGETHER).unwrap();
     assert_eq!((lacks.has, lacks.needs, lacks.probes), (24, 59, 3));
     let text = lacks.to_string();
     assert!(text.contains("24 of the 59 runs") && text.contains("3 more probes"), "{text}");
     // 19 whole VMs do as well as 59 tasks.
-    assert_eq!(lack(Regime::Bursting, &[0.0; 20], &[0.0; 19]), None);
+    assert_eq!(lack(Regime::Bursting, &[0.0; 20], &[0.0; 19], TOGETHER), None);
 }

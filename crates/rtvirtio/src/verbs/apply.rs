@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use rtvirtio_host::{ApplyOptions, RollbackOutcome, SkippedVms};
+use rtvirtio_spec::plan::Plan;
 use serde_json::json;
 
 use crate::{Outcome, input};
@@ -18,20 +19,20 @@ use crate::{Outcome, input};
     failure all is undone. Refuses a plan that the host has moved away from since.")]
 pub(crate) struct ApplyArgs {
     /// A plan saved by `rtvirtio plan -o`
-    plan: PathBuf,
+    pub(crate) plan: PathBuf,
     /// Apply although targets are unmet
     #[arg(long)]
-    force: bool,
+    pub(crate) force: bool,
     /// Apply to the knobs found now, whatever the plan saw, leave out VMs that do not run,
     /// and set those that do not answer on the host alone
     #[arg(long)]
-    reapply: bool,
+    pub(crate) reapply: bool,
     /// Revert after this many seconds unless `rtvirtio confirm` is run
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
-    confirm_timeout: Option<u64>,
+    pub(crate) confirm_timeout: Option<u64>,
     /// Print JSON
     #[arg(long)]
-    json: bool,
+    pub(crate) json: bool,
 }
 
 /// Arguments of `confirm`.
@@ -62,7 +63,11 @@ pub(crate) struct RollbackArgs {
 }
 
 pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
-    let plan = input::plan(&args.plan)?;
+    apply_plan(&input::plan(&args.plan)?, args)
+}
+
+/// Applies a plan with the options of `args`, whatever plan these name.
+pub(crate) fn apply_plan(plan: &Plan, args: &ApplyArgs) -> Result<Outcome> {
     if !plan.meets_all() && !args.force {
         for t in plan.tasks.iter().filter(|t| t.unmet.is_some()) {
             eprintln!("{}/{}: {}", t.vm, t.task, t.why_unmet().unwrap_or_default());
@@ -73,7 +78,7 @@ pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
     let host = input::host();
     let options = ApplyOptions { confirm_timeout };
     let (applied, SkippedVms { absent, started, unreached }) =
-        if args.reapply { host.reapply(&plan, options)? } else { host.apply_plan(&plan, options)? };
+        if args.reapply { host.reapply(plan, options)? } else { host.apply_plan(plan, options)? };
     if applied.awaits_confirmation {
         watch()?;
     }

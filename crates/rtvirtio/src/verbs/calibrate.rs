@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use rtvirtio_calibrate::calibration::{Depth, calibrate_to, missing, summary};
+use rtvirtio_calibrate::calibration::{Depth, FULL, IN_USE_LIMIT, calibrate_to, missing, summary};
 use rtvirtio_calibrate::device;
 use rtvirtio_calibrate::in_use::{DiskInUse, Manners};
 use rtvirtio_calibrate::neighbours::NeighbourTarget;
@@ -64,9 +64,9 @@ pub(crate) struct Args {
     /// Where to write the profile
     #[arg(short, long, default_value = "profile.json")]
     output: PathBuf,
-    /// Begin no further probe after so many seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 360)]
-    limit: u64,
+    /// Begin no further probe after so many seconds [default: 360; 240 with --in]
+    #[arg(long, value_name = "SECONDS")]
+    limit: Option<u64>,
     /// Overwrite a device that `rtvirtio-lab scratch` did not make
     #[arg(long, conflicts_with = "directory")]
     overwrite_all_data_on_device: bool,
@@ -135,7 +135,8 @@ fn make_directory(output: &Path) -> Result<()> {
 }
 
 fn calibrate(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
-    let limit = Duration::from_secs(args.limit);
+    let usual = if args.directory.is_some() { IN_USE_LIMIT } else { FULL.1 };
+    let limit = args.limit.map_or(usual, Duration::from_secs);
     let profile = match (&args.directory, &args.device) {
         (Some(directory), _) => {
             let directory = std::fs::canonicalize(directory)

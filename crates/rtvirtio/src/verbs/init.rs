@@ -31,12 +31,13 @@ const LIGHT: (f64, u64, f64) = (100.0, 4096, 0.7);
 
 /// Arguments of `init`.
 #[derive(clap::Args)]
-#[command(after_help = "Three commands from VMs to a plan:\n\
+#[command(after_help = "Three commands from VMs to targets that are kept:\n\
     \x20 rtvirtio init db=p99.9:5ms -o site.toml\n\
-    \x20 rtvirtio calibrate --in DIRECTORY -o PROFILE    (as site.toml says, for each device)\n\
-    \x20 rtvirtio plan site.toml -o site.plan            then: apply, confirm, verify, rollback\n\
+    \x20 rtvirtio calibrate --in DIRECTORY -o PROFILE          (as site.toml says, for each device)\n\
+    \x20 rtvirtio plan site.toml -o site.plan --apply --confirm-timeout 120\n\
+    Then: confirm, verify, rollback. Without --apply nothing is changed on the host.\n\
     A VM may be named by its disk too: db/vdb=p99:800us. VMs without a target are background: what they \
-    were seen to do is written down, and a plan may hold them to what is left. Nothing is changed on the host.")]
+    were seen to do is written down, and a plan may hold them to what is left.")]
 pub(crate) struct Args {
     /// A VM's target: how long which percentile of its requests may take
     #[arg(value_name = "VM[/DISK]=pPERCENTILE:TIME")]
@@ -383,8 +384,11 @@ fn next_steps(specification: &Specification, output: &Path) -> String {
             let targets: String = targets
                 .filter_map(|(vm, target)| {
                     let Target { percentile, latency, .. } = target?;
-                    let micros = latency.get() / 1000;
-                    Some(format!(" --target {}=p{}:{micros}us", vm.name, percentile.get()))
+                    let time = match latency.get() / 1000 {
+                        micros if micros % 1000 == 0 => format!("{}ms", micros / 1000),
+                        micros => format!("{micros}us"),
+                    };
+                    Some(format!(" --target {}=p{}:{time}", vm.name, percentile.get()))
                 })
                 .collect();
             let _ = writeln!(
@@ -396,7 +400,12 @@ fn next_steps(specification: &Specification, output: &Path) -> String {
             );
         }
     }
-    let _ = write!(out, "then: rtvirtio plan {}", output.display());
+    let _ = write!(
+        out,
+        "then: rtvirtio plan {} -o {} --apply --confirm-timeout 120",
+        output.display(),
+        output.with_extension("plan").display()
+    );
     out
 }
 

@@ -18,6 +18,7 @@ pub(crate) use model::ModelChoice;
 
 use rtvirtio_cli::plan::{self as text, describe};
 
+use super::apply::{self, ApplyArgs};
 use crate::{Outcome, input};
 
 /// Arguments of `plan`.
@@ -35,12 +36,26 @@ pub(crate) struct Args {
     /// Save the plan for `rtvirtio apply`
     #[arg(short, long)]
     output: Option<PathBuf>,
+    /// Apply the plan at once if it meets every target; `verify` and `boot` take it from --output
+    #[arg(long, requires = "output", conflicts_with = "json")]
+    apply: bool,
+    /// With --apply: revert after this many seconds unless `rtvirtio confirm` is run
+    #[arg(long, value_name = "SECONDS", requires = "apply",
+        value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    confirm_timeout: Option<u64>,
     /// Print the plan as JSON
     #[arg(long)]
     json: bool,
     /// Print each VM's IOThreads as QEMU arguments and libvirt XML too
     #[arg(long, conflicts_with = "json")]
     qemu: bool,
+}
+
+impl Args {
+    /// Whether it changes the host.
+    pub(crate) const fn applies(&self) -> bool {
+        self.apply
+    }
 }
 
 pub(crate) fn run(args: &Args) -> Result<Outcome> {
@@ -62,8 +77,23 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         if args.qemu {
             print!("\n{}", text::start_with(&plan.iothreads));
         }
-        if let Some(output) = &args.output {
-            println!("\nsaved: rtvirtio apply {}", output.display());
+        match &args.output {
+            Some(output) if args.apply && plan.meets_all() => {
+                println!("\nsaved: {}", output.display());
+                let options = ApplyArgs {
+                    plan: output.clone(),
+                    force: false,
+                    reapply: false,
+                    confirm_timeout: args.confirm_timeout,
+                    json: false,
+                };
+                return apply::apply_plan(&plan, &options);
+            }
+            Some(output) => println!("\nsaved: rtvirtio apply {}", output.display()),
+            None => {}
+        }
+        if args.apply {
+            println!("not applied: it leaves targets unmet");
         }
     }
     Ok(if !plan.meets_all() {

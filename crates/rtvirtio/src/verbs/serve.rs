@@ -1,6 +1,6 @@
 //! `rtvirtio serve`.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::os::fd::{AsFd as _, FromRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::Command;
@@ -16,13 +16,16 @@ use rtvirtio_dataplane::sandbox::{self, Identity};
 use rtvirtio_dataplane::vcpus::{self, Guard};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::serve::{
-    self, Completion, Configuration, CorePolicy, Engine, IoCores, Listen, Policy, Polling, Service,
+    self, Completion, Configuration, CorePolicy, Engine, IoCores, Listen, MAX_CPU, Policy, Polling,
+    Service,
 };
 use rtvirtio_spec::specification::MAX_FILE_BYTES;
+use rtvirtio_units::CpuId;
 use tracing::{info, warn};
 
 use crate::{Outcome, input};
 
+mod check;
 mod log;
 
 /// The user to become if nothing says.
@@ -35,7 +38,7 @@ const POLL: Duration = Duration::from_millis(50);
 pub(crate) struct Args {
     /// What to serve (TOML)
     configuration: PathBuf,
-    /// Only check the configuration, and print what would be served
+    /// Only check the configuration, print what would be served and what this host lacks for it
     #[arg(long)]
     check: bool,
     /// The user to become if started by root, whatever the configuration says [default: rtvirtio
@@ -55,6 +58,9 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let mut configuration = serve::parse(&args.configuration.display().to_string(), &text)?;
     if args.check {
         print!("{}", describe(&configuration));
+        for missing in check::missing(&configuration, &online()?) {
+            eprintln!("warning: {missing}");
+        }
         return Ok(Outcome::Done);
     }
     if args.user.is_some() {
@@ -63,6 +69,15 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     configuration.service.sandbox &= !args.no_sandbox;
     rtvirtio_cli::log::start(args.log);
     start(&configuration, interrupted)
+}
+
+/// The CPUs that run.
+fn online() -> Result<BTreeSet<CpuId>> {
+    const ONLINE: &str = "/sys/devices/system/cpu/online";
+    let text = std::fs::read_to_string(ONLINE).context(ONLINE)?;
+    // A host with more CPUs than a configuration may name has all of those.
+    let cpus = rtvirtio_spec::cpulist::parse(text.trim());
+    Ok(cpus.unwrap_or_else(|_| (0..=MAX_CPU).map(CpuId::new).collect()).into_iter().collect())
 }
 
 /// How long the end may take once a signal has come: until the disks have finished what they have in flight,

@@ -24,6 +24,9 @@ const TEST: &str = "host_with_libvirt_domains_gets_a_plan_by_three_commands";
 const DEVICE: &str = "RTVIRTIO_TEST_OPERATORS_DISK";
 /// Names that no operator's domain has, and that `Cgroups` clears away.
 const VMS: [&str; 3] = ["rtvirtio-test-plc", "rtvirtio-test-web", "rtvirtio-test-backup"];
+/// Names a file to which the three commands are recorded as an operator would run them, with their
+/// defaults, in the place of the test's tour (`make bench EXPERIMENT=three-commands`).
+const RECORDING: &str = "RTVIRTIO_RECORDING";
 const ENOUGH: Duration = Duration::from_secs(60);
 /// Guests are emulated, on a machine that may be busy.
 const BOOT: Duration = Duration::from_secs(180);
@@ -190,6 +193,12 @@ impl Site {
         for domain in VMS {
             self.virsh_does(&["start", domain]);
         }
+        if let Some(path) = std::env::var_os(RECORDING) {
+            self.record(Path::new(&path));
+            VMS.iter().for_each(|domain| drop(self.virsh(&["destroy", domain])));
+            run("umount", &[self.images.to_str().unwrap()]);
+            return;
+        }
         let reads = "dd if=/dev/vda of=/dev/null bs=4k count=2000 iflag=direct";
         self.work(VMS[0], reads);
         self.work(VMS[1], reads);
@@ -294,6 +303,55 @@ impl Site {
         let found: rtvirtio_spec::profile::Profile = serde_json::from_str(&text).unwrap();
         assert!(found.capacity.iops_4k > 100.0, "{:?}", found.capacity);
         assert_eq!(entries(), before);
+    }
+
+    /// What a terminal shows of the three commands, beside guests that use some of the disk.
+    fn record(&self, path: &Path) {
+        let reads = "dd if=/dev/vda of=/dev/null bs=4k count=20 iflag=direct; sleep 0.5";
+        self.work(VMS[0], reads);
+        self.work(VMS[1], reads);
+        self.work(VMS[2], "dd if=/dev/zero of=/dev/vda bs=128k count=10 oflag=direct; sleep 0.5");
+        let mut recording = String::new();
+        let begin = Instant::now();
+        let images = self.images.to_str().unwrap();
+        let mut run = |code: i32, arguments: &[&str]| {
+            let start = Instant::now();
+            let output = rtvirtio(&self.directory.join("state"), arguments);
+            let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+            let mut shown = text(&output.stderr);
+            // Of the steps the first and the last.
+            let steps: Vec<&str> = shown.lines().filter(|line| line.starts_with('[')).collect();
+            if let [first, .., last] = steps[..] {
+                let others = shown.lines().filter(|line| !line.starts_with('['));
+                shown =
+                    [first, "...", last].into_iter().chain(others).collect::<Vec<_>>().join("\n")
+                        + "\n";
+            }
+            shown =
+                (shown + &text(&output.stdout)).replace(self.directory.to_str().unwrap(), "/srv");
+            let command = arguments.join(" ").replace(self.directory.to_str().unwrap(), "/srv");
+            let took = start.elapsed().as_secs_f64();
+            recording += &format!("# rtvirtio {command}\n{shown}({took:.0} s)\n\n");
+            std::fs::write(path, &recording).unwrap();
+            assert_eq!(output.status.code(), Some(code), "{recording}");
+        };
+        let target = format!("{}/vda=p99.9:60ms", VMS[0]);
+        let profiles = self.directory.join("profiles");
+        std::fs::create_dir(&profiles).unwrap();
+        let profiles = profiles.to_str().unwrap();
+        run(0, &["init", &target, "-o", "site.toml", "--profiles", profiles]);
+        let text = std::fs::read_to_string("site.toml").unwrap();
+        let written = specification::parse("site.toml", &text).unwrap();
+        let profile = written.devices[0].profile.to_str().unwrap();
+        let limits = ["--size", "256", "--target", "p99:100ms"];
+        run(0, &[&["calibrate", "--in", images, "-o", profile], &limits[..]].concat());
+        run(0, &["plan", "site.toml", "-o", "site.plan", "--apply"]);
+        let took = begin.elapsed().as_secs_f64();
+        run(0, &["verify", "site.plan"]);
+        run(0, &["rollback"]);
+        recording += &format!("From running VMs to an applied plan: {took:.0} s\n");
+        std::fs::write(path, recording).unwrap();
+        assert!(took < 360.0, "{took} s");
     }
 
     fn plan_and_back(&self) {
