@@ -72,7 +72,7 @@ test: setup ## The tests but those that boot guests and Python's: 10 min with th
 		--no-fail-fast
 
 # The modules of tests/it that boot guests; `make test` names each test that it leaves out.
-GUEST_TESTS := cgroup2:: guest:: guest_knobs:: libvirt:: nic:: nvme:: operator:: storage:: systemd:: \
+GUEST_TESTS := cgroup2:: guest:: guest_knobs:: libvirt:: nic:: nvme:: operator:: storage:: systemd:: tour:: \
 	$(addprefix dataplane::,control crash device ioprio migration qemu uml) real_guest
 
 test-guests: setup ## The tests that boot guests, by QEMU, libvirt and User Mode Linux: 10 min after make test

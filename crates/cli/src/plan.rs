@@ -68,7 +68,13 @@ pub fn describe(plan: &Plan) -> String {
         let cap = b.cap.map_or_else(|| "needs no cap".to_owned(), |c| format!("capped at {c}"));
         let held =
             b.binding_constraint.as_ref().map_or_else(String::new, |h| format!(", held by {h}"));
-        text += &format!("  {} on {}: {cap}{held}\n", b.vm, b.device);
+        // A cap on bytes is not all: what is not declared is held to as many requests as its block size makes of it.
+        let limits = plan.settings.0.get(&b.device).and_then(|device| device.vms.get(&b.vm));
+        let requests = limits.and_then(|vm| vm.limits.read_iops.zip(vm.limits.write_iops));
+        let requests = requests.map_or_else(String::new, |(reads, writes)| {
+            format!(", {reads} reads and {writes} writes a second (a task that declares its load is held to bytes alone)")
+        });
+        text += &format!("  {} on {}: {cap}{requests}{held}\n", b.vm, b.device);
     }
     text += &iothreads::describe(&plan.iothreads);
     text += "\nHow\n";

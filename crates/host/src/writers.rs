@@ -101,8 +101,12 @@ fn matching(
     }));
 }
 
-/// `ATTR{queue/x}="y"` and `ATTR{../queue/x}="y"` assign, `==` and `!=` match.
+/// `ATTR{queue/x}="y"` and `ATTR{../queue/x}="y"` assign, `==` and `!=` match. What is for zoned disks alone
+/// (64-btrfs-zoned.rules) sets nothing of those that VMs share.
 fn sets_queue_attribute(line: &str) -> bool {
+    if line.contains("queue/zoned}==\"host-") {
+        return false;
+    }
     line.split("ATTR{").skip(1).any(|rest| {
         let Some((key, value)) = rest.split_once('}') else {
             return false;
@@ -166,6 +170,12 @@ mod tests {
         assert!(sets_queue_attribute("KERNEL==\"sd?\", ATTR{queue/scheduler}=\"none\""));
         assert!(sets_queue_attribute("ATTR{../queue/scheduler} = \"none\""));
         assert!(!sets_queue_attribute("ATTR{queue/rotational}==\"0\", RUN+=\"x\""));
+        assert!(!sets_queue_attribute(
+            "ATTR{queue/zoned}==\"host-managed\", ATTR{queue/scheduler}=\"mq-deadline\""
+        ));
+        assert!(sets_queue_attribute(
+            "ATTR{queue/zoned}==\"none\", ATTR{queue/scheduler}=\"mq-deadline\""
+        ));
         assert!(!sets_queue_attribute("ATTR{queue/rotational}!=\"0\", ATTR{size}=\"1\""));
     }
 

@@ -1,5 +1,5 @@
 //! What the reference is made of: JSON schemas of the files that an operator writes, and the control
-//! API's routes (`docs/reference`, made by the test `reference`).
+//! API's routes (`docs/reference`, made by the system test `reference`).
 
 use schemars::generate::SchemaSettings;
 use schemars::{JsonSchema, Schema, SchemaGenerator};

@@ -21,6 +21,8 @@ use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -95,7 +97,20 @@ pub fn serve(
         let ready = Ready { device: device.path().to_owned() };
         println!("{}", serde_json::to_string(&ready)?);
         std::io::stdout().flush()?;
-        for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+        let (read, lines) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+                if read.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        while !interrupted.load(Ordering::Relaxed) {
+            let line = match lines.recv_timeout(Duration::from_millis(100)) {
+                Ok(line) => line,
+                Err(RecvTimeoutError::Timeout) => continue,
+                Err(RecvTimeoutError::Disconnected) => break,
+            };
             let times = line.strip_prefix(SLOWER).and_then(|times| times.parse().ok());
             let (Some(times), Some(slow_down)) = (times, &slow_down) else {
                 eprintln!("scratch: {line:?} is not understood");

@@ -68,7 +68,12 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     }
     configuration.service.sandbox &= !args.no_sandbox;
     rtvirtio_cli::log::start(args.log);
-    start(&configuration, interrupted)
+    let served = start(&configuration, interrupted);
+    if served.is_err() && !SERVING.load(Ordering::Relaxed) {
+        // Each has the remedy that the kernel's word for it has not.
+        check::missing(&configuration, &online()?).iter().for_each(|missing| warn!("{missing}"));
+    }
+    served
 }
 
 /// The CPUs that run.

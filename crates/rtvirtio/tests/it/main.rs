@@ -17,12 +17,15 @@ mod nvme;
 mod operator;
 mod packaging;
 mod readme;
+mod reference;
 
 mod run;
 mod scratch_disk;
 mod simulate;
 mod storage;
 mod systemd;
+mod tour;
+mod traps;
 mod tree;
 mod watch_data_plane;
 mod workspace;

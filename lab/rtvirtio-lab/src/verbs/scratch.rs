@@ -20,7 +20,7 @@ pub(crate) struct Args {
     /// Seed of the emulated SSD's service times
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Print the device as JSON, and stop when standard input ends rather than on Ctrl-C
+    /// Print the device as JSON, and stop when standard input ends too
     #[arg(long)]
     json: bool,
 }

@@ -16,7 +16,11 @@ pub(super) fn notice(device: &str, notice: Notice<'_>) {
             }
         }
         Notice::NoFixedBuffers(error) => {
-            info!(about = %device, "guest memory is not registered: {error}");
+            info!(
+                about = %device,
+                "guest memory is not registered with the rings, which costs some CPU and nothing else: {error} \
+                 (LimitMEMLOCK= in the unit allows more)"
+            );
         }
         Notice::Broken { queue, reason } => broken(&device, queue, &reason),
         Notice::EmptyRing { queue } => {

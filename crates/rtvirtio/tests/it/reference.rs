@@ -18,7 +18,7 @@ fn check(name: &str, text: &str) {
     assert!(
         found == text,
         "docs/reference/{name} is not what the types say: \
-         UPDATE_REFERENCE=1 cargo test -p rtvirtio-spec --features schema --test reference"
+         UPDATE_REFERENCE=1 cargo test -p rtvirtio --test it reference"
     );
 }
 
@@ -83,8 +83,8 @@ fn collect(value: &Value, into: &mut BTreeSet<String>) {
     }
 }
 
-const MADE: &str = "<!-- Made from the types: UPDATE_REFERENCE=1 cargo test -p rtvirtio-spec \
-                    --features schema --test reference -->";
+const MADE: &str =
+    "<!-- Made from the types: UPDATE_REFERENCE=1 cargo test -p rtvirtio --test it reference -->";
 
 /// The root's table, then those that it leads to, each once, in the order in which they are met.
 fn page(root: &Value) -> String {
