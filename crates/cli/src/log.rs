@@ -4,7 +4,7 @@
 //! (sd-daemon(3)), so that `journalctl -p warning` finds it; elsewhere with a word.
 //!
 //! A front end can come and go as often as it likes. An event whose field `about` names a device
-//! counts against that device's own budget: [`BURST`] lines, and one each [`EVERY`] from then on. What
+//! counts against that device's own budget: 20 lines, and one each 5 s from then on. What
 //! was left out is counted in the next line.
 
 use std::collections::HashMap;
