@@ -16,12 +16,14 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use rtvirtio_qos::admission::Refusal;
-use rtvirtio_qos::{Account, Kind};
+use rtvirtio_qos::{Account, Kind, Stall};
 use rtvirtio_spec::control::{
     Activity, Consumption, Decision, DeviceState, DeviceUsage, Event, Had, IoThreadState, NicState,
-    Outcome, PolicyState, QosState, QueueState, ScheduleState, SlotsState, Snapshot,
+    Outcome, PolicyState, QosState, QueueState, ScheduleState, SlotsState, Snapshot, StallState,
+    StallsState,
 };
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::mapping::{Entry, Mapping, MappingError};
@@ -355,8 +357,22 @@ impl ScheduleStatus {
                 flushes: self.usage.flushes,
                 alone: self.usage.alone,
             },
+            stalls: StallsState {
+                count: self.stalls.count,
+                time_ns: Nanos::new(self.stalls.time),
+                longest_ns: Nanos::new(self.stalls.longest),
+                last: self.stalls.last.map(stall),
+                ongoing_ns: self.stalled,
+            },
         }
     }
+}
+
+/// A stall by the time of day.
+pub(crate) fn stall(Stall { begin, length, in_flight }: Stall) -> StallState {
+    let ago = Nanos::new(crate::clock::now()).saturating_sub(begin);
+    let time = Nanos::from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default());
+    StallState { begin_ns: time.saturating_sub(ago), length_ns: length, in_flight }
 }
 
 impl ClassStatus {
@@ -372,6 +388,7 @@ impl ClassStatus {
             discards: of(Kind::Discard),
             kept: self.responses.in_time,
             late: self.responses.late,
+            late_in_stalls: self.responses.late_in_stalls,
         }
     }
 }

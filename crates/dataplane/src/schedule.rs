@@ -20,8 +20,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use rtvirtio_engine::Token;
 use rtvirtio_qos::{
-    Account, ClassId, Device, FlowId, Kind, Promise, Responses, Running, Scheduler, Share, Started,
-    Usage,
+    Account, ClassId, Device, FlowId, Kind, Promise, Responses, Running, Scheduler, Share, Stalls,
+    Started, Usage,
 };
 use rtvirtio_spec::serve::IoPriority;
 use rtvirtio_units::{Bytes, Nanos};
@@ -76,6 +76,10 @@ pub struct ScheduleStatus {
     pub background_bound: u32,
     /// What the device did, and how long it took.
     pub usage: Usage,
+    /// Times in which it ended nothing, on the monotonic clock.
+    pub stalls: Stalls,
+    /// How long it has ended nothing by now, if it is as long as a stall.
+    pub stalled: Option<Nanos>,
 }
 
 /// What a class of a disk's requests has had since it joined its schedule.
@@ -96,6 +100,7 @@ impl ClassStatus {
         }
         self.responses.in_time += other.responses.in_time;
         self.responses.late += other.responses.late;
+        self.responses.late_in_stalls += other.responses.late_in_stalls;
     }
 }
 
@@ -131,7 +136,14 @@ impl Schedule {
             background: scheduler.background(),
             background_bound: scheduler.depth(),
             usage: scheduler.usage(),
+            stalls: scheduler.stalls(),
+            stalled: scheduler.stalled_for(Nanos::new(now())),
         }
+    }
+
+    /// The device's stalls; none: an IOThread has the schedule just now.
+    pub(crate) fn stalls(&self) -> Option<Stalls> {
+        Some(self.0.try_lock().ok()?.scheduler.stalls())
     }
 
     /// Changes something and has the owners of queues look at what comes of it.

@@ -17,7 +17,7 @@ use rtvirtio_spec::plan::data_plane::DataPlane;
 use rtvirtio_spec::plan::{
     BackgroundShare, Broken, Cause, DeviceCost, PredictedBy, Reason, TaskPromise, Unmet,
 };
-use rtvirtio_spec::profile::Capacity;
+use rtvirtio_spec::profile::{Capacity, StallFit};
 use rtvirtio_spec::serve::{self, IoPriority, MAX_TASKS, Promise, Qos, Rate, wire};
 use rtvirtio_spec::specification::{Load, Recognise, Target, Task, Vm};
 use rtvirtio_units::{Bytes, BytesPerSecond, DiskName, Iops, Name, Nanos, VmName, Weight};
@@ -270,7 +270,10 @@ fn describe(problem: &Problem<'_>, curve: &Curve, heard: &[Heard<'_>]) -> Choice
         planned = BytesPerSecond::new(((1.0 - used).max(0.0) * alone.get() as f64) as u64);
     }
     Choice {
-        promises: heard.iter().flat_map(promises).collect(),
+        promises: heard
+            .iter()
+            .flat_map(|vm| promises(vm, problem.profile.structural.stalls))
+            .collect(),
         background,
         cost: DeviceCost {
             device: problem.device.name.clone(),
@@ -282,8 +285,19 @@ fn describe(problem: &Problem<'_>, curve: &Curve, heard: &[Heard<'_>]) -> Choice
     }
 }
 
-/// What each of a VM's tasks with a target can count on.
-fn promises(of: &Heard<'_>) -> Vec<TaskPromise> {
+/// Whether a device's stalls alone make more requests late than the target's percentile allows.
+///
+/// A stall meets the requests that are under way and those that are issued while it lasts, of which a task that
+/// waits for its requests has no more than its depth.
+fn stalls_exceed(StallFit { per_second, length }: StallFit, task: &Task, target: Target) -> bool {
+    let Some(iops) = task.load.iops.map(Iops::get) else { return false };
+    let met = f64::from(task.load.queue_depth).min(iops * length.as_secs_f64());
+    let late = per_second * met / iops;
+    target.latency < length && late > 1.0 - target.percentile.fraction()
+}
+
+/// What each of a VM's tasks with a target can count on, on a device that stalls.
+fn promises(of: &Heard<'_>, stalls: Option<StallFit>) -> Vec<TaskPromise> {
     let promise = |((task, wish), fit): (&(&Task, Wish), &Fit)| {
         let target = task.target?;
         // Its own reason before its VM's.
@@ -291,7 +305,17 @@ fn promises(of: &Heard<'_>) -> Vec<TaskPromise> {
         let own = own.map(|own| cause(own, &[]));
         let unmet = of.refused.as_ref().map(|of_vm| own.unwrap_or_else(|| of_vm.clone()));
         let bound = unmet.is_none().then(|| fit.bound(wish.promise.deadline));
-        Some(told(of.vm, task, target, (fit.least, bound), unmet))
+        let mut promise = told(of.vm, task, target, (fit.least, bound), unmet);
+        if promise.unmet.is_none()
+            && let Some(stalls) = stalls
+            && stalls_exceed(stalls, task, target)
+        {
+            // The promise is made all the same: it holds but for the stalls.
+            let StallFit { length, per_second } = stalls;
+            promise.bound = promise.bound.map(|bound| bound.saturating_add(length));
+            promise.unmet = Some(Cause::Stalls { length, per_second }.into());
+        }
+        Some(promise)
     };
     // Nobody has looked at what a VM without a declared rate could have.
     let undeclared = |task: &&Task| {

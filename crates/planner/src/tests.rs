@@ -28,8 +28,11 @@ pub(crate) fn found<'a>(profile: &'a Profile, model: Model<'a>) -> FoundDevice<'
 }
 
 pub(crate) fn planned(specification: &Specification) -> Plan {
-    let profile = profile();
-    let found = found(&profile, Model::Structural);
+    planned_on(specification, &profile())
+}
+
+pub(crate) fn planned_on(specification: &Specification, profile: &Profile) -> Plan {
+    let found = found(profile, Model::Structural);
     let found = BTreeMap::from([(specification.devices[0].name.clone(), found)]);
     plan(specification, &found, &Knobs::new()).unwrap()
 }

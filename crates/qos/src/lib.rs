@@ -196,4 +196,30 @@ pub struct Responses {
     pub in_time: u64,
     /// Those that did not.
     pub late: u64,
+    /// Of these, those that would have, had the device not stalled meanwhile.
+    pub late_in_stalls: u64,
+}
+
+/// A time in which a device, or the host of those who look after it, ended nothing of what it had.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stall {
+    /// When it began, on the caller's clock.
+    pub begin: Nanos,
+    /// How long it took: 50 ms at least, and ten times the service of the request that ended it.
+    pub length: Nanos,
+    /// Requests that were on the device.
+    pub in_flight: u32,
+}
+
+/// The stalls of a device so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Stalls {
+    /// How many.
+    pub count: u64,
+    /// How long all of them were, ns.
+    pub time: u64,
+    /// How long the longest was, ns.
+    pub longest: u64,
+    /// The last.
+    pub last: Option<Stall>,
 }

@@ -1,6 +1,7 @@
 //! The scheduler itself.
 
 mod live;
+mod stalls;
 
 use std::collections::VecDeque;
 
@@ -8,7 +9,10 @@ use rtvirtio_units::{Bytes, Nanos};
 
 use crate::depth::{Depth, MAX_BACKGROUND_WAIT_NS};
 use crate::heap::Heap;
-use crate::{Account, Device, Kind, MAX_TRANSFER, PAGE, Promise, Rate, Responses, Share, Usage};
+use crate::{
+    Account, Device, Kind, MAX_TRANSFER, PAGE, Promise, Rate, Responses, Share, Stalls, Usage,
+};
+use stalls::Progress;
 
 /// Background requests that the device has beyond its channels, so that none of these is free until
 /// the end of a request has been noticed.
@@ -238,6 +242,7 @@ pub struct Scheduler {
     usage: Usage,
     /// Until when [`Usage::used`] is counted.
     used_at: u64,
+    progress: Progress,
 }
 
 impl Scheduler {
@@ -262,6 +267,7 @@ impl Scheduler {
             depth: Depth::new(device.channels.saturating_add(EXTRA_DEPTH)),
             usage: Usage::default(),
             used_at: 0,
+            progress: Progress::default(),
         }
     }
 
@@ -474,9 +480,14 @@ impl Scheduler {
             self.depth.slow_down();
         }
         if running.promised {
-            let late = class.is_late(now.get().saturating_sub(running.since));
+            let response = now.get().saturating_sub(running.since);
+            let late = class.is_late(response);
             let count = if late { &mut class.responses.late } else { &mut class.responses.in_time };
             *count += 1;
+            let stalled = if late { self.progress.stalled_since(running.since) } else { 0 };
+            if stalled > 0 && !class.is_late(response.saturating_sub(stalled)) {
+                class.responses.late_in_stalls += 1;
+            }
             self.depth.observe(late);
         }
         let account = &mut class.accounts[running.kind as usize];
@@ -527,6 +538,18 @@ impl Scheduler {
         self.usage
     }
 
+    /// Times in which the device ended nothing of what it had.
+    #[must_use]
+    pub const fn stalls(&self) -> Stalls {
+        self.progress.stalls()
+    }
+
+    /// How long the device has ended nothing of what it has, if that is as long as a stall and goes on.
+    #[must_use]
+    pub fn stalled_for(&self, now: Nanos) -> Option<Nanos> {
+        self.progress.ongoing(self.running, now.get())
+    }
+
     /// What a class has had, by kind; `None`: there is no such class.
     #[must_use]
     pub fn accounts(&self, class: ClassId) -> Option<&[Account; Kind::ALL.len()]> {
@@ -542,6 +565,7 @@ impl Scheduler {
     /// The device gets a request.
     fn begin(&mut self, now: u64) {
         self.use_until(now);
+        self.progress.begin(self.running, now);
         self.running += 1;
     }
 
@@ -553,6 +577,7 @@ impl Scheduler {
         usage.requests += 1;
         usage.flushes += u64::from(matches!(request.kind, Kind::Flush | Kind::Discard));
         usage.alone += u64::from(self.running <= self.device.channels);
+        self.progress.end(request.cost, self.running, now);
         self.running -= 1;
     }
 

@@ -606,3 +606,76 @@ proptest! {
         prop_assert!((0.7..1.4).contains(&ratio), "{done:?} at {weight}");
     }
 }
+
+/// Requests of 4 KiB that a device has, as many as `count`, from `at` on.
+fn started(scheduler: &mut Scheduler, class: ClassId, count: u64, at: Nanos) -> Vec<Running> {
+    for ticket in 0..count {
+        assert!(scheduler.submit(class, (ticket, Kind::Read, Bytes::from_kib(4)), at));
+    }
+    std::iter::from_fn(|| scheduler.next(at)).map(|started| started.running).collect()
+}
+
+#[test]
+fn stall_is_counted_once_with_its_length_and_what_was_in_flight() {
+    let ms = Nanos::from_millis;
+    let mut scheduler = Scheduler::new(device(steady(4, 250)));
+    let flow = scheduler.add_flow(share(100));
+    let class = scheduler.add_class(flow, promise(10_000, 1000.0, 8)).unwrap();
+    // A second without a request is no stall, and neither are 49 ms with some.
+    let first = started(&mut scheduler, class, 2, ms(1000));
+    first.into_iter().for_each(|running| scheduler.complete(running, ms(1049)));
+    assert_eq!(scheduler.stalls(), Stalls::default());
+    assert_eq!(
+        scheduler.responses(class).unwrap().late_in_stalls,
+        0,
+        "they were late by themselves"
+    );
+    let before = scheduler.responses(class).unwrap().late;
+
+    assert_eq!(scheduler.stalled_for(ms(1900)), None, "nothing is under way");
+    let second = started(&mut scheduler, class, 3, ms(2000));
+    assert_eq!(scheduler.stalled_for(ms(2049)), None);
+    assert_eq!(scheduler.stalled_for(ms(2150)), Some(ms(150)));
+    second.into_iter().for_each(|running| scheduler.complete(running, ms(2200)));
+    let last = Some(Stall { begin: ms(2000), length: ms(200), in_flight: 3 });
+    let expected = Stalls { count: 1, time: ms(200).get(), longest: ms(200).get(), last };
+    assert_eq!(scheduler.stalls(), expected);
+    let Responses { late, late_in_stalls, .. } = scheduler.responses(class).unwrap();
+    assert_eq!((late - before, late_in_stalls), (3, 3));
+
+    // What came after it, and was late all the same, was the scheduler's.
+    let third = started(&mut scheduler, class, 1, ms(2300));
+    third.into_iter().for_each(|running| scheduler.complete(running, ms(2330)));
+    assert_eq!(scheduler.responses(class).unwrap().late_in_stalls, 3);
+    assert_eq!(scheduler.stalls().count, 1);
+}
+
+#[test]
+fn response_that_was_late_before_the_stall_is_not_excused_by_it() {
+    let ms = Nanos::from_millis;
+    let mut scheduler = Scheduler::new(device(steady(4, 250)));
+    let flow = scheduler.add_flow(share(100));
+    let class = scheduler.add_class(flow, promise(10_000, 1000.0, 8)).unwrap();
+    let mut running = started(&mut scheduler, class, 2, ms(1000));
+    // The device goes on for 40 ms, and stalls then.
+    scheduler.complete(running.pop().unwrap(), ms(1040));
+    scheduler.complete(running.pop().unwrap(), ms(1140));
+    assert_eq!(scheduler.stalls().count, 1);
+    let Responses { late, late_in_stalls, .. } = scheduler.responses(class).unwrap();
+    assert_eq!((late, late_in_stalls), (2, 0));
+}
+
+#[test]
+fn slow_device_is_no_stalled_one() {
+    let ms = Nanos::from_millis;
+    // A request takes 20 ms: 100 ms for it are its queue.
+    let mut scheduler = Scheduler::new(device(steady(1, 20_000)));
+    let flow = scheduler.add_flow(share(100));
+    let class = scheduler.add_class(flow, None).unwrap();
+    let running = started(&mut scheduler, class, 1, ms(0));
+    running.into_iter().for_each(|running| scheduler.complete(running, ms(100)));
+    assert_eq!(scheduler.stalls().count, 0);
+    let running = started(&mut scheduler, class, 1, ms(200));
+    running.into_iter().for_each(|running| scheduler.complete(running, ms(450)));
+    assert_eq!(scheduler.stalls().count, 1);
+}

@@ -253,6 +253,40 @@ pub struct ScheduleState {
     /// What the device did since the schedule began, and how long it took.
     #[serde(default)]
     pub usage: DeviceUsage,
+    /// Times in which it ended nothing of what it had.
+    #[serde(default)]
+    pub stalls: StallsState,
+}
+
+/// Times of 50 ms and more in which a device, or the host, ended nothing of what the device had: none of it is the
+/// schedule's doing. A device whose requests take longer than 5 ms stalls from ten times that on.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct StallsState {
+    /// How many there were.
+    pub count: u64,
+    /// How long all of them were.
+    pub time_ns: Nanos,
+    /// How long the longest was.
+    pub longest_ns: Nanos,
+    /// The last one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last: Option<StallState>,
+    /// How long nothing has ended by now; none: the device works, or has nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ongoing_ns: Option<Nanos>,
+}
+
+/// A stall.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct StallState {
+    /// When it began, since 1970, UTC.
+    pub begin_ns: Nanos,
+    /// How long it took.
+    pub length_ns: Nanos,
+    /// Requests that were on the device.
+    pub in_flight: u32,
 }
 
 /// What a physical device did, and how long it took: both grow alike while it is as fast as its
@@ -314,6 +348,9 @@ pub struct Had {
     pub kept: u64,
     /// Those that did not.
     pub late: u64,
+    /// Of these, those that would have, had the device not stalled meanwhile.
+    #[serde(default)]
+    pub late_in_stalls: u64,
 }
 
 /// What requests of a kind have had. A transfer of more than 128 KiB counts as several.
@@ -474,6 +511,16 @@ pub enum Event {
         queue: u16,
         /// Why.
         reason: String,
+    },
+    /// The device of a schedule, or the host, has ended nothing for a while of what the device had.
+    DeviceStalled {
+        /// The schedule.
+        schedule: Name,
+        /// The last stall since the last event of the kind.
+        #[serde(flatten)]
+        stall: StallState,
+        /// How many there were since then.
+        stalls: u64,
     },
     /// An IOThread is there.
     IothreadAdded {

@@ -226,6 +226,15 @@ impl Metrics {
         let help =
             "Time that a device's channels were in use, and what its service curve says of it";
         counters(encoder, ("schedule_channel_time", help, Some(Unit::Seconds)), times)?;
+        let help =
+            "Times in which a physical device, or the host, ended nothing of what the device had";
+        counters(encoder, ("schedule_stalls", help, None), each(|s| s.stalls.count as f64))?;
+        let help = "How long these were";
+        let time = each(|s| seconds(s.stalls.time_ns));
+        counters(encoder, ("schedule_stall_time", help, Some(Unit::Seconds)), time)?;
+        let help = "How long nothing has ended by now, from 50 ms on";
+        let ongoing = each(|s| s.stalls.ongoing_ns.map_or(0.0, seconds));
+        gauges(encoder, ("schedule_stalled", help, Some(Unit::Seconds)), ongoing)?;
         let of_devices = || {
             let devices = self.observation.devices.iter();
             devices.filter_map(|d| Some((device_labels(d), d.qos.as_ref()?.had)))
@@ -236,6 +245,9 @@ impl Metrics {
         });
         let help = "Requests within the promised rate, by whether they met their deadline";
         counters(encoder, ("promised_responses", help, None), responses)?;
+        let excused = of_devices().map(|(labels, had)| (labels, had.late_in_stalls as f64));
+        let help = "Of the late ones, those that only a stall of the device made late";
+        counters(encoder, ("promised_responses_late_in_stalls", help, None), excused)?;
         let cost = of_devices().flat_map(|(labels, had)| {
             let Had { reads, writes, flushes, discards, .. } = had;
             let by_kind =

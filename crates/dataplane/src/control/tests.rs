@@ -11,7 +11,7 @@ use std::sync::{Mutex, MutexGuard};
 
 use rtvirtio_spec::control::{
     Activity, Consumption, Decision, DeviceUsage, Event, Had, IoThreadState, Load, Outcome,
-    PolicyAction, PolicyState, QosState, QueueName, ScheduleState,
+    PolicyAction, PolicyState, QosState, QueueName, ScheduleState, StallsState,
 };
 use rtvirtio_spec::mapping::{Entry, Mapping};
 use rtvirtio_spec::serve::{Device, IoCores, IoThread, Policy, Qos, Schedule, wire};
@@ -206,6 +206,10 @@ fn schedules_are_made_changed_and_removed_and_devices_join_and_leave_them() {
         "usage": {
             "used_ns": 3_000_000_000u64, "cost_ns": 1_500_000_000, "requests": 0, "flushes": 0,
             "alone": 0,
+        },
+        "stalls": {
+            "count": 2, "time_ns": 600_000_000, "longest_ns": 500_000_000,
+            "ongoing_ns": 70_000_000,
         },
     }]);
     assert_eq!(found["schedules"], expected);
@@ -507,6 +511,8 @@ fn events_arrive_in_order_after_the_first_comment() {
 fn metrics_are_in_seconds_and_empty_histograms_are_left_out() {
     let served = Served::new();
     served.add("d0");
+    let curve = json!({ "channels": 4, "request_ns": 1, "kib_ns": 0 });
+    assert_eq!(served.ask("PUT", "/v1/schedules/s", &curve).0, 201);
     let stats = Arc::clone(&served.books.state().devices[&DiskName::new("d0").unwrap()].2[1]);
     stats.start(1);
     stats.busy(500_000_000);
@@ -531,6 +537,9 @@ fn metrics_are_in_seconds_and_empty_histograms_are_left_out() {
         "rtvirtio_policy{policy=\"dynamic\"} 0.0".to_owned(),
         "rtvirtio_decisions_total{kind=\"move_queue\",outcome=\"done\"} 3.0".to_owned(),
         "rtvirtio_queue_moves_total 4.0".to_owned(),
+        "rtvirtio_schedule_stalls_total{schedule=\"s\"} 2.0".to_owned(),
+        "rtvirtio_schedule_stall_time_seconds_total{schedule=\"s\"} 0.6".to_owned(),
+        "rtvirtio_schedule_stalled_seconds{schedule=\"s\"} 0.07".to_owned(),
         format!("rtvirtio_queue_busy_seconds_total{{{queue}}} 0.5"),
         "rtvirtio_capacity_bytes{vm=\"vm0\",device=\"d0\"} 1048576.0".to_owned(),
     ] {

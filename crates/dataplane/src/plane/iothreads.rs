@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rtvirtio_engine::file::Lock;
+use rtvirtio_qos::Stalls;
 use rtvirtio_spec::control::Event;
 use rtvirtio_spec::mapping::Mapping;
 use rtvirtio_spec::serve::{self, IoThread, MAX_IOTHREADS};
@@ -178,6 +179,14 @@ impl Core {
     pub(crate) fn tell(&self, event: Event) {
         // Nobody may be listening.
         let _ = self.events.send(event);
+    }
+
+    /// The stalls of the schedules' devices, but of those whose lock somebody has: never waits for one.
+    pub(super) fn stalls(&self) -> Vec<(Name, Stalls)> {
+        let Ok(state) = self.state.try_lock() else { return Vec::new() };
+        let each =
+            |(name, schedule): (&Name, &Arc<Schedule>)| Some((name.clone(), schedule.stalls()?));
+        state.schedules.iter().filter_map(each).collect()
     }
 
     /// Says that [`Self::look`] shows something else.

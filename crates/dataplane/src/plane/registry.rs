@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rtvirtio_engine::AbortOnPanic;
 use rtvirtio_qos as qos;
+use rtvirtio_qos::Stalls;
 use rtvirtio_qos::admission::{Curve, Wish};
 use rtvirtio_spec::control::{
     Activity, Decision, Event, IoThreadState, PolicyState, QosState, TaskState,
@@ -73,10 +74,12 @@ impl Registry {
         let core = Arc::new(Core::new());
         let watched = Arc::new(Watched { hosts: Mutex::default(), on: AtomicBool::new(true) });
         let watcher = std::thread::Builder::new().name("watchdog".to_owned()).spawn({
-            let (pool, watched) = (Arc::clone(&core.pool), Arc::clone(&watched));
+            let (core, watched) = (Arc::clone(&core), Arc::clone(&watched));
             move || {
                 let _fatal = AbortOnPanic::new();
+                let pool = Arc::clone(&core.pool);
                 let mut before = HashMap::new();
+                let mut stalls = HashMap::new();
                 let watchdog = Arc::clone(pool.watchdog());
                 watchdog.enter();
                 let mut period = IDLE_PERIOD;
@@ -85,6 +88,7 @@ impl Registry {
                     watchdog.set_idle(false);
                     let mut busy = pool.unblock_stuck_iothreads(&mut before);
                     watched.report_broken_queues();
+                    report_stalls(&core, &mut stalls);
                     if !busy {
                         // From here on who calls a driver wakes it; who began before is seen.
                         watchdog.set_idle(true);
@@ -288,6 +292,18 @@ impl Registry {
         drop(state);
         self.core.touch();
         Ok(())
+    }
+}
+
+/// Tells of stalls that came to those that were told of, by schedule.
+fn report_stalls(core: &Core, told: &mut HashMap<Name, u64>) {
+    for (schedule, Stalls { count, last, .. }) in core.stalls() {
+        let before = told.insert(schedule.clone(), count).unwrap_or(0);
+        // One that was made anew under the name counts from 0.
+        let stalls = if count < before { count } else { count - before };
+        if let Some(last) = last.filter(|_| stalls > 0) {
+            core.tell(Event::DeviceStalled { schedule, stall: super::stall(last), stalls });
+        }
     }
 }
 

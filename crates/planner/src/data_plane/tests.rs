@@ -5,13 +5,18 @@ use rtvirtio_spec::settings::Knob;
 use rtvirtio_spec::specification::parse;
 
 use super::*;
-use crate::tests::planned;
+use crate::tests::profile::profile;
+use crate::tests::{planned, planned_on};
 
 const HEAD: &str = "version = 1\n[data_plane]\ncontrol = \"/run/x.sock\"\n\
     [device.data]\npath = \"/dev/loop7\"\nprofile = \"p.json\"\n";
 
 /// VMs of one task each: name, IOPS, target in ms; 0: none.
 fn plan_of(vms: &[(&str, &str, f64)]) -> rtvirtio_spec::plan::Plan {
+    planned(&specification_of(vms))
+}
+
+fn specification_of(vms: &[(&str, &str, f64)]) -> rtvirtio_spec::specification::Specification {
     let mut text = HEAD.to_owned();
     for (name, load, latency) in vms {
         text += &format!(
@@ -25,7 +30,7 @@ fn plan_of(vms: &[(&str, &str, f64)]) -> rtvirtio_spec::plan::Plan {
             );
         }
     }
-    planned(&parse("test.toml", &text).unwrap())
+    parse("test.toml", &text).unwrap()
 }
 
 fn response(mean_us: u64, p999_us: u64) -> Response {
@@ -129,4 +134,28 @@ fn what_does_not_fit_is_refused_with_what_would() {
     assert!(said(0).contains("the shortest deadline that can be kept is"), "{}", said(0));
     assert!(said(1).contains("declares no iops"), "{}", said(1));
     assert_eq!(said(2), "");
+}
+
+#[test]
+fn target_that_the_devices_stalls_alone_exceed_is_unmet_and_promised_all_the_same() {
+    // ref-stall: 20 ms every 5 s. Of 100 requests a second they meet one in 500, of 1,500 one in 7,500.
+    let mut profile = profile();
+    profile.structural.stalls = Some(StallFit { per_second: 0.2, length: Nanos::from_millis(20) });
+    let specification = specification_of(&[
+        ("a", "iops = 100", 10.0),
+        ("b", "iops = 1500", 10.0),
+        ("c", "iops = 100", 40.0),
+    ]);
+    let plan = planned_on(&specification, &profile);
+    let unmet: Vec<_> =
+        plan.tasks.iter().filter(|t| t.unmet.is_some()).map(|t| t.vm.as_str()).collect();
+    assert_eq!(unmet, ["a"]);
+    let a = plan.tasks.iter().find(|t| t.vm.as_str() == "a").unwrap();
+    assert!(matches!(a.unmet.as_ref().unwrap().cause, Cause::Stalls { .. }), "{:?}", a.unmet);
+    assert!(a.bound.unwrap() > Nanos::from_millis(20) && a.delivered > 0.99, "{a:?}");
+    assert!(a.why_unmet().unwrap().contains("stalls for up to 20.00 ms"), "{:?}", a.why_unmet());
+    // It is protected as if there were none.
+    let qos = &plan.data_plane.as_ref().unwrap().disks[&DiskName::new("disk-a").unwrap()];
+    assert_eq!((qos.deadline_us, qos.iops), (Some(10_000), Some(100)));
+    assert!(planned(&specification).meets_all());
 }

@@ -71,7 +71,7 @@ fn qos_text(qos: &wire::Qos) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::{DeviceUsage, ScheduleState};
+    use crate::control::{DeviceUsage, ScheduleState, StallsState};
     use rtvirtio_units::Nanos;
 
     #[test]
@@ -101,6 +101,7 @@ mod tests {
             background: 1,
             background_bound: 5,
             usage: DeviceUsage::default(),
+            stalls: StallsState::default(),
         };
         let snapshot = Snapshot { schedules: vec![state], ..Snapshot::default() };
         let seen = found(&snapshot, &[schedule.clone()].into(), &BTreeSet::new());

@@ -81,6 +81,13 @@ pub enum Cause {
         /// The shortest.
         min: Nanos,
     },
+    /// The device stalls for longer than the target, and oftener than the percentile allows.
+    Stalls {
+        /// The longest that calibration saw.
+        length: Nanos,
+        /// Stalls a second, upper 95 % limit.
+        per_second: f64,
+    },
     /// Beside it, a promise to a more urgent VM would not be kept.
     OtherPromise {
         /// That VM.
@@ -151,6 +158,11 @@ impl Unmet {
                 max.get()
             ),
             Cause::Deadline { min } => format!("the shortest deadline that can be kept is {min}"),
+            Cause::Stalls { length, per_second } => format!(
+                "the device stalls for up to {length}, up to {per_second:.2} times a second, which p{percentile} \
+                 would see: no schedule can help; a target of {} or a lower percentile would be promised",
+                bound.unwrap_or(*length)
+            ),
             Cause::OtherPromise { vm, broken } => {
                 let broken = match broken {
                     Broken::Rate => "a rate",

@@ -287,6 +287,13 @@ impl Plane for Books {
                         cost_ns: Nanos::from_millis(1_500),
                         ..DeviceUsage::default()
                     },
+                    stalls: StallsState {
+                        count: 2,
+                        time_ns: Nanos::from_millis(600),
+                        longest_ns: Nanos::from_millis(500),
+                        last: None,
+                        ongoing_ns: Some(Nanos::from_millis(70)),
+                    },
                 })
                 .collect(),
             policy: state.policy.policy,

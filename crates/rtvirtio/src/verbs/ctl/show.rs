@@ -4,7 +4,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use rtvirtio_spec::control::{
     Activity, Decision, DeviceState, Event, Had, IoThreadState, LatencySummary, Load, NicState,
     PolicyState, QosState, QueueDirection, QueueState, ScheduleState, SlotsState, Snapshot,
-    TaskState,
+    StallState, TaskState,
 };
 use rtvirtio_spec::serve::wire::Size;
 use rtvirtio_spec::serve::{Completion, CorePolicy};
@@ -48,9 +48,15 @@ pub(super) fn schedules(schedules: &[ScheduleState]) -> Table {
         "running",
         "background",
         "at most",
+        "stalls",
     ];
     let mut table = table(header, 1);
     for s in schedules {
+        let stalls = match (s.stalls.ongoing_ns, s.stalls.count) {
+            (Some(length), _) => format!("stalls for {length} now"),
+            (None, 0) => "0".to_owned(),
+            (None, count) => format!("{count}, up to {}", s.stalls.longest_ns),
+        };
         table.add_row([
             s.name.to_string(),
             s.channels.to_string(),
@@ -61,6 +67,7 @@ pub(super) fn schedules(schedules: &[ScheduleState]) -> Table {
             s.running.to_string(),
             s.background.to_string(),
             s.background_bound.to_string(),
+            stalls,
         ]);
     }
     table
@@ -105,7 +112,11 @@ fn qos(devices: &[DeviceState]) -> Table {
 fn counts(had: &Had) -> [String; 3] {
     let kinds = [had.reads, had.writes, had.flushes, had.discards];
     let requests: u64 = kinds.iter().map(|kind| kind.requests).sum();
-    [requests, had.kept + had.late, had.late].map(|count| count.to_string())
+    let late = match had.late_in_stalls {
+        0 => had.late.to_string(),
+        excused => format!("{} ({excused} by stalls)", had.late),
+    };
+    [requests.to_string(), (had.kept + had.late).to_string(), late]
 }
 
 fn promise(iops: Option<u64>, bandwidth: Option<Size>, deadline_us: Option<u64>) -> String {
@@ -356,6 +367,12 @@ pub(super) fn event(event: &Event) -> String {
         }
         Event::QueueBroken { device, queue, reason } => {
             format!("{device}: queue {queue} is broken: {}", reason.escape_debug())
+        }
+        Event::DeviceStalled { schedule, stall, stalls } => {
+            let StallState { length_ns, in_flight, .. } = stall;
+            format!(
+                "{schedule}: nothing ended for {length_ns}, {in_flight} requests in flight ({stalls} times)"
+            )
         }
         Event::IothreadAdded { iothread } => format!("{iothread}: added"),
         Event::IothreadRemoved { iothread } => format!("{iothread}: removed"),

@@ -1,7 +1,7 @@
 //! What the data plane tells its operator, by priority.
 
 use rtvirtio_dataplane::plane::Notice;
-use rtvirtio_spec::control::{Event, Outcome};
+use rtvirtio_spec::control::{Event, Outcome, StallState};
 use tracing::{debug, error, info, warn};
 
 /// What should be looked at.
@@ -51,6 +51,14 @@ pub(super) fn event(event: &Event) {
             debug!(about = %device, "queue {queue} went from {from} to {to}, {pause_ns} without service");
         }
         Event::QueueBroken { device, queue, reason } => broken(device, *queue, reason),
+        Event::DeviceStalled { schedule, stall, stalls } => {
+            let StallState { length_ns, in_flight, .. } = stall;
+            warn!(
+                about = %schedule,
+                "its device, or this host, ended nothing for {length_ns} with {in_flight} requests in flight \
+                 ({stalls} times)"
+            );
+        }
         Event::IothreadAdded { iothread } => info!("IOThread {iothread} is there"),
         Event::IothreadRemoved { iothread } => info!("IOThread {iothread} is gone"),
         Event::PolicySet { policy } => info!("policy {policy} is in force"),

@@ -311,6 +311,7 @@ mod tests {
     use rtvirtio_spec::specification::parse;
 
     use super::*;
+    use rtvirtio_spec::control::StallsState;
 
     const SPECIFICATION: &str = r#"
 version = 1
@@ -431,6 +432,7 @@ disk = "logs"
                 background: 0,
                 background_bound: 4,
                 usage,
+                stalls: StallsState::default(),
             };
             shared.look(&name, Some(&state));
             let seen = shared.observed.take()?;

@@ -148,3 +148,61 @@ fn scheduled_disks_keep_their_content_and_their_limits() {
     rustix::process::kill_process(id, rustix::process::Signal::TERM).unwrap();
     assert!(server.wait().unwrap().success());
 }
+
+/// One request at a time on a disk each 200th of whose requests waits for 200 ms: what is late for that is told
+/// apart from what the schedule makes late.
+#[test]
+fn stalls_of_a_disk_are_told_apart_from_the_schedules_own_lateness() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("serve.toml");
+    let [control, socket] = ["control.sock", "a.sock"].map(|name| directory.path().join(name));
+    let text = format!(
+        "version = 1\n[control]\nsocket = \"{}\"\n[[iothread]]\nname = \"iot0\"\n\
+         [[schedule]]\nname = \"disk\"\nchannels = 4\nrequest_ns = 212500\nkib_ns = 9375\n\
+         [[device]]\nname = \"a\"\nvm = \"a\"\nsocket = \"{}\"\n\
+         engine = {{ type = \"ssd\", size = \"64M\", ssd = \"ref-4x250\", \
+             fault = {{ stall_every = 200, stall_ms = 200 }} }}\n\
+         qos = {{ schedule = \"disk\", deadline_us = 50000, iops = 3000, burst = 8 }}\n",
+        control.display(),
+        socket.display(),
+    );
+    std::fs::write(&path, text).unwrap();
+    let log = std::fs::File::create(directory.path().join("log")).unwrap();
+    let mut server = Command::new("setpriv");
+    server.args(["--pdeathsig", "KILL", RTVIRTIO, "serve"]).arg(&path);
+    let mut server = server.stdout(Stdio::null()).stderr(log).spawn().unwrap();
+    eventually("the disk's socket", Duration::from_secs(60), || {
+        socket.exists() && control.exists()
+    });
+    let mut verify = Command::new(lab());
+    verify.args(["bench", "dataplane", "verify", "--seconds", "4", "--mebibytes", "1"]);
+    verify.args(["--depth", "1", "--queues", "1"]);
+    let output = verify.arg("--socket").arg(&socket).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+
+    let output = ctl(&control, &["snapshot", "--json"]);
+    let snapshot: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let stalls = &snapshot["schedules"][0]["stalls"];
+    let count = stalls["count"].as_u64().unwrap();
+    assert!(count >= 3, "{stalls}");
+    assert!(stalls["longest_ns"].as_u64().unwrap() >= 200_000_000, "{stalls}");
+    assert!(stalls["time_ns"].as_u64().unwrap() >= 200_000_000 * count, "{stalls}");
+    assert_eq!(stalls["last"]["in_flight"], 1, "{stalls}");
+    let (began, now) = (&stalls["last"]["begin_ns"], &snapshot["time_ns"]);
+    let ago = now.as_u64().unwrap() - began.as_u64().unwrap();
+    assert!((200_000_000..60_000_000_000).contains(&ago), "{ago} ns ago");
+    // Each made one promised request late, and no other.
+    let qos = &snapshot["devices"][0]["qos"];
+    let [late, excused] = ["late", "late_in_stalls"].map(|key| qos[key].as_u64().unwrap());
+    assert!(excused > 0 && excused <= late, "{qos}");
+    let shown = String::from_utf8(ctl(&control, &["snapshot"]).stdout).unwrap();
+    assert!(shown.contains("by stalls)"), "{shown}");
+    let told = || {
+        let log = std::fs::read_to_string(directory.path().join("log")).unwrap();
+        log.contains("warning: disk: its device, or this host, ended nothing for")
+    };
+    eventually("a line in the log", Duration::from_secs(60), told);
+    let id = rustix::process::Pid::from_child(&server);
+    rustix::process::kill_process(id, rustix::process::Signal::TERM).unwrap();
+    assert!(server.wait().unwrap().success());
+}
