@@ -547,7 +547,9 @@ impl Scheduler {
     /// How long the device has ended nothing of what it has, if that is as long as a stall and goes on.
     #[must_use]
     pub fn stalled_for(&self, now: Nanos) -> Option<Nanos> {
-        self.progress.ongoing(self.running, now.get())
+        // Which request will end it is not known yet: a small one, if any.
+        let cost = self.device.cost(Kind::Read, PAGE).get();
+        self.progress.ongoing(cost, self.running, now.get())
     }
 
     /// What a class has had, by kind; `None`: there is no such class.

@@ -673,9 +673,11 @@ fn slow_device_is_no_stalled_one() {
     let flow = scheduler.add_flow(share(100));
     let class = scheduler.add_class(flow, None).unwrap();
     let running = started(&mut scheduler, class, 1, ms(0));
+    assert_eq!(scheduler.stalled_for(ms(99)), None);
     running.into_iter().for_each(|running| scheduler.complete(running, ms(100)));
     assert_eq!(scheduler.stalls().count, 0);
     let running = started(&mut scheduler, class, 1, ms(200));
+    assert_eq!(scheduler.stalled_for(ms(420)), Some(ms(220)));
     running.into_iter().for_each(|running| scheduler.complete(running, ms(450)));
     assert_eq!(scheduler.stalls().count, 1);
 }

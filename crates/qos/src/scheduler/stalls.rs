@@ -9,6 +9,12 @@ const MIN_NS: u64 = 50_000_000;
 /// Nor shorter than so many times what the request that ended it costs: a slow device is not a stalled one.
 const SERVICES: u64 = 10;
 
+/// The shortest stall that a request of that cost ends.
+const fn min(cost: u64) -> u64 {
+    let services = cost.saturating_mul(SERVICES);
+    if services > MIN_NS { services } else { MIN_NS }
+}
+
 /// When the device last ended something, or began with nothing under way.
 #[derive(Debug, Default)]
 pub(super) struct Progress {
@@ -27,7 +33,7 @@ impl Progress {
     /// A request of that cost ends, of so many.
     pub(super) fn end(&mut self, cost: u64, running: u32, now: u64) {
         let length = now.saturating_sub(self.at);
-        if length >= MIN_NS.max(cost.saturating_mul(SERVICES)) {
+        if length >= min(cost) {
             let begin = Nanos::new(self.at);
             self.stalls.count += 1;
             self.stalls.time += length;
@@ -42,10 +48,10 @@ impl Progress {
         self.stalls
     }
 
-    /// How long nothing of so many requests has ended, if it is as long as a stall.
-    pub(super) fn ongoing(&self, running: u32, now: u64) -> Option<Nanos> {
+    /// How long nothing of so many requests has ended, if it is as long as a stall that one of that cost ends.
+    pub(super) fn ongoing(&self, cost: u64, running: u32, now: u64) -> Option<Nanos> {
         let length = now.saturating_sub(self.at);
-        (running > 0 && length >= MIN_NS).then_some(Nanos::new(length))
+        (running > 0 && length >= min(cost)).then_some(Nanos::new(length))
     }
 
     /// What of the time from `since` on was the last stall's, ns.
