@@ -400,11 +400,10 @@ impl Choice {
         let load = problem.load(&settings(problem, self.scheduler, &self.capped, Some(larger)));
         let broken = problem.evaluate(&load, sacrificed_vms, JointConfidence::Vm).promises;
         let pairs = self.evaluation.promises.iter().zip(&broken);
-        let broken = pairs
-            .filter(|(now, then)| now.unmet.is_none() && then.unmet.is_some())
-            .map(|(_, then)| BindingConstraint::Target { promise: Box::new(then.clone()) })
-            .next();
-        Some(broken.unwrap_or(BindingConstraint::Throughput))
+        let mut pairs = pairs.filter(|(now, then)| now.unmet.is_none() && then.unmet.is_some());
+        Some(pairs.next().map_or(BindingConstraint::Throughput, |(_, then)| {
+            BindingConstraint::Target { promise: Box::new(then.clone()) }
+        }))
     }
 
     fn explain(&self, problem: &Problem<'_>, sacrificed_vms: &[usize]) -> Vec<Reason> {

@@ -19,20 +19,34 @@ use crate::{Outcome, input};
     failure all is undone. Refuses a plan that the host has moved away from since.")]
 pub(crate) struct ApplyArgs {
     /// A plan saved by `rtvirtio plan -o`
-    pub(crate) plan: PathBuf,
+    plan: PathBuf,
+    #[command(flatten)]
+    how: How,
+}
+
+/// How a plan is applied.
+#[derive(clap::Args, Default)]
+pub(crate) struct How {
     /// Apply although targets are unmet
     #[arg(long)]
-    pub(crate) force: bool,
+    force: bool,
     /// Apply to the knobs found now, whatever the plan saw, leave out VMs that do not run,
     /// and set those that do not answer on the host alone
     #[arg(long)]
-    pub(crate) reapply: bool,
+    reapply: bool,
     /// Revert after this many seconds unless `rtvirtio confirm` is run
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
-    pub(crate) confirm_timeout: Option<u64>,
+    confirm_timeout: Option<u64>,
     /// Print JSON
     #[arg(long)]
-    pub(crate) json: bool,
+    json: bool,
+}
+
+impl How {
+    /// A plan that was just made, for people; reverted after so many seconds unless it is confirmed.
+    pub(crate) fn at_once(confirm_timeout: Option<u64>) -> Self {
+        Self { confirm_timeout, ..Self::default() }
+    }
 }
 
 /// Arguments of `confirm`.
@@ -63,26 +77,25 @@ pub(crate) struct RollbackArgs {
 }
 
 pub(crate) fn apply(args: &ApplyArgs) -> Result<Outcome> {
-    apply_plan(&input::plan(&args.plan)?, args)
+    apply_plan(&input::plan(&args.plan)?, &args.how)
 }
 
-/// Applies a plan with the options of `args`, whatever plan these name.
-pub(crate) fn apply_plan(plan: &Plan, args: &ApplyArgs) -> Result<Outcome> {
-    if !plan.meets_all() && !args.force {
+pub(crate) fn apply_plan(plan: &Plan, how: &How) -> Result<Outcome> {
+    if !plan.meets_all() && !how.force {
         for t in plan.tasks.iter().filter(|t| t.unmet.is_some()) {
             eprintln!("{}/{}: {}", t.vm, t.task, t.why_unmet().unwrap_or_default());
         }
         bail!("the plan leaves targets unmet (--force applies it all the same)");
     }
-    let confirm_timeout = args.confirm_timeout.map(Duration::from_secs);
+    let confirm_timeout = how.confirm_timeout.map(Duration::from_secs);
     let host = input::host();
     let options = ApplyOptions { confirm_timeout };
     let (applied, SkippedVms { absent, started, unreached }) =
-        if args.reapply { host.reapply(plan, options)? } else { host.apply_plan(plan, options)? };
+        if how.reapply { host.reapply(plan, options)? } else { host.apply_plan(plan, options)? };
     if applied.awaits_confirmation {
         watch()?;
     }
-    if args.json {
+    if how.json {
         let mut value = serde_json::to_value(&applied)?;
         value["not_running"] = json!(absent);
         value["started_since"] = json!(started);
@@ -108,7 +121,7 @@ pub(crate) fn apply_plan(plan: &Plan, args: &ApplyArgs) -> Result<Outcome> {
         println!("an earlier apply had not ended well; it was put back first");
     }
     println!("{} knobs written and read back", applied.written);
-    match args.confirm_timeout {
+    match how.confirm_timeout {
         Some(s) if applied.awaits_confirmation => {
             println!("reverts in {s} s unless you run: rtvirtio confirm");
         }

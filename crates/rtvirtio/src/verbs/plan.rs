@@ -18,7 +18,7 @@ pub(crate) use model::ModelChoice;
 
 use rtvirtio_cli::plan::{self as text, describe};
 
-use super::apply::{self, ApplyArgs};
+use super::apply::{self, How};
 use crate::{Outcome, input};
 
 /// Arguments of `plan`.
@@ -80,14 +80,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         match &args.output {
             Some(output) if args.apply && plan.meets_all() => {
                 println!("\nsaved: {}", output.display());
-                let options = ApplyArgs {
-                    plan: output.clone(),
-                    force: false,
-                    reapply: false,
-                    confirm_timeout: args.confirm_timeout,
-                    json: false,
-                };
-                return apply::apply_plan(&plan, &options);
+                return apply::apply_plan(&plan, &How::at_once(args.confirm_timeout));
             }
             Some(output) => println!("\nsaved: rtvirtio apply {}", output.display()),
             None => {}
