@@ -75,8 +75,8 @@ test: setup ## The tests but those that boot guests and Python's: 10 min with th
 GUEST_TESTS := cgroup2:: guest:: guest_knobs:: libvirt:: nic:: nvme:: operator:: storage:: systemd:: tour:: \
 	$(addprefix dataplane::,control crash device ioprio migration qemu uml) real_guest
 
-test-guests: setup ## The tests that boot guests, by QEMU, libvirt and User Mode Linux: 10 min after make test
-	@echo "test-guests: some 10 min on 2 cores"
+test-guests: setup ## The tests that boot guests, by QEMU, libvirt and User Mode Linux: 15 min after make test
+	@echo "test-guests: some 15 min on 2 cores"
 	@scripts/guest $(GUEST) || echo "tests: without guests"
 	@scripts/libvirt $(LIBVIRT) || echo "tests: without libvirt"
 	@scripts/uml $(UML) || echo "tests: without User Mode Linux"
