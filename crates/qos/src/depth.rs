@@ -2,15 +2,16 @@
 //! are kept and there is a use for it.
 //!
 //! A device serves what it was given in an order of its own, so what must not be waited for is kept
-//! back. How much that is follows from what is seen, not from a model: once an epoch of
-//! [`EPOCH_NS`], the bound falls by a quarter if more than one promised response in [`TOO_MANY`]
+//! back. How much that is follows from what is seen, not from a model: at the end of each
+//! [epoch](crate::experiment::EPOCH_NS), the bound falls by a quarter if more than one promised response in [`TOO_MANY`]
 //! was late or a promised rate did not come about, and rises by one if neither is near while something
 //! was held back (the rule of the kernel's blk-iolatency: the victim's latency decides, the others'
 //! depth is the means). Where one at a time is too many, for what is promised needs nearly all of the
 //! device, the time between two doubles instead, and halves again.
 
-/// How often the bound is looked at.
-const EPOCH_NS: u64 = 100_000_000;
+use crate::demand::Wants;
+use crate::experiment::EPOCH_NS;
+
 /// One late response in so many lowers the bound.
 const TOO_MANY: u32 = 10;
 /// Fewer than one in so many raise it.
@@ -30,26 +31,15 @@ pub(crate) struct Depth {
     /// too many; else 0.
     gap: u64,
     most: u32,
-    epoch: u64,
     kept: u32,
     late: u32,
-    slowed: bool,
     held_back: bool,
 }
 
 impl Depth {
     /// At least 1 and at most `most`, with which it begins.
     pub(crate) const fn new(most: u32) -> Self {
-        Self {
-            bound: most,
-            gap: 0,
-            most,
-            epoch: 0,
-            kept: 0,
-            late: 0,
-            slowed: false,
-            held_back: false,
-        }
+        Self { bound: most, gap: 0, most, kept: 0, late: 0, held_back: false }
     }
 
     /// Another highest bound; what was not held below the old one is not below the new one.
@@ -80,29 +70,30 @@ impl Depth {
         }
     }
 
-    /// A promised rate did not come about.
-    pub(crate) const fn slow_down(&mut self) {
-        self.slowed = true;
+    /// How long the bound takes at most from its lowest to its highest, if nothing is against it, ns.
+    pub(crate) fn recovery(&self) -> u64 {
+        let gaps = (MAX_BACKGROUND_WAIT_NS / GAP_NS).ilog2() + 1;
+        u64::from(self.most + gaps) * EPOCH_NS
     }
 
-    /// Ends an epoch if it is time.
-    pub(crate) fn tick(&mut self, now: u64) {
-        if now.saturating_sub(self.epoch) < EPOCH_NS {
-            return;
-        }
+    /// Ends an epoch; `wants`: how much background the rates leave room for. An epoch that background was
+    /// withheld in says nothing of the bound.
+    pub(crate) fn end_epoch(&mut self, wants: Wants, is_withheld: bool) {
         let all = self.kept + self.late;
-        if self.slowed || self.late * TOO_MANY > all {
+        if is_withheld {
+            // The bound stays.
+        } else if wants == Wants::Less || self.late * TOO_MANY > all {
             if self.bound == 1 {
                 self.gap = (self.gap * 2).clamp(GAP_NS, MAX_BACKGROUND_WAIT_NS);
             }
             self.bound = (self.bound - (self.bound / 4).max(1)).max(1);
-        } else if self.held_back && self.late * FEW <= all {
+        } else if wants == Wants::Any && self.held_back && self.late * FEW <= all {
             if self.gap == 0 {
                 self.bound = (self.bound + 1).min(self.most);
             }
             self.gap = if self.gap > GAP_NS { self.gap / 2 } else { 0 };
         }
-        *self = Self { bound: self.bound, gap: self.gap, epoch: now, ..Self::new(self.most) };
+        *self = Self { bound: self.bound, gap: self.gap, ..Self::new(self.most) };
     }
 }
 
@@ -114,8 +105,7 @@ mod tests {
         for _ in 0..number {
             depth.hold_back();
             (0..of).for_each(|i| depth.observe(i < late));
-            let now = depth.epoch + EPOCH_NS;
-            depth.tick(now);
+            depth.end_epoch(Wants::Any, false);
         }
         depth.bound()
     }
@@ -128,8 +118,13 @@ mod tests {
         assert_eq!(epochs(&mut depth, 100, 100, 8), 1);
         assert_eq!(epochs(&mut depth, 0, 100, 3), 4);
         assert_eq!(epochs(&mut depth, 0, 0, 100), 16);
-        depth.slow_down();
-        assert_eq!(epochs(&mut depth, 0, 100, 2), 13);
+        depth.end_epoch(Wants::Less, false);
+        assert_eq!(epochs(&mut depth, 0, 100, 1), 13);
+        depth.hold_back();
+        depth.end_epoch(Wants::NoMore, false);
+        assert_eq!(depth.bound(), 13);
+        depth.end_epoch(Wants::Less, true);
+        assert_eq!(depth.bound(), 13);
     }
 
     #[test]
@@ -164,7 +159,7 @@ mod tests {
         let mut depth = Depth::new(4);
         assert_eq!(epochs(&mut depth, 1, 1, 5), 1);
         depth.observe(false);
-        depth.tick(depth.epoch + EPOCH_NS);
+        depth.end_epoch(Wants::Any, false);
         assert_eq!(depth.bound(), 1);
     }
 }

@@ -22,8 +22,9 @@
 //! Promised requests may fill the device twice over, so that it does not pause between them.
 //! Background requests wait while all channels are taken and one request more is on the device (an
 //! end takes a while to be noticed), and may be no more there than a bound that falls while promises
-//! are missed (a response is late, or a class that has requests under way nearly all the time does
-//! not come to its rate), and rises while they are kept. Where promises need nearly all of the device,
+//! are missed, and rises while they are kept. A promise is missed if responses are late, or if a class
+//! does not come to its rate and would if its requests were served sooner; whether it would is found
+//! out by experiment (`demand`). Where promises need nearly all of the device,
 //! even one at a time would take a channel from them for long: then there is a time between two that
 //! doubles and halves, up to 50 ms. So an eligible request that finds the
 //! device full of background waits for the first of as many channels, and for no request longer than
@@ -40,6 +41,8 @@
 //!   background; the device then has no more than one of those before it.
 //! - `tasks_keep_rate_and_tail_beside_a_deep_writer_that_gets_what_they_leave`: on the reference
 //!   device.
+//! - `closed_loops_have_their_rate_whatever_time_guests_take_between_two_requests`, and
+//!   `classes_that_ask_for_less_than_their_rate_cost_the_writer_little`.
 //! - `weights_divide_what_is_left`, `limit_is_not_exceeded`,
 //!   `excess_of_a_promise_costs_only_its_own`,
 //!   `excess_of_a_class_costs_neither_its_flows_other_class_nor_other_flows`.
@@ -50,7 +53,9 @@
 //! Pure: the caller passes the time, ns of a clock that does not go back.
 
 pub mod admission;
+mod demand;
 mod depth;
+mod experiment;
 mod heap;
 mod scheduler;
 

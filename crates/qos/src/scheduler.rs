@@ -7,7 +7,9 @@ use std::collections::VecDeque;
 
 use rtvirtio_units::{Bytes, Nanos};
 
+use crate::demand::{Backlog, Demand, Wants};
 use crate::depth::{Depth, MAX_BACKGROUND_WAIT_NS};
+use crate::experiment::Epochs;
 use crate::heap::Heap;
 use crate::{
     Account, Device, Kind, MAX_TRANSFER, PAGE, Promise, Rate, Responses, Share, Stalls, Usage,
@@ -24,10 +26,6 @@ const VTIME_SCALE: u64 = 1024;
 /// weight 1 gets here in 6 days. No tag is more than one request's cost beyond the clock, so tags stay far
 /// below the end of their range, where all of them would be equal.
 const SET_BACK: u64 = 1 << 62;
-/// How often it is looked at whether a class gets its rate.
-const DEMAND_NS: u64 = 100_000_000;
-/// A rate comes about if no more than one in so many is not asked for.
-const DEMAND_TOLERANCE: u64 = 60;
 
 /// Names a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -105,7 +103,9 @@ const fn resumed(clock: u64, burst: u64, arrived: u64) -> u64 {
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Promised {
     deadline: u64,
-    /// The sooner of the deadline and the time between two requests.
+    /// The time between two requests.
+    period: u64,
+    /// The sooner of both.
     due: u64,
     /// 2^16 times the steps of its virtual clock for each ns of cost.
     per_cost: u64,
@@ -121,7 +121,7 @@ impl Promised {
         let Pace { burst, .. } = Pace::of(promise.rate);
         let period = Pace::of(promise.rate).step(PAGE);
         let per_cost = (65_536.0 / channels) as u64;
-        Self { deadline, due: deadline.min(period), per_cost, burst, promise }
+        Self { deadline, period, due: deadline.min(period), per_cost, burst, promise }
     }
 
     /// How far a request of this cost moves the clock on.
@@ -144,47 +144,12 @@ struct Class {
     responses: Responses,
 }
 
-/// Whether a class asks for its rate and does not get it.
-///
-/// A task that waits for each of its requests asks for fewer if they are slow, so a rate that does
-/// not come about looks like one that is not wanted. It differs in this: who does not want more has
-/// nothing under way for much of the time.
-#[derive(Debug, Default)]
-struct Demand {
-    /// Since when this is counted, ns.
-    since: u64,
-    /// What was asked for since, ns of the rate.
-    asked: u64,
-    /// How long requests were under way, ns, and since when they are.
-    busy: u64,
-    busy_since: u64,
-}
-
-impl Demand {
-    /// A request is the first under way.
-    const fn begin(&mut self, now: u64) {
-        self.busy_since = now;
-    }
-
-    /// A request has ended; none is under way if it is the `last`. Whether it has just turned out
-    /// that the rate does not come about.
-    fn end(&mut self, last: bool, now: u64) -> bool {
-        let span = now.saturating_sub(self.since);
-        if last || span >= DEMAND_NS {
-            self.busy += now.saturating_sub(self.busy_since.max(self.since));
-            self.busy_since = now;
-        }
-        if span < DEMAND_NS {
-            return false;
-        }
-        let wants = self.busy > span / 4 * 3;
-        let slowed = wants && self.asked < span - span / DEMAND_TOLERANCE;
-        *self = Self { since: now, busy_since: now, ..Self::default() };
-        slowed
-    }
-}
-
 impl Class {
+    /// Requests wait or run.
+    fn is_under_way(&self) -> bool {
+        self.running > 0 || !self.queue.is_empty()
+    }
+
     /// When its head is eligible, and when it is due.
     fn head(&self) -> Option<(u64, u64)> {
         let Promised { due, burst, .. } = self.promise?;
@@ -238,6 +203,7 @@ pub struct Scheduler {
     running: u32,
     background: u32,
     promises: u32,
+    epochs: Epochs,
     depth: Depth,
     usage: Usage,
     /// Until when [`Usage::used`] is counted.
@@ -264,6 +230,7 @@ impl Scheduler {
             running: 0,
             background: 0,
             promises: 0,
+            epochs: Epochs::new(),
             depth: Depth::new(device.channels.saturating_add(EXTRA_DEPTH)),
             usage: Usage::default(),
             used_at: 0,
@@ -331,14 +298,16 @@ impl Scheduler {
         now: Nanos,
     ) -> bool {
         let arrived = now.get();
+        self.tick(arrived);
         let Some(Some(to)) = self.classes.get_mut(class.0 as usize) else { return false };
         let Some(Some(flow)) = self.flows.get_mut(to.flow as usize) else { return false };
-        if to.queue.is_empty() && to.running == 0 {
+        if !to.is_under_way() {
             to.demand.begin(arrived);
         }
-        if let Some(promise) = to.promise {
-            let step = promise.step(self.device.cost(kind, bytes));
-            to.demand.asked = to.demand.asked.saturating_add(step);
+        if let Some(promise) = to.promise
+            && self.epochs.is_settled(arrived)
+        {
+            to.demand.ask(promise.step(self.device.cost(kind, bytes)));
         }
         to.queue.push_back(Pending { ticket, kind, bytes, arrived });
         flow.pending += 1;
@@ -375,15 +344,15 @@ impl Scheduler {
         now: Nanos,
     ) -> Option<Started> {
         let now = now.get();
-        self.depth.tick(now);
+        self.tick(now);
         let to = self.classes.get_mut(class.0 as usize)?.as_mut()?;
         let flow = self.flows.get_mut(to.flow as usize)?.as_mut()?;
         let cost = self.device.cost(kind, bytes).get().max(1);
         let promise = to.promise;
         let eligible = promise.map(|promise| resumed(to.clock, promise.burst, now));
         let eligible = eligible.filter(|eligible| *eligible <= now);
-        let is_held =
-            self.promises > 0 && (self.depth.gap() > 0 || self.background >= self.depth.bound());
+        let is_bound = self.depth.gap() > 0 || self.background >= self.depth.bound();
+        let is_held = self.promises > 0 && (is_bound || self.epochs.is_withheld());
         if flow.limit.is_some() || (eligible.is_none() && is_held) {
             return None;
         }
@@ -392,7 +361,9 @@ impl Scheduler {
         }
         if let Some(promise) = promise {
             let step = promise.step(self.device.cost(kind, bytes));
-            to.demand.asked = to.demand.asked.saturating_add(step);
+            if self.epochs.is_settled(now) {
+                to.demand.ask(step);
+            }
             if let Some(eligible) = eligible {
                 to.clock = eligible.saturating_add(step);
             }
@@ -416,7 +387,7 @@ impl Scheduler {
     /// What to start now, if anything: the caller starts it, and asks again.
     pub fn next(&mut self, now: Nanos) -> Option<Started> {
         let now = now.get();
-        self.depth.tick(now);
+        self.tick(now);
         while let Some((at, class)) = self.early.first()
             && at <= now
         {
@@ -445,6 +416,9 @@ impl Scheduler {
             if self.running >= self.device.channels.saturating_add(EXTRA_DEPTH) {
                 return None;
             }
+            if self.epochs.is_withheld() {
+                return None;
+            }
             let is_soon = now.saturating_sub(self.served_at) < self.depth.gap();
             if is_soon || self.background >= self.depth.bound() {
                 self.depth.hold_back();
@@ -460,24 +434,33 @@ impl Scheduler {
     pub fn wake_at(&self) -> Option<Nanos> {
         // What is early is background until then; where that may start it need not be waited for.
         let times = [self.limited.first(), self.early.first()].into_iter().flatten();
-        let gap = self.depth.gap();
+        let background = if self.fair.is_empty() { None } else { self.background_at() };
+        times.map(|(at, _)| at).chain(background).min().map(Nanos::new)
+    }
+
+    /// When time alone lets the next background request start.
+    fn background_at(&self) -> Option<u64> {
+        if let Some(end) = self.epochs.withheld_until() {
+            let longest = self.waits_since.saturating_add(MAX_BACKGROUND_WAIT_NS + 1);
+            let is_full = self.running >= self.device.channels.saturating_mul(2);
+            return Some(if is_full { end } else { end.min(longest) });
+        }
         // Where it is the end of a request that background waits for, time alone changes nothing.
         let has_room = self.running < self.device.channels.saturating_add(EXTRA_DEPTH)
             && self.background < self.depth.bound();
-        let waits = gap > 0 && has_room && !self.fair.is_empty();
-        let background = waits.then(|| self.served_at.saturating_add(gap));
-        times.map(|(at, _)| at).chain(background).min().map(Nanos::new)
+        let gap = self.depth.gap();
+        (gap > 0 && has_room).then(|| self.served_at.saturating_add(gap))
     }
 
     /// A request has ended.
     pub fn complete(&mut self, running: Running, now: Nanos) {
+        self.tick(now.get());
         self.end(&running, now.get());
         self.background -= u32::from(!running.promised);
         let Some(Some(class)) = self.classes.get_mut(running.class as usize) else { return };
         class.running -= 1;
-        let is_last = class.running == 0 && class.queue.is_empty();
-        if class.demand.end(is_last, now.get()) && class.promise.is_some() {
-            self.depth.slow_down();
+        if !class.is_under_way() {
+            class.demand.end(now.get());
         }
         if running.promised {
             let response = now.get().saturating_sub(running.since);
@@ -529,7 +512,7 @@ impl Scheduler {
     /// then.
     #[must_use]
     pub const fn depth(&self) -> u32 {
-        if self.depth.gap() > 0 { 0 } else { self.depth.bound() }
+        if self.depth.gap() > 0 || self.epochs.is_withheld() { 0 } else { self.depth.bound() }
     }
 
     /// What the device did, and took for it.
@@ -562,6 +545,33 @@ impl Scheduler {
     #[must_use]
     pub fn responses(&self, class: ClassId) -> Option<Responses> {
         Some(self.classes.get(class.0 as usize)?.as_ref()?.responses)
+    }
+
+    /// Ends an epoch if it is time.
+    fn tick(&mut self, now: u64) {
+        if self.epochs.is_over(now) {
+            self.end_epoch(now);
+        }
+    }
+
+    #[cold]
+    fn end_epoch(&mut self, now: u64) {
+        let epoch = self.epochs.end(self.served_at, self.depth.recovery(), now);
+        let (mut is_tried, mut answers, mut wants) = (false, false, Wants::Any);
+        for class in self.classes.iter_mut().flatten() {
+            let Some(Promised { period, burst, .. }) = class.promise else { continue };
+            let backlog = match class.head() {
+                Some((eligible, _)) if eligible > now => Backlog::BeyondRate,
+                _ if class.is_under_way() => Backlog::WithinRate,
+                _ => Backlog::None,
+            };
+            let look = class.demand.end_epoch(&epoch, (period, burst), backlog);
+            is_tried |= look.is_tried;
+            answers |= look.answers;
+            wants = wants.max(look.wants);
+        }
+        self.depth.end_epoch(wants, self.epochs.is_withheld());
+        self.epochs.begin(is_tried, answers, now);
     }
 
     /// The device gets a request.

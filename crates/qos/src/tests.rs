@@ -1,5 +1,6 @@
 //! The properties that the header of the room states.
 
+mod demand;
 mod world;
 
 use proptest::prelude::*;

@@ -7,7 +7,8 @@
 
 use rtvirtio_units::Nanos;
 
-use super::{ClassId, Demand, EXTRA_DEPTH, FlowId, Pace, Promised, Scheduler};
+use super::{ClassId, EXTRA_DEPTH, FlowId, Pace, Promised, Scheduler};
+use crate::demand::Demand;
 use crate::{Device, Promise, Share};
 
 impl Scheduler {
@@ -58,7 +59,8 @@ impl Scheduler {
         self.promises += u32::from(promise.is_some());
         of.promise = promise;
         of.clock = of.clock.min(now);
-        of.demand = Demand { since: now, busy_since: now, ..Demand::default() };
+        of.demand = Demand::default();
+        of.demand.begin(now);
         self.rank(class.0, now);
         true
     }

@@ -3,6 +3,8 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
+use rand::{RngExt, SeedableRng};
+use rand_pcg::Pcg64Mcg;
 use rtvirtio_ssd::{Ssd, SsdConfig};
 use rtvirtio_units::{Bytes, Nanos};
 
@@ -15,6 +17,33 @@ pub(crate) enum Load {
     Paced { every: Nanos, bytes: u64 },
     /// So many at any time.
     Backlogged { depth: u32, bytes: u64 },
+    /// One request at a time, and a time of the guest's own between the end of one and the next.
+    Thinking { between: Between, bytes: u64 },
+    /// Whatever becomes of those before: as independent arrivals do.
+    Independent { every: Nanos, bytes: u64 },
+}
+
+/// A guest's own time between two requests.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Between {
+    Constant(Nanos),
+    /// Exponentially distributed, with this mean.
+    Exponential(Nanos),
+}
+
+impl Load {
+    const fn bytes(self) -> u64 {
+        match self {
+            Self::Paced { bytes, .. }
+            | Self::Backlogged { bytes, .. }
+            | Self::Thinking { bytes, .. }
+            | Self::Independent { bytes, .. } => bytes,
+        }
+    }
+}
+
+fn exponential(mean: Nanos, random: &mut Pcg64Mcg) -> Nanos {
+    Nanos::from_secs_f64(-(1.0 - random.random::<f64>()).ln() * mean.as_secs_f64())
 }
 
 /// What became of a VM's requests.
@@ -69,6 +98,8 @@ pub(crate) struct World {
     waiting: BTreeMap<u64, (usize, Nanos, u64)>,
     /// How long a completion or an arrival takes to be seen.
     lag: Nanos,
+    /// Of the guests' own times.
+    random: Pcg64Mcg,
 }
 
 /// The scheduler's device that is what an emulated one is on average.
@@ -94,6 +125,7 @@ impl World {
             running: BTreeMap::new(),
             waiting: BTreeMap::new(),
             lag,
+            random: Pcg64Mcg::seed_from_u64(1),
         }
     }
 
@@ -106,14 +138,19 @@ impl World {
 
     /// A task of a class.
     pub(crate) fn add_to(&mut self, class: ClassId, load: Load) -> usize {
+        self.add_later(class, load, Nanos::ZERO)
+    }
+
+    /// The same, which begins then.
+    pub(crate) fn add_later(&mut self, class: ClassId, load: Load, begin: Nanos) -> usize {
         let index = self.clients.len();
         self.clients.push(Client { load, class, due: Nanos::ZERO, outcome: Outcome::default() });
         let first = match load {
-            Load::Paced { .. } => 1,
             Load::Backlogged { depth, .. } => depth,
+            _ => 1,
         };
         // Not all at the same time.
-        let start = Nanos::from_micros(7 * index as u64);
+        let start = begin.saturating_add(Nanos::from_micros(7 * index as u64));
         self.clients[index].due = start;
         (0..first).for_each(|_| self.at(start, Event::Arrives(index)));
         index
@@ -144,7 +181,11 @@ impl World {
 
     fn arrive(&mut self, client: usize, now: Nanos) {
         let Client { load, class, .. } = self.clients[client];
-        let (Load::Paced { bytes, .. } | Load::Backlogged { bytes, .. }) = load;
+        let bytes = load.bytes();
+        if let Load::Independent { every, .. } = load {
+            let next = now.saturating_add(exponential(every, &mut self.random));
+            self.at(next, Event::Arrives(client));
+        }
         self.sequence += 1;
         let ticket = self.sequence;
         self.waiting.insert(ticket, (client, now, bytes));
@@ -183,6 +224,14 @@ impl World {
                 of.due.max(now.saturating_add(self.lag))
             }
             Load::Backlogged { .. } => now.saturating_add(self.lag),
+            Load::Thinking { between, .. } => {
+                let between = match between {
+                    Between::Constant(time) => time,
+                    Between::Exponential(mean) => exponential(mean, &mut self.random),
+                };
+                now.saturating_add(self.lag).saturating_add(between)
+            }
+            Load::Independent { .. } => return,
         };
         self.at(next, Event::Arrives(client));
     }

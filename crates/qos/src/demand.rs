@@ -1,0 +1,244 @@
+//! Whether a class that has less than its rate would take more.
+//!
+//! A task that waits for each of its requests asks for fewer if they are slow, so a rate that does not come
+//! about looks like one that is not wanted. What tells the two apart is what the class asks for if its
+//! requests are served sooner, so that is tried ([`experiment`](crate::experiment)) while a class is short
+//! of its rate. A class that asks for more without background, by more than chance explains, *answers*:
+//! background then gives way until the class has its rate, or as much of it as it asks for. A class that does
+//! not answer is content: it is left alone, each time for twice as long, unless what it asks for changes.
+//!
+//! A class that has requests under way nearly all the time can hardly ask for less than it could, so it
+//! is given way to without an experiment, for as long as its rate then comes about.
+
+use crate::experiment::{Epoch, Findings, Pairs};
+
+/// A rate comes about if no more than this part of it is not asked for.
+const TOLERANCE: f64 = 1.0 / 60.0;
+/// What is missing of a rate is made up for up to this part of an epoch's.
+const MEMORY: f64 = 0.5;
+/// A finding holds for this time, ns, and each further one of the kind for twice as long.
+const KEEP_NS: u64 = 5_000_000_000;
+const MAX_DOUBLINGS: u32 = 6;
+/// A class that has requests under way for more of the time is given way to without an experiment,
+const BUSY: f64 = 0.75;
+/// if it then comes to this part of its rate, on average over some epochs,
+const COMES_ABOUT: f64 = 0.975;
+/// at least once in so long, ns.
+const PATIENCE_NS: u64 = 3_000_000_000;
+
+/// What is known of a class.
+#[derive(Debug, Clone, Copy, Default)]
+enum Finding {
+    /// Nothing.
+    #[default]
+    None,
+    /// It is being tried.
+    Tried(Pairs),
+    /// It asks for more if background gives way: for this part of its rate.
+    Answers { most: f64, until: u64 },
+    /// It does not, when it had this part of its rate, on average since, and with this deviation.
+    Content { had: f64, since: f64, deviation: f64, until: u64 },
+}
+
+/// What a class asks for, and what is known of it.
+#[derive(Debug, Default)]
+pub(crate) struct Demand {
+    /// A whole epoch was seen before the present one.
+    is_counted: bool,
+    /// What was asked for in this epoch since it settled, ns of the rate.
+    asked: u64,
+    /// How long requests were under way in it, ns, and since when they are.
+    busy: u64,
+    busy_since: u64,
+    /// What has not come about of the rate, in epochs: a cumulative sum (Page, 1954) of what is
+    /// missing beyond the tolerance.
+    missing: f64,
+    /// What was asked for, on average over some epochs.
+    recent: f64,
+    finding: Finding,
+    doublings: u32,
+    /// How often in a row it was found to answer; beyond doubt counts twice.
+    answers: u32,
+    /// When the rate last came about.
+    satisfied: u64,
+    /// Until when background may still fill the device again after it gave way to this class.
+    recovers: u64,
+}
+
+/// What a class has under way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Backlog {
+    None,
+    WithinRate,
+    /// It waits because it has had its rate.
+    BeyondRate,
+}
+
+/// How much background a class can do with.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Wants {
+    #[default]
+    Any,
+    /// What there is now, until what was missed has been made up for.
+    NoMore,
+    Less,
+}
+
+/// What follows from an epoch for a class.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Look {
+    pub(crate) wants: Wants,
+    /// Another pair of epochs is wanted.
+    pub(crate) is_tried: bool,
+    /// It has just turned out that the class takes more.
+    pub(crate) answers: bool,
+}
+
+impl Demand {
+    /// A request is the first under way.
+    pub(crate) const fn begin(&mut self, now: u64) {
+        self.busy_since = now;
+    }
+
+    /// The last request under way has ended.
+    pub(crate) const fn end(&mut self, now: u64) {
+        self.busy += now.saturating_sub(self.busy_since);
+    }
+
+    /// A request of so many ns of the rate has arrived in a settled epoch.
+    pub(crate) const fn ask(&mut self, step: u64) {
+        self.asked = self.asked.saturating_add(step);
+    }
+
+    /// An epoch has ended. A request is `request` ns of the rate, and so many may come at once as are
+    /// `burst` ns.
+    pub(crate) fn end_epoch(
+        &mut self,
+        epoch: &Epoch,
+        (request, burst): (u64, u64),
+        backlog: Backlog,
+    ) -> Look {
+        if backlog != Backlog::None {
+            self.end(epoch.end);
+        }
+        let asked = self.asked as f64 / epoch.span();
+        let busy = self.busy as f64 / (epoch.end - epoch.begin).max(1) as f64;
+        (self.asked, self.busy, self.busy_since) = (0, 0, epoch.end);
+        if !std::mem::replace(&mut self.is_counted, true) {
+            self.satisfied = epoch.end;
+            return Look::default();
+        }
+        let request = request as f64 / epoch.span();
+        if let Finding::Tried(pairs) = &mut self.finding {
+            pairs.add(epoch, asked);
+            let findings = pairs.findings(request, TOLERANCE, COMES_ABOUT);
+            if let Some(findings) = &findings {
+                self.conclude(findings, epoch.end);
+            } else if epoch.half.is_none() && !epoch.may_try {
+                self.finding = Finding::None;
+            }
+            let is_tried = matches!(self.finding, Finding::Tried(_));
+            let answers = findings.is_some_and(|findings| findings.answers);
+            return Look { is_tried, answers, ..Look::default() };
+        }
+        if epoch.withheld {
+            return Look::default();
+        }
+        if let Finding::Content { had, since, deviation, until } = &mut self.finding {
+            // A change of what it asks for is a reason to look again.
+            *since += (asked - *since) / 8.0;
+            let error = *deviation / 15f64.sqrt();
+            if (*since - *had).abs() > *had / 8.0 + 4.0 * error || epoch.end > *until {
+                self.finding = Finding::None;
+            }
+            return Look::default();
+        }
+        let goal = if let Finding::Answers { most, .. } = self.finding { most } else { 1.0 };
+        let slack = 2.0 * request + burst as f64 / epoch.span();
+        self.missing = self.missing + goal * (1.0 - TOLERANCE) - asked;
+        self.missing = self.missing.clamp(0.0, slack + MEMORY);
+        // With no time under way at all it would ask for no more than so much beyond this.
+        let more = asked * busy / (1.0 - busy).max(1e-3);
+        let is_limited = more >= TOLERANCE.max(Pairs::least(request));
+        if !is_limited || backlog == Backlog::BeyondRate {
+            self.missing = 0.0;
+        }
+        let is_short = self.missing > slack;
+        self.recent += (asked - self.recent) / 8.0;
+        if !is_short || self.recent >= goal * COMES_ABOUT {
+            self.satisfied = epoch.end;
+        }
+        let mut look = self.look(epoch, is_short, busy);
+        if look.wants == Wants::Less && asked >= goal * (1.0 - TOLERANCE) {
+            look.wants = Wants::NoMore;
+        }
+        look
+    }
+
+    fn look(&mut self, epoch: &Epoch, is_short: bool, busy: f64) -> Look {
+        let now = epoch.end;
+        let mut look = Look::default();
+        match &mut self.finding {
+            Finding::None if is_short => {
+                let is_patient = now.saturating_sub(self.satisfied) < PATIENCE_NS;
+                let gives_way = now < self.recovers;
+                let was_tried = self.doublings > 0;
+                let is_busy = busy > BUSY;
+                let is_series = epoch.half.is_some() && epoch.may_try;
+                if is_busy && !is_series && (is_patient || !epoch.may_try && !was_tried) {
+                    look.wants = Wants::Less;
+                } else if is_patient && gives_way && !is_series {
+                    // It has just been given way to.
+                    look.wants = Wants::NoMore;
+                } else if (is_series || !gives_way)
+                    && self.recent < COMES_ABOUT
+                    && (epoch.may_try || self.answers > 0 && epoch.has_background)
+                {
+                    self.finding = Finding::Tried(Pairs::default());
+                    look.is_tried = true;
+                }
+            }
+            Finding::Answers { most, until } => {
+                if is_short {
+                    look.wants = Wants::Less;
+                } else if self.answers > 1 {
+                    *until = now.saturating_add(KEEP_NS);
+                }
+                // What it asks for changes, and right after background gave way it makes up for the time
+                // before.
+                if now.saturating_sub(self.satisfied) > PATIENCE_NS {
+                    *most = self.recent;
+                } else {
+                    *most = most.max(self.recent.min(1.0));
+                }
+                if now > *until && epoch.has_background {
+                    self.finding = Finding::None;
+                }
+            }
+            Finding::None | Finding::Tried(_) | Finding::Content { .. } => {}
+        }
+        if look.wants == Wants::Less {
+            self.recovers = now.saturating_add(epoch.recovery);
+        }
+        look
+    }
+
+    fn conclude(&mut self, findings: &Findings, now: u64) {
+        let until = now.saturating_add(KEEP_NS << self.doublings);
+        self.doublings = (self.doublings + 1).min(MAX_DOUBLINGS);
+        let &Findings { answers, is_clear, withheld, as_is, error, deviation } = findings;
+        self.missing = 0.0;
+        self.finding = if answers {
+            self.satisfied = now;
+            self.answers += 1 + u32::from(is_clear);
+            Finding::Answers { most: (withheld + 2.0 * error).min(1.0), until }
+        } else if as_is >= COMES_ABOUT {
+            // Another class has been given way to meanwhile.
+            self.satisfied = now;
+            Finding::None
+        } else {
+            (self.satisfied, self.answers) = (0, 0);
+            Finding::Content { had: as_is, since: as_is, deviation, until }
+        };
+    }
+}
