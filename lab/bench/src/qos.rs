@@ -25,7 +25,7 @@
 pub mod admission;
 pub mod cell;
 pub mod changes;
-pub(crate) mod clients;
+pub mod clients;
 pub(crate) mod configuration;
 pub mod cost;
 pub mod curve;
@@ -48,7 +48,7 @@ use crate::cell::CANARY_LIMIT;
 use crate::dataplane::server::qsd_version;
 use crate::lines::Lines;
 use cell::{Cell, CellKey, NoiseFloor, Scheme, disturbance};
-use clients::{Plan, tasks};
+use clients::{Between, Plan, tasks};
 use configuration::Sharing;
 use curve::Curve;
 use disk::{Disk, On};
@@ -70,6 +70,8 @@ pub struct Benchmark<'a> {
     pub tiers: Vec<Tier>,
     /// Who is beside them.
     pub neighbours: Vec<Neighbour>,
+    /// The guests' own times between two requests.
+    pub between: Vec<Between>,
     /// How they share the device.
     pub schemes: Vec<Scheme>,
     /// How often each.
@@ -142,7 +144,10 @@ impl Benchmark<'_> {
     fn keys(&self) -> Vec<CellKey> {
         let mut keys = Vec::new();
         for repetition in 0..self.repetitions {
-            for &neighbour in &self.neighbours {
+            let between = self.between.iter();
+            let beside =
+                self.neighbours.iter().flat_map(|n| between.clone().map(move |b| (*n, *b)));
+            for (neighbour, between) in beside {
                 for (turn, (tier, case)) in self.tiered_cases().enumerate() {
                     let mut schemes = self.schemes.clone();
                     schemes.rotate_left((repetition as usize + turn) % self.schemes.len().max(1));
@@ -153,6 +158,7 @@ impl Benchmark<'_> {
                         case: case.to_string(),
                         tier: tier.to_string(),
                         neighbour,
+                        between,
                         scheme,
                         repetition,
                     }));
@@ -275,7 +281,7 @@ fn is_enough<'a>(runs: impl Iterator<Item = &'a Option<String>>) -> bool {
 /// The tasks of each of a cell's VMs.
 fn vms(key: &CellKey) -> Result<Vec<Vec<Plan>>> {
     let (case, tier): (Case, Tier) = (key.case.parse()?, key.tier.parse()?);
-    let vms = (0..case.vms()).map(|rank| tasks(case, tier, rank));
+    let vms = (0..case.vms()).map(|rank| tasks(case, tier, rank, key.between));
     vms.collect::<Option<_>>().context("a case has targets for its VMs")
 }
 

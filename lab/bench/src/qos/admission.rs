@@ -26,7 +26,7 @@ use sets::{MOST_TASKS, Set, sets, utilisation};
 pub use sets::{SETS, Task};
 
 use super::cell::{self, disturbance};
-use super::clients::Plan;
+use super::clients::{Between, Plan};
 use super::configuration::{DISK, Sharing};
 use super::curve::Curve;
 use super::is_enough;
@@ -236,6 +236,7 @@ fn plans(tasks: &[Task]) -> Result<Vec<Vec<Plan>>> {
             block: task.bytes().get() as usize,
             read_fraction: 0.7,
             target: Nanos::from_micros(task.target_us),
+            between: Between::Nothing,
         }])
     };
     tasks.iter().enumerate().map(plan).collect()

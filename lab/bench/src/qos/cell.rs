@@ -7,6 +7,7 @@ use rtvirtio_spec::run::Canary;
 use rtvirtio_units::Nanos;
 use serde::{Deserialize, Serialize};
 
+use super::clients::Between;
 use super::curve::Curve;
 use super::neighbour::Neighbour;
 
@@ -58,6 +59,9 @@ pub struct CellKey {
     /// The background VM.
     #[serde(default)]
     pub neighbour: Neighbour,
+    /// The guests' own time between two requests.
+    #[serde(default)]
+    pub between: Between,
     /// The scheme.
     pub scheme: Scheme,
     /// From 0.
@@ -72,8 +76,12 @@ impl CellKey {
     /// For people.
     #[must_use]
     pub fn label(&self) -> String {
-        let Self { case, tier, neighbour, scheme, .. } = self;
-        format!("{case} {tier}, {}, {}", neighbour.name(), scheme.name())
+        let Self { case, tier, neighbour, between, scheme, .. } = self;
+        let between = match between {
+            Between::Nothing => String::new(),
+            between => format!(", {between} between requests"),
+        };
+        format!("{case} {tier}{between}, {}, {}", neighbour.name(), scheme.name())
     }
 }
 

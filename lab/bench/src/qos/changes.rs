@@ -29,7 +29,7 @@ use serde::{Deserialize, Serialize};
 pub use plot::plot;
 
 use super::cell::Scheme;
-use super::clients::{COUNTING, EndPhase, Plan, WARMING, run_tasks_into, tasks};
+use super::clients::{Between, COUNTING, EndPhase, Plan, WARMING, run_tasks_into, tasks};
 use super::configuration::{DISK, Layout, Sharing, socket};
 use super::curve::Curve;
 use super::neighbour::{Background, Neighbour};
@@ -291,7 +291,10 @@ impl Benchmark<'_> {
 fn vms() -> Result<Vec<Vec<Plan>>> {
     let case = Case::new(VMS, Mix::LightMediumHeavy)?;
     let mut vms: Vec<_> = (0..VMS)
-        .map(|rank| tasks(case, Tier::Strict, rank).context("a case has targets for its VMs"))
+        .map(|rank| {
+            tasks(case, Tier::Strict, rank, Between::Nothing)
+                .context("a case has targets for its VMs")
+        })
         .collect::<Result<_>>()?;
     for plan in vms.iter_mut().flatten().filter(|plan| plan.name == TaskKind::Heavy.name()) {
         plan.iops = Iops::new(HEAVY_IOPS)?;
@@ -411,6 +414,7 @@ mod tests {
             block: 4096,
             read_fraction: 0.7,
             target: Nanos::from_millis(target_ms),
+            between: Between::Nothing,
         }
     }
 

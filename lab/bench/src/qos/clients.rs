@@ -3,7 +3,9 @@
 //! Clients look at a phase that they share: requests count while it says so, and all of them end
 //! when it is over. One that ends early ends the phase.
 
+use std::fmt;
 use std::path::Path;
+use std::str::FromStr;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
@@ -14,6 +16,7 @@ use rtvirtio_cases::{Case, Tier, judge};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::specification::Task;
 use rtvirtio_units::{Iops, Nanos, Percentile};
+use serde::{Deserialize, Serialize};
 
 use super::cell;
 use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
@@ -34,6 +37,69 @@ impl Drop for EndPhase<'_> {
     }
 }
 
+/// Time that a guest takes between the end of a request and the next.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Between {
+    /// None.
+    #[default]
+    Nothing,
+    /// Always this.
+    Constant(Nanos),
+    /// Exponentially distributed, with this mean.
+    Exponential(Nanos),
+}
+
+impl Between {
+    /// Its mean.
+    #[must_use]
+    pub const fn mean(self) -> Nanos {
+        match self {
+            Self::Nothing => Nanos::ZERO,
+            Self::Constant(time) | Self::Exponential(time) => time,
+        }
+    }
+
+    fn draw(self, random: &mut Pcg64Mcg) -> Duration {
+        let mean = Duration::from(self.mean());
+        match self {
+            Self::Exponential(_) => mean.mul_f64(-(1.0 - random.random::<f64>()).ln()),
+            Self::Nothing | Self::Constant(_) => mean,
+        }
+    }
+}
+
+impl fmt::Display for Between {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Nothing => write!(f, "0"),
+            Self::Constant(time) => write!(f, "{time} constant"),
+            Self::Exponential(time) => write!(f, "{time} exponential"),
+        }
+    }
+}
+
+impl FromStr for Between {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (time, is_constant) = match text.strip_prefix("exponential:") {
+            Some(time) => (time, false),
+            None => (text, true),
+        };
+        let time: u64 = time.parse().map_err(|_| {
+            format!(
+                "`{text}` is neither a number of µs, such as 250, nor one such as exponential:250"
+            )
+        })?;
+        Ok(match Nanos::from_micros(time.min(1_000_000)) {
+            Nanos::ZERO => Self::Nothing,
+            time if is_constant => Self::Constant(time),
+            time => Self::Exponential(time),
+        })
+    }
+}
+
 /// What a task is to do.
 #[derive(Debug, Clone)]
 pub(crate) struct Plan {
@@ -47,17 +113,28 @@ pub(crate) struct Plan {
     pub(crate) read_fraction: f64,
     /// Of its judged percentile.
     pub(crate) target: Nanos,
+    /// The guest's own time between two requests.
+    pub(crate) between: Between,
 }
 
-/// The tasks of a case's VM; none if it has no targets.
-pub(crate) fn tasks(case: Case, tier: Tier, rank: u8) -> Option<Vec<Plan>> {
+/// What a request takes of the reference device, 250 µs, and of the way there and back (docs/results/path).
+/// A task that sends one at a time can have no higher rate than one in this and its guest's own time.
+const REQUEST: Nanos = Nanos::from_micros(380);
+/// What it asks for at most of that rate.
+const PART: f64 = 0.9;
+
+/// The tasks of a case's VM, which are as slow as they have to be for a guest that takes time `between` two
+/// requests; none if it has no targets.
+pub(crate) fn tasks(case: Case, tier: Tier, rank: u8, between: Between) -> Option<Vec<Plan>> {
+    let most = PART / between.mean().saturating_add(REQUEST).as_secs_f64();
     let plan = |&kind: &rtvirtio_cases::TaskKind| {
         Some(Plan {
             name: kind.name().to_owned(),
-            iops: kind.iops(),
+            iops: Iops::new(kind.iops().get().min(most)).ok()?,
             block: kind.load().block_size.get() as usize,
             read_fraction: kind.load().read_fraction,
             target: tier.target(case, rank, kind)?,
+            between,
         })
     };
     case.mix().kinds().iter().map(plan).collect()
@@ -72,6 +149,7 @@ impl Plan {
             block: task.load.block_size.get() as usize,
             read_fraction: task.load.read_fraction,
             target: task.target?.latency,
+            between: Between::Nothing,
         })
     }
 
@@ -139,7 +217,8 @@ pub(crate) fn run_task(
     rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1))?;
     let mut due = Instant::now() + every.mul_f64(random.random::<f64>());
     while phase.load(Ordering::Relaxed) != OVER {
-        std::thread::sleep(due.saturating_duration_since(Instant::now()));
+        let ready = Instant::now() + plan.between.draw(random);
+        std::thread::sleep(due.max(ready).saturating_duration_since(Instant::now()));
         due += every;
         let offset = random.random_range(0..blocks) * plan.block as u64;
         let counts = phase.load(Ordering::Relaxed) == COUNTING;

@@ -176,12 +176,12 @@ mod tests {
     use rtvirtio_spec::serve;
 
     use super::*;
-    use crate::qos::clients::tasks;
+    use crate::qos::clients::{Between, tasks};
     use crate::qos::neighbour::Neighbour;
 
     fn vms() -> Vec<Vec<Plan>> {
         let case: Case = "2xL+M+H".parse().unwrap();
-        (0..2).map(|rank| tasks(case, Tier::Strict, rank).unwrap()).collect()
+        (0..2).map(|rank| tasks(case, Tier::Strict, rank, Between::Nothing).unwrap()).collect()
     }
 
     fn layout<'a>(

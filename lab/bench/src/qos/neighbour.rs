@@ -10,7 +10,7 @@ use rand_pcg::Pcg64Mcg;
 use rtvirtio_units::{Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
-use super::clients::{EndPhase, OVER, PATIENCE, Plan};
+use super::clients::{Between, EndPhase, OVER, PATIENCE, Plan};
 use crate::dataplane::client::{Client, Endpoint, MAX_DEPTH, Queue, Shape};
 
 const KIB: usize = 1 << 10;
@@ -93,6 +93,7 @@ fn modest() -> Plan {
         block: 4 * KIB,
         read_fraction: 0.7,
         target: Nanos::from_millis(10),
+        between: Between::Nothing,
     }
 }
 

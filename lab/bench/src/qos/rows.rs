@@ -11,6 +11,7 @@ use rtvirtio_spec::run::{Cell as KernelCell, TaskResult};
 use rtvirtio_units::{Nanos, Percentile};
 
 use super::cell::{Cell, CellKey, Scheme, Task};
+use super::clients::Between;
 use super::neighbour::Neighbour;
 
 /// A value and its interval.
@@ -48,18 +49,24 @@ pub(super) struct Group {
     pub(super) case: String,
     pub(super) tier: String,
     pub(super) neighbour: Neighbour,
+    pub(super) between: Between,
 }
 
 impl Group {
     fn of(key: &CellKey) -> Self {
-        Self { case: key.case.clone(), tier: key.tier.clone(), neighbour: key.neighbour }
+        let CellKey { case, tier, neighbour, between, .. } = key.clone();
+        Self { case, tier, neighbour, between }
     }
 
-    /// The case, and the tier if it is not strict.
+    /// The case, the tier if it is not strict, and the guests' own time if there is one.
     pub(super) fn case(&self) -> String {
-        match self.tier.as_str() {
-            "strict" => self.case.clone(),
-            tier => format!("{} {tier}", self.case),
+        let mut case = self.case.clone();
+        if self.tier != "strict" {
+            case = format!("{case} {}", self.tier);
+        }
+        match self.between {
+            Between::Nothing => case,
+            between => format!("{case} {between}"),
         }
     }
 }

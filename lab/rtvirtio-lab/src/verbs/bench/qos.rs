@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use rtvirtio_bench::qos::cell::Scheme;
+use rtvirtio_bench::qos::clients::Between;
 use rtvirtio_bench::qos::disk::On;
 use rtvirtio_bench::qos::neighbour::Neighbour;
 use rtvirtio_bench::qos::{Benchmark, write_report};
@@ -29,6 +30,10 @@ pub(crate) struct Args {
     /// Background VMs: deep-writer, deep-reader, large-writer, flush-storm, burst, liar
     #[arg(long, value_delimiter = ',', default_value = "deep-writer")]
     neighbours: Vec<Neighbour>,
+    /// Time that guests take between the end of a request and the next, µs: 0, 250, or exponential:250 with
+    /// that mean. Tasks for which it leaves too little time ask for less
+    #[arg(long, value_delimiter = ',', default_value = "0")]
+    between: Vec<Between>,
     /// How VMs share the device: none, qos, throttle (qemu-storage-daemon, the background VM at 10 MB/s)
     #[arg(long, value_delimiter = ',', default_value = "none,qos")]
     schemes: Vec<Scheme>,
@@ -60,6 +65,7 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         cases: super::cases(&args.cases)?,
         tiers: args.tiers.clone(),
         neighbours: args.neighbours.clone(),
+        between: args.between.clone(),
         schemes: args.schemes.clone(),
         repetitions: args.repetitions,
         window: Duration::from_secs_f64(window),
