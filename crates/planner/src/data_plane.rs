@@ -17,7 +17,7 @@ use rtvirtio_spec::plan::data_plane::DataPlane;
 use rtvirtio_spec::plan::{
     BackgroundShare, Broken, Cause, DeviceCost, PredictedBy, Reason, TaskPromise, Unmet,
 };
-use rtvirtio_spec::profile::{Capacity, StallFit};
+use rtvirtio_spec::profile::{Capacity, Response, StallFit};
 use rtvirtio_spec::serve::{self, IoPriority, MAX_TASKS, Promise, Qos, Rate, wire};
 use rtvirtio_spec::specification::{Load, Recognise, Target, Task, Vm};
 use rtvirtio_units::{Bytes, BytesPerSecond, DiskName, Iops, Name, Nanos, VmName, Weight};
@@ -51,6 +51,9 @@ pub fn service_curve(capacity: &Capacity) -> Curve {
     let tail_large = capacity.response_128k.p999.as_secs_f64() - overhead;
     let spread = (tail_large / (mean_large - overhead)).max(1.0);
     let jitter = capacity.response_4k.p999.as_secs_f64() - overhead - cost_small * spread;
+    let decade = |of: &Response| of.p999.saturating_sub(of.p99).as_secs_f64();
+    let spread_decade = decade(&capacity.response_128k) / (mean_large - overhead);
+    let jitter_decade = decade(&capacity.response_4k) - cost_small * spread_decade;
     let seconds = |s: f64| Nanos::from_secs_f64(s.max(0.0));
     let device = Device {
         channels: channels as u32,
@@ -58,7 +61,14 @@ pub fn service_curve(capacity: &Capacity) -> Curve {
         kib: seconds(kib),
         flush: seconds(cost_small),
     };
-    Curve { device, spread, overhead: seconds(overhead), jitter: seconds(jitter) }
+    Curve {
+        device,
+        spread,
+        spread_decade,
+        overhead: seconds(overhead),
+        jitter: seconds(jitter),
+        jitter_decade: seconds(jitter_decade),
+    }
 }
 
 /// What of a transfer is one request to the device, and how many of these it is.
@@ -126,7 +136,8 @@ fn wanted_by<'a>(
             deadline,
             rate: rtvirtio_qos::Rate { iops: own.iops, bandwidth: own.bandwidth, burst: own.burst },
         };
-        Some((task, Wish { promise, depth: Some(task.load.queue_depth) }))
+        let percentile = task.target.map(|target| target.percentile);
+        Some((task, Wish { promise, depth: Some(task.load.queue_depth), percentile }))
     };
     let tasks = tasks().filter_map(wish).collect();
     Some(Ok(Wanted { disk, ioprio, promise: Promise { deadline, rate: all }, tasks }))

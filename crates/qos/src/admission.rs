@@ -1,7 +1,8 @@
 //! Whether promises fit a device, before they are made.
 //!
 //! # Terms
-//! A *wish* is a promise that somebody asks for. A device's *spread* is the 99.9th percentile of its
+//! A *wish* is a promise that somebody asks for, to be kept for a part of the requests that its percentile
+//! states, 99.9 or more. A device's *spread* is the 99.9th percentile of its
 //! service time over the mean, its *overhead* what a response takes beyond that.
 //!
 //! # The test
@@ -14,25 +15,31 @@
 //!    it is due first ([`crate::Scheduler`]), and background gives way to it;
 //! 3. each deadline is no shorter than [`Fit::least`]: the means of what a response is made of
 //!    (overhead, service, the wait for a transfer of the background to end, that for other promises)
-//!    and the root of the sum of the squares of what each is more than that in one of 1,000. The
-//!    wait for other promises is at most all their bursts at once.
+//!    and the root of the sum of the squares of what each is more than that in one of 1,000, or of as many as
+//!    the wish's percentile states. The wait for other promises is at most all their bursts at once. What is
+//!    known of a device ends at 99.9; beyond, its service time and the host's lateness are taken to grow by as
+//!    much with each decade as they do from 99 to 99.9.
 //!
 //! It is a statistic, not a proof: `what_is_admitted_is_kept_and_what_is_refused_is_not` simulates
 //! random sets, `rtvirtio-lab bench qos-admission` measures some.
 //!
 //! # Properties (tests of the same name)
 //! - `what_is_admitted_is_kept_and_what_is_refused_is_not`, mostly;
+//! - `what_is_admitted_for_one_in_10_000_is_kept`, mostly;
 //! - `what_a_refusal_says_would_fit_does`;
 //! - `wish_that_is_refused_does_not_count`;
 //! - `fit_grows_worse_with_each_further_promise`.
 
-use rtvirtio_units::{Iops, Nanos};
+use rtvirtio_units::{Iops, Nanos, Percentile};
 
 use crate::{Device, Kind, MAX_TRANSFER, PAGE, Promise};
 
 /// What promises may need of a device. The rest is what its channels are idle for between the end
 /// of a request and the start of the next.
 pub const USABLE: f64 = 0.97;
+
+/// The rarest that is known of a device.
+const ONE_IN_1000: f64 = 1e-3;
 
 /// A device as the test sees it.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -41,10 +48,14 @@ pub struct Curve {
     pub device: Device,
     /// 99.9th percentile of its service time, of the mean; 1 or more.
     pub spread: f64,
+    /// By how much that grows from the 99th to the 99.9th percentile.
+    pub spread_decade: f64,
     /// Of a response, what is neither service nor wait for the device.
     pub overhead: Nanos,
     /// How much longer than its mean that is in one of 1,000: the host was busy.
     pub jitter: Nanos,
+    /// By how much that grows from one in 100 to one in 1,000.
+    pub jitter_decade: Nanos,
 }
 
 /// A promise that somebody asks for.
@@ -54,20 +65,29 @@ pub struct Wish {
     pub promise: Promise,
     /// Most requests that the task has under way, if it waits for them.
     pub depth: Option<u32>,
+    /// Of its requests, those that are to end by the deadline; none, and below: 99.9.
+    pub percentile: Option<Percentile>,
+}
+
+impl Wish {
+    /// The part of its requests that may be late, no more than [`ONE_IN_1000`].
+    fn beyond(&self) -> f64 {
+        self.percentile.map_or(ONE_IN_1000, |of| (1.0 - of.fraction()).min(ONE_IN_1000))
+    }
 }
 
 /// What the test says of a wish.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Fit {
-    /// The shortest deadline that could be kept beside all that is admitted: the expected 99.9th
-    /// percentile of the response where it has one.
+    /// The shortest deadline that could be kept beside all that is admitted: the wish's percentile of the
+    /// response, as expected.
     pub least: Nanos,
     /// Why it cannot be promised, if it cannot.
     pub refusal: Option<Refusal>,
 }
 
 impl Fit {
-    /// What the 99.9th percentile stays below, if it is admitted with this deadline. Who has time is
+    /// What the wish's percentile stays below, if it is admitted with this deadline. Who has time is
     /// let wait for who has not: up to its deadline, but hardly twice as long as it must.
     #[must_use]
     pub fn bound(&self, deadline: Nanos) -> Nanos {
@@ -265,18 +285,20 @@ impl Curve {
         let wait = busy * cost / m;
         let backlog = (sum.backlog - need.cost).max(0.0) / m;
         // Beyond that exponential: many arrivals, each even, at services nearly even.
-        let queue = 0.6 * cost * (busy * 1e3).max(1.0).ln() / (m * (1.0 - others).max(1e-9));
+        let beyond = wish.beyond();
+        let decades = (ONE_IN_1000 / beyond).log10();
+        let queue = 0.6 * cost * (busy / beyond).max(1.0).ln() / (m * (1.0 - others).max(1e-9));
         let transfer = device.cost(Kind::Write, MAX_TRANSFER).as_secs_f64();
         // The first of m transfers to end, each at any point of its own: its mean, and what it is
-        // longer than in one of 1,000.
-        let spread = self.spread.max(1.0);
+        // longer than in one of so many.
+        let spread = (self.spread + decades * self.spread_decade.max(0.0)).max(1.0);
         let blocked = transfer / (m + 1.0);
-        let blocked_long = transfer * spread.powf(1.0 / m) * (1.0 - 1e-3_f64.powf(1.0 / m));
+        let blocked_long = transfer * spread.powf(1.0 / m) * (1.0 - beyond.powf(1.0 / m));
         let excess = [
             need.cost * (spread - 1.0),
             blocked_long - blocked,
             (queue.min(backlog) - wait).max(0.0),
-            self.jitter.as_secs_f64(),
+            self.jitter.as_secs_f64() + decades * self.jitter_decade.as_secs_f64(),
         ];
         let excess = excess.into_iter().map(|x| x * x).sum::<f64>().sqrt();
         let mean = overhead + need.cost + wait;
@@ -324,7 +346,14 @@ mod tests {
             kib: Nanos::new(9_375),
             flush: Nanos::from_micros(250),
         };
-        Curve { device, spread: 2.4, overhead: Nanos::from_micros(80), jitter: Nanos::ZERO }
+        Curve {
+            device,
+            spread: 2.4,
+            spread_decade: 0.5,
+            overhead: Nanos::from_micros(80),
+            jitter: Nanos::ZERO,
+            jitter_decade: Nanos::ZERO,
+        }
     }
 
     fn wish(kib: u64, iops: f64, deadline_us: u64) -> Wish {
@@ -334,7 +363,7 @@ mod tests {
             burst: 2,
         };
         let deadline = Nanos::from_micros(deadline_us);
-        Wish { promise: Promise { deadline, rate }, depth: Some(1) }
+        Wish { promise: Promise { deadline, rate }, depth: Some(1), percentile: None }
     }
 
     /// Each of a VM of its own.
@@ -401,6 +430,19 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn rarer_misses_need_longer_deadlines() {
+        let wishes = vec![wish(4, 1_000.0, 10_000); 8];
+        let least = |percentile: f64| {
+            let percentile = Some(Percentile::new(percentile).unwrap());
+            let wishes: Vec<_> = wishes.iter().map(|wish| Wish { percentile, ..*wish }).collect();
+            alone(&wishes)[0].least
+        };
+        assert_eq!(least(99.0), least(99.9));
+        let [three, four, five] = [99.9, 99.99, 99.999].map(least);
+        assert!(three < four && four < five && five < three.scale(2.0), "{three}, {four}, {five}");
     }
 
     #[test]

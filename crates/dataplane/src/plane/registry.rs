@@ -423,7 +423,7 @@ fn wishes(qos: &serve::Qos) -> Vec<Wish> {
     let (_, own, tasks) = terms(qos);
     let promises = own.into_iter().chain(tasks.into_iter().map(|(_, promise)| promise));
     // How many requests a driver has under way is not known here.
-    promises.map(|promise| Wish { promise, depth: None }).collect()
+    promises.map(|promise| Wish { promise, depth: None, percentile: None }).collect()
 }
 
 /// The threads of a mapping's queues.
@@ -720,8 +720,10 @@ impl State {
         let curve = Curve {
             device: schedule.status().device,
             spread: SPREAD,
+            spread_decade: 0.0,
             overhead: Nanos::ZERO,
             jitter: Nanos::ZERO,
+            jitter_decade: Nanos::ZERO,
         };
         match curve.refusal(&others, &wishes(qos)) {
             Some(reason) => Err(PlaneError::NotAdmitted { device: device.clone(), reason }),

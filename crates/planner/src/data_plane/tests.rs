@@ -17,6 +17,10 @@ fn plan_of(vms: &[(&str, &str, f64)]) -> rtvirtio_spec::plan::Plan {
 }
 
 fn specification_of(vms: &[(&str, &str, f64)]) -> rtvirtio_spec::specification::Specification {
+    parse("test.toml", &specification_text(vms)).unwrap()
+}
+
+fn specification_text(vms: &[(&str, &str, f64)]) -> String {
     let mut text = HEAD.to_owned();
     for (name, load, latency) in vms {
         text += &format!(
@@ -30,7 +34,7 @@ fn specification_of(vms: &[(&str, &str, f64)]) -> rtvirtio_spec::specification::
             );
         }
     }
-    parse("test.toml", &text).unwrap()
+    text
 }
 
 fn response(mean_us: u64, p999_us: u64) -> Response {
@@ -44,15 +48,18 @@ fn service_curve_of_a_profile_is_the_device_that_it_is_of() {
     let capacity = Capacity {
         iops_4k: 16_025.5,
         write_throughput: BytesPerSecond::new(375_980_032),
-        response_4k: response(343, 1_483),
-        response_128k: response(1_538, 3_621),
+        response_4k: Response { p99: Nanos::from_micros(600), ..response(343, 1_483) },
+        response_128k: Response { p99: Nanos::from_micros(2_800), ..response(1_538, 3_621) },
     };
-    let Curve { device, spread, overhead, jitter } = service_curve(&capacity);
+    let Curve { device, spread, spread_decade, overhead, jitter, jitter_decade } =
+        service_curve(&capacity);
     assert_eq!(device.channels, 4);
     let near = |found: Nanos, us: f64| (found.as_secs_f64() * 1e6 / us - 1.0).abs() < 0.05;
     assert!(near(device.request, 212.5) && near(device.kib, 9.375), "{device:?}");
     assert!(near(overhead, 82.0) && near(jitter, 794.0), "{overhead} {jitter}");
     assert!((2.4..2.5).contains(&spread), "{spread}");
+    assert!(near(jitter_decade, 742.0), "{jitter_decade}");
+    assert!((0.55..0.58).contains(&spread_decade), "{spread_decade}");
     // What nobody should measure does no harm.
     let zero = Capacity { iops_4k: 1.0, write_throughput: BytesPerSecond::new(1), ..capacity };
     assert_eq!(service_curve(&zero).device.channels, 1);
@@ -86,6 +93,22 @@ fn each_vm_gets_a_promise_as_long_as_they_fit() {
     let cost = &plan.cost[0];
     let left = cost.background_planned.get() as f64 / cost.background_alone.get() as f64;
     assert!((left + cost.utilisation - 1.0).abs() < 1e-6 && (0.8..0.9).contains(&left), "{cost:?}");
+}
+
+#[test]
+fn rarer_percentile_has_a_longer_bound_and_is_refused_where_that_is_too_long() {
+    let of = |percentile: &str, latency| {
+        let percentile = format!("percentile = {percentile}");
+        let text = specification_text(&[("a", "iops = 500", latency)]);
+        planned(&parse("test.toml", &text.replace("percentile = 99.9", &percentile)).unwrap())
+    };
+    let [often, rarely] = ["99.9", "99.99"].map(|percentile| of(percentile, 20.0).tasks[0].clone());
+    assert!(often.unmet.is_none() && rarely.unmet.is_none(), "{rarely:?}");
+    assert!(often.predicted < rarely.predicted && often.bound < rarely.bound, "{rarely:?}");
+    // Long enough for 99.9 %, and not for 99.99 %.
+    let between = often.predicted.as_millis_f64().midpoint(rarely.predicted.as_millis_f64());
+    assert!(of("99.9", between).meets_all());
+    assert!(!of("99.99", between).meets_all());
 }
 
 #[test]

@@ -53,12 +53,15 @@ const JITTER: Nanos = Nanos::from_micros(1_000);
 /// A set whose canary was later than this at p99 does not count: twice the canary of the campaign that
 /// [`JITTER`] is from (0.2 ms, median). Beyond it the test presumes another machine.
 const CANARY_LIMIT: Nanos = Nanos::from_micros(400);
-/// 99.9 % of a normal law lie below so many standard deviations.
-const NORMAL_999: f64 = 3.090_232;
+/// 99 and 99.9 % of a normal law lie below so many standard deviations.
+const NORMAL: [f64; 2] = [2.326_348, 3.090_232];
 
 /// The emulated SSD as the admission test sees it.
 fn curve(model: SsdConfig) -> admission::Curve {
     let Curve { channels, request_ns, kib_ns, flush_ns } = Curve::of_ssd(model);
+    // Of the log-normal service time, over its mean.
+    let [spread_99, spread] =
+        NORMAL.map(|z| (z * model.sigma - model.sigma * model.sigma / 2.0).exp());
     admission::Curve {
         device: Device {
             channels: channels as u32,
@@ -66,16 +69,17 @@ fn curve(model: SsdConfig) -> admission::Curve {
             kib: Nanos::new(kib_ns),
             flush: Nanos::new(flush_ns),
         },
-        // Of the log-normal service time, over its mean.
-        spread: (NORMAL_999 * model.sigma - model.sigma * model.sigma / 2.0).exp(),
+        spread,
+        spread_decade: spread - spread_99,
         overhead: OVERHEAD,
         jitter: JITTER,
+        jitter_decade: Nanos::ZERO,
     }
 }
 
 /// Why the admission test refuses a set: what it says of the first VM that does not fit.
 fn refusal(curve: &admission::Curve, tasks: &[Task]) -> Option<String> {
-    let wish = |task: &Task| Wish { promise: promise(task), depth: Some(1) };
+    let wish = |task: &Task| Wish { promise: promise(task), depth: Some(1), percentile: None };
     let vms: Vec<Vec<Wish>> = tasks
         .chunk_by(|one, other| one.vm == other.vm)
         .map(|vm| vm.iter().map(wish).collect())
