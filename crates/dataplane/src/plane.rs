@@ -21,9 +21,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use rtvirtio_qos::admission::Refusal;
 use rtvirtio_qos::{Account, Kind, Stall};
 use rtvirtio_spec::control::{
-    Activity, Consumption, Decision, DeviceState, DeviceUsage, Event, Had, IoThreadState, NicState,
-    Outcome, PolicyState, QosState, QueueState, ScheduleState, SlotsState, Snapshot, StallState,
-    StallsState,
+    Activity, Consumption, Decision, Demand, DeviceState, DeviceUsage, Event, Had, IoThreadState,
+    NicState, Outcome, PolicyState, QosState, QueueState, ScheduleState, SlotsState, Snapshot,
+    StallState, StallsState,
 };
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::mapping::{Entry, Mapping, MappingError};
@@ -350,6 +350,7 @@ impl ScheduleStatus {
             running: self.running,
             background: self.background,
             background_bound: self.background_bound,
+            withheld_ns: self.withheld,
             usage: DeviceUsage {
                 used_ns: Nanos::new(self.usage.used),
                 cost_ns: Nanos::new(self.usage.cost),
@@ -376,6 +377,15 @@ pub(crate) fn stall(Stall { begin, length, in_flight }: Stall) -> StallState {
 }
 
 impl ClassStatus {
+    pub(crate) const fn demand(&self) -> Demand {
+        match self.demand {
+            rtvirtio_qos::Demand::Unknown => Demand::Unknown,
+            rtvirtio_qos::Demand::Tried => Demand::Tried,
+            rtvirtio_qos::Demand::More => Demand::More,
+            rtvirtio_qos::Demand::NoMore => Demand::NoMore,
+        }
+    }
+
     pub(crate) fn had(&self) -> Had {
         let of = |kind: Kind| {
             let Account { requests, bytes, cost } = self.accounts[kind as usize];

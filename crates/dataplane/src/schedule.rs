@@ -20,8 +20,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use rtvirtio_engine::Token;
 use rtvirtio_qos::{
-    Account, ClassId, Device, FlowId, Kind, Promise, Responses, Running, Scheduler, Share, Stalls,
-    Started, Usage,
+    Account, ClassId, Demand, Device, FlowId, Kind, Promise, Responses, Running, Scheduler, Share,
+    Stalls, Started, Usage,
 };
 use rtvirtio_spec::serve::IoPriority;
 use rtvirtio_units::{Bytes, Nanos};
@@ -74,6 +74,8 @@ pub struct ScheduleStatus {
     pub background: u32,
     /// Background requests that may be there while promises are to be kept.
     pub background_bound: u32,
+    /// How long these were withheld so far, to find out whether promised rates are wanted.
+    pub withheld: Nanos,
     /// What the device did, and how long it took.
     pub usage: Usage,
     /// Times in which it ended nothing, on the monotonic clock.
@@ -89,6 +91,8 @@ pub struct ClassStatus {
     pub accounts: [Account; Kind::ALL.len()],
     /// How its promise was kept.
     pub responses: Responses,
+    /// Whether it would take more than it has.
+    pub demand: Demand,
 }
 
 impl ClassStatus {
@@ -135,6 +139,7 @@ impl Schedule {
             running: scheduler.running(),
             background: scheduler.background(),
             background_bound: scheduler.depth(),
+            withheld: scheduler.withheld(),
             usage: scheduler.usage(),
             stalls: scheduler.stalls(),
             stalled: scheduler.stalled_for(Nanos::new(now())),
@@ -256,6 +261,7 @@ impl Member {
         let of = |class| ClassStatus {
             accounts: scheduler.accounts(class).copied().unwrap_or_default(),
             responses: scheduler.responses(class).unwrap_or_default(),
+            demand: scheduler.demand(class).unwrap_or_default(),
         };
         let tasks: Vec<_> = self.tasks.iter().map(|&(ioprio, class)| (ioprio, of(class))).collect();
         let mut all = of(self.class);

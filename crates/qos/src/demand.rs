@@ -95,6 +95,16 @@ pub(crate) struct Look {
 }
 
 impl Demand {
+    /// What is known, for others.
+    pub(crate) const fn known(&self) -> crate::Demand {
+        match self.finding {
+            Finding::None => crate::Demand::Unknown,
+            Finding::Tried(_) => crate::Demand::Tried,
+            Finding::Answers { .. } => crate::Demand::More,
+            Finding::Content { .. } => crate::Demand::NoMore,
+        }
+    }
+
     /// A request is the first under way.
     pub(crate) const fn begin(&mut self, now: u64) {
         self.busy_since = now;
@@ -148,7 +158,11 @@ impl Demand {
             // A change of what it asks for is a reason to look again.
             *since += (asked - *since) / 8.0;
             let error = *deviation / 15f64.sqrt();
-            if (*since - *had).abs() > *had / 8.0 + 4.0 * error || epoch.end > *until {
+            let has_changed = (*since - *had).abs() > *had / 8.0 + 4.0 * error;
+            if has_changed {
+                (self.doublings, self.satisfied) = (0, epoch.end);
+            }
+            if has_changed || epoch.end > *until {
                 self.finding = Finding::None;
             }
             return Look::default();

@@ -64,6 +64,8 @@ pub(crate) struct Epochs {
     spent: u64,
     answered: bool,
     rest_until: u64,
+    /// How long background was withheld in all, ns.
+    total: u64,
     random: u64,
 }
 
@@ -76,6 +78,7 @@ impl Epochs {
             spent: 0,
             answered: false,
             rest_until: 0,
+            total: 0,
             random: 0x9E37_79B9_7F4A_7C15,
         }
     }
@@ -105,6 +108,9 @@ impl Epochs {
         if now.saturating_sub(self.begin) > 2 * EPOCH_NS {
             self.half = None;
         }
+        if self.withheld {
+            self.total += now.saturating_sub(self.begin);
+        }
         let has_background = served >= self.begin || self.half == Some(Half::Second);
         let has_background = has_background && self.spent < u64::from(MIN_PAIRS);
         Epoch {
@@ -116,6 +122,11 @@ impl Epochs {
             may_try: has_background && now >= self.rest_until,
             recovery,
         }
+    }
+
+    /// How long background was withheld in all epochs that are over, ns.
+    pub(crate) const fn withheld(&self) -> u64 {
+        self.total
     }
 
     /// Begins the next one. A class `is_tried` further, or one has been found to answer.
@@ -298,6 +309,7 @@ mod tests {
         for now in (1..=number).map(|epoch| epoch * EPOCH_NS) {
             let epoch = epochs.end(now, 0, now);
             withheld += u64::from(epoch.withheld);
+            assert_eq!(epochs.withheld(), withheld * EPOCH_NS);
             // Whoever is tried is tried for as long as can be.
             pairs += u32::from(epoch.half == Some(Half::Second));
             let is_tried = if pairs == 0 { epoch.may_try } else { pairs < MAX_PAIRS };

@@ -194,6 +194,20 @@ pub struct Usage {
     pub alone: u64,
 }
 
+/// Whether a class that has less than its promised rate would take more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Demand {
+    /// Nobody knows: it has its rate, or asks for hardly anything.
+    #[default]
+    Unknown,
+    /// It is being tried.
+    Tried,
+    /// It would, and background gives way to it.
+    More,
+    /// It would not.
+    NoMore,
+}
+
 /// How a promise was kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Responses {

@@ -574,6 +574,18 @@ impl Scheduler {
         self.epochs.begin(is_tried, answers, now);
     }
 
+    /// Whether a class that has less than its rate would take more; `None`: there is no such class.
+    #[must_use]
+    pub fn demand(&self, class: ClassId) -> Option<crate::Demand> {
+        Some(self.classes.get(class.0 as usize)?.as_ref()?.demand.known())
+    }
+
+    /// How long background was withheld so far, to find that out.
+    #[must_use]
+    pub const fn withheld(&self) -> Nanos {
+        Nanos::new(self.epochs.withheld())
+    }
+
     /// The device gets a request.
     fn begin(&mut self, now: u64) {
         self.use_until(now);

@@ -250,6 +250,9 @@ pub struct ScheduleState {
     pub background: u32,
     /// How many of these may be there while promises are to be kept: fewer, the harder that is.
     pub background_bound: u32,
+    /// How long these were withheld so far, to find out whether promised rates are wanted.
+    #[serde(default)]
+    pub withheld_ns: Nanos,
     /// What the device did since the schedule began, and how long it took.
     #[serde(default)]
     pub usage: DeviceUsage,
@@ -313,6 +316,9 @@ pub struct DeviceUsage {
 pub struct QosState {
     /// What is in force.
     pub settings: wire::Qos,
+    /// Whether what no task of it asks for would be more if requests were served sooner.
+    #[serde(default)]
+    pub demand: Demand,
     /// What it has had, its tasks' requests among it.
     #[serde(flatten)]
     pub had: Had,
@@ -327,9 +333,28 @@ pub struct QosState {
 pub struct TaskState {
     /// The priority.
     pub ioprio: IoPriority,
+    /// Whether the task would ask for more if its requests were served sooner.
+    #[serde(default)]
+    pub demand: Demand,
     /// What they have had.
     #[serde(flatten)]
     pub had: Had,
+}
+
+/// Whether who has less than the promised rate would ask for more if requests were served sooner.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Demand {
+    /// Nobody knows: the rate comes about, or hardly anything is asked for.
+    #[default]
+    Unknown,
+    /// Requests that nothing promises are withheld now and then to find out.
+    Tried,
+    /// It would: requests that nothing promises give way.
+    More,
+    /// It would not.
+    NoMore,
 }
 
 /// What requests have had of a physical device.

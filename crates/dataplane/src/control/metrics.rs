@@ -218,6 +218,9 @@ impl Metrics {
         let help = "How many of these may be there while promises are to be kept";
         let bound = each(|s| s.background_bound.into());
         gauges(encoder, ("schedule_background_bound", help, None), bound)?;
+        let help = "How long these were withheld, to find out whether promised rates are wanted";
+        let withheld = each(|s| seconds(s.withheld_ns));
+        counters(encoder, ("schedule_background_withheld", help, Some(Unit::Seconds)), withheld)?;
         let times = self.observation.schedules.iter().flat_map(|s| {
             let times = [("used", s.usage.used_ns), ("charged", s.usage.cost_ns)];
             let label = vec![("schedule", s.name.to_string())];

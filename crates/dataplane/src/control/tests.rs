@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, MutexGuard};
 
 use rtvirtio_spec::control::{
-    Activity, Consumption, Decision, DeviceUsage, Event, Had, IoThreadState, Load, Outcome,
+    Activity, Consumption, Decision, Demand, DeviceUsage, Event, Had, IoThreadState, Load, Outcome,
     PolicyAction, PolicyState, QosState, QueueName, ScheduleState, StallsState,
 };
 use rtvirtio_spec::mapping::{Entry, Mapping};
@@ -203,6 +203,7 @@ fn schedules_are_made_changed_and_removed_and_devices_join_and_leave_them() {
     let expected = json!([{
         "name": "nvme0", "channels": 8, "request_ns": 100_000, "kib_ns": 0, "flush_ns": 50_000,
         "waiting": 0, "running": 0, "background": 0, "background_bound": 9,
+        "withheld_ns": 1_600_000_000u64,
         "usage": {
             "used_ns": 3_000_000_000u64, "cost_ns": 1_500_000_000, "requests": 0, "flushes": 0,
             "alone": 0,
@@ -219,6 +220,7 @@ fn schedules_are_made_changed_and_removed_and_devices_join_and_leave_them() {
     let (_, text) = served.with_fds("GET", "/metrics", "", &[]);
     for line in [
         "rtvirtio_schedule_background_bound{schedule=\"nvme0\"} 9.0",
+        "rtvirtio_schedule_background_withheld_seconds_total{schedule=\"nvme0\"} 1.6",
         "rtvirtio_schedule_channel_time_seconds_total{schedule=\"nvme0\",of=\"used\"} 3.0",
         "rtvirtio_schedule_channel_time_seconds_total{schedule=\"nvme0\",of=\"charged\"} 1.5",
         "rtvirtio_promised_responses_total{vm=\"vm0\",device=\"d0\",outcome=\"kept\"} 7.0",

@@ -650,9 +650,14 @@ impl Plane for Registry {
             ObservedDevice {
                 qos: qos.map(|(qos, member)| {
                     let (all, tasks) = member.status();
-                    let task = |(ioprio, of): (_, ClassStatus)| TaskState { ioprio, had: of.had() };
+                    let task = |(ioprio, of): (_, ClassStatus)| TaskState {
+                        ioprio,
+                        demand: of.demand(),
+                        had: of.had(),
+                    };
                     QosState {
                         settings: qos.into(),
+                        demand: all.demand(),
                         had: all.had(),
                         tasks: tasks.into_iter().map(task).collect(),
                     }

@@ -100,6 +100,7 @@ mod tests {
             running: 2,
             background: 1,
             background_bound: 5,
+            withheld_ns: Nanos::ZERO,
             usage: DeviceUsage::default(),
             stalls: StallsState::default(),
         };

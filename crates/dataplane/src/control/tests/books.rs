@@ -240,6 +240,7 @@ impl Plane for Books {
             slots: None,
             qos: device.qos.as_ref().map(|qos| QosState {
                 settings: qos.into(),
+                demand: Demand::More,
                 had: Had {
                     reads: Consumption {
                         cost_ns: Nanos::from_millis(500),
@@ -282,6 +283,7 @@ impl Plane for Books {
                     running: 0,
                     background: 0,
                     background_bound: schedule.channels + 1,
+                    withheld_ns: Nanos::from_millis(1_600),
                     usage: DeviceUsage {
                         used_ns: Nanos::from_millis(3_000),
                         cost_ns: Nanos::from_millis(1_500),

@@ -2,9 +2,9 @@
 
 use comfy_table::{CellAlignment, Table, presets};
 use rtvirtio_spec::control::{
-    Activity, Decision, DeviceState, Event, Had, IoThreadState, LatencySummary, Load, NicState,
-    PolicyState, QosState, QueueDirection, QueueState, ScheduleState, SlotsState, Snapshot,
-    StallState, TaskState,
+    Activity, Decision, Demand, DeviceState, Event, Had, IoThreadState, LatencySummary, Load,
+    NicState, PolicyState, QosState, QueueDirection, QueueState, ScheduleState, SlotsState,
+    Snapshot, StallState, TaskState,
 };
 use rtvirtio_spec::serve::wire::Size;
 use rtvirtio_spec::serve::{Completion, CorePolicy};
@@ -75,29 +75,32 @@ pub(super) fn schedules(schedules: &[ScheduleState]) -> Table {
 
 /// Of devices in a schedule: what they get, and how promises were kept.
 fn qos(devices: &[DeviceState]) -> Table {
-    let header =
-        ["device", "schedule", "weight", "promise", "limit", "requests", "promised", "late"];
-    let mut table = table(header, 5);
+    let header = [
+        "device", "schedule", "weight", "promise", "wants", "limit", "requests", "promised", "late",
+    ];
+    let mut table = table(header, 6);
     for device in devices {
-        let Some(QosState { settings, had, tasks }) = &device.qos else { continue };
+        let Some(QosState { settings, demand, had, tasks }) = &device.qos else { continue };
         let [requests, promised, late] = counts(had);
         table.add_row([
             device.name.to_string(),
             settings.schedule.to_string(),
             settings.weight.map_or_else(|| "-".to_owned(), |weight| weight.to_string()),
             promise(settings.iops, settings.bandwidth, settings.deadline_us),
+            wants(*demand).to_owned(),
             rate(settings.max_iops, settings.max_bandwidth).unwrap_or_else(|| "-".to_owned()),
             requests,
             promised,
             late,
         ]);
-        for (task, TaskState { ioprio, had }) in settings.tasks.iter().zip(tasks) {
+        for (task, TaskState { ioprio, demand, had }) in settings.tasks.iter().zip(tasks) {
             let [requests, promised, late] = counts(had);
             table.add_row([
                 format!("  of {ioprio}"),
                 String::new(),
                 String::new(),
                 promise(task.iops, task.bandwidth, task.deadline_us),
+                wants(*demand).to_owned(),
                 String::new(),
                 requests,
                 promised,
@@ -106,6 +109,16 @@ fn qos(devices: &[DeviceState]) -> Table {
         }
     }
     table
+}
+
+/// Whether who has less than its promised rate would take more.
+const fn wants(demand: Demand) -> &'static str {
+    match demand {
+        Demand::Unknown => "-",
+        Demand::Tried => "being tried",
+        Demand::More => "more",
+        Demand::NoMore => "no more",
+    }
 }
 
 /// Requests, those that were promised, and those of them that were late.

@@ -431,6 +431,7 @@ disk = "logs"
                 running: 0,
                 background: 0,
                 background_bound: 4,
+                withheld_ns: Nanos::ZERO,
                 usage,
                 stalls: StallsState::default(),
             };
