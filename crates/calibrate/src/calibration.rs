@@ -302,8 +302,8 @@ pub fn calibrate(
     let (begin, scale) = (Instant::now(), device.scale());
     let identity = device.testbed().identity()?;
     let kernel = device.testbed().kernel_release()?;
-    let mut kept =
-        resume(partial, Kept::Device(identity.clone(), kernel.clone(), device.measured_at()))?;
+    let named = Kept::Device(identity.clone(), kernel.clone(), device.measured_at());
+    let mut kept = if device.is_used_by_others() { vec![named] } else { resume(partial, named)? };
     let mut file =
         std::fs::File::create(partial).with_context(|| format!("create {}", partial.display()))?;
     for value in &kept {
@@ -337,6 +337,12 @@ pub fn calibrate(
             _ => None,
         })
         .collect();
+    if !runs.is_empty() {
+        let (number, partial) = (runs.len(), partial.display());
+        progress.note(&format!(
+            "calibrate: goes on with {number} probes of before; remove {partial} to begin anew"
+        ));
+    }
     let mut room = Room::beside_others(device, &capacity);
     if let Some(said) = room.describe(depth) {
         progress.note(&format!("calibrate: {said}"));

@@ -295,6 +295,10 @@ impl DeviceUnderTest for DiskInUse {
         self.scheduler
     }
 
+    fn is_used_by_others(&self) -> bool {
+        true
+    }
+
     fn others(&self) -> Option<OtherLoad> {
         self.state().others
     }

@@ -66,6 +66,11 @@ pub trait DeviceUnderTest {
         None
     }
 
+    /// Whether others use it. What an interrupted calibration measured beside them then says nothing of now.
+    fn is_used_by_others(&self) -> bool {
+        false
+    }
+
     /// What others had the device do during the last measurement; `None`: nobody else uses it.
     fn others(&self) -> Option<OtherLoad> {
         None

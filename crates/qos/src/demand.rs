@@ -19,78 +19,99 @@ const MEMORY: f64 = 0.5;
 /// A finding holds for this time, ns, and each further one of the kind for twice as long.
 const KEEP_NS: u64 = 5_000_000_000;
 const MAX_DOUBLINGS: u32 = 6;
-/// A class that has requests under way for more of the time is given way to without an experiment,
+/// A class that has requests under way for more of the time than this part is busy: background gives way to it
+/// without an experiment.
 const BUSY: f64 = 0.75;
-/// if it then comes to this part of its rate, on average over some epochs,
+/// A class that asks for this part of its rate, on average over some epochs, has come to it.
 const COMES_ABOUT: f64 = 0.975;
-/// at least once in so long, ns.
+/// A busy class that background gives way to has to come to its rate within this time, ns; else it is tried.
 const PATIENCE_NS: u64 = 3_000_000_000;
 
 /// What is known of a class.
 #[derive(Debug, Clone, Copy, Default)]
 enum Finding {
-    /// Nothing.
+    /// Nothing is known.
     #[default]
     None,
-    /// It is being tried.
+    /// The class is being tried.
     Tried(Pairs),
-    /// It asks for more if background gives way: for this part of its rate.
-    Answers { most: f64, until: u64 },
-    /// It does not, when it had this part of its rate, on average since, and with this deviation.
-    Content { had: f64, since: f64, deviation: f64, until: u64 },
+    /// The class asks for more if background gives way.
+    Answers {
+        /// What it then asks for, as a part of its rate.
+        most: f64,
+        /// When this is looked at again, ns.
+        until: u64,
+    },
+    /// The class does not ask for more.
+    Content {
+        /// What it asked for when that was found, as a part of its rate.
+        had: f64,
+        /// What it has asked for since, on average over some epochs.
+        since: f64,
+        /// The standard deviation of an epoch.
+        deviation: f64,
+        /// When this is looked at again, ns.
+        until: u64,
+    },
 }
 
 /// What a class asks for, and what is known of it.
 #[derive(Debug, Default)]
 pub(crate) struct Demand {
-    /// A whole epoch was seen before the present one.
+    /// Whether the class has been there since the beginning of the epoch.
     is_counted: bool,
-    /// What was asked for in this epoch since it settled, ns of the rate.
+    /// What the class has asked for in this epoch since it settled, ns of the rate.
     asked: u64,
-    /// How long requests were under way in it, ns, and since when they are.
+    /// How long requests were under way in this epoch, ns, up to `busy_since`.
     busy: u64,
+    /// Since when requests are under way, if they are.
     busy_since: u64,
-    /// What has not come about of the rate, in epochs: a cumulative sum (Page, 1954) of what is
-    /// missing beyond the tolerance.
+    /// What is missing of the rate beyond the tolerance, in epochs: a cumulative sum (Page, 1954).
     missing: f64,
-    /// What was asked for, on average over some epochs.
+    /// What the class asked for, on average over some epochs, as a part of its rate.
     recent: f64,
     finding: Finding,
+    /// How often the time that a finding holds for has been doubled.
     doublings: u32,
-    /// How often in a row it was found to answer; beyond doubt counts twice.
+    /// How often in a row the class was found to answer; a finding that is beyond doubt counts twice.
     answers: u32,
     /// When the rate last came about.
     satisfied: u64,
-    /// Until when background may still fill the device again after it gave way to this class.
+    /// When background fills the device again at the latest, after it last gave way to this class.
     recovers: u64,
 }
 
-/// What a class has under way.
+/// What a class has under way at the end of an epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Backlog {
+    /// Nothing waits or runs.
     None,
+    /// Its requests are within its rate.
     WithinRate,
-    /// It waits because it has had its rate.
+    /// Its next request waits because the class has had its rate.
     BeyondRate,
 }
 
-/// How much background a class can do with.
+/// How much background there may be beside a class.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Wants {
+    /// The class does not mind.
     #[default]
     Any,
-    /// What there is now, until what was missed has been made up for.
+    /// No more than there is now, until the class has made up for what it missed.
     NoMore,
+    /// Less than there is now.
     Less,
 }
 
 /// What follows from an epoch for a class.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Look {
+    /// How much background there may be.
     pub(crate) wants: Wants,
-    /// Another pair of epochs is wanted.
+    /// The class needs another pair of epochs.
     pub(crate) is_tried: bool,
-    /// It has just turned out that the class takes more.
+    /// The class has just been found to answer.
     pub(crate) answers: bool,
 }
 
@@ -171,7 +192,7 @@ impl Demand {
         let slack = 2.0 * request + burst as f64 / epoch.span();
         self.missing = self.missing + goal * (1.0 - TOLERANCE) - asked;
         self.missing = self.missing.clamp(0.0, slack + MEMORY);
-        // With no time under way at all it would ask for no more than so much beyond this.
+        // A closed loop whose responses took no time would ask for no more than so much beyond this.
         let more = asked * busy / (1.0 - busy).max(1e-3);
         let is_limited = more >= TOLERANCE.max(Pairs::least(request));
         if !is_limited || backlog == Backlog::BeyondRate {
@@ -218,8 +239,8 @@ impl Demand {
                 } else if self.answers > 1 {
                     *until = now.saturating_add(KEEP_NS);
                 }
-                // What it asks for changes, and right after background gave way it makes up for the time
-                // before.
+                // What the class asks for changes. In the experiment it may have asked for more than it does
+                // in the long run, to make up for the epochs with background.
                 if now.saturating_sub(self.satisfied) > PATIENCE_NS {
                     *most = self.recent;
                 } else {

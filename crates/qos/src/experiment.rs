@@ -17,11 +17,11 @@ const MAX_PAIRS: u32 = 16;
 /// looked at up to 13 times.
 const SURE: [f64; 13] =
     [22.20, 13.03, 9.68, 8.02, 7.06, 6.44, 6.01, 5.69, 5.45, 5.26, 5.11, 4.99, 2.95];
-/// With fewer pairs than this the difference has to be twice as far from zero. One that is half as far below
+/// After fewer pairs than this the difference has to be twice as far from zero. One that is half as far below
 /// what matters is none: to leave a class alone for a while costs less than to give way to it for nothing.
 const FEW_PAIRS: u32 = 8;
 /// After a series without an answer, none begins for so many times the epochs that it withheld background
-/// in: over time such series take 1/41 from background.
+/// in: over time such series withhold background for 1/42 of the time.
 const REST: u64 = 40;
 
 /// A part of a pair of epochs.
@@ -34,8 +34,11 @@ pub(crate) enum Half {
 /// An epoch that has ended, as the classes are told of it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Epoch {
+    /// When it began, ns.
     pub(crate) begin: u64,
+    /// When it ended, ns.
     pub(crate) end: u64,
+    /// The part of a pair that it was, if it was one.
     pub(crate) half: Option<Half>,
     /// No background was started.
     pub(crate) withheld: bool,
@@ -48,7 +51,7 @@ pub(crate) struct Epoch {
 }
 
 impl Epoch {
-    /// In which requests were counted, ns.
+    /// How long requests were counted, ns.
     pub(crate) fn span(&self) -> f64 {
         self.end.saturating_sub(self.begin).saturating_sub(SETTLE_NS).max(1) as f64
     }
@@ -60,9 +63,11 @@ pub(crate) struct Epochs {
     begin: u64,
     half: Option<Half>,
     withheld: bool,
-    /// Epochs that this series has withheld background in.
+    /// In how many epochs this series has withheld background.
     spent: u64,
+    /// Whether a class has been found to answer in this series.
     answered: bool,
+    /// Before this no series begins, ns.
     rest_until: u64,
     /// How long background was withheld in all, ns.
     total: u64,
@@ -109,7 +114,7 @@ impl Epochs {
             self.half = None;
         }
         if self.withheld {
-            self.total += now.saturating_sub(self.begin);
+            self.total += now.saturating_sub(self.begin).min(EPOCH_NS);
         }
         let has_background = served >= self.begin || self.half == Some(Half::Second);
         let has_background = has_background && self.spent < u64::from(MIN_PAIRS);
