@@ -1,5 +1,6 @@
 //! Queues that move among threads while they are served.
 
+use super::tricky::Tricky;
 use super::*;
 
 /// Waits until this many requests have left the ring.
