@@ -92,7 +92,10 @@ impl FromStr for Between {
                 "`{text}` is neither a number of µs, such as 250, nor one such as exponential:250"
             )
         })?;
-        Ok(match Nanos::from_micros(time.min(1_000_000)) {
+        if time > 1_000_000 {
+            return Err(format!("`{text}` is longer than a second, 1000000 µs"));
+        }
+        Ok(match Nanos::from_micros(time) {
             Nanos::ZERO => Self::Nothing,
             time if is_constant => Self::Constant(time),
             time => Self::Exponential(time),
@@ -238,4 +241,22 @@ pub(crate) fn run_task(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_between_requests_is_read_or_refused_with_what_would_do() {
+        let us = Nanos::from_micros;
+        let read = |text: &str| text.parse::<Between>();
+        assert_eq!(read("0"), Ok(Between::Nothing));
+        assert_eq!(read("250"), Ok(Between::Constant(us(250))));
+        assert_eq!(read("exponential:1000"), Ok(Between::Exponential(us(1_000))));
+        for wrong in ["", "-5", "1ms", "exponential:", "exponential:x", "1000001"] {
+            let said = read(wrong).unwrap_err();
+            assert!(said.contains("µs"), "{wrong}: {said}");
+        }
+    }
 }
