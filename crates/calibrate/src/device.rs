@@ -1,8 +1,10 @@
 //! Which block device may be taken for a measurement.
 
+use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
@@ -18,7 +20,13 @@ pub fn is_scratch(device: &Path) -> bool {
         .is_some_and(|note| rustix::fs::flock(&note, shared) == Err(rustix::io::Errno::WOULDBLOCK))
 }
 
-/// Opens a block device exclusively: fails while it is mounted or otherwise in use.
+/// How long udev may look at a device that has changed.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Opens a block device exclusively: fails while it is mounted, or otherwise in use.
+///
+/// A VM's QEMU opens its disk without `O_EXCL`. So no process may have it open, nor a partition of it, nor
+/// the disk that it is a partition of.
 ///
 /// # Errors
 /// With the remedy.
@@ -26,9 +34,58 @@ pub fn claim(device: &Path) -> Result<File> {
     let metadata = std::fs::metadata(device)?;
     ensure!(metadata.file_type().is_block_device(), "{} is not a block device", device.display());
     // O_EXCL on a block device: refused while a file system, RAID or LVM holds it (open(2)).
-    OpenOptions::new()
+    let claimed = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_EXCL)
         .open(device)
-        .with_context(|| format!("{} is in use (mounted?)", device.display()))
+        .with_context(|| format!("{} is in use (mounted?)", device.display()))?;
+    let numbers = overlapping(metadata.rdev());
+    let end = Instant::now() + PATIENCE;
+    while let Some(user) = user_of(&numbers) {
+        ensure!(Instant::now() < end, "{} is in use: {user} has it open", device.display());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    Ok(claimed)
+}
+
+/// The numbers of a device, of its partitions, and of the disk that it is a partition of.
+fn overlapping(number: u64) -> BTreeSet<u64> {
+    let name = format!("{}:{}", libc::major(number), libc::minor(number));
+    let read = |directory: &Path| {
+        let text = std::fs::read_to_string(directory.join("dev")).ok()?;
+        let (major, minor) = text.trim().split_once(':')?;
+        Some(libc::makedev(major.parse().ok()?, minor.parse().ok()?))
+    };
+    let mut numbers = BTreeSet::from([number]);
+    let Ok(directory) = std::fs::canonicalize(Path::new("/sys/dev/block").join(name)) else {
+        return numbers;
+    };
+    if directory.join("partition").exists() {
+        numbers.extend(directory.parent().and_then(read));
+    }
+    let entries = std::fs::read_dir(&directory).into_iter().flatten().flatten();
+    let partitions =
+        entries.map(|entry| entry.path()).filter(|path| path.join("partition").exists());
+    numbers.extend(partitions.filter_map(|path| read(&path)));
+    numbers
+}
+
+/// A process other than this one that has one of the devices open, in words.
+fn user_of(numbers: &BTreeSet<u64>) -> Option<String> {
+    let own = std::process::id();
+    let processes = std::fs::read_dir("/proc").ok()?.flatten();
+    let ids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    ids.filter(|&pid| pid != own).find_map(|pid| {
+        let process = Path::new("/proc").join(pid.to_string());
+        let has_it = std::fs::read_dir(process.join("fd")).ok()?.flatten().any(|entry| {
+            let path = entry.path();
+            // Nothing else is touched: to stat a file of a network's dead server takes for ever.
+            std::fs::read_link(&path).is_ok_and(|target| target.starts_with("/dev"))
+                && std::fs::metadata(&path).is_ok_and(|metadata| {
+                    metadata.file_type().is_block_device() && numbers.contains(&metadata.rdev())
+                })
+        });
+        let name = || std::fs::read_to_string(process.join("comm")).unwrap_or_default();
+        has_it.then(|| format!("process {pid} ({})", name().trim()))
+    })
 }

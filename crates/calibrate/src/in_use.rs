@@ -1,15 +1,16 @@
-//! Calibration of a disk that is in use: in a file of its own, beside VMs that must not notice.
+//! Calibration of a disk that is in use: in a file or volume of its own, beside VMs that must not notice.
 //!
 //! - The file has no name: it is removed as it is made, so that nothing is left of it whatever ends
 //!   this process. It is written whole before it is measured, for what a filesystem has allocated
-//!   and not written is not what a disk does.
+//!   and not written is not what a disk does. A volume that holds nothing takes the place of the file on a
+//!   disk without a filesystem.
 //! - The disk's scheduler and knobs stay as they are unless they may be probed; limits and weights are
 //!   those of the calibration's own cgroups.
 //! - [`neighbours`](crate::neighbours) watches those who use the disk. A probe that disturbs one is stopped at once.
 //!   After each probe the disk is left to them for as long as the share says.
 
 use std::fs::File;
-use std::io::Write as _;
+use std::io::{Seek as _, SeekFrom, Write as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
@@ -28,6 +29,7 @@ use rtvirtio_spec::settings::{Bfq, Scheduler};
 use rtvirtio_spec::specification::Specification;
 use rtvirtio_units::{Bytes, Nanos};
 
+use crate::device;
 use crate::load::{Cgroups, Measurement};
 use crate::neighbours::{GaveUp, NeighbourTarget, Neighbours, OtherLoad};
 use crate::observed::disk_of;
@@ -53,7 +55,16 @@ const GLANCE: Duration = Duration::from_secs(1);
 const BACKOFF: Duration = Duration::from_secs(5);
 const MOST_BACKOFFS: u32 = 4;
 
-/// A file for measurements, without a name.
+/// Where a disk in use is measured.
+#[derive(Debug, Clone, Copy)]
+pub enum Site<'a> {
+    /// In a file that is made in this directory.
+    Directory(&'a Path),
+    /// In this volume (partition, LVM volume, other block device), whose data is overwritten.
+    Volume(&'a Path),
+}
+
+/// A file for measurements, without a name, or a volume.
 #[derive(Debug)]
 pub struct WorkFile {
     file: File,
@@ -96,6 +107,24 @@ impl WorkFile {
         Ok(Self { file, size: Bytes::new(size) })
     }
 
+    /// The volume `device`, of which the first `size` bytes are used.
+    ///
+    /// # Errors
+    /// Somebody uses the volume, or it is too small.
+    pub fn on_volume(device: &Path, size: Option<Bytes>) -> Result<Self> {
+        let mut file = device::claim(device)?;
+        let whole = file.seek(SeekFrom::End(0))?;
+        let wanted = size.map_or(USUAL_SIZE.min(whole), Bytes::get);
+        ensure!(
+            (LEAST_SIZE..=whole).contains(&wanted),
+            "{} has {}: a calibration needs {} there",
+            device.display(),
+            Bytes::new(whole),
+            Bytes::new(wanted.max(LEAST_SIZE))
+        );
+        Ok(Self { file, size: Bytes::new(wanted / PIECE as u64 * PIECE as u64) })
+    }
+
     /// Its size.
     #[must_use]
     pub const fn size(&self) -> Bytes {
@@ -135,7 +164,7 @@ impl WorkFile {
         for step in 1..=20 {
             let until = pieces * step / 20;
             let each = begin.elapsed().mul_f64((until - done) as f64 / done.max(1) as f64);
-            progress.start("calibrate: writing the file that is measured", each);
+            progress.start("calibrate: writing what is measured", each);
             while done < until {
                 if interrupted.load(Ordering::Relaxed) {
                     return Err(InterruptedError.into());
@@ -188,21 +217,21 @@ struct State {
 }
 
 impl DiskInUse {
-    /// Takes a file in `directory` for measurements of the disk that it lies on. What is said goes to
-    /// `events`.
+    /// Takes a file or volume for measurements of the disk that it lies on. What is said goes to `events`.
     ///
     /// # Errors
-    /// The directory lies on no disk of this host, or on several; there is no room; a target is of a VM
-    /// that does not run; the user interrupts.
+    /// The site lies on no disk of this host, or on several; there is no room, or somebody uses the volume; a
+    /// target is of a VM that does not run; the user interrupts.
     pub fn new(
         host: Host,
-        directory: &Path,
+        site: Site<'_>,
         size: Option<Bytes>,
         manners: Manners,
         interrupted: &Interrupted,
         events: &mut Vec<String>,
     ) -> Result<Self> {
-        let leaf = disk_of(&host, directory)?;
+        let (Site::Directory(path) | Site::Volume(path)) = site;
+        let leaf = disk_of(&host, path)?;
         let Manners { share, tolerated, targets, probes_schedulers } = manners;
         // Before anything is made.
         let mut neighbours = Neighbours::new(host.clone(), &leaf.name, (targets, tolerated))?;
@@ -220,7 +249,10 @@ impl DiskInUse {
             testbed.keep_device_knobs();
             Some(scheduler_of(&leaf.name)?)
         };
-        let file = WorkFile::create(directory, size)?;
+        let file = match site {
+            Site::Directory(directory) => WorkFile::create(directory, size)?,
+            Site::Volume(device) => WorkFile::on_volume(device, size)?,
+        };
         match host.extents(&Part::whole(file.path())) {
             Ok(own) => neighbours.tell_apart(&own, events),
             Err(error) => {
@@ -238,9 +270,9 @@ impl DiskInUse {
     pub fn describe(&self) -> String {
         let (device, size) = (self.testbed.device().path.display(), self.file.size());
         match self.others() {
-            None => format!("{device} in a file of {size}; nobody else uses the disk now"),
+            None => format!("{device}, measured in {size} of it; nobody else uses the disk now"),
             Some(others) => format!(
-                "{device} in a file of {size}; others have the disk do {:.0} requests a second of {}",
+                "{device}, measured in {size} of it; others have the disk do {:.0} requests a second of {}",
                 others.iops, others.block_size
             ),
         }
@@ -336,7 +368,8 @@ impl DeviceUnderTest for DiskInUse {
         interrupted: &Interrupted,
     ) -> Result<Measurement> {
         let path = self.file.path();
-        let place = Cgroups { device: &path, mount: self.testbed.cgroup_mount() };
+        let (size, mount) = (Some(self.file.size), self.testbed.cgroup_mount());
+        let place = Cgroups { device: &path, size, mount };
         let mut guard = self.state();
         let State { neighbours, others, stopped } = &mut *guard;
         let before = neighbours.load();

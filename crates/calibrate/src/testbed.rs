@@ -236,7 +236,7 @@ impl Testbed {
     /// The VMs' cgroups, as the place of a load.
     #[must_use]
     pub fn cgroups(&self) -> Cgroups<'_> {
-        Cgroups { device: &self.device.path, mount: &self.mount }
+        Cgroups { device: &self.device.path, size: None, mount: &self.mount }
     }
 }
 

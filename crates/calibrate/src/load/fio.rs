@@ -12,7 +12,7 @@ use rtvirtio_cases::IoPriority;
 use rtvirtio_model::Stream;
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::specification::Vm;
-use rtvirtio_units::{DiskName, Nanos, VmName};
+use rtvirtio_units::{Bytes, DiskName, Nanos, VmName};
 use serde::Deserialize;
 
 use crate::confine::confine;
@@ -21,13 +21,13 @@ use crate::confine::confine;
 const LOG_INTERVAL_MS: u64 = 250;
 
 /// A VM's tasks as a fio job file; a VM without tasks is the undeclared writer. `node` gives the
-/// block device of a disk.
+/// block device or file of a disk, of which the first `size` bytes are used, or all of it.
 pub fn job_file(
     vm: &Vm,
     node: impl Fn(&DiskName) -> Result<String>,
+    size: Option<Bytes>,
     ioprio: Option<&IoPriority>,
-    runtime: Duration,
-    ramp: Duration,
+    (runtime, ramp): (Duration, Duration),
 ) -> Result<String> {
     let mut text = format!(
         "[global]\ndirect=1\nthread=1\ntime_based=1\nruntime={}ms\nramp_time={}ms\n\
@@ -36,6 +36,9 @@ pub fn job_file(
         runtime.as_millis(),
         ramp.as_millis(),
     );
+    if let Some(size) = size {
+        let _ = writeln!(text, "size={}", size.get());
+    }
     if let Some(ioprio) = ioprio {
         let _ = writeln!(text, "prioclass={}\nprio={}", ioprio.class(), ioprio.level());
     }

@@ -9,7 +9,7 @@ use rtvirtio_cases::IoPriority;
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_model::Stream;
 use rtvirtio_spec::specification::Vm;
-use rtvirtio_units::VmName;
+use rtvirtio_units::{Bytes, VmName};
 
 use super::fio;
 
@@ -155,6 +155,8 @@ pub fn streams(vm: &Vm) -> usize {
 pub struct Cgroups<'a> {
     /// Where all their disks are.
     pub device: &'a Path,
+    /// How much of it is theirs; `None`: all.
+    pub size: Option<Bytes>,
     /// Where cgroups are mounted: `cgroup` of a VM is below it.
     pub mount: &'a Path,
 }
@@ -169,7 +171,7 @@ impl Place for Cgroups<'_> {
     ) -> Result<Job<'_>> {
         let procs = self.mount.join(&vm.cgroup).join("cgroup.procs");
         let node = |_: &_| Ok(self.device.display().to_string());
-        let job = fio::job_file(vm, node, ioprio, runtime, ramp)?;
+        let job = fio::job_file(vm, node, self.size, ioprio, (runtime, ramp))?;
         let child = OnHost(fio::spawn(directory, &vm.name, &job, &procs)?);
         Ok(Job::new(vm, directory, Box::new(child)))
     }

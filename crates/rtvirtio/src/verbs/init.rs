@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_cli::progress::Progress;
 use rtvirtio_host::interrupt::{Interrupted, wait};
-use rtvirtio_host::storage::{Leaf, Stack};
+use rtvirtio_host::storage::{Layer, Leaf, Stack};
 use rtvirtio_observe::counters::Interval;
 use rtvirtio_observe::session::{DiskLook, Session};
 use rtvirtio_observe::vms;
@@ -33,7 +33,7 @@ const LIGHT: (f64, u64, f64) = (100.0, 4096, 0.7);
 #[derive(clap::Args)]
 #[command(after_help = "Three commands from VMs to targets that are kept:\n\
     \x20 rtvirtio init db=p99.9:5ms -o site.toml\n\
-    \x20 rtvirtio calibrate --in DIRECTORY -o PROFILE          (as site.toml says, for each device)\n\
+    \x20 rtvirtio calibrate --in DIRECTORY -o PROFILE          (as init prints it, for each device)\n\
     \x20 rtvirtio plan site.toml -o site.plan --apply --confirm-timeout 120\n\
     Then: confirm, verify, rollback. Without --apply nothing is changed on the host.\n\
     A VM may be named by its disk too: db/vdb=p99:800us. VMs without a target are background: what they \
@@ -90,8 +90,8 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     }
     drop(progress);
     let cgroups = session.vms().map(|vm| (vm.pid, vm.cgroup.clone())).collect();
-    let site = Site::draw(args, &seen, &cgroups, |leaf| by_id(&leaf.node()));
-    let mut notes = site.notes;
+    let mut site = Site::draw(args, &seen, &cgroups, |leaf| by_id(&leaf.node()));
+    let mut notes = std::mem::take(&mut site.notes);
     notes.extend(events);
     notes.extend(off.iter().map(|name| format!("VM {name} is switched off: left out")));
     if args.json {
@@ -122,7 +122,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             );
             input::write(output, &text)?;
             notes.iter().for_each(|note| println!("{note}"));
-            println!("{}", next_steps(&site.specification, output));
+            println!("{}", next_steps(&site, output));
         }
         None => print!("{text}"),
     }
@@ -170,6 +170,8 @@ struct Site {
     notes: Vec<String>,
     /// Each VM's disks, in words.
     observed: BTreeMap<VmName, Vec<String>>,
+    /// Devices with a directory on them in which a VM has an image.
+    directories: BTreeMap<DeviceName, PathBuf>,
 }
 
 type Seen = BTreeMap<(u32, usize), (DiskLook, Interval)>;
@@ -185,6 +187,7 @@ impl Site {
             specification: Specification { data_plane: None, devices: vec![], vms: vec![] },
             notes: Vec::new(),
             observed: BTreeMap::new(),
+            directories: BTreeMap::new(),
         };
         for (&(pid, _), (look, sum)) in seen {
             let label = format!("{}/{}", look.vm, look.disk.name());
@@ -215,6 +218,11 @@ impl Site {
         let valid = look.disk.names.iter().find_map(|name| DiskName::new(name.clone()).ok());
         let disk = valid.ok_or("none of its names can be written down")?;
         let device = self.device(args, leaf, stable)?;
+        let layers = look.disk.storage.iter().flat_map(|stack| &stack.layers);
+        if layers.into_iter().any(|layer| matches!(layer, Layer::Filesystem { .. })) {
+            let directory = look.disk.file.as_deref().and_then(Path::parent).map(Path::to_owned);
+            self.directories.extend(directory.map(|directory| (device.clone(), directory)));
+        }
         let wish = args
             .targets
             .iter()
@@ -371,7 +379,8 @@ fn commented(
     out
 }
 
-fn next_steps(specification: &Specification, output: &Path) -> String {
+fn next_steps(site: &Site, output: &Path) -> String {
+    let specification = &site.specification;
     let mut out = String::new();
     for device in &specification.devices {
         if !device.profile.exists() {
@@ -391,12 +400,20 @@ fn next_steps(specification: &Specification, output: &Path) -> String {
                     Some(format!(" --target {}=p{}:{time}", vm.name, percentile.get()))
                 })
                 .collect();
+            let (next, place) = match site.directories.get(&device.name) {
+                Some(directory) => ("next".to_owned(), directory.display().to_string()),
+                None => (
+                    format!(
+                        "next, for a directory or an empty volume on {}",
+                        device.path.display()
+                    ),
+                    "PLACE".to_owned(),
+                ),
+            };
             let _ = writeln!(
                 out,
-                "next, for a directory on {}: rtvirtio calibrate --in DIRECTORY -o {}{}",
-                device.path.display(),
-                device.profile.display(),
-                targets
+                "{next}: rtvirtio calibrate --in {place} -o {}{targets}",
+                device.profile.display()
             );
         }
     }

@@ -373,7 +373,8 @@ impl Site {
             profiles.to_str().unwrap(),
         ];
         let printed = self.rtvirtio(0, &arguments);
-        assert!(printed.contains("calibrate --in DIRECTORY"), "{printed}");
+        let next = format!("next: rtvirtio calibrate --in {} -o ", self.images.display());
+        assert!(printed.contains(&next), "{printed}");
         assert!(self.rtvirtio(1, &arguments).contains("is there already"));
         let text = std::fs::read_to_string(site).unwrap();
         let written = specification::parse("site.toml", &text).unwrap();

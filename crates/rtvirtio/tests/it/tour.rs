@@ -1,8 +1,9 @@
 //! The whole way of an operator on a host of cgroup v2, Debian's kernel and LVM, which is a guest: from VMs that
 //! run to settings that are applied and taken back, without a byte of an image changed.
 //!
-//! Three QEMUs (stopped, for they are emulated twice) have their disks in a qcow2 file and a raw file on XFS on
-//! a logical volume, and on another logical volume of the same disk. What reads in their cgroups is fio.
+//! Five QEMUs (stopped, for they are emulated twice) have their disks in a qcow2 file and a raw file on XFS on
+//! a logical volume, on another logical volume of the same disk, on a partition of a second disk, and on a
+//! mirror of both. What reads in their cgroups is fio.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -15,13 +16,15 @@ use serde_json::Value;
 use crate::in_guest::{Machine, image, program};
 use crate::scratch_disk::{RTVIRTIO, alone};
 
-/// Bytes of the disk, and of each image.
-const DISK: u64 = 2 << 30;
+/// Bytes of the disks, and of each image.
+const DISKS: [u64; 2] = [2 << 30, 1 << 30];
+/// First sectors and lengths of the second disk's partitions: a VM's, an empty one, the mirror's.
+const PARTITIONS: [(u32, u32); 3] = [(2048, 524_288), (526_336, 1_048_576), (1_574_912, 131_072)];
 const IMAGE: usize = 16 << 20;
 const LONG: Duration = Duration::from_secs(300);
 
 /// Name, cgroup, and the disk's options.
-const VMS: [(&str, &str, &str); 3] = [
+const VMS: [(&str, &str, &str); 5] = [
     (
         "db",
         r"machine-qemu\x2d1\x2ddb.scope",
@@ -38,6 +41,16 @@ const VMS: [(&str, &str, &str); 3] = [
         "driver=raw,file.driver=host_device,file.filename=/dev/mapper/vg-backup,cache.direct=on,\
          file.cache.direct=on",
     ),
+    (
+        "log",
+        r"machine-qemu\x2d4\x2dlog.scope",
+        "driver=raw,file.driver=host_device,file.filename=/dev/vdb1,cache.direct=on,file.cache.direct=on",
+    ),
+    (
+        "mirror",
+        r"machine-qemu\x2d5\x2dmirror.scope",
+        "driver=raw,file.driver=host_device,file.filename=/dev/md0,cache.direct=on,file.cache.direct=on",
+    ),
 ];
 
 const PREPARE: &str = "set -e; export DM_DISABLE_UDEV=1
@@ -47,14 +60,33 @@ const PREPARE: &str = "set -e; export DM_DISABLE_UDEV=1
     echo +io >/sys/fs/cgroup/machine.slice/cgroup.subtree_control
     dmsetup create vg-images -u LVM-images --table '0 3145728 linear /dev/vda 2048'
     dmsetup create vg-backup -u LVM-backup --table '0 262144 linear /dev/vda 3147776'
+    dmsetup create vg-mirror -u LVM-mirror --table '0 131072 linear /dev/vda 3409920'
+    mdadm --create /dev/md0 --run --assume-clean --metadata=1.2 --level=1 --raid-devices=2 \
+        /dev/mapper/vg-mirror /dev/vdb3
     mkfs.xfs -q -f /dev/mapper/vg-images; mount -t xfs /dev/mapper/vg-images /images
     for image in db.qcow2 web.raw; do dd if=/$image of=/images/$image bs=1M oflag=direct; rm /$image; done
-    dd if=/dev/urandom of=/dev/mapper/vg-backup bs=1M count=16 oflag=direct
+    for disk in mapper/vg-backup vdb1 md0; do
+        dd if=/dev/urandom of=/dev/$disk bs=1M count=16 oflag=direct
+    done
     dd if=/dev/zero of=/bios bs=64k count=1; sync";
 
 /// Bytes that are not all alike.
 fn precious() -> Vec<u8> {
     (0..IMAGE as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect()
+}
+
+/// A partition table of the PC's, and no data.
+fn partitioned(path: &Path, size: u64) {
+    let mut table = [0; 512];
+    for (entry, (start, sectors)) in table[446..].chunks_exact_mut(16).zip(PARTITIONS) {
+        entry[4] = 0x83;
+        entry[8..12].copy_from_slice(&start.to_le_bytes());
+        entry[12..].copy_from_slice(&sectors.to_le_bytes());
+    }
+    table[510..].copy_from_slice(&[0x55, 0xaa]);
+    let mut file = std::fs::File::create(path).unwrap();
+    file.write_all(&table).unwrap();
+    file.set_len(size).unwrap();
 }
 
 /// The images, as files of the guest.
@@ -76,8 +108,9 @@ fn images() -> Result<Vec<GuestFile>, String> {
 }
 
 #[test]
-fn operators_host_on_cgroup2_and_lvm_gets_its_settings_and_loses_no_byte() {
-    const NAME: &str = "operators_host_on_cgroup2_and_lvm_gets_its_settings_and_loses_no_byte";
+fn operators_host_on_cgroup2_lvm_and_partitions_gets_its_settings_and_loses_no_byte() {
+    const NAME: &str =
+        "operators_host_on_cgroup2_lvm_and_partitions_gets_its_settings_and_loses_no_byte";
     let Some(image) = image(NAME) else { return };
     let files = || -> Result<Vec<GuestFile>, String> {
         let mut files = program(Path::new(RTVIRTIO), "/usr/bin/rtvirtio")?;
@@ -95,20 +128,31 @@ fn operators_host_on_cgroup2_and_lvm_gets_its_settings_and_loses_no_byte() {
     };
     let _host = alone();
     let directory = tempfile::tempdir().unwrap();
-    let disk = directory.path().join("disk");
-    std::fs::File::create(&disk).unwrap().set_len(DISK).unwrap();
-    let node = format!(
-        "driver=raw,node-name=disk,file.driver=file,file.filename={},cache.direct=off",
-        disk.display()
-    );
-    let device = "virtio-blk-pci,drive=disk,num-queues=1,serial=precious";
-    let arguments = ["-blockdev", &node, "-device", device, "-m", "2048"];
+    let mut arguments = vec!["-m".to_owned(), "3072".to_owned()];
+    for (index, size) in DISKS.into_iter().enumerate() {
+        let disk = directory.path().join(format!("disk{index}"));
+        match index {
+            0 => std::fs::File::create(&disk).unwrap().set_len(size).unwrap(),
+            _ => partitioned(&disk, size),
+        }
+        arguments.extend([
+            "-blockdev".to_owned(),
+            format!(
+                "driver=raw,node-name=disk{index},file.driver=file,file.filename={},cache.direct=off",
+                disk.display()
+            ),
+            "-device".to_owned(),
+            format!("virtio-blk-pci,drive=disk{index},num-queues=1,serial=precious{index}"),
+        ]);
+    }
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let site = Site { machine: Machine::boot(&image, &files, &arguments) };
     site.run(0, PREPARE);
     site.start_vms();
-    let before = site.sums();
+    let (sums, knobs) = (site.sums(), site.knobs());
     site.tour();
-    assert_eq!(site.sums(), before, "an image has changed");
+    assert_eq!(site.sums(), sums, "an image has changed");
+    assert_eq!(site.knobs(), knobs, "a knob has changed");
     site.nothing_is_left();
 }
 
@@ -142,7 +186,7 @@ impl Site {
             self.run(0, &script);
         }
         // What their guests would read; a disk's part that the image's name leads to.
-        for (index, path) in ["/images/db.qcow2", "/images/web.raw"].iter().enumerate() {
+        for (index, path) in [(0, "/images/db.qcow2"), (1, "/images/web.raw"), (3, "/dev/vdb1")] {
             let scope = VMS[index].1;
             let script = format!(
                 r#"(echo 0 >'/sys/fs/cgroup/machine.slice/{scope}/cgroup.procs'
@@ -157,14 +201,29 @@ impl Site {
         self.run(
             0,
             "sha256sum /images/db.qcow2 /images/web.raw
-            dd if=/dev/mapper/vg-backup bs=1M count=16 iflag=direct 2>/dev/null | sha256sum",
+            for disk in mapper/vg-backup vdb1 md0; do
+                dd if=/dev/$disk bs=1M count=16 iflag=direct 2>/dev/null | sha256sum
+            done",
+        )
+    }
+
+    fn knobs(&self) -> String {
+        self.run(
+            0,
+            "cd /sys/block
+            head -n 9 vd[ab]/queue/scheduler vd[ab]/queue/nr_requests vd[ab]/queue/wbt_lat_usec \
+                vd[ab]/queue/rq_affinity
+            cat /sys/fs/cgroup/machine.slice/*.scope/io.max",
         )
     }
 
     fn tour(&self) {
-        let doctor = self.run(0, "rtvirtio doctor /images/db.qcow2 /dev/mapper/vg-backup");
+        let doctor = self
+            .run(0, "rtvirtio doctor /images/db.qcow2 /dev/mapper/vg-backup /dev/vdb1 /dev/md0");
         assert!(doctor.contains("xfs at /images → LVM volume vg-images → vda"), "{doctor}");
         assert!(doctor.contains("LVM volume vg-backup → vda"), "{doctor}");
+        assert!(doctor.contains("partition vdb1 → vdb"), "{doctor}");
+        assert!(doctor.contains("raid1 md0 → "), "{doctor}");
 
         let looks = self.run(0, "rtvirtio top --json --count 2 --interval 3");
         let look: Value = looks.lines().rev().find_map(|l| serde_json::from_str(l).ok()).unwrap();
@@ -172,6 +231,8 @@ impl Site {
             ("db", "qcow2", "xfs at /images → LVM volume vg-images → vda"),
             ("web", "raw", "xfs at /images → LVM volume vg-images → vda"),
             ("backup", "raw", "LVM volume vg-backup → vda"),
+            ("log", "raw", "partition vdb1 → vdb"),
+            ("mirror", "raw", "raid1 md0 → "),
         ] {
             let row = look["disks"].as_array().unwrap().iter().find(|row| row["vm"] == vm);
             let row = row.unwrap_or_else(|| panic!("{look}"));
@@ -183,26 +244,53 @@ impl Site {
             let row = look["disks"].as_array().unwrap().iter().find(|row| row["vm"] == vm);
             row.unwrap()["host_p50"].clone()
         };
-        assert!(on_host("db").is_u64() && on_host("web").is_u64(), "{look}");
-
-        let said = self
-            .run(0, "rtvirtio init db=p99.9:400ms --observe 4 -o /site.toml --profiles /profiles");
-        assert!(said.contains("/profiles/vda.json"), "{said}");
-        let toml = self.run(0, "cat /site.toml");
-        assert!(toml.contains("/dev/vda") && toml.contains("latency_ms = 400"), "{toml}");
+        assert!(["db", "web", "log"].iter().all(|vm| on_host(vm).is_u64()), "{look}");
 
         let said = self.run(
             0,
-            "rtvirtio calibrate --in /images --size 256 --limit 150 --share 1 --tolerate 1000 \
-             -o /profiles/vda.json",
+            "rtvirtio init db=p99.9:400ms log=p99.9:400ms --observe 4 -o /site.toml --profiles /profiles",
         );
-        assert!(said.contains("profile written"), "{said}");
+        assert!(said.contains("calibrate --in /images -o /profiles/vda.json"), "{said}");
+        assert!(said.contains("an empty volume on /dev/vdb: "), "{said}");
+        assert!(said.contains("--in PLACE -o /profiles/vdb.json"), "{said}");
+        assert!(said.contains("mirror/") && said.contains("this is on several"), "{said}");
+        let toml = self.run(0, "cat /site.toml");
+        assert!(toml.contains("/dev/vda") && toml.contains("latency_ms = 400"), "{toml}");
 
-        // Backup and web were seen to do nothing, so they may do anything and have to be held. In two
-        // and a half minutes an emulated guest makes few runs: enough for a bound that is less sure.
-        assert_eq!(toml.matches("[[vm.task]]").count(), 1, "{toml}");
+        // In a file beside the images, named by one of them; in a partition that holds nothing.
+        for (place, limit) in
+            [("/images/db.qcow2", 100), ("/dev/vdb2 --overwrite-all-data-on-device", 60)]
+        {
+            let disk = if place.starts_with("/dev") { "vdb" } else { "vda" };
+            let said = self.run(
+                0,
+                &format!(
+                    "rtvirtio calibrate --in {place} --size 256 --limit {limit} --share 1 --tolerate 1000 \
+                     -o /profiles/{disk}.json"
+                ),
+            );
+            assert!(said.contains("profile written"), "{said}");
+        }
+        // Not in one that somebody may have data in, or has open.
+        let said = self.run(1, "rtvirtio calibrate --in /dev/vdb2 -o /none.json");
+        assert!(said.contains("if the volume holds nothing"), "{said}");
+        for (place, why) in [
+            ("--in /dev/vdb1", "(qemu-system-x86) has it open"),
+            ("--in /dev/md0", "does not lie on one disk of this host"),
+            ("--in /dev/vdb3", "is in use (mounted?)"),
+            ("/dev/vdb", "is in use (mounted?)"),
+            ("/dev/vda", "is in use (mounted?)"),
+        ] {
+            let command = format!("rtvirtio calibrate {place} --overwrite-all-data-on-device");
+            let said = self.run(1, &format!("{command} -o /none.json"));
+            assert!(said.contains(why), "{place}: {said}");
+        }
+
+        // Backup and web were seen to do nothing, so they may do anything and have to be held. In so short
+        // a time an emulated guest makes few runs: enough for bounds that are less sure.
+        assert_eq!(toml.matches("[[vm.task]]").count(), 2, "{toml}");
         assert!(toml.contains("confidence = 0.95"), "{toml}");
-        self.run(0, "sed 's/confidence = 0.95/confidence = 0.7/' /site.toml >/edited.toml");
+        self.run(0, "sed 's/confidence = 0.95/confidence = 0.5/' /site.toml >/edited.toml");
         let planned = self.run(2, "rtvirtio plan /edited.toml -o /site.plan");
         assert!(planned.contains("met") && planned.contains("write limit"), "{planned}");
         self.run(0, "rtvirtio apply /site.plan");

@@ -39,7 +39,7 @@ impl Place for Guest {
     ) -> Result<Job<'_>> {
         let node = |disk: &_| Ok(self.node(disk)?.to_owned());
         // The host's scheduler sees QEMU's priority, not the guest's.
-        let job = fio::job_file(vm, node, None, runtime, ramp)?;
+        let job = fio::job_file(vm, node, None, None, (runtime, ramp))?;
         self.set_io_priority(ioprio)?;
         let name = &vm.name;
         self.write(&format!("{DIRECTORY}/{name}.fio"), &job)?;
