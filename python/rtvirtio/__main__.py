@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
               python -m rtvirtio cases --profile profile.json --model trained/mlp.onnx --out cases"""),
     )
     cases.add_argument("--profile", type=Path, required=True, help="the device's, of `rtvirtio calibrate`")
-    cases.add_argument("--model", type=Path, required=True, help="ONNX file of `train`: the scheme mlp")
+    cases.add_argument("--model", type=Path, help="ONNX file of `train`: the scheme mlp; without, it is left out")
     cases.add_argument("--out", type=Path, required=True, help="directory of the runs")
     cases.add_argument("--device", default=defaults.device, help="simulated disk (%(default)s)")
     cases.add_argument("--tier", default="paper", choices=["paper", "strict"], help="targets (%(default)s)")
@@ -183,7 +183,7 @@ def _cases(args: argparse.Namespace) -> int:
     made = cases.runs(
         settings,
         json.loads(args.profile.read_text()),
-        args.model.read_bytes(),
+        None if args.model is None else args.model.read_bytes(),
         tier=args.tier,
         neighbour=args.neighbour,
         repetitions=args.repetitions,

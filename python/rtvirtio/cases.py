@@ -54,17 +54,19 @@ class Run:
 def runs(
     settings: grid.Settings,
     profile: Profile,
-    onnx: bytes,
+    onnx: bytes | None,
     *,
     tier: str = "paper",
     neighbour: str = "none",
     repetitions: int = REPETITIONS,
 ) -> Iterator[tuple[Run, Condition]]:
-    """Every run with its condition."""
+    """Every run with its condition; without a trained file there is no scheme `mlp`."""
     capacity: Any = profile["capacity"]
     for case in CASES:
         specification = _core.case(case, tier, neighbour, round(settings.window * grid.SECOND))
         for scheme in SCHEMES:
+            if scheme == "mlp" and onnx is None:
+                continue
             refused: list[str] = []
             priorities: dict[str, Priority] = {}
             if scheme in PLANNED:

@@ -123,3 +123,8 @@ def test_two_models_at_once_are_refused() -> None:
         rtvirtio.plan(rtvirtio.case("1xL"), {"scratch": PROFILE_OF}, onnx=MODEL, model="analytical")
     with pytest.raises(ValueError, match="neither"):
         rtvirtio.plan(rtvirtio.case("1xL"), {"scratch": PROFILE_OF}, model="oracle")
+
+
+def test_without_a_trained_file_its_scheme_is_left_out() -> None:
+    schemes = {run.scheme for run, _ in cases.runs(SETTINGS, PROFILE_OF, None, repetitions=1)}
+    assert schemes == set(cases.SCHEMES) - {"mlp"}

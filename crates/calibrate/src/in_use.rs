@@ -12,7 +12,7 @@
 use std::fs::File;
 use std::io::{Seek as _, SeekFrom, Write as _};
 use std::os::fd::AsRawFd as _;
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -56,12 +56,40 @@ const BACKOFF: Duration = Duration::from_secs(5);
 const MOST_BACKOFFS: u32 = 4;
 
 /// Where a disk in use is measured.
-#[derive(Debug, Clone, Copy)]
-pub enum Site<'a> {
+#[derive(Debug, Clone)]
+pub enum Location {
     /// In a file that is made in this directory.
-    Directory(&'a Path),
+    Directory(PathBuf),
     /// In this volume (partition, LVM volume, other block device), whose data is overwritten.
-    Volume(&'a Path),
+    Volume(PathBuf),
+}
+
+impl Location {
+    /// The location that `path` names: a block device is a volume, a file stands for its directory.
+    ///
+    /// # Errors
+    /// It is not there, or is something else.
+    pub fn find(path: &Path) -> Result<Self> {
+        let found = std::fs::canonicalize(path).and_then(|path| Ok((path.metadata()?, path)));
+        let (metadata, path) = found.with_context(|| path.display().to_string())?;
+        let kind = metadata.file_type();
+        if kind.is_block_device() {
+            return Ok(Self::Volume(path));
+        }
+        if kind.is_dir() {
+            return Ok(Self::Directory(path));
+        }
+        ensure!(kind.is_file(), "{} is no directory, file or volume", path.display());
+        let directory = path.parent().context("a file lies in a directory")?;
+        Ok(Self::Directory(directory.to_owned()))
+    }
+
+    /// A path that lies on the disk.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        let (Self::Directory(path) | Self::Volume(path)) = self;
+        path
+    }
 }
 
 /// A file for measurements, without a name, or a volume.
@@ -220,18 +248,17 @@ impl DiskInUse {
     /// Takes a file or volume for measurements of the disk that it lies on. What is said goes to `events`.
     ///
     /// # Errors
-    /// The site lies on no disk of this host, or on several; there is no room, or somebody uses the volume; a
+    /// The location lies on no disk of this host, or on several; there is no room, or somebody uses the volume; a
     /// target is of a VM that does not run; the user interrupts.
     pub fn new(
         host: Host,
-        site: Site<'_>,
+        location: &Location,
         size: Option<Bytes>,
         manners: Manners,
         interrupted: &Interrupted,
         events: &mut Vec<String>,
     ) -> Result<Self> {
-        let (Site::Directory(path) | Site::Volume(path)) = site;
-        let leaf = disk_of(&host, path)?;
+        let leaf = disk_of(&host, location.path())?;
         let Manners { share, tolerated, targets, probes_schedulers } = manners;
         // Before anything is made.
         let mut neighbours = Neighbours::new(host.clone(), &leaf.name, (targets, tolerated))?;
@@ -249,9 +276,9 @@ impl DiskInUse {
             testbed.keep_device_knobs();
             Some(scheduler_of(&leaf.name)?)
         };
-        let file = match site {
-            Site::Directory(directory) => WorkFile::create(directory, size)?,
-            Site::Volume(device) => WorkFile::on_volume(device, size)?,
+        let file = match location {
+            Location::Directory(directory) => WorkFile::create(directory, size)?,
+            Location::Volume(device) => WorkFile::on_volume(device, size)?,
         };
         match host.extents(&Part::whole(file.path())) {
             Ok(own) => neighbours.tell_apart(&own, events),
@@ -407,6 +434,25 @@ mod tests {
         assert!(huge.to_string().contains("free, not"), "{huge}");
         let small = WorkFile::create(directory.path(), Some(Bytes::new(4096))).unwrap_err();
         assert!(small.to_string().contains("at least"), "{small}");
+    }
+
+    #[test]
+    fn file_stands_for_its_directory() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("db.qcow2");
+        std::fs::write(&file, "").unwrap();
+        for path in [directory.path(), &file] {
+            let found = Location::find(path).unwrap();
+            assert!(matches!(&found, Location::Directory(found) if found == directory.path()));
+        }
+        assert!(
+            Location::find(Path::new("/dev/null"))
+                .unwrap_err()
+                .to_string()
+                .contains("no directory")
+        );
+        let missing = Location::find(&directory.path().join("missing")).unwrap_err().to_string();
+        assert!(missing.contains("missing"), "{missing}");
     }
 
     #[test]

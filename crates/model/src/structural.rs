@@ -18,6 +18,10 @@
 //! `max_budget` takes at depth 1 if that is less (bfq expires the queue in
 //! service on either, kernel `block/bfq-iosched.c`).
 //!
+//! While a burst is worked off, those whom no cap holds back go on: where they use a part u of the device,
+//! that takes ℓ / (1 − u), and a request that comes meanwhile waits for what is left of ℓ. So it is
+//! r · (ℓ − x) / (1 − u) of all that wait longer than x (the fluid limit of a queue's busy period).
+//!
 //! A stream of rate λ and depth d has at most d requests waiting, so a blocking
 //! of rate r and length ℓ makes a fraction `r · min(ℓ − x, d/λ)` of its
 //! requests wait longer than x; a request that is blocked has otherwise the mean
@@ -28,7 +32,7 @@
 //! stream.)
 //!
 //! Properties (tests of the same name): `tail_grows_with_percentile`,
-//! `tail_grows_with_a_neighbours_cap`, `idling_tail_is_other_vms_times_timeout`,
+//! `tail_grows_with_a_neighbours_cap`, `burst_lasts_longer_on_a_busy_device`, `idling_tail_is_other_vms_times_timeout`,
 //! `flood_waits_for_the_whole_queue`.
 
 use rtvirtio_spec::profile::{BasePoint, Capacity, Regime, Response, StructuralFit};
@@ -40,11 +44,16 @@ use crate::{DeviceLoad, Estimate, Stream};
 /// Utilisation above which the base response is not extrapolated further.
 const SATURATED: f64 = 0.98;
 
+/// Utilisation above which a burst is not taken to last longer still: the estimate of it is not that good.
+const BUSY: f64 = 0.9;
+
 /// Recurring times in which a request cannot be served.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Blocking {
     per_second: f64,
     seconds: f64,
+    /// How many times as long as `seconds` it takes to work it off, as other requests come meanwhile.
+    drain: f64,
 }
 
 /// The model, fitted to one device.
@@ -113,19 +122,24 @@ impl<'a> Structural<'a> {
         let mut flood = 0.0;
         let mut utilisation = 0.0;
         let burst = self.fit.burst.as_secs_f64();
+        // What those use whom no cap holds back.
+        let mut others = 0.0;
         for vm in &load.vms {
             let cap = vm.cap();
+            let is_held = cap.is_some_and(|cap| cap < vm.demand());
             let is_unlimited = |s: &&Stream| s.iops.is_none() && f64::from(s.depth) >= deep;
             for s in &vm.streams {
                 let block = s.block_size.get() as f64;
                 let lone_rate = f64::from(s.depth) / self.base(0.0).mean.as_secs_f64();
                 let rate = s.iops.unwrap_or(lone_rate).min(cap.unwrap_or(f64::INFINITY) / block);
                 if !is_unlimited(&s) || cap.is_some() {
-                    utilisation += rate * self.cost(block);
+                    let used = rate * self.cost(block);
+                    utilisation += used;
+                    others += if is_held { 0.0 } else { used };
                 }
             }
             match cap {
-                Some(cap) if cap < vm.demand() => {
+                Some(cap) if is_held => {
                     let block =
                         vm.streams.iter().map(|s| s.block_size.get()).max().unwrap_or(4096) as f64;
                     let in_flight: u32 = vm.streams.iter().map(|s| s.depth).sum();
@@ -142,11 +156,12 @@ impl<'a> Structural<'a> {
             }
         }
         if bursts > 0.0 {
-            blockings.push(Blocking { per_second: 1.0 / burst, seconds: bursts });
+            let drain = 1.0 / (1.0 - others.min(BUSY));
+            blockings.push(Blocking { per_second: 1.0 / burst, seconds: bursts, drain });
         }
         if let Some(stalls) = self.fit.stalls {
             let seconds = stalls.length.as_secs_f64();
-            blockings.push(Blocking { per_second: stalls.per_second, seconds });
+            blockings.push(Blocking { per_second: stalls.per_second, seconds, drain: 1.0 });
         }
         let is_flooded = flood > 0.0;
         let slice = self.idle_slice(load.scheduler);
@@ -161,7 +176,7 @@ impl<'a> Structural<'a> {
             let vms = load.vms.iter().filter(|vm| !vm.streams.is_empty()).count().max(1) as f64;
             if vms > 1.0 {
                 let seconds = (vms - 1.0) * slice;
-                blockings.push(Blocking { per_second: 1.0 / (vms * slice), seconds });
+                blockings.push(Blocking { per_second: 1.0 / (vms * slice), seconds, drain: 1.0 });
             }
             // A queue in service keeps the flood out for its slice.
             flood = 0.0;
@@ -249,7 +264,7 @@ impl<'a> Structural<'a> {
             let blocked = situation
                 .blockings
                 .iter()
-                .map(|b| b.per_second * (b.seconds - (t - mean)).clamp(0.0, interval));
+                .map(|b| b.per_second * ((b.seconds - (t - mean)) * b.drain).clamp(0.0, interval));
             beyond_of(&base, (t - longer) / factor) + blocked.sum::<f64>()
         };
         let longest = situation.blockings.iter().map(|b| b.seconds).fold(0.0, f64::max);

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 use serde::{Deserialize, Serialize};
 
-use crate::latency::Histogram;
+use crate::latency::{Histogram, upper_limit};
 use crate::mapping::Entry;
 use crate::serve::{Completion, CorePolicy, IoPriority, Policy, Polling, wire};
 
@@ -376,6 +376,16 @@ pub struct Had {
     /// Of these, those that would have, had the device not stalled meanwhile.
     #[serde(default)]
     pub late_in_stalls: u64,
+}
+
+impl Had {
+    /// The share of requests within the promised rate that ended before the deadline, at least: at 95 %
+    /// confidence, if each may be late by itself. `None`: there were none.
+    #[must_use]
+    pub fn kept_at_least(&self) -> Option<f64> {
+        let promised = (self.kept + self.late) as f64;
+        (promised > 0.0).then(|| (1.0 - upper_limit(self.late) / promised).max(0.0))
+    }
 }
 
 /// What requests of a kind have had. A transfer of more than 128 KiB counts as several.

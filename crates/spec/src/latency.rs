@@ -143,6 +143,14 @@ pub fn beyond(n: u64, percentile: Percentile) -> u64 {
     (n as f64 * (1.0 - percentile.fraction()) + 1e-6).floor() as u64
 }
 
+/// The upper 95 % limit of the rate of events of which `count` were seen (Byar's approximation of the
+/// Poisson distribution's, within 1 % of it).
+#[must_use]
+pub fn upper_limit(count: u64) -> f64 {
+    let n = count as f64 + 1.0;
+    n * (1.0 - 1.0 / (9.0 * n) + 1.645 / (3.0 * n.sqrt())).powi(3)
+}
+
 /// Samples that a judged percentile has beyond it, at least.
 pub const MIN_BEYOND: u64 = 10;
 
@@ -208,6 +216,15 @@ mod tests {
         assert_eq!(now.since(&ramp(3)), ramp(2));
         assert_eq!(now.since(&now), Histogram::new());
         assert_eq!(ramp(2).since(&ramp(3)), ramp(2));
+    }
+
+    #[test]
+    fn upper_limit_is_that_of_poisson() {
+        // 2.996: none is seen in 5 % of cases.
+        for (count, exact) in [(0, 2.996), (1, 4.744), (10, 16.962), (100, 118.08)] {
+            let limit = upper_limit(count);
+            assert!((limit / exact - 1.0).abs() < 0.015, "{count}: {limit}");
+        }
     }
 
     #[test]

@@ -23,6 +23,7 @@
 //! again when the load or the device changes; [`admission`], whether what is promised can be kept.
 
 pub mod admission;
+mod bounds;
 pub mod cell;
 pub mod changes;
 pub mod clients;
@@ -42,11 +43,13 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use rtvirtio_cases::{Case, Tier};
 use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_spec::profile::Profile;
 
 use crate::campaign;
 use crate::cell::CANARY_LIMIT;
 use crate::dataplane::server::qsd_version;
 use crate::lines::Lines;
+use bounds::Bounds;
 use cell::{Cell, CellKey, NoiseFloor, Scheme, disturbance};
 use clients::{Between, Plan, tasks};
 use configuration::Sharing;
@@ -80,6 +83,8 @@ pub struct Benchmark<'a> {
     pub window: Duration,
     /// The device.
     pub on: On,
+    /// Its profile, by which its schedule is made and its tasks' bounds are noted; without, its own curve.
+    pub profile: Option<&'a Profile>,
     /// The `rtvirtio` that serves.
     pub program: &'a Path,
     /// Where cells go.
@@ -106,9 +111,10 @@ impl Benchmark<'_> {
         }
         let disk = Disk::make(&self.on)?;
         let device = disk.path();
-        let curve = match &self.on {
-            On::Ssd(name) => Curve::of_ssd(name.parse()?),
-            On::File(_) => Curve::measured(self.program, &device, interrupted)?,
+        let curve = match (&self.on, self.profile) {
+            (_, Some(profile)) => Curve::of_profile(&profile.capacity),
+            (On::Ssd(name), None) => Curve::of_ssd(name.parse()?),
+            (On::File(_), None) => Curve::measured(self.program, &device, interrupted)?,
         };
         let expected = self.expected();
         let mut progress = Progress::new(missing.len(), expected * missing.len() as u32);
@@ -230,7 +236,12 @@ impl Benchmark<'_> {
             window: self.window,
             seed: seed(key),
         };
-        let Measured { tasks, background, seconds, canary, busy } = trial.run(interrupted)?;
+        let Measured { mut tasks, background, seconds, canary, busy } = trial.run(interrupted)?;
+        if let (Some(profile), Scheme::Qos) = (self.profile, key.scheme) {
+            let (case, tier) = (key.case.parse()?, key.tier.parse()?);
+            let bounds = Bounds::of(case, tier, self.window, profile)?;
+            tasks.iter_mut().for_each(|task| bounds.note(task));
+        }
         let completed: u64 = tasks.iter().map(|task| task.n).sum();
         Ok(Cell {
             key: key.clone(),

@@ -6,7 +6,7 @@ use rtvirtio_cases::highest_percentile;
 use rtvirtio_model::paper::{self, Reading, Sample};
 use rtvirtio_model::structural::Structural;
 use rtvirtio_model::{DeviceLoad, Stream, VmLoad};
-use rtvirtio_spec::latency::Histogram;
+use rtvirtio_spec::latency::{Histogram, upper_limit};
 use rtvirtio_spec::profile::{
     BasePoint, Capacity, DeviceIdentity, PROFILE_VERSION, PaperFit, Probe, ProbeTail, Profile,
     ProfileSource, Regime, Residuals, StallFit, StructuralFit,
@@ -370,10 +370,7 @@ fn stalls(runs: &[ProbeRun]) -> Option<StallFit> {
     if seen < 2 || seconds == 0.0 {
         return None;
     }
-    // Byar's upper 95 % limit of a Poisson count, within 1 % of the exact one.
-    let n = seen as f64 + 1.0;
-    let upper = n * (1.0 - 1.0 / (9.0 * n) + 1.645 / (3.0 * n.sqrt())).powi(3);
-    Some(StallFit { per_second: upper / seconds, length: longest })
+    Some(StallFit { per_second: upper_limit(seen) / seconds, length: longest })
 }
 
 fn summary(run: &ProbeRun) -> Probe {

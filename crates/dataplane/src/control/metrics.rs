@@ -248,6 +248,9 @@ impl Metrics {
         });
         let help = "Requests within the promised rate, by whether they met their deadline";
         counters(encoder, ("promised_responses", help, None), responses)?;
+        let kept = of_devices().filter_map(|(labels, had)| Some((labels, had.kept_at_least()?)));
+        let help = "The share that met its deadline, at least, at 95 % confidence";
+        gauges(encoder, ("promised_kept_lower_limit", help, Some(Unit::Ratios)), kept)?;
         let excused = of_devices().map(|(labels, had)| (labels, had.late_in_stalls as f64));
         let help = "Of the late ones, those that only a stall of the device made late";
         counters(encoder, ("promised_responses_late_in_stalls", help, None), excused)?;

@@ -95,6 +95,18 @@ fn tail_grows_with_a_neighbours_cap() {
     assert!(tails.is_sorted(), "{tails:?}");
 }
 
+/// What is left of the device for a burst decides how many requests meet it, not how long the longest waits.
+#[test]
+fn burst_lasts_longer_on_a_busy_device() {
+    let tail = |vms: usize, p| {
+        let mut load = four(Scheduler::None, capped(8));
+        load.vms.drain(vms..4);
+        tail_ms(&load, &task(500.0), p)
+    };
+    let growth = |p| tail(4, p) / tail(1, p);
+    assert!(growth(99.0) > 1.2 && growth(99.9) < 1.2, "{} {}", growth(99.0), growth(99.9));
+}
+
 #[test]
 fn idling_tail_is_other_vms_times_timeout() {
     let idling = |timeout_sync_ms| Scheduler::Bfq(Bfq { timeout_sync_ms, ..Bfq::DEFAULT });

@@ -1,6 +1,5 @@
 //! `rtvirtio calibrate`.
 
-use std::os::unix::fs::FileTypeExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -9,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_calibrate::calibration::{Depth, FULL, IN_USE_LIMIT, calibrate_to, missing, summary};
 use rtvirtio_calibrate::device;
-use rtvirtio_calibrate::in_use::{DiskInUse, Manners, Site};
+use rtvirtio_calibrate::in_use::{DiskInUse, Location, Manners};
 use rtvirtio_calibrate::neighbours::NeighbourTarget;
 use rtvirtio_calibrate::observed::{disk_of, observe};
 use rtvirtio_calibrate::testbed::{Testbed, recover_just_killed};
@@ -26,10 +25,10 @@ use crate::{Outcome, input};
     after_help = "Takes about 3 minutes, 5 with --in: probes go on until there are enough runs for the bounds \
     of a plan, or the limit is reached; what is missing then is said. A busy machine makes bounds wider. An \
     interrupted calibration of a DEVICE goes on where it was when it is started again with the same -o.\n\
-    --in measures the disk that PLACE lies on beside those who use it: for a directory, or a file, which is not \
+    --in measures the disk that LOCATION lies on beside those who use it: for a directory, or a file, which is not \
     touched, in a file of its own in that directory, of which nothing is left; for a partition or volume that \
-    holds nothing, in that one (--overwrite-all-data-on-device). The disk's scheduler and knobs stay as they are. VMs on the disk are watched at their QEMUs, and all \
-    its users in the host's block layer: a probe that breaks a --target, or without one pushes a tail beyond twice \
+    holds nothing, in that one (--overwrite-all-data-on-device). The disk's scheduler and knobs stay as they \
+    are. VMs on the disk are watched at their QEMUs, and all its users in the host's block layer: a probe that breaks a --target, or without one pushes a tail beyond twice \
     its normal (--tolerate), is stopped, and tried again twice. Loads of probes are cut to what the others leave; \
     what they do is taken into account, and makes bounds wider.\n\
     --observe issues no request: capacity is then the most that the disk was seen to do, the least that it can do, \
@@ -37,29 +36,29 @@ use crate::{Outcome, input};
 )]
 pub(crate) struct Args {
     /// The block device; its data is overwritten
-    #[arg(required_unless_present = "place", conflicts_with = "place")]
+    #[arg(required_unless_present = "location", conflicts_with = "location")]
     device: Option<PathBuf>,
     /// Measure the disk that this directory, file, or empty volume lies on, beside those who use it
-    #[arg(long = "in", value_name = "PLACE")]
-    place: Option<PathBuf>,
+    #[arg(long = "in", value_name = "LOCATION")]
+    location: Option<PathBuf>,
     /// MiB that are used there; without, 2 GiB, a quarter of the free space, or all of the volume
-    #[arg(long, value_name = "MIB", requires = "place",
+    #[arg(long, value_name = "MIB", requires = "location",
           value_parser = clap::value_parser!(u64).range(256..=1 << 24))]
     size: Option<u64>,
     /// Share of the disk's time that is taken while others use it, above 0 and up to 1
-    #[arg(long, requires = "place", default_value_t = 0.2, value_parser = share)]
+    #[arg(long, requires = "location", default_value_t = 0.2, value_parser = share)]
     share: f64,
     /// How long requests of a VM may take meanwhile, such as db=p99.9:5ms; without a VM, all on the disk
-    #[arg(long = "target", requires = "place", value_name = "[VM[/DISK]=]pPERCENTILE:TIME", value_parser = target)]
+    #[arg(long = "target", requires = "location", value_name = "[VM[/DISK]=]pPERCENTILE:TIME", value_parser = target)]
     targets: Vec<NeighbourTarget>,
     /// How many times its normal the tail of a user of the disk without a target may be
-    #[arg(long, requires = "place", default_value_t = 2.0, value_name = "FACTOR", value_parser = factor)]
+    #[arg(long, requires = "location", default_value_t = 2.0, value_name = "FACTOR", value_parser = factor)]
     tolerate: f64,
     /// Change the disk's scheduler and knobs for probes, journalled, and put them back
-    #[arg(long, requires = "place")]
+    #[arg(long, requires = "location")]
     probe_schedulers: bool,
     /// Issue no request, but watch for so many minutes what others have the disk do
-    #[arg(long, value_name = "MINUTES", requires = "place",
+    #[arg(long, value_name = "MINUTES", requires = "location",
           value_parser = clap::value_parser!(u64).range(1..=1440),
           conflicts_with_all = ["size", "probe_schedulers", "targets", "limit"])]
     observe: Option<u64>,
@@ -127,49 +126,6 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     outcome
 }
 
-/// What `--in` names.
-enum Place {
-    Directory(PathBuf),
-    Volume(PathBuf),
-}
-
-impl Place {
-    fn find(path: &Path) -> Result<Self> {
-        let path =
-            std::fs::canonicalize(path).with_context(|| format!("--in {}", path.display()))?;
-        let kind = std::fs::metadata(&path)?.file_type();
-        if kind.is_block_device() {
-            return Ok(Self::Volume(path));
-        }
-        if kind.is_dir() {
-            return Ok(Self::Directory(path));
-        }
-        ensure!(kind.is_file(), "{} is no directory, file or volume", path.display());
-        let directory = path.parent().context("a file lies in a directory")?;
-        Ok(Self::Directory(directory.to_owned()))
-    }
-
-    fn path(&self) -> &Path {
-        let (Self::Directory(path) | Self::Volume(path)) = self;
-        path
-    }
-
-    fn site(&self, may_overwrite: bool) -> Result<Site<'_>> {
-        match self {
-            Self::Directory(path) => Ok(Site::Directory(path)),
-            Self::Volume(path) => {
-                ensure!(
-                    may_overwrite,
-                    "{} is a volume, whose data would be overwritten: name a directory on the same disk, or, if \
-                     the volume holds nothing, say so with --overwrite-all-data-on-device",
-                    path.display()
-                );
-                Ok(Site::Volume(path))
-            }
-        }
-    }
-}
-
 /// Makes the directory of the profile, once it is clear that there will be one.
 fn make_directory(output: &Path) -> Result<()> {
     let Some(directory) = output.parent().filter(|path| !path.as_os_str().is_empty()) else {
@@ -180,14 +136,14 @@ fn make_directory(output: &Path) -> Result<()> {
 }
 
 fn calibrate(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
-    let usual = if args.place.is_some() { IN_USE_LIMIT } else { FULL.1 };
+    let usual = if args.location.is_some() { IN_USE_LIMIT } else { FULL.1 };
     let limit = args.limit.map_or(usual, Duration::from_secs);
-    let profile = match (&args.place, &args.device) {
-        (Some(place), _) => {
-            let place = Place::find(place)?;
+    let profile = match (&args.location, &args.device) {
+        (Some(location), _) => {
+            let location = Location::find(location)?;
             if let Some(minutes) = args.observe {
                 let (host, time) = (input::host(), Duration::from_secs(60 * minutes));
-                let disk = disk_of(&host, place.path())?;
+                let disk = disk_of(&host, location.path())?;
                 make_directory(&args.output)?;
                 let profile = observe(&host, &disk, time, interrupted)?;
                 for missing in missing(&profile, Depth::Full) {
@@ -196,7 +152,14 @@ fn calibrate(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
                 input::write(&args.output, &serde_json::to_string_pretty(&profile)?)?;
                 return print(args, &profile);
             }
-            let site = place.site(args.overwrite_all_data_on_device)?;
+            if let Location::Volume(path) = &location {
+                ensure!(
+                    args.overwrite_all_data_on_device,
+                    "{} is a volume, whose data would be overwritten: name a directory on the same disk, or, if \
+                     the volume holds nothing, say so with --overwrite-all-data-on-device",
+                    path.display()
+                );
+            }
             let size = args.size.map(|mib| Bytes::new(mib << 20));
             let manners = Manners {
                 share: args.share,
@@ -205,7 +168,8 @@ fn calibrate(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
                 probes_schedulers: args.probe_schedulers,
             };
             let mut events = Vec::new();
-            let disk = DiskInUse::new(input::host(), site, size, manners, interrupted, &mut events);
+            let disk =
+                DiskInUse::new(input::host(), &location, size, manners, interrupted, &mut events);
             events.iter().for_each(|event| eprintln!("calibrate: {event}"));
             let disk = disk?;
             eprintln!("calibrate: {}", disk.describe());
@@ -227,7 +191,7 @@ fn calibrate(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             make_directory(&args.output)?;
             calibrate_to(&testbed, (Depth::Full, limit), &args.output, interrupted)?
         }
-        (None, None) => bail!("name a device, or --in PLACE"),
+        (None, None) => bail!("name a device, or --in LOCATION"),
     };
     print(args, &profile)
 }

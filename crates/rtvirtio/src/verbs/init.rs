@@ -407,7 +407,7 @@ fn next_steps(site: &Site, output: &Path) -> String {
                         "next, for a directory or an empty volume on {}",
                         device.path.display()
                     ),
-                    "PLACE".to_owned(),
+                    "LOCATION".to_owned(),
                 ),
             };
             let _ = writeln!(

@@ -305,12 +305,12 @@ impl Site {
         assert_eq!(entries(), before);
     }
 
-    /// What a terminal shows of the three commands, beside guests that use some of the disk.
+    /// What a terminal shows of the three commands, beside two guests that use some of the disk. The third, a
+    /// backup, is idle: what it may do later has to be held.
     fn record(&self, path: &Path) {
         let reads = "dd if=/dev/vda of=/dev/null bs=4k count=20 iflag=direct; sleep 0.5";
         self.work(VMS[0], reads);
         self.work(VMS[1], reads);
-        self.work(VMS[2], "dd if=/dev/zero of=/dev/vda bs=128k count=10 oflag=direct; sleep 0.5");
         let mut recording = String::new();
         let begin = Instant::now();
         let images = self.images.to_str().unwrap();
@@ -335,7 +335,7 @@ impl Site {
             std::fs::write(path, &recording).unwrap();
             assert_eq!(output.status.code(), Some(code), "{recording}");
         };
-        let target = format!("{}/vda=p99.9:60ms", VMS[0]);
+        let target = format!("{}/vda=p99.9:20ms", VMS[0]);
         let profiles = self.directory.join("profiles");
         std::fs::create_dir(&profiles).unwrap();
         let profiles = profiles.to_str().unwrap();
@@ -347,6 +347,8 @@ impl Site {
         run(0, &[&["calibrate", "--in", images, "-o", profile], &limits[..]].concat());
         run(0, &["plan", "site.toml", "-o", "site.plan", "--apply"]);
         let took = begin.elapsed().as_secs_f64();
+        let plan: Plan = serde_json::from_slice(&std::fs::read("site.plan").unwrap()).unwrap();
+        assert!(!plan.changes.is_empty(), "a plan that changes nothing shows little");
         run(0, &["verify", "site.plan"]);
         run(0, &["rollback"]);
         recording += &format!("From running VMs to an applied plan: {took:.0} s\n");

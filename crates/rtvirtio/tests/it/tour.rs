@@ -252,7 +252,7 @@ impl Site {
         );
         assert!(said.contains("calibrate --in /images -o /profiles/vda.json"), "{said}");
         assert!(said.contains("an empty volume on /dev/vdb: "), "{said}");
-        assert!(said.contains("--in PLACE -o /profiles/vdb.json"), "{said}");
+        assert!(said.contains("--in LOCATION -o /profiles/vdb.json"), "{said}");
         assert!(said.contains("mirror/") && said.contains("this is on several"), "{said}");
         let toml = self.run(0, "cat /site.toml");
         assert!(toml.contains("/dev/vda") && toml.contains("latency_ms = 400"), "{toml}");

@@ -24,6 +24,50 @@ fn calibrate_of_a_disk_that_is_in_use_names_the_way_that_overwrites_nothing() {
     assert!(said(&output).contains("a disk in use: calibrate --in DIRECTORY"), "{}", said(&output));
 }
 
+/// A loop device of a file that is not a scratch disk's.
+struct LoopDevice(String);
+
+impl LoopDevice {
+    fn of(file: &std::path::Path) -> Self {
+        let output = Command::new("losetup").args(["--find", "--show"]).arg(file).output().unwrap();
+        assert!(output.status.success(), "{}", said(&output));
+        Self(String::from_utf8(output.stdout).unwrap().trim().to_owned())
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}
+
+/// As QEMU has a VM's disk open: not exclusively.
+#[test]
+fn calibrate_overwrites_nothing_that_a_process_has_open() {
+    let Some(_host) = can_run("calibrate_overwrites_nothing_that_a_process_has_open") else {
+        return;
+    };
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let file = directory.path().join("disk");
+    let data = vec![0x5a; 16 << 20];
+    std::fs::write(&file, &data).unwrap();
+    let device = LoopDevice::of(&file);
+    let disk = std::fs::File::open(&device.0).unwrap();
+    let mut vm = Command::new("sleep").arg("60").stdin(disk).spawn().unwrap();
+    for arguments in [&["calibrate"][..], &["calibrate", "--in"]] {
+        let overwrite = "--overwrite-all-data-on-device";
+        let arguments = [arguments, &[&device.0, overwrite, "-o", "/nonexistent/p"]].concat();
+        let output = rtvirtio(directory.path(), &arguments);
+        assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+        let why = format!("is in use: process {} (sleep) has it open", vm.id());
+        assert!(said(&output).contains(&why), "{}", said(&output));
+    }
+    vm.kill().unwrap();
+    vm.wait().unwrap();
+    drop(device);
+    assert!(std::fs::read(&file).unwrap() == data, "its data has changed");
+}
+
 #[test]
 fn cgroup_may_be_pasted_as_proc_and_systemctl_print_it() {
     let text = r"version = 1

@@ -104,6 +104,9 @@ pub struct Task {
     pub p99_us: Option<[f64; 3]>,
     /// The target for the judged percentile, µs.
     pub target_us: f64,
+    /// What a plan says that it stays below, µs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bound_us: Option<f64>,
     /// Of the requested rate.
     pub delivered: f64,
     /// Whether both hold.

@@ -171,6 +171,7 @@ impl Plan {
             tail_interval_us: judgement.judged.map(|q| [us(q.low), us(q.high)]),
             p99_us: histogram.quantile(p99).map(|q| [us(q.value), us(q.low), us(q.high)]),
             target_us: us(self.target),
+            bound_us: None,
             delivered: judgement.delivered_fraction,
             passed: judgement.passed(),
         }

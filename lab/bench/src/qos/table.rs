@@ -1,5 +1,8 @@
 //! For a terminal.
 
+use std::collections::BTreeMap;
+
+use rtvirtio_cases::wilson_interval;
 use rtvirtio_spec::run::Cell as KernelCell;
 
 use super::cell::{Cell, Scheme};
@@ -44,6 +47,7 @@ pub fn table(cells: &[Cell], beside: &[KernelCell]) -> String {
         text += &format!("Tasks worse with a schedule, beyond intervals: {}\n", worse.len());
         text.extend(worse.iter().map(|worse| format!("  {worse}\n")));
     }
+    text += &bounds(cells).unwrap_or_default();
     let disturbed = cells.iter().filter_map(|cell| Some((cell, cell.discarded.as_ref()?)));
     for (cell, reason) in disturbed {
         let (key, repetition) = (cell.key.label(), cell.key.repetition);
@@ -54,6 +58,32 @@ pub fn table(cells: &[Cell], beside: &[KernelCell]) -> String {
              runs. delivered: the least. neighbour, x left (of what the VMs left over), canary (its p99), \
              busy (CPUs): medians of runs. In brackets 95 % intervals, for the neighbour the range of runs.\n";
     text
+}
+
+/// How many of the plans' bounds held, by judged percentile, and how tight they were.
+fn bounds(cells: &[Cell]) -> Option<String> {
+    let counted = cells.iter().filter(|cell| cell.discarded.is_none());
+    let mut ratios: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
+    for task in counted.flat_map(|cell| &cell.tasks).filter(|task| task.percentile > 0.0) {
+        if let Some(bound) = task.bound_us {
+            // Percentiles have up to two digits behind the point.
+            let percentile = (task.percentile * 100.0).round() as u64;
+            ratios.entry(percentile).or_default().push(bound / task.tail_us);
+        }
+    }
+    let line = |(percentile, mut ratios): (u64, Vec<f64>)| {
+        ratios.sort_by(f64::total_cmp);
+        let (held, n) = (ratios.iter().filter(|&&ratio| ratio >= 1.0).count(), ratios.len());
+        let (low, high) = wilson_interval(held as u64, n as u64);
+        let (low, high) = (100.0 * low, 100.0 * high);
+        format!(
+            "Bounds of p{}: {held} of {n} task-runs ({low:.0}–{high:.0} %), median {:.2} times the tail, least {:.2}\n",
+            percentile as f64 / 100.0,
+            ratios[n / 2],
+            ratios[0]
+        )
+    };
+    (!ratios.is_empty()).then(|| ratios.into_iter().map(line).collect())
 }
 
 fn or_dash<T>(value: Option<T>, text: impl Fn(T) -> String) -> String {
@@ -141,6 +171,19 @@ mod tests {
         // One that was disturbed each time is in the table all the same.
         let text = table(&[disturbed(0, 40.0), disturbed(0, 5.0)], &[]);
         assert!(text.lines().nth(1).unwrap().contains("1/1 21–100 %"), "{text}");
+    }
+
+    #[test]
+    fn table_says_how_many_bounds_held() {
+        let mut cells = [5.0, 6.0, 7.0].map(|tail| cell(Scheme::Qos, 0, tail, 30_000));
+        assert!(!table(&cells, &[]).contains("Bounds"));
+        for cell in &mut cells {
+            cell.tasks.iter_mut().for_each(|task| task.bound_us = Some(6_600.0));
+        }
+        let text = table(&cells, &[]);
+        // Of 5, 6 and 7 ms.
+        let line = text.lines().find(|line| line.starts_with("Bounds of p99.9: 2 of 3")).unwrap();
+        assert!(line.ends_with("median 1.10 times the tail, least 0.94"), "{line}");
     }
 
     #[test]

@@ -76,12 +76,13 @@ pub(super) fn schedules(schedules: &[ScheduleState]) -> Table {
 /// Of devices in a schedule: what they get, and how promises were kept.
 fn qos(devices: &[DeviceState]) -> Table {
     let header = [
-        "device", "schedule", "weight", "promise", "wants", "limit", "requests", "promised", "late",
+        "device", "schedule", "weight", "promise", "wants", "limit", "requests", "promised",
+        "late", "kept",
     ];
     let mut table = table(header, 6);
     for device in devices {
         let Some(QosState { settings, demand, had, tasks }) = &device.qos else { continue };
-        let [requests, promised, late] = counts(had);
+        let [requests, promised, late, kept] = counts(had);
         table.add_row([
             device.name.to_string(),
             settings.schedule.to_string(),
@@ -92,9 +93,10 @@ fn qos(devices: &[DeviceState]) -> Table {
             requests,
             promised,
             late,
+            kept,
         ]);
         for (task, TaskState { ioprio, demand, had }) in settings.tasks.iter().zip(tasks) {
-            let [requests, promised, late] = counts(had);
+            let [requests, promised, late, kept] = counts(had);
             table.add_row([
                 format!("  of {ioprio}"),
                 String::new(),
@@ -105,6 +107,7 @@ fn qos(devices: &[DeviceState]) -> Table {
                 requests,
                 promised,
                 late,
+                kept,
             ]);
         }
     }
@@ -121,15 +124,17 @@ const fn wants(demand: Demand) -> &'static str {
     }
 }
 
-/// Requests, those that were promised, and those of them that were late.
-fn counts(had: &Had) -> [String; 3] {
+/// Requests, those that were promised, those of them that were late, and the share that was not, at least.
+fn counts(had: &Had) -> [String; 4] {
     let kinds = [had.reads, had.writes, had.flushes, had.discards];
     let requests: u64 = kinds.iter().map(|kind| kind.requests).sum();
     let late = match had.late_in_stalls {
         0 => had.late.to_string(),
         excused => format!("{} ({excused} by stalls)", had.late),
     };
-    [requests.to_string(), (had.kept + had.late).to_string(), late]
+    let kept = had.kept_at_least();
+    let kept = kept.map_or_else(|| "-".to_owned(), |share| format!("≥ {:.3} %", 100.0 * share));
+    [requests.to_string(), (had.kept + had.late).to_string(), late, kept]
 }
 
 fn promise(iops: Option<u64>, bandwidth: Option<Size>, deadline_us: Option<u64>) -> String {

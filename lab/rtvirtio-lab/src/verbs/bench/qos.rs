@@ -10,6 +10,7 @@ use rtvirtio_bench::qos::disk::On;
 use rtvirtio_bench::qos::neighbour::Neighbour;
 use rtvirtio_bench::qos::{Benchmark, write_report};
 use rtvirtio_cases::Tier;
+use rtvirtio_cli::input;
 use rtvirtio_host::interrupt::Interrupted;
 
 use crate::{Outcome, rtvirtio};
@@ -46,6 +47,9 @@ pub(crate) struct Args {
     /// Device: ssd:NAME, an emulated one (ref-4x250, ref-8x80), or file:DIRECTORY, a file of 1.25 GiB there
     #[arg(long, default_value = "ssd:ref-4x250")]
     on: On,
+    /// The device's profile: its schedule is made by that, and the bounds of a plan are held against the tails
+    #[arg(long)]
+    profile: Option<PathBuf>,
     /// Results of `rtvirtio-lab bench` to show beside, such as docs/results/strict
     #[arg(long)]
     beside: Option<PathBuf>,
@@ -61,6 +65,7 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let window = args.window;
     ensure!((1.0..=3600.0).contains(&window), "--window is {window}, outside 1 to 3600 s");
     let program = rtvirtio()?;
+    let profile = args.profile.as_deref().map(input::profile).transpose()?;
     let benchmark = Benchmark {
         cases: super::cases(&args.cases)?,
         tiers: args.tiers.clone(),
@@ -70,6 +75,7 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         repetitions: args.repetitions,
         window: Duration::from_secs_f64(window),
         on: args.on.clone(),
+        profile: profile.as_ref(),
         program: &program,
         out: &args.out,
     };
