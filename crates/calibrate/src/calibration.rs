@@ -48,7 +48,7 @@ use room::Room;
 /// How often a probe is tried that disturbs others, and what cannot be done without.
 const TRIES: u32 = 3;
 /// Probes in succession that disturbed others, after which no further one is tried.
-const MOST_STOPPED: u32 = 6;
+const MAX_STOPPED: u32 = 6;
 
 /// Regimes that plans choose where they can.
 const CHOSEN_REGIMES: [Regime; 2] = [Regime::Bursting, Regime::Flowing];
@@ -363,7 +363,7 @@ pub fn calibrate(
                 if is_indispensable && times >= TRIES {
                     return Err(error);
                 }
-                if stopped >= MOST_STOPPED {
+                if stopped >= MAX_STOPPED {
                     progress.note(&format!("calibrate: given up: {error}"));
                     break;
                 }

@@ -36,9 +36,9 @@ use crate::observed::disk_of;
 use crate::testbed::{DeviceUnderTest, Testbed, Work};
 
 /// The least size of a file: much of a smaller one is in a disk's cache.
-const LEAST_SIZE: u64 = 256 << 20;
+const MIN_SIZE: u64 = 256 << 20;
 /// Of the free space, the most that is taken unasked.
-const MOST_OF_FREE: u64 = 4;
+const MAX_OF_FREE: u64 = 4;
 /// The size that is taken if there is room.
 const USUAL_SIZE: u64 = 2 << 30;
 /// A piece of the file as it is written.
@@ -53,7 +53,7 @@ const NORMAL: Duration = Duration::from_secs(5);
 const GLANCE: Duration = Duration::from_secs(1);
 /// How long the disk is left alone after a probe that disturbed somebody; twice as long after the next.
 const BACKOFF: Duration = Duration::from_secs(5);
-const MOST_BACKOFFS: u32 = 4;
+const MAX_BACKOFFS: u32 = 4;
 
 /// Where a disk in use is measured.
 #[derive(Debug, Clone)]
@@ -118,14 +118,14 @@ impl WorkFile {
                 );
                 size.get()
             }
-            None => USUAL_SIZE.min(free / MOST_OF_FREE),
+            None => USUAL_SIZE.min(free / MAX_OF_FREE),
         };
         let size = size / PIECE as u64 * PIECE as u64;
         ensure!(
-            size >= LEAST_SIZE,
+            size >= MIN_SIZE,
             "a calibration needs a file of at least {} in {}, where {} are free (--size takes more than a \
              quarter of it)",
-            Bytes::new(LEAST_SIZE),
+            Bytes::new(MIN_SIZE),
             directory.display(),
             Bytes::new(free)
         );
@@ -144,11 +144,11 @@ impl WorkFile {
         let whole = file.seek(SeekFrom::End(0))?;
         let wanted = size.map_or(USUAL_SIZE.min(whole), Bytes::get);
         ensure!(
-            (LEAST_SIZE..=whole).contains(&wanted),
+            (MIN_SIZE..=whole).contains(&wanted),
             "{} has {}: a calibration needs {} there",
             device.display(),
             Bytes::new(whole),
-            Bytes::new(wanted.max(LEAST_SIZE))
+            Bytes::new(wanted.max(MIN_SIZE))
         );
         Ok(Self { file, size: Bytes::new(wanted / PIECE as u64 * PIECE as u64) })
     }
@@ -411,7 +411,7 @@ impl DeviceUnderTest for DiskInUse {
                 Ok(measured)
             }
             Err(why) => {
-                let pause = BACKOFF * 2_u32.pow((*stopped).min(MOST_BACKOFFS));
+                let pause = BACKOFF * 2_u32.pow((*stopped).min(MAX_BACKOFFS));
                 *stopped += 1;
                 neighbours.watch(pause, interrupted)?;
                 Err(GaveUp(why).into())
@@ -427,9 +427,9 @@ mod tests {
     #[test]
     fn work_file_has_no_name_and_leaves_room() {
         let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-        let file = WorkFile::create(directory.path(), Some(Bytes::new(LEAST_SIZE))).unwrap();
+        let file = WorkFile::create(directory.path(), Some(Bytes::new(MIN_SIZE))).unwrap();
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
-        assert_eq!(std::fs::metadata(file.path()).unwrap().len(), LEAST_SIZE);
+        assert_eq!(std::fs::metadata(file.path()).unwrap().len(), MIN_SIZE);
         let huge = WorkFile::create(directory.path(), Some(Bytes::new(1 << 60))).unwrap_err();
         assert!(huge.to_string().contains("free, not"), "{huge}");
         let small = WorkFile::create(directory.path(), Some(Bytes::new(4096))).unwrap_err();
@@ -458,7 +458,7 @@ mod tests {
     #[test]
     fn interrupted_filling_ends() {
         let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-        let file = WorkFile::create(directory.path(), Some(Bytes::new(LEAST_SIZE))).unwrap();
+        let file = WorkFile::create(directory.path(), Some(Bytes::new(MIN_SIZE))).unwrap();
         let interrupted = Interrupted::new(true);
         assert!(file.fill(None, &interrupted).is_err());
     }

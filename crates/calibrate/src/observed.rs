@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail, ensure};
 use rtvirtio_cli::progress::Progress;
 use rtvirtio_host::Host;
-use rtvirtio_host::block_trace::{MOST_UNDER_WAY, Service, SizeClass};
+use rtvirtio_host::block_trace::{MAX_UNDER_WAY, Service, SizeClass};
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_host::storage::Leaf;
 use rtvirtio_spec::latency::Histogram;
@@ -129,7 +129,7 @@ fn capacity(service: &Service) -> Result<Capacity> {
         let seconds = service.time[*n].as_secs_f64();
         (service.done[*n] >= ENOUGH && seconds > 0.0).then(|| service.done[*n] as f64 / seconds)
     };
-    let most = (1..=MOST_UNDER_WAY).filter_map(|n| rate(&n)).fold(0.0, f64::max);
+    let most = (1..=MAX_UNDER_WAY).filter_map(|n| rate(&n)).fold(0.0, f64::max);
     let all = service.small.all.count() + service.large.all.count();
     let seconds: f64 = service.time.iter().map(|time| time.as_secs_f64()).sum();
     // It did at least what it did.

@@ -17,7 +17,7 @@ const WORTH: u64 = 9;
 /// Waits that are averaged.
 const AVERAGED: u64 = 8;
 /// One wait counts as so many averages at most.
-const MOST_SAMPLE: u64 = 8;
+const MAX_SAMPLE: u64 = 8;
 
 /// What waits of a kind have lasted, and what follows.
 #[derive(Debug, Clone)]
@@ -48,7 +48,7 @@ impl AdaptivePollTime {
             self.latency = lasted;
             return;
         }
-        let most = MOST_SAMPLE * self.latency.max(self.wake);
+        let most = MAX_SAMPLE * self.latency.max(self.wake);
         let sum = (AVERAGED - 1) * self.latency + lasted.min(most);
         self.latency = sum.div_ceil(AVERAGED);
     }

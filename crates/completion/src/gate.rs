@@ -19,7 +19,7 @@ use crate::tokens::Tokens;
 const HOLD_TIMES: u64 = 8;
 /// But no longer than this, ns: a load that has gone is noticed within 50 ms, even if something small is
 /// taken for it once more.
-const MOST_HOLD: u64 = 16_000_000;
+const MAX_HOLD: u64 = 16_000_000;
 /// How often a thread looks at its own run delay, ns.
 const DELAY_EVERY: u64 = 2_000_000;
 /// A thread that was ready without a CPU for more than one part in so many is contended for.
@@ -35,7 +35,7 @@ pub(crate) struct Backoff {
 impl Backoff {
     /// Something else had the CPU for `lost` ns, as was seen at `now`.
     pub(crate) fn lost(&mut self, lost: u64, now: u64) {
-        self.until = self.until.max(now + lost.saturating_mul(HOLD_TIMES).min(MOST_HOLD));
+        self.until = self.until.max(now + lost.saturating_mul(HOLD_TIMES).min(MAX_HOLD));
     }
 
     /// Whether not to spin at `now`.

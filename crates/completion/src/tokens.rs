@@ -52,8 +52,8 @@ const STALE_NS: u64 = 20_000_000;
 /// One part in so many of the time is spent on estimates.
 const LOOK_PART: u64 = 200;
 /// How often there is a new one, ns.
-const LEAST_EVERY: u64 = 1_000_000;
-const MOST_EVERY: u64 = 10_000_000;
+const MIN_EVERY: u64 = 1_000_000;
+const MAX_EVERY: u64 = 10_000_000;
 
 /// Its own cache line, so that who reads does not wait for those who write next to it.
 #[derive(Debug, Default)]
@@ -132,7 +132,7 @@ impl Tokens {
             at: AtomicU64::new(0),
             idle: AtomicI32::new(0),
             by_spinner: AtomicBool::new(false),
-            every: AtomicU64::new(LEAST_EVERY),
+            every: AtomicU64::new(MIN_EVERY),
         };
         Self { spinners: Line::default(), seen: Line(seen), machine: Mutex::new(machine), apart }
     }
@@ -222,7 +222,7 @@ impl Tokens {
         seen.by_spinner.store(counted, Relaxed);
         seen.at.store(at, Relaxed);
         let every = now().saturating_sub(began).saturating_mul(LOOK_PART);
-        seen.every.store(every.clamp(LEAST_EVERY, MOST_EVERY), Relaxed);
+        seen.every.store(every.clamp(MIN_EVERY, MAX_EVERY), Relaxed);
     }
 }
 

@@ -71,12 +71,12 @@ const SUSPECT: u64 = 200_000;
 /// A call that takes so much CPU time is dear, ns.
 const DEAR: u64 = 100_000;
 /// How long a device is watched after a suspicious call: CPU time is measured then, which takes two more system
-/// calls. Twice as long with each further one, 2^[`MOST_WATCHES`] times at most.
+/// calls. Twice as long with each further one, 2^[`MAX_WATCHES`] times at most.
 const WATCH: u64 = 1_000_000_000;
-const MOST_WATCHES: u32 = 10;
+const MAX_WATCHES: u32 = 10;
 /// How long a device is called aside after a dear call: four times as long with each further one.
 const ASIDE: u64 = 100_000_000;
-const MOST_STRIKES: u32 = 8;
+const MAX_STRIKES: u32 = 8;
 /// After so long without another, one is forgotten.
 const FORGET: u64 = 60_000_000_000;
 
@@ -134,12 +134,12 @@ impl Caller {
     }
 
     fn suspect(&self, now: u64) {
-        self.watched.again(now, MOST_WATCHES, |times| WATCH << times);
+        self.watched.again(now, MAX_WATCHES, |times| WATCH << times);
     }
 
     /// A call was dear.
     fn strike(&self, now: u64) {
-        self.aside.again(now, MOST_STRIKES, |times| ASIDE << (2 * times));
+        self.aside.again(now, MAX_STRIKES, |times| ASIDE << (2 * times));
     }
 
     /// Whether one of the device's calls was found dear. How long that counts is not asked: a busy machine may

@@ -27,7 +27,7 @@ use rtvirtio_spec::control::{
 };
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::mapping::{Entry, Mapping, MappingError};
-use rtvirtio_spec::serve::{Fault, IoThread, Policy, Qos, Schedule, wire};
+use rtvirtio_spec::serve::{Configuration, Fault, IoThread, Policy, Qos, Schedule, wire};
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 use rtvirtio_vhost::session::Ended;
 use rustix::io::Errno;
@@ -182,6 +182,9 @@ pub trait Plane: Send + Sync {
     /// # Errors
     /// The settings break a rule.
     fn set_policy(&self, settings: wire::IoCores) -> Result<(), PlaneError>;
+
+    /// What is served now, as the configuration that would have it served after the next start.
+    fn configuration(&self) -> Configuration;
 
     /// The policy in force.
     fn policy(&self) -> PolicyState;

@@ -9,7 +9,7 @@
 //! two numbers may be a request apart.
 //!
 //! Histograms are log-linear: [`SUB_BUCKETS`] per power of two of nanoseconds, so a value is known
-//! to within 1/16, from [`LEAST_NS`] to [`BEYOND_NS`], with a bucket below and one above. Three of
+//! to within 1/16, from [`MIN_NS`] to [`BEYOND_NS`], with a bucket below and one above. Three of
 //! them take 11 KiB.
 //!
 //! Properties (tests of the same name): `bucket_of_each_edge_is_its_own`,
@@ -23,18 +23,18 @@ use rtvirtio_units::{Bytes, Nanos};
 /// Buckets per power of two.
 pub const SUB_BUCKETS: usize = 1 << SUB_BITS;
 /// Latencies below share a bucket.
-pub const LEAST_NS: u64 = 1 << LEAST_BITS;
+pub const MIN_NS: u64 = 1 << MIN_BITS;
 /// Latencies from here on, about 68.7 s, share a bucket.
 pub const BEYOND_NS: u64 = 1 << BEYOND_BITS;
 
 const SUB_BITS: u32 = 4;
-const LEAST_BITS: u32 = 8;
+const MIN_BITS: u32 = 8;
 const BEYOND_BITS: u32 = 36;
-const BUCKETS: usize = (BEYOND_BITS - LEAST_BITS) as usize * SUB_BUCKETS + 2;
+const BUCKETS: usize = (BEYOND_BITS - MIN_BITS) as usize * SUB_BUCKETS + 2;
 
 /// The bucket that holds `ns`.
 const fn bucket(ns: u64) -> usize {
-    if ns < LEAST_NS {
+    if ns < MIN_NS {
         return 0;
     }
     if ns >= BEYOND_NS {
@@ -42,7 +42,7 @@ const fn bucket(ns: u64) -> usize {
     }
     let power = ns.ilog2();
     let sub = (ns >> (power - SUB_BITS)) as usize & (SUB_BUCKETS - 1);
-    1 + (power - LEAST_BITS) as usize * SUB_BUCKETS + sub
+    1 + (power - MIN_BITS) as usize * SUB_BUCKETS + sub
 }
 
 /// The first nanosecond that is beyond a bucket; `None` for the last.
@@ -51,7 +51,7 @@ const fn end(bucket: usize) -> Option<u64> {
         return None;
     }
     // Bucket b ends where bucket b + 1 starts, which is sub-bucket b % 16 of power b / 16.
-    let power = LEAST_BITS + (bucket / SUB_BUCKETS) as u32;
+    let power = MIN_BITS + (bucket / SUB_BUCKETS) as u32;
     let sub = (bucket % SUB_BUCKETS) as u64;
     Some((SUB_BUCKETS as u64 + sub) << (power - SUB_BITS))
 }

@@ -34,16 +34,16 @@ use image::Image;
 use threads::{Job, Threads};
 
 /// Linux transfers at most so many bytes in a call (`MAX_RW_COUNT`).
-const MOST_BYTES: usize = 0x7fff_f000;
+const MAX_BYTES: usize = 0x7fff_f000;
 /// Linux takes at most so many segments in a call (`UIO_MAXIOV`).
-const MOST_SEGMENTS: usize = 1024;
+const MAX_SEGMENTS: usize = 1024;
 
 /// A read, write or flush as a submission queue entry: a macro, since `io_uring` keeps the trait
 /// of its two types of file to itself.
 macro_rules! entry {
     ($file:expr, $request:expr) => {{
         let (file, request): (_, &Request<'_>) = ($file, $request);
-        let count = request.segments.len().min(MOST_SEGMENTS) as u32;
+        let count = request.segments.len().min(MAX_SEGMENTS) as u32;
         let vectors = request.segments.as_ptr().cast::<libc::iovec>();
         match (request.operation, request.segments, request.buffer) {
             (Operation::Read, [one], None) => {
@@ -81,7 +81,7 @@ macro_rules! entry {
 }
 
 fn bytes(segment: &Segment) -> u32 {
-    segment.len().min(MOST_BYTES) as u32
+    segment.len().min(MAX_BYTES) as u32
 }
 
 const fn write_flags(durable: bool) -> i32 {

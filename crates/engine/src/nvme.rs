@@ -54,9 +54,9 @@ const IDENTIFY: u8 = 0x06;
 const OF_NAMESPACE: u32 = 0;
 const OF_CONTROLLER: u32 = 1;
 /// The most blocks of a command.
-const MOST_BLOCKS: u64 = 1 << 16;
+const MAX_BLOCKS: u64 = 1 << 16;
 /// The most blocks of a discarded range.
-const MOST_DISCARDED: u64 = u32::MAX as u64;
+const MAX_DISCARDED: u64 = u32::MAX as u64;
 
 /// Why a namespace cannot be served.
 #[derive(Debug, thiserror::Error)]
@@ -274,11 +274,11 @@ impl NvmeEngine {
     }
 
     const fn can_discard(&self) -> bool {
-        self.controller.discard && self.block.most_discard > 0
+        self.controller.discard && self.block.max_discard > 0
     }
 
     const fn can_write_zeroes(&self) -> bool {
-        self.controller.write_zeroes && self.block.most_zeroes > 0
+        self.controller.write_zeroes && self.block.max_zeroes > 0
     }
 }
 
@@ -390,9 +390,9 @@ impl Engine for NvmeEngine {
 fn most(block_shift: u8, controller: &Controller, block: &Block) -> TransferLimits {
     let blocks = |bytes: u64, blocks: u64| (bytes >> block_shift).clamp(1, blocks) << block_shift;
     TransferLimits {
-        transfer: blocks(controller.most_bytes.min(block.most_transfer), MOST_BLOCKS),
-        discard: blocks(block.most_discard, MOST_DISCARDED),
-        zeroes: blocks(block.most_zeroes, MOST_BLOCKS),
+        transfer: blocks(controller.max_bytes.min(block.max_transfer), MAX_BLOCKS),
+        discard: blocks(block.max_discard, MAX_DISCARDED),
+        zeroes: blocks(block.max_zeroes, MAX_BLOCKS),
     }
 }
 
@@ -402,9 +402,9 @@ mod tests {
 
     use super::*;
 
-    fn limits(most_bytes: u64, transfer: u64, discard: u64, zeroes: u64) -> [TransferLimits; 2] {
+    fn limits(max_bytes: u64, transfer: u64, discard: u64, zeroes: u64) -> [TransferLimits; 2] {
         let controller =
-            Controller { most_bytes, write_cache: true, discard: true, write_zeroes: true };
+            Controller { max_bytes, write_cache: true, discard: true, write_zeroes: true };
         let block = Block::of_limits(transfer, discard, zeroes);
         [9, 12].map(|shift| most(shift, &controller, &block))
     }

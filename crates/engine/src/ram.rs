@@ -7,7 +7,7 @@ use crate::store::Store;
 use crate::{Cost, Engine, Geometry, Operation, Outcome, Request, SubmitContext, TransferLimits};
 
 /// Bytes of memory that are given back at once.
-pub(crate) const MOST_DISCARD: u64 = 16 << 20;
+pub(crate) const MAX_DISCARD: u64 = 16 << 20;
 
 /// A disk in memory.
 #[derive(Debug)]
@@ -43,7 +43,7 @@ impl Engine for RamEngine {
     /// Ranges are zeroed and given back on the thread that asks: no more of them at a time than takes a few
     /// milliseconds.
     fn transfer_limits(&self) -> TransferLimits {
-        TransferLimits { discard: MOST_DISCARD, zeroes: MOST_DISCARD, ..TransferLimits::default() }
+        TransferLimits { discard: MAX_DISCARD, zeroes: MAX_DISCARD, ..TransferLimits::default() }
     }
 
     fn writes_zeroes(&self, unmap: bool) -> bool {

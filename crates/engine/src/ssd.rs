@@ -13,7 +13,7 @@ use rtvirtio_ssd::SsdConfig;
 use rtvirtio_units::{Bytes, Nanos};
 use rustix::io::Errno;
 
-use crate::ram::MOST_DISCARD;
+use crate::ram::MAX_DISCARD;
 use crate::store::Store;
 use crate::timed::{EngineError, Timed, Timer};
 use crate::{
@@ -164,7 +164,7 @@ impl Engine for SsdEngine {
 
     /// As in [`crate::ram`].
     fn transfer_limits(&self) -> TransferLimits {
-        TransferLimits { discard: MOST_DISCARD, zeroes: MOST_DISCARD, ..TransferLimits::default() }
+        TransferLimits { discard: MAX_DISCARD, zeroes: MAX_DISCARD, ..TransferLimits::default() }
     }
 
     fn start(&self, request: &Request<'_>, lent: &mut SubmitContext<'_, '_>) -> Outcome {

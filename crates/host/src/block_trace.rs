@@ -55,7 +55,7 @@ pub use extent::Extent;
 use format::{Event, Layout, Point};
 use matching::Matcher;
 use rings::Rings;
-pub use service::{MOST_UNDER_WAY, Service, SizeClass};
+pub use service::{MAX_UNDER_WAY, Service, SizeClass};
 
 /// How often the rings are read.
 const PERIOD: Duration = Duration::from_millis(20);
@@ -244,12 +244,12 @@ impl Tracefs {
 /// The CPUs of a list such as `0-3,5`.
 fn cpus(list: &str) -> Option<Vec<usize>> {
     /// The kernel's own limit is 8192.
-    const MOST: usize = 1 << 16;
+    const MAX_CPUS: usize = 1 << 16;
     let mut cpus = Vec::new();
     for range in list.trim().split(',') {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         let (first, last): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
-        if first > last || last >= MOST {
+        if first > last || last >= MAX_CPUS {
             return None;
         }
         cpus.extend(first..=last);

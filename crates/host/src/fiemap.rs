@@ -27,7 +27,7 @@ pub struct FileExtent {
 /// Extents that one call fetches.
 const BATCH: usize = 64;
 /// More than this are not fetched: a file so scattered is not worth the memory of following it.
-const MOST: usize = 1 << 17;
+const MAX_EXTENTS: usize = 1 << 17;
 
 /// `struct fiemap` of `linux/fiemap.h`.
 #[repr(C)]
@@ -90,7 +90,7 @@ pub(crate) fn extents(path: &Path) -> io::Result<Vec<FileExtent>> {
                 found.push(FileExtent { logical, physical, length });
             }
         }
-        if found.len() > MOST {
+        if found.len() > MAX_EXTENTS {
             return Err(io::Error::other("it lies in too many pieces to be followed"));
         }
         match mapped.last() {

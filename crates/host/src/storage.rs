@@ -26,7 +26,7 @@ use crate::{Host, HostError};
 /// No stack that works is deeper; it bounds what a circle in sysfs can cost.
 const DEEPEST: usize = 16;
 /// Leaves of one path, at most.
-const MOST_LEAVES: usize = 64;
+const MAX_LEAVES: usize = 64;
 
 /// What a path passes through.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -235,7 +235,7 @@ impl Stack {
         number: DeviceNumber,
         depth: usize,
     ) -> Result<(), HostError> {
-        if depth >= DEEPEST || self.leaves.len() >= MOST_LEAVES {
+        if depth >= DEEPEST || self.leaves.len() >= MAX_LEAVES {
             self.uncontrolled.push(Uncontrolled::TooDeep);
             return Ok(());
         }

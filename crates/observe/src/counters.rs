@@ -15,7 +15,7 @@ use rtvirtio_units::Nanos;
 use crate::vms::ANSWER;
 
 /// Boundaries of the bins that we set: from 10 µs to 100 s, each 10 % above the last.
-const LEAST: f64 = 1e-5;
+const FIRST_BOUNDARY: f64 = 1e-5;
 const GROWTH: f64 = 1.1;
 const BOUNDARIES: u32 = 170;
 
@@ -23,7 +23,8 @@ const BOUNDARIES: u32 = 170;
 /// exactly.
 #[must_use]
 pub fn boundaries(others: impl IntoIterator<Item = Nanos>) -> Vec<Nanos> {
-    let bins = (0..BOUNDARIES).map(|i| Nanos::from_secs_f64(LEAST * GROWTH.powi(i as i32)));
+    let bins =
+        (0..BOUNDARIES).map(|i| Nanos::from_secs_f64(FIRST_BOUNDARY * GROWTH.powi(i as i32)));
     let all: BTreeSet<Nanos> = bins.chain(others).collect();
     all.into_iter().collect()
 }
@@ -102,16 +103,10 @@ impl DiskCounter {
     ) -> Result<Self, QemuError> {
         let at = Instant::now();
         let there = monitor.block_statistics(qom_path, ANSWER)?;
-        let found = there.latencies.read.as_ref().or(there.latencies.write.as_ref());
-        let has = |wanted: &[Nanos]| {
-            found.is_some_and(|found| {
-                let found: BTreeSet<Nanos> = found.boundaries.iter().copied().collect();
-                wanted.iter().all(|boundary| found.contains(boundary))
-            })
-        };
-        let is_ours = found.is_none() || has(&boundaries([]));
+        let is_none = there.latencies.read.is_none() && there.latencies.write.is_none();
+        let is_ours = is_none || has(&there.latencies, &boundaries([]));
         let boundaries = boundaries(targets.iter().copied());
-        let is_enough = !is_ours || has(&boundaries);
+        let is_enough = !is_ours || has(&there.latencies, &boundaries);
         let mut counter =
             Self { qom_path: qom_path.to_owned(), is_ours, boundaries, seen: there, at };
         if !is_enough {
@@ -150,12 +145,28 @@ impl DiskCounter {
         Ok(interval)
     }
 
+    /// Ends what a killed rtvirtio counts at the device at `qom_path`.
+    pub fn clear(monitor: &mut Monitor, qom_path: &str) {
+        let there = monitor.block_statistics(qom_path, ANSWER);
+        if there.is_ok_and(|there| has(&there.latencies, &boundaries([]))) {
+            let _ = monitor.set_latency_histogram(qom_path, &[], ANSWER);
+        }
+    }
+
     /// Ends the counting, if it is ours.
     pub fn stop(&self, monitor: &mut Monitor) {
         if self.is_ours {
             let _ = monitor.set_latency_histogram(&self.qom_path, &[], ANSWER);
         }
     }
+}
+
+/// Whether a histogram is there that has these boundaries, among others.
+fn has(there: &LatencyHistograms, wanted: &[Nanos]) -> bool {
+    there.read.as_ref().or(there.write.as_ref()).is_some_and(|found| {
+        let found: BTreeSet<Nanos> = found.boundaries.iter().copied().collect();
+        wanted.iter().all(|boundary| found.contains(boundary))
+    })
 }
 
 fn between(before: &BlockStatistics, now: &BlockStatistics, seconds: f64) -> Interval {

@@ -13,7 +13,7 @@ const BUSY: f64 = 0.9;
 /// More of the time than this, and a thread's wait for a CPU is to be seen in its requests.
 const WAITING: f64 = 0.1;
 /// Of QEMU's latency, what makes the host's the most of it.
-const MOST: f64 = 0.6;
+const DOMINANT: f64 = 0.6;
 /// Fewer requests per second tell nothing.
 const FEW: f64 = 1.0;
 
@@ -101,7 +101,7 @@ pub fn judge(evidence: &Evidence<'_>) -> Where {
         return if evidence.cpu_wait > WAITING { Where::Cpu } else { Where::Unknown };
     };
     let on_host = disk.mean.map_or(0.0, |mean| mean.get() as f64);
-    if on_host >= MOST * at_qemu.get() as f64 {
+    if on_host >= DOMINANT * at_qemu.get() as f64 {
         return if disk.busy >= BUSY { Where::BusyDevice } else { Where::Device };
     }
     if evidence.cpu_wait > WAITING { Where::Cpu } else { Where::Between }

@@ -239,6 +239,20 @@ fn cgroup_limits(host: &Host, vm: &Vm) -> BTreeMap<String, RateLimit> {
     found
 }
 
+/// Ends what a killed session counts in the host's QEMUs. One that still counts there begins anew.
+///
+/// # Errors
+/// `/proc` cannot be listed.
+pub fn stop_counting(host: &Host) -> Result<(), HostError> {
+    for process in host.qemu_processes()? {
+        let Vm { monitor, disks, .. } = &mut examine(host, &process);
+        let Some(monitor) = monitor else { continue };
+        let paths = disks.iter().filter_map(|disk| disk.qom_path.as_deref());
+        paths.for_each(|path| DiskCounter::clear(monitor, path));
+    }
+    Ok(())
+}
+
 impl Drop for Session {
     fn drop(&mut self) {
         // QEMU counts no longer than somebody looks.

@@ -35,9 +35,9 @@ pub const MARGIN_MAX: f64 = 2.0;
 pub const SLOWER: f64 = 1.25;
 
 /// Requests to a device that say nothing of its speed.
-const LEAST_REQUESTS: u64 = 1_000;
+const MIN_REQUESTS: u64 = 1_000;
 /// Misses that are no risk, however few requests there were: 10 beyond the percentile make a tail.
-const LEAST_MISSES: u64 = 10;
+const MIN_MISSES: u64 = 10;
 
 /// What one task did since the last observation.
 #[derive(Debug, Clone, PartialEq)]
@@ -146,7 +146,7 @@ impl Controller {
             *requests += task.requests;
             *misses += task.misses;
             let allowed = *requests as f64 * (1.0 - task.percentile.fraction());
-            if *misses >= LEAST_MISSES && *misses as f64 > allowed {
+            if *misses >= MIN_MISSES && *misses as f64 > allowed {
                 at_risk.push(format!(
                     "{}/{}: {misses} of {requests} requests above the target of its p{}",
                     task.vm, task.task, task.percentile
@@ -195,7 +195,7 @@ impl Controller {
             // A profile is of the device at its best: faster than that is chance.
             let now = (served / expected).max(1.0);
             let differs = now > known * SLOWER || now < known / SLOWER;
-            if requests < LEAST_REQUESTS || expected <= 0.0 || !differs {
+            if requests < MIN_REQUESTS || expected <= 0.0 || !differs {
                 continue;
             }
             changed.push(format!("{device} takes {now:.2} times as long as its profile says"));

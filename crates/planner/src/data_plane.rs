@@ -296,15 +296,14 @@ fn describe(problem: &Problem<'_>, curve: &Curve, heard: &[Heard<'_>]) -> Choice
     }
 }
 
-/// Whether a device's stalls alone make more requests late than the target's percentile allows.
+/// Whether a device's stalls meet more of a task's requests than the target's percentile leaves out.
 ///
 /// A stall meets the requests that are under way and those that are issued while it lasts, of which a task that
 /// waits for its requests has no more than its depth.
-fn stalls_exceed(StallFit { per_second, length }: StallFit, task: &Task, target: Target) -> bool {
+fn stalls_show(StallFit { per_second, length }: StallFit, task: &Task, target: Target) -> bool {
     let Some(iops) = task.load.iops.map(Iops::get) else { return false };
     let met = f64::from(task.load.queue_depth).min(iops * length.as_secs_f64());
-    let late = per_second * met / iops;
-    target.latency < length && late > 1.0 - target.percentile.fraction()
+    per_second * met / iops > 1.0 - target.percentile.fraction()
 }
 
 /// What each of a VM's tasks with a target can count on, on a device that stalls.
@@ -319,12 +318,15 @@ fn promises(of: &Heard<'_>, stalls: Option<StallFit>) -> Vec<TaskPromise> {
         let mut promise = told(of.vm, task, target, (fit.least, bound), unmet);
         if promise.unmet.is_none()
             && let Some(stalls) = stalls
-            && stalls_exceed(stalls, task, target)
+            && stalls_show(stalls, task, target)
         {
-            // The promise is made all the same: it holds but for the stalls.
             let StallFit { length, per_second } = stalls;
-            promise.bound = promise.bound.map(|bound| bound.saturating_add(length));
-            promise.unmet = Some(Cause::Stalls { length, per_second }.into());
+            let stalled = fit.least.saturating_add(length);
+            promise.bound = promise.bound.map(|bound| bound.max(stalled));
+            if target.latency < stalled {
+                // The promise is made all the same: it holds but for the stalls.
+                promise.unmet = Some(Cause::Stalls { length, per_second }.into());
+            }
         }
         Some(promise)
     };

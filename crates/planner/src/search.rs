@@ -12,7 +12,7 @@ use rtvirtio_units::{BytesPerSecond, Nanos, Weight};
 use crate::{Evaluation, JointConfidence, Model, Problem};
 
 /// The least that a background VM is left: it must stay alive.
-const LEAST_CAP: f64 = 1e6;
+const MIN_CAP: f64 = 1e6;
 
 /// The part of a device's write throughput that a careful operator leaves each background VM where
 /// nothing can be promised: the hand setting of `cases` is 10 MB/s of the 363 MB/s of ref-4x250,
@@ -196,7 +196,7 @@ fn candidate(
     let mut evaluation = evaluate(None);
     let is_answered = evaluation.answered() == evaluation.promises.len();
     if !capped.is_empty() && (met(&evaluation).contains(&false) || !is_answered) {
-        let least = evaluate(Some(LEAST_CAP));
+        let least = evaluate(Some(MIN_CAP));
         let answered = least.answered();
         let is_victim =
             |p: &TaskPromise| sacrificed_vms.iter().any(|&i| problem.vms[i].vm.name == p.vm);
@@ -213,15 +213,15 @@ fn candidate(
         let throughput = problem.profile.capacity.write_throughput.get() as f64;
         let short = least.promises.iter().any(|p| p.unmet.is_some() && !is_victim(p));
         let largest = if short {
-            (throughput * CAREFUL_SHARE).max(LEAST_CAP)
+            (throughput * CAREFUL_SHARE).max(MIN_CAP)
         } else {
-            throughput.max(2.0 * LEAST_CAP)
+            throughput.max(2.0 * MIN_CAP)
         };
         if !keeps(&evaluation) || short {
             // Bounds grow with the cap, so the largest that keeps what the least one meets
             // is found by bisection. (A learned model's need not: then it is one that keeps it.)
             let steps = |bytes: f64| (bytes / CAP_STEP).ceil() as u64;
-            let (mut low, mut high) = (steps(LEAST_CAP), steps(largest).max(steps(LEAST_CAP) + 1));
+            let (mut low, mut high) = (steps(MIN_CAP), steps(largest).max(steps(MIN_CAP) + 1));
             while high - low > 1 {
                 let middle = low.midpoint(high);
                 let keeps_it = keeps(&evaluate(Some(middle as f64 * CAP_STEP)));

@@ -43,7 +43,7 @@ impl Depth {
     }
 
     /// Another highest bound; what was not held below the old one is not below the new one.
-    pub(crate) fn set_most(&mut self, most: u32) {
+    pub(crate) fn set_max(&mut self, most: u32) {
         self.bound = if self.bound == self.most { most } else { self.bound.min(most) };
         self.most = most;
     }
@@ -144,12 +144,12 @@ mod tests {
     #[test]
     fn another_most_takes_the_bound_with_it_or_caps_it() {
         let mut depth = Depth::new(4);
-        depth.set_most(16);
+        depth.set_max(16);
         assert_eq!(depth.bound(), 16);
         assert_eq!(epochs(&mut depth, 1, 1, 1), 12);
-        depth.set_most(20);
+        depth.set_max(20);
         assert_eq!(depth.bound(), 12);
-        depth.set_most(8);
+        depth.set_max(8);
         assert_eq!(depth.bound(), 8);
         assert_eq!(epochs(&mut depth, 0, 0, 3), 8);
     }

@@ -209,7 +209,7 @@ impl Pairs {
     /// epoch.
     pub(crate) fn least(request: f64) -> f64 {
         let n = f64::from(MAX_PAIRS);
-        SURE[SURE.len() - 1] * (least_variance(request) / n).sqrt()
+        SURE[SURE.len() - 1] * (min_variance(request) / n).sqrt()
     }
 
     /// What was found, once that is known. A difference matters if it is more than `matters`; a class whose
@@ -224,7 +224,7 @@ impl Pairs {
         let n = f64::from(self.count);
         let mean = self.sum / n;
         let variance = (self.squares - n * mean * mean) / (n - 1.0);
-        let variance = variance.max(least_variance(request));
+        let variance = variance.max(min_variance(request));
         let error = (variance / n).sqrt();
         let as_is = self.as_is / n;
         let is_clear = mean > matters && mean > 2.0 * sure * error;
@@ -245,7 +245,7 @@ impl Pairs {
 
 /// The variance of a pair's difference where everything is as regular as can be: each of both counts is off
 /// by up to one request, wherever its epoch begins, so by 1/12 of a request's square.
-fn least_variance(request: f64) -> f64 {
+fn min_variance(request: f64) -> f64 {
     request * request / 6.0
 }
 

@@ -8,6 +8,7 @@
 extern crate rtvirtio_cli;
 
 mod verbs;
+mod watchdog;
 mod wish;
 
 use std::io::IsTerminal as _;
@@ -17,6 +18,8 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 use rtvirtio_cli::{Outcome, Program, input, output};
 use rtvirtio_host::interrupt::Interrupted;
+
+use crate::watchdog::guarded;
 
 /// Predictable, cheap disk I/O for virtual machines.
 ///
@@ -80,9 +83,9 @@ enum Verb {
     /// Revert an unconfirmed apply once its time is up (started by `apply`)
     #[command(hide = true)]
     ConfirmWatchdog,
-    /// Undo what a killed calibration left (started by `calibrate`)
+    /// Undo what a killed process left (started by `top`, `init`, `calibrate` and `watch`)
     #[command(hide = true)]
-    CalibrateWatchdog,
+    Watchdog,
 }
 
 impl Program for Cli {
@@ -97,7 +100,7 @@ impl Program for Cli {
             | Verb::Boot(_)
             | Verb::Watch(_)
             | Verb::Serve(_)
-            | Verb::CalibrateWatchdog
+            | Verb::Watchdog
             // Its data plane tells it when to end.
             | Verb::VcpuGuard => true,
             Verb::Plan(ref args) => args.applies(),
@@ -128,9 +131,9 @@ impl Program for Cli {
     fn run(self, interrupted: &Interrupted) -> Result<Outcome> {
         match self.verb {
             Verb::Doctor(args) => verbs::doctor::run(&args),
-            Verb::Top(args) => verbs::top::run(&args, interrupted),
-            Verb::Init(args) => verbs::init::run(&args, interrupted),
-            Verb::Calibrate(args) => verbs::calibrate::run(&args, interrupted),
+            Verb::Top(args) => guarded(|| verbs::top::run(&args, interrupted)),
+            Verb::Init(args) => guarded(|| verbs::init::run(&args, interrupted)),
+            Verb::Calibrate(args) => guarded(|| verbs::calibrate::run(&args, interrupted)),
             Verb::Profile(args) => verbs::profile::run(&args),
             Verb::Plan(args) => verbs::plan::run(&args),
             Verb::Apply(args) => verbs::apply::apply(&args),
@@ -138,14 +141,14 @@ impl Program for Cli {
             Verb::Verify(args) => verbs::apply::verify(&args),
             Verb::Rollback(args) => verbs::apply::rollback(&args),
             Verb::Boot(args) => verbs::boot::run(&args),
-            Verb::Watch(args) => verbs::watch::run(&args, interrupted),
+            Verb::Watch(args) => guarded(|| verbs::watch::run(&args, interrupted)),
             Verb::Serve(args) => verbs::serve::run(&args, interrupted),
             Verb::Ctl(args) => verbs::ctl::run(&args),
             Verb::Mapping(args) => verbs::mapping::run(&args),
             Verb::Generate(args) => verbs::generate::run(&args),
             Verb::VcpuGuard => verbs::serve::guard_vcpus(),
             Verb::ConfirmWatchdog => verbs::apply::watchdog(),
-            Verb::CalibrateWatchdog => verbs::calibrate::clean_up_after(),
+            Verb::Watchdog => watchdog::clean_up(),
         }
     }
 }

@@ -10,6 +10,7 @@ use crate::control::{
     MoveQueue, Moved, PinIoThread, PolicyState, Resize, Resized, ScheduleCurve, SetMapping,
     SetPolicy, SetQos, Snapshot,
 };
+use crate::serve::wire::Configuration;
 
 /// The JSON schema of a specification.
 #[must_use]
@@ -20,10 +21,7 @@ pub fn specification() -> Value {
 /// The JSON schema of `rtvirtio serve`'s configuration.
 #[must_use]
 pub fn serve() -> Value {
-    file(
-        SchemaGenerator::new(settings())
-            .into_root_schema_for::<crate::serve::wire::Configuration>(),
-    )
+    file(SchemaGenerator::new(settings()).into_root_schema_for::<Configuration>())
 }
 
 fn settings() -> SchemaSettings {
@@ -119,6 +117,13 @@ pub const ROUTES: &[Route] = &[
         "Everything at one time: IOThreads, devices with their queues and latencies, network devices, schedules.",
         None,
         &[(200, Json(of::<Snapshot>))],
+    ),
+    route(
+        "get",
+        "/v1/configuration",
+        "What is served now, as the configuration that would have it served after the next start.",
+        None,
+        &[(200, Json(of::<Configuration>))],
     ),
     route("get", "/v1/devices", "The devices.", None, &[(200, Json(of::<Vec<DeviceState>>))]),
     route(

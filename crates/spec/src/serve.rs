@@ -6,7 +6,8 @@
 //! control API takes in JSON: [`Device::new`] and [`IoThread::new`] check them for both.
 //!
 //! Properties (tests of the same name): `example_is_read_as_written`,
-//! `each_fault_is_named_with_its_line_and_a_hint`, `device_is_written_and_read_back`.
+//! `each_fault_is_named_with_its_line_and_a_hint`, `device_is_written_and_read_back`,
+//! `configuration_is_written_and_read_back`.
 
 mod check;
 mod error;
@@ -15,6 +16,7 @@ mod ioprio;
 mod parse;
 mod qos;
 pub mod wire;
+mod write;
 
 #[cfg(test)]
 mod tests;
@@ -29,6 +31,7 @@ pub use ioprio::IoPriority;
 pub use parse::parse;
 pub use qos::{MAX_CHANNELS, MAX_TASKS, Promise, Qos, Rate, Schedule, Task};
 pub use wire::{Aio, Completion, CorePolicy, Faults, FixedBuffers, ImageLock, Policy};
+pub use write::to_toml;
 
 pub use crate::mapping::MAX_QUEUES;
 use crate::mapping::Mapping;

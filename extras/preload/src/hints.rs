@@ -14,7 +14,7 @@ use crate::short::Direction;
 const NUMBERS: usize = 1024;
 
 /// Most calls that stay plain before the next question, which costs a system call or two.
-const MOST: u16 = 63;
+const MAX_PLAIN_CALLS: u16 = 63;
 
 /// For each number, for reads and for writes: calls left in the low byte, calls of the last round in the high.
 static HINTS: [[AtomicU16; 2]; NUMBERS] = [const { [const { AtomicU16::new(0) }; 2] }; NUMBERS];
@@ -41,7 +41,7 @@ pub(crate) fn back_off(fd: c_int, direction: Direction) {
     if let Some(entry) = entry(fd, direction) {
         let last = entry.load(Ordering::Relaxed) >> 8;
         // The first time no call is left out: 0, 1, 3, 7, ...
-        entry.store(((last * 2 + 1).min(MOST) << 8) | last, Ordering::Relaxed);
+        entry.store(((last * 2 + 1).min(MAX_PLAIN_CALLS) << 8) | last, Ordering::Relaxed);
     }
 }
 

@@ -25,9 +25,9 @@ unsafe extern "C-unwind" {
 }
 
 /// Linux transfers at most so many bytes in a call (`MAX_RW_COUNT`).
-const MOST_BYTES: usize = 0x7fff_f000;
+const MAX_BYTES: usize = 0x7fff_f000;
 /// Linux takes at most so many segments in a call (`UIO_MAXIOV`).
-const MOST_SEGMENTS: usize = 1024;
+const MAX_SEGMENTS: usize = 1024;
 
 /// Which way the bytes go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,8 +69,8 @@ impl Call {
     /// Whether a ring could take it. What is not usual is for the plain call to answer.
     fn is_usual(&self) -> bool {
         let some = match self.memory {
-            Memory::Buffer(_, bytes) => (1..=MOST_BYTES).contains(&bytes),
-            Memory::Segments(_, count) => (1..=MOST_SEGMENTS).contains(&count),
+            Memory::Buffer(_, bytes) => (1..=MAX_BYTES).contains(&bytes),
+            Memory::Segments(_, count) => (1..=MAX_SEGMENTS).contains(&count),
         };
         // To a ring the offset −1 is the file's position.
         some && self.offset >= 0

@@ -49,7 +49,7 @@ use server::{Backing, ServerKind, Setup, listener};
 /// Bytes of a request.
 pub const BLOCK: usize = 4096;
 /// Requests behind a p99.99 that is judged.
-pub const LEAST_FOR_TAIL: u64 = 1_000_000;
+pub const MIN_FOR_TAIL: u64 = 1_000_000;
 /// A window is never longer, s.
 const LONGEST: f64 = 60.0;
 /// Size of the disks: RAM and tmpfs, file.
@@ -258,7 +258,7 @@ pub struct Benchmark<'a> {
     /// Length of a window.
     pub seconds: f64,
     /// Wait for this many requests where the far tail is judged.
-    pub least_for_tail: u64,
+    pub min_for_tail: u64,
     /// The `rtvirtio` that serves.
     pub program: &'a Path,
     /// A server that runs already.
@@ -321,7 +321,7 @@ impl Benchmark<'_> {
     fn duration(&self, key: &CellKey) -> Duration {
         let idle = if measures_idle(key) { IDLE } else { Duration::ZERO };
         // At about 100,000 requests a second.
-        let tail = if key.case.has_tail() { self.least_for_tail as f64 / 1e5 } else { 0.0 };
+        let tail = if key.case.has_tail() { self.min_for_tail as f64 / 1e5 } else { 0.0 };
         Duration::from_secs_f64(self.seconds.max(tail)) + AROUND + idle
     }
 
@@ -332,8 +332,8 @@ impl Benchmark<'_> {
             depth,
             queues,
             seconds: self.seconds,
-            least: if key.case.has_tail() { self.least_for_tail } else { 0 },
-            most_seconds: LONGEST.max(self.seconds),
+            least: if key.case.has_tail() { self.min_for_tail } else { 0 },
+            max_seconds: LONGEST.max(self.seconds),
             idle: measures_idle(&key),
         };
         let measured = match (key.server, self.socket) {

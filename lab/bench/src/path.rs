@@ -384,7 +384,7 @@ mod tests {
         // Four VMs with one task each, and the writer with its limit.
         assert_eq!(first.vms.len(), 5);
         assert_eq!(first.vms[0].tasks[0].iops, Some(1500.0));
-        assert_eq!(first.vms[4].limits.write_bps.unwrap().get(), 60_156_805);
+        assert_eq!(first.vms[4].limits.write_bps.unwrap().get(), 59_643_002);
         first.check().unwrap();
     }
 

@@ -61,6 +61,8 @@ use trial::{Measured, Trial, WARM_UP};
 
 /// Length of a look at the most urgent VM alone.
 const FLOOR: Duration = Duration::from_secs(5);
+/// Length of a look at the background VM alone, at most: what it moves is no tail.
+const ALONE: Duration = Duration::from_secs(20);
 /// How often a cell is measured that is discarded each time.
 const ATTEMPTS: usize = 2;
 
@@ -116,10 +118,10 @@ impl Benchmark<'_> {
             (On::Ssd(name), None) => Curve::of_ssd(name.parse()?),
             (On::File(_), None) => Curve::measured(self.program, &device, interrupted)?,
         };
-        let expected = self.expected();
-        let mut progress = Progress::new(missing.len(), expected * missing.len() as u32);
+        let all = missing.iter().map(|key| self.expected(key)).sum();
+        let mut progress = Progress::new(missing.len(), all);
         for key in missing {
-            let label = key.label();
+            let (label, expected) = (key.label(), self.expected(&key));
             while !is_done(&cells, &key) {
                 progress.start(&label, expected);
                 let cell = self.floored_cell(&key, curve, &device, interrupted);
@@ -138,12 +140,17 @@ impl Benchmark<'_> {
     }
 
     /// How long a cell takes.
-    fn expected(&self) -> Duration {
+    fn expected(&self, key: &CellKey) -> Duration {
         let floors = match self.on {
             On::Ssd(_) => Duration::ZERO,
             On::File(_) => 2 * Trial::duration(FLOOR),
         };
-        Trial::duration(self.window) + floors
+        Trial::duration(self.window(key)) + floors
+    }
+
+    /// How long it is measured.
+    fn window(&self, key: &CellKey) -> Duration {
+        if key.scheme == Scheme::Alone { self.window.min(ALONE) } else { self.window }
     }
 
     /// Every cell, in the order in which they run: schemes take turns.
@@ -233,7 +240,7 @@ impl Benchmark<'_> {
             vms: &vms,
             background: Some(key.neighbour.background()),
             warm_up: WARM_UP,
-            window: self.window,
+            window: self.window(key),
             seed: seed(key),
         };
         let Measured { mut tasks, background, seconds, canary, busy } = trial.run(interrupted)?;

@@ -14,7 +14,7 @@ const DIGITS: u8 = 2;
 /// Samples of a point of the timeline: 100 ms.
 const POINT: usize = 10;
 /// Most decisions that are kept.
-const MOST_DECISIONS: usize = 100_000;
+const MAX_DECISIONS: usize = 100_000;
 
 /// Sums over everything since the start, ns.
 #[derive(Debug, Clone, Copy, Default)]
@@ -148,7 +148,7 @@ impl Meter {
     }
 
     pub(crate) fn decided(&mut self, done: Done) {
-        if self.decisions.len() < MOST_DECISIONS {
+        if self.decisions.len() < MAX_DECISIONS {
             self.decisions.push(done);
         }
     }

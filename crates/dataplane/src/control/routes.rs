@@ -22,7 +22,7 @@ use rtvirtio_spec::control::{
     Snapshot,
 };
 use rtvirtio_spec::mapping::Mapping;
-use rtvirtio_spec::serve::{Fault, IoThread, MAX_CPU, Qos, Schedule};
+use rtvirtio_spec::serve::{Fault, IoThread, MAX_CPU, Qos, Schedule, wire};
 use rtvirtio_units::{DiskName, IoThreadName, Name, NameError, Nanos};
 use serde::de::DeserializeOwned;
 use tokio::sync::broadcast::error::RecvError;
@@ -52,6 +52,7 @@ pub(super) fn router(plane: Arc<dyn Plane>) -> Router {
     let event_readers = Arc::new(Semaphore::new(MAX_EVENT_READERS));
     let bounded = Router::new()
         .route("/v1/snapshot", get(snapshot))
+        .route("/v1/configuration", get(configuration))
         .route("/v1/devices", get(devices).post(add_device))
         .route("/v1/devices/{device}", delete(remove_device).patch(resize_device))
         .route("/v1/devices/{device}/qos", put(set_qos).delete(remove_qos))
@@ -273,6 +274,10 @@ impl Api {
 
 async fn snapshot(State(api): State<Api>) -> Json<Snapshot> {
     Json(api.snapshot())
+}
+
+async fn configuration(State(api): State<Api>) -> Json<wire::Configuration> {
+    Json(wire::Configuration::from(&api.plane.configuration()))
 }
 
 async fn devices(State(api): State<Api>) -> Response {

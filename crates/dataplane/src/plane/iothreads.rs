@@ -14,7 +14,7 @@ use rtvirtio_engine::file::Lock;
 use rtvirtio_qos::Stalls;
 use rtvirtio_spec::control::Event;
 use rtvirtio_spec::mapping::Mapping;
-use rtvirtio_spec::serve::{self, IoThread, MAX_IOTHREADS};
+use rtvirtio_spec::serve::{self, Engine, IoThread, MAX_IOTHREADS, SsdEngine};
 use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 use tokio::sync::broadcast;
 
@@ -100,6 +100,8 @@ pub(super) struct Thread {
 }
 
 pub(super) struct Served {
+    /// As it was added.
+    pub(super) configured: serve::Device,
     pub(super) host: Arc<Host>,
     pub(super) vm: VmName,
     /// Its trust domain, which is that of its IOThreads.
@@ -112,6 +114,22 @@ pub(super) struct Served {
     pub(super) qos: Option<serve::Qos>,
     /// Held as long as the device is there, if that is when its image is locked.
     pub(super) _lock: Option<Lock>,
+}
+
+impl Served {
+    /// The device as it is now.
+    pub(super) fn configuration(&self) -> serve::Device {
+        let mut device = serve::Device {
+            mapping: self.mapping.clone(),
+            qos: self.qos.clone(),
+            ..self.configured.clone()
+        };
+        // A file has its size.
+        if let Engine::Ram { size, .. } | Engine::Ssd(SsdEngine { size, .. }) = &mut device.engine {
+            *size = self.host.device().engine().geometry().capacity;
+        }
+        device
+    }
 }
 
 /// What a device takes from others before it is here.

@@ -118,6 +118,11 @@ impl Nics {
         served.iter().find(has).map(|(name, _)| name.clone())
     }
 
+    /// As they were added.
+    pub(super) fn configured(&self) -> Vec<serve::Nic> {
+        self.served().values().map(|nic| nic.spec.clone()).collect()
+    }
+
     /// Ends all sessions.
     pub(super) fn close(&self, server: &Server) {
         for (_, nic) in std::mem::take(&mut *self.served()) {

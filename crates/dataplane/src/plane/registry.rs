@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -16,8 +16,8 @@ use rtvirtio_spec::control::{
 };
 use rtvirtio_spec::mapping::{Entry, Mapping};
 use rtvirtio_spec::serve::{
-    self, Configuration, Fault, ImageLock, IoCores, IoThread, Listen, MAX_DEVICES, MAX_SCHEDULES,
-    Policy, wire,
+    self, Configuration, Control, Fault, ImageLock, IoCores, IoThread, Listen, MAX_DEVICES,
+    MAX_SCHEDULES, Policy, Service, wire,
 };
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos};
 use tokio::sync::broadcast;
@@ -55,6 +55,8 @@ pub struct Registry {
     nics: Nics,
     core: Arc<Core>,
     monitor: Monitor,
+    /// Of the process, which no change concerns.
+    process: OnceLock<(Service, Option<Control>)>,
     watched: Arc<Watched>,
     watcher: Option<JoinHandle<()>>,
 }
@@ -108,6 +110,7 @@ impl Registry {
             report,
             nics: Nics::default(),
             monitor: Monitor::new(Arc::clone(&core)),
+            process: OnceLock::new(),
             core,
             watched,
             watcher: Some(watcher),
@@ -119,6 +122,8 @@ impl Registry {
     /// # Errors
     /// The first IOThread or device that cannot be had; those before it are there. Then the policy.
     pub fn add_all(&self, configuration: &Configuration, opened: Opened) -> Result<(), PlaneError> {
+        let Configuration { service, control, .. } = configuration;
+        let _ = self.process.set((service.clone(), control.clone()));
         for iothread in &configuration.iothreads {
             self.add_iothread(iothread.clone())?;
         }
@@ -277,6 +282,7 @@ impl Registry {
         })?;
         self.watched.hosts().push(Arc::downgrade(&host));
         let served = Served {
+            configured: spec.clone(),
             host,
             ids: state.ids(&spec.vm, spec.mapping.queues()),
             vm: spec.vm,
@@ -605,6 +611,25 @@ impl Plane for Registry {
 
     fn set_policy(&self, settings: wire::IoCores) -> Result<(), PlaneError> {
         self.begin_policy(IoCores::new(settings, self.monitor.settings())?)
+    }
+
+    fn configuration(&self) -> Configuration {
+        let (service, control) = self.process.get().cloned().unwrap_or_default();
+        let (iocores, nics) = (self.monitor.settings(), self.nics.configured());
+        let state = self.state();
+        let schedule = |(name, schedule): (&Name, &Arc<Schedule>)| {
+            let qos::Device { channels, request, kib, flush } = schedule.status().device;
+            serve::Schedule { name: name.clone(), channels, request, kib, flush }
+        };
+        Configuration {
+            service,
+            control,
+            iocores,
+            iothreads: state.iothreads.values().map(|thread| thread.config.clone()).collect(),
+            schedules: state.schedules.iter().map(schedule).collect(),
+            devices: state.devices.values().map(Served::configuration).collect(),
+            nics,
+        }
     }
 
     fn policy(&self) -> PolicyState {

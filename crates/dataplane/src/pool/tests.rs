@@ -330,7 +330,7 @@ fn cpu_time(tid: i32) -> Duration {
 ///
 /// The kernel books the time for which a hypervisor takes the CPU away to the thread that ran, so
 /// that one window says little on a machine that others use too.
-fn least_cpu_time(tid: i32, window: Duration, limit: Duration) -> Duration {
+fn min_cpu_time(tid: i32, window: Duration, limit: Duration) -> Duration {
     let mut least = Duration::MAX;
     for _ in 0..5 {
         let before = cpu_time(tid);
@@ -346,7 +346,7 @@ fn least_cpu_time(tid: i32, window: Duration, limit: Duration) -> Duration {
 /// A thread that has nothing to do takes less than a quarter of a CPU.
 fn assert_rests(tid: i32, what: &str) {
     let (window, limit) = (Duration::from_millis(300), Duration::from_millis(75));
-    let spent = least_cpu_time(tid, window, limit);
+    let spent = min_cpu_time(tid, window, limit);
     assert!(spent < limit, "{what}: {spent:?} of {window:?}");
 }
 

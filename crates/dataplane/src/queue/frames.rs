@@ -37,8 +37,8 @@ use crate::stats::{Op, QueueStats};
 /// The bytes of a turn that a frame takes at least: 16 frames are a turn, some 25 µs.
 const COST: i64 = 16 << 10;
 /// Buffers that are held, and pieces of one call (`IOV_MAX` less header and spill).
-const MOST_HELD: usize = 256;
-const MOST_PARTS: usize = 1000;
+const MAX_HELD: usize = 256;
+const MAX_PARTS: usize = 1000;
 
 /// What a queue of a network device does.
 pub(super) struct Frames {
@@ -66,19 +66,17 @@ impl Frames {
             0 => Direction::Receive(Box::new(Receive {
                 nic,
                 tap,
-                held: VecDeque::with_capacity(MOST_HELD),
+                held: VecDeque::with_capacity(MAX_HELD),
                 spare: Vec::new(),
                 bytes: 0,
-                parts: Vec::with_capacity(MOST_PARTS + 2),
+                parts: Vec::with_capacity(MAX_PARTS + 2),
                 spill: vec![0; MAX_FRAME_BYTES].into(),
                 ready: true,
                 failed: false,
             })),
-            _ => Direction::Transmit(Transmit {
-                nic,
-                tap,
-                parts: Vec::with_capacity(MOST_PARTS + 2),
-            }),
+            _ => {
+                Direction::Transmit(Transmit { nic, tap, parts: Vec::with_capacity(MAX_PARTS + 2) })
+            }
         };
         Some(Self { direction, limit, held_until: None })
     }
@@ -255,7 +253,7 @@ impl Transmit {
                 self.parts.push(segment);
             }
         }
-        let fits = (ETHERNET..=MAX_FRAME_BYTES).contains(&length) && self.parts.len() <= MOST_PARTS;
+        let fits = (ETHERNET..=MAX_FRAME_BYTES).contains(&length) && self.parts.len() <= MAX_PARTS;
         if of_header < BYTES || !fits {
             return None;
         }
@@ -353,7 +351,7 @@ impl Receive {
         let mut pieces: usize = self.held.iter().map(|held| held.chain.writable.len()).sum();
         while self.bytes < wanted
             && (is_mergeable || self.held.is_empty())
-            && self.held.len() < MOST_HELD
+            && self.held.len() < MAX_HELD
         {
             let mut chain = self.spare.pop().unwrap_or_default();
             if !ring.next(&mut chain)? {
@@ -362,7 +360,7 @@ impl Receive {
             }
             let bytes = chain.writable.iter().map(Segment::len).sum();
             pieces += chain.writable.len();
-            if bytes < BYTES || pieces > MOST_PARTS {
+            if bytes < BYTES || pieces > MAX_PARTS {
                 // No header fits, or no call takes so many.
                 ring.finish(chain.id, 0);
                 pieces -= chain.writable.len();

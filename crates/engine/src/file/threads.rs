@@ -1,4 +1,4 @@
-//! Threads that do what would block: they start as they are needed, up to [`MOST_THREADS`], and
+//! Threads that do what would block: they start as they are needed, up to [`MAX_THREADS`], and
 //! end with the engine, after all that was asked of them.
 
 use std::collections::VecDeque;
@@ -13,7 +13,7 @@ use crate::AbortOnPanic;
 use crate::{Completions, Operation, Request, Segment, Token};
 
 /// Threads of one disk.
-const MOST_THREADS: usize = 8;
+const MAX_THREADS: usize = 8;
 
 /// A request on its way to a thread.
 pub(super) struct Job {
@@ -98,7 +98,7 @@ impl Threads {
     pub(super) fn submit(&self, job: Job) -> Result<(), Errno> {
         let mut queue = self.0.lock();
         queue.jobs.push_back(job);
-        if queue.jobs.len() > queue.idle && queue.threads.len() < MOST_THREADS {
+        if queue.jobs.len() > queue.idle && queue.threads.len() < MAX_THREADS {
             let shared = Arc::clone(&self.0);
             let name = "disk-helper".to_owned();
             match std::thread::Builder::new().name(name).spawn(move || {

@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use rustix::io::Errno;
 
 use super::image::last_error;
-use super::{MOST_SEGMENTS, write_flags};
+use super::{MAX_SEGMENTS, write_flags};
 use crate::Segment;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,7 +86,7 @@ impl<'a> Cursor<'a> {
         let (base, length) = (one.base().cast::<libc::c_void>(), one.len());
         let is_one = self.within > 0 || self.segments.len() <= 1;
         let vectors = self.segments.as_ptr().cast::<libc::iovec>();
-        let count = self.segments.len().min(MOST_SEGMENTS) as libc::c_int;
+        let count = self.segments.len().min(MAX_SEGMENTS) as libc::c_int;
         let bytes = match direction {
             // SAFETY: the caller's segments are mapped memory; what is in it may change at any
             // time, and the kernel does not mind.

@@ -24,11 +24,11 @@ pub(super) struct Block {
     pub(super) name: String,
     device: u64,
     /// The most bytes of a transfer, however it lies in memory.
-    pub(super) most_transfer: u64,
+    pub(super) max_transfer: u64,
     /// The most bytes that are discarded at once; none: it does not.
-    pub(super) most_discard: u64,
+    pub(super) max_discard: u64,
     /// The most bytes that are zeroed at once; none: it does not.
-    pub(super) most_zeroes: u64,
+    pub(super) max_zeroes: u64,
     /// Unit that the device writes without reading, in bytes.
     pub(super) physical_block: u32,
     /// Whether it has queues without interrupts.
@@ -81,9 +81,9 @@ impl Block {
         let bytes = number("queue/max_hw_sectors_kb")?.saturating_mul(1024);
         Ok(Self {
             device: makedev(dev_major, dev_minor),
-            most_transfer: bytes.min(pages.saturating_mul(PAGE)),
-            most_discard: number("queue/discard_max_hw_bytes")?,
-            most_zeroes: number("queue/write_zeroes_max_bytes")?,
+            max_transfer: bytes.min(pages.saturating_mul(PAGE)),
+            max_discard: number("queue/discard_max_hw_bytes")?,
+            max_zeroes: number("queue/write_zeroes_max_bytes")?,
             physical_block: u32::try_from(number("queue/physical_block_size")?).unwrap_or(u32::MAX),
             can_be_polled: number("queue/io_poll")? == 1,
             is_zoned: text("queue/zoned")?.0 != "none",
@@ -119,15 +119,15 @@ impl Block {
 #[cfg(test)]
 impl Block {
     /// One with these limits.
-    pub(super) fn of_limits(most_transfer: u64, most_discard: u64, most_zeroes: u64) -> Self {
+    pub(super) fn of_limits(max_transfer: u64, max_discard: u64, max_zeroes: u64) -> Self {
         let (name, device) = ("nvme0n1".to_owned(), 0);
         let (physical_block, can_be_polled, is_zoned) = (512, false, false);
         Self {
             name,
             device,
-            most_transfer,
-            most_discard,
-            most_zeroes,
+            max_transfer,
+            max_discard,
+            max_zeroes,
             physical_block,
             can_be_polled,
             is_zoned,
@@ -179,9 +179,9 @@ mod tests {
             name: "nvme0n1".to_owned(),
             device: makedev(259, 0),
             // 126 pages are less than 512 KiB.
-            most_transfer: 516_096,
-            most_discard: 2_199_023_255_040,
-            most_zeroes: 524_288,
+            max_transfer: 516_096,
+            max_discard: 2_199_023_255_040,
+            max_zeroes: 524_288,
             physical_block: 4096,
             can_be_polled: false,
             is_zoned: false,
@@ -190,7 +190,7 @@ mod tests {
         assert!(block.check().is_ok());
         let root = sysfs(&[("queue/max_hw_sectors_kb", "64"), ("queue/io_poll", "1")]);
         let block = Block::read(237, 0, root.path()).unwrap();
-        assert_eq!((block.most_transfer, block.can_be_polled), (65_536, true));
+        assert_eq!((block.max_transfer, block.can_be_polled), (65_536, true));
     }
 
     #[test]

@@ -8,7 +8,7 @@
 pub(super) const BYTES: usize = 4096;
 /// Least and most bits of a logical block's size that are served: 512 and 4096 bytes.
 const SHIFTS: std::ops::RangeInclusive<u8> = 9..=12;
-/// The unit of [`Controller::most_bytes`] is the controller's least page, of 4096 bytes or more.
+/// The unit of [`Controller::max_bytes`] is the controller's least page, of 4096 bytes or more.
 const PAGE: u64 = 4096;
 
 /// Why a namespace cannot be a disk.
@@ -81,7 +81,7 @@ impl Namespace {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Controller {
     /// The most bytes that a command may transfer.
-    pub(super) most_bytes: u64,
+    pub(super) max_bytes: u64,
     /// Whether completed writes may be lost with the power, until a flush.
     pub(super) write_cache: bool,
     pub(super) discard: bool,
@@ -91,7 +91,7 @@ pub(super) struct Controller {
 impl Controller {
     pub(super) fn parse(answer: &[u8; BYTES]) -> Self {
         // MDTS, a power of two; 0: no limit.
-        let most_bytes = match answer[77] {
+        let max_bytes = match answer[77] {
             0 => u64::MAX,
             power => {
                 PAGE.checked_shl(power.into()).filter(|&bytes| bytes >= PAGE).unwrap_or(u64::MAX)
@@ -100,7 +100,7 @@ impl Controller {
         // ONCS and VWC.
         let optional = le(answer, 520, 2);
         Self {
-            most_bytes,
+            max_bytes,
             write_cache: answer[525] & 1 != 0,
             discard: optional & 1 << 2 != 0,
             write_zeroes: optional & 1 << 3 != 0,
@@ -182,7 +182,7 @@ mod tests {
     fn controller_says_its_limits_and_what_it_can_do() {
         let mut answer = [0; BYTES];
         let nothing = Controller {
-            most_bytes: u64::MAX,
+            max_bytes: u64::MAX,
             write_cache: false,
             discard: false,
             write_zeroes: false,
@@ -191,12 +191,8 @@ mod tests {
         answer[77] = 7;
         answer[520] = 0b1100;
         answer[525] = 7;
-        let all = Controller {
-            most_bytes: 524_288,
-            write_cache: true,
-            discard: true,
-            write_zeroes: true,
-        };
+        let all =
+            Controller { max_bytes: 524_288, write_cache: true, discard: true, write_zeroes: true };
         assert_eq!(Controller::parse(&answer), all);
         answer[520] = 0b0100;
         answer[525] = 6;
@@ -207,7 +203,7 @@ mod tests {
         // Powers that do not fit.
         for power in [52, 63, 64, 255] {
             answer[77] = power;
-            assert_eq!(Controller::parse(&answer).most_bytes, u64::MAX, "{power}");
+            assert_eq!(Controller::parse(&answer).max_bytes, u64::MAX, "{power}");
         }
     }
 

@@ -25,7 +25,7 @@ use crate::sysfs::DeviceNumber;
 
 /// More bios than this do not wait at once: their ends are not seen. A virtqueue has at most 32768
 /// entries, and commonly 256.
-const MOST_WAITING: usize = 1 << 16;
+const MAX_WAITING: usize = 1 << 16;
 
 #[derive(Debug)]
 struct Waiting {
@@ -100,7 +100,7 @@ impl Matcher {
         let before = self.extents.range(..=(io.device, io.start)).next_back();
         let extent = before.map(|(_, e)| *e).filter(|e| e.holds(&io));
         let Some(extent) = extent else { return };
-        if self.waiting.len() >= MOST_WAITING {
+        if self.waiting.len() >= MAX_WAITING {
             self.seen.lost += self.waiting.len() as u64;
             self.forget();
         }
@@ -333,12 +333,12 @@ mod tests {
     #[test]
     fn bios_without_an_end_are_bounded_and_counted() {
         let mut matcher = Matcher::new(&BTreeSet::from([A]));
-        for at in 0..=MOST_WAITING as u64 {
+        for at in 0..=MAX_WAITING as u64 {
             let what = Queued(io(Read, at % 992, 8));
             matcher.step(Event { at: Nanos::from_micros(at), what });
         }
         assert_eq!(matcher.waiting.len(), 1);
-        assert_eq!(matcher.take().lost, MOST_WAITING as u64);
+        assert_eq!(matcher.take().lost, MAX_WAITING as u64);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use rtvirtio_spec::latency::Histogram;
 use rtvirtio_units::Nanos;
 
 /// States that are told apart; what is more counts as the last.
-pub const MOST_UNDER_WAY: usize = 64;
+pub const MAX_UNDER_WAY: usize = 64;
 /// Requests longer than this, in sectors, are large.
 const LARGEST_SMALL: u64 = (16 << 10) / 512;
 
@@ -47,9 +47,9 @@ impl SizeClass {
 #[derive(Debug, Clone)]
 pub struct Service {
     /// Time with so many requests under way.
-    pub time: [Nanos; MOST_UNDER_WAY + 1],
+    pub time: [Nanos; MAX_UNDER_WAY + 1],
     /// Requests completed in that time.
-    pub done: [u64; MOST_UNDER_WAY + 1],
+    pub done: [u64; MAX_UNDER_WAY + 1],
     /// Requests of up to 16 KiB.
     pub small: SizeClass,
     /// Larger ones.
@@ -61,8 +61,8 @@ pub struct Service {
 impl Default for Service {
     fn default() -> Self {
         Self {
-            time: [Nanos::ZERO; MOST_UNDER_WAY + 1],
-            done: [0; MOST_UNDER_WAY + 1],
+            time: [Nanos::ZERO; MAX_UNDER_WAY + 1],
+            done: [0; MAX_UNDER_WAY + 1],
             small: SizeClass::default(),
             large: SizeClass::default(),
             under_way: 0,
@@ -74,7 +74,7 @@ impl Default for Service {
 impl Service {
     fn advance(&mut self, at: Nanos) {
         if let Some(since) = self.since {
-            let time = &mut self.time[self.under_way.min(MOST_UNDER_WAY)];
+            let time = &mut self.time[self.under_way.min(MAX_UNDER_WAY)];
             *time = time.saturating_add(at.saturating_sub(since));
         }
         self.since = Some(at);
@@ -97,7 +97,7 @@ impl Service {
         (is_read, sectors): (bool, u64),
     ) {
         self.advance(at);
-        self.done[self.under_way.min(MOST_UNDER_WAY)] += 1;
+        self.done[self.under_way.min(MAX_UNDER_WAY)] += 1;
         self.under_way = self.under_way.saturating_sub(1);
         let class = if sectors <= LARGEST_SMALL { &mut self.small } else { &mut self.large };
         class.add(latency, found, is_read, sectors);

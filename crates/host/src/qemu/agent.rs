@@ -34,7 +34,7 @@ use super::{Address, Fault, PciAddress, QemuError, reply};
 /// Comes before the answer to a sync, and resets the agent's parser before the request.
 const SENTINEL: u8 = 0xff;
 /// The most sentinels of earlier clients that are skipped.
-const MOST_STALE: usize = 1_000;
+const MAX_STALE: usize = 1_000;
 /// What one read takes at most; in base64 it is far below the largest message.
 const READ: usize = 1 << 20;
 /// What one write carries at most: through virsh it is an argument, of which the
@@ -428,7 +428,7 @@ impl Conversation {
         let mut request = vec![SENTINEL];
         request.extend(reply::request(&guest_sync_delimited { id: self.last_sync }, None)?);
         self.peer.send(&request, deadline)?;
-        for _ in 0..MOST_STALE {
+        for _ in 0..MAX_STALE {
             self.peer.skip_past(SENTINEL, deadline)?;
             let line = self.peer.line(deadline)?;
             // An answer that broke off leaves its sentinel before the next one's.
@@ -439,7 +439,7 @@ impl Conversation {
                 return Ok(());
             }
         }
-        Err(Fault::Flood { limit: MOST_STALE })
+        Err(Fault::Flood { limit: MAX_STALE })
     }
 
     fn exchange<C: Command, R: DeserializeOwned>(

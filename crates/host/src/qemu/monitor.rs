@@ -33,7 +33,7 @@ use super::{Address, Fault, QemuError, reply};
 
 /// The most messages that are skipped for one answer. QEMU keeps events for a
 /// client that reads seldom; this is a day of one each second.
-const MOST_SKIPPED: usize = 100_000;
+const MAX_SKIPPED: usize = 100_000;
 
 /// QEMU's version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
@@ -663,7 +663,7 @@ fn exchange<C: Command, R: DeserializeOwned>(
     *last_id += 1;
     let id = *last_id;
     peer.send(&reply::request(command, Some(id))?, deadline)?;
-    for _ in 0..MOST_SKIPPED {
+    for _ in 0..MAX_SKIPPED {
         let line = peer.line(deadline)?;
         let message = reply::message(&line)?;
         match message.id() {
@@ -677,5 +677,5 @@ fn exchange<C: Command, R: DeserializeOwned>(
             }
         }
     }
-    Err(Fault::Flood { limit: MOST_SKIPPED })
+    Err(Fault::Flood { limit: MAX_SKIPPED })
 }

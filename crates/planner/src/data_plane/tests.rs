@@ -168,12 +168,18 @@ fn target_that_the_devices_stalls_alone_exceed_is_unmet_and_promised_all_the_sam
         ("a", "iops = 100", 10.0),
         ("b", "iops = 1500", 10.0),
         ("c", "iops = 100", 40.0),
+        // Longer than a stall, but not than what a request takes beside one.
+        ("d", "iops = 100", 20.5),
     ]);
     let plan = planned_on(&specification, &profile);
     let unmet: Vec<_> =
         plan.tasks.iter().filter(|t| t.unmet.is_some()).map(|t| t.vm.as_str()).collect();
-    assert_eq!(unmet, ["a"]);
-    let a = plan.tasks.iter().find(|t| t.vm.as_str() == "a").unwrap();
+    assert_eq!(unmet, ["a", "d"]);
+    let of = |vm: &str| plan.tasks.iter().find(|t| t.vm.as_str() == vm).unwrap();
+    let stalled = Nanos::from_millis(20);
+    assert!((stalled..Nanos::from_millis(40)).contains(&of("c").bound.unwrap()), "{:?}", of("c"));
+    assert!(of("b").bound.unwrap() < stalled, "{:?}", of("b"));
+    let a = of("a");
     assert!(matches!(a.unmet.as_ref().unwrap().cause, Cause::Stalls { .. }), "{:?}", a.unmet);
     assert!(a.bound.unwrap() > Nanos::from_millis(20) && a.delivered > 0.99, "{a:?}");
     assert!(a.why_unmet().unwrap().contains("stalls for up to 20.00 ms"), "{:?}", a.why_unmet());

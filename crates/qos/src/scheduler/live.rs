@@ -15,7 +15,7 @@ impl Scheduler {
     /// The device has turned out to be another, or its service curve to be wrong.
     pub fn set_device(&mut self, device: Device) {
         self.device = Device { channels: device.channels.max(1), ..device };
-        self.depth.set_most(self.device.channels.saturating_add(EXTRA_DEPTH));
+        self.depth.set_max(self.device.channels.saturating_add(EXTRA_DEPTH));
         // What a rate is of the device has changed with it; clocks stay.
         for class in self.classes.iter_mut().flatten() {
             class.promise = class.promise.map(|old| Promised::of(old.promise, &self.device));

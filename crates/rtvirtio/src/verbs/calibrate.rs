@@ -1,8 +1,6 @@
 //! `rtvirtio calibrate`.
 
-use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -11,7 +9,7 @@ use rtvirtio_calibrate::device;
 use rtvirtio_calibrate::in_use::{DiskInUse, Location, Manners};
 use rtvirtio_calibrate::neighbours::NeighbourTarget;
 use rtvirtio_calibrate::observed::{disk_of, observe};
-use rtvirtio_calibrate::testbed::{Testbed, recover_just_killed};
+use rtvirtio_calibrate::testbed::Testbed;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_units::Bytes;
@@ -96,36 +94,6 @@ fn factor(text: &str) -> Result<f64, String> {
     if (1.0..=1000.0).contains(&factor) { Ok(factor) } else { Err("from 1 to 1000".to_owned()) }
 }
 
-/// Starts the process that undoes what this one leaves if it is killed: cgroups, and knobs that were
-/// being probed. It ends when its standard input does, which this process holds.
-fn watchdog() -> Result<Child> {
-    Command::new(std::env::current_exe()?)
-        .arg("calibrate-watchdog")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        // Out of the terminal's process group: what is sent to that must not end it.
-        .process_group(0)
-        .spawn()
-        .context("start the process that cleans up after this one")
-}
-
-/// What that process does.
-pub(crate) fn clean_up_after() -> Result<Outcome> {
-    std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
-    recover_just_killed()?;
-    Ok(Outcome::Done)
-}
-
-pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
-    let mut watchdog = watchdog()?;
-    let outcome = calibrate(args, interrupted);
-    // It has nothing to do: what was taken is given back.
-    drop(watchdog.stdin.take());
-    let _ = watchdog.wait();
-    outcome
-}
-
 /// Makes the directory of the profile, once it is clear that there will be one.
 fn make_directory(output: &Path) -> Result<()> {
     let Some(directory) = output.parent().filter(|path| !path.as_os_str().is_empty()) else {
@@ -135,7 +103,7 @@ fn make_directory(output: &Path) -> Result<()> {
         .with_context(|| format!("make {} for the profile", directory.display()))
 }
 
-fn calibrate(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
+pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let usual = if args.location.is_some() { IN_USE_LIMIT } else { FULL.1 };
     let limit = args.limit.map_or(usual, Duration::from_secs);
     let profile = match (&args.location, &args.device) {

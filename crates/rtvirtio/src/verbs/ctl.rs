@@ -15,7 +15,7 @@ use rtvirtio_spec::control::{
 };
 use rtvirtio_spec::cpulist;
 use rtvirtio_spec::mapping::{Mapping, read};
-use rtvirtio_spec::serve::{Completion, CorePolicy, wire};
+use rtvirtio_spec::serve::{Completion, CorePolicy, to_toml, wire};
 use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name, NameError};
 
 use super::mapping::Format;
@@ -39,6 +39,7 @@ impl Args {
     pub(crate) const fn changes(&self) -> bool {
         match &self.command {
             Command::Snapshot
+            | Command::Configuration
             | Command::Nic(_)
             | Command::Decisions(_)
             | Command::Events
@@ -57,6 +58,11 @@ impl Args {
 enum Command {
     /// Show all IOThreads, devices and queues
     Snapshot,
+    /// Print what is served now as a configuration: what `ctl` has changed is lost with the process otherwise
+    ///
+    /// Save it, check it, and start the service with it: `rtvirtio ctl configuration > new.toml && rtvirtio serve
+    /// --check new.toml`. A device whose socket was handed over is there by the socket's name (`socket_activation`).
+    Configuration,
     /// List, add, remove and resize devices
     #[command(subcommand)]
     Device(device::Command),
@@ -249,6 +255,14 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
                 let text =
                     if args.json { serde_json::to_string(&event)? } else { show::event(&event) };
                 output::line(&text);
+            }
+        }
+        Command::Configuration => {
+            let configuration: wire::Configuration = client.get("/v1/configuration")?;
+            if args.json {
+                input::print_json(&configuration)?;
+            } else {
+                print!("{}", to_toml(&configuration)?);
             }
         }
         Command::Metrics => print!("{}", client.text("/metrics")?),

@@ -26,7 +26,7 @@ use data_plane::{DataPlane, NicRow};
 /// The percentiles shown.
 const PERCENTILES: [f64; 3] = [50.0, 99.0, 99.9];
 /// Samples beyond a percentile without which it is not shown.
-const LEAST_BEYOND: u64 = 10;
+const MIN_BEYOND: u64 = 10;
 /// Columns of the first column, and of the table.
 const NAME: usize = 21;
 
@@ -276,7 +276,7 @@ fn row(look: &DiskLook, on_host: &BTreeMap<DiskKey, Histogram>) -> Row {
 
 fn tail(histogram: &Histogram, percentile: f64) -> Option<Nanos> {
     let percentile = Percentile::new(percentile).ok()?;
-    let enough = beyond(histogram.count(), percentile) >= LEAST_BEYOND;
+    let enough = beyond(histogram.count(), percentile) >= MIN_BEYOND;
     enough.then(|| histogram.quantile(percentile)).flatten().map(|found| found.value)
 }
 

@@ -45,7 +45,7 @@ const RECENT: Duration = Duration::from_secs(60);
 /// The percentiles shown.
 const PERCENTILES: [f64; 4] = [50.0, 99.0, 99.9, 99.99];
 /// Samples beyond a percentile without which it is not shown.
-const LEAST_BEYOND: u64 = 10;
+const MIN_BEYOND: u64 = 10;
 
 /// Arguments of `watch`.
 #[derive(clap::Args)]
@@ -385,7 +385,7 @@ impl History {
         let seconds: f64 = self.recent.iter().map(|(_, s)| s.seconds).sum();
         let tails = PERCENTILES.map(|p| {
             let percentile = Percentile::new(p).ok()?;
-            let enough = rtvirtio_spec::latency::beyond(recent.count(), percentile) >= LEAST_BEYOND;
+            let enough = rtvirtio_spec::latency::beyond(recent.count(), percentile) >= MIN_BEYOND;
             enough.then(|| recent.quantile(percentile)).flatten()
         });
         let is_fresh = self.recent.back().is_some_and(|(at, _)| now - *at < RECENT);

@@ -7,11 +7,12 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::thread;
+use std::time::Duration;
 
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::{Value, json};
 
-use crate::scratch_disk::{RTVIRTIO, rtvirtio, said};
+use crate::scratch_disk::{RTVIRTIO, eventually, rtvirtio, said};
 
 /// What came with one request.
 struct Asked {
@@ -341,4 +342,69 @@ fn listing_that_nobody_reads_any_more_ends_as_by_sigpipe() {
         assert_eq!(output.status.code(), Some(141), "{arguments:?}: {}", said(&output));
         assert_eq!(String::from_utf8_lossy(&output.stderr), "", "{arguments:?}");
     }
+}
+
+/// A server with its files in a directory; killed when dropped.
+struct Served(std::process::Child);
+
+impl Served {
+    fn start(directory: &Path, file: &str) -> Self {
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL"]).arg(RTVIRTIO).args(["serve", "--no-sandbox"]);
+        let server = Self(command.arg(directory.join(file)).spawn().unwrap());
+        let socket = directory.join("control.sock");
+        eventually("an answer", Duration::from_secs(60), || UnixStream::connect(&socket).is_ok());
+        server
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// What `ctl` has changed is there again after a kill, by the configuration that was printed before.
+#[test]
+fn configuration_that_is_printed_has_what_ctl_has_changed() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name).display().to_string();
+    let text = format!(
+        "version = 1\n[control]\nsocket = '{}'\n[[iothread]]\nname = 'iot0'\n[[schedule]]\nname = 'data'\n\
+         channels = 4\nrequest_ns = 212500\nkib_ns = 9375\n[[device]]\nname = 'first'\nvm = 'db'\n\
+         socket = '{}'\nengine = {{ type = 'ram', size = '4M' }}\n",
+        path("control.sock"),
+        path("first.sock")
+    );
+    std::fs::write(path("serve.toml"), text).unwrap();
+    std::fs::write(path("disk.raw"), vec![0; 1 << 20]).unwrap();
+    let ctl = |arguments: &[&str]| {
+        let mut command = Command::new(RTVIRTIO);
+        command.args(["ctl", "--socket", &path("control.sock")]).args(arguments);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", said(&output));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let server = Served::start(directory.path(), "serve.toml");
+    ctl(&["iothread", "create", "iot1"]);
+    let second = ["device", "add", "second", "--vm", "web", "--queues", "2"];
+    let at = ["--listen", &path("second.sock"), "--image", &path("disk.raw")];
+    ctl(&[&second[..], &at[..]].concat());
+    ctl(&["mapping", "move", "second", "0", "iot1"]);
+    ctl(&["qos", "second", "--schedule", "data", "--iops", "100", "--deadline-us", "5000"]);
+    ctl(&["device", "resize", "first", "8M"]);
+    let printed = ctl(&["configuration"]);
+    std::fs::write(path("new.toml"), &printed).unwrap();
+    drop(server);
+    let _server = Served::start(directory.path(), "new.toml");
+    assert_eq!(ctl(&["configuration"]), printed);
+    let snapshot: Value = serde_json::from_str(&ctl(&["--json", "snapshot"])).unwrap();
+    let devices = snapshot["devices"].as_array().unwrap();
+    assert_eq!(devices.len(), 2, "{snapshot}");
+    assert_eq!(devices[0]["capacity"], 8 << 20);
+    assert_eq!(devices[1]["queues"][0]["iothread"], "iot1");
+    assert_eq!(devices[1]["qos"]["settings"]["iops"], 100, "{snapshot}");
+    // A front end finds it where it was.
+    UnixStream::connect(path("second.sock")).unwrap();
 }

@@ -91,6 +91,21 @@ fn replaced_words_are_not_used() {
     assert!(found.is_empty(), "{}", found.join("\n"));
 }
 
+/// As in all of the field's code, constants that bound something are `MIN_` and `MAX_`.
+#[test]
+fn bounds_are_named_min_and_max() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut paths = Vec::new();
+    ["crates", "extras", "lab"].iter().for_each(|place| files(&root.join(place), &mut paths));
+    let mut found = Vec::new();
+    for path in paths.iter().filter(|path| !path.ends_with("tests/it/dictionary.rs")) {
+        let text = fs::read_to_string(path).unwrap();
+        let is_one = |line: &&str| ["const LEAST", "const MOST"].iter().any(|it| line.contains(it));
+        found.extend(text.lines().filter(is_one).map(|line| format!("{}: {line}", path.display())));
+    }
+    assert!(found.is_empty(), "{}", found.join("\n"));
+}
+
 #[test]
 fn word_is_found_by_itself_alone() {
     let text = "a bell\nbells\nthe_bell\nbell, and bell\n";

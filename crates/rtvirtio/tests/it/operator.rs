@@ -207,6 +207,7 @@ impl Site {
         self.top();
         self.somebody_elses_histogram_is_left_alone();
         self.histogram_that_vanishes_is_set_again();
+        self.histogram_of_a_killed_one_goes();
         self.calibration_beside_the_vms();
         self.plan_and_back();
         assert!(precious() == before, "somebody's data has changed");
@@ -280,6 +281,25 @@ impl Site {
         eventually("another histogram", ENOUGH, is_set);
         assert!(top.wait().unwrap().success());
         assert!(!is_set());
+    }
+
+    fn histogram_of_a_killed_one_goes(&self) {
+        let mut top = Command::new(RTVIRTIO)
+            .args(["top", "--json"])
+            .env("RTVIRTIO_STATE_DIR", self.directory.join("state"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let path = Monitor::libvirt(VMS[0]).blocks(ENOUGH).unwrap().remove(0).qom_path.unwrap();
+        let is_set = || {
+            let found = Monitor::libvirt(VMS[0]).latency_histograms(&path, ENOUGH);
+            found.unwrap().read.is_some()
+        };
+        eventually("a histogram", ENOUGH, is_set);
+        top.kill().unwrap();
+        top.wait().unwrap();
+        eventually("its end", ENOUGH, || !is_set());
     }
 
     /// The disk is measured beside VMs that work, and nothing of it is left.

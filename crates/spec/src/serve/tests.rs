@@ -182,6 +182,32 @@ fn example_is_read_as_written() {
 }
 
 #[test]
+fn configuration_is_written_and_read_back() {
+    let nic = "
+[[nic]]
+name = 'vm0-net'
+vm = 'vm0'
+socket = '/run/rtvirtio/vm0-net.sock'
+tap = 'vm0'
+queues = 2
+tx = { max_frames = 5000, max_mbit = 100 }
+
+[iocores]
+policy = 'dynamic'
+cpus = [3, 2]
+
+[[iothread]]
+name = 'poller'
+completion = 'poll'
+";
+    for text in [EXAMPLE.to_owned(), EXAMPLE.to_owned() + nic] {
+        let read = parse("serve.toml", &text).unwrap();
+        let written = to_toml(&wire::Configuration::from(&read)).unwrap();
+        assert_eq!(parse("written.toml", &written).unwrap(), read, "{written}");
+    }
+}
+
+#[test]
 fn device_is_written_and_read_back() {
     let found = parse("serve.toml", EXAMPLE).unwrap();
     let iothreads = found.iothreads.clone();

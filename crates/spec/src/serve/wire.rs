@@ -12,7 +12,7 @@ use super::IoPriority;
 use crate::mapping::Entry;
 
 /// The whole file.
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a serve configuration")]
 pub struct Configuration {
@@ -20,22 +20,25 @@ pub struct Configuration {
     #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 1)))]
     pub version: i64,
     /// Whose rights it keeps.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub service: Option<Service>,
     /// Where it is controlled; without it, nowhere.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub control: Option<Control>,
     /// What decides how many IOThreads there are; without it, nobody but the operator.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub iocores: Option<IoCores>,
     /// IOThreads, 0 to 64; one that runs anywhere if there is none.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub iothread: Vec<IoThread>,
     /// Schedules of physical devices, 0 to 64.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub schedule: Vec<Schedule>,
     /// Disks, 0 to 1024.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub device: Vec<Device>,
     /// Network devices, 0 to 256.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nic: Vec<Nic>,
 }
 
@@ -97,13 +100,15 @@ pub struct NicRate {
 }
 
 /// `[service]`
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a table [service]")]
 pub struct Service {
     /// Name of the user to become.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub user: Option<String>,
     /// Name of that user's group.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
     /// Whether capabilities and system calls are given up.
     #[serde(default = "yes")]
@@ -111,13 +116,14 @@ pub struct Service {
 }
 
 /// `[control]`
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a table [control]")]
 pub struct Control {
     /// Path of the socket.
     pub socket: PathBuf,
     /// Number of a group that may use it too.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub group: Option<u32>,
 }
 

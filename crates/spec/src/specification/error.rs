@@ -588,9 +588,9 @@ fn reference_hint(name: &str, known: &[&str], add: &str) -> String {
 
 /// At most eight of `names`, with commas.
 pub(crate) fn listed(names: &[&str]) -> String {
-    const MOST: usize = 8;
-    let shown = names[..names.len().min(MOST)].join(", ");
-    if names.len() > MOST { format!("{shown}, ... ({} in all)", names.len()) } else { shown }
+    const MAX: usize = 8;
+    let shown = names[..names.len().min(MAX)].join(", ");
+    if names.len() > MAX { format!("{shown}, ... ({} in all)", names.len()) } else { shown }
 }
 
 /// The one of `known` within a third of its length in edits, if any.
@@ -639,14 +639,14 @@ pub(crate) struct Plain<'a>(pub(crate) &'a str);
 
 impl fmt::Display for Plain<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const MOST: usize = 240;
-        for c in self.0.trim_end().chars().take(MOST) {
+        const MAX: usize = 240;
+        for c in self.0.trim_end().chars().take(MAX) {
             if c.is_control() {
                 write!(f, "{}", c.escape_debug())?;
             } else {
                 write!(f, "{c}")?;
             }
         }
-        if self.0.chars().nth(MOST).is_some() { f.write_str("...") } else { Ok(()) }
+        if self.0.chars().nth(MAX).is_some() { f.write_str("...") } else { Ok(()) }
     }
 }

@@ -32,7 +32,7 @@ pub struct Region {
 /// The most populated parts of a region that are told apart; what follows them counts as empty.
 const MAX_PARTS: usize = 256;
 /// A smaller part is not worth a registered buffer.
-const LEAST_PART: u64 = 1 << 20;
+const MIN_PART: u64 = 1 << 20;
 
 /// The parts of a file's range that have pages, from the range's start on. Where the file system cannot say
 /// (hugetlbfs, whose pages are set aside with the file), all of it.
@@ -48,7 +48,7 @@ fn populated(fd: BorrowedFd<'_>, offset: u64, size: u64) -> Vec<(u64, u64)> {
         if last <= first {
             break;
         }
-        if last - first >= LEAST_PART {
+        if last - first >= MIN_PART {
             parts.push((first - offset, last - offset));
         }
         at = last;

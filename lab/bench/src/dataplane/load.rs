@@ -50,7 +50,7 @@ pub struct Load {
     /// Requests to wait for, if the window is too short for them.
     pub least: u64,
     /// Longest window.
-    pub most_seconds: f64,
+    pub max_seconds: f64,
     /// Whether to see what the server does when it has nothing to do.
     pub idle: bool,
 }
@@ -170,7 +170,7 @@ fn window(
     wait(Duration::from_secs_f64(load.seconds), interrupted)?;
     let total = || done.iter().map(|d| d.0.load(Ordering::Relaxed)).sum::<u64>();
     while total() < load.least
-        && start.elapsed().as_secs_f64() < load.most_seconds
+        && start.elapsed().as_secs_f64() < load.max_seconds
         && phase.load(Ordering::Relaxed) == COUNTING
     {
         wait(Duration::from_millis(50), interrupted)?;

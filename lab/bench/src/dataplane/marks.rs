@@ -13,7 +13,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::server::ServerKind;
-use super::{Case, Cell, LEAST_FOR_TAIL, Medium};
+use super::{Case, Cell, MIN_FOR_TAIL, Medium};
 
 /// Of the file's IOPS: at the disk's limit.
 const AT_LIMIT: f64 = 0.95;
@@ -216,8 +216,8 @@ impl Row<'_> {
     fn tail(&self) -> Judgement {
         let ratio = self.ours.p9999_us / self.peer.p9999_us;
         let n = self.ours.n.min(self.peer.n);
-        let verdict = if n < LEAST_FOR_TAIL { Verdict::NotJudged } else { passed(ratio <= 0.1) };
-        let why = format!("p99.99 x {ratio:.3} (<= 0.1), n = {n} (>= {LEAST_FOR_TAIL})");
+        let verdict = if n < MIN_FOR_TAIL { Verdict::NotJudged } else { passed(ratio <= 0.1) };
+        let why = format!("p99.99 x {ratio:.3} (<= 0.1), n = {n} (>= {MIN_FOR_TAIL})");
         self.judgement('d', verdict, why)
     }
 }

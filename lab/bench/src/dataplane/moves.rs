@@ -42,7 +42,7 @@ pub const LIMIT: Duration = Duration::from_millis(1);
 /// Else: of the wake-ups' p99.
 pub const FACTOR: f64 = 3.0;
 /// Moves per second that a stage is to see.
-pub const LEAST_RATE: f64 = 1000.0;
+pub const MIN_RATE: f64 = 1000.0;
 /// Queues of the disk.
 const QUEUES: usize = 4;
 /// Its IOThreads.
@@ -188,7 +188,7 @@ impl Shown {
     /// Whether moves were as many and as quick as they are to be.
     #[must_use]
     pub fn passed(&self) -> bool {
-        self.rate >= LEAST_RATE && self.pause.p99_us <= self.limit().0
+        self.rate >= MIN_RATE && self.pause.p99_us <= self.limit().0
     }
 }
 
@@ -204,7 +204,7 @@ impl std::fmt::Display for Shown {
         };
         writeln!(
             f,
-            "{}: {} moves in {:.0} s, {:.0}/s (>= {LEAST_RATE}); {} found the queue stopped or \
+            "{}: {} moves in {:.0} s, {:.0}/s (>= {MIN_RATE}); {} found the queue stopped or \
              there, {} were refused as busy; {} resets of rings, {} changes of memory",
             self.stage.name(),
             self.moves,

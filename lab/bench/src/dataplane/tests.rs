@@ -96,7 +96,7 @@ fn benchmark(out: &Path) -> Benchmark<'_> {
         iothreads: vec![1],
         repetitions: 2,
         seconds: 1.0,
-        least_for_tail: LEAST_FOR_TAIL,
+        min_for_tail: MIN_FOR_TAIL,
         program: Path::new("rtvirtio"),
         socket: None,
         disk_directory: out,

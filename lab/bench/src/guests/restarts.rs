@@ -20,7 +20,7 @@ const FAULTS: [&str; 3] =
 pub struct Restarts(u32);
 
 impl Restarts {
-    const MOST: u32 = 2;
+    const MAX: u32 = 2;
     /// What Linux says that waits for a timer in vain (`kernel/rcu/tree_stall.h`). It does not come
     /// back.
     pub const TIMER_LOST: &str = "kthread timer wakeup didn't happen";
@@ -30,11 +30,11 @@ impl Restarts {
         let Some(fault) = FAULTS.into_iter().find(|fault| said.contains(fault)) else {
             return false;
         };
-        if self.0 == Self::MOST {
+        if self.0 == Self::MAX {
             return false;
         }
         self.0 += 1;
-        let (number, most) = (self.0, Self::MOST);
+        let (number, most) = (self.0, Self::MAX);
         eprintln!(
             "guest {guest} failed while it booted, of a fault of QEMU's ({fault}): \
              started again, {number} of {most}"

@@ -71,7 +71,7 @@ const HALF: Duration = Duration::from_millis(125);
 /// How long an answer to a request that is none may take.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Fewest repetitions that are judged, and what the p99 may grow by.
-const LEAST: usize = 3;
+const MIN_RUNS: usize = 3;
 const MARGIN: f64 = 0.1;
 
 /// What happens beside the load.
@@ -475,8 +475,8 @@ pub fn judge(cells: &[Cell]) -> Vec<Verdict> {
     let (nothing, by_itself, _) = growths(cells, Disturbance::None);
     let judged = |(mark, of)| {
         let (text, median, runs) = growths(cells, of);
-        if runs < LEAST {
-            return verdict(mark, None, format!("{runs} runs of at least {LEAST}"));
+        if runs < MIN_RUNS {
+            return verdict(mark, None, format!("{runs} runs of at least {MIN_RUNS}"));
         }
         // What is looked for is not seen then.
         if by_itself.abs() >= MARGIN {

@@ -24,7 +24,7 @@ const BACK_MS: f64 = 2_500.0;
 /// Moves a second under flapping: fewer.
 const FLAPPING_MOVES: u32 = 10;
 /// Requests behind a p99 that is judged: ten lie beyond it.
-const LEAST_FOR_P99: u64 = 1_000;
+const MIN_FOR_P99: u64 = 1_000;
 
 /// A policy in a phase: medians.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -236,7 +236,7 @@ pub fn judge(campaign: &Campaign) -> Vec<Verdict> {
         ),
         tails.beside_static(
             "1 p99",
-            |row| row.n >= LEAST_FOR_P99,
+            |row| row.n >= MIN_FOR_P99,
             |own, fixed| {
                 let ratio = own.p99_us / fixed.p99_us;
                 (ratio <= 1.0 + MARGIN, format!("x {ratio:.3}"))

@@ -22,7 +22,7 @@ use rtvirtio_spec::run::Canary;
 use rtvirtio_units::{Bytes, BytesPerSecond, Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
-use sets::{MOST_TASKS, Set, sets, utilisation};
+use sets::{MAX_TASKS, Set, sets, utilisation};
 pub use sets::{SETS, Task};
 
 use super::cell::{self, disturbance};
@@ -143,7 +143,7 @@ impl Cell {
 
     /// The smallest part of a rate that was delivered.
     #[must_use]
-    pub fn least_delivered(&self) -> f64 {
+    pub fn min_delivered(&self) -> f64 {
         self.results.iter().map(|task| task.delivered).fold(f64::INFINITY, f64::min)
     }
 
@@ -193,7 +193,7 @@ impl Benchmark<'_> {
         if missing.is_empty() {
             return Ok(cells.into_all());
         }
-        let size = Bytes::new(DISK * (MOST_TASKS as u64 + 1));
+        let size = Bytes::new(DISK * (MAX_TASKS as u64 + 1));
         let backing = Backing::Ssd(self.ssd.clone());
         let disk = ScratchDisk::start(&backing, size, 1)?;
         let expected = Trial::duration(self.window);
@@ -304,7 +304,7 @@ pub fn table(cells: &[Cell]) -> String {
                 (None, false) => "missed",
             },
             optional(cell.worst_tail()),
-            cell.least_delivered(),
+            cell.min_delivered(),
             cell.background / 1e6,
             cell.canary.p99.as_millis_f64(),
             cell.busy,

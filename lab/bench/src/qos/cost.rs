@@ -46,7 +46,7 @@ const WARM_UP: Duration = Duration::from_millis(500);
 /// To start and to end a cell, the warm-up among it.
 const AROUND: Duration = Duration::from_millis(1_000);
 /// Least IOPS with a schedule, times those without: the mark.
-const LEAST: f64 = 0.9;
+const MIN_RATIO: f64 = 0.9;
 
 /// Names a cell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -400,10 +400,10 @@ pub fn table(cells: &[Cell]) -> String {
         ratios.sort_by(f64::total_cmp);
         if let (Some(least), Some(most)) = (ratios.first(), ratios.last()) {
             let middle = median(ratios.clone());
-            let verdict = if middle >= LEAST { "pass" } else { "LOST" };
+            let verdict = if middle >= MIN_RATIO { "pass" } else { "LOST" };
             verdicts += &format!(
                 "{verdict} {iothreads} IOThreads: x {middle:.3} the IOPS with a schedule \
-                 ({least:.3} to {most:.3}, {} pairs; >= {LEAST})\n",
+                 ({least:.3} to {most:.3}, {} pairs; >= {MIN_RATIO})\n",
                 ratios.len()
             );
         }

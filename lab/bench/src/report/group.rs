@@ -179,7 +179,7 @@ impl<'a> SchemeCells<'a> {
     }
 
     /// The least delivered fraction over all tasks and runs.
-    pub(super) fn least_delivered(&self) -> Option<f64> {
+    pub(super) fn min_delivered(&self) -> Option<f64> {
         self.results().filter_map(delivered).min_by(f64::total_cmp)
     }
 

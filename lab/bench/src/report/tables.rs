@@ -82,7 +82,7 @@ fn worst(scheme: &SchemeCells<'_>) -> Markup {
 
 fn least(scheme: &SchemeCells<'_>) -> Markup {
     html! {
-        @match scheme.least_delivered() {
+        @match scheme.min_delivered() {
             Some(least) => { (mark(least >= MIN_DELIVERED)) " " (percent_down(least)) " %" },
             None => (DASH),
         }

@@ -116,7 +116,7 @@ fn verdict(scheme: &SchemeCells<'_>) -> String {
     let mark = scheme.standing().unwrap_or(Standing::NotJudged).mark();
     let dash = || "–".to_owned();
     let ratio = scheme.worst_ratio().map_or_else(dash, |r| format!("{}x", sig3(r)));
-    let least = scheme.least_delivered().map_or_else(dash, |d| format!("{}%", percent_down(d)));
+    let least = scheme.min_delivered().map_or_else(dash, |d| format!("{}%", percent_down(d)));
     let background = scheme.background_mb().map_or_else(dash, |b| format!("{} MB/s", sig3(b)));
     format!(
         "{name:<12} {mark} {:<16} passed ({} at 0.9)  worst tail/target {ratio:>7}  least rate {least:>4}  background {background}\n",

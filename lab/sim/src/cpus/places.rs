@@ -12,7 +12,7 @@ const IMBALANCE: f64 = 1.17;
 /// Loads are evened out each so many times 10 ms in the mean (`balance_interval` times `busy_factor`: 32 to 64 ms).
 const EVERY: u32 = 5;
 /// Doublings of what is moved at most.
-const MOST_FAILED: u32 = 10;
+const MAX_FAILED: u32 = 10;
 
 /// How often a CPU that became idle found a thread to take (`update_newidle_stats`, Linux 6.18.5 and 6.12.65).
 #[derive(Debug)]
@@ -245,7 +245,7 @@ impl Cpus {
         // Who has run least lately is the last of the list.
         let Some(thread) = may.into_iter().min_by_key(|&t| (self.threads[t as usize].left_at, t))
         else {
-            self.failed = (self.failed + 1).min(MOST_FAILED);
+            self.failed = (self.failed + 1).min(MAX_FAILED);
             return false;
         };
         self.failed = 0;

@@ -36,7 +36,7 @@ const MS: u64 = 1_000_000;
 const FIRST_BUDGET: u64 = 16 << 10;
 const FIRST_BUDGETS: u32 = 11;
 /// Budgets are at least this part of the largest.
-const LEAST_PART: u64 = 32;
+const MIN_PART: u64 = 32;
 /// The time of a slot that a whole budget is charged for, where a queue is charged by time, ns.
 const FULL_SLOT: u64 = 124 * MS;
 /// A slot shorter than this says nothing of a queue's pace, ns; one longer than the other does.
@@ -147,7 +147,7 @@ pub(super) struct Bfq {
     slot: Option<Slot>,
     waiting: u32,
     in_device: u32,
-    most_in_device: u32,
+    max_in_device: u32,
     head: u32,
     rate: Rate,
     max_budget: u64,
@@ -205,7 +205,7 @@ impl Bfq {
             slot: None,
             waiting: 0,
             in_device: 0,
-            most_in_device: 0,
+            max_in_device: 0,
             head: 0,
             rate: Rate::new(),
             max_budget: 0,
@@ -217,7 +217,7 @@ impl Bfq {
 
     /// It has been at work before, under deep queues too.
     pub(super) const fn season(mut self) -> Self {
-        self.most_in_device = SEASONED_DEPTH;
+        self.max_in_device = SEASONED_DEPTH;
         self.budgets = FIRST_BUDGETS;
         self
     }
@@ -239,15 +239,15 @@ impl Bfq {
         if self.budgets < FIRST_BUDGETS { FIRST_BUDGET } else { self.max_budget }
     }
 
-    const fn least_budget(&self) -> u64 {
-        self.largest_budget() / LEAST_PART
+    const fn min_budget(&self) -> u64 {
+        self.largest_budget() / MIN_PART
     }
 
     /// The budget of a queue's next slot, by how this one ends: more for who needs more, little for who needs little (Valente
     /// and Checconi, section 5).
     fn next_budget(&self, q: usize, end: End) -> u64 {
         let queue = &self.queues[q];
-        let (least, most) = (self.least_budget(), self.max_budget);
+        let (least, most) = (self.min_budget(), self.max_budget);
         if queue.raised.is_some() {
             return 2 * least;
         }
@@ -470,7 +470,7 @@ impl Bfq {
         let by_rate = RAISED_FOR.1 as f64 * REFERENCE_RATE / self.rate.sectors_per_second;
         let length = (by_rate as u64).clamp(RAISED_FOR.0, RAISED_FOR.2);
         // Short slots, for the others' sake.
-        let budget = 2 * self.least_budget();
+        let budget = 2 * self.min_budget();
         let queue = &mut self.queues[q];
         queue.budget = queue.budget.min(budget);
         queue.raised = Some(Raised { until: now + length, served: 0 });
@@ -614,7 +614,7 @@ impl Elevator for Bfq {
         self.head = request.position + request.sectors;
         self.waiting -= 1;
         self.in_device += 1;
-        self.most_in_device = self.most_in_device.max(self.in_device);
+        self.max_in_device = self.max_in_device.max(self.in_device);
         self.queues[q].in_device += 1;
         if self.rate.note(now, sectors, in_device) && self.parameters.max_budget == 0 {
             self.max_budget = self.budget_by_rate();
@@ -651,7 +651,7 @@ impl Elevator for Bfq {
             let (injected, by_itself) = (slot.injected, self.in_device == 1);
             slot.measured = None;
             slot.injected = false;
-            let most = self.most_in_device;
+            let most = self.max_in_device;
             self.queues[q].injection.measured(now, time, injected, by_itself, most);
         }
         self.in_device -= 1;

@@ -161,7 +161,7 @@ mod tests {
     fn passed(limits: Limits, seconds: u64) -> (u64, usize) {
         let mut throttle = Throttle::new(limits).unwrap();
         let write = Request { id: 0, process: 0, position: 0, sectors: 8, write: true, at: 0 };
-        let (mut now, mut n, mut most_at_once) = (0, 0, 0);
+        let (mut now, mut n, mut max_at_once) = (0, 0, 0);
         while now < seconds * 1_000_000_000 {
             let mut at_once = 0;
             while throttle.pass(now, write) {
@@ -172,9 +172,9 @@ mod tests {
                 at_once += 1;
             }
             n += at_once as u64;
-            most_at_once = most_at_once.max(at_once);
+            max_at_once = max_at_once.max(at_once);
         }
-        (n, most_at_once)
+        (n, max_at_once)
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! A data plane that only keeps books.
 
+use rtvirtio_spec::serve::{Configuration, Service};
+
 use super::*;
 
 /// A plane that keeps books and serves nobody.
@@ -217,6 +219,23 @@ impl Plane for Books {
         state.policy = IoCores::new(settings, state.policy.clone())?;
         self.say(Event::PolicySet { policy: state.policy.policy });
         Ok(())
+    }
+
+    fn configuration(&self) -> Configuration {
+        let state = self.state();
+        let iothread = |name: &IoThreadName| {
+            let raw = serde_json::from_value(json!({ "name": name })).unwrap();
+            IoThread::new(raw).unwrap()
+        };
+        Configuration {
+            service: Service::default(),
+            control: None,
+            iocores: state.policy.clone(),
+            iothreads: state.iothreads.keys().map(iothread).collect(),
+            schedules: state.schedules.values().cloned().collect(),
+            devices: state.devices.values().map(|(device, ..)| device.clone()).collect(),
+            nics: Vec::new(),
+        }
     }
 
     fn policy(&self) -> PolicyState {

@@ -187,7 +187,7 @@ fn queue_whose_kick_cannot_be_waited_for_is_served_and_so_are_others() {
         // It looks every 100 µs and sleeps in between; what that costs is its machine's wake-ups.
         let (window, limit) = (Duration::from_millis(500), Duration::from_millis(350));
         let before = sleeps(tid);
-        let spent = least_cpu_time(tid, window, limit);
+        let spent = min_cpu_time(tid, window, limit);
         let slept = sleeps(tid) - before;
         assert!(slept > 500, "{slept} sleeps in 500 ms, part {part}");
         assert!(spent < limit, "{spent:?} of 500 ms, part {part}");

@@ -22,12 +22,12 @@ pub const SETS: u32 = 60;
 const VMS: usize = 6;
 const TASKS: usize = 3;
 /// Most tasks of a set.
-pub(crate) const MOST_TASKS: usize = VMS * TASKS;
+pub(crate) const MAX_TASKS: usize = VMS * TASKS;
 const BLOCKS_KIB: [u32; 5] = [4, 8, 16, 32, 64];
 /// Of what is drawn, requests a second.
 const RATES: (f64, f64) = (50.0, 1_500.0);
 /// In a window of 20 s with 0.95 of this rate there are 1,000 requests, the fewest with a p99.
-pub(crate) const LEAST_RATE: f64 = 53.0;
+pub(crate) const MIN_RATE: f64 = 53.0;
 const TARGETS_MS: (f64, f64) = (3.0, 40.0);
 const UTILISATIONS: (f64, f64) = (0.6, 1.3);
 const NEAR: (f64, f64) = (0.85, 1.15);
@@ -97,7 +97,7 @@ pub(crate) fn sets(device: &Device, is_admitted: &dyn Fn(&[Task]) -> bool) -> Ve
             let tasks = draw(random);
             let factor = boundary(&tasks, is_admitted)? * random.random_range(NEAR.0..NEAR.1);
             let tasks = times(&tasks, factor);
-            let fits = |task: &Task| (LEAST_RATE..=task.most(device)).contains(&task.iops);
+            let fits = |task: &Task| (MIN_RATE..=task.most(device)).contains(&task.iops);
             let used = utilisation(device, &tasks);
             let is_within = (UTILISATIONS.0..=UTILISATIONS.1).contains(&used);
             (is_within && tasks.iter().all(fits)).then_some(tasks)
@@ -150,11 +150,11 @@ fn scaled_to(
         for _ in 0..64 {
             let factor = wanted / utilisation(device, &tasks);
             for task in &mut tasks {
-                task.iops = (task.iops * factor).clamp(LEAST_RATE, task.most(device));
+                task.iops = (task.iops * factor).clamp(MIN_RATE, task.most(device));
             }
         }
         tasks.iter_mut().for_each(|task| task.iops = task.iops.round());
-        if utilisation(device, &tasks) > wanted * 0.99 || tasks.len() == MOST_TASKS {
+        if utilisation(device, &tasks) > wanted * 0.99 || tasks.len() == MAX_TASKS {
             tasks.sort_by_key(|task| task.vm);
             return tasks;
         }
@@ -226,7 +226,7 @@ mod tests {
                 assert!((1..=3).contains(&tasks), "{}: {tasks} tasks of VM {vm}", set.number);
             }
             for task in &set.tasks {
-                assert!((LEAST_RATE..=task.most(&DEVICE)).contains(&task.iops), "{task:?}");
+                assert!((MIN_RATE..=task.most(&DEVICE)).contains(&task.iops), "{task:?}");
                 assert!((3_000..=40_000).contains(&task.target_us), "{task:?}");
                 assert_eq!(task.iops.fract(), 0.0);
             }

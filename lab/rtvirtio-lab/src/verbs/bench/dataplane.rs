@@ -9,7 +9,7 @@ use rtvirtio_bench::dataplane::moves::{Moves, Shown, Stage};
 use rtvirtio_bench::dataplane::server::{ServerKind, qsd_version};
 use rtvirtio_bench::dataplane::verify::{self, Options, Report};
 use rtvirtio_bench::dataplane::{
-    Benchmark, Case, LEAST_FOR_TAIL, Medium, Operation, rows_as_json, write_report,
+    Benchmark, Case, MIN_FOR_TAIL, Medium, Operation, rows_as_json, write_report,
 };
 use rtvirtio_host::interrupt::Interrupted;
 
@@ -186,7 +186,7 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         repetitions: args.repetitions,
         seconds: args.seconds,
         // A request of 100 µs has no far tail worth a wait.
-        least_for_tail: if args.quick || args.scaling { 0 } else { LEAST_FOR_TAIL },
+        min_for_tail: if args.quick || args.scaling { 0 } else { MIN_FOR_TAIL },
         program: &program,
         socket: socket.as_deref(),
         disk_directory: &args.disk_directory,

@@ -167,7 +167,7 @@ impl FairTree {
         let mut group = 0;
         loop {
             let child = self.next_of(group)?;
-            let least = self.least_start(group)?;
+            let least = self.min_start(group)?;
             let g = &mut self.groups[group];
             // One that begins alone is served as it comes.
             if g.children.len() > 1 {
@@ -182,7 +182,7 @@ impl FairTree {
         self.groups.iter().find_map(|g| g.serving.filter(|&c| self.group_of[c].is_none()))
     }
 
-    fn least_start(&self, group: usize) -> Option<Virtual> {
+    fn min_start(&self, group: usize) -> Option<Virtual> {
         let starts = self.groups[group].children.iter().map(|&c| self.nodes[c].start);
         starts.min_by(f64::total_cmp)
     }
