@@ -87,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
               python -m rtvirtio cases --profile profile.json --model trained/mlp.onnx --out cases"""),
     )
     cases.add_argument("--profile", type=Path, required=True, help="the device's, of `rtvirtio calibrate`")
-    cases.add_argument("--model", type=Path, help="ONNX file of `train`: the scheme mlp; without, it is left out")
+    cases.add_argument(
+        "--model", type=Path, help="ONNX file of `train`: the scheme mlp; without, it is left out"
+    )
     cases.add_argument("--out", type=Path, required=True, help="directory of the runs")
     cases.add_argument("--device", default=defaults.device, help="simulated disk (%(default)s)")
     cases.add_argument("--tier", default="paper", choices=["paper", "strict"], help="targets (%(default)s)")
