@@ -2,7 +2,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::process::CommandExt as _;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result};
 use rtvirtio_calibrate::testbed::recover_just_killed;
@@ -13,19 +13,24 @@ use crate::{Outcome, input};
 /// What a process says that has given back all that it took.
 const DONE: &[u8] = b"done";
 
+/// Starts a process of this program that outlives it, for a hidden verb.
+pub(crate) fn start(verb: &str, stdin: Stdio) -> std::io::Result<Child> {
+    Command::new(std::env::current_exe()?)
+        .arg(verb)
+        .stdin(stdin)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        // Out of the terminal's process group: Ctrl-C or a hang-up there must not end it.
+        .process_group(0)
+        .spawn()
+}
+
 /// Runs a verb beside a watchdog, whose standard input ends with this process.
 ///
 /// # Errors
 /// As the verb; no watchdog can be started.
 pub(crate) fn guarded(run: impl FnOnce() -> Result<Outcome>) -> Result<Outcome> {
-    let mut watchdog = Command::new(std::env::current_exe()?)
-        .arg("watchdog")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        // Out of the terminal's process group: what is sent to that must not end it.
-        .process_group(0)
-        .spawn()
+    let mut watchdog = start("watchdog", Stdio::piped())
         .context("start the process that cleans up after this one")?;
     let outcome = run();
     if let Some(mut stdin) = watchdog.stdin.take() {

@@ -1,9 +1,8 @@
 //! `rtvirtio apply`, `confirm`, `verify`, `rollback`.
 
 use std::collections::BTreeMap;
-use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -132,14 +131,7 @@ pub(crate) fn apply_plan(plan: &Plan, how: &How) -> Result<Outcome> {
 
 /// Starts the process that reverts an unconfirmed apply, detached from this one.
 fn watch() -> Result<()> {
-    Command::new(std::env::current_exe()?)
-        .arg("confirm-watchdog")
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        // Out of the terminal's process group: Ctrl-C or a hang-up there must not stop it.
-        .process_group(0)
-        .spawn()
+    crate::watchdog::start("confirm-watchdog", Stdio::null())
         .context("start the watchdog; run `rtvirtio rollback` to take the changes back")?;
     Ok(())
 }
