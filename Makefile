@@ -41,8 +41,9 @@ guest: ## Kernel and initramfs for test guests, and QEMU (root)
 # Where the tests' libvirt is kept.
 LIBVIRT := $(TARGET)/libvirt
 
-libvirt: ## libvirt 10 or later for tests: unpacked, not installed
+libvirt: ## libvirt 10 or later, and libvirt 12, for tests: unpacked, not installed
 	@scripts/libvirt $(LIBVIRT)
+	@scripts/libvirt $(LIBVIRT)-12 forky
 
 # Where the tests' User Mode Linux is kept.
 UML := $(TARGET)/uml
@@ -79,6 +80,7 @@ test-guests: setup ## The tests that boot guests, by QEMU, libvirt and User Mode
 	@echo "test-guests: some 15 min on 2 cores"
 	@scripts/guest $(GUEST) || echo "tests: without guests"
 	@scripts/libvirt $(LIBVIRT) || echo "tests: without libvirt"
+	@scripts/libvirt $(LIBVIRT)-12 forky || echo "tests: without libvirt 12"
 	@scripts/uml $(UML) || echo "tests: without User Mode Linux"
 	cargo test --workspace --all-features --locked --no-fail-fast --test it -- $(GUEST_TESTS)
 

@@ -3,16 +3,17 @@
 //! QEMU has one latency histogram for each device, which whoever sets it first has: one that
 //! somebody else has set is read and left alone. Ours is told by its boundaries: one that another
 //! rtvirtio has set, or a killed one has left, is counted from where it is, and set again should it
-//! vanish.
+//! vanish. Where a libvirt domain's XML asks for a histogram, libvirt tells what it counted, and
+//! QEMU's monitor is not asked.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-use rtvirtio_host::qemu::{BlockStatistics, LatencyHistograms, Monitor, QemuError};
+use rtvirtio_host::qemu::{BlockStatistics, LatencyHistograms, Monitor, QemuError, libvirt};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_units::Nanos;
 
-use crate::vms::ANSWER;
+use crate::vms::{ANSWER, Disk, LibvirtDisk};
 
 /// Boundaries of the bins that we set: from 10 µs to 100 s, each 10 % above the last.
 const FIRST_BOUNDARY: f64 = 1e-5;
@@ -83,6 +84,8 @@ impl Interval {
 #[derive(Debug)]
 pub struct DiskCounter {
     qom_path: String,
+    /// Set if libvirt tells what was counted.
+    libvirt: Option<LibvirtDisk>,
     /// Whether the histogram is ours, to be removed.
     is_ours: bool,
     boundaries: Vec<Nanos>,
@@ -91,28 +94,46 @@ pub struct DiskCounter {
 }
 
 impl DiskCounter {
-    /// Has QEMU count the latencies of the device at `qom_path` unless it does already. `targets`
-    /// are to be among the boundaries of a histogram that is set here.
+    /// Has QEMU count the latencies of `disk` unless it does already. `targets` are to be among
+    /// the boundaries of a histogram that is set here. `None`: the guest has no such device.
     ///
     /// # Errors
     /// The monitor does not answer, or QEMU refuses.
     pub fn start(
         monitor: &mut Monitor,
-        qom_path: &str,
+        disk: &Disk,
         targets: &BTreeSet<Nanos>,
-    ) -> Result<Self, QemuError> {
+    ) -> Result<Option<Self>, QemuError> {
+        let Some(qom_path) = disk.qom_path.clone() else { return Ok(None) };
         let at = Instant::now();
-        let there = monitor.block_statistics(qom_path, ANSWER)?;
-        let is_none = there.latencies.read.is_none() && there.latencies.write.is_none();
-        let is_ours = is_none || has(&there.latencies, &boundaries([]));
         let boundaries = boundaries(targets.iter().copied());
+        if let Some(own) = &disk.libvirt
+            // A libvirt that does not tell leaves it to QEMU.
+            && let Ok(Some(seen)) = libvirt::block_statistics(&own.domain, &own.target, ANSWER)
+            && !has(&seen.latencies, &self::boundaries([]))
+        {
+            let libvirt = disk.libvirt.clone();
+            return Ok(Some(Self { qom_path, libvirt, is_ours: false, boundaries, seen, at }));
+        }
+        let there = monitor.block_statistics(&qom_path, ANSWER)?;
+        let is_none = there.latencies.read.is_none() && there.latencies.write.is_none();
+        let is_ours = is_none || has(&there.latencies, &self::boundaries([]));
         let is_enough = !is_ours || has(&there.latencies, &boundaries);
-        let mut counter =
-            Self { qom_path: qom_path.to_owned(), is_ours, boundaries, seen: there, at };
+        let mut counter = Self { qom_path, libvirt: None, is_ours, boundaries, seen: there, at };
         if !is_enough {
             counter.set(monitor)?;
         }
-        Ok(counter)
+        Ok(Some(counter))
+    }
+
+    /// What is counted now.
+    fn read(&self, monitor: &mut Monitor) -> Result<BlockStatistics, QemuError> {
+        let told = match &self.libvirt {
+            Some(own) => libvirt::block_statistics(&own.domain, &own.target, ANSWER)?,
+            None => None,
+        };
+        // The domain's XML may have been changed meanwhile.
+        told.map_or_else(|| monitor.block_statistics(&self.qom_path, ANSWER), Ok)
     }
 
     /// Sets the histogram; counts begin at zero.
@@ -122,18 +143,12 @@ impl DiskCounter {
         Ok(())
     }
 
-    /// Whether somebody else had set the histogram, whose bins may be coarse.
-    #[must_use]
-    pub const fn is_of_others(&self) -> bool {
-        !self.is_ours
-    }
-
     /// What the disk did since the last look.
     ///
     /// # Errors
     /// The monitor does not answer.
     pub fn sample(&mut self, monitor: &mut Monitor) -> Result<Interval, QemuError> {
-        let now_seen = monitor.block_statistics(&self.qom_path, ANSWER)?;
+        let now_seen = self.read(monitor)?;
         let now = Instant::now();
         let interval = between(&self.seen, &now_seen, (now - self.at).as_secs_f64());
         (self.seen, self.at) = (now_seen, now);

@@ -114,20 +114,14 @@ impl Session {
             let mut vm = examine(&self.host, process);
             let mut counters = Vec::new();
             for disk in &vm.disks {
-                let started = match (&mut vm.monitor, &disk.qom_path) {
-                    (Some(monitor), Some(path)) => {
-                        Some(DiskCounter::start(monitor, path, &BTreeSet::new()))
-                    }
-                    _ => None,
+                let started = match &mut vm.monitor {
+                    Some(monitor) => DiskCounter::start(monitor, disk, &BTreeSet::new()),
+                    None => Ok(None),
                 };
-                counters.push(match started {
-                    Some(Ok(counter)) => Some(counter),
-                    Some(Err(error)) => {
-                        events.push(format!("{}/{}: {error}", vm.name, disk.name()));
-                        None
-                    }
-                    None => None,
-                });
+                counters.push(started.unwrap_or_else(|error| {
+                    events.push(format!("{}/{}: {error}", vm.name, disk.name()));
+                    None
+                }));
             }
             if let Some(why) = &vm.unreached {
                 events.push(format!("{}: not measured at QEMU: {why}", vm.name));

@@ -28,6 +28,15 @@ pub struct Vm {
     pub unreached: Option<String>,
 }
 
+/// A disk of a libvirt domain.
+#[derive(Debug, Clone)]
+pub struct LibvirtDisk {
+    /// The domain's name.
+    pub domain: String,
+    /// The disk's target, such as `vda`.
+    pub target: String,
+}
+
 /// A disk of a VM.
 #[derive(Debug, Clone, Serialize)]
 pub struct Disk {
@@ -37,6 +46,9 @@ pub struct Disk {
     /// The QOM path of the guest's device, by which QEMU counts.
     #[serde(skip)]
     pub qom_path: Option<String>,
+    /// What libvirt calls it, by which libvirt counts.
+    #[serde(skip)]
+    pub libvirt: Option<LibvirtDisk>,
     /// Its format, such as `qcow2`.
     pub format: Option<String>,
     /// The file or device on the host.
@@ -157,7 +169,9 @@ fn of_block(
         }
         Medium::Absent => return None,
     };
-    let target = targets.iter().find(|(_, source)| Some(source) == file.as_ref());
+    // Two disks of one file, such as slices of it, are not told apart by that file.
+    let mut on_file = targets.iter().filter(|(_, source)| Some(source) == file.as_ref());
+    let target = on_file.next().filter(|_| on_file.next().is_none());
     let id = block.qom_path.as_deref().and_then(device_id);
     let names = [
         target.map(|(target, _)| target.clone()),
@@ -172,7 +186,9 @@ fn of_block(
         _ => driver,
     });
     let disk = disk(host, names, (file, foreign), (qom_path, format, block.throttle));
-    Some(Disk { part: block.part().or(disk.part), ..disk })
+    let libvirt = process.libvirt_domain.clone().zip(target.map(|(target, _)| target.clone()));
+    let libvirt = libvirt.map(|(domain, target)| LibvirtDisk { domain, target });
+    Some(Disk { part: block.part().or(disk.part), libvirt, ..disk })
 }
 
 fn of_command_line(
@@ -204,5 +220,6 @@ fn disk(
         },
     };
     let part = file.clone().map(Part::whole);
-    Disk { names, qom_path, format, file, part, storage, unknown_storage, throttle }
+    let libvirt = None;
+    Disk { names, qom_path, libvirt, format, file, part, storage, unknown_storage, throttle }
 }

@@ -636,7 +636,7 @@ impl Monitor {
 }
 
 impl Histogram {
-    fn is_whole(&self) -> bool {
+    pub(super) fn is_whole(&self) -> bool {
         self.bins.len() == self.boundaries.len() + 1 && self.boundaries.is_sorted()
     }
 }

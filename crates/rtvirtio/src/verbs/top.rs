@@ -38,7 +38,7 @@ const NAME: usize = 21;
     is QEMU's and its limits'. It needs root, and for an image file a filesystem that tells where the file lies \
     (ext4, xfs).\n\
     Latencies are counted by each VM's QEMU, which a VM's QMP socket or libvirt gives access to; a histogram \
-    that somebody else has set is read and left alone. Without root, what may be read is shown.\n\
+    that somebody else has set, or that a domain's XML asks libvirt for, is read and left alone. Without root, what may be read is shown.\n\
     Disks and network devices of a data plane are there as it tells of them. Ctrl-C ends it."
 )]
 pub(crate) struct Args {

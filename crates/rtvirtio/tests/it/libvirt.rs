@@ -15,18 +15,23 @@ use rtvirtio_host::qemu::{Agent, ExecStatus, Monitor, QemuProcess};
 use rtvirtio_host::{Host, Topology};
 use rtvirtio_spec::plan::{DiskIoThreads, IoThread, Plan, VmIoThreads, qemu};
 use rtvirtio_spec::specification;
-use rtvirtio_units::{CpuId, DiskName, IoThreadId, VmName};
+use rtvirtio_units::{CpuId, DiskName, IoThreadId, Nanos, VmName};
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 use crate::in_guest::image;
-use crate::scratch_disk::{Disk, can_run, left_behind, rtvirtio, said};
+use crate::scratch_disk::{Disk, RTVIRTIO, can_run, left_behind, rtvirtio, said};
 
 const TEST: &str = "libvirt_domain_is_planned_applied_rolled_back_and_takes_the_printed_xml";
+const HISTOGRAM_TEST: &str = "histograms_that_a_domains_xml_asks_for_come_from_libvirt";
 /// Set within the namespaces: the scratch disk's node.
 const DEVICE: &str = "RTVIRTIO_TEST_DEVICE";
 /// Names that no operator's domain has.
 pub(crate) const VM: &str = "rtvirtio-test-plc";
 const BACKGROUND: &str = "rtvirtio-test-backup";
+
+/// Where the bins of a domain's own histogram begin: no other histogram's do.
+const BINS: [Nanos; 2] = [Nanos::from_micros(7_777), Nanos::from_millis(77_777)];
+const READ: [&str; 4] = ["if=/dev/vda", "of=/dev/null", "bs=4k", "iflag=direct"];
 
 const ENOUGH: Duration = Duration::from_secs(60);
 /// Guests are emulated, on a machine that may be busy.
@@ -61,17 +66,28 @@ exit $?
 
 #[test]
 fn libvirt_domain_is_planned_applied_rolled_back_and_takes_the_printed_xml() {
+    beside_libvirt(TEST, "libvirt", within);
+}
+
+#[test]
+fn histograms_that_a_domains_xml_asks_for_come_from_libvirt() {
+    beside_libvirt(HISTOGRAM_TEST, "libvirt-12", histograms);
+}
+
+/// Runs `within` beside the libvirt that `make libvirt` has unpacked as `name`, with a scratch
+/// disk's node, in the process that is this test started again.
+fn beside_libvirt(test: &str, name: &str, within: fn(&Path)) {
     if let Some(device) = std::env::var_os(DEVICE) {
         return within(Path::new(&device));
     }
-    let Some(_host) = can_run(TEST) else { return };
-    if image(TEST).is_none() {
+    let Some(_host) = can_run(test) else { return };
+    if image(test).is_none() {
         return;
     }
-    let libvirt = target("libvirt");
+    let libvirt = target(name);
     if !libvirt.join("stamp").exists() {
-        let why = format!("no libvirt (make it with scripts/libvirt {})", libvirt.display());
-        let _ = writeln!(std::io::stderr(), "SKIPPED {TEST}: {why}");
+        let why = format!("no {name} (make it with make libvirt)");
+        let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {why}");
         return;
     }
     drop(Cgroups); // of a run that was killed
@@ -85,7 +101,7 @@ fn libvirt_domain_is_planned_applied_rolled_back_and_takes_the_printed_xml() {
         .args(["--kill-child=KILL", "sh", "-c", ENTER, "sh"])
         .args([&libvirt, directory.path()])
         .arg(std::env::current_exe().unwrap())
-        .args([&format!("libvirt::{TEST}"), "--exact", "--nocapture"])
+        .args([&format!("libvirt::{test}"), "--exact", "--nocapture"])
         .env(DEVICE, &disk.node)
         .current_dir(directory.path())
         .stdin(Stdio::null())
@@ -104,15 +120,70 @@ pub(crate) fn target(name: &str) -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap().join(name)
 }
 
+/// A domain whose XML has libvirt count latencies: `top` reads them from libvirt and asks QEMU's
+/// monitor for none. Of a domain without them, QEMU counts.
+fn histograms(device: &Path) {
+    let t = Domains::beside_libvirtd(device);
+    let bins = BINS.map(|start| format!("<bin start='{}'/>", start.get())).concat();
+    let driver = format!(
+        "<driver name='qemu'><statistics><latency-histogram type='read'><bin start='0'/>{bins}\
+         </latency-histogram></statistics></driver>"
+    );
+    t.define(&t.xml(VM, "<vcpu>1</vcpu>", &[&driver]));
+    t.define(&t.xml(BACKGROUND, "<vcpu>1</vcpu>", &[""]));
+    for domain in [VM, BACKGROUND] {
+        t.start(domain);
+    }
+    let start = Instant::now();
+    for domain in [VM, BACKGROUND] {
+        let mut agent = Agent::libvirt(domain);
+        while agent.time(ENOUGH).is_err() {
+            assert!(start.elapsed() < BOOT);
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        agent.exec("/bin/dd", &READ, ENOUGH).unwrap();
+    }
+    // A virsh of the test's own notes what it is asked.
+    let programs = t.directory.join("bin");
+    std::fs::create_dir(&programs).unwrap();
+    let (virsh, asked) = (programs.join("virsh"), t.directory.join("asked"));
+    let script =
+        format!("#!/bin/sh\necho \"$*\" >>'{}'\nexec /usr/bin/virsh \"$@\"\n", asked.display());
+    std::fs::write(&virsh, script).unwrap();
+    std::fs::set_permissions(&virsh, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let output = Command::new(RTVIRTIO)
+        .args(["top", "--json", "--count", "2", "--interval", "3"])
+        .env("PATH", format!("{}:{}", programs.display(), std::env::var("PATH").unwrap()))
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    let last = String::from_utf8_lossy(&output.stdout).lines().last().unwrap().to_owned();
+    let look: serde_json::Value = serde_json::from_str(&last).unwrap();
+    for (domain, is_libvirts) in [(VM, true), (BACKGROUND, false)] {
+        let row = look["disks"].as_array().unwrap().iter().find(|row| row["vm"] == domain).unwrap();
+        assert!(row["read_iops"].as_f64().unwrap() > 10.0, "{look}");
+        let p50 = row["p50"].as_u64().unwrap();
+        assert_eq!(BINS.iter().any(|end| end.get() == p50), is_libvirts, "{look}");
+    }
+    let asked = std::fs::read_to_string(asked).unwrap();
+    let count = |what: &str, domain: &str| {
+        asked.lines().filter(|line| line.contains(what) && line.contains(domain)).count()
+    };
+    // Whether libvirt counts is asked once for each disk; then each look asks the one that does.
+    assert!(count("domstats", VM) >= 3 && count("query-blockstats", VM) == 0, "{asked}");
+    assert!(count("domstats", BACKGROUND) == 1, "{asked}");
+    assert!(count("query-blockstats", BACKGROUND) >= 3, "{asked}");
+    let mut monitor = Monitor::libvirt(VM);
+    let path = monitor.blocks(ENOUGH).unwrap().remove(0).qom_path.unwrap();
+    let left = monitor.latency_histograms(&path, ENOUGH).unwrap().read.unwrap();
+    assert_eq!(left.boundaries, BINS);
+    t.destroy(VM);
+    t.destroy(BACKGROUND);
+}
+
 /// The test itself, beside libvirtd.
 fn within(device: &Path) {
-    let t = Domains { directory: std::env::current_dir().unwrap(), device: device.to_owned() };
-    let version = || t.virsh(&["version"]);
-    let start = Instant::now();
-    while !version().status.success() {
-        assert!(start.elapsed() < ENOUGH, "{}", said(&version()));
-        std::thread::sleep(Duration::from_millis(100));
-    }
+    let t = Domains::beside_libvirtd(device);
 
     // As libvirt makes it, but for the alias of one disk; the other goes by libvirt's own.
     t.define(&t.xml(VM, "<vcpu>1</vcpu>", &["<alias name='ua-root'/>", ""]));
@@ -209,6 +280,18 @@ struct Domains {
 }
 
 impl Domains {
+    /// Waits for libvirtd.
+    fn beside_libvirtd(device: &Path) -> Self {
+        let t = Self { directory: std::env::current_dir().unwrap(), device: device.to_owned() };
+        let version = || t.virsh(&["version"]);
+        let start = Instant::now();
+        while !version().status.success() {
+            assert!(start.elapsed() < ENOUGH, "{}", said(&version()));
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        t
+    }
+
     fn virsh(&self, arguments: &[&str]) -> Output {
         let mut command = Command::new("virsh");
         command.args(["--quiet", "--connect", "qemu:///system"]).args(arguments);
@@ -371,8 +454,7 @@ disk = [{{ name = 'root', device = 'data' }}]
         }
         let sectors = agent.read_file("/sys/block/vda/size", 4096, ENOUGH).unwrap();
         assert_eq!(String::from_utf8(sectors).unwrap(), format!("{}\n", (256 << 20) / 512));
-        let read = ["if=/dev/vda", "of=/dev/null", "bs=4k", "iflag=direct"];
-        let pid = agent.exec("/bin/dd", &read, ENOUGH).unwrap();
+        let pid = agent.exec("/bin/dd", &READ, ENOUGH).unwrap();
         let looks = self.run(0, &["watch", "spec.toml", "--json", "--duration", "4"]);
         let looks = looks.lines().filter_map(|l| serde_json::from_str::<serde_json::Value>(l).ok());
         let looks: Vec<_> = looks.collect();

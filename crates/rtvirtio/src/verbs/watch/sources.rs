@@ -214,12 +214,12 @@ fn connect(host: &Host, vm: &Vm, process: &QemuProcess) -> Result<Connected> {
         };
         parts.extend(there.part.clone().map(|part| (name.clone(), part)));
         let mut on_it = vm.tasks.iter().filter(|t| t.disk == disk.name).peekable();
-        if let (Some(qom_path), true) = (&there.qom_path, on_it.peek().is_some()) {
+        if on_it.peek().is_some() {
             let tasks: Vec<_> =
                 on_it.map(|t| (t.name.clone(), t.target.map(|t| t.latency))).collect();
             let targets = tasks.iter().filter_map(|(_, target)| *target).collect();
-            let counter = DiskCounter::start(&mut monitor, qom_path, &targets)?;
-            sources.insert(name.clone(), DiskSource { counter, tasks });
+            let counter = DiskCounter::start(&mut monitor, there, &targets)?;
+            sources.extend(counter.map(|counter| (name.clone(), DiskSource { counter, tasks })));
         }
     }
     Ok(Connected { monitor, sources, parts })
