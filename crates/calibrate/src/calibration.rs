@@ -35,9 +35,11 @@ use rtvirtio_model::conformal;
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::profile::{Capacity, DeviceIdentity, Profile, ProfileSource, Regime};
 use rtvirtio_spec::run::MeasuredAt;
-use rtvirtio_spec::settings::{Bfq, DeviceSettings, Limits, Scheduler, Settings, VmSettings};
+use rtvirtio_spec::settings::{
+    Bfq, DeviceSettings, IoCost, Limits, Scheduler, Settings, VmSettings,
+};
 use rtvirtio_spec::specification::Specification;
-use rtvirtio_units::{BytesPerSecond, Confidence, Nanos};
+use rtvirtio_units::{BytesPerSecond, Confidence, Nanos, Weight};
 use serde::{Deserialize, Serialize};
 
 use crate::load::{CellLoad, RAMP, canary_summary};
@@ -144,6 +146,18 @@ const FLOODED: Stage = Stage {
     ],
 };
 
+/// iocost in the place of a cap, where the host has it.
+const CONTROLLED: Stage = Stage {
+    regime: Some(Regime::Controlled),
+    settings: &[
+        (Scheduler::IoCost(ANY_RATES), 4, Writer::Unlimited),
+        (Scheduler::IoCost(ANY_RATES), 2, Writer::Unlimited),
+    ],
+};
+
+/// [`Room::fit`] puts the device's in.
+const ANY_RATES: IoCost = IoCost { bps: BytesPerSecond::new(0), iops: 0, latency_us: 0 };
+
 /// bfq that idles, which no plan needs; the paper's model speaks of it.
 const IDLING: Stage = Stage {
     regime: None,
@@ -164,7 +178,7 @@ const SCHEDULERS: Stage =
 const fn stages(depth: Depth) -> &'static [Stage] {
     match depth {
         Depth::Quick => &[BASE, BURSTING, SCHEDULERS],
-        Depth::Full => &[BASE, BURSTING, FLOWING, FLOODED, IDLING],
+        Depth::Full => &[BASE, BURSTING, FLOWING, CONTROLLED, FLOODED, IDLING],
     }
 }
 
@@ -204,6 +218,7 @@ const fn name(regime: Regime) -> &'static str {
         Regime::Flooded => "a background VM without a cap",
         Regime::Idling => "bfq that idles",
         Regime::IdlingFlooded => "bfq that idles, a background VM without a cap",
+        Regime::Controlled => "a background VM without a cap under iocost",
     }
 }
 
@@ -212,7 +227,10 @@ const fn name(regime: Regime) -> &'static str {
 #[must_use]
 pub fn missing(profile: &Profile, depth: Depth) -> Vec<Missing> {
     let lacking = |stage: &Stage| {
-        let regime = stage.regime?;
+        // Where iocost keeps no rate, or is not there, nothing is lacking.
+        let may_be_chosen =
+            |regime: &Regime| *regime != Regime::Controlled || profile.structural.iocost.is_some();
+        let regime = stage.regime.filter(may_be_chosen)?;
         let of = |by: &BTreeMap<Regime, Vec<f64>>| by.get(&regime).cloned().unwrap_or_default();
         let residuals = &profile.residuals;
         let (tasks, vms) = (of(&residuals.structural), of(&residuals.structural_vms));
@@ -277,7 +295,9 @@ enum Kept {
 #[must_use]
 pub fn duration(device: &dyn DeviceUnderTest, depth: Depth) -> Duration {
     let scale = device.scale();
+    let has_iocost = device.has_iocost();
     let probes = |stage: &Stage| match stage.regime {
+        Some(Regime::Controlled) if !has_iocost => 0,
         Some(_) => PROBES_OF_A_REGIME,
         None => stage.settings.len(),
     };
@@ -642,7 +662,13 @@ fn device_settings(
             Some(cap) if vm.is_background() => Limits::bps(cap),
             _ => Limits::default(),
         };
-        (vm.name.clone(), VmSettings { limits, ..VmSettings::default() })
+        // As a plan has them.
+        let weight = match scheduler {
+            Scheduler::IoCost(_) if vm.is_background() => Weight::BACKGROUND,
+            Scheduler::IoCost(_) => Weight::MAX,
+            _ => Weight::DEFAULT,
+        };
+        (vm.name.clone(), VmSettings { weight, limits })
     });
     DeviceSettings { scheduler, vms: vms.collect() }
 }

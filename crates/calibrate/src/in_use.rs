@@ -24,6 +24,7 @@ use rtvirtio_cli::progress::Progress;
 use rtvirtio_host::Host;
 use rtvirtio_host::interrupt::{Interrupted, InterruptedError, wait};
 use rtvirtio_host::qemu::Part;
+use rtvirtio_host::storage::Leaf;
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::{Bfq, Scheduler};
 use rtvirtio_spec::specification::Specification;
@@ -271,10 +272,10 @@ impl DiskInUse {
         );
         let mut testbed = Testbed::new(&leaf.node(), &leaf.name)?;
         let scheduler = if probes_schedulers {
-            None
+            testbed.scheduler()
         } else {
             testbed.keep_device_knobs();
-            Some(scheduler_of(&leaf.name)?)
+            Some(scheduler_of(&host, &leaf)?)
         };
         let file = match location {
             Location::Directory(directory) => WorkFile::create(directory, size)?,
@@ -311,7 +312,11 @@ impl DiskInUse {
 }
 
 /// The scheduler that a disk has, with its parameters.
-pub(crate) fn scheduler_of(disk: &str) -> Result<Scheduler> {
+pub(crate) fn scheduler_of(host: &Host, leaf: &Leaf) -> Result<Scheduler> {
+    if host.has_no_scheduler(&leaf.node())? {
+        return Ok(Scheduler::None);
+    }
+    let disk = &leaf.name;
     let queue = Path::new("/sys/block").join(disk).join("queue");
     let read = |file: &str| {
         let file = queue.join(file);
@@ -352,6 +357,10 @@ impl DeviceUnderTest for DiskInUse {
 
     fn scheduler(&self) -> Option<Scheduler> {
         self.scheduler
+    }
+
+    fn has_iocost(&self) -> bool {
+        self.testbed.has_iocost()
     }
 
     fn is_used_by_others(&self) -> bool {

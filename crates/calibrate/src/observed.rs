@@ -50,7 +50,7 @@ pub fn observe(
 ) -> Result<Profile> {
     let node = leaf.node();
     let identity = host.identity(&node)?;
-    let scheduler = scheduler_of(&leaf.name)?;
+    let scheduler = scheduler_of(host, leaf)?;
     let trace = host.trace_service(&node)?;
     let count = (time.as_secs_f64() / WINDOW.as_secs_f64()).ceil() as usize;
     let mut progress = Progress::new(count, time);

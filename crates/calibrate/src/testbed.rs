@@ -36,6 +36,8 @@ pub struct Testbed {
     label: String,
     mount: PathBuf,
     keeps_device_knobs: bool,
+    /// Set if the device has no other.
+    only_scheduler: Option<Scheduler>,
     _lock: File,
 }
 
@@ -64,6 +66,11 @@ pub trait DeviceUnderTest {
     /// The scheduler that the device has, if it is to keep it.
     fn scheduler(&self) -> Option<Scheduler> {
         None
+    }
+
+    /// Whether iocost may be tried on it.
+    fn has_iocost(&self) -> bool {
+        false
     }
 
     /// Whether others use it. What an interrupted calibration measured beside them then says nothing of now.
@@ -121,6 +128,7 @@ impl Testbed {
     pub fn new(device: &Path, label: &str) -> Result<Self> {
         let (host, lock) = take_host()?;
         let mount = host.cgroup_version()?.mount().to_owned();
+        let only_scheduler = host.has_no_scheduler(device)?.then_some(Scheduler::None);
         let name = DeviceName::new("scratch")?;
         let device =
             Device { name, path: device.to_owned(), profile: PathBuf::from("profile.json") };
@@ -130,6 +138,7 @@ impl Testbed {
             label: label.to_owned(),
             mount,
             keeps_device_knobs: false,
+            only_scheduler,
             _lock: lock,
         })
     }
@@ -251,6 +260,14 @@ impl DeviceUnderTest for Testbed {
 
     fn measured_at(&self) -> MeasuredAt {
         MeasuredAt::Host
+    }
+
+    fn scheduler(&self) -> Option<Scheduler> {
+        self.only_scheduler
+    }
+
+    fn has_iocost(&self) -> bool {
+        !self.keeps_device_knobs && self.host.has_iocost(&self.device.path).unwrap_or(false)
     }
 
     fn specification(

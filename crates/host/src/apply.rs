@@ -306,8 +306,8 @@ impl Host {
             let Some(schedulers) = schedulers else { continue };
             let is_scheduler = matches!(knob, Knob::Scheduler { .. } | Knob::GuestScheduler { .. });
             // What a guest has on disk is not seen from here.
-            let has_module =
-                || knob.device().is_some() && has_module(&*self.sysfs, &release, module(new));
+            let may_load = knob.device().is_some() && !schedulers.is_fixed;
+            let has_module = || may_load && has_module(&*self.sysfs, &release, module(new));
             if is_scheduler && !schedulers.offered.contains(new) && !has_module() {
                 let (knob, wanted) = (Box::new(knob.clone()), new.clone());
                 let offered = schedulers.offered;

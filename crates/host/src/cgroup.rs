@@ -15,6 +15,16 @@
 //! | — reads | `7:0 N`; no line is no limit | `7:0 rbps=N wbps=max riops=max wiops=max` |
 //! | — writes | `7:0 N`; `7:0 0` removes | `7:0 rbps=N`; `7:0 rbps=max` removes |
 //!
+//! iocost is v2's alone. Its model and latencies are a device's, in files of the root, and its weights in
+//! `io.weight`, which reads and writes as `io.bfq.weight` does:
+//!
+//! | knob | file | reads and writes |
+//! | --- | --- | --- |
+//! | model | `io.cost.model` | `7:0 ctrl=user model=linear rbps=N …`; `ctrl=auto` is the kernel's guess |
+//! | latencies | `io.cost.qos` | `7:0 enable=1 ctrl=user rpct=99.00 …`; `enable=0` is off |
+//!
+//! A device that iocost has never controlled has no line.
+//!
 //! A weight line lives in the device's bfq: selecting another scheduler drops
 //! it, and under another scheduler writing one fails with EOPNOTSUPP. Writing
 //! `blkio.bfq.weight` drops every weight line of that cgroup, so nothing here
@@ -27,7 +37,7 @@
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
 
-use rtvirtio_spec::settings::Limit;
+use rtvirtio_spec::settings::{COST_AUTO, COST_OFF, Limit};
 use serde::Serialize;
 
 use crate::HostError;
@@ -91,6 +101,60 @@ impl CgroupVersion {
         let v2 = matches!(self, Self::V2 { .. });
         Ok(Cgroup { directory: self.mount().join(path), v2 })
     }
+
+    /// Whether the kernel's iocost is there.
+    pub(crate) fn has_cost(&self, sysfs: &dyn Sysfs) -> bool {
+        matches!(self, Self::V2 { .. }) && sysfs.exists(&self.cost_file(CostFile::Qos))
+    }
+
+    fn cost_file(&self, file: CostFile) -> PathBuf {
+        self.mount().join(match file {
+            CostFile::Model => "io.cost.model",
+            CostFile::Qos => "io.cost.qos",
+        })
+    }
+
+    /// What iocost has for `device`, as a knob's text.
+    pub(crate) fn cost(
+        &self,
+        sysfs: &dyn Sysfs,
+        file: CostFile,
+        device: DeviceNumber,
+    ) -> Result<(PathBuf, String), HostError> {
+        let path = self.cost_file(file);
+        let text = read(sysfs, &path)?;
+        let line = line_of(&text, &device.to_string()).unwrap_or_default();
+        let has = |pair: &str| line.split(' ').any(|found| found == pair);
+        let (is_set, unset) = match file {
+            CostFile::Model => (has("ctrl=user"), COST_AUTO),
+            CostFile::Qos => (has("enable=1"), COST_OFF),
+        };
+        if !is_set {
+            return Ok((path, unset.to_owned()));
+        }
+        let is_own =
+            |pair: &&str| !["ctrl=", "model=", "enable="].iter().any(|key| pair.starts_with(key));
+        let own: Vec<&str> = line.split(' ').filter(is_own).collect();
+        Ok((path, own.join(" ")))
+    }
+
+    /// Gives iocost `text`, a knob's, for `device`.
+    pub(crate) fn cost_write(&self, file: CostFile, device: DeviceNumber, text: &str) -> Write {
+        let rest = match file {
+            CostFile::Model if text == COST_AUTO => "ctrl=auto".to_owned(),
+            CostFile::Model => format!("ctrl=user model=linear {text}"),
+            CostFile::Qos if text == COST_OFF => "enable=0 ctrl=auto".to_owned(),
+            CostFile::Qos => format!("enable=1 ctrl=user {text}"),
+        };
+        Write { file: self.cost_file(file), text: format!("{device} {rest}") }
+    }
+}
+
+/// A file of iocost's in the root.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum CostFile {
+    Model,
+    Qos,
 }
 
 /// `path` without a leading `/`; refuses what could leave the hierarchy.
@@ -145,6 +209,38 @@ impl Cgroup {
             Limit::WriteIops => "blkio.throttle.write_iops_device",
         };
         self.directory.join(v1)
+    }
+
+    /// The cgroup's weight under iocost for `device`: its line, or the default.
+    pub(crate) fn cost_weight(
+        &self,
+        sysfs: &dyn Sysfs,
+        device: DeviceNumber,
+    ) -> Result<String, HostError> {
+        let file = self.directory.join("io.weight");
+        let text = read(sysfs, &file)?;
+        let line = line_of(&text, &device.to_string()).or_else(|| line_of(&text, "default"));
+        line.map(str::to_owned).ok_or_else(|| HostError::Format {
+            file,
+            found: text.trim().to_owned(),
+            expected: "weights with a default",
+        })
+    }
+
+    /// The cgroup's own weight under iocost for `device`; `None` if the default holds.
+    pub(crate) fn cost_weight_line(
+        &self,
+        sysfs: &dyn Sysfs,
+        device: DeviceNumber,
+    ) -> Result<Option<String>, HostError> {
+        let text = read(sysfs, &self.directory.join("io.weight"))?;
+        Ok(line_of(&text, &device.to_string()).map(str::to_owned))
+    }
+
+    /// Sets the weight under iocost for `device`; `None` removes the line.
+    pub(crate) fn cost_weight_write(&self, device: DeviceNumber, weight: Option<&str>) -> Write {
+        let text = format!("{device} {}", weight.unwrap_or("default"));
+        Write { file: self.directory.join("io.weight"), text }
     }
 
     /// The cgroup's own weight for `device`; `None` if the default holds.
@@ -296,6 +392,38 @@ mod tests {
         let both = "1 0 0:1 / /cg rw - cgroup2 cgroup2 rw\n2 0 0:2 / /b rw - cgroup b rw,blkio\n";
         sysfs.put("/proc/self/mountinfo", both);
         assert_eq!(CgroupVersion::find(&sysfs).unwrap().mount(), Path::new("/b"));
+    }
+
+    #[test]
+    fn iocost_is_read_and_written_as_a_knobs_text() {
+        let sysfs = FakeSysfs::bare();
+        let version = CgroupVersion::V2 { mount: "/cg".into() };
+        assert!(!version.has_cost(&sysfs));
+        sysfs.put("/cg/io.cost.qos", "");
+        sysfs.put("/cg/io.cost.model", "");
+        assert!(version.has_cost(&sysfs));
+        assert!(!CgroupVersion::V1 { mount: "/cg".into() }.has_cost(&sysfs));
+        let of = |file| version.cost(&sysfs, file, DEVICE).unwrap().1;
+        assert_eq!((of(CostFile::Model).as_str(), of(CostFile::Qos).as_str()), ("auto", "off"));
+        // As Linux 6.18 shows them.
+        let qos = "rpct=99.00 rlat=2000 wpct=99.00 wlat=2000 min=1.00 max=10000.00";
+        let model = "rbps=9 rseqiops=7 rrandiops=7 wbps=9 wseqiops=7 wrandiops=7";
+        let lines = |enable: u8, ctrl: &str| {
+            sysfs.put(
+                "/cg/io.cost.qos",
+                &format!("8:0 enable=0\n7:0 enable={enable} ctrl=user {qos}\n"),
+            );
+            sysfs.put("/cg/io.cost.model", &format!("7:0 ctrl={ctrl} model=linear {model}\n"));
+        };
+        lines(1, "user");
+        assert_eq!((of(CostFile::Model).as_str(), of(CostFile::Qos).as_str()), (model, qos));
+        lines(0, "auto");
+        assert_eq!((of(CostFile::Model).as_str(), of(CostFile::Qos).as_str()), ("auto", "off"));
+        let text = |file, text| version.cost_write(file, DEVICE, text).text;
+        assert_eq!(text(CostFile::Qos, "off"), "7:0 enable=0 ctrl=auto");
+        assert_eq!(text(CostFile::Qos, qos), format!("7:0 enable=1 ctrl=user {qos}"));
+        assert_eq!(text(CostFile::Model, "auto"), "7:0 ctrl=auto");
+        assert_eq!(text(CostFile::Model, model), format!("7:0 ctrl=user model=linear {model}"));
     }
 
     #[test]

@@ -122,9 +122,9 @@ pub(crate) fn identity(sysfs: &dyn Sysfs, path: &Path) -> Result<DeviceIdentity,
     let kind = kind(&disk.name);
     let model = first(&["loop/backing_file"])
         .map(|f| Path::new(&f).file_name().map_or(f.clone(), |n| n.to_string_lossy().into_owned()))
-        .or_else(|| first(&["device/model", "dm/name"]))
+        .or_else(|| first(&["device/model", "dm/name", "md/level"]))
         .unwrap_or_else(|| kind.clone());
-    let serial = first(&["device/serial", "serial", "wwid", "device/wwid", "dm/uuid"]);
+    let serial = first(&["device/serial", "serial", "wwid", "device/wwid", "dm/uuid", "md/uuid"]);
     let rotational = read(sysfs, &disk.queue("rotational"))?.trim() == "1";
     let size = Bytes::new(sectors(sysfs, node)?.saturating_mul(SECTOR));
     Ok(DeviceIdentity { kind, model, serial, size, rotational })

@@ -74,6 +74,16 @@ pub enum HostError {
         /// The disk's `MAJOR:MINOR`.
         disk: String,
     },
+    /// Two devices of a specification share a disk, as an array and one of its disks do.
+    #[error("devices {first} and {second} share the disk {disk}")]
+    SharedDisk {
+        /// One device, an array.
+        first: DeviceName,
+        /// The other.
+        second: DeviceName,
+        /// The disk's kernel name.
+        disk: String,
+    },
     /// No cgroup hierarchy carries the io (v2) or blkio (v1) controller.
     #[error("no cgroup hierarchy carries the io controller")]
     NoIoController,
@@ -357,6 +367,9 @@ impl HostError {
             Self::SameDisk { first, .. } => format!(
                 "a scheduler belongs to a whole disk: put the VMs of both under {first}"
             ),
+            Self::SharedDisk { .. } => {
+                "a plan for one does not know what the other takes: leave the VMs of one out".to_owned()
+            }
             Self::NoIoController => {
                 "mount cgroup2 with the io controller, or cgroup v1 blkio; `rtvirtio doctor` shows what is there".to_owned()
             }

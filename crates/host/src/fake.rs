@@ -10,6 +10,8 @@
 //! - bfq turns writeback throttling off, leaving it turns it on again;
 //! - writing a cgroup's default weight (v2 only here) drops its weight lines;
 //! - a weight out of range is ERANGE, one under another scheduler EOPNOTSUPP;
+//! - iocost (v2) has a model and latencies of each device in the root, and weights in `io.weight`; on, it
+//!   turns writeback throttling off, as bfq does;
 //! - an IOPS limit is cut to 32 bits on v1; 0 (v1) and `max` (v2) remove limits;
 //! - `cgroup.procs` that is not empty keeps a cgroup from being removed.
 //!
@@ -43,6 +45,10 @@ struct Disk {
     iosched: BTreeMap<String, u64>,
     nr_requests: u64,
     wbt_lat_usec: u64,
+    /// iocost's model, if it is not the kernel's guess.
+    cost_model: Option<String>,
+    /// iocost's latencies, if it is on.
+    cost_qos: Option<String>,
 }
 
 #[derive(Debug, Clone)]
@@ -57,6 +63,7 @@ struct Group {
     inode: u64,
     default_weight: u64,
     weights: BTreeMap<DeviceNumber, u64>,
+    cost_weights: BTreeMap<DeviceNumber, u64>,
     limits: BTreeMap<(DeviceNumber, usize), u64>,
     processes: BTreeSet<u32>,
     subtree: BTreeSet<String>,
@@ -142,6 +149,8 @@ impl FakeSysfs {
             iosched: BTreeMap::new(),
             nr_requests: 128,
             wbt_lat_usec: 2000,
+            cost_model: None,
+            cost_qos: None,
         };
         kernel.disks.insert(number, disk);
     }
@@ -333,6 +342,10 @@ impl Kernel {
         self.read_group(path)
     }
 
+    fn is_v2_root(&self, directory: &Path) -> bool {
+        self.v2 && Some(directory) == self.mount.as_deref()
+    }
+
     fn has_io(&self, directory: &Path) -> bool {
         let parent = directory.parent().and_then(|p| self.groups.get(p));
         !self.v2 || parent.is_some_and(|p| p.subtree.contains("io"))
@@ -353,8 +366,26 @@ impl Kernel {
                 let names: Vec<_> = group.subtree.iter().cloned().collect();
                 text = names.join(" ") + "\n";
             }
+            "io.cost.model" if self.is_v2_root(directory) => {
+                for (number, disk) in &self.disks {
+                    let Some(model) = &disk.cost_model else { continue };
+                    let _ = writeln!(text, "{number} ctrl=user model=linear {model}");
+                }
+            }
+            "io.cost.qos" if self.is_v2_root(directory) => {
+                for (number, disk) in &self.disks {
+                    let Some(qos) = &disk.cost_qos else { continue };
+                    let _ = writeln!(text, "{number} enable=1 ctrl=user {qos}");
+                }
+            }
             _ if Some(directory) == self.mount.as_deref() || !self.has_io(directory) => {
                 return None;
+            }
+            "io.weight" if self.v2 => {
+                let _ = writeln!(text, "default 100");
+                for (device, weight) in &group.cost_weights {
+                    let _ = writeln!(text, "{device} {weight}");
+                }
             }
             "io.max" if self.v2 => {
                 let devices: BTreeSet<_> = group.limits.keys().map(|(d, _)| *d).collect();
@@ -490,9 +521,38 @@ impl Kernel {
         }
         let (device, rest) = text.split_once(' ').ok_or_else(invalid)?;
         let device: DeviceNumber = device.parse().map_err(|_| invalid())?;
-        let Some(disk) = self.disks.get(&device) else {
+        let Some(disk) = self.disks.get_mut(&device) else {
             return Err(Errno::NODEV.into());
         };
+        match file.as_ref() {
+            "io.cost.model" => {
+                let model = rest.strip_prefix("ctrl=user model=linear ").map(str::to_owned);
+                if model.is_none() && rest != "ctrl=auto" {
+                    return Err(invalid());
+                }
+                disk.cost_model = model;
+                return Ok(());
+            }
+            "io.cost.qos" => {
+                let qos = rest.strip_prefix("enable=1 ctrl=user ").map(str::to_owned);
+                if qos.is_none() && rest != "enable=0 ctrl=auto" {
+                    return Err(invalid());
+                }
+                disk.wbt_lat_usec = if qos.is_some() { 0 } else { 2000 };
+                disk.cost_qos = qos;
+                return Ok(());
+            }
+            "io.weight" if rest == "default" => {
+                group.cost_weights.remove(&device);
+                return Ok(());
+            }
+            "io.weight" => {
+                let weight = rest.parse().map_err(|_| invalid())?;
+                group.cost_weights.insert(device, weight);
+                return Ok(());
+            }
+            _ => {}
+        }
         if file.contains("bfq") {
             if disk.scheduler != "bfq" {
                 return Err(Errno::OPNOTSUPP.into());

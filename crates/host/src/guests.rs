@@ -163,7 +163,7 @@ impl Connected {
             Knob::GuestScheduler { disk, .. } | Knob::GuestBfq { disk, .. } => {
                 let queue = found.disks.get(disk).ok_or_else(unknown)?;
                 let (offered, selected) = (queue.offered.clone(), queue.selected.clone());
-                Ok(Some(Schedulers { offered, selected }))
+                Ok(Some(Schedulers { offered, selected, is_fixed: false }))
             }
             Knob::PollMax { iothread, .. } if found.iothreads.contains_key(iothread) => Ok(None),
             _ => Err(unknown()),

@@ -308,7 +308,7 @@ mod tests {
 
     fn device_record(size_sectors: u64, diskseq: Option<u64>) -> DeviceRecord {
         let name = DeviceName::new("data").unwrap();
-        DeviceRecord { name, size_sectors, diskseq, queue: None }
+        DeviceRecord { name, size_sectors, diskseq, queue: None, cost: None }
     }
 
     #[test]

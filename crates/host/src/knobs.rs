@@ -9,9 +9,9 @@
 
 use std::path::{Path, PathBuf};
 
-use rtvirtio_spec::settings::{BfqParameter, Knob, Knobs, Limit};
+use rtvirtio_spec::settings::{BfqParameter, COST_AUTO, COST_OFF, Knob, Knobs, Limit};
 
-use crate::cgroup::{Write, read};
+use crate::cgroup::{CgroupVersion, CostFile, Write, read};
 use crate::device::{Disk, directory};
 use crate::sysfs::{DeviceNumber, Sysfs};
 use crate::topology::Resolved;
@@ -25,11 +25,23 @@ pub(crate) const MAX: &str = "max";
 pub(crate) struct Schedulers {
     pub(crate) offered: Vec<String>,
     pub(crate) selected: String,
+    /// Whether the device has no requests to schedule, and so never another.
+    pub(crate) is_fixed: bool,
 }
 
 impl Schedulers {
     pub(crate) fn read(sysfs: &dyn Sysfs, disk: &Disk) -> Result<Self, HostError> {
-        let file = disk.queue("scheduler");
+        Self::of_queue(sysfs, &directory(disk.number).join("queue"))
+    }
+
+    /// Those of the disk with this directory of queue attributes.
+    pub(crate) fn of_queue(sysfs: &dyn Sysfs, queue: &Path) -> Result<Self, HostError> {
+        let file = queue.join("scheduler");
+        // Since Linux 6.9 a device without requests, such as an array of md, has no such file.
+        if !sysfs.exists(&file) && sysfs.exists(&queue.join("rotational")) {
+            let none = || "none".to_owned();
+            return Ok(Self { offered: vec![none()], selected: none(), is_fixed: true });
+        }
         let text = read(sysfs, &file)?;
         Self::parse(&text).ok_or_else(|| HostError::Format {
             file,
@@ -44,7 +56,8 @@ impl Schedulers {
         let offered: Vec<String> = text.split_whitespace().map(strip).collect();
         let selected = text.split_whitespace().find(|w| w.starts_with('[')).map(strip);
         let only = || (offered.len() == 1).then(|| offered[0].clone());
-        Some(Self { selected: selected.or_else(only)?, offered })
+        let is_fixed = selected.is_none();
+        Some(Self { selected: selected.or_else(only)?, offered, is_fixed })
     }
 
     pub(crate) fn is_bfq(&self) -> bool {
@@ -85,8 +98,17 @@ const LIMITS: [Limit; 4] = [Limit::ReadBps, Limit::WriteBps, Limit::ReadIops, Li
 /// Every knob of the topology that exists, with its value.
 pub(crate) fn observe(sysfs: &dyn Sysfs, resolved: &Resolved) -> Result<Knobs, HostError> {
     let mut wanted = Vec::new();
+    let cost = resolved.version.as_ref().filter(|version| version.has_cost(sysfs));
     for (device, disk) in &resolved.devices {
         wanted.push(Knob::Scheduler { device: device.clone() });
+        let is_on = match cost {
+            Some(version) => {
+                wanted.push(Knob::CostModel { device: device.clone() });
+                wanted.push(Knob::CostQos { device: device.clone() });
+                version.cost(sysfs, CostFile::Qos, disk.number)?.1 != COST_OFF
+            }
+            None => false,
+        };
         let bfq = Schedulers::read(sysfs, disk)?.is_bfq();
         if bfq {
             let knob = |parameter| Knob::Bfq { device: device.clone(), parameter };
@@ -95,6 +117,9 @@ pub(crate) fn observe(sysfs: &dyn Sysfs, resolved: &Resolved) -> Result<Knobs, H
         for (vm, _) in resolved.pairs.iter().filter(|(_, d)| d == device) {
             if bfq {
                 wanted.push(Knob::Weight { device: device.clone(), vm: vm.clone() });
+            }
+            if is_on {
+                wanted.push(Knob::CostWeight { device: device.clone(), vm: vm.clone() });
             }
             let knob = |limit| Knob::Limit { device: device.clone(), vm: vm.clone(), limit };
             wanted.extend(LIMITS.map(knob));
@@ -118,6 +143,10 @@ pub(crate) fn value(
     let write = write(resolved, knob, "0")?;
     let text = match (knob, group) {
         (Knob::Scheduler { .. }, _) => Schedulers::read(sysfs, disk)?.selected,
+        (Knob::CostModel { .. } | Knob::CostQos { .. }, _) => {
+            cost_version(resolved, knob)?.cost(sysfs, cost_file(knob), disk.number)?.1
+        }
+        (Knob::CostWeight { .. }, Some(g)) => g.cgroup.cost_weight(sysfs, disk.number)?,
         (Knob::Weight { .. }, Some(g)) => g.cgroup.weight(sysfs, disk.number)?,
         (Knob::Limit { limit, .. }, Some(g)) => {
             let limit = g.cgroup.limit(sysfs, disk.number, *limit)?;
@@ -132,6 +161,10 @@ pub(crate) fn value(
 pub(crate) fn write(resolved: &Resolved, knob: &Knob, text: &str) -> Result<Write, HostError> {
     let (disk, group) = resolved.of(knob)?;
     Ok(match (knob, group) {
+        (Knob::CostModel { .. } | Knob::CostQos { .. }, _) => {
+            cost_version(resolved, knob)?.cost_write(cost_file(knob), disk.number, text)
+        }
+        (Knob::CostWeight { .. }, Some(g)) => g.cgroup.cost_weight_write(disk.number, Some(text)),
         (Knob::Weight { .. }, Some(g)) => g.cgroup.weight_write(disk.number, Some(text)),
         (Knob::Limit { limit, .. }, Some(g)) => {
             g.cgroup.limit_write(disk.number, *limit, Some(text).filter(|t| *t != MAX))
@@ -142,6 +175,27 @@ pub(crate) fn write(resolved: &Resolved, knob: &Knob, text: &str) -> Result<Writ
         }
         _ => Write { file: disk.queue("scheduler"), text: text.to_owned() },
     })
+}
+
+/// Which of iocost's files holds the knob.
+pub(crate) const fn cost_file(knob: &Knob) -> CostFile {
+    if matches!(knob, Knob::CostModel { .. }) { CostFile::Model } else { CostFile::Qos }
+}
+
+/// The hierarchy whose root has a knob of iocost's.
+fn cost_version<'a>(resolved: &'a Resolved, knob: &Knob) -> Result<&'a CgroupVersion, HostError> {
+    let unknown = || HostError::UnknownKnob { knob: Box::new(knob.clone()) };
+    resolved.version.as_ref().ok_or_else(unknown)
+}
+
+/// Whether `text` is the pairs of these keys, in this order, each with a number that may have a point.
+fn is_pairs(text: &str, keys: &[&str]) -> bool {
+    let mut pairs = text.split(' ');
+    let all = keys.iter().all(|key| {
+        let number = pairs.next().and_then(|pair| pair.strip_prefix(key)?.strip_prefix('='));
+        number.is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit() || b == b'.'))
+    });
+    all && pairs.next().is_none()
 }
 
 /// Refuses a text that the knob's file cannot hold, or that would be parsed as something else.
@@ -165,6 +219,15 @@ pub(crate) fn check(knob: &Knob, text: &str) -> Result<(), HostError> {
         Knob::Schedule { .. } => (promises::check(knob, text), "a service curve in JSON"),
         Knob::Qos { .. } => (promises::check(knob, text), "what the control API takes, in JSON"),
         Knob::Weight { .. } => (within(1, 1000), "a number from 1 to 1000"),
+        Knob::CostModel { .. } => {
+            let keys = ["rbps", "rseqiops", "rrandiops", "wbps", "wseqiops", "wrandiops"];
+            (text == COST_AUTO || is_pairs(text, &keys), "auto, or the rates of io.cost.model")
+        }
+        Knob::CostQos { .. } => {
+            let keys = ["rpct", "rlat", "wpct", "wlat", "min", "max"];
+            (text == COST_OFF || is_pairs(text, &keys), "off, or the latencies of io.cost.qos")
+        }
+        Knob::CostWeight { .. } => (within(1, 10_000), "a number from 1 to 10000"),
         // The kernel cuts v1 IOPS limits to 32 bits and takes the largest value for no limit;
         // 0 removes a v1 limit.
         Knob::Limit { limit: Limit::ReadIops | Limit::WriteIops, .. } => (
@@ -193,7 +256,8 @@ mod tests {
         let found = Schedulers::parse("none mq-deadline kyber [bfq] \n").unwrap();
         assert_eq!(found.selected, "bfq");
         assert_eq!(found.offered, ["none", "mq-deadline", "kyber", "bfq"]);
-        assert_eq!(Schedulers::parse("none\n").unwrap().selected, "none");
+        let fixed = Schedulers::parse("none\n").unwrap();
+        assert!(fixed.selected == "none" && fixed.is_fixed && !found.is_fixed);
         assert_eq!(Schedulers::parse("\n"), None);
     }
 
@@ -212,6 +276,18 @@ mod tests {
         assert!(check(&weight, "0").is_err());
         assert!(check(&weight, "1001").is_err());
         assert!(check(&weight, "default").is_err());
+        let qos = Knob::CostQos { device: device.clone() };
+        let text = "rpct=99.00 rlat=2000 wpct=99.00 wlat=2000 min=1.00 max=10000.00";
+        assert!(check(&qos, "off").is_ok() && check(&qos, text).is_ok());
+        for bad in ["", "auto", "rpct=99", &format!("{text} enable=0"), &text.replace("99.00", "x")]
+        {
+            assert!(check(&qos, bad).is_err(), "{bad}");
+        }
+        let model = Knob::CostModel { device: device.clone() };
+        assert!(check(&model, "auto").is_ok() && check(&model, "off").is_err());
+        assert!(
+            check(&model, "rbps=1 rseqiops=2 rrandiops=3 wbps=4 wseqiops=5 wrandiops=6").is_ok()
+        );
         assert!(check(&Knob::Scheduler { device }, "no\nne").is_err());
     }
 }

@@ -187,6 +187,25 @@ impl Host {
         device::identity(&*self.sysfs, device)
     }
 
+    /// Whether the device has no requests that a scheduler could order, as an array of md.
+    ///
+    /// # Errors
+    /// If it is not there or no block device.
+    pub fn has_no_scheduler(&self, device: &Path) -> Result<bool, HostError> {
+        let disk = device::Disk::find(&*self.sysfs, device)?;
+        Ok(knobs::Schedulers::read(&*self.sysfs, &disk)?.is_fixed)
+    }
+
+    /// Whether the kernel's iocost can control the device: on cgroup v2, where it has requests.
+    ///
+    /// # Errors
+    /// If the device is not there or no block device.
+    pub fn has_iocost(&self, device: &Path) -> Result<bool, HostError> {
+        let version = CgroupVersion::find(&*self.sysfs);
+        let is_there = version.is_ok_and(|version| version.has_cost(&*self.sysfs));
+        Ok(is_there && !self.has_no_scheduler(device)?)
+    }
+
     /// The revision of a device's firmware, if it tells.
     #[must_use]
     pub fn firmware(&self, device: &Path) -> Option<String> {

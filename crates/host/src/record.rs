@@ -82,6 +82,17 @@ pub(crate) struct DeviceRecord {
     pub(crate) diskseq: Option<u64>,
     /// `None` if only cgroup knobs were changed.
     pub(crate) queue: Option<QueueRecord>,
+    /// `None` if iocost was left as it was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) cost: Option<CostRecord>,
+}
+
+/// iocost on a device as it was, each as a knob's text.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct CostRecord {
+    pub(crate) model: String,
+    pub(crate) qos: String,
 }
 
 impl DeviceRecord {
@@ -100,6 +111,7 @@ impl DeviceRecord {
 #[serde(rename_all = "snake_case")]
 pub(crate) enum GroupKnob {
     Weight,
+    CostWeight,
     Limit(Limit),
 }
 
@@ -108,6 +120,7 @@ impl GroupKnob {
     pub(crate) fn is_knob(self, knob: &Knob, vm: &VmName, device: &DeviceName) -> bool {
         let kind = match knob {
             Knob::Weight { .. } => Self::Weight,
+            Knob::CostWeight { .. } => Self::CostWeight,
             Knob::Limit { limit, .. } => Self::Limit(*limit),
             _ => return false,
         };
@@ -271,7 +284,10 @@ impl Record {
                 Some(older) if !older.is_about((record.size_sectors, record.diskseq)) => {
                     *older = record;
                 }
-                Some(older) => older.queue = older.queue.take().or(record.queue),
+                Some(older) => {
+                    older.queue = older.queue.take().or(record.queue);
+                    older.cost = older.cost.take().or(record.cost);
+                }
                 None => {
                     self.devices.insert(number, record);
                 }

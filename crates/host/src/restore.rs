@@ -1,14 +1,14 @@
 //! Saving old values and putting them back.
 //!
 //! Restoring writes only what differs, so it may be repeated after a crash at
-//! any step. Order: each device's scheduler, then its parameters (selecting a
-//! scheduler reset them), then systemd's units, then weights and limits of cgroups. A device or
+//! any step. Order: iocost on each device, then its scheduler, then its parameters (both
+//! reset some of them), then systemd's units, then weights and limits of cgroups. A device or
 //! cgroup that is gone, or another one in its place, is reported and skipped:
 //! its knobs died with it. VMs' own knobs come last (module `guests::restore`).
 //!
 //! A change of scheduler drops things that are nobody's knob here, so they are
 //! saved too: all of `queue/iosched/`, `queue/nr_requests`, `queue/wbt_lat_usec`
-//! (bfq turns writeback throttling off), and every cgroup's weight line.
+//! (bfq and iocost turn writeback throttling off), and every cgroup's weight line.
 //!
 //! Properties, tested with `apply`: `rollback_after_crash_at_any_step_restores`,
 //! `rollback_itself_crashing_at_any_step_restores`,
@@ -22,11 +22,11 @@ use std::path::{Path, PathBuf};
 use rtvirtio_spec::settings::{Change, Knob};
 use rtvirtio_units::DeviceName;
 
-use crate::cgroup::{CgroupVersion, Write, read, weight_lines};
+use crate::cgroup::{CgroupVersion, CostFile, Write, read, weight_lines};
 use crate::device::{Disk, directory, generation};
 use crate::knobs::{Schedulers, has_bfq};
 use crate::record::{
-    DeviceRecord, GroupKnob, GroupRecord, GuestRecord, QueueRecord, Record, UnitRecord,
+    CostRecord, DeviceRecord, GroupKnob, GroupRecord, GuestRecord, QueueRecord, Record, UnitRecord,
 };
 use crate::restoration::{QUEUE_FILES, Restoration, Skipped};
 use crate::sysfs::{DeviceNumber, Sysfs};
@@ -116,10 +116,10 @@ struct HostQueue<'a> {
 
 impl QueueFiles for HostQueue<'_> {
     fn text(&mut self, name: &str) -> Option<String> {
-        let text = self.host.sysfs.read(&self.base.join(name)).ok()?;
+        let sysfs = &*self.host.sysfs;
         match name {
-            "scheduler" => Schedulers::parse(&text).map(|s| s.selected),
-            _ => Some(text.trim().to_owned()),
+            "scheduler" => Schedulers::of_queue(sysfs, &self.base).ok().map(|s| s.selected),
+            _ => Some(sysfs.read(&self.base.join(name)).ok()?.trim().to_owned()),
         }
     }
 
@@ -155,6 +155,23 @@ pub(crate) fn save(
         let knob = match (&change.knob, group) {
             (Knob::Limit { limit, .. }, Some(_)) => GroupKnob::Limit(*limit),
             (Knob::Weight { .. }, Some(_)) => GroupKnob::Weight,
+            (Knob::CostWeight { .. }, Some(_)) => GroupKnob::CostWeight,
+            (Knob::CostModel { .. } | Knob::CostQos { .. }, _) => {
+                let device = record.devices.get_mut(&number);
+                if let (Some(DeviceRecord { cost: cost @ None, .. }), Some(version)) =
+                    (device, &resolved.version)
+                {
+                    let of = |file| Ok::<_, HostError>(version.cost(sysfs, file, number)?.1);
+                    let (model, qos) = (of(CostFile::Model)?, of(CostFile::Qos)?);
+                    *cost = Some(CostRecord { model, qos });
+                }
+                // It turns writeback throttling off and on, as bfq does.
+                let device = record.devices.get_mut(&number);
+                if let Some(DeviceRecord { queue: queue @ None, .. }) = device {
+                    *queue = Some(save_queue(sysfs, disk)?);
+                }
+                continue;
+            }
             _ => {
                 let device = record.devices.get_mut(&number);
                 if let Some(DeviceRecord { queue: queue @ None, .. }) = device {
@@ -202,7 +219,7 @@ fn save_device(
     if let Entry::Vacant(entry) = record.devices.entry(number) {
         let (size_sectors, diskseq) = generation(sysfs, number)?;
         let name = name.clone();
-        entry.insert(DeviceRecord { name, size_sectors, diskseq, queue: None });
+        entry.insert(DeviceRecord { name, size_sectors, diskseq, queue: None, cost: None });
     }
     Ok(())
 }
@@ -221,6 +238,7 @@ fn save_group(
             group.cgroup.weight_line(sysfs, disk.number)?
         }
         GroupKnob::Weight => None,
+        GroupKnob::CostWeight => group.cgroup.cost_weight_line(sysfs, disk.number)?,
     };
     record.add_group(GroupRecord {
         cgroup: group.path.clone(),
@@ -300,6 +318,9 @@ impl Host {
                 done.skip(Skipped::Device { device: device.name.clone(), number: *number });
                 continue;
             }
+            if let Some(cost) = &device.cost {
+                self.restore_cost(*number, device, cost, &mut done)?;
+            }
             if let Some(queue) = &device.queue {
                 self.restore_device(*number, device, queue, &mut done)?;
             }
@@ -349,6 +370,40 @@ impl Host {
         Ok(())
     }
 
+    /// The model first: what turns iocost on again finds it.
+    fn restore_cost(
+        &self,
+        number: DeviceNumber,
+        device: &DeviceRecord,
+        cost: &CostRecord,
+        done: &mut Restoration,
+    ) -> Result<(), HostError> {
+        let sysfs = &*self.sysfs;
+        let mut failures = Vec::new();
+        match CgroupVersion::find(sysfs) {
+            Ok(version) => {
+                for (file, old) in [(CostFile::Model, &cost.model), (CostFile::Qos, &cost.qos)] {
+                    match version.cost(sysfs, file, number) {
+                        Ok((_, found)) if found == *old => {}
+                        Ok(_) => {
+                            let write = version.cost_write(file, number, old);
+                            self.put_back(write, &mut failures, done)?;
+                        }
+                        Err(error) => failures.push(error.to_string()),
+                    }
+                }
+            }
+            Err(error) => failures.push(error.to_string()),
+        }
+        // It may have vanished meanwhile.
+        if !failures.is_empty() && !self.is_same_device(number, device) {
+            done.skip(Skipped::Device { device: device.name.clone(), number });
+            return Ok(());
+        }
+        done.failures.append(&mut failures);
+        Ok(())
+    }
+
     fn restore_group(
         &self,
         version: &CgroupVersion,
@@ -377,6 +432,7 @@ impl Host {
                 }
                 cgroup.weight_line(sysfs, number)
             }
+            GroupKnob::CostWeight => cgroup.cost_weight_line(sysfs, number),
             GroupKnob::Limit(limit) => cgroup.limit(sysfs, number, limit),
         };
         if !is_same() {
@@ -395,6 +451,7 @@ impl Host {
         }
         let write = match group.knob {
             GroupKnob::Weight => cgroup.weight_write(number, old),
+            GroupKnob::CostWeight => cgroup.cost_weight_write(number, old),
             GroupKnob::Limit(limit) => cgroup.limit_write(number, limit, old),
         };
         let mut failures = Vec::new();

@@ -2,14 +2,16 @@
 //! schedulers, weights and limits count.
 //!
 //! Terms: a *layer* is what a path passes through, such as a filesystem or a volume of LVM; a
-//! *leaf* is a device that has an I/O scheduler of its own, for requests exist only there. A
-//! device mapper or md device hands its bios on; multipath with requests is a leaf, and so is a
-//! loop device, whatever lies below it.
+//! *leaf* is the device that a plan is for. Mostly it is one that has an I/O scheduler of its own,
+//! for requests exist only there: a device of the device mapper hands its bios on, while multipath
+//! with requests is a leaf, and so is a loop device, whatever lies below it. An array of md is a
+//! leaf too. It has no scheduler, but limits of cgroups act on it as on a disk, and on all of its
+//! disks they would act on each disk's part alone.
 //!
 //! Read from sysfs and `/proc/self/mountinfo` alone: nothing is opened, and no tool is needed.
 //!
 //! Properties: `image_file_leads_through_lvm_and_crypt_to_its_disk`,
-//! `volume_on_several_disks_has_all_of_them`, `what_no_disk_of_the_host_serves_is_named`,
+//! `array_is_a_leaf_with_its_disks`, `volume_on_several_disks_has_all_of_them`, `what_no_disk_of_the_host_serves_is_named`,
 //! `hostile_sysfs_does_no_harm`.
 
 use std::collections::BTreeSet;
@@ -19,7 +21,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use crate::cgroup::read;
-use crate::device::{directory, node_number};
+use crate::device::{Disk, directory, node_number};
 use crate::sysfs::{DeviceNumber, Sysfs};
 use crate::{Host, HostError};
 
@@ -51,10 +53,8 @@ pub enum Layer {
         /// Its name, such as `vg-db`.
         name: String,
     },
-    /// A RAID of md.
-    Md {
-        /// Such as `raid1`.
-        level: String,
+    /// Another device that hands its bios on, such as bcache's.
+    Device {
         /// Kernel name.
         name: String,
     },
@@ -66,12 +66,21 @@ impl fmt::Display for Layer {
             Self::Filesystem { kind, mount } => write!(f, "{kind} at {}", mount.display()),
             Self::Partition { name } => write!(f, "partition {name}"),
             Self::DeviceMapper { kind, name } => write!(f, "{kind} {name}"),
-            Self::Md { level, name } => write!(f, "{level} {name}"),
+            Self::Device { name } => write!(f, "device {name}"),
         }
     }
 }
 
-/// A disk whose scheduler, weights and limits count.
+/// An array of md.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Array {
+    /// Such as `raid1`.
+    pub level: String,
+    /// Kernel names of the disks that it lies on, ascending.
+    pub disks: Vec<String>,
+}
+
+/// A device whose scheduler, weights and limits count.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Leaf {
     /// Kernel name, such as `nvme0n1`.
@@ -80,6 +89,8 @@ pub struct Leaf {
     pub number: DeviceNumber,
     /// The file behind it, if it is a loop device.
     pub backing: Option<PathBuf>,
+    /// What it is made of, if it is an array.
+    pub array: Option<Array>,
 }
 
 impl Leaf {
@@ -149,9 +160,12 @@ impl fmt::Display for Stack {
         for layer in &self.layers {
             write!(f, "{layer} → ")?;
         }
-        let mut names = self.leaves.iter().map(|leaf| match &leaf.backing {
-            None => leaf.name.clone(),
-            Some(file) => format!("{} (loop device of {})", leaf.name, file.display()),
+        let mut names = self.leaves.iter().map(|leaf| match (&leaf.backing, &leaf.array) {
+            (Some(file), _) => format!("{} (loop device of {})", leaf.name, file.display()),
+            (None, Some(Array { level, disks })) => {
+                format!("{} ({level} of {})", leaf.name, disks.join(" + "))
+            }
+            (None, None) => leaf.name.clone(),
         });
         match names.next() {
             None => f.write_str("no disk")?,
@@ -189,6 +203,17 @@ impl Stack {
         stack.uncontrolled.sort_unstable();
         stack.uncontrolled.dedup();
         Ok(stack)
+    }
+
+    /// What the device at `path` is made of, if it is an array.
+    pub(crate) fn array(sysfs: &dyn Sysfs, path: &Path) -> Result<Option<Array>, HostError> {
+        let disk = Disk::find(sysfs, path)?;
+        if !sysfs.exists(&directory(disk.number).join("md/level")) {
+            return Ok(None);
+        }
+        let mut stack = Self::default();
+        stack.descend(sysfs, disk.number, 0)?;
+        Ok(stack.leaves.pop().and_then(|leaf| leaf.array))
     }
 
     fn file(&mut self, sysfs: &dyn Sysfs, path: &Path) -> Result<(), HostError> {
@@ -262,7 +287,7 @@ impl Stack {
         let has_scheduler = text("queue/scheduler").is_some_and(|t| t.contains(' '));
         if below.is_empty() || has_scheduler {
             let backing = text("loop/backing_file").map(PathBuf::from);
-            self.leaves.push(Leaf { name: own, number, backing });
+            self.leaves.push(Leaf { name: own, number, backing, array: None });
             return Ok(());
         }
         let lower = below
@@ -272,6 +297,15 @@ impl Stack {
                 number_in(sysfs, &file)
             })
             .collect::<Result<BTreeSet<_>, _>>()?;
+        if let Some(level) = text("md/level") {
+            let mut members = Self::default();
+            lower.into_iter().try_for_each(|lower| members.descend(sysfs, lower, depth + 1))?;
+            let disks: BTreeSet<String> = members.leaves.into_iter().map(|l| l.name).collect();
+            self.uncontrolled.extend(members.uncontrolled);
+            let array = Some(Array { level, disks: disks.into_iter().collect() });
+            self.leaves.push(Leaf { name: own, number, backing: None, array });
+            return Ok(());
+        }
         if let Some(uuid) = text("dm/uuid") {
             let is_pool = |number: &DeviceNumber| {
                 let file = directory(*number).join("dm/uuid");
@@ -280,8 +314,7 @@ impl Stack {
             let kind = device_mapper(&uuid, lower.iter().any(is_pool), lower.len());
             self.add(Layer::DeviceMapper { kind, name: text("dm/name").unwrap_or(own) });
         } else {
-            let level = text("md/level").unwrap_or_else(|| "device".to_owned());
-            self.add(Layer::Md { level, name: own });
+            self.add(Layer::Device { name: own });
         }
         lower.into_iter().try_for_each(|number| self.descend(sysfs, number, depth + 1))
     }
@@ -443,20 +476,34 @@ mod tests {
     }
 
     #[test]
-    fn volume_on_several_disks_has_all_of_them() {
+    fn array_is_a_leaf_with_its_disks() {
         let sysfs = host();
         sysfs.stack("md0", DeviceNumber::new(9, 0), &["sda1", "sdb"]);
         sysfs.put("/sys/dev/block/9:0/md/level", "raid1\n");
-        let stack = Stack::find(&sysfs, Path::new("/dev/md0")).unwrap();
-        assert_eq!(stack.to_string(), "raid1 md0 → partition sda1 → sda + sdb");
+        sysfs.stack("dm-7", DeviceNumber::new(253, 7), &["md0"]);
+        sysfs.put("/sys/dev/block/253:7/dm/uuid", "LVM-db\n");
+        let stack = Stack::find(&sysfs, Path::new("/dev/dm-7")).unwrap();
+        assert_eq!(stack.to_string(), "LVM volume dm-7 → md0 (raid1 of sda + sdb)");
+        assert_eq!(names(&stack), ["md0"]);
+        // A degraded one is the same.
+        sysfs.stack("md1", DeviceNumber::new(9, 1), &["sdb"]);
+        sysfs.put("/sys/dev/block/9:1/md/level", "raid1\n");
+        let stack = Stack::find(&sysfs, Path::new("/dev/md1")).unwrap();
+        assert_eq!(stack.to_string(), "md1 (raid1 of sdb)");
+    }
+
+    #[test]
+    fn volume_on_several_disks_has_all_of_them() {
+        let sysfs = host();
         // A thin volume, its pool, and the pool's parts.
-        sysfs.stack("dm-2", DeviceNumber::new(253, 2), &["md0"]);
+        sysfs.stack("dm-2", DeviceNumber::new(253, 2), &["sda1", "sdb"]);
         sysfs.put("/sys/dev/block/253:2/dm/uuid", "LVM-abc-tpool\n");
         sysfs.stack("dm-3", DeviceNumber::new(253, 3), &["dm-2"]);
         sysfs.put("/sys/dev/block/253:3/dm/uuid", "LVM-def\n");
         let stack = Stack::find(&sysfs, Path::new("/dev/dm-3")).unwrap();
         assert_eq!(names(&stack), ["sda", "sdb"]);
-        assert!(stack.to_string().starts_with("LVM thin volume dm-3 → LVM thin pool dm-2 → raid1"));
+        let words = "LVM thin volume dm-3 → LVM thin pool on several devices dm-2 → partition sda1";
+        assert!(stack.to_string().starts_with(words), "{stack}");
         // A multipath device with requests schedules them itself.
         sysfs.stack("dm-4", DeviceNumber::new(253, 4), &["sda", "sdb"]);
         sysfs.put("/sys/dev/block/253:4/queue/scheduler", "[mq-deadline] none\n");

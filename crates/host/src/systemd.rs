@@ -82,6 +82,8 @@ const fn io_weight(bfq: u64) -> u64 {
 fn property_value(knob: GroupKnob, text: &str) -> Option<u64> {
     match knob {
         GroupKnob::Weight => text.parse().ok().map(io_weight),
+        // systemd's own io.weight is one with the bfq weight.
+        GroupKnob::CostWeight => None,
         GroupKnob::Limit(_) if text == MAX => Some(NO_LIMIT),
         GroupKnob::Limit(_) => text.parse().ok(),
     }
@@ -178,7 +180,7 @@ impl Part<'_> {
                 (None, GroupKnob::Weight) if is_bfq => {
                     self.group.cgroup.weight_line(sysfs, self.disk.number)?
                 }
-                (None, GroupKnob::Weight) => None,
+                (None, GroupKnob::Weight | GroupKnob::CostWeight) => None,
                 (None, GroupKnob::Limit(limit)) => {
                     let limit = self.group.cgroup.limit(sysfs, self.disk.number, limit)?;
                     Some(limit.unwrap_or_else(|| MAX.to_owned()))

@@ -13,7 +13,8 @@ use std::time::Duration;
 
 use rtvirtio_spec::guests::{GuestScheduler, GuestSettings, Guests};
 use rtvirtio_spec::settings::{
-    Bfq, Change, DeviceSettings, Knob, Knobs, Limit, Limits, Scheduler, Settings, VmSettings, diff,
+    Bfq, Change, DeviceSettings, IoCost, Knob, Knobs, Limit, Limits, Scheduler, Settings,
+    VmSettings, diff,
 };
 use rtvirtio_units::{BytesPerSecond, DeviceName, DiskName, IoThreadName, Nanos, VmName, Weight};
 use tempfile::TempDir;
@@ -50,14 +51,14 @@ fn group(name: &str) -> String {
 }
 
 impl Bed {
-    /// A disk under `scheduler` with parameters that are not the defaults, two VMs of
+    /// A disk under `scheduler`, or iocost, with parameters that are not the defaults, two VMs of
     /// rtvirtio and a foreign one, each with knobs of its own.
     fn new(v2: bool, scheduler: &str) -> Self {
         let fake = if v2 { FakeSysfs::v2() } else { FakeSysfs::v1() };
         fake.add_disk("sda", DISK, 1 << 20);
         let queue = Path::new("/sys/block/sda/queue");
         let set = |file: &str, text: &str| fake.write(&queue.join(file), text).unwrap();
-        set("scheduler", scheduler);
+        set("scheduler", if scheduler == "iocost" { "none" } else { scheduler });
         match scheduler {
             "bfq" => {
                 set("iosched/strict_guarantees", "1");
@@ -84,6 +85,15 @@ impl Bed {
         if scheduler == "bfq" {
             write("plc", weight, "8:0 300");
             write("foreign", weight, "8:0 900");
+        }
+        if scheduler == "iocost" {
+            let root = |file: &str, text: String| {
+                fake.write(&Path::new(mount).join(file), &format!("8:0 {text}")).unwrap();
+            };
+            root("io.cost.model", format!("ctrl=user model=linear {}", FOREIGN.model()));
+            root("io.cost.qos", format!("enable=1 ctrl=user {}", FOREIGN.qos()));
+            write("plc", "io.weight", "8:0 300");
+            write("foreign", "io.weight", "8:0 900");
         }
         write("backup", limit, text);
         let vms = ["plc", "backup"];
@@ -171,8 +181,20 @@ fn with_guest(mut wanted: Knobs, scheduler: &str) -> Knobs {
     wanted
 }
 
-const STARTS: [(bool, &str); 5] =
-    [(false, "none"), (false, "bfq"), (false, "mq-deadline"), (true, "bfq"), (true, "kyber")];
+const STARTS: [(bool, &str); 6] = [
+    (false, "none"),
+    (false, "bfq"),
+    (false, "mq-deadline"),
+    (true, "bfq"),
+    (true, "kyber"),
+    (true, "iocost"),
+];
+
+/// As somebody else has set iocost.
+const FOREIGN: IoCost =
+    IoCost { bps: BytesPerSecond::new(1 << 30), iops: 50_000, latency_us: 7_000 };
+/// As a plan sets it.
+const OWN: IoCost = IoCost { bps: BytesPerSecond::new(1 << 28), iops: 14_500, latency_us: 2_000 };
 
 fn short() -> ApplyOptions {
     ApplyOptions { confirm_timeout: Some(Duration::from_millis(30)) }
@@ -195,7 +217,17 @@ fn observe_shows_the_formats_of_settings() {
     assert_eq!(text(limit(Limit::WriteBps)).as_deref(), Some("5000"));
     assert_eq!(text(limit(Limit::ReadBps)).as_deref(), Some("max"));
     assert_eq!(text(limit(Limit::ReadIops)).as_deref(), Some("7"));
-    assert_eq!(knobs.len(), 1 + 4 + 2 + 8);
+    // iocost is there, and off.
+    let qos = Knob::CostQos { device: device() };
+    assert_eq!(text(qos.clone()).as_deref(), Some("off"));
+    assert_eq!(knobs.len(), 1 + 4 + 2 + 2 + 8);
+
+    let bed = Bed::new(true, "iocost");
+    let knobs = bed.observe();
+    assert_eq!(knobs[&qos], FOREIGN.qos());
+    assert_eq!(knobs[&Knob::CostModel { device: device() }], FOREIGN.model());
+    assert_eq!(knobs[&Knob::CostWeight { device: device(), vm: vm("plc") }], "300");
+    assert_eq!(knobs[&Knob::CostWeight { device: device(), vm: vm("backup") }], "100");
 
     let bed = Bed::new(false, "none");
     assert_eq!(bed.observe().len(), 1 + 8, "no bfq parameter and no weight under none");
@@ -217,6 +249,32 @@ fn apply_then_verify_then_rollback_returns_to_the_start() {
         assert_eq!(bed.host.rollback().unwrap(), RollbackOutcome::Nothing);
         assert_eq!(bed.host.journal_status().unwrap(), JournalStatus::Clean);
     }
+}
+
+#[test]
+fn iocost_is_applied_and_rolled_back_whatever_was_there() {
+    for (v2, scheduler) in STARTS.into_iter().filter(|(v2, _)| *v2) {
+        let bed = Bed::new(v2, scheduler);
+        let before = bed.snapshot();
+        let own = wanted_with(Scheduler::IoCost(OWN));
+        bed.apply(&own).unwrap();
+        assert_eq!(bed.drift(&own), 0);
+        let knobs = bed.observe();
+        assert_eq!(knobs[&Knob::CostQos { device: device() }], OWN.qos());
+        assert_eq!(knobs[&Knob::CostWeight { device: device(), vm: vm("plc") }], "500");
+        // Another plan without it turns it off.
+        bed.apply(&wanted()).unwrap();
+        assert_eq!(bed.observe()[&Knob::CostQos { device: device() }], "off");
+        bed.host.rollback().unwrap();
+        assert_eq!(bed.snapshot(), before, "{scheduler}");
+    }
+    let (observed, changes) =
+        Bed::new(false, "none").changes_to(&wanted_with(Scheduler::IoCost(OWN)));
+    let bed = Bed::new(false, "none");
+    let refused = bed.host.apply(&bed.topology, &observed, &changes, ApplyOptions::default());
+    // cgroup v1 has none, and nothing is changed.
+    assert!(refused.is_err());
+    assert_eq!(bed.snapshot(), Bed::new(false, "none").snapshot());
 }
 
 #[test]

@@ -21,6 +21,7 @@ use rtvirtio_units::{DeviceName, VmName};
 
 use crate::cgroup::{Cgroup, CgroupVersion, read, relative};
 use crate::device::{self, Disk};
+use crate::storage::Stack;
 use crate::sysfs::Sysfs;
 use crate::{DataPlaneTopology, GuestTopology, Host, HostError};
 
@@ -136,6 +137,9 @@ impl Resolved {
             }
             devices.insert(name.clone(), disk);
         }
+        if let Some(shared) = shared_disk(sysfs, topology, &devices)? {
+            return Err(shared);
+        }
         let version =
             if topology.vms.is_empty() { None } else { Some(CgroupVersion::find(sysfs)?) };
         let mut vms = BTreeMap::new();
@@ -166,6 +170,25 @@ impl Resolved {
         };
         Ok((disk, Some(self.vms.get(vm).ok_or_else(unknown)?)))
     }
+}
+
+/// An array and another device that lie on one disk.
+fn shared_disk(
+    sysfs: &dyn Sysfs,
+    topology: &Topology,
+    devices: &BTreeMap<DeviceName, Disk>,
+) -> Result<Option<HostError>, HostError> {
+    let mut users: BTreeMap<String, &DeviceName> = BTreeMap::new();
+    for (name, disk) in devices {
+        let array = Stack::array(sysfs, &topology.devices[name])?;
+        for disk in array.map_or_else(|| vec![disk.name.clone()], |array| array.disks) {
+            if let Some(first) = users.insert(disk.clone(), name) {
+                let (first, second) = (first.clone(), name.clone());
+                return Ok(Some(HostError::SharedDisk { first, second, disk }));
+            }
+        }
+    }
+    Ok(None)
 }
 
 /// A VM's cgroup, if it is there.
@@ -300,6 +323,26 @@ impl Host {
 mod tests {
     use super::*;
     use crate::fake::FakeSysfs;
+    use crate::sysfs::DeviceNumber;
+
+    #[test]
+    fn array_and_its_disk_are_not_two_devices() {
+        let sysfs = FakeSysfs::v2();
+        sysfs.add_disk("sda", DeviceNumber::new(8, 0), 1 << 21);
+        sysfs.add_disk("sdb", DeviceNumber::new(8, 16), 1 << 21);
+        sysfs.add_disk("sdc", DeviceNumber::new(8, 32), 1 << 21);
+        sysfs.stack("md0", DeviceNumber::new(9, 0), &["sda", "sdb"]);
+        sysfs.put("/sys/dev/block/9:0/md/level", "raid1\n");
+        let find = |other: &str| {
+            let device = |name: &str, path: &str| (DeviceName::new(name).unwrap(), path.into());
+            let devices = [device("array", "/dev/md0"), device("other", other)].into();
+            Resolved::find(&sysfs, &Topology { devices, ..Topology::default() })
+        };
+        assert!(find("/dev/sdc").is_ok());
+        let error = find("/dev/sdb").unwrap_err();
+        assert_eq!(error.to_string(), "devices array and other share the disk sdb");
+        assert!(error.hint().is_some());
+    }
 
     #[test]
     fn vm_is_found_after_its_next_start() {

@@ -12,6 +12,10 @@
 //! | a stall of the device | measured | measured |
 //! | an unlimited deep queue | always | depth × service / channels |
 //!
+//! Under iocost a deep queue without a limit is held back by its weight. What a request still waits
+//! for it depends on the time that iocost takes to notice, which no law tells: the wait is a constant
+//! of the profile, on top of the base response.
+//!
 //! *burst*: blk-throttle releases a cap in slices (`DFL_THROTL_SLICE_HD`,
 //! HZ/10, kernel `block/blk-throttle.c`), so that a capped VM sends
 //! cap × slice at once, each slice. *slice*: `timeout_sync`, or the time that
@@ -70,6 +74,8 @@ pub struct Situation {
     blockings: Vec<Blocking>,
     /// Wait behind an unlimited deep queue, s.
     flood: f64,
+    /// What a tail has on top under iocost, s.
+    wait: f64,
     scheduler_factor: f64,
     /// Fraction of the device that declared and capped loads use; more than 1 is an overload.
     pub utilisation: f64,
@@ -164,10 +170,12 @@ impl<'a> Structural<'a> {
             blockings.push(Blocking { per_second: stalls.per_second, seconds, drain: 1.0 });
         }
         let is_flooded = flood > 0.0;
+        let is_controlled = is_flooded && matches!(load.scheduler, Scheduler::IoCost(_));
         let slice = self.idle_slice(load.scheduler);
         let regime = match (slice, is_flooded) {
             (None, false) if bursts > 0.0 => Regime::Bursting,
             (None, false) => Regime::Flowing,
+            (None, true) if is_controlled => Regime::Controlled,
             (None, true) => Regime::Flooded,
             (Some(_), false) => Regime::Idling,
             (Some(_), true) => Regime::IdlingFlooded,
@@ -181,9 +189,16 @@ impl<'a> Structural<'a> {
             // A queue in service keeps the flood out for its slice.
             flood = 0.0;
         }
+        let mut wait = 0.0;
+        if is_controlled {
+            // Without a fit nothing is known of it: as if nobody held the queue back.
+            if let Some(fit) = self.fit.iocost {
+                (flood, wait) = (0.0, fit.wait.as_secs_f64());
+            }
+        }
         let name = load.scheduler.name();
         let scheduler_factor = self.fit.scheduler_factor.get(name).copied().unwrap_or(1.0);
-        Situation { regime, blockings, flood, scheduler_factor, utilisation }
+        Situation { regime, blockings, flood, wait, scheduler_factor, utilisation }
     }
 
     /// How long bfq keeps one VM in service while it idles, s; `None` if it does not idle.
@@ -275,7 +290,7 @@ impl<'a> Structural<'a> {
             if exceeding(middle) > beyond { low = middle } else { high = middle }
         }
         let regime_factor = self.fit.regime_factor.get(&situation.regime).copied().unwrap_or(1.0);
-        let tail = Nanos::from_secs_f64(high * regime_factor);
+        let tail = Nanos::from_secs_f64(high * regime_factor + situation.wait);
         Estimate { tail, delivered, regime: situation.regime }
     }
 }

@@ -6,7 +6,7 @@
 //! more urgent ones hold.
 //!
 //! Algorithm, for each device by itself (module `search`): a local search over
-//! scheduler and bfq's parameters; weights follow urgency. Each candidate's caps on VMs
+//! scheduler and bfq's parameters, and iocost where the profile knows it; weights follow urgency. Each candidate's caps on VMs
 //! without targets are as high as the targets allow: the bound of every task
 //! grows with them, so the largest is found by bisection. Score is, in this
 //! order: tasks for which the model that was asked answers, targets met by
@@ -56,7 +56,7 @@ use rtvirtio_spec::plan::{
     TaskPromise, Unmet,
 };
 use rtvirtio_spec::profile::{DeviceIdentity, Profile, ProfileError, Regime};
-use rtvirtio_spec::settings::{DeviceSettings, Knobs, Scheduler, Settings, diff};
+use rtvirtio_spec::settings::{DeviceSettings, IoCost, Knob, Knobs, Scheduler, Settings, diff};
 use rtvirtio_spec::specification::{Backend, Device, Specification, Task, Vm};
 use rtvirtio_units::{Bytes, Confidence, DeviceName, Nanos, Percentile};
 
@@ -340,6 +340,15 @@ impl<'a> Problem<'a> {
         }
         let structural = Structural::new(&profile.structural, &profile.capacity);
         Self { device, vms, profile, structural, model }
+    }
+
+    /// iocost as the profile was made with it, if this host has it; `None` where nobody would be held
+    /// back by it.
+    fn iocost(&self, observed: &Knobs) -> Option<IoCost> {
+        let is_there = observed.contains_key(&Knob::CostQos { device: self.device.name.clone() });
+        let has_background = self.vms.iter().any(|v| v.urgency.is_none());
+        let fit = self.profile.structural.iocost.filter(|_| is_there && has_background)?;
+        Some(fit.setting)
     }
 
     /// Where the profile's probes say little of what is declared.

@@ -27,9 +27,6 @@ const SLICE_IDLE_US: [u32; 5] = [0, 1000, 2000, 4000, 8000];
 const TIMEOUT_SYNC_MS: [u32; 3] = [32, 64, 124];
 const MAX_BUDGET: [u32; 4] = [0, 64, 512, 4096];
 
-/// Weight of a VM without a target: a hundredth of the most urgent one's.
-const BACKGROUND_WEIGHT: u32 = 10;
-
 /// The settings chosen for a device, with what they promise.
 pub(crate) struct Choice {
     scheduler: Scheduler,
@@ -131,8 +128,9 @@ fn unmet_vms<'a>(
 fn local_search(problem: &Problem<'_>, observed: &Knobs, sacrificed_vms: &[usize]) -> Choice {
     let quiet = Bfq { slice_idle_us: 0, low_latency: false, ..Bfq::DEFAULT };
     let starts = [Scheduler::None, Scheduler::MqDeadline, Scheduler::Kyber, Scheduler::Bfq(quiet)];
+    let iocost = problem.iocost(observed).map(Scheduler::IoCost);
     let mut best: Option<Choice> = None;
-    for start in starts {
+    for start in starts.into_iter().chain(iocost) {
         let mut here = candidate(problem, observed, sacrificed_vms, start);
         loop {
             // Under bfq that idles tails are (VMs − 1) × timeout: no bound there is worth having, and one
@@ -195,7 +193,9 @@ fn candidate(
     let mut cap = None;
     let mut evaluation = evaluate(None);
     let is_answered = evaluation.answered() == evaluation.promises.len();
-    if !capped.is_empty() && (met(&evaluation).contains(&false) || !is_answered) {
+    // iocost is there to do without caps.
+    let may_cap = !matches!(scheduler, Scheduler::IoCost(_));
+    if may_cap && !capped.is_empty() && (met(&evaluation).contains(&false) || !is_answered) {
         let least = evaluate(Some(MIN_CAP));
         let answered = least.answered();
         let is_victim =
@@ -284,7 +284,7 @@ fn worth(
     // No insertion, sorting by sector, token domains, trees of budgets.
     let work = match scheduler {
         Scheduler::None => 0,
-        Scheduler::MqDeadline | Scheduler::Kyber => 1,
+        Scheduler::IoCost(_) | Scheduler::MqDeadline | Scheduler::Kyber => 1,
         Scheduler::Bfq(_) => 2,
     };
     let tightest = evaluation.promises.iter().map(|p| (tightness(p) * 1000.0) as u64).max();
@@ -292,7 +292,8 @@ fn worth(
         answered: evaluation.answered(),
         met: by_urgency.iter().map(|p| p.unmet.is_none()).collect(),
         shortfall,
-        background: (background(problem, capped, cap, evaluation) / throughput * 100.0) as i64,
+        background: (background(problem, scheduler, capped, cap, evaluation) / throughput * 100.0)
+            as i64,
         idle_knobs,
         changes: diff(observed, &wanted).len(),
         work,
@@ -311,6 +312,7 @@ fn idle_knobs(scheduler: Scheduler) -> u32 {
 /// Background throughput, bytes per second: the caps, or what the declared loads leave.
 fn background(
     problem: &Problem<'_>,
+    scheduler: Scheduler,
     capped: &[usize],
     cap: Option<f64>,
     evaluation: &Evaluation,
@@ -319,7 +321,12 @@ fn background(
     match cap {
         Some(cap) => cap * capped.len() as f64,
         None if capped.is_empty() => 0.0,
-        None => throughput * (1.0 - evaluation.utilisation).max(0.0),
+        None => {
+            let iocost = problem.profile.structural.iocost;
+            let is_controlled = matches!(scheduler, Scheduler::IoCost(_));
+            let left = iocost.filter(|_| is_controlled).map_or(1.0, |fit| fit.left);
+            throughput * (1.0 - evaluation.utilisation).max(0.0) * left
+        }
     }
 }
 
@@ -336,16 +343,16 @@ fn settings(
         let weight = match v.urgency {
             Some(target) if !is_capped => {
                 let share = strictest.as_secs_f64() / target.as_secs_f64();
-                ((share * 1000.0) as u32).max(BACKGROUND_WEIGHT)
+                Weight::new((share * 1000.0) as u32).unwrap_or(Weight::BACKGROUND)
             }
-            _ => BACKGROUND_WEIGHT,
-        };
+            _ => Weight::BACKGROUND,
+        }
+        .max(Weight::BACKGROUND);
         let limits = match cap {
             Some(cap) if is_capped && v.tasks.is_empty() => undeclared_limits(cap),
             Some(cap) if is_capped => Limits::bps(BytesPerSecond::new(cap as u64)),
             _ => Limits::default(),
         };
-        let weight = Weight::new(weight).unwrap_or(Weight::DEFAULT);
         (v.vm.name.clone(), VmSettings { weight, limits })
     });
     DeviceSettings { scheduler, vms: vms.collect() }
@@ -379,7 +386,7 @@ impl Choice {
     }
 
     pub(crate) fn cost(&self, problem: &Problem<'_>) -> DeviceCost {
-        let planned = background(problem, &self.capped, self.cap, &self.evaluation);
+        let planned = background(problem, self.scheduler, &self.capped, self.cap, &self.evaluation);
         let throughput = problem.profile.capacity.write_throughput;
         let has_background = !self.capped.is_empty();
         DeviceCost {

@@ -137,3 +137,42 @@ fn settings_already_in_place_change_nothing() {
     assert!(second.changes.is_empty());
     assert!(first.changes.iter().any(|c| matches!(c.knob, Knob::Scheduler { .. })));
 }
+
+#[test]
+fn iocost_is_chosen_where_its_bound_is_within_the_targets_and_it_leaves_more() {
+    use rtvirtio_spec::profile::IoCostFit;
+    use rtvirtio_units::BytesPerSecond;
+
+    let mut profile = profile();
+    let setting =
+        IoCost { bps: BytesPerSecond::from_megabytes(371), iops: 16_000, latency_us: 2_000 };
+    let wait = Nanos::from_millis(17);
+    profile.structural.iocost = Some(IoCostFit { setting, wait, left: 0.9 });
+    profile.residuals.structural.insert(Regime::Controlled, vec![0.1; 60]);
+    let off = |device: &DeviceName| {
+        Knobs::from([(Knob::CostQos { device: device.clone() }, "off".to_owned())])
+    };
+    let planned = |latency: f64, with_iocost: bool| {
+        let vms = ["a", "b", "c", "d"].map(|name| (name, 1500.0, latency));
+        let specification = specification(&vms, true);
+        let device = &specification.devices[0].name;
+        let observed = if with_iocost { off(device) } else { Knobs::new() };
+        let found = BTreeMap::from([(device.clone(), found(&profile, Model::Structural))]);
+        plan(&specification, &found, &observed).unwrap()
+    };
+    let scheduler = |plan: &Plan| plan.settings.0.values().next().unwrap().scheduler;
+    let (lax, capped) = (planned(30.0, true), planned(30.0, false));
+    assert!(lax.meets_all() && capped.meets_all(), "{:?} {:?}", lax.tasks, capped.tasks);
+    assert_eq!(scheduler(&lax), Scheduler::IoCost(setting));
+    assert_eq!(lax.background[0].cap, None);
+    assert!(capped.background[0].cap.is_some());
+    // 6,000 of 16,000 requests a second leave 0.625 of 371 MB/s, and iocost nine tenths of that.
+    let left = lax.cost[0].background_planned.as_megabytes_f64();
+    assert!((205.0..212.0).contains(&left), "{left}");
+    assert!(capped.cost[0].background_planned < lax.cost[0].background_planned);
+    let knobs: Vec<String> = lax.changes.iter().map(|c| c.knob.to_string()).collect();
+    assert!(knobs.iter().any(|k| k == "data: a: iocost weight"), "{knobs:?}");
+    // Its wait alone is above 10 ms.
+    let strict = planned(10.0, true);
+    assert!(strict.meets_all() && !matches!(scheduler(&strict), Scheduler::IoCost(_)));
+}

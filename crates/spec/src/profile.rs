@@ -8,7 +8,7 @@ use rtvirtio_units::{Bytes, BytesPerSecond, Nanos, Percentile};
 use serde::{Deserialize, Serialize};
 
 use crate::run::MeasuredAt;
-use crate::settings::Scheduler;
+use crate::settings::{IoCost, Scheduler};
 
 /// The profile format that this version writes and reads.
 pub const PROFILE_VERSION: u32 = 1;
@@ -183,6 +183,10 @@ impl Profile {
         let rising = s.base.is_sorted_by(|a, b| a.utilisation < b.utilisation);
         let stalls =
             |f: StallFit| f.per_second.is_finite() && f.per_second >= 0.0 && time(f.length);
+        let controlled = |f: IoCostFit| {
+            let has_rates = f.setting.bps.get() > 0 && f.setting.iops > 0;
+            has_rates && f.setting.latency_us > 0 && time(f.wait) && (0.0..=1.0).contains(&f.left)
+        };
         let scores = |v: &Vec<f64>| v.iter().all(|x| x.is_finite()) && v.is_sorted();
         let residuals = &self.residuals;
         let checks = [
@@ -195,6 +199,7 @@ impl Profile {
             ("structural.burst", time(s.burst)),
             ("structural.stalls", s.stalls.is_none_or(stalls)),
             ("structural.regime_factor", s.regime_factor.values().all(factor)),
+            ("structural.iocost", s.iocost.is_none_or(controlled)),
             ("paper.weight", positive(self.paper.weight)),
             ("paper.throughput", self.paper.throughput.get() > 0),
             ("residuals.structural", residuals.structural.values().all(scores)),
@@ -270,8 +275,24 @@ pub struct StructuralFit {
     pub burst: Nanos,
     /// Times in which the device serves nothing, if it has them.
     pub stalls: Option<StallFit>,
-    /// Factor of each regime but bursting, which `burst` fits: median of measured over modelled.
+    /// Factor of each regime but bursting and controlled, which `burst` and `iocost` fit: median of
+    /// measured over modelled.
     pub regime_factor: BTreeMap<Regime, f64>,
+    /// What was measured under iocost, where that was tried.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub iocost: Option<IoCostFit>,
+}
+
+/// A device under iocost, beside a deep queue without a limit.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct IoCostFit {
+    /// How it was set.
+    pub setting: IoCost,
+    /// What a tail has beyond the base response, at the median.
+    pub wait: Nanos,
+    /// What the deep queue moved of what the declared loads left of the device, 0 to 1.
+    pub left: f64,
 }
 
 /// Base tails at one utilisation.
@@ -312,12 +333,20 @@ pub enum Regime {
     Idling,
     /// bfq idles and an unlimited deep queue is there.
     IdlingFlooded,
+    /// iocost holds a queue without a limit back.
+    Controlled,
 }
 
 impl Regime {
-    /// All five.
-    pub const ALL: [Self; 5] =
-        [Self::Flowing, Self::Bursting, Self::Flooded, Self::Idling, Self::IdlingFlooded];
+    /// All.
+    pub const ALL: [Self; 6] = [
+        Self::Flowing,
+        Self::Bursting,
+        Self::Flooded,
+        Self::Idling,
+        Self::IdlingFlooded,
+        Self::Controlled,
+    ];
 }
 
 /// λ of the paper's model (Table III), host part.

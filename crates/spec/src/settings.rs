@@ -6,7 +6,7 @@
 //! ms for `timeout_sync`, sectors for `max_budget`, bytes per second for limits;
 //! `max` is no limit), so that what is read back compares equal.
 //! Source: kernel `Documentation/block/bfq-iosched.rst`,
-//! `Documentation/admin-guide/cgroup-v2.rst` (io.max).
+//! `Documentation/admin-guide/cgroup-v2.rst` (io.max, io.cost.model, io.cost.qos, io.weight).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -34,12 +34,49 @@ impl Bfq {
         Self { slice_idle_us: 8000, timeout_sync_ms: 124, low_latency: true, max_budget: 0 };
 }
 
-/// A block device's I/O scheduler with its parameters.
+/// The kernel's iocost on a device (cgroup v2): what a device can do, and how long its requests may
+/// take before iocost has it do less.
+///
+/// Requests are charged by the device's rates, the same for reads and writes and for sequential and
+/// random ones. A cgroup that is over its weight's share of that waits. The rates are scaled up and down
+/// (`vrate`) so that 99 % of requests end within `latency`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct IoCost {
+    /// Bytes per second of large requests (`rbps`, `wbps`).
+    pub bps: BytesPerSecond,
+    /// Requests per second of 4 KiB (`rseqiops` and the like).
+    pub iops: u64,
+    /// The 99th percentile of completion latencies, µs (`rlat`, `wlat`).
+    pub latency_us: u32,
+}
+
+impl IoCost {
+    /// As a knob's text: `io.cost.model` without the device and `ctrl`.
+    #[must_use]
+    pub fn model(&self) -> String {
+        let Self { bps, iops, .. } = self;
+        let of = |d| format!("{d}bps={bps} {d}seqiops={iops} {d}randiops={iops}", bps = bps.get());
+        format!("{} {}", of('r'), of('w'))
+    }
+
+    /// As a knob's text: `io.cost.qos` without the device, `enable` and `ctrl`. The rates may be scaled to
+    /// anything that the kernel allows, so that latencies alone decide.
+    #[must_use]
+    pub fn qos(&self) -> String {
+        let latency = self.latency_us;
+        format!("rpct=99.00 rlat={latency} wpct=99.00 wlat={latency} min=1.00 max=10000.00")
+    }
+}
+
+/// A block device's I/O scheduler with its parameters, or what stands in for one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(tag = "name", rename_all = "kebab-case")]
 pub enum Scheduler {
     /// First come first served, no scheduler.
     None,
+    /// No scheduler below iocost, which holds requests back before they reach one.
+    IoCost(IoCost),
     /// Deadlines per direction, sorted by sector.
     MqDeadline,
     /// Token domains with latency goals per direction.
@@ -53,7 +90,7 @@ impl Scheduler {
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
-            Self::None => "none",
+            Self::None | Self::IoCost(_) => "none",
             Self::MqDeadline => "mq-deadline",
             Self::Kyber => "kyber",
             Self::Bfq(_) => "bfq",
@@ -72,6 +109,7 @@ impl fmt::Display for Scheduler {
                 u8::from(b.low_latency),
                 b.max_budget
             ),
+            Self::IoCost(IoCost { latency_us, .. }) => write!(f, "iocost latency={latency_us}us"),
             other => f.write_str(other.name()),
         }
     }
@@ -103,7 +141,7 @@ impl Limits {
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct VmSettings {
-    /// Weight under bfq; other schedulers ignore it.
+    /// Weight under bfq and iocost; other schedulers ignore it.
     pub weight: Weight,
     /// Limits, enforced above the scheduler.
     pub limits: Limits,
@@ -218,6 +256,24 @@ pub enum Knob {
         /// Which parameter.
         parameter: BfqParameter,
     },
+    /// What iocost takes the device to be able to do: [`IoCost::model`], or `auto`, the kernel's guess.
+    CostModel {
+        /// Which device.
+        device: DeviceName,
+    },
+    /// Whether iocost controls the device, and by which latencies: [`IoCost::qos`], or `off`. Absent where
+    /// there is no iocost (cgroup v1, or a kernel without it).
+    CostQos {
+        /// Which device.
+        device: DeviceName,
+    },
+    /// A VM's weight under iocost on a device (`io.weight`).
+    CostWeight {
+        /// Which device.
+        device: DeviceName,
+        /// Which VM.
+        vm: VmName,
+    },
     /// A VM's bfq weight on a device.
     Weight {
         /// Which device.
@@ -249,6 +305,9 @@ impl Knob {
             | Self::Qos { .. } => None,
             Self::Scheduler { device }
             | Self::Bfq { device, .. }
+            | Self::CostModel { device }
+            | Self::CostQos { device }
+            | Self::CostWeight { device, .. }
             | Self::Weight { device, .. }
             | Self::Limit { device, .. } => Some(device),
         }
@@ -267,10 +326,13 @@ impl Knob {
             Self::Schedule { .. }
             | Self::Qos { .. }
             | Self::Scheduler { .. }
+            | Self::CostModel { .. }
+            | Self::CostQos { .. }
             | Self::Bfq { .. } => None,
             Self::GuestScheduler { vm, .. }
             | Self::GuestBfq { vm, .. }
             | Self::PollMax { vm, .. }
+            | Self::CostWeight { vm, .. }
             | Self::Weight { vm, .. }
             | Self::Limit { vm, .. } => Some(vm),
         }
@@ -303,6 +365,9 @@ impl fmt::Display for Knob {
             Self::Qos { disk } => format!("{disk}: qos on the data plane"),
             Self::Scheduler { device } => format!("{device}: scheduler"),
             Self::Bfq { device, parameter } => format!("{device}: bfq {}", parameter.file()),
+            Self::CostModel { device } => format!("{device}: iocost model"),
+            Self::CostQos { device } => format!("{device}: iocost qos"),
+            Self::CostWeight { device, vm } => format!("{device}: {vm}: iocost weight"),
             Self::Weight { device, vm } => format!("{device}: {vm}: weight"),
             Self::Limit { device, vm, limit } => {
                 let what = match limit {
@@ -317,6 +382,11 @@ impl fmt::Display for Knob {
         f.pad(&text)
     }
 }
+
+/// The text of [`Knob::CostQos`] of a device that iocost does not control.
+pub const COST_OFF: &str = "off";
+/// The text of [`Knob::CostModel`] of a device whose model the kernel chooses.
+pub const COST_AUTO: &str = "auto";
 
 /// Knob → value text. A knob that is not there has no entry.
 pub type Knobs = BTreeMap<Knob, String>;
@@ -381,7 +451,19 @@ impl Settings {
             } else {
                 false
             };
+            let cost = match settings.scheduler {
+                Scheduler::IoCost(cost) => Some(cost),
+                _ => None,
+            };
+            if let Some(cost) = cost {
+                knobs.insert(Knob::CostModel { device: device.clone() }, cost.model());
+                knobs.insert(Knob::CostQos { device: device.clone() }, cost.qos());
+            }
             for (vm, v) in &settings.vms {
+                if cost.is_some() {
+                    let knob = Knob::CostWeight { device: device.clone(), vm: vm.clone() };
+                    knobs.insert(knob, v.weight.to_string());
+                }
                 if is_bfq {
                     let knob = Knob::Weight { device: device.clone(), vm: vm.clone() };
                     knobs.insert(knob, v.weight.to_string());
@@ -406,9 +488,19 @@ impl Settings {
 /// What must change to get from `current` to `wanted`, in order of application.
 ///
 /// A scheduler that changes resets its parameters, so all parameters of a new
-/// scheduler are listed, whatever `current` says of them.
+/// scheduler are listed, whatever `current` says of them. Of a device whose scheduler is wanted, iocost
+/// is turned off unless it is wanted too: it would hold requests back above any scheduler.
 #[must_use]
 pub fn diff(current: &Knobs, wanted: &Knobs) -> Vec<Change> {
+    let mut wanted = wanted.clone();
+    for (knob, text) in current {
+        if let Knob::CostQos { device } = knob
+            && text != COST_OFF
+            && wanted.contains_key(&Knob::Scheduler { device: device.clone() })
+        {
+            wanted.entry(knob.clone()).or_insert_with(|| COST_OFF.to_owned());
+        }
+    }
     let switched = |knob: &Knob| {
         let is_parameter = matches!(knob, Knob::Bfq { .. } | Knob::GuestBfq { .. });
         let scheduler = knob.scheduler().filter(|_| is_parameter);
@@ -465,6 +557,30 @@ mod tests {
         // The scheduler first, then its four parameters, though their values look equal.
         assert_eq!(changes.len(), 5);
         assert!(matches!(changes[0].knob, Knob::Scheduler { .. }));
+    }
+
+    #[test]
+    fn iocost_has_a_model_latencies_and_weights_and_is_off_under_other_schedulers() {
+        let cost = IoCost { bps: BytesPerSecond::new(1000), iops: 7, latency_us: 2000 };
+        let knobs = settings(Scheduler::IoCost(cost)).knobs();
+        // Scheduler, model, qos, weight, 4 limits.
+        assert_eq!(knobs.len(), 8);
+        assert_eq!(knobs[&Knob::Scheduler { device: device() }], "none");
+        let model = "rbps=1000 rseqiops=7 rrandiops=7 wbps=1000 wseqiops=7 wrandiops=7";
+        assert_eq!(knobs[&Knob::CostModel { device: device() }], model);
+        let none = settings(Scheduler::None).knobs();
+        let changes = diff(&knobs, &none);
+        let off = Knob::CostQos { device: device() };
+        assert_eq!(changes.len(), 1, "{changes:?}");
+        assert_eq!((&changes[0].knob, changes[0].new.as_str()), (&off, COST_OFF));
+        // The model comes before what turns iocost on.
+        let mut found = none.clone();
+        found.insert(off, COST_OFF.to_owned());
+        assert!(diff(&found, &none).is_empty());
+        let order: Vec<Knob> = diff(&found, &knobs).into_iter().map(|c| c.knob).collect();
+        assert!(
+            matches!(order[0], Knob::CostModel { .. }) && matches!(order[1], Knob::CostQos { .. })
+        );
     }
 
     #[test]

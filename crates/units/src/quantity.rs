@@ -282,6 +282,8 @@ impl Percentile {
 pub struct Weight(u16);
 
 impl Weight {
+    /// Of a VM without a target in a plan: a hundredth of the most urgent one's.
+    pub const BACKGROUND: Self = Self(10);
     /// What a new cgroup has: 100.
     pub const DEFAULT: Self = Self(100);
     /// The largest: 1000.

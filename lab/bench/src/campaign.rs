@@ -42,6 +42,9 @@ pub const CELLS: &str = "cells.jsonl";
 /// The scheme of [`Campaign::condition_jobs`]; those of repetitions begin with it.
 pub const CONDITION: &str = "condition";
 
+/// The scheme of cells of [`Source::DataPlane`].
+pub const DATA_PLANE: &str = "data-plane";
+
 /// Window of a look at the noise floor: the least that judges p99 of 100 requests a second.
 const FLOOR: Duration = Duration::from_secs(11);
 

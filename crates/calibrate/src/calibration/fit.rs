@@ -8,14 +8,18 @@ use rtvirtio_model::structural::Structural;
 use rtvirtio_model::{DeviceLoad, Stream, VmLoad};
 use rtvirtio_spec::latency::{Histogram, upper_limit};
 use rtvirtio_spec::profile::{
-    BasePoint, Capacity, DeviceIdentity, PROFILE_VERSION, PaperFit, Probe, ProbeTail, Profile,
-    ProfileSource, Regime, Residuals, StallFit, StructuralFit,
+    BasePoint, Capacity, DeviceIdentity, IoCostFit, PROFILE_VERSION, PaperFit, Probe, ProbeTail,
+    Profile, ProfileSource, Regime, Residuals, StallFit, StructuralFit,
 };
 use rtvirtio_spec::run::MeasuredAt;
-use rtvirtio_spec::settings::{Limits, Scheduler, VmSettings};
+use rtvirtio_spec::settings::{IoCost, Limits, Scheduler, VmSettings};
 use rtvirtio_units::{Bytes, Nanos, Percentile};
 
-use super::{ProbeRun, Writer};
+use super::{ProbeRun, ProbeTask, Writer};
+
+/// Of a task's rate, what a window must have for it to count as delivered: chance and the ends of a
+/// short window take some.
+const MIN_DELIVERED: f64 = 0.9;
 
 /// The percentile that a probe of `n` samples shows: the highest with 5 beyond it, which keeps the
 /// luck of one sample out of it, else p99 with 2 (a flooded task issues no more).
@@ -111,12 +115,51 @@ fn structural(runs: &[ProbeRun], capacity: &Capacity) -> StructuralFit {
         burst: Nanos::from_millis(100),
         stalls: stalls(runs),
         regime_factor: BTreeMap::new(),
+        iocost: None,
     };
     fit.base = base(runs, &fit, capacity);
     fit.scheduler_factor = scheduler_factors(runs, &fit);
     fit.burst = burst(runs, &fit, capacity);
     fit.regime_factor = regime_factors(runs, &fit, capacity);
+    fit.iocost = iocost(runs, &fit, capacity);
     fit
+}
+
+/// What runs under iocost had on top of the base response, and what they left the writer. Where a task
+/// did not come to its rate, iocost kept nothing: then it is not to be chosen.
+fn iocost(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Option<IoCostFit> {
+    let controlled: Vec<(&ProbeRun, IoCost)> = runs
+        .iter()
+        .filter_map(|run| match run.setting.0 {
+            Scheduler::IoCost(setting) => Some((run, setting)),
+            _ => None,
+        })
+        .collect();
+    let (_, setting) = *controlled.first()?;
+    let none = StructuralFit {
+        iocost: Some(IoCostFit { setting, wait: Nanos::ZERO, left: 1.0 }),
+        ..fit.clone()
+    };
+    let (mut waits, mut left) = (Vec::new(), Vec::new());
+    for (run, _) in controlled {
+        let delivered = |task: &ProbeTask| {
+            task.histogram.count() as f64 >= MIN_DELIVERED * task.iops * run.seconds
+        };
+        if !run.tasks.iter().all(delivered) {
+            return None;
+        }
+        for observation in observations(std::slice::from_ref(run)) {
+            let (_, base) = observation.predicted(&none, capacity);
+            waits.push(observation.tail.saturating_sub(base));
+        }
+        let utilisation = Structural::new(&none, capacity).situation(&load(run)).utilisation;
+        let free = capacity.write_throughput.get() as f64 * (1.0 - utilisation).max(1e-3);
+        left.push((run.writer_throughput.get() as f64 / free).clamp(0.0, 1.0));
+    }
+    waits.sort_unstable();
+    left.sort_by(f64::total_cmp);
+    let wait = waits.get(waits.len() / 2).copied()?.max(Nanos::from_micros(1));
+    Some(IoCostFit { setting, wait, left: left[left.len() / 2] })
 }
 
 /// λ from the tails where bfq idles, which is what the paper's model speaks of.
@@ -336,7 +379,7 @@ fn regime_factors(
     }
     scores
         .into_iter()
-        .filter(|(regime, _)| *regime != Regime::Bursting)
+        .filter(|(regime, _)| ![Regime::Bursting, Regime::Controlled].contains(regime))
         .map(|(regime, mut scores)| {
             scores.sort_by(f64::total_cmp);
             (regime, scores[scores.len() / 2].exp())

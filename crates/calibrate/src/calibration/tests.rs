@@ -193,3 +193,55 @@ fn what_a_profile_lacks_says_how_many_probes_it_takes() {
     // 19 whole VMs do as well as 59 tasks.
     assert_eq!(lack(Regime::Bursting, &[0.0; 20], &[0.0; 19], TOGETHER), None);
 }
+
+/// Whether iocost is tried, and how it does: a request takes 20 ms beside the writer.
+fn under_iocost(delivered: f64) -> Vec<ProbeRun> {
+    let iocost = Some(IoCost { bps: CAPACITY.write_throughput, iops: 16_000, latency_us: 2_000 });
+    let room = Room { iocost, ..Room::whole(None) };
+    let mut runs = Vec::new();
+    while let Some(setting) = next(Depth::Full, &room, &runs, &CAPACITY) {
+        let mut done = run(setting, 1.0);
+        if let Scheduler::IoCost(cost) = setting.0 {
+            assert_eq!(Some(cost), iocost);
+            done = run(setting, delivered);
+            for task in &mut done.tasks {
+                let n = task.histogram.count();
+                task.histogram = Histogram::new();
+                task.histogram.record(Nanos::from_millis(20), n);
+            }
+            done.writer_throughput = BytesPerSecond::from_megabytes(120);
+        }
+        runs.push(done);
+        assert!(runs.len() < 60, "goes on for ever");
+    }
+    runs
+}
+
+#[test]
+fn iocost_is_fitted_where_it_keeps_the_rates() {
+    let runs = under_iocost(1.0);
+    let (tasks, vms) = fit::scores(&runs, &CAPACITY, Regime::Controlled);
+    assert_eq!(lack(Regime::Controlled, &tasks, &vms, TOGETHER), None);
+    let identity = DeviceIdentity {
+        kind: "loop".to_owned(),
+        model: "disk".to_owned(),
+        serial: None,
+        size: Bytes::new(1 << 30),
+        rotational: false,
+    };
+    let of = |runs: &[ProbeRun]| {
+        let (kernel, date) = ("6.18".to_owned(), "2026-11-27T00:00:00Z".to_owned());
+        let profile = fit::fit(identity.clone(), kernel, MeasuredAt::Host, date, CAPACITY, runs);
+        profile.check().unwrap();
+        profile
+    };
+    let profile = of(&runs);
+    let found = profile.structural.iocost.unwrap();
+    // The tasks alone take 1 ms. Four VMs use 0.525 of the device, so the writer had 120 of 176 MB/s.
+    assert!((18.5..19.5).contains(&found.wait.as_millis_f64()), "{found:?}");
+    assert!((0.6..0.75).contains(&found.left), "{found:?}");
+    assert!(missing(&profile, Depth::Full).is_empty());
+    let starved = of(&under_iocost(0.7));
+    assert_eq!(starved.structural.iocost, None);
+    assert!(missing(&starved, Depth::Full).is_empty());
+}

@@ -140,7 +140,7 @@ impl GuestFiles {
 
     /// The queue of the disk `node`.
     pub(super) fn queue(&mut self, node: &str) -> Result<FoundQueue, GuestFault> {
-        let Schedulers { offered, selected } = self.schedulers(node)?;
+        let Schedulers { offered, selected, .. } = self.schedulers(node)?;
         let mut bfq = BTreeMap::new();
         if selected == "bfq" {
             for parameter in GUEST_PARAMETERS {

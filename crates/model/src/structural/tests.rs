@@ -34,6 +34,7 @@ fn fit() -> StructuralFit {
         burst: Nanos::from_millis(100),
         stalls: None,
         regime_factor: BTreeMap::new(),
+        iocost: None,
     }
 }
 
@@ -186,4 +187,32 @@ fn overload_shows_in_utilisation() {
     };
     let situation = Structural::new(&fit, &capacity).situation(&load);
     assert!((situation.utilisation - 1.5).abs() < 1e-9);
+}
+
+#[test]
+fn iocost_adds_its_wait_and_keeps_the_flood_out() {
+    use rtvirtio_spec::profile::IoCostFit;
+    use rtvirtio_spec::settings::IoCost;
+
+    let setting =
+        IoCost { bps: BytesPerSecond::from_megabytes(371), iops: 16_000, latency_us: 2_000 };
+    let load = |writer| four(Scheduler::IoCost(setting), writer);
+    let capacity = capacity();
+    let wait = Nanos::from_millis(17);
+    let known = StructuralFit { iocost: Some(IoCostFit { setting, wait, left: 0.9 }), ..fit() };
+    let tail = |fit: &StructuralFit, load: &DeviceLoad| {
+        let model = Structural::new(fit, &capacity);
+        let situation = model.situation(load);
+        let p999 = Percentile::new(99.9).unwrap();
+        let estimate = model.estimate(&situation, &task(500.0), p999);
+        (estimate.regime, estimate.tail.as_millis_f64(), estimate.delivered)
+    };
+    let (regime, with, delivered) = tail(&known, &load(Some(Limits::default())));
+    let (alone, base, _) = tail(&known, &load(None));
+    assert_eq!((regime, alone), (Regime::Controlled, Regime::Flowing));
+    assert!((with - base - 17.0).abs() < 0.01 && delivered == 1.0, "{with} {base} {delivered}");
+    // Without a fit it is as if nobody held the writer back.
+    let (_, unknown, _) = tail(&fit(), &load(Some(Limits::default())));
+    let flooded = tail_ms(&four(Scheduler::None, Some(Limits::default())), &task(500.0), 99.9);
+    assert!((unknown - flooded).abs() < 0.01, "{unknown} {flooded}");
 }

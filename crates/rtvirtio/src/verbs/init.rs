@@ -1,6 +1,6 @@
 //! `rtvirtio init`: a specification of the VMs that run here, from what they are seen to do.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -189,9 +189,16 @@ impl Site {
             observed: BTreeMap::new(),
             directories: BTreeMap::new(),
         };
+        let shared = shared_disks(seen.values().map(|(look, _)| look));
         for (&(pid, _), (look, sum)) in seen {
             let label = format!("{}/{}", look.vm, look.disk.name());
-            match site.disk(args, pid, look, sum, cgroups, &stable) {
+            let planned = match on_one_device(look) {
+                Ok(leaf) => shared.get(&leaf.name).cloned().map_or(Ok(leaf), Err),
+                Err(why) => Err(why),
+            };
+            let planned =
+                planned.and_then(|leaf| site.disk(args, (pid, leaf), look, sum, cgroups, &stable));
+            match planned {
                 Ok(()) => {}
                 Err(why) => site.notes.push(format!("{label}: left out: {why}")),
             }
@@ -203,13 +210,12 @@ impl Site {
     fn disk(
         &mut self,
         args: &Args,
-        pid: u32,
+        (pid, leaf): (u32, &Leaf),
         look: &DiskLook,
         sum: &Interval,
         cgroups: &BTreeMap<u32, Option<PathBuf>>,
         stable: impl Fn(&Leaf) -> PathBuf,
     ) -> Result<(), String> {
-        let leaf = only_leaf(look.disk.storage.as_ref(), look.disk.unknown_storage.as_deref())?;
         let name = VmName::new(look.vm.clone()).map_err(|e| e.to_string())?;
         let cgroup = cgroups.get(&pid).cloned().flatten().ok_or_else(|| {
             "its QEMU has no cgroup of its own (start it in a systemd scope: systemd-run --scope)"
@@ -287,9 +293,10 @@ impl Site {
     }
 }
 
-/// The one disk of the host that serves it.
-fn only_leaf<'a>(stack: Option<&'a Stack>, unknown: Option<&str>) -> Result<&'a Leaf, String> {
-    let stack = stack.ok_or_else(|| unknown.unwrap_or("its storage is not known").to_owned())?;
+/// The device of the host that a plan for this disk is for.
+fn on_one_device(look: &DiskLook) -> Result<&Leaf, String> {
+    let unknown = look.disk.unknown_storage.as_deref().unwrap_or("its storage is not known");
+    let stack: &Stack = look.disk.storage.as_ref().ok_or(unknown)?;
     match stack.leaves.as_slice() {
         [leaf] => Ok(leaf),
         [] => Err(stack.to_string()),
@@ -297,6 +304,32 @@ fn only_leaf<'a>(stack: Option<&'a Stack>, unknown: Option<&str>) -> Result<&'a 
             "{stack}: a plan is for a VM's disk on one disk of the host, and this is on several"
         )),
     }
+}
+
+/// Why no VM's disk on an array can be planned for, by the array's name: one of the array's disks is
+/// planned for too, itself or in another array.
+fn shared_disks<'a>(looks: impl Iterator<Item = &'a DiskLook>) -> BTreeMap<String, String> {
+    let leaves: BTreeSet<&Leaf> = looks.filter_map(|look| on_one_device(look).ok()).collect();
+    let (arrays, disks): (Vec<&Leaf>, Vec<&Leaf>) =
+        leaves.into_iter().partition(|leaf| leaf.array.is_some());
+    let mut users: BTreeMap<&str, &str> =
+        disks.iter().map(|leaf| (leaf.name.as_str(), leaf.name.as_str())).collect();
+    let mut shared = BTreeMap::new();
+    for leaf in arrays {
+        let disks = leaf.array.iter().flat_map(|array| &array.disks);
+        let mut used = disks.clone().filter_map(|disk| Some((disk, users.get(disk.as_str())?)));
+        if let Some((disk, user)) = used.next() {
+            let why = format!(
+                "{} lies on {disk}, and so do other VMs' disks on {user}: a plan for one does not know what the \
+                 other takes",
+                leaf.name
+            );
+            shared.insert(leaf.name.clone(), why);
+            continue;
+        }
+        users.extend(disks.map(|disk| (disk.as_str(), leaf.name.as_str())));
+    }
+    shared
 }
 
 /// What a disk was seen to do; `None`: less than a request in two seconds.
@@ -428,6 +461,7 @@ fn next_steps(site: &Site, output: &Path) -> String {
 
 #[cfg(test)]
 mod tests {
+    use rtvirtio_host::storage::Array;
     use rtvirtio_host::sysfs::DeviceNumber;
     use rtvirtio_units::Nanos;
 
@@ -441,6 +475,7 @@ mod tests {
                 part: None,
                 names: names.iter().map(|&name| name.to_owned()).collect(),
                 qom_path: None,
+                libvirt: None,
                 format: Some("qcow2".to_owned()),
                 file: None,
                 unknown_storage: stack.is_none().then(|| "rbd".to_owned()),
@@ -460,6 +495,7 @@ mod tests {
             name: name.to_owned(),
             number: DeviceNumber::new(8, i as u32 * 16),
             backing: None,
+            array: None,
         };
         let leaves = leaves.iter().enumerate().map(leaf).collect();
         Some(Stack { leaves, ..Stack::default() })
@@ -485,6 +521,24 @@ mod tests {
             output: None,
             json: false,
         }
+    }
+
+    #[test]
+    fn array_on_the_disk_of_another_vm_is_left_out() {
+        let array = |name: &str, disks: &[&str]| {
+            let mut stack = stack(&[name]).unwrap();
+            let disks = disks.iter().map(|&disk| disk.to_owned()).collect();
+            stack.leaves[0].array = Some(Array { level: "raid1".to_owned(), disks });
+            look(name, 1, &["vda"], Some(stack))
+        };
+        let (first, second) = (array("md0", &["sda", "sdb"]), array("md1", &["sdb", "sdc"]));
+        let plain = look("db", 2, &["vda"], stack(&["sda"]));
+        assert!(shared_disks([&first].into_iter()).is_empty());
+        let shared = shared_disks([&second, &first].into_iter());
+        assert_eq!(shared.keys().collect::<Vec<_>>(), ["md1"]);
+        assert!(shared["md1"].starts_with("md1 lies on sdb, and so do other VMs' disks on md0"));
+        let shared = shared_disks([&first, &second, &plain].into_iter());
+        assert_eq!(shared.keys().collect::<Vec<_>>(), ["md0"]);
     }
 
     #[test]

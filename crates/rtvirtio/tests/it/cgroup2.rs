@@ -2,7 +2,7 @@
 //!
 //! In one guest: the host crate's own tests on its kernel, the verbs on a disk
 //! and two cgroups of it, and whether the limits and weights that `apply` sets
-//! act.
+//! act, iocost's among them.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rtvirtio_bench::guests::GuestFile;
 use rtvirtio_spec::plan::Plan;
-use rtvirtio_spec::settings::{Bfq, DeviceSettings, Limits, Scheduler, VmSettings, diff};
+use rtvirtio_spec::settings::{Bfq, DeviceSettings, IoCost, Limits, Scheduler, VmSettings, diff};
 use rtvirtio_units::{BytesPerSecond, VmName, Weight};
 use serde_json::Value;
 
@@ -99,7 +99,9 @@ fn cgroup2_in_a_guest_is_applied_verified_restored_and_acts() {
     doctor_sees_v2(&machine);
     let plan = plan_is_applied_and_rolled_back(&machine);
     killed_apply_is_rolled_back(&machine);
-    limits_and_weights_act(&machine, plan);
+    limits_and_weights_act(&machine, plan.clone());
+    iocost_is_planned_applied_and_rolled_back(&machine);
+    iocost_acts_by_weight(&machine, plan);
 }
 
 /// The binary, the host crate's tests, and losetup, which busybox has in a smaller form.
@@ -132,17 +134,22 @@ fn host_tests_pass(machine: &Machine) {
 
 /// On v2 a cgroup has io files only if its parents say so: that is an error with a remedy.
 fn io_is_to_be_enabled(machine: &Machine) {
-    let rotational = machine.expect(0, "cat /sys/block/vda/queue/rotational").trim() == "1";
-    let mut profile: Value = serde_json::from_str(include_str!("ref-4x250.json")).unwrap();
-    profile["device"] = serde_json::json!({
-        "kind": "vd", "model": "vd", "serial": "slow", "size": DISK_BYTES, "rotational": rotational,
-    });
-    machine.write("/tmp/profile.json", &profile.to_string());
+    machine.write("/tmp/profile.json", &profile(machine).to_string());
     machine.write("/tmp/spec.toml", SPECIFICATION);
     let complaint = machine.expect(1, "rtvirtio plan /tmp/spec.toml");
     assert!(complaint.contains("machine/backup/io.max"), "{complaint}");
     assert!(complaint.contains("hint: ") && complaint.contains("+io"), "{complaint}");
     assert_eq!(doctor(machine)["limits"], "degraded: io is not enabled below /sys/fs/cgroup");
+}
+
+/// A profile of the guest's disk: another one's numbers.
+fn profile(machine: &Machine) -> Value {
+    let rotational = machine.expect(0, "cat /sys/block/vda/queue/rotational").trim() == "1";
+    let mut profile: Value = serde_json::from_str(include_str!("ref-4x250.json")).unwrap();
+    profile["device"] = serde_json::json!({
+        "kind": "vd", "model": "vd", "serial": "slow", "size": DISK_BYTES, "rotational": rotational,
+    });
+    profile
 }
 
 /// What doctor found: status and detail by name.
@@ -274,6 +281,76 @@ fn limits_and_weights_act(machine: &Machine, mut plan: Plan) {
     assert!((1..=3).any(acts), "weights of 400 and 100 do not act");
     machine.expect(0, "rtvirtio rollback");
     assert_eq!(machine.expect(0, KNOBS), before);
+}
+
+/// iocost's own files: the device's lines in the root, and each VM's weight for it.
+const COST: &str = "device=$(cat /sys/block/vda/dev); cd /sys/fs/cgroup
+    for f in io.cost.model io.cost.qos machine/plc/io.weight machine/backup/io.weight
+    do echo $f: $(sed -n \"s/^$device //p\" $f); done";
+
+/// Where targets are loose, the plan is iocost: it is set, read back, and off again afterwards.
+fn iocost_is_planned_applied_and_rolled_back(machine: &Machine) {
+    let before = machine.expect(0, COST);
+    let mut profile = profile(machine);
+    let setting = serde_json::json!({"bps": 370_000_000, "iops": 14_500, "latency_us": 2000});
+    profile["structural"]["iocost"] =
+        serde_json::json!({"setting": setting, "wait": 17_000_000, "left": 0.9});
+    profile["residuals"]["structural"]["controlled"] = serde_json::json!(vec![0.1; 60]);
+    machine.write("/tmp/profile.json", &profile.to_string());
+    machine.write("/tmp/spec.toml", &SPECIFICATION.replace("latency_ms = 10", "latency_ms = 60"));
+    let said = machine.expect(2, "rtvirtio plan /tmp/spec.toml -o /tmp/cost.json");
+    assert!(said.contains("iocost latency=2000us") && said.contains("met"), "{said}");
+    assert!(!said.contains("write limit"), "{said}");
+    machine.expect(0, "rtvirtio apply /tmp/cost.json");
+    machine.expect(0, "rtvirtio verify /tmp/cost.json");
+    let found = machine.expect(0, COST);
+    for line in [
+        "io.cost.model: ctrl=user model=linear rbps=370000000 rseqiops=14500 rrandiops=14500 \
+         wbps=370000000 wseqiops=14500 wrandiops=14500",
+        "io.cost.qos: enable=1 ctrl=user rpct=99.00 rlat=2000 wpct=99.00 wlat=2000 min=1.00 \
+         max=10000.00",
+        "machine/plc/io.weight: 1000",
+        "machine/backup/io.weight: 10",
+    ] {
+        assert!(found.contains(line), "{line}\n{found}");
+    }
+    machine.expect(0, "rtvirtio rollback");
+    let after = machine.expect(0, COST);
+    let is_off = |text: &str| !text.contains("enable=1") && !text.contains("ctrl=user");
+    assert!(is_off(&before) && is_off(&after), "{before}\n{after}");
+    assert!(!after.contains("io.weight: 1"), "{after}");
+    // Killed on the way, it is put back all the same.
+    machine.expect(
+        137,
+        "rtvirtio apply /tmp/cost.json & pid=$!
+        while kill -0 $pid && [ ! -e /run/rtvirtio-host/journal.json ]; do :; done
+        kill -9 $pid; wait $pid",
+    );
+    machine.expect(0, "rtvirtio rollback");
+    assert_eq!(machine.expect(0, COST), after);
+}
+
+/// What the disk does 400 times a second is not enough for two readers of depth 8: one waits.
+fn iocost_acts_by_weight(machine: &Machine, mut plan: Plan) {
+    let device = plan.devices[0].name.clone();
+    let vms = [("plc", Weight::MAX), ("backup", Weight::BACKGROUND)].map(|(name, weight)| {
+        (VmName::new(name).unwrap(), VmSettings { weight, limits: Limits::default() })
+    });
+    let bps = BytesPerSecond::from_megabytes(100);
+    let cost = IoCost { bps, iops: DISK_IOPS.into(), latency_us: 25_000 };
+    let settings = DeviceSettings { scheduler: Scheduler::IoCost(cost), vms: vms.into() };
+    plan.settings.0.insert(device, settings);
+    plan.changes = diff(&plan.observed, &plan.settings.knobs());
+    machine.write("/tmp/hand.json", &serde_json::to_string(&plan).unwrap());
+    machine.expect(0, "rtvirtio apply /tmp/hand.json");
+    let acts = |attempt: u32| {
+        let rates = readers(machine, &["plc", "backup"]);
+        let ratio = rates[0] / rates[1].max(1.0);
+        println!("{attempt}: io.weight 1000:10: {:.0}:{:.0}, {ratio:.1}:1", rates[0], rates[1]);
+        ratio > 2.0
+    };
+    assert!((1..=3).any(acts), "weights of 1000 and 10 do not act under iocost");
+    machine.expect(0, "rtvirtio rollback");
 }
 
 /// Random reads a second of a saturating fio in each cgroup, by io.stat, while all of them read.

@@ -1,5 +1,6 @@
 //! Storage stacks of a real kernel, a guest's: what each is made of, and whether a limit that is set
-//! on the disk below, as a plan does, acts on I/O that comes through it, on cgroup v2 and on v1.
+//! on the disk or array below, as a plan does, acts on I/O that comes through it, on cgroup v2 and on
+//! v1.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -57,16 +58,21 @@ struct Case {
     make: &'static str,
     target: &'static str,
     words: &'static str,
+    /// Where `apply` sets limits.
+    limited: &'static str,
     end: &'static str,
 }
 
-const CASES: [Case; 7] = [
-    Case { name: "whole disk", make: "", target: "/dev/vda", words: "vda", end: "" },
+const DISKS: &str = "vda vdb";
+
+const CASES: [Case; 8] = [
+    Case { name: "whole disk", make: "", target: "/dev/vda", words: "vda", limited: DISKS, end: "" },
     Case {
         name: "LVM volume",
         make: "dmsetup create vg-db -u LVM-0123 --table '0 1048576 linear /dev/vda 2048'",
         target: "/dev/mapper/vg-db",
         words: "LVM volume vg-db → vda",
+        limited: DISKS,
         end: "dmsetup remove vg-db",
     },
     Case {
@@ -76,6 +82,7 @@ const CASES: [Case; 7] = [
                 \"0 1048576 crypt aes-xts-plain64 $key 0 /dev/vda 2048\"",
         target: "/dev/mapper/luks",
         words: "dm-crypt luks → vda",
+        limited: DISKS,
         end: "dmsetup remove luks",
     },
     Case {
@@ -89,6 +96,7 @@ const CASES: [Case; 7] = [
             dmsetup create vg-thin -u LVM-t --table '0 524288 thin /dev/mapper/pool 0'",
         target: "/dev/mapper/vg-thin",
         words: "LVM thin volume vg-thin → LVM thin pool",
+        limited: DISKS,
         end: "for d in vg-thin pool data meta; do dmsetup remove $d; done",
     },
     Case {
@@ -96,8 +104,18 @@ const CASES: [Case; 7] = [
         make: "mdadm --create /dev/md0 --run --assume-clean --metadata=1.2 --level=1 \
             --raid-devices=2 /dev/vda /dev/vdb",
         target: "/dev/md0",
-        words: "raid1 md0 → vda + vdb",
+        words: "md0 (raid1 of vda + vdb)",
+        limited: "md0",
         end: "mdadm --stop /dev/md0; mdadm --zero-superblock /dev/vda /dev/vdb",
+    },
+    Case {
+        name: "LVM volume on raid0",
+        make: "mdadm --create /dev/md0 --run --metadata=1.2 --level=0 --raid-devices=2 /dev/vda /dev/vdb
+            dmsetup create vg-db -u LVM-89ab --table '0 1048576 linear /dev/md0 2048'",
+        target: "/dev/mapper/vg-db",
+        words: "LVM volume vg-db → md0 (raid0 of vda + vdb)",
+        limited: "md0",
+        end: "dmsetup remove vg-db; mdadm --stop /dev/md0; mdadm --zero-superblock /dev/vda /dev/vdb",
     },
     Case {
         name: "file on xfs",
@@ -105,6 +123,7 @@ const CASES: [Case; 7] = [
             dd if=/dev/zero of=/images/db.img bs=1M count=16",
         target: "/images/db.img",
         words: "xfs at /images → vda",
+        limited: DISKS,
         end: "umount /images",
     },
     Case {
@@ -114,6 +133,7 @@ const CASES: [Case; 7] = [
             dd if=/dev/zero of=/images/db.img bs=1M count=16",
         target: "/images/db.img",
         words: "ext4 at /images → LVM volume vg-images → vda",
+        limited: DISKS,
         end: "umount /images; dmsetup remove vg-images",
     },
 ];
@@ -170,20 +190,20 @@ fn stacks_of_a_guests_kernel_are_found_and_limits_below_act() {
         run(case.make);
         let words = run(&format!("rtvirtio doctor {}", case.target));
         assert!(words.contains(case.words), "{}: {words}", case.name);
-        // As `apply` sets it: on the disks that a scheduler is of.
         let script = format!(
-            "for disk in vda vdb; do
+            "for disk in {limited}; do
                  echo $(cat /sys/block/$disk/dev) {limit} >{root}/limited/{file}
              done
              begin=$(cut -d. -f1 /proc/uptime)
              sh -c 'echo $$ >{root}/limited/cgroup.procs
                  exec dd if=/dev/zero of={} {WRITE} oflag=direct conv=notrunc' 2>/dev/null
              end=$(cut -d. -f1 /proc/uptime)
-             for disk in vda vdb; do
+             for disk in {limited}; do
                  echo $(cat /sys/block/$disk/dev) {unlimited} >{root}/limited/{file}
              done
              echo $((end - begin))",
-            case.target
+            case.target,
+            limited = case.limited
         );
         let seconds: u32 = run(&script).trim().parse().unwrap();
         report.push((format!("{} on {version}: {seconds} s", case.name), seconds));

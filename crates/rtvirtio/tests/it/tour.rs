@@ -1,9 +1,9 @@
 //! The whole way of an operator on a host of cgroup v2, Debian's kernel and LVM, which is a guest: from VMs that
 //! run to settings that are applied and taken back, without a byte of an image changed.
 //!
-//! Five QEMUs (stopped, for they are emulated twice) have their disks in a qcow2 file and a raw file on XFS on
-//! a logical volume, on another logical volume of the same disk, on a partition of a second disk, and on a
-//! mirror of both. What reads in their cgroups is fio.
+//! Seven QEMUs (stopped, for they are emulated twice) have their disks in a qcow2 file and a raw file on XFS on
+//! a logical volume, on another logical volume of the same disk, on a partition of a second disk, on a volume on
+//! both, and on two volumes of a mirror of two more disks. What reads in their cgroups is fio.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -17,14 +17,14 @@ use crate::in_guest::{Machine, image, program};
 use crate::scratch_disk::{RTVIRTIO, alone};
 
 /// Bytes of the disks, and of each image.
-const DISKS: [u64; 2] = [2 << 30, 1 << 30];
-/// First sectors and lengths of the second disk's partitions: a VM's, an empty one, the mirror's.
+const DISKS: [u64; 4] = [2 << 30, 1 << 30, 512 << 20, 512 << 20];
+/// First sectors and lengths of the second disk's partitions: a VM's, an empty one, a volume's.
 const PARTITIONS: [(u32, u32); 3] = [(2048, 524_288), (526_336, 1_048_576), (1_574_912, 131_072)];
 const IMAGE: usize = 16 << 20;
 const LONG: Duration = Duration::from_secs(300);
 
 /// Name, cgroup, and the disk's options.
-const VMS: [(&str, &str, &str); 5] = [
+const VMS: [(&str, &str, &str); 7] = [
     (
         "db",
         r"machine-qemu\x2d1\x2ddb.scope",
@@ -47,9 +47,22 @@ const VMS: [(&str, &str, &str); 5] = [
         "driver=raw,file.driver=host_device,file.filename=/dev/vdb1,cache.direct=on,file.cache.direct=on",
     ),
     (
+        "spanned",
+        r"machine-qemu\x2d5\x2dspanned.scope",
+        "driver=raw,file.driver=host_device,file.filename=/dev/mapper/vg-spanned,cache.direct=on,\
+         file.cache.direct=on",
+    ),
+    (
         "mirror",
-        r"machine-qemu\x2d5\x2dmirror.scope",
-        "driver=raw,file.driver=host_device,file.filename=/dev/md0,cache.direct=on,file.cache.direct=on",
+        r"machine-qemu\x2d6\x2dmirror.scope",
+        "driver=raw,file.driver=host_device,file.filename=/dev/mapper/md-mirror,cache.direct=on,\
+         file.cache.direct=on",
+    ),
+    (
+        "batch",
+        r"machine-qemu\x2d7\x2dbatch.scope",
+        "driver=raw,file.driver=host_device,file.filename=/dev/mapper/md-batch,cache.direct=on,\
+         file.cache.direct=on",
     ),
 ];
 
@@ -60,12 +73,15 @@ const PREPARE: &str = "set -e; export DM_DISABLE_UDEV=1
     echo +io >/sys/fs/cgroup/machine.slice/cgroup.subtree_control
     dmsetup create vg-images -u LVM-images --table '0 3145728 linear /dev/vda 2048'
     dmsetup create vg-backup -u LVM-backup --table '0 262144 linear /dev/vda 3147776'
-    dmsetup create vg-mirror -u LVM-mirror --table '0 131072 linear /dev/vda 3409920'
-    mdadm --create /dev/md0 --run --assume-clean --metadata=1.2 --level=1 --raid-devices=2 \
-        /dev/mapper/vg-mirror /dev/vdb3
+    printf '0 65536 linear /dev/vda 3409920\\n65536 65536 linear /dev/vdb3 0\\n' |
+        dmsetup create vg-spanned -u LVM-spanned
+    mdadm --create /dev/md0 --run --assume-clean --metadata=1.2 --level=1 --raid-devices=2 /dev/vdc /dev/vdd
+    dmsetup create md-mirror -u LVM-mirror --table '0 65536 linear /dev/md0 0'
+    dmsetup create md-batch -u LVM-batch --table '0 65536 linear /dev/md0 65536'
+    dmsetup create md-empty -u LVM-empty --table '0 786432 linear /dev/md0 131072'
     mkfs.xfs -q -f /dev/mapper/vg-images; mount -t xfs /dev/mapper/vg-images /images
     for image in db.qcow2 web.raw; do dd if=/$image of=/images/$image bs=1M oflag=direct; rm /$image; done
-    for disk in mapper/vg-backup vdb1 md0; do
+    for disk in mapper/vg-backup vdb1 mapper/vg-spanned mapper/md-mirror mapper/md-batch; do
         dd if=/dev/urandom of=/dev/$disk bs=1M count=16 oflag=direct
     done
     dd if=/dev/zero of=/bios bs=64k count=1; sync";
@@ -132,8 +148,8 @@ fn operators_host_on_cgroup2_lvm_and_partitions_gets_its_settings_and_loses_no_b
     for (index, size) in DISKS.into_iter().enumerate() {
         let disk = directory.path().join(format!("disk{index}"));
         match index {
-            0 => std::fs::File::create(&disk).unwrap().set_len(size).unwrap(),
-            _ => partitioned(&disk, size),
+            1 => partitioned(&disk, size),
+            _ => std::fs::File::create(&disk).unwrap().set_len(size).unwrap(),
         }
         arguments.extend([
             "-blockdev".to_owned(),
@@ -186,7 +202,12 @@ impl Site {
             self.run(0, &script);
         }
         // What their guests would read; a disk's part that the image's name leads to.
-        for (index, path) in [(0, "/images/db.qcow2"), (1, "/images/web.raw"), (3, "/dev/vdb1")] {
+        for (index, path) in [
+            (0, "/images/db.qcow2"),
+            (1, "/images/web.raw"),
+            (3, "/dev/vdb1"),
+            (5, "/dev/mapper/md-mirror"),
+        ] {
             let scope = VMS[index].1;
             let script = format!(
                 r#"(echo 0 >'/sys/fs/cgroup/machine.slice/{scope}/cgroup.procs'
@@ -201,7 +222,7 @@ impl Site {
         self.run(
             0,
             "sha256sum /images/db.qcow2 /images/web.raw
-            for disk in mapper/vg-backup vdb1 md0; do
+            for disk in mapper/vg-backup vdb1 mapper/vg-spanned mapper/md-mirror mapper/md-batch; do
                 dd if=/dev/$disk bs=1M count=16 iflag=direct 2>/dev/null | sha256sum
             done",
         )
@@ -219,11 +240,11 @@ impl Site {
 
     fn tour(&self) {
         let doctor = self
-            .run(0, "rtvirtio doctor /images/db.qcow2 /dev/mapper/vg-backup /dev/vdb1 /dev/md0");
+            .run(0, "rtvirtio doctor /images/db.qcow2 /dev/mapper/vg-backup /dev/vdb1 /dev/mapper/md-mirror");
         assert!(doctor.contains("xfs at /images → LVM volume vg-images → vda"), "{doctor}");
         assert!(doctor.contains("LVM volume vg-backup → vda"), "{doctor}");
         assert!(doctor.contains("partition vdb1 → vdb"), "{doctor}");
-        assert!(doctor.contains("raid1 md0 → "), "{doctor}");
+        assert!(doctor.contains("LVM volume md-mirror → md0 (raid1 of vdc + vdd)"), "{doctor}");
 
         let looks = self.run(0, "rtvirtio top --json --count 2 --interval 3");
         let look: Value = looks.lines().rev().find_map(|l| serde_json::from_str(l).ok()).unwrap();
@@ -232,7 +253,9 @@ impl Site {
             ("web", "raw", "xfs at /images → LVM volume vg-images → vda"),
             ("backup", "raw", "LVM volume vg-backup → vda"),
             ("log", "raw", "partition vdb1 → vdb"),
-            ("mirror", "raw", "raid1 md0 → "),
+            ("spanned", "raw", "LVM volume on several devices vg-spanned → "),
+            ("mirror", "raw", "md0 (raid1 of vdc + vdd)"),
+            ("batch", "raw", "md0 (raid1 of vdc + vdd)"),
         ] {
             let row = look["disks"].as_array().unwrap().iter().find(|row| row["vm"] == vm);
             let row = row.unwrap_or_else(|| panic!("{look}"));
@@ -244,24 +267,27 @@ impl Site {
             let row = look["disks"].as_array().unwrap().iter().find(|row| row["vm"] == vm);
             row.unwrap()["host_p50"].clone()
         };
-        assert!(["db", "web", "log"].iter().all(|vm| on_host(vm).is_u64()), "{look}");
+        assert!(["db", "web", "log", "mirror"].iter().all(|vm| on_host(vm).is_u64()), "{look}");
 
         let said = self.run(
             0,
-            "rtvirtio init db=p99.9:400ms log=p99.9:400ms --observe 4 -o /site.toml --profiles /profiles",
+            "rtvirtio init db=p99.9:400ms log=p99.9:400ms mirror=p99.9:400ms --observe 4 -o /site.toml --profiles /profiles",
         );
         assert!(said.contains("calibrate --in /images -o /profiles/vda.json"), "{said}");
         assert!(said.contains("an empty volume on /dev/vdb: "), "{said}");
         assert!(said.contains("--in LOCATION -o /profiles/vdb.json"), "{said}");
-        assert!(said.contains("mirror/") && said.contains("this is on several"), "{said}");
+        assert!(said.contains("--in LOCATION -o /profiles/md0.json"), "{said}");
+        assert!(said.contains("spanned/") && said.contains("this is on several"), "{said}");
         let toml = self.run(0, "cat /site.toml");
         assert!(toml.contains("/dev/vda") && toml.contains("latency_ms = 400"), "{toml}");
 
-        // In a file beside the images, named by one of them; in a partition that holds nothing.
-        for (place, limit) in
-            [("/images/db.qcow2", 100), ("/dev/vdb2 --overwrite-all-data-on-device", 60)]
-        {
-            let disk = if place.starts_with("/dev") { "vdb" } else { "vda" };
+        // In a file beside the images, named by one of them; in a partition and in a volume that hold
+        // nothing.
+        for (place, disk, limit) in [
+            ("/images/db.qcow2", "vda", 100),
+            ("/dev/vdb2 --overwrite-all-data-on-device", "vdb", 60),
+            ("/dev/mapper/md-empty --overwrite-all-data-on-device", "md0", 110),
+        ] {
             let said = self.run(
                 0,
                 &format!(
@@ -276,7 +302,8 @@ impl Site {
         assert!(said.contains("if the volume holds nothing"), "{said}");
         for (place, why) in [
             ("--in /dev/vdb1", "(qemu-system-x86) has it open"),
-            ("--in /dev/md0", "does not lie on one disk of this host"),
+            ("--in /dev/mapper/vg-spanned", "does not lie on one disk of this host"),
+            ("--in /dev/md0", "is in use (mounted?)"),
             ("--in /dev/vdb3", "is in use (mounted?)"),
             ("/dev/vdb", "is in use (mounted?)"),
             ("/dev/vda", "is in use (mounted?)"),
@@ -288,18 +315,22 @@ impl Site {
 
         // Backup and web were seen to do nothing, so they may do anything and have to be held. In so short
         // a time an emulated guest makes few runs: enough for bounds that are less sure.
-        assert_eq!(toml.matches("[[vm.task]]").count(), 2, "{toml}");
+        assert_eq!(toml.matches("[[vm.task]]").count(), 3, "{toml}");
         assert!(toml.contains("confidence = 0.95"), "{toml}");
         self.run(0, "sed 's/confidence = 0.95/confidence = 0.5/' /site.toml >/edited.toml");
         let planned = self.run(2, "rtvirtio plan /edited.toml -o /site.plan");
         assert!(planned.contains("met") && planned.contains("write limit"), "{planned}");
         self.run(0, "rtvirtio apply /site.plan");
-        let backup = format!("'/sys/fs/cgroup/machine.slice/{}/io.max'", VMS[2].1);
-        let limit = self.run(0, &format!("cat {backup}"));
-        assert!(limit.contains("wbps=") && !limit.contains("wbps=max"), "{limit}");
+        let limits = |vm: usize| format!("'/sys/fs/cgroup/machine.slice/{}/io.max'", VMS[vm].1);
+        for vm in [2, 6] {
+            let limit = self.run(0, &format!("cat {}", limits(vm)));
+            assert!(limit.contains("wbps=") && !limit.contains("wbps=max"), "{vm}: {limit}");
+        }
+        let of_array = self.run(0, &format!("grep ^9: {}", limits(6)));
+        assert!(of_array.contains("wbps="), "{of_array}");
         self.run(0, "rtvirtio verify /site.plan");
         self.run(0, "rtvirtio rollback");
-        assert_eq!(self.run(0, &format!("cat {backup}")), "");
+        assert_eq!(self.run(0, &format!("cat {} {}", limits(2), limits(6))), "");
         self.run(2, "rtvirtio verify /site.plan");
     }
 

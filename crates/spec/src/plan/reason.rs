@@ -191,6 +191,7 @@ const fn regime_name(regime: Regime) -> &'static str {
         Regime::Flooded => "a background VM without a cap",
         Regime::Idling => "bfq that idles",
         Regime::IdlingFlooded => "bfq that idles beside a background VM without a cap",
+        Regime::Controlled => "a background VM without a cap under iocost",
     }
 }
 

@@ -17,8 +17,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use rtvirtio_bench::campaign::{Campaign, Job, Source};
+use rtvirtio_bench::campaign::{Campaign, DATA_PLANE, Job, Source};
 use rtvirtio_bench::cell::Testbed;
+use rtvirtio_bench::qos::curve::Curve;
 use rtvirtio_bench::report;
 use rtvirtio_bench::scratch::{Backing, ScratchDisk};
 use rtvirtio_calibrate::calibration::{FULL, calibrate_to};
@@ -34,7 +35,7 @@ use serde_json::json;
 
 use super::guests::{ImageArgs, VmKind};
 use super::scratch::BackingArgs;
-use crate::{Outcome, input};
+use crate::{Outcome, input, rtvirtio};
 
 /// Size of the scratch disk.
 pub(crate) const DISK: Bytes = Bytes::new(2 << 30);
@@ -55,6 +56,9 @@ pub(crate) struct Args {
     /// Schemes: bfq, ionice, rt-xen, none, mq-deadline, kyber, hand, rtvirtio
     #[arg(long, value_delimiter = ',', default_values_t = Scheme::ALL)]
     schemes: Vec<Scheme>,
+    /// Beside the schemes: the data plane, with vhost-user clients in the VMs' place
+    #[arg(long, conflicts_with_all = ["sweep_cap", "prediction", "conditions", "spec", "closed_loop"])]
+    data_plane: bool,
     /// Targets: strict or paper
     #[arg(long, default_value = "strict")]
     tier: Tier,
@@ -165,12 +169,21 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         return closed_loop::run(args, &mut testbed, &path, interrupted);
     }
     check_shared(args, &testbed, &profile)?;
+    ensure!(
+        !args.data_plane || guests.is_none(),
+        "--data-plane has clients in the VMs' place: leave --guests out (make demo has guests on both)"
+    );
+    let program = rtvirtio()?;
+    let curve = match &backing {
+        Backing::Ssd(name) => Curve::of_ssd(name.parse()?),
+        Backing::Raw(_) => Curve::of_profile(&profile.capacity),
+    };
     let campaign = Campaign {
         testbed: &testbed,
         profile: &profile,
         window: Duration::from_secs(args.window),
         rounds: 1,
-        data_plane: None,
+        data_plane: Some((&program, curve)),
         directory: &args.out,
         seed: args.seed,
         noise_floor: matches!(backing, Backing::Raw(_)),
@@ -180,7 +193,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         (None, Some(cells), _) => campaign.prediction_jobs(cells),
         (None, None, Some(conditions)) => campaign.condition_jobs(conditions, args.twice_every),
         (None, None, None) => {
-            let sources: Vec<_> = if args.sweep_cap.is_empty() {
+            let mut sources: Vec<_> = if args.sweep_cap.is_empty() {
                 args.schemes.iter().map(|&s| (s.to_string(), Source::Scheme(s))).collect()
             } else {
                 let cap = |&mb| {
@@ -189,6 +202,9 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
                 };
                 args.sweep_cap.iter().map(cap).collect()
             };
+            if args.data_plane {
+                sources.push((DATA_PLANE.to_owned(), Source::DataPlane));
+            }
             campaign.matrix(&cases, args.tier, args.neighbour, &sources, args.repetitions)
         }
     };

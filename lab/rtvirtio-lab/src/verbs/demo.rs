@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use rtvirtio_bench::campaign::{CELLS, Campaign, Source};
+use rtvirtio_bench::campaign::{CELLS, Campaign, DATA_PLANE, Source};
 use rtvirtio_bench::cell::Testbed;
 use rtvirtio_bench::guests::{Accelerator, GuestImage, Served};
 use rtvirtio_bench::qos::curve::Curve;
@@ -30,7 +30,7 @@ use rtvirtio_spec::specification::to_toml;
 use super::bench::DISK;
 use super::guests::{ImageArgs, VmKind};
 use crate::{Outcome, input, rtvirtio};
-use verdict::{DATA_PLANE, Verdict};
+use verdict::Verdict;
 
 /// The schemes of the short demo; the data plane comes on top.
 const SHORT: [Scheme; 4] = [Scheme::Bfq, Scheme::None, Scheme::Hand, Scheme::Rtvirtio];

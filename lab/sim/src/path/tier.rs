@@ -58,7 +58,8 @@ impl Tier {
         seasoned: bool,
     ) -> Self {
         let elevator: Box<dyn Elevator> = match scheduler {
-            Scheduler::None => Box::new(Fifo::default()),
+            // iocost is not simulated: what calls this has no such settings.
+            Scheduler::None | Scheduler::IoCost(_) => Box::new(Fifo::default()),
             Scheduler::MqDeadline => Box::new(MqDeadline::default()),
             Scheduler::Kyber => Box::new(Kyber::default()),
             Scheduler::Bfq(parameters) => {

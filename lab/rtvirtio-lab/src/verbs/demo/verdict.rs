@@ -12,6 +12,7 @@
 
 use std::time::Duration;
 
+use rtvirtio_bench::campaign::DATA_PLANE;
 use rtvirtio_bench::verdict::{Standing, standing};
 use rtvirtio_cases::Scheme;
 use rtvirtio_cli::progress::human;
@@ -20,9 +21,6 @@ use rtvirtio_spec::run::{Cell, TaskResult};
 use serde::Serialize;
 
 use crate::Outcome;
-
-/// How the data plane is called in tables.
-pub(super) const DATA_PLANE: &str = "data-plane";
 
 /// What a demo comes to.
 #[derive(Debug, Serialize)]
