@@ -15,7 +15,7 @@ use rtvirtio_vhost::protocol::CONFIG_MAX;
 use rtvirtio_vhost::protocol::features as common;
 use rtvirtio_vhost::{Backend, Link};
 use rtvirtio_virtq::Segment;
-use rtvirtio_virtq::ring::Inflight;
+use rtvirtio_virtq::ring::{Inflight, Positions};
 
 use crate::call::Caller;
 
@@ -36,6 +36,8 @@ pub struct NicConfig {
     pub taps: Vec<Tap>,
     /// Guest memory that a front end may share, in all its regions.
     pub memory: Bytes,
+    /// Where its packed rings are, for whoever serves it after a crash.
+    pub positions: Option<Arc<Positions>>,
 }
 
 /// A device.
@@ -142,6 +144,10 @@ impl Backend for Nic {
         mtu <= self.config.mtu.into()
     }
 
+    fn positions(&self) -> Option<&Arc<Positions>> {
+        self.config.positions.as_ref()
+    }
+
     fn memory_limit(&self) -> Bytes {
         self.config.memory
     }
@@ -188,6 +194,7 @@ mod tests {
             limits: [None; 2],
             taps: Vec::new(),
             memory: Bytes::new(1 << 20),
+            positions: None,
         })
     }
 

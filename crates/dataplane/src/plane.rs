@@ -10,7 +10,10 @@ mod host;
 pub(crate) mod iothreads;
 mod nics;
 mod opened;
+mod positions;
+mod promises;
 mod registry;
+mod watchdog;
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -30,6 +33,7 @@ use rtvirtio_spec::mapping::{Entry, Mapping, MappingError};
 use rtvirtio_spec::serve::{Configuration, Fault, IoThread, Policy, Qos, Schedule, wire};
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 use rtvirtio_vhost::session::Ended;
+use rtvirtio_virtq::memory::MemoryError;
 use rustix::io::Errno;
 use tokio::sync::broadcast;
 use tokio::sync::broadcast::error::RecvError;
@@ -56,6 +60,9 @@ pub enum Notice<'a> {
         /// How.
         reason: Broken,
     },
+    /// Where the packed rings of a network device are is not kept: its guest loses the network when
+    /// this process is killed.
+    NoPositions(MemoryError),
     /// A driver kicks, and its ring stays empty. Said once a session.
     EmptyRing {
         /// Of its queues, from 0.

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 
 use rtvirtio_units::Bytes;
-use rtvirtio_virtq::ring::Inflight;
+use rtvirtio_virtq::ring::{Inflight, Positions};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 
@@ -43,6 +43,12 @@ pub trait Backend: Send + Sync {
     /// The front end says which MTU its guest was told (NET_SET_MTU). False: the device cannot have it.
     fn set_mtu(&self, _mtu: u64) -> bool {
         false
+    }
+
+    /// Where its packed rings are, kept for a successor of this process. Only of a device that uses
+    /// buffers in the order in which they were made available and has no in-flight region.
+    fn positions(&self) -> Option<&Arc<Positions>> {
+        None
     }
 
     /// The most guest memory that a front end may share, in all its regions.

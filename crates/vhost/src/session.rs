@@ -401,6 +401,7 @@ impl<H: QueueHost> Session<H> {
             Message::GetVringBase(index) => {
                 let position = self.position(index)?;
                 self.stop(position);
+                self.forget(position);
                 let vring = &mut self.vrings[position];
                 vring.kick = Kick::Unset;
                 return Ok(Answer::Vring(VringState { index, num: vring.base }));
@@ -613,7 +614,12 @@ impl<H: QueueHost> Session<H> {
             Some(area) => area.map.queue(index),
             None => None,
         };
-        let ring = match Ring::new(config, Arc::clone(&self.memory), inflight) {
+        let memory = Arc::clone(&self.memory);
+        let ring = match self.device.positions().and_then(|kept| kept.queue(index)) {
+            Some(position) => Ring::with_position(config, memory, position),
+            None => Ring::new(config, memory, inflight),
+        };
+        let ring = match ring {
             Ok(ring) => ring,
             // Its memory may come later.
             Err(RingError::Unmapped) => return Ok(()),
@@ -648,6 +654,13 @@ impl<H: QueueHost> Session<H> {
         }
     }
 
+    /// The front end knows where a ring is, or sets it up anew.
+    fn forget(&self, position: usize) {
+        if let Some(kept) = self.device.positions() {
+            kept.forget(position as u16);
+        }
+    }
+
     fn stop_all(&mut self) {
         for index in 0..self.vrings.len() {
             self.stop(index);
@@ -671,8 +684,9 @@ impl<H: QueueHost> Session<H> {
     /// Stops all rings and forgets how they were set up.
     fn reset_rings(&mut self) {
         self.stop_all();
-        for vring in &mut self.vrings {
-            *vring = Vring::default();
+        for index in 0..self.vrings.len() {
+            self.forget(index);
+            self.vrings[index] = Vring::default();
         }
     }
 

@@ -2,24 +2,43 @@
 //! of 32 requests of three descriptors, as a block driver makes them.
 
 use std::hint::black_box;
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use rtvirtio_virtq::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
-use rtvirtio_virtq::ring::{Chain, Inflight, Ring};
+use rtvirtio_virtq::ring::{Chain, Inflight, Positions, Ring};
+use rustix::fs::{MemfdFlags, memfd_create};
 
 const BATCH: u64 = 32;
 
+/// What is kept for a successor.
+#[derive(Clone, Copy)]
+enum Kept {
+    Nothing,
+    Inflight,
+    Position,
+}
+
 /// The time that the device takes for at least so many requests.
-fn requests(options: Options, indirect: bool, inflight: bool, count: u64) -> Duration {
+fn requests(options: Options, indirect: bool, kept: Kept, count: u64) -> Duration {
     let guest = Guest::new(1 << 20);
     let mut driver = Driver::new(guest.clone(), GUEST + (1 << 16), options);
-    let region = inflight.then(|| {
-        let (fd, size) = Inflight::create(1, options.size, options.packed).unwrap();
-        Inflight::map(fd, 0, size, 1, options.size, options.packed).unwrap()
-    });
-    let queue = region.and_then(|region| region.queue(0));
-    let mut ring = Ring::new(driver.config(), guest.memory(), queue).unwrap();
+    let (config, memory) = (driver.config(), guest.memory());
+    let mut ring = match kept {
+        Kept::Nothing => Ring::new(config, memory, None),
+        Kept::Inflight => {
+            let (fd, size) = Inflight::create(1, options.size, options.packed).unwrap();
+            let region = Inflight::map(fd, 0, size, 1, options.size, options.packed).unwrap();
+            Ring::new(config, memory, region.queue(0))
+        }
+        Kept::Position => {
+            let file = memfd_create(c"positions", MemfdFlags::CLOEXEC).unwrap();
+            let positions = Positions::map(file.as_fd(), 1).unwrap();
+            Ring::with_position(config, memory, positions.queue(0).unwrap())
+        }
+    }
+    .unwrap();
     let buffers = [
         Buffer { address: GUEST, length: 16, writable: false },
         Buffer { address: GUEST + 4096, length: 4096, writable: true },
@@ -52,18 +71,19 @@ fn bench(criterion: &mut Criterion) {
     let split = Options { size: 256, packed: false, event_idx: true, indirect: true };
     let packed = Options { packed: true, ..split };
     let cases = [
-        ("split", split, false, false),
-        ("split, indirect", split, true, false),
-        ("split, in-flight region", split, false, true),
-        ("packed", packed, false, false),
-        ("packed, indirect", packed, true, false),
-        ("packed, in-flight region", packed, false, true),
+        ("split", split, false, Kept::Nothing),
+        ("split, indirect", split, true, Kept::Nothing),
+        ("split, in-flight region", split, false, Kept::Inflight),
+        ("packed", packed, false, Kept::Nothing),
+        ("packed, indirect", packed, true, Kept::Nothing),
+        ("packed, in-flight region", packed, false, Kept::Inflight),
+        ("packed, position", packed, false, Kept::Position),
     ];
     let mut group = criterion.benchmark_group("ring");
     group.throughput(Throughput::Elements(1));
-    for (name, options, indirect, inflight) in cases {
+    for (name, options, indirect, kept) in cases {
         group.bench_function(name, |bencher| {
-            bencher.iter_custom(|count| requests(options, indirect, inflight, count));
+            bencher.iter_custom(|count| requests(options, indirect, kept, count));
         });
     }
 }

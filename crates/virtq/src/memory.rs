@@ -145,6 +145,12 @@ impl Memory {
         self.log.as_ref()
     }
 
+    /// Device and inode of the file that a front end's address lies in.
+    pub(crate) fn front_end_file(&self, address: u64) -> Option<(u64, u64)> {
+        let holds = |region: &&Arc<Region>| region.front_end(address, 1).is_some();
+        self.regions.iter().find(holds).map(|region| region.file())
+    }
+
     /// Whether the front end took away memory that it had shared.
     #[must_use]
     pub fn is_broken(&self) -> bool {

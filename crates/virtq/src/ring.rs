@@ -10,6 +10,7 @@
 //! - [`chain`]: a request's descriptors, checked and translated
 //! - `split`, `packed`: the two layouts
 //! - [`inflight`]: what a successor needs to go on after a crash
+//! - [`positions`]: the little of it that a device needs which uses buffers in order
 
 use std::sync::Arc;
 
@@ -20,6 +21,7 @@ mod descriptor;
 pub mod inflight;
 mod packed;
 mod part;
+pub mod positions;
 mod split;
 
 #[cfg(any(test, feature = "test-utils"))]
@@ -31,6 +33,7 @@ mod tests;
 
 pub use chain::Chain;
 pub use inflight::{Inflight, InflightError, InflightQueue};
+pub use positions::{Positions, QueuePosition};
 
 use packed::Packed;
 use part::Part;
@@ -171,6 +174,14 @@ enum Layout {
     Packed(Packed),
 }
 
+/// What is kept of a ring for the server that comes after a crash.
+#[derive(Debug)]
+enum Kept {
+    Nothing,
+    Inflight(InflightQueue),
+    Position(QueuePosition),
+}
+
 /// Calls the same method of either layout.
 macro_rules! either {
     ($layout:expr, $ring:ident => $call:expr) => {
@@ -192,6 +203,25 @@ impl Ring {
         memory: Arc<Memory>,
         inflight: Option<InflightQueue>,
     ) -> Result<Self, RingError> {
+        Self::with(config, memory, inflight.map_or(Kept::Nothing, Kept::Inflight))
+    }
+
+    /// Sets up a ring of a device that uses its buffers in the order in which they were made
+    /// available. A packed one goes on where an earlier server was when it crashed; what that one
+    /// had taken and not finished comes again. A split one needs no position: it begins at the
+    /// base.
+    ///
+    /// # Errors
+    /// As [`Ring::new`].
+    pub fn with_position(
+        config: RingConfig,
+        memory: Arc<Memory>,
+        position: QueuePosition,
+    ) -> Result<Self, RingError> {
+        Self::with(config, memory, Kept::Position(position))
+    }
+
+    fn with(config: RingConfig, memory: Arc<Memory>, kept: Kept) -> Result<Self, RingError> {
         let size = config.size;
         if !(2..=MAX_SIZE).contains(&size) || !config.packed && !size.is_power_of_two() {
             return Err(RingError::Size);
@@ -202,10 +232,14 @@ impl Ring {
             return Err(RingError::MemoryGone);
         }
         // The earlier server may have ended between showing a request finished and calling.
-        let call = inflight.is_some();
+        let call = !matches!(kept, Kept::Nothing);
         let layout = if config.packed {
-            Layout::Packed(Packed::new(&config, &memory, inflight)?)
+            Layout::Packed(Packed::new(&config, &memory, kept)?)
         } else {
+            let inflight = match kept {
+                Kept::Inflight(queue) => Some(queue),
+                Kept::Nothing | Kept::Position(_) => None,
+            };
             Layout::Split(Split::new(&config, &memory, inflight)?)
         };
         Ok(Self { config, memory, layout, error: None, near: 0, broken, in_flight: 0, call })

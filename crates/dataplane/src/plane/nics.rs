@@ -10,12 +10,14 @@ use rtvirtio_net::tap::{self, Tap, TapError};
 use rtvirtio_spec::control::{NicQueueState, NicState, QueueDirection};
 use rtvirtio_spec::serve;
 use rtvirtio_units::{IoThreadName, Name};
+use rtvirtio_vhost::Backend as _;
 use rtvirtio_vhost::server::{Listener, Server, SocketId};
 use rtvirtio_vhost::session::{self, Change, QueueHost, StartError, StoppedQueue};
-use rtvirtio_virtq::memory::Memory;
+use rtvirtio_virtq::memory::{Memory, MemoryError};
 use rustix::io::Errno;
 
 use super::host::change;
+use super::positions::PositionsFile;
 use super::{Notice, PlaneError, Report, io, refused};
 use crate::call::{self, Call};
 use crate::device::Limits;
@@ -35,6 +37,7 @@ pub(super) struct OpenedNic {
     pub(super) spec: serve::Nic,
     pub(super) taps: Vec<Tap>,
     pub(super) listener: Listener,
+    pub(super) positions: Result<PositionsFile, MemoryError>,
 }
 
 /// Attaches to a device's TAP. The kernel lets go of that of a server that was killed a moment after its
@@ -66,6 +69,8 @@ struct Served {
     nic: Arc<Nic>,
     host: Arc<NicHost>,
     socket_id: SocketId,
+    // Behind what ends the sessions.
+    _positions: Option<PositionsFile>,
 }
 
 /// All network devices.
@@ -84,7 +89,11 @@ impl Nics {
         threads: Vec<ThreadId>,
         (server, pool, report): (&Server, &Arc<Pool>, &Arc<Report>),
     ) -> Result<(), PlaneError> {
-        let OpenedNic { spec, taps, listener } = opened;
+        let OpenedNic { spec, taps, listener, positions } = opened;
+        let positions = positions.map_err(|error| {
+            report(spec.name.as_str(), Notice::NoPositions(error));
+        });
+        let positions = positions.ok();
         // What Linux gives a TAP that nobody has changed.
         const USUAL_MTU: u16 = 1500;
         let nic = Arc::new(Nic::new(NicConfig {
@@ -94,6 +103,7 @@ impl Nics {
             limits: [spec.rx, spec.tx].map(|limit| limit.map(rate)),
             taps,
             memory: spec.max_memory.unwrap_or(Limits::default().memory),
+            positions: positions.as_ref().map(|file| Arc::clone(&file.positions)),
         }));
         let queues = threads.into_iter().map(|thread| Place { thread, key: None }).collect();
         let stats = (0..2 * spec.pairs).map(|_| Arc::new(QueueStats::new())).collect();
@@ -107,7 +117,8 @@ impl Nics {
         let served = server.add(listener, Arc::clone(&nic) as Arc<_>, Arc::clone(&host));
         let socket_id =
             served.map_err(|error| io(format!("cannot listen for {}", spec.name), error))?;
-        self.served().insert(spec.name.clone(), Served { spec, nic, host, socket_id });
+        let nic = Served { nic, host, socket_id, _positions: positions, spec };
+        self.served().insert(nic.spec.name.clone(), nic);
         Ok(())
     }
 
@@ -121,6 +132,17 @@ impl Nics {
     /// As they were added.
     pub(super) fn configured(&self) -> Vec<serve::Nic> {
         self.served().values().map(|nic| nic.spec.clone()).collect()
+    }
+
+    /// Forgets where the rings of front ends that have gone were: they do not come back to them.
+    pub(super) fn forget_gone(&self, server: &Server) {
+        for nic in self.served().values() {
+            if let Some(kept) = nic.nic.positions()
+                && !server.is_connected(nic.socket_id)
+            {
+                (0..nic.nic.queues()).for_each(|index| kept.forget(index));
+            }
+        }
     }
 
     /// Ends all sessions.

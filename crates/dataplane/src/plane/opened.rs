@@ -12,6 +12,7 @@ use rtvirtio_spec::serve::{Configuration, Device, Engine, ImageLock, Listen, Nic
 use super::PlaneError;
 use super::host::open_exclusive_with_retry;
 use super::nics::{OpenedNic, attach};
+use super::positions::PositionsFile;
 use super::{SOCKET_MODE, io, refused};
 use crate::sandbox::{Identity, give};
 use rtvirtio_vhost::server::Listener;
@@ -101,7 +102,8 @@ impl Opened {
         let open = |spec: &Nic| {
             let taps = attach(spec)?;
             let listener = bind(&spec.socket, spec.name.as_str())?;
-            Ok(OpenedNic { spec: spec.clone(), taps, listener })
+            let positions = PositionsFile::open(&spec.socket, 2 * spec.pairs);
+            Ok(OpenedNic { spec: spec.clone(), taps, listener, positions })
         };
         let nics = configuration.nics.iter().map(open).collect::<Result<_, PlaneError>>()?;
         Ok(Self { devices, nics })

@@ -1,16 +1,11 @@
 //! The data plane itself: IOThreads and devices by name, over the pool and the server.
 
-use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, MutexGuard, OnceLock};
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use rtvirtio_engine::AbortOnPanic;
 use rtvirtio_qos as qos;
-use rtvirtio_qos::Stalls;
-use rtvirtio_qos::admission::{Curve, Wish};
 use rtvirtio_spec::control::{
     Activity, Decision, Event, IoThreadState, PolicyState, QosState, TaskState,
 };
@@ -27,6 +22,8 @@ use super::host::{Host, HostSetup, lock_with_retry};
 use super::iothreads::{Adding, Core, Served, Slots, State};
 use super::nics::Nics;
 use super::opened::{Image, Opened, OpenedDevice};
+use super::promises::terms;
+use super::watchdog::Watchdog;
 use super::{
     Admission, HandedFds, Observation, ObservedDevice, ObservedQueue, Plane, PlaneError,
     SOCKET_MODE, io, refused,
@@ -35,15 +32,10 @@ use super::{Notice, Report};
 use crate::device::{Device, DeviceConfig, Limits};
 use crate::monitor::{Monitor, SchedStat};
 use crate::pool::ThreadId;
-use crate::schedule::{ClassStatus, Member, Schedule};
+use crate::schedule::{ClassStatus, Schedule};
 use crate::thread_stats::IoThreadStats;
 use crate::vcpus::Guard;
 use rtvirtio_vhost::server::{Listener, Server};
-
-/// How often somebody looks whether an IOThread is stuck in a front end's eventfd.
-const STUCK_PERIOD: Duration = Duration::from_millis(5);
-/// The same while none of them does anything.
-const IDLE_PERIOD: Duration = Duration::from_millis(100);
 
 /// The data plane.
 pub struct Registry {
@@ -57,14 +49,7 @@ pub struct Registry {
     monitor: Monitor,
     /// Of the process, which no change concerns.
     process: OnceLock<(Service, Option<Control>)>,
-    watched: Arc<Watched>,
-    watcher: Option<JoinHandle<()>>,
-}
-
-/// What the watchdog looks at; it never waits for anybody who may wait for an IOThread.
-struct Watched {
-    hosts: Mutex<Vec<Weak<Host>>>,
-    on: AtomicBool,
+    watchdog: Watchdog,
 }
 
 impl Registry {
@@ -74,32 +59,6 @@ impl Registry {
     /// The system has no descriptor or thread left.
     pub fn new(report: Arc<Report>) -> std::io::Result<Self> {
         let core = Arc::new(Core::new());
-        let watched = Arc::new(Watched { hosts: Mutex::default(), on: AtomicBool::new(true) });
-        let watcher = std::thread::Builder::new().name("watchdog".to_owned()).spawn({
-            let (core, watched) = (Arc::clone(&core), Arc::clone(&watched));
-            move || {
-                let _fatal = AbortOnPanic::new();
-                let pool = Arc::clone(&core.pool);
-                let mut before = HashMap::new();
-                let mut stalls = HashMap::new();
-                let watchdog = Arc::clone(pool.watchdog());
-                watchdog.enter();
-                let mut period = IDLE_PERIOD;
-                while watched.on.load(Relaxed) {
-                    std::thread::park_timeout(period);
-                    watchdog.set_idle(false);
-                    let mut busy = pool.unblock_stuck_iothreads(&mut before);
-                    watched.report_broken_queues();
-                    report_stalls(&core, &mut stalls);
-                    if !busy {
-                        // From here on who calls a driver wakes it; who began before is seen.
-                        watchdog.set_idle(true);
-                        busy = pool.unblock_stuck_iothreads(&mut before);
-                    }
-                    period = if busy { STUCK_PERIOD } else { IDLE_PERIOD };
-                }
-            }
-        })?;
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Ok(Self {
             started: Nanos::from(started),
@@ -111,9 +70,8 @@ impl Registry {
             nics: Nics::default(),
             monitor: Monitor::new(Arc::clone(&core)),
             process: OnceLock::new(),
+            watchdog: Watchdog::start(Arc::clone(&core))?,
             core,
-            watched,
-            watcher: Some(watcher),
         })
     }
 
@@ -280,7 +238,7 @@ impl Registry {
             self.server.remove(socket_id);
             unheard(error)
         })?;
-        self.watched.hosts().push(Arc::downgrade(&host));
+        self.watchdog.watch(&host);
         let served = Served {
             configured: spec.clone(),
             host,
@@ -298,18 +256,6 @@ impl Registry {
         drop(state);
         self.core.touch();
         Ok(())
-    }
-}
-
-/// Tells of stalls that came to those that were told of, by schedule.
-fn report_stalls(core: &Core, told: &mut HashMap<Name, u64>) {
-    for (schedule, Stalls { count, last, .. }) in core.stalls() {
-        let before = told.insert(schedule.clone(), count).unwrap_or(0);
-        // One that was made anew under the name counts from 0.
-        let stalls = if count < before { count } else { count - before };
-        if let Some(last) = last.filter(|_| stalls > 0) {
-            core.tell(Event::DeviceStalled { schedule, stall: super::stall(last), stalls });
-        }
     }
 }
 
@@ -365,21 +311,6 @@ impl Registry {
     }
 }
 
-impl Watched {
-    fn hosts(&self) -> MutexGuard<'_, Vec<Weak<Host>>> {
-        self.hosts.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn report_broken_queues(&self) {
-        self.hosts().retain(|host| {
-            host.upgrade().is_some_and(|host| {
-                host.report_broken_queues();
-                true
-            })
-        });
-    }
-}
-
 impl Served {
     fn sockets(&self) -> impl Iterator<Item = &PathBuf> {
         self.socket.iter().chain(self.slots.as_ref().map(|slots| &slots.socket))
@@ -392,44 +323,6 @@ impl Served {
             server.remove(slots.socket_id);
         }
     }
-}
-
-impl State {
-    /// A disk's place in the schedule that it names.
-    fn member(&self, qos: &serve::Qos) -> Result<Member, PlaneError> {
-        let schedule = self.schedules.get(&qos.schedule);
-        let (share, promise, tasks) = terms(qos);
-        let member = schedule.and_then(|schedule| schedule.join(share, promise));
-        let member = member.ok_or_else(|| PlaneError::NoSchedule(qos.schedule.clone()))?;
-        Ok(tasks.into_iter().fold(member, |member, (ioprio, p)| member.with_task(ioprio, p)))
-    }
-}
-
-type Terms = (qos::Share, Option<qos::Promise>, Vec<(serve::IoPriority, qos::Promise)>);
-
-/// What a disk and its tasks get, in the schedule's terms.
-fn terms(qos: &serve::Qos) -> Terms {
-    let rate = |rate: &serve::Rate| qos::Rate {
-        iops: rate.iops,
-        bandwidth: rate.bandwidth,
-        burst: rate.burst,
-    };
-    let promise = |p: &serve::Promise| qos::Promise { deadline: p.deadline, rate: rate(&p.rate) };
-    let share = qos::Share { weight: qos.weight, limit: qos.limit.as_ref().map(rate) };
-    let tasks = qos.tasks.iter().map(|task| (task.ioprio, promise(&task.promise)));
-    (share, qos.promise.as_ref().map(promise), tasks.collect())
-}
-
-/// What the 99.9th percentile of a device's service time is of the mean, where nobody measured it:
-/// of a solid-state disk (2.4 of ref-4x250).
-const SPREAD: f64 = 3.0;
-
-/// What a disk and its tasks would be promised.
-fn wishes(qos: &serve::Qos) -> Vec<Wish> {
-    let (_, own, tasks) = terms(qos);
-    let promises = own.into_iter().chain(tasks.into_iter().map(|(_, promise)| promise));
-    // How many requests a driver has under way is not known here.
-    promises.map(|promise| Wish { promise, depth: None, percentile: None }).collect()
 }
 
 /// The threads of a mapping's queues.
@@ -733,54 +626,16 @@ impl Plane for Registry {
     }
 }
 
-impl State {
-    /// What each device is promised that is here or about to be.
-    fn promises(&self) -> impl Iterator<Item = (&DiskName, &serve::Qos)> {
-        let served = self.devices.iter().map(|(name, served)| (name, &served.qos));
-        let adding = self.adding.iter().map(|(name, adding)| (name, &adding.qos));
-        served.chain(adding).filter_map(|(name, qos)| Some((name, qos.as_ref()?)))
-    }
-
-    /// Whether `device` can be promised what `qos` says beside what the others in its schedule are.
-    fn admit(&self, device: &DiskName, qos: &serve::Qos) -> Result<(), PlaneError> {
-        let Some(schedule) = self.schedules.get(&qos.schedule) else { return Ok(()) };
-        let others = self.promises().filter(|(name, _)| *name != device);
-        let others = others.filter(|(_, other)| other.schedule == qos.schedule);
-        let others: Vec<_> = others.map(|(_, other)| wishes(other)).collect();
-        let curve = Curve {
-            device: schedule.status().device,
-            spread: SPREAD,
-            spread_decade: 0.0,
-            overhead: Nanos::ZERO,
-            jitter: Nanos::ZERO,
-            jitter_decade: Nanos::ZERO,
-        };
-        match curve.refusal(&others, &wishes(qos)) {
-            Some(reason) => Err(PlaneError::NotAdmitted { device: device.clone(), reason }),
-            None => Ok(()),
-        }
-    }
-
-    fn set_qos(&mut self, device: &DiskName, qos: Option<serve::Qos>) {
-        if let Some(served) = self.devices.get_mut(device) {
-            served.qos = qos;
-        }
-    }
-}
-
 impl Drop for Registry {
     fn drop(&mut self) {
         self.monitor.stop();
+        self.nics.forget_gone(&self.server);
         // Sessions drain what is in flight, all at once: the pool must still be there.
         self.server.shut_down();
         self.nics.close(&self.server);
         for (_, served) in std::mem::take(&mut self.state().devices) {
             served.close(&self.server);
         }
-        self.watched.on.store(false, Relaxed);
-        if let Some(watcher) = self.watcher.take() {
-            watcher.thread().unpark();
-            let _ = watcher.join();
-        }
+        self.watchdog.stop();
     }
 }

@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use crate::Segment;
-use rustix::fs::{SeekFrom, seek};
+use rustix::fs::{SeekFrom, fstat, seek};
 
 use super::{Mapping, MemoryError};
 
@@ -25,6 +25,8 @@ pub struct RegionSpec {
 pub struct Region {
     spec: RegionSpec,
     mapping: Mapping,
+    /// Device and inode of its file.
+    file: (u64, u64),
     /// Its parts that had pages when it was mapped: the first byte, and the one behind the last.
     populated: Vec<(u64, u64)>,
 }
@@ -69,13 +71,19 @@ impl Region {
         }
         let mapping = Mapping::new(fd.as_fd(), spec.offset, spec.size)?;
         let populated = populated(fd.as_fd(), spec.offset, spec.size);
-        Ok(Self { spec, mapping, populated })
+        let stat = fstat(&fd).map_err(MemoryError::System)?;
+        Ok(Self { spec, mapping, file: (stat.st_dev, stat.st_ino), populated })
     }
 
     /// Where it lies.
     #[must_use]
     pub const fn spec(&self) -> &RegionSpec {
         &self.spec
+    }
+
+    /// Device and inode of its file.
+    pub(super) const fn file(&self) -> (u64, u64) {
+        self.file
     }
 
     /// All of it.

@@ -2,12 +2,14 @@
 
 use std::sync::atomic::{Ordering, fence};
 
+use crate::Segment;
 use crate::memory::Memory;
 
 use super::chain::{Builder, DESCRIPTOR, INDIRECT, NEXT, WRITE};
 use super::descriptor::{AVAILABLE, Descriptor, Position, USED};
-use super::inflight::{InflightQueue, PackedInflight};
-use super::{Chain, Part, RingConfig, RingError, need_event};
+use super::inflight::PackedInflight;
+use super::positions::{Finished, Identity, QueuePosition};
+use super::{Chain, Kept, Part, RingConfig, RingError, need_event};
 
 // Event suppression structure: the descriptor's offset and wrap counter, then the flags.
 const EVENT: usize = 4;
@@ -38,6 +40,8 @@ pub(super) struct Packed {
     /// Requests that an earlier server had begun, the next one last.
     resubmit: Vec<Vec<Descriptor>>,
     inflight: Option<PackedInflight>,
+    /// Where it is, for a successor; not beside an in-flight region.
+    position: Option<QueuePosition>,
     /// What the driver has been told about kicks; `None` if that is not known.
     notification: Option<bool>,
     log: bool,
@@ -61,11 +65,7 @@ impl Parts {
 }
 
 impl Packed {
-    pub(super) fn new(
-        config: &RingConfig,
-        memory: &Memory,
-        inflight: Option<InflightQueue>,
-    ) -> Result<Self, RingError> {
+    pub(super) fn new(config: &RingConfig, memory: &Memory, kept: Kept) -> Result<Self, RingError> {
         let Parts { descriptors, driver, device } = Parts::translate(config, memory)?;
         let size = config.size;
         // A server drains its ring before it gives the base away, so that both halves are the
@@ -76,21 +76,35 @@ impl Packed {
         }
         // Some say 0 for a ring that has just begun, as if it were split (User Mode Linux). Where a
         // ring is at 0 in its second lap, the first has left marks.
-        let flags = descriptors.load_u16(14, Ordering::Acquire);
-        if config.base == 0 && flags & (AVAILABLE | USED) == 0 {
+        let first = descriptors.load_u16(14, Ordering::Acquire);
+        if config.base == 0 && first & (AVAILABLE | USED) == 0 {
             available.wrap = true;
         }
         let mut used = available;
         let mut taken = 0;
         let mut resubmit = Vec::new();
-        let inflight = match inflight {
-            None => None,
-            Some(queue) => {
-                let (inflight, found) =
-                    PackedInflight::open(queue, size, available, |position: Position| {
-                        (descriptors.load_u64(position.offset() + 8, Ordering::Acquire) >> 48)
-                            as u16
-                    })?;
+        let mut position = None;
+        let inflight = match kept {
+            Kept::Nothing => None,
+            Kept::Position(mut queue) => {
+                let identity = Identity::new(memory, config.descriptors, size);
+                let left = queue.left(identity);
+                if let Some((at, finished)) = left.filter(|_| is_in_use(&descriptors, size)) {
+                    used = resume(&descriptors, size, at, &finished, |segment| {
+                        if config.log.is_some() {
+                            memory.log_write(segment);
+                        }
+                    });
+                    available = used;
+                }
+                queue.begin(identity, used);
+                position = Some(queue);
+                None
+            }
+            Kept::Inflight(queue) => {
+                let (inflight, found) = PackedInflight::open(queue, size, available, |position| {
+                    flags(&descriptors, position)
+                })?;
                 used = inflight.used();
                 taken = found.iter().map(|request| request.len() as u16).sum();
                 available = used.after(taken, size);
@@ -127,6 +141,7 @@ impl Packed {
             busy: vec![0; usize::from(size)],
             resubmit,
             inflight,
+            position,
             notification: None,
             log: config.log.is_some(),
         })
@@ -269,11 +284,11 @@ impl Packed {
             Some(count) if *count != 0 => std::mem::take(count),
             _ => return false,
         };
-        let mut flags = self.used.used_flags();
-        if written != 0 {
-            flags |= WRITE;
+        let word = used_word(self.used, id, written);
+        if let Some(position) = &mut self.position {
+            let first = self.first.map_or(self.used, |(first, _)| first);
+            position.finish(first, Finished { written, id, count });
         }
-        let word = u64::from(written) | u64::from(id) << 32 | u64::from(flags) << 48;
         if self.first.is_none() {
             self.first = Some((self.used, word));
         } else {
@@ -308,6 +323,9 @@ impl Packed {
         self.store(memory, position, word, Ordering::Release);
         if let Some(inflight) = &mut self.inflight {
             inflight.after_publish();
+        }
+        if let Some(position) = &mut self.position {
+            position.publish(self.used);
         }
         let batch = std::mem::take(&mut self.batch);
 
@@ -381,4 +399,53 @@ impl Packed {
     pub(super) const fn recovering(&self) -> u16 {
         self.resubmit.len() as u16
     }
+}
+
+/// What the driver finds of a request that was used at `position`.
+#[inline]
+fn used_word(position: Position, id: u16, written: u32) -> u64 {
+    let flags = position.used_flags() | if written == 0 { 0 } else { WRITE };
+    u64::from(written) | u64::from(id) << 32 | u64::from(flags) << 48
+}
+
+fn flags(descriptors: &Part, position: Position) -> u16 {
+    (descriptors.load_u64(position.offset() + 8, Ordering::Acquire) >> 48) as u16
+}
+
+/// Whether a device has used any descriptor since the driver set the ring up, cleared. In odd laps
+/// a used descriptor is marked as such; in even ones it has no mark at all, but still the address
+/// that the driver had written. At the end of an even lap, when the driver has made all of the ring
+/// available again, there is no telling: a new ring looks like that, and begins there.
+fn is_in_use(descriptors: &Part, size: u16) -> bool {
+    (0..size).map(|index| Position { index, wrap: true }).any(|place| {
+        let flags = flags(descriptors, place);
+        let address = descriptors.load_u64(place.offset(), Ordering::Relaxed);
+        flags & USED != 0 || flags & AVAILABLE == 0 && address != 0
+    })
+}
+
+/// Shows the driver what an earlier server had finished from `first` on, unless it has been shown.
+/// Where the next request is used.
+fn resume(
+    descriptors: &Part,
+    size: u16,
+    first: Position,
+    finished: &[Finished],
+    log: impl Fn(Segment),
+) -> Position {
+    let mut at = first;
+    let mut words = Vec::with_capacity(finished.len());
+    for &Finished { written, id, count } in finished {
+        words.push((at, used_word(at, id, written)));
+        at = at.after(count, size);
+    }
+    if flags(descriptors, first) & (AVAILABLE | USED) == first.available_flags() {
+        // The first one last, as when a batch is published.
+        for (position, word) in words.into_iter().rev() {
+            let offset = position.offset() + 8;
+            descriptors.store_u64(offset, word, Ordering::Release);
+            log(descriptors.segment(offset, 8));
+        }
+    }
+    at
 }

@@ -114,6 +114,7 @@ fn limited_nic(taps: Vec<Tap>, negotiated: u64, limits: [Option<Rate>; 2]) -> Ar
         mtu: 1500,
         taps,
         memory: Bytes::new(1 << 30),
+        positions: None,
     });
     nic.negotiated(negotiated);
     Arc::new(nic)

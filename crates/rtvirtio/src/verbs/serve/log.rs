@@ -22,6 +22,13 @@ pub(super) fn notice(device: &str, notice: Notice<'_>) {
                  (LimitMEMLOCK= in the unit allows more)"
             );
         }
+        Notice::NoPositions(error) => {
+            info!(
+                about = %device,
+                "where packed rings are is not kept: a guest that has them (QEMU: packed=on) loses its network when \
+                 this process is killed: {error} (put the socket where systemd puts it, in /run)"
+            );
+        }
         Notice::Broken { queue, reason } => broken(&device, queue, &reason),
         Notice::EmptyRing { queue } => {
             warn!(

@@ -165,3 +165,172 @@ fn recovery_keeps_the_order_and_comes_before_new_requests() {
         assert_eq!((ring.recovering(), ring.in_flight()), (0, 3));
     }
 }
+
+/// As [`run`], for a device that uses its buffers in order and keeps a position only. Whether the
+/// life sufficed for a kill.
+fn run_in_order(size: u16, life: u64) -> bool {
+    const REQUESTS: [usize; 30] =
+        [1, 3, 2, 1, 2, 1, 3, 3, 2, 2, 1, 1, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 1, 1, 1];
+    const TURN: usize = 3;
+    let mut driver = driver(Options { size, ..PACKED });
+    let config = driver.config();
+    let positions = positions();
+    let mut lives = [life].into_iter();
+    let mut to_add = (0..REQUESTS.len()).peekable();
+    let mut ids = VecDeque::new();
+    let (mut done, mut back) = (Vec::new(), Vec::new());
+    let mut killed = false;
+    let mut at;
+    let mut chain = Chain::default();
+    loop {
+        kill::after(lives.next());
+        let memory = driver.guest().memory();
+        let position = positions.queue(0).unwrap();
+        let mut ring = Ring::with_position(config, memory, position).unwrap();
+        at = ring.base() & 0xffff;
+        let mut calls = u32::from(ring.publish());
+        let mut turns = 0;
+        while !kill::dead() && back.len() < REQUESTS.len() {
+            turns += 1;
+            assert!(turns < 1000, "a request is lost: {back:?}");
+            while let Some(&tag) = to_add.peek() {
+                let Some(id) = driver.add(&request(tag as u32, REQUESTS[tag]), false) else {
+                    break;
+                };
+                ids.push_back((id, tag));
+                to_add.next();
+            }
+            driver.publish();
+            let mut taken = Vec::new();
+            while !kill::dead() && taken.len() < TURN && ring.next(&mut chain).unwrap() {
+                taken.push((chain.id, chain.writable[0].len() - 1));
+            }
+            // The last one waits for the next turn, as a buffer does that a device holds.
+            let held = (taken.len() > 1 && back.len() % 2 == 0).then(|| taken.pop()).flatten();
+            for (id, tag) in taken {
+                if kill::dead() {
+                    break;
+                }
+                // Doing it and noting that it is done are two steps.
+                done.push(tag);
+                ring.finish(id, 7);
+            }
+            if let Some((id, _)) = held
+                && !kill::dead()
+            {
+                ring.untake(id);
+            }
+            calls += u32::from(ring.publish());
+            while let Some((id, written)) = driver.take() {
+                assert_eq!(written, 7);
+                assert_eq!(ids.front().map(|(id, _)| *id), Some(id), "out of order");
+                back.push(ids.pop_front().unwrap().1);
+            }
+        }
+        if !kill::dead() {
+            kill::after(None);
+            assert!(calls > 0, "the driver may not know of what the last server finished");
+            break;
+        }
+        killed = true;
+    }
+    assert_eq!(back, (0..REQUESTS.len()).collect::<Vec<_>>());
+    assert_eq!(driver.outstanding(), 0);
+    // Where a ring may be new, what had finished there and was not shown is not known.
+    let most = if at == 0x8000 { TURN } else { 1 };
+    assert!(done.len() - back.len() <= if killed { most } else { 0 }, "{done:?}");
+    done.sort_unstable();
+    done.dedup();
+    assert_eq!(done, back, "left out");
+    killed
+}
+
+fn positions() -> Arc<Positions> {
+    let file = rustix::fs::memfd_create(c"positions", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    Positions::map(std::os::fd::AsFd::as_fd(&file), 1).unwrap()
+}
+
+#[test]
+fn kill_of_a_device_that_keeps_its_position_loses_no_request() {
+    for size in [4, 7, 8, 32] {
+        let mut life = 1;
+        while run_in_order(size, life) {
+            life += 1;
+        }
+        assert!(life > 100, "{life}");
+    }
+}
+
+/// What is kept is of one ring: another one begins at its base.
+#[test]
+fn position_of_another_ring_is_not_taken() {
+    let mut driver = driver(PACKED);
+    let positions = positions();
+    let with = |driver: &Driver, base| {
+        let config = RingConfig { base, ..driver.config() };
+        let memory = driver.guest().memory();
+        Ring::with_position(config, memory, positions.queue(0).unwrap()).unwrap()
+    };
+    let start = driver.config().base;
+    let mut ring = with(&driver, start);
+    let mut chain = Chain::default();
+    for tag in 0..3 {
+        let id = driver.add(&request(tag, 1), false).unwrap();
+        driver.publish();
+        assert_eq!(ring.next(&mut chain), Ok(true));
+        ring.finish(id, 1);
+        let _ = ring.publish();
+        assert!(driver.take().is_some());
+    }
+    let there = ring.base();
+    drop(ring);
+    assert!(positions.is_used());
+    assert_eq!(with(&driver, start).base(), there);
+    // Of another guest.
+    let other = self::driver(PACKED);
+    assert_eq!(with(&other, start).base(), start);
+    assert_eq!(with(&driver, start).base(), start, "it is the other's now");
+    // The front end was told.
+    positions.forget(0);
+    assert!(!positions.is_used());
+    assert_eq!(with(&driver, there).base(), there);
+    assert_eq!(with(&driver, start).base(), there, "kept");
+    // The driver has reset the device.
+    let (descriptors, _, _) = driver.addresses();
+    for index in 0..8 {
+        driver.guest().write(descriptors + 16 * index, &[0; 16]);
+    }
+    assert_eq!(with(&driver, start).base(), start);
+}
+
+/// The file is the server's own; but who finds nonsense in it does not fall.
+#[test]
+fn position_that_cannot_be_is_not_taken() {
+    let file = rustix::fs::memfd_create(c"positions", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let driver = driver(PACKED);
+    let (descriptors, _, _) = driver.addresses();
+    // Used, so that the ring itself does not speak against it.
+    driver.guest().write(descriptors + 14, &[0x80, 0x80]);
+    // The position and the number of requests that have finished, and those requests' descriptors.
+    for (position, length, counts) in [
+        (0x8008_u16, 0_u16, [0_u8, 0]),
+        (0xffff, 0, [0, 0]),
+        (0x8000, 0xffff, [1, 1]),
+        (0x8000, 9, [1, 1]),
+        (0x8000, 2, [0, 3]),
+        (0x8000, 2, [5, 5]),
+    ] {
+        let positions = Positions::map(std::os::fd::AsFd::as_fd(&file), 1).unwrap();
+        let with = || {
+            let memory = driver.guest().memory();
+            Ring::with_position(driver.config(), memory, positions.queue(0).unwrap()).unwrap()
+        };
+        drop(with());
+        let [first, second] = counts;
+        let list = [0, 0, 0, 0, 0, 0, first, 0, 0, 0, 0, 0, 0, 0, second, 0];
+        rustix::io::pwrite(&file, &list, 64).unwrap();
+        let state = [position.to_le_bytes(), length.to_le_bytes()].concat();
+        rustix::io::pwrite(&file, &state, 32).unwrap();
+        assert_eq!(with().base(), driver.config().base, "{position:#x} {length} {counts:?}");
+    }
+}
