@@ -58,6 +58,8 @@ enum Step {
     Pending,
     SetMemory,
     Restart,
+    /// As a network device gives a buffer back that no frame has filled.
+    Untake,
 }
 
 fn write(guest: &Guest, packed: bool, content: &Content) {
@@ -150,6 +152,8 @@ fuzz_target!(|input: Input| {
     let Ok(mut ring) = open() else { return };
     let mut chain = Chain::default();
     let mut begun: Vec<u16> = Vec::new();
+    // In the order in which they were taken; none: it has finished.
+    let mut taken: Vec<Option<u16>> = Vec::new();
     let mut before = foreign(&guest, packed);
     for step in &input.steps {
         match step {
@@ -161,11 +165,13 @@ fuzz_target!(|input: Input| {
                 if let Ok(true) = ring.next(&mut chain) {
                     assert!(chain.id < size && !begun.contains(&chain.id));
                     begun.push(chain.id);
+                    taken.push(Some(chain.id));
                     check(&memory, &chain);
                 }
             }
             Step::Finish(index, written) if !begun.is_empty() => {
                 let id = begun.swap_remove(usize::from(*index) % begun.len());
+                taken.iter_mut().filter(|of| **of == Some(id)).for_each(|of| *of = None);
                 ring.finish(id, *written);
             }
             Step::Finish(..) => {}
@@ -184,6 +190,15 @@ fuzz_target!(|input: Input| {
                 let Ok(again) = open() else { return };
                 ring = again;
                 begun.clear();
+                taken.clear();
+            }
+            Step::Untake => {
+                // The last one alone, which is in flight yet; with a region none.
+                if let (Some(Some(id)), false) = (taken.last().copied(), input.inflight) {
+                    ring.untake(id);
+                    taken.pop();
+                    begun.retain(|other| *other != id);
+                }
             }
         }
         assert_eq!(usize::from(ring.in_flight()), begun.len());

@@ -369,6 +369,11 @@ pub fn calibrate(
     }
     let mut stopped = 0;
     while let Some(setting) = next(depth, &room, &runs, &capacity) {
+        if room.iocost.is_some() && device.others().is_some() {
+            // They came meanwhile, and would be controlled too.
+            room.iocost = None;
+            continue;
+        }
         let is_indispensable = runs.is_empty();
         if begin.elapsed() >= limit && !is_indispensable {
             progress.note("calibrate: the time is up");

@@ -2,6 +2,7 @@
 
 use comfy_table::{CellAlignment, Table, presets};
 use rtvirtio_spec::plan::Plan;
+use rtvirtio_spec::settings::Scheduler;
 
 use crate::iothreads;
 pub use crate::iothreads::start_with;
@@ -65,11 +66,18 @@ pub fn describe(plan: &Plan) -> String {
         text += "\n";
     }
     for b in &plan.background {
-        let cap = b.cap.map_or_else(|| "needs no cap".to_owned(), |c| format!("capped at {c}"));
+        let of_device = plan.settings.0.get(&b.device);
+        let is_weighed = of_device.is_some_and(|d| matches!(d.scheduler, Scheduler::IoCost(_)));
+        let free = if is_weighed {
+            "no cap: iocost gives it what the others leave"
+        } else {
+            "needs no cap"
+        };
+        let cap = b.cap.map_or_else(|| free.to_owned(), |c| format!("capped at {c}"));
         let held =
             b.binding_constraint.as_ref().map_or_else(String::new, |h| format!(", held by {h}"));
         // A cap on bytes is not all: what is not declared is held to as many requests as its block size makes of it.
-        let limits = plan.settings.0.get(&b.device).and_then(|device| device.vms.get(&b.vm));
+        let limits = of_device.and_then(|device| device.vms.get(&b.vm));
         let requests = limits.and_then(|vm| vm.limits.read_iops.zip(vm.limits.write_iops));
         let requests = requests.map_or_else(String::new, |(reads, writes)| {
             format!(", {reads} reads and {writes} writes a second (a task that declares its load is held to bytes alone)")

@@ -125,6 +125,10 @@ fn learned(learned: &Learned, profile: &Profile, question: &Question<'_>) -> Sai
         }
     }
     let &Question { load, vm, task, target, together } = question;
+    // No feature tells iocost from a device that nobody controls.
+    if matches!(load.scheduler, Scheduler::IoCost(_)) {
+        return Err(NoAnswer::IoCost);
+    }
     // Of the guest's bfq nothing is known while the host is planned: features of none.
     let row = features(load, None, vm, task, target.percentile);
     let predicted =

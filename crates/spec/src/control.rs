@@ -386,6 +386,38 @@ impl Had {
         let promised = (self.kept + self.late) as f64;
         (promised > 0.0).then(|| (1.0 - upper_limit(self.late) / promised).max(0.0))
     }
+
+    /// How promises were kept, in short. `None`: nothing was promised, or asked for.
+    #[must_use]
+    pub fn promises(&self) -> Option<Promises> {
+        let kept_at_least = self.kept_at_least()?;
+        let (late, late_in_stalls) = (self.late, self.late_in_stalls);
+        Some(Promises { promised: self.kept + late, late, late_in_stalls, kept_at_least })
+    }
+}
+
+/// How the requests within a promised rate ended.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Promises {
+    /// How many there were.
+    pub promised: u64,
+    /// Those that ended after the deadline.
+    pub late: u64,
+    /// Of these, those that a stall of the device alone made late.
+    pub late_in_stalls: u64,
+    /// [`Had::kept_at_least`].
+    pub kept_at_least: f64,
+}
+
+impl std::fmt::Display for Promises {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { promised, late, late_in_stalls, kept_at_least } = self;
+        write!(f, "{late} of {promised} promised requests late")?;
+        if *late_in_stalls > 0 {
+            write!(f, " ({late_in_stalls} by stalls)")?;
+        }
+        write!(f, ", ≥ {:.3} % kept", 100.0 * kept_at_least)
+    }
 }
 
 /// What requests of a kind have had. A transfer of more than 128 KiB counts as several.

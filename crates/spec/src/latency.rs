@@ -33,6 +33,14 @@ pub struct Quantile {
     pub beyond: u64,
 }
 
+/// A latency's bin: its upper end to 7 binary digits, so at most 1/64 above.
+#[must_use]
+pub fn round_up(latency: Nanos) -> Nanos {
+    let ns = latency.get();
+    let digits = (u64::BITS - ns.leading_zeros()).saturating_sub(7);
+    Nanos::new(ns.div_ceil(1 << digits).saturating_mul(1 << digits))
+}
+
 impl Histogram {
     /// An empty histogram.
     #[must_use]
@@ -69,6 +77,14 @@ impl Histogram {
             new.record(Nanos::new(ns), count - earlier.0.get(&ns).copied().unwrap_or(0));
         }
         new
+    }
+
+    /// The same with each latency [rounded up](round_up): no more bins than a file should have.
+    #[must_use]
+    pub fn coarse(&self) -> Self {
+        let mut coarse = Self::new();
+        self.bins().for_each(|(latency, count)| coarse.record(round_up(latency), count));
+        coarse
     }
 
     /// Requests in all.
@@ -180,6 +196,26 @@ mod tests {
             h.record(Nanos::new(i), 1);
         }
         h
+    }
+
+    #[test]
+    fn rounding_is_upwards_by_a_64th_at_most() {
+        for ns in [0, 1, 63, 127, 128, 129, 1_000_000, 1_000_003, u64::MAX >> 1] {
+            let rounded = round_up(Nanos::new(ns)).get();
+            assert!(rounded >= ns && rounded - ns <= ns / 64, "{ns} {rounded}");
+        }
+        assert_eq!(round_up(Nanos::new(129)), Nanos::new(130));
+    }
+
+    #[test]
+    fn coarse_histogram_has_the_requests_in_few_bins() {
+        let all = ramp(1_000_000);
+        let coarse = all.coarse();
+        assert_eq!(coarse.count(), all.count());
+        assert!(coarse.bins().count() < 1_000);
+        let p = Percentile::new(99.0).unwrap();
+        let (exact, found) = (all.quantile(p).unwrap().value, coarse.quantile(p).unwrap().value);
+        assert!(found >= exact && found.get() - exact.get() <= exact.get() / 64);
     }
 
     #[test]

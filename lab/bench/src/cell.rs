@@ -231,7 +231,7 @@ impl Testbed {
                 vm: vm.name.clone(),
                 task: task.name.clone(),
                 timeline: record.timeline(),
-                histogram: record.histogram,
+                histogram: record.histogram.coarse(),
             })
         });
         let moved = BytesPerSecond::new(recorded.background as u64);

@@ -67,14 +67,14 @@ use std::path::Path;
 use std::str::FromStr;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use rtvirtio_completion::Costs;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::run::{Canary, Machine};
 use serde::{Deserialize, Serialize};
 
+use crate::experiment::{self, Experiment};
 use crate::lines::Lines;
-use rtvirtio_cli::progress::Progress;
 use target::TestFile;
 use window::{AROUND, Measured, WARM_UP};
 
@@ -371,6 +371,54 @@ pub struct Benchmark<'a> {
     pub out: &'a Path,
 }
 
+impl Experiment for Benchmark<'_> {
+    type Key = CellKey;
+    type Cell = Cell;
+    type Setup = (Option<TestFile>, Costs);
+
+    fn keys(&self) -> Result<Vec<CellKey>> {
+        Ok(self.matrix.keys(self.repetitions, self.seed))
+    }
+
+    fn is_of(cell: &Cell, key: &CellKey) -> bool {
+        cell.key == *key
+    }
+
+    fn label(&self, key: &CellKey) -> String {
+        format!("{key}, repetition {}", key.repetition + 1)
+    }
+
+    fn expected(&self, _: &CellKey) -> Duration {
+        WARM_UP + self.window + AROUND
+    }
+
+    fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
+        let (cpus, window_s) = (usable_cpus()?, self.window.as_secs_f64());
+        ensure!(
+            cells.iter().all(|cell| cell.cpus == cpus && (cell.window_s - window_s).abs() < 1e-6),
+            "{} holds cells of another window or number of CPUs (use another --out)",
+            out.display()
+        );
+        Ok(())
+    }
+
+    fn set_up(&self, missing: &[CellKey], interrupted: &Interrupted) -> Result<Self::Setup> {
+        let reads_file = missing.iter().any(|key| key.io.is_some_and(|io| io.target.is_file()));
+        let file = reads_file.then(|| TestFile::make(self.directory, interrupted)).transpose()?;
+        Ok((file, Costs::calibrate()))
+    }
+
+    fn measure(
+        &self,
+        (file, costs): &mut Self::Setup,
+        key: &CellKey,
+        interrupted: &Interrupted,
+    ) -> Result<Cell> {
+        let measured = window::measure(*key, file.as_ref(), *costs, self.window, interrupted)?;
+        Ok(Cell::new(*key, self.window, usable_cpus()?, &measured))
+    }
+}
+
 impl Benchmark<'_> {
     /// Runs what is not in `cells.jsonl` yet, and returns all that is there.
     ///
@@ -378,35 +426,10 @@ impl Benchmark<'_> {
     /// If `out` holds cells of another window or number of CPUs, if the file or a ring cannot be had,
     /// if a request fails; if interrupted.
     pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        let cpus = usable_cpus()?;
-        let mut cells = Lines::<Cell>::open(&self.out.join("cells.jsonl"))?;
         if self.matrix.is_empty() {
-            return Ok(cells.into_all());
+            // What is there may be of any window.
+            return Ok(Lines::open(&self.out.join(Self::FILE))?.into_all());
         }
-        let window_s = self.window.as_secs_f64();
-        ensure!(
-            cells.iter().all(|cell| cell.cpus == cpus && (cell.window_s - window_s).abs() < 1e-6),
-            "{} holds cells of another window or number of CPUs (use another --out)",
-            self.out.display()
-        );
-        let mut keys = self.matrix.keys(self.repetitions, self.seed);
-        keys.retain(|key| cells.iter().all(|cell| cell.key != *key));
-        if keys.is_empty() {
-            return Ok(cells.into_all());
-        }
-        let reads_file = keys.iter().any(|key| key.io.is_some_and(|io| io.target.is_file()));
-        let file = reads_file.then(|| TestFile::make(self.directory, interrupted)).transpose()?;
-        let costs = Costs::calibrate();
-        let expected = WARM_UP + self.window + AROUND;
-        let mut progress = Progress::new(keys.len(), expected * keys.len() as u32);
-        for key in keys {
-            let label = format!("{key}, repetition {}", key.repetition + 1);
-            progress.start(&label, expected);
-            let measured = window::measure(key, file.as_ref(), costs, self.window, interrupted);
-            let measured = measured.context(label)?;
-            cells.push(Cell::new(key, self.window, cpus, &measured))?;
-            progress.finish(expected);
-        }
-        Ok(cells.into_all())
+        experiment::run(self, self.out, interrupted)
     }
 }

@@ -31,7 +31,7 @@ pub mod verify;
 
 use std::fs::File;
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -40,10 +40,9 @@ use rtvirtio_spec::run::Machine;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::lines::Lines;
+use crate::experiment::{self, Experiment, write_files};
 use client::Endpoint;
 use load::{Load, Measured};
-use rtvirtio_cli::progress::Progress;
 use server::{Backing, ServerKind, Setup, listener};
 
 /// Bytes of a request.
@@ -269,29 +268,46 @@ pub struct Benchmark<'a> {
     pub out: &'a Path,
 }
 
+impl Experiment for Benchmark<'_> {
+    type Key = CellKey;
+    type Cell = Cell;
+    type Setup = Disks;
+
+    fn keys(&self) -> Result<Vec<CellKey>> {
+        Ok(Benchmark::keys(self))
+    }
+
+    fn is_of(cell: &Cell, key: &CellKey) -> bool {
+        cell.key == *key
+    }
+
+    fn label(&self, key: &CellKey) -> String {
+        format!("{}, {}", key.case.name(), label(key))
+    }
+
+    fn expected(&self, key: &CellKey) -> Duration {
+        let idle = if measures_idle(key) { IDLE } else { Duration::ZERO };
+        // At about 100,000 requests a second.
+        let tail = if key.case.has_tail() { self.min_for_tail as f64 / 1e5 } else { 0.0 };
+        Duration::from_secs_f64(self.seconds.max(tail)) + AROUND + idle
+    }
+
+    fn set_up(&self, missing: &[CellKey], _: &Interrupted) -> Result<Disks> {
+        Disks::make(missing, self.disk_directory)
+    }
+
+    fn measure(&self, disks: &mut Disks, key: &CellKey, interrupted: &Interrupted) -> Result<Cell> {
+        self.cell(*key, disks, interrupted)
+    }
+}
+
 impl Benchmark<'_> {
     /// Runs what is not in `cells.jsonl` yet, and returns all that is there.
     ///
     /// # Errors
     /// If a server or the client fails; if interrupted.
     pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        let mut cells: Lines<Cell> = Lines::open(&self.out.join("cells.jsonl"))?;
-        let missing: Vec<CellKey> =
-            self.keys().into_iter().filter(|key| cells.iter().all(|c| c.key != *key)).collect();
-        if missing.is_empty() {
-            return Ok(cells.into_all());
-        }
-        let disks = Disks::make(&missing, self.disk_directory)?;
-        let expected: Vec<Duration> = missing.iter().map(|key| self.duration(key)).collect();
-        let mut progress = Progress::new(missing.len(), expected.iter().sum());
-        for (key, expected) in missing.into_iter().zip(expected) {
-            let label = format!("{}, {}", key.case.name(), label(&key));
-            progress.start(&label, expected);
-            let cell = self.cell(key, &disks, interrupted).with_context(|| label)?;
-            cells.push(cell)?;
-            progress.finish(expected);
-        }
-        Ok(cells.into_all())
+        experiment::run(self, self.out, interrupted)
     }
 
     /// Every cell, in the order in which they run.
@@ -316,13 +332,6 @@ impl Benchmark<'_> {
             }
         }
         keys
-    }
-
-    fn duration(&self, key: &CellKey) -> Duration {
-        let idle = if measures_idle(key) { IDLE } else { Duration::ZERO };
-        // At about 100,000 requests a second.
-        let tail = if key.case.has_tail() { self.min_for_tail as f64 / 1e5 } else { 0.0 };
-        Duration::from_secs_f64(self.seconds.max(tail)) + AROUND + idle
     }
 
     fn cell(&self, key: CellKey, disks: &Disks, interrupted: &Interrupted) -> Result<Cell> {
@@ -397,7 +406,7 @@ fn makes_sense(server: ServerKind, medium: Medium) -> bool {
 }
 
 /// The files under test, removed at the end.
-struct Disks {
+pub(crate) struct Disks {
     tmpfs: Option<tempfile::NamedTempFile>,
     disk: Option<tempfile::NamedTempFile>,
 }
@@ -479,13 +488,7 @@ fn written_file(directory: &Path, bytes: u64) -> Result<tempfile::NamedTempFile>
 pub fn write_report(cells: &[Cell], out: &Path) -> Result<String> {
     ensure!(!cells.is_empty(), "no cell was measured");
     let text = table::render(cells);
-    let write = |name: &str, text: &str| -> Result<PathBuf> {
-        let path = out.join(name);
-        std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
-        Ok(path)
-    };
-    write("table.txt", &text)?;
-    write("plot.svg", &plot::render(cells))?;
+    write_files(out, &[("table.txt", &text), ("plot.svg", &plot::render(cells))])?;
     Ok(text)
 }
 

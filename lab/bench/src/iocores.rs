@@ -50,6 +50,7 @@ use rtvirtio_spec::run::{Canary, Machine};
 use rtvirtio_units::Nanos;
 
 use crate::cell::CANARY_LIMIT;
+use crate::experiment::write_files;
 use crate::lines::Lines;
 use crate::qos::cell::disturbance;
 use cell::{Cell, CellKey, PolicyConfig, Settings, Timeline};
@@ -269,13 +270,9 @@ pub fn write_report(
 ) -> Result<String> {
     let text = table::table(campaign, compared);
     let cells = &campaign.cells;
-    let write = |name: &str, text: &str| {
-        let path = out.join(name);
-        std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))
-    };
-    write("table.txt", &text)?;
-    write("pareto.svg", &plot::pareto(&judge::rows(cells)))?;
-    write("timelines.svg", &plot::timelines(cells))?;
+    let (pareto, timelines) = (plot::pareto(&judge::rows(cells)), plot::timelines(cells));
+    let files = [("table.txt", &text), ("pareto.svg", &pareto), ("timelines.svg", &timelines)];
+    write_files(out, &files.map(|(name, text)| (name, text.as_str())))?;
     Ok(text)
 }
 

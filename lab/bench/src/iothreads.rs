@@ -15,7 +15,7 @@
 //! Properties (tests of the same name): `arguments_are_those_of_a_plan`,
 //! `cpu_time_is_read_whatever_the_threads_name`, `summary_has_medians_and_ranges`.
 
-use std::fs::read_to_string;
+use std::fs::{File, read_to_string};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -30,13 +30,13 @@ use rtvirtio_spec::plan::{VmIoThreads, qemu};
 use rtvirtio_spec::run::Machine;
 use rtvirtio_spec::specification::parse;
 use rtvirtio_units::CpuId;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use crate::experiment::{self, Experiment};
 use crate::guests::{Accelerator, COMMAND, Guest, GuestImage, Start};
 use rtvirtio_calibrate::load::MachineSample;
 use rtvirtio_calibrate::testbed::{GUEST_FILES, take_host};
-use rtvirtio_cli::progress::Progress;
 
 /// The guest's virtual CPUs, and so its disk's queues and fio's jobs.
 pub const VCPUS: u32 = 4;
@@ -56,7 +56,7 @@ const ANSWER: Duration = Duration::from_secs(10);
 const TICKS_PER_SECOND: f64 = 100.0;
 
 /// What serves the disk's queues.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Service {
     /// QEMU's main loop: its default.
@@ -135,7 +135,7 @@ pub fn backend() -> Value {
 }
 
 /// Host CPU time for each request, µs, by kind of thread.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct CpuMicros {
     /// IOThreads.
     pub iothreads: f64,
@@ -150,7 +150,7 @@ pub struct CpuMicros {
 }
 
 /// What one cell measured.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Run {
     /// What served the disk.
     pub service: Service,
@@ -184,45 +184,90 @@ pub struct Benchmark<'a> {
     pub repetitions: u32,
     /// Seed of the order.
     pub seed: u64,
+    /// Where cells go.
+    pub out: &'a Path,
+}
+
+/// Names a cell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Key {
+    service: Service,
+    depth: u32,
+    repetition: u32,
+}
+
+/// The host, taken, and the guest that runs: each service has one for all depths of a repetition.
+pub(crate) struct Taken {
+    // In the order in which they must end.
+    guest: Option<(Service, u32, Served)>,
+    _lock: File,
+}
+
+impl Experiment for Benchmark<'_> {
+    type Key = Key;
+    type Cell = Run;
+    type Setup = Taken;
+
+    fn keys(&self) -> Result<Vec<Key>> {
+        let mut rng = Pcg64Mcg::seed_from_u64(self.seed);
+        let mut keys = Vec::new();
+        for repetition in 0..self.repetitions {
+            let mut services = Service::ALL;
+            services.shuffle(&mut rng);
+            for service in services {
+                let mut depths = DEPTHS;
+                depths.shuffle(&mut rng);
+                keys.extend(depths.map(|depth| Key { service, depth, repetition }));
+            }
+        }
+        Ok(keys)
+    }
+
+    fn is_of(run: &Run, key: &Key) -> bool {
+        (run.service, run.depth, run.repetition) == (key.service, key.depth, key.repetition)
+    }
+
+    fn label(&self, Key { service, depth, repetition }: &Key) -> String {
+        format!("{}, repetition {}, depth {depth}", service.name(), repetition + 1)
+    }
+
+    fn expected(&self, _: &Key) -> Duration {
+        BOOT / DEPTHS.len() as u32 + self.window + 3 * RAMP
+    }
+
+    fn set_up(&self, _: &[Key], _: &Interrupted) -> Result<Taken> {
+        let (_, lock) = take_host()?;
+        std::fs::create_dir_all(GUEST_FILES)?;
+        Ok(Taken { guest: None, _lock: lock })
+    }
+
+    fn measure(&self, taken: &mut Taken, key: &Key, interrupted: &Interrupted) -> Result<Run> {
+        let Key { service, depth, repetition } = *key;
+        let booted = taken.guest.take_if(|(of, when, _)| (*of, *when) == (service, repetition));
+        // One at a time: another one ends before the next boots.
+        taken.guest = None;
+        let served = match booted {
+            Some((.., served)) => served,
+            None => Served::boot(self, service, interrupted)?,
+        };
+        let (.., served) = taken.guest.insert((service, repetition, served));
+        served.cell(self.window, depth, repetition, interrupted)
+    }
 }
 
 impl Benchmark<'_> {
-    /// Runs all cells, interleaved, in random order.
+    /// Runs what is not in `cells.jsonl` yet, in random order, and returns all that is there.
     ///
     /// # Errors
     /// Without root, while another benchmark runs, if QEMU or fio fails, if a mapping is not live,
     /// if interrupted.
     pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Run>> {
-        let _lock = take_host()?;
-        std::fs::create_dir_all(GUEST_FILES)?;
-        let mut rng = Pcg64Mcg::seed_from_u64(self.seed);
-        let expected = BOOT + (self.window + 3 * RAMP) * DEPTHS.len() as u32;
-        let steps = Service::ALL.len() * self.repetitions as usize;
-        let mut progress = Progress::new(steps, expected * steps as u32);
-        let mut runs = Vec::new();
-        for repetition in 0..self.repetitions {
-            let mut services = Service::ALL;
-            services.shuffle(&mut rng);
-            for service in services {
-                let label = format!("{}, repetition {}", service.name(), repetition + 1);
-                progress.start(&label, expected);
-                let mut depths = DEPTHS;
-                depths.shuffle(&mut rng);
-                let served = Served::boot(self, service, interrupted);
-                let mut served = served.with_context(|| label.clone())?;
-                for depth in depths {
-                    let run = served.cell(self.window, depth, repetition, interrupted);
-                    runs.push(run.with_context(|| format!("{label}, depth {depth}"))?);
-                }
-                progress.finish(expected);
-            }
-        }
-        Ok(runs)
+        experiment::run(self, self.out, interrupted)
     }
 }
 
 /// A guest whose disk is served.
-struct Served {
+pub(crate) struct Served {
     service: Service,
     monitor: Monitor,
     guest: Guest,

@@ -48,7 +48,7 @@ use rtvirtio_spec::profile::Profile;
 use crate::campaign;
 use crate::cell::CANARY_LIMIT;
 use crate::dataplane::server::qsd_version;
-use crate::lines::Lines;
+use crate::experiment::{self, Experiment, write_files};
 use bounds::Bounds;
 use cell::{Cell, CellKey, NoiseFloor, Scheme, disturbance};
 use clients::{Between, Plan, tasks};
@@ -56,16 +56,12 @@ use configuration::Sharing;
 use curve::Curve;
 use disk::{Disk, On};
 use neighbour::Neighbour;
-use rtvirtio_cli::progress::Progress;
 use trial::{Measured, Trial, WARM_UP};
 
 /// Length of a look at the most urgent VM alone.
 const FLOOR: Duration = Duration::from_secs(5);
 /// Length of a look at the background VM alone, at most: what it moves is no tail.
 const ALONE: Duration = Duration::from_secs(20);
-/// How often a cell is measured that is discarded each time.
-const ATTEMPTS: usize = 2;
-
 /// A campaign.
 #[derive(Debug)]
 pub struct Benchmark<'a> {
@@ -93,6 +89,64 @@ pub struct Benchmark<'a> {
     pub out: &'a Path,
 }
 
+impl Experiment for Benchmark<'_> {
+    type Key = CellKey;
+    type Cell = Cell;
+    type Setup = (Disk, Curve);
+
+    const ATTEMPTS: usize = 2;
+
+    fn keys(&self) -> Result<Vec<CellKey>> {
+        Ok(Benchmark::keys(self))
+    }
+
+    fn is_of(cell: &Cell, key: &CellKey) -> bool {
+        cell.key == *key
+    }
+
+    fn label(&self, key: &CellKey) -> String {
+        key.label()
+    }
+
+    fn expected(&self, key: &CellKey) -> Duration {
+        let floors = match self.on {
+            On::Ssd(_) => Duration::ZERO,
+            On::File(_) => 2 * Trial::duration(FLOOR),
+        };
+        Trial::duration(self.window(key)) + floors
+    }
+
+    fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
+        if let Some(other) = cells.iter().find(|cell| cell.device != self.on.label()) {
+            bail!("{} has cells on {}: name another OUT", out.display(), other.device);
+        }
+        Ok(())
+    }
+
+    fn set_up(&self, _: &[CellKey], interrupted: &Interrupted) -> Result<(Disk, Curve)> {
+        let disk = Disk::make(&self.on)?;
+        let curve = match (&self.on, self.profile) {
+            (_, Some(profile)) => Curve::of_profile(&profile.capacity),
+            (On::Ssd(name), None) => Curve::of_ssd(name.parse()?),
+            (On::File(_), None) => Curve::measured(self.program, &disk.path(), interrupted)?,
+        };
+        Ok((disk, curve))
+    }
+
+    fn measure(
+        &self,
+        (disk, curve): &mut (Disk, Curve),
+        key: &CellKey,
+        interrupted: &Interrupted,
+    ) -> Result<Cell> {
+        self.floored_cell(key, *curve, &disk.path(), interrupted)
+    }
+
+    fn discarded(cell: &Cell) -> Option<&str> {
+        cell.discarded.as_deref()
+    }
+}
+
 impl Benchmark<'_> {
     /// Runs what is not in `cells.jsonl` yet, and returns all that is there.
     ///
@@ -102,50 +156,7 @@ impl Benchmark<'_> {
         if self.schemes.contains(&Scheme::Throttle) {
             qsd_version()?;
         }
-        let mut cells: Lines<Cell> = Lines::open(&self.out.join("cells.jsonl"))?;
-        if let Some(other) = cells.iter().find(|cell| cell.device != self.on.label()) {
-            bail!("{} has cells on {}: name another OUT", self.out.display(), other.device);
-        }
-        let missing: Vec<CellKey> =
-            self.keys().into_iter().filter(|key| !is_done(&cells, key)).collect();
-        if missing.is_empty() {
-            return Ok(cells.into_all());
-        }
-        let disk = Disk::make(&self.on)?;
-        let device = disk.path();
-        let curve = match (&self.on, self.profile) {
-            (_, Some(profile)) => Curve::of_profile(&profile.capacity),
-            (On::Ssd(name), None) => Curve::of_ssd(name.parse()?),
-            (On::File(_), None) => Curve::measured(self.program, &device, interrupted)?,
-        };
-        let all = missing.iter().map(|key| self.expected(key)).sum();
-        let mut progress = Progress::new(missing.len(), all);
-        for key in missing {
-            let (label, expected) = (key.label(), self.expected(&key));
-            while !is_done(&cells, &key) {
-                progress.start(&label, expected);
-                let cell = self.floored_cell(&key, curve, &device, interrupted);
-                let cell = cell.with_context(|| label.clone())?;
-                progress.finish(expected);
-                cells.push(cell)?;
-                if let Some(reason) = cells.last().and_then(|cell| cell.discarded.as_ref())
-                    && !is_done(&cells, &key)
-                {
-                    progress.note(&format!("{label}: {reason}; once more"));
-                    progress.extend(expected);
-                }
-            }
-        }
-        Ok(cells.into_all())
-    }
-
-    /// How long a cell takes.
-    fn expected(&self, key: &CellKey) -> Duration {
-        let floors = match self.on {
-            On::Ssd(_) => Duration::ZERO,
-            On::File(_) => 2 * Trial::duration(FLOOR),
-        };
-        Trial::duration(self.window(key)) + floors
+        experiment::run(self, self.out, interrupted)
     }
 
     /// How long it is measured.
@@ -275,25 +286,9 @@ impl Benchmark<'_> {
 pub fn write_report(cells: &[Cell], beside: Option<&Path>, out: &Path) -> Result<String> {
     let kernel = beside.map(campaign::read).transpose()?.unwrap_or_default();
     let text = table::table(cells, &kernel);
-    let write = |name: &str, text: &str| {
-        let path = out.join(name);
-        std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))
-    };
-    write("table.txt", &text)?;
-    write("plot.svg", &plot::render(&rows::rows(cells, &kernel)))?;
+    let plot = plot::render(&rows::rows(cells, &kernel));
+    write_files(out, &[("table.txt", &text), ("plot.svg", &plot)])?;
     Ok(text)
-}
-
-/// Whether a cell is there that counts, or was tried often enough.
-fn is_done(cells: &[Cell], key: &CellKey) -> bool {
-    let same = cells.iter().filter(|cell| cell.key == *key);
-    is_enough(same.map(|cell| &cell.discarded))
-}
-
-/// Whether it need not run again: once it counted, or it never will.
-fn is_enough<'a>(runs: impl Iterator<Item = &'a Option<String>>) -> bool {
-    let discarded: Vec<bool> = runs.map(Option::is_some).collect();
-    discarded.contains(&false) || discarded.len() >= ATTEMPTS
 }
 
 /// The tasks of each of a cell's VMs.

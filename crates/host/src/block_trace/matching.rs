@@ -17,6 +17,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use rtvirtio_spec::latency::round_up;
 use rtvirtio_units::Nanos;
 
 use super::format::{Direction, Event, Io, What};
@@ -158,13 +159,6 @@ impl Matcher {
         let waits = near.filter(|(_, b)| b.io.end > sector && b.io.direction == io.direction);
         waits.map(|(key, _)| *key).max_by_key(|key| key.2)
     }
-}
-
-/// A latency's bin: its upper end to 7 binary digits, so at most 1/64 above.
-fn round_up(latency: Nanos) -> Nanos {
-    let ns = latency.get();
-    let digits = (u64::BITS - ns.leading_zeros()).saturating_sub(7);
-    Nanos::new(ns.div_ceil(1 << digits).saturating_mul(1 << digits))
 }
 
 #[cfg(test)]
@@ -339,14 +333,5 @@ mod tests {
         }
         assert_eq!(matcher.waiting.len(), 1);
         assert_eq!(matcher.take().lost, MAX_WAITING as u64);
-    }
-
-    #[test]
-    fn rounding_is_upwards_by_a_64th_at_most() {
-        for ns in [0, 1, 63, 127, 128, 129, 1_000_000, 1_000_003, u64::MAX >> 1] {
-            let rounded = round_up(Nanos::new(ns)).get();
-            assert!(rounded >= ns && rounded - ns <= ns / 64, "{ns} {rounded}");
-        }
-        assert_eq!(round_up(Nanos::new(129)), Nanos::new(130));
     }
 }

@@ -143,3 +143,23 @@ fn analytical_model_is_not_asked_where_nothing_idles() {
     let expected = "the structural model: the analytical one speaks of bfq that idles only";
     assert_eq!(fallback.as_deref(), Some(expected));
 }
+
+#[test]
+fn learned_model_is_not_asked_about_iocost() {
+    let specification = specification(&[("a", 500.0, 40.0)], true);
+    let (learned, profile) = (file(CONSTANT), profile());
+    let device = specification.devices[0].name.clone();
+    let answered = |scheduler: Scheduler| {
+        let settings = DeviceSettings { scheduler, vms: Default::default() };
+        let settings = Settings([(device.clone(), settings)].into());
+        let found = [(device.clone(), found(&profile, Model::Learned(&learned)))].into();
+        predict(&specification, &found, &settings).unwrap().remove(0).promise
+    };
+    assert_eq!(answered(Scheduler::None).model, PredictedBy::Learned);
+    let bps = BytesPerSecond::from_megabytes(371);
+    let cost = rtvirtio_spec::settings::IoCost { bps, iops: 16_000, latency_us: 2_000 };
+    let under = answered(Scheduler::IoCost(cost));
+    assert_eq!(under.model, PredictedBy::Structural);
+    let why = under.fallback.unwrap();
+    assert_eq!(why.why, NoAnswer::IoCost, "{why}");
+}

@@ -16,6 +16,7 @@ use rtvirtio_observe::host_disks::DiskActivity;
 use rtvirtio_observe::host_latency::HostLatency;
 use rtvirtio_observe::session::{DiskLook, RECENT, Session};
 use rtvirtio_observe::vms;
+use rtvirtio_spec::control::Promises;
 use rtvirtio_spec::latency::{Histogram, beyond};
 use rtvirtio_units::{Nanos, Percentile};
 use serde::Serialize;
@@ -105,6 +106,8 @@ struct Row {
     mean_on_disk: Option<Nanos>,
     r#where: Where,
     explanation: String,
+    /// Of a data plane's disk: how its promises were kept since it got them.
+    promises: Option<Promises>,
 }
 
 impl Row {
@@ -271,6 +274,7 @@ fn row(look: &DiskLook, on_host: &BTreeMap<DiskKey, Histogram>) -> Row {
             Some(_) => explain(found, &evidence),
             None => "not measured at QEMU".to_owned(),
         },
+        promises: None,
     }
 }
 
@@ -430,6 +434,7 @@ mod tests {
             mean_on_disk: None,
             r#where: Where::BusyDevice,
             explanation: "in the device ".repeat(12),
+            promises: None,
         }
     }
 

@@ -221,6 +221,8 @@ pub enum FallbackOf {
 pub enum NoAnswer {
     /// The paper's model speaks of bfq that idles only.
     NotIdling,
+    /// No feature of the learned model tells of iocost.
+    IoCost,
     /// The profile has too few runs under the paper's model.
     TooFewRuns {
         /// That it has.
@@ -259,6 +261,7 @@ impl fmt::Display for Fallback {
         })?;
         match &self.why {
             NoAnswer::NotIdling => f.write_str("the analytical one speaks of bfq that idles only"),
+            NoAnswer::IoCost => f.write_str("the learned one knows nothing of iocost"),
             NoAnswer::TooFewRuns { has } => {
                 write!(f, "the profile has {has} runs under the analytical one for this, too few")
             }

@@ -22,10 +22,9 @@ use super::judge::{Outcome, Verdict, median};
 use super::requester::Ended;
 use super::window::{Count, Stage, WARM_UP, compute, read, requesters, spawn};
 use super::{Io, Mode, Target, usable_cpus};
-use crate::lines::Lines;
+use crate::experiment::{self, Experiment};
 use crate::qos::clients::{COUNTING, EndPhase};
 use rtvirtio_calibrate::load::MachineSample;
-use rtvirtio_cli::progress::Progress;
 
 /// Time with a load, and without.
 const PHASE: Duration = Duration::from_secs(1);
@@ -126,28 +125,50 @@ pub struct Benchmark<'a> {
     pub out: &'a Path,
 }
 
+impl Experiment for Benchmark<'_> {
+    type Key = u32;
+    type Cell = Run;
+    type Setup = Costs;
+
+    const FILE: &'static str = "live.jsonl";
+
+    fn keys(&self) -> Result<Vec<u32>> {
+        Ok((0..self.repetitions).collect())
+    }
+
+    fn is_of(run: &Run, repetition: &u32) -> bool {
+        run.repetition == *repetition
+    }
+
+    fn label(&self, repetition: &u32) -> String {
+        format!("load on and off, {}", repetition + 1)
+    }
+
+    fn expected(&self, _: &u32) -> Duration {
+        WARM_UP + PHASE * (2 * self.cycles + 1)
+    }
+
+    fn set_up(&self, _: &[u32], _: &Interrupted) -> Result<Costs> {
+        Ok(Costs::calibrate())
+    }
+
+    fn measure(
+        &self,
+        costs: &mut Costs,
+        repetition: &u32,
+        interrupted: &Interrupted,
+    ) -> Result<Run> {
+        self.one(*repetition, *costs, interrupted)
+    }
+}
+
 impl Benchmark<'_> {
     /// Does the runs that are not in `live.jsonl` yet, and returns all that are there.
     ///
     /// # Errors
     /// If a ring or thread cannot be had; if interrupted.
     pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Run>> {
-        let mut runs = Lines::<Run>::open(&self.out.join("live.jsonl"))?;
-        let missing: Vec<u32> = (0..self.repetitions)
-            .filter(|&repetition| runs.iter().all(|run| run.repetition != repetition))
-            .collect();
-        if missing.is_empty() {
-            return Ok(runs.into_all());
-        }
-        let expected = WARM_UP + PHASE * (2 * self.cycles + 1);
-        let mut progress = Progress::new(missing.len(), expected * missing.len() as u32);
-        let costs = Costs::calibrate();
-        for repetition in missing {
-            progress.start(&format!("load on and off, {}", repetition + 1), expected);
-            runs.push(self.one(repetition, costs, interrupted)?)?;
-            progress.finish(expected);
-        }
-        Ok(runs.into_all())
+        experiment::run(self, self.out, interrupted)
     }
 
     fn one(&self, repetition: u32, costs: Costs, interrupted: &Interrupted) -> Result<Run> {

@@ -1,5 +1,6 @@
 use super::marks::{Verdict, judge, rows};
 use super::*;
+use crate::lines::Lines;
 
 const MACHINE: Machine = Machine { load1: 0.0, busy_cores: 1.0, steal_cores: 0.0 };
 

@@ -46,8 +46,7 @@ use super::machine::cpus;
 use super::trial::{LEAD, Trial, duration};
 use super::vcpus::Clock;
 use crate::dataplane::client::MAX_DEPTH;
-use crate::lines::Lines;
-use rtvirtio_cli::progress::Progress;
+use crate::experiment::{self, Experiment};
 
 /// Before it all areas are written and read, over and over: memory that nobody has touched yet is slow, in a VM by
 /// tens of ms. The end of it is quiet.
@@ -185,36 +184,62 @@ pub struct Benchmark<'a> {
     pub out: &'a Path,
 }
 
+impl Experiment for Benchmark<'_> {
+    type Key = (Disturbance, u32);
+    type Cell = Cell;
+    type Setup = Scenario;
+
+    const FILE: &'static str = "disturb.jsonl";
+
+    fn keys(&self) -> Result<Vec<(Disturbance, u32)>> {
+        let of = |repetition: u32| {
+            let mut all = Disturbance::ALL;
+            all.rotate_left(repetition as usize % Disturbance::ALL.len());
+            all.map(|disturbance| (disturbance, repetition))
+        };
+        Ok((0..self.repetitions).flat_map(of).collect())
+    }
+
+    fn is_of(cell: &Cell, key: &(Disturbance, u32)) -> bool {
+        (cell.disturbance, cell.repetition) == *key
+    }
+
+    fn label(&self, (disturbance, repetition): &(Disturbance, u32)) -> String {
+        format!("disturbed by {disturbance}, repetition {repetition}")
+    }
+
+    fn expected(&self, _: &(Disturbance, u32)) -> Duration {
+        scenario(self.seconds).map_or(Duration::ZERO, |scenario| duration(&scenario))
+    }
+
+    fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
+        if cells.iter().any(|cell| cell.disturbed.seconds_p99_us.len() != self.seconds as usize) {
+            bail!("{} has cells of another length: name another --out", out.display());
+        }
+        Ok(())
+    }
+
+    fn set_up(&self, _: &[(Disturbance, u32)], _: &Interrupted) -> Result<Scenario> {
+        scenario(self.seconds)
+    }
+
+    fn measure(
+        &self,
+        scenario: &mut Scenario,
+        &(disturbance, repetition): &(Disturbance, u32),
+        interrupted: &Interrupted,
+    ) -> Result<Cell> {
+        self.cell(scenario, disturbance, repetition, interrupted)
+    }
+}
+
 impl Benchmark<'_> {
     /// Runs what is not in `disturb.jsonl` yet, and returns all that is there.
     ///
     /// # Errors
     /// If the server fails, or a request of a VM is lost, repeated or misplaced; if interrupted.
     pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        let scenario = scenario(self.seconds)?;
-        let expected = duration(&scenario);
-        let mut cells = Lines::<Cell>::open(&self.out.join("disturb.jsonl"))?;
-        if cells.iter().any(|cell| cell.disturbed.seconds_p99_us.len() != self.seconds as usize) {
-            bail!("{} has cells of another length: name another --out", self.out.display());
-        }
-        let mut missing = Vec::new();
-        for repetition in 0..self.repetitions {
-            let mut all = Disturbance::ALL;
-            all.rotate_left(repetition as usize % Disturbance::ALL.len());
-            let is_missing = |of: &Disturbance| {
-                cells.iter().all(|cell| (cell.disturbance, cell.repetition) != (*of, repetition))
-            };
-            missing.extend(all.into_iter().filter(is_missing).map(|of| (of, repetition)));
-        }
-        let mut progress = Progress::new(missing.len(), expected * missing.len() as u32);
-        for (disturbance, repetition) in missing {
-            let label = format!("disturbed by {disturbance}, repetition {repetition}");
-            progress.start(&label, expected);
-            let cell = self.cell(&scenario, disturbance, repetition, interrupted);
-            cells.push(cell.context(label)?)?;
-            progress.finish(expected);
-        }
-        Ok(cells.into_all())
+        experiment::run(self, self.out, interrupted)
     }
 
     fn cell(

@@ -13,7 +13,7 @@ mod sets;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use rtvirtio_cases::wilson_interval;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_qos::admission::{self, Wish};
@@ -29,12 +29,10 @@ use super::cell::{self, disturbance};
 use super::clients::{Between, Plan};
 use super::configuration::{DISK, Sharing};
 use super::curve::Curve;
-use super::is_enough;
 use super::neighbour::Neighbour;
 use super::trial::{Measured, Trial, WARM_UP};
-use crate::lines::Lines;
+use crate::experiment::{self, Experiment};
 use crate::scratch::{Backing, ScratchDisk, SsdConfig};
-use rtvirtio_cli::progress::Progress;
 
 /// Of the sets that are admitted, those that must be met: the mark.
 const ADMITTED_MET: f64 = 0.95;
@@ -169,65 +167,86 @@ pub struct Benchmark<'a> {
     pub out: &'a Path,
 }
 
+impl Experiment for Benchmark<'_> {
+    type Key = Set;
+    type Cell = Cell;
+    type Setup = ScratchDisk;
+
+    const ATTEMPTS: usize = 2;
+
+    fn keys(&self) -> Result<Vec<Set>> {
+        let curve = curve(self.ssd.parse()?);
+        let mut sets = sets(&curve.device, &|tasks| refusal(&curve, tasks).is_none());
+        sets.truncate(self.sets as usize);
+        Ok(sets)
+    }
+
+    fn is_of(cell: &Cell, set: &Set) -> bool {
+        cell.set == set.number
+    }
+
+    fn label(&self, set: &Set) -> String {
+        format!("set {}, {} tasks", set.number, set.tasks.len())
+    }
+
+    fn expected(&self, _: &Set) -> Duration {
+        Trial::duration(self.window)
+    }
+
+    fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
+        let sets = self.keys()?;
+        for cell in cells {
+            let same = sets.iter().any(|set| set.number == cell.set && set.tasks == cell.tasks);
+            let is_beyond = cell.set >= self.sets;
+            ensure!(
+                same || is_beyond,
+                "{} has other sets than this program makes (use another --out)",
+                out.display()
+            );
+        }
+        Ok(())
+    }
+
+    fn set_up(&self, _: &[Set], _: &Interrupted) -> Result<ScratchDisk> {
+        let size = Bytes::new(DISK * (MAX_TASKS as u64 + 1));
+        ScratchDisk::start(&Backing::Ssd(self.ssd.clone()), size, 1)
+    }
+
+    fn measure(
+        &self,
+        disk: &mut ScratchDisk,
+        set: &Set,
+        interrupted: &Interrupted,
+    ) -> Result<Cell> {
+        let model: SsdConfig = self.ssd.parse()?;
+        let curve = curve(model);
+        let trial = Trial {
+            program: self.program,
+            device: disk.device(),
+            sharing: Sharing::Schedule(Curve::of_ssd(model)),
+            vms: &plans(&set.tasks)?,
+            background: Some(Neighbour::DeepWriter.background()),
+            warm_up: WARM_UP,
+            window: self.window,
+            seed: u64::from(set.number) << 8,
+        };
+        let used = utilisation(&curve.device, &set.tasks);
+        let refused = refusal(&curve, &set.tasks);
+        Ok(cell(set.clone(), used, refused, trial.run(interrupted)?))
+    }
+
+    fn discarded(cell: &Cell) -> Option<&str> {
+        cell.discarded.as_deref()
+    }
+}
+
 impl Benchmark<'_> {
     /// Runs the sets that are not in `cells.jsonl` yet, and returns all that are there.
     ///
     /// # Errors
     /// If the device, the server or a client fails; if interrupted; if what is there has other sets.
     pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        let mut cells = Lines::<Cell>::open(&self.out.join("cells.jsonl"))?;
-        let model: SsdConfig = self.ssd.parse()?;
-        let curve = curve(model);
-        let mut missing = sets(&curve.device, &|tasks| refusal(&curve, tasks).is_none());
-        missing.truncate(self.sets as usize);
-        for cell in cells.iter() {
-            let same = missing.iter().any(|set| set.number == cell.set && set.tasks == cell.tasks);
-            let is_beyond = cell.set >= self.sets;
-            ensure!(
-                same || is_beyond,
-                "{} has other sets than this program makes (use another --out)",
-                self.out.display()
-            );
-        }
-        missing.retain(|set| !is_done(cells.iter(), set));
-        if missing.is_empty() {
-            return Ok(cells.into_all());
-        }
-        let size = Bytes::new(DISK * (MAX_TASKS as u64 + 1));
-        let backing = Backing::Ssd(self.ssd.clone());
-        let disk = ScratchDisk::start(&backing, size, 1)?;
-        let expected = Trial::duration(self.window);
-        let mut progress = Progress::new(missing.len(), expected * missing.len() as u32);
-        for set in missing {
-            let label = format!("set {}, {} tasks", set.number, set.tasks.len());
-            let trial = Trial {
-                program: self.program,
-                device: disk.device(),
-                sharing: Sharing::Schedule(Curve::of_ssd(model)),
-                vms: &plans(&set.tasks)?,
-                background: Some(Neighbour::DeepWriter.background()),
-                warm_up: WARM_UP,
-                window: self.window,
-                seed: u64::from(set.number) << 8,
-            };
-            while !is_done(cells.iter(), &set) {
-                progress.start(&label, expected);
-                let measured = trial.run(interrupted).with_context(|| label.clone())?;
-                let used = utilisation(&curve.device, &set.tasks);
-                let refused = refusal(&curve, &set.tasks);
-                let cell = cell(set.clone(), used, refused, measured);
-                let why = cell.discarded.clone();
-                cells.push(cell)?;
-                progress.finish(expected);
-                if let Some(why) = why
-                    && !is_done(cells.iter(), &set)
-                {
-                    progress.note(&format!("{label}: {why}; once more"));
-                    progress.extend(expected);
-                }
-            }
-        }
-        Ok(cells.into_all())
+        experiment::run(self, self.out, interrupted)
     }
 }
 
@@ -244,10 +263,6 @@ fn plans(tasks: &[Task]) -> Result<Vec<Vec<Plan>>> {
         }])
     };
     tasks.iter().enumerate().map(plan).collect()
-}
-
-fn is_done<'a>(cells: impl Iterator<Item = &'a Cell>, set: &Set) -> bool {
-    is_enough(cells.filter(|cell| cell.set == set.number).map(|cell| &cell.discarded))
 }
 
 fn cell(set: Set, utilisation: f64, refused: Option<String>, measured: Measured) -> Cell {

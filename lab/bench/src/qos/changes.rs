@@ -35,10 +35,9 @@ use super::curve::Curve;
 use super::neighbour::{Background, Neighbour};
 use super::trial::WARM_UP;
 use crate::dataplane::server::Server;
-use crate::lines::Lines;
+use crate::experiment::{self, Experiment};
 use crate::scratch::{Backing, ScratchDisk};
 use rtvirtio_calibrate::load::{CanaryThread, MachineSample};
-use rtvirtio_cli::progress::Progress;
 
 /// VMs with targets; the last one appears later.
 const VMS: u8 = 3;
@@ -133,36 +132,55 @@ pub struct Benchmark<'a> {
     pub out: &'a Path,
 }
 
+impl Experiment for Benchmark<'_> {
+    type Key = RunKey;
+    type Cell = Run;
+    type Setup = ScratchDisk;
+
+    const FILE: &'static str = "changes.jsonl";
+
+    fn keys(&self) -> Result<Vec<RunKey>> {
+        let schemes = [Scheme::None, Scheme::Qos];
+        let of = |repetition| schemes.map(|scheme| RunKey { scheme, repetition });
+        Ok((0..self.repetitions).flat_map(of).collect())
+    }
+
+    fn is_of(run: &Run, key: &RunKey) -> bool {
+        run.key == *key
+    }
+
+    fn label(&self, key: &RunKey) -> String {
+        format!("{} {}", key.scheme.name(), key.repetition + 1)
+    }
+
+    fn expected(&self, _: &RunKey) -> Duration {
+        WARM_UP + 4 * self.phase + AROUND
+    }
+
+    fn set_up(&self, _: &[RunKey], _: &Interrupted) -> Result<ScratchDisk> {
+        let size = Bytes::new(DISK * (u64::from(VMS) + 1));
+        ScratchDisk::start(&Backing::Ssd(self.ssd.clone()), size, 1)
+    }
+
+    fn measure(
+        &self,
+        disk: &mut ScratchDisk,
+        key: &RunKey,
+        interrupted: &Interrupted,
+    ) -> Result<Run> {
+        let run = self.one(*key, disk, interrupted)?;
+        disk.slow_down(1)?;
+        Ok(run)
+    }
+}
+
 impl Benchmark<'_> {
     /// Does the runs that are not in `changes.jsonl` yet, and returns all that are there.
     ///
     /// # Errors
     /// If the device, the server or a client fails; if interrupted.
     pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Run>> {
-        let mut runs = Lines::<Run>::open(&self.out.join("changes.jsonl"))?;
-        let mut keys = Vec::new();
-        for repetition in 0..self.repetitions {
-            let schemes = [Scheme::None, Scheme::Qos];
-            keys.extend(schemes.map(|scheme| RunKey { scheme, repetition }));
-        }
-        keys.retain(|key| runs.iter().all(|run| run.key != *key));
-        if keys.is_empty() {
-            return Ok(runs.into_all());
-        }
-        let size = Bytes::new(DISK * (u64::from(VMS) + 1));
-        let backing = Backing::Ssd(self.ssd.clone());
-        let mut disk = ScratchDisk::start(&backing, size, 1)?;
-        let expected = WARM_UP + 4 * self.phase + AROUND;
-        let mut progress = Progress::new(keys.len(), expected * keys.len() as u32);
-        for key in keys {
-            let label = format!("{} {}", key.scheme.name(), key.repetition + 1);
-            progress.start(&label, expected);
-            let run = self.one(key, &mut disk, interrupted).context(label)?;
-            disk.slow_down(1)?;
-            runs.push(run)?;
-            progress.finish(expected);
-        }
-        Ok(runs.into_all())
+        experiment::run(self, self.out, interrupted)
     }
 
     fn one(&self, key: RunKey, disk: &mut ScratchDisk, interrupted: &Interrupted) -> Result<Run> {

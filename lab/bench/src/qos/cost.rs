@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use rtvirtio_host::dataplane::ControlClient;
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::control::IoThreadState;
@@ -30,9 +30,8 @@ use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
 use crate::dataplane::cpu::ProcessCpu;
 use crate::dataplane::load::Random;
 use crate::dataplane::server::Server;
-use crate::lines::Lines;
+use crate::experiment::{self, Experiment};
 use rtvirtio_calibrate::load::MachineSample;
-use rtvirtio_cli::progress::Progress;
 
 const BLOCK: usize = 4096;
 /// Requests in flight of each VM.
@@ -96,24 +95,43 @@ pub struct Benchmark<'a> {
     pub out: &'a Path,
 }
 
+impl Experiment for Benchmark<'_> {
+    type Key = CellKey;
+    type Cell = Cell;
+    type Setup = ();
+
+    fn keys(&self) -> Result<Vec<CellKey>> {
+        Ok(Benchmark::keys(self))
+    }
+
+    fn is_of(cell: &Cell, key: &CellKey) -> bool {
+        cell.key == *key
+    }
+
+    fn label(&self, key: &CellKey) -> String {
+        format!("{} IOThreads, {}", key.iothreads, name(key.qos))
+    }
+
+    fn expected(&self, _: &CellKey) -> Duration {
+        self.window + AROUND
+    }
+
+    fn set_up(&self, _: &[CellKey], _: &Interrupted) -> Result<()> {
+        Ok(())
+    }
+
+    fn measure(&self, (): &mut (), key: &CellKey, interrupted: &Interrupted) -> Result<Cell> {
+        self.cell(*key, interrupted)
+    }
+}
+
 impl Benchmark<'_> {
     /// Runs what is not in `cells.jsonl` yet, and returns all that is there.
     ///
     /// # Errors
     /// If the server or the client fails; if interrupted.
     pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        let mut cells = Lines::<Cell>::open(&self.out.join("cells.jsonl"))?;
-        let is_missing = |key: &CellKey| cells.iter().all(|cell| cell.key != *key);
-        let missing: Vec<CellKey> = self.keys().into_iter().filter(is_missing).collect();
-        let expected = self.window + AROUND;
-        let mut progress = Progress::new(missing.len(), expected * missing.len() as u32);
-        for key in missing {
-            let label = format!("{} IOThreads, {}", key.iothreads, name(key.qos));
-            progress.start(&label, expected);
-            cells.push(self.cell(key, interrupted).context(label)?)?;
-            progress.finish(expected);
-        }
-        Ok(cells.into_all())
+        experiment::run(self, self.out, interrupted)
     }
 
     /// Every cell, in the order in which they run: the two of a pair take turns to be first.

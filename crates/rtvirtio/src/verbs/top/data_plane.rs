@@ -153,11 +153,15 @@ fn row(
         _ if busiest >= BUSY => Where::Cpu,
         _ => Where::Device,
     };
+    let promises = device.qos.as_ref().and_then(|qos| qos.had.promises());
+    let kept = promises.map(|promises| format!("; {promises}")).unwrap_or_default();
     let explanation = match found {
         Where::Cpu => {
-            format!("its IOThread has no time: {names} is at work {:.0} %", busiest * 1e2)
+            format!("its IOThread has no time: {names} is at work {:.0} %{kept}", busiest * 1e2)
         }
-        _ => format!("from the data plane's engine; {names} is at work {:.0} %", busiest * 1e2),
+        _ => {
+            format!("from the data plane's engine; {names} is at work {:.0} %{kept}", busiest * 1e2)
+        }
     };
     Row {
         vm: device.vm.to_string(),
@@ -182,6 +186,7 @@ fn row(
         mean_on_disk: None,
         r#where: found,
         explanation,
+        promises,
     }
 }
 

@@ -12,7 +12,8 @@ use ratatui::widgets::{Block, Cell, List, Row as TableRow, Table};
 use ratatui::{DefaultTerminal, Frame};
 use rtvirtio_spec::run::MeasuredAt;
 
-use super::{DeviceRow, DiskRow, Look, Row, RowTarget, Tails};
+use rtvirtio_controller::history::Tails;
+use rtvirtio_controller::look::{DeviceRow, DiskRow, Look, Row, RowTarget};
 
 /// How many of the last events are shown.
 const EVENTS: usize = 8;
@@ -157,7 +158,8 @@ fn device_cells(row: &DeviceRow) -> [String; 10] {
         true => format!("{} in flight, {}", row.in_flight, iothreads.join(" ")),
         false => "no front end".to_owned(),
     };
-    let rate = format!("{:.0}/s, {of}", row.iops);
+    let kept = row.promises.map(|promises| format!("; {promises}")).unwrap_or_default();
+    let rate = format!("{:.0}/s, {of}{kept}", row.iops);
     let (vm, device) = (row.vm.to_string(), row.device.to_string());
     let (at, target) = (at(row.measured_at), target_cell(row.target));
     [vm, device, at, p50, p99, p999, p9999, target, misses, rate]
@@ -200,6 +202,33 @@ mod tests {
             change: None,
             events: vec![],
         }
+    }
+
+    #[test]
+    fn kept_promises_of_the_data_plane_are_shown() {
+        use rtvirtio_spec::control::Had;
+
+        let had = Had { kept: 99_988, late: 12, late_in_stalls: 3, ..Had::default() };
+        let row = DeviceRow {
+            vm: VmName::new("plc").unwrap(),
+            device: rtvirtio_units::DiskName::new("root").unwrap(),
+            measured_at: MeasuredAt::DataPlane,
+            tails: [None; 4],
+            target: None,
+            misses: 0,
+            requests: 100_000,
+            iops: 500.0,
+            in_flight: 1,
+            iothreads: vec![],
+            connected: true,
+            promises: had.promises(),
+        };
+        let rate = device_cells(&row)[9].clone();
+        // The upper 95 % limit of 12 is 19.4 (Poisson).
+        let words = "12 of 100000 promised requests late (3 by stalls), ≥ 99.98";
+        assert!(rate.contains(words) && rate.ends_with("% kept"), "{rate}");
+        let none = DeviceRow { promises: Had::default().promises(), ..row };
+        assert!(!device_cells(&none)[9].contains("promised"));
     }
 
     #[test]

@@ -7,8 +7,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use rtvirtio_spec::control::Promises;
 
-use super::{DeviceRow, DiskRow, Look, PERCENTILES, Tails};
+use rtvirtio_controller::history::{PERCENTILES, Tails};
+use rtvirtio_controller::look::{DeviceRow, DiskRow, Look, Row};
 
 /// How long one client may take for its request or our answer.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -87,7 +89,7 @@ fn exposition(look: &Look) -> String {
     let tails = rows.iter().flat_map(|r| tails_of(labels(&r.vm, &r.task), "qemu", &r.tails));
     let help = "Latency percentile of the last minute; absent with too few samples.";
     metric("task_latency_seconds", "gauge", help, tails.collect());
-    let each = |value: fn(&super::Row) -> f64| {
+    let each = |value: fn(&Row) -> f64| {
         rows.iter().map(|r| (labels(&r.vm, &r.task), value(r))).collect::<Vec<_>>()
     };
     let help = "Requests above the target.";
@@ -127,6 +129,16 @@ fn exposition(look: &Look) -> String {
     metric("disk_target_seconds", "gauge", help, targets.collect());
     let misses = with_target().map(|r| (device_labels(r), r.misses as f64)).collect();
     metric("disk_misses_total", "counter", "Requests above that target.", misses);
+    let promised = |value: fn(&Promises) -> f64| {
+        let rows = served.iter().filter_map(|r| Some((device_labels(r), value(&r.promises?))));
+        rows.collect::<Vec<_>>()
+    };
+    let help = "Requests within a promised rate on the data plane.";
+    metric("disk_promised_requests_total", "counter", help, promised(|p| p.promised as f64));
+    let help = "Of these, those that ended after the deadline.";
+    metric("disk_promised_late_total", "counter", help, promised(|p| p.late as f64));
+    let help = "Share of them that ended before it, at least, at 95 % confidence.";
+    metric("disk_promised_kept_lower_limit_ratio", "gauge", help, promised(|p| p.kept_at_least));
     let help = "Records of the host's block layer that were lost.";
     let lost = vec![(String::new(), look.host_records_lost as f64)];
     metric("host_records_lost_total", "counter", help, lost);
@@ -141,8 +153,10 @@ mod tests {
     use rtvirtio_spec::latency::Histogram;
     use rtvirtio_units::{DiskName, Nanos, VmName};
 
-    use super::super::sources::Sample;
-    use super::super::{History, display};
+    use rtvirtio_controller::disk_row;
+    use rtvirtio_controller::history::{History, Sample};
+
+    use super::super::display;
     use super::*;
 
     #[test]
@@ -155,7 +169,7 @@ mod tests {
         let look = Look {
             at_s: 1.0,
             tasks: Vec::new(),
-            disks: vec![history.row(&vm, &disk, now)],
+            disks: vec![disk_row(&vm, &disk, &history, now)],
             host_records_lost: 7,
             data_plane: Vec::new(),
             present: BTreeSet::from([vm]),

@@ -27,7 +27,7 @@ pub(crate) struct Args {
     /// Length of a cell's window in seconds
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=3600))]
     window: u64,
-    /// Where results go: result.json and commands.txt
+    /// Where results go: cells.jsonl, result.json and commands.txt; the same OUT continues where it was
     #[arg(long, default_value = "rtvirtio-bench-iothreads")]
     out: PathBuf,
     #[command(flatten)]
@@ -52,6 +52,7 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         window: Duration::from_secs(args.window),
         repetitions: args.repetitions,
         seed: args.seed,
+        out: &args.out,
     };
     let runs = benchmark.run(interrupted)?;
     let summaries = summaries(&runs);

@@ -10,25 +10,14 @@ use rtvirtio_host::Host;
 use rtvirtio_host::qemu::{Monitor, Part, QemuProcess};
 use rtvirtio_observe::counters::DiskCounter;
 use rtvirtio_observe::vms::{self, Disk};
-use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::plan::qemu;
 use rtvirtio_spec::specification::{Backend, Specification, Vm};
 use rtvirtio_units::{DiskName, Nanos, TaskName, VmName};
 
+use crate::history::Sample;
+
 /// How long a monitor that did not answer is left alone.
 const RETRY_BACKOFF: Duration = Duration::from_secs(10);
-
-/// What a task did between two looks. QEMU counts by disk: tasks that share one have all of its
-/// requests each.
-#[derive(Debug, Clone)]
-pub(super) struct Sample {
-    /// Its latencies, each at the upper end of QEMU's bin.
-    pub(super) histogram: Histogram,
-    /// Those above the target.
-    pub(super) misses: u64,
-    /// How long that took, s.
-    pub(super) seconds: f64,
-}
 
 /// A VM's disk as its QEMU counts it.
 struct DiskSource {
@@ -38,10 +27,10 @@ struct DiskSource {
 }
 
 /// Where VMs' disks lie on the host.
-pub(super) type Parts = BTreeMap<(VmName, DiskName), Part>;
+pub(crate) type Parts = BTreeMap<(VmName, DiskName), Part>;
 
 /// All VMs of a specification.
-pub(super) struct Sources {
+pub(crate) struct Sources {
     host: Host,
     vms: Vec<Vm>,
     connected: BTreeMap<VmName, (Monitor, BTreeMap<DiskName, DiskSource>)>,
@@ -59,7 +48,7 @@ fn kernel_path(specification: &Specification) -> impl Iterator<Item = &Vm> {
 }
 
 impl Sources {
-    pub(super) fn new(specification: &Specification, host: Host) -> Result<Self> {
+    pub(crate) fn new(specification: &Specification, host: Host) -> Result<Self> {
         host.cgroup_version()?;
         Ok(Self {
             host,
@@ -74,17 +63,17 @@ impl Sources {
     }
 
     /// VMs that have a process in their cgroup.
-    pub(super) const fn present(&self) -> &BTreeSet<VmName> {
+    pub(crate) const fn present(&self) -> &BTreeSet<VmName> {
         &self.present
     }
 
     /// Where the disks of VMs that run lie on the host.
-    pub(super) const fn parts(&self) -> &Parts {
+    pub(crate) const fn parts(&self) -> &Parts {
         &self.parts
     }
 
     /// Sees which VMs run, and connects to those that are new. Returns what happened.
-    pub(super) fn refresh(&mut self) -> Vec<String> {
+    pub(crate) fn refresh(&mut self) -> Vec<String> {
         let mut events = Vec::new();
         if let Ok(version) = self.host.cgroup_version() {
             let runs = |vm: &&Vm| {
@@ -135,7 +124,7 @@ impl Sources {
 
     /// What each task did since the last look, and which disks' QEMU did not answer. Tasks of VMs
     /// that are not watched are left out.
-    pub(super) fn sample(&mut self) -> (BTreeMap<(VmName, TaskName), Sample>, Vec<String>) {
+    pub(crate) fn sample(&mut self) -> (BTreeMap<(VmName, TaskName), Sample>, Vec<String>) {
         let (mut samples, mut lost) = (BTreeMap::new(), Vec::new());
         for (vm, (monitor, disks)) in &mut self.connected {
             for (disk, source) in disks {
@@ -162,7 +151,7 @@ impl Sources {
     }
 
     /// Gives up all monitors, for somebody else to use; the next refresh takes them again.
-    pub(super) fn let_go(&mut self) {
+    pub(crate) fn let_go(&mut self) {
         // QEMU counts no longer than somebody looks.
         for (monitor, disks) in self.connected.values_mut() {
             for disk in disks.values() {

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use rtvirtio_cli::input;
 use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
 use rtvirtio_planner::control::{DeviceObservation, TaskObservation};
 use rtvirtio_planner::service_curve;
@@ -12,12 +13,10 @@ use rtvirtio_spec::control::{DeviceState, DeviceUsage, ScheduleState, Snapshot};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::specification::{Backend, Specification, Target, Vm};
-use rtvirtio_units::{DeviceName, DiskName, IoThreadName, Nanos, VmName};
-use serde::Serialize;
+use rtvirtio_units::{DeviceName, DiskName, Nanos, VmName};
 
-use super::sources::Sample;
-use super::{History, Recent, RowTarget, Tails};
-use crate::input;
+use crate::history::{History, Recent, Sample};
+use crate::look::{DeviceRow, RowTarget};
 
 /// How long the data plane may take to answer; a look is lost if it takes longer.
 const ANSWER: Duration = Duration::from_millis(500);
@@ -26,30 +25,6 @@ const ANSWER: Duration = Duration::from_millis(500);
 const MAX_FLUSH_FRACTION: u64 = 20;
 /// How long one that did not answer is left alone.
 const RETRY_BACKOFF: Duration = Duration::from_secs(10);
-
-/// One device's line.
-#[derive(Debug, Clone, Serialize)]
-pub(crate) struct DeviceRow {
-    pub(super) vm: VmName,
-    pub(super) device: DiskName,
-    pub(super) measured_at: MeasuredAt,
-    /// Of the last minute.
-    pub(super) tails: Tails,
-    /// The strictest target of the tasks on it, if the specification has one.
-    pub(super) target: Option<RowTarget>,
-    /// Requests above the target, since the start.
-    pub(super) misses: u64,
-    /// All requests since the start.
-    pub(super) requests: u64,
-    /// Requests per second over the last minute.
-    pub(super) iops: f64,
-    /// Requests that it has now.
-    pub(super) in_flight: u64,
-    /// The IOThreads of its queues, each once.
-    pub(super) iothreads: Vec<IoThreadName>,
-    /// Whether a front end is connected.
-    pub(super) connected: bool,
-}
 
 /// A device, its history, and what it had done at the last look.
 struct Watched {
@@ -71,7 +46,7 @@ struct Shared {
 }
 
 /// A data plane that is watched.
-pub(super) struct DataPlane {
+pub(crate) struct DataPlane {
     client: ControlClient,
     /// Somebody named the socket: it is missed when it is not there.
     is_named: bool,
@@ -89,7 +64,7 @@ pub(super) struct DataPlane {
 impl DataPlane {
     /// The one at `socket`, else the specification's, else the one at the usual place, if it is
     /// there.
-    pub(super) fn new(specification: &Specification, socket: Option<&Path>) -> Self {
+    pub(crate) fn new(specification: &Specification, socket: Option<&Path>) -> Self {
         let socket = socket.or(specification.data_plane.as_deref());
         let path = socket.map_or_else(|| PathBuf::from(DEFAULT_SOCKET), Path::to_owned);
         // Of one that cannot be read, the plan says so.
@@ -112,7 +87,7 @@ impl DataPlane {
 
     /// VMs of the specification that it serves and whose front ends are connected, and what their
     /// tasks did since the last look: a device's requests count as those of its strictest task.
-    pub(super) fn observed(&self, rows: &[DeviceRow]) -> (BTreeSet<VmName>, Vec<TaskObservation>) {
+    pub(crate) fn observed(&self, rows: &[DeviceRow]) -> (BTreeSet<VmName>, Vec<TaskObservation>) {
         if rows.is_empty() {
             return Default::default();
         }
@@ -139,12 +114,12 @@ impl DataPlane {
     }
 
     /// How fast each physical device was between the last two looks.
-    pub(super) fn speeds(&mut self) -> Vec<DeviceObservation> {
+    pub(crate) fn speeds(&mut self) -> Vec<DeviceObservation> {
         self.shared.values_mut().filter_map(|shared| shared.observed.take()).collect()
     }
 
     /// What each device did since the last look, and has done in the last minute.
-    pub(super) fn take(&mut self, now: Instant, events: &mut Vec<String>) -> Vec<DeviceRow> {
+    pub(crate) fn take(&mut self, now: Instant, events: &mut Vec<String>) -> Vec<DeviceRow> {
         if !self.is_named && !self.client.socket().exists() {
             self.forget(events);
             return Vec::new();
@@ -286,6 +261,7 @@ impl Watched {
             in_flight: device.queues.iter().map(|q| q.in_flight).sum(),
             iothreads,
             connected: device.connected,
+            promises: device.qos.as_ref().and_then(|qos| qos.had.promises()),
         }
     }
 }

@@ -1,0 +1,289 @@
+//! The closed loop of `watch`: what each task does as it happens, and another plan when that is needed.
+//!
+//! A task's latency is taken where QEMU serves the guest's request, from its latency histograms
+//! (`sources`); a VM without a monitor that answers is left out. Beside it, each disk's latency in the
+//! host's block layer ([`HostLatency`]): the loop goes by QEMU's alone. Devices of the data plane, which
+//! no QEMU sees, are known by what it tells of them (`data_plane`). What each look brought is kept for a
+//! minute ([`history`]), so that tails are those of the last minute.
+//!
+//! When to plan again is decided by [`rtvirtio_planner::control`]. A plan is made by who calls
+//! ([`Planner`]), for the host alone, and applied through the host's journal.
+//!
+//! Walk: [`Loop::look`] → `Sources::refresh` → `Sources::sample` → `Controller::step` → `act` →
+//! `Host::apply`.
+
+#![deny(unsafe_code)]
+
+mod data_plane;
+pub mod history;
+pub mod look;
+mod sources;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::Result;
+use rtvirtio_host::{ApplyOptions, Host, JournalStatus, Topology};
+use rtvirtio_observe::host_latency::HostLatency;
+use rtvirtio_planner::control::{Controller, Decision, TaskObservation};
+use rtvirtio_spec::plan::Plan;
+use rtvirtio_spec::run::MeasuredAt;
+use rtvirtio_spec::settings::Knobs;
+use rtvirtio_spec::specification::{Backend, Specification, Target};
+use rtvirtio_units::{DeviceName, DiskName, Iops, Nanos, TaskName, VmName};
+use tracing::{info, warn};
+
+use data_plane::DataPlane;
+use history::{History, Recent, Sample};
+use look::{Change, DiskRow, Look, Row, RowTarget};
+use sources::Sources;
+
+/// Makes a plan of the host alone for a specification, with devices that take so many times as long as
+/// their profiles say.
+pub type Planner = dyn Fn(&Specification, &BTreeMap<DeviceName, f64>) -> Result<Plan>;
+
+/// What is known of one task.
+struct TaskState {
+    vm: VmName,
+    task: TaskName,
+    target: Option<Target>,
+    wanted_iops: Option<f64>,
+    history: History,
+}
+
+/// The VMs of a specification, watched and, with a [`Planner`], kept within their targets.
+pub struct Loop {
+    host: Host,
+    /// The data plane's control socket, if somebody named it.
+    socket: Option<PathBuf>,
+    planner: Option<Box<Planner>>,
+    specification: Specification,
+    tasks: Vec<TaskState>,
+    sources: Sources,
+    on_host: HostLatency<(VmName, DiskName)>,
+    disks: BTreeMap<(VmName, DiskName), History>,
+    data_plane: DataPlane,
+    controller: Option<Controller>,
+    start: Instant,
+}
+
+impl Loop {
+    /// Begins to watch. With a `planner`, what a dead apply left is put back first: that may need the
+    /// monitors that are taken here.
+    ///
+    /// # Errors
+    /// The host has no io controller, or what was left cannot be put back.
+    pub fn new(
+        host: Host,
+        specification: Specification,
+        socket: Option<PathBuf>,
+        planner: Option<Box<Planner>>,
+    ) -> Result<Self> {
+        if planner.is_some() {
+            host.verify(&Topology::default(), &Knobs::new())?;
+        }
+        let sources = Sources::new(&specification, host.clone())?;
+        let on_host = HostLatency::new(host.clone(), |(vm, disk)| format!("{vm}/{disk}"));
+        let data_plane = DataPlane::new(&specification, socket.as_deref());
+        Ok(Self {
+            host,
+            socket,
+            planner,
+            tasks: states(&specification),
+            specification,
+            sources,
+            on_host,
+            disks: BTreeMap::new(),
+            data_plane,
+            controller: None,
+            start: Instant::now(),
+        })
+    }
+
+    /// Watches the VMs of another specification from now on.
+    ///
+    /// # Errors
+    /// The host has no io controller.
+    pub fn replace(&mut self, specification: Specification) -> Result<()> {
+        self.sources.let_go();
+        self.sources = Sources::new(&specification, self.host.clone())?;
+        self.tasks = states(&specification);
+        self.disks.clear();
+        self.data_plane = DataPlane::new(&specification, self.socket.as_deref());
+        self.controller = None;
+        self.specification = specification;
+        Ok(())
+    }
+
+    /// Looks at all of them, and acts if that is asked for and needed. `events` have happened already.
+    pub fn look(&mut self, mut events: Vec<String>) -> Look {
+        events.extend(self.sources.refresh());
+        let now = Instant::now();
+        for (disk, (histogram, seconds)) in self.on_host.take(now, &mut events) {
+            let sample = Sample { histogram, misses: 0, seconds };
+            self.disks.entry(disk).or_default().add(now, sample);
+        }
+        self.on_host.follow(self.sources.parts(), &mut events);
+        let devices = self.data_plane.take(Instant::now(), &mut events);
+        let mut observed = self.take(now, &mut events);
+        let mut present = self.sources.present().clone();
+        let (served, of_served) = self.data_plane.observed(&devices);
+        present.extend(served);
+        observed.extend(of_served);
+        events.iter().for_each(|event| info!("{event}"));
+        let change = self.control(now, &present, &observed);
+        events.extend(change.iter().map(ToString::to_string));
+        let disks = self.disks.iter().map(|((vm, disk), history)| disk_row(vm, disk, history, now));
+        Look {
+            at_s: (now - self.start).as_secs_f64(),
+            tasks: self.tasks.iter().map(|task| task.row(now)).collect(),
+            disks: disks.collect(),
+            host_records_lost: self.on_host.lost(),
+            data_plane: devices,
+            present,
+            change,
+            events,
+        }
+    }
+
+    /// Takes what each task did since the last look.
+    fn take(&mut self, now: Instant, events: &mut Vec<String>) -> Vec<TaskObservation> {
+        let mut observed = Vec::new();
+        let (mut samples, lost) = self.sources.sample();
+        events.extend(lost);
+        for state in &mut self.tasks {
+            let key = (state.vm.clone(), state.task.clone());
+            let Some(sample) = samples.remove(&key) else { continue };
+            let (requests, misses) = (sample.histogram.count(), sample.misses);
+            state.history.add(now, sample);
+            if let Some(target) = state.target {
+                observed.push(TaskObservation {
+                    vm: state.vm.clone(),
+                    task: state.task.clone(),
+                    percentile: target.percentile,
+                    requests,
+                    misses,
+                });
+            }
+        }
+        observed
+    }
+
+    /// Decides, and acts on it. `None`: there is nothing to change, or nothing is to be changed.
+    fn control(
+        &mut self,
+        now: Instant,
+        present: &BTreeSet<VmName>,
+        observed: &[TaskObservation],
+    ) -> Option<Change> {
+        let planner = self.planner.as_ref()?;
+        let clock = Nanos::from_secs_f64((now - self.start).as_secs_f64());
+        let decision = match &mut self.controller {
+            Some(controller) => {
+                controller.step(clock, present, observed, &self.data_plane.speeds())
+            }
+            None => {
+                self.controller = Some(Controller::new(clock, present.clone()));
+                let slower = BTreeMap::new();
+                Decision::Plan { margin: 1.0, slower, reason: "start".to_owned() }
+            }
+        };
+        let Decision::Plan { margin, slower, reason } = decision else { return None };
+        if self.host.journal_status().is_ok_and(|s| s == JournalStatus::Unfinished) {
+            self.sources.let_go();
+        }
+        let wanted = tightened(&self.specification, present, margin);
+        let done = act(&self.host, &**planner, &wanted, &slower, reason);
+        if done.failed.is_some() || done.unmet > 0 {
+            warn!("{done}");
+        } else {
+            info!("{done}");
+        }
+        if let (Some(controller), Some(_)) = (&mut self.controller, &done.failed) {
+            controller.failed(&done.reason);
+        }
+        Some(done)
+    }
+}
+
+fn states(specification: &Specification) -> Vec<TaskState> {
+    let of_vm = |vm: &rtvirtio_spec::specification::Vm| {
+        let name = vm.name.clone();
+        vm.tasks.clone().into_iter().map(move |task| TaskState {
+            vm: name.clone(),
+            task: task.name,
+            target: task.target,
+            wanted_iops: task.load.iops.map(Iops::get),
+            history: History::default(),
+        })
+    };
+    specification.vms.iter().flat_map(of_vm).collect()
+}
+
+impl TaskState {
+    fn row(&self, now: Instant) -> Row {
+        let Recent { tails, iops } = self.history.recent(now);
+        Row {
+            vm: self.vm.clone(),
+            task: self.task.clone(),
+            measured_at: MeasuredAt::Qemu,
+            tails,
+            target: self.target.map(|t| RowTarget { percentile: t.percentile, latency: t.latency }),
+            misses: self.history.misses,
+            requests: self.history.requests,
+            iops,
+            wanted_iops: self.wanted_iops,
+        }
+    }
+}
+
+/// A disk's line.
+#[must_use]
+pub fn disk_row(vm: &VmName, disk: &DiskName, history: &History, now: Instant) -> DiskRow {
+    let Recent { tails, iops } = history.recent(now);
+    let (vm, disk, requests) = (vm.clone(), disk.clone(), history.requests);
+    DiskRow { vm, disk, measured_at: MeasuredAt::Host, tails, requests, iops }
+}
+
+/// The VMs that run, with targets tightened by `margin`.
+fn tightened(
+    specification: &Specification,
+    present: &BTreeSet<VmName>,
+    margin: f64,
+) -> Specification {
+    let mut wanted = specification.clone();
+    wanted.vms.retain(|vm| present.contains(&vm.name));
+    // A deadline is kept by the data plane itself: a shorter one would only be refused.
+    let of_kernel = wanted.vms.iter_mut().filter(|vm| vm.backend == Backend::Kernel);
+    for task in of_kernel.flat_map(|vm| &mut vm.tasks) {
+        if let Some(target) = &mut task.target {
+            target.latency = target.latency.scale(1.0 / margin);
+        }
+    }
+    wanted
+}
+
+/// Plans, and applies what changes.
+fn act(
+    host: &Host,
+    planner: &Planner,
+    wanted: &Specification,
+    slower: &BTreeMap<DeviceName, f64>,
+    reason: String,
+) -> Change {
+    let mut change = Change { reason, written: 0, unmet: 0, caps: BTreeMap::new(), failed: None };
+    if wanted.vms.is_empty() {
+        return change;
+    }
+    let mut apply = || -> Result<()> {
+        let plan = planner(wanted, slower)?;
+        change.unmet = plan.tasks.iter().filter(|t| t.unmet.is_some()).count();
+        change.caps = plan.background.iter().map(|b| (b.vm.clone(), b.cap)).collect();
+        let (topology, options) = (Topology::of_plan(&plan), ApplyOptions::default());
+        change.written = host.apply(&topology, &plan.observed, &plan.changes, options)?.written;
+        Ok(())
+    };
+    change.failed = apply().err().map(|error| format!("{error:#}"));
+    change
+}

@@ -1,0 +1,234 @@
+//! What the experiments share that are made of cells.
+//!
+//! A *cell* is measured once: it is kept as soon as it is measured, and an experiment that is run again into
+//! the same directory goes on with those that are not there. A cell that does not count, because the machine
+//! disturbed it, is kept too, and measured again as often as the experiment says; after that it is left as it
+//! is. Cells run in the order of [`Experiment::keys`], in which an experiment interleaves what it compares.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use rtvirtio_cli::progress::Progress;
+use rtvirtio_host::interrupt::Interrupted;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::lines::Lines;
+
+/// An experiment that is made of cells.
+pub(crate) trait Experiment {
+    /// Names a cell.
+    type Key;
+    /// What was measured under a name.
+    type Cell: Serialize + DeserializeOwned;
+    /// What cells need while they are measured, such as a disk; it is there as long as they are.
+    type Setup;
+
+    /// Where cells are kept, below the experiment's directory.
+    const FILE: &'static str = "cells.jsonl";
+    /// How often a cell is measured that does not count each time.
+    const ATTEMPTS: usize = 1;
+
+    /// All cells, in the order in which they are measured.
+    ///
+    /// # Errors
+    /// What is asked for is not to be had.
+    fn keys(&self) -> Result<Vec<Self::Key>>;
+
+    /// Whether `cell` is the one of this name.
+    fn is_of(cell: &Self::Cell, key: &Self::Key) -> bool;
+
+    /// The cell's name, for people.
+    fn label(&self, key: &Self::Key) -> String;
+
+    /// How long it takes, about.
+    fn expected(&self, key: &Self::Key) -> Duration;
+
+    /// Refuses to add to cells of another experiment; `out` is their directory.
+    ///
+    /// # Errors
+    /// They are.
+    fn check(&self, cells: &[Self::Cell], out: &Path) -> Result<()> {
+        let _ = (cells, out);
+        Ok(())
+    }
+
+    /// Makes what the cells of these names need.
+    ///
+    /// # Errors
+    /// It is not to be had, or the user interrupts.
+    fn set_up(&self, missing: &[Self::Key], interrupted: &Interrupted) -> Result<Self::Setup>;
+
+    /// Measures one.
+    ///
+    /// # Errors
+    /// Something fails, or the user interrupts.
+    fn measure(
+        &self,
+        setup: &mut Self::Setup,
+        key: &Self::Key,
+        interrupted: &Interrupted,
+    ) -> Result<Self::Cell>;
+
+    /// Why a cell does not count; `None`: it does.
+    fn discarded(cell: &Self::Cell) -> Option<&str> {
+        let _ = cell;
+        None
+    }
+}
+
+/// Whether a cell is there that counts, or was tried often enough.
+fn is_done<E: Experiment>(cells: &[E::Cell], key: &E::Key) -> bool {
+    let mut tried = 0;
+    let counts = cells.iter().filter(|cell| E::is_of(cell, key)).any(|cell| {
+        tried += 1;
+        E::discarded(cell).is_none()
+    });
+    counts || tried >= E::ATTEMPTS
+}
+
+/// Measures the cells that are not in `out` yet, and returns all that are there.
+///
+/// # Errors
+/// As [`Experiment`]'s functions; what was measured until then is kept.
+pub(crate) fn run<E: Experiment>(
+    experiment: &E,
+    out: &Path,
+    interrupted: &Interrupted,
+) -> Result<Vec<E::Cell>> {
+    let mut cells = Lines::<E::Cell>::open(&out.join(E::FILE))?;
+    experiment.check(&cells, out)?;
+    let mut missing = experiment.keys()?;
+    missing.retain(|key| !is_done::<E>(&cells, key));
+    if missing.is_empty() {
+        return Ok(cells.into_all());
+    }
+    let mut setup = experiment.set_up(&missing, interrupted)?;
+    let whole = missing.iter().map(|key| experiment.expected(key)).sum();
+    let mut progress = Progress::new(missing.len(), whole);
+    for key in &missing {
+        let (label, expected) = (experiment.label(key), experiment.expected(key));
+        while !is_done::<E>(&cells, key) {
+            progress.start(&label, expected);
+            let cell = experiment.measure(&mut setup, key, interrupted);
+            cells.push(cell.with_context(|| label.clone())?)?;
+            progress.finish(expected);
+            let why = cells.last().and_then(E::discarded);
+            if let Some(why) = why.filter(|_| !is_done::<E>(&cells, key)) {
+                progress.note(&format!("{label}: {why}; once more"));
+                progress.extend(expected);
+            }
+        }
+    }
+    Ok(cells.into_all())
+}
+
+/// Writes what an experiment comes to beside its cells: each file's name and text.
+///
+/// # Errors
+/// A file cannot be written.
+pub(crate) fn write_files(out: &Path, files: &[(&str, &str)]) -> Result<()> {
+    for (name, text) in files {
+        let path = out.join(name);
+        std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell as Counter;
+
+    use anyhow::bail;
+
+    use super::*;
+
+    /// Cells are pairs of a name and a value; odd values do not count, and each measurement has the next.
+    struct Numbers {
+        names: u32,
+        next: Counter<u32>,
+        /// The measurement that fails.
+        fails_at: u32,
+    }
+
+    impl Experiment for Numbers {
+        type Key = u32;
+        type Cell = (u32, u32);
+        type Setup = ();
+
+        const ATTEMPTS: usize = 2;
+
+        fn keys(&self) -> Result<Vec<u32>> {
+            Ok((0..self.names).collect())
+        }
+
+        fn is_of(cell: &(u32, u32), key: &u32) -> bool {
+            cell.0 == *key
+        }
+
+        fn label(&self, key: &u32) -> String {
+            key.to_string()
+        }
+
+        fn expected(&self, _: &u32) -> Duration {
+            Duration::ZERO
+        }
+
+        fn check(&self, cells: &[(u32, u32)], out: &Path) -> Result<()> {
+            match cells.iter().find(|(name, _)| *name >= 100) {
+                Some(_) => bail!("{} has other cells", out.display()),
+                None => Ok(()),
+            }
+        }
+
+        fn set_up(&self, missing: &[u32], _: &Interrupted) -> Result<()> {
+            assert!(!missing.is_empty());
+            Ok(())
+        }
+
+        fn measure(&self, (): &mut (), key: &u32, _: &Interrupted) -> Result<(u32, u32)> {
+            let value = self.next.replace(self.next.get() + 1);
+            if value == self.fails_at {
+                bail!("it fails");
+            }
+            Ok((*key, value))
+        }
+
+        fn discarded(cell: &(u32, u32)) -> Option<&str> {
+            (cell.1 % 2 == 1).then_some("odd")
+        }
+    }
+
+    fn numbers(names: u32, from: u32, fails_at: u32) -> Numbers {
+        Numbers { names, next: Counter::new(from), fails_at }
+    }
+
+    #[test]
+    fn experiment_goes_on_where_it_was_and_repeats_what_does_not_count() {
+        let directory = tempfile::tempdir().unwrap();
+        let out = directory.path();
+        let run = |numbers: &Numbers| run(numbers, out, &Interrupted::new(false));
+        let error = run(&numbers(3, 0, 3)).unwrap_err();
+        assert_eq!(format!("{error:#}"), "2: it fails");
+        // 0 at once; 1 at the second attempt; 2 not at all yet.
+        let kept = [(0, 0), (1, 1), (1, 2)];
+        assert_eq!(Lines::<(u32, u32)>::open(&out.join("cells.jsonl")).unwrap()[..], kept);
+        let all = run(&numbers(3, 5, 99)).unwrap();
+        assert_eq!(all, [&kept[..], &[(2, 5), (2, 6)]].concat());
+        // Nothing is missing, so nothing is set up; one that never counts is left as it is.
+        assert_eq!(run(&numbers(3, 0, 0)).unwrap(), all);
+        let odd = Numbers { names: 4, ..numbers(0, 7, 99) };
+        odd.next.set(7);
+        let all = run(&odd).unwrap();
+        assert_eq!(all[5..], [(3, 7), (3, 8)]);
+    }
+
+    #[test]
+    fn cells_of_another_experiment_are_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("cells.jsonl"), "[100,0]\n").unwrap();
+        let error = run(&numbers(1, 0, 99), directory.path(), &Interrupted::new(false));
+        assert!(error.unwrap_err().to_string().ends_with("has other cells"));
+    }
+}
