@@ -19,6 +19,7 @@ pub const MAX_NAME: usize = 15;
 
 // linux/if_tun.h
 const TUNSETIFF: libc::Ioctl = 0x4004_54ca;
+const TUNGETIFF: libc::Ioctl = 0x8004_54d2;
 const TUNSETOFFLOAD: libc::Ioctl = 0x4004_54d0;
 const TUNSETVNETHDRSZ: libc::Ioctl = 0x4004_54d8;
 const TUNSETVNETLE: libc::Ioctl = 0x4004_54dc;
@@ -119,6 +120,24 @@ impl Tap {
         (0..queues).map(|_| Self::attach_one(name, several)).collect()
     }
 
+    /// Goes on with a queue that a process before this one has attached to, of the TAP of this name.
+    ///
+    /// # Errors
+    /// It is of another TAP, or of none.
+    pub fn adopt(fd: OwnedFd, name: &str) -> Result<Self, TapError> {
+        let other = || TapError::NotATap(name.to_owned());
+        let mut request = Request { name: [0; 16], flags: 0, rest: [0; 22] };
+        // SAFETY: TUNGETIFF writes a `struct ifreq`, which outlives the call.
+        check(unsafe { libc::ioctl(fd.as_raw_fd(), TUNGETIFF, &raw mut request) })
+            .map_err(|_| other())?;
+        let found = request.name.split(|byte| *byte == 0).next().unwrap_or_default();
+        let kind = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR;
+        if found != name.as_bytes() || request.flags & kind != kind {
+            return Err(other());
+        }
+        Self::prepare(fd).map_err(|errno| TapError::Attach(name.to_owned(), errno))
+    }
+
     /// Makes a TAP that is gone with its last file: in the network namespace of the calling thread.
     ///
     /// # Errors
@@ -144,14 +163,17 @@ impl Tap {
         // SAFETY: TUNSETIFF reads and writes a `struct ifreq`, which outlives the call.
         let result = unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETIFF, &raw mut request) };
         check(result).map_err(refused)?;
-        for (call, value) in [(TUNSETVNETHDRSZ, header::BYTES as libc::c_int), (TUNSETVNETLE, 1)] {
-            // SAFETY: both read an int, which outlives the call.
-            let result = unsafe { libc::ioctl(fd.as_raw_fd(), call, &raw const value) };
-            check(result).map_err(refused)?;
-        }
-        let tap = Self(fd);
+        let tap = Self::prepare(fd).map_err(refused)?;
         tap.set_offloads(0).map_err(refused)?;
         Ok(tap)
+    }
+
+    fn prepare(fd: OwnedFd) -> Result<Self, Errno> {
+        for (call, value) in [(TUNSETVNETHDRSZ, header::BYTES as libc::c_int), (TUNSETVNETLE, 1)] {
+            // SAFETY: both read an int, which outlives the call.
+            check(unsafe { libc::ioctl(fd.as_raw_fd(), call, &raw const value) })?;
+        }
+        Ok(Self(fd))
     }
 
     /// From now on frames come with what a driver that has `negotiated` these features can take: without a
@@ -233,6 +255,8 @@ mod tests {
         for name in ["", "../lo", "a-name-that-is-too-long"] {
             assert!(matches!(Tap::attach(name, 1), Err(TapError::Missing(..))), "{name:?}");
         }
+        let file = std::fs::File::open("/dev/null").unwrap();
+        assert!(matches!(Tap::adopt(file.into(), "tap0"), Err(TapError::NotATap(_))));
         if attribute("lo", "ifindex").is_some() {
             assert!(matches!(Tap::attach("lo", 1), Err(TapError::NotATap(_))));
         }

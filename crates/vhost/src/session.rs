@@ -253,6 +253,8 @@ enum Kick {
 struct Vring<K> {
     size: Option<u16>,
     base: u32,
+    // As SET_VRING_BASE said last.
+    told: u32,
     address: Option<VringAddress>,
     kick: Kick,
     call: Option<OwnedFd>,
@@ -267,6 +269,7 @@ impl<K> Default for Vring<K> {
         Self {
             size: None,
             base: 0,
+            told: 0,
             address: None,
             kick: Kick::Unset,
             call: None,
@@ -303,6 +306,8 @@ pub struct Session<H: QueueHost> {
     log: Option<Arc<DirtyLog>>,
     inflight: Option<InflightState>,
     channel: Option<Arc<Channel>>,
+    // The ring that GET_VRING_BASE has stopped just before.
+    answered: Option<usize>,
     // From the first ring on.
     turn: Option<RingsTurn>,
 }
@@ -324,6 +329,7 @@ impl<H: QueueHost> Session<H> {
             log: None,
             inflight: None,
             channel: None,
+            answered: None,
             turn: None,
         }
     }
@@ -339,6 +345,10 @@ impl<H: QueueHost> Session<H> {
     /// # Errors
     /// [`Refused`]; the session is as it was, but rings may have stopped.
     pub fn handle(&mut self, message: Message, fds: Vec<OwnedFd>) -> Result<Answer, Refused> {
+        // The front end has had its answer: it knows where the ring is.
+        if let Some(position) = self.answered.take() {
+            self.forget(position);
+        }
         let mut fds = fds.into_iter();
         let mut fd = || fds.next().ok_or(Refused::NoFd);
         match message {
@@ -396,12 +406,14 @@ impl<H: QueueHost> Session<H> {
             Message::SetVringAddr(address) => self.set_address(address)?,
             Message::SetVringBase(VringState { index, num }) => {
                 let vring = self.stopped(index)?;
-                vring.base = num;
+                (vring.base, vring.told) = (num, num);
             }
             Message::GetVringBase(index) => {
                 let position = self.position(index)?;
+                if self.vrings[position].running.is_some() {
+                    self.answered = Some(position);
+                }
                 self.stop(position);
-                self.forget(position);
                 let vring = &mut self.vrings[position];
                 vring.kick = Kick::Unset;
                 return Ok(Answer::Vring(VringState { index, num: vring.base }));
@@ -588,7 +600,7 @@ impl<H: QueueHost> Session<H> {
         if !is_queue_size(size, packed) {
             return Err(Refused::QueueSize { index: index.into(), size: size.into() });
         }
-        let base = vring.base;
+        let (base, told) = (vring.base, vring.told);
         if !packed && base > u16::MAX.into() {
             return Err(Refused::Base { index: index.into(), base });
         }
@@ -615,7 +627,7 @@ impl<H: QueueHost> Session<H> {
             None => None,
         };
         let memory = Arc::clone(&self.memory);
-        let ring = match self.device.positions().and_then(|kept| kept.queue(index)) {
+        let ring = match self.device.positions().and_then(|kept| kept.queue(index, told)) {
             Some(position) => Ring::with_position(config, memory, position),
             None => Ring::new(config, memory, inflight),
         };
@@ -654,7 +666,8 @@ impl<H: QueueHost> Session<H> {
         }
     }
 
-    /// The front end knows where a ring is, or sets it up anew.
+    /// The front end knows where a ring is, or sets it up anew. Until then what is kept is right: the
+    /// ring has been drained.
     fn forget(&self, position: usize) {
         if let Some(kept) = self.device.positions() {
             kept.forget(position as u16);

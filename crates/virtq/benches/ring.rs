@@ -35,7 +35,7 @@ fn requests(options: Options, indirect: bool, kept: Kept, count: u64) -> Duratio
         Kept::Position => {
             let file = memfd_create(c"positions", MemfdFlags::CLOEXEC).unwrap();
             let positions = Positions::map(file.as_fd(), 1).unwrap();
-            Ring::with_position(config, memory, positions.queue(0).unwrap())
+            Ring::with_position(config, memory, positions.queue(0, config.base).unwrap())
         }
     }
     .unwrap();

@@ -1,7 +1,9 @@
 //! Network devices: opened, served, and what is to be seen of them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -40,9 +42,47 @@ pub(super) struct OpenedNic {
     pub(super) positions: Result<PositionsFile, MemoryError>,
 }
 
-/// Attaches to a device's TAP. The kernel lets go of that of a server that was killed a moment after its
-/// end, for its rings are taken down aside.
-pub(super) fn attach(spec: &serve::Nic) -> Result<Vec<Tap>, PlaneError> {
+/// Of the descriptors that a service manager keeps: before a TAP's name and a queue's number.
+const TAP: &str = "rtvirtio-tap-";
+
+/// Under what name a service manager keeps a TAP's queue.
+pub(super) fn tap_name(tap: &str, queue: u16) -> String {
+    format!("{TAP}{tap}-{queue}")
+}
+
+/// Has the service manager let go of the queues of TAPs that are of no device now: it would keep them
+/// busy.
+pub(super) fn let_go_of_others(
+    nics: &[serve::Nic],
+    handed: &mut HashMap<String, OwnedFd>,
+    let_go: &dyn Fn(&str),
+) {
+    let names = |nic: &serve::Nic| {
+        let tap = nic.tap.clone();
+        (0..nic.pairs).map(move |queue| tap_name(&tap, queue))
+    };
+    let wanted: HashSet<String> = nics.iter().flat_map(names).collect();
+    let is_other = |name: &String, _: &mut OwnedFd| name.starts_with(TAP) && !wanted.contains(name);
+    handed.extract_if(is_other).for_each(|(name, _)| let_go(&name));
+}
+
+/// Goes on with what was `handed` over of a device's TAP, or attaches to it. The kernel lets go of the
+/// queues of a server that was killed a moment after its end, for its rings are taken down aside.
+pub(super) fn attach(
+    spec: &serve::Nic,
+    handed: &mut HashMap<String, OwnedFd>,
+    let_go: &dyn Fn(&str),
+) -> Result<Vec<Tap>, PlaneError> {
+    let names: Vec<String> = (0..spec.pairs).map(|queue| tap_name(&spec.tap, queue)).collect();
+    let kept: Vec<_> = names.iter().map(|name| handed.remove(name)).collect();
+    let were_kept = kept.iter().any(Option::is_some);
+    let adopt = |fd: Option<OwnedFd>| Tap::adopt(fd?, &spec.tap).ok();
+    if let Some(taps) = kept.into_iter().map(adopt).collect() {
+        return Ok(taps);
+    }
+    if were_kept {
+        names.iter().for_each(|name| let_go(name));
+    }
     let begun = Instant::now();
     loop {
         match Tap::attach(&spec.tap, spec.pairs) {
@@ -112,6 +152,7 @@ impl Nics {
             pool: Arc::clone(pool),
             stats,
             queues: Mutex::new(queues),
+            has_served: AtomicBool::new(false),
             report: Arc::clone(report),
         });
         let served = server.add(listener, Arc::clone(&nic) as Arc<_>, Arc::clone(&host));
@@ -134,10 +175,12 @@ impl Nics {
         self.served().values().map(|nic| nic.spec.clone()).collect()
     }
 
-    /// Forgets where the rings of front ends that have gone were: they do not come back to them.
+    /// Forgets where the rings of front ends were that have been here and gone. Those that have yet to
+    /// come back to what an earlier server has left are waited for.
     pub(super) fn forget_gone(&self, server: &Server) {
         for nic in self.served().values() {
             if let Some(kept) = nic.nic.positions()
+                && nic.host.has_served.load(Relaxed)
                 && !server.is_connected(nic.socket_id)
             {
                 (0..nic.nic.queues()).for_each(|index| kept.forget(index));
@@ -210,6 +253,8 @@ struct NicHost {
     stats: Vec<Arc<QueueStats>>,
     // Nobody waits for anybody while holding it.
     queues: Mutex<Vec<Place>>,
+    /// Whether a queue has run.
+    has_served: AtomicBool,
     report: Arc<Report>,
 }
 
@@ -248,6 +293,7 @@ impl QueueHost for NicHost {
         };
         let started = self.pool.start_nic(setup, thread.ok_or(StartError::Full)?);
         let key = started.map_err(|_| StartError::Full)?;
+        self.has_served.store(true, Relaxed);
         if let Some(place) = self.queues().get_mut(usize::from(index)) {
             place.key = Some(key);
         }

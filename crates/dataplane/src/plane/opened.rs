@@ -3,15 +3,16 @@
 //! Opened by whoever starts the data plane, before it gives up its rights; served after that.
 
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
 use rtvirtio_engine::file;
+use rtvirtio_net::tap::Tap;
 use rtvirtio_spec::serve::{Configuration, Device, Engine, ImageLock, Listen, Nic};
 
 use super::PlaneError;
 use super::host::open_exclusive_with_retry;
-use super::nics::{OpenedNic, attach};
+use super::nics::{OpenedNic, attach, let_go_of_others, tap_name};
 use super::positions::PositionsFile;
 use super::{SOCKET_MODE, io, refused};
 use crate::sandbox::{Identity, give};
@@ -41,8 +42,9 @@ pub(super) struct Image {
 }
 
 impl Opened {
-    /// Opens all devices of a configuration; `handed` are listening sockets by name, from systemd.
-    /// Sockets that are made are the property of `owner`, if one is given.
+    /// Opens all devices of a configuration. `handed` are descriptors by name, from the service
+    /// manager: listening sockets, and TAPs that it has kept, of which it is to `let_go` of what is
+    /// of no use. Sockets that are made are the property of `owner`, if one is given.
     ///
     /// # Errors
     /// The first image or socket that cannot be had.
@@ -50,7 +52,9 @@ impl Opened {
         configuration: &Configuration,
         handed: &mut HashMap<String, OwnedFd>,
         owner: Option<&Identity>,
+        let_go: &dyn Fn(&str),
     ) -> Result<Self, PlaneError> {
+        let_go_of_others(&configuration.nics, handed, let_go);
         let bind = |path: &PathBuf, name: &str| {
             let what = || format!("cannot listen for {name}");
             let listener = Listener::bind(path, SOCKET_MODE);
@@ -100,12 +104,21 @@ impl Opened {
         let devices =
             configuration.devices.iter().map(&mut open).collect::<Result<_, PlaneError>>()?;
         let open = |spec: &Nic| {
-            let taps = attach(spec)?;
+            let taps = attach(spec, handed, let_go)?;
             let listener = bind(&spec.socket, spec.name.as_str())?;
-            let positions = PositionsFile::open(&spec.socket, 2 * spec.pairs);
+            let positions = PositionsFile::open(&spec.socket, 2 * spec.pairs, owner);
             Ok(OpenedNic { spec: spec.clone(), taps, listener, positions })
         };
         let nics = configuration.nics.iter().map(open).collect::<Result<_, PlaneError>>()?;
         Ok(Self { devices, nics })
+    }
+
+    /// The TAPs' queues by the names under which a service manager is to keep them, so that the
+    /// links stay up while this process is down.
+    pub fn taps(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
+        self.nics.iter().flat_map(|nic| {
+            let named = |(queue, tap)| (tap_name(&nic.spec.tap, queue), Tap::as_fd(tap));
+            (0..).zip(&nic.taps).map(named)
+        })
     }
 }

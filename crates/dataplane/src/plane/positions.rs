@@ -13,8 +13,10 @@ use std::sync::Arc;
 
 use rtvirtio_virtq::memory::MemoryError;
 use rtvirtio_virtq::ring::Positions;
-use rustix::fs::OFlags;
+use rustix::fs::{Gid, OFlags, Uid};
 use rustix::io::Errno;
+
+use crate::sandbox::Identity;
 
 /// Behind the socket's name.
 const SUFFIX: &str = ".positions";
@@ -28,19 +30,27 @@ pub(super) struct PositionsFile {
 }
 
 impl PositionsFile {
-    /// Opens or makes that of the device with this socket, of so many virtqueues.
+    /// Opens or makes that of the device with this socket, of so many virtqueues. It is the property
+    /// of `owner`, if one is given.
     ///
     /// # Errors
     /// It is not in memory, is somebody else's, or cannot be made.
-    pub(super) fn open(socket: &Path, queues: u16) -> Result<Self, MemoryError> {
+    pub(super) fn open(
+        socket: &Path,
+        queues: u16,
+        owner: Option<&Identity>,
+    ) -> Result<Self, MemoryError> {
         let mut path = OsString::from(socket);
         path.push(SUFFIX);
         let path = PathBuf::from(path);
-        let file = open(&path).map_err(MemoryError::System)?;
+        let file = open(&path, owner).map_err(MemoryError::System)?;
+        let is_new = file.metadata().is_ok_and(|metadata| metadata.len() == 0);
         match Positions::map(file.as_fd(), queues) {
             Ok(positions) => Ok(Self { path, positions }),
             Err(error) => {
-                let _ = std::fs::remove_file(&path);
+                if is_new {
+                    let _ = std::fs::remove_file(&path);
+                }
                 Err(error)
             }
         }
@@ -48,7 +58,7 @@ impl PositionsFile {
 }
 
 /// The file, which nobody else may write, or could have.
-fn open(path: &Path) -> Result<File, Errno> {
+fn open(path: &Path, owner: Option<&Identity>) -> Result<File, Errno> {
     let system = |error: std::io::Error| Errno::from_io_error(&error).unwrap_or(Errno::IO);
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let file = OpenOptions::new()
@@ -61,12 +71,16 @@ fn open(path: &Path) -> Result<File, Errno> {
         .open(path)
         .map_err(system)?;
     let metadata = file.metadata().map_err(system)?;
-    let own = metadata.uid() == rustix::process::geteuid().as_raw();
-    if own && metadata.is_file() && metadata.mode() & 0o077 == 0 {
-        Ok(file)
-    } else {
-        Err(Errno::PERM)
+    let own = [Some(rustix::process::geteuid().as_raw()), owner.map(Identity::uid)];
+    let is_private = metadata.mode() & 0o077 == 0 && metadata.nlink() == 1;
+    if !metadata.is_file() || !own.contains(&Some(metadata.uid())) || !is_private {
+        return Err(Errno::PERM);
     }
+    if let Some(owner) = owner {
+        let (user, group) = (Uid::from_raw(owner.uid()), Gid::from_raw(owner.gid()));
+        rustix::fs::fchown(&file, Some(user), Some(group))?;
+    }
+    Ok(file)
 }
 
 impl Drop for PositionsFile {
@@ -86,7 +100,7 @@ mod tests {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
         let socket = directory.path().join("net0");
         let path = directory.path().join("net0.positions");
-        let opened = PositionsFile::open(&socket, 2).unwrap();
+        let opened = PositionsFile::open(&socket, 2, None).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, MODE);
         drop(opened);
         assert!(!path.exists());
@@ -95,13 +109,21 @@ mod tests {
         let target = directory.path().join("other");
         std::fs::write(&target, "kept").unwrap();
         std::os::unix::fs::symlink(&target, &path).unwrap();
-        assert!(PositionsFile::open(&socket, 2).is_err());
+        assert!(PositionsFile::open(&socket, 2, None).is_err());
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "").unwrap();
         let open = std::os::unix::fs::PermissionsExt::from_mode(0o666);
         std::fs::set_permissions(&path, open).unwrap();
-        let refused = PositionsFile::open(&socket, 2).err();
+        let refused = PositionsFile::open(&socket, 2, None).err();
         assert_eq!(refused, Some(MemoryError::System(Errno::PERM)));
+        // Nor what has another name.
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "kept").unwrap();
+        let private = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+        std::fs::set_permissions(&path, private).unwrap();
+        std::fs::hard_link(&path, directory.path().join("linked")).unwrap();
+        assert!(PositionsFile::open(&socket, 2, None).is_err());
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "kept");
         assert_eq!(std::fs::read_to_string(&target).unwrap(), "kept");
     }
 }

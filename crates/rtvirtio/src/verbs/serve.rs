@@ -21,6 +21,7 @@ use rtvirtio_spec::serve::{
 };
 use rtvirtio_spec::specification::MAX_FILE_BYTES;
 use rtvirtio_units::CpuId;
+use sd_notify::NotifyState;
 use tracing::{info, warn};
 
 use crate::{Outcome, input};
@@ -141,7 +142,17 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
     // Opened with the rights of whoever started this, served without them.
     let control = configuration.control.as_ref();
     let control = control.map(|c| ControlSocket::make(c, user.as_ref())).transpose()?;
-    let opened = Opened::open(configuration, &mut handed, user.as_ref())?;
+    let let_go = |name: &str| {
+        let _ = sd_notify::notify(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]);
+    };
+    let opened = Opened::open(configuration, &mut handed, user.as_ref(), &let_go)?;
+    // A TAP that nobody has open loses its carrier, and the host what it knows of the guest's address.
+    for (name, tap) in opened.taps() {
+        // Polled by systemd, each frame would wake it.
+        let unpolled = NotifyState::Custom("FDPOLL=0");
+        let state = [NotifyState::FdStore, NotifyState::FdName(&name), unpolled];
+        let _ = sd_notify::notify_with_fds(&state, &[tap]);
+    }
     // Keeps a right that this gives up.
     let guard = configuration.iocores.borrow.then(|| {
         let mut command = Command::new("/proc/self/exe");
@@ -172,7 +183,7 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
     let and = if nics > 0 { format!(" and {nics} nics") } else { String::new() };
     info!("serving {disks} devices{and}");
     // Without systemd there is nobody to tell.
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+    let _ = sd_notify::notify(&[NotifyState::Ready]);
     while !interrupted.load(Ordering::Relaxed) {
         std::thread::sleep(POLL);
     }

@@ -1,12 +1,16 @@
 //! A guest of QEMU with a network device of `rtvirtio serve`, on a TAP in a network namespace.
 
-use std::io::{Read as _, Write as _};
+use std::io::{IoSliceMut, Read as _, Write as _};
+use std::mem::MaybeUninit;
 use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::Value;
 
 use crate::in_guest::{Machine, image};
@@ -23,9 +27,58 @@ const BYTES: usize = 8 << 20;
 const CONNECTIONS: usize = 20;
 const KILLS: &str = "RTVIRTIO_TEST_NIC_KILLS";
 const BETWEEN_KILLS: Duration = Duration::from_secs(2);
+/// In the guest: the driver lets go of its device and takes it again.
+const REBIND: &str = "device=$(basename $(readlink -f /sys/class/net/eth0/device)); \
+    cd /sys/bus/virtio/drivers/virtio_net && echo $device >unbind && echo $device >bind && \
+    ip link set eth0 up && ip address add 10.77.0.2/24 dev eth0";
+/// Gives the standard input to the daemon as a descriptor that was kept, if one was.
+const HAND_OVER: &str = "if [ -n \"$KEPT\" ]; then exec 3<&0 </dev/null; export LISTEN_FDS=1 \
+    LISTEN_PID=$$ LISTEN_FDNAMES=\"$KEPT\"; fi; exec \"$@\"";
 const ENTER: &str = "mount -t sysfs sys /sys && ip link set lo up && \
     ip tuntap add dev tap0 mode tap vnet_hdr && ip address add 10.77.0.1/24 dev tap0 && \
     ip link set tap0 up && exec \"$@\"";
+
+/// Keeps a descriptor for the daemon, as systemd does for a service (`FileDescriptorStoreMax=`).
+struct Store {
+    socket: UnixDatagram,
+    directory: tempfile::TempDir,
+    kept: Option<(String, OwnedFd)>,
+}
+
+impl Store {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = UnixDatagram::bind(directory.path().join("notify")).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        Self { socket, directory, kept: None }
+    }
+
+    /// Does what the daemon has asked for.
+    fn look(&mut self) {
+        loop {
+            let mut text = [0; 4096];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+            let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+            let mut parts = [IoSliceMut::new(&mut text)];
+            let flags = RecvFlags::CMSG_CLOEXEC;
+            let Ok(received) = recvmsg(&self.socket, &mut parts, &mut ancillary, flags) else {
+                return;
+            };
+            let fds = ancillary.drain().filter_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+                _ => None,
+            });
+            let fd = fds.flatten().next();
+            let text = String::from_utf8(text[..received.bytes].to_vec()).unwrap();
+            let name = text.lines().find_map(|line| line.strip_prefix("FDNAME=")).unwrap_or("");
+            if text.contains("FDSTOREREMOVE=1") {
+                self.kept.take_if(|(kept, _)| kept == name);
+            } else if text.contains("FDSTORE=1") {
+                self.kept = Some((name.to_owned(), fd.unwrap()));
+            }
+        }
+    }
+}
 
 /// `rtvirtio serve` of one NIC.
 struct Daemon<'a> {
@@ -34,7 +87,8 @@ struct Daemon<'a> {
 }
 
 impl<'a> Daemon<'a> {
-    fn start(directory: &'a Path) -> Self {
+    /// Starts it with what is kept for it.
+    fn start(directory: &'a Path, store: &mut Store) -> Self {
         let text = format!(
             "version = 1\n[control]\nsocket = '{0}/control'\n[[iothread]]\nname = 'iot0'\n\
              [[nic]]\nname = 'net0'\nvm = 'test'\nsocket = '{0}/net0'\ntap = 'tap0'\n",
@@ -42,19 +96,24 @@ impl<'a> Daemon<'a> {
         );
         let path = directory.join("serve.toml");
         std::fs::write(&path, text).unwrap();
-        let child = Command::new("setpriv")
-            .args(["--pdeathsig", "KILL", RTVIRTIO, "serve"])
-            .arg(path)
-            .stdin(Stdio::null())
-            .spawn()
-            .unwrap();
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL", "sh", "-c", HAND_OVER, "sh", RTVIRTIO, "serve"]);
+        command.arg(path).env("NOTIFY_SOCKET", store.directory.path().join("notify"));
+        command.stdin(Stdio::null());
+        if let Some((name, fd)) = &store.kept {
+            command.stdin(fd.try_clone().unwrap()).env("KEPT", name);
+        }
+        let child = command.spawn().unwrap();
+        drop(command);
         let mut daemon = Self { child, directory };
         let begun = Instant::now();
         while !daemon.ctl(&["nic", "list"]).status.success() {
             assert_eq!(daemon.child.try_wait().unwrap(), None, "it has ended");
             assert!(begun.elapsed() < ENOUGH, "{}", said(&daemon.ctl(&["nic", "list"])));
             std::thread::sleep(Duration::from_millis(20));
+            store.look();
         }
+        store.look();
         daemon
     }
 
@@ -135,7 +194,9 @@ fn for_each_ring() {
 fn talk(packed: bool) {
     // In memory, as where sockets belong.
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
-    let mut daemon = Daemon::start(directory.path());
+    let mut store = Store::new();
+    let mut daemon = Daemon::start(directory.path(), &mut store);
+    assert_eq!(store.kept.as_ref().map(|(name, _)| name.as_str()), Some("rtvirtio-tap-tap0-0"));
     let arguments = [
         "-object".to_owned(),
         "memory-backend-memfd,id=memory,size=384M,share=on".to_owned(),
@@ -229,7 +290,9 @@ fn talk(packed: bool) {
             daemon.child.kill().unwrap();
             daemon.child.wait().unwrap();
             let begun = Instant::now();
-            daemon = Daemon::start(directory.path());
+            let carrier = std::fs::read_to_string("/sys/class/net/tap0/carrier").unwrap();
+            assert_eq!(carrier.trim(), "1", "the link was to stay up");
+            daemon = Daemon::start(directory.path(), &mut store);
             killed.push(begun.elapsed());
         }
         std::thread::sleep(BETWEEN_KILLS);
@@ -247,9 +310,21 @@ fn talk(packed: bool) {
     rustix::process::kill_process(daemon.pid(), rustix::process::Signal::TERM).unwrap();
     daemon.child.wait().unwrap();
     assert_eq!(kept.exists(), packed, "a split ring has no position to keep");
-    daemon = Daemon::start(directory.path());
+    // By hand, with nothing kept.
+    store.kept = None;
+    daemon = Daemon::start(directory.path(), &mut store);
     echo(stream, 200);
+    // A driver that sets the device up anew begins anew, and goes on from there.
+    machine.expect(0, REBIND);
+    machine.expect(0, "ping -c 3 -W 5 10.77.0.1");
+    daemon.child.kill().unwrap();
+    daemon.child.wait().unwrap();
+    daemon = Daemon::start(directory.path(), &mut store);
+    machine.expect(0, "ping -c 3 -W 5 10.77.0.1");
     drop((streams, machine));
+    while daemon.nic()["connected"] == true {
+        std::thread::sleep(Duration::from_millis(20));
+    }
     rustix::process::kill_process(daemon.pid(), rustix::process::Signal::TERM).unwrap();
     daemon.child.wait().unwrap();
     assert_eq!(

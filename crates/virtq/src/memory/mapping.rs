@@ -15,6 +15,19 @@ const IN_MEMORY: [u32; 3] = [0x0102_1994, 0x8584_58f6, HUGETLBFS];
 const HUGETLBFS: u32 = 0x9584_58f6;
 const PAGE: u64 = 4096;
 
+/// The size of a file's pages.
+///
+/// # Errors
+/// They are not memory.
+pub(crate) fn page_size(fd: BorrowedFd<'_>) -> Result<u64, MemoryError> {
+    let system = fstatfs(fd).map_err(MemoryError::System)?;
+    let kind = system.f_type as u32;
+    if !IN_MEMORY.contains(&kind) {
+        return Err(MemoryError::NotInMemory);
+    }
+    Ok(if kind == HUGETLBFS { system.f_bsize as u64 } else { PAGE })
+}
+
 /// A shared mapping.
 #[derive(Debug)]
 pub struct Mapping {
@@ -50,12 +63,7 @@ impl Mapping {
         if file < end {
             return Err(MemoryError::TooShort { file, end });
         }
-        let system = fstatfs(fd).map_err(MemoryError::System)?;
-        let kind = system.f_type as u32;
-        if !IN_MEMORY.contains(&kind) {
-            return Err(MemoryError::NotInMemory);
-        }
-        let page = if kind == HUGETLBFS { system.f_bsize as u64 } else { PAGE };
+        let page = page_size(fd)?;
         let start = offset & !(page - 1);
         let length = (end - start).checked_next_multiple_of(page).ok_or(MemoryError::Overflow)?;
         let mapped_length = usize::try_from(length).map_err(|_| MemoryError::Overflow)?;

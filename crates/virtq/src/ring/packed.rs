@@ -88,16 +88,22 @@ impl Packed {
             Kept::Nothing => None,
             Kept::Position(mut queue) => {
                 let identity = Identity::new(memory, config.descriptors, size);
-                let left = queue.left(identity);
-                if let Some((at, finished)) = left.filter(|_| is_in_use(&descriptors, size)) {
-                    used = resume(&descriptors, size, at, &finished, |segment| {
-                        if config.log.is_some() {
-                            memory.log_write(segment);
-                        }
-                    });
-                    available = used;
+                // A reset leaves the base where rings begin.
+                let is_new = |descriptors| {
+                    matches!(config.base, 0 | 0x8000 | 0x8000_8000) && !is_in_use(descriptors, size)
+                };
+                match queue.left(identity).filter(|_| !is_new(&descriptors)) {
+                    Some((at, finished)) => {
+                        used = resume(&descriptors, size, at, &finished, |segment| {
+                            if config.log.is_some() {
+                                memory.log_write(segment);
+                            }
+                        });
+                        available = used;
+                        queue.publish(used);
+                    }
+                    None => queue.begin(identity, used),
                 }
-                queue.begin(identity, used);
                 position = Some(queue);
                 None
             }

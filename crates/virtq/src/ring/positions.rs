@@ -11,7 +11,8 @@
 //!
 //! A queue's part of the file names the ring that it is about by the file that the ring's memory is
 //! of, its address and its size. Memory of another guest, or of the same one after its front end was
-//! started anew, is another file. A driver that has reset the device while there was no server has
+//! started anew, is another file. A front end that has stopped the ring, or put a snapshot in its place,
+//! sets another base than before. A driver that has reset the device while there was no server has
 //! cleared the ring, in which then no descriptor has been used.
 //!
 //! A kill may come between any two stores. They are all made with Release, which keeps them in
@@ -21,8 +22,9 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
-use rustix::fs::ftruncate;
+use rustix::fs::{FallocateFlags, fallocate, ftruncate};
 
+use crate::memory::mapping::page_size;
 use crate::memory::{Mapping, Memory, MemoryError};
 
 use super::descriptor::Position;
@@ -32,11 +34,16 @@ use super::{MAX_SIZE, Part};
 const DEVICE: usize = 0;
 const INODE: usize = 8;
 const ADDRESS: usize = 16;
+/// With [`VERSION`] behind its 16 bits.
 const SIZE: usize = 24;
+/// The base as the front end has set it.
+const TOLD: usize = 40;
 /// The next descriptor to use, and behind its 16 bits the number of requests in the list.
 const STATE: usize = 32;
 /// Requests that have finished since: bytes written (32 bits), buffer ID (16), descriptors (16).
 const LIST: usize = 64;
+/// Of this layout.
+const VERSION: u64 = 1;
 const STRIDE: usize = LIST + 8 * MAX_SIZE as usize;
 
 /// The positions of a device's packed rings.
@@ -53,8 +60,11 @@ impl Positions {
     /// # Errors
     /// The file is not in memory, or cannot be made so long.
     pub fn map(file: BorrowedFd<'_>, queues: u16) -> Result<Arc<Self>, MemoryError> {
+        page_size(file)?;
         let length = STRIDE as u64 * u64::from(queues);
+        // All of it: a full file system says so here, and not at a store.
         ftruncate(file, length).map_err(MemoryError::System)?;
+        fallocate(file, FallocateFlags::empty(), 0, length).map_err(MemoryError::System)?;
         Ok(Arc::new(Self { mapping: Mapping::new(file, 0, length)?, queues }))
     }
 
@@ -63,10 +73,12 @@ impl Positions {
         (index < self.queues).then(|| Part::new(base, STRIDE))
     }
 
-    /// A queue's part; `None` if there is no such queue.
+    /// A queue's part; `None` if there is no such queue. `told` is the base as the front end has set
+    /// it: after a crash it sets the same again, unless it knows better.
     #[must_use]
-    pub fn queue(self: &Arc<Self>, index: u16) -> Option<QueuePosition> {
-        Some(QueuePosition { part: self.part(index)?, finished: 0, _file: Arc::clone(self) })
+    pub fn queue(self: &Arc<Self>, index: u16, told: u32) -> Option<QueuePosition> {
+        let part = self.part(index)?;
+        Some(QueuePosition { part, told, finished: 0, _file: Arc::clone(self) })
     }
 
     /// The front end knows where the queue is, or it is to begin anew.
@@ -87,6 +99,7 @@ impl Positions {
 #[derive(Debug)]
 pub struct QueuePosition {
     part: Part,
+    told: u32,
     /// Requests in the list.
     finished: u16,
     // Keeps the mapping.
@@ -127,9 +140,9 @@ impl QueuePosition {
         let of = Identity {
             file: (load(DEVICE), load(INODE)),
             address: load(ADDRESS),
-            size: u16::try_from(load(SIZE)).ok()?,
+            size: load(SIZE) as u16,
         };
-        if of != ring {
+        if of != ring || load(SIZE) >> 16 != VERSION || load(TOLD) != u64::from(self.told) {
             return None;
         }
         let state = load(STATE);
@@ -155,9 +168,9 @@ impl QueuePosition {
         store(DEVICE, ring.file.0);
         store(INODE, ring.file.1);
         store(ADDRESS, ring.address);
-        self.finished = 0;
-        self.store_state(position);
-        self.part.store_u64(SIZE, ring.size.into(), Release);
+        store(TOLD, self.told.into());
+        self.publish(position);
+        self.part.store_u64(SIZE, VERSION << 16 | u64::from(ring.size), Release);
     }
 
     fn store_state(&self, position: Position) {
