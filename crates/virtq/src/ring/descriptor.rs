@@ -40,6 +40,13 @@ impl Position {
         }
     }
 
+    /// Descriptors from here to there, less than two laps of the ring.
+    pub(super) const fn distance(self, to: Self, size: u16) -> u16 {
+        let from = self.index + if self.wrap { 0 } else { size };
+        let to = to.index + if to.wrap { 0 } else { size };
+        if to >= from { to - from } else { 2 * size + to - from }
+    }
+
     /// The flags of a descriptor that the driver has made available here.
     pub(super) const fn available_flags(self) -> u16 {
         if self.wrap { AVAILABLE } else { USED }

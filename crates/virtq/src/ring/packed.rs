@@ -8,7 +8,7 @@ use crate::memory::Memory;
 use super::chain::{Builder, DESCRIPTOR, INDIRECT, NEXT, WRITE};
 use super::descriptor::{AVAILABLE, Descriptor, Position, USED};
 use super::inflight::PackedInflight;
-use super::positions::{Finished, Identity, QueuePosition};
+use super::positions::{Finished, Identity, Left, QueuePosition};
 use super::{Chain, Kept, Part, RingConfig, RingError, need_event};
 
 // Event suppression structure: the descriptor's offset and wrap counter, then the flags.
@@ -88,19 +88,22 @@ impl Packed {
             Kept::Nothing => None,
             Kept::Position(mut queue) => {
                 let identity = Identity::new(memory, config.descriptors, size);
-                // A reset leaves the base where rings begin.
-                let is_new = |descriptors| {
-                    matches!(config.base, 0 | 0x8000 | 0x8000_8000) && !is_in_use(descriptors, size)
+                let log = |segment| {
+                    if config.log.is_some() {
+                        memory.log_write(segment);
+                    }
                 };
-                match queue.left(identity).filter(|_| !is_new(&descriptors)) {
-                    Some((at, finished)) => {
-                        used = resume(&descriptors, size, at, &finished, |segment| {
-                            if config.log.is_some() {
-                                memory.log_write(segment);
-                            }
-                        });
-                        available = used;
-                        queue.publish(used);
+                let left = queue.left(identity);
+                match left
+                    .and_then(|left| go_on(&descriptors, size, left, &queue, config.base, log))
+                {
+                    Some((at, true)) => {
+                        (used, available) = (at, at);
+                        queue.publish(at);
+                    }
+                    Some((at, false)) => {
+                        (used, available) = (at, at);
+                        queue.begin(identity, at);
                     }
                     None => queue.begin(identity, used),
                 }
@@ -428,6 +431,74 @@ fn is_in_use(descriptors: &Part, size: u16) -> bool {
         let address = descriptors.load_u64(place.offset(), Ordering::Relaxed);
         flags & USED != 0 || flags & AVAILABLE == 0 && address != 0
     })
+}
+
+/// Goes on from what an earlier server has left: where, and whether the entry is still right. `None`:
+/// the ring has been set up anew since, or is another.
+fn go_on(
+    descriptors: &Part,
+    size: u16,
+    left: Left,
+    kept: &QueuePosition,
+    base: u32,
+    log: impl Fn(Segment),
+) -> Option<(Position, bool)> {
+    let Left { position, finished, told } = left;
+    if told == kept.told() {
+        // A reset leaves the base where rings begin.
+        let begins = matches!(base, 0 | 0x8000 | 0x8000_8000);
+        if begins && !is_in_use(descriptors, size) {
+            return None;
+        }
+        return Some((resume(descriptors, size, position, &finished, log), true));
+    }
+    // Without a server QEMU serves a ring itself, from where it was told last: it drops what the guest
+    // sends, if it finds any there (virtio_net_drop_tx_queue_data). What lies before that is dropped too.
+    let end = finished.iter().fold(position, |at, request| at.after(request.count, size));
+    let dropped = available_until(descriptors, size, end, told)?;
+    if end != told && flags(descriptors, told) & (AVAILABLE | USED) != told.used_flags() {
+        return None;
+    }
+    resume(descriptors, size, position, &finished, &log);
+    resume(descriptors, size, end, &dropped, &log);
+    Some((kept.told(), false))
+}
+
+/// The requests that the driver has made available from one place to another; `None` if others than
+/// such lie between them.
+fn available_until(
+    descriptors: &Part,
+    size: u16,
+    from: Position,
+    to: Position,
+) -> Option<Vec<Finished>> {
+    let distance = from.distance(to, size);
+    if distance > size {
+        return None;
+    }
+    let (mut requests, mut at, mut total) = (Vec::new(), from, 0);
+    // The last one may go beyond it: whoever was told a place does not know that it is within a chain.
+    while total < distance {
+        if flags(descriptors, at) & (AVAILABLE | USED) != at.available_flags() {
+            return None;
+        }
+        let mut count = 0;
+        let id = loop {
+            let place = at.after(count, size);
+            let word = descriptors.load_u64(place.offset() + 8, Ordering::Acquire);
+            (count, total) = (count + 1, total + 1);
+            if total > size {
+                return None;
+            }
+            let Descriptor { id, flags, .. } = Descriptor::new(0, word);
+            if flags & NEXT == 0 {
+                break id;
+            }
+        };
+        requests.push(Finished { written: 0, id, count });
+        at = at.after(count, size);
+    }
+    Some(requests)
 }
 
 /// Shows the driver what an earlier server had finished from `first` on, unless it has been shown.

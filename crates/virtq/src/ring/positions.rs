@@ -11,8 +11,8 @@
 //!
 //! A queue's part of the file names the ring that it is about by the file that the ring's memory is
 //! of, its address and its size. Memory of another guest, or of the same one after its front end was
-//! started anew, is another file. A front end that has stopped the ring, or put a snapshot in its place,
-//! sets another base than before. A driver that has reset the device while there was no server has
+//! started anew, is another file. A front end that has put a snapshot in its place sets another base
+//! than before. A driver that has reset the device while there was no server has
 //! cleared the ring, in which then no descriptor has been used.
 //!
 //! A kill may come between any two stores. They are all made with Release, which keeps them in
@@ -132,17 +132,32 @@ pub(super) struct Finished {
     pub(super) count: u16,
 }
 
+/// What an earlier server has left of a ring.
+#[derive(Debug)]
+pub(super) struct Left {
+    /// Where the first request was used that the driver may not have been shown.
+    pub(super) position: Position,
+    /// It, and those that have finished behind it.
+    pub(super) finished: Vec<Finished>,
+    /// Where the front end said that the ring was, when that server began.
+    pub(super) told: Position,
+}
+
 impl QueuePosition {
-    /// What an earlier server has left of this ring: the descriptor to use next, and what has
-    /// finished since. `None`: nothing, or nothing that can be of this ring.
-    pub(super) fn left(&self, ring: Identity) -> Option<(Position, Vec<Finished>)> {
+    /// Where the front end says that the ring is.
+    pub(super) const fn told(&self) -> Position {
+        Position::from_bits(self.told as u16)
+    }
+
+    /// What an earlier server has left of this ring. `None`: nothing, or nothing that can be of it.
+    pub(super) fn left(&self, ring: Identity) -> Option<Left> {
         let load = |offset| self.part.load_u64(offset, Acquire);
         let of = Identity {
             file: (load(DEVICE), load(INODE)),
             address: load(ADDRESS),
             size: load(SIZE) as u16,
         };
-        if of != ring || load(SIZE) >> 16 != VERSION || load(TOLD) != u64::from(self.told) {
+        if of != ring || load(SIZE) >> 16 != VERSION {
             return None;
         }
         let state = load(STATE);
@@ -158,7 +173,9 @@ impl QueuePosition {
         let finished: Vec<_> = (0..length).map(entry).collect();
         let descriptors: u64 = finished.iter().map(|request| u64::from(request.count)).sum();
         let whole = finished.iter().all(|request| request.count != 0);
-        (whole && descriptors <= ring.size.into()).then_some((position, finished))
+        let told = Position::from_bits(load(TOLD) as u16);
+        let left = Left { position, finished, told };
+        (whole && descriptors <= ring.size.into()).then_some(left)
     }
 
     /// From here on it is about this ring, which is at `position`.

@@ -247,7 +247,7 @@ fn run_in_order(size: u16, lives: &[u64]) -> bool {
 /// The base as a front end sets it again and again.
 const TOLD: u32 = 0x8000_8000;
 
-fn positions() -> Arc<Positions> {
+pub(super) fn positions() -> Arc<Positions> {
     let file = rustix::fs::memfd_create(c"positions", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     Positions::map(std::os::fd::AsFd::as_fd(&file), 1).unwrap()
 }
@@ -320,8 +320,59 @@ fn position_of_another_ring_is_not_taken() {
     assert_eq!(with(&driver, start).base(), start);
     // It has not where the front end still sets another base than that of a new ring.
     let stopped = 0x8005_8005;
+    positions.forget(0);
     assert_eq!(told(there, stopped), there);
     assert_eq!(told(stopped, stopped), there);
+}
+
+/// QEMU serves the ring of a device whose server is away, from where it was told last.
+#[test]
+fn what_a_front_end_drops_meanwhile_is_not_waited_for() {
+    for before in 0..16 {
+        let mut driver = driver(PACKED);
+        let positions = positions();
+        let start = driver.config();
+        let with = |driver: &Driver, base| {
+            let config = RingConfig { base, ..start };
+            let position = positions.queue(0, base).unwrap();
+            Ring::with_position(config, driver.guest().memory(), position).unwrap()
+        };
+        let mut chain = Chain::default();
+        let mut ring = with(&driver, start.base);
+        for tag in 0..before {
+            driver.add(&request(tag, 1), false).unwrap();
+            driver.publish();
+            assert_eq!(ring.next(&mut chain), Ok(true));
+            ring.finish(chain.id, 0);
+            let _ = ring.publish();
+            assert!(driver.take().is_some());
+        }
+        drop(ring);
+        let mut sent = Vec::new();
+        for tag in 0..3 {
+            sent.push(driver.add(&request(tag, 1 + tag as usize % 2), false).unwrap());
+        }
+        driver.publish();
+        let mut front_end = Ring::new(start, driver.guest().memory(), None).unwrap();
+        let mut base = start.base;
+        while front_end.next(&mut chain) == Ok(true) {
+            front_end.finish(chain.id, 0);
+            let _ = front_end.publish();
+            base = front_end.base();
+        }
+        let mut ring = with(&driver, base);
+        // What it has not dropped is still there.
+        while ring.next(&mut chain).unwrap() {
+            ring.finish(chain.id, 0);
+        }
+        let _ = ring.publish();
+        for id in sent {
+            assert_eq!(driver.take(), Some((id, 0)), "after {before}");
+        }
+        driver.add(&request(7, 1), false).unwrap();
+        driver.publish();
+        assert_eq!(ring.next(&mut chain), Ok(true), "after {before}");
+    }
 }
 
 /// The file is the server's own; but who finds nonsense in it does not fall.
