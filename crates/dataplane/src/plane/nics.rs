@@ -52,10 +52,10 @@ pub(super) fn tap_name(tap: &str, queue: u16) -> String {
 
 /// Has the service manager let go of the queues of TAPs that are of no device now: it would keep them
 /// busy.
-pub(super) fn let_go_of_others(
+pub(super) fn release_others(
     nics: &[serve::Nic],
     handed: &mut HashMap<String, OwnedFd>,
-    let_go: &dyn Fn(&str),
+    release: &dyn Fn(&str),
 ) {
     let names = |nic: &serve::Nic| {
         let tap = nic.tap.clone();
@@ -63,7 +63,7 @@ pub(super) fn let_go_of_others(
     };
     let wanted: HashSet<String> = nics.iter().flat_map(names).collect();
     let is_other = |name: &String, _: &mut OwnedFd| name.starts_with(TAP) && !wanted.contains(name);
-    handed.extract_if(is_other).for_each(|(name, _)| let_go(&name));
+    handed.extract_if(is_other).for_each(|(name, _)| release(&name));
 }
 
 /// Goes on with what was `handed` over of a device's TAP, or attaches to it. The kernel lets go of the
@@ -71,7 +71,7 @@ pub(super) fn let_go_of_others(
 pub(super) fn attach(
     spec: &serve::Nic,
     handed: &mut HashMap<String, OwnedFd>,
-    let_go: &dyn Fn(&str),
+    release: &dyn Fn(&str),
 ) -> Result<Vec<Tap>, PlaneError> {
     let names: Vec<String> = (0..spec.pairs).map(|queue| tap_name(&spec.tap, queue)).collect();
     let kept: Vec<_> = names.iter().map(|name| handed.remove(name)).collect();
@@ -81,7 +81,7 @@ pub(super) fn attach(
         return Ok(taps);
     }
     if were_kept {
-        names.iter().for_each(|name| let_go(name));
+        names.iter().for_each(|name| release(name));
     }
     let begun = Instant::now();
     loop {

@@ -12,7 +12,7 @@ use rtvirtio_spec::serve::{Configuration, Device, Engine, ImageLock, Listen, Nic
 
 use super::PlaneError;
 use super::host::open_exclusive_with_retry;
-use super::nics::{OpenedNic, attach, let_go_of_others, tap_name};
+use super::nics::{OpenedNic, attach, release_others, tap_name};
 use super::positions::PositionsFile;
 use super::{SOCKET_MODE, io, refused};
 use crate::sandbox::{Identity, give};
@@ -43,7 +43,7 @@ pub(super) struct Image {
 
 impl Opened {
     /// Opens all devices of a configuration. `handed` are descriptors by name, from the service
-    /// manager: listening sockets, and TAPs that it has kept, of which it is to `let_go` of what is
+    /// manager: listening sockets, and TAPs that it has kept, of which it is to `release` of what is
     /// of no use. Sockets that are made are the property of `owner`, if one is given.
     ///
     /// # Errors
@@ -52,9 +52,9 @@ impl Opened {
         configuration: &Configuration,
         handed: &mut HashMap<String, OwnedFd>,
         owner: Option<&Identity>,
-        let_go: &dyn Fn(&str),
+        release: &dyn Fn(&str),
     ) -> Result<Self, PlaneError> {
-        let_go_of_others(&configuration.nics, handed, let_go);
+        release_others(&configuration.nics, handed, release);
         let bind = |path: &PathBuf, name: &str| {
             let what = || format!("cannot listen for {name}");
             let listener = Listener::bind(path, SOCKET_MODE);
@@ -104,7 +104,7 @@ impl Opened {
         let devices =
             configuration.devices.iter().map(&mut open).collect::<Result<_, PlaneError>>()?;
         let open = |spec: &Nic| {
-            let taps = attach(spec, handed, let_go)?;
+            let taps = attach(spec, handed, release)?;
             let listener = bind(&spec.socket, spec.name.as_str())?;
             let positions = PositionsFile::open(&spec.socket, 2 * spec.pairs, owner);
             Ok(OpenedNic { spec: spec.clone(), taps, listener, positions })

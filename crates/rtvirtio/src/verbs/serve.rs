@@ -142,10 +142,10 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
     // Opened with the rights of whoever started this, served without them.
     let control = configuration.control.as_ref();
     let control = control.map(|c| ControlSocket::make(c, user.as_ref())).transpose()?;
-    let let_go = |name: &str| {
+    let release = |name: &str| {
         let _ = sd_notify::notify(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]);
     };
-    let opened = Opened::open(configuration, &mut handed, user.as_ref(), &let_go)?;
+    let opened = Opened::open(configuration, &mut handed, user.as_ref(), &release)?;
     // A TAP that nobody has open loses its carrier, and the host what it knows of the guest's address.
     for (name, tap) in opened.taps() {
         // Polled by systemd, each frame would wake it.
