@@ -29,7 +29,7 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use rtvirtio_spec::settings::{Change, Knob, Knobs};
+use rtvirtio_spec::settings::{COST_AUTO, COST_OFF, Change, Knob, Knobs};
 use serde::Serialize;
 
 use crate::cgroup::Write;
@@ -485,11 +485,40 @@ fn differences(observed: &Knobs, current: &Knobs) -> Vec<Drift> {
     knobs.dedup();
     let drift = |knob: &Knob| {
         let (wanted, found) = (observed.get(knob), current.get(knob));
-        (wanted != found).then(|| Drift {
+        // A plan that is older than iocost among the knobs says nothing of it: it was at rest.
+        let at_rest = match knob {
+            Knob::CostModel { .. } => Some(COST_AUTO),
+            Knob::CostQos { .. } => Some(COST_OFF),
+            _ => None,
+        };
+        let text = |value: Option<&String>| value.cloned().or(at_rest.map(str::to_owned));
+        (text(wanted) != text(found)).then(|| Drift {
             knob: knob.clone(),
             wanted: wanted.cloned(),
             found: found.cloned(),
         })
     };
     knobs.into_iter().filter_map(drift).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use rtvirtio_units::DeviceName;
+
+    use super::*;
+
+    #[test]
+    fn plan_that_says_nothing_of_iocost_is_not_stale_where_it_is_off() {
+        let device = DeviceName::new("data").unwrap();
+        let qos = Knob::CostQos { device: device.clone() };
+        let at_rest: Knobs = [
+            (Knob::CostModel { device }, COST_AUTO.to_owned()),
+            (qos.clone(), COST_OFF.to_owned()),
+        ]
+        .into();
+        assert!(differences(&Knobs::new(), &at_rest).is_empty());
+        let mut on = at_rest;
+        on.insert(qos, "rpct=95.00".to_owned());
+        assert_eq!(differences(&Knobs::new(), &on).len(), 1);
+    }
 }
