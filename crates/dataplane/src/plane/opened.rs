@@ -43,8 +43,8 @@ pub(super) struct Image {
 
 impl Opened {
     /// Opens all devices of a configuration. `handed` are descriptors by name, from the service
-    /// manager: listening sockets, and TAPs that it has kept, of which it is to `release` of what is
-    /// of no use. Sockets that are made are the property of `owner`, if one is given.
+    /// manager: listening sockets, and TAPs that it has kept; `release` tells it which of these are of
+    /// no use. Sockets that are made are the property of `owner`, if one is given.
     ///
     /// # Errors
     /// The first image or socket that cannot be had.
