@@ -150,6 +150,7 @@ impl Served {
 
     /// Waits for a kick; whether there is something to start after all.
     fn sleep(&mut self) -> bool {
+        self.queue.set_waiting(true);
         if self.polled && self.stopping.is_none() && self.queue.is_served() {
             return self.is_pending();
         }
@@ -536,6 +537,7 @@ impl IoThread {
             && !entry.awake
         {
             entry.awake = true;
+            entry.queue.set_waiting(false);
             entry.queue.disable_notification();
             self.awake.join(key);
         }
@@ -687,7 +689,7 @@ impl IoThread {
             if let Some(back) = done
                 && let Some(mut queue) = self.detach_queue(key)
             {
-                queue.give_back();
+                queue.end();
                 let _ = back.send(queue);
             }
         }
@@ -739,6 +741,7 @@ impl IoThread {
         // A TAP that is gone is readable for ever.
         let gone = (libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) as i32;
         entry.queue.link_event(result < 0 || result & gone != 0);
+        self.listen_to_link(key);
         self.wake(key);
     }
 

@@ -19,6 +19,8 @@ mod request;
 pub mod sandbox;
 pub mod schedule;
 pub mod stats;
+mod switch;
+mod tap;
 mod thread_stats;
 pub mod vcpus;
 

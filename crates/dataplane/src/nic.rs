@@ -6,18 +6,19 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use rtvirtio_net::features;
-use rtvirtio_net::header::{BYTES, Header, announcement};
-use rtvirtio_net::limit::Rate;
-use rtvirtio_net::tap::Tap;
+use rtvirtio_frames::features;
+use rtvirtio_frames::header::{BYTES, Header, announcement};
+use rtvirtio_frames::limit::Rate;
 use rtvirtio_units::Bytes;
 use rtvirtio_vhost::protocol::CONFIG_MAX;
 use rtvirtio_vhost::protocol::features as common;
-use rtvirtio_vhost::{Backend, Link};
+use rtvirtio_vhost::{Backend, Link as FrontEnd};
 use rtvirtio_virtq::Segment;
 use rtvirtio_virtq::ring::{Inflight, Positions};
 
 use crate::call::Caller;
+use crate::switch::Switch;
+use crate::tap::Tap;
 
 /// VIRTIO_NET_S_LINK_UP
 const LINK_UP: u16 = 1;
@@ -32,20 +33,34 @@ pub struct NicConfig {
     pub mtu: u16,
     /// The most that goes to the guest and comes from it, in each pair of queues.
     pub limits: [Option<Rate>; 2],
-    /// One for each pair of queues, at least one.
-    pub taps: Vec<Tap>,
+    /// Where its frames go and come from.
+    pub(crate) link: Link,
     /// Guest memory that a front end may share, in all its regions.
     pub memory: Bytes,
     /// Where its packed rings are, for whoever serves it after a crash.
     pub positions: Option<Arc<Positions>>,
 }
 
+/// What a device is attached to.
+pub(crate) enum Link {
+    /// A TAP of the host: a queue of it for each pair, at least one.
+    Taps(Vec<Arc<Tap>>),
+    /// A port of a switch.
+    Port {
+        /// The switch.
+        switch: Arc<Switch>,
+        /// Which of its ports.
+        number: u16,
+        /// Pairs of queues.
+        pairs: u16,
+    },
+}
+
 /// A device.
 pub struct Nic {
     config: NicConfig,
-    taps: Vec<Arc<Tap>>,
     caller: Arc<Caller>,
-    link: Link,
+    front_end: FrontEnd,
     negotiated: AtomicU64,
 }
 
@@ -56,12 +71,11 @@ impl std::fmt::Debug for Nic {
 }
 
 impl Nic {
-    /// A device on these TAPs.
+    /// A device.
     #[must_use]
-    pub fn new(mut config: NicConfig) -> Self {
-        let taps = std::mem::take(&mut config.taps).into_iter().map(Arc::new).collect();
-        let (caller, link, negotiated) = (Arc::default(), Link::default(), AtomicU64::new(0));
-        Self { config, taps, caller, link, negotiated }
+    pub fn new(config: NicConfig) -> Self {
+        let (caller, front_end) = (Arc::default(), FrontEnd::default());
+        Self { config, caller, front_end, negotiated: AtomicU64::new(0) }
     }
 
     /// What calls its drivers aside.
@@ -70,9 +84,16 @@ impl Nic {
         &self.caller
     }
 
-    /// The TAP of a virtqueue's pair.
-    pub(crate) fn tap(&self, queue: u16) -> Option<&Arc<Tap>> {
-        self.taps.get(usize::from(queue / 2))
+    /// What it is attached to.
+    pub(crate) const fn attached(&self) -> &Link {
+        &self.config.link
+    }
+
+    fn taps(&self) -> &[Arc<Tap>] {
+        match &self.config.link {
+            Link::Taps(taps) => taps,
+            Link::Port { .. } => &[],
+        }
     }
 
     /// The most that a virtqueue lets through.
@@ -97,8 +118,11 @@ impl Nic {
         self.negotiated.load(Relaxed)
     }
 
-    fn pairs(&self) -> u16 {
-        self.taps.len() as u16
+    const fn pairs(&self) -> u16 {
+        match &self.config.link {
+            Link::Taps(taps) => taps.len() as u16,
+            Link::Port { pairs, .. } => *pairs,
+        }
     }
 }
 
@@ -128,7 +152,8 @@ impl Backend for Nic {
     }
 
     fn announce(&self, mac: [u8; 6]) -> bool {
-        let Some(tap) = self.taps.first() else { return false };
+        // A switch knows where its devices are.
+        let Some(tap) = self.taps().first() else { return true };
         let (mut header, mut frame) = (Header::COMPLETE.0, announcement(mac));
         let parts = [
             Segment::new(header.as_mut_ptr(), BYTES),
@@ -169,7 +194,7 @@ impl Backend for Nic {
     /// The host hands over what this driver can take from now on.
     fn negotiated(&self, negotiated: u64) {
         self.negotiated.store(negotiated, Relaxed);
-        for tap in &self.taps {
+        for tap in self.taps() {
             // A TAP that keeps its offloads has frames that are dropped, and counted, one by one.
             let _ = tap.set_offloads(negotiated);
         }
@@ -177,8 +202,8 @@ impl Backend for Nic {
 
     fn take_over(&self, _: &Inflight) {}
 
-    fn link(&self) -> &Link {
-        &self.link
+    fn link(&self) -> &FrontEnd {
+        &self.front_end
     }
 }
 
@@ -192,7 +217,7 @@ mod tests {
             mac: [2, 0, 0, 0, 0, 7],
             mtu: 9000,
             limits: [None; 2],
-            taps: Vec::new(),
+            link: Link::Taps(Vec::new()),
             memory: Bytes::new(1 << 20),
             positions: None,
         })

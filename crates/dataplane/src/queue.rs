@@ -219,7 +219,7 @@ impl Queue {
     /// Of a network device; `None`: it has no such virtqueue.
     pub(crate) fn of_nic(key: QueueKey, setup: NicQueueSetup) -> Option<Self> {
         let source = Source::Ring { ring: setup.ring, chain: Chain::default() };
-        let frames = Frames::new(&setup.nic, setup.index)?;
+        let frames = Frames::new(&setup.nic, setup.index, setup.enabled)?;
         let error = setup.error.and_then(|fd| Call::new(fd, setup.nic.caller()).ok());
         Some(Self {
             memory: setup.memory,
@@ -334,10 +334,30 @@ impl Queue {
     }
 
     /// Buffers that were taken for frames that have not come go back to the ring.
-    pub(crate) fn give_back(&mut self) {
+    fn give_back(&mut self) {
         if let (Work::Frames(frames), Some(ring)) = (&mut self.work, self.source.ring()) {
             frames.give_back(ring);
         }
+    }
+
+    /// It has stopped: what was taken and has not come goes back.
+    pub(crate) fn end(&mut self) {
+        self.give_back();
+        if let Work::Frames(frames) = &mut self.work {
+            frames.set_open(false);
+        }
+    }
+
+    /// It is to be woken by whoever has something for it, or looks by itself.
+    pub(crate) fn set_waiting(&self, waits: bool) {
+        if let Work::Frames(frames) = &self.work {
+            frames.set_waiting(waits);
+        }
+    }
+
+    /// Whether frames have arrived that are to go back to the ring.
+    fn has_ended(&self) -> bool {
+        matches!(&self.work, Work::Frames(frames) if frames.has_ended())
     }
 
     /// Its memory, registered.
@@ -364,8 +384,17 @@ impl Queue {
     }
 
     /// Serves it, or not.
-    pub(crate) const fn set_enabled(&mut self, enabled: bool) {
+    pub(crate) fn set_enabled(&mut self, enabled: bool) {
         self.enabled = enabled;
+        self.open();
+    }
+
+    /// Frames for it are taken as long as it is served.
+    fn open(&mut self) {
+        let is_served = self.is_served();
+        if let Work::Frames(frames) = &mut self.work {
+            frames.set_open(is_served);
+        }
     }
 
     /// Calls the driver by another fd from now on.
@@ -426,8 +455,11 @@ impl Queue {
         if self.is_served() { self.source.recovering() } else { 0 }
     }
 
-    pub(crate) const fn in_flight(&self) -> u16 {
-        self.in_flight
+    pub(crate) fn in_flight(&self) -> u16 {
+        match &self.work {
+            Work::Requests(_) => self.in_flight,
+            Work::Frames(frames) => frames.in_flight(),
+        }
     }
 
     pub(crate) fn is_served(&self) -> bool {
@@ -443,9 +475,10 @@ impl Queue {
                 }
     }
 
-    /// Whether requests wait for room in the submission queue.
-    pub(crate) const fn is_waiting(&self) -> bool {
-        !self.waiting.is_empty()
+    /// Whether requests wait for room in the submission queue, or frames have arrived: what is done whatever has
+    /// become of the ring.
+    pub(crate) fn is_waiting(&self) -> bool {
+        !self.waiting.is_empty() || self.has_ended()
     }
 
     /// Tells whoever watches it what its driver has made available and is not taken. Buffers to receive
@@ -465,15 +498,12 @@ impl Queue {
             return false;
         }
         let Work::Frames(frames) = &self.work else { return self.source.enable_notification() };
-        // A driver that adds buffers to others has nothing to say.
-        if frames.held_until().is_some() {
-            return false;
-        }
         if frames.waits_for_driver(self.source.is_pending()) {
             let has_come = self.source.enable_notification();
             return frames.is_pending(has_come);
         }
-        frames.is_pending(true)
+        // A driver that adds buffers to others has nothing to say.
+        frames.held_until().is_none() && frames.is_pending(true)
     }
 
     pub(crate) fn disable_notification(&mut self) {
@@ -493,18 +523,22 @@ impl Queue {
     ) -> Pass {
         match &self.work {
             Work::Requests(_) => self.serve_requests(turn, share, found, begun),
-            Work::Frames(_) if self.is_served() => self.serve_frames(share),
-            Work::Frames(_) => Pass::Empty,
+            Work::Frames(_) => self.serve_frames(share),
         }
     }
 
     /// The same for frames.
     fn serve_frames(&mut self, share: &mut TurnBudget) -> Pass {
+        let is_served = self.is_served();
         let (Work::Frames(frames), Source::Ring { ring, chain }) =
             (&mut self.work, &mut self.source)
         else {
             return Pass::Empty;
         };
+        if !is_served {
+            self.unpublished |= frames.reap(ring, &self.stats);
+            return Pass::Empty;
+        }
         match frames.serve(ring, chain, &self.memory, share, &self.stats) {
             Ok((pass, is_unpublished)) => {
                 self.unpublished |= is_unpublished;
@@ -599,5 +633,6 @@ impl Queue {
         self.stats.see(0);
         self.error_due = true;
         self.unpublished = true;
+        self.open();
     }
 }

@@ -17,7 +17,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
-use rtvirtio_spec::control::{LatencySummary, OperationCounts};
+use rtvirtio_spec::control::{DropCounts, LatencySummary, OperationCounts};
 use rtvirtio_units::{Bytes, Nanos};
 
 /// Buckets per power of two.
@@ -80,6 +80,31 @@ pub enum Op {
 
 const OPS: usize = 6;
 
+/// Why a frame of a network device was not handed on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dropped {
+    /// It is none, or its header asks for what was not negotiated or cannot be.
+    Malformed,
+    /// Its sender's address is another's.
+    Spoofed,
+    /// It is of a VLAN that its port is not in.
+    Vlan,
+    /// Its sender has sent too many to all.
+    Broadcast,
+    /// Nobody has its address.
+    NoReceiver,
+    /// Its receiver's driver had no buffers, or has no queue that is served.
+    NoBuffers,
+    /// Its receiver's buffers, or its MTU, are too small for it.
+    TooLong,
+    /// Its receiver's limit on a rate let it wait for too long.
+    Limit,
+    /// The TAP did not take it.
+    Link,
+}
+
+const REASONS: usize = 9;
+
 /// A latency histogram that one thread writes.
 struct Histogram {
     buckets: [AtomicU64; BUCKETS],
@@ -128,6 +153,7 @@ pub struct QueueStats {
     kicks: AtomicU64,
     calls: AtomicU64,
     broken: AtomicBool,
+    drops: [AtomicU64; REASONS],
     wait: Histogram,
     service: Histogram,
     response: Histogram,
@@ -161,6 +187,7 @@ impl QueueStats {
             kicks: AtomicU64::new(0),
             calls: AtomicU64::new(0),
             broken: AtomicBool::new(false),
+            drops: [const { AtomicU64::new(0) }; REASONS],
             wait: Histogram::new(),
             service: Histogram::new(),
             response: Histogram::new(),
@@ -210,6 +237,34 @@ impl QueueStats {
     pub fn fail(&self, op: Op) {
         add(&self.finished[op as usize], 1);
         add(&self.errors, 1);
+    }
+
+    /// A frame was not handed on.
+    pub fn drop_frame(&self, op: Op, reason: Dropped) {
+        self.fail(op);
+        self.lose(reason, 1);
+    }
+
+    /// Of a frame for many so many were not handed on.
+    pub fn lose(&self, reason: Dropped, frames: u32) {
+        add(&self.drops[reason as usize], frames.into());
+    }
+
+    /// Frames that were not handed on.
+    #[must_use]
+    pub fn drops(&self) -> DropCounts {
+        let of = |reason: Dropped| self.drops[reason as usize].load(Relaxed);
+        DropCounts {
+            malformed: of(Dropped::Malformed),
+            spoofed: of(Dropped::Spoofed),
+            vlan: of(Dropped::Vlan),
+            broadcast: of(Dropped::Broadcast),
+            no_receiver: of(Dropped::NoReceiver),
+            no_buffers: of(Dropped::NoBuffers),
+            too_long: of(Dropped::TooLong),
+            limit: of(Dropped::Limit),
+            link: of(Dropped::Link),
+        }
     }
 
     /// The driver kicked.

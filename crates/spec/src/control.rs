@@ -146,8 +146,8 @@ pub struct NicState {
     pub socket: PathBuf,
     /// Whether a front end is connected.
     pub connected: bool,
-    /// The host's TAP.
-    pub tap: String,
+    /// What its frames go to: a TAP such as `tap0`, or a network of the data plane's own, such as `lan vlan 10`.
+    pub link: String,
     /// Its address, such as `52:54:00:12:34:56`.
     pub mac: String,
     /// The longest packet, bytes.
@@ -181,14 +181,66 @@ pub struct NicQueueState {
     pub frames: u64,
     /// Their bytes.
     pub bytes: Bytes,
-    /// Frames that were not: malformed, not as negotiated, longer than the driver's buffers, or refused by the TAP.
+    /// Frames that were not.
     pub dropped: u64,
+    /// The same by their reasons.
+    #[serde(default)]
+    pub drops: DropCounts,
     /// Kicks by the driver.
     pub kicks: u64,
     /// Calls of the driver.
     pub calls: u64,
     /// What of its IOThread's time was for it.
     pub busy_ns: Nanos,
+}
+
+/// Why frames were not handed on. Each was counted where that was found: at the sender's transmit queue, or at
+/// the receiver's receive queue.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct DropCounts {
+    /// It was no frame, or its header asked for what was not negotiated or cannot be.
+    pub malformed: u64,
+    /// Its sender's address was another's.
+    pub spoofed: u64,
+    /// It was of a VLAN that its port is not in.
+    pub vlan: u64,
+    /// Its sender had sent too many to all.
+    pub broadcast: u64,
+    /// Nobody had its address.
+    pub no_receiver: u64,
+    /// Its receiver's driver had no buffers, or no queue that was served.
+    pub no_buffers: u64,
+    /// Its receiver's buffers, or its MTU, were too small for it.
+    pub too_long: u64,
+    /// Its receiver's limit on a rate let it wait for too long.
+    pub limit: u64,
+    /// The host's TAP did not take it.
+    pub link: u64,
+}
+
+impl DropCounts {
+    /// By name.
+    #[must_use]
+    pub const fn by_reason(&self) -> [(&'static str, u64); 9] {
+        [
+            ("malformed", self.malformed),
+            ("spoofed", self.spoofed),
+            ("vlan", self.vlan),
+            ("broadcast", self.broadcast),
+            ("no_receiver", self.no_receiver),
+            ("no_buffers", self.no_buffers),
+            ("too_long", self.too_long),
+            ("limit", self.limit),
+            ("link", self.link),
+        ]
+    }
+
+    /// All of them.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.by_reason().iter().map(|(_, count)| count).sum()
+    }
 }
 
 /// The processes of this host that use a device by slots.

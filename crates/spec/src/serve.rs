@@ -35,11 +35,14 @@ pub use write::to_toml;
 
 pub use crate::mapping::MAX_QUEUES;
 use crate::mapping::Mapping;
+pub use rtvirtio_frames::forwarding::{MAX_VLAN, Vlans};
 
 /// Most devices of one data plane.
 pub const MAX_DEVICES: usize = 1024;
 /// Most network devices of one data plane.
 pub const MAX_NICS: usize = 256;
+/// Most networks of one data plane.
+pub const MAX_NETWORKS: usize = 64;
 /// Most pairs of queues of a network device.
 pub const MAX_PAIRS: u16 = 8;
 /// Longest name of a network device of the host (`IFNAMSIZ` less its terminator).
@@ -78,6 +81,8 @@ pub struct Configuration {
     pub schedules: Vec<Schedule>,
     /// In order of the file; there may be none yet.
     pub devices: Vec<Device>,
+    /// Networks between network devices.
+    pub networks: Vec<Network>,
     /// Network devices, likewise.
     pub nics: Vec<Nic>,
 }
@@ -217,7 +222,53 @@ impl Device {
     }
 }
 
-/// A network device of a VM, on a TAP of the host.
+/// A network between the data plane's own network devices: a switch, whose ports they are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Network {
+    /// Unique name among networks.
+    pub name: Name,
+    /// Frames per second that each pair of queues may send to more than one port.
+    pub max_broadcast: u64,
+}
+
+/// Where the frames of a network device go and come from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NicLink {
+    /// A TAP of the host, of a name of at most [`MAX_TAP_BYTES`].
+    Tap(String),
+    /// A network of the data plane's own.
+    Network(NetworkPort),
+}
+
+/// As a table shows it: `tap0`, `lan`, `lan vlan 10`, `lan trunk 10,20`.
+impl std::fmt::Display for NicLink {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Tap(tap) => f.write_str(tap),
+            Self::Network(NetworkPort { network, vlans, .. }) => match vlans {
+                Vlans::Untagged => write!(f, "{network}"),
+                Vlans::Access(vlan) => write!(f, "{network} vlan {vlan}"),
+                Vlans::Trunk(vlans) => {
+                    let vlans: Vec<String> = vlans.iter().map(u16::to_string).collect();
+                    write!(f, "{network} trunk {}", vlans.join(","))
+                }
+            },
+        }
+    }
+}
+
+/// A network device's place in a network.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NetworkPort {
+    /// The network.
+    pub network: Name,
+    /// The VLANs in it, 1 to [`MAX_VLAN`].
+    pub vlans: Vlans,
+    /// Whether the device sends under its own address only.
+    pub anti_spoofing: bool,
+}
+
+/// A network device of a VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Nic {
     /// Unique name among network devices.
@@ -226,11 +277,11 @@ pub struct Nic {
     pub vm: VmName,
     /// Where its front end connects: a path as of [`Listen::Path`].
     pub socket: PathBuf,
-    /// Name of the TAP, of at most [`MAX_TAP_BYTES`].
-    pub tap: String,
+    /// Where its frames go.
+    pub link: NicLink,
     /// Its address: of one device, not of a group.
     pub mac: [u8; 6],
-    /// Bytes of the longest packet, [`MIN_MTU`] to 65,535; none: the TAP's.
+    /// Bytes of the longest packet, [`MIN_MTU`] to 65,535; none: the TAP's, or 1500.
     pub mtu: Option<u16>,
     /// Pairs of queues, 1 to [`MAX_PAIRS`].
     pub pairs: u16,

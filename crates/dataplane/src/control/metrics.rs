@@ -184,24 +184,31 @@ impl Metrics {
         let connected = nics().map(|nic| (label(nic), f64::from(u8::from(nic.connected))));
         let help = "Whether a network device's front end is connected";
         gauges(encoder, ("nic_connected", help, None), connected)?;
+        let queue_labels = |nic: &NicState, queue: &NicQueueState| {
+            let direction = match queue.direction {
+                QueueDirection::Receive => "receive",
+                QueueDirection::Transmit => "transmit",
+            };
+            let labels = with(&label(nic), "queue", &queue.index.to_string());
+            with(&labels, "direction", direction)
+        };
         let each = |of: fn(&NicQueueState) -> u64| {
-            nics().flat_map(move |nic| {
-                nic.queues.iter().map(move |queue| {
-                    let direction = match queue.direction {
-                        QueueDirection::Receive => "receive",
-                        QueueDirection::Transmit => "transmit",
-                    };
-                    let labels = with(&label(nic), "queue", &queue.index.to_string());
-                    (with(&labels, "direction", direction), of(queue) as f64)
-                })
-            })
+            let one = move |nic, queue| (queue_labels(nic, queue), of(queue) as f64);
+            nics().flat_map(move |nic| nic.queues.iter().map(move |queue| one(nic, queue)))
         };
         let help = "Frames that were handed on";
         counters(encoder, ("nic_frames", help, None), each(|q| q.frames))?;
         let help = "Bytes of these";
         counters(encoder, ("nic_transferred", help, Some(Unit::Bytes)), each(|q| q.bytes.get()))?;
-        let help = "Frames that were not";
-        counters(encoder, ("nic_dropped", help, None), each(|q| q.dropped))
+        let help = "Frames that were not, by reason";
+        let dropped = nics().flat_map(|nic| {
+            nic.queues.iter().flat_map(move |queue| {
+                let labels = queue_labels(nic, queue);
+                let reasons = queue.drops.by_reason().into_iter();
+                reasons.map(move |(reason, count)| (with(&labels, "reason", reason), count as f64))
+            })
+        });
+        counters(encoder, ("nic_dropped", help, None), dropped)
     }
 
     fn schedules(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {

@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use rtvirtio_net::limit::Rate;
-use rtvirtio_net::tap::{self, Tap, TapError};
+use rtvirtio_frames::forwarding::Port;
+use rtvirtio_frames::limit::Rate;
 use rtvirtio_spec::control::{NicQueueState, NicState, QueueDirection};
-use rtvirtio_spec::serve;
+use rtvirtio_spec::serve::{self, Configuration, NicLink};
 use rtvirtio_units::{IoThreadName, Name};
 use rtvirtio_vhost::Backend as _;
 use rtvirtio_vhost::server::{Listener, Server, SocketId};
@@ -24,10 +24,12 @@ use super::{Notice, PlaneError, Report, io, refused};
 use crate::call::{self, Call};
 use crate::device::Limits;
 use crate::key::QueueKey;
-use crate::nic::{Nic, NicConfig};
+use crate::nic::{Link, Nic, NicConfig};
 use crate::pool::{Pool, ThreadId};
 use crate::queue::NicQueueSetup;
 use crate::stats::QueueStats;
+use crate::switch::Switch;
+use crate::tap::{self, Tap, TapError};
 
 /// How long to try to attach to a TAP, and how often.
 const ATTACH_TIME: Duration = Duration::from_secs(2);
@@ -57,26 +59,28 @@ pub(super) fn release_others(
     handed: &mut HashMap<String, OwnedFd>,
     release: &dyn Fn(&str),
 ) {
-    let names = |nic: &serve::Nic| {
-        let tap = nic.tap.clone();
-        (0..nic.pairs).map(move |queue| tap_name(&tap, queue))
+    let names = |nic: &serve::Nic| match &nic.link {
+        NicLink::Tap(tap) => (0..nic.pairs).map(|queue| tap_name(tap, queue)).collect(),
+        NicLink::Network(_) => Vec::new(),
     };
     let wanted: HashSet<String> = nics.iter().flat_map(names).collect();
     let is_other = |name: &String, _: &mut OwnedFd| name.starts_with(TAP) && !wanted.contains(name);
     handed.extract_if(is_other).for_each(|(name, _)| release(&name));
 }
 
-/// Goes on with what was `handed` over of a device's TAP, or attaches to it. The kernel lets go of the
+/// Goes on with what was `handed` over of a device's TAP, or attaches to it: none of a device without one. The
+/// kernel lets go of the
 /// queues of a server that was killed a moment after its end, for its rings are taken down aside.
 pub(super) fn attach(
     spec: &serve::Nic,
     handed: &mut HashMap<String, OwnedFd>,
     release: &dyn Fn(&str),
 ) -> Result<Vec<Tap>, PlaneError> {
-    let names: Vec<String> = (0..spec.pairs).map(|queue| tap_name(&spec.tap, queue)).collect();
+    let NicLink::Tap(tap) = &spec.link else { return Ok(Vec::new()) };
+    let names: Vec<String> = (0..spec.pairs).map(|queue| tap_name(tap, queue)).collect();
     let kept: Vec<_> = names.iter().map(|name| handed.remove(name)).collect();
     let were_kept = kept.iter().any(Option::is_some);
-    let adopt = |fd: Option<OwnedFd>| Tap::adopt(fd?, &spec.tap).ok();
+    let adopt = |fd: Option<OwnedFd>| Tap::adopt(fd?, tap).ok();
     if let Some(taps) = kept.into_iter().map(adopt).collect() {
         return Ok(taps);
     }
@@ -85,7 +89,7 @@ pub(super) fn attach(
     }
     let begun = Instant::now();
     loop {
-        match Tap::attach(&spec.tap, spec.pairs) {
+        match Tap::attach(tap, spec.pairs) {
             Err(TapError::Attach(_, Errno::BUSY)) if begun.elapsed() < ATTACH_TIME => {
                 std::thread::sleep(ATTACH_PAUSE);
             }
@@ -103,6 +107,26 @@ fn rate(limit: serve::NicRate) -> Rate {
     Rate { frames: float(frames), bits: float(bits), burst: burst.get() }
 }
 
+/// The switch of each network.
+pub(super) type Switches = BTreeMap<Name, Arc<Switch>>;
+
+/// Makes the switches of a configuration, each with the ports of its devices in the order of the file.
+pub(super) fn switches(configuration: &Configuration) -> rustix::io::Result<Switches> {
+    let port = |nic: &serve::Nic, of: &Name| match &nic.link {
+        NicLink::Network(port) if port.network == *of => {
+            let (vlans, anti_spoofing) = (port.vlans.clone(), port.anti_spoofing);
+            Some((Port { mac: nic.mac, vlans, anti_spoofing }, nic.pairs))
+        }
+        _ => None,
+    };
+    let switch = |network: &serve::Network| {
+        let ports = configuration.nics.iter().filter_map(|nic| port(nic, &network.name));
+        let switch = Switch::new(ports.collect(), network.max_broadcast as f64)?;
+        Ok((network.name.clone(), switch))
+    };
+    configuration.networks.iter().map(switch).collect()
+}
+
 /// A network device that is served.
 struct Served {
     spec: serve::Nic,
@@ -115,11 +139,39 @@ struct Served {
 
 /// All network devices.
 #[derive(Default)]
-pub(super) struct Nics(Mutex<BTreeMap<Name, Served>>);
+pub(super) struct Nics {
+    served: Mutex<BTreeMap<Name, Served>>,
+    /// The networks, and their switches.
+    networks: OnceLock<(Vec<serve::Network>, Switches)>,
+}
 
 impl Nics {
     fn served(&self) -> MutexGuard<'_, BTreeMap<Name, Served>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.served.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes the networks of a configuration, once.
+    pub(super) fn set_networks(&self, configuration: &Configuration) -> Result<(), PlaneError> {
+        let switches = switches(configuration);
+        let switches = switches.map_err(|error| io("cannot make a network", error.into()))?;
+        let _ = self.networks.set((configuration.networks.clone(), switches));
+        Ok(())
+    }
+
+    /// As they are in the configuration.
+    pub(super) fn networks(&self) -> Vec<serve::Network> {
+        self.networks.get().map(|(networks, _)| networks.clone()).unwrap_or_default()
+    }
+
+    /// What a device is attached to: its TAP's queues, or its port.
+    fn link(&self, spec: &serve::Nic, taps: Vec<Tap>) -> Option<Link> {
+        let NicLink::Network(port) = &spec.link else {
+            return Some(Link::Taps(taps.into_iter().map(Arc::new).collect()));
+        };
+        let (_, switches) = self.networks.get()?;
+        let switch = Arc::clone(switches.get(&port.network)?);
+        let number = switch.forwarding().port_of(spec.mac)?;
+        Some(Link::Port { switch, number, pairs: spec.pairs })
     }
 
     /// Serves a device by these IOThreads, one for each virtqueue.
@@ -136,12 +188,20 @@ impl Nics {
         let positions = positions.ok();
         // What Linux gives a TAP that nobody has changed.
         const USUAL_MTU: u16 = 1500;
+        let of_tap = || match &spec.link {
+            NicLink::Tap(tap) => tap::mtu(tap),
+            NicLink::Network(_) => None,
+        };
+        let no_network = || {
+            let kind = std::io::ErrorKind::NotFound;
+            io(format!("there is no network for {}", spec.name), kind.into())
+        };
         let nic = Arc::new(Nic::new(NicConfig {
             name: spec.name.to_string(),
             mac: spec.mac,
-            mtu: spec.mtu.or_else(|| tap::mtu(&spec.tap)).unwrap_or(USUAL_MTU),
+            mtu: spec.mtu.or_else(of_tap).unwrap_or(USUAL_MTU),
             limits: [spec.rx, spec.tx].map(|limit| limit.map(rate)),
-            taps,
+            link: self.link(&spec, taps).ok_or_else(no_network)?,
             memory: spec.max_memory.unwrap_or(Limits::default().memory),
             positions: positions.as_ref().map(|file| Arc::clone(&file.positions)),
         }));
@@ -201,6 +261,7 @@ impl Nics {
             let queues = nic.spec.mapping.by_queue().iter().zip(&nic.host.stats).enumerate();
             let queues = queues.map(|(index, (iothread, stats))| {
                 let seen = stats.snapshot();
+                let drops = stats.drops();
                 let frames = seen.operations.reads + seen.operations.writes;
                 NicQueueState {
                     index: index as u16,
@@ -213,7 +274,8 @@ impl Nics {
                     bytes: rtvirtio_units::Bytes::new(
                         seen.read_bytes.get() + seen.written_bytes.get(),
                     ),
-                    dropped: seen.errors,
+                    dropped: drops.total(),
+                    drops,
                     kicks: seen.kicks,
                     calls: seen.calls,
                     busy_ns: seen.busy,
@@ -224,7 +286,7 @@ impl Nics {
                 vm: nic.spec.vm.clone(),
                 socket: nic.spec.socket.clone(),
                 connected: server.is_connected(nic.socket_id),
-                tap: nic.spec.tap.clone(),
+                link: nic.spec.link.to_string(),
                 mac: serve::mac_text(nic.nic.mac()),
                 mtu: nic.nic.mtu(),
                 queues: queues.collect(),

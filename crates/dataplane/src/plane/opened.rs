@@ -7,8 +7,7 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
 use rtvirtio_engine::file;
-use rtvirtio_net::tap::Tap;
-use rtvirtio_spec::serve::{Configuration, Device, Engine, ImageLock, Listen, Nic};
+use rtvirtio_spec::serve::{Configuration, Device, Engine, ImageLock, Listen, Nic, NicLink};
 
 use super::PlaneError;
 use super::host::open_exclusive_with_retry;
@@ -16,6 +15,7 @@ use super::nics::{OpenedNic, attach, release_others, tap_name};
 use super::positions::PositionsFile;
 use super::{SOCKET_MODE, io, refused};
 use crate::sandbox::{Identity, give};
+use crate::tap::Tap;
 use rtvirtio_vhost::server::Listener;
 
 /// Devices that have yet to be served. Dropping it closes and removes their sockets.
@@ -117,8 +117,11 @@ impl Opened {
     /// links stay up while this process is down.
     pub fn taps(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
         self.nics.iter().flat_map(|nic| {
-            let named = |(queue, tap)| (tap_name(&nic.spec.tap, queue), Tap::as_fd(tap));
-            (0..).zip(&nic.taps).map(named)
+            let named = |(queue, tap)| match &nic.spec.link {
+                NicLink::Tap(name) => Some((tap_name(name, queue), Tap::as_fd(tap))),
+                NicLink::Network(_) => None,
+            };
+            (0..).zip(&nic.taps).filter_map(named)
         })
     }
 }

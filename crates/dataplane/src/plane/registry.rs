@@ -91,6 +91,7 @@ impl Registry {
         for OpenedDevice { spec, image, listener, slots } in opened.devices {
             self.add(spec, image, Some(listener), slots, Admission::Forced)?;
         }
+        self.nics.set_networks(configuration)?;
         for opened in opened.nics {
             let threads = {
                 let mut state = self.state();
@@ -521,6 +522,7 @@ impl Plane for Registry {
             iothreads: state.iothreads.values().map(|thread| thread.config.clone()).collect(),
             schedules: state.schedules.iter().map(schedule).collect(),
             devices: state.devices.values().map(Served::configuration).collect(),
+            networks: self.nics.networks(),
             nics,
         }
     }

@@ -1,43 +1,40 @@
-//! Frames of a network device: from a virtqueue to a TAP, and back.
+//! Frames of a network device: from the driver to its link, and from there to the driver. The link is a TAP of
+//! the host (`tap`) or a port of a switch (`port`).
 //!
-//! - *Transmit*: a chain is a frame. Its header is copied and checked, and both go to the TAP by one call:
-//!   nothing is in flight when a turn ends.
-//! - *Receive*: buffers are taken from the ring before a frame is there, for a frame cannot be read in
-//!   parts. Those that it does not fill are held for the next; when the queue stops they go back to the
-//!   ring as if they had never been taken.
+//! A frame is at most 64 KiB and may lie in several of the driver's buffers, which are taken before a frame is
+//! there and given back when the queue stops (`buffers`).
 //!
-//! A frame to or from a TAP takes the kernel 1 to 2 µs whatever its length, so a turn has fewer of
-//! them than it has requests to a disk ([`COST`]).
-//!
-//! A limit on a rate is back pressure: chains are not taken from a driver that is ahead of its rate, and
-//! the TAP is not read. The IOThread comes back when the next frame may pass.
-//!
-//! Who has no buffers loses no frame here: they wait in the TAP's own queue, whose length is the host's to
-//! set (`txqueuelen`).
+//! A turn's budget is in bytes, so each frame counts for what it costs at least: [`TAP_COST`] where it is a system
+//! call, [`PORT_COST`] where it is a copy.
 
-use std::collections::VecDeque;
-use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use rtvirtio_net::features;
-use rtvirtio_net::header::{BYTES, ETHERNET, Header, MAX_FRAME_BYTES};
-use rtvirtio_net::limit::Limit;
-use rtvirtio_net::tap::Tap;
+use rtvirtio_frames::header::BYTES;
+use rtvirtio_frames::limit::Limit;
 use rtvirtio_virtq::Segment;
 use rtvirtio_virtq::memory::Memory;
 use rtvirtio_virtq::ring::{Chain, Ring, RingError};
-use rustix::io::Errno;
+use rustix::fd::BorrowedFd;
 
 use super::Pass;
 use crate::clock::now;
 use crate::drr::TurnBudget;
-use crate::nic::Nic;
-use crate::stats::{Op, QueueStats};
+use crate::nic::{Link, Nic};
+use crate::stats::QueueStats;
+use crate::switch::{PortReceiver, PortSender};
 
-/// The bytes of a turn that a frame takes at least: 16 frames are a turn, some 25 µs.
-const COST: i64 = 16 << 10;
-/// Buffers that are held, and pieces of one call (`IOV_MAX` less header and spill).
-const MAX_HELD: usize = 256;
+mod buffers;
+mod port;
+mod tap;
+
+use port::{PortReceive, PortTransmit};
+use tap::{TapReceive, TapTransmit};
+
+/// The bytes of a turn that a frame of a TAP takes at least: 16 frames are a turn, some 25 µs.
+const TAP_COST: i64 = 16 << 10;
+/// The same of a switch: 64 frames.
+const PORT_COST: i64 = 4 << 10;
+/// Pieces of one frame (`IOV_MAX` less header and spill).
 const MAX_PARTS: usize = 1000;
 
 /// What a queue of a network device does.
@@ -49,50 +46,63 @@ pub(super) struct Frames {
 }
 
 enum Direction {
-    Transmit(Transmit),
-    Receive(Box<Receive>),
+    TapTransmit(TapTransmit),
+    TapReceive(Box<TapReceive>),
+    PortTransmit(Box<PortTransmit>),
+    PortReceive(Box<PortReceive>),
 }
 
 /// A turn's outcome, and whether something is to be shown to the driver.
 type Served = Result<(Pass, bool), RingError>;
 
 impl Frames {
-    /// Of the virtqueue `index`; `None`: the device has none.
-    pub(super) fn new(nic: &Arc<Nic>, index: u16) -> Option<Self> {
-        let tap = Arc::clone(nic.tap(index)?);
+    /// Of the virtqueue `index`; `None`: the device has none, or it is served.
+    pub(super) fn new(nic: &Arc<Nic>, index: u16, is_enabled: bool) -> Option<Self> {
         let limit = nic.limit(index).map(Limit::new);
-        let nic = Arc::clone(nic);
-        let direction = match index % 2 {
-            0 => Direction::Receive(Box::new(Receive {
-                nic,
-                tap,
-                held: VecDeque::with_capacity(MAX_HELD),
-                spare: Vec::new(),
-                bytes: 0,
-                parts: Vec::with_capacity(MAX_PARTS + 2),
-                spill: vec![0; MAX_FRAME_BYTES].into(),
-                ready: true,
-                failed: false,
-            })),
-            _ => {
-                Direction::Transmit(Transmit { nic, tap, parts: Vec::with_capacity(MAX_PARTS + 2) })
+        let (pair, is_receive) = (index / 2, index.is_multiple_of(2));
+        let direction = match nic.attached() {
+            Link::Taps(taps) => {
+                let tap = Arc::clone(taps.get(usize::from(pair))?);
+                match is_receive {
+                    true => Direction::TapReceive(Box::new(TapReceive::new(nic, tap))),
+                    false => Direction::TapTransmit(TapTransmit::new(nic, tap)),
+                }
             }
+            Link::Port { switch, number, .. } => match is_receive {
+                true => {
+                    let port = PortReceiver::claim(switch, *number, pair)?;
+                    Direction::PortReceive(Box::new(PortReceive::new(nic, port)))
+                }
+                false => {
+                    let port = PortSender::claim(switch, *number, pair)?;
+                    Direction::PortTransmit(Box::new(PortTransmit::new(nic, port)))
+                }
+            },
         };
-        Some(Self { direction, limit, held_until: None })
+        let mut frames = Self { direction, limit, held_until: None };
+        frames.set_open(is_enabled);
+        Some(frames)
     }
 
-    /// When the next frame may pass, if one may not now, ns.
-    pub(super) const fn held_until(&self) -> Option<u64> {
-        self.held_until
+    /// When the next frame may pass, or waits for buffers no longer, if one waits; ns.
+    pub(super) fn held_until(&self) -> Option<u64> {
+        let starved = match &self.direction {
+            Direction::PortReceive(receive) => receive.starved_until(),
+            _ => None,
+        };
+        [self.held_until, starved].into_iter().flatten().min()
     }
 
     /// It may by now.
-    pub(super) const fn release(&mut self) {
+    pub(super) fn release(&mut self) {
         self.held_until = None;
+        if let Direction::PortReceive(receive) = &mut self.direction {
+            receive.look_again();
+        }
     }
 
     pub(super) const fn is_transmit(&self) -> bool {
-        matches!(self.direction, Direction::Transmit(_))
+        matches!(self.direction, Direction::TapTransmit(_) | Direction::PortTransmit(_))
     }
 
     /// A turn.
@@ -106,58 +116,101 @@ impl Frames {
     ) -> Served {
         let mut gate = Gate { limit: self.limit.as_mut(), time: 0, closed: None };
         let served = match &mut self.direction {
-            Direction::Transmit(transmit) => transmit.serve(ring, chain, share, stats, &mut gate),
-            Direction::Receive(receive) => receive.serve(ring, memory, share, stats, &mut gate),
+            Direction::TapTransmit(transmit) => {
+                transmit.serve(ring, chain, share, stats, &mut gate)
+            }
+            Direction::TapReceive(receive) => receive.serve(ring, memory, share, stats, &mut gate),
+            Direction::PortTransmit(transmit) => transmit.serve(ring, share, stats, &mut gate),
+            Direction::PortReceive(receive) => receive.serve(ring, memory, share, stats, &mut gate),
         };
         self.held_until = gate.closed;
         served
     }
 
+    /// Gives back to the ring what has arrived, of a queue that takes nothing more; whether there was something.
+    pub(super) fn reap(&mut self, ring: &mut Ring, stats: &QueueStats) -> bool {
+        match &mut self.direction {
+            Direction::PortTransmit(transmit) => transmit.reap(ring, stats),
+            _ => false,
+        }
+    }
+
     /// Whether a turn would find something to do, if the ring has so much.
     pub(super) fn is_pending(&self, ring_is_pending: bool) -> bool {
-        self.held_until.is_none()
-            && match &self.direction {
-                Direction::Transmit(_) => ring_is_pending,
-                Direction::Receive(receive) => {
-                    receive.ready && (ring_is_pending || !receive.held.is_empty())
-                }
-            }
+        let is_open = self.held_until.is_none();
+        match &self.direction {
+            Direction::TapTransmit(_) => is_open && ring_is_pending,
+            Direction::TapReceive(receive) => is_open && receive.is_pending(ring_is_pending),
+            Direction::PortTransmit(transmit) => is_open && ring_is_pending || transmit.has_ended(),
+            Direction::PortReceive(receive) => is_open && receive.is_pending(ring_is_pending),
+        }
+    }
+
+    /// Whether frames have arrived that are to go back to the ring.
+    pub(super) fn has_ended(&self) -> bool {
+        matches!(&self.direction, Direction::PortTransmit(transmit) if transmit.has_ended())
+    }
+
+    /// Frames that somebody else has.
+    pub(super) fn in_flight(&self) -> u16 {
+        match &self.direction {
+            Direction::PortTransmit(transmit) => transmit.in_flight(),
+            _ => 0,
+        }
     }
 
     /// Whether it is the driver that is waited for.
     pub(super) fn waits_for_driver(&self, ring_is_pending: bool) -> bool {
-        self.held_until.is_none()
-            && match &self.direction {
-                Direction::Transmit(_) => true,
-                Direction::Receive(receive) => receive.held.is_empty() && !ring_is_pending,
-            }
+        let is_open = self.held_until.is_none();
+        match &self.direction {
+            Direction::TapTransmit(_) | Direction::PortTransmit(_) => is_open,
+            Direction::TapReceive(receive) => is_open && receive.waits_for_driver(ring_is_pending),
+            Direction::PortReceive(receive) => receive.waits_for_driver(),
+        }
     }
 
-    /// What is waited for when buffers are there and no frame.
+    /// What is waited for beside the driver.
     pub(super) fn link(&self) -> Option<BorrowedFd<'_>> {
         match &self.direction {
-            Direction::Receive(receive) if !receive.ready && !receive.failed => {
-                Some(receive.tap.as_fd())
-            }
-            _ => None,
+            Direction::TapTransmit(_) => None,
+            Direction::TapReceive(receive) => receive.link(),
+            Direction::PortTransmit(transmit) => transmit.link(),
+            Direction::PortReceive(receive) => receive.link(),
         }
     }
 
     /// The link has something, or has failed.
     pub(super) fn link_event(&mut self, failed: bool) {
-        if let Direction::Receive(receive) = &mut self.direction {
-            (receive.ready, receive.failed) = (true, failed);
+        match &mut self.direction {
+            Direction::TapTransmit(_) => {}
+            Direction::TapReceive(receive) => receive.link_event(failed),
+            Direction::PortTransmit(transmit) => transmit.link_event(),
+            Direction::PortReceive(receive) => receive.link_event(),
+        }
+    }
+
+    /// Whoever has something for it from now on has to wake it, or not.
+    pub(super) fn set_waiting(&self, waits: bool) {
+        match &self.direction {
+            Direction::TapTransmit(_) | Direction::TapReceive(_) => {}
+            Direction::PortTransmit(transmit) => transmit.set_waiting(waits),
+            Direction::PortReceive(receive) => receive.set_waiting(waits),
+        }
+    }
+
+    /// Whether frames for it are taken: of a queue that is not served they would stay with their senders.
+    pub(super) fn set_open(&mut self, is_open: bool) {
+        if let Direction::PortReceive(receive) = &mut self.direction {
+            receive.set_open(is_open);
         }
     }
 
     /// Buffers that are held go back to the ring.
     pub(super) fn give_back(&mut self, ring: &mut Ring) {
-        if let Direction::Receive(receive) = &mut self.direction {
-            while let Some(Held { chain, bytes }) = receive.held.pop_back() {
-                ring.untake(chain.id);
-                receive.bytes -= bytes;
-                receive.spare.push(chain);
-            }
+        match &mut self.direction {
+            Direction::TapTransmit(_) | Direction::PortTransmit(_) => {}
+            Direction::TapReceive(receive) => receive.give_back(ring),
+            Direction::PortReceive(receive) => receive.give_back(ring),
         }
     }
 }
@@ -190,261 +243,34 @@ impl Gate<'_> {
     }
 }
 
-fn cost(bytes: usize) -> i64 {
-    (bytes as i64).max(COST)
+/// Reads the virtio header off a chain's beginning; false: it is shorter.
+fn read_header(segments: &mut Vec<Segment>, header: &mut [u8; BYTES]) -> bool {
+    let (mut read, mut used) = (0, 0);
+    for segment in &mut *segments {
+        let length = segment.len().min(BYTES - read);
+        // SAFETY: the segment is guest memory, which the ring's memory keeps mapped. The driver may change it at any
+        // time: it is read once.
+        unsafe { copy(segment.base(), header[read..].as_mut_ptr(), length) };
+        read += length;
+        segment.advance(length);
+        if !segment.is_empty() {
+            break;
+        }
+        used += 1;
+        if read == BYTES {
+            break;
+        }
+    }
+    segments.drain(..used);
+    read == BYTES
 }
 
-/// To the TAP.
-pub(super) struct Transmit {
-    nic: Arc<Nic>,
-    tap: Arc<Tap>,
-    /// Scratch.
-    parts: Vec<Segment>,
-}
-
-impl Transmit {
-    fn serve(
-        &mut self,
-        ring: &mut Ring,
-        chain: &mut Chain,
-        share: &mut TurnBudget,
-        stats: &QueueStats,
-        gate: &mut Gate<'_>,
-    ) -> Served {
-        let negotiated = self.nic.driver_features();
-        let mut is_unpublished = false;
-        while share.is_left() {
-            if !gate.is_open() || !ring.next(chain)? {
-                return Ok((Pass::Empty, is_unpublished));
-            }
-            is_unpublished = true;
-            stats.start(1);
-            let sent = self.send(chain, negotiated);
-            match sent {
-                Some(bytes) => stats.count(Op::Write, bytes as u64),
-                // As on a wire: it is gone, and counted.
-                None => stats.fail(Op::Write),
-            }
-            ring.finish(chain.id, 0);
-            gate.pass(sent.unwrap_or(0));
-            share.requests -= 1;
-            share.bytes -= cost(sent.unwrap_or(0));
-        }
-        Ok((Pass::More, is_unpublished))
-    }
-
-    /// Sends a frame; its length without the header. `None`: it is none, or the TAP does not take it.
-    fn send(&mut self, chain: &Chain, negotiated: u64) -> Option<usize> {
-        let mut header = [0; BYTES];
-        let (mut of_header, mut length) = (0, 0);
-        self.parts.clear();
-        self.parts.push(Segment::EMPTY);
-        for segment in &chain.readable {
-            let mut segment = *segment;
-            while of_header < BYTES && !segment.is_empty() {
-                // SAFETY: a byte of guest memory, which the ring's memory keeps mapped. The driver may
-                // change it at any time: it is read once.
-                header[of_header] = unsafe { segment.base().read_volatile() };
-                of_header += 1;
-                segment.advance(1);
-            }
-            if !segment.is_empty() {
-                length += segment.len();
-                self.parts.push(segment);
-            }
-        }
-        let fits = (ETHERNET..=MAX_FRAME_BYTES).contains(&length) && self.parts.len() <= MAX_PARTS;
-        if of_header < BYTES || !fits {
-            return None;
-        }
-        let mut header = Header(header).from_driver(negotiated).ok()?;
-        self.parts[0] = Segment::new(header.0.as_mut_ptr(), BYTES);
-        // SAFETY: the header is on the stack, the rest is guest memory that the ring's memory keeps mapped.
-        unsafe { self.tap.send(&self.parts) }.ok().map(|_| length)
-    }
-}
-
-/// A buffer of the driver's.
-struct Held {
-    chain: Chain,
-    bytes: usize,
-}
-
-/// From the TAP.
-pub(super) struct Receive {
-    nic: Arc<Nic>,
-    tap: Arc<Tap>,
-    /// In the order of the ring.
-    held: VecDeque<Held>,
-    /// Chains whose memory is used again.
-    spare: Vec<Chain>,
-    /// That are held.
-    bytes: usize,
-    /// Scratch.
-    parts: Vec<Segment>,
-    /// Where the end of a frame goes for which the buffers are too small.
-    spill: Box<[u8]>,
-    /// Whether the TAP may have a frame.
-    ready: bool,
-    /// Whether it cannot be waited for.
-    failed: bool,
-}
-
-impl Receive {
-    fn serve(
-        &mut self,
-        ring: &mut Ring,
-        memory: &Memory,
-        share: &mut TurnBudget,
-        stats: &QueueStats,
-        gate: &mut Gate<'_>,
-    ) -> Served {
-        let negotiated = self.nic.driver_features();
-        let is_mergeable = negotiated & features::MRG_RXBUF != 0;
-        let segmented = features::GUEST_TSO4 | features::GUEST_TSO6;
-        let longest = match negotiated & segmented {
-            0 => usize::from(self.nic.mtu()) + ETHERNET + 4,
-            _ => MAX_FRAME_BYTES,
-        };
-        let mut is_unpublished = false;
-        while share.is_left() {
-            is_unpublished |= self.gather(ring, BYTES + longest, is_mergeable, stats)?;
-            if self.held.is_empty() || !gate.is_open() {
-                return Ok((Pass::Empty, is_unpublished));
-            }
-            let mut header = Header::COMPLETE;
-            let received = match self.receive(&mut header) {
-                Ok(bytes) => bytes,
-                Err(errno) => {
-                    (self.ready, self.failed) = (false, errno != Errno::AGAIN);
-                    return Ok((Pass::Empty, is_unpublished));
-                }
-            };
-            stats.start(1);
-            gate.pass(received.saturating_sub(BYTES));
-            share.requests -= 1;
-            share.bytes -= cost(received);
-            let fits = (BYTES + ETHERNET..=self.bytes).contains(&received);
-            match header.for_driver(negotiated) {
-                Ok(header) if fits => {
-                    self.deliver(received, header, ring, memory);
-                    is_unpublished = true;
-                    stats.count(Op::Read, (received - BYTES) as u64);
-                }
-                // Of another session's offloads, or longer than the driver's buffers.
-                _ => stats.fail(Op::Read),
-            }
-        }
-        Ok((Pass::More, is_unpublished))
-    }
-
-    /// Takes buffers until a frame of `wanted` bytes fits, or there is none. Whether a useless one went
-    /// back.
-    fn gather(
-        &mut self,
-        ring: &mut Ring,
-        wanted: usize,
-        is_mergeable: bool,
-        stats: &QueueStats,
-    ) -> Result<bool, RingError> {
-        let mut is_unpublished = false;
-        let mut pieces: usize = self.held.iter().map(|held| held.chain.writable.len()).sum();
-        while self.bytes < wanted
-            && (is_mergeable || self.held.is_empty())
-            && self.held.len() < MAX_HELD
-        {
-            let mut chain = self.spare.pop().unwrap_or_default();
-            if !ring.next(&mut chain)? {
-                self.spare.push(chain);
-                break;
-            }
-            let bytes = chain.writable.iter().map(Segment::len).sum();
-            pieces += chain.writable.len();
-            if bytes < BYTES || pieces > MAX_PARTS {
-                // No header fits, or no call takes so many.
-                ring.finish(chain.id, 0);
-                pieces -= chain.writable.len();
-                stats.start(1);
-                stats.fail(Op::Read);
-                self.spare.push(chain);
-                is_unpublished = true;
-                // A driver that has nothing else gets a turn's worth of this.
-                if self.held.is_empty() {
-                    continue;
-                }
-                break;
-            }
-            self.bytes += bytes;
-            self.held.push_back(Held { chain, bytes });
-        }
-        Ok(is_unpublished)
-    }
-
-    /// Reads a frame behind where its header will be; bytes with the header.
-    fn receive(&mut self, header: &mut Header) -> Result<usize, Errno> {
-        self.parts.clear();
-        self.parts.push(Segment::new(header.0.as_mut_ptr(), BYTES));
-        let mut skip = BYTES;
-        for held in &self.held {
-            for segment in &held.chain.writable {
-                let mut segment = *segment;
-                let skipped = skip.min(segment.len());
-                segment.advance(skipped);
-                skip -= skipped;
-                if !segment.is_empty() {
-                    self.parts.push(segment);
-                }
-            }
-        }
-        self.parts.push(Segment::new(self.spill.as_mut_ptr(), self.spill.len()));
-        // SAFETY: header and spill are this process's own, the rest is guest memory that the ring's
-        // memory keeps mapped.
-        unsafe { self.tap.receive(&self.parts) }
-    }
-
-    /// Gives the driver a frame of `received` bytes in as many buffers as it takes.
-    fn deliver(&mut self, received: usize, header: Header, ring: &mut Ring, memory: &Memory) {
-        let (mut left, mut buffers) = (received, 0_u16);
-        for held in &self.held {
-            left = left.saturating_sub(held.bytes);
-            buffers += 1;
-            if left == 0 {
-                break;
-            }
-        }
-        let header = header.in_buffers(buffers);
-        if let Some(first) = self.held.front() {
-            let places =
-                first.chain.writable.iter().flat_map(|segment| {
-                    (0..segment.len()).map(|at| segment.base().wrapping_add(at))
-                });
-            for (place, byte) in places.zip(header.0) {
-                // SAFETY: a byte of guest memory, which the ring's memory keeps mapped.
-                unsafe { place.write_volatile(byte) };
-            }
-        }
-        let mut left = received;
-        for _ in 0..buffers {
-            let Some(Held { chain, bytes }) = self.held.pop_front() else { break };
-            let used = bytes.min(left);
-            left -= used;
-            self.bytes -= bytes;
-            if memory.log().is_some() {
-                log(&chain, used, memory);
-            }
-            ring.finish(chain.id, used as u32);
-            self.spare.push(chain);
-        }
-    }
-}
-
-/// Notes what was written, for a migration.
-fn log(chain: &Chain, mut used: usize, memory: &Memory) {
-    for segment in &chain.writable {
-        let length = used.min(segment.len());
-        if length > 0 {
-            memory.log_write(Segment::new(segment.base(), length));
-        }
-        used -= length;
-    }
+/// Copies bytes of which the driver may change those that are its own at any time.
+///
+/// # Safety
+/// Both places are mapped, and one of them at least is this process's own or another guest's.
+unsafe fn copy(from: *const u8, to: *mut u8, length: usize) {
+    // Guests overlap with themselves only, and what comes of that is theirs.
+    // SAFETY: the caller's promise.
+    unsafe { std::ptr::copy(from, to, length) };
 }

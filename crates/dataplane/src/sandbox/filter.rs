@@ -169,7 +169,7 @@ const IOCTLS: [u32; 8] = [
     0x1268,
     0x127b,
     libc::FIONBIO as u32,
-    rtvirtio_net::tap::SET_OFFLOADS,
+    crate::tap::SET_OFFLOADS,
     0x4e40,
     0xc048_4e41,
 ];

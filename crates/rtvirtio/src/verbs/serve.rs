@@ -300,7 +300,7 @@ fn describe(configuration: &Configuration) -> String {
     if configuration.nics.is_empty() {
         return text + &format!("{iothreads}\n\n{devices}\n");
     }
-    let mut nics = table(["nic", "vm", "pairs", "iothreads", "tap", "mac", "socket"]);
+    let mut nics = table(["nic", "vm", "pairs", "iothreads", "link", "mac", "socket"]);
     for nic in &configuration.nics {
         let iothreads: Vec<&str> = nic.mapping.by_queue().iter().map(|n| n.as_str()).collect();
         nics.add_row([
@@ -308,7 +308,7 @@ fn describe(configuration: &Configuration) -> String {
             nic.vm.to_string(),
             nic.pairs.to_string(),
             iothreads.join(" "),
-            nic.tap.clone(),
+            nic.link.to_string(),
             serve::mac_text(nic.mac),
             nic.socket.display().to_string(),
         ]);

@@ -349,7 +349,7 @@ fn text(look: &Look) -> String {
         line(String::new());
         line(format!(
             "{:<NAME$} {:>8} {:>8} {:>8} {:>8}  {}",
-            "VM/nic", "in/s", "out/s", "MB/s", "drops/s", "tap"
+            "VM/nic", "in/s", "out/s", "MB/s", "drops/s", "link"
         ));
     }
     for nic in &look.nics {
@@ -360,7 +360,7 @@ fn text(look: &Look) -> String {
             nic.transmitted_per_s,
             nic.bytes_per_s / 1e6,
             nic.dropped_per_s,
-            fit(&nic.tap, 15)
+            fit(&nic.link, 15)
         ));
     }
     if !look.devices.is_empty() {
@@ -449,7 +449,7 @@ mod tests {
             nics: vec![NicRow {
                 vm: long.to_owned(),
                 nic: "net0".to_owned(),
-                tap: "a-long-tap-name".to_owned(),
+                link: "a-long-tap-name".to_owned(),
                 connected: true,
                 received_per_s: 1_234_567.0,
                 transmitted_per_s: 1.0,

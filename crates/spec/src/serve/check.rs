@@ -10,7 +10,8 @@ use super::wire::{self, EngineKind, Size};
 use super::{
     Completion, Control, CpuCost, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_PAIRS,
     MAX_POLL, MAX_RAM_BYTES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_TAP_BYTES, MAX_USER_BYTES,
-    MIN_MTU, Nic, NicRate, NvmeEngine, Polling, Qos, Service, Slice, SsdEngine,
+    MAX_VLAN, MIN_MTU, Network, NetworkPort, Nic, NicLink, NicRate, NvmeEngine, Polling, Qos,
+    Service, Slice, SsdEngine, Vlans,
 };
 use crate::mapping::{Entry, Mapping};
 
@@ -200,8 +201,12 @@ impl Device {
 }
 
 impl Nic {
-    pub(super) fn located(raw: wire::Nic, iothreads: &[IoThread]) -> Result<Self, Misplaced> {
-        let tap = at(&["tap"], checked_tap(raw.tap))?;
+    pub(super) fn located(
+        raw: wire::Nic,
+        iothreads: &[IoThread],
+        networks: &[Network],
+    ) -> Result<Self, Misplaced> {
+        let link = nic_link(&raw, networks)?;
         let mac = match raw.mac {
             Some(mac) => at(&["mac"], checked_mac(mac))?,
             None => made_mac(&raw.vm, &raw.name),
@@ -217,7 +222,7 @@ impl Nic {
             name: raw.name,
             vm: raw.vm,
             socket: at(&["socket"], socket(raw.socket))?,
-            tap,
+            link,
             mac,
             mtu: raw.mtu,
             pairs: pairs as u16,
@@ -227,6 +232,65 @@ impl Nic {
             rx: raw.rx.map(|raw| nic_rate("rx", raw)).transpose()?,
             tx: raw.tx.map(|raw| nic_rate("tx", raw)).transpose()?,
         })
+    }
+}
+
+/// Where a network device's frames go.
+fn nic_link(raw: &wire::Nic, networks: &[Network]) -> Result<NicLink, Misplaced> {
+    let wire::Nic { tap, network, vlan, trunk, anti_spoofing, .. } = raw;
+    let network = match (tap, network) {
+        (Some(tap), None) => {
+            let keys: [(&[&str], bool); 3] = [
+                (&["vlan"], vlan.is_some()),
+                (&["trunk"], trunk.is_some()),
+                (&["anti_spoofing"], anti_spoofing.is_some()),
+            ];
+            if let Some((key, _)) = keys.into_iter().find(|(_, is_given)| *is_given) {
+                return Err((key, Fault::OfNetwork));
+            }
+            return Ok(NicLink::Tap(at(&["tap"], checked_tap(tap.clone()))?));
+        }
+        (None, Some(network)) => network,
+        (Some(_), Some(_)) => return Err((&["network"], Fault::WhichLink)),
+        (None, None) => return Err((&[], Fault::WhichLink)),
+    };
+    if networks.iter().all(|known| known.name != *network) {
+        return Err((&["network"], Fault::NoNetwork(network.clone())));
+    }
+    let vlans = match (*vlan, trunk) {
+        (None, None) => Vlans::Untagged,
+        (Some(vlan), None) => Vlans::Access(at(&["vlan"], checked_vlan(vlan))?),
+        (None, Some(trunk)) => {
+            let mut vlans = trunk.clone();
+            vlans.sort_unstable();
+            vlans.dedup();
+            if vlans.is_empty() || vlans.len() < trunk.len() {
+                return Err((&["trunk"], Fault::BadTrunk));
+            }
+            for vlan in &vlans {
+                at(&["trunk"], checked_vlan(*vlan))?;
+            }
+            Vlans::Trunk(vlans)
+        }
+        (Some(_), Some(_)) => return Err((&["trunk"], Fault::WhichVlan)),
+    };
+    let anti_spoofing = anti_spoofing.unwrap_or(true);
+    Ok(NicLink::Network(NetworkPort { network: network.clone(), vlans, anti_spoofing }))
+}
+
+fn checked_vlan(vlan: u16) -> Result<u16, Fault> {
+    in_range("a VLAN", vlan.into(), 1, MAX_VLAN.into())?;
+    Ok(vlan)
+}
+
+/// Enough for the neighbours of a few hundred guests to be asked for, and too little to burden these.
+const USUAL_MAX_BROADCAST: u64 = 1_000;
+
+impl Network {
+    pub(super) fn located(raw: wire::Network) -> Result<Self, Misplaced> {
+        let max_broadcast = raw.max_broadcast.unwrap_or(USUAL_MAX_BROADCAST);
+        at(&["max_broadcast"], in_range("max_broadcast", max_broadcast, 1, 100_000_000))?;
+        Ok(Self { name: raw.name, max_broadcast })
     }
 }
 

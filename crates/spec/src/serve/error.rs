@@ -7,8 +7,8 @@ use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name};
 
 use super::wire::{Completion, EngineKind, Policy};
 use super::{
-    IoPriority, MAX_CPU, MAX_DEVICES, MAX_IOTHREADS, MAX_NICS, MAX_POLL, MAX_QUEUES, MAX_RAM_BYTES,
-    MAX_SCHEDULES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_TASKS,
+    IoPriority, MAX_CPU, MAX_DEVICES, MAX_IOTHREADS, MAX_NETWORKS, MAX_NICS, MAX_POLL, MAX_QUEUES,
+    MAX_RAM_BYTES, MAX_SCHEDULES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_TASKS,
 };
 use crate::mapping::MappingError;
 use crate::specification::{MAX_FILE_BYTES, MAX_KEY_PARTS, Plain, Quoted, listed, nearest};
@@ -48,6 +48,8 @@ pub enum Subject {
     Schedule(Name),
     /// A device.
     Device(DiskName),
+    /// A network.
+    Network(Name),
     /// A network device.
     Nic(Name),
 }
@@ -59,6 +61,7 @@ impl fmt::Display for Subject {
             Self::IoThread(name) => write!(f, "iothread \"{name}\": "),
             Self::Schedule(name) => write!(f, "schedule \"{name}\": "),
             Self::Device(name) => write!(f, "device \"{name}\": "),
+            Self::Network(name) => write!(f, "network \"{name}\": "),
             Self::Nic(name) => write!(f, "nic \"{name}\": "),
         }
     }
@@ -108,6 +111,35 @@ pub enum Fault {
     /// Too many of them.
     #[error("{0} nics, more than {MAX_NICS}")]
     TooManyNics(usize),
+    /// Too many of them.
+    #[error("{0} networks, more than {MAX_NETWORKS}")]
+    TooManyNetworks(usize),
+    /// Neither or both of `tap` and `network`.
+    #[error("a nic has one of tap and network")]
+    WhichLink,
+    /// A key of devices in a network, of one on a TAP.
+    #[error("this is of a nic in a network, and not of one on a tap")]
+    OfNetwork,
+    /// No such network.
+    #[error("there is no network \"{0}\"")]
+    NoNetwork(Name),
+    /// Both of `vlan` and `trunk`.
+    #[error("a nic has one of vlan and trunk, or none")]
+    WhichVlan,
+    /// A trunk of no VLAN, or with one of them twice.
+    #[error("a trunk is one or more VLANs, each once")]
+    BadTrunk,
+    /// An address of two devices in a network.
+    #[error("mac {mac} is that of nic \"{other}\" too")]
+    DuplicateMac {
+        /// The address.
+        mac: String,
+        /// The first with it.
+        other: Name,
+    },
+    /// Trust domains of two devices in a network that differ.
+    #[error("nic \"{0}\" in the same network is of another trust domain")]
+    NetworkAcrossTrust(Name),
     /// No name of a network device.
     #[error("{} is no name of a network device", Quoted(.0))]
     BadTap(String),
@@ -282,6 +314,26 @@ impl Fault {
             Self::TooManyIoThreads(_) => format!("keep at most {MAX_IOTHREADS}"),
             Self::TooManyDevices(_) => format!("keep at most {MAX_DEVICES}"),
             Self::TooManyNics(_) => format!("keep at most {MAX_NICS}"),
+            Self::TooManyNetworks(_) => format!("keep at most {MAX_NETWORKS}"),
+            Self::WhichLink => {
+                "write tap = \"tap0\", or network = \"lan\" with a [[network]] of that name"
+                    .to_owned()
+            }
+            Self::OfNetwork => {
+                "remove it: the host's bridge has its own VLANs and filters".to_owned()
+            }
+            Self::NoNetwork(name) => format!("add [[network]] with name = \"{name}\""),
+            Self::WhichVlan => {
+                "write vlan = 10 if the guest is to see no tag, trunk = [10, 20] if it has them"
+                    .to_owned()
+            }
+            Self::BadTrunk => "write trunk = [10, 20]".to_owned(),
+            Self::DuplicateMac { .. } => {
+                "give each an address of its own, or none: then it is made of the names".to_owned()
+            }
+            Self::NetworkAcrossTrust(_) => {
+                "give both the same trust, or each a network of its own".to_owned()
+            }
             Self::BadTap(_) => "write tap = \"tap0\"".to_owned(),
             Self::BadMac(_) => "write mac = \"52:54:00:12:34:56\"".to_owned(),
             Self::NoNicRate(direction) => format!("write {direction} = {{ max_mbit = 100 }}"),

@@ -13,7 +13,8 @@ use super::check::Misplaced;
 use super::error::{Fault, ServeError, Subject};
 use super::{
     Configuration, Control, Device, IoCores, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS,
-    MAX_NICS, MAX_SCHEDULES, Nic, Policy, Schedule, Service, wire,
+    MAX_NETWORKS, MAX_NICS, MAX_SCHEDULES, Network, Nic, NicLink, Policy, Schedule, Service,
+    mac_text, wire,
 };
 use crate::specification::{MAX_FILE_BYTES, deep_key, position, unknown_field};
 
@@ -133,6 +134,23 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ServeError> {
                 .map_err(|(keys, fault)| fail(subject, place.of("device", index, keys), fault))?,
         );
     }
+    let count = raw.network.len();
+    if count > MAX_NETWORKS {
+        let span = place.of("network", MAX_NETWORKS, &[]);
+        return Err(of_file(span, Fault::TooManyNetworks(count)));
+    }
+    let mut networks: Vec<Network> = Vec::with_capacity(count);
+    for (index, raw) in raw.network.into_iter().enumerate() {
+        let subject = Subject::Network(raw.name.clone());
+        let checked = Network::located(raw).and_then(|network| {
+            let is_new = networks.iter().all(|other| other.name != network.name);
+            if is_new { Ok(network) } else { Err((&["name"] as &[_], Fault::DuplicateName)) }
+        });
+        networks.push(
+            checked
+                .map_err(|(keys, fault)| fail(subject, place.of("network", index, keys), fault))?,
+        );
+    }
     let count = raw.nic.len();
     if count > MAX_NICS {
         return Err(of_file(place.of("nic", MAX_NICS, &[]), Fault::TooManyNics(count)));
@@ -140,7 +158,8 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ServeError> {
     let mut nics = Vec::with_capacity(count);
     for (index, raw) in raw.nic.into_iter().enumerate() {
         let subject = Subject::Nic(raw.name.clone());
-        let checked = Nic::located(raw, &iothreads).and_then(|nic| unique.add_nic(nic, &nics));
+        let checked =
+            Nic::located(raw, &iothreads, &networks).and_then(|nic| unique.add_nic(nic, &nics));
         nics.push(
             checked.map_err(|(keys, fault)| fail(subject, place.of("nic", index, keys), fault))?,
         );
@@ -150,7 +169,7 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ServeError> {
         let (span, policy) = (place.of("iocores", 0, &["policy"]), iocores.policy);
         return Err(of_file(span, Fault::PolicyAcrossTrust(policy)));
     }
-    Ok(Configuration { service, control, iocores, iothreads, schedules, devices, nics })
+    Ok(Configuration { service, control, iocores, iothreads, schedules, devices, networks, nics })
 }
 
 /// What stands once in a file.
@@ -187,9 +206,27 @@ impl Unique {
         if others.iter().any(|other| other.name == nic.name) {
             return Err((&["name"], Fault::DuplicateName));
         }
-        if let Some(other) = others.iter().find(|other| other.tap == nic.tap) {
-            let (tap, other) = (nic.tap, other.name.clone());
+        if let NicLink::Tap(tap) = &nic.link
+            && let Some(other) = others.iter().find(|other| other.link == nic.link)
+        {
+            let (tap, other) = (tap.clone(), other.name.clone());
             return Err((&["tap"], Fault::DuplicateTap { tap, other }));
+        }
+        for other in others {
+            let (NicLink::Network(port), NicLink::Network(theirs)) = (&nic.link, &other.link)
+            else {
+                continue;
+            };
+            if port.network != theirs.network {
+                continue;
+            }
+            if nic.mac == other.mac {
+                let (mac, other) = (mac_text(nic.mac), other.name.clone());
+                return Err((&["mac"], Fault::DuplicateMac { mac, other }));
+            }
+            if nic.trust != other.trust {
+                return Err((&["network"], Fault::NetworkAcrossTrust(other.name.clone())));
+            }
         }
         let owner = format!("nic \"{}\"", nic.name);
         if let Some(other) = self.sockets.insert(Listen::Path(nic.socket.clone()), owner) {

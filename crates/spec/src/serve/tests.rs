@@ -412,7 +412,8 @@ tap = "tap1"
 fn network_devices_are_read_with_their_faults() {
     let found = parse("serve.toml", NICS).unwrap();
     let [first, second] = &found.nics[..] else { panic!("{found:?}") };
-    assert_eq!((first.tap.as_str(), first.pairs, first.mtu), ("tap0", 2, Some(9000)));
+    let tap = NicLink::Tap("tap0".to_owned());
+    assert_eq!((&first.link, first.pairs, first.mtu), (&tap, 2, Some(9000)));
     assert_eq!(mac_text(first.mac), "52:54:00:12:34:56");
     // Two virtqueues a pair, over all IOThreads.
     let iothreads: Vec<&str> = first.mapping.by_queue().iter().map(|n| n.as_str()).collect();
@@ -443,6 +444,68 @@ fn network_devices_are_read_with_their_faults() {
         ("socket = \"/run/rtvirtio/net1\"", "socket = \"net1\"", 18, "is no path of a socket"),
     ] {
         let error = parse("serve.toml", &NICS.replacen(from, to, 1)).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains(words), "{to}: {text}");
+        assert!(text.starts_with(&format!("serve.toml:{line}:")), "{to}: {text}, not line {line}");
+        assert!(!error.hint().is_empty());
+    }
+}
+
+const NETWORKS: &str = r#"version = 1
+[[iothread]]
+name = "iot0"
+[[iothread]]
+name = "iot1"
+trust = "b"
+[[network]]
+name = "lan"
+max_broadcast = 50
+[[network]]
+name = "storage"
+[[nic]]
+name = "net0"
+vm = "db"
+socket = "/run/rtvirtio/net0"
+network = "lan"
+vlan = 10
+mac = "52:54:00:12:34:56"
+[[nic]]
+name = "net1"
+vm = "web"
+socket = "/run/rtvirtio/net1"
+network = "lan"
+trunk = [20, 10]
+anti_spoofing = false
+"#;
+
+#[test]
+fn networks_are_read_with_their_faults() {
+    let found = parse("serve.toml", NETWORKS).unwrap();
+    let networks: Vec<_> =
+        found.networks.iter().map(|n| (n.name.as_str(), n.max_broadcast)).collect();
+    assert_eq!(networks, [("lan", 50), ("storage", 1000)]);
+    let links: Vec<String> = found.nics.iter().map(|nic| nic.link.to_string()).collect();
+    assert_eq!(links, ["lan vlan 10", "lan trunk 10,20"]);
+    let protected = |nic: &Nic| matches!(&nic.link, NicLink::Network(port) if port.anti_spoofing);
+    assert_eq!(found.nics.iter().map(protected).collect::<Vec<_>>(), [true, false]);
+    let written = to_toml(&wire::Configuration::from(&found)).unwrap();
+    assert_eq!(parse("written.toml", &written).unwrap(), found, "{written}");
+    for (from, to, line, words) in [
+        ("\"storage\"", "\"lan\"", 11, "has this name"),
+        ("max_broadcast = 50", "max_broadcast = 0", 9, "max_broadcast is 0, outside 1"),
+        ("network = \"lan\"\nvlan", "network = \"wan\"\nvlan", 16, "there is no network \"wan\""),
+        ("network = \"lan\"\nvlan", "vlan", 12, "one of tap and network"),
+        ("vlan = 10", "tap = \"tap0\"", 16, "one of tap and network"),
+        ("network = \"lan\"\nvlan", "tap = \"tap0\"\nvlan", 17, "of a nic in a network"),
+        ("vlan = 10", "vlan = 4095", 17, "a VLAN is 4095, outside 1 to 4094"),
+        ("vlan = 10", "vlan = 10\ntrunk = [20]", 18, "one of vlan and trunk"),
+        ("[20, 10]", "[20, 20]", 24, "each once"),
+        ("[20, 10]", "[]", 24, "each once"),
+        ("[20, 10]", "[0]", 24, "a VLAN is 0"),
+        ("trunk = [20, 10]", "mac = \"52:54:00:12:34:56\"", 24, "is that of nic \"net0\" too"),
+        ("trunk = [20, 10]", "trust = \"b\"", 23, "of another trust domain"),
+    ] {
+        let error = parse("serve.toml", &NETWORKS.replacen(from, to, 1)).unwrap_err();
         let text = error.to_string();
         assert!(text.contains(words), "{to}: {text}");
         assert!(text.starts_with(&format!("serve.toml:{line}:")), "{to}: {text}, not line {line}");

@@ -37,9 +37,26 @@ pub struct Configuration {
     /// Disks, 0 to 1024.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub device: Vec<Device>,
+    /// Networks between network devices, 0 to 64.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub network: Vec<Network>,
     /// Network devices, 0 to 256.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nic: Vec<Nic>,
+}
+
+/// `[[network]]`: a switch between network devices.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields, expecting = "a table [[network]]")]
+pub struct Network {
+    /// Its name.
+    pub name: Name,
+    /// Frames per second that each pair of a device's queues may send to more than one device: broadcasts,
+    /// multicasts, and frames to addresses that nobody has; 1,000 if nothing says.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 100_000_000)))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_broadcast: Option<u64>,
 }
 
 /// `[[nic]]`
@@ -53,12 +70,26 @@ pub struct Nic {
     pub vm: VmName,
     /// Path of the socket.
     pub socket: PathBuf,
-    /// Name of the host's TAP.
-    pub tap: String,
+    /// Name of the host's TAP; or `network`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tap: Option<String>,
+    /// Name of a `[[network]]`; or `tap`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub network: Option<Name>,
+    /// Its VLAN in the network, of which the guest sees no tag.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 4094)))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub vlan: Option<u16>,
+    /// Its VLANs in the network, whose tags the guest sends and receives.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trunk: Option<Vec<u16>>,
+    /// Whether it sends to the network under its own address only; true if nothing says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub anti_spoofing: Option<bool>,
     /// Its address, for front ends that ask for it; made of the names if nothing says.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mac: Option<String>,
-    /// Bytes of the longest packet; the TAP's if nothing says.
+    /// Bytes of the longest packet; the TAP's, or 1500 in a network, if nothing says.
     #[cfg_attr(feature = "schema", schemars(range(min = 68, max = 65535)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mtu: Option<u16>,

@@ -3,8 +3,8 @@
 
 use super::wire::{self, Size};
 use super::{
-    Completion, Configuration, Control, IoCores, IoThread, Nic, NicRate, Polling, Schedule,
-    Service, mac_text,
+    Completion, Configuration, Control, IoCores, IoThread, Network, Nic, NicLink, NicRate, Polling,
+    Schedule, Service, Vlans, mac_text,
 };
 
 /// A configuration as TOML, which [`parse`](super::parse) reads.
@@ -17,8 +17,16 @@ pub fn to_toml(configuration: &wire::Configuration) -> Result<String, toml::ser:
 
 impl From<&Configuration> for wire::Configuration {
     fn from(configuration: &Configuration) -> Self {
-        let Configuration { service, control, iocores, iothreads, schedules, devices, nics } =
-            configuration;
+        let Configuration {
+            service,
+            control,
+            iocores,
+            iothreads,
+            schedules,
+            devices,
+            networks,
+            nics,
+        } = configuration;
         Self {
             version: 1,
             service: (*service != Service::default()).then(|| service.into()),
@@ -27,6 +35,7 @@ impl From<&Configuration> for wire::Configuration {
             iothread: iothreads.iter().map(wire::IoThread::from).collect(),
             schedule: schedules.iter().map(wire::Schedule::from).collect(),
             device: devices.iter().map(wire::Device::from).collect(),
+            network: networks.iter().map(wire::Network::from).collect(),
             nic: nics.iter().map(wire::Nic::from).collect(),
         }
     }
@@ -88,13 +97,32 @@ impl From<&Schedule> for wire::Schedule {
     }
 }
 
+impl From<&Network> for wire::Network {
+    fn from(Network { name, max_broadcast }: &Network) -> Self {
+        Self { name: name.clone(), max_broadcast: Some(*max_broadcast) }
+    }
+}
+
 impl From<&Nic> for wire::Nic {
     fn from(nic: &Nic) -> Self {
+        let (tap, port) = match &nic.link {
+            NicLink::Tap(tap) => (Some(tap.clone()), None),
+            NicLink::Network(port) => (None, Some(port)),
+        };
+        let (vlan, trunk) = match port.map(|port| &port.vlans) {
+            None | Some(Vlans::Untagged) => (None, None),
+            Some(Vlans::Access(vlan)) => (Some(*vlan), None),
+            Some(Vlans::Trunk(vlans)) => (None, Some(vlans.clone())),
+        };
         Self {
             name: nic.name.clone(),
             vm: nic.vm.clone(),
             socket: nic.socket.clone(),
-            tap: nic.tap.clone(),
+            tap,
+            network: port.map(|port| port.network.clone()),
+            vlan,
+            trunk,
+            anti_spoofing: port.map(|port| port.anti_spoofing),
             mac: Some(mac_text(nic.mac)),
             mtu: nic.mtu,
             queues: Some(nic.pairs.into()),

@@ -234,6 +234,7 @@ impl Plane for Books {
             iothreads: state.iothreads.keys().map(iothread).collect(),
             schedules: state.schedules.values().cloned().collect(),
             devices: state.devices.values().map(|(device, ..)| device.clone()).collect(),
+            networks: Vec::new(),
             nics: Vec::new(),
         }
     }

@@ -3,18 +3,18 @@
 use std::io::Write as _;
 use std::os::fd::{AsRawFd, FromRawFd};
 
-use rtvirtio_net::features;
-use rtvirtio_net::limit::Rate;
-use rtvirtio_net::tap::Tap;
+use rtvirtio_frames::features;
+use rtvirtio_frames::limit::Rate;
 use rtvirtio_vhost::Backend as _;
 
 use super::*;
-use crate::nic::{Nic, NicConfig};
+use crate::nic::{Link, Nic, NicConfig};
 use crate::queue::NicQueueSetup;
+use crate::tap::Tap;
 
 /// An Ethernet type for experiments (IEEE 802), so that nobody else's frames are taken for ours.
-const ETHERTYPE: u16 = 0x88b5;
-const HEADER: usize = 12;
+pub(super) const ETHERTYPE: u16 = 0x88b5;
+pub(super) const HEADER: usize = 12;
 const SIZE: u16 = 64;
 
 /// Says why the test does not run.
@@ -94,7 +94,7 @@ impl Wire {
 }
 
 /// A frame that names itself.
-fn frame(number: u8, length: usize) -> Vec<u8> {
+pub(super) fn frame(number: u8, length: usize) -> Vec<u8> {
     let mut frame = vec![number; length];
     frame[..6].copy_from_slice(&[2, 0, 0, 0, 0, 1]);
     frame[6..12].copy_from_slice(&[2, 0, 0, 0, 0, 2]);
@@ -112,7 +112,7 @@ fn limited_nic(taps: Vec<Tap>, negotiated: u64, limits: [Option<Rate>; 2]) -> Ar
         name: "nic".to_owned(),
         mac: [2, 0, 0, 0, 0, 1],
         mtu: 1500,
-        taps,
+        link: Link::Taps(taps.into_iter().map(Arc::new).collect()),
         memory: Bytes::new(1 << 30),
         positions: None,
     });
@@ -121,21 +121,21 @@ fn limited_nic(taps: Vec<Tap>, negotiated: u64, limits: [Option<Rate>; 2]) -> Ar
 }
 
 /// One queue's driver.
-struct Port {
-    driver: Driver,
-    kick: OwnedFd,
-    call: OwnedFd,
+pub(super) struct Port {
+    pub(super) driver: Driver,
+    pub(super) kick: OwnedFd,
+    pub(super) call: OwnedFd,
 }
 
 impl Port {
-    fn new(packed: bool) -> Self {
+    pub(super) fn new(packed: bool) -> Self {
         let guest = Guest::new(4 << 20);
         let options = Options { size: SIZE, packed, event_idx: true, indirect: true };
         let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         Self { driver: Driver::new(guest, GUEST, options), kick: event(), call: event() }
     }
 
-    fn setup(&self, nic: &Arc<Nic>, index: u16) -> NicQueueSetup {
+    pub(super) fn setup(&self, nic: &Arc<Nic>, index: u16) -> NicQueueSetup {
         let memory = self.driver.guest().memory();
         NicQueueSetup {
             nic: Arc::clone(nic),
@@ -150,18 +150,18 @@ impl Port {
         }
     }
 
-    fn publish(&mut self) {
+    pub(super) fn publish(&mut self) {
         if self.driver.publish() {
             rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).unwrap();
         }
     }
 
-    fn place(slot: u64) -> u64 {
+    pub(super) fn place(slot: u64) -> u64 {
         BUFFERS + slot * 0x1_0000
     }
 
     /// Sends a frame from a slot.
-    fn send(&mut self, slot: u64, header: [u8; HEADER], frame: &[u8]) {
+    pub(super) fn send(&mut self, slot: u64, header: [u8; HEADER], frame: &[u8]) {
         let at = Self::place(slot);
         self.driver.guest().write(at, &header);
         self.driver.guest().write(at + HEADER as u64, frame);
@@ -177,7 +177,7 @@ impl Port {
     }
 
     /// Makes buffers of so many bytes available, from these slots.
-    fn offer(&mut self, slots: std::ops::Range<u64>, length: u32) -> HashMap<u16, u64> {
+    pub(super) fn offer(&mut self, slots: std::ops::Range<u64>, length: u32) -> HashMap<u16, u64> {
         let ids = slots.map(|slot| {
             let buffer = Buffer { address: Self::place(slot), length, writable: true };
             (self.driver.add(&[buffer], false).unwrap(), slot)
@@ -187,7 +187,7 @@ impl Port {
         ids
     }
 
-    fn take(&mut self) -> (u16, u32) {
+    pub(super) fn take(&mut self) -> (u16, u32) {
         let begun = Instant::now();
         loop {
             if let Some(taken) = self.driver.take() {
@@ -199,7 +199,7 @@ impl Port {
     }
 
     /// A frame in as many buffers as its header says, and that number.
-    fn receive(&mut self, slots: &HashMap<u16, u64>) -> (Vec<u8>, u16) {
+    pub(super) fn receive(&mut self, slots: &HashMap<u16, u64>) -> (Vec<u8>, u16) {
         let (id, length) = self.take();
         let guest = Arc::clone(self.driver.guest());
         let read = |id: u16, length: u32| guest.read(Self::place(slots[&id]), length as usize);

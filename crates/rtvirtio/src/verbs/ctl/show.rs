@@ -3,8 +3,8 @@
 use comfy_table::{CellAlignment, Table, presets};
 use rtvirtio_spec::control::{
     Activity, Decision, Demand, DeviceState, Event, Had, IoThreadState, LatencySummary, Load,
-    NicState, PolicyState, QosState, QueueDirection, QueueState, ScheduleState, SlotsState,
-    Snapshot, StallState, TaskState,
+    NicQueueState, NicState, PolicyState, QosState, QueueDirection, QueueState, ScheduleState,
+    SlotsState, Snapshot, StallState, TaskState,
 };
 use rtvirtio_spec::serve::wire::Size;
 use rtvirtio_spec::serve::{Completion, CorePolicy};
@@ -189,7 +189,7 @@ pub(super) fn iothreads(iothreads: &[IoThreadState]) -> Table {
 }
 
 pub(super) fn nics(nics: &[NicState]) -> Table {
-    let header = ["nic", "vm", "", "tap", "queue", "iothread", "frames", "bytes", "dropped"];
+    let header = ["nic", "vm", "", "link", "queue", "iothread", "frames", "bytes", "dropped"];
     let mut table = table(header, 6);
     for nic in nics {
         for queue in &nic.queues {
@@ -201,16 +201,24 @@ pub(super) fn nics(nics: &[NicState]) -> Table {
                 nic.name.to_string(),
                 nic.vm.to_string(),
                 if nic.connected { "connected" } else { "" }.to_owned(),
-                nic.tap.clone(),
+                nic.link.clone(),
                 format!("{} {direction}", queue.index),
                 queue.iothread.to_string(),
                 queue.frames.to_string(),
                 queue.bytes.to_string(),
-                queue.dropped.to_string(),
+                dropped(queue),
             ]);
         }
     }
     table
+}
+
+/// How many frames, and why.
+fn dropped(queue: &NicQueueState) -> String {
+    let reasons = queue.drops.by_reason().into_iter().filter(|(_, count)| *count > 0);
+    let reasons: Vec<String> =
+        reasons.map(|(reason, count)| format!("{count} {}", reason.replace('_', " "))).collect();
+    if reasons.is_empty() { "0".to_owned() } else { reasons.join(", ") }
 }
 
 pub(super) fn devices(devices: &[DeviceState]) -> Table {

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use rtvirtio_spec::serve::{Configuration, Engine, Listen};
+use rtvirtio_spec::serve::{Configuration, Engine, Listen, NicLink};
 use rtvirtio_units::CpuId;
 
 /// Each with the remedy. What is there may still not be opened by the user that serves.
@@ -54,11 +54,12 @@ pub(super) fn missing(configuration: &Configuration, online: &BTreeSet<CpuId>) -
         }
     }
     for nic in &configuration.nics {
-        if !Path::new("/sys/class/net").join(&nic.tap).exists() {
+        let NicLink::Tap(tap) = &nic.link else { continue };
+        if !Path::new("/sys/class/net").join(tap).exists() {
             missing.push(format!(
                 "network device {}: there is no TAP {1}: ip tuntap add dev {1} mode tap vnet_hdr{2}",
                 nic.name,
-                nic.tap,
+                tap,
                 if nic.pairs > 1 { " multi_queue" } else { "" }
             ));
         }

@@ -24,7 +24,7 @@ const BUSY: f64 = 0.9;
 pub(super) struct NicRow {
     pub(super) vm: String,
     pub(super) nic: String,
-    pub(super) tap: String,
+    pub(super) link: String,
     pub(super) connected: bool,
     /// To the guest.
     pub(super) received_per_s: f64,
@@ -206,7 +206,7 @@ fn nic_row(old: &NicState, nic: &NicState, seconds: f64) -> NicRow {
     NicRow {
         vm: nic.vm.to_string(),
         nic: nic.name.to_string(),
-        tap: nic.tap.clone(),
+        link: nic.link.clone(),
         connected: nic.connected,
         received_per_s: frames(QueueDirection::Receive),
         transmitted_per_s: frames(QueueDirection::Transmit),

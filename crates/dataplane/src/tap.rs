@@ -7,15 +7,13 @@ use std::ffi::CString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
+use rtvirtio_frames::{features, header};
 use rtvirtio_virtq::Segment;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use crate::features;
-use crate::header;
-
 /// Longest name of a network device (`IFNAMSIZ` less its terminator).
-pub const MAX_NAME: usize = 15;
+pub(crate) const MAX_NAME: usize = 15;
 
 // linux/if_tun.h
 const TUNSETIFF: libc::Ioctl = 0x4004_54ca;
@@ -33,11 +31,11 @@ const TUN_F_TSO6: u32 = 0x04;
 const TUN_F_TSO_ECN: u32 = 0x08;
 
 /// The ioctl that a TAP's offloads are set by in the midst of service: for whoever filters system calls.
-pub const SET_OFFLOADS: u32 = TUNSETOFFLOAD as u32;
+pub(crate) const SET_OFFLOADS: u32 = TUNSETOFFLOAD as u32;
 
 /// Why a TAP cannot be used.
 #[derive(Debug, thiserror::Error)]
-pub enum TapError {
+pub(crate) enum TapError {
     /// The host has no TAPs.
     #[error("open /dev/net/tun")]
     Open(#[source] Errno),
@@ -70,7 +68,7 @@ pub enum TapError {
 
 /// One queue of a TAP.
 #[derive(Debug)]
-pub struct Tap(OwnedFd);
+pub(crate) struct Tap(OwnedFd);
 
 /// A request of `TUNSETIFF`: `struct ifreq` of `linux/if.h`, as far as it is read.
 #[repr(C)]
@@ -87,7 +85,7 @@ fn attribute(name: &str, file: &str) -> Option<String> {
 
 /// The MTU of a network device.
 #[must_use]
-pub fn mtu(name: &str) -> Option<u16> {
+pub(crate) fn mtu(name: &str) -> Option<u16> {
     attribute(name, "mtu")?.parse().ok()
 }
 
@@ -96,7 +94,7 @@ impl Tap {
     ///
     /// # Errors
     /// [`TapError`]
-    pub fn attach(name: &str, queues: u16) -> Result<Vec<Self>, TapError> {
+    pub(crate) fn attach(name: &str, queues: u16) -> Result<Vec<Self>, TapError> {
         let multi_queue = if queues > 1 { " multi_queue" } else { "" };
         let missing = || TapError::Missing(name.to_owned(), multi_queue);
         if name.is_empty() || name.len() > MAX_NAME || name.contains(['/', '\0']) {
@@ -124,7 +122,7 @@ impl Tap {
     ///
     /// # Errors
     /// It is of another TAP, or of none.
-    pub fn adopt(fd: OwnedFd, name: &str) -> Result<Self, TapError> {
+    pub(crate) fn adopt(fd: OwnedFd, name: &str) -> Result<Self, TapError> {
         let other = || TapError::NotATap(name.to_owned());
         let mut request = Request { name: [0; 16], flags: 0, rest: [0; 22] };
         // SAFETY: TUNGETIFF writes a `struct ifreq`, which outlives the call.
@@ -142,8 +140,8 @@ impl Tap {
     ///
     /// # Errors
     /// Without the right to.
-    #[cfg(feature = "test-utils")]
-    pub fn create(name: &str, queues: u16) -> Result<Vec<Self>, TapError> {
+    #[cfg(test)]
+    pub(crate) fn create(name: &str, queues: u16) -> Result<Vec<Self>, TapError> {
         let several = if queues > 1 { IFF_MULTI_QUEUE } else { 0 };
         (0..queues).map(|_| Self::attach_one(name, several)).collect()
     }
@@ -181,7 +179,7 @@ impl Tap {
     ///
     /// # Errors
     /// The kernel refuses.
-    pub fn set_offloads(&self, negotiated: u64) -> Result<(), Errno> {
+    pub(crate) fn set_offloads(&self, negotiated: u64) -> Result<(), Errno> {
         let has = |feature: u64, flag: u32| if negotiated & feature != 0 { flag } else { 0 };
         let mut flags = has(features::GUEST_CSUM, TUN_F_CSUM);
         // Without a checksum nothing is segmented (virtio 1.2, 5.1.3.1).
@@ -202,7 +200,7 @@ impl Tap {
     ///
     /// # Safety
     /// The segments are mapped.
-    pub unsafe fn send(&self, parts: &[Segment]) -> Result<usize, Errno> {
+    pub(crate) unsafe fn send(&self, parts: &[Segment]) -> Result<usize, Errno> {
         // SAFETY: a segment is a `struct iovec`; the caller vouches for what it points to.
         let sent = unsafe {
             libc::writev(self.0.as_raw_fd(), parts.as_ptr().cast(), parts.len() as libc::c_int)
@@ -217,7 +215,7 @@ impl Tap {
     ///
     /// # Safety
     /// The segments are mapped and may be written.
-    pub unsafe fn receive(&self, parts: &[Segment]) -> Result<usize, Errno> {
+    pub(crate) unsafe fn receive(&self, parts: &[Segment]) -> Result<usize, Errno> {
         // SAFETY: as above.
         let received = unsafe {
             libc::readv(self.0.as_raw_fd(), parts.as_ptr().cast(), parts.len() as libc::c_int)

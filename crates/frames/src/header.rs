@@ -4,15 +4,14 @@
 //! is looked at, for the driver may change it meanwhile, and only what was negotiated goes on; whether
 //! it fits the frame says the kernel, which checks it for every TAP (`virtio_net_hdr_to_skb`).
 
+use crate::ethernet::{HEADER_BYTES, Head, IPV4, IPV6, TAG_BYTES};
 use crate::features;
 
 /// Bytes of the header with VIRTIO_F_VERSION_1.
 pub const BYTES: usize = 12;
-/// Bytes of an Ethernet header, without which there is no frame.
-pub const ETHERNET: usize = 14;
 /// The longest frame with segmentation offload: 64 KiB of IP and the Ethernet header (virtio 1.2, 5.1.6.3.1:
 /// 65,550 bytes with a virtio header of 12 bytes less these), and a VLAN tag.
-pub const MAX_FRAME_BYTES: usize = 65_535 + ETHERNET + 4;
+pub const MAX_FRAME_BYTES: usize = 65_535 + HEADER_BYTES + TAG_BYTES;
 
 /// VIRTIO_NET_HDR_F_NEEDS_CSUM
 const NEEDS_CSUM: u8 = 1;
@@ -23,7 +22,7 @@ const GSO_TCPV6: u8 = 4;
 const GSO_ECN: u8 = 0x80;
 
 /// A header.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Header(pub [u8; BYTES]);
 
 /// Why a frame is not sent.
@@ -35,6 +34,18 @@ pub enum HeaderError {
     /// The driver leaves a checksum to the device, and has not negotiated that.
     #[error("a checksum is missing")]
     Checksum,
+    /// What it says of the frame does not fit that.
+    #[error("a header that does not fit its frame")]
+    Misfit,
+}
+
+/// What a frame is that is to be cut into segments.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// TCP over IPv4.
+    Tcp4,
+    /// TCP over IPv6.
+    Tcp6,
 }
 
 impl Header {
@@ -100,11 +111,99 @@ impl Header {
         Ok(self)
     }
 
+    /// Whether the frame's checksum is left to whoever has it.
+    #[must_use]
+    pub const fn needs_checksum(&self) -> bool {
+        self.0[0] & NEEDS_CSUM != 0
+    }
+
+    /// From where on the checksum sums up, and where behind that it is: bytes.
+    #[must_use]
+    pub const fn checksum(&self) -> (u16, u16) {
+        (self.u16(6), self.u16(8))
+    }
+
+    /// What is to be cut into segments, if it is.
+    #[must_use]
+    pub const fn segmented(&self) -> Option<Kind> {
+        match self.0[1] & !GSO_ECN {
+            GSO_TCPV4 => Some(Kind::Tcp4),
+            GSO_TCPV6 => Some(Kind::Tcp6),
+            _ => None,
+        }
+    }
+
+    /// Bytes of data of each segment but the last.
+    #[must_use]
+    pub const fn segment_bytes(&self) -> u16 {
+        self.u16(4)
+    }
+
+    /// Checks what [`Self::from_driver`] has left against a frame of `length` bytes, where no kernel does it
+    /// (`virtio_net_hdr_to_skb`), and says how long its headers are where the driver has not.
+    ///
+    /// # Errors
+    /// [`HeaderError::Misfit`]
+    pub fn fitting(mut self, head: &Head, length: usize) -> Result<Self, HeaderError> {
+        let (start, offset) = self.checksum();
+        let (start, offset) = (usize::from(start), usize::from(offset));
+        if !self.needs_checksum() {
+            // Nothing is to be done, wherever it is said to be.
+            self.0[2..10].fill(0);
+            return Ok(self);
+        }
+        if start < HEADER_BYTES || start + offset + 2 > length {
+            return Err(HeaderError::Misfit);
+        }
+        let Some(kind) = self.segmented() else {
+            self.0[2..6].fill(0);
+            return Ok(self);
+        };
+        let (payload, ethertype) = head.payload();
+        let (expected, ip) = match kind {
+            Kind::Tcp4 => (IPV4, 20),
+            Kind::Tcp6 => (IPV6, 40),
+        };
+        // The offset of TCP's checksum, and its header.
+        let headers = start + 20;
+        let fits = ethertype == expected && start >= payload + ip && offset == 16;
+        if !fits || headers > length || self.segment_bytes() == 0 {
+            return Err(HeaderError::Misfit);
+        }
+        let told = usize::from(self.u16(2));
+        if !(headers..=length).contains(&told) {
+            self.put(2, headers as u16);
+        }
+        Ok(self)
+    }
+
+    /// Of the same frame with a tag that has been put in, or taken out.
+    #[must_use]
+    pub fn with_tag(mut self, is_in: bool) -> Self {
+        if self.needs_checksum() {
+            let tag = TAG_BYTES as u16;
+            let moved =
+                |at: u16| if is_in { at.saturating_add(tag) } else { at.saturating_sub(tag) };
+            self.put(6, moved(self.u16(6)));
+            if self.segmented().is_some() {
+                self.put(2, moved(self.u16(2)));
+            }
+        }
+        self
+    }
+
+    const fn u16(&self, at: usize) -> u16 {
+        u16::from_le_bytes([self.0[at], self.0[at + 1]])
+    }
+
+    const fn put(&mut self, at: usize, value: u16) {
+        [self.0[at], self.0[at + 1]] = value.to_le_bytes();
+    }
+
     /// Says in how many buffers the frame lies.
     #[must_use]
     pub const fn in_buffers(mut self, buffers: u16) -> Self {
-        let bytes = buffers.to_le_bytes();
-        (self.0[10], self.0[11]) = (bytes[0], bytes[1]);
+        self.put(10, buffers);
         self
     }
 }
@@ -183,6 +282,54 @@ mod tests {
                 prop_assert!(found[1] & 0x7f != 4 || negotiated & features::HOST_TSO6 != 0);
             }
         }
+    }
+
+    /// Of TCP over IPv4 without options.
+    fn tcp(length: usize) -> Head {
+        let mut frame = vec![0; length];
+        frame[12..14].copy_from_slice(&IPV4.to_be_bytes());
+        frame[14] = 0x45;
+        Head::new(&frame).unwrap()
+    }
+
+    fn with(flags: u8, gso: u8, words: [u16; 4]) -> Header {
+        let mut found = header(flags, gso);
+        (2..).step_by(2).zip(words).for_each(|(at, word)| found.put(at, word));
+        found
+    }
+
+    #[test]
+    fn header_that_does_not_fit_its_frame_goes_no_further() {
+        let misfit = Err(HeaderError::Misfit);
+        for (words, fits) in [
+            ([54, 1448, 34, 16], true),
+            // The length of the headers is told, or put right.
+            ([0, 1448, 34, 16], true),
+            ([0, 0, 34, 16], false),
+            ([0, 1448, 33, 16], false),
+            ([0, 1448, 34, 6], false),
+            ([0, 1448, 981, 16], false),
+            ([0, 1448, u16::MAX, 16], false),
+        ] {
+            let found = with(1, 1, words).fitting(&tcp(1000), 1000);
+            match fits {
+                true => assert_eq!(found, Ok(with(1, 1, [54, words[1], words[2], words[3]]))),
+                false => assert_eq!(found, misfit, "{words:?}"),
+            }
+        }
+        // Of another kind than the frame.
+        assert_eq!(with(1, 4, [0, 1448, 54, 16]).fitting(&tcp(1000), 1000), misfit);
+        assert_eq!(with(1, 0, [9, 9, 34, 65_000]).fitting(&tcp(60), 60), misfit);
+        assert_eq!(with(1, 0, [9, 9, 34, 6]).fitting(&tcp(60), 60), Ok(with(1, 0, [0, 0, 34, 6])));
+        assert_eq!(with(0, 0, [9; 4]).fitting(&tcp(60), 60), Ok(Header::COMPLETE));
+    }
+
+    #[test]
+    fn places_move_with_a_tag() {
+        let before = with(1, 1, [54, 1448, 34, 16]);
+        let tagged = with(1, 1, [58, 1448, 38, 16]);
+        assert_eq!((before.with_tag(true), tagged.with_tag(false)), (tagged, before));
+        assert_eq!(Header::COMPLETE.with_tag(true), Header::COMPLETE);
     }
 
     #[test]

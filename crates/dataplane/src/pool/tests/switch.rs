@@ -1,0 +1,429 @@
+//! Queues of network devices on one switch: guests that talk to each other.
+
+use rtvirtio_frames::ethernet::IPV4;
+use rtvirtio_frames::features;
+use rtvirtio_frames::forwarding::{self, Vlans};
+use rtvirtio_frames::limit::Rate;
+use rtvirtio_vhost::Backend as _;
+
+use super::frames::{HEADER, Port, frame};
+use super::*;
+use crate::nic::{Link, Nic, NicConfig};
+use crate::switch::Switch;
+
+const ALL: u64 = features::ALWAYS;
+/// Of frames that carry nothing to be looked at.
+const PLAIN: [u8; HEADER] = [0; HEADER];
+
+/// Of the device at a port.
+fn mac(port: u16) -> [u8; 6] {
+    [2, 0, 0, 0, 0, port as u8 + 1]
+}
+
+/// A switch, and a device with these features at each of its ports.
+struct Net {
+    nics: Vec<Arc<Nic>>,
+    pool: Pool,
+    threads: [ThreadId; 2],
+}
+
+impl Net {
+    fn new(negotiated: &[u64]) -> Self {
+        Self::with(negotiated, &|port| forwarding::Port {
+            mac: mac(port),
+            vlans: Vlans::Untagged,
+            anti_spoofing: true,
+        })
+    }
+
+    fn with(negotiated: &[u64], port: &dyn Fn(u16) -> forwarding::Port) -> Self {
+        let numbers = 0..negotiated.len() as u16;
+        let ports = numbers.clone().map(|number| (port(number), 1)).collect();
+        let switch = Switch::new(ports, 1e6).unwrap();
+        let nics = numbers.zip(negotiated).map(|(number, features)| {
+            let link = Link::Port { switch: Arc::clone(&switch), number, pairs: 1 };
+            let nic = Nic::new(NicConfig {
+                name: format!("nic{number}"),
+                mac: mac(number),
+                mtu: 1500,
+                limits: [None; 2],
+                link,
+                memory: Bytes::new(1 << 30),
+                positions: None,
+            });
+            nic.negotiated(*features);
+            Arc::new(nic)
+        });
+        let pool = Pool::default();
+        let threads = threads(&pool);
+        Self { nics: nics.collect(), pool, threads }
+    }
+
+    /// Starts a device's queue at a thread.
+    fn start(&self, nic: usize, index: u16, packed: bool, thread: usize) -> Running {
+        let port = Port::new(packed);
+        let setup = port.setup(&self.nics[nic], index);
+        let stats = Arc::clone(&setup.stats);
+        let key = self.pool.start_nic(setup, self.threads[thread]).unwrap();
+        Running { port, key, stats }
+    }
+}
+
+/// A queue that is served.
+struct Running {
+    port: Port,
+    key: QueueKey,
+    stats: Arc<QueueStats>,
+}
+
+/// A frame from one port's device to another's, that names itself.
+fn between(from: u16, to: u16, number: u8, length: usize) -> Vec<u8> {
+    let mut frame = frame(number, length);
+    frame[..6].copy_from_slice(&mac(to));
+    frame[6..12].copy_from_slice(&mac(from));
+    frame
+}
+
+#[test]
+fn frames_go_from_guest_to_guest_whoever_serves_them() {
+    for (packed, other) in [(false, 0), (true, 0), (false, 1), (true, 1)] {
+        let net = Net::new(&[ALL, ALL]);
+        let mut sender = net.start(0, 1, packed, 0);
+        let mut receiver = net.start(1, 0, packed, other);
+        for round in 0..200_u8 {
+            let length = [60, 64, 65, 1514, 14][usize::from(round) % 5];
+            let sent = between(0, 1, round, length);
+            let wanted = (length + HEADER).div_ceil(256);
+            let slots = receiver.port.offer(0..wanted as u64, 256);
+            if round % 10 == 5 {
+                // Both sleep by now.
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            sender.port.send(u64::from(round) % 4, PLAIN, &sent);
+            let (received, buffers) = receiver.port.receive(&slots);
+            assert_eq!(received, sent, "round {round}");
+            assert_eq!(usize::from(buffers), wanted);
+            assert_eq!(sender.port.take().1, 0);
+        }
+        let (sent, received) = (sender.stats.snapshot(), receiver.stats.snapshot());
+        assert_eq!((sent.operations.writes, sent.errors, sent.in_flight), (200, 0, 0));
+        assert_eq!((received.operations.reads, received.read_bytes), (200, sent.written_bytes));
+        net.pool.stop(sender.key).unwrap();
+        net.pool.stop(receiver.key).unwrap();
+    }
+}
+
+#[test]
+fn frames_that_go_nowhere_are_counted_by_why() {
+    let net = Net::new(&[ALL, ALL]);
+    let mut sender = net.start(0, 1, false, 0);
+    let mut spoofed = between(0, 1, 1, 100);
+    spoofed[11] ^= 0x40;
+    let mut to_nobody = between(0, 1, 1, 100);
+    to_nobody[5] ^= 0x40;
+    let misfit = [1, 1, 0, 0, 0xff, 5, 0xff, 0xff, 16, 0, 0, 0];
+    for (slot, (header, frame)) in (0..).zip([
+        (PLAIN, vec![1; 10]),
+        (misfit, between(0, 1, 1, 100)),
+        (PLAIN, spoofed),
+        (PLAIN, to_nobody),
+        // Its queue is not there.
+        (PLAIN, between(0, 1, 1, 100)),
+    ]) {
+        sender.port.send(slot, header, &frame);
+        assert_eq!(sender.port.take().1, 0);
+    }
+    let drops = sender.stats.drops();
+    assert_eq!((drops.malformed, drops.spoofed, drops.no_receiver, drops.no_buffers), (2, 1, 1, 1));
+    assert_eq!((drops.total(), sender.stats.snapshot().errors), (5, 5));
+    net.pool.stop(sender.key).unwrap();
+}
+
+#[test]
+fn receiver_without_buffers_costs_its_own_frames_only() {
+    let net = Net::new(&[ALL, ALL, ALL]);
+    let mut sender = net.start(0, 1, false, 0);
+    let dead = net.start(1, 0, false, 1);
+    let mut alive = net.start(2, 0, true, 1);
+    for round in 0..50_u8 {
+        let slots = alive.port.offer(0..1, 1526);
+        sender.port.send(0, PLAIN, &between(0, 1, round, 1000));
+        let sent = between(0, 2, round, 1000);
+        sender.port.send(1, PLAIN, &sent);
+        assert_eq!(alive.port.receive(&slots).0, sent, "round {round}");
+        sender.port.take();
+        sender.port.take();
+    }
+    assert_eq!(alive.stats.drops().total(), 0);
+    assert!(sender.stats.drops().no_buffers + dead.stats.drops().no_buffers == 50);
+    // With buffers it is there again.
+    let mut dead = dead;
+    let slots = dead.port.offer(0..4, 1526);
+    let begun = Instant::now();
+    loop {
+        sender.port.send(0, PLAIN, &between(0, 1, 99, 500));
+        sender.port.take();
+        if dead.stats.snapshot().read_bytes > Bytes::new(0) {
+            break;
+        }
+        assert!(begun.elapsed() < LOST, "it was to get frames again");
+    }
+    assert_eq!(dead.port.receive(&slots).0, between(0, 1, 99, 500));
+    for queue in [sender, dead, alive] {
+        net.pool.stop(queue.key).unwrap();
+    }
+}
+
+/// Whoever stops, breaks or is disabled first: nobody waits for the other, and no chain stays away.
+#[test]
+fn queues_stop_with_frames_between_them() {
+    for first in 0..3 {
+        let net = Net::new(&[ALL, ALL]);
+        let mut sender = net.start(0, 1, true, 0);
+        let receiver = net.start(1, 0, false, 1);
+        for slot in 0..8 {
+            sender.port.send(slot, PLAIN, &between(0, 1, 1, 1000));
+        }
+        match first {
+            0 => drop(net.pool.stop(receiver.key).unwrap()),
+            1 => net.pool.edit(receiver.key, |queue| queue.set_enabled(false)).unwrap(),
+            _ => drop(net.pool.stop(sender.key).unwrap()),
+        }
+        // One that has stopped before it took any has none to give back.
+        let taken = if first == 2 { sender.stats.snapshot().operations.writes } else { 8 };
+        for _ in 0..taken {
+            sender.port.take();
+        }
+        if first < 2 {
+            net.pool.stop(sender.key).unwrap();
+        }
+        if first > 0 {
+            net.pool.stop(receiver.key).unwrap();
+        }
+    }
+}
+
+/// TCP over IPv4 that is to be cut into `size` bytes of data each, and its header.
+fn tcp(data: &[u8], size: u16) -> ([u8; HEADER], Vec<u8>) {
+    let mut frame = between(0, 1, 0, 54);
+    frame[12..14].copy_from_slice(&IPV4.to_be_bytes());
+    frame[14..54].fill(0);
+    frame[14] = 0x45;
+    frame[16..18].copy_from_slice(&(40 + data.len() as u16).to_be_bytes());
+    frame[23] = 6;
+    frame[26..34].copy_from_slice(&[10, 0, 0, 1, 10, 0, 0, 2]);
+    frame[46] = 0x50;
+    // The pseudo header's sum.
+    let sum = 2 * 0x0a00_u32 + 3 + 6 + 20 + data.len() as u32;
+    frame[50..52].copy_from_slice(&(sum as u16).to_be_bytes());
+    frame.extend(data);
+    let mut header = [0; HEADER];
+    (header[0], header[6], header[8]) = (1, 34, 16);
+    if size > 0 {
+        header[1] = 1;
+        header[4..6].copy_from_slice(&size.to_le_bytes());
+    }
+    (header, frame)
+}
+
+/// Whether the sum over pseudo header and TCP is what it has to be.
+fn has_right_checksum(frame: &[u8]) -> bool {
+    let words = |bytes: &[u8]| -> u32 {
+        bytes.chunks(2).map(|w| u32::from(w[0]) << 8 | w.get(1).map_or(0, |&b| b.into())).sum()
+    };
+    let tcp = &frame[34..];
+    let mut sum = words(&frame[26..34]) + 6 + tcp.len() as u32 + words(tcp);
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    sum == 0xffff
+}
+
+#[test]
+fn what_a_receiver_cannot_take_is_completed_and_cut_for_it() {
+    let data: Vec<u8> = (0..4000_u32).map(|i| (i * 7) as u8).collect();
+    // All, a checksum but no segments, and neither; with and without mergeable buffers.
+    let none = ALL & !(features::GUEST_CSUM | features::GUEST_TSO4);
+    for receives in [ALL, ALL & !features::GUEST_TSO4, none, none & !features::MRG_RXBUF] {
+        let net = Net::new(&[ALL, receives]);
+        let mut sender = net.start(0, 1, false, 0);
+        let mut receiver = net.start(1, 0, true, 1);
+        let (header, sent) = tcp(&data, 1448);
+        let slots = receiver.port.offer(0..6, 2000);
+        sender.port.send(0, header, &sent);
+        if receives == ALL {
+            assert_eq!(receiver.port.receive(&slots), (sent, 3));
+        } else {
+            let mut all: Vec<u8> = Vec::new();
+            for length in [1448, 1448, 1104] {
+                let (segment, buffers) = receiver.port.receive(&slots);
+                assert_eq!((segment.len(), buffers), (54 + length, 1));
+                assert!(has_right_checksum(&segment), "{receives:x}");
+                all.extend(&segment[54..]);
+            }
+            assert!(all == data, "other data");
+        }
+        sender.port.take();
+        let (header, sent) = tcp(&data[..500], 0);
+        let slots = receiver.port.offer(6..12, 2000);
+        sender.port.send(1, header, &sent);
+        // What was offered before and not used comes first.
+        let (id, length) = receiver.port.take();
+        let at = slots.get(&id).copied().unwrap_or_else(|| u64::from(id));
+        let guest = Arc::clone(receiver.port.driver.guest());
+        let at = if receives == ALL { 3 } else { at.min(3) };
+        let received = guest.read(Port::place(at), length as usize).split_off(HEADER);
+        match receives & features::GUEST_CSUM {
+            0 => assert!(has_right_checksum(&received), "{receives:x}"),
+            _ => assert_eq!(received, sent),
+        }
+        for queue in [sender, receiver] {
+            net.pool.stop(queue.key).unwrap();
+        }
+    }
+}
+
+#[test]
+fn tags_go_in_and_out_between_trunk_and_access() {
+    let net = Net::with(&[ALL, ALL], &|port| forwarding::Port {
+        mac: mac(port),
+        vlans: if port == 0 { Vlans::Trunk(vec![10]) } else { Vlans::Access(10) },
+        anti_spoofing: true,
+    });
+    let (mut out, mut back) = (net.start(0, 1, false, 0), net.start(0, 0, false, 0));
+    let (mut other_out, mut other_back) = (net.start(1, 1, false, 1), net.start(1, 0, false, 1));
+    for length in [60, 62, 64, 66, 300] {
+        let plain = between(0, 1, 7, length);
+        let tagged = [&plain[..12], &[0x81, 0, 0, 10], &plain[12..]].concat();
+        let slots = other_back.port.offer(0..1, 2000);
+        out.port.send(0, PLAIN, &tagged);
+        assert_eq!(other_back.port.receive(&slots).0, plain);
+        out.port.take();
+        let plain = between(1, 0, 8, length);
+        let tagged = [&plain[..12], &[0x81, 0, 0, 10], &plain[12..]].concat();
+        let slots = back.port.offer(0..1, 2000);
+        other_out.port.send(0, PLAIN, &plain);
+        assert_eq!(back.port.receive(&slots).0, tagged);
+        other_out.port.take();
+    }
+    // Where the checksum is moves along.
+    let (header, plain) = tcp(&[5; 100], 0);
+    let tagged = [&plain[..12], &[0x81, 0, 0, 10], &plain[12..]].concat();
+    let mut of_tagged = header;
+    of_tagged[6] += 4;
+    let slots = other_back.port.offer(0..1, 2000);
+    out.port.send(0, of_tagged, &tagged);
+    assert_eq!(other_back.port.receive(&slots).0, plain);
+    let told = other_back.port.driver.guest().read(Port::place(0), HEADER);
+    assert_eq!(told[..10], header[..10]);
+    out.port.take();
+    for queue in [out, back, other_out, other_back] {
+        net.pool.stop(queue.key).unwrap();
+    }
+}
+
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+/// A flow of numbered frames, while both queues go from thread to thread: each comes once, in order, as it was sent.
+#[test]
+fn flow_keeps_its_order_while_queues_move() {
+    for packed in [false, true] {
+        let net = Net::new(&[ALL, ALL]);
+        let mut sender = net.start(0, 1, packed, 0);
+        let mut receiver = net.start(1, 0, packed, 1);
+        let moves = AtomicU64::new(0);
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let (net, done, moves) = (&net, &done, &moves);
+            let keys = [sender.key, receiver.key];
+            scope.spawn(move || {
+                let mut at = 0_usize;
+                while !done.load(Relaxed) {
+                    at += 1;
+                    net.pool.move_queue(keys[at % 2], net.threads[at / 2 % 2]).unwrap();
+                    moves.fetch_add(1, Relaxed);
+                    std::thread::sleep(Duration::from_micros(500));
+                }
+            });
+            // Also if this fails.
+            let _ends = SetOnDrop(done);
+            let mut slots = receiver.port.offer(0..16, 1526);
+            let (mut sent, mut received, mut in_flight) = (0_u32, 0_u32, 0);
+            let mut last = Instant::now();
+            while received < 20_000 || moves.load(Relaxed) < 200 {
+                // No more than there are buffers: nothing may be lost.
+                while in_flight < 8 && sent - received < 8 {
+                    let mut frame = between(0, 1, 0, 60 + sent as usize % 1000);
+                    frame[14..18].copy_from_slice(&sent.to_be_bytes());
+                    sender.port.send(u64::from(sent % 8), PLAIN, &frame);
+                    (sent, in_flight) = (sent + 1, in_flight + 1);
+                }
+                while sender.port.driver.take().is_some() {
+                    in_flight -= 1;
+                }
+                assert!(
+                    last.elapsed() < LOST,
+                    "{sent} sent, {received} received, {in_flight} not back"
+                );
+                let Some((id, length)) = receiver.port.driver.take() else { continue };
+                last = Instant::now();
+                let slot = slots.remove(&id).unwrap();
+                let guest = Arc::clone(receiver.port.driver.guest());
+                let frame = guest.read(Port::place(slot), length as usize).split_off(HEADER);
+                let number = u32::from_be_bytes(frame[14..18].try_into().unwrap());
+                assert_eq!((number, frame.len()), (received, 60 + received as usize % 1000));
+                received += 1;
+                slots.extend(receiver.port.offer(slot..slot + 1, 1526));
+            }
+        });
+        net.pool.stop(sender.key).unwrap();
+        net.pool.stop(receiver.key).unwrap();
+    }
+}
+
+#[test]
+fn queues_of_a_switch_rest_and_are_woken() {
+    let net = Net::new(&[ALL, ALL]);
+    let (_, tid) = net.pool.thread(net.threads[0]).unwrap();
+    let mut sender = net.start(0, 1, false, 0);
+    let mut receiver = net.start(1, 0, false, 0);
+    assert_rests(tid, "with nothing");
+    let slots = receiver.port.offer(0..1, 1526);
+    sender.port.send(0, PLAIN, &between(0, 1, 1, 60));
+    assert_eq!(receiver.port.receive(&slots).0, between(0, 1, 1, 60));
+    sender.port.take();
+    assert_rests(tid, "with nothing again");
+    // Of a receiver without buffers, which is given up once.
+    sender.port.send(0, PLAIN, &between(0, 1, 1, 60));
+    sender.port.take();
+    assert_rests(tid, "with a driver without buffers");
+    net.pool.stop(sender.key).unwrap();
+    net.pool.stop(receiver.key).unwrap();
+}
+
+#[test]
+fn broadcasts_go_to_all_and_too_many_do_not() {
+    let net = Net::new(&[ALL; 4]);
+    let mut sender = net.start(0, 1, true, 0);
+    let mut receivers: Vec<_> = (1..4).map(|nic| net.start(nic, 0, true, nic % 2)).collect();
+    for round in 0..20 {
+        let mut frame = between(0, 0, round, 100);
+        frame[..6].fill(0xff);
+        let slots: Vec<_> =
+            receivers.iter_mut().map(|receiver| receiver.port.offer(0..1, 1526)).collect();
+        sender.port.send(0, PLAIN, &frame);
+        for (receiver, slots) in receivers.iter_mut().zip(&slots) {
+            assert_eq!(receiver.port.receive(slots).0, frame);
+        }
+        sender.port.take();
+    }
+    net.pool.stop(sender.key).unwrap();
+    receivers.into_iter().for_each(|receiver| drop(net.pool.stop(receiver.key).unwrap()));
+    let _ = Rate { frames: None, bits: None, burst: 0 };
+}

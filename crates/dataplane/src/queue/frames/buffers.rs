@@ -1,0 +1,198 @@
+//! A driver's receive buffers: taken before a frame is there, filled, and given back unused.
+
+use std::collections::VecDeque;
+
+use rtvirtio_frames::header::{BYTES, Header};
+use rtvirtio_virtq::Segment;
+use rtvirtio_virtq::memory::Memory;
+use rtvirtio_virtq::ring::{Chain, Ring, RingError};
+
+use super::{MAX_PARTS, copy};
+use crate::stats::{Dropped, Op, QueueStats};
+
+/// Buffers that are held.
+const MAX_HELD: usize = 256;
+
+/// A buffer of the driver's.
+struct Held {
+    chain: Chain,
+    bytes: usize,
+}
+
+/// Buffers that were taken and not used.
+pub(super) struct Buffers {
+    /// In the order of the ring.
+    held: VecDeque<Held>,
+    /// Chains whose memory is used again.
+    spare: Vec<Chain>,
+    /// Of all that are held.
+    bytes: usize,
+    /// Segments of these.
+    pieces: usize,
+}
+
+/// What came of looking for buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Gathered {
+    /// They are there.
+    Enough,
+    /// The driver has made too few available.
+    TooFew,
+    /// However many it made available, the frame would not fit.
+    NeverEnough,
+}
+
+impl Buffers {
+    pub(super) fn new() -> Self {
+        let (held, spare) = (VecDeque::with_capacity(MAX_HELD), Vec::with_capacity(MAX_HELD));
+        Self { held, spare, bytes: 0, pieces: 0 }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
+    /// Bytes of those that are held.
+    pub(super) const fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Their pieces, behind the first `skip` bytes.
+    pub(super) fn segments(&self, skip: usize) -> impl Iterator<Item = Segment> {
+        let all = self.held.iter().flat_map(|held| &held.chain.writable);
+        all.scan(skip, |skip, segment| {
+            let mut segment = *segment;
+            let skipped = segment.len().min(*skip);
+            *skip -= skipped;
+            segment.advance(skipped);
+            Some(segment)
+        })
+        .filter(|segment| !segment.is_empty())
+    }
+
+    /// Takes buffers until a frame of `wanted` bytes, virtio header among them, fits. Of one that is not mergeable
+    /// there is one. `is_unpublished` is set if a useless one went back.
+    pub(super) fn gather(
+        &mut self,
+        ring: &mut Ring,
+        wanted: usize,
+        is_mergeable: bool,
+        stats: &QueueStats,
+        is_unpublished: &mut bool,
+    ) -> Result<Gathered, RingError> {
+        while self.bytes < wanted {
+            if !self.held.is_empty() && !is_mergeable || self.held.len() == MAX_HELD {
+                return Ok(Gathered::NeverEnough);
+            }
+            let mut chain = self.spare.pop().unwrap_or_default();
+            if !ring.next(&mut chain)? {
+                self.spare.push(chain);
+                return Ok(Gathered::TooFew);
+            }
+            let bytes = chain.writable.iter().map(Segment::len).sum();
+            if bytes < BYTES || self.pieces + chain.writable.len() > MAX_PARTS {
+                // No header fits, or no system call takes so many.
+                ring.finish(chain.id, 0);
+                stats.start(1);
+                stats.drop_frame(Op::Read, Dropped::Malformed);
+                self.spare.push(chain);
+                *is_unpublished = true;
+                // A driver that has nothing else gets a turn's worth of this.
+                if self.held.is_empty() {
+                    continue;
+                }
+                return Ok(Gathered::NeverEnough);
+            }
+            self.bytes += bytes;
+            self.pieces += chain.writable.len();
+            self.held.push_back(Held { chain, bytes });
+        }
+        Ok(Gathered::Enough)
+    }
+
+    /// Writes parts of a frame one behind the other, behind its virtio header.
+    pub(super) fn fill(&self, parts: impl Iterator<Item = Segment>) {
+        let mut to = self.segments(BYTES);
+        let mut here = Segment::EMPTY;
+        for mut part in parts {
+            while !part.is_empty() {
+                if here.is_empty() {
+                    match to.next() {
+                        Some(next) => here = next,
+                        None => return,
+                    }
+                }
+                let length = here.len().min(part.len());
+                // SAFETY: `here` is guest memory, which the ring's memory keeps mapped; whoever fills vouches for
+                // the parts.
+                unsafe { copy(part.base(), here.base(), length) };
+                here.advance(length);
+                part.advance(length);
+            }
+        }
+    }
+
+    /// Gives the driver a frame of `length` bytes, virtio header among them, in as many buffers as it
+    /// takes.
+    pub(super) fn deliver(
+        &mut self,
+        length: usize,
+        header: Header,
+        ring: &mut Ring,
+        memory: &Memory,
+    ) {
+        let (mut left, mut buffers) = (length, 0_u16);
+        for held in &self.held {
+            left = left.saturating_sub(held.bytes);
+            buffers += 1;
+            if left == 0 {
+                break;
+            }
+        }
+        let header = header.in_buffers(buffers);
+        let mut rest = &header.0[..];
+        for segment in self.held.iter().flat_map(|held| &held.chain.writable) {
+            let length = segment.len().min(rest.len());
+            // SAFETY: guest memory, which the ring's memory keeps mapped.
+            unsafe { copy(rest.as_ptr(), segment.base(), length) };
+            rest = &rest[length..];
+            if rest.is_empty() {
+                break;
+            }
+        }
+        let mut left = length;
+        for _ in 0..buffers {
+            let Some(Held { chain, bytes }) = self.held.pop_front() else { break };
+            let used = bytes.min(left);
+            left -= used;
+            self.bytes -= bytes;
+            self.pieces -= chain.writable.len();
+            if memory.log().is_some() {
+                log(&chain, used, memory);
+            }
+            ring.finish(chain.id, used as u32);
+            self.spare.push(chain);
+        }
+    }
+
+    /// All go back to the ring.
+    pub(super) fn give_back(&mut self, ring: &mut Ring) {
+        while let Some(Held { chain, bytes }) = self.held.pop_back() {
+            ring.untake(chain.id);
+            self.bytes -= bytes;
+            self.pieces -= chain.writable.len();
+            self.spare.push(chain);
+        }
+    }
+}
+
+/// Notes what was written, for a migration.
+fn log(chain: &Chain, mut used: usize, memory: &Memory) {
+    for segment in &chain.writable {
+        let length = used.min(segment.len());
+        if length > 0 {
+            memory.log_write(Segment::new(segment.base(), length));
+        }
+        used -= length;
+    }
+}

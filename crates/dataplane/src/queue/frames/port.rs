@@ -1,0 +1,511 @@
+//! Frames to a switch and from it: one copy from guest to guest, by the receiver's IOThread.
+
+use std::sync::Arc;
+
+use rtvirtio_frames::ethernet::{HEADER_BYTES, MAX_HEAD_BYTES, TAG_BYTES};
+use rtvirtio_frames::features;
+use rtvirtio_frames::forwarding::{Destination, Egress, Refused};
+use rtvirtio_frames::header::{BYTES, Header, MAX_FRAME_BYTES};
+use rtvirtio_frames::limit::{Limit, Rate};
+use rtvirtio_frames::offload::{MAX_HEADERS, Segments, complete_checksum};
+use rtvirtio_virtq::Segment;
+use rtvirtio_virtq::memory::Memory;
+use rtvirtio_virtq::ring::Ring;
+use rustix::fd::BorrowedFd;
+
+use super::buffers::{Buffers, Gathered};
+use super::{Gate, PORT_COST, Pass, Served, copy, read_header};
+use crate::clock::now;
+use crate::drr::TurnBudget;
+use crate::nic::Nic;
+use crate::stats::{Dropped, Op, QueueStats};
+use crate::switch::{Delivery, Frame, PortReceiver, PortSender};
+
+/// How long a frame waits for its receiver's driver to have buffers, ns. For so long its sender's chain is in
+/// flight.
+const MAX_WAIT_NS: u64 = 1_000_000;
+/// How far ahead of its rate a sender of broadcasts may be, ns: what a guest sends that starts.
+const BROADCAST_BURST_NS: u64 = 100_000_000;
+
+fn cost(bytes: usize) -> i64 {
+    (bytes as i64).max(PORT_COST)
+}
+
+const fn seconds(ns: u64) -> u32 {
+    (ns / 1_000_000_000) as u32
+}
+
+/// To the switch.
+pub(super) struct PortTransmit {
+    nic: Arc<Nic>,
+    port: PortSender,
+    broadcast: Limit,
+}
+
+impl PortTransmit {
+    pub(super) fn new(nic: &Arc<Nic>, port: PortSender) -> Self {
+        let frames = Some(port.switch().max_broadcast());
+        let broadcast = Limit::new(Rate { frames, bits: None, burst: BROADCAST_BURST_NS });
+        Self { nic: Arc::clone(nic), port, broadcast }
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        self.port.has_ended()
+    }
+
+    pub(super) const fn in_flight(&self) -> u16 {
+        self.port.in_flight() as u16
+    }
+
+    pub(super) fn link(&self) -> Option<BorrowedFd<'_>> {
+        self.port.fd()
+    }
+
+    pub(super) fn link_event(&self) {
+        self.port.answer();
+    }
+
+    pub(super) fn set_waiting(&self, waits: bool) {
+        if waits { self.port.wait() } else { self.port.stop_waiting() }
+    }
+
+    /// Gives back to the ring what has arrived.
+    pub(super) fn reap(&mut self, ring: &mut Ring, stats: &QueueStats) -> bool {
+        let mut has_ended = false;
+        while let Some(frame) = self.port.take_ended() {
+            if frame.length > 0 {
+                stats.count(Op::Write, frame.length as u64);
+            }
+            ring.finish(frame.chain.id, 0);
+            has_ended = true;
+        }
+        has_ended
+    }
+
+    pub(super) fn serve(
+        &mut self,
+        ring: &mut Ring,
+        share: &mut TurnBudget,
+        stats: &QueueStats,
+        gate: &mut Gate<'_>,
+    ) -> Served {
+        let mut is_unpublished = self.reap(ring, stats);
+        let negotiated = self.nic.driver_features();
+        let time = now();
+        let mut pass = Pass::More;
+        while share.is_left() {
+            let is_open = gate.is_open();
+            let Some(frame) = self.port.next().filter(|_| is_open) else {
+                pass = Pass::Empty;
+                break;
+            };
+            if !ring.next(&mut frame.chain)? {
+                pass = Pass::Empty;
+                break;
+            }
+            stats.start(1);
+            frame.posted = time;
+            let (bytes, destination) = match self.forward(negotiated, time) {
+                Ok((bytes, destination)) => (bytes, Some(destination)),
+                Err(reason) => {
+                    stats.drop_frame(Op::Write, reason);
+                    (0, None)
+                }
+            };
+            let (taken, refused) = self.port.send(destination);
+            gate.pass(bytes);
+            match (taken, refused) {
+                _ if destination.is_none() => {}
+                (0, 0) => stats.drop_frame(Op::Write, Dropped::NoReceiver),
+                (0, _) => stats.drop_frame(Op::Write, Dropped::NoBuffers),
+                (_, refused) => stats.lose(Dropped::NoBuffers, refused),
+            }
+            share.requests -= 1;
+            // A frame for many is a posting to each.
+            share.bytes -= cost(bytes).max(i64::from(taken + refused) * (PORT_COST / 4));
+        }
+        is_unpublished |= self.reap(ring, stats);
+        Ok((pass, is_unpublished))
+    }
+
+    /// Says where the next frame goes; its length.
+    fn forward(&mut self, negotiated: u64, time: u64) -> Result<(usize, Destination), Dropped> {
+        let number = self.port.port();
+        let switch = Arc::clone(self.port.switch());
+        let frame = self.port.next().ok_or(Dropped::Malformed)?;
+        let mut header = [0; BYTES];
+        if !read_header(&mut frame.chain.readable, &mut header) {
+            return Err(Dropped::Malformed);
+        }
+        let length: usize = frame.chain.readable.iter().map(Segment::len).sum();
+        if length > MAX_FRAME_BYTES || !read_head(frame) {
+            return Err(Dropped::Malformed);
+        }
+        let header = Header(header).from_driver(negotiated);
+        let fitting = header.and_then(|header| header.fitting(&frame.head, length));
+        frame.header = fitting.map_err(|_| Dropped::Malformed)?;
+        frame.length = length;
+        let seconds = seconds(time);
+        let forwarding = switch.forwarding();
+        let origin = forwarding.admit(number, &mut frame.head, seconds);
+        frame.origin = origin.map_err(dropped)?;
+        if frame.origin.tag.is_some() {
+            frame.length -= TAG_BYTES;
+            frame.header = frame.header.with_tag(false);
+        }
+        let found = forwarding.destination(frame.origin, &frame.head, seconds);
+        let destination = found.map_err(dropped)?;
+        if !matches!(destination, Destination::Port(_)) {
+            if self.broadcast.ready_at() > time {
+                return Err(Dropped::Broadcast);
+            }
+            self.broadcast.pass(time, length);
+        }
+        Ok((length, destination))
+    }
+}
+
+const fn dropped(refused: Refused) -> Dropped {
+    match refused {
+        Refused::Spoofed => Dropped::Spoofed,
+        Refused::Vlan => Dropped::Vlan,
+        Refused::NoReceiver => Dropped::NoReceiver,
+    }
+}
+
+/// Reads the beginning of a frame off its chain; false: it is no frame.
+fn read_head(frame: &mut Frame) -> bool {
+    let (mut read, mut used) = (0, 0);
+    let buffer = frame.head.buffer();
+    for segment in &mut frame.chain.readable {
+        let length = segment.len().min(MAX_HEAD_BYTES - read);
+        // SAFETY: guest memory, which the ring's memory keeps mapped. It is read once.
+        unsafe { copy(segment.base(), buffer[read..].as_mut_ptr(), length) };
+        read += length;
+        segment.advance(length);
+        if !segment.is_empty() {
+            break;
+        }
+        used += 1;
+        if read == MAX_HEAD_BYTES {
+            break;
+        }
+    }
+    frame.chain.readable.drain(..used);
+    frame.head.set_length(read)
+}
+
+/// From the switch.
+pub(super) struct PortReceive {
+    nic: Arc<Nic>,
+    port: PortReceiver,
+    buffers: Buffers,
+    /// The frame that is next.
+    current: Option<Current>,
+    /// Where a frame is made complete that the driver cannot take as it is.
+    scratch: Box<[u8]>,
+    /// Until when the next frame waits for the driver to have buffers, if it does.
+    starved_until: Option<u64>,
+}
+
+enum Current {
+    /// As it is in its sender's memory.
+    Whole(Delivery),
+    /// Complete, in [`PortReceive::scratch`].
+    Completed { length: usize, posted: u64 },
+    /// To be cut, from there.
+    Cut { length: usize, segments: Segments, posted: u64 },
+}
+
+/// What the driver is given next.
+struct Piece {
+    /// With the virtio header.
+    bytes: usize,
+    posted: u64,
+}
+
+impl PortReceive {
+    pub(super) fn new(nic: &Arc<Nic>, port: PortReceiver) -> Self {
+        Self {
+            nic: Arc::clone(nic),
+            port,
+            buffers: Buffers::new(),
+            current: None,
+            scratch: vec![0; MAX_FRAME_BYTES].into(),
+            starved_until: None,
+        }
+    }
+
+    pub(super) const fn starved_until(&self) -> Option<u64> {
+        self.starved_until
+    }
+
+    pub(super) const fn look_again(&mut self) {
+        self.starved_until = None;
+    }
+
+    pub(super) fn is_pending(&self, ring_is_pending: bool) -> bool {
+        if self.starved_until.is_some() {
+            return ring_is_pending;
+        }
+        self.current.is_some() || !self.port.is_empty() || ring_is_pending && self.port.is_starved()
+    }
+
+    pub(super) fn waits_for_driver(&self) -> bool {
+        self.starved_until.is_some() || self.port.is_starved()
+    }
+
+    pub(super) fn link(&self) -> Option<BorrowedFd<'_>> {
+        self.port.fd()
+    }
+
+    pub(super) fn link_event(&self) {
+        self.port.answer();
+    }
+
+    pub(super) fn set_waiting(&self, waits: bool) {
+        if waits { self.port.wait() } else { self.port.stop_waiting() }
+    }
+
+    pub(super) fn set_open(&mut self, is_open: bool) {
+        self.port.set_open(is_open);
+        if !is_open && let Some(Current::Whole(delivery)) = self.current.take() {
+            self.port.release(delivery);
+        }
+    }
+
+    pub(super) fn give_back(&mut self, ring: &mut Ring) {
+        self.buffers.give_back(ring);
+    }
+
+    pub(super) fn serve(
+        &mut self,
+        ring: &mut Ring,
+        memory: &Memory,
+        share: &mut TurnBudget,
+        stats: &QueueStats,
+        gate: &mut Gate<'_>,
+    ) -> Served {
+        self.starved_until = None;
+        if self.port.is_starved() && ring.is_pending() {
+            self.port.set_starved(false);
+        }
+        let negotiated = self.nic.driver_features();
+        let is_mergeable = negotiated & features::MRG_RXBUF != 0;
+        let mut is_unpublished = false;
+        // Whoever has waited for too long has done so since the turn began.
+        let time = now();
+        while share.is_left() {
+            let Some(piece) = self.next_piece(negotiated, share, stats) else {
+                return Ok((Pass::Empty, is_unpublished));
+            };
+            let gathered =
+                self.buffers.gather(ring, piece.bytes, is_mergeable, stats, &mut is_unpublished);
+            let is_open = gate.is_open();
+            match gathered? {
+                Gathered::NeverEnough => {
+                    self.drop_current(Dropped::TooLong, stats);
+                    continue;
+                }
+                Gathered::Enough if is_open => {}
+                _ if time >= piece.posted.saturating_add(MAX_WAIT_NS) => {
+                    let reason = if is_open { Dropped::NoBuffers } else { Dropped::Limit };
+                    // Until there are buffers, nobody waits for them again.
+                    self.port.set_starved(is_open);
+                    self.drop_current(reason, stats);
+                    share.bytes -= PORT_COST / 4;
+                    continue;
+                }
+                Gathered::Enough => return Ok((Pass::Empty, is_unpublished)),
+                Gathered::TooFew => {
+                    self.starved_until = Some(piece.posted.saturating_add(MAX_WAIT_NS));
+                    return Ok((Pass::Empty, is_unpublished));
+                }
+            }
+            stats.start(1);
+            self.deliver(&piece, negotiated, ring, memory);
+            is_unpublished = true;
+            let bytes = piece.bytes - BYTES;
+            stats.count(Op::Read, bytes as u64);
+            gate.pass(bytes);
+            share.requests -= 1;
+            share.bytes -= cost(bytes);
+        }
+        Ok((Pass::More, is_unpublished))
+    }
+
+    /// The next piece of the current frame, or of the next one that can be delivered.
+    fn next_piece(
+        &mut self,
+        negotiated: u64,
+        share: &mut TurnBudget,
+        stats: &QueueStats,
+    ) -> Option<Piece> {
+        loop {
+            match &self.current {
+                Some(Current::Whole(delivery)) => {
+                    let frame = self.port.frame(delivery)?;
+                    let (egress, posted) = (self.egress(frame), frame.posted);
+                    return Some(Piece { bytes: BYTES + tagged_bytes(frame, egress), posted });
+                }
+                Some(Current::Completed { length, posted }) => {
+                    return Some(Piece { bytes: BYTES + length, posted: *posted });
+                }
+                Some(Current::Cut { length, segments, posted }) => {
+                    let bytes = segments.next_bytes(&self.scratch[..*length]);
+                    if bytes > 0 {
+                        return Some(Piece { bytes: BYTES + bytes, posted: *posted });
+                    }
+                    self.current = None;
+                }
+                None => {
+                    let delivery = self.port.take()?;
+                    match self.begin(delivery, negotiated, share) {
+                        Ok(current) => self.current = Some(current),
+                        Err(reason) => {
+                            stats.start(1);
+                            stats.drop_frame(Op::Read, reason);
+                            share.bytes -= PORT_COST / 4;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn egress(&self, frame: &Frame) -> Egress {
+        self.port.switch().forwarding().egress(self.port.port(), frame.origin)
+    }
+
+    /// Looks at a frame: whether the driver can take it as it is.
+    fn begin(
+        &mut self,
+        delivery: Delivery,
+        negotiated: u64,
+        share: &mut TurnBudget,
+    ) -> Result<Current, Dropped> {
+        let Some(frame) = self.port.frame(&delivery) else { return Err(Dropped::Malformed) };
+        let egress = self.egress(frame);
+        let length = tagged_bytes(frame, egress);
+        let is_whole = frame.header.for_driver(negotiated).is_ok();
+        let longest = usize::from(self.nic.mtu()) + HEADER_BYTES + TAG_BYTES;
+        let is_too_long =
+            length > MAX_FRAME_BYTES || length > longest && frame.header.segmented().is_none();
+        if is_too_long || is_whole {
+            if is_too_long {
+                self.port.release(delivery);
+                return Err(Dropped::TooLong);
+            }
+            return Ok(Current::Whole(delivery));
+        }
+        let posted = frame.posted;
+        let header = frame.header.with_tag_of(egress);
+        let mut at = 0;
+        with_parts(frame, egress, |parts| {
+            for part in parts {
+                let length = part.len().min(self.scratch.len() - at);
+                // SAFETY: the part is the frame's or its sender's memory, which is mapped while it is not released.
+                unsafe { copy(part.base(), self.scratch[at..].as_mut_ptr(), length) };
+                at += length;
+            }
+        });
+        self.port.release(delivery);
+        // It is copied twice.
+        share.bytes -= cost(length);
+        let whole = &mut self.scratch[..length];
+        if header.segmented().is_some() {
+            let segments = Segments::new(whole, &header).map_err(|_| Dropped::Malformed)?;
+            return Ok(Current::Cut { length, segments, posted });
+        }
+        complete_checksum(whole, &header).map_err(|_| Dropped::Malformed)?;
+        Ok(Current::Completed { length, posted })
+    }
+
+    /// Gives the driver the piece that is next, for which there are buffers.
+    fn deliver(&mut self, piece: &Piece, negotiated: u64, ring: &mut Ring, memory: &Memory) {
+        let mut header = Header::COMPLETE;
+        match self.current.take() {
+            Some(Current::Whole(delivery)) => {
+                if let Some(frame) = self.port.frame(&delivery) {
+                    let egress = self.egress(frame);
+                    let told = frame.header.with_tag_of(egress).for_driver(negotiated);
+                    header = told.unwrap_or(Header::COMPLETE);
+                    with_parts(frame, egress, |parts| self.buffers.fill(parts));
+                }
+                self.port.release(delivery);
+            }
+            Some(Current::Completed { length, .. }) => {
+                self.buffers.fill([part(&self.scratch[..length])].into_iter());
+            }
+            Some(Current::Cut { length, mut segments, posted }) => {
+                let mut space = [0; MAX_HEADERS];
+                if let Some((headers, data)) = segments.next(&self.scratch[..length], &mut space) {
+                    self.buffers.fill([part(headers), part(&self.scratch[data])].into_iter());
+                }
+                self.current = Some(Current::Cut { length, segments, posted });
+            }
+            None => {}
+        }
+        self.buffers.deliver(piece.bytes, header, ring, memory);
+    }
+
+    /// The current frame, or what is left of it, is lost.
+    fn drop_current(&mut self, reason: Dropped, stats: &QueueStats) {
+        if let Some(Current::Whole(delivery)) = self.current.take() {
+            self.port.release(delivery);
+        }
+        stats.start(1);
+        stats.drop_frame(Op::Read, reason);
+    }
+}
+
+impl Drop for PortReceive {
+    fn drop(&mut self) {
+        if let Some(Current::Whole(delivery)) = self.current.take() {
+            self.port.release(delivery);
+        }
+    }
+}
+
+/// Bytes of a frame as it leaves.
+const fn tagged_bytes(frame: &Frame, egress: Egress) -> usize {
+    match egress {
+        Egress::Untagged => frame.length,
+        Egress::Tagged(_) => frame.length + TAG_BYTES,
+    }
+}
+
+trait WithTagOf {
+    /// Of the frame as it leaves.
+    fn with_tag_of(self, egress: Egress) -> Self;
+}
+
+impl WithTagOf for Header {
+    fn with_tag_of(self, egress: Egress) -> Self {
+        match egress {
+            Egress::Untagged => self,
+            Egress::Tagged(_) => self.with_tag(true),
+        }
+    }
+}
+
+/// Bytes of this process that are only read.
+const fn part(bytes: &[u8]) -> Segment {
+    Segment::new(bytes.as_ptr().cast_mut(), bytes.len())
+}
+
+/// The pieces of a frame as it leaves.
+fn with_parts(
+    frame: &Frame,
+    egress: Egress,
+    mut act: impl FnMut(&mut dyn Iterator<Item = Segment>),
+) {
+    let rest = frame.chain.readable.iter().copied();
+    match egress {
+        Egress::Untagged => act(&mut [part(frame.head.bytes())].into_iter().chain(rest)),
+        Egress::Tagged(tag) => {
+            let (first, second) = frame.head.with_tag(tag);
+            act(&mut [part(&first), part(second)].into_iter().chain(rest));
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! Frames to a TAP of the host and from it, each by a system call.
+
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+
+use rtvirtio_frames::ethernet::{HEADER_BYTES, TAG_BYTES};
+use rtvirtio_frames::features;
+use rtvirtio_frames::header::{BYTES, Header, MAX_FRAME_BYTES};
+use rtvirtio_virtq::Segment;
+use rtvirtio_virtq::memory::Memory;
+use rtvirtio_virtq::ring::{Chain, Ring};
+use rustix::fd::BorrowedFd;
+use rustix::io::Errno;
+
+use super::buffers::{Buffers, Gathered};
+use super::{Gate, MAX_PARTS, Pass, Served, TAP_COST, read_header};
+use crate::drr::TurnBudget;
+use crate::nic::Nic;
+use crate::stats::{Dropped, Op, QueueStats};
+use crate::tap::Tap;
+
+fn cost(bytes: usize) -> i64 {
+    (bytes as i64).max(TAP_COST)
+}
+
+/// To the TAP.
+pub(super) struct TapTransmit {
+    nic: Arc<Nic>,
+    tap: Arc<Tap>,
+    /// Scratch.
+    parts: Vec<Segment>,
+}
+
+impl TapTransmit {
+    pub(super) fn new(nic: &Arc<Nic>, tap: Arc<Tap>) -> Self {
+        Self { nic: Arc::clone(nic), tap, parts: Vec::with_capacity(MAX_PARTS + 2) }
+    }
+
+    pub(super) fn serve(
+        &mut self,
+        ring: &mut Ring,
+        chain: &mut Chain,
+        share: &mut TurnBudget,
+        stats: &QueueStats,
+        gate: &mut Gate<'_>,
+    ) -> Served {
+        let negotiated = self.nic.driver_features();
+        let mut is_unpublished = false;
+        while share.is_left() {
+            if !gate.is_open() || !ring.next(chain)? {
+                return Ok((Pass::Empty, is_unpublished));
+            }
+            is_unpublished = true;
+            stats.start(1);
+            let sent = self.send(chain, negotiated);
+            match sent {
+                Ok(bytes) => stats.count(Op::Write, bytes as u64),
+                // As on a wire: it is gone, and counted.
+                Err(reason) => stats.drop_frame(Op::Write, reason),
+            }
+            ring.finish(chain.id, 0);
+            let sent = sent.unwrap_or(0);
+            gate.pass(sent);
+            share.requests -= 1;
+            share.bytes -= cost(sent);
+        }
+        Ok((Pass::More, is_unpublished))
+    }
+
+    /// Sends a frame; its length without the header.
+    fn send(&mut self, chain: &mut Chain, negotiated: u64) -> Result<usize, Dropped> {
+        let mut header = [0; BYTES];
+        if !read_header(&mut chain.readable, &mut header) {
+            return Err(Dropped::Malformed);
+        }
+        let length: usize = chain.readable.iter().map(Segment::len).sum();
+        let fits = (HEADER_BYTES..=MAX_FRAME_BYTES).contains(&length);
+        if !fits || chain.readable.len() > MAX_PARTS {
+            return Err(Dropped::Malformed);
+        }
+        let header = Header(header).from_driver(negotiated);
+        let mut header = header.map_err(|_| Dropped::Malformed)?;
+        self.parts.clear();
+        self.parts.push(Segment::new(header.0.as_mut_ptr(), BYTES));
+        self.parts.extend_from_slice(&chain.readable);
+        // SAFETY: the header is on the stack, the rest is guest memory that the ring's memory keeps mapped.
+        unsafe { self.tap.send(&self.parts) }.map_or(Err(Dropped::Link), |_| Ok(length))
+    }
+}
+
+/// From the TAP.
+pub(super) struct TapReceive {
+    nic: Arc<Nic>,
+    tap: Arc<Tap>,
+    buffers: Buffers,
+    /// Scratch.
+    parts: Vec<Segment>,
+    /// Where the end of a frame goes for which the buffers are too small.
+    spill: Box<[u8]>,
+    /// Whether the TAP may have a frame.
+    ready: bool,
+    /// Whether it cannot be waited for.
+    failed: bool,
+}
+
+impl TapReceive {
+    pub(super) fn new(nic: &Arc<Nic>, tap: Arc<Tap>) -> Self {
+        Self {
+            nic: Arc::clone(nic),
+            tap,
+            buffers: Buffers::new(),
+            parts: Vec::with_capacity(MAX_PARTS + 2),
+            spill: vec![0; MAX_FRAME_BYTES].into(),
+            ready: true,
+            failed: false,
+        }
+    }
+
+    pub(super) fn is_pending(&self, ring_is_pending: bool) -> bool {
+        self.ready && (ring_is_pending || !self.buffers.is_empty())
+    }
+
+    pub(super) fn waits_for_driver(&self, ring_is_pending: bool) -> bool {
+        self.buffers.is_empty() && !ring_is_pending
+    }
+
+    /// What is waited for when buffers are there and no frame.
+    pub(super) fn link(&self) -> Option<BorrowedFd<'_>> {
+        (!self.ready && !self.failed).then(|| self.tap.as_fd())
+    }
+
+    pub(super) const fn link_event(&mut self, failed: bool) {
+        (self.ready, self.failed) = (true, failed);
+    }
+
+    pub(super) fn give_back(&mut self, ring: &mut Ring) {
+        self.buffers.give_back(ring);
+    }
+
+    pub(super) fn serve(
+        &mut self,
+        ring: &mut Ring,
+        memory: &Memory,
+        share: &mut TurnBudget,
+        stats: &QueueStats,
+        gate: &mut Gate<'_>,
+    ) -> Served {
+        let negotiated = self.nic.driver_features();
+        let is_mergeable = negotiated & features::MRG_RXBUF != 0;
+        let segmented = features::GUEST_TSO4 | features::GUEST_TSO6;
+        let longest = match negotiated & segmented {
+            0 => usize::from(self.nic.mtu()) + HEADER_BYTES + TAG_BYTES,
+            _ => MAX_FRAME_BYTES,
+        };
+        let mut is_unpublished = false;
+        while share.is_left() {
+            // A frame that needs less than the longest one has may fit all the same.
+            let wanted = BYTES + longest;
+            let _: Gathered =
+                self.buffers.gather(ring, wanted, is_mergeable, stats, &mut is_unpublished)?;
+            if self.buffers.is_empty() || !gate.is_open() {
+                return Ok((Pass::Empty, is_unpublished));
+            }
+            let mut header = Header::COMPLETE;
+            let received = match self.receive(&mut header) {
+                Ok(bytes) => bytes,
+                Err(errno) => {
+                    (self.ready, self.failed) = (false, errno != Errno::AGAIN);
+                    return Ok((Pass::Empty, is_unpublished));
+                }
+            };
+            stats.start(1);
+            gate.pass(received.saturating_sub(BYTES));
+            share.requests -= 1;
+            share.bytes -= cost(received);
+            let fits = (BYTES + HEADER_BYTES..=self.buffers.bytes()).contains(&received);
+            match header.for_driver(negotiated) {
+                Ok(header) if fits => {
+                    self.buffers.deliver(received, header, ring, memory);
+                    is_unpublished = true;
+                    stats.count(Op::Read, (received - BYTES) as u64);
+                }
+                Ok(_) => stats.drop_frame(Op::Read, Dropped::TooLong),
+                // Of another session's offloads.
+                Err(_) => stats.drop_frame(Op::Read, Dropped::Malformed),
+            }
+        }
+        Ok((Pass::More, is_unpublished))
+    }
+
+    /// Reads a frame behind where its header will be; bytes with the header.
+    fn receive(&mut self, header: &mut Header) -> Result<usize, Errno> {
+        self.parts.clear();
+        self.parts.push(Segment::new(header.0.as_mut_ptr(), BYTES));
+        self.parts.extend(self.buffers.segments(BYTES));
+        self.parts.push(Segment::new(self.spill.as_mut_ptr(), self.spill.len()));
+        // SAFETY: header and spill are this process's own, the rest is guest memory that the ring's
+        // memory keeps mapped.
+        unsafe { self.tap.receive(&self.parts) }
+    }
+}
