@@ -73,7 +73,7 @@ test: setup ## The tests but those that boot guests and Python's: 10 min with th
 		--no-fail-fast
 
 # The modules of tests/it that boot guests; `make test` names each test that it leaves out.
-GUEST_TESTS := cgroup2:: guest:: guest_knobs:: libvirt:: nic:: nvme:: operator:: storage:: systemd:: tour:: \
+GUEST_TESTS := cgroup2:: guest:: guest_knobs:: libvirt:: network:: nic:: nvme:: operator:: storage:: systemd:: tour:: \
 	$(addprefix dataplane::,control crash device ioprio migration qemu uml) real_guest
 
 test-guests: setup ## The tests that boot guests, by QEMU, libvirt and User Mode Linux: 15 min after make test
@@ -134,8 +134,9 @@ loom: ## Every interleaving of the models of the live move, and of a completion'
 	RUSTFLAGS="--cfg rtvirtio_loom" CARGO_TARGET_DIR=$(TARGET)/loom \
 		cargo test -p rtvirtio-dataplane -p rtvirtio-completion --lib --release --locked model
 
-fuzz: ## Fuzz rings, in-flight regions, vhost-user messages, the control API, specifications, learned models and QEMU's replies, FUZZ_SECONDS (60) each
+fuzz: ## Fuzz frames, rings, in-flight regions, vhost-user messages, the control API, specifications, learned models and QEMU's replies, FUZZ_SECONDS (60) each
 	@scripts/fuzz specification
+	@scripts/fuzz frames
 	@scripts/fuzz learned
 	@scripts/fuzz replies
 	@scripts/fuzz ring

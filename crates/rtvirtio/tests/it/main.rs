@@ -12,6 +12,7 @@ mod in_guest;
 mod libvirt;
 mod lifecycle;
 mod mapping;
+mod network;
 mod nic;
 mod nvme;
 mod operator;

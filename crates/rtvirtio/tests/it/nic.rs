@@ -39,14 +39,14 @@ const ENTER: &str = "mount -t sysfs sys /sys && ip link set lo up && \
     ip link set tap0 up && exec \"$@\"";
 
 /// Keeps a descriptor for the daemon, as systemd does for a service (`FileDescriptorStoreMax=`).
-struct Store {
+pub(crate) struct Store {
     socket: UnixDatagram,
     directory: tempfile::TempDir,
     kept: Option<(String, OwnedFd)>,
 }
 
 impl Store {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let socket = UnixDatagram::bind(directory.path().join("notify")).unwrap();
         socket.set_nonblocking(true).unwrap();
@@ -80,18 +80,17 @@ impl Store {
     }
 }
 
-/// `rtvirtio serve` of one NIC.
-struct Daemon<'a> {
-    child: Child,
+/// `rtvirtio serve`, with its control socket in a directory.
+pub(crate) struct Daemon<'a> {
+    pub(crate) child: Child,
     directory: &'a Path,
 }
 
 impl<'a> Daemon<'a> {
-    /// Starts it with what is kept for it.
-    fn start(directory: &'a Path, store: &mut Store) -> Self {
+    /// Starts it with one IOThread and these NICs, and with what is kept for it.
+    pub(crate) fn start(directory: &'a Path, store: &mut Store, nics: &str) -> Self {
         let text = format!(
-            "version = 1\n[control]\nsocket = '{0}/control'\n[[iothread]]\nname = 'iot0'\n\
-             [[nic]]\nname = 'net0'\nvm = 'test'\nsocket = '{0}/net0'\ntap = 'tap0'\n",
+            "version = 1\n[control]\nsocket = '{}/control'\n[[iothread]]\nname = 'iot0'\n{nics}",
             directory.display()
         );
         let path = directory.join("serve.toml");
@@ -117,7 +116,7 @@ impl<'a> Daemon<'a> {
         daemon
     }
 
-    fn ctl(&self, arguments: &[&str]) -> std::process::Output {
+    pub(crate) fn ctl(&self, arguments: &[&str]) -> std::process::Output {
         let socket = self.directory.join("control");
         Command::new(RTVIRTIO)
             .args(["ctl", "--socket"])
@@ -131,10 +130,11 @@ impl<'a> Daemon<'a> {
         rustix::process::Pid::from_child(&self.child)
     }
 
-    fn nic(&self) -> Value {
+    /// One of its NICs, by the order of their names.
+    pub(crate) fn nic(&self, index: usize) -> Value {
         let output = self.ctl(&["nic", "list", "--json"]);
         let all: Value = serde_json::from_slice(&output.stdout).unwrap();
-        all[0].clone()
+        all[index].clone()
     }
 }
 
@@ -195,7 +195,11 @@ fn talk(packed: bool) {
     // In memory, as where sockets belong.
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
     let mut store = Store::new();
-    let mut daemon = Daemon::start(directory.path(), &mut store);
+    let nic = format!(
+        "[[nic]]\nname = 'net0'\nvm = 'test'\nsocket = '{}/net0'\ntap = 'tap0'\n",
+        directory.path().display()
+    );
+    let mut daemon = Daemon::start(directory.path(), &mut store, &nic);
     assert_eq!(store.kept.as_ref().map(|(name, _)| name.as_str()), Some("rtvirtio-tap-tap0-0"));
     let arguments = [
         "-object".to_owned(),
@@ -239,16 +243,16 @@ fn talk(packed: bool) {
         assert!(from_guest.join().unwrap() == sent, "other bytes came back");
     });
     drop((out, back));
-    let nic = daemon.nic();
-    let of = |queue: usize, key: &str| nic["queues"][queue][key].as_u64().unwrap();
-    assert_eq!((nic["connected"].as_bool(), nic["mtu"].as_u64()), (Some(true), Some(1500)));
+    let seen = daemon.nic(0);
+    let of = |queue: usize, key: &str| seen["queues"][queue][key].as_u64().unwrap();
+    assert_eq!((seen["connected"].as_bool(), seen["mtu"].as_u64()), (Some(true), Some(1500)));
     for queue in [0, 1] {
-        assert!(of(queue, "bytes") as usize > BYTES && of(queue, "dropped") == 0, "{nic}");
+        assert!(of(queue, "bytes") as usize > BYTES && of(queue, "dropped") == 0, "{seen}");
         // Several frames of 1500 bytes go as one.
-        assert!((of(queue, "frames") as usize) < BYTES / 1400 * 2, "{nic}");
+        assert!((of(queue, "frames") as usize) < BYTES / 1400 * 2, "{seen}");
     }
     // The driver is called for batches.
-    assert!(of(1, "calls") < of(1, "frames"), "{nic}");
+    assert!(of(1, "calls") < of(1, "frames"), "{seen}");
     let socket = directory.path().join("control");
     let top = Command::new(RTVIRTIO)
         .args(["top", "-n", "1", "--interval", "1", "--dataplane"])
@@ -292,7 +296,7 @@ fn talk(packed: bool) {
             let begun = Instant::now();
             let carrier = std::fs::read_to_string("/sys/class/net/tap0/carrier").unwrap();
             assert_eq!(carrier.trim(), "1", "the link was to stay up");
-            daemon = Daemon::start(directory.path(), &mut store);
+            daemon = Daemon::start(directory.path(), &mut store, &nic);
             killed.push(begun.elapsed());
         }
         std::thread::sleep(BETWEEN_KILLS);
@@ -312,17 +316,17 @@ fn talk(packed: bool) {
     assert_eq!(kept.exists(), packed, "a split ring has no position to keep");
     // By hand, with nothing kept.
     store.kept = None;
-    daemon = Daemon::start(directory.path(), &mut store);
+    daemon = Daemon::start(directory.path(), &mut store, &nic);
     echo(stream, 200);
     // A driver that sets the device up anew begins anew, and goes on from there.
     machine.expect(0, REBIND);
     machine.expect(0, "ping -c 3 -W 5 10.77.0.1");
     daemon.child.kill().unwrap();
     daemon.child.wait().unwrap();
-    daemon = Daemon::start(directory.path(), &mut store);
+    daemon = Daemon::start(directory.path(), &mut store, &nic);
     machine.expect(0, "ping -c 3 -W 5 10.77.0.1");
     drop((streams, machine));
-    while daemon.nic()["connected"] == true {
+    while daemon.nic(0)["connected"] == true {
         std::thread::sleep(Duration::from_millis(20));
     }
     rustix::process::kill_process(daemon.pid(), rustix::process::Signal::TERM).unwrap();

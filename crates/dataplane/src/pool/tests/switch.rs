@@ -3,7 +3,6 @@
 use rtvirtio_frames::ethernet::IPV4;
 use rtvirtio_frames::features;
 use rtvirtio_frames::forwarding::{self, Vlans};
-use rtvirtio_frames::limit::Rate;
 use rtvirtio_vhost::Backend as _;
 
 use super::frames::{HEADER, Port, frame};
@@ -12,6 +11,8 @@ use crate::nic::{Link, Nic, NicConfig};
 use crate::switch::Switch;
 
 const ALL: u64 = features::ALWAYS;
+/// Frames for more than one, per second.
+const MAX_BROADCAST: f64 = 1000.0;
 /// Of frames that carry nothing to be looked at.
 const PLAIN: [u8; HEADER] = [0; HEADER];
 
@@ -39,7 +40,7 @@ impl Net {
     fn with(negotiated: &[u64], port: &dyn Fn(u16) -> forwarding::Port) -> Self {
         let numbers = 0..negotiated.len() as u16;
         let ports = numbers.clone().map(|number| (port(number), 1)).collect();
-        let switch = Switch::new(ports, 1e6).unwrap();
+        let switch = Switch::new(ports, MAX_BROADCAST).unwrap();
         let nics = numbers.zip(negotiated).map(|(number, features)| {
             let link = Link::Port { switch: Arc::clone(&switch), number, pairs: 1 };
             let nic = Nic::new(NicConfig {
@@ -425,5 +426,123 @@ fn broadcasts_go_to_all_and_too_many_do_not() {
     }
     net.pool.stop(sender.key).unwrap();
     receivers.into_iter().for_each(|receiver| drop(net.pool.stop(receiver.key).unwrap()));
-    let _ = Rate { frames: None, bits: None, burst: 0 };
+}
+
+#[test]
+fn sender_of_too_many_broadcasts_loses_the_rest() {
+    let net = Net::new(&[ALL; 2]);
+    let mut sender = net.start(0, 1, true, 0);
+    let mut frame = between(0, 0, 1, 60);
+    frame[..6].fill(0xff);
+    // A second of the rate and a tenth of one may come at once: by far not so many.
+    const MANY: u64 = 20 * MAX_BROADCAST as u64;
+    for number in 0..MANY {
+        sender.port.send(number % 32, PLAIN, &frame);
+        if number >= 31 {
+            sender.port.take();
+        }
+    }
+    (0..31).for_each(|_| drop(sender.port.take()));
+    let drops = sender.stats.drops();
+    // Nobody is there to take those that may pass.
+    assert!(drops.broadcast > 0 && drops.no_buffers > 0, "{drops:?}");
+    assert_eq!(drops.total(), MANY);
+    net.pool.stop(sender.key).unwrap();
+}
+
+/// Numbers that look random (Marsaglia, xorshift64).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
+/// A frame and its header of which some parts are right.
+fn hostile(random: &mut Random) -> ([u8; HEADER], Vec<u8>) {
+    let length = [13, 14, 18, 60, 64, 65, 1514, 9000][random.below(8) as usize];
+    let (mut header, mut frame) = match random.below(3) {
+        0 => tcp(&vec![7; length], random.below(3000) as u16),
+        _ => (PLAIN, between(0, 1 + random.below(3) as u16, 1, length.max(14))),
+    };
+    frame.truncate(frame.len().min(length + 54));
+    for _ in 0..random.below(4) {
+        match random.below(4) {
+            0 => header[random.below(12) as usize] = random.below(256) as u8,
+            1 => {
+                let at = random.below(frame.len() as u64) as usize;
+                frame[at] = random.below(256) as u8;
+            }
+            2 => frame.truncate(random.below(frame.len() as u64 + 1) as usize),
+            _ => frame.iter_mut().take(6).for_each(|byte| *byte = random.below(256) as u8),
+        }
+        if frame.is_empty() {
+            frame.push(0);
+        }
+    }
+    (header, frame)
+}
+
+/// Whatever a driver sends: each of its chains comes back, no receiver is given what it has not negotiated, and another
+/// sender's frames arrive.
+#[test]
+fn frames_that_mean_harm_harm_nobody_else() {
+    let none = ALL & !(features::GUEST_CSUM | features::GUEST_TSO4 | features::GUEST_TSO6);
+    let mut random = Random(0x2545_f491_4f6c_dd1d);
+    for packed in [false, true] {
+        let net = Net::new(&[ALL, ALL, none, none & !features::MRG_RXBUF]);
+        let mut bad = net.start(0, 1, packed, 0);
+        let mut good = net.start(1, 1, packed, 1);
+        let mut receivers: Vec<_> =
+            [1, 2, 3].map(|nic| (net.start(nic, 0, packed, nic % 2), HashMap::new())).into();
+        for (receiver, slots) in &mut receivers {
+            slots.extend(receiver.port.offer(0..32, 0x4000));
+        }
+        for round in 0..4_000_u32 {
+            let (header, frame) = hostile(&mut random);
+            bad.port.send(u64::from(round % 4), header, &frame);
+            assert_eq!(bad.port.take().1, 0);
+            let is_good = round % 10 == 0;
+            if is_good {
+                good.port.send(0, PLAIN, &between(1, 2, 0x5a, 200));
+                good.port.take();
+            }
+            for (nic, (receiver, slots)) in (1..).zip(&mut receivers) {
+                // Its sender may know that it has arrived before the receiver does.
+                let mut is_awaited = is_good && nic == 2;
+                let begun = Instant::now();
+                loop {
+                    assert!(begun.elapsed() < LOST, "round {round}");
+                    let Some((id, length)) = receiver.port.driver.take() else {
+                        if is_awaited {
+                            continue;
+                        }
+                        break;
+                    };
+                    let slot = slots.remove(&id).unwrap();
+                    let guest = Arc::clone(receiver.port.driver.guest());
+                    let bytes = guest.read(Port::place(slot), length as usize);
+                    assert!(bytes.len() >= HEADER + 14, "{length}");
+                    assert_eq!(bytes[10..12], [1, 0], "all fit into one");
+                    if nic > 1 {
+                        assert_eq!((bytes[0], bytes[1]), (0, 0), "not negotiated");
+                    }
+                    assert_ne!(bytes[HEADER + 6..HEADER + 12], mac(2), "spoofed");
+                    is_awaited &= bytes[HEADER + 14..] != [0x5a; 186];
+                    slots.extend(receiver.port.offer(slot..slot + 1, 0x4000));
+                }
+            }
+        }
+        assert_eq!(good.stats.drops().total(), 0);
+        assert!(
+            bad.stats.drops().total() > 0 && bad.stats.snapshot().written_bytes > Bytes::new(0)
+        );
+        for queue in [bad, good].into_iter().chain(receivers.into_iter().map(|(queue, _)| queue)) {
+            assert_eq!(net.pool.stop(queue.key).unwrap().broken(), None);
+        }
+    }
 }

@@ -1,0 +1,126 @@
+//! Two guests of QEMU on a network of `rtvirtio serve`: no TAP, no bridge, no root.
+
+use std::path::Path;
+use std::time::Duration;
+
+use crate::in_guest::{Machine, image};
+use crate::nic::{Daemon, Store};
+use crate::scratch_disk::said;
+
+const TEST: &str = "guests_talk_over_a_network_and_go_on_when_the_daemon_is_killed";
+/// Of guests, which are emulated.
+const PATIENCE: Duration = Duration::from_secs(120);
+const BYTES: usize = 8 << 20;
+/// A guest that leaves nothing to the device, and takes nothing that is not complete.
+const NO_OFFLOADS: &str = "csum=off,guest_csum=off,guest_tso4=off,guest_tso6=off,guest_ecn=off,\
+    host_tso4=off,host_tso6=off,host_ecn=off,mrg_rxbuf=off";
+
+/// Boots a guest with a device at a socket, and an address.
+fn boot(socket: &Path, mac: &str, device: &str, address: &str) -> Machine {
+    let arguments = [
+        "-object".to_owned(),
+        "memory-backend-memfd,id=memory,size=384M,share=on".to_owned(),
+        "-machine".to_owned(),
+        "memory-backend=memory".to_owned(),
+        "-m".to_owned(),
+        "384".to_owned(),
+        "-chardev".to_owned(),
+        format!("socket,id=nic,path={},reconnect-ms=200", socket.display()),
+        "-netdev".to_owned(),
+        "vhost-user,id=net,chardev=nic".to_owned(),
+        "-device".to_owned(),
+        format!("virtio-net-pci,netdev=net,mac={mac},{device}"),
+    ];
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let machine = Machine::boot(&image(TEST).unwrap(), &[], &arguments);
+    machine.expect(
+        0,
+        &format!(
+            "while read -r m; do insmod /lib/modules/$m; done </lib/modules/network; \
+             ip link set eth0 up && ip address add {address}/24 dev eth0"
+        ),
+    );
+    machine
+}
+
+#[test]
+fn guests_talk_over_a_network_and_go_on_when_the_daemon_is_killed() {
+    if image(TEST).is_none() {
+        return;
+    }
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let socket = |name: &str| directory.path().join(name);
+    let nic = |name: &str, mac: &str| {
+        let socket = socket(name);
+        format!(
+            "[[nic]]\nname = '{name}'\nvm = '{name}'\nsocket = '{}'\nnetwork = 'lan'\nmac = '{mac}'\n",
+            socket.display()
+        )
+    };
+    let (first_mac, second_mac) = ("52:54:00:00:00:01", "52:54:00:00:00:02");
+    let nics = format!(
+        "[[network]]\nname = 'lan'\n{}{}",
+        nic("first", first_mac),
+        nic("second", second_mac)
+    );
+    let mut store = Store::new();
+    let mut daemon = Daemon::start(directory.path(), &mut store, &nics);
+    let first = boot(&socket("first"), first_mac, "packed=on", "10.78.0.1");
+    let second = boot(&socket("second"), second_mac, NO_OFFLOADS, "10.78.0.2");
+    first.expect(0, "ping -c 3 -W 5 10.78.0.2");
+
+    // Whoever reads keeps its own end open: busybox's nc ends with the other side's.
+    // Both ways: from one that leaves checksums and segments to the device to one that takes neither, and back.
+    let sum =
+        first.expect(0, &format!("head -c {BYTES} /dev/urandom >/tmp/data; md5sum </tmp/data"));
+    for (from, to, address) in [(&first, &second, "10.78.0.2"), (&second, &first, "10.78.0.1")] {
+        to.expect(
+            0,
+            "[ -e /tmp/open ] || mkfifo /tmp/open; (nc -l -p 7001 <>/tmp/open >/tmp/got; mv /tmp/got /tmp/data) >/dev/null 2>&1 &",
+        );
+        let said = from.shell(&format!("sleep 1; nc {address} 7001 </tmp/data"), PATIENCE);
+        assert_eq!(said.code, Some(0), "{}", said.stderr);
+        let found = to.shell(
+            "for i in $(seq 100); do [ -e /tmp/got ] || break; sleep 0.2; done; md5sum </tmp/data",
+            PATIENCE,
+        );
+        assert_eq!(found.stdout, sum, "other bytes came");
+    }
+    let frames = |nic: usize, queue: usize| daemon.nic(nic)["queues"][queue]["frames"].as_u64();
+    // Of 64 KiB as one, and cut for the other.
+    assert!(frames(0, 1).unwrap() < BYTES as u64 / 1400, "{}", daemon.nic(0));
+    assert!(frames(1, 0).unwrap() > BYTES as u64 / 1460, "{}", daemon.nic(1));
+    assert_eq!(daemon.nic(0)["link"], "lan");
+
+    // Under another's address nothing goes.
+    let set = |mac: &str| {
+        first.expect(0, &format!("ip link set eth0 address {mac} && ip link set eth0 up"));
+    };
+    set("52:54:00:00:00:99");
+    first.expect(1, "ping -c 1 -W 2 10.78.0.2");
+    set(first_mac);
+    first.expect(0, "ping -c 3 -W 5 10.78.0.2");
+    let list = said(&daemon.ctl(&["nic", "list"]));
+    assert!(list.contains("spoofed"), "{list}");
+    let metrics = said(&daemon.ctl(&["metrics"]));
+    assert!(metrics.contains("reason=\"spoofed\""), "{metrics}");
+
+    // A connection outlives the daemon.
+    second.expect(0, "nc -l -p 7002 <>/tmp/open >/tmp/lines 2>/dev/null &");
+    first.expect(
+        0,
+        "sleep 1; (for i in $(seq 60); do echo $i; sleep 0.1; done | nc 10.78.0.2 7002) >/dev/null 2>&1 &",
+    );
+    for _ in 0..2 {
+        std::thread::sleep(Duration::from_secs(2));
+        daemon.child.kill().unwrap();
+        daemon.child.wait().unwrap();
+        daemon = Daemon::start(directory.path(), &mut store, &nics);
+    }
+    let lines = second.shell(
+        "for i in $(seq 150); do [ $(tail -n 1 /tmp/lines) = 60 ] && break; sleep 0.2; done; cat /tmp/lines",
+        PATIENCE,
+    );
+    let expected: String = (1..=60).map(|line| format!("{line}\n")).collect();
+    assert_eq!(lines.stdout, expected);
+}
