@@ -25,8 +25,9 @@
 //! doorbell's futex, by an entry that is pushed when the queue goes to sleep and stays until the doorbell
 //! rings. Before Linux 6.7 there is no such entry: the queue then stays awake.
 //!
-//! A queue that receives from a network has a second thing to wait for, its link. That is waited for by a
-//! poll that is pushed when the queue has buffers and the link had no frame, and that ends with the first one.
+//! A queue of a network device has a second thing to wait for, its link. That is waited for by a poll that ends with the
+//! first event: of a TAP it is pushed when the queue has buffers and the TAP had no frame, of a switch's port it is always
+//! there, and costs nothing while nobody writes to its eventfd.
 //!
 //! A queue whose driver gave no kick, or one that cannot be waited for, stays awake: the thread
 //! waits for no more than [`KICKLESS_POLL_INTERVAL`] while it has one.
@@ -540,6 +541,8 @@ impl IoThread {
             entry.queue.set_waiting(false);
             entry.queue.disable_notification();
             self.awake.join(key);
+            // It may not have been served before.
+            self.listen_to_link(key);
         }
     }
 

@@ -523,12 +523,12 @@ impl Queue {
     ) -> Pass {
         match &self.work {
             Work::Requests(_) => self.serve_requests(turn, share, found, begun),
-            Work::Frames(_) => self.serve_frames(share),
+            Work::Frames(_) => self.serve_frames(share, begun),
         }
     }
 
     /// The same for frames.
-    fn serve_frames(&mut self, share: &mut TurnBudget) -> Pass {
+    fn serve_frames(&mut self, share: &mut TurnBudget, begun: u64) -> Pass {
         let is_served = self.is_served();
         let (Work::Frames(frames), Source::Ring { ring, chain }) =
             (&mut self.work, &mut self.source)
@@ -539,7 +539,7 @@ impl Queue {
             self.unpublished |= frames.reap(ring, &self.stats);
             return Pass::Empty;
         }
-        match frames.serve(ring, chain, &self.memory, share, &self.stats) {
+        match frames.serve(ring, chain, &self.memory, share, &self.stats, begun) {
             Ok((pass, is_unpublished)) => {
                 self.unpublished |= is_unpublished;
                 pass

@@ -8,25 +8,31 @@
 //! What decides where a frame goes lies in its [`Head`], which is read once and is delivered as it was read. The
 //! rest is copied straight from the sender's memory, where the sender may still change it.
 //!
+//! Frames of a turn that are for one receiver are posted together, as a [`Batch`]. A locked instruction waits until all
+//! that was stored before it has reached memory, and what was stored is in the caches of the guests' CPUs: one for each frame
+//! had taken half of an IOThread's time. So a frame for one receiver is posted and released by plain stores.
+//!
 //! A frame that is posted is released exactly once, by whoever has its [`Delivery`]. An inbox that closes, since its
 //! queue stops or breaks, is emptied by whoever comes last: the queue that has closed it, or the sender that
 //! finds it closed after having posted.
 
 use std::cell::UnsafeCell;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, SeqCst};
-use std::sync::atomic::{AtomicBool, AtomicU32, fence};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, fence};
 
 use crossbeam_queue::ArrayQueue;
 use rtvirtio_frames::ethernet::Head;
 use rtvirtio_frames::forwarding::{Destination, Forwarding, Origin, Port};
 use rtvirtio_frames::header::Header;
-use rtvirtio_virtq::ring::{Chain, MAX_SIZE};
+use rtvirtio_virtq::ring::Chain;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// Frames that wait for a receive queue: as many as a turn of four senders.
-const INBOX_FRAMES: usize = 256;
+/// Batches that wait for a receive queue.
+const INBOX_BATCHES: usize = 256;
+/// Frames of a transmit queue that are on their way: more than a turn has, and few enough for a CPU's cache.
+const OUTBOX_FRAMES: usize = 256;
 
 /// Wakes the IOThread of a queue that waits for somebody else's queue, and costs nothing while it does not
 /// wait.
@@ -90,6 +96,8 @@ struct Slot {
     frame: UnsafeCell<Frame>,
     /// Deliveries that have not been released. While there is none the frame is its queue's own.
     deliveries: AtomicU32,
+    /// The slot of the next frame of its batch.
+    next: AtomicU16,
 }
 
 // SAFETY: the frame is written by its transmit queue while `deliveries` is 0, and read by those who have a delivery
@@ -108,7 +116,7 @@ struct Outbox {
 /// Frames for a receive queue.
 #[derive(Debug)]
 struct Inbox {
-    deliveries: ArrayQueue<Delivery>,
+    batches: ArrayQueue<Batch>,
     /// Whether its queue is served.
     is_open: AtomicBool,
     /// Whether its driver has let frames wait for too long: until it has buffers none are posted.
@@ -123,6 +131,26 @@ pub(crate) struct Delivery {
     port: u16,
     pair: u16,
     slot: u16,
+}
+
+/// Frames of one transmit queue for one receive queue, in their order, each of which is a delivery.
+#[derive(Debug)]
+struct Batch {
+    port: u16,
+    pair: u16,
+    /// The slot of the first one.
+    slot: u16,
+    frames: u16,
+}
+
+/// A batch that has yet to be posted.
+#[derive(Debug)]
+struct Pending {
+    /// To this port's inbox of this pair.
+    to: (u16, u16),
+    batch: Batch,
+    /// The slot of the last frame.
+    last: u16,
 }
 
 /// A port's queues: an inbox and an outbox for each pair.
@@ -149,14 +177,14 @@ impl Switch {
     ) -> rustix::io::Result<Arc<Self>> {
         let pair = |_| -> rustix::io::Result<_> {
             let inbox = Inbox {
-                deliveries: ArrayQueue::new(INBOX_FRAMES),
+                batches: ArrayQueue::new(INBOX_BATCHES),
                 is_open: AtomicBool::new(false),
                 is_starved: AtomicBool::new(false),
                 wakeup: Wakeup::new()?,
                 is_claimed: AtomicBool::new(false),
             };
             let outbox = Outbox {
-                slots: (0..MAX_SIZE).map(|_| Slot::default()).collect(),
+                slots: (0..OUTBOX_FRAMES).map(|_| Slot::default()).collect(),
                 wakeup: Wakeup::new()?,
                 is_claimed: AtomicBool::new(false),
             };
@@ -174,10 +202,6 @@ impl Switch {
         &self.forwarding
     }
 
-    pub(crate) const fn max_broadcast(&self) -> f64 {
-        self.max_broadcast
-    }
-
     fn pair(&self, port: u16, pair: u16) -> Option<&(Inbox, Outbox)> {
         self.ports.get(usize::from(port))?.0.get(usize::from(pair))
     }
@@ -187,52 +211,92 @@ impl Switch {
         outbox.slots.get(usize::from(delivery.slot))
     }
 
-    /// The inbox at a port for frames of one flow, of those that are open: a flow has the same one as long as no
-    /// queue comes or goes.
-    fn inbox(&self, port: u16, flow: impl FnOnce() -> u32) -> Option<&Inbox> {
+    /// The pair of a port for frames of one flow, of those whose queues are served: a flow has the same one as long as
+    /// no queue comes or goes. `None`: frames for it are not taken.
+    fn pair_for(&self, port: u16, flow: impl FnOnce() -> u32) -> Option<u16> {
+        let takes = |(inbox, _): &(Inbox, Outbox)| {
+            inbox.is_open.load(Relaxed) && !inbox.is_starved.load(Relaxed)
+        };
         let pairs = &self.ports.get(usize::from(port))?.0;
-        if let [(inbox, _)] = &pairs[..] {
-            return Some(inbox);
+        if let [only] = &pairs[..] {
+            return takes(only).then_some(0);
         }
-        let open =
-            || pairs.iter().map(|(inbox, _)| inbox).filter(|inbox| inbox.is_open.load(Relaxed));
+        let open = || (0..).zip(pairs).filter(|(_, (inbox, _))| inbox.is_open.load(Relaxed));
         let count = open().count();
-        open().nth(flow() as usize % count.max(1))
+        let (pair, chosen) = open().nth(flow() as usize % count.max(1))?;
+        takes(chosen).then_some(pair)
     }
 
-    /// Posts a frame; false: its receiver is not there, or has too many.
-    fn post(&self, inbox: &Inbox, delivery: Delivery) -> bool {
-        let posts = inbox.is_open.load(Relaxed) && !inbox.is_starved.load(Relaxed);
-        if !posts {
-            self.release(delivery);
-            return false;
-        }
-        if let Err(delivery) = inbox.deliveries.push(delivery) {
-            self.release(delivery);
-            return false;
-        }
+    /// Posts a batch and has it found; the frames of one for which there is no room are released. Frames that were not
+    /// posted.
+    fn post(&self, (port, pair): (u16, u16), batch: Batch) -> u16 {
+        let Some((inbox, _)) = self.pair(port, pair) else { return 0 };
+        let refused = match inbox.batches.push(batch) {
+            Ok(()) => 0,
+            Err(batch) => {
+                let frames = batch.frames;
+                self.release_all(batch);
+                frames
+            }
+        };
         inbox.wakeup.wake();
-        // Behind the fence of `wake`: either this sees that the inbox has closed, or whoever closes it sees the
-        // delivery.
+        // Behind the fence of `wake`: either this sees that the inbox has closed, or whoever closes it sees the batch.
         if !inbox.is_open.load(Relaxed) {
             self.empty(inbox);
         }
-        true
+        refused
     }
 
     fn empty(&self, inbox: &Inbox) {
-        while let Some(delivery) = inbox.deliveries.pop() {
-            self.release(delivery);
+        while let Some(batch) = inbox.batches.pop() {
+            self.release_all(batch);
         }
     }
 
-    /// A delivery is done with.
-    pub(crate) fn release(&self, delivery: Delivery) {
-        let Some((_, outbox)) = self.pair(delivery.port, delivery.pair) else { return };
-        let Some(slot) = outbox.slots.get(usize::from(delivery.slot)) else { return };
+    fn release_all(&self, mut batch: Batch) {
+        let port = batch.port;
+        while let Some(delivery) = self.next(&mut batch) {
+            self.release(delivery);
+        }
+        self.wake_senders(port);
+    }
+
+    /// Takes the first frame off a batch.
+    fn next(&self, batch: &mut Batch) -> Option<Delivery> {
+        let &mut Batch { port, pair, slot, .. } = batch;
+        batch.frames = batch.frames.checked_sub(1)?;
+        let delivery = Delivery { port, pair, slot };
+        batch.slot = self.slot(&delivery)?.next.load(Relaxed);
+        Some(delivery)
+    }
+
+    /// Frames of a port have been released.
+    fn wake_senders(&self, port: u16) {
+        let Some(Queues(pairs)) = self.ports.get(usize::from(port)) else { return };
+        pairs.iter().for_each(|(_, outbox)| outbox.wakeup.wake());
+    }
+
+    /// A delivery is done with, of which its sender is to be told ([`Self::wake_senders`]).
+    fn release(&self, delivery: Delivery) {
+        let Some(slot) = self.slot(&delivery) else { return };
         // What was read of the frame was read before its queue sees this.
-        if slot.deliveries.fetch_sub(1, AcqRel) == 1 {
-            outbox.wakeup.wake();
+        if slot.deliveries.load(Relaxed) == 1 {
+            // The only one: nobody else writes here.
+            slot.deliveries.store(0, Release);
+        } else {
+            slot.deliveries.fetch_sub(1, AcqRel);
+        }
+    }
+}
+
+/// Ports that are to be woken when a turn ends: once each, however many frames there were.
+#[derive(Debug, Default)]
+struct ToWake(Vec<u16>);
+
+impl ToWake {
+    fn note(&mut self, port: u16) {
+        if !self.0.contains(&port) {
+            self.0.push(port);
         }
     }
 }
@@ -246,6 +310,8 @@ pub(crate) struct PortSender {
     /// The oldest frame on its way, and how many there are from there on.
     first: usize,
     count: usize,
+    /// What was sent in this turn, by receive queue.
+    pending: Vec<Pending>,
 }
 
 impl PortSender {
@@ -253,15 +319,32 @@ impl PortSender {
     pub(crate) fn claim(switch: &Arc<Switch>, port: u16, pair: u16) -> Option<Self> {
         let (_, outbox) = switch.pair(port, pair)?;
         let is_free = !outbox.is_claimed.swap(true, AcqRel);
-        is_free.then(|| Self { switch: Arc::clone(switch), port, pair, first: 0, count: 0 })
+        is_free.then(|| Self {
+            switch: Arc::clone(switch),
+            port,
+            pair,
+            first: 0,
+            count: 0,
+            pending: Vec::new(),
+        })
     }
 
-    pub(crate) const fn switch(&self) -> &Arc<Switch> {
-        &self.switch
+    pub(crate) fn max_broadcast(&self) -> f64 {
+        self.switch.max_broadcast
     }
 
-    pub(crate) const fn port(&self) -> u16 {
-        self.port
+    /// The number of the port, its switch, and what [`Self::next`] says.
+    pub(crate) fn next_with_switch(&mut self) -> Option<(u16, &Forwarding, &mut Frame)> {
+        let place = self.place(self.count);
+        if self.count == OUTBOX_FRAMES {
+            return None;
+        }
+        let (_, outbox) = self.switch.pair(self.port, self.pair)?;
+        let slot = outbox.slots.get(place)?;
+        // SAFETY: the slot is behind those on their way, so nobody has a delivery of it; this is the one sender of the
+        // outbox, and is borrowed for as long as the frame is.
+        let frame = unsafe { &mut *slot.frame.get() };
+        Some((self.port, &self.switch.forwarding, frame))
     }
 
     fn outbox(&self) -> Option<&Outbox> {
@@ -269,54 +352,72 @@ impl PortSender {
     }
 
     fn place(&self, number: usize) -> usize {
-        (self.first + number) % usize::from(MAX_SIZE)
+        (self.first + number) % OUTBOX_FRAMES
     }
 
-    /// Where the next frame goes; `None`: as many are on their way as a ring has entries.
+    /// Where the next frame goes; `None`: as many as there may be are on their way.
     pub(crate) fn next(&mut self) -> Option<&mut Frame> {
-        if self.count == usize::from(MAX_SIZE) {
-            return None;
-        }
-        let place = self.place(self.count);
-        let slot = self.outbox()?.slots.get(place)?;
-        // SAFETY: the slot is behind those on their way, so nobody has a delivery of it; this is the one sender of the
-        // outbox, and is borrowed for as long as the frame is.
-        Some(unsafe { &mut *slot.frame.get() })
+        self.next_with_switch().map(|(_, _, frame)| frame)
     }
 
-    /// The frame of [`Self::next`] is on its way: to the ports of `destination`, or nowhere. How many have taken
-    /// it, and how many have not. What nobody has taken has a length of 0 from now on.
+    /// The frame of [`Self::next`] is on its way to the ports of `destination`, or nowhere, and [`Self::post`] has to follow. How
+    /// many take it, and how many do not. What nobody takes has a length of 0 from now on.
     pub(crate) fn send(&mut self, destination: Option<Destination>) -> (u32, u32) {
         let place = self.place(self.count);
         self.count += 1;
-        let Some(slot) = self.outbox().and_then(|outbox| outbox.slots.get(place)) else {
+        let Self { switch, port, pair, pending, .. } = self;
+        let outbox = switch.pair(*port, *pair).map(|(_, outbox)| outbox);
+        let Some(slot) = outbox.and_then(|outbox| outbox.slots.get(place)) else {
             return (0, 0);
         };
         // SAFETY: as in `next`; from here on it is only read.
         let frame = unsafe { &*slot.frame.get() };
-        let switch = &*self.switch;
+        let batch = || Batch { port: *port, pair: *pair, slot: place as u16, frames: 1 };
         let (mut taken, mut refused) = (0, 0);
-        let mut post = |port: u16| {
-            // Its own sender does not see it as ended before all have been posted.
-            slot.deliveries.fetch_add(1, Relaxed);
-            let delivery = Delivery { port: self.port, pair: self.pair, slot: place as u16 };
-            let posted = match switch.inbox(port, || frame.head.flow()) {
-                Some(inbox) => switch.post(inbox, delivery),
-                None => {
-                    switch.release(delivery);
-                    false
+        let mut flood = |is_unknown: bool| {
+            // As many as it may go to: those that do not take it are released at once.
+            let ports = switch.forwarding.flooded(frame.origin, is_unknown);
+            slot.deliveries.store(ports.count() as u32, Relaxed);
+            for to in switch.forwarding.flooded(frame.origin, is_unknown) {
+                let Some(to) = switch.pair_for(to, || frame.head.flow()).map(|pair| (to, pair))
+                else {
+                    switch.release(Delivery { port: *port, pair: *pair, slot: place as u16 });
+                    refused += 1;
+                    continue;
+                };
+                // A slot is in one batch at most, and frames keep their order.
+                if let Some(at) = pending.iter().position(|pending| pending.to == to) {
+                    let before = pending.swap_remove(at);
+                    refused += u32::from(switch.post(to, before.batch));
                 }
-            };
-            *(if posted { &mut taken } else { &mut refused }) += 1;
+                let lost = u32::from(switch.post(to, batch()));
+                (taken, refused) = (taken + 1 - lost, refused + lost);
+            }
         };
         match destination {
-            Some(Destination::Port(port)) => post(port),
-            Some(Destination::Group) => {
-                switch.forwarding.flooded(frame.origin, false).for_each(post);
-            }
-            Some(Destination::Unknown) => {
-                switch.forwarding.flooded(frame.origin, true).for_each(post);
-            }
+            Some(Destination::Port(to)) => match switch.pair_for(to, || frame.head.flow()) {
+                Some(pair) => {
+                    taken = 1;
+                    slot.deliveries.store(1, Relaxed);
+                    let to = (to, pair);
+                    match pending.iter_mut().find(|pending| pending.to == to) {
+                        Some(pending) => {
+                            let last = outbox.and_then(|o| o.slots.get(usize::from(pending.last)));
+                            if let Some(last) = last {
+                                last.next.store(place as u16, Relaxed);
+                            }
+                            pending.batch.frames += 1;
+                            pending.last = place as u16;
+                        }
+                        None => {
+                            pending.push(Pending { to, batch: batch(), last: place as u16 });
+                        }
+                    }
+                }
+                None => refused = 1,
+            },
+            Some(Destination::Group) => flood(false),
+            Some(Destination::Unknown) => flood(true),
             None => {}
         }
         if taken == 0 {
@@ -324,6 +425,15 @@ impl PortSender {
             unsafe { (*slot.frame.get()).length = 0 };
         }
         (taken, refused)
+    }
+
+    /// Has the receivers find what was sent since the last time. Frames for which there was no room.
+    pub(crate) fn post(&mut self) -> u32 {
+        let switch = &*self.switch;
+        self.pending
+            .drain(..)
+            .map(|Pending { to, batch, .. }| u32::from(switch.post(to, batch)))
+            .sum()
     }
 
     /// Whether the oldest frame on its way has arrived.
@@ -390,6 +500,9 @@ pub(crate) struct PortReceiver {
     switch: Arc<Switch>,
     port: u16,
     pair: u16,
+    /// What is left of the batch that was taken last.
+    batch: Option<Batch>,
+    to_wake: ToWake,
 }
 
 impl PortReceiver {
@@ -397,7 +510,13 @@ impl PortReceiver {
     pub(crate) fn claim(switch: &Arc<Switch>, port: u16, pair: u16) -> Option<Self> {
         let (inbox, _) = switch.pair(port, pair)?;
         let is_free = !inbox.is_claimed.swap(true, AcqRel);
-        is_free.then(|| Self { switch: Arc::clone(switch), port, pair })
+        is_free.then(|| Self {
+            switch: Arc::clone(switch),
+            port,
+            pair,
+            batch: None,
+            to_wake: ToWake::default(),
+        })
     }
 
     pub(crate) const fn switch(&self) -> &Arc<Switch> {
@@ -413,13 +532,16 @@ impl PortReceiver {
     }
 
     /// From now on frames are taken, or not: then all that wait are released.
-    pub(crate) fn set_open(&self, is_open: bool) {
+    pub(crate) fn set_open(&mut self, is_open: bool) {
         let Some(inbox) = self.inbox() else { return };
         inbox.is_open.store(is_open, Relaxed);
         inbox.is_starved.store(false, Relaxed);
         fence(SeqCst);
         if !is_open {
             self.switch.empty(inbox);
+            if let Some(batch) = self.batch.take() {
+                self.switch.release_all(batch);
+            }
         }
     }
 
@@ -435,12 +557,23 @@ impl PortReceiver {
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.inbox().is_none_or(|inbox| inbox.deliveries.is_empty())
+        self.batch.is_none() && self.inbox().is_none_or(|inbox| inbox.batches.is_empty())
     }
 
     /// The next frame.
-    pub(crate) fn take(&self) -> Option<Delivery> {
-        self.inbox()?.deliveries.pop()
+    pub(crate) fn take(&mut self) -> Option<Delivery> {
+        loop {
+            if let Some(batch) = &mut self.batch {
+                if let Some(delivery) = self.switch.next(batch) {
+                    if batch.frames == 0 {
+                        self.batch = None;
+                    }
+                    return Some(delivery);
+                }
+                self.batch = None;
+            }
+            self.batch = Some(self.inbox()?.batches.pop()?);
+        }
     }
 
     /// The frame of a delivery.
@@ -450,8 +583,16 @@ impl PortReceiver {
         Some(unsafe { &*slot.frame.get() })
     }
 
-    pub(crate) fn release(&self, delivery: Delivery) {
+    /// A delivery is done with; [`Self::wake`] has to follow.
+    pub(crate) fn release(&mut self, delivery: Delivery) {
+        self.to_wake.note(delivery.port);
         self.switch.release(delivery);
+    }
+
+    /// Has the senders find what was released since the last time.
+    pub(crate) fn wake(&mut self) {
+        let switch = &*self.switch;
+        self.to_wake.0.drain(..).for_each(|port| switch.wake_senders(port));
     }
 
     pub(crate) fn wait(&self) {
@@ -480,6 +621,7 @@ impl PortReceiver {
 
 impl Drop for PortReceiver {
     fn drop(&mut self) {
+        self.wake();
         self.set_open(false);
         if let Some(inbox) = self.inbox() {
             inbox.is_claimed.store(false, SeqCst);

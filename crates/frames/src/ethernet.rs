@@ -22,12 +22,14 @@ pub const IPV6: u16 = 0x86dd;
 
 /// Whether an address is that of a group: broadcast and multicast.
 #[must_use]
+#[inline]
 pub const fn is_group(mac: Mac) -> bool {
     mac[0] & 1 != 0
 }
 
 /// Whether frames to this address stay on their link: pause, spanning tree and LACP (802.1Q, table 8-1).
 #[must_use]
+#[inline]
 pub const fn is_link_local(mac: Mac) -> bool {
     matches!(mac, [0x01, 0x80, 0xc2, 0, 0, last] if last < 0x10)
 }
@@ -56,43 +58,52 @@ impl Head {
     }
 
     /// Where up to [`MAX_HEAD_BYTES`] bytes of a frame are read into.
+    #[inline]
     pub const fn buffer(&mut self) -> &mut [u8; MAX_HEAD_BYTES] {
         &mut self.bytes
     }
 
     /// Says how many of them were; false: they are no Ethernet header.
     #[must_use]
+    #[inline]
     pub fn set_length(&mut self, length: usize) -> bool {
-        self.length = length.min(MAX_HEAD_BYTES) as u8;
+        let length = length.min(MAX_HEAD_BYTES);
+        self.length = length as u8;
+        self.bytes[length..].fill(0);
         length >= HEADER_BYTES
     }
 
     /// What was read, and has not been taken out.
     #[must_use]
+    #[inline]
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..usize::from(self.length)]
     }
 
     /// To whom.
     #[must_use]
+    #[inline]
     pub fn destination(&self) -> Mac {
         self.array(0)
     }
 
     /// From whom.
     #[must_use]
+    #[inline]
     pub fn source(&self) -> Mac {
         self.array(6)
     }
 
     /// What it carries, or the type of its tag.
     #[must_use]
+    #[inline]
     pub fn ethertype(&self) -> u16 {
         self.u16(TYPE)
     }
 
     /// Its tag's control information, if it has a tag: priority and VLAN.
     #[must_use]
+    #[inline]
     pub fn tag(&self) -> Option<u16> {
         let is_tagged = TAGS.contains(&self.ethertype());
         is_tagged.then(|| self.u16(TYPE + 2))
@@ -100,6 +111,7 @@ impl Head {
 
     /// Where its payload begins and what that is: behind one tag, if it has one.
     #[must_use]
+    #[inline]
     pub fn payload(&self) -> (usize, u16) {
         match self.tag() {
             Some(_) => (HEADER_BYTES + TAG_BYTES, self.u16(TYPE + TAG_BYTES)),
@@ -108,6 +120,7 @@ impl Head {
     }
 
     /// Takes its tag out; the control information.
+    #[inline]
     pub fn take_tag(&mut self) -> Option<u16> {
         let tag = self.tag()?;
         let length = usize::from(self.length);
@@ -115,6 +128,7 @@ impl Head {
             return None;
         }
         self.bytes.copy_within(TYPE + TAG_BYTES..length, TYPE);
+        self.bytes[length - TAG_BYTES..].fill(0);
         self.length -= TAG_BYTES as u8;
         Some(tag)
     }
@@ -131,6 +145,7 @@ impl Head {
 
     /// The sender's address in an ARP packet (RFC 826), if it is one.
     #[must_use]
+    #[inline]
     pub fn arp_sender(&self) -> Option<Mac> {
         let (at, kind) = self.payload();
         (kind == ARP).then(|| self.array(at + 8))
@@ -139,6 +154,7 @@ impl Head {
     /// A number that frames of one flow have in common: by the addresses and ports of TCP and UDP, and else by
     /// those of Ethernet.
     #[must_use]
+    #[inline]
     pub fn flow(&self) -> u32 {
         let (at, kind) = self.payload();
         let mut hash = Hash(0);
@@ -167,15 +183,17 @@ impl Head {
         hash.finish()
     }
 
+    #[inline]
     fn u16(&self, at: usize) -> u16 {
         u16::from_be_bytes(self.array(at))
     }
 
     /// Zeroes stand behind what was read.
+    #[inline]
     fn array<const N: usize>(&self, at: usize) -> [u8; N] {
         let mut found = [0; N];
-        for (to, from) in found.iter_mut().zip(self.bytes().iter().skip(at)) {
-            *to = *from;
+        if let Some(bytes) = self.bytes.get(at..at + N) {
+            found.copy_from_slice(bytes);
         }
         found
     }

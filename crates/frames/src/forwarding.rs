@@ -99,12 +99,23 @@ pub struct Forwarding {
     learned: Learned,
 }
 
+#[inline]
 const fn key(mac: Mac, vlan: u16) -> u64 {
     let [a, b, c, d, e, f] = mac;
     u64::from_be_bytes([0, 0, a, b, c, d, e, f]) << 12 | vlan as u64
 }
 
 impl Vlans {
+    /// Whether it is in this one, 0 for that of ports without one.
+    #[inline]
+    fn has(&self, vlan: u16) -> bool {
+        match self {
+            Self::Untagged => vlan == 0,
+            Self::Access(own) => *own == vlan,
+            Self::Trunk(vlans) => vlans.contains(&vlan),
+        }
+    }
+
     /// The numbers, 0 for that of ports without one.
     fn numbers(&self) -> &[u16] {
         match self {
@@ -139,20 +150,23 @@ impl Forwarding {
         self.ports.iter().position(|port| port.mac == mac).map(|port| port as u16)
     }
 
+    #[inline]
     fn owner(&self, key: u64) -> Option<u16> {
         let at = self.own.binary_search_by_key(&key, |&(key, _)| key).ok()?;
         self.own.get(at).map(|&(_, port)| port)
     }
 
+    #[inline]
     fn has(&self, port: u16, vlan: u16) -> bool {
         let port = self.ports.get(usize::from(port));
-        port.is_some_and(|port| port.vlans.numbers().contains(&vlan))
+        port.is_some_and(|port| port.vlans.has(vlan))
     }
 
     /// Lets a frame in at a port at `now` seconds of any clock, and takes the tag of a trunk out of it.
     ///
     /// # Errors
     /// [`Refused::Spoofed`], [`Refused::Vlan`].
+    #[inline]
     pub fn admit(&self, number: u16, head: &mut Head, now: u32) -> Result<Origin, Refused> {
         let port = self.ports.get(usize::from(number)).ok_or(Refused::NoReceiver)?;
         let (vlan, tag) = match &port.vlans {
@@ -191,6 +205,7 @@ impl Forwarding {
     ///
     /// # Errors
     /// [`Refused::NoReceiver`]
+    #[inline]
     pub fn destination(&self, from: Origin, head: &Head, now: u32) -> Result<Destination, Refused> {
         let mac = head.destination();
         if is_link_local(mac) {
@@ -211,15 +226,14 @@ impl Forwarding {
     /// The ports that a frame to a [`Destination::Group`] or [`Destination::Unknown`] goes to.
     pub fn flooded(&self, from: Origin, unknown: bool) -> impl Iterator<Item = u16> {
         let goes = move |(number, port): &(u16, &Port)| {
-            *number != from.port
-                && !(unknown && port.anti_spoofing)
-                && port.vlans.numbers().contains(&from.vlan)
+            *number != from.port && !(unknown && port.anti_spoofing) && port.vlans.has(from.vlan)
         };
         (0..).zip(&self.ports).filter(goes).map(|(number, _)| number)
     }
 
     /// How a frame leaves at a port of its VLAN.
     #[must_use]
+    #[inline]
     pub fn egress(&self, port: u16, from: Origin) -> Egress {
         match self.ports.get(usize::from(port)).map(|port| &port.vlans) {
             // Of what has no tag the priority is 0.

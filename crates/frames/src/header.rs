@@ -56,6 +56,7 @@ impl Header {
     ///
     /// # Errors
     /// [`HeaderError`]: the frame cannot be sent as it is.
+    #[inline]
     pub const fn from_driver(mut self, negotiated: u64) -> Result<Self, HeaderError> {
         let needs_checksum = self.0[0] & NEEDS_CSUM != 0;
         if needs_checksum && negotiated & features::CSUM == 0 {
@@ -89,6 +90,7 @@ impl Header {
     ///
     /// # Errors
     /// [`HeaderError`]: the driver cannot take the frame. The host has it for an earlier one.
+    #[inline]
     pub const fn for_driver(mut self, negotiated: u64) -> Result<Self, HeaderError> {
         let needs_checksum = self.0[0] & NEEDS_CSUM != 0;
         if negotiated & features::GUEST_CSUM == 0 {
@@ -113,18 +115,21 @@ impl Header {
 
     /// Whether the frame's checksum is left to whoever has it.
     #[must_use]
+    #[inline]
     pub const fn needs_checksum(&self) -> bool {
         self.0[0] & NEEDS_CSUM != 0
     }
 
     /// From where on the checksum sums up, and where behind that it is: bytes.
     #[must_use]
+    #[inline]
     pub const fn checksum(&self) -> (u16, u16) {
         (self.u16(6), self.u16(8))
     }
 
     /// What is to be cut into segments, if it is.
     #[must_use]
+    #[inline]
     pub const fn segmented(&self) -> Option<Kind> {
         match self.0[1] & !GSO_ECN {
             GSO_TCPV4 => Some(Kind::Tcp4),
@@ -135,6 +140,7 @@ impl Header {
 
     /// Bytes of data of each segment but the last.
     #[must_use]
+    #[inline]
     pub const fn segment_bytes(&self) -> u16 {
         self.u16(4)
     }
@@ -144,6 +150,7 @@ impl Header {
     ///
     /// # Errors
     /// [`HeaderError::Misfit`]
+    #[inline]
     pub fn fitting(mut self, head: &Head, length: usize) -> Result<Self, HeaderError> {
         let (start, offset) = self.checksum();
         let (start, offset) = (usize::from(start), usize::from(offset));
@@ -179,6 +186,7 @@ impl Header {
 
     /// Of the same frame with a tag that has been put in, or taken out.
     #[must_use]
+    #[inline]
     pub fn with_tag(mut self, is_in: bool) -> Self {
         if self.needs_checksum() {
             let tag = TAG_BYTES as u16;
@@ -192,16 +200,19 @@ impl Header {
         self
     }
 
+    #[inline]
     const fn u16(&self, at: usize) -> u16 {
         u16::from_le_bytes([self.0[at], self.0[at + 1]])
     }
 
+    #[inline]
     const fn put(&mut self, at: usize, value: u16) {
         [self.0[at], self.0[at + 1]] = value.to_le_bytes();
     }
 
     /// Says in how many buffers the frame lies.
     #[must_use]
+    #[inline]
     pub const fn in_buffers(mut self, buffers: u16) -> Self {
         self.put(10, buffers);
         self

@@ -32,12 +32,14 @@ impl Limit {
 
     /// When the next frame may pass, ns.
     #[must_use]
+    #[inline]
     pub fn ready_at(&self) -> u64 {
         let paid = self.paid[0].max(self.paid[1]);
         (paid - self.rate.burst as f64).max(0.0).ceil() as u64
     }
 
     /// A frame of so many bytes has passed at `now`, ns.
+    #[inline]
     pub fn pass(&mut self, now: u64, bytes: usize) {
         let costs = [
             self.rate.frames.map_or(0.0, |rate| 1e9 / rate),

@@ -42,6 +42,10 @@ use split::Split;
 /// The most entries of a ring.
 pub const MAX_SIZE: u16 = 1024;
 
+/// How many chains ahead descriptors and buffers are fetched.
+const DESCRIPTORS_AHEAD: u16 = 8;
+const BUFFERS_AHEAD: u16 = 4;
+
 /// Where a ring lies and how it is used.
 #[derive(Debug, Clone, Copy)]
 pub struct RingConfig {
@@ -280,6 +284,19 @@ impl Ring {
                 Ok(taken)
             }
             Err(error) => Err(self.mark_broken(error)),
+        }
+    }
+
+    /// Has the CPU fetch what the chains after the next one lie in. A driver on another CPU has written them last: each would
+    /// be waited for otherwise. Nothing is taken, and nothing that is read here is relied on.
+    #[inline]
+    pub fn prefetch(&self) {
+        if self.error.is_none() {
+            let address = either!(&self.layout, ring => ring.prefetch());
+            let mut near = self.near;
+            if let Some(segment) = address.and_then(|at| self.memory.guest_near(&mut near, at, 1)) {
+                segment.prefetch();
+            }
         }
     }
 

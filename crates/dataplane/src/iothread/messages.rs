@@ -201,7 +201,6 @@ impl IoThread {
         if get(&self.served, key).is_some_and(|entry| !entry.has_bell()) {
             self.listen_to_kick(key);
         }
-        self.listen_to_link(key);
         // Whatever was kicked while nobody listened is found by looking.
         self.wake(key);
     }

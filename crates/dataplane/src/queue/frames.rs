@@ -4,8 +4,7 @@
 //! A frame is at most 64 KiB and may lie in several of the driver's buffers, which are taken before a frame is
 //! there and given back when the queue stops (`buffers`).
 //!
-//! A turn's budget is in bytes, so each frame counts for what it costs at least: [`TAP_COST`] where it is a system
-//! call, [`PORT_COST`] where it is a copy.
+//! A turn ends by what its frames cost the IOThread, estimated ([`crate::drr::cost`]).
 
 use std::sync::Arc;
 
@@ -30,10 +29,6 @@ mod tap;
 use port::{PortReceive, PortTransmit};
 use tap::{TapReceive, TapTransmit};
 
-/// The bytes of a turn that a frame of a TAP takes at least: 16 frames are a turn, some 25 µs.
-const TAP_COST: i64 = 16 << 10;
-/// The same of a switch: 64 frames.
-const PORT_COST: i64 = 4 << 10;
 /// Pieces of one frame (`IOV_MAX` less header and spill).
 const MAX_PARTS: usize = 1000;
 
@@ -105,7 +100,7 @@ impl Frames {
         matches!(self.direction, Direction::TapTransmit(_) | Direction::PortTransmit(_))
     }
 
-    /// A turn.
+    /// A turn, which has begun at `time`, ns of [`now`].
     pub(super) fn serve(
         &mut self,
         ring: &mut Ring,
@@ -113,6 +108,7 @@ impl Frames {
         memory: &Memory,
         share: &mut TurnBudget,
         stats: &QueueStats,
+        time: u64,
     ) -> Served {
         let mut gate = Gate { limit: self.limit.as_mut(), time: 0, closed: None };
         let served = match &mut self.direction {
@@ -120,8 +116,12 @@ impl Frames {
                 transmit.serve(ring, chain, share, stats, &mut gate)
             }
             Direction::TapReceive(receive) => receive.serve(ring, memory, share, stats, &mut gate),
-            Direction::PortTransmit(transmit) => transmit.serve(ring, share, stats, &mut gate),
-            Direction::PortReceive(receive) => receive.serve(ring, memory, share, stats, &mut gate),
+            Direction::PortTransmit(transmit) => {
+                transmit.serve(ring, share, stats, &mut gate, time)
+            }
+            Direction::PortReceive(receive) => {
+                receive.serve(ring, memory, share, stats, &mut gate, time)
+            }
         };
         self.held_until = gate.closed;
         served

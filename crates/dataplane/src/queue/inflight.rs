@@ -3,7 +3,7 @@
 use rtvirtio_engine::{Operation, SCRATCH_BYTES, Segment};
 use rtvirtio_qos::Running;
 
-use crate::drr::QUANTUM_BYTES;
+use crate::drr::{QUANTUM_NS, cost};
 use rtvirtio_virtq::memory::Memory;
 
 /// A request in flight. Free if `operation` is `None`.
@@ -42,12 +42,12 @@ impl InflightRequest {
         self.bytes - self.length
     }
 
-    /// What its part takes of a turn. A range that is discarded or zeroed seldom costs its bytes: it ends
+    /// What its part takes of a turn, ns, beside the request itself. A range that is discarded or zeroed seldom costs its bytes: it ends
     /// the turn at most.
     pub(super) fn cost(&self) -> i64 {
         match self.operation {
-            Some(Operation::Read | Operation::Write { .. }) => self.part as i64,
-            _ => self.part.min(QUANTUM_BYTES.into()) as i64,
+            Some(Operation::Read | Operation::Write { .. }) => cost::transfer_ns(self.part),
+            _ => cost::transfer_ns(self.part).min(QUANTUM_NS),
         }
     }
 

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use super::inflight::InflightRequest;
 use super::{BATCH, BATCH_BYTES, Broken, Finished, Pass, Queue, Turn, Work};
 use crate::clock::now;
-use crate::drr::{QUANTUM_BYTES, TurnBudget};
+use crate::drr::{QUANTUM_NS, TurnBudget, cost};
 use crate::key::token;
 use crate::request::{Action, Limits, Status};
 use crate::schedule::PendingRequest;
@@ -30,7 +30,7 @@ enum Progress {
     Ended,
     /// Its engine has it.
     Started,
-    /// The turn's bytes are used up: what is left waits for the next turn.
+    /// The turn is used up: what is left waits for the next turn.
     TurnUsedUp,
     /// The submission queue is full: it waits until there is room.
     SubmissionFull,
@@ -58,8 +58,8 @@ impl Queue {
         begun: u64,
     ) -> Pass {
         // What has left the ring ends, whatever has become of the ring. The share of a queue that is to
-        // stop has no requests, but bytes.
-        while share.bytes > 0
+        // stop has no requests, but time.
+        while share.ns > 0
             && let Some(head) = self.waiting.pop()
         {
             if self.inflight[usize::from(head)].done_bytes() == 0 {
@@ -104,6 +104,7 @@ impl Queue {
                 return Pass::Empty;
             };
             share.requests -= 1;
+            share.ns -= cost::REQUEST_NS;
             self.in_flight += 1;
             self.stats.start(1);
             slot.status = parsed.status;
@@ -124,7 +125,7 @@ impl Queue {
                     slot.done = 0;
                     if self.member.is_some() {
                         self.submit_to_schedule(head);
-                        share.bytes -= self.inflight[usize::from(head)].cost();
+                        share.ns -= self.inflight[usize::from(head)].cost();
                         continue;
                     }
                     let max = self.max_part(operation);
@@ -159,23 +160,23 @@ impl Queue {
     }
 
     /// Starts what is left of a request: part by part as long as parts end at once and something is left
-    /// of the share, whose bytes they take; then the rest waits for the next turn.
+    /// of the share, whose time they take; then the rest waits for the next turn.
     fn start(&mut self, head: u16, turn: &mut Turn<'_, '_>, share: &mut TurnBudget) -> Progress {
         loop {
             let cost = self.inflight[usize::from(head)].cost();
             match self.start_part(head, turn) {
                 Outcome::Done(result) => {
-                    share.bytes -= cost;
+                    share.ns -= cost;
                     if self.complete_part(head, result) != PartEnd::NextPart {
                         return Progress::Ended;
                     }
-                    if share.bytes <= 0 {
+                    if share.ns <= 0 {
                         self.waiting.push(head);
                         return Progress::TurnUsedUp;
                     }
                 }
                 Outcome::Started => {
-                    share.bytes -= cost;
+                    share.ns -= cost;
                     self.started_here += 1;
                     return Progress::Started;
                 }
@@ -254,7 +255,7 @@ impl Queue {
     /// Starts what is left of a request though it is not its queue's turn: as much of it as a turn has
     /// at most. Whatever came of it, the queue knows: what did not fit is in `waiting`.
     fn start_rest(&mut self, head: u16, turn: &mut Turn<'_, '_>) {
-        let mut budget = TurnBudget { requests: 0, bytes: QUANTUM_BYTES.into() };
+        let mut budget = TurnBudget { requests: 0, ns: QUANTUM_NS };
         let _: Progress = self.start(head, turn, &mut budget);
     }
 

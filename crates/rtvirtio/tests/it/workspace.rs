@@ -27,7 +27,8 @@ const fn member(name: &'static str, may_use: &'static [&'static str], pure: bool
 const MEMBERS: &[Member] = &[
     // The product (crates/).
     member("units", &[], true),
-    member("spec", &["units"], true),
+    member("frames", &[], true),
+    member("spec", &["units", "frames"], true),
     member("cases", &["units", "spec"], true),
     member("model", &["units", "spec"], true),
     member("ssd", &["units"], true),
@@ -43,10 +44,9 @@ const MEMBERS: &[Member] = &[
     member("virtq", &["units"], false),
     member("engine", &["units", "ssd", "virtq"], false),
     member("vhost", &["units", "virtq", "engine"], false),
-    member("net", &["virtq"], false),
     member(
         "dataplane",
-        &["units", "spec", "qos", "iocores", "completion", "virtq", "engine", "vhost", "net"],
+        &["units", "frames", "spec", "qos", "iocores", "completion", "virtq", "engine", "vhost"],
         false,
     ),
     // Options that the daemon does not link (extras/).

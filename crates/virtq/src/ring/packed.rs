@@ -9,7 +9,7 @@ use super::chain::{Builder, DESCRIPTOR, INDIRECT, NEXT, WRITE};
 use super::descriptor::{AVAILABLE, Descriptor, Position, USED};
 use super::inflight::PackedInflight;
 use super::positions::{Finished, Identity, Left, QueuePosition};
-use super::{Chain, Kept, Part, RingConfig, RingError, need_event};
+use super::{BUFFERS_AHEAD, Chain, Kept, Part, RingConfig, RingError, need_event};
 
 // Event suppression structure: the descriptor's offset and wrap counter, then the flags.
 const EVENT: usize = 4;
@@ -215,6 +215,13 @@ impl Packed {
         self.taken += count;
         chain.id = id;
         Ok(true)
+    }
+
+    /// The address of a buffer further on, if each chain until there has one descriptor.
+    #[inline]
+    pub(super) fn prefetch(&self) -> Option<u64> {
+        let position = self.available.after(BUFFERS_AHEAD.min(self.size), self.size);
+        Some(self.descriptors.load_u64(position.offset(), Ordering::Relaxed))
     }
 
     /// The request that was taken last is as if it had not been.

@@ -50,6 +50,14 @@ impl Part {
         Self { base, length }
     }
 
+    /// Has the CPU fetch what is at an offset.
+    #[inline]
+    pub(super) fn prefetch(&self, offset: usize) {
+        if offset < self.length {
+            Segment::new(self.base.wrapping_add(offset), 1).prefetch();
+        }
+    }
+
     /// Part of a ring, at a front end's virtual address.
     pub(super) fn translate(
         memory: &Memory,

@@ -6,7 +6,7 @@ use crate::memory::Memory;
 
 use super::chain::{Builder, DESCRIPTOR, INDIRECT, NEXT};
 use super::inflight::{InflightQueue, SplitInflight};
-use super::{Chain, Part, RingConfig, RingError, need_event};
+use super::{BUFFERS_AHEAD, Chain, DESCRIPTORS_AHEAD, Part, RingConfig, RingError, need_event};
 
 // Offsets in the available ring and in the used ring.
 const FLAGS: usize = 0;
@@ -32,6 +32,9 @@ pub(super) struct Split {
     next_available: u16,
     /// The available ring's index as last read: entries before it are known to be there.
     seen_available: u16,
+    /// Entries of the available ring, read together: the driver writes others in the same cache line, and each look at it
+    /// while it does takes the line from its CPU.
+    heads: Heads,
     /// The next entry of the used ring.
     next_used: u16,
     /// The used ring's index as the driver knows it.
@@ -44,10 +47,30 @@ pub(super) struct Split {
     log: Option<u64>,
 }
 
+/// Entries of the available ring that were read.
+#[derive(Debug)]
+struct Heads {
+    /// The first one.
+    from: u16,
+    count: u16,
+    heads: [u16; HEADS],
+}
+
+/// A cache line of entries.
+const HEADS: usize = 32;
+
 struct Parts {
     descriptors: Part,
     available: Part,
     used: Part,
+}
+
+impl Heads {
+    #[inline]
+    fn get(&self, index: u16) -> Option<u16> {
+        let at = index.wrapping_sub(self.from);
+        if at < self.count { self.heads.get(usize::from(at)).copied() } else { None }
+    }
 }
 
 impl Parts {
@@ -99,6 +122,7 @@ impl Split {
             indirect: config.indirect,
             next_available,
             seen_available: next_available,
+            heads: Heads { from: next_available, count: 0, heads: [0; HEADS] },
             next_used: published,
             published,
             busy: vec![false; usize::from(config.size)],
@@ -158,6 +182,19 @@ impl Split {
         Ok(true)
     }
 
+    /// Fetches a descriptor further on; the address of the buffer of one that is nearer.
+    #[inline]
+    pub(super) fn prefetch(&self) -> Option<u64> {
+        let descriptor = |ahead: u16| {
+            let head = self.heads.get(self.next_available.wrapping_add(ahead))?;
+            (head < self.size).then_some(usize::from(head) * DESCRIPTOR)
+        };
+        if let Some(further) = descriptor(DESCRIPTORS_AHEAD) {
+            self.descriptors.prefetch(further);
+        }
+        Some(self.descriptors.load_u64(descriptor(BUFFERS_AHEAD)?, Ordering::Relaxed))
+    }
+
     /// The request that was taken last is as if it had not been.
     pub(super) fn untake(&mut self, id: u16) -> bool {
         match self.busy.get_mut(usize::from(id)) {
@@ -182,9 +219,24 @@ impl Split {
                 return Ok(None);
             }
         }
-        let slot = usize::from(self.next_available & (self.size - 1));
-        let head = self.available.load_u16(ENTRIES + AVAILABLE_ENTRY * slot, Ordering::Relaxed);
+        let Some(head) = self.heads.get(self.next_available) else {
+            self.read_heads();
+            return Ok(self.heads.get(self.next_available));
+        };
         Ok(Some(head))
+    }
+
+    /// Reads entries that are there, from the next one on.
+    fn read_heads(&mut self) {
+        let from = self.next_available;
+        let count = self.seen_available.wrapping_sub(from).min(HEADS as u16);
+        let mut index = from;
+        for head in self.heads.heads.iter_mut().take(count.into()) {
+            let slot = usize::from(index & (self.size - 1));
+            *head = self.available.load_u16(ENTRIES + AVAILABLE_ENTRY * slot, Ordering::Relaxed);
+            index = index.wrapping_add(1);
+        }
+        (self.heads.from, self.heads.count) = (from, count);
     }
 
     /// Adds the descriptors of a chain, whose head is in the table.

@@ -8,6 +8,7 @@ use rtvirtio_vhost::Backend as _;
 use super::frames::{HEADER, Port, frame};
 use super::*;
 use crate::nic::{Link, Nic, NicConfig};
+use crate::queue::NicQueueSetup;
 use crate::switch::Switch;
 
 const ALL: u64 = features::ALWAYS;
@@ -408,6 +409,28 @@ fn queues_of_a_switch_rest_and_are_woken() {
     net.pool.stop(receiver.key).unwrap();
 }
 
+/// As front ends do that enable a ring when all of them are set up.
+#[test]
+fn queue_that_is_enabled_later_is_woken_too() {
+    let net = Net::new(&[ALL, ALL]);
+    let mut sender = net.start(0, 1, false, 0);
+    let mut port = Port::new(true);
+    let setup = NicQueueSetup { enabled: false, ..port.setup(&net.nics[1], 0) };
+    let key = net.pool.start_nic(setup, net.threads[1]).unwrap();
+    let slots = port.offer(0..4, 1526);
+    sender.port.send(0, PLAIN, &between(0, 1, 1, 60));
+    sender.port.take();
+    net.pool.edit(key, |queue| queue.set_enabled(true)).unwrap();
+    // Longer than queues stay awake.
+    std::thread::sleep(Duration::from_millis(20));
+    sender.port.send(0, PLAIN, &between(0, 1, 2, 60));
+    assert_eq!(port.receive(&slots).0, between(0, 1, 2, 60));
+    sender.port.take();
+    assert_eq!(sender.stats.drops().no_buffers, 1);
+    net.pool.stop(sender.key).unwrap();
+    net.pool.stop(key).unwrap();
+}
+
 #[test]
 fn broadcasts_go_to_all_and_too_many_do_not() {
     let net = Net::new(&[ALL; 4]);
@@ -442,7 +465,9 @@ fn sender_of_too_many_broadcasts_loses_the_rest() {
             sender.port.take();
         }
     }
-    (0..31).for_each(|_| drop(sender.port.take()));
+    for _ in 0..31 {
+        sender.port.take();
+    }
     let drops = sender.stats.drops();
     // Nobody is there to take those that may pass.
     assert!(drops.broadcast > 0 && drops.no_buffers > 0, "{drops:?}");

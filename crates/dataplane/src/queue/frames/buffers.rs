@@ -84,6 +84,7 @@ impl Buffers {
             if !self.held.is_empty() && !is_mergeable || self.held.len() == MAX_HELD {
                 return Ok(Gathered::NeverEnough);
             }
+            ring.prefetch();
             let mut chain = self.spare.pop().unwrap_or_default();
             if !ring.next(&mut chain)? {
                 self.spare.push(chain);
@@ -112,22 +113,27 @@ impl Buffers {
 
     /// Writes parts of a frame one behind the other, behind its virtio header.
     pub(super) fn fill(&self, parts: impl Iterator<Item = Segment>) {
-        let mut to = self.segments(BYTES);
-        let mut here = Segment::EMPTY;
-        for mut part in parts {
-            while !part.is_empty() {
-                if here.is_empty() {
-                    match to.next() {
-                        Some(next) => here = next,
+        let mut parts = parts.filter(|part| !part.is_empty());
+        let Some(mut part) = parts.next() else { return };
+        let mut skip = BYTES;
+        for segment in self.held.iter().flat_map(|held| &held.chain.writable) {
+            let mut to = *segment;
+            let skipped = skip.min(to.len());
+            to.advance(skipped);
+            skip -= skipped;
+            while !to.is_empty() {
+                let length = to.len().min(part.len());
+                // SAFETY: `to` is guest memory, which the ring's memory keeps mapped; whoever fills vouches for
+                // the parts.
+                unsafe { copy(part.base(), to.base(), length) };
+                to.advance(length);
+                part.advance(length);
+                if part.is_empty() {
+                    match parts.next() {
+                        Some(next) => part = next,
                         None => return,
                     }
                 }
-                let length = here.len().min(part.len());
-                // SAFETY: `here` is guest memory, which the ring's memory keeps mapped; whoever fills vouches for
-                // the parts.
-                unsafe { copy(part.base(), here.base(), length) };
-                here.advance(length);
-                part.advance(length);
             }
         }
     }

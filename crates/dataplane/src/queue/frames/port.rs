@@ -14,9 +14,8 @@ use rtvirtio_virtq::ring::Ring;
 use rustix::fd::BorrowedFd;
 
 use super::buffers::{Buffers, Gathered};
-use super::{Gate, PORT_COST, Pass, Served, copy, read_header};
-use crate::clock::now;
-use crate::drr::TurnBudget;
+use super::{Gate, Pass, Served, copy, read_header};
+use crate::drr::{TurnBudget, cost};
 use crate::nic::Nic;
 use crate::stats::{Dropped, Op, QueueStats};
 use crate::switch::{Delivery, Frame, PortReceiver, PortSender};
@@ -26,10 +25,6 @@ use crate::switch::{Delivery, Frame, PortReceiver, PortSender};
 const MAX_WAIT_NS: u64 = 1_000_000;
 /// How far ahead of its rate a sender of broadcasts may be, ns: what a guest sends that starts.
 const BROADCAST_BURST_NS: u64 = 100_000_000;
-
-fn cost(bytes: usize) -> i64 {
-    (bytes as i64).max(PORT_COST)
-}
 
 const fn seconds(ns: u64) -> u32 {
     (ns / 1_000_000_000) as u32
@@ -44,7 +39,7 @@ pub(super) struct PortTransmit {
 
 impl PortTransmit {
     pub(super) fn new(nic: &Arc<Nic>, port: PortSender) -> Self {
-        let frames = Some(port.switch().max_broadcast());
+        let frames = Some(port.max_broadcast());
         let broadcast = Limit::new(Rate { frames, bits: None, burst: BROADCAST_BURST_NS });
         Self { nic: Arc::clone(nic), port, broadcast }
     }
@@ -88,10 +83,10 @@ impl PortTransmit {
         share: &mut TurnBudget,
         stats: &QueueStats,
         gate: &mut Gate<'_>,
+        time: u64,
     ) -> Served {
         let mut is_unpublished = self.reap(ring, stats);
         let negotiated = self.nic.driver_features();
-        let time = now();
         let mut pass = Pass::More;
         while share.is_left() {
             let is_open = gate.is_open();
@@ -99,9 +94,17 @@ impl PortTransmit {
                 pass = Pass::Empty;
                 break;
             };
-            if !ring.next(&mut frame.chain)? {
-                pass = Pass::Empty;
-                break;
+            ring.prefetch();
+            match ring.next(&mut frame.chain) {
+                Ok(true) => {}
+                Ok(false) => {
+                    pass = Pass::Empty;
+                    break;
+                }
+                Err(error) => {
+                    stats.lose(Dropped::NoBuffers, self.port.post());
+                    return Err(error);
+                }
             }
             stats.start(1);
             frame.posted = time;
@@ -121,18 +124,18 @@ impl PortTransmit {
                 (_, refused) => stats.lose(Dropped::NoBuffers, refused),
             }
             share.requests -= 1;
-            // A frame for many is a posting to each.
-            share.bytes -= cost(bytes).max(i64::from(taken + refused) * (PORT_COST / 4));
+            // Its bytes are copied by its receivers.
+            share.ns -= cost::PORT_FRAME_NS + i64::from(taken + refused) * cost::NOTE_NS;
         }
+        stats.lose(Dropped::NoBuffers, self.port.post());
         is_unpublished |= self.reap(ring, stats);
         Ok((pass, is_unpublished))
     }
 
     /// Says where the next frame goes; its length.
     fn forward(&mut self, negotiated: u64, time: u64) -> Result<(usize, Destination), Dropped> {
-        let number = self.port.port();
-        let switch = Arc::clone(self.port.switch());
-        let frame = self.port.next().ok_or(Dropped::Malformed)?;
+        let next = self.port.next_with_switch();
+        let (number, forwarding, frame) = next.ok_or(Dropped::Malformed)?;
         let mut header = [0; BYTES];
         if !read_header(&mut frame.chain.readable, &mut header) {
             return Err(Dropped::Malformed);
@@ -146,7 +149,6 @@ impl PortTransmit {
         frame.header = fitting.map_err(|_| Dropped::Malformed)?;
         frame.length = length;
         let seconds = seconds(time);
-        let forwarding = switch.forwarding();
         let origin = forwarding.admit(number, &mut frame.head, seconds);
         frame.origin = origin.map_err(dropped)?;
         if frame.origin.tag.is_some() {
@@ -271,6 +273,7 @@ impl PortReceive {
         self.port.set_open(is_open);
         if !is_open && let Some(Current::Whole(delivery)) = self.current.take() {
             self.port.release(delivery);
+            self.port.wake();
         }
     }
 
@@ -285,6 +288,22 @@ impl PortReceive {
         share: &mut TurnBudget,
         stats: &QueueStats,
         gate: &mut Gate<'_>,
+        time: u64,
+    ) -> Served {
+        let served = self.serve_frames(ring, memory, share, stats, gate, time);
+        self.port.wake();
+        served
+    }
+
+    /// Whoever has waited for too long has done so since the turn began, at `time`.
+    fn serve_frames(
+        &mut self,
+        ring: &mut Ring,
+        memory: &Memory,
+        share: &mut TurnBudget,
+        stats: &QueueStats,
+        gate: &mut Gate<'_>,
+        time: u64,
     ) -> Served {
         self.starved_until = None;
         if self.port.is_starved() && ring.is_pending() {
@@ -293,8 +312,6 @@ impl PortReceive {
         let negotiated = self.nic.driver_features();
         let is_mergeable = negotiated & features::MRG_RXBUF != 0;
         let mut is_unpublished = false;
-        // Whoever has waited for too long has done so since the turn began.
-        let time = now();
         while share.is_left() {
             let Some(piece) = self.next_piece(negotiated, share, stats) else {
                 return Ok((Pass::Empty, is_unpublished));
@@ -313,7 +330,7 @@ impl PortReceive {
                     // Until there are buffers, nobody waits for them again.
                     self.port.set_starved(is_open);
                     self.drop_current(reason, stats);
-                    share.bytes -= PORT_COST / 4;
+                    share.ns -= cost::NOTE_NS;
                     continue;
                 }
                 Gathered::Enough => return Ok((Pass::Empty, is_unpublished)),
@@ -329,7 +346,7 @@ impl PortReceive {
             stats.count(Op::Read, bytes as u64);
             gate.pass(bytes);
             share.requests -= 1;
-            share.bytes -= cost(bytes);
+            share.ns -= cost::port_ns(bytes);
         }
         Ok((Pass::More, is_unpublished))
     }
@@ -365,7 +382,7 @@ impl PortReceive {
                         Err(reason) => {
                             stats.start(1);
                             stats.drop_frame(Op::Read, reason);
-                            share.bytes -= PORT_COST / 4;
+                            share.ns -= cost::NOTE_NS;
                         }
                     }
                 }
@@ -401,17 +418,16 @@ impl PortReceive {
         let posted = frame.posted;
         let header = frame.header.with_tag_of(egress);
         let mut at = 0;
-        with_parts(frame, egress, |parts| {
-            for part in parts {
-                let length = part.len().min(self.scratch.len() - at);
-                // SAFETY: the part is the frame's or its sender's memory, which is mapped while it is not released.
-                unsafe { copy(part.base(), self.scratch[at..].as_mut_ptr(), length) };
-                at += length;
-            }
-        });
+        let mut tagged = [0; HEADER_BYTES + 2];
+        for part in parts(frame, egress, &mut tagged) {
+            let length = part.len().min(self.scratch.len() - at);
+            // SAFETY: the part is the frame's or its sender's memory, which is mapped while it is not released.
+            unsafe { copy(part.base(), self.scratch[at..].as_mut_ptr(), length) };
+            at += length;
+        }
         self.port.release(delivery);
         // It is copied twice.
-        share.bytes -= cost(length);
+        share.ns -= cost::port_ns(length);
         let whole = &mut self.scratch[..length];
         if header.segmented().is_some() {
             let segments = Segments::new(whole, &header).map_err(|_| Dropped::Malformed)?;
@@ -430,7 +446,8 @@ impl PortReceive {
                     let egress = self.egress(frame);
                     let told = frame.header.with_tag_of(egress).for_driver(negotiated);
                     header = told.unwrap_or(Header::COMPLETE);
-                    with_parts(frame, egress, |parts| self.buffers.fill(parts));
+                    let mut tagged = [0; HEADER_BYTES + 2];
+                    self.buffers.fill(parts(frame, egress, &mut tagged));
                 }
                 self.port.release(delivery);
             }
@@ -494,18 +511,19 @@ const fn part(bytes: &[u8]) -> Segment {
     Segment::new(bytes.as_ptr().cast_mut(), bytes.len())
 }
 
-/// The pieces of a frame as it leaves.
-fn with_parts(
-    frame: &Frame,
+/// The pieces of a frame as it leaves; `tagged` is where its beginning is put together, if it has a tag.
+fn parts<'a>(
+    frame: &'a Frame,
     egress: Egress,
-    mut act: impl FnMut(&mut dyn Iterator<Item = Segment>),
-) {
-    let rest = frame.chain.readable.iter().copied();
-    match egress {
-        Egress::Untagged => act(&mut [part(frame.head.bytes())].into_iter().chain(rest)),
+    tagged: &'a mut [u8; HEADER_BYTES + 2],
+) -> impl Iterator<Item = Segment> {
+    let (first, second) = match egress {
+        Egress::Untagged => (Segment::EMPTY, part(frame.head.bytes())),
         Egress::Tagged(tag) => {
             let (first, second) = frame.head.with_tag(tag);
-            act(&mut [part(&first), part(second)].into_iter().chain(rest));
+            *tagged = first;
+            (part(tagged), part(second))
         }
-    }
+    };
+    [first, second].into_iter().chain(frame.chain.readable.iter().copied())
 }

@@ -13,15 +13,11 @@ use rustix::fd::BorrowedFd;
 use rustix::io::Errno;
 
 use super::buffers::{Buffers, Gathered};
-use super::{Gate, MAX_PARTS, Pass, Served, TAP_COST, read_header};
-use crate::drr::TurnBudget;
+use super::{Gate, MAX_PARTS, Pass, Served, read_header};
+use crate::drr::{TurnBudget, cost};
 use crate::nic::Nic;
 use crate::stats::{Dropped, Op, QueueStats};
 use crate::tap::Tap;
-
-fn cost(bytes: usize) -> i64 {
-    (bytes as i64).max(TAP_COST)
-}
 
 /// To the TAP.
 pub(super) struct TapTransmit {
@@ -62,7 +58,7 @@ impl TapTransmit {
             let sent = sent.unwrap_or(0);
             gate.pass(sent);
             share.requests -= 1;
-            share.bytes -= cost(sent);
+            share.ns -= cost::tap_ns(sent);
         }
         Ok((Pass::More, is_unpublished))
     }
@@ -172,7 +168,7 @@ impl TapReceive {
             stats.start(1);
             gate.pass(received.saturating_sub(BYTES));
             share.requests -= 1;
-            share.bytes -= cost(received);
+            share.ns -= cost::tap_ns(received);
             let fits = (BYTES + HEADER_BYTES..=self.buffers.bytes()).contains(&received);
             match header.for_driver(negotiated) {
                 Ok(header) if fits => {
