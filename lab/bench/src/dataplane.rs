@@ -5,8 +5,7 @@
 //! - [`load`]: random 4 KiB requests and what they take.
 //! - [`server`]: `rtvirtio serve` and `qemu-storage-daemon`, started with the same
 //!   disk, nice and affinity.
-//! - [`marks`]: the four marks, judged row by row.
-//! - [`table`], `plot`: for a terminal, for a page.
+//! - [`marks`]: the table and the plot, and the four marks, judged row by row.
 //! - [`footprint`]: what many disks cost.
 //! - [`moves`]: queues that change their IOThread under a load.
 //! - [`verify`]: content that tells where and when it was written.
@@ -24,9 +23,7 @@ pub mod footprint;
 pub mod load;
 pub mod marks;
 pub mod moves;
-mod plot;
 pub mod server;
-pub mod table;
 pub mod verify;
 
 use std::fs::File;
@@ -38,7 +35,7 @@ use anyhow::{Context, Result, ensure};
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::run::Machine;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::experiment::{self, Experiment, write_files};
 use client::Endpoint;
@@ -487,20 +484,16 @@ fn written_file(directory: &Path, bytes: u64) -> Result<tempfile::NamedTempFile>
 /// If there is nothing to show, or they cannot be written.
 pub fn write_report(cells: &[Cell], out: &Path) -> Result<String> {
     ensure!(!cells.is_empty(), "no cell was measured");
-    let text = table::render(cells);
-    write_files(out, &[("table.txt", &text), ("plot.svg", &plot::render(cells))])?;
+    let rows = marks::rows(cells);
+    let text = marks::text(&rows);
+    write_files(out, &[("table.txt", &text), ("plot.svg", &marks::plot(&rows))])?;
     Ok(text)
 }
 
 /// The medians of all rows.
 #[must_use]
 pub fn rows_as_json(cells: &[Cell]) -> Value {
-    let rows = marks::rows(cells).into_iter().flat_map(|(case, servers)| {
-        servers.into_iter().map(move |((server, iothreads), medians)| {
-            json!({"case": case, "server": server, "iothreads": iothreads, "medians": medians})
-        })
-    });
-    rows.collect()
+    marks::table(&marks::rows(cells)).json()
 }
 
 #[cfg(test)]

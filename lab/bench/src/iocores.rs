@@ -11,7 +11,7 @@
 //! - `vcpus`: where clients and what computes run, and what they had of the CPUs.
 //! - `watch`: IOThreads and moves, by the server's events.
 //! - `trial`: one server with its VMs for one scenario.
-//! - [`judge`]: medians, utilities, marks. [`mod@table`], `plot`: for a terminal, for a page.
+//! - [`judge`]: medians, utilities, marks. [`mod@table`]: for a terminal, and as plots.
 //! - [`load`]: one VM on one IOThread, by which the simulator is calibrated. [`costs`]: how.
 //! - [`simulated`]: the same in the simulator, beside.
 //! - [`disturb`]: what a monitor that ends, a reader that does not read and hostile requests do to the
@@ -33,7 +33,6 @@ pub mod disturb;
 pub mod judge;
 pub mod load;
 pub mod machine;
-mod plot;
 pub mod simulated;
 pub mod table;
 mod trial;
@@ -270,7 +269,7 @@ pub fn write_report(
 ) -> Result<String> {
     let text = table::table(campaign, compared);
     let cells = &campaign.cells;
-    let (pareto, timelines) = (plot::pareto(&judge::rows(cells)), plot::timelines(cells));
+    let (pareto, timelines) = (table::pareto(&judge::rows(cells)), table::timelines(cells));
     let files = [("table.txt", &text), ("pareto.svg", &pareto), ("timelines.svg", &timelines)];
     write_files(out, &files.map(|(name, text)| (name, text.as_str())))?;
     Ok(text)

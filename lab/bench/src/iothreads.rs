@@ -13,7 +13,7 @@
 //! a guest's start. IOThreads have QEMU's default polling, and no CPU of their own.
 //!
 //! Properties (tests of the same name): `arguments_are_those_of_a_plan`,
-//! `cpu_time_is_read_whatever_the_threads_name`, `summary_has_medians_and_ranges`.
+//! `cpu_time_is_read_whatever_the_threads_name`, `table_has_medians_and_ranges`.
 
 use std::fs::{File, read_to_string};
 use std::path::Path;
@@ -35,6 +35,8 @@ use serde_json::{Value, json};
 
 use crate::experiment::{self, Experiment};
 use crate::guests::{Accelerator, COMMAND, Guest, GuestImage, Start};
+use crate::stats::{self, Runs};
+use crate::table::Table;
 use rtvirtio_calibrate::load::MachineSample;
 use rtvirtio_calibrate::testbed::{GUEST_FILES, take_host};
 
@@ -435,65 +437,33 @@ impl Cpu {
     }
 }
 
-/// A number over all repetitions.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Spread {
-    /// Of an even number the larger of the two in the middle.
-    pub median: f64,
-    /// The smallest.
-    pub min: f64,
-    /// The largest.
-    pub max: f64,
-}
+/// Each service at each depth over all repetitions, in the order of tables.
+pub type Row<'a> = Runs<'a, (u32, Service), Run>;
 
-/// A cell over all repetitions.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Summary {
-    /// What served the disk.
-    pub service: Service,
-    /// Requests in flight of each of fio's jobs.
-    pub depth: u32,
-    /// Repetitions.
-    pub runs: usize,
-    /// Requests per second.
-    pub iops: Spread,
-    /// The process's CPU for each request, µs.
-    pub total_us: Spread,
-    /// Of that, IOThreads.
-    pub iothreads_us: Spread,
-    /// Main loop.
-    pub main_loop_us: Spread,
-    /// vCPUs.
-    pub vcpus_us: Spread,
-    /// All CPU of the machine that was not QEMU's, in cores.
-    pub elsewhere_cores: Spread,
-}
-
-/// Each cell's medians and ranges, by depth and service.
+/// The runs by depth and service.
 #[must_use]
-pub fn summaries(runs: &[Run]) -> Vec<Summary> {
-    let cells = DEPTHS.into_iter().flat_map(|d| Service::ALL.map(|s| (d, s)));
-    let summary = |(depth, service)| {
-        let its: Vec<_> =
-            runs.iter().filter(|r| r.depth == depth && r.service == service).collect();
-        let spread = |number: fn(&Run) -> f64| {
-            let mut all: Vec<_> = its.iter().map(|r| number(r)).collect();
-            all.sort_by(f64::total_cmp);
-            Some(Spread { median: *all.get(all.len() / 2)?, min: *all.first()?, max: *all.last()? })
-        };
-        Some(Summary {
-            service,
-            depth,
-            runs: its.len(),
-            iops: spread(|r| r.iops)?,
-            total_us: spread(|r| r.cpu_us.total)?,
-            iothreads_us: spread(|r| r.cpu_us.iothreads)?,
-            main_loop_us: spread(|r| r.cpu_us.main_loop)?,
-            vcpus_us: spread(|r| r.cpu_us.vcpus)?,
-            elsewhere_cores: spread(|r| r.elsewhere_cores)?,
-        })
+pub fn rows(runs: &[Run]) -> Vec<Row<'_>> {
+    let mut rows = stats::runs(runs, |run| (run.depth, run.service));
+    rows.sort_by_key(|row| (row.key.0, Service::ALL.iter().position(|of| *of == row.key.1)));
+    rows
+}
+
+/// Medians and ranges; `iops` is what the requests a second are called.
+#[must_use]
+pub fn table<'a>(rows: &'a [Row<'a>], iops: &str) -> Table<'a, Row<'a>> {
+    let shown = |digits: usize, of: fn(&Run) -> f64| {
+        move |row: &Row<'_>| Some(format!("{:.digits$}", row.spread(of)?))
     };
-    cells.filter_map(summary).collect()
+    Table::of(rows)
+        .text("depth", |row| format!("{VCPUS} x {}", row.key.0))
+        .text("served by", |row| row.key.1.name())
+        .figure("runs", 0, Runs::n)
+        .shown(iops, shown(0, |run| run.iops))
+        .shown("CPU", shown(1, |run| run.cpu_us.total))
+        .shown("IOThreads", shown(1, |run| run.cpu_us.iothreads))
+        .shown("main loop", shown(1, |run| run.cpu_us.main_loop))
+        .shown("vCPUs", shown(1, |run| run.cpu_us.vcpus))
+        .shown("elsewhere", shown(2, |run| run.elsewhere_cores))
 }
 
 #[cfg(test)]

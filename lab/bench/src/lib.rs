@@ -9,7 +9,7 @@
 //! - [`closed_loop`]: `watch --control` on trial.
 //! - [`completion`]: how threads learn that their I/O has ended, beside threads that compute.
 //! - [`dataplane`]: a vhost-user-blk server beside its peers, and whether it loses data.
-//! - [`report`]: one HTML file, and a table for a terminal.
+//! - [`report`]: a page of cells. [`table`], `plot`, [`stats`]: what all of them show their results by.
 
 pub mod campaign;
 pub mod cell;
@@ -22,7 +22,10 @@ pub mod iocores;
 pub mod iothreads;
 mod lines;
 pub mod path;
+mod plot;
 pub mod qos;
 pub mod report;
 pub mod scratch;
+pub mod stats;
+pub mod table;
 pub mod verdict;

@@ -17,7 +17,7 @@
 //! - [`curve`]: what its schedule is told of the device.
 //! - [`disk`]: the device.
 //! - `trial`: one server with its clients for one window.
-//! - `rows`, [`mod@table`], `plot`: what it comes to, for a terminal, for a page.
+//! - `rows`, [`mod@table`]: what it comes to, for a terminal and as a plot.
 //!
 //! Benchmarks of their own: [`cost`], what a schedule costs; [`changes`], how soon targets are met
 //! again when the load or the device changes; [`admission`], whether what is promised can be kept.
@@ -32,7 +32,6 @@ pub mod cost;
 pub mod curve;
 pub mod disk;
 pub mod neighbour;
-mod plot;
 mod rows;
 pub mod table;
 pub(crate) mod trial;
@@ -286,8 +285,7 @@ impl Benchmark<'_> {
 pub fn write_report(cells: &[Cell], beside: Option<&Path>, out: &Path) -> Result<String> {
     let kernel = beside.map(campaign::read).transpose()?.unwrap_or_default();
     let text = table::table(cells, &kernel);
-    let plot = plot::render(&rows::rows(cells, &kernel));
-    write_files(out, &[("table.txt", &text), ("plot.svg", &plot)])?;
+    write_files(out, &[("table.txt", &text), ("plot.svg", &table::plot(cells, &kernel))])?;
     Ok(text)
 }
 

@@ -18,6 +18,7 @@ use serde::Serialize;
 use super::BLOCK;
 use super::client::{Client, Endpoint, Queue, Shape};
 use super::cpu::ProcessCpu;
+use crate::table::Table;
 use rtvirtio_calibrate::confine::confine;
 
 /// What a daemon may have resident, MiB: itself, and each idle queue.
@@ -57,10 +58,14 @@ pub struct Footprint {
 }
 
 impl Footprint {
+    const fn all_queues(&self) -> usize {
+        self.devices * self.queues
+    }
+
     /// The most that may be resident, MiB.
     #[must_use]
     pub fn limit_mib(&self) -> f64 {
-        LIMIT_MIB.0 + LIMIT_MIB.1 * (self.devices * self.queues) as f64
+        LIMIT_MIB.0 + LIMIT_MIB.1 * self.all_queues() as f64
     }
 
     /// Whether all limits are kept.
@@ -243,26 +248,19 @@ fn raise_descriptors() {
 /// For a terminal.
 #[must_use]
 pub fn render(rows: &[Footprint]) -> String {
-    let mut text = "devices  queues  start ms  alone MiB  resident MiB  allowed MiB  \
-                    KiB/queue  idle % of a core  threads  descriptors\n"
-        .to_owned();
-    for row in rows {
-        let all = row.devices * row.queues;
-        let each = (row.resident_mib - row.alone_mib) * 1024.0 / all as f64;
-        let _ = writeln!(
-            text,
-            "{:7}  {:6}  {:8.0}  {:9.1}  {:12.1}  {:11.1}  {each:9.1}  {:16.2}  {:7}  {:11}{}",
-            row.devices,
-            all,
-            row.start.as_secs_f64() * 1e3,
-            row.alone_mib,
-            row.resident_mib,
-            row.limit_mib(),
-            row.idle_cores * 100.0,
-            row.threads,
-            row.descriptors,
-            if row.is_within() { "" } else { "  OVER" },
-        );
-    }
-    text
+    let table = Table::of(rows)
+        .figure("devices", 0, |row| row.devices)
+        .figure("queues", 0, Footprint::all_queues)
+        .figure("start ms", 0, |row| row.start.as_secs_f64() * 1e3)
+        .figure("alone MiB", 1, |row| row.alone_mib)
+        .figure("resident MiB", 1, |row| row.resident_mib)
+        .figure("allowed MiB", 1, Footprint::limit_mib)
+        .figure("KiB/queue", 1, |row| {
+            (row.resident_mib - row.alone_mib) * 1024.0 / row.all_queues() as f64
+        })
+        .figure("idle % of a core", 2, |row| row.idle_cores * 100.0)
+        .figure("threads", 0, |row| row.threads)
+        .figure("descriptors", 0, |row| row.descriptors)
+        .text("", |row| if row.is_within() { "" } else { "OVER" });
+    table.to_string()
 }

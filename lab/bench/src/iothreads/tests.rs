@@ -74,7 +74,7 @@ fn cpu_time_is_shared_out_over_requests() {
 }
 
 #[test]
-fn summary_has_medians_and_ranges() {
+fn table_has_medians_and_ranges() {
     let run = |service, depth, iops, total| Run {
         service,
         depth,
@@ -93,12 +93,18 @@ fn summary_has_medians_and_ranges() {
         run(one, 1, 10.0, 8.0),
         run(one, 1, 20.0, 30.0),
     ];
-    let found = summaries(&runs);
-    assert_eq!(found.len(), 2);
-    assert_eq!((found[0].service, found[0].depth, found[0].runs), (one, 1, 3));
-    assert_eq!(found[0].iops, Spread { median: 20.0, min: 10.0, max: 30.0 });
-    assert_eq!(found[0].total_us, Spread { median: 8.0, min: 7.0, max: 30.0 });
-    assert_eq!(found[0].main_loop_us, Spread { median: 3.0, min: 3.0, max: 3.0 });
-    assert_eq!((found[1].service, found[1].depth, found[1].runs), (two, 32, 1));
-    assert_eq!(found[1].iops, Spread { median: 900.0, min: 900.0, max: 900.0 });
+    let rows = rows(&runs);
+    let text = table(&rows, "IOPS").to_string();
+    let words =
+        |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>().join(" ");
+    let lines: Vec<String> = text.lines().map(words).collect();
+    assert_eq!(
+        lines[1..],
+        [
+            "4 x 1 1 IOThread 3 20 (10–30) 8.0 (7.0–30.0) 1.0 (1.0–1.0) 3.0 (3.0–3.0) 2.0 (2.0–2.0) \
+             0.50 (0.50–0.50)",
+            "4 x 32 mapping over 2 1 900 (900–900) 9.0 (9.0–9.0) 1.0 (1.0–1.0) 3.0 (3.0–3.0) 2.0 (2.0–2.0) \
+             0.50 (0.50–0.50)",
+        ]
+    );
 }

@@ -31,6 +31,9 @@ use crate::dataplane::cpu::ProcessCpu;
 use crate::dataplane::load::Random;
 use crate::dataplane::server::Server;
 use crate::experiment::{self, Experiment};
+use crate::stats::{Runs, Spread, runs};
+use crate::table::Table;
+use crate::verdict::{self, Verdict};
 use rtvirtio_calibrate::load::MachineSample;
 
 const BLOCK: usize = 4096;
@@ -369,72 +372,43 @@ const fn name(qos: bool) -> &'static str {
 /// A pair of rows for each number of IOThreads, and how they compare.
 #[must_use]
 pub fn table(cells: &[Cell]) -> String {
-    let median = |mut values: Vec<f64>| {
-        values.sort_by(f64::total_cmp);
-        values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-    };
-    let mut text = format!(
-        "{:<9} {:<5} {:>4} {:>9} {:>10} {:>10} {:>7} {:>6} {:>6} {:>6}\n",
-        "IOThreads",
-        "",
-        "runs",
-        "IOPS",
-        "CPU/IO us",
-        "client us",
-        "lock %",
-        "busy",
-        "steal",
-        "load"
-    );
-    let mut numbers: Vec<usize> = cells.iter().map(|cell| cell.key.iothreads).collect();
-    numbers.sort_unstable();
-    numbers.dedup();
-    let mut verdicts = String::new();
-    for iothreads in numbers {
-        let of = |qos| {
-            cells.iter().filter(move |cell| (cell.key.iothreads, cell.key.qos) == (iothreads, qos))
+    let mut rows = runs(cells, |cell| (cell.key.iothreads, cell.key.qos));
+    rows.sort_by_key(|row| row.key);
+    let table = Table::of(&rows)
+        .figure("IOThreads", 0, |row| row.key.0)
+        .text("schedule", |row| name(row.key.1))
+        .figure("runs", 0, Runs::n)
+        .figure("IOPS", 0, |row| row.median(|cell| cell.iops))
+        .figure("CPU/IO us", 3, |row| row.median(|cell| cell.cpu_us))
+        .figure("client us", 3, |row| row.median(|cell| cell.client_us))
+        .figure("lock %", 2, |row| row.median(|cell| cell.lock * 100.0))
+        .figure("busy", 2, |row| row.median(|cell| cell.machine.busy_cores))
+        .figure("steal", 2, |row| row.median(|cell| cell.machine.steal_cores))
+        .figure("load", 2, |row| row.median(|cell| cell.machine.load1));
+    let mut verdicts = Vec::new();
+    for with in rows.iter().filter(|row| row.key.1) {
+        let iothreads = with.key.0;
+        let without = |cell: &Cell| CellKey { qos: false, ..cell.key };
+        let pair = |cell: &&Cell| {
+            Some(cell.iops / cells.iter().find(|other| other.key == without(cell))?.iops)
         };
-        for qos in [false, true] {
-            let column = |value: fn(&Cell) -> f64| median(of(qos).map(value).collect());
-            text += &format!(
-                "{iothreads:<9} {:<5} {:>4} {:>9.0} {:>10.3} {:>10.3} {:>7.2} {:>6.2} {:>6.2} {:>6.2}\n",
-                name(qos),
-                of(qos).count(),
-                column(|cell| cell.iops),
-                column(|cell| cell.cpu_us),
-                column(|cell| cell.client_us),
-                column(|cell| cell.lock * 100.0),
-                column(|cell| cell.machine.busy_cores),
-                column(|cell| cell.machine.steal_cores),
-                column(|cell| cell.machine.load1),
+        if let Some(ratio) = Spread::of(with.cells.iter().filter_map(pair)) {
+            let Spread { value, low, high, n } = ratio;
+            let why = format!(
+                "x {value:.3} the IOPS with a schedule ({low:.3} to {high:.3}, {n} pairs; >= {MIN_RATIO})"
             );
-        }
-        let mut ratios: Vec<f64> = of(true)
-            .filter_map(|with| {
-                let pair = of(false).find(|cell| cell.key.repetition == with.key.repetition)?;
-                Some(with.iops / pair.iops)
-            })
-            .collect();
-        ratios.sort_by(f64::total_cmp);
-        if let (Some(least), Some(most)) = (ratios.first(), ratios.last()) {
-            let middle = median(ratios.clone());
-            let verdict = if middle >= MIN_RATIO { "pass" } else { "LOST" };
-            verdicts += &format!(
-                "{verdict} {iothreads} IOThreads: x {middle:.3} the IOPS with a schedule \
-                 ({least:.3} to {most:.3}, {} pairs; >= {MIN_RATIO})\n",
-                ratios.len()
-            );
+            let mark = format!("{iothreads} IOThreads");
+            verdicts.push(Verdict::of(mark, Some(value >= MIN_RATIO), why));
         }
     }
     let cpus = cells.iter().map(|cell| cell.cpus).min().unwrap_or(0);
-    text + "\n"
-        + &verdicts
-        + &format!(
-            "Medians. {VMS} VMs at depth {DEPTH}, 4 KiB, 70 % reads, disks in memory, {cpus} CPUs. \
-             CPU/IO: of the server; client: CPU of the client for each request; lock: of the \
-             IOThreads' time at work, what they waited for the schedule; busy, steal: of the \
-             machine, cores.\n"
-        )
+    format!(
+        "{table}\n{}Medians. {VMS} VMs at depth {DEPTH}, 4 KiB, 70 % reads, disks in memory, {cpus} CPUs. \
+         CPU/IO: of the server; client: CPU of the client for each request; lock: of the \
+         IOThreads' time at work, what they waited for the schedule; busy, steal: of the \
+         machine, cores.\n",
+        verdict::lines(&verdicts)
+    )
 }
 
 #[cfg(test)]
@@ -459,7 +433,7 @@ mod tests {
             .flat_map(|(at, (without, with))| [cell(false, at, without), cell(true, at, with)])
             .collect();
         let text = table(&cells);
-        assert!(text.contains("pass 1 IOThreads: x 0.920"), "{text}");
+        assert!(text.contains("pass       1 IOThreads              x 0.920"), "{text}");
         assert!(text.contains("(0.500 to 0.950, 3 pairs; >= 0.9)"), "{text}");
     }
 

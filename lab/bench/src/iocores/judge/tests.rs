@@ -3,6 +3,7 @@ use rtvirtio_units::Nanos;
 
 use super::super::cell::{CellKey, Settings, Timeline};
 use super::*;
+use crate::verdict::Outcome;
 
 /// 10 s in which the vCPUs wanted one CPU.
 fn phase(kind: Option<PhaseKind>, iops: u64, io_cores: f64, waited: f64) -> Phase {
@@ -99,7 +100,7 @@ fn utilities_are_parts_of_the_groups_best_less_a_fifth_a_core() {
 #[test]
 fn campaign_in_which_the_policy_is_the_best_passes() {
     let cells = campaign(|_| ());
-    for (mark, outcome) in judged(&cells).iter().map(|verdict| (verdict.mark, verdict.outcome)) {
+    for (mark, outcome) in judged(&cells).iter().map(|verdict| (&*verdict.mark, verdict.outcome)) {
         let expected = match mark {
             // It has no such phase, and none began with a core too many.
             "2 flapping" | "2 moves under flapping" | "2 core given back" => Outcome::NotJudged,
