@@ -33,7 +33,7 @@ use rtvirtio_units::CpuId;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::experiment::{self, Experiment};
+use crate::experiment::Experiment;
 use crate::guests::{Accelerator, COMMAND, Guest, GuestImage, Start};
 use crate::stats::{self, Runs};
 use crate::table::Table;
@@ -186,20 +186,18 @@ pub struct Benchmark<'a> {
     pub repetitions: u32,
     /// Seed of the order.
     pub seed: u64,
-    /// Where cells go.
-    pub out: &'a Path,
 }
 
 /// Names a cell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Key {
+pub struct Key {
     service: Service,
     depth: u32,
     repetition: u32,
 }
 
 /// The host, taken, and the guest that runs: each service has one for all depths of a repetition.
-pub(crate) struct Taken {
+pub struct Taken {
     // In the order in which they must end.
     guest: Option<(Service, u32, Served)>,
     _lock: File,
@@ -254,17 +252,6 @@ impl Experiment for Benchmark<'_> {
         };
         let (.., served) = taken.guest.insert((service, repetition, served));
         served.cell(self.window, depth, repetition, interrupted)
-    }
-}
-
-impl Benchmark<'_> {
-    /// Runs what is not in `cells.jsonl` yet, in random order, and returns all that is there.
-    ///
-    /// # Errors
-    /// Without root, while another benchmark runs, if QEMU or fio fails, if a mapping is not live,
-    /// if interrupted.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Run>> {
-        experiment::run(self, self.out, interrupted)
     }
 }
 

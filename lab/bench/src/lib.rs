@@ -16,7 +16,7 @@ pub mod cell;
 pub mod closed_loop;
 pub mod completion;
 pub mod dataplane;
-mod experiment;
+pub mod experiment;
 pub mod guests;
 pub mod iocores;
 pub mod iothreads;

@@ -6,7 +6,6 @@
 //! only under load, where the thread may have had no CPU. The mode has *followed* a switch at the first
 //! bin from which on 5 are right.
 
-use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, OnceLock};
@@ -21,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use super::requester::Ended;
 use super::window::{Count, Stage, WARM_UP, compute, read, requesters, spawn};
 use super::{Io, Mode, Target, usable_cpus};
-use crate::experiment::{self, Experiment};
+use crate::experiment::Experiment;
 use crate::qos::clients::{COUNTING, EndPhase};
 use crate::stats::Spread;
 use crate::verdict::Verdict;
@@ -117,16 +116,14 @@ impl Run {
 
 /// What to run.
 #[derive(Debug)]
-pub struct Benchmark<'a> {
+pub struct Benchmark {
     /// Runs.
     pub repetitions: u32,
     /// Seconds with a load in each, and as many without.
     pub cycles: u32,
-    /// Where they go.
-    pub out: &'a Path,
 }
 
-impl Experiment for Benchmark<'_> {
+impl Experiment for Benchmark {
     type Key = u32;
     type Cell = Run;
     type Setup = Costs;
@@ -155,24 +152,10 @@ impl Experiment for Benchmark<'_> {
 
     fn measure(
         &self,
-        costs: &mut Costs,
-        repetition: &u32,
+        &mut costs: &mut Costs,
+        &repetition: &u32,
         interrupted: &Interrupted,
     ) -> Result<Run> {
-        self.one(*repetition, *costs, interrupted)
-    }
-}
-
-impl Benchmark<'_> {
-    /// Does the runs that are not in `live.jsonl` yet, and returns all that are there.
-    ///
-    /// # Errors
-    /// If a ring or thread cannot be had; if interrupted.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Run>> {
-        experiment::run(self, self.out, interrupted)
-    }
-
-    fn one(&self, repetition: u32, costs: Costs, interrupted: &Interrupted) -> Result<Run> {
         let cpus = usable_cpus()?;
         let io = Io { target: Target::Emulated, mode: Mode::Adaptive, threads: 1 };
         let requester = requesters(io, None)?.pop().context("one thread has one ring")?;

@@ -242,10 +242,9 @@ fn every_mode_reads_on_both_targets_and_leaves_nothing() {
         window: Duration::from_millis(200),
         seed: 1,
         directory: directory.path(),
-        out: &out,
     };
     let interrupted = AtomicBool::new(false);
-    let cells = benchmark.run(&interrupted).unwrap();
+    let cells = benchmark.run(&out, &interrupted).unwrap();
     assert_eq!(cells.len(), 2 * 7 + 1);
     for cell in &cells {
         let rate = cell.compute_rate.unwrap();
@@ -263,9 +262,9 @@ fn every_mode_reads_on_both_targets_and_leaves_nothing() {
     }
     // Run again, it adds nothing; with another window it refuses.
     let keys = |cells: &[Cell]| cells.iter().map(|cell| cell.key).collect::<Vec<_>>();
-    assert_eq!(keys(&benchmark.run(&interrupted).unwrap()), keys(&cells));
+    assert_eq!(keys(&benchmark.run(&out, &interrupted).unwrap()), keys(&cells));
     let other = Benchmark { window: Duration::from_millis(300), ..benchmark };
-    let refused = other.run(&interrupted).unwrap_err().to_string();
+    let refused = other.run(&out, &interrupted).unwrap_err().to_string();
     assert!(refused.contains("use another --out"), "{refused}");
     let files: Vec<_> = std::fs::read_dir(directory.path()).unwrap().collect();
     assert_eq!(files.len(), 1, "only the results: {files:?}");
@@ -288,7 +287,6 @@ fn interrupted_run_ends_and_directory_in_memory_is_refused() {
         window: Duration::from_secs(600),
         seed: 1,
         directory: directory.path(),
-        out: directory.path(),
     };
     let interrupted = AtomicBool::new(false);
     let error = std::thread::scope(|scope| {
@@ -296,26 +294,26 @@ fn interrupted_run_ends_and_directory_in_memory_is_refused() {
             std::thread::sleep(Duration::from_millis(400));
             interrupted.store(true, Ordering::Relaxed);
         });
-        benchmark.run(&interrupted).unwrap_err()
+        benchmark.run(directory.path(), &interrupted).unwrap_err()
     });
     assert!(error.is::<rtvirtio_host::interrupt::InterruptedError>(), "{error:#}");
     interrupted.store(false, Ordering::Relaxed);
     benchmark.matrix = Matrix::new(Extent::Full, 1);
     benchmark.directory = Path::new("/dev/shm");
-    let refused = format!("{:#}", benchmark.run(&interrupted).unwrap_err());
+    let refused = format!("{:#}", benchmark.run(directory.path(), &interrupted).unwrap_err());
     assert!(refused.contains("--directory"), "{refused}");
 }
 
 #[test]
 fn switched_load_has_a_timeline_and_switches() {
     let directory = tempfile::tempdir().unwrap();
-    let benchmark = live::Benchmark { repetitions: 1, cycles: 1, out: directory.path() };
-    let runs = benchmark.run(&AtomicBool::new(false)).unwrap();
+    let benchmark = live::Benchmark { repetitions: 1, cycles: 1 };
+    let runs = benchmark.run(directory.path(), &AtomicBool::new(false)).unwrap();
     let run = &runs[0];
     assert_eq!(run.switches.iter().map(|switch| switch.load).collect::<Vec<_>>(), [true, false]);
     assert!((290..320).contains(&run.bins.len()), "{}", run.bins.len());
     let waits: u64 = run.bins.iter().map(|bin| u64::from(bin.spun + bin.parked)).sum();
     assert!(waits > 1_000, "{waits}");
-    let again = benchmark.run(&AtomicBool::new(false)).unwrap();
+    let again = benchmark.run(directory.path(), &AtomicBool::new(false)).unwrap();
     assert!(again.len() == 1 && again[0].bins == run.bins);
 }

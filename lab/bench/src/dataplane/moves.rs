@@ -30,7 +30,7 @@ use rtvirtio_units::{IoThreadName, Nanos};
 use serde::Serialize;
 
 use super::load::Random;
-use super::server::Server;
+use super::server::serve;
 use super::verify::{Options, Report, Verifier};
 use super::written_file;
 use resets::Resets;
@@ -275,16 +275,10 @@ impl Moves<'_> {
             }
         };
         let (socket, control) = (at("disk.sock"), at("control.sock"));
-        std::fs::write(at("serve.toml"), configuration(&socket, &control, &engine)?)?;
-        let command = [self.program, Path::new("serve"), &at("serve.toml")];
-        let command = command.map(|part| part.display().to_string());
-        let mut server = Server::start(&command, &socket, directory.path(), interrupted)?;
-        let shown = self.beside(stage, socket, &ControlClient::new(control), interrupted);
-        // That it has ended says more than that the client has lost it.
-        server.check()?;
-        let shown = shown?;
-        server.terminate()?;
-        Ok(shown)
+        let toml = configuration(&socket, &control, &engine)?;
+        serve(self.program, &toml, directory.path(), &socket, interrupted, |_| {
+            self.beside(stage, socket.clone(), &ControlClient::new(control), interrupted)
+        })
     }
 
     fn beside(

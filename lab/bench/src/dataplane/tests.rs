@@ -2,6 +2,7 @@ use super::marks::{judge, plot, rows, text};
 use super::*;
 use crate::lines::Lines;
 use crate::verdict::Outcome;
+use clap::Parser as _;
 
 const MACHINE: Machine = Machine { load1: 0.0, busy_cores: 1.0, steal_cores: 0.0 };
 
@@ -92,25 +93,16 @@ fn medians_are_of_repetitions() {
     assert_eq!((rows[0].n(), rows[0].median(|cell| cell.iops)), (3, 200.0));
 }
 
-fn benchmark(out: &Path) -> Benchmark<'_> {
-    Benchmark {
-        cases: Case::all(&[Medium::Ram]),
-        servers: vec![Rtvirtio, ServerKind::RtvirtioFixed, Qsd, OnFile],
-        iothreads: vec![1],
-        repetitions: 2,
-        seconds: 1.0,
-        min_for_tail: MIN_FOR_TAIL,
-        program: Path::new("rtvirtio"),
-        socket: None,
-        disk_directory: out,
-        out,
-    }
+#[derive(clap::Parser)]
+struct Arguments {
+    #[command(flatten)]
+    benchmark: Benchmark,
 }
 
 #[test]
 fn servers_take_turns_and_ram_has_no_fixed_buffers_nor_file() {
-    let out = Path::new("/nowhere");
-    let keys = benchmark(out).keys();
+    let arguments = ["bench", "--cases", "ram", "--repetitions", "2"];
+    let keys = Arguments::parse_from(arguments).benchmark.keys().unwrap();
     assert_eq!(keys.len(), 8 * 2 * 2);
     let first: Vec<_> = keys.iter().step_by(2).take(3).map(|k| k.server).collect();
     assert_eq!(first, [Rtvirtio, Qsd, Rtvirtio]);

@@ -37,6 +37,7 @@ use rtvirtio_units::{Bytes, IoThreadName, Iops, Nanos};
 use rustix::process::setpriority_process;
 use rustix::thread::gettid;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
 use super::awake::Awake;
 use super::cell::Settings;
@@ -45,7 +46,7 @@ use super::machine::cpus;
 use super::trial::{LEAD, Trial, duration};
 use super::vcpus::Clock;
 use crate::dataplane::client::MAX_DEPTH;
-use crate::experiment::{self, Experiment};
+use crate::experiment::{Experiment, Report};
 use crate::stats::{Runs, Spread, median, runs};
 use crate::table::Table;
 use crate::verdict::{self, Verdict};
@@ -182,8 +183,6 @@ pub struct Benchmark<'a> {
     pub cpu_us: u32,
     /// The `rtvirtio` that serves.
     pub program: &'a Path,
-    /// Where cells go.
-    pub out: &'a Path,
 }
 
 impl Experiment for Benchmark<'_> {
@@ -233,17 +232,14 @@ impl Experiment for Benchmark<'_> {
     ) -> Result<Cell> {
         self.cell(scenario, disturbance, repetition, interrupted)
     }
+
+    fn report(&self, cells: &[Cell]) -> Result<Report> {
+        let json = json!({ "cells": cells, "verdicts": judge(cells) });
+        Ok(Report { table: "disturb.txt", ..Report::of(table(cells), json) })
+    }
 }
 
 impl Benchmark<'_> {
-    /// Runs what is not in `disturb.jsonl` yet, and returns all that is there.
-    ///
-    /// # Errors
-    /// If the server fails, or a request of a VM is lost, repeated or misplaced; if interrupted.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        experiment::run(self, self.out, interrupted)
-    }
-
     fn cell(
         &self,
         scenario: &Scenario,

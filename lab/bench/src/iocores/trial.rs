@@ -18,7 +18,7 @@ use super::client::{self, QueueState, Record, SAMPLE_NS, Tally};
 use super::machine::{Layout, cpus};
 use super::vcpus::{Clock, Times, Vcpus, compute, lanes};
 use super::watch::{Events, Happened, IoCpu, Threads, What};
-use crate::dataplane::server::Server;
+use crate::dataplane::server::serve;
 use rtvirtio_calibrate::load::{CanaryThread, MachineSample};
 
 /// From the server's start to a scenario's: for all VMs to connect, or their first requests are late.
@@ -98,21 +98,22 @@ impl Trial<'_> {
             kib_ns: self.settings.kib_ns,
             seed: self.scenario.seed,
         };
-        let configuration = directory.path().join("serve.toml");
-        std::fs::write(&configuration, layout.toml(self.policy, self.threads))?;
-        let command = [self.program, Path::new("serve"), &configuration];
-        let command = command.map(|part| part.display().to_string());
-        let mut server =
-            Server::start(&command, &layout.last_socket(), directory.path(), interrupted)?;
-        let control = ControlClient::new(layout.control());
-        let clock = Arc::new(Clock::after(self.lead));
-        let events = Events::start(&control, &clock)?;
-        let played =
-            self.play(&layout, server.id(), &clock, interrupted, |clock| beside(&control, clock));
-        // That it has ended says more than that a client has lost it.
-        server.check()?;
-        let played = played?;
-        server.terminate()?;
+        let toml = layout.toml(self.policy, self.threads);
+        let (played, events) = serve(
+            self.program,
+            &toml,
+            directory.path(),
+            &layout.last_socket(),
+            interrupted,
+            |server| {
+                let control = ControlClient::new(layout.control());
+                let clock = Arc::new(Clock::after(self.lead));
+                let events = Events::start(&control, &clock)?;
+                let beside = |clock: &Clock| beside(&control, clock);
+                Ok((self.play(&layout, server.id(), &clock, interrupted, beside)?, events))
+            },
+        )?;
+        // They end with the server.
         self.measured(played, &events.end()?)
     }
 

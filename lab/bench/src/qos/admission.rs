@@ -30,7 +30,8 @@ use super::configuration::{DISK, Sharing};
 use super::curve::Curve;
 use super::neighbour::Neighbour;
 use super::trial::{Measured, Trial, WARM_UP};
-use crate::experiment::{self, Experiment};
+use crate::dataplane::server::rtvirtio;
+use crate::experiment::{Experiment, Report, seconds};
 use crate::scratch::{Backing, ScratchDisk, SsdConfig};
 use crate::stats::rate;
 use crate::table::{NOTHING, Table};
@@ -154,27 +155,27 @@ impl Cell {
     }
 }
 
-/// A campaign.
-#[derive(Debug)]
-pub struct Benchmark<'a> {
-    /// Sets to run, the first of all 60.
-    pub sets: u32,
-    /// Length of a window.
-    pub window: Duration,
-    /// The emulated SSD.
-    pub ssd: String,
-    /// The `rtvirtio` that serves.
-    pub program: &'a Path,
-    /// Where cells go.
-    pub out: &'a Path,
+/// Arguments of `bench qos-admission`.
+#[derive(Debug, clap::Args)]
+pub struct Benchmark {
+    /// The first so many of the 60 sets
+    #[arg(long, default_value_t = SETS, value_parser = clap::value_parser!(u32).range(1..=i64::from(SETS)))]
+    sets: u32,
+    /// Length of a window in seconds; 20 is the least that judges the lowest rates
+    #[arg(long, default_value = "20", value_parser = seconds::<1_000, 3_600_000>)]
+    window: Duration,
+    /// Emulated SSD: ref-4x250 or ref-8x80
+    #[arg(long, default_value = "ref-4x250")]
+    ssd: String,
 }
 
-impl Experiment for Benchmark<'_> {
+impl Experiment for Benchmark {
     type Key = Set;
     type Cell = Cell;
     type Setup = ScratchDisk;
 
     const ATTEMPTS: usize = 2;
+    const OUT: &'static str = "rtvirtio-bench-qos-admission";
 
     fn keys(&self) -> Result<Vec<Set>> {
         let curve = curve(self.ssd.parse()?);
@@ -223,7 +224,7 @@ impl Experiment for Benchmark<'_> {
         let model: SsdConfig = self.ssd.parse()?;
         let curve = curve(model);
         let trial = Trial {
-            program: self.program,
+            program: &rtvirtio()?,
             device: disk.device(),
             sharing: Sharing::Schedule(Curve::of_ssd(model)),
             vms: &plans(&set.tasks)?,
@@ -240,15 +241,9 @@ impl Experiment for Benchmark<'_> {
     fn discarded(cell: &Cell) -> Option<&str> {
         cell.discarded.as_deref()
     }
-}
 
-impl Benchmark<'_> {
-    /// Runs the sets that are not in `cells.jsonl` yet, and returns all that are there.
-    ///
-    /// # Errors
-    /// If the device, the server or a client fails; if interrupted; if what is there has other sets.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        experiment::run(self, self.out, interrupted)
+    fn report(&self, cells: &[Cell]) -> Result<Report> {
+        Report::new(table(cells), cells)
     }
 }
 

@@ -30,8 +30,8 @@ use super::configuration::{DISK, Layout, Sharing, socket};
 use super::curve::Curve;
 use super::neighbour::{Background, Neighbour};
 use super::trial::WARM_UP;
-use crate::dataplane::server::Server;
-use crate::experiment::{self, Experiment};
+use crate::dataplane::server::{Server, rtvirtio};
+use crate::experiment::{Experiment, Report, seconds};
 use crate::plot::{Chart, Weight, sheet};
 use crate::scratch::{Backing, ScratchDisk};
 use crate::stats::range;
@@ -116,27 +116,27 @@ pub struct Run {
     pub at: String,
 }
 
-/// A campaign.
-#[derive(Debug)]
-pub struct Benchmark<'a> {
-    /// How often, with a schedule and without.
-    pub repetitions: u32,
-    /// Length of a phase.
-    pub phase: Duration,
-    /// The emulated SSD.
-    pub ssd: String,
-    /// The `rtvirtio` that serves.
-    pub program: &'a Path,
-    /// Where runs go.
-    pub out: &'a Path,
+/// Arguments of `bench qos-changes`.
+#[derive(Debug, clap::Args)]
+pub struct Benchmark {
+    /// Runs with a schedule, and as many without
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repetitions: u32,
+    /// Time between two changes in seconds
+    #[arg(long, default_value = "6", value_parser = seconds::<1_500, 600_000>)]
+    phase: Duration,
+    /// Emulated SSD: ref-4x250 or ref-8x80
+    #[arg(long, default_value = "ref-4x250")]
+    ssd: String,
 }
 
-impl Experiment for Benchmark<'_> {
+impl Experiment for Benchmark {
     type Key = RunKey;
     type Cell = Run;
     type Setup = ScratchDisk;
 
     const FILE: &'static str = "changes.jsonl";
+    const OUT: &'static str = "rtvirtio-bench-qos-changes";
 
     fn keys(&self) -> Result<Vec<RunKey>> {
         let schemes = [Scheme::None, Scheme::Qos];
@@ -171,17 +171,13 @@ impl Experiment for Benchmark<'_> {
         disk.slow_down(1)?;
         Ok(run)
     }
+
+    fn report(&self, runs: &[Run]) -> Result<Report> {
+        Ok(Report::new(table(runs), runs)?.with("plot.svg", plot(runs)))
+    }
 }
 
-impl Benchmark<'_> {
-    /// Does the runs that are not in `changes.jsonl` yet, and returns all that are there.
-    ///
-    /// # Errors
-    /// If the device, the server or a client fails; if interrupted.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Run>> {
-        experiment::run(self, self.out, interrupted)
-    }
-
+impl Benchmark {
     fn one(&self, key: RunKey, disk: &mut ScratchDisk, interrupted: &Interrupted) -> Result<Run> {
         let curve = Curve::of_ssd(self.ssd.parse()?);
         let (vms, writer) = (vms()?, Neighbour::DeepWriter.background());
@@ -197,16 +193,12 @@ impl Benchmark<'_> {
             vms: &vms,
             background: Some(&writer),
         };
-        let command = layout.command(self.program)?;
-        let mut server = Server::start(&command, &layout.last_socket(), directory, interrupted)?;
-        let run = self.measure(key, (&vms, &writer), disk, directory, interrupted);
-        server.check()?;
-        let run = run?;
-        server.terminate()?;
-        Ok(run)
+        let command = layout.command(&rtvirtio()?)?;
+        let server = Server::start(&command, &layout.last_socket(), directory, interrupted)?;
+        server.during(|_| self.play(key, (&vms, &writer), disk, directory, interrupted))
     }
 
-    fn measure(
+    fn play(
         &self,
         key: RunKey,
         (vms, background): (&[Vec<Plan>], &Background),

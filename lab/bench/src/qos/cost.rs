@@ -29,8 +29,8 @@ use super::configuration::socket;
 use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
 use crate::dataplane::cpu::ProcessCpu;
 use crate::dataplane::load::Random;
-use crate::dataplane::server::Server;
-use crate::experiment::{self, Experiment};
+use crate::dataplane::server::{rtvirtio, serve};
+use crate::experiment::{Experiment, Report, seconds};
 use crate::stats::{Runs, Spread, runs};
 use crate::table::Table;
 use crate::verdict::{self, Verdict};
@@ -83,28 +83,37 @@ pub struct Cell {
     pub machine: Machine,
 }
 
-/// A campaign.
-#[derive(Debug)]
-pub struct Benchmark<'a> {
-    /// Numbers of IOThreads.
-    pub iothreads: Vec<usize>,
-    /// Pairs of each.
-    pub repetitions: u32,
-    /// Length of a window.
-    pub window: Duration,
-    /// The `rtvirtio` that serves.
-    pub program: &'a Path,
-    /// Where cells go.
-    pub out: &'a Path,
+/// Arguments of `bench qos-cost`.
+#[derive(Debug, clap::Args)]
+pub struct Benchmark {
+    /// Numbers of IOThreads that share the schedule, 1 to 8
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2], value_parser = clap::value_parser!(u8).range(1..=VMS as i64))]
+    iothreads: Vec<u8>,
+    /// Pairs of each, with and without a schedule
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repetitions: u32,
+    /// Length of a window in seconds
+    #[arg(long, default_value = "3", value_parser = seconds::<100, 600_000>)]
+    window: Duration,
 }
 
-impl Experiment for Benchmark<'_> {
+impl Experiment for Benchmark {
     type Key = CellKey;
     type Cell = Cell;
     type Setup = ();
 
+    const OUT: &'static str = "rtvirtio-bench-qos-cost";
+
+    /// The two of a pair take turns to be first.
     fn keys(&self) -> Result<Vec<CellKey>> {
-        Ok(Benchmark::keys(self))
+        let mut keys = Vec::new();
+        for repetition in 0..self.repetitions {
+            for iothreads in self.iothreads.iter().copied().map(usize::from) {
+                let first = repetition % 2 == 1;
+                keys.extend([first, !first].map(|qos| CellKey { iothreads, qos, repetition }));
+            }
+        }
+        Ok(keys)
     }
 
     fn is_of(cell: &Cell, key: &CellKey) -> bool {
@@ -124,50 +133,24 @@ impl Experiment for Benchmark<'_> {
     }
 
     fn measure(&self, (): &mut (), key: &CellKey, interrupted: &Interrupted) -> Result<Cell> {
-        self.cell(*key, interrupted)
-    }
-}
-
-impl Benchmark<'_> {
-    /// Runs what is not in `cells.jsonl` yet, and returns all that is there.
-    ///
-    /// # Errors
-    /// If the server or the client fails; if interrupted.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        experiment::run(self, self.out, interrupted)
-    }
-
-    /// Every cell, in the order in which they run: the two of a pair take turns to be first.
-    fn keys(&self) -> Vec<CellKey> {
-        let mut keys = Vec::new();
-        for repetition in 0..self.repetitions {
-            for &iothreads in &self.iothreads {
-                let first = repetition % 2 == 1;
-                keys.extend([first, !first].map(|qos| CellKey { iothreads, qos, repetition }));
-            }
-        }
-        keys
-    }
-
-    fn cell(&self, key: CellKey, interrupted: &Interrupted) -> Result<Cell> {
         let directory = tempfile::Builder::new().prefix("rtvirtio-qos-").tempdir()?;
         let directory = directory.path();
         let places = Places::of(key.iothreads, &available_cpus()?);
-        let configuration = directory.join("serve.toml");
-        std::fs::write(&configuration, configured(key, &places, directory))?;
-        let command = [self.program, Path::new("serve"), &configuration];
-        let command = command.map(|part| part.display().to_string());
+        let toml = configured(*key, &places, directory);
         // Sockets are made in the order of the file.
         let last = socket(directory, VMS - 1);
-        let mut server = Server::start(&command, &last, directory, interrupted)?;
-        let measured = self.measure(key, &places, server.id(), directory, interrupted);
-        server.check()?;
-        let cell = measured?;
-        server.terminate()?;
-        Ok(cell)
+        serve(&rtvirtio()?, &toml, directory, &last, interrupted, |server| {
+            self.window(*key, &places, server.id(), directory, interrupted)
+        })
     }
 
-    fn measure(
+    fn report(&self, cells: &[Cell]) -> Result<Report> {
+        Report::new(table(cells), cells)
+    }
+}
+
+impl Benchmark {
+    fn window(
         &self,
         key: CellKey,
         places: &Places,

@@ -126,13 +126,8 @@ impl Trial<'_> {
             background: self.background.as_ref(),
         };
         let command = layout.command(self.program)?;
-        let mut server = Server::start(&command, &layout.last_socket(), directory, interrupted)?;
-        let measured = self.measure(directory, interrupted);
-        // That it has ended says more than that a client has lost it.
-        server.check()?;
-        let measured = measured?;
-        server.terminate()?;
-        Ok(measured)
+        let server = Server::start(&command, &layout.last_socket(), directory, interrupted)?;
+        server.during(|_| self.measure(directory, interrupted))
     }
 
     fn measure(&self, directory: &Path, interrupted: &Interrupted) -> Result<Recorded> {

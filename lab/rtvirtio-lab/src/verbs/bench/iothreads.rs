@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use rtvirtio_bench::experiment::Experiment as _;
 use rtvirtio_bench::guests::Accelerator;
 use rtvirtio_bench::iothreads::{Benchmark, Service, VCPUS, backend, rows, table};
 use rtvirtio_host::interrupt::Interrupted;
@@ -51,9 +52,8 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         window: Duration::from_secs(args.window),
         repetitions: args.repetitions,
         seed: args.seed,
-        out: &args.out,
     };
-    let runs = benchmark.run(interrupted)?;
+    let runs = benchmark.run(&args.out, interrupted)?;
     let rows = rows(&runs);
     let table = table(&rows, iops(accelerator));
     let commands = super::note_command(&args.out)?;
