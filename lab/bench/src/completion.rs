@@ -64,7 +64,6 @@ mod tests;
 
 use std::fmt;
 use std::path::Path;
-use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -130,15 +129,6 @@ impl fmt::Display for Target {
     }
 }
 
-impl FromStr for Target {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|target| target.name() == text);
-        found.ok_or_else(|| format!("`{text}` is none of emulated, file-4k, file-128k"))
-    }
-}
-
 /// How threads learn that their requests have ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -189,17 +179,6 @@ impl Mode {
 impl fmt::Display for Mode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
-    }
-}
-
-impl FromStr for Mode {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|mode| mode.name() == text).ok_or_else(|| {
-            let all = Self::ALL.map(Self::name).join(", ");
-            format!("`{text}` is none of {all}")
-        })
     }
 }
 

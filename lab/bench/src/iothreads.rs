@@ -13,10 +13,9 @@
 //! a guest's start. IOThreads have QEMU's default polling, and no CPU of their own.
 //!
 //! Properties (tests of the same name): `arguments_are_those_of_a_plan`,
-//! `cpu_time_is_read_whatever_the_threads_name`, `table_has_medians_and_ranges`.
+//! `cpu_time_is_shared_out_over_requests`, `table_has_medians_and_ranges`.
 
 use std::fs::{File, read_to_string};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -33,6 +32,7 @@ use rtvirtio_units::CpuId;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use crate::dataplane::cpu::ProcessCpu;
 use crate::experiment::Experiment;
 use crate::guests::{Accelerator, COMMAND, Guest, GuestImage, Start};
 use crate::stats::{self, Runs};
@@ -54,8 +54,6 @@ const FIO: Duration = Duration::from_secs(30);
 const RAMP: Duration = Duration::from_secs(1);
 /// How long QEMU may take for an answer.
 const ANSWER: Duration = Duration::from_secs(10);
-/// `/proc/PID/stat` counts in these (`USER_HZ` of x86).
-const TICKS_PER_SECOND: f64 = 100.0;
 
 /// What serves the disk's queues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -312,9 +310,10 @@ impl Served {
         }
         wait(RAMP, interrupted)?;
         let machine = MachineSample::now()?;
-        let (start, reads, cpu) = (Instant::now(), self.reads()?, self.threads.cpu()?);
+        let process = self.threads.process;
+        let (start, reads, before) = (Instant::now(), self.reads()?, ProcessCpu::of(process)?);
         wait(window, interrupted)?;
-        let cpu = self.threads.cpu()?.since(&cpu);
+        let cpu = self.threads.cpu(&before, &ProcessCpu::of(process)?);
         let requests = self.reads()? - reads;
         let (seconds, machine) = (start.elapsed().as_secs_f64(), machine.since()?);
         self.check_fio(pid)?;
@@ -327,7 +326,7 @@ impl Served {
         ensure!(requests > 0, "no request in the window");
         // What QEMU says it maps, it must also use.
         ensure!(cpu.iothreads.iter().all(|&t| t > 0), "an IOThread did nothing: {cpu:?}");
-        let cores = |ticks: u64| ticks as f64 / TICKS_PER_SECOND / seconds;
+        let cores = |ns: u64| ns as f64 / 1e9 / seconds;
         Ok(Run {
             service: self.service,
             depth,
@@ -362,7 +361,7 @@ struct Threads {
     vcpus: Vec<u32>,
 }
 
-/// CPU time in ticks.
+/// CPU time in a window, ns.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Cpu {
     iothreads: Vec<u64>,
@@ -372,53 +371,28 @@ struct Cpu {
 }
 
 impl Threads {
-    /// The process is read last, so that it is never less than its threads.
-    fn cpu(&self) -> Result<Cpu> {
-        let process = Path::new("/proc").join(self.process.to_string());
-        let ticks = |path: &Path| {
-            let stat = read_to_string(path.join("stat"))?;
-            cpu_ticks(&stat).with_context(|| format!("{} is odd: {stat}", path.display()))
-        };
-        let thread = |id: &u32| ticks(&process.join("task").join(id.to_string()));
-        Ok(Cpu {
-            iothreads: self.iothreads.iter().map(thread).collect::<Result<_>>()?,
-            vcpus: self.vcpus.iter().map(thread).sum::<Result<u64>>()?,
+    /// Of what the process had between two looks.
+    fn cpu(&self, earlier: &ProcessCpu, later: &ProcessCpu) -> Cpu {
+        let of = |ids: &[u32]| later.since_of(earlier, |id| ids.contains(&id));
+        Cpu {
+            iothreads: self.iothreads.iter().map(|&id| of(&[id])).collect(),
+            vcpus: of(&self.vcpus),
             // The thread that a process starts with.
-            main_loop: thread(&self.process)?,
-            process: ticks(&process)?,
-        })
+            main_loop: of(&[self.process]),
+            process: later.since(earlier),
+        }
     }
-}
-
-/// User and system time of a line of `/proc/PID/stat`, `/proc/PID/task/TID/stat` (proc(5)).
-fn cpu_ticks(stat: &str) -> Option<u64> {
-    // The name, in parentheses, holds what it likes; the state behind it is field 3.
-    let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(14 - 3);
-    let (user, system): (u64, u64) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
-    Some(user + system)
 }
 
 impl Cpu {
-    fn since(&self, before: &Self) -> Self {
-        let iothreads = self.iothreads.iter().zip(&before.iothreads);
-        Self {
-            iothreads: iothreads.map(|(now, before)| now - before).collect(),
-            vcpus: self.vcpus - before.vcpus,
-            main_loop: self.main_loop - before.main_loop,
-            process: self.process - before.process,
-        }
-    }
-
     fn for_each(&self, requests: u64) -> CpuMicros {
-        let us = |ticks: u64| ticks as f64 / TICKS_PER_SECOND * 1e6 / requests as f64;
+        let us = |ns: u64| ns as f64 / 1e3 / requests as f64;
         let iothreads = self.iothreads.iter().sum();
-        let known = iothreads + self.vcpus + self.main_loop;
         CpuMicros {
             iothreads: us(iothreads),
             vcpus: us(self.vcpus),
             main_loop: us(self.main_loop),
-            // Each is rounded to a tick on its own.
-            other: us(self.process.saturating_sub(known)),
+            other: us(self.process - iothreads - self.vcpus - self.main_loop),
             total: us(self.process),
         }
     }

@@ -29,3 +29,4 @@ pub mod scratch;
 pub mod stats;
 pub mod table;
 pub mod verdict;
+mod window;

@@ -48,7 +48,7 @@ use rtvirtio_spec::profile::Profile;
 use crate::campaign;
 use crate::cell::CANARY_LIMIT;
 use crate::dataplane::server::{qsd_version, rtvirtio};
-use crate::experiment::{Experiment, Report, seconds};
+use crate::experiment::{Experiment, Report, named, seconds};
 use bounds::Bounds;
 use cell::{Cell, CellKey, NoiseFloor, Scheme, disturbance};
 use clients::{Between, Plan, tasks};
@@ -72,7 +72,7 @@ pub struct Benchmark {
     #[arg(long, value_delimiter = ',', default_value = "strict")]
     tiers: Vec<Tier>,
     /// Background VMs: deep-writer, deep-reader, large-writer, flush-storm, burst, liar
-    #[arg(long, value_delimiter = ',', default_value = "deep-writer")]
+    #[arg(long, value_delimiter = ',', default_value = "deep-writer", value_parser = named::<Neighbour>)]
     neighbours: Vec<Neighbour>,
     /// Time that guests take between the end of a request and the next, µs: 0, 250, or exponential:250 with
     /// that mean. Tasks for which it leaves too little time ask for less

@@ -18,12 +18,12 @@ use rtvirtio_spec::run::Machine;
 use serde::{Deserialize, Serialize};
 
 use super::requester::Ended;
-use super::window::{Count, Stage, WARM_UP, compute, read, requesters, spawn};
+use super::window::{Stage, WARM_UP, compute, read, requesters, spawn};
 use super::{Io, Mode, Target, usable_cpus};
 use crate::experiment::Experiment;
-use crate::qos::clients::{COUNTING, EndPhase};
 use crate::stats::Spread;
 use crate::verdict::Verdict;
+use crate::window::{COUNTING, Count, EndPhase};
 use rtvirtio_calibrate::load::MachineSample;
 
 /// Time with a load, and without.

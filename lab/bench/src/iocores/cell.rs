@@ -1,7 +1,6 @@
 //! Cells: a policy on a seed's scenario, once; a line of JSON each.
 
 use std::fmt;
-use std::str::FromStr;
 
 use anyhow::{Result, ensure};
 use rtvirtio_iocores::Kind;
@@ -23,11 +22,13 @@ pub const POINT_S: f64 = 0.1;
 
 /// A policy, and with how many IOThreads it begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[serde(rename_all = "lowercase")]
 pub enum PolicyConfig {
     /// One IOThread, whatever happens.
+    #[serde(rename = "static:1")]
     Static1,
     /// Two, each queue of a disk on the next.
+    #[serde(rename = "static:2")]
     Static2,
     /// rtvirtio's own.
     Dynamic,
@@ -74,29 +75,6 @@ impl PolicyConfig {
             Self::Static2 => 2,
             _ => 1,
         }
-    }
-}
-
-impl FromStr for PolicyConfig {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|policy_config| policy_config.name() == text);
-        found.ok_or_else(|| format!("`{text}` is none of {}", Self::ALL.map(Self::name).join(", ")))
-    }
-}
-
-impl TryFrom<String> for PolicyConfig {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
-    }
-}
-
-impl From<PolicyConfig> for String {
-    fn from(policy_config: PolicyConfig) -> Self {
-        policy_config.name().to_owned()
     }
 }
 
@@ -345,14 +323,16 @@ impl Phase {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::experiment::named;
 
     #[test]
     fn contender_is_read_as_it_is_written() {
         for policy_config in PolicyConfig::ALL {
-            assert_eq!(policy_config.to_string().parse(), Ok(policy_config));
+            let read: PolicyConfig = named(policy_config.name()).unwrap();
+            assert_eq!(read, policy_config);
         }
-        let error = "static:3".parse::<PolicyConfig>().unwrap_err();
-        assert!(error.ends_with("static:1, static:2, dynamic, iocm, spdk"), "{error}");
+        let error = named::<PolicyConfig>("static:3").unwrap_err().to_string();
+        assert!(error.contains("static:3") && error.contains("iocm"), "{error}");
         let key = CellKey { policy: PolicyConfig::Static2, seed: 7, repetition: 1, alone: None };
         let text = serde_json::to_string(&key).unwrap();
         assert_eq!(text, r#"{"policy":"static:2","seed":7,"repetition":1}"#);

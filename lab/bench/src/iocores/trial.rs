@@ -19,6 +19,7 @@ use super::machine::{Layout, cpus};
 use super::vcpus::{Clock, Times, Vcpus, compute, lanes};
 use super::watch::{Events, Happened, IoCpu, Threads, What};
 use crate::dataplane::server::serve;
+use crate::window::p99_us;
 use rtvirtio_calibrate::load::{CanaryThread, MachineSample};
 
 /// From the server's start to a scenario's: for all VMs to connect, or their first requests are late.
@@ -228,7 +229,7 @@ impl Trial<'_> {
         };
         let moves_until = |at: Nanos| threads.count(What::Moved, start, at.min(stop));
         let us = |quantile| tally.latencies.value_at_quantile(quantile) as f64 / 1e3;
-        let half = 1.96 * (0.99 * 0.01 / tally.latencies.len().max(1) as f64).sqrt();
+        let [p99_us, low, high] = p99_us(&tally.latencies);
         let burners = self.scenario.vms.iter().flat_map(|vm| &vm.burners);
         let wanted = burners.map(|burner| {
             let (from, to) = (burner.span.start.max(start), burner.span.stop.min(stop));
@@ -247,8 +248,8 @@ impl Trial<'_> {
             compute_wanted: wanted.sum::<f64>() / seconds.max(1e-9),
             mean_us: tally.latencies.mean() / 1e3,
             p50_us: us(0.5),
-            p99_us: us(0.99),
-            p99_interval_us: [us(0.99 - half), us((0.99 + half).min(1.0))],
+            p99_us,
+            p99_interval_us: [low, high],
             p999_us: us(0.999),
             moves: moves_until(stop),
             most_moves: threads.most_moves(start, stop),

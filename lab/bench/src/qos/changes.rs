@@ -25,7 +25,7 @@ use rtvirtio_units::{Bytes, Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
 use super::cell::Scheme;
-use super::clients::{Between, COUNTING, EndPhase, Plan, WARMING, run_tasks_into, tasks};
+use super::clients::{Between, Plan, run_tasks_into, tasks};
 use super::configuration::{DISK, Layout, Sharing, socket};
 use super::curve::Curve;
 use super::neighbour::{Background, Neighbour};
@@ -36,6 +36,7 @@ use crate::plot::{Chart, Weight, sheet};
 use crate::scratch::{Backing, ScratchDisk};
 use crate::stats::range;
 use crate::table::Table;
+use crate::window::{COUNTING, EndPhase, WARMING};
 use rtvirtio_calibrate::load::{CanaryThread, MachineSample};
 
 /// VMs with targets; the last one appears later.

@@ -20,22 +20,10 @@ use serde::{Deserialize, Serialize};
 
 use super::cell;
 use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
+use crate::window::{COUNTING, EndPhase, OVER};
 
 /// How long a request may take before its server counts as dead.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
-
-pub(crate) const WARMING: u8 = 0;
-pub(crate) const COUNTING: u8 = 1;
-pub(crate) const OVER: u8 = 2;
-
-/// Whatever happens, clients end.
-pub(crate) struct EndPhase<'a>(pub(crate) &'a AtomicU8);
-
-impl Drop for EndPhase<'_> {
-    fn drop(&mut self) {
-        self.0.store(OVER, Ordering::Relaxed);
-    }
-}
 
 /// Time that a guest takes between the end of a request and the next.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

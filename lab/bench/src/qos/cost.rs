@@ -24,7 +24,7 @@ use rtvirtio_units::Nanos;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 
-use super::clients::{COUNTING, EndPhase, OVER, PATIENCE, WARMING};
+use super::clients::PATIENCE;
 use super::configuration::socket;
 use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
 use crate::dataplane::cpu::ProcessCpu;
@@ -34,6 +34,7 @@ use crate::experiment::{Experiment, Report, seconds};
 use crate::stats::{Runs, Spread, runs};
 use crate::table::Table;
 use crate::verdict::{self, Verdict};
+use crate::window::{COUNTING, Count, EndPhase, OVER, WARMING};
 use rtvirtio_calibrate::load::MachineSample;
 
 const BLOCK: usize = 4096;
@@ -159,7 +160,7 @@ impl Benchmark {
         interrupted: &Interrupted,
     ) -> Result<Cell> {
         let phase = AtomicU8::new(WARMING);
-        let done: Vec<Done> = (0..places.clients.len()).map(|_| Done::default()).collect();
+        let done = Count::some(places.clients.len());
         std::thread::scope(|scope| {
             let end = EndPhase(&phase);
             let clients = places.clients.iter().zip(&done).enumerate();
@@ -171,18 +172,17 @@ impl Benchmark {
                     scope.spawn(move || drive(&sockets, *cpu, phase, &done.0))
                 })
                 .collect();
-            let total = || done.iter().map(|done| done.0.load(Ordering::Relaxed)).sum::<u64>();
             wait(WARM_UP, interrupted)?;
             ensure!(phase.load(Ordering::Relaxed) == WARMING, "a client ended in the warm-up");
             let me = std::process::id();
             let (cpu, mine) = (ProcessCpu::of(server)?, ProcessCpu::of(me)?);
             let times = Times::now(directory)?;
             let machine = MachineSample::now()?;
-            let (before, begin) = (total(), Instant::now());
+            let (before, begin) = (Count::sum(&done), Instant::now());
             phase.store(COUNTING, Ordering::Relaxed);
             wait(self.window, interrupted)?;
             ensure!(phase.load(Ordering::Relaxed) == COUNTING, "a client ended in the window");
-            let requests = (total() - before) as f64;
+            let requests = (Count::sum(&done) - before) as f64;
             let seconds = begin.elapsed().as_secs_f64();
             let (cpu, mine) =
                 (ProcessCpu::of(server)?.since(&cpu), ProcessCpu::of(me)?.since(&mine));
@@ -230,11 +230,6 @@ impl Times {
 fn control(directory: &Path) -> PathBuf {
     directory.join("control.sock")
 }
-
-/// Requests that a client has completed; a cache line of its own.
-#[derive(Default)]
-#[repr(align(128))]
-struct Done(AtomicU64);
 
 /// Who runs where.
 #[derive(Debug, PartialEq, Eq)]

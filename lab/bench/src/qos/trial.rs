@@ -12,10 +12,11 @@ use rtvirtio_spec::run::{Canary, Machine};
 use rtvirtio_units::Nanos;
 
 use super::cell::Task;
-use super::clients::{COUNTING, EndPhase, Plan, WARMING, run_tasks_into};
+use super::clients::{Plan, run_tasks_into};
 use super::configuration::{Layout, Sharing, socket};
 use super::neighbour::Background;
 use crate::dataplane::server::Server;
+use crate::window::{COUNTING, EndPhase, WARMING};
 use rtvirtio_calibrate::load::{CanaryThread, MachineSample, canary_summary};
 
 /// From the first request to the window, in benchmarks.

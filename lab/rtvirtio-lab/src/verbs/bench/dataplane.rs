@@ -9,6 +9,7 @@ use rtvirtio_bench::dataplane::footprint::{self, Footprint};
 use rtvirtio_bench::dataplane::moves::{Moves, Shown, Stage};
 use rtvirtio_bench::dataplane::server::rtvirtio;
 use rtvirtio_bench::dataplane::verify::{self, Options, Report};
+use rtvirtio_bench::experiment::{named, seconds};
 use rtvirtio_host::interrupt::Interrupted;
 
 use super::Of;
@@ -41,12 +42,13 @@ struct MovesArgs {
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "light,heavy,ram,disk,disconnects,memory,reset"
+        default_value = "light,heavy,ram,disk,disconnects,memory,reset",
+        value_parser = named::<Stage>
     )]
     stages: Vec<Stage>,
     /// How long each takes
-    #[arg(long, default_value_t = 60.0)]
-    seconds: f64,
+    #[arg(long, default_value = "60", value_parser = seconds::<1, 86_400_000>)]
+    seconds: Duration,
     /// Moves to ask for in a second
     #[arg(long, default_value_t = 1500.0)]
     rate: f64,
@@ -80,8 +82,8 @@ struct VerifyArgs {
     #[arg(long)]
     socket: PathBuf,
     /// How long
-    #[arg(long, default_value_t = 10.0)]
-    seconds: f64,
+    #[arg(long, default_value = "10", value_parser = seconds::<0, 86_400_000>)]
+    seconds: Duration,
     /// Instead: drop the connection in mid-I/O so many times
     #[arg(long, conflicts_with = "kills")]
     disconnects: Option<u32>,
@@ -118,14 +120,13 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
 }
 
 fn moved(args: &MovesArgs, interrupted: &Interrupted) -> Result<Outcome> {
-    ensure!(args.seconds.is_finite() && args.seconds > 0.0, "--seconds must be more than 0");
     ensure!(args.rate.is_finite() && args.rate >= 1.0, "--rate must be 1 or more");
     let program = args.program.clone().map_or_else(rtvirtio, Ok)?;
     let seed = now();
     let moves = Moves {
         program: &program,
         disk_directory: &args.disk_directory,
-        time: Duration::from_secs_f64(args.seconds),
+        time: args.seconds,
         rate: args.rate,
         seed,
     };
@@ -159,7 +160,6 @@ fn footprint(args: &FootprintArgs, interrupted: &Interrupted) -> Result<Outcome>
 }
 
 fn verified(args: &VerifyArgs, interrupted: &Interrupted) -> Result<Report> {
-    ensure!(args.seconds.is_finite() && args.seconds >= 0.0, "--seconds must not be negative");
     let seed = args.seed.unwrap_or_else(now);
     eprintln!("seed {seed}");
     let options = Options {
@@ -174,6 +174,6 @@ fn verified(args: &VerifyArgs, interrupted: &Interrupted) -> Result<Report> {
     match (args.disconnects, args.kills) {
         (Some(count), _) => verify::disconnects(options, count, interrupted),
         (_, Some(count)) => verify::kills(options, &args.command, count, interrupted),
-        _ => verify::verify(options, Duration::from_secs_f64(args.seconds), interrupted),
+        _ => verify::verify(options, args.seconds, interrupted),
     }
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use rtvirtio_bench::dataplane::server::rtvirtio;
-use rtvirtio_bench::experiment::Experiment as _;
+use rtvirtio_bench::experiment::{Experiment as _, named};
 use rtvirtio_bench::iocores::cell::{PolicyConfig, SEEDS, Settings};
 use rtvirtio_bench::iocores::machine::Disk;
 use rtvirtio_bench::iocores::{Benchmark, costs, disturb, report, simulated};
@@ -54,7 +54,7 @@ Examples:
   rtvirtio-lab bench iocores --disturb --seconds 10 --repetitions 5")]
 pub(crate) struct Args {
     /// Policies to compare
-    #[arg(long, value_delimiter = ',', default_values_t = PolicyConfig::ALL)]
+    #[arg(long, value_delimiter = ',', default_values_t = PolicyConfig::ALL, value_parser = named::<PolicyConfig>)]
     policies: Vec<PolicyConfig>,
     /// Phases, or all
     #[arg(long, value_delimiter = ',', default_value = "all")]
