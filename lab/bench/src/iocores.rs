@@ -45,11 +45,11 @@ use std::time::Duration;
 use anyhow::{Result, bail, ensure};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_sim::scenario::PhaseKind;
-use rtvirtio_spec::run::{Canary, Machine};
+use rtvirtio_spec::run::Machine;
 use rtvirtio_units::Nanos;
 use serde_json::json;
 
-use crate::cell::CANARY_LIMIT;
+use crate::cell::{CANARY_LIMIT, canary_of};
 use crate::experiment::{Experiment, Report};
 use crate::lines::Lines;
 use crate::qos::cell::disturbance;
@@ -230,13 +230,6 @@ impl Benchmark<'_> {
     }
 
     fn made(&self, key: CellKey, measured: Result<Measured, Unverified>) -> Cell {
-        let canary = Canary {
-            n: 0,
-            p50: Nanos::ZERO,
-            p99: Nanos::ZERO,
-            p999: Nanos::ZERO,
-            max: Nanos::ZERO,
-        };
         let nothing = Cell {
             key,
             settings: self.settings.clone(),
@@ -245,7 +238,7 @@ impl Benchmark<'_> {
             whole: None,
             checked: 0,
             timeline: Timeline::default(),
-            canary,
+            canary: canary_of(Nanos::ZERO),
             doubt: None,
             machine: Machine { load1: 0.0, busy_cores: 0.0, steal_cores: 0.0 },
             at: jiff::Timestamp::now().to_string(),
@@ -288,17 +281,20 @@ pub fn report(campaign: &Campaign, compared: Option<&[Compared]>) -> Report {
 mod tests {
     use super::*;
 
+    fn benchmark(
+        phases: Vec<PhaseKind>,
+        policies: Vec<PolicyConfig>,
+        seeds: Vec<u64>,
+    ) -> Benchmark<'static> {
+        let settings = Settings { phases, ..Settings::default() };
+        let (program, out) = (Path::new("/bin/rtvirtio"), Path::new("/nowhere"));
+        Benchmark { settings, policies, seeds, repetitions: 2, calibrate: false, program, out }
+    }
+
     #[test]
     fn policies_take_turns_on_each_seed() {
-        let benchmark = Benchmark {
-            settings: Settings { phases: vec![PhaseKind::AllHot], ..Settings::default() },
-            policies: vec![PolicyConfig::Static1, PolicyConfig::Dynamic],
-            seeds: vec![7, 8],
-            repetitions: 2,
-            calibrate: false,
-            program: Path::new("/bin/rtvirtio"),
-            out: Path::new("/nowhere"),
-        };
+        let policies = vec![PolicyConfig::Static1, PolicyConfig::Dynamic];
+        let benchmark = benchmark(vec![PhaseKind::AllHot], policies, vec![7, 8]);
         let keys: Vec<_> =
             benchmark.keys().unwrap().iter().map(|key| (key.seed, key.policy.name())).collect();
         assert_eq!(
@@ -318,15 +314,7 @@ mod tests {
 
     #[test]
     fn phases_alone_are_of_the_policies_that_are_compared_and_each_cell_has_a_name_of_its_own() {
-        let benchmark = Benchmark {
-            settings: Settings::default(),
-            policies: PolicyConfig::ALL.to_vec(),
-            seeds: vec![7],
-            repetitions: 2,
-            calibrate: false,
-            program: Path::new("/bin/rtvirtio"),
-            out: Path::new("/nowhere"),
-        };
+        let benchmark = benchmark(PhaseKind::ALL.to_vec(), PolicyConfig::ALL.to_vec(), vec![7]);
         let keys = benchmark.keys().unwrap();
         let of = |kind, policy| {
             keys.iter().filter(|key| (key.alone, key.policy) == (kind, policy)).count()

@@ -9,7 +9,13 @@
 //! - [`closed_loop`]: `watch --control` on trial.
 //! - [`completion`]: how threads learn that their I/O has ended, beside threads that compute.
 //! - [`dataplane`]: a vhost-user-blk server beside its peers, and whether it loses data.
-//! - [`report`]: a page of cells. [`table`], `plot`, [`stats`]: what all of them show their results by.
+//! - [`report`]: a page of cells.
+//!
+//! What all of them share:
+//!
+//! - [`experiment`]: cells by their names, measured once each, in an order that interleaves what is compared.
+//! - `window`: what the threads of a measurement look at and count.
+//! - [`stats`], [`table`], `plot`, [`verdict`]: medians and intervals, and what results are shown by.
 
 pub mod campaign;
 pub mod cell;

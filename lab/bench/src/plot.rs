@@ -558,9 +558,16 @@ impl Bars<'_> {
         let values = rows.clone().filter_map(spread).flatten();
         let values =
             values.chain(rows.clone().filter_map(|bar| bar.target)).chain(self.ends.clone());
-        let longest = |of: fn(&Bar) -> &str| rows.clone().map(|bar| of(bar).chars().count()).max();
-        let left = 6.0 * longest(|bar| &bar.name).unwrap_or(0).min(Self::NAME) as f64 + 12.0;
-        let right = self.width - 6.0 * longest(|bar| &bar.text).unwrap_or(0) as f64 - 16.0;
+        let longest = |of: fn(&Bar) -> &str| {
+            rows.clone().map(|bar| of(bar).chars().count()).max().unwrap_or(0)
+        };
+        let left = Self::CHAR * longest(|bar| &bar.name).min(Self::NAME) as f64 + 12.0;
+        // Panels beside each other have one width for their texts, if they have any.
+        let text = match longest(|bar| &bar.text) {
+            0 => 0,
+            longest => longest.max(Self::TEXT),
+        };
+        let right = self.width - Self::CHAR * text as f64 - 16.0;
         let groups: Vec<&[Bar]> = self.rows.chunk_by(|a, b| a.name == b.name).collect();
         let is_grouped = groups.len() < self.rows.len();
         let gap = if is_grouped { Self::GAP } else { 0.0 };
@@ -596,8 +603,11 @@ impl Bars<'_> {
         Drawing { title: self.title.clone(), width: self.width, height: bottom + 34.0, content }
     }
 
-    /// Characters of a name that are shown.
+    /// Characters of a name that are shown, and room for a text.
     const NAME: usize = 28;
+    const TEXT: usize = 15;
+    /// Width of a character.
+    const CHAR: f64 = 6.7;
 }
 
 /// A row's regions, bar and text, beneath the grid.

@@ -349,20 +349,6 @@ pub(crate) fn play(
     clock: &Clock,
     vcpus: &Vcpus,
 ) -> Result<()> {
-    let played = connected((scenario, vm), socket, states, clock, vcpus);
-    if played.is_err() {
-        clock.stop();
-    }
-    played
-}
-
-fn connected(
-    (scenario, vm): (&Scenario, usize),
-    socket: &Path,
-    states: &mut [QueueState],
-    clock: &Clock,
-    vcpus: &Vcpus,
-) -> Result<()> {
     let vm: &Vm = &scenario.vms[vm];
     let shape = Shape { queues: states.len(), depth: MAX_DEPTH, buffer: area(scenario)? };
     let connect = || {
@@ -377,10 +363,7 @@ fn connected(
         let mut client = connect()?;
         let played = client.run(states.iter_mut(), |on, state| {
             let played = state.play(on, &vm.streams, plugged, clock, vcpus);
-            if played.is_err() {
-                clock.stop();
-            }
-            played
+            played.inspect_err(|_| clock.stop())
         });
         played.into_iter().collect::<Result<()>>()?;
     }

@@ -551,16 +551,10 @@ pub fn table(cells: &[Cell]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cell::canary_of;
     use crate::verdict::Outcome;
 
     fn cell(disturbance: Disturbance, repetition: u32, [quiet, disturbed]: [f64; 2]) -> Cell {
-        let canary = Canary {
-            n: 1,
-            p50: Nanos::ZERO,
-            p99: Nanos::ZERO,
-            p999: Nanos::ZERO,
-            max: Nanos::ZERO,
-        };
         // One second stood still.
         let seconds = |p99_us| vec![p99_us, 80_000.0, p99_us];
         let side = |p99_us| Side {
@@ -576,7 +570,7 @@ mod tests {
             quiet: side(quiet),
             disturbed: side(disturbed),
             done: 40,
-            canary,
+            canary: canary_of(Nanos::ZERO),
             machine: Machine { load1: 1.0, busy_cores: 1.0, steal_cores: 0.0 },
             at: String::new(),
         }

@@ -139,10 +139,10 @@ impl Trial<'_> {
             let mut threads = Vec::new();
             for (vm, states) in states.iter_mut().enumerate() {
                 let socket = layout.socket(vm);
-                threads
-                    .push(scope.spawn(move || {
-                        client::play((scenario, vm), &socket, states, clock, vcpus)
-                    }));
+                threads.push(scope.spawn(move || {
+                    client::play((scenario, vm), &socket, states, clock, vcpus)
+                        .inspect_err(|_| clock.stop())
+                }));
             }
             for (number, lane) in (0..).zip(&burners) {
                 threads.push(scope.spawn(move || compute(lane, number, clock, vcpus)));

@@ -348,15 +348,9 @@ fn share((good, n): (usize, usize)) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cell::canary_of;
 
     fn cell(set: u32, of_boundary: Option<f64>, refused: bool, met: bool) -> Cell {
-        let canary = Canary {
-            n: 0,
-            p50: Nanos::ZERO,
-            p99: Nanos::ZERO,
-            p999: Nanos::ZERO,
-            max: Nanos::ZERO,
-        };
         Cell {
             discarded: None,
             set,
@@ -368,7 +362,7 @@ mod tests {
             results: Vec::new(),
             met,
             background: 0.0,
-            canary,
+            canary: canary_of(Nanos::ZERO),
             busy: 0.0,
             at: String::new(),
         }

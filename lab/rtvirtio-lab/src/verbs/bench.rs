@@ -21,6 +21,7 @@ use rtvirtio_bench::qos::curve::Curve;
 use rtvirtio_bench::qos::{self, Cases, cases};
 use rtvirtio_bench::report;
 use rtvirtio_bench::scratch::{Backing, ScratchDisk};
+use rtvirtio_bench::stats::{Runs, runs};
 use rtvirtio_calibrate::calibration::{FULL, calibrate_to};
 use rtvirtio_calibrate::testbed::{CGROUP_ROOT, DeviceUnderTest as _};
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier, wilson_interval};
@@ -401,26 +402,22 @@ pub(crate) struct Verdict {
 
 /// Each scheme's verdict over all cells, with (passed, runs) by case.
 pub(crate) fn verdicts(cells: &[Cell]) -> Vec<Verdict> {
-    let mut by_scheme: BTreeMap<&str, Vec<&Cell>> = BTreeMap::new();
-    for cell in cells {
-        by_scheme.entry(&cell.key.scheme).or_default().push(cell);
-    }
-    let verdict = |(scheme, all): (&str, Vec<&Cell>)| {
-        let passed = all.iter().filter(|c| c.passed).count();
-        let mut by_case: BTreeMap<String, (usize, usize)> = BTreeMap::new();
-        for cell in &all {
-            let entry = by_case.entry(cell.key.case.clone()).or_default();
-            entry.0 += usize::from(cell.passed);
-            entry.1 += 1;
-        }
+    let passed = |cells: &[&Cell]| cells.iter().filter(|cell| cell.passed).count();
+    let verdict = |of: Runs<'_, String, Cell>| {
+        let by_case = runs(of.cells.iter().copied(), |cell| cell.key.case.clone());
+        let by_case =
+            by_case.into_iter().map(|case| (case.key, (passed(&case.cells), case.cells.len())));
+        let (n, passed) = (of.n(), passed(&of.cells));
         Verdict {
-            scheme: scheme.to_owned(),
-            runs: all.len(),
+            runs: n,
             passed,
-            interval: wilson_interval(passed as u64, all.len() as u64),
-            disturbed: all.iter().filter(|c| c.disturbed.is_some()).count(),
-            by_case,
+            interval: wilson_interval(passed as u64, n as u64),
+            disturbed: of.cells.iter().filter(|cell| cell.disturbed.is_some()).count(),
+            by_case: by_case.collect(),
+            scheme: of.key,
         }
     };
+    let mut by_scheme = runs(cells, |cell| cell.key.scheme.clone());
+    by_scheme.sort_by(|a, b| a.key.cmp(&b.key));
     by_scheme.into_iter().map(verdict).collect()
 }
