@@ -56,7 +56,7 @@ use configuration::Sharing;
 use curve::Curve;
 use disk::{Disk, On};
 use neighbour::Neighbour;
-use trial::{Measured, Trial, WARM_UP};
+use trial::{Measured, Trial, WARM_UP, measured_curve};
 
 /// Length of a look at the most urgent VM alone.
 const FLOOR: Duration = Duration::from_secs(5);
@@ -184,7 +184,7 @@ impl Experiment for Benchmark {
         let curve = match (&self.on, &self.profile) {
             (_, Some(profile)) => Curve::of_profile(&profile.capacity),
             (On::Ssd(name), None) => Curve::of_ssd(name.parse()?),
-            (On::File(_), None) => Curve::measured(&rtvirtio()?, &disk.path(), interrupted)?,
+            (On::File(_), None) => measured_curve(&rtvirtio()?, &disk.path(), interrupted)?,
         };
         Ok((disk, curve))
     }

@@ -1,8 +1,10 @@
 //! Cells: a policy on a seed's scenario, once; a line of JSON each.
 
 use std::fmt;
+use std::str::FromStr;
 
 use anyhow::{Result, ensure};
+use rtvirtio_engine::SsdConfig;
 use rtvirtio_iocores::Kind;
 use rtvirtio_iocores::utility::{self, Progress};
 use rtvirtio_sim::scenario::{MAX_QUEUES, PhaseKind, Scenario, Size};
@@ -10,7 +12,6 @@ use rtvirtio_spec::run::{Canary, Machine};
 use rtvirtio_units::{Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
-use super::machine::Disk;
 use crate::dataplane::client::MAX_DEPTH;
 
 /// Seeds of scenarios, fixed before the first result: a change of one makes earlier results void.
@@ -81,6 +82,53 @@ impl PolicyConfig {
 impl fmt::Display for PolicyConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
+    }
+}
+
+/// What the disks are.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Disk {
+    /// Memory: a request ends when its IOThread has done its part.
+    Null,
+    /// Emulated SSDs of this reference name, one for each VM.
+    Ssd(String),
+}
+
+impl FromStr for Disk {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "null" => Ok(Self::Null),
+            name => match name.parse::<SsdConfig>() {
+                Ok(_) => Ok(Self::Ssd(name.to_owned())),
+                Err(error) => Err(format!("{error}; or null")),
+            },
+        }
+    }
+}
+
+impl TryFrom<String> for Disk {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Disk> for String {
+    fn from(disk: Disk) -> Self {
+        disk.to_string()
+    }
+}
+
+impl fmt::Display for Disk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Null => "null",
+            Self::Ssd(name) => name,
+        })
     }
 }
 

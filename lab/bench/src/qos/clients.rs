@@ -12,13 +12,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
-use rtvirtio_cases::{Case, Tier, judge};
-use rtvirtio_spec::latency::Histogram;
+use rtvirtio_cases::{Case, Tier};
 use rtvirtio_spec::specification::Task;
-use rtvirtio_units::{Iops, Nanos, Percentile};
+use rtvirtio_units::{Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
-use super::cell;
 use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
 use crate::window::{COUNTING, EndPhase, OVER};
 
@@ -142,27 +140,6 @@ impl Plan {
             target: task.target?.latency,
             between: Between::Nothing,
         })
-    }
-
-    /// What came of it in a window of `seconds`.
-    pub(crate) fn judged(&self, vm: usize, histogram: &Histogram, seconds: f64) -> cell::Task {
-        let us = |time: Nanos| time.get() as f64 / 1e3;
-        let p99 = Percentile::new(99.0).expect("99 is a percentile");
-        let judgement = judge(histogram, seconds, self.iops, self.target);
-        let (percentile, tail) =
-            judgement.judged.map_or((0.0, Nanos::ZERO), |q| (q.percentile.get(), q.value));
-        cell::Task {
-            name: format!("vm{vm}.{}", self.name),
-            n: histogram.count(),
-            percentile,
-            tail_us: us(tail),
-            tail_interval_us: judgement.judged.map(|q| [us(q.low), us(q.high)]),
-            p99_us: histogram.quantile(p99).map(|q| [us(q.value), us(q.low), us(q.high)]),
-            target_us: us(self.target),
-            bound_us: None,
-            delivered: judgement.delivered_fraction,
-            passed: judgement.passed(),
-        }
     }
 }
 

@@ -7,7 +7,6 @@ mod iocores;
 mod iothreads;
 mod path;
 
-use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -21,13 +20,12 @@ use rtvirtio_bench::qos::curve::Curve;
 use rtvirtio_bench::qos::{self, Cases, cases};
 use rtvirtio_bench::report;
 use rtvirtio_bench::scratch::{Backing, ScratchDisk};
-use rtvirtio_bench::stats::{Runs, runs};
 use rtvirtio_calibrate::calibration::{FULL, calibrate_to};
 use rtvirtio_calibrate::testbed::{CGROUP_ROOT, DeviceUnderTest as _};
-use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier, wilson_interval};
+use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
-use rtvirtio_spec::run::{Cell, CellKey};
+use rtvirtio_spec::run::CellKey;
 use rtvirtio_spec::specification::Specification;
 use rtvirtio_units::{Bytes, BytesPerSecond};
 use serde::{Deserialize, Serialize};
@@ -265,7 +263,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     super::report::write(&cells, &args.out.join("report.html"), "rtvirtio benchmark", &notes)?;
     if args.json {
         input::print_json(&json!({
-            "schemes": verdicts(&cells),
+            "schemes": super::report::verdicts(&cells),
             "predictions": report::agreement(&cells),
         }))?;
     } else {
@@ -385,39 +383,4 @@ fn own(campaign: &Campaign<'_>, mut specification: Specification, args: &Args) -
         source: Source::Scheme(Scheme::Rtvirtio),
     };
     Ok((0..args.repetitions).map(job).collect())
-}
-
-/// How a scheme did.
-#[derive(Debug, Serialize)]
-pub(crate) struct Verdict {
-    scheme: String,
-    runs: usize,
-    passed: usize,
-    /// Wilson's 95 % interval of the pass rate.
-    interval: (f64, f64),
-    /// Of them measured while the machine was late.
-    disturbed: usize,
-    by_case: BTreeMap<String, (usize, usize)>,
-}
-
-/// Each scheme's verdict over all cells, with (passed, runs) by case.
-pub(crate) fn verdicts(cells: &[Cell]) -> Vec<Verdict> {
-    let passed = |cells: &[&Cell]| cells.iter().filter(|cell| cell.passed).count();
-    let verdict = |of: Runs<'_, String, Cell>| {
-        let by_case = runs(of.cells.iter().copied(), |cell| cell.key.case.clone());
-        let by_case =
-            by_case.into_iter().map(|case| (case.key, (passed(&case.cells), case.cells.len())));
-        let (n, passed) = (of.n(), passed(&of.cells));
-        Verdict {
-            runs: n,
-            passed,
-            interval: wilson_interval(passed as u64, n as u64),
-            disturbed: of.cells.iter().filter(|cell| cell.disturbed.is_some()).count(),
-            by_case: by_case.collect(),
-            scheme: of.key,
-        }
-    };
-    let mut by_scheme = runs(cells, |cell| cell.key.scheme.clone());
-    by_scheme.sort_by(|a, b| a.key.cmp(&b.key));
-    by_scheme.into_iter().map(verdict).collect()
 }
