@@ -507,9 +507,10 @@ fn draw(mark: &Mark, axes: &Axes) -> Markup {
 }
 
 /// How a value is drawn.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum Shape {
     /// A bar from the axis on.
+    #[default]
     Bar,
     /// A dot, filled or not.
     Dot {
@@ -519,6 +520,7 @@ pub(crate) enum Shape {
 }
 
 /// A row of [`Bars`].
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Bar {
     /// What it is of; rows that follow each other with one name share it.
     pub(crate) name: String,
@@ -684,10 +686,9 @@ mod tests {
             shape: Shape::Dot { is_filled: false },
             colour: 1,
             value: Some(Spread::new(value, value / 2.0, value * 2.0)),
-            dots: Vec::new(),
             target: Some(1.0),
             text: "<&>".to_owned(),
-            hint: String::new(),
+            ..Bar::default()
         };
         let rows = vec![bar("one", 1.0), bar("one", 3.0), bar("two", 2.0)];
         let bars =

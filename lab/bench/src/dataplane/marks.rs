@@ -12,7 +12,7 @@
 
 use super::server::ServerKind;
 use super::{Case, Cell, MIN_FOR_TAIL, Medium};
-use crate::plot::{Bar, Bars, Shape, sheet};
+use crate::plot::{Bar, Bars, sheet};
 use crate::stats::{Runs, Spread, distinct, runs};
 use crate::table::Table;
 use crate::verdict::{self, Outcome, Verdict};
@@ -91,13 +91,10 @@ pub fn plot(rows: &[Row<'_>]) -> String {
     let panel = |x, of: fn(&Cell) -> Option<f64>| {
         let bar = |row: &Row<'_>| Bar {
             name: row.key.0.name(),
-            shape: Shape::Bar,
             colour: colour(row).unwrap_or(0),
             value: row.known(of).map(|value| Spread::new(value, value, value)),
-            dots: Vec::new(),
-            target: None,
-            text: String::new(),
             hint: super::label(&row.cells[0].key),
+            ..Bar::default()
         };
         let rows: Vec<Bar> = rows.iter().map(bar).collect();
         // The least has some length too.

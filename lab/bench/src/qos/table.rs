@@ -1,5 +1,7 @@
 //! For a terminal, and tails and the neighbour's share as a plot.
 
+use std::collections::BTreeSet;
+
 use rtvirtio_cases::wilson_interval;
 use rtvirtio_spec::run::Cell as KernelCell;
 
@@ -111,23 +113,18 @@ fn bounds(cells: &[Cell]) -> String {
 #[must_use]
 pub(super) fn plot(cells: &[Cell], beside: &[KernelCell]) -> String {
     let mut rows = rows(cells, beside);
-    let of_kernel: Vec<Row> = rows.iter().filter(|row| row.passed > 0).cloned().collect();
-    rows.retain(|row| {
-        !row.scheme.starts_with("kernel") || of_kernel.iter().any(|of| of.scheme == row.scheme)
-    });
+    let passed: BTreeSet<String> =
+        rows.iter().filter(|row| row.passed > 0).map(|row| row.scheme.clone()).collect();
+    rows.retain(|row| !row.scheme.starts_with("kernel") || passed.contains(&row.scheme));
     // The same colours in every campaign.
     let ours = [Scheme::Qos, Scheme::None, Scheme::Throttle].map(Scheme::name);
     let schemes = distinct(ours.into_iter().chain(rows.iter().map(|row| row.scheme.as_str())));
     let colour = |row: &Row| schemes.iter().position(|scheme| *scheme == row.scheme).unwrap_or(0);
-    let bar = |row: &Row, shape| Bar {
+    let bar = |row: &Row| Bar {
         name: format!("{}, {}", row.group.case(), row.group.neighbour.name()),
-        shape,
         colour: colour(row),
-        value: None,
-        dots: Vec::new(),
-        target: None,
-        text: String::new(),
         hint: format!("{}: {}", row.scheme, rate(row.passed, row.runs)),
+        ..Bar::default()
     };
     let tail = |row: &Row| Bar {
         value: row.tail,
@@ -136,9 +133,10 @@ pub(super) fn plot(cells: &[Cell], beside: &[KernelCell]) -> String {
             (None, Some(rate)) => format!("too few: {:.0} % of a rate", rate.value * 100.0),
             _ => String::new(),
         },
-        ..bar(row, Shape::Dot { is_filled: row.passed == row.runs })
+        shape: Shape::Dot { is_filled: row.passed == row.runs },
+        ..bar(row)
     };
-    let share = |row: &Row| Bar { value: row.share, ..bar(row, Shape::Bar) };
+    let share = |row: &Row| Bar { value: row.share, ..bar(row) };
     let panel = |x, is_log, ends, width, rows| {
         Bars { title: String::new(), x, is_log, ends, width, rows }.draw()
     };

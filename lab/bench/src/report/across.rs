@@ -6,7 +6,7 @@ use maud::{Markup, html};
 
 use super::group::{Group, RTVIRTIO, SchemeCells};
 use super::predictions;
-use crate::plot::{Bar, Bars, Shape};
+use crate::plot::{Bar, Bars};
 use crate::stats::{Spread, distinct, wilson};
 use crate::table::Table;
 use crate::verdict::Standing;
@@ -90,13 +90,10 @@ fn panel(title: &str, tallies: &[Tally<'_>]) -> Markup {
         let (low, high) = wilson(passed as u64, n as u64);
         Bar {
             name: scheme.to_owned(),
-            shape: Shape::Bar,
             colour: if scheme == RTVIRTIO { 0 } else { 7 },
             value: (n > 0).then(|| Spread::new(percent, 100.0 * low, 100.0 * high)),
-            dots: Vec::new(),
-            target: None,
             text: if n > 0 { format!("{passed}/{n} ({percent:.0} %)") } else { "0/0".to_owned() },
-            hint: String::new(),
+            ..Bar::default()
         }
     };
     let rows = tallies.iter().map(row).collect();

@@ -4,7 +4,7 @@ use maud::{Markup, html};
 use rtvirtio_cases::judge::MIN_DELIVERED;
 
 use super::group::{Group, SchemeCells, TaskId, TaskRuns};
-use crate::plot::{Bar, Bars, Shape};
+use crate::plot::{Bar, Bars};
 use crate::stats::{Spread, distinct, ms, percent_down, range};
 use crate::table::mark;
 use crate::verdict::Standing;
@@ -83,12 +83,12 @@ fn row(scheme: &SchemeCells<'_>, id: TaskId<'_>) -> Bar {
     let judged = runs.iter().flat_map(TaskRuns::judged);
     Bar {
         name: format!("{} {}", id.vm, id.task),
-        shape: Shape::Bar,
         colour: usize::from(!passed),
         value,
         dots: judged.map(|q| q.value.as_millis_f64()).collect(),
         target: runs.as_ref().and_then(TaskRuns::target).map(|t| t.as_millis_f64()),
         text,
         hint,
+        ..Bar::default()
     }
 }
