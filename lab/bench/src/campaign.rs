@@ -127,13 +127,7 @@ impl Campaign<'_> {
         for repetition in 0..repetitions {
             for &case in cases {
                 for (scheme, source) in sources {
-                    let key = CellKey {
-                        case: case.to_string(),
-                        tier: tier.to_string(),
-                        neighbour: neighbour.to_string(),
-                        scheme: scheme.clone(),
-                        repetition,
-                    };
+                    let key = key(case, tier, neighbour, scheme, repetition);
                     let specification = self.specification(case, tier, neighbour);
                     jobs.push(Job { key, specification, source: source.clone() });
                 }
@@ -172,13 +166,7 @@ impl Campaign<'_> {
                 let neighbour = if alone { Neighbour::None } else { Neighbour::Writer };
                 let part = [None, None, Some(0.12), Some(0.16)][pick(4)];
                 let cap = part.map(|p| BytesPerSecond::new((throughput * p) as u64));
-                let key = CellKey {
-                    case: case.to_string(),
-                    tier: Tier::Strict.to_string(),
-                    neighbour: neighbour.to_string(),
-                    scheme: "drawn".to_owned(),
-                    repetition,
-                };
+                let key = key(case, Tier::Strict, neighbour, "drawn", repetition);
                 let specification = self.specification(case, Tier::Strict, neighbour);
                 let drawn = Drawn { scheduler, weights: Vec::new(), cap };
                 Job { key, specification, source: Source::Drawn(drawn) }
@@ -216,13 +204,7 @@ impl Campaign<'_> {
             let schemes = [CONDITION, "condition, again"];
             let runs = if number % twice_every == 0 { 2 } else { 1 };
             jobs.extend(schemes.iter().take(runs).map(|scheme| Job {
-                key: CellKey {
-                    case: case.to_string(),
-                    tier: Tier::Strict.to_string(),
-                    neighbour: neighbour.to_string(),
-                    scheme: (*scheme).to_owned(),
-                    repetition: number,
-                },
+                key: key(case, Tier::Strict, neighbour, scheme, number),
                 specification: specification.clone(),
                 source: Source::Drawn(drawn.clone()),
             }));
@@ -462,6 +444,16 @@ impl Campaign<'_> {
             started,
         };
         Ok(context.judge(windows))
+    }
+}
+
+fn key(case: Case, tier: Tier, neighbour: Neighbour, scheme: &str, repetition: u32) -> CellKey {
+    CellKey {
+        case: case.to_string(),
+        tier: tier.to_string(),
+        neighbour: neighbour.to_string(),
+        scheme: scheme.to_owned(),
+        repetition,
     }
 }
 

@@ -16,7 +16,7 @@ use rtvirtio_cases::{Case, Neighbour, Scale, Scheme, SchemeSettings, Tier, judge
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_planner::Predicted;
 use rtvirtio_spec::latency::Quantile;
-use rtvirtio_spec::run::{Cell, CellKey, MeasuredAt, Prediction, RUN_VERSION, TaskResult};
+use rtvirtio_spec::run::{Canary, Cell, CellKey, MeasuredAt, Prediction, RUN_VERSION, TaskResult};
 use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, Iops, Nanos, VmName};
 
@@ -30,6 +30,11 @@ use crate::qos::trial::Trial;
 /// A cell whose canary was later than this, times the testbed's scale, at its 99th percentile is
 /// marked as disturbed: its tails may be the CPU's. Fixed before the first comparison.
 pub const CANARY_LIMIT: Nanos = Nanos::from_millis(1);
+
+/// A canary that was always so late; of what measured nothing, 0.
+pub(crate) const fn canary_of(late: Nanos) -> Canary {
+    Canary { n: 0, p50: late, p99: late, p999: late, max: late }
+}
 
 /// The part of all CPUs that guests may take.
 pub const GUESTS_CPU: f64 = 0.6;

@@ -64,7 +64,6 @@ mod tests;
 
 use std::fmt;
 use std::path::Path;
-use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -73,8 +72,7 @@ use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::run::{Canary, Machine};
 use serde::{Deserialize, Serialize};
 
-use crate::experiment::{self, Experiment};
-use crate::lines::Lines;
+use crate::experiment::Experiment;
 use target::TestFile;
 use window::{AROUND, Measured, WARM_UP};
 
@@ -131,15 +129,6 @@ impl fmt::Display for Target {
     }
 }
 
-impl FromStr for Target {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|target| target.name() == text);
-        found.ok_or_else(|| format!("`{text}` is none of emulated, file-4k, file-128k"))
-    }
-}
-
 /// How threads learn that their requests have ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -190,17 +179,6 @@ impl Mode {
 impl fmt::Display for Mode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
-    }
-}
-
-impl FromStr for Mode {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|mode| mode.name() == text).ok_or_else(|| {
-            let all = Self::ALL.map(Self::name).join(", ");
-            format!("`{text}` is none of {all}")
-        })
     }
 }
 
@@ -367,8 +345,6 @@ pub struct Benchmark<'a> {
     pub seed: u64,
     /// Where the file is made.
     pub directory: &'a Path,
-    /// Where cells go.
-    pub out: &'a Path,
 }
 
 impl Experiment for Benchmark<'_> {
@@ -394,8 +370,12 @@ impl Experiment for Benchmark<'_> {
 
     fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
         let (cpus, window_s) = (usable_cpus()?, self.window.as_secs_f64());
+        // Where nothing is measured, what is there may be of any window.
         ensure!(
-            cells.iter().all(|cell| cell.cpus == cpus && (cell.window_s - window_s).abs() < 1e-6),
+            self.matrix.is_empty()
+                || cells
+                    .iter()
+                    .all(|cell| cell.cpus == cpus && (cell.window_s - window_s).abs() < 1e-6),
             "{} holds cells of another window or number of CPUs (use another --out)",
             out.display()
         );
@@ -416,20 +396,5 @@ impl Experiment for Benchmark<'_> {
     ) -> Result<Cell> {
         let measured = window::measure(*key, file.as_ref(), *costs, self.window, interrupted)?;
         Ok(Cell::new(*key, self.window, usable_cpus()?, &measured))
-    }
-}
-
-impl Benchmark<'_> {
-    /// Runs what is not in `cells.jsonl` yet, and returns all that is there.
-    ///
-    /// # Errors
-    /// If `out` holds cells of another window or number of CPUs, if the file or a ring cannot be had,
-    /// if a request fails; if interrupted.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        if self.matrix.is_empty() {
-            // What is there may be of any window.
-            return Ok(Lines::open(&self.out.join(Self::FILE))?.into_all());
-        }
-        experiment::run(self, self.out, interrupted)
     }
 }

@@ -5,8 +5,7 @@
 //! - [`load`]: random 4 KiB requests and what they take.
 //! - [`server`]: `rtvirtio serve` and `qemu-storage-daemon`, started with the same
 //!   disk, nice and affinity.
-//! - [`marks`]: the four marks, judged row by row.
-//! - [`table`], `plot`: for a terminal, for a page.
+//! - [`marks`]: the table and the plot, and the four marks, judged row by row.
 //! - [`footprint`]: what many disks cost.
 //! - [`moves`]: queues that change their IOThread under a load.
 //! - [`verify`]: content that tells where and when it was written.
@@ -24,26 +23,23 @@ pub mod footprint;
 pub mod load;
 pub mod marks;
 pub mod moves;
-mod plot;
 pub mod server;
-pub mod table;
 pub mod verify;
 
 use std::fs::File;
 use std::io::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::run::Machine;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
 
-use crate::experiment::{self, Experiment, write_files};
+use crate::experiment::{Experiment, Report, seconds};
 use client::Endpoint;
 use load::{Load, Measured};
-use server::{Backing, ServerKind, Setup, listener};
+use server::{Backing, ServerKind, Setup, listener, qsd_version, rtvirtio};
 
 /// Bytes of a request.
 pub const BLOCK: usize = 4096;
@@ -244,37 +240,70 @@ impl Cell {
     }
 }
 
-/// What to run.
-pub struct Benchmark<'a> {
-    /// Cases, in order.
-    pub cases: Vec<Case>,
-    /// Servers; a case leaves out those that make no difference to it.
-    pub servers: Vec<ServerKind>,
-    /// IOThreads of ours: more than one entry compares them.
-    pub iothreads: Vec<usize>,
-    /// How often.
-    pub repetitions: u32,
-    /// Length of a window.
-    pub seconds: f64,
-    /// Wait for this many requests where the far tail is judged.
-    pub min_for_tail: u64,
-    /// The `rtvirtio` that serves.
-    pub program: &'a Path,
-    /// A server that runs already.
-    pub socket: Option<&'a Path>,
-    /// Where the disk file goes.
-    pub disk_directory: &'a Path,
-    /// Where cells go.
-    pub out: &'a Path,
+/// Arguments of `bench dataplane`.
+#[derive(Debug, clap::Args)]
+pub struct Benchmark {
+    /// What disks are made of: ram, tmpfs, disk
+    #[arg(long, value_delimiter = ',', default_value = "ram,tmpfs,disk")]
+    cases: Vec<Medium>,
+    /// Servers: ours (fixed buffers on and off), qsd, file (io_uring without a server), or the
+    /// path of a socket at which one runs already
+    #[arg(long, value_delimiter = ',', default_value = "ours,qsd,file")]
+    server: Vec<String>,
+    /// Queues: 1, 4 or both
+    #[arg(long, value_delimiter = ',', default_value = "1,4")]
+    queues: Vec<usize>,
+    /// Requests in flight of each queue: 1, 32 or both
+    #[arg(long, value_delimiter = ',', default_value = "1,32")]
+    depth: Vec<usize>,
+    /// Only reads
+    #[arg(long)]
+    reads: bool,
+    /// Repetitions of each case under each server
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repetitions: u32,
+    /// Length of a window in seconds; at depth 32 with 4 queues longer, for p99.99
+    #[arg(long, default_value = "4", value_parser = seconds::<1, 86_400_000>)]
+    seconds: Duration,
+    /// Do not wait for the 1,000,000 requests that judge p99.99
+    #[arg(long)]
+    quick: bool,
+    /// Instead: 1 against 2 IOThreads, 4 queues, each request costing 100 µs of CPU
+    #[arg(long)]
+    scaling: bool,
+    /// Where the file on a disk is made
+    #[arg(long, default_value = "/var/tmp")]
+    disk_directory: PathBuf,
+    /// The rtvirtio that serves; without, the one beside this program
+    #[arg(long)]
+    program: Option<PathBuf>,
 }
 
-impl Experiment for Benchmark<'_> {
+impl Experiment for Benchmark {
     type Key = CellKey;
     type Cell = Cell;
     type Setup = Disks;
 
+    const OUT: &'static str = "rtvirtio-bench-dataplane";
+
     fn keys(&self) -> Result<Vec<CellKey>> {
-        Ok(Benchmark::keys(self))
+        let (servers, socket) = self.servers()?;
+        let mut keys = Vec::new();
+        for repetition in 0..self.repetitions {
+            for (index, case) in self.all_cases(socket.is_some()).into_iter().enumerate() {
+                let mut here: Vec<(ServerKind, usize)> = Vec::new();
+                for &server in servers.iter().filter(|s| makes_sense(**s, case.medium)) {
+                    let compares = self.scaling && server.is_ours();
+                    let threads: &[usize] = if compares { &[1, 2] } else { &[1] };
+                    here.extend(threads.iter().map(|&t| (server, t)));
+                }
+                let turn = (repetition as usize + index) % here.len().max(1);
+                here.rotate_left(turn);
+                let key = |(server, iothreads)| CellKey { case, server, iothreads, repetition };
+                keys.extend(here.into_iter().map(key));
+            }
+        }
+        Ok(keys)
     }
 
     fn is_of(cell: &Cell, key: &CellKey) -> bool {
@@ -288,67 +317,33 @@ impl Experiment for Benchmark<'_> {
     fn expected(&self, key: &CellKey) -> Duration {
         let idle = if measures_idle(key) { IDLE } else { Duration::ZERO };
         // At about 100,000 requests a second.
-        let tail = if key.case.has_tail() { self.min_for_tail as f64 / 1e5 } else { 0.0 };
-        Duration::from_secs_f64(self.seconds.max(tail)) + AROUND + idle
+        let tail = Duration::from_secs_f64(self.min_requests(key) as f64 / 1e5);
+        self.seconds.max(tail) + AROUND + idle
     }
 
     fn set_up(&self, missing: &[CellKey], _: &Interrupted) -> Result<Disks> {
-        Disks::make(missing, self.disk_directory)
+        if missing.iter().any(|key| key.server == ServerKind::Qsd) {
+            eprintln!("qemu-storage-daemon {}", qsd_version()?);
+        }
+        Disks::make(missing, &self.disk_directory)
     }
 
     fn measure(&self, disks: &mut Disks, key: &CellKey, interrupted: &Interrupted) -> Result<Cell> {
-        self.cell(*key, disks, interrupted)
-    }
-}
-
-impl Benchmark<'_> {
-    /// Runs what is not in `cells.jsonl` yet, and returns all that is there.
-    ///
-    /// # Errors
-    /// If a server or the client fails; if interrupted.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        experiment::run(self, self.out, interrupted)
-    }
-
-    /// Every cell, in the order in which they run.
-    #[must_use]
-    pub fn keys(&self) -> Vec<CellKey> {
-        let mut keys = Vec::new();
-        for repetition in 0..self.repetitions {
-            for (index, case) in self.cases.iter().enumerate() {
-                let mut here: Vec<(ServerKind, usize)> = Vec::new();
-                for &server in self.servers.iter().filter(|s| makes_sense(**s, case.medium)) {
-                    let threads: &[usize] = if server.is_ours() { &self.iothreads } else { &[1] };
-                    here.extend(threads.iter().map(|&t| (server, t)));
-                }
-                let turn = (repetition as usize + index) % here.len().max(1);
-                here.rotate_left(turn);
-                keys.extend(here.into_iter().map(|(server, iothreads)| CellKey {
-                    case: *case,
-                    server,
-                    iothreads,
-                    repetition,
-                }));
-            }
-        }
-        keys
-    }
-
-    fn cell(&self, key: CellKey, disks: &Disks, interrupted: &Interrupted) -> Result<Cell> {
         let Case { medium, operation, queues, depth } = key.case;
+        let seconds = self.seconds.as_secs_f64();
         let load = Load {
             operation,
             depth,
             queues,
-            seconds: self.seconds,
-            least: if key.case.has_tail() { self.min_for_tail } else { 0 },
-            max_seconds: LONGEST.max(self.seconds),
-            idle: measures_idle(&key),
+            seconds,
+            least: self.min_requests(key),
+            max_seconds: LONGEST.max(seconds),
+            idle: measures_idle(key),
         };
-        let measured = match (key.server, self.socket) {
+        let measured = match (key.server, self.servers()?.1) {
             (ServerKind::Socket, Some(socket)) => {
-                let server = listener(socket)?;
-                load::run(Endpoint::Socket(socket), Some(server), &load, interrupted)?
+                let server = listener(&socket)?;
+                load::run(Endpoint::Socket(&socket), Some(server), &load, interrupted)?
             }
             (ServerKind::File, _) => {
                 let path = disks.file(medium).context("a medium without a file")?;
@@ -361,22 +356,74 @@ impl Benchmark<'_> {
                     backing: &disks.backing(medium)?,
                     queues,
                     iothreads: key.iothreads,
-                    program: self.program,
+                    program: &self.program.clone().map_or_else(rtvirtio, Ok)?,
                     directory: directory.path(),
                 };
-                let mut server = setup.start(interrupted)?;
-                let endpoint = Endpoint::Socket(server.socket());
-                let measured = load::run(endpoint, Some(server.id()), &load, interrupted);
-                // That it has ended says more than that the client has lost it.
-                server.check()?;
-                let measured = measured?;
-                server.terminate()?;
-                measured
+                setup.start(interrupted)?.during(|server| {
+                    let endpoint = Endpoint::Socket(server.socket());
+                    load::run(endpoint, Some(server.id()), &load, interrupted)
+                })?
             }
         };
         // What the last cell left to the kernel is not the next one's.
         wait(Duration::from_millis(100), interrupted)?;
-        Ok(Cell::new(key, &measured))
+        Ok(Cell::new(*key, &measured))
+    }
+
+    fn report(&self, cells: &[Cell]) -> Result<Report> {
+        ensure!(!cells.is_empty(), "no cell was measured");
+        let rows = marks::rows(cells);
+        let (text, json) = (marks::text(&rows), marks::table(&rows).json());
+        Ok(Report::of(text, json).with("plot.svg", marks::plot(&rows)))
+    }
+}
+
+impl Benchmark {
+    /// The cases that are asked for.
+    fn all_cases(&self, has_socket: bool) -> Vec<Case> {
+        let mut cases = if self.scaling {
+            vec![Case { medium: Medium::Burn, operation: Operation::Read, queues: 4, depth: 32 }]
+        } else if has_socket {
+            Case::all(&[Medium::Socket])
+        } else {
+            Case::all(&self.cases)
+        };
+        cases.retain(|case| {
+            self.queues.contains(&case.queues)
+                && self.depth.contains(&case.depth)
+                && (case.operation == Operation::Read || !self.reads)
+        });
+        cases
+    }
+
+    /// Requests to wait for.
+    const fn min_requests(&self, key: &CellKey) -> u64 {
+        // A request of 100 µs has no far tail worth a wait.
+        let is_judged = key.case.has_tail() && !self.quick && !self.scaling;
+        if is_judged { MIN_FOR_TAIL } else { 0 }
+    }
+
+    /// The servers, and the socket of one that runs already.
+    fn servers(&self) -> Result<(Vec<ServerKind>, Option<PathBuf>)> {
+        let (mut servers, mut socket) = (Vec::new(), None);
+        for name in &self.server {
+            match name.as_str() {
+                "ours" => servers.extend([ServerKind::Rtvirtio, ServerKind::RtvirtioFixed]),
+                "qsd" => servers.push(ServerKind::Qsd),
+                "file" => servers.push(ServerKind::File),
+                path => {
+                    ensure!(path.contains('/'), "`{path}` is none of ours, qsd, file, and no path");
+                    ensure!(socket.is_none(), "more than one socket");
+                    socket = Some(PathBuf::from(path));
+                    servers.push(ServerKind::Socket);
+                }
+            }
+        }
+        ensure!(
+            socket.is_none() || servers.len() == 1,
+            "a socket's disk is not known: it is measured alone"
+        );
+        Ok((servers, socket))
     }
 }
 
@@ -406,7 +453,7 @@ fn makes_sense(server: ServerKind, medium: Medium) -> bool {
 }
 
 /// The files under test, removed at the end.
-pub(crate) struct Disks {
+pub struct Disks {
     tmpfs: Option<tempfile::NamedTempFile>,
     disk: Option<tempfile::NamedTempFile>,
 }
@@ -479,28 +526,6 @@ fn written_file(directory: &Path, bytes: u64) -> Result<tempfile::NamedTempFile>
     }
     file.as_file().sync_all().with_context(context)?;
     Ok(file)
-}
-
-/// Writes `table.txt` and `plot.svg` beside the cells.
-///
-/// # Errors
-/// If there is nothing to show, or they cannot be written.
-pub fn write_report(cells: &[Cell], out: &Path) -> Result<String> {
-    ensure!(!cells.is_empty(), "no cell was measured");
-    let text = table::render(cells);
-    write_files(out, &[("table.txt", &text), ("plot.svg", &plot::render(cells))])?;
-    Ok(text)
-}
-
-/// The medians of all rows.
-#[must_use]
-pub fn rows_as_json(cells: &[Cell]) -> Value {
-    let rows = marks::rows(cells).into_iter().flat_map(|(case, servers)| {
-        servers.into_iter().map(move |((server, iothreads), medians)| {
-            json!({"case": case, "server": server, "iothreads": iothreads, "medians": medians})
-        })
-    });
-    rows.collect()
 }
 
 #[cfg(test)]

@@ -4,20 +4,72 @@
 //! the same directory goes on with those that are not there. A cell that does not count, because the machine
 //! disturbed it, is kept too, and measured again as often as the experiment says; after that it is left as it
 //! is. Cells run in the order of [`Experiment::keys`], in which an experiment interleaves what it compares.
+//!
+//! An experiment that is a command of its own is its arguments: `clap` makes the value that measures.
 
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use rtvirtio_cli::progress::Progress;
 use rtvirtio_host::interrupt::Interrupted;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 use crate::lines::Lines;
 
+/// What an experiment comes to.
+#[derive(Debug)]
+pub struct Report {
+    /// For a terminal, and a file.
+    pub text: String,
+    /// The name of that file.
+    pub table: &'static str,
+    /// Files beside it, with their names.
+    pub files: Vec<(&'static str, String)>,
+    /// For a program.
+    pub json: Value,
+}
+
+impl Report {
+    /// A text; a program is given the cells.
+    ///
+    /// # Errors
+    /// Cells that are no JSON.
+    pub fn new<C: Serialize>(text: String, cells: &[C]) -> Result<Self> {
+        Ok(Self::of(text, serde_json::to_value(cells)?))
+    }
+
+    /// A text, and what a program is given.
+    #[must_use]
+    pub const fn of(text: String, json: Value) -> Self {
+        Self { text, table: "table.txt", files: Vec::new(), json }
+    }
+
+    /// With a file.
+    #[must_use]
+    pub fn with(mut self, name: &'static str, text: String) -> Self {
+        self.files.push((name, text));
+        self
+    }
+
+    /// Writes the text and the other files.
+    ///
+    /// # Errors
+    /// One cannot be written.
+    pub fn write(&self, out: &Path) -> Result<()> {
+        let files = self.files.iter().map(|(name, text)| (*name, text));
+        for (name, text) in files.chain([(self.table, &self.text)]) {
+            let path = out.join(name);
+            std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
+        }
+        Ok(())
+    }
+}
+
 /// An experiment that is made of cells.
-pub(crate) trait Experiment {
+pub trait Experiment: Sized {
     /// Names a cell.
     type Key;
     /// What was measured under a name.
@@ -29,6 +81,8 @@ pub(crate) trait Experiment {
     const FILE: &'static str = "cells.jsonl";
     /// How often a cell is measured that does not count each time.
     const ATTEMPTS: usize = 1;
+    /// The experiment's directory where none is asked for.
+    const OUT: &'static str = "rtvirtio-bench";
 
     /// All cells, in the order in which they are measured.
     ///
@@ -76,6 +130,41 @@ pub(crate) trait Experiment {
         let _ = cell;
         None
     }
+
+    /// What the cells come to.
+    ///
+    /// # Errors
+    /// There is nothing to show, or what it is to be shown beside cannot be read.
+    fn report(&self, cells: &[Self::Cell]) -> Result<Report> {
+        Report::new(String::new(), cells)
+    }
+
+    /// Measures the cells that are not in `out` yet, and returns all that are there.
+    ///
+    /// # Errors
+    /// As the other functions; what was measured until then is kept.
+    fn run(&self, out: &Path, interrupted: &Interrupted) -> Result<Vec<Self::Cell>> {
+        run(self, out, interrupted)
+    }
+}
+
+/// Reads a value by the name that it has in files, for `clap`.
+///
+/// # Errors
+/// It is none: all that there are are named.
+pub fn named<T: DeserializeOwned>(text: &str) -> Result<T> {
+    Ok(serde_json::from_value(text.into())?)
+}
+
+/// Reads a time in seconds, for `clap`; from and to so many ms.
+///
+/// # Errors
+/// Not a number, or out of its range.
+pub fn seconds<const FROM: u64, const TO: u64>(text: &str) -> Result<Duration> {
+    let seconds: f64 = text.parse()?;
+    let [from, to] = [FROM, TO].map(|ms| ms as f64 / 1e3);
+    ensure!((from..=to).contains(&seconds), "{seconds} is outside {from} to {to} s");
+    Ok(Duration::from_secs_f64(seconds))
 }
 
 /// Whether a cell is there that counts, or was tried often enough.
@@ -88,11 +177,7 @@ fn is_done<E: Experiment>(cells: &[E::Cell], key: &E::Key) -> bool {
     counts || tried >= E::ATTEMPTS
 }
 
-/// Measures the cells that are not in `out` yet, and returns all that are there.
-///
-/// # Errors
-/// As [`Experiment`]'s functions; what was measured until then is kept.
-pub(crate) fn run<E: Experiment>(
+fn run<E: Experiment>(
     experiment: &E,
     out: &Path,
     interrupted: &Interrupted,
@@ -122,18 +207,6 @@ pub(crate) fn run<E: Experiment>(
         }
     }
     Ok(cells.into_all())
-}
-
-/// Writes what an experiment comes to beside its cells: each file's name and text.
-///
-/// # Errors
-/// A file cannot be written.
-pub(crate) fn write_files(out: &Path, files: &[(&str, &str)]) -> Result<()> {
-    for (name, text) in files {
-        let path = out.join(name);
-        std::fs::write(&path, text).with_context(|| format!("write {}", path.display()))?;
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -208,7 +281,7 @@ mod tests {
     fn experiment_goes_on_where_it_was_and_repeats_what_does_not_count() {
         let directory = tempfile::tempdir().unwrap();
         let out = directory.path();
-        let run = |numbers: &Numbers| run(numbers, out, &Interrupted::new(false));
+        let run = |numbers: &Numbers| numbers.run(out, &Interrupted::new(false));
         let error = run(&numbers(3, 0, 3)).unwrap_err();
         assert_eq!(format!("{error:#}"), "2: it fails");
         // 0 at once; 1 at the second attempt; 2 not at all yet.
@@ -225,10 +298,18 @@ mod tests {
     }
 
     #[test]
+    fn time_out_of_its_range_is_refused() {
+        assert_eq!(seconds::<100, 3_000>("1.5").unwrap(), Duration::from_millis(1_500));
+        let error = seconds::<100, 3_000>("4").unwrap_err();
+        assert_eq!(error.to_string(), "4 is outside 0.1 to 3 s");
+        assert!(seconds::<0, 1>("nan").is_err() && seconds::<0, 1>("soon").is_err());
+    }
+
+    #[test]
     fn cells_of_another_experiment_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         std::fs::write(directory.path().join("cells.jsonl"), "[100,0]\n").unwrap();
-        let error = run(&numbers(1, 0, 99), directory.path(), &Interrupted::new(false));
+        let error = numbers(1, 0, 99).run(directory.path(), &Interrupted::new(false));
         assert!(error.unwrap_err().to_string().ends_with("has other cells"));
     }
 }

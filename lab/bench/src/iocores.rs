@@ -11,7 +11,7 @@
 //! - `vcpus`: where clients and what computes run, and what they had of the CPUs.
 //! - `watch`: IOThreads and moves, by the server's events.
 //! - `trial`: one server with its VMs for one scenario.
-//! - [`judge`]: medians, utilities, marks. [`mod@table`], `plot`: for a terminal, for a page.
+//! - [`judge`]: medians, utilities, marks. [`mod@table`]: for a terminal, and as plots.
 //! - [`load`]: one VM on one IOThread, by which the simulator is calibrated. [`costs`]: how.
 //! - [`simulated`]: the same in the simulator, beside.
 //! - [`disturb`]: what a monitor that ends, a reader that does not read and hostile requests do to the
@@ -33,7 +33,6 @@ pub mod disturb;
 pub mod judge;
 pub mod load;
 pub mod machine;
-mod plot;
 pub mod simulated;
 pub mod table;
 mod trial;
@@ -43,20 +42,20 @@ mod watch;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail, ensure};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_sim::scenario::PhaseKind;
-use rtvirtio_spec::run::{Canary, Machine};
+use rtvirtio_spec::run::Machine;
 use rtvirtio_units::Nanos;
+use serde_json::json;
 
-use crate::cell::CANARY_LIMIT;
-use crate::experiment::write_files;
+use crate::cell::{CANARY_LIMIT, canary_of};
+use crate::experiment::{Experiment, Report};
 use crate::lines::Lines;
 use crate::qos::cell::disturbance;
 use cell::{Cell, CellKey, PolicyConfig, Settings, Timeline};
 use content::Unverified;
 use costs::Round;
-use rtvirtio_cli::progress::Progress;
 use simulated::Compared;
 use trial::{LEAD, Measured, Trial, duration};
 
@@ -96,74 +95,14 @@ pub struct Benchmark<'a> {
     pub out: &'a Path,
 }
 
-impl Benchmark<'_> {
-    /// Runs what is not in `cells.jsonl` and `rounds.jsonl` yet, and returns all that is there. A cell that
-    /// fails its verification is kept as such, and the campaign goes on.
-    ///
-    /// # Errors
-    /// If the settings are refused or differ from those of the cells there, if there are cells of other seeds,
-    /// if the server or a client fails otherwise, or if interrupted.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Campaign> {
-        let first = self.seeds.first().copied().unwrap_or_default();
-        let trace = duration(&self.settings.scenario(first)?);
-        let alone = duration(&self.settings(Some(PhaseKind::Idle)).scenario(first)?);
-        let expected = |key: &CellKey| if key.alone.is_some() { alone } else { trace };
-        machine::cpus()?;
-        let mut cells = Lines::<Cell>::open(&self.out.join("cells.jsonl"))?;
-        let out = self.out.display();
-        if cells.iter().any(|cell| cell.settings != self.settings) {
-            bail!(
-                "{out} has cells of other settings, such as another --seconds: name another --out"
-            );
-        }
-        // They would be in the medians.
-        if let Some(other) = cells.iter().find(|cell| !self.seeds.contains(&cell.key.seed)) {
-            let seed = other.key.seed;
-            bail!("{out} has cells of seed {seed}, which is not asked for: name another --out");
-        }
-        let is_missing = |key: &CellKey| cells.iter().all(|cell| cell.key != *key);
-        let missing: Vec<CellKey> = self.keys().into_iter().filter(is_missing).collect();
-        let mut rounds = Lines::<Round>::open(&self.out.join("rounds.jsonl"))?;
-        let mut left = match self.calibrate {
-            true if rounds.is_empty() || !missing.is_empty() => {
-                missing.iter().filter(|key| key.alone.is_none()).count() + 1
-            }
-            _ => 0,
-        };
-        let steps = missing.len() + left;
-        let planned = missing.iter().map(expected).sum::<Duration>() + costs::ROUND * left as u32;
-        let mut progress = Progress::new(steps, planned);
-        let mut round = |progress: &mut Progress| -> Result<()> {
-            if left > 0 {
-                left -= 1;
-                progress.start("costs of the simulator", costs::ROUND);
-                rounds.push(Round::measure(self.program, interrupted)?)?;
-                progress.finish(costs::ROUND);
-            }
-            Ok(())
-        };
-        for key in missing {
-            if key.alone.is_none() {
-                round(&mut progress)?;
-            }
-            let expected = expected(&key);
-            progress.start(&key.label(), expected);
-            let cell = self.cell(key, interrupted).with_context(|| key.label())?;
-            if let Some(why) = &cell.failed {
-                progress.note(&format!("{}: {why}", key.label()));
-            }
-            cells.push(cell)?;
-            progress.finish(expected);
-        }
-        round(&mut progress)?;
-        let is_alone = |cell: &Cell| cell.key.alone.is_some();
-        let (alone, cells) = cells.into_all().into_iter().partition(is_alone);
-        Ok(Campaign { cells, alone, rounds: rounds.into_all() })
-    }
+impl Experiment for Benchmark<'_> {
+    type Key = CellKey;
+    type Cell = Cell;
+    /// Costs, if they are measured between the cells.
+    type Setup = Option<Lines<Round>>;
 
-    /// Every cell, in the order in which they run: policies take turns to be first, and phases alone follow the traces of
-    /// their seed.
-    fn keys(&self) -> Vec<CellKey> {
+    /// Policies take turns to be first, and phases alone follow the traces of their seed.
+    fn keys(&self) -> Result<Vec<CellKey>> {
         let is_there = |(kind, fixed): &(PhaseKind, PolicyConfig)| {
             let policies = [*fixed, PolicyConfig::Dynamic];
             self.settings.phases.contains(kind)
@@ -189,19 +128,52 @@ impl Benchmark<'_> {
                 }
             }
         }
-        keys
+        Ok(keys)
     }
 
-    /// What a cell runs.
-    fn settings(&self, alone: Option<PhaseKind>) -> Settings {
-        let settings = self.settings.clone();
-        match alone {
-            None => settings,
-            Some(kind) => Settings { phases: vec![kind], ..settings },
+    fn is_of(cell: &Cell, key: &CellKey) -> bool {
+        cell.key == *key
+    }
+
+    fn label(&self, key: &CellKey) -> String {
+        key.label()
+    }
+
+    fn expected(&self, key: &CellKey) -> Duration {
+        let scenario = self.settings(key.alone).scenario(key.seed);
+        let round =
+            if self.calibrate && key.alone.is_none() { costs::ROUND } else { Duration::ZERO };
+        scenario.map_or(Duration::ZERO, |scenario| duration(&scenario)) + round
+    }
+
+    fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
+        let out = out.display();
+        ensure!(
+            cells.iter().all(|cell| cell.settings == self.settings),
+            "{out} has cells of other settings, such as another --seconds: name another --out"
+        );
+        // They would be in the medians.
+        if let Some(other) = cells.iter().find(|cell| !self.seeds.contains(&cell.key.seed)) {
+            let seed = other.key.seed;
+            bail!("{out} has cells of seed {seed}, which is not asked for: name another --out");
         }
+        Ok(())
     }
 
-    fn cell(&self, key: CellKey, interrupted: &Interrupted) -> Result<Cell> {
+    fn set_up(&self, _: &[CellKey], _: &Interrupted) -> Result<Option<Lines<Round>>> {
+        self.calibrate.then(|| self.rounds()).transpose()
+    }
+
+    /// A cell that fails its verification is kept as such, and the campaign goes on.
+    fn measure(
+        &self,
+        rounds: &mut Option<Lines<Round>>,
+        key: &CellKey,
+        interrupted: &Interrupted,
+    ) -> Result<Cell> {
+        if let (Some(rounds), None) = (rounds, key.alone) {
+            rounds.push(Round::measure(self.program, interrupted)?)?;
+        }
         let settings = self.settings(key.alone);
         let scenario = settings.scenario(key.seed)?;
         let trial = Trial {
@@ -214,22 +186,50 @@ impl Benchmark<'_> {
             lead: LEAD,
         };
         match trial.run(interrupted) {
-            Ok(measured) => Ok(self.made(key, Ok(measured))),
-            Err(error) => match error.downcast::<Unverified>() {
-                Ok(unverified) => Ok(self.made(key, Err(unverified))),
-                Err(error) => Err(error),
-            },
+            Ok(measured) => Ok(self.made(*key, Ok(measured))),
+            Err(error) => error.downcast::<Unverified>().map(|error| {
+                eprintln!("{}: {error}", key.label());
+                self.made(*key, Err(error))
+            }),
+        }
+    }
+}
+
+impl Benchmark<'_> {
+    /// Runs what is not in `cells.jsonl` and `rounds.jsonl` yet, and returns all that is there.
+    ///
+    /// # Errors
+    /// If the settings are refused or differ from those of the cells there, if there are cells of other seeds,
+    /// if the server or a client fails, or if interrupted.
+    pub fn campaign(&self, interrupted: &Interrupted) -> Result<Campaign> {
+        // What is refused leaves no file.
+        machine::cpus()?;
+        self.settings.scenario(self.seeds.first().copied().unwrap_or_default())?;
+        let before = self.rounds()?.len();
+        let cells = self.run(self.out, interrupted)?;
+        let mut rounds = self.rounds()?;
+        if self.calibrate && (rounds.is_empty() || rounds.len() > before) {
+            rounds.push(Round::measure(self.program, interrupted)?)?;
+        }
+        let is_alone = |cell: &Cell| cell.key.alone.is_some();
+        let (alone, cells) = cells.into_iter().partition(is_alone);
+        Ok(Campaign { cells, alone, rounds: rounds.into_all() })
+    }
+
+    fn rounds(&self) -> Result<Lines<Round>> {
+        Lines::open(&self.out.join("rounds.jsonl"))
+    }
+
+    /// What a cell runs.
+    fn settings(&self, alone: Option<PhaseKind>) -> Settings {
+        let settings = self.settings.clone();
+        match alone {
+            None => settings,
+            Some(kind) => Settings { phases: vec![kind], ..settings },
         }
     }
 
     fn made(&self, key: CellKey, measured: Result<Measured, Unverified>) -> Cell {
-        let canary = Canary {
-            n: 0,
-            p50: Nanos::ZERO,
-            p99: Nanos::ZERO,
-            p999: Nanos::ZERO,
-            max: Nanos::ZERO,
-        };
         let nothing = Cell {
             key,
             settings: self.settings.clone(),
@@ -238,7 +238,7 @@ impl Benchmark<'_> {
             whole: None,
             checked: 0,
             timeline: Timeline::default(),
-            canary,
+            canary: canary_of(Nanos::ZERO),
             doubt: None,
             machine: Machine { load1: 0.0, busy_cores: 0.0, steal_cores: 0.0 },
             at: jiff::Timestamp::now().to_string(),
@@ -259,40 +259,44 @@ impl Benchmark<'_> {
     }
 }
 
-/// Writes `table.txt`, `pareto.svg` and `timelines.svg` beside the cells; the table is returned.
-///
-/// # Errors
-/// If they cannot be written.
-pub fn write_report(
-    campaign: &Campaign,
-    compared: Option<&[Compared]>,
-    out: &Path,
-) -> Result<String> {
-    let text = table::table(campaign, compared);
-    let cells = &campaign.cells;
-    let (pareto, timelines) = (plot::pareto(&judge::rows(cells)), plot::timelines(cells));
-    let files = [("table.txt", &text), ("pareto.svg", &pareto), ("timelines.svg", &timelines)];
-    write_files(out, &files.map(|(name, text)| (name, text.as_str())))?;
-    Ok(text)
+/// A table of a campaign, and its plots.
+#[must_use]
+pub fn report(campaign: &Campaign, compared: Option<&[Compared]>) -> Report {
+    let Campaign { cells, alone, .. } = campaign;
+    let rows = judge::rows(cells);
+    let mut verdicts = judge::judge(campaign);
+    verdicts.extend(compared.map(simulated::judge));
+    let json = json!({
+        "rows": rows,
+        "alone": judge::rows(alone),
+        "verdicts": verdicts,
+        "simulated": compared,
+    });
+    Report::of(table::table(campaign, compared), json)
+        .with("pareto.svg", table::pareto(&rows))
+        .with("timelines.svg", table::timelines(cells))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn benchmark(
+        phases: Vec<PhaseKind>,
+        policies: Vec<PolicyConfig>,
+        seeds: Vec<u64>,
+    ) -> Benchmark<'static> {
+        let settings = Settings { phases, ..Settings::default() };
+        let (program, out) = (Path::new("/bin/rtvirtio"), Path::new("/nowhere"));
+        Benchmark { settings, policies, seeds, repetitions: 2, calibrate: false, program, out }
+    }
+
     #[test]
     fn policies_take_turns_on_each_seed() {
-        let benchmark = Benchmark {
-            settings: Settings { phases: vec![PhaseKind::AllHot], ..Settings::default() },
-            policies: vec![PolicyConfig::Static1, PolicyConfig::Dynamic],
-            seeds: vec![7, 8],
-            repetitions: 2,
-            calibrate: false,
-            program: Path::new("/bin/rtvirtio"),
-            out: Path::new("/nowhere"),
-        };
+        let policies = vec![PolicyConfig::Static1, PolicyConfig::Dynamic];
+        let benchmark = benchmark(vec![PhaseKind::AllHot], policies, vec![7, 8]);
         let keys: Vec<_> =
-            benchmark.keys().iter().map(|key| (key.seed, key.policy.name())).collect();
+            benchmark.keys().unwrap().iter().map(|key| (key.seed, key.policy.name())).collect();
         assert_eq!(
             keys,
             [
@@ -310,16 +314,8 @@ mod tests {
 
     #[test]
     fn phases_alone_are_of_the_policies_that_are_compared_and_each_cell_has_a_name_of_its_own() {
-        let benchmark = Benchmark {
-            settings: Settings::default(),
-            policies: PolicyConfig::ALL.to_vec(),
-            seeds: vec![7],
-            repetitions: 2,
-            calibrate: false,
-            program: Path::new("/bin/rtvirtio"),
-            out: Path::new("/nowhere"),
-        };
-        let keys = benchmark.keys();
+        let benchmark = benchmark(PhaseKind::ALL.to_vec(), PolicyConfig::ALL.to_vec(), vec![7]);
+        let keys = benchmark.keys().unwrap();
         let of = |kind, policy| {
             keys.iter().filter(|key| (key.alone, key.policy) == (kind, policy)).count()
         };

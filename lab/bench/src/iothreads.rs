@@ -13,10 +13,9 @@
 //! a guest's start. IOThreads have QEMU's default polling, and no CPU of their own.
 //!
 //! Properties (tests of the same name): `arguments_are_those_of_a_plan`,
-//! `cpu_time_is_read_whatever_the_threads_name`, `summary_has_medians_and_ranges`.
+//! `cpu_time_is_shared_out_over_requests`, `table_has_medians_and_ranges`.
 
 use std::fs::{File, read_to_string};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -33,8 +32,11 @@ use rtvirtio_units::CpuId;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::experiment::{self, Experiment};
+use crate::dataplane::cpu::ProcessCpu;
+use crate::experiment::Experiment;
 use crate::guests::{Accelerator, COMMAND, Guest, GuestImage, Start};
+use crate::stats::{self, Runs};
+use crate::table::Table;
 use rtvirtio_calibrate::load::MachineSample;
 use rtvirtio_calibrate::testbed::{GUEST_FILES, take_host};
 
@@ -52,8 +54,6 @@ const FIO: Duration = Duration::from_secs(30);
 const RAMP: Duration = Duration::from_secs(1);
 /// How long QEMU may take for an answer.
 const ANSWER: Duration = Duration::from_secs(10);
-/// `/proc/PID/stat` counts in these (`USER_HZ` of x86).
-const TICKS_PER_SECOND: f64 = 100.0;
 
 /// What serves the disk's queues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -184,20 +184,18 @@ pub struct Benchmark<'a> {
     pub repetitions: u32,
     /// Seed of the order.
     pub seed: u64,
-    /// Where cells go.
-    pub out: &'a Path,
 }
 
 /// Names a cell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Key {
+pub struct Key {
     service: Service,
     depth: u32,
     repetition: u32,
 }
 
 /// The host, taken, and the guest that runs: each service has one for all depths of a repetition.
-pub(crate) struct Taken {
+pub struct Taken {
     // In the order in which they must end.
     guest: Option<(Service, u32, Served)>,
     _lock: File,
@@ -252,17 +250,6 @@ impl Experiment for Benchmark<'_> {
         };
         let (.., served) = taken.guest.insert((service, repetition, served));
         served.cell(self.window, depth, repetition, interrupted)
-    }
-}
-
-impl Benchmark<'_> {
-    /// Runs what is not in `cells.jsonl` yet, in random order, and returns all that is there.
-    ///
-    /// # Errors
-    /// Without root, while another benchmark runs, if QEMU or fio fails, if a mapping is not live,
-    /// if interrupted.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Run>> {
-        experiment::run(self, self.out, interrupted)
     }
 }
 
@@ -323,9 +310,10 @@ impl Served {
         }
         wait(RAMP, interrupted)?;
         let machine = MachineSample::now()?;
-        let (start, reads, cpu) = (Instant::now(), self.reads()?, self.threads.cpu()?);
+        let process = self.threads.process;
+        let (start, reads, before) = (Instant::now(), self.reads()?, ProcessCpu::of(process)?);
         wait(window, interrupted)?;
-        let cpu = self.threads.cpu()?.since(&cpu);
+        let cpu = self.threads.cpu(&before, &ProcessCpu::of(process)?);
         let requests = self.reads()? - reads;
         let (seconds, machine) = (start.elapsed().as_secs_f64(), machine.since()?);
         self.check_fio(pid)?;
@@ -338,7 +326,7 @@ impl Served {
         ensure!(requests > 0, "no request in the window");
         // What QEMU says it maps, it must also use.
         ensure!(cpu.iothreads.iter().all(|&t| t > 0), "an IOThread did nothing: {cpu:?}");
-        let cores = |ticks: u64| ticks as f64 / TICKS_PER_SECOND / seconds;
+        let cores = |ns: u64| ns as f64 / 1e9 / seconds;
         Ok(Run {
             service: self.service,
             depth,
@@ -373,7 +361,7 @@ struct Threads {
     vcpus: Vec<u32>,
 }
 
-/// CPU time in ticks.
+/// CPU time in a window, ns.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Cpu {
     iothreads: Vec<u64>,
@@ -383,117 +371,60 @@ struct Cpu {
 }
 
 impl Threads {
-    /// The process is read last, so that it is never less than its threads.
-    fn cpu(&self) -> Result<Cpu> {
-        let process = Path::new("/proc").join(self.process.to_string());
-        let ticks = |path: &Path| {
-            let stat = read_to_string(path.join("stat"))?;
-            cpu_ticks(&stat).with_context(|| format!("{} is odd: {stat}", path.display()))
-        };
-        let thread = |id: &u32| ticks(&process.join("task").join(id.to_string()));
-        Ok(Cpu {
-            iothreads: self.iothreads.iter().map(thread).collect::<Result<_>>()?,
-            vcpus: self.vcpus.iter().map(thread).sum::<Result<u64>>()?,
+    /// Of what the process had between two looks.
+    fn cpu(&self, earlier: &ProcessCpu, later: &ProcessCpu) -> Cpu {
+        let of = |ids: &[u32]| later.since_of(earlier, |id| ids.contains(&id));
+        Cpu {
+            iothreads: self.iothreads.iter().map(|&id| of(&[id])).collect(),
+            vcpus: of(&self.vcpus),
             // The thread that a process starts with.
-            main_loop: thread(&self.process)?,
-            process: ticks(&process)?,
-        })
+            main_loop: of(&[self.process]),
+            process: later.since(earlier),
+        }
     }
-}
-
-/// User and system time of a line of `/proc/PID/stat`, `/proc/PID/task/TID/stat` (proc(5)).
-fn cpu_ticks(stat: &str) -> Option<u64> {
-    // The name, in parentheses, holds what it likes; the state behind it is field 3.
-    let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(14 - 3);
-    let (user, system): (u64, u64) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
-    Some(user + system)
 }
 
 impl Cpu {
-    fn since(&self, before: &Self) -> Self {
-        let iothreads = self.iothreads.iter().zip(&before.iothreads);
-        Self {
-            iothreads: iothreads.map(|(now, before)| now - before).collect(),
-            vcpus: self.vcpus - before.vcpus,
-            main_loop: self.main_loop - before.main_loop,
-            process: self.process - before.process,
-        }
-    }
-
     fn for_each(&self, requests: u64) -> CpuMicros {
-        let us = |ticks: u64| ticks as f64 / TICKS_PER_SECOND * 1e6 / requests as f64;
+        let us = |ns: u64| ns as f64 / 1e3 / requests as f64;
         let iothreads = self.iothreads.iter().sum();
-        let known = iothreads + self.vcpus + self.main_loop;
         CpuMicros {
             iothreads: us(iothreads),
             vcpus: us(self.vcpus),
             main_loop: us(self.main_loop),
-            // Each is rounded to a tick on its own.
-            other: us(self.process.saturating_sub(known)),
+            other: us(self.process - iothreads - self.vcpus - self.main_loop),
             total: us(self.process),
         }
     }
 }
 
-/// A number over all repetitions.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Spread {
-    /// Of an even number the larger of the two in the middle.
-    pub median: f64,
-    /// The smallest.
-    pub min: f64,
-    /// The largest.
-    pub max: f64,
-}
+/// Each service at each depth over all repetitions, in the order of tables.
+pub type Row<'a> = Runs<'a, (u32, Service), Run>;
 
-/// A cell over all repetitions.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Summary {
-    /// What served the disk.
-    pub service: Service,
-    /// Requests in flight of each of fio's jobs.
-    pub depth: u32,
-    /// Repetitions.
-    pub runs: usize,
-    /// Requests per second.
-    pub iops: Spread,
-    /// The process's CPU for each request, µs.
-    pub total_us: Spread,
-    /// Of that, IOThreads.
-    pub iothreads_us: Spread,
-    /// Main loop.
-    pub main_loop_us: Spread,
-    /// vCPUs.
-    pub vcpus_us: Spread,
-    /// All CPU of the machine that was not QEMU's, in cores.
-    pub elsewhere_cores: Spread,
-}
-
-/// Each cell's medians and ranges, by depth and service.
+/// The runs by depth and service.
 #[must_use]
-pub fn summaries(runs: &[Run]) -> Vec<Summary> {
-    let cells = DEPTHS.into_iter().flat_map(|d| Service::ALL.map(|s| (d, s)));
-    let summary = |(depth, service)| {
-        let its: Vec<_> =
-            runs.iter().filter(|r| r.depth == depth && r.service == service).collect();
-        let spread = |number: fn(&Run) -> f64| {
-            let mut all: Vec<_> = its.iter().map(|r| number(r)).collect();
-            all.sort_by(f64::total_cmp);
-            Some(Spread { median: *all.get(all.len() / 2)?, min: *all.first()?, max: *all.last()? })
-        };
-        Some(Summary {
-            service,
-            depth,
-            runs: its.len(),
-            iops: spread(|r| r.iops)?,
-            total_us: spread(|r| r.cpu_us.total)?,
-            iothreads_us: spread(|r| r.cpu_us.iothreads)?,
-            main_loop_us: spread(|r| r.cpu_us.main_loop)?,
-            vcpus_us: spread(|r| r.cpu_us.vcpus)?,
-            elsewhere_cores: spread(|r| r.elsewhere_cores)?,
-        })
+pub fn rows(runs: &[Run]) -> Vec<Row<'_>> {
+    let mut rows = stats::runs(runs, |run| (run.depth, run.service));
+    rows.sort_by_key(|row| (row.key.0, Service::ALL.iter().position(|of| *of == row.key.1)));
+    rows
+}
+
+/// Medians and ranges; `iops` is what the requests a second are called.
+#[must_use]
+pub fn table<'a>(rows: &'a [Row<'a>], iops: &str) -> Table<'a, Row<'a>> {
+    let shown = |digits: usize, of: fn(&Run) -> f64| {
+        move |row: &Row<'_>| Some(format!("{:.digits$}", row.spread(of)?))
     };
-    cells.filter_map(summary).collect()
+    Table::of(rows)
+        .text("depth", |row| format!("{VCPUS} x {}", row.key.0))
+        .text("served by", |row| row.key.1.name())
+        .figure("runs", 0, Runs::n)
+        .shown(iops, shown(0, |run| run.iops))
+        .shown("CPU", shown(1, |run| run.cpu_us.total))
+        .shown("IOThreads", shown(1, |run| run.cpu_us.iothreads))
+        .shown("main loop", shown(1, |run| run.cpu_us.main_loop))
+        .shown("vCPUs", shown(1, |run| run.cpu_us.vcpus))
+        .shown("elsewhere", shown(2, |run| run.elsewhere_cores))
 }
 
 #[cfg(test)]

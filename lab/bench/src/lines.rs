@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 /// What a file holds.
-pub(crate) struct Lines<T> {
+pub struct Lines<T> {
     file: File,
     all: Vec<T>,
 }

@@ -19,6 +19,8 @@ use rtvirtio_units::{DeviceName, Nanos, Percentile};
 use serde::Serialize;
 
 use crate::campaign::CONDITION;
+use crate::stats::{median, range};
+use crate::table::Table;
 
 /// Simulations of a condition.
 pub const SEEDS: u64 = 5;
@@ -160,8 +162,8 @@ pub fn compare(cells: &[Cell], costs: Costs, mut progress: impl FnMut(&str)) -> 
                 // A task that is starved has too few for a percentile: its largest.
                 (quantile.map_or(t.max, |q| q.value).as_secs_f64(), t.delivered_iops)
             };
-            let tail = median(simulated.iter().map(|o| of(o).0).collect());
-            Some((tail, median(simulated.iter().map(|o| of(o).1).collect())))
+            let tail = median(simulated.iter().map(|o| of(o).0));
+            Some((tail, median(simulated.iter().map(|o| of(o).1))))
         };
         rows.extend(cell_rows(cell, &repetitions[&identity(cell)?], other)?);
     }
@@ -231,7 +233,7 @@ fn cell_rows(
         // At this row's percentile, whichever another run judged.
         let others = repetitions.iter().filter_map(|c| measured(c)(task, judged.percentile));
         let tails = others.map(|(tail, _)| tail);
-        let (least, most) = tails.fold((f64::MAX, f64::MIN), |(a, b), v| (a.min(v), b.max(v)));
+        let (least, most) = range(tails);
         let disagreement = (repetitions.len() > 1).then_some(most - least);
         let measured = judged.value.as_secs_f64();
         let allowed =
@@ -263,11 +265,6 @@ fn scheduler(cell: &Cell) -> String {
         Some(other) => other.to_string(),
         None => "-".to_owned(),
     }
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// How rows agree.
@@ -310,7 +307,7 @@ pub fn agreement(rows: &[Row], repeated: &[(&str, Vec<Row>)]) -> Vec<Agreement> 
         tails: part(&rows, |r| r.agrees),
         rates: part(&rows, |r| r.rate_agrees),
         rank_correlation: rank_correlation(&rows),
-        ratio: median(rows.iter().map(|r| r.simulated_ms / r.measured_ms).collect()),
+        ratio: median(rows.iter().map(|r| r.simulated_ms / r.measured_ms)),
     };
     for (name, rows) in repeated.iter().filter(|(_, rows)| !rows.is_empty()) {
         groups.insert((4, (*name).to_owned()), rows.iter().collect());
@@ -345,23 +342,14 @@ fn ranks(values: Vec<f64>) -> Vec<f64> {
 /// The agreements as text.
 #[must_use]
 pub fn table(agreements: &[Agreement]) -> String {
-    let mut text = format!(
-        "{:<18} {:>5} {:>11} {:>11} {:>9} {:>10}\n",
-        "conditions", "tasks", "tails agree", "rates agree", "rank corr", "sim / real"
-    );
-    for a in agreements {
-        let rank = a.rank_correlation.map_or("-".to_owned(), |r| format!("{r:.2}"));
-        text += &format!(
-            "{:<18} {:>5} {:>10.0}% {:>10.0}% {:>9} {:>10.2}\n",
-            a.of,
-            a.tasks,
-            a.tails * 100.0,
-            a.rates * 100.0,
-            rank,
-            a.ratio
-        );
-    }
-    text
+    Table::of(agreements)
+        .text("conditions", |of| &of.of)
+        .figure("tasks", 0, |of| of.tasks)
+        .figure("tails agree %", 0, |of| of.tails * 100.0)
+        .figure("rates agree %", 0, |of| of.rates * 100.0)
+        .figure("rank corr", 2, |of| of.rank_correlation)
+        .figure("sim / real", 2, |of| of.ratio)
+        .to_string()
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@
 //! - [`curve`]: what its schedule is told of the device.
 //! - [`disk`]: the device.
 //! - `trial`: one server with its clients for one window.
-//! - `rows`, [`mod@table`], `plot`: what it comes to, for a terminal, for a page.
+//! - `rows`, [`mod@table`]: what it comes to, for a terminal and as a plot.
 //!
 //! Benchmarks of their own: [`cost`], what a schedule costs; [`changes`], how soon targets are met
 //! again when the load or the device changes; [`admission`], whether what is promised can be kept.
@@ -32,12 +32,12 @@ pub mod cost;
 pub mod curve;
 pub mod disk;
 pub mod neighbour;
-mod plot;
 mod rows;
 pub mod table;
 pub(crate) mod trial;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -47,8 +47,8 @@ use rtvirtio_spec::profile::Profile;
 
 use crate::campaign;
 use crate::cell::CANARY_LIMIT;
-use crate::dataplane::server::qsd_version;
-use crate::experiment::{self, Experiment, write_files};
+use crate::dataplane::server::{qsd_version, rtvirtio};
+use crate::experiment::{Experiment, Report, named, seconds};
 use bounds::Bounds;
 use cell::{Cell, CellKey, NoiseFloor, Scheme, disturbance};
 use clients::{Between, Plan, tasks};
@@ -56,48 +56,101 @@ use configuration::Sharing;
 use curve::Curve;
 use disk::{Disk, On};
 use neighbour::Neighbour;
-use trial::{Measured, Trial, WARM_UP};
+use trial::{Measured, Trial, WARM_UP, measured_curve};
 
 /// Length of a look at the most urgent VM alone.
 const FLOOR: Duration = Duration::from_secs(5);
 /// Length of a look at the background VM alone, at most: what it moves is no tail.
 const ALONE: Duration = Duration::from_secs(20);
-/// A campaign.
-#[derive(Debug)]
-pub struct Benchmark<'a> {
-    /// Cases.
-    pub cases: Vec<Case>,
-    /// Their targets.
-    pub tiers: Vec<Tier>,
-    /// Who is beside them.
-    pub neighbours: Vec<Neighbour>,
-    /// The guests' own times between two requests.
-    pub between: Vec<Between>,
-    /// How they share the device.
-    pub schemes: Vec<Scheme>,
-    /// How often each.
-    pub repetitions: u32,
-    /// Length of a window.
-    pub window: Duration,
-    /// The device.
-    pub on: On,
-    /// Its profile, by which its schedule is made and its tasks' bounds are noted; without, its own curve.
-    pub profile: Option<&'a Profile>,
-    /// The `rtvirtio` that serves.
-    pub program: &'a Path,
-    /// Where cells go.
-    pub out: &'a Path,
+/// Arguments of `bench qos`.
+#[derive(Debug, clap::Args)]
+pub struct Benchmark {
+    /// Cases: strict8, all, or a list such as 1xL,4xL+M+H
+    #[arg(long, default_value = "strict8", value_parser = cases)]
+    cases: Cases,
+    /// Targets: strict, paper
+    #[arg(long, value_delimiter = ',', default_value = "strict")]
+    tiers: Vec<Tier>,
+    /// Background VMs: deep-writer, deep-reader, large-writer, flush-storm, burst, liar
+    #[arg(long, value_delimiter = ',', default_value = "deep-writer", value_parser = named::<Neighbour>)]
+    neighbours: Vec<Neighbour>,
+    /// Time that guests take between the end of a request and the next, µs: 0, 250, or exponential:250 with
+    /// that mean. Tasks for which it leaves too little time ask for less
+    #[arg(long, value_delimiter = ',', default_value = "0")]
+    between: Vec<Between>,
+    /// How VMs share the device: none, qos, throttle (qemu-storage-daemon, the background VM at 10 MB/s)
+    #[arg(long, value_delimiter = ',', default_value = "none,qos")]
+    schemes: Vec<Scheme>,
+    /// Repetitions of each case under each scheme
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repetitions: u32,
+    /// Length of a window in seconds
+    #[arg(long, default_value = "20", value_parser = seconds::<1_000, 3_600_000>)]
+    window: Duration,
+    /// Device: ssd:NAME, an emulated one (ref-4x250, ref-8x80), or file:DIRECTORY, a file of 1.25 GiB there
+    #[arg(long, default_value = "ssd:ref-4x250")]
+    on: On,
+    /// The device's profile: its schedule is made by that, and the bounds of a plan are held against the tails
+    #[arg(long, value_parser = profile)]
+    profile: Option<Profile>,
+    /// Results of `rtvirtio-lab bench` to show beside, such as docs/results/strict
+    #[arg(long)]
+    beside: Option<PathBuf>,
 }
 
-impl Experiment for Benchmark<'_> {
+/// What `--cases` names.
+pub type Cases = Arc<[Case]>;
+
+/// Reads a list of cases.
+///
+/// # Errors
+/// One is none.
+pub fn cases(text: &str) -> Result<Cases> {
+    match text {
+        "strict8" => Ok(Case::strict8().into()),
+        "all" => Ok(Case::all().into()),
+        list => list.split(',').map(|case| Ok(case.parse()?)).collect(),
+    }
+}
+
+fn profile(path: &str) -> Result<Profile> {
+    rtvirtio_cli::input::profile(Path::new(path))
+}
+
+impl Experiment for Benchmark {
     type Key = CellKey;
     type Cell = Cell;
     type Setup = (Disk, Curve);
 
     const ATTEMPTS: usize = 2;
+    const OUT: &'static str = "rtvirtio-bench-qos";
 
+    /// Schemes take turns.
     fn keys(&self) -> Result<Vec<CellKey>> {
-        Ok(Benchmark::keys(self))
+        let mut keys = Vec::new();
+        for repetition in 0..self.repetitions {
+            let between = self.between.iter();
+            let beside =
+                self.neighbours.iter().flat_map(|n| between.clone().map(move |b| (*n, *b)));
+            for (neighbour, between) in beside {
+                for (turn, (tier, case)) in self.tiered_cases().enumerate() {
+                    let mut schemes = self.schemes.clone();
+                    schemes.rotate_left((repetition as usize + turn) % self.schemes.len().max(1));
+                    if turn == 0 {
+                        schemes.push(Scheme::Alone);
+                    }
+                    keys.extend(schemes.into_iter().map(|scheme| CellKey {
+                        case: case.to_string(),
+                        tier: tier.to_string(),
+                        neighbour,
+                        between,
+                        scheme,
+                        repetition,
+                    }));
+                }
+            }
+        }
+        Ok(keys)
     }
 
     fn is_of(cell: &Cell, key: &CellKey) -> bool {
@@ -123,12 +176,15 @@ impl Experiment for Benchmark<'_> {
         Ok(())
     }
 
-    fn set_up(&self, _: &[CellKey], interrupted: &Interrupted) -> Result<(Disk, Curve)> {
+    fn set_up(&self, missing: &[CellKey], interrupted: &Interrupted) -> Result<(Disk, Curve)> {
+        if missing.iter().any(|key| key.scheme == Scheme::Throttle) {
+            qsd_version()?;
+        }
         let disk = Disk::make(&self.on)?;
-        let curve = match (&self.on, self.profile) {
+        let curve = match (&self.on, &self.profile) {
             (_, Some(profile)) => Curve::of_profile(&profile.capacity),
             (On::Ssd(name), None) => Curve::of_ssd(name.parse()?),
-            (On::File(_), None) => Curve::measured(self.program, &disk.path(), interrupted)?,
+            (On::File(_), None) => measured_curve(&rtvirtio()?, &disk.path(), interrupted)?,
         };
         Ok((disk, curve))
     }
@@ -145,51 +201,18 @@ impl Experiment for Benchmark<'_> {
     fn discarded(cell: &Cell) -> Option<&str> {
         cell.discarded.as_deref()
     }
+
+    fn report(&self, cells: &[Cell]) -> Result<Report> {
+        let kernel = self.beside.as_deref().map(campaign::read).transpose()?.unwrap_or_default();
+        let report = Report::new(table::table(cells, &kernel), cells)?;
+        Ok(report.with("plot.svg", table::plot(cells, &kernel)))
+    }
 }
 
-impl Benchmark<'_> {
-    /// Runs what is not in `cells.jsonl` yet, and returns all that is there.
-    ///
-    /// # Errors
-    /// If the device, the server or a client fails; if interrupted.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        if self.schemes.contains(&Scheme::Throttle) {
-            qsd_version()?;
-        }
-        experiment::run(self, self.out, interrupted)
-    }
-
+impl Benchmark {
     /// How long it is measured.
     fn window(&self, key: &CellKey) -> Duration {
         if key.scheme == Scheme::Alone { self.window.min(ALONE) } else { self.window }
-    }
-
-    /// Every cell, in the order in which they run: schemes take turns.
-    fn keys(&self) -> Vec<CellKey> {
-        let mut keys = Vec::new();
-        for repetition in 0..self.repetitions {
-            let between = self.between.iter();
-            let beside =
-                self.neighbours.iter().flat_map(|n| between.clone().map(move |b| (*n, *b)));
-            for (neighbour, between) in beside {
-                for (turn, (tier, case)) in self.tiered_cases().enumerate() {
-                    let mut schemes = self.schemes.clone();
-                    schemes.rotate_left((repetition as usize + turn) % self.schemes.len().max(1));
-                    if turn == 0 {
-                        schemes.push(Scheme::Alone);
-                    }
-                    keys.extend(schemes.into_iter().map(|scheme| CellKey {
-                        case: case.to_string(),
-                        tier: tier.to_string(),
-                        neighbour,
-                        between,
-                        scheme,
-                        repetition,
-                    }));
-                }
-            }
-        }
-        keys
     }
 
     fn tiered_cases(&self) -> impl Iterator<Item = (Tier, Case)> + '_ {
@@ -220,7 +243,7 @@ impl Benchmark<'_> {
     /// The most urgent VM alone.
     fn floor(&self, key: &CellKey, device: &Path, interrupted: &Interrupted) -> Result<NoiseFloor> {
         let trial = Trial {
-            program: self.program,
+            program: &rtvirtio()?,
             device,
             sharing: Sharing::Free,
             vms: &vms(key)?[..1],
@@ -241,7 +264,7 @@ impl Benchmark<'_> {
     ) -> Result<Cell> {
         let vms = if key.scheme == Scheme::Alone { Vec::new() } else { vms(key)? };
         let trial = Trial {
-            program: self.program,
+            program: &rtvirtio()?,
             device,
             sharing: match key.scheme {
                 Scheme::Alone | Scheme::None => Sharing::Free,
@@ -255,7 +278,7 @@ impl Benchmark<'_> {
             seed: seed(key),
         };
         let Measured { mut tasks, background, seconds, canary, busy } = trial.run(interrupted)?;
-        if let (Some(profile), Scheme::Qos) = (self.profile, key.scheme) {
+        if let (Some(profile), Scheme::Qos) = (&self.profile, key.scheme) {
             let (case, tier) = (key.case.parse()?, key.tier.parse()?);
             let bounds = Bounds::of(case, tier, self.window, profile)?;
             tasks.iter_mut().for_each(|task| bounds.note(task));
@@ -276,19 +299,6 @@ impl Benchmark<'_> {
             discarded: None,
         })
     }
-}
-
-/// Writes `table.txt` and `plot.svg` beside the cells. `beside` is the directory of a benchmark of
-/// the kernel path.
-///
-/// # Errors
-/// If its cells cannot be read, or the files not be written.
-pub fn write_report(cells: &[Cell], beside: Option<&Path>, out: &Path) -> Result<String> {
-    let kernel = beside.map(campaign::read).transpose()?.unwrap_or_default();
-    let text = table::table(cells, &kernel);
-    let plot = plot::render(&rows::rows(cells, &kernel));
-    write_files(out, &[("table.txt", &text), ("plot.svg", &plot)])?;
-    Ok(text)
 }
 
 /// The tasks of each of a cell's VMs.

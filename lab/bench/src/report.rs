@@ -23,10 +23,7 @@ pub mod closed_loop;
 mod curves;
 mod group;
 mod predictions;
-mod stats;
-pub(crate) mod svg;
 mod tables;
-mod text;
 
 #[cfg(test)]
 pub(crate) mod tests;
@@ -35,9 +32,10 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 use rtvirtio_cases::judge::MIN_DELIVERED;
 use rtvirtio_spec::run::Cell;
 
+use crate::plot;
 use group::Group;
 pub use predictions::{Agreement, agreement};
-pub use text::table;
+pub use tables::table;
 
 /// Why there is no report.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -64,8 +62,22 @@ pub struct Context {
     pub notes: Vec<String>,
 }
 
-/// The style sheet of all pages.
-pub(crate) const STYLE: &str = include_str!("report/style.css");
+/// A page: one self-contained HTML file.
+pub(crate) fn page(title: &str, body: &Markup) -> String {
+    let page = html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                title { (title) }
+                style { (PreEscaped(include_str!("report/style.css"))) (PreEscaped(plot::STYLE)) }
+            }
+            body { (body) }
+        }
+    };
+    page.into_string()
+}
 
 /// Renders `cells` as one HTML file.
 ///
@@ -76,28 +88,17 @@ pub fn render(cells: &[Cell], context: &Context) -> Result<String, ReportError> 
         return Err(ReportError::NoCells);
     }
     let groups = group::groups(cells);
-    let page = html! {
-        (DOCTYPE)
-        html lang="en" {
-            head {
-                meta charset="utf-8";
-                meta name="viewport" content="width=device-width, initial-scale=1";
-                title { (context.title) }
-                style { (PreEscaped(STYLE)) }
-            }
-            body {
-                (header(cells, context))
-                @if groups.len() > 1 {
-                    (contents(&groups))
-                    (across::section(&groups))
-                }
-                @for (index, group) in groups.iter().enumerate() {
-                    section.group id=(format!("group-{index}")) { (group_sections(group)) }
-                }
-            }
+    let body = html! {
+        (header(cells, context))
+        @if groups.len() > 1 {
+            (contents(&groups))
+            (across::section(&groups))
+        }
+        @for (index, group) in groups.iter().enumerate() {
+            section.group id=(format!("group-{index}")) { (group_sections(group)) }
         }
     };
-    Ok(page.into_string())
+    Ok(page(&context.title, &body))
 }
 
 fn header(cells: &[Cell], context: &Context) -> Markup {
@@ -144,7 +145,7 @@ fn contents(groups: &[Group<'_>]) -> Markup {
 fn group_sections(group: &Group<'_>) -> Markup {
     html! {
         h2 { (group.title()) }
-        (tables::summary(group))
+        (tables::summary_section(group))
         (bars::section(group))
         (curves::distributions(group))
         (curves::timelines(group))

@@ -1,4 +1,7 @@
-//! How a task stands under a scheme, with the noise of the machine allowed for.
+//! What came of what was asked: of a benchmark's marks, and of a task under a scheme.
+//!
+//! A [`Verdict`] is what came of a mark, a figure that was wanted before it was measured. A [`Standing`] is
+//! how a task does under a scheme, with the noise of the machine allowed for.
 //!
 //! A miss is only as sure as its figures. A tail whose interval reaches down to the target, or a rate
 //! whose interval reaches up to the least that passes, is a miss *within the interval*. A miss that is
@@ -10,11 +13,84 @@
 //! `rate_that_the_disk_keeps_down_is_a_miss_whatever_the_machine_does`,
 //! `worst_of_several_runs_counts`.
 
+use std::fmt;
+
 use rtvirtio_cases::judge::MIN_DELIVERED;
 use rtvirtio_spec::run::{Cell, TaskResult};
+use serde::Serialize;
+
+/// What came of a mark.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome {
+    /// Reached.
+    Passed,
+    /// Missed.
+    Lost,
+    /// The cells cannot tell.
+    NotJudged,
+    /// Nothing was asked.
+    Beside,
+}
+
+impl Outcome {
+    /// Of what holds or does not.
+    #[must_use]
+    pub const fn of(passed: bool) -> Self {
+        if passed { Self::Passed } else { Self::Lost }
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Passed => "pass",
+            Self::Lost => "LOST",
+            Self::NotJudged => "not judged",
+            Self::Beside => "",
+        })
+    }
+}
+
+/// A mark, what came of it, and why.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Verdict {
+    /// The mark.
+    pub mark: String,
+    /// What came of it.
+    pub outcome: Outcome,
+    /// Measured and wanted.
+    pub why: String,
+}
+
+impl Verdict {
+    /// Of a mark.
+    #[must_use]
+    pub fn new(mark: impl Into<String>, outcome: Outcome, why: impl Into<String>) -> Self {
+        Self { mark: mark.into(), outcome, why: why.into() }
+    }
+
+    /// Of a mark that holds or does not; `None`: the cells cannot tell.
+    #[must_use]
+    pub fn of(mark: impl Into<String>, holds: Option<bool>, why: impl Into<String>) -> Self {
+        Self::new(mark, holds.map_or(Outcome::NotJudged, Outcome::of), why)
+    }
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:<10} {:<24} {}", self.outcome, self.mark, self.why)
+    }
+}
+
+/// A line for each.
+#[must_use]
+pub fn lines(verdicts: &[Verdict]) -> String {
+    verdicts.iter().map(|verdict| format!("{verdict}\n")).collect()
+}
 
 /// How a task stands; the worst of several runs is the largest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Standing {
     /// Tail and rate hold.
@@ -30,6 +106,12 @@ pub enum Standing {
 }
 
 impl Standing {
+    /// Of what is met or missed for sure.
+    #[must_use]
+    pub const fn of(met: bool) -> Self {
+        if met { Self::Met } else { Self::Missed }
+    }
+
     /// One character for tables.
     #[must_use]
     pub const fn mark(self) -> char {

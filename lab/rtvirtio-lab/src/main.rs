@@ -9,10 +9,9 @@ extern crate rtvirtio_cli;
 
 mod verbs;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::Result;
 use clap::{Parser, Subcommand};
 use rtvirtio_cli::{Outcome, Program, input};
 use rtvirtio_host::interrupt::Interrupted;
@@ -62,18 +61,6 @@ impl Program for Cli {
             Verb::Simulate(args) => verbs::simulate::run(&args, interrupted),
         }
     }
-}
-
-/// The `rtvirtio` binary that is measured: the one that was built or installed with this one.
-fn rtvirtio() -> Result<PathBuf> {
-    let lab = std::env::current_exe().context("find out where rtvirtio-lab lies")?;
-    let rtvirtio = lab.with_file_name("rtvirtio");
-    ensure!(
-        rtvirtio.exists(),
-        "{} is not there: build it with this one (make build) or install it beside",
-        rtvirtio.display()
-    );
-    Ok(rtvirtio)
 }
 
 fn main() -> ExitCode {

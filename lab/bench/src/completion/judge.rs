@@ -5,9 +5,10 @@
 //! beyond it in every cell of both modes.
 
 use rtvirtio_cases::judged_percentile;
-use serde::Serialize;
 
 use super::{Cell, Io, Mode, Target};
+use crate::stats::Spread;
+use crate::verdict::{Outcome, Verdict};
 
 /// Of polling's IOPS, alone on idle CPUs.
 const IDLE_IOPS: f64 = 0.9;
@@ -19,46 +20,6 @@ const TAIL: f64 = 2.0;
 const WORST: f64 = 0.85;
 /// The share of cells that may be below [`BUSY`].
 const NAMED: f64 = 0.1;
-
-/// What came of a question.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Outcome {
-    /// It is as asked.
-    Pass,
-    /// It is not.
-    Miss,
-    /// There is too little to tell.
-    NotJudged,
-    /// Nothing was asked.
-    Beside,
-}
-
-impl Outcome {
-    /// As it is printed.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Pass => "pass",
-            Self::Miss => "MISS",
-            Self::NotJudged => "n/a",
-            Self::Beside => "",
-        }
-    }
-
-    const fn of(passed: bool) -> Self {
-        if passed { Self::Pass } else { Self::Miss }
-    }
-}
-
-/// A question and its answer.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Verdict {
-    /// How it is.
-    pub outcome: Outcome,
-    /// The question, with figures.
-    pub text: String,
-}
 
 /// Where modes are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -91,41 +52,6 @@ pub(super) fn at(cells: &[Cell], place: Place, mode: Mode) -> Vec<&Cell> {
     let Place { target, compute, threads } = place;
     let io = Some(Io { target, mode, threads });
     cells.iter().filter(|cell| cell.key.io == io && cell.key.compute == compute).collect()
-}
-
-/// The one in the middle, or the mean of the two in the middle, of sorted values.
-pub(super) fn median(sorted: &[f64]) -> Option<f64> {
-    let middle = sorted.len() / 2;
-    match sorted.len() {
-        0 => None,
-        n if n % 2 == 1 => Some(sorted[middle]),
-        _ => Some(f64::midpoint(sorted[middle - 1], sorted[middle])),
-    }
-}
-
-/// Values of several repetitions.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Spread {
-    pub(super) median: f64,
-    pub(super) low: f64,
-    pub(super) high: f64,
-    pub(super) n: usize,
-}
-
-impl Spread {
-    pub(super) fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
-        let mut values: Vec<f64> = values.into_iter().filter(|value| value.is_finite()).collect();
-        values.sort_by(f64::total_cmp);
-        let (low, high) = (*values.first()?, *values.last()?);
-        Some(Self { median: median(&values)?, low, high, n: values.len() })
-    }
-}
-
-impl std::fmt::Display for Spread {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { median, low, high, n } = self;
-        write!(f, "x {median:.3} ({low:.3} to {high:.3}, {n} pairs)")
-    }
 }
 
 /// A value of one mode's cells over that of another's, pair by pair.
@@ -174,11 +100,22 @@ pub fn verdicts(cells: &[Cell], live: Option<Verdict>) -> Vec<Verdict> {
     verdicts
 }
 
+/// As verdicts have ratios of pairs.
+fn pairs(of: Spread) -> String {
+    let Spread { value, low, high, n } = of;
+    format!("x {value:.3} ({low:.3} to {high:.3}, {n} pairs)")
+}
+
 /// A bound on a ratio; nothing if neither mode was measured there.
-fn bound(text: &str, ratio: Option<Spread>, holds: impl Fn(f64) -> bool) -> Option<Verdict> {
+fn bound(
+    place: Place,
+    text: &str,
+    ratio: Option<Spread>,
+    holds: impl Fn(f64) -> bool,
+) -> Option<Verdict> {
     let ratio = ratio?;
-    let text = text.replace("{}", &ratio.to_string());
-    Some(Verdict { outcome: Outcome::of(holds(ratio.median)), text })
+    let why = text.replace("{}", &pairs(ratio));
+    Some(Verdict::of(format!("1 {place}"), Some(holds(ratio.value)), why))
 }
 
 /// Acceptance 1 at one place.
@@ -187,16 +124,16 @@ fn on_device(cells: &[Cell], place: Place, cpus: usize) -> Vec<Verdict> {
     let mut verdicts = Vec::new();
     if (place.threads, place.compute) == (1, 0) {
         let ratio = ratio(cells, place, [Mode::Adaptive, Mode::Poll], iops);
-        let text = format!("1 {place}: IOPS {{}} of poll's; >= {IDLE_IOPS}");
-        verdicts.extend(bound(&text, ratio, |ratio| ratio >= IDLE_IOPS));
+        let text = format!("IOPS {{}} of poll's; >= {IDLE_IOPS}");
+        verdicts.extend(bound(place, &text, ratio, |ratio| ratio >= IDLE_IOPS));
     }
     if place.threads >= cpus && place.compute >= cpus {
         let rates = ratio(cells, place, interrupt, iops);
-        let text = format!("1 {place}: IOPS {{}} of interrupt's; >= {BUSY}");
-        verdicts.extend(bound(&text, rates, |ratio| ratio >= BUSY));
+        let text = format!("IOPS {{}} of interrupt's; >= {BUSY}");
+        verdicts.extend(bound(place, &text, rates, |ratio| ratio >= BUSY));
         let compute = ratio(cells, place, interrupt, |cell| cell.compute_rate);
-        let text = format!("1 {place}: compute rate {{}} of interrupt's; >= {BUSY}");
-        verdicts.extend(bound(&text, compute, |ratio| ratio >= BUSY));
+        let text = format!("compute rate {{}} of interrupt's; >= {BUSY}");
+        verdicts.extend(bound(place, &text, compute, |ratio| ratio >= BUSY));
     }
     verdicts.extend(tail(cells, place));
     verdicts
@@ -210,9 +147,8 @@ fn tail(cells: &[Cell], place: Place) -> Option<Verdict> {
     }
     let least = both.iter().flatten().filter_map(|cell| Some(cell.result.as_ref()?.n)).min()?;
     let Some(percentile) = judged_percentile(least) else {
-        let text =
-            format!("1 {place}: tail: {least} requests are too few for p99 (longer --window)");
-        return Some(Verdict { outcome: Outcome::NotJudged, text });
+        let why = format!("tail: {least} requests are too few for p99 (longer --window)");
+        return Some(Verdict::of(format!("1 {place}"), None, why));
     };
     let (name, value): (_, fn(&Cell) -> Option<f64>) = if percentile.get() < 99.9 {
         ("p99 (too few requests for p99.9)", |cell| Some(cell.result.as_ref()?.p99_us))
@@ -220,8 +156,8 @@ fn tail(cells: &[Cell], place: Place) -> Option<Verdict> {
         ("p99.9", |cell| Some(cell.result.as_ref()?.p999_us))
     };
     let ratio = ratio(cells, place, [Mode::Adaptive, Mode::Interrupt], value);
-    let text = format!("1 {place}: {name} {{}} of interrupt's; <= {TAIL}");
-    bound(&text, ratio, |ratio| ratio <= TAIL)
+    let text = format!("{name} {{}} of interrupt's; <= {TAIL}");
+    bound(place, &text, ratio, |ratio| ratio <= TAIL)
 }
 
 /// `adaptive` at a place of the file, beside the best of the others that leave compute threads alone.
@@ -239,22 +175,24 @@ impl AgainstBest {
         let leaves_alone = |mode: &Mode| {
             place.compute == 0
                 || *mode == Mode::Interrupt
-                || compute(*mode).is_some_and(|ratio| ratio.median >= BUSY)
+                || compute(*mode).is_some_and(|ratio| ratio.value >= BUSY)
         };
         let rate = |mode| Spread::of(at(cells, place, mode).into_iter().filter_map(iops));
         let others = Mode::ALL.into_iter().filter(|mode| *mode != Mode::Adaptive);
         let rates = others.filter(leaves_alone).filter_map(|mode| Some((mode, rate(mode)?)));
-        let (best, _) = rates.max_by(|a, b| a.1.median.total_cmp(&b.1.median))?;
+        let (best, _) = rates.max_by(|a, b| a.1.value.total_cmp(&b.1.value))?;
         let ratio = ratio(cells, place, [Mode::Adaptive, best], iops)?;
         Some(Self { place, best, ratio, compute: compute(Mode::Adaptive) })
     }
 
-    fn text(&self) -> String {
+    fn verdict(&self) -> Verdict {
         let Self { place, best, ratio, .. } = self;
         let compute = self.compute.map_or(String::new(), |compute| {
-            format!("; its compute rate x {:.3} of interrupt's", compute.median)
+            format!("; its compute rate x {:.3} of interrupt's", compute.value)
         });
-        format!("2 {place}: IOPS {ratio} of {best}'s, the best that leaves compute alone{compute}")
+        let ratio = pairs(*ratio);
+        let why = format!("IOPS {ratio} of {best}'s, the best that leaves compute alone{compute}");
+        Verdict::new(format!("2 {place}"), Outcome::Beside, why)
     }
 }
 
@@ -262,38 +200,32 @@ impl AgainstBest {
 fn on_file(cells: &[Cell], places: &[Place]) -> Vec<Verdict> {
     let all: Vec<AgainstBest> =
         places.iter().filter_map(|&place| AgainstBest::at(cells, place)).collect();
-    let Some(spread) = Spread::of(all.iter().map(|one| one.ratio.median)) else {
+    let Some(Spread { value, n, .. }) = Spread::of(all.iter().map(|one| one.ratio.value)) else {
         return Vec::new();
     };
-    let line = |one: &AgainstBest| Verdict { outcome: Outcome::Beside, text: one.text() };
-    let mut verdicts: Vec<Verdict> = all.iter().map(line).collect();
-    verdicts.push(Verdict {
-        outcome: Outcome::of(spread.median >= BUSY),
-        text: format!("2 file: median of {} cells x {:.3}; >= {BUSY}", spread.n, spread.median),
-    });
     let names = |below: f64| -> Vec<String> {
-        let low = all.iter().filter(|one| one.ratio.median < below);
-        low.map(|one| format!("{} (x {:.3}, {})", one.place, one.ratio.median, one.best)).collect()
+        let low = all.iter().filter(|one| one.ratio.value < below);
+        low.map(|one| format!("{} (x {:.3}, {})", one.place, one.ratio.value, one.best)).collect()
     };
     let listed = |names: &[String]| {
         if names.is_empty() { "none".to_owned() } else { names.join(", ") }
     };
-    let worst = names(WORST);
-    verdicts.push(Verdict {
-        outcome: Outcome::of(worst.is_empty()),
-        text: format!("2 file: cells below {WORST}: {}", listed(&worst)),
-    });
-    let below = names(BUSY);
-    verdicts.push(Verdict {
-        outcome: Outcome::of(below.len() as f64 <= NAMED * all.len() as f64),
-        text: format!(
-            "2 file: {} of {} cells below {BUSY}, at most {:.0} %: {}",
-            below.len(),
-            all.len(),
-            NAMED * 100.0,
-            listed(&below)
+    let (worst, below) = (names(WORST), names(BUSY));
+    let judged = |holds, why| Verdict::of("2 file", Some(holds), why);
+    let mut verdicts: Vec<Verdict> = all.iter().map(AgainstBest::verdict).collect();
+    verdicts.extend([
+        judged(value >= BUSY, format!("median of {n} cells x {value:.3}; >= {BUSY}")),
+        judged(worst.is_empty(), format!("cells below {WORST}: {}", listed(&worst))),
+        judged(
+            below.len() as f64 <= NAMED * n as f64,
+            format!(
+                "{} of {n} cells below {BUSY}, at most {:.0} %: {}",
+                below.len(),
+                NAMED * 100.0,
+                listed(&below)
+            ),
         ),
-    });
+    ]);
     verdicts
 }
 
@@ -303,10 +235,10 @@ fn beside(cells: &[Cell], place: Place) -> Verdict {
         let cells_here = at(cells, place, mode);
         let rate = Spread::of(cells_here.iter().filter_map(|cell| iops(cell)))?;
         let compute = cells_here.iter().filter_map(|cell| compute_ratio(cells, cell));
-        let compute = Spread::of(compute).map_or("-".to_owned(), |c| format!("{:.2}", c.median));
-        Some(format!("{mode} {:.1} and {compute}", rate.median / 1e3))
+        let compute = Spread::of(compute).map_or("-".to_owned(), |c| format!("{:.2}", c.value));
+        Some(format!("{mode} {:.1} and {compute}", rate.value / 1e3))
     };
     let all: Vec<String> = Mode::ALL.into_iter().filter_map(of).collect();
-    let text = format!("2 {place}: kIOPS, and compute rate of C alone: {}", all.join(", "));
-    Verdict { outcome: Outcome::Beside, text }
+    let why = format!("kIOPS, and compute rate of C alone: {}", all.join(", "));
+    Verdict::new(format!("2 {place}"), Outcome::Beside, why)
 }

@@ -6,7 +6,6 @@
 //! only under load, where the thread may have had no CPU. The mode has *followed* a switch at the first
 //! bin from which on 5 are right.
 
-use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, OnceLock};
@@ -18,12 +17,13 @@ use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::run::Machine;
 use serde::{Deserialize, Serialize};
 
-use super::judge::{Outcome, Verdict, median};
 use super::requester::Ended;
-use super::window::{Count, Stage, WARM_UP, compute, read, requesters, spawn};
+use super::window::{Stage, WARM_UP, compute, read, requesters, spawn};
 use super::{Io, Mode, Target, usable_cpus};
-use crate::experiment::{self, Experiment};
-use crate::qos::clients::{COUNTING, EndPhase};
+use crate::experiment::Experiment;
+use crate::stats::Spread;
+use crate::verdict::Verdict;
+use crate::window::{COUNTING, Count, EndPhase};
 use rtvirtio_calibrate::load::MachineSample;
 
 /// Time with a load, and without.
@@ -116,16 +116,14 @@ impl Run {
 
 /// What to run.
 #[derive(Debug)]
-pub struct Benchmark<'a> {
+pub struct Benchmark {
     /// Runs.
     pub repetitions: u32,
     /// Seconds with a load in each, and as many without.
     pub cycles: u32,
-    /// Where they go.
-    pub out: &'a Path,
 }
 
-impl Experiment for Benchmark<'_> {
+impl Experiment for Benchmark {
     type Key = u32;
     type Cell = Run;
     type Setup = Costs;
@@ -154,24 +152,10 @@ impl Experiment for Benchmark<'_> {
 
     fn measure(
         &self,
-        costs: &mut Costs,
-        repetition: &u32,
+        &mut costs: &mut Costs,
+        &repetition: &u32,
         interrupted: &Interrupted,
     ) -> Result<Run> {
-        self.one(*repetition, *costs, interrupted)
-    }
-}
-
-impl Benchmark<'_> {
-    /// Does the runs that are not in `live.jsonl` yet, and returns all that are there.
-    ///
-    /// # Errors
-    /// If a ring or thread cannot be had; if interrupted.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Run>> {
-        experiment::run(self, self.out, interrupted)
-    }
-
-    fn one(&self, repetition: u32, costs: Costs, interrupted: &Interrupted) -> Result<Run> {
         let cpus = usable_cpus()?;
         let io = Io { target: Target::Emulated, mode: Mode::Adaptive, threads: 1 };
         let requester = requesters(io, None)?.pop().context("one thread has one ring")?;
@@ -249,30 +233,24 @@ pub fn verdict(runs: &[Run]) -> Verdict {
     let all: Vec<Option<f64>> = runs.iter().flat_map(Run::followed).collect();
     let mark = MARK.as_secs_f64();
     let within = all.iter().flatten().filter(|&&time| time <= mark).count();
-    let mut times: Vec<f64> = all.iter().flatten().map(|time| time * 1e3).collect();
-    times.sort_by(f64::total_cmp);
-    let middle = median(&times).map_or("-".to_owned(), |ms| format!("{ms:.0} ms"));
-    let worst = match times.last() {
-        Some(ms) if times.len() == all.len() => format!("{ms:.0} ms"),
+    let times = Spread::of(all.iter().flatten().map(|time| time * 1e3));
+    let middle = times.map_or("-".to_owned(), |ms| format!("{:.0} ms", ms.value));
+    let worst = match times {
+        Some(ms) if ms.n == all.len() => format!("{:.0} ms", ms.high),
         _ => "not before the next switch".to_owned(),
     };
-    let outcome = match all.len() {
-        0 => Outcome::NotJudged,
-        switches if within == switches => Outcome::Pass,
-        _ => Outcome::Miss,
-    };
-    let text = format!(
-        "7 load on and off: the mode followed {within} of {} switches within {} ms; median {middle}, \
-         worst {worst}",
+    let why = format!(
+        "the mode followed {within} of {} switches within {} ms; median {middle}, worst {worst}",
         all.len(),
         MARK.as_millis()
     );
-    Verdict { outcome, text }
+    Verdict::of("7 load on and off", (!all.is_empty()).then_some(within == all.len()), why)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::verdict::Outcome;
 
     fn run(bins: Vec<Bin>, switches: &[(f64, bool)]) -> Run {
         let switches = switches.iter().map(|&(at_s, load)| Switch { at_s, load }).collect();
@@ -295,17 +273,17 @@ mod tests {
         assert!((followed[0].unwrap() - 0.03).abs() < 1e-9, "{followed:?}");
         assert!((followed[1].unwrap() - 0.02).abs() < 1e-9, "{followed:?}");
         let verdict = verdict(&runs);
-        assert_eq!(verdict.outcome, Outcome::Pass);
-        assert!(verdict.text.contains("2 of 2"), "{}", verdict.text);
-        assert!(verdict.text.ends_with("median 25 ms, worst 30 ms"), "{}", verdict.text);
+        assert_eq!(verdict.outcome, Outcome::Passed);
+        assert!(verdict.why.contains("2 of 2"), "{}", verdict.why);
+        assert!(verdict.why.ends_with("median 25 ms, worst 30 ms"), "{}", verdict.why);
     }
 
     #[test]
     fn mode_that_does_not_follow_is_a_miss() {
         let verdict = verdict(&[run(vec![SPUN; 40], &[(0.1, true), (0.3, false)])]);
-        assert_eq!(verdict.outcome, Outcome::Miss);
-        assert!(verdict.text.contains("1 of 2"), "{}", verdict.text);
-        assert!(verdict.text.ends_with("worst not before the next switch"), "{}", verdict.text);
+        assert_eq!(verdict.outcome, Outcome::Lost);
+        assert!(verdict.why.contains("1 of 2"), "{}", verdict.why);
+        assert!(verdict.why.ends_with("worst not before the next switch"), "{}", verdict.why);
         assert_eq!(super::verdict(&[]).outcome, Outcome::NotJudged);
     }
 }

@@ -19,7 +19,7 @@ const IN_MEMORY: [u64; 3] = [0x0102_1994, 0x8584_58f6, 0x9584_58f6];
 
 /// A file for direct reads. It has no name, so nothing is left of it however the process ends.
 #[derive(Debug)]
-pub(crate) struct TestFile {
+pub struct TestFile {
     file: File,
 }
 

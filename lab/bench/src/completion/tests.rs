@@ -3,8 +3,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rtvirtio_units::Nanos;
 
-use super::judge::{Outcome, Verdict, verdicts};
+use super::judge::verdicts;
 use super::*;
+use crate::verdict::{Outcome, Verdict};
 
 /// A cell by hand: 2 CPUs, 3 s.
 fn cell(io: Option<Io>, compute: usize, repetition: u32, iops: f64, rate: f64) -> Cell {
@@ -46,7 +47,7 @@ fn io(target: Target, mode: Mode, threads: usize) -> Option<Io> {
 }
 
 fn find<'a>(verdicts: &'a [Verdict], words: &str) -> &'a Verdict {
-    let found = verdicts.iter().find(|verdict| verdict.text.contains(words));
+    let found = verdicts.iter().find(|verdict| verdict.why.contains(words));
     found.unwrap_or_else(|| panic!("no verdict with `{words}`: {verdicts:#?}"))
 }
 
@@ -65,13 +66,14 @@ fn adaptive_beside_poll_alone_is_judged_on_the_median_of_pairs() {
         .collect();
     let all = verdicts(&cells, None);
     let idle = find(&all, "of poll's");
-    assert_eq!(idle.outcome, Outcome::Pass);
+    assert_eq!(idle.outcome, Outcome::Passed);
     assert!(
-        idle.text.contains("emulated T1 C0: IOPS x 0.920 (0.800 to 0.950, 3 pairs)"),
+        idle.mark == "1 emulated T1 C0"
+            && idle.why.starts_with("IOPS x 0.920 (0.800 to 0.950, 3 pairs)"),
         "{idle:?}"
     );
     // The same tail; nothing is asked of IOPS beside interrupt's without compute threads.
-    assert!(find(&all, "p99.9").text.contains("x 1.000"), "{all:?}");
+    assert!(find(&all, "p99.9").why.contains("x 1.000"), "{all:?}");
     assert_eq!(all.len(), 2, "{all:?}");
 }
 
@@ -84,15 +86,15 @@ fn busy_cells_are_judged_on_iops_compute_rate_and_tail() {
         vec![busy(Mode::Interrupt, 0, 50_000.0, 100.0), busy(Mode::Adaptive, 0, 48_000.0, 90.0)];
     cells[1].result.as_mut().unwrap().p999_us = 161.0;
     let all = verdicts(&cells, None);
-    assert_eq!(find(&all, "IOPS x 0.960").outcome, Outcome::Pass);
-    assert_eq!(find(&all, "compute rate x 0.900").outcome, Outcome::Miss);
+    assert_eq!(find(&all, "IOPS x 0.960").outcome, Outcome::Passed);
+    assert_eq!(find(&all, "compute rate x 0.900").outcome, Outcome::Lost);
     // 161 / 80.
     let tail = find(&all, "p99.9 x 2.01");
-    assert_eq!(tail.outcome, Outcome::Miss);
+    assert_eq!(tail.outcome, Outcome::Lost);
     // With 9,000 requests only p99 has 10 beyond it, with 900 nothing has.
     cells[1] = busy(Mode::Adaptive, 0, 3_000.0, 90.0);
     let all = verdicts(&cells, None);
-    assert_eq!(find(&all, "p99 (too few requests for p99.9) x 1.000").outcome, Outcome::Pass);
+    assert_eq!(find(&all, "p99 (too few requests for p99.9) x 1.000").outcome, Outcome::Passed);
     cells[1] = busy(Mode::Adaptive, 0, 300.0, 90.0);
     let all = verdicts(&cells, None);
     assert_eq!(find(&all, "900 requests are too few").outcome, Outcome::NotJudged);
@@ -128,16 +130,16 @@ fn best_of_the_file_leaves_compute_threads_alone() {
     let all = verdicts(&busy_file(figures), None);
     // 58 / 63.8.
     let one = find(&all, "of pread's, the best that leaves compute alone");
-    assert!(one.text.contains("file-4k T8 C2: IOPS x 0.909"), "{one:?}");
-    assert!(one.text.ends_with("its compute rate x 1.040 of interrupt's"), "{one:?}");
-    assert_eq!(find(&all, "median of 1 cells x 0.909").outcome, Outcome::Miss);
-    assert_eq!(find(&all, "cells below 0.85: none").outcome, Outcome::Pass);
+    assert!(one.mark == "2 file-4k T8 C2" && one.why.starts_with("IOPS x 0.909"), "{one:?}");
+    assert!(one.why.ends_with("its compute rate x 1.040 of interrupt's"), "{one:?}");
+    assert_eq!(find(&all, "median of 1 cells x 0.909").outcome, Outcome::Lost);
+    assert_eq!(find(&all, "cells below 0.85: none").outcome, Outcome::Passed);
     let named = find(&all, "1 of 1 cells below 0.95, at most 10 %");
-    assert_eq!(named.outcome, Outcome::Miss);
-    assert!(named.text.ends_with("file-4k T8 C2 (x 0.909, pread)"), "{named:?}");
+    assert_eq!(named.outcome, Outcome::Lost);
+    assert!(named.why.ends_with("file-4k T8 C2 (x 0.909, pread)"), "{named:?}");
     // The collapse beside it: 30 / 200 of what compute threads do alone.
     let beside = find(&all, "pread 63.8 and 0.48, peek-spin 26.8 and 0.15");
-    assert!(beside.outcome == Outcome::Beside && beside.text.contains("poll 26.0 and 0.14"));
+    assert!(beside.outcome == Outcome::Beside && beside.why.contains("poll 26.0 and 0.14"));
 }
 
 #[test]
@@ -153,8 +155,8 @@ fn adaptive_far_below_the_best_is_named() {
     ];
     let all = verdicts(&busy_file(figures), None);
     let worst = find(&all, "cells below 0.85");
-    assert_eq!(worst.outcome, Outcome::Miss);
-    assert!(worst.text.ends_with("file-4k T8 C2 (x 0.800, pread)"), "{worst:?}");
+    assert_eq!(worst.outcome, Outcome::Lost);
+    assert!(worst.why.ends_with("file-4k T8 C2 (x 0.800, pread)"), "{worst:?}");
 }
 
 #[test]
@@ -240,10 +242,9 @@ fn every_mode_reads_on_both_targets_and_leaves_nothing() {
         window: Duration::from_millis(200),
         seed: 1,
         directory: directory.path(),
-        out: &out,
     };
     let interrupted = AtomicBool::new(false);
-    let cells = benchmark.run(&interrupted).unwrap();
+    let cells = benchmark.run(&out, &interrupted).unwrap();
     assert_eq!(cells.len(), 2 * 7 + 1);
     for cell in &cells {
         let rate = cell.compute_rate.unwrap();
@@ -261,9 +262,9 @@ fn every_mode_reads_on_both_targets_and_leaves_nothing() {
     }
     // Run again, it adds nothing; with another window it refuses.
     let keys = |cells: &[Cell]| cells.iter().map(|cell| cell.key).collect::<Vec<_>>();
-    assert_eq!(keys(&benchmark.run(&interrupted).unwrap()), keys(&cells));
+    assert_eq!(keys(&benchmark.run(&out, &interrupted).unwrap()), keys(&cells));
     let other = Benchmark { window: Duration::from_millis(300), ..benchmark };
-    let refused = other.run(&interrupted).unwrap_err().to_string();
+    let refused = other.run(&out, &interrupted).unwrap_err().to_string();
     assert!(refused.contains("use another --out"), "{refused}");
     let files: Vec<_> = std::fs::read_dir(directory.path()).unwrap().collect();
     assert_eq!(files.len(), 1, "only the results: {files:?}");
@@ -286,7 +287,6 @@ fn interrupted_run_ends_and_directory_in_memory_is_refused() {
         window: Duration::from_secs(600),
         seed: 1,
         directory: directory.path(),
-        out: directory.path(),
     };
     let interrupted = AtomicBool::new(false);
     let error = std::thread::scope(|scope| {
@@ -294,26 +294,26 @@ fn interrupted_run_ends_and_directory_in_memory_is_refused() {
             std::thread::sleep(Duration::from_millis(400));
             interrupted.store(true, Ordering::Relaxed);
         });
-        benchmark.run(&interrupted).unwrap_err()
+        benchmark.run(directory.path(), &interrupted).unwrap_err()
     });
     assert!(error.is::<rtvirtio_host::interrupt::InterruptedError>(), "{error:#}");
     interrupted.store(false, Ordering::Relaxed);
     benchmark.matrix = Matrix::new(Extent::Full, 1);
     benchmark.directory = Path::new("/dev/shm");
-    let refused = format!("{:#}", benchmark.run(&interrupted).unwrap_err());
+    let refused = format!("{:#}", benchmark.run(directory.path(), &interrupted).unwrap_err());
     assert!(refused.contains("--directory"), "{refused}");
 }
 
 #[test]
 fn switched_load_has_a_timeline_and_switches() {
     let directory = tempfile::tempdir().unwrap();
-    let benchmark = live::Benchmark { repetitions: 1, cycles: 1, out: directory.path() };
-    let runs = benchmark.run(&AtomicBool::new(false)).unwrap();
+    let benchmark = live::Benchmark { repetitions: 1, cycles: 1 };
+    let runs = benchmark.run(directory.path(), &AtomicBool::new(false)).unwrap();
     let run = &runs[0];
     assert_eq!(run.switches.iter().map(|switch| switch.load).collect::<Vec<_>>(), [true, false]);
     assert!((290..320).contains(&run.bins.len()), "{}", run.bins.len());
     let waits: u64 = run.bins.iter().map(|bin| u64::from(bin.spun + bin.parked)).sum();
     assert!(waits > 1_000, "{waits}");
-    let again = benchmark.run(&AtomicBool::new(false)).unwrap();
+    let again = benchmark.run(directory.path(), &AtomicBool::new(false)).unwrap();
     assert!(again.len() == 1 && again[0].bins == run.bins);
 }

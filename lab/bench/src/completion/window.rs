@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::hint::black_box;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, RwLock};
 use std::thread::ScopedJoinHandle;
@@ -19,17 +19,13 @@ use super::target::TestFile;
 use super::{CellKey, CpuSeconds, Io};
 use crate::dataplane::cpu::ProcessCpu;
 use crate::dataplane::load::Random;
-use crate::qos::clients::{COUNTING, EndPhase, OVER, WARMING};
+use crate::window::{COUNTING, Count, EndPhase, OVER, WARMING, latencies};
 use rtvirtio_calibrate::load::{CanaryThread, MachineSample};
 
 /// From the start of all threads to the window.
 pub(super) const WARM_UP: Duration = Duration::from_millis(250);
 /// To set a cell up and to end it, about.
 pub(super) const AROUND: Duration = Duration::from_millis(60);
-/// The least and the largest latency that is told apart, ns.
-const RANGE: (u64, u64) = (100, 100_000_000_000);
-/// Two digits: 1 %, and counters that stay in the first-level cache.
-const DIGITS: u8 = 2;
 /// Iterations between two looks at the phase: about a microsecond.
 const BATCH: u64 = 1024;
 
@@ -49,21 +45,6 @@ pub(super) struct Measured {
     pub(super) cpu: CpuSeconds,
     pub(super) machine: Machine,
     pub(super) canary: Canary,
-}
-
-/// Counts of one thread; cache lines of its own.
-#[derive(Debug, Default)]
-#[repr(align(128))]
-pub(super) struct Count(AtomicU64);
-
-impl Count {
-    pub(super) fn sum(counts: &[Self]) -> u64 {
-        counts.iter().map(|count| count.0.load(Ordering::Relaxed)).sum()
-    }
-
-    pub(super) fn some(number: usize) -> Vec<Self> {
-        (0..number).map(|_| Self::default()).collect()
-    }
 }
 
 /// What the threads of a cell look at.
@@ -197,7 +178,7 @@ pub(super) fn measure(
             let seed = u64::from(key.repetition) << 32 | index as u64;
             let (tokens, stage, there) = (&tokens, &stage, there.clone());
             let body = move || -> Result<(Histogram<u64>, u64)> {
-                let mut latencies = Histogram::new_with_bounds(RANGE.0, RANGE.1, DIGITS)?;
+                let mut latencies = latencies()?;
                 let mut spun = 0;
                 let record = |_: Instant, took: Duration, ended: Ended| {
                     latencies.saturating_record(took.as_nanos() as u64);
@@ -285,7 +266,7 @@ fn observe(
     Ok(Measured {
         seconds,
         requests: after.0 - before.0,
-        latencies: Histogram::new_with_bounds(RANGE.0, RANGE.1, DIGITS)?,
+        latencies: latencies()?,
         spun: 0,
         iterations: after.1 - before.1,
         cpu: CpuSeconds {

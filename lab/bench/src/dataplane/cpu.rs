@@ -29,6 +29,12 @@ impl ProcessCpu {
         Ok(Self(threads))
     }
 
+    /// By threads' ids, ns.
+    #[cfg(test)]
+    pub(crate) fn of_threads(threads: impl IntoIterator<Item = (u32, u64)>) -> Self {
+        Self(threads.into_iter().collect())
+    }
+
     /// CPU time since `earlier`, ns.
     pub(crate) fn since(&self, earlier: &Self) -> u64 {
         self.since_of(earlier, |_| true)

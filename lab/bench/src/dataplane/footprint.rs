@@ -7,8 +7,7 @@
 
 use std::fmt::Write as _;
 use std::os::unix::net::UnixDatagram;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -18,7 +17,8 @@ use serde::Serialize;
 use super::BLOCK;
 use super::client::{Client, Endpoint, Queue, Shape};
 use super::cpu::ProcessCpu;
-use rtvirtio_calibrate::confine::confine;
+use super::server::Server;
+use crate::table::Table;
 
 /// What a daemon may have resident, MiB: itself, and each idle queue.
 pub const LIMIT_MIB: (f64, f64) = (30.0, 0.5);
@@ -57,10 +57,14 @@ pub struct Footprint {
 }
 
 impl Footprint {
+    const fn all_queues(&self) -> usize {
+        self.devices * self.queues
+    }
+
     /// The most that may be resident, MiB.
     #[must_use]
     pub fn limit_mib(&self) -> f64 {
-        LIMIT_MIB.0 + LIMIT_MIB.1 * (self.devices * self.queues) as f64
+        LIMIT_MIB.0 + LIMIT_MIB.1 * self.all_queues() as f64
     }
 
     /// Whether all limits are kept.
@@ -72,80 +76,52 @@ impl Footprint {
     }
 }
 
-/// A daemon; killed when dropped.
-struct Daemon {
-    child: Child,
-    messages: PathBuf,
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Daemon {
-    /// Starts it; returns when it says that it serves, and how long that took.
-    fn start(program: &Path, directory: &Path) -> Result<(Self, Duration)> {
-        let messages = directory.join("server.err");
-        let notify = directory.join("notify");
-        let socket = UnixDatagram::bind(&notify)?;
-        // It may write as another user.
-        let all = std::os::unix::fs::PermissionsExt::from_mode(0o666);
-        std::fs::set_permissions(&notify, all)?;
-        socket.set_read_timeout(Some(PATIENCE))?;
-        let mut command = Command::new(program);
-        command.arg("serve").arg(directory.join("serve.toml")).env("NOTIFY_SOCKET", &notify);
-        command.stdin(Stdio::null()).stdout(Stdio::null());
-        command.stderr(std::fs::File::create(&messages)?);
-        confine(&mut command, None)?;
-        let began = Instant::now();
-        let child = command.spawn().with_context(|| format!("start {}", program.display()))?;
-        let mut daemon = Self { child, messages };
+/// Starts a server; how long it took to say that it serves.
+fn start(
+    program: &Path,
+    directory: &Path,
+    last: &Path,
+    interrupted: &Interrupted,
+) -> Result<(Server, Duration)> {
+    let notify = directory.join("notify");
+    let socket = UnixDatagram::bind(&notify)?;
+    // It may write as another user.
+    let all = std::os::unix::fs::PermissionsExt::from_mode(0o666);
+    std::fs::set_permissions(&notify, all)?;
+    socket.set_read_timeout(Some(PATIENCE))?;
+    let command = [
+        "env".to_owned(),
+        format!("NOTIFY_SOCKET={}", notify.display()),
+        program.display().to_string(),
+        "serve".to_owned(),
+        directory.join("serve.toml").display().to_string(),
+    ];
+    let began = Instant::now();
+    let listener = std::thread::spawn(move || -> Result<(String, Instant)> {
         let mut text = [0; 256];
-        let read = socket.recv(&mut text).with_context(|| format!("no word: {}", daemon.said()))?;
-        let took = began.elapsed();
-        let word = String::from_utf8_lossy(&text[..read]).into_owned();
-        ensure!(word.contains("READY=1"), "it said {word:?} instead of READY=1");
-        std::fs::remove_file(notify)?;
-        daemon.check()?;
-        Ok((daemon, took))
-    }
+        let read = socket.recv(&mut text).context("the daemon says no word")?;
+        Ok((String::from_utf8_lossy(&text[..read]).into_owned(), Instant::now()))
+    });
+    let server = Server::start(&command, last, directory, interrupted)?;
+    let Ok(heard) = listener.join() else { bail!("the listener for the daemon's word failed") };
+    let (word, at) = heard?;
+    ensure!(word.contains("READY=1"), "it said {word:?} instead of READY=1");
+    std::fs::remove_file(notify)?;
+    Ok((server, at - began))
+}
 
-    fn check(&mut self) -> Result<()> {
-        match self.child.try_wait()? {
-            None => Ok(()),
-            Some(status) => bail!("the daemon ended ({status}): {}", self.said()),
-        }
-    }
+fn entries(process: u32, of: &str) -> Result<usize> {
+    Ok(std::fs::read_dir(format!("/proc/{process}/{of}"))?.count())
+}
 
-    fn said(&self) -> String {
-        std::fs::read_to_string(&self.messages).unwrap_or_default().trim().to_owned()
-    }
-
-    fn entries(&self, of: &str) -> Result<usize> {
-        Ok(std::fs::read_dir(format!("/proc/{}/{of}", self.child.id()))?.count())
-    }
-
-    fn resident_mib(&self) -> Result<f64> {
-        let text = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
-        let kib = |key: &str| {
-            let value = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
-            let number = value.and_then(|v| v.trim().trim_end_matches(" kB").parse::<f64>().ok());
-            number.with_context(|| format!("no {key} in the daemon's status"))
-        };
-        Ok((kib("VmRSS")? - kib("RssShmem")?) / 1024.0)
-    }
-
-    fn end(mut self) -> Result<()> {
-        self.check()?;
-        let pid = rustix::process::Pid::from_child(&self.child);
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
-        let status = self.child.wait()?;
-        ensure!(status.success(), "the daemon ended ({status}): {}", self.said());
-        Ok(())
-    }
+fn resident_mib(process: u32) -> Result<f64> {
+    let text = std::fs::read_to_string(format!("/proc/{process}/status"))?;
+    let kib = |key: &str| {
+        let value = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+        let number = value.and_then(|v| v.trim().trim_end_matches(" kB").parse::<f64>().ok());
+        number.with_context(|| format!("no {key} in the daemon's status"))
+    };
+    Ok((kib("VmRSS")? - kib("RssShmem")?) / 1024.0)
 }
 
 /// Measures so many devices on 2 IOThreads.
@@ -175,32 +151,33 @@ pub fn measure(
         )?;
     }
     std::fs::write(directory.path().join("serve.toml"), text)?;
-    let (mut daemon, start) = Daemon::start(program, directory.path())?;
-    let alone_mib = daemon.resident_mib()?;
-    let shape = Shape { queues, depth: 1, buffer: BLOCK };
-    let connect = |device| Ok(Client::connect(Endpoint::Socket(&socket(device)), shape)?);
-    let mut clients: Vec<Client> = (0..devices).map(connect).collect::<Result<_>>()?;
-    serve_all(&mut clients)?;
-    wait(SETTLE, interrupted)?;
-    let (cpu, at) = (ProcessCpu::of(daemon.child.id())?, Instant::now());
-    wait(IDLE, interrupted)?;
-    let used = ProcessCpu::of(daemon.child.id())?.since(&cpu);
-    let idle_cores = used as f64 / at.elapsed().as_nanos() as f64;
-    let (threads, descriptors) = (daemon.entries("task")?, daemon.entries("fd")?);
-    serve_all(&mut clients)?;
-    let resident_mib = daemon.resident_mib()?;
-    drop(clients);
-    daemon.check()?;
-    daemon.end()?;
-    Ok(Footprint {
-        devices,
-        queues,
-        start,
-        alone_mib,
-        resident_mib,
-        idle_cores,
-        threads,
-        descriptors,
+    let last = socket(devices.saturating_sub(1));
+    let (server, start) = start(program, directory.path(), &last, interrupted)?;
+    server.during(|server| {
+        let process = server.id();
+        let alone_mib = resident_mib(process)?;
+        let shape = Shape { queues, depth: 1, buffer: BLOCK };
+        let connect = |device| Ok(Client::connect(Endpoint::Socket(&socket(device)), shape)?);
+        let mut clients: Vec<Client> = (0..devices).map(connect).collect::<Result<_>>()?;
+        serve_all(&mut clients)?;
+        wait(SETTLE, interrupted)?;
+        let (cpu, at) = (ProcessCpu::of(process)?, Instant::now());
+        wait(IDLE, interrupted)?;
+        let used = ProcessCpu::of(process)?.since(&cpu);
+        let idle_cores = used as f64 / at.elapsed().as_nanos() as f64;
+        let (threads, descriptors) = (entries(process, "task")?, entries(process, "fd")?);
+        serve_all(&mut clients)?;
+        let resident_mib = resident_mib(process)?;
+        Ok(Footprint {
+            devices,
+            queues,
+            start,
+            alone_mib,
+            resident_mib,
+            idle_cores,
+            threads,
+            descriptors,
+        })
     })
 }
 
@@ -243,26 +220,19 @@ fn raise_descriptors() {
 /// For a terminal.
 #[must_use]
 pub fn render(rows: &[Footprint]) -> String {
-    let mut text = "devices  queues  start ms  alone MiB  resident MiB  allowed MiB  \
-                    KiB/queue  idle % of a core  threads  descriptors\n"
-        .to_owned();
-    for row in rows {
-        let all = row.devices * row.queues;
-        let each = (row.resident_mib - row.alone_mib) * 1024.0 / all as f64;
-        let _ = writeln!(
-            text,
-            "{:7}  {:6}  {:8.0}  {:9.1}  {:12.1}  {:11.1}  {each:9.1}  {:16.2}  {:7}  {:11}{}",
-            row.devices,
-            all,
-            row.start.as_secs_f64() * 1e3,
-            row.alone_mib,
-            row.resident_mib,
-            row.limit_mib(),
-            row.idle_cores * 100.0,
-            row.threads,
-            row.descriptors,
-            if row.is_within() { "" } else { "  OVER" },
-        );
-    }
-    text
+    let table = Table::of(rows)
+        .figure("devices", 0, |row| row.devices)
+        .figure("queues", 0, Footprint::all_queues)
+        .figure("start ms", 0, |row| row.start.as_secs_f64() * 1e3)
+        .figure("alone MiB", 1, |row| row.alone_mib)
+        .figure("resident MiB", 1, |row| row.resident_mib)
+        .figure("allowed MiB", 1, Footprint::limit_mib)
+        .figure("KiB/queue", 1, |row| {
+            (row.resident_mib - row.alone_mib) * 1024.0 / row.all_queues() as f64
+        })
+        .figure("idle % of a core", 2, |row| row.idle_cores * 100.0)
+        .figure("threads", 0, |row| row.threads)
+        .figure("descriptors", 0, |row| row.descriptors)
+        .text("", |row| if row.is_within() { "" } else { "OVER" });
+    table.to_string()
 }

@@ -17,12 +17,9 @@ use rtvirtio_host::interrupt::{Interrupted, wait};
 use super::client::{Client, Endpoint, Queue, Shape};
 use super::cpu::ProcessCpu;
 use super::{BLOCK, Operation};
+use crate::window::{COUNTING, Count, OVER, WARMING, latencies};
 use rtvirtio_calibrate::load::MachineSample;
 
-/// The least and the largest latency that is told apart, ns.
-const RANGE: (u64, u64) = (100, 100_000_000_000);
-/// Two digits: 1 %, and counters that stay in the first-level cache.
-const DIGITS: u8 = 2;
 /// From the first request to the window.
 const WARM_UP: Duration = Duration::from_millis(500);
 /// How long a server may complete nothing.
@@ -31,10 +28,6 @@ const PATIENCE: Duration = Duration::from_secs(20);
 const SETTLE: Duration = Duration::from_millis(300);
 /// That window.
 const IDLE: Duration = Duration::from_secs(2);
-
-const WARMING: u8 = 0;
-const COUNTING: u8 = 1;
-const OVER: u8 = 2;
 
 /// What to do.
 #[derive(Debug, Clone, Copy)]
@@ -83,26 +76,12 @@ pub fn run(
     load: &Load,
     interrupted: &Interrupted,
 ) -> Result<Measured> {
-    run_blocks(endpoint, server, load, BLOCK, interrupted)
-}
-
-/// Like [`run`], with requests of another size.
-///
-/// # Errors
-/// The same.
-pub fn run_blocks(
-    endpoint: Endpoint<'_>,
-    server: Option<u32>,
-    load: &Load,
-    block: usize,
-    interrupted: &Interrupted,
-) -> Result<Measured> {
-    let shape = Shape { queues: load.queues, depth: load.depth, buffer: block };
+    let shape = Shape { queues: load.queues, depth: load.depth, buffer: BLOCK };
     let mut client = Client::connect(endpoint, shape)?;
-    let blocks = client.capacity() / block as u64;
+    let blocks = client.capacity() / BLOCK as u64;
     ensure!(blocks > 0, "the disk is empty");
     let phase = AtomicU8::new(WARMING);
-    let done: Vec<Done> = (0..load.queues).map(|_| Done::default()).collect();
+    let done = Count::some(load.queues);
     let (queues, window) = std::thread::scope(|scope| {
         let watch = scope.spawn(|| {
             let window = window(load, server, &phase, &done, interrupted);
@@ -111,8 +90,7 @@ pub fn run_blocks(
             window
         });
         let queues = client.run(done.iter().enumerate(), |queue, (index, done)| {
-            let blocks = Blocks { seed: index as u64, number: blocks, bytes: block };
-            let ended = worker(queue, load, &blocks, &phase, &done.0);
+            let ended = worker(queue, load, (index as u64, blocks), &phase, &done.0);
             if ended.is_err() {
                 phase.store(OVER, Ordering::Relaxed);
             }
@@ -120,7 +98,7 @@ pub fn run_blocks(
         });
         (queues, watch.join())
     });
-    let mut latencies = Histogram::new_with_bounds(RANGE.0, RANGE.1, DIGITS)?;
+    let mut latencies = latencies()?;
     for queue in queues {
         latencies.add(queue?)?;
     }
@@ -140,11 +118,6 @@ pub fn run_blocks(
     Ok(Measured { latencies, seconds, server_ns, client_ns, idle_cores, machine })
 }
 
-/// Requests a queue has completed in the window; a cache line of its own.
-#[derive(Default)]
-#[repr(align(128))]
-struct Done(AtomicU64);
-
 struct Window {
     seconds: f64,
     server_ns: u64,
@@ -157,7 +130,7 @@ fn window(
     load: &Load,
     server: Option<u32>,
     phase: &AtomicU8,
-    done: &[Done],
+    done: &[Count],
     interrupted: &Interrupted,
 ) -> Result<Window> {
     wait(WARM_UP, interrupted)?;
@@ -168,8 +141,7 @@ fn window(
     let start = Instant::now();
     phase.store(COUNTING, Ordering::Relaxed);
     wait(Duration::from_secs_f64(load.seconds), interrupted)?;
-    let total = || done.iter().map(|d| d.0.load(Ordering::Relaxed)).sum::<u64>();
-    while total() < load.least
+    while Count::sum(done) < load.least
         && start.elapsed().as_secs_f64() < load.max_seconds
         && phase.load(Ordering::Relaxed) == COUNTING
     {
@@ -185,30 +157,22 @@ fn window(
     Ok(Window { seconds, server_ns, client_ns, machine: machine.since()? })
 }
 
-/// Blocks of the disk, in an order that the seed gives.
-struct Blocks {
-    seed: u64,
-    number: u64,
-    bytes: usize,
-}
-
-/// Keeps a queue full until the end.
+/// Keeps a queue full until the end, with blocks of the disk in an order that the seed gives.
 fn worker(
     queue: &mut Queue,
     load: &Load,
-    blocks: &Blocks,
+    (seed, blocks): (u64, u64),
     phase: &AtomicU8,
     done: &AtomicU64,
 ) -> Result<Histogram<u64>> {
-    let mut latencies = Histogram::new_with_bounds(RANGE.0, RANGE.1, DIGITS)?;
-    let Blocks { seed, number, bytes } = *blocks;
+    let mut latencies = latencies()?;
     let mut random = Random::new(seed);
     let mut started = vec![Instant::now(); load.depth];
     let submit = |queue: &mut Queue, random: &mut Random, slot| {
-        let offset = random.below(number) * bytes as u64;
+        let offset = random.below(blocks) * BLOCK as u64;
         match load.operation {
-            Operation::Read => queue.read(slot, offset, bytes),
-            Operation::Write => queue.write(slot, offset, bytes),
+            Operation::Read => queue.read(slot, offset, BLOCK),
+            Operation::Write => queue.write(slot, offset, BLOCK),
         }
     };
     for slot in 0..load.depth {

@@ -27,12 +27,13 @@ use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::control::{MoveQueue, Moved};
 use rtvirtio_spec::run::Machine;
 use rtvirtio_units::{IoThreadName, Nanos};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::load::Random;
-use super::server::Server;
+use super::server::serve;
 use super::verify::{Options, Report, Verifier};
 use super::written_file;
+use crate::window::p99_us;
 use resets::Resets;
 use rtvirtio_calibrate::load::MachineSample;
 use wake::Wakes;
@@ -56,7 +57,7 @@ const USED: u64 = 16 << 20;
 const ROUND: u32 = 10;
 
 /// A load to move queues under.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Stage {
     /// One queue, one request at a time, on an emulated SSD; the other queues rest.
@@ -76,17 +77,6 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// All, in order.
-    pub const ALL: [Self; 7] = [
-        Self::Light,
-        Self::Heavy,
-        Self::Ram,
-        Self::Disk,
-        Self::Disconnects,
-        Self::Memory,
-        Self::Reset,
-    ];
-
     /// For people.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -99,15 +89,6 @@ impl Stage {
             Self::Memory => "memory",
             Self::Reset => "reset",
         }
-    }
-}
-
-impl std::str::FromStr for Stage {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|s| s.name() == text);
-        found.ok_or_else(|| format!("`{text}` is none of {}", Self::ALL.map(Self::name).join(", ")))
     }
 }
 
@@ -130,15 +111,13 @@ pub struct Lateness {
 
 impl Lateness {
     fn of(histogram: &Histogram<u64>) -> Self {
-        let n = histogram.len();
-        let at = |quantile: f64| histogram.value_at_quantile(quantile) as f64 / 1e3;
-        let half = 1.96 * (0.99 * 0.01 / n.max(1) as f64).sqrt();
+        let [p99_us, p99_low_us, p99_high_us] = p99_us(histogram);
         Self {
-            n,
-            p50_us: at(0.5),
-            p99_us: at(0.99),
-            p99_low_us: at(0.99 - half),
-            p99_high_us: at((0.99 + half).min(1.0)),
+            n: histogram.len(),
+            p50_us: histogram.value_at_quantile(0.5) as f64 / 1e3,
+            p99_us,
+            p99_low_us,
+            p99_high_us,
             max_us: histogram.max() as f64 / 1e3,
         }
     }
@@ -275,16 +254,10 @@ impl Moves<'_> {
             }
         };
         let (socket, control) = (at("disk.sock"), at("control.sock"));
-        std::fs::write(at("serve.toml"), configuration(&socket, &control, &engine)?)?;
-        let command = [self.program, Path::new("serve"), &at("serve.toml")];
-        let command = command.map(|part| part.display().to_string());
-        let mut server = Server::start(&command, &socket, directory.path(), interrupted)?;
-        let shown = self.beside(stage, socket, &ControlClient::new(control), interrupted);
-        // That it has ended says more than that the client has lost it.
-        server.check()?;
-        let shown = shown?;
-        server.terminate()?;
-        Ok(shown)
+        let toml = configuration(&socket, &control, &engine)?;
+        serve(self.program, &toml, directory.path(), &socket, interrupted, |_| {
+            self.beside(stage, socket.clone(), &ControlClient::new(control), interrupted)
+        })
     }
 
     fn beside(

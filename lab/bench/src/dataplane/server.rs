@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use serde::{Deserialize, Serialize};
 
@@ -183,6 +183,41 @@ impl Setup<'_> {
     }
 }
 
+/// The `rtvirtio` that is measured: the one that was built or installed with this program.
+///
+/// # Errors
+/// If it is not there.
+pub fn rtvirtio() -> Result<PathBuf> {
+    let lab = std::env::current_exe().context("find out where this program lies")?;
+    let rtvirtio = lab.with_file_name("rtvirtio");
+    ensure!(
+        rtvirtio.exists(),
+        "{} is not there: build it with this one (make build) or install it beside",
+        rtvirtio.display()
+    );
+    Ok(rtvirtio)
+}
+
+/// Has `program serve` serve a configuration, which is written to `directory`, while `work` is done; `socket` is the
+/// one that it makes last.
+///
+/// # Errors
+/// If it does not start, ends, or does not end well; those of `work`.
+pub(crate) fn serve<T>(
+    program: &Path,
+    toml: &str,
+    directory: &Path,
+    socket: &Path,
+    interrupted: &Interrupted,
+    work: impl FnOnce(&Server) -> Result<T>,
+) -> Result<T> {
+    let configuration = directory.join("serve.toml");
+    std::fs::write(&configuration, toml)?;
+    let command = [program, Path::new("serve"), &configuration];
+    let command = command.map(|part| part.display().to_string());
+    Server::start(&command, socket, directory, interrupted)?.during(work)
+}
+
 /// A running server; dropping it kills it.
 #[derive(Debug)]
 pub struct Server {
@@ -227,6 +262,18 @@ impl Server {
             wait(Duration::from_millis(5), interrupted)?;
         }
         Ok(server)
+    }
+
+    /// Does `work`, and ends the server.
+    ///
+    /// # Errors
+    /// If it ends before or does not end well, which says more than that `work` has lost it; those of `work`.
+    pub(crate) fn during<T>(mut self, work: impl FnOnce(&Self) -> Result<T>) -> Result<T> {
+        let done = work(&self);
+        self.check()?;
+        let done = done?;
+        self.terminate()?;
+        Ok(done)
     }
 
     /// Where it listens.

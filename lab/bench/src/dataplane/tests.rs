@@ -1,6 +1,8 @@
-use super::marks::{Verdict, judge, rows};
+use super::marks::{judge, plot, rows, text};
 use super::*;
 use crate::lines::Lines;
+use crate::verdict::Outcome;
+use clap::Parser as _;
 
 const MACHINE: Machine = Machine { load1: 0.0, busy_cores: 1.0, steal_cores: 0.0 };
 
@@ -30,8 +32,9 @@ fn cell(case: Case, server: ServerKind, numbers: (f64, f64, f64)) -> Cell {
     }
 }
 
-fn verdicts(cells: &[Cell]) -> Vec<(char, Verdict)> {
-    judge(&rows(cells)).iter().map(|j| (j.mark, j.verdict)).collect()
+fn verdicts(cells: &[Cell]) -> Vec<(char, Outcome)> {
+    let judged = judge(&rows(cells));
+    judged.iter().map(|verdict| (verdict.mark.chars().nth(1).unwrap(), verdict.outcome)).collect()
 }
 
 use ServerKind::{File as OnFile, Qsd, Rtvirtio};
@@ -43,10 +46,10 @@ fn mark_a_needs_throughput_and_cpu() {
         let ours = cell(case, Rtvirtio, (iops, cpu, 10.0));
         verdicts(&[ours, cell(case, Qsd, (100.0, 10.0, 100.0))])[0]
     };
-    assert_eq!(judged(1, 190.0, 5.5), ('a', Verdict::Passed));
-    assert_eq!(judged(1, 189.0, 5.5), ('a', Verdict::Lost));
-    assert_eq!(judged(4, 240.0, 5.5), ('a', Verdict::Lost));
-    assert_eq!(judged(4, 250.0, 5.6), ('a', Verdict::Lost));
+    assert_eq!(judged(1, 190.0, 5.5), ('a', Outcome::Passed));
+    assert_eq!(judged(1, 189.0, 5.5), ('a', Outcome::Lost));
+    assert_eq!(judged(4, 240.0, 5.5), ('a', Outcome::Lost));
+    assert_eq!(judged(4, 250.0, 5.6), ('a', Outcome::Lost));
 }
 
 #[test]
@@ -54,9 +57,9 @@ fn mark_b_is_judged_while_cpus_are_idle_only() {
     let case = case(Medium::Tmpfs, 1, 1);
     let ours = cell(case, Rtvirtio, (340.0, 1.0, 1.0));
     let mut peer = cell(case, Qsd, (100.0, 1.0, 1.0));
-    assert_eq!(verdicts(&[ours.clone(), peer.clone()]), [('b', Verdict::Passed)]);
+    assert_eq!(verdicts(&[ours.clone(), peer.clone()]), [('b', Outcome::Passed)]);
     peer.machine.busy_cores = 1.9;
-    assert_eq!(verdicts(&[ours, peer]), [('b', Verdict::NotJudged)]);
+    assert_eq!(verdicts(&[ours, peer]), [('b', Outcome::NotJudged)]);
 }
 
 #[test]
@@ -64,11 +67,11 @@ fn mark_c_accepts_the_disks_limit_and_wants_quiet() {
     let case = case(Medium::Disk, 1, 32);
     let peer = cell(case, Qsd, (100.0, 10.0, 1.0));
     let mut ours = cell(case, Rtvirtio, (96.0, 10.0, 1.0));
-    assert_eq!(verdicts(&[ours.clone(), peer.clone()]), [('c', Verdict::Lost)]);
+    assert_eq!(verdicts(&[ours.clone(), peer.clone()]), [('c', Outcome::Lost)]);
     let file = cell(case, OnFile, (100.0, 0.0, 1.0));
-    assert_eq!(verdicts(&[ours.clone(), peer.clone(), file.clone()]), [('c', Verdict::Passed)]);
+    assert_eq!(verdicts(&[ours.clone(), peer.clone(), file.clone()]), [('c', Outcome::Passed)]);
     ours.idle_cores = Some(0.02);
-    assert_eq!(verdicts(&[ours, peer, file]), [('c', Verdict::Lost)]);
+    assert_eq!(verdicts(&[ours, peer, file]), [('c', Outcome::Lost)]);
 }
 
 #[test]
@@ -76,9 +79,9 @@ fn mark_d_needs_a_million_requests() {
     let case = case(Medium::Ram, 4, 32);
     let peer = cell(case, Qsd, (100.0, 10.0, 1000.0));
     let mut ours = cell(case, Rtvirtio, (300.0, 5.0, 100.0));
-    assert_eq!(verdicts(&[ours.clone(), peer.clone()])[1], ('d', Verdict::Passed));
+    assert_eq!(verdicts(&[ours.clone(), peer.clone()])[1], ('d', Outcome::Passed));
     ours.n = 999_999;
-    assert_eq!(verdicts(&[ours, peer])[1], ('d', Verdict::NotJudged));
+    assert_eq!(verdicts(&[ours, peer])[1], ('d', Outcome::NotJudged));
 }
 
 #[test]
@@ -86,29 +89,20 @@ fn medians_are_of_repetitions() {
     let case = case(Medium::Ram, 1, 1);
     let cells = [100.0, 900.0, 200.0].map(|iops| cell(case, Qsd, (iops, 1.0, 1.0)));
     let rows = rows(&cells);
-    let medians = &rows[&case][&(Qsd, 1)];
-    assert_eq!((medians.runs, medians.iops), (3, 200.0));
+    assert_eq!((rows.len(), rows[0].key), (1, (case, Qsd, 1)));
+    assert_eq!((rows[0].n(), rows[0].median(|cell| cell.iops)), (3, 200.0));
 }
 
-fn benchmark(out: &Path) -> Benchmark<'_> {
-    Benchmark {
-        cases: Case::all(&[Medium::Ram]),
-        servers: vec![Rtvirtio, ServerKind::RtvirtioFixed, Qsd, OnFile],
-        iothreads: vec![1],
-        repetitions: 2,
-        seconds: 1.0,
-        min_for_tail: MIN_FOR_TAIL,
-        program: Path::new("rtvirtio"),
-        socket: None,
-        disk_directory: out,
-        out,
-    }
+#[derive(clap::Parser)]
+struct Arguments {
+    #[command(flatten)]
+    benchmark: Benchmark,
 }
 
 #[test]
 fn servers_take_turns_and_ram_has_no_fixed_buffers_nor_file() {
-    let out = Path::new("/nowhere");
-    let keys = benchmark(out).keys();
+    let arguments = ["bench", "--cases", "ram", "--repetitions", "2"];
+    let keys = Arguments::parse_from(arguments).benchmark.keys().unwrap();
     assert_eq!(keys.len(), 8 * 2 * 2);
     let first: Vec<_> = keys.iter().step_by(2).take(3).map(|k| k.server).collect();
     assert_eq!(first, [Rtvirtio, Qsd, Rtvirtio]);
@@ -134,9 +128,9 @@ fn cells_are_read_back_and_a_cut_line_is_dropped() {
 fn table_and_plot_show_ratios_and_marks() {
     let case = case(Medium::Ram, 1, 32);
     let cells = [cell(case, Rtvirtio, (200.0, 5.0, 10.0)), cell(case, Qsd, (100.0, 10.0, 100.0))];
-    let text = table::render(&cells);
-    assert!(text.contains("(a) pass       ram randread 1q d32      rtvirtio"), "{text}");
-    assert!(text.contains("2.00   0.50    0.100"), "{text}");
-    let drawing = plot::render(&cells);
+    let text = text(&rows(&cells));
+    assert!(text.contains("pass       (a) ram randread 1q d32     rtvirtio"), "{text}");
+    assert!(text.contains("2.00   0.50     0.100"), "{text}");
+    let drawing = plot(&rows(&cells));
     assert!(drawing.starts_with("<svg xmlns") && drawing.contains("ram randread 1q d32"));
 }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use anyhow::{Result, ensure};
+use rtvirtio_engine::SsdConfig;
 use rtvirtio_iocores::Kind;
 use rtvirtio_iocores::utility::{self, Progress};
 use rtvirtio_sim::scenario::{MAX_QUEUES, PhaseKind, Scenario, Size};
@@ -11,7 +12,6 @@ use rtvirtio_spec::run::{Canary, Machine};
 use rtvirtio_units::{Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
-use super::machine::Disk;
 use crate::dataplane::client::MAX_DEPTH;
 
 /// Seeds of scenarios, fixed before the first result: a change of one makes earlier results void.
@@ -23,11 +23,13 @@ pub const POINT_S: f64 = 0.1;
 
 /// A policy, and with how many IOThreads it begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[serde(rename_all = "lowercase")]
 pub enum PolicyConfig {
     /// One IOThread, whatever happens.
+    #[serde(rename = "static:1")]
     Static1,
     /// Two, each queue of a disk on the next.
+    #[serde(rename = "static:2")]
     Static2,
     /// rtvirtio's own.
     Dynamic,
@@ -77,16 +79,37 @@ impl PolicyConfig {
     }
 }
 
-impl FromStr for PolicyConfig {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|policy_config| policy_config.name() == text);
-        found.ok_or_else(|| format!("`{text}` is none of {}", Self::ALL.map(Self::name).join(", ")))
+impl fmt::Display for PolicyConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
     }
 }
 
-impl TryFrom<String> for PolicyConfig {
+/// What the disks are.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Disk {
+    /// Memory: a request ends when its IOThread has done its part.
+    Null,
+    /// Emulated SSDs of this reference name, one for each VM.
+    Ssd(String),
+}
+
+impl FromStr for Disk {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "null" => Ok(Self::Null),
+            name => match name.parse::<SsdConfig>() {
+                Ok(_) => Ok(Self::Ssd(name.to_owned())),
+                Err(error) => Err(format!("{error}; or null")),
+            },
+        }
+    }
+}
+
+impl TryFrom<String> for Disk {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
@@ -94,15 +117,18 @@ impl TryFrom<String> for PolicyConfig {
     }
 }
 
-impl From<PolicyConfig> for String {
-    fn from(policy_config: PolicyConfig) -> Self {
-        policy_config.name().to_owned()
+impl From<Disk> for String {
+    fn from(disk: Disk) -> Self {
+        disk.to_string()
     }
 }
 
-impl fmt::Display for PolicyConfig {
+impl fmt::Display for Disk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+        f.pad(match self {
+            Self::Null => "null",
+            Self::Ssd(name) => name,
+        })
     }
 }
 
@@ -345,14 +371,16 @@ impl Phase {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::experiment::named;
 
     #[test]
     fn contender_is_read_as_it_is_written() {
         for policy_config in PolicyConfig::ALL {
-            assert_eq!(policy_config.to_string().parse(), Ok(policy_config));
+            let read: PolicyConfig = named(policy_config.name()).unwrap();
+            assert_eq!(read, policy_config);
         }
-        let error = "static:3".parse::<PolicyConfig>().unwrap_err();
-        assert!(error.ends_with("static:1, static:2, dynamic, iocm, spdk"), "{error}");
+        let error = named::<PolicyConfig>("static:3").unwrap_err().to_string();
+        assert!(error.contains("static:3") && error.contains("iocm"), "{error}");
         let key = CellKey { policy: PolicyConfig::Static2, seed: 7, repetition: 1, alone: None };
         let text = serde_json::to_string(&key).unwrap();
         assert_eq!(text, r#"{"policy":"static:2","seed":7,"repetition":1}"#);

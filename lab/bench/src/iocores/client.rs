@@ -17,10 +17,8 @@ use super::content::{Area, SECTOR, Unverified};
 use super::vcpus::{Clock, Use, Vcpus};
 use crate::dataplane::client::{Client, Ended, Endpoint, MAX_DEPTH, Queue, Shape};
 use crate::dataplane::load::Random;
+use crate::window::latencies;
 
-/// Latencies that are told apart, ns; to 1 %. As the simulator's.
-const RANGE: (u64, u64) = (100, 100_000_000_000);
-const DIGITS: u8 = 2;
 /// Length of a sample, ns. As the simulator's.
 pub(crate) const SAMPLE_NS: u64 = rtvirtio_iocores::SAMPLE.get();
 /// How long a server may complete nothing.
@@ -41,7 +39,7 @@ pub(crate) struct Tally {
 
 impl Tally {
     pub(crate) fn new() -> Result<Self> {
-        Ok(Self { latencies: Histogram::new_with_bounds(RANGE.0, RANGE.1, DIGITS)?, bytes: 0 })
+        Ok(Self { latencies: latencies()?, bytes: 0 })
     }
 }
 
@@ -351,20 +349,6 @@ pub(crate) fn play(
     clock: &Clock,
     vcpus: &Vcpus,
 ) -> Result<()> {
-    let played = connected((scenario, vm), socket, states, clock, vcpus);
-    if played.is_err() {
-        clock.stop();
-    }
-    played
-}
-
-fn connected(
-    (scenario, vm): (&Scenario, usize),
-    socket: &Path,
-    states: &mut [QueueState],
-    clock: &Clock,
-    vcpus: &Vcpus,
-) -> Result<()> {
     let vm: &Vm = &scenario.vms[vm];
     let shape = Shape { queues: states.len(), depth: MAX_DEPTH, buffer: area(scenario)? };
     let connect = || {
@@ -379,10 +363,7 @@ fn connected(
         let mut client = connect()?;
         let played = client.run(states.iter_mut(), |on, state| {
             let played = state.play(on, &vm.streams, plugged, clock, vcpus);
-            if played.is_err() {
-                clock.stop();
-            }
-            played
+            played.inspect_err(|_| clock.stop())
         });
         played.into_iter().collect::<Result<()>>()?;
     }

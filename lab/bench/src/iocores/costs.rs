@@ -15,7 +15,6 @@
 //! these keep their defaults.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;
@@ -26,10 +25,11 @@ use rtvirtio_sim::{Costs, Interrupt};
 use rtvirtio_units::Nanos;
 use serde::{Deserialize, Serialize};
 
-use super::judge::median;
 use super::load::{Beside, Figures, Row};
 use crate::dataplane::BLOCK;
 use crate::dataplane::moves::{self, Moves};
+use crate::stats::median;
+use crate::table::Table;
 use rtvirtio_cli::progress::Progress;
 
 /// Length of a measured window.
@@ -195,30 +195,28 @@ pub fn find(rounds: &[Round]) -> Result<(Costs, String)> {
         let figures = |round: &Round| round.rows.get(&label).copied();
         let all: Option<Vec<Figures>> = rounds.iter().map(figures).collect();
         let all = all.with_context(|| format!("a round has no row `{label}`: measure anew"))?;
-        Ok(std::array::from_fn(|figure| median(all.iter().map(|of| of[figure]).collect())))
+        Ok(std::array::from_fn(|figure| median(all.iter().map(|of| of[figure]))))
     };
     let measured = ROWS.iter().map(of).collect::<Result<Vec<_>>>()?;
-    let pause = median(rounds.iter().map(|round| round.pause_us).collect());
-    let wake = median(rounds.iter().map(|round| round.wake_us).collect());
+    let pause = median(rounds.iter().map(|round| round.pause_us));
+    let wake = median(rounds.iter().map(|round| round.wake_us));
     let mut costs = start();
     costs.message = Nanos::from_secs_f64((pause - wake).max(0.1) / 1e6);
     search(&mut costs, &measured)?;
-    let mut text = format!(
-        "{:<62} {:>10} {:>10}   {:>10} {:>10}   {:>10} {:>10}\n",
-        "load", "IOPS", "simulated", "server ns", "simulated", "client ns", "simulated"
-    );
-    for (row, real) in ROWS.iter().zip(&measured) {
-        write!(text, "{:<60}", row.to_string())?;
-        for (real, simulated) in real.iter().zip(row.simulate(&costs)?) {
-            write!(text, "   {real:>10.0} {simulated:>10.0}")?;
-        }
-        text.push('\n');
+    let simulated = ROWS.iter().map(|row| row.simulate(&costs)).collect::<Result<Vec<_>>>()?;
+    let rows: Vec<_> = ROWS.iter().zip(measured.iter().zip(&simulated)).collect();
+    let mut table = Table::of(&rows).text("load", |(row, _)| row);
+    for (figure, title) in ["IOPS", "server ns", "client ns"].into_iter().enumerate() {
+        table = table.figure(title, 0, |(_, (real, _))| real[figure]).figure(
+            "simulated",
+            0,
+            |(_, (_, simulated))| simulated[figure],
+        );
     }
-    let rounds = rounds.len();
-    writeln!(
-        text,
-        "Medians of {rounds} rounds. Moves: pause {pause:.1} us at p50, a wake-up {wake:.1} us"
-    )?;
+    let n = rounds.len();
+    let text = format!(
+        "{table}Medians of {n} rounds. Moves: pause {pause:.1} us at p50, a wake-up {wake:.1} us\n"
+    );
     Ok((costs, text))
 }
 

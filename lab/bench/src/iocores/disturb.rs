@@ -37,16 +37,19 @@ use rtvirtio_units::{Bytes, IoThreadName, Iops, Nanos};
 use rustix::process::setpriority_process;
 use rustix::thread::gettid;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
 use super::awake::Awake;
 use super::cell::Settings;
 use super::client::{AREA, Tally};
-use super::judge::{Verdict, median, verdict};
 use super::machine::cpus;
 use super::trial::{LEAD, Trial, duration};
 use super::vcpus::Clock;
 use crate::dataplane::client::MAX_DEPTH;
-use crate::experiment::{self, Experiment};
+use crate::experiment::{Experiment, Report};
+use crate::stats::{Runs, Spread, median, runs};
+use crate::table::Table;
+use crate::verdict::{self, Verdict};
 
 /// Before it all areas are written and read, over and over: memory that nobody has touched yet is slow, in a VM by
 /// tens of ms. The end of it is quiet.
@@ -139,7 +142,7 @@ impl Side {
 
     /// That of the second in the middle, µs.
     fn second_p99_us(&self) -> f64 {
-        median(self.seconds_p99_us.clone())
+        median(self.seconds_p99_us.iter().copied())
     }
 }
 
@@ -180,8 +183,6 @@ pub struct Benchmark<'a> {
     pub cpu_us: u32,
     /// The `rtvirtio` that serves.
     pub program: &'a Path,
-    /// Where cells go.
-    pub out: &'a Path,
 }
 
 impl Experiment for Benchmark<'_> {
@@ -231,17 +232,14 @@ impl Experiment for Benchmark<'_> {
     ) -> Result<Cell> {
         self.cell(scenario, disturbance, repetition, interrupted)
     }
+
+    fn report(&self, cells: &[Cell]) -> Result<Report> {
+        let json = json!({ "cells": cells, "verdicts": judge(cells) });
+        Ok(Report { table: "disturb.txt", ..Report::of(table(cells), json) })
+    }
 }
 
 impl Benchmark<'_> {
-    /// Runs what is not in `disturb.jsonl` yet, and returns all that is there.
-    ///
-    /// # Errors
-    /// If the server fails, or a request of a VM is lost, repeated or misplaced; if interrupted.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        experiment::run(self, self.out, interrupted)
-    }
-
     fn cell(
         &self,
         scenario: &Scenario,
@@ -477,16 +475,17 @@ fn growth(cell: &Cell) -> Option<f64> {
     growth.is_finite().then_some(growth)
 }
 
-/// The median and the range of what the p99 grows by in runs with a disturbance, and how many there are.
-fn growths(cells: &[Cell], of: Disturbance) -> (String, f64, usize) {
-    let mut all: Vec<f64> =
-        cells.iter().filter(|cell| cell.disturbance == of).filter_map(growth).collect();
-    all.sort_by(f64::total_cmp);
-    let middle = median(all.clone());
-    let (least, most) = (all.first().copied(), all.last().copied());
-    let percent = |part: Option<f64>| format!("{:+.1}", 100.0 * part.unwrap_or(f64::NAN));
-    let text = format!("{} ({} to {})", percent(Some(middle)), percent(least), percent(most));
-    (text, middle, all.len())
+/// What the p99 grows by in runs with a disturbance.
+fn growths(cells: &[Cell], of: Disturbance) -> Option<Spread> {
+    Spread::of(cells.iter().filter(|cell| cell.disturbance == of).filter_map(growth))
+}
+
+/// The median and the range of growths, %.
+fn percent(growth: Option<Spread>) -> String {
+    let Some(Spread { value, low, high, .. }) = growth.map(|growth| growth.over(0.01)) else {
+        return "unknown".to_owned();
+    };
+    format!("{value:+.1} ({low:+.1} to {high:+.1})")
 }
 
 /// Whether the p99 stays with each disturbance.
@@ -497,21 +496,23 @@ pub fn judge(cells: &[Cell]) -> Vec<Verdict> {
         ("6 reader does not read", Disturbance::Reader),
         ("6 malformed requests", Disturbance::Malformed),
     ];
-    let (nothing, by_itself, _) = growths(cells, Disturbance::None);
+    let nothing = growths(cells, Disturbance::None);
     let judged = |(mark, of)| {
-        let (text, median, runs) = growths(cells, of);
-        if runs < MIN_RUNS {
-            return verdict(mark, None, format!("{runs} runs of at least {MIN_RUNS}"));
-        }
+        let growth = growths(cells, of);
+        let Some(Spread { value, n, .. }) = growth.filter(|growth| growth.n >= MIN_RUNS) else {
+            let runs = growth.map_or(0, |growth| growth.n);
+            return Verdict::of(mark, None, format!("{runs} runs of at least {MIN_RUNS}"));
+        };
+        let text = percent(growth);
         // What is looked for is not seen then.
-        if by_itself.abs() >= MARGIN {
-            return verdict(mark, None, format!("p99 {text} %, but {nothing} % by itself"));
+        if nothing.is_some_and(|nothing| nothing.value.abs() >= MARGIN) {
+            let why = format!("p99 {text} %, but {} % by itself", percent(nothing));
+            return Verdict::of(mark, None, why);
         }
         let most = 100.0 * MARGIN;
-        let why = format!(
-            "p99 {text} % beside the same server undisturbed (< +{most:.0} %), {runs} runs"
-        );
-        verdict(mark, Some(median < MARGIN), why)
+        let why =
+            format!("p99 {text} % beside the same server undisturbed (< +{most:.0} %), {n} runs");
+        Verdict::of(mark, Some(value < MARGIN), why)
     };
     marks.into_iter().map(judged).collect()
 }
@@ -519,68 +520,41 @@ pub fn judge(cells: &[Cell]) -> Vec<Verdict> {
 /// A row for each disturbance, and what came of each.
 #[must_use]
 pub fn table(cells: &[Cell]) -> String {
-    let mut text = format!(
-        "{:<12} {:>4} {:>9} {:>9} {:>9}  {:<24} {:>9} {:>9} {:>9} {:>9} {:>6} {:>7} {:>6} {:>6}\n",
-        "disturbance",
-        "runs",
-        "n",
-        "quiet us",
-        "p99 us",
-        "grows by %",
-        "quiet all",
-        "p99",
-        "quiet all",
-        "p99.9",
-        "done",
-        "canary",
-        "busy",
-        "steal"
-    );
-    for disturbance in Disturbance::ALL {
-        let all = || cells.iter().filter(|cell| cell.disturbance == disturbance);
-        if all().next().is_none() {
-            continue;
-        }
-        let column = |of: fn(&Cell) -> f64| median(all().map(of).collect());
-        text += &format!(
-            "{:<12} {:>4} {:>9} {:>9.1} {:>9.1}  {:<24} {:>9.1} {:>9.1} {:>9.1} {:>9.1} {:>6.0} {:>7.2} {:>6.2} \
-             {:>6.3}\n",
-            disturbance,
-            all().count(),
-            all().map(|cell| cell.disturbed.n.min(cell.quiet.n)).min().unwrap_or(0),
-            column(|cell| cell.quiet.second_p99_us()),
-            column(|cell| cell.disturbed.second_p99_us()),
-            growths(cells, disturbance).0,
-            column(|cell| cell.quiet.p99_us),
-            column(|cell| cell.disturbed.p99_us),
-            column(|cell| cell.quiet.p999_us),
-            column(|cell| cell.disturbed.p999_us),
-            column(|cell| cell.done as f64),
-            column(|cell| cell.canary.p99.as_millis_f64()),
-            column(|cell| cell.machine.busy_cores),
-            column(|cell| cell.machine.steal_cores),
-        );
-    }
-    text.push('\n');
-    text.extend(judge(cells).iter().map(|verdict| format!("{verdict}\n")));
-    text + "\nMedians of runs; n: requests with, and without, the least. us: p99 of the second in the middle. grows by: in \
-            the same run, median and range of runs. all: over all requests, us. done: how often the monitor was \
-            ended, events were caused, requests were sent. canary: its p99, ms. busy, steal: CPUs.\n"
+    let mut rows = runs(cells, |cell| cell.disturbance);
+    rows.sort_by_key(|row| row.key);
+    let requests = |row: &Runs<'_, Disturbance, Cell>| {
+        row.cells.iter().map(|cell| cell.disturbed.n.min(cell.quiet.n)).min()
+    };
+    let table = Table::of(&rows)
+        .text("disturbance", |row| row.key)
+        .figure("runs", 0, Runs::n)
+        .figure("n", 0, requests)
+        .figure("quiet us", 1, |row| row.median(|cell| cell.quiet.second_p99_us()))
+        .figure("p99 us", 1, |row| row.median(|cell| cell.disturbed.second_p99_us()))
+        .shown("grows by %", |row| Some(percent(growths(cells, row.key))))
+        .figure("quiet all", 1, |row| row.median(|cell| cell.quiet.p99_us))
+        .figure("p99", 1, |row| row.median(|cell| cell.disturbed.p99_us))
+        .figure("quiet all", 1, |row| row.median(|cell| cell.quiet.p999_us))
+        .figure("p99.9", 1, |row| row.median(|cell| cell.disturbed.p999_us))
+        .figure("done", 0, |row| row.median(|cell| cell.done as f64))
+        .figure("canary", 2, |row| row.median(|cell| cell.canary.p99.as_millis_f64()))
+        .figure("busy", 2, |row| row.median(|cell| cell.machine.busy_cores))
+        .figure("steal", 3, |row| row.median(|cell| cell.machine.steal_cores));
+    format!(
+        "{table}\n{}\nMedians of runs; n: requests with, and without, the least. us: p99 of the second in the middle. \
+         grows by: in the same run, median and range of runs. all: over all requests, us. done: how often the \
+         monitor was ended, events were caused, requests were sent. canary: its p99, ms. busy, steal: CPUs.\n",
+        verdict::lines(&judge(cells))
+    )
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::judge::Outcome;
     use super::*;
+    use crate::cell::canary_of;
+    use crate::verdict::Outcome;
 
     fn cell(disturbance: Disturbance, repetition: u32, [quiet, disturbed]: [f64; 2]) -> Cell {
-        let canary = Canary {
-            n: 1,
-            p50: Nanos::ZERO,
-            p99: Nanos::ZERO,
-            p999: Nanos::ZERO,
-            max: Nanos::ZERO,
-        };
         // One second stood still.
         let seconds = |p99_us| vec![p99_us, 80_000.0, p99_us];
         let side = |p99_us| Side {
@@ -596,7 +570,7 @@ mod tests {
             quiet: side(quiet),
             disturbed: side(disturbed),
             done: 40,
-            canary,
+            canary: canary_of(Nanos::ZERO),
             machine: Machine { load1: 1.0, busy_cores: 1.0, steal_cores: 0.0 },
             at: String::new(),
         }

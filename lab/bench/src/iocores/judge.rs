@@ -5,7 +5,6 @@
 //! their own, by which the p99 of that phase is judged too.
 
 use std::collections::BTreeMap;
-use std::fmt;
 
 use rtvirtio_iocores::utility::{Reference, Weights};
 use rtvirtio_sim::scenario::PhaseKind;
@@ -13,6 +12,8 @@ use serde::Serialize;
 
 use super::Campaign;
 use super::cell::{Cell, CellKey, Phase, PolicyConfig, Rest};
+use crate::stats::{median, range};
+use crate::verdict::Verdict;
 
 /// Of the best fixed number's utility, throughput and p99: what may be missing.
 const MARGIN: f64 = 0.05;
@@ -77,15 +78,6 @@ pub(crate) fn kinds(cells: &[Cell]) -> Vec<Option<PhaseKind>> {
     PhaseKind::ALL.into_iter().map(Some).chain([None]).filter(is_there).collect()
 }
 
-pub(crate) fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    match values.len() {
-        0 => f64::NAN,
-        n if n % 2 == 1 => values[n / 2],
-        n => f64::midpoint(values[n / 2 - 1], values[n / 2]),
-    }
-}
-
 /// Seed, repetition, and what was alone.
 type Group = (u64, u32, Option<PhaseKind>);
 
@@ -120,11 +112,8 @@ pub fn rows(cells: &[Cell]) -> Vec<Row> {
 }
 
 fn row(kind: Option<PhaseKind>, policy: PolicyConfig, runs: &[Run<'_>]) -> Row {
-    let of = |value: &dyn Fn(&Phase) -> f64| {
-        median(runs.iter().map(|(_, phase, _)| value(phase)).collect())
-    };
-    let rests = runs.iter().filter_map(|(_, phase, _)| rest_ms(phase)).collect::<Vec<_>>();
-    let rest = median(rests);
+    let of = |value: &dyn Fn(&Phase) -> f64| median(runs.iter().map(|(_, phase, _)| value(phase)));
+    let rest = median(runs.iter().filter_map(|(_, phase, _)| rest_ms(phase)));
     Row {
         kind,
         policy,
@@ -144,7 +133,7 @@ fn row(kind: Option<PhaseKind>, policy: PolicyConfig, runs: &[Run<'_>]) -> Row {
         added: of(&|phase| phase.added.into()),
         removed: of(&|phase| phase.removed.into()),
         rest_ms: rest.is_finite().then_some(rest),
-        utility: median(runs.iter().map(|(.., utility)| *utility).collect()),
+        utility: median(runs.iter().map(|(.., utility)| *utility)),
         utilities: runs.iter().map(|(key, _, utility)| (*key, *utility)).collect(),
     }
 }
@@ -156,54 +145,6 @@ const fn rest_ms(phase: &Phase) -> Option<f64> {
         Rest::Never => Some(f64::INFINITY),
         Rest::AfterMs(ms) => Some(ms),
     }
-}
-
-/// What came of a mark.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Outcome {
-    /// Reached.
-    Passed,
-    /// Missed.
-    Lost,
-    /// The cells cannot tell.
-    NotJudged,
-}
-
-impl fmt::Display for Outcome {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Passed => "pass",
-            Self::Lost => "LOST",
-            Self::NotJudged => "not judged",
-        })
-    }
-}
-
-/// A mark, what came of it, and why.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Verdict {
-    /// The mark.
-    pub mark: &'static str,
-    /// What came of it.
-    pub outcome: Outcome,
-    /// Measured and wanted.
-    pub why: String,
-}
-
-impl fmt::Display for Verdict {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:<10} {:<24} {}", self.outcome, self.mark, self.why)
-    }
-}
-
-pub(crate) fn verdict(mark: &'static str, outcome: Option<bool>, why: String) -> Verdict {
-    let outcome = match outcome {
-        None => Outcome::NotJudged,
-        Some(true) => Outcome::Passed,
-        Some(false) => Outcome::Lost,
-    };
-    Verdict { mark, outcome, why }
 }
 
 pub(crate) fn name(kind: Option<PhaseKind>) -> &'static str {
@@ -293,16 +234,16 @@ impl Marks<'_> {
         let others = self.rows.iter().filter(|row| row.kind.is_none());
         let others: Vec<&Row> = others.filter(|row| row.policy != PolicyConfig::Dynamic).collect();
         let Some(own) = self.row(None, PolicyConfig::Dynamic) else {
-            return verdict(MARK, None, "there is no cell of dynamic".to_owned());
+            return Verdict::of(MARK, None, "there is no cell of dynamic".to_owned());
         };
         if others.len() < PolicyConfig::ALL.len() - 1 {
-            return verdict(MARK, None, "policies to compare are missing".to_owned());
+            return Verdict::of(MARK, None, "policies to compare are missing".to_owned());
         }
         let listed: Vec<String> =
             others.iter().map(|row| format!("{} {:.3}", row.policy, row.utility)).collect();
         let is_ahead = others.iter().all(|row| own.utility > row.utility);
         let why = format!("utility {:.3}, ahead of {}", own.utility, listed.join(", "));
-        verdict(MARK, Some(is_ahead), why)
+        Verdict::of(MARK, Some(is_ahead), why)
     }
 
     /// Beside the best fixed number that is worth as much or more; phases where none is pass.
@@ -332,13 +273,13 @@ impl Marks<'_> {
         const MARK: &str = "2 rest after a change";
         let times: Vec<f64> = self.own().filter_map(rest_ms).collect();
         if times.is_empty() {
-            return verdict(MARK, None, "no phase can tell".to_owned());
+            return Verdict::of(MARK, None, "no phase can tell".to_owned());
         }
-        let (n, middle) = (times.len(), median(times.clone()));
-        let longest = times.into_iter().fold(0.0, f64::max);
+        let (n, middle) = (times.len(), median(times.iter().copied()));
+        let longest = range(times).1;
         let why =
             format!("median {middle:.0} ms of {n} changes (< {REST_MS}), longest {longest:.0}");
-        verdict(MARK, Some(middle < REST_MS), why)
+        Verdict::of(MARK, Some(middle < REST_MS), why)
     }
 
     fn rest_moves(&self) -> Verdict {
@@ -346,12 +287,11 @@ impl Marks<'_> {
         let judged = self.own().filter(|phase| rest_ms(phase).is_some());
         let moves: Vec<f64> = judged.map(|phase| f64::from(phase.moves_to_rest)).collect();
         if moves.is_empty() {
-            return verdict(MARK, None, "no phase can tell".to_owned());
+            return Verdict::of(MARK, None, "no phase can tell".to_owned());
         }
-        let most = moves.iter().copied().fold(0.0, f64::max);
-        let middle = median(moves);
+        let (most, middle) = (range(moves.iter().copied()).1, median(moves));
         let why = format!("median {middle:.1} (<= {REST_MOVES}), most {most:.0}");
-        verdict(MARK, Some(middle <= REST_MOVES), why)
+        Verdict::of(MARK, Some(middle <= REST_MOVES), why)
     }
 
     /// Where one IOThread is worth as much as two, a second one is no longer needed.
@@ -369,12 +309,12 @@ impl Marks<'_> {
         });
         let waits: Vec<f64> = waits.filter(|&ms| ms > 0.0).collect();
         if waits.is_empty() {
-            return verdict(MARK, None, "no phase began with a core too many".to_owned());
+            return Verdict::of(MARK, None, "no phase began with a core too many".to_owned());
         }
-        let longest = waits.iter().copied().fold(0.0, f64::max);
+        let longest = range(waits.iter().copied()).1;
         let (n, middle) = (waits.len(), median(waits));
         let why = format!("longest {longest:.0} ms of {n} (< {BACK_MS}), median {middle:.0}");
-        verdict(MARK, Some(longest < BACK_MS), why)
+        Verdict::of(MARK, Some(longest < BACK_MS), why)
     }
 
     fn flapping(&self) -> Verdict {
@@ -399,10 +339,10 @@ impl Marks<'_> {
         const MARK: &str = "2 moves under flapping";
         let flapping = self.own().filter(|phase| phase.kind == Some(PhaseKind::Flapping));
         match flapping.map(|phase| phase.most_moves).max() {
-            None => verdict(MARK, None, "there is no such phase".to_owned()),
+            None => Verdict::of(MARK, None, "there is no such phase".to_owned()),
             Some(most) => {
                 let why = format!("{most} in the worst second (< {FLAPPING_MOVES})");
-                verdict(MARK, Some(most < FLAPPING_MOVES), why)
+                Verdict::of(MARK, Some(most < FLAPPING_MOVES), why)
             }
         }
     }
@@ -419,7 +359,7 @@ fn verified<'a>(cells: impl Iterator<Item = &'a Cell>) -> Verdict {
         true => format!("{n} cells, {checked} sectors read as written"),
         false => failed.join("; "),
     };
-    verdict("3 verified", (n > 0).then_some(failed.is_empty()), why)
+    Verdict::of("3 verified", (n > 0).then_some(failed.is_empty()), why)
 }
 
 /// Passed if all parts are; those that are not are named, else the first.
@@ -432,7 +372,7 @@ fn all(mark: &'static str, parts: &[(bool, String)], wanted: &str) -> Verdict {
         (n, true) => format!("{wanted}: {n} of {n}"),
         (n, false) => format!("{wanted}: not {} of {n}: {}", missed.len(), missed.join("; ")),
     };
-    verdict(mark, outcome, why)
+    Verdict::of(mark, outcome, why)
 }
 
 #[cfg(test)]

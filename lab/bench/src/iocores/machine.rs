@@ -3,9 +3,7 @@
 //! Two CPUs. vCPUs (clients and what computes) may run on both, and every policy may borrow either from
 //! them (the data plane's `vcpus`): what its IOThreads cost the vCPUs counts in the utility.
 
-use std::fmt;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
 use anyhow::{Result, bail};
 use rtvirtio_engine::SsdConfig;
@@ -13,59 +11,11 @@ use rtvirtio_iocores::{Kind, Limits, Policy, policy};
 use rtvirtio_sim::{Backend, Costs, Machine};
 use rtvirtio_units::CpuId;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
-use serde::{Deserialize, Serialize};
 
-use super::cell::PolicyConfig;
+use super::cell::{Disk, PolicyConfig};
 
 /// CPUs of a trial.
 pub const CPUS: u16 = 2;
-
-/// What the disks are.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub enum Disk {
-    /// Memory: a request ends when its IOThread has done its part.
-    Null,
-    /// Emulated SSDs of this reference name, one for each VM.
-    Ssd(String),
-}
-
-impl FromStr for Disk {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "null" => Ok(Self::Null),
-            name => match name.parse::<SsdConfig>() {
-                Ok(_) => Ok(Self::Ssd(name.to_owned())),
-                Err(error) => Err(format!("{error}; or null")),
-            },
-        }
-    }
-}
-
-impl TryFrom<String> for Disk {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
-    }
-}
-
-impl From<Disk> for String {
-    fn from(disk: Disk) -> Self {
-        disk.to_string()
-    }
-}
-
-impl fmt::Display for Disk {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Null => "null",
-            Self::Ssd(name) => name,
-        })
-    }
-}
 
 /// The CPUs of a trial: the first that this process may use.
 ///

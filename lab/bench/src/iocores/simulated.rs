@@ -13,8 +13,11 @@ use serde::Serialize;
 use anyhow::Result;
 
 use super::cell::{Cell, CellKey, Phase, PolicyConfig, Settings};
-use super::judge::{Verdict, kinds, median, name, verdict};
+use super::judge::{kinds, name};
 use super::machine::{borrowing, simulated};
+use crate::stats::median;
+use crate::table::Table;
+use crate::verdict::Verdict;
 use rtvirtio_cli::progress::Progress;
 
 /// What throughput and cores may differ by, of the real ones.
@@ -153,12 +156,9 @@ fn compared(cells: &[Cell], runs: &[(CellKey, Simulated)]) -> Vec<Compared> {
                 continue;
             }
             let pair = |of_real: &dyn Fn(&Phase) -> f64, of_sim: fn(&PhaseOutcome) -> f64| Pair {
-                real: median(real.iter().map(|(_, phase)| of_real(phase)).collect()),
+                real: median(real.iter().map(|(_, phase)| of_real(phase))),
                 simulated: median(
-                    simulated
-                        .values()
-                        .map(|runs| median(runs.iter().map(|phase| of_sim(phase)).collect()))
-                        .collect(),
+                    simulated.values().map(|runs| median(runs.iter().map(|phase| of_sim(phase)))),
                 ),
                 allowed: MARGIN.max(TIMES * disagreement(&real, of_real)),
             };
@@ -208,47 +208,30 @@ pub fn judge(all: &[Compared]) -> Verdict {
     let n = 2 * phases().count();
     let why = format!("within 15 % or 1.5 x two real repetitions: {} of {n}", n - off.len());
     let why = if off.is_empty() { why } else { format!("{why}; not {}", off.join(", ")) };
-    verdict("4 simulator agrees", (n > 0).then_some(off.is_empty()), why)
+    Verdict::of("4 simulator agrees", (n > 0).then_some(off.is_empty()), why)
 }
 
 /// A row for each phase and policy.
 #[must_use]
 pub fn table(all: &[Compared]) -> String {
-    let mut text = format!(
-        "{:<12} {:<9} {:>5} {:>10} {:>10} {:>7} {:>7} {:>6} {:>6} {:>7} {:>7}\n",
-        "phase",
-        "policy",
-        "seeds",
-        "IOPS",
-        "simulated",
-        "by %",
-        "may %",
-        "cores",
-        "sim.",
-        "by %",
-        "may %"
-    );
-    for of in all {
-        let Compared { iops, cores, .. } = of;
-        let mark = |pair: &Pair| if pair.agrees() { "" } else { "!" };
-        text += &format!(
-            "{:<12} {:<9} {:>5} {:>10.0} {:>10.0} {:>7} {:>7.0} {:>6.2} {:>6.2} {:>7} {:>7.0}\n",
-            name(of.kind),
-            of.policy,
-            of.seeds,
-            iops.real,
-            iops.simulated,
-            format!("{}{:.0}", mark(iops), 100.0 * iops.differs()),
-            100.0 * iops.allowed,
-            cores.real,
-            cores.simulated,
-            format!("{}{:.0}", mark(cores), 100.0 * cores.differs()),
-            100.0 * cores.allowed,
-        );
-    }
+    let by = |pair: &Pair| {
+        Some(format!("{}{:.0}", if pair.agrees() { "" } else { "!" }, 100.0 * pair.differs()))
+    };
+    let table = Table::of(all)
+        .text("phase", |of| name(of.kind))
+        .text("policy", |of| of.policy)
+        .figure("seeds", 0, |of| of.seeds)
+        .figure("IOPS", 0, |of| of.iops.real)
+        .figure("simulated", 0, |of| of.iops.simulated)
+        .shown("by %", |of| by(&of.iops))
+        .figure("may %", 0, |of| 100.0 * of.iops.allowed)
+        .figure("cores", 2, |of| of.cores.real)
+        .figure("sim.", 2, |of| of.cores.simulated)
+        .shown("by %", |of| by(&of.cores))
+        .figure("may %", 0, |of| 100.0 * of.cores.allowed);
     let spread = 100.0 * SPREAD;
-    text + &format!(
-        "Medians of seeds, each simulated {RUNS} times with costs that differ by up to {spread:.0} %; by: the \
+    format!(
+        "{table}Medians of seeds, each simulated {RUNS} times with costs that differ by up to {spread:.0} %; by: the \
          difference, of the real figure; may: what is allowed.\n"
     )
 }

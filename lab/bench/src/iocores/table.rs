@@ -1,40 +1,24 @@
-//! For a terminal.
+//! For a terminal, and what cores bring and how a trace went as plots.
+
+use rtvirtio_sim::scenario::PhaseKind;
 
 use super::Campaign;
+use super::cell::{Cell, POINT_S, PolicyConfig};
 use super::judge::{Row, judge, name, rows};
 use super::simulated::{self, Compared};
+use crate::plot::{Chart, Drawing, Weight, sheet};
+use crate::stats::{Spread, distinct, range};
+use crate::table::Table;
+use crate::verdict;
 
 /// A row for each phase and policy, what is in doubt, and what came of each mark.
 #[must_use]
 pub fn table(campaign: &Campaign, compared: Option<&[Compared]>) -> String {
     let Campaign { cells, alone, .. } = campaign;
-    let mut text = format!(
-        "{:<12} {:<9} {:>4} {:>8} {:>8} {:>6} {:>6} {:>9} {:>9} {:>9} {:>13} {:>8} {:>6} {:>9} {:>5} {:>4} {:>4} {:>7} {:>7}\n",
-        "phase",
-        "policy",
-        "runs",
-        "n",
-        "IOPS",
-        "cores",
-        "ran",
-        "IOPS/core",
-        "p50 us",
-        "p99 us",
-        "95 %",
-        "compute",
-        "of",
-        "vCPU wait",
-        "moves",
-        "add",
-        "rem",
-        "rest ms",
-        "utility"
-    );
-    text.extend(rows(cells).iter().map(line));
+    let mut text = medians(&rows(cells));
     let again = rows(alone);
     if !again.is_empty() {
-        text += "Alone, for their p99:\n";
-        text.extend(again.iter().map(line));
+        text += &format!("Alone, for their p99:\n{}", medians(&again));
     }
     text.push('\n');
     for cell in cells.iter().chain(alone) {
@@ -50,43 +34,110 @@ pub fn table(campaign: &Campaign, compared: Option<&[Compared]>) -> String {
             );
         }
     }
+    let mut verdicts = judge(campaign);
     if let Some(compared) = compared {
-        text += "\nThe simulator beside it:\n";
-        text += &simulated::table(compared);
-        text.push('\n');
+        text += &format!("\nThe simulator beside it:\n{}\n", simulated::table(compared));
+        verdicts.push(simulated::judge(compared));
     }
-    let verdicts = judge(campaign).into_iter().chain(compared.map(simulated::judge));
-    text.extend(verdicts.map(|verdict| format!("{verdict}\n")));
-    text += "\nMedians of runs. n: the least. 95 %: the interval of the p99's rank in a run. cores: IOThreads, mean; ran: what they had of CPUs. \
-             compute, of: CPUs' worth of it, and what the VMs would have alone. rest: after the phase's \
-             start, until throughput was within 5 % of its second half. utility: I/O and compute as parts \
-             of the best run's on that seed, less 0.2 a core. In doubt: a thread that slept woke late, \
-             which full CPUs can do too; such cells count.\n";
-    text
+    text + &verdict::lines(&verdicts)
+        + "\nMedians of runs. n: the least. 95 %: the interval of the p99's rank in a run. cores: IOThreads, mean; ran: what they had of CPUs. \
+           compute, of: CPUs' worth of it, and what the VMs would have alone. rest: after the phase's \
+           start, until throughput was within 5 % of its second half. utility: I/O and compute as parts \
+           of the best run's on that seed, less 0.2 a core. In doubt: a thread that slept woke late, \
+           which full CPUs can do too; such cells count.\n"
 }
 
-fn line(row: &Row) -> String {
-    let latency = |us: f64| if row.n == 0 { "-".to_owned() } else { format!("{us:.0}") };
-    format!(
-        "{:<12} {:<9} {:>4} {:>8} {:>8.0} {:>6.2} {:>6.2} {:>9.0} {:>9} {:>9} {:>13} {:>8.2} {:>6.2} {:>9.2} {:>5.0} {:>4.0} {:>4.0} {:>7} {:>7.3}\n",
-        name(row.kind),
-        row.policy,
-        row.runs,
-        row.n,
-        row.iops,
-        row.io_cores,
-        row.io_ran,
-        row.iops_per_core,
-        latency(row.p50_us),
-        latency(row.p99_us),
-        row.p99_interval_us.map(latency).join("-"),
-        row.computed,
-        row.compute_wanted,
-        row.vcpus_waited,
-        row.moves,
-        row.added,
-        row.removed,
-        row.rest_ms.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.0}")),
-        row.utility,
-    )
+fn medians(rows: &[Row]) -> String {
+    let latency = |row: &Row, us: f64| (row.n > 0).then_some(us);
+    Table::of(rows)
+        .text("phase", |row| name(row.kind))
+        .text("policy", |row| row.policy)
+        .figure("runs", 0, |row| row.runs)
+        .figure("n", 0, |row| row.n)
+        .figure("IOPS", 0, |row| row.iops)
+        .figure("cores", 2, |row| row.io_cores)
+        .figure("ran", 2, |row| row.io_ran)
+        .figure("IOPS/core", 0, |row| row.iops_per_core)
+        .figure("p50 us", 0, |row| latency(row, row.p50_us))
+        .figure("p99 us", 0, |row| latency(row, row.p99_us))
+        .shown("95 %", |row| {
+            let [low, high] = row.p99_interval_us;
+            latency(row, low).map(|low| format!("{low:.0}–{high:.0}"))
+        })
+        .figure("compute", 2, |row| row.computed)
+        .figure("of", 2, |row| row.compute_wanted)
+        .figure("vCPU wait", 2, |row| row.vcpus_waited)
+        .figure("moves", 0, |row| row.moves)
+        .figure("add", 0, |row| row.added)
+        .figure("rem", 0, |row| row.removed)
+        .figure("rest ms", 0, |row| row.rest_ms)
+        .figure("utility", 3, |row| row.utility)
+        .to_string()
+}
+
+fn colour(policy: PolicyConfig) -> usize {
+    // The project's own stands out.
+    const ORDER: [PolicyConfig; 5] = [
+        PolicyConfig::Dynamic,
+        PolicyConfig::Static1,
+        PolicyConfig::Static2,
+        PolicyConfig::Iocm,
+        PolicyConfig::Spdk,
+    ];
+    ORDER.iter().position(|other| *other == policy).unwrap_or(0)
+}
+
+fn policies() -> Vec<(&'static str, usize)> {
+    PolicyConfig::ALL.into_iter().map(|policy| (policy.name(), colour(policy))).collect()
+}
+
+/// Utility against I/O cores, a panel for each phase: up and to the left is better.
+pub(super) fn pareto(rows: &[Row]) -> String {
+    let panel = |kind: Option<PhaseKind>| {
+        let here = || rows.iter().filter(|row| row.kind == kind);
+        let all = here().flat_map(|row| row.utilities.iter().map(|(_, utility)| *utility));
+        let (low, high) = range(all);
+        let room = 0.1 * (high - low).max(0.1);
+        let chart = Chart::new(name(kind), "I/O cores", "utility", (250.0, 190.0));
+        let chart = chart.x_range(0.8, 2.2).y_range(low - room, high + room);
+        let of_row = |chart: Chart<'static>, row: &Row| {
+            let point = |utility: f64| (row.io_cores, Spread::new(utility, utility, utility));
+            let of = (row.policy.name(), colour(row.policy));
+            let runs = row.utilities.iter().map(|(_, utility)| point(*utility));
+            chart.points(of, 2.0, runs).points(of, 5.0, [point(row.utility)])
+        };
+        here().fold(chart, of_row).draw()
+    };
+    let kinds = distinct(rows.iter().map(|row| row.kind));
+    sheet(&policies(), 5, &kinds.into_iter().map(panel).collect::<Vec<_>>())
+}
+
+/// IOPS, cores and moves over the first seed's trace, policies over one another.
+pub(super) fn timelines(cells: &[Cell]) -> String {
+    let seed = cells.iter().map(|cell| cell.key.seed).min();
+    let is_shown =
+        |cell: &&Cell| Some(cell.key.seed) == seed && cell.key.repetition == 0 && cell.is_good();
+    let shown: Vec<&Cell> = cells.iter().filter(is_shown).collect();
+    let phases = shown.first().map_or(&[] as &[_], |cell| &cell.phases);
+    let panel = |title, of: &dyn Fn(&Cell) -> Vec<f64>| -> Drawing {
+        let mut chart = Chart::new(title, "time, s", title, (1_100.0, 150.0));
+        let mut start = 0.0;
+        for phase in phases {
+            chart = chart.vertical(start, &[name(phase.kind)]);
+            start += phase.seconds;
+        }
+        let of_cell = |chart: Chart<'static>, cell: &&Cell| {
+            let points = of(cell).into_iter().enumerate();
+            let points = points.map(|(at, value)| ((at as f64 + 0.5) * POINT_S, value));
+            chart.line((cell.key.policy.name(), colour(cell.key.policy)), Weight::Thin, points)
+        };
+        shown.iter().fold(chart.x_range(0.0, start), of_cell).draw()
+    };
+    let counts = |of: &[u32], by: f64| of.iter().map(|&n| f64::from(n) / by).collect();
+    let panels = [
+        panel("IOPS", &|cell| counts(&cell.timeline.requests, POINT_S)),
+        panel("I/O cores", &|cell| cell.timeline.io_cores.iter().map(|&n| n.into()).collect()),
+        panel("moves / 100 ms", &|cell| counts(&cell.timeline.moves, 1.0)),
+    ];
+    sheet(&policies(), 1, &panels)
 }

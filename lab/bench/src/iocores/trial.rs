@@ -18,7 +18,8 @@ use super::client::{self, QueueState, Record, SAMPLE_NS, Tally};
 use super::machine::{Layout, cpus};
 use super::vcpus::{Clock, Times, Vcpus, compute, lanes};
 use super::watch::{Events, Happened, IoCpu, Threads, What};
-use crate::dataplane::server::Server;
+use crate::dataplane::server::serve;
+use crate::window::p99_us;
 use rtvirtio_calibrate::load::{CanaryThread, MachineSample};
 
 /// From the server's start to a scenario's: for all VMs to connect, or their first requests are late.
@@ -98,21 +99,22 @@ impl Trial<'_> {
             kib_ns: self.settings.kib_ns,
             seed: self.scenario.seed,
         };
-        let configuration = directory.path().join("serve.toml");
-        std::fs::write(&configuration, layout.toml(self.policy, self.threads))?;
-        let command = [self.program, Path::new("serve"), &configuration];
-        let command = command.map(|part| part.display().to_string());
-        let mut server =
-            Server::start(&command, &layout.last_socket(), directory.path(), interrupted)?;
-        let control = ControlClient::new(layout.control());
-        let clock = Arc::new(Clock::after(self.lead));
-        let events = Events::start(&control, &clock)?;
-        let played =
-            self.play(&layout, server.id(), &clock, interrupted, |clock| beside(&control, clock));
-        // That it has ended says more than that a client has lost it.
-        server.check()?;
-        let played = played?;
-        server.terminate()?;
+        let toml = layout.toml(self.policy, self.threads);
+        let (played, events) = serve(
+            self.program,
+            &toml,
+            directory.path(),
+            &layout.last_socket(),
+            interrupted,
+            |server| {
+                let control = ControlClient::new(layout.control());
+                let clock = Arc::new(Clock::after(self.lead));
+                let events = Events::start(&control, &clock)?;
+                let beside = |clock: &Clock| beside(&control, clock);
+                Ok((self.play(&layout, server.id(), &clock, interrupted, beside)?, events))
+            },
+        )?;
+        // They end with the server.
         self.measured(played, &events.end()?)
     }
 
@@ -137,10 +139,10 @@ impl Trial<'_> {
             let mut threads = Vec::new();
             for (vm, states) in states.iter_mut().enumerate() {
                 let socket = layout.socket(vm);
-                threads
-                    .push(scope.spawn(move || {
-                        client::play((scenario, vm), &socket, states, clock, vcpus)
-                    }));
+                threads.push(scope.spawn(move || {
+                    client::play((scenario, vm), &socket, states, clock, vcpus)
+                        .inspect_err(|_| clock.stop())
+                }));
             }
             for (number, lane) in (0..).zip(&burners) {
                 threads.push(scope.spawn(move || compute(lane, number, clock, vcpus)));
@@ -227,7 +229,7 @@ impl Trial<'_> {
         };
         let moves_until = |at: Nanos| threads.count(What::Moved, start, at.min(stop));
         let us = |quantile| tally.latencies.value_at_quantile(quantile) as f64 / 1e3;
-        let half = 1.96 * (0.99 * 0.01 / tally.latencies.len().max(1) as f64).sqrt();
+        let [p99_us, low, high] = p99_us(&tally.latencies);
         let burners = self.scenario.vms.iter().flat_map(|vm| &vm.burners);
         let wanted = burners.map(|burner| {
             let (from, to) = (burner.span.start.max(start), burner.span.stop.min(stop));
@@ -246,8 +248,8 @@ impl Trial<'_> {
             compute_wanted: wanted.sum::<f64>() / seconds.max(1e-9),
             mean_us: tally.latencies.mean() / 1e3,
             p50_us: us(0.5),
-            p99_us: us(0.99),
-            p99_interval_us: [us(0.99 - half), us((0.99 + half).min(1.0))],
+            p99_us,
+            p99_interval_us: [low, high],
             p999_us: us(0.999),
             moves: moves_until(stop),
             most_moves: threads.most_moves(start, stop),

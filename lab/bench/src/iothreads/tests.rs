@@ -34,47 +34,25 @@ fn arguments_are_those_of_a_plan() {
 }
 
 #[test]
-fn cpu_time_is_read_whatever_the_threads_name() {
-    // proc(5): pid (comm) state ppid … cmajflt utime stime cutime …
-    let stat =
-        |name: &str| format!("17 ({name}) S 1 17 17 0 -1 4194560 5 0 6 0 1200 34 7 8 20 0 9");
-    for name in ["IO iothread1", "CPU 0/TCG", "a) R 1 (b", ") ("] {
-        assert_eq!(cpu_ticks(&stat(name)), Some(1234), "{name}");
-    }
-    for odd in [
-        "",
-        "17 (x",
-        "17 (x) S 1 17 17 0 -1 4194560 5 0 6 0 1200",
-        "17 (x) S 1 2 3 4 5 6 7 8 9 10 a b",
-    ] {
-        assert_eq!(cpu_ticks(odd), None, "{odd}");
-    }
-    // This thread's own, from the kernel: no less after some work.
-    let own = || cpu_ticks(&read_to_string("/proc/thread-self/stat").unwrap()).unwrap();
-    let before = own();
-    let start = Instant::now();
-    while own() < before + 2 {
-        assert!(start.elapsed() < Duration::from_secs(30), "CPU time stands still");
-    }
-}
-
-#[test]
 fn cpu_time_is_shared_out_over_requests() {
-    let cpu = |iothreads: &[u64], vcpus, main_loop, process| Cpu {
-        iothreads: iothreads.to_vec(),
-        vcpus,
-        main_loop,
-        process,
+    let look = |ns: [u64; 5]| ProcessCpu::of_threads([1, 2, 3, 4, 5].into_iter().zip(ns));
+    let (earlier, later) = (look([60, 100, 120, 400, 0]), look([70, 130, 140, 700, 10]));
+    let threads = Threads { process: 1, iothreads: vec![2, 3], vcpus: vec![4] };
+    let window = threads.cpu(&earlier, &later);
+    let expected = Cpu { iothreads: vec![30, 20], vcpus: 300, main_loop: 10, process: 370 };
+    assert_eq!(window, expected);
+    let of = CpuMicros { iothreads: 5.0, vcpus: 30.0, main_loop: 1.0, other: 1.0, total: 37.0 };
+    let scaled = Cpu {
+        iothreads: vec![3_000_000, 2_000_000],
+        vcpus: 30_000_000,
+        main_loop: 1_000_000,
+        process: 37_000_000,
     };
-    let window = cpu(&[130, 140], 700, 70, 1050).since(&cpu(&[100, 120], 400, 60, 680));
-    assert_eq!(window, cpu(&[30, 20], 300, 10, 370));
-    // 370 ticks are 3.7 s: 37 µs for each of 100,000.
-    let each = CpuMicros { iothreads: 5.0, vcpus: 30.0, main_loop: 1.0, other: 1.0, total: 37.0 };
-    assert_eq!(window.for_each(100_000), each);
+    assert_eq!(scaled.for_each(1_000), of);
 }
 
 #[test]
-fn summary_has_medians_and_ranges() {
+fn table_has_medians_and_ranges() {
     let run = |service, depth, iops, total| Run {
         service,
         depth,
@@ -93,12 +71,18 @@ fn summary_has_medians_and_ranges() {
         run(one, 1, 10.0, 8.0),
         run(one, 1, 20.0, 30.0),
     ];
-    let found = summaries(&runs);
-    assert_eq!(found.len(), 2);
-    assert_eq!((found[0].service, found[0].depth, found[0].runs), (one, 1, 3));
-    assert_eq!(found[0].iops, Spread { median: 20.0, min: 10.0, max: 30.0 });
-    assert_eq!(found[0].total_us, Spread { median: 8.0, min: 7.0, max: 30.0 });
-    assert_eq!(found[0].main_loop_us, Spread { median: 3.0, min: 3.0, max: 3.0 });
-    assert_eq!((found[1].service, found[1].depth, found[1].runs), (two, 32, 1));
-    assert_eq!(found[1].iops, Spread { median: 900.0, min: 900.0, max: 900.0 });
+    let rows = rows(&runs);
+    let text = table(&rows, "IOPS").to_string();
+    let words =
+        |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>().join(" ");
+    let lines: Vec<String> = text.lines().map(words).collect();
+    assert_eq!(
+        lines[1..],
+        [
+            "4 x 1 1 IOThread 3 20 (10–30) 8.0 (7.0–30.0) 1.0 (1.0–1.0) 3.0 (3.0–3.0) 2.0 (2.0–2.0) \
+             0.50 (0.50–0.50)",
+            "4 x 32 mapping over 2 1 900 (900–900) 9.0 (9.0–9.0) 1.0 (1.0–1.0) 3.0 (3.0–3.0) 2.0 (2.0–2.0) \
+             0.50 (0.50–0.50)",
+        ]
+    );
 }

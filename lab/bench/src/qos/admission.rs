@@ -14,7 +14,6 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use rtvirtio_cases::wilson_interval;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_qos::admission::{self, Wish};
 use rtvirtio_qos::{Device, Promise, Rate};
@@ -31,8 +30,12 @@ use super::configuration::{DISK, Sharing};
 use super::curve::Curve;
 use super::neighbour::Neighbour;
 use super::trial::{Measured, Trial, WARM_UP};
-use crate::experiment::{self, Experiment};
+use crate::dataplane::server::rtvirtio;
+use crate::experiment::{Experiment, Report, seconds};
 use crate::scratch::{Backing, ScratchDisk, SsdConfig};
+use crate::stats::rate;
+use crate::table::{NOTHING, Table};
+use crate::verdict::{self, Verdict};
 
 /// Of the sets that are admitted, those that must be met: the mark.
 const ADMITTED_MET: f64 = 0.95;
@@ -152,27 +155,27 @@ impl Cell {
     }
 }
 
-/// A campaign.
-#[derive(Debug)]
-pub struct Benchmark<'a> {
-    /// Sets to run, the first of all 60.
-    pub sets: u32,
-    /// Length of a window.
-    pub window: Duration,
-    /// The emulated SSD.
-    pub ssd: String,
-    /// The `rtvirtio` that serves.
-    pub program: &'a Path,
-    /// Where cells go.
-    pub out: &'a Path,
+/// Arguments of `bench qos-admission`.
+#[derive(Debug, clap::Args)]
+pub struct Benchmark {
+    /// The first so many of the 60 sets
+    #[arg(long, default_value_t = SETS, value_parser = clap::value_parser!(u32).range(1..=i64::from(SETS)))]
+    sets: u32,
+    /// Length of a window in seconds; 20 is the least that judges the lowest rates
+    #[arg(long, default_value = "20", value_parser = seconds::<1_000, 3_600_000>)]
+    window: Duration,
+    /// Emulated SSD: ref-4x250 or ref-8x80
+    #[arg(long, default_value = "ref-4x250")]
+    ssd: String,
 }
 
-impl Experiment for Benchmark<'_> {
+impl Experiment for Benchmark {
     type Key = Set;
     type Cell = Cell;
     type Setup = ScratchDisk;
 
     const ATTEMPTS: usize = 2;
+    const OUT: &'static str = "rtvirtio-bench-qos-admission";
 
     fn keys(&self) -> Result<Vec<Set>> {
         let curve = curve(self.ssd.parse()?);
@@ -221,7 +224,7 @@ impl Experiment for Benchmark<'_> {
         let model: SsdConfig = self.ssd.parse()?;
         let curve = curve(model);
         let trial = Trial {
-            program: self.program,
+            program: &rtvirtio()?,
             device: disk.device(),
             sharing: Sharing::Schedule(Curve::of_ssd(model)),
             vms: &plans(&set.tasks)?,
@@ -238,15 +241,9 @@ impl Experiment for Benchmark<'_> {
     fn discarded(cell: &Cell) -> Option<&str> {
         cell.discarded.as_deref()
     }
-}
 
-impl Benchmark<'_> {
-    /// Runs the sets that are not in `cells.jsonl` yet, and returns all that are there.
-    ///
-    /// # Errors
-    /// If the device, the server or a client fails; if interrupted; if what is there has other sets.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        experiment::run(self, self.out, interrupted)
+    fn report(&self, cells: &[Cell]) -> Result<Report> {
+        Report::new(table(cells), cells)
     }
 }
 
@@ -286,70 +283,52 @@ fn cell(set: Set, utilisation: f64, refused: Option<String>, measured: Measured)
 /// What the test said, what came of it, and both errors by band.
 #[must_use]
 pub fn table(cells: &[Cell]) -> String {
-    let mut text = format!(
-        "{:>3} {:>3} {:>5} {:>11} {:>12} {:<8} {:<6} {:>11} {:>9} {:>11} {:>7} {:>5}\n",
-        "set",
-        "vms",
-        "tasks",
-        "utilisation",
-        "of boundary",
-        "test",
-        "ran",
-        "tail/target",
-        "delivered",
-        "writer MB/s",
-        "canary",
-        "busy"
-    );
     let mut sorted: Vec<&Cell> = cells.iter().collect();
     sorted.sort_by_key(|cell| cell.set);
-    for cell in &sorted {
-        let optional = |value: Option<f64>| value.map_or("-".to_owned(), |v| format!("{v:.2}"));
-        text += &format!(
-            "{:>3} {:>3} {:>5} {:>11.2} {:>12} {:<8} {:<6} {:>11} {:>9.3} {:>11.1} {:>7.1} {:>5.2}\n",
-            cell.set,
-            cell.tasks.iter().map(|task| task.vm + 1).max().unwrap_or(0),
-            cell.tasks.len(),
-            cell.utilisation,
-            optional(cell.of_boundary),
-            if cell.refused.is_none() { "admitted" } else { "refused" },
-            match (&cell.discarded, cell.met) {
-                (Some(_), _) => "-",
-                (None, true) => "met",
-                (None, false) => "missed",
-            },
-            optional(cell.worst_tail()),
-            cell.min_delivered(),
-            cell.background / 1e6,
-            cell.canary.p99.as_millis_f64(),
-            cell.busy,
-        );
-    }
-    let bands = ["< 0.85", "0.85-1.0", "1.0-1.15", "> 1.15"];
-    text += &format!(
-        "\n{:<14} {:<28} {:<28}\n",
-        "of boundary", "admitted and met", "refused and missed"
-    );
-    for (band, name) in bands.into_iter().enumerate() {
-        let [admitted, refused] = counts(cells, |cell| cell.band() == band);
-        text += &format!("{name:<14} {:<28} {:<28}\n", share(admitted), share(refused));
-    }
-    let [admitted, refused] = counts(cells, |_| true);
-    text += &format!("{:<14} {:<28} {:<28}\n", "all", share(admitted), share(refused));
-    let mark = |(good, n): (usize, usize), least: f64| match n {
-        0 => "not judged",
-        _ if good as f64 / n as f64 >= least => "pass",
-        _ => "LOST",
+    let sets = Table::of(&sorted)
+        .figure("set", 0, |cell| cell.set)
+        .figure("vms", 0, |cell| cell.tasks.iter().map(|task| task.vm + 1).max())
+        .figure("tasks", 0, |cell| cell.tasks.len())
+        .figure("utilisation", 2, |cell| cell.utilisation)
+        .figure("of boundary", 2, |cell| cell.of_boundary)
+        .text("test", |cell| if cell.refused.is_none() { "admitted" } else { "refused" })
+        .text("ran", |cell| match (&cell.discarded, cell.met) {
+            (Some(_), _) => "-",
+            (None, true) => "met",
+            (None, false) => "missed",
+        })
+        .figure("tail/target", 2, |cell| cell.worst_tail())
+        .figure("delivered", 3, |cell| cell.min_delivered())
+        .figure("writer MB/s", 1, |cell| cell.background / 1e6)
+        .figure("canary", 1, |cell| cell.canary.p99.as_millis_f64())
+        .figure("busy", 2, |cell| cell.busy);
+    let bands = ["< 0.85", "0.85-1.0", "1.0-1.15", "> 1.15"].into_iter().zip((0..).map(Some));
+    let rows: Vec<_> = bands.chain([("all", None)]).collect();
+    let of =
+        |band: Option<usize>| counts(cells, |cell| band.is_none_or(|band| cell.band() == band));
+    let bands = Table::of(&rows)
+        .text("of boundary", |(name, _)| *name)
+        .text("admitted and met", |(_, band)| share(of(*band)[0]))
+        .text("refused and missed", |(_, band)| share(of(*band)[1]));
+    let mark = |mark, (good, n): (usize, usize), least: f64| {
+        let part = good as f64 / n as f64;
+        Verdict::of(
+            mark,
+            (n > 0).then_some(part >= least),
+            format!("{} (>= {least})", share((good, n))),
+        )
     };
-    text += &format!(
-        "\nOf those admitted >= {ADMITTED_MET} are met: {}. Of those refused >= {REFUSED_MISSED} miss: {}.\n\
-         In brackets: 95 % intervals (Wilson). tail/target: the worst task's, at its judged percentile; \
-         -: a task had too few requests to judge. delivered: the least. canary: p99, ms. ran -: discarded, \
-         the canary was later than {CANARY_LIMIT}.\n",
-        mark(admitted, ADMITTED_MET),
-        mark(refused, REFUSED_MISSED)
-    );
-    text
+    let [admitted, refused] = of(None);
+    let verdicts = [
+        mark("admitted are met", admitted, ADMITTED_MET),
+        mark("refused miss", refused, REFUSED_MISSED),
+    ];
+    format!(
+        "{sets}\n{bands}\n{}In brackets: 95 % intervals (Wilson). tail/target: the worst task's, at its judged \
+         percentile; -: a task had too few requests to judge. delivered: the least. canary: p99, ms. ran -: \
+         discarded, the canary was later than {CANARY_LIMIT}.\n",
+        verdict::lines(&verdicts)
+    )
 }
 
 /// Of the sets that were admitted, how many were met, of how many; of those refused, missed.
@@ -361,27 +340,17 @@ fn counts(cells: &[Cell], is_in: impl Fn(&Cell) -> bool) -> [(usize, usize); 2] 
     })
 }
 
-/// `18/20 (70-97 %)`, with its interval.
+/// `18/20 (70–97 %)`, with its interval.
 fn share((good, n): (usize, usize)) -> String {
-    if n == 0 {
-        return "-".to_owned();
-    }
-    let (low, high) = wilson_interval(good as u64, n as u64);
-    format!("{good}/{n} ({:.0}-{:.0} %)", low * 100.0, high * 100.0)
+    if n == 0 { NOTHING.to_owned() } else { rate(good, n) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cell::canary_of;
 
     fn cell(set: u32, of_boundary: Option<f64>, refused: bool, met: bool) -> Cell {
-        let canary = Canary {
-            n: 0,
-            p50: Nanos::ZERO,
-            p99: Nanos::ZERO,
-            p999: Nanos::ZERO,
-            max: Nanos::ZERO,
-        };
         Cell {
             discarded: None,
             set,
@@ -393,7 +362,7 @@ mod tests {
             results: Vec::new(),
             met,
             background: 0.0,
-            canary,
+            canary: canary_of(Nanos::ZERO),
             busy: 0.0,
             at: String::new(),
         }
@@ -412,12 +381,12 @@ mod tests {
         ];
         let text = table(&cells);
         let row = |name: &str| text.lines().find(|l| l.starts_with(name)).unwrap().to_owned();
-        assert!(row("< 0.85").contains("2/2 (34-100 %)"), "{text}");
+        assert!(row("< 0.85").contains("2/2 (34–100 %)"), "{text}");
         assert!(row("0.85-1.0").contains("1/2 "), "{text}");
         assert!(row("1.0-1.15").contains("0/1 "), "{text}");
         assert!(row("> 1.15").contains("2/2 "), "{text}");
         assert!(row("all").contains("3/4 ") && row("all").contains("2/3 "), "{text}");
-        assert!(text.contains("are met: LOST.") && text.contains("miss: LOST."), "{text}");
+        assert!(text.matches("LOST").count() == 2, "{text}");
     }
 
     #[test]

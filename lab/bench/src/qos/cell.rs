@@ -200,6 +200,7 @@ impl Cell {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cell::canary_of;
 
     #[test]
     fn cell_of_an_earlier_campaign_has_strict_targets_and_the_deep_writer() {
@@ -215,10 +216,7 @@ mod tests {
     #[test]
     fn floor_that_misses_a_target_or_a_rate_and_a_late_canary_discard_their_cell() {
         let limit = Nanos::from_millis(1);
-        let canary = |ms| {
-            let p99 = Nanos::from_millis(ms);
-            Canary { n: 1, p50: p99, p99, p999: p99, max: p99 }
-        };
+        let canary = |ms| canary_of(Nanos::from_millis(ms));
         let floor = |tail, delivered| NoiseFloor { tail, delivered };
         let good = floor(1.0, 0.95);
         assert_eq!(disturbance(limit, &canary(1), Some(&[good, good])), None);

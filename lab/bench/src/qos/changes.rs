@@ -12,8 +12,6 @@
 //! percentile of what ended in that second within the target; the largest latency of those with too
 //! few requests to judge one.
 
-mod plot;
-
 use std::path::Path;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -26,17 +24,19 @@ use rtvirtio_spec::run::Canary;
 use rtvirtio_units::{Bytes, Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
-pub use plot::plot;
-
 use super::cell::Scheme;
-use super::clients::{Between, COUNTING, EndPhase, Plan, WARMING, run_tasks_into, tasks};
+use super::clients::{Between, Plan, run_tasks_into, tasks};
 use super::configuration::{DISK, Layout, Sharing, socket};
 use super::curve::Curve;
 use super::neighbour::{Background, Neighbour};
 use super::trial::WARM_UP;
-use crate::dataplane::server::Server;
-use crate::experiment::{self, Experiment};
+use crate::dataplane::server::{Server, rtvirtio};
+use crate::experiment::{Experiment, Report, seconds};
+use crate::plot::{Chart, Weight, sheet};
 use crate::scratch::{Backing, ScratchDisk};
+use crate::stats::range;
+use crate::table::Table;
+use crate::window::{COUNTING, EndPhase, WARMING};
 use rtvirtio_calibrate::load::{CanaryThread, MachineSample};
 
 /// VMs with targets; the last one appears later.
@@ -117,27 +117,27 @@ pub struct Run {
     pub at: String,
 }
 
-/// A campaign.
-#[derive(Debug)]
-pub struct Benchmark<'a> {
-    /// How often, with a schedule and without.
-    pub repetitions: u32,
-    /// Length of a phase.
-    pub phase: Duration,
-    /// The emulated SSD.
-    pub ssd: String,
-    /// The `rtvirtio` that serves.
-    pub program: &'a Path,
-    /// Where runs go.
-    pub out: &'a Path,
+/// Arguments of `bench qos-changes`.
+#[derive(Debug, clap::Args)]
+pub struct Benchmark {
+    /// Runs with a schedule, and as many without
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repetitions: u32,
+    /// Time between two changes in seconds
+    #[arg(long, default_value = "6", value_parser = seconds::<1_500, 600_000>)]
+    phase: Duration,
+    /// Emulated SSD: ref-4x250 or ref-8x80
+    #[arg(long, default_value = "ref-4x250")]
+    ssd: String,
 }
 
-impl Experiment for Benchmark<'_> {
+impl Experiment for Benchmark {
     type Key = RunKey;
     type Cell = Run;
     type Setup = ScratchDisk;
 
     const FILE: &'static str = "changes.jsonl";
+    const OUT: &'static str = "rtvirtio-bench-qos-changes";
 
     fn keys(&self) -> Result<Vec<RunKey>> {
         let schemes = [Scheme::None, Scheme::Qos];
@@ -172,17 +172,13 @@ impl Experiment for Benchmark<'_> {
         disk.slow_down(1)?;
         Ok(run)
     }
+
+    fn report(&self, runs: &[Run]) -> Result<Report> {
+        Ok(Report::new(table(runs), runs)?.with("plot.svg", plot(runs)))
+    }
 }
 
-impl Benchmark<'_> {
-    /// Does the runs that are not in `changes.jsonl` yet, and returns all that are there.
-    ///
-    /// # Errors
-    /// If the device, the server or a client fails; if interrupted.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Run>> {
-        experiment::run(self, self.out, interrupted)
-    }
-
+impl Benchmark {
     fn one(&self, key: RunKey, disk: &mut ScratchDisk, interrupted: &Interrupted) -> Result<Run> {
         let curve = Curve::of_ssd(self.ssd.parse()?);
         let (vms, writer) = (vms()?, Neighbour::DeepWriter.background());
@@ -198,16 +194,12 @@ impl Benchmark<'_> {
             vms: &vms,
             background: Some(&writer),
         };
-        let command = layout.command(self.program)?;
-        let mut server = Server::start(&command, &layout.last_socket(), directory, interrupted)?;
-        let run = self.measure(key, (&vms, &writer), disk, directory, interrupted);
-        server.check()?;
-        let run = run?;
-        server.terminate()?;
-        Ok(run)
+        let command = layout.command(&rtvirtio()?)?;
+        let server = Server::start(&command, &layout.last_socket(), directory, interrupted)?;
+        server.during(|_| self.play(key, (&vms, &writer), disk, directory, interrupted))
     }
 
-    fn measure(
+    fn play(
         &self,
         key: RunKey,
         (vms, background): (&[Vec<Plan>], &Background),
@@ -389,36 +381,83 @@ fn recovery(records: &[Record<'_>], at: Nanos, end: Nanos) -> Option<Nanos> {
 /// Each event's recovery in each repetition.
 #[must_use]
 pub fn table(runs: &[Run]) -> String {
-    let mut text = format!("{:<32} {:<5} {:>6}  recovery, s\n", "event", "", "<= 1 s");
-    let Some(first) = runs.first() else { return text };
-    for (index, event) in first.events.iter().enumerate() {
-        for scheme in [Scheme::None, Scheme::Qos] {
-            let recoveries: Vec<Option<f64>> = runs
-                .iter()
-                .filter(|run| run.key.scheme == scheme)
-                .filter_map(|run| Some(run.events.get(index)?.recovery_s))
-                .collect();
-            let in_time = |time: &&Option<f64>| time.is_some_and(|s| s <= MARK.as_secs_f64());
-            let list: Vec<String> = recoveries
-                .iter()
-                .map(|time| time.map_or("never".to_owned(), |s| format!("{s:.1}")))
-                .collect();
-            text += &format!(
-                "{:<32} {:<5} {:>3}/{:<2}  {}\n",
-                event.name,
-                scheme.name(),
-                recoveries.iter().filter(in_time).count(),
-                recoveries.len(),
-                list.join(" ")
-            );
-        }
-    }
+    let Some(first) = runs.first() else { return String::new() };
+    let events = || first.events.iter().enumerate();
+    let rows: Vec<_> =
+        events().flat_map(|of| [Scheme::None, Scheme::Qos].map(|s| (of, s))).collect();
+    let recoveries = |index: usize, scheme| -> Vec<Option<f64>> {
+        let runs = runs.iter().filter(|run| run.key.scheme == scheme);
+        runs.filter_map(|run| Some(run.events.get(index)?.recovery_s)).collect()
+    };
+    let table = Table::of(&rows)
+        .text("event", |((_, event), _)| &event.name)
+        .text("scheme", |(_, scheme)| scheme.name())
+        .shown("<= 1 s", |((index, _), scheme)| {
+            let all = recoveries(*index, *scheme);
+            let in_time = all.iter().flatten().filter(|&&s| s <= MARK.as_secs_f64()).count();
+            Some(format!("{in_time}/{}", all.len()))
+        })
+        .text("recovery, s", |((index, _), scheme)| {
+            let time = |time: Option<f64>| time.map_or("never".to_owned(), |s| format!("{s:.1}"));
+            recoveries(*index, *scheme).into_iter().map(time).collect::<Vec<_>>().join(" ")
+        });
     let canary = runs.iter().map(|run| run.canary.p99.as_millis_f64()).fold(0.0, f64::max);
-    text + &format!(
-        "\nRecovery: from the event until all tasks meet their targets for a second. never: not within \
+    format!(
+        "{table}\nRecovery: from the event until all tasks meet their targets for a second. never: not within \
          the {} s until the next event. The machine's canary (p99): at most {canary:.1} ms.\n",
         first.phase_s
     )
+}
+
+/// Latencies and the writer over time in the first repetition of each scheme, a column for each.
+#[must_use]
+pub fn plot(runs: &[Run]) -> String {
+    const NAMES: [&str; 3] = ["light", "medium", "heavy"];
+    let first = |scheme| runs.iter().find(|run| run.key.scheme == scheme);
+    let shown: Vec<&Run> = [Scheme::None, Scheme::Qos].into_iter().filter_map(first).collect();
+    let tasks = || shown.iter().flat_map(|run| &run.tasks);
+    let vms = tasks().map(|task| task.vm + 1).max().unwrap_or(0);
+    let most = range(tasks().flat_map(|task| &task.largest_us).map(|&us| f64::from(us) / 1e3)).1;
+    let written = |bytes: u64| bytes as f64 / 1e6 / STEP.as_secs_f64();
+    let most_written = range(shown.iter().flat_map(|run| &run.written).map(|&b| written(b))).1;
+    let middle = |step: usize| (step as f64 + 0.5) * STEP.as_secs_f64();
+    let chart = |run: &Run, title: String, y: &'static str, with_recoveries: bool| {
+        let chart = Chart::new(title, "time, s", y, (560.0, 230.0)).x_range(0.0, 4.0 * run.phase_s);
+        run.events.iter().fold(chart, |chart, event| {
+            let recovery = event.recovery_s;
+            let recovery = recovery
+                .map_or("not met again".to_owned(), |s| format!("met again after {s:.1} s"));
+            let labels = [event.name.as_str(), recovery.as_str()];
+            chart.vertical(event.at_s, if with_recoveries { &labels } else { &[] })
+        })
+    };
+    let latencies = |run: &Run, vm: usize| {
+        let title = match run.key.scheme {
+            Scheme::Qos => format!("VM {}, with a schedule", vm + 1),
+            _ => format!("VM {}, without a schedule", vm + 1),
+        };
+        let mut chart = chart(run, title, "largest latency, ms", vm == 0);
+        for (colour, task) in run.tasks.iter().filter(|task| task.vm == vm).enumerate() {
+            let points = task.largest_us.iter().enumerate().filter(|&(_, &us)| us > 0);
+            let points = points.map(|(step, &us)| (middle(step), f64::from(us) / 1e3));
+            chart = chart.line((task.name.as_str(), colour), Weight::Thin, points);
+            chart = chart.horizontal(task.target_us / 1e3);
+        }
+        chart.log_y().y_range(0.2, most).draw()
+    };
+    let writer = |run: &Run| {
+        let points = run.written.iter().enumerate();
+        let points = points.map(|(step, &bytes)| (middle(step), written(bytes)));
+        let chart = chart(run, "deep writer".to_owned(), "MB/s", false);
+        chart.line(("deep writer", 7), Weight::Thin, points).y_range(0.0, most_written).draw()
+    };
+    let mut drawings = Vec::new();
+    for vm in 0..vms {
+        drawings.extend(shown.iter().map(|run| latencies(run, vm)));
+    }
+    drawings.extend(shown.iter().map(|run| writer(run)));
+    let legend: Vec<(&str, usize)> = NAMES.into_iter().zip(0..).collect();
+    sheet(&legend, shown.len().max(1), &drawings)
 }
 
 #[cfg(test)]

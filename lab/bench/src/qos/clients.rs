@@ -12,30 +12,16 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
-use rtvirtio_cases::{Case, Tier, judge};
-use rtvirtio_spec::latency::Histogram;
+use rtvirtio_cases::{Case, Tier};
 use rtvirtio_spec::specification::Task;
-use rtvirtio_units::{Iops, Nanos, Percentile};
+use rtvirtio_units::{Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
-use super::cell;
 use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
+use crate::window::{COUNTING, EndPhase, OVER};
 
 /// How long a request may take before its server counts as dead.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
-
-pub(crate) const WARMING: u8 = 0;
-pub(crate) const COUNTING: u8 = 1;
-pub(crate) const OVER: u8 = 2;
-
-/// Whatever happens, clients end.
-pub(crate) struct EndPhase<'a>(pub(crate) &'a AtomicU8);
-
-impl Drop for EndPhase<'_> {
-    fn drop(&mut self) {
-        self.0.store(OVER, Ordering::Relaxed);
-    }
-}
 
 /// Time that a guest takes between the end of a request and the next.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -154,27 +140,6 @@ impl Plan {
             target: task.target?.latency,
             between: Between::Nothing,
         })
-    }
-
-    /// What came of it in a window of `seconds`.
-    pub(crate) fn judged(&self, vm: usize, histogram: &Histogram, seconds: f64) -> cell::Task {
-        let us = |time: Nanos| time.get() as f64 / 1e3;
-        let p99 = Percentile::new(99.0).expect("99 is a percentile");
-        let judgement = judge(histogram, seconds, self.iops, self.target);
-        let (percentile, tail) =
-            judgement.judged.map_or((0.0, Nanos::ZERO), |q| (q.percentile.get(), q.value));
-        cell::Task {
-            name: format!("vm{vm}.{}", self.name),
-            n: histogram.count(),
-            percentile,
-            tail_us: us(tail),
-            tail_interval_us: judgement.judged.map(|q| [us(q.low), us(q.high)]),
-            p99_us: histogram.quantile(p99).map(|q| [us(q.value), us(q.low), us(q.high)]),
-            target_us: us(self.target),
-            bound_us: None,
-            delivered: judgement.delivered_fraction,
-            passed: judgement.passed(),
-        }
     }
 }
 

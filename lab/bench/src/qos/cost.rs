@@ -24,13 +24,17 @@ use rtvirtio_units::Nanos;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 
-use super::clients::{COUNTING, EndPhase, OVER, PATIENCE, WARMING};
+use super::clients::PATIENCE;
 use super::configuration::socket;
 use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
 use crate::dataplane::cpu::ProcessCpu;
 use crate::dataplane::load::Random;
-use crate::dataplane::server::Server;
-use crate::experiment::{self, Experiment};
+use crate::dataplane::server::{rtvirtio, serve};
+use crate::experiment::{Experiment, Report, seconds};
+use crate::stats::{Runs, Spread, runs};
+use crate::table::Table;
+use crate::verdict::{self, Verdict};
+use crate::window::{COUNTING, Count, EndPhase, OVER, WARMING};
 use rtvirtio_calibrate::load::MachineSample;
 
 const BLOCK: usize = 4096;
@@ -80,28 +84,37 @@ pub struct Cell {
     pub machine: Machine,
 }
 
-/// A campaign.
-#[derive(Debug)]
-pub struct Benchmark<'a> {
-    /// Numbers of IOThreads.
-    pub iothreads: Vec<usize>,
-    /// Pairs of each.
-    pub repetitions: u32,
-    /// Length of a window.
-    pub window: Duration,
-    /// The `rtvirtio` that serves.
-    pub program: &'a Path,
-    /// Where cells go.
-    pub out: &'a Path,
+/// Arguments of `bench qos-cost`.
+#[derive(Debug, clap::Args)]
+pub struct Benchmark {
+    /// Numbers of IOThreads that share the schedule, 1 to 8
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2], value_parser = clap::value_parser!(u8).range(1..=VMS as i64))]
+    iothreads: Vec<u8>,
+    /// Pairs of each, with and without a schedule
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repetitions: u32,
+    /// Length of a window in seconds
+    #[arg(long, default_value = "3", value_parser = seconds::<100, 600_000>)]
+    window: Duration,
 }
 
-impl Experiment for Benchmark<'_> {
+impl Experiment for Benchmark {
     type Key = CellKey;
     type Cell = Cell;
     type Setup = ();
 
+    const OUT: &'static str = "rtvirtio-bench-qos-cost";
+
+    /// The two of a pair take turns to be first.
     fn keys(&self) -> Result<Vec<CellKey>> {
-        Ok(Benchmark::keys(self))
+        let mut keys = Vec::new();
+        for repetition in 0..self.repetitions {
+            for iothreads in self.iothreads.iter().copied().map(usize::from) {
+                let first = repetition % 2 == 1;
+                keys.extend([first, !first].map(|qos| CellKey { iothreads, qos, repetition }));
+            }
+        }
+        Ok(keys)
     }
 
     fn is_of(cell: &Cell, key: &CellKey) -> bool {
@@ -121,50 +134,24 @@ impl Experiment for Benchmark<'_> {
     }
 
     fn measure(&self, (): &mut (), key: &CellKey, interrupted: &Interrupted) -> Result<Cell> {
-        self.cell(*key, interrupted)
-    }
-}
-
-impl Benchmark<'_> {
-    /// Runs what is not in `cells.jsonl` yet, and returns all that is there.
-    ///
-    /// # Errors
-    /// If the server or the client fails; if interrupted.
-    pub fn run(&self, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        experiment::run(self, self.out, interrupted)
-    }
-
-    /// Every cell, in the order in which they run: the two of a pair take turns to be first.
-    fn keys(&self) -> Vec<CellKey> {
-        let mut keys = Vec::new();
-        for repetition in 0..self.repetitions {
-            for &iothreads in &self.iothreads {
-                let first = repetition % 2 == 1;
-                keys.extend([first, !first].map(|qos| CellKey { iothreads, qos, repetition }));
-            }
-        }
-        keys
-    }
-
-    fn cell(&self, key: CellKey, interrupted: &Interrupted) -> Result<Cell> {
         let directory = tempfile::Builder::new().prefix("rtvirtio-qos-").tempdir()?;
         let directory = directory.path();
         let places = Places::of(key.iothreads, &available_cpus()?);
-        let configuration = directory.join("serve.toml");
-        std::fs::write(&configuration, configured(key, &places, directory))?;
-        let command = [self.program, Path::new("serve"), &configuration];
-        let command = command.map(|part| part.display().to_string());
+        let toml = configured(*key, &places, directory);
         // Sockets are made in the order of the file.
         let last = socket(directory, VMS - 1);
-        let mut server = Server::start(&command, &last, directory, interrupted)?;
-        let measured = self.measure(key, &places, server.id(), directory, interrupted);
-        server.check()?;
-        let cell = measured?;
-        server.terminate()?;
-        Ok(cell)
+        serve(&rtvirtio()?, &toml, directory, &last, interrupted, |server| {
+            self.window(*key, &places, server.id(), directory, interrupted)
+        })
     }
 
-    fn measure(
+    fn report(&self, cells: &[Cell]) -> Result<Report> {
+        Report::new(table(cells), cells)
+    }
+}
+
+impl Benchmark {
+    fn window(
         &self,
         key: CellKey,
         places: &Places,
@@ -173,7 +160,7 @@ impl Benchmark<'_> {
         interrupted: &Interrupted,
     ) -> Result<Cell> {
         let phase = AtomicU8::new(WARMING);
-        let done: Vec<Done> = (0..places.clients.len()).map(|_| Done::default()).collect();
+        let done = Count::some(places.clients.len());
         std::thread::scope(|scope| {
             let end = EndPhase(&phase);
             let clients = places.clients.iter().zip(&done).enumerate();
@@ -185,18 +172,17 @@ impl Benchmark<'_> {
                     scope.spawn(move || drive(&sockets, *cpu, phase, &done.0))
                 })
                 .collect();
-            let total = || done.iter().map(|done| done.0.load(Ordering::Relaxed)).sum::<u64>();
             wait(WARM_UP, interrupted)?;
             ensure!(phase.load(Ordering::Relaxed) == WARMING, "a client ended in the warm-up");
             let me = std::process::id();
             let (cpu, mine) = (ProcessCpu::of(server)?, ProcessCpu::of(me)?);
             let times = Times::now(directory)?;
             let machine = MachineSample::now()?;
-            let (before, begin) = (total(), Instant::now());
+            let (before, begin) = (Count::sum(&done), Instant::now());
             phase.store(COUNTING, Ordering::Relaxed);
             wait(self.window, interrupted)?;
             ensure!(phase.load(Ordering::Relaxed) == COUNTING, "a client ended in the window");
-            let requests = (total() - before) as f64;
+            let requests = (Count::sum(&done) - before) as f64;
             let seconds = begin.elapsed().as_secs_f64();
             let (cpu, mine) =
                 (ProcessCpu::of(server)?.since(&cpu), ProcessCpu::of(me)?.since(&mine));
@@ -244,11 +230,6 @@ impl Times {
 fn control(directory: &Path) -> PathBuf {
     directory.join("control.sock")
 }
-
-/// Requests that a client has completed; a cache line of its own.
-#[derive(Default)]
-#[repr(align(128))]
-struct Done(AtomicU64);
 
 /// Who runs where.
 #[derive(Debug, PartialEq, Eq)]
@@ -369,72 +350,43 @@ const fn name(qos: bool) -> &'static str {
 /// A pair of rows for each number of IOThreads, and how they compare.
 #[must_use]
 pub fn table(cells: &[Cell]) -> String {
-    let median = |mut values: Vec<f64>| {
-        values.sort_by(f64::total_cmp);
-        values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-    };
-    let mut text = format!(
-        "{:<9} {:<5} {:>4} {:>9} {:>10} {:>10} {:>7} {:>6} {:>6} {:>6}\n",
-        "IOThreads",
-        "",
-        "runs",
-        "IOPS",
-        "CPU/IO us",
-        "client us",
-        "lock %",
-        "busy",
-        "steal",
-        "load"
-    );
-    let mut numbers: Vec<usize> = cells.iter().map(|cell| cell.key.iothreads).collect();
-    numbers.sort_unstable();
-    numbers.dedup();
-    let mut verdicts = String::new();
-    for iothreads in numbers {
-        let of = |qos| {
-            cells.iter().filter(move |cell| (cell.key.iothreads, cell.key.qos) == (iothreads, qos))
+    let mut rows = runs(cells, |cell| (cell.key.iothreads, cell.key.qos));
+    rows.sort_by_key(|row| row.key);
+    let table = Table::of(&rows)
+        .figure("IOThreads", 0, |row| row.key.0)
+        .text("schedule", |row| name(row.key.1))
+        .figure("runs", 0, Runs::n)
+        .figure("IOPS", 0, |row| row.median(|cell| cell.iops))
+        .figure("CPU/IO us", 3, |row| row.median(|cell| cell.cpu_us))
+        .figure("client us", 3, |row| row.median(|cell| cell.client_us))
+        .figure("lock %", 2, |row| row.median(|cell| cell.lock * 100.0))
+        .figure("busy", 2, |row| row.median(|cell| cell.machine.busy_cores))
+        .figure("steal", 2, |row| row.median(|cell| cell.machine.steal_cores))
+        .figure("load", 2, |row| row.median(|cell| cell.machine.load1));
+    let mut verdicts = Vec::new();
+    for with in rows.iter().filter(|row| row.key.1) {
+        let iothreads = with.key.0;
+        let without = |cell: &Cell| CellKey { qos: false, ..cell.key };
+        let pair = |cell: &&Cell| {
+            Some(cell.iops / cells.iter().find(|other| other.key == without(cell))?.iops)
         };
-        for qos in [false, true] {
-            let column = |value: fn(&Cell) -> f64| median(of(qos).map(value).collect());
-            text += &format!(
-                "{iothreads:<9} {:<5} {:>4} {:>9.0} {:>10.3} {:>10.3} {:>7.2} {:>6.2} {:>6.2} {:>6.2}\n",
-                name(qos),
-                of(qos).count(),
-                column(|cell| cell.iops),
-                column(|cell| cell.cpu_us),
-                column(|cell| cell.client_us),
-                column(|cell| cell.lock * 100.0),
-                column(|cell| cell.machine.busy_cores),
-                column(|cell| cell.machine.steal_cores),
-                column(|cell| cell.machine.load1),
+        if let Some(ratio) = Spread::of(with.cells.iter().filter_map(pair)) {
+            let Spread { value, low, high, n } = ratio;
+            let why = format!(
+                "x {value:.3} the IOPS with a schedule ({low:.3} to {high:.3}, {n} pairs; >= {MIN_RATIO})"
             );
-        }
-        let mut ratios: Vec<f64> = of(true)
-            .filter_map(|with| {
-                let pair = of(false).find(|cell| cell.key.repetition == with.key.repetition)?;
-                Some(with.iops / pair.iops)
-            })
-            .collect();
-        ratios.sort_by(f64::total_cmp);
-        if let (Some(least), Some(most)) = (ratios.first(), ratios.last()) {
-            let middle = median(ratios.clone());
-            let verdict = if middle >= MIN_RATIO { "pass" } else { "LOST" };
-            verdicts += &format!(
-                "{verdict} {iothreads} IOThreads: x {middle:.3} the IOPS with a schedule \
-                 ({least:.3} to {most:.3}, {} pairs; >= {MIN_RATIO})\n",
-                ratios.len()
-            );
+            let mark = format!("{iothreads} IOThreads");
+            verdicts.push(Verdict::of(mark, Some(value >= MIN_RATIO), why));
         }
     }
     let cpus = cells.iter().map(|cell| cell.cpus).min().unwrap_or(0);
-    text + "\n"
-        + &verdicts
-        + &format!(
-            "Medians. {VMS} VMs at depth {DEPTH}, 4 KiB, 70 % reads, disks in memory, {cpus} CPUs. \
-             CPU/IO: of the server; client: CPU of the client for each request; lock: of the \
-             IOThreads' time at work, what they waited for the schedule; busy, steal: of the \
-             machine, cores.\n"
-        )
+    format!(
+        "{table}\n{}Medians. {VMS} VMs at depth {DEPTH}, 4 KiB, 70 % reads, disks in memory, {cpus} CPUs. \
+         CPU/IO: of the server; client: CPU of the client for each request; lock: of the \
+         IOThreads' time at work, what they waited for the schedule; busy, steal: of the \
+         machine, cores.\n",
+        verdict::lines(&verdicts)
+    )
 }
 
 #[cfg(test)]
@@ -459,7 +411,7 @@ mod tests {
             .flat_map(|(at, (without, with))| [cell(false, at, without), cell(true, at, with)])
             .collect();
         let text = table(&cells);
-        assert!(text.contains("pass 1 IOThreads: x 0.920"), "{text}");
+        assert!(text.contains("pass       1 IOThreads              x 0.920"), "{text}");
         assert!(text.contains("(0.500 to 0.950, 3 pairs; >= 0.9)"), "{text}");
     }
 

@@ -6,21 +6,14 @@
 //! channels. A request costs channels / rate, of which what grows with its length is `kib_ns`. A flush
 //! is charged as a small request.
 
-use std::path::Path;
-use std::time::Duration;
-
-use anyhow::{Result, ensure};
-use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Capacity;
 use serde::{Deserialize, Serialize};
 
-use super::configuration::Sharing;
-use super::neighbour::{Background, Work};
-use super::trial::{Trial, WARM_UP};
 use crate::scratch::SsdConfig;
 
-const SMALL: usize = 4 << 10;
-const LARGE: usize = 128 << 10;
+/// Bytes of the requests that are measured.
+pub(crate) const SMALL: usize = 4 << 10;
+pub(crate) const LARGE: usize = 128 << 10;
 
 /// What a device's requests cost, as in `[[schedule]]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,13 +30,13 @@ pub struct Curve {
 
 /// What is measured of a device.
 #[derive(Debug, Clone, Copy)]
-struct Rates {
+pub(crate) struct Rates {
     /// 4 KiB requests a second at depth 64, 70 % reads.
-    iops: f64,
+    pub(crate) iops: f64,
     /// Of 128 KiB writes at depth 64, bytes a second.
-    bandwidth: f64,
+    pub(crate) bandwidth: f64,
     /// Of a 4 KiB request that is alone, s.
-    response: f64,
+    pub(crate) response: f64,
 }
 
 impl Curve {
@@ -71,36 +64,8 @@ impl Curve {
         }
     }
 
-    /// Loads `device` for 8 s in all.
-    pub(crate) fn measured(
-        program: &Path,
-        device: &Path,
-        interrupted: &Interrupted,
-    ) -> Result<Self> {
-        let bandwidth = |block, depth, read_fraction, seconds| {
-            let work = Work::Flood { block, depth, read_fraction };
-            let trial = Trial {
-                program,
-                device,
-                sharing: Sharing::Free,
-                vms: &[],
-                background: Some(Background { work, promise: None }),
-                warm_up: WARM_UP,
-                window: Duration::from_secs(seconds),
-                seed: 0,
-            };
-            let bandwidth = trial.run(interrupted)?.background;
-            ensure!(bandwidth > 0.0, "no request of {block} bytes ended within {seconds} s");
-            Ok(bandwidth)
-        };
-        Ok(Self::of_rates(Rates {
-            iops: bandwidth(SMALL, 64, 0.7, 3)? / SMALL as f64,
-            bandwidth: bandwidth(LARGE, 64, 0.0, 3)?,
-            response: SMALL as f64 / bandwidth(SMALL, 1, 0.7, 2)?,
-        }))
-    }
-
-    fn of_rates(Rates { iops, bandwidth, response }: Rates) -> Self {
+    /// By what was measured of a device.
+    pub(crate) fn of_rates(Rates { iops, bandwidth, response }: Rates) -> Self {
         let channels = (iops * response).floor().clamp(1.0, 1024.0);
         let small = channels / iops * 1e9;
         let large = channels * LARGE as f64 / bandwidth * 1e9;

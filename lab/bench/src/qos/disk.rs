@@ -46,8 +46,10 @@ impl On {
 }
 
 /// The device or file, as long as the value lives. A killed benchmark leaves none.
-pub(crate) enum Disk {
+pub enum Disk {
+    /// An emulated SSD.
     Ssd(ScratchDisk),
+    /// A file without a name.
     File(File),
 }
 

@@ -10,8 +10,9 @@ use rand_pcg::Pcg64Mcg;
 use rtvirtio_units::{Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
-use super::clients::{Between, EndPhase, OVER, PATIENCE, Plan};
+use super::clients::{Between, PATIENCE, Plan};
 use crate::dataplane::client::{Client, Endpoint, MAX_DEPTH, Queue, Shape};
+use crate::window::{EndPhase, OVER};
 
 const KIB: usize = 1 << 10;
 
@@ -72,16 +73,6 @@ impl Neighbour {
             Self::Liar => flood(4 * KIB, 32, 0.7),
         };
         Background { work, promise: (self == Self::Liar).then(modest) }
-    }
-}
-
-impl std::str::FromStr for Neighbour {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let names = Self::ALL.map(Self::name).join(", ");
-        let found = Self::ALL.into_iter().find(|neighbour| neighbour.name() == text);
-        found.ok_or_else(|| format!("`{text}` is none of {names}"))
     }
 }
 
@@ -191,15 +182,16 @@ impl Work {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::experiment::named;
 
     #[test]
     fn names_round_trip_and_an_old_cell_has_the_deep_writer() {
         for neighbour in Neighbour::ALL {
-            assert_eq!(neighbour.name().parse(), Ok(neighbour));
+            assert_eq!(named::<Neighbour>(neighbour.name()).unwrap(), neighbour);
             let json = format!("\"{}\"", neighbour.name());
             assert_eq!(serde_json::to_string(&neighbour).unwrap(), json);
         }
-        assert!("".parse::<Neighbour>().is_err());
+        assert!(named::<Neighbour>("").unwrap_err().to_string().contains("flush-storm"));
         assert_eq!(Neighbour::default().name(), "deep-writer");
     }
 

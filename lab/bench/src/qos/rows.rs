@@ -4,44 +4,14 @@
 //! run, Poisson's for a rate that was delivered; over runs they span all of them. Of a cell that was
 //! measured again because it was disturbed, the repetition counts.
 
-use std::fmt;
-
-use rtvirtio_cases::wilson_interval;
+use rtvirtio_spec::latency::Quantile;
 use rtvirtio_spec::run::{Cell as KernelCell, TaskResult};
 use rtvirtio_units::{Nanos, Percentile};
 
 use super::cell::{Cell, CellKey, Scheme, Task};
 use super::clients::Between;
 use super::neighbour::Neighbour;
-
-/// A value and its interval.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Bounded {
-    pub(super) value: f64,
-    pub(super) low: f64,
-    pub(super) high: f64,
-}
-
-impl Bounded {
-    /// The median of runs, and their range.
-    fn median(mut values: Vec<f64>) -> Option<Self> {
-        values.sort_by(f64::total_cmp);
-        let (&low, &high) = (values.first()?, values.last()?);
-        Some(Self { value: values[values.len() / 2], low, high })
-    }
-
-    fn over(self, by: f64) -> Self {
-        Self { value: self.value / by, low: self.low / by, high: self.high / by }
-    }
-}
-
-impl fmt::Display for Bounded {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let digits = f.precision().unwrap_or(2);
-        let Self { value, low, high } = self;
-        write!(f, "{value:.digits$} ({low:.digits$}–{high:.digits$})")
-    }
-}
+use crate::stats::{Runs, Spread, distinct, runs};
 
 /// Whose disk it is that cells are beside.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -80,34 +50,35 @@ pub(super) struct Row {
     pub(super) runs: usize,
     pub(super) passed: usize,
     /// The worst of all tasks and runs at the judged percentile; none if a task had too few requests.
-    pub(super) tail: Option<Bounded>,
+    pub(super) tail: Option<Spread>,
     /// The worst p99 of VM 0's tasks and runs, ms.
-    pub(super) urgent: Option<Bounded>,
+    pub(super) urgent: Option<Spread>,
     /// The least of all tasks and runs.
-    pub(super) delivered: Option<Bounded>,
+    pub(super) delivered: Option<Spread>,
     /// Of the neighbour, MB/s: the median of runs and their range.
-    pub(super) background: Option<Bounded>,
+    pub(super) background: Option<Spread>,
     /// `background` of what the neighbour moves alone.
-    pub(super) share: Option<Bounded>,
+    pub(super) share: Option<Spread>,
     /// Of what was left over.
     pub(super) left: Option<f64>,
     /// p99, ms.
-    pub(super) canary: Option<f64>,
+    pub(super) canary: f64,
+    /// CPUs; the kernel path's cells do not say.
     pub(super) busy: Option<f64>,
 }
 
 /// What one task did in one run, from whichever path.
 struct Run {
     is_urgent: bool,
-    tail: Option<Bounded>,
-    p99_ms: Option<Bounded>,
-    delivered: Bounded,
+    tail: Option<Spread>,
+    p99_ms: Option<Spread>,
+    delivered: Spread,
 }
 
 impl Run {
     fn of_task(task: &Task) -> Self {
         let [low, high] = task.tail_interval_us.unwrap_or([task.tail_us; 2]);
-        let tail = Bounded { value: task.tail_us, low, high }.over(task.target_us);
+        let tail = Spread::new(task.tail_us, low, high).over(task.target_us);
         Self {
             is_urgent: task.name.starts_with("vm0."),
             tail: (task.percentile > 0.0).then_some(tail),
@@ -119,102 +90,81 @@ impl Run {
     fn of_result(result: &TaskResult) -> Option<Self> {
         let ms = |time: Nanos| time.as_millis_f64();
         let target = ms(result.target?);
-        let bounded = |q: rtvirtio_spec::latency::Quantile| Bounded {
-            value: ms(q.value),
-            low: ms(q.low),
-            high: ms(q.high),
-        };
+        let spread = |q: Quantile| Spread::new(ms(q.value), ms(q.low), ms(q.high));
         let p99 = Percentile::new(99.0).ok().and_then(|p99| result.histogram.quantile(p99));
         let fraction = result.delivered_iops / result.requested_iops;
         Some(Self {
             is_urgent: result.vm.to_string() == "vm0",
-            tail: result.judged.map(|q| bounded(q).over(target)),
-            p99_ms: p99.map(bounded),
+            tail: result.judged.map(|q| spread(q).over(target)),
+            p99_ms: p99.map(spread),
             delivered: delivered(result.histogram.count(), fraction),
         })
     }
 }
 
-fn p99_ms(task: &Task) -> Option<Bounded> {
-    task.p99_us.map(|[value, low, high]| Bounded { value, low, high }.over(1e3))
+fn p99_ms(task: &Task) -> Option<Spread> {
+    task.p99_us.map(|[value, low, high]| Spread::new(value, low, high).over(1e3))
 }
 
 /// More than 1 where requests of the warm-up were late.
-fn delivered(n: u64, fraction: f64) -> Bounded {
+fn delivered(n: u64, fraction: f64) -> Spread {
     let half = 1.96 * fraction / (n.max(1) as f64).sqrt();
-    Bounded { value: fraction, low: (fraction - half).max(0.0), high: fraction + half }
+    Spread::new(fraction, (fraction - half).max(0.0), fraction + half)
 }
 
-fn worst(values: impl Iterator<Item = Bounded>) -> Option<Bounded> {
+fn worst(values: impl Iterator<Item = Spread>) -> Option<Spread> {
     values.max_by(|a, b| a.value.total_cmp(&b.value))
 }
 
 impl Row {
-    fn new(group: Group, scheme: String, passed: Vec<bool>, tasks: &[Run]) -> Self {
-        let tails: Option<Vec<Bounded>> = tasks.iter().map(|task| task.tail).collect();
+    /// What both paths have: `moved` is what the neighbour moves in a run and alone, MB/s.
+    fn of<C>(
+        runs: &Runs<'_, (Group, String), C>,
+        tasks: &[Run],
+        passed: impl Fn(&C) -> bool,
+        (moved, alone): (impl Fn(&C) -> f64, Option<f64>),
+        canary: impl Fn(&C) -> Nanos,
+    ) -> Self {
+        let tails: Option<Vec<Spread>> = tasks.iter().map(|task| task.tail).collect();
         let urgent = tasks.iter().filter(|task| task.is_urgent).filter_map(|task| task.p99_ms);
         let delivered = tasks.iter().map(|task| task.delivered);
+        let background = runs.spread(moved);
+        let (group, scheme) = runs.key.clone();
         Self {
             group,
             scheme,
-            runs: passed.len(),
-            passed: passed.into_iter().filter(|passed| *passed).count(),
+            runs: runs.n(),
+            passed: runs.cells.iter().filter(|cell| passed(cell)).count(),
             tail: tails.and_then(|tails| worst(tails.into_iter())),
             urgent: worst(urgent),
             delivered: delivered.min_by(|a, b| a.value.total_cmp(&b.value)),
-            background: None,
-            share: None,
+            background,
+            share: background.zip(alone).map(|(background, alone)| background.over(alone)),
             left: None,
-            canary: None,
+            canary: runs.median(|cell| canary(cell).as_millis_f64()),
             busy: None,
         }
     }
 
-    fn of_cells(group: Group, scheme: Scheme, cells: &[&Cell], alone: Option<f64>) -> Self {
-        let tasks: Vec<Run> = cells.iter().flat_map(|c| &c.tasks).map(Run::of_task).collect();
-        let passed = cells.iter().map(|cell| cell.passed()).collect();
-        let median = |of: &dyn Fn(&Cell) -> f64| {
-            Bounded::median(cells.iter().map(|cell| of(cell)).collect())
-        };
-        let background = median(&|cell| cell.background / 1e6);
-        let left =
-            alone.and_then(|alone| median(&|c| c.background / 1e6 / (alone * (1.0 - c.needed))));
+    fn of_cells(runs: &Runs<'_, (Group, String), Cell>, alone: Option<f64>) -> Self {
+        let tasks: Vec<Run> = runs.cells.iter().flat_map(|c| &c.tasks).map(Run::of_task).collect();
+        let moved = |cell: &Cell| cell.background / 1e6;
+        let left = |alone: f64| runs.median(|c| moved(c) / (alone * (1.0 - c.needed)));
         Self {
-            background,
-            share: background.zip(alone).map(|(background, alone)| background.over(alone)),
-            left: left.map(|left| left.value),
-            canary: median(&|cell| cell.canary.p99.as_millis_f64()).map(|canary| canary.value),
-            busy: median(&|cell| cell.busy).map(|busy| busy.value),
-            ..Self::new(group, scheme.name().to_owned(), passed, &tasks)
+            left: alone.map(left),
+            busy: Some(runs.median(|cell| cell.busy)),
+            ..Self::of(runs, &tasks, Cell::passed, (moved, alone), |cell| cell.canary.p99)
         }
     }
 
-    fn of_kernel(group: Group, scheme: &str, cells: &[&KernelCell], alone: Option<f64>) -> Self {
-        let results = cells.iter().flat_map(|cell| &cell.tasks);
+    fn of_kernel(runs: &Runs<'_, (Group, String), KernelCell>, alone: Option<f64>) -> Self {
+        let results = runs.cells.iter().flat_map(|cell| &cell.tasks);
         let tasks: Vec<Run> = results.filter_map(Run::of_result).collect();
-        let passed = cells.iter().map(|cell| cell.passed).collect();
-        let moved = |cell: &&KernelCell| -> f64 {
+        let moved = |cell: &KernelCell| -> f64 {
             cell.background.values().map(|rate| rate.as_megabytes_f64()).sum()
         };
-        let background = Bounded::median(cells.iter().map(moved).collect());
-        let canary = cells.iter().map(|cell| cell.canary.p99.as_millis_f64()).collect();
-        Self {
-            background,
-            share: background.zip(alone).map(|(background, alone)| background.over(alone)),
-            canary: Bounded::median(canary).map(|canary| canary.value),
-            ..Self::new(group, format!("kernel {scheme}"), passed, &tasks)
-        }
+        Self::of(runs, &tasks, |cell| cell.passed, (moved, alone), |cell| cell.canary.p99)
     }
-
-    /// `3/3 44–100 %`.
-    pub(super) fn rate(&self) -> String {
-        rate(self.passed, self.runs)
-    }
-}
-
-fn rate(passed: usize, runs: usize) -> String {
-    let (low, high) = wilson_interval(passed as u64, runs as u64);
-    format!("{passed}/{runs} {:.0}–{:.0} %", low * 100.0, high * 100.0)
 }
 
 /// The cells that count: of several with one key the last, so that a machine that disturbs each of them
@@ -228,39 +178,25 @@ fn counted(cells: &[Cell]) -> Vec<&Cell> {
 }
 
 /// What each neighbour moves alone, MB/s: the median of runs.
-pub(super) fn alone(cells: &[Cell], neighbour: Neighbour) -> Option<Bounded> {
-    let is_alone = |cell: &&Cell| {
-        let key = &cell.key;
-        key.scheme == Scheme::Alone && key.neighbour == neighbour
-    };
-    Bounded::median(
-        counted(cells).into_iter().filter(is_alone).map(|cell| cell.background / 1e6).collect(),
-    )
+pub(super) fn alone(cells: &[Cell], neighbour: Neighbour) -> Option<Spread> {
+    let of = (Scheme::Alone, neighbour);
+    let is_alone = |cell: &&Cell| (cell.key.scheme, cell.key.neighbour) == of;
+    Spread::of(counted(cells).into_iter().filter(is_alone).map(|cell| cell.background / 1e6))
 }
 
 /// The rows of all schemes, group by group in the order of the cells; those of the kernel path
 /// (`beside`) last, where they are of the same case, tier, neighbour and device.
 pub(super) fn rows(cells: &[Cell], beside: &[KernelCell]) -> Vec<Row> {
-    let counted = counted(cells);
-    let mut groups: Vec<Group> = Vec::new();
-    for cell in counted.iter().filter(|cell| cell.key.scheme != Scheme::Alone) {
-        let group = Group::of(&cell.key);
-        if !groups.contains(&group) {
-            groups.push(group);
-        }
-    }
+    let mut counted = counted(cells);
+    counted.retain(|cell| cell.key.scheme != Scheme::Alone);
     let mut rows = Vec::new();
-    for group in groups {
+    for here in runs(counted, |cell| Group::of(&cell.key)) {
+        let group = &here.key;
         let alone = alone(cells, group.neighbour).map(|alone| alone.value);
-        let here: Vec<&Cell> =
-            counted.iter().copied().filter(|cell| Group::of(&cell.key) == group).collect();
-        for scheme in [Scheme::None, Scheme::Qos, Scheme::Throttle] {
-            let same: Vec<&Cell> =
-                here.iter().copied().filter(|cell| cell.key.scheme == scheme).collect();
-            if !same.is_empty() {
-                rows.push(Row::of_cells(group.clone(), scheme, &same, alone));
-            }
-        }
+        let mut own = here.cells.clone();
+        own.sort_by_key(|cell| cell.key.scheme);
+        let own = runs(own, |cell| (group.clone(), cell.key.scheme.name().to_owned()));
+        rows.extend(own.iter().map(|runs| Row::of_cells(runs, alone)));
         if group.neighbour != Neighbour::DeepWriter {
             continue;
         }
@@ -268,91 +204,37 @@ pub(super) fn rows(cells: &[Cell], beside: &[KernelCell]) -> Vec<Row> {
             cell.key.case == group.case
                 && cell.key.tier == group.tier
                 && cell.key.neighbour == rtvirtio_cases::Neighbour::Writer.to_string()
-                && here.iter().any(|ours| ours.device == cell.device)
+                && here.cells.iter().any(|ours| ours.device == cell.device)
         };
         let mut kernel: Vec<&KernelCell> = beside.iter().filter(is_here).collect();
         kernel.sort_by(|a, b| a.key.scheme.cmp(&b.key.scheme));
-        for same in kernel.chunk_by(|a, b| a.key.scheme == b.key.scheme) {
-            rows.push(Row::of_kernel(group.clone(), &same[0].key.scheme, same, alone));
-        }
+        let kernel = runs(kernel, |cell| (group.clone(), format!("kernel {}", cell.key.scheme)));
+        rows.extend(kernel.iter().map(|runs| Row::of_kernel(runs, alone)));
     }
     rows
 }
 
-/// The rows of one scheme beside one neighbour, over cases.
-#[derive(Debug)]
-pub(super) struct Total {
-    pub(super) scheme: String,
-    pub(super) neighbour: Neighbour,
-    pub(super) rate: String,
-    /// The least and the largest of the rows'; none if a row has none.
-    pub(super) tail: Option<[f64; 2]>,
-    pub(super) delivered: Option<f64>,
-    /// Of the rows' medians, MB/s.
-    pub(super) background: Option<[f64; 2]>,
-    /// The least of the rows'.
-    pub(super) left: Option<f64>,
-}
-
-pub(super) fn totals(rows: &[Row]) -> Vec<Total> {
-    let mut keys: Vec<(Neighbour, &str)> = Vec::new();
-    for row in rows {
-        let key = (row.group.neighbour, row.scheme.as_str());
-        if !keys.contains(&key) {
-            keys.push(key);
-        }
-    }
-    // Neighbour by neighbour, schemes in the order of the rows.
-    keys.sort_by_key(|key| Neighbour::ALL.iter().position(|neighbour| *neighbour == key.0));
-    let ends = |values: Vec<f64>| {
-        let low = values.iter().copied().fold(f64::MAX, f64::min);
-        (!values.is_empty()).then(|| [low, values.into_iter().fold(0.0, f64::max)])
-    };
-    let total = |(neighbour, scheme): (Neighbour, &str)| {
-        let same = || {
-            rows.iter().filter(move |row| row.group.neighbour == neighbour && row.scheme == scheme)
-        };
-        let tails: Option<Vec<f64>> = same().map(|row| Some(row.tail?.value)).collect();
-        let delivered = same().filter_map(|row| row.delivered).map(|delivered| delivered.value);
-        let moved = same().filter_map(|row| row.background).map(|background| background.value);
-        Total {
-            scheme: scheme.to_owned(),
-            neighbour,
-            rate: rate(same().map(|row| row.passed).sum(), same().map(|row| row.runs).sum()),
-            tail: tails.and_then(ends),
-            delivered: delivered.min_by(f64::total_cmp),
-            background: ends(moved.collect()),
-            left: same().filter_map(|row| row.left).min_by(f64::total_cmp),
-        }
-    };
-    keys.into_iter().map(total).collect()
-}
-
 /// Tasks that a schedule made worse: its whole interval, over all runs, is beyond that without one.
 pub(super) fn worse_with_a_schedule(cells: &[Cell]) -> Vec<String> {
-    let mut groups: Vec<(Group, &str)> = Vec::new();
     let counted = counted(cells);
     let counted = || counted.iter().copied();
-    for cell in counted().filter(|cell| cell.key.scheme == Scheme::Qos) {
-        for task in &cell.tasks {
-            let group = (Group::of(&cell.key), task.name.as_str());
-            if !groups.contains(&group) {
-                groups.push(group);
-            }
-        }
-    }
+    let with = counted().filter(|cell| cell.key.scheme == Scheme::Qos);
+    let groups =
+        distinct(with.flat_map(|cell| {
+            cell.tasks.iter().map(|task| (Group::of(&cell.key), task.name.as_str()))
+        }));
     let mut found = Vec::new();
     for (group, name) in groups {
-        let over_runs = |scheme, of: &dyn Fn(&Task) -> Option<Bounded>| {
+        let over_runs = |scheme, of: &dyn Fn(&Task) -> Option<Spread>| {
             let runs = counted().filter(|c| c.key.scheme == scheme && Group::of(&c.key) == group);
             let tasks = runs.flat_map(|cell| &cell.tasks).filter(|task| task.name == name);
-            let values: Vec<Bounded> = tasks.filter_map(of).collect();
-            let mut over = Bounded::median(values.iter().map(|v| v.value).collect())?;
+            let values: Vec<Spread> = tasks.filter_map(of).collect();
+            let mut over = Spread::of(values.iter().map(|v| v.value))?;
             over.low = values.iter().map(|v| v.low).fold(over.low, f64::min);
             over.high = values.iter().map(|v| v.high).fold(over.high, f64::max);
             Some(over)
         };
-        let both = |of: &dyn Fn(&Task) -> Option<Bounded>| {
+        let both = |of: &dyn Fn(&Task) -> Option<Spread>| {
             over_runs(Scheme::Qos, of).zip(over_runs(Scheme::None, of))
         };
         let who = format!("{}, {}, {name}", group.case(), group.neighbour.name());

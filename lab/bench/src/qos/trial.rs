@@ -6,16 +6,19 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow, ensure};
+use rtvirtio_cases::judge;
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::run::{Canary, Machine};
-use rtvirtio_units::Nanos;
+use rtvirtio_units::{Nanos, Percentile};
 
 use super::cell::Task;
-use super::clients::{COUNTING, EndPhase, Plan, WARMING, run_tasks_into};
+use super::clients::{Plan, run_tasks_into};
 use super::configuration::{Layout, Sharing, socket};
-use super::neighbour::Background;
+use super::curve::{Curve, LARGE, Rates, SMALL};
+use super::neighbour::{Background, Work};
 use crate::dataplane::server::Server;
+use crate::window::{COUNTING, EndPhase, WARMING};
 use rtvirtio_calibrate::load::{CanaryThread, MachineSample, canary_summary};
 
 /// From the first request to the window, in benchmarks.
@@ -126,13 +129,8 @@ impl Trial<'_> {
             background: self.background.as_ref(),
         };
         let command = layout.command(self.program)?;
-        let mut server = Server::start(&command, &layout.last_socket(), directory, interrupted)?;
-        let measured = self.measure(directory, interrupted);
-        // That it has ended says more than that a client has lost it.
-        server.check()?;
-        let measured = measured?;
-        server.terminate()?;
-        Ok(measured)
+        let server = Server::start(&command, &layout.last_socket(), directory, interrupted)?;
+        server.during(|_| self.measure(directory, interrupted))
     }
 
     fn measure(&self, directory: &Path, interrupted: &Interrupted) -> Result<Recorded> {
@@ -198,8 +196,58 @@ impl Trial<'_> {
         let vms = self.vms.iter().zip(records).enumerate();
         let tasks = vms.flat_map(|(vm, (plans, records))| {
             let tasks = plans.iter().zip(records);
-            tasks.map(move |(plan, record)| plan.judged(vm, &record.histogram, seconds))
+            tasks.map(move |(plan, record)| judged(plan, vm, &record.histogram, seconds))
         });
         tasks.collect()
+    }
+}
+
+/// The service curve of `device`, which is loaded for 8 s in all.
+pub(crate) fn measured_curve(
+    program: &Path,
+    device: &Path,
+    interrupted: &Interrupted,
+) -> Result<Curve> {
+    let bandwidth = |block, depth, read_fraction, seconds| {
+        let work = Work::Flood { block, depth, read_fraction };
+        let trial = Trial {
+            program,
+            device,
+            sharing: Sharing::Free,
+            vms: &[],
+            background: Some(Background { work, promise: None }),
+            warm_up: WARM_UP,
+            window: Duration::from_secs(seconds),
+            seed: 0,
+        };
+        let bandwidth = trial.run(interrupted)?.background;
+        ensure!(bandwidth > 0.0, "no request of {block} bytes ended within {seconds} s");
+        Ok(bandwidth)
+    };
+    Ok(Curve::of_rates(Rates {
+        iops: bandwidth(SMALL, 64, 0.7, 3)? / SMALL as f64,
+        bandwidth: bandwidth(LARGE, 64, 0.0, 3)?,
+        response: SMALL as f64 / bandwidth(SMALL, 1, 0.7, 2)?,
+    }))
+}
+
+/// What came of a task in a window of `seconds`.
+fn judged(plan: &Plan, vm: usize, histogram: &Histogram, seconds: f64) -> Task {
+    let us = |time: Nanos| time.get() as f64 / 1e3;
+    let p99 = Percentile::new(99.0).expect("99 is a percentile");
+    let judgement = judge(histogram, seconds, plan.iops, plan.target);
+    let (percentile, tail) =
+        judgement.judged.map_or((0.0, Nanos::ZERO), |q| (q.percentile.get(), q.value));
+    Task {
+        name: format!("vm{vm}.{}", plan.name),
+        n: histogram.count(),
+        percentile,
+        tail_us: us(tail),
+        tail_interval_us: judgement.judged.map(|q| [us(q.low), us(q.high)]),
+        p99_us: histogram.quantile(p99).map(|q| [us(q.value), us(q.low), us(q.high)]),
+        target_us: us(plan.target),
+        bound_us: None,
+        delivered: judgement.delivered_fraction,
+        passed: judgement.passed(),
     }
 }

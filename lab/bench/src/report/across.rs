@@ -4,22 +4,17 @@ use std::collections::BTreeSet;
 
 use maud::{Markup, html};
 
-use super::group::{Group, RTVIRTIO, SchemeCells, distinct};
+use super::group::{Group, RTVIRTIO, SchemeCells};
 use super::predictions;
-use super::stats::{percent, wilson};
-use super::svg::{Plot, Scale, cut, px};
-use super::tables::mark;
-
-const WIDTH: f64 = 380.0;
-const LEFT: f64 = 92.0;
-const RIGHT: f64 = 92.0;
-const ROW: f64 = 17.0;
-const TOP: f64 = 4.0;
+use crate::plot::{Bar, Bars};
+use crate::stats::{Spread, distinct, wilson};
+use crate::table::Table;
+use crate::verdict::Standing;
 
 /// A scheme's runs over some groups.
 struct Tally<'a> {
     scheme: &'a str,
-    colour: usize,
+    order: usize,
     passed: usize,
     n: usize,
 }
@@ -81,87 +76,43 @@ fn tally<'a>(groups: impl Iterator<Item = &'a Group<'a>>) -> Vec<Tally<'a>> {
                 tally.passed += passed;
                 tally.n += n;
             }
-            None => all.push(Tally { scheme: scheme.name, colour: scheme.colour, passed, n }),
+            None => all.push(Tally { scheme: scheme.name, order: scheme.colour, passed, n }),
         }
     }
-    all.sort_by_key(|t| t.colour);
+    all.sort_by_key(|t| t.order);
     all
 }
 
 fn panel(title: &str, tallies: &[Tally<'_>]) -> Markup {
-    let bottom = TOP + ROW * tallies.len() as f64;
-    let plot = Plot {
-        width: WIDTH,
-        height: bottom + 34.0,
-        x: Scale::linear(0.0, 100.0, LEFT, WIDTH - RIGHT),
-        y: Scale::linear(0.0, 1.0, bottom, TOP),
+    let row = |tally: &Tally<'_>| {
+        let Tally { scheme, passed, n, .. } = *tally;
+        let percent = 100.0 * passed as f64 / n.max(1) as f64;
+        let (low, high) = wilson(passed as u64, n as u64);
+        Bar {
+            name: scheme.to_owned(),
+            colour: if scheme == RTVIRTIO { 0 } else { 7 },
+            value: (n > 0).then(|| Spread::new(percent, 100.0 * low, 100.0 * high)),
+            text: if n > 0 { format!("{passed}/{n} ({percent:.0} %)") } else { "0/0".to_owned() },
+            ..Bar::default()
+        }
     };
-    html! {
-        figure {
-            figcaption { b { (title) } }
-            (plot.draw(&format!("runs passed: {title}"), html! {
-                (plot.x_axis("runs passed, %"))
-                @for (row, tally) in tallies.iter().enumerate() {
-                    (bar(&plot, tally, TOP + ROW * row as f64))
-                }
-            }))
-        }
-    }
-}
-
-fn bar(plot: &Plot, tally: &Tally<'_>, y: f64) -> Markup {
-    let share = tally.passed as f64 / tally.n.max(1) as f64;
-    let (low, high) = wilson(tally.passed as u64, tally.n as u64);
-    let at = |share: f64| plot.x.at(share * 100.0);
-    let middle = y + ROW / 2.0;
-    html! {
-        text.label x=(px(LEFT - 6.0)) y=(px(y + 12.5)) text-anchor="end" {
-            (cut(tally.scheme, 14)) title { (tally.scheme) }
-        }
-        rect class=(if tally.scheme == RTVIRTIO { "bar-pass" } else { "bar-other" }) x=(px(LEFT)) y=(px(y + 4.0))
-            width=(px(at(share) - LEFT)) height=(px(ROW - 8.0)) {}
-        @if tally.n > 0 {
-            path.whisker d=(format!("M{low} {top}v6M{low} {mid}H{high}M{high} {top}v6",
-                low = px(at(low)), high = px(at(high)), mid = px(middle), top = px(middle - 3.0))) {}
-        }
-        text.value x=(px(WIDTH - RIGHT + 8.0)) y=(px(y + 12.5)) {
-            (tally.passed) "/" (tally.n)
-            @if tally.n > 0 { " (" (percent(share)) " %)" }
-        }
-    }
+    let rows = tallies.iter().map(row).collect();
+    let (title, ends) = (title.to_owned(), vec![100.0]);
+    let bars = Bars { title, x: "runs passed, %", is_log: false, ends, width: 380.0, rows };
+    bars.draw().figure(html! {})
 }
 
 /// Every case against every scheme.
 fn matrix(groups: &[&Group<'_>]) -> Markup {
-    let all = tally(groups.iter().copied());
-    html! {
-        div.scroll { table {
-            thead { tr {
-                th { "Case" }
-                @for t in &all { th class=[(t.scheme == RTVIRTIO).then_some("ours")] { (t.scheme) } }
-            } }
-            tbody {
-                @for group in groups {
-                    tr {
-                        th scope="row" { (group.case) }
-                        @for t in &all {
-                            td class=[(t.scheme == RTVIRTIO).then_some("ours")] {
-                                @match group.schemes.iter().find(|s| s.name == t.scheme) {
-                                    Some(scheme) => (outcome(scheme)),
-                                    None => "–",
-                                }
-                            }
-                        }
-                    }
-                }
-            }
-        } }
+    let mut table = Table::of(groups).text("Case", |group| group.case);
+    for Tally { scheme, .. } in tally(groups.iter().copied()) {
+        let outcome = |of: &SchemeCells<'_>| {
+            let (passed, n) = (of.passed(), of.cells.len());
+            (n > 0).then(|| (Standing::of(passed == n), format!("{passed}/{n}")))
+        };
+        let of =
+            |group: &&Group<'_>| group.schemes.iter().find(|s| s.name == scheme).and_then(outcome);
+        table = table.marked(scheme, of).ours(scheme == RTVIRTIO);
     }
-}
-
-fn outcome(scheme: &SchemeCells<'_>) -> Markup {
-    let (passed, n) = (scheme.passed(), scheme.cells.len());
-    html! {
-        @if n == 0 { "–" } @else { (mark(passed == n)) " " (passed) "/" (n) }
-    }
+    table.html(|_| None)
 }

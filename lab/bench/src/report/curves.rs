@@ -6,10 +6,13 @@ use rtvirtio_spec::run::{Cell, TaskResult};
 use rtvirtio_units::{Nanos, VmName};
 
 use super::group::{Group, SchemeCells};
-use super::svg::{Plot, Scale, legend, line_class};
+use crate::plot::{Chart, Weight, legend};
+use crate::stats::{range, short};
 
 /// Points that a timeline keeps: the largest latency of each of as many parts of the window.
 const TIMELINE_POINTS: usize = 150;
+/// Of two targets with a label the second is so many times the first at least.
+const LABELS_APART: f64 = 1.25;
 
 /// (x, y) in the units of the axes.
 type Points = Vec<(f64, f64)>;
@@ -33,38 +36,24 @@ pub(super) fn distributions(group: &Group<'_>) -> Markup {
 }
 
 fn distribution(group: &Group<'_>, title: &str, of: impl Fn(&TaskResult) -> bool) -> Markup {
-    let targets: Vec<f64> = group.targets(&of).iter().map(|t| t.as_millis_f64()).collect();
-    let curves: Vec<(&SchemeCells<'_>, Points)> = group
-        .schemes
-        .iter()
-        .map(|s| (s, exceedance(s.results().filter(|r| of(r)).map(|r| &r.histogram))))
-        .collect();
-    let points = || curves.iter().flat_map(|(_, points)| points);
-    let xs = points().map(|p| p.0).chain(targets.iter().copied());
-    let (low, high) = xs.fold((f64::INFINITY, 0.0_f64), |(l, h), x| (l.min(x), h.max(x)));
-    let least = points().map(|p| p.1).fold(1.0, f64::min);
-    let plot = Plot {
-        width: 578.0,
-        height: 330.0,
-        x: Scale::log(low, high, 58.0, 566.0),
-        y: Scale::log(least.min(0.1), 1.0, 292.0, 10.0),
-    };
-    html! {
-        figure {
-            figcaption { b { (title) } }
-            (plot.draw(&format!("latency distributions: {title}"), html! {
-                (plot.x_axis("latency, ms"))
-                (plot.y_axis("share of requests at least this slow"))
-                (plot.target_lines(&targets))
-                // rtvirtio last, so that it lies above the others.
-                @for (scheme, points) in curves.iter().rev() {
-                    path class=(line_class(scheme.colour)) d=(plot.curve(points.iter().copied())) {
-                        title { (scheme.name) }
-                    }
-                }
-            }))
-        }
+    let y = "share of requests at least this slow";
+    let mut chart = Chart::new(title, "latency, ms", y, (578.0, 340.0)).log_x().log_y();
+    chart = chart.y_range(0.1, 1.0);
+    let mut labelled = 0.0;
+    for target in group.targets(&of).iter().map(|t| t.as_millis_f64()) {
+        let label = format!("{} ms", short(target));
+        let has_room = target >= labelled * LABELS_APART;
+        labelled = if has_room { target } else { labelled };
+        let labels = [label.as_str()];
+        chart = chart.vertical(target, if has_room { &labels } else { &[] });
     }
+    // rtvirtio last, so that it lies above the others.
+    for scheme in group.schemes.iter().rev() {
+        let results = scheme.results().filter(|r| of(r));
+        let points = exceedance(results.map(|r| &r.histogram));
+        chart = chart.line((scheme.name, scheme.colour), Weight::Normal, points);
+    }
+    chart.draw().figure(html! {})
 }
 
 /// (ms, share of samples at least this large), for every bin that has samples.
@@ -95,14 +84,16 @@ pub(super) fn timelines(group: &Group<'_>) -> Markup {
     }
     let strictest = group.targets(|r| r.vm == *vm).first().map(|t| t.as_millis_f64());
     let windows = group.schemes.iter().flat_map(|s| &s.cells).map(|c| c.window_s);
-    let end = points().map(|p| p.0).chain(windows.filter(|w| w.is_finite())).fold(0.0, f64::max);
-    let ys = points().map(|p| p.1).chain(strictest);
-    let (low, high) = ys.fold((f64::INFINITY, 0.0_f64), |(l, h), y| (l.min(y), h.max(y)));
-    let plot = Plot {
-        width: 380.0,
-        height: 180.0,
-        x: Scale::linear(0.0, end, 50.0, 370.0),
-        y: Scale::log(low, high, 144.0, 8.0),
+    let end = range(points().map(|p| p.0).chain(windows.filter(|w| w.is_finite()))).1;
+    let (low, high) = range(points().map(|p| p.1).chain(strictest));
+    let panel = |(scheme, runs): &(&SchemeCells<'_>, Vec<Points>)| {
+        let chart = Chart::new(scheme.name, "time, s", "latency, ms", (380.0, 180.0));
+        let mut chart = chart.log_y().x_range(0.0, end).y_range(low, high);
+        for (repetition, run) in runs.iter().enumerate().rev() {
+            let weight = if repetition == 0 { Weight::Thin } else { Weight::Pale };
+            chart = chart.line((scheme.name, scheme.colour), weight, run.iter().copied());
+        }
+        strictest.into_iter().fold(chart, Chart::horizontal).draw().figure(html! {})
     };
     html! {
         h3 { "Timelines of " (vm) }
@@ -111,26 +102,7 @@ pub(super) fn timelines(group: &Group<'_>) -> Markup {
             @if lines.iter().any(|(_, runs)| runs.len() > 1) { "; pale lines are further repetitions" }
             "."
         }
-        div.panels {
-            @for (scheme, runs) in &lines {
-                figure {
-                    figcaption { b { (scheme.name) } }
-                    (plot.draw(&format!("largest latency of {vm} over time under {}", scheme.name), html! {
-                        (plot.x_axis("time, s"))
-                        (plot.y_axis("latency, ms"))
-                        @for run in runs.iter().skip(1) {
-                            path class=(format!("{} pale", line_class(scheme.colour))) d=(plot.curve(run.iter().copied())) {}
-                        }
-                        @if let Some(run) = runs.first() {
-                            path class=(format!("{} thin", line_class(scheme.colour))) d=(plot.curve(run.iter().copied())) {}
-                        }
-                        @if let Some(target) = strictest {
-                            path.target d=(plot.curve([(0.0, target), (end, target)])) {}
-                        }
-                    }))
-                }
-            }
-        }
+        div.panels { @for of in &lines { (panel(of)) } }
     }
 }
 

@@ -6,6 +6,7 @@ use rtvirtio_spec::latency::Quantile;
 use rtvirtio_spec::run::{Cell, TaskResult};
 use rtvirtio_units::{Nanos, TaskName, VmName};
 
+use crate::stats::distinct;
 use crate::verdict::{self, Standing};
 
 /// The scheme that every other is compared with.
@@ -39,16 +40,6 @@ pub(super) struct TaskId<'a> {
 
 /// A task's results over a scheme's runs; at least one.
 pub(super) struct TaskRuns<'a>(Vec<(&'a Cell, &'a TaskResult)>);
-
-/// The distinct values of `items` in order of first appearance.
-pub(super) fn distinct<T: PartialEq>(items: impl Iterator<Item = T>) -> Vec<T> {
-    items.fold(Vec::new(), |mut seen, item| {
-        if !seen.contains(&item) {
-            seen.push(item);
-        }
-        seen
-    })
-}
 
 /// Sorts `cells` into groups, in order of first appearance.
 pub(super) fn groups(cells: &[Cell]) -> Vec<Group<'_>> {

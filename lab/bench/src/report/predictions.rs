@@ -4,9 +4,10 @@ use maud::{Markup, html};
 use rtvirtio_spec::run::{Cell, TaskResult};
 use serde::Serialize;
 
-use super::group::{SchemeCells, distinct, groups};
-use super::stats::{median, ms, rate, sig3, wilson};
-use super::svg::{Plot, Scale, px};
+use super::group::{SchemeCells, groups};
+use crate::plot::{Chart, legend};
+use crate::stats::{Spread, distinct, ms, rate, sig3, wilson};
+use crate::table::Table;
 
 /// One prediction with its outcome, ms.
 struct Pair<'a> {
@@ -34,12 +35,6 @@ impl<'a> Pair<'a> {
             paper_bound: prediction.paper_bound.map(|p| p.as_millis_f64()),
         })
     }
-
-    fn values(&self) -> impl Iterator<Item = f64> {
-        [Some(self.measured), Some(self.predicted), Some(self.bound), self.paper]
-            .into_iter()
-            .flatten()
-    }
 }
 
 /// Plot and table; nothing where no scheme predicts.
@@ -52,65 +47,44 @@ pub(super) fn section<'a>(schemes: impl Iterator<Item = &'a SchemeCells<'a>>) ->
     html! {
         h3 { "Predictions against measurements" }
         p.caption {
-            "Each task of each run, at its judged percentile. A bound holds if it lies on or above the diagonal."
+            "Each task of each run, at its judged percentile. A bound holds if it lies on or above the diagonal. \
+             In the table, medians of ratios."
         }
         div.halves {
-            figure { (scatter(&pairs)) }
-            (table(&pairs))
+            div { (scatter(&pairs)) }
+            (table(&agreements(&pairs)).html(|_| None))
         }
     }
-}
-
-/// Smallest and largest of the positive `values`.
-fn span(values: impl Iterator<Item = f64>) -> (f64, f64) {
-    let positive = values.filter(|v| *v > 0.0);
-    positive.fold((f64::INFINITY, 0.0_f64), |(low, high), v| (low.min(v), high.max(v)))
 }
 
 fn scatter(pairs: &[Pair<'_>]) -> Markup {
-    let (x_low, x_high) = span(pairs.iter().map(|p| p.measured));
-    // Holds the measured values too, so that the diagonal fits.
-    let (y_low, y_high) = span(pairs.iter().flat_map(Pair::values));
-    let plot = Plot {
-        width: 578.0,
-        height: 400.0,
-        x: Scale::log(x_low, x_high, 58.0, 566.0),
-        y: Scale::log(y_low, y_high, 362.0, 10.0),
-    };
-    let (low, high) = plot.x.ends();
-    html! {
-        (plot.draw("predicted against measured latency", html! {
-            (plot.x_axis("measured, ms"))
-            (plot.y_axis("predicted or bound, ms"))
-            path.diagonal d=(plot.curve([(low, low), (high, high)])) {}
-            @for pair in pairs {
-                @let x = plot.x.at(pair.measured);
-                @if let Some(paper) = pair.paper {
-                    @let y = plot.y.at(paper);
-                    path.paper d=(format!("M{} {}l6 6m0 -6l-6 6", px(x - 3.0), px(y - 3.0))) { (hint(pair)) }
-                }
-                path.bound d=(format!("M{} {}l3.5 6h-7z", px(x), px(plot.y.at(pair.bound) - 4.0))) { (hint(pair)) }
-                circle.predicted cx=(px(x)) cy=(px(plot.y.at(pair.predicted))) r="3" { (hint(pair)) }
-            }
-        }))
-        p.legend {
-            span { svg width="12" height="12" { circle.predicted cx="6" cy="6" r="3" {} } "predicted" }
-            span { svg width="12" height="12" { path.bound d="M6 2l3.5 6h-7z" {} } "bound" }
-            @if pairs.iter().any(|p| p.paper.is_some()) {
-                span { svg width="12" height="12" { path.paper d="M3 3l6 6m0 -6l-6 6" {} } "the paper's model" }
-            }
-        }
+    let (title, y) = ("predicted against measured latency", "predicted or bound, ms");
+    let chart = Chart::new(title, "measured, ms", y, (578.0, 400.0)).log_x().log_y().diagonal();
+    let chart = pairs.iter().fold(chart, |chart, pair| {
+        let values = [(Some(pair.predicted), 0), (Some(pair.bound), 1), (pair.paper, 4)];
+        let known = values.into_iter().filter_map(|(value, colour)| Some((value?, colour)));
+        known.fold(chart, |chart, (value, colour)| {
+            let point = (pair.measured, Spread::new(value, value, value));
+            chart.points((hint(pair), colour), 3.0, [point])
+        })
+    });
+    let mut names = vec![("predicted", 0), ("bound", 1)];
+    if pairs.iter().any(|pair| pair.paper.is_some()) {
+        names.push(("the paper's model", 4));
     }
+    html! { (chart.draw().figure(html! {})) (legend(names)) }
 }
 
-fn hint(pair: &Pair<'_>) -> Markup {
-    let judged = pair.result.judged.map_or_else(String::new, |q| ms(q.value));
-    html! {
-        title {
-            (pair.scheme) ", " (pair.result.vm) " " (pair.result.task) ": measured " (judged)
-            " ms, predicted " (sig3(pair.predicted)) " ms, bound " (sig3(pair.bound)) " ms"
-        }
-    }
+fn hint(pair: &Pair<'_>) -> String {
+    let Pair { scheme, result, predicted, bound, .. } = pair;
+    let judged = result.judged.map_or_else(String::new, |q| ms(q.value));
+    format!(
+        "{scheme}, {} {}: measured {judged} ms, predicted {} ms, bound {} ms",
+        result.vm,
+        result.task,
+        sig3(*predicted),
+        sig3(*bound)
+    )
 }
 
 /// How predictions of one scheme's task-runs agree with what was measured.
@@ -154,7 +128,8 @@ fn agreements(pairs: &[Pair<'_>]) -> Vec<Agreement> {
     let of_scheme = |scheme: &str| {
         let of: Vec<_> = pairs.iter().filter(|p| p.scheme == scheme).collect();
         let ratio = |value: fn(&Pair<'_>) -> Option<f64>| {
-            median(of.iter().filter_map(|p| Some(value(p)? / p.measured)).collect())
+            let ratios = of.iter().filter_map(|p| Some(value(p)? / p.measured));
+            Spread::of(ratios).map(|spread| spread.value)
         };
         let held = of.iter().filter(|p| p.measured <= p.bound).count();
         let paper = of.iter().filter_map(|p| Some((p.measured, p.paper_bound?)));
@@ -174,28 +149,14 @@ fn agreements(pairs: &[Pair<'_>]) -> Vec<Agreement> {
     distinct(pairs.iter().map(|p| p.scheme)).into_iter().map(of_scheme).collect()
 }
 
-fn table(pairs: &[Pair<'_>]) -> Markup {
-    let number = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), sig3);
-    html! {
-        div.scroll { table {
-            thead { tr {
-                th { "Scheme" } th { "Bounds that hold" } th { "Median bound / measured" }
-                th { "Median predicted / measured" } th { "Median paper / measured" }
-                th { "Paper's bounds that hold" } th { "Median paper's bound / measured" }
-            } }
-            tbody {
-                @for a in agreements(pairs) {
-                    tr {
-                        th scope="row" { (a.scheme) }
-                        td { (rate(a.held, a.n)) }
-                        td { (number(a.bound)) }
-                        td { (number(a.predicted)) }
-                        td { (number(a.paper)) }
-                        td { (rate(a.paper_held, a.paper_n)) }
-                        td { (number(a.paper_bound)) }
-                    }
-                }
-            }
-        } }
-    }
+/// A row for each scheme.
+pub(super) fn table(agreements: &[Agreement]) -> Table<'_, Agreement> {
+    Table::of(agreements)
+        .text("Scheme", |of| &of.scheme)
+        .shown("Bounds that hold", |of| Some(rate(of.held, of.n)))
+        .shown("bound / measured", |of| of.bound.map(sig3))
+        .shown("predicted / measured", |of| of.predicted.map(sig3))
+        .shown("paper / measured", |of| of.paper.map(sig3))
+        .shown("Paper's bounds", |of| Some(rate(of.paper_held, of.paper_n)))
+        .shown("/ measured", |of| of.paper_bound.map(sig3))
 }

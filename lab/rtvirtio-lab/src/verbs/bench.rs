@@ -6,12 +6,7 @@ mod dataplane;
 mod iocores;
 mod iothreads;
 mod path;
-mod qos;
-mod qos_admission;
-mod qos_changes;
-mod qos_cost;
 
-use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -19,15 +14,18 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_bench::campaign::{Campaign, DATA_PLANE, Job, Source};
 use rtvirtio_bench::cell::Testbed;
+use rtvirtio_bench::dataplane::server::rtvirtio;
+use rtvirtio_bench::experiment::{Experiment, Report};
 use rtvirtio_bench::qos::curve::Curve;
+use rtvirtio_bench::qos::{self, Cases, cases};
 use rtvirtio_bench::report;
 use rtvirtio_bench::scratch::{Backing, ScratchDisk};
 use rtvirtio_calibrate::calibration::{FULL, calibrate_to};
 use rtvirtio_calibrate::testbed::{CGROUP_ROOT, DeviceUnderTest as _};
-use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier, wilson_interval};
+use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
-use rtvirtio_spec::run::{Cell, CellKey};
+use rtvirtio_spec::run::CellKey;
 use rtvirtio_spec::specification::Specification;
 use rtvirtio_units::{Bytes, BytesPerSecond};
 use serde::{Deserialize, Serialize};
@@ -35,7 +33,7 @@ use serde_json::json;
 
 use super::guests::{ImageArgs, VmKind};
 use super::scratch::BackingArgs;
-use crate::{Outcome, input, rtvirtio};
+use crate::{Outcome, input};
 
 /// Size of the scratch disk.
 pub(crate) const DISK: Bytes = Bytes::new(2 << 30);
@@ -51,8 +49,8 @@ pub(crate) struct Args {
     #[command(subcommand)]
     other: Option<Other>,
     /// Cases: strict8, all, or a list such as 1xL,4xL+M+H
-    #[arg(long, default_value = "strict8")]
-    cases: String,
+    #[arg(long, default_value = "strict8", value_parser = cases)]
+    cases: Cases,
     /// Schemes: bfq, ionice, rt-xen, none, mq-deadline, kyber, hand, rtvirtio
     #[arg(long, value_delimiter = ',', default_values_t = Scheme::ALL)]
     schemes: Vec<Scheme>,
@@ -124,19 +122,72 @@ enum Other {
     /// One guest with 4 queues: main loop, 1 IOThread and a mapping over 2, CPU per I/O and IOPS
     Iothreads(iothreads::Args),
     /// A vhost-user-blk server beside qemu-storage-daemon: IOPS, latency, CPU per request
+    #[command(
+        args_conflicts_with_subcommands = true,
+        after_help = "Results go to OUT as JSON lines (cells.jsonl), table.txt and plot.svg. Files under test are \
+        made in /dev/shm and in --disk-directory, and removed."
+    )]
     Dataplane(Box<dataplane::Args>),
     /// Policies of I/O cores on phases of load, on two CPUs: throughput, cores, utility, verdicts
     Iocores(Box<iocores::Args>),
     /// Cells that other campaigns measured, simulated: how the simulator of the two-tier path agrees
     Path(path::Args),
     /// VMs with targets on the data plane beside a deep writer, with and without its schedule
-    Qos(qos::Args),
+    #[command(
+        after_help = "Results go to OUT as JSON lines (cells.jsonl), table.txt and plot.svg. Needs root (FUSE, loop)."
+    )]
+    Qos(Box<Of<qos::Benchmark>>),
     /// Random sets of VMs that run whatever the admission test says of them: how often it is right
-    QosAdmission(qos_admission::Args),
+    #[command(
+        after_help = "Results go to OUT as JSON lines (cells.jsonl) and table.txt. Needs root (FUSE, loop) and 5 GiB of \
+        memory."
+    )]
+    QosAdmission(Of<qos::admission::Benchmark>),
     /// How soon targets are met again when a VM appears, a neighbour starts, the device slows down
-    QosChanges(qos_changes::Args),
+    #[command(
+        after_help = "Results go to OUT as JSON lines (changes.jsonl), table.txt and plot.svg. Needs root (FUSE, \
+        loop)."
+    )]
+    QosChanges(Of<qos::changes::Benchmark>),
     /// What the data plane's schedule costs: backlogged VMs on disks in memory, with and without
-    QosCost(qos_cost::Args),
+    #[command(
+        after_help = "Results go to OUT as JSON lines (cells.jsonl) and table.txt. Wants a machine on which nothing \
+        else runs, with 2 CPUs an IOThread."
+    )]
+    QosCost(Of<qos::cost::Benchmark>),
+}
+
+/// An experiment's own arguments, and those that all have.
+#[derive(clap::Args)]
+pub(crate) struct Of<E: Experiment + clap::Args> {
+    #[command(flatten)]
+    experiment: E,
+    /// Where results go; the same OUT continues where it was
+    #[arg(long, default_value = E::OUT)]
+    out: PathBuf,
+    /// Print cells, or their medians, as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl<E: Experiment + clap::Args> Of<E> {
+    fn run(&self, interrupted: &Interrupted) -> Result<Outcome> {
+        let cells = self.experiment.run(&self.out, interrupted)?;
+        note_command(&self.out)?;
+        told(&self.experiment.report(&cells)?, &self.out, self.json)
+    }
+}
+
+/// Writes what an experiment comes to, and prints the text or what is for a program.
+fn told(report: &Report, out: &Path, json: bool) -> Result<Outcome> {
+    report.write(out)?;
+    if json {
+        input::print_json(&report.json)?;
+    } else {
+        print!("{}", report.text);
+        println!("{}", out.display());
+    }
+    Ok(Outcome::Done)
 }
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
@@ -146,13 +197,12 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         Some(Other::Dataplane(args)) => return dataplane::run(args, interrupted),
         Some(Other::Iocores(args)) => return iocores::run(args, interrupted),
         Some(Other::Path(args)) => return path::run(args),
-        Some(Other::Qos(args)) => return qos::run(args, interrupted),
-        Some(Other::QosAdmission(args)) => return qos_admission::run(args, interrupted),
-        Some(Other::QosChanges(args)) => return qos_changes::run(args, interrupted),
-        Some(Other::QosCost(args)) => return qos_cost::run(args, interrupted),
+        Some(Other::Qos(args)) => return args.run(interrupted),
+        Some(Other::QosAdmission(args)) => return args.run(interrupted),
+        Some(Other::QosChanges(args)) => return args.run(interrupted),
+        Some(Other::QosCost(args)) => return args.run(interrupted),
         None => {}
     }
-    let cases = cases(&args.cases)?;
     let specification = args.spec.as_deref().map(input::specification).transpose()?;
     std::fs::create_dir_all(&args.out).with_context(|| format!("create {}", args.out.display()))?;
     let guests = args.image.choose(args.guests, interrupted)?;
@@ -205,7 +255,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             if args.data_plane {
                 sources.push((DATA_PLANE.to_owned(), Source::DataPlane));
             }
-            campaign.matrix(&cases, args.tier, args.neighbour, &sources, args.repetitions)
+            campaign.matrix(&args.cases, args.tier, args.neighbour, &sources, args.repetitions)
         }
     };
     let notes = note_command(&args.out)?;
@@ -213,7 +263,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     super::report::write(&cells, &args.out.join("report.html"), "rtvirtio benchmark", &notes)?;
     if args.json {
         input::print_json(&json!({
-            "schemes": verdicts(&cells),
+            "schemes": super::report::verdicts(&cells),
             "predictions": report::agreement(&cells),
         }))?;
     } else {
@@ -237,14 +287,6 @@ fn note_command(out: &Path) -> Result<Vec<String>> {
     );
     input::write(&path, &text)?;
     Ok(text.lines().map(str::to_owned).collect())
-}
-
-fn cases(text: &str) -> Result<Vec<Case>> {
-    match text {
-        "strict8" => Ok(Case::strict8().to_vec()),
-        "all" => Ok(Case::all()),
-        list => list.split(',').map(|c| Ok(c.parse::<Case>()?)).collect(),
-    }
 }
 
 /// The profile given, the one in the directory, or a new one, with its file; of this device in any
@@ -341,54 +383,4 @@ fn own(campaign: &Campaign<'_>, mut specification: Specification, args: &Args) -
         source: Source::Scheme(Scheme::Rtvirtio),
     };
     Ok((0..args.repetitions).map(job).collect())
-}
-
-/// How a scheme did.
-#[derive(Debug, Serialize)]
-pub(crate) struct Verdict {
-    scheme: String,
-    runs: usize,
-    passed: usize,
-    /// Wilson's 95 % interval of the pass rate.
-    interval: (f64, f64),
-    /// Of them measured while the machine was late.
-    disturbed: usize,
-    by_case: BTreeMap<String, (usize, usize)>,
-}
-
-/// Each scheme's verdict over all cells, with (passed, runs) by case.
-pub(crate) fn verdicts(cells: &[Cell]) -> Vec<Verdict> {
-    let mut by_scheme: BTreeMap<&str, Vec<&Cell>> = BTreeMap::new();
-    for cell in cells {
-        by_scheme.entry(&cell.key.scheme).or_default().push(cell);
-    }
-    let verdict = |(scheme, all): (&str, Vec<&Cell>)| {
-        let passed = all.iter().filter(|c| c.passed).count();
-        let mut by_case: BTreeMap<String, (usize, usize)> = BTreeMap::new();
-        for cell in &all {
-            let entry = by_case.entry(cell.key.case.clone()).or_default();
-            entry.0 += usize::from(cell.passed);
-            entry.1 += 1;
-        }
-        Verdict {
-            scheme: scheme.to_owned(),
-            runs: all.len(),
-            passed,
-            interval: wilson_interval(passed as u64, all.len() as u64),
-            disturbed: all.iter().filter(|c| c.disturbed.is_some()).count(),
-            by_case,
-        }
-    };
-    by_scheme.into_iter().map(verdict).collect()
-}
-
-/// Writes a campaign's table beside its cells, and prints one of the two.
-fn told<T: Serialize>(out: &Path, cells: &[T], text: &str, json: bool) -> Result<Outcome> {
-    std::fs::write(out.join("table.txt"), text)?;
-    if json {
-        input::print_json(&cells)?;
-    } else {
-        print!("{text}");
-    }
-    Ok(Outcome::Done)
 }

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_bench::campaign::{CELLS, Campaign, DATA_PLANE, Source};
 use rtvirtio_bench::cell::Testbed;
+use rtvirtio_bench::dataplane::server::rtvirtio;
 use rtvirtio_bench::guests::{Accelerator, GuestImage, Served};
 use rtvirtio_bench::qos::curve::Curve;
 use rtvirtio_bench::report;
@@ -29,7 +30,7 @@ use rtvirtio_spec::specification::to_toml;
 
 use super::bench::DISK;
 use super::guests::{ImageArgs, VmKind};
-use crate::{Outcome, input, rtvirtio};
+use crate::{Outcome, input};
 use verdict::Verdict;
 
 /// The schemes of the short demo; the data plane comes on top.

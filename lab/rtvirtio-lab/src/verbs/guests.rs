@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use rtvirtio_bench::guests::{Accelerator, GuestImage};
-use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_host::interrupt::{Interrupted, InterruptedError};
 
 /// What a benchmark's VMs are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -39,25 +39,13 @@ impl ImageArgs {
         kind: VmKind,
         interrupted: &Interrupted,
     ) -> Result<Option<(GuestImage, Accelerator)>> {
-        match kind {
-            VmKind::Cgroup => Ok(None),
-            VmKind::Qemu => self.find(interrupted).context("guests cannot run here").map(Some),
-            VmKind::Auto => match self.find(interrupted) {
-                Ok((image, Accelerator::Kvm)) => Ok(Some((image, Accelerator::Kvm))),
-                Err(error) if error.is::<rtvirtio_host::interrupt::InterruptedError>() => {
-                    Err(error)
-                }
-                other => {
-                    let why = match other {
-                        Ok(_) => "no guest boots under KVM here".to_owned(),
-                        Err(error) => format!("{error:#}"),
-                    };
-                    eprintln!(
-                        "VMs are cgroups on the kernel path and vhost-user clients on the data plane: {why}"
-                    );
-                    Ok(None)
-                }
-            },
+        let others = "VMs are cgroups on the kernel path and vhost-user clients on the data plane";
+        match self.find_if(kind, others, interrupted)? {
+            Some((_, Accelerator::Tcg)) if kind == VmKind::Auto => {
+                eprintln!("{others}: no guest boots under KVM here");
+                Ok(None)
+            }
+            found => Ok(found),
         }
     }
 
@@ -67,22 +55,30 @@ impl ImageArgs {
         kind: VmKind,
         interrupted: &Interrupted,
     ) -> Result<Option<(GuestImage, Accelerator)>> {
-        let (image, accelerator) = match kind {
-            VmKind::Cgroup => return Ok(None),
-            VmKind::Qemu => self.find(interrupted).context("guests cannot run here")?,
-            VmKind::Auto => match self.find(interrupted) {
-                Ok(found) => found,
-                Err(error) if error.is::<rtvirtio_host::interrupt::InterruptedError>() => {
-                    return Err(error);
-                }
-                Err(error) => {
-                    eprintln!("VMs are cgroups, not guests: {error:#}");
-                    return Ok(None);
-                }
-            },
-        };
-        let (name, scale) = (accelerator.name(), accelerator.scale());
-        eprintln!("VMs are QEMU guests under {name}; scale factor s = {scale}");
-        Ok(Some((image, accelerator)))
+        let found = self.find_if(kind, "VMs are cgroups, not guests", interrupted)?;
+        if let Some((_, accelerator)) = &found {
+            let (name, scale) = (accelerator.name(), accelerator.scale());
+            eprintln!("VMs are QEMU guests under {name}; scale factor s = {scale}");
+        }
+        Ok(found)
+    }
+
+    /// What is there, if guests are asked for, or may be and can; else what the `others` are is said.
+    fn find_if(
+        &self,
+        kind: VmKind,
+        others: &str,
+        interrupted: &Interrupted,
+    ) -> Result<Option<(GuestImage, Accelerator)>> {
+        if kind == VmKind::Cgroup {
+            return Ok(None);
+        }
+        match (kind, self.find(interrupted)) {
+            (VmKind::Auto, Err(error)) if !error.is::<InterruptedError>() => {
+                eprintln!("{others}: {error:#}");
+                Ok(None)
+            }
+            (_, found) => found.context("guests cannot run here").map(Some),
+        }
     }
 }

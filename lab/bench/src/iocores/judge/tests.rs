@@ -1,8 +1,10 @@
-use rtvirtio_spec::run::{Canary, Machine};
+use rtvirtio_spec::run::Machine;
 use rtvirtio_units::Nanos;
 
 use super::super::cell::{CellKey, Settings, Timeline};
 use super::*;
+use crate::cell::canary_of;
+use crate::verdict::Outcome;
 
 /// 10 s in which the vCPUs wanted one CPU.
 fn phase(kind: Option<PhaseKind>, iops: u64, io_cores: f64, waited: f64) -> Phase {
@@ -33,8 +35,6 @@ fn phase(kind: Option<PhaseKind>, iops: u64, io_cores: f64, waited: f64) -> Phas
 }
 
 fn cell(policy: PolicyConfig, seed: u64, phases: Vec<Phase>, whole: Phase) -> Cell {
-    let canary =
-        Canary { n: 1, p50: Nanos::ZERO, p99: Nanos::ZERO, p999: Nanos::ZERO, max: Nanos::ZERO };
     Cell {
         key: CellKey { policy, seed, repetition: 0, alone: None },
         settings: Settings::default(),
@@ -43,7 +43,7 @@ fn cell(policy: PolicyConfig, seed: u64, phases: Vec<Phase>, whole: Phase) -> Ce
         whole: Some(whole),
         checked: 10,
         timeline: Timeline::default(),
-        canary,
+        canary: canary_of(Nanos::ZERO),
         doubt: None,
         machine: Machine { load1: 1.0, busy_cores: 1.0, steal_cores: 0.0 },
         at: String::new(),
@@ -99,7 +99,7 @@ fn utilities_are_parts_of_the_groups_best_less_a_fifth_a_core() {
 #[test]
 fn campaign_in_which_the_policy_is_the_best_passes() {
     let cells = campaign(|_| ());
-    for (mark, outcome) in judged(&cells).iter().map(|verdict| (verdict.mark, verdict.outcome)) {
+    for (mark, outcome) in judged(&cells).iter().map(|verdict| (&*verdict.mark, verdict.outcome)) {
         let expected = match mark {
             // It has no such phase, and none began with a core too many.
             "2 flapping" | "2 moves under flapping" | "2 core given back" => Outcome::NotJudged,

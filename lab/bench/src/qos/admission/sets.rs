@@ -70,7 +70,7 @@ impl Task {
 
 /// A set.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Set {
+pub struct Set {
     /// From 0.
     pub(crate) number: u32,
     pub(crate) tasks: Vec<Task>,

@@ -5,6 +5,7 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use rtvirtio_bench::cell::Testbed;
 use rtvirtio_bench::closed_loop;
+use rtvirtio_bench::dataplane::server::rtvirtio;
 use rtvirtio_bench::report::closed_loop::page;
 use rtvirtio_calibrate::testbed::DeviceUnderTest as _;
 use rtvirtio_cases::{Case, Mix, Neighbour, Tier};
@@ -13,7 +14,7 @@ use rtvirtio_spec::specification::to_toml;
 use rtvirtio_units::Nanos;
 
 use super::Args;
-use crate::{Outcome, input, rtvirtio};
+use crate::{Outcome, input};
 
 /// Four VMs and one that writes. `profile` is the file of the testbed's profile.
 pub(super) fn run(

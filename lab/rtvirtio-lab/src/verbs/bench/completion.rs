@@ -3,15 +3,16 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use rtvirtio_bench::completion::judge::verdicts;
 use rtvirtio_bench::completion::{
     Benchmark, Extent, Io, Matrix, Mode, Target, live, page, table, usable_cpus,
 };
+use rtvirtio_bench::experiment::{Experiment as _, Report, named, seconds};
 use rtvirtio_host::interrupt::Interrupted;
 use serde_json::json;
 
-use crate::{Outcome, input};
+use crate::Outcome;
 
 /// Arguments of `bench completion`.
 #[derive(clap::Args)]
@@ -35,10 +36,10 @@ pub(crate) struct Args {
     #[arg(long, conflicts_with_all = ["full", "on", "modes", "threads", "compute"])]
     live: bool,
     /// Only these targets: emulated, file-4k, file-128k
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_delimiter = ',', value_parser = named::<Target>)]
     on: Vec<Target>,
     /// Only these modes
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_delimiter = ',', value_parser = named::<Mode>)]
     modes: Vec<Mode>,
     /// Only these numbers of I/O threads T
     #[arg(long, value_delimiter = ',', value_name = "T")]
@@ -50,8 +51,8 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repetitions: u32,
     /// Length of a cell's window in seconds
-    #[arg(long, default_value_t = 3.0)]
-    window: f64,
+    #[arg(long, default_value = "3", value_parser = seconds::<100, 600_000>)]
+    window: Duration,
     /// Where the file is made: on the disk that is measured
     #[arg(long, default_value = "/var/tmp")]
     directory: PathBuf,
@@ -70,39 +71,28 @@ pub(crate) struct Args {
 const CYCLES: u32 = 5;
 
 pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
-    let window = args.window;
-    ensure!((0.1..=600.0).contains(&window), "--window is {window}, outside 0.1 to 600 s");
     let matrix = matrix(args)?;
-    std::fs::create_dir_all(&args.out).with_context(|| format!("create {}", args.out.display()))?;
     let benchmark = Benchmark {
         matrix,
         repetitions: args.repetitions,
-        window: Duration::from_secs_f64(window),
+        window: args.window,
         seed: args.seed,
         directory: &args.directory,
-        out: &args.out,
     };
     let live = live::Benchmark {
         repetitions: if args.live { args.repetitions } else { 0 },
         cycles: CYCLES,
-        out: &args.out,
     };
     // What an earlier command left in the directory is shown as well.
-    let cells = benchmark.run(interrupted)?;
-    let runs = live.run(interrupted)?;
+    let cells = benchmark.run(&args.out, interrupted)?;
+    let runs = live.run(&args.out, interrupted)?;
     let facts = super::note_command(&args.out)?;
     let verdicts = verdicts(&cells, (!runs.is_empty()).then(|| live::verdict(&runs)));
     let text = table::render(&cells, &verdicts);
-    input::write(&args.out.join("table.txt"), &text)?;
-    let report = args.out.join("report.html");
-    input::write(&report, &page::render(&cells, &runs, &verdicts, &facts))?;
-    if args.json {
-        input::print_json(&json!({ "cells": cells, "live": runs, "verdicts": verdicts }))?;
-    } else {
-        print!("{text}");
-        println!("{}", report.display());
-    }
-    Ok(Outcome::Done)
+    let page = page::render(&cells, &runs, &verdicts, &facts);
+    let json = json!({ "cells": cells, "live": runs, "verdicts": verdicts });
+    let report = Report::of(text, json).with("report.html", page);
+    super::told(&report, &args.out, args.json)
 }
 
 /// The cells that the arguments ask for: none with `--live`.

@@ -4,68 +4,24 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use rtvirtio_bench::dataplane::Benchmark;
 use rtvirtio_bench::dataplane::footprint::{self, Footprint};
 use rtvirtio_bench::dataplane::moves::{Moves, Shown, Stage};
-use rtvirtio_bench::dataplane::server::{ServerKind, qsd_version};
+use rtvirtio_bench::dataplane::server::rtvirtio;
 use rtvirtio_bench::dataplane::verify::{self, Options, Report};
-use rtvirtio_bench::dataplane::{
-    Benchmark, Case, MIN_FOR_TAIL, Medium, Operation, rows_as_json, write_report,
-};
+use rtvirtio_bench::experiment::{named, seconds};
 use rtvirtio_host::interrupt::Interrupted;
 
-use crate::{Outcome, input, rtvirtio};
+use super::Of;
+use crate::{Outcome, input};
 
 /// Arguments of `bench dataplane`.
 #[derive(clap::Args)]
-#[command(
-    args_conflicts_with_subcommands = true,
-    after_help = "Results go to OUT as JSON lines (cells.jsonl), table.txt and plot.svg; the same \
-    OUT continues where it was. Files under test are made in /dev/shm and in --disk-directory, \
-    and removed."
-)]
 pub(crate) struct Args {
     #[command(subcommand)]
     other: Option<Other>,
-    /// What disks are made of: ram, tmpfs, disk
-    #[arg(long, value_delimiter = ',', default_value = "ram,tmpfs,disk")]
-    cases: Vec<Medium>,
-    /// Servers: ours (fixed buffers on and off), qsd, file (io_uring without a server), or the
-    /// path of a socket at which one runs already
-    #[arg(long, value_delimiter = ',', default_value = "ours,qsd,file")]
-    server: Vec<String>,
-    /// Queues: 1, 4 or both
-    #[arg(long, value_delimiter = ',', default_value = "1,4")]
-    queues: Vec<usize>,
-    /// Requests in flight of each queue: 1, 32 or both
-    #[arg(long, value_delimiter = ',', default_value = "1,32")]
-    depth: Vec<usize>,
-    /// Only reads
-    #[arg(long)]
-    reads: bool,
-    /// Repetitions of each case under each server
-    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
-    repetitions: u32,
-    /// Length of a window in seconds; at depth 32 with 4 queues longer, for p99.99
-    #[arg(long, default_value_t = 4.0)]
-    seconds: f64,
-    /// Do not wait for the 1,000,000 requests that judge p99.99
-    #[arg(long)]
-    quick: bool,
-    /// Instead: 1 against 2 IOThreads, 4 queues, each request costing 100 µs of CPU
-    #[arg(long)]
-    scaling: bool,
-    /// Where the file on a disk is made
-    #[arg(long, default_value = "/var/tmp")]
-    disk_directory: PathBuf,
-    /// The rtvirtio that serves; without, the one beside this program
-    #[arg(long)]
-    program: Option<PathBuf>,
-    /// Where results go
-    #[arg(long, default_value = "rtvirtio-bench-dataplane")]
-    out: PathBuf,
-    /// Print medians as JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    all: Of<Benchmark>,
 }
 
 #[derive(clap::Subcommand)]
@@ -86,12 +42,13 @@ struct MovesArgs {
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "light,heavy,ram,disk,disconnects,memory,reset"
+        default_value = "light,heavy,ram,disk,disconnects,memory,reset",
+        value_parser = named::<Stage>
     )]
     stages: Vec<Stage>,
     /// How long each takes
-    #[arg(long, default_value_t = 60.0)]
-    seconds: f64,
+    #[arg(long, default_value = "60", value_parser = seconds::<1, 86_400_000>)]
+    seconds: Duration,
     /// Moves to ask for in a second
     #[arg(long, default_value_t = 1500.0)]
     rate: f64,
@@ -125,8 +82,8 @@ struct VerifyArgs {
     #[arg(long)]
     socket: PathBuf,
     /// How long
-    #[arg(long, default_value_t = 10.0)]
-    seconds: f64,
+    #[arg(long, default_value = "10", value_parser = seconds::<0, 86_400_000>)]
+    seconds: Duration,
     /// Instead: drop the connection in mid-I/O so many times
     #[arg(long, conflicts_with = "kills")]
     disconnects: Option<u32>,
@@ -154,88 +111,22 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     match &args.other {
         Some(Other::Verify(args)) => {
             input::print_json(&verified(args, interrupted)?)?;
-            return Ok(Outcome::Done);
+            Ok(Outcome::Done)
         }
-        Some(Other::Footprint(args)) => return footprint(args, interrupted),
-        Some(Other::Moves(args)) => return moved(args, interrupted),
-        None => {}
+        Some(Other::Footprint(args)) => footprint(args, interrupted),
+        Some(Other::Moves(args)) => moved(args, interrupted),
+        None => args.all.run(interrupted),
     }
-    ensure!(args.seconds.is_finite() && args.seconds > 0.0, "--seconds must be more than 0");
-    std::fs::create_dir_all(&args.out).with_context(|| format!("create {}", args.out.display()))?;
-    let (servers, socket) = servers(args)?;
-    if servers.contains(&ServerKind::Qsd) {
-        eprintln!("qemu-storage-daemon {}", qsd_version()?);
-    }
-    let program = args.program.clone().map_or_else(rtvirtio, Ok)?;
-    let mut cases = if args.scaling {
-        vec![Case { medium: Medium::Burn, operation: Operation::Read, queues: 4, depth: 32 }]
-    } else if socket.is_some() {
-        Case::all(&[Medium::Socket])
-    } else {
-        Case::all(&args.cases)
-    };
-    cases.retain(|case| {
-        args.queues.contains(&case.queues)
-            && args.depth.contains(&case.depth)
-            && (case.operation == Operation::Read || !args.reads)
-    });
-    let benchmark = Benchmark {
-        cases,
-        servers,
-        iothreads: if args.scaling { vec![1, 2] } else { vec![1] },
-        repetitions: args.repetitions,
-        seconds: args.seconds,
-        // A request of 100 µs has no far tail worth a wait.
-        min_for_tail: if args.quick || args.scaling { 0 } else { MIN_FOR_TAIL },
-        program: &program,
-        socket: socket.as_deref(),
-        disk_directory: &args.disk_directory,
-        out: &args.out,
-    };
-    super::note_command(&args.out)?;
-    let cells = benchmark.run(interrupted)?;
-    let table = write_report(&cells, &args.out)?;
-    if args.json {
-        input::print_json(&rows_as_json(&cells))?;
-    } else {
-        print!("{table}");
-        println!("{}", args.out.display());
-    }
-    Ok(Outcome::Done)
-}
-
-/// The servers, and the socket among them.
-fn servers(args: &Args) -> Result<(Vec<ServerKind>, Option<PathBuf>)> {
-    let (mut servers, mut socket) = (Vec::new(), None);
-    for name in &args.server {
-        match name.as_str() {
-            "ours" => servers.extend([ServerKind::Rtvirtio, ServerKind::RtvirtioFixed]),
-            "qsd" => servers.push(ServerKind::Qsd),
-            "file" => servers.push(ServerKind::File),
-            path => {
-                ensure!(path.contains('/'), "`{path}` is none of ours, qsd, file, and no path");
-                ensure!(socket.is_none(), "more than one socket");
-                socket = Some(PathBuf::from(path));
-                servers.push(ServerKind::Socket);
-            }
-        }
-    }
-    ensure!(
-        socket.is_none() || servers.len() == 1,
-        "a socket's disk is not known: it is measured alone"
-    );
-    Ok((servers, socket))
 }
 
 fn moved(args: &MovesArgs, interrupted: &Interrupted) -> Result<Outcome> {
-    ensure!(args.seconds.is_finite() && args.seconds > 0.0, "--seconds must be more than 0");
     ensure!(args.rate.is_finite() && args.rate >= 1.0, "--rate must be 1 or more");
     let program = args.program.clone().map_or_else(rtvirtio, Ok)?;
     let seed = now();
     let moves = Moves {
         program: &program,
         disk_directory: &args.disk_directory,
-        time: Duration::from_secs_f64(args.seconds),
+        time: args.seconds,
         rate: args.rate,
         seed,
     };
@@ -269,7 +160,6 @@ fn footprint(args: &FootprintArgs, interrupted: &Interrupted) -> Result<Outcome>
 }
 
 fn verified(args: &VerifyArgs, interrupted: &Interrupted) -> Result<Report> {
-    ensure!(args.seconds.is_finite() && args.seconds >= 0.0, "--seconds must not be negative");
     let seed = args.seed.unwrap_or_else(now);
     eprintln!("seed {seed}");
     let options = Options {
@@ -284,6 +174,6 @@ fn verified(args: &VerifyArgs, interrupted: &Interrupted) -> Result<Report> {
     match (args.disconnects, args.kills) {
         (Some(count), _) => verify::disconnects(options, count, interrupted),
         (_, Some(count)) => verify::kills(options, &args.command, count, interrupted),
-        _ => verify::verify(options, Duration::from_secs_f64(args.seconds), interrupted),
+        _ => verify::verify(options, args.seconds, interrupted),
     }
 }

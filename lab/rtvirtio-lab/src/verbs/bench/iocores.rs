@@ -3,15 +3,15 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use rtvirtio_bench::iocores::cell::{PolicyConfig, SEEDS, Settings};
-use rtvirtio_bench::iocores::machine::Disk;
-use rtvirtio_bench::iocores::{Benchmark, costs, disturb, judge, simulated, write_report};
+use rtvirtio_bench::dataplane::server::rtvirtio;
+use rtvirtio_bench::experiment::{Experiment as _, named};
+use rtvirtio_bench::iocores::cell::{Disk, PolicyConfig, SEEDS, Settings};
+use rtvirtio_bench::iocores::{Benchmark, costs, disturb, report, simulated};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_sim::Costs;
 use rtvirtio_sim::scenario::PhaseKind;
-use serde_json::json;
 
-use crate::{Outcome, input, rtvirtio};
+use crate::{Outcome, input};
 
 /// Largest file of costs.
 const MAX_COSTS: u64 = 1 << 16;
@@ -53,7 +53,7 @@ Examples:
   rtvirtio-lab bench iocores --disturb --seconds 10 --repetitions 5")]
 pub(crate) struct Args {
     /// Policies to compare
-    #[arg(long, value_delimiter = ',', default_values_t = PolicyConfig::ALL)]
+    #[arg(long, value_delimiter = ',', default_values_t = PolicyConfig::ALL, value_parser = named::<PolicyConfig>)]
     policies: Vec<PolicyConfig>,
     /// Phases, or all
     #[arg(long, value_delimiter = ',', default_value = "all")]
@@ -159,7 +159,7 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         program: &program,
         out: &args.out,
     };
-    let campaign = benchmark.run(interrupted)?;
+    let campaign = benchmark.campaign(interrupted)?;
     super::note_command(&args.out)?;
     let compared = match args.compare_simulator {
         true => {
@@ -168,25 +168,13 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         }
         false => None,
     };
-    let text = write_report(&campaign, compared.as_deref(), &args.out)?;
-    if args.json {
-        let mut verdicts = judge::judge(&campaign);
-        verdicts.extend(compared.as_deref().map(simulated::judge));
-        input::print_json(&json!({
-            "rows": judge::rows(&campaign.cells),
-            "alone": judge::rows(&campaign.alone),
-            "verdicts": verdicts,
-            "simulated": compared,
-        }))?;
-    } else {
-        print!("{text}");
-    }
+    let outcome = super::told(&report(&campaign, compared.as_deref()), &args.out, args.json)?;
     ensure!(
         campaign.cells.iter().chain(&campaign.alone).all(|cell| cell.is_good()),
         "requests were lost, repeated or misplaced (see {})",
         args.out.join("table.txt").display()
     );
-    Ok(Outcome::Done)
+    Ok(outcome)
 }
 
 fn read_costs(path: &Path) -> Result<Costs> {
@@ -212,16 +200,8 @@ fn disturb(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         seconds: seconds as u32,
         cpu_us: args.request_us,
         program: &program,
-        out: &args.out,
     };
-    let cells = benchmark.run(interrupted)?;
+    let cells = benchmark.run(&args.out, interrupted)?;
     super::note_command(&args.out)?;
-    let text = disturb::table(&cells);
-    std::fs::write(args.out.join("disturb.txt"), &text)?;
-    if args.json {
-        input::print_json(&json!({ "cells": cells, "verdicts": disturb::judge(&cells) }))?;
-    } else {
-        print!("{text}");
-    }
-    Ok(Outcome::Done)
+    super::told(&benchmark.report(&cells)?, &args.out, args.json)
 }

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use comfy_table::{CellAlignment, Table, presets};
+use rtvirtio_bench::experiment::Experiment as _;
 use rtvirtio_bench::guests::Accelerator;
-use rtvirtio_bench::iothreads::{Benchmark, Service, Spread, Summary, VCPUS, backend, summaries};
+use rtvirtio_bench::iothreads::{Benchmark, Service, VCPUS, backend, rows, table};
 use rtvirtio_host::interrupt::Interrupted;
 use serde_json::json;
 
@@ -52,10 +52,10 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         window: Duration::from_secs(args.window),
         repetitions: args.repetitions,
         seed: args.seed,
-        out: &args.out,
     };
-    let runs = benchmark.run(interrupted)?;
-    let summaries = summaries(&runs);
+    let runs = benchmark.run(&args.out, interrupted)?;
+    let rows = rows(&runs);
+    let table = table(&rows, iops(accelerator));
     let commands = super::note_command(&args.out)?;
     let services = Service::ALL.map(|s| Ok(json!({"service": s, "arguments": s.arguments()?})));
     let result = json!({
@@ -68,7 +68,7 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         "vcpus": VCPUS,
         "backend": backend(),
         "services": services.into_iter().collect::<Result<Vec<_>>>()?,
-        "summary": summaries,
+        "summary": table.json(),
         "runs": runs,
     });
     let path = args.out.join("result.json");
@@ -76,7 +76,11 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     if args.json {
         input::print_json(&result)?;
     } else {
-        print!("{}", describe(&summaries, accelerator, &notes));
+        println!(
+            "{table}Medians and ranges. CPU: of QEMU for each request, µs, then by thread; elsewhere: other CPU use \
+             of the machine, cores."
+        );
+        notes.iter().for_each(|note| println!("{note}"));
         println!("{}", path.display());
     }
     Ok(Outcome::Done)
@@ -98,48 +102,9 @@ fn notes(accelerator: Accelerator) -> Vec<String> {
     notes
 }
 
-/// A table, and what must be read beside it.
-fn describe(summaries: &[Summary], accelerator: Accelerator, notes: &[String]) -> String {
-    let iops = if accelerator == Accelerator::Tcg { "IOPS, guest-bound" } else { "IOPS" };
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_header([
-        "depth",
-        "served by",
-        iops,
-        "CPU",
-        "IOThreads",
-        "main loop",
-        "vCPUs",
-        "elsewhere",
-    ]);
-    for s in summaries {
-        let us = |spread| shown(spread, 1);
-        table.add_row([
-            format!("{VCPUS} x {}", s.depth),
-            s.service.name().to_owned(),
-            shown(&s.iops, 0),
-            us(&s.total_us),
-            us(&s.iothreads_us),
-            us(&s.main_loop_us),
-            us(&s.vcpus_us),
-            shown(&s.elsewhere_cores, 2),
-        ]);
-    }
-    for column in table.column_iter_mut().skip(2) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    let runs = summaries.iter().map(|s| s.runs).min().unwrap_or(0);
-    let notes: String = notes.iter().map(|note| format!("{note}\n")).collect();
-    format!(
-        "{table}\nMedian (range) of {runs}. CPU: of QEMU for each request, µs, then by thread; \
-         elsewhere: other CPU use of the machine, cores.\n{notes}"
-    )
-}
-
-/// A median and its range.
-fn shown(spread: &Spread, decimals: usize) -> String {
-    let Spread { median, min, max } = spread;
-    format!("{median:.decimals$} ({min:.decimals$}-{max:.decimals$})")
+/// What requests a second are called.
+fn iops(accelerator: Accelerator) -> &'static str {
+    if accelerator == Accelerator::Tcg { "IOPS, guest-bound" } else { "IOPS" }
 }
 
 #[cfg(test)]
@@ -153,16 +118,6 @@ mod tests {
         assert_eq!(labelled(&notes(Accelerator::Tcg)), [true, true]);
         assert_eq!(labelled(&notes(Accelerator::Kvm)), [false, false]);
         assert!(GUEST_BOUND.starts_with("guest-bound") && NO_KVM.contains("KVM lane"));
-        let header =
-            |accelerator| describe(&[], accelerator, &[]).lines().next().map(str::to_owned);
-        assert!(header(Accelerator::Tcg).unwrap().contains("IOPS, guest-bound"));
-        assert!(!header(Accelerator::Kvm).unwrap().contains("guest-bound"));
-    }
-
-    #[test]
-    fn a_spread_is_shown_with_its_range() {
-        let spread = Spread { median: 9.96, min: 1.0, max: 20.04 };
-        assert_eq!(shown(&spread, 1), "10.0 (1.0-20.0)");
-        assert_eq!(shown(&spread, 0), "10 (1-20)");
+        assert_eq!([Accelerator::Tcg, Accelerator::Kvm].map(iops), ["IOPS, guest-bound", "IOPS"]);
     }
 }

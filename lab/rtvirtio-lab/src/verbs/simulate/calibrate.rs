@@ -3,10 +3,11 @@
 use std::path::Path;
 
 use anyhow::Result;
+use rtvirtio_bench::dataplane::server::rtvirtio;
 use rtvirtio_bench::iocores::costs;
 use rtvirtio_host::interrupt::Interrupted;
 
-use crate::{input, rtvirtio};
+use crate::input;
 
 /// Measures, searches, and writes the costs.
 pub(super) fn run(path: &Path, interrupted: &Interrupted) -> Result<()> {

@@ -1,8 +1,9 @@
 //! Simulated runs for people.
 
-use comfy_table::{CellAlignment, Table, presets};
+use rtvirtio_bench::table::Table;
 use rtvirtio_iocores::utility::{Progress, Reference, Weights};
 use rtvirtio_sim::PhaseOutcome;
+use rtvirtio_sim::scenario::PhaseKind;
 use rtvirtio_units::Nanos;
 
 use super::Run;
@@ -28,59 +29,30 @@ pub(super) fn add_utility(runs: &mut [Run]) {
 
 /// A row for each phase and policy.
 pub(super) fn table(runs: &[Run]) -> String {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_header([
-        "phase",
-        "policy",
-        "IOPS",
-        "cores",
-        "IOPS/core",
-        "mean",
-        "p50",
-        "p99",
-        "p99.9",
-        "compute",
-        "vCPU wait",
-        "moves",
-        "settled",
-        "utility",
-    ]);
-    for column in 2..14 {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    let phases = runs.first().map_or(0, |run| run.utility.len());
-    for phase in 0..phases {
-        for run in runs {
-            let Some(of) = parts(run).nth(phase) else { continue };
-            table.add_row(row(run, of, run.utility[phase]));
-        }
-    }
+    let phases = 0..runs.first().map_or(0, |run| run.utility.len());
+    let row = |phase| move |run| Some((run, parts(run).nth(phase)?, run.utility[phase]));
+    let rows: Vec<(&Run, &PhaseOutcome, f64)> =
+        phases.flat_map(|phase| runs.iter().filter_map(row(phase))).collect();
+    let latency = |of: &PhaseOutcome, time: Nanos| (of.requests > 0).then_some(time);
+    let table = Table::of(&rows)
+        .text("phase", |(_, of, _)| of.kind.map_or("whole", PhaseKind::name))
+        .text("policy", |(run, ..)| run.policy)
+        .figure("IOPS", 0, |(_, of, _)| of.iops)
+        .figure("cores", 2, |(_, of, _)| of.io_cores)
+        .figure("IOPS/core", 0, |(_, of, _)| of.iops_per_core)
+        .shown("mean", |(_, of, _)| latency(of, of.mean))
+        .shown("p50", |(_, of, _)| latency(of, of.p50))
+        .shown("p99", |(_, of, _)| latency(of, of.p99))
+        .shown("p99.9", |(_, of, _)| latency(of, of.p999))
+        .figure("compute", 2, |(_, of, _)| of.computed)
+        .figure("vCPU wait", 2, |(_, of, _)| of.vcpus_waited)
+        .shown("moves", |(_, of, _)| Some(of.moves))
+        .figure("settled, ms", 0, |(_, of, _)| Some(of.settled?.as_millis_f64()))
+        .figure("utility", 3, |(.., utility)| *utility);
     format!(
-        "{table}\n\nutility: I/O and compute, each in CPUs' worth or, if there is less of it, as part \
+        "{table}\nutility: I/O and compute, each in CPUs' worth or, if there is less of it, as part \
          of the most, less 0.2 a core.\nstatic IOThreads are there whether they work or not.\n"
     )
-}
-
-fn row(run: &Run, of: &PhaseOutcome, utility: f64) -> [String; 14] {
-    let latency = |ns: Nanos| if of.requests == 0 { "-".to_owned() } else { ns.to_string() };
-    [
-        of.kind.map_or_else(|| "whole".to_owned(), |kind| kind.to_string()),
-        run.policy.to_string(),
-        format!("{:.0}", of.iops),
-        format!("{:.2}", of.io_cores),
-        format!("{:.0}", of.iops_per_core),
-        latency(of.mean),
-        latency(of.p50),
-        latency(of.p99),
-        latency(of.p999),
-        format!("{:.2}", of.computed),
-        format!("{:.2}", of.vcpus_waited),
-        of.moves.to_string(),
-        of.settled.map_or_else(|| "-".to_owned(), |at| format!("{:.0} ms", at.as_millis_f64())),
-        format!("{utility:.3}"),
-    ]
 }
 
 /// How fast it went.
