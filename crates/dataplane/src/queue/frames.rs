@@ -141,7 +141,7 @@ impl Frames {
         match &self.direction {
             Direction::TapTransmit(_) => is_open && ring_is_pending,
             Direction::TapReceive(receive) => is_open && receive.is_pending(ring_is_pending),
-            Direction::PortTransmit(transmit) => is_open && ring_is_pending || transmit.has_ended(),
+            Direction::PortTransmit(transmit) => transmit.is_pending(is_open && ring_is_pending),
             Direction::PortReceive(receive) => is_open && receive.is_pending(ring_is_pending),
         }
     }

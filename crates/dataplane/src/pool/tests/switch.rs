@@ -389,6 +389,36 @@ fn flow_keeps_its_order_while_queues_move() {
     }
 }
 
+/// A turn that could take nothing is none: its IOThread would look for it all the time.
+#[test]
+fn sender_with_all_that_it_may_send_on_its_way_has_no_work() {
+    let net = Net::new(&[ALL, ALL]);
+    let Link::Port { switch, .. } = net.nics[0].attached() else { panic!("no port") };
+    let mut sender = crate::switch::PortSender::claim(switch, 0, 0).unwrap();
+    let mut receiver = crate::switch::PortReceiver::claim(switch, 1, 0).unwrap();
+    receiver.set_open(true);
+    assert!(crate::switch::PortSender::claim(switch, 0, 0).is_none(), "one has it");
+    let mut sent = 0;
+    while let Some(frame) = sender.next() {
+        frame.length = 60;
+        assert_eq!(sender.send(Some(forwarding::Destination::Port(1))), (1, 0));
+        sent += 1;
+    }
+    assert!(sender.is_full() && !sender.has_ended());
+    assert_eq!((sender.post(), sender.in_flight()), (0, sent));
+    // In their order, whichever is released first.
+    let [first, second] = [receiver.take().unwrap(), receiver.take().unwrap()];
+    receiver.release(second);
+    assert!(!sender.has_ended());
+    receiver.release(first);
+    assert!(sender.take_ended().is_some() && sender.take_ended().is_some());
+    assert!(sender.take_ended().is_none() && !sender.is_full());
+    // All that is left is released when the receiver goes.
+    drop(receiver);
+    while sender.take_ended().is_some() {}
+    assert_eq!(sender.in_flight(), 0);
+}
+
 #[test]
 fn queues_of_a_switch_rest_and_are_woken() {
     let net = Net::new(&[ALL, ALL]);

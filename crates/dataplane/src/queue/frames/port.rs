@@ -48,6 +48,11 @@ impl PortTransmit {
         self.port.has_ended()
     }
 
+    /// Whether a turn would find something to do, if the ring has a frame that may pass, or not.
+    pub(super) fn is_pending(&self, has_frame: bool) -> bool {
+        has_frame && !self.port.is_full() || self.has_ended()
+    }
+
     pub(super) const fn in_flight(&self) -> u16 {
         self.port.in_flight() as u16
     }
