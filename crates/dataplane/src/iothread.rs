@@ -727,8 +727,9 @@ impl IoThread {
         if entry.listening_to_link {
             return;
         }
-        let Some(link) = entry.queue.link() else { return };
-        let poll = opcode::PollAdd::new(types::Fd(link.as_raw_fd()), libc::POLLIN as u32).build();
+        let Some((link, events)) = entry.queue.link() else { return };
+        let events = u32::from(events.bits());
+        let poll = opcode::PollAdd::new(types::Fd(link.as_raw_fd()), events).build();
         entry.listening_to_link = true;
         let poll = poll.user_data(link_data(key, entry.stay));
         self.push(&poll);

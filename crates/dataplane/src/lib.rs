@@ -19,6 +19,7 @@ mod request;
 pub mod sandbox;
 pub mod schedule;
 pub mod stats;
+mod stream;
 mod switch;
 mod tap;
 mod thread_stats;

@@ -17,6 +17,7 @@ use rtvirtio_virtq::Segment;
 use rtvirtio_virtq::ring::{Inflight, Positions};
 
 use crate::call::Caller;
+use crate::stream::Stream;
 use crate::switch::Switch;
 use crate::tap::Tap;
 
@@ -45,6 +46,8 @@ pub struct NicConfig {
 pub(crate) enum Link {
     /// A TAP of the host: a queue of it for each pair, at least one.
     Taps(Vec<Arc<Tap>>),
+    /// A stream socket.
+    Stream(Arc<Stream>),
     /// A port of a switch.
     Port {
         /// The switch.
@@ -92,7 +95,7 @@ impl Nic {
     fn taps(&self) -> &[Arc<Tap>] {
         match &self.config.link {
             Link::Taps(taps) => taps,
-            Link::Port { .. } => &[],
+            Link::Stream(_) | Link::Port { .. } => &[],
         }
     }
 
@@ -121,6 +124,7 @@ impl Nic {
     const fn pairs(&self) -> u16 {
         match &self.config.link {
             Link::Taps(taps) => taps.len() as u16,
+            Link::Stream(_) => 1,
             Link::Port { pairs, .. } => *pairs,
         }
     }
@@ -141,7 +145,11 @@ impl Backend for Nic {
 
     fn features(&self) -> u64 {
         let several = if self.pairs() > 1 { features::MQ } else { 0 };
-        common::ALWAYS | features::ALWAYS | several
+        let declined = match self.config.link {
+            Link::Taps(_) | Link::Port { .. } => 0,
+            Link::Stream(_) => features::OFFLOADS,
+        };
+        (common::ALWAYS | features::ALWAYS | several) & !declined
     }
 
     /// No in-flight region: frames that a dead server had taken are lost, as on a wire.
@@ -152,7 +160,7 @@ impl Backend for Nic {
     }
 
     fn announce(&self, mac: [u8; 6]) -> bool {
-        // A switch knows where its devices are.
+        // A switch knows where its devices are, and what is behind a socket has no other.
         let Some(tap) = self.taps().first() else { return true };
         let (mut header, mut frame) = (Header::COMPLETE.0, announcement(mac));
         let parts = [

@@ -14,6 +14,7 @@ use rtvirtio_completion::slots::{ProtocolViolation, SLOTS, SlotMemory};
 use rtvirtio_engine::{Completions, Segment, TransferLimits};
 use rtvirtio_qos::Running;
 use rtvirtio_units::Nanos;
+use rustix::event::PollFlags;
 use rustix::fd::{BorrowedFd, OwnedFd};
 
 use crate::call::Call;
@@ -304,7 +305,7 @@ impl Queue {
     }
 
     /// What it waits for beside its driver's kicks: the link of a network device.
-    pub(crate) fn link(&self) -> Option<BorrowedFd<'_>> {
+    pub(crate) fn link(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
         match &self.work {
             Work::Frames(frames) if self.is_served() => frames.link(),
             _ => None,

@@ -99,7 +99,7 @@ pub enum Dropped {
     TooLong,
     /// Its receiver's limit on a rate let it wait for too long.
     Limit,
-    /// The TAP did not take it.
+    /// The TAP or socket did not take it.
     Link,
 }
 

@@ -28,19 +28,11 @@ pub const STATUS: u64 = 1 << 16;
 /// VIRTIO_NET_F_MQ
 pub const MQ: u64 = 1 << 22;
 
-/// Offered by every device on a TAP; [`MQ`] by one with several pairs of queues.
-pub const ALWAYS: u64 = CSUM
-    | GUEST_CSUM
-    | MTU
-    | MAC
-    | GUEST_TSO4
-    | GUEST_TSO6
-    | GUEST_ECN
-    | HOST_TSO4
-    | HOST_TSO6
-    | HOST_ECN
-    | MRG_RXBUF
-    | STATUS;
+/// What one side leaves to the other: checksums and segments.
+pub const OFFLOADS: u64 =
+    CSUM | GUEST_CSUM | GUEST_TSO4 | GUEST_TSO6 | GUEST_ECN | HOST_TSO4 | HOST_TSO6 | HOST_ECN;
+/// Offered by every device whose link knows [`OFFLOADS`]; [`MQ`] by one with several pairs of queues.
+pub const ALWAYS: u64 = OFFLOADS | MTU | MAC | MRG_RXBUF | STATUS;
 
 /// The features that are not offered: bit, name, reason.
 pub const DECLINED: &[(u8, &str, &str)] = &[

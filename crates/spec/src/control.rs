@@ -146,7 +146,7 @@ pub struct NicState {
     pub socket: PathBuf,
     /// Whether a front end is connected.
     pub connected: bool,
-    /// What its frames go to: a TAP such as `tap0`, or a network of the data plane's own, such as `lan vlan 10`.
+    /// What its frames go to: a TAP such as `tap0`, the path of a socket, or a network of the data plane's own, such as `lan vlan 10`.
     pub link: String,
     /// Its address, such as `52:54:00:12:34:56`.
     pub mac: String,
@@ -215,7 +215,7 @@ pub struct DropCounts {
     pub too_long: u64,
     /// Its receiver's limit on a rate let it wait for too long.
     pub limit: u64,
-    /// The host's TAP did not take it.
+    /// The host's TAP, or the peer of its socket, did not take it.
     pub link: u64,
 }
 

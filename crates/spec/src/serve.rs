@@ -236,15 +236,18 @@ pub struct Network {
 pub enum NicLink {
     /// A TAP of the host, of a name of at most [`MAX_TAP_BYTES`].
     Tap(String),
+    /// A unix stream socket that somebody listens at: a path as of [`Listen::Path`].
+    Stream(PathBuf),
     /// A network of the data plane's own.
     Network(NetworkPort),
 }
 
-/// As a table shows it: `tap0`, `lan`, `lan vlan 10`, `lan trunk 10,20`.
+/// As a table shows it: `tap0`, `/run/passt.sock`, `lan`, `lan vlan 10`, `lan trunk 10,20`.
 impl std::fmt::Display for NicLink {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Tap(tap) => f.write_str(tap),
+            Self::Stream(path) => write!(f, "{}", path.display()),
             Self::Network(NetworkPort { network, vlans, .. }) => match vlans {
                 Vlans::Untagged => write!(f, "{network}"),
                 Vlans::Access(vlan) => write!(f, "{network} vlan {vlan}"),
@@ -281,7 +284,7 @@ pub struct Nic {
     pub link: NicLink,
     /// Its address: of one device, not of a group.
     pub mac: [u8; 6],
-    /// Bytes of the longest packet, [`MIN_MTU`] to 65,535; none: the TAP's, or 1500.
+    /// Bytes of the longest packet, [`MIN_MTU`] to 65,535; none: the TAP's, or 1500 of others.
     pub mtu: Option<u16>,
     /// Pairs of queues, 1 to [`MAX_PAIRS`].
     pub pairs: u16,

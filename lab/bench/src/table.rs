@@ -103,7 +103,7 @@ impl<'a, R> Table<'a, R> {
         self.column(title, true, |row| Entry::text(value(row)))
     }
 
-    /// A column of figures with so many digits behind the point; [`NOTHING`] where there is none.
+    /// A column of figures with so many digits behind the point; `-` where there is none.
     #[must_use]
     pub fn figure<F: Figure>(self, title: &str, digits: usize, value: impl Fn(&'a R) -> F) -> Self {
         self.column(title, false, |row| match value(row).figure() {
@@ -112,7 +112,7 @@ impl<'a, R> Table<'a, R> {
         })
     }
 
-    /// A column of figures that are written otherwise, such as with an interval; [`NOTHING`] for none.
+    /// A column of figures that are written otherwise, such as with an interval; `-` for none.
     #[must_use]
     pub fn shown<T: Display>(self, title: &str, value: impl Fn(&'a R) -> Option<T>) -> Self {
         self.column(title, false, |row| value(row).map_or(Entry::text(NOTHING), Entry::text))

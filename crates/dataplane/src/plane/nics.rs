@@ -28,6 +28,7 @@ use crate::nic::{Link, Nic, NicConfig};
 use crate::pool::{Pool, ThreadId};
 use crate::queue::NicQueueSetup;
 use crate::stats::QueueStats;
+use crate::stream::Stream;
 use crate::switch::Switch;
 use crate::tap::{self, Tap, TapError};
 
@@ -40,6 +41,8 @@ const ATTACH_PAUSE: Duration = Duration::from_millis(10);
 pub(super) struct OpenedNic {
     pub(super) spec: serve::Nic,
     pub(super) taps: Vec<Tap>,
+    /// Of one on a socket.
+    pub(super) stream: Option<Stream>,
     pub(super) listener: Listener,
     pub(super) positions: Result<PositionsFile, MemoryError>,
 }
@@ -61,7 +64,7 @@ pub(super) fn release_others(
 ) {
     let names = |nic: &serve::Nic| match &nic.link {
         NicLink::Tap(tap) => (0..nic.pairs).map(|queue| tap_name(tap, queue)).collect(),
-        NicLink::Network(_) => Vec::new(),
+        NicLink::Stream(_) | NicLink::Network(_) => Vec::new(),
     };
     let wanted: HashSet<String> = nics.iter().flat_map(names).collect();
     let is_other = |name: &String, _: &mut OwnedFd| name.starts_with(TAP) && !wanted.contains(name);
@@ -163,10 +166,12 @@ impl Nics {
         self.networks.get().map(|(networks, _)| networks.clone()).unwrap_or_default()
     }
 
-    /// What a device is attached to: its TAP's queues, or its port.
-    fn link(&self, spec: &serve::Nic, taps: Vec<Tap>) -> Option<Link> {
-        let NicLink::Network(port) = &spec.link else {
-            return Some(Link::Taps(taps.into_iter().map(Arc::new).collect()));
+    /// What a device is attached to: its TAP's queues, its socket, or its port.
+    fn link(&self, spec: &serve::Nic, taps: Vec<Tap>, stream: Option<Stream>) -> Option<Link> {
+        let port = match &spec.link {
+            NicLink::Tap(_) => return Some(Link::Taps(taps.into_iter().map(Arc::new).collect())),
+            NicLink::Stream(_) => return Some(Link::Stream(Arc::new(stream?))),
+            NicLink::Network(port) => port,
         };
         let (_, switches) = self.networks.get()?;
         let switch = Arc::clone(switches.get(&port.network)?);
@@ -181,7 +186,7 @@ impl Nics {
         threads: Vec<ThreadId>,
         (server, pool, report): (&Server, &Arc<Pool>, &Arc<Report>),
     ) -> Result<(), PlaneError> {
-        let OpenedNic { spec, taps, listener, positions } = opened;
+        let OpenedNic { spec, taps, stream, listener, positions } = opened;
         let positions = positions.map_err(|error| {
             report(spec.name.as_str(), Notice::NoPositions(error));
         });
@@ -190,7 +195,7 @@ impl Nics {
         const USUAL_MTU: u16 = 1500;
         let of_tap = || match &spec.link {
             NicLink::Tap(tap) => tap::mtu(tap),
-            NicLink::Network(_) => None,
+            NicLink::Stream(_) | NicLink::Network(_) => None,
         };
         let no_network = || {
             let kind = std::io::ErrorKind::NotFound;
@@ -201,7 +206,7 @@ impl Nics {
             mac: spec.mac,
             mtu: spec.mtu.or_else(of_tap).unwrap_or(USUAL_MTU),
             limits: [spec.rx, spec.tx].map(|limit| limit.map(rate)),
-            link: self.link(&spec, taps).ok_or_else(no_network)?,
+            link: self.link(&spec, taps, stream).ok_or_else(no_network)?,
             memory: spec.max_memory.unwrap_or(Limits::default().memory),
             positions: positions.as_ref().map(|file| Arc::clone(&file.positions)),
         }));

@@ -15,6 +15,7 @@ use super::nics::{OpenedNic, attach, release_others, tap_name};
 use super::positions::PositionsFile;
 use super::{SOCKET_MODE, io, refused};
 use crate::sandbox::{Identity, give};
+use crate::stream::Stream;
 use crate::tap::Tap;
 use rtvirtio_vhost::server::Listener;
 
@@ -105,9 +106,16 @@ impl Opened {
             configuration.devices.iter().map(&mut open).collect::<Result<_, PlaneError>>()?;
         let open = |spec: &Nic| {
             let taps = attach(spec, handed, release)?;
+            let stream = match &spec.link {
+                NicLink::Stream(path) => {
+                    let what = || format!("cannot connect {} to {}", spec.name, path.display());
+                    Some(Stream::connect(path).map_err(|error| io(what(), error.into()))?)
+                }
+                NicLink::Tap(_) | NicLink::Network(_) => None,
+            };
             let listener = bind(&spec.socket, spec.name.as_str())?;
             let positions = PositionsFile::open(&spec.socket, 2 * spec.pairs, owner);
-            Ok(OpenedNic { spec: spec.clone(), taps, listener, positions })
+            Ok(OpenedNic { spec: spec.clone(), taps, stream, listener, positions })
         };
         let nics = configuration.nics.iter().map(open).collect::<Result<_, PlaneError>>()?;
         Ok(Self { devices, nics })
@@ -119,7 +127,7 @@ impl Opened {
         self.nics.iter().flat_map(|nic| {
             let named = |(queue, tap)| match &nic.spec.link {
                 NicLink::Tap(name) => Some((tap_name(name, queue), Tap::as_fd(tap))),
-                NicLink::Network(_) => None,
+                NicLink::Stream(_) | NicLink::Network(_) => None,
             };
             (0..).zip(&nic.taps).filter_map(named)
         })

@@ -27,6 +27,7 @@ mod hostile;
 mod moves;
 mod schedule;
 mod slots;
+mod stream;
 mod switch;
 mod tricky;
 mod waits;

@@ -1,5 +1,5 @@
 //! Frames of a network device: from the driver to its link, and from there to the driver. The link is a TAP of
-//! the host (`tap`) or a port of a switch (`port`).
+//! the host (`tap`), a stream socket (`stream`) or a port of a switch (`port`).
 //!
 //! A frame is at most 64 KiB and may lie in several of the driver's buffers, which are taken before a frame is
 //! there and given back when the queue stops (`buffers`).
@@ -13,6 +13,7 @@ use rtvirtio_frames::limit::Limit;
 use rtvirtio_virtq::Segment;
 use rtvirtio_virtq::memory::Memory;
 use rtvirtio_virtq::ring::{Chain, Ring, RingError};
+use rustix::event::PollFlags;
 use rustix::fd::BorrowedFd;
 
 use super::Pass;
@@ -24,9 +25,11 @@ use crate::switch::{PortReceiver, PortSender};
 
 mod buffers;
 mod port;
+mod stream;
 mod tap;
 
 use port::{PortReceive, PortTransmit};
+use stream::{StreamReceive, StreamTransmit};
 use tap::{TapReceive, TapTransmit};
 
 /// Pieces of one frame (`IOV_MAX` less header and spill).
@@ -43,6 +46,8 @@ pub(super) struct Frames {
 enum Direction {
     TapTransmit(TapTransmit),
     TapReceive(Box<TapReceive>),
+    StreamTransmit(StreamTransmit),
+    StreamReceive(StreamReceive),
     PortTransmit(Box<PortTransmit>),
     PortReceive(Box<PortReceive>),
 }
@@ -61,6 +66,14 @@ impl Frames {
                 match is_receive {
                     true => Direction::TapReceive(Box::new(TapReceive::new(nic, tap))),
                     false => Direction::TapTransmit(TapTransmit::new(nic, tap)),
+                }
+            }
+            Link::Stream(_) if pair > 0 => return None,
+            Link::Stream(stream) => {
+                let stream = Arc::clone(stream);
+                match is_receive {
+                    true => Direction::StreamReceive(StreamReceive::new(nic, stream)),
+                    false => Direction::StreamTransmit(StreamTransmit::new(nic, stream)),
                 }
             }
             Link::Port { switch, number, .. } => match is_receive {
@@ -97,7 +110,14 @@ impl Frames {
     }
 
     pub(super) const fn is_transmit(&self) -> bool {
-        matches!(self.direction, Direction::TapTransmit(_) | Direction::PortTransmit(_))
+        match self.direction {
+            Direction::TapTransmit(_)
+            | Direction::StreamTransmit(_)
+            | Direction::PortTransmit(_) => true,
+            Direction::TapReceive(_) | Direction::StreamReceive(_) | Direction::PortReceive(_) => {
+                false
+            }
+        }
     }
 
     /// A turn, which has begun at `time`, ns of [`now`].
@@ -116,6 +136,12 @@ impl Frames {
                 transmit.serve(ring, chain, share, stats, &mut gate)
             }
             Direction::TapReceive(receive) => receive.serve(ring, memory, share, stats, &mut gate),
+            Direction::StreamTransmit(transmit) => {
+                transmit.serve(ring, chain, share, stats, &mut gate)
+            }
+            Direction::StreamReceive(receive) => {
+                receive.serve(ring, memory, share, stats, &mut gate)
+            }
             Direction::PortTransmit(transmit) => {
                 transmit.serve(ring, share, stats, &mut gate, time)
             }
@@ -141,6 +167,10 @@ impl Frames {
         match &self.direction {
             Direction::TapTransmit(_) => is_open && ring_is_pending,
             Direction::TapReceive(receive) => is_open && receive.is_pending(ring_is_pending),
+            Direction::StreamTransmit(transmit) => {
+                is_open && ring_is_pending && !transmit.is_blocked()
+            }
+            Direction::StreamReceive(receive) => is_open && receive.is_pending(ring_is_pending),
             Direction::PortTransmit(transmit) => transmit.is_pending(is_open && ring_is_pending),
             Direction::PortReceive(receive) => is_open && receive.is_pending(ring_is_pending),
         }
@@ -165,18 +195,25 @@ impl Frames {
         match &self.direction {
             Direction::TapTransmit(_) | Direction::PortTransmit(_) => is_open,
             Direction::TapReceive(receive) => is_open && receive.waits_for_driver(ring_is_pending),
+            Direction::StreamTransmit(transmit) => is_open && !transmit.is_blocked(),
+            Direction::StreamReceive(receive) => {
+                is_open && receive.waits_for_driver(ring_is_pending)
+            }
             Direction::PortReceive(receive) => receive.waits_for_driver(),
         }
     }
 
-    /// What is waited for beside the driver.
-    pub(super) fn link(&self) -> Option<BorrowedFd<'_>> {
-        match &self.direction {
-            Direction::TapTransmit(_) => None,
-            Direction::TapReceive(receive) => receive.link(),
-            Direction::PortTransmit(transmit) => transmit.link(),
-            Direction::PortReceive(receive) => receive.link(),
-        }
+    /// What is waited for beside the driver, and for what.
+    pub(super) fn link(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
+        let (fd, flags) = match &self.direction {
+            Direction::TapTransmit(_) => (None, PollFlags::OUT),
+            Direction::TapReceive(receive) => (receive.link(), PollFlags::IN),
+            Direction::StreamTransmit(transmit) => (transmit.link(), PollFlags::OUT),
+            Direction::StreamReceive(receive) => (receive.link(), PollFlags::IN),
+            Direction::PortTransmit(transmit) => (transmit.link(), PollFlags::IN),
+            Direction::PortReceive(receive) => (receive.link(), PollFlags::IN),
+        };
+        Some((fd?, flags))
     }
 
     /// The link has something, or has failed.
@@ -184,6 +221,8 @@ impl Frames {
         match &mut self.direction {
             Direction::TapTransmit(_) => {}
             Direction::TapReceive(receive) => receive.link_event(failed),
+            Direction::StreamTransmit(transmit) => transmit.link_event(),
+            Direction::StreamReceive(receive) => receive.link_event(),
             Direction::PortTransmit(transmit) => transmit.link_event(),
             Direction::PortReceive(receive) => receive.link_event(),
         }
@@ -192,9 +231,10 @@ impl Frames {
     /// Whoever has something for it from now on has to wake it, or not.
     pub(super) fn set_waiting(&self, waits: bool) {
         match &self.direction {
-            Direction::TapTransmit(_) | Direction::TapReceive(_) => {}
             Direction::PortTransmit(transmit) => transmit.set_waiting(waits),
             Direction::PortReceive(receive) => receive.set_waiting(waits),
+            // The kernel says so.
+            _ => {}
         }
     }
 
@@ -208,8 +248,11 @@ impl Frames {
     /// Buffers that are held go back to the ring.
     pub(super) fn give_back(&mut self, ring: &mut Ring) {
         match &mut self.direction {
-            Direction::TapTransmit(_) | Direction::PortTransmit(_) => {}
+            Direction::TapTransmit(_)
+            | Direction::StreamTransmit(_)
+            | Direction::PortTransmit(_) => {}
             Direction::TapReceive(receive) => receive.give_back(ring),
+            Direction::StreamReceive(receive) => receive.give_back(ring),
             Direction::PortReceive(receive) => receive.give_back(ring),
         }
     }

@@ -15,8 +15,8 @@ const BYTES: usize = 8 << 20;
 const NO_OFFLOADS: &str = "csum=off,guest_csum=off,guest_tso4=off,guest_tso6=off,guest_ecn=off,\
     host_tso4=off,host_tso6=off,host_ecn=off,mrg_rxbuf=off";
 
-/// Boots a guest with a device at a socket, and an address.
-fn boot(socket: &Path, mac: &str, device: &str, address: &str) -> Machine {
+/// Boots a guest with a device of the daemon at a socket, and an address.
+fn boot(test: &str, socket: &Path, mac: &str, device: &str, address: &str) -> Machine {
     let arguments = [
         "-object".to_owned(),
         "memory-backend-memfd,id=memory,size=384M,share=on".to_owned(),
@@ -31,8 +31,12 @@ fn boot(socket: &Path, mac: &str, device: &str, address: &str) -> Machine {
         "-device".to_owned(),
         format!("virtio-net-pci,netdev=net,mac={mac},{device}"),
     ];
+    boot_with(test, &arguments, address)
+}
+
+fn boot_with(test: &str, arguments: &[String], address: &str) -> Machine {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let machine = Machine::boot(&image(TEST).unwrap(), &[], &arguments);
+    let machine = Machine::boot(&image(test).unwrap(), &[], &arguments);
     machine.expect(
         0,
         &format!(
@@ -41,6 +45,64 @@ fn boot(socket: &Path, mac: &str, device: &str, address: &str) -> Machine {
         ),
     );
     machine
+}
+
+/// Each has the other's bytes as they were sent. Whoever reads keeps its own end open: busybox's nc ends with the other
+/// side's.
+fn send_to_each_other(
+    first: &Machine,
+    first_address: &str,
+    second: &Machine,
+    second_address: &str,
+) {
+    let sum =
+        first.expect(0, &format!("head -c {BYTES} /dev/urandom >/tmp/data; md5sum </tmp/data"));
+    for (from, to, address) in [(first, second, second_address), (second, first, first_address)] {
+        to.expect(
+            0,
+            "[ -e /tmp/open ] || mkfifo /tmp/open; \
+             (nc -l -p 7001 <>/tmp/open >/tmp/got; mv /tmp/got /tmp/data) >/dev/null 2>&1 &",
+        );
+        let said = from.shell(&format!("sleep 1; nc {address} 7001 </tmp/data"), PATIENCE);
+        assert_eq!(said.code, Some(0), "{}", said.stderr);
+        let found = to.shell(
+            "for i in $(seq 100); do [ -e /tmp/got ] || break; sleep 0.2; done; md5sum </tmp/data",
+            PATIENCE,
+        );
+        assert_eq!(found.stdout, sum, "other bytes came");
+    }
+}
+
+/// QEMU has a device of its own on the other end, and a socket that it listens at.
+#[test]
+fn guest_talks_over_a_socket_to_a_device_of_qemu() {
+    const TEST: &str = "guest_talks_over_a_socket_to_a_device_of_qemu";
+    if image(TEST).is_none() {
+        return;
+    }
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let link = directory.path().join("link");
+    let qemu = [
+        "-netdev".to_owned(),
+        format!("stream,id=net,server=on,addr.type=unix,addr.path={}", link.display()),
+        "-device".to_owned(),
+        "virtio-net-pci,netdev=net,mac=52:54:00:00:00:02".to_owned(),
+    ];
+    let peer = boot_with(TEST, &qemu, "10.79.0.2");
+    let socket = directory.path().join("nic");
+    let nic = format!(
+        "[[nic]]\nname = 'net0'\nvm = 'test'\nsocket = '{}'\nstream = '{}'\n",
+        socket.display(),
+        link.display()
+    );
+    let mut store = Store::new();
+    let daemon = Daemon::start(directory.path(), &mut store, &nic);
+    let guest = boot(TEST, &socket, "52:54:00:00:00:01", "packed=on", "10.79.0.1");
+    guest.expect(0, "ping -c 3 -W 5 10.79.0.2");
+    send_to_each_other(&guest, "10.79.0.1", &peer, "10.79.0.2");
+    let seen = daemon.nic(0);
+    assert_eq!(seen["queues"][0]["dropped"], 0, "{seen}");
+    assert_eq!(seen["queues"][1]["dropped"], 0, "{seen}");
 }
 
 #[test]
@@ -65,27 +127,12 @@ fn guests_talk_over_a_network_and_go_on_when_the_daemon_is_killed() {
     );
     let mut store = Store::new();
     let mut daemon = Daemon::start(directory.path(), &mut store, &nics);
-    let first = boot(&socket("first"), first_mac, "packed=on", "10.78.0.1");
-    let second = boot(&socket("second"), second_mac, NO_OFFLOADS, "10.78.0.2");
+    let first = boot(TEST, &socket("first"), first_mac, "packed=on", "10.78.0.1");
+    let second = boot(TEST, &socket("second"), second_mac, NO_OFFLOADS, "10.78.0.2");
     first.expect(0, "ping -c 3 -W 5 10.78.0.2");
 
-    // Whoever reads keeps its own end open: busybox's nc ends with the other side's.
     // Both ways: from one that leaves checksums and segments to the device to one that takes neither, and back.
-    let sum =
-        first.expect(0, &format!("head -c {BYTES} /dev/urandom >/tmp/data; md5sum </tmp/data"));
-    for (from, to, address) in [(&first, &second, "10.78.0.2"), (&second, &first, "10.78.0.1")] {
-        to.expect(
-            0,
-            "[ -e /tmp/open ] || mkfifo /tmp/open; (nc -l -p 7001 <>/tmp/open >/tmp/got; mv /tmp/got /tmp/data) >/dev/null 2>&1 &",
-        );
-        let said = from.shell(&format!("sleep 1; nc {address} 7001 </tmp/data"), PATIENCE);
-        assert_eq!(said.code, Some(0), "{}", said.stderr);
-        let found = to.shell(
-            "for i in $(seq 100); do [ -e /tmp/got ] || break; sleep 0.2; done; md5sum </tmp/data",
-            PATIENCE,
-        );
-        assert_eq!(found.stdout, sum, "other bytes came");
-    }
+    send_to_each_other(&first, "10.78.0.1", &second, "10.78.0.2");
     let frames = |nic: usize, queue: usize| daemon.nic(nic)["queues"][queue]["frames"].as_u64();
     // Of 64 KiB as one, and cut for the other.
     assert!(frames(0, 1).unwrap() < BYTES as u64 / 1400, "{}", daemon.nic(0));

@@ -237,22 +237,29 @@ impl Nic {
 
 /// Where a network device's frames go.
 fn nic_link(raw: &wire::Nic, networks: &[Network]) -> Result<NicLink, Misplaced> {
-    let wire::Nic { tap, network, vlan, trunk, anti_spoofing, .. } = raw;
-    let network = match (tap, network) {
-        (Some(tap), None) => {
-            let keys: [(&[&str], bool); 3] = [
-                (&["vlan"], vlan.is_some()),
-                (&["trunk"], trunk.is_some()),
-                (&["anti_spoofing"], anti_spoofing.is_some()),
-            ];
-            if let Some((key, _)) = keys.into_iter().find(|(_, is_given)| *is_given) {
-                return Err((key, Fault::OfNetwork));
-            }
+    let wire::Nic { tap, stream, network, vlan, trunk, anti_spoofing, .. } = raw;
+    let of_network: [(&[&str], bool); 3] = [
+        (&["vlan"], vlan.is_some()),
+        (&["trunk"], trunk.is_some()),
+        (&["anti_spoofing"], anti_spoofing.is_some()),
+    ];
+    if network.is_none()
+        && let Some((key, _)) = of_network.into_iter().find(|(_, is_given)| *is_given)
+    {
+        return Err((key, Fault::OfNetwork));
+    }
+    let network = match (tap, stream, network) {
+        (Some(tap), None, None) => {
             return Ok(NicLink::Tap(at(&["tap"], checked_tap(tap.clone()))?));
         }
-        (None, Some(network)) => network,
-        (Some(_), Some(_)) => return Err((&["network"], Fault::WhichLink)),
-        (None, None) => return Err((&[], Fault::WhichLink)),
+        (None, Some(path), None) => {
+            at(&["queues"], in_range("queues", raw.queues.unwrap_or(1).into(), 1, 1))?;
+            return Ok(NicLink::Stream(at(&["stream"], socket(path.clone()))?));
+        }
+        (None, None, Some(network)) => network,
+        (None, None, None) => return Err((&[], Fault::WhichLink)),
+        (_, Some(_), _) => return Err((&["stream"], Fault::WhichLink)),
+        (Some(_), None, Some(_)) => return Err((&["network"], Fault::WhichLink)),
     };
     if networks.iter().all(|known| known.name != *network) {
         return Err((&["network"], Fault::NoNetwork(network.clone())));

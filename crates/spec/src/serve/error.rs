@@ -114,11 +114,11 @@ pub enum Fault {
     /// Too many of them.
     #[error("{0} networks, more than {MAX_NETWORKS}")]
     TooManyNetworks(usize),
-    /// Neither or both of `tap` and `network`.
-    #[error("a nic has one of tap and network")]
+    /// None of `tap`, `stream` and `network`, or several.
+    #[error("a nic has one of tap, stream and network")]
     WhichLink,
     /// A key of devices in a network, of one on a TAP.
-    #[error("this is of a nic in a network, and not of one on a tap")]
+    #[error("this is of a nic in a network, and not of others")]
     OfNetwork,
     /// No such network.
     #[error("there is no network \"{0}\"")]
@@ -320,7 +320,7 @@ impl Fault {
                     .to_owned()
             }
             Self::OfNetwork => {
-                "remove it: the host's bridge has its own VLANs and filters".to_owned()
+                "remove it: what is behind a tap or socket has its own VLANs and filters".to_owned()
             }
             Self::NoNetwork(name) => format!("add [[network]] with name = \"{name}\""),
             Self::WhichVlan => {

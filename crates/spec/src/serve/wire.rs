@@ -70,10 +70,14 @@ pub struct Nic {
     pub vm: VmName,
     /// Path of the socket.
     pub socket: PathBuf,
-    /// Name of the host's TAP; or `network`.
+    /// Name of the host's TAP; or `stream`, or `network`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tap: Option<String>,
-    /// Name of a `[[network]]`; or `tap`.
+    /// Path of a unix stream socket at which somebody listens for frames with their lengths, such as passt or QEMU's
+    /// `-netdev stream`; or one of the others.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stream: Option<PathBuf>,
+    /// Name of a `[[network]]`; or one of the others.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub network: Option<Name>,
     /// Its VLAN in the network, of which the guest sees no tag.
@@ -89,7 +93,7 @@ pub struct Nic {
     /// Its address, for front ends that ask for it; made of the names if nothing says.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mac: Option<String>,
-    /// Bytes of the longest packet; the TAP's, or 1500 in a network, if nothing says.
+    /// Bytes of the longest packet; the TAP's, or 1500 without one, if nothing says.
     #[cfg_attr(feature = "schema", schemars(range(min = 68, max = 65535)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mtu: Option<u16>,

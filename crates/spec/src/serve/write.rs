@@ -105,9 +105,10 @@ impl From<&Network> for wire::Network {
 
 impl From<&Nic> for wire::Nic {
     fn from(nic: &Nic) -> Self {
-        let (tap, port) = match &nic.link {
-            NicLink::Tap(tap) => (Some(tap.clone()), None),
-            NicLink::Network(port) => (None, Some(port)),
+        let (tap, stream, port) = match &nic.link {
+            NicLink::Tap(tap) => (Some(tap.clone()), None, None),
+            NicLink::Stream(path) => (None, Some(path.clone()), None),
+            NicLink::Network(port) => (None, None, Some(port)),
         };
         let (vlan, trunk) = match port.map(|port| &port.vlans) {
             None | Some(Vlans::Untagged) => (None, None),
@@ -119,6 +120,7 @@ impl From<&Nic> for wire::Nic {
             vm: nic.vm.clone(),
             socket: nic.socket.clone(),
             tap,
+            stream,
             network: port.map(|port| port.network.clone()),
             vlan,
             trunk,

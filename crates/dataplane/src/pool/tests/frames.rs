@@ -107,12 +107,16 @@ fn nic(taps: Vec<Tap>, negotiated: u64) -> Arc<Nic> {
 }
 
 fn limited_nic(taps: Vec<Tap>, negotiated: u64, limits: [Option<Rate>; 2]) -> Arc<Nic> {
+    nic_on(Link::Taps(taps.into_iter().map(Arc::new).collect()), negotiated, limits)
+}
+
+pub(super) fn nic_on(link: Link, negotiated: u64, limits: [Option<Rate>; 2]) -> Arc<Nic> {
     let nic = Nic::new(NicConfig {
         limits,
         name: "nic".to_owned(),
         mac: [2, 0, 0, 0, 0, 1],
         mtu: 1500,
-        link: Link::Taps(taps.into_iter().map(Arc::new).collect()),
+        link,
         memory: Bytes::new(1 << 30),
         positions: None,
     });

@@ -54,7 +54,18 @@ pub(super) fn missing(configuration: &Configuration, online: &BTreeSet<CpuId>) -
         }
     }
     for nic in &configuration.nics {
-        let NicLink::Tap(tap) = &nic.link else { continue };
+        let tap = match &nic.link {
+            NicLink::Tap(tap) => tap,
+            NicLink::Stream(path) if !path.exists() => {
+                missing.push(format!(
+                    "network device {}: nobody listens at {}: start what is behind it first",
+                    nic.name,
+                    path.display()
+                ));
+                continue;
+            }
+            NicLink::Stream(_) | NicLink::Network(_) => continue,
+        };
         if !Path::new("/sys/class/net").join(tap).exists() {
             missing.push(format!(
                 "network device {}: there is no TAP {1}: ip tuntap add dev {1} mode tap vnet_hdr{2}",

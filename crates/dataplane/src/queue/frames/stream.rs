@@ -1,0 +1,212 @@
+//! Frames to a stream socket and from it. It knows no offloads: none are offered to the driver.
+
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+
+use rtvirtio_frames::ethernet::HEADER_BYTES;
+use rtvirtio_frames::features;
+use rtvirtio_frames::header::{BYTES, Header, MAX_FRAME_BYTES};
+use rtvirtio_virtq::Segment;
+use rtvirtio_virtq::memory::Memory;
+use rtvirtio_virtq::ring::{Chain, Ring};
+use rustix::fd::BorrowedFd;
+use rustix::io::Errno;
+
+use super::buffers::{Buffers, Gathered};
+use super::{Gate, MAX_PARTS, Pass, Served, read_header};
+use crate::drr::{TurnBudget, cost};
+use crate::nic::Nic;
+use crate::stats::{Dropped, Op, QueueStats};
+use crate::stream::{Next, Outgoing, Stream};
+
+/// To the socket.
+pub(super) struct StreamTransmit {
+    nic: Arc<Nic>,
+    stream: Arc<Stream>,
+    /// Scratch.
+    parts: Vec<Segment>,
+    /// Whether the socket takes no more until it says so.
+    is_blocked: bool,
+}
+
+impl StreamTransmit {
+    pub(super) fn new(nic: &Arc<Nic>, stream: Arc<Stream>) -> Self {
+        let parts = Vec::with_capacity(MAX_PARTS + 1);
+        Self { nic: Arc::clone(nic), stream, parts, is_blocked: false }
+    }
+
+    pub(super) const fn is_blocked(&self) -> bool {
+        self.is_blocked
+    }
+
+    /// What is waited for when the socket takes no more.
+    pub(super) fn link(&self) -> Option<BorrowedFd<'_>> {
+        self.is_blocked.then(|| self.stream.as_fd())
+    }
+
+    pub(super) const fn link_event(&mut self) {
+        self.is_blocked = false;
+    }
+
+    /// A socket that takes no more is back pressure: frames stay in the ring.
+    pub(super) fn serve(
+        &mut self,
+        ring: &mut Ring,
+        chain: &mut Chain,
+        share: &mut TurnBudget,
+        stats: &QueueStats,
+        gate: &mut Gate<'_>,
+    ) -> Served {
+        let negotiated = self.nic.driver_features();
+        let stream = Arc::clone(&self.stream);
+        let mut outgoing = stream.outgoing();
+        let mut is_unpublished = false;
+        while share.is_left() {
+            if !outgoing.is_empty() && stream.flush(&mut outgoing) == Err(Errno::AGAIN) {
+                self.is_blocked = true;
+                return Ok((Pass::Empty, is_unpublished));
+            }
+            if !gate.is_open() || !ring.next(chain)? {
+                return Ok((Pass::Empty, is_unpublished));
+            }
+            let sent = self.send(&mut outgoing, chain, negotiated);
+            if sent == Err(None) {
+                ring.untake(chain.id);
+                self.is_blocked = true;
+                return Ok((Pass::Empty, is_unpublished));
+            }
+            is_unpublished = true;
+            stats.start(1);
+            match sent {
+                Ok(bytes) => stats.count(Op::Write, bytes as u64),
+                Err(reason) => stats.drop_frame(Op::Write, reason.unwrap_or(Dropped::Link)),
+            }
+            ring.finish(chain.id, 0);
+            let sent = sent.unwrap_or(0);
+            gate.pass(sent);
+            share.requests -= 1;
+            share.ns -= cost::tap_ns(sent);
+        }
+        Ok((Pass::More, is_unpublished))
+    }
+
+    /// Sends a frame; its length. `None`: the socket takes none now.
+    fn send(
+        &mut self,
+        outgoing: &mut Outgoing,
+        chain: &mut Chain,
+        negotiated: u64,
+    ) -> Result<usize, Option<Dropped>> {
+        let malformed = Err(Some(Dropped::Malformed));
+        let mut header = [0; BYTES];
+        if !read_header(&mut chain.readable, &mut header) {
+            return malformed;
+        }
+        let length: usize = chain.readable.iter().map(Segment::len).sum();
+        let fits = (HEADER_BYTES..=MAX_FRAME_BYTES).contains(&length);
+        let is_complete = Header(header).from_driver(negotiated & !features::OFFLOADS).is_ok();
+        if !fits || !is_complete || chain.readable.len() > MAX_PARTS {
+            return malformed;
+        }
+        self.parts.clear();
+        self.parts.push(Segment::EMPTY);
+        self.parts.extend_from_slice(&chain.readable);
+        // SAFETY: the pieces are guest memory, which the ring's memory keeps mapped.
+        match unsafe { self.stream.send(outgoing, &mut self.parts, length) } {
+            Ok(()) => Ok(length),
+            Err(Errno::AGAIN) => Err(None),
+            Err(_) => Err(Some(Dropped::Link)),
+        }
+    }
+}
+
+/// From the socket.
+pub(super) struct StreamReceive {
+    nic: Arc<Nic>,
+    stream: Arc<Stream>,
+    buffers: Buffers,
+    /// Whether the socket, or what was received of it, may have a frame.
+    is_ready: bool,
+    /// Whether there is no peer, or one that says what is no frame.
+    has_failed: bool,
+}
+
+impl StreamReceive {
+    pub(super) fn new(nic: &Arc<Nic>, stream: Arc<Stream>) -> Self {
+        let buffers = Buffers::new();
+        Self { nic: Arc::clone(nic), stream, buffers, is_ready: true, has_failed: false }
+    }
+
+    pub(super) fn is_pending(&self, ring_is_pending: bool) -> bool {
+        self.is_ready && (ring_is_pending || !self.buffers.is_empty())
+    }
+
+    pub(super) fn waits_for_driver(&self, ring_is_pending: bool) -> bool {
+        self.buffers.is_empty() && !ring_is_pending
+    }
+
+    /// What is waited for when buffers are there and no frame.
+    pub(super) fn link(&self) -> Option<BorrowedFd<'_>> {
+        (!self.is_ready && !self.has_failed).then(|| self.stream.as_fd())
+    }
+
+    pub(super) const fn link_event(&mut self) {
+        self.is_ready = true;
+    }
+
+    pub(super) fn give_back(&mut self, ring: &mut Ring) {
+        self.buffers.give_back(ring);
+    }
+
+    pub(super) fn serve(
+        &mut self,
+        ring: &mut Ring,
+        memory: &Memory,
+        share: &mut TurnBudget,
+        stats: &QueueStats,
+        gate: &mut Gate<'_>,
+    ) -> Served {
+        let is_mergeable = self.nic.driver_features() & features::MRG_RXBUF != 0;
+        let stream = Arc::clone(&self.stream);
+        let mut incoming = stream.incoming();
+        let mut is_unpublished = false;
+        while share.is_left() {
+            let length = match incoming.next() {
+                Next::Frame(length) => length,
+                Next::Incomplete if !self.has_failed => match stream.receive(&mut incoming) {
+                    Ok(()) => continue,
+                    Err(errno) => {
+                        (self.is_ready, self.has_failed) = (false, errno != Errno::AGAIN);
+                        return Ok((Pass::Empty, is_unpublished));
+                    }
+                },
+                Next::Incomplete | Next::Invalid => {
+                    (self.is_ready, self.has_failed) = (false, true);
+                    return Ok((Pass::Empty, is_unpublished));
+                }
+            };
+            let wanted = BYTES + length;
+            let gathered =
+                self.buffers.gather(ring, wanted, is_mergeable, stats, &mut is_unpublished)?;
+            if gathered == Gathered::TooFew || !gate.is_open() {
+                return Ok((Pass::Empty, is_unpublished));
+            }
+            stats.start(1);
+            if gathered == Gathered::Enough {
+                let frame = incoming.frame(length);
+                let frame = Segment::new(frame.as_ptr().cast_mut(), frame.len());
+                self.buffers.fill([frame].into_iter());
+                self.buffers.deliver(wanted, Header::COMPLETE, ring, memory);
+                is_unpublished = true;
+                stats.count(Op::Read, length as u64);
+            } else {
+                stats.drop_frame(Op::Read, Dropped::TooLong);
+            }
+            incoming.consume(length);
+            gate.pass(length);
+            share.requests -= 1;
+            share.ns -= cost::tap_ns(length);
+        }
+        Ok((Pass::More, is_unpublished))
+    }
+}
