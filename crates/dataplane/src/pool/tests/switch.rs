@@ -22,6 +22,11 @@ fn mac(port: u16) -> [u8; 6] {
     [2, 0, 0, 0, 0, port as u8 + 1]
 }
 
+/// A port without VLANs.
+fn plain(port: u16) -> forwarding::Port {
+    forwarding::Port { mac: mac(port), vlans: Vlans::Untagged, anti_spoofing: true }
+}
+
 /// A switch, and a device with these features at each of its ports.
 struct Net {
     nics: Vec<Arc<Nic>>,
@@ -31,19 +36,19 @@ struct Net {
 
 impl Net {
     fn new(negotiated: &[u64]) -> Self {
-        Self::with(negotiated, &|port| forwarding::Port {
-            mac: mac(port),
-            vlans: Vlans::Untagged,
-            anti_spoofing: true,
-        })
+        Self::with(negotiated, &plain)
     }
 
     fn with(negotiated: &[u64], port: &dyn Fn(u16) -> forwarding::Port) -> Self {
+        Self::with_pairs(1, negotiated, port)
+    }
+
+    fn with_pairs(pairs: u16, negotiated: &[u64], port: &dyn Fn(u16) -> forwarding::Port) -> Self {
         let numbers = 0..negotiated.len() as u16;
-        let ports = numbers.clone().map(|number| (port(number), 1)).collect();
+        let ports = numbers.clone().map(|number| (port(number), pairs)).collect();
         let switch = Switch::new(ports, MAX_BROADCAST).unwrap();
         let nics = numbers.zip(negotiated).map(|(number, features)| {
-            let link = Link::Port { switch: Arc::clone(&switch), number, pairs: 1 };
+            let link = Link::Port { switch: Arc::clone(&switch), number, pairs };
             let nic = Nic::new(NicConfig {
                 name: format!("nic{number}"),
                 mac: mac(number),
@@ -437,6 +442,67 @@ fn queues_of_a_switch_rest_and_are_woken() {
     assert_rests(tid, "with a driver without buffers");
     net.pool.stop(sender.key).unwrap();
     net.pool.stop(receiver.key).unwrap();
+}
+
+/// UDP over IPv4, of a flow.
+fn udp(flow: u16, number: u8) -> Vec<u8> {
+    let mut frame = between(0, 1, number, 100);
+    frame[12..14].copy_from_slice(&IPV4.to_be_bytes());
+    frame[14] = 0x45;
+    frame[20..22].fill(0);
+    frame[23] = 17;
+    frame[26..38].fill(7);
+    frame[34..36].copy_from_slice(&flow.to_be_bytes());
+    frame
+}
+
+/// Flows are spread over the receiver's queues that are served; each keeps to one, and those of a queue that is disabled go to
+/// another.
+#[test]
+fn flows_are_spread_over_the_pairs_that_are_enabled() {
+    let net = Net::with_pairs(2, &[ALL | features::MQ; 2], &plain);
+    assert_eq!((net.nics[0].queues(), net.nics[0].queue_num()), (4, 2));
+    let mut senders = [net.start(0, 1, false, 0), net.start(0, 3, true, 1)];
+    let mut receivers = [net.start(1, 0, false, 1), net.start(1, 2, true, 0)];
+    let mut slots = receivers.each_mut().map(|queue| queue.port.offer(0..8, 1526));
+    let mut seen = [0, 0];
+    for enabled in [2, 1] {
+        if enabled == 1 {
+            net.pool.edit(receivers[1].key, |queue| queue.set_enabled(false)).unwrap();
+        }
+        for flow in 0..16 {
+            let mut places = Vec::new();
+            for number in 0..4 {
+                let sender = &mut senders[usize::from(flow % 2)];
+                sender.port.send(0, PLAIN, &udp(flow, number));
+                let begun = Instant::now();
+                let (at, id, length) = loop {
+                    let take = |at: usize, queue: &mut Running| {
+                        queue.port.driver.take().map(|(id, length)| (at, id, length))
+                    };
+                    let [first, second] = &mut receivers;
+                    if let Some(taken) = take(0, first).or_else(|| take(1, second)) {
+                        break taken;
+                    }
+                    assert!(begun.elapsed() < LOST, "flow {flow} is lost");
+                };
+                let slot = slots[at].remove(&id).unwrap();
+                let guest = Arc::clone(receivers[at].port.driver.guest());
+                let frame = guest.read(Port::place(slot), length as usize).split_off(HEADER);
+                assert_eq!(frame, udp(flow, number));
+                slots[at].extend(receivers[at].port.offer(slot..slot + 1, 1526));
+                places.push(at);
+                sender.port.take();
+            }
+            assert!(places.iter().all(|at| *at == places[0]), "flow {flow}: {places:?}");
+            assert!(enabled == 2 || places[0] == 0);
+            seen[places[0]] += 1;
+        }
+    }
+    assert!(seen[0] > 16 && seen[1] > 0, "{seen:?}");
+    for queue in senders.into_iter().chain(receivers) {
+        net.pool.stop(queue.key).unwrap();
+    }
 }
 
 /// As front ends do that enable a ring when all of them are set up.
