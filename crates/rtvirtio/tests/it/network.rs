@@ -1,7 +1,12 @@
 //! Two guests of QEMU on a network of `rtvirtio serve`: no TAP, no bridge, no root.
 
+use std::fs::Permissions;
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
-use std::time::Duration;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use crate::in_guest::{Machine, image};
 use crate::nic::{Daemon, Store};
@@ -103,6 +108,82 @@ fn guest_talks_over_a_socket_to_a_device_of_qemu() {
     let seen = daemon.nic(0);
     assert_eq!(seen["queues"][0]["dropped"], 0, "{seen}");
     assert_eq!(seen["queues"][1]["dropped"], 0, "{seen}");
+}
+
+/// passt gives a guest the host's network without any right; here, as it maps its gateway's address, a listener of the
+/// host's own.
+#[test]
+fn guest_reaches_the_host_by_passt() {
+    const TEST: &str = "guest_reaches_the_host_by_passt";
+    if image(TEST).is_none() {
+        return;
+    }
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    // Of root it becomes the user nobody.
+    std::fs::set_permissions(directory.path(), Permissions::from_mode(0o777)).unwrap();
+    let link = directory.path().join("passt");
+    let mut passt = Command::new("setpriv");
+    passt.args([
+        "--pdeathsig",
+        "KILL",
+        "passt",
+        "--foreground",
+        "--one-off",
+        "--quiet",
+        "--socket",
+    ]);
+    passt.arg(&link).args(["--address", "10.80.0.2", "--netmask", "24", "--gateway", "10.80.0.1"]);
+    passt.args(["--tcp-ports", "none", "--udp-ports", "none"]);
+    let found = Command::new("passt").arg("--version").output().is_ok();
+    let child = passt.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+    let mut child = match child {
+        Ok(child) if found => child,
+        _ => {
+            let _ = writeln!(std::io::stderr(), "SKIPPED {TEST}: needs passt");
+            return;
+        }
+    };
+    let begun = Instant::now();
+    while !link.exists() {
+        if begun.elapsed() > Duration::from_secs(10) {
+            let _ = writeln!(std::io::stderr(), "SKIPPED {TEST}: passt does not start here");
+            let _ = child.kill();
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let socket = directory.path().join("nic");
+    let nic = format!(
+        "[[nic]]\nname = 'net0'\nvm = 'test'\nsocket = '{}'\nstream = '{}'\n",
+        socket.display(),
+        link.display()
+    );
+    let mut store = Store::new();
+    let daemon = Daemon::start(directory.path(), &mut store, &nic);
+    let guest = boot(TEST, &socket, "52:54:00:00:00:01", "packed=off", "10.80.0.2");
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let received = std::thread::scope(|scope| {
+        let received = scope.spawn(|| {
+            let mut all = Vec::new();
+            listener.accept().unwrap().0.read_to_end(&mut all).unwrap();
+            all
+        });
+        let said = guest.shell(
+            &format!("head -c 1000000 /dev/zero | tr '\\0' x | nc 10.80.0.1 {port}"),
+            PATIENCE,
+        );
+        if said.code != Some(0) {
+            // Nobody else comes.
+            drop(TcpStream::connect(("127.0.0.1", port)));
+        }
+        received.join().unwrap()
+    });
+    assert_eq!((received.len(), received.iter().all(|byte| *byte == b'x')), (1_000_000, true));
+    drop((guest, daemon));
+    // It ends with its only client.
+    let _ = child.kill();
+    child.wait().unwrap();
 }
 
 #[test]
