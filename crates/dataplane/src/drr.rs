@@ -39,6 +39,14 @@ pub(crate) mod cost {
     /// Of telling a queue of a frame, or of dropping one.
     pub(crate) const NOTE_NS: i64 = 60;
 
+    /// Of following a chain and copying by its pieces. A driver's own chains have a few of them, which the others' costs
+    /// include; one that means harm has a thousand, of a byte each.
+    pub(crate) const fn pieces_ns(pieces: usize) -> i64 {
+        const INCLUDED: usize = 16;
+        const PIECE_NS: i64 = 10;
+        pieces.saturating_sub(INCLUDED) as i64 * PIECE_NS
+    }
+
     /// Of a request's bytes, without those that [`REQUEST_NS`] has: 256 KiB are a turn.
     pub(crate) fn transfer_ns(bytes: u64) -> i64 {
         let copied = i64::try_from(bytes / 1024 * 100).unwrap_or(i64::MAX);
@@ -441,5 +449,12 @@ mod tests {
             assert_eq!(key, 0);
             assert!((QUANTUM..QUANTUM + flood as u64).contains(&ns), "{frames} of {flood} ns");
         }
+    }
+
+    #[test]
+    fn chain_of_many_pieces_costs_more_than_one_of_a_few() {
+        assert_eq!((cost::pieces_ns(0), cost::pieces_ns(16)), (0, 0));
+        // Three of the longest are a turn.
+        assert!((QUANTUM_NS / 3..QUANTUM_NS / 2).contains(&cost::pieces_ns(1024)));
     }
 }

@@ -107,6 +107,7 @@ impl Queue {
             share.ns -= cost::REQUEST_NS;
             self.in_flight += 1;
             self.stats.start(1);
+            share.ns -= cost::pieces_ns(slot.segments.len());
             slot.status = parsed.status;
             slot.written = parsed.written;
             slot.ioprio = parsed.ioprio;

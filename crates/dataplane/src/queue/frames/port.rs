@@ -113,6 +113,7 @@ impl PortTransmit {
             }
             stats.start(1);
             frame.posted = time;
+            share.ns -= cost::pieces_ns(frame.chain.readable.len());
             let (bytes, destination) = match self.forward(negotiated, time) {
                 Ok((bytes, destination)) => (bytes, Some(destination)),
                 Err(reason) => {
@@ -228,6 +229,8 @@ enum Current {
 struct Piece {
     /// With the virtio header.
     bytes: usize,
+    /// Of its sender's memory.
+    pieces: usize,
     posted: u64,
 }
 
@@ -345,6 +348,7 @@ impl PortReceive {
                 }
             }
             stats.start(1);
+            share.ns -= cost::pieces_ns(piece.pieces);
             self.deliver(&piece, negotiated, ring, memory);
             is_unpublished = true;
             let bytes = piece.bytes - BYTES;
@@ -368,15 +372,17 @@ impl PortReceive {
                 Some(Current::Whole(delivery)) => {
                     let frame = self.port.frame(delivery)?;
                     let (egress, posted) = (self.egress(frame), frame.posted);
-                    return Some(Piece { bytes: BYTES + tagged_bytes(frame, egress), posted });
+                    let bytes = BYTES + tagged_bytes(frame, egress);
+                    let pieces = frame.chain.readable.len();
+                    return Some(Piece { bytes, pieces, posted });
                 }
                 Some(Current::Completed { length, posted }) => {
-                    return Some(Piece { bytes: BYTES + length, posted: *posted });
+                    return Some(Piece { bytes: BYTES + length, pieces: 0, posted: *posted });
                 }
                 Some(Current::Cut { length, segments, posted }) => {
                     let bytes = segments.next_bytes(&self.scratch[..*length]);
                     if bytes > 0 {
-                        return Some(Piece { bytes: BYTES + bytes, posted: *posted });
+                        return Some(Piece { bytes: BYTES + bytes, pieces: 0, posted: *posted });
                     }
                     self.current = None;
                 }

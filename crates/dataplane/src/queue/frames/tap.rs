@@ -58,7 +58,7 @@ impl TapTransmit {
             let sent = sent.unwrap_or(0);
             gate.pass(sent);
             share.requests -= 1;
-            share.ns -= cost::tap_ns(sent);
+            share.ns -= cost::tap_ns(sent) + cost::pieces_ns(chain.readable.len());
         }
         Ok((Pass::More, is_unpublished))
     }
