@@ -90,8 +90,7 @@ impl Stream {
             let rest = &outgoing.rest[outgoing.at..];
             outgoing.at += rustix::net::send(&self.fd, rest, rustix::net::SendFlags::NOSIGNAL)?;
         }
-        outgoing.rest.clear();
-        outgoing.at = 0;
+        outgoing.discard();
         Ok(())
     }
 
@@ -151,7 +150,13 @@ impl Stream {
 }
 
 impl Outgoing {
-    /// Whether something is left of the last frame.
+    /// What is left of the last frame is not sent.
+    pub(crate) fn discard(&mut self) {
+        self.rest.clear();
+        self.at = 0;
+    }
+
+    /// Whether nothing is left of the last frame.
     pub(crate) fn is_empty(&self) -> bool {
         self.rest.is_empty()
     }

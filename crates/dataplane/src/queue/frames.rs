@@ -167,9 +167,7 @@ impl Frames {
         match &self.direction {
             Direction::TapTransmit(_) => is_open && ring_is_pending,
             Direction::TapReceive(receive) => is_open && receive.is_pending(ring_is_pending),
-            Direction::StreamTransmit(transmit) => {
-                is_open && ring_is_pending && !transmit.is_blocked()
-            }
+            Direction::StreamTransmit(transmit) => transmit.is_pending(is_open && ring_is_pending),
             Direction::StreamReceive(receive) => is_open && receive.is_pending(ring_is_pending),
             Direction::PortTransmit(transmit) => transmit.is_pending(is_open && ring_is_pending),
             Direction::PortReceive(receive) => is_open && receive.is_pending(ring_is_pending),

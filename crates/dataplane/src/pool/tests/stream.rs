@@ -79,6 +79,43 @@ fn frames_wait_for_a_peer_that_does_not_read() {
     }
 }
 
+/// Nothing follows a frame of which the socket takes a part at a time, and it may have to be finished by the next session.
+#[test]
+fn last_frame_is_finished_though_nothing_follows() {
+    let (ours, mut peer) = UnixStream::pair().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    peer.set_read_timeout(Some(LOST)).unwrap();
+    // The kernel's least (SOCK_MIN_SNDBUF) is less than a frame.
+    rustix::net::sockopt::set_socket_send_buffer_size(&ours, 1).unwrap();
+    let link = Link::Stream(Arc::new(Stream::new(ours.into())));
+    let nic = nic_on(link, features::MRG_RXBUF, [None; 2]);
+    let pool = Pool::default();
+    let [thread] = threads(&pool);
+    // The last one ends the turn of three, whose time they use up.
+    for frames in [1, 2, 3, 4] {
+        for round in 0..4_u8 {
+            let mut port = Port::new(round % 2 == 0);
+            let sent = frame(round, 60_000);
+            (0..frames).for_each(|slot| port.send(slot, PLAIN, &sent));
+            let key = pool.start_nic(port.setup(&nic, 1), thread).unwrap();
+            if round == 3 && frames == 1 {
+                // Another session comes before the peer reads.
+                port.take();
+                pool.stop(key).unwrap();
+                let other = Port::new(true);
+                let key = pool.start_nic(other.setup(&nic, 1), thread).unwrap();
+                assert!(read_frame(&mut peer) == sent, "by the next session");
+                pool.stop(key).unwrap();
+                continue;
+            }
+            for number in 0..frames {
+                assert!(read_frame(&mut peer) == sent, "{number} of {frames}, round {round}");
+            }
+            pool.stop(key).unwrap();
+        }
+    }
+}
+
 /// However the peer cuts them, and whether buffers come first.
 #[test]
 fn frames_of_the_peer_come_whole() {

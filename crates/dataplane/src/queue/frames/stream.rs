@@ -27,12 +27,21 @@ pub(super) struct StreamTransmit {
     parts: Vec<Segment>,
     /// Whether the socket takes no more until it says so.
     is_blocked: bool,
+    /// Whether the socket has not taken all of the last frame.
+    has_rest: bool,
 }
 
 impl StreamTransmit {
     pub(super) fn new(nic: &Arc<Nic>, stream: Arc<Stream>) -> Self {
         let parts = Vec::with_capacity(MAX_PARTS + 1);
-        Self { nic: Arc::clone(nic), stream, parts, is_blocked: false }
+        // An earlier session may have left some.
+        let has_rest = !stream.outgoing().is_empty();
+        Self { nic: Arc::clone(nic), stream, parts, is_blocked: false, has_rest }
+    }
+
+    /// Whether a turn would find something to do, if the ring has a frame that may pass, or not.
+    pub(super) const fn is_pending(&self, has_frame: bool) -> bool {
+        !self.is_blocked && (has_frame || self.has_rest)
     }
 
     pub(super) const fn is_blocked(&self) -> bool {
@@ -48,7 +57,6 @@ impl StreamTransmit {
         self.is_blocked = false;
     }
 
-    /// A socket that takes no more is back pressure: frames stay in the ring.
     pub(super) fn serve(
         &mut self,
         ring: &mut Ring,
@@ -57,19 +65,40 @@ impl StreamTransmit {
         stats: &QueueStats,
         gate: &mut Gate<'_>,
     ) -> Served {
-        let negotiated = self.nic.driver_features();
         let stream = Arc::clone(&self.stream);
         let mut outgoing = stream.outgoing();
+        let served = self.serve_frames(&mut outgoing, ring, chain, share, stats, gate);
+        self.has_rest = !outgoing.is_empty();
+        served
+    }
+
+    /// A socket that takes no more is back pressure: frames stay in the ring.
+    fn serve_frames(
+        &mut self,
+        outgoing: &mut Outgoing,
+        ring: &mut Ring,
+        chain: &mut Chain,
+        share: &mut TurnBudget,
+        stats: &QueueStats,
+        gate: &mut Gate<'_>,
+    ) -> Served {
+        let negotiated = self.nic.driver_features();
+        let stream = Arc::clone(&self.stream);
         let mut is_unpublished = false;
         while share.is_left() {
-            if !outgoing.is_empty() && stream.flush(&mut outgoing) == Err(Errno::AGAIN) {
-                self.is_blocked = true;
-                return Ok((Pass::Empty, is_unpublished));
+            match stream.flush(outgoing) {
+                Ok(()) => {}
+                Err(Errno::AGAIN) => {
+                    self.is_blocked = true;
+                    return Ok((Pass::Empty, is_unpublished));
+                }
+                // There is nobody any more to have the rest.
+                Err(_) => outgoing.discard(),
             }
             if !gate.is_open() || !ring.next(chain)? {
                 return Ok((Pass::Empty, is_unpublished));
             }
-            let sent = self.send(&mut outgoing, chain, negotiated);
+            let sent = self.send(outgoing, chain, negotiated);
             if sent == Err(None) {
                 ring.untake(chain.id);
                 self.is_blocked = true;
