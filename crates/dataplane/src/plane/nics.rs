@@ -71,9 +71,8 @@ pub(super) fn release_others(
     handed.extract_if(is_other).for_each(|(name, _)| release(&name));
 }
 
-/// Goes on with what was `handed` over of a device's TAP, or attaches to it: none of a device without one. The
-/// kernel lets go of the
-/// queues of a server that was killed a moment after its end, for its rings are taken down aside.
+/// Goes on with what was `handed` over of a device's TAP, or attaches to it; a device without a TAP has none. The kernel lets
+/// go of the queues of a server that was killed a moment after its end, for its rings are taken down aside.
 pub(super) fn attach(
     spec: &serve::Nic,
     handed: &mut HashMap<String, OwnedFd>,

@@ -369,7 +369,7 @@ fn queue_that_waits_for_frames_or_buffers_rests() {
     pool.stop(key).unwrap();
 }
 
-/// How fast exactly is `net::limit`'s to show: here, that a queue comes back in time and rests meanwhile.
+/// How fast exactly is `frames::limit`'s to show: here, that a queue comes back in time and rests meanwhile.
 #[test]
 fn limited_queue_comes_back_when_the_next_frame_may_pass() {
     let wire = match Wire::new(1) {

@@ -329,14 +329,6 @@ fn tags_go_in_and_out_between_trunk_and_access() {
     }
 }
 
-struct SetOnDrop<'a>(&'a AtomicBool);
-
-impl Drop for SetOnDrop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Relaxed);
-    }
-}
-
 /// A flow of numbered frames, while both queues go from thread to thread: each comes once, in order, as it was sent.
 #[test]
 fn flow_keeps_its_order_while_queues_move() {
@@ -359,7 +351,7 @@ fn flow_keeps_its_order_while_queues_move() {
                 }
             });
             // Also if this fails.
-            let _ends = SetOnDrop(done);
+            let _ends = Stop(done);
             let mut slots = receiver.port.offer(0..16, 1526);
             let (mut sent, mut received, mut in_flight) = (0_u32, 0_u32, 0);
             let mut last = Instant::now();
