@@ -233,6 +233,13 @@ impl QueueStats {
         }
     }
 
+    /// So many frames of so many bytes in all have passed.
+    pub(crate) fn count_frames(&self, op: Op, frames: u64, bytes: u64) {
+        add(&self.finished[op as usize], frames);
+        let total = if op == Op::Read { &self.read_bytes } else { &self.written_bytes };
+        add(total, bytes);
+    }
+
     /// A request has ended with an error: its time is in no histogram.
     pub fn fail(&self, op: Op) {
         add(&self.finished[op as usize], 1);

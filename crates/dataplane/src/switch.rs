@@ -295,7 +295,7 @@ struct ToWake(Vec<u16>);
 
 impl ToWake {
     fn note(&mut self, port: u16) {
-        if !self.0.contains(&port) {
+        if self.0.last() != Some(&port) && !self.0.contains(&port) {
             self.0.push(port);
         }
     }
@@ -449,8 +449,9 @@ impl PortSender {
             return None;
         }
         let place = self.first;
-        self.first = self.place(1);
         self.count -= 1;
+        // The slots that were used last are those that a CPU's cache has.
+        self.first = if self.count == 0 { 0 } else { self.place(1) };
         let slot = self.outbox()?.slots.get(place)?;
         // SAFETY: nobody has a delivery of it, and it is not the next one's place before this borrow ends.
         Some(unsafe { &*slot.frame.get() })

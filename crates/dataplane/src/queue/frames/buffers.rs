@@ -193,7 +193,7 @@ impl Buffers {
 }
 
 /// Notes what was written, for a migration.
-fn log(chain: &Chain, mut used: usize, memory: &Memory) {
+pub(super) fn log(chain: &Chain, mut used: usize, memory: &Memory) {
     for segment in &chain.writable {
         let length = used.min(segment.len());
         if length > 0 {

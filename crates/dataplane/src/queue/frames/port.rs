@@ -10,10 +10,10 @@ use rtvirtio_frames::limit::{Limit, Rate};
 use rtvirtio_frames::offload::{MAX_HEADERS, Segments, complete_checksum};
 use rtvirtio_virtq::Segment;
 use rtvirtio_virtq::memory::Memory;
-use rtvirtio_virtq::ring::Ring;
+use rtvirtio_virtq::ring::{Chain, Ring, RingError};
 use rustix::fd::BorrowedFd;
 
-use super::buffers::{Buffers, Gathered};
+use super::buffers::{Buffers, Gathered, log};
 use super::{Gate, Pass, Served, copy, read_header};
 use crate::drr::{TurnBudget, cost};
 use crate::nic::Nic;
@@ -71,13 +71,15 @@ impl PortTransmit {
 
     /// Gives back to the ring what has arrived.
     pub(super) fn reap(&mut self, ring: &mut Ring, stats: &QueueStats) -> bool {
-        let mut has_ended = false;
+        let (mut has_ended, mut frames, mut bytes) = (false, 0, 0);
         while let Some(frame) = self.port.take_ended() {
-            if frame.length > 0 {
-                stats.count(Op::Write, frame.length as u64);
-            }
+            frames += u64::from(frame.length > 0);
+            bytes += frame.length as u64;
             ring.finish(frame.chain.id, 0);
             has_ended = true;
+        }
+        if has_ended {
+            stats.count_frames(Op::Write, frames, bytes);
         }
         has_ended
     }
@@ -142,12 +144,10 @@ impl PortTransmit {
     fn forward(&mut self, negotiated: u64, time: u64) -> Result<(usize, Destination), Dropped> {
         let next = self.port.next_with_switch();
         let (number, forwarding, frame) = next.ok_or(Dropped::Malformed)?;
-        let mut header = [0; BYTES];
-        if !read_header(&mut frame.chain.readable, &mut header) {
-            return Err(Dropped::Malformed);
-        }
-        let length: usize = frame.chain.readable.iter().map(Segment::len).sum();
-        if length > MAX_FRAME_BYTES || !read_head(frame) {
+        let header = read_start(frame).ok_or(Dropped::Malformed)?;
+        let rest: usize = frame.chain.readable.iter().map(Segment::len).sum();
+        let length = frame.head.bytes().len() + rest;
+        if length > MAX_FRAME_BYTES {
             return Err(Dropped::Malformed);
         }
         let header = Header(header).from_driver(negotiated);
@@ -179,6 +179,28 @@ const fn dropped(refused: Refused) -> Dropped {
         Refused::Vlan => Dropped::Vlan,
         Refused::NoReceiver => Dropped::NoReceiver,
     }
+}
+
+/// Reads the virtio header and the beginning of a frame off its chain; `None`: it is no frame.
+#[inline]
+fn read_start(frame: &mut Frame) -> Option<[u8; BYTES]> {
+    let mut header = [0; BYTES];
+    let segments = &mut frame.chain.readable;
+    let Some(first) = segments.first_mut().filter(|first| first.len() >= BYTES + MAX_HEAD_BYTES)
+    else {
+        return (read_header(segments, &mut header) && read_head(frame)).then_some(header);
+    };
+    // Nearly all lie so.
+    // SAFETY: guest memory, which the ring's memory keeps mapped. It is read once.
+    unsafe { copy(first.base(), header.as_mut_ptr(), BYTES) };
+    first.advance(BYTES);
+    // SAFETY: as above.
+    unsafe { copy(first.base(), frame.head.buffer().as_mut_ptr(), MAX_HEAD_BYTES) };
+    first.advance(MAX_HEAD_BYTES);
+    if first.is_empty() {
+        segments.remove(0);
+    }
+    frame.head.set_length(MAX_HEAD_BYTES).then_some(header)
 }
 
 /// Reads the beginning of a frame off its chain; false: it is no frame.
@@ -214,6 +236,18 @@ pub(super) struct PortReceive {
     scratch: Box<[u8]>,
     /// Until when the next frame waits for the driver to have buffers, if it does.
     starved_until: Option<u64>,
+    /// A buffer, of which the memory is used again.
+    chain: Chain,
+}
+
+/// What came of [`PortReceive::deliver_plain`].
+enum Plain {
+    /// A frame of so many bytes, of so many pieces, is the driver's.
+    Delivered { bytes: usize, pieces: usize },
+    /// Nothing waits.
+    Nothing,
+    /// The next frame is not that simple.
+    Other,
 }
 
 enum Current {
@@ -243,6 +277,7 @@ impl PortReceive {
             current: None,
             scratch: vec![0; MAX_FRAME_BYTES].into(),
             starved_until: None,
+            chain: Chain::default(),
         }
     }
 
@@ -321,6 +356,17 @@ impl PortReceive {
         let is_mergeable = negotiated & features::MRG_RXBUF != 0;
         let mut is_unpublished = false;
         while share.is_left() {
+            match self.deliver_plain(ring, memory, negotiated, share, stats, gate)? {
+                Plain::Delivered { bytes, pieces } => {
+                    is_unpublished = true;
+                    gate.pass(bytes);
+                    share.requests -= 1;
+                    share.ns -= cost::port_ns(bytes) + cost::pieces_ns(pieces);
+                    continue;
+                }
+                Plain::Nothing => return Ok((Pass::Empty, is_unpublished)),
+                Plain::Other => {}
+            }
             let Some(piece) = self.next_piece(negotiated, share, stats) else {
                 return Ok((Pass::Empty, is_unpublished));
             };
@@ -360,6 +406,77 @@ impl PortReceive {
         Ok((Pass::More, is_unpublished))
     }
 
+    /// Delivers the next frame if it is as nearly all are: complete, without a tag to be put in, and no longer than the
+    /// next buffer, which is in one piece. A frame that is not becomes the current one.
+    fn deliver_plain(
+        &mut self,
+        ring: &mut Ring,
+        memory: &Memory,
+        negotiated: u64,
+        share: &mut TurnBudget,
+        stats: &QueueStats,
+        gate: &mut Gate<'_>,
+    ) -> Result<Plain, RingError> {
+        if self.current.is_some() || !self.buffers.is_empty() {
+            return Ok(Plain::Other);
+        }
+        let Some(delivery) = self.port.take() else { return Ok(Plain::Nothing) };
+        let Some(frame) = self.port.frame(&delivery) else { return Ok(Plain::Other) };
+        let (bytes, pieces) = (frame.length, frame.chain.readable.len());
+        let is_plain = frame.header == Header::COMPLETE
+            && bytes <= self.longest()
+            && self.egress(frame) == Egress::Untagged
+            && gate.is_open();
+        if !is_plain {
+            self.start(delivery, negotiated, share, stats);
+            return Ok(Plain::Other);
+        }
+        ring.prefetch();
+        let taken = ring.next(&mut self.chain);
+        let buffer = match self.chain.writable[..] {
+            [buffer] if taken == Ok(true) && buffer.len() >= BYTES + bytes => buffer,
+            _ => {
+                if taken == Ok(true) {
+                    ring.untake(self.chain.id);
+                }
+                self.current = Some(Current::Whole(delivery));
+                return taken.map(|_| Plain::Other);
+            }
+        };
+        write_plain(buffer, frame);
+        self.port.release(delivery);
+        if memory.log().is_some() {
+            log(&self.chain, BYTES + bytes, memory);
+        }
+        ring.finish(self.chain.id, (BYTES + bytes) as u32);
+        stats.start(1);
+        stats.count(Op::Read, bytes as u64);
+        Ok(Plain::Delivered { bytes, pieces })
+    }
+
+    /// The longest frame that is not to be cut, its virtio header not counted.
+    fn longest(&self) -> usize {
+        usize::from(self.nic.mtu()) + HEADER_BYTES + TAG_BYTES
+    }
+
+    /// A frame that was taken is the current one, unless it cannot be delivered.
+    fn start(
+        &mut self,
+        delivery: Delivery,
+        negotiated: u64,
+        share: &mut TurnBudget,
+        stats: &QueueStats,
+    ) {
+        match self.begin(delivery, negotiated, share) {
+            Ok(current) => self.current = Some(current),
+            Err(reason) => {
+                stats.start(1);
+                stats.drop_frame(Op::Read, reason);
+                share.ns -= cost::NOTE_NS;
+            }
+        }
+    }
+
     /// The next piece of the current frame, or of the next one that can be delivered.
     fn next_piece(
         &mut self,
@@ -388,14 +505,7 @@ impl PortReceive {
                 }
                 None => {
                     let delivery = self.port.take()?;
-                    match self.begin(delivery, negotiated, share) {
-                        Ok(current) => self.current = Some(current),
-                        Err(reason) => {
-                            stats.start(1);
-                            stats.drop_frame(Op::Read, reason);
-                            share.ns -= cost::NOTE_NS;
-                        }
-                    }
+                    self.start(delivery, negotiated, share, stats);
                 }
             }
         }
@@ -416,9 +526,8 @@ impl PortReceive {
         let egress = self.egress(frame);
         let length = tagged_bytes(frame, egress);
         let is_whole = frame.header.for_driver(negotiated).is_ok();
-        let longest = usize::from(self.nic.mtu()) + HEADER_BYTES + TAG_BYTES;
-        let is_too_long =
-            length > MAX_FRAME_BYTES || length > longest && frame.header.segmented().is_none();
+        let is_too_long = length > MAX_FRAME_BYTES
+            || length > self.longest() && frame.header.segmented().is_none();
         if is_too_long || is_whole {
             if is_too_long {
                 self.port.release(delivery);
@@ -514,6 +623,20 @@ impl WithTagOf for Header {
             Egress::Untagged => self,
             Egress::Tagged(_) => self.with_tag(true),
         }
+    }
+}
+
+/// Writes a complete frame and its virtio header to a buffer that is long enough.
+#[inline]
+fn write_plain(mut buffer: Segment, frame: &Frame) {
+    let header = Header::COMPLETE.in_buffers(1);
+    let start = [part(&header.0), part(frame.head.bytes())];
+    for part in start.iter().chain(&frame.chain.readable) {
+        let length = part.len().min(buffer.len());
+        // SAFETY: the buffer is guest memory, which the ring's memory keeps mapped; the part is the frame's or its
+        // sender's memory, which is mapped while it is not released.
+        unsafe { copy(part.base(), buffer.base(), length) };
+        buffer.advance(length);
     }
 }
 
