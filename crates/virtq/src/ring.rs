@@ -310,7 +310,10 @@ impl Ring {
     /// the next [`Ring::publish`]. An ID that is not in flight is ignored.
     #[inline]
     pub fn finish(&mut self, id: u16, written: u32) {
-        let known = either!(&mut self.layout, ring => ring.finish(&self.memory, id, written));
+        let known = match &mut self.layout {
+            Layout::Split(ring) => ring.finish(&self.memory, id, written),
+            Layout::Packed(ring) => ring.finish(id, written),
+        };
         debug_assert!(known, "{id} is not in flight");
         self.in_flight -= u16::from(known);
     }

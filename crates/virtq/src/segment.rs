@@ -50,6 +50,7 @@ impl Segment {
     }
 
     /// Drops the first `bytes`; all of them if there are fewer.
+    #[inline]
     pub fn advance(&mut self, bytes: usize) {
         let bytes = bytes.min(self.len());
         *self = Self::new(self.base().wrapping_add(bytes), self.len() - bytes);

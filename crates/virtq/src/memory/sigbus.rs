@@ -39,6 +39,7 @@ struct Previous(libc::sigaction);
 /// How many mappings have been broken since the process began: as long as it stays the same,
 /// none of anybody's has to be looked at.
 #[must_use]
+#[inline]
 pub fn broken_count() -> usize {
     BROKEN.load(Ordering::Relaxed)
 }

@@ -29,9 +29,12 @@ pub(super) struct Packed {
     available: Position,
     /// Where the next request is used.
     used: Position,
-    /// The first of the batch that the driver has not been shown: its word, stored last.
-    first: Option<(Position, u64)>,
-    /// Descriptors of that batch.
+    /// Where the first of the requests is used that the driver has not been shown.
+    first: Position,
+    /// These requests. They are written to the ring together, so that a driver that looks at it meanwhile does not take
+    /// its cache lines away each time.
+    finished: Vec<Finished>,
+    /// Their descriptors.
     batch: u16,
     /// Descriptors taken and not yet used.
     taken: u16,
@@ -144,7 +147,8 @@ impl Packed {
             indirect: config.indirect,
             available,
             used,
-            first: None,
+            first: used,
+            finished: Vec::with_capacity(usize::from(size)),
             batch: 0,
             taken,
             busy: vec![0; usize::from(size)],
@@ -295,22 +299,16 @@ impl Packed {
     }
 
     #[inline]
-    pub(super) fn finish(&mut self, memory: &Memory, id: u16, written: u32) -> bool {
+    pub(super) fn finish(&mut self, id: u16, written: u32) -> bool {
         let count = match self.busy.get_mut(usize::from(id)) {
             Some(count) if *count != 0 => std::mem::take(count),
             _ => return false,
         };
-        let word = used_word(self.used, id, written);
+        let request = Finished { written, id, count };
         if let Some(position) = &mut self.position {
-            let first = self.first.map_or(self.used, |(first, _)| first);
-            position.finish(first, Finished { written, id, count });
+            position.finish(self.first, request);
         }
-        if self.first.is_none() {
-            self.first = Some((self.used, word));
-        } else {
-            // Not seen before the first one is.
-            self.store(memory, self.used, word, Ordering::Relaxed);
-        }
+        self.finished.push(request);
         if let Some(inflight) = &mut self.inflight {
             inflight.finish(id);
         }
@@ -331,12 +329,21 @@ impl Packed {
 
     #[inline]
     pub(super) fn publish(&mut self, memory: &Memory) -> bool {
-        let Some((position, word)) = self.first.take() else { return false };
+        let Some(&Finished { id, written, count }) = self.finished.first() else { return false };
+        let mut at = self.first.after(count, self.size);
+        for &Finished { id, written, count } in &self.finished[1..] {
+            // Not seen before the first one is.
+            self.store(memory, at, used_word(at, id, written), Ordering::Relaxed);
+            at = at.after(count, self.size);
+        }
+        self.finished.clear();
         if let Some(inflight) = &mut self.inflight {
             inflight.before_publish(self.used);
         }
         // Release: the batch's other entries and the data read are visible before.
-        self.store(memory, position, word, Ordering::Release);
+        let word = used_word(self.first, id, written);
+        self.store(memory, self.first, word, Ordering::Release);
+        self.first = self.used;
         if let Some(inflight) = &mut self.inflight {
             inflight.after_publish();
         }
