@@ -14,7 +14,8 @@ const TYPE: usize = 12;
 
 /// 802.1Q and 802.1ad tags.
 const TAGS: [u16; 2] = [0x8100, 0x88a8];
-const ARP: u16 = 0x0806;
+/// ARP.
+pub const ARP: u16 = 0x0806;
 /// IPv4.
 pub const IPV4: u16 = 0x0800;
 /// IPv6.
@@ -78,6 +79,13 @@ impl Head {
     #[inline]
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..usize::from(self.length)]
+    }
+
+    /// Its Ethernet header, in which it may have a tag in the place of its type.
+    #[must_use]
+    #[inline]
+    pub fn start(&self) -> [u8; HEADER_BYTES] {
+        self.array(0)
     }
 
     /// To whom.

@@ -11,7 +11,7 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
-use crate::ethernet::{Head, Mac, is_group, is_link_local};
+use crate::ethernet::{ARP, HEADER_BYTES, Head, Mac, is_group, is_link_local};
 
 /// For how long a learned address is known that sends nothing (802.1Q, table 8-6).
 pub const AGEING_SECONDS: u32 = 300;
@@ -80,6 +80,11 @@ pub enum Destination {
     /// To those of the VLAN that may have others behind them.
     Unknown,
 }
+
+/// Where the last frame of a sender went. Those that follow it mostly have the same Ethernet header, which is all that
+/// the way of most frames depends on.
+#[derive(Debug, Default)]
+pub struct LastFrame(Option<([u8; HEADER_BYTES], Origin, Destination)>);
 
 /// How a frame leaves at a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -160,6 +165,34 @@ impl Forwarding {
     fn has(&self, port: u16, vlan: u16) -> bool {
         let port = self.ports.get(usize::from(port));
         port.is_some_and(|port| port.vlans.has(vlan))
+    }
+
+    /// [`Self::admit`] and [`Self::destination`] of a frame, of which `last` remembers what it may: for one port, and one
+    /// time, only.
+    ///
+    /// # Errors
+    /// Those of the two.
+    #[inline]
+    pub fn forward(
+        &self,
+        number: u16,
+        head: &mut Head,
+        now: u32,
+        last: &mut LastFrame,
+    ) -> Result<(Origin, Destination), Refused> {
+        let start = head.start();
+        if let Some((before, origin, destination)) = last.0
+            && before == start
+        {
+            return Ok((origin, destination));
+        }
+        // More is looked at of these.
+        let is_plain = head.tag().is_none() && head.ethertype() != ARP;
+        let origin = self.admit(number, head, now)?;
+        let destination = self.destination(origin, head, now)?;
+        let is_for_one = matches!(destination, Destination::Port(_));
+        last.0 = (is_plain && is_for_one).then_some((start, origin, destination));
+        Ok((origin, destination))
     }
 
     /// Lets a frame in at a port at `now` seconds of any clock, and takes the tag of a trunk out of it.
@@ -489,6 +522,38 @@ mod tests {
     }
 
     proptest! {
+        /// What is remembered of the last frame changes nothing.
+        #[test]
+        fn frames_that_begin_alike_go_the_same_way(
+            frames in prop::collection::vec((0_u8..3, 0_u8..3, 0_u16..3, 0_usize..3, any::<bool>(), 0_u8..3), 1..100),
+            from in 0_u16..3,
+        ) {
+            let open = |port| Port { anti_spoofing: false, ..port };
+            let ports = || vec![
+                port(0, Vlans::Trunk(vec![1, 2])),
+                open(port(1, Vlans::Untagged)),
+                port(2, Vlans::Untagged),
+            ];
+            let (switch, other) = (Forwarding::new(ports()), Forwarding::new(ports()));
+            let mut last = LastFrame::default();
+            for (to, source, tag, tags, is_arp, sender) in frames {
+                let mut bytes = head(mac(to), mac(source), &vec![tag; tags]).bytes().to_vec();
+                if is_arp {
+                    let at = HEADER_BYTES + 4 * tags;
+                    bytes[at - 2..at].copy_from_slice(&ARP.to_be_bytes());
+                    bytes[at + 8..at + 14].copy_from_slice(&mac(sender));
+                }
+                let mut one = Head::new(&bytes).unwrap();
+                let mut two = one;
+                let found = switch.forward(from, &mut one, 0, &mut last);
+                let expected = other.admit(from, &mut two, 0).and_then(|origin| {
+                    Ok((origin, other.destination(origin, &two, 0)?))
+                });
+                prop_assert_eq!(found, expected);
+                prop_assert_eq!(one.bytes(), two.bytes());
+            }
+        }
+
         /// Whatever is sent: no frame leaves a VLAN, or at the port where it came in.
         #[test]
         fn nothing_crosses_vlans(

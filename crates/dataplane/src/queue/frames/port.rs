@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use rtvirtio_frames::ethernet::{HEADER_BYTES, MAX_HEAD_BYTES, TAG_BYTES};
 use rtvirtio_frames::features;
-use rtvirtio_frames::forwarding::{Destination, Egress, Refused};
+use rtvirtio_frames::forwarding::{Destination, Egress, LastFrame, Refused};
 use rtvirtio_frames::header::{BYTES, Header, MAX_FRAME_BYTES};
 use rtvirtio_frames::limit::{Limit, Rate};
 use rtvirtio_frames::offload::{MAX_HEADERS, Segments, complete_checksum};
@@ -94,7 +94,7 @@ impl PortTransmit {
     ) -> Served {
         let mut is_unpublished = self.reap(ring, stats);
         let negotiated = self.nic.driver_features();
-        let mut pass = Pass::More;
+        let (mut pass, mut last) = (Pass::More, LastFrame::default());
         while share.is_left() {
             let is_open = gate.is_open();
             let Some(frame) = self.port.next().filter(|_| is_open) else {
@@ -116,7 +116,7 @@ impl PortTransmit {
             stats.start(1);
             frame.posted = time;
             share.ns -= cost::pieces_ns(frame.chain.readable.len());
-            let (bytes, destination) = match self.forward(negotiated, time) {
+            let (bytes, destination) = match self.forward(negotiated, time, &mut last) {
                 Ok((bytes, destination)) => (bytes, Some(destination)),
                 Err(reason) => {
                     stats.drop_frame(Op::Write, reason);
@@ -141,7 +141,12 @@ impl PortTransmit {
     }
 
     /// Says where the next frame goes; its length.
-    fn forward(&mut self, negotiated: u64, time: u64) -> Result<(usize, Destination), Dropped> {
+    fn forward(
+        &mut self,
+        negotiated: u64,
+        time: u64,
+        last: &mut LastFrame,
+    ) -> Result<(usize, Destination), Dropped> {
         let next = self.port.next_with_switch();
         let (number, forwarding, frame) = next.ok_or(Dropped::Malformed)?;
         let header = read_start(frame).ok_or(Dropped::Malformed)?;
@@ -154,15 +159,13 @@ impl PortTransmit {
         let fitting = header.and_then(|header| header.fitting(&frame.head, length));
         frame.header = fitting.map_err(|_| Dropped::Malformed)?;
         frame.length = length;
-        let seconds = seconds(time);
-        let origin = forwarding.admit(number, &mut frame.head, seconds);
-        frame.origin = origin.map_err(dropped)?;
+        let way = forwarding.forward(number, &mut frame.head, seconds(time), last);
+        let (origin, destination) = way.map_err(dropped)?;
+        frame.origin = origin;
         if frame.origin.tag.is_some() {
             frame.length -= TAG_BYTES;
             frame.header = frame.header.with_tag(false);
         }
-        let found = forwarding.destination(frame.origin, &frame.head, seconds);
-        let destination = found.map_err(dropped)?;
         if !matches!(destination, Destination::Port(_)) {
             if self.broadcast.ready_at() > time {
                 return Err(Dropped::Broadcast);
