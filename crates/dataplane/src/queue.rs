@@ -472,7 +472,7 @@ impl Queue {
             || self.is_served()
                 && match &self.work {
                     Work::Requests(_) => self.source.is_pending(),
-                    Work::Frames(frames) => frames.is_pending(self.source.is_pending()),
+                    Work::Frames(frames) => frames.is_pending(|| self.source.is_pending()),
                 }
     }
 
@@ -501,10 +501,10 @@ impl Queue {
         let Work::Frames(frames) = &self.work else { return self.source.enable_notification() };
         if frames.waits_for_driver(self.source.is_pending()) {
             let has_come = self.source.enable_notification();
-            return frames.is_pending(has_come);
+            return frames.is_pending(|| has_come);
         }
         // A driver that adds buffers to others has nothing to say.
-        frames.held_until().is_none() && frames.is_pending(true)
+        frames.held_until().is_none() && frames.is_pending(|| true)
     }
 
     pub(crate) fn disable_notification(&mut self) {

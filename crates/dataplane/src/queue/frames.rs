@@ -161,15 +161,20 @@ impl Frames {
         }
     }
 
-    /// Whether a turn would find something to do, if the ring has so much.
-    pub(super) fn is_pending(&self, ring_is_pending: bool) -> bool {
+    /// Whether a turn would find something to do. The ring is looked at only where that decides: each look takes a cache
+    /// line away from the driver's CPU, which writes it.
+    pub(super) fn is_pending(&self, ring_is_pending: impl FnOnce() -> bool) -> bool {
         let is_open = self.held_until.is_none();
         match &self.direction {
-            Direction::TapTransmit(_) => is_open && ring_is_pending,
+            Direction::TapTransmit(_) => is_open && ring_is_pending(),
             Direction::TapReceive(receive) => is_open && receive.is_pending(ring_is_pending),
-            Direction::StreamTransmit(transmit) => transmit.is_pending(is_open && ring_is_pending),
+            Direction::StreamTransmit(transmit) => {
+                transmit.is_pending(is_open && ring_is_pending())
+            }
             Direction::StreamReceive(receive) => is_open && receive.is_pending(ring_is_pending),
-            Direction::PortTransmit(transmit) => transmit.is_pending(is_open && ring_is_pending),
+            Direction::PortTransmit(transmit) => {
+                transmit.is_pending(|| is_open && ring_is_pending())
+            }
             Direction::PortReceive(receive) => is_open && receive.is_pending(ring_is_pending),
         }
     }

@@ -49,8 +49,8 @@ impl PortTransmit {
     }
 
     /// Whether a turn would find something to do, if the ring has a frame that may pass, or not.
-    pub(super) fn is_pending(&self, has_frame: bool) -> bool {
-        has_frame && !self.port.is_full() || self.has_ended()
+    pub(super) fn is_pending(&self, has_frame: impl FnOnce() -> bool) -> bool {
+        self.has_ended() || !self.port.is_full() && has_frame()
     }
 
     pub(super) const fn in_flight(&self) -> u16 {
@@ -292,11 +292,13 @@ impl PortReceive {
         self.starved_until = None;
     }
 
-    pub(super) fn is_pending(&self, ring_is_pending: bool) -> bool {
+    pub(super) fn is_pending(&self, ring_is_pending: impl FnOnce() -> bool) -> bool {
         if self.starved_until.is_some() {
-            return ring_is_pending;
+            return ring_is_pending();
         }
-        self.current.is_some() || !self.port.is_empty() || ring_is_pending && self.port.is_starved()
+        self.current.is_some()
+            || !self.port.is_empty()
+            || self.port.is_starved() && ring_is_pending()
     }
 
     pub(super) fn waits_for_driver(&self) -> bool {

@@ -166,8 +166,8 @@ impl StreamReceive {
         Self { nic: Arc::clone(nic), stream, buffers, is_ready: true, has_failed: false }
     }
 
-    pub(super) fn is_pending(&self, ring_is_pending: bool) -> bool {
-        self.is_ready && (ring_is_pending || !self.buffers.is_empty())
+    pub(super) fn is_pending(&self, ring_is_pending: impl FnOnce() -> bool) -> bool {
+        self.is_ready && (!self.buffers.is_empty() || ring_is_pending())
     }
 
     pub(super) fn waits_for_driver(&self, ring_is_pending: bool) -> bool {

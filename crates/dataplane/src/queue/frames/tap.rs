@@ -112,8 +112,8 @@ impl TapReceive {
         }
     }
 
-    pub(super) fn is_pending(&self, ring_is_pending: bool) -> bool {
-        self.ready && (ring_is_pending || !self.buffers.is_empty())
+    pub(super) fn is_pending(&self, ring_is_pending: impl FnOnce() -> bool) -> bool {
+        self.ready && (!self.buffers.is_empty() || ring_is_pending())
     }
 
     pub(super) fn waits_for_driver(&self, ring_is_pending: bool) -> bool {
