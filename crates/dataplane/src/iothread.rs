@@ -592,11 +592,11 @@ impl IoThread {
             worked = true;
             let left = self.serve_one(key, share, time);
             self.awake.end_turn(left);
-            self.after_turn(key, share.requests - left.requests, !left.is_left());
             if get(&self.served, key).is_some_and(|entry| entry.queue.disk().is_none()) {
                 // Others' turns are not waited for: a driver may go on with frames while these last.
                 self.show(key);
             }
+            self.after_turn(key, share.requests - left.requests, !left.is_left());
             if self.mail.is_signaled() {
                 break;
             }

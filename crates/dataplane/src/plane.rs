@@ -238,7 +238,7 @@ pub struct Observation {
     /// By name.
     pub devices: Vec<ObservedDevice>,
     /// By name.
-    pub nics: Vec<NicState>,
+    pub nics: Vec<ObservedNic>,
     /// By name.
     pub schedules: Vec<ScheduleState>,
     /// The policy in force.
@@ -247,6 +247,15 @@ pub struct Observation {
     pub decisions: BTreeMap<(&'static str, Outcome), u64>,
     /// Queues that have gone to another IOThread, by a policy or an operator.
     pub moves: u64,
+}
+
+/// A network device at one time.
+#[derive(Debug, Clone)]
+pub struct ObservedNic {
+    /// As the control API says it.
+    pub state: NicState,
+    /// What its queues have done; they go on.
+    pub stats: Vec<Arc<QueueStats>>,
 }
 
 /// A device at one time.
@@ -342,7 +351,7 @@ impl Observation {
             started_ns: self.started,
             iothreads: self.iothreads.clone(),
             devices: devices.collect(),
-            nics: self.nics.clone(),
+            nics: self.nics.iter().map(|nic| nic.state.clone()).collect(),
             schedules: self.schedules.clone(),
         }
     }
@@ -472,14 +481,6 @@ pub enum PlaneError {
         /// The socket.
         socket: PathBuf,
     },
-    /// A network device has queues on the IOThread.
-    #[error("iothread \"{iothread}\" serves nic \"{nic}\"")]
-    IoThreadOfNic {
-        /// The IOThread.
-        iothread: IoThreadName,
-        /// The network device.
-        nic: Name,
-    },
     /// The IOThread has queues.
     #[error("iothread \"{iothread}\" has {queues} queues")]
     IoThreadInUse {
@@ -554,9 +555,6 @@ impl PlaneError {
             Self::DeviceExists(_) | Self::IoThreadExists(_) => "choose another name".to_owned(),
             Self::SocketInUse { .. } | Self::SocketOfNic { .. } => {
                 "choose another socket".to_owned()
-            }
-            Self::IoThreadOfNic { .. } => {
-                "change the nic's mapping in the configuration, and start again".to_owned()
             }
             Self::IoThreadInUse { .. } => {
                 "move them first: rtvirtio ctl mapping move DEVICE QUEUE IOTHREAD".to_owned()

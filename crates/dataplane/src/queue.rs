@@ -84,6 +84,8 @@ pub struct Queue {
     finished: Vec<Finished>,
     /// Their bytes.
     finished_bytes: u64,
+    /// Frames that are done with since the ring was last published, and when the turn began that took them, ns.
+    frames_done: (u64, u64),
     /// For the device's schedule: what waits for its time, and what has ended, since it was told.
     pending: Vec<PendingRequest>,
     ended: Vec<Running>,
@@ -290,6 +292,7 @@ impl Queue {
             error_due: false,
             finished: Vec::with_capacity(usize::from(size)),
             finished_bytes: 0,
+            frames_done: (0, 0),
             pending: Vec::new(),
             ended: Vec::new(),
         }
@@ -482,14 +485,17 @@ impl Queue {
         !self.waiting.is_empty() || self.has_ended()
     }
 
-    /// Tells whoever watches it what its driver has made available and is not taken. Buffers to receive
-    /// into are no work.
+    /// Tells whoever watches it what its driver has made available and is not taken, or that frames wait for it. Buffers to
+    /// receive into are no work, and what a limit, the link or a full receiver holds back does not wait for the IOThread.
     pub(crate) fn look(&self) {
-        let is_work = match &self.work {
-            Work::Requests(_) => true,
-            Work::Frames(frames) => frames.is_transmit(),
+        let backlog = match &self.work {
+            _ if !self.is_served() => 0,
+            Work::Requests(_) => self.source.backlog(),
+            Work::Frames(frames) => match frames.is_pending(self.source.is_pending()) {
+                true if frames.is_transmit() => self.source.backlog(),
+                is_pending => u32::from(is_pending),
+            },
         };
-        let backlog = if is_work && self.is_served() { self.source.backlog() } else { 0 };
         self.stats.see(backlog);
     }
 
@@ -524,12 +530,25 @@ impl Queue {
     ) -> Pass {
         match &self.work {
             Work::Requests(_) => self.serve_requests(turn, share, found, begun),
-            Work::Frames(_) => self.serve_frames(share, begun),
+            Work::Frames(_) => self.serve_frames(share, found, begun),
         }
     }
 
     /// The same for frames.
-    fn serve_frames(&mut self, share: &mut TurnBudget, begun: u64) -> Pass {
+    fn serve_frames(&mut self, share: &mut TurnBudget, found: u64, begun: u64) -> Pass {
+        let before = share.requests;
+        let pass = self.pass_frames(share, begun);
+        let taken = u64::from(before - share.requests);
+        if taken > 0 {
+            self.stats.take_frames(taken, begun.saturating_sub(found));
+            if !matches!(&self.work, Work::Frames(frames) if frames.are_lent()) {
+                self.frames_done = (self.frames_done.0 + taken, begun);
+            }
+        }
+        pass
+    }
+
+    fn pass_frames(&mut self, share: &mut TurnBudget, begun: u64) -> Pass {
         let is_served = self.is_served();
         let (Work::Frames(frames), Source::Ring { ring, chain }) =
             (&mut self.work, &mut self.source)
@@ -537,7 +556,7 @@ impl Queue {
             return Pass::Empty;
         };
         if !is_served {
-            self.unpublished |= frames.reap(ring, &self.stats);
+            self.unpublished |= frames.reap(ring, &self.stats, begun);
             return Pass::Empty;
         }
         match frames.serve(ring, chain, &self.memory, share, &self.stats, begun) {
@@ -570,6 +589,11 @@ impl Queue {
 
     /// Counts what the driver is about to see; when, if there is anything.
     fn count(&mut self) -> Option<u64> {
+        let (frames, begun) = std::mem::take(&mut self.frames_done);
+        if frames > 0 {
+            // Within its turn, which is accounted for as a whole.
+            self.stats.end_frames(frames, now().saturating_sub(begun));
+        }
         if self.finished.is_empty() {
             return None;
         }

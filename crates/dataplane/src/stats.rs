@@ -1,7 +1,9 @@
 //! What a virtqueue has done: counters and latency histograms.
 //!
 //! Terms: *wait* is from the kick or the poll that found a request to its start in the engine,
-//! *service* from there to its completion; `wait + service = response`.
+//! *service* from there to its completion; `wait + service = response`. Of frames the clock is looked at once a turn: all that
+//! a turn takes have waited since its round began, and their service ends when they are shown to the driver, or, of those
+//! that another queue has, when that has let go of them.
 //!
 //! One thread writes (the queue's IOThread), any may read at any time. A write is a load and a
 //! store, no locked instruction: there is no second writer, and a queue that moves takes its
@@ -122,8 +124,16 @@ impl Histogram {
     }
 
     fn record(&self, ns: u64) {
-        add(&self.buckets[bucket(ns)], 1);
-        add(&self.sum_ns, ns);
+        self.record_all(1, ns);
+    }
+
+    /// So many of `ns` each.
+    fn record_all(&self, count: u64, ns: u64) {
+        if count == 0 {
+            return;
+        }
+        add(&self.buckets[bucket(ns)], count);
+        add(&self.sum_ns, count.saturating_mul(ns));
         if ns > self.max_ns.load(Relaxed) {
             self.max_ns.store(ns, Relaxed);
         }
@@ -244,6 +254,18 @@ impl QueueStats {
     pub fn fail(&self, op: Op) {
         add(&self.finished[op as usize], 1);
         add(&self.errors, 1);
+    }
+
+    /// A turn has taken so many frames, each of which had waited for so many ns. Which those are is not known when they
+    /// end: there is no histogram of responses.
+    pub fn take_frames(&self, frames: u64, wait_ns: u64) {
+        self.waited(frames.saturating_mul(wait_ns));
+        self.wait.record_all(frames, wait_ns);
+    }
+
+    /// So many frames were handed on, or dropped, so many ns after the turn began that took them.
+    pub fn end_frames(&self, frames: u64, service_ns: u64) {
+        self.service.record_all(frames, service_ns);
     }
 
     /// A frame was not handed on.
@@ -530,6 +552,19 @@ mod tests {
             assert!((expected..=expected / 16 * 17).contains(&found), "{found} for {expected}");
         }
         assert_eq!(found.max_ns, Nanos::from_millis(10));
+    }
+
+    #[test]
+    fn frames_of_a_turn_have_one_time_each() {
+        let stats = QueueStats::new();
+        stats.take_frames(16, 300);
+        stats.take_frames(4, 5_000);
+        stats.end_frames(20, 2_000);
+        let found = stats.snapshot();
+        assert_eq!((found.wait.count(), found.wait.sum().get()), (20, 16 * 300 + 4 * 5_000));
+        assert_eq!((found.service.count(), found.service.sum().get()), (20, 40_000));
+        assert_eq!(found.wait.below(&[512, 8192].map(Nanos::new)), [16, 20]);
+        assert_eq!((found.response.count(), stats.progress().waited.get()), (0, 24_800));
     }
 
     #[test]

@@ -51,7 +51,8 @@ use crate::place::{self, LOADED, Split, load};
 use crate::sample::{DELAY, QueueLoad, Sample, ThreadLoad, find};
 use crate::utility::Weights;
 use crate::{
-    Action, Cpu, Decision, Limits, Policy, QueueId, SAMPLE, Snapshot, ThreadId, Vcpu, VcpuId, VmId,
+    Action, Cpu, Decision, Limits, Policy, QueueId, QueueKind, SAMPLE, Snapshot, ThreadId, Vcpu,
+    VcpuId, VmId,
 };
 
 mod budget;
@@ -206,6 +207,17 @@ fn busy_between(before: &Snapshot, after: &Snapshot) -> f64 {
         Some((thread.busy.saturating_sub(was.busy).as_secs_f64() / elapsed).min(1.0))
     });
     busy.sum()
+}
+
+/// For how long an IOThread's requests or frames of a kind waited on average, and whether that is much of what they take.
+fn waits(queues: &[QueueLoad], kind: QueueKind, seconds: f64) -> (Nanos, bool) {
+    let of_kind = || queues.iter().filter(|queue| queue.kind == kind);
+    let requests: u64 = of_kind().fold(0, |sum, queue| sum.saturating_add(queue.requests));
+    let waited = of_kind().fold(Nanos::ZERO, |sum, of| sum.saturating_add(of.waited));
+    let busy: f64 = of_kind().map(|queue| queue.busy).sum();
+    let delay = Nanos::new(waited.get() / requests.max(1));
+    let took = busy * seconds / requests.max(1) as f64;
+    (delay, delay.as_secs_f64() > WAIT * took)
 }
 
 fn percent(share: f64) -> f64 {
@@ -450,15 +462,11 @@ impl Dynamic {
             let queues = &view.groups[&thread.id];
             let stand = |queue: &&QueueLoad| self.backlogged.get(queue.id) >= STREAK;
             let stand = queues.iter().filter(stand).count();
-            let requests: u64 =
-                queues.iter().fold(0, |sum, queue| sum.saturating_add(queue.requests));
-            let waited: Nanos =
-                queues.iter().fold(Nanos::ZERO, |sum, of| sum.saturating_add(of.waited));
-            let delay = Nanos::new(waited.get() / requests.max(1));
+            // Each kind by itself: requests that wait are not made good for by a thousand frames that do not.
+            let waits = QueueKind::ALL.map(|kind| waits(queues, kind, view.window.seconds));
+            let delay = waits.iter().map(|(delay, _)| *delay).max().unwrap_or_default();
             let is_urgent = stand > 0 || delay > DELAY;
-            let took = load(queues) * view.window.seconds / requests.max(1) as f64;
-            let waits = delay.as_secs_f64() > WAIT * took;
-            if thread.busy >= HEADROOM && (is_urgent || waits) {
+            if thread.busy >= HEADROOM && (is_urgent || waits.iter().any(|(_, is_long)| *is_long)) {
                 let why = format!(
                     "IOThread {}: {} % busy, {stand} of {} queues stand, requests wait {delay}",
                     thread.id.0,

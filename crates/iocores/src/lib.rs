@@ -138,11 +138,30 @@ pub struct Thread {
     pub waited: Nanos,
 }
 
+/// What passes through a virtqueue: what counts as how much work ([`utility::work`]).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum QueueKind {
+    /// Requests to a disk.
+    #[default]
+    Disk,
+    /// Frames to or from the host, a system call each: by a TAP or a socket.
+    Link,
+    /// Frames of a switch, which are copied from guest to guest.
+    Switch,
+}
+
+impl QueueKind {
+    /// All.
+    pub const ALL: [Self; 3] = [Self::Disk, Self::Link, Self::Switch];
+}
+
 /// A virtqueue.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Queue {
     /// Which.
     pub id: QueueId,
+    /// What passes through it. A frame counts as a request.
+    pub kind: QueueKind,
     /// Whose.
     pub vm: VmId,
     /// Who serves it.
@@ -159,16 +178,18 @@ pub struct Queue {
     pub calls: u64,
     /// Taken and not ended.
     pub in_flight: u32,
-    /// What its driver had made available at the last snapshot is still not taken.
+    /// What its driver, or its link, had for it at the last snapshot is still not taken. Buffers that wait for frames are
+    /// none of it.
     pub backlogged: bool,
 }
 
 impl Queue {
-    /// One that has done nothing yet.
+    /// One of a disk that has done nothing yet.
     #[must_use]
     pub const fn new(id: QueueId, vm: VmId, thread: ThreadId) -> Self {
         Self {
             id,
+            kind: QueueKind::Disk,
             vm,
             thread,
             busy: Nanos::ZERO,

@@ -263,10 +263,12 @@ pub(crate) fn drain(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::QueueKind;
 
     fn queue(id: u32, thread: u32, busy: f64) -> QueueLoad {
         QueueLoad {
             id: QueueId(id),
+            kind: QueueKind::Disk,
             vm: VmId(0),
             thread: ThreadId(thread),
             busy,

@@ -5,7 +5,8 @@
 
 use rtvirtio_units::{CpuId, Nanos};
 
-use crate::{Cpu, Queue, QueueId, Snapshot, Thread, ThreadId, Vm, VmId};
+use crate::utility;
+use crate::{Cpu, Queue, QueueId, QueueKind, Snapshot, Thread, ThreadId, Vm, VmId};
 
 /// What requests may wait on average before they start.
 pub(crate) const DELAY: Nanos = Nanos::from_micros(200);
@@ -47,6 +48,7 @@ pub(crate) struct ThreadLoad {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct QueueLoad {
     pub(crate) id: QueueId,
+    pub(crate) kind: QueueKind,
     pub(crate) vm: VmId,
     pub(crate) thread: ThreadId,
     /// Of its thread's time, 0 to 1.
@@ -59,6 +61,11 @@ pub(crate) struct QueueLoad {
 }
 
 impl QueueLoad {
+    /// What it has done.
+    pub(crate) fn work(&self) -> f64 {
+        utility::work(self.kind, self.requests, self.bytes)
+    }
+
     /// Whether its requests waited for more than [`DELAY`] on average before they started.
     pub(crate) fn waits(&self) -> bool {
         self.waited.get() > DELAY.get().saturating_mul(self.requests.max(1))
@@ -121,6 +128,7 @@ impl Sample {
             let was = find(&before.queues, now.id, |queue| queue.id).unwrap_or(now);
             QueueLoad {
                 id: now.id,
+                kind: now.kind,
                 vm: now.vm,
                 thread: now.thread,
                 busy: share(was.busy, now.busy),

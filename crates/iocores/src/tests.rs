@@ -752,3 +752,33 @@ fn decisions_are_the_same_however_long_the_machine_has_run() {
         assert_eq!(decisions(Nanos::new(years * YEAR)), at_once, "after {years} years");
     }
 }
+
+/// A few requests that wait long are as good a reason beside ten thousand frames that do not wait.
+#[test]
+fn requests_that_wait_are_not_outweighed_by_frames_that_do_not() {
+    let decided = |kind: QueueKind| {
+        let mut world = World::new(2, 1, 2);
+        let mut policy = dynamic(&world);
+        let state = &mut world.state;
+        state.queues[0].kind = kind;
+        let ms = |us: u64| Nanos::from_micros(us);
+        let mut decided = Vec::new();
+        for sample in 1..=30 {
+            (state.now, state.measured) = (ms(10_000 * sample), ms(10_000 * sample));
+            let thread = &mut state.threads[0];
+            (thread.busy, thread.ran) = (ms(8_000 * sample), ms(8_000 * sample));
+            let [frames, disk] = &mut state.queues[..] else { panic!("two") };
+            (frames.requests, frames.busy) = (10_000 * sample, ms(5_000 * sample));
+            (disk.requests, disk.busy, disk.waited) =
+                (5 * sample, ms(3_000 * sample), ms(1_950 * sample));
+            decided.extend(policy.step(state));
+        }
+        decided
+    };
+    assert_eq!(decided(QueueKind::Disk), [], "waits of 0.2 us on average");
+    let decided = decided(QueueKind::Link);
+    let [Decision { action: Action::AddThread { .. }, reason }, ..] = &decided[..] else {
+        panic!("{decided:?}")
+    };
+    assert!(reason.contains("requests wait 0.39 ms"), "{reason}");
+}

@@ -173,6 +173,9 @@ pub enum QueueDirection {
 pub struct NicQueueState {
     /// Which.
     pub index: u16,
+    /// Its number, which no other queue ever has.
+    #[serde(default)]
+    pub id: u32,
     /// Which way its frames go.
     pub direction: QueueDirection,
     /// Its IOThread.
@@ -192,6 +195,12 @@ pub struct NicQueueState {
     pub calls: u64,
     /// What of its IOThread's time was for it.
     pub busy_ns: Nanos,
+    /// From when its IOThread found that there were frames to the turn that took them.
+    #[serde(default)]
+    pub wait: LatencySummary,
+    /// From there to when they had been handed on; where another device of a network receives them, until that has them.
+    #[serde(default)]
+    pub service: LatencySummary,
 }
 
 /// Why frames were not handed on. Each was counted where that was found: at the sender's transmit queue, or at

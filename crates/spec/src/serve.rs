@@ -274,7 +274,7 @@ pub struct NetworkPort {
 /// A network device of a VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Nic {
-    /// Unique name among network devices.
+    /// Unique name among all devices: mappings are asked for by it.
     pub name: Name,
     /// Whose it is.
     pub vm: VmName,

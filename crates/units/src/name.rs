@@ -128,6 +128,12 @@ macro_rules! named {
             }
         }
 
+        impl From<Name> for $type {
+            fn from(name: Name) -> Self {
+                Self(name)
+            }
+        }
+
         impl fmt::Display for $type {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 self.0.fmt(f)

@@ -1,5 +1,6 @@
 //! What came of a simulation.
 
+use rtvirtio_iocores::QueueKind;
 use rtvirtio_iocores::utility::{self, Progress};
 use rtvirtio_units::Nanos;
 use serde::Serialize;
@@ -85,7 +86,7 @@ impl PhaseOutcome {
     #[must_use]
     pub fn progress(&self) -> Progress {
         Progress {
-            io: utility::work(self.requests, self.bytes) / self.length.as_secs_f64().max(1e-9),
+            io: utility::work(QueueKind::Disk, self.requests, self.bytes) / self.length.as_secs_f64().max(1e-9),
             busy: self.busy,
             ran: self.computed,
             waited: (self.compute_wanted - self.computed).max(0.0),

@@ -5,6 +5,7 @@
 //! thousand idle queues cost no megabytes.
 
 use std::fmt;
+use std::sync::Arc;
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, text as openmetrics};
@@ -17,7 +18,7 @@ use rtvirtio_spec::serve::Policy;
 use rtvirtio_units::Nanos;
 
 use crate::plane::{Observation, ObservedDevice};
-use crate::stats::{Latencies, QueueSnapshot};
+use crate::stats::{Latencies, QueueSnapshot, QueueStats};
 
 /// What the text is.
 pub(super) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -175,25 +176,15 @@ impl Metrics {
     }
 
     fn nics(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
-        let nics = || self.observation.nics.iter();
+        let nics = || self.observation.nics.iter().map(|nic| &nic.state);
         if nics().next().is_none() {
             return Ok(());
         }
-        let label =
-            |nic: &NicState| vec![("vm", nic.vm.to_string()), ("nic", nic.name.to_string())];
-        let connected = nics().map(|nic| (label(nic), f64::from(u8::from(nic.connected))));
+        let connected = nics().map(|nic| (nic_labels(nic), f64::from(u8::from(nic.connected))));
         let help = "Whether a network device's front end is connected";
         gauges(encoder, ("nic_connected", help, None), connected)?;
-        let queue_labels = |nic: &NicState, queue: &NicQueueState| {
-            let direction = match queue.direction {
-                QueueDirection::Receive => "receive",
-                QueueDirection::Transmit => "transmit",
-            };
-            let labels = with(&label(nic), "queue", &queue.index.to_string());
-            with(&labels, "direction", direction)
-        };
         let each = |of: fn(&NicQueueState) -> u64| {
-            let one = move |nic, queue| (queue_labels(nic, queue), of(queue) as f64);
+            let one = move |nic, queue| (nic_queue_labels(nic, queue), of(queue) as f64);
             nics().flat_map(move |nic| nic.queues.iter().map(move |queue| one(nic, queue)))
         };
         let help = "Frames that were handed on";
@@ -203,12 +194,25 @@ impl Metrics {
         let help = "Frames that were not, by reason";
         let dropped = nics().flat_map(|nic| {
             nic.queues.iter().flat_map(move |queue| {
-                let labels = queue_labels(nic, queue);
+                let labels = nic_queue_labels(nic, queue);
                 let reasons = queue.drops.by_reason().into_iter();
                 reasons.map(move |(reason, count)| (with(&labels, "reason", reason), count as f64))
             })
         });
-        counters(encoder, ("nic_dropped", help, None), dropped)
+        counters(encoder, ("nic_dropped", help, None), dropped)?;
+        let of_queues = |of: fn(&QueueSnapshot) -> &Latencies| {
+            self.observation.nics.iter().flat_map(move |nic| {
+                let queues = nic.state.queues.iter().zip(&nic.stats);
+                let one = move |(queue, stats): (_, &Arc<QueueStats>)| {
+                    (nic_queue_labels(&nic.state, queue), of(&stats.snapshot()).clone())
+                };
+                queues.map(one)
+            })
+        };
+        let help = "From when frames were found to the turn of an IOThread that took them";
+        histograms(encoder, ("nic_wait", help), of_queues(|s| &s.wait))?;
+        let help = "From that turn to when frames had been handed on";
+        histograms(encoder, ("nic_service", help), of_queues(|s| &s.service))
     }
 
     fn schedules(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
@@ -310,36 +314,54 @@ impl Metrics {
         gauges(encoder, ("broken", help, None), broken)
     }
 
-    fn histograms(
+    fn latencies(
         &self,
-        encoder: &mut DescriptorEncoder<'_>,
-        (name, help): (&str, &str),
         of: fn(&QueueSnapshot) -> &Latencies,
-    ) -> fmt::Result {
-        let unit = Some(&Unit::Seconds);
-        let mut family = encoder.encode_descriptor(name, help, unit, MetricType::Histogram)?;
-        let edges: Vec<Nanos> = EDGES.map(|power| Nanos::new(1 << power)).collect();
-        for queue in &self.queues {
-            let latencies = of(&queue.stats);
-            let count = latencies.count();
-            if count == 0 {
-                continue;
-            }
-            // The library wants each bucket's own requests and adds them up.
-            let below = latencies.below(&edges);
-            let mut before = 0;
-            let mut buckets = Vec::with_capacity(edges.len() + 1);
-            for (edge, below) in edges.iter().zip(below) {
-                buckets.push((seconds(*edge), below - before));
-                before = below;
-            }
-            buckets.push((f64::INFINITY, count - before));
-            let sum = seconds(latencies.sum());
-            let mut series = family.encode_family(&queue.labels)?;
-            series.encode_histogram::<Labels>(sum, count, &buckets, None)?;
-        }
-        Ok(())
+    ) -> impl Iterator<Item = (Labels, Latencies)> {
+        self.queues.iter().map(move |queue| (queue.labels.clone(), of(&queue.stats).clone()))
     }
+}
+
+fn nic_labels(nic: &NicState) -> Labels {
+    vec![("vm", nic.vm.to_string()), ("nic", nic.name.to_string())]
+}
+
+fn nic_queue_labels(nic: &NicState, queue: &NicQueueState) -> Labels {
+    let direction = match queue.direction {
+        QueueDirection::Receive => "receive",
+        QueueDirection::Transmit => "transmit",
+    };
+    let labels = with(&nic_labels(nic), "queue", &queue.index.to_string());
+    with(&labels, "direction", direction)
+}
+
+fn histograms(
+    encoder: &mut DescriptorEncoder<'_>,
+    (name, help): (&str, &str),
+    each: impl Iterator<Item = (Labels, Latencies)>,
+) -> fmt::Result {
+    let unit = Some(&Unit::Seconds);
+    let mut family = encoder.encode_descriptor(name, help, unit, MetricType::Histogram)?;
+    let edges: Vec<Nanos> = EDGES.map(|power| Nanos::new(1 << power)).collect();
+    for (labels, latencies) in each {
+        let count = latencies.count();
+        if count == 0 {
+            continue;
+        }
+        // The library wants each bucket's own requests and adds them up.
+        let below = latencies.below(&edges);
+        let mut before = 0;
+        let mut buckets = Vec::with_capacity(edges.len() + 1);
+        for (edge, below) in edges.iter().zip(below) {
+            buckets.push((seconds(*edge), below - before));
+            before = below;
+        }
+        buckets.push((f64::INFINITY, count - before));
+        let sum = seconds(latencies.sum());
+        let mut series = family.encode_family(&labels)?;
+        series.encode_histogram::<Labels>(sum, count, &buckets, None)?;
+    }
+    Ok(())
 }
 
 impl Collector for Metrics {
@@ -351,10 +373,10 @@ impl Collector for Metrics {
         self.schedules(&mut encoder)?;
         self.counts(&mut encoder)?;
         let wait = ("wait", "From a request's kick to its start in the engine");
-        self.histograms(&mut encoder, wait, |s| &s.wait)?;
+        histograms(&mut encoder, wait, self.latencies(|s| &s.wait))?;
         let service = ("service", "From a request's start in the engine to its completion");
-        self.histograms(&mut encoder, service, |s| &s.service)?;
+        histograms(&mut encoder, service, self.latencies(|s| &s.service))?;
         let response = ("response", "From a request's kick to its completion");
-        self.histograms(&mut encoder, response, |s| &s.response)
+        histograms(&mut encoder, response, self.latencies(|s| &s.response))
     }
 }

@@ -105,7 +105,6 @@ impl From<PlaneError> for Failure {
             | PlaneError::SocketInUse { .. }
             | PlaneError::SocketOfNic { .. }
             | PlaneError::IoThreadInUse { .. }
-            | PlaneError::IoThreadOfNic { .. }
             | PlaneError::ScheduleInUse { .. }
             | PlaneError::QueueBusy { .. }
             | PlaneError::NotAdmitted { .. }

@@ -114,7 +114,8 @@ impl Sampler {
             let known = before.binary_search_by_key(&id, |before| before.id);
             let last = known.map_or_else(|_| queue.stats.progress(), |known| before[known].last);
             self.queues.push(QueueSource { id, stats: Arc::clone(&queue.stats), last });
-            self.snapshot.queues.push(Queue::new(id, VmId(queue.vm), ThreadId(queue.thread.get())));
+            let new = Queue::new(id, VmId(queue.vm), ThreadId(queue.thread.get()));
+            self.snapshot.queues.push(Queue { kind: queue.kind, ..new });
         }
     }
 

@@ -11,6 +11,7 @@ use serde_json::json;
 use tokio::sync::broadcast;
 
 use super::*;
+use crate::drr::cost;
 use crate::plane::{HandedFds, Plane, Registry};
 
 /// Does what it is sent, and shows what it saw.
@@ -334,4 +335,21 @@ fn without_a_guard_only_policies_that_take_no_cpu_may_be_told_to_borrow() {
     assert!(error.contains("CPUs cannot be borrowed"), "{error}");
     set("round-robin").unwrap();
     set("static").unwrap();
+}
+
+/// What frames count for policies is what turns are counted by, beside requests that take three times what those to RAM do.
+#[test]
+fn work_of_frames_is_what_their_turns_cost() {
+    use rtvirtio_iocores::{QueueKind, utility::work};
+    let request = 3.0 * cost::REQUEST_NS as f64;
+    for (kind, bytes, cost) in [
+        (QueueKind::Link, 60, cost::tap_ns(60)),
+        (QueueKind::Link, 65_550, cost::tap_ns(65_550)),
+        (QueueKind::Switch, 60, cost::port_ns(60)),
+        (QueueKind::Switch, 65_550, cost::port_ns(65_550)),
+        (QueueKind::Disk, 4_096, 3 * cost::REQUEST_NS),
+    ] {
+        let ratio = work(kind, 1, bytes) * request / cost as f64;
+        assert!((0.8..=1.25).contains(&ratio), "{kind:?} of {bytes} bytes: {ratio}");
+    }
 }

@@ -14,6 +14,7 @@ use rtvirtio_units::{Bytes, DiskName};
 use rustix::io::Errno;
 use tokio::sync::broadcast;
 
+use super::iothreads::MappedHost;
 use super::{Notice, Report};
 use crate::call::{self, Call, Caller};
 use crate::device::Device;
@@ -169,11 +170,6 @@ impl Host {
         }
     }
 
-    /// The process of the front end that is connected, if it is known.
-    pub(crate) fn peer(&self) -> Option<i32> {
-        Some(self.peer.load(Relaxed)).filter(|&pid| pid > 0)
-    }
-
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -194,24 +190,6 @@ impl Host {
     /// The queues that run.
     pub(super) fn keys(&self) -> Vec<Option<QueueKey>> {
         self.state().queues.iter().map(|place| place.key).collect()
-    }
-
-    /// Serves a queue by another thread, now and in later sessions, and with queue 0 the slots of
-    /// processes. Returns the queue's pause, ns.
-    pub(super) fn assign(&self, index: u16, to: ThreadId) -> Result<u64, MoveError> {
-        let pause = self.assign_queue(index, to)?;
-        // Those that start from now on do so there.
-        let clients: Vec<_> = match index {
-            0 => self.state().clients.iter().map(|client| client.key).collect(),
-            _ => Vec::new(),
-        };
-        for key in clients {
-            match self.setup.pool.move_queue(key, to) {
-                Ok(_) | Err(MoveError::Pool(PoolError::NoQueue)) => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(pause)
     }
 
     fn assign_queue(&self, index: u16, to: ThreadId) -> Result<u64, MoveError> {
@@ -504,6 +482,29 @@ pub(super) fn change(
     // It stopped in the meantime: there is nothing to change.
     let _ = done;
     Ok(())
+}
+
+impl MappedHost for Host {
+    /// With queue 0 go the slots of processes.
+    fn assign(&self, index: u16, to: ThreadId) -> Result<u64, MoveError> {
+        let pause = self.assign_queue(index, to)?;
+        // Those that start from now on do so there.
+        let clients: Vec<_> = match index {
+            0 => self.state().clients.iter().map(|client| client.key).collect(),
+            _ => Vec::new(),
+        };
+        for key in clients {
+            match self.setup.pool.move_queue(key, to) {
+                Ok(_) | Err(MoveError::Pool(PoolError::NoQueue)) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(pause)
+    }
+
+    fn peer(&self) -> Option<i32> {
+        Some(self.peer.load(Relaxed)).filter(|&pid| pid > 0)
+    }
 }
 
 impl QueueHost for Host {

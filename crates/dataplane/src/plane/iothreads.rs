@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rtvirtio_engine::file::Lock;
+use rtvirtio_iocores::QueueKind;
 use rtvirtio_qos::Stalls;
 use rtvirtio_spec::control::Event;
 use rtvirtio_spec::mapping::Mapping;
@@ -19,6 +20,7 @@ use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 use tokio::sync::broadcast;
 
 use super::host::Host;
+use super::nics::NicHost;
 use super::{EVENTS_KEPT, PlaneError, refused};
 use crate::iothread::Polling;
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
@@ -56,6 +58,7 @@ pub(crate) struct WatchedQueue {
     pub(crate) id: u32,
     pub(crate) device: DiskName,
     pub(crate) index: u16,
+    pub(crate) kind: QueueKind,
     pub(crate) vm: u32,
     pub(crate) iothread: IoThreadName,
     pub(crate) thread: ThreadId,
@@ -65,7 +68,16 @@ pub(crate) struct WatchedQueue {
 /// Whose front end is which process.
 pub(crate) struct WatchedVm {
     pub(crate) id: u32,
-    pub(crate) device: Weak<Host>,
+    pub(crate) device: Weak<dyn MappedHost>,
+}
+
+/// A device's queues, as far as their IOThreads are concerned.
+pub(crate) trait MappedHost: Send + Sync {
+    /// Serves a queue by another thread, now and in later sessions. How long nobody served it, ns.
+    fn assign(&self, index: u16, to: ThreadId) -> Result<u64, MoveError>;
+
+    /// The process of the front end that is connected, if it is known.
+    fn peer(&self) -> Option<i32>;
 }
 
 /// What there is at one time.
@@ -87,8 +99,8 @@ pub(super) struct State {
     pub(super) iothreads: BTreeMap<IoThreadName, Thread>,
     pub(super) schedules: BTreeMap<Name, Arc<Schedule>>,
     pub(super) devices: BTreeMap<DiskName, Served>,
-    /// Virtqueues of network devices, by IOThread.
-    pub(super) nic_queues: BTreeMap<IoThreadName, u32>,
+    /// Network devices: by names that no disk has.
+    pub(super) nics: BTreeMap<DiskName, ServedNic>,
     /// Devices that are about to be here.
     pub(super) adding: BTreeMap<DiskName, Adding>,
 }
@@ -114,6 +126,55 @@ pub(super) struct Served {
     pub(super) qos: Option<serve::Qos>,
     /// Held as long as the device is there, if that is when its image is locked.
     pub(super) _lock: Option<Lock>,
+}
+
+/// A network device, as far as it may be changed.
+pub(super) struct ServedNic {
+    pub(super) host: Arc<NicHost>,
+    pub(super) vm: VmName,
+    /// Its trust domain, which is that of its IOThreads.
+    pub(super) trust: Option<Name>,
+    pub(super) ids: Ids,
+    pub(super) mapping: Mapping,
+}
+
+/// What is mapped of a device, of either kind.
+struct Mapped<'a> {
+    host: Arc<dyn MappedHost>,
+    vm: &'a VmName,
+    trust: &'a Option<Name>,
+    ids: Ids,
+    mapping: &'a Mapping,
+    kind: QueueKind,
+    stats: &'a [Arc<QueueStats>],
+}
+
+impl Served {
+    fn mapped(&self) -> Mapped<'_> {
+        Mapped {
+            host: Arc::clone(&self.host) as Arc<_>,
+            vm: &self.vm,
+            trust: &self.trust,
+            ids: self.ids,
+            mapping: &self.mapping,
+            kind: QueueKind::Disk,
+            stats: &self.host.stats,
+        }
+    }
+}
+
+impl ServedNic {
+    fn mapped(&self) -> Mapped<'_> {
+        Mapped {
+            host: Arc::clone(&self.host) as Arc<_>,
+            vm: &self.vm,
+            trust: &self.trust,
+            ids: self.ids,
+            mapping: &self.mapping,
+            kind: self.host.kind(),
+            stats: &self.host.stats,
+        }
+    }
 }
 
 impl Served {
@@ -234,14 +295,15 @@ impl Core {
         let mut threads: Vec<_> = state.iothreads.iter().filter_map(thread).collect();
         threads.sort_unstable_by_key(|thread| thread.id);
         let iothreads = &state.iothreads;
-        let queues = state.devices.iter().flat_map(|(name, served)| {
-            let by_queue = served.mapping.by_queue().iter().zip(&served.host.stats);
+        let queues = state.mapped().flat_map(|(name, device)| {
+            let by_queue = device.mapping.by_queue().iter().zip(device.stats);
             (0..).zip(by_queue).filter_map(move |(index, (iothread, stats))| {
                 Some(WatchedQueue {
-                    id: served.ids.queue + u32::from(index),
+                    id: device.ids.queue + u32::from(index),
                     device: name.clone(),
                     index,
-                    vm: served.ids.vm,
+                    kind: device.kind,
+                    vm: device.ids.vm,
                     iothread: iothread.clone(),
                     // A mapping names IOThreads that there are.
                     thread: iothreads.get(iothread)?.id,
@@ -251,9 +313,11 @@ impl Core {
         });
         let mut queues: Vec<_> = queues.collect();
         queues.sort_unstable_by_key(|queue| queue.id);
-        let vm =
-            |served: &Served| WatchedVm { id: served.ids.vm, device: Arc::downgrade(&served.host) };
-        Watched { threads, queues, vms: state.devices.values().map(vm).collect() }
+        let vm = |(_, device): (_, Mapped<'_>)| WatchedVm {
+            id: device.ids.vm,
+            device: Arc::downgrade(&device.host),
+        };
+        Watched { threads, queues, vms: state.mapped().map(vm).collect() }
     }
 
     /// Queues that have gone to another IOThread.
@@ -369,18 +433,17 @@ impl Core {
             let mut state = self.state();
             let Thread { id: thread, config, .. } = state.iothread(to)?;
             let (thread, trust) = (*thread, config.trust.clone());
-            let served =
-                state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
-            if served.trust != trust {
+            let mapped = state.mapped_device(device)?;
+            if *mapped.trust != trust {
                 return Err(serve::Fault::OtherTrust(to.clone()).into());
             }
-            let queues = served.mapping.queues();
-            let from = served
+            let queues = mapped.mapping.queues();
+            let from = mapped
                 .mapping
                 .iothread(queue)
                 .cloned()
                 .ok_or_else(|| PlaneError::NoQueue { device: device.clone(), queues, queue })?;
-            (Arc::clone(&served.host), thread, from)
+            (mapped.host, thread, from)
         };
         let moved =
             when_free(|error| matches!(error, MoveError::Busy), || host.assign(queue, thread));
@@ -391,8 +454,8 @@ impl Core {
             }
         })?;
         let pause_ns = Nanos::new(pause);
-        if let Some(served) = self.state().devices.get_mut(device) {
-            served.mapping.assign(queue, to.clone())?;
+        if let Some(mapping) = self.state().mapping_mut(device) {
+            mapping.assign(queue, to.clone())?;
         }
         if from != *to {
             let device = device.clone();
@@ -407,8 +470,8 @@ impl Core {
 impl State {
     /// Numbers for a device that is added.
     pub(super) fn ids(&mut self, vm: &VmName, queues: u16) -> Ids {
-        let others = self.devices.values().find(|served| served.vm == *vm);
-        let vm = others.map(|served| served.ids.vm).unwrap_or_else(|| {
+        let known = self.mapped().find(|(_, device)| device.vm == vm).map(|(_, of)| of.ids.vm);
+        let vm = known.unwrap_or_else(|| {
             self.vm_ids += 1;
             self.vm_ids
         });
@@ -428,9 +491,33 @@ impl State {
 
     /// Queues that are mapped to an IOThread, whether they run or not.
     pub(super) fn queues_of(&self, iothread: &IoThreadName) -> u32 {
-        let queues = self.devices.values().flat_map(|device| device.mapping.by_queue());
-        let of_nics = self.nic_queues.get(iothread).copied().unwrap_or(0);
-        queues.filter(|name| *name == iothread).count() as u32 + of_nics
+        let queues = self.mapped().flat_map(|(_, device)| device.mapping.by_queue());
+        queues.filter(|name| *name == iothread).count() as u32
+    }
+
+    /// All devices that have queues.
+    fn mapped(&self) -> impl Iterator<Item = (&DiskName, Mapped<'_>)> {
+        let disks = self.devices.iter().map(|(name, served)| (name, served.mapped()));
+        disks.chain(self.nics.iter().map(|(name, served)| (name, served.mapped())))
+    }
+
+    fn mapped_device(&self, device: &DiskName) -> Result<Mapped<'_>, PlaneError> {
+        let disk = self.devices.get(device).map(Served::mapped);
+        let found = disk.or_else(|| self.nics.get(device).map(ServedNic::mapped));
+        found.ok_or_else(|| PlaneError::NoDevice(device.clone()))
+    }
+
+    /// Which IOThread serves which of a device's queues, and the device's trust domain.
+    pub(super) fn mapping(
+        &self,
+        device: &DiskName,
+    ) -> Result<(&Mapping, &Option<Name>), PlaneError> {
+        self.mapped_device(device).map(|mapped| (mapped.mapping, mapped.trust))
+    }
+
+    fn mapping_mut(&mut self, device: &DiskName) -> Option<&mut Mapping> {
+        let disk = self.devices.get_mut(device).map(|served| &mut served.mapping);
+        disk.or_else(|| self.nics.get_mut(device).map(|served| &mut served.mapping))
     }
 }
 

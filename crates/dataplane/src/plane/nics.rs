@@ -3,15 +3,16 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use rtvirtio_frames::forwarding::Port;
 use rtvirtio_frames::limit::Rate;
+use rtvirtio_iocores::QueueKind;
 use rtvirtio_spec::control::{NicQueueState, NicState, QueueDirection};
 use rtvirtio_spec::serve::{self, Configuration, NicLink};
-use rtvirtio_units::{IoThreadName, Name};
+use rtvirtio_units::{DiskName, Name};
 use rtvirtio_vhost::Backend as _;
 use rtvirtio_vhost::server::{Listener, Server, SocketId};
 use rtvirtio_vhost::session::{self, Change, QueueHost, StartError, StoppedQueue};
@@ -19,13 +20,14 @@ use rtvirtio_virtq::memory::{Memory, MemoryError};
 use rustix::io::Errno;
 
 use super::host::change;
+use super::iothreads::{Core, MappedHost, ServedNic};
 use super::positions::PositionsFile;
-use super::{Notice, PlaneError, Report, io, refused};
+use super::{Notice, ObservedNic, PlaneError, Report, io, refused};
 use crate::call::{self, Call};
 use crate::device::Limits;
 use crate::key::QueueKey;
 use crate::nic::{Link, Nic, NicConfig};
-use crate::pool::{Pool, ThreadId};
+use crate::pool::{MoveError, Pool, PoolError, ThreadId};
 use crate::queue::NicQueueSetup;
 use crate::stats::QueueStats;
 use crate::stream::Stream;
@@ -129,8 +131,12 @@ pub(super) fn switches(configuration: &Configuration) -> rustix::io::Result<Swit
     configuration.networks.iter().map(switch).collect()
 }
 
+/// Network devices, as far as they may be changed.
+pub(super) type ServedNics = BTreeMap<DiskName, ServedNic>;
+
 /// A network device that is served.
 struct Served {
+    /// As it was added.
     spec: serve::Nic,
     nic: Arc<Nic>,
     host: Arc<NicHost>,
@@ -183,7 +189,9 @@ impl Nics {
         &self,
         opened: OpenedNic,
         threads: Vec<ThreadId>,
-        (server, pool, report): (&Server, &Arc<Pool>, &Arc<Report>),
+        server: &Server,
+        core: &Core,
+        report: &Arc<Report>,
     ) -> Result<(), PlaneError> {
         let OpenedNic { spec, taps, stream, listener, positions } = opened;
         let positions = positions.map_err(|error| {
@@ -209,34 +217,44 @@ impl Nics {
             memory: spec.max_memory.unwrap_or(Limits::default().memory),
             positions: positions.as_ref().map(|file| Arc::clone(&file.positions)),
         }));
-        let queues = threads.into_iter().map(|thread| Place { thread, key: None }).collect();
+        let place = |thread| Place { thread, key: None, is_starting: false };
+        let queues = threads.into_iter().map(place).collect();
         let stats = (0..2 * spec.pairs).map(|_| Arc::new(QueueStats::new())).collect();
         let host = Arc::new(NicHost {
             nic: Arc::clone(&nic),
-            pool: Arc::clone(pool),
+            pool: Arc::clone(&core.pool),
             stats,
+            peer: AtomicI32::new(0),
             queues: Mutex::new(queues),
             has_served: AtomicBool::new(false),
             report: Arc::clone(report),
         });
+        let mut state = core.state();
         let served = server.add(listener, Arc::clone(&nic) as Arc<_>, Arc::clone(&host));
         let socket_id =
             served.map_err(|error| io(format!("cannot listen for {}", spec.name), error))?;
+        let mapped = ServedNic {
+            host: Arc::clone(&host),
+            ids: state.ids(&spec.vm, spec.mapping.queues()),
+            vm: spec.vm.clone(),
+            trust: spec.trust.clone(),
+            mapping: spec.mapping.clone(),
+        };
+        state.nics.insert(spec.name.clone().into(), mapped);
+        drop(state);
+        core.touch();
         let nic = Served { nic, host, socket_id, _positions: positions, spec };
         self.served().insert(nic.spec.name.clone(), nic);
         Ok(())
     }
 
-    /// The first device that has a queue on this IOThread.
-    pub(super) fn on(&self, iothread: &IoThreadName) -> Option<Name> {
-        let served = self.served();
-        let has = |(_, nic): &(&Name, &Served)| nic.spec.mapping.by_queue().contains(iothread);
-        served.iter().find(has).map(|(name, _)| name.clone())
-    }
-
-    /// As they were added.
-    pub(super) fn configured(&self) -> Vec<serve::Nic> {
-        self.served().values().map(|nic| nic.spec.clone()).collect()
+    /// As they are now.
+    pub(super) fn configured(&self, mapped: &ServedNics) -> Vec<serve::Nic> {
+        let of = |nic: &Served| {
+            let mapping = mapped.get(&nic.spec.name.clone().into())?.mapping.clone();
+            Some(serve::Nic { mapping, ..nic.spec.clone() })
+        };
+        self.served().values().filter_map(of).collect()
     }
 
     /// Forgets where the rings of front ends were that have been here and gone. Those that have yet to
@@ -260,15 +278,17 @@ impl Nics {
     }
 
     /// As the control API says it.
-    pub(super) fn observe(&self, server: &Server) -> Vec<NicState> {
+    pub(super) fn observe(&self, server: &Server, mapped: &ServedNics) -> Vec<ObservedNic> {
         let of = |(name, nic): (&Name, &Served)| {
-            let queues = nic.spec.mapping.by_queue().iter().zip(&nic.host.stats).enumerate();
+            let ServedNic { mapping, ids, .. } = mapped.get(&name.clone().into())?;
+            let queues = mapping.by_queue().iter().zip(&nic.host.stats).enumerate();
             let queues = queues.map(|(index, (iothread, stats))| {
                 let seen = stats.snapshot();
                 let drops = stats.drops();
                 let frames = seen.operations.reads + seen.operations.writes;
                 NicQueueState {
                     index: index as u16,
+                    id: ids.queue + index as u32,
                     direction: match index % 2 {
                         0 => QueueDirection::Receive,
                         _ => QueueDirection::Transmit,
@@ -283,9 +303,11 @@ impl Nics {
                     kicks: seen.kicks,
                     calls: seen.calls,
                     busy_ns: seen.busy,
+                    wait: seen.wait.summary(),
+                    service: seen.service.summary(),
                 }
             });
-            NicState {
+            let state = NicState {
                 name: name.clone(),
                 vm: nic.spec.vm.clone(),
                 socket: nic.spec.socket.clone(),
@@ -294,9 +316,10 @@ impl Nics {
                 mac: serve::mac_text(nic.nic.mac()),
                 mtu: nic.nic.mtu(),
                 queues: queues.collect(),
-            }
+            };
+            Some(ObservedNic { state, stats: nic.host.stats.clone() })
         };
-        self.served().iter().map(of).collect()
+        self.served().iter().filter_map(of).collect()
     }
 
     /// The sockets.
@@ -310,13 +333,17 @@ struct Place {
     thread: ThreadId,
     /// While it runs.
     key: Option<QueueKey>,
+    /// Whether a session starts it just now.
+    is_starting: bool,
 }
 
 /// The rings of one network device.
-struct NicHost {
+pub(crate) struct NicHost {
     nic: Arc<Nic>,
     pool: Arc<Pool>,
-    stats: Vec<Arc<QueueStats>>,
+    pub(super) stats: Vec<Arc<QueueStats>>,
+    /// The process of the front end that is connected; 0: none, or not known.
+    peer: AtomicI32,
     // Nobody waits for anybody while holding it.
     queues: Mutex<Vec<Place>>,
     /// Whether a queue has run.
@@ -332,6 +359,46 @@ impl NicHost {
     fn key(&self, index: u16) -> Option<QueueKey> {
         self.queues().get(usize::from(index))?.key
     }
+
+    /// What its frames cost.
+    pub(super) fn kind(&self) -> QueueKind {
+        match self.nic.attached() {
+            Link::Taps(_) | Link::Stream(_) => QueueKind::Link,
+            Link::Port { .. } => QueueKind::Switch,
+        }
+    }
+}
+
+impl MappedHost for NicHost {
+    fn assign(&self, index: u16, to: ThreadId) -> Result<u64, MoveError> {
+        let key = {
+            let mut queues = self.queues();
+            let place = queues.get_mut(usize::from(index)).ok_or(PoolError::NoQueue)?;
+            if place.is_starting {
+                return Err(MoveError::Busy);
+            }
+            // A session that starts it from now on does so there.
+            let Some(key) = place.key else {
+                place.thread = to;
+                return Ok(0);
+            };
+            key
+        };
+        let pause = match self.pool.move_queue(key, to) {
+            Ok(pause) => pause.as_nanos() as u64,
+            // It has stopped in the meantime.
+            Err(MoveError::Pool(PoolError::NoQueue)) => 0,
+            Err(error) => return Err(error),
+        };
+        if let Some(place) = self.queues().get_mut(usize::from(index)) {
+            place.thread = to;
+        }
+        Ok(pause)
+    }
+
+    fn peer(&self) -> Option<i32> {
+        Some(self.peer.load(Relaxed)).filter(|&pid| pid > 0)
+    }
 }
 
 impl QueueHost for NicHost {
@@ -345,7 +412,6 @@ impl QueueHost for NicHost {
         let caller = self.nic.caller();
         let call =
             setup.call.map(|fd| Call::new(fd, caller)).transpose().map_err(|_| StartError::Call)?;
-        let thread = self.queues().get(usize::from(index)).map(|place| place.thread);
         let setup = NicQueueSetup {
             nic: Arc::clone(&self.nic),
             index,
@@ -357,12 +423,19 @@ impl QueueHost for NicHost {
             enabled: setup.enabled,
             stats: Arc::clone(self.stats.get(usize::from(index)).ok_or(StartError::Full)?),
         };
-        let started = self.pool.start_nic(setup, thread.ok_or(StartError::Full)?);
-        let key = started.map_err(|_| StartError::Full)?;
+        let thread = {
+            let mut queues = self.queues();
+            let place = queues.get_mut(usize::from(index)).ok_or(StartError::Full)?;
+            place.is_starting = true;
+            place.thread
+        };
+        // The IOThread may be busy for a while.
+        let started = self.pool.start_nic(setup, thread);
+        let mut queues = self.queues();
+        let place = queues.get_mut(usize::from(index)).ok_or(StartError::Full)?;
+        place.is_starting = false;
+        place.key = Some(started.map_err(|_| StartError::Full)?);
         self.has_served.store(true, Relaxed);
-        if let Some(place) = self.queues().get_mut(usize::from(index)) {
-            place.key = Some(key);
-        }
         Ok(index)
     }
 
@@ -389,5 +462,9 @@ impl QueueHost for NicHost {
 
     fn is_broken(&self, index: u16) -> bool {
         self.key(index).is_some_and(|key| self.pool.broken(key).is_some())
+    }
+
+    fn set_connected(&self, _connected: bool, peer: Option<i32>) {
+        self.peer.store(peer.unwrap_or(0), Relaxed);
     }
 }

@@ -93,18 +93,8 @@ impl Registry {
         }
         self.nics.set_networks(configuration)?;
         for opened in opened.nics {
-            let threads = {
-                let mut state = self.state();
-                for iothread in opened.spec.mapping.by_queue() {
-                    *state.nic_queues.entry(iothread.clone()).or_default() += 1;
-                    // Policies weigh disks' requests: they leave an IOThread of frames alone.
-                    if let Some(thread) = state.iothreads.get_mut(iothread) {
-                        thread.locked = true;
-                    }
-                }
-                threads(&state, &opened.spec.mapping)?
-            };
-            self.nics.add(opened, threads, (&self.server, &self.core.pool, &self.report))?;
+            let threads = threads(&self.state(), &opened.spec.mapping)?;
+            self.nics.add(opened, threads, &self.server, &self.core, &self.report)?;
         }
         self.begin_policy(configuration.iocores.clone())
     }
@@ -279,8 +269,11 @@ impl Registry {
         if let (Some(qos), Admission::Test) = (&spec.qos, admission) {
             state.admit(&spec.name, qos)?;
         }
-        let State { devices, adding, .. } = &mut *state;
-        if devices.contains_key(&spec.name) || adding.contains_key(&spec.name) {
+        let State { devices, nics, adding, .. } = &mut *state;
+        let is_taken = devices.contains_key(&spec.name)
+            || nics.contains_key(&spec.name)
+            || adding.contains_key(&spec.name);
+        if is_taken {
             return Err(PlaneError::DeviceExists(spec.name.clone()));
         }
         if devices.len() + adding.len() >= MAX_DEVICES {
@@ -345,9 +338,6 @@ impl Plane for Registry {
     }
 
     fn remove_iothread(&self, iothread: &IoThreadName) -> Result<(), PlaneError> {
-        if let Some(nic) = self.nics.on(iothread) {
-            return Err(PlaneError::IoThreadOfNic { iothread: iothread.clone(), nic });
-        }
         self.core.remove_iothread(iothread)
     }
 
@@ -405,25 +395,22 @@ impl Plane for Registry {
     }
 
     fn mapping(&self, device: &DiskName) -> Result<Mapping, PlaneError> {
-        let state = self.state();
-        let served = state.devices.get(device);
-        served.map(|s| s.mapping.clone()).ok_or_else(|| PlaneError::NoDevice(device.clone()))
+        self.state().mapping(device).map(|(mapping, _)| mapping.clone())
     }
 
     fn set_mapping(&self, device: &DiskName, entries: &[Entry]) -> Result<(), PlaneError> {
         let mapping = {
             let state = self.state();
-            let served =
-                state.devices.get(device).ok_or_else(|| PlaneError::NoDevice(device.clone()))?;
+            let (mapping, trust) = state.mapping(device)?;
             let is_other = |entry: &&Entry| {
                 let thread = state.iothreads.get(&entry.iothread);
-                thread.is_some_and(|thread| thread.config.trust != served.trust)
+                thread.is_some_and(|thread| thread.config.trust != *trust)
             };
             if let Some(entry) = entries.iter().find(is_other) {
                 return Err(Fault::OtherTrust(entry.iothread.clone()).into());
             }
             let names = state.iothreads.keys().cloned().collect();
-            Mapping::new(entries, u32::from(served.mapping.queues()), Some(&names))?
+            Mapping::new(entries, u32::from(mapping.queues()), Some(&names))?
         };
         for (queue, iothread) in (0..).zip(mapping.by_queue()) {
             self.core.move_queue(device, queue, iothread)?;
@@ -509,8 +496,9 @@ impl Plane for Registry {
 
     fn configuration(&self) -> Configuration {
         let (service, control) = self.process.get().cloned().unwrap_or_default();
-        let (iocores, nics) = (self.monitor.settings(), self.nics.configured());
+        let iocores = self.monitor.settings();
         let state = self.state();
+        let nics = self.nics.configured(&state.nics);
         let schedule = |(name, schedule): (&Name, &Arc<Schedule>)| {
             let qos::Device { channels, request, kib, flush } = schedule.status().device;
             serve::Schedule { name: name.clone(), channels, request, kib, flush }
@@ -615,7 +603,7 @@ impl Plane for Registry {
             started: self.started,
             iothreads: iothreads.collect(),
             devices: devices.collect(),
-            nics: self.nics.observe(&self.server),
+            nics: self.nics.observe(&self.server, &state.nics),
             schedules: schedules.map(|(name, s)| s.status().state(name.clone())).collect(),
             policy: self.monitor.settings().policy,
             decisions: self.monitor.counts(),

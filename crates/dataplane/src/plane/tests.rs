@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use rtvirtio_iocores::QueueKind;
 use rtvirtio_spec::serve::IoThread;
 use rustix::event::{EventfdFlags, eventfd};
 use serde_json::json;
@@ -426,4 +427,89 @@ fn ring_that_breaks_and_stops_at_once_is_told_of() {
         assert_eq!(rig.event(), Rig::queue_broken());
     }
     assert_eq!(rig.events.try_recv(), Err(TryRecvError::Empty));
+}
+
+/// A network with two devices, of which the second has two pairs of queues, and a disk of the first one's VM.
+const NETWORK: &str = r#"
+version = 1
+[[iothread]]
+name = "iot0"
+[[iothread]]
+name = "iot1"
+[[network]]
+name = "lan"
+[[device]]
+name = "root"
+vm = "a"
+socket = "DIR/root.sock"
+engine = { type = "ram", size = "1M" }
+mapping = [{ iothread = "iot0" }]
+[[nic]]
+name = "a"
+vm = "a"
+socket = "DIR/a.sock"
+network = "lan"
+mapping = [{ iothread = "iot0" }]
+[[nic]]
+name = "b"
+vm = "b"
+socket = "DIR/b.sock"
+network = "lan"
+queues = 2
+mapping = [{ iothread = "iot0" }]
+"#;
+
+#[test]
+fn queues_of_a_nic_are_seen_and_moved_as_those_of_a_disk() {
+    let directory = tempfile::tempdir().unwrap();
+    let text = NETWORK.replace("DIR", directory.path().to_str().unwrap());
+    let configuration = rtvirtio_spec::serve::parse("serve.toml", &text).unwrap();
+    let opened = Opened::open(&configuration, &mut Default::default(), None, &|_| ()).unwrap();
+    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
+    registry.add_all(&configuration, opened).unwrap();
+    let iothread = |text: &str| IoThreadName::new(text).unwrap();
+    let device = |text: &str| DiskName::new(text).unwrap();
+
+    let watched = registry.core().look();
+    let seen =
+        watched.queues.iter().map(|of| (of.id, of.device.as_str(), of.index, of.vm, of.kind));
+    let (disk, port) = (QueueKind::Disk, QueueKind::Switch);
+    let expected = [(0, "root", 0, 1, disk), (1, "a", 0, 1, port), (2, "a", 1, 1, port)];
+    assert_eq!(seen.clone().take(3).collect::<Vec<_>>(), expected);
+    assert_eq!(
+        seen.skip(3).map(|of| (of.0, of.3)).collect::<Vec<_>>(),
+        [3, 4, 5, 6].map(|id| (id, 2))
+    );
+    assert!(watched.threads.iter().all(|thread| !thread.locked));
+
+    // A move is of this queue alone; a session that comes later starts it there.
+    let moves = || {
+        registry.move_queue(&device("b"), 2, &iothread("iot1"))?;
+        registry.move_queue(&device("b"), 4, &iothread("iot1"))
+    };
+    let refused = moves().unwrap_err();
+    assert!(matches!(refused, PlaneError::NoQueue { queues: 4, queue: 4, .. }), "{refused}");
+    let mapping = registry.mapping(&device("b")).unwrap();
+    let names = ["iot0", "iot0", "iot1", "iot0"].map(iothread);
+    assert_eq!(mapping.by_queue(), names);
+    let observed = registry.observe();
+    assert_eq!(observed.nics[1].state.queues[2].iothread, iothread("iot1"));
+    assert_eq!(registry.configuration().nics[1].mapping, mapping);
+    let state = observed.iothreads.iter().map(|thread| thread.queues).collect::<Vec<_>>();
+    assert_eq!(state, [6, 1]);
+    assert_eq!(observed.moves, 1);
+
+    // An IOThread goes when its last queue has gone.
+    let used = registry.remove_iothread(&iothread("iot1")).unwrap_err();
+    assert!(matches!(used, PlaneError::IoThreadInUse { queues: 1, .. }), "{used}");
+    registry.set_mapping(&device("b"), &[Entry::round_robin(iothread("iot0"))]).unwrap();
+    registry.remove_iothread(&iothread("iot1")).unwrap();
+    // Names are of one device of either kind.
+    let taken = json!({ "name": "b", "vm": "c", "socket": directory.path().join("c.sock"),
+        "engine": { "type": "ram", "size": 1 << 20 } });
+    let taken = registry.add_device(serde_json::from_value(taken).unwrap(), HandedFds::default());
+    assert!(matches!(taken, Err(PlaneError::DeviceExists(_))), "{taken:?}");
+    let twice = text.replace("name = \"root\"", "name = \"a\"");
+    let twice = rtvirtio_spec::serve::parse("serve.toml", &twice).unwrap_err().to_string();
+    assert!(twice.contains("nic \"a\""), "{twice}");
 }

@@ -120,6 +120,11 @@ impl Frames {
         }
     }
 
+    /// Whether what a turn takes ends later, when its receiver has it.
+    pub(super) const fn are_lent(&self) -> bool {
+        matches!(self.direction, Direction::PortTransmit(_))
+    }
+
     /// A turn, which has begun at `time`, ns of [`now`].
     pub(super) fn serve(
         &mut self,
@@ -154,9 +159,9 @@ impl Frames {
     }
 
     /// Gives back to the ring what has arrived, of a queue that takes nothing more; whether there was something.
-    pub(super) fn reap(&mut self, ring: &mut Ring, stats: &QueueStats) -> bool {
+    pub(super) fn reap(&mut self, ring: &mut Ring, stats: &QueueStats, time: u64) -> bool {
         match &mut self.direction {
-            Direction::PortTransmit(transmit) => transmit.reap(ring, stats),
+            Direction::PortTransmit(transmit) => transmit.reap(ring, stats, time),
             _ => false,
         }
     }

@@ -362,6 +362,12 @@ fn text(look: &Look) -> String {
             nic.dropped_per_s,
             fit(&nic.link, 15)
         ));
+        if !nic.drops_per_s.is_empty() {
+            let each =
+                |(reason, rate): (&&str, &f64)| format!("{} {rate:.0}/s", reason.replace('_', " "));
+            let drops: Vec<String> = nic.drops_per_s.iter().map(each).collect();
+            line(fit(&format!("  dropped: {}", drops.join(", ")), 80));
+        }
     }
     if !look.devices.is_empty() {
         line(String::new());
@@ -454,7 +460,17 @@ mod tests {
                 received_per_s: 1_234_567.0,
                 transmitted_per_s: 1.0,
                 bytes_per_s: 1e11,
-                dropped_per_s: 0.0,
+                dropped_per_s: 7.0,
+                drops_per_s: [
+                    "broadcast",
+                    "limit",
+                    "link",
+                    "malformed",
+                    "no_buffers",
+                    "no_receiver",
+                ]
+                .map(|reason| (reason, 7.0))
+                .into(),
                 iothreads: vec![],
             }],
             devices: [(long.to_owned(), activity)].into(),
@@ -466,7 +482,7 @@ mod tests {
             text.contains("123.5ms") && text.contains("99µs") && text.contains("12.5s"),
             "{text}"
         );
-        assert!(text.contains("…"), "{text}");
+        assert!(text.contains("…") && text.contains("dropped: broadcast 7/s, limit"), "{text}");
     }
 
     #[test]

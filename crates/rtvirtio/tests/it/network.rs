@@ -6,6 +6,7 @@ use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use crate::in_guest::{Machine, image};
@@ -212,8 +213,47 @@ fn guests_talk_over_a_network_and_go_on_when_the_daemon_is_killed() {
     let second = boot(TEST, &socket("second"), second_mac, NO_OFFLOADS, "10.78.0.2");
     first.expect(0, "ping -c 3 -W 5 10.78.0.2");
 
-    // Both ways: from one that leaves checksums and segments to the device to one that takes neither, and back.
-    send_to_each_other(&first, "10.78.0.1", &second, "10.78.0.2");
+    // Both ways: from one that leaves checksums and segments to the device to one that takes neither, and back; while
+    // queues go from IOThread to IOThread.
+    let is_done = AtomicBool::new(false);
+    said(&daemon.ctl(&["iothread", "create", "iot1"]));
+    let moves = std::thread::scope(|scope| {
+        let (daemon, is_done) = (&daemon, &is_done);
+        let moves = scope.spawn(move || {
+            let mut moves = 0;
+            while !is_done.load(Relaxed) {
+                let (nic, queue) =
+                    [("first", "1"), ("second", "0"), ("first", "0"), ("second", "1")][moves % 4];
+                let to = ["iot1", "iot0"][moves / 4 % 2];
+                let moved = daemon.ctl(&["mapping", "move", nic, queue, to]);
+                assert!(moved.status.success(), "{}", said(&moved));
+                moves += 1;
+            }
+            moves
+        });
+        let send = || send_to_each_other(&first, "10.78.0.1", &second, "10.78.0.2");
+        let sent = std::panic::catch_unwind(std::panic::AssertUnwindSafe(send));
+        is_done.store(true, Relaxed);
+        sent.unwrap();
+        moves.join().unwrap()
+    });
+    assert!(moves > 20, "{moves}");
+    assert_eq!(daemon.nic(0)["queues"][1]["dropped"], 0);
+    // A policy does so too.
+    for queue in ["0", "1"] {
+        said(&daemon.ctl(&["mapping", "move", "first", queue, "iot1"]));
+        said(&daemon.ctl(&["mapping", "move", "second", queue, "iot1"]));
+    }
+    said(&daemon.ctl(&["policy", "round-robin"]));
+    let begun = Instant::now();
+    loop {
+        let list = said(&daemon.ctl(&["nic", "list"]));
+        if [list.matches("iot0").count(), list.matches("iot1").count()] == [2, 2] {
+            break;
+        }
+        assert!(begun.elapsed() < PATIENCE, "{list}");
+    }
+    said(&daemon.ctl(&["policy", "static"]));
     let frames = |nic: usize, queue: usize| daemon.nic(nic)["queues"][queue]["frames"].as_u64();
     // Of 64 KiB as one, and cut for the other.
     assert!(frames(0, 1).unwrap() < BYTES as u64 / 1400, "{}", daemon.nic(0));
@@ -232,6 +272,16 @@ fn guests_talk_over_a_network_and_go_on_when_the_daemon_is_killed() {
     assert!(list.contains("spoofed"), "{list}");
     let metrics = said(&daemon.ctl(&["metrics"]));
     assert!(metrics.contains("reason=\"spoofed\""), "{metrics}");
+    for name in ["nic_wait", "nic_service"] {
+        let series = format!(
+            "rtvirtio_{name}_seconds_count{{vm=\"second\",nic=\"second\",queue=\"0\",direction=\"receive\"}} "
+        );
+        let count = metrics.lines().find_map(|line| line.strip_prefix(&series));
+        assert!(
+            count.is_some_and(|count| count.parse::<u64>().unwrap() > 1_000),
+            "{series} {metrics}"
+        );
+    }
 
     // A connection outlives the daemon.
     second.expect(0, "nc -l -p 7002 <>/tmp/open >/tmp/lines 2>/dev/null &");

@@ -203,7 +203,7 @@ impl Unique {
 
 impl Unique {
     fn add_nic(&mut self, nic: Nic, others: &[Nic]) -> Result<Nic, Misplaced> {
-        if others.iter().any(|other| other.name == nic.name) {
+        if !self.names.insert(nic.name.clone().into()) {
             return Err((&["name"], Fault::DuplicateName));
         }
         if let NicLink::Tap(tap) = &nic.link

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use anyhow::{Result, ensure};
 use rtvirtio_engine::SsdConfig;
-use rtvirtio_iocores::Kind;
+use rtvirtio_iocores::{Kind, QueueKind};
 use rtvirtio_iocores::utility::{self, Progress};
 use rtvirtio_sim::scenario::{MAX_QUEUES, PhaseKind, Scenario, Size};
 use rtvirtio_spec::run::{Canary, Machine};
@@ -359,7 +359,7 @@ impl Phase {
     #[must_use]
     pub fn progress(&self) -> Progress {
         Progress {
-            io: utility::work(self.requests, self.bytes) / self.seconds.max(1e-9),
+            io: utility::work(QueueKind::Disk, self.requests, self.bytes) / self.seconds.max(1e-9),
             busy: self.io_ran,
             ran: self.computed,
             waited: (self.compute_wanted - self.computed).max(0.0),

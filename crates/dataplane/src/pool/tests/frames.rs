@@ -414,3 +414,84 @@ fn limited_queue_comes_back_when_the_next_frame_may_pass() {
     assert!(begun.elapsed() >= Duration::from_millis(380), "{:?}", begun.elapsed());
     pool.stop(key).unwrap();
 }
+
+/// Moves two queues between two threads, one of them each half a millisecond, until it is `done`; how often it did.
+pub(super) fn move_about(
+    pool: &Pool,
+    keys: [QueueKey; 2],
+    threads: [ThreadId; 2],
+    done: &AtomicBool,
+) -> usize {
+    let mut moves = 0;
+    while !done.load(Relaxed) {
+        moves += 1;
+        pool.move_queue(keys[moves % 2], threads[moves / 2 % 2]).unwrap();
+        std::thread::sleep(Duration::from_micros(500));
+    }
+    moves
+}
+
+/// Numbered frames both ways while both queues go from thread to thread: each comes once, in order, as it was sent.
+#[test]
+fn frames_keep_their_order_while_queues_of_a_tap_move() {
+    let wire = match Wire::new(1) {
+        Ok(wire) => wire,
+        Err(why) => return skipped("frames_keep_their_order_while_queues_of_a_tap_move", why),
+    };
+    let nic = nic(wire.taps.into_iter().collect(), ALL);
+    let wire = Wire { taps: Vec::new(), socket: wire.socket };
+    let pool = Pool::default();
+    let threads = threads(&pool);
+    let numbered = |number: u32| {
+        let mut sent = frame(number as u8, 60 + number as usize % 1400);
+        sent[14..18].copy_from_slice(&number.to_be_bytes());
+        sent
+    };
+    for packed in [false, true] {
+        let (mut out, mut back) = (Port::new(packed), Port::new(packed));
+        let keys = [(&out, 1), (&back, 0)]
+            .map(|(port, index)| pool.start_nic(port.setup(&nic, index), threads[0]).unwrap());
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let moves = scope.spawn(|| move_about(&pool, keys, threads, &done));
+            // Also if this fails.
+            let ends = Stop(&done);
+            let mut slots = back.offer(0..16, 1526);
+            let (mut number, mut in_flight) = (0, 0_u32);
+            let (mut told, mut seen, mut received) = (0, 0, 0);
+            let mut last = Instant::now();
+            let mut buffer = vec![0; 2_000];
+            while seen < 4_000 || received < 4_000 {
+                // No more than any buffer on the way holds: nothing may be lost.
+                if number < 4_000 && in_flight < 8 && number - seen < 32 {
+                    out.send(u64::from(number % 8), [0; HEADER], &numbered(number));
+                    (number, in_flight) = (number + 1, in_flight + 1);
+                }
+                while out.driver.take().is_some() {
+                    in_flight -= 1;
+                }
+                let flags = rustix::net::RecvFlags::DONTWAIT;
+                if let Ok((_, length)) = rustix::net::recv(&wire.socket, &mut buffer[..], flags) {
+                    assert!(buffer[..length] == numbered(seen), "not frame {seen}");
+                    (seen, last) = (seen + 1, Instant::now());
+                }
+                if told < 4_000 && told - received < 32 {
+                    wire.send(&numbered(told));
+                    told += 1;
+                }
+                if let Some((id, length)) = back.driver.take() {
+                    let slot = slots.remove(&id).unwrap();
+                    let guest = Arc::clone(back.driver.guest());
+                    let frame = guest.read(Port::place(slot), length as usize).split_off(HEADER);
+                    assert!(frame == numbered(received), "not frame {received}");
+                    (received, last) = (received + 1, Instant::now());
+                    slots.extend(back.offer(slot..slot + 1, 1526));
+                }
+                assert!(last.elapsed() < LOST, "{number} sent, {seen} seen, {received} received");
+            }
+            drop(ends);
+            assert!(moves.join().unwrap() > 20);
+        });
+        keys.into_iter().for_each(|key| drop(pool.stop(key).unwrap()));
+    }
+}

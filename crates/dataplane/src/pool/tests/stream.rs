@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use rtvirtio_frames::features;
 use rtvirtio_vhost::Backend as _;
 
-use super::frames::{HEADER, Port, frame, nic_on};
+use super::frames::{HEADER, Port, frame, move_about, nic_on};
 use super::*;
 use crate::nic::{Link, Nic};
 use crate::stream::Stream;
@@ -181,5 +181,64 @@ fn peer_that_says_no_frame_or_goes_is_left_alone() {
         for key in keys {
             assert_eq!(pool.stop(key).unwrap().broken(), None);
         }
+    }
+}
+
+/// Numbered frames both ways while both queues go from thread to thread: each comes once, in order, as it was sent.
+#[test]
+fn frames_keep_their_order_while_queues_of_a_socket_move() {
+    for packed in [false, true] {
+        let (nic, peer) = rig();
+        let pool = Pool::default();
+        let threads = threads(&pool);
+        let (mut out, mut back) = (Port::new(packed), Port::new(packed));
+        let keys = [(&out, 1), (&back, 0)]
+            .map(|(port, index)| pool.start_nic(port.setup(&nic, index), threads[0]).unwrap());
+        let numbered = |number: u32| {
+            let mut sent = frame(number as u8, 60 + number as usize % 1400);
+            sent[14..18].copy_from_slice(&number.to_be_bytes());
+            sent
+        };
+        let (count, done) = (4_000, AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            let moves = scope.spawn(|| move_about(&pool, keys, threads, &done));
+            // Also if this fails.
+            let ends = Stop(&done);
+            let (mut reads, mut writes) = (peer.try_clone().unwrap(), peer);
+            let reads = scope.spawn(move || {
+                (0..count).for_each(|number| assert!(read_frame(&mut reads) == numbered(number)));
+            });
+            // The socket holds what there is no buffer for.
+            let writes = scope.spawn(move || {
+                (0..count)
+                    .for_each(|number| writes.write_all(&with_length(&numbered(number))).unwrap());
+            });
+            let mut slots = back.offer(0..16, 1526);
+            let (mut sent, mut ended, mut received) = (0, 0, 0);
+            let mut last = Instant::now();
+            while received < count || ended < count {
+                if sent < count && sent - ended < 8 {
+                    out.send(u64::from(sent % 8), PLAIN, &numbered(sent));
+                    sent += 1;
+                }
+                while out.driver.take().is_some() {
+                    (ended, last) = (ended + 1, Instant::now());
+                }
+                if let Some((id, length)) = back.driver.take() {
+                    let slot = slots.remove(&id).unwrap();
+                    let guest = Arc::clone(back.driver.guest());
+                    let frame = guest.read(Port::place(slot), length as usize).split_off(HEADER);
+                    assert!(frame == numbered(received), "not frame {received}");
+                    (received, last) = (received + 1, Instant::now());
+                    slots.extend(back.offer(slot..slot + 1, 1526));
+                }
+                assert!(last.elapsed() < LOST, "{sent} sent, {ended} ended, {received} received");
+            }
+            reads.join().unwrap();
+            writes.join().unwrap();
+            drop(ends);
+            assert!(moves.join().unwrap() > 20);
+        });
+        keys.into_iter().for_each(|key| drop(pool.stop(key).unwrap()));
     }
 }

@@ -436,6 +436,67 @@ fn queues_of_a_switch_rest_and_are_woken() {
     net.pool.stop(receiver.key).unwrap();
 }
 
+/// What a policy is shown: the IOThread's frames, their bytes, their waits, and nothing that waits for others.
+#[test]
+fn buffers_and_frames_that_a_limit_holds_back_are_no_backlog() {
+    let net = Net::new(&[ALL, ALL]);
+    let mut sender = net.start(0, 1, false, 0);
+    let mut receiver = net.start(1, 0, false, 1);
+    let slots = receiver.port.offer(0..16, 1526);
+    // Each looks at what it has.
+    let backlog = |queue: &Running| {
+        net.pool.edit(queue.key, |_| ()).unwrap();
+        let now = queue.stats.progress();
+        now.seen.saturating_sub(now.started)
+    };
+    for number in 0..10 {
+        sender.port.send(u64::from(number), PLAIN, &between(0, 1, number, 100));
+    }
+    for _ in 0..10 {
+        receiver.port.receive(&slots);
+        sender.port.take();
+    }
+    assert_eq!((backlog(&receiver), backlog(&sender)), (0, 0), "six buffers are left");
+    let progress = [&sender, &receiver].map(|queue| queue.stats.progress());
+    assert!(progress.iter().all(|of| (of.requests, of.bytes, of.in_flight()) == (10, 1_000, 0)));
+    for queue in [&sender, &receiver] {
+        let seen = queue.stats.snapshot();
+        assert_eq!((seen.wait.count(), seen.service.count()), (10, 10));
+        let service = seen.service.summary();
+        assert!(seen.busy.get() > 0, "{seen:?}");
+        assert!((1..LOST.as_nanos() as u64).contains(&service.max_ns.get()), "{service:?}");
+        net.pool.stop(queue.key).unwrap();
+    }
+
+    let rate = rtvirtio_frames::limit::Rate { frames: Some(1.0), bits: None, burst: 0 };
+    let link = Link::Port { switch: switch_of(&net), number: 0, pairs: 1 };
+    let nic = super::frames::nic_on(link, ALL, [Some(rate); 2]);
+    let mut port = Port::new(false);
+    let setup = port.setup(&nic, 1);
+    let stats = Arc::clone(&setup.stats);
+    let key = net.pool.start_nic(setup, net.threads[0]).unwrap();
+    for slot in 0..8 {
+        port.send(slot, PLAIN, &between(0, 1, 1, 100));
+    }
+    port.take();
+    // Once a turn has found out.
+    let begun = Instant::now();
+    loop {
+        net.pool.edit(key, |_| ()).unwrap();
+        let now = stats.progress();
+        assert!(now.started < 8 && begun.elapsed() < LOST, "{now:?}");
+        if now.started > 0 && now.seen <= now.started {
+            break;
+        }
+    }
+    net.pool.stop(key).unwrap();
+}
+
+fn switch_of(net: &Net) -> Arc<Switch> {
+    let Link::Port { switch, .. } = net.nics[0].attached() else { panic!("no port") };
+    Arc::clone(switch)
+}
+
 /// UDP over IPv4, of a flow.
 fn udp(flow: u16, number: u8) -> Vec<u8> {
     let mut frame = between(0, 1, number, 100);

@@ -15,6 +15,7 @@ use rustix::fd::BorrowedFd;
 
 use super::buffers::{Buffers, Gathered, log};
 use super::{Gate, Pass, Served, copy, read_header};
+use crate::clock::now;
 use crate::drr::{TurnBudget, cost};
 use crate::nic::Nic;
 use crate::stats::{Dropped, Op, QueueStats};
@@ -69,17 +70,25 @@ impl PortTransmit {
         if waits { self.port.wait() } else { self.port.stop_waiting() }
     }
 
-    /// Gives back to the ring what has arrived.
-    pub(super) fn reap(&mut self, ring: &mut Ring, stats: &QueueStats) -> bool {
+    /// Gives back to the ring what has arrived by `time`, ns.
+    pub(super) fn reap(&mut self, ring: &mut Ring, stats: &QueueStats, time: u64) -> bool {
         let (mut has_ended, mut frames, mut bytes) = (false, 0, 0);
+        // How many the turn of that time had posted.
+        let (mut ended, mut posted) = (0, 0);
         while let Some(frame) = self.port.take_ended() {
             frames += u64::from(frame.length > 0);
             bytes += frame.length as u64;
+            if frame.posted != posted {
+                stats.end_frames(ended, time.saturating_sub(posted));
+                (ended, posted) = (0, frame.posted);
+            }
+            ended += 1;
             ring.finish(frame.chain.id, 0);
             has_ended = true;
         }
         if has_ended {
             stats.count_frames(Op::Write, frames, bytes);
+            stats.end_frames(ended, time.saturating_sub(posted));
         }
         has_ended
     }
@@ -92,7 +101,7 @@ impl PortTransmit {
         gate: &mut Gate<'_>,
         time: u64,
     ) -> Served {
-        let mut is_unpublished = self.reap(ring, stats);
+        let mut is_unpublished = self.reap(ring, stats, time);
         let negotiated = self.nic.driver_features();
         let (mut pass, mut last) = (Pass::More, LastFrame::default());
         while share.is_left() {
@@ -136,7 +145,9 @@ impl PortTransmit {
             share.ns -= cost::PORT_FRAME_NS + i64::from(taken + refused) * cost::NOTE_NS;
         }
         stats.lose(Dropped::NoBuffers, self.port.post());
-        is_unpublished |= self.reap(ring, stats);
+        if self.has_ended() {
+            is_unpublished |= self.reap(ring, stats, now());
+        }
         Ok((pass, is_unpublished))
     }
 

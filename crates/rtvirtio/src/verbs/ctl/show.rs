@@ -189,7 +189,19 @@ pub(super) fn iothreads(iothreads: &[IoThreadState]) -> Table {
 }
 
 pub(super) fn nics(nics: &[NicState]) -> Table {
-    let header = ["nic", "vm", "", "link", "queue", "iothread", "frames", "bytes", "dropped"];
+    let header = [
+        "nic",
+        "vm",
+        "",
+        "link",
+        "queue",
+        "iothread",
+        "frames",
+        "bytes",
+        "wait p99",
+        "service p99",
+        "dropped",
+    ];
     let mut table = table(header, 6);
     for nic in nics {
         for queue in &nic.queues {
@@ -206,6 +218,8 @@ pub(super) fn nics(nics: &[NicState]) -> Table {
                 queue.iothread.to_string(),
                 queue.frames.to_string(),
                 queue.bytes.to_string(),
+                percentiles(&queue.wait)[1].clone(),
+                percentiles(&queue.service)[1].clone(),
                 dropped(queue),
             ]);
         }

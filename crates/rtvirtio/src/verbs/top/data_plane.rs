@@ -33,6 +33,8 @@ pub(super) struct NicRow {
     /// Both ways.
     pub(super) bytes_per_s: f64,
     pub(super) dropped_per_s: f64,
+    /// Of these, by their reasons, those that there are.
+    pub(super) drops_per_s: BTreeMap<&'static str, f64>,
     pub(super) iothreads: Vec<IoThreadName>,
 }
 
@@ -203,6 +205,17 @@ fn nic_row(old: &NicState, nic: &NicState, seconds: f64) -> NicRow {
             if queue.direction == direction { queue.frames } else { 0 }
         })
     };
+    let drops = |of: &NicState| {
+        let all = of.queues.iter().flat_map(|queue| queue.drops.by_reason());
+        let mut drops = BTreeMap::new();
+        all.for_each(|(reason, count)| *drops.entry(reason).or_insert(0) += count);
+        drops
+    };
+    let before = drops(old);
+    let drops = drops(nic).into_iter().filter_map(|(reason, count): (_, u64)| {
+        let more = count.saturating_sub(before.get(reason).copied().unwrap_or(0));
+        (more > 0).then(|| (reason, more as f64 / seconds))
+    });
     NicRow {
         vm: nic.vm.to_string(),
         nic: nic.name.to_string(),
@@ -212,6 +225,7 @@ fn nic_row(old: &NicState, nic: &NicState, seconds: f64) -> NicRow {
         transmitted_per_s: frames(QueueDirection::Transmit),
         bytes_per_s: rate(&|queue| queue.bytes.get()),
         dropped_per_s: rate(&|queue| queue.dropped),
+        drops_per_s: drops.collect(),
         iothreads: each_once(nic.queues.iter().map(|queue| &queue.iothread)),
     }
 }
