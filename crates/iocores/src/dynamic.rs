@@ -93,7 +93,8 @@ const AFTER_ADDITION: Nanos = Nanos::from_millis(200);
 /// After a removal, nothing is removed, nor added but for what stands or waits.
 const AFTER_REMOVAL: Nanos = Nanos::from_millis(1_000);
 
-/// A removal that is made good for by an addition so soon, at the same load, was wrong.
+/// A removal that is made good for by an addition so soon, at the same load, was wrong; and an addition that is given
+/// back so soon.
 const MISTAKE_PERIODS: Nanos = Nanos::from_millis(2_000);
 
 /// Periods for which a core must have been needless.
@@ -131,8 +132,8 @@ pub(crate) struct Dynamic {
     loads: BTreeMap<QueueId, f64>,
     /// How many IOThreads each of the last periods could have done without, with this many.
     spare: (usize, VecDeque<Spare>),
-    added: Option<Nanos>,
-    /// And at what load.
+    /// When one was, and at what load.
+    added: Option<(Nanos, Situation)>,
     removed: Option<(Nanos, Situation)>,
     undone: Option<Nanos>,
     drivers: Drivers,
@@ -409,7 +410,7 @@ impl Dynamic {
     fn may_add(&self, now: Nanos, urgent: bool) -> bool {
         let dwell = if urgent { AFTER_ADDITION } else { AFTER_REMOVAL };
         let passed = |at: Nanos, dwell| now.saturating_sub(at) >= dwell;
-        self.added.is_none_or(|at| passed(at, AFTER_ADDITION))
+        self.added.is_none_or(|(at, _)| passed(at, AFTER_ADDITION))
             && self.removed.is_none_or(|(at, _)| passed(at, dwell))
     }
 
@@ -557,7 +558,7 @@ impl Dynamic {
             let reason = format!("vCPUs have {} CPUs instead of {}", vcpus.len(), before.len());
             decisions.insert(0, self.set_vcpus(vcpus, reason));
         }
-        self.added = Some(view.now);
+        self.added = Some((view.now, self.situation(view, urgent)));
         self.try_out(view, Kind::Add, Undo::Remove(cpus), urgent);
         decisions
     }

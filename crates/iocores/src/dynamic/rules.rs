@@ -111,7 +111,7 @@ impl Dynamic {
         pressed: &[Overloaded],
     ) -> Option<Vec<Decision>> {
         let now = view.now;
-        let mut new: Vec<(&Overloaded, Split)> = Vec::new();
+        let mut new: Vec<(&Overloaded, Split, f64)> = Vec::new();
         for pressed in pressed {
             let queues = &view.groups[&pressed.thread];
             let split = self.split(queues);
@@ -144,10 +144,10 @@ impl Dynamic {
             }
             // Without a queue that stands it is a bet: one at a time.
             if worth >= self.weights.core && (pressed.stands || new.is_empty()) {
-                new.push((pressed, split));
+                new.push((pressed, split, worth));
             }
         }
-        let urgent = new.iter().any(|(pressed, _)| pressed.urgent);
+        let urgent = new.iter().any(|(pressed, ..)| pressed.urgent);
         let threads = view.window.threads.len();
         let room = self.limits.max_iothreads.saturating_sub(threads);
         if new.is_empty() || room == 0 || !self.may_add(now, urgent) {
@@ -180,13 +180,13 @@ impl Dynamic {
         let mut adds = Vec::new();
         let mut along = self.budget.left_to_spread(view.snapshot);
         let mut gone = BTreeSet::new();
-        for ((pressed, mut split), cpu) in new.into_iter().zip(candidates) {
-            // A core of I/O at most is gained; what vCPUs do not leave idle is lost. Where that is their last CPU
-            // without an IOThread they share them all, and those that sleep lose nothing.
+        for ((pressed, mut split, worth), cpu) in new.into_iter().zip(candidates) {
+            // What both parts would gain at most is gained; what vCPUs do not leave idle is lost. Where that is their last
+            // CPU without an IOThread they share them all, and those that sleep lose nothing.
             shared.insert(cpu);
             let most = if vcpus.is_subset(&shared) { awake.min(1.0) } else { 1.0 };
             let lost = if vcpus.contains(&cpu) { (1.0 - idle).clamp(0.0, most) } else { 0.0 };
-            if self.weights.io - self.weights.compute * lost <= self.weights.core || moves == 0 {
+            if worth - self.weights.compute * lost < self.weights.core || moves == 0 {
                 break;
             }
             split.go.truncate(moves.div_ceil(parts));
@@ -231,23 +231,23 @@ impl Dynamic {
     fn fan_out<'a>(
         &self,
         view: &View<'_>,
-        new: Vec<(&'a Overloaded, Split)>,
+        new: Vec<(&'a Overloaded, Split, f64)>,
         room: usize,
-    ) -> Vec<(&'a Overloaded, Split)> {
+    ) -> Vec<(&'a Overloaded, Split, f64)> {
         let each = (room / new.len().max(1) + 1).min(self.max_split);
         let stands = |queue: &QueueLoad| self.backlogged.get(queue.id) >= STREAK;
         let mut parts = Vec::new();
-        for (pressed, split) in new {
+        for (pressed, split, worth) in new {
             let queues = &view.groups[&pressed.thread];
             let backlogged = queues.iter().filter(|queue| stands(queue)).count();
             if each.min(backlogged) <= 2 {
-                parts.push((pressed, split));
+                parts.push((pressed, split, worth));
                 continue;
             }
             let may_move = |queue| self.budget.may_move(queue);
             let of = place::parts_that_go(queues, each.min(backlogged), may_move);
             let of = of.into_iter().filter(|part| part.go.iter().any(stands));
-            parts.extend(of.map(|part| (pressed, part)));
+            parts.extend(of.map(|part| (pressed, part, worth)));
         }
         parts
     }
@@ -470,7 +470,7 @@ impl Dynamic {
     /// Whether it is not being seen what the last action brings.
     pub(super) fn is_settled(&self, view: &View<'_>) -> bool {
         let is_new = |at: Nanos| view.now.saturating_sub(at) < AFTER_REMOVAL;
-        self.trial.is_none() && !self.added.is_some_and(is_new)
+        self.trial.is_none() && !self.added.is_some_and(|(at, _)| is_new(at))
     }
 
     /// Whether a queue may leave an IOThread, and is not still there after it was to.
@@ -505,9 +505,10 @@ impl Dynamic {
             let queues = gone.iter().flat_map(|thread| &unlocked[thread]).copied().collect();
             let ran = |thread: &ThreadId| period.window.thread(*thread).map_or(0.0, |of| of.ran);
             let ran: f64 = gone.iter().map(ran).sum();
-            // The last core must pay, not all of them together.
+            // The last core must pay, not all of them together. That vCPUs would do as much instead is a bet, for what they
+            // wait for may be what I/O brings: one core at a time.
             let saved = REMOVABLE_LOAD * self.weights.core;
-            let gained = self.weights.compute * waited.min(ran);
+            let gained = if count == 1 { self.weights.compute * waited.min(ran) } else { 0.0 };
             // On average fewer may do where it comes and goes within a period.
             let bursts = self.bursts_beyond((threads - count) as f64, on_cpu);
             let pays = |drained: place::Drained| {
@@ -549,6 +550,11 @@ impl Dynamic {
         let mean = Period::mean(&recent);
         if self.back_off[Kind::Remove as usize].holds(view.now, &self.situation(view, false)) {
             return None;
+        }
+        if let Some((at, before)) = self.added
+            && view.now.saturating_sub(at) < MISTAKE_PERIODS
+        {
+            self.back_off[Kind::Add as usize].seen(view.now, before);
         }
         let gone = self.removal_candidates(view, count);
         let threads = view.window.threads.len();
