@@ -14,7 +14,10 @@
 //! decides is done with the pauses that it has: a queue that moves is served by nobody until the other
 //! IOThread reads its message.
 //!
-//! Left out, beside what `cpus` names: caches and memory bandwidth (a request costs the same on every CPU and
+//! A queue of a network device on a TAP is one whose frames end when the IOThread has done its part. Those to a VM come by
+//! themselves, the next ones when the VM has taken others, or at a rate; their sender is no part of the host.
+//!
+//! Left out, beside what `cpus` names: switches between VMs, frames that are dropped, caches and memory bandwidth (a request costs the same on every CPU and
 //! after every move), the CPU time of the policy and its samples, interrupts of devices, the guest's own
 //! kernel, that a thread takes time to be made, and that a wake-up costs less on the CPU of who wakes. A
 //! completion that ends while its queue moves is seen by the new IOThread without a message of its own.
@@ -23,7 +26,8 @@
 //! `same_seed_same_outcome`, `each_request_ends_once_or_is_in_flight`,
 //! `queue_at_a_fixed_rate_waits_as_m_d_1_says`, `one_iothread_ends_at_one_over_its_cost`,
 //! `iothreads_that_share_a_cpu_have_half_of_it_each`, `moves_lose_nothing`,
-//! `no_queue_waits_longer_than_the_shares_of_the_others`, `nothing_is_used_more_than_there_is`.
+//! `no_queue_waits_longer_than_the_shares_of_the_others`, `nothing_is_used_more_than_there_is`,
+//! `frames_of_both_directions_take_what_they_cost`.
 
 mod costs;
 mod cpus;

@@ -4,7 +4,7 @@ use hdrhistogram::Histogram;
 use rtvirtio_units::Nanos;
 
 use crate::outcome::{Outcome, PhaseOutcome, Point};
-use crate::scenario::{Phase, PhaseKind, Scenario, Span};
+use crate::scenario::{Phase, PhaseKind, Role, Scenario, Span};
 use crate::settled::{Settled, settled};
 use crate::world::{Counts, Done};
 
@@ -44,6 +44,8 @@ struct Tally {
     latencies: Histogram<u64>,
     requests: u64,
     bytes: u64,
+    frames: u64,
+    frame_bytes: u64,
     sum: u128,
     longest: u64,
     moves: u32,
@@ -64,6 +66,8 @@ impl Tally {
             latencies: histogram(),
             requests: 0,
             bytes: 0,
+            frames: 0,
+            frame_bytes: 0,
             sum: 0,
             longest: 0,
             moves: 0,
@@ -119,12 +123,16 @@ impl Meter {
     }
 
     /// A client has seen the end of a request after `ns`.
-    pub(crate) fn ended_one(&mut self, ns: u64, bytes: u32) {
+    pub(crate) fn ended_one(&mut self, ns: u64, bytes: u32, role: Role) {
         self.ended += 1;
         self.here.requests += 1;
         self.now.latencies.saturating_record(ns);
         self.now.requests += 1;
         self.now.bytes += u64::from(bytes);
+        if role != Role::Disk {
+            self.now.frames += 1;
+            self.now.frame_bytes += u64::from(bytes);
+        }
         self.now.sum += u128::from(ns);
         self.now.longest = self.now.longest.max(ns);
     }
@@ -187,6 +195,8 @@ impl Meter {
         let _ = whole.pauses.add(&tally.pauses);
         whole.requests += tally.requests;
         whole.bytes += tally.bytes;
+        whole.frames += tally.frames;
+        whole.frame_bytes += tally.frame_bytes;
         whole.sum += tally.sum;
         whole.longest = whole.longest.max(tally.longest);
         whole.moves += tally.moves;
@@ -227,6 +237,8 @@ fn outcome(
         length: Nanos::new(after.now - before.now),
         requests: tally.requests,
         bytes: tally.bytes,
+        frames: tally.frames,
+        frame_bytes: tally.frame_bytes,
         iops,
         io_cores,
         iops_per_core: if io_cores > 0.0 { iops / io_cores } else { 0.0 },

@@ -31,10 +31,14 @@ pub struct PhaseOutcome {
     pub start: Nanos,
     /// How long it was.
     pub length: Nanos,
-    /// Requests whose end clients have seen.
+    /// Requests and frames whose end clients have seen.
     pub requests: u64,
     /// Their bytes.
     pub bytes: u64,
+    /// Of these, frames.
+    pub frames: u64,
+    /// And their bytes.
+    pub frame_bytes: u64,
     /// Requests a second.
     pub iops: f64,
     /// IOThreads that there were, mean: each has a core.
@@ -85,8 +89,11 @@ impl PhaseOutcome {
     /// wanted to.
     #[must_use]
     pub fn progress(&self) -> Progress {
+        let Self { requests, bytes, frames, frame_bytes, .. } = *self;
+        let work = utility::work(QueueKind::Disk, requests - frames, bytes - frame_bytes)
+            + utility::work(QueueKind::Link, frames, frame_bytes);
         Progress {
-            io: utility::work(QueueKind::Disk, self.requests, self.bytes) / self.length.as_secs_f64().max(1e-9),
+            io: work / self.length.as_secs_f64().max(1e-9),
             busy: self.busy,
             ran: self.computed,
             waited: (self.compute_wanted - self.computed).max(0.0),

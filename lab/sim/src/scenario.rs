@@ -18,6 +18,10 @@ pub const MAX_QUEUES: u16 = 64;
 pub const MAX_DEPTH: u16 = 256;
 /// Most streams and compute threads of a VM.
 pub const MAX_PARTS: usize = 100_000;
+/// Most pairs of queues of a VM's network devices.
+pub const MAX_PAIRS: u16 = 8;
+/// Bytes of a frame.
+pub const FRAME: std::ops::RangeInclusive<u64> = 14..=65_550;
 /// Longest scenario.
 pub const MAX_LENGTH: Nanos = Nanos::from_millis(24 * 3_600_000);
 /// Largest request.
@@ -45,11 +49,17 @@ pub enum PhaseKind {
     Hotplug,
     /// All queues are full and empty by turns, 100 ms each: the period at which policies decide.
     Flapping,
+    /// All network devices are full of small frames, both ways.
+    SmallFrames,
+    /// All network devices are full of frames of 64 KiB, as a driver leaves them to be segmented, both ways.
+    Bulk,
+    /// Of four VMs one has a full disk, one small frames, one large ones, and one some of all.
+    DisksNics,
 }
 
 impl PhaseKind {
-    /// All.
-    pub const ALL: [Self; 9] = [
+    /// Those of disks.
+    pub const DISKS: [Self; 9] = [
         Self::Idle,
         Self::OneHot,
         Self::AllHot,
@@ -60,6 +70,9 @@ impl PhaseKind {
         Self::Hotplug,
         Self::Flapping,
     ];
+
+    /// Those of network devices, and what these do when they do hardly anything.
+    pub const NETWORK: [Self; 4] = [Self::Idle, Self::SmallFrames, Self::Bulk, Self::DisksNics];
 
     /// Its name on the command line and in files.
     #[must_use]
@@ -74,7 +87,16 @@ impl PhaseKind {
             Self::Bursts => "bursts",
             Self::Hotplug => "hotplug",
             Self::Flapping => "flapping",
+            Self::SmallFrames => "small-frames",
+            Self::Bulk => "bulk",
+            Self::DisksNics => "disks-nics",
         }
+    }
+
+    /// Whether VMs need network devices for it.
+    #[must_use]
+    pub const fn has_nics(self) -> bool {
+        matches!(self, Self::SmallFrames | Self::Bulk | Self::DisksNics)
     }
 
     /// Whether its load is the same from its start to its end, so that there is a steady state.
@@ -88,7 +110,8 @@ impl std::str::FromStr for PhaseKind {
     type Err = ScenarioError;
 
     fn from_str(name: &str) -> Result<Self, ScenarioError> {
-        let known = Self::ALL.into_iter().find(|kind| kind.name() == name);
+        let mut all = Self::DISKS.into_iter().chain(Self::NETWORK);
+        let known = all.find(|kind| kind.name() == name);
         known.ok_or_else(|| ScenarioError::UnknownPhase(name.chars().take(32).collect()))
     }
 }
@@ -128,15 +151,26 @@ pub enum Load {
     Rate(Iops),
 }
 
-/// Requests of one queue.
+/// What goes through a queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// Requests to a disk.
+    Disk,
+    /// Frames to the VM, which come by themselves.
+    Receive,
+    /// Frames from the VM.
+    Transmit,
+}
+
+/// Requests of one queue, or frames.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Stream {
-    /// The VM's queue, from 0.
+    /// The VM's queue, from 0: first those of its disk, then two for each pair of its network devices, to the VM and from it.
     pub queue: u16,
     /// When.
     pub span: Span,
-    /// Size of a request, 512 B to [`MAX_BLOCK`].
+    /// Size of a request, 512 B to [`MAX_BLOCK`], or of a frame, of [`FRAME`].
     pub block: Bytes,
     /// How many.
     pub load: Load,
@@ -156,9 +190,12 @@ pub struct Burner {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Vm {
-    /// Queues, 1 to [`MAX_QUEUES`].
+    /// Queues of its disk, 1 to [`MAX_QUEUES`].
     pub queues: u16,
-    /// When its disk is there, ascending. Its streams lie within.
+    /// Pairs of queues of its network devices, at most [`MAX_PAIRS`].
+    #[serde(default)]
+    pub pairs: u16,
+    /// When its devices are there, ascending. Its streams lie within.
     pub plugged: Vec<Span>,
     /// Its requests.
     pub streams: Vec<Stream>,
@@ -210,7 +247,7 @@ pub enum ScenarioError {
     /// A name that no phase has.
     #[error(
         "no phase is called {0:?}: idle, one-hot, all-hot, small-large, compute, mixed, bursts, \
-         hotplug or flapping"
+         hotplug, flapping, small-frames, bulk or disks-nics"
     )]
     UnknownPhase(String),
     /// A number is out of its range, or a time before an earlier one.
@@ -255,8 +292,25 @@ impl Scenario {
 }
 
 impl Vm {
+    /// Queues in all.
+    #[must_use]
+    pub const fn all_queues(&self) -> u16 {
+        self.queues + 2 * self.pairs
+    }
+
+    /// What goes through one.
+    #[must_use]
+    pub const fn role(&self, queue: u16) -> Role {
+        match queue.checked_sub(self.queues) {
+            None => Role::Disk,
+            Some(of_nics) if of_nics.is_multiple_of(2) => Role::Receive,
+            Some(_) => Role::Transmit,
+        }
+    }
+
     fn check(&self, vm: usize) -> Result<(), ScenarioError> {
         within((1..=MAX_QUEUES).contains(&self.queues), "the number of queues")?;
+        within(self.pairs <= MAX_PAIRS, "the number of pairs of queues")?;
         let parts = [self.plugged.len(), self.streams.len(), self.burners.len()];
         within(parts.iter().all(|&parts| parts <= MAX_PARTS), "the number of streams")?;
         let mut at = Nanos::ZERO;
@@ -273,7 +327,11 @@ impl Vm {
         for stream in &streams {
             let span = stream.span;
             within(span.stop > span.start, "a stream's time")?;
-            within((512..=MAX_BLOCK.get()).contains(&stream.block.get()), "a block size")?;
+            let sizes = match self.role(stream.queue) {
+                Role::Disk => 512..=MAX_BLOCK.get(),
+                Role::Receive | Role::Transmit => FRAME,
+            };
+            within(sizes.contains(&stream.block.get()), "a block size")?;
             if let Load::Depth(depth) = stream.load {
                 within((1..=MAX_DEPTH).contains(&depth), "a depth")?;
             }
@@ -282,7 +340,7 @@ impl Vm {
             // Ascending: only the last one that begins no later can hold it.
             let plugged = self.plugged.partition_point(|plugged| plugged.start <= span.start);
             let holds = plugged.checked_sub(1).is_some_and(|at| is_within(&self.plugged[at]));
-            if stream.queue >= self.queues || !holds {
+            if stream.queue >= self.all_queues() || !holds {
                 return Err(ScenarioError::NoQueue(vm));
             }
         }

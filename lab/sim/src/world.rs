@@ -21,7 +21,7 @@ use crate::events::{Event, Events};
 use crate::machine::{Machine, SimError};
 use crate::meter::Meter;
 use crate::outcome::Outcome;
-use crate::scenario::{Burner, Scenario, Stream};
+use crate::scenario::{Burner, Role, Scenario, Stream};
 use client::Client;
 use disk::Disk;
 use iothread::IoThread;
@@ -47,6 +47,7 @@ struct Request {
 #[derive(Debug)]
 struct Queue {
     vm: u32,
+    role: Role,
     /// The IOThread that it is mapped to while nobody uses it.
     home: u32,
     /// The IOThread that serves it; none: it moves, or nobody uses it.
@@ -245,12 +246,12 @@ impl<'a> Simulation<'a> {
 
     fn add_vm(&mut self, vm: u32, of: &crate::scenario::Vm, seed: u64, random: &mut Pcg64Mcg) {
         let first = self.queues.len() as u32;
-        for queue in 0..u32::from(of.queues) {
-            let place = first + queue;
+        for queue in 0..of.all_queues() {
+            let place = first + u32::from(queue);
             let thread = self.spawn_vcpu(Who::Client(place), random);
             let client = Client::new(thread, seed ^ u64::from(place).wrapping_mul(0x9E37_79B9));
             let home = place % self.ios.len() as u32;
-            self.queues.push(Queue::new(vm, home, client));
+            self.queues.push(Queue::new(vm, of.role(queue), home, client));
         }
         self.first.push(self.queues.len() as u32);
         for plugged in &of.plugged {
@@ -406,10 +407,11 @@ fn mask(cpus: &[CpuId]) -> u128 {
 }
 
 impl Queue {
-    fn new(vm: u32, home: u32, client: Client) -> Self {
+    fn new(vm: u32, role: Role, home: u32, client: Client) -> Self {
         let ring = || VecDeque::with_capacity(usize::from(crate::scenario::MAX_DEPTH));
         Self {
             vm,
+            role,
             home,
             owner: None,
             to: None,

@@ -385,7 +385,7 @@ mod tests {
     fn scenario() -> Scenario {
         let span = |start, stop| Span { start: Nanos::new(start), stop: Nanos::new(stop) };
         let phase = |start, stop| Phase { kind: PhaseKind::Idle, span: span(start, stop) };
-        let vm = Vm { queues: 1, plugged: vec![], streams: vec![], burners: vec![] };
+        let vm = Vm { queues: 1, pairs: 0, plugged: vec![], streams: vec![], burners: vec![] };
         let phases = vec![phase(0, 20_000_000), phase(20_000_000, 40_000_000)];
         Scenario { seed: 1, phases, vms: vec![vm] }
     }

@@ -324,11 +324,12 @@ fn scenario(seconds: u32) -> Result<Scenario> {
     };
     let vm = Vm {
         queues: QUEUES,
+        pairs: 0,
         plugged: vec![span],
         streams: (0..QUEUES).flat_map(streams).collect(),
         burners: vec![],
     };
-    let absent = Vm { queues: QUEUES, plugged: vec![], streams: vec![], burners: vec![] };
+    let absent = Vm { queues: QUEUES, pairs: 0, plugged: vec![], streams: vec![], burners: vec![] };
     let mut vms = vec![vm; usize::from(VMS)];
     vms.push(absent);
     let phase = |start, stop| Phase { kind: PhaseKind::Mixed, span: Span { start, stop } };

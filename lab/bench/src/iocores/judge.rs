@@ -75,7 +75,7 @@ pub struct Row {
 /// All phases in order, then the whole.
 pub(crate) fn kinds(cells: &[Cell]) -> Vec<Option<PhaseKind>> {
     let is_there = |kind: &Option<PhaseKind>| cells.iter().any(|cell| cell.phase(*kind).is_some());
-    PhaseKind::ALL.into_iter().map(Some).chain([None]).filter(is_there).collect()
+    PhaseKind::DISKS.into_iter().map(Some).chain([None]).filter(is_there).collect()
 }
 
 /// Seed, repetition, and what was alone.

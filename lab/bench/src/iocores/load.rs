@@ -94,7 +94,7 @@ impl Row {
         let stream = |queue| Stream { queue, span, block: Bytes::new(self.block), load };
         let streams = (0..self.queues).map(stream).collect();
         let burners = vec![Burner { span, share: 1.0 }; self.burners.into()];
-        let vm = Vm { queues: self.queues, plugged: vec![span], streams, burners };
+        let vm = Vm { queues: self.queues, pairs: 0, plugged: vec![span], streams, burners };
         let phases = vec![Phase { kind: PhaseKind::AllHot, span }];
         Scenario { seed: 1, phases, vms: vec![vm] }
     }

@@ -42,6 +42,9 @@ Phases, played in an order that the seed gives:
   all-hot        all queues are full         bursts     full and empty for 50 ms to 5 s
   small-large    many VMs with 4 KiB         hotplug    disks come and go
                  against few with 256 KiB    flapping   full and empty, 100 ms each
+and, on network devices of a pair of queues for each VM on a TAP:
+  small-frames   all full of 128 B           disks-nics of four VMs one with a full disk, one with small
+  bulk           all full of 64 KiB                     frames, one with large ones, one with some of both
 In each phase but compute (and some VMs of mixed) the VMs compute a quarter of --compute.
 
 The table: IOPS; cores: IOThreads, mean; IOPS/core: for each of their seconds; latencies as clients see \
@@ -81,7 +84,7 @@ pub(crate) struct Args {
     /// Policies to compare, as below
     #[arg(long, value_delimiter = ',')]
     policy: Vec<Which>,
-    /// Phases, or all
+    /// Phases; all: those of disks; network: idle and those of network devices
     #[arg(long, value_delimiter = ',', default_value = "all")]
     phases: Vec<String>,
     /// Length of a phase
@@ -272,7 +275,8 @@ fn scenario(args: &Args, compute: f64) -> Result<Scenario> {
     let mut kinds = Vec::new();
     for name in &args.phases {
         match name.as_str() {
-            "all" => kinds.extend(PhaseKind::ALL),
+            "all" => kinds.extend(PhaseKind::DISKS),
+            "network" => kinds.extend(PhaseKind::NETWORK),
             name => kinds.push(name.parse()?),
         }
     }

@@ -13,6 +13,9 @@ use super::{
 /// A small request, and a large one.
 const SMALL: Bytes = Bytes::from_kib(4);
 const LARGE: Bytes = Bytes::from_kib(256);
+/// A small frame, such as a message or an acknowledgement, and one that is to be segmented.
+const SMALL_FRAME: Bytes = Bytes::new(128);
+const LARGE_FRAME: Bytes = Bytes::new(65_000);
 /// How long a queue is full, and empty, while flapping: the policies' period.
 const FLAP: Nanos = Nanos::from_millis(100);
 /// Shortest and longest burst, s.
@@ -47,7 +50,9 @@ impl Scenario {
         within((1..=MAX_DEPTH).contains(&size.depth), "the depth")?;
         within((0.0..=10_000.0).contains(&size.compute), "the compute demand")?;
         within(length >= Nanos::from_millis(100), "the length of a phase")?;
-        let vm = Vm { queues: size.queues, plugged: vec![], streams: vec![], burners: vec![] };
+        let pairs = u16::from(kinds.iter().any(|kind| kind.has_nics()));
+        let (queues, plugged, streams, burners) = (size.queues, vec![], vec![], vec![]);
+        let vm = Vm { queues, pairs, plugged, streams, burners };
         let mut scenario = Self { seed, phases: vec![], vms: vec![vm; usize::from(size.vms)] };
         for (index, &kind) in kinds.iter().enumerate() {
             let start = scenario.length();
@@ -85,7 +90,21 @@ impl Maker<'_> {
         let mut compute = ELSEWHERE;
         let mut plugged = vec![self.span];
         match self.kind {
-            PhaseKind::Idle => self.rate(vm, TRICKLE),
+            PhaseKind::Idle => {
+                self.rate(vm, TRICKLE);
+                self.frame_rate(vm, TRICKLE);
+            }
+            PhaseKind::SmallFrames => self.frames(vm, SMALL_FRAME, depth),
+            PhaseKind::Bulk => self.frames(vm, LARGE_FRAME, depth),
+            PhaseKind::DisksNics => match (number + self.hot.0) % 4 {
+                0 => self.all(vm, self.span, SMALL, depth),
+                1 => self.frames(vm, SMALL_FRAME, depth),
+                2 => self.frames(vm, LARGE_FRAME, depth),
+                _ => {
+                    self.rate(vm, 1.0);
+                    self.frame_rate(vm, 1.0);
+                }
+            },
             PhaseKind::OneHot => {
                 if number == self.hot.0 {
                     self.stream(vm, self.hot.1, self.span, SMALL, depth);
@@ -182,6 +201,20 @@ impl Maker<'_> {
         // Rates have a least value of their own; less than that is nothing.
         if let Ok(rate) = Iops::new(each) {
             self.all(vm, self.span, SMALL, Load::Rate(rate));
+        }
+    }
+
+    /// Frames of a size through all queues of a VM's network devices.
+    fn frames(&self, vm: &mut Vm, size: Bytes, load: Load) {
+        let queues = vm.queues..vm.all_queues();
+        queues.for_each(|queue| self.stream(vm, queue, self.span, size, load));
+    }
+
+    /// Part of a VM's rate, in small frames over the queues of its network devices.
+    fn frame_rate(&self, vm: &mut Vm, part: f64) {
+        let each = self.size.rate.get() * part / f64::from((2 * vm.pairs).max(1));
+        if let Ok(rate) = Iops::new(each) {
+            self.frames(vm, SMALL_FRAME, Load::Rate(rate));
         }
     }
 

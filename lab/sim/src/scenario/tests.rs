@@ -10,7 +10,7 @@ fn make(kind: PhaseKind, seed: u64) -> Scenario {
 
 #[test]
 fn each_kind_can_be_played_and_is_the_same_for_the_same_seed() {
-    for kind in PhaseKind::ALL {
+    for kind in PhaseKind::DISKS.into_iter().chain(PhaseKind::NETWORK) {
         for seed in 0..20 {
             let scenario = make(kind, seed);
             assert_eq!(scenario.check(), Ok(()), "{kind}");

@@ -10,7 +10,7 @@ use rand_pcg::Pcg64Mcg;
 use super::{Request, Simulation};
 use crate::cpus::Waker;
 use crate::events::Event;
-use crate::scenario::{Load, MAX_DEPTH, Stream};
+use crate::scenario::{Load, MAX_DEPTH, Role, Stream};
 
 /// Requests that it takes or submits before others see it.
 const CHUNK: usize = 8;
@@ -101,12 +101,40 @@ impl Simulation<'_> {
         client.stream = Some(stream);
         client.stamp += 1;
         client.is_timed = false;
+        let is_receive = self.queues[queue as usize].role == Role::Receive;
+        let client = &mut self.queues[queue as usize].client;
         match stream.load {
+            Load::Depth(_) if is_receive => self.deliver(queue),
             Load::Depth(_) => drop(self.wake_client(queue, Waker::Timer)),
             Load::Rate(rate) => {
                 client.next_at = now + client.gap(rate.get());
                 self.time_client(queue);
             }
+        }
+    }
+
+    /// Has the frames come that are due, or for which the VM has taken others: who sends them costs this host nothing.
+    fn deliver(&mut self, place: u32) {
+        let now = self.events.now;
+        let queue = &mut self.queues[place as usize];
+        let before = queue.made;
+        loop {
+            queue.client.plan(now);
+            let sent = queue.client.submits.len();
+            if sent == 0 {
+                break;
+            }
+            let bytes = queue.client.block();
+            let frames = queue.client.submits.drain(..);
+            queue.available.extend(frames.map(|issued| Request { issued, ready: now, bytes }));
+            queue.made += sent as u64;
+            queue.client.outstanding += sent as u32;
+            queue.client.issued += sent as u64;
+        }
+        let has_come = queue.made > before;
+        self.time_client(place);
+        if has_come {
+            let _ = self.show(place, Waker::Device);
         }
     }
 
@@ -125,7 +153,10 @@ impl Simulation<'_> {
         let client = &mut self.queues[queue as usize].client;
         if client.stamp == stamp {
             client.is_timed = false;
-            self.wake_client(queue, Waker::Timer);
+            match self.queues[queue as usize].role {
+                Role::Receive => self.deliver(queue),
+                Role::Disk | Role::Transmit => drop(self.wake_client(queue, Waker::Timer)),
+            }
         }
     }
 
@@ -162,15 +193,21 @@ impl Simulation<'_> {
         self.submit(place);
         let now = self.events.now;
         let queue = &mut self.queues[place as usize];
+        let role = queue.role;
         queue.client.waking = false;
         let ends = queue.used.len().min(CHUNK);
         let mut bytes = 0;
         for request in queue.used.drain(..ends) {
             bytes += u64::from(request.bytes);
-            self.meter.ended_one(now - request.issued, request.bytes);
+            self.meter.ended_one(now - request.issued, request.bytes, role);
         }
         queue.client.outstanding -= ends as u32;
-        queue.client.plan(now);
+        if role == Role::Receive {
+            self.deliver(place);
+        } else {
+            queue.client.plan(now);
+        }
+        let queue = &mut self.queues[place as usize];
         let submits = queue.client.submits.len();
         let thread = queue.client.thread;
         let owed = std::mem::take(&mut queue.client.owes);
@@ -183,10 +220,14 @@ impl Simulation<'_> {
         queue.client.issued += submits as u64;
         bytes += submits as u64 * u64::from(queue.client.block());
         // Half of it before a request, half after.
-        let mut cost = ((ends + submits) as u64 * self.costs.client.get()
-            + bytes * self.costs.client_kib.get() / 1_024)
-            / 2
-            + owed;
+        let each = match role {
+            Role::Disk => self.costs.client,
+            Role::Receive | Role::Transmit => self.costs.client_frame,
+        };
+        let half =
+            (ends + submits) as u64 * each.get() + bytes * self.costs.client_kib.get() / 1_024;
+        // Of frames to a VM it has no other half.
+        let mut cost = if role == Role::Receive { half } else { half / 2 } + owed;
         if submits > 0 && !queue.awake && queue.owner.is_some() {
             cost += self.costs.kick.get();
         }
@@ -206,14 +247,22 @@ impl Simulation<'_> {
         }
         queue.made += queue.client.submits.len() as u64;
         queue.client.submits.clear();
-        let Some(io) = queue.owner else { return };
+        let thread = queue.client.thread;
+        let cost = self.show(place, Waker::Thread(thread));
+        self.queues[place as usize].client.owes += cost;
+    }
+
+    /// Its IOThread finds what has been made available; what an interrupt costs who says so.
+    fn show(&mut self, place: u32, waker: Waker) -> u64 {
+        let now = self.events.now;
+        let queue = &mut self.queues[place as usize];
+        let Some(io) = queue.owner else { return 0 };
         if !queue.awake {
             queue.awake = true;
             queue.busy_at = now;
             self.ios[io as usize].awake.push(place);
         }
-        let thread = self.queues[place as usize].client.thread;
-        self.queues[place as usize].client.owes += self.ring(io, Waker::Thread(thread));
+        self.ring(io, waker)
     }
 
     /// A disk that is to go goes once nothing of it is in flight.

@@ -11,10 +11,10 @@ use rtvirtio_units::CpuId;
 
 use super::{Request, Simulation};
 use crate::cpus::{Waker, Who};
+use crate::scenario::Role;
 
-/// What a queue may start in a turn.
-const SHARE: u32 = 64;
-const SHARE_BYTES: u64 = 256 << 10;
+/// What a queue may start in a turn, ns of estimated time: `rtvirtio_dataplane`'s `drr`.
+const QUANTUM_NS: i64 = 25_600;
 /// What is shown to the driver as one.
 const BATCH: usize = 8;
 const BATCH_BYTES: u64 = 32 << 10;
@@ -80,8 +80,7 @@ pub(super) struct IoThread {
     first: usize,
     passed: usize,
     /// What the queue may still have.
-    share: u32,
-    share_bytes: u64,
+    share: i64,
     /// Cost that the next burst pays.
     pub(super) owes: u64,
     /// For drivers alone, and where disks have a part in it.
@@ -113,6 +112,15 @@ impl IoThread {
                 (self.busy + here, self.poll, self.sleep)
             }
         }
+    }
+}
+
+/// What a request or frame is of a turn, ns: `rtvirtio_dataplane`'s `drr::cost`.
+const fn turn_ns(role: Role, bytes: u32) -> i64 {
+    match role {
+        Role::Disk if bytes <= 4_096 => 400,
+        Role::Disk => bytes as i64 * 100 / 1_024,
+        Role::Receive | Role::Transmit => 1_600 + bytes as i64 * 80 / 1_024,
     }
 }
 
@@ -151,8 +159,7 @@ impl Simulation<'_> {
             worked: false,
             first: 0,
             passed: 0,
-            share: SHARE,
-            share_bytes: SHARE_BYTES,
+            share: QUANTUM_NS,
             owes: 0,
             polls: [0; 2],
             disk: false,
@@ -293,8 +300,7 @@ impl Simulation<'_> {
             let place = of.awake[(of.first + of.passed) % awake];
             of.passed += 1;
             if !self.queues[place as usize].available.is_empty() {
-                of.share = SHARE;
-                of.share_bytes = SHARE_BYTES;
+                of.share = QUANTUM_NS;
                 of.worked = true;
                 return self.serve(io, place);
             }
@@ -341,28 +347,34 @@ impl Simulation<'_> {
         let of = &mut self.ios[io as usize];
         let queue = &mut self.queues[place as usize];
         let (mut requests, mut bytes, mut cost) = (0, 0, of.owes);
-        for request in queue.available.iter().take(BATCH) {
-            if of.share == 0 || of.share_bytes == 0 || bytes >= BATCH_BYTES {
+        // Frames are shown to the driver at the end of the turn.
+        let (most, most_bytes, each, kib) = match queue.role {
+            Role::Disk => (BATCH, BATCH_BYTES, self.costs.request, self.costs.kib),
+            Role::Receive | Role::Transmit => {
+                (usize::MAX, u64::MAX, self.costs.frame, self.costs.frame_kib)
+            }
+        };
+        for request in queue.available.iter().take(most) {
+            if of.share <= 0 || bytes >= most_bytes {
                 break;
             }
-            of.share -= 1;
-            of.share_bytes = of.share_bytes.saturating_sub(u64::from(request.bytes));
+            of.share -= turn_ns(queue.role, request.bytes);
             requests += 1;
             bytes += u64::from(request.bytes);
-            cost += self.costs.request.get();
+            cost += each.get();
             queue.waited += now - request.ready.max(of.woken_at).min(now);
         }
         if requests == 0 {
             return self.pass(io);
         }
-        cost += bytes * self.costs.kib.get() / 1024;
+        cost += bytes * kib.get() / 1024;
         queue.taken += requests as u64;
         queue.in_flight += requests as u32;
         queue.busy_at = now;
         of.owes = 0;
         of.doing = Doing::Batch { queue: place, requests, since: now };
         let thread = of.thread;
-        if self.disks.is_empty() && self.client_waits(place) {
+        if self.ends_at_once(place) && self.client_waits(place) {
             cost += self.costs.call.get();
         }
         self.cpus.burst(thread, cost, &mut self.events);
@@ -370,9 +382,10 @@ impl Simulation<'_> {
 
     /// What a batch was for comes about.
     fn batch_ends(&mut self, io: u32, place: u32, requests: usize, since: u64) {
+        let ends_at_once = self.ends_at_once(place);
         let queue = &mut self.queues[place as usize];
         queue.busy += self.events.now - since;
-        if self.disks.is_empty() {
+        if ends_at_once {
             queue.in_flight -= requests as u32;
             queue.requests += requests as u64;
             for request in queue.available.drain(..requests) {
@@ -387,6 +400,11 @@ impl Simulation<'_> {
             self.start(place, request);
         }
         self.batch = batch;
+    }
+
+    /// Whether what a queue has is done when its IOThread has done its part.
+    fn ends_at_once(&self, place: u32) -> bool {
+        self.disks.is_empty() || self.queues[place as usize].role != Role::Disk
     }
 
     /// Polls, if that has paid.

@@ -1,7 +1,8 @@
 //! What the policy is shown, and what it has done.
 
 use rtvirtio_iocores::{
-    Action, Cpu, Decision, QueueId, REFRESH, SAMPLE, Thread, ThreadId, Vcpu, VcpuId, Vm, VmId,
+    Action, Cpu, Decision, QueueId, QueueKind, REFRESH, SAMPLE, Thread, ThreadId, Vcpu, VcpuId, Vm,
+    VmId,
 };
 use rtvirtio_units::{CpuId, Nanos};
 use serde::Serialize;
@@ -11,6 +12,7 @@ use super::{Simulation, mask};
 use crate::cpus::Waker;
 use crate::events::Event;
 use crate::meter::Totals;
+use crate::scenario::Role;
 
 /// Something that the policy decided.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -69,6 +71,10 @@ impl Simulation<'_> {
             let io = queue.owner.or(queue.to).unwrap_or(queue.home);
             snapshot.queues.push(rtvirtio_iocores::Queue {
                 id: QueueId(place),
+                kind: match queue.role {
+                    Role::Disk => QueueKind::Disk,
+                    Role::Receive | Role::Transmit => QueueKind::Link,
+                },
                 vm: VmId(queue.vm),
                 thread: self.ios[io as usize].id,
                 busy: Nanos::new(queue.busy),

@@ -33,6 +33,7 @@ fn span(start: u64, stop: u64) -> Span {
 fn second(loads: &[Load]) -> Scenario {
     let vm = |&load: &Load| Vm {
         queues: 1,
+        pairs: 0,
         plugged: vec![span(0, 1_000)],
         streams: vec![Stream { queue: 0, span: span(0, 1_000), block: Bytes::from_kib(4), load }],
         burners: vec![],
@@ -234,6 +235,7 @@ fn script_of_phases_has_the_rates_cores_and_compute_of_each() {
         ],
         vms: vec![Vm {
             queues: 1,
+            pairs: 0,
             plugged: vec![span(0, 2_500)],
             streams: vec![stream(1_000, 2_000), stream(2_000, 2_500)],
             burners: vec![Burner { span: span(2_000, 3_000), share: 0.5 }],
@@ -288,15 +290,17 @@ fn machine_that_cannot_be_is_refused() {
 
 /// A random scenario of a second, and a machine for it.
 fn random() -> impl Strategy<Value = (Scenario, Machine)> {
-    let kind = 0..PhaseKind::ALL.len();
+    let all = || PhaseKind::DISKS.into_iter().chain(PhaseKind::NETWORK);
+    let kind = 0..all().count();
     let size = (1..8_u16, 1..3_u16, 1..64_u16, 0.0..8.0, 2..9_u16);
     let cost = (0..30_u64, 0..200_u64, 0..70_000_u64, 0..3_u8);
-    (any::<u64>(), kind, size, cost).prop_map(|(seed, kind, size, cost)| {
+    (any::<u64>(), kind, size, cost).prop_map(move |(seed, kind, size, cost)| {
         let (vms, queues, depth, compute, cpus) = size;
         let (request, kib, polling, backend) = cost;
         let rate = Iops::new(2_000.0).unwrap();
         let size = Size { vms, queues, depth, rate, compute };
-        let kinds = [PhaseKind::ALL[kind], PhaseKind::ALL[(kind + seed as usize % 9) % 9]];
+        let all: Vec<PhaseKind> = all().collect();
+        let kinds = [all[kind], all[(kind + seed as usize % 9) % all.len()]];
         let mut machine = Machine::new(cpus, 1);
         machine.costs.request = us(request);
         machine.costs.kib = Nanos::new(kib);
@@ -496,4 +500,76 @@ fn default_costs_give_back_the_figures_that_they_come_from() {
         let row = format!("{queues} queues, depth {depth}, CPU {cpu}");
         assert!((0.95..=within).contains(&ratio), "{row}: {ratio}");
     }
+}
+
+/// Frames to a VM come by themselves and leave nothing behind; those that it sends are as requests without a disk.
+#[test]
+fn frames_of_both_directions_take_what_they_cost() {
+    let mut machine = Machine::new(4, 1);
+    machine.costs = Costs { frame: us(2), frame_kib: us(1), client_frame: us(1), ..free() };
+    // A disk of the machine's has no part in it.
+    let config: SsdConfig = "ref-4x250".parse().unwrap();
+    machine.backend = Backend::Ssd { config, devices: 1, schedule: false };
+    for (queue, load) in
+        [(1, Load::Depth(32)), (2, Load::Depth(32)), (1, Load::Rate(Iops::new(50_000.0).unwrap()))]
+    {
+        let mut scenario = second(&[load]);
+        let vm = &mut scenario.vms[0];
+        vm.pairs = 1;
+        vm.streams[0].queue = queue;
+        vm.streams[0].block = Bytes::new(1_024);
+        // Time for what is in flight at the end.
+        scenario.vms[0].streams[0].span = span(0, 990);
+        let outcome = run(&machine, &scenario);
+        let whole = &outcome.whole;
+        // 3 µs each, or as many as come.
+        let expected = if matches!(load, Load::Depth(_)) { 330_000.0 } else { 49_500.0 };
+        assert!((whole.iops / expected - 1.0).abs() < 0.02, "{queue}: {}", whole.iops);
+        assert!((whole.busy - expected * 3e-6).abs() < 0.02, "{queue}: {}", whole.busy);
+        assert_eq!((whole.frames, whole.frame_bytes), (whole.requests, 1_024 * whole.requests));
+        assert_eq!((outcome.counts.in_flight, outcome.counts.issued), (0, whole.frames));
+        // 1.33 each and 1 KiB of 15.
+        let progress = whole.progress().io / whole.iops;
+        assert!((progress - 1.4).abs() < 1e-6, "{progress}");
+    }
+}
+
+/// What docs/io-cores.md says of 8 CPUs, with shorter phases. Each phase is worth at least 0.9 of what the best number is for
+/// it, and all of them more than under any number or published policy.
+#[test]
+fn network_phases_are_worth_more_than_under_any_number_or_published_policy() {
+    use rtvirtio_iocores::utility::{Reference, Weights};
+    let size =
+        Size { vms: 8, queues: 2, depth: 16, rate: Iops::new(2_000.0).unwrap(), compute: 4.0 };
+    let scenario = Scenario::generate(&PhaseKind::NETWORK, ms(5_000), &size, 1).unwrap();
+    let outcome = |kind, threads| {
+        let mut machine = Machine::new(8, threads);
+        machine.costs = Costs::default().with_work(us(3), Nanos::new(40));
+        let limits =
+            Limits { cpus: machine.io_cpus(), min_iothreads: 1, max_iothreads: 8, borrow: true };
+        let mut policy = policy(kind, limits);
+        let mut simulation = Simulation::new(&machine, &scenario, &mut *policy).unwrap();
+        simulation.run_until(scenario.length());
+        let outcome = simulation.finish();
+        let whole = [outcome.whole.progress()];
+        outcome.phases.iter().map(|phase| phase.progress()).chain(whole).collect::<Vec<_>>()
+    };
+    let fixed = [1, 3, 4].map(|threads| outcome(Kind::Static, threads));
+    let all: Vec<_> = fixed
+        .into_iter()
+        .chain([Kind::Iocm, Kind::Spdk, Kind::Dynamic].map(|kind| outcome(kind, 1)))
+        .collect();
+    let utilities: Vec<Vec<f64>> = (0..=PhaseKind::NETWORK.len())
+        .map(|phase| {
+            let of: Vec<_> = all.iter().map(|progress| progress[phase]).collect();
+            let reference = Reference::of(&of);
+            of.iter().map(|progress| Weights::default().utility(progress, &reference)).collect()
+        })
+        .collect();
+    let (whole, phases) = utilities.split_last().unwrap();
+    for (kind, of) in PhaseKind::NETWORK.iter().zip(phases) {
+        let best = of[..3].iter().copied().fold(f64::MIN, f64::max);
+        assert!(of[5] >= 0.9 * best, "{kind}: {of:.3?}");
+    }
+    assert!(whole[..5].iter().all(|other| whole[5] > *other), "{whole:.3?}");
 }

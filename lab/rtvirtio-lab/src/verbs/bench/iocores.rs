@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_bench::dataplane::server::rtvirtio;
 use rtvirtio_bench::experiment::{Experiment as _, named};
 use rtvirtio_bench::iocores::cell::{Disk, PolicyConfig, SEEDS, Settings};
@@ -121,9 +121,12 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let mut phases = Vec::new();
     for name in &args.phases {
         match name.as_str() {
-            "all" => phases.extend(PhaseKind::ALL),
+            "all" => phases.extend(PhaseKind::DISKS),
             name => phases.push(name.parse()?),
         }
+    }
+    if let Some(kind) = phases.iter().find(|kind| kind.has_nics()) {
+        bail!("{kind}: this plays disks alone (rtvirtio-lab simulate plays network devices)");
     }
     phases.sort_unstable();
     phases.dedup();
