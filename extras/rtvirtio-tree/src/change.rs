@@ -163,11 +163,11 @@ impl Change {
                 match place {
                     Place::Device(device) => {
                         let device = view.device(device).ok_or(Refusal::Gone)?;
-                        Ok(Self::MoveDevice(device.name.clone(), to))
+                        Ok(Self::MoveDevice(device.name(), to))
                     }
                     Place::Queue(device, queue) => {
                         let (device, queue) = view.queue(device, queue).ok_or(Refusal::Gone)?;
-                        Ok(Self::MoveQueue(device.name.clone(), queue.index, to))
+                        Ok(Self::MoveQueue(device.name(), queue.index(), to))
                     }
                     _ => Err(Refusal::NotWritten),
                 }

@@ -6,11 +6,13 @@
 use std::borrow::Cow;
 use std::fmt;
 
-use rtvirtio_spec::control::{Activity, DeviceState, IoThreadState, QueueState};
+use rtvirtio_spec::control::{
+    Activity, DeviceState, IoThreadState, NicQueueState, NicState, QueueDirection, QueueState,
+};
 use rtvirtio_spec::plan::qemu::cpuset;
 use rtvirtio_units::IoThreadName;
 
-use super::view::View;
+use super::view::{Device, Queue, View};
 
 /// A directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,8 +59,29 @@ pub(super) enum Show {
     Whole,
     Tree(fn(&View) -> String),
     Worker(fn(&View, &IoThreadState) -> String),
-    Device(fn(&View, u32, &DeviceState) -> String),
-    Queue(fn(&View, u32, &DeviceState, &QueueState) -> String),
+    Device(fn(&View, u32, Device<'_>) -> String),
+    Queue(fn(&View, u32, Queue<'_>) -> String),
+    /// Of disks, or of network devices, alone: with the others there is no such file.
+    Disk(fn(&DeviceState) -> String),
+    DiskQueue(fn(&QueueState) -> String),
+    Nic(fn(&NicState) -> String),
+    NicQueue(fn(&NicQueueState) -> String),
+}
+
+impl File {
+    /// Whether what its directory is of has it.
+    fn fits(&self, place: Place, view: &View) -> bool {
+        let of_nics = match self.show {
+            Some(Show::Nic(_) | Show::NicQueue(_)) => true,
+            Some(Show::Disk(_) | Show::DiskQueue(_)) => false,
+            _ => return true,
+        };
+        let device = match place {
+            Place::Device(number) | Place::Queue(number, _) => view.device(number),
+            _ => None,
+        };
+        device.is_some_and(|device| matches!(device, Device::Nic(_)) == of_nics)
+    }
 }
 
 /// What a write to a file does.
@@ -135,43 +158,105 @@ static WORKER: &[File] = &[
 ];
 
 static DEVICE: &[File] = &[
-    shown("capacity", Show::Device(|_, _, d| line(d.capacity.get()))),
-    shown("connected", Show::Device(|_, _, d| line(u8::from(d.connected)))),
-    shown("name", Show::Device(|_, _, d| line(&d.name))),
-    shown("owner", Show::Device(|_, _, d| line(&d.vm))),
-    shown("read_only", Show::Device(|_, _, d| line(u8::from(d.read_only)))),
+    shown("capacity", Show::Disk(|d| line(d.capacity.get()))),
+    shown("connected", Show::Device(|_, _, d| line(u8::from(d.connected())))),
+    shown(
+        "kind",
+        Show::Device(|_, _, d| match d {
+            Device::Disk(_) => line("disk"),
+            Device::Nic(_) => line("nic"),
+        }),
+    ),
+    shown("link", Show::Nic(|n| line(&n.link))),
+    shown("mac", Show::Nic(|n| line(&n.mac))),
+    shown("mtu", Show::Nic(|n| line(n.mtu))),
+    shown("name", Show::Device(|_, _, d| line(d.name()))),
+    shown("owner", Show::Device(|_, _, d| line(d.vm()))),
+    shown("read_only", Show::Disk(|d| line(u8::from(d.read_only)))),
     shown(
         "vq_list",
         Show::Device(|_, n, d| {
-            d.queues.iter().map(|q| line(Place::Queue(n, q.index).name())).collect()
+            let queues = d.queues().into_iter();
+            queues.map(|q| line(Place::Queue(n, q.index()).name())).collect()
         }),
     ),
     both("worker", Show::Device(|v, _, d| workers(v, d)), Take::Move),
 ];
 
 static QUEUE: &[File] = &[
-    shown("calls", Show::Queue(|_, _, _, q| line(q.calls))),
+    shown(
+        "calls",
+        Show::Queue(|_, _, q| match q {
+            Queue::Disk(q) => line(q.calls),
+            Queue::Nic(q) => line(q.calls),
+        }),
+    ),
     shown(
         "can_poll",
-        Show::Queue(|v, _, _, q| {
-            let worker = v.worker_named(&q.iothread);
+        Show::Queue(|v, _, q| {
+            let worker = v.worker_named(q.iothread());
             line(u8::from(worker.is_some_and(|(_, w)| w.polling.max_ns.get() > 0)))
         }),
     ),
-    shown("dev", Show::Queue(|_, n, _, _| line(Place::Device(n).name()))),
-    shown("errors", Show::Queue(|_, _, _, q| line(q.errors))),
+    shown("dev", Show::Queue(|_, n, _| line(Place::Device(n).name()))),
     shown(
-        "handled_bytes",
-        Show::Queue(|_, _, _, q| line(q.read_bytes.get().saturating_add(q.written_bytes.get()))),
+        "direction",
+        Show::NicQueue(|q| match q.direction {
+            QueueDirection::Receive => line("receive"),
+            QueueDirection::Transmit => line("transmit"),
+        }),
     ),
-    shown("in_flight", Show::Queue(|_, _, _, q| line(q.in_flight))),
-    shown("notif_works", Show::Queue(|_, _, _, q| line(q.kicks))),
-    shown("read_bytes", Show::Queue(|_, _, _, q| line(q.read_bytes.get()))),
-    shown("requests", Show::Queue(|_, _, _, q| line(requests(q)))),
-    shown("state", Show::Queue(|_, _, _, q| line(state(q.state)))),
-    both("worker", Show::Queue(|v, _, _, q| line(worker(v, &q.iothread))), Take::Move),
-    shown("written_bytes", Show::Queue(|_, _, _, q| line(q.written_bytes.get()))),
+    shown("dropped", Show::NicQueue(|q| line(q.dropped))),
+    shown(
+        "drops",
+        Show::NicQueue(|q| {
+            let reasons = q.drops.by_reason().into_iter();
+            reasons.map(|(reason, count)| line(format!("{reason} {count}"))).collect()
+        }),
+    ),
+    shown("errors", Show::DiskQueue(|q| line(q.errors))),
+    shown("frames", Show::NicQueue(|q| line(q.frames))),
+    shown("handled_bytes", Show::Queue(|_, _, q| line(bytes(q)))),
+    shown("in_flight", Show::DiskQueue(|q| line(q.in_flight))),
+    shown("notif_bytes", Show::Queue(|_, _, q| line(bytes(q)))),
+    shown(
+        "notif_cycles",
+        Show::Queue(|_, _, q| match q {
+            Queue::Disk(q) => line(q.busy_ns.get()),
+            Queue::Nic(q) => line(q.busy_ns.get()),
+        }),
+    ),
+    shown(
+        "notif_wait",
+        Show::Queue(|_, _, q| {
+            let wait = match q {
+                Queue::Disk(q) => &q.wait,
+                Queue::Nic(q) => &q.wait,
+            };
+            line(wait.mean_ns.get().saturating_mul(wait.count))
+        }),
+    ),
+    shown(
+        "notif_works",
+        Show::Queue(|_, _, q| match q {
+            Queue::Disk(q) => line(q.kicks),
+            Queue::Nic(q) => line(q.kicks),
+        }),
+    ),
+    shown("read_bytes", Show::DiskQueue(|q| line(q.read_bytes.get()))),
+    shown("requests", Show::DiskQueue(|q| line(requests(q)))),
+    shown("state", Show::DiskQueue(|q| line(state(q.state)))),
+    both("worker", Show::Queue(|v, _, q| line(worker(v, q.iothread()))), Take::Move),
+    shown("written_bytes", Show::DiskQueue(|q| line(q.written_bytes.get()))),
 ];
+
+/// What has passed through a queue, both ways.
+const fn bytes(queue: Queue<'_>) -> u64 {
+    match queue {
+        Queue::Disk(q) => q.read_bytes.get().saturating_add(q.written_bytes.get()),
+        Queue::Nic(q) => q.bytes.get(),
+    }
+}
 
 fn line(value: impl fmt::Display) -> String {
     format!("{value}\n")
@@ -186,11 +271,11 @@ fn worker(view: &View, name: &IoThreadName) -> String {
 }
 
 /// The IOThreads of a device's queues, each once, from queue 0.
-fn workers(view: &View, device: &DeviceState) -> String {
+fn workers(view: &View, device: Device<'_>) -> String {
     let mut found: Vec<&IoThreadName> = Vec::new();
-    for queue in &device.queues {
-        if !found.contains(&&queue.iothread) {
-            found.push(&queue.iothread);
+    for queue in device.queues() {
+        if !found.contains(&queue.iothread()) {
+            found.push(queue.iothread());
         }
     }
     found.into_iter().map(|name| line(worker(view, name))).collect()
@@ -198,16 +283,16 @@ fn workers(view: &View, device: &DeviceState) -> String {
 
 /// The devices that an IOThread serves, if only in part.
 fn devices(view: &View, name: &IoThreadName) -> String {
-    let has = |device: &DeviceState| device.queues.iter().any(|q| q.iothread == *name);
-    let found = view.devices().filter(|(_, device)| has(device));
+    let has = |device: Device<'_>| device.queues().iter().any(|q| q.iothread() == name);
+    let found = view.devices().filter(|(_, device)| has(*device));
     found.map(|(number, _)| line(Place::Device(number).name())).collect()
 }
 
 fn queues(view: &View, name: &IoThreadName) -> String {
     let mut text = String::new();
     for (number, device) in view.devices() {
-        for queue in device.queues.iter().filter(|q| q.iothread == *name) {
-            text += &line(Place::Queue(number, queue.index).name());
+        for queue in device.queues().into_iter().filter(|q| q.iothread() == name) {
+            text += &line(Place::Queue(number, queue.index()).name());
         }
     }
     text
@@ -295,8 +380,8 @@ impl Place {
             Self::Workers => view.workers().map(|(number, _)| Self::Worker(number)).collect(),
             Self::Devices => view.devices().map(|(number, _)| Self::Device(number)).collect(),
             Self::Queues => {
-                let of = |(n, d): (u32, &DeviceState)| -> Vec<Self> {
-                    d.queues.iter().map(|q| Self::Queue(n, q.index)).collect()
+                let of = |(n, d): (u32, Device<'_>)| -> Vec<Self> {
+                    d.queues().into_iter().map(|q| Self::Queue(n, q.index())).collect()
                 };
                 view.devices().flat_map(of).collect()
             }
@@ -310,7 +395,8 @@ impl Place {
         let directories = directories.map(|place| (place.name(), Node { place, file: None }));
         let file =
             |(file, of): (u8, &File)| (of.name.to_owned(), Node { place: self, file: Some(file) });
-        directories.chain((0..).zip(self.files()).map(file)).collect()
+        let files = (0..).zip(self.files()).filter(|(_, file)| file.fits(self, view));
+        directories.chain(files.map(file)).collect()
     }
 
     /// What is called so in it, if the data plane has it.
@@ -390,6 +476,11 @@ impl Node {
         Self { place, file: None }
     }
 
+    /// Whether the data plane has it.
+    pub(super) fn is_in(self, view: &View) -> bool {
+        self.place.is_in(view) && self.file().is_none_or(|file| file.fits(self.place, view))
+    }
+
     /// What it is, if it is a file.
     pub(super) fn file(self) -> Option<&'static File> {
         self.place.files().get(usize::from(self.file?))
@@ -415,8 +506,27 @@ impl Node {
             (Show::Worker(show), Place::Worker(number)) => show(view, view.worker(number)?),
             (Show::Device(show), Place::Device(number)) => show(view, number, view.device(number)?),
             (Show::Queue(show), Place::Queue(number, queue)) => {
-                let (device, queue) = view.queue(number, queue)?;
-                show(view, number, device, queue)
+                show(view, number, view.queue(number, queue)?.1)
+            }
+            (Show::Disk(show), Place::Device(number)) => match view.device(number)? {
+                Device::Disk(disk) => show(disk),
+                Device::Nic(_) => return None,
+            },
+            (Show::Nic(show), Place::Device(number)) => match view.device(number)? {
+                Device::Nic(nic) => show(nic),
+                Device::Disk(_) => return None,
+            },
+            (Show::DiskQueue(show), Place::Queue(number, queue)) => {
+                match view.queue(number, queue)?.1 {
+                    Queue::Disk(queue) => show(queue),
+                    Queue::Nic(_) => return None,
+                }
+            }
+            (Show::NicQueue(show), Place::Queue(number, queue)) => {
+                match view.queue(number, queue)?.1 {
+                    Queue::Nic(queue) => show(queue),
+                    Queue::Disk(_) => return None,
+                }
             }
             _ => return None,
         };
@@ -442,7 +552,7 @@ impl fmt::Display for Node {
 #[cfg(test)]
 mod tests {
     use super::super::view::Views;
-    use super::super::view::tests::text;
+    use super::super::view::tests::{nic, text};
     use super::*;
 
     /// Every file and directory, with its path.
@@ -463,7 +573,10 @@ mod tests {
 
     fn view() -> std::sync::Arc<View> {
         let devices: &[(&str, &[&str])] = &[("x", &["a", "b", "a"]), ("y", &["b"])];
-        Views::new().take(text(&["a", "b", "c"], devices))
+        let text = text(&["a", "b", "c"], devices);
+        let mut all: serde_json::Value = serde_json::from_str(&text).unwrap();
+        all["nics"] = [nic("n", "b")].into_iter().collect();
+        Views::new().take(all.to_string())
     }
 
     fn read(view: &View, path: &str) -> String {
@@ -478,13 +591,14 @@ mod tests {
     fn every_path_leads_to_its_node_and_back() {
         let view = view();
         let all = all(&view);
-        // Root; 4 files and 3 directories; 3 files and 3 workers of 11; 2 devices of 7; 4 queues of 12.
-        assert_eq!(all.len(), 1 + 7 + 3 + 3 * 12 + 2 * 8 + 4 * 13);
+        // Root; 4 files and 3 directories; 3 files and 3 workers of 11; 2 disks of 8 and a nic of 9; 4 queues of 15
+        // and 2 of 13.
+        assert_eq!(all.len(), 1 + 7 + 3 + 3 * 12 + 2 * 9 + 10 + 4 * 16 + 2 * 14);
         let mut inodes: Vec<u64> = all.iter().map(|(_, node)| node.inode()).collect();
         for (path, node) in &all {
             assert_eq!(node.to_string(), *path);
             assert_eq!(Node::of_inode(node.inode()), Some(*node), "{path}");
-            assert!(node.place.is_in(&view));
+            assert!(node.is_in(&view));
             if let Some((_, name)) = path.rsplit_once('/') {
                 assert_eq!(node.parent().place.child(name), Some(*node), "{path}");
             }
@@ -549,7 +663,8 @@ mod tests {
             ("worker/w.0/cpu_ns", "250\n"),
             ("worker/w.0/cycles", "200\n"),
             ("worker/w.0/dev_list", "d.0\n"),
-            ("worker/w.1/dev_list", "d.0\nd.1\n"),
+            ("worker/w.1/dev_list", "d.0\nd.1\nd.2\n"),
+            ("worker/w.1/vq_list", "vq.0.1\nvq.1.0\nvq.2.0\nvq.2.1\n"),
             ("worker/w.2/dev_list", ""),
             ("worker/w.0/lock_ns", "10\n"),
             ("worker/w.0/locked", "1\n"),
@@ -578,10 +693,43 @@ mod tests {
             ("vq/vq.0.1/state", "running\n"),
             ("vq/vq.0.1/worker", "w.1\n"),
             ("vq/vq.0.1/written_bytes", "512\n"),
+            ("vq/vq.0.1/notif_bytes", "4608\n"),
+            ("vq/vq.0.1/notif_wait", "1\n"),
+            ("dev/d.0/kind", "disk\n"),
+            ("dev/d.2/kind", "nic\n"),
+            ("dev/d.2/name", "n\n"),
+            ("dev/d.2/owner", "plc\n"),
+            ("dev/d.2/connected", "0\n"),
+            ("dev/d.2/link", "tap0\n"),
+            ("dev/d.2/mac", "52:54:00:00:00:01\n"),
+            ("dev/d.2/mtu", "1500\n"),
+            ("dev/d.2/vq_list", "vq.2.0\nvq.2.1\n"),
+            ("dev/d.2/worker", "w.1\n"),
+            ("vq/vq.2.0/direction", "receive\n"),
+            ("vq/vq.2.1/direction", "transmit\n"),
+            ("vq/vq.2.1/worker", "w.1\n"),
+            ("vq/vq.2.1/dev", "d.2\n"),
+            ("vq/vq.2.1/frames", "90\n"),
+            ("vq/vq.2.1/handled_bytes", "9000\n"),
+            ("vq/vq.2.1/notif_bytes", "9000\n"),
+            ("vq/vq.2.1/notif_cycles", "70\n"),
+            ("vq/vq.2.1/notif_wait", "300\n"),
+            ("vq/vq.2.1/notif_works", "8\n"),
+            ("vq/vq.2.1/calls", "9\n"),
+            ("vq/vq.2.1/can_poll", "1\n"),
+            ("vq/vq.2.1/dropped", "5\n"),
         ] {
             assert_eq!(read(&view, path), content, "{path}");
         }
         assert_eq!(read(&view, "snapshot"), view.text);
+        let drops = read(&view, "vq/vq.2.0/drops");
+        assert!(drops.contains("no_buffers 4\n") && drops.lines().count() == 9, "{drops}");
+        // What the other kind has is not there.
+        for path in ["dev/d.2/capacity", "dev/d.0/mac", "vq/vq.2.0/errors", "vq/vq.0.0/frames"] {
+            let names: Vec<&str> = path.split('/').collect();
+            let node = names.iter().fold(Node::ROOT, |node, name| node.place.child(name).unwrap());
+            assert!(!node.is_in(&view) && node.content(&view).is_none(), "{path}");
+        }
     }
 
     /// The attributes of IOcm's tree, by directory.

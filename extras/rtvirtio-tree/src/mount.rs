@@ -68,7 +68,7 @@ impl Tree {
 
     /// That a node is there.
     fn check(&self, node: Node) -> Result<(), Errno> {
-        match node.place.is_fixed() || node.place.is_in(&*self.fresh()?) {
+        match node.place.is_fixed() || node.is_in(&*self.fresh()?) {
             true => Ok(()),
             false => Err(Errno::ENOENT),
         }
@@ -156,7 +156,7 @@ impl Tree {
             _ => FRESH,
         };
         let view = self.view(fresh).map_err(|fault| to_fuse(change::errno(&fault)))?;
-        if node.place.is_in(&view) { Ok(FileHandle(view.epoch)) } else { Err(Errno::ENOENT) }
+        if node.is_in(&view) { Ok(FileHandle(view.epoch)) } else { Err(Errno::ENOENT) }
     }
 
     /// At most `size` bytes from `offset` of what was opened.

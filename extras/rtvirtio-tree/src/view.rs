@@ -8,7 +8,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rtvirtio_host::dataplane::ControlFault;
-use rtvirtio_spec::control::{DeviceState, IoThreadState, QueueState, Snapshot};
+use rtvirtio_spec::control::{
+    DeviceState, IoThreadState, NicQueueState, NicState, QueueState, Snapshot,
+};
 use rtvirtio_units::{DiskName, IoThreadName};
 
 /// How long a view is shown to those who open a file.
@@ -59,6 +61,68 @@ impl<K: Ord + Clone> Numbers<K> {
     }
 }
 
+/// A device of either kind.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Device<'a> {
+    Disk(&'a DeviceState),
+    Nic(&'a NicState),
+}
+
+/// A queue of either kind, with its device.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Queue<'a> {
+    Disk(&'a QueueState),
+    Nic(&'a NicQueueState),
+}
+
+impl<'a> Device<'a> {
+    /// Its name, which no other one has, of whatever kind.
+    pub(super) fn name(self) -> DiskName {
+        match self {
+            Self::Disk(disk) => disk.name.clone(),
+            Self::Nic(nic) => nic.name.clone().into(),
+        }
+    }
+
+    pub(super) fn vm(self) -> String {
+        match self {
+            Self::Disk(disk) => disk.vm.to_string(),
+            Self::Nic(nic) => nic.vm.to_string(),
+        }
+    }
+
+    pub(super) const fn connected(self) -> bool {
+        match self {
+            Self::Disk(disk) => disk.connected,
+            Self::Nic(nic) => nic.connected,
+        }
+    }
+
+    /// From queue 0.
+    pub(super) fn queues(self) -> Vec<Queue<'a>> {
+        match self {
+            Self::Disk(disk) => disk.queues.iter().map(Queue::Disk).collect(),
+            Self::Nic(nic) => nic.queues.iter().map(Queue::Nic).collect(),
+        }
+    }
+}
+
+impl<'a> Queue<'a> {
+    pub(super) const fn index(self) -> u16 {
+        match self {
+            Self::Disk(queue) => queue.index,
+            Self::Nic(queue) => queue.index,
+        }
+    }
+
+    pub(super) const fn iothread(self) -> &'a IoThreadName {
+        match self {
+            Self::Disk(queue) => &queue.iothread,
+            Self::Nic(queue) => &queue.iothread,
+        }
+    }
+}
+
 /// The data plane at one time.
 #[derive(Debug)]
 pub(super) struct View {
@@ -71,10 +135,10 @@ pub(super) struct View {
     pub(super) default: Option<IoThreadName>,
     /// The number that a further IOThread would get.
     pub(super) next_worker: u32,
-    /// Numbers of the IOThreads and devices, in the snapshot's order.
+    /// Numbers of the IOThreads and devices, in the snapshot's order; network devices behind the others.
     workers: Vec<u32>,
     devices: Vec<u32>,
-    /// Places of the devices in the snapshot, by number: there may be many.
+    /// Places of the devices among these, by number: there may be many.
     device_places: BTreeMap<u32, usize>,
 }
 
@@ -85,8 +149,10 @@ impl View {
     }
 
     /// The devices with their numbers.
-    pub(super) fn devices(&self) -> impl Iterator<Item = (u32, &DeviceState)> {
-        self.devices.iter().copied().zip(&self.snapshot.devices)
+    pub(super) fn devices(&self) -> impl Iterator<Item = (u32, Device<'_>)> {
+        let disks = self.snapshot.devices.iter().map(Device::Disk);
+        let all = disks.chain(self.snapshot.nics.iter().map(Device::Nic));
+        self.devices.iter().copied().zip(all)
     }
 
     pub(super) fn worker(&self, number: u32) -> Option<&IoThreadState> {
@@ -97,13 +163,18 @@ impl View {
         self.workers().find(|(_, worker)| worker.name == *name)
     }
 
-    pub(super) fn device(&self, number: u32) -> Option<&DeviceState> {
-        self.snapshot.devices.get(*self.device_places.get(&number)?)
+    pub(super) fn device(&self, number: u32) -> Option<Device<'_>> {
+        let place = *self.device_places.get(&number)?;
+        let disks = self.snapshot.devices.len();
+        match self.snapshot.devices.get(place) {
+            Some(disk) => Some(Device::Disk(disk)),
+            None => self.snapshot.nics.get(place - disks).map(Device::Nic),
+        }
     }
 
-    pub(super) fn queue(&self, device: u32, queue: u16) -> Option<(&DeviceState, &QueueState)> {
+    pub(super) fn queue(&self, device: u32, queue: u16) -> Option<(Device<'_>, Queue<'_>)> {
         let device = self.device(device)?;
-        Some((device, device.queues.iter().find(|q| q.index == queue)?))
+        Some((device, device.queues().into_iter().find(|q| q.index() == queue)?))
     }
 }
 
@@ -171,7 +242,10 @@ impl Views {
         let snapshot: Snapshot =
             serde_json::from_str(&text).map_err(|e| ControlFault::Malformed(e.to_string()))?;
         let workers = self.workers.renumber(snapshot.iothreads.iter().map(|t| &t.name));
-        let devices = self.devices.renumber(snapshot.devices.iter().map(|d| &d.name));
+        let disks = snapshot.devices.iter().map(Device::Disk);
+        let all = disks.chain(snapshot.nics.iter().map(Device::Nic));
+        let names: Vec<DiskName> = all.map(Device::name).collect();
+        let devices = self.devices.renumber(names.iter());
         if self.default.as_ref().is_some_and(|d| !self.workers.of.contains_key(&d.iothread)) {
             self.default = None;
         }
@@ -208,7 +282,7 @@ impl Views {
     pub(super) fn take_new(&mut self, view: &View) -> Option<(Vec<DiskName>, IoThreadName)> {
         let default = self.default.as_mut()?;
         let new = view.devices().filter(|(number, _)| *number >= default.from);
-        let new = new.map(|(_, device)| device.name.clone()).collect();
+        let new = new.map(|(_, device)| device.name()).collect();
         default.from = self.devices.next;
         Some((new, default.iothread.clone()))
     }
@@ -238,6 +312,24 @@ pub(super) mod tests {
         let queues: Vec<_> = (0..).zip(iothreads).map(queue).collect();
         json!({ "name": name, "vm": "plc", "socket": null, "connected": true,
             "capacity": 1 << 20, "read_only": false, "queues": queues })
+    }
+
+    /// A network device with a pair of queues.
+    pub(crate) fn nic(name: &str, iothread: &str) -> serde_json::Value {
+        let times = |mean: u64| {
+            json!({ "count": 10, "mean_ns": mean, "p50_ns": 1, "p99_ns": 1, "p999_ns": 1, "p9999_ns": 1,
+                "max_ns": 1 })
+        };
+        let queue = |(index, direction)| {
+            json!({ "index": index, "direction": direction, "iothread": iothread, "frames": 90,
+                "bytes": 9_000, "dropped": 5, "drops": { "malformed": 0, "spoofed": 0, "vlan": 0,
+                "broadcast": 0, "no_receiver": 0, "no_buffers": 4, "too_long": 0, "limit": 0, "link": 1 },
+                "kicks": 8, "calls": 9, "busy_ns": 70, "wait": times(30), "service": times(40) })
+        };
+        let queues = [(0, "receive"), (1, "transmit")].map(queue);
+        json!({ "name": name, "vm": "plc", "socket": "/run/nic", "connected": false, "link": "tap0",
+            "mac": "52:54:00:00:00:01", "mtu": 1500,
+            "queues": queues })
     }
 
     /// What the control API says of IOThreads and devices.
@@ -273,6 +365,27 @@ pub(super) mod tests {
         assert_eq!(numbers(&last), [(3, "b"), (1, "c")]);
         assert_eq!(last.next_worker, 4);
         assert!(last.worker(0).is_none());
+    }
+
+    #[test]
+    fn nics_are_numbered_behind_the_disks_and_keep_their_numbers() {
+        let mut views = Views::new();
+        let with = |devices: &[(&str, &[&str])], nics: &[&str]| {
+            let mut all: serde_json::Value = serde_json::from_str(&text(&["a"], devices)).unwrap();
+            all["nics"] = nics.iter().map(|name| nic(name, "a")).collect();
+            all.to_string()
+        };
+        let found = |view: &View| -> Vec<(u32, String)> {
+            view.devices().map(|(number, device)| (number, device.name().to_string())).collect()
+        };
+        let of = |number, name: &str| (number, name.to_owned());
+        let view = views.take(with(&[("x", &["a"])], &["n"]));
+        assert_eq!(found(&view), [of(0, "x"), of(1, "n")]);
+        let view = views.take(with(&[("w", &["a"]), ("x", &["a"])], &["n"]));
+        assert_eq!(found(&view), [of(2, "w"), of(0, "x"), of(1, "n")]);
+        assert!(matches!(view.device(1), Some(Device::Nic(_))));
+        assert!(matches!(view.queue(1, 1), Some((_, Queue::Nic(queue))) if queue.frames == 90));
+        assert!(view.queue(1, 2).is_none() && view.queue(3, 0).is_none());
     }
 
     #[test]
