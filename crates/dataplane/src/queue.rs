@@ -491,7 +491,7 @@ impl Queue {
         let backlog = match &self.work {
             _ if !self.is_served() => 0,
             Work::Requests(_) => self.source.backlog(),
-            Work::Frames(frames) => match frames.is_pending(self.source.is_pending()) {
+            Work::Frames(frames) => match frames.is_pending(|| self.source.is_pending()) {
                 true if frames.is_transmit() => self.source.backlog(),
                 is_pending => u32::from(is_pending),
             },
