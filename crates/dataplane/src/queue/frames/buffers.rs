@@ -80,6 +80,7 @@ impl Buffers {
         stats: &QueueStats,
         is_unpublished: &mut bool,
     ) -> Result<Gathered, RingError> {
+        let mut useless = 0;
         while self.bytes < wanted {
             if !self.held.is_empty() && !is_mergeable || self.held.len() == MAX_HELD {
                 return Ok(Gathered::NeverEnough);
@@ -98,11 +99,13 @@ impl Buffers {
                 stats.drop_frame(Op::Read, Dropped::Malformed);
                 self.spare.push(chain);
                 *is_unpublished = true;
-                // A driver that has nothing else gets a turn's worth of this.
-                if self.held.is_empty() {
-                    continue;
+                // A driver that has nothing else is looked at again in another turn.
+                useless += 1;
+                match self.held.is_empty() {
+                    true if useless < MAX_HELD => continue,
+                    true => return Ok(Gathered::TooFew),
+                    false => return Ok(Gathered::NeverEnough),
                 }
-                return Ok(Gathered::NeverEnough);
             }
             self.bytes += bytes;
             self.pieces += chain.writable.len();

@@ -522,6 +522,9 @@ impl PortReceive {
                 None => {
                     let delivery = self.port.take()?;
                     self.start(delivery, negotiated, share, stats);
+                    if self.current.is_none() && !share.is_left() {
+                        return None;
+                    }
                 }
             }
         }
