@@ -15,52 +15,39 @@
 //! served whatever it owes, and the rest of that is forgotten: else one request of a gigabyte would
 //! keep its queue out for thousands of turns.
 //!
-//! The bound. Between two turns of a queue that has something pending, each other queue has at most
+//! Reserved queues. A queue that is promised something ([`Reservation`], `frames::promise`) has a second way to a turn: between any two
+//! turns of the line each reserved queue has one, in the order in which they are due, if it has something pending and anything left of what
+//! is reserved for it, and for no longer than that lasts. What is reserved comes back with time, by the caller's clock. What
+//! exceeds it has its turns in the line. A frame is *due* when it has waited for as long as is promised; it has waited since a look at which
+//! its queue had nothing pending, or nothing left.
+//!
+//! The bound. Between two turns of a queue that has something pending, each other queue in the line has at most
 //! one turn: 25.6 µs less a nanosecond, and one request or frame. If the queue itself owes, at most
-//! 1 + [`STUCK`] turns. What only waits for nobody else is served at once, owing or not.
+//! 1 + [`STUCK`] turns. What only waits for nobody else is served at once, owing or not. Reserved queues add what is reserved for
+//! them in that time, and one frame each for each turn of the line. A reserved queue with something left waits for one turn of the line, and
+//! one of each other reserved queue.
 //!
 //! Properties (tests of the same name): `nobody_is_starved`, `something_pending_is_always_served`,
-//! `overdraft_is_paid_back`, `turns_of_disks_and_nics_cost_the_same`.
+//! `overdraft_is_paid_back`, `turns_of_disks_and_nics_cost_the_same`, `reserved_queue_waits_for_one_turn_of_the_line`,
+//! `reserved_queues_have_no_more_than_is_reserved`.
 
 use std::collections::VecDeque;
 
-/// A turn, ns.
-pub(crate) const QUANTUM_NS: i64 = 25_600;
+pub(crate) use rtvirtio_frames::cost::QUANTUM_NS;
+use rtvirtio_frames::promise::Reservation;
 
 /// What work costs an IOThread, estimated. The scale is that of memory: a request to a disk counts for what one to RAM
 /// takes. By io_uring it takes some three times as long, in a batch for which the kernel is entered once.
 pub(crate) mod cost {
+    pub(crate) use rtvirtio_frames::cost::{NOTE_NS, PORT_FRAME_NS, pieces_ns, port_ns, tap_ns};
+
     /// Of a request to a disk, with 4 KiB: 64 are a turn.
     pub(crate) const REQUEST_NS: i64 = 400;
-    /// Of a frame to or from a TAP, which is a system call (1.1 to 2.2 µs were measured).
-    pub(crate) const TAP_FRAME_NS: i64 = 1_600;
-    /// Of a frame of a switch, at each of its two queues.
-    pub(crate) const PORT_FRAME_NS: i64 = 250;
-    /// Of telling a queue of a frame, or of dropping one.
-    pub(crate) const NOTE_NS: i64 = 60;
-
-    /// Of following a chain and copying by its pieces. A driver's own chains have a few of them, which the others' costs
-    /// include; one that means harm has a thousand, of a byte each.
-    pub(crate) const fn pieces_ns(pieces: usize) -> i64 {
-        const INCLUDED: usize = 16;
-        const PIECE_NS: i64 = 10;
-        pieces.saturating_sub(INCLUDED) as i64 * PIECE_NS
-    }
 
     /// Of a request's bytes, without those that [`REQUEST_NS`] has: 256 KiB are a turn.
     pub(crate) fn transfer_ns(bytes: u64) -> i64 {
         let copied = i64::try_from(bytes / 1024 * 100).unwrap_or(i64::MAX);
         (copied - REQUEST_NS).max(0)
-    }
-
-    /// Of a frame's bytes by a system call.
-    pub(crate) const fn tap_ns(bytes: usize) -> i64 {
-        TAP_FRAME_NS + bytes as i64 * 80 / 1024
-    }
-
-    /// Of a frame's bytes by a copy.
-    pub(crate) const fn port_ns(bytes: usize) -> i64 {
-        PORT_FRAME_NS + bytes as i64 * 60 / 1024
     }
 }
 
@@ -93,10 +80,45 @@ struct Place<K> {
     passed: u8,
 }
 
+/// A queue to which something is promised, whether it is in the line or not.
+#[derive(Debug, Clone, Copy)]
+struct Reserved<K> {
+    key: K,
+    promise: Reservation,
+    /// What is left of what is reserved, ns: up to a burst, and less than none if its last frame took more.
+    left: f64,
+    /// When that was.
+    at: u64,
+    /// The last look at which nothing waited that is promised.
+    clear_at: u64,
+    /// Whether it has had a turn since the line's last one.
+    had: bool,
+}
+
+/// Whose turn it is.
+#[derive(Debug, Clone, Copy)]
+enum Whose {
+    /// Of the last one in the line.
+    Line,
+    /// Of a reserved queue, which has begun with so many ns.
+    Reserved { index: usize, ns: i64, begun: u64 },
+}
+
+/// A turn of promised frames that has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PromisedTurn {
+    /// No frame of it was there before, ns.
+    pub(crate) since: u64,
+    /// How long each was promised to wait at most, ns.
+    pub(crate) within: u64,
+}
+
 /// The line of the queues that are looked at.
 #[derive(Debug)]
 pub(crate) struct Turns<K> {
     line: VecDeque<Place<K>>,
+    reserved: Vec<Reserved<K>>,
+    whose: Whose,
 }
 
 /// How far a round has come.
@@ -112,7 +134,36 @@ pub(crate) struct Round {
 
 impl<K: Copy + PartialEq> Turns<K> {
     pub(crate) const fn new() -> Self {
-        Self { line: VecDeque::new() }
+        Self { line: VecDeque::new(), reserved: Vec::new(), whose: Whose::Line }
+    }
+
+    /// Something is promised to a queue from `time` on, ns.
+    pub(crate) fn reserve(&mut self, key: K, promise: Reservation, time: u64) {
+        let left = promise.burst as f64;
+        let queue = Reserved { key, promise, left, at: time, clear_at: time, had: false };
+        self.reserved.push(queue);
+    }
+
+    /// It leaves for good.
+    pub(crate) fn unreserve(&mut self, key: K) {
+        self.reserved.retain(|queue| queue.key != key);
+    }
+
+    /// Whether something is promised to any queue.
+    pub(crate) const fn has_reserved(&self) -> bool {
+        !self.reserved.is_empty()
+    }
+
+    /// Whether something is promised to this one.
+    pub(crate) fn is_reserved(&self, key: K) -> bool {
+        self.reserved.iter().any(|queue| queue.key == key)
+    }
+
+    /// Until `time` there was nothing to do for any.
+    pub(crate) fn rested(&mut self, time: u64) {
+        for queue in &mut self.reserved {
+            (queue.clear_at, queue.had) = (time, false);
+        }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -143,18 +194,47 @@ impl<K: Copy + PartialEq> Turns<K> {
         self.line.retain(|place| stays(place.key));
     }
 
-    /// A chance for each queue that is in the line now.
+    /// A chance for each queue that is in the line now, and for reserved ones.
     pub(crate) fn round(&self) -> Round {
         Round { left: self.line.len(), served: false, owing: false }
     }
 
-    /// Who is next in this round, of those with something pending; nobody: it is over. What is left
+    /// Each reserved queue may have a turn again.
+    fn line_has_turn(&mut self) {
+        self.reserved.iter_mut().for_each(|queue| queue.had = false);
+    }
+
+    /// Who is next in this round, at `time`, of those with something pending; nobody: it is over. What is left
     /// of the share when the turn ends is told to [`Self::end_turn`].
     pub(crate) fn next(
         &mut self,
         round: &mut Round,
+        time: u64,
         mut is_pending: impl FnMut(K) -> bool,
     ) -> Option<(K, TurnBudget)> {
+        if self.reserved.is_empty() {
+            return self.next_in_line(round, is_pending);
+        }
+        let mut turn = self.next_reserved(time, &mut is_pending);
+        if turn.is_none() {
+            turn = self.next_in_line(round, &mut is_pending);
+            self.line_has_turn();
+            if turn.is_some() || round.served {
+                return turn;
+            }
+            // Those that have had one wait for nobody.
+            turn = self.next_reserved(time, &mut is_pending);
+        }
+        round.served |= turn.is_some();
+        turn
+    }
+
+    fn next_in_line(
+        &mut self,
+        round: &mut Round,
+        mut is_pending: impl FnMut(K) -> bool,
+    ) -> Option<(K, TurnBudget)> {
+        self.whose = Whose::Line;
         loop {
             if round.left == 0 {
                 if round.served || !std::mem::take(&mut round.owing) {
@@ -166,7 +246,9 @@ impl<K: Copy + PartialEq> Turns<K> {
             }
             round.left -= 1;
             let mut place = self.line.pop_front()?;
-            let is_pending = is_pending(place.key);
+            // What is reserved for a queue it has before the next turn of the line.
+            let has_left = |queue: &Reserved<K>| queue.key == place.key && queue.left > 0.0;
+            let is_pending = is_pending(place.key) && !self.reserved.iter().any(has_left);
             let credit = place.credit + QUANTUM_NS;
             if is_pending && (credit > 0 || place.passed >= STUCK) {
                 self.line.push_back(Place { credit: 0, passed: 0, ..place });
@@ -181,11 +263,47 @@ impl<K: Copy + PartialEq> Turns<K> {
         }
     }
 
-    /// What was left at the end of the last turn.
-    pub(crate) fn end_turn(&mut self, left: TurnBudget) {
-        if let Some(place) = self.line.back_mut() {
-            place.credit = left.ns.min(0);
+    fn next_reserved(
+        &mut self,
+        time: u64,
+        mut is_pending: impl FnMut(K) -> bool,
+    ) -> Option<(K, TurnBudget)> {
+        let mut next: Option<(u64, usize)> = None;
+        for (index, queue) in self.reserved.iter_mut().enumerate() {
+            let back = time.saturating_sub(queue.at) as f64 * queue.promise.share;
+            queue.left = (queue.left + back).min(queue.promise.burst as f64);
+            queue.at = queue.at.max(time);
+            if queue.left <= 0.0 || !is_pending(queue.key) {
+                queue.clear_at = time;
+            } else if !queue.had {
+                let due = queue.clear_at.saturating_add(queue.promise.within);
+                next = Some(next.map_or((due, index), |other| other.min((due, index))));
+            }
         }
+        let (_, index) = next?;
+        let queue = self.reserved.get_mut(index)?;
+        queue.had = true;
+        let ns = queue.left.ceil() as i64;
+        self.whose = Whose::Reserved { index, ns, begun: time };
+        Some((queue.key, TurnBudget { requests: u32::MAX, ns }))
+    }
+
+    /// What was left at the end of the last turn; what was promised of it.
+    pub(crate) fn end_turn(&mut self, left: TurnBudget) -> Option<PromisedTurn> {
+        let Whose::Reserved { index, ns, begun } = self.whose else {
+            if let Some(place) = self.line.back_mut() {
+                place.credit = left.ns.min(0);
+            }
+            return None;
+        };
+        let queue = self.reserved.get_mut(index)?;
+        queue.left -= (ns - left.ns) as f64;
+        let turn = PromisedTurn { since: queue.clear_at, within: queue.promise.within };
+        if left.is_left() {
+            // Whatever is there has come since.
+            queue.clear_at = begun;
+        }
+        Some(turn)
     }
 }
 
@@ -212,10 +330,13 @@ mod tests {
     const REQUEST: u64 = cost::REQUEST_NS as u64;
     const QUANTUM: u64 = QUANTUM_NS as u64;
 
-    /// An IOThread's line, without rings.
+    /// An IOThread's line, without rings, and its clock: a turn takes what it costs.
     struct Rig {
         turns: Turns<usize>,
         drivers: Vec<Driver>,
+        time: u64,
+        /// Of the last turn.
+        promised: Option<PromisedTurn>,
     }
 
     impl Rig {
@@ -229,7 +350,8 @@ mod tests {
                 others: BTreeMap::new(),
                 owed: false,
             };
-            Self { turns, drivers: sizes.into_iter().map(driver).collect() }
+            let drivers = sizes.into_iter().map(driver).collect();
+            Self { turns, drivers, time: 0, promised: None }
         }
 
         /// Counts from here what others have.
@@ -242,7 +364,8 @@ mod tests {
         /// The next turn of a round: who had it, and its requests and ns.
         fn turn(&mut self, round: &mut Round) -> Option<(usize, [u64; 2])> {
             let drivers = &self.drivers;
-            let (key, mut share) = self.turns.next(round, |key| drivers[key].is_pending)?;
+            let (key, mut share) =
+                self.turns.next(round, self.time, |key| drivers[key].is_pending)?;
             let driver = &mut self.drivers[key];
             let mut had = [0; 2];
             // As a queue does with its share.
@@ -253,7 +376,8 @@ mod tests {
                 share.ns -= cost as i64;
                 had = [had[0] + 1, had[1] + cost];
             }
-            self.turns.end_turn(share);
+            self.promised = self.turns.end_turn(share);
+            self.time += had[1];
             self.count_from_here(key);
             let waiting: Vec<usize> =
                 self.turns.keys().filter(|&k| k != key && self.drivers[k].is_pending).collect();
@@ -451,10 +575,135 @@ mod tests {
         }
     }
 
+    /// Of so much of the time, and so many ns at once.
+    fn reservation(share: f64, burst: i64) -> Reservation {
+        Reservation { share, burst, within: 300_000 }
+    }
+
     #[test]
-    fn chain_of_many_pieces_costs_more_than_one_of_a_few() {
-        assert_eq!((cost::pieces_ns(0), cost::pieces_ns(16)), (0, 0));
-        // Three of the longest are a turn.
-        assert!((QUANTUM_NS / 3..QUANTUM_NS / 2).contains(&cost::pieces_ns(1024)));
+    fn reserved_queues_have_their_turns_in_the_order_in_which_they_are_due() {
+        let mut rig = Rig::new(vec![vec![REQUEST]; 3]);
+        let within = |within| Reservation { within, ..reservation(0.1, 4_000) };
+        for (key, promise) in [(1, within(900_000)), (2, within(100_000))] {
+            rig.turns.reserve(key, promise, 0);
+        }
+        let mut round = rig.turns.round();
+        let turns = std::iter::from_fn(|| rig.turn(&mut round).map(|(key, [_, ns])| (key, ns)));
+        let turns: Vec<_> = turns.take(4).collect();
+        // What is reserved first, then a turn of the line, and what has come back since.
+        assert_eq!(turns, [(2, 4_000), (1, 4_000), (0, QUANTUM), (2, 3_600)]);
+    }
+
+    /// What waits since when is known from the looks at which nothing did.
+    #[test]
+    fn promised_frames_are_no_older_than_the_last_look_that_found_none() {
+        let mut rig = Rig::new(vec![vec![REQUEST], vec![REQUEST]]);
+        let turn = |rig: &mut Rig| {
+            let mut round = rig.turns.round();
+            let key = rig.turn(&mut round).map(|(key, _)| key);
+            (key, rig.promised.map(|turn| turn.since))
+        };
+        rig.turns.reserve(1, reservation(0.5, 100_000), 0);
+        rig.drivers[1].is_pending = false;
+        assert_eq!(turn(&mut rig), (Some(0), None));
+        rig.drivers[1].is_pending = true;
+        assert_eq!(turn(&mut rig), (Some(1), Some(0)));
+        // It ended with the reservation: the same frames may wait on. The line is next.
+        let ended = rig.time;
+        rig.time += 10_000_000;
+        assert_eq!(turn(&mut rig), (Some(0), None));
+        assert_eq!(turn(&mut rig), (Some(1), Some(0)));
+        rig.turns.rested(ended);
+        rig.time += 10_000_000;
+        assert_eq!(turn(&mut rig), (Some(1), Some(ended)));
+        // It ended because nothing was left: what comes then has come since the turn began.
+        rig.drivers[1].sizes = vec![1];
+        let begun = rig.time;
+        rig.turns.rested(begun);
+        let drivers = &rig.drivers;
+        let mut round = rig.turns.round();
+        let pending = |key: usize| drivers[key].is_pending;
+        let (key, mut share) = rig.turns.next(&mut round, begun + 10_000_000, pending).unwrap();
+        assert_eq!(key, 1);
+        share.requests -= 1;
+        share.ns -= 1;
+        rig.turns.end_turn(share);
+        assert_eq!(rig.turns.reserved[0].clear_at, begun + 10_000_000);
+    }
+
+    /// A promise of a tenth to some queues, which want whatever they can have in frames of any size, as all others do.
+    fn reserved(sizes: Vec<Vec<u64>>, count: usize, burst: i64) -> Rig {
+        let mut rig = Rig::new(sizes);
+        for key in 0..count.min(rig.drivers.len()) {
+            rig.turns.reserve(key, reservation(0.1, burst), 0);
+        }
+        rig
+    }
+
+    proptest! {
+        #[test]
+        fn reserved_queue_waits_for_one_turn_of_the_line(
+            sizes in sizes(64), count in 1..4_usize, burst in 1..100_000_i64, steps in steps(),
+        ) {
+            let largest = *sizes.iter().flatten().max().unwrap();
+            let mut rig = reserved(sizes, count, burst);
+            // Since when the queue 0 waits with something left, turns of the line and of each reserved queue.
+            let mut waited = BTreeMap::<Option<usize>, u32>::new();
+            let mut round = rig.turns.round();
+            for step in steps {
+                match step {
+                    Step::Turn => match rig.turn(&mut round) {
+                        None => round = rig.turns.round(),
+                        Some((0, _)) => waited.clear(),
+                        Some((key, [_, ns])) => {
+                            let is_reserved = rig.promised.is_some();
+                            let most = if is_reserved { burst as u64 } else { QUANTUM };
+                            prop_assert!(ns < most + 1 + largest, "{ns}");
+                            *waited.entry(is_reserved.then_some(key)).or_default() += 1;
+                        }
+                    },
+                    Step::Cut => round = rig.turns.round(),
+                    Step::Toggle(key) => {
+                        if let Some(driver) = rig.drivers.get_mut(key) {
+                            driver.is_pending ^= true;
+                        }
+                    }
+                    Step::Sleep(_) => {}
+                }
+                let has_left = rig.turns.reserved[0].left > 0.0;
+                if !rig.drivers[0].is_pending || !has_left {
+                    waited.clear();
+                }
+                for (of, turns) in &waited {
+                    // Others that are due earlier have one before the line's turn and one after it.
+                    let most = if of.is_none() { 1 } else { 2 };
+                    prop_assert!(*turns <= most, "{of:?} had {turns}");
+                }
+            }
+        }
+
+        #[test]
+        fn reserved_queues_have_no_more_than_is_reserved(
+            sizes in sizes(64), count in 1..4_usize, burst in 1..100_000_i64, turns in 1..500,
+        ) {
+            let largest = *sizes.iter().flatten().max().unwrap();
+            let queues = sizes.len();
+            let mut rig = reserved(sizes, count, burst);
+            let (mut had, mut of_line) = (vec![0; queues], vec![0_u64; queues]);
+            for _ in 0..turns {
+                let mut round = rig.turns.round();
+                while let Some((key, [_, ns])) = rig.turn(&mut round) {
+                    if rig.promised.is_some() { had[key] += ns } else { of_line[key] += ns }
+                    let most = burst as f64 + rig.time as f64 * 0.1 + largest as f64;
+                    prop_assert!(had[key] as f64 <= most + 1.0, "{} of {most}", had[key]);
+                }
+            }
+            // The others share the rest, evenly.
+            let others = &of_line[count.min(queues)..];
+            let (least, most) = (others.iter().min(), others.iter().max());
+            if let (Some(least), Some(most)) = (least, most) {
+                prop_assert!(most - least <= QUANTUM + largest, "{of_line:?}");
+            }
+        }
     }
 }

@@ -29,6 +29,10 @@
 //! first event: of a TAP it is pushed when the queue has buffers and the TAP had no frame, of a switch's port it is always
 //! there, and costs nothing while nobody writes to its eventfd.
 //!
+//! Promises. What is promised to a queue of a network device is reserved for it, with turns between those of others (`drr`). Where there
+//! is such a queue a round ends as soon as there is something to submit or to hear of, so that no system call has more than a
+//! turn's requests, and a frame is noticed by the next turn.
+//!
 //! A queue whose driver gave no kick, or one that cannot be waited for, stays awake: the thread
 //! waits for no more than [`KICKLESS_POLL_INTERVAL`] while it has one.
 //!
@@ -52,7 +56,7 @@ use rtvirtio_engine::{Commands, Completions, Token, nvme};
 use rtvirtio_qos::Running;
 
 use crate::clock::now;
-use crate::drr::{TurnBudget, Turns};
+use crate::drr::{PromisedTurn, TurnBudget, Turns};
 use crate::key::{QueueKey, from_token};
 use crate::mailbox::{Receiver, Sender};
 use crate::queue::{Kick, Pass, Queue, Turn};
@@ -83,6 +87,8 @@ const COMPLETIONS: u32 = 4096;
 const IDLE_BEFORE_NOTIFY_NS: u64 = 1_000_000;
 /// Polls of a kick that may end one after the other without one that stays.
 const MAX_MULTISHOT_REARMS: u8 = 8;
+/// Completions that are taken at once where something is promised: as many as a turn has requests.
+const PROMISED_COMPLETIONS: usize = 64;
 /// How often a thread that never sleeps says how long it has polled.
 const POLL_SLICE_NS: u64 = 1_000_000;
 /// How long a request may lie in a queue without a kick: short for a disk, and a few per cent of
@@ -278,6 +284,7 @@ impl IoThread {
                 self.submit();
             } else {
                 began = self.idle(began);
+                self.awake.rested(began);
             }
         }
     }
@@ -443,11 +450,15 @@ impl IoThread {
 
     fn reap(&mut self) -> bool {
         self.entries.clear();
+        let most = match self.awake.has_reserved() {
+            true => PROMISED_COMPLETIONS,
+            false => COMPLETIONS as usize,
+        };
         let entries = &mut self.entries;
         entries.extend(
             self.ring
                 .completion()
-                .take(COMPLETIONS as usize)
+                .take(most)
                 .map(|entry| (entry.user_data(), entry.result(), entry.flags())),
         );
         let mut worked = false;
@@ -585,19 +596,23 @@ impl IoThread {
         let mut worked = false;
         self.before_turns(reaped);
         let mut round = self.awake.round();
-        while let Some((key, share)) = self
-            .awake
-            .next(&mut round, |key| get(&self.served, key).is_some_and(Served::is_pending))
+        while let Some((key, share)) =
+            self.awake.next(&mut round, self.busy.until().max(time), |key| {
+                get(&self.served, key).is_some_and(Served::is_pending)
+            })
         {
             worked = true;
-            let left = self.serve_one(key, share, time);
-            self.awake.end_turn(left);
+            let (left, started) = self.serve_one(key, share, time);
+            let promised = self.awake.end_turn(left);
             if get(&self.served, key).is_some_and(|entry| entry.queue.disk().is_none()) {
                 // Others' turns are not waited for: a driver may go on with frames while these last.
                 self.show(key);
             }
-            self.after_turn(key, share.requests - left.requests, !left.is_left());
-            if self.mail.is_signaled() {
+            self.after_turn(key, started, !left.is_left());
+            if let Some(turn) = promised {
+                self.after_promised_turn(key, turn, started);
+            }
+            if self.mail.is_signaled() || self.awake.has_reserved() && self.is_interrupted() {
                 break;
             }
         }
@@ -607,13 +622,44 @@ impl IoThread {
         worked
     }
 
-    /// Gives one queue its share; what is left of it.
-    fn serve_one(&mut self, key: QueueKey, mut share: TurnBudget, time: u64) -> TurnBudget {
-        let Some(entry) = get_mut(&mut self.served, key) else { return share };
+    /// A turn of promised frames has ended: its driver sees them at once, and they are counted.
+    fn after_promised_turn(&mut self, key: QueueKey, turn: PromisedTurn, frames: u32) {
+        // It may have slept: its kick has not been read yet.
+        self.wake(key);
+        self.show(key);
+        if let Some(entry) = get_mut(&mut self.served, key)
+            && frames > 0
+        {
+            let since = entry.queue.waited_since(turn.since);
+            let is_late = now().saturating_sub(since) > turn.within;
+            entry.queue.stats().promise(frames, is_late);
+        }
+    }
+
+    /// Whether a round is to end early where something is promised: what has been started is to be submitted, or what
+    /// was waited for may be a promised frame.
+    fn is_interrupted(&mut self) -> bool {
+        let submission = self.ring.submission();
+        let has_event = !submission.is_empty() || submission.taskrun();
+        drop(submission);
+        if has_event || !self.ring.completion().is_empty() {
+            return true;
+        }
+        let (served, awake, time) = (&self.served, &self.awake, self.busy.until());
+        self.held.iter().any(|&key| {
+            let until = || get(served, key)?.queue.held_until();
+            awake.is_reserved(key) && until().is_none_or(|until| until <= time)
+        })
+    }
+
+    /// Gives one queue its share; what is left of it, and how many requests were started.
+    fn serve_one(&mut self, key: QueueKey, mut share: TurnBudget, time: u64) -> (TurnBudget, u32) {
+        let Some(entry) = get_mut(&mut self.served, key) else { return (share, 0) };
         entry.busy_at = time;
         if entry.stopping.is_some() {
             share.requests = share.requests.min(entry.queue.recovering().into());
         }
+        let most = share.requests;
         // Other queues may have had their turns since.
         let begun = self.busy.until().max(time);
         let pass = self.with_queue(key, |queue, turn| queue.serve(turn, &mut share, time, begun));
@@ -628,7 +674,7 @@ impl IoThread {
         {
             self.held.push(key);
         }
-        share
+        (share, most - share.requests)
     }
 
     /// Queues whose next frame may pass by now are looked at again; those that have left are nobody's.

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use rtvirtio_frames::features;
 use rtvirtio_frames::header::{BYTES, Header, announcement};
-use rtvirtio_frames::limit::Rate;
+use rtvirtio_frames::limit::{Limit, Rate};
+use rtvirtio_frames::promise::Reservation;
 use rtvirtio_units::Bytes;
 use rtvirtio_vhost::protocol::CONFIG_MAX;
 use rtvirtio_vhost::protocol::features as common;
@@ -32,8 +33,10 @@ pub struct NicConfig {
     pub mac: [u8; 6],
     /// The longest packet, bytes of IP.
     pub mtu: u16,
-    /// The most that goes to the guest and comes from it, in each pair of queues.
+    /// The most that goes to the guest and comes from it.
     pub limits: [Option<Rate>; 2],
+    /// What of their IOThreads' time is promised to its receive queues, and to its transmit queues.
+    pub promises: [Option<Reservation>; 2],
     /// Where its frames go and come from.
     pub(crate) link: Link,
     /// Guest memory that a front end may share, in all its regions.
@@ -62,6 +65,8 @@ pub(crate) enum Link {
 /// A device.
 pub struct Nic {
     config: NicConfig,
+    /// Those of the configuration, of all its queues together.
+    limits: [Option<Arc<Limit>>; 2],
     caller: Arc<Caller>,
     front_end: FrontEnd,
     negotiated: AtomicU64,
@@ -78,7 +83,8 @@ impl Nic {
     #[must_use]
     pub fn new(config: NicConfig) -> Self {
         let (caller, front_end) = (Arc::default(), FrontEnd::default());
-        Self { config, caller, front_end, negotiated: AtomicU64::new(0) }
+        let limits = config.limits.map(|rate| rate.map(|rate| Arc::new(Limit::new(rate))));
+        Self { config, limits, caller, front_end, negotiated: AtomicU64::new(0) }
     }
 
     /// What calls its drivers aside.
@@ -99,9 +105,14 @@ impl Nic {
         }
     }
 
-    /// The most that a virtqueue lets through.
-    pub(crate) fn limit(&self, queue: u16) -> Option<Rate> {
-        self.config.limits[usize::from(queue % 2)]
+    /// The limit on what a virtqueue lets through, together with others of its direction.
+    pub(crate) fn limit(&self, queue: u16) -> Option<Arc<Limit>> {
+        self.limits[usize::from(queue % 2)].clone()
+    }
+
+    /// What is promised to a virtqueue.
+    pub(crate) fn promise(&self, queue: u16) -> Option<Reservation> {
+        self.config.promises[usize::from(queue % 2)]
     }
 
     /// Its address.
@@ -225,6 +236,7 @@ mod tests {
             mac: [2, 0, 0, 0, 0, 7],
             mtu: 9000,
             limits: [None; 2],
+            promises: [None; 2],
             link: Link::Taps(Vec::new()),
             memory: Bytes::new(1 << 20),
             positions: None,

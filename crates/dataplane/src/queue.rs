@@ -12,6 +12,7 @@ use std::sync::{Arc, OnceLock};
 use io_uring::squeue::{Entry128, SubmissionQueue};
 use rtvirtio_completion::slots::{ProtocolViolation, SLOTS, SlotMemory};
 use rtvirtio_engine::{Completions, Segment, TransferLimits};
+use rtvirtio_frames::promise::Reservation;
 use rtvirtio_qos::Running;
 use rtvirtio_units::Nanos;
 use rustix::event::PollFlags;
@@ -320,6 +321,22 @@ impl Queue {
         match &self.work {
             Work::Frames(frames) if self.is_served() => frames.held_until(),
             _ => None,
+        }
+    }
+
+    /// What of its IOThread's time is promised to it.
+    pub(crate) const fn reservation(&self) -> Option<Reservation> {
+        match &self.work {
+            Work::Requests(_) => None,
+            Work::Frames(frames) => frames.reservation(),
+        }
+    }
+
+    /// Since when the first frame of its last turn was there for it, ns of [`now`]: `seen`, if nobody knows better.
+    pub(crate) fn waited_since(&self, seen: u64) -> u64 {
+        match &self.work {
+            Work::Requests(_) => seen,
+            Work::Frames(frames) => frames.waited_since(seen),
         }
     }
 

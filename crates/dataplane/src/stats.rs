@@ -164,6 +164,8 @@ pub struct QueueStats {
     calls: AtomicU64,
     broken: AtomicBool,
     drops: [AtomicU64; REASONS],
+    promised: AtomicU64,
+    late: AtomicU64,
     wait: Histogram,
     service: Histogram,
     response: Histogram,
@@ -198,6 +200,8 @@ impl QueueStats {
             calls: AtomicU64::new(0),
             broken: AtomicBool::new(false),
             drops: [const { AtomicU64::new(0) }; REASONS],
+            promised: AtomicU64::new(0),
+            late: AtomicU64::new(0),
             wait: Histogram::new(),
             service: Histogram::new(),
             response: Histogram::new(),
@@ -277,6 +281,22 @@ impl QueueStats {
     /// Of a frame for many so many were not handed on.
     pub fn lose(&self, reason: Dropped, frames: u32) {
         add(&self.drops[reason as usize], frames.into());
+    }
+
+    /// Frames that were promised a time were handed on, all of them late or none.
+    pub fn promise(&self, frames: u32, are_late: bool) {
+        add(&self.promised, frames.into());
+        if are_late {
+            add(&self.late, frames.into());
+        }
+    }
+
+    /// Promised frames, and those of them that were late.
+    #[must_use]
+    pub fn promised_and_late(&self) -> (u64, u64) {
+        // In this order: there are never more late ones than all.
+        let late = self.late.load(Relaxed);
+        (self.promised.load(Relaxed), late)
     }
 
     /// Frames that were not handed on.

@@ -2,7 +2,12 @@
 //! scheduling, of each.
 //!
 //! A frame's size is known when it has been read, so it may pass when the ones before it have been paid
-//! for, and is charged then: no more than one frame is on credit.
+//! for, and is charged then: no more than one frame is on credit, of each queue that has the limit.
+//!
+//! Queues of one device share a limit from whichever threads they are on, so what has passed is kept in atomics: nobody waits for
+//! another.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// What a limit lets through.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -16,38 +21,42 @@ pub struct Rate {
 }
 
 /// A rate and what has passed.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Limit {
     rate: Rate,
-    /// When all that has passed would have, at the rate of frames and of bits, ns.
-    paid: [f64; 2],
+    /// When all that has passed would have, at the rate of frames and of bits: the bits of an `f64`, ns.
+    paid: [AtomicU64; 2],
 }
 
 impl Limit {
     /// A limit that nothing has passed.
     #[must_use]
     pub const fn new(rate: Rate) -> Self {
-        Self { rate, paid: [0.0; 2] }
+        // The bits of 0.0.
+        Self { rate, paid: [const { AtomicU64::new(0) }; 2] }
     }
 
     /// When the next frame may pass, ns.
     #[must_use]
     #[inline]
     pub fn ready_at(&self) -> u64 {
-        let paid = self.paid[0].max(self.paid[1]);
+        let [frames, bits] = self.paid.each_ref().map(|paid| f64::from_bits(paid.load(Relaxed)));
+        let paid = frames.max(bits);
         (paid - self.rate.burst as f64).max(0.0).ceil() as u64
     }
 
     /// A frame of so many bytes has passed at `now`, ns.
     #[inline]
-    pub fn pass(&mut self, now: u64, bytes: usize) {
+    pub fn pass(&self, now: u64, bytes: usize) {
         let costs = [
             self.rate.frames.map_or(0.0, |rate| 1e9 / rate),
             self.rate.bits.map_or(0.0, |rate| 8e9 * bytes as f64 / rate),
         ];
-        for (paid, cost) in self.paid.iter_mut().zip(costs) {
+        for (paid, cost) in self.paid.iter().zip(costs) {
             if cost > 0.0 {
-                *paid = paid.max(now as f64) + cost;
+                let add = |paid: u64| Some((f64::from_bits(paid).max(now as f64) + cost).to_bits());
+                // It never fails: there is always a next value.
+                let _ = paid.fetch_update(Relaxed, Relaxed, add);
             }
         }
     }
@@ -61,7 +70,7 @@ mod tests {
 
     /// Frames and bytes that pass within a second of a sender that always has one, looked at each `step`.
     fn passed(rate: Rate, bytes: usize, step: u64) -> (u64, u64) {
-        let mut limit = Limit::new(rate);
+        let limit = Limit::new(rate);
         let (mut now, mut frames) = (1_000_000_000_000, 0);
         let end = now + 1_000_000_000;
         while now < end {
@@ -104,12 +113,32 @@ mod tests {
         assert!(passed(rate, 1250, 1).0 <= 101);
     }
 
+    /// Whoever looks, and whenever: all of them together keep to the rate.
+    #[test]
+    fn queues_that_share_a_limit_share_the_rate() {
+        let limit = Limit::new(Rate { frames: Some(1e6), bits: None, burst: 0 });
+        let mut passed = [0; 3];
+        let begin = 1_000_000_000;
+        for now in (begin..begin + 20_000_000).step_by(500) {
+            for (queue, passed) in (0..).zip(&mut passed) {
+                // In turns, and one of them seldom.
+                let looks = (now / 500) % (queue * queue + 1) == 0;
+                if looks && limit.ready_at() <= now {
+                    limit.pass(now, 64);
+                    *passed += 1;
+                }
+            }
+        }
+        let all: u32 = passed.iter().sum();
+        assert!((19_990..=20_001).contains(&all), "{passed:?}");
+    }
+
     proptest! {
         /// Over any time no more passes than rate and burst allow, and one frame.
         #[test]
         fn nobody_gets_ahead(steps in prop::collection::vec((0_u64..5_000_000, 64_usize..65_000), 1..200)) {
             let rate = Rate { frames: Some(10_000.0), bits: Some(1e8), burst: BURST };
-            let mut limit = Limit::new(rate);
+            let limit = Limit::new(rate);
             let start = 1_000_000_000;
             let (mut now, mut frames, mut bits, mut largest) = (start, 0.0, 0.0, 0.0_f64);
             for (wait, bytes) in steps {

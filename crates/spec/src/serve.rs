@@ -14,6 +14,7 @@ mod error;
 mod iocores;
 mod ioprio;
 mod parse;
+mod promises;
 mod qos;
 pub mod wire;
 mod write;
@@ -29,6 +30,7 @@ pub use error::{Fault, ServeError, Subject};
 pub use iocores::IoCores;
 pub use ioprio::IoPriority;
 pub use parse::parse;
+pub use promises::{NotKept, admit};
 pub use qos::{MAX_CHANNELS, MAX_TASKS, Promise, Qos, Rate, Schedule, Task};
 pub use wire::{Aio, Completion, CorePolicy, Faults, FixedBuffers, ImageLock, Policy};
 pub use write::to_toml;
@@ -294,13 +296,13 @@ pub struct Nic {
     pub max_memory: Option<Bytes>,
     /// Its virtqueues, two for each pair, and their IOThreads.
     pub mapping: Mapping,
-    /// The most that goes to the guest, in each pair of queues.
+    /// The most that goes to the guest.
     pub rx: Option<NicRate>,
     /// The most that comes from it.
     pub tx: Option<NicRate>,
 }
 
-/// A limit on frames: at least one of the two rates.
+/// A limit on frames, and a promise of those within it: at least one of the two rates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NicRate {
     /// Per second.
@@ -309,6 +311,8 @@ pub struct NicRate {
     pub bits: Option<u64>,
     /// How far ahead of the rate one may be that was silent.
     pub burst: Nanos,
+    /// How long frames within the rate wait for their IOThread at most; none: nothing is promised.
+    pub within: Option<Nanos>,
 }
 
 /// An address as it is written: `52:54:00:12:34:56`.

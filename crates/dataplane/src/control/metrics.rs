@@ -12,7 +12,7 @@ use prometheus_client::encoding::{DescriptorEncoder, text as openmetrics};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 use rtvirtio_spec::control::{
-    Activity, Had, NicQueueState, NicState, QueueDirection, ScheduleState,
+    Activity, Had, NicQueueState, NicState, PromisedFrames, QueueDirection, ScheduleState,
 };
 use rtvirtio_spec::serve::Policy;
 use rtvirtio_units::Nanos;
@@ -212,7 +212,22 @@ impl Metrics {
         let help = "From when frames were found to the turn of an IOThread that took them";
         histograms(encoder, ("nic_wait", help), of_queues(|s| &s.wait))?;
         let help = "From that turn to when frames had been handed on";
-        histograms(encoder, ("nic_service", help), of_queues(|s| &s.service))
+        histograms(encoder, ("nic_service", help), of_queues(|s| &s.service))?;
+        let promised = || {
+            nics().flat_map(|nic| {
+                let of = move |queue| Some((nic_queue_labels(nic, queue), queue.promised?));
+                nic.queues.iter().filter_map(of)
+            })
+        };
+        let frames = promised().flat_map(|(labels, PromisedFrames { kept, late, .. })| {
+            let outcomes = [("kept", kept), ("late", late)];
+            outcomes.map(|(outcome, n)| (with(&labels, "outcome", outcome), n as f64))
+        });
+        let help = "Frames within the promised rate, by whether they waited for their IOThread for no longer than is promised";
+        counters(encoder, ("nic_promised_frames", help, None), frames)?;
+        let kept = promised().filter_map(|(labels, of)| Some((labels, of.kept_at_least()?)));
+        let help = "The share that did not wait longer, at least, at 95 % confidence";
+        gauges(encoder, ("nic_promised_kept_lower_limit", help, Some(Unit::Ratios)), kept)
     }
 
     fn schedules(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {

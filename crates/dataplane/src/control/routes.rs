@@ -109,7 +109,8 @@ impl From<PlaneError> for Failure {
             | PlaneError::QueueBusy { .. }
             | PlaneError::NotAdmitted { .. }
             | PlaneError::Shrinks { .. }
-            | PlaneError::TooMany { .. } => StatusCode::CONFLICT,
+            | PlaneError::TooMany { .. }
+            | PlaneError::Fault(Fault::NotKept(_)) => StatusCode::CONFLICT,
             PlaneError::Fault(_) | PlaneError::Mapping(_) => StatusCode::UNPROCESSABLE_ENTITY,
             PlaneError::Io { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         };

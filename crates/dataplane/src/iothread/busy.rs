@@ -37,7 +37,8 @@ impl IoThread {
     /// The queues are about to be served, after something was reaped or read, or nothing. Says for
     /// each what is pending, too.
     pub(super) fn before_turns(&mut self, reaped: bool) {
-        self.busy.several = self.awake.len() > 1;
+        // Promises need the time too: what is reserved comes back with it.
+        self.busy.several = self.awake.len() > 1 || self.awake.has_reserved();
         if !self.busy.several {
             return;
         }

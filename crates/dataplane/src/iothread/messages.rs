@@ -197,6 +197,9 @@ impl IoThread {
             stay: self.stays,
             stopping: None,
         });
+        if let Some(promise) = get(&self.served, key).and_then(|entry| entry.queue.reservation()) {
+            self.awake.reserve(key, promise, now());
+        }
         // A doorbell is listened to from the queue's first sleep on.
         if get(&self.served, key).is_some_and(|entry| !entry.has_bell()) {
             self.listen_to_kick(key);
@@ -220,6 +223,7 @@ impl IoThread {
         self.submit_all();
         let entry = self.served.get_mut(key.0 as usize)?.take()?;
         self.awake.retain(|other| other != key);
+        self.awake.unreserve(key);
         self.resources.remove(&self.ring, &entry.queue, entry.registered);
         if let Some(at) = entry.scheduler_client
             && let Some(scheduler_client) = &mut self.scheduler_clients[at]

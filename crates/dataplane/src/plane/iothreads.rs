@@ -1,7 +1,7 @@
 //! What IOThreads there are and which queue goes where: the part of the data plane that a policy may
 //! change.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::atomic::{
     AtomicU64,
@@ -15,7 +15,7 @@ use rtvirtio_iocores::QueueKind;
 use rtvirtio_qos::Stalls;
 use rtvirtio_spec::control::Event;
 use rtvirtio_spec::mapping::Mapping;
-use rtvirtio_spec::serve::{self, Engine, IoThread, MAX_IOTHREADS, SsdEngine};
+use rtvirtio_spec::serve::{self, Engine, Fault, IoThread, MAX_IOTHREADS, SsdEngine};
 use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 use tokio::sync::broadcast;
 
@@ -131,11 +131,9 @@ pub(super) struct Served {
 /// A network device, as far as it may be changed.
 pub(super) struct ServedNic {
     pub(super) host: Arc<NicHost>,
-    pub(super) vm: VmName,
-    /// Its trust domain, which is that of its IOThreads.
-    pub(super) trust: Option<Name>,
     pub(super) ids: Ids,
-    pub(super) mapping: Mapping,
+    /// As it is now.
+    pub(super) spec: serve::Nic,
 }
 
 /// What is mapped of a device, of either kind.
@@ -167,10 +165,10 @@ impl ServedNic {
     fn mapped(&self) -> Mapped<'_> {
         Mapped {
             host: Arc::clone(&self.host) as Arc<_>,
-            vm: &self.vm,
-            trust: &self.trust,
+            vm: &self.spec.vm,
+            trust: &self.spec.trust,
             ids: self.ids,
-            mapping: &self.mapping,
+            mapping: &self.spec.mapping,
             kind: self.host.kind(),
             stats: &self.host.stats,
         }
@@ -197,6 +195,7 @@ impl Served {
 pub(super) struct Adding {
     pub(super) sockets: Vec<PathBuf>,
     pub(super) qos: Option<serve::Qos>,
+    pub(super) mapping: Mapping,
 }
 
 /// Where processes connect that use a device by slots.
@@ -435,7 +434,7 @@ impl Core {
             let (thread, trust) = (*thread, config.trust.clone());
             let mapped = state.mapped_device(device)?;
             if *mapped.trust != trust {
-                return Err(serve::Fault::OtherTrust(to.clone()).into());
+                return Err(Fault::OtherTrust(to.clone()).into());
             }
             let queues = mapped.mapping.queues();
             let from = mapped
@@ -443,7 +442,12 @@ impl Core {
                 .iothread(queue)
                 .cloned()
                 .ok_or_else(|| PlaneError::NoQueue { device: device.clone(), queues, queue })?;
-            (mapped.host, thread, from)
+            let (host, mut mapping) = (Arc::clone(&mapped.host), mapped.mapping.clone());
+            if from != *to {
+                mapping.assign(queue, to.clone())?;
+                state.admit_mapping(device, &mapping)?;
+            }
+            (host, thread, from)
         };
         let moved =
             when_free(|error| matches!(error, MoveError::Busy), || host.assign(queue, thread));
@@ -515,9 +519,30 @@ impl State {
         self.mapped_device(device).map(|mapped| (mapped.mapping, mapped.trust))
     }
 
+    /// Whether IOThreads keep what network devices are promised of them, when a device has this mapping. It need not be there
+    /// yet.
+    pub(super) fn admit_mapping(&self, device: &DiskName, mapping: &Mapping) -> Result<(), Fault> {
+        let of_nic = |(name, nic): (&DiskName, &ServedNic)| match name == device {
+            true => serve::Nic { mapping: mapping.clone(), ..nic.spec.clone() },
+            false => nic.spec.clone(),
+        };
+        let nics: Vec<_> = self.nics.iter().map(of_nic).collect();
+        let served = self.devices.iter().map(|(name, device)| (name, &device.mapping));
+        let adding = self.adding.iter().map(|(name, device)| (name, &device.mapping));
+        let others = served.chain(adding).filter(|(name, _)| *name != device);
+        let own = Some(mapping).filter(|_| !self.nics.contains_key(device));
+        let disks: Vec<_> = others.map(|(_, mapping)| mapping).chain(own).collect();
+        let iothreads: BTreeSet<_> = mapping.by_queue().iter().collect();
+        iothreads.into_iter().try_for_each(|iothread| {
+            let queues = disks.iter().flat_map(|mapping| mapping.by_queue());
+            let disks = queues.filter(|name| *name == iothread).count() as u32;
+            Ok(serve::admit(iothread, &nics, disks)?)
+        })
+    }
+
     fn mapping_mut(&mut self, device: &DiskName) -> Option<&mut Mapping> {
         let disk = self.devices.get_mut(device).map(|served| &mut served.mapping);
-        disk.or_else(|| self.nics.get_mut(device).map(|served| &mut served.mapping))
+        disk.or_else(|| self.nics.get_mut(device).map(|served| &mut served.spec.mapping))
     }
 }
 

@@ -8,9 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use rtvirtio_frames::forwarding::Port;
-use rtvirtio_frames::limit::Rate;
 use rtvirtio_iocores::QueueKind;
-use rtvirtio_spec::control::{NicQueueState, NicState, QueueDirection};
+use rtvirtio_spec::control::{NicQueueState, NicState, PromisedFrames, QueueDirection};
 use rtvirtio_spec::serve::{self, Configuration, NicLink};
 use rtvirtio_units::{DiskName, Name};
 use rtvirtio_vhost::Backend as _;
@@ -37,6 +36,9 @@ use crate::tap::{self, Tap, TapError};
 /// How long to try to attach to a TAP, and how often.
 const ATTACH_TIME: Duration = Duration::from_secs(2);
 const ATTACH_PAUSE: Duration = Duration::from_millis(10);
+
+/// Of virtqueues, by their index.
+const DIRECTIONS: [QueueDirection; 2] = [QueueDirection::Receive, QueueDirection::Transmit];
 
 /// A network device that has yet to be served.
 #[derive(Debug)]
@@ -103,12 +105,6 @@ pub(super) fn attach(
             }
         }
     }
-}
-
-fn rate(limit: serve::NicRate) -> Rate {
-    let serve::NicRate { frames, bits, burst } = limit;
-    let float = |number: Option<u64>| number.map(|number| number as f64);
-    Rate { frames: float(frames), bits: float(bits), burst: burst.get() }
 }
 
 /// The switch of each network.
@@ -212,7 +208,8 @@ impl Nics {
             name: spec.name.to_string(),
             mac: spec.mac,
             mtu: spec.mtu.or_else(of_tap).unwrap_or(USUAL_MTU),
-            limits: [spec.rx, spec.tx].map(|limit| limit.map(rate)),
+            limits: [spec.rx, spec.tx].map(|limit| limit.map(|limit| limit.rate())),
+            promises: DIRECTIONS.map(|direction| spec.reservation(direction)),
             link: self.link(&spec, taps, stream).ok_or_else(no_network)?,
             memory: spec.max_memory.unwrap_or(Limits::default().memory),
             positions: positions.as_ref().map(|file| Arc::clone(&file.positions)),
@@ -236,9 +233,7 @@ impl Nics {
         let mapped = ServedNic {
             host: Arc::clone(&host),
             ids: state.ids(&spec.vm, spec.mapping.queues()),
-            vm: spec.vm.clone(),
-            trust: spec.trust.clone(),
-            mapping: spec.mapping.clone(),
+            spec: spec.clone(),
         };
         state.nics.insert(spec.name.clone().into(), mapped);
         drop(state);
@@ -246,15 +241,6 @@ impl Nics {
         let nic = Served { nic, host, socket_id, _positions: positions, spec };
         self.served().insert(nic.spec.name.clone(), nic);
         Ok(())
-    }
-
-    /// As they are now.
-    pub(super) fn configured(&self, mapped: &ServedNics) -> Vec<serve::Nic> {
-        let of = |nic: &Served| {
-            let mapping = mapped.get(&nic.spec.name.clone().into())?.mapping.clone();
-            Some(serve::Nic { mapping, ..nic.spec.clone() })
-        };
-        self.served().values().filter_map(of).collect()
     }
 
     /// Forgets where the rings of front ends were that have been here and gone. Those that have yet to
@@ -280,19 +266,18 @@ impl Nics {
     /// As the control API says it.
     pub(super) fn observe(&self, server: &Server, mapped: &ServedNics) -> Vec<ObservedNic> {
         let of = |(name, nic): (&Name, &Served)| {
-            let ServedNic { mapping, ids, .. } = mapped.get(&name.clone().into())?;
-            let queues = mapping.by_queue().iter().zip(&nic.host.stats).enumerate();
+            let ServedNic { spec, ids, .. } = mapped.get(&name.clone().into())?;
+            let queues = spec.mapping.by_queue().iter().zip(&nic.host.stats).enumerate();
             let queues = queues.map(|(index, (iothread, stats))| {
                 let seen = stats.snapshot();
                 let drops = stats.drops();
                 let frames = seen.operations.reads + seen.operations.writes;
+                let limit = [nic.spec.rx, nic.spec.tx][index % 2];
+                let within = limit.and_then(|limit| limit.within);
                 NicQueueState {
                     index: index as u16,
                     id: ids.queue + index as u32,
-                    direction: match index % 2 {
-                        0 => QueueDirection::Receive,
-                        _ => QueueDirection::Transmit,
-                    },
+                    direction: DIRECTIONS[index % 2],
                     iothread: iothread.clone(),
                     frames: frames.saturating_sub(seen.errors),
                     bytes: rtvirtio_units::Bytes::new(
@@ -300,6 +285,10 @@ impl Nics {
                     ),
                     dropped: drops.total(),
                     drops,
+                    promised: within.map(|within_ns| {
+                        let (promised, late) = stats.promised_and_late();
+                        PromisedFrames { within_ns, kept: promised - late, late }
+                    }),
                     kicks: seen.kicks,
                     calls: seen.calls,
                     busy_ns: seen.busy,

@@ -300,7 +300,9 @@ impl Registry {
         }
         // Refused before anything is opened.
         threads(&state, &spec.mapping)?;
-        state.adding.insert(spec.name.clone(), Adding { sockets, qos: spec.qos.clone() });
+        state.admit_mapping(&spec.name, &spec.mapping)?;
+        let (qos, mapping) = (spec.qos.clone(), spec.mapping.clone());
+        state.adding.insert(spec.name.clone(), Adding { sockets, qos, mapping });
         Ok(Place { core: &self.core, name: spec.name.clone() })
     }
 }
@@ -412,6 +414,7 @@ impl Plane for Registry {
             let names = state.iothreads.keys().cloned().collect();
             Mapping::new(entries, u32::from(mapping.queues()), Some(&names))?
         };
+        self.state().admit_mapping(device, &mapping)?;
         for (queue, iothread) in (0..).zip(mapping.by_queue()) {
             self.core.move_queue(device, queue, iothread)?;
         }
@@ -498,7 +501,7 @@ impl Plane for Registry {
         let (service, control) = self.process.get().cloned().unwrap_or_default();
         let iocores = self.monitor.settings();
         let state = self.state();
-        let nics = self.nics.configured(&state.nics);
+        let nics = state.nics.values().map(|nic| nic.spec.clone()).collect();
         let schedule = |(name, schedule): (&Name, &Arc<Schedule>)| {
             let qos::Device { channels, request, kib, flush } = schedule.status().device;
             serve::Schedule { name: name.clone(), channels, request, kib, flush }

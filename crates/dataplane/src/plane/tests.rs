@@ -513,3 +513,70 @@ fn queues_of_a_nic_are_seen_and_moved_as_those_of_a_disk() {
     let twice = rtvirtio_spec::serve::parse("serve.toml", &twice).unwrap_err().to_string();
     assert!(twice.contains("nic \"a\""), "{twice}");
 }
+
+/// A disk that comes to an IOThread of a promised network device, as a new one or by a move, would take what is promised.
+#[test]
+fn disk_that_would_break_a_promise_is_refused_whichever_way_it_comes() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name).display().to_string();
+    let text = format!(
+        r#"version = 1
+[[iothread]]
+name = "iot0"
+[[iothread]]
+name = "iot1"
+[[network]]
+name = "lan"
+[[nic]]
+name = "plc"
+vm = "plc"
+socket = "{}"
+network = "lan"
+mapping = [{{ iothread = "iot0" }}]
+tx = {{ max_frames = 20000, burst_ms = 1, within_us = 200 }}
+"#,
+        path("plc.sock")
+    );
+    let configuration = rtvirtio_spec::serve::parse("serve.toml", &text).unwrap();
+    let opened = Opened::open(&configuration, &mut Default::default(), None, &|_| ()).unwrap();
+    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
+    registry.add_all(&configuration, opened).unwrap();
+    let iothread = |name: &str| IoThreadName::new(name).unwrap();
+    let disk_on = |name: &str| {
+        let device = json!({
+            "name": "disk",
+            "vm": "vm",
+            "socket": path("disk.sock"),
+            "engine": { "type": "ram", "size": 1 << 20 },
+            "mapping": [{ "iothread": name }],
+        });
+        registry.add_device(serde_json::from_value(device).unwrap(), HandedFds::default())
+    };
+    let is_refused = |result: Result<(), PlaneError>| {
+        let error = result.unwrap_err();
+        let (text, hint) = (error.to_string(), error.hint().unwrap_or_default());
+        assert!(text.contains("\"iot0\" cannot keep what nic \"plc\" is promised (tx)"), "{text}");
+        assert!(hint.contains("within_us = "), "{hint}");
+    };
+    is_refused(disk_on("iot0"));
+    disk_on("iot1").unwrap();
+    is_refused(registry.move_queue(&disk(), 0, &iothread("iot0")).map(drop));
+    let entry = serde_json::from_value(json!([{ "iothread": "iot0" }])).unwrap();
+    let entries: Vec<Entry> = entry;
+    is_refused(registry.set_mapping(&disk(), &entries));
+    assert_eq!(registry.mapping(&disk()).unwrap().iothread(0), Some(&iothread("iot1")));
+    // Nor does the promised queue go to where a disk is, while the other one may.
+    let plc = DiskName::new("plc").unwrap();
+    let error = registry.move_queue(&plc, 1, &iothread("iot1")).unwrap_err().to_string();
+    assert!(error.contains("\"iot1\" cannot keep what nic \"plc\" is promised (tx)"), "{error}");
+    registry.move_queue(&plc, 0, &iothread("iot1")).unwrap();
+    assert_eq!(registry.mapping(&plc).unwrap().by_queue(), ["iot1", "iot0"].map(iothread));
+    let observed = registry.observe();
+    let queues: Vec<_> = observed.nics[0].state.queues.iter().map(|queue| queue.promised).collect();
+    let promised = rtvirtio_spec::control::PromisedFrames {
+        within_ns: Nanos::from_micros(200),
+        kept: 0,
+        late: 0,
+    };
+    assert_eq!(queues, [None, Some(promised)]);
+}

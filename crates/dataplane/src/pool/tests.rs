@@ -25,6 +25,7 @@ mod commands;
 mod frames;
 mod hostile;
 mod moves;
+mod promises;
 mod schedule;
 mod slots;
 mod stream;

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use rtvirtio_frames::header::BYTES;
 use rtvirtio_frames::limit::Limit;
+use rtvirtio_frames::promise::Reservation;
 use rtvirtio_virtq::Segment;
 use rtvirtio_virtq::memory::Memory;
 use rtvirtio_virtq::ring::{Chain, Ring, RingError};
@@ -38,9 +39,12 @@ const MAX_PARTS: usize = 1000;
 /// What a queue of a network device does.
 pub(super) struct Frames {
     direction: Direction,
-    limit: Option<Limit>,
+    limit: Option<Arc<Limit>>,
+    promise: Option<Reservation>,
     /// When the next frame may pass, while one may not, ns of [`now`].
     held_until: Option<u64>,
+    /// When its last turn began that left frames because of the limit, or for want of buffers, ns of [`now`].
+    blocked_at: u64,
 }
 
 enum Direction {
@@ -58,7 +62,7 @@ type Served = Result<(Pass, bool), RingError>;
 impl Frames {
     /// Of the virtqueue `index`; `None`: the device has none, or it is served.
     pub(super) fn new(nic: &Arc<Nic>, index: u16, is_enabled: bool) -> Option<Self> {
-        let limit = nic.limit(index).map(Limit::new);
+        let limit = nic.limit(index);
         let (pair, is_receive) = (index / 2, index.is_multiple_of(2));
         let direction = match nic.attached() {
             Link::Taps(taps) => {
@@ -87,7 +91,8 @@ impl Frames {
                 }
             },
         };
-        let mut frames = Self { direction, limit, held_until: None };
+        let promise = nic.promise(index);
+        let mut frames = Self { direction, limit, promise, held_until: None, blocked_at: 0 };
         frames.set_open(is_enabled);
         Some(frames)
     }
@@ -99,6 +104,22 @@ impl Frames {
             _ => None,
         };
         [self.held_until, starved].into_iter().flatten().min()
+    }
+
+    pub(super) const fn reservation(&self) -> Option<Reservation> {
+        self.promise
+    }
+
+    /// Since when the first frame of the last turn was there, ns of [`now`]: a port's senders have said when they sent it, and of
+    /// others it is known when there was none (`seen`). Time in which the limit or the driver held it back is no wait.
+    pub(super) fn waited_since(&self, seen: u64) -> u64 {
+        match &self.direction {
+            Direction::PortReceive(receive) => match receive.first_posted() {
+                Some(posted) if posted > self.blocked_at => posted.min(seen),
+                _ => seen,
+            },
+            _ => seen,
+        }
     }
 
     /// It may by now.
@@ -135,7 +156,7 @@ impl Frames {
         stats: &QueueStats,
         time: u64,
     ) -> Served {
-        let mut gate = Gate { limit: self.limit.as_mut(), time: 0, closed: None };
+        let mut gate = Gate { limit: self.limit.as_deref(), time: 0, closed: None };
         let served = match &mut self.direction {
             Direction::TapTransmit(transmit) => {
                 transmit.serve(ring, chain, share, stats, &mut gate)
@@ -155,6 +176,9 @@ impl Frames {
             }
         };
         self.held_until = gate.closed;
+        if self.promise.is_some() && self.held_until().is_some() {
+            self.blocked_at = time;
+        }
         served
     }
 
@@ -268,7 +292,7 @@ impl Frames {
 
 /// Where frames pass in a turn, one by one.
 struct Gate<'a> {
-    limit: Option<&'a mut Limit>,
+    limit: Option<&'a Limit>,
     /// Of the last look at the clock, ns; 0: none yet.
     time: u64,
     /// Until when it is closed, if it is.
@@ -278,7 +302,7 @@ struct Gate<'a> {
 impl Gate<'_> {
     /// Whether another frame may pass.
     fn is_open(&mut self) -> bool {
-        let Some(limit) = &self.limit else { return true };
+        let Some(limit) = self.limit else { return true };
         let ready_at = limit.ready_at();
         if ready_at > self.time {
             self.time = now();
@@ -288,7 +312,7 @@ impl Gate<'_> {
     }
 
     fn pass(&mut self, bytes: usize) {
-        if let Some(limit) = &mut self.limit {
+        if let Some(limit) = self.limit {
             limit.pass(self.time, bytes);
         }
     }

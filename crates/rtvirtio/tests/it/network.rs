@@ -202,8 +202,10 @@ fn guests_talk_over_a_network_and_go_on_when_the_daemon_is_killed() {
         )
     };
     let (first_mac, second_mac) = ("52:54:00:00:00:01", "52:54:00:00:00:02");
+    // More than it takes: what is promised is counted, and holds nothing back.
+    let promise = "{ max_frames = 100000, within_us = 50000 }";
     let nics = format!(
-        "[[network]]\nname = 'lan'\n{}{}",
+        "[[network]]\nname = 'lan'\n{}tx = {promise}\nrx = {promise}\n{}",
         nic("first", first_mac),
         nic("second", second_mac)
     );
@@ -277,7 +279,11 @@ fn guests_talk_over_a_network_and_go_on_when_the_daemon_is_killed() {
     set(first_mac);
     first.expect(0, "ping -c 3 -W 5 10.78.0.2");
     let list = said(&daemon.ctl(&["nic", "list"]));
-    assert!(list.contains("spoofed"), "{list}");
+    assert!(list.contains("spoofed") && list.contains(" over 50000 µs, ≥ "), "{list}");
+    for queue in 0..2 {
+        let promised = &daemon.nic(0)["queues"][queue]["promised"];
+        assert!(promised["kept"].as_u64().unwrap() > 0, "{promised}");
+    }
     let metrics = said(&daemon.ctl(&["metrics"]));
     assert!(metrics.contains("reason=\"spoofed\""), "{metrics}");
     for name in ["nic_wait", "nic_service"] {
@@ -290,6 +296,8 @@ fn guests_talk_over_a_network_and_go_on_when_the_daemon_is_killed() {
             "{series} {metrics}"
         );
     }
+    assert!(metrics.contains("rtvirtio_nic_promised_frames_total{"), "{metrics}");
+    assert!(metrics.contains("rtvirtio_nic_promised_kept_lower_limit_ratios{"), "{metrics}");
 
     // A connection outlives the daemon.
     second.expect(0, "nc -l -p 7002 <>/tmp/open >/tmp/lines 2>/dev/null &");

@@ -306,7 +306,7 @@ const USUAL_BURST_MS: u64 = 5;
 
 fn nic_rate(direction: &'static str, raw: wire::NicRate) -> Result<NicRate, Misplaced> {
     let keys: &[&str] = if direction == "rx" { &["rx"] } else { &["tx"] };
-    let wire::NicRate { max_frames, max_mbit, burst_ms } = raw;
+    let wire::NicRate { max_frames, max_mbit, burst_ms, within_us } = raw;
     if max_frames.is_none() && max_mbit.is_none() {
         return Err((keys, Fault::NoNicRate(direction)));
     }
@@ -318,10 +318,14 @@ fn nic_rate(direction: &'static str, raw: wire::NicRate) -> Result<NicRate, Misp
     }
     let burst = burst_ms.unwrap_or(USUAL_BURST_MS);
     at(keys, in_range("burst_ms", burst, 0, 1_000))?;
+    if let Some(within) = within_us {
+        at(keys, in_range("within_us", within, 1, 1_000_000))?;
+    }
     Ok(NicRate {
         frames: max_frames,
         bits: max_mbit.map(|mbit| mbit * 1_000_000),
         burst: Nanos::from_millis(burst),
+        within: within_us.map(Nanos::from_micros),
     })
 }
 

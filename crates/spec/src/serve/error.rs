@@ -8,7 +8,7 @@ use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name};
 use super::wire::{Completion, EngineKind, Policy};
 use super::{
     IoPriority, MAX_CPU, MAX_DEVICES, MAX_IOTHREADS, MAX_NETWORKS, MAX_NICS, MAX_POLL, MAX_QUEUES,
-    MAX_RAM_BYTES, MAX_SCHEDULES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_TASKS,
+    MAX_RAM_BYTES, MAX_SCHEDULES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_TASKS, NotKept,
 };
 use crate::mapping::MappingError;
 use crate::specification::{MAX_FILE_BYTES, MAX_KEY_PARTS, Plain, Quoted, listed, nearest};
@@ -149,6 +149,9 @@ pub enum Fault {
     /// A limit on nothing.
     #[error("{0} has neither max_frames nor max_mbit")]
     NoNicRate(&'static str),
+    /// A promise to a network device that its IOThread could not keep.
+    #[error(transparent)]
+    NotKept(#[from] NotKept),
     /// A TAP of two devices.
     #[error("tap {} is that of nic \"{other}\" too", Quoted(tap))]
     DuplicateTap {
@@ -337,6 +340,7 @@ impl Fault {
             Self::BadTap(_) => "write tap = \"tap0\"".to_owned(),
             Self::BadMac(_) => "write mac = \"52:54:00:12:34:56\"".to_owned(),
             Self::NoNicRate(direction) => format!("write {direction} = {{ max_mbit = 100 }}"),
+            Self::NotKept(not_kept) => not_kept.hint(),
             Self::DuplicateTap { .. } => "give each a TAP of its own".to_owned(),
             Self::TooManySchedules(_) => format!("keep at most {MAX_SCHEDULES}"),
             Self::NoSchedule(name) => format!(

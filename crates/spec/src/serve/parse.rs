@@ -11,6 +11,7 @@ use toml::de::{DeTable, DeValue};
 
 use super::check::Misplaced;
 use super::error::{Fault, ServeError, Subject};
+use super::promises::admit_all;
 use super::{
     Configuration, Control, Device, IoCores, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS,
     MAX_NETWORKS, MAX_NICS, MAX_SCHEDULES, Network, Nic, NicLink, Policy, Schedule, Service,
@@ -163,6 +164,15 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ServeError> {
         nics.push(
             checked.map_err(|(keys, fault)| fail(subject, place.of("nic", index, keys), fault))?,
         );
+    }
+    if admit_all(&nics, &devices).is_err() {
+        // The first with which it does not fit.
+        for (index, nic) in nics.iter().enumerate() {
+            if let Err(not_kept) = admit_all(&nics[..=index], &devices) {
+                let span = place.of("nic", index, not_kept.keys(nic));
+                return Err(fail(Subject::Nic(nic.name.clone()), span, not_kept.into()));
+            }
+        }
     }
     let of_threads = iothreads.iter().any(|iothread| iothread.trust.is_some());
     if of_threads && iocores.policy != Policy::Static {

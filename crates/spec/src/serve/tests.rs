@@ -418,8 +418,12 @@ fn network_devices_are_read_with_their_faults() {
     // Two virtqueues a pair, over all IOThreads.
     let iothreads: Vec<&str> = first.mapping.by_queue().iter().map(|n| n.as_str()).collect();
     assert_eq!(iothreads, ["iot0", "iot1", "iot0", "iot1"]);
-    let tx =
-        NicRate { frames: Some(50_000), bits: Some(100_000_000), burst: Nanos::from_millis(1) };
+    let tx = NicRate {
+        frames: Some(50_000),
+        bits: Some(100_000_000),
+        burst: Nanos::from_millis(1),
+        within: None,
+    };
     assert_eq!((first.rx, first.tx), (None, Some(tx)));
     assert_eq!((second.pairs, second.mtu), (1, None));
     // One of its own, that stays.
@@ -440,6 +444,8 @@ fn network_devices_are_read_with_their_faults() {
         ("max_frames = 50000, max_mbit = 100, ", "", 14, "tx has neither max_frames nor"),
         ("max_frames = 50000", "max_frames = 0", 14, "max_frames is 0, outside 1"),
         ("burst_ms = 1 ", "burst_ms = 1001 ", 14, "burst_ms is 1001, outside 0 to 1000"),
+        ("burst_ms = 1 ", "within_us = 0 ", 14, "within_us is 0, outside 1 to 1000000"),
+        ("max_frames = 50000, max_mbit = 100, burst_ms = 1", "within_us = 1", 14, "tx has neither"),
         ("queues = 2", "queue = 2", 13, "unknown key \"queue\""),
         ("socket = \"/run/rtvirtio/net1\"", "socket = \"net1\"", 18, "is no path of a socket"),
     ] {
@@ -449,6 +455,90 @@ fn network_devices_are_read_with_their_faults() {
         assert!(text.starts_with(&format!("serve.toml:{line}:")), "{to}: {text}, not line {line}");
         assert!(!error.hint().is_empty());
     }
+}
+
+const PROMISES: &str = r#"version = 1
+[[iothread]]
+name = "iot0"
+[[iothread]]
+name = "iot1"
+[[network]]
+name = "lan"
+[[nic]]
+name = "plc"
+vm = "plc"
+socket = "/run/rtvirtio/plc"
+network = "lan"
+mapping = [{ iothread = "iot0" }]
+tx = { max_frames = 20000, burst_ms = 1, within_us = 300 }
+rx = { max_frames = 20000, burst_ms = 1, within_us = 300 }
+[[nic]]
+name = "web"
+vm = "web"
+socket = "/run/rtvirtio/web"
+network = "lan"
+mapping = [{ iothread = "iot1" }]
+[[device]]
+name = "root"
+vm = "web"
+socket = "/run/rtvirtio/root"
+engine = { type = "ram", size = "1M" }
+mapping = [{ iothread = "iot1" }]
+"#;
+
+#[test]
+fn promise_that_its_iothread_cannot_keep_is_refused_with_what_would_fit() {
+    let found = parse("serve.toml", PROMISES).unwrap();
+    let within = |rate: Option<NicRate>| rate.and_then(|rate| rate.within);
+    let all: Vec<_> = found.nics.iter().map(|nic| [within(nic.rx), within(nic.tx)]).collect();
+    assert_eq!(all, [[Some(Nanos::from_micros(300)); 2], [None; 2]]);
+    let written = to_toml(&wire::Configuration::from(&found)).unwrap();
+    assert_eq!(parse("written.toml", &written).unwrap(), found, "{written}");
+    let refused = |text: &str| {
+        let error = parse("serve.toml", text).unwrap_err();
+        (error.to_string(), error.hint())
+    };
+    // Too short even alone: what is said to fit does.
+    let short = PROMISES.replacen("within_us = 300", "within_us = 100", 1);
+    let (text, hint) = refused(&short);
+    let begin = "serve.toml:14:6: nic \"plc\": iothread \"iot0\" cannot keep what nic \"plc\" is promised (tx): ";
+    let least = text.strip_prefix(begin).and_then(|rest| rest.split_once(" µs is the shortest"));
+    let (least, _) = least.unwrap_or_else(|| panic!("{text}"));
+    assert!(hint.contains(&format!("within_us = {least} ")), "{hint}");
+    let longer = short.replacen("within_us = 100", &format!("within_us = {least}"), 1);
+    assert!(parse("serve.toml", &longer).is_ok(), "{longer}");
+    let least: u64 = least.parse().unwrap();
+    let shorter = short.replacen("within_us = 100", &format!("within_us = {}", least - 1), 1);
+    refused(&shorter);
+    // Beside a disk, and beside so many frames at once.
+    let beside = PROMISES.replace(
+        "engine = { type = \"ram\", size = \"1M\" }\nmapping = [{ iothread = \"iot1\" }]",
+        "engine = { type = \"ram\", size = \"1M\" }\nmapping = [{ iothread = \"iot0\" }]",
+    );
+    assert_ne!(beside, PROMISES);
+    let (text, hint) = refused(&beside);
+    assert!(
+        text.contains("µs is the shortest") && hint.contains("without disks"),
+        "{text}: {hint}"
+    );
+    let (text, _) = refused(&PROMISES.replacen("burst_ms = 1", "burst_ms = 1000", 1));
+    assert!(text.contains("µs is the shortest"), "{text}");
+    // More than there is of an IOThread.
+    let (text, hint) = refused(&PROMISES.replacen("max_frames = 20000", "max_frames = 2000000", 1));
+    assert!(text.contains(" % of its time would be promised, and 50 % can be: "), "{text}");
+    let most = text.split(": ").last().and_then(|rest| rest.split_once(" frames/s would fit"));
+    let (most, _) = most.unwrap_or_else(|| panic!("{text}"));
+    assert!((1_000_000..1_300_000).contains(&most.parse::<u64>().unwrap()), "{text}");
+    assert!(hint.contains(&format!("max_frames = {most}")), "{hint}");
+    // The second of two that fit alone, by the key that is too much.
+    let second = PROMISES.replacen(
+        "network = \"lan\"\nmapping = [{ iothread = \"iot1\" }]",
+        "network = \"lan\"\nmapping = [{ iothread = \"iot0\" }]\nrx = { max_frames = 400000, within_us = 9000 }",
+        1,
+    );
+    let (text, _) = refused(&second);
+    assert!(text.starts_with("serve.toml:16:"), "{text}");
+    assert!(text.contains("nic \"web\": iothread \"iot0\" cannot keep what nic \"plc\""), "{text}");
 }
 
 const NETWORKS: &str = r#"version = 1

@@ -118,7 +118,7 @@ pub struct Nic {
     pub tx: Option<NicRate>,
 }
 
-/// `rx = { ... }`, `tx = { ... }`: of each pair of queues.
+/// `rx = { ... }`, `tx = { ... }`: of all pairs of queues together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, expecting = "a table { max_frames = ..., max_mbit = ... }")]
@@ -132,6 +132,10 @@ pub struct NicRate {
     /// How far ahead of the rate one may be that was silent, ms; 5 if nothing says.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub burst_ms: Option<u64>,
+    /// Promise: how long frames within the rate wait for their IOThread at most, us; nothing is promised if nothing
+    /// says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub within_us: Option<u64>,
 }
 
 /// `[service]`

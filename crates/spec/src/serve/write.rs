@@ -138,11 +138,12 @@ impl From<&Nic> for wire::Nic {
 }
 
 impl From<&NicRate> for wire::NicRate {
-    fn from(NicRate { frames, bits, burst }: &NicRate) -> Self {
+    fn from(NicRate { frames, bits, burst, within }: &NicRate) -> Self {
         Self {
             max_frames: *frames,
             max_mbit: bits.map(|bits| bits / 1_000_000),
             burst_ms: Some(burst.get() / 1_000_000),
+            within_us: within.map(|within| within.get() / 1_000),
         }
     }
 }

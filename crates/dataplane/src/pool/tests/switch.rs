@@ -3,6 +3,8 @@
 use rtvirtio_frames::ethernet::IPV4;
 use rtvirtio_frames::features;
 use rtvirtio_frames::forwarding::{self, Vlans};
+use rtvirtio_frames::limit::Rate;
+use rtvirtio_frames::promise::Reservation;
 use rtvirtio_vhost::Backend as _;
 
 use super::frames::{HEADER, Port, frame};
@@ -11,11 +13,11 @@ use crate::nic::{Link, Nic, NicConfig};
 use crate::queue::NicQueueSetup;
 use crate::switch::Switch;
 
-const ALL: u64 = features::ALWAYS;
+pub(super) const ALL: u64 = features::ALWAYS;
 /// Frames for more than one, per second.
 const MAX_BROADCAST: f64 = 1000.0;
 /// Of frames that carry nothing to be looked at.
-const PLAIN: [u8; HEADER] = [0; HEADER];
+pub(super) const PLAIN: [u8; HEADER] = [0; HEADER];
 
 /// Of the device at a port.
 fn mac(port: u16) -> [u8; 6] {
@@ -23,16 +25,19 @@ fn mac(port: u16) -> [u8; 6] {
 }
 
 /// A port without VLANs.
-fn plain(port: u16) -> forwarding::Port {
+pub(super) fn plain(port: u16) -> forwarding::Port {
     forwarding::Port { mac: mac(port), vlans: Vlans::Untagged, anti_spoofing: true }
 }
 
 /// A switch, and a device with these features at each of its ports.
-struct Net {
-    nics: Vec<Arc<Nic>>,
-    pool: Pool,
-    threads: [ThreadId; 2],
+pub(super) struct Net {
+    pub(super) nics: Vec<Arc<Nic>>,
+    pub(super) pool: Pool,
+    pub(super) threads: [ThreadId; 2],
 }
+
+/// Limits and promises of a device, of what it receives and transmits.
+pub(super) type Terms = ([Option<Rate>; 2], [Option<Reservation>; 2]);
 
 impl Net {
     fn new(negotiated: &[u64]) -> Self {
@@ -44,16 +49,27 @@ impl Net {
     }
 
     fn with_pairs(pairs: u16, negotiated: &[u64], port: &dyn Fn(u16) -> forwarding::Port) -> Self {
+        Self::with_terms(pairs, negotiated, port, &|_| ([None; 2], [None; 2]))
+    }
+
+    pub(super) fn with_terms(
+        pairs: u16,
+        negotiated: &[u64],
+        port: &dyn Fn(u16) -> forwarding::Port,
+        terms: &dyn Fn(u16) -> Terms,
+    ) -> Self {
         let numbers = 0..negotiated.len() as u16;
         let ports = numbers.clone().map(|number| (port(number), pairs)).collect();
         let switch = Switch::new(ports, MAX_BROADCAST).unwrap();
         let nics = numbers.zip(negotiated).map(|(number, features)| {
             let link = Link::Port { switch: Arc::clone(&switch), number, pairs };
+            let (limits, promises) = terms(number);
             let nic = Nic::new(NicConfig {
                 name: format!("nic{number}"),
                 mac: mac(number),
                 mtu: 1500,
-                limits: [None; 2],
+                limits,
+                promises,
                 link,
                 memory: Bytes::new(1 << 30),
                 positions: None,
@@ -68,7 +84,10 @@ impl Net {
 
     /// Starts a device's queue at a thread.
     fn start(&self, nic: usize, index: u16, packed: bool, thread: usize) -> Running {
-        let port = Port::new(packed);
+        self.start_port(Port::new(packed), nic, index, thread)
+    }
+
+    pub(super) fn start_port(&self, port: Port, nic: usize, index: u16, thread: usize) -> Running {
         let setup = port.setup(&self.nics[nic], index);
         let stats = Arc::clone(&setup.stats);
         let key = self.pool.start_nic(setup, self.threads[thread]).unwrap();
@@ -77,14 +96,14 @@ impl Net {
 }
 
 /// A queue that is served.
-struct Running {
-    port: Port,
-    key: QueueKey,
-    stats: Arc<QueueStats>,
+pub(super) struct Running {
+    pub(super) port: Port,
+    pub(super) key: QueueKey,
+    pub(super) stats: Arc<QueueStats>,
 }
 
 /// A frame from one port's device to another's, that names itself.
-fn between(from: u16, to: u16, number: u8, length: usize) -> Vec<u8> {
+pub(super) fn between(from: u16, to: u16, number: u8, length: usize) -> Vec<u8> {
     let mut frame = frame(number, length);
     frame[..6].copy_from_slice(&mac(to));
     frame[6..12].copy_from_slice(&mac(from));

@@ -252,6 +252,8 @@ pub(super) struct PortReceive {
     starved_until: Option<u64>,
     /// A buffer, of which the memory is used again.
     chain: Chain,
+    /// When the first frame was sent that the last turn gave to the driver, if it gave it any.
+    first_posted: Option<u64>,
 }
 
 /// What came of [`PortReceive::deliver_plain`].
@@ -292,11 +294,16 @@ impl PortReceive {
             scratch: vec![0; MAX_FRAME_BYTES].into(),
             starved_until: None,
             chain: Chain::default(),
+            first_posted: None,
         }
     }
 
     pub(super) const fn starved_until(&self) -> Option<u64> {
         self.starved_until
+    }
+
+    pub(super) const fn first_posted(&self) -> Option<u64> {
+        self.first_posted
     }
 
     pub(super) const fn look_again(&mut self) {
@@ -364,7 +371,7 @@ impl PortReceive {
         gate: &mut Gate<'_>,
         time: u64,
     ) -> Served {
-        self.starved_until = None;
+        (self.starved_until, self.first_posted) = (None, None);
         if self.port.is_starved() && ring.is_pending() {
             self.port.set_starved(false);
         }
@@ -410,6 +417,7 @@ impl PortReceive {
                 }
             }
             stats.start(1);
+            self.first_posted.get_or_insert(piece.posted);
             share.ns -= cost::pieces_ns(piece.pieces);
             self.deliver(&piece, negotiated, ring, memory);
             is_unpublished = true;
@@ -438,7 +446,7 @@ impl PortReceive {
         }
         let Some(delivery) = self.port.take() else { return Ok(Plain::Nothing) };
         let Some(frame) = self.port.frame(&delivery) else { return Ok(Plain::Other) };
-        let (bytes, pieces) = (frame.length, frame.chain.readable.len());
+        let (bytes, pieces, posted) = (frame.length, frame.chain.readable.len(), frame.posted);
         let is_plain = frame.header == Header::COMPLETE
             && bytes <= self.longest()
             && self.egress(frame) == Egress::Untagged
@@ -460,6 +468,7 @@ impl PortReceive {
             }
         };
         write_plain(buffer, frame);
+        self.first_posted.get_or_insert(posted);
         self.port.release(delivery);
         if memory.log().is_some() {
             log(&self.chain, BYTES + bytes, memory);

@@ -3,8 +3,8 @@
 use comfy_table::{CellAlignment, Table, presets};
 use rtvirtio_spec::control::{
     Activity, Decision, Demand, DeviceState, Event, Had, IoThreadState, LatencySummary, Load,
-    NicQueueState, NicState, PolicyState, QosState, QueueDirection, QueueState, ScheduleState,
-    SlotsState, Snapshot, StallState, TaskState,
+    NicQueueState, NicState, PolicyState, PromisedFrames, QosState, QueueDirection, QueueState,
+    ScheduleState, SlotsState, Snapshot, StallState, TaskState,
 };
 use rtvirtio_spec::serve::wire::Size;
 use rtvirtio_spec::serve::{Completion, CorePolicy};
@@ -201,6 +201,7 @@ pub(super) fn nics(nics: &[NicState]) -> Table {
         "wait p99",
         "service p99",
         "dropped",
+        "promised",
     ];
     let mut table = table(header, 6);
     for nic in nics {
@@ -221,6 +222,7 @@ pub(super) fn nics(nics: &[NicState]) -> Table {
                 percentiles(&queue.wait)[1].clone(),
                 percentiles(&queue.service)[1].clone(),
                 dropped(queue),
+                queue.promised.as_ref().map_or_else(String::new, PromisedFrames::to_string),
             ]);
         }
     }
