@@ -6,6 +6,7 @@ mod cli;
 mod ctl;
 mod dataplane;
 mod dictionary;
+mod floods;
 mod guest;
 mod guest_knobs;
 mod in_guest;

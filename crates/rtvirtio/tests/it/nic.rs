@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::Value;
 
+use crate::dataplane::server::rtvirtio;
 use crate::in_guest::{Machine, image};
 use crate::scratch_disk::{RTVIRTIO, said};
 
@@ -96,8 +97,8 @@ impl<'a> Daemon<'a> {
         let path = directory.join("serve.toml");
         std::fs::write(&path, text).unwrap();
         let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL", "sh", "-c", HAND_OVER, "sh", RTVIRTIO, "serve"]);
-        command.arg(path).env("NOTIFY_SOCKET", store.directory.path().join("notify"));
+        command.args(["--pdeathsig", "KILL", "sh", "-c", HAND_OVER, "sh"]).arg(rtvirtio());
+        command.arg("serve").arg(path).env("NOTIFY_SOCKET", store.directory.path().join("notify"));
         command.stdin(Stdio::null());
         if let Some((name, fd)) = &store.kept {
             command.stdin(fd.try_clone().unwrap()).env("KEPT", name);

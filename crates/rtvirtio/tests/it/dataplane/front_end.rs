@@ -234,6 +234,62 @@ pub(crate) fn send(
     sendmsg(stream, &pieces, &mut control, SendFlags::NOSIGNAL).is_ok()
 }
 
+/// 64-bit words as the protocol has them.
+fn words(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+/// A message that is acknowledged; whether the server does as it is asked.
+fn asks(stream: &UnixStream, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) -> bool {
+    assert!(send(stream, [request, 1 | 8, body.len() as u32], body, fds));
+    let mut reply = [0; 20];
+    (&*stream).read_exact(&mut reply).is_ok() && reply[12..] == [0; 8]
+}
+
+#[track_caller]
+fn ask(stream: &UnixStream, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) {
+    assert!(asks(stream, request, body, fds), "message {request}");
+}
+
+/// Connects with these features of the device, and of the protocol beside acknowledged messages, and shares the
+/// guest's memory.
+pub(crate) fn open(socket: &Path, features: u64, protocol: u64, guest: &Guest) -> UnixStream {
+    const VERSION_1: u64 = 1 << 32;
+    const INDIRECT: u64 = 1 << 28;
+    const PROTOCOL: u64 = 1 << 30;
+    const REPLY_ACK: u64 = 1 << 3;
+    let stream = UnixStream::connect(socket).unwrap();
+    stream.set_read_timeout(Some(ENOUGH)).unwrap();
+    assert!(send(&stream, [16, 1, 8], &words(&[REPLY_ACK | protocol]), &[]));
+    ask(&stream, 2, &words(&[VERSION_1 | INDIRECT | PROTOCOL | features]), &[]);
+    ask(&stream, 3, &[], &[]);
+    let spec = guest.region().spec();
+    let table = words(&[1, spec.guest, spec.size, spec.front_end, 0]);
+    ask(&stream, 5, &table, &[guest.file()]);
+    stream
+}
+
+/// Has a ring served. `false`: the server refuses it.
+pub(crate) fn start(
+    stream: &UnixStream,
+    index: u64,
+    driver: &Driver,
+    [kick, call, error]: [BorrowedFd<'_>; 3],
+) -> bool {
+    let config = driver.config();
+    let ask = |request, of: &[u64], fds: &[BorrowedFd<'_>]| ask(stream, request, &words(of), fds);
+    ask(8, &[index | u64::from(config.size) << 32], &[]);
+    ask(10, &[index | u64::from(config.base) << 32], &[]);
+    ask(9, &[index, config.descriptors, config.device, config.driver, 0], &[]);
+    ask(13, &[index], &[call]);
+    ask(14, &[index], &[error]);
+    if !asks(stream, 12, &words(&[index]), &[kick]) {
+        return false;
+    }
+    ask(18, &[index | 1 << 32], &[]);
+    true
+}
+
 /// How a front end is to be set up.
 pub(crate) struct Setup {
     pub(crate) packed: bool,
@@ -272,61 +328,24 @@ impl FrontEnd {
 
     /// The same, set up in another way. `None`: the server refuses the ring.
     pub(crate) fn connect_with(socket: &Path, setup: Setup) -> Option<Self> {
-        const VERSION_1: u64 = 1 << 32;
         const PACKED: u64 = 1 << 34;
         const INFLIGHT: u64 = 1 << 12;
-        const INDIRECT: u64 = 1 << 28;
-        const PROTOCOL: u64 = 1 << 30;
-        const REPLY_ACK: u64 = 1 << 3;
-        let stream = UnixStream::connect(socket).unwrap();
-        stream.set_read_timeout(Some(ENOUGH)).unwrap();
         let Setup { packed, size, memory, call, inflight } = setup;
         let guest = Guest::new(memory);
         let options = Options { size, packed, event_idx: false, indirect: true };
         let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-        let driver = Driver::new(Arc::clone(&guest), GUEST, options);
+        let stream = open(socket, if packed { PACKED } else { 0 }, INFLIGHT, &guest);
+        let driver = Driver::new(guest, GUEST, options);
         let call = call.unwrap_or_else(event);
         let front = Self { stream, driver, kick: event(), call, error: event() };
-        let words = |words: &[u64]| words.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<_>>();
-        let config = front.driver.config();
-        assert!(send(&front.stream, [16, 1, 8], &words(&[REPLY_ACK | INFLIGHT]), &[]));
-        let of_packed = if packed { PACKED } else { 0 };
-        front.ask(2, &words(&[VERSION_1 | INDIRECT | PROTOCOL | of_packed]), &[]);
-        front.ask(3, &[], &[]);
-        let spec = guest.region().spec();
-        let table = words(&[1, spec.guest, spec.size, spec.front_end, 0]);
-        front.ask(5, &table, &[guest.file()]);
         if let Some(region) = &inflight {
             let bytes = region.metadata().unwrap().len();
             let queues = u32::from(size) << 16 | 1;
             let body = [words(&[bytes, 0]), u64::from(queues).to_le_bytes().to_vec()].concat();
-            front.ask(32, &body, &[region.as_fd()]);
+            ask(&front.stream, 32, &body, &[region.as_fd()]);
         }
-        front.ask(8, &words(&[u64::from(size) << 32]), &[]);
-        front.ask(10, &words(&[u64::from(config.base) << 32]), &[]);
-        let place = words(&[0, config.descriptors, config.device, config.driver, 0]);
-        front.ask(9, &place, &[]);
-        let (kick, call, error) = (front.kick.as_fd(), front.call.as_fd(), front.error.as_fd());
-        front.ask(13, &words(&[0]), &[call]);
-        front.ask(14, &words(&[0]), &[error]);
-        if !front.asks(12, &words(&[0]), &[kick]) {
-            return None;
-        }
-        front.ask(18, &words(&[1 << 32]), &[]);
-        Some(front)
-    }
-
-    /// A message that is acknowledged.
-    #[track_caller]
-    fn ask(&self, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) {
-        assert!(self.asks(request, body, fds), "message {request}");
-    }
-
-    /// Whether the server does as it is asked.
-    fn asks(&self, request: u32, body: &[u8], fds: &[BorrowedFd<'_>]) -> bool {
-        assert!(send(&self.stream, [request, 1 | 8, body.len() as u32], body, fds));
-        let mut reply = [0; 20];
-        (&self.stream).read_exact(&mut reply).is_ok() && reply[12..] == [0; 8]
+        let events = [front.kick.as_fd(), front.call.as_fd(), front.error.as_fd()];
+        start(&front.stream, 0, &front.driver, events).then_some(front)
     }
 
     pub(crate) fn kick(&self) {
