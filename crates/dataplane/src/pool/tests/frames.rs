@@ -80,14 +80,21 @@ impl Wire {
         rustix::net::send(&self.socket, frame, rustix::net::SendFlags::empty()).unwrap();
     }
 
+    /// The same, if one is there.
+    fn received(&self) -> Option<Vec<u8>> {
+        let mut buffer = vec![0; 70_000];
+        let flags = rustix::net::RecvFlags::DONTWAIT;
+        let (_, length) = rustix::net::recv(&self.socket, &mut buffer[..], flags).ok()?;
+        buffer.truncate(length);
+        Some(buffer)
+    }
+
     /// A frame that the device has sent; what this socket sent itself is not one.
     fn receive(&self) -> Vec<u8> {
-        let mut buffer = vec![0; 70_000];
         let begun = Instant::now();
         loop {
-            let flags = rustix::net::RecvFlags::DONTWAIT;
-            if let Ok((_, length)) = rustix::net::recv(&self.socket, &mut buffer[..], flags) {
-                return buffer[..length].to_vec();
+            if let Some(frame) = self.received() {
+                return frame;
             }
             assert!(begun.elapsed() < LOST, "no frame comes");
             std::thread::sleep(Duration::from_micros(100));
@@ -304,6 +311,92 @@ fn frames_go_to_the_tap_as_they_are() {
         assert_eq!((seen.errors, seen.operations.writes), (2, 203));
         let stopped = pool.stop(key).unwrap();
         assert_eq!(stopped.broken(), None);
+    }
+}
+
+/// Numbered frames that go out and are sent back from outside, while both queues go from thread to thread: each comes once, in
+/// order, as it was sent. `RTVIRTIO_TEST_FRAMES=10000000` of them, with a move each 20 ms.
+#[test]
+fn flow_over_a_tap_keeps_its_order_while_queues_move() {
+    const TEST: &str = "flow_over_a_tap_keeps_its_order_while_queues_move";
+    const WINDOW: u32 = 16;
+    let Wire { taps, socket } = match Wire::new(1) {
+        Ok(wire) => wire,
+        Err(why) => return skipped(TEST, why),
+    };
+    let (nic, wire) = (nic(taps, ALL), Wire { taps: Vec::new(), socket });
+    let asked: Option<u32> =
+        std::env::var("RTVIRTIO_TEST_FRAMES").ok().map(|frames| frames.parse().unwrap());
+    let frames = asked.unwrap_or(5_000);
+    let pause = Duration::from_micros(if asked.is_some() { 20_000 } else { 500 });
+    let expected = |number: u32| {
+        let mut frame = frame(number as u8, 60 + number as usize % 1000);
+        frame[14..18].copy_from_slice(&number.to_be_bytes());
+        let content = number.wrapping_mul(0x9e37_79b9).to_be_bytes();
+        frame[18..].chunks_exact_mut(4).for_each(|part| part.copy_from_slice(&content));
+        frame
+    };
+    for packed in [false, true] {
+        let pool = Pool::default();
+        let threads: [ThreadId; 2] = threads(&pool);
+        let (mut sender, mut receiver) = (Port::new(packed), Port::new(packed));
+        let keys = [
+            pool.start_nic(sender.setup(&nic, 1), threads[0]).unwrap(),
+            pool.start_nic(receiver.setup(&nic, 0), threads[1]).unwrap(),
+        ];
+        let (done, moves) = (AtomicBool::new(false), AtomicU64::new(0));
+        let begun = Instant::now();
+        std::thread::scope(|scope| {
+            let (pool, done, moves) = (&pool, &done, &moves);
+            scope.spawn(move || {
+                for at in 0_usize.. {
+                    if done.load(Relaxed) {
+                        return;
+                    }
+                    pool.move_queue(keys[at % 2], threads[at / 2 % 2]).unwrap();
+                    moves.fetch_add(1, Relaxed);
+                    std::thread::sleep(pause);
+                }
+            });
+            // Also if this fails.
+            let _ends = Stop(done);
+            let mut slots = receiver.offer(0..32, 1526);
+            let (mut sent, mut out, mut back, mut in_flight) = (0, 0, 0, 0);
+            let mut last = Instant::now();
+            while back < frames {
+                while sent < frames && in_flight < WINDOW && sent - back < WINDOW {
+                    sender.send(u64::from(sent % WINDOW), [0; HEADER], &expected(sent));
+                    (sent, in_flight) = (sent + 1, in_flight + 1);
+                }
+                while sender.driver.take().is_some() {
+                    in_flight -= 1;
+                }
+                while let Some(frame) = wire.received() {
+                    assert!(frame == expected(out), "{out} is another, or not as it was sent");
+                    wire.send(&frame);
+                    out += 1;
+                }
+                assert!(last.elapsed() < LOST, "{sent} sent, {out} went out, {back} came back");
+                let Some((id, length)) = receiver.driver.take() else {
+                    std::thread::yield_now();
+                    continue;
+                };
+                last = Instant::now();
+                let slot = slots.remove(&id).unwrap();
+                let bytes = receiver.driver.guest().read(Port::place(slot), length as usize);
+                assert!(bytes[HEADER..] == expected(back), "{back} is another on its way back");
+                back += 1;
+                slots.extend(receiver.offer(slot..slot + 1, 1526));
+            }
+        });
+        let moves = moves.load(Relaxed);
+        eprintln!(
+            "packed={packed}: {frames} frames out and back, {moves} moves, none lost, {:?}",
+            begun.elapsed()
+        );
+        for key in keys {
+            pool.stop(key).unwrap();
+        }
     }
 }
 
