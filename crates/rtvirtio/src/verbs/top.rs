@@ -366,7 +366,8 @@ fn text(look: &Look) -> String {
             let each =
                 |(reason, rate): (&&str, &f64)| format!("{} {rate:.0}/s", reason.replace('_', " "));
             let drops: Vec<String> = nic.drops_per_s.iter().map(each).collect();
-            line(fit(&format!("  dropped: {}", drops.join(", ")), 80));
+            let drops = format!("dropped: {}", drops.join(", "));
+            wrap(&drops, 76).into_iter().for_each(|text| line(format!("  {text}")));
         }
     }
     if !look.devices.is_empty() {
