@@ -9,7 +9,13 @@
 //! chance.
 //!
 //! Queues stand in a line. Whoever had its chance goes to the end of it, a queue that wakes up joins it
-//! there, owing nothing, and one that leaves makes a gap that closes: nobody is overtaken.
+//! there, owing nothing, and one that leaves makes a gap that closes.
+//!
+//! Sparse queues. A driver that sends a request now and then should not wait for a turn of each of the busy queues. A queue is *sparse*
+//! when it joins the line, and when it has had a chance and needed less of it than it was given, as in FQ-CoDel's list of new flows
+//! (RFC 8290, section 4.1). Where others have had [`SPARSE_NS`] since the last look, and a sparse queue has something pending, it
+//! has a turn ahead of the line. Until its next chance these turns are [`SPARSE_NS`] together, and they are taken from that
+//! chance: nobody has more than a quantum for a chance.
 //!
 //! Stuck guard. A queue that has been passed over [`STUCK`] times running with something pending is
 //! served whatever it owes, and the rest of that is forgotten: else one request of a gigabyte would
@@ -22,13 +28,15 @@
 //! its queue had nothing pending, or nothing left.
 //!
 //! The bound. Between two turns of a queue that has something pending, each other queue in the line has at most
-//! one turn: 25.6 µs less a nanosecond, and one request or frame. If the queue itself owes, at most
-//! 1 + [`STUCK`] turns. What only waits for nobody else is served at once, owing or not. Reserved queues add what is reserved for
+//! one turn of the line: 12.8 µs less a nanosecond, and one request or frame. If the queue itself owes, at most
+//! 1 + [`STUCK`] turns. If the other queue is sparse before its chance and after it, it has [`SPARSE_NS`] and one request or frame
+//! each time. What only waits for nobody else is served at once, owing or not. Reserved queues add what is reserved for
 //! them in that time, and one frame each for each turn of the line. A reserved queue with something left waits for one turn of the line, and
 //! one of each other reserved queue.
 //!
 //! Properties (tests of the same name): `nobody_is_starved`, `something_pending_is_always_served`,
-//! `overdraft_is_paid_back`, `turns_of_disks_and_nics_cost_the_same`, `reserved_queue_waits_for_one_turn_of_the_line`,
+//! `overdraft_is_paid_back`, `sparse_queue_waits_for_one_turn`, `sparse_turns_are_taken_from_the_next_chance`,
+//! `turns_of_disks_and_nics_cost_the_same`, `reserved_queue_waits_for_one_turn_of_the_line`,
 //! `reserved_queues_have_no_more_than_is_reserved`.
 
 use std::collections::VecDeque;
@@ -41,10 +49,10 @@ use rtvirtio_frames::promise::Reservation;
 pub(crate) mod cost {
     pub(crate) use rtvirtio_frames::cost::{NOTE_NS, PORT_FRAME_NS, pieces_ns, port_ns, tap_ns};
 
-    /// Of a request to a disk, with 4 KiB: 64 are a turn.
+    /// Of a request to a disk, with 4 KiB: 32 are a turn.
     pub(crate) const REQUEST_NS: i64 = 400;
 
-    /// Of a request's bytes, without those that [`REQUEST_NS`] has: 256 KiB are a turn.
+    /// Of a request's bytes, without those that [`REQUEST_NS`] has: 128 KiB are a turn.
     pub(crate) fn transfer_ns(bytes: u64) -> i64 {
         let copied = i64::try_from(bytes / 1024 * 100).unwrap_or(i64::MAX);
         (copied - REQUEST_NS).max(0)
@@ -52,7 +60,10 @@ pub(crate) mod cost {
 }
 
 /// How often running a queue that owes is passed over at most.
-const STUCK: u8 = 16;
+const STUCK: u8 = 32;
+
+/// What a sparse queue may have ahead of the line until its next chance; as much of others' turns is between two looks for one, ns.
+const SPARSE_NS: i64 = QUANTUM_NS / 4;
 
 /// What is left of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,6 +89,8 @@ struct Place<K> {
     credit: i64,
     /// How often running it has been passed over.
     passed: u8,
+    /// Nanoseconds that it may have ahead of the line until its next chance: of a sparse queue.
+    ahead: i64,
 }
 
 /// A queue to which something is promised, whether it is in the line or not.
@@ -99,7 +112,9 @@ struct Reserved<K> {
 #[derive(Debug, Clone, Copy)]
 enum Whose {
     /// Of the last one in the line.
-    Line,
+    Line { ns: i64 },
+    /// Of a sparse queue, wherever it is in the line, which has begun with so many ns.
+    Sparse { index: usize, ns: i64 },
     /// Of a reserved queue, which has begun with so many ns.
     Reserved { index: usize, ns: i64, begun: u64 },
 }
@@ -119,6 +134,8 @@ pub(crate) struct Turns<K> {
     line: VecDeque<Place<K>>,
     reserved: Vec<Reserved<K>>,
     whose: Whose,
+    /// What turns of the line have had since it was looked for sparse queues, ns.
+    since_look: i64,
 }
 
 /// How far a round has come.
@@ -134,7 +151,8 @@ pub(crate) struct Round {
 
 impl<K: Copy + PartialEq> Turns<K> {
     pub(crate) const fn new() -> Self {
-        Self { line: VecDeque::new(), reserved: Vec::new(), whose: Whose::Line }
+        let whose = Whose::Line { ns: 0 };
+        Self { line: VecDeque::new(), reserved: Vec::new(), whose, since_look: 0 }
     }
 
     /// Something is promised to a queue from `time` on, ns.
@@ -186,7 +204,7 @@ impl<K: Copy + PartialEq> Turns<K> {
 
     /// A queue that is not in the line joins it.
     pub(crate) fn join(&mut self, key: K) {
-        self.line.push_back(Place { key, credit: 0, passed: 0 });
+        self.line.push_back(Place { key, credit: 0, passed: 0, ahead: SPARSE_NS });
     }
 
     /// Queues leave unless `stays` says otherwise.
@@ -234,7 +252,10 @@ impl<K: Copy + PartialEq> Turns<K> {
         round: &mut Round,
         mut is_pending: impl FnMut(K) -> bool,
     ) -> Option<(K, TurnBudget)> {
-        self.whose = Whose::Line;
+        if let Some(turn) = self.next_sparse(&mut is_pending) {
+            round.served = true;
+            return Some(turn);
+        }
         loop {
             if round.left == 0 {
                 if round.served || !std::mem::take(&mut round.owing) {
@@ -246,21 +267,43 @@ impl<K: Copy + PartialEq> Turns<K> {
             }
             round.left -= 1;
             let mut place = self.line.pop_front()?;
-            // What is reserved for a queue it has before the next turn of the line.
-            let has_left = |queue: &Reserved<K>| queue.key == place.key && queue.left > 0.0;
-            let is_pending = is_pending(place.key) && !self.reserved.iter().any(has_left);
+            let is_pending = is_pending(place.key) && !self.has_reservation_left(place.key);
             let credit = place.credit + QUANTUM_NS;
             if is_pending && (credit > 0 || place.passed >= STUCK) {
-                self.line.push_back(Place { credit: 0, passed: 0, ..place });
+                self.line.push_back(Place { credit: 0, passed: 0, ahead: 0, ..place });
                 round.served = true;
                 let ns = if credit > 0 { credit } else { QUANTUM_NS };
+                self.whose = Whose::Line { ns };
                 return Some((place.key, TurnBudget { requests: u32::MAX, ns }));
             }
             place.credit = credit.min(0);
+            place.ahead = if is_pending || place.credit < 0 { 0 } else { SPARSE_NS };
             place.passed = if is_pending { place.passed + 1 } else { 0 };
             round.owing |= is_pending;
             self.line.push_back(place);
         }
+    }
+
+    /// What is reserved for a queue it has before the next turn of the line.
+    fn has_reservation_left(&self, key: K) -> bool {
+        self.reserved.iter().any(|queue| queue.key == key && queue.left > 0.0)
+    }
+
+    /// A sparse queue with something pending, if it is time to look for one.
+    fn next_sparse(&mut self, mut is_pending: impl FnMut(K) -> bool) -> Option<(K, TurnBudget)> {
+        if self.since_look < SPARSE_NS {
+            return None;
+        }
+        let found = self.line.iter().position(|place| {
+            place.ahead > 0 && is_pending(place.key) && !self.has_reservation_left(place.key)
+        });
+        let Some((index, place)) = found.and_then(|index| Some((index, self.line.get(index)?)))
+        else {
+            self.since_look = 0;
+            return None;
+        };
+        self.whose = Whose::Sparse { index, ns: place.ahead };
+        Some((place.key, TurnBudget { requests: u32::MAX, ns: place.ahead }))
     }
 
     fn next_reserved(
@@ -290,11 +333,26 @@ impl<K: Copy + PartialEq> Turns<K> {
 
     /// What was left at the end of the last turn; what was promised of it.
     pub(crate) fn end_turn(&mut self, left: TurnBudget) -> Option<PromisedTurn> {
-        let Whose::Reserved { index, ns, begun } = self.whose else {
-            if let Some(place) = self.line.back_mut() {
-                place.credit = left.ns.min(0);
+        let (index, ns, begun) = match self.whose {
+            Whose::Reserved { index, ns, begun } => (index, ns, begun),
+            Whose::Line { ns } => {
+                self.since_look += ns - left.ns;
+                if let Some(place) = self.line.back_mut() {
+                    place.credit = left.ns.min(0);
+                    // It ended because nothing was left to do.
+                    place.ahead = if left.is_left() { left.ns.min(SPARSE_NS) } else { 0 };
+                }
+                return None;
             }
-            return None;
+            Whose::Sparse { index, ns } => {
+                if let Some(place) = self.line.get_mut(index) {
+                    let used = ns - left.ns;
+                    // Who starts nothing is not asked again: it would keep others waiting for nothing.
+                    place.ahead = if used > 0 { left.ns } else { 0 };
+                    place.credit -= used;
+                }
+                return None;
+            }
         };
         let queue = self.reserved.get_mut(index)?;
         queue.left -= (ns - left.ns) as f64;
@@ -321,13 +379,25 @@ mod tests {
         sizes: Vec<u64>,
         next: usize,
         is_pending: bool,
-        /// What others have had since its last turn, or since something is pending: turns and ns.
-        others: BTreeMap<usize, [u64; 2]>,
+        /// What others have had since its last turn, or since something is pending.
+        others: BTreeMap<usize, Had>,
         /// Whether it owed anything then.
         owed: bool,
     }
 
+    #[derive(Debug, Clone, Copy, Default)]
+    struct Had {
+        /// Of the line.
+        turns: u64,
+        ns: u64,
+        /// Ahead of it.
+        sparse_ns: u64,
+        /// How often it has joined the line.
+        joins: u64,
+    }
+
     const REQUEST: u64 = cost::REQUEST_NS as u64;
+    const SPARSE: u64 = SPARSE_NS as u64;
     const QUANTUM: u64 = QUANTUM_NS as u64;
 
     /// An IOThread's line, without rings, and its clock: a turn takes what it costs.
@@ -343,6 +413,8 @@ mod tests {
         fn new(sizes: Vec<Vec<u64>>) -> Self {
             let mut turns = Turns::new();
             (0..sizes.len()).for_each(|key| turns.join(key));
+            // They have been busy all along.
+            turns.line.iter_mut().for_each(|place| place.ahead = 0);
             let driver = |sizes| Driver {
                 sizes,
                 next: 0,
@@ -383,7 +455,12 @@ mod tests {
                 self.turns.keys().filter(|&k| k != key && self.drivers[k].is_pending).collect();
             for other in waiting {
                 let others = self.drivers[other].others.entry(key).or_default();
-                *others = [others[0] + 1, others[1] + had[1]];
+                if matches!(self.turns.whose, Whose::Sparse { .. }) {
+                    others.sparse_ns += had[1];
+                } else {
+                    others.turns += 1;
+                    others.ns += had[1];
+                }
             }
             Some((key, had))
         }
@@ -450,6 +527,9 @@ mod tests {
                             rig.turns.retain(|other| other != key);
                         } else {
                             rig.turns.join(key);
+                            for driver in &mut rig.drivers {
+                                driver.others.entry(key).or_default().joins += 1;
+                            }
                         }
                         rig.count_from_here(key);
                         round = rig.turns.round();
@@ -457,11 +537,14 @@ mod tests {
                     Step::Toggle(_) | Step::Sleep(_) => {}
                 }
                 for driver in &rig.drivers {
-                    let most = if driver.owed { 17 } else { 1 };
-                    for &[turns, ns] in driver.others.values() {
-                        prop_assert!(turns <= most, "{turns}");
+                    let most = if driver.owed { 1 + u64::from(STUCK) } else { 1 };
+                    for had in driver.others.values() {
+                        prop_assert!(had.turns <= most, "{had:?}");
                         // In each turn a quantum less a nanosecond, and one request.
-                        prop_assert!(ns < turns * (QUANTUM + largest), "{ns}");
+                        prop_assert!(had.ns <= had.turns * (QUANTUM - 1 + largest), "{had:?}");
+                        // Before each chance, and after the last.
+                        let times = most + 1 + had.joins;
+                        prop_assert!(had.sparse_ns <= times * (SPARSE - 1 + largest), "{had:?}");
                     }
                 }
             }
@@ -471,7 +554,8 @@ mod tests {
         fn queue_that_owes_nothing_is_never_passed_over(sizes in sizes(64), turns in 1_usize..200) {
             // A power of two of them fills a turn: none is overdrawn.
             let rounded = |size: u64| (size / REQUEST).next_power_of_two() * REQUEST;
-            let sizes: Vec<_> = sizes.iter().map(|all| vec![rounded(all[0])]).collect();
+            let sizes: Vec<_> =
+                sizes.iter().map(|all| vec![rounded(all[0]).min(QUANTUM)]).collect();
             let queues = sizes.len();
             let mut rig = Rig::new(sizes);
             let mut order = Vec::new();
@@ -505,7 +589,7 @@ mod tests {
 
         #[test]
         fn overdraft_is_paid_back(sizes in sizes(1 << 10), rounds in 1_usize..300) {
-            // Of up to 16 quanta, all of it.
+            // Of up to as many quanta as it may be passed over, all of it.
             let largest = *sizes.iter().flatten().max().unwrap();
             let mut rig = Rig::new(sizes);
             let mut had = vec![0; rig.drivers.len()];
@@ -520,33 +604,111 @@ mod tests {
         }
     }
 
+    /// Floods' queues, and one at the end of the line that has something to do for one turn when it is asked for.
+    fn sparse(floods: usize) -> (Rig, usize) {
+        let mut rig = Rig::new(vec![vec![REQUEST]; floods + 1]);
+        rig.drivers[floods].is_pending = false;
+        let mut round = rig.turns.round();
+        while rig.turn(&mut round).is_some() {}
+        (rig, floods)
+    }
+
     #[test]
-    fn request_of_a_mebibyte_costs_four_turns() {
+    fn sparse_queue_waits_for_one_turn() {
+        for floods in 1..8 {
+            let (mut rig, queue) = sparse(floods);
+            for gap in [0, 1, floods, 3 * floods] {
+                let mut round = rig.turns.round();
+                for _ in 0..gap {
+                    if rig.turn(&mut round).is_none() {
+                        round = rig.turns.round();
+                    }
+                }
+                // It comes while a turn lasts.
+                rig.drivers[queue].is_pending = true;
+                let mut waited = 0;
+                loop {
+                    match rig.turn(&mut round) {
+                        None => round = rig.turns.round(),
+                        Some((key, [_, ns])) if key == queue => {
+                            // It may be at the front of the line.
+                            assert!(ns == SPARSE || waited == 0, "{ns} after {waited}");
+                            break;
+                        }
+                        Some((_, [_, ns])) => waited += ns,
+                    }
+                }
+                assert!(waited <= QUANTUM, "{floods} {gap}: {waited} ns");
+                rig.drivers[queue].is_pending = false;
+                for _ in 0..3 * floods {
+                    if rig.turn(&mut round).is_none() {
+                        round = rig.turns.round();
+                    }
+                }
+            }
+        }
+    }
+
+    /// Who has more to do than a sparse queue would have has no more than others.
+    #[test]
+    fn sparse_turns_are_taken_from_the_next_chance() {
+        let (mut rig, queue) = sparse(3);
+        rig.drivers[queue].is_pending = true;
+        let mut had = [0; 4];
+        for _ in 0..100 {
+            let mut round = rig.turns.round();
+            while let Some((key, [_, ns])) = rig.turn(&mut round) {
+                had[key] += ns;
+            }
+        }
+        let (least, most) = (had.iter().min().unwrap(), had.iter().max().unwrap());
+        assert!(most - least <= QUANTUM, "{had:?}");
+    }
+
+    /// A queue whose turn came to nothing, as one whose device does not start it, does not keep the line waiting.
+    #[test]
+    fn sparse_queue_that_starts_nothing_is_not_asked_again() {
+        let mut turns = Turns::new();
+        [0, 1].into_iter().for_each(|key| turns.join(key));
+        let mut order = Vec::new();
+        while order.len() < 6 {
+            let mut round = turns.round();
+            while let Some((key, mut left)) = turns.next(&mut round, 0, |_| true) {
+                left.ns -= if key == 0 { left.ns } else { 0 };
+                turns.end_turn(left);
+                order.push(key);
+            }
+        }
+        assert!(order.windows(3).all(|three| three.contains(&0)), "{order:?}");
+    }
+
+    #[test]
+    fn request_of_a_mebibyte_costs_eight_turns() {
         let mebibyte = (cost::REQUEST_NS + cost::transfer_ns(1 << 20)) as u64;
         let mut rig = Rig::new(vec![vec![mebibyte], vec![REQUEST]]);
         let mut order = String::new();
-        for _ in 0..9 {
+        for _ in 0..17 {
             let mut round = rig.turns.round();
             while let Some((key, had)) = rig.turn(&mut round) {
                 order.push(if key == 0 { 'L' } else { 's' });
-                assert_eq!(had, if key == 0 { [1, mebibyte] } else { [64, QUANTUM] });
+                assert_eq!(had, if key == 0 { [1, mebibyte] } else { [32, QUANTUM] });
             }
         }
-        assert_eq!(order, "LssssLssssLs");
+        assert_eq!(order, "LssssssssLssssssssLs");
     }
 
     #[test]
     fn what_is_owed_beyond_the_guard_is_forgotten() {
         let mut rig = Rig::new(vec![vec![1 << 30], vec![REQUEST]]);
         let mut order = String::new();
-        for _ in 0..35 {
+        for _ in 0..67 {
             let mut round = rig.turns.round();
             while let Some((key, _)) = rig.turn(&mut round) {
                 order.push(if key == 0 { 'L' } else { 's' });
             }
         }
-        let sixteen = "s".repeat(16);
-        assert_eq!(order, format!("Ls{sixteen}Ls{sixteen}Ls"));
+        let passed = "s".repeat(STUCK.into());
+        assert_eq!(order, format!("Ls{passed}Ls{passed}Ls"));
     }
 
     #[test]
@@ -591,7 +753,7 @@ mod tests {
         let turns = std::iter::from_fn(|| rig.turn(&mut round).map(|(key, [_, ns])| (key, ns)));
         let turns: Vec<_> = turns.take(4).collect();
         // What is reserved first, then a turn of the line, and what has come back since.
-        assert_eq!(turns, [(2, 4_000), (1, 4_000), (0, QUANTUM), (2, 3_600)]);
+        assert_eq!(turns, [(2, 4_000), (1, 4_000), (0, QUANTUM), (2, 2_400)]);
     }
 
     /// What waits since when is known from the looks at which nothing did.

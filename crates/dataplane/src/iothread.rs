@@ -29,6 +29,10 @@
 //! first event: of a TAP it is pushed when the queue has buffers and the TAP had no frame, of a switch's port it is always
 //! there, and costs nothing while nobody writes to its eventfd.
 //!
+//! Long rounds. A round ends early when it has lasted as long as a turn, and the line goes on in the next. So what a queue has started is
+//! submitted, what has ended is shown to its driver, and kicks and links' events are heard, with one turn of another queue in
+//! between and not one of each.
+//!
 //! Promises. What is promised to a queue of a network device is reserved for it, with turns between those of others (`drr`). Where there
 //! is such a queue a round ends as soon as there is something to submit or to hear of, so that no system call has more than a
 //! turn's requests, and a frame is noticed by the next turn.
@@ -56,7 +60,7 @@ use rtvirtio_engine::{Commands, Completions, Token, nvme};
 use rtvirtio_qos::Running;
 
 use crate::clock::now;
-use crate::drr::{PromisedTurn, TurnBudget, Turns};
+use crate::drr::{PromisedTurn, QUANTUM_NS, TurnBudget, Turns};
 use crate::key::{QueueKey, from_token};
 use crate::mailbox::{Receiver, Sender};
 use crate::queue::{Kick, Pass, Queue, Turn};
@@ -79,8 +83,8 @@ pub use polling::Polling;
 use resources::{Registered, Resources};
 use schedules::ByMessage;
 
-/// Entries of a submission queue.
-const ENTRIES: u32 = 512;
+/// Entries of a submission queue: more than a turn needs. Tests have fewer, to see what happens when it is full.
+const ENTRIES: u32 = if cfg!(test) { 16 } else { 512 };
 /// Entries of a completion queue: more than a kernel without room for them would have to queue.
 const COMPLETIONS: u32 = 4096;
 /// A queue that was awake and idle for so long among busy ones is put to sleep.
@@ -88,7 +92,7 @@ const IDLE_BEFORE_NOTIFY_NS: u64 = 1_000_000;
 /// Polls of a kick that may end one after the other without one that stays.
 const MAX_MULTISHOT_REARMS: u8 = 8;
 /// Completions that are taken at once where something is promised: as many as a turn has requests.
-const PROMISED_COMPLETIONS: usize = 64;
+const PROMISED_COMPLETIONS: usize = 32;
 /// How often a thread that never sleeps says how long it has polled.
 const POLL_SLICE_NS: u64 = 1_000_000;
 /// How long a request may lie in a queue without a kick: short for a disk, and a few per cent of
@@ -264,6 +268,10 @@ impl IoThread {
             self.begin(began);
             let mut worked = self.reap();
             worked |= self.read_mail();
+            if worked && self.awake.len() > 1 {
+                // Drivers do not wait for others' turns.
+                self.publish();
+            }
             if !self.held.is_empty() {
                 self.release(began);
             }
@@ -590,7 +598,7 @@ impl IoThread {
 
     // Serving.
 
-    /// A round of turns, unless a message comes; whether there was something to do. `reaped`: there was
+    /// A round of turns, or those of it that one takes, or until a message comes; whether there was something to do. `reaped`: there was
     /// something before.
     fn serve(&mut self, time: u64, reaped: bool) -> bool {
         let mut worked = false;
@@ -604,15 +612,17 @@ impl IoThread {
             worked = true;
             let (left, started) = self.serve_one(key, share, time);
             let promised = self.awake.end_turn(left);
-            if get(&self.served, key).is_some_and(|entry| entry.queue.disk().is_none()) {
-                // Others' turns are not waited for: a driver may go on with frames while these last.
-                self.show(key);
-            }
+            // Others' turns are not waited for: a driver may go on with what has ended while these last.
+            self.show(key);
             self.after_turn(key, started, !left.is_left());
             if let Some(turn) = promised {
                 self.after_promised_turn(key, turn, started);
             }
-            if self.mail.is_signaled() || self.awake.has_reserved() && self.is_interrupted() {
+            let has_lasted = self.busy.until().saturating_sub(time) >= QUANTUM_NS.unsigned_abs();
+            if has_lasted
+                || self.mail.is_signaled()
+                || self.awake.has_reserved() && self.is_interrupted()
+            {
                 break;
             }
         }

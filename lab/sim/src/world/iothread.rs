@@ -14,7 +14,7 @@ use crate::cpus::{Waker, Who};
 use crate::scenario::Role;
 
 /// What a queue may start in a turn, ns of estimated time: `rtvirtio_dataplane`'s `drr`.
-const QUANTUM_NS: i64 = 25_600;
+const QUANTUM_NS: i64 = 12_800;
 /// What is shown to the driver as one.
 const BATCH: usize = 8;
 const BATCH_BYTES: u64 = 32 << 10;
