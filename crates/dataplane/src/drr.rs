@@ -12,7 +12,7 @@
 //! there, owing nothing, and one that leaves makes a gap that closes.
 //!
 //! Sparse queues. A driver that sends a request now and then should not wait for a turn of each of the busy queues. A queue is *sparse*
-//! when it joins the line, and when it has had a chance and needed less of it than it was given, as in FQ-CoDel's list of new flows
+//! when it joins the line, and when it has had a chance and needed less than [`SPARSE_NS`] of it, as in FQ-CoDel's list of new flows
 //! (RFC 8290, section 4.1). Where others have had [`SPARSE_NS`] since the last look, and a sparse queue has something pending, it
 //! has a turn ahead of the line. Until its next chance these turns are [`SPARSE_NS`] together, and they are taken from that
 //! chance: nobody has more than a quantum for a chance.
@@ -339,8 +339,9 @@ impl<K: Copy + PartialEq> Turns<K> {
                 self.since_look += ns - left.ns;
                 if let Some(place) = self.line.back_mut() {
                     place.credit = left.ns.min(0);
-                    // It ended because nothing was left to do.
-                    place.ahead = if left.is_left() { left.ns.min(SPARSE_NS) } else { 0 };
+                    // It ended because nothing was left to do, after little.
+                    let is_sparse = left.is_left() && ns - left.ns < SPARSE_NS;
+                    place.ahead = if is_sparse { SPARSE_NS } else { 0 };
                 }
                 return None;
             }

@@ -29,9 +29,8 @@
 //! first event: of a TAP it is pushed when the queue has buffers and the TAP had no frame, of a switch's port it is always
 //! there, and costs nothing while nobody writes to its eventfd.
 //!
-//! Long rounds. A round ends early when it has lasted as long as a turn, and the line goes on in the next. So what a queue has started is
-//! submitted, what has ended is shown to its driver, and kicks and links' events are heard, with one turn of another queue in
-//! between and not one of each.
+//! Long rounds. When a round has lasted as long as a turn, it ends early if anything is to be submitted or heard, and the line goes on in
+//! the next. So a queue's requests, and kicks, ends and links' events, wait for one turn of another queue and not for one of each.
 //!
 //! Promises. What is promised to a queue of a network device is reserved for it, with turns between those of others (`drr`). Where there
 //! is such a queue a round ends as soon as there is something to submit or to hear of, so that no system call has more than a
@@ -619,8 +618,8 @@ impl IoThread {
                 self.after_promised_turn(key, turn, started);
             }
             let has_lasted = self.busy.until().saturating_sub(time) >= QUANTUM_NS.unsigned_abs();
-            if has_lasted
-                || self.mail.is_signaled()
+            if self.mail.is_signaled()
+                || has_lasted && self.has_events()
                 || self.awake.has_reserved() && self.is_interrupted()
             {
                 break;
@@ -646,13 +645,20 @@ impl IoThread {
         }
     }
 
-    /// Whether a round is to end early where something is promised: what has been started is to be submitted, or what
-    /// was waited for may be a promised frame.
-    fn is_interrupted(&mut self) -> bool {
+    /// Whether something is to be submitted, or has ended or come.
+    fn has_events(&mut self) -> bool {
         let submission = self.ring.submission();
         let has_event = !submission.is_empty() || submission.taskrun();
         drop(submission);
-        if has_event || !self.ring.completion().is_empty() {
+        has_event
+            || !self.ring.completion().is_empty()
+            || !self.commands.is_submitted()
+            || self.commands.has_ended()
+    }
+
+    /// Whether a round is to end early where something is promised: what has come may be a promised frame.
+    fn is_interrupted(&mut self) -> bool {
+        if self.has_events() {
             return true;
         }
         let (served, awake, time) = (&self.served, &self.awake, self.busy.until());

@@ -209,14 +209,14 @@ mod tests {
         let load = Load { queues: 26, has_disks: false };
         let both = [promise(20_000.0, 1_000_000, 300, Medium::Copy); 2];
         assert_eq!(admit(&both, load), Ok(()));
-        // 20,000 frames of 250 + 88 + 60 ns.
+        // 20,000 frames of 125 + 88 + 60 ns.
         assert!(
-            (both[0].reservation().share - 0.00796).abs() < 1e-5,
+            (both[0].reservation().share - 0.00546).abs() < 1e-5,
             "{:?}",
             both[0].reservation()
         );
         // 22 frames at once.
-        assert_eq!(both[0].reservation().burst, 22 * 398);
+        assert_eq!(both[0].reservation().burst, 22 * 273);
         let with_disks = admit(&both, Load { has_disks: true, ..load });
         assert!(matches!(with_disks, Err(Refusal::Within { which: 0, .. })), "{with_disks:?}");
     }

@@ -34,11 +34,11 @@ use crate::{QueueKind, Snapshot};
 const fn weights(kind: QueueKind) -> (f64, f64) {
     // Of an IOThread's time a request of 4 KiB takes about 1.2 µs by io_uring, without what its driver is called for. The
     // figures of frames are those by which turns are counted (`rtvirtio_dataplane`'s `drr::cost`): by a system call 1.6 µs and
-    // 80 ns a KiB, by a copy 250 ns, at each of two queues, and 60 ns a KiB.
+    // 80 ns a KiB, by a copy 125 ns, at each of two queues, and 60 ns a KiB.
     match kind {
         QueueKind::Disk => (1.0, 65_536.0),
         QueueKind::Link => (1.6 / 1.2, 1.2 / 0.08 * 1_024.0),
-        QueueKind::Switch => (0.25 / 1.2, 1.2 / 0.06 * 1_024.0),
+        QueueKind::Switch => (0.125 / 1.2, 1.2 / 0.06 * 1_024.0),
     }
 }
 
