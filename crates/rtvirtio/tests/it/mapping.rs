@@ -123,7 +123,7 @@ fn device_of_a_configuration_is_printed_with_how_a_guest_attaches() {
     for line in [
         &format!("# {JSON}"),
         "-object memory-backend-memfd,id=mem,size=512M,share=on",
-        "-chardev socket,id=char-vm0-root,path=/run/rtvirtio/vm0-root.sock,reconnect-ms=200",
+        "-chardev socket,id=char-vm0-root,path=/run/rtvirtio/vm0-root.sock,reconnect-ms=20",
         "-device vhost-user-blk-pci,id=disk-vm0-root,chardev=char-vm0-root,num-queues=4",
     ] {
         assert!(qemu.lines().any(|l| l == line), "{line}: {qemu}");

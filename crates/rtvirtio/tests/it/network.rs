@@ -31,7 +31,7 @@ fn boot(test: &str, socket: &Path, mac: &str, device: &str, address: &str) -> Ma
         "-m".to_owned(),
         "384".to_owned(),
         "-chardev".to_owned(),
-        format!("socket,id=nic,path={},reconnect-ms=200", socket.display()),
+        format!("socket,id=nic,path={},reconnect-ms=20", socket.display()),
         "-netdev".to_owned(),
         "vhost-user,id=net,chardev=nic".to_owned(),
         "-device".to_owned(),

@@ -261,7 +261,7 @@ fn front_end_text_is_as_expected_and_escaped() {
         [
             (
                 "-chardev",
-                "socket,id=char-vm0-root,path=/run/a,,'<&b.sock,reconnect-ms=200".to_owned()
+                "socket,id=char-vm0-root,path=/run/a,,'<&b.sock,reconnect-ms=20".to_owned()
             ),
             (
                 "-device",

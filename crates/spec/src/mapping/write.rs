@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::{Entry, Mapping};
 
 /// How long a front end waits before it connects again, ms, in QEMU's own unit.
-const RECONNECT_MS: u32 = 200;
+const RECONNECT_MS: u32 = 20;
 
 /// A device on the data plane, as its front end sees it.
 #[derive(Debug, Clone, Copy)]

@@ -197,7 +197,7 @@ impl Vm {
             .args(["-device", "pcie-root-port,id=bay,chassis=1"])
             .args([
                 "-chardev",
-                &format!("socket,id=server0,path={},reconnect-ms=200", socket.display()),
+                &format!("socket,id=server0,path={},reconnect-ms=20", socket.display()),
             ])
             .args(["-device", &device(disk, 0).to_string()])
             .args(arguments);
@@ -297,7 +297,7 @@ impl Vm {
         if new != old {
             self.qmp.run("chardev-remove", json!({"id": format!("server{old}")}));
             let address = json!({"type": "unix", "data": {"path": self.socket}});
-            let backend = json!({"addr": address, "server": false, "reconnect-ms": 200});
+            let backend = json!({"addr": address, "server": false, "reconnect-ms": 20});
             let backend = json!({"type": "socket", "data": backend});
             self.qmp.run("chardev-add", json!({"id": format!("server{new}"), "backend": backend}));
         }
