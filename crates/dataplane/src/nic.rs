@@ -18,7 +18,7 @@ use rtvirtio_virtq::Segment;
 use rtvirtio_virtq::ring::{Inflight, Positions};
 
 use crate::call::Caller;
-use crate::stream::Stream;
+use crate::socket::Socket;
 use crate::switch::Switch;
 use crate::tap::Tap;
 
@@ -49,8 +49,8 @@ pub struct NicConfig {
 pub(crate) enum Link {
     /// A TAP of the host: a queue of it for each pair, at least one.
     Taps(Vec<Arc<Tap>>),
-    /// A stream socket.
-    Stream(Arc<Stream>),
+    /// A socket that carries frames.
+    Socket(Arc<Socket>),
     /// A port of a switch.
     Port {
         /// The switch.
@@ -101,7 +101,7 @@ impl Nic {
     fn taps(&self) -> &[Arc<Tap>] {
         match &self.config.link {
             Link::Taps(taps) => taps,
-            Link::Stream(_) | Link::Port { .. } => &[],
+            Link::Socket(_) | Link::Port { .. } => &[],
         }
     }
 
@@ -135,7 +135,7 @@ impl Nic {
     const fn pairs(&self) -> u16 {
         match &self.config.link {
             Link::Taps(taps) => taps.len() as u16,
-            Link::Stream(_) => 1,
+            Link::Socket(_) => 1,
             Link::Port { pairs, .. } => *pairs,
         }
     }
@@ -158,7 +158,7 @@ impl Backend for Nic {
         let several = if self.pairs() > 1 { features::MQ } else { 0 };
         let declined = match self.config.link {
             Link::Taps(_) | Link::Port { .. } => 0,
-            Link::Stream(_) => features::OFFLOADS,
+            Link::Socket(_) => features::OFFLOADS,
         };
         (common::ALWAYS | features::ALWAYS | several) & !declined
     }

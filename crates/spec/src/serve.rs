@@ -240,6 +240,14 @@ pub enum NicLink {
     Tap(String),
     /// A unix stream socket that somebody listens at: a path as of [`Listen::Path`].
     Stream(PathBuf),
+    /// A unix datagram socket of the device's own, and the one that its frames go to and come from: two paths as of
+    /// [`Listen::Path`].
+    Dgram {
+        /// What is bound here.
+        local: PathBuf,
+        /// What the peer has bound, or will have.
+        remote: PathBuf,
+    },
     /// A network of the data plane's own.
     Network(NetworkPort),
 }
@@ -249,7 +257,9 @@ impl std::fmt::Display for NicLink {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Tap(tap) => f.write_str(tap),
-            Self::Stream(path) => write!(f, "{}", path.display()),
+            Self::Stream(path) | Self::Dgram { remote: path, .. } => {
+                write!(f, "{}", path.display())
+            }
             Self::Network(NetworkPort { network, vlans, .. }) => match vlans {
                 Vlans::Untagged => write!(f, "{network}"),
                 Vlans::Access(vlan) => write!(f, "{network} vlan {vlan}"),

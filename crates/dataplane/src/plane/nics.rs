@@ -28,8 +28,8 @@ use crate::key::QueueKey;
 use crate::nic::{Link, Nic, NicConfig};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
 use crate::queue::NicQueueSetup;
+use crate::socket::Socket;
 use crate::stats::QueueStats;
-use crate::stream::Stream;
 use crate::switch::Switch;
 use crate::tap::{self, Tap, TapError};
 
@@ -46,7 +46,7 @@ pub(super) struct OpenedNic {
     pub(super) spec: serve::Nic,
     pub(super) taps: Vec<Tap>,
     /// Of one on a socket.
-    pub(super) stream: Option<Stream>,
+    pub(super) link: Option<Socket>,
     pub(super) listener: Listener,
     pub(super) positions: Result<PositionsFile, MemoryError>,
 }
@@ -68,7 +68,7 @@ pub(super) fn release_others(
 ) {
     let names = |nic: &serve::Nic| match &nic.link {
         NicLink::Tap(tap) => (0..nic.pairs).map(|queue| tap_name(tap, queue)).collect(),
-        NicLink::Stream(_) | NicLink::Network(_) => Vec::new(),
+        _ => Vec::new(),
     };
     let wanted: HashSet<String> = nics.iter().flat_map(names).collect();
     let is_other = |name: &String, _: &mut OwnedFd| name.starts_with(TAP) && !wanted.contains(name);
@@ -168,10 +168,12 @@ impl Nics {
     }
 
     /// What a device is attached to: its TAP's queues, its socket, or its port.
-    fn link(&self, spec: &serve::Nic, taps: Vec<Tap>, stream: Option<Stream>) -> Option<Link> {
+    fn link(&self, spec: &serve::Nic, taps: Vec<Tap>, socket: Option<Socket>) -> Option<Link> {
         let port = match &spec.link {
             NicLink::Tap(_) => return Some(Link::Taps(taps.into_iter().map(Arc::new).collect())),
-            NicLink::Stream(_) => return Some(Link::Stream(Arc::new(stream?))),
+            NicLink::Stream(_) | NicLink::Dgram { .. } => {
+                return Some(Link::Socket(Arc::new(socket?)));
+            }
             NicLink::Network(port) => port,
         };
         let (_, switches) = self.networks.get()?;
@@ -189,7 +191,7 @@ impl Nics {
         core: &Core,
         report: &Arc<Report>,
     ) -> Result<(), PlaneError> {
-        let OpenedNic { spec, taps, stream, listener, positions } = opened;
+        let OpenedNic { spec, taps, link, listener, positions } = opened;
         let positions = positions.map_err(|error| {
             report(spec.name.as_str(), Notice::NoPositions(error));
         });
@@ -198,7 +200,7 @@ impl Nics {
         const USUAL_MTU: u16 = 1500;
         let of_tap = || match &spec.link {
             NicLink::Tap(tap) => tap::mtu(tap),
-            NicLink::Stream(_) | NicLink::Network(_) => None,
+            _ => None,
         };
         let no_network = || {
             let kind = std::io::ErrorKind::NotFound;
@@ -210,7 +212,7 @@ impl Nics {
             mtu: spec.mtu.or_else(of_tap).unwrap_or(USUAL_MTU),
             limits: [spec.rx, spec.tx].map(|limit| limit.map(|limit| limit.rate())),
             promises: DIRECTIONS.map(|direction| spec.reservation(direction)),
-            link: self.link(&spec, taps, stream).ok_or_else(no_network)?,
+            link: self.link(&spec, taps, link).ok_or_else(no_network)?,
             memory: spec.max_memory.unwrap_or(Limits::default().memory),
             positions: positions.as_ref().map(|file| Arc::clone(&file.positions)),
         }));
@@ -352,7 +354,7 @@ impl NicHost {
     /// What its frames cost.
     pub(super) fn kind(&self) -> QueueKind {
         match self.nic.attached() {
-            Link::Taps(_) | Link::Stream(_) => QueueKind::Link,
+            Link::Taps(_) | Link::Socket(_) => QueueKind::Link,
             Link::Port { .. } => QueueKind::Switch,
         }
     }

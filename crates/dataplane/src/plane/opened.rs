@@ -15,7 +15,7 @@ use super::nics::{OpenedNic, attach, release_others, tap_name};
 use super::positions::PositionsFile;
 use super::{SOCKET_MODE, io, refused};
 use crate::sandbox::{Identity, give};
-use crate::stream::Stream;
+use crate::socket::Socket;
 use crate::tap::Tap;
 use rtvirtio_vhost::server::Listener;
 
@@ -106,16 +106,25 @@ impl Opened {
             configuration.devices.iter().map(&mut open).collect::<Result<_, PlaneError>>()?;
         let open = |spec: &Nic| {
             let taps = attach(spec, handed, release)?;
-            let stream = match &spec.link {
+            let link = match &spec.link {
                 NicLink::Stream(path) => {
                     let what = || format!("cannot connect {} to {}", spec.name, path.display());
-                    Some(Stream::connect(path).map_err(|error| io(what(), error.into()))?)
+                    Some(Socket::connect(path).map_err(|error| io(what(), error.into()))?)
+                }
+                NicLink::Dgram { local, remote } => {
+                    let what = || format!("cannot bind {} to {}", spec.name, local.display());
+                    let socket = Socket::bind(local, remote, SOCKET_MODE);
+                    let socket = socket.map_err(|error| refused(what(), error))?;
+                    if let Some(owner) = owner {
+                        give(local, owner, None).map_err(|error| io(what(), error))?;
+                    }
+                    Some(socket)
                 }
                 NicLink::Tap(_) | NicLink::Network(_) => None,
             };
             let listener = bind(&spec.socket, spec.name.as_str())?;
             let positions = PositionsFile::open(&spec.socket, 2 * spec.pairs, owner);
-            Ok(OpenedNic { spec: spec.clone(), taps, stream, listener, positions })
+            Ok(OpenedNic { spec: spec.clone(), taps, link, listener, positions })
         };
         let nics = configuration.nics.iter().map(open).collect::<Result<_, PlaneError>>()?;
         Ok(Self { devices, nics })
@@ -127,7 +136,7 @@ impl Opened {
         self.nics.iter().flat_map(|nic| {
             let named = |(queue, tap)| match &nic.spec.link {
                 NicLink::Tap(name) => Some((tap_name(name, queue), Tap::as_fd(tap))),
-                NicLink::Stream(_) | NicLink::Network(_) => None,
+                _ => None,
             };
             (0..).zip(&nic.taps).filter_map(named)
         })

@@ -22,6 +22,7 @@ use rtvirtio_virtq::ring::Ring;
 use rtvirtio_virtq::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
 
 mod commands;
+mod dgram;
 mod frames;
 mod hostile;
 mod moves;

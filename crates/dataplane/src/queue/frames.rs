@@ -1,5 +1,5 @@
 //! Frames of a network device: from the driver to its link, and from there to the driver. The link is a TAP of
-//! the host (`tap`), a stream socket (`stream`) or a port of a switch (`port`).
+//! the host (`tap`), a socket (`socket`) or a port of a switch (`port`).
 //!
 //! A frame is at most 64 KiB and may lie in several of the driver's buffers, which are taken before a frame is
 //! there and given back when the queue stops (`buffers`).
@@ -26,11 +26,11 @@ use crate::switch::{PortReceiver, PortSender};
 
 mod buffers;
 mod port;
-mod stream;
+mod socket;
 mod tap;
 
 use port::{PortReceive, PortTransmit};
-use stream::{StreamReceive, StreamTransmit};
+use socket::{SocketReceive, SocketTransmit};
 use tap::{TapReceive, TapTransmit};
 
 /// Pieces of one frame (`IOV_MAX` less header and spill).
@@ -41,7 +41,7 @@ pub(super) struct Frames {
     direction: Direction,
     limit: Option<Arc<Limit>>,
     promise: Option<Reservation>,
-    /// When the next frame may pass, while one may not, ns of [`now`].
+    /// When the next frame may pass, while one may not or was not taken by the link, ns of [`now`].
     held_until: Option<u64>,
     /// When its last turn began that left frames because of the limit, or for want of buffers, ns of [`now`].
     blocked_at: u64,
@@ -50,8 +50,8 @@ pub(super) struct Frames {
 enum Direction {
     TapTransmit(TapTransmit),
     TapReceive(Box<TapReceive>),
-    StreamTransmit(StreamTransmit),
-    StreamReceive(StreamReceive),
+    SocketTransmit(SocketTransmit),
+    SocketReceive(SocketReceive),
     PortTransmit(Box<PortTransmit>),
     PortReceive(Box<PortReceive>),
 }
@@ -72,12 +72,12 @@ impl Frames {
                     false => Direction::TapTransmit(TapTransmit::new(nic, tap)),
                 }
             }
-            Link::Stream(_) if pair > 0 => return None,
-            Link::Stream(stream) => {
-                let stream = Arc::clone(stream);
+            Link::Socket(_) if pair > 0 => return None,
+            Link::Socket(socket) => {
+                let socket = Arc::clone(socket);
                 match is_receive {
-                    true => Direction::StreamReceive(StreamReceive::new(nic, stream)),
-                    false => Direction::StreamTransmit(StreamTransmit::new(nic, stream)),
+                    true => Direction::SocketReceive(SocketReceive::new(nic, socket)),
+                    false => Direction::SocketTransmit(SocketTransmit::new(nic, socket)),
                 }
             }
             Link::Port { switch, number, .. } => match is_receive {
@@ -97,7 +97,7 @@ impl Frames {
         Some(frames)
     }
 
-    /// When the next frame may pass, or waits for buffers no longer, if one waits; ns.
+    /// When the next frame may pass or is to be tried again, or waits for buffers no longer, if one waits; ns.
     pub(super) fn held_until(&self) -> Option<u64> {
         let starved = match &self.direction {
             Direction::PortReceive(receive) => receive.starved_until(),
@@ -133,9 +133,9 @@ impl Frames {
     pub(super) const fn is_transmit(&self) -> bool {
         match self.direction {
             Direction::TapTransmit(_)
-            | Direction::StreamTransmit(_)
+            | Direction::SocketTransmit(_)
             | Direction::PortTransmit(_) => true,
-            Direction::TapReceive(_) | Direction::StreamReceive(_) | Direction::PortReceive(_) => {
+            Direction::TapReceive(_) | Direction::SocketReceive(_) | Direction::PortReceive(_) => {
                 false
             }
         }
@@ -162,10 +162,10 @@ impl Frames {
                 transmit.serve(ring, chain, share, stats, &mut gate)
             }
             Direction::TapReceive(receive) => receive.serve(ring, memory, share, stats, &mut gate),
-            Direction::StreamTransmit(transmit) => {
+            Direction::SocketTransmit(transmit) => {
                 transmit.serve(ring, chain, share, stats, &mut gate)
             }
-            Direction::StreamReceive(receive) => {
+            Direction::SocketReceive(receive) => {
                 receive.serve(ring, memory, share, stats, &mut gate)
             }
             Direction::PortTransmit(transmit) => {
@@ -197,10 +197,10 @@ impl Frames {
         match &self.direction {
             Direction::TapTransmit(_) => is_open && ring_is_pending(),
             Direction::TapReceive(receive) => is_open && receive.is_pending(ring_is_pending),
-            Direction::StreamTransmit(transmit) => {
+            Direction::SocketTransmit(transmit) => {
                 transmit.is_pending(is_open && ring_is_pending())
             }
-            Direction::StreamReceive(receive) => is_open && receive.is_pending(ring_is_pending),
+            Direction::SocketReceive(receive) => is_open && receive.is_pending(ring_is_pending),
             Direction::PortTransmit(transmit) => {
                 transmit.is_pending(|| is_open && ring_is_pending())
             }
@@ -227,8 +227,8 @@ impl Frames {
         match &self.direction {
             Direction::TapTransmit(_) | Direction::PortTransmit(_) => is_open,
             Direction::TapReceive(receive) => is_open && receive.waits_for_driver(ring_is_pending),
-            Direction::StreamTransmit(transmit) => is_open && !transmit.is_blocked(),
-            Direction::StreamReceive(receive) => {
+            Direction::SocketTransmit(transmit) => is_open && !transmit.is_blocked(),
+            Direction::SocketReceive(receive) => {
                 is_open && receive.waits_for_driver(ring_is_pending)
             }
             Direction::PortReceive(receive) => receive.waits_for_driver(),
@@ -240,8 +240,8 @@ impl Frames {
         let (fd, flags) = match &self.direction {
             Direction::TapTransmit(_) => (None, PollFlags::OUT),
             Direction::TapReceive(receive) => (receive.link(), PollFlags::IN),
-            Direction::StreamTransmit(transmit) => (transmit.link(), PollFlags::OUT),
-            Direction::StreamReceive(receive) => (receive.link(), PollFlags::IN),
+            Direction::SocketTransmit(transmit) => (transmit.link(), PollFlags::OUT),
+            Direction::SocketReceive(receive) => (receive.link(), PollFlags::IN),
             Direction::PortTransmit(transmit) => (transmit.link(), PollFlags::IN),
             Direction::PortReceive(receive) => (receive.link(), PollFlags::IN),
         };
@@ -253,8 +253,8 @@ impl Frames {
         match &mut self.direction {
             Direction::TapTransmit(_) => {}
             Direction::TapReceive(receive) => receive.link_event(failed),
-            Direction::StreamTransmit(transmit) => transmit.link_event(),
-            Direction::StreamReceive(receive) => receive.link_event(),
+            Direction::SocketTransmit(transmit) => transmit.link_event(),
+            Direction::SocketReceive(receive) => receive.link_event(),
             Direction::PortTransmit(transmit) => transmit.link_event(),
             Direction::PortReceive(receive) => receive.link_event(),
         }
@@ -281,10 +281,10 @@ impl Frames {
     pub(super) fn give_back(&mut self, ring: &mut Ring) {
         match &mut self.direction {
             Direction::TapTransmit(_)
-            | Direction::StreamTransmit(_)
+            | Direction::SocketTransmit(_)
             | Direction::PortTransmit(_) => {}
             Direction::TapReceive(receive) => receive.give_back(ring),
-            Direction::StreamReceive(receive) => receive.give_back(ring),
+            Direction::SocketReceive(receive) => receive.give_back(ring),
             Direction::PortReceive(receive) => receive.give_back(ring),
         }
     }
@@ -309,6 +309,12 @@ impl Gate<'_> {
         }
         self.closed = (ready_at > self.time).then_some(ready_at);
         self.closed.is_none()
+    }
+
+    /// Closes it for so many ns.
+    fn close(&mut self, ns: u64) {
+        self.time = now();
+        self.closed = Some(self.time + ns);
     }
 
     fn pass(&mut self, bytes: usize) {

@@ -83,32 +83,68 @@ fn send_to_each_other(
 #[test]
 fn guest_talks_over_a_socket_to_a_device_of_qemu() {
     const TEST: &str = "guest_talks_over_a_socket_to_a_device_of_qemu";
-    if image(TEST).is_none() {
-        return;
-    }
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
     let link = directory.path().join("link");
-    let qemu = [
-        "-netdev".to_owned(),
-        format!("stream,id=net,server=on,addr.type=unix,addr.path={}", link.display()),
-        "-device".to_owned(),
-        "virtio-net-pci,netdev=net,mac=52:54:00:00:00:02".to_owned(),
-    ];
-    let peer = boot_with(TEST, &qemu, "10.79.0.2");
-    let socket = directory.path().join("nic");
-    let nic = format!(
-        "[[nic]]\nname = 'net0'\nvm = 'test'\nsocket = '{}'\nstream = '{}'\n",
-        socket.display(),
-        link.display()
+    let netdev = format!("stream,id=net,server=on,addr.type=unix,addr.path={}", link.display());
+    let link = format!("stream = '{}'", link.display());
+    let (mut store, nic) = (Store::new(), nic_on(directory.path(), &link));
+    talk_to_qemu(TEST, &netdev, "10.79.0", directory.path(), &mut store, &nic);
+}
+
+/// The same by datagrams, and a successor of a killed daemon has them too.
+#[test]
+fn guest_talks_by_datagrams_to_a_device_of_qemu() {
+    const TEST: &str = "guest_talks_by_datagrams_to_a_device_of_qemu";
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let [local, remote] = ["local", "remote"].map(|name| directory.path().join(name));
+    let netdev = format!(
+        "dgram,id=net,local.type=unix,local.path={},remote.type=unix,remote.path={}",
+        remote.display(),
+        local.display()
     );
-    let mut store = Store::new();
-    let daemon = Daemon::start(directory.path(), &mut store, &nic);
-    let guest = boot(TEST, &socket, "52:54:00:00:00:01", "packed=on", "10.79.0.1");
-    guest.expect(0, "ping -c 3 -W 5 10.79.0.2");
-    send_to_each_other(&guest, "10.79.0.1", &peer, "10.79.0.2");
+    let link =
+        format!("dgram = {{ local = '{}', remote = '{}' }}", local.display(), remote.display());
+    let (mut store, nic) = (Store::new(), nic_on(directory.path(), &link));
+    let talked = talk_to_qemu(TEST, &netdev, "10.81.0", directory.path(), &mut store, &nic);
+    let Some((daemon, guest, _peer)) = talked else { return };
+    assert_eq!(daemon.nic(0)["link"], remote.to_str().unwrap());
+    // By SIGKILL: the socket is left.
+    drop(daemon);
+    assert!(local.exists());
+    let mut daemon = Daemon::start(directory.path(), &mut store, &nic);
+    guest.expect(0, "ping -c 3 -W 5 10.81.0.2");
+    daemon.end();
+    assert!(!local.exists());
+}
+
+/// A device with this link.
+fn nic_on(directory: &Path, link: &str) -> String {
+    let socket = directory.join("nic");
+    format!("[[nic]]\nname = 'net0'\nvm = 'test'\nsocket = '{}'\n{link}\n", socket.display())
+}
+
+/// A guest whose device is the daemon's, and a peer whose device QEMU has on such a network back end, have sent each other bytes.
+fn talk_to_qemu<'a>(
+    test: &str,
+    netdev: &str,
+    network: &str,
+    directory: &'a Path,
+    store: &mut Store,
+    nic: &str,
+) -> Option<(Daemon<'a>, Machine, Machine)> {
+    image(test)?;
+    let [first, second] = [1, 2].map(|host| format!("{network}.{host}"));
+    let device = "virtio-net-pci,netdev=net,mac=52:54:00:00:00:02";
+    let qemu = ["-netdev", netdev, "-device", device].map(str::to_owned);
+    let peer = boot_with(test, &qemu, &second);
+    let daemon = Daemon::start(directory, store, nic);
+    let guest = boot(test, &directory.join("nic"), "52:54:00:00:00:01", "packed=on", &first);
+    guest.expect(0, &format!("ping -c 3 -W 5 {second}"));
+    send_to_each_other(&guest, &first, &peer, &second);
     let seen = daemon.nic(0);
     assert_eq!(seen["queues"][0]["dropped"], 0, "{seen}");
     assert_eq!(seen["queues"][1]["dropped"], 0, "{seen}");
+    Some((daemon, guest, peer))
 }
 
 /// passt gives a guest the host's network without any right; here, as it maps its gateway's address, a listener of the

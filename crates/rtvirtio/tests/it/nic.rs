@@ -131,6 +131,12 @@ impl<'a> Daemon<'a> {
         rustix::process::Pid::from_child(&self.child)
     }
 
+    /// Ends it as its service manager does.
+    pub(crate) fn end(&mut self) {
+        rustix::process::kill_process(self.pid(), rustix::process::Signal::TERM).unwrap();
+        assert!(self.child.wait().unwrap().success());
+    }
+
     /// One of its NICs, by the order of their names.
     pub(crate) fn nic(&self, index: usize) -> Value {
         let output = self.ctl(&["nic", "list", "--json"]);
@@ -313,8 +319,7 @@ fn talk(packed: bool) {
     );
     let stream = &mut streams[0];
     // Nor does it matter that the daemon ends by itself, as in an update; nor that the guest starts anew.
-    rustix::process::kill_process(daemon.pid(), rustix::process::Signal::TERM).unwrap();
-    daemon.child.wait().unwrap();
+    daemon.end();
     assert_eq!(kept.exists(), packed, "a split ring has no position to keep");
     // By hand, with nothing kept.
     store.kept = None;
@@ -331,8 +336,7 @@ fn talk(packed: bool) {
     while daemon.nic(0)["connected"] == true {
         std::thread::sleep(Duration::from_millis(20));
     }
-    rustix::process::kill_process(daemon.pid(), rustix::process::Signal::TERM).unwrap();
-    daemon.child.wait().unwrap();
+    daemon.end();
     assert_eq!(
         std::fs::read_dir(directory.path()).unwrap().count(),
         1,

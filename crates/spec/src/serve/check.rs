@@ -237,7 +237,7 @@ impl Nic {
 
 /// Where a network device's frames go.
 fn nic_link(raw: &wire::Nic, networks: &[Network]) -> Result<NicLink, Misplaced> {
-    let wire::Nic { tap, stream, network, vlan, trunk, anti_spoofing, .. } = raw;
+    let wire::Nic { tap, stream, dgram, network, vlan, trunk, anti_spoofing, .. } = raw;
     let of_network: [(&[&str], bool); 3] = [
         (&["vlan"], vlan.is_some()),
         (&["trunk"], trunk.is_some()),
@@ -248,18 +248,29 @@ fn nic_link(raw: &wire::Nic, networks: &[Network]) -> Result<NicLink, Misplaced>
     {
         return Err((key, Fault::OfNetwork));
     }
-    let network = match (tap, stream, network) {
-        (Some(tap), None, None) => {
+    let one_pair = || at(&["queues"], in_range("queues", raw.queues.unwrap_or(1).into(), 1, 1));
+    let network = match (tap, stream, dgram, network) {
+        (Some(tap), None, None, None) => {
             return Ok(NicLink::Tap(at(&["tap"], checked_tap(tap.clone()))?));
         }
-        (None, Some(path), None) => {
-            at(&["queues"], in_range("queues", raw.queues.unwrap_or(1).into(), 1, 1))?;
+        (None, Some(path), None, None) => {
+            one_pair()?;
             return Ok(NicLink::Stream(at(&["stream"], socket(path.clone()))?));
         }
-        (None, None, Some(network)) => network,
-        (None, None, None) => return Err((&[], Fault::WhichLink)),
-        (_, Some(_), _) => return Err((&["stream"], Fault::WhichLink)),
-        (Some(_), None, Some(_)) => return Err((&["network"], Fault::WhichLink)),
+        (None, None, Some(wire::Dgram { local, remote }), None) => {
+            one_pair()?;
+            let local = at(&["dgram", "local"], socket(local.clone()))?;
+            let remote = at(&["dgram", "remote"], socket(remote.clone()))?;
+            if local == remote {
+                return Err((&["dgram", "remote"], Fault::OwnPeer));
+            }
+            return Ok(NicLink::Dgram { local, remote });
+        }
+        (None, None, None, Some(network)) => network,
+        (None, None, None, None) => return Err((&[], Fault::WhichLink)),
+        (_, _, Some(_), _) => return Err((&["dgram"], Fault::WhichLink)),
+        (_, Some(_), None, _) => return Err((&["stream"], Fault::WhichLink)),
+        (Some(_), None, None, Some(_)) => return Err((&["network"], Fault::WhichLink)),
     };
     if networks.iter().all(|known| known.name != *network) {
         return Err((&["network"], Fault::NoNetwork(network.clone())));

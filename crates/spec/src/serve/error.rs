@@ -114,9 +114,12 @@ pub enum Fault {
     /// Too many of them.
     #[error("{0} networks, more than {MAX_NETWORKS}")]
     TooManyNetworks(usize),
-    /// None of `tap`, `stream` and `network`, or several.
-    #[error("a nic has one of tap, stream and network")]
+    /// None of `tap`, `stream`, `dgram` and `network`, or several.
+    #[error("a nic has one of tap, stream, dgram and network")]
     WhichLink,
+    /// A datagram socket whose frames would come back.
+    #[error("local and remote are the same socket")]
+    OwnPeer,
     /// A key of devices in a network, of one on a TAP.
     #[error("this is of a nic in a network, and not of others")]
     OfNetwork,
@@ -320,6 +323,10 @@ impl Fault {
             Self::TooManyNetworks(_) => format!("keep at most {MAX_NETWORKS}"),
             Self::WhichLink => {
                 "write tap = \"tap0\", or network = \"lan\" with a [[network]] of that name"
+                    .to_owned()
+            }
+            Self::OwnPeer => {
+                "let remote be the socket that the peer binds, and local one for this nic alone"
                     .to_owned()
             }
             Self::OfNetwork => {

@@ -239,8 +239,14 @@ impl Unique {
             }
         }
         let owner = format!("nic \"{}\"", nic.name);
-        if let Some(other) = self.sockets.insert(Listen::Path(nic.socket.clone()), owner) {
+        if let Some(other) = self.sockets.insert(Listen::Path(nic.socket.clone()), owner.clone()) {
             return Err((&["socket"], Fault::DuplicateSocket { socket: nic.socket, other }));
+        }
+        if let NicLink::Dgram { local, .. } = &nic.link
+            && let Some(other) = self.sockets.insert(Listen::Path(local.clone()), owner)
+        {
+            let socket = local.clone();
+            return Err((&["dgram", "local"], Fault::DuplicateSocket { socket, other }));
         }
         Ok(nic)
     }

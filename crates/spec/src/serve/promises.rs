@@ -76,7 +76,7 @@ impl Nic {
             QueueDirection::Transmit => self.tx,
         }?;
         let medium = match self.link {
-            NicLink::Tap(_) | NicLink::Stream(_) => Medium::System,
+            NicLink::Tap(_) | NicLink::Stream(_) | NicLink::Dgram { .. } => Medium::System,
             NicLink::Network(_) => Medium::Copy,
         };
         let mtu = self.mtu.unwrap_or(USUAL_MTU);

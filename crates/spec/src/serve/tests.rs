@@ -576,6 +576,17 @@ fn networks_are_read_with_their_faults() {
     assert_eq!(networks, [("lan", 50), ("storage", 1000)]);
     let links: Vec<String> = found.nics.iter().map(|nic| nic.link.to_string()).collect();
     assert_eq!(links, ["lan vlan 10", "lan trunk 10,20"]);
+    let text = NETWORKS.replacen(
+        "network = \"lan\"\nvlan = 10",
+        "dgram = { local = \"/run/a\", remote = \"/run/b\" }",
+        1,
+    );
+    let on_sockets = parse("serve.toml", &text).unwrap();
+    let (local, remote) = ("/run/a".into(), "/run/b".into());
+    assert_eq!(on_sockets.nics[0].link, NicLink::Dgram { local, remote });
+    assert_eq!(on_sockets.nics[0].link.to_string(), "/run/b");
+    let written = to_toml(&wire::Configuration::from(&on_sockets)).unwrap();
+    assert_eq!(parse("written.toml", &written).unwrap(), on_sockets, "{written}");
     let protected = |nic: &Nic| matches!(&nic.link, NicLink::Network(port) if port.anti_spoofing);
     assert_eq!(found.nics.iter().map(protected).collect::<Vec<_>>(), [true, false]);
     let written = to_toml(&wire::Configuration::from(&found)).unwrap();
@@ -584,9 +595,9 @@ fn networks_are_read_with_their_faults() {
         ("\"storage\"", "\"lan\"", 11, "has this name"),
         ("max_broadcast = 50", "max_broadcast = 0", 9, "max_broadcast is 0, outside 1"),
         ("network = \"lan\"\nvlan", "network = \"wan\"\nvlan", 16, "there is no network \"wan\""),
-        ("network = \"lan\"\nvlan = 10", "", 12, "one of tap, stream and network"),
+        ("network = \"lan\"\nvlan = 10", "", 12, "one of tap, stream, dgram and network"),
         ("network = \"lan\"\nvlan", "vlan", 16, "of a nic in a network"),
-        ("vlan = 10", "tap = \"tap0\"", 16, "one of tap, stream and network"),
+        ("vlan = 10", "tap = \"tap0\"", 16, "one of tap, stream, dgram and network"),
         ("network = \"lan\"\nvlan", "tap = \"tap0\"\nvlan", 17, "of a nic in a network"),
         ("network = \"lan\"\nvlan = 10", "stream = \"passt\"", 16, "is no path of a socket"),
         (
@@ -594,6 +605,36 @@ fn networks_are_read_with_their_faults() {
             "stream = \"/a\"\nqueues = 2",
             17,
             "queues is 2, outside 1 to 1",
+        ),
+        (
+            "network = \"lan\"\nvlan = 10",
+            "dgram = { local = \"/a\", remote = \"b\" }",
+            16,
+            "\"b\" is no path of a socket",
+        ),
+        (
+            "network = \"lan\"\nvlan = 10",
+            "dgram = { local = \"/a\", remote = \"/a\" }",
+            16,
+            "are the same socket",
+        ),
+        (
+            "network = \"lan\"\nvlan = 10",
+            "dgram = { local = \"/run/rtvirtio/net0\", remote = \"/b\" }",
+            16,
+            "is that of nic \"net0\" too",
+        ),
+        (
+            "network = \"lan\"\nvlan = 10",
+            "dgram = { local = \"/a\", remote = \"/b\" }\nqueues = 2",
+            17,
+            "queues is 2, outside 1 to 1",
+        ),
+        (
+            "vlan = 10",
+            "dgram = { local = \"/a\", remote = \"/b\" }",
+            17,
+            "one of tap, stream, dgram and network",
         ),
         ("vlan = 10", "vlan = 4095", 17, "a VLAN is 4095, outside 1 to 4094"),
         ("vlan = 10", "vlan = 10\ntrunk = [20]", 18, "one of vlan and trunk"),

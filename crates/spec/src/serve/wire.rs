@@ -70,13 +70,16 @@ pub struct Nic {
     pub vm: VmName,
     /// Path of the socket.
     pub socket: PathBuf,
-    /// Name of the host's TAP; or `stream`, or `network`.
+    /// Name of the host's TAP; or `stream`, `dgram` or `network`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tap: Option<String>,
     /// Path of a unix stream socket at which somebody listens for frames with their lengths, such as passt or QEMU's
     /// `-netdev stream`; or one of the others.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stream: Option<PathBuf>,
+    /// Two unix datagram sockets, of which each datagram is a frame, as QEMU's `-netdev dgram` has them; or one of the others.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dgram: Option<Dgram>,
     /// Name of a `[[network]]`; or one of the others.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub network: Option<Name>,
@@ -116,6 +119,17 @@ pub struct Nic {
     /// The most that comes from it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tx: Option<NicRate>,
+}
+
+/// `dgram = { local = ..., remote = ... }`
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields, expecting = "a table { local = ..., remote = ... }")]
+pub struct Dgram {
+    /// Path of the socket that is made here, which the peer sends to.
+    pub local: PathBuf,
+    /// Path of the peer's, which frames are sent to, and from which alone they are taken.
+    pub remote: PathBuf,
 }
 
 /// `rx = { ... }`, `tx = { ... }`: of all pairs of queues together.

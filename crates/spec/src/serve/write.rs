@@ -105,11 +105,15 @@ impl From<&Network> for wire::Network {
 
 impl From<&Nic> for wire::Nic {
     fn from(nic: &Nic) -> Self {
-        let (tap, stream, port) = match &nic.link {
-            NicLink::Tap(tap) => (Some(tap.clone()), None, None),
-            NicLink::Stream(path) => (None, Some(path.clone()), None),
-            NicLink::Network(port) => (None, None, Some(port)),
-        };
+        let (mut tap, mut stream, mut dgram, mut port) = (None, None, None, None);
+        match &nic.link {
+            NicLink::Tap(name) => tap = Some(name.clone()),
+            NicLink::Stream(path) => stream = Some(path.clone()),
+            NicLink::Dgram { local, remote } => {
+                dgram = Some(wire::Dgram { local: local.clone(), remote: remote.clone() });
+            }
+            NicLink::Network(of) => port = Some(of),
+        }
         let (vlan, trunk) = match port.map(|port| &port.vlans) {
             None | Some(Vlans::Untagged) => (None, None),
             Some(Vlans::Access(vlan)) => (Some(*vlan), None),
@@ -121,6 +125,7 @@ impl From<&Nic> for wire::Nic {
             socket: nic.socket.clone(),
             tap,
             stream,
+            dgram,
             network: port.map(|port| port.network.clone()),
             vlan,
             trunk,

@@ -43,8 +43,30 @@ pub struct Listener {
     bound: Mutex<Option<Bound>>,
 }
 
-/// Binds, whatever the umask.
-fn bind(socket: &OwnedFd, address: &SocketAddrUnix) -> Result<(), Errno> {
+/// Binds a socket of a kind, which does not block, to `path`. It gets the permissions `mode`. A socket that nobody has any more
+/// is replaced.
+///
+/// # Errors
+/// [`ListenError`]
+pub fn bind(path: &Path, mode: u32, kind: SocketType) -> Result<(OwnedFd, Bound), ListenError> {
+    let address = SocketAddrUnix::new(path).map_err(|_| ListenError::Path(path.to_path_buf()))?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)?;
+    // The file takes its mode from the socket (net/unix/af_unix.c, unix_bind_bsd). Changed by its path it
+    // could be another file's, where others may write to the directory.
+    rustix::fs::fchmod(&socket, Mode::from_raw_mode(mode))?;
+    match bind_to(&socket, &address) {
+        Err(Errno::ADDRINUSE) => {
+            remove_stale(path, kind)?;
+            bind_to(&socket, &address)?;
+        }
+        bound => bound?,
+    }
+    Ok((socket, Bound::at(path)?))
+}
+
+/// Whatever the umask.
+fn bind_to(socket: &OwnedFd, address: &SocketAddrUnix) -> Result<(), Errno> {
     let umask = rustix::process::umask(Mode::empty());
     let bound = rustix::net::bind(socket, address);
     rustix::process::umask(umask);
@@ -55,31 +77,13 @@ fn bind(socket: &OwnedFd, address: &SocketAddrUnix) -> Result<(), Errno> {
 const BACKLOG: i32 = 16;
 
 impl Listener {
-    /// Binds `path`, which gets the permissions `mode`. A socket that nobody listens on any more
-    /// is replaced.
+    /// Binds `path` and listens, as [`bind`] does it.
     ///
     /// # Errors
     /// [`ListenError`]
     pub fn bind(path: &Path, mode: u32) -> Result<Self, ListenError> {
-        let address =
-            SocketAddrUnix::new(path).map_err(|_| ListenError::Path(path.to_path_buf()))?;
-        let socket = rustix::net::socket_with(
-            AddressFamily::UNIX,
-            SocketType::STREAM,
-            SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-            None,
-        )?;
-        // The file takes its mode from the socket (net/unix/af_unix.c, unix_bind_bsd). Changed by its path it
-        // could be another file's, where others may write to the directory.
-        rustix::fs::fchmod(&socket, Mode::from_raw_mode(mode))?;
-        match bind(&socket, &address) {
-            Err(Errno::ADDRINUSE) => {
-                remove_stale(path)?;
-                bind(&socket, &address)?;
-            }
-            bound => bound?,
-        }
-        let listener = Self { socket, bound: Mutex::new(Some(Bound::at(path)?)) };
+        let (socket, bound) = bind(path, mode, SocketType::STREAM)?;
+        let listener = Self { socket, bound: Mutex::new(Some(bound)) };
         rustix::net::listen(&listener.socket, BACKLOG)?;
         Ok(listener)
     }
@@ -121,9 +125,9 @@ impl AsFd for Listener {
     }
 }
 
-/// What was bound: a path is ours only as long as it leads there.
+/// What was bound: a path is ours only as long as it leads there. It is removed when this is dropped.
 #[derive(Debug)]
-struct Bound {
+pub struct Bound {
     path: PathBuf,
     file: (u64, u64),
 }
@@ -147,15 +151,15 @@ fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
-/// Removes a socket that nobody listens on.
-fn remove_stale(path: &Path) -> Result<(), ListenError> {
+/// Removes a socket that nobody has any more.
+fn remove_stale(path: &Path, kind: SocketType) -> Result<(), ListenError> {
     if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
         return Err(ListenError::NotASocket(path.to_path_buf()));
     }
-    match is_answered(path) {
+    match connect(path, kind) {
         Err(Errno::CONNREFUSED) => Ok(std::fs::remove_file(path)?),
         Err(Errno::NOENT) => Ok(()),
-        // It listens, or we may not know.
+        // Somebody has it, or we may not know.
         _ => Err(ListenError::InUse(path.to_path_buf())),
     }
 }
@@ -167,8 +171,12 @@ fn remove_stale(path: &Path) -> Result<(), ListenError> {
 // Without waiting: the backlog of a listener that
 /// accepts nobody is full (`EAGAIN`), and connect(2) would wait for room in it for ever.
 pub fn is_answered(path: &Path) -> Result<(), Errno> {
+    connect(path, SocketType::STREAM)
+}
+
+fn connect(path: &Path, kind: SocketType) -> Result<(), Errno> {
     let address = SocketAddrUnix::new(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)?;
     rustix::net::connect(&socket, &address)
 }

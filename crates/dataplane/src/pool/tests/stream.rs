@@ -9,7 +9,7 @@ use rtvirtio_vhost::Backend as _;
 use super::frames::{HEADER, Port, frame, move_about, nic_on};
 use super::*;
 use crate::nic::{Link, Nic};
-use crate::stream::Stream;
+use crate::socket::Socket;
 
 const PLAIN: [u8; HEADER] = [0; HEADER];
 
@@ -18,8 +18,8 @@ fn rig() -> (Arc<Nic>, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     ours.set_nonblocking(true).unwrap();
     theirs.set_read_timeout(Some(LOST)).unwrap();
-    let stream = Arc::new(Stream::new(ours.into()));
-    (nic_on(Link::Stream(stream), features::MRG_RXBUF, [None; 2]), theirs)
+    let socket = Arc::new(Socket::new(ours.into()));
+    (nic_on(Link::Socket(socket), features::MRG_RXBUF, [None; 2]), theirs)
 }
 
 fn with_length(frame: &[u8]) -> Vec<u8> {
@@ -87,7 +87,7 @@ fn last_frame_is_finished_though_nothing_follows() {
     peer.set_read_timeout(Some(LOST)).unwrap();
     // The kernel's least (SOCK_MIN_SNDBUF) is less than a frame.
     rustix::net::sockopt::set_socket_send_buffer_size(&ours, 1).unwrap();
-    let link = Link::Stream(Arc::new(Stream::new(ours.into())));
+    let link = Link::Socket(Arc::new(Socket::new(ours.into())));
     let nic = nic_on(link, features::MRG_RXBUF, [None; 2]);
     let pool = Pool::default();
     let [thread] = threads(&pool);
@@ -184,16 +184,28 @@ fn peer_that_says_no_frame_or_goes_is_left_alone() {
     }
 }
 
-/// Numbered frames both ways while both queues go from thread to thread: each comes once, in order, as it was sent.
 #[test]
 fn frames_keep_their_order_while_queues_of_a_socket_move() {
+    let (nic, mut peer) = rig();
+    let mut writes = peer.try_clone().unwrap();
+    keep_order(&nic, &mut || read_frame(&mut peer), &mut |frame| {
+        writes.write_all(&with_length(frame)).unwrap()
+    });
+}
+
+/// Numbered frames both ways while both queues go from thread to thread: each comes once, in order, as it was sent. The peer reads
+/// and writes.
+pub(super) fn keep_order(
+    nic: &Arc<Nic>,
+    read: &mut (dyn FnMut() -> Vec<u8> + Send),
+    write: &mut (dyn FnMut(&[u8]) + Send),
+) {
     for packed in [false, true] {
-        let (nic, peer) = rig();
         let pool = Pool::default();
         let threads = threads(&pool);
         let (mut out, mut back) = (Port::new(packed), Port::new(packed));
         let keys = [(&out, 1), (&back, 0)]
-            .map(|(port, index)| pool.start_nic(port.setup(&nic, index), threads[0]).unwrap());
+            .map(|(port, index)| pool.start_nic(port.setup(nic, index), threads[0]).unwrap());
         let numbered = |number: u32| {
             let mut sent = frame(number as u8, 60 + number as usize % 1400);
             sent[14..18].copy_from_slice(&number.to_be_bytes());
@@ -204,15 +216,11 @@ fn frames_keep_their_order_while_queues_of_a_socket_move() {
             let moves = scope.spawn(|| move_about(&pool, keys, threads, &done));
             // Also if this fails.
             let ends = Stop(&done);
-            let (mut reads, mut writes) = (peer.try_clone().unwrap(), peer);
-            let reads = scope.spawn(move || {
-                (0..count).for_each(|number| assert!(read_frame(&mut reads) == numbered(number)));
+            let reads = scope.spawn(|| {
+                (0..count).for_each(|number| assert!(read() == numbered(number)));
             });
             // The socket holds what there is no buffer for.
-            let writes = scope.spawn(move || {
-                (0..count)
-                    .for_each(|number| writes.write_all(&with_length(&numbered(number))).unwrap());
-            });
+            let writes = scope.spawn(|| (0..count).for_each(|number| write(&numbered(number))));
             let mut slots = back.offer(0..16, 1526);
             let (mut sent, mut ended, mut received) = (0, 0, 0);
             let mut last = Instant::now();

@@ -64,7 +64,8 @@ pub(super) fn missing(configuration: &Configuration, online: &BTreeSet<CpuId>) -
                 ));
                 continue;
             }
-            NicLink::Stream(_) | NicLink::Network(_) => continue,
+            // The peer of a datagram socket may come later.
+            NicLink::Stream(_) | NicLink::Dgram { .. } | NicLink::Network(_) => continue,
         };
         if !Path::new("/sys/class/net").join(tap).exists() {
             missing.push(format!(

@@ -1,4 +1,4 @@
-//! Frames to a stream socket and from it. It knows no offloads: none are offered to the driver.
+//! Frames to a unix socket and from it. It knows no offloads: none are offered to the driver.
 
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
@@ -16,27 +16,36 @@ use super::buffers::{Buffers, Gathered};
 use super::{Gate, MAX_PARTS, Pass, Served, read_header};
 use crate::drr::{TurnBudget, cost};
 use crate::nic::Nic;
+use crate::socket::{Next, Outgoing, Socket};
 use crate::stats::{Dropped, Op, QueueStats};
-use crate::stream::{Next, Outgoing, Stream};
+
+/// How long a datagram that the peer had no room for waits before it is sent again, ns: at first, and at most. Each time in a row
+/// takes twice as long. A peer that reads has the next frames after no more than twice the time that it took for those
+/// before, and one that never reads again costs the IOThread no more than 200 calls a second.
+const RETRY_NS: u64 = 20_000;
+const MAX_RETRY_NS: u64 = 5_000_000;
 
 /// To the socket.
-pub(super) struct StreamTransmit {
+pub(super) struct SocketTransmit {
     nic: Arc<Nic>,
-    stream: Arc<Stream>,
+    socket: Arc<Socket>,
     /// Scratch.
     parts: Vec<Segment>,
     /// Whether the socket takes no more until it says so.
     is_blocked: bool,
     /// Whether the socket has not taken all of the last frame.
     has_rest: bool,
+    /// How long a datagram waits that is not taken, ns.
+    retry_ns: u64,
 }
 
-impl StreamTransmit {
-    pub(super) fn new(nic: &Arc<Nic>, stream: Arc<Stream>) -> Self {
+impl SocketTransmit {
+    pub(super) fn new(nic: &Arc<Nic>, socket: Arc<Socket>) -> Self {
         let parts = Vec::with_capacity(MAX_PARTS + 1);
         // An earlier session may have left some.
-        let has_rest = !stream.outgoing().is_empty();
-        Self { nic: Arc::clone(nic), stream, parts, is_blocked: false, has_rest }
+        let has_rest = !socket.outgoing().is_empty();
+        let nic = Arc::clone(nic);
+        Self { nic, socket, parts, is_blocked: false, has_rest, retry_ns: RETRY_NS }
     }
 
     /// Whether a turn would find something to do, if the ring has a frame that may pass, or not.
@@ -50,7 +59,7 @@ impl StreamTransmit {
 
     /// What is waited for when the socket takes no more.
     pub(super) fn link(&self) -> Option<BorrowedFd<'_>> {
-        self.is_blocked.then(|| self.stream.as_fd())
+        self.is_blocked.then(|| self.socket.as_fd())
     }
 
     pub(super) const fn link_event(&mut self) {
@@ -65,8 +74,8 @@ impl StreamTransmit {
         stats: &QueueStats,
         gate: &mut Gate<'_>,
     ) -> Served {
-        let stream = Arc::clone(&self.stream);
-        let mut outgoing = stream.outgoing();
+        let socket = Arc::clone(&self.socket);
+        let mut outgoing = socket.outgoing();
         let served = self.serve_frames(&mut outgoing, ring, chain, share, stats, gate);
         self.has_rest = !outgoing.is_empty();
         served
@@ -83,10 +92,10 @@ impl StreamTransmit {
         gate: &mut Gate<'_>,
     ) -> Served {
         let negotiated = self.nic.driver_features();
-        let stream = Arc::clone(&self.stream);
+        let socket = Arc::clone(&self.socket);
         let mut is_unpublished = false;
         while share.is_left() {
-            match stream.flush(outgoing) {
+            match socket.flush(outgoing) {
                 Ok(()) => {}
                 Err(Errno::AGAIN) => {
                     self.is_blocked = true;
@@ -101,9 +110,16 @@ impl StreamTransmit {
             let sent = self.send(outgoing, chain, negotiated);
             if sent == Err(None) {
                 ring.untake(chain.id);
-                self.is_blocked = true;
+                match socket.says_when_writable() {
+                    true => self.is_blocked = true,
+                    false => {
+                        gate.close(self.retry_ns);
+                        self.retry_ns = (2 * self.retry_ns).min(MAX_RETRY_NS);
+                    }
+                }
                 return Ok((Pass::Empty, is_unpublished));
             }
+            self.retry_ns = RETRY_NS;
             is_unpublished = true;
             stats.start(1);
             match sent {
@@ -141,18 +157,20 @@ impl StreamTransmit {
         self.parts.push(Segment::EMPTY);
         self.parts.extend_from_slice(&chain.readable);
         // SAFETY: the pieces are guest memory, which the ring's memory keeps mapped.
-        match unsafe { self.stream.send(outgoing, &mut self.parts, length) } {
+        match unsafe { self.socket.send(outgoing, &mut self.parts, length) } {
             Ok(()) => Ok(length),
             Err(Errno::AGAIN) => Err(None),
+            // No buffer of the socket's holds it.
+            Err(Errno::MSGSIZE) => Err(Some(Dropped::TooLong)),
             Err(_) => Err(Some(Dropped::Link)),
         }
     }
 }
 
 /// From the socket.
-pub(super) struct StreamReceive {
+pub(super) struct SocketReceive {
     nic: Arc<Nic>,
-    stream: Arc<Stream>,
+    socket: Arc<Socket>,
     buffers: Buffers,
     /// Whether the socket, or what was received of it, may have a frame.
     is_ready: bool,
@@ -160,10 +178,10 @@ pub(super) struct StreamReceive {
     has_failed: bool,
 }
 
-impl StreamReceive {
-    pub(super) fn new(nic: &Arc<Nic>, stream: Arc<Stream>) -> Self {
+impl SocketReceive {
+    pub(super) fn new(nic: &Arc<Nic>, socket: Arc<Socket>) -> Self {
         let buffers = Buffers::new();
-        Self { nic: Arc::clone(nic), stream, buffers, is_ready: true, has_failed: false }
+        Self { nic: Arc::clone(nic), socket, buffers, is_ready: true, has_failed: false }
     }
 
     pub(super) fn is_pending(&self, ring_is_pending: impl FnOnce() -> bool) -> bool {
@@ -176,7 +194,7 @@ impl StreamReceive {
 
     /// What is waited for when buffers are there and no frame.
     pub(super) fn link(&self) -> Option<BorrowedFd<'_>> {
-        (!self.is_ready && !self.has_failed).then(|| self.stream.as_fd())
+        (!self.is_ready && !self.has_failed).then(|| self.socket.as_fd())
     }
 
     pub(super) const fn link_event(&mut self) {
@@ -196,14 +214,21 @@ impl StreamReceive {
         gate: &mut Gate<'_>,
     ) -> Served {
         let is_mergeable = self.nic.driver_features() & features::MRG_RXBUF != 0;
-        let stream = Arc::clone(&self.stream);
-        let mut incoming = stream.incoming();
+        let socket = Arc::clone(&self.socket);
+        let mut incoming = socket.incoming();
         let mut is_unpublished = false;
         while share.is_left() {
             let length = match incoming.next() {
                 Next::Frame(length) => length,
-                Next::Incomplete if !self.has_failed => match stream.receive(&mut incoming) {
-                    Ok(()) => continue,
+                Next::Incomplete if !self.has_failed => match socket.receive(&mut incoming) {
+                    Ok(None) => continue,
+                    Ok(Some(reason)) => {
+                        stats.start(1);
+                        stats.drop_frame(Op::Read, reason);
+                        share.requests -= 1;
+                        share.ns -= cost::tap_ns(0);
+                        continue;
+                    }
                     Err(errno) => {
                         (self.is_ready, self.has_failed) = (false, errno != Errno::AGAIN);
                         return Ok((Pass::Empty, is_unpublished));

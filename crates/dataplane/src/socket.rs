@@ -1,40 +1,63 @@
-//! A unix stream socket as a link: frames of which each has its length before it, 32 bits in network order. So do QEMU
-//! (`-netdev stream`, net/stream.c), passt and libkrun speak, and no right is needed for it.
+//! A unix socket as a link, for which no right is needed, in either of QEMU's framings:
 //!
-//! What a frame was cut off at, in either direction, is kept here: it outlives the session of a front end, and the
-//! next frame follows it.
+//! - `-netdev stream` (net/stream.c), which passt and libkrun speak too: each frame has its length before it, 32 bits in
+//!   network order. What a frame was cut off at, in either direction, is kept here: it outlives the session of a front
+//!   end, and the next frame follows it.
+//! - `-netdev dgram` (net/dgram.c): a datagram is a frame, from one path to another. The socket is not connected, since a
+//!   connection would be to a peer's first life: frames would stay out, unnoticed, when it is started again. So the
+//!   address of each datagram's sender is looked at, and no event says when a peer that was full has room again.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rtvirtio_frames::ethernet::HEADER_BYTES;
 use rtvirtio_frames::header::MAX_FRAME_BYTES;
+use rtvirtio_vhost::server::{Bound, ListenError, bind};
 use rtvirtio_virtq::Segment;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{
+    AddressFamily, RecvFlags, SocketAddrAny, SocketAddrUnix, SocketFlags, SocketType,
+};
+
+use crate::stats::Dropped;
 
 /// Bytes of a length.
 const LENGTH: usize = 4;
 /// What is received at once at most: some frames of the longest.
 const BUFFER: usize = 256 << 10;
 
-/// A socket, connected.
+/// A socket.
 #[derive(Debug)]
-pub(crate) struct Stream {
+pub(crate) struct Socket {
     fd: OwnedFd,
+    framing: Framing,
     outgoing: Mutex<Outgoing>,
     incoming: Mutex<Incoming>,
 }
 
-/// What the socket has not taken of the frame that was sent last.
+/// How frames are told apart.
+#[derive(Debug)]
+enum Framing {
+    /// By their lengths, on a connection.
+    Stream,
+    /// As datagrams.
+    Dgram {
+        /// Where they go and come from.
+        remote: SocketAddrAny,
+        /// Where they arrive.
+        _local: Bound,
+    },
+}
+
+/// What the socket has not taken of the frame that was sent last: of a datagram it takes all or nothing.
 #[derive(Debug, Default)]
 pub(crate) struct Outgoing {
     rest: Vec<u8>,
     at: usize,
 }
 
-/// What was received and is not delivered.
+/// What was received and is not delivered: frames, each behind its length.
 #[derive(Debug)]
 pub(crate) struct Incoming {
     buffer: Box<[u8]>,
@@ -53,7 +76,7 @@ pub(crate) enum Next {
     Invalid,
 }
 
-impl Stream {
+impl Socket {
     /// Connects to the socket that is there.
     ///
     /// # Errors
@@ -65,10 +88,31 @@ impl Stream {
         Ok(Self::new(fd))
     }
 
-    /// A connected socket that does not block.
+    /// A connected stream socket that does not block.
     pub(crate) fn new(fd: OwnedFd) -> Self {
+        Self::with(fd, Framing::Stream)
+    }
+
+    /// A datagram socket at a path with these permissions, whose peer is at another, now or later.
+    ///
+    /// # Errors
+    /// The path is in use, or cannot be bound.
+    pub(crate) fn bind(local: &Path, remote: &Path, mode: u32) -> Result<Self, ListenError> {
+        let address = SocketAddrUnix::new(remote);
+        let remote = address.map_err(|_| ListenError::Path(PathBuf::from(remote)))?;
+        let (fd, local) = bind(local, mode, SocketType::DGRAM)?;
+        Ok(Self::with(fd, Framing::Dgram { remote: remote.into(), _local: local }))
+    }
+
+    fn with(fd: OwnedFd, framing: Framing) -> Self {
         let incoming = Incoming { buffer: vec![0; BUFFER].into(), begin: 0, end: 0 };
-        Self { fd, outgoing: Mutex::default(), incoming: Mutex::new(incoming) }
+        Self { fd, framing, outgoing: Mutex::default(), incoming: Mutex::new(incoming) }
+    }
+
+    /// Whether the socket can be waited for when it takes no more. One that is not connected can be written to whatever
+    /// its peer does.
+    pub(crate) const fn says_when_writable(&self) -> bool {
+        matches!(self.framing, Framing::Stream)
     }
 
     /// For a turn of the queue that transmits: nobody waits for it.
@@ -94,11 +138,12 @@ impl Stream {
         Ok(())
     }
 
-    /// Sends a frame of `length` bytes, whose pieces stand behind the first part, which is for its length. What the
-    /// socket does not take of it is kept.
+    /// Sends a frame of `length` bytes, whose pieces stand behind the first part, which is for its length. What a
+    /// stream does not take of it is kept.
     ///
     /// # Errors
-    /// As of [`Self::flush`], which has to have been successful: nothing is sent then.
+    /// As of [`Self::flush`], which has to have been successful: nothing is sent then. Of a datagram they are of this
+    /// one alone: the peer may be there when the next is sent.
     ///
     /// # Safety
     /// The segments are mapped.
@@ -109,17 +154,29 @@ impl Stream {
         length: usize,
     ) -> Result<(), Errno> {
         let mut prefix = (length as u32).to_be_bytes();
-        if let Some(first) = parts.first_mut() {
-            *first = Segment::new(prefix.as_mut_ptr(), LENGTH);
-        }
         // SAFETY: all zeroes are a value of it.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        let first = match &self.framing {
+            Framing::Stream => Segment::new(prefix.as_mut_ptr(), LENGTH),
+            Framing::Dgram { remote, .. } => {
+                // The kernel reads it.
+                message.msg_name = remote.as_ptr().cast_mut().cast();
+                message.msg_namelen = remote.addr_len();
+                Segment::EMPTY
+            }
+        };
+        if let Some(place) = parts.first_mut() {
+            *place = first;
+        }
         message.msg_iov = parts.as_mut_ptr().cast();
         message.msg_iovlen = parts.len() as _;
-        // SAFETY: a segment is a `struct iovec`; the prefix is on the stack, and the caller vouches for the rest.
+        // SAFETY: a segment is a `struct iovec`; prefix and address outlive the call, and the caller vouches for the rest.
         let sent = unsafe { libc::sendmsg(self.fd.as_raw_fd(), &message, libc::MSG_NOSIGNAL) };
         let sent = usize::try_from(sent).map_err(|_| last_error())?;
         let mut skip = sent;
+        if let Framing::Dgram { .. } = self.framing {
+            return Ok(());
+        }
         for part in parts {
             let mut part = *part;
             let skipped = skip.min(part.len());
@@ -135,15 +192,37 @@ impl Stream {
         Ok(())
     }
 
-    /// Receives what there is; whether there was something.
+    /// Receives some bytes of a stream, or a datagram. One that is no frame of the peer's is dropped, for a reason.
     ///
     /// # Errors
     /// [`Errno::AGAIN`]: there is nothing now. Others: there is no peer.
-    pub(crate) fn receive(&self, incoming: &mut Incoming) -> Result<(), Errno> {
+    pub(crate) fn receive(&self, incoming: &mut Incoming) -> Result<Option<Dropped>, Errno> {
+        let Framing::Dgram { remote, .. } = &self.framing else {
+            return self.receive_bytes(incoming).map(|()| None);
+        };
+        (incoming.begin, incoming.end) = (0, 0);
+        let (prefix, space) = incoming.buffer.split_at_mut(LENGTH);
+        // Of a longer one the length is said too. Descriptors that come with it are closed by the kernel.
+        let (_, length, sender) = rustix::net::recvfrom(&self.fd, space, RecvFlags::TRUNC)?;
+        // The kernel says a path as it was bound, with the NUL behind it (net/unix/af_unix.c, unix_mkname_bsd).
+        if sender.as_ref() != Some(remote) {
+            return Ok(Some(Dropped::Spoofed));
+        }
+        match length {
+            0..HEADER_BYTES => return Ok(Some(Dropped::Malformed)),
+            HEADER_BYTES..=MAX_FRAME_BYTES => {}
+            _ => return Ok(Some(Dropped::TooLong)),
+        }
+        prefix.copy_from_slice(&(length as u32).to_be_bytes());
+        incoming.end = LENGTH + length;
+        Ok(None)
+    }
+
+    fn receive_bytes(&self, incoming: &mut Incoming) -> Result<(), Errno> {
         incoming.buffer.copy_within(incoming.begin..incoming.end, 0);
         (incoming.begin, incoming.end) = (0, incoming.end - incoming.begin);
         let space = &mut incoming.buffer[incoming.end..];
-        let (_, received) = rustix::net::recv(&self.fd, space, rustix::net::RecvFlags::empty())?;
+        let (_, received) = rustix::net::recv(&self.fd, space, RecvFlags::empty())?;
         incoming.end += received;
         if received == 0 { Err(Errno::PIPE) } else { Ok(()) }
     }
@@ -187,7 +266,7 @@ impl Incoming {
     }
 }
 
-impl AsFd for Stream {
+impl AsFd for Socket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
