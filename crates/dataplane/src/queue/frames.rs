@@ -28,6 +28,8 @@ mod buffers;
 mod port;
 mod socket;
 mod tap;
+#[cfg(test)]
+mod turns;
 
 use port::{PortReceive, PortTransmit};
 use socket::{SocketReceive, SocketTransmit};

@@ -1,0 +1,168 @@
+//! Single turns: what a driver, another guest or a stranger can have a queue do in one of them is bounded.
+
+use std::os::unix::net::UnixDatagram;
+
+use rtvirtio_frames::ethernet::IPV4;
+use rtvirtio_frames::forwarding::{Port, Vlans};
+use rtvirtio_units::Bytes;
+use rtvirtio_vhost::Backend as _;
+use rtvirtio_virtq::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
+
+use super::*;
+use crate::drr::{QUANTUM_NS, cost};
+use crate::nic::NicConfig;
+use crate::socket::Socket;
+use crate::switch::Switch;
+
+/// Where a guest's buffers begin, behind the ring.
+const BUFFERS: u64 = GUEST + (1 << 19);
+
+fn nic(mac: [u8; 6], link: Link) -> Arc<Nic> {
+    let nic = Nic::new(NicConfig {
+        name: "nic".to_owned(),
+        mac,
+        mtu: 1500,
+        limits: [None; 2],
+        promises: [None; 2],
+        link,
+        memory: Bytes::new(1 << 30),
+        positions: None,
+    });
+    nic.negotiated(rtvirtio_frames::features::ALWAYS);
+    Arc::new(nic)
+}
+
+/// A queue and its driver.
+struct ByHand {
+    driver: Driver,
+    memory: Arc<Memory>,
+    ring: Ring,
+    frames: Frames,
+    stats: QueueStats,
+}
+
+impl ByHand {
+    fn new(nic: &Arc<Nic>, index: u16, size: u16) -> Self {
+        let options = Options { size, packed: false, event_idx: true, indirect: false };
+        let driver = Driver::new(Guest::new(4 << 20), GUEST, options);
+        let memory = driver.guest().memory();
+        let ring = Ring::new(driver.config(), Arc::clone(&memory), None).unwrap();
+        let frames = Frames::new(nic, index, true).unwrap();
+        Self { driver, memory, ring, frames, stats: QueueStats::new() }
+    }
+
+    /// Makes so many buffers available, all of the same memory.
+    fn add(&mut self, count: u16, length: u32, writable: bool) {
+        let buffer = Buffer { address: BUFFERS, length, writable };
+        (0..count).for_each(|_| _ = self.driver.add(&[buffer], false).unwrap());
+        self.driver.publish();
+    }
+
+    /// A turn of so many frames and so long, ns.
+    fn turn(&mut self, requests: u32, ns: i64) -> Pass {
+        let Self { memory, ring, frames, stats, .. } = self;
+        let mut share = TurnBudget { requests, ns };
+        let served = frames.serve(ring, &mut Chain::default(), memory, &mut share, stats, now());
+        let (pass, _) = served.unwrap();
+        let _ = ring.publish();
+        pass
+    }
+
+    fn is_pending(&self) -> bool {
+        self.frames.is_pending(|| self.ring.is_pending())
+    }
+}
+
+/// A directory with a device on a datagram socket, and its peer.
+fn on_socket() -> (tempfile::TempDir, Arc<Nic>, UnixDatagram) {
+    let directory = tempfile::tempdir().unwrap();
+    let [local, remote] = ["local", "remote"].map(|name| directory.path().join(name));
+    let socket = Arc::new(Socket::bind(&local, &remote, 0o600).unwrap());
+    let peer = UnixDatagram::bind(remote).unwrap();
+    peer.connect(local).unwrap();
+    peer.set_nonblocking(true).unwrap();
+    (directory, nic([2, 0, 0, 0, 0, 1], Link::Socket(socket)), peer)
+}
+
+#[test]
+fn buffers_without_room_for_a_header_end_a_turn() {
+    let (_directory, nic, peer) = on_socket();
+    let mut queue = ByHand::new(&nic, 0, 1024);
+    queue.add(1023, BYTES as u32 - 1, true);
+    queue.add(1, 1526, true);
+    peer.send(&[1; 60]).unwrap();
+    for turn in 1..=3 {
+        queue.turn(64, QUANTUM_NS);
+        assert_eq!(queue.stats.drops().malformed, 256 * turn);
+        assert!(queue.is_pending(), "the rest is looked at in other turns");
+    }
+    queue.turn(64, QUANTUM_NS);
+    assert_eq!(queue.stats.drops().malformed, 1023);
+    assert_eq!(queue.stats.snapshot().operations.reads, 1023 + 1);
+    assert!(!queue.is_pending());
+}
+
+#[test]
+fn segments_that_cannot_be_cut_end_a_turn() {
+    let mac = |number| [2, 0, 0, 0, 1, number];
+    let port = |number| Port { mac: mac(number), vlans: Vlans::Untagged, anti_spoofing: true };
+    let switch = Switch::new(vec![(port(0), 1), (port(1), 1)], 1e6).unwrap();
+    let at = |number: u8| {
+        let link = Link::Port { switch: Arc::clone(&switch), number: number.into(), pairs: 1 };
+        nic(mac(number), link)
+    };
+    let (sender, receiver) = (at(0), at(1));
+    // The receiver's driver has negotiated no offload.
+    receiver.negotiated(rtvirtio_frames::features::MRG_RXBUF);
+    let (mut transmit, mut receive) =
+        (ByHand::new(&sender, 1, 256), ByHand::new(&receiver, 0, 256));
+    // TCP, in segments of a byte, which nobody cuts.
+    let mut frame = vec![0; BYTES + 1054];
+    (frame[0], frame[1], frame[4], frame[6], frame[8]) = (1, 1, 1, 34, 16);
+    frame[BYTES..BYTES + 6].copy_from_slice(&mac(1));
+    frame[BYTES + 6..BYTES + 12].copy_from_slice(&mac(0));
+    frame[BYTES + 12..BYTES + 14].copy_from_slice(&IPV4.to_be_bytes());
+    (frame[BYTES + 14], frame[BYTES + 23], frame[BYTES + 46]) = (0x45, 6, 0x50);
+    transmit.driver.guest().write(BUFFERS, &frame);
+    transmit.add(200, frame.len() as u32, false);
+    transmit.turn(256, 1 << 30);
+    assert_eq!(transmit.stats.drops().total(), 0);
+    receive.add(256, 1526, true);
+    // Time for ten of them: each is copied before it is found out.
+    let each = cost::port_ns(1054) + cost::NOTE_NS;
+    let mut before = 0;
+    for _ in 0..4 {
+        receive.turn(64, 10 * each);
+        let dropped = receive.stats.drops().malformed;
+        assert!((before + 9..=before + 11).contains(&dropped), "{dropped} after {before}");
+        assert!(receive.is_pending(), "the rest is looked at in other turns");
+        before = dropped;
+    }
+    while receive.is_pending() {
+        receive.turn(64, QUANTUM_NS);
+    }
+    assert_eq!(receive.stats.drops().malformed, 200);
+    assert!(transmit.frames.reap(&mut transmit.ring, &transmit.stats, now()));
+}
+
+/// What is dropped counts as what is delivered.
+#[test]
+fn datagrams_of_strangers_end_a_turn() {
+    let (directory, nic, peer) = on_socket();
+    let stranger = UnixDatagram::unbound().unwrap();
+    stranger.connect(directory.path().join("local")).unwrap();
+    stranger.set_nonblocking(true).unwrap();
+    // What the kernel lets wait, at least.
+    (0..8).for_each(|_| _ = stranger.send(&[1; 60]).unwrap());
+    peer.send(&[2; 60]).unwrap();
+    let mut queue = ByHand::new(&nic, 0, 64);
+    queue.add(1, 1526, true);
+    for turn in 1..=2 {
+        assert_eq!(queue.turn(4, QUANTUM_NS), Pass::More);
+        assert_eq!(queue.stats.drops().spoofed, 4 * turn);
+        assert!(queue.is_pending());
+    }
+    queue.turn(4, QUANTUM_NS);
+    let seen = queue.stats.snapshot();
+    assert_eq!((seen.operations.reads, seen.errors), (9, 8));
+}
