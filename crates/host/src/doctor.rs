@@ -7,6 +7,8 @@
 //! `bfq_as_module_on_disk_is_degraded`, `limits_on_v2_need_io_enabled_below_the_root`,
 //! `missing_capability_has_a_remedy`.
 
+pub mod nics;
+
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -48,7 +50,7 @@ const CAP_SYS_NICE: u32 = 23;
 /// What io_uring's registered buffers may need; a round figure, not a measured one.
 const MEMLOCK_BYTES: u64 = 64 << 20;
 
-/// Probes the host.
+/// Probes the host; what depends on a data plane is in [`nics::probe`].
 #[must_use]
 pub fn probe(host: &Host) -> Vec<Finding> {
     let sysfs = &*host.sysfs;

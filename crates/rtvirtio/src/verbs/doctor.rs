@@ -1,12 +1,18 @@
 //! `rtvirtio doctor`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use comfy_table::{ContentArrangement, Table, presets};
-use rtvirtio_host::doctor::{Finding, Status, probe};
+use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
+use rtvirtio_host::doctor::{Finding, Status, nics, probe};
+use rtvirtio_spec::control::IoThreadState;
 
 use crate::{Outcome, input};
+
+/// How long the data plane may take to answer.
+const ANSWER: Duration = Duration::from_millis(500);
 
 /// Arguments of `doctor`.
 #[derive(clap::Args)]
@@ -17,6 +23,10 @@ use crate::{Outcome, input};
 pub(crate) struct Args {
     /// Images, devices or directories
     paths: Vec<PathBuf>,
+    /// The data plane's control socket, for advice on interrupts that disturb its IOThreads
+    /// [default: /run/rtvirtio/control.sock if it is there]
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -26,13 +36,31 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     if !args.paths.is_empty() {
         return storage(args);
     }
-    let findings = probe(&input::host());
+    let host = input::host();
+    let mut findings = probe(&host);
+    findings.extend(nics::probe(&host, iothreads(args.socket.as_deref())?.as_deref()));
     if args.json {
         input::print_json(&findings)?;
     } else {
         println!("{}", table(&findings));
     }
     Ok(Outcome::Done)
+}
+
+/// The data plane's IOThreads; `None`: there is no data plane, or none that answers where nobody named one.
+fn iothreads(socket: Option<&Path>) -> Result<Option<Vec<IoThreadState>>> {
+    let path = socket.unwrap_or(Path::new(DEFAULT_SOCKET));
+    if socket.is_none() && !path.exists() {
+        return Ok(None);
+    }
+    match ControlClient::new(path).with_timeout(ANSWER).get("/v1/iothreads") {
+        Ok(iothreads) => Ok(Some(iothreads)),
+        Err(error) if socket.is_some() => Err(error.into()),
+        Err(error) => {
+            eprintln!("warning: data plane: {:#}", anyhow::Error::from(error));
+            Ok(None)
+        }
+    }
 }
 
 fn storage(args: &Args) -> Result<Outcome> {

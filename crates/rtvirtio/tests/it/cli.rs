@@ -66,7 +66,13 @@ fn doctor_prints_json_that_names_fio() {
     let output = rtvirtio(Path::new(NOWHERE), &["doctor", "--json"]);
     let findings: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let names: Vec<_> = findings.as_array().unwrap().iter().map(|f| f["name"].clone()).collect();
-    assert!(names.contains(&"fio".into()), "{names:?}");
+    for name in ["fio", "nic-irqs", "nic-rps"] {
+        assert!(names.contains(&name.into()), "{names:?}");
+    }
+    // A data plane that is named is asked.
+    let output = rtvirtio(Path::new(NOWHERE), &["doctor", "--socket", "/nonexistent/s"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(said(&output).contains("cannot connect to the data plane"), "{}", said(&output));
 }
 
 /// Each hostile file, and a word that the complaint must hold.
