@@ -78,34 +78,19 @@ use window::{AROUND, Measured, WARM_UP};
 
 pub use matrix::{Extent, Matrix};
 
-/// What is read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum Target {
-    /// A request of 8 µs that moves no data.
-    #[serde(rename = "emulated")]
-    Emulated,
-    /// 4 KiB of a file.
-    #[serde(rename = "file-4k")]
-    File4k,
-    /// 128 KiB of a file.
-    #[serde(rename = "file-128k")]
-    File128k,
+named! {
+    /// What is read.
+    pub enum Target {
+        /// A request of 8 µs that moves no data.
+        Emulated = "emulated",
+        /// 4 KiB of a file.
+        File4k = "file-4k",
+        /// 128 KiB of a file.
+        File128k = "file-128k",
+    }
 }
 
 impl Target {
-    /// All, in the order of tables.
-    pub const ALL: [Self; 3] = [Self::Emulated, Self::File4k, Self::File128k];
-
-    /// As it is written.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Emulated => "emulated",
-            Self::File4k => "file-4k",
-            Self::File128k => "file-128k",
-        }
-    }
-
     /// Bytes of a request.
     #[must_use]
     pub const fn block(self) -> usize {
@@ -123,62 +108,23 @@ impl Target {
     }
 }
 
-impl fmt::Display for Target {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-/// How threads learn that their requests have ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Mode {
-    /// They sleep in a plain call.
-    Pread,
-    /// They look at a completion queue for ever.
-    PeekSpin,
-    /// A kernel thread for each ring polls for submissions; they sleep.
-    Sqpoll,
-    /// One kernel thread for all rings does.
-    SqpollShared,
-    /// The project's: they sleep.
-    Interrupt,
-    /// The project's: they look for ever.
-    Poll,
-    /// The project's: they look while that pays and a CPU is idle.
-    Adaptive,
-}
-
-impl Mode {
-    /// All, in the order of tables.
-    pub const ALL: [Self; 7] = [
-        Self::Pread,
-        Self::PeekSpin,
-        Self::Sqpoll,
-        Self::SqpollShared,
-        Self::Interrupt,
-        Self::Poll,
-        Self::Adaptive,
-    ];
-
-    /// As it is written.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Pread => "pread",
-            Self::PeekSpin => "peek-spin",
-            Self::Sqpoll => "sqpoll",
-            Self::SqpollShared => "sqpoll-shared",
-            Self::Interrupt => "interrupt",
-            Self::Poll => "poll",
-            Self::Adaptive => "adaptive",
-        }
-    }
-}
-
-impl fmt::Display for Mode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+named! {
+    /// How threads learn that their requests have ended.
+    pub enum Mode {
+        /// They sleep in a plain call.
+        Pread = "pread",
+        /// They look at a completion queue for ever.
+        PeekSpin = "peek-spin",
+        /// A kernel thread for each ring polls for submissions; they sleep.
+        Sqpoll = "sqpoll",
+        /// One kernel thread for all rings does.
+        SqpollShared = "sqpoll-shared",
+        /// The project's: they sleep.
+        Interrupt = "interrupt",
+        /// The project's: they look for ever.
+        Poll = "poll",
+        /// The project's: they look while that pays and a CPU is idle.
+        Adaptive = "adaptive",
     }
 }
 

@@ -32,6 +32,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::run::Machine;
 use serde::{Deserialize, Serialize};
@@ -60,64 +61,29 @@ const AROUND: Duration = Duration::from_millis(900);
 /// What an idle window adds.
 const IDLE: Duration = Duration::from_millis(2300);
 
-/// What the disk is made of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Medium {
-    /// The server's memory; null-co with read-zeroes in qemu-storage-daemon.
-    Ram,
-    /// A file in `/dev/shm`.
-    Tmpfs,
-    /// A file on a disk, direct.
-    Disk,
-    /// The RAM engine, each request of which costs [`SCALING_CPU_US`].
-    Burn,
-    /// Whatever serves a socket that was there before.
-    Socket,
-}
-
-impl Medium {
-    /// For people.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Ram => "ram",
-            Self::Tmpfs => "tmpfs",
-            Self::Disk => "disk",
-            Self::Burn => "burn",
-            Self::Socket => "socket",
-        }
+named! {
+    /// What the disk is made of.
+    pub enum Medium {
+        /// The server's memory; null-co with read-zeroes in qemu-storage-daemon.
+        Ram = "ram",
+        /// A file in `/dev/shm`.
+        Tmpfs = "tmpfs",
+        /// A file on a disk, direct.
+        Disk = "disk",
+        /// The RAM engine, each request of which costs [`SCALING_CPU_US`].
+        Burn = "burn",
+        /// Whatever serves a socket that was there before.
+        Socket = "socket",
     }
 }
 
-impl std::str::FromStr for Medium {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let all = [Self::Ram, Self::Tmpfs, Self::Disk];
-        let found = all.into_iter().find(|m| m.name() == text);
-        found.ok_or_else(|| format!("`{text}` is none of ram, tmpfs, disk"))
-    }
-}
-
-/// What is asked of the disk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Operation {
-    /// Random reads.
-    Read,
-    /// Random writes.
-    Write,
-}
-
-impl Operation {
-    /// fio's name.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Read => "randread",
-            Self::Write => "randwrite",
-        }
+named! {
+    /// What is asked of the disk.
+    pub enum Operation {
+        /// Random reads.
+        Read = "read",
+        /// Random writes.
+        Write = "write",
     }
 }
 
@@ -154,7 +120,7 @@ impl Case {
     #[must_use]
     pub fn name(&self) -> String {
         let Self { medium, operation, queues, depth } = self;
-        format!("{} {} {queues}q d{depth}", medium.name(), operation.name())
+        format!("{medium} rand{operation} {queues}q d{depth}")
     }
 
     /// Whether its far tail is judged.
@@ -244,7 +210,10 @@ impl Cell {
 #[derive(Debug, clap::Args)]
 pub struct Benchmark {
     /// What disks are made of: ram, tmpfs, disk
-    #[arg(long, value_delimiter = ',', default_value = "ram,tmpfs,disk")]
+    #[arg(long, value_delimiter = ',', default_value = "ram,tmpfs,disk", value_parser = PossibleValuesParser::new(
+        ["ram", "tmpfs", "disk"],
+    )
+    .try_map(|name| name.parse::<Medium>()))]
     cases: Vec<Medium>,
     /// Servers: ours (fixed buffers on and off), qsd, file (io_uring without a server), or the
     /// path of a socket at which one runs already

@@ -148,14 +148,6 @@ pub trait Experiment: Sized {
     }
 }
 
-/// Reads a value by the name that it has in files, for `clap`.
-///
-/// # Errors
-/// It is none: all that there are are named.
-pub fn named<T: DeserializeOwned>(text: &str) -> Result<T> {
-    Ok(serde_json::from_value(text.into())?)
-}
-
 /// Reads a time in seconds, for `clap`; from and to so many ms.
 ///
 /// # Errors

@@ -87,13 +87,14 @@ impl GuestImage {
     }
 }
 
-/// What runs a guest's instructions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Accelerator {
-    /// The processor.
-    Kvm,
-    /// QEMU's translator.
-    Tcg,
+named! {
+    /// What runs a guest's instructions.
+    pub enum Accelerator {
+        /// The processor.
+        Kvm = "kvm",
+        /// QEMU's translator.
+        Tcg = "tcg",
+    }
 }
 
 impl Accelerator {
@@ -112,15 +113,6 @@ impl Accelerator {
             Ok(_) => Ok(Self::Kvm),
             Err(error) if error.is::<rtvirtio_host::interrupt::InterruptedError>() => Err(error),
             Err(_) => Ok(Self::Tcg),
-        }
-    }
-
-    /// Its name for `-accel` and for reports.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Kvm => "kvm",
-            Self::Tcg => "tcg",
         }
     }
 

@@ -17,6 +17,10 @@
 //! - `window`: what the threads of a measurement look at and count.
 //! - [`stats`], [`table`], `plot`, [`verdict`]: medians and intervals, and what results are shown by.
 
+// First: its macro is used by the others.
+#[macro_use]
+mod named;
+
 pub mod campaign;
 pub mod cell;
 pub mod closed_loop;

@@ -41,6 +41,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use rtvirtio_cases::{Case, Tier};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
@@ -48,7 +49,7 @@ use rtvirtio_spec::profile::Profile;
 use crate::campaign;
 use crate::cell::CANARY_LIMIT;
 use crate::dataplane::server::{qsd_version, rtvirtio};
-use crate::experiment::{Experiment, Report, named, seconds};
+use crate::experiment::{Experiment, Report, seconds};
 use bounds::Bounds;
 use cell::{Cell, CellKey, NoiseFloor, Scheme, disturbance};
 use clients::{Between, Plan, tasks};
@@ -72,14 +73,17 @@ pub struct Benchmark {
     #[arg(long, value_delimiter = ',', default_value = "strict")]
     tiers: Vec<Tier>,
     /// Background VMs: deep-writer, deep-reader, large-writer, flush-storm, burst, liar
-    #[arg(long, value_delimiter = ',', default_value = "deep-writer", value_parser = named::<Neighbour>)]
+    #[arg(long, value_delimiter = ',', default_value = "deep-writer")]
     neighbours: Vec<Neighbour>,
     /// Time that guests take between the end of a request and the next, µs: 0, 250, or exponential:250 with
     /// that mean. Tasks for which it leaves too little time ask for less
     #[arg(long, value_delimiter = ',', default_value = "0")]
     between: Vec<Between>,
     /// How VMs share the device: none, qos, throttle (qemu-storage-daemon, the background VM at 10 MB/s)
-    #[arg(long, value_delimiter = ',', default_value = "none,qos")]
+    #[arg(long, value_delimiter = ',', default_value = "none,qos", value_parser = PossibleValuesParser::new(
+        ["none", "qos", "throttle"],
+    )
+    .try_map(|name| name.parse::<Scheme>()))]
     schemes: Vec<Scheme>,
     /// Repetitions of each case under each scheme
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]

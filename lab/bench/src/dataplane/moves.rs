@@ -27,7 +27,7 @@ use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::control::{MoveQueue, Moved};
 use rtvirtio_spec::run::Machine;
 use rtvirtio_units::{IoThreadName, Nanos};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use super::load::Random;
 use super::server::serve;
@@ -56,39 +56,23 @@ const USED: u64 = 16 << 20;
 /// Disconnects at a time; a round ends with a check of everything.
 const ROUND: u32 = 10;
 
-/// A load to move queues under.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Stage {
-    /// One queue, one request at a time, on an emulated SSD; the other queues rest.
-    Light,
-    /// All queues, 32 requests in flight of each, on an emulated SSD.
-    Heavy,
-    /// The same on a disk in RAM.
-    Ram,
-    /// The same on a file, direct.
-    Disk,
-    /// Like heavy, while the front end leaves in mid-I/O and is back at once.
-    Disconnects,
-    /// Like heavy, while the front end adds and removes memory.
-    Memory,
-    /// Like heavy, while the front end stops rings and starts them, as for a reset.
-    Reset,
-}
-
-impl Stage {
-    /// For people.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Light => "light",
-            Self::Heavy => "heavy",
-            Self::Ram => "ram",
-            Self::Disk => "disk",
-            Self::Disconnects => "disconnects",
-            Self::Memory => "memory",
-            Self::Reset => "reset",
-        }
+named! {
+    /// A load to move queues under.
+    pub enum Stage {
+        /// One queue, one request at a time, on an emulated SSD; the other queues rest.
+        Light = "light",
+        /// All queues, 32 requests in flight of each, on an emulated SSD.
+        Heavy = "heavy",
+        /// The same on a disk in RAM.
+        Ram = "ram",
+        /// The same on a file, direct.
+        Disk = "disk",
+        /// Like heavy, while the front end leaves in mid-I/O and is back at once.
+        Disconnects = "disconnects",
+        /// Like heavy, while the front end adds and removes memory.
+        Memory = "memory",
+        /// Like heavy, while the front end stops rings and starts them, as for a reset.
+        Reset = "reset",
     }
 }
 

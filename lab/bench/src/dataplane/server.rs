@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use rtvirtio_host::interrupt::{Interrupted, wait};
-use serde::{Deserialize, Serialize};
 
 use rtvirtio_calibrate::confine::confine;
 
@@ -31,35 +30,23 @@ pub enum Backing {
     File(PathBuf),
 }
 
-/// A server.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ServerKind {
-    /// `rtvirtio serve`.
-    Rtvirtio,
-    /// `rtvirtio serve` with guest memory as fixed buffers.
-    RtvirtioFixed,
-    /// `qemu-storage-daemon`.
-    Qsd,
-    /// A server that runs already, at a socket.
-    Socket,
-    /// None: io_uring on the file, from the client.
-    File,
+named! {
+    /// A server.
+    pub enum ServerKind {
+        /// `rtvirtio serve`.
+        Rtvirtio = "rtvirtio",
+        /// `rtvirtio serve` with guest memory as fixed buffers.
+        RtvirtioFixed = "rtvirtio-fixed",
+        /// `qemu-storage-daemon`.
+        Qsd = "qsd",
+        /// A server that runs already, at a socket.
+        Socket = "socket",
+        /// None: io_uring on the file, from the client.
+        File = "file",
+    }
 }
 
 impl ServerKind {
-    /// For people.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Rtvirtio => "rtvirtio",
-            Self::RtvirtioFixed => "rtvirtio-fixed",
-            Self::Qsd => "qsd",
-            Self::Socket => "socket",
-            Self::File => "file",
-        }
-    }
-
     /// Whether it is this project's.
     #[must_use]
     pub const fn is_ours(self) -> bool {

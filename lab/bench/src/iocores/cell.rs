@@ -21,42 +21,25 @@ pub const MAX_VMS: u16 = 16;
 /// Length of a point of a timeline, s.
 pub const POINT_S: f64 = 0.1;
 
-/// A policy, and with how many IOThreads it begins.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum PolicyConfig {
-    /// One IOThread, whatever happens.
-    #[serde(rename = "static:1")]
-    Static1,
-    /// Two, each queue of a disk on the next.
-    #[serde(rename = "static:2")]
-    Static2,
-    /// rtvirtio's own.
-    Dynamic,
-    /// IOcm's, as published.
-    Iocm,
-    /// SPDK's, as published.
-    Spdk,
+named! {
+    /// A policy, and with how many IOThreads it begins.
+    pub enum PolicyConfig {
+        /// One IOThread, whatever happens.
+        Static1 = "static:1",
+        /// Two, each queue of a disk on the next.
+        Static2 = "static:2",
+        /// rtvirtio's own.
+        Dynamic = "dynamic",
+        /// IOcm's, as published.
+        Iocm = "iocm",
+        /// SPDK's, as published.
+        Spdk = "spdk",
+    }
 }
 
 impl PolicyConfig {
-    /// All.
-    pub const ALL: [Self; 5] =
-        [Self::Static1, Self::Static2, Self::Dynamic, Self::Iocm, Self::Spdk];
     /// Those that change nothing.
     pub const STATIC: [Self; 2] = [Self::Static1, Self::Static2];
-
-    /// Its name on the command line and in files.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Static1 => "static:1",
-            Self::Static2 => "static:2",
-            Self::Dynamic => "dynamic",
-            Self::Iocm => "iocm",
-            Self::Spdk => "spdk",
-        }
-    }
 
     /// The policy.
     #[must_use]
@@ -76,12 +59,6 @@ impl PolicyConfig {
             Self::Static2 => 2,
             _ => 1,
         }
-    }
-}
-
-impl fmt::Display for PolicyConfig {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
     }
 }
 
@@ -371,15 +348,13 @@ impl Phase {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::experiment::named;
 
     #[test]
     fn contender_is_read_as_it_is_written() {
         for policy_config in PolicyConfig::ALL {
-            let read: PolicyConfig = named(policy_config.name()).unwrap();
-            assert_eq!(read, policy_config);
+            assert_eq!(policy_config.name().parse::<PolicyConfig>().unwrap(), policy_config);
         }
-        let error = named::<PolicyConfig>("static:3").unwrap_err().to_string();
+        let error = "static:3".parse::<PolicyConfig>().unwrap_err().to_string();
         assert!(error.contains("static:3") && error.contains("iocm"), "{error}");
         let key = CellKey { policy: PolicyConfig::Static2, seed: 7, repetition: 1, alone: None };
         let text = serde_json::to_string(&key).unwrap();

@@ -19,7 +19,6 @@
 //!
 //! Who disturbs is nice: looked for is what the server makes of it, not what its peer takes of two CPUs.
 
-use std::fmt;
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -76,39 +75,17 @@ const PATIENCE: Duration = Duration::from_secs(2);
 const MIN_RUNS: usize = 3;
 const MARGIN: f64 = 0.1;
 
-/// What happens beside the load.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Disturbance {
-    /// Nothing.
-    None,
-    /// The monitor ends and begins.
-    Monitor,
-    /// Clients do not read their events.
-    Reader,
-    /// Malformed requests.
-    Malformed,
-}
-
-impl Disturbance {
-    /// All.
-    pub const ALL: [Self; 4] = [Self::None, Self::Monitor, Self::Reader, Self::Malformed];
-
-    /// For people.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Monitor => "monitor",
-            Self::Reader => "reader",
-            Self::Malformed => "malformed",
-        }
-    }
-}
-
-impl fmt::Display for Disturbance {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
+named! {
+    /// What happens beside the load.
+    pub enum Disturbance {
+        /// Nothing.
+        None = "none",
+        /// The monitor ends and begins.
+        Monitor = "monitor",
+        /// Clients do not read their events.
+        Reader = "reader",
+        /// Malformed requests.
+        Malformed = "malformed",
     }
 }
 

@@ -11,40 +11,17 @@ use super::clients::Between;
 use super::curve::Curve;
 use super::neighbour::Neighbour;
 
-/// How the device is shared.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Scheme {
-    /// The background VM alone.
-    Alone,
-    /// The data plane without a schedule: requests start as they come.
-    None,
-    /// The data plane with one.
-    Qos,
-    /// qemu-storage-daemon whose throttle filter gives the background VM 10 MB/s.
-    Throttle,
-}
-
-impl Scheme {
-    /// For people.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Alone => "alone",
-            Self::None => "none",
-            Self::Qos => "qos",
-            Self::Throttle => "throttle",
-        }
-    }
-}
-
-impl std::str::FromStr for Scheme {
-    type Err = String;
-
-    /// One that a campaign can choose; alone is always measured.
-    fn from_str(text: &str) -> Result<Self, String> {
-        let found = [Self::None, Self::Qos, Self::Throttle].into_iter().find(|s| s.name() == text);
-        found.ok_or_else(|| format!("`{text}` is none of none, qos, throttle"))
+named! {
+    /// How the device is shared.
+    pub enum Scheme {
+        /// The background VM alone.
+        Alone = "alone",
+        /// The data plane without a schedule: requests start as they come.
+        None = "none",
+        /// The data plane with one.
+        Qos = "qos",
+        /// qemu-storage-daemon whose throttle filter gives the background VM 10 MB/s.
+        Throttle = "throttle",
     }
 }
 

@@ -8,7 +8,6 @@ use anyhow::{Result, ensure};
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
 use rtvirtio_units::{Iops, Nanos};
-use serde::{Deserialize, Serialize};
 
 use super::clients::{Between, PATIENCE, Plan};
 use crate::dataplane::client::{Client, Endpoint, MAX_DEPTH, Queue, Shape};
@@ -16,50 +15,28 @@ use crate::window::{EndPhase, OVER};
 
 const KIB: usize = 1 << 10;
 
-/// What the VM does that is not judged.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Neighbour {
-    /// Random 128 KiB writes at depth 64, as in the cases.
-    #[default]
-    DeepWriter,
-    /// Random 128 KiB reads at depth 64.
-    DeepReader,
-    /// Random 1 MiB writes at depth 16.
-    LargeWriter,
-    /// Random 4 KiB writes at depth 16, each followed by a flush.
-    FlushStorm,
-    /// 64 random 128 KiB writes at once every 100 ms, or as soon as the ones before have ended.
-    Burst,
-    /// The cases' mix of 4 KiB requests at depth 32, by a VM that is promised 500 of them a second
-    /// within 10 ms.
-    Liar,
+named! {
+    /// What the VM does that is not judged.
+    #[derive(Default)]
+    pub enum Neighbour {
+        /// Random 128 KiB writes at depth 64, as in the cases.
+        #[default]
+        DeepWriter = "deep-writer",
+        /// Random 128 KiB reads at depth 64.
+        DeepReader = "deep-reader",
+        /// Random 1 MiB writes at depth 16.
+        LargeWriter = "large-writer",
+        /// Random 4 KiB writes at depth 16, each followed by a flush.
+        FlushStorm = "flush-storm",
+        /// 64 random 128 KiB writes at once every 100 ms, or as soon as the ones before have ended.
+        Burst = "burst",
+        /// The cases' mix of 4 KiB requests at depth 32, by a VM that is promised 500 of them a second
+        /// within 10 ms.
+        Liar = "liar",
+    }
 }
 
 impl Neighbour {
-    /// All of them.
-    pub const ALL: [Self; 6] = [
-        Self::DeepWriter,
-        Self::DeepReader,
-        Self::LargeWriter,
-        Self::FlushStorm,
-        Self::Burst,
-        Self::Liar,
-    ];
-
-    /// For people.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::DeepWriter => "deep-writer",
-            Self::DeepReader => "deep-reader",
-            Self::LargeWriter => "large-writer",
-            Self::FlushStorm => "flush-storm",
-            Self::Burst => "burst",
-            Self::Liar => "liar",
-        }
-    }
-
     pub(crate) fn background(self) -> Background {
         let flood = |block, depth, read_fraction| Work::Flood { block, depth, read_fraction };
         let work = match self {
@@ -182,16 +159,15 @@ impl Work {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::experiment::named;
 
     #[test]
     fn names_round_trip_and_an_old_cell_has_the_deep_writer() {
         for neighbour in Neighbour::ALL {
-            assert_eq!(named::<Neighbour>(neighbour.name()).unwrap(), neighbour);
+            assert_eq!(neighbour.name().parse::<Neighbour>().unwrap(), neighbour);
             let json = format!("\"{}\"", neighbour.name());
             assert_eq!(serde_json::to_string(&neighbour).unwrap(), json);
         }
-        assert!(named::<Neighbour>("").unwrap_err().to_string().contains("flush-storm"));
+        assert!("".parse::<Neighbour>().unwrap_err().to_string().contains("flush-storm"));
         assert_eq!(Neighbour::default().name(), "deep-writer");
     }
 

@@ -58,8 +58,7 @@ pub fn table(cells: &[Cell], beside: &[KernelCell]) -> String {
 /// The rows of one scheme beside one neighbour, over cases: neighbour by neighbour, schemes in the order of the rows.
 fn totals(rows: &[Row]) -> String {
     let mut all = runs(rows, |row| (row.group.neighbour, row.scheme.clone()));
-    let place = |of| Neighbour::ALL.iter().position(|neighbour| *neighbour == of);
-    all.sort_by_key(|runs| place(runs.key.0));
+    all.sort_by_key(|runs| runs.key.0);
     type Total<'a> = Runs<'a, (Neighbour, String), Row>;
     let sum = |of: &Total<'_>, value: fn(&Row) -> usize| of.cells.iter().map(|r| value(r)).sum();
     let ends = |values: Vec<f64>, digits: usize| {

@@ -8,7 +8,7 @@ use rtvirtio_bench::completion::judge::verdicts;
 use rtvirtio_bench::completion::{
     Benchmark, Extent, Io, Matrix, Mode, Target, live, page, table, usable_cpus,
 };
-use rtvirtio_bench::experiment::{Experiment as _, Report, named, seconds};
+use rtvirtio_bench::experiment::{Experiment as _, Report, seconds};
 use rtvirtio_host::interrupt::Interrupted;
 use serde_json::json;
 
@@ -36,10 +36,10 @@ pub(crate) struct Args {
     #[arg(long, conflicts_with_all = ["full", "on", "modes", "threads", "compute"])]
     live: bool,
     /// Only these targets: emulated, file-4k, file-128k
-    #[arg(long, value_delimiter = ',', value_parser = named::<Target>)]
+    #[arg(long, value_delimiter = ',')]
     on: Vec<Target>,
     /// Only these modes
-    #[arg(long, value_delimiter = ',', value_parser = named::<Mode>)]
+    #[arg(long, value_delimiter = ',')]
     modes: Vec<Mode>,
     /// Only these numbers of I/O threads T
     #[arg(long, value_delimiter = ',', value_name = "T")]

@@ -9,7 +9,7 @@ use rtvirtio_bench::dataplane::footprint::{self, Footprint};
 use rtvirtio_bench::dataplane::moves::{Moves, Shown, Stage};
 use rtvirtio_bench::dataplane::server::rtvirtio;
 use rtvirtio_bench::dataplane::verify::{self, Options, Report};
-use rtvirtio_bench::experiment::{named, seconds};
+use rtvirtio_bench::experiment::seconds;
 use rtvirtio_host::interrupt::Interrupted;
 
 use super::Of;
@@ -42,8 +42,7 @@ struct MovesArgs {
     #[arg(
         long,
         value_delimiter = ',',
-        default_value = "light,heavy,ram,disk,disconnects,memory,reset",
-        value_parser = named::<Stage>
+        default_value = "light,heavy,ram,disk,disconnects,memory,reset"
     )]
     stages: Vec<Stage>,
     /// How long each takes

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_bench::dataplane::server::rtvirtio;
-use rtvirtio_bench::experiment::{Experiment as _, named};
+use rtvirtio_bench::experiment::Experiment as _;
 use rtvirtio_bench::iocores::cell::{Disk, PolicyConfig, SEEDS, Settings};
 use rtvirtio_bench::iocores::{Benchmark, costs, disturb, report, simulated};
 use rtvirtio_host::interrupt::Interrupted;
@@ -53,7 +53,7 @@ Examples:
   rtvirtio-lab bench iocores --disturb --seconds 10 --repetitions 5")]
 pub(crate) struct Args {
     /// Policies to compare
-    #[arg(long, value_delimiter = ',', default_values_t = PolicyConfig::ALL, value_parser = named::<PolicyConfig>)]
+    #[arg(long, value_delimiter = ',', default_values_t = PolicyConfig::ALL)]
     policies: Vec<PolicyConfig>,
     /// Phases, or all
     #[arg(long, value_delimiter = ',', default_value = "all")]
