@@ -328,7 +328,12 @@ impl Experiment for Benchmark<'_> {
         Ok(())
     }
 
-    fn set_up(&self, missing: &[CellKey], interrupted: &Interrupted) -> Result<Self::Setup> {
+    fn set_up(
+        &self,
+        missing: &[CellKey],
+        _: &Path,
+        interrupted: &Interrupted,
+    ) -> Result<Self::Setup> {
         let reads_file = missing.iter().any(|key| key.io.is_some_and(|io| io.target.is_file()));
         let file = reads_file.then(|| TestFile::make(self.directory, interrupted)).transpose()?;
         Ok((file, Costs::calibrate()))

@@ -290,7 +290,7 @@ impl Experiment for Benchmark {
         self.seconds.max(tail) + AROUND + idle
     }
 
-    fn set_up(&self, missing: &[CellKey], _: &Interrupted) -> Result<Disks> {
+    fn set_up(&self, missing: &[CellKey], _: &Path, _: &Interrupted) -> Result<Disks> {
         if missing.iter().any(|key| key.server == ServerKind::Qsd) {
             eprintln!("qemu-storage-daemon {}", qsd_version()?);
         }
@@ -339,7 +339,7 @@ impl Experiment for Benchmark {
         Ok(Cell::new(*key, &measured))
     }
 
-    fn report(&self, cells: &[Cell]) -> Result<Report> {
+    fn report(&self, cells: &[Cell], _: &Path, _: &Interrupted) -> Result<Report> {
         ensure!(!cells.is_empty(), "no cell was measured");
         let rows = marks::rows(cells);
         let (text, json) = (marks::text(&rows), marks::table(&rows).json());

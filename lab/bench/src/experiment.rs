@@ -30,6 +30,8 @@ pub struct Report {
     pub files: Vec<(&'static str, String)>,
     /// For a program.
     pub json: Value,
+    /// Why the command fails, though all of it is written.
+    pub failure: Option<String>,
 }
 
 impl Report {
@@ -44,7 +46,7 @@ impl Report {
     /// A text, and what a program is given.
     #[must_use]
     pub const fn of(text: String, json: Value) -> Self {
-        Self { text, table: "table.txt", files: Vec::new(), json }
+        Self { text, table: "table.txt", files: Vec::new(), json, failure: None }
     }
 
     /// With a file.
@@ -108,11 +110,16 @@ pub trait Experiment: Sized {
         Ok(())
     }
 
-    /// Makes what the cells of these names need.
+    /// Makes what the cells of these names need; they are kept in `out`.
     ///
     /// # Errors
     /// It is not to be had, or the user interrupts.
-    fn set_up(&self, missing: &[Self::Key], interrupted: &Interrupted) -> Result<Self::Setup>;
+    fn set_up(
+        &self,
+        missing: &[Self::Key],
+        out: &Path,
+        interrupted: &Interrupted,
+    ) -> Result<Self::Setup>;
 
     /// Measures one.
     ///
@@ -131,11 +138,17 @@ pub trait Experiment: Sized {
         None
     }
 
-    /// What the cells come to.
+    /// What the cells come to, and what else is in their directory.
     ///
     /// # Errors
-    /// There is nothing to show, or what it is to be shown beside cannot be read.
-    fn report(&self, cells: &[Self::Cell]) -> Result<Report> {
+    /// There is nothing to show, or what it is to be shown beside cannot be read or made; the user interrupts.
+    fn report(
+        &self,
+        cells: &[Self::Cell],
+        out: &Path,
+        interrupted: &Interrupted,
+    ) -> Result<Report> {
+        let _ = (out, interrupted);
         Report::new(String::new(), cells)
     }
 
@@ -169,7 +182,8 @@ fn is_done<E: Experiment>(cells: &[E::Cell], key: &E::Key) -> bool {
     counts || tried >= E::ATTEMPTS
 }
 
-fn run<E: Experiment>(
+/// [`Experiment::run`], for those that do more.
+pub(crate) fn run<E: Experiment>(
     experiment: &E,
     out: &Path,
     interrupted: &Interrupted,
@@ -181,7 +195,7 @@ fn run<E: Experiment>(
     if missing.is_empty() {
         return Ok(cells.into_all());
     }
-    let mut setup = experiment.set_up(&missing, interrupted)?;
+    let mut setup = experiment.set_up(&missing, out, interrupted)?;
     let whole = missing.iter().map(|key| experiment.expected(key)).sum();
     let mut progress = Progress::new(missing.len(), whole);
     for key in &missing {
@@ -199,6 +213,13 @@ fn run<E: Experiment>(
         }
     }
     Ok(cells.into_all())
+}
+
+/// An experiment of these arguments.
+#[cfg(test)]
+pub(crate) fn of<E: clap::Args>(arguments: &[&str]) -> E {
+    let command = E::augment_args(clap::Command::new("bench").no_binary_name(true));
+    E::from_arg_matches(&command.get_matches_from(arguments)).unwrap()
 }
 
 #[cfg(test)]
@@ -247,7 +268,7 @@ mod tests {
             }
         }
 
-        fn set_up(&self, missing: &[u32], _: &Interrupted) -> Result<()> {
+        fn set_up(&self, missing: &[u32], _: &Path, _: &Interrupted) -> Result<()> {
             assert!(!missing.is_empty());
             Ok(())
         }

@@ -39,7 +39,7 @@ mod trial;
 mod vcpus;
 mod watch;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
@@ -50,13 +50,13 @@ use rtvirtio_units::Nanos;
 use serde_json::json;
 
 use crate::cell::{CANARY_LIMIT, canary_of};
-use crate::experiment::{Experiment, Report};
+use crate::dataplane::server::rtvirtio;
+use crate::experiment::{self, Experiment, Report};
 use crate::lines::Lines;
 use crate::qos::cell::disturbance;
-use cell::{Cell, CellKey, PolicyConfig, Settings, Timeline};
+use cell::{Cell, CellKey, PolicyConfig, SEEDS, Settings, Timeline};
 use content::Unverified;
 use costs::Round;
-use simulated::Compared;
 use trial::{LEAD, Measured, Trial, duration};
 
 /// Phases that are repeated alone, and the fixed number beside which: the one that is worth most there.
@@ -65,48 +65,95 @@ const ALONE: [(PhaseKind, PolicyConfig); 2] =
 /// How often, for each cell of a trace.
 const TIMES: u32 = 3;
 
-/// What a campaign measured.
+/// Cells of a campaign.
 #[derive(Debug, Default)]
 pub struct Campaign {
     /// Policies on traces.
     pub cells: Vec<Cell>,
     /// Phases alone whose p99 a trace does not tell.
     pub alone: Vec<Cell>,
-    /// Costs.
-    pub rounds: Vec<Round>,
 }
 
-/// A campaign.
-#[derive(Debug)]
-pub struct Benchmark<'a> {
-    /// What all cells have in common.
-    pub settings: Settings,
-    /// What is compared.
-    pub policies: Vec<PolicyConfig>,
-    /// Scenarios.
-    pub seeds: Vec<u64>,
-    /// How often each.
-    pub repetitions: u32,
-    /// Whether to measure the simulator's costs too, before each cell and after the last.
-    pub calibrate: bool,
-    /// The `rtvirtio` that serves.
-    pub program: &'a Path,
-    /// Where cells go.
-    pub out: &'a Path,
+/// Arguments of `bench iocores`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+A cell is one policy on one seed's scenario: a fresh `rtvirtio serve` on two CPUs with a disk a VM whose \
+requests cost CPU, VMs as libblkio clients with a thread for each queue, and threads that compute. The seed \
+gives the order of phases, bursts and times of requests. Policies take turns on each seed. Every read is \
+compared with what was written; a request that is lost, repeated or misplaced fails its cell.
+
+Policies:
+  static:1, static:2  that many IOThreads, queues spread over them
+  dynamic             rtvirtio's own: number and placement follow the load
+  iocm, spdk          as published by IOcm and SPDK
+vCPUs (clients and what computes) may run on both CPUs, and all policies may borrow either from them.
+
+Phases (`rtvirtio-lab simulate --help` says what each is):
+  idle, one-hot, all-hot, small-large, compute, mixed, bursts, hotplug, flapping
+
+The table has medians over seeds. utility: I/O and compute as parts of the best run's on that seed, less 0.2 \
+an I/O core. Below it a line for each mark: pass, LOST or not judged.
+
+Where policies have the same IOThreads, p99s of two runs differ by more than the 5 % that are to be told. So idle (dynamic \
+and static:1) and flapping (dynamic and static:2) are run three times more for each seed, alone, and their p99 \
+is judged over all.
+
+Results go to OUT: cells.jsonl (a cell a line, with its timeline each 100 ms), table.txt, pareto.svg, \
+timelines.svg, commands.txt; of --compare-simulator rounds.jsonl, costs.json and costs.txt; of --disturb \
+disturb.jsonl and disturb.txt. The same OUT continues where it was. The time is policies x seeds x repetitions x \
+(phases x --seconds + 4 s), and 15 min for phases alone: an hour by default, 70 min with --compare-simulator. Wants a \
+machine on which nothing else runs.
+
+Examples:
+  rtvirtio-lab bench iocores
+  rtvirtio-lab bench iocores --seconds 3 --seeds 1 --policies static:1,dynamic --phases all-hot,idle
+  rtvirtio-lab bench iocores --compare-simulator
+  rtvirtio-lab bench iocores --disturb --seconds 10 --repetitions 5")]
+pub struct Benchmark {
+    /// Policies to compare
+    #[arg(long, value_delimiter = ',', default_values_t = PolicyConfig::ALL)]
+    policies: Vec<PolicyConfig>,
+    #[command(flatten)]
+    settings: Settings,
+    /// How many seeds, 1 to 3
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=3))]
+    seeds: u8,
+    /// Other seeds than the fixed ones: this and the next, such as to judge what was made by the fixed ones
+    #[arg(long, value_name = "SEED")]
+    first_seed: Option<u64>,
+    /// Repetitions of each policy and seed; with --disturb, of each disturbance [default: 1, or 5]
+    #[arg(long, default_value = "1", default_value_if("disturb", "true", "5"), hide_default_value = true,
+        value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repetitions: u32,
+    /// Simulate what was run, and hold both against each other. What things cost the simulator is measured
+    /// before each cell and after the last, in half a minute
+    #[arg(long)]
+    compare_simulator: bool,
+    /// Simulate with these costs instead, JSON: those that it does not name keep their defaults
+    #[arg(long, value_name = "FILE", requires = "compare_simulator")]
+    costs: Option<PathBuf>,
+    /// Instead of policies: p99 of the data path while the monitor is ended again and again, clients do
+    /// not read their events, or 10,000 malformed control requests come
+    #[arg(long, conflicts_with_all = ["policies", "phases", "seeds", "first_seed", "disk", "compare_simulator"])]
+    disturb: bool,
 }
 
-impl Experiment for Benchmark<'_> {
+impl Experiment for Benchmark {
     type Key = CellKey;
     type Cell = Cell;
     /// Costs, if they are measured between the cells.
     type Setup = Option<Lines<Round>>;
 
+    const OUT: &'static str = "rtvirtio-bench-iocores";
+
     /// Policies take turns to be first, and phases alone follow the traces of their seed.
     fn keys(&self) -> Result<Vec<CellKey>> {
+        let mut policies = self.policies.clone();
+        policies.sort_unstable();
+        policies.dedup();
         let is_there = |(kind, fixed): &(PhaseKind, PolicyConfig)| {
-            let policies = [*fixed, PolicyConfig::Dynamic];
             self.settings.phases.contains(kind)
-                && policies.iter().all(|policy| self.policies.contains(policy))
+                && [*fixed, PolicyConfig::Dynamic].iter().all(|policy| policies.contains(policy))
         };
         let alone: Vec<_> = ALONE.into_iter().filter(is_there).collect();
         let mut keys = Vec::new();
@@ -118,8 +165,8 @@ impl Experiment for Benchmark<'_> {
             keys.extend(policies.into_iter().map(key));
         };
         for repetition in 0..self.repetitions {
-            for (turn, &seed) in self.seeds.iter().enumerate() {
-                add(&self.policies, repetition as usize + turn, seed, repetition, None);
+            for (turn, seed) in self.seeds().into_iter().enumerate() {
+                add(&policies, repetition as usize + turn, seed, repetition, None);
                 for time in repetition * TIMES..(repetition + 1) * TIMES {
                     for &(kind, fixed) in &alone {
                         let policies = [fixed, PolicyConfig::Dynamic];
@@ -142,7 +189,7 @@ impl Experiment for Benchmark<'_> {
     fn expected(&self, key: &CellKey) -> Duration {
         let scenario = self.settings(key.alone).scenario(key.seed);
         let round =
-            if self.calibrate && key.alone.is_none() { costs::ROUND } else { Duration::ZERO };
+            if self.calibrates() && key.alone.is_none() { costs::ROUND } else { Duration::ZERO };
         scenario.map_or(Duration::ZERO, |scenario| duration(&scenario)) + round
     }
 
@@ -153,31 +200,32 @@ impl Experiment for Benchmark<'_> {
             "{out} has cells of other settings, such as another --seconds: name another --out"
         );
         // They would be in the medians.
-        if let Some(other) = cells.iter().find(|cell| !self.seeds.contains(&cell.key.seed)) {
+        if let Some(other) = cells.iter().find(|cell| !self.seeds().contains(&cell.key.seed)) {
             let seed = other.key.seed;
             bail!("{out} has cells of seed {seed}, which is not asked for: name another --out");
         }
         Ok(())
     }
 
-    fn set_up(&self, _: &[CellKey], _: &Interrupted) -> Result<Option<Lines<Round>>> {
-        self.calibrate.then(|| self.rounds()).transpose()
+    fn set_up(&self, _: &[CellKey], out: &Path, _: &Interrupted) -> Result<Self::Setup> {
+        self.calibrates().then(|| rounds(out)).transpose()
     }
 
     /// A cell that fails its verification is kept as such, and the campaign goes on.
     fn measure(
         &self,
-        rounds: &mut Option<Lines<Round>>,
+        rounds: &mut Self::Setup,
         key: &CellKey,
         interrupted: &Interrupted,
     ) -> Result<Cell> {
+        let program = rtvirtio()?;
         if let (Some(rounds), None) = (rounds, key.alone) {
-            rounds.push(Round::measure(self.program, interrupted)?)?;
+            rounds.push(Round::measure(&program, interrupted)?)?;
         }
         let settings = self.settings(key.alone);
         let scenario = settings.scenario(key.seed)?;
         let trial = Trial {
-            program: self.program,
+            program: &program,
             settings: &settings,
             scenario: &scenario,
             policy: key.policy.kind().name(),
@@ -193,31 +241,89 @@ impl Experiment for Benchmark<'_> {
             }),
         }
     }
-}
 
-impl Benchmark<'_> {
-    /// Runs what is not in `cells.jsonl` and `rounds.jsonl` yet, and returns all that is there.
-    ///
-    /// # Errors
-    /// If the settings are refused or differ from those of the cells there, if there are cells of other seeds,
-    /// if the server or a client fails, or if interrupted.
-    pub fn campaign(&self, interrupted: &Interrupted) -> Result<Campaign> {
-        // What is refused leaves no file.
-        machine::cpus()?;
-        self.settings.scenario(self.seeds.first().copied().unwrap_or_default())?;
-        let before = self.rounds()?.len();
-        let cells = self.run(self.out, interrupted)?;
-        let mut rounds = self.rounds()?;
-        if self.calibrate && (rounds.is_empty() || rounds.len() > before) {
-            rounds.push(Round::measure(self.program, interrupted)?)?;
+    /// A table of a campaign, and its plots.
+    fn report(&self, cells: &[Cell], out: &Path, interrupted: &Interrupted) -> Result<Report> {
+        let is_good = cells.iter().all(Cell::is_good);
+        let (alone, cells) = cells.iter().cloned().partition(|cell| cell.key.alone.is_some());
+        let campaign = Campaign { cells, alone };
+        let mut found = None;
+        let costs = match (self.compare_simulator, &self.costs) {
+            (false, _) => None,
+            (true, Some(path)) => Some(costs::read(path)?),
+            (true, None) => Some(found.insert(costs::find(&rounds(out)?)?).0),
+        };
+        let compare = |costs| simulated::compare(&campaign.cells, costs, interrupted);
+        let compared = costs.map(compare).transpose()?;
+        let rows = judge::rows(&campaign.cells);
+        let mut verdicts = judge::judge(&campaign);
+        verdicts.extend(compared.as_deref().map(simulated::judge));
+        let json = json!({
+            "rows": table::medians(&rows).json(),
+            "alone": table::medians(&judge::rows(&campaign.alone)).json(),
+            "verdicts": verdicts,
+            "simulated": compared,
+        });
+        let mut report = Report::of(table::table(&campaign, compared.as_deref(), &verdicts), json)
+            .with("pareto.svg", table::pareto(&rows))
+            .with("timelines.svg", table::timelines(&campaign.cells));
+        if let Some((costs, text)) = found {
+            let costs = serde_json::to_string_pretty(&costs)? + "\n";
+            report = report.with("costs.json", costs).with("costs.txt", text);
         }
-        let is_alone = |cell: &Cell| cell.key.alone.is_some();
-        let (alone, cells) = cells.into_iter().partition(is_alone);
-        Ok(Campaign { cells, alone, rounds: rounds.into_all() })
+        let failure = "requests were lost, repeated or misplaced (see table.txt)";
+        report.failure = (!is_good).then(|| failure.to_owned());
+        Ok(report)
     }
 
-    fn rounds(&self) -> Result<Lines<Round>> {
-        Lines::open(&self.out.join("rounds.jsonl"))
+    fn run(&self, out: &Path, interrupted: &Interrupted) -> Result<Vec<Cell>> {
+        // What is refused leaves no file.
+        machine::cpus()?;
+        self.settings.scenario(1)?;
+        let before = rounds(out)?.len();
+        let cells = experiment::run(self, out, interrupted)?;
+        let mut rounds = rounds(out)?;
+        if self.calibrates() && (rounds.is_empty() || rounds.len() > before) {
+            rounds.push(Round::measure(&rtvirtio()?, interrupted)?)?;
+        }
+        Ok(cells)
+    }
+}
+
+/// What was measured of costs between the cells of a directory.
+fn rounds(out: &Path) -> Result<Lines<Round>> {
+    Lines::open(&out.join("rounds.jsonl"))
+}
+
+impl Benchmark {
+    /// What `--disturb` asks for instead.
+    ///
+    /// # Errors
+    /// A number of seconds that is none.
+    pub fn disturbed(&self) -> Result<Option<disturb::Benchmark>> {
+        let seconds = self.settings.seconds;
+        let is_whole = (2.0..=3_600.0).contains(&seconds) && seconds.fract() == 0.0;
+        ensure!(
+            is_whole || !self.disturb,
+            "--seconds is {seconds}, with --disturb a whole number of 2 to 3600"
+        );
+        Ok(self.disturb.then_some(disturb::Benchmark {
+            repetitions: self.repetitions,
+            seconds: seconds as u32,
+            cpu_us: self.settings.cpu_us,
+        }))
+    }
+
+    fn seeds(&self) -> Vec<u64> {
+        match self.first_seed {
+            Some(first) => (0..self.seeds.into()).map(|next| first.wrapping_add(next)).collect(),
+            None => SEEDS[..usize::from(self.seeds)].to_vec(),
+        }
+    }
+
+    /// Whether to measure the simulator's costs too, before each cell and after the last.
+    const fn calibrates(&self) -> bool {
+        self.compare_simulator && self.costs.is_none()
     }
 
     /// What a cell runs.
@@ -259,42 +365,16 @@ impl Benchmark<'_> {
     }
 }
 
-/// A table of a campaign, and its plots.
-#[must_use]
-pub fn report(campaign: &Campaign, compared: Option<&[Compared]>) -> Report {
-    let Campaign { cells, alone, .. } = campaign;
-    let rows = judge::rows(cells);
-    let mut verdicts = judge::judge(campaign);
-    verdicts.extend(compared.map(simulated::judge));
-    let json = json!({
-        "rows": rows,
-        "alone": judge::rows(alone),
-        "verdicts": verdicts,
-        "simulated": compared,
-    });
-    Report::of(table::table(campaign, compared), json)
-        .with("pareto.svg", table::pareto(&rows))
-        .with("timelines.svg", table::timelines(cells))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn benchmark(
-        phases: Vec<PhaseKind>,
-        policies: Vec<PolicyConfig>,
-        seeds: Vec<u64>,
-    ) -> Benchmark<'static> {
-        let settings = Settings { phases, ..Settings::default() };
-        let (program, out) = (Path::new("/bin/rtvirtio"), Path::new("/nowhere"));
-        Benchmark { settings, policies, seeds, repetitions: 2, calibrate: false, program, out }
-    }
+    use crate::experiment::of;
 
     #[test]
     fn policies_take_turns_on_each_seed() {
-        let policies = vec![PolicyConfig::Static1, PolicyConfig::Dynamic];
-        let benchmark = benchmark(vec![PhaseKind::AllHot], policies, vec![7, 8]);
+        let arguments =
+            "--policies dynamic,static:1 --phases all-hot --first-seed 7 --seeds 2 --repetitions 2";
+        let benchmark: Benchmark = of(&arguments.split(' ').collect::<Vec<_>>());
         let keys: Vec<_> =
             benchmark.keys().unwrap().iter().map(|key| (key.seed, key.policy.name())).collect();
         assert_eq!(
@@ -314,7 +394,7 @@ mod tests {
 
     #[test]
     fn phases_alone_are_of_the_policies_that_are_compared_and_each_cell_has_a_name_of_its_own() {
-        let benchmark = benchmark(PhaseKind::DISKS.to_vec(), PolicyConfig::ALL.to_vec(), vec![7]);
+        let benchmark: Benchmark = of(&["--first-seed=7", "--seeds=1", "--repetitions=2"]);
         let keys = benchmark.keys().unwrap();
         let of = |kind, policy| {
             keys.iter().filter(|key| (key.alone, key.policy) == (kind, policy)).count()
@@ -330,5 +410,15 @@ mod tests {
         distinct.dedup();
         assert_eq!(distinct.len(), keys.len());
         assert_eq!(benchmark.settings(Some(PhaseKind::Idle)).phases, [PhaseKind::Idle]);
+    }
+
+    #[test]
+    fn defaults_are_those_of_the_settings_and_others_with_disturb() {
+        let benchmark: Benchmark = of(&[]);
+        assert_eq!(benchmark.settings, Settings::default());
+        assert!(benchmark.repetitions == 1 && benchmark.disturbed().unwrap().is_none());
+        let disturbed = of::<Benchmark>(&["--disturb"]).disturbed().unwrap().unwrap();
+        assert_eq!((disturbed.repetitions, disturbed.seconds, disturbed.cpu_us), (5, 10, 20));
+        assert!(of::<Benchmark>(&["--disturb", "--seconds=2.5"]).disturbed().is_err());
     }
 }

@@ -16,6 +16,7 @@
 //! `cpu_time_is_shared_out_over_requests`, `table_has_medians_and_ranges`.
 
 use std::fs::{File, read_to_string};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -233,7 +234,7 @@ impl Experiment for Benchmark<'_> {
         BOOT / DEPTHS.len() as u32 + self.window + 3 * RAMP
     }
 
-    fn set_up(&self, _: &[Key], _: &Interrupted) -> Result<Taken> {
+    fn set_up(&self, _: &[Key], _: &Path, _: &Interrupted) -> Result<Taken> {
         let (_, lock) = take_host()?;
         std::fs::create_dir_all(GUEST_FILES)?;
         Ok(Taken { guest: None, _lock: lock })

@@ -180,7 +180,12 @@ impl Experiment for Benchmark {
         Ok(())
     }
 
-    fn set_up(&self, missing: &[CellKey], interrupted: &Interrupted) -> Result<(Disk, Curve)> {
+    fn set_up(
+        &self,
+        missing: &[CellKey],
+        _: &Path,
+        interrupted: &Interrupted,
+    ) -> Result<(Disk, Curve)> {
         if missing.iter().any(|key| key.scheme == Scheme::Throttle) {
             qsd_version()?;
         }
@@ -206,7 +211,7 @@ impl Experiment for Benchmark {
         cell.discarded.as_deref()
     }
 
-    fn report(&self, cells: &[Cell]) -> Result<Report> {
+    fn report(&self, cells: &[Cell], _: &Path, _: &Interrupted) -> Result<Report> {
         let kernel = self.beside.as_deref().map(campaign::read).transpose()?.unwrap_or_default();
         let report = Report::new(table::table(cells, &kernel), cells)?;
         Ok(report.with("plot.svg", table::plot(cells, &kernel)))

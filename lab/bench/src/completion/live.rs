@@ -6,6 +6,7 @@
 //! only under load, where the thread may have had no CPU. The mode has *followed* a switch at the first
 //! bin from which on 5 are right.
 
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, OnceLock};
@@ -146,7 +147,7 @@ impl Experiment for Benchmark {
         WARM_UP + PHASE * (2 * self.cycles + 1)
     }
 
-    fn set_up(&self, _: &[u32], _: &Interrupted) -> Result<Costs> {
+    fn set_up(&self, _: &[u32], _: &Path, _: &Interrupted) -> Result<Costs> {
         Ok(Costs::calibrate())
     }
 

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use rtvirtio_engine::SsdConfig;
 use rtvirtio_iocores::utility::{self, Progress};
 use rtvirtio_iocores::{Kind, QueueKind};
@@ -110,28 +110,62 @@ impl fmt::Display for Disk {
 }
 
 /// What all cells of a directory have in common.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, clap::Args)]
 pub struct Settings {
-    /// Phases; the seed gives their order.
-    pub phases: Vec<PhaseKind>,
-    /// Length of each, s.
+    /// Phases, or all
+    // The path tells clap that it is one value.
+    #[arg(long, default_value = "all", value_parser = phases)]
+    pub phases: ::std::vec::Vec<PhaseKind>,
+    /// Length of a phase in seconds; with --disturb, how many are disturbed in each run, by turns with as many that are
+    /// not [default: 20, or 10]
+    #[arg(
+        long,
+        default_value = "20",
+        default_value_if("disturb", "true", "10"),
+        hide_default_value = true
+    )]
     pub seconds: f64,
-    /// VMs, each with a disk.
+    /// VMs
+    #[arg(long, default_value_t = 4)]
     pub vms: u16,
-    /// Queues of a disk.
+    /// Queues of each VM
+    #[arg(long, default_value_t = 2)]
     pub queues: u16,
-    /// Requests in flight of a full queue.
+    /// Requests in flight of a full queue, 1 to 64
+    #[arg(long, default_value_t = 16)]
     pub depth: u16,
-    /// Requests a second of a VM that is neither full nor idle.
+    /// Requests a second of a VM that is neither full nor idle
+    #[arg(long, default_value_t = 2_000.0)]
     pub rate: f64,
-    /// CPUs that all VMs together want in the compute phase.
+    /// CPUs that all VMs together want in the compute phase; a quarter of it elsewhere
+    #[arg(long, default_value_t = 1.0)]
     pub compute: f64,
-    /// The disks.
+    /// Disks: null (memory: nothing but CPU time), or ref-4x250, ref-8x80, ref-stall for each VM
+    #[arg(long, default_value = "null")]
     pub disk: Disk,
-    /// CPU that each request costs its IOThread on top, µs.
+    /// CPU time of an IOThread for a request, on top of its own, us
+    #[arg(long = "request-us", default_value_t = 20, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub cpu_us: u32,
-    /// And each KiB of it, ns.
+    /// And for each KiB of it, ns
+    #[arg(long, default_value_t = 40, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub kib_ns: u32,
+}
+
+/// Reads kinds of phases that can be played here, which are put in order.
+fn phases(text: &str) -> Result<Vec<PhaseKind>> {
+    let mut all = Vec::new();
+    for name in text.split(',') {
+        match name {
+            "all" => all.extend(PhaseKind::DISKS),
+            name => all.push(name.parse()?),
+        }
+    }
+    if let Some(kind) = all.iter().find(|kind: &&PhaseKind| kind.has_nics()) {
+        bail!("{kind}: this plays disks alone (rtvirtio-lab simulate plays network devices)");
+    }
+    all.sort_unstable();
+    all.dedup();
+    Ok(all)
 }
 
 impl Default for Settings {
@@ -158,7 +192,7 @@ impl Settings {
     /// # Errors
     /// If a number is out of its range.
     pub fn scenario(&self, seed: u64) -> Result<Scenario> {
-        let Self { seconds, vms, queues, depth, .. } = *self;
+        let Self { seconds, vms, queues, depth, compute, .. } = *self;
         ensure!(!self.phases.is_empty(), "there is no phase: --phases");
         ensure!(
             (0.3..=3_600.0).contains(&seconds),
@@ -171,10 +205,11 @@ impl Settings {
         );
         let deepest = MAX_DEPTH as u16;
         ensure!((1..=deepest).contains(&depth), "a depth of {depth} is outside 1 to {deepest}");
+        ensure!((0.0..=64.0).contains(&compute), "--compute is {compute}, outside 0 to 64");
         let mut kinds = self.phases.clone();
         PhaseKind::shuffle(&mut kinds, seed);
         let rate = Iops::new(self.rate)?;
-        let size = Size { vms, queues, depth, rate, compute: self.compute };
+        let size = Size { vms, queues, depth, rate, compute };
         Ok(Scenario::generate(&kinds, Nanos::from_secs_f64(seconds), &size, seed)?)
     }
 }

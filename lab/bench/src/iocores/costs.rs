@@ -184,6 +184,15 @@ pub fn measure(program: &Path, interrupted: &Interrupted) -> Result<Vec<Round>> 
     (0..ROUNDS).map(&mut round).collect()
 }
 
+/// Reads costs, as [`find`]'s are kept.
+///
+/// # Errors
+/// The file cannot be read, or has something else.
+pub fn read(path: &Path) -> Result<Costs> {
+    let text = rtvirtio_cli::input::read(path, 1 << 16)?;
+    serde_json::from_str(&text).with_context(|| path.display().to_string())
+}
+
 /// The costs that bring the simulator nearest to what was measured, and a table of both.
 ///
 /// # Errors

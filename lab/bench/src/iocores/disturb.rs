@@ -45,6 +45,7 @@ use super::machine::cpus;
 use super::trial::{LEAD, Trial, duration};
 use super::vcpus::Clock;
 use crate::dataplane::client::MAX_DEPTH;
+use crate::dataplane::server::rtvirtio;
 use crate::experiment::{Experiment, Report};
 use crate::stats::{Runs, Spread, median, runs};
 use crate::table::Table;
@@ -151,18 +152,16 @@ pub struct Cell {
 
 /// A campaign.
 #[derive(Debug)]
-pub struct Benchmark<'a> {
+pub struct Benchmark {
     /// How often each.
     pub repetitions: u32,
     /// For how many seconds of each run it is disturbed; for as many it is not.
     pub seconds: u32,
     /// CPU that each request costs its IOThread on top, µs.
     pub cpu_us: u32,
-    /// The `rtvirtio` that serves.
-    pub program: &'a Path,
 }
 
-impl Experiment for Benchmark<'_> {
+impl Experiment for Benchmark {
     type Key = (Disturbance, u32);
     type Cell = Cell;
     type Setup = Scenario;
@@ -197,7 +196,7 @@ impl Experiment for Benchmark<'_> {
         Ok(())
     }
 
-    fn set_up(&self, _: &[(Disturbance, u32)], _: &Interrupted) -> Result<Scenario> {
+    fn set_up(&self, _: &[(Disturbance, u32)], _: &Path, _: &Interrupted) -> Result<Scenario> {
         scenario(self.seconds)
     }
 
@@ -210,13 +209,13 @@ impl Experiment for Benchmark<'_> {
         self.cell(scenario, disturbance, repetition, interrupted)
     }
 
-    fn report(&self, cells: &[Cell]) -> Result<Report> {
+    fn report(&self, cells: &[Cell], _: &Path, _: &Interrupted) -> Result<Report> {
         let json = json!({ "cells": cells, "verdicts": judge(cells) });
         Ok(Report { table: "disturb.txt", ..Report::of(table(cells), json) })
     }
 }
 
-impl Benchmark<'_> {
+impl Benchmark {
     fn cell(
         &self,
         scenario: &Scenario,
@@ -228,7 +227,7 @@ impl Benchmark<'_> {
             Settings { queues: QUEUES, cpu_us: self.cpu_us, kib_ns: 0, ..Settings::default() };
         let policy = Policy::Advise.name();
         let trial = Trial {
-            program: self.program,
+            program: &rtvirtio()?,
             settings: &settings,
             scenario,
             policy,

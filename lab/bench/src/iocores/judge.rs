@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 
 use rtvirtio_iocores::utility::{Reference, Weights};
 use rtvirtio_sim::scenario::PhaseKind;
-use serde::Serialize;
 
 use super::Campaign;
 use super::cell::{Cell, CellKey, Phase, PolicyConfig, Rest};
@@ -27,49 +26,41 @@ const FLAPPING_MOVES: u32 = 10;
 /// Requests behind a p99 that is judged: ten lie beyond it.
 const MIN_FOR_P99: u64 = 1_000;
 
-/// A policy in a phase: medians.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Row {
+/// A policy in a phase.
+#[derive(Debug, Clone)]
+pub struct Row<'a> {
     /// The phase; none: all.
     pub kind: Option<PhaseKind>,
     /// The policy.
     pub policy: PolicyConfig,
-    /// Cells.
-    pub runs: usize,
+    /// At least one, each with its group and its utility.
+    pub runs: Vec<Run<'a>>,
+}
+
+impl Row<'_> {
+    /// The median of a figure.
+    pub fn median(&self, of: impl Fn(&Phase) -> f64) -> f64 {
+        median(self.runs.iter().map(|(_, phase, _)| of(phase)))
+    }
+
     /// The least requests of a run.
-    pub n: u64,
-    /// Requests a second.
-    pub iops: f64,
-    /// IOThreads, mean.
-    pub io_cores: f64,
-    /// CPU time of IOThreads, CPUs.
-    pub io_ran: f64,
-    /// Requests for each second of an I/O core.
-    pub iops_per_core: f64,
-    /// Latencies, µs.
-    pub p50_us: f64,
-    /// 99 %.
-    pub p99_us: f64,
-    /// The 95 % interval of its rank in a run.
-    pub p99_interval_us: [f64; 2],
-    /// What VMs computed, CPUs.
-    pub computed: f64,
-    /// Of what they would have alone.
-    pub compute_wanted: f64,
-    /// vCPUs ready but not on a CPU, CPUs.
-    pub vcpus_waited: f64,
-    /// Queues that went to another IOThread.
-    pub moves: f64,
-    /// IOThreads added.
-    pub added: f64,
-    /// And removed.
-    pub removed: f64,
+    #[must_use]
+    pub fn n(&self) -> u64 {
+        self.runs.iter().map(|(_, phase, _)| phase.requests).min().unwrap_or(0)
+    }
+
     /// Time to rest, ms; none: not judged in any run, or never.
-    pub rest_ms: Option<f64>,
-    /// The utility.
-    pub utility: f64,
-    /// By group.
-    pub utilities: Vec<(Group, f64)>,
+    #[must_use]
+    pub fn rest_ms(&self) -> Option<f64> {
+        let rest = median(self.runs.iter().filter_map(|(_, phase, _)| rest_ms(phase)));
+        rest.is_finite().then_some(rest)
+    }
+
+    /// The median of the utilities.
+    #[must_use]
+    pub fn utility(&self) -> f64 {
+        median(self.runs.iter().map(|(.., utility)| *utility))
+    }
 }
 
 /// All phases in order, then the whole.
@@ -79,14 +70,14 @@ pub(crate) fn kinds(cells: &[Cell]) -> Vec<Option<PhaseKind>> {
 }
 
 /// Seed, repetition, and what was alone.
-type Group = (u64, u32, Option<PhaseKind>);
+pub type Group = (u64, u32, Option<PhaseKind>);
 
 /// A phase with its group and its utility.
-type Run<'a> = (Group, &'a Phase, f64);
+pub type Run<'a> = (Group, &'a Phase, f64);
 
 /// By phase, then by policy.
 #[must_use]
-pub fn rows(cells: &[Cell]) -> Vec<Row> {
+pub fn rows(cells: &[Cell]) -> Vec<Row<'_>> {
     let mut rows = Vec::new();
     for kind in kinds(cells) {
         let mut groups: BTreeMap<Group, Vec<(PolicyConfig, &Phase)>> = BTreeMap::new();
@@ -106,36 +97,9 @@ pub fn rows(cells: &[Cell]) -> Vec<Row> {
                 by_policy.entry(policy).or_default().push((key, phase, utility));
             }
         }
-        rows.extend(by_policy.into_iter().map(|(policy, runs)| row(kind, policy, &runs)));
+        rows.extend(by_policy.into_iter().map(|(policy, runs)| Row { kind, policy, runs }));
     }
     rows
-}
-
-fn row(kind: Option<PhaseKind>, policy: PolicyConfig, runs: &[Run<'_>]) -> Row {
-    let of = |value: &dyn Fn(&Phase) -> f64| median(runs.iter().map(|(_, phase, _)| value(phase)));
-    let rest = median(runs.iter().filter_map(|(_, phase, _)| rest_ms(phase)));
-    Row {
-        kind,
-        policy,
-        runs: runs.len(),
-        n: runs.iter().map(|(_, phase, _)| phase.requests).min().unwrap_or(0),
-        iops: of(&Phase::iops),
-        io_cores: of(&|phase| phase.io_cores),
-        io_ran: of(&|phase| phase.io_ran),
-        iops_per_core: of(&Phase::iops_per_core),
-        p50_us: of(&|phase| phase.p50_us),
-        p99_us: of(&|phase| phase.p99_us),
-        p99_interval_us: [0, 1].map(|end| of(&|phase| phase.p99_interval_us[end])),
-        computed: of(&|phase| phase.computed),
-        compute_wanted: of(&|phase| phase.compute_wanted),
-        vcpus_waited: of(&|phase| phase.vcpus_waited),
-        moves: of(&|phase| phase.moves.into()),
-        added: of(&|phase| phase.added.into()),
-        removed: of(&|phase| phase.removed.into()),
-        rest_ms: rest.is_finite().then_some(rest),
-        utility: median(runs.iter().map(|(.., utility)| *utility)),
-        utilities: runs.iter().map(|(key, _, utility)| (*key, *utility)).collect(),
-    }
 }
 
 /// Infinite if throughput never came to rest; none if that is not judged.
@@ -158,7 +122,7 @@ fn is_static(policy: PolicyConfig) -> bool {
 /// All marks.
 #[must_use]
 pub fn judge(campaign: &Campaign) -> Vec<Verdict> {
-    let Campaign { cells, alone, .. } = campaign;
+    let Campaign { cells, alone } = campaign;
     let own = rows(cells);
     let all: Vec<Cell> = cells.iter().chain(alone).cloned().collect();
     let with_alone = rows(&all);
@@ -171,15 +135,15 @@ pub fn judge(campaign: &Campaign) -> Vec<Verdict> {
             "1 IOPS per I/O core",
             |_| true,
             |own, fixed| {
-                let ratio = own.iops_per_core / fixed.iops_per_core;
+                let ratio = own.median(Phase::iops_per_core) / fixed.median(Phase::iops_per_core);
                 (ratio >= 1.0 - MARGIN, format!("x {ratio:.3}"))
             },
         ),
         tails.beside_static(
             "1 p99",
-            |row| row.n >= MIN_FOR_P99,
+            |row| row.n() >= MIN_FOR_P99,
             |own, fixed| {
-                let ratio = own.p99_us / fixed.p99_us;
+                let ratio = own.median(|phase| phase.p99_us) / fixed.median(|phase| phase.p99_us);
                 (ratio <= 1.0 + MARGIN, format!("x {ratio:.3}"))
             },
         ),
@@ -194,18 +158,22 @@ pub fn judge(campaign: &Campaign) -> Vec<Verdict> {
 
 struct Marks<'a> {
     cells: &'a [Cell],
-    rows: &'a [Row],
+    rows: &'a [Row<'a>],
 }
 
 impl Marks<'_> {
-    fn row(&self, kind: Option<PhaseKind>, policy: PolicyConfig) -> Option<&Row> {
+    fn row(&self, kind: Option<PhaseKind>, policy: PolicyConfig) -> Option<&Row<'_>> {
         self.rows.iter().find(|row| (row.kind, row.policy) == (kind, policy))
     }
 
     /// The fixed number with most utility in a phase, of those that `counts`.
-    fn best_static(&self, kind: Option<PhaseKind>, counts: impl Fn(&Row) -> bool) -> Option<&Row> {
+    fn best_static(
+        &self,
+        kind: Option<PhaseKind>,
+        counts: impl Fn(&Row<'_>) -> bool,
+    ) -> Option<&Row<'_>> {
         let fixed = self.rows.iter().filter(|row| row.kind == kind && is_static(row.policy));
-        fixed.filter(|row| counts(row)).max_by(|a, b| a.utility.total_cmp(&b.utility))
+        fixed.filter(|row| counts(row)).max_by(|a, b| a.utility().total_cmp(&b.utility()))
     }
 
     /// The phases of rtvirtio's own policy, one for each cell.
@@ -220,8 +188,8 @@ impl Marks<'_> {
             let own = self.row(Some(kind), PolicyConfig::Dynamic);
             let best = self.best_static(Some(kind), |_| true);
             if let (Some(own), Some(best)) = (own, best) {
-                let is_met = own.utility >= best.utility - MARGIN * best.utility.abs();
-                let (own, of, best) = (own.utility, best.policy, best.utility);
+                let (own, of, best) = (own.utility(), best.policy, best.utility());
+                let is_met = own >= best - MARGIN * best.abs();
                 parts.push((is_met, format!("{kind} {own:.3} against {best:.3} of {of}")));
             }
         }
@@ -232,7 +200,8 @@ impl Marks<'_> {
     fn whole(&self) -> Verdict {
         const MARK: &str = "1 whole trace";
         let others = self.rows.iter().filter(|row| row.kind.is_none());
-        let others: Vec<&Row> = others.filter(|row| row.policy != PolicyConfig::Dynamic).collect();
+        let others: Vec<&Row<'_>> =
+            others.filter(|row| row.policy != PolicyConfig::Dynamic).collect();
         let Some(own) = self.row(None, PolicyConfig::Dynamic) else {
             return Verdict::of(MARK, None, "there is no cell of dynamic".to_owned());
         };
@@ -240,9 +209,9 @@ impl Marks<'_> {
             return Verdict::of(MARK, None, "policies to compare are missing".to_owned());
         }
         let listed: Vec<String> =
-            others.iter().map(|row| format!("{} {:.3}", row.policy, row.utility)).collect();
-        let is_ahead = others.iter().all(|row| own.utility > row.utility);
-        let why = format!("utility {:.3}, ahead of {}", own.utility, listed.join(", "));
+            others.iter().map(|row| format!("{} {:.3}", row.policy, row.utility())).collect();
+        let is_ahead = others.iter().all(|row| own.utility() > row.utility());
+        let why = format!("utility {:.3}, ahead of {}", own.utility(), listed.join(", "));
         Verdict::of(MARK, Some(is_ahead), why)
     }
 
@@ -250,15 +219,15 @@ impl Marks<'_> {
     fn beside_static(
         &self,
         mark: &'static str,
-        counts: impl Fn(&Row) -> bool,
-        compare: impl Fn(&Row, &Row) -> (bool, String),
+        counts: impl Fn(&Row<'_>) -> bool,
+        compare: impl Fn(&Row<'_>, &Row<'_>) -> (bool, String),
     ) -> Verdict {
         let mut parts = Vec::new();
         for kind in kinds(self.cells) {
             let Some(own) = self.row(kind, PolicyConfig::Dynamic).filter(|row| counts(row)) else {
                 continue;
             };
-            let Some(fixed) = self.best_static(kind, |row| row.utility >= own.utility) else {
+            let Some(fixed) = self.best_static(kind, |row| row.utility() >= own.utility()) else {
                 parts.push((true, String::new()));
                 continue;
             };
@@ -298,7 +267,7 @@ impl Marks<'_> {
     fn given_back(&self) -> Verdict {
         const MARK: &str = "2 core given back";
         let is_needless = |phase: &&Phase| {
-            let of = |policy| self.row(phase.kind, policy).map(|row| row.utility);
+            let of = |policy| self.row(phase.kind, policy).map(Row::utility);
             let [one, two] = PolicyConfig::STATIC.map(of);
             phase.kind.is_some_and(PhaseKind::is_steady)
                 && one.zip(two).is_some_and(|(a, b)| a >= b)
@@ -321,11 +290,11 @@ impl Marks<'_> {
         let kind = Some(PhaseKind::Flapping);
         let mut parts = Vec::new();
         if let Some(own) = self.row(kind, PolicyConfig::Dynamic) {
-            for (group, utility) in &own.utilities {
-                let same = |row: &&Row| row.kind == kind && is_static(row.policy);
-                let fixed = self.rows.iter().filter(same).flat_map(|row| &row.utilities);
-                let fixed = fixed.filter(|(key, _)| key == group);
-                let best = fixed.map(|(_, utility)| *utility).reduce(f64::max);
+            for (group, _, utility) in &own.runs {
+                let same = |row: &&Row<'_>| row.kind == kind && is_static(row.policy);
+                let fixed = self.rows.iter().filter(same).flat_map(|row| &row.runs);
+                let fixed = fixed.filter(|(key, ..)| key == group);
+                let best = fixed.map(|(.., utility)| *utility).reduce(f64::max);
                 if let Some(best) = best {
                     let text = format!("seed {}: {utility:.3} against {best:.3}", group.0);
                     parts.push((*utility >= best - MARGIN * best.abs(), text));

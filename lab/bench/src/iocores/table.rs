@@ -3,19 +3,19 @@
 use rtvirtio_sim::scenario::PhaseKind;
 
 use super::Campaign;
-use super::cell::{Cell, POINT_S, PolicyConfig};
-use super::judge::{Row, judge, name, rows};
+use super::cell::{Cell, POINT_S, Phase, PolicyConfig};
+use super::judge::{Row, name, rows};
 use super::simulated::{self, Compared};
 use crate::plot::{Chart, Drawing, Weight, sheet};
 use crate::stats::{Spread, distinct, range};
 use crate::table::Table;
-use crate::verdict;
+use crate::verdict::{self, Verdict};
 
 /// A row for each phase and policy, what is in doubt, and what came of each mark.
 #[must_use]
-pub fn table(campaign: &Campaign, compared: Option<&[Compared]>) -> String {
-    let Campaign { cells, alone, .. } = campaign;
-    let mut text = medians(&rows(cells));
+pub fn table(campaign: &Campaign, compared: Option<&[Compared]>, verdicts: &[Verdict]) -> String {
+    let Campaign { cells, alone } = campaign;
+    let mut text = medians(&rows(cells)).to_string();
     let again = rows(alone);
     if !again.is_empty() {
         text += &format!("Alone, for their p99:\n{}", medians(&again));
@@ -34,12 +34,10 @@ pub fn table(campaign: &Campaign, compared: Option<&[Compared]>) -> String {
             );
         }
     }
-    let mut verdicts = judge(campaign);
     if let Some(compared) = compared {
         text += &format!("\nThe simulator beside it:\n{}\n", simulated::table(compared));
-        verdicts.push(simulated::judge(compared));
     }
-    text + &verdict::lines(&verdicts)
+    text + &verdict::lines(verdicts)
         + "\nMedians of runs. n: the least. 95 %: the interval of the p99's rank in a run. cores: IOThreads, mean; ran: what they had of CPUs. \
            compute, of: CPUs' worth of it, and what the VMs would have alone. rest: after the phase's \
            start, until throughput was within 5 % of its second half. utility: I/O and compute as parts \
@@ -47,44 +45,44 @@ pub fn table(campaign: &Campaign, compared: Option<&[Compared]>) -> String {
            which full CPUs can do too; such cells count.\n"
 }
 
-fn medians(rows: &[Row]) -> String {
-    let latency = |row: &Row, us: f64| (row.n > 0).then_some(us);
+/// Medians of each policy in each phase.
+pub(super) fn medians<'a>(rows: &'a [Row<'a>]) -> Table<'a, Row<'a>> {
+    let latency =
+        |of: fn(&Phase) -> f64| move |row: &Row<'_>| (row.n() > 0).then(|| row.median(of));
     Table::of(rows)
         .text("phase", |row| name(row.kind))
         .text("policy", |row| row.policy)
-        .figure("runs", 0, |row| row.runs)
-        .figure("n", 0, |row| row.n)
-        .figure("IOPS", 0, |row| row.iops)
-        .figure("cores", 2, |row| row.io_cores)
-        .figure("ran", 2, |row| row.io_ran)
-        .figure("IOPS/core", 0, |row| row.iops_per_core)
-        .figure("p50 us", 0, |row| latency(row, row.p50_us))
-        .figure("p99 us", 0, |row| latency(row, row.p99_us))
+        .figure("runs", 0, |row| row.runs.len())
+        .figure("n", 0, Row::n)
+        .figure("IOPS", 0, |row| row.median(Phase::iops))
+        .figure("cores", 2, |row| row.median(|phase| phase.io_cores))
+        .figure("ran", 2, |row| row.median(|phase| phase.io_ran))
+        .figure("IOPS/core", 0, |row| row.median(Phase::iops_per_core))
+        .figure("p50 us", 0, latency(|phase| phase.p50_us))
+        .figure("p99 us", 0, latency(|phase| phase.p99_us))
         .shown("95 %", |row| {
-            let [low, high] = row.p99_interval_us;
-            latency(row, low).map(|low| format!("{low:.0}–{high:.0}"))
+            let low = latency(|phase| phase.p99_interval_us[0])(row)?;
+            Some(format!("{low:.0}–{:.0}", row.median(|phase| phase.p99_interval_us[1])))
         })
-        .figure("compute", 2, |row| row.computed)
-        .figure("of", 2, |row| row.compute_wanted)
-        .figure("vCPU wait", 2, |row| row.vcpus_waited)
-        .figure("moves", 0, |row| row.moves)
-        .figure("add", 0, |row| row.added)
-        .figure("rem", 0, |row| row.removed)
-        .figure("rest ms", 0, |row| row.rest_ms)
-        .figure("utility", 3, |row| row.utility)
-        .to_string()
+        .figure("compute", 2, |row| row.median(|phase| phase.computed))
+        .figure("of", 2, |row| row.median(|phase| phase.compute_wanted))
+        .figure("vCPU wait", 2, |row| row.median(|phase| phase.vcpus_waited))
+        .figure("moves", 0, |row| row.median(|phase| phase.moves.into()))
+        .figure("add", 0, |row| row.median(|phase| phase.added.into()))
+        .figure("rem", 0, |row| row.median(|phase| phase.removed.into()))
+        .figure("rest ms", 0, Row::rest_ms)
+        .figure("utility", 3, Row::utility)
 }
 
-fn colour(policy: PolicyConfig) -> usize {
-    // The project's own stands out.
-    const ORDER: [PolicyConfig; 5] = [
-        PolicyConfig::Dynamic,
-        PolicyConfig::Static1,
-        PolicyConfig::Static2,
-        PolicyConfig::Iocm,
-        PolicyConfig::Spdk,
-    ];
-    ORDER.iter().position(|other| *other == policy).unwrap_or(0)
+/// The project's own stands out.
+const fn colour(policy: PolicyConfig) -> usize {
+    match policy {
+        PolicyConfig::Dynamic => 0,
+        PolicyConfig::Static1 => 1,
+        PolicyConfig::Static2 => 2,
+        PolicyConfig::Iocm => 3,
+        PolicyConfig::Spdk => 4,
+    }
 }
 
 fn policies() -> Vec<(&'static str, usize)> {
@@ -92,19 +90,20 @@ fn policies() -> Vec<(&'static str, usize)> {
 }
 
 /// Utility against I/O cores, a panel for each phase: up and to the left is better.
-pub(super) fn pareto(rows: &[Row]) -> String {
+pub(super) fn pareto(rows: &[Row<'_>]) -> String {
     let panel = |kind: Option<PhaseKind>| {
         let here = || rows.iter().filter(|row| row.kind == kind);
-        let all = here().flat_map(|row| row.utilities.iter().map(|(_, utility)| *utility));
+        let all = here().flat_map(|row| row.runs.iter().map(|(.., utility)| *utility));
         let (low, high) = range(all);
         let room = 0.1 * (high - low).max(0.1);
         let chart = Chart::new(name(kind), "I/O cores", "utility", (250.0, 190.0));
         let chart = chart.x_range(0.8, 2.2).y_range(low - room, high + room);
-        let of_row = |chart: Chart<'static>, row: &Row| {
-            let point = |utility: f64| (row.io_cores, Spread::new(utility, utility, utility));
+        let of_row = |chart: Chart<'static>, row: &Row<'_>| {
+            let cores = row.median(|phase| phase.io_cores);
+            let point = |utility: f64| (cores, Spread::new(utility, utility, utility));
             let of = (row.policy.name(), colour(row.policy));
-            let runs = row.utilities.iter().map(|(_, utility)| point(*utility));
-            chart.points(of, 2.0, runs).points(of, 5.0, [point(row.utility)])
+            let runs = row.runs.iter().map(|(.., utility)| point(*utility));
+            chart.points(of, 2.0, runs).points(of, 5.0, [point(row.utility())])
         };
         here().fold(chart, of_row).draw()
     };

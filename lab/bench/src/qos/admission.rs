@@ -210,7 +210,7 @@ impl Experiment for Benchmark {
         Ok(())
     }
 
-    fn set_up(&self, _: &[Set], _: &Interrupted) -> Result<ScratchDisk> {
+    fn set_up(&self, _: &[Set], _: &Path, _: &Interrupted) -> Result<ScratchDisk> {
         let size = Bytes::new(DISK * (MAX_TASKS as u64 + 1));
         ScratchDisk::start(&Backing::Ssd(self.ssd.clone()), size, 1)
     }
@@ -242,7 +242,7 @@ impl Experiment for Benchmark {
         cell.discarded.as_deref()
     }
 
-    fn report(&self, cells: &[Cell]) -> Result<Report> {
+    fn report(&self, cells: &[Cell], _: &Path, _: &Interrupted) -> Result<Report> {
         Report::new(table(cells), cells)
     }
 }

@@ -157,7 +157,7 @@ impl Experiment for Benchmark {
         WARM_UP + 4 * self.phase + AROUND
     }
 
-    fn set_up(&self, _: &[RunKey], _: &Interrupted) -> Result<ScratchDisk> {
+    fn set_up(&self, _: &[RunKey], _: &Path, _: &Interrupted) -> Result<ScratchDisk> {
         let size = Bytes::new(DISK * (u64::from(VMS) + 1));
         ScratchDisk::start(&Backing::Ssd(self.ssd.clone()), size, 1)
     }
@@ -173,7 +173,7 @@ impl Experiment for Benchmark {
         Ok(run)
     }
 
-    fn report(&self, runs: &[Run]) -> Result<Report> {
+    fn report(&self, runs: &[Run], _: &Path, _: &Interrupted) -> Result<Report> {
         Ok(Report::new(table(runs), runs)?.with("plot.svg", plot(runs)))
     }
 }

@@ -129,7 +129,7 @@ impl Experiment for Benchmark {
         self.window + AROUND
     }
 
-    fn set_up(&self, _: &[CellKey], _: &Interrupted) -> Result<()> {
+    fn set_up(&self, _: &[CellKey], _: &Path, _: &Interrupted) -> Result<()> {
         Ok(())
     }
 
@@ -145,7 +145,7 @@ impl Experiment for Benchmark {
         })
     }
 
-    fn report(&self, cells: &[Cell]) -> Result<Report> {
+    fn report(&self, cells: &[Cell], _: &Path, _: &Interrupted) -> Result<Report> {
         Report::new(table(cells), cells)
     }
 }

@@ -3,7 +3,6 @@
 mod closed_loop;
 mod completion;
 mod dataplane;
-mod iocores;
 mod iothreads;
 mod path;
 
@@ -16,6 +15,7 @@ use rtvirtio_bench::campaign::{Campaign, DATA_PLANE, Job, Source};
 use rtvirtio_bench::cell::Testbed;
 use rtvirtio_bench::dataplane::server::rtvirtio;
 use rtvirtio_bench::experiment::{Experiment, Report};
+use rtvirtio_bench::iocores;
 use rtvirtio_bench::qos::curve::Curve;
 use rtvirtio_bench::qos::{self, Cases, cases};
 use rtvirtio_bench::report;
@@ -129,7 +129,7 @@ enum Other {
     )]
     Dataplane(Box<dataplane::Args>),
     /// Policies of I/O cores on phases of load, on two CPUs: throughput, cores, utility, verdicts
-    Iocores(Box<iocores::Args>),
+    Iocores(Box<Of<iocores::Benchmark>>),
     /// Cells that other campaigns measured, simulated: how the simulator of the two-tier path agrees
     Path(path::Args),
     /// VMs with targets on the data plane beside a deep writer, with and without its schedule
@@ -172,9 +172,14 @@ pub(crate) struct Of<E: Experiment + clap::Args> {
 
 impl<E: Experiment + clap::Args> Of<E> {
     fn run(&self, interrupted: &Interrupted) -> Result<Outcome> {
-        let cells = self.experiment.run(&self.out, interrupted)?;
+        self.run_instead(&self.experiment, interrupted)
+    }
+
+    /// Another experiment with the same arguments.
+    fn run_instead(&self, other: &impl Experiment, interrupted: &Interrupted) -> Result<Outcome> {
+        let cells = other.run(&self.out, interrupted)?;
         note_command(&self.out)?;
-        told(&self.experiment.report(&cells)?, &self.out, self.json)
+        told(&other.report(&cells, &self.out, interrupted)?, &self.out, self.json)
     }
 }
 
@@ -187,7 +192,7 @@ fn told(report: &Report, out: &Path, json: bool) -> Result<Outcome> {
         print!("{}", report.text);
         println!("{}", out.display());
     }
-    Ok(Outcome::Done)
+    report.failure.clone().map_or(Ok(Outcome::Done), |why| bail!(why))
 }
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
@@ -195,7 +200,12 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         Some(Other::Completion(args)) => return completion::run(args, interrupted),
         Some(Other::Iothreads(args)) => return iothreads::run(args, interrupted),
         Some(Other::Dataplane(args)) => return dataplane::run(args, interrupted),
-        Some(Other::Iocores(args)) => return iocores::run(args, interrupted),
+        Some(Other::Iocores(args)) => {
+            return match args.experiment.disturbed()? {
+                Some(disturbed) => args.run_instead(&disturbed, interrupted),
+                None => args.run(interrupted),
+            };
+        }
         Some(Other::Path(args)) => return path::run(args),
         Some(Other::Qos(args)) => return args.run(interrupted),
         Some(Other::QosAdmission(args)) => return args.run(interrupted),

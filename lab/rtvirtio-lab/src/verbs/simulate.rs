@@ -20,8 +20,6 @@ use serde::{Serialize, Serializer};
 use crate::{Outcome as Ended, input};
 use progress::Progress;
 
-/// Largest file of costs.
-const MAX_COSTS: u64 = 1 << 16;
 /// Simulated between two looks at the clock.
 const STEP: Nanos = Nanos::from_millis(50);
 
@@ -288,10 +286,7 @@ fn scenario(args: &Args, compute: f64) -> Result<Scenario> {
 
 fn costs(args: &Args) -> Result<Costs> {
     let own = match &args.costs {
-        Some(path) => {
-            let text = input::read(path, MAX_COSTS)?;
-            serde_json::from_str(&text).with_context(|| format!("{}", path.display()))?
-        }
+        Some(path) => rtvirtio_bench::iocores::costs::read(path)?,
         None => Costs::default(),
     };
     let (request, kib) = (args.request_us, args.kib_ns);
