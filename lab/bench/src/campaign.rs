@@ -40,7 +40,7 @@ use rtvirtio_cli::progress::Progress;
 pub const CELLS: &str = "cells.jsonl";
 
 /// The scheme of [`Campaign::condition_jobs`]; those of repetitions begin with it.
-pub const CONDITION: &str = "condition";
+pub(crate) const CONDITION: &str = "condition";
 
 /// The scheme of cells of [`Source::DataPlane`].
 pub const DATA_PLANE: &str = "data-plane";

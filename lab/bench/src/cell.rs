@@ -29,7 +29,7 @@ use crate::qos::trial::Trial;
 
 /// A cell whose canary was later than this, times the testbed's scale, at its 99th percentile is
 /// marked as disturbed: its tails may be the CPU's. Fixed before the first comparison.
-pub const CANARY_LIMIT: Nanos = Nanos::from_millis(1);
+pub(crate) const CANARY_LIMIT: Nanos = Nanos::from_millis(1);
 
 /// A canary that was always so late; of what measured nothing, 0.
 pub(crate) const fn canary_of(late: Nanos) -> Canary {
@@ -207,7 +207,7 @@ impl Testbed {
     ///
     /// # Errors
     /// If a knob cannot be set, the server or a client fails, or the user interrupts.
-    pub fn measure_clients(
+    pub(crate) fn measure_clients(
         &self,
         specification: &Specification,
         scheme: &SchemeSettings,

@@ -39,7 +39,7 @@ const OVERTIME: Duration = Duration::from_secs(30);
 const SETTLES: f64 = 2.0;
 
 /// How long all of it takes, about.
-pub const DURATION: Duration = Duration::from_secs(105);
+pub(crate) const DURATION: Duration = Duration::from_secs(105);
 
 /// The longest that the plan may be late.
 const LATEST: f64 = 5.0;

@@ -44,18 +44,18 @@
 //!
 //! - `target`, `requester`: the file, and one thread's way to read it.
 //! - `window`: a cell's threads, and what they did.
-//! - [`live`]: whether `adaptive` follows a load that comes and goes.
-//! - [`judge`], [`mod@table`], [`page`]: what it comes to, for a terminal, for a page.
+//! - `live`: whether `adaptive` follows a load that comes and goes.
+//! - `judge`, `table`, `page`: what it comes to, for a terminal, for a page.
 //!
 //! Properties (tests of the same name): `every_mode_reads_on_both_targets_and_leaves_nothing`,
 //! `order_is_the_seeds_and_keeps_modes_together`, `peeking_sees_completions_of_a_ring_without_flags`.
 
-pub mod judge;
-pub mod live;
+mod judge;
+mod live;
 mod matrix;
-pub mod page;
+mod page;
 mod requester;
-pub mod table;
+mod table;
 mod target;
 mod window;
 
@@ -63,7 +63,7 @@ mod window;
 mod tests;
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
@@ -71,12 +71,14 @@ use rtvirtio_completion::Costs;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::run::{Canary, Machine};
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
-use crate::experiment::Experiment;
+use crate::experiment::{self, Experiment, Report, seconds};
+use crate::lines::Lines;
 use target::TestFile;
 use window::{AROUND, Measured, WARM_UP};
 
-pub use matrix::{Extent, Matrix};
+use matrix::{Extent, Matrix};
 
 named! {
     /// What is read.
@@ -269,37 +271,97 @@ impl Cell {
     }
 }
 
+/// Seconds with a load in a run of `--live`, and as many without.
+const CYCLES: u32 = 5;
+
 /// The CPUs that this process may use.
 ///
 /// # Errors
 /// If the kernel does not say.
-pub fn usable_cpus() -> Result<usize> {
+fn usable_cpus() -> Result<usize> {
     let set = rustix::thread::sched_getaffinity(None)?;
     Ok(set.count() as usize)
 }
 
-/// A campaign.
-#[derive(Debug)]
-pub struct Benchmark<'a> {
-    /// Which cells.
-    pub matrix: Matrix,
-    /// How often each.
-    pub repetitions: u32,
-    /// Length of a window.
-    pub window: Duration,
-    /// Of the order.
-    pub seed: u64,
-    /// Where the file is made.
-    pub directory: &'a Path,
+/// Arguments of `bench completion`.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "T I/O threads read at random offsets, one request at a time each, beside C threads that \
+    count; n is the number of CPUs that the command may use.\n\n\
+    Targets: emulated, a request that ends 8 us after it was submitted, by a timer's interrupt for who sleeps; file-4k \
+    and file-128k, direct reads of a file of 512 MiB that is made in --directory and has no name, so \
+    nothing of it stays.\n\n\
+    Modes: pread (clock_nanosleep on the emulated device); peek-spin, a ring that is looked at for ever; \
+    sqpoll, a kernel thread for each ring; sqpoll-shared, one for all; and the project's interrupt, poll \
+    and adaptive.\n\n\
+    Results go to OUT as JSON lines (cells.jsonl, live.jsonl), table.txt and report.html; the same OUT \
+    continues where it was. Wants a machine on which nothing else runs."
+)]
+pub struct Benchmark {
+    /// Every T of 1 to 32, C of 0, n/2, n, 2n, target and mode, not only what the acceptance asks
+    #[arg(long)]
+    full: bool,
+    /// Instead of cells: a load that comes and goes each second, and whether adaptive follows
+    #[arg(long, conflicts_with_all = ["full", "on", "modes", "threads", "compute"])]
+    live: bool,
+    /// Only these targets: emulated, file-4k, file-128k
+    #[arg(long, value_delimiter = ',')]
+    on: Vec<Target>,
+    /// Only these modes
+    #[arg(long, value_delimiter = ',')]
+    modes: Vec<Mode>,
+    /// Only these numbers of I/O threads T
+    #[arg(long, value_delimiter = ',', value_name = "T")]
+    threads: Vec<usize>,
+    /// Only these numbers of compute threads C
+    #[arg(long, value_delimiter = ',', value_name = "C")]
+    compute: Vec<usize>,
+    /// Repetitions of each cell; runs of --live
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repetitions: u32,
+    /// Length of a cell's window in seconds
+    #[arg(long, default_value = "3", value_parser = seconds::<100, 600_000>)]
+    window: Duration,
+    /// Where the file is made: on the disk that is measured
+    #[arg(long, default_value = "/var/tmp")]
+    directory: PathBuf,
+    /// Seed of the order
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
 }
 
-impl Experiment for Benchmark<'_> {
+impl Benchmark {
+    /// The cells that the arguments ask for, if not for a live load.
+    fn matrix(&self) -> Result<Matrix> {
+        let extent = if self.full { Extent::Full } else { Extent::Acceptance };
+        let mut matrix = Matrix::new(extent, usable_cpus()?);
+        let is_asked = |io: &Io, compute: usize| {
+            (self.on.is_empty() || self.on.contains(&io.target))
+                && (self.modes.is_empty() || self.modes.contains(&io.mode))
+                && (self.threads.is_empty() || self.threads.contains(&io.threads))
+                && (self.compute.is_empty() || self.compute.contains(&compute))
+        };
+        matrix.retain(is_asked);
+        ensure!(
+            !matrix.is_empty(),
+            "no cell of the matrix is on what --on, --modes, --threads and --compute name (--full has T of 1, \
+             2, 4, 8, 16, 32 and C of 0, n/2, n, 2n)"
+        );
+        Ok(matrix)
+    }
+}
+
+impl Experiment for Benchmark {
     type Key = CellKey;
     type Cell = Cell;
     type Setup = (Option<TestFile>, Costs);
 
+    const OUT: &'static str = "rtvirtio-bench-completion";
+
     fn keys(&self) -> Result<Vec<CellKey>> {
-        Ok(self.matrix.keys(self.repetitions, self.seed))
+        let matrix = self.matrix()?;
+        let repetitions = if self.live { 0 } else { self.repetitions };
+        Ok(matrix.keys(repetitions, self.seed))
     }
 
     fn is_of(cell: &Cell, key: &CellKey) -> bool {
@@ -318,7 +380,7 @@ impl Experiment for Benchmark<'_> {
         let (cpus, window_s) = (usable_cpus()?, self.window.as_secs_f64());
         // Where nothing is measured, what is there may be of any window.
         ensure!(
-            self.matrix.is_empty()
+            self.live
                 || cells
                     .iter()
                     .all(|cell| cell.cpus == cpus && (cell.window_s - window_s).abs() < 1e-6),
@@ -335,7 +397,7 @@ impl Experiment for Benchmark<'_> {
         interrupted: &Interrupted,
     ) -> Result<Self::Setup> {
         let reads_file = missing.iter().any(|key| key.io.is_some_and(|io| io.target.is_file()));
-        let file = reads_file.then(|| TestFile::make(self.directory, interrupted)).transpose()?;
+        let file = reads_file.then(|| TestFile::make(&self.directory, interrupted)).transpose()?;
         Ok((file, Costs::calibrate()))
     }
 
@@ -347,5 +409,24 @@ impl Experiment for Benchmark<'_> {
     ) -> Result<Cell> {
         let measured = window::measure(*key, file.as_ref(), *costs, self.window, interrupted)?;
         Ok(Cell::new(*key, self.window, usable_cpus()?, &measured))
+    }
+
+    /// Also what an earlier command left of the other kind.
+    fn report(&self, cells: &[Cell], out: &Path, _: &Interrupted) -> Result<Report> {
+        let live = Lines::open(&out.join(live::Benchmark::FILE))?.into_all();
+        let commands = std::fs::read_to_string(out.join("commands.txt")).unwrap_or_default();
+        let verdicts = judge::verdicts(cells, (!live.is_empty()).then(|| live::verdict(&live)));
+        let page = page::render(cells, &live, &verdicts, commands.lines());
+        let text = table::render(cells, &verdicts);
+        let json = json!({ "cells": cells, "live": live, "verdicts": verdicts });
+        Ok(Report::of(text, json).with("report.html", page))
+    }
+
+    fn run(&self, out: &Path, interrupted: &Interrupted) -> Result<Vec<Cell>> {
+        if self.live {
+            live::Benchmark { repetitions: self.repetitions, cycles: CYCLES }
+                .run(out, interrupted)?;
+        }
+        experiment::run(self, out, interrupted)
     }
 }

@@ -2,10 +2,10 @@
 //! and whether it keeps what it acknowledged.
 //!
 //! - [`client`]: the client, libblkio without a VM.
-//! - [`load`]: random 4 KiB requests and what they take.
+//! - `load`: random 4 KiB requests and what they take.
 //! - [`server`]: `rtvirtio serve` and `qemu-storage-daemon`, started with the same
 //!   disk, nice and affinity.
-//! - [`marks`]: the table and the plot, and the four marks, judged row by row.
+//! - `marks`: the table and the plot, and the four marks, judged row by row.
 //! - [`footprint`]: what many disks cost.
 //! - [`moves`]: queues that change their IOThread under a load.
 //! - [`verify`]: content that tells where and when it was written.
@@ -20,8 +20,8 @@
 pub mod client;
 pub(crate) mod cpu;
 pub mod footprint;
-pub mod load;
-pub mod marks;
+pub(crate) mod load;
+mod marks;
 pub mod moves;
 pub mod server;
 pub mod verify;
@@ -45,7 +45,7 @@ use server::{Backing, ServerKind, Setup, listener, qsd_version, rtvirtio};
 /// Bytes of a request.
 pub const BLOCK: usize = 4096;
 /// Requests behind a p99.99 that is judged.
-pub const MIN_FOR_TAIL: u64 = 1_000_000;
+pub(crate) const MIN_FOR_TAIL: u64 = 1_000_000;
 /// A window is never longer, s.
 const LONGEST: f64 = 60.0;
 /// Size of the disks: RAM and tmpfs, file.
@@ -55,7 +55,7 @@ const LARGE: u64 = 512 << 20;
 const PREFIX: &str = "rtvirtio-bench-";
 const SUFFIX: &str = ".raw";
 /// CPU that a request burns in `--scaling`, µs.
-pub const SCALING_CPU_US: u64 = 100;
+pub(crate) const SCALING_CPU_US: u64 = 100;
 /// Start, warm-up and end of a cell.
 const AROUND: Duration = Duration::from_millis(900);
 /// What an idle window adds.
@@ -124,8 +124,7 @@ impl Case {
     }
 
     /// Whether its far tail is judged.
-    #[must_use]
-    pub const fn has_tail(&self) -> bool {
+    pub(crate) const fn has_tail(&self) -> bool {
         self.queues == 4 && self.depth == 32
     }
 }

@@ -219,7 +219,7 @@ impl Guests {
     ///
     /// # Errors
     /// If QEMU fails or a guest's agent does not answer in time; all are gone then.
-    pub fn boot_all(&mut self, interrupted: &Interrupted) -> Result<()> {
+    pub(crate) fn boot_all(&mut self, interrupted: &Interrupted) -> Result<()> {
         let vms = self.layout.keys();
         let started = vms.map(|vm| self.boot(vm)).collect::<Result<Vec<_>>>()?;
         let deadline = Instant::now() + BOOT;
@@ -279,8 +279,7 @@ impl Guests {
 
 /// One disk for each task, so that a task is recognised by its disk; a VM that declares none keeps
 /// what it has.
-#[must_use]
-pub fn with_own_disks(mut specification: Specification) -> Specification {
+pub(crate) fn with_own_disks(mut specification: Specification) -> Specification {
     for vm in &mut specification.vms {
         let Some(first) = vm.disks.first().cloned() else { continue };
         if vm.tasks.is_empty() {

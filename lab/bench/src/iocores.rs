@@ -2,18 +2,18 @@
 //!
 //! A *trial* is one `rtvirtio serve` with a disk a VM, whose requests cost CPU, under one policy; VMs are
 //! libblkio clients of this process with a thread for each queue, and threads that compute. All share two
-//! CPUs ([`machine`] says how). A seed gives the order of phases, the bursts and the times of requests;
+//! CPUs (`machine` says how). A seed gives the order of phases, the bursts and the times of requests;
 //! policies take turns on each seed. Every read is compared with what was written.
 //!
-//! - [`cell`]: what a cell holds, and what a campaign is made of.
-//! - [`machine`]: where it runs, and the same for the simulator.
+//! - `cell`: what a cell holds, and what a campaign is made of.
+//! - `machine`: where it runs, and the same for the simulator.
 //! - `content`, `client`: requests that are verified; a disk that comes and goes.
 //! - `vcpus`: where clients and what computes run, and what they had of the CPUs.
 //! - `watch`: IOThreads and moves, by the server's events.
 //! - `trial`: one server with its VMs for one scenario.
-//! - [`judge`]: medians, utilities, marks. [`mod@table`]: for a terminal, and as plots.
-//! - [`load`]: one VM on one IOThread, by which the simulator is calibrated. [`costs`]: how.
-//! - [`simulated`]: the same in the simulator, beside.
+//! - `judge`: medians, utilities, marks. `table`: for a terminal, and as plots.
+//! - `load`: one VM on one IOThread, by which the simulator is calibrated. [`costs`]: how.
+//! - `simulated`: the same in the simulator, beside.
 //! - [`disturb`]: what a monitor that ends, a reader that does not read and hostile requests do to the
 //!   data path. `awake`: CPUs that do not halt meanwhile.
 //!
@@ -25,16 +25,16 @@
 //! one before the next.
 
 mod awake;
-pub mod cell;
+mod cell;
 mod client;
 mod content;
 pub mod costs;
 pub mod disturb;
-pub mod judge;
-pub mod load;
-pub mod machine;
-pub mod simulated;
-pub mod table;
+mod judge;
+mod load;
+mod machine;
+mod simulated;
+mod table;
 mod trial;
 mod vcpus;
 mod watch;

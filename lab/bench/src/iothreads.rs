@@ -44,7 +44,7 @@ use rtvirtio_calibrate::testbed::{GUEST_FILES, take_host};
 /// The guest's virtual CPUs, and so its disk's queues and fio's jobs.
 pub const VCPUS: u32 = 4;
 /// Requests that each job of fio has in flight.
-pub const DEPTHS: [u32; 2] = [1, 32];
+pub(crate) const DEPTHS: [u32; 2] = [1, 32];
 /// Size of the null-co disk.
 const DISK_BYTES: u64 = 1 << 30;
 /// What a boot takes, about.

@@ -23,7 +23,7 @@ use crate::stats::{median, range};
 use crate::table::Table;
 
 /// Simulations of a condition.
-pub const SEEDS: u64 = 5;
+pub(crate) const SEEDS: u64 = 5;
 /// Cgroups around the VMs': [`rtvirtio_calibrate::testbed::CGROUP_ROOT`] has two.
 const NESTING: u8 = 2;
 /// fio's settling time before the window, as [`rtvirtio_calibrate::load`] has it.

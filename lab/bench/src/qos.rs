@@ -11,29 +11,29 @@
 //! *Left over* is what the background VM moves alone, times one less the share of the device's time
 //! that the requests which VMs had delivered need.
 //!
-//! - [`cell`]: what a cell holds.
-//! - `clients`, [`neighbour`]: the VMs.
+//! - `cell`: what a cell holds.
+//! - `clients`, `neighbour`: the VMs.
 //! - `configuration`: the server's.
 //! - [`curve`]: what its schedule is told of the device.
-//! - [`disk`]: the device.
+//! - `disk`: the device.
 //! - `trial`: one server with its clients for one window.
-//! - `rows`, [`mod@table`]: what it comes to, for a terminal and as a plot.
+//! - `rows`, `table`: what it comes to, for a terminal and as a plot.
 //!
 //! Benchmarks of their own: [`cost`], what a schedule costs; [`changes`], how soon targets are met
 //! again when the load or the device changes; [`admission`], whether what is promised can be kept.
 
 pub mod admission;
 mod bounds;
-pub mod cell;
+pub(crate) mod cell;
 pub mod changes;
-pub mod clients;
+pub(crate) mod clients;
 pub(crate) mod configuration;
 pub mod cost;
 pub mod curve;
-pub mod disk;
-pub mod neighbour;
+mod disk;
+pub(crate) mod neighbour;
 mod rows;
-pub mod table;
+mod table;
 pub(crate) mod trial;
 
 use std::path::{Path, PathBuf};

@@ -132,7 +132,6 @@ impl<'a, R> Table<'a, R> {
     }
 
     /// Shows the last column as the one that others are compared with, if `is_ours`.
-    #[must_use]
     pub(crate) fn ours(mut self, is_ours: bool) -> Self {
         if let Some(column) = self.columns.last_mut() {
             column.is_ours = is_ours;

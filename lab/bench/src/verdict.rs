@@ -161,8 +161,9 @@ pub fn rate_may_hold(task: &TaskResult) -> bool {
 }
 
 /// How a task stands over several runs; `None` without one.
-#[must_use]
-pub fn over_runs<'a>(runs: impl Iterator<Item = (&'a Cell, &'a TaskResult)>) -> Option<Standing> {
+pub(crate) fn over_runs<'a>(
+    runs: impl Iterator<Item = (&'a Cell, &'a TaskResult)>,
+) -> Option<Standing> {
     runs.map(|(cell, task)| standing(cell, task)).max()
 }
 

@@ -83,8 +83,7 @@ pub(super) fn compute_ratio(cells: &[Cell], cell: &Cell) -> Option<f64> {
 }
 
 /// All verdicts on the cells; `live` is the one on switched loads.
-#[must_use]
-pub fn verdicts(cells: &[Cell], live: Option<Verdict>) -> Vec<Verdict> {
+pub(super) fn verdicts(cells: &[Cell], live: Option<Verdict>) -> Vec<Verdict> {
     let cpus = cells.iter().map(|cell| cell.cpus).max().unwrap_or(0);
     let places = places(cells);
     let emulated = || places.iter().copied().filter(|place| !place.target.is_file());

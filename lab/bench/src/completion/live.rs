@@ -38,7 +38,7 @@ const MARK: Duration = Duration::from_millis(50);
 
 /// Waits that ended within 10 ms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Bin {
+pub(super) struct Bin {
     /// Ended spinning.
     pub spun: u32,
     /// Ended asleep.
@@ -47,8 +47,7 @@ pub struct Bin {
 
 impl Bin {
     /// The share that ended spinning; none without a wait.
-    #[must_use]
-    pub fn share(self) -> Option<f64> {
+    pub(super) fn share(self) -> Option<f64> {
         let all = self.spun + self.parked;
         (all > 0).then(|| f64::from(self.spun) / f64::from(all))
     }
@@ -71,7 +70,7 @@ impl Bin {
 
 /// When the load came or went.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Switch {
+pub(super) struct Switch {
     /// Since the first bin, s.
     pub at_s: f64,
     /// Whether it came.
@@ -80,7 +79,7 @@ pub struct Switch {
 
 /// A run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Run {
+pub(super) struct Run {
     /// From 0.
     pub repetition: u32,
     /// Compute threads while there is a load.
@@ -99,8 +98,7 @@ pub struct Run {
 
 impl Run {
     /// How long the mode took to follow each switch, s; none: not before the next one.
-    #[must_use]
-    pub fn followed(&self) -> Vec<Option<f64>> {
+    pub(crate) fn followed(&self) -> Vec<Option<f64>> {
         let bin_s = BIN.as_secs_f64();
         let end = self.bins.len() as f64 * bin_s;
         let ends = self.switches.iter().skip(1).map(|switch| switch.at_s).chain([end]);
@@ -117,7 +115,7 @@ impl Run {
 
 /// What to run.
 #[derive(Debug)]
-pub struct Benchmark {
+pub(super) struct Benchmark {
     /// Runs.
     pub repetitions: u32,
     /// Seconds with a load in each, and as many without.
@@ -229,8 +227,7 @@ impl Experiment for Benchmark {
 }
 
 /// Acceptance 7 on all runs.
-#[must_use]
-pub fn verdict(runs: &[Run]) -> Verdict {
+pub(super) fn verdict(runs: &[Run]) -> Verdict {
     let all: Vec<Option<f64>> = runs.iter().flat_map(Run::followed).collect();
     let mark = MARK.as_secs_f64();
     let within = all.iter().flatten().filter(|&&time| time <= mark).count();

@@ -8,7 +8,7 @@ use super::{CellKey, Io, Mode, Target};
 
 /// How much is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Extent {
+pub(super) enum Extent {
     /// What the acceptance asks for: T of 1, 2, 8, 32 and C of 0, n, 2n for n CPUs; 128 KiB at the
     /// corners of these; on the emulated device the modes that are compared there.
     Acceptance,
@@ -18,14 +18,13 @@ pub enum Extent {
 
 /// The cells of one repetition, in the order of tables.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Matrix {
+pub(super) struct Matrix {
     io: Vec<(Io, usize)>,
 }
 
 impl Matrix {
     /// On so many CPUs.
-    #[must_use]
-    pub fn new(extent: Extent, cpus: usize) -> Self {
+    pub(super) fn new(extent: Extent, cpus: usize) -> Self {
         let (threads, mut compute): (&[usize], _) = match extent {
             Extent::Acceptance => (&[1, 2, 8, 32], vec![0, cpus, 2 * cpus]),
             Extent::Full => (&[1, 2, 4, 8, 16, 32], vec![0, cpus / 2, cpus, 2 * cpus]),
@@ -53,19 +52,17 @@ impl Matrix {
     }
 
     /// Only the cells that `keep` says, by I/O side and compute threads.
-    pub fn retain(&mut self, keep: impl Fn(&Io, usize) -> bool) {
+    pub(super) fn retain(&mut self, keep: impl Fn(&Io, usize) -> bool) {
         self.io.retain(|(io, compute)| keep(io, *compute));
     }
 
     /// Whether there is nothing to measure.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.io.is_empty()
     }
 
     /// Every cell of so many repetitions, in the order in which they run.
-    #[must_use]
-    pub fn keys(&self, repetitions: u32, seed: u64) -> Vec<CellKey> {
+    pub(super) fn keys(&self, repetitions: u32, seed: u64) -> Vec<CellKey> {
         let mut random = Pcg64Mcg::seed_from_u64(seed);
         let mut keys = Vec::new();
         for repetition in 0..repetitions {

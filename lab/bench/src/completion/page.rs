@@ -39,8 +39,12 @@ const MEASURES: [Measure; 4] = [
 ];
 
 /// Renders what there is; `facts` say how it was made.
-#[must_use]
-pub fn render(cells: &[Cell], live: &[Run], verdicts: &[Verdict], facts: &[String]) -> String {
+pub(super) fn render<'a>(
+    cells: &[Cell],
+    live: &[Run],
+    verdicts: &[Verdict],
+    facts: impl Iterator<Item = &'a str>,
+) -> String {
     let targets = Target::ALL.into_iter().filter(|target| {
         cells.iter().any(|cell| cell.key.io.is_some_and(|io| io.target == *target))
     });

@@ -29,8 +29,7 @@ fn others(cell: &Cell) -> f64 {
 }
 
 /// The table.
-#[must_use]
-pub fn render(cells: &[Cell], verdicts: &[Verdict]) -> String {
+pub(super) fn render(cells: &[Cell], verdicts: &[Verdict]) -> String {
     let mut text = String::new();
     if !cells.is_empty() {
         let row = |place| move |mode| Row { key: (place, mode), cells: at(cells, place, mode) };

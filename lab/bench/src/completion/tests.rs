@@ -5,6 +5,7 @@ use rtvirtio_units::Nanos;
 
 use super::judge::verdicts;
 use super::*;
+use crate::experiment::of;
 use crate::verdict::{Outcome, Verdict};
 
 /// A cell by hand: 2 CPUs, 3 s.
@@ -185,7 +186,7 @@ fn table_and_page_show_medians_and_hide_percentiles_that_cannot_be_told() {
         machine: cells[0].machine,
         at: String::new(),
     };
-    let page = page::render(&cells, &[live], &all, &["<b>".to_owned()]);
+    let page = page::render(&cells, &[live], &all, ["<b>"].into_iter());
     for words in ["compute rate of C alone", "peek-spin", "Shaded: 2 threads", "&lt;b&gt;"] {
         assert!(page.contains(words), "no {words}");
     }
@@ -234,15 +235,10 @@ fn left() -> Vec<String> {
 fn every_mode_reads_on_both_targets_and_leaves_nothing() {
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();
     let out = directory.path().join("out");
-    let mut matrix = Matrix::new(Extent::Full, 1);
-    matrix.retain(|io, compute| io.target != Target::File128k && io.threads == 2 && compute == 1);
-    let benchmark = Benchmark {
-        matrix,
-        repetitions: 1,
-        window: Duration::from_millis(200),
-        seed: 1,
-        directory: directory.path(),
-    };
+    let (cpus, at) = (usable_cpus().unwrap().to_string(), directory.path().to_str().unwrap());
+    let arguments = ["--full", "--on=emulated,file-4k", "--threads=2", "--repetitions=1"];
+    let more = ["--compute", &cpus, "--window=0.2", "--directory", at];
+    let benchmark: Benchmark = of(&[&arguments[..], &more].concat());
     let interrupted = AtomicBool::new(false);
     let cells = benchmark.run(&out, &interrupted).unwrap();
     assert_eq!(cells.len(), 2 * 7 + 1);
@@ -279,15 +275,8 @@ fn every_mode_reads_on_both_targets_and_leaves_nothing() {
 #[test]
 fn interrupted_run_ends_and_directory_in_memory_is_refused() {
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-    let mut matrix = Matrix::new(Extent::Full, 1);
-    matrix.retain(|io, _| io.target == Target::Emulated && io.threads == 1);
-    let mut benchmark = Benchmark {
-        matrix,
-        repetitions: 1,
-        window: Duration::from_secs(600),
-        seed: 1,
-        directory: directory.path(),
-    };
+    let emulated = ["--full", "--on=emulated", "--threads=1", "--window=600"];
+    let mut benchmark: Benchmark = of(&emulated);
     let interrupted = AtomicBool::new(false);
     let error = std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -298,8 +287,7 @@ fn interrupted_run_ends_and_directory_in_memory_is_refused() {
     });
     assert!(error.is::<rtvirtio_host::interrupt::InterruptedError>(), "{error:#}");
     interrupted.store(false, Ordering::Relaxed);
-    benchmark.matrix = Matrix::new(Extent::Full, 1);
-    benchmark.directory = Path::new("/dev/shm");
+    benchmark = of(&["--full", "--window=600", "--directory=/dev/shm"]);
     let refused = format!("{:#}", benchmark.run(directory.path(), &interrupted).unwrap_err());
     assert!(refused.contains("--directory"), "{refused}");
 }

@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 use blkio::{Blkio, Blkioq, Completion, Errno, ReqFlags};
 
 /// Descriptors of a queue: blkio's own default. A request takes three.
-pub const QUEUE_SIZE: i32 = 256;
+pub(crate) const QUEUE_SIZE: i32 = 256;
 /// Requests that fit into it.
-pub const MAX_DEPTH: usize = 64;
+pub(crate) const MAX_DEPTH: usize = 64;
 /// How long a server may take to answer all of a connection's messages.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Completions taken at once.
@@ -147,7 +147,7 @@ impl Client {
     ///
     /// # Panics
     /// If `work` or `beside` does.
-    pub fn run_beside<P: Send, T: Send, B>(
+    pub(crate) fn run_beside<P: Send, T: Send, B>(
         &mut self,
         parts: impl IntoIterator<Item = P>,
         work: impl Fn(&mut Queue, P) -> T + Sync,

@@ -21,11 +21,11 @@ use super::server::Server;
 use crate::table::Table;
 
 /// What a daemon may have resident, MiB: itself, and each idle queue.
-pub const LIMIT_MIB: (f64, f64) = (30.0, 0.5);
+pub(crate) const LIMIT_MIB: (f64, f64) = (30.0, 0.5);
 /// How soon it must serve.
-pub const LIMIT_START: Duration = Duration::from_secs(2);
+pub(crate) const LIMIT_START: Duration = Duration::from_secs(2);
 /// What it may use when idle, of a core.
-pub const LIMIT_IDLE: f64 = 0.02;
+pub(crate) const LIMIT_IDLE: f64 = 0.02;
 
 /// How long a start may take before it is given up.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -62,8 +62,7 @@ impl Footprint {
     }
 
     /// The most that may be resident, MiB.
-    #[must_use]
-    pub fn limit_mib(&self) -> f64 {
+    pub(crate) fn limit_mib(&self) -> f64 {
         LIMIT_MIB.0 + LIMIT_MIB.1 * self.all_queues() as f64
     }
 

@@ -31,7 +31,7 @@ const IDLE: Duration = Duration::from_secs(2);
 
 /// What to do.
 #[derive(Debug, Clone, Copy)]
-pub struct Load {
+pub(crate) struct Load {
     /// Reads or writes.
     pub operation: Operation,
     /// In flight, of each queue.
@@ -50,7 +50,7 @@ pub struct Load {
 
 /// What was measured.
 #[derive(Debug, Clone)]
-pub struct Measured {
+pub(crate) struct Measured {
     /// Latencies, ns.
     pub latencies: Histogram<u64>,
     /// Length of the window.
@@ -70,7 +70,7 @@ pub struct Measured {
 /// # Errors
 /// If the server refuses the client, fails a request, or completes nothing for 20 s; if
 /// interrupted.
-pub fn run(
+pub(crate) fn run(
     endpoint: Endpoint<'_>,
     server: Option<u32>,
     load: &Load,

@@ -25,11 +25,10 @@ const IDLE_SHARE: f64 = 0.25;
 const SCALING: f64 = 1.7;
 
 /// Cells of one server in one case, with so many IOThreads.
-pub type Row<'a> = Runs<'a, (Case, ServerKind, usize), Cell>;
+pub(super) type Row<'a> = Runs<'a, (Case, ServerKind, usize), Cell>;
 
 /// All rows, in the order of tables.
-#[must_use]
-pub fn rows(cells: &[Cell]) -> Vec<Row<'_>> {
+pub(super) fn rows(cells: &[Cell]) -> Vec<Row<'_>> {
     let mut rows = runs(cells, |cell| (cell.key.case, cell.key.server, cell.key.iothreads));
     rows.sort_by_key(|row| row.key);
     rows
@@ -50,8 +49,7 @@ fn ratio(rows: &[Row<'_>], row: &Row<'_>, of: fn(&Cell) -> Option<f64>) -> Optio
 }
 
 /// Medians of each server in each case, and how they compare with qemu-storage-daemon's.
-#[must_use]
-pub fn table<'a>(rows: &'a [Row<'a>]) -> Table<'a, Row<'a>> {
+pub(super) fn table<'a>(rows: &'a [Row<'a>]) -> Table<'a, Row<'a>> {
     Table::of(rows)
         .text("case", |row| row.key.0.name())
         .text("server", |row| super::label(&row.cells[0].key))
@@ -71,8 +69,7 @@ pub fn table<'a>(rows: &'a [Row<'a>]) -> Table<'a, Row<'a>> {
 }
 
 /// The table with what it says, and the marks.
-#[must_use]
-pub fn text(rows: &[Row<'_>]) -> String {
+pub(super) fn text(rows: &[Row<'_>]) -> String {
     let least = rows.iter().map(Runs::n).min().unwrap_or(0);
     format!(
         "{}\nMedians of {least} or more. CPU/IO and idle: of the server; client: CPU of the client for \
@@ -84,8 +81,7 @@ pub fn text(rows: &[Row<'_>]) -> String {
 }
 
 /// Bars of IOPS and of CPU for each request.
-#[must_use]
-pub fn plot(rows: &[Row<'_>]) -> String {
+pub(super) fn plot(rows: &[Row<'_>]) -> String {
     let servers = distinct(rows.iter().map(|row| row.key.1.name()));
     let colour = |row: &Row<'_>| servers.iter().position(|name| *name == row.key.1.name());
     let panel = |x, of: fn(&Cell) -> Option<f64>| {
@@ -110,8 +106,7 @@ pub fn plot(rows: &[Row<'_>]) -> String {
 }
 
 /// Judges every row that has ours and qemu-storage-daemon, mark by mark, and what a second IOThread brings.
-#[must_use]
-pub fn judge(rows: &[Row<'_>]) -> Vec<Verdict> {
+pub(super) fn judge(rows: &[Row<'_>]) -> Vec<Verdict> {
     let mut all = Vec::new();
     for ours in rows.iter().filter(|row| row.key.1.is_ours() && row.key.2 == 1) {
         let case = ours.key.0;

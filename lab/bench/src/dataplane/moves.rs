@@ -41,9 +41,9 @@ use wake::Wakes;
 /// Pause at p99 while a core is idle.
 pub const LIMIT: Duration = Duration::from_millis(1);
 /// Else: of the wake-ups' p99.
-pub const FACTOR: f64 = 3.0;
+pub(crate) const FACTOR: f64 = 3.0;
 /// Moves per second that a stage is to see.
-pub const MIN_RATE: f64 = 1000.0;
+pub(crate) const MIN_RATE: f64 = 1000.0;
 /// Queues of the disk.
 const QUEUES: usize = 4;
 /// Its IOThreads.

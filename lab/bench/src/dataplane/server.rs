@@ -48,8 +48,7 @@ named! {
 
 impl ServerKind {
     /// Whether it is this project's.
-    #[must_use]
-    pub const fn is_ours(self) -> bool {
+    pub(crate) const fn is_ours(self) -> bool {
         matches!(self, Self::Rtvirtio | Self::RtvirtioFixed)
     }
 }
@@ -307,7 +306,7 @@ impl Server {
     ///
     /// # Errors
     /// If it ended before, does not end, or ends with another code.
-    pub fn terminate(mut self) -> Result<()> {
+    pub(crate) fn terminate(mut self) -> Result<()> {
         self.check()?;
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
@@ -357,7 +356,7 @@ pub fn listener(socket: &Path) -> Result<u32> {
 ///
 /// # Errors
 /// If `qemu-storage-daemon` is not installed or older than 9.
-pub fn qsd_version() -> Result<String> {
+pub(crate) fn qsd_version() -> Result<String> {
     let missing = "qemu-storage-daemon is missing (make guest installs it, in qemu-utils)";
     let output = Command::new("qemu-storage-daemon").arg("--version").output().context(missing)?;
     let text = String::from_utf8_lossy(&output.stdout);

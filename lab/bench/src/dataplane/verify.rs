@@ -9,13 +9,13 @@
 //!   is served;
 //! - nothing else changes, no request fails, none waits for 10 s.
 //!
-//! - [`block`]: content. - [`model`]: what may be where.
+//! - `block`: content. - `model`: what may be where.
 //!
 //! Properties (tests of the same name): `block_changed_behind_its_back_is_found`,
 //! `swapped_blocks_are_found`.
 
-pub mod block;
-pub mod model;
+mod block;
+mod model;
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU8, Ordering};

@@ -15,11 +15,11 @@ use serde::{Deserialize, Serialize};
 use crate::dataplane::client::MAX_DEPTH;
 
 /// Seeds of scenarios, fixed before the first result: a change of one makes earlier results void.
-pub const SEEDS: [u64; 3] = [20_261_201, 20_261_202, 20_261_203];
+pub(crate) const SEEDS: [u64; 3] = [20_261_201, 20_261_202, 20_261_203];
 /// Most VMs of a trial.
-pub const MAX_VMS: u16 = 16;
+pub(crate) const MAX_VMS: u16 = 16;
 /// Length of a point of a timeline, s.
-pub const POINT_S: f64 = 0.1;
+pub(crate) const POINT_S: f64 = 0.1;
 
 named! {
     /// A policy, and with how many IOThreads it begins.
@@ -39,7 +39,7 @@ named! {
 
 impl PolicyConfig {
     /// Those that change nothing.
-    pub const STATIC: [Self; 2] = [Self::Static1, Self::Static2];
+    pub(crate) const STATIC: [Self; 2] = [Self::Static1, Self::Static2];
 
     /// The policy.
     #[must_use]

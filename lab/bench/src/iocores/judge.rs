@@ -28,7 +28,7 @@ const MIN_FOR_P99: u64 = 1_000;
 
 /// A policy in a phase.
 #[derive(Debug, Clone)]
-pub struct Row<'a> {
+pub(super) struct Row<'a> {
     /// The phase; none: all.
     pub kind: Option<PhaseKind>,
     /// The policy.
@@ -39,26 +39,23 @@ pub struct Row<'a> {
 
 impl Row<'_> {
     /// The median of a figure.
-    pub fn median(&self, of: impl Fn(&Phase) -> f64) -> f64 {
+    pub(super) fn median(&self, of: impl Fn(&Phase) -> f64) -> f64 {
         median(self.runs.iter().map(|(_, phase, _)| of(phase)))
     }
 
     /// The least requests of a run.
-    #[must_use]
-    pub fn n(&self) -> u64 {
+    pub(super) fn n(&self) -> u64 {
         self.runs.iter().map(|(_, phase, _)| phase.requests).min().unwrap_or(0)
     }
 
     /// Time to rest, ms; none: not judged in any run, or never.
-    #[must_use]
-    pub fn rest_ms(&self) -> Option<f64> {
+    pub(crate) fn rest_ms(&self) -> Option<f64> {
         let rest = median(self.runs.iter().filter_map(|(_, phase, _)| rest_ms(phase)));
         rest.is_finite().then_some(rest)
     }
 
     /// The median of the utilities.
-    #[must_use]
-    pub fn utility(&self) -> f64 {
+    pub(super) fn utility(&self) -> f64 {
         median(self.runs.iter().map(|(.., utility)| *utility))
     }
 }
@@ -70,14 +67,13 @@ pub(crate) fn kinds(cells: &[Cell]) -> Vec<Option<PhaseKind>> {
 }
 
 /// Seed, repetition, and what was alone.
-pub type Group = (u64, u32, Option<PhaseKind>);
+pub(super) type Group = (u64, u32, Option<PhaseKind>);
 
 /// A phase with its group and its utility.
-pub type Run<'a> = (Group, &'a Phase, f64);
+pub(super) type Run<'a> = (Group, &'a Phase, f64);
 
 /// By phase, then by policy.
-#[must_use]
-pub fn rows(cells: &[Cell]) -> Vec<Row<'_>> {
+pub(super) fn rows(cells: &[Cell]) -> Vec<Row<'_>> {
     let mut rows = Vec::new();
     for kind in kinds(cells) {
         let mut groups: BTreeMap<Group, Vec<(PolicyConfig, &Phase)>> = BTreeMap::new();
@@ -120,8 +116,7 @@ fn is_static(policy: PolicyConfig) -> bool {
 }
 
 /// All marks.
-#[must_use]
-pub fn judge(campaign: &Campaign) -> Vec<Verdict> {
+pub(super) fn judge(campaign: &Campaign) -> Vec<Verdict> {
     let Campaign { cells, alone } = campaign;
     let own = rows(cells);
     let all: Vec<Cell> = cells.iter().chain(alone).cloned().collect();

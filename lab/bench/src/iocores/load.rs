@@ -23,7 +23,7 @@ const SIMULATED: Nanos = Nanos::from_millis(50);
 
 /// Where the vCPUs of a load run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Beside {
+pub(super) enum Beside {
     /// On the IOThread's.
     IoThread,
     /// On those that the IOThread leaves.
@@ -44,8 +44,7 @@ impl fmt::Display for Beside {
 
 impl Beside {
     /// These, of the CPUs of a trial; the last one is the IOThread's.
-    #[must_use]
-    pub fn places(self) -> Range<u16> {
+    pub(super) fn places(self) -> Range<u16> {
         match self {
             Self::IoThread => CPUS - 1..CPUS,
             Self::Rest => 0..CPUS - 1,
@@ -56,7 +55,7 @@ impl Beside {
 
 /// All queues of a disk in memory full.
 #[derive(Debug, Clone, Copy)]
-pub struct Row {
+pub(super) struct Row {
     /// Queues of the disk.
     pub queues: u16,
     /// Requests in flight of each.
@@ -72,7 +71,7 @@ pub struct Row {
 }
 
 /// Requests a second, and ns of CPU of the IOThread and of the drivers for each.
-pub type Figures = [f64; 3];
+pub(super) type Figures = [f64; 3];
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -87,8 +86,7 @@ impl fmt::Display for Row {
 
 impl Row {
     /// The load for so long.
-    #[must_use]
-    pub fn scenario(&self, length: Nanos) -> Scenario {
+    pub(super) fn scenario(&self, length: Nanos) -> Scenario {
         let span = Span { start: Nanos::ZERO, stop: length };
         let load = Load::Depth(self.depth);
         let stream = |queue| Stream { queue, span, block: Bytes::new(self.block), load };
@@ -103,7 +101,7 @@ impl Row {
     ///
     /// # Errors
     /// If there are fewer than two CPUs; if the server fails, or does not do what it is told; if interrupted.
-    pub fn measure(
+    pub(super) fn measure(
         &self,
         program: &Path,
         length: Nanos,
@@ -130,7 +128,7 @@ impl Row {
     ///
     /// # Errors
     /// If it refuses it.
-    pub fn simulate(&self, costs: &Costs) -> Result<Figures> {
+    pub(super) fn simulate(&self, costs: &Costs) -> Result<Figures> {
         let scenario = self.scenario(SIMULATED);
         let mut machine = Machine::new(CPUS, 1);
         machine.vcpus = self.vcpus.places().map(|at| CpuId::new(at.into())).collect();

@@ -15,7 +15,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use super::cell::{Disk, PolicyConfig};
 
 /// CPUs of a trial.
-pub const CPUS: u16 = 2;
+pub(crate) const CPUS: u16 = 2;
 
 /// The CPUs of a trial: the first that this process may use.
 ///

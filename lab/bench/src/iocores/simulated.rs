@@ -34,7 +34,7 @@ const STEP: Nanos = Nanos::from_millis(500);
 
 /// A figure, really and simulated: medians.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Pair {
+pub(super) struct Pair {
     /// Of real runs.
     pub real: f64,
     /// Of simulated ones.
@@ -45,14 +45,12 @@ pub struct Pair {
 
 impl Pair {
     /// What they differ by, of the real one.
-    #[must_use]
-    pub fn differs(&self) -> f64 {
+    pub(super) fn differs(&self) -> f64 {
         difference(self.real, self.simulated)
     }
 
     /// Whether that is little enough.
-    #[must_use]
-    pub fn agrees(&self) -> bool {
+    pub(crate) fn agrees(&self) -> bool {
         self.differs() <= self.allowed
     }
 }
@@ -64,7 +62,7 @@ fn difference(first: f64, second: f64) -> f64 {
 
 /// A policy in a phase, really and simulated.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Compared {
+pub(super) struct Compared {
     /// The phase; none: all.
     pub kind: Option<PhaseKind>,
     /// The policy.
@@ -114,7 +112,11 @@ fn simulate(
 ///
 /// # Errors
 /// If the simulator refuses it; if interrupted.
-pub fn compare(cells: &[Cell], of: Costs, interrupted: &Interrupted) -> Result<Vec<Compared>> {
+pub(super) fn compare(
+    cells: &[Cell],
+    of: Costs,
+    interrupted: &Interrupted,
+) -> Result<Vec<Compared>> {
     let good: Vec<&Cell> = cells.iter().filter(|cell| cell.is_good()).collect();
     let mut keys: Vec<CellKey> =
         good.iter().map(|cell| CellKey { repetition: 0, ..cell.key }).collect();
@@ -193,8 +195,7 @@ fn disagreement(real: &[(CellKey, &Phase)], of: &dyn Fn(&Phase) -> f64) -> f64 {
 }
 
 /// Whether the simulator agrees everywhere.
-#[must_use]
-pub fn judge(all: &[Compared]) -> Verdict {
+pub(super) fn judge(all: &[Compared]) -> Verdict {
     let phases = || all.iter().filter(|of| of.kind.is_some());
     let mut off = Vec::new();
     for of in phases() {
@@ -212,8 +213,7 @@ pub fn judge(all: &[Compared]) -> Verdict {
 }
 
 /// A row for each phase and policy.
-#[must_use]
-pub fn table(all: &[Compared]) -> String {
+pub(super) fn table(all: &[Compared]) -> String {
     let by = |pair: &Pair| {
         Some(format!("{}{:.0}", if pair.agrees() { "" } else { "!" }, 100.0 * pair.differs()))
     };

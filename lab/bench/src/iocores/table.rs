@@ -12,8 +12,11 @@ use crate::table::Table;
 use crate::verdict::{self, Verdict};
 
 /// A row for each phase and policy, what is in doubt, and what came of each mark.
-#[must_use]
-pub fn table(campaign: &Campaign, compared: Option<&[Compared]>, verdicts: &[Verdict]) -> String {
+pub(super) fn table(
+    campaign: &Campaign,
+    compared: Option<&[Compared]>,
+    verdicts: &[Verdict],
+) -> String {
     let Campaign { cells, alone } = campaign;
     let mut text = medians(&rows(cells)).to_string();
     let again = rows(alone);

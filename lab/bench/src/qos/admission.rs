@@ -21,8 +21,8 @@ use rtvirtio_spec::run::Canary;
 use rtvirtio_units::{Bytes, BytesPerSecond, Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
-use sets::{MAX_TASKS, Set, sets, utilisation};
-pub use sets::{SETS, Task};
+pub use sets::Task;
+use sets::{MAX_TASKS, SETS, Set, sets, utilisation};
 
 use super::cell::{self, disturbance};
 use super::clients::{Between, Plan};
@@ -135,16 +135,14 @@ pub struct Cell {
 
 impl Cell {
     /// The largest tail, of its target; none if a task has too few requests to judge.
-    #[must_use]
-    pub fn worst_tail(&self) -> Option<f64> {
+    pub(crate) fn worst_tail(&self) -> Option<f64> {
         let judged = self.results.iter().all(|task| task.percentile > 0.0);
         let tails = self.results.iter().map(|task| task.tail_us / task.target_us);
         judged.then(|| tails.fold(0.0, f64::max))
     }
 
     /// The smallest part of a rate that was delivered.
-    #[must_use]
-    pub fn min_delivered(&self) -> f64 {
+    pub(crate) fn min_delivered(&self) -> f64 {
         self.results.iter().map(|task| task.delivered).fold(f64::INFINITY, f64::min)
     }
 

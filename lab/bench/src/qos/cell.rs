@@ -143,8 +143,7 @@ impl NoiseFloor {
     }
 
     /// Whether its targets and rates were met.
-    #[must_use]
-    pub fn is_met(&self) -> bool {
+    pub(crate) fn is_met(&self) -> bool {
         self.tail <= 1.0 && self.delivered >= MIN_DELIVERED
     }
 }

@@ -12,7 +12,7 @@ use crate::scratch::{self, Backing, ScratchDisk};
 
 /// Where a campaign's disks are to lie.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum On {
+pub(crate) enum On {
     /// The emulated SSD of this reference name.
     Ssd(String),
     /// A file in this directory, which is written before and has no name any more.
@@ -36,8 +36,7 @@ impl std::str::FromStr for On {
 
 impl On {
     /// How results name it.
-    #[must_use]
-    pub fn label(&self) -> &str {
+    pub(crate) fn label(&self) -> &str {
         match self {
             Self::Ssd(name) => name,
             Self::File(_) => "file",

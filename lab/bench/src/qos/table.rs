@@ -14,8 +14,7 @@ use crate::table::Table;
 
 /// A row for each case, neighbour and scheme, what schemes come to, and what was disturbed. `beside`
 /// are cells of the kernel path.
-#[must_use]
-pub fn table(cells: &[Cell], beside: &[KernelCell]) -> String {
+pub(super) fn table(cells: &[Cell], beside: &[KernelCell]) -> String {
     let rows = rows(cells, beside);
     let mut text = Table::of(&rows)
         .text("case", |row| row.group.case())
@@ -109,7 +108,6 @@ fn bounds(cells: &[Cell]) -> String {
 
 /// Tails and the neighbour's share, scheme beside scheme: filled dots are schemes of which all runs passed. A
 /// scheme of the kernel path that passed nowhere is left out.
-#[must_use]
 pub(super) fn plot(cells: &[Cell], beside: &[KernelCell]) -> String {
     let mut rows = rows(cells, beside);
     let passed: BTreeSet<String> =

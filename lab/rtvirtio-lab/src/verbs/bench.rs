@@ -1,7 +1,6 @@
 //! `rtvirtio-lab bench`.
 
 mod closed_loop;
-mod completion;
 mod dataplane;
 mod iothreads;
 mod path;
@@ -13,6 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_bench::campaign::{Campaign, DATA_PLANE, Job, Source};
 use rtvirtio_bench::cell::Testbed;
+use rtvirtio_bench::completion;
 use rtvirtio_bench::dataplane::server::rtvirtio;
 use rtvirtio_bench::experiment::{Experiment, Report};
 use rtvirtio_bench::iocores;
@@ -118,7 +118,7 @@ pub(crate) struct Args {
 #[derive(clap::Subcommand)]
 enum Other {
     /// How threads learn that their I/O has ended, beside threads that compute: 7 ways
-    Completion(completion::Args),
+    Completion(Box<Of<completion::Benchmark>>),
     /// One guest with 4 queues: main loop, 1 IOThread and a mapping over 2, CPU per I/O and IOPS
     Iothreads(iothreads::Args),
     /// A vhost-user-blk server beside qemu-storage-daemon: IOPS, latency, CPU per request
@@ -197,7 +197,7 @@ fn told(report: &Report, out: &Path, json: bool) -> Result<Outcome> {
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     match &args.other {
-        Some(Other::Completion(args)) => return completion::run(args, interrupted),
+        Some(Other::Completion(args)) => return args.run(interrupted),
         Some(Other::Iothreads(args)) => return iothreads::run(args, interrupted),
         Some(Other::Dataplane(args)) => return dataplane::run(args, interrupted),
         Some(Other::Iocores(args)) => {

@@ -69,8 +69,7 @@ impl Tag {
 }
 
 /// What a block of 4 KiB holds.
-#[must_use]
-pub fn look(block: &[u8]) -> Seen {
+pub(super) fn look(block: &[u8]) -> Seen {
     let word = |index: usize| {
         block.get(index * 8..index * 8 + 8).and_then(|w| w.try_into().ok()).map(u64::from_le_bytes)
     };

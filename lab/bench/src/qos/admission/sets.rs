@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 /// Of all sets.
 const SEED: u64 = 20_261_123;
 /// Sets of the campaign, of which each third is near the boundary.
-pub const SETS: u32 = 60;
+pub(crate) const SETS: u32 = 60;
 /// Most VMs of a set, and most tasks of a VM.
 const VMS: usize = 6;
 const TASKS: usize = 3;
