@@ -390,14 +390,9 @@ impl Experiment for Benchmark {
         Ok(())
     }
 
-    fn set_up(
-        &self,
-        missing: &[CellKey],
-        _: &Path,
-        interrupted: &Interrupted,
-    ) -> Result<Self::Setup> {
+    fn set_up(&self, missing: &[CellKey], _: &Path, _: &Interrupted) -> Result<Self::Setup> {
         let reads_file = missing.iter().any(|key| key.io.is_some_and(|io| io.target.is_file()));
-        let file = reads_file.then(|| TestFile::make(&self.directory, interrupted)).transpose()?;
+        let file = reads_file.then(|| TestFile::make(&self.directory)).transpose()?;
         Ok((file, Costs::calibrate()))
     }
 

@@ -27,7 +27,6 @@ pub mod server;
 pub mod verify;
 
 use std::fs::File;
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -35,9 +34,11 @@ use anyhow::{Context, Result, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::run::Machine;
+use rtvirtio_units::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::experiment::{Experiment, Report, seconds};
+use crate::scratch::{open_raw, path_of};
 use client::Endpoint;
 use load::{Load, Measured};
 use server::{Backing, ServerKind, Setup, listener, qsd_version, rtvirtio};
@@ -51,9 +52,6 @@ const LONGEST: f64 = 60.0;
 /// Size of the disks: RAM and tmpfs, file.
 const SMALL: u64 = 64 << 20;
 const LARGE: u64 = 512 << 20;
-/// Names of the files under test.
-const PREFIX: &str = "rtvirtio-bench-";
-const SUFFIX: &str = ".raw";
 /// CPU that a request burns in `--scaling`, µs.
 pub(crate) const SCALING_CPU_US: u64 = 100;
 /// Start, warm-up and end of a cell.
@@ -314,8 +312,7 @@ impl Experiment for Benchmark {
                 load::run(Endpoint::Socket(&socket), Some(server), &load, interrupted)?
             }
             (ServerKind::File, _) => {
-                let path = disks.file(medium).context("a medium without a file")?;
-                load::run(Endpoint::File(path), None, &load, interrupted)?
+                load::run(Endpoint::File(&disks.file(medium)?), None, &load, interrupted)?
             }
             _ => {
                 let directory = tempfile::Builder::new().prefix("rtvirtio-bench-").tempdir()?;
@@ -420,17 +417,17 @@ fn makes_sense(server: ServerKind, medium: Medium) -> bool {
     }
 }
 
-/// The files under test, removed at the end.
+/// The files under test, which have no names.
 pub struct Disks {
-    tmpfs: Option<tempfile::NamedTempFile>,
-    disk: Option<tempfile::NamedTempFile>,
+    tmpfs: Option<File>,
+    disk: Option<File>,
 }
 
 impl Disks {
     fn make(keys: &[CellKey], directory: &Path) -> Result<Self> {
-        let wanted = |medium| keys.iter().any(|k| k.case.medium == medium);
         let make = |medium, directory: &Path, bytes| {
-            wanted(medium).then(|| written_file(directory, bytes)).transpose()
+            let is_wanted = keys.iter().any(|key| key.case.medium == medium);
+            is_wanted.then(|| open_raw(directory, Bytes::new(bytes))).transpose()
         };
         Ok(Self {
             tmpfs: make(Medium::Tmpfs, Path::new("/dev/shm"), SMALL)?,
@@ -438,62 +435,18 @@ impl Disks {
         })
     }
 
-    fn file(&self, medium: Medium) -> Option<&Path> {
+    fn file(&self, medium: Medium) -> Result<PathBuf> {
         let file = if medium == Medium::Disk { &self.disk } else { &self.tmpfs };
-        file.as_ref().map(tempfile::NamedTempFile::path)
+        file.as_ref().map(path_of).context("a medium without a file")
     }
 
     fn backing(&self, medium: Medium) -> Result<Backing> {
         match medium {
             Medium::Ram => Ok(Backing::Ram { bytes: SMALL, cpu_us: 0 }),
             Medium::Burn => Ok(Backing::Ram { bytes: SMALL, cpu_us: SCALING_CPU_US }),
-            _ => {
-                let path = self.file(medium).context("a medium without a file")?;
-                Ok(Backing::File(path.to_owned()))
-            }
+            _ => self.file(medium).map(Backing::File),
         }
     }
-}
-
-/// Removes what killed runs left: files that nobody holds.
-fn remove_stale(directory: &Path) -> Result<()> {
-    for entry in std::fs::read_dir(directory)? {
-        let entry = entry?;
-        let name = entry.file_name();
-        let name = name.to_string_lossy();
-        if name.starts_with(PREFIX) && name.ends_with(SUFFIX) {
-            let held = File::open(entry.path()).is_ok_and(|file| !hold(&file));
-            if !held {
-                std::fs::remove_file(entry.path())?;
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Takes the lock that says that a run is alive (`flock`, which servers do not look at).
-fn hold(file: &File) -> bool {
-    rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_ok()
-}
-
-/// A file without holes, on stable storage. It goes with the value; after a kill, at a next run.
-fn written_file(directory: &Path, bytes: u64) -> Result<tempfile::NamedTempFile> {
-    let context = || format!("make a disk in {}", directory.display());
-    remove_stale(directory).with_context(context)?;
-    let mut file = tempfile::Builder::new()
-        .prefix(PREFIX)
-        .suffix(SUFFIX)
-        .tempfile_in(directory)
-        .with_context(context)?;
-    hold(file.as_file());
-    let mut random = load::Random::new(bytes);
-    let mut chunk = vec![0_u8; 1 << 20];
-    for _ in 0..bytes >> 20 {
-        chunk.chunks_exact_mut(8).for_each(|w| w.copy_from_slice(&random.next().to_le_bytes()));
-        file.write_all(&chunk).with_context(context)?;
-    }
-    file.as_file().sync_all().with_context(context)?;
-    Ok(file)
 }
 
 #[cfg(test)]

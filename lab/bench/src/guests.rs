@@ -12,7 +12,6 @@
 //!
 //! Guests die with their starter (`PR_SET_PDEATHSIG`), and with their cgroup.
 
-mod archive;
 mod data_plane;
 mod load;
 mod process;
@@ -30,7 +29,6 @@ use rtvirtio_host::qemu::{Agent, ExecStatus, Monitor, Output};
 use rtvirtio_spec::specification::{Disk, Specification};
 use rtvirtio_units::{Bytes, DiskName, VmName};
 
-pub use archive::GuestFile;
 use data_plane::DataPlane;
 pub(crate) use data_plane::Scheduled;
 pub use data_plane::Served;
@@ -51,8 +49,10 @@ const LARGEST_FILE: usize = 8 << 20;
 /// What guests boot from.
 #[derive(Debug, Clone)]
 pub struct GuestImage {
-    kernel: PathBuf,
-    initramfs: PathBuf,
+    /// Its kernel.
+    pub kernel: PathBuf,
+    /// What that unpacks.
+    pub initramfs: PathBuf,
 }
 
 impl GuestImage {
@@ -73,17 +73,6 @@ impl GuestImage {
             );
         }
         Ok(image)
-    }
-
-    /// The same image with more files, which replace those of the same paths: its initramfs is
-    /// written to `initramfs`, which must outlive the boot.
-    ///
-    /// # Errors
-    /// If it cannot be written, or a file has more than 4 GiB.
-    pub fn with_files(&self, files: &[GuestFile], initramfs: &Path) -> Result<Self> {
-        archive::extend(&self.initramfs, files, initramfs)
-            .with_context(|| format!("write {}", initramfs.display()))?;
-        Ok(Self { kernel: self.kernel.clone(), initramfs: initramfs.to_owned() })
     }
 }
 

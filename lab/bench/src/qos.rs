@@ -50,12 +50,13 @@ use crate::campaign;
 use crate::cell::CANARY_LIMIT;
 use crate::dataplane::server::{qsd_version, rtvirtio};
 use crate::experiment::{Experiment, Report, seconds};
+use crate::scratch::Backing;
 use bounds::Bounds;
 use cell::{Cell, CellKey, NoiseFloor, Scheme, disturbance};
 use clients::{Between, Plan, tasks};
 use configuration::Sharing;
 use curve::Curve;
-use disk::{Disk, On};
+use disk::Disk;
 use neighbour::Neighbour;
 use trial::{Measured, Trial, WARM_UP, measured_curve};
 
@@ -93,7 +94,7 @@ pub struct Benchmark {
     window: Duration,
     /// Device: ssd:NAME, an emulated one (ref-4x250, ref-8x80), or file:DIRECTORY, a file of 1.25 GiB there
     #[arg(long, default_value = "ssd:ref-4x250")]
-    on: On,
+    on: Backing,
     /// The device's profile: its schedule is made by that, and the bounds of a plan are held against the tails
     #[arg(long, value_parser = profile)]
     profile: Option<Profile>,
@@ -167,14 +168,14 @@ impl Experiment for Benchmark {
 
     fn expected(&self, key: &CellKey) -> Duration {
         let floors = match self.on {
-            On::Ssd(_) => Duration::ZERO,
-            On::File(_) => 2 * Trial::duration(FLOOR),
+            Backing::Ssd(_) => Duration::ZERO,
+            Backing::Raw(_) => 2 * Trial::duration(FLOOR),
         };
         Trial::duration(self.window(key)) + floors
     }
 
     fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
-        if let Some(other) = cells.iter().find(|cell| cell.device != self.on.label()) {
+        if let Some(other) = cells.iter().find(|cell| cell.device != self.device()) {
             bail!("{} has cells on {}: name another OUT", out.display(), other.device);
         }
         Ok(())
@@ -192,8 +193,8 @@ impl Experiment for Benchmark {
         let disk = Disk::make(&self.on)?;
         let curve = match (&self.on, &self.profile) {
             (_, Some(profile)) => Curve::of_profile(&profile.capacity),
-            (On::Ssd(name), None) => Curve::of_ssd(name.parse()?),
-            (On::File(_), None) => measured_curve(&rtvirtio()?, &disk.path(), interrupted)?,
+            (Backing::Ssd(name), None) => Curve::of_ssd(name.parse()?),
+            (Backing::Raw(_), None) => measured_curve(&rtvirtio()?, &disk.path(), interrupted)?,
         };
         Ok((disk, curve))
     }
@@ -219,6 +220,14 @@ impl Experiment for Benchmark {
 }
 
 impl Benchmark {
+    /// How results name the device.
+    fn device(&self) -> &str {
+        match &self.on {
+            Backing::Ssd(name) => name,
+            Backing::Raw(_) => "file",
+        }
+    }
+
     /// How long it is measured.
     fn window(&self, key: &CellKey) -> Duration {
         if key.scheme == Scheme::Alone { self.window.min(ALONE) } else { self.window }
@@ -236,7 +245,7 @@ impl Benchmark {
         device: &Path,
         interrupted: &Interrupted,
     ) -> Result<Cell> {
-        if let On::Ssd(_) = self.on {
+        if let Backing::Ssd(_) = self.on {
             let mut cell = self.cell(key, curve, device, interrupted)?;
             cell.discarded = disturbance(CANARY_LIMIT, &cell.canary, None);
             return Ok(cell);
@@ -295,7 +304,7 @@ impl Benchmark {
         let completed: u64 = tasks.iter().map(|task| task.n).sum();
         Ok(Cell {
             key: key.clone(),
-            device: self.on.label().to_owned(),
+            device: self.device().to_owned(),
             seconds,
             tasks,
             background,

@@ -17,10 +17,11 @@ mod loop_device;
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::str::FromStr;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
@@ -32,6 +33,8 @@ use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_units::Bytes;
 use serde::{Deserialize, Serialize};
 
+use crate::dataplane::load::Random;
+
 /// What lies under a scratch disk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Backing {
@@ -41,7 +44,29 @@ pub enum Backing {
     Raw(PathBuf),
 }
 
+impl FromStr for Backing {
+    type Err = anyhow::Error;
+
+    /// `ssd:NAME` or `file:DIRECTORY`.
+    fn from_str(text: &str) -> Result<Self> {
+        match text.split_once(':') {
+            Some(("ssd", name)) => Self::ssd(name),
+            Some(("file", directory)) if !directory.is_empty() => Ok(Self::Raw(directory.into())),
+            _ => bail!("`{text}` is neither ssd:NAME nor file:DIRECTORY"),
+        }
+    }
+}
+
 impl Backing {
+    /// An emulated SSD.
+    ///
+    /// # Errors
+    /// If there is none of this name.
+    pub fn ssd(name: &str) -> Result<Self> {
+        name.parse::<SsdConfig>()?;
+        Ok(Self::Ssd(name.to_owned()))
+    }
+
     /// The same disk, slower; a plain file is as it is.
     #[must_use]
     pub fn slower(self, scale: Scale) -> Self {
@@ -134,7 +159,7 @@ pub fn serve(
     Ok(())
 }
 
-/// A file without holes that has no name any more: it goes with its last user.
+/// A file without holes that has no name any more: it goes with its last user. Nothing compresses it.
 pub(crate) fn open_raw(directory: &Path, size: Bytes) -> Result<File> {
     // The name is part of the device's identity: one directory, one identity, so that a
     // benchmark can go on with the profile that it has.
@@ -152,9 +177,11 @@ pub(crate) fn open_raw(directory: &Path, size: Bytes) -> Result<File> {
         .with_context(|| format!("create {}", path.display()))?;
     std::fs::remove_file(&path)?;
     // Blocks are allocated and written now: a hole would make first writes slower than later ones.
-    let chunk = vec![0x5a; 1 << 20];
+    let mut random = Random::new(size.get());
+    let mut chunk = vec![0; 1 << 20];
     let mut left = size.get();
     while left > 0 {
+        chunk.chunks_exact_mut(8).for_each(|w| w.copy_from_slice(&random.next().to_le_bytes()));
         let n = left.min(chunk.len() as u64) as usize;
         (&file).write_all(&chunk[..n]).with_context(|| {
             format!("fill {} bytes in {} (name another directory)", size.get(), directory.display())
@@ -163,6 +190,11 @@ pub(crate) fn open_raw(directory: &Path, size: Bytes) -> Result<File> {
     }
     file.sync_all()?;
     Ok(file)
+}
+
+/// Where other processes open a file of this one that has no name.
+pub(crate) fn path_of(file: &File) -> PathBuf {
+    format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()).into()
 }
 
 /// A running scratch disk; dropping it removes the disk.
@@ -233,5 +265,20 @@ impl Drop for ScratchDisk {
         // Its standard input ends, so it takes the disk down and leaves.
         drop(self.server.stdin.take());
         let _ = self.server.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn backing_is_an_ssd_that_there_is_or_a_directory() {
+        let read = |text: &str| text.parse::<Backing>();
+        assert_eq!(read("ssd:ref-8x80").unwrap(), Backing::Ssd("ref-8x80".to_owned()));
+        assert_eq!(read("file:/var/tmp").unwrap(), Backing::Raw("/var/tmp".into()));
+        for text in ["ssd:", "ssd:x", "file:", "/var/tmp", ""] {
+            assert!(read(text).is_err(), "{text:?}");
+        }
     }
 }

@@ -87,9 +87,9 @@ fn scenario_that_is_played_is_verified_and_leaves_nothing() {
     // Two phases and the whole.
     assert_eq!(rows.len(), 3, "{report}");
     for row in rows {
-        assert!(row["iops"].as_f64().unwrap() > 100.0, "{row}");
-        assert!((1.0..=2.0).contains(&row["io_cores"].as_f64().unwrap()), "{row}");
-        assert!(row["computed"].as_f64().unwrap() > 0.01, "{row}");
+        assert!(row["IOPS"].as_f64().unwrap() > 100.0, "{row}");
+        assert!((1.0..=2.0).contains(&row["cores"].as_f64().unwrap()), "{row}");
+        assert!(row["compute"].as_f64().unwrap() > 0.01, "{row}");
     }
     assert_eq!(left_behind(directory.path()), [""; 0]);
     let out = directory.path().join("out");

@@ -9,12 +9,12 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rtvirtio_bench::guests::GuestFile;
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::settings::{Bfq, DeviceSettings, IoCost, Limits, Scheduler, VmSettings, diff};
 use rtvirtio_units::{BytesPerSecond, VmName, Weight};
 use serde_json::Value;
 
+use crate::archive::GuestFile;
 use crate::in_guest::{Machine, crate_tests, image, program};
 use crate::scratch_disk::{RTVIRTIO, alone};
 

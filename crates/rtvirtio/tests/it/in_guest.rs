@@ -9,8 +9,10 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use cargo_metadata::Message;
-use rtvirtio_bench::guests::{Accelerator, Guest, GuestFile, GuestImage};
+use rtvirtio_bench::guests::{Accelerator, Guest, GuestImage};
 use tempfile::TempDir;
+
+use crate::archive::{self, GuestFile};
 
 /// Where `make test` has the guests' image made: beside what cargo builds.
 pub(crate) fn image_directory() -> PathBuf {
@@ -106,7 +108,9 @@ impl Machine {
     /// Boots the image with `files` added, and `arguments` added to QEMU's.
     pub(crate) fn boot(image: &GuestImage, files: &[GuestFile], arguments: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let image = image.with_files(files, &directory.path().join("initramfs")).unwrap();
+        let initramfs = directory.path().join("initramfs");
+        archive::extend(&image.initramfs, files, &initramfs).unwrap();
+        let image = GuestImage { initramfs, ..image.clone() };
         let never = AtomicBool::new(false);
         let at = directory.path();
         let guest = Guest::boot(&image, Accelerator::Tcg, at, "test", arguments, &never).unwrap();

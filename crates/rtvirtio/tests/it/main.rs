@@ -1,5 +1,6 @@
 //! Integration tests of the workspace and its binary.
 
+mod archive;
 mod bench_iocores;
 mod cgroup2;
 mod cli;

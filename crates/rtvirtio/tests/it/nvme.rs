@@ -9,9 +9,10 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rtvirtio_bench::guests::{COMMAND_LINE, GuestFile};
+use rtvirtio_bench::guests::COMMAND_LINE;
 use serde_json::Value;
 
+use crate::archive::GuestFile;
 use crate::in_guest::{Machine, Said, crate_tests, image, program};
 use crate::scratch_disk::{RTVIRTIO, alone, lab};
 

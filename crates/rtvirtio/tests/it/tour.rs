@@ -10,9 +10,9 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use rtvirtio_bench::guests::GuestFile;
 use serde_json::Value;
 
+use crate::archive::GuestFile;
 use crate::in_guest::{Machine, image, program};
 use crate::scratch_disk::{RTVIRTIO, alone};
 

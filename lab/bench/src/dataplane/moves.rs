@@ -26,13 +26,13 @@ use rtvirtio_host::dataplane::{ControlClient, ControlFault};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::control::{MoveQueue, Moved};
 use rtvirtio_spec::run::Machine;
-use rtvirtio_units::{IoThreadName, Nanos};
+use rtvirtio_units::{Bytes, IoThreadName, Nanos};
 use serde::Serialize;
 
 use super::load::Random;
 use super::server::serve;
 use super::verify::{Options, Report, Verifier};
-use super::written_file;
+use crate::scratch::{open_raw, path_of};
 use crate::window::p99_us;
 use resets::Resets;
 use rtvirtio_calibrate::load::MachineSample;
@@ -224,12 +224,12 @@ impl Moves<'_> {
     /// If a completion is lost, repeated or misplaced, or a move fails; if interrupted.
     pub fn run(&self, stage: Stage, interrupted: &Interrupted) -> Result<Shown> {
         let directory = tempfile::Builder::new().prefix("rtvirtio-moves-").tempdir()?;
-        let disk =
-            (stage == Stage::Disk).then(|| written_file(self.disk_directory, SIZE)).transpose()?;
+        let disk = || open_raw(self.disk_directory, Bytes::new(SIZE));
+        let disk = (stage == Stage::Disk).then(disk).transpose()?;
         let at = |name: &str| directory.path().join(name);
         let engine = match (&disk, stage) {
             (Some(file), _) => {
-                let path = serde_json::to_string(&file.path().display().to_string())?;
+                let path = serde_json::to_string(&path_of(file))?;
                 format!("{{ type = \"file\", path = {path}, direct = true }}")
             }
             (None, Stage::Ram) => format!("{{ type = \"ram\", size = \"{}M\" }}", SIZE >> 20),

@@ -1,8 +1,6 @@
 use super::marks::{judge, plot, rows, text};
 use super::*;
-use crate::lines::Lines;
 use crate::verdict::Outcome;
-use clap::Parser as _;
 
 const MACHINE: Machine = Machine { load1: 0.0, busy_cores: 1.0, steal_cores: 0.0 };
 
@@ -93,35 +91,15 @@ fn medians_are_of_repetitions() {
     assert_eq!((rows[0].n(), rows[0].median(|cell| cell.iops)), (3, 200.0));
 }
 
-#[derive(clap::Parser)]
-struct Arguments {
-    #[command(flatten)]
-    benchmark: Benchmark,
-}
-
 #[test]
 fn servers_take_turns_and_ram_has_no_fixed_buffers_nor_file() {
-    let arguments = ["bench", "--cases", "ram", "--repetitions", "2"];
-    let keys = Arguments::parse_from(arguments).benchmark.keys().unwrap();
+    let benchmark: Benchmark = crate::experiment::of(&["--cases=ram", "--repetitions=2"]);
+    let keys = benchmark.keys().unwrap();
     assert_eq!(keys.len(), 8 * 2 * 2);
     let first: Vec<_> = keys.iter().step_by(2).take(3).map(|k| k.server).collect();
     assert_eq!(first, [Rtvirtio, Qsd, Rtvirtio]);
     // The second repetition starts with the other one.
     assert_eq!(keys[16].server, Qsd);
-}
-
-#[test]
-fn cells_are_read_back_and_a_cut_line_is_dropped() {
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("cells.jsonl");
-    assert_eq!(*Lines::<Cell>::open(&path).unwrap(), []);
-    let cell = cell(case(Medium::Disk, 4, 32), Qsd, (1.5, 2.5, 3.5));
-    let line = serde_json::to_string(&cell).unwrap();
-    std::fs::write(&path, format!("{line}\n{}", &line[..30])).unwrap();
-    assert_eq!(*Lines::<Cell>::open(&path).unwrap(), [cell]);
-    assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{line}\n"));
-    std::fs::write(&path, "{}\n").unwrap();
-    assert!(Lines::<Cell>::open(&path).is_err());
 }
 
 #[test]

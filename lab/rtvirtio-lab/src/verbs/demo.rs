@@ -101,10 +101,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let begin = Instant::now();
     let backing = match args.device.as_str() {
         "raw" => Backing::Raw(args.raw_dir.clone()),
-        name => {
-            name.parse::<rtvirtio_bench::scratch::SsdConfig>()?;
-            Backing::Ssd(name.to_owned())
-        }
+        name => Backing::ssd(name)?,
     };
     check_host(&backing)?;
     let guests = args.image.for_demo(args.guests, interrupted)?;

@@ -43,9 +43,7 @@ impl BackingArgs {
             ensure!(directory.is_dir(), "{} is not a directory", directory.display());
             return Ok(Backing::Raw(directory.clone()));
         }
-        let name = self.ssd.as_deref().unwrap_or("ref-4x250");
-        name.parse::<rtvirtio_bench::scratch::SsdConfig>()?;
-        Ok(Backing::Ssd(name.to_owned()))
+        Backing::ssd(self.ssd.as_deref().unwrap_or("ref-4x250"))
     }
 }
 

@@ -5,11 +5,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rtvirtio_bench::guests::{GuestFile, GuestImage};
+use rtvirtio_bench::guests::GuestImage;
 
 use super::counts::{Counts, Record, middle_and_longest};
 use super::server::{Image, Server};
 use super::vm::can_run;
+use crate::archive::{self, GuestFile};
 use crate::in_guest::image_directory;
 use crate::nic::{Daemon, Store};
 
@@ -102,7 +103,8 @@ fn initramfs(uml: &Path, init: &str, modules: &[&str], directory: &Path) -> Path
         files.push(file(format!("/lib/modules/uml/{module}.ko"), content));
     }
     let initramfs = directory.join("initramfs");
-    GuestImage::find(&image_directory()).unwrap().with_files(&files, &initramfs).unwrap();
+    let image = GuestImage::find(&image_directory()).unwrap();
+    archive::extend(&image.initramfs, &files, &initramfs).unwrap();
     initramfs
 }
 

@@ -18,17 +18,17 @@ const DIRECTORY: u32 = 0o040_000;
 
 /// A file for a guest's initramfs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GuestFile {
+pub(crate) struct GuestFile {
     /// Where it goes, such as `/usr/bin/tool`; missing directories are made.
-    pub path: String,
+    pub(crate) path: String,
     /// What it holds.
-    pub content: Vec<u8>,
+    pub(crate) content: Vec<u8>,
     /// Whether it may be executed.
-    pub is_executable: bool,
+    pub(crate) is_executable: bool,
 }
 
 /// Writes `initramfs` with `files` behind it to `target`.
-pub(super) fn extend(initramfs: &Path, files: &[GuestFile], target: &Path) -> io::Result<()> {
+pub(crate) fn extend(initramfs: &Path, files: &[GuestFile], target: &Path) -> io::Result<()> {
     let mut output = File::create(target)?;
     let length = io::copy(&mut File::open(initramfs)?, &mut output)?;
     let mut output = Archive { output: BufWriter::new(output), length };
@@ -82,35 +82,30 @@ impl Archive {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+fn file(path: &str, content: &[u8], is_executable: bool) -> GuestFile {
+    GuestFile { path: path.to_owned(), content: content.to_vec(), is_executable }
+}
 
-    fn file(path: &str, content: &[u8], is_executable: bool) -> GuestFile {
-        GuestFile { path: path.to_owned(), content: content.to_vec(), is_executable }
-    }
-
-    /// Byte by byte after buffer-format.rst.
-    #[test]
-    fn archive_unpacks_to_the_files() {
-        let directory = tempfile::tempdir().unwrap();
-        let (first, target) = (directory.path().join("first"), directory.path().join("target"));
-        std::fs::write(&first, b"12345").unwrap();
-        let files = [file("/a/run", b"hello", true), file("/a/data", b"", false)];
-        extend(&first, &files, &target).unwrap();
-        let zero = "00000000";
-        let entry = |mode: &str, size: &str, name_size: &str, rest: &str| {
-            let fields = [zero, mode, zero, zero, "00000001", zero, size, zero, zero, zero, zero];
-            format!("070701{}{name_size}{zero}{rest}", fields.concat())
-        };
-        // A header has 110 bytes: name and NUL end on a multiple of 4 with 2 bytes over.
-        let expected = [
-            "12345\0\0\0".to_owned(),
-            entry("000041ed", zero, "00000002", "a\0"),
-            entry("000081ed", "00000005", "00000006", "a/run\0hello\0\0\0"),
-            entry("000081a4", zero, "00000007", "a/data\0\0\0\0"),
-            entry(zero, zero, "0000000b", "TRAILER!!!\0\0\0\0"),
-        ];
-        assert_eq!(String::from_utf8(std::fs::read(&target).unwrap()).unwrap(), expected.concat());
-    }
+/// Byte by byte after buffer-format.rst.
+#[test]
+fn archive_unpacks_to_the_files() {
+    let directory = tempfile::tempdir().unwrap();
+    let (first, target) = (directory.path().join("first"), directory.path().join("target"));
+    std::fs::write(&first, b"12345").unwrap();
+    let files = [file("/a/run", b"hello", true), file("/a/data", b"", false)];
+    extend(&first, &files, &target).unwrap();
+    let zero = "00000000";
+    let entry = |mode: &str, size: &str, name_size: &str, rest: &str| {
+        let fields = [zero, mode, zero, zero, "00000001", zero, size, zero, zero, zero, zero];
+        format!("070701{}{name_size}{zero}{rest}", fields.concat())
+    };
+    // A header has 110 bytes: name and NUL end on a multiple of 4 with 2 bytes over.
+    let expected = [
+        "12345\0\0\0".to_owned(),
+        entry("000041ed", zero, "00000002", "a\0"),
+        entry("000081ed", "00000005", "00000006", "a/run\0hello\0\0\0"),
+        entry("000081a4", zero, "00000007", "a/data\0\0\0\0"),
+        entry(zero, zero, "0000000b", "TRAILER!!!\0\0\0\0"),
+    ];
+    assert_eq!(String::from_utf8(std::fs::read(&target).unwrap()).unwrap(), expected.concat());
 }
