@@ -78,41 +78,16 @@ impl Testbed {
     }
 
     /// Boots a guest for each VM of `case` and for the one that writes; from now on cells run in
-    /// them, all of it as slow as [`Testbed::scale`] says.
+    /// them, all of it as slow as [`Testbed::scale`] says. Guests that run are ended first.
+    ///
+    /// With a `data_plane`, a program and the device's service curve, `program serve` serves their disks from
+    /// the device: each disk with targets is promised its tasks' rates.
     ///
     /// # Errors
-    /// As [`Guests::boot_all`].
+    /// As [`Guests::boot_all`], and if the server does not start.
     pub fn boot_guests(
         &mut self,
-        image: &GuestImage,
-        accelerator: Accelerator,
-        case: Case,
-        interrupted: &Interrupted,
-    ) -> Result<()> {
-        self.boot(image, accelerator, case, None, interrupted)
-    }
-
-    /// The same with disks that `program serve`, the data plane, serves from the device, which has
-    /// this service curve: each disk with targets is promised its tasks' rates. Guests that run are
-    /// ended first.
-    ///
-    /// # Errors
-    /// As [`Testbed::boot_guests`], and if the server does not start.
-    pub fn boot_guests_on_data_plane(
-        &mut self,
-        image: &GuestImage,
-        accelerator: Accelerator,
-        case: Case,
-        (program, curve): (&Path, Curve),
-        interrupted: &Interrupted,
-    ) -> Result<()> {
-        self.boot(image, accelerator, case, Some((program, curve)), interrupted)
-    }
-
-    fn boot(
-        &mut self,
-        image: &GuestImage,
-        accelerator: Accelerator,
+        (image, accelerator): &(GuestImage, Accelerator),
         case: Case,
         data_plane: Option<(&Path, Curve)>,
         interrupted: &Interrupted,
@@ -128,7 +103,7 @@ impl Testbed {
             cgroup_mount: self.cgroup_mount().to_owned(),
             directory: GUEST_FILES.into(),
         };
-        let mut guests = Guests::new(image, accelerator, &all, place)?;
+        let mut guests = Guests::new(image, *accelerator, &all, place)?;
         if let Some((program, curve)) = data_plane {
             let scheduled = Scheduled { curve, specification: &all };
             guests.serve_disks(program, &scheduled, interrupted)?;

@@ -22,23 +22,17 @@ impl Figure for f64 {
     }
 }
 
-impl Figure for u32 {
-    fn figure(self) -> Option<f64> {
-        Some(self.into())
-    }
+macro_rules! counts {
+    ($($count:ty),+) => {
+        $(impl Figure for $count {
+            fn figure(self) -> Option<f64> {
+                Some(self as f64)
+            }
+        })+
+    };
 }
 
-impl Figure for u64 {
-    fn figure(self) -> Option<f64> {
-        Some(self as f64)
-    }
-}
-
-impl Figure for usize {
-    fn figure(self) -> Option<f64> {
-        Some(self as f64)
-    }
-}
+counts!(u32, u64, usize);
 
 impl<F: Figure> Figure for Option<F> {
     fn figure(self) -> Option<f64> {

@@ -71,7 +71,7 @@ fn guests_are_planned_applied_verified_rolled_back() {
     let disk = Disk::start();
     let mut testbed = Testbed::new(&disk.node, "ref-4x250").unwrap();
     let case = "1xM".parse().unwrap();
-    testbed.boot_guests(&image, accelerator, case, &interrupted).unwrap();
+    testbed.boot_guests(&(image, accelerator), case, None, &interrupted).unwrap();
 
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name).display().to_string();
@@ -135,7 +135,7 @@ fn guests_on_the_data_plane_do_their_tasks_and_leave_nothing() {
     let (case, program) = ("1xM".parse().unwrap(), Path::new(RTVIRTIO));
     let curve = Curve::of_ssd("ref-4x250".parse().unwrap());
     let served = (program, curve);
-    testbed.boot_guests_on_data_plane(&image, accelerator, case, served, &interrupted).unwrap();
+    testbed.boot_guests(&(image, accelerator), case, Some(served), &interrupted).unwrap();
     let window = Nanos::from_millis(3_000);
     let specification = testbed.specification(case, Tier::Strict, Neighbour::Writer, window);
     let capacity = Iops::new(10_000.0).unwrap();

@@ -5,7 +5,6 @@
 //! to its word to systemd that it serves. Memory is what is resident without shared memory, which
 //! is the clients'; CPU is that of all threads.
 
-use std::fmt::Write as _;
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -17,7 +16,7 @@ use serde::Serialize;
 use super::BLOCK;
 use super::client::{Client, Endpoint, Queue, Shape};
 use super::cpu::ProcessCpu;
-use super::server::Server;
+use super::server::{Configuration, Server};
 use crate::table::Table;
 
 /// What a daemon may have resident, MiB: itself, and each idle queue.
@@ -136,20 +135,15 @@ pub fn measure(
     raise_descriptors();
     let directory = tempfile::tempdir()?;
     let socket = |device: usize| directory.path().join(format!("d{device}"));
-    let mut text =
-        "version = 1\n[[iothread]]\nname = \"iot0\"\n[[iothread]]\nname = \"iot1\"\n".to_owned();
-    let disk = |device: usize| directory.path().join(format!("d{device}.raw"));
+    let mut all = Configuration::new(None, [None, None]);
     for device in 0..devices {
-        std::fs::File::create_new(disk(device))?.set_len(DISK)?;
-        write!(
-            text,
-            "[[device]]\nname = \"d{device}\"\nvm = \"v{device}\"\nqueues = {queues}\n\
-             socket = {}\nengine = {{ type = \"file\", path = {} }}\n",
-            serde_json::to_string(&socket(device))?,
-            serde_json::to_string(&disk(device))?
-        )?;
+        let name = format!("d{device}");
+        let disk = directory.path().join(format!("{name}.raw"));
+        std::fs::File::create_new(&disk)?.set_len(DISK)?;
+        let engine = format!("type = \"file\", path = {}", serde_json::to_string(&disk)?);
+        all = all.disk((&name, &name), &socket(device), queues, engine);
     }
-    std::fs::write(directory.path().join("serve.toml"), text)?;
+    std::fs::write(directory.path().join("serve.toml"), all.text())?;
     let last = socket(devices.saturating_sub(1));
     let (server, start) = start(program, directory.path(), &last, interrupted)?;
     server.during(|server| {

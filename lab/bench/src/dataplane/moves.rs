@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use hdrhistogram::Histogram;
 use rtvirtio_host::dataplane::{ControlClient, ControlFault};
 use rtvirtio_host::interrupt::Interrupted;
@@ -30,8 +30,9 @@ use rtvirtio_units::{Bytes, IoThreadName, Nanos};
 use serde::Serialize;
 
 use super::load::Random;
-use super::server::serve;
-use super::verify::{Options, Report, Verifier};
+use super::server::{Configuration, rtvirtio, serve, whole};
+use super::verify::{Options, Report, Verifier, unique};
+use crate::experiment::seconds;
 use crate::scratch::{open_raw, path_of};
 use crate::window::p99_us;
 use resets::Resets;
@@ -52,7 +53,7 @@ const IOTHREADS: [&str; 2] = ["iot0", "iot1"];
 const MOVERS: usize = 4;
 /// Size of the disk, and how much of it the load uses.
 const SIZE: u64 = 64 << 20;
-const USED: u64 = 16 << 20;
+const USED_MIB: u32 = 16;
 /// Disconnects at a time; a round ends with a check of everything.
 const ROUND: u32 = 10;
 
@@ -202,44 +203,46 @@ impl std::fmt::Display for Shown {
     }
 }
 
-/// What to run.
-#[derive(Debug)]
-pub struct Moves<'a> {
-    /// The `rtvirtio` that serves.
-    pub program: &'a Path,
-    /// Where the disk file goes.
-    pub disk_directory: &'a Path,
-    /// How long a stage takes.
+/// What to run, by `bench dataplane moves`.
+#[derive(Debug, clap::Args)]
+pub struct Moves {
+    /// How long each takes
+    #[arg(long = "seconds", default_value = "60", value_parser = seconds::<1, 86_400_000>)]
     pub time: Duration,
-    /// Moves to ask for in a second.
+    /// Moves to ask for in a second, 1 or more
+    #[arg(long, default_value_t = 1500.0)]
     pub rate: f64,
+    /// Where the file on a disk is made
+    #[arg(long, default_value = "/var/tmp")]
+    pub disk_directory: PathBuf,
+    /// The rtvirtio that serves; without, the one beside this program
+    #[arg(long)]
+    pub program: Option<PathBuf>,
     /// Of order and content.
+    #[arg(skip = unique())]
     pub seed: u64,
 }
 
-impl Moves<'_> {
+impl Moves {
     /// Runs a stage.
     ///
     /// # Errors
     /// If a completion is lost, repeated or misplaced, or a move fails; if interrupted.
     pub fn run(&self, stage: Stage, interrupted: &Interrupted) -> Result<Shown> {
+        ensure!(self.rate.is_finite() && self.rate >= 1.0, "--rate must be 1 or more");
+        let program = self.program.clone().map_or_else(rtvirtio, Ok)?;
         let directory = tempfile::Builder::new().prefix("rtvirtio-moves-").tempdir()?;
-        let disk = || open_raw(self.disk_directory, Bytes::new(SIZE));
+        let disk = || open_raw(&self.disk_directory, Bytes::new(SIZE));
         let disk = (stage == Stage::Disk).then(disk).transpose()?;
         let at = |name: &str| directory.path().join(name);
         let engine = match (&disk, stage) {
-            (Some(file), _) => {
-                let path = serde_json::to_string(&path_of(file))?;
-                format!("{{ type = \"file\", path = {path}, direct = true }}")
-            }
-            (None, Stage::Ram) => format!("{{ type = \"ram\", size = \"{}M\" }}", SIZE >> 20),
-            (None, _) => {
-                format!("{{ type = \"ssd\", size = \"{}M\", ssd = \"ref-4x250\" }}", SIZE >> 20)
-            }
+            (Some(file), _) => whole(&path_of(file)),
+            (None, Stage::Ram) => format!("type = \"ram\", size = {SIZE}"),
+            (None, _) => format!("type = \"ssd\", size = {SIZE}, ssd = \"ref-4x250\""),
         };
         let (socket, control) = (at("disk.sock"), at("control.sock"));
-        let toml = configuration(&socket, &control, &engine)?;
-        serve(self.program, &toml, directory.path(), &socket, interrupted, |_| {
+        let toml = configuration(&socket, &control, &engine);
+        serve(&program, &toml, directory.path(), &socket, interrupted, |_| {
             self.beside(stage, socket.clone(), &ControlClient::new(control), interrupted)
         })
     }
@@ -251,7 +254,7 @@ impl Moves<'_> {
         control: &ControlClient,
         interrupted: &Interrupted,
     ) -> Result<Shown> {
-        let (busy, depth) = if stage == Stage::Light { (1, 1) } else { (QUEUES, 32) };
+        let (idle, depth) = if stage == Stage::Light { (QUEUES - 1, 1) } else { (0, 32) };
         let resets = match stage {
             Stage::Reset => Some(Resets::start(socket.with_extension("resets"), socket.clone())?),
             _ => None,
@@ -259,9 +262,9 @@ impl Moves<'_> {
         let mut verifier = Verifier::new(Options {
             socket: resets.as_ref().map_or(socket, |resets| resets.socket().to_owned()),
             queues: QUEUES,
-            busy,
+            idle,
             depth,
-            bytes: USED,
+            mebibytes: USED_MIB,
             churn: stage == Stage::Memory,
             seed: self.seed,
         })?;
@@ -327,18 +330,11 @@ impl Moves<'_> {
     }
 }
 
-fn configuration(socket: &Path, control: &Path, engine: &str) -> Result<String> {
-    let quoted = |path: &Path| serde_json::to_string(&path.display().to_string());
-    let mut text = format!("version = 1\n[control]\nsocket = {}\n", quoted(control)?);
-    for name in IOTHREADS {
-        text += &format!("[[iothread]]\nname = \"{name}\"\n");
-    }
-    text += &format!(
-        "[[device]]\nname = \"disk\"\nvm = \"bench\"\nsocket = {}\nqueues = {QUEUES}\n\
-         engine = {engine}\n",
-        quoted(socket)?
-    );
-    Ok(text)
+fn configuration(socket: &Path, control: &Path, engine: &str) -> String {
+    let disk = ("disk", "bench");
+    Configuration::new(Some(control), IOTHREADS.map(|_| None))
+        .disk(disk, socket, QUEUES, engine)
+        .text()
 }
 
 /// Durations from 1 ns to 10 s, to 1 %.

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use rtvirtio_host::interrupt::{Interrupted, wait};
 
+use crate::qos::curve::Curve;
 use rtvirtio_calibrate::confine::confine;
 
 /// How long a server may take to listen.
@@ -82,7 +83,7 @@ impl Setup<'_> {
                 let path = self.configuration();
                 let program = self.program.display().to_string();
                 let command = vec![program, "serve".to_owned(), path.display().to_string()];
-                Ok((command, Some(self.toml(&socket)?)))
+                Ok((command, Some(self.toml(&socket))))
             }
             ServerKind::Qsd => Ok((self.qsd(&socket)?, None)),
             ServerKind::Socket | ServerKind::File => {
@@ -99,28 +100,18 @@ impl Setup<'_> {
         self.directory.join("serve.toml")
     }
 
-    fn toml(&self, socket: &Path) -> Result<String> {
-        let quoted = |path: &Path| serde_json::to_string(&path.display().to_string());
+    fn toml(&self, socket: &Path) -> String {
         let engine = match self.backing {
             Backing::Ram { bytes, cpu_us } => {
-                format!("{{ type = \"ram\", size = \"{}M\", cpu_us = {cpu_us} }}", bytes >> 20)
+                format!("type = \"ram\", size = {bytes}, cpu_us = {cpu_us}")
             }
-            Backing::File(path) => {
-                format!("{{ type = \"file\", path = {}, direct = true }}", quoted(path)?)
-            }
+            Backing::File(path) => whole(path),
         };
         let fixed = if self.kind == ServerKind::RtvirtioFixed { "on" } else { "off" };
-        let mut text = "version = 1\n".to_owned();
-        for index in 0..self.iothreads {
-            text += &format!("[[iothread]]\nname = \"iot{index}\"\n");
-        }
-        text += &format!(
-            "[[device]]\nname = \"disk\"\nvm = \"bench\"\nsocket = {}\nqueues = {}\n\
-             fixed_buffers = \"{fixed}\"\nengine = {engine}\n",
-            quoted(socket)?,
-            self.queues
-        );
-        Ok(text)
+        Configuration::new(None, std::iter::repeat_n(None, self.iothreads))
+            .disk(("disk", "bench"), socket, self.queues, engine)
+            .with(format_args!("fixed_buffers = \"{fixed}\"\n"))
+            .text()
     }
 
     fn qsd(&self, socket: &Path) -> Result<Vec<String>> {
@@ -182,6 +173,77 @@ pub fn rtvirtio() -> Result<PathBuf> {
         rtvirtio.display()
     );
     Ok(rtvirtio)
+}
+
+/// What `rtvirtio serve` is told, as text.
+#[derive(Debug)]
+pub(crate) struct Configuration(String);
+
+fn quoted(path: &Path) -> serde_json::Value {
+    path.display().to_string().into()
+}
+
+impl Configuration {
+    /// IOThreads `iot0` and so on, each on its CPU if one is said.
+    pub(crate) fn new(control: Option<&Path>, cpus: impl IntoIterator<Item = Option<u32>>) -> Self {
+        let mut text = "version = 1\n".to_owned();
+        if let Some(socket) = control {
+            text += &format!("[control]\nsocket = {}\n", quoted(socket));
+        }
+        for (number, cpu) in cpus.into_iter().enumerate() {
+            text += &format!("[[iothread]]\nname = \"iot{number}\"\n");
+            text += &cpu.map_or_else(String::new, |cpu| format!("cpus = [{cpu}]\n"));
+        }
+        Self(text)
+    }
+
+    /// Further lines, of their own table or of the last device.
+    pub(crate) fn with(mut self, lines: impl std::fmt::Display) -> Self {
+        self.0 += &lines.to_string();
+        self
+    }
+
+    /// A schedule `device`.
+    pub(crate) fn schedule(self, curve: &Curve) -> Self {
+        let Curve { channels, request_ns, kib_ns, flush_ns } = curve;
+        self.with(format_args!(
+            "[[schedule]]\nname = \"device\"\nchannels = {channels}\nrequest_ns = {request_ns}\n\
+             kib_ns = {kib_ns}\nflush_ns = {flush_ns}\n"
+        ))
+    }
+
+    /// A disk of a VM, made by this engine.
+    pub(crate) fn disk(
+        self,
+        (name, vm): (&str, &str),
+        socket: &Path,
+        queues: usize,
+        engine: impl std::fmt::Display,
+    ) -> Self {
+        self.with(format_args!(
+            "[[device]]\nname = \"{name}\"\nvm = \"{vm}\"\nsocket = {}\nqueues = {queues}\n\
+             engine = {{ {engine} }}\n",
+            quoted(socket)
+        ))
+    }
+
+    pub(crate) fn text(self) -> String {
+        self.0
+    }
+}
+
+/// The part of a file or device that is a disk: others have other parts.
+pub(crate) fn part(path: &Path, offset: u64, size: u64) -> String {
+    format!(
+        "type = \"file\", path = {}, direct = true, format = \"raw\", lock = \"off\", \
+         offset = {offset}, size = {size}",
+        quoted(path)
+    )
+}
+
+/// A disk that is a file, direct.
+pub(crate) fn whole(path: &Path) -> String {
+    format!("type = \"file\", path = {}, direct = true", quoted(path))
 }
 
 /// Has `program serve` serve a configuration, which is written to `directory`, while `work` is done; `socket` is the

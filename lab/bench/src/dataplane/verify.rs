@@ -22,6 +22,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use clap::builder::TypedValueParser as _;
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use serde::Serialize;
 
@@ -81,24 +82,42 @@ pub enum VerifyError {
     Content(#[from] Box<Violation>),
 }
 
-/// How to load the server.
-#[derive(Debug, Clone)]
+/// How to load a server.
+#[derive(Debug, Clone, clap::Args)]
 pub struct Options {
-    /// Where it listens.
+    /// The server's socket
+    #[arg(long)]
     pub socket: PathBuf,
-    /// Queues.
+    /// Queues
+    #[arg(long, default_value = "4", value_parser = clap::value_parser!(u16).range(1..=64).map(usize::from))]
     pub queues: usize,
-    /// Those among them that have a load; the others are started and rest.
-    pub busy: usize,
-    /// Requests in flight of each.
+    /// Queues among them that rest.
+    #[arg(skip)]
+    pub idle: usize,
+    /// Requests in flight of each queue
+    #[arg(long, default_value = "16", value_parser = clap::value_parser!(u16).range(1..=64).map(usize::from))]
     pub depth: usize,
     /// Whether memory is shared with the server and taken back all the time, beside the load.
+    #[arg(skip)]
     pub churn: bool,
-    /// The disk's first bytes are written to.
-    pub bytes: u64,
-    /// Of order and content. Content of an earlier run with the same seed would be taken for
-    /// this one's, and so for misplaced.
+    /// How much of the disk, MiB from its start
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub mebibytes: u32,
+    /// Seed of order and content, which no earlier run on this disk had; without, the time
+    // Content of an earlier run with the same seed would be taken for this one's, and so for misplaced.
+    #[arg(long, default_value_t = unique(), hide_default_value = true)]
     pub seed: u64,
+}
+
+impl Options {
+    const fn bytes(&self) -> u64 {
+        (self.mebibytes as u64) << 20
+    }
+}
+
+/// What no earlier run had: the time.
+pub(crate) fn unique() -> u64 {
+    jiff::Timestamp::now().as_nanosecond() as u64
 }
 
 /// What was done.
@@ -154,14 +173,15 @@ impl Verifier {
     /// # Errors
     /// If the queues have too little room to share.
     pub fn new(options: Options) -> Result<Self> {
-        let count = (options.bytes / BLOCK as u64) as usize / options.busy.max(1);
-        ensure!(count >= 4 * LARGEST, "{} bytes are too few to verify with", options.bytes);
+        let (bytes, busy) = (options.bytes(), options.queues.saturating_sub(options.idle));
+        let count = (bytes / BLOCK as u64) as usize / busy.max(1);
+        ensure!(count >= 4 * LARGEST, "{bytes} bytes are too few to verify with");
         ensure!((1..=MAX_DEPTH).contains(&options.depth), "depth is 1 to {MAX_DEPTH}");
         let part = |queue: usize| {
             let start = (queue * count) as u64;
             (Part::new(start, count, options.seed), Random::new(options.seed ^ (start + 1)))
         };
-        let parts = (0..options.busy.min(options.queues)).map(part).collect();
+        let parts = (0..busy).map(part).collect();
         let random = Random::new(options.seed);
         Ok(Self { options, parts, random, report: Report::default(), gone: None })
     }
@@ -251,11 +271,12 @@ impl Verifier {
     /// One connection: each queue reads its blocks, then loads until `control`, which is called
     /// in this thread, tells it to end.
     fn session(&mut self, control: impl FnOnce(&AtomicU8) -> Result<()>) -> Result<()> {
-        let Options { socket, queues, depth, bytes, churn, .. } = &self.options;
+        let Options { socket, queues, depth, churn, .. } = &self.options;
+        let bytes = self.options.bytes();
         let shape = Shape { queues: *queues, depth: *depth, buffer: LARGEST * BLOCK };
         let mut client = Client::connect(Endpoint::Socket(socket), shape)?;
         self.report.connections += 1;
-        ensure!(client.capacity() >= *bytes, "the disk has {} bytes only", client.capacity());
+        ensure!(client.capacity() >= bytes, "the disk has {} bytes only", client.capacity());
         let stop = AtomicU8::new(RUN);
         let parts = &mut self.parts;
         let (queues, controlled) = std::thread::scope(|scope| {

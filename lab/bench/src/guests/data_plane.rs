@@ -11,7 +11,7 @@ use rtvirtio_units::{DiskName, VmName};
 use serde_json::json;
 
 use super::process::{MEMORY_MIB, Slice};
-use crate::dataplane::server::Server;
+use crate::dataplane::server::{Configuration, Server, part};
 use crate::qos::curve::Curve;
 
 /// How often QEMU tries to reach a server that has gone, ms.
@@ -38,12 +38,12 @@ impl DataPlane {
     pub(super) fn start(
         program: &Path,
         directory: &Path,
-        configured: impl FnOnce(&Path) -> Result<String>,
+        configured: impl FnOnce(&Path) -> String,
         interrupted: &Interrupted,
     ) -> Result<Self> {
         let control = directory.join("control.sock");
         let configuration = directory.join("serve.toml");
-        std::fs::write(&configuration, configured(&control)?)?;
+        std::fs::write(&configuration, configured(&control))?;
         let words = [&program.display().to_string(), "serve", &configuration.display().to_string()];
         let command = words.map(str::to_owned);
         // The control socket is the last that it listens at.
@@ -106,30 +106,21 @@ impl Scheduled<'_> {
         device: &Path,
         directory: &Path,
         layout: impl Iterator<Item = (&'a VmName, &'a [Slice])>,
-    ) -> Result<String> {
-        let quoted = |path: &Path| serde_json::to_string(&path.display().to_string());
-        let Curve { channels, request_ns, kib_ns, flush_ns } = self.curve;
-        let mut text = format!(
-            "version = 1\n[control]\nsocket = {}\n[[iothread]]\nname = \"iot0\"\n\
-             [[schedule]]\nname = \"device\"\nchannels = {channels}\nrequest_ns = {request_ns}\n\
-             kib_ns = {kib_ns}\nflush_ns = {flush_ns}\n",
-            quoted(control)?
-        );
+    ) -> String {
+        let mut all = Configuration::new(Some(control), [None]).schedule(&self.curve);
         for (vm, slices) in layout {
             for Slice { disk, offset, size } in slices {
                 // The parts share the device; what an earlier guest wrote there is no format.
-                text += &format!(
-                    "[[device]]\nname = \"{vm}-{disk}\"\nvm = \"{vm}\"\nsocket = {}\n\
-                     engine = {{ type = \"file\", path = {}, direct = true, format = \"raw\", \
-                     lock = \"off\", offset = {offset}, size = {size} }}\n\
-                     qos = {{ schedule = \"device\"{} }}\n",
-                    quoted(&socket(directory, vm, disk))?,
-                    quoted(device)?,
-                    self.promise(vm, disk),
-                );
+                let (name, socket) = (format!("{vm}-{disk}"), socket(directory, vm, disk));
+                all = all
+                    .disk((&name, vm.as_str()), &socket, 1, part(device, *offset, *size))
+                    .with(format_args!(
+                        "qos = {{ schedule = \"device\"{} }}\n",
+                        self.promise(vm, disk)
+                    ));
             }
         }
-        Ok(text)
+        all.text()
     }
 
     /// What a disk is promised: the rates of its tasks with a target, within the strictest.
@@ -182,7 +173,7 @@ mod tests {
         .unwrap();
         let curve = Curve::of_ssd("ref-4x250*4".parse().unwrap());
         let scheduled = Scheduled { curve, specification: &specification };
-        let text = scheduled.configured(control, device, Path::new("/run/x"), layout).unwrap();
+        let text = scheduled.configured(control, device, Path::new("/run/x"), layout);
         let found = serve::parse("test", &text).unwrap();
         let parts = found.devices.iter().map(|d| {
             let serve::Engine::File(file) = &d.engine else { panic!("a file") };

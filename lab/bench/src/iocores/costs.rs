@@ -161,8 +161,9 @@ impl Round {
         };
         let rows = ROWS.iter().map(measure).collect::<Result<_>>()?;
         let directory = tempfile::Builder::new().prefix("rtvirtio-costs-").tempdir()?;
-        let (time, rate) = MOVING;
-        let mover = Moves { program, disk_directory: directory.path(), time, rate, seed: 1 };
+        let ((time, rate), program) = (MOVING, Some(program.to_owned()));
+        let disk_directory = directory.path().to_owned();
+        let mover = Moves { program, disk_directory, time, rate, seed: 1 };
         let shown = mover.run(moves::Stage::Light, interrupted)?;
         let (pause_us, wake_us) = (shown.pause.p50_us, shown.wake.p50_us);
         Ok(Self { rows, pause_us, wake_us, at: jiff::Timestamp::now().to_string() })

@@ -22,7 +22,7 @@ const REST_MOVES: f64 = 5.0;
 /// Time to give a core back, ms.
 const BACK_MS: f64 = 2_500.0;
 /// Moves a second under flapping: fewer.
-const FLAPPING_MOVES: u32 = 10;
+const FLAPPING_MOVES: f64 = 10.0;
 /// Requests behind a p99 that is judged: ten lie beyond it.
 const MIN_FOR_P99: u64 = 1_000;
 
@@ -234,51 +234,40 @@ impl Marks<'_> {
     }
 
     fn rest(&self) -> Verdict {
-        const MARK: &str = "2 rest after a change";
-        let times: Vec<f64> = self.own().filter_map(rest_ms).collect();
-        if times.is_empty() {
-            return Verdict::of(MARK, None, "no phase can tell".to_owned());
-        }
-        let (n, middle) = (times.len(), median(times.iter().copied()));
-        let longest = range(times).1;
-        let why =
-            format!("median {middle:.0} ms of {n} changes (< {REST_MS}), longest {longest:.0}");
-        Verdict::of(MARK, Some(middle < REST_MS), why)
+        let times = self.own().filter_map(rest_ms).collect();
+        of_values("2 rest after a change", times, "no phase can tell", |n, middle, longest| {
+            let why =
+                format!("median {middle:.0} ms of {n} changes (< {REST_MS}), longest {longest:.0}");
+            (middle < REST_MS, why)
+        })
     }
 
     fn rest_moves(&self) -> Verdict {
-        const MARK: &str = "2 moves until then";
         let judged = self.own().filter(|phase| rest_ms(phase).is_some());
-        let moves: Vec<f64> = judged.map(|phase| f64::from(phase.moves_to_rest)).collect();
-        if moves.is_empty() {
-            return Verdict::of(MARK, None, "no phase can tell".to_owned());
-        }
-        let (most, middle) = (range(moves.iter().copied()).1, median(moves));
-        let why = format!("median {middle:.1} (<= {REST_MOVES}), most {most:.0}");
-        Verdict::of(MARK, Some(middle <= REST_MOVES), why)
+        let moves = judged.map(|phase| phase.moves_to_rest.into()).collect();
+        of_values("2 moves until then", moves, "no phase can tell", |_, middle, most| {
+            let why = format!("median {middle:.1} (<= {REST_MOVES}), most {most:.0}");
+            (middle <= REST_MOVES, why)
+        })
     }
 
     /// Where one IOThread is worth as much as two, a second one is no longer needed.
     fn given_back(&self) -> Verdict {
-        const MARK: &str = "2 core given back";
         let is_needless = |phase: &&Phase| {
             let of = |policy| self.row(phase.kind, policy).map(Row::utility);
             let [one, two] = PolicyConfig::STATIC.map(of);
             phase.kind.is_some_and(PhaseKind::is_steady)
                 && one.zip(two).is_some_and(|(a, b)| a >= b)
         };
-        let waits = self.own().filter(is_needless).map(|phase| {
-            // One that began so had none to give back.
-            phase.to_one_ms.map_or(f64::INFINITY, |ms| ms)
-        });
-        let waits: Vec<f64> = waits.filter(|&ms| ms > 0.0).collect();
-        if waits.is_empty() {
-            return Verdict::of(MARK, None, "no phase began with a core too many".to_owned());
-        }
-        let longest = range(waits.iter().copied()).1;
-        let (n, middle) = (waits.len(), median(waits));
-        let why = format!("longest {longest:.0} ms of {n} (< {BACK_MS}), median {middle:.0}");
-        Verdict::of(MARK, Some(longest < BACK_MS), why)
+        let waits = self.own().filter(is_needless);
+        let waits = waits.map(|phase| phase.to_one_ms.unwrap_or(f64::INFINITY));
+        // One that began so had none to give back.
+        let waits = waits.filter(|&ms| ms > 0.0).collect();
+        let nothing = "no phase began with a core too many";
+        of_values("2 core given back", waits, nothing, |n, middle, longest| {
+            let why = format!("longest {longest:.0} ms of {n} (< {BACK_MS}), median {middle:.0}");
+            (longest < BACK_MS, why)
+        })
     }
 
     fn flapping(&self) -> Verdict {
@@ -300,16 +289,28 @@ impl Marks<'_> {
     }
 
     fn flapping_moves(&self) -> Verdict {
-        const MARK: &str = "2 moves under flapping";
         let flapping = self.own().filter(|phase| phase.kind == Some(PhaseKind::Flapping));
-        match flapping.map(|phase| phase.most_moves).max() {
-            None => Verdict::of(MARK, None, "there is no such phase".to_owned()),
-            Some(most) => {
-                let why = format!("{most} in the worst second (< {FLAPPING_MOVES})");
-                Verdict::of(MARK, Some(most < FLAPPING_MOVES), why)
-            }
-        }
+        let moves = flapping.map(|phase| phase.most_moves.into()).collect();
+        of_values("2 moves under flapping", moves, "there is no such phase", |_, _, most| {
+            let why = format!("{most} in the worst second (< {FLAPPING_MOVES})");
+            (most < FLAPPING_MOVES, why)
+        })
     }
+}
+
+/// Of values, by their number, their median and the largest; not judged without one, for which `nothing` is said.
+fn of_values(
+    mark: &'static str,
+    values: Vec<f64>,
+    nothing: &str,
+    judge: impl Fn(usize, f64, f64) -> (bool, String),
+) -> Verdict {
+    let (n, most) = (values.len(), range(values.iter().copied()).1);
+    if n == 0 {
+        return Verdict::of(mark, None, nothing);
+    }
+    let (holds, why) = judge(n, median(values), most);
+    Verdict::of(mark, Some(holds), why)
 }
 
 fn verified<'a>(cells: impl Iterator<Item = &'a Cell>) -> Verdict {

@@ -13,6 +13,7 @@ use rtvirtio_units::CpuId;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::cell::{Disk, PolicyConfig};
+use crate::dataplane::server::Configuration;
 
 /// CPUs of a trial.
 pub(crate) const CPUS: u16 = 2;
@@ -74,36 +75,24 @@ impl Layout<'_> {
 
     /// The configuration of `rtvirtio serve`.
     pub(crate) fn toml(&self, policy: &str, threads: u16) -> String {
-        let quoted = |path: &Path| serde_json::Value::from(path.display().to_string());
-        let cpus: Vec<String> = self.io_cpus().map(|cpu| cpu.to_string()).collect();
-        let mut text = format!(
-            "version = 1\n[control]\nsocket = {}\n[iocores]\npolicy = \"{policy}\"\ncpus = [{}]\n\
-             borrow = true\n",
-            quoted(&self.control()),
-            cpus.join(", "),
-        );
-        for (thread, cpu) in self.io_cpus().take(threads.into()).enumerate() {
-            text += &format!("[[iothread]]\nname = \"iot{thread}\"\ncpus = [{cpu}]\n");
-        }
-        for vm in 0..usize::from(self.vms) {
-            let data = match self.disk {
-                Disk::Null => "type = \"ram\"".to_owned(),
-                Disk::Ssd(name) => {
-                    format!("type = \"ssd\", ssd = \"{name}\", seed = {}", self.seed % 1_000 + 1)
-                }
-            };
-            text += &format!(
-                "[[device]]\nname = \"vm{vm}\"\nvm = \"vm{vm}\"\nsocket = {}\nqueues = {}\n\
-                 fixed_buffers = \"off\"\n\
-                 engine = {{ {data}, size = {}, cpu_us = {}, cpu_kib_ns = {} }}\n",
-                quoted(&self.socket(vm)),
-                self.queues,
-                self.bytes,
-                self.cpu_us,
-                self.kib_ns,
-            );
-        }
-        text
+        let cpus: Vec<u32> = self.io_cpus().map(CpuId::get).collect();
+        let threads = cpus.iter().copied().map(Some).take(threads.into());
+        let iocores = format!("[iocores]\npolicy = \"{policy}\"\ncpus = {cpus:?}\nborrow = true\n");
+        let engine = match self.disk {
+            Disk::Null => "type = \"ram\"".to_owned(),
+            Disk::Ssd(name) => {
+                format!("type = \"ssd\", ssd = \"{name}\", seed = {}", self.seed % 1_000 + 1)
+            }
+        };
+        let Self { bytes, cpu_us, kib_ns, .. } = self;
+        let engine = format!("{engine}, size = {bytes}, cpu_us = {cpu_us}, cpu_kib_ns = {kib_ns}");
+        let disk = |all: Configuration, vm: usize| {
+            let (name, socket) = (format!("vm{vm}"), self.socket(vm));
+            all.disk((&name, &name), &socket, self.queues.into(), &engine)
+                .with("fixed_buffers = \"off\"\n")
+        };
+        let all = Configuration::new(Some(&self.control()), threads).with(iocores);
+        (0..usize::from(self.vms)).fold(all, disk).text()
     }
 }
 

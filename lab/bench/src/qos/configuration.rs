@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use super::clients::Plan;
 use super::curve::Curve;
 use super::neighbour::Background;
+use crate::dataplane::server::{Configuration, part};
 
 /// Bytes of each VM's disk.
 pub(crate) const DISK: u64 = 256 << 20;
@@ -77,30 +78,21 @@ impl Layout<'_> {
     }
 
     fn toml(&self) -> String {
-        let mut text = "version = 1\n[[iothread]]\nname = \"iot0\"\n".to_owned();
-        if let Sharing::Schedule(Curve { channels, request_ns, kib_ns, flush_ns }) = self.sharing {
-            text += &format!(
-                "[[schedule]]\nname = \"device\"\nchannels = {channels}\n\
-                 request_ns = {request_ns}\nkib_ns = {kib_ns}\nflush_ns = {flush_ns}\n"
-            );
+        let mut all = Configuration::new(None, [None]);
+        if let Sharing::Schedule(curve) = &self.sharing {
+            all = all.schedule(curve);
         }
         for vm in 0..self.disks() {
-            text += &format!(
-                "[[device]]\nname = \"vm{vm}\"\nvm = \"vm{vm}\"\nsocket = \"{}\"\nqueues = {}\n\
-                 engine = {{ type = \"file\", path = \"{}\", direct = true, format = \"raw\", \
-                 lock = \"off\", offset = {}, size = {DISK} }}\n",
-                socket(self.directory, vm).display(),
-                self.queues(vm),
-                self.device.display(),
-                vm as u64 * DISK,
-            );
+            let (name, socket) = (format!("vm{vm}"), socket(self.directory, vm));
+            let engine = part(self.device, vm as u64 * DISK, DISK);
+            all = all.disk((&name, &name), &socket, self.queues(vm), engine);
             if matches!(self.sharing, Sharing::Schedule(_)) {
                 let promised = self.background.and_then(|background| background.promise.as_ref());
                 let promised = promised.map_or(&[] as &[_], std::slice::from_ref);
-                text += &qos(self.vms.get(vm).map_or(promised, Vec::as_slice));
+                all = all.with(qos(self.vms.get(vm).map_or(promised, Vec::as_slice)));
             }
         }
-        text
+        all.text()
     }
 
     fn qsd(&self, is_block_device: bool) -> Vec<String> {

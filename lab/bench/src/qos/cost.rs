@@ -26,10 +26,11 @@ use serde::{Deserialize, Serialize};
 
 use super::clients::PATIENCE;
 use super::configuration::socket;
+use super::curve::Curve;
 use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
 use crate::dataplane::cpu::ProcessCpu;
 use crate::dataplane::load::Random;
-use crate::dataplane::server::{rtvirtio, serve};
+use crate::dataplane::server::{Configuration, rtvirtio, serve};
 use crate::experiment::{Experiment, Report, seconds};
 use crate::stats::{Runs, Spread, runs};
 use crate::table::Table;
@@ -259,28 +260,25 @@ fn available_cpus() -> Result<Vec<usize>> {
 
 /// A disk in memory for each VM, the IOThreads in turn; with a schedule that holds nothing back.
 fn configured(key: CellKey, places: &Places, directory: &Path) -> String {
-    let control = control(directory);
-    let mut text = format!("version = 1\n[control]\nsocket = \"{}\"\n", control.display());
-    for (index, cpu) in places.iothreads.iter().enumerate() {
-        text += &format!("[[iothread]]\nname = \"iot{index}\"\ncpus = [{cpu}]\n");
-    }
+    let cpus = places.iothreads.iter().map(|&cpu| Some(cpu as u32));
+    let mut all = Configuration::new(Some(&control(directory)), cpus);
     if key.qos {
-        text += "[[schedule]]\nname = \"device\"\nchannels = 1024\nrequest_ns = 1000\nkib_ns = 0\n";
+        all = all.schedule(&Curve { channels: 1024, request_ns: 1000, kib_ns: 0, flush_ns: 1000 });
     }
     for vm in 0..VMS {
-        text += &format!(
-            "[[device]]\nname = \"vm{vm}\"\nvm = \"vm{vm}\"\nsocket = \"{}\"\nqueues = 1\n\
-             engine = {{ type = \"ram\", size = \"{DISK_MIB}M\" }}\n\
-             mapping = [{{ iothread = \"iot{}\", vqs = [0] }}]\n",
-            socket(directory, vm).display(),
-            vm % key.iothreads,
-        );
+        let (name, socket) = (format!("vm{vm}"), socket(directory, vm));
+        let engine = format!("type = \"ram\", size = \"{DISK_MIB}M\"");
+        let iothread = vm % key.iothreads;
+        all = all
+            .disk((&name, &name), &socket, 1, engine)
+            .with(format_args!("mapping = [{{ iothread = \"iot{iothread}\", vqs = [0] }}]\n"));
         if key.qos {
-            text += "qos = { schedule = \"device\", deadline_us = 10000, iops = 10000, \
-                     burst = 32 }\n";
+            all = all.with(
+                "qos = { schedule = \"device\", deadline_us = 10000, iops = 10000, burst = 32 }\n",
+            );
         }
     }
-    text
+    all.text()
 }
 
 /// Keeps the queues of some VMs full until the phase is over, on one CPU.

@@ -7,16 +7,18 @@ use maud::{Markup, html};
 use super::group::{Group, RTVIRTIO, SchemeCells};
 use super::predictions;
 use crate::plot::{Bar, Bars};
-use crate::stats::{Spread, distinct, wilson};
+use crate::stats::{Runs, Spread, distinct, runs, wilson};
 use crate::table::Table;
 use crate::verdict::Standing;
 
-/// A scheme's runs over some groups.
-struct Tally<'a> {
-    scheme: &'a str,
-    order: usize,
-    passed: usize,
-    n: usize,
+/// A scheme's cells over some groups, by its colour and name.
+type Tally<'a> = Runs<'a, (usize, &'a str), SchemeCells<'a>>;
+
+/// Runs that passed, of how many.
+fn passed(tally: &Tally<'_>) -> (usize, usize) {
+    let of =
+        |(passed, n), scheme: &&SchemeCells<'_>| (passed + scheme.passed(), n + scheme.cells.len());
+    tally.cells.iter().fold((0, 0), of)
 }
 
 /// All of it; for more than one group.
@@ -68,24 +70,14 @@ fn parts(case: &str) -> Option<(u32, &str)> {
 
 /// Runs by scheme, in the order of the schemes.
 fn tally<'a>(groups: impl Iterator<Item = &'a Group<'a>>) -> Vec<Tally<'a>> {
-    let mut all: Vec<Tally<'_>> = Vec::new();
-    for scheme in groups.flat_map(|g| &g.schemes) {
-        let (passed, n) = (scheme.passed(), scheme.cells.len());
-        match all.iter_mut().find(|t| t.scheme == scheme.name) {
-            Some(tally) => {
-                tally.passed += passed;
-                tally.n += n;
-            }
-            None => all.push(Tally { scheme: scheme.name, order: scheme.colour, passed, n }),
-        }
-    }
-    all.sort_by_key(|t| t.order);
+    let mut all = runs(groups.flat_map(|g| &g.schemes), |scheme| (scheme.colour, scheme.name));
+    all.sort_by_key(|tally| tally.key);
     all
 }
 
 fn panel(title: &str, tallies: &[Tally<'_>]) -> Markup {
     let row = |tally: &Tally<'_>| {
-        let Tally { scheme, passed, n, .. } = *tally;
+        let ((_, scheme), (passed, n)) = (tally.key, passed(tally));
         let percent = 100.0 * passed as f64 / n.max(1) as f64;
         let (low, high) = wilson(passed as u64, n as u64);
         Bar {
@@ -105,7 +97,7 @@ fn panel(title: &str, tallies: &[Tally<'_>]) -> Markup {
 /// Every case against every scheme.
 fn matrix(groups: &[&Group<'_>]) -> Markup {
     let mut table = Table::of(groups).text("Case", |group| group.case);
-    for Tally { scheme, .. } in tally(groups.iter().copied()) {
+    for Tally { key: (_, scheme), .. } in tally(groups.iter().copied()) {
         let outcome = |of: &SchemeCells<'_>| {
             let (passed, n) = (of.passed(), of.cells.len());
             (n > 0).then(|| (Standing::of(passed == n), format!("{passed}/{n}")))

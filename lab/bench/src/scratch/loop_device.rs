@@ -11,42 +11,14 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use linux_raw_sys::loop_device::{
+    LO_FLAGS_AUTOCLEAR, LO_FLAGS_DIRECT_IO, LOOP_CONFIGURE, LOOP_CTL_ADD, LOOP_CTL_REMOVE,
+    loop_config,
+};
 use rtvirtio_calibrate::device::{SCRATCH_DISKS, is_scratch};
 
-const LOOP_CTL_ADD: libc::c_ulong = 0x4C80;
-const LOOP_CTL_REMOVE: libc::c_ulong = 0x4C81;
-const LOOP_CONFIGURE: libc::c_ulong = 0x4C0A;
 /// Numbers tried for a new device: above those that others ask for.
 const NUMBERS: std::ops::Range<i32> = 100..200;
-const LO_FLAGS_AUTOCLEAR: u32 = 4;
-const LO_FLAGS_DIRECT_IO: u32 = 16;
-
-/// `struct loop_info64`.
-#[repr(C)]
-struct LoopInfo64 {
-    device: u64,
-    inode: u64,
-    rdevice: u64,
-    offset: u64,
-    size_limit: u64,
-    number: u32,
-    encrypt_type: u32,
-    encrypt_key_size: u32,
-    flags: u32,
-    file_name: [u8; 64],
-    crypt_name: [u8; 64],
-    encrypt_key: [u8; 32],
-    init: [u64; 2],
-}
-
-/// `struct loop_config`.
-#[repr(C)]
-struct LoopConfig {
-    fd: u32,
-    block_size: u32,
-    info: LoopInfo64,
-    reserved: [u64; 8],
-}
 
 /// An attached loop device; gone once this and every other user are.
 pub(super) struct LoopDevice {
@@ -115,9 +87,9 @@ fn control() -> Result<File> {
         .context("a scratch disk needs root and the loop driver (modprobe loop)")
 }
 
-fn request(control: &File, request: libc::c_ulong, number: i32) -> io::Result<()> {
+fn request(control: &File, request: u32, number: i32) -> io::Result<()> {
     // SAFETY: both requests take an integer by value; the fd is open.
-    let result = unsafe { libc::ioctl(control.as_raw_fd(), request, number) };
+    let result = unsafe { libc::ioctl(control.as_raw_fd(), request.into(), number) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
@@ -147,24 +119,11 @@ fn sweep(control: &File) {
 }
 
 fn configure(node: &File, backing: BorrowedFd<'_>) -> io::Result<()> {
-    let info = LoopInfo64 {
-        device: 0,
-        inode: 0,
-        rdevice: 0,
-        offset: 0,
-        size_limit: 0,
-        number: 0,
-        encrypt_type: 0,
-        encrypt_key_size: 0,
-        flags: LO_FLAGS_AUTOCLEAR | LO_FLAGS_DIRECT_IO,
-        file_name: [0; 64],
-        crypt_name: [0; 64],
-        encrypt_key: [0; 32],
-        init: [0; 2],
-    };
-    let fd = backing.as_raw_fd() as u32;
-    let config = LoopConfig { fd, block_size: 0, info, reserved: [0; 8] };
-    // SAFETY: `config` has the layout of struct loop_config and outlives the call.
-    let result = unsafe { libc::ioctl(node.as_raw_fd(), LOOP_CONFIGURE, &raw const config) };
+    // SAFETY: a struct of numbers, of which each may be 0.
+    let mut config: loop_config = unsafe { std::mem::zeroed() };
+    config.fd = backing.as_raw_fd() as u32;
+    config.info.lo_flags = LO_FLAGS_AUTOCLEAR as u32 | LO_FLAGS_DIRECT_IO as u32;
+    // SAFETY: the request takes such a struct, which outlives the call.
+    let result = unsafe { libc::ioctl(node.as_raw_fd(), LOOP_CONFIGURE.into(), &raw const config) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

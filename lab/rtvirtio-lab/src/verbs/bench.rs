@@ -220,9 +220,8 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let backing = args.backing.backing()?.slower(scale);
     let disk = ScratchDisk::start(&backing, DISK, args.seed)?;
     let mut testbed = Testbed::new(disk.device(), disk.label())?;
-    if let Some((image, accelerator)) = &guests {
-        let largest = Case::new(4, Mix::LightMediumHeavy)?;
-        testbed.boot_guests(image, *accelerator, largest, interrupted)?;
+    if let Some(guests) = &guests {
+        testbed.boot_guests(guests, Case::new(4, Mix::LightMediumHeavy)?, None, interrupted)?;
     }
     let (profile, path) = self::profile(args, &testbed, interrupted)?;
     if args.closed_loop {

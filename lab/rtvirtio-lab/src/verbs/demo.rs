@@ -111,14 +111,14 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let mut disk = ScratchDisk::start(&backing, DISK, 1)?;
     let mut testbed = Testbed::new(disk.device(), disk.label())?;
     let mut backing = backing;
-    if let Some((image, accelerator)) = &guests {
-        testbed.boot_guests(image, *accelerator, case, interrupted)?;
+    if let Some(guests) = &guests {
+        testbed.boot_guests(guests, case, None, interrupted)?;
         let scale = testbed.find_scale(case, interrupted)?;
         let percent = rtvirtio_bench::cell::GUESTS_CPU * 100.0;
         eprintln!(
             "Guests under {}: at s = {scale} the load takes no more than {percent:.0} % of this host's \
              CPUs. Rates and the disk are {scale} times slower than written, targets as much longer.",
-            accelerator.name()
+            guests.1
         );
         if let (Backing::Ssd(_), Ok(times)) = (&backing, u16::try_from(scale.get())) {
             disk.slow_down(times)?;
@@ -260,11 +260,10 @@ impl DataPlaneStage<'_> {
         cells: Vec<Cell>,
         interrupted: &Interrupted,
     ) -> Result<(Vec<Cell>, String)> {
-        let (image, accelerator) = self.guests;
         eprintln!("The same guests once more, their disks on the data plane (rtvirtio serve)");
         let mut measure = || -> Result<_> {
             let served = (self.program, self.curve);
-            testbed.boot_guests_on_data_plane(image, *accelerator, case, served, interrupted)?;
+            testbed.boot_guests(self.guests, case, Some(served), interrupted)?;
             let before = testbed.served()?;
             let start = Instant::now();
             let campaign = Campaign {

@@ -48,8 +48,8 @@ fn percentile_has_the_interval_of_its_rank() {
 
 #[test]
 fn configuration_has_a_control_socket_and_two_iothreads() {
-    let engine = "{ type = \"ram\", size = \"64M\" }";
-    let text = configuration(Path::new("/a/s"), Path::new("/a/c"), engine).unwrap();
+    let engine = "type = \"ram\", size = \"64M\"";
+    let text = configuration(Path::new("/a/s"), Path::new("/a/c"), engine);
     let parsed = rtvirtio_spec::serve::parse("serve.toml", &text).unwrap();
     assert_eq!(parsed.control.unwrap().socket, Path::new("/a/c"));
     assert_eq!(parsed.iothreads.len(), 2);

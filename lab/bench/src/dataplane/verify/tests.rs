@@ -52,7 +52,7 @@ impl Bed {
 
     fn options(&self) -> Options {
         let socket = self.directory.path().join("disk.sock");
-        Options { socket, queues: 2, busy: 2, depth: 8, churn: false, bytes: BYTES, seed: 1 }
+        Options { socket, queues: 2, idle: 0, depth: 8, churn: false, mebibytes: 4, seed: 1 }
     }
 
     /// A verifier whose blocks are all written, and the server.
@@ -180,10 +180,10 @@ fn server_that_is_away_is_an_error() {
     let options = Options {
         socket: "/dev/shm/no-such-socket".into(),
         queues: 1,
-        busy: 1,
+        idle: 0,
         churn: false,
         depth: 1,
-        bytes: BYTES,
+        mebibytes: 4,
         seed: 1,
     };
     assert!(verify(options, Duration::ZERO, &Interrupted::new(false)).is_err());

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use rtvirtio_bench::dataplane::Benchmark;
 use rtvirtio_bench::dataplane::footprint::{self, Footprint};
 use rtvirtio_bench::dataplane::moves::{Moves, Shown, Stage};
@@ -45,18 +45,8 @@ struct MovesArgs {
         default_value = "light,heavy,ram,disk,disconnects,memory,reset"
     )]
     stages: Vec<Stage>,
-    /// How long each takes
-    #[arg(long, default_value = "60", value_parser = seconds::<1, 86_400_000>)]
-    seconds: Duration,
-    /// Moves to ask for in a second
-    #[arg(long, default_value_t = 1500.0)]
-    rate: f64,
-    /// Where the file on a disk is made
-    #[arg(long, default_value = "/var/tmp")]
-    disk_directory: PathBuf,
-    /// The rtvirtio that serves; without, the one beside this program
-    #[arg(long)]
-    program: Option<PathBuf>,
+    #[command(flatten)]
+    moves: Moves,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -77,9 +67,8 @@ struct FootprintArgs {
 
 #[derive(clap::Args)]
 struct VerifyArgs {
-    /// The server's socket
-    #[arg(long)]
-    socket: PathBuf,
+    #[command(flatten)]
+    options: Options,
     /// How long
     #[arg(long, default_value = "10", value_parser = seconds::<0, 86_400_000>)]
     seconds: Duration,
@@ -89,18 +78,6 @@ struct VerifyArgs {
     /// Instead: kill the server (SIGKILL) so many times; COMMAND starts it
     #[arg(long, requires = "command")]
     kills: Option<u32>,
-    /// Queues
-    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
-    queues: u16,
-    /// Requests in flight of each queue
-    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=64))]
-    depth: u16,
-    /// How much of the disk, MiB from its start
-    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    mebibytes: u32,
-    /// Seed of order and content, which no earlier run on this disk had; without, the time
-    #[arg(long)]
-    seed: Option<u64>,
     /// The server's command line, which must make it listen at the socket
     #[arg(last = true)]
     command: Vec<String>,
@@ -119,19 +96,9 @@ pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
 }
 
 fn moved(args: &MovesArgs, interrupted: &Interrupted) -> Result<Outcome> {
-    ensure!(args.rate.is_finite() && args.rate >= 1.0, "--rate must be 1 or more");
-    let program = args.program.clone().map_or_else(rtvirtio, Ok)?;
-    let seed = now();
-    let moves = Moves {
-        program: &program,
-        disk_directory: &args.disk_directory,
-        time: args.seconds,
-        rate: args.rate,
-        seed,
-    };
     let mut all = Vec::new();
     for &stage in &args.stages {
-        let shown = moves.run(stage, interrupted).with_context(|| stage.name().to_string())?;
+        let shown = args.moves.run(stage, interrupted).with_context(|| stage.name().to_string())?;
         if !args.json {
             println!("{shown}");
         }
@@ -141,11 +108,6 @@ fn moved(args: &MovesArgs, interrupted: &Interrupted) -> Result<Outcome> {
         input::print_json(&all)?;
     }
     Ok(if all.iter().all(Shown::passed) { Outcome::Done } else { Outcome::Unmet })
-}
-
-/// What no earlier run had.
-fn now() -> u64 {
-    jiff::Timestamp::now().as_nanosecond() as u64
 }
 
 fn footprint(args: &FootprintArgs, interrupted: &Interrupted) -> Result<Outcome> {
@@ -159,17 +121,8 @@ fn footprint(args: &FootprintArgs, interrupted: &Interrupted) -> Result<Outcome>
 }
 
 fn verified(args: &VerifyArgs, interrupted: &Interrupted) -> Result<Report> {
-    let seed = args.seed.unwrap_or_else(now);
-    eprintln!("seed {seed}");
-    let options = Options {
-        socket: args.socket.clone(),
-        queues: usize::from(args.queues),
-        busy: usize::from(args.queues),
-        churn: false,
-        depth: usize::from(args.depth),
-        bytes: u64::from(args.mebibytes) << 20,
-        seed,
-    };
+    let options = args.options.clone();
+    eprintln!("seed {}", options.seed);
     match (args.disconnects, args.kills) {
         (Some(count), _) => verify::disconnects(options, count, interrupted),
         (_, Some(count)) => verify::kills(options, &args.command, count, interrupted),
