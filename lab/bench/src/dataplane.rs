@@ -47,8 +47,8 @@ use server::{Backing, ServerKind, Setup, listener, qsd_version, rtvirtio};
 pub const BLOCK: usize = 4096;
 /// Requests behind a p99.99 that is judged.
 pub(crate) const MIN_FOR_TAIL: u64 = 1_000_000;
-/// A window is never longer, s.
-const LONGEST: f64 = 60.0;
+/// A window is never longer.
+const LONGEST: Duration = Duration::from_secs(60);
 /// Size of the disks: RAM and tmpfs, file.
 const SMALL: u64 = 64 << 20;
 const LARGE: u64 = 512 << 20;
@@ -296,14 +296,13 @@ impl Experiment for Benchmark {
 
     fn measure(&self, disks: &mut Disks, key: &CellKey, interrupted: &Interrupted) -> Result<Cell> {
         let Case { medium, operation, queues, depth } = key.case;
-        let seconds = self.seconds.as_secs_f64();
         let load = Load {
             operation,
             depth,
             queues,
-            seconds,
+            length: self.seconds,
             least: self.min_requests(key),
-            max_seconds: LONGEST.max(seconds),
+            longest: LONGEST.max(self.seconds),
             idle: measures_idle(key),
         };
         let measured = match (key.server, self.servers()?.1) {

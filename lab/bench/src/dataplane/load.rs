@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail, ensure};
 use hdrhistogram::Histogram;
 use rtvirtio_host::interrupt::{Interrupted, wait};
+use rtvirtio_spec::run::Machine;
 
 use super::client::{Client, Endpoint, Queue, Shape};
 use super::cpu::ProcessCpu;
@@ -39,11 +40,11 @@ pub(crate) struct Load {
     /// Queues, and so threads.
     pub queues: usize,
     /// Length of the window.
-    pub seconds: f64,
+    pub length: Duration,
     /// Requests to wait for, if the window is too short for them.
     pub least: u64,
     /// Longest window.
-    pub max_seconds: f64,
+    pub longest: Duration,
     /// Whether to see what the server does when it has nothing to do.
     pub idle: bool,
 }
@@ -62,7 +63,7 @@ pub(crate) struct Measured {
     /// CPU of the server with a client that does nothing, in cores.
     pub idle_cores: Option<f64>,
     /// The machine in the window.
-    pub machine: rtvirtio_spec::run::Machine,
+    pub machine: Machine,
 }
 
 /// Runs a load; `server` is the process whose CPU time counts.
@@ -84,7 +85,8 @@ pub(crate) fn run(
     let done = Count::some(load.queues);
     let (queues, window) = std::thread::scope(|scope| {
         let watch = scope.spawn(|| {
-            let window = window(load, server, &phase, &done, interrupted);
+            let length = (load.length, load.longest);
+            let window = window((length, load.least), server, &phase, &done, interrupted);
             // Whatever happened: the queues must end.
             phase.store(OVER, Ordering::Relaxed);
             window
@@ -103,7 +105,7 @@ pub(crate) fn run(
         latencies.add(queue?)?;
     }
     let Ok(window) = window else { bail!("the watching thread failed") };
-    let Window { seconds, server_ns, client_ns, machine } = window?;
+    let Window { seconds, server_ns, client_ns, machine, .. } = window?;
     let idle_cores = match server.filter(|_| load.idle) {
         Some(server) => {
             wait(SETTLE, interrupted)?;
@@ -118,16 +120,19 @@ pub(crate) fn run(
     Ok(Measured { latencies, seconds, server_ns, client_ns, idle_cores, machine })
 }
 
-struct Window {
-    seconds: f64,
-    server_ns: u64,
-    client_ns: u64,
-    machine: rtvirtio_spec::run::Machine,
+/// What happened in a window, as [`Measured`] has it.
+pub(crate) struct Window {
+    /// That `done` counts.
+    pub(crate) requests: u64,
+    pub(crate) seconds: f64,
+    pub(crate) server_ns: u64,
+    pub(crate) client_ns: u64,
+    pub(crate) machine: Machine,
 }
 
-/// Opens the window and closes it.
-fn window(
-    load: &Load,
+/// Opens the window and closes it: after the first length, or the second while there are fewer requests than `least`.
+pub(crate) fn window(
+    ((length, longest), least): ((Duration, Duration), u64),
     server: Option<u32>,
     phase: &AtomicU8,
     done: &[Count],
@@ -138,23 +143,25 @@ fn window(
     let me = Some(std::process::id());
     let (server_before, client_before) = (cpu(server)?, cpu(me)?);
     let machine = MachineSample::now()?;
-    let start = Instant::now();
+    let (before, start) = (Count::sum(done), Instant::now());
+    ensure!(phase.load(Ordering::Relaxed) == WARMING, "a client ended in the warm-up");
     phase.store(COUNTING, Ordering::Relaxed);
-    wait(Duration::from_secs_f64(load.seconds), interrupted)?;
-    while Count::sum(done) < load.least
-        && start.elapsed().as_secs_f64() < load.max_seconds
+    wait(length, interrupted)?;
+    while Count::sum(done) - before < least
+        && start.elapsed() < longest
         && phase.load(Ordering::Relaxed) == COUNTING
     {
         wait(Duration::from_millis(50), interrupted)?;
     }
-    let seconds = start.elapsed().as_secs_f64();
+    ensure!(phase.load(Ordering::Relaxed) == COUNTING, "a client ended in the window");
+    let (requests, seconds) = (Count::sum(done) - before, start.elapsed().as_secs_f64());
     let used = |process, before: Option<ProcessCpu>| -> Result<u64> {
         Ok(cpu(process)?.zip(before).map_or(0, |(now, before)| now.since(&before)))
     };
     // While the threads are there: with them goes what they used.
     let (server_ns, client_ns) = (used(server, server_before)?, used(me, client_before)?);
     phase.store(OVER, Ordering::Relaxed);
-    Ok(Window { seconds, server_ns, client_ns, machine: machine.since()? })
+    Ok(Window { requests, seconds, server_ns, client_ns, machine: machine.since()? })
 }
 
 /// Keeps a queue full until the end, with blocks of the disk in an order that the seed gives.

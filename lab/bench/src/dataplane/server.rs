@@ -450,8 +450,8 @@ mod tests {
             text.unwrap(),
             "version = 1\n[[iothread]]\nname = \"iot0\"\n[[iothread]]\nname = \"iot1\"\n\
              [[device]]\nname = \"disk\"\nvm = \"bench\"\nsocket = \"/tmp/b,c/disk.sock\"\n\
-             queues = 4\nfixed_buffers = \"off\"\n\
-             engine = { type = \"ram\", size = \"64M\", cpu_us = 100 }\n"
+             queues = 4\nengine = { type = \"ram\", size = 67108864, cpu_us = 100 }\n\
+             fixed_buffers = \"off\"\n"
         );
     }
 

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 use rtvirtio_host::dataplane::ControlClient;
-use rtvirtio_host::interrupt::{Interrupted, wait};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::control::IoThreadState;
 use rtvirtio_spec::run::Machine;
 use rtvirtio_units::Nanos;
@@ -28,15 +28,13 @@ use super::clients::PATIENCE;
 use super::configuration::socket;
 use super::curve::Curve;
 use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
-use crate::dataplane::cpu::ProcessCpu;
-use crate::dataplane::load::Random;
+use crate::dataplane::load::{self, Random};
 use crate::dataplane::server::{Configuration, rtvirtio, serve};
 use crate::experiment::{Experiment, Report, seconds};
 use crate::stats::{Runs, Spread, runs};
 use crate::table::Table;
 use crate::verdict::{self, Verdict};
-use crate::window::{COUNTING, Count, EndPhase, OVER, WARMING};
-use rtvirtio_calibrate::load::MachineSample;
+use crate::window::{Count, EndPhase, OVER, WARMING};
 
 const BLOCK: usize = 4096;
 /// Requests in flight of each VM.
@@ -45,8 +43,6 @@ const DEPTH: usize = 32;
 pub const VMS: usize = 8;
 /// Of each disk, MiB: small enough for the warm-up to touch all of it.
 const DISK_MIB: u64 = 16;
-/// From the first request to the window.
-const WARM_UP: Duration = Duration::from_millis(500);
 /// To start and to end a cell, the warm-up among it.
 const AROUND: Duration = Duration::from_millis(1_000);
 /// Least IOPS with a schedule, times those without: the mark.
@@ -173,37 +169,26 @@ impl Benchmark {
                     scope.spawn(move || drive(&sockets, *cpu, phase, &done.0))
                 })
                 .collect();
-            wait(WARM_UP, interrupted)?;
-            ensure!(phase.load(Ordering::Relaxed) == WARMING, "a client ended in the warm-up");
-            let me = std::process::id();
-            let (cpu, mine) = (ProcessCpu::of(server)?, ProcessCpu::of(me)?);
             let times = Times::now(directory)?;
-            let machine = MachineSample::now()?;
-            let (before, begin) = (Count::sum(&done), Instant::now());
-            phase.store(COUNTING, Ordering::Relaxed);
-            wait(self.window, interrupted)?;
-            ensure!(phase.load(Ordering::Relaxed) == COUNTING, "a client ended in the window");
-            let requests = (Count::sum(&done) - before) as f64;
-            let seconds = begin.elapsed().as_secs_f64();
-            let (cpu, mine) =
-                (ProcessCpu::of(server)?.since(&cpu), ProcessCpu::of(me)?.since(&mine));
-            let machine = machine.since()?;
+            let length = (self.window, self.window);
+            let window = load::window((length, 0), Some(server), &phase, &done, interrupted)?;
             let lock = Times::now(directory)?.lock_since(times);
             drop(end);
             for client in clients {
                 let Ok(ended) = client.join() else { bail!("a client failed") };
                 ended?;
             }
-            ensure!(requests > 0.0, "no request completed");
+            ensure!(window.requests > 0, "no request completed");
+            let us = |ns: u64| ns as f64 / 1e3 / window.requests as f64;
             Ok(Cell {
                 key,
-                seconds,
-                iops: requests / seconds,
-                cpu_us: cpu as f64 / 1e3 / requests,
-                client_us: mine as f64 / 1e3 / requests,
+                seconds: window.seconds,
+                iops: window.requests as f64 / window.seconds,
+                cpu_us: us(window.server_ns),
+                client_us: us(window.client_ns),
                 lock,
                 cpus: std::thread::available_parallelism().map_or(1, usize::from),
-                machine,
+                machine: window.machine,
             })
         })
     }
