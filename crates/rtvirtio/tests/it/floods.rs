@@ -29,14 +29,14 @@ use crate::scratch_disk::said;
 const TEST: &str = "victim_is_served_beside_floods";
 const ENOUGH: Duration = Duration::from_secs(20);
 /// Entries of rings, and bytes between them.
-const SIZE: u16 = 256;
-const RING: u64 = 0x2_0000;
+pub(crate) const SIZE: u16 = 256;
+pub(crate) const RING: u64 = 0x2_0000;
 /// Frames on their way, each in a buffer of its own, behind the rings.
 const SLOTS: u64 = 128;
 const BUFFERS: u64 = GUEST + 0x10_0000;
-const STRIDE: u64 = 0x1_1000;
+pub(crate) const STRIDE: u64 = 0x1_1000;
 /// `virtio_net_hdr_v1`.
-const HEADER: usize = 12;
+pub(crate) const HEADER: usize = 12;
 /// What a flood's driver does before it looks after the victim again.
 const STEP: usize = 8;
 /// Between the victim's requests, µs.
@@ -108,29 +108,41 @@ fn flood(length: usize) -> Vec<u8> {
 }
 
 /// One ring's driver.
-struct Ring {
-    driver: Driver,
+pub(crate) struct Ring {
+    pub(crate) driver: Driver,
     kick: OwnedFd,
-    _call: OwnedFd,
+    pub(crate) call: OwnedFd,
     /// Where what has an ID lies.
     places: Vec<u64>,
 }
 
 impl Ring {
-    fn add(&mut self, address: u64, length: usize, writable: bool) {
+    /// Has a ring served, with as many entries and bytes as [`RING`] has room for.
+    pub(crate) fn start(stream: &UnixStream, guest: &Arc<Guest>, index: u64) -> Self {
+        let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let options = Options { size: SIZE, packed: false, event_idx: true, indirect: false };
+        let driver = Driver::new(Arc::clone(guest), GUEST + index * RING, options);
+        let places = vec![0; usize::from(SIZE)];
+        let ring = Self { driver, kick: event(), call: event(), places };
+        let events = [ring.kick.as_fd(), ring.call.as_fd(), ring.call.as_fd()];
+        assert!(front_end::start(stream, index, &ring.driver, events));
+        ring
+    }
+
+    pub(crate) fn add(&mut self, address: u64, length: usize, writable: bool) {
         let buffer = Buffer { address, length: length as u32, writable };
         let id = self.driver.add(&[buffer], false).expect("room");
         self.places[usize::from(id)] = address;
     }
 
-    fn publish(&mut self) {
+    pub(crate) fn publish(&mut self) {
         if self.driver.publish() {
             rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).unwrap();
         }
     }
 
     /// What has come back: where it lies, and bytes.
-    fn take(&mut self) -> Option<(u64, u32)> {
+    pub(crate) fn take(&mut self) -> Option<(u64, u32)> {
         self.driver.take().map(|(id, length)| (self.places[usize::from(id)], length))
     }
 }
@@ -152,17 +164,7 @@ impl Device {
         let guest = Guest::new(BUFFERS - GUEST + 2 * SLOTS * STRIDE);
         let features = CSUM | HOST_TSO4 | MRG_RXBUF | EVENT_IDX;
         let stream = front_end::open(socket, features, 0, &guest);
-        let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-        let ring = |index| {
-            let options = Options { size: SIZE, packed: false, event_idx: true, indirect: false };
-            let driver = Driver::new(Arc::clone(&guest), GUEST + index * RING, options);
-            let ring =
-                Ring { driver, kick: event(), _call: event(), places: vec![0; usize::from(SIZE)] };
-            let events = [ring.kick.as_fd(), ring._call.as_fd(), ring._call.as_fd()];
-            assert!(front_end::start(&stream, index, &ring.driver, events));
-            ring
-        };
-        let (receive, transmit) = (ring(0), ring(1));
+        let [receive, transmit] = [0, 1].map(|index| Ring::start(&stream, &guest, index));
         Self { _stream: stream, guest, receive, transmit }
     }
 
@@ -372,8 +374,8 @@ fn measure(victim: &str, mode: Mode, floods: &[usize], time: Duration) -> Window
     window
 }
 
-/// A namespace of this thread's own, with TAPs; why there is none.
-fn namespace() -> Result<(), String> {
+/// A namespace of this thread's own, in which a script has run; why there is none.
+pub(crate) fn namespace(script: &str) -> Result<(), String> {
     if !rustix::process::geteuid().is_root() {
         return Err("needs root".to_owned());
     }
@@ -388,6 +390,12 @@ fn namespace() -> Result<(), String> {
     mount_change("/", private).map_err(|e| e.to_string())?;
     mount("sys", "/sys", "sysfs", MountFlags::empty(), None).map_err(|e| e.to_string())?;
     let _ = std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1");
+    let output = Command::new("sh").args(["-ec", script]).output().map_err(|e| e.to_string())?;
+    if output.status.success() { Ok(()) } else { Err(format!("ip: {}", said(&output))) }
+}
+
+/// TAPs for the victim and the floods.
+fn taps() -> String {
     let mut script = String::new();
     for tap in 0..=KINDS.len() {
         writeln!(script, "ip tuntap add dev tap{tap} mode tap vnet_hdr && ip link set tap{tap} up")
@@ -401,12 +409,11 @@ fn namespace() -> Result<(), String> {
         mac.join(":")
     )
     .unwrap();
-    let output = Command::new("sh").args(["-ec", &script]).output().map_err(|e| e.to_string())?;
-    if output.status.success() { Ok(()) } else { Err(format!("ip: {}", said(&output))) }
+    script
 }
 
 fn is_skipped(test: &str) -> bool {
-    let why = namespace().err();
+    let why = namespace(&taps()).err();
     if let Some(why) = &why {
         let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {why}");
     }
@@ -483,7 +490,7 @@ fn floods_cost_a_victim_little_where_that_is_measured() {
     std::fs::write(Path::new(&out).join("table.txt"), table).unwrap();
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
+pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }

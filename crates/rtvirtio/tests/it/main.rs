@@ -14,6 +14,7 @@ mod in_guest;
 mod libvirt;
 mod lifecycle;
 mod mapping;
+mod messages;
 mod network;
 mod nic;
 mod nvme;
