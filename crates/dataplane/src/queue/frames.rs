@@ -306,7 +306,8 @@ impl Gate<'_> {
     fn is_open(&mut self) -> bool {
         let Some(limit) = self.limit else { return true };
         let ready_at = limit.ready_at();
-        if ready_at > self.time {
+        // Also of a limit that nothing has passed: its first frames are charged as of now.
+        if ready_at >= self.time {
             self.time = now();
         }
         self.closed = (ready_at > self.time).then_some(ready_at);
