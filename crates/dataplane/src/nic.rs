@@ -3,8 +3,8 @@
 //! Its virtqueues come in pairs: 2 i receives, 2 i + 1 transmits (virtio 1.2, 5.1.2). The control queue is the
 //! front end's own, as QEMU has it.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rtvirtio_frames::features;
 use rtvirtio_frames::header::{BYTES, Header, announcement};
@@ -33,7 +33,7 @@ pub struct NicConfig {
     pub mac: [u8; 6],
     /// The longest packet, bytes of IP.
     pub mtu: u16,
-    /// The most that goes to the guest and comes from it.
+    /// The most that goes to the guest and comes from it, to begin with.
     pub limits: [Option<Rate>; 2],
     /// What of their IOThreads' time is promised to its receive queues, and to its transmit queues.
     pub promises: [Option<Reservation>; 2],
@@ -62,11 +62,27 @@ pub(crate) enum Link {
     },
 }
 
+/// What holds for the queues of a direction.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Terms {
+    /// On what all of them together let through.
+    pub(crate) limit: Option<Arc<Limit>>,
+    /// What is promised to each.
+    pub(crate) promise: Option<Reservation>,
+}
+
+impl Terms {
+    /// Of a limit that nothing has passed.
+    pub(crate) fn new(rate: Option<Rate>, promise: Option<Reservation>) -> Self {
+        Self { limit: rate.map(|rate| Arc::new(Limit::new(rate))), promise }
+    }
+}
+
 /// A device.
 pub struct Nic {
     config: NicConfig,
-    /// Those of the configuration, of all its queues together.
-    limits: [Option<Arc<Limit>>; 2],
+    /// Of its receive queues and of its transmit queues. Queues look at them when they start, and are told of changes.
+    terms: Mutex<[Terms; 2]>,
     caller: Arc<Caller>,
     front_end: FrontEnd,
     negotiated: AtomicU64,
@@ -83,8 +99,9 @@ impl Nic {
     #[must_use]
     pub fn new(config: NicConfig) -> Self {
         let (caller, front_end) = (Arc::default(), FrontEnd::default());
-        let limits = config.limits.map(|rate| rate.map(|rate| Arc::new(Limit::new(rate))));
-        Self { config, limits, caller, front_end, negotiated: AtomicU64::new(0) }
+        let ([rx, tx], [to, from]) = (config.limits, config.promises);
+        let terms = Mutex::new([Terms::new(rx, to), Terms::new(tx, from)]);
+        Self { config, terms, caller, front_end, negotiated: AtomicU64::new(0) }
     }
 
     /// What calls its drivers aside.
@@ -105,14 +122,18 @@ impl Nic {
         }
     }
 
-    /// The limit on what a virtqueue lets through, together with others of its direction.
-    pub(crate) fn limit(&self, queue: u16) -> Option<Arc<Limit>> {
-        self.limits[usize::from(queue % 2)].clone()
+    fn all_terms(&self) -> MutexGuard<'_, [Terms; 2]> {
+        self.terms.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What is promised to a virtqueue.
-    pub(crate) fn promise(&self, queue: u16) -> Option<Reservation> {
-        self.config.promises[usize::from(queue % 2)]
+    /// What holds for a virtqueue.
+    pub(crate) fn terms(&self, queue: u16) -> Terms {
+        self.all_terms()[usize::from(queue % 2)].clone()
+    }
+
+    /// What holds for virtqueues that start from now on, and are of this one's direction.
+    pub(crate) fn set_terms(&self, queue: u16, terms: Terms) {
+        self.all_terms()[usize::from(queue % 2)] = terms;
     }
 
     /// Its address.

@@ -25,12 +25,12 @@ use rtvirtio_qos::admission::Refusal;
 use rtvirtio_qos::{Account, Kind, Stall};
 use rtvirtio_spec::control::{
     Activity, Consumption, Decision, Demand, DeviceState, DeviceUsage, Event, Had, IoThreadState,
-    NicState, Outcome, PolicyState, QosState, QueueState, ScheduleState, SlotsState, Snapshot,
-    StallState, StallsState,
+    NicState, Outcome, PolicyState, QosState, QueueDirection, QueueState, ScheduleState,
+    SlotsState, Snapshot, StallState, StallsState,
 };
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::mapping::{Entry, Mapping, MappingError};
-use rtvirtio_spec::serve::{Configuration, Fault, IoThread, Policy, Qos, Schedule, wire};
+use rtvirtio_spec::serve::{Configuration, Fault, IoThread, NicRate, Policy, Qos, Schedule, wire};
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 use rtvirtio_vhost::session::Ended;
 use rtvirtio_virtq::memory::MemoryError;
@@ -181,6 +181,18 @@ pub trait Plane: Send + Sync {
         device: &DiskName,
         qos: Option<Qos>,
         admission: Admission,
+    ) -> Result<(), PlaneError>;
+
+    /// Limits a direction of a network device to another rate, or to none, and promises what that says, while frames flow. The
+    /// new limit begins with a full burst.
+    ///
+    /// # Errors
+    /// The device is not there, or an IOThread could not keep the promise: nothing is changed.
+    fn set_nic_rate(
+        &self,
+        nic: &DiskName,
+        direction: QueueDirection,
+        rate: Option<NicRate>,
     ) -> Result<(), PlaneError>;
 
     /// Has another policy decide how many IOThreads there are and which queue goes where. What the
@@ -429,6 +441,9 @@ pub enum PlaneError {
     /// No such device.
     #[error("there is no device \"{0}\"")]
     NoDevice(DiskName),
+    /// No such network device.
+    #[error("there is no nic \"{0}\"")]
+    NoNic(DiskName),
     /// No such IOThread.
     #[error("there is no iothread \"{0}\"")]
     NoIoThread(IoThreadName),
@@ -537,6 +552,7 @@ impl PlaneError {
     pub fn hint(&self) -> Option<String> {
         Some(match self {
             Self::NoDevice(_) => "list them: rtvirtio ctl device list".to_owned(),
+            Self::NoNic(_) => "list them: rtvirtio ctl nic list".to_owned(),
             Self::NoIoThread(_) => "list them: rtvirtio ctl iothread list".to_owned(),
             Self::NoSchedule(name) => format!(
                 "make it: rtvirtio ctl schedule set {name} --channels N --request-ns NS --kib-ns NS"

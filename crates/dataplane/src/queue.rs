@@ -24,7 +24,7 @@ use crate::device::Device;
 use crate::drr::TurnBudget;
 use crate::fixed::FixedBuffers;
 use crate::key::QueueKey;
-use crate::nic::Nic;
+use crate::nic::{Nic, Terms};
 use crate::request::Status;
 use crate::schedule::{Member, PendingRequest, Schedule};
 use crate::stats::{Op, QueueStats};
@@ -408,6 +408,13 @@ impl Queue {
     pub(crate) fn set_enabled(&mut self, enabled: bool) {
         self.enabled = enabled;
         self.open();
+    }
+
+    /// What holds for a network device's queue by now.
+    pub(crate) fn set_terms(&mut self, terms: Terms) {
+        if let Work::Frames(frames) = &mut self.work {
+            frames.set_terms(terms);
+        }
     }
 
     /// Frames for it are taken as long as it is served.

@@ -21,7 +21,7 @@ pub use nics::{DropCounts, NicQueueState, NicState, PromisedFrames, QueueDirecti
 pub use policy::{Decision, Load, Outcome, PolicyAction, PolicyState, QueueName, SetPolicy};
 pub use requests::{
     AddDevice, AddIoThread, ErrorBody, Handed, Lock, MoveQueue, Moved, PinIoThread, Resize,
-    Resized, ScheduleCurve, SetMapping, SetQos,
+    Resized, ScheduleCurve, SetMapping, SetNicRate, SetQos,
 };
 use schedules::kept_at_least;
 pub use schedules::{

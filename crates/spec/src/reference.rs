@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use crate::control::{
     AddDevice, AddIoThread, Decision, DeviceState, ErrorBody, Event, IoThreadState, Lock,
     MoveQueue, Moved, PinIoThread, PolicyState, Resize, Resized, ScheduleCurve, SetMapping,
-    SetPolicy, SetQos, Snapshot,
+    SetNicRate, SetPolicy, SetQos, Snapshot,
 };
 use crate::serve::wire::Configuration;
 
@@ -161,6 +161,21 @@ pub const ROUTES: &[Route] = &[
         "delete",
         "/v1/devices/{device}/qos",
         "Has a device leave its schedule: its requests start as they come.",
+        None,
+        DONE,
+    ),
+    route(
+        "put",
+        "/v1/nics/{nic}/{direction}",
+        "Limits what goes to a network device's guest (rx) or comes from it (tx), and promises how long it waits, while frames flow. \
+         A promise that an IOThread could not keep is refused, and nothing is changed.",
+        Some(of::<SetNicRate>),
+        DONE,
+    ),
+    route(
+        "delete",
+        "/v1/nics/{nic}/{direction}",
+        "Takes limit and promise from a network device's direction.",
         None,
         DONE,
     ),

@@ -18,11 +18,11 @@ use axum::{Extension, Json, Router};
 use futures_util::stream::{self, Stream};
 use rtvirtio_spec::control::{
     AddDevice, AddIoThread, Decision, ErrorBody, Event, Handed, Lock, MoveQueue, Moved,
-    PinIoThread, PolicyState, Resize, Resized, ScheduleCurve, SetMapping, SetPolicy, SetQos,
-    Snapshot,
+    PinIoThread, PolicyState, QueueDirection, Resize, Resized, ScheduleCurve, SetMapping,
+    SetNicRate, SetPolicy, SetQos, Snapshot,
 };
 use rtvirtio_spec::mapping::Mapping;
-use rtvirtio_spec::serve::{Fault, IoThread, MAX_CPU, Qos, Schedule, wire};
+use rtvirtio_spec::serve::{Fault, IoThread, MAX_CPU, NicRate, Qos, Schedule, wire};
 use rtvirtio_units::{DiskName, IoThreadName, Name, NameError, Nanos};
 use serde::de::DeserializeOwned;
 use tokio::sync::broadcast::error::RecvError;
@@ -56,6 +56,7 @@ pub(super) fn router(plane: Arc<dyn Plane>) -> Router {
         .route("/v1/devices", get(devices).post(add_device))
         .route("/v1/devices/{device}", delete(remove_device).patch(resize_device))
         .route("/v1/devices/{device}/qos", put(set_qos).delete(remove_qos))
+        .route("/v1/nics/{nic}/{direction}", put(set_nic_rate).delete(remove_nic_rate))
         .route("/v1/schedules/{schedule}", put(set_schedule).delete(remove_schedule))
         .route("/v1/iothreads", get(iothreads).post(add_iothread))
         .route("/v1/iothreads/{iothread}", delete(remove_iothread))
@@ -97,6 +98,7 @@ impl From<PlaneError> for Failure {
     fn from(error: PlaneError) -> Self {
         let status = match &error {
             PlaneError::NoDevice(_)
+            | PlaneError::NoNic(_)
             | PlaneError::NoIoThread(_)
             | PlaneError::NoSchedule(_)
             | PlaneError::NoQueue { .. } => StatusCode::NOT_FOUND,
@@ -351,6 +353,34 @@ async fn remove_qos(State(api): State<Api>, Path(device): Path<String>) -> Done 
     let device = DiskName::new(device)?;
     api.change(Some(&device.clone()), move |plane| plane.set_qos(&device, None, Admission::Forced))
         .await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// `rx` or `tx`, as in a configuration.
+fn direction(text: &str) -> Result<QueueDirection, Failure> {
+    match text {
+        "rx" => Ok(QueueDirection::Receive),
+        "tx" => Ok(QueueDirection::Transmit),
+        _ => Err(Failure::wrong("a direction is rx or tx")),
+    }
+}
+
+async fn set_nic_rate(
+    State(api): State<Api>,
+    Path((nic, way)): Path<(String, String)>,
+    body: Body,
+) -> Done {
+    let (nic, direction) = (DiskName::new(nic)?, direction(&way)?);
+    let SetNicRate(raw) = parse(&body)?;
+    let rate = NicRate::new(direction, raw).map_err(PlaneError::from)?;
+    api.change(Some(&nic.clone()), move |plane| plane.set_nic_rate(&nic, direction, Some(rate)))
+        .await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn remove_nic_rate(State(api): State<Api>, Path((nic, way)): Path<(String, String)>) -> Done {
+    let (nic, direction) = (DiskName::new(nic)?, direction(&way)?);
+    api.change(Some(&nic.clone()), move |plane| plane.set_nic_rate(&nic, direction, None)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -378,6 +378,12 @@ fn wrong_requests_get_an_error_body() {
         ("PUT", "/v1/devices/d/qos", json!({ "schedule": "s", "iops": 1 }), 422, "a promise has"),
         ("PUT", "/v1/devices/d/qos", json!({ "schedule": "s", "x": 1 }), 400, "unknown field `x`"),
         ("PUT", "/v1/devices/d/qos", json!({ "schedule": "s" }), 404, "no schedule \"s\""),
+        ("PUT", "/v1/nics/n/tx", json!({ "max_frames": 1 }), 404, "no nic \"n\""),
+        ("PUT", "/v1/nics/n/tx", json!({ "within_us": 1 }), 422, "tx has neither max_frames"),
+        ("PUT", "/v1/nics/n/rx", json!({ "max_frames": 0 }), 422, "max_frames is 0, outside 1"),
+        ("PUT", "/v1/nics/n/rx", json!({ "max_frames": 1, "x": 1 }), 400, "unknown field `x`"),
+        ("PUT", "/v1/nics/n/to", json!({ "max_frames": 1 }), 400, "a direction is rx or tx"),
+        ("DELETE", "/v1/nics/n/rx", json!(null), 404, "no nic \"n\""),
         ("DELETE", "/v1/devices/d/qos", json!(null), 404, "no device \"d\""),
     ] {
         let (found, body) = served.ask(method, path, &body);

@@ -114,7 +114,16 @@ impl IoThread {
             ThreadMessage::Edit { key, edit, done } => {
                 self.submit_all();
                 if let Some(entry) = get_mut(&mut self.served, key) {
+                    let before = entry.queue.reservation();
                     edit(&mut entry.queue);
+                    let promise = entry.queue.reservation();
+                    // Its front end edits a queue too, and is to have no burst of it.
+                    if promise != before {
+                        self.awake.unreserve(key);
+                        if let Some(promise) = promise {
+                            self.awake.reserve(key, promise, now());
+                        }
+                    }
                     entry.queue.look();
                     // What was forbidden or out of reach may be possible now.
                     entry.awake = false;

@@ -218,7 +218,7 @@ const FREE_PAUSE: Duration = Duration::from_millis(1);
 
 /// Tries again for [`FREE_TIME`] what was refused because a queue was held: it is moving or
 /// stopping, or somebody looked whether it is.
-fn when_free<T, E>(
+pub(super) fn when_free<T, E>(
     is_held: impl Fn(&E) -> bool,
     mut attempt: impl FnMut() -> Result<T, E>,
 ) -> Result<T, E> {
@@ -527,6 +527,23 @@ impl State {
             false => nic.spec.clone(),
         };
         let nics: Vec<_> = self.nics.iter().map(of_nic).collect();
+        self.admit_nics(&nics, device, mapping)
+    }
+
+    /// The same, when a network device that is there is as `changed` says.
+    pub(super) fn admit_nic(&self, changed: &serve::Nic) -> Result<(), Fault> {
+        let others = self.nics.values().map(|nic| &nic.spec);
+        let others = others.filter(|nic| nic.name != changed.name);
+        let nics: Vec<_> = others.chain([changed]).cloned().collect();
+        self.admit_nics(&nics, &changed.name.clone().into(), &changed.mapping)
+    }
+
+    fn admit_nics(
+        &self,
+        nics: &[serve::Nic],
+        device: &DiskName,
+        mapping: &Mapping,
+    ) -> Result<(), Fault> {
         let served = self.devices.iter().map(|(name, device)| (name, &device.mapping));
         let adding = self.adding.iter().map(|(name, device)| (name, &device.mapping));
         let others = served.chain(adding).filter(|(name, _)| *name != device);
@@ -536,7 +553,7 @@ impl State {
         iothreads.into_iter().try_for_each(|iothread| {
             let queues = disks.iter().flat_map(|mapping| mapping.by_queue());
             let disks = queues.filter(|name| *name == iothread).count() as u32;
-            Ok(serve::admit(iothread, &nics, disks)?)
+            Ok(serve::admit(iothread, nics, disks)?)
         })
     }
 

@@ -25,7 +25,7 @@ use super::{Notice, ObservedNic, PlaneError, Report, io, refused};
 use crate::call::{self, Call};
 use crate::device::Limits;
 use crate::key::QueueKey;
-use crate::nic::{Link, Nic, NicConfig};
+use crate::nic::{Link, Nic, NicConfig, Terms};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
 use crate::queue::NicQueueSetup;
 use crate::socket::Socket;
@@ -274,7 +274,7 @@ impl Nics {
                 let seen = stats.snapshot();
                 let drops = stats.drops();
                 let frames = seen.operations.reads + seen.operations.writes;
-                let limit = [nic.spec.rx, nic.spec.tx][index % 2];
+                let limit = [spec.rx, spec.tx][index % 2];
                 let within = limit.and_then(|limit| limit.within);
                 NicQueueState {
                     index: index as u16,
@@ -349,6 +349,35 @@ impl NicHost {
 
     fn key(&self, index: u16) -> Option<QueueKey> {
         self.queues().get(usize::from(index))?.key
+    }
+
+    /// From now on these terms hold for the queues of a direction that start; those that run, which are to be told
+    /// ([`Self::tell_terms`]).
+    ///
+    /// # Errors
+    /// A queue that is being started: nothing is changed.
+    pub(super) fn set_terms(
+        &self,
+        direction: QueueDirection,
+        terms: &Terms,
+    ) -> Result<Vec<QueueKey>, u16> {
+        let queues = self.queues();
+        let first = u16::from(direction == QueueDirection::Transmit);
+        let of_direction = || (0..).zip(&*queues).skip(first.into()).step_by(2);
+        if let Some((index, _)) = of_direction().find(|(_, place)| place.is_starting) {
+            return Err(index);
+        }
+        self.nic.set_terms(first, terms.clone());
+        Ok(of_direction().filter_map(|(_, place)| place.key).collect())
+    }
+
+    /// Has queues that run go by these terms.
+    pub(super) fn tell_terms(&self, queues: Vec<QueueKey>, terms: &Terms) {
+        for key in queues {
+            let terms = terms.clone();
+            // One that has stopped in the meantime looks at them when it starts.
+            let _ = self.pool.edit(key, move |queue| queue.set_terms(terms));
+        }
     }
 
     /// What its frames cost.

@@ -7,19 +7,19 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use rtvirtio_qos as qos;
 use rtvirtio_spec::control::{
-    Activity, Decision, Event, IoThreadState, PolicyState, QosState, TaskState,
+    Activity, Decision, Event, IoThreadState, PolicyState, QosState, QueueDirection, TaskState,
 };
 use rtvirtio_spec::mapping::{Entry, Mapping};
 use rtvirtio_spec::serve::{
     self, Configuration, Control, Fault, ImageLock, IoCores, IoThread, Listen, MAX_DEVICES,
-    MAX_SCHEDULES, Policy, Service, wire,
+    MAX_SCHEDULES, NicRate, Policy, Service, wire,
 };
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos};
 use tokio::sync::broadcast;
 
 use super::engines::open;
 use super::host::{Host, HostSetup, lock_with_retry};
-use super::iothreads::{Adding, Core, Served, Slots, State};
+use super::iothreads::{Adding, Core, Served, Slots, State, when_free};
 use super::nics::Nics;
 use super::opened::{Image, Opened, OpenedDevice};
 use super::promises::terms;
@@ -31,6 +31,7 @@ use super::{
 use super::{Notice, Report};
 use crate::device::{Device, DeviceConfig, Limits};
 use crate::monitor::{Monitor, SchedStat};
+use crate::nic::Terms;
 use crate::pool::ThreadId;
 use crate::schedule::{ClassStatus, Schedule};
 use crate::thread_stats::IoThreadStats;
@@ -490,6 +491,37 @@ impl Plane for Registry {
         // What is in flight ends first, so not under the lock.
         drop(state);
         host.join(&queues);
+        Ok(())
+    }
+
+    fn set_nic_rate(
+        &self,
+        nic: &DiskName,
+        direction: QueueDirection,
+        rate: Option<NicRate>,
+    ) -> Result<(), PlaneError> {
+        let set = || {
+            let mut state = self.state();
+            let served = state.nics.get(nic).ok_or_else(|| PlaneError::NoNic(nic.clone()))?;
+            let (host, mut spec) = (Arc::clone(&served.host), served.spec.clone());
+            match direction {
+                QueueDirection::Receive => spec.rx = rate,
+                QueueDirection::Transmit => spec.tx = rate,
+            }
+            state.admit_nic(&spec)?;
+            let terms = Terms::new(rate.map(|rate| rate.rate()), spec.reservation(direction));
+            let queues = host.set_terms(direction, &terms);
+            let queues =
+                queues.map_err(|queue| PlaneError::QueueBusy { device: nic.clone(), queue })?;
+            if let Some(served) = state.nics.get_mut(nic) {
+                served.spec = spec;
+            }
+            Ok((host, queues, terms))
+        };
+        let is_busy = |error: &PlaneError| matches!(error, PlaneError::QueueBusy { .. });
+        let (host, queues, terms) = when_free(is_busy, set)?;
+        // An IOThread may be busy for a while, so not under the lock.
+        host.tell_terms(queues, &terms);
         Ok(())
     }
 

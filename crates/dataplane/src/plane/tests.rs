@@ -580,3 +580,84 @@ tx = {{ max_frames = 20000, burst_ms = 1, within_us = 200 }}
     };
     assert_eq!(queues, [None, Some(promised)]);
 }
+
+/// A disk beside it, or too short a time, and a limit alone always fits.
+#[test]
+fn rates_of_a_nic_change_if_its_iothread_can_keep_them_and_else_nothing_does() {
+    use rtvirtio_spec::control::QueueDirection::{Receive, Transmit};
+    use rtvirtio_spec::serve::NicRate;
+
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name).display().to_string();
+    let text = format!(
+        r#"version = 1
+[[iothread]]
+name = "iot0"
+[[network]]
+name = "lan"
+[[nic]]
+name = "plc"
+vm = "plc"
+socket = "{}"
+network = "lan"
+rx = {{ max_mbit = 100 }}
+"#,
+        path("plc.sock")
+    );
+    let configuration = rtvirtio_spec::serve::parse("serve.toml", &text).unwrap();
+    let opened = Opened::open(&configuration, &mut Default::default(), None, &|_| ()).unwrap();
+    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
+    registry.add_all(&configuration, opened).unwrap();
+    let plc = DiskName::new("plc").unwrap();
+    let rate =
+        |direction, value| NicRate::new(direction, serde_json::from_value(value).unwrap()).unwrap();
+    let promise = |within: u64| {
+        rate(Transmit, json!({ "max_frames": 20000, "burst_ms": 1, "within_us": within }))
+    };
+    let set = |direction, rate| registry.set_nic_rate(&plc, direction, rate);
+    let now = || {
+        let nic = registry.configuration().nics.remove(0);
+        let queues = registry.observe().nics[0].state.queues.clone();
+        let within = |index: usize| queues[index].promised.map(|promised| promised.within_ns);
+        assert_eq!([0, 1].map(within), [nic.rx, nic.tx].map(|rate| rate.and_then(|r| r.within)));
+        (nic.rx, nic.tx)
+    };
+    let limited = rate(Receive, json!({ "max_mbit": 100 }));
+    assert_eq!(now(), (Some(limited), None));
+    set(Transmit, Some(promise(300))).unwrap();
+    set(Receive, None).unwrap();
+    assert_eq!(now(), (None, Some(promise(300))));
+    let refused = |result: Result<(), PlaneError>| {
+        let error = result.unwrap_err();
+        let (text, hint) = (error.to_string(), error.hint().unwrap_or_default());
+        assert!(text.contains("\"iot0\" cannot keep what nic \"plc\" is promised (tx)"), "{text}");
+        assert!(
+            text.contains("µs is the shortest") && hint.contains("within_us = "),
+            "{text} {hint}"
+        );
+        text
+    };
+    let text = refused(set(Transmit, Some(promise(1))));
+    assert_eq!(now(), (None, Some(promise(300))));
+    // What is said to fit does.
+    let least = text.split(" µs is the shortest").next().unwrap().rsplit(' ').next().unwrap();
+    set(Transmit, Some(promise(least.parse().unwrap()))).unwrap();
+    let add_disk = || {
+        let device = json!({
+            "name": "disk",
+            "vm": "vm",
+            "socket": path("disk.sock"),
+            "engine": { "type": "ram", "size": 1 << 20 },
+        });
+        registry.add_device(serde_json::from_value(device).unwrap(), HandedFds::default())
+    };
+    refused(add_disk());
+    set(Transmit, None).unwrap();
+    add_disk().unwrap();
+    refused(set(Transmit, Some(promise(least.parse().unwrap()))));
+    assert_eq!(now(), (None, None));
+    set(Transmit, Some(promise(10_000))).unwrap();
+    let nobody = DiskName::new("nobody").unwrap();
+    let error = registry.set_nic_rate(&nobody, Receive, None).unwrap_err();
+    assert_eq!(error.to_string(), "there is no nic \"nobody\"");
+}

@@ -20,7 +20,7 @@ use rustix::fd::BorrowedFd;
 use super::Pass;
 use crate::clock::now;
 use crate::drr::TurnBudget;
-use crate::nic::{Link, Nic};
+use crate::nic::{Link, Nic, Terms};
 use crate::stats::QueueStats;
 use crate::switch::{PortReceiver, PortSender};
 
@@ -41,8 +41,7 @@ const MAX_PARTS: usize = 1000;
 /// What a queue of a network device does.
 pub(super) struct Frames {
     direction: Direction,
-    limit: Option<Arc<Limit>>,
-    promise: Option<Reservation>,
+    terms: Terms,
     /// When the next frame may pass, while one may not or was not taken by the link, ns of [`now`].
     held_until: Option<u64>,
     /// When its last turn began that left frames because of the limit, or for want of buffers, ns of [`now`].
@@ -64,7 +63,6 @@ type Served = Result<(Pass, bool), RingError>;
 impl Frames {
     /// Of the virtqueue `index`; `None`: the device has none, or it is served.
     pub(super) fn new(nic: &Arc<Nic>, index: u16, is_enabled: bool) -> Option<Self> {
-        let limit = nic.limit(index);
         let (pair, is_receive) = (index / 2, index.is_multiple_of(2));
         let direction = match nic.attached() {
             Link::Taps(taps) => {
@@ -93,8 +91,8 @@ impl Frames {
                 }
             },
         };
-        let promise = nic.promise(index);
-        let mut frames = Self { direction, limit, promise, held_until: None, blocked_at: 0 };
+        let terms = nic.terms(index);
+        let mut frames = Self { direction, terms, held_until: None, blocked_at: 0 };
         frames.set_open(is_enabled);
         Some(frames)
     }
@@ -109,7 +107,13 @@ impl Frames {
     }
 
     pub(super) const fn reservation(&self) -> Option<Reservation> {
-        self.promise
+        self.terms.promise
+    }
+
+    /// Its device's have been changed. What was held back by the limit before is looked at anew.
+    pub(super) fn set_terms(&mut self, terms: Terms) {
+        self.terms = terms;
+        self.release();
     }
 
     /// Since when the first frame of the last turn was there, ns of [`now`]: a port's senders have said when they sent it, and of
@@ -158,7 +162,7 @@ impl Frames {
         stats: &QueueStats,
         time: u64,
     ) -> Served {
-        let mut gate = Gate { limit: self.limit.as_deref(), time: 0, closed: None };
+        let mut gate = Gate { limit: self.terms.limit.as_deref(), time: 0, closed: None };
         let served = match &mut self.direction {
             Direction::TapTransmit(transmit) => {
                 transmit.serve(ring, chain, share, stats, &mut gate)
@@ -178,7 +182,7 @@ impl Frames {
             }
         };
         self.held_until = gate.closed;
-        if self.promise.is_some() && self.held_until().is_some() {
+        if self.terms.promise.is_some() && self.held_until().is_some() {
             self.blocked_at = time;
         }
         served

@@ -1,6 +1,7 @@
 //! `rtvirtio ctl`: the client of a data plane's control API.
 
 mod device;
+mod nic;
 mod policy;
 mod qos;
 mod show;
@@ -11,7 +12,7 @@ use anyhow::{Context, Result};
 use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
 use rtvirtio_spec::control::{
     AddIoThread, DeviceState, IoThreadState, Lock, MoveQueue, Moved, PinIoThread, Resize, Resized,
-    SetMapping, Snapshot,
+    SetMapping,
 };
 use rtvirtio_spec::cpulist;
 use rtvirtio_spec::mapping::{Mapping, read};
@@ -40,10 +41,10 @@ impl Args {
         match &self.command {
             Command::Snapshot
             | Command::Configuration
-            | Command::Nic(_)
             | Command::Decisions(_)
             | Command::Events
             | Command::Metrics => false,
+            Command::Nic(command) => !matches!(command, nic::Command::List),
             Command::Device(command) => !matches!(command, device::Command::List),
             Command::IoThread(command) => !matches!(command, IoThreadCommand::List),
             Command::Mapping(command) => !matches!(command, MappingCommand::Get { .. }),
@@ -66,9 +67,9 @@ enum Command {
     /// List, add, remove and resize devices
     #[command(subcommand)]
     Device(device::Command),
-    /// List network devices
+    /// List network devices, and change their limits and promises
     #[command(subcommand)]
-    Nic(NicCommand),
+    Nic(nic::Command),
     /// List, create, pin, lock and remove IOThreads
     #[command(subcommand, name = "iothread")]
     IoThread(IoThreadCommand),
@@ -102,12 +103,6 @@ enum Command {
     Events,
     /// Print the metrics for Prometheus
     Metrics,
-}
-
-#[derive(clap::Subcommand)]
-enum NicCommand {
-    /// Show them, and what each of their queues has handed on and dropped
-    List,
 }
 
 #[derive(clap::Subcommand)]
@@ -241,14 +236,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         Command::Schedule(command) => qos::schedules(&client, command, args.json)?,
         Command::Policy(args_of) => policy::run(&client, args_of, args.json)?,
         Command::Decisions(args_of) => policy::decisions(&client, args_of, args.json)?,
-        Command::Nic(NicCommand::List) => {
-            let found: Snapshot = client.get("/v1/snapshot")?;
-            if args.json {
-                input::print_json(&found.nics)?;
-            } else {
-                println!("{}", show::nics(&found.nics));
-            }
-        }
+        Command::Nic(command) => nic::run(&client, command, args.json)?,
         Command::Events => {
             for event in client.events()? {
                 let event = event?;

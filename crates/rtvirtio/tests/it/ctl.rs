@@ -108,6 +108,17 @@ fn each_change_is_asked_for_as_the_api_has_it() {
             "POST /v1/iothreads ",
             json!({ "name": "a", "cpus": [], "completion": "adaptive", "core": "auto" }),
         ),
+        (
+            &["nic", "set", "n", "tx", "--max-frames", "20000", "--within-us", "300"],
+            "PUT /v1/nics/n/tx ",
+            json!({ "max_frames": 20000, "within_us": 300 }),
+        ),
+        (
+            &["nic", "set", "n", "rx", "--max-mbit", "100", "--burst-ms", "0"],
+            "PUT /v1/nics/n/rx ",
+            json!({ "max_mbit": 100, "burst_ms": 0 }),
+        ),
+        (&["nic", "set", "n", "rx", "--off"], "DELETE /v1/nics/n/rx ", Value::Null),
     ] {
         let (_, asked) = done(arguments, "");
         assert!(asked.head.starts_with(first), "{arguments:?}: {}", asked.head);

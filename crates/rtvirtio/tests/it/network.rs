@@ -108,6 +108,24 @@ fn guest_talks_by_datagrams_to_a_device_of_qemu() {
     let talked = talk_to_qemu(TEST, &netdev, "10.81.0", directory.path(), &mut store, &nic);
     let Some((daemon, guest, _peer)) = talked else { return };
     assert_eq!(daemon.nic(0)["link"], remote.to_str().unwrap());
+    // A limit comes and goes while the guest runs: four frames, and one a second.
+    said(&daemon.ctl(&["nic", "set", "net0", "tx", "--max-frames", "1", "--burst-ms", "0"]));
+    let printed = said(&daemon.ctl(&["configuration"]));
+    assert!(printed.contains("max_frames = 1\n"), "{printed}");
+    let pings = "for i in 1 2 3 4; do ping -c 1 -W 20 10.81.0.2 & done; wait";
+    let begun = Instant::now();
+    guest.expect(0, pings);
+    assert!(begun.elapsed() > Duration::from_millis(2_900), "{:?}", begun.elapsed());
+    let refused =
+        daemon.ctl(&["nic", "set", "net0", "tx", "--max-frames", "1000", "--within-us", "1"]);
+    let why = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(
+        !refused.status.success() && why.contains("is the shortest that can be kept there"),
+        "{why}"
+    );
+    assert_eq!(said(&daemon.ctl(&["configuration"])), printed, "nothing has changed");
+    said(&daemon.ctl(&["nic", "set", "net0", "tx", "--off"]));
+    guest.expect(0, "ping -c 3 -W 5 10.81.0.2");
     // By SIGKILL: the socket is left.
     drop(daemon);
     assert!(local.exists());

@@ -40,6 +40,17 @@ pub enum QueueDirection {
     Transmit,
 }
 
+impl QueueDirection {
+    /// As a configuration and the control API's paths name it.
+    #[must_use]
+    pub const fn key(self) -> &'static str {
+        match self {
+            Self::Receive => "rx",
+            Self::Transmit => "tx",
+        }
+    }
+}
+
 /// A virtqueue of a network device. Counters are since the device's start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]

@@ -81,6 +81,12 @@ impl ScheduleCurve {
 #[serde(transparent)]
 pub struct SetQos(pub wire::Qos);
 
+/// `PUT /v1/nics/{nic}/{direction}`: what holds for it from now on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(transparent)]
+pub struct SetNicRate(pub wire::NicRate);
+
 /// `POST /v1/iothreads`
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]

@@ -13,6 +13,7 @@ use super::{
     MAX_VLAN, MIN_MTU, Network, NetworkPort, Nic, NicLink, NicRate, NvmeEngine, Polling, Qos,
     Service, Slice, SsdEngine, Vlans,
 };
+use crate::control::QueueDirection;
 use crate::mapping::{Entry, Mapping};
 
 /// A fault and the keys that lead to its value.
@@ -314,6 +315,16 @@ impl Network {
 
 /// A burst of which a driver's own batches seldom feel anything.
 const USUAL_BURST_MS: u64 = 5;
+
+impl NicRate {
+    /// Checks one of a direction.
+    ///
+    /// # Errors
+    /// [`Fault`]: which rule it breaks.
+    pub fn new(direction: QueueDirection, raw: wire::NicRate) -> Result<Self, Fault> {
+        nic_rate(direction.key(), raw).map_err(|(_, fault)| fault)
+    }
+}
 
 fn nic_rate(direction: &'static str, raw: wire::NicRate) -> Result<NicRate, Misplaced> {
     let keys: &[&str] = if direction == "rx" { &["rx"] } else { &["tx"] };

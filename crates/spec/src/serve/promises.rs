@@ -14,7 +14,7 @@ const USUAL_MTU: u16 = 1500;
 
 /// A promise that its IOThread could not keep.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-#[error("iothread \"{iothread}\" cannot keep what nic \"{nic}\" is promised ({}): {refusal}", key(*direction))]
+#[error("iothread \"{iothread}\" cannot keep what nic \"{nic}\" is promised ({}): {refusal}", direction.key())]
 pub struct NotKept {
     /// The IOThread.
     pub iothread: IoThreadName,
@@ -24,13 +24,6 @@ pub struct NotKept {
     pub direction: QueueDirection,
     /// Why, and what would fit.
     pub refusal: Refusal,
-}
-
-const fn key(direction: QueueDirection) -> &'static str {
-    match direction {
-        QueueDirection::Receive => "rx",
-        QueueDirection::Transmit => "tx",
-    }
 }
 
 impl NotKept {
@@ -46,7 +39,7 @@ impl NotKept {
     /// What to do about it, in one line.
     #[must_use]
     pub fn hint(&self) -> String {
-        let key = key(self.direction);
+        let key = self.direction.key();
         match self.refusal {
             Refusal::Share { most, .. } if most > 0 => format!(
                 "write {key} = {{ max_frames = {most}, ... }}, or give the nic an iothread of its own"

@@ -1,6 +1,7 @@
 //! A data plane that only keeps books.
 
-use rtvirtio_spec::serve::{Configuration, Service};
+use rtvirtio_spec::control::QueueDirection;
+use rtvirtio_spec::serve::{Configuration, NicRate, Service};
 
 use super::*;
 
@@ -212,6 +213,15 @@ impl Plane for Books {
         }
         state.device(device)?.qos = qos;
         Ok(())
+    }
+
+    fn set_nic_rate(
+        &self,
+        nic: &DiskName,
+        _: QueueDirection,
+        _: Option<NicRate>,
+    ) -> Result<(), PlaneError> {
+        Err(PlaneError::NoNic(nic.clone()))
     }
 
     fn set_policy(&self, settings: wire::IoCores) -> Result<(), PlaneError> {

@@ -6,6 +6,7 @@ use rtvirtio_frames::promise::{Medium, Promise, Reservation};
 use super::frames::{Flood, Port, RATES, judge, passed, skipped};
 use super::switch::{ALL, Net, PLAIN, Running, between, plain};
 use super::*;
+use crate::nic::Terms;
 
 /// Ports that send to each other as fast as they can.
 const FLOODS: u16 = 12;
@@ -177,5 +178,48 @@ fn limit_is_of_all_pairs_of_a_device_together() {
         for (queue, _) in queues.into_iter().rev() {
             net.pool.stop(queue.key).unwrap();
         }
+    }
+}
+
+/// Of a queue that runs: what another limit held back passes at once, and frames are promised from then on.
+#[test]
+fn terms_change_while_frames_wait() {
+    let net = Net::with_terms(1, &[ALL, ALL], &plain, &|_| ([None; 2], [None; 2]));
+    let mut receiver = net.start_port(Port::new(false), 1, 0, 1);
+    let mut sender = net.start_port(Port::new(true), 0, 1, 0);
+    let slots = receiver.port.offer(0..8, 1526);
+    let (key, stats) = (sender.key, Arc::clone(&sender.stats));
+    let set = |rate, promise| {
+        let terms = Terms::new(rate, promise);
+        net.pool.edit(key, move |queue| queue.set_terms(terms)).unwrap();
+    };
+    let mut send = |number: u8| {
+        sender.port.send(number.into(), PLAIN, &between(0, 1, number, 60));
+    };
+    let mut receive =
+        |number| assert_eq!(receiver.port.receive(&slots), (between(0, 1, number, 60), 1));
+    let promised = || stats.promised_and_late().0;
+    // One in an hour.
+    set(Some(Rate { frames: Some(1.0 / 3600.0), bits: None, burst: 0 }), None);
+    (0..3).for_each(&mut send);
+    receive(0);
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(stats.snapshot().operations.writes, 1, "the limit holds");
+    let fast = Rate { frames: Some(20_000.0), bits: None, burst: 1_000_000 };
+    set(Some(fast), Some(reservation()));
+    receive(1);
+    receive(2);
+    let begun = Instant::now();
+    while promised() < 2 {
+        assert!(begun.elapsed() < LOST, "{} are promised", promised());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    set(None, None);
+    send(3);
+    receive(3);
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(promised(), 2, "nothing is promised any more");
+    for key in [key, receiver.key] {
+        assert_eq!(net.pool.stop(key).unwrap().broken(), None);
     }
 }
