@@ -221,7 +221,10 @@ fn talk(packed: bool) {
         "vhost-user,id=net,chardev=nic".to_owned(),
         "-device".to_owned(),
         // As docs/data-plane.md has it: a guest that sees its link down forgets its neighbours.
-        format!("virtio-net-pci,netdev=net,status=off,packed={}", if packed { "on" } else { "off" }),
+        format!(
+            "virtio-net-pci,netdev=net,status=off,packed={}",
+            if packed { "on" } else { "off" }
+        ),
     ];
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let machine = Machine::boot(&image(TEST).unwrap(), &[], &arguments);
