@@ -310,6 +310,11 @@ impl Queue {
         self.flying += 1;
     }
 
+    /// One of both.
+    pub fn transfer(&mut self, is_read: bool, slot: usize, offset: u64, length: usize) {
+        if is_read { self.read(slot, offset, length) } else { self.write(slot, offset, length) }
+    }
+
     /// Zeroes a range.
     pub fn write_zeroes(&mut self, slot: usize, offset: u64, length: usize) {
         self.queue.write_zeroes(offset, length as u64, slot, ReqFlags::empty());

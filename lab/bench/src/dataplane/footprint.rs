@@ -187,11 +187,7 @@ fn serve(queue: &mut Queue, index: usize, device: u8) -> Result<()> {
     let (at, mark) = ((index * BLOCK) as u64, device.wrapping_add(index as u8) | 1);
     for is_write in [true, false] {
         queue.buffer(0).fill(if is_write { mark } else { 0 });
-        if is_write {
-            queue.write(0, at, BLOCK);
-        } else {
-            queue.read(0, at, BLOCK);
-        }
+        queue.transfer(!is_write, 0, at, BLOCK);
         let (mut result, deadline) = (None, Instant::now() + PATIENCE);
         // It may come back early, with nothing.
         while result.is_none() && Instant::now() < deadline {

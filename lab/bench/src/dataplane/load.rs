@@ -177,10 +177,7 @@ fn worker(
     let mut started = vec![Instant::now(); load.depth];
     let submit = |queue: &mut Queue, random: &mut Random, slot| {
         let offset = random.below(blocks) * BLOCK as u64;
-        match load.operation {
-            Operation::Read => queue.read(slot, offset, BLOCK),
-            Operation::Write => queue.write(slot, offset, BLOCK),
-        }
+        queue.transfer(load.operation == Operation::Read, slot, offset, BLOCK);
     };
     for slot in 0..load.depth {
         let tag = random.next();

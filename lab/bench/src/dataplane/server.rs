@@ -115,8 +115,6 @@ impl Setup<'_> {
     }
 
     fn qsd(&self, socket: &Path) -> Result<Vec<String>> {
-        // A comma ends a value in QEMU's syntax, unless doubled.
-        let escaped = |path: &Path| path.display().to_string().replace(',', ",,");
         let node = match self.backing {
             Backing::Ram { cpu_us: 1.., .. } => {
                 bail!("qemu-storage-daemon has no disk that costs CPU")
@@ -129,12 +127,7 @@ impl Setup<'_> {
                 escaped(path)
             ),
         };
-        let export = format!(
-            "type=vhost-user-blk,id=e0,node-name=f0,addr.type=unix,addr.path={},writable=on,\
-             num-queues={},iothread=t0",
-            escaped(socket),
-            self.queues
-        );
+        let export = qsd_export(("e0", "f0", "t0"), socket, self.queues);
         let arguments = [
             "qemu-storage-daemon",
             "--object",
@@ -173,6 +166,24 @@ pub fn rtvirtio() -> Result<PathBuf> {
         rtvirtio.display()
     );
     Ok(rtvirtio)
+}
+
+/// As QEMU reads it: a comma ends a value, unless doubled.
+pub(crate) fn escaped(path: &Path) -> String {
+    path.display().to_string().replace(',', ",,")
+}
+
+/// qemu-storage-daemon's `--export` of a node on an IOThread.
+pub(crate) fn qsd_export(
+    (id, node, iothread): (&str, &str, &str),
+    socket: &Path,
+    queues: usize,
+) -> String {
+    format!(
+        "type=vhost-user-blk,id={id},node-name={node},addr.type=unix,addr.path={},writable=on,\
+         num-queues={queues},iothread={iothread}",
+        escaped(socket)
+    )
 }
 
 /// What `rtvirtio serve` is told, as text.
@@ -259,11 +270,7 @@ pub(crate) fn serve<T>(
     interrupted: &Interrupted,
     work: impl FnOnce(&Server) -> Result<T>,
 ) -> Result<T> {
-    let configuration = directory.join("serve.toml");
-    std::fs::write(&configuration, toml)?;
-    let command = [program, Path::new("serve"), &configuration];
-    let command = command.map(|part| part.display().to_string());
-    Server::start(&command, socket, directory, interrupted)?.during(work)
+    Server::serving(program, toml, directory, socket, interrupted)?.during(work)
 }
 
 /// A running server; dropping it kills it.
@@ -276,6 +283,22 @@ pub struct Server {
 }
 
 impl Server {
+    /// Starts `program serve` with a configuration, which is written to `directory`; `socket` is the one that it
+    /// makes last.
+    pub(crate) fn serving(
+        program: &Path,
+        toml: &str,
+        directory: &Path,
+        socket: &Path,
+        interrupted: &Interrupted,
+    ) -> Result<Self> {
+        let configuration = directory.join("serve.toml");
+        std::fs::write(&configuration, toml)?;
+        let command = [program, Path::new("serve"), &configuration];
+        let command = command.map(|part| part.display().to_string());
+        Self::start(&command, socket, directory, interrupted)
+    }
+
     /// Starts `command` and waits until it listens at `socket`. It dies with this thread.
     ///
     /// # Errors

@@ -42,12 +42,9 @@ impl DataPlane {
         interrupted: &Interrupted,
     ) -> Result<Self> {
         let control = directory.join("control.sock");
-        let configuration = directory.join("serve.toml");
-        std::fs::write(&configuration, configured(&control))?;
-        let words = [&program.display().to_string(), "serve", &configuration.display().to_string()];
-        let command = words.map(str::to_owned);
+        let text = configured(&control);
         // The control socket is the last that it listens at.
-        let server = Server::start(&command, &control, directory, interrupted)?;
+        let server = Server::serving(program, &text, directory, &control, interrupted)?;
         let client = ControlClient::new(control);
         Ok(Self { client, directory: directory.to_owned(), _server: server })
     }

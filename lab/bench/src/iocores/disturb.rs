@@ -239,9 +239,7 @@ impl Benchmark {
         let awake = Awake::keep(&cpus()?)?;
         let measured = trial.run_beside(interrupted, |control, clock| {
             setpriority_process(Some(gettid()), NICE).context("be nice")?;
-            let count = || {
-                done.fetch_add(1, Ordering::Relaxed);
-            };
+            let who = Disturber { control, clock, done: &done };
             let mut readers = Vec::new();
             for (second, phase) in scenario.phases[1..].iter().enumerate() {
                 let slice = phase.span;
@@ -253,12 +251,12 @@ impl Benchmark {
                     (Disturbance::Reader, disturbed) => {
                         let wanted = if disturbed { READERS } else { 0 };
                         never_read(control, &mut readers, wanted)?;
-                        cause_events(control, clock, end, count)?;
+                        who.cause_events(end)?;
                     }
                     (Disturbance::None, _) | (_, false) => {}
-                    (Disturbance::Monitor, true) => end_the_monitor(control, clock, end, count)?,
+                    (Disturbance::Monitor, true) => who.end_the_monitor(end)?,
                     (Disturbance::Malformed, true) => {
-                        malformed(control, clock, end, REQUESTS.div_ceil(self.seconds), count)?;
+                        who.malformed(end, REQUESTS.div_ceil(self.seconds))?;
                     }
                 }
             }
@@ -316,39 +314,73 @@ fn scenario(seconds: u32) -> Result<Scenario> {
     Ok(scenario)
 }
 
-/// Calls `act` with numbers from 0, `every` so long, until `end`.
-fn pace(
-    clock: &Clock,
-    every: Duration,
-    end: Nanos,
-    mut act: impl FnMut(u64) -> Result<()>,
-) -> Result<()> {
-    let mut due = clock.now();
-    for number in 0.. {
-        if due >= end || !clock.sleep_until(due) {
-            return Ok(());
-        }
-        act(number)?;
-        due = due.saturating_add(Nanos::from(every));
-    }
-    Ok(())
+/// Who disturbs.
+struct Disturber<'a> {
+    control: &'a ControlClient,
+    clock: &'a Clock,
+    /// How often it was done.
+    done: &'a AtomicU64,
 }
 
-fn end_the_monitor(
-    control: &ControlClient,
-    clock: &Clock,
-    end: Nanos,
-    count: impl Fn(),
-) -> Result<()> {
-    pace(clock, HALF, end, |number| {
-        let policy = if number % 2 == 0 { Policy::Static } else { Policy::Advise };
-        let settings = wire::IoCores { policy: Some(policy), ..wire::IoCores::default() };
-        control.change("PUT", "/v1/policy", &SetPolicy(settings), &[])?;
-        if policy == Policy::Static {
-            count();
+impl Disturber<'_> {
+    /// Calls `act` with numbers from 0, `every` so long, until `end`; it says whether that counts.
+    fn pace(
+        &self,
+        every: Duration,
+        end: Nanos,
+        mut act: impl FnMut(u64) -> Result<bool>,
+    ) -> Result<()> {
+        let mut due = self.clock.now();
+        for number in 0.. {
+            if due >= end || !self.clock.sleep_until(due) {
+                return Ok(());
+            }
+            self.done.fetch_add(act(number)?.into(), Ordering::Relaxed);
+            due = due.saturating_add(Nanos::from(every));
         }
         Ok(())
-    })
+    }
+
+    fn end_the_monitor(&self, end: Nanos) -> Result<()> {
+        self.pace(HALF, end, |number| {
+            let policy = if number % 2 == 0 { Policy::Static } else { Policy::Advise };
+            let settings = wire::IoCores { policy: Some(policy), ..wire::IoCores::default() };
+            self.control.change("PUT", "/v1/policy", &SetPolicy(settings), &[])?;
+            Ok(policy == Policy::Static)
+        })
+    }
+
+    fn cause_events(&self, end: Nanos) -> Result<()> {
+        let names = ["iot1", "iot0"].map(IoThreadName::new);
+        let [Ok(first), Ok(second)] = names else { bail!("a bad name of an iothread") };
+        let bodies = [first, second].map(|iothread| MoveQueue { iothread });
+        let path = format!("/v1/mapping/vm{VMS}/0");
+        self.pace(Duration::from_secs_f64(1.0 / EVENTS), end, |number| {
+            self.control.change("PUT", &path, &bodies[number as usize % 2], &[])?;
+            Ok(true)
+        })
+    }
+
+    fn malformed(&self, end: Nanos, requests: u32) -> Result<()> {
+        // All of them until then, and a little before.
+        let left = end.saturating_sub(self.clock.now()).as_secs_f64();
+        let every = Duration::from_secs_f64(0.9 * left / f64::from(requests));
+        let mut sent = 0;
+        self.pace(every, end, |number| {
+            let is_one = sent < requests;
+            if is_one {
+                ask(self.control.socket(), MALFORMED[number as usize % MALFORMED.len()])?;
+                sent += 1;
+            }
+            Ok(is_one)
+        })?;
+        ensure!(
+            self.clock.is_stopped() || sent == requests,
+            "{sent} of {requests} malformed requests went into a second: use a longer --seconds"
+        );
+        self.control.snapshot().context("ask for a snapshot after malformed requests")?;
+        Ok(())
+    }
 }
 
 /// Has so many clients follow the events, and read none.
@@ -362,23 +394,6 @@ fn never_read(control: &ControlClient, readers: &mut Vec<UnixStream>, wanted: us
     Ok(())
 }
 
-fn cause_events(
-    control: &ControlClient,
-    clock: &Clock,
-    end: Nanos,
-    count: impl Fn(),
-) -> Result<()> {
-    let names = ["iot1", "iot0"].map(IoThreadName::new);
-    let [Ok(first), Ok(second)] = names else { bail!("a bad name of an iothread") };
-    let bodies = [first, second].map(|iothread| MoveQueue { iothread });
-    let path = format!("/v1/mapping/vm{VMS}/0");
-    pace(clock, Duration::from_secs_f64(1.0 / EVENTS), end, |number| {
-        control.change("PUT", &path, &bodies[number as usize % 2], &[])?;
-        count();
-        Ok(())
-    })
-}
-
 /// Requests that no server should take, by turns.
 const MALFORMED: [&[u8]; 8] = [
     b"\x00\xff\xfe\x16\x03\x01 not HTTP at all\r\n\r\n",
@@ -390,33 +405,6 @@ const MALFORMED: [&[u8]; 8] = [
     b"POST /v1/devices HTTP/1.0\r\nContent-Length: 9\r\n\r\n{\"a\":[[[[",
     b"PUT /v1/mapping/vm0/99 HTTP/1.0\r\nContent-Length: 20\r\n\r\n{\"iothread\":\"iot99\"}",
 ];
-
-fn malformed(
-    control: &ControlClient,
-    clock: &Clock,
-    end: Nanos,
-    requests: u32,
-    count: impl Fn(),
-) -> Result<()> {
-    // All of them until then, and a little before.
-    let left = end.saturating_sub(clock.now()).as_secs_f64();
-    let every = Duration::from_secs_f64(0.9 * left / f64::from(requests));
-    let mut sent = 0;
-    pace(clock, every, end, |number| {
-        if sent < requests {
-            ask(control.socket(), MALFORMED[number as usize % MALFORMED.len()])?;
-            sent += 1;
-            count();
-        }
-        Ok(())
-    })?;
-    ensure!(
-        clock.is_stopped() || sent == requests,
-        "{sent} of {requests} malformed requests went into a second: use a longer --seconds"
-    );
-    control.snapshot().context("ask for a snapshot after malformed requests")?;
-    Ok(())
-}
 
 /// Sends it, and waits for what is said, which is no success.
 fn ask(socket: &Path, request: &[u8]) -> Result<()> {

@@ -192,11 +192,8 @@ pub(crate) fn run_task(
         let offset = random.random_range(0..blocks) * plan.block as u64;
         let counts = phase.load(Ordering::Relaxed) == COUNTING;
         let begin = Instant::now();
-        if random.random::<f64>() < plan.read_fraction {
-            queue.read(0, offset, plan.block);
-        } else {
-            queue.write(0, offset, plan.block);
-        }
+        let is_read = random.random::<f64>() < plan.read_fraction;
+        queue.transfer(is_read, 0, offset, plan.block);
         let mut failed = 0;
         let ended = queue.wait(PATIENCE, |_, ended| failed = ended.result)?;
         ensure!(ended == 1, "{} got no answer within {} s", plan.name, PATIENCE.as_secs());

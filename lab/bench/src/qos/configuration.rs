@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use super::clients::Plan;
 use super::curve::Curve;
 use super::neighbour::Background;
-use crate::dataplane::server::{Configuration, part};
+use crate::dataplane::server::{Configuration, escaped, part, qsd_export};
 
 /// Bytes of each VM's disk.
 pub(crate) const DISK: u64 = 256 << 20;
@@ -102,8 +102,6 @@ impl Layout<'_> {
         option("--object", "iothread,id=iot0".to_owned());
         option("--object", format!("throttle-group,id=slow,limits.bps-total={THROTTLE}"));
         for vm in 0..self.disks() {
-            // A comma ends a value in QEMU's syntax, unless doubled.
-            let escaped = |path: &Path| path.display().to_string().replace(',', ",,");
             option(
                 "--blockdev",
                 format!(
@@ -121,15 +119,8 @@ impl Layout<'_> {
                 );
                 node = format!("slow{vm}");
             }
-            option(
-                "--export",
-                format!(
-                    "type=vhost-user-blk,id=export{vm},node-name={node},addr.type=unix,\
-                     addr.path={},writable=on,num-queues={},iothread=iot0",
-                    escaped(&socket(self.directory, vm)),
-                    self.queues(vm),
-                ),
-            );
+            let (id, socket) = (format!("export{vm}"), socket(self.directory, vm));
+            option("--export", qsd_export((&id, &node, "iot0"), &socket, self.queues(vm)));
         }
         command
     }

@@ -287,11 +287,7 @@ fn drive(
     let mut submit = |queue: &mut Queue, slot| {
         let offset = random.below(blocks) * BLOCK as u64;
         // 70 % reads, as the cases' tasks.
-        if random.below(10) < 7 {
-            queue.read(slot, offset, BLOCK);
-        } else {
-            queue.write(slot, offset, BLOCK);
-        }
+        queue.transfer(random.below(10) < 7, slot, offset, BLOCK);
     };
     let mut queues: Vec<&mut Queue> = clients.iter_mut().flat_map(Client::queues).collect();
     for queue in &mut queues {
