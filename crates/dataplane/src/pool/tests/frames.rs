@@ -565,11 +565,13 @@ pub(super) fn judge(test: &str, found: Option<f64>, rate: Rate) {
     }
 }
 
-pub(super) const RATES: [Rate; 4] = [
+pub(super) const RATES: [Rate; 6] = [
     Rate { frames: Some(1e3), bits: None, burst: 5_000_000 },
     Rate { frames: Some(5e4), bits: None, burst: 5_000_000 },
+    Rate { frames: Some(1e5), bits: None, burst: 5_000_000 },
     Rate { frames: None, bits: Some(1e7), burst: 5_000_000 },
     Rate { frames: Some(1e6), bits: Some(5e8), burst: 5_000_000 },
+    Rate { frames: None, bits: Some(1e9), burst: 5_000_000 },
 ];
 
 #[test]
