@@ -46,6 +46,8 @@ const SCALES: [u32; 10] = [1, 2, 3, 4, 5, 10, 20, 25, 50, 100];
 const TRIAL: Duration = Duration::from_secs(3);
 /// How long guests that do nothing are looked at.
 const TRIAL_IDLE: Duration = Duration::from_secs(1);
+/// The part of all CPUs from which on a trial sees no load, since others take what is left.
+const ALL_BUSY: f64 = 0.95;
 /// How many trials there are at most.
 const TRIALS: usize = 3;
 
@@ -145,7 +147,7 @@ impl Testbed {
     /// small part of the load tells what it costs; another one at the scale found confirms it.
     ///
     /// # Errors
-    /// As [`Testbed::measure`]; without guests.
+    /// As [`Testbed::measure`]; without guests, and where others leave no CPU idle.
     pub fn find_scale(&mut self, case: Case, interrupted: &Interrupted) -> Result<Scale> {
         ensure!(self.guests_run(), "only guests are given a scale");
         let cpus = std::thread::available_parallelism()?.get() as f64;
@@ -153,6 +155,11 @@ impl Testbed {
         let idle = MachineSample::now()?;
         wait(TRIAL_IDLE, interrupted)?;
         let idle = idle.since()?.busy_cores;
+        ensure!(
+            idle < ALL_BUSY * cpus,
+            "{idle:.1} of {cpus} CPUs are busy while the guests do nothing, so that a trial tells nothing of what their \
+             load costs: end what else runs here, and try again"
+        );
         let mut scale = TRIAL_SCALE;
         for _ in 0..TRIALS {
             self.scale = Some(scale);
@@ -174,6 +181,11 @@ impl Testbed {
         }
         self.scale = Some(scale);
         Ok(scale)
+    }
+
+    /// Has guests run as slow as [`Testbed::find_scale`] found before.
+    pub(crate) const fn set_scale(&mut self, scale: Scale) {
+        self.scale = Some(scale);
     }
 
     /// Applies the settings, and has vhost-user clients do the specification's tasks on a data

@@ -20,7 +20,8 @@
 //! - `rows`, `table`: what it comes to, for a terminal and as a plot.
 //!
 //! Benchmarks of their own: [`cost`], what a schedule costs; [`changes`], how soon targets are met
-//! again when the load or the device changes; [`admission`], whether what is promised can be kept.
+//! again when the load or the device changes; [`admission`], whether what is promised can be kept; [`guests`], QEMU guests
+//! in the clients' place, beside the setting made by hand.
 
 pub mod admission;
 mod bounds;
@@ -31,6 +32,7 @@ pub(crate) mod configuration;
 pub mod cost;
 pub mod curve;
 mod disk;
+pub mod guests;
 pub(crate) mod neighbour;
 mod rows;
 mod table;

@@ -143,6 +143,12 @@ enum Other {
         memory."
     )]
     QosAdmission(Of<qos::admission::Benchmark>),
+    /// QEMU guests beside a deep writer: the data plane, an earlier build of it, and the hand setting by turns
+    #[command(
+        after_help = "Results go to OUT as JSON lines (cells.jsonl) and table.txt; the same OUT continues where it was, at \
+        the scale that its first cell has. Needs root (FUSE, loop) and QEMU."
+    )]
+    QosGuests(Of<qos::guests::Benchmark>),
     /// How soon targets are met again when a VM appears, a neighbour starts, the device slows down
     #[command(
         after_help = "Results go to OUT as JSON lines (changes.jsonl), table.txt and plot.svg. Needs root (FUSE, \
@@ -210,6 +216,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         Some(Other::Qos(args)) => return args.run(interrupted),
         Some(Other::QosAdmission(args)) => return args.run(interrupted),
         Some(Other::QosChanges(args)) => return args.run(interrupted),
+        Some(Other::QosGuests(args)) => return args.run(interrupted),
         Some(Other::QosCost(args)) => return args.run(interrupted),
         None => {}
     }
