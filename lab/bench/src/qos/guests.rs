@@ -72,8 +72,7 @@ pub struct Benchmark {
 pub struct Setup {
     testbed: Testbed,
     _disk: ScratchDisk,
-    image: GuestImage,
-    accelerator: Accelerator,
+    guests: (GuestImage, Accelerator),
     curve: Curve,
     program: PathBuf,
 }
@@ -131,20 +130,21 @@ impl Experiment for Benchmark {
         Ok(())
     }
 
-    fn set_up(&self, _: &[CellKey], interrupted: &Interrupted) -> Result<Setup> {
+    fn set_up(&self, _: &[CellKey], _: &Path, interrupted: &Interrupted) -> Result<Setup> {
         if let Some(before) = &self.before {
             ensure!(before.is_file(), "{} is not there", before.display());
         }
         let program = rtvirtio()?;
         let image = GuestImage::find(&self.guest_image)?;
         let accelerator = Accelerator::probe(&image, interrupted)?;
+        let guests = (image, accelerator);
         let backing = Backing::Ssd(DEVICE.to_owned());
         let mut disk = ScratchDisk::start(&backing, DISK, 1)?;
         let mut testbed = Testbed::new(disk.device(), disk.label())?;
         let scale = match self.scale.get() {
             Some(scale) => *scale,
             None => {
-                testbed.boot_guests(&image, accelerator, case()?, interrupted)?;
+                testbed.boot_guests(&guests, case()?, None, interrupted)?;
                 testbed.find_scale(case()?, interrupted)?
             }
         };
@@ -155,20 +155,16 @@ impl Experiment for Benchmark {
         testbed.set_label(backing.label());
         let curve = Curve::of_ssd(backing.label().parse()?);
         eprintln!("Guests under {}; s = {scale}", accelerator.name());
-        Ok(Setup { testbed, _disk: disk, image, accelerator, curve, program })
+        Ok(Setup { testbed, _disk: disk, guests, curve, program })
     }
 
     fn measure(&self, setup: &mut Setup, key: &CellKey, interrupted: &Interrupted) -> Result<Cell> {
-        let Setup { testbed, image, accelerator, curve, program, .. } = setup;
+        let Setup { testbed, guests, curve, program, .. } = setup;
         let started = jiff::Timestamp::now().to_string();
         let (hand, case) = (key.scheme == Scheme::Hand.to_string(), case()?);
-        if hand {
-            testbed.boot_guests(image, *accelerator, case, interrupted)?;
-        } else {
-            let before = self.before.as_ref().filter(|_| key.scheme == BEFORE);
-            let served = (before.unwrap_or(program).as_path(), *curve);
-            testbed.boot_guests_on_data_plane(image, *accelerator, case, served, interrupted)?;
-        }
+        let before = self.before.as_ref().filter(|_| key.scheme == BEFORE);
+        let served = (before.unwrap_or(program).as_path(), *curve);
+        testbed.boot_guests(guests, case, (!hand).then_some(served), interrupted)?;
         let scale = testbed.scale();
         let window = WINDOW * scale.get();
         let specification =
@@ -192,7 +188,7 @@ impl Experiment for Benchmark {
         Ok(context.judge(vec![measured]))
     }
 
-    fn report(&self, cells: &[Cell]) -> Result<Report> {
+    fn report(&self, cells: &[Cell], _: &Path, _: &Interrupted) -> Result<Report> {
         Report::new(text(cells), cells)
     }
 }
