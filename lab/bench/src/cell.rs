@@ -86,7 +86,7 @@ impl Testbed {
     /// the device: each disk with targets is promised its tasks' rates.
     ///
     /// # Errors
-    /// As [`Guests::boot_all`], and if the server does not start.
+    /// As `Guests::boot_all`, and if the server does not start.
     pub fn boot_guests(
         &mut self,
         (image, accelerator): &(GuestImage, Accelerator),

@@ -68,7 +68,7 @@ named! {
         Tmpfs = "tmpfs",
         /// A file on a disk, direct.
         Disk = "disk",
-        /// The RAM engine, each request of which costs [`SCALING_CPU_US`].
+        /// The RAM engine, each request of which costs `SCALING_CPU_US`.
         Burn = "burn",
         /// Whatever serves a socket that was there before.
         Socket = "socket",

@@ -1,7 +1,7 @@
 //! The simulated path beside the real one: conditions of cells that were measured, simulated.
 //!
 //! A cell's condition is its case, neighbour, settings and device; its repetitions are cells with the
-//! same ones. Each is simulated [`SEEDS`] times for the cell's window, and the median of each
+//! same ones. Each is simulated `SEEDS` times for the cell's window, and the median of each
 //! quantity is held against the measured one, at the percentile that was judged.
 //!
 //! *Agrees*: within 25 %, 1 ms, or 1.5 times the disagreement of two repetitions (that of the

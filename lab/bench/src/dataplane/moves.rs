@@ -11,7 +11,7 @@
 //!
 //! A stage passes when no completion was lost, repeated or misplaced, moves were as
 //! many as asked for, and the p99 of pauses is at most [`LIMIT`] if a core was idle,
-//! else at most [`FACTOR`] times the p99 of wake-ups.
+//! else at most `FACTOR` times the p99 of wake-ups.
 
 mod resets;
 mod wake;

@@ -1,6 +1,6 @@
 //! The costs with which the simulator does what this machine does.
 //!
-//! A *row* is a [load](super::load): requests a second, and CPU time of server and clients for each. The same
+//! A *row* is a load (`load`): requests a second, and CPU time of server and clients for each. The same
 //! rows are simulated. The error of a row is the sum of the squares of the logarithms of simulated / measured, of
 //! its three figures. A *round* has each row once; what several say is their median, so that rounds between the
 //! cells of a campaign say what the machine was like in it, which is not what it was before.
