@@ -180,13 +180,13 @@ mod tests {
 
     #[test]
     fn frames_count_by_the_time_that_they_take() {
-        // Of 1.2 µs: 1.6, 1.6 + 5.12, 0.25 and 0.25 + 3.84.
+        // Of 1.2 µs: 1.6, 1.6 + 5.12, 0.125 and 0.125 + 3.84.
         for (kind, bytes, expected) in [
             (QueueKind::Disk, 65_536, 2.0),
             (QueueKind::Link, 0, 1.333),
             (QueueKind::Link, 65_536, 5.6),
-            (QueueKind::Switch, 0, 0.208),
-            (QueueKind::Switch, 65_536, 3.408),
+            (QueueKind::Switch, 0, 0.104),
+            (QueueKind::Switch, 65_536, 3.304),
         ] {
             let found = work(kind, 1_000, 1_000 * bytes) / 1_000.0;
             assert!((found - expected).abs() < 1e-3, "{kind:?}: {found}");
