@@ -274,12 +274,14 @@ fn guests_talk_over_a_network_and_go_on_when_the_daemon_is_killed() {
     let is_done = AtomicBool::new(false);
     let dropped = || {
         // A guest that the host does not let run for a while has no buffers meanwhile.
-        let of = |nic: usize, queue: usize| {
+        let mut starved = 0;
+        let mut of = |nic: usize, queue: usize| {
             let mut drops = daemon.nic(nic)["queues"][queue]["drops"].clone();
-            drops.as_object_mut().unwrap().remove("no_buffers");
+            let without = drops.as_object_mut().unwrap().remove("no_buffers");
+            starved += without.unwrap().as_u64().unwrap();
             drops
         };
-        format!("{:?}", [of(0, 0), of(0, 1), of(1, 0), of(1, 1)])
+        (format!("{:?}", [of(0, 0), of(0, 1), of(1, 0), of(1, 1)]), starved)
     };
     let before = dropped();
     said(&daemon.ctl(&["iothread", "create", "iot1"]));
@@ -305,7 +307,13 @@ fn guests_talk_over_a_network_and_go_on_when_the_daemon_is_killed() {
     });
     assert!(moves > 20, "{moves}");
     // What each sent before the other was there is lost, and nothing since.
-    assert_eq!(dropped(), before);
+    let after = dropped();
+    assert_eq!(after.0, before.0);
+    assert!(
+        after.1 - before.1 <= BYTES as u64 / 1460 / 100,
+        "{} found no buffers",
+        after.1 - before.1
+    );
     // A policy does so too.
     for queue in ["0", "1"] {
         said(&daemon.ctl(&["mapping", "move", "first", queue, "iot1"]));

@@ -534,8 +534,8 @@ fn frames_of_both_directions_take_what_they_cost() {
     }
 }
 
-/// What docs/io-cores.md says of 8 CPUs, with shorter phases. Each phase is worth at least 0.8 of what the best number is for
-/// it, and all of them more than under any number or published policy.
+/// What docs/io-cores.md says of 8 CPUs, with shorter phases. Each phase is worth at least 0.9 of what the best number is for
+/// it, the mix of disks and network devices 0.8, which is best served where disks have IOThreads of their own, and all of them more than under any number or published policy.
 #[test]
 fn network_phases_are_worth_more_than_under_any_number_or_published_policy() {
     use rtvirtio_iocores::utility::{Reference, Weights};
@@ -569,7 +569,8 @@ fn network_phases_are_worth_more_than_under_any_number_or_published_policy() {
     let (whole, phases) = utilities.split_last().unwrap();
     for (kind, of) in PhaseKind::NETWORK.iter().zip(phases) {
         let best = of[..3].iter().copied().fold(f64::MIN, f64::max);
-        assert!(of[5] >= 0.8 * best, "{kind}: {of:.3?}");
+        let least = if *kind == PhaseKind::DisksNics { 0.8 } else { 0.9 };
+        assert!(of[5] >= least * best, "{kind}: {of:.3?}");
     }
     assert!(whole[..5].iter().all(|other| whole[5] > *other), "{whole:.3?}");
 }
