@@ -597,8 +597,9 @@ impl IoThread {
 
     // Serving.
 
-    /// A round of turns, or those of it that one takes, or until a message comes; whether there was something to do. `reaped`: there was
-    /// something before.
+    /// Runs a round of turns, which ends early at a message, or once it has lasted for a turn and there is
+    /// something to submit or to reap. Returns whether there was something to do. `reaped`: something was
+    /// reaped or read before.
     fn serve(&mut self, time: u64, reaped: bool) -> bool {
         let mut worked = false;
         self.before_turns(reaped);
@@ -611,6 +612,7 @@ impl IoThread {
             worked = true;
             let (left, started) = self.serve_one(key, share, time);
             let promised = self.awake.end_turn(left);
+            self.busy.turn_of(key);
             // Others' turns are not waited for: a driver may go on with what has ended while these last.
             self.show(key);
             self.after_turn(key, started, !left.is_left());

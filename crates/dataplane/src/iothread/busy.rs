@@ -17,7 +17,7 @@ pub(super) struct Busy {
     until: u64,
     /// Whether more than one queue was awake when it served.
     several: bool,
-    /// The queue that was shown to its driver last.
+    /// The queue that had its turn or was shown to its driver last.
     shown: Option<QueueKey>,
 }
 
@@ -25,6 +25,11 @@ impl Busy {
     /// When it was last looked at the clock, ns.
     pub(super) const fn until(&self) -> u64 {
         self.until
+    }
+
+    /// A queue has had its turn: what passes until another one is shown to its driver is for it.
+    pub(super) const fn turn_of(&mut self, key: QueueKey) {
+        self.shown = Some(key);
     }
 }
 
