@@ -60,6 +60,18 @@ impl Schedulers {
         Some(Self { selected: selected.or_else(only)?, offered, is_fixed })
     }
 
+    /// Those that the device can have, with what the kernel loads when it is asked for it.
+    pub(crate) fn possible(self, sysfs: &dyn Sysfs, release: &str) -> Vec<String> {
+        let Self { mut offered, is_fixed, .. } = self;
+        for name in ["mq-deadline", "kyber", "bfq"] {
+            let is_new = !is_fixed && offered.iter().all(|other| other != name);
+            if is_new && has_module(sysfs, release, module(name)) {
+                offered.push(name.to_owned());
+            }
+        }
+        offered
+    }
+
     pub(crate) fn is_bfq(&self) -> bool {
         self.selected == "bfq"
     }
@@ -259,6 +271,17 @@ mod tests {
         let fixed = Schedulers::parse("none\n").unwrap();
         assert!(fixed.selected == "none" && fixed.is_fixed && !found.is_fixed);
         assert_eq!(Schedulers::parse("\n"), None);
+    }
+
+    #[test]
+    fn device_can_have_what_is_there_or_whose_module_is_unless_it_has_no_requests() {
+        let sysfs = crate::fake::FakeSysfs::bare();
+        sysfs.put("/lib/modules/6.12/modules.dep", "kernel/block/bfq.ko.xz:\n");
+        sysfs.put("/lib/modules/6.12/modules.builtin", "kernel/block/kyber-iosched.ko\n");
+        let possible = |text| Schedulers::parse(text).unwrap().possible(&sysfs, "6.12");
+        assert_eq!(possible("[none] mq-deadline\n"), ["none", "mq-deadline", "kyber", "bfq"]);
+        assert_eq!(possible("[none] bfq\n"), ["none", "bfq", "kyber"]);
+        assert_eq!(possible("none\n"), ["none"]);
     }
 
     #[test]

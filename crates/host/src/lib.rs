@@ -196,6 +196,18 @@ impl Host {
         Ok(knobs::Schedulers::read(&*self.sysfs, &disk)?.is_fixed)
     }
 
+    /// The kernel's names of the schedulers that the device can have: those that are there, and those whose
+    /// modules are, unless it has no requests.
+    ///
+    /// # Errors
+    /// If it is not there or no block device.
+    pub fn schedulers(&self, device: &Path) -> Result<Vec<String>, HostError> {
+        let disk = device::Disk::find(&*self.sysfs, device)?;
+        let found = knobs::Schedulers::read(&*self.sysfs, &disk)?;
+        let release = self.kernel_release().unwrap_or_default();
+        Ok(found.possible(&*self.sysfs, &release))
+    }
+
     /// Whether the kernel's iocost can control the device: on cgroup v2, where it has requests.
     ///
     /// # Errors

@@ -197,7 +197,13 @@ impl<'a> Structural<'a> {
             }
         }
         let name = load.scheduler.name();
-        let scheduler_factor = self.fit.scheduler_factor.get(name).copied().unwrap_or(1.0);
+        // Of a scheduler that was not measured no more is known than that the worst may be like it: a disk in use
+        // is measured under the one that it has.
+        let factors = &self.fit.scheduler_factor;
+        let scheduler_factor = factors
+            .get(name)
+            .copied()
+            .unwrap_or_else(|| factors.values().copied().fold(1.0, f64::max));
         Situation { regime, blockings, flood, wait, scheduler_factor, utilisation }
     }
 

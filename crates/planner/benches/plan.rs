@@ -62,6 +62,7 @@ fn plans(c: &mut Criterion) {
                         profile: &profile,
                         identity: profile.device.clone(),
                         model: Model::Structural,
+                        schedulers: None,
                     },
                 )
             })
@@ -76,7 +77,8 @@ fn plans(c: &mut Criterion) {
     for (name, bytes) in [("perceptron", MLP), ("boosting", BOOSTING)] {
         let learned = Learned::from_bytes(bytes).expect("the tests' models can be asked");
         let model = Model::Learned(&learned);
-        let found = FoundDevice { profile: &profile, identity: profile.device.clone(), model };
+        let identity = profile.device.clone();
+        let found = FoundDevice { profile: &profile, identity, model, schedulers: None };
         let found = [(specification.devices[0].name.clone(), found)].into();
         let id = BenchmarkId::from_parameter(format!("4 VMs on 1 device, {name}"));
         group.bench_function(id, |b| {

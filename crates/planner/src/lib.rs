@@ -131,6 +131,9 @@ pub struct FoundDevice<'a> {
     pub identity: DeviceIdentity,
     /// Who predicts its tails, but for what the data plane serves.
     pub model: Model<'a>,
+    /// The kernel's names of the schedulers that the device can have on its host; `None`: any. An array of md has
+    /// `none` alone, and a kernel without bfq's module has no bfq.
+    pub schedulers: Option<Vec<String>>,
 }
 
 /// What the models say of one task.
@@ -286,6 +289,7 @@ struct Problem<'a> {
     profile: &'a Profile,
     structural: Structural<'a>,
     model: Model<'a>,
+    schedulers: Option<Vec<String>>,
 }
 
 struct ProblemVm<'a> {
@@ -322,7 +326,7 @@ impl Evaluation {
 
 impl<'a> Problem<'a> {
     fn of(specification: &'a Specification, device: &'a Device, there: &FoundDevice<'a>) -> Self {
-        let &FoundDevice { profile, model, .. } = there;
+        let FoundDevice { profile, model, schedulers, .. } = there;
         let mut vms = Vec::new();
         for vm in &specification.vms {
             if !vm.disks.iter().any(|d| d.device == device.name) {
@@ -339,7 +343,14 @@ impl<'a> Problem<'a> {
             vms.push(ProblemVm { vm, streams, tasks, urgency });
         }
         let structural = Structural::new(&profile.structural, &profile.capacity);
-        Self { device, vms, profile, structural, model }
+        let schedulers = schedulers.clone();
+        Self { device, vms, profile, structural, model: *model, schedulers }
+    }
+
+    /// Whether the device can have this scheduler on its host.
+    fn can_have(&self, scheduler: Scheduler) -> bool {
+        let offered = self.schedulers.as_ref();
+        offered.is_none_or(|offered| offered.iter().any(|name| name == scheduler.name()))
     }
 
     /// iocost as the profile was made with it, if this host has it; `None` where nobody would be held

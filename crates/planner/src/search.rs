@@ -130,7 +130,7 @@ fn local_search(problem: &Problem<'_>, observed: &Knobs, sacrificed_vms: &[usize
     let starts = [Scheduler::None, Scheduler::MqDeadline, Scheduler::Kyber, Scheduler::Bfq(quiet)];
     let iocost = problem.iocost(observed).map(Scheduler::IoCost);
     let mut best: Option<Choice> = None;
-    for start in starts.into_iter().chain(iocost) {
+    for start in starts.into_iter().chain(iocost).filter(|start| problem.can_have(*start)) {
         let mut here = candidate(problem, observed, sacrificed_vms, start);
         loop {
             // Under bfq that idles tails are (VMs − 1) × timeout: no bound there is worth having, and one

@@ -24,7 +24,7 @@ pub(crate) fn specification(vms: &[(&str, f64, f64)], writer: bool) -> Specifica
 }
 
 pub(crate) fn found<'a>(profile: &'a Profile, model: Model<'a>) -> FoundDevice<'a> {
-    FoundDevice { profile, identity: identity(), model }
+    FoundDevice { profile, identity: identity(), model, schedulers: None }
 }
 
 pub(crate) fn planned(specification: &Specification) -> Plan {
@@ -123,6 +123,34 @@ fn confidence_without_enough_scores_is_unmet_and_says_so() {
         matches!(t.unmet.as_ref()?.cause, Cause::TooFewRuns { has: 0, .. }).then_some(())
     };
     assert!(plan.tasks.iter().all(|t| few(t).is_some()), "{:?}", plan.tasks);
+}
+
+#[test]
+fn scheduler_is_one_that_the_device_can_have() {
+    let specification = specification(&[("a", 500.0, 1.05)], false);
+    let mut profile = profile();
+    // The one that the kernel has anyway is the worst.
+    let factors = [("none", 1.4), ("kyber", 1.3), ("bfq", 1.2), ("mq-deadline", 1.0)];
+    profile.structural.scheduler_factor = factors.map(|(name, f)| (name.to_owned(), f)).into();
+    let all = ["none", "mq-deadline", "kyber", "bfq"];
+    let planned = |offered: Vec<String>| {
+        let schedulers = Some(offered);
+        let found = FoundDevice { schedulers, ..found(&profile, Model::Structural) };
+        let found = BTreeMap::from([(specification.devices[0].name.clone(), found)]);
+        plan(&specification, &found, &Knobs::new()).unwrap()
+    };
+    for subset in 0..16_u32 {
+        let mut offered: Vec<_> = (0..4).filter(|i| subset >> i & 1 == 1).map(|i| all[i]).collect();
+        let plan = planned(offered.iter().map(ToString::to_string).collect());
+        // A device without any has requests in the order in which they come.
+        offered.push("none");
+        let chosen = plan.settings.0.values().next().unwrap().scheduler;
+        assert!(offered.contains(&chosen.name()), "{offered:?}: {chosen:?}");
+        assert_eq!(plan.meets_all(), chosen == Scheduler::MqDeadline, "{:?}", plan.tasks);
+    }
+    let any = planned(all.map(str::to_owned).to_vec());
+    assert_eq!(any.settings, planned_on(&specification, &profile).settings);
+    assert_eq!(any.settings.0.values().next().unwrap().scheduler, Scheduler::MqDeadline);
 }
 
 #[test]

@@ -269,7 +269,7 @@ pub struct Response {
 pub struct StructuralFit {
     /// Tails of depth-1 requests without a deep neighbour, by rising utilisation; at least one.
     pub base: Vec<BasePoint>,
-    /// Factor on the base tails for each scheduler's name, 1 or more.
+    /// Factor on the base tails for each scheduler's name, 1 or more. Of one that is not here it is the largest.
     pub scheduler_factor: BTreeMap<String, f64>,
     /// How much of a cap is released at once, as a time: bytes = cap × this.
     pub burst: Nanos,

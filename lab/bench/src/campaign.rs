@@ -222,7 +222,8 @@ impl Campaign<'_> {
 
     fn found(&self) -> Result<BTreeMap<rtvirtio_units::DeviceName, FoundDevice<'_>>> {
         let identity = self.testbed.identity()?;
-        let found = FoundDevice { profile: self.profile, identity, model: Model::Structural };
+        let model = Model::Structural;
+        let found = FoundDevice { profile: self.profile, identity, model, schedulers: None };
         Ok([(self.testbed.device().name.clone(), found)].into())
     }
 

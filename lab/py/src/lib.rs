@@ -363,7 +363,7 @@ mod _core {
     ) -> BTreeMap<DeviceName, FoundDevice<'a>> {
         let device = |profile: &'a Profile| {
             let identity = profile.device.clone();
-            FoundDevice { profile, identity, model }
+            FoundDevice { profile, identity, model, schedulers: None }
         };
         profiles.iter().map(|(name, profile)| (name.clone(), device(profile))).collect()
     }

@@ -216,3 +216,19 @@ fn iocost_adds_its_wait_and_keeps_the_flood_out() {
     let flooded = tail_ms(&four(Scheduler::None, Some(Limits::default())), &task(500.0), 99.9);
     assert!((unknown - flooded).abs() < 0.01, "{unknown} {flooded}");
 }
+
+#[test]
+fn scheduler_that_was_not_measured_is_no_better_than_the_worst_that_was() {
+    let capacity = capacity();
+    let tail = |fit: &StructuralFit, scheduler| {
+        let load = four(scheduler, None);
+        let model = Structural::new(fit, &capacity);
+        let percentile = Percentile::new(99.9).unwrap();
+        model.estimate(&model.situation(&load), &task(1500.0), percentile).tail
+    };
+    let measured = [("none".to_owned(), 1.3), ("kyber".to_owned(), 1.1)];
+    let fit = StructuralFit { scheduler_factor: measured.into(), ..fit() };
+    let known = tail(&fit, Scheduler::None);
+    assert_eq!(tail(&fit, Scheduler::MqDeadline), known);
+    assert!(tail(&fit, Scheduler::Kyber) < known);
+}

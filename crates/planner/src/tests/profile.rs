@@ -47,7 +47,9 @@ pub(crate) fn profile() -> Profile {
                 p99: Nanos::from_micros(620),
                 p999: Nanos::from_micros(900),
             }],
-            scheduler_factor: [("bfq".to_owned(), 1.2)].into(),
+            scheduler_factor: [("none", 1.0), ("mq-deadline", 1.0), ("kyber", 1.0), ("bfq", 1.2)]
+                .map(|(name, factor)| (name.to_owned(), factor))
+                .into(),
             burst: Nanos::from_millis(90),
             stalls: None,
             regime_factor: BTreeMap::new(),

@@ -136,13 +136,15 @@ pub(crate) fn plan_host(
             _ => None,
         };
         let identity = host.identity(&device.path)?;
-        profiles.insert(device.name.clone(), (profile, identity, learned));
+        let schedulers = host.schedulers(&device.path)?;
+        profiles.insert(device.name.clone(), (profile, identity, learned, schedulers));
     }
     let found = profiles
         .iter()
-        .map(|(name, (profile, identity, learned))| {
+        .map(|(name, (profile, identity, learned, schedulers))| {
             let model = model.of(learned.as_ref().or(file.as_ref()));
-            (name.clone(), FoundDevice { profile, identity: identity.clone(), model })
+            let (identity, schedulers) = (identity.clone(), Some(schedulers.clone()));
+            (name.clone(), FoundDevice { profile, identity, model, schedulers })
         })
         .collect();
     let (running, absent) = host.running(&Topology::of_specification(specification))?;

@@ -47,7 +47,9 @@ impl Bounds {
             vm.tasks.iter_mut().for_each(|task| task.disk = name.clone());
         }
         let identity = profile.device.clone();
-        let found = [(device.name, FoundDevice { profile, identity, model: Model::Structural })];
+        let model = Model::Structural;
+        let found = FoundDevice { profile, identity, model, schedulers: None };
+        let found = [(device.name, found)];
         let plan = rtvirtio_planner::plan(&specification, &found.into(), &Knobs::default())?;
         let bound = |promise: rtvirtio_spec::plan::TaskPromise| {
             (format!("{}.{}", promise.vm, promise.task), promise.bound)
