@@ -47,7 +47,7 @@ pub const MAX_CONNECTIONS: usize = 64;
 /// The most readers of events among them.
 pub const MAX_EVENT_READERS: usize = 32;
 /// The most descriptors of a request.
-pub const MAX_FDS: usize = 4;
+pub const MAX_FDS: usize = 1 + rtvirtio_spec::serve::MAX_PAIRS as usize;
 /// How long a request may take, from its header's end to its answer.
 pub const REQUEST_TIME: Duration = Duration::from_secs(30);
 /// How long a header may take.

@@ -16,7 +16,7 @@ mod registry;
 mod watchdog;
 
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -30,7 +30,9 @@ use rtvirtio_spec::control::{
 };
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::mapping::{Entry, Mapping, MappingError};
-use rtvirtio_spec::serve::{Configuration, Fault, IoThread, NicRate, Policy, Qos, Schedule, wire};
+use rtvirtio_spec::serve::{
+    Configuration, Fault, IoThread, Network, NicRate, Policy, Qos, Schedule, wire,
+};
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 use rtvirtio_vhost::session::Ended;
 use rtvirtio_virtq::memory::MemoryError;
@@ -67,6 +69,19 @@ pub enum Notice<'a> {
     EmptyRing {
         /// Of its queues, from 0.
         queue: u16,
+    },
+    /// A TAP's queue is to be kept under this name by a service manager, so that the link stays up while this
+    /// process is down.
+    KeepTap {
+        /// The name.
+        name: &'a str,
+        /// The queue.
+        queue: BorrowedFd<'a>,
+    },
+    /// A TAP's queue of this name is of no device any more: whoever keeps it keeps it busy.
+    ReleaseTap {
+        /// The name.
+        name: &'a str,
     },
 }
 
@@ -121,6 +136,31 @@ pub trait Plane: Send + Sync {
     /// # Errors
     /// It is not there.
     fn remove_device(&self, device: &DiskName) -> Result<(), PlaneError>;
+
+    /// Adds a network device; unchecked likewise. A TAP's queues have to be handed over.
+    ///
+    /// # Errors
+    /// It breaks a rule, its name, socket or address is taken, an IOThread could not keep what it is promised,
+    /// or its link cannot be had.
+    fn add_nic(&self, nic: wire::Nic, handed: HandedFds) -> Result<(), PlaneError>;
+
+    /// Disconnects a network device's front end and removes the device.
+    ///
+    /// # Errors
+    /// It is not there.
+    fn remove_nic(&self, nic: &DiskName) -> Result<(), PlaneError>;
+
+    /// Makes a network.
+    ///
+    /// # Errors
+    /// The name is taken, or there are too many.
+    fn add_network(&self, network: Network) -> Result<(), PlaneError>;
+
+    /// Removes a network.
+    ///
+    /// # Errors
+    /// It is not there, or a device is in it.
+    fn remove_network(&self, network: &Name) -> Result<(), PlaneError>;
 
     /// Looks at a device's size again, or changes it, and tells the front end. The new size.
     ///
@@ -229,6 +269,8 @@ pub struct HandedFds {
     pub image: Option<OwnedFd>,
     /// A listening socket.
     pub socket: Option<OwnedFd>,
+    /// A TAP's queues, one for each pair.
+    pub taps: Vec<OwnedFd>,
 }
 
 /// Whether a promise has to fit.
@@ -479,6 +521,20 @@ pub enum PlaneError {
     /// The name of a device is taken.
     #[error("there is a device \"{0}\" already")]
     DeviceExists(DiskName),
+    /// No such network.
+    #[error("there is no network \"{0}\"")]
+    NoNetwork(Name),
+    /// The name of a network is taken.
+    #[error("there is a network \"{0}\" already")]
+    NetworkExists(Name),
+    /// Devices are in the network.
+    #[error("network \"{network}\" has {ports} nics")]
+    NetworkInUse {
+        /// The network.
+        network: Name,
+        /// How many.
+        ports: usize,
+    },
     /// The name of an IOThread is taken.
     #[error("there is an iothread \"{0}\" already")]
     IoThreadExists(IoThreadName),
@@ -568,7 +624,13 @@ impl PlaneError {
             Self::NoQueue { queues, .. } => {
                 format!("queues count from 0 to {}", queues.saturating_sub(1))
             }
-            Self::DeviceExists(_) | Self::IoThreadExists(_) => "choose another name".to_owned(),
+            Self::DeviceExists(_) | Self::IoThreadExists(_) | Self::NetworkExists(_) => {
+                "choose another name".to_owned()
+            }
+            Self::NoNetwork(_) => "list them: rtvirtio ctl network list".to_owned(),
+            Self::NetworkInUse { .. } => {
+                "remove them first: rtvirtio ctl nic remove NAME".to_owned()
+            }
             Self::SocketInUse { .. } | Self::SocketOfNic { .. } => {
                 "choose another socket".to_owned()
             }

@@ -15,15 +15,20 @@
 //! A frame that is posted is released exactly once, by whoever has its [`Delivery`]. An inbox that closes, since its
 //! queue stops or breaks, is emptied by whoever comes last: the queue that has closed it, or the sender that
 //! finds it closed after having posted.
+//!
+//! Ports come and go while frames flow. Which ones there are is a [`View`] that never changes: a change makes
+//! another one, which transmit queues find at the beginning of a turn. The queues of a port that has gone stay
+//! for the next port of that number, since deliveries may name them. A frame was for an earlier port of its
+//! number if its sender's view is older than the port: it is released unseen.
 
 use std::cell::UnsafeCell;
-use std::sync::Arc;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, fence};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, fence};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crossbeam_queue::ArrayQueue;
 use rtvirtio_frames::ethernet::Head;
-use rtvirtio_frames::forwarding::{Destination, Forwarding, Origin, Port};
+use rtvirtio_frames::forwarding::{Destination, Egress, Forwarding, MAX_PORTS, Origin, Port};
 use rtvirtio_frames::header::Header;
 use rtvirtio_virtq::ring::Chain;
 use rustix::event::{EventfdFlags, eventfd};
@@ -141,6 +146,8 @@ struct Batch {
     /// The slot of the first one.
     slot: u16,
     frames: u16,
+    /// Of its sender's view.
+    version: u64,
 }
 
 /// A batch that has yet to be posted.
@@ -153,28 +160,18 @@ struct Pending {
     last: u16,
 }
 
-/// A port's queues: an inbox and an outbox for each pair.
+/// The queues of a port: an inbox and an outbox for each pair.
 #[derive(Debug)]
-struct Queues(Box<[(Inbox, Outbox)]>);
-
-/// A switch and its ports, which stay as they are.
-#[derive(Debug)]
-pub(crate) struct Switch {
-    forwarding: Forwarding,
-    ports: Box<[Queues]>,
-    /// Frames per second to more than one port, from each transmit queue.
-    max_broadcast: f64,
+struct Queues {
+    pairs: Box<[(Inbox, Outbox)]>,
+    /// The version of the first view that has the port.
+    since: AtomicU64,
+    /// Whether there is a port of this number.
+    is_taken: AtomicBool,
 }
 
-impl Switch {
-    /// A switch with these ports, each with so many pairs of queues.
-    ///
-    /// # Errors
-    /// No eventfd.
-    pub(crate) fn new(
-        ports: Vec<(Port, u16)>,
-        max_broadcast: f64,
-    ) -> rustix::io::Result<Arc<Self>> {
+impl Queues {
+    fn new(pairs: u16) -> rustix::io::Result<Self> {
         let pair = |_| -> rustix::io::Result<_> {
             let inbox = Inbox {
                 batches: ArrayQueue::new(INBOX_BATCHES),
@@ -190,20 +187,127 @@ impl Switch {
             };
             Ok((inbox, outbox))
         };
-        let queues = |pairs| (0..pairs).map(pair).collect::<Result<_, _>>().map(Queues);
-        Ok(Arc::new(Self {
-            ports: ports.iter().map(|&(_, pairs)| queues(pairs)).collect::<Result<_, _>>()?,
-            forwarding: Forwarding::new(ports.into_iter().map(|(port, _)| port).collect()),
-            max_broadcast,
-        }))
+        Ok(Self {
+            pairs: (0..pairs).map(pair).collect::<Result<_, _>>()?,
+            since: AtomicU64::new(0),
+            is_taken: AtomicBool::new(false),
+        })
     }
 
-    pub(crate) const fn forwarding(&self) -> &Forwarding {
-        &self.forwarding
+    /// Whether a port of so many pairs may have them: nobody has, and none is served any more.
+    fn are_free(&self, pairs: u16) -> bool {
+        let is_claimed = |(inbox, outbox): &(Inbox, Outbox)| {
+            inbox.is_claimed.load(SeqCst) || outbox.is_claimed.load(SeqCst)
+        };
+        !self.is_taken.load(Relaxed)
+            && self.pairs.len() == usize::from(pairs)
+            && !self.pairs.iter().any(is_claimed)
+    }
+}
+
+/// Which ports there are.
+#[derive(Debug)]
+struct View {
+    forwarding: Forwarding,
+    /// Rises with each change.
+    version: u64,
+}
+
+/// A switch and its ports.
+#[derive(Debug)]
+pub(crate) struct Switch {
+    // Nobody waits for anybody while holding it, and no frame takes it.
+    view: Mutex<Arc<View>>,
+    /// Of the view.
+    version: AtomicU64,
+    /// By number.
+    ports: Box<[OnceLock<Queues>]>,
+    /// Frames per second to more than one port, from each transmit queue.
+    max_broadcast: f64,
+}
+
+/// Why a switch gets no further port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum PortError {
+    /// It has [`MAX_PORTS`].
+    #[error("the network has no port left")]
+    TooMany,
+    /// There is no eventfd.
+    #[error("eventfd: {0}")]
+    System(#[from] rustix::io::Errno),
+}
+
+impl Switch {
+    /// A switch without ports.
+    pub(crate) fn new(max_broadcast: f64) -> Arc<Self> {
+        let view = View { forwarding: Forwarding::new(Vec::new()), version: 0 };
+        Arc::new(Self {
+            view: Mutex::new(Arc::new(view)),
+            version: AtomicU64::new(0),
+            ports: (0..MAX_PORTS).map(|_| OnceLock::new()).collect(),
+            max_broadcast,
+        })
+    }
+
+    fn current(&self) -> MutexGuard<'_, Arc<View>> {
+        // What was begun under it is whole.
+        self.view.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self, view: &mut Arc<View>, number: u16, port: Option<Port>) {
+        let version = view.version.saturating_add(1);
+        let forwarding = view.forwarding.with_port(number, port);
+        *view = Arc::new(View { forwarding, version });
+        self.version.store(version, Release);
+    }
+
+    /// Adds a port with so many pairs of queues, whose address no other one has in its VLANs. Its number.
+    ///
+    /// # Errors
+    /// There are too many, or no eventfd is left.
+    pub(crate) fn add_port(&self, port: Port, pairs: u16) -> Result<u16, PortError> {
+        let mut view = self.current();
+        let are_free = |place: &OnceLock<Queues>| place.get().is_some_and(|q| q.are_free(pairs));
+        let used = self.ports.iter().position(are_free);
+        let found = used.or_else(|| self.ports.iter().position(|place| place.get().is_none()));
+        let index = found.ok_or(PortError::TooMany)?;
+        let place = self.ports.get(index).ok_or(PortError::TooMany)?;
+        let queues = match place.get() {
+            Some(queues) => queues,
+            None => {
+                let queues = Queues::new(pairs)?;
+                place.get_or_init(|| queues)
+            }
+        };
+        queues.is_taken.store(true, Relaxed);
+        queues.since.store(view.version.saturating_add(1), Relaxed);
+        self.change(&mut view, index as u16, Some(port));
+        Ok(index as u16)
+    }
+
+    /// Removes a port whose queues have stopped. What was learned of it is forgotten.
+    pub(crate) fn remove_port(&self, number: u16) {
+        let mut view = self.current();
+        self.change(&mut view, number, None);
+        view.forwarding.forget(number);
+        if let Some(queues) = self.ports.get(usize::from(number)).and_then(OnceLock::get) {
+            queues.is_taken.store(false, Relaxed);
+        }
+    }
+
+    /// How many ports it has.
+    pub(crate) fn ports(&self) -> usize {
+        let _view = self.current();
+        let all = self.ports.iter().filter_map(OnceLock::get);
+        all.filter(|queues| queues.is_taken.load(Relaxed)).count()
+    }
+
+    fn queues(&self, port: u16) -> Option<&Queues> {
+        self.ports.get(usize::from(port))?.get()
     }
 
     fn pair(&self, port: u16, pair: u16) -> Option<&(Inbox, Outbox)> {
-        self.ports.get(usize::from(port))?.0.get(usize::from(pair))
+        self.queues(port)?.pairs.get(usize::from(pair))
     }
 
     fn slot(&self, delivery: &Delivery) -> Option<&Slot> {
@@ -217,7 +321,7 @@ impl Switch {
         let takes = |(inbox, _): &(Inbox, Outbox)| {
             inbox.is_open.load(Relaxed) && !inbox.is_starved.load(Relaxed)
         };
-        let pairs = &self.ports.get(usize::from(port))?.0;
+        let pairs = &self.queues(port)?.pairs;
         if let [only] = &pairs[..] {
             return takes(only).then_some(0);
         }
@@ -272,8 +376,8 @@ impl Switch {
 
     /// Frames of a port have been released.
     fn wake_senders(&self, port: u16) {
-        let Some(Queues(pairs)) = self.ports.get(usize::from(port)) else { return };
-        pairs.iter().for_each(|(_, outbox)| outbox.wakeup.wake());
+        let Some(queues) = self.queues(port) else { return };
+        queues.pairs.iter().for_each(|(_, outbox)| outbox.wakeup.wake());
     }
 
     /// A delivery is done with, of which its sender is to be told ([`Self::wake_senders`]).
@@ -305,6 +409,8 @@ impl ToWake {
 #[derive(Debug)]
 pub(crate) struct PortSender {
     switch: Arc<Switch>,
+    /// The ports that it knows of.
+    view: Arc<View>,
     port: u16,
     pair: u16,
     /// The oldest frame on its way, and how many there are from there on.
@@ -321,6 +427,7 @@ impl PortSender {
         let is_free = !outbox.is_claimed.swap(true, AcqRel);
         is_free.then(|| Self {
             switch: Arc::clone(switch),
+            view: Arc::clone(&switch.current()),
             port,
             pair,
             first: 0,
@@ -333,8 +440,15 @@ impl PortSender {
         self.switch.max_broadcast
     }
 
-    /// The number of the port, its switch, and what [`Self::next`] says.
-    pub(crate) fn next_with_switch(&mut self) -> Option<(u16, &Forwarding, &mut Frame)> {
+    /// A turn begins: ports may have come or gone. Nothing is pending.
+    pub(crate) fn look(&mut self) {
+        if self.switch.version.load(Acquire) != self.view.version {
+            self.view = Arc::clone(&self.switch.current());
+        }
+    }
+
+    /// The number of the port, which ports there are, and what [`Self::next`] says.
+    pub(crate) fn next_with_ports(&mut self) -> Option<(u16, &Forwarding, &mut Frame)> {
         let place = self.place(self.count);
         if self.is_full() {
             return None;
@@ -344,7 +458,7 @@ impl PortSender {
         // SAFETY: the slot is behind those on their way, so nobody has a delivery of it; this is the one sender of the
         // outbox, and is borrowed for as long as the frame is.
         let frame = unsafe { &mut *slot.frame.get() };
-        Some((self.port, &self.switch.forwarding, frame))
+        Some((self.port, &self.view.forwarding, frame))
     }
 
     fn outbox(&self) -> Option<&Outbox> {
@@ -357,7 +471,7 @@ impl PortSender {
 
     /// Where the next frame goes; `None`: as many as there may be are on their way.
     pub(crate) fn next(&mut self) -> Option<&mut Frame> {
-        self.next_with_switch().map(|(_, _, frame)| frame)
+        self.next_with_ports().map(|(_, _, frame)| frame)
     }
 
     /// The frame of [`Self::next`] is on its way to the ports of `destination`, or nowhere, and [`Self::post`] has to follow. How
@@ -365,20 +479,21 @@ impl PortSender {
     pub(crate) fn send(&mut self, destination: Option<Destination>) -> (u32, u32) {
         let place = self.place(self.count);
         self.count += 1;
-        let Self { switch, port, pair, pending, .. } = self;
+        let Self { switch, view, port, pair, pending, .. } = self;
         let outbox = switch.pair(*port, *pair).map(|(_, outbox)| outbox);
         let Some(slot) = outbox.and_then(|outbox| outbox.slots.get(place)) else {
             return (0, 0);
         };
         // SAFETY: as in `next`; from here on it is only read.
         let frame = unsafe { &*slot.frame.get() };
-        let batch = || Batch { port: *port, pair: *pair, slot: place as u16, frames: 1 };
+        let version = view.version;
+        let batch = || Batch { port: *port, pair: *pair, slot: place as u16, frames: 1, version };
         let (mut taken, mut refused) = (0, 0);
         let mut flood = |is_unknown: bool| {
             // As many as it may go to: those that do not take it are released at once.
-            let ports = switch.forwarding.flooded(frame.origin, is_unknown);
+            let ports = view.forwarding.flooded(frame.origin, is_unknown);
             slot.deliveries.store(ports.count() as u32, Relaxed);
-            for to in switch.forwarding.flooded(frame.origin, is_unknown) {
+            for to in view.forwarding.flooded(frame.origin, is_unknown) {
                 let Some(to) = switch.pair_for(to, || frame.head.flow()).map(|pair| (to, pair))
                 else {
                     switch.release(Delivery { port: *port, pair: *pair, slot: place as u16 });
@@ -504,8 +619,12 @@ impl Drop for PortSender {
 #[derive(Debug)]
 pub(crate) struct PortReceiver {
     switch: Arc<Switch>,
+    /// With its own port, which stays as long as it.
+    view: Arc<View>,
     port: u16,
     pair: u16,
+    /// Frames of senders that knew less were for an earlier port.
+    since: u64,
     /// What is left of the batch that was taken last.
     batch: Option<Batch>,
     to_wake: ToWake,
@@ -518,19 +637,18 @@ impl PortReceiver {
         let is_free = !inbox.is_claimed.swap(true, AcqRel);
         is_free.then(|| Self {
             switch: Arc::clone(switch),
+            view: Arc::clone(&switch.current()),
             port,
             pair,
+            since: switch.queues(port).map_or(0, |queues| queues.since.load(Relaxed)),
             batch: None,
             to_wake: ToWake::default(),
         })
     }
 
-    pub(crate) const fn switch(&self) -> &Arc<Switch> {
-        &self.switch
-    }
-
-    pub(crate) const fn port(&self) -> u16 {
-        self.port
+    /// How a frame leaves at this port.
+    pub(crate) fn egress(&self, from: Origin) -> Egress {
+        self.view.forwarding.egress(self.port, from)
     }
 
     fn inbox(&self) -> Option<&Inbox> {
@@ -578,7 +696,12 @@ impl PortReceiver {
                 }
                 self.batch = None;
             }
-            self.batch = Some(self.inbox()?.batches.pop()?);
+            let batch = self.inbox()?.batches.pop()?;
+            if batch.version < self.since {
+                self.switch.release_all(batch);
+                continue;
+            }
+            self.batch = Some(batch);
         }
     }
 

@@ -6,6 +6,7 @@
 use std::ffi::CString;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use rtvirtio_frames::{features, header};
 use rtvirtio_virtq::Segment;
@@ -14,6 +15,10 @@ use rustix::io::Errno;
 
 /// Longest name of a network device (`IFNAMSIZ` less its terminator).
 pub(crate) const MAX_NAME: usize = 15;
+
+/// How long to try to attach, and how often.
+const ATTACH_TIME: Duration = Duration::from_secs(2);
+const ATTACH_PAUSE: Duration = Duration::from_millis(10);
 
 // linux/if_tun.h
 const TUNSETIFF: libc::Ioctl = 0x4004_54ca;
@@ -32,10 +37,12 @@ const TUN_F_TSO_ECN: u32 = 0x08;
 
 /// The ioctl that a TAP's offloads are set by in the midst of service: for whoever filters system calls.
 pub(crate) const SET_OFFLOADS: u32 = TUNSETOFFLOAD as u32;
+/// What [`Tap::adopt`] asks a queue, and tells it.
+pub(crate) const ADOPT: [u32; 3] = [TUNGETIFF as u32, TUNSETVNETHDRSZ as u32, TUNSETVNETLE as u32];
 
 /// Why a TAP cannot be used.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum TapError {
+pub enum TapError {
     /// The host has no TAPs.
     #[error("open /dev/net/tun")]
     Open(#[source] Errno),
@@ -68,7 +75,7 @@ pub(crate) enum TapError {
 
 /// One queue of a TAP.
 #[derive(Debug)]
-pub(crate) struct Tap(OwnedFd);
+pub struct Tap(OwnedFd);
 
 /// A request of `TUNSETIFF`: `struct ifreq` of `linux/if.h`, as far as it is read.
 #[repr(C)]
@@ -90,11 +97,12 @@ pub(crate) fn mtu(name: &str) -> Option<u16> {
 }
 
 impl Tap {
-    /// Attaches to the TAP of this name: one file for each pair of queues.
+    /// Attaches to the TAP of this name: one file for each pair of queues. The kernel lets go of the queues of a
+    /// server that was killed a moment after its end, for its rings are taken down aside: a busy one is tried again.
     ///
     /// # Errors
     /// [`TapError`]
-    pub(crate) fn attach(name: &str, queues: u16) -> Result<Vec<Self>, TapError> {
+    pub fn attach(name: &str, queues: u16) -> Result<Vec<Self>, TapError> {
         let multi_queue = if queues > 1 { " multi_queue" } else { "" };
         let missing = || TapError::Missing(name.to_owned(), multi_queue);
         if name.is_empty() || name.len() > MAX_NAME || name.contains(['/', '\0']) {
@@ -115,7 +123,15 @@ impl Tap {
             return Err(TapError::Queues { name: name.to_owned(), multi, queues });
         }
         let several = if multi { IFF_MULTI_QUEUE } else { 0 };
-        (0..queues).map(|_| Self::attach_one(name, several)).collect()
+        let begun = Instant::now();
+        loop {
+            match (0..queues).map(|_| Self::attach_one(name, several)).collect() {
+                Err(TapError::Attach(_, Errno::BUSY)) if begun.elapsed() < ATTACH_TIME => {
+                    std::thread::sleep(ATTACH_PAUSE);
+                }
+                attached => return attached,
+            }
+        }
     }
 
     /// Goes on with a queue that a process before this one has attached to, of the TAP of this name.

@@ -9,6 +9,7 @@
 //! where it was seen. A reader between the two finds a port of the same switch, whose VLANs are looked at
 //! anyway.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use crate::ethernet::{ARP, HEADER_BYTES, Head, Mac, is_group, is_link_local};
@@ -17,6 +18,8 @@ use crate::ethernet::{ARP, HEADER_BYTES, Head, Mac, is_group, is_link_local};
 pub const AGEING_SECONDS: u32 = 300;
 /// The most addresses that are learned of one port: more cost it nobody else's place.
 pub const MAX_LEARNED: u32 = 256;
+/// The most ports of a switch.
+pub const MAX_PORTS: u16 = 1024;
 /// Highest number of a VLAN; 0 and 4095 are none.
 pub const MAX_VLAN: u16 = 4094;
 
@@ -95,13 +98,15 @@ pub enum Egress {
     Tagged(u16),
 }
 
-/// The ports of a switch.
-#[derive(Debug)]
+/// The ports of a switch, as they are at one time. What is learned is shared with those of before and after
+/// ([`Self::with_port`]).
+#[derive(Debug, Clone)]
 pub struct Forwarding {
-    ports: Vec<Port>,
+    /// By number.
+    ports: Vec<Option<Port>>,
     /// Address and VLAN of the ports' own devices, ascending.
     own: Vec<(u64, u16)>,
-    learned: Learned,
+    learned: Arc<Learned>,
 }
 
 #[inline]
@@ -132,9 +137,17 @@ impl Vlans {
 }
 
 impl Forwarding {
-    /// A switch with these ports, of which no two have one address in one VLAN.
+    /// A switch with these ports, numbered from 0, of which no two have one address in one VLAN: at most
+    /// [`MAX_PORTS`].
     #[must_use]
     pub fn new(ports: Vec<Port>) -> Self {
+        let ports = ports.into_iter().map(Some).collect();
+        Self::of(ports, Arc::new(Learned::new()))
+    }
+
+    fn of(ports: Vec<Option<Port>>, learned: Arc<Learned>) -> Self {
+        let numbered =
+            (0..).zip(&ports).filter_map(|(number, port)| Some((number, port.as_ref()?)));
         let keys = |(number, port): (u16, &Port)| {
             let mac = port.mac;
             port.vlans
@@ -143,16 +156,30 @@ impl Forwarding {
                 .map(move |&vlan| (key(mac, vlan), number))
                 .collect::<Vec<_>>()
         };
-        let mut own: Vec<_> = (0..).zip(&ports).flat_map(keys).collect();
+        let mut own: Vec<_> = numbered.flat_map(keys).collect();
         own.sort_unstable();
-        let learned = Learned::new(ports.len());
         Self { ports, own, learned }
     }
 
-    /// The port whose device has this address.
+    /// The switch when this port has come, or has gone.
     #[must_use]
-    pub fn port_of(&self, mac: Mac) -> Option<u16> {
-        self.ports.iter().position(|port| port.mac == mac).map(|port| port as u16)
+    pub fn with_port(&self, number: u16, port: Option<Port>) -> Self {
+        let mut ports = self.ports.clone();
+        let index = usize::from(number);
+        ports.resize(ports.len().max(index + 1), None);
+        if let Some(place) = ports.get_mut(index) {
+            *place = port;
+        }
+        Self::of(ports, Arc::clone(&self.learned))
+    }
+
+    /// Forgets what was learned of a port that has gone, and from which nothing comes any more.
+    pub fn forget(&self, number: u16) {
+        self.learned.forget(number);
+    }
+
+    fn port(&self, number: u16) -> Option<&Port> {
+        self.ports.get(usize::from(number))?.as_ref()
     }
 
     #[inline]
@@ -163,8 +190,7 @@ impl Forwarding {
 
     #[inline]
     fn has(&self, port: u16, vlan: u16) -> bool {
-        let port = self.ports.get(usize::from(port));
-        port.is_some_and(|port| port.vlans.has(vlan))
+        self.port(port).is_some_and(|port| port.vlans.has(vlan))
     }
 
     /// [`Self::admit`] and [`Self::destination`] of a frame, of which `last` remembers what it may: for one port, and one
@@ -201,7 +227,7 @@ impl Forwarding {
     /// [`Refused::Spoofed`], [`Refused::Vlan`].
     #[inline]
     pub fn admit(&self, number: u16, head: &mut Head, now: u32) -> Result<Origin, Refused> {
-        let port = self.ports.get(usize::from(number)).ok_or(Refused::NoReceiver)?;
+        let port = self.port(number).ok_or(Refused::NoReceiver)?;
         let (vlan, tag) = match &port.vlans {
             Vlans::Untagged => (0, None),
             Vlans::Access(_) if head.tag().is_some() => return Err(Refused::Vlan),
@@ -258,17 +284,21 @@ impl Forwarding {
 
     /// The ports that a frame to a [`Destination::Group`] or [`Destination::Unknown`] goes to.
     pub fn flooded(&self, from: Origin, unknown: bool) -> impl Iterator<Item = u16> {
-        let goes = move |(number, port): &(u16, &Port)| {
-            *number != from.port && !(unknown && port.anti_spoofing) && port.vlans.has(from.vlan)
+        let goes = move |(number, port): (u16, &Option<Port>)| {
+            let port = port.as_ref()?;
+            let goes = number != from.port
+                && !(unknown && port.anti_spoofing)
+                && port.vlans.has(from.vlan);
+            goes.then_some(number)
         };
-        (0..).zip(&self.ports).filter(goes).map(|(number, _)| number)
+        (0..).zip(&self.ports).filter_map(goes)
     }
 
     /// How a frame leaves at a port of its VLAN.
     #[must_use]
     #[inline]
     pub fn egress(&self, port: u16, from: Origin) -> Egress {
-        match self.ports.get(usize::from(port)).map(|port| &port.vlans) {
+        match self.port(port).map(|port| &port.vlans) {
             // Of what has no tag the priority is 0.
             Some(Vlans::Trunk(_)) => Egress::Tagged(from.tag.unwrap_or(from.vlan)),
             _ => Egress::Untagged,
@@ -315,10 +345,23 @@ const fn is_old(seen: u64, now: u32) -> bool {
 }
 
 impl Learned {
-    fn new(ports: usize) -> Self {
+    fn new() -> Self {
         Self {
             entries: (0..ENTRIES).map(|_| Entry::default()).collect(),
-            counts: (0..ports).map(|_| AtomicU32::new(0)).collect(),
+            counts: (0..MAX_PORTS).map(|_| AtomicU32::new(0)).collect(),
+        }
+    }
+
+    /// Drops all addresses of a port. One that another port is learning just now may go too, until it sends again.
+    fn forget(&self, port: u16) {
+        for entry in &self.entries {
+            let key = entry.key.load(Relaxed);
+            if key != 0 && entry.seen.load(Relaxed) as u16 == port {
+                let _ = entry.key.compare_exchange(key, 0, Relaxed, Relaxed);
+            }
+        }
+        if let Some(count) = self.count(port) {
+            count.store(0, Relaxed);
         }
     }
 
@@ -372,7 +415,8 @@ impl Learned {
         let port = seen as u16;
         if before != port {
             if let Some(count) = self.count(before) {
-                count.fetch_sub(1, Relaxed);
+                // What was of a port that has gone is counted no more.
+                let _ = count.fetch_update(Relaxed, Relaxed, |count| count.checked_sub(1));
             }
             if let Some(count) = self.count(port) {
                 count.fetch_add(1, Relaxed);
@@ -483,6 +527,36 @@ mod tests {
         let origin = switch.admit(0, &mut again, AGEING_SECONDS + 1).unwrap();
         let found = switch.destination(origin, &again, AGEING_SECONDS + 1);
         assert_eq!(found, Ok(Destination::Unknown));
+    }
+
+    #[test]
+    fn port_that_goes_leaves_nothing_to_who_has_its_number_next() {
+        let open = |last| Port { anti_spoofing: false, ..port(last, Vlans::Untagged) };
+        let before = Forwarding::new(vec![port(1, Vlans::Untagged), open(2)]);
+        for i in 0..=u8::MAX {
+            sent(&before, 1, head(mac(1), [4, 0, 0, 0, 0, i], &[])).unwrap();
+        }
+        assert_eq!(sent(&before, 0, head(mac(2), mac(1), &[])), Ok(vec![1]));
+        let without = before.with_port(1, None);
+        without.forget(1);
+        // Nobody has these addresses any more.
+        for to in [mac(2), [4, 0, 0, 0, 0, 9]] {
+            assert_eq!(sent(&without, 0, head(to, mac(1), &[])), Ok(vec![]));
+        }
+        assert_eq!(sent(&without, 0, head([0xff; 6], mac(1), &[])), Ok(vec![]));
+        assert_eq!(without.learned(0).count(), 0);
+        let refused = without.admit(1, &mut head(mac(1), mac(2), &[]), 0);
+        assert_eq!(refused, Err(Refused::NoReceiver));
+
+        let with = without.with_port(1, Some(open(3))).with_port(4, Some(port(5, Vlans::Untagged)));
+        assert_eq!(sent(&with, 0, head(mac(3), mac(1), &[])), Ok(vec![1]));
+        assert_eq!(sent(&with, 0, head([0xff; 6], mac(1), &[])), Ok(vec![1, 4]));
+        // It has all places of its own again.
+        for i in 0..=u8::MAX {
+            sent(&with, 1, head(mac(1), [6, 0, 0, 0, 0, i], &[])).unwrap();
+        }
+        assert_eq!(with.learned(0).count(), before.learned(0).count());
+        assert!(with.learned(0).count() > MAX_LEARNED as usize / 2);
     }
 
     #[test]

@@ -20,8 +20,8 @@ mod schedules;
 pub use nics::{DropCounts, NicQueueState, NicState, PromisedFrames, QueueDirection};
 pub use policy::{Decision, Load, Outcome, PolicyAction, PolicyState, QueueName, SetPolicy};
 pub use requests::{
-    AddDevice, AddIoThread, ErrorBody, Handed, Lock, MoveQueue, Moved, PinIoThread, Resize,
-    Resized, ScheduleCurve, SetMapping, SetNicRate, SetQos,
+    AddDevice, AddIoThread, AddNetwork, AddNic, ErrorBody, Handed, Lock, MoveQueue, Moved,
+    PinIoThread, Resize, Resized, ScheduleCurve, SetMapping, SetNicRate, SetQos,
 };
 use schedules::kept_at_least;
 pub use schedules::{

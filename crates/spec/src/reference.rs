@@ -6,11 +6,11 @@ use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde_json::{Map, Value, json};
 
 use crate::control::{
-    AddDevice, AddIoThread, Decision, DeviceState, ErrorBody, Event, IoThreadState, Lock,
-    MoveQueue, Moved, PinIoThread, PolicyState, Resize, Resized, ScheduleCurve, SetMapping,
-    SetNicRate, SetPolicy, SetQos, Snapshot,
+    AddDevice, AddIoThread, AddNetwork, AddNic, Decision, DeviceState, ErrorBody, Event,
+    IoThreadState, Lock, MoveQueue, Moved, NicState, PinIoThread, PolicyState, Resize, Resized,
+    ScheduleCurve, SetMapping, SetNicRate, SetPolicy, SetQos, Snapshot,
 };
-use crate::serve::wire::Configuration;
+use crate::serve::wire::{Configuration, Network};
 
 /// The JSON schema of a specification.
 #[must_use]
@@ -161,6 +161,31 @@ pub const ROUTES: &[Route] = &[
         "delete",
         "/v1/devices/{device}/qos",
         "Has a device leave its schedule: its requests start as they come.",
+        None,
+        DONE,
+    ),
+    route("get", "/v1/nics", "The network devices.", None, &[(200, Json(of::<Vec<NicState>>))]),
+    route(
+        "post",
+        "/v1/nics",
+        "Adds a network device, to a network while frames flow there. Descriptors that its socket or its TAP's queues are to be \
+         come with the request (SCM_RIGHTS); a TAP's have to.",
+        Some(of::<AddNic>),
+        MADE,
+    ),
+    route(
+        "delete",
+        "/v1/nics/{nic}",
+        "Removes a network device: its front end is disconnected.",
+        None,
+        DONE,
+    ),
+    route("get", "/v1/networks", "The networks.", None, &[(200, Json(of::<Vec<Network>>))]),
+    route("post", "/v1/networks", "Makes a network.", Some(of::<AddNetwork>), MADE),
+    route(
+        "delete",
+        "/v1/networks/{network}",
+        "Removes a network in which no device is.",
         None,
         DONE,
     ),

@@ -17,12 +17,12 @@ use axum::routing::{delete, get, put};
 use axum::{Extension, Json, Router};
 use futures_util::stream::{self, Stream};
 use rtvirtio_spec::control::{
-    AddDevice, AddIoThread, Decision, ErrorBody, Event, Handed, Lock, MoveQueue, Moved,
-    PinIoThread, PolicyState, QueueDirection, Resize, Resized, ScheduleCurve, SetMapping,
-    SetNicRate, SetPolicy, SetQos, Snapshot,
+    AddDevice, AddIoThread, AddNetwork, AddNic, Decision, ErrorBody, Event, Handed, Lock,
+    MoveQueue, Moved, PinIoThread, PolicyState, QueueDirection, Resize, Resized, ScheduleCurve,
+    SetMapping, SetNicRate, SetPolicy, SetQos, Snapshot,
 };
 use rtvirtio_spec::mapping::Mapping;
-use rtvirtio_spec::serve::{Fault, IoThread, MAX_CPU, NicRate, Qos, Schedule, wire};
+use rtvirtio_spec::serve::{Fault, IoThread, MAX_CPU, Network, NicRate, Qos, Schedule, wire};
 use rtvirtio_units::{DiskName, IoThreadName, Name, NameError, Nanos};
 use serde::de::DeserializeOwned;
 use tokio::sync::broadcast::error::RecvError;
@@ -56,6 +56,10 @@ pub(super) fn router(plane: Arc<dyn Plane>) -> Router {
         .route("/v1/devices", get(devices).post(add_device))
         .route("/v1/devices/{device}", delete(remove_device).patch(resize_device))
         .route("/v1/devices/{device}/qos", put(set_qos).delete(remove_qos))
+        .route("/v1/nics", get(nics).post(add_nic))
+        .route("/v1/nics/{nic}", delete(remove_nic))
+        .route("/v1/networks", get(networks).post(add_network))
+        .route("/v1/networks/{network}", delete(remove_network))
         .route("/v1/nics/{nic}/{direction}", put(set_nic_rate).delete(remove_nic_rate))
         .route("/v1/schedules/{schedule}", put(set_schedule).delete(remove_schedule))
         .route("/v1/iothreads", get(iothreads).post(add_iothread))
@@ -99,11 +103,14 @@ impl From<PlaneError> for Failure {
         let status = match &error {
             PlaneError::NoDevice(_)
             | PlaneError::NoNic(_)
+            | PlaneError::NoNetwork(_)
             | PlaneError::NoIoThread(_)
             | PlaneError::NoSchedule(_)
             | PlaneError::NoQueue { .. } => StatusCode::NOT_FOUND,
             PlaneError::DeviceExists(_)
             | PlaneError::IoThreadExists(_)
+            | PlaneError::NetworkExists(_)
+            | PlaneError::NetworkInUse { .. }
             | PlaneError::SocketInUse { .. }
             | PlaneError::SocketOfNic { .. }
             | PlaneError::IoThreadInUse { .. }
@@ -290,27 +297,40 @@ async fn iothreads(State(api): State<Api>) -> Response {
     Json(api.snapshot().iothreads).into_response()
 }
 
-async fn add_device(
-    State(api): State<Api>,
-    Extension(fds): Extension<Fds>,
-    body: Body,
-) -> Result<StatusCode, Failure> {
-    let AddDevice { device, fds: handed } = parse(&body)?;
+/// The descriptors that came, by what the body says that they are for.
+fn by_use(handed: &[Handed], fds: Fds, uses: &[Handed]) -> Result<HandedFds, Failure> {
     let fds = fds.take();
     if fds.len() != handed.len() {
         let text = format!("the body names {} descriptors, and {} came", handed.len(), fds.len());
         return Err(Failure::wrong(text));
     }
     let mut by_use = HandedFds::default();
-    for (role, fd) in handed.into_iter().zip(fds) {
+    for (role, fd) in handed.iter().zip(fds) {
+        if !uses.contains(role) {
+            return Err(Failure::wrong("a descriptor is of no use here"));
+        }
         let place = match role {
             Handed::Image => &mut by_use.image,
             Handed::Socket => &mut by_use.socket,
+            Handed::Tap => {
+                by_use.taps.push(fd);
+                continue;
+            }
         };
         if place.replace(fd).is_some() {
             return Err(Failure::wrong("two descriptors are for one use"));
         }
     }
+    Ok(by_use)
+}
+
+async fn add_device(
+    State(api): State<Api>,
+    Extension(fds): Extension<Fds>,
+    body: Body,
+) -> Result<StatusCode, Failure> {
+    let AddDevice { device, fds: handed } = parse(&body)?;
+    let by_use = by_use(&handed, fds, &[Handed::Image, Handed::Socket])?;
     api.change(Some(&device.name.clone()), move |plane| plane.add_device(device, by_use)).await?;
     Ok(StatusCode::CREATED)
 }
@@ -353,6 +373,45 @@ async fn remove_qos(State(api): State<Api>, Path(device): Path<String>) -> Done 
     let device = DiskName::new(device)?;
     api.change(Some(&device.clone()), move |plane| plane.set_qos(&device, None, Admission::Forced))
         .await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn nics(State(api): State<Api>) -> Response {
+    Json(api.snapshot().nics).into_response()
+}
+
+async fn add_nic(
+    State(api): State<Api>,
+    Extension(fds): Extension<Fds>,
+    body: Body,
+) -> Result<StatusCode, Failure> {
+    let AddNic { nic, fds: handed } = parse(&body)?;
+    let by_use = by_use(&handed, fds, &[Handed::Socket, Handed::Tap])?;
+    let device = DiskName::from(nic.name.clone());
+    api.change(Some(&device), move |plane| plane.add_nic(nic, by_use)).await?;
+    Ok(StatusCode::CREATED)
+}
+
+async fn remove_nic(State(api): State<Api>, Path(nic): Path<String>) -> Done {
+    let nic = DiskName::new(nic)?;
+    api.change(Some(&nic.clone()), move |plane| plane.remove_nic(&nic)).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn networks(State(api): State<Api>) -> Response {
+    Json(wire::Configuration::from(&api.plane.configuration()).network).into_response()
+}
+
+async fn add_network(State(api): State<Api>, body: Body) -> Result<StatusCode, Failure> {
+    let AddNetwork(raw) = parse(&body)?;
+    let network = Network::new(raw).map_err(PlaneError::from)?;
+    api.change(None, move |plane| plane.add_network(network)).await?;
+    Ok(StatusCode::CREATED)
+}
+
+async fn remove_network(State(api): State<Api>, Path(network): Path<String>) -> Done {
+    let network = Name::new(network)?;
+    api.change(None, move |plane| plane.remove_network(&network)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

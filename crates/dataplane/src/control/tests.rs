@@ -453,6 +453,26 @@ fn descriptors_reach_the_device_that_they_came_with() {
 
     let twice = json!({ "device": ram("d1"), "fds": ["image", "image"] }).to_string();
     assert_eq!(served.with_fds("POST", "/v1/devices", &twice, &fds).0, 400);
+
+    // Queues of a TAP are several, and of a network device; an image is not.
+    let nic = json!({ "name": "n0", "vm": "v", "socket": "/run/n0", "tap": "tap0", "queues": 2 });
+    let of = |uses: [&str; 3]| json!({ "nic": nic, "fds": uses }).to_string();
+    let fds = vec![socket.as_fd(), image.as_fd(), image.as_fd()];
+    let body = of(["socket", "tap", "tap"]);
+    assert_eq!(served.with_fds("POST", "/v1/nics", &body, &fds).0, 201);
+    let handed = std::mem::take(&mut served.books.state().handed);
+    assert!(is_same(&handed.socket.unwrap(), &socket));
+    assert_eq!((handed.taps.len(), handed.image.is_none()), (2, true));
+    for (path, body) in [
+        ("/v1/nics", of(["socket", "tap", "image"])),
+        ("/v1/nics", of(["socket", "socket", "tap"])),
+        (
+            "/v1/devices",
+            json!({ "device": ram("d1"), "fds": ["image", "socket", "tap"] }).to_string(),
+        ),
+    ] {
+        assert_eq!(served.with_fds("POST", path, &body, &fds).0, 400, "{body}");
+    }
 }
 
 #[test]
@@ -462,7 +482,7 @@ fn surplus_descriptors_are_closed() {
     let fds = vec![file.as_fd(); 16];
     let body = json!({ "device": ram("d0"), "fds": ["image"] }).to_string();
     let (status, answer) = served.with_fds("POST", "/v1/devices", &body, &fds);
-    assert!(status == 400 && answer.contains("names 1 descriptors, and 4 came"), "{answer}");
+    assert!(status == 400 && answer.contains("names 1 descriptors, and 9 came"), "{answer}");
     let link = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
     let copies = || {
         let fds = std::fs::read_dir("/proc/self/fd").unwrap().flatten();

@@ -194,8 +194,31 @@ impl Served {
 /// What a device takes from others before it is here.
 pub(super) struct Adding {
     pub(super) sockets: Vec<PathBuf>,
-    pub(super) qos: Option<serve::Qos>,
-    pub(super) mapping: Mapping,
+    pub(super) kind: AddingKind,
+}
+
+/// What a device that is about to be here wants of its IOThreads.
+pub(super) enum AddingKind {
+    Disk { qos: Option<serve::Qos>, mapping: Mapping },
+    Nic(Box<serve::Nic>),
+}
+
+impl Adding {
+    /// Of a disk.
+    pub(super) fn disk(&self) -> Option<(&Option<serve::Qos>, &Mapping)> {
+        match &self.kind {
+            AddingKind::Disk { qos, mapping } => Some((qos, mapping)),
+            AddingKind::Nic(_) => None,
+        }
+    }
+
+    /// Of a network device.
+    pub(super) fn nic(&self) -> Option<&serve::Nic> {
+        match &self.kind {
+            AddingKind::Nic(nic) => Some(nic),
+            AddingKind::Disk { .. } => None,
+        }
+    }
 }
 
 /// Where processes connect that use a device by slots.
@@ -522,32 +545,47 @@ impl State {
     /// Whether IOThreads keep what network devices are promised of them, when a device has this mapping. It need not be there
     /// yet.
     pub(super) fn admit_mapping(&self, device: &DiskName, mapping: &Mapping) -> Result<(), Fault> {
-        let of_nic = |(name, nic): (&DiskName, &ServedNic)| match name == device {
-            true => serve::Nic { mapping: mapping.clone(), ..nic.spec.clone() },
-            false => nic.spec.clone(),
+        let is_disk = !self.nics.contains_key(device);
+        let moved = |nic: &serve::Nic| match device.as_str() == nic.name.as_str() {
+            true => serve::Nic { mapping: mapping.clone(), ..nic.clone() },
+            false => nic.clone(),
         };
-        let nics: Vec<_> = self.nics.iter().map(of_nic).collect();
-        self.admit_nics(&nics, device, mapping)
+        let nics: Vec<_> = self.nics().map(moved).collect();
+        self.admit_nics(&nics, device, is_disk, mapping)
     }
 
-    /// The same, when a network device that is there is as `changed` says.
+    /// Whether no device of either kind has this name.
+    pub(super) fn check_is_new(&self, name: &DiskName) -> Result<(), PlaneError> {
+        let is_taken = self.devices.contains_key(name)
+            || self.nics.contains_key(name)
+            || self.adding.contains_key(name);
+        if is_taken { Err(PlaneError::DeviceExists(name.clone())) } else { Ok(()) }
+    }
+
+    /// All network devices that are here or about to be.
+    pub(super) fn nics(&self) -> impl Iterator<Item = &serve::Nic> {
+        let served = self.nics.values().map(|nic| &nic.spec);
+        served.chain(self.adding.values().filter_map(Adding::nic))
+    }
+
+    /// The same, when a network device is there, and is as `changed` says.
     pub(super) fn admit_nic(&self, changed: &serve::Nic) -> Result<(), Fault> {
-        let others = self.nics.values().map(|nic| &nic.spec);
-        let others = others.filter(|nic| nic.name != changed.name);
+        let others = self.nics().filter(|nic| nic.name != changed.name);
         let nics: Vec<_> = others.chain([changed]).cloned().collect();
-        self.admit_nics(&nics, &changed.name.clone().into(), &changed.mapping)
+        self.admit_nics(&nics, &changed.name.clone().into(), false, &changed.mapping)
     }
 
     fn admit_nics(
         &self,
         nics: &[serve::Nic],
         device: &DiskName,
+        is_disk: bool,
         mapping: &Mapping,
     ) -> Result<(), Fault> {
         let served = self.devices.iter().map(|(name, device)| (name, &device.mapping));
-        let adding = self.adding.iter().map(|(name, device)| (name, &device.mapping));
+        let adding = self.adding.iter().filter_map(|(name, device)| Some((name, device.disk()?.1)));
         let others = served.chain(adding).filter(|(name, _)| *name != device);
-        let own = Some(mapping).filter(|_| !self.nics.contains_key(device));
+        let own = is_disk.then_some(mapping);
         let disks: Vec<_> = others.map(|(_, mapping)| mapping).chain(own).collect();
         let iothreads: BTreeSet<_> = mapping.by_queue().iter().collect();
         iothreads.into_iter().try_for_each(|iothread| {

@@ -1,16 +1,14 @@
 //! Network devices: opened, served, and what is to be seen of them.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rtvirtio_frames::forwarding::Port;
 use rtvirtio_iocores::QueueKind;
 use rtvirtio_spec::control::{NicQueueState, NicState, PromisedFrames, QueueDirection};
-use rtvirtio_spec::serve::{self, Configuration, NicLink};
+use rtvirtio_spec::serve::{self, MAX_NETWORKS, NicLink};
 use rtvirtio_units::{DiskName, Name};
 use rtvirtio_vhost::Backend as _;
 use rtvirtio_vhost::server::{Listener, Server, SocketId};
@@ -21,21 +19,18 @@ use rustix::io::Errno;
 use super::host::change;
 use super::iothreads::{Core, MappedHost, ServedNic};
 use super::positions::PositionsFile;
-use super::{Notice, ObservedNic, PlaneError, Report, io, refused};
+use super::{HandedFds, Notice, ObservedNic, PlaneError, Report, SOCKET_MODE, io, refused};
 use crate::call::{self, Call};
 use crate::device::Limits;
 use crate::key::QueueKey;
 use crate::nic::{Link, Nic, NicConfig, Terms};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
 use crate::queue::NicQueueSetup;
+use crate::sandbox::{Identity, give};
 use crate::socket::Socket;
 use crate::stats::QueueStats;
 use crate::switch::Switch;
-use crate::tap::{self, Tap, TapError};
-
-/// How long to try to attach to a TAP, and how often.
-const ATTACH_TIME: Duration = Duration::from_secs(2);
-const ATTACH_PAUSE: Duration = Duration::from_millis(10);
+use crate::tap::{self, Tap};
 
 /// Of virtqueues, by their index.
 const DIRECTIONS: [QueueDirection; 2] = [QueueDirection::Receive, QueueDirection::Transmit];
@@ -49,6 +44,62 @@ pub(super) struct OpenedNic {
     pub(super) link: Option<Socket>,
     pub(super) listener: Listener,
     pub(super) positions: Result<PositionsFile, MemoryError>,
+}
+
+impl OpenedNic {
+    /// One that comes while others are served: there are no rights left to attach to a TAP.
+    pub(super) fn handed(spec: serve::Nic, handed: HandedFds) -> Result<Self, PlaneError> {
+        let HandedFds { image: _, socket, taps } = handed;
+        let taps = match &spec.link {
+            NicLink::Tap(tap) => {
+                let what = || format!("cannot take over the TAP of {}", spec.name);
+                if taps.len() != usize::from(spec.pairs) {
+                    let text = format!(
+                        "{} of its queues were handed over, and it has {} pairs",
+                        taps.len(),
+                        spec.pairs
+                    );
+                    return Err(io(what(), std::io::Error::other(text)));
+                }
+                let adopted: Result<_, _> =
+                    taps.into_iter().map(|fd| Tap::adopt(fd, tap)).collect();
+                adopted.map_err(|error| refused(what(), error))?
+            }
+            _ => Vec::new(),
+        };
+        let link = open_link(&spec, None)?;
+        let what = || format!("cannot listen for {}", spec.name);
+        let listener = match socket {
+            Some(fd) => Listener::from_fd(fd),
+            None => Listener::bind(&spec.socket, SOCKET_MODE),
+        };
+        let listener = listener.map_err(|error| refused(what(), error))?;
+        let positions = PositionsFile::open(&spec.socket, 2 * spec.pairs, None);
+        Ok(Self { spec, taps, link, listener, positions })
+    }
+}
+
+/// The socket of a device that is on one; what is made is the property of `owner`, if one is given.
+pub(super) fn open_link(
+    spec: &serve::Nic,
+    owner: Option<&Identity>,
+) -> Result<Option<Socket>, PlaneError> {
+    Ok(match &spec.link {
+        NicLink::Stream(path) => {
+            let what = || format!("cannot connect {} to {}", spec.name, path.display());
+            Some(Socket::connect(path).map_err(|error| io(what(), error.into()))?)
+        }
+        NicLink::Dgram { local, remote } => {
+            let what = || format!("cannot bind {} to {}", spec.name, local.display());
+            let socket = Socket::bind(local, remote, SOCKET_MODE);
+            let socket = socket.map_err(|error| refused(what(), error))?;
+            if let Some(owner) = owner {
+                give(local, owner, None).map_err(|error| io(what(), error))?;
+            }
+            Some(socket)
+        }
+        NicLink::Tap(_) | NicLink::Network(_) => None,
+    })
 }
 
 /// Of the descriptors that a service manager keeps: before a TAP's name and a queue's number.
@@ -75,8 +126,7 @@ pub(super) fn release_others(
     handed.extract_if(is_other).for_each(|(name, _)| release(&name));
 }
 
-/// Goes on with what was `handed` over of a device's TAP, or attaches to it; a device without a TAP has none. The kernel lets
-/// go of the queues of a server that was killed a moment after its end, for its rings are taken down aside.
+/// Goes on with what was `handed` over of a device's TAP, or attaches to it; a device without a TAP has none.
 pub(super) fn attach(
     spec: &serve::Nic,
     handed: &mut HashMap<String, OwnedFd>,
@@ -93,38 +143,8 @@ pub(super) fn attach(
     if were_kept {
         names.iter().for_each(|name| release(name));
     }
-    let begun = Instant::now();
-    loop {
-        match Tap::attach(tap, spec.pairs) {
-            Err(TapError::Attach(_, Errno::BUSY)) if begun.elapsed() < ATTACH_TIME => {
-                std::thread::sleep(ATTACH_PAUSE);
-            }
-            attached => {
-                let what = || format!("cannot attach {} to its TAP", spec.name);
-                return attached.map_err(|error| refused(what(), error));
-            }
-        }
-    }
-}
-
-/// The switch of each network.
-pub(super) type Switches = BTreeMap<Name, Arc<Switch>>;
-
-/// Makes the switches of a configuration, each with the ports of its devices in the order of the file.
-pub(super) fn switches(configuration: &Configuration) -> rustix::io::Result<Switches> {
-    let port = |nic: &serve::Nic, of: &Name| match &nic.link {
-        NicLink::Network(port) if port.network == *of => {
-            let (vlans, anti_spoofing) = (port.vlans.clone(), port.anti_spoofing);
-            Some((Port { mac: nic.mac, vlans, anti_spoofing }, nic.pairs))
-        }
-        _ => None,
-    };
-    let switch = |network: &serve::Network| {
-        let ports = configuration.nics.iter().filter_map(|nic| port(nic, &network.name));
-        let switch = Switch::new(ports.collect(), network.max_broadcast as f64)?;
-        Ok((network.name.clone(), switch))
-    };
-    configuration.networks.iter().map(switch).collect()
+    let what = || format!("cannot attach {} to its TAP", spec.name);
+    Tap::attach(tap, spec.pairs).map_err(|error| refused(what(), error))
 }
 
 /// Network devices, as far as they may be changed.
@@ -141,12 +161,17 @@ struct Served {
     _positions: Option<PositionsFile>,
 }
 
-/// All network devices.
+/// A network.
+struct Network {
+    spec: serve::Network,
+    switch: Arc<Switch>,
+}
+
+/// All network devices, and their networks.
 #[derive(Default)]
 pub(super) struct Nics {
     served: Mutex<BTreeMap<Name, Served>>,
-    /// The networks, and their switches.
-    networks: OnceLock<(Vec<serve::Network>, Switches)>,
+    networks: Mutex<BTreeMap<Name, Network>>,
 }
 
 impl Nics {
@@ -154,32 +179,68 @@ impl Nics {
         self.served.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes the networks of a configuration, once.
-    pub(super) fn set_networks(&self, configuration: &Configuration) -> Result<(), PlaneError> {
-        let switches = switches(configuration);
-        let switches = switches.map_err(|error| io("cannot make a network", error.into()))?;
-        let _ = self.networks.set((configuration.networks.clone(), switches));
+    fn all_networks(&self) -> MutexGuard<'_, BTreeMap<Name, Network>> {
+        self.networks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes a network.
+    pub(super) fn add_network(&self, spec: serve::Network) -> Result<(), PlaneError> {
+        let mut networks = self.all_networks();
+        if networks.contains_key(&spec.name) {
+            return Err(PlaneError::NetworkExists(spec.name));
+        }
+        if networks.len() >= MAX_NETWORKS {
+            return Err(PlaneError::TooMany { what: "networks", limit: MAX_NETWORKS });
+        }
+        let switch = Switch::new(spec.max_broadcast as f64);
+        networks.insert(spec.name.clone(), Network { spec, switch });
+        Ok(())
+    }
+
+    /// Removes a network in which no device is.
+    pub(super) fn remove_network(&self, network: &Name) -> Result<(), PlaneError> {
+        let mut networks = self.all_networks();
+        let found = networks.get(network);
+        let found = found.ok_or_else(|| PlaneError::NoNetwork(network.clone()))?;
+        let ports = found.switch.ports();
+        if ports > 0 {
+            return Err(PlaneError::NetworkInUse { network: network.clone(), ports });
+        }
+        networks.remove(network);
         Ok(())
     }
 
     /// As they are in the configuration.
     pub(super) fn networks(&self) -> Vec<serve::Network> {
-        self.networks.get().map(|(networks, _)| networks.clone()).unwrap_or_default()
+        self.all_networks().values().map(|network| network.spec.clone()).collect()
     }
 
-    /// What a device is attached to: its TAP's queues, its socket, or its port.
-    fn link(&self, spec: &serve::Nic, taps: Vec<Tap>, socket: Option<Socket>) -> Option<Link> {
+    /// What a device is attached to: its TAP's queues, its socket, or a port that is made for it.
+    fn link(
+        &self,
+        spec: &serve::Nic,
+        taps: Vec<Tap>,
+        socket: Option<Socket>,
+    ) -> Result<Link, PlaneError> {
         let port = match &spec.link {
-            NicLink::Tap(_) => return Some(Link::Taps(taps.into_iter().map(Arc::new).collect())),
+            NicLink::Tap(_) => return Ok(Link::Taps(taps.into_iter().map(Arc::new).collect())),
             NicLink::Stream(_) | NicLink::Dgram { .. } => {
-                return Some(Link::Socket(Arc::new(socket?)));
+                let missing = || io(format!("{} has no socket", spec.name), Errno::NOTCONN.into());
+                return Ok(Link::Socket(Arc::new(socket.ok_or_else(missing)?)));
             }
             NicLink::Network(port) => port,
         };
-        let (_, switches) = self.networks.get()?;
-        let switch = Arc::clone(switches.get(&port.network)?);
-        let number = switch.forwarding().port_of(spec.mac)?;
-        Some(Link::Port { switch, number, pairs: spec.pairs })
+        // Under the lock: who removes the network sees the port.
+        let networks = self.all_networks();
+        let network = networks.get(&port.network);
+        let network = network.ok_or_else(|| PlaneError::NoNetwork(port.network.clone()))?;
+        let switch = Arc::clone(&network.switch);
+        let (vlans, anti_spoofing) = (port.vlans.clone(), port.anti_spoofing);
+        let port = Port { mac: spec.mac, vlans, anti_spoofing };
+        let number = switch.add_port(port, spec.pairs);
+        let what = || format!("cannot connect {} to its network", spec.name);
+        let number = number.map_err(|error| refused(what(), error))?;
+        Ok(Link::Port { switch, number, pairs: spec.pairs })
     }
 
     /// Serves a device by these IOThreads, one for each virtqueue.
@@ -202,17 +263,13 @@ impl Nics {
             NicLink::Tap(tap) => tap::mtu(tap),
             _ => None,
         };
-        let no_network = || {
-            let kind = std::io::ErrorKind::NotFound;
-            io(format!("there is no network for {}", spec.name), kind.into())
-        };
         let nic = Arc::new(Nic::new(NicConfig {
             name: spec.name.to_string(),
             mac: spec.mac,
             mtu: spec.mtu.or_else(of_tap).unwrap_or(USUAL_MTU),
             limits: [spec.rx, spec.tx].map(|limit| limit.map(|limit| limit.rate())),
             promises: DIRECTIONS.map(|direction| spec.reservation(direction)),
-            link: self.link(&spec, taps, link).ok_or_else(no_network)?,
+            link: self.link(&spec, taps, link)?,
             memory: spec.max_memory.unwrap_or(Limits::default().memory),
             positions: positions.as_ref().map(|file| Arc::clone(&file.positions)),
         }));
@@ -230,8 +287,10 @@ impl Nics {
         });
         let mut state = core.state();
         let served = server.add(listener, Arc::clone(&nic) as Arc<_>, Arc::clone(&host));
-        let socket_id =
-            served.map_err(|error| io(format!("cannot listen for {}", spec.name), error))?;
+        let socket_id = served.map_err(|error| {
+            leave_network(&nic);
+            io(format!("cannot listen for {}", spec.name), error)
+        })?;
         let mapped = ServedNic {
             host: Arc::clone(&host),
             ids: state.ids(&spec.vm, spec.mapping.queues()),
@@ -243,6 +302,24 @@ impl Nics {
         let nic = Served { nic, host, socket_id, _positions: positions, spec };
         self.served().insert(nic.spec.name.clone(), nic);
         Ok(())
+    }
+
+    /// Has a service manager keep the queues of a device's TAP that came while others were served.
+    pub(super) fn keep_taps(&self, name: &Name, report: &Report) {
+        if let Some(served) = self.served().get(name) {
+            tell_of_taps(&served.spec, &served.nic, report, true);
+        }
+    }
+
+    /// Ends a device's session, and lets go of what it is attached to.
+    pub(super) fn remove(&self, name: &Name, server: &Server, report: &Report) {
+        let Some(served) = self.served().remove(name) else { return };
+        server.remove(served.socket_id);
+        tell_of_taps(&served.spec, &served.nic, report, false);
+        if let Some(kept) = served.nic.positions() {
+            (0..served.nic.queues()).for_each(|index| kept.forget(index));
+        }
+        leave_network(&served.nic);
     }
 
     /// Forgets where the rings of front ends were that have been here and gone. Those that have yet to
@@ -312,10 +389,25 @@ impl Nics {
         };
         self.served().iter().filter_map(of).collect()
     }
+}
 
-    /// The sockets.
-    pub(super) fn sockets(&self) -> Vec<PathBuf> {
-        self.served().values().map(|nic| nic.spec.socket.clone()).collect()
+/// Has a service manager keep the queues of a device's TAP, or let go of them.
+fn tell_of_taps(spec: &serve::Nic, nic: &Nic, report: &Report, are_kept: bool) {
+    let (NicLink::Tap(tap), Link::Taps(taps)) = (&spec.link, nic.attached()) else { return };
+    for (number, queue) in (0..).zip(taps) {
+        let (name, queue) = (&*tap_name(tap, number), queue.as_fd());
+        let notice = match are_kept {
+            true => Notice::KeepTap { name, queue },
+            false => Notice::ReleaseTap { name },
+        };
+        report(spec.name.as_str(), notice);
+    }
+}
+
+/// Takes a device whose queues have stopped out of its network, if it is in one.
+fn leave_network(nic: &Nic) {
+    if let Link::Port { switch, number, .. } = nic.attached() {
+        switch.remove_port(*number);
     }
 }
 

@@ -11,11 +11,10 @@ use rtvirtio_spec::serve::{Configuration, Device, Engine, ImageLock, Listen, Nic
 
 use super::PlaneError;
 use super::host::open_exclusive_with_retry;
-use super::nics::{OpenedNic, attach, release_others, tap_name};
+use super::nics::{OpenedNic, attach, open_link, release_others, tap_name};
 use super::positions::PositionsFile;
 use super::{SOCKET_MODE, io, refused};
 use crate::sandbox::{Identity, give};
-use crate::socket::Socket;
 use crate::tap::Tap;
 use rtvirtio_vhost::server::Listener;
 
@@ -106,22 +105,7 @@ impl Opened {
             configuration.devices.iter().map(&mut open).collect::<Result<_, PlaneError>>()?;
         let open = |spec: &Nic| {
             let taps = attach(spec, handed, release)?;
-            let link = match &spec.link {
-                NicLink::Stream(path) => {
-                    let what = || format!("cannot connect {} to {}", spec.name, path.display());
-                    Some(Socket::connect(path).map_err(|error| io(what(), error.into()))?)
-                }
-                NicLink::Dgram { local, remote } => {
-                    let what = || format!("cannot bind {} to {}", spec.name, local.display());
-                    let socket = Socket::bind(local, remote, SOCKET_MODE);
-                    let socket = socket.map_err(|error| refused(what(), error))?;
-                    if let Some(owner) = owner {
-                        give(local, owner, None).map_err(|error| io(what(), error))?;
-                    }
-                    Some(socket)
-                }
-                NicLink::Tap(_) | NicLink::Network(_) => None,
-            };
+            let link = open_link(spec, owner)?;
             let listener = bind(&spec.socket, spec.name.as_str())?;
             let positions = PositionsFile::open(&spec.socket, 2 * spec.pairs, owner);
             Ok(OpenedNic { spec: spec.clone(), taps, link, listener, positions })

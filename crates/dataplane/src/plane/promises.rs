@@ -49,7 +49,7 @@ impl State {
     /// What each device is promised that is here or about to be.
     pub(super) fn promises(&self) -> impl Iterator<Item = (&DiskName, &serve::Qos)> {
         let served = self.devices.iter().map(|(name, served)| (name, &served.qos));
-        let adding = self.adding.iter().map(|(name, adding)| (name, &adding.qos));
+        let adding = self.adding.iter().filter_map(|(name, adding)| Some((name, adding.disk()?.0)));
         served.chain(adding).filter_map(|(name, qos)| Some((name, qos.as_ref()?)))
     }
 

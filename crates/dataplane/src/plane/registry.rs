@@ -12,15 +12,15 @@ use rtvirtio_spec::control::{
 use rtvirtio_spec::mapping::{Entry, Mapping};
 use rtvirtio_spec::serve::{
     self, Configuration, Control, Fault, ImageLock, IoCores, IoThread, Listen, MAX_DEVICES,
-    MAX_SCHEDULES, NicRate, Policy, Service, wire,
+    MAX_NICS, MAX_SCHEDULES, NicRate, Policy, Service, wire,
 };
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos};
 use tokio::sync::broadcast;
 
 use super::engines::open;
 use super::host::{Host, HostSetup, lock_with_retry};
-use super::iothreads::{Adding, Core, Served, Slots, State, when_free};
-use super::nics::Nics;
+use super::iothreads::{Adding, AddingKind, Core, Served, Slots, State, when_free};
+use super::nics::{Nics, OpenedNic};
 use super::opened::{Image, Opened, OpenedDevice};
 use super::promises::terms;
 use super::watchdog::Watchdog;
@@ -92,7 +92,9 @@ impl Registry {
         for OpenedDevice { spec, image, listener, slots } in opened.devices {
             self.add(spec, image, Some(listener), slots, Admission::Forced)?;
         }
-        self.nics.set_networks(configuration)?;
+        for network in &configuration.networks {
+            self.nics.add_network(network.clone())?;
+        }
         for opened in opened.nics {
             let threads = threads(&self.state(), &opened.spec.mapping)?;
             self.nics.add(opened, threads, &self.server, &self.core, &self.report)?;
@@ -264,20 +266,15 @@ impl Drop for Place<'_> {
 }
 
 impl Registry {
-    /// Keeps a device's name and sockets from others.
+    /// Keeps a disk's name and sockets from others.
     fn reserve(&self, spec: &serve::Device, admission: Admission) -> Result<Place<'_>, PlaneError> {
         let mut state = self.state();
+        state.check_is_new(&spec.name)?;
         if let (Some(qos), Admission::Test) = (&spec.qos, admission) {
             state.admit(&spec.name, qos)?;
         }
-        let State { devices, nics, adding, .. } = &mut *state;
-        let is_taken = devices.contains_key(&spec.name)
-            || nics.contains_key(&spec.name)
-            || adding.contains_key(&spec.name);
-        if is_taken {
-            return Err(PlaneError::DeviceExists(spec.name.clone()));
-        }
-        if devices.len() + adding.len() >= MAX_DEVICES {
+        let adding = state.adding.values().filter(|adding| adding.disk().is_some()).count();
+        if state.devices.len() + adding >= MAX_DEVICES {
             return Err(PlaneError::TooMany { what: "devices", limit: MAX_DEVICES });
         }
         let path = match &spec.listen {
@@ -285,26 +282,52 @@ impl Registry {
             Listen::Activated(_) => None,
         };
         let sockets: Vec<PathBuf> = path.into_iter().chain(&spec.slots).cloned().collect();
-        let of_nics = self.nics.sockets();
-        for socket in &sockets {
-            if of_nics.contains(socket) {
-                return Err(PlaneError::SocketOfNic { socket: socket.clone() });
-            }
-            let is_of = |served: &Served| served.sockets().any(|other| other == socket);
-            let served = devices.iter().find(|(_, served)| is_of(served)).map(|(name, _)| name);
-            let is_of = |adding: &Adding| adding.sockets.contains(socket);
-            let added = adding.iter().find(|(_, adding)| is_of(adding)).map(|(name, _)| name);
-            if let Some(device) = served.or(added) {
-                let (socket, device) = (socket.clone(), device.clone());
-                return Err(PlaneError::SocketInUse { socket, device });
-            }
-        }
         // Refused before anything is opened.
         threads(&state, &spec.mapping)?;
         state.admit_mapping(&spec.name, &spec.mapping)?;
         let (qos, mapping) = (spec.qos.clone(), spec.mapping.clone());
-        state.adding.insert(spec.name.clone(), Adding { sockets, qos, mapping });
-        Ok(Place { core: &self.core, name: spec.name.clone() })
+        let adding = Adding { sockets, kind: AddingKind::Disk { qos, mapping } };
+        self.reserve_sockets(&mut state, spec.name.clone(), adding)
+    }
+
+    /// Keeps a network device's name, sockets and address from others, and what it is promised.
+    fn reserve_nic(&self, spec: &serve::Nic) -> Result<Place<'_>, PlaneError> {
+        let name = DiskName::from(spec.name.clone());
+        let mut state = self.state();
+        state.check_is_new(&name)?;
+        if state.nics().count() >= MAX_NICS {
+            return Err(PlaneError::TooMany { what: "nics", limit: MAX_NICS });
+        }
+        spec.fits(state.nics())?;
+        threads(&state, &spec.mapping)?;
+        state.admit_nic(spec)?;
+        let sockets = spec.sockets().cloned().collect();
+        let adding = Adding { sockets, kind: AddingKind::Nic(Box::new(spec.clone())) };
+        self.reserve_sockets(&mut state, name, adding)
+    }
+
+    fn reserve_sockets(
+        &self,
+        state: &mut State,
+        name: DiskName,
+        adding: Adding,
+    ) -> Result<Place<'_>, PlaneError> {
+        for socket in &adding.sockets {
+            if state.nics.values().any(|nic| nic.spec.sockets().any(|other| other == socket)) {
+                return Err(PlaneError::SocketOfNic { socket: socket.clone() });
+            }
+            let is_of = |served: &Served| served.sockets().any(|other| other == socket);
+            let served = state.devices.iter().find(|(_, served)| is_of(served));
+            let is_of = |adding: &Adding| adding.sockets.contains(socket);
+            let added = state.adding.iter().find(|(_, adding)| is_of(adding));
+            let other = served.map(|(name, _)| name).or(added.map(|(name, _)| name));
+            if let Some(device) = other {
+                let (socket, device) = (socket.clone(), device.clone());
+                return Err(PlaneError::SocketInUse { socket, device });
+            }
+        }
+        state.adding.insert(name.clone(), adding);
+        Ok(Place { core: &self.core, name })
     }
 }
 
@@ -378,6 +401,37 @@ impl Plane for Registry {
         drop(served);
         self.tell(Event::DeviceRemoved { device: device.clone() });
         Ok(())
+    }
+
+    fn add_nic(&self, nic: wire::Nic, handed: HandedFds) -> Result<(), PlaneError> {
+        let iothreads: Vec<IoThread> =
+            self.state().iothreads.values().map(|thread| thread.config.clone()).collect();
+        let nic = serve::Nic::new(nic, &iothreads, &self.nics.networks())?;
+        let _place = self.reserve_nic(&nic)?;
+        let opened = OpenedNic::handed(nic, handed)?;
+        let threads = threads(&self.state(), &opened.spec.mapping)?;
+        let name = opened.spec.name.clone();
+        self.nics.add(opened, threads, &self.server, &self.core, &self.report)?;
+        self.nics.keep_taps(&name, &*self.report);
+        self.tell(Event::DeviceAdded { device: name.into() });
+        Ok(())
+    }
+
+    fn remove_nic(&self, nic: &DiskName) -> Result<(), PlaneError> {
+        let served = self.state().nics.remove(nic).ok_or_else(|| PlaneError::NoNic(nic.clone()))?;
+        self.core.touch();
+        // Its queues stop first, so not under the lock.
+        self.nics.remove(&served.spec.name, &self.server, &*self.report);
+        self.tell(Event::DeviceRemoved { device: nic.clone() });
+        Ok(())
+    }
+
+    fn add_network(&self, network: serve::Network) -> Result<(), PlaneError> {
+        self.nics.add_network(network)
+    }
+
+    fn remove_network(&self, network: &Name) -> Result<(), PlaneError> {
+        self.nics.remove_network(network)
     }
 
     fn resize_device(

@@ -661,3 +661,80 @@ rx = {{ max_mbit = 100 }}
     let error = registry.set_nic_rate(&nobody, Receive, None).unwrap_err();
     assert_eq!(error.to_string(), "there is no nic \"nobody\"");
 }
+
+#[test]
+fn nics_and_networks_come_and_go_and_keep_to_the_rules_of_a_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let text = NETWORK.replace("DIR", directory.path().to_str().unwrap());
+    let configuration = rtvirtio_spec::serve::parse("serve.toml", &text).unwrap();
+    let opened = Opened::open(&configuration, &mut Default::default(), None, &|_| ()).unwrap();
+    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
+    registry.add_all(&configuration, opened).unwrap();
+    let socket = |name: &str| directory.path().join(format!("{name}.sock"));
+    let add = |name: &str, more: serde_json::Value| {
+        let mut nic = json!({ "name": name, "vm": name, "socket": socket(name) });
+        nic.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        registry.add_nic(serde_json::from_value(nic).unwrap(), HandedFds::default())
+    };
+    let lan = json!({ "network": "lan" });
+    add("c", lan.clone()).unwrap();
+    let observed = registry.observe();
+    let names: Vec<_> = observed.nics.iter().map(|nic| nic.state.name.as_str()).collect();
+    assert_eq!(names, ["a", "b", "c"]);
+    let added = registry.configuration();
+    assert_eq!((added.nics.len(), added.nics[2].name.as_str()), (3, "c"));
+    let mac = rtvirtio_spec::serve::mac_text(added.nics[2].mac);
+
+    // What a file may not say, a request may not, and nothing is left of it.
+    let of_a = json!({ "network": "lan", "socket": socket("a") });
+    for (name, more, words) in [
+        ("c", lan.clone(), "there is a device \"c\" already"),
+        ("root", lan.clone(), "there is a device \"root\" already"),
+        ("d", of_a, "is that of a nic"),
+        ("d", json!({ "network": "lan", "socket": socket("root") }), "is that of device \"root\""),
+        ("d", json!({ "network": "lan", "mac": mac }), "\"c\""),
+        ("d", json!({ "network": "wan" }), "there is no network \"wan\""),
+        ("d", json!({ "network": "lan", "trust": "other" }), "trust"),
+        ("d", json!({ "tap": "tap0" }), "0 of its queues were handed over"),
+        ("d", json!({ "stream": directory.path().join("nobody") }), "cannot connect d"),
+        ("d", json!({ "network": "lan", "mapping": [{ "iothread": "iot9" }] }), "iot9"),
+    ] {
+        let error = add(name, more.clone()).unwrap_err();
+        let text = match &error {
+            PlaneError::Io { what, source } => format!("{what}: {source}"),
+            error => error.to_string(),
+        };
+        assert!(text.contains(words), "{name} {more}: {text}");
+        assert_eq!(registry.configuration(), added, "{name} {more}");
+        assert!(!socket("d").exists(), "{name} {more}");
+    }
+
+    // A network goes when its last device has gone, and comes back under its name.
+    let name = |text: &str| Name::new(text).unwrap();
+    let device = |text: &str| DiskName::new(text).unwrap();
+    let lan_of = |max_broadcast| rtvirtio_spec::serve::Network { name: name("lan"), max_broadcast };
+    let exists = registry.add_network(lan_of(1)).unwrap_err();
+    assert_eq!(exists.to_string(), "there is a network \"lan\" already");
+    for left in ["a", "b", "c"] {
+        let used = registry.remove_network(&name("lan")).unwrap_err();
+        assert!(used.to_string().starts_with("network \"lan\" has "), "{used}");
+        registry.remove_nic(&device(left)).unwrap();
+        let gone = registry.remove_nic(&device(left)).unwrap_err();
+        assert!(matches!(gone, PlaneError::NoNic(_)), "{gone}");
+        assert!(!socket(left).exists());
+    }
+    assert!(registry.observe().nics.is_empty());
+    registry.remove_network(&name("lan")).unwrap();
+    let gone = registry.remove_network(&name("lan")).unwrap_err();
+    assert_eq!(gone.to_string(), "there is no network \"lan\"");
+    assert!(add("c", lan.clone()).unwrap_err().to_string().contains("there is no network \"lan\""));
+    registry.add_network(lan_of(7)).unwrap();
+    // Their IOThreads' last queues are gone too.
+    registry.remove_iothread(&IoThreadName::new("iot1").unwrap()).unwrap();
+    for _ in 0..20 {
+        add("c", lan.clone()).unwrap();
+        registry.remove_nic(&device("c")).unwrap();
+    }
+    add("c", lan).unwrap();
+    assert_eq!(registry.configuration().networks, [lan_of(7)]);
+}

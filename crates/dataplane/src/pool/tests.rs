@@ -26,6 +26,7 @@ mod dgram;
 mod frames;
 mod hostile;
 mod moves;
+mod ports;
 mod promises;
 mod schedule;
 mod slots;

@@ -45,6 +45,7 @@ impl Args {
             | Command::Events
             | Command::Metrics => false,
             Command::Nic(command) => !matches!(command, nic::Command::List),
+            Command::Network(command) => !matches!(command, nic::NetworkCommand::List),
             Command::Device(command) => !matches!(command, device::Command::List),
             Command::IoThread(command) => !matches!(command, IoThreadCommand::List),
             Command::Mapping(command) => !matches!(command, MappingCommand::Get { .. }),
@@ -67,9 +68,12 @@ enum Command {
     /// List, add, remove and resize devices
     #[command(subcommand)]
     Device(device::Command),
-    /// List network devices, and change their limits and promises
+    /// List, add and remove network devices, and change their limits and promises
     #[command(subcommand)]
     Nic(nic::Command),
+    /// List, make and remove networks
+    #[command(subcommand)]
+    Network(nic::NetworkCommand),
     /// List, create, pin, lock and remove IOThreads
     #[command(subcommand, name = "iothread")]
     IoThread(IoThreadCommand),
@@ -237,6 +241,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         Command::Policy(args_of) => policy::run(&client, args_of, args.json)?,
         Command::Decisions(args_of) => policy::decisions(&client, args_of, args.json)?,
         Command::Nic(command) => nic::run(&client, command, args.json)?,
+        Command::Network(command) => nic::networks(&client, command, args.json)?,
         Command::Events => {
             for event in client.events()? {
                 let event = event?;

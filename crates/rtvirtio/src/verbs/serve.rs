@@ -1,7 +1,7 @@
 //! `rtvirtio serve`.
 
 use std::collections::{BTreeSet, HashMap};
-use std::os::fd::{AsFd as _, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use comfy_table::{Table, presets};
 use rtvirtio_dataplane::control::{ControlServer, ControlSocket};
-use rtvirtio_dataplane::plane::{self, Opened, Plane, Registry};
+use rtvirtio_dataplane::plane::{self, Notice, Opened, Plane, Registry};
 use rtvirtio_dataplane::sandbox::{self, Identity};
 use rtvirtio_dataplane::vcpus::{self, Guard};
 use rtvirtio_host::interrupt::Interrupted;
@@ -142,16 +142,9 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
     // Opened with the rights of whoever started this, served without them.
     let control = configuration.control.as_ref();
     let control = control.map(|c| ControlSocket::make(c, user.as_ref())).transpose()?;
-    let release = |name: &str| {
-        let _ = sd_notify::notify(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]);
-    };
     let opened = Opened::open(configuration, &mut handed, user.as_ref(), &release)?;
-    // A TAP that nobody has open loses its carrier, and the host what it knows of the guest's address.
     for (name, tap) in opened.taps() {
-        // Polled by systemd, each frame would wake it.
-        let unpolled = NotifyState::Custom("FDPOLL=0");
-        let state = [NotifyState::FdStore, NotifyState::FdName(&name), unpolled];
-        let _ = sd_notify::notify_with_fds(&state, &[tap]);
+        keep(&name, tap);
     }
     // Keeps a right that this gives up.
     let guard = configuration.iocores.borrow.then(|| {
@@ -166,7 +159,11 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
         warn!("no sandbox: a fault in here has all rights of this process");
     }
 
-    let registry = Registry::new(Arc::new(log::notice))?;
+    let registry = Registry::new(Arc::new(|device: &str, notice: Notice<'_>| match notice {
+        Notice::KeepTap { name, queue } => keep(name, queue),
+        Notice::ReleaseTap { name } => release(name),
+        notice => log::notice(device, notice),
+    }))?;
     let registry = Arc::new(registry);
     if let Some(guard) = guard {
         registry.borrow_by(guard);
@@ -197,6 +194,20 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
     // SAFETY: alarm(2) takes an integer.
     unsafe { libc::alarm(0) };
     Ok(Outcome::Done)
+}
+
+/// Has the service manager keep a TAP's queue. A TAP that nobody has open loses its carrier, and the host what
+/// it knows of the guest's address.
+fn keep(name: &str, queue: BorrowedFd<'_>) {
+    // Polled by systemd, each frame would wake it.
+    let unpolled = NotifyState::Custom("FDPOLL=0");
+    let state = [NotifyState::FdStore, NotifyState::FdName(name), unpolled];
+    let _ = sd_notify::notify_with_fds(&state, &[queue]);
+}
+
+/// Has it let go of one.
+fn release(name: &str) {
+    let _ = sd_notify::notify(&[NotifyState::FdStoreRemove, NotifyState::FdName(name)]);
 }
 
 /// Moves vCPUs for a data plane, whose socket is the standard input.

@@ -119,6 +119,13 @@ fn each_change_is_asked_for_as_the_api_has_it() {
             json!({ "max_mbit": 100, "burst_ms": 0 }),
         ),
         (&["nic", "set", "n", "rx", "--off"], "DELETE /v1/nics/n/rx ", Value::Null),
+        (&["nic", "remove", "n"], "DELETE /v1/nics/n ", Value::Null),
+        (&["network", "remove", "lan"], "DELETE /v1/networks/lan ", Value::Null),
+        (
+            &["network", "add", "lan", "--max-broadcast", "7"],
+            "POST /v1/networks ",
+            json!({ "name": "lan", "max_broadcast": 7 }),
+        ),
     ] {
         let (_, asked) = done(arguments, "");
         assert!(asked.head.starts_with(first), "{arguments:?}: {}", asked.head);
@@ -288,6 +295,53 @@ fn device_add_of_a_part_of_an_image_says_where_it_is_and_how_it_is_locked() {
         let output = rtvirtio(Path::new("/x"), &all);
         assert_eq!(output.status.code(), Some(1));
         assert!(said(&output).contains(words), "{}", said(&output));
+    }
+}
+
+#[test]
+fn nic_add_says_where_its_frames_go_and_hands_its_socket_over() {
+    let directory = tempfile::tempdir().unwrap();
+    let listen = directory.path().join("n0.sock");
+    let listen = listen.to_str().unwrap();
+    let add = ["nic", "add", "n0", "--vm", "vm0", "--listen", listen];
+    let nic = |more: &[&str]| {
+        let (_, asked) = done(&[&add as &[_], more].concat(), "");
+        assert!(asked.head.starts_with("POST /v1/nics "), "{}", asked.head);
+        assert_eq!((&asked.body["fds"], asked.fds.len()), (&json!(["socket"]), 1));
+        std::fs::remove_file(listen).unwrap();
+        asked.body["nic"].clone()
+    };
+    let usual = json!({ "name": "n0", "vm": "vm0", "socket": listen, "queues": 1 });
+    let with = |more: Value| {
+        let mut all = usual.clone();
+        all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        all
+    };
+    let found =
+        nic(&["--network", "lan", "--trunk", "10,20", "--no-anti-spoofing", "--mtu", "9000"]);
+    let lan = json!({ "network": "lan", "trunk": [10, 20], "anti_spoofing": false, "mtu": 9000 });
+    assert_eq!(found, with(lan));
+    let found = nic(&["--network", "lan", "--vlan", "7", "--queues", "2", "--iothreads", "a,b"]);
+    let mapping = json!([{ "iothread": "a" }, { "iothread": "b" }]);
+    assert_eq!(
+        found,
+        with(json!({ "network": "lan", "vlan": 7, "queues": 2, "mapping": mapping }))
+    );
+    assert_eq!(nic(&["--stream", "/run/passt"]), with(json!({ "stream": "/run/passt" })));
+    let dgram = json!({ "dgram": { "local": "/run/l", "remote": "/run/r" } });
+    assert_eq!(nic(&["--dgram", "/run/l", "/run/r"]), with(dgram));
+    for (wrong, words) in [
+        (&[] as &[_], "<--tap <NAME>|--network <NAME>|--stream <PATH>|--dgram"),
+        (&["--network", "lan", "--tap", "tap0"], "cannot be used with"),
+        (&["--stream", "/run/passt", "--vlan", "7"], "--network"),
+        (&["--network", "lan", "--queues", "9"], "--queues is 1 to 8"),
+        (&["--tap", "rtv-not-there"], "ip tuntap add dev rtv-not-there mode tap"),
+    ] {
+        let all = [&["ctl", "--socket", "/nonexistent/s"], &add as &[_], wrong].concat();
+        let output = rtvirtio(Path::new("/x"), &all);
+        assert_eq!(output.status.code(), Some(1), "{wrong:?}");
+        assert!(said(&output).contains(words), "{wrong:?}: {}", said(&output));
+        assert!(!Path::new(listen).exists());
     }
 }
 

@@ -258,14 +258,21 @@ fn guests_talk_over_a_network_and_go_on_when_the_daemon_is_killed() {
     let (first_mac, second_mac) = ("52:54:00:00:00:01", "52:54:00:00:00:02");
     // More than it takes: what is promised is counted, and holds nothing back.
     let promise = "{ max_frames = 100000, within_us = 50000 }";
-    let nics = format!(
-        "[[network]]\nname = 'lan'\n{}tx = {promise}\nrx = {promise}\n{}",
-        nic("first", first_mac),
-        nic("second", second_mac)
+    let network = format!(
+        "[[network]]\nname = 'lan'\n{}tx = {promise}\nrx = {promise}\n",
+        nic("first", first_mac)
     );
+    let nics = format!("{network}{}", nic("second", second_mac));
     let mut store = Store::new();
-    let mut daemon = Daemon::start(directory.path(), &mut store, &nics);
+    // The second one comes while the first one is served.
+    let mut daemon = Daemon::start(directory.path(), &mut store, &network);
     let first = boot(TEST, &socket("first"), first_mac, "packed=on", "10.78.0.1");
+    let add = |daemon: &Daemon<'_>| {
+        let listen = socket("second").display().to_string();
+        let add = ["nic", "add", "second", "--vm", "second", "--network", "lan"];
+        said(&daemon.ctl(&[&add[..], &["--mac", second_mac, "--listen", &listen]].concat()));
+    };
+    add(&daemon);
     let second = boot(TEST, &socket("second"), second_mac, NO_OFFLOADS, "10.78.0.2");
     first.expect(0, "ping -c 3 -W 5 10.78.0.2");
 
@@ -382,4 +389,15 @@ fn guests_talk_over_a_network_and_go_on_when_the_daemon_is_killed() {
     );
     let expected: String = (1..=60).map(|line| format!("{line}\n")).collect();
     assert_eq!(lines.stdout, expected);
+
+    // Its device goes and comes back: the guest waits for it, and nobody else notices.
+    let refused = daemon.ctl(&["network", "remove", "lan"]);
+    assert!(!refused.status.success());
+    assert!(said(&refused).contains("has 2 nics"), "{}", said(&refused));
+    said(&daemon.ctl(&["nic", "remove", "second"]));
+    first.expect(1, "ping -c 1 -W 2 10.78.0.2");
+    add(&daemon);
+    first.expect(0, "ping -c 3 -W 30 10.78.0.2");
+    let configuration = said(&daemon.ctl(&["configuration"]));
+    assert_eq!(configuration.matches("network = \"lan\"").count(), 2, "{configuration}");
 }

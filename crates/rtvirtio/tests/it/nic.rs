@@ -335,6 +335,22 @@ fn talk(packed: bool) {
     daemon.child.wait().unwrap();
     daemon = Daemon::start(directory.path(), &mut store, &nic);
     machine.expect(0, "ping -c 3 -W 5 10.77.0.1");
+    if !packed {
+        // It goes, its TAP is let go of by all, and it comes back on what is handed over.
+        crate::scratch_disk::said(&daemon.ctl(&["nic", "remove", "net0"]));
+        store.look();
+        assert!(store.kept.is_none(), "who keeps the TAP keeps it busy");
+        let listen = directory.path().join("net0").display().to_string();
+        let add = ["nic", "add", "net0", "--vm", "test", "--tap", "tap0", "--listen", &listen];
+        let output = daemon.ctl(&add);
+        assert!(output.status.success(), "{}", crate::scratch_disk::said(&output));
+        store.look();
+        assert!(store.kept.is_some());
+        machine.expect(0, "ping -c 3 -W 20 10.77.0.1");
+        let twice = daemon.ctl(&add);
+        assert!(!twice.status.success(), "{}", crate::scratch_disk::said(&twice));
+        assert_eq!(daemon.nic(0)["link"], "tap0");
+    }
     drop((streams, machine));
     while daemon.nic(0)["connected"] == true {
         std::thread::sleep(Duration::from_millis(20));

@@ -15,6 +15,8 @@ pub enum Handed {
     Image,
     /// A listening unix socket.
     Socket,
+    /// A queue of a network device's TAP, attached to it. Several are in the order of its pairs.
+    Tap,
 }
 
 /// `POST /v1/devices`
@@ -28,6 +30,23 @@ pub struct AddDevice {
     #[serde(default)]
     pub fds: Vec<Handed>,
 }
+
+/// `POST /v1/nics`
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields)]
+pub struct AddNic {
+    /// The network device, as in a configuration.
+    pub nic: wire::Nic,
+    /// What the descriptors that come with the request are for, in their order.
+    #[serde(default)]
+    pub fds: Vec<Handed>,
+}
+
+/// `POST /v1/networks`: a network, as in a configuration.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct AddNetwork(pub wire::Network);
 
 /// `PATCH /v1/devices/{device}`: looks at the size again, or changes it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -11,7 +11,7 @@ use super::{
     Completion, Control, CpuCost, Device, Engine, FileEngine, IoThread, Listen, MAX_CPU, MAX_PAIRS,
     MAX_POLL, MAX_RAM_BYTES, MAX_SERIAL_BYTES, MAX_SOCKET_BYTES, MAX_TAP_BYTES, MAX_USER_BYTES,
     MAX_VLAN, MIN_MTU, Network, NetworkPort, Nic, NicLink, NicRate, NvmeEngine, Polling, Qos,
-    Service, Slice, SsdEngine, Vlans,
+    Service, Slice, SsdEngine, Vlans, mac_text,
 };
 use crate::control::QueueDirection;
 use crate::mapping::{Entry, Mapping};
@@ -202,6 +202,64 @@ impl Device {
 }
 
 impl Nic {
+    /// Checks one, among the IOThreads and networks that there are. Whether it goes with other devices says
+    /// [`Self::fits`].
+    ///
+    /// # Errors
+    /// [`Fault`]: which rule it breaks.
+    pub fn new(
+        raw: wire::Nic,
+        iothreads: &[IoThread],
+        networks: &[Network],
+    ) -> Result<Self, Fault> {
+        Self::located(raw, iothreads, networks).map_err(|(_, fault)| fault)
+    }
+
+    /// Whether it may be there beside these: a TAP is of one device, an address of one in its network, and a
+    /// network of one trust domain.
+    ///
+    /// # Errors
+    /// [`Fault`]: which of them it is not.
+    pub fn fits<'a>(&self, others: impl IntoIterator<Item = &'a Self>) -> Result<(), Fault> {
+        self.located_among(others).map_err(|(_, fault)| fault)
+    }
+
+    pub(super) fn located_among<'a>(
+        &self,
+        others: impl IntoIterator<Item = &'a Self>,
+    ) -> Result<(), Misplaced> {
+        for other in others {
+            match (&self.link, &other.link) {
+                (NicLink::Tap(tap), NicLink::Tap(theirs)) if tap == theirs => {
+                    let (tap, other) = (tap.clone(), other.name.clone());
+                    return Err((&["tap"], Fault::DuplicateTap { tap, other }));
+                }
+                (NicLink::Network(port), NicLink::Network(theirs))
+                    if port.network == theirs.network =>
+                {
+                    if self.mac == other.mac {
+                        let (mac, other) = (mac_text(self.mac), other.name.clone());
+                        return Err((&["mac"], Fault::DuplicateMac { mac, other }));
+                    }
+                    if self.trust != other.trust {
+                        return Err((&["network"], Fault::NetworkAcrossTrust(other.name.clone())));
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Where it listens, and where its frames come by datagram.
+    pub fn sockets(&self) -> impl Iterator<Item = &PathBuf> {
+        let local = match &self.link {
+            NicLink::Dgram { local, .. } => Some(local),
+            _ => None,
+        };
+        [&self.socket].into_iter().chain(local)
+    }
+
     pub(super) fn located(
         raw: wire::Nic,
         iothreads: &[IoThread],
@@ -306,6 +364,14 @@ fn checked_vlan(vlan: u16) -> Result<u16, Fault> {
 const USUAL_MAX_BROADCAST: u64 = 1_000;
 
 impl Network {
+    /// Checks one.
+    ///
+    /// # Errors
+    /// [`Fault`]: which rule it breaks.
+    pub fn new(raw: wire::Network) -> Result<Self, Fault> {
+        Self::located(raw).map_err(|(_, fault)| fault)
+    }
+
     pub(super) fn located(raw: wire::Network) -> Result<Self, Misplaced> {
         let max_broadcast = raw.max_broadcast.unwrap_or(USUAL_MAX_BROADCAST);
         at(&["max_broadcast"], in_range("max_broadcast", max_broadcast, 1, 100_000_000))?;

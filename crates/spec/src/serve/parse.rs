@@ -14,8 +14,7 @@ use super::error::{Fault, ServeError, Subject};
 use super::promises::admit_all;
 use super::{
     Configuration, Control, Device, IoCores, IoThread, Listen, MAX_DEVICES, MAX_IOTHREADS,
-    MAX_NETWORKS, MAX_NICS, MAX_SCHEDULES, Network, Nic, NicLink, Policy, Schedule, Service,
-    mac_text, wire,
+    MAX_NETWORKS, MAX_NICS, MAX_SCHEDULES, Network, Nic, NicLink, Policy, Schedule, Service, wire,
 };
 use crate::specification::{MAX_FILE_BYTES, deep_key, position, unknown_field};
 
@@ -216,28 +215,7 @@ impl Unique {
         if !self.names.insert(nic.name.clone().into()) {
             return Err((&["name"], Fault::DuplicateName));
         }
-        if let NicLink::Tap(tap) = &nic.link
-            && let Some(other) = others.iter().find(|other| other.link == nic.link)
-        {
-            let (tap, other) = (tap.clone(), other.name.clone());
-            return Err((&["tap"], Fault::DuplicateTap { tap, other }));
-        }
-        for other in others {
-            let (NicLink::Network(port), NicLink::Network(theirs)) = (&nic.link, &other.link)
-            else {
-                continue;
-            };
-            if port.network != theirs.network {
-                continue;
-            }
-            if nic.mac == other.mac {
-                let (mac, other) = (mac_text(nic.mac), other.name.clone());
-                return Err((&["mac"], Fault::DuplicateMac { mac, other }));
-            }
-            if nic.trust != other.trust {
-                return Err((&["network"], Fault::NetworkAcrossTrust(other.name.clone())));
-            }
-        }
+        nic.located_among(others)?;
         let owner = format!("nic \"{}\"", nic.name);
         if let Some(other) = self.sockets.insert(Listen::Path(nic.socket.clone()), owner.clone()) {
             return Err((&["socket"], Fault::DuplicateSocket { socket: nic.socket, other }));

@@ -1,7 +1,7 @@
 //! A data plane that only keeps books.
 
 use rtvirtio_spec::control::QueueDirection;
-use rtvirtio_spec::serve::{Configuration, NicRate, Service};
+use rtvirtio_spec::serve::{Configuration, Network, NicRate, Service};
 
 use super::*;
 
@@ -132,6 +132,24 @@ impl Plane for Books {
         state.handed = handed;
         self.say(Event::DeviceAdded { device: name });
         Ok(())
+    }
+
+    fn add_nic(&self, nic: wire::Nic, handed: HandedFds) -> Result<(), PlaneError> {
+        self.state().handed = handed;
+        self.say(Event::DeviceAdded { device: nic.name.into() });
+        Ok(())
+    }
+
+    fn remove_nic(&self, nic: &DiskName) -> Result<(), PlaneError> {
+        Err(PlaneError::NoNic(nic.clone()))
+    }
+
+    fn add_network(&self, network: Network) -> Result<(), PlaneError> {
+        Err(PlaneError::NetworkExists(network.name))
+    }
+
+    fn remove_network(&self, network: &Name) -> Result<(), PlaneError> {
+        Err(PlaneError::NetworkInUse { network: network.clone(), ports: 1 })
     }
 
     fn remove_device(&self, device: &DiskName) -> Result<(), PlaneError> {

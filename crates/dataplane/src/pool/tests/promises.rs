@@ -1,5 +1,7 @@
 //! What is promised to queues of network devices, and limits that several queues share.
 
+use std::collections::VecDeque;
+
 use rtvirtio_frames::limit::Rate;
 use rtvirtio_frames::promise::{Medium, Promise, Reservation};
 
@@ -13,6 +15,8 @@ const FLOODS: u16 = 12;
 /// Between two promised frames: 20,000 a second.
 const PERIOD: Duration = Duration::from_micros(50);
 const WITHIN: Duration = Duration::from_micros(300);
+/// Frames that a sender has buffers for, and the receiver.
+const UNDER_WAY: u64 = 16;
 
 /// Of 20,000 frames a second to or from a port.
 fn reservation() -> Reservation {
@@ -21,10 +25,12 @@ fn reservation() -> Reservation {
     Promise { rate, within, mtu: 1500, medium: Medium::Copy }.reservation()
 }
 
-/// What a sender of 20,000 frames a second sees beside floods.
+/// What a sender sees beside floods, who sends 20,000 frames a second whether they have come or not.
 struct Seen {
     /// How long frames took from guest to guest, ascending.
     took: Vec<Duration>,
+    /// Frames sent per second.
+    rate: f64,
     /// Frames of the floods per second.
     flooded: f64,
     /// Of sender and receiver: promised frames, and those that were late.
@@ -43,8 +49,9 @@ impl std::fmt::Display for Seen {
         let [p50, p99, p999] = [0.5, 0.99, 0.999].map(|fraction| self.quantile(fraction));
         write!(
             f,
-            "{} frames, p50 {p50:?}, p99 {p99:?}, p99.9 {p999:?}, {:.3} % within {:?}, {:?} promised and late, {:.2} M frames/s of floods",
+            "{} frames, {:.0} a second, p50 {p50:?}, p99 {p99:?}, p99.9 {p999:?}, {:.3} % within {:?}, {:?} promised and late, {:.2} M frames/s of floods",
             self.took.len(),
+            self.rate,
             100.0 * within as f64 / self.took.len() as f64,
             2 * WITHIN,
             self.counted,
@@ -82,42 +89,49 @@ fn beside_floods(promise: Option<Reservation>, time: Duration) -> Seen {
         received.iter().map(|(queue, _)| queue.stats.progress().requests).sum()
     };
     let mut took = Vec::new();
-    let mut slots = receiver.port.offer(0..16, 1526);
+    let mut slots = receiver.port.offer(0..UNDER_WAY, 1526);
     let settled = Instant::now() + Duration::from_millis(50);
     while Instant::now() < settled {
         flood();
     }
     let (begun, before) = (Instant::now(), flooded());
-    let mut next = begun;
-    while begun.elapsed() < time {
-        while Instant::now() < next {
-            flood();
+    let (mut next, mut number) = (begun, 0);
+    // Those that have not come, oldest first, and how many of the sender's buffers have not come back.
+    let (mut sent, mut held) = (VecDeque::new(), 0);
+    loop {
+        flood();
+        let now = Instant::now();
+        while next <= now && held < UNDER_WAY {
+            sent.push_back(Instant::now());
+            sender.port.send(number % UNDER_WAY, PLAIN, &between(0, 1, 7, 60));
+            (number, held, next) = (number + 1, held + 1, next + PERIOD);
         }
-        let sent = Instant::now();
-        sender.port.send(0, PLAIN, &between(0, 1, 7, 60));
-        let (id, _) = loop {
-            if let Some(taken) = receiver.port.driver.take() {
-                break taken;
-            }
-            assert!(sent.elapsed() < LOST, "no frame comes");
-            flood();
-        };
-        took.push(sent.elapsed());
-        let slot = slots.remove(&id).unwrap();
-        slots.extend(receiver.port.offer(slot..slot + 1, 1526));
-        while sender.port.driver.take().is_none() {
-            flood();
+        while let Some((id, _)) = receiver.port.driver.take() {
+            took.push(sent.pop_front().unwrap().elapsed());
+            let slot = slots.remove(&id).unwrap();
+            slots.extend(receiver.port.offer(slot..slot + 1, 1526));
         }
-        next = (next + PERIOD).max(sent);
+        while sender.port.driver.take().is_some() {
+            held -= 1;
+        }
+        assert!(sent.front().is_none_or(|sent| sent.elapsed() < LOST), "no frame comes");
+        if now - begun > time && sent.is_empty() {
+            break;
+        }
+        if now - begun > time {
+            next = now + LOST;
+        }
     }
-    let flooded = (flooded() - before) as f64 / begun.elapsed().as_secs_f64();
+    let seconds = begun.elapsed().as_secs_f64();
+    let flooded = (flooded() - before) as f64 / seconds;
+    let rate = took.len() as f64 / seconds;
     let counted = [&sender, &receiver].map(|queue| queue.stats.promised_and_late());
     let floods = floods.into_iter().rev().map(|(queue, _)| queue);
     for queue in floods.chain([sender, receiver]) {
         net.pool.stop(queue.key).unwrap();
     }
     took.sort_unstable();
-    Seen { took, flooded, counted }
+    Seen { took, rate, flooded, counted }
 }
 
 /// How well, depends on the machine, and on how much of it others leave: what is asked for here is what any has. Run it alone,
@@ -140,7 +154,8 @@ fn promised_frames_do_not_wait_for_the_turns_of_floods() {
         }
         assert_eq!(without.counted, [(0, 0); 2]);
         for (promised, late) in with.counted {
-            assert!(promised as usize >= with.took.len() * 9 / 10, "{promised} are counted");
+            // Frames ahead of the rate, as of a sender that was held up, have their turn in the line.
+            assert!(promised as usize >= with.took.len() / 2, "{promised} are counted");
             assert!(late <= promised);
         }
         // Others keep what is left.

@@ -23,7 +23,7 @@ const MAX_BROADCAST: f64 = 1000.0;
 pub(super) const PLAIN: [u8; HEADER] = [0; HEADER];
 
 /// Of the device at a port.
-fn mac(port: u16) -> [u8; 6] {
+pub(super) fn mac(port: u16) -> [u8; 6] {
     [2, 0, 0, 0, 0, port as u8 + 1]
 }
 
@@ -43,7 +43,7 @@ pub(super) struct Net {
 pub(super) type Terms = ([Option<Rate>; 2], [Option<Reservation>; 2]);
 
 impl Net {
-    fn new(negotiated: &[u64]) -> Self {
+    pub(super) fn new(negotiated: &[u64]) -> Self {
         Self::with(negotiated, &plain)
     }
 
@@ -62,8 +62,10 @@ impl Net {
         terms: &dyn Fn(u16) -> Terms,
     ) -> Self {
         let numbers = 0..negotiated.len() as u16;
-        let ports = numbers.clone().map(|number| (port(number), pairs)).collect();
-        let switch = Switch::new(ports, MAX_BROADCAST).unwrap();
+        let switch = Switch::new(MAX_BROADCAST);
+        for number in numbers.clone() {
+            assert_eq!(switch.add_port(port(number), pairs), Ok(number));
+        }
         let nics = numbers.zip(negotiated).map(|(number, features)| {
             let link = Link::Port { switch: Arc::clone(&switch), number, pairs };
             let (limits, promises) = terms(number);
@@ -86,7 +88,7 @@ impl Net {
     }
 
     /// Starts a device's queue at a thread.
-    fn start(&self, nic: usize, index: u16, packed: bool, thread: usize) -> Running {
+    pub(super) fn start(&self, nic: usize, index: u16, packed: bool, thread: usize) -> Running {
         self.start_port(Port::new(packed), nic, index, thread)
     }
 
@@ -508,36 +510,6 @@ fn flow_keeps_its_order_while_queues_move_and_memory_changes() {
         net.pool.stop(sender.key).unwrap();
         net.pool.stop(receiver.key).unwrap();
     }
-}
-
-/// A turn that could take nothing is none: its IOThread would look for it all the time.
-#[test]
-fn sender_with_all_that_it_may_send_on_its_way_has_no_work() {
-    let net = Net::new(&[ALL, ALL]);
-    let Link::Port { switch, .. } = net.nics[0].attached() else { panic!("no port") };
-    let mut sender = crate::switch::PortSender::claim(switch, 0, 0).unwrap();
-    let mut receiver = crate::switch::PortReceiver::claim(switch, 1, 0).unwrap();
-    receiver.set_open(true);
-    assert!(crate::switch::PortSender::claim(switch, 0, 0).is_none(), "one has it");
-    let mut sent = 0;
-    while let Some(frame) = sender.next() {
-        frame.length = 60;
-        assert_eq!(sender.send(Some(forwarding::Destination::Port(1))), (1, 0));
-        sent += 1;
-    }
-    assert!(sender.is_full() && !sender.has_ended());
-    assert_eq!((sender.post(), sender.in_flight()), (0, sent));
-    // In their order, whichever is released first.
-    let [first, second] = [receiver.take().unwrap(), receiver.take().unwrap()];
-    receiver.release(second);
-    assert!(!sender.has_ended());
-    receiver.release(first);
-    assert!(sender.take_ended().is_some() && sender.take_ended().is_some());
-    assert!(sender.take_ended().is_none() && !sender.is_full());
-    // All that is left is released when the receiver goes.
-    drop(receiver);
-    while sender.take_ended().is_some() {}
-    assert_eq!(sender.in_flight(), 0);
 }
 
 #[test]

@@ -102,6 +102,7 @@ impl PortTransmit {
         time: u64,
     ) -> Served {
         let mut is_unpublished = self.reap(ring, stats, time);
+        self.port.look();
         let negotiated = self.nic.driver_features();
         let (mut pass, mut last) = (Pass::More, LastFrame::default());
         while share.is_left() {
@@ -158,7 +159,7 @@ impl PortTransmit {
         time: u64,
         last: &mut LastFrame,
     ) -> Result<(usize, Destination), Dropped> {
-        let next = self.port.next_with_switch();
+        let next = self.port.next_with_ports();
         let (number, forwarding, frame) = next.ok_or(Dropped::Malformed)?;
         let header = read_start(frame).ok_or(Dropped::Malformed)?;
         let rest: usize = frame.chain.readable.iter().map(Segment::len).sum();
@@ -540,7 +541,7 @@ impl PortReceive {
     }
 
     fn egress(&self, frame: &Frame) -> Egress {
-        self.port.switch().forwarding().egress(self.port.port(), frame.origin)
+        self.port.egress(frame.origin)
     }
 
     /// Looks at a frame: whether the driver can take it as it is.

@@ -106,7 +106,10 @@ fn buffers_without_room_for_a_header_end_a_turn() {
 fn segments_that_cannot_be_cut_end_a_turn() {
     let mac = |number| [2, 0, 0, 0, 1, number];
     let port = |number| Port { mac: mac(number), vlans: Vlans::Untagged, anti_spoofing: true };
-    let switch = Switch::new(vec![(port(0), 1), (port(1), 1)], 1e6).unwrap();
+    let switch = Switch::new(1e6);
+    for number in [0, 1] {
+        switch.add_port(port(number), 1).unwrap();
+    }
     let at = |number: u8| {
         let link = Link::Port { switch: Arc::clone(&switch), number: number.into(), pairs: 1 };
         nic(mac(number), link)

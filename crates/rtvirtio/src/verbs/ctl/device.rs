@@ -120,11 +120,11 @@ struct DataArgs {
     ssd: Option<String>,
 }
 
-fn vm(text: &str) -> Result<VmName, NameError> {
+pub(super) fn vm(text: &str) -> Result<VmName, NameError> {
     VmName::new(text)
 }
 
-fn size(text: &str) -> Result<wire::Size> {
+pub(super) fn size(text: &str) -> Result<wire::Size> {
     text.parse().map_err(|words| anyhow::anyhow!("{text:?}: {words}"))
 }
 
@@ -158,7 +158,7 @@ fn add(client: &ControlClient, args: &AddArgs) -> Result<()> {
             trust: args.trust.clone(),
             max_memory: args.max_memory.as_deref().map(size).transpose()?,
             engine: engine(args)?,
-            mapping: mapping(args)?,
+            mapping: mapping(args.mapping.as_deref(), &args.iothreads)?,
             qos: args.qos.wire(),
         },
         fds: image.iter().map(|_| Handed::Image).chain([Handed::Socket]).collect(),
@@ -214,25 +214,29 @@ fn engine(args: &AddArgs) -> Result<wire::Engine> {
     Ok(wire::Engine { kind, size, ssd, ..wire::Engine::default() })
 }
 
-fn mapping(args: &AddArgs) -> Result<Option<Vec<Entry>>> {
-    if let Some(file) = &args.mapping {
+/// What is in the file, or these IOThreads in turn.
+pub(super) fn mapping(
+    file: Option<&Path>,
+    iothreads: &[IoThreadName],
+) -> Result<Option<Vec<Entry>>> {
+    if let Some(file) = file {
         let text = super::super::mapping::read_text(file)?;
         let found = read::read(&text, None).with_context(|| file.display().to_string())?;
         return Ok(Some(found.entries));
     }
-    let entries: Vec<_> = args.iothreads.iter().cloned().map(Entry::round_robin).collect();
+    let entries: Vec<_> = iothreads.iter().cloned().map(Entry::round_robin).collect();
     Ok(Some(entries).filter(|entries| !entries.is_empty()))
 }
 
 /// A listening socket, removed when dropped unless it is kept.
-struct Socket {
-    listener: UnixListener,
+pub(super) struct Socket {
+    pub(super) listener: UnixListener,
     path: Option<PathBuf>,
 }
 
 impl Socket {
     /// Makes it, in the place of one that nobody serves any more.
-    fn make(path: &Path) -> Result<Self> {
+    pub(super) fn make(path: &Path) -> Result<Self> {
         let context = || format!("make the socket {}", path.display());
         if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
             match is_answered(path) {
@@ -244,7 +248,7 @@ impl Socket {
         Ok(Self { listener, path: Some(path.to_owned()) })
     }
 
-    fn keep(mut self) {
+    pub(super) fn keep(mut self) {
         self.path = None;
     }
 }

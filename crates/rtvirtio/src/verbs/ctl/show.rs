@@ -6,7 +6,7 @@ use rtvirtio_spec::control::{
     NicQueueState, NicState, PolicyState, PromisedFrames, QosState, QueueDirection, QueueState,
     ScheduleState, SlotsState, Snapshot, StallState, TaskState,
 };
-use rtvirtio_spec::serve::wire::Size;
+use rtvirtio_spec::serve::wire::{self, Size};
 use rtvirtio_spec::serve::{Completion, CorePolicy};
 use rtvirtio_units::Nanos;
 
@@ -184,6 +184,15 @@ pub(super) fn iothreads(iothreads: &[IoThreadState]) -> Table {
             share(t.sleep_ns),
             t.cpu_ns.to_string(),
         ]);
+    }
+    table
+}
+
+pub(super) fn networks(networks: &[wire::Network]) -> Table {
+    let mut table = table(["network", "broadcasts/s"], 1);
+    for network in networks {
+        let max = network.max_broadcast.map_or_else(String::new, |max| max.to_string());
+        table.add_row([network.name.to_string(), max]);
     }
     table
 }

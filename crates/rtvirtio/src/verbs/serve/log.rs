@@ -29,6 +29,8 @@ pub(super) fn notice(device: &str, notice: Notice<'_>) {
                  this process is killed: {error} (put the socket where systemd puts it, in /run)"
             );
         }
+        // Of the service manager.
+        Notice::KeepTap { .. } | Notice::ReleaseTap { .. } => {}
         Notice::Broken { queue, reason } => broken(&device, queue, &reason),
         Notice::EmptyRing { queue } => {
             warn!(
