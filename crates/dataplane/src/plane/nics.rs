@@ -70,7 +70,7 @@ impl OpenedNic {
         let link = open_link(&spec, None)?;
         let what = || format!("cannot listen for {}", spec.name);
         let listener = match socket {
-            Some(fd) => Listener::from_fd(fd),
+            Some(fd) => Listener::from_fd(fd).map(|listener| listener.removing(&spec.socket)),
             None => Listener::bind(&spec.socket, SOCKET_MODE),
         };
         let listener = listener.map_err(|error| refused(what(), error))?;

@@ -385,6 +385,11 @@ impl Plane for Registry {
             .map(Listener::from_fd)
             .transpose()
             .map_err(|error| refused(format!("cannot listen for {}", device.name), error))?;
+        // What whoever asked has made, goes with the device.
+        let listener = listener.map(|listener| match &device.listen {
+            Listen::Path(path) => listener.removing(path),
+            Listen::Activated(_) => listener,
+        });
         let image = handed.image.map(|fd| Image { fd, block: None });
         self.add(device, image, listener, None, Admission::Test)
     }

@@ -1,6 +1,7 @@
 //! A device's socket: bound to a path, or handed over by whoever bound it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -102,6 +103,23 @@ impl Listener {
         rustix::io::ioctl_fionbio(&socket, true)?;
         rustix::io::fcntl_setfd(&socket, rustix::io::FdFlags::CLOEXEC)?;
         Ok(Self { socket, bound: Mutex::default() })
+    }
+
+    /// Removes the file of a socket that was handed over, when this ends: at `path`, if that is where it was
+    /// bound.
+    #[must_use]
+    pub fn removing(self, path: &Path) -> Self {
+        let address = rustix::net::getsockname(&self.socket).map(SocketAddrUnix::try_from);
+        let is_bound_there = address.is_ok_and(|address| {
+            address.is_ok_and(|a| a.path_bytes() == Some(path.as_os_str().as_bytes()))
+        });
+        let is_socket = std::fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket());
+        if is_bound_there && is_socket {
+            let mut bound = self.bound.lock().unwrap_or_else(PoisonError::into_inner);
+            *bound = Bound::at(path).ok();
+            drop(bound);
+        }
+        self
     }
 
     /// Removes what was bound here.

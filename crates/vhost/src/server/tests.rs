@@ -184,6 +184,33 @@ fn socket_handed_over_is_served_and_left_where_it_is() {
 }
 
 #[test]
+fn socket_handed_over_goes_from_its_own_path_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    let handed = |at: &Path| {
+        let theirs = UnixListener::bind(at).unwrap();
+        Listener::from_fd(theirs.into()).unwrap()
+    };
+    drop(handed(&path("a")).removing(&path("a")));
+    assert!(!path("a").exists());
+    // Another's, and what has come to its place since.
+    let other = UnixListener::bind(path("other")).unwrap();
+    drop(handed(&path("b")).removing(&path("other")));
+    assert!(path("b").exists() && path("other").exists());
+    let listener = handed(&path("c")).removing(&path("c"));
+    std::fs::remove_file(path("c")).unwrap();
+    std::fs::write(path("c"), "kept").unwrap();
+    drop(listener);
+    assert!(path("c").exists());
+    let moved = handed(&path("d"));
+    std::fs::rename(path("d"), path("e")).unwrap();
+    std::fs::write(path("d"), "kept").unwrap();
+    drop(moved.removing(&path("d")));
+    assert!(path("d").exists());
+    drop(other);
+}
+
+#[test]
 fn descriptor_that_does_not_listen_is_refused() {
     let (stream, _) = UnixStream::pair().unwrap();
     assert!(matches!(Listener::from_fd(stream.into()), Err(ListenError::NotListening)));
