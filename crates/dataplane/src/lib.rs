@@ -31,5 +31,5 @@ pub use iothread::Polling;
 pub use key::QueueKey;
 pub use pool::{MoveError, Pool, PoolError, ThreadId};
 pub use queue::{Broken, Queue, QueueSetup, SlotsSetup};
-pub use tap::{Tap, TapError};
+pub use tap::{Tap, TapError, mtu as tap_mtu};
 pub use thread_stats::IoThreadStats;

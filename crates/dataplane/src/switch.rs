@@ -200,7 +200,7 @@ impl Queues {
             inbox.is_claimed.load(SeqCst) || outbox.is_claimed.load(SeqCst)
         };
         !self.is_taken.load(Relaxed)
-            && self.pairs.len() == usize::from(pairs)
+            && self.pairs.len() >= usize::from(pairs)
             && !self.pairs.iter().any(is_claimed)
     }
 }
@@ -216,7 +216,9 @@ struct View {
 /// A switch and its ports.
 #[derive(Debug)]
 pub(crate) struct Switch {
-    // Nobody waits for anybody while holding it, and no frame takes it.
+    /// Held by whoever changes the ports.
+    changing: Mutex<()>,
+    // Taken for as long as it takes to copy or replace the reference, and by no frame.
     view: Mutex<Arc<View>>,
     /// Of the view.
     version: AtomicU64,
@@ -229,8 +231,8 @@ pub(crate) struct Switch {
 /// Why a switch gets no further port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum PortError {
-    /// It has [`MAX_PORTS`].
-    #[error("the network has no port left")]
+    /// It has [`MAX_PORTS`], or had as many with other numbers of pairs.
+    #[error("the network has no port left: remove it, and add it again")]
     TooMany,
     /// There is no eventfd.
     #[error("eventfd: {0}")]
@@ -242,6 +244,7 @@ impl Switch {
     pub(crate) fn new(max_broadcast: f64) -> Arc<Self> {
         let view = View { forwarding: Forwarding::new(Vec::new()), version: 0 };
         Arc::new(Self {
+            changing: Mutex::default(),
             view: Mutex::new(Arc::new(view)),
             version: AtomicU64::new(0),
             ports: (0..MAX_PORTS).map(|_| OnceLock::new()).collect(),
@@ -249,15 +252,21 @@ impl Switch {
         })
     }
 
-    fn current(&self) -> MutexGuard<'_, Arc<View>> {
-        // What was begun under it is whole.
-        self.view.lock().unwrap_or_else(PoisonError::into_inner)
+    fn current(&self) -> Arc<View> {
+        Arc::clone(&self.view.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn change(&self, view: &mut Arc<View>, number: u16, port: Option<Port>) {
-        let version = view.version.saturating_add(1);
-        let forwarding = view.forwarding.with_port(number, port);
-        *view = Arc::new(View { forwarding, version });
+    fn changing(&self) -> MutexGuard<'_, ()> {
+        // A change is whole or none.
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Replaces the view, whose changes are the caller's.
+    fn change(&self, before: &View, number: u16, port: Option<Port>) {
+        let version = before.version.saturating_add(1);
+        let forwarding = before.forwarding.with_port(number, port);
+        let mut after = Arc::new(View { forwarding, version });
+        std::mem::swap(&mut *self.view.lock().unwrap_or_else(PoisonError::into_inner), &mut after);
         self.version.store(version, Release);
     }
 
@@ -266,7 +275,8 @@ impl Switch {
     /// # Errors
     /// There are too many, or no eventfd is left.
     pub(crate) fn add_port(&self, port: Port, pairs: u16) -> Result<u16, PortError> {
-        let mut view = self.current();
+        let _changing = self.changing();
+        let view = self.current();
         let are_free = |place: &OnceLock<Queues>| place.get().is_some_and(|q| q.are_free(pairs));
         let used = self.ports.iter().position(are_free);
         let found = used.or_else(|| self.ports.iter().position(|place| place.get().is_none()));
@@ -281,15 +291,16 @@ impl Switch {
         };
         queues.is_taken.store(true, Relaxed);
         queues.since.store(view.version.saturating_add(1), Relaxed);
-        self.change(&mut view, index as u16, Some(port));
+        self.change(&view, index as u16, Some(port));
         Ok(index as u16)
     }
 
     /// Removes a port whose queues have stopped. What was learned of it is forgotten.
     pub(crate) fn remove_port(&self, number: u16) {
-        let mut view = self.current();
-        self.change(&mut view, number, None);
+        let _changing = self.changing();
+        let view = self.current();
         view.forwarding.forget(number);
+        self.change(&view, number, None);
         if let Some(queues) = self.ports.get(usize::from(number)).and_then(OnceLock::get) {
             queues.is_taken.store(false, Relaxed);
         }
@@ -297,7 +308,7 @@ impl Switch {
 
     /// How many ports it has.
     pub(crate) fn ports(&self) -> usize {
-        let _view = self.current();
+        let _changing = self.changing();
         let all = self.ports.iter().filter_map(OnceLock::get);
         all.filter(|queues| queues.is_taken.load(Relaxed)).count()
     }
@@ -427,7 +438,7 @@ impl PortSender {
         let is_free = !outbox.is_claimed.swap(true, AcqRel);
         is_free.then(|| Self {
             switch: Arc::clone(switch),
-            view: Arc::clone(&switch.current()),
+            view: switch.current(),
             port,
             pair,
             first: 0,
@@ -443,7 +454,7 @@ impl PortSender {
     /// A turn begins: ports may have come or gone. Nothing is pending.
     pub(crate) fn look(&mut self) {
         if self.switch.version.load(Acquire) != self.view.version {
-            self.view = Arc::clone(&self.switch.current());
+            self.view = self.switch.current();
         }
     }
 
@@ -619,10 +630,10 @@ impl Drop for PortSender {
 #[derive(Debug)]
 pub(crate) struct PortReceiver {
     switch: Arc<Switch>,
-    /// With its own port, which stays as long as it.
-    view: Arc<View>,
     port: u16,
     pair: u16,
+    /// Whether frames leave with tags here.
+    is_trunk: bool,
     /// Frames of senders that knew less were for an earlier port.
     since: u64,
     /// What is left of the batch that was taken last.
@@ -637,7 +648,7 @@ impl PortReceiver {
         let is_free = !inbox.is_claimed.swap(true, AcqRel);
         is_free.then(|| Self {
             switch: Arc::clone(switch),
-            view: Arc::clone(&switch.current()),
+            is_trunk: switch.current().forwarding.is_trunk(port),
             port,
             pair,
             since: switch.queues(port).map_or(0, |queues| queues.since.load(Relaxed)),
@@ -648,7 +659,7 @@ impl PortReceiver {
 
     /// How a frame leaves at this port.
     pub(crate) fn egress(&self, from: Origin) -> Egress {
-        self.view.forwarding.egress(self.port, from)
+        Egress::of(self.is_trunk, from)
     }
 
     fn inbox(&self) -> Option<&Inbox> {

@@ -54,6 +54,11 @@ pub enum TapError {
     /// It is no TAP.
     #[error("{0} is no TAP")]
     NotATap(String),
+    /// What was handed over is no queue of it, or not as it has to be.
+    #[error(
+        "the descriptor is no queue of {0} with IFF_TAP | IFF_NO_PI | IFF_VNET_HDR: rtvirtio ctl nic add makes one"
+    )]
+    NotAQueue(String),
     /// Its queues do not fit.
     #[error(
         "{name} has {}: make it {} multi_queue, for {queues} pairs of queues",
@@ -92,7 +97,7 @@ fn attribute(name: &str, file: &str) -> Option<String> {
 
 /// The MTU of a network device.
 #[must_use]
-pub(crate) fn mtu(name: &str) -> Option<u16> {
+pub fn mtu(name: &str) -> Option<u16> {
     attribute(name, "mtu")?.parse().ok()
 }
 
@@ -139,7 +144,7 @@ impl Tap {
     /// # Errors
     /// It is of another TAP, or of none.
     pub(crate) fn adopt(fd: OwnedFd, name: &str) -> Result<Self, TapError> {
-        let other = || TapError::NotATap(name.to_owned());
+        let other = || TapError::NotAQueue(name.to_owned());
         let mut request = Request { name: [0; 16], flags: 0, rest: [0; 22] };
         // SAFETY: TUNGETIFF writes a `struct ifreq`, which outlives the call.
         check(unsafe { libc::ioctl(fd.as_raw_fd(), TUNGETIFF, &raw mut request) })
@@ -149,7 +154,11 @@ impl Tap {
         if found != name.as_bytes() || request.flags & kind != kind {
             return Err(other());
         }
-        Self::prepare(fd).map_err(|errno| TapError::Attach(name.to_owned(), errno))
+        // An IOThread reads from it, and waits for nobody.
+        let is_waiting = rustix::io::ioctl_fionbio(&fd, true);
+        is_waiting
+            .and_then(|()| Self::prepare(fd))
+            .map_err(|errno| TapError::Attach(name.to_owned(), errno))
     }
 
     /// Makes a TAP that is gone with its last file: in the network namespace of the calling thread.
@@ -270,7 +279,7 @@ mod tests {
             assert!(matches!(Tap::attach(name, 1), Err(TapError::Missing(..))), "{name:?}");
         }
         let file = std::fs::File::open("/dev/null").unwrap();
-        assert!(matches!(Tap::adopt(file.into(), "tap0"), Err(TapError::NotATap(_))));
+        assert!(matches!(Tap::adopt(file.into(), "tap0"), Err(TapError::NotAQueue(_))));
         if attribute("lo", "ifindex").is_some() {
             assert!(matches!(Tap::attach("lo", 1), Err(TapError::NotATap(_))));
         }

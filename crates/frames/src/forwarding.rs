@@ -98,6 +98,16 @@ pub enum Egress {
     Tagged(u16),
 }
 
+impl Egress {
+    /// At a trunk, or at another port.
+    #[must_use]
+    #[inline]
+    pub fn of(is_trunk: bool, from: Origin) -> Self {
+        // Of what has no tag the priority is 0.
+        if is_trunk { Self::Tagged(from.tag.unwrap_or(from.vlan)) } else { Self::Untagged }
+    }
+}
+
 /// The ports of a switch, as they are at one time. What is learned is shared with those of before and after
 /// ([`Self::with_port`]).
 #[derive(Debug, Clone)]
@@ -294,15 +304,16 @@ impl Forwarding {
         (0..).zip(&self.ports).filter_map(goes)
     }
 
+    /// Whether frames leave with tags at a port.
+    #[must_use]
+    pub fn is_trunk(&self, port: u16) -> bool {
+        self.port(port).is_some_and(|port| matches!(port.vlans, Vlans::Trunk(_)))
+    }
+
     /// How a frame leaves at a port of its VLAN.
     #[must_use]
-    #[inline]
     pub fn egress(&self, port: u16, from: Origin) -> Egress {
-        match self.port(port).map(|port| &port.vlans) {
-            // Of what has no tag the priority is 0.
-            Some(Vlans::Trunk(_)) => Egress::Tagged(from.tag.unwrap_or(from.vlan)),
-            _ => Egress::Untagged,
-        }
+        Egress::of(self.is_trunk(port), from)
     }
 
     /// What has been learned and is not forgotten at `now`: address, VLAN and port.

@@ -310,7 +310,8 @@ fn send(
     fds: &[BorrowedFd<'_>],
     deadline: Deadline,
 ) -> Result<(), ControlFault> {
-    const MAX_FDS: usize = 4;
+    // A socket, and a queue of a TAP for each pair.
+    const MAX_FDS: usize = 1 + rtvirtio_spec::serve::MAX_PAIRS as usize;
     let bytes = [head.as_bytes(), body].concat();
     let mut rest = bytes.as_slice();
     let mut fds = &fds[..fds.len().min(MAX_FDS)];

@@ -124,7 +124,13 @@ impl From<PlaneError> for Failure {
             PlaneError::Io { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         };
         let text = match &error {
-            PlaneError::Io { what, source } => format!("{what}: {source}"),
+            PlaneError::Io { what, source } => {
+                let first = Some(source as &dyn std::error::Error);
+                let causes = std::iter::successors(first, |error| error.source());
+                let mut text = what.clone();
+                causes.for_each(|cause| text += &format!(": {cause}"));
+                text
+            }
             other => other.to_string(),
         };
         Self { status, body: ErrorBody { error: text, hint: error.hint() } }

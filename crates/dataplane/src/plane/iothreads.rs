@@ -191,7 +191,7 @@ impl Served {
     }
 }
 
-/// What a device takes from others before it is here.
+/// What a device takes from others before it is here, and a network device until it has gone.
 pub(super) struct Adding {
     pub(super) sockets: Vec<PathBuf>,
     pub(super) kind: AddingKind,
@@ -204,6 +204,11 @@ pub(super) enum AddingKind {
 }
 
 impl Adding {
+    pub(super) fn of_nic(spec: &serve::Nic) -> Self {
+        let sockets = spec.sockets().cloned().collect();
+        Self { sockets, kind: AddingKind::Nic(Box::new(spec.clone())) }
+    }
+
     /// Of a disk.
     pub(super) fn disk(&self) -> Option<(&Option<serve::Qos>, &Mapping)> {
         match &self.kind {
@@ -481,9 +486,13 @@ impl Core {
             }
         })?;
         let pause_ns = Nanos::new(pause);
-        if let Some(mapping) = self.state().mapping_mut(device) {
+        let mut state = self.state();
+        // Another device may have come under the name.
+        let is_same = state.mapped_device(device).is_ok_and(|now| Arc::ptr_eq(&now.host, &host));
+        if let Some(mapping) = state.mapping_mut(device).filter(|_| is_same) {
             mapping.assign(queue, to.clone())?;
         }
+        drop(state);
         if from != *to {
             let device = device.clone();
             self.moves.fetch_add(1, Relaxed);
@@ -562,10 +571,11 @@ impl State {
         if is_taken { Err(PlaneError::DeviceExists(name.clone())) } else { Ok(()) }
     }
 
-    /// All network devices that are here or about to be.
+    /// All network devices that are here, about to be, or not gone yet.
     pub(super) fn nics(&self) -> impl Iterator<Item = &serve::Nic> {
         let served = self.nics.values().map(|nic| &nic.spec);
-        served.chain(self.adding.values().filter_map(Adding::nic))
+        let others = self.adding.iter().filter(|(name, _)| !self.nics.contains_key(*name));
+        served.chain(others.filter_map(|(_, adding)| adding.nic()))
     }
 
     /// The same, when a network device is there, and is as `changed` says.

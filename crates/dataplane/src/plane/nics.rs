@@ -19,6 +19,7 @@ use rustix::io::Errno;
 use super::host::change;
 use super::iothreads::{Core, MappedHost, ServedNic};
 use super::positions::PositionsFile;
+use super::registry::threads;
 use super::{HandedFds, Notice, ObservedNic, PlaneError, Report, SOCKET_MODE, io, refused};
 use crate::call::{self, Call};
 use crate::device::Limits;
@@ -243,11 +244,10 @@ impl Nics {
         Ok(Link::Port { switch, number, pairs: spec.pairs })
     }
 
-    /// Serves a device by these IOThreads, one for each virtqueue.
+    /// Serves a device by the IOThreads of its mapping.
     pub(super) fn add(
         &self,
         opened: OpenedNic,
-        threads: Vec<ThreadId>,
         server: &Server,
         core: &Core,
         report: &Arc<Report>,
@@ -274,6 +274,13 @@ impl Nics {
             positions: positions.as_ref().map(|file| Arc::clone(&file.positions)),
         }));
         let place = |thread| Place { thread, key: None, is_starting: false };
+        let failed = |error| {
+            leave_network(&nic);
+            error
+        };
+        // No IOThread of its mapping may end before the device is there.
+        let mut state = core.state();
+        let threads = threads(&state, &spec.mapping).map_err(failed)?;
         let queues = threads.into_iter().map(place).collect();
         let stats = (0..2 * spec.pairs).map(|_| Arc::new(QueueStats::new())).collect();
         let host = Arc::new(NicHost {
@@ -285,12 +292,9 @@ impl Nics {
             has_served: AtomicBool::new(false),
             report: Arc::clone(report),
         });
-        let mut state = core.state();
         let served = server.add(listener, Arc::clone(&nic) as Arc<_>, Arc::clone(&host));
-        let socket_id = served.map_err(|error| {
-            leave_network(&nic);
-            io(format!("cannot listen for {}", spec.name), error)
-        })?;
+        let unheard = |error| failed(io(format!("cannot listen for {}", spec.name), error));
+        let socket_id = served.map_err(unheard)?;
         let mapped = ServedNic {
             host: Arc::clone(&host),
             ids: state.ids(&spec.vm, spec.mapping.queues()),
@@ -306,8 +310,9 @@ impl Nics {
 
     /// Has a service manager keep the queues of a device's TAP that came while others were served.
     pub(super) fn keep_taps(&self, name: &Name, report: &Report) {
-        if let Some(served) = self.served().get(name) {
-            tell_of_taps(&served.spec, &served.nic, report, true);
+        let device = self.served().get(name).map(|it| (it.spec.clone(), Arc::clone(&it.nic)));
+        if let Some((spec, nic)) = device {
+            tell_of_taps(&spec, &nic, report, true);
         }
     }
 

@@ -96,8 +96,7 @@ impl Registry {
             self.nics.add_network(network.clone())?;
         }
         for opened in opened.nics {
-            let threads = threads(&self.state(), &opened.spec.mapping)?;
-            self.nics.add(opened, threads, &self.server, &self.core, &self.report)?;
+            self.nics.add(opened, &self.server, &self.core, &self.report)?;
         }
         self.begin_policy(configuration.iocores.clone())
     }
@@ -301,9 +300,7 @@ impl Registry {
         spec.fits(state.nics())?;
         threads(&state, &spec.mapping)?;
         state.admit_nic(spec)?;
-        let sockets = spec.sockets().cloned().collect();
-        let adding = Adding { sockets, kind: AddingKind::Nic(Box::new(spec.clone())) };
-        self.reserve_sockets(&mut state, name, adding)
+        self.reserve_sockets(&mut state, name, Adding::of_nic(spec))
     }
 
     fn reserve_sockets(
@@ -346,7 +343,7 @@ impl Served {
 }
 
 /// The threads of a mapping's queues.
-fn threads(state: &State, mapping: &Mapping) -> Result<Vec<ThreadId>, PlaneError> {
+pub(super) fn threads(state: &State, mapping: &Mapping) -> Result<Vec<ThreadId>, PlaneError> {
     let id = |name: &IoThreadName| {
         let thread = state.iothreads.get(name);
         thread.map(|t| t.id).ok_or_else(|| PlaneError::NoIoThread(name.clone()))
@@ -414,16 +411,21 @@ impl Plane for Registry {
         let nic = serve::Nic::new(nic, &iothreads, &self.nics.networks())?;
         let _place = self.reserve_nic(&nic)?;
         let opened = OpenedNic::handed(nic, handed)?;
-        let threads = threads(&self.state(), &opened.spec.mapping)?;
         let name = opened.spec.name.clone();
-        self.nics.add(opened, threads, &self.server, &self.core, &self.report)?;
+        self.nics.add(opened, &self.server, &self.core, &self.report)?;
         self.nics.keep_taps(&name, &*self.report);
         self.tell(Event::DeviceAdded { device: name.into() });
         Ok(())
     }
 
     fn remove_nic(&self, nic: &DiskName) -> Result<(), PlaneError> {
-        let served = self.state().nics.remove(nic).ok_or_else(|| PlaneError::NoNic(nic.clone()))?;
+        // Its name, sockets and address are kept from others until it has gone.
+        let (served, _place) = {
+            let mut state = self.state();
+            let served = state.nics.remove(nic).ok_or_else(|| PlaneError::NoNic(nic.clone()))?;
+            state.adding.insert(nic.clone(), Adding::of_nic(&served.spec));
+            (served, Place { core: &self.core, name: nic.clone() })
+        };
         self.core.touch();
         // Its queues stop first, so not under the lock.
         self.nics.remove(&served.spec.name, &self.server, &*self.report);

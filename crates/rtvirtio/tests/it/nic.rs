@@ -37,7 +37,7 @@ const HAND_OVER: &str = "if [ -n \"$KEPT\" ]; then exec 3<&0 </dev/null; export 
     LISTEN_PID=$$ LISTEN_FDNAMES=\"$KEPT\"; fi; exec \"$@\"";
 const ENTER: &str = "mount -t sysfs sys /sys && ip link set lo up && \
     ip tuntap add dev tap0 mode tap vnet_hdr && ip address add 10.77.0.1/24 dev tap0 && \
-    ip link set tap0 up && exec \"$@\"";
+    ip link set tap0 up && ip tuntap add dev tap8 mode tap vnet_hdr multi_queue && exec \"$@\"";
 
 /// Keeps a descriptor for the daemon, as systemd does for a service (`FileDescriptorStoreMax=`).
 pub(crate) struct Store {
@@ -347,6 +347,14 @@ fn talk(packed: bool) {
         store.look();
         assert!(store.kept.is_some());
         machine.expect(0, "ping -c 3 -W 20 10.77.0.1");
+        // A queue for each of as many pairs as there may be.
+        let listen = directory.path().join("wide").display().to_string();
+        let wide = ["nic", "add", "wide", "--vm", "wide", "--tap", "tap8", "--queues", "8"];
+        let output = daemon.ctl(&[&wide[..], &["--listen", &listen]].concat());
+        assert!(output.status.success(), "{}", crate::scratch_disk::said(&output));
+        assert_eq!(daemon.nic(1)["queues"].as_array().unwrap().len(), 16);
+        assert!(daemon.ctl(&["nic", "remove", "wide"]).status.success());
+        assert!(!directory.path().join("wide").exists());
         let twice = daemon.ctl(&add);
         assert!(!twice.status.success(), "{}", crate::scratch_disk::said(&twice));
         assert_eq!(daemon.nic(0)["link"], "tap0");

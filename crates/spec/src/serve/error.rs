@@ -332,7 +332,9 @@ impl Fault {
             Self::OfNetwork => {
                 "remove it: what is behind a tap or socket has its own VLANs and filters".to_owned()
             }
-            Self::NoNetwork(name) => format!("add [[network]] with name = \"{name}\""),
+            Self::NoNetwork(name) => format!(
+                "add [[network]] with name = \"{name}\", or of a data plane that runs: rtvirtio ctl network add {name}"
+            ),
             Self::WhichVlan => {
                 "write vlan = 10 if the guest is to see no tag, trunk = [10, 20] if it has them"
                     .to_owned()

@@ -1,7 +1,7 @@
 //! Queues of a network device, on a TAP of the kernel's in a network namespace of the test's own.
 
 use std::io::Write as _;
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::{AsFd as _, AsRawFd, FromRawFd};
 use std::sync::atomic::Ordering::{Acquire, Release};
 
 use rtvirtio_frames::features;
@@ -272,6 +272,21 @@ impl Flood {
 }
 
 const ALL: u64 = features::ALWAYS;
+
+/// Whoever hands a queue over may have opened it so that reading waits: an IOThread would.
+#[test]
+fn queue_of_a_tap_that_is_handed_over_does_not_block() {
+    let wire = match Wire::new(1) {
+        Ok(wire) => wire,
+        Err(why) => return skipped("queue_of_a_tap_that_is_handed_over_does_not_block", why),
+    };
+    let fd = wire.taps[0].as_fd().try_clone_to_owned().unwrap();
+    rustix::io::ioctl_fionbio(&fd, false).unwrap();
+    let other = Tap::adopt(fd.try_clone().unwrap(), "tap1").unwrap_err().to_string();
+    assert!(other.contains("is no queue of tap1"), "{other}");
+    let tap = Tap::adopt(fd, "tap0").unwrap();
+    assert_eq!(rustix::io::read(tap.as_fd(), &mut [0; 64]), Err(Errno::AGAIN));
+}
 
 #[test]
 fn frames_go_to_the_tap_as_they_are() {

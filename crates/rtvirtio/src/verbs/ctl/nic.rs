@@ -4,7 +4,7 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::PathBuf;
 
 use anyhow::{Context as _, Result, ensure};
-use rtvirtio_dataplane::Tap;
+use rtvirtio_dataplane::{Tap, tap_mtu};
 use rtvirtio_host::dataplane::ControlClient;
 use rtvirtio_spec::control::{AddNetwork, AddNic, Handed, NicState, QueueDirection, SetNicRate};
 use rtvirtio_spec::serve::{MAX_PAIRS, wire};
@@ -236,7 +236,8 @@ fn add(client: &ControlClient, args: &AddArgs) -> Result<()> {
             trunk: Some(args.trunk.clone()).filter(|trunk| !trunk.is_empty()),
             anti_spoofing: args.no_anti_spoofing.then_some(false),
             mac: args.mac.clone(),
-            mtu: args.mtu,
+            // The data plane may not see the host's network.
+            mtu: args.mtu.or_else(|| tap_mtu(args.link.tap.as_deref()?)),
             queues: Some(args.queues),
             trust: args.trust.clone(),
             max_memory: args.max_memory.as_deref().map(size).transpose()?,
