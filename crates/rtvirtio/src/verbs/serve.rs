@@ -4,8 +4,8 @@ use std::collections::{BTreeSet, HashMap};
 use std::os::fd::{AsFd as _, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
@@ -159,9 +159,16 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
         warn!("no sandbox: a fault in here has all rights of this process");
     }
 
-    let registry = Registry::new(Arc::new(|device: &str, notice: Notice<'_>| match notice {
-        Notice::KeepTap { name, queue } => keep(name, queue),
-        Notice::ReleaseTap { name } => release(name),
+    let tell = notify_aside()?;
+    let registry = Registry::new(Arc::new(move |device: &str, notice: Notice<'_>| match notice {
+        Notice::KeepTap { name, queue } => {
+            if let Ok(queue) = queue.try_clone_to_owned() {
+                let _ = tell.send((name.to_owned(), Some(queue)));
+            }
+        }
+        Notice::ReleaseTap { name } => {
+            let _ = tell.send((name.to_owned(), None));
+        }
         notice => log::notice(device, notice),
     }))?;
     let registry = Arc::new(registry);
@@ -203,6 +210,21 @@ fn keep(name: &str, queue: BorrowedFd<'_>) {
     let unpolled = NotifyState::Custom("FDPOLL=0");
     let state = [NotifyState::FdStore, NotifyState::FdName(name), unpolled];
     let _ = sd_notify::notify_with_fds(&state, &[queue]);
+}
+
+/// Where to say which TAPs' queues the service manager is to keep, and which to let go of. It may be slow to
+/// read; no change waits for it.
+fn notify_aside() -> Result<mpsc::Sender<(String, Option<OwnedFd>)>> {
+    let (tell, told) = mpsc::channel::<(String, Option<OwnedFd>)>();
+    std::thread::Builder::new().name("notify".to_owned()).spawn(move || {
+        for (name, queue) in told {
+            match queue {
+                Some(queue) => keep(&name, queue.as_fd()),
+                None => release(&name),
+            }
+        }
+    })?;
+    Ok(tell)
 }
 
 /// Has it let go of one.
