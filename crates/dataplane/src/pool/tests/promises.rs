@@ -153,13 +153,18 @@ fn promised_frames_do_not_wait_for_the_turns_of_floods() {
             continue;
         }
         assert_eq!(without.counted, [(0, 0); 2]);
+        let mut are_counted = true;
         for (promised, late) in with.counted {
             // Frames ahead of the rate, as of a sender that was held up, have their turn in the line.
             assert!(promised as usize >= with.took.len() / 2, "{promised} are counted");
+            are_counted &= promised as usize >= with.took.len() * 9 / 10;
             assert!(late <= promised);
         }
+        if is_too_late && !are_counted {
+            return skipped(test, "others need the CPUs, so that the sender is ahead of its rate");
+        }
         // Others keep what is left.
-        let is_kept = with.quantile(0.5) * 2 < without.quantile(0.5);
+        let is_kept = are_counted && with.quantile(0.5) * 2 < without.quantile(0.5);
         if is_kept && with.flooded > without.flooded / 4.0 {
             return;
         }
