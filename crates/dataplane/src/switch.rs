@@ -235,7 +235,7 @@ pub(crate) enum PortError {
     #[error("the network has no port left: remove it, and add it again")]
     TooMany,
     /// There is no eventfd.
-    #[error("eventfd: {0}")]
+    #[error("eventfd")]
     System(#[from] rustix::io::Errno),
 }
 

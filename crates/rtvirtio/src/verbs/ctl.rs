@@ -137,7 +137,7 @@ enum IoThreadCommand {
         #[arg(long, value_name = "N")]
         poll_shrink: Option<u32>,
         /// Trust domain of the devices that it serves [default: those that name none]
-        #[arg(long, value_name = "NAME", value_parser = domain)]
+        #[arg(long, value_name = "NAME", value_parser = name)]
         trust: Option<Name>,
     },
     /// Let one run on these CPUs only
@@ -209,7 +209,7 @@ fn iothread(text: &str) -> Result<IoThreadName, NameError> {
     IoThreadName::new(text)
 }
 
-fn domain(text: &str) -> Result<Name, NameError> {
+fn name(text: &str) -> Result<Name, NameError> {
     Name::new(text)
 }
 

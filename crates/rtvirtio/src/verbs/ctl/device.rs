@@ -90,7 +90,7 @@ pub(super) struct AddArgs {
     block_size: Option<u32>,
     /// Its trust domain: it shares IOThreads with devices of the same one only [default: that of all devices that
     /// name none]
-    #[arg(long, value_name = "NAME", value_parser = super::domain)]
+    #[arg(long, value_name = "NAME", value_parser = super::name)]
     trust: Option<Name>,
     /// Most guest memory that the front end may share, such as 64G [default: what the host has]
     #[arg(long, value_name = "SIZE")]

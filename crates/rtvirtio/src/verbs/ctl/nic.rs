@@ -8,7 +8,7 @@ use rtvirtio_dataplane::{Tap, tap_mtu};
 use rtvirtio_host::dataplane::ControlClient;
 use rtvirtio_spec::control::{AddNetwork, AddNic, Handed, NicState, QueueDirection, SetNicRate};
 use rtvirtio_spec::serve::{MAX_PAIRS, wire};
-use rtvirtio_units::{DiskName, IoThreadName, Name, NameError, VmName};
+use rtvirtio_units::{DiskName, IoThreadName, Name, VmName};
 
 use super::device::{Socket, mapping, size, vm};
 use super::show;
@@ -40,7 +40,7 @@ pub(super) enum NetworkCommand {
     /// Make one, without a network device at first
     Add {
         /// Its name
-        #[arg(value_parser = name)]
+        #[arg(value_parser = super::name)]
         name: Name,
         /// Frames a second that each pair of a device's queues may send to more than one device [default: 1000]
         #[arg(long, value_name = "N")]
@@ -49,7 +49,7 @@ pub(super) enum NetworkCommand {
     /// Remove one in which no network device is
     Remove {
         /// Its name
-        #[arg(value_parser = name)]
+        #[arg(value_parser = super::name)]
         name: Name,
     },
 }
@@ -57,7 +57,7 @@ pub(super) enum NetworkCommand {
 #[derive(clap::Args)]
 pub(super) struct AddArgs {
     /// Its name
-    #[arg(value_parser = name)]
+    #[arg(value_parser = super::name)]
     name: Name,
     /// Whose it is
     #[arg(long, value_parser = vm)]
@@ -92,7 +92,7 @@ pub(super) struct AddArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "iothreads")]
     mapping: Option<PathBuf>,
     /// Its trust domain, as of a device
-    #[arg(long, value_name = "NAME", value_parser = super::domain)]
+    #[arg(long, value_name = "NAME", value_parser = super::name)]
     trust: Option<Name>,
     /// Most guest memory that the front end may share, such as 64G [default: what the host has]
     #[arg(long, value_name = "SIZE")]
@@ -107,7 +107,7 @@ struct LinkArgs {
     #[arg(long, value_name = "NAME")]
     tap: Option<String>,
     /// A network of the data plane
-    #[arg(long, value_name = "NAME", value_parser = name)]
+    #[arg(long, value_name = "NAME", value_parser = super::name)]
     network: Option<Name>,
     /// A unix stream socket at which passt, or QEMU's -netdev stream, listens
     #[arg(long, value_name = "PATH")]
@@ -141,10 +141,6 @@ pub(super) struct Set {
     /// No limit, and no promise
     #[arg(long, conflicts_with_all = ["max_frames", "max_mbit", "burst_ms", "within_us"])]
     off: bool,
-}
-
-fn name(text: &str) -> Result<Name, NameError> {
-    Name::new(text)
 }
 
 fn direction(text: &str) -> Result<QueueDirection, String> {
