@@ -156,7 +156,8 @@ const CONTROLLED: Stage = Stage {
 };
 
 /// [`Room::fit`] puts the device's in.
-const ANY_RATES: IoCost = IoCost { bps: BytesPerSecond::new(0), iops: 0, latency_us: 0 };
+const ANY_RATES: IoCost =
+    IoCost { bps: BytesPerSecond::new(0), iops: 0, latency_us: 0, vrate: IoCost::ANY_SCALE };
 
 /// bfq that idles, which no plan needs; the paper's model speaks of it.
 const IDLING: Stage = Stage {

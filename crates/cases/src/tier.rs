@@ -15,6 +15,8 @@ pub enum Tier {
     Paper,
     /// 10, 15, 25 and 40 ms, whatever the number of VMs.
     Strict,
+    /// The same for each task of each VM, ms.
+    Each(u16),
 }
 
 impl Tier {
@@ -23,6 +25,9 @@ impl Tier {
     #[must_use]
     pub fn target(self, case: Case, rank: u8, kind: TaskKind) -> Option<Nanos> {
         let by_rank: &[u64] = match (self, case.vms()) {
+            (Self::Each(ms), vms) => {
+                return (rank < vms).then_some(Nanos::from_millis(ms.into()));
+            }
             (Self::Paper, 1) => &[60],
             (Self::Paper, 2) => &[90, 250],
             (Self::Paper, 3) => &[150, 260, 400],
@@ -34,22 +39,19 @@ impl Tier {
         let tenths = match (self, kind) {
             (Self::Paper, TaskKind::Light) => 12,
             (Self::Strict, TaskKind::Light) => 15,
-            (_, TaskKind::Medium | TaskKind::Heavy) => 10,
+            (Self::Each(_), _) | (_, TaskKind::Medium | TaskKind::Heavy) => 10,
         };
         Some(Nanos::from_micros(ms * tenths * 100))
-    }
-
-    const fn label(self) -> &'static str {
-        match self {
-            Self::Paper => "paper",
-            Self::Strict => "strict",
-        }
     }
 }
 
 impl fmt::Display for Tier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.label())
+        match self {
+            Self::Paper => f.pad("paper"),
+            Self::Strict => f.pad("strict"),
+            Self::Each(ms) => f.pad(&format!("{ms}ms")),
+        }
     }
 }
 
@@ -59,7 +61,13 @@ impl FromStr for Tier {
         match text {
             "paper" => Ok(Self::Paper),
             "strict" => Ok(Self::Strict),
-            _ => Err(CasesError::unknown("tier", text, "paper or strict")),
+            _ => {
+                let ms = text.strip_suffix("ms").and_then(|ms| ms.parse().ok());
+                let ms = ms.filter(|ms| *ms > 0).map(Self::Each);
+                ms.ok_or_else(|| {
+                    CasesError::unknown("tier", text, "paper, strict, or such as 20ms")
+                })
+            }
         }
     }
 }
@@ -141,16 +149,27 @@ mod tests {
     }
 
     #[test]
+    fn each_task_may_have_the_same_target() {
+        for kind in [TaskKind::Light, TaskKind::Medium, TaskKind::Heavy] {
+            assert_eq!(row(Tier::Each(30), 3, kind), [30, 30, 30]);
+        }
+    }
+
+    #[test]
     fn target_of_a_vm_that_is_not_there_is_none() {
         let case = Case::new(2, Mix::Heavy).unwrap();
         assert_eq!(Tier::Strict.target(case, 2, TaskKind::Heavy), None);
         assert_eq!(Tier::Paper.target(case, 2, TaskKind::Heavy), None);
+        assert_eq!(Tier::Each(10).target(case, 2, TaskKind::Heavy), None);
     }
 
     #[test]
     fn names_round_trip_and_others_are_refused() {
-        for tier in [Tier::Paper, Tier::Strict] {
+        for tier in [Tier::Paper, Tier::Strict, Tier::Each(20)] {
             assert_eq!(tier.to_string().parse(), Ok(tier));
+        }
+        for text in ["0ms", "ms", "20", "-1ms", "99999ms"] {
+            assert!(text.parse::<Tier>().is_err(), "{text}");
         }
         for neighbour in [Neighbour::None, Neighbour::Writer] {
             assert_eq!(neighbour.to_string().parse(), Ok(neighbour));

@@ -191,10 +191,19 @@ const STARTS: [(bool, &str); 6] = [
 ];
 
 /// As somebody else has set iocost.
-const FOREIGN: IoCost =
-    IoCost { bps: BytesPerSecond::new(1 << 30), iops: 50_000, latency_us: 7_000 };
+const FOREIGN: IoCost = IoCost {
+    bps: BytesPerSecond::new(1 << 30),
+    iops: 50_000,
+    latency_us: 7_000,
+    vrate: IoCost::ANY_SCALE,
+};
 /// As a plan sets it.
-const OWN: IoCost = IoCost { bps: BytesPerSecond::new(1 << 28), iops: 14_500, latency_us: 2_000 };
+const OWN: IoCost = IoCost {
+    bps: BytesPerSecond::new(1 << 28),
+    iops: 14_500,
+    latency_us: 2_000,
+    vrate: IoCost::ANY_SCALE,
+};
 
 fn short() -> ApplyOptions {
     ApplyOptions { confirm_timeout: Some(Duration::from_millis(30)) }

@@ -172,8 +172,12 @@ fn iocost_is_chosen_where_its_bound_is_within_the_targets_and_it_leaves_more() {
     use rtvirtio_units::BytesPerSecond;
 
     let mut profile = profile();
-    let setting =
-        IoCost { bps: BytesPerSecond::from_megabytes(371), iops: 16_000, latency_us: 2_000 };
+    let setting = IoCost {
+        bps: BytesPerSecond::from_megabytes(371),
+        iops: 16_000,
+        latency_us: 2_000,
+        vrate: IoCost::ANY_SCALE,
+    };
     let wait = Nanos::from_millis(17);
     profile.structural.iocost = Some(IoCostFit { setting, wait, left: 0.9 });
     profile.residuals.structural.insert(Regime::Controlled, vec![0.1; 60]);

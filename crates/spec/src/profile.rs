@@ -185,7 +185,13 @@ impl Profile {
             |f: StallFit| f.per_second.is_finite() && f.per_second >= 0.0 && time(f.length);
         let controlled = |f: IoCostFit| {
             let has_rates = f.setting.bps.get() > 0 && f.setting.iops > 0;
-            has_rates && f.setting.latency_us > 0 && time(f.wait) && (0.0..=1.0).contains(&f.left)
+            let (min, max) = f.setting.vrate;
+            let is_range = 1 <= min && min <= max && max <= IoCost::ANY_SCALE.1;
+            has_rates
+                && is_range
+                && f.setting.latency_us > 0
+                && time(f.wait)
+                && (0.0..=1.0).contains(&f.left)
         };
         let scores = |v: &Vec<f64>| v.iter().all(|x| x.is_finite()) && v.is_sorted();
         let residuals = &self.residuals;

@@ -39,7 +39,7 @@ impl Bfq {
 ///
 /// Requests are charged by the device's rates, the same for reads and writes and for sequential and
 /// random ones. A cgroup that is over its weight's share of that waits. The rates are scaled up and down
-/// (`vrate`) so that 99 % of requests end within `latency`.
+/// (`vrate`) within a range, so that 99 % of requests end within `latency`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct IoCost {
@@ -49,9 +49,23 @@ pub struct IoCost {
     pub iops: u64,
     /// The 99th percentile of completion latencies, µs (`rlat`, `wlat`).
     pub latency_us: u32,
+    /// Between which percentages the rates are scaled (`min`, `max`), 1 to 10,000. A scale that is fixed leaves latencies no say.
+    #[serde(default = "IoCost::any_scale", skip_serializing_if = "IoCost::is_any_scale")]
+    pub vrate: (u32, u32),
 }
 
 impl IoCost {
+    /// All that the kernel allows: latencies alone decide.
+    pub const ANY_SCALE: (u32, u32) = (1, 10_000);
+
+    const fn any_scale() -> (u32, u32) {
+        Self::ANY_SCALE
+    }
+
+    fn is_any_scale(vrate: &(u32, u32)) -> bool {
+        *vrate == Self::ANY_SCALE
+    }
+
     /// As a knob's text: `io.cost.model` without the device and `ctrl`.
     #[must_use]
     pub fn model(&self) -> String {
@@ -60,12 +74,11 @@ impl IoCost {
         format!("{} {}", of('r'), of('w'))
     }
 
-    /// As a knob's text: `io.cost.qos` without the device, `enable` and `ctrl`. The rates may be scaled to
-    /// anything that the kernel allows, so that latencies alone decide.
+    /// As a knob's text: `io.cost.qos` without the device, `enable` and `ctrl`.
     #[must_use]
     pub fn qos(&self) -> String {
-        let latency = self.latency_us;
-        format!("rpct=99.00 rlat={latency} wpct=99.00 wlat={latency} min=1.00 max=10000.00")
+        let Self { latency_us: latency, vrate: (min, max), .. } = self;
+        format!("rpct=99.00 rlat={latency} wpct=99.00 wlat={latency} min={min}.00 max={max}.00")
     }
 }
 
@@ -561,7 +574,8 @@ mod tests {
 
     #[test]
     fn iocost_has_a_model_latencies_and_weights_and_is_off_under_other_schedulers() {
-        let cost = IoCost { bps: BytesPerSecond::new(1000), iops: 7, latency_us: 2000 };
+        let bps = BytesPerSecond::new(1000);
+        let cost = IoCost { bps, iops: 7, latency_us: 2000, vrate: IoCost::ANY_SCALE };
         let knobs = settings(Scheduler::IoCost(cost)).knobs();
         // Scheduler, model, qos, weight, 4 limits.
         assert_eq!(knobs.len(), 8);

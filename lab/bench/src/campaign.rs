@@ -24,7 +24,7 @@ use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::run::{Cell, CellKey, NoiseFloor, RUN_VERSION};
 use rtvirtio_spec::settings::{
-    Bfq, DeviceSettings, Knobs, Limits, Scheduler, Settings, VmSettings,
+    Bfq, DeviceSettings, IoCost, Knobs, Limits, Scheduler, Settings, VmSettings,
 };
 use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, Iops, Nanos, VmName, Weight};
@@ -55,6 +55,11 @@ pub enum Source {
     Scheme(Scheme),
     /// The planner's settings with this cap on background VMs in place of its own.
     PlannedWithCap(BytesPerSecond),
+    /// The planner's settings of a host without iocost.
+    PlannedWithoutIoCost,
+    /// iocost, whose rates are the device's scaled to this percentage for good: the settings among which resctl-bench's
+    /// `iocost-tune` chooses (its documentation, "Solutions"). No model predicts it.
+    FixedVrate(u32),
     /// The data plane on a device without a scheduler: guests whose disks it serves, or, where VMs
     /// are cgroups, vhost-user clients in their place. No model predicts it.
     DataPlane,
@@ -217,13 +222,15 @@ impl Campaign<'_> {
     /// # Errors
     /// If the profile is not the device's.
     pub fn plan(&self, specification: &Specification, observed: &Knobs) -> Result<Plan> {
-        Ok(rtvirtio_planner::plan(specification, &self.found()?, observed)?)
+        Ok(rtvirtio_planner::plan(specification, &self.found(self.profile)?, observed)?)
     }
 
-    fn found(&self) -> Result<BTreeMap<rtvirtio_units::DeviceName, FoundDevice<'_>>> {
+    fn found<'a>(
+        &self,
+        profile: &'a Profile,
+    ) -> Result<BTreeMap<rtvirtio_units::DeviceName, FoundDevice<'a>>> {
         let identity = self.testbed.identity()?;
-        let model = Model::Structural;
-        let found = FoundDevice { profile: self.profile, identity, model, schedulers: None };
+        let found = FoundDevice { profile, identity, model: Model::Structural, schedulers: None };
         Ok([(self.testbed.device().name.clone(), found)].into())
     }
 
@@ -245,6 +252,30 @@ impl Campaign<'_> {
                 let (none, capacity) = (Scheme::None, Iops::new(self.profile.capacity.iops_4k)?);
                 let scale = self.testbed.scale();
                 Ok(none.baseline_settings(specification, capacity, scale).unwrap_or_default())
+            }
+            Source::PlannedWithoutIoCost => {
+                let observed = self.testbed.prepare(specification)?;
+                let mut profile = self.profile.clone();
+                profile.structural.iocost = None;
+                let found = self.found(&profile)?;
+                Ok(plain(rtvirtio_planner::plan(specification, &found, &observed)?.settings))
+            }
+            Source::FixedVrate(percent) => {
+                let capacity = &self.profile.capacity;
+                let cost = IoCost {
+                    bps: capacity.write_throughput,
+                    iops: capacity.iops_4k as u64,
+                    // Of no consequence.
+                    latency_us: 1_000,
+                    vrate: (*percent, *percent),
+                };
+                let vms = specification.vms.iter().map(|vm| {
+                    let weight = if vm.is_background() { Weight::BACKGROUND } else { Weight::MAX };
+                    (vm.name.clone(), VmSettings { weight, limits: Limits::default() })
+                });
+                let scheduler = Scheduler::IoCost(cost);
+                let device = DeviceSettings { scheduler, vms: vms.collect() };
+                Ok(plain(Settings([(self.testbed.device().name.clone(), device)].into())))
             }
             Source::PlannedWithCap(cap) => {
                 let mut settings = planned()?;
@@ -426,9 +457,9 @@ impl Campaign<'_> {
         started: String,
         windows: Vec<Measurement>,
     ) -> Result<Cell> {
-        let found = self.found()?;
+        let found = self.found(self.profile)?;
         let predict = |specification: &Specification| {
-            if job.source == Source::DataPlane {
+            if matches!(job.source, Source::DataPlane | Source::FixedVrate(_)) {
                 return Vec::new();
             }
             rtvirtio_planner::predict(specification, &found, &scheme.settings).unwrap_or_default()

@@ -241,6 +241,10 @@ impl DeviceUnderTest for Testbed {
         &self.testbed
     }
 
+    fn has_iocost(&self) -> bool {
+        self.testbed.has_iocost()
+    }
+
     fn scale(&self) -> Scale {
         let of_accelerator = || Some(self.guests.as_ref()?.accelerator().scale());
         self.scale.or_else(of_accelerator).unwrap_or(Scale::ONE)

@@ -53,6 +53,7 @@ impl Room {
             bps: capacity.write_throughput,
             iops: capacity.iops_4k as u64,
             latency_us: LATENCY_US,
+            vrate: IoCost::ANY_SCALE,
         });
         let whole = Self { iocost, ..Self::whole(device.scheduler()) };
         let Some(others) = device.others() else { return whole };

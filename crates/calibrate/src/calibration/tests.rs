@@ -196,7 +196,12 @@ fn what_a_profile_lacks_says_how_many_probes_it_takes() {
 
 /// Whether iocost is tried, and how it does: a request takes 20 ms beside the writer.
 fn under_iocost(delivered: f64) -> Vec<ProbeRun> {
-    let iocost = Some(IoCost { bps: CAPACITY.write_throughput, iops: 16_000, latency_us: 2_000 });
+    let iocost = Some(IoCost {
+        bps: CAPACITY.write_throughput,
+        iops: 16_000,
+        latency_us: 2_000,
+        vrate: IoCost::ANY_SCALE,
+    });
     let room = Room { iocost, ..Room::whole(None) };
     let mut runs = Vec::new();
     while let Some(setting) = next(Depth::Full, &room, &runs, &CAPACITY) {

@@ -194,8 +194,12 @@ fn iocost_adds_its_wait_and_keeps_the_flood_out() {
     use rtvirtio_spec::profile::IoCostFit;
     use rtvirtio_spec::settings::IoCost;
 
-    let setting =
-        IoCost { bps: BytesPerSecond::from_megabytes(371), iops: 16_000, latency_us: 2_000 };
+    let setting = IoCost {
+        bps: BytesPerSecond::from_megabytes(371),
+        iops: 16_000,
+        latency_us: 2_000,
+        vrate: IoCost::ANY_SCALE,
+    };
     let load = |writer| four(Scheduler::IoCost(setting), writer);
     let capacity = capacity();
     let wait = Nanos::from_millis(17);

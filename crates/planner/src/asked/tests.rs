@@ -157,7 +157,12 @@ fn learned_model_is_not_asked_about_iocost() {
     };
     assert_eq!(answered(Scheduler::None).model, PredictedBy::Learned);
     let bps = BytesPerSecond::from_megabytes(371);
-    let cost = rtvirtio_spec::settings::IoCost { bps, iops: 16_000, latency_us: 2_000 };
+    let cost = rtvirtio_spec::settings::IoCost {
+        bps,
+        iops: 16_000,
+        latency_us: 2_000,
+        vrate: IoCost::ANY_SCALE,
+    };
     let under = answered(Scheduler::IoCost(cost));
     assert_eq!(under.model, PredictedBy::Structural);
     let why = under.fallback.unwrap();

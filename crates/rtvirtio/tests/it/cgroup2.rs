@@ -337,7 +337,7 @@ fn iocost_acts_by_weight(machine: &Machine, mut plan: Plan) {
         (VmName::new(name).unwrap(), VmSettings { weight, limits: Limits::default() })
     });
     let bps = BytesPerSecond::from_megabytes(100);
-    let cost = IoCost { bps, iops: DISK_IOPS.into(), latency_us: 25_000 };
+    let cost = IoCost { bps, iops: DISK_IOPS.into(), latency_us: 25_000, vrate: IoCost::ANY_SCALE };
     let settings = DeviceSettings { scheduler: Scheduler::IoCost(cost), vms: vms.into() };
     plan.settings.0.insert(device, settings);
     plan.changes = diff(&plan.observed, &plan.settings.knobs());

@@ -57,7 +57,15 @@ pub(crate) struct Args {
     /// Beside the schemes: the data plane, with vhost-user clients in the VMs' place
     #[arg(long, conflicts_with_all = ["sweep_cap", "prediction", "conditions", "spec", "closed_loop"])]
     data_plane: bool,
-    /// Targets: strict or paper
+    /// Beside the schemes: rtvirtio's plan without iocost (cgroup v2)
+    #[arg(long, conflicts_with_all = ["sweep_cap", "prediction", "conditions", "spec", "closed_loop"])]
+    without_iocost: bool,
+    /// Beside the schemes: iocost with these fixed vrates (%), as resctl-bench's iocost-tune sets it (cgroup v2)
+    #[arg(long, value_delimiter = ',', value_name = "PERCENT",
+        value_parser = clap::value_parser!(u32).range(1..=10_000),
+        conflicts_with_all = ["sweep_cap", "prediction", "conditions", "spec", "closed_loop"])]
+    vrates: Vec<u32>,
+    /// Targets: strict, paper, or the same for each task, such as 20ms
     #[arg(long, default_value = "strict")]
     tier: Tier,
     /// Neighbour: writer or none
@@ -236,6 +244,10 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     }
     check_shared(args, &testbed, &profile)?;
     ensure!(
+        args.vrates.is_empty() || testbed.has_iocost(),
+        "--vrates needs iocost: io as a controller of cgroup v2, in a kernel with CONFIG_BLK_CGROUP_IOCOST"
+    );
+    ensure!(
         !args.data_plane || guests.is_none(),
         "--data-plane has clients in the VMs' place: leave --guests out (make demo has guests on both)"
     );
@@ -271,6 +283,11 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             if args.data_plane {
                 sources.push((DATA_PLANE.to_owned(), Source::DataPlane));
             }
+            if args.without_iocost {
+                sources.push(("without-iocost".to_owned(), Source::PlannedWithoutIoCost));
+            }
+            let fixed = |&percent| (format!("vrate-{percent}"), Source::FixedVrate(percent));
+            sources.extend(args.vrates.iter().map(fixed));
             campaign.matrix(&args.cases, args.tier, args.neighbour, &sources, args.repetitions)
         }
     };
