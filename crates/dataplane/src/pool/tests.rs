@@ -26,6 +26,7 @@ mod dgram;
 mod frames;
 mod hostile;
 mod moves;
+mod order;
 mod ports;
 mod promises;
 mod schedule;
