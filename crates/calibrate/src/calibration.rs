@@ -18,6 +18,7 @@
 //! interrupted calibration goes on where it was.
 
 mod alone;
+mod controlled;
 mod fit;
 mod room;
 
@@ -35,9 +36,7 @@ use rtvirtio_model::conformal;
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::profile::{Capacity, DeviceIdentity, Profile, ProfileSource, Regime};
 use rtvirtio_spec::run::MeasuredAt;
-use rtvirtio_spec::settings::{
-    Bfq, DeviceSettings, IoCost, Limits, Scheduler, Settings, VmSettings,
-};
+use rtvirtio_spec::settings::{Bfq, DeviceSettings, Limits, Scheduler, Settings, VmSettings};
 use rtvirtio_spec::specification::Specification;
 use rtvirtio_units::{BytesPerSecond, Confidence, Nanos, Weight};
 use serde::{Deserialize, Serialize};
@@ -146,18 +145,8 @@ const FLOODED: Stage = Stage {
     ],
 };
 
-/// iocost in the place of a cap, where the host has it.
-const CONTROLLED: Stage = Stage {
-    regime: Some(Regime::Controlled),
-    settings: &[
-        (Scheduler::IoCost(ANY_RATES), 4, Writer::Unlimited),
-        (Scheduler::IoCost(ANY_RATES), 2, Writer::Unlimited),
-    ],
-};
-
-/// [`Room::fit`] puts the device's in.
-const ANY_RATES: IoCost =
-    IoCost { bps: BytesPerSecond::new(0), iops: 0, latency_us: 0, vrate: IoCost::ANY_SCALE };
+/// iocost in the place of a cap, where the host has it: which probes, [`controlled`] says.
+const CONTROLLED: Stage = Stage { regime: Some(Regime::Controlled), settings: &[] };
 
 /// bfq that idles, which no plan needs; the paper's model speaks of it.
 const IDLING: Stage = Stage {
@@ -185,6 +174,8 @@ const fn stages(depth: Depth) -> &'static [Stage] {
 
 /// How many probes a regime takes whose tasks deliver what they should: each has twelve task-runs.
 const PROBES_OF_A_REGIME: usize = 5;
+/// The same of iocost, whose settings are looked for.
+const PROBES_OF_IOCOST: usize = 20;
 
 /// What a regime still lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -229,8 +220,9 @@ const fn name(regime: Regime) -> &'static str {
 pub fn missing(profile: &Profile, depth: Depth) -> Vec<Missing> {
     let lacking = |stage: &Stage| {
         // Where iocost keeps no rate, or is not there, nothing is lacking.
-        let may_be_chosen =
-            |regime: &Regime| *regime != Regime::Controlled || profile.structural.iocost.is_some();
+        let may_be_chosen = |regime: &Regime| {
+            *regime != Regime::Controlled || !profile.structural.iocost.is_empty()
+        };
         let regime = stage.regime.filter(may_be_chosen)?;
         let of = |by: &BTreeMap<Regime, Vec<f64>>| by.get(&regime).cloned().unwrap_or_default();
         let residuals = &profile.residuals;
@@ -269,6 +261,17 @@ struct ProbeRun {
 }
 
 impl ProbeRun {
+    /// Of a task's rate, what a window must have for it to count as delivered: chance and the ends of a
+    /// short window take some.
+    const MIN_DELIVERED: f64 = 0.9;
+
+    /// Whether each task came to its rate.
+    fn delivers(&self) -> bool {
+        self.tasks.iter().all(|task| {
+            task.histogram.count() as f64 >= Self::MIN_DELIVERED * task.iops * self.seconds
+        })
+    }
+
     /// The part of the device that it used, 0 to 1.
     fn used(&self, capacity: &Capacity) -> f64 {
         let requests: u64 = self.tasks.iter().map(|task| task.histogram.count()).sum();
@@ -299,6 +302,7 @@ pub fn duration(device: &dyn DeviceUnderTest, depth: Depth) -> Duration {
     let has_iocost = device.has_iocost();
     let probes = |stage: &Stage| match stage.regime {
         Some(Regime::Controlled) if !has_iocost => 0,
+        Some(Regime::Controlled) => PROBES_OF_IOCOST,
         Some(_) => PROBES_OF_A_REGIME,
         None => stage.settings.len(),
     };
@@ -370,9 +374,9 @@ pub fn calibrate(
     }
     let mut stopped = 0;
     while let Some(setting) = next(depth, &room, &runs, &capacity) {
-        if room.iocost.is_some() && device.others().is_some() {
+        if room.has_iocost && device.others().is_some() {
             // They came meanwhile, and would be controlled too.
-            room.iocost = None;
+            room.has_iocost = false;
             continue;
         }
         let is_indispensable = runs.is_empty();
@@ -545,6 +549,9 @@ fn of_stage(
     runs: &[ProbeRun],
     capacity: &Capacity,
 ) -> Option<ProbeSetting> {
+    if stage.regime == Some(Regime::Controlled) {
+        return controlled::next(together, room, runs, capacity);
+    }
     let times = |setting: &ProbeSetting| runs.iter().filter(|r| r.setting == *setting).count();
     let mut settings = stage.settings.iter().filter_map(|&setting| room.fit(setting));
     let Some(regime) = stage.regime else {

@@ -14,7 +14,7 @@
 //!
 //! Under iocost a deep queue without a limit is held back by its weight. What a request still waits
 //! for it depends on the time that iocost takes to notice, which no law tells: the wait is a constant
-//! of the profile, on top of the base response.
+//! of the profile for each setting, on top of the base response.
 //!
 //! *burst*: blk-throttle releases a cap in slices (`DFL_THROTL_SLICE_HD`,
 //! HZ/10, kernel `block/blk-throttle.c`), so that a capped VM sends
@@ -190,11 +190,12 @@ impl<'a> Structural<'a> {
             flood = 0.0;
         }
         let mut wait = 0.0;
-        if is_controlled {
-            // Without a fit nothing is known of it: as if nobody held the queue back.
-            if let Some(fit) = self.fit.iocost {
-                (flood, wait) = (0.0, fit.wait.as_secs_f64());
-            }
+        // Without a fit nothing is known of it: as if nobody held the queue back.
+        if is_flooded
+            && let Scheduler::IoCost(setting) = load.scheduler
+            && let Some(fit) = self.fit.iocost(setting, utilisation)
+        {
+            (flood, wait) = (0.0, fit.wait.as_secs_f64());
         }
         let name = load.scheduler.name();
         // Of a scheduler that was not measured no more is known than that the worst may be like it: a disk in use

@@ -40,7 +40,7 @@ pub mod guests;
 pub mod iothreads;
 mod search;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 pub use asked::Model;
@@ -353,13 +353,13 @@ impl<'a> Problem<'a> {
         offered.is_none_or(|offered| offered.iter().any(|name| name == scheduler.name()))
     }
 
-    /// iocost as the profile was made with it, if this host has it; `None` where nobody would be held
+    /// iocost as the profile was made with it, if this host has it; nothing where nobody would be held
     /// back by it.
-    fn iocost(&self, observed: &Knobs) -> Option<IoCost> {
+    fn iocost(&self, observed: &Knobs) -> BTreeSet<IoCost> {
         let is_there = observed.contains_key(&Knob::CostQos { device: self.device.name.clone() });
         let has_background = self.vms.iter().any(|v| v.urgency.is_none());
-        let fit = self.profile.structural.iocost.filter(|_| is_there && has_background)?;
-        Some(fit.setting)
+        let fits = self.profile.structural.iocost.iter().filter(|_| is_there && has_background);
+        fits.map(|fit| fit.setting).collect()
     }
 
     /// Where the profile's probes say little of what is declared.

@@ -128,10 +128,13 @@ fn unmet_vms<'a>(
 fn local_search(problem: &Problem<'_>, observed: &Knobs, sacrificed_vms: &[usize]) -> Choice {
     let quiet = Bfq { slice_idle_us: 0, low_latency: false, ..Bfq::DEFAULT };
     let starts = [Scheduler::None, Scheduler::MqDeadline, Scheduler::Kyber, Scheduler::Bfq(quiet)];
-    let iocost = problem.iocost(observed).map(Scheduler::IoCost);
+    let iocost = problem.iocost(observed).into_iter().map(Scheduler::IoCost);
     let mut best: Option<Choice> = None;
     for start in starts.into_iter().chain(iocost).filter(|start| problem.can_have(*start)) {
         let mut here = candidate(problem, observed, sacrificed_vms, start);
+        if !is_known(problem, &here) {
+            continue;
+        }
         loop {
             // Under bfq that idles tails are (VMs − 1) × timeout: no bound there is worth having, and one
             // that happens to be there must not win over a regime that lacks runs.
@@ -155,6 +158,13 @@ fn local_search(problem: &Problem<'_>, observed: &Knobs, sacrificed_vms: &[usize
     best.binding_constraint = best.binding_constraint(problem, sacrificed_vms);
     best.reasons = best.explain(problem, sacrificed_vms);
     best
+}
+
+/// Whether iocost, if it is that, was measured beside loads such as these.
+fn is_known(problem: &Problem<'_>, choice: &Choice) -> bool {
+    let Scheduler::IoCost(setting) = choice.scheduler else { return true };
+    let utilisation = choice.evaluation.utilisation;
+    problem.profile.structural.iocost(setting, utilisation).is_some()
 }
 
 /// Schedulers that differ in one parameter.
@@ -322,10 +332,13 @@ fn background(
         Some(cap) => cap * capped.len() as f64,
         None if capped.is_empty() => 0.0,
         None => {
-            let iocost = problem.profile.structural.iocost;
-            let is_controlled = matches!(scheduler, Scheduler::IoCost(_));
-            let left = iocost.filter(|_| is_controlled).map_or(1.0, |fit| fit.left);
-            throughput * (1.0 - evaluation.utilisation).max(0.0) * left
+            let used = evaluation.utilisation;
+            let controlled = match scheduler {
+                Scheduler::IoCost(setting) => problem.profile.structural.iocost(setting, used),
+                _ => None,
+            };
+            let rest = (1.0 - used).max(0.0);
+            throughput * controlled.map_or(rest, |fit| fit.background(used))
         }
     }
 }
@@ -341,6 +354,8 @@ fn settings(
         let is_capped = capped.contains(&i);
         // In proportion to urgency: half the latency, twice the weight.
         let weight = match v.urgency {
+            // As it was measured: nobody with a target is held back by another one.
+            Some(_) if !is_capped && matches!(scheduler, Scheduler::IoCost(_)) => Weight::MAX,
             Some(target) if !is_capped => {
                 let share = strictest.as_secs_f64() / target.as_secs_f64();
                 Weight::new((share * 1000.0) as u32).unwrap_or(Weight::BACKGROUND)

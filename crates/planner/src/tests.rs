@@ -179,7 +179,7 @@ fn iocost_is_chosen_where_its_bound_is_within_the_targets_and_it_leaves_more() {
         vrate: IoCost::ANY_SCALE,
     };
     let wait = Nanos::from_millis(17);
-    profile.structural.iocost = Some(IoCostFit { setting, wait, left: 0.9 });
+    profile.structural.iocost = vec![IoCostFit { setting, utilisation: 0.2, wait, left: 0.9 }];
     profile.residuals.structural.insert(Regime::Controlled, vec![0.1; 60]);
     let off = |device: &DeviceName| {
         Knobs::from([(Knob::CostQos { device: device.clone() }, "off".to_owned())])
@@ -207,4 +207,44 @@ fn iocost_is_chosen_where_its_bound_is_within_the_targets_and_it_leaves_more() {
     // Its wait alone is above 10 ms.
     let strict = planned(10.0, true);
     assert!(strict.meets_all() && !matches!(scheduler(&strict), Scheduler::IoCost(_)));
+}
+
+#[test]
+fn fixed_scale_of_iocost_is_chosen_beside_as_much_as_it_was_measured_beside() {
+    use rtvirtio_spec::profile::IoCostFit;
+    use rtvirtio_units::BytesPerSecond;
+
+    let mut profile = profile();
+    let fit = |vrate, utilisation, left| {
+        let bps = BytesPerSecond::from_megabytes(371);
+        let setting = IoCost { bps, iops: 16_000, latency_us: 1_000, vrate: (vrate, vrate) };
+        IoCostFit { setting, utilisation, wait: Nanos::from_millis(2), left }
+    };
+    profile.structural.iocost = vec![fit(80, 0.26, 0.6), fit(110, 0.5, 0.6)];
+    profile.residuals.structural.insert(Regime::Controlled, vec![0.1; 60]);
+    let planned = |profile: &Profile, rate: f64| {
+        let vms = ["a", "b", "c", "d"].map(|name| (name, rate, 10.0));
+        let specification = specification(&vms, true);
+        let device = &specification.devices[0].name;
+        let found = BTreeMap::from([(device.clone(), found(profile, Model::Structural))]);
+        let observed = Knobs::from([(Knob::CostQos { device: device.clone() }, "off".to_owned())]);
+        let plan = plan(&specification, &found, &observed).unwrap();
+        let settings = plan.settings.0.into_values().next().unwrap();
+        let vrate = match settings.scheduler {
+            Scheduler::IoCost(cost) => Some(cost.vrate.0),
+            _ => None,
+        };
+        let weights: Vec<u16> = settings.vms.values().map(|vm| vm.weight.get()).collect();
+        (vrate, weights)
+    };
+    // 8,000, 5,200 and 1,000 of 16,000 requests a second.
+    let (most, weights) = planned(&profile, 2_000.0);
+    assert_eq!(most, Some(110));
+    assert_eq!(weights.iter().filter(|&&weight| weight == 1000).count(), 4, "{weights:?}");
+    assert_eq!(planned(&profile, 1_300.0).0, Some(80));
+    // A writer that is let through as much saturates the device where nearly all of the load is its own.
+    assert_eq!(planned(&profile, 250.0).0, None);
+    // It would hold the tasks themselves back.
+    profile.structural.iocost.truncate(1);
+    assert_eq!(planned(&profile, 2_500.0).0, None);
 }

@@ -122,6 +122,9 @@ impl fmt::Display for Scheduler {
                 u8::from(b.low_latency),
                 b.max_budget
             ),
+            Self::IoCost(IoCost { vrate: (min, max), .. }) if min == max => {
+                write!(f, "iocost vrate={max}%")
+            }
             Self::IoCost(IoCost { latency_us, .. }) => write!(f, "iocost latency={latency_us}us"),
             other => f.write_str(other.name()),
         }

@@ -256,7 +256,7 @@ impl Campaign<'_> {
             Source::PlannedWithoutIoCost => {
                 let observed = self.testbed.prepare(specification)?;
                 let mut profile = self.profile.clone();
-                profile.structural.iocost = None;
+                profile.structural.iocost.clear();
                 let found = self.found(&profile)?;
                 Ok(plain(rtvirtio_planner::plan(specification, &found, &observed)?.settings))
             }

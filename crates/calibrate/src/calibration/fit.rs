@@ -15,11 +15,8 @@ use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::{IoCost, Limits, Scheduler, VmSettings};
 use rtvirtio_units::{Bytes, Nanos, Percentile};
 
-use super::{ProbeRun, ProbeTask, Writer};
-
-/// Of a task's rate, what a window must have for it to count as delivered: chance and the ends of a
-/// short window take some.
-const MIN_DELIVERED: f64 = 0.9;
+use super::controlled::is_kept;
+use super::{ProbeRun, Writer};
 
 /// The percentile that a probe of `n` samples shows: the highest with 5 beyond it, which keeps the
 /// luck of one sample out of it, else p99 with 2 (a flooded task issues no more).
@@ -44,6 +41,9 @@ pub(super) fn fit(
         others.remove(left_out);
         let (structural, paper) =
             (self::structural(&others, &capacity), fit_paper(&others, &capacity));
+        if !is_known(run, &structural, &capacity) {
+            continue;
+        }
         let mut of_vms: BTreeMap<(Regime, usize), f64> = BTreeMap::new();
         for observation in observations(std::slice::from_ref(run)) {
             let (regime, predicted) = observation.predicted(&structural, &capacity);
@@ -91,7 +91,7 @@ pub(super) fn scores(runs: &[ProbeRun], capacity: &Capacity, of: Regime) -> (Vec
     let fit = structural(runs, capacity);
     let mut tasks = Vec::new();
     let mut vms = Vec::new();
-    for run in runs {
+    for run in runs.iter().filter(|run| is_known(run, &fit, capacity)) {
         let mut of_vms: BTreeMap<usize, f64> = BTreeMap::new();
         for observation in observations(std::slice::from_ref(run)) {
             let (regime, predicted) = observation.predicted(&fit, capacity);
@@ -107,6 +107,14 @@ pub(super) fn scores(runs: &[ProbeRun], capacity: &Capacity, of: Regime) -> (Vec
     (tasks, vms)
 }
 
+/// Whether a fit has the setting of a run, if that is iocost's. Runs that showed one to be of no use say nothing of a bound under
+/// others.
+fn is_known(run: &ProbeRun, fit: &StructuralFit, capacity: &Capacity) -> bool {
+    let (Scheduler::IoCost(setting), ..) = run.setting else { return true };
+    let used = Structural::new(fit, capacity).situation(&load(run)).utilisation;
+    is_kept(run, capacity) && fit.iocost(setting, used).is_some()
+}
+
 /// The structural model's parameters from `runs`.
 fn structural(runs: &[ProbeRun], capacity: &Capacity) -> StructuralFit {
     let mut fit = StructuralFit {
@@ -115,7 +123,7 @@ fn structural(runs: &[ProbeRun], capacity: &Capacity) -> StructuralFit {
         burst: Nanos::from_millis(100),
         stalls: stalls(runs),
         regime_factor: BTreeMap::new(),
-        iocost: None,
+        iocost: Vec::new(),
     };
     fit.base = base(runs, &fit, capacity);
     fit.scheduler_factor = scheduler_factors(runs, &fit);
@@ -125,41 +133,44 @@ fn structural(runs: &[ProbeRun], capacity: &Capacity) -> StructuralFit {
     fit
 }
 
-/// What runs under iocost had on top of the base response, and what they left the writer. Where a task
-/// did not come to its rate, iocost kept nothing: then it is not to be chosen.
-fn iocost(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Option<IoCostFit> {
-    let controlled: Vec<(&ProbeRun, IoCost)> = runs
-        .iter()
-        .filter_map(|run| match run.setting.0 {
-            Scheduler::IoCost(setting) => Some((run, setting)),
-            _ => None,
-        })
-        .collect();
-    let (_, setting) = *controlled.first()?;
-    let none = StructuralFit {
-        iocost: Some(IoCostFit { setting, wait: Nanos::ZERO, left: 1.0 }),
-        ..fit.clone()
-    };
-    let (mut waits, mut left) = (Vec::new(), Vec::new());
-    for (run, _) in controlled {
-        let delivered = |task: &ProbeTask| {
-            task.histogram.count() as f64 >= MIN_DELIVERED * task.iops * run.seconds
-        };
-        if !run.tasks.iter().all(delivered) {
-            return None;
+/// The tails of a run's tasks that had enough requests to show one.
+pub(super) fn tails(run: &ProbeRun) -> impl Iterator<Item = Nanos> {
+    observations(std::slice::from_ref(run)).into_iter().map(|observation| observation.tail)
+}
+
+/// What runs under iocost had on top of the base response, and what they left the writer: for each setting that is of use, and, where
+/// its scale is fixed, for each number of VMs.
+fn iocost(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Vec<IoCostFit> {
+    let mut of: BTreeMap<(IoCost, u8), Vec<&ProbeRun>> = BTreeMap::new();
+    for run in runs {
+        if let (Scheduler::IoCost(setting), vms, _) = run.setting {
+            let vms = if setting.vrate == IoCost::ANY_SCALE { 0 } else { vms };
+            of.entry((setting, vms)).or_default().push(run);
         }
-        for observation in observations(std::slice::from_ref(run)) {
-            let (_, base) = observation.predicted(&none, capacity);
-            waits.push(observation.tail.saturating_sub(base));
-        }
-        let utilisation = Structural::new(&none, capacity).situation(&load(run)).utilisation;
-        let free = capacity.write_throughput.get() as f64 * (1.0 - utilisation).max(1e-3);
-        left.push((run.writer_throughput.get() as f64 / free).clamp(0.0, 1.0));
     }
-    waits.sort_unstable();
-    left.sort_by(f64::total_cmp);
-    let wait = waits.get(waits.len() / 2).copied()?.max(Nanos::from_micros(1));
-    Some(IoCostFit { setting, wait, left: left[left.len() / 2] })
+    let kept = of.into_iter().filter(|(_, runs)| runs.iter().all(|run| is_kept(run, capacity)));
+    kept.filter_map(|((setting, vms), runs)| {
+        let none = IoCostFit { setting, utilisation: 0.0, wait: Nanos::ZERO, left: 1.0 };
+        let none = StructuralFit { iocost: vec![none], ..fit.clone() };
+        let (mut waits, mut left, mut utilisation) = (Vec::new(), Vec::new(), 1.0_f64);
+        for run in runs {
+            for observation in observations(std::slice::from_ref(run)) {
+                let (_, base) = observation.predicted(&none, capacity);
+                waits.push(observation.tail.saturating_sub(base));
+            }
+            let used = Structural::new(&none, capacity).situation(&load(run)).utilisation;
+            let free = capacity.write_throughput.get() as f64 * (1.0 - used).max(1e-3);
+            left.push((run.writer_throughput.get() as f64 / free).clamp(0.0, 1.0));
+            utilisation = utilisation.min(used);
+        }
+        waits.sort_unstable();
+        left.sort_by(f64::total_cmp);
+        // Beyond a fixed scale that is too large tails grow by ten times: the longest one tells how near that is.
+        let wait = if vms == 0 { waits.get(waits.len() / 2) } else { waits.last() };
+        let wait = (*wait?).max(Nanos::from_micros(1));
+        Some(IoCostFit { setting, utilisation, wait, left: left[left.len() / 2] })
+    })
+    .collect()
 }
 
 /// λ from the tails where bfq idles, which is what the paper's model speaks of.

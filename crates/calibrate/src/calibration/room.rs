@@ -1,7 +1,7 @@
 //! How large probes may be beside others, and which are not made again.
 
 use rtvirtio_spec::profile::Capacity;
-use rtvirtio_spec::settings::{IoCost, Scheduler};
+use rtvirtio_spec::settings::Scheduler;
 
 use super::{Depth, ProbeSetting, TRIES, Writer, alone};
 use crate::testbed::DeviceUnderTest;
@@ -15,9 +15,6 @@ const FULL_ENOUGH: f64 = 0.8;
 const BURST_PERIOD: f64 = 0.1;
 /// The part of what others tolerate that a burst may take.
 const WITHIN_TOLERATED: f64 = 0.6;
-/// By which completion latency iocost is tried, µs. On the reference device 1 ms left the background
-/// a quarter of what 2 ms did, and the tails no shorter.
-const LATENCY_US: u32 = 2_000;
 /// The largest cap of a probe, and the least factor on it.
 pub(super) const LARGEST_CAP: f64 = 0.15;
 const SMALLEST_CAP: f64 = 0.02;
@@ -33,8 +30,8 @@ pub(super) struct Room {
     pub(super) caps: f64,
     /// Whether a writer without a cap may be there.
     pub(super) may_flood: bool,
-    /// How iocost is tried, if it may be.
-    pub(super) iocost: Option<IoCost>,
+    /// Whether iocost may be tried.
+    pub(super) has_iocost: bool,
     /// How often a probe was stopped for the sake of others.
     pub(super) stopped: Vec<(ProbeSetting, u32)>,
 }
@@ -42,20 +39,14 @@ pub(super) struct Room {
 impl Room {
     /// All of the device.
     pub(super) const fn whole(kept: Option<Scheduler>) -> Self {
-        Self { kept, vms: 4, caps: 1.0, may_flood: true, iocost: None, stopped: Vec::new() }
+        Self { kept, vms: 4, caps: 1.0, may_flood: true, has_iocost: false, stopped: Vec::new() }
     }
 
     /// What others leave: as many VMs as keep the device below [`FULL_ENOUGH`], and writers whose bursts
     /// end within what others tolerate.
     pub(super) fn beside_others(device: &dyn DeviceUnderTest, capacity: &Capacity) -> Self {
-        let may_try = device.has_iocost() && device.others().is_none();
-        let iocost = may_try.then_some(IoCost {
-            bps: capacity.write_throughput,
-            iops: capacity.iops_4k as u64,
-            latency_us: LATENCY_US,
-            vrate: IoCost::ANY_SCALE,
-        });
-        let whole = Self { iocost, ..Self::whole(device.scheduler()) };
+        let has_iocost = device.has_iocost() && device.others().is_none();
+        let whole = Self { has_iocost, ..Self::whole(device.scheduler()) };
         let Some(others) = device.others() else { return whole };
         let free = (FULL_ENOUGH - alone::used_by(others, capacity)) * capacity.iops_4k;
         let vms = (free / VM_IOPS).floor().clamp(1.0, 4.0) as u8;
@@ -69,7 +60,7 @@ impl Room {
 
     /// What it leaves out, for people; `None`: nothing.
     pub(super) fn describe(&self, depth: Depth) -> Option<String> {
-        if *self == (Self { iocost: self.iocost, ..Self::whole(self.kept) }) {
+        if *self == (Self { has_iocost: self.has_iocost, ..Self::whole(self.kept) }) {
             return None;
         }
         let Self { vms, caps, .. } = self;
@@ -87,11 +78,6 @@ impl Room {
     /// A probe as it is made here; `None`: not at all.
     pub(super) fn fit(&self, (scheduler, vms, writer): ProbeSetting) -> Option<ProbeSetting> {
         let idles = |s: Scheduler| matches!(s, Scheduler::Bfq(bfq) if bfq.slice_idle_us > 0);
-        // The probe's rates are not the device's.
-        let scheduler = match scheduler {
-            Scheduler::IoCost(_) => Scheduler::IoCost(self.iocost?),
-            other => other,
-        };
         let scheduler = match self.kept {
             // What only another one does is not probed.
             Some(kept) if idles(scheduler) && !idles(kept) => return None,

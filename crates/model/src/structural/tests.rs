@@ -34,7 +34,7 @@ fn fit() -> StructuralFit {
         burst: Nanos::from_millis(100),
         stalls: None,
         regime_factor: BTreeMap::new(),
-        iocost: None,
+        iocost: Vec::new(),
     }
 }
 
@@ -203,7 +203,8 @@ fn iocost_adds_its_wait_and_keeps_the_flood_out() {
     let load = |writer| four(Scheduler::IoCost(setting), writer);
     let capacity = capacity();
     let wait = Nanos::from_millis(17);
-    let known = StructuralFit { iocost: Some(IoCostFit { setting, wait, left: 0.9 }), ..fit() };
+    let measured = IoCostFit { setting, utilisation: 0.2, wait, left: 0.9 };
+    let known = StructuralFit { iocost: vec![measured], ..fit() };
     let tail = |fit: &StructuralFit, load: &DeviceLoad| {
         let model = Structural::new(fit, &capacity);
         let situation = model.situation(load);

@@ -161,7 +161,7 @@ fn learned_model_is_not_asked_about_iocost() {
         bps,
         iops: 16_000,
         latency_us: 2_000,
-        vrate: IoCost::ANY_SCALE,
+        vrate: rtvirtio_spec::settings::IoCost::ANY_SCALE,
     };
     let under = answered(Scheduler::IoCost(cost));
     assert_eq!(under.model, PredictedBy::Structural);

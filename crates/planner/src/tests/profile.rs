@@ -53,7 +53,7 @@ pub(crate) fn profile() -> Profile {
             burst: Nanos::from_millis(90),
             stalls: None,
             regime_factor: BTreeMap::new(),
-            iocost: None,
+            iocost: Vec::new(),
         },
         paper: PaperFit {
             weight: 0.36,

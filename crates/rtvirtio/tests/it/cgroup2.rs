@@ -293,8 +293,7 @@ fn iocost_is_planned_applied_and_rolled_back(machine: &Machine) {
     let before = machine.expect(0, COST);
     let mut profile = profile(machine);
     let setting = serde_json::json!({"bps": 370_000_000, "iops": 14_500, "latency_us": 2000});
-    profile["structural"]["iocost"] =
-        serde_json::json!({"setting": setting, "wait": 17_000_000, "left": 0.9});
+    profile["structural"]["iocost"] = serde_json::json!([{"setting": setting, "utilisation": 0, "wait": 17_000_000, "left": 0.9}]);
     profile["residuals"]["structural"]["controlled"] = serde_json::json!(vec![0.1; 60]);
     machine.write("/tmp/profile.json", &profile.to_string());
     machine.write("/tmp/spec.toml", &SPECIFICATION.replace("latency_ms = 10", "latency_ms = 60"));
