@@ -60,7 +60,7 @@ use rtvirtio_qos::Running;
 
 use crate::clock::now;
 use crate::drr::Turns;
-use crate::key::{QueueKey, from_token};
+use crate::key::{TableKey, from_token};
 use crate::mailbox::{Receiver, Sender};
 use crate::queue::{Kick, Queue, Turn};
 use crate::schedule::{Owner, SchedulerClient};
@@ -131,7 +131,8 @@ struct Served {
     busy_at: u64,
     /// Requests that were started or have ended, since time was last accounted for by them.
     work: u32,
-    /// Tells this kick poll's entries from those of an earlier stay.
+    /// Tells entries of its polls from those of earlier stays in its place of the table, which are cancelled when they end. 16
+    /// bits: the thread reaps long before 65,536 queues have come to it.
     stay: u16,
     /// Whom to give it to when nothing is in flight.
     stopping: Option<mpsc::Sender<Box<Queue>>>,
@@ -185,13 +186,13 @@ pub(crate) struct IoThread {
     /// What schedules say is to start, while it is being started.
     to_start: Vec<(Token, Running)>,
     /// Scratch: queues that went to sleep.
-    asleep: Vec<QueueKey>,
+    asleep: Vec<TableKey>,
     /// Queues that a limit on their rate holds back.
-    held: Vec<QueueKey>,
+    held: Vec<TableKey>,
     /// By key.
     served: Vec<Option<Served>>,
-    awake: Turns<QueueKey>,
-    forwards: HashMap<QueueKey, Forward>,
+    awake: Turns<TableKey>,
+    forwards: HashMap<TableKey, Forward>,
     stats: Arc<IoThreadStats>,
     poller: Poller,
     busy: Busy,
@@ -307,7 +308,7 @@ impl IoThread {
     /// Polls, then waits. Returns when there may be work.
     fn idle(&mut self, began: u64) -> u64 {
         let in_flight =
-            |key: QueueKey| get(&self.served, key).is_some_and(|entry| entry.queue.in_flight() > 0);
+            |key: TableKey| get(&self.served, key).is_some_and(|entry| entry.queue.in_flight() > 0);
         let disk = self.awake.keys().any(in_flight);
         // What follows a wait for a disk is seldom a driver that comes back at once.
         let kind = usize::from(disk | std::mem::replace(&mut self.disk, disk));
@@ -526,7 +527,7 @@ impl IoThread {
     /// of it.
     fn with_queue<T>(
         &mut self,
-        key: QueueKey,
+        key: TableKey,
         act: impl FnOnce(&mut Queue, &mut Turn<'_, '_>) -> T,
     ) -> Option<T> {
         let entry = get_mut(&mut self.served, key)?;
@@ -552,7 +553,7 @@ impl IoThread {
     }
 
     /// The queue is looked at in every turn until it is put to sleep.
-    fn wake(&mut self, key: QueueKey) {
+    fn wake(&mut self, key: TableKey) {
         if let Some(entry) = get_mut(&mut self.served, key)
             && !entry.awake
         {
@@ -566,7 +567,7 @@ impl IoThread {
     }
 
     fn kicked(&mut self, data: u64, result: i32, flags: u32) {
-        let key = QueueKey((data >> 16) as u32);
+        let key = TableKey((data >> 16) as u32);
         let Some(entry) = get_mut(&mut self.served, key) else { return };
         if entry.stay != data as u16 {
             return;
@@ -602,7 +603,7 @@ impl IoThread {
         self.push(&opcode::AsyncCancel::new(kick).build().user_data(CANCELLED));
     }
 
-    fn listen_to_kick(&mut self, key: QueueKey) {
+    fn listen_to_kick(&mut self, key: TableKey) {
         let Some(entry) = get_mut(&mut self.served, key) else { return };
         let wait = match entry.queue.kick() {
             None => return,
@@ -622,7 +623,7 @@ impl IoThread {
     }
 
     /// If that is what its queue waits for.
-    fn listen_to_link(&mut self, key: QueueKey) {
+    fn listen_to_link(&mut self, key: TableKey) {
         let Some(entry) = get_mut(&mut self.served, key) else { return };
         if entry.listening_to_link {
             return;
@@ -636,7 +637,7 @@ impl IoThread {
     }
 
     fn link_event(&mut self, data: u64, result: i32) {
-        let key = QueueKey((data >> 16) as u32);
+        let key = TableKey((data >> 16) as u32);
         let Some(entry) = get_mut(&mut self.served, key) else { return };
         if entry.stay != data as u16 {
             return;
@@ -667,19 +668,19 @@ impl IoThread {
     }
 }
 
-fn kick_data(key: QueueKey, stay: u16) -> u64 {
+fn kick_data(key: TableKey, stay: u16) -> u64 {
     KICK | u64::from(key.0) << 16 | u64::from(stay)
 }
 
-fn link_data(key: QueueKey, stay: u16) -> u64 {
+fn link_data(key: TableKey, stay: u16) -> u64 {
     LINK | u64::from(key.0) << 16 | u64::from(stay)
 }
 
-fn get(served: &[Option<Served>], key: QueueKey) -> Option<&Served> {
+fn get(served: &[Option<Served>], key: TableKey) -> Option<&Served> {
     served.get(key.0 as usize)?.as_ref()
 }
 
-fn get_mut(served: &mut [Option<Served>], key: QueueKey) -> Option<&mut Served> {
+fn get_mut(served: &mut [Option<Served>], key: TableKey) -> Option<&mut Served> {
     served.get_mut(key.0 as usize)?.as_mut()
 }
 

@@ -19,7 +19,7 @@ use rustix::io::Errno;
 
 use crate::call::Call;
 use crate::iothread::{IoThread, Poller, Polling, ThreadMessage};
-use crate::key::QueueKey;
+use crate::key::{QueueKey, TableKey};
 use crate::mailbox::{Sender, mailbox};
 use crate::queue::{Broken, NicQueueSetup, Queue, QueueSetup, SlotsSetup};
 use crate::thread_stats::{IoThreadStats, Watchdog};
@@ -54,9 +54,12 @@ pub enum PoolError {
     /// The kernel refuses the CPUs.
     #[error("cannot run an IOThread on these CPUs")]
     Pin(#[source] Errno),
-    /// There is no such queue.
+    /// There is no such queue, or none any more.
     #[error("there is no such queue")]
     NoQueue,
+    /// Nor is there a place for it.
+    #[error("there are too many queues")]
+    TooMany,
 }
 
 /// Why a queue does not move.
@@ -93,8 +96,10 @@ struct State {
     next_thread: u32,
     /// Spin tokens, by the CPUs of the threads that have them in common; none: any.
     tokens: HashMap<Vec<CpuId>, Weak<Tokens>>,
-    /// Keys that have been used and are free; small keys keep the threads' tables small.
-    free: Vec<QueueKey>,
+    /// Queues that were started.
+    started: u64,
+    /// Places in threads' tables that have been used and are free: the tables stay small.
+    free: Vec<TableKey>,
 }
 
 /// IOThreads and the queues on them.
@@ -276,15 +281,11 @@ impl Pool {
         on: ThreadId,
     ) -> Result<QueueKey, PoolError> {
         let mut state = lock(&self.state);
-        let next = QueueKey(state.places.len() as u32);
-        let key = state.free.pop().unwrap_or(next);
-        let Some(queue) = make(key) else {
-            if key != next {
-                state.free.push(key);
-            }
-            return Err(PoolError::NoQueue);
-        };
-        let queue = Box::new(queue);
+        let table = state.free.last().copied().unwrap_or(TableKey(state.places.len() as u32));
+        let key = QueueKey::new(state.started + 1, table).ok_or(PoolError::TooMany)?;
+        let queue = Box::new(make(key).ok_or(PoolError::NoQueue)?);
+        state.started += 1;
+        state.free.pop();
         let place = Arc::new(Place {
             thread: Mutex::new(None),
             calls: Mutex::new(queue.calls()),
@@ -316,7 +317,7 @@ impl Pool {
         let mut thread = lock(&place.thread);
         let on = thread.ok_or(PoolError::NoQueue)?;
         let (back, answer) = mpsc::channel();
-        self.post(on, ThreadMessage::Stop { key, back })?;
+        self.post(on, ThreadMessage::Stop { key: key.table(), back })?;
         let queue = answer.recv().map_err(|_| PoolError::NoThread)?;
         queue.stats().see(0);
         *thread = None;
@@ -344,7 +345,7 @@ impl Pool {
             let _ = value.send(edit(queue));
             let _ = calls.send(queue.calls());
         });
-        self.post(on, ThreadMessage::Edit { key, edit, done })?;
+        self.post(on, ThreadMessage::Edit { key: key.table(), edit, done })?;
         answer.recv().map_err(|_| PoolError::NoThread)?;
         if let Ok(calls) = new_calls.try_recv() {
             *lock(&place.calls) = calls;
@@ -366,7 +367,7 @@ impl Pool {
         let thread = lock(&place.thread);
         let on = thread.ok_or(PoolError::NoQueue)?;
         let (back, answer) = mpsc::channel();
-        self.post(on, ThreadMessage::Stop { key, back })?;
+        self.post(on, ThreadMessage::Stop { key: key.table(), back })?;
         let mut queue = answer.recv().map_err(|_| PoolError::NoThread)?;
         edit(&mut queue);
         let (done, answer) = mpsc::channel();
@@ -398,7 +399,7 @@ impl Pool {
             let state = lock(&self.state);
             let to = state.threads.get(&to).ok_or(PoolError::NoThread)?.mail.clone();
             let from = state.threads.get(&on).ok_or(PoolError::NoThread)?;
-            let message = ThreadMessage::Release { key, to, left, done };
+            let message = ThreadMessage::Release { key: key.table(), to, left, done };
             from.mail.post(message).map_err(|_| PoolError::NoThread)?;
         }
         let adopted = answer.recv().map_err(|_| PoolError::NoQueue)?;
@@ -472,11 +473,11 @@ impl Pool {
     fn forget(&self, key: QueueKey) {
         let mut state = lock(&self.state);
         state.places.remove(&key);
-        // Read before whatever a later queue of that key is about.
+        // Read before whatever a later queue in that place is about.
         for thread in state.threads.values() {
-            let _ = thread.mail.post(ThreadMessage::Forget(key));
+            let _ = thread.mail.post(ThreadMessage::Forget(key.table()));
         }
-        state.free.push(key);
+        state.free.push(key.table());
     }
 }
 

@@ -27,7 +27,7 @@ use rtvirtio_spec::serve::IoPriority;
 use rtvirtio_units::{Bytes, Nanos};
 
 use crate::clock::now;
-use crate::key::{QueueKey, from_token};
+use crate::key::{TableKey, from_token};
 
 /// A request that waits for its time.
 #[derive(Debug)]
@@ -165,7 +165,7 @@ impl Schedule {
     }
 
     /// Whose queue this is now.
-    pub(crate) fn set_owner(&self, key: QueueKey, owner: &Arc<dyn Owner>) {
+    pub(crate) fn set_owner(&self, key: TableKey, owner: &Arc<dyn Owner>) {
         let at = key.0 as usize;
         let mut state = self.state();
         if state.owners.len() <= at {
@@ -298,7 +298,7 @@ impl SchedulerClient {
     }
 
     /// A queue comes to this thread. What it waits for, only the thread that it left may know.
-    pub(crate) fn enter(&mut self, key: QueueKey, me: &Arc<dyn Owner>) {
+    pub(crate) fn enter(&mut self, key: TableKey, me: &Arc<dyn Owner>) {
         self.queues += 1;
         self.schedule.set_owner(key, me);
         self.look();

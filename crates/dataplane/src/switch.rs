@@ -17,9 +17,9 @@
 //! finds it closed after having posted.
 //!
 //! Ports come and go while frames flow. Which ones there are is a [`View`] that never changes: a change makes
-//! another one, which transmit queues find at the beginning of a turn. The queues of a port that has gone stay
-//! for the next port of that number, since deliveries may name them. A frame was for an earlier port of its
-//! number if its sender's view is older than the port: it is released unseen.
+//! another one, which transmit queues find at the beginning of a turn. The queues of a port that has gone stay where they are
+//! for the next port of that number, since deliveries may name them; what that one needs besides is made behind them. A frame
+//! was for an earlier port of its number if its sender's view is older than the port: it is released unseen.
 
 use std::cell::UnsafeCell;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
@@ -30,6 +30,7 @@ use crossbeam_queue::ArrayQueue;
 use rtvirtio_frames::ethernet::Head;
 use rtvirtio_frames::forwarding::{Destination, Egress, Forwarding, MAX_PORTS, Origin, Port};
 use rtvirtio_frames::header::Header;
+use rtvirtio_spec::serve::MAX_PAIRS;
 use rtvirtio_virtq::ring::Chain;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -160,48 +161,72 @@ struct Pending {
     last: u16,
 }
 
-/// The queues of a port: an inbox and an outbox for each pair.
+/// The queues of one pair.
 #[derive(Debug)]
+struct Pair {
+    inbox: Inbox,
+    outbox: Outbox,
+}
+
+impl Pair {
+    fn new() -> rustix::io::Result<Self> {
+        let inbox = Inbox {
+            batches: ArrayQueue::new(INBOX_BATCHES),
+            is_open: AtomicBool::new(false),
+            is_starved: AtomicBool::new(false),
+            wakeup: Wakeup::new()?,
+            is_claimed: AtomicBool::new(false),
+        };
+        let outbox = Outbox {
+            slots: (0..OUTBOX_FRAMES).map(|_| Slot::default()).collect(),
+            wakeup: Wakeup::new()?,
+            is_claimed: AtomicBool::new(false),
+        };
+        Ok(Self { inbox, outbox })
+    }
+
+    /// Whether a queue is served that has one of the two.
+    fn is_claimed(&self) -> bool {
+        self.inbox.is_claimed.load(SeqCst) || self.outbox.is_claimed.load(SeqCst)
+    }
+}
+
+/// The queues of a port, by pair. Ports of one number have the same, one after the other.
+#[derive(Debug, Default)]
 struct Queues {
-    pairs: Box<[(Inbox, Outbox)]>,
+    /// As many, from the first on, as a port of this number had at most.
+    pairs: [OnceLock<Arc<Pair>>; MAX_PAIRS as usize],
+    /// Of the port that there is; 0: there is none. Who has a frame of a port knows of its pairs: they were there before its
+    /// queues started.
+    count: AtomicU16,
     /// The version of the first view that has the port.
     since: AtomicU64,
-    /// Whether there is a port of this number.
-    is_taken: AtomicBool,
 }
 
 impl Queues {
-    fn new(pairs: u16) -> rustix::io::Result<Self> {
-        let pair = |_| -> rustix::io::Result<_> {
-            let inbox = Inbox {
-                batches: ArrayQueue::new(INBOX_BATCHES),
-                is_open: AtomicBool::new(false),
-                is_starved: AtomicBool::new(false),
-                wakeup: Wakeup::new()?,
-                is_claimed: AtomicBool::new(false),
-            };
-            let outbox = Outbox {
-                slots: (0..OUTBOX_FRAMES).map(|_| Slot::default()).collect(),
-                wakeup: Wakeup::new()?,
-                is_claimed: AtomicBool::new(false),
-            };
-            Ok((inbox, outbox))
-        };
-        Ok(Self {
-            pairs: (0..pairs).map(pair).collect::<Result<_, _>>()?,
-            since: AtomicU64::new(0),
-            is_taken: AtomicBool::new(false),
-        })
+    fn pair(&self, pair: u16) -> Option<&Arc<Pair>> {
+        self.pairs.get(usize::from(pair))?.get()
     }
 
-    /// Whether a port of so many pairs may have them: nobody has, and none is served any more.
-    fn are_free(&self, pairs: u16) -> bool {
-        let is_claimed = |(inbox, outbox): &(Inbox, Outbox)| {
-            inbox.is_claimed.load(SeqCst) || outbox.is_claimed.load(SeqCst)
-        };
-        !self.is_taken.load(Relaxed)
-            && self.pairs.len() >= usize::from(pairs)
-            && !self.pairs.iter().any(is_claimed)
+    /// Those of the port that there is.
+    fn pairs(&self) -> impl Iterator<Item = &Pair> {
+        let count = self.count.load(Relaxed).into();
+        self.pairs.iter().take(count).map_while(OnceLock::get).map(Arc::as_ref)
+    }
+
+    /// Makes what a port of so many pairs lacks.
+    fn grow(&self, pairs: u16) -> rustix::io::Result<()> {
+        for pair in self.pairs.iter().take(pairs.into()).filter(|pair| pair.get().is_none()) {
+            let made = Arc::new(Pair::new()?);
+            pair.get_or_init(|| made);
+        }
+        Ok(())
+    }
+
+    /// Whether a port may have them: none has, and none is served any more.
+    fn are_free(&self) -> bool {
+        let mut made = self.pairs.iter().filter_map(OnceLock::get);
+        self.count.load(Relaxed) == 0 && !made.any(|pair| pair.is_claimed())
     }
 }
 
@@ -223,7 +248,7 @@ pub(crate) struct Switch {
     /// Of the view.
     version: AtomicU64,
     /// By number.
-    ports: Box<[OnceLock<Queues>]>,
+    ports: Box<[Queues]>,
     /// Frames per second to more than one port, from each transmit queue.
     max_broadcast: f64,
 }
@@ -231,8 +256,8 @@ pub(crate) struct Switch {
 /// Why a switch gets no further port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum PortError {
-    /// It has [`MAX_PORTS`], or had as many with other numbers of pairs.
-    #[error("the network has no port left: remove it, and add it again")]
+    /// It has [`MAX_PORTS`].
+    #[error("the network has {MAX_PORTS} ports, and can have no more")]
     TooMany,
     /// There is no eventfd.
     #[error("eventfd")]
@@ -247,7 +272,7 @@ impl Switch {
             changing: Mutex::default(),
             view: Mutex::new(Arc::new(view)),
             version: AtomicU64::new(0),
-            ports: (0..MAX_PORTS).map(|_| OnceLock::new()).collect(),
+            ports: (0..MAX_PORTS).map(|_| Queues::default()).collect(),
             max_broadcast,
         })
     }
@@ -270,29 +295,22 @@ impl Switch {
         self.version.store(version, Release);
     }
 
-    /// Adds a port with so many pairs of queues, whose address no other one has in its VLANs. Its number.
+    /// Adds a port with so many pairs of queues, at most [`MAX_PAIRS`], whose address no other one has in its VLANs. Its
+    /// number.
     ///
     /// # Errors
     /// There are too many, or no eventfd is left.
     pub(crate) fn add_port(&self, port: Port, pairs: u16) -> Result<u16, PortError> {
         let _changing = self.changing();
         let view = self.current();
-        let are_free = |place: &OnceLock<Queues>| place.get().is_some_and(|q| q.are_free(pairs));
-        let used = self.ports.iter().position(are_free);
-        let found = used.or_else(|| self.ports.iter().position(|place| place.get().is_none()));
-        let index = found.ok_or(PortError::TooMany)?;
-        let place = self.ports.get(index).ok_or(PortError::TooMany)?;
-        let queues = match place.get() {
-            Some(queues) => queues,
-            None => {
-                let queues = Queues::new(pairs)?;
-                place.get_or_init(|| queues)
-            }
-        };
-        queues.is_taken.store(true, Relaxed);
+        let mut ports = (0..).zip(&self.ports);
+        let (number, queues) =
+            ports.find(|(_, queues)| queues.are_free()).ok_or(PortError::TooMany)?;
+        queues.grow(pairs)?;
+        queues.count.store(pairs, Relaxed);
         queues.since.store(view.version.saturating_add(1), Relaxed);
-        self.change(&view, index as u16, Some(port));
-        Ok(index as u16)
+        self.change(&view, number, Some(port));
+        Ok(number)
     }
 
     /// Removes a port whose queues have stopped. What was learned of it is forgotten.
@@ -301,42 +319,40 @@ impl Switch {
         let view = self.current();
         view.forwarding.forget(number);
         self.change(&view, number, None);
-        if let Some(queues) = self.ports.get(usize::from(number)).and_then(OnceLock::get) {
-            queues.is_taken.store(false, Relaxed);
+        if let Some(queues) = self.queues(number) {
+            queues.count.store(0, Relaxed);
         }
     }
 
     /// How many ports it has.
     pub(crate) fn ports(&self) -> usize {
         let _changing = self.changing();
-        let all = self.ports.iter().filter_map(OnceLock::get);
-        all.filter(|queues| queues.is_taken.load(Relaxed)).count()
+        self.ports.iter().filter(|queues| queues.count.load(Relaxed) > 0).count()
     }
 
     fn queues(&self, port: u16) -> Option<&Queues> {
-        self.ports.get(usize::from(port))?.get()
+        self.ports.get(usize::from(port))
     }
 
-    fn pair(&self, port: u16, pair: u16) -> Option<&(Inbox, Outbox)> {
-        self.queues(port)?.pairs.get(usize::from(pair))
+    fn pair(&self, port: u16, pair: u16) -> Option<&Arc<Pair>> {
+        self.queues(port)?.pair(pair)
     }
 
     fn slot(&self, delivery: &Delivery) -> Option<&Slot> {
-        let (_, outbox) = self.pair(delivery.port, delivery.pair)?;
-        outbox.slots.get(usize::from(delivery.slot))
+        let pair = self.pair(delivery.port, delivery.pair)?;
+        pair.outbox.slots.get(usize::from(delivery.slot))
     }
 
     /// The pair of a port for frames of one flow, of those whose queues are served: a flow has the same one as long as
     /// no queue comes or goes. `None`: frames for it are not taken.
     fn pair_for(&self, port: u16, flow: impl FnOnce() -> u32) -> Option<u16> {
-        let takes = |(inbox, _): &(Inbox, Outbox)| {
-            inbox.is_open.load(Relaxed) && !inbox.is_starved.load(Relaxed)
-        };
-        let pairs = &self.queues(port)?.pairs;
-        if let [only] = &pairs[..] {
-            return takes(only).then_some(0);
+        let is_open = |pair: &Pair| pair.inbox.is_open.load(Relaxed);
+        let takes = |pair: &Pair| is_open(pair) && !pair.inbox.is_starved.load(Relaxed);
+        let queues = self.queues(port)?;
+        if queues.count.load(Relaxed) == 1 {
+            return queues.pair(0).is_some_and(|only| takes(only)).then_some(0);
         }
-        let open = || (0..).zip(pairs).filter(|(_, (inbox, _))| inbox.is_open.load(Relaxed));
+        let open = || (0..).zip(queues.pairs()).filter(|(_, pair)| is_open(pair));
         let count = open().count();
         let (pair, chosen) = open().nth(flow() as usize % count.max(1))?;
         takes(chosen).then_some(pair)
@@ -345,7 +361,8 @@ impl Switch {
     /// Posts a batch and has it found; the frames of one for which there is no room are released. Frames that were not
     /// posted.
     fn post(&self, (port, pair): (u16, u16), batch: Batch) -> u16 {
-        let Some((inbox, _)) = self.pair(port, pair) else { return 0 };
+        let Some(pair) = self.pair(port, pair) else { return 0 };
+        let inbox = &pair.inbox;
         let refused = match inbox.batches.push(batch) {
             Ok(()) => 0,
             Err(batch) => {
@@ -388,7 +405,7 @@ impl Switch {
     /// Frames of a port have been released.
     fn wake_senders(&self, port: u16) {
         let Some(queues) = self.queues(port) else { return };
-        queues.pairs.iter().for_each(|(_, outbox)| outbox.wakeup.wake());
+        queues.pairs().for_each(|pair| pair.outbox.wakeup.wake());
     }
 
     /// A delivery is done with, of which its sender is to be told ([`Self::wake_senders`]).
@@ -420,6 +437,8 @@ impl ToWake {
 #[derive(Debug)]
 pub(crate) struct PortSender {
     switch: Arc<Switch>,
+    /// Its queue, and the other one of its pair.
+    own: Arc<Pair>,
     /// The ports that it knows of.
     view: Arc<View>,
     port: u16,
@@ -434,10 +453,11 @@ pub(crate) struct PortSender {
 impl PortSender {
     /// `None`: there is no such pair, or somebody has it.
     pub(crate) fn claim(switch: &Arc<Switch>, port: u16, pair: u16) -> Option<Self> {
-        let (_, outbox) = switch.pair(port, pair)?;
-        let is_free = !outbox.is_claimed.swap(true, AcqRel);
+        let own = switch.pair(port, pair)?;
+        let is_free = !own.outbox.is_claimed.swap(true, AcqRel);
         is_free.then(|| Self {
             switch: Arc::clone(switch),
+            own: Arc::clone(own),
             view: switch.current(),
             port,
             pair,
@@ -464,16 +484,11 @@ impl PortSender {
         if self.is_full() {
             return None;
         }
-        let (_, outbox) = self.switch.pair(self.port, self.pair)?;
-        let slot = outbox.slots.get(place)?;
+        let slot = self.own.outbox.slots.get(place)?;
         // SAFETY: the slot is behind those on their way, so nobody has a delivery of it; this is the one sender of the
         // outbox, and is borrowed for as long as the frame is.
         let frame = unsafe { &mut *slot.frame.get() };
         Some((self.port, &self.view.forwarding, frame))
-    }
-
-    fn outbox(&self) -> Option<&Outbox> {
-        self.switch.pair(self.port, self.pair).map(|(_, outbox)| outbox)
     }
 
     fn place(&self, number: usize) -> usize {
@@ -490,11 +505,9 @@ impl PortSender {
     pub(crate) fn send(&mut self, destination: Option<Destination>) -> (u32, u32) {
         let place = self.place(self.count);
         self.count += 1;
-        let Self { switch, view, port, pair, pending, .. } = self;
-        let outbox = switch.pair(*port, *pair).map(|(_, outbox)| outbox);
-        let Some(slot) = outbox.and_then(|outbox| outbox.slots.get(place)) else {
-            return (0, 0);
-        };
+        let Self { switch, own, view, port, pair, pending, .. } = self;
+        let slots = &own.outbox.slots;
+        let Some(slot) = slots.get(place) else { return (0, 0) };
         // SAFETY: as in `next`; from here on it is only read.
         let frame = unsafe { &*slot.frame.get() };
         let version = view.version;
@@ -528,8 +541,7 @@ impl PortSender {
                     let to = (to, pair);
                     match pending.iter_mut().find(|pending| pending.to == to) {
                         Some(pending) => {
-                            let last = outbox.and_then(|o| o.slots.get(usize::from(pending.last)));
-                            if let Some(last) = last {
+                            if let Some(last) = slots.get(usize::from(pending.last)) {
                                 last.next.store(place as u16, Relaxed);
                             }
                             pending.batch.frames += 1;
@@ -564,7 +576,7 @@ impl PortSender {
 
     /// Whether the oldest frame on its way has arrived.
     pub(crate) fn has_ended(&self) -> bool {
-        let slot = self.outbox().and_then(|outbox| outbox.slots.get(self.first));
+        let slot = self.own.outbox.slots.get(self.first);
         self.count > 0 && slot.is_some_and(|slot| slot.deliveries.load(Acquire) == 0)
     }
 
@@ -578,7 +590,7 @@ impl PortSender {
         self.count -= 1;
         // The slots that were used last are those that a CPU's cache has.
         self.first = if self.count == 0 { 0 } else { self.place(1) };
-        let slot = self.outbox()?.slots.get(place)?;
+        let slot = self.own.outbox.slots.get(place)?;
         // SAFETY: nobody has a delivery of it, and it is not the next one's place before this borrow ends.
         Some(unsafe { &*slot.frame.get() })
     }
@@ -594,35 +606,27 @@ impl PortSender {
     }
 
     pub(crate) fn wait(&self) {
-        if let Some(outbox) = self.outbox() {
-            outbox.wakeup.wait();
-        }
+        self.own.outbox.wakeup.wait();
     }
 
     pub(crate) fn stop_waiting(&self) {
-        if let Some(outbox) = self.outbox() {
-            outbox.wakeup.stop_waiting();
-        }
+        self.own.outbox.wakeup.stop_waiting();
     }
 
     pub(crate) fn answer(&self) {
-        if let Some(outbox) = self.outbox() {
-            outbox.wakeup.answer();
-        }
+        self.own.outbox.wakeup.answer();
     }
 
     /// What becomes readable when a frame has arrived that was waited for.
-    pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.outbox().map(|outbox| outbox.wakeup.fd.as_fd())
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.own.outbox.wakeup.fd.as_fd()
     }
 }
 
 impl Drop for PortSender {
     fn drop(&mut self) {
         debug_assert_eq!(self.count, 0, "a queue stops when nothing is in flight");
-        if let Some(outbox) = self.outbox() {
-            outbox.is_claimed.store(false, SeqCst);
-        }
+        self.own.outbox.is_claimed.store(false, SeqCst);
     }
 }
 
@@ -630,8 +634,8 @@ impl Drop for PortSender {
 #[derive(Debug)]
 pub(crate) struct PortReceiver {
     switch: Arc<Switch>,
-    port: u16,
-    pair: u16,
+    /// Its queue, and the other one of its pair.
+    own: Arc<Pair>,
     /// Whether frames leave with tags here.
     is_trunk: bool,
     /// Frames of senders that knew less were for an earlier port.
@@ -644,13 +648,12 @@ pub(crate) struct PortReceiver {
 impl PortReceiver {
     /// `None`: there is no such pair, or somebody has it.
     pub(crate) fn claim(switch: &Arc<Switch>, port: u16, pair: u16) -> Option<Self> {
-        let (inbox, _) = switch.pair(port, pair)?;
-        let is_free = !inbox.is_claimed.swap(true, AcqRel);
+        let own = switch.pair(port, pair)?;
+        let is_free = !own.inbox.is_claimed.swap(true, AcqRel);
         is_free.then(|| Self {
             switch: Arc::clone(switch),
+            own: Arc::clone(own),
             is_trunk: switch.current().forwarding.is_trunk(port),
-            port,
-            pair,
             since: switch.queues(port).map_or(0, |queues| queues.since.load(Relaxed)),
             batch: None,
             to_wake: ToWake::default(),
@@ -662,13 +665,9 @@ impl PortReceiver {
         Egress::of(self.is_trunk, from)
     }
 
-    fn inbox(&self) -> Option<&Inbox> {
-        self.switch.pair(self.port, self.pair).map(|(inbox, _)| inbox)
-    }
-
     /// From now on frames are taken, or not: then all that wait are released.
     pub(crate) fn set_open(&mut self, is_open: bool) {
-        let Some(inbox) = self.inbox() else { return };
+        let inbox = &self.own.inbox;
         inbox.is_open.store(is_open, Relaxed);
         inbox.is_starved.store(false, Relaxed);
         fence(SeqCst);
@@ -682,17 +681,15 @@ impl PortReceiver {
 
     /// Whether no frames are posted until its driver has buffers.
     pub(crate) fn is_starved(&self) -> bool {
-        self.inbox().is_some_and(|inbox| inbox.is_starved.load(Relaxed))
+        self.own.inbox.is_starved.load(Relaxed)
     }
 
     pub(crate) fn set_starved(&self, is_starved: bool) {
-        if let Some(inbox) = self.inbox() {
-            inbox.is_starved.store(is_starved, Relaxed);
-        }
+        self.own.inbox.is_starved.store(is_starved, Relaxed);
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.batch.is_none() && self.inbox().is_none_or(|inbox| inbox.batches.is_empty())
+        self.batch.is_none() && self.own.inbox.batches.is_empty()
     }
 
     /// The next frame.
@@ -707,7 +704,7 @@ impl PortReceiver {
                 }
                 self.batch = None;
             }
-            let batch = self.inbox()?.batches.pop()?;
+            let batch = self.own.inbox.batches.pop()?;
             if batch.version < self.since {
                 self.switch.release_all(batch);
                 continue;
@@ -736,26 +733,20 @@ impl PortReceiver {
     }
 
     pub(crate) fn wait(&self) {
-        if let Some(inbox) = self.inbox() {
-            inbox.wakeup.wait();
-        }
+        self.own.inbox.wakeup.wait();
     }
 
     pub(crate) fn stop_waiting(&self) {
-        if let Some(inbox) = self.inbox() {
-            inbox.wakeup.stop_waiting();
-        }
+        self.own.inbox.wakeup.stop_waiting();
     }
 
     pub(crate) fn answer(&self) {
-        if let Some(inbox) = self.inbox() {
-            inbox.wakeup.answer();
-        }
+        self.own.inbox.wakeup.answer();
     }
 
     /// What becomes readable when a frame is posted that was waited for.
-    pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inbox().map(|inbox| inbox.wakeup.fd.as_fd())
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.own.inbox.wakeup.fd.as_fd()
     }
 }
 
@@ -763,8 +754,6 @@ impl Drop for PortReceiver {
     fn drop(&mut self) {
         self.wake();
         self.set_open(false);
-        if let Some(inbox) = self.inbox() {
-            inbox.is_claimed.store(false, SeqCst);
-        }
+        self.own.inbox.is_claimed.store(false, SeqCst);
     }
 }

@@ -27,7 +27,7 @@ pub struct IoThreadStats {
     pub turns: AtomicU64,
     /// How long it polls now, ns.
     pub polling: AtomicU64,
-    /// One more than the key of the queue whose driver it is calling now; zero: none.
+    /// The key of the queue whose driver it is calling now; zero: none.
     calling: AtomicU64,
     watchdog: Arc<Watchdog>,
 }
@@ -70,7 +70,7 @@ impl IoThreadStats {
     }
 
     pub(crate) fn set_calling(&self, queue: Option<QueueKey>) {
-        self.calling.store(queue.map_or(0, |key| u64::from(key.0) + 1), SeqCst);
+        self.calling.store(queue.map_or(0, QueueKey::get), SeqCst);
         if queue.is_some() {
             self.watchdog.wake();
         }
@@ -78,6 +78,6 @@ impl IoThreadStats {
 
     /// The queue whose driver is being called at this moment.
     pub(crate) fn calling(&self) -> Option<QueueKey> {
-        self.calling.load(SeqCst).checked_sub(1).map(|key| QueueKey(key as u32))
+        QueueKey::from_number(self.calling.load(SeqCst))
     }
 }

@@ -8,7 +8,7 @@
 
 use super::{IoThread, get, get_mut};
 use crate::clock::now;
-use crate::key::QueueKey;
+use crate::key::TableKey;
 
 /// How far a loop's time is accounted for.
 #[derive(Debug, Default)]
@@ -18,7 +18,7 @@ pub(super) struct Busy {
     /// Whether more than one queue was awake when it served.
     several: bool,
     /// The queue that had its turn or was shown to its driver last.
-    shown: Option<QueueKey>,
+    shown: Option<TableKey>,
 }
 
 impl Busy {
@@ -28,7 +28,7 @@ impl Busy {
     }
 
     /// A queue has had its turn: what passes until another one is shown to its driver is for it.
-    pub(super) const fn turn_of(&mut self, key: QueueKey) {
+    pub(super) const fn turn_of(&mut self, key: TableKey) {
         self.shown = Some(key);
     }
 }
@@ -67,7 +67,7 @@ impl IoThread {
     }
 
     /// A queue has had its turn, in which it started so many requests.
-    pub(super) fn after_turn(&mut self, key: QueueKey, started: u32, is_spent: bool) {
+    pub(super) fn after_turn(&mut self, key: TableKey, started: u32, is_spent: bool) {
         if let Some(entry) = get_mut(&mut self.served, key) {
             entry.work += started;
             if is_spent && !self.busy.several {
@@ -80,7 +80,7 @@ impl IoThread {
     }
 
     /// A queue's driver was shown what has finished; its clock said `at`.
-    pub(super) fn after_show(&mut self, key: QueueKey, at: u64) {
+    pub(super) fn after_show(&mut self, key: TableKey, at: u64) {
         if self.busy.several {
             let before = self.busy.shown.replace(key);
             self.account(before.unwrap_or(key), at);
@@ -101,7 +101,7 @@ impl IoThread {
         }
     }
 
-    fn account(&mut self, key: QueueKey, until: u64) {
+    fn account(&mut self, key: TableKey, until: u64) {
         if let Some(entry) = get(&self.served, key) {
             entry.queue.stats().busy(until.saturating_sub(self.busy.until));
         }

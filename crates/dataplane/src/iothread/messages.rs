@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use super::{IoThread, Served, get, get_mut, kick_data, link_data};
 use crate::clock::now;
-use crate::key::QueueKey;
+use crate::key::TableKey;
 use crate::mailbox::Sender;
 use crate::queue::Queue;
 use crate::schedule::Schedule;
@@ -18,29 +18,30 @@ use crate::schedule::Schedule;
 /// Does something with a queue on the thread that has it.
 pub(crate) type Edit = Box<dyn FnOnce(&mut Queue) + Send>;
 
-/// What an IOThread is told.
+/// What an IOThread is told. Who names a queue in a command holds its place in the pool until the answer, so that
+/// no other queue has the key meanwhile.
 pub(crate) enum ThreadMessage {
     /// Serve this queue. The answer says when its first turn began, ns.
     Adopt { queue: Box<Queue>, done: mpsc::Sender<u64> },
     /// Hand this queue to another thread, which answers; `left` says when it was let go.
     Release {
-        key: QueueKey,
+        key: TableKey,
         to: Sender<ThreadMessage>,
         left: mpsc::Sender<u64>,
         done: mpsc::Sender<u64>,
     },
     /// Fetch no more from this queue and give it back when nothing is in flight.
-    Stop { key: QueueKey, back: mpsc::Sender<Box<Queue>> },
+    Stop { key: TableKey, back: mpsc::Sender<Box<Queue>> },
     /// Change something.
-    Edit { key: QueueKey, edit: Edit, done: mpsc::Sender<()> },
+    Edit { key: TableKey, edit: Edit, done: mpsc::Sender<()> },
     /// This queue has stopped: none of its results comes by any more.
-    Forget(QueueKey),
+    Forget(TableKey),
     /// To whom do you forward?
-    Forwards(mpsc::Sender<Vec<(QueueKey, Sender<ThreadMessage>)>>),
+    Forwards(mpsc::Sender<Vec<(TableKey, Sender<ThreadMessage>)>>),
     /// Forward no more results to `past`, which is to end, but to where it forwards them.
     Reroute {
         past: Sender<ThreadMessage>,
-        to: Arc<Vec<(QueueKey, Sender<ThreadMessage>)>>,
+        to: Arc<Vec<(TableKey, Sender<ThreadMessage>)>>,
         done: mpsc::Sender<()>,
     },
     /// A request has ended at another thread. `here`: it was started by the thread that reads this.
@@ -174,7 +175,7 @@ impl IoThread {
     }
 
     fn adopt(&mut self, mut queue: Box<Queue>) {
-        let key = queue.key;
+        let key = queue.key.table();
         // Its first turn looks at the limit again.
         queue.release();
         if let Some(forward) = self.forwards.remove(&key) {
@@ -191,6 +192,7 @@ impl IoThread {
         if self.served.len() <= at {
             self.served.resize_with(at + 1, || None);
         }
+        debug_assert!(self.served[at].is_none(), "a place is free when it is given");
         self.served[at] = Some(Served {
             polled: queue.kick().is_none(),
             ends: 0,
@@ -218,7 +220,7 @@ impl IoThread {
     }
 
     /// The queue is no longer this thread's.
-    pub(super) fn detach_queue(&mut self, key: QueueKey) -> Option<Box<Queue>> {
+    pub(super) fn detach_queue(&mut self, key: TableKey) -> Option<Box<Queue>> {
         let entry = get(&self.served, key)?;
         let (kick, link) = (entry.listening, entry.listening_to_link);
         let stay = entry.stay;

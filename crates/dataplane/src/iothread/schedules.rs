@@ -97,7 +97,7 @@ impl IoThread {
             }
         });
         if let Some(scheduler_client) = &mut self.scheduler_clients[at] {
-            scheduler_client.enter(queue.key, &self.as_owner);
+            scheduler_client.enter(queue.key.table(), &self.as_owner);
         }
         Some(at)
     }

@@ -5,7 +5,7 @@
 use super::{IDLE_BEFORE_NOTIFY_NS, IoThread, Served, get, get_mut};
 use crate::clock::now;
 use crate::drr::{PromisedTurn, QUANTUM_NS, TurnBudget};
-use crate::key::QueueKey;
+use crate::key::TableKey;
 use crate::queue::Pass;
 
 impl IoThread {
@@ -46,7 +46,7 @@ impl IoThread {
     }
 
     /// A turn of promised frames has ended: its driver sees them at once, and they are counted.
-    fn after_promised_turn(&mut self, key: QueueKey, turn: PromisedTurn, frames: u32) {
+    fn after_promised_turn(&mut self, key: TableKey, turn: PromisedTurn, frames: u32) {
         // It may have slept: its kick has not been read yet.
         self.wake(key);
         self.show(key);
@@ -83,7 +83,7 @@ impl IoThread {
     }
 
     /// Gives one queue its share; what is left of it, and how many requests were started.
-    fn serve_one(&mut self, key: QueueKey, mut share: TurnBudget, time: u64) -> (TurnBudget, u32) {
+    fn serve_one(&mut self, key: TableKey, mut share: TurnBudget, time: u64) -> (TurnBudget, u32) {
         let Some(entry) = get_mut(&mut self.served, key) else { return (share, 0) };
         entry.busy_at = time;
         if entry.stopping.is_some() {
@@ -155,7 +155,7 @@ impl IoThread {
         }
     }
 
-    pub(super) fn show(&mut self, key: QueueKey) {
+    pub(super) fn show(&mut self, key: TableKey) {
         if let Some(entry) = get_mut(&mut self.served, key)
             && entry.queue.is_unpublished()
             && let Some(at) = entry.queue.publish(&self.stats)

@@ -208,20 +208,20 @@ impl Host {
             };
             key
         };
-        let moved = self.setup.pool.move_queue(key, to);
-        let mut state = self.state();
-        match moved {
-            Ok(pause) => {
-                state.queues[usize::from(index)].thread = to;
-                Ok(pause.as_nanos() as u64)
-            }
+        let pause = match self.setup.pool.move_queue(key, to) {
+            Ok(pause) => pause.as_nanos() as u64,
             // It has stopped in the meantime.
-            Err(MoveError::Pool(PoolError::NoQueue)) => {
-                state.queues[usize::from(index)].thread = to;
-                Ok(0)
-            }
-            Err(error) => Err(error),
+            Err(MoveError::Pool(PoolError::NoQueue)) => 0,
+            Err(error) => return Err(error),
+        };
+        let mut state = self.state();
+        let queue = &mut state.queues[usize::from(index)];
+        // Another session may have started it where it was before.
+        if queue.starting || queue.key.is_some_and(|now| now != key) {
+            return Err(MoveError::Busy);
         }
+        queue.thread = to;
+        Ok(pause)
     }
 
     /// Gives the disk another place in a schedule, or none, where queues that start from now on are
@@ -557,6 +557,7 @@ mod tests {
 
     use super::*;
     use crate::device::{DeviceConfig, Limits};
+    use crate::plane::tests::{move_while_a_session_begins, pool_with_threads};
     use rtvirtio_vhost::session::testing::{memory, region};
 
     /// A device without queues on threads, whose image is locked by sessions.
@@ -595,6 +596,19 @@ mod tests {
             report,
         };
         Host::new(setup, Vec::new())
+    }
+
+    #[test]
+    fn move_while_a_session_begins_is_of_its_queue_and_of_no_other() {
+        let image = image();
+        let (pool, threads) = pool_with_threads();
+        let mut setup = host(image.path()).setup;
+        setup.pool = Arc::clone(&pool);
+        let host = Host::new(setup, vec![threads[0]]);
+        move_while_a_session_begins(&host, &pool, threads, |key| {
+            let mut state = host.state();
+            state.queues[0].key = Some(key());
+        });
     }
 
     #[test]

@@ -507,9 +507,13 @@ impl MappedHost for NicHost {
             Err(MoveError::Pool(PoolError::NoQueue)) => 0,
             Err(error) => return Err(error),
         };
-        if let Some(place) = self.queues().get_mut(usize::from(index)) {
-            place.thread = to;
+        let mut queues = self.queues();
+        let place = queues.get_mut(usize::from(index)).ok_or(PoolError::NoQueue)?;
+        // Another session may have started it where it was before.
+        if place.is_starting || place.key.is_some_and(|now| now != key) {
+            return Err(MoveError::Busy);
         }
+        place.thread = to;
         Ok(pause)
     }
 
@@ -583,5 +587,39 @@ impl QueueHost for NicHost {
 
     fn set_connected(&self, _connected: bool, peer: Option<i32>) {
         self.peer.store(peer.unwrap_or(0), Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plane::tests::{move_while_a_session_begins, pool_with_threads};
+
+    #[test]
+    fn move_while_a_session_begins_is_of_its_queue_and_of_no_other() {
+        let (pool, threads) = pool_with_threads();
+        let nic = Nic::new(NicConfig {
+            name: "nic".to_owned(),
+            mac: [2, 0, 0, 0, 0, 1],
+            mtu: 1500,
+            limits: [None; 2],
+            promises: [None; 2],
+            link: Link::Taps(Vec::new()),
+            memory: Limits::default().memory,
+            positions: None,
+        });
+        let host = NicHost {
+            nic: Arc::new(nic),
+            pool: Arc::clone(&pool),
+            stats: Vec::new(),
+            peer: AtomicI32::new(0),
+            queues: Mutex::new(vec![Place { thread: threads[0], key: None, is_starting: false }]),
+            has_served: AtomicBool::new(false),
+            report: Arc::new(|_, _| ()),
+        };
+        move_while_a_session_begins(&host, &pool, threads, |key| {
+            let mut queues = host.queues();
+            queues[0].key = Some(key());
+        });
     }
 }

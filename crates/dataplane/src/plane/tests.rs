@@ -3,8 +3,11 @@
 use std::io::Read as _;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use rtvirtio_completion::slots::SlotMemory;
+use rtvirtio_engine::ram::RamEngine;
 use rtvirtio_iocores::QueueKind;
 use rtvirtio_spec::serve::IoThread;
 use rustix::event::{EventfdFlags, eventfd};
@@ -12,11 +15,94 @@ use serde_json::json;
 use tokio::sync::broadcast::error::TryRecvError;
 
 use super::host::{EMPTY_TIME, Host};
+use super::iothreads::{MappedHost, when_free};
 use super::*;
 use super::{Notice, Report};
+use crate::device::{Device, DeviceConfig, Limits};
+use crate::iothread::Polling;
+use crate::key::QueueKey;
+use crate::pool::{MoveError, Pool, ThreadId};
+use crate::queue::{Queue, SlotsSetup};
 use rtvirtio_vhost::protocol::{HEADER_SIZE, Message, VringAddress, VringFd, VringState, features};
 use rtvirtio_vhost::session::testing::{memory, region};
 use rtvirtio_vhost::session::{Answer, Refused, Session, StartError};
+
+/// A pool with two IOThreads.
+pub(super) fn pool_with_threads() -> (Arc<Pool>, [ThreadId; 2]) {
+    let pool = Arc::new(Pool::default());
+    let threads = ["iot0", "iot1"].map(|name| pool.add_thread(name, Polling::default()).unwrap());
+    (pool, threads)
+}
+
+/// Moves queue 0 of a device off the first IOThread, while its session ends and another one starts it there anew. `set` has the
+/// device's state while it gives it a key, as the session has that ends and the one that begins.
+pub(super) fn move_while_a_session_begins(
+    host: &dyn MappedHost,
+    pool: &Pool,
+    [from, to]: [ThreadId; 2],
+    set: impl Fn(&dyn Fn() -> QueueKey),
+) {
+    let engine = Arc::new(RamEngine::new(Bytes::from_kib(64), Duration::ZERO).unwrap());
+    let device = Arc::new(
+        Device::new(DeviceConfig {
+            name: "disk".to_owned(),
+            engine,
+            queues: 1,
+            read_only: false,
+            serial: [0; 20],
+            write_cache: true,
+            limits: Limits::default(),
+            schedule: None,
+        })
+        .unwrap(),
+    );
+    // Of which kind a queue is plays no part: slots need no driver.
+    let start = || {
+        let setup = SlotsSetup {
+            device: Arc::clone(&device),
+            memory: Arc::new(SlotMemory::create().unwrap().0),
+            error: eventfd(0, EventfdFlags::CLOEXEC).unwrap(),
+            stats: Arc::new(QueueStats::new()),
+        };
+        pool.start_slots(setup, from).unwrap()
+    };
+    let pause = || std::thread::sleep(Duration::from_millis(1));
+    let (key, other) = (start(), start());
+    set(&|| key);
+    let last = std::cell::Cell::new(key);
+    let (begun, is_begun) = mpsc::channel();
+    let (release, released) = mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        // The move waits until the IOThread goes on.
+        scope.spawn(move || {
+            let wait = move |_: &mut Queue| {
+                begun.send(()).unwrap();
+                released.recv().unwrap();
+            };
+            pool.edit(other, wait).unwrap();
+        });
+        is_begun.recv().unwrap();
+        let is_busy = |error: &MoveError| matches!(error, MoveError::Busy);
+        let moving = scope.spawn(move || when_free(is_busy, || host.assign(0, to)));
+        while !pool.is_busy(key) {
+            pause();
+        }
+        set(&|| {
+            release.send(()).unwrap();
+            while pool.is_busy(key) {
+                pause();
+            }
+            pool.stop(key).unwrap();
+            last.set(start());
+            last.get()
+        });
+        moving.join().unwrap().unwrap();
+    });
+    pool.stop(other).unwrap();
+    // What the other session has started is where the device's queue was to go.
+    pool.remove_thread(from).unwrap();
+    pool.stop(last.get()).unwrap();
+}
 
 struct Rig {
     registry: Registry,

@@ -574,6 +574,48 @@ fn stop_waits_for_what_is_in_flight() {
     assert!(matches!(pool.stop(key), Err(PoolError::NoQueue)));
 }
 
+/// Whoever has kept a key of a queue that has stopped does nothing to the one that has its place now.
+#[test]
+fn key_of_a_queue_that_has_stopped_is_of_no_other_one() {
+    let pool = Pool::default();
+    let [id, to] = threads(&pool);
+    let device = device(ram(), 1);
+    let queue = Guarded::new(Shape::of(0));
+    let start = || pool.start(queue.setup(&device), id).unwrap();
+    let stale = start();
+    pool.stop(stale).unwrap();
+    let key = start();
+    assert_eq!(key.table(), stale.table(), "tables stay small");
+    let is_gone = |error: PoolError| matches!(error, PoolError::NoQueue);
+    assert!(pool.edit(stale, |_| ()).is_err_and(is_gone));
+    assert!(pool.edit_drained(stale, |_| ()).is_err_and(is_gone));
+    assert!(pool.stop(stale).is_err_and(is_gone));
+    let moved = pool.move_queue(stale, to);
+    assert!(matches!(moved, Err(MoveError::Pool(PoolError::NoQueue))), "{moved:?}");
+    pool.remove_thread(to).unwrap();
+    // Nor is its driver's eventfd emptied for a call of the other's.
+    std::thread::sleep(Duration::from_millis(50));
+    let _ = rustix::io::read(&queue.call, &mut [0; 8]);
+    rustix::io::write(&queue.call, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    let (stats, _) = pool.thread(id).unwrap();
+    let mut before = HashMap::new();
+    for (calling, room) in [(stale, Err(Errno::AGAIN)), (key, Ok(8))] {
+        stats.set_calling(Some(calling));
+        assert!(pool.unblock_stuck_iothreads(&mut before));
+        assert!(pool.unblock_stuck_iothreads(&mut before));
+        assert_eq!(rustix::io::write(&queue.call, &1_u64.to_ne_bytes()), room);
+    }
+    stats.set_calling(None);
+    let (_, available, _) = queue.driver.addresses();
+    queue.driver.guest().u16(available + 2).store(1000, Relaxed);
+    rustix::io::write(&queue.kick, &1_u64.to_ne_bytes()).unwrap();
+    while pool.broken(key).is_none() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(pool.broken(stale), None);
+    pool.stop(key).unwrap();
+}
+
 #[test]
 fn queue_that_rests_beside_a_busy_one_stops_at_once() {
     let pool = Arc::new(Pool::default());

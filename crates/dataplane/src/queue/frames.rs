@@ -248,8 +248,8 @@ impl Frames {
             Direction::TapReceive(receive) => (receive.link(), PollFlags::IN),
             Direction::SocketTransmit(transmit) => (transmit.link(), PollFlags::OUT),
             Direction::SocketReceive(receive) => (receive.link(), PollFlags::IN),
-            Direction::PortTransmit(transmit) => (transmit.link(), PollFlags::IN),
-            Direction::PortReceive(receive) => (receive.link(), PollFlags::IN),
+            Direction::PortTransmit(transmit) => (Some(transmit.link()), PollFlags::IN),
+            Direction::PortReceive(receive) => (Some(receive.link()), PollFlags::IN),
         };
         Some((fd?, flags))
     }

@@ -1,6 +1,7 @@
 //! A switch's ports, as they come and go, and what their senders have on its way.
 
 use rtvirtio_frames::forwarding;
+use rtvirtio_spec::serve::MAX_PAIRS;
 use rtvirtio_units::Bytes;
 use rtvirtio_vhost::Backend as _;
 
@@ -31,8 +32,6 @@ fn frames_for_a_port_that_has_gone_reach_nobody_else() {
     drop(before);
     switch.remove_port(1);
     assert_eq!(switch.ports(), 1);
-    // One of as many pairs has the queues that are there.
-    assert_eq!(switch.add_port(plain(7), 2), Ok(2));
     assert_eq!(switch.add_port(plain(8), 1), Ok(1));
     let mut after = claim();
     // A sender in the middle of a turn knows only what there was at its beginning.
@@ -47,6 +46,35 @@ fn frames_for_a_port_that_has_gone_reach_nobody_else() {
     let delivery = after.take().unwrap();
     after.release(delivery);
     assert!(sender.take_ended().is_some());
+}
+
+/// However many pairs ports have that come one after the other, there are no more numbers than ports at a time.
+#[test]
+fn port_with_more_pairs_has_the_number_of_one_that_has_gone() {
+    let net = Net::new(&[ALL, ALL]);
+    let Link::Port { switch, .. } = net.nics[0].attached() else { panic!("no port") };
+    let mut sender = PortSender::claim(switch, 0, 0).unwrap();
+    for pairs in (1..=MAX_PAIRS).chain([1]) {
+        switch.remove_port(1);
+        assert_eq!(switch.add_port(plain(8), pairs), Ok(1));
+        assert_eq!(switch.ports(), 2);
+        // The last pair is served alone. A sender that has not seen the port come sends nothing to it.
+        let mut receiver = PortReceiver::claim(switch, 1, pairs - 1).unwrap();
+        receiver.set_open(true);
+        for has_looked in [false, true] {
+            sender.next().unwrap().length = usize::from(pairs);
+            assert_eq!(sender.send(Some(forwarding::Destination::Port(1))), (1, 0));
+            assert_eq!(sender.post(), 0);
+            let delivery = receiver.take();
+            assert_eq!(delivery.is_some(), has_looked);
+            if let Some(delivery) = delivery {
+                assert_eq!(receiver.frame(&delivery).unwrap().length, usize::from(pairs));
+                receiver.release(delivery);
+            }
+            assert!(sender.take_ended().is_some());
+            sender.look();
+        }
+    }
 }
 
 /// A port that comes has frames of a sender that was there before it, without a pause of that one.

@@ -58,7 +58,7 @@ impl PortTransmit {
         self.port.in_flight() as u16
     }
 
-    pub(super) fn link(&self) -> Option<BorrowedFd<'_>> {
+    pub(super) fn link(&self) -> BorrowedFd<'_> {
         self.port.fd()
     }
 
@@ -324,7 +324,7 @@ impl PortReceive {
         self.starved_until.is_some() || self.port.is_starved()
     }
 
-    pub(super) fn link(&self) -> Option<BorrowedFd<'_>> {
+    pub(super) fn link(&self) -> BorrowedFd<'_> {
         self.port.fd()
     }
 
