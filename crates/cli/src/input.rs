@@ -1,8 +1,10 @@
 //! Files that a user names: specifications, profiles, plans.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
+use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use rtvirtio_host::Host;
@@ -10,18 +12,81 @@ use rtvirtio_model::learned::{Learned, MAX_MODEL_BYTES};
 use rtvirtio_spec::plan::{PLAN_VERSION, Plan};
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::specification::{MAX_FILE_BYTES, Specification, parse};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::OFlags;
+use rustix::io::Errno;
 
 /// Largest plan or profile that is read; 1,000 VMs make a plan of about 3 MB.
 const MAX_JSON_BYTES: u64 = 256 << 20;
 
+/// How long a pipe may bring nothing: after the first time the user is told what is waited for.
+const PIPE_TIMES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
+
+/// A file that is read: one that is a pipe (`<(…)`, `mkfifo`) is waited for, though not for ever.
+struct Input<'a> {
+    file: File,
+    /// Its path, of a pipe.
+    pipe: Option<&'a Path>,
+}
+
+impl<'a> Input<'a> {
+    fn open(path: &'a Path) -> io::Result<Self> {
+        // Opening a pipe would wait for whoever writes to it.
+        let flags = OFlags::NONBLOCK.bits() as i32;
+        let file = File::options().read(true).custom_flags(flags).open(path)?;
+        let kind = file.metadata()?.file_type();
+        let pipe = (kind.is_fifo() || kind.is_char_device()).then_some(path);
+        Ok(Self { file, pipe })
+    }
+
+    /// Waits until the pipe has something, or its writers have gone.
+    fn wait(&self, path: &Path) -> io::Result<()> {
+        let begun = Instant::now();
+        for (time, is_last) in PIPE_TIMES.into_iter().zip([false, true]) {
+            let left = time.saturating_sub(begun.elapsed());
+            let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
+            if poll(&mut [PollFd::new(&self.file, PollFlags::IN)], Some(&timeout))? > 0 {
+                return Ok(());
+            }
+            if !is_last {
+                eprintln!("waiting for somebody to write to {}", path.display());
+            }
+        }
+        let text = format!("nobody has written to it for {} s", PIPE_TIMES[1].as_secs());
+        Err(io::Error::new(io::ErrorKind::TimedOut, text))
+    }
+}
+
+impl Read for Input<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            if let Some(path) = self.pipe {
+                self.wait(path)?;
+            }
+            match self.file.read(buffer) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && self.pipe.is_some() => {}
+                read => return read,
+            }
+        }
+    }
+}
+
+/// A file's bytes, with one beyond `limit` if it is longer, which tells a file that is too large, whatever its
+/// stated size.
+fn bytes(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    Input::open(path)?.take(limit + 1).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
 /// A file's text, with one byte beyond `limit` if it is longer: whoever parses it refuses it.
 pub fn read(path: &Path, limit: u64) -> Result<String> {
     let context = || format!("read {}", path.display());
-    let file = File::open(path).with_context(context)?;
-    let mut text = String::new();
-    // One byte more than allowed tells a file that is too large, whatever its stated size.
-    file.take(limit + 1).read_to_string(&mut text).with_context(context)?;
-    Ok(text)
+    let bytes = bytes(path, limit).with_context(context)?;
+    String::from_utf8(bytes).map_err(|error| {
+        let at = error.utf8_error().valid_up_to();
+        anyhow::anyhow!("{}: not a text file (byte {at} is not UTF-8)", path.display())
+    })
 }
 
 /// A checked specification; profiles it names are relative to its directory.
@@ -50,10 +115,8 @@ pub fn profile(path: &Path) -> Result<Profile> {
 
 /// A learned model that can be asked.
 pub fn learned(path: &Path) -> Result<Learned> {
-    let context = || format!("read {}", path.display());
-    let file = File::open(path).with_context(context)?;
-    let mut bytes = Vec::new();
-    file.take(MAX_MODEL_BYTES as u64 + 1).read_to_end(&mut bytes).with_context(context)?;
+    let bytes =
+        bytes(path, MAX_MODEL_BYTES as u64).with_context(|| format!("read {}", path.display()))?;
     Learned::from_bytes(&bytes).with_context(|| format!("{}", path.display()))
 }
 
@@ -91,7 +154,7 @@ pub fn write(path: &Path, text: &str) -> Result<()> {
             "{} is not a regular file: nothing was written (name another output)",
             path.display()
         );
-        let mut file = File::options().write(true).open(path).with_context(context)?;
+        let mut file = open_for_writing(path).with_context(context)?;
         return file.write_all(text.as_bytes()).with_context(context);
     }
     let directory = match path.parent() {
@@ -107,10 +170,42 @@ pub fn write(path: &Path, text: &str) -> Result<()> {
     Ok(())
 }
 
+/// Opens what is no regular file; a pipe that nobody reads is waited for, though not for ever.
+fn open_for_writing(path: &Path) -> io::Result<File> {
+    let begun = Instant::now();
+    loop {
+        let flags = OFlags::NONBLOCK.bits() as i32;
+        match File::options().write(true).custom_flags(flags).open(path) {
+            // Somebody reads: what is written waits for that.
+            Ok(_there) => return File::options().write(true).open(path),
+            Err(error) if error.raw_os_error() != Some(Errno::NXIO.raw_os_error()) => {
+                return Err(error);
+            }
+            Err(_) if begun.elapsed() > PIPE_TIMES[1] => {
+                let text = format!("nobody has read from it for {} s", PIPE_TIMES[1].as_secs());
+                return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+            }
+            Err(_) => std::thread::sleep(Duration::from_millis(50)),
+        }
+    }
+}
+
+/// Where the user wants journal and lock to be (`RTVIRTIO_STATE_DIR`); `None`: nowhere else.
+///
+/// # Errors
+/// The path is relative: from another directory the same command would find no journal, and put nothing back.
+pub(crate) fn state_directory() -> Result<Option<PathBuf>> {
+    let named = std::env::var_os("RTVIRTIO_STATE_DIR").map(PathBuf::from);
+    let Some(path) = named.filter(|path| !path.as_os_str().is_empty()) else { return Ok(None) };
+    ensure!(path.is_absolute(), "RTVIRTIO_STATE_DIR={}: give an absolute path", path.display());
+    Ok(Some(path))
+}
+
 /// This host; `RTVIRTIO_STATE_DIR` moves journal and lock away from `/run/rtvirtio-host`.
 pub fn host() -> Host {
     let host = Host::new("/");
-    match std::env::var_os("RTVIRTIO_STATE_DIR") {
+    // A path that cannot be has ended the program before.
+    match state_directory().ok().flatten() {
         Some(directory) => host.with_state_directory(directory),
         None => host,
     }
@@ -120,4 +215,45 @@ pub fn host() -> Host {
 pub fn print_json<T: serde::Serialize>(value: &T) -> Result<()> {
     println!("{}", serde_json::to_string_pretty(value)?);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+
+    #[test]
+    fn pipe_is_read_to_its_end_however_slowly_it_is_written() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("pipe");
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            &path,
+            rustix::fs::FileType::Fifo,
+            rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
+            0,
+        )
+        .unwrap();
+        let to = path.clone();
+        let writer = std::thread::spawn(move || {
+            let mut pipe = File::options().write(true).open(to).unwrap();
+            for part in ["version", " = ", "1\n"] {
+                std::thread::sleep(Duration::from_millis(20));
+                pipe.write_all(part.as_bytes()).unwrap();
+            }
+        });
+        assert_eq!(read(&path, 100).unwrap(), "version = 1\n");
+        writer.join().unwrap();
+    }
+
+    #[test]
+    fn file_that_is_too_large_or_no_text_is_told() {
+        assert_eq!(read(Path::new("/dev/zero"), 100).unwrap().len(), 101);
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(b"abc\xff").unwrap();
+        let error = format!("{:#}", read(file.path(), 100).unwrap_err());
+        assert!(error.ends_with("not a text file (byte 3 is not UTF-8)"), "{error}");
+        assert!(read(file.path().parent().unwrap(), 100).is_err());
+    }
 }

@@ -108,10 +108,15 @@ pub fn main<P: Program>() -> ExitCode {
     let program = match P::try_parse() {
         Ok(program) => program,
         Err(e) => {
-            let _ = e.print();
-            return ExitCode::from(u8::from(e.use_stderr()));
+            let is_unwritten = |e: &std::io::Error| e.kind() != std::io::ErrorKind::BrokenPipe;
+            let failed = e.print().is_err_and(|e| is_unwritten(&e)) || e.use_stderr();
+            return ExitCode::from(u8::from(failed));
         }
     };
+    if let Err(e) = input::state_directory() {
+        report_error(&e);
+        return ExitCode::FAILURE;
+    }
     let interrupted = Arc::new(AtomicBool::new(false));
     if program.cleans_up() {
         use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};

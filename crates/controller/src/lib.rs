@@ -65,6 +65,8 @@ pub struct Loop {
     disks: BTreeMap<(VmName, DiskName), History>,
     data_plane: DataPlane,
     controller: Option<Controller>,
+    /// Whether the specification's VMs have been looked at.
+    has_looked: bool,
     start: Instant,
 }
 
@@ -97,6 +99,7 @@ impl Loop {
             disks: BTreeMap::new(),
             data_plane,
             controller: None,
+            has_looked: false,
             start: Instant::now(),
         })
     }
@@ -112,6 +115,7 @@ impl Loop {
         self.disks.clear();
         self.data_plane = DataPlane::new(&specification, self.socket.as_deref());
         self.controller = None;
+        self.has_looked = false;
         self.specification = specification;
         Ok(())
     }
@@ -131,6 +135,13 @@ impl Loop {
         let (served, of_served) = self.data_plane.observed(&devices);
         present.extend(served);
         observed.extend(of_served);
+        if !std::mem::replace(&mut self.has_looked, true) {
+            let absent = self.specification.vms.iter().filter(|vm| !present.contains(&vm.name));
+            let absent: Vec<&str> = absent.map(|vm| vm.name.as_str()).collect();
+            if !absent.is_empty() {
+                events.push(format!("not running: {}", absent.join(", ")));
+            }
+        }
         events.iter().for_each(|event| info!("{event}"));
         let change = self.control(now, &present, &observed);
         events.extend(change.iter().map(ToString::to_string));
@@ -272,8 +283,10 @@ fn act(
     slower: &BTreeMap<DeviceName, f64>,
     reason: String,
 ) -> Change {
-    let mut change = Change { reason, written: 0, unmet: 0, caps: BTreeMap::new(), failed: None };
-    if wanted.vms.is_empty() {
+    let is_idle = wanted.vms.is_empty();
+    let caps = BTreeMap::new();
+    let mut change = Change { reason, written: 0, unmet: 0, caps, failed: None, is_idle };
+    if is_idle {
         return change;
     }
     let mut apply = || -> Result<()> {

@@ -55,6 +55,8 @@ pub struct Change {
     pub caps: BTreeMap<VmName, Option<BytesPerSecond>>,
     /// Why nothing was applied.
     pub failed: Option<String>,
+    /// Whether no VM of the specification runs, so that nothing was planned.
+    pub is_idle: bool,
 }
 
 impl fmt::Display for Change {
@@ -62,6 +64,9 @@ impl fmt::Display for Change {
         let Self { reason, written, unmet, .. } = self;
         if let Some(failed) = &self.failed {
             return write!(f, "{reason}: not changed: {failed}");
+        }
+        if self.is_idle {
+            return write!(f, "{reason}: no VM of the specification runs: nothing is planned");
         }
         write!(f, "{reason}: planned; {written} knobs changed, {unmet} targets unmet")?;
         for (vm, cap) in &self.caps {

@@ -154,6 +154,11 @@ type Done = Result<StatusCode, Failure>;
 
 async fn in_time(request: Request, next: Next) -> Response {
     let (head, body) = request.into_parts();
+    let said = head.headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok());
+    if said.and_then(|length| length.parse().ok()).is_some_and(|length: usize| length > MAX_BODY) {
+        let text = format!("the body, of which {MAX_BODY} bytes are read at most");
+        return Failure::new(StatusCode::PAYLOAD_TOO_LARGE, text).into_response();
+    }
     let body = match tokio::time::timeout(BODY_TIME, to_bytes(body, MAX_BODY)).await {
         Ok(Ok(body)) => body,
         Ok(Err(error)) => {

@@ -9,8 +9,8 @@ use anyhow::{Context, Result};
 use rtvirtio_host::Topology;
 use rtvirtio_planner::FoundDevice;
 use rtvirtio_spec::plan::{Plan, Reason};
-use rtvirtio_spec::profile::ProfileSource;
-use rtvirtio_spec::specification::{Backend, Specification, Vm};
+use rtvirtio_spec::profile::{Profile, ProfileSource};
+use rtvirtio_spec::specification::{Backend, Device, Specification, Vm};
 use rtvirtio_units::{CpuId, DeviceName};
 use rustix::thread::{CpuSet, sched_getaffinity};
 
@@ -122,10 +122,7 @@ pub(crate) fn plan_host(
     let file = model.file()?;
     let mut profiles = BTreeMap::new();
     for device in &specification.devices {
-        let mut profile = input::profile(&device.profile).with_context(|| {
-            let path = device.path.display();
-            format!("device {} (make its profile: rtvirtio calibrate {path})", device.name)
-        })?;
+        let mut profile = profile_of(device)?;
         if let Some(factor) = slower.get(&device.name) {
             profile.capacity = profile.capacity.slower(*factor);
         }
@@ -170,6 +167,14 @@ pub(crate) fn plan_host(
     plan.iothreads = iothreads;
     plan.reasons.extend(reasons);
     Ok(plan)
+}
+
+/// The profile that a specification names for a device.
+pub(crate) fn profile_of(device: &Device) -> Result<Profile> {
+    input::profile(&device.profile).with_context(|| {
+        let path = device.path.display();
+        format!("device {} (make its profile: rtvirtio calibrate {path})", device.name)
+    })
 }
 
 /// Whether a VM with a disk on `device` is not the data plane's, so that a model is asked.

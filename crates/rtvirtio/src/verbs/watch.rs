@@ -18,7 +18,7 @@ use rtvirtio_controller::{Loop, Planner};
 use rtvirtio_host::interrupt::{Interrupted, InterruptedError, wait};
 use rtvirtio_spec::specification::Specification;
 
-use super::plan::{ModelChoice, plan_host};
+use super::plan::{ModelChoice, plan_host, profile_of};
 use crate::{Outcome, input, output};
 
 /// Arguments of `watch`.
@@ -68,6 +68,12 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         Box::new(|specification, slower| plan_host(specification, slower, &ModelChoice::Structural))
     });
     let specification = read(&args.specification)?;
+    if args.control {
+        // Now, and not when the first VM starts.
+        for device in &specification.devices {
+            profile_of(device)?;
+        }
+    }
     let mut watched = Loop::new(input::host(), specification, args.dataplane.clone(), planner)?;
     let is_table = !args.json && is_terminal;
     let mut display = is_table.then(display::Display::start).transpose()?;

@@ -170,6 +170,42 @@ fn rollback_whose_output_cannot_be_written_says_by_its_exit_code_what_was_done()
 }
 
 #[test]
+fn state_directory_that_depends_on_where_one_is_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut command = std::process::Command::new(RTVIRTIO);
+    command.arg("rollback").env("RTVIRTIO_STATE_DIR", "here").current_dir(directory.path());
+    let output = command.output().unwrap();
+    let text = said(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("RTVIRTIO_STATE_DIR=here: give an absolute path"), "{text}");
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn watching_says_what_does_not_run_and_a_profile_that_is_not_there_ends_it_at_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let spec = directory.path().join("spec.toml");
+    let text = "version = 1\n[device.d]\npath = \"/dev/loop0\"\nprofile = \"nope.json\"\n\
+        [[vm]]\nname = \"off\"\ncgroup = \"machine/off\"\n\
+        [[vm.disk]]\nname = \"data\"\ndevice = \"d\"\n\
+        [[vm.task]]\nname = \"t\"\niops = 100\n\
+        target = { percentile = 99, latency_ms = 10 }\n";
+    std::fs::write(&spec, text).unwrap();
+    let watch = |more: &[&str]| {
+        let mut command = std::process::Command::new(RTVIRTIO);
+        command.args(["watch", spec.to_str().unwrap(), "--duration", "1"]).args(more);
+        command.output().unwrap()
+    };
+    let output = watch(&[]);
+    let text = String::from_utf8(output.stdout.clone()).unwrap();
+    assert!(output.status.success() && text.contains("not running: off"), "{}", said(&output));
+    let output = watch(&["--control"]);
+    let text = said(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("device d (make its profile: rtvirtio calibrate /dev/loop0)"), "{text}");
+}
+
+#[test]
 fn error_that_nobody_reads_is_still_its_exit_code() {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
