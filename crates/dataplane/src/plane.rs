@@ -8,6 +8,8 @@ mod clients;
 mod engines;
 mod host;
 pub(crate) mod iothreads;
+mod mapped;
+mod nic_host;
 mod nics;
 mod opened;
 mod positions;

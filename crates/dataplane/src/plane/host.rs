@@ -14,7 +14,7 @@ use rtvirtio_units::{Bytes, DiskName};
 use rustix::io::Errno;
 use tokio::sync::broadcast;
 
-use super::iothreads::MappedHost;
+use super::mapped::MappedHost;
 use super::{Notice, Report};
 use crate::call::{self, Call, Caller};
 use crate::device::Device;

@@ -20,7 +20,8 @@ use rtvirtio_units::{CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 use tokio::sync::broadcast;
 
 use super::host::Host;
-use super::nics::NicHost;
+use super::mapped::MappedHost;
+use super::nic_host::NicHost;
 use super::{EVENTS_KEPT, PlaneError, refused};
 use crate::iothread::Polling;
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
@@ -69,15 +70,6 @@ pub(crate) struct WatchedQueue {
 pub(crate) struct WatchedVm {
     pub(crate) id: u32,
     pub(crate) device: Weak<dyn MappedHost>,
-}
-
-/// A device's queues, as far as their IOThreads are concerned.
-pub(crate) trait MappedHost: Send + Sync {
-    /// Serves a queue by another thread, now and in later sessions. How long nobody served it, ns.
-    fn assign(&self, index: u16, to: ThreadId) -> Result<u64, MoveError>;
-
-    /// The process of the front end that is connected, if it is known.
-    fn peer(&self) -> Option<i32>;
 }
 
 /// What there is at one time.
@@ -614,6 +606,15 @@ impl State {
 fn polling(iothread: &IoThread) -> Polling {
     let serve::Polling { completion, core, max, grow, shrink } = iothread.polling;
     Polling { completion, core, max: Duration::from(max), grow, shrink }
+}
+
+/// The threads of a mapping's queues.
+pub(super) fn threads(state: &State, mapping: &Mapping) -> Result<Vec<ThreadId>, PlaneError> {
+    let id = |name: &IoThreadName| {
+        let thread = state.iothreads.get(name);
+        thread.map(|t| t.id).ok_or_else(|| PlaneError::NoIoThread(name.clone()))
+    };
+    mapping.by_queue().iter().map(id).collect()
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ use tokio::sync::broadcast;
 
 use super::engines::open;
 use super::host::{Host, HostSetup, lock_with_retry};
-use super::iothreads::{Adding, AddingKind, Core, Served, Slots, State, when_free};
+use super::iothreads::{Adding, AddingKind, Core, Served, Slots, State, threads, when_free};
 use super::nics::{Nics, OpenedNic};
 use super::opened::{Image, Opened, OpenedDevice};
 use super::promises::terms;
@@ -32,7 +32,6 @@ use super::{Notice, Report};
 use crate::device::{Device, DeviceConfig, Limits};
 use crate::monitor::{Monitor, SchedStat};
 use crate::nic::Terms;
-use crate::pool::ThreadId;
 use crate::schedule::{ClassStatus, Schedule};
 use crate::thread_stats::IoThreadStats;
 use crate::vcpus::Guard;
@@ -340,15 +339,6 @@ impl Served {
             server.remove(slots.socket_id);
         }
     }
-}
-
-/// The threads of a mapping's queues.
-pub(super) fn threads(state: &State, mapping: &Mapping) -> Result<Vec<ThreadId>, PlaneError> {
-    let id = |name: &IoThreadName| {
-        let thread = state.iothreads.get(name);
-        thread.map(|t| t.id).ok_or_else(|| PlaneError::NoIoThread(name.clone()))
-    };
-    mapping.by_queue().iter().map(id).collect()
 }
 
 impl Plane for Registry {

@@ -15,7 +15,8 @@ use serde_json::json;
 use tokio::sync::broadcast::error::TryRecvError;
 
 use super::host::{EMPTY_TIME, Host};
-use super::iothreads::{MappedHost, when_free};
+use super::iothreads::when_free;
+use super::mapped::MappedHost;
 use super::*;
 use super::{Notice, Report};
 use crate::device::{Device, DeviceConfig, Limits};
