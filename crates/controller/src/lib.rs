@@ -26,12 +26,12 @@ use std::time::Instant;
 use anyhow::Result;
 use rtvirtio_host::{ApplyOptions, Host, JournalStatus, Topology};
 use rtvirtio_observe::host_latency::HostLatency;
-use rtvirtio_planner::control::{Controller, Decision, TaskObservation};
+use rtvirtio_planner::control::{Controller, Decision, Doubts, TaskObservation};
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::Knobs;
 use rtvirtio_spec::specification::{Backend, Specification, Target};
-use rtvirtio_units::{DeviceName, DiskName, Iops, Nanos, TaskName, VmName};
+use rtvirtio_units::{DiskName, Iops, Nanos, TaskName, VmName};
 use tracing::{info, warn};
 
 use data_plane::DataPlane;
@@ -39,9 +39,8 @@ use history::{History, Recent, Sample};
 use look::{Change, DiskRow, Look, Row, RowTarget};
 use sources::Sources;
 
-/// Makes a plan of the host alone for a specification, with devices that take so many times as long as
-/// their profiles say.
-pub type Planner = dyn Fn(&Specification, &BTreeMap<DeviceName, f64>) -> Result<Plan>;
+/// Makes a plan of the host alone for a specification.
+pub type Planner = dyn Fn(&Specification, &Doubts) -> Result<Plan>;
 
 /// What is known of one task.
 struct TaskState {
@@ -196,16 +195,16 @@ impl Loop {
             }
             None => {
                 self.controller = Some(Controller::new(clock, present.clone()));
-                let slower = BTreeMap::new();
-                Decision::Plan { margin: 1.0, slower, reason: "start".to_owned() }
+                let doubts = Doubts::default();
+                Decision::Plan { margin: 1.0, doubts, reason: "start".to_owned() }
             }
         };
-        let Decision::Plan { margin, slower, reason } = decision else { return None };
+        let Decision::Plan { margin, doubts, reason } = decision else { return None };
         if self.host.journal_status().is_ok_and(|s| s == JournalStatus::Unfinished) {
             self.sources.let_go();
         }
         let wanted = tightened(&self.specification, present, margin);
-        let done = act(&self.host, &**planner, &wanted, &slower, reason);
+        let done = act(&self.host, &**planner, &wanted, &doubts, reason);
         if done.failed.is_some() || done.unmet > 0 {
             warn!("{done}");
         } else {
@@ -280,7 +279,7 @@ fn act(
     host: &Host,
     planner: &Planner,
     wanted: &Specification,
-    slower: &BTreeMap<DeviceName, f64>,
+    doubts: &Doubts,
     reason: String,
 ) -> Change {
     let is_idle = wanted.vms.is_empty();
@@ -290,7 +289,7 @@ fn act(
         return change;
     }
     let mut apply = || -> Result<()> {
-        let plan = planner(wanted, slower)?;
+        let plan = planner(wanted, doubts)?;
         change.unmet = plan.tasks.iter().filter(|t| t.unmet.is_some()).count();
         change.caps = plan.background.iter().map(|b| (b.vm.clone(), b.cap)).collect();
         let (topology, options) = (Topology::of_plan(&plan), ApplyOptions::default());

@@ -9,7 +9,8 @@
 //! margin grows by [`MARGIN_STEP`]; after [`CALM`] without a task at risk it
 //! shrinks by one step. A device of the data plane that took [`SLOWER`] times
 //! as long as its profile says, over [`INTERVAL`], is planned for as one that
-//! much slower, until it takes as much less. Changes are at least [`INTERVAL`]
+//! much slower, until it takes as much less. What only fits a device as it was calibrated is not planned
+//! any more once a task was at risk ([`Doubts`]). Changes are at least [`INTERVAL`]
 //! apart, whatever the reason: a setting needs that long to show in a tail.
 //!
 //! Pure: the caller passes time and counts, and acts.
@@ -67,6 +68,16 @@ pub struct DeviceObservation {
     pub expected: Nanos,
 }
 
+/// Where devices are seen not to be as their profiles say.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Doubts {
+    /// How many times as long they take.
+    pub slower: BTreeMap<DeviceName, f64>,
+    /// Whether a task was at risk. iocost has a scale just below what saturates a device as it was calibrated: if that is too much by
+    /// now, tighter targets do not lower it.
+    pub was_at_risk: bool,
+}
+
 /// What the caller is to do.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Decision {
@@ -76,8 +87,8 @@ pub enum Decision {
     Plan {
         /// How much to tighten targets, 1 to [`MARGIN_MAX`].
         margin: f64,
-        /// Devices that take so many times as long as their profiles say.
-        slower: BTreeMap<DeviceName, f64>,
+        /// What profiles are not to be believed.
+        doubts: Doubts,
         /// Why, for the log.
         reason: String,
     },
@@ -97,7 +108,7 @@ pub struct Controller {
     seen: BTreeMap<(VmName, TaskName), (u64, u64)>,
     /// For as long: requests, service and what was expected of it, s, by device.
     served: BTreeMap<DeviceName, (u64, f64, f64)>,
-    slower: BTreeMap<DeviceName, f64>,
+    doubts: Doubts,
 }
 
 impl Controller {
@@ -113,7 +124,7 @@ impl Controller {
             again: None,
             seen: BTreeMap::new(),
             served: BTreeMap::new(),
-            slower: BTreeMap::new(),
+            doubts: Doubts::default(),
         }
     }
 
@@ -177,6 +188,7 @@ impl Controller {
                 return Decision::Keep;
             }
             self.margin = (self.margin * MARGIN_STEP).min(MARGIN_MAX);
+            self.doubts.was_at_risk = true;
             return self.plan(now, at_risk.join("; "));
         }
         if self.margin > 1.0 && now.saturating_sub(self.calm_since) >= CALM {
@@ -191,7 +203,7 @@ impl Controller {
     fn speeds(&mut self) -> Vec<String> {
         let mut changed = Vec::new();
         for (device, (requests, served, expected)) in std::mem::take(&mut self.served) {
-            let known = self.slower.get(&device).copied().unwrap_or(1.0);
+            let known = self.doubts.slower.get(&device).copied().unwrap_or(1.0);
             // A profile is of the device at its best: faster than that is chance.
             let now = (served / expected).max(1.0);
             let differs = now > known * SLOWER || now < known / SLOWER;
@@ -200,9 +212,9 @@ impl Controller {
             }
             changed.push(format!("{device} takes {now:.2} times as long as its profile says"));
             if now < SLOWER {
-                self.slower.remove(&device);
+                self.doubts.slower.remove(&device);
             } else {
-                self.slower.insert(device, now);
+                self.doubts.slower.insert(device, now);
             }
         }
         changed
@@ -218,7 +230,7 @@ impl Controller {
         self.seen_since = now;
         self.seen.clear();
         self.served.clear();
-        Decision::Plan { margin: self.margin, slower: self.slower.clone(), reason }
+        Decision::Plan { margin: self.margin, doubts: self.doubts.clone(), reason }
     }
 
     fn difference(&self, present: &BTreeSet<VmName>) -> String {
@@ -269,7 +281,7 @@ mod tests {
         assert_eq!(controller.step(at(10), &vms(&["plc"]), &[], &[]), Decision::Keep);
         let decision = controller.step(at(11), &vms(&["backup", "plc"]), &[], &[]);
         let reason = "came: backup".to_owned();
-        assert_eq!(decision, Decision::Plan { margin: 1.0, slower: BTreeMap::new(), reason });
+        assert_eq!(decision, Decision::Plan { margin: 1.0, doubts: Doubts::default(), reason });
         assert_eq!(controller.step(at(22), &vms(&["backup", "plc"]), &[], &[]), Decision::Keep);
     }
 
@@ -293,7 +305,8 @@ mod tests {
         let mut controller = Controller::new(at(0), vms(&["plc"]));
         let both = vms(&["backup", "plc"]);
         let reason = "came: backup".to_owned();
-        let plan = Decision::Plan { margin: 1.0, slower: BTreeMap::new(), reason: reason.clone() };
+        let doubts = Doubts::default();
+        let plan = Decision::Plan { margin: 1.0, doubts, reason: reason.clone() };
         assert_eq!(controller.step(at(11), &both, &[], &[]), plan);
         controller.failed(&reason);
         assert_eq!(controller.step(at(20), &both, &[], &[]), Decision::Keep);
@@ -320,7 +333,11 @@ mod tests {
         for second in 1..=320 {
             // Misses for 50 s, then none.
             let seen = if second <= 50 { task(1000, 50) } else { task(1000, 0) };
-            margins.extend(margin(&controller.step(at(second), &vms(&["plc"]), &[seen], &[])));
+            let decision = controller.step(at(second), &vms(&["plc"]), &[seen], &[]);
+            margins.extend(margin(&decision));
+            if let Decision::Plan { doubts, .. } = decision {
+                assert!(doubts.was_at_risk, "what was too much once is not tried again");
+            }
         }
         let up = [1.25, 1.5625, 1.953_125, 2.0];
         assert_eq!(margins[..4], up);
@@ -346,11 +363,11 @@ mod tests {
                 served: Nanos::from_millis(100 * times),
                 expected: Nanos::from_millis(100),
             };
-            if let Decision::Plan { margin, slower, reason } =
+            if let Decision::Plan { margin, doubts, reason } =
                 controller.step(at(second), &vms(&["plc"]), &[], &[seen])
             {
                 assert_eq!(margin, 1.0);
-                plans.push((second, slower.get(&nvme).copied(), reason));
+                plans.push((second, doubts.slower.get(&nvme).copied(), reason));
             }
         }
         let said = |times: &str| format!("nvme0 takes {times} times as long as its profile says");

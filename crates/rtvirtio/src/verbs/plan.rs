@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use rtvirtio_host::Topology;
 use rtvirtio_planner::FoundDevice;
+use rtvirtio_planner::control::Doubts;
 use rtvirtio_spec::plan::{Plan, Reason};
 use rtvirtio_spec::profile::{Profile, ProfileSource};
 use rtvirtio_spec::specification::{Backend, Device, Specification, Vm};
@@ -100,7 +101,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
 
 /// The plan for this host and the VMs on it as they are now.
 fn plan(specification: &Specification, model: &ModelChoice) -> Result<Plan> {
-    let mut plan = plan_host(specification, &BTreeMap::new(), model)?;
+    let mut plan = plan_host(specification, &Doubts::default(), model)?;
     let of_vm = |vm: &Vm| {
         let disks = vm.disks.iter().filter(|_| vm.guest_agent).map(|d| d.name.clone());
         (vm.name.clone(), disks.collect())
@@ -111,11 +112,10 @@ fn plan(specification: &Specification, model: &ModelChoice) -> Result<Plan> {
     Ok(plan)
 }
 
-/// The plan for this host alone as it is now: no VM is asked. Devices that are `slower` take so many
-/// times as long as their profiles say.
+/// The plan for this host alone as it is now: no VM is asked.
 pub(crate) fn plan_host(
     specification: &Specification,
-    slower: &BTreeMap<DeviceName, f64>,
+    doubts: &Doubts,
     model: &ModelChoice,
 ) -> Result<Plan> {
     let host = input::host();
@@ -123,8 +123,12 @@ pub(crate) fn plan_host(
     let mut profiles = BTreeMap::new();
     for device in &specification.devices {
         let mut profile = profile_of(device)?;
-        if let Some(factor) = slower.get(&device.name) {
+        let slower = doubts.slower.get(&device.name);
+        if let Some(factor) = slower {
             profile.capacity = profile.capacity.slower(*factor);
+        }
+        if slower.is_some() || doubts.was_at_risk {
+            profile.structural.iocost.clear();
         }
         let learned = match model {
             ModelChoice::Mlp if has_kernel_path(specification, &device.name) => {

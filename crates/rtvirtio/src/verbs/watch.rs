@@ -65,7 +65,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     }
     // The host alone is planned for: the monitors serve one client, which is the loop.
     let planner = args.control.then(|| -> Box<Planner> {
-        Box::new(|specification, slower| plan_host(specification, slower, &ModelChoice::Structural))
+        Box::new(|specification, doubts| plan_host(specification, doubts, &ModelChoice::Structural))
     });
     let specification = read(&args.specification)?;
     if args.control {
