@@ -57,7 +57,7 @@ pub enum MappingError {
     #[error("iothread-vq-mapping is empty")]
     Empty,
     /// A number of queues that no device has.
-    #[error("num_queues is {0}, outside 1 to {MAX_QUEUES}")]
+    #[error("queues is {0}, outside 1 to {MAX_QUEUES}")]
     QueueCount(u32),
     /// An entry names no IOThread that exists.
     #[error("IOThread \"{iothread}\" object does not exist")]

@@ -218,6 +218,9 @@ macro_rules! checked_f64 {
         pub struct $type(f64);
 
         impl $type {
+            /// The largest.
+            pub const MAX: Self = Self($high);
+
             /// Checks the range that the type documents; NaN is refused.
             ///
             /// # Errors

@@ -69,8 +69,8 @@ fn qemu_refusals_are_all_mirrored() {
         "missing vq 1 IOThread assignment in iothread-vq-mapping"
     );
     assert_eq!(refused(&[], 1), "iothread-vq-mapping is empty");
-    assert_eq!(refused(&[bare("a")], 0), "num_queues is 0, outside 1 to 64");
-    assert_eq!(refused(&[bare("a")], 65), "num_queues is 65, outside 1 to 64");
+    assert_eq!(refused(&[bare("a")], 0), "queues is 0, outside 1 to 64");
+    assert_eq!(refused(&[bare("a")], 65), "queues is 65, outside 1 to 64");
     assert!(refused(&[entry("a", &[0, 0])], 1).contains("already assigned"));
 }
 

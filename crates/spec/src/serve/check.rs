@@ -554,6 +554,8 @@ fn engine(raw: wire::Engine) -> Result<Engine, Misplaced> {
             let stall = in_range("stall_ms", faults.stall_ms.into(), 0, 3_600_000);
             at(&["engine", "fault", "stall_ms"], stall)?;
             let (cpu, seed) = (cpu(raw.cpu_us, raw.cpu_kib_ns)?, raw.seed.unwrap_or(1));
+            // TOML's integers end there, and the configuration is written as TOML too.
+            at(&["engine", "seed"], in_range("seed", seed, 0, i64::MAX as u64))?;
             Ok(Engine::Ssd(SsdEngine { size, model, seed, faults, cpu }))
         }
     }

@@ -15,7 +15,9 @@ const MAX_DEADLINE_US: u64 = 60_000_000;
 /// Largest burst.
 const MAX_BURST: u64 = 65_536;
 /// Highest rate of requests.
-const MAX_IOPS: u64 = 1_000_000_000;
+const MAX_IOPS: u64 = Iops::MAX.get() as u64;
+/// Highest rate of bytes: TOML's integers end there.
+const MAX_BANDWIDTH: u64 = i64::MAX as u64;
 /// Most tasks of a disk.
 pub const MAX_TASKS: usize = 8;
 /// Weights, as those of bfq.
@@ -88,9 +90,14 @@ fn rate(
     (bandwidth_key, bandwidth): (&'static str, Option<wire::Size>),
     (burst_key, burst): (&'static str, Option<u32>),
 ) -> Result<Option<Rate>, Fault> {
-    let iops = iops.map(|n| in_range(iops_key, n, 1, MAX_IOPS)).transpose()?;
+    let iops = iops.map(|n| {
+        let outside = Fault::OutOfRange { key: iops_key, found: n, low: 1, high: MAX_IOPS };
+        // Exact as far as the limit.
+        Iops::new(n as f64).map_err(|_| outside)
+    });
+    let iops = iops.transpose()?;
     let bytes = bandwidth.map(|size| size.0.get());
-    let bytes = bytes.map(|n| in_range(bandwidth_key, n, 512, u64::MAX)).transpose()?;
+    let bytes = bytes.map(|n| in_range(bandwidth_key, n, 512, MAX_BANDWIDTH)).transpose()?;
     let burst = burst.map(|n| in_range(burst_key, n.into(), 1, MAX_BURST)).transpose()?;
     if iops.is_none() && bytes.is_none() {
         return match burst {
@@ -99,7 +106,7 @@ fn rate(
         };
     }
     Ok(Some(Rate {
-        iops: iops.and_then(|n| Iops::new(n as f64).ok()),
+        iops,
         bandwidth: bytes.map(BytesPerSecond::new),
         burst: burst.unwrap_or(1) as u32,
     }))

@@ -334,8 +334,8 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
             30,
             "one of socket",
         ),
-        ("queues = 4", "queues = 65", 22, "num_queues is 65, outside 1 to 64"),
-        ("queues = 4", "queues = 0", 22, "num_queues is 0"),
+        ("queues = 4", "queues = 65", 22, "queues is 65, outside 1 to 64"),
+        ("queues = 4", "queues = 0", 22, "queues is 0"),
         ("queues = 4", "queues = -1", 22, "invalid value: integer `-1`"),
         ("queues = 4", "queues = 5", 25, "missing vq 4 IOThread assignment"),
         (
@@ -376,6 +376,10 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
         ("deadline_us = 10000", "deadline_us = 0", 42, "deadline_us is 0, outside 1 to 60000000"),
         ("weight = 200", "weight = 1001", 42, "weight is 1001, outside 1 to 1000"),
         ("max_bandwidth = \"30M\"", "max_iops = 0", 42, "max_iops is 0"),
+        ("iops = 1500", "iops = 100000001", 42, "iops is 100000001, outside 1 to 100000000"),
+        ("iops = 1500", "iops = 0", 42, "iops is 0, outside 1 to 100000000"),
+        ("max_bandwidth = \"30M\"", "max_iops = 1000000000", 42, "max_iops is 1000000000"),
+        ("max_bandwidth = \"30M\"", "max_bandwidth = \"9000000T\"", 42, "max_bandwidth is 9"),
         ("channels = 4", "channels = 0", 46, "schedule \"data\": channels is 0"),
         ("channels = 4\n", "", 44, "missing field `channels`"),
         ("kib_ns = 9375", "kib_ns = 10000000001", 48, "kib_ns is 10000000001"),
@@ -387,6 +391,37 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
         assert!(text.contains(words), "{to}: {text}");
         assert!(text.starts_with(&format!("serve.toml:{line}:")), "{to}: {text}, not line {line}");
         assert!(!error.hint().is_empty());
+    }
+}
+
+#[test]
+fn qos_as_large_as_it_may_be_is_written_and_read_back_and_larger_is_refused() {
+    let qos = |iops: u64, max_iops: u64, bandwidth: u64, task: u64| {
+        let raw = serde_json::json!({
+            "schedule": "d", "deadline_us": 1, "iops": iops, "bandwidth": bandwidth,
+            "max_iops": max_iops, "max_bandwidth": bandwidth,
+            "tasks": [{ "ioprio": "rt/0", "deadline_us": 1, "iops": task }],
+        });
+        Qos::new(serde_json::from_value(raw).unwrap())
+    };
+    let (iops, bytes) = (100_000_000, i64::MAX as u64);
+    let largest = qos(iops, iops, bytes, iops).unwrap();
+    let rate = &largest.promise.as_ref().unwrap().rate;
+    assert_eq!(rate.iops.unwrap().get(), 1e8);
+    assert_eq!(largest.limit.as_ref().unwrap().iops.unwrap().get(), 1e8);
+    assert_eq!(largest.tasks[0].promise.rate.iops.unwrap().get(), 1e8);
+    let text = toml::to_string(&wire::Qos::from(&largest)).unwrap();
+    assert_eq!(Qos::new(toml::from_str(&text).unwrap()).unwrap(), largest);
+    for (refused, key) in [
+        (qos(iops + 1, iops, bytes, iops), "iops"),
+        (qos(iops, iops + 1, bytes, iops), "max_iops"),
+        (qos(iops, iops, bytes + 1, iops), "bandwidth"),
+        (qos(iops, iops, bytes, iops + 1), "iops"),
+    ] {
+        match refused {
+            Err(Fault::OutOfRange { key: found, .. }) => assert_eq!(found, key),
+            other => panic!("{key}: {other:?}"),
+        }
     }
 }
 

@@ -474,7 +474,7 @@ pub struct Qos {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub deadline_us: Option<u64>,
     /// Promised: requests a second.
-    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 1000000000)))]
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 100000000)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops: Option<u64>,
     /// Promised: bytes a second.
@@ -485,7 +485,7 @@ pub struct Qos {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub burst: Option<u32>,
     /// Limit: requests a second.
-    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 1000000000)))]
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 100000000)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_iops: Option<u64>,
     /// Limit: bytes a second.
@@ -512,7 +512,7 @@ pub struct Task {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub deadline_us: Option<u64>,
     /// Promised: requests a second.
-    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 1000000000)))]
+    #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 100000000)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops: Option<u64>,
     /// Promised: bytes a second.
@@ -575,6 +575,7 @@ pub struct Engine {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ssd: Option<String>,
     /// ssd: seed of its service times.
+    #[cfg_attr(feature = "schema", schemars(range(max = 9223372036854775807u64)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seed: Option<u64>,
     /// ssd: what goes wrong.
