@@ -29,7 +29,7 @@ pub use image::{ImageError, open};
 pub(crate) use image::{last_error, set_flags};
 pub use lock::{Access, Lock, LockError, Lockable};
 
-use crate::{Engine, Geometry, Operation, Outcome, Request, Segment, SubmitContext};
+use crate::{Engine, Geometry, Operation, Outcome, Request, ResizeError, Segment, SubmitContext};
 use image::Image;
 use threads::{Job, Threads};
 
@@ -261,6 +261,10 @@ impl Engine for FileEngine {
 
     fn refuse_beyond(&self, capacity: Bytes) {
         self.image.refuse_beyond(capacity);
+    }
+
+    fn check_size(&self, size: Bytes) -> Result<(), ResizeError> {
+        self.image.check_new_size(size)
     }
 
     /// Looks at the file's size again, or sets that of a regular file. Shrinking drops what is

@@ -28,8 +28,8 @@ pub use cost::Cost;
 pub use fatal::AbortOnPanic;
 pub use priority::raise_thread_priority;
 pub use request::{
-    Commands, Completions, Engine, Geometry, Operation, Outcome, Request, SCRATCH_BYTES,
-    SubmitContext, Token, TransferLimits,
+    Commands, Completions, Engine, Geometry, Operation, Outcome, Request, ResizeError,
+    SCRATCH_BYTES, SizeError, SubmitContext, Token, TransferLimits,
 };
 // What requests are made of.
 pub use rtvirtio_virtq::Segment;

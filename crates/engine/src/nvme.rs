@@ -39,8 +39,8 @@ pub use format::FormatError;
 
 use crate::file::{Access, Aligned, FileSource, ImageError, Lockable, last_error, open, set_flags};
 use crate::{
-    CommandRing, Commands, Engine, Geometry, Operation, Outcome, Request, Segment, SubmitContext,
-    Token, TransferLimits,
+    CommandRing, Commands, Engine, Geometry, Operation, Outcome, Request, ResizeError, Segment,
+    SubmitContext, Token, TransferLimits,
 };
 use block::Block;
 use command::{Command, Target};
@@ -369,6 +369,11 @@ impl Engine for NvmeEngine {
         }
     }
 
+    /// Whether it has that size is not known before it is asked.
+    fn check_size(&self, _size: Bytes) -> Result<(), ResizeError> {
+        Ok(())
+    }
+
     /// Asks the device for its size again; a namespace is resized by whoever manages the device.
     fn resize(&self, capacity: Option<Bytes>) -> std::io::Result<Bytes> {
         let answer = identify(&self.fd, self.target.namespace, OF_NAMESPACE, "namespace");
@@ -379,7 +384,7 @@ impl Engine for NvmeEngine {
             return Err(Errno::STALE.into());
         }
         if capacity.is_some_and(|capacity| capacity.get() != found.capacity) {
-            return Err(Errno::OPNOTSUPP.into());
+            return Err(std::io::Error::other(ResizeError::Namespace));
         }
         self.capacity.store(found.capacity, Ordering::Relaxed);
         Ok(Bytes::new(found.capacity))

@@ -4,7 +4,10 @@ use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 
 use crate::store::Store;
-use crate::{Cost, Engine, Geometry, Operation, Outcome, Request, SubmitContext, TransferLimits};
+use crate::{
+    Cost, Engine, Geometry, Operation, Outcome, Request, ResizeError, SizeError, SubmitContext,
+    TransferLimits,
+};
 
 /// Bytes of memory that are given back at once.
 pub(crate) const MAX_DISCARD: u64 = 16 << 20;
@@ -63,12 +66,14 @@ impl Engine for RamEngine {
         })
     }
 
+    fn check_size(&self, size: Bytes) -> Result<(), ResizeError> {
+        SizeError::check(size, 512, self.store.max_capacity())
+    }
+
     /// Grows up to 16 times the first capacity; shrinking drops what is cut off.
     fn resize(&self, capacity: Option<Bytes>) -> std::io::Result<Bytes> {
         if let Some(capacity) = capacity {
-            if !capacity.get().is_multiple_of(512) {
-                return Err(Errno::INVAL.into());
-            }
+            self.check_size(capacity).map_err(std::io::Error::other)?;
             self.store.resize(capacity)?;
         }
         Ok(self.store.capacity())

@@ -63,6 +63,57 @@ pub struct Request<'a> {
     pub scratch: Segment,
 }
 
+/// The largest offset into a file (`loff_t`).
+const MAX_FILE_BYTES: u64 = i64::MAX as u64;
+
+/// A size that a disk is to have, and cannot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "a size of {size} bytes is no multiple of the disk's block of {block} from {block} to {max}"
+)]
+pub struct SizeError {
+    /// Bytes.
+    pub size: u64,
+    /// Bytes that are written at a time.
+    pub block: u32,
+    /// The largest size.
+    pub max: u64,
+}
+
+impl SizeError {
+    pub(crate) fn check(size: Bytes, block: u32, max: u64) -> Result<(), ResizeError> {
+        let (size, block) = (size.get(), block.max(1));
+        let max = max - max % u64::from(block);
+        if (u64::from(block)..=max).contains(&size) && size.is_multiple_of(block.into()) {
+            Ok(())
+        } else {
+            Err(ResizeError::Size(Self { size, block, max }))
+        }
+    }
+}
+
+/// Why a disk keeps its size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum ResizeError {
+    /// Disks of that kind do not have it.
+    #[error(transparent)]
+    Size(#[from] SizeError),
+    /// It is read only.
+    #[error("the disk is read-only: resize the image (truncate), then ask without a size")]
+    ReadOnly,
+    /// It is a block device.
+    #[error(
+        "a block device is resized by what it is made with (lvresize, for example): do that, then ask without a size"
+    )]
+    BlockDevice,
+    /// It is a namespace.
+    #[error("a namespace is resized by whoever manages the NVMe device: then ask without a size")]
+    Namespace,
+    /// It is a part of an image.
+    #[error("the disk is a part of an image, whose size is in the configuration")]
+    Part,
+}
+
 /// Bytes of [`Request::scratch`].
 pub const SCRATCH_BYTES: usize = 16;
 
@@ -191,6 +242,15 @@ pub trait Engine: Send + Sync {
     /// From now on the disk ends here at the latest, until it is resized: what is about to be cut off is to
     /// have nothing in flight, since a write that ends behind the end of a file makes the file longer.
     fn refuse_beyond(&self, _capacity: Bytes) {}
+
+    /// Whether the disk may be told to have that size: nothing changes. That there is room for it is not known
+    /// before [`Self::resize`].
+    ///
+    /// # Errors
+    /// [`ResizeError`].
+    fn check_size(&self, size: Bytes) -> Result<(), ResizeError> {
+        SizeError::check(size, self.written_block(), MAX_FILE_BYTES)
+    }
 
     /// Looks at the size again, or changes it, and returns the new capacity.
     ///

@@ -7,7 +7,8 @@ use rtvirtio_units::Bytes;
 use rustix::io::Errno;
 
 use crate::{
-    Commands, Engine, Geometry, Operation, Outcome, Request, SubmitContext, TransferLimits,
+    Commands, Engine, Geometry, Operation, Outcome, Request, ResizeError, SubmitContext,
+    TransferLimits,
 };
 
 /// Why there is no such part.
@@ -98,12 +99,15 @@ impl Engine for SliceEngine {
         self.whole.start(&Request { offset, ..*request }, lent)
     }
 
+    fn check_size(&self, size: Bytes) -> Result<(), ResizeError> {
+        if size.get() == self.size { Ok(()) } else { Err(ResizeError::Part) }
+    }
+
     /// It stays as it is.
     fn resize(&self, capacity: Option<Bytes>) -> std::io::Result<Bytes> {
-        match capacity {
-            Some(capacity) if capacity.get() != self.size => Err(Errno::INVAL.into()),
-            _ => Ok(Bytes::new(self.size)),
-        }
+        let checked = capacity.map_or(Ok(()), |capacity| self.check_size(capacity));
+        checked.map_err(std::io::Error::other)?;
+        Ok(Bytes::new(self.size))
     }
 }
 

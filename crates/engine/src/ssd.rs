@@ -17,8 +17,8 @@ use crate::ram::MAX_DISCARD;
 use crate::store::Store;
 use crate::timed::{EngineError, Timed, Timer};
 use crate::{
-    Completions, Cost, Engine, Geometry, Operation, Outcome, Request, Segment, SubmitContext,
-    Token, TransferLimits,
+    Completions, Cost, Engine, Geometry, Operation, Outcome, Request, ResizeError, Segment,
+    SizeError, SubmitContext, Token, TransferLimits,
 };
 
 /// What goes wrong: of the requests that a fault can hit, each `every`th, counted for each fault
@@ -200,10 +200,14 @@ impl Engine for SsdEngine {
         Outcome::Started
     }
 
+    fn check_size(&self, size: Bytes) -> Result<(), ResizeError> {
+        SizeError::check(size, 512, self.store.max_capacity())
+    }
+
     /// Grows up to 16 times the first capacity; shrinking drops what is cut off.
     fn resize(&self, capacity: Option<Bytes>) -> std::io::Result<Bytes> {
         if let Some(capacity) = capacity {
-            check(capacity)?;
+            self.check_size(capacity).map_err(std::io::Error::other)?;
             self.store.resize(capacity)?;
         }
         Ok(self.store.capacity())

@@ -60,6 +60,11 @@ impl Store {
         Bytes::new(self.capacity.load(Ordering::Relaxed))
     }
 
+    /// How far it can grow.
+    pub(crate) const fn max_capacity(&self) -> u64 {
+        self.reserved as u64
+    }
+
     /// Changes the capacity; what is cut off is gone, and reads as zeroes when it comes back.
     pub(crate) fn resize(&self, capacity: Bytes) -> Result<(), Errno> {
         let new = capacity.get();

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, MutexGuard, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use rtvirtio_engine::{ResizeError, SizeError};
 use rtvirtio_qos as qos;
 use rtvirtio_spec::control::{
     Activity, Decision, Event, IoThreadState, PolicyState, QosState, QueueDirection, TaskState,
@@ -12,7 +13,7 @@ use rtvirtio_spec::control::{
 use rtvirtio_spec::mapping::{Entry, Mapping};
 use rtvirtio_spec::serve::{
     self, Configuration, Control, Fault, ImageLock, IoCores, IoThread, Listen, MAX_DEVICES,
-    MAX_NICS, MAX_SCHEDULES, NicRate, Policy, Service, wire,
+    MAX_NICS, MAX_RAM_BYTES, MAX_SCHEDULES, NicRate, Policy, Service, wire,
 };
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos};
 use tokio::sync::broadcast;
@@ -437,8 +438,28 @@ impl Plane for Registry {
         size: Option<Bytes>,
         shrink: bool,
     ) -> Result<Bytes, PlaneError> {
-        let host = self.state().host(device)?;
-        let from = host.device().engine().geometry().capacity;
+        let (host, is_emulated) = {
+            let state = self.state();
+            let configured = state.devices.get(device).map(|served| &served.configured.engine);
+            let is_emulated =
+                matches!(configured, Some(serve::Engine::Ram { .. } | serve::Engine::Ssd(_)));
+            (state.host(device)?, is_emulated)
+        };
+        let engine = host.device().engine();
+        // Before anything is cut off, and before the guest sees another end of its disk.
+        let checked = size.map_or(Ok(()), |size| engine.check_size(size));
+        checked.map_err(|error| match error {
+            ResizeError::Size(SizeError { size, block, max }) => {
+                Fault::NewSize { size, block, max }.into()
+            }
+            error => refused(format!("cannot resize {device}"), error),
+        })?;
+        // Else the configuration that is printed would be none.
+        let (most, block) = (MAX_RAM_BYTES.get(), 512);
+        if let Some(size) = size.filter(|size| is_emulated && size.get() > most) {
+            return Err(Fault::NewSize { size: size.get(), block, max: most }.into());
+        }
+        let from = engine.geometry().capacity;
         if let Some(to) = size.filter(|&to| to < from && !shrink) {
             return Err(PlaneError::Shrinks { device: device.clone(), from, to });
         }

@@ -349,6 +349,54 @@ fn size_that_an_image_cannot_have_changes_nothing() {
     assert_eq!(capacity, Bytes::new(1 << 20));
     assert_eq!(std::fs::metadata(&image).unwrap().len(), 1 << 20);
     assert_eq!(resize(1 << 19).unwrap(), Bytes::new(1 << 19));
+    for (size, hint) in [
+        (0, "ctl device remove"),
+        (100, "ctl device remove"),
+        (513, "ask for 1024"),
+        (u64::MAX, "ask for 9223372036854775296"),
+    ] {
+        let refused = resize(size).unwrap_err();
+        assert!(matches!(refused, PlaneError::Fault(Fault::NewSize { .. })), "{refused}");
+        assert!(refused.to_string().contains(&format!("a size of {size} bytes")), "{refused}");
+        assert!(refused.hint().unwrap().contains(hint), "{:?}", refused.hint());
+        assert_eq!(std::fs::metadata(&image).unwrap().len(), 1 << 19);
+    }
+}
+
+/// What is printed as the configuration can be read again.
+#[test]
+fn disk_in_memory_does_not_grow_beyond_what_a_configuration_may_say() {
+    let rig = Rig::new();
+    let device = json!({
+        "name": "large",
+        "vm": "vm",
+        "socket": rig.directory.path().join("large.sock"),
+        "engine": { "type": "ram", "size": "128G" },
+    });
+    rig.registry.add_device(serde_json::from_value(device).unwrap(), HandedFds::default()).unwrap();
+    let name = DiskName::new("large").unwrap();
+    let refused = rig.registry.resize_device(&name, Some(Bytes::new((1 << 40) + 512)), false);
+    let refused = refused.unwrap_err();
+    assert!(matches!(refused, PlaneError::Fault(Fault::NewSize { .. })), "{refused}");
+}
+
+#[test]
+fn image_without_a_block_is_refused_with_what_to_do() {
+    let rig = Rig::new();
+    let image = rig.directory.path().join("image");
+    for size in [0, 100] {
+        std::fs::File::create(&image).unwrap().set_len(size).unwrap();
+        let device = json!({
+            "name": "file",
+            "vm": "vm",
+            "socket": rig.directory.path().join("file.sock"),
+            "engine": { "type": "file", "path": image },
+        });
+        let device = serde_json::from_value(device).unwrap();
+        let refused = rig.registry.add_device(device, HandedFds::default()).unwrap_err();
+        let PlaneError::Io { source, .. } = &refused else { panic!("{refused}") };
+        assert!(source.to_string().contains("truncate --size=10G"), "{source}");
+    }
 }
 
 #[test]

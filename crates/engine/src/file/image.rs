@@ -13,7 +13,7 @@ use super::aligned::Aligned;
 use super::header;
 use super::transfer::{Cursor, Direction, transfer};
 use super::{FileConfig, FileSource};
-use crate::{Geometry, Operation, Request, Segment};
+use crate::{Geometry, Operation, Request, ResizeError, Segment, SizeError};
 
 /// Bytes bounced at a time.
 const BOUNCE: usize = 256 << 10;
@@ -63,14 +63,31 @@ pub enum ImageError {
     NotDirect(#[source] Errno),
     /// Its size is not a whole number of blocks.
     #[error(
-        "the image's {size} bytes are not a multiple of its block of {block}: \
-         enlarge it (truncate --size=%{block} IMAGE)"
+        "the image's {size} bytes are not a multiple of its block of {block}: {}",
+        if *.is_device { "set a smaller block_size, or none".to_owned() }
+        else { format!("enlarge it (truncate --size=%{block} IMAGE)") }
     )]
     Size {
         /// Bytes.
         size: u64,
         /// Bytes of a logical block, or of what its file system writes at least.
         block: u32,
+        /// Whether it is a block device.
+        is_device: bool,
+    },
+    /// It has not one block.
+    #[error(
+        "the image has {size} bytes, less than one block of {block}: {}",
+        if *.is_device { "the block device has no medium, or is not set up yet" }
+        else { "give it the size that the disk is to have (truncate --size=10G IMAGE)" }
+    )]
+    Empty {
+        /// Bytes.
+        size: u64,
+        /// Bytes of a logical block, or of what its file system writes at least.
+        block: u32,
+        /// Whether it is a block device.
+        is_device: bool,
     },
     /// No block size that a driver takes.
     #[error("block_size is {0}: must be 512, 1024, 2048 or 4096")]
@@ -207,13 +224,7 @@ impl Image {
 
     pub(super) fn resize(&self, capacity: Option<Bytes>) -> std::io::Result<Bytes> {
         if let Some(capacity) = capacity {
-            if self.read_only {
-                return Err(Errno::ROFS.into());
-            }
-            if self.is_device {
-                return Err(Errno::OPNOTSUPP.into());
-            }
-            self.check_size(capacity.get()).map_err(std::io::Error::other)?;
+            self.check_new_size(capacity).map_err(std::io::Error::other)?;
             rustix::fs::ftruncate(&self.fd, capacity.get())?;
         }
         let size = size_of(&self.fd, self.is_device)?;
@@ -222,12 +233,30 @@ impl Image {
         Ok(Bytes::new(size))
     }
 
-    fn check_size(&self, size: u64) -> Result<(), ImageError> {
-        let block = self.logical_block.max(self.unit);
-        if size.is_multiple_of(block as u64) {
-            Ok(())
+    /// Whether it may be told to have that size.
+    pub(super) fn check_new_size(&self, size: Bytes) -> Result<(), ResizeError> {
+        if self.read_only {
+            Err(ResizeError::ReadOnly)
+        } else if self.is_device {
+            Err(ResizeError::BlockDevice)
         } else {
-            Err(ImageError::Size { size, block })
+            SizeError::check(size, self.block(), i64::MAX as u64)
+        }
+    }
+
+    /// Bytes of which there is a whole number.
+    fn block(&self) -> u32 {
+        self.logical_block.max(self.unit)
+    }
+
+    fn check_size(&self, size: u64) -> Result<(), ImageError> {
+        let (block, is_device) = (self.block(), self.is_device);
+        if size < u64::from(block) {
+            Err(ImageError::Empty { size, block, is_device })
+        } else if !size.is_multiple_of(block.into()) {
+            Err(ImageError::Size { size, block, is_device })
+        } else {
+            Ok(())
         }
     }
 

@@ -7,7 +7,8 @@ use std::path::Path;
 use std::process::Command;
 
 use rtvirtio_engine::file::{Aio, FileConfig, FileEngine, FileError, FileSource, ImageError};
-use rtvirtio_engine::{Engine, Operation, Outcome};
+use rtvirtio_engine::ram::RamEngine;
+use rtvirtio_engine::{Engine, Operation, Outcome, ResizeError, SizeError};
 use rtvirtio_units::Bytes;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
@@ -183,6 +184,48 @@ fn resize_sets_the_size_of_a_file_and_sees_what_others_set() {
     assert_eq!(engine.geometry().capacity, Bytes::new(131_072));
     assert_eq!(engine.resize(None).unwrap(), Bytes::new(262_144));
     assert_eq!(engine.geometry().capacity, Bytes::new(262_144));
+}
+
+#[test]
+fn image_without_a_block_is_no_disk() {
+    for place in ["/dev/shm", env!("CARGO_TARGET_TMPDIR")] {
+        for size in [0, 1, 511] {
+            let image = Image::below(place, size);
+            let error = open(&image.path).unwrap_err();
+            let FileError::Image(ImageError::Empty { size: found, .. }) = error else {
+                panic!("{size} bytes: {error:?}")
+            };
+            assert_eq!(found, size);
+            assert!(error.to_string().contains("truncate --size=10G IMAGE"), "{error}");
+        }
+        // One that others cut is not served as nothing either.
+        let image = Image::below(place, 65536);
+        let engine = open(&image.path).unwrap();
+        image.file().set_len(0).unwrap();
+        assert!(engine.resize(None).is_err());
+    }
+}
+
+#[test]
+fn size_that_no_image_has_is_said_of_the_size_and_changes_nothing() {
+    let image = Image::new(65536);
+    let file: Box<dyn Engine> = Box::new(open(&image.path).unwrap());
+    let ram: Box<dyn Engine> =
+        Box::new(RamEngine::new(Bytes::new(65536), std::time::Duration::ZERO).unwrap());
+    for engine in [file, ram] {
+        for size in [0, 511, 513, 65537, u64::MAX, u64::MAX - 511] {
+            let checked = engine.check_size(Bytes::new(size)).unwrap_err();
+            let ResizeError::Size(SizeError { size: found, block, .. }) = checked else {
+                panic!("{size}: {checked:?}")
+            };
+            assert_eq!((found, block % 512), (size, 0));
+            let refused = engine.resize(Some(Bytes::new(size))).unwrap_err();
+            assert_eq!(refused.to_string(), checked.to_string());
+            assert!(!refused.to_string().contains("truncate"), "{refused}");
+            assert_eq!(engine.geometry().capacity, Bytes::new(65536));
+        }
+    }
+    assert_eq!(image.file().metadata().unwrap().len(), 65536);
 }
 
 #[test]

@@ -258,6 +258,18 @@ pub enum Fault {
         /// Largest allowed.
         high: u64,
     },
+    /// A size that a disk is to be given, and cannot have.
+    #[error(
+        "a size of {size} bytes is no multiple of the disk's block of {block} from {block} to {max}"
+    )]
+    NewSize {
+        /// Bytes.
+        size: u64,
+        /// Bytes that are written at a time.
+        block: u32,
+        /// The largest size.
+        max: u64,
+    },
     /// A size that is no multiple of a sector.
     #[error("size {0} is no multiple of 512")]
     NotInSectors(u64),
@@ -399,6 +411,14 @@ impl Fault {
             }
             Self::OutOfRange { key, low, high, .. } => {
                 format!("write {key} = {low}, or more up to {high}")
+            }
+            Self::NewSize { size, block, .. } if *size < u64::from(*block) => {
+                "ask for what the disk is to have; to end it: rtvirtio ctl device remove NAME"
+                    .to_owned()
+            }
+            Self::NewSize { size, block, max } => {
+                let next = size.checked_next_multiple_of(u64::from(*block).max(1));
+                format!("ask for {}", next.unwrap_or(*max).min(*max))
             }
             Self::NotInSectors(_) => "write size = \"64M\"".to_owned(),
             Self::BadBlockSize(_) => "write 512, 1024, 2048 or 4096".to_owned(),
