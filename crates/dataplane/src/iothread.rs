@@ -77,6 +77,7 @@ mod turns;
 use busy::Busy;
 use commands::Rings;
 use messages::Forward;
+pub use messages::PinError;
 pub(crate) use messages::{Ended, ThreadMessage};
 pub(crate) use polling::Poller;
 pub use polling::Polling;

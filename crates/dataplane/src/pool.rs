@@ -15,10 +15,9 @@ use std::time::{Duration, Instant};
 use rtvirtio_completion::{Costs, Tokens};
 use rtvirtio_engine::AbortOnPanic;
 use rtvirtio_units::CpuId;
-use rustix::io::Errno;
 
 use crate::call::Call;
-use crate::iothread::{IoThread, Poller, Polling, ThreadMessage};
+use crate::iothread::{IoThread, PinError, Poller, Polling, ThreadMessage};
 use crate::key::{QueueKey, TableKey};
 use crate::mailbox::{Sender, mailbox};
 use crate::queue::{Broken, NicQueueSetup, Queue, QueueSetup, SlotsSetup};
@@ -51,9 +50,9 @@ pub enum PoolError {
         /// How many.
         queues: usize,
     },
-    /// The kernel refuses the CPUs.
-    #[error("cannot run an IOThread on these CPUs")]
-    Pin(#[source] Errno),
+    /// It does not run on the CPUs.
+    #[error(transparent)]
+    Pin(#[from] PinError),
     /// There is no such queue, or none any more.
     #[error("there is no such queue")]
     NoQueue,
@@ -237,7 +236,7 @@ impl Pool {
         let tokens = if gated { self.tokens(cpus) } else { None };
         let (done, answer) = mpsc::channel();
         self.post(id, ThreadMessage::Pin { cpus: cpus.to_vec(), tokens, done })?;
-        answer.recv().map_err(|_| PoolError::NoThread)?.map_err(PoolError::Pin)
+        Ok(answer.recv().map_err(|_| PoolError::NoThread)??)
     }
 
     /// What a thread has done, and its number in the kernel.

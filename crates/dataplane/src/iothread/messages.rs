@@ -5,8 +5,10 @@ use std::sync::{Arc, mpsc};
 use rtvirtio_completion::Tokens;
 use rtvirtio_engine::{Completions, Token};
 use rtvirtio_qos::Running;
+use rtvirtio_spec::plan::qemu::cpuset;
 use rtvirtio_units::CpuId;
 use rustix::io::Errno;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::{IoThread, Served, get, get_mut, kick_data, link_data};
 use crate::clock::now;
@@ -52,7 +54,7 @@ pub(crate) enum ThreadMessage {
     Rescheduled(Arc<Schedule>),
     /// Run on these CPUs; all, if there are none. The answer is the error number of the attempt.
     /// `tokens`: of those CPUs, if it asks for some.
-    Pin { cpus: Vec<CpuId>, tokens: Option<Arc<Tokens>>, done: mpsc::Sender<Result<(), Errno>> },
+    Pin { cpus: Vec<CpuId>, tokens: Option<Arc<Tokens>>, done: mpsc::Sender<Result<(), PinError>> },
     /// End, once nothing is left.
     End,
 }
@@ -245,11 +247,55 @@ impl IoThread {
     }
 }
 
-fn pin(cpus: &[CpuId]) -> Result<(), Errno> {
-    let mut set = rustix::thread::CpuSet::new();
-    if cpus.is_empty() {
-        (0..rustix::thread::CpuSet::MAX_CPU).for_each(|cpu| set.set(cpu));
-    }
+/// Why a thread does not run on CPUs.
+#[derive(Debug, thiserror::Error)]
+pub enum PinError {
+    /// None of them is there for this process.
+    #[error(
+        "it may not run on CPU {}: this process may use CPU {} (a CPU may be offline, or not in its cpuset)",
+        cpuset(.asked), cpuset(.usable)
+    )]
+    Cpus {
+        /// What was asked for, ascending.
+        asked: Vec<CpuId>,
+        /// Where it may run, ascending.
+        usable: Vec<CpuId>,
+    },
+    /// The kernel refuses them.
+    #[error("cannot run an IOThread on these CPUs")]
+    Kernel(#[source] Errno),
+}
+
+/// Lets this thread run on these CPUs, as far as they are there; on all, if there are none.
+fn pin(cpus: &[CpuId]) -> Result<(), PinError> {
+    let mut set = CpuSet::new();
     cpus.iter().for_each(|cpu| set.set(cpu.get() as usize));
-    rustix::thread::sched_setaffinity(None, &set)
+    if cpus.is_empty() {
+        set = all_cpus();
+    }
+    match sched_setaffinity(None, &set) {
+        // Not one of them is online and in the cpuset.
+        Err(Errno::INVAL) => {
+            let usable = usable_cpus().map_err(PinError::Kernel)?;
+            Err(PinError::Cpus { asked: cpus.to_vec(), usable })
+        }
+        result => result.map_err(PinError::Kernel),
+    }
+}
+
+fn all_cpus() -> CpuSet {
+    let mut set = CpuSet::new();
+    (0..CpuSet::MAX_CPU).for_each(|cpu| set.set(cpu));
+    set
+}
+
+/// Where this thread may run, however it is pinned: what the kernel leaves of all CPUs.
+fn usable_cpus() -> Result<Vec<CpuId>, Errno> {
+    let pinned = sched_getaffinity(None)?;
+    sched_setaffinity(None, &all_cpus())?;
+    let usable = sched_getaffinity(None);
+    sched_setaffinity(None, &pinned)?;
+    let usable = usable?;
+    let cpus = (0..CpuSet::MAX_CPU).filter(|&cpu| usable.is_set(cpu));
+    Ok(cpus.map(|cpu| CpuId::new(cpu as u32)).collect())
 }

@@ -13,6 +13,7 @@ use rtvirtio_engine::ssd::{Faults, SsdEngine};
 use rtvirtio_engine::{Engine, Geometry, Operation, Outcome, Request, SubmitContext};
 use rtvirtio_units::Bytes;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
 
 use super::*;
 use crate::device::{Device, DeviceConfig, Limits};

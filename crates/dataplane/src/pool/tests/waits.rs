@@ -109,3 +109,24 @@ fn threads_on_the_same_cpus_have_their_tokens_in_common() {
     let _ = on(&[1]);
     assert_eq!(lock(&pool.state).tokens.len(), 1, "those that nobody has any more are gone");
 }
+
+#[test]
+fn cpu_that_is_not_there_is_named_with_those_that_are_and_the_thread_stays_where_it_was() {
+    let pool = Pool::default();
+    let id = pool.add_thread("iot", Polling::default()).unwrap();
+    let (_, tid) = pool.thread(id).unwrap();
+    let allowed = || rustix::thread::sched_getaffinity(rustix::thread::Pid::from_raw(tid)).unwrap();
+    pool.pin_thread(id, &[CpuId::new(0)]).unwrap();
+    // No host of the tests has the last that can be named.
+    let absent = CpuId::new(1023);
+    let refused = pool.pin_thread(id, &[absent]).unwrap_err();
+    let PoolError::Pin(PinError::Cpus { asked, usable }) = &refused else { panic!("{refused:?}") };
+    assert_eq!(asked, &[absent]);
+    assert!(usable.contains(&CpuId::new(0)) && !usable.contains(&absent), "{usable:?}");
+    let text = refused.to_string();
+    assert!(text.contains("CPU 1023") && text.contains("may use CPU 0"), "{text}");
+    let now = allowed();
+    assert!(now.is_set(0) && now.count() == 1, "{now:?}");
+    // Those that are there are used.
+    pool.pin_thread(id, &[CpuId::new(0), absent]).unwrap();
+}
