@@ -37,7 +37,6 @@ use rtvirtio_spec::serve::{
 };
 use rtvirtio_units::{Bytes, CpuId, DiskName, IoThreadName, Name, Nanos, VmName};
 use rtvirtio_vhost::session::Ended;
-use rtvirtio_virtq::memory::MemoryError;
 use rustix::io::Errno;
 use tokio::sync::broadcast;
 use tokio::sync::broadcast::error::RecvError;
@@ -47,6 +46,7 @@ use crate::schedule::{ClassStatus, ScheduleStatus};
 use crate::stats::QueueStats;
 
 pub use opened::Opened;
+pub use positions::PositionsError;
 pub use registry::Registry;
 
 /// What an operator should know about a device.
@@ -66,7 +66,7 @@ pub enum Notice<'a> {
     },
     /// Where the packed rings of a network device are is not kept: its guest loses the network when
     /// this process is killed.
-    NoPositions(MemoryError),
+    NoPositions(&'a PositionsError),
     /// A driver kicks, and its ring stays empty. Said once a session.
     EmptyRing {
         /// Of its queues, from 0.

@@ -10,12 +10,11 @@ use rtvirtio_spec::serve::{self, MAX_NETWORKS, NicLink};
 use rtvirtio_units::{DiskName, Name};
 use rtvirtio_vhost::Backend as _;
 use rtvirtio_vhost::server::{Listener, Server, SocketId};
-use rtvirtio_virtq::memory::MemoryError;
 use rustix::io::Errno;
 
 use super::iothreads::{Core, ServedNic, threads};
 use super::nic_host::NicHost;
-use super::positions::PositionsFile;
+use super::positions::{PositionsError, PositionsFile};
 use super::{HandedFds, Notice, ObservedNic, PlaneError, Report, SOCKET_MODE, io, refused};
 use crate::device::Limits;
 use crate::nic::{Link, Nic, NicConfig};
@@ -35,7 +34,7 @@ pub(super) struct OpenedNic {
     /// Of one on a socket.
     pub(super) link: Option<Socket>,
     pub(super) listener: Listener,
-    pub(super) positions: Result<PositionsFile, MemoryError>,
+    pub(super) positions: Result<PositionsFile, PositionsError>,
 }
 
 impl OpenedNic {
@@ -245,7 +244,7 @@ impl Nics {
     ) -> Result<(), PlaneError> {
         let OpenedNic { spec, taps, link, listener, positions } = opened;
         let positions = positions.map_err(|error| {
-            report(spec.name.as_str(), Notice::NoPositions(error));
+            report(spec.name.as_str(), Notice::NoPositions(&error));
         });
         let positions = positions.ok();
         // What Linux gives a TAP that nobody has changed.

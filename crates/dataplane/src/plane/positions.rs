@@ -22,6 +22,43 @@ use crate::sandbox::Identity;
 const SUFFIX: &str = ".positions";
 const MODE: u32 = 0o600;
 
+/// Why the positions cannot be kept, with the remedy.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PositionsError {
+    /// A store to it may wait for a disk.
+    #[error(
+        "{} is on a file system that is not in memory: put the nic's socket on one that is, as /run is", path.display()
+    )]
+    NotInMemory {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Others may write it, or could have.
+    #[error(
+        "{} is not a file of this user's alone: remove it, and start again", path.display()
+    )]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+    },
+    /// It cannot be made.
+    #[error("make {}: {source}: see to it that this user may, and that there is room", path.display())]
+    Make {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: Errno,
+    },
+    /// It cannot be mapped.
+    #[error("map {}: {source}", path.display())]
+    Map {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: MemoryError,
+    },
+}
+
 /// The file, open.
 #[derive(Debug)]
 pub(super) struct PositionsFile {
@@ -39,11 +76,15 @@ impl PositionsFile {
         socket: &Path,
         queues: u16,
         owner: Option<&Identity>,
-    ) -> Result<Self, MemoryError> {
+    ) -> Result<Self, PositionsError> {
         let mut path = OsString::from(socket);
         path.push(SUFFIX);
         let path = PathBuf::from(path);
-        let file = open(&path, owner).map_err(MemoryError::System)?;
+        let file = match open(&path, owner) {
+            Ok(file) => file,
+            Err(Errno::PERM | Errno::LOOP) => return Err(PositionsError::Foreign { path }),
+            Err(source) => return Err(PositionsError::Make { path, source }),
+        };
         let is_new = file.metadata().is_ok_and(|metadata| metadata.len() == 0);
         match Positions::map(file.as_fd(), queues) {
             Ok(positions) => Ok(Self { path, positions }),
@@ -51,7 +92,11 @@ impl PositionsFile {
                 if is_new {
                     let _ = std::fs::remove_file(&path);
                 }
-                Err(error)
+                Err(match error {
+                    MemoryError::NotInMemory => PositionsError::NotInMemory { path },
+                    MemoryError::System(source) => PositionsError::Make { path, source },
+                    source => PositionsError::Map { path, source },
+                })
             }
         }
     }
@@ -115,7 +160,7 @@ mod tests {
         let open = std::os::unix::fs::PermissionsExt::from_mode(0o666);
         std::fs::set_permissions(&path, open).unwrap();
         let refused = PositionsFile::open(&socket, 2, None).err();
-        assert_eq!(refused, Some(MemoryError::System(Errno::PERM)));
+        assert_eq!(refused, Some(PositionsError::Foreign { path: path.clone() }));
         // Nor what has another name.
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "kept").unwrap();
@@ -125,5 +170,20 @@ mod tests {
         assert!(PositionsFile::open(&socket, 2, None).is_err());
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "kept");
         assert_eq!(std::fs::read_to_string(&target).unwrap(), "kept");
+    }
+    #[test]
+    fn file_outside_memory_is_refused_with_a_remedy_of_its_own() {
+        let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let socket = directory.path().join("net0");
+        let Some(refused) = PositionsFile::open(&socket, 2, None).err() else {
+            eprintln!("skip: the sources are in memory here");
+            return;
+        };
+        let path = directory.path().join("net0.positions");
+        assert_eq!(refused, PositionsError::NotInMemory { path: path.clone() });
+        let text = refused.to_string();
+        assert!(text.contains("socket") && text.contains("/run"), "{text}");
+        assert!(!text.contains("memory-backend"), "{text}");
+        assert!(!path.exists());
     }
 }

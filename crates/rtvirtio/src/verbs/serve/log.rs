@@ -26,7 +26,7 @@ pub(super) fn notice(device: &str, notice: Notice<'_>) {
             info!(
                 about = %device,
                 "where packed rings are is not kept: a guest that has them (QEMU: packed=on) loses its network when \
-                 this process is killed: {error} (put the socket where systemd puts it, in /run)"
+                 this process is killed: {error}"
             );
         }
         // Of the service manager.
