@@ -55,7 +55,7 @@ use rtvirtio_spec::specification::SpecificationError;
 pub enum Outcome {
     /// It did what it was asked for, or there was nothing to change.
     Done,
-    /// There are changes to make, or the host has drifted.
+    /// There are changes to make, or the host has drifted, or lacks something.
     Changes,
     /// Targets are unmet.
     Unmet,

@@ -45,6 +45,7 @@ use crate::queue::Broken;
 use crate::schedule::{ClassStatus, ScheduleStatus};
 use crate::stats::QueueStats;
 
+pub use engines::check_image;
 pub use opened::Opened;
 pub use positions::PositionsError;
 pub use registry::Registry;

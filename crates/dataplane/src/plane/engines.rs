@@ -104,6 +104,18 @@ pub(super) fn open(
     }
 }
 
+/// Whether a disk's image can be served as it is, as far as reading it tells: its kind, format and size, and the
+/// part of it that is the disk. Nothing is locked, and an NVMe namespace is not asked anything.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn check_image(spec: &serve::Device) -> Result<(), PlaneError> {
+    if matches!(spec.engine, serve::Engine::File(_)) {
+        open(&serve::Device { read_only: true, ..spec.clone() }, None)?;
+    }
+    Ok(())
+}
+
 fn cost(cpu: serve::CpuCost) -> Cost {
     Cost { request: Duration::from(cpu.request), kib: Duration::from(cpu.kib) }
 }

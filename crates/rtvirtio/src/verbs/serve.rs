@@ -36,10 +36,15 @@ const POLL: Duration = Duration::from_millis(50);
 
 /// Arguments of `serve`.
 #[derive(clap::Args)]
+#[command(
+    after_help = "Exit codes of --check: 0 it can be served here; 1 the configuration is wrong; 2 it is right, and this \
+    host lacks something for it, or does not let this user at it: what, with the remedy, is on standard error. Run it \
+    as the user that starts the service."
+)]
 pub(crate) struct Args {
     /// What to serve (TOML)
     configuration: PathBuf,
-    /// Only check the configuration, print what would be served and what this host lacks for it
+    /// Only check the configuration, print what would be served and what this host lacks for it or forbids
     #[arg(long)]
     check: bool,
     /// The user to become if started by root, whatever the configuration says [default: rtvirtio
@@ -59,10 +64,9 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let mut configuration = serve::parse(&args.configuration.display().to_string(), &text)?;
     if args.check {
         print!("{}", describe(&configuration));
-        for missing in check::missing(&configuration, &online()?) {
-            eprintln!("warning: {missing}");
-        }
-        return Ok(Outcome::Done);
+        let missing = check::missing(&configuration, &online()?);
+        missing.iter().for_each(|missing| eprintln!("warning: {missing}"));
+        return Ok(if missing.is_empty() { Outcome::Done } else { Outcome::Changes });
     }
     if args.user.is_some() {
         (configuration.service.user, configuration.service.group) = (args.user.clone(), None);
@@ -70,7 +74,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     configuration.service.sandbox &= !args.no_sandbox;
     rtvirtio_cli::log::start(args.log);
     let served = start(&configuration, interrupted);
-    if served.is_err() && !SERVING.load(Ordering::Relaxed) {
+    if served.is_err() && !CONFINED.load(Ordering::Relaxed) {
         // Each has the remedy that the kernel's word for it has not.
         check::missing(&configuration, &online()?).iter().for_each(|missing| warn!("{missing}"));
     }
@@ -90,6 +94,9 @@ fn online() -> Result<BTreeSet<CpuId>> {
 /// or before anything is served.
 const DRAIN_TIME: u32 = 10;
 const START_TIME: u32 = 2;
+
+/// Whether the sandbox may be closed: what is missing was there, and files are not looked for any more.
+static CONFINED: AtomicBool = AtomicBool::new(false);
 
 /// Whether devices are served.
 static SERVING: AtomicBool = AtomicBool::new(false);
@@ -152,6 +159,7 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
         Guard::start(command.arg("vcpu-guard")).context("start the guard of vCPUs")
     });
     let guard = guard.transpose()?;
+    CONFINED.store(true, Ordering::Relaxed);
     if configuration.service.sandbox {
         sandbox::drop_privileges(user.as_ref())?;
         sandbox::confine()?;

@@ -430,6 +430,76 @@ impl Drop for Served {
     }
 }
 
+/// Each is refused by what is wrong with it, and nothing is changed.
+#[test]
+fn numbers_and_images_that_cannot_be_are_refused_in_their_own_words() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name).display().to_string();
+    let text = format!(
+        "version = 1\n[control]\nsocket = '{}'\n[[iothread]]\nname = 'iot0'\n[[schedule]]\nname = 'data'\n\
+         channels = 4\nrequest_ns = 212500\nkib_ns = 9375\n[[device]]\nname = 'ram'\nvm = 'db'\n\
+         socket = '{}'\nengine = {{ type = 'ram', size = '4M' }}\n[[device]]\nname = 'file'\nvm = 'db'\n\
+         socket = '{}'\nengine = {{ type = 'file', path = '{}', format = 'raw' }}\n",
+        path("control.sock"),
+        path("ram.sock"),
+        path("file.sock"),
+        path("disk.raw")
+    );
+    std::fs::write(path("serve.toml"), text).unwrap();
+    std::fs::write(path("disk.raw"), vec![0; 1 << 20]).unwrap();
+    std::fs::write(path("empty.raw"), "").unwrap();
+    std::fs::write(path("small.raw"), "less than a sector").unwrap();
+    let ctl = |arguments: &[&str]| {
+        let mut command = Command::new(RTVIRTIO);
+        command.args(["ctl", "--socket", &path("control.sock")]).args(arguments).output().unwrap()
+    };
+    let _server = Served::start(directory.path(), "serve.toml");
+    let before = ctl(&["configuration"]).stdout;
+    let qos = ["qos", "ram", "--schedule", "data"];
+    let promise = [&qos[..], &["--deadline-us", "1", "--iops", "1000000000"]].concat();
+    let limit = [&qos[..], &["--max-iops", "100000001"]].concat();
+    let listen = path("new.sock");
+    let add = ["device", "add", "new", "--vm", "web", "--listen", &listen];
+    let (empty, small, disk) = (path("empty.raw"), path("small.raw"), path("disk.raw"));
+    let cases: [(&[&str], &[&str]); 13] = [
+        (&promise, &["iops is 1000000000, outside 1 to 100000000"]),
+        (&limit, &["max_iops is 100000001, outside 1 to 100000000"]),
+        (&[&add[..], &["--image", &empty]].concat(), &["has 0 bytes", "truncate --size=10G IMAGE"]),
+        (&[&add[..], &["--image", &small]].concat(), &["less than one block", "truncate"]),
+        (
+            &[&add[..], &["--image", &disk, "--queues", "0"]].concat(),
+            &["queues is 0, outside 1 to 64"],
+        ),
+        (&["device", "resize", "file", "0", "--shrink"], &["size of 0 bytes", "ctl device remove"]),
+        (&["device", "resize", "ram", "0", "--shrink"], &["size of 0 bytes", "ctl device remove"]),
+        (&["device", "resize", "file", "513"], &["size of 513 bytes", "ask for"]),
+        (&["device", "resize", "ram", "513"], &["size of 513 bytes", "ask for 1024"]),
+        (
+            &["device", "resize", "file", "18446744073709551615"],
+            &["size of 18446744073709551615 bytes"],
+        ),
+        (
+            &["device", "resize", "ram", "18446744073709551615"],
+            &["size of 18446744073709551615 bytes"],
+        ),
+        (&["iothread", "create", "x", "--cpus", "1023"], &["CPU 1023", "this process may use CPU"]),
+        (&["iothread", "pin", "iot0", "1023"], &["CPU 1023", "this process may use CPU"]),
+    ];
+    for (arguments, wanted) in cases {
+        let output = ctl(arguments);
+        let text = said(&output);
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {text}");
+        for words in wanted {
+            assert!(text.contains(words), "{arguments:?}: {words}: {text}");
+        }
+        for words in ["num_queues", "Invalid argument", "not a multiple of its block"] {
+            assert!(!text.contains(words), "{arguments:?}: {words}: {text}");
+        }
+    }
+    assert_eq!(ctl(&["configuration"]).stdout, before);
+    assert_eq!(std::fs::metadata(path("disk.raw")).unwrap().len(), 1 << 20);
+}
+
 /// What `ctl` has changed is there again after a kill, by the configuration that was printed before.
 #[test]
 fn configuration_that_is_printed_has_what_ctl_has_changed() {

@@ -117,7 +117,7 @@ engine = { type = 'file', path = '/nonexistent/db.raw' }
         let mut command = Command::new(RTVIRTIO);
         command.arg("serve").args(arguments).arg(&path).stdin(Stdio::null()).output().unwrap()
     };
-    for (arguments, code) in [(&["--check"][..], 0), (&["--no-sandbox"], 1)] {
+    for (arguments, code) in [(&["--check"][..], 2), (&["--no-sandbox"], 1)] {
         let output = run(arguments);
         let said = said(&output);
         assert_eq!(output.status.code(), Some(code), "{said}");

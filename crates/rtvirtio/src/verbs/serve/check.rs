@@ -3,10 +3,25 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use rtvirtio_spec::serve::{Configuration, Engine, Listen, NicLink};
+use rtvirtio_dataplane::plane::check_image;
+use rtvirtio_spec::plan::qemu::cpuset;
+use rtvirtio_spec::serve::{Configuration, Device, Engine, Listen, NicLink};
 use rtvirtio_units::CpuId;
+use rustix::fs::{Access, AtFlags, CWD, accessat};
+use rustix::io::Errno;
 
-/// Each with the remedy. What is there may still not be opened by the user that serves.
+/// Whether this process may do that with a path: with the rights that it would open it with.
+fn allows(path: &Path, access: Access) -> Result<(), Errno> {
+    accessat(CWD, path, access, AtFlags::EACCESS)
+}
+
+/// Who this process is, to be told what it may not.
+fn user() -> String {
+    format!("user {}", rustix::process::geteuid().as_raw())
+}
+
+/// Each with the remedy. Images and sockets are opened by whoever starts the data plane, so that the rights
+/// which count are those of this process.
 pub(super) fn missing(configuration: &Configuration, online: &BTreeSet<CpuId>) -> Vec<String> {
     let mut missing = Vec::new();
     for iothread in &configuration.iothreads {
@@ -17,55 +32,51 @@ pub(super) fn missing(configuration: &Configuration, online: &BTreeSet<CpuId>) -
             .map(ToString::to_string)
             .collect();
         if !absent.is_empty() {
+            let here: Vec<CpuId> = online.iter().copied().collect();
+            let rest = if absent.len() == iothread.cpus.len() {
+                "it would not start"
+            } else {
+                "it would run on the others alone"
+            };
             missing.push(format!(
-                "IOThread {}: CPU {} is not online here (of {}): it would not start",
+                "IOThread {}: CPU {} is not online here (CPU {} is): {rest}",
                 iothread.name,
                 absent.join(", "),
-                online.len()
+                cpuset(&here),
             ));
         }
     }
-    let sockets = configuration.control.iter().map(|control| &control.socket);
-    let sockets = sockets
-        .chain(configuration.devices.iter().filter_map(|device| match &device.listen {
-            Listen::Path(path) => Some(path),
-            Listen::Activated(_) => None,
-        }))
-        .chain(configuration.nics.iter().map(|nic| &nic.socket));
+    let listens = configuration.devices.iter().filter_map(|device| match &device.listen {
+        Listen::Path(path) => Some(path),
+        Listen::Activated(_) => None,
+    });
+    let sockets = configuration.control.iter().map(|control| &control.socket).chain(listens);
+    let slots = configuration.devices.iter().filter_map(|device| device.slots.as_ref());
+    let sockets = sockets.chain(slots).chain(configuration.nics.iter().flat_map(|n| n.sockets()));
     let directories: BTreeSet<&Path> = sockets.filter_map(|socket| socket.parent()).collect();
-    for directory in directories.into_iter().filter(|directory| !directory.is_dir()) {
-        missing.push(format!(
-            "{} is not there, where sockets are to be: mkdir -p {0} (the unit makes /run/rtvirtio)",
-            directory.display()
-        ));
-    }
-    for device in &configuration.devices {
-        let (path, what) = match &device.engine {
-            Engine::File(file) => (&file.path, "image"),
-            Engine::Nvme(nvme) => (&nvme.path, "device"),
-            Engine::Ram { .. } | Engine::Ssd(_) => continue,
-        };
-        if !path.exists() {
-            missing.push(format!(
-                "device {}: its {what} {} is not there",
-                device.name,
-                path.display()
-            ));
-        }
-    }
+    missing.extend(directories.into_iter().filter_map(unusable_directory));
+    missing.extend(configuration.devices.iter().filter_map(unusable_image));
     for nic in &configuration.nics {
         let tap = match &nic.link {
             NicLink::Tap(tap) => tap,
-            NicLink::Stream(path) if !path.exists() => {
-                missing.push(format!(
-                    "network device {}: nobody listens at {}: start what is behind it first",
-                    nic.name,
-                    path.display()
-                ));
+            NicLink::Stream(path) => {
+                let (name, path) = (&nic.name, path.as_path());
+                match allows(path, Access::WRITE_OK) {
+                    Ok(()) => {}
+                    Err(Errno::ACCESS) => missing.push(format!(
+                        "network device {name}: {} may not connect to {}: give it the right to write there",
+                        user(),
+                        path.display()
+                    )),
+                    Err(_) => missing.push(format!(
+                        "network device {name}: nobody listens at {}: start what is behind it first",
+                        path.display()
+                    )),
+                }
                 continue;
             }
             // The peer of a datagram socket may come later.
-            NicLink::Stream(_) | NicLink::Dgram { .. } | NicLink::Network(_) => continue,
+            NicLink::Dgram { .. } | NicLink::Network(_) => continue,
         };
         if !Path::new("/sys/class/net").join(tap).exists() {
             missing.push(format!(
@@ -77,6 +88,70 @@ pub(super) fn missing(configuration: &Configuration, online: &BTreeSet<CpuId>) -
         }
     }
     missing
+}
+
+/// Why no socket can be made there, if so.
+fn unusable_directory(directory: &Path) -> Option<String> {
+    let shown = directory.display();
+    if !directory.is_dir() && !matches!(directory.metadata(), Err(e) if is_denied(&e)) {
+        return Some(format!(
+            "{shown} is not there, where sockets are to be: mkdir -p {shown} (the unit makes /run/rtvirtio)"
+        ));
+    }
+    match allows(directory, Access::WRITE_OK | Access::EXEC_OK) {
+        Ok(()) => None,
+        Err(Errno::ROFS) => Some(format!(
+            "{shown}, where sockets are to be, is on a file system that is mounted read-only: \
+             put them in /run/rtvirtio"
+        )),
+        Err(_) => Some(format!(
+            "{} may not make sockets in {shown}: chown it to that user, or start as root",
+            user()
+        )),
+    }
+}
+
+fn is_denied(error: &std::io::Error) -> bool {
+    error.kind() == std::io::ErrorKind::PermissionDenied
+}
+
+/// Why a device's data cannot be served, if so.
+fn unusable_image(device: &Device) -> Option<String> {
+    let (path, what) = match &device.engine {
+        Engine::File(file) => (&file.path, "image"),
+        Engine::Nvme(nvme) => (&nvme.path, "device"),
+        Engine::Ram { .. } | Engine::Ssd(_) => return None,
+    };
+    let (name, shown) = (&device.name, path.display());
+    let (access, verbs) = if device.read_only {
+        (Access::READ_OK, "read")
+    } else {
+        (Access::READ_OK | Access::WRITE_OK, "read and write")
+    };
+    match allows(path, access) {
+        Ok(()) => {}
+        Err(Errno::ACCESS | Errno::PERM) => {
+            return Some(format!(
+                "device {name}: {} may not {verbs} its {what} {shown}: chown it to that user, \
+                 or start as root",
+                user()
+            ));
+        }
+        Err(Errno::ROFS) => {
+            return Some(format!(
+                "device {name}: its {what} {shown} is on a file system that is mounted read-only: \
+                 write read_only = true"
+            ));
+        }
+        Err(Errno::NOENT | Errno::NOTDIR) => {
+            return Some(format!("device {name}: its {what} {shown} is not there"));
+        }
+        Err(error) => return Some(format!("device {name}: its {what} {shown}: {error}")),
+    }
+    let error = check_image(device).err()?;
+    let causes = std::iter::successors(std::error::Error::source(&error), |e| e.source());
+    let causes: String = causes.map(|cause| format!(": {cause}")).collect();
+    Some(format!("device {name}: {error}{causes}"))
 }
 
 #[cfg(test)]
@@ -115,12 +190,104 @@ mod tests {
         let configuration = serve::parse("serve.toml", text).unwrap();
         let found = missing(&configuration, &[CpuId::new(0), CpuId::new(1)].into());
         let [iothread, directory, image, tap] = &found[..] else { panic!("{found:#?}") };
-        assert!(iothread.starts_with("IOThread elsewhere: CPU 2, 3 is not online here (of 2)"));
+        assert_eq!(
+            iothread,
+            "IOThread elsewhere: CPU 2, 3 is not online here (CPU 0-1 is): it would run on the others \
+             alone"
+        );
         assert!(directory.contains("mkdir -p /nonexistent"), "{directory}");
         assert!(image.contains("its image /nonexistent/a.raw is not there"), "{image}");
         assert!(
             tap.contains("ip tuntap add dev nonexistent mode tap vnet_hdr multi_queue"),
             "{tap}"
         );
+    }
+    /// A configuration of one disk whose image and sockets are there.
+    fn of_image(directory: &Path, read_only: bool) -> Configuration {
+        let text = format!(
+            "version = 1
+            [[iothread]]
+            name = 'iot0'
+            [[device]]
+            name = 'disk'
+            vm = 'a'
+            socket = '{0}/sockets/disk'
+            read_only = {read_only}
+            engine = {{ type = 'file', path = '{0}/image' }}",
+            directory.display()
+        );
+        serve::parse("serve.toml", &text).unwrap()
+    }
+
+    fn lacking(configuration: &Configuration) -> Vec<String> {
+        missing(configuration, &[CpuId::new(0)].into())
+    }
+
+    #[test]
+    fn image_that_is_no_disk_is_named_with_what_to_do() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        std::fs::create_dir(path.join("sockets")).unwrap();
+        let configuration = of_image(path, false);
+        let image = std::fs::File::create(path.join("image")).unwrap();
+        for (size, words) in
+            [(0, "truncate --size=10G"), (100, "truncate --size=10G"), (513, "--size=%")]
+        {
+            image.set_len(size).unwrap();
+            let found = lacking(&configuration);
+            let [one] = &found[..] else { panic!("{size}: {found:#?}") };
+            assert!(one.starts_with("device disk: ") && one.contains(words), "{one}");
+        }
+        image.set_len(1 << 20).unwrap();
+        assert_eq!(lacking(&configuration), Vec::<String>::new());
+        std::os::unix::fs::FileExt::write_at(&image, b"QFI\xfb\0\0\0\x03", 0).unwrap();
+        let found = lacking(&configuration);
+        assert!(found.len() == 1 && found[0].contains("only raw images"), "{found:#?}");
+    }
+
+    #[test]
+    fn what_this_user_may_not_is_named() {
+        use std::os::unix::fs::PermissionsExt as _;
+
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        let mode = |name: &str, mode: u32| {
+            let permissions = std::fs::Permissions::from_mode(mode);
+            std::fs::set_permissions(path.join(name), permissions).unwrap();
+        };
+        std::fs::create_dir(path.join("sockets")).unwrap();
+        std::fs::File::create(path.join("image")).unwrap().set_len(1 << 20).unwrap();
+        mode("", 0o755);
+        // As root, by a thread that looks at files as nobody does; else as who this is.
+        let as_nobody = |read_only: bool| {
+            let look = || {
+                if rustix::process::geteuid().is_root() {
+                    // The system call is of this thread alone, as the C library's function is not.
+                    // SAFETY: takes integers.
+                    let done =
+                        unsafe { libc::syscall(libc::SYS_setresuid, 65_534, 65_534, 65_534) };
+                    assert_eq!(done, 0);
+                }
+                lacking(&of_image(path, read_only))
+            };
+            std::thread::scope(|scope| scope.spawn(look).join().unwrap())
+        };
+        mode("sockets", 0o777);
+        mode("image", 0o666);
+        assert_eq!(as_nobody(false), Vec::<String>::new());
+        mode("image", 0o444);
+        assert_eq!(as_nobody(true), Vec::<String>::new());
+        let found = as_nobody(false);
+        assert!(
+            found.len() == 1 && found[0].contains("may not read and write its image"),
+            "{found:#?}"
+        );
+        mode("image", 0o000);
+        let found = as_nobody(true);
+        assert!(found.len() == 1 && found[0].contains("may not read its image"), "{found:#?}");
+        mode("image", 0o666);
+        mode("sockets", 0o555);
+        let found = as_nobody(false);
+        assert!(found.len() == 1 && found[0].contains("may not make sockets in"), "{found:#?}");
     }
 }
