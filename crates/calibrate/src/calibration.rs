@@ -174,8 +174,8 @@ const fn stages(depth: Depth) -> &'static [Stage] {
 
 /// How many probes a regime takes whose tasks deliver what they should: each has twelve task-runs.
 const PROBES_OF_A_REGIME: usize = 5;
-/// The same of iocost, whose settings are looked for.
-const PROBES_OF_IOCOST: usize = 20;
+/// The same of iocost.
+const PROBES_OF_IOCOST: usize = 12;
 
 /// What a regime still lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

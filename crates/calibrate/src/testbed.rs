@@ -315,9 +315,9 @@ pub fn take_host() -> Result<(Host, File)> {
 
 /// Takes the lock that a testbed holds; `None` while another one does.
 fn lock_testbed() -> Result<Option<File>> {
-    std::fs::create_dir_all(STATE)
-        .with_context(|| format!("create {STATE} (a benchmark needs root)"))?;
-    let lock = File::create(Path::new(STATE).join("in-use"))?;
+    let context = || format!("take {STATE} (who measures has to be root)");
+    std::fs::create_dir_all(STATE).with_context(context)?;
+    let lock = File::create(Path::new(STATE).join("in-use")).with_context(context)?;
     let flock = rustix::fs::FlockOperation::NonBlockingLockExclusive;
     Ok(rustix::fs::flock(&lock, flock).is_ok().then_some(lock))
 }

@@ -194,14 +194,16 @@ const STARTS: [(bool, &str); 6] = [
 const FOREIGN: IoCost = IoCost {
     bps: BytesPerSecond::new(1 << 30),
     iops: 50_000,
-    latency_us: 7_000,
+    read_latency_us: 7_000,
+    write_latency_us: 7_000,
     vrate: IoCost::ANY_SCALE,
 };
 /// As a plan sets it.
 const OWN: IoCost = IoCost {
     bps: BytesPerSecond::new(1 << 28),
     iops: 14_500,
-    latency_us: 2_000,
+    read_latency_us: 2_000,
+    write_latency_us: 2_000,
     vrate: IoCost::ANY_SCALE,
 };
 

@@ -73,8 +73,8 @@ pub struct DeviceObservation {
 pub struct Doubts {
     /// How many times as long they take.
     pub slower: BTreeMap<DeviceName, f64>,
-    /// Whether a task was at risk. iocost has a scale just below what saturates a device as it was calibrated: if that is too much by
-    /// now, tighter targets do not lower it.
+    /// Whether a task was at risk. What iocost lets through follows from latencies of the device as it was calibrated: if that
+    /// is too much by now, tighter targets do not lower it.
     pub was_at_risk: bool,
 }
 

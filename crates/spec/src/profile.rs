@@ -189,8 +189,9 @@ impl Profile {
             let is_range = 1 <= min && min <= max && max <= IoCost::ANY_SCALE.1;
             has_rates
                 && is_range
-                && (0.0..1.0).contains(&f.utilisation)
-                && f.setting.latency_us > 0
+                && (0.0..=1.0).contains(&f.utilisation)
+                && f.setting.read_latency_us > 0
+                && f.setting.write_latency_us > 0
                 && time(f.wait)
                 && (0.0..=1.0).contains(&f.left)
         };
@@ -296,7 +297,7 @@ impl StructuralFit {
     pub fn iocost(&self, setting: IoCost, utilisation: f64) -> Option<&IoCostFit> {
         let known = self.iocost.iter();
         let known = known.filter(|fit| fit.setting == setting && fit.covers(utilisation));
-        known.max_by(|a, b| a.utilisation.total_cmp(&b.utilisation))
+        known.min_by(|a, b| a.utilisation.total_cmp(&b.utilisation))
     }
 }
 
@@ -306,7 +307,7 @@ impl StructuralFit {
 pub struct IoCostFit {
     /// How it was set.
     pub setting: IoCost,
-    /// The part of the device that declared loads used meanwhile, 0 to 1: the least of it.
+    /// The part of the device that declared loads used meanwhile, 0 to 1.
     pub utilisation: f64,
     /// What a tail has beyond the base response.
     pub wait: Nanos,
@@ -315,27 +316,16 @@ pub struct IoCostFit {
 }
 
 impl IoCostFit {
-    /// What iocost charges for small requests, over the part of the device that they use, with what it keeps ready for
-    /// them: 1.3 to 1.7 was measured, from one VM to four.
-    const CHARGED: f64 = 1.5;
-
-    /// Whether it says something of loads that use this part of the device. Those that use more leave the deep queue less, so that
-    /// tails are no longer, as long as the scale has room for the loads themselves.
+    /// Whether it says something of loads that use this part of the device: those that use less wait no longer.
     #[must_use]
     pub fn covers(&self, utilisation: f64) -> bool {
-        let scale = f64::from(self.setting.vrate.1) / 100.0;
-        let most = self.utilisation.max(scale / Self::CHARGED);
-        (0.95 * self.utilisation..=1.05 * most).contains(&utilisation)
+        utilisation <= 1.05 * self.utilisation
     }
 
     /// What the deep queue is left beside loads that use this part of the device: a part of its write throughput.
     #[must_use]
     pub fn background(&self, utilisation: f64) -> f64 {
-        if self.setting.vrate == IoCost::ANY_SCALE {
-            return (1.0 - utilisation).max(0.0) * self.left;
-        }
-        let measured = (1.0 - self.utilisation).max(0.0) * self.left;
-        (measured - Self::CHARGED * (utilisation - self.utilisation).max(0.0)).max(0.0)
+        (1.0 - utilisation).max(0.0) * self.left
     }
 }
 

@@ -39,7 +39,7 @@ impl Bfq {
 ///
 /// Requests are charged by the device's rates, the same for reads and writes and for sequential and
 /// random ones. A cgroup that is over its weight's share of that waits. The rates are scaled up and down
-/// (`vrate`) within a range, so that 99 % of requests end within `latency`.
+/// (`vrate`) within a range, so that 99 % of reads and of writes end within a latency each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct IoCost {
@@ -47,8 +47,10 @@ pub struct IoCost {
     pub bps: BytesPerSecond,
     /// Requests per second of 4 KiB (`rseqiops` and the like).
     pub iops: u64,
-    /// The 99th percentile of completion latencies, µs (`rlat`, `wlat`).
-    pub latency_us: u32,
+    /// The 99th percentile of completion latencies of reads, µs (`rlat`).
+    pub read_latency_us: u32,
+    /// The same of writes (`wlat`).
+    pub write_latency_us: u32,
     /// Between which percentages the rates are scaled (`min`, `max`), 1 to 10,000. A scale that is fixed leaves latencies no say.
     #[serde(default = "IoCost::any_scale", skip_serializing_if = "IoCost::is_any_scale")]
     pub vrate: (u32, u32),
@@ -77,8 +79,8 @@ impl IoCost {
     /// As a knob's text: `io.cost.qos` without the device, `enable` and `ctrl`.
     #[must_use]
     pub fn qos(&self) -> String {
-        let Self { latency_us: latency, vrate: (min, max), .. } = self;
-        format!("rpct=99.00 rlat={latency} wpct=99.00 wlat={latency} min={min}.00 max={max}.00")
+        let Self { read_latency_us: read, write_latency_us: write, vrate: (min, max), .. } = self;
+        format!("rpct=99.00 rlat={read} wpct=99.00 wlat={write} min={min}.00 max={max}.00")
     }
 }
 
@@ -125,7 +127,9 @@ impl fmt::Display for Scheduler {
             Self::IoCost(IoCost { vrate: (min, max), .. }) if min == max => {
                 write!(f, "iocost vrate={max}%")
             }
-            Self::IoCost(IoCost { latency_us, .. }) => write!(f, "iocost latency={latency_us}us"),
+            Self::IoCost(IoCost { read_latency_us: read, write_latency_us: write, .. }) => {
+                write!(f, "iocost read={read}us write={write}us")
+            }
             other => f.write_str(other.name()),
         }
     }
@@ -578,7 +582,13 @@ mod tests {
     #[test]
     fn iocost_has_a_model_latencies_and_weights_and_is_off_under_other_schedulers() {
         let bps = BytesPerSecond::new(1000);
-        let cost = IoCost { bps, iops: 7, latency_us: 2000, vrate: IoCost::ANY_SCALE };
+        let cost = IoCost {
+            bps,
+            iops: 7,
+            read_latency_us: 1000,
+            write_latency_us: 2000,
+            vrate: IoCost::ANY_SCALE,
+        };
         let knobs = settings(Scheduler::IoCost(cost)).knobs();
         // Scheduler, model, qos, weight, 4 limits.
         assert_eq!(knobs.len(), 8);

@@ -266,7 +266,8 @@ impl Campaign<'_> {
                     bps: capacity.write_throughput,
                     iops: capacity.iops_4k as u64,
                     // Of no consequence.
-                    latency_us: 1_000,
+                    read_latency_us: 1_000,
+                    write_latency_us: 1_000,
                     vrate: (*percent, *percent),
                 };
                 let vms = specification.vms.iter().map(|vm| {

@@ -15,7 +15,6 @@ use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::{IoCost, Limits, Scheduler, VmSettings};
 use rtvirtio_units::{Bytes, Nanos, Percentile};
 
-use super::controlled::is_kept;
 use super::{ProbeRun, Writer};
 
 /// The percentile that a probe of `n` samples shows: the highest with 5 beyond it, which keeps the
@@ -112,7 +111,7 @@ pub(super) fn scores(runs: &[ProbeRun], capacity: &Capacity, of: Regime) -> (Vec
 fn is_known(run: &ProbeRun, fit: &StructuralFit, capacity: &Capacity) -> bool {
     let (Scheduler::IoCost(setting), ..) = run.setting else { return true };
     let used = Structural::new(fit, capacity).situation(&load(run)).utilisation;
-    is_kept(run, capacity) && fit.iocost(setting, used).is_some()
+    run.delivers() && fit.iocost(setting, used).is_some()
 }
 
 /// The structural model's parameters from `runs`.
@@ -133,26 +132,20 @@ fn structural(runs: &[ProbeRun], capacity: &Capacity) -> StructuralFit {
     fit
 }
 
-/// The tails of a run's tasks that had enough requests to show one.
-pub(super) fn tails(run: &ProbeRun) -> impl Iterator<Item = Nanos> {
-    observations(std::slice::from_ref(run)).into_iter().map(|observation| observation.tail)
-}
-
-/// What runs under iocost had on top of the base response, and what they left the writer: for each setting that is of use, and, where
-/// its scale is fixed, for each number of VMs.
+/// What runs under iocost had on top of the base response, and what they left the writer, for each number of VMs that came to
+/// their rates.
 fn iocost(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Vec<IoCostFit> {
     let mut of: BTreeMap<(IoCost, u8), Vec<&ProbeRun>> = BTreeMap::new();
     for run in runs {
         if let (Scheduler::IoCost(setting), vms, _) = run.setting {
-            let vms = if setting.vrate == IoCost::ANY_SCALE { 0 } else { vms };
             of.entry((setting, vms)).or_default().push(run);
         }
     }
-    let kept = of.into_iter().filter(|(_, runs)| runs.iter().all(|run| is_kept(run, capacity)));
-    kept.filter_map(|((setting, vms), runs)| {
-        let none = IoCostFit { setting, utilisation: 0.0, wait: Nanos::ZERO, left: 1.0 };
+    let kept = of.into_iter().filter(|(_, runs)| runs.iter().all(|run| run.delivers()));
+    kept.filter_map(|((setting, _), runs)| {
+        let none = IoCostFit { setting, utilisation: 1.0, wait: Nanos::ZERO, left: 1.0 };
         let none = StructuralFit { iocost: vec![none], ..fit.clone() };
-        let (mut waits, mut left, mut utilisation) = (Vec::new(), Vec::new(), 1.0_f64);
+        let (mut waits, mut left, mut utilisation) = (Vec::new(), Vec::new(), 0.0_f64);
         for run in runs {
             for observation in observations(std::slice::from_ref(run)) {
                 let (_, base) = observation.predicted(&none, capacity);
@@ -161,13 +154,11 @@ fn iocost(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Vec<Io
             let used = Structural::new(&none, capacity).situation(&load(run)).utilisation;
             let free = capacity.write_throughput.get() as f64 * (1.0 - used).max(1e-3);
             left.push((run.writer_throughput.get() as f64 / free).clamp(0.0, 1.0));
-            utilisation = utilisation.min(used);
+            utilisation = utilisation.max(used).min(1.0);
         }
-        waits.sort_unstable();
         left.sort_by(f64::total_cmp);
-        // Beyond a fixed scale that is too large tails grow by ten times: the longest one tells how near that is.
-        let wait = if vms == 0 { waits.get(waits.len() / 2) } else { waits.last() };
-        let wait = (*wait?).max(Nanos::from_micros(1));
+        // Tails vary by how much was let through at once: the longest one counts.
+        let wait = waits.into_iter().max()?.max(Nanos::from_micros(1));
         Some(IoCostFit { setting, utilisation, wait, left: left[left.len() / 2] })
     })
     .collect()

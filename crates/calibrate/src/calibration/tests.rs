@@ -1,7 +1,6 @@
 //! Which probes are made, in which order, until there are enough.
 
 use rtvirtio_spec::profile::{IoCostFit, Response};
-use rtvirtio_spec::settings::IoCost;
 use rtvirtio_units::Bytes;
 
 use super::*;
@@ -195,25 +194,20 @@ fn what_a_profile_lacks_says_how_many_probes_it_takes() {
     assert_eq!(lack(Regime::Bursting, &[0.0; 20], &[0.0; 19], TOGETHER), None);
 }
 
-/// A calibration of a device with iocost. Beside so many VMs and a writer, up to a scale of `largest` tails are 1 ms, above that 20, and from twice
-/// that on the tasks have half of their rates. A scale that follows latencies has tails of 20 ms, and delivers this part.
-fn under_iocost(largest: impl Fn(u8) -> u32, delivered: f64) -> Vec<ProbeRun> {
+/// A calibration of a device with iocost, under which tails are so many ms beside so many VMs, and tasks have this part of their rates.
+fn under_iocost(tail: impl Fn(u8) -> u64, delivered: impl Fn(u8) -> f64) -> Vec<ProbeRun> {
     let room = Room { has_iocost: true, ..Room::whole(None) };
     let mut runs: Vec<ProbeRun> = Vec::new();
     while let Some(setting) = next(Depth::Full, &room, &runs, &CAPACITY) {
         let mut done = run(setting, 1.0);
         if let (Scheduler::IoCost(cost), vms, _) = setting {
-            let (scale, largest) = (cost.vrate.1, largest(vms));
-            let (delivered, ms) = match cost.vrate == IoCost::ANY_SCALE {
-                true => (delivered, 20),
-                false if scale <= largest => (1.0, 1),
-                false => (if scale < 2 * largest { 1.0 } else { 0.5 }, 20),
-            };
-            done = run(setting, delivered);
+            // Three times 300 µs, and a third more than that.
+            assert_eq!((cost.read_latency_us, cost.write_latency_us), (900, 400));
+            done = run(setting, delivered(vms));
             for task in &mut done.tasks {
                 let n = task.histogram.count();
                 task.histogram = Histogram::new();
-                task.histogram.record(Nanos::from_millis(ms), n);
+                task.histogram.record(Nanos::from_millis(tail(vms)), n);
             }
             done.writer_throughput = BytesPerSecond::from_megabytes(120);
         }
@@ -238,45 +232,37 @@ fn fitted(runs: &[ProbeRun]) -> Profile {
     profile
 }
 
-/// The settings that are found: fixed scales with the least part of the device that they are for, and the one that follows latencies.
-fn settings(profile: &Profile) -> (Vec<(u32, f64)>, Option<IoCostFit>) {
-    let fits = &profile.structural.iocost;
-    let is_fixed = |fit: &&IoCostFit| fit.setting.vrate != IoCost::ANY_SCALE;
-    let of = |fit: &IoCostFit| (fit.setting.vrate.1, (fit.utilisation * 1000.0).round() / 1000.0);
-    (fits.iter().filter(is_fixed).map(of).collect(), fits.iter().find(|f| !is_fixed(f)).copied())
+/// What iocost is known to do: by the part of the device that VMs use, the wait, ms.
+fn waits(profile: &Profile) -> Vec<(f64, f64)> {
+    let of =
+        |fit: &IoCostFit| ((fit.utilisation * 1e3).round() / 1e3, fit.wait.as_millis_f64().round());
+    profile.structural.iocost.iter().map(of).collect()
 }
 
 #[test]
-fn largest_scale_of_iocost_with_short_tails_is_found_for_each_number_of_vms() {
-    let runs = under_iocost(|vms| [70, 85, 100, 115][usize::from(vms) - 1], 1.0);
+fn iocost_is_fitted_beside_each_number_of_vms() {
+    let runs = under_iocost(|vms| [2, 2, 6, 16][usize::from(vms) - 1], |_| 1.0);
     let (tasks, vms) = fit::scores(&runs, &CAPACITY, Regime::Controlled);
     assert_eq!(lack(Regime::Controlled, &tasks, &vms, TOGETHER), None);
     let profile = fitted(&runs);
-    let (fixed, follows) = settings(&profile);
-    // A VM uses 2,100 of 16,000 requests a second.
-    assert_eq!(fixed, [(70, 0.131), (80, 0.263), (100, 0.394), (110, 0.525)]);
-    let follows = follows.unwrap();
-    // The tasks alone take 1 ms. Four VMs use 0.525 of the device, so the writer had 120 of 176 MB/s.
-    assert!((18.5..19.5).contains(&follows.wait.as_millis_f64()), "{follows:?}");
-    assert!((0.4..0.75).contains(&follows.left), "{follows:?}");
-    for fit in &profile.structural.iocost {
-        assert!(fit.covers(fit.utilisation) && fit.background(fit.utilisation) > 0.3, "{fit:?}");
-    }
-    // What showed a setting to be of no use says nothing of the bounds under others.
+    // A VM uses 2,100 of 16,000 requests a second. The tasks alone take 1 ms.
+    assert_eq!(waits(&profile), [(0.131, 1.0), (0.263, 1.0), (0.394, 5.0), (0.525, 15.0)]);
+    let most = profile.structural.iocost.last().unwrap();
+    // Four VMs use 0.525 of the device, so the writer had 120 of 176 MB/s.
+    assert!((0.6..0.75).contains(&most.left), "{most:?}");
+    let wait = |used| profile.structural.iocost(most.setting, used).map(|fit| fit.wait);
+    assert_eq!(wait(0.5), Some(most.wait));
+    assert_eq!(wait(0.6), None);
+    assert_eq!(wait(0.0), wait(0.13));
     let bound = profile.residuals.structural[&Regime::Controlled].last().unwrap().exp();
     assert!(bound < 1.2, "{bound}");
-    // Where more can be let through, more is; what was tried on the way is known too.
-    let (fixed, _) = settings(&fitted(&under_iocost(|_| 145, 1.0)));
-    let way = [(110, 0.525), (120, 0.525), (130, 0.525)];
-    assert_eq!(fixed, [&way[..], &[0.131, 0.263, 0.394, 0.525].map(|u| (140, u))].concat());
 }
 
 #[test]
-fn setting_of_iocost_that_keeps_no_rate_is_not_to_be_chosen() {
-    let (fixed, follows) = settings(&fitted(&under_iocost(|_| 100, 0.7)));
-    assert_eq!((fixed.len(), follows), (4, None));
-    let (fixed, follows) = settings(&fitted(&under_iocost(|_| 10, 1.0)));
-    assert!(fixed.is_empty() && follows.is_some());
-    let (fixed, follows) = settings(&fitted(&under_iocost(|_| 10, 0.7)));
-    assert!(fixed.is_empty() && follows.is_none());
+fn iocost_is_not_to_be_chosen_beside_vms_that_do_not_come_to_their_rates() {
+    let runs = under_iocost(|_| 2, |vms| if vms == 4 { 0.7 } else { 1.0 });
+    assert_eq!(runs.iter().filter(|run| run.setting.1 == 4 && !run.delivers()).count(), 1);
+    let profile = fitted(&runs);
+    assert_eq!(waits(&profile), [(0.131, 1.0), (0.263, 1.0), (0.394, 1.0)]);
+    assert!(fitted(&under_iocost(|_| 2, |_| 0.7)).structural.iocost.is_empty());
 }

@@ -197,13 +197,14 @@ fn iocost_adds_its_wait_and_keeps_the_flood_out() {
     let setting = IoCost {
         bps: BytesPerSecond::from_megabytes(371),
         iops: 16_000,
-        latency_us: 2_000,
+        read_latency_us: 2_000,
+        write_latency_us: 2_000,
         vrate: IoCost::ANY_SCALE,
     };
     let load = |writer| four(Scheduler::IoCost(setting), writer);
     let capacity = capacity();
     let wait = Nanos::from_millis(17);
-    let measured = IoCostFit { setting, utilisation: 0.2, wait, left: 0.9 };
+    let measured = IoCostFit { setting, utilisation: 0.9, wait, left: 0.9 };
     let known = StructuralFit { iocost: vec![measured], ..fit() };
     let tail = |fit: &StructuralFit, load: &DeviceLoad| {
         let model = Structural::new(fit, &capacity);

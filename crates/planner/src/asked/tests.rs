@@ -160,7 +160,8 @@ fn learned_model_is_not_asked_about_iocost() {
     let cost = rtvirtio_spec::settings::IoCost {
         bps,
         iops: 16_000,
-        latency_us: 2_000,
+        read_latency_us: 2_000,
+        write_latency_us: 2_000,
         vrate: rtvirtio_spec::settings::IoCost::ANY_SCALE,
     };
     let under = answered(Scheduler::IoCost(cost));

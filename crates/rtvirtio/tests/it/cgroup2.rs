@@ -292,13 +292,13 @@ const COST: &str = "device=$(cat /sys/block/vda/dev); cd /sys/fs/cgroup
 fn iocost_is_planned_applied_and_rolled_back(machine: &Machine) {
     let before = machine.expect(0, COST);
     let mut profile = profile(machine);
-    let setting = serde_json::json!({"bps": 370_000_000, "iops": 14_500, "latency_us": 2000});
-    profile["structural"]["iocost"] = serde_json::json!([{"setting": setting, "utilisation": 0, "wait": 17_000_000, "left": 0.9}]);
+    let setting = serde_json::json!({"bps": 370_000_000, "iops": 14_500, "read_latency_us": 2000, "write_latency_us": 2000});
+    profile["structural"]["iocost"] = serde_json::json!([{"setting": setting, "utilisation": 1, "wait": 17_000_000, "left": 0.9}]);
     profile["residuals"]["structural"]["controlled"] = serde_json::json!(vec![0.1; 60]);
     machine.write("/tmp/profile.json", &profile.to_string());
     machine.write("/tmp/spec.toml", &SPECIFICATION.replace("latency_ms = 10", "latency_ms = 60"));
     let said = machine.expect(2, "rtvirtio plan /tmp/spec.toml -o /tmp/cost.json");
-    assert!(said.contains("iocost latency=2000us") && said.contains("met"), "{said}");
+    assert!(said.contains("iocost read=2000us write=2000us") && said.contains("met"), "{said}");
     assert!(!said.contains("write limit"), "{said}");
     machine.expect(0, "rtvirtio apply /tmp/cost.json");
     machine.expect(0, "rtvirtio verify /tmp/cost.json");
@@ -336,7 +336,13 @@ fn iocost_acts_by_weight(machine: &Machine, mut plan: Plan) {
         (VmName::new(name).unwrap(), VmSettings { weight, limits: Limits::default() })
     });
     let bps = BytesPerSecond::from_megabytes(100);
-    let cost = IoCost { bps, iops: DISK_IOPS.into(), latency_us: 25_000, vrate: IoCost::ANY_SCALE };
+    let cost = IoCost {
+        bps,
+        iops: DISK_IOPS.into(),
+        read_latency_us: 25_000,
+        write_latency_us: 25_000,
+        vrate: IoCost::ANY_SCALE,
+    };
     let settings = DeviceSettings { scheduler: Scheduler::IoCost(cost), vms: vms.into() };
     plan.settings.0.insert(device, settings);
     plan.changes = diff(&plan.observed, &plan.settings.knobs());
