@@ -157,8 +157,8 @@ fn iocost(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Vec<Io
             utilisation = utilisation.max(used).min(1.0);
         }
         left.sort_by(f64::total_cmp);
-        // Tails vary by how much was let through at once: the longest one counts.
-        let wait = waits.into_iter().max()?.max(Nanos::from_micros(1));
+        // Tails vary by how much was let through at once: the longest one counts, and a large request that takes as long as any.
+        let wait = waits.into_iter().max()?.max(capacity.response_128k.p999);
         Some(IoCostFit { setting, utilisation, wait, left: left[left.len() / 2] })
     })
     .collect()
