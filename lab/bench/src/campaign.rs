@@ -265,7 +265,7 @@ impl Campaign<'_> {
                 let cost = IoCost {
                     bps: capacity.write_throughput,
                     iops: capacity.iops_4k as u64,
-                    // Of no consequence.
+                    // They decide how long iocost's period is, and with that how much it lets through at once.
                     read_latency_us: 1_000,
                     write_latency_us: 1_000,
                     vrate: (*percent, *percent),
