@@ -188,9 +188,10 @@ pub(crate) fn run<E: Experiment>(
     out: &Path,
     interrupted: &Interrupted,
 ) -> Result<Vec<E::Cell>> {
+    // What is refused leaves no file.
+    let mut missing = experiment.keys()?;
     let mut cells = Lines::<E::Cell>::open(&out.join(E::FILE))?;
     experiment.check(&cells, out)?;
-    let mut missing = experiment.keys()?;
     missing.retain(|key| !is_done::<E>(&cells, key));
     if missing.is_empty() {
         return Ok(cells.into_all());

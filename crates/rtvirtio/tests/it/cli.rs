@@ -48,11 +48,15 @@ fn output_that_nobody_reads_ends_it_quietly() {
 
 #[test]
 fn completion_benchmark_refuses_what_is_not_in_its_matrix() {
+    let directory = tempfile::tempdir().unwrap();
+    let out = directory.path().join("out");
     let refused = |arguments: &[&str], word: &str| {
-        let arguments = [&["bench", "completion"], arguments].concat();
+        let to = ["bench", "completion", "--out", out.to_str().unwrap()];
+        let arguments = [&to, arguments].concat();
         let output = output(&lab(), Path::new(NOWHERE), &arguments);
         let text = said(&output);
         assert!(output.status.code() == Some(1) && text.contains(word), "{arguments:?}: {text}");
+        assert!(!out.exists(), "{arguments:?}: what is refused leaves nothing");
     };
     refused(&["--threads", "3"], "--full has T of 1, 2, 4");
     refused(&["--modes", "sleep"], "peek-spin");
