@@ -174,8 +174,6 @@ const fn stages(depth: Depth) -> &'static [Stage] {
 
 /// How many probes a regime takes whose tasks deliver what they should: each has twelve task-runs.
 const PROBES_OF_A_REGIME: usize = 5;
-/// The same of iocost.
-const PROBES_OF_IOCOST: usize = 12;
 
 /// What a regime still lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -302,7 +300,7 @@ pub fn duration(device: &dyn DeviceUnderTest, depth: Depth) -> Duration {
     let has_iocost = device.has_iocost();
     let probes = |stage: &Stage| match stage.regime {
         Some(Regime::Controlled) if !has_iocost => 0,
-        Some(Regime::Controlled) => PROBES_OF_IOCOST,
+        Some(Regime::Controlled) => controlled::PROBES,
         Some(_) => PROBES_OF_A_REGIME,
         None => stage.settings.len(),
     };

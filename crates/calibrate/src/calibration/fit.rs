@@ -133,7 +133,7 @@ fn structural(runs: &[ProbeRun], capacity: &Capacity) -> StructuralFit {
 }
 
 /// What runs under iocost had on top of the base response, and what they left the writer, for each number of VMs that came to
-/// their rates.
+/// their rates, as fewer did: what starves one VM starves one of many while the others are idle.
 fn iocost(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Vec<IoCostFit> {
     let mut of: BTreeMap<(IoCost, u8), Vec<&ProbeRun>> = BTreeMap::new();
     for run in runs {
@@ -141,7 +141,15 @@ fn iocost(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Vec<Io
             of.entry((setting, vms)).or_default().push(run);
         }
     }
-    let kept = of.into_iter().filter(|(_, runs)| runs.iter().all(|run| run.delivers()));
+    let mut starved: BTreeMap<IoCost, u8> = BTreeMap::new();
+    for ((setting, vms), runs) in &of {
+        if !runs.iter().all(|run| run.delivers()) {
+            starved.entry(*setting).or_insert(*vms);
+        }
+    }
+    let kept = of
+        .into_iter()
+        .filter(|((setting, vms), _)| starved.get(setting).is_none_or(|fewest| vms < fewest));
     kept.filter_map(|((setting, _), runs)| {
         let none = IoCostFit { setting, utilisation: 1.0, wait: Nanos::ZERO, left: 1.0 };
         let none = StructuralFit { iocost: vec![none], ..fit.clone() };
