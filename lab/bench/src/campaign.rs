@@ -17,7 +17,10 @@ use anyhow::{Context, Result, bail};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
+use rtvirtio_calibrate::load::{CellLoad, Measurement};
+use rtvirtio_calibrate::testbed::{DeviceUnderTest, plain};
 use rtvirtio_cases::{Case, Neighbour, Scheme, SchemeSettings, Tier, judged_percentile};
+use rtvirtio_cli::progress::Progress;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_planner::{FoundDevice, Model};
 use rtvirtio_spec::plan::Plan;
@@ -27,14 +30,12 @@ use rtvirtio_spec::settings::{
     Bfq, DeviceSettings, IoCost, Knobs, Limits, Scheduler, Settings, VmSettings,
 };
 use rtvirtio_spec::specification::{Specification, Vm};
+use rtvirtio_testbed::curve::Curve;
+use rtvirtio_testbed::device::Testbed;
 use rtvirtio_units::{BytesPerSecond, Iops, Nanos, VmName, Weight};
 
-use crate::cell::{CellContext, Testbed};
+use crate::cell::CellContext;
 use crate::lines::{self, Lines};
-use crate::qos::curve::Curve;
-use rtvirtio_calibrate::load::{CellLoad, Measurement};
-use rtvirtio_calibrate::testbed::{DeviceUnderTest, plain};
-use rtvirtio_cli::progress::Progress;
 
 /// The file of a campaign's directory that holds its cells.
 pub const CELLS: &str = "cells.jsonl";

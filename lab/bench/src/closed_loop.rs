@@ -14,17 +14,16 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use rtvirtio_calibrate::confine::confine;
 use rtvirtio_calibrate::load::{FIO_FILES, Job, Place, fio, streams};
 use rtvirtio_calibrate::testbed::{DeviceUnderTest as _, GUEST_FILES};
+use rtvirtio_cli::progress::Progress;
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::specification::{Specification, Vm};
+use rtvirtio_testbed::device::Testbed;
+use rtvirtio_testbed::guests::{BOOT, Guest};
 use rtvirtio_units::{BytesPerSecond, Nanos, TaskName, VmName};
 use serde::{Deserialize, Serialize};
-
-use crate::cell::Testbed;
-use crate::guests::{BOOT, Guest};
-use rtvirtio_calibrate::confine::confine;
-use rtvirtio_cli::progress::Progress;
 
 /// The background VM starts this long after the load; `watch` has planned for the others by then.
 const VM_STARTS: Duration = Duration::from_secs(20);

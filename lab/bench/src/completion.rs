@@ -54,10 +54,7 @@ mod judge;
 mod live;
 mod matrix;
 mod page;
-mod requester;
 mod table;
-mod target;
-mod window;
 
 #[cfg(test)]
 mod tests;
@@ -70,76 +67,16 @@ use anyhow::{Result, ensure};
 use rtvirtio_completion::Costs;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::run::{Canary, Machine};
+use rtvirtio_testbed::cpu::usable;
+use rtvirtio_testbed::readers::{
+    self, AROUND, CpuSeconds, Io, Measured, Mode, Target, TestFile, WARM_UP,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::experiment::{self, Experiment, Report, seconds};
 use crate::lines::Lines;
-use target::TestFile;
-use window::{AROUND, Measured, WARM_UP};
-
 use matrix::{Extent, Matrix};
-
-named! {
-    /// What is read.
-    pub enum Target {
-        /// A request of 8 µs that moves no data.
-        Emulated = "emulated",
-        /// 4 KiB of a file.
-        File4k = "file-4k",
-        /// 128 KiB of a file.
-        File128k = "file-128k",
-    }
-}
-
-impl Target {
-    /// Bytes of a request.
-    #[must_use]
-    pub const fn block(self) -> usize {
-        match self {
-            Self::Emulated => 0,
-            Self::File4k => 4 << 10,
-            Self::File128k => 128 << 10,
-        }
-    }
-
-    /// Whether it is of a file.
-    #[must_use]
-    pub const fn is_file(self) -> bool {
-        self.block() > 0
-    }
-}
-
-named! {
-    /// How threads learn that their requests have ended.
-    pub enum Mode {
-        /// They sleep in a plain call.
-        Pread = "pread",
-        /// They look at a completion queue for ever.
-        PeekSpin = "peek-spin",
-        /// A kernel thread for each ring polls for submissions; they sleep.
-        Sqpoll = "sqpoll",
-        /// One kernel thread for all rings does.
-        SqpollShared = "sqpoll-shared",
-        /// The project's: they sleep.
-        Interrupt = "interrupt",
-        /// The project's: they look for ever.
-        Poll = "poll",
-        /// The project's: they look while that pays and a CPU is idle.
-        Adaptive = "adaptive",
-    }
-}
-
-/// The I/O side of a cell.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Io {
-    /// What is read.
-    pub target: Target,
-    /// How threads learn of the end.
-    pub mode: Mode,
-    /// I/O threads, at least one.
-    pub threads: usize,
-}
 
 /// Names a cell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -193,17 +130,6 @@ pub struct IoResult {
     pub judged: Option<Judged>,
     /// Of all requests, the share whose end was seen by looking.
     pub spun: f64,
-}
-
-/// CPU time in the window, s.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct CpuSeconds {
-    /// Of the I/O threads.
-    pub io: f64,
-    /// Of the compute threads.
-    pub compute: f64,
-    /// Of the process: kernel threads that poll its rings among it.
-    pub process: f64,
 }
 
 /// What a cell measured.
@@ -274,15 +200,6 @@ impl Cell {
 /// Seconds with a load in a run of `--live`, and as many without.
 const CYCLES: u32 = 5;
 
-/// The CPUs that this process may use.
-///
-/// # Errors
-/// If the kernel does not say.
-fn usable_cpus() -> Result<usize> {
-    let set = rustix::thread::sched_getaffinity(None)?;
-    Ok(set.count() as usize)
-}
-
 /// Arguments of `bench completion`.
 #[derive(Debug, clap::Args)]
 #[command(
@@ -334,7 +251,7 @@ impl Benchmark {
     /// The cells that the arguments ask for, if not for a live load.
     fn matrix(&self) -> Result<Matrix> {
         let extent = if self.full { Extent::Full } else { Extent::Acceptance };
-        let mut matrix = Matrix::new(extent, usable_cpus()?);
+        let mut matrix = Matrix::new(extent, usable()?.len());
         let is_asked = |io: &Io, compute: usize| {
             (self.on.is_empty() || self.on.contains(&io.target))
                 && (self.modes.is_empty() || self.modes.contains(&io.mode))
@@ -377,7 +294,7 @@ impl Experiment for Benchmark {
     }
 
     fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
-        let (cpus, window_s) = (usable_cpus()?, self.window.as_secs_f64());
+        let (cpus, window_s) = (usable()?.len(), self.window.as_secs_f64());
         // Where nothing is measured, what is there may be of any window.
         ensure!(
             self.live
@@ -402,8 +319,9 @@ impl Experiment for Benchmark {
         key: &CellKey,
         interrupted: &Interrupted,
     ) -> Result<Cell> {
-        let measured = window::measure(*key, file.as_ref(), *costs, self.window, interrupted)?;
-        Ok(Cell::new(*key, self.window, usable_cpus()?, &measured))
+        let threads = (key.io, key.compute, key.repetition.into());
+        let measured = readers::measure(threads, file.as_ref(), *costs, self.window, interrupted)?;
+        Ok(Cell::new(*key, self.window, usable()?.len(), &measured))
     }
 
     /// Also what an earlier command left of the other kind.

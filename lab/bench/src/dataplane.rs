@@ -1,14 +1,9 @@
 //! A vhost-user-blk server beside its peers: throughput, latency, CPU per request,
 //! and whether it keeps what it acknowledged.
 //!
-//! - [`client`]: the client, libblkio without a VM.
-//! - `load`: random 4 KiB requests and what they take.
-//! - [`server`]: `rtvirtio serve` and `qemu-storage-daemon`, started with the same
-//!   disk, nice and affinity.
 //! - `marks`: the table and the plot, and the four marks, judged row by row.
 //! - [`footprint`]: what many disks cost.
 //! - [`moves`]: queues that change their IOThread under a load.
-//! - [`verify`]: content that tells where and when it was written.
 //!
 //! A *case* is a medium, an operation, a depth, and a number of queues; a *cell* is
 //! a case under one server, once. A repetition goes through the cases, and through
@@ -17,14 +12,9 @@
 //! server. Cells go to a JSONL file as they end; a cell that is there is not
 //! repeated.
 
-pub mod client;
-pub(crate) mod cpu;
 pub mod footprint;
-pub(crate) mod load;
 mod marks;
 pub mod moves;
-pub mod server;
-pub mod verify;
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -34,17 +24,16 @@ use anyhow::{Context, Result, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::run::Machine;
+use rtvirtio_testbed::client::Endpoint;
+use rtvirtio_testbed::load::{self, Load, Measured, Operation};
+use rtvirtio_testbed::named;
+use rtvirtio_testbed::scratch::{open_raw, path_of};
+use rtvirtio_testbed::server::{Backing, ServerKind, Setup, listener, qsd_version, rtvirtio};
 use rtvirtio_units::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::experiment::{Experiment, Report, seconds};
-use crate::scratch::{open_raw, path_of};
-use client::Endpoint;
-use load::{Load, Measured};
-use server::{Backing, ServerKind, Setup, listener, qsd_version, rtvirtio};
 
-/// Bytes of a request.
-pub const BLOCK: usize = 4096;
 /// Requests behind a p99.99 that is judged.
 pub(crate) const MIN_FOR_TAIL: u64 = 1_000_000;
 /// A window is never longer.
@@ -72,16 +61,6 @@ named! {
         Burn = "burn",
         /// Whatever serves a socket that was there before.
         Socket = "socket",
-    }
-}
-
-named! {
-    /// What is asked of the disk.
-    pub enum Operation {
-        /// Random reads.
-        Read = "read",
-        /// Random writes.
-        Write = "write",
     }
 }
 
@@ -198,7 +177,7 @@ impl Cell {
             client_us: each(measured.client_ns),
             idle_cores: measured.idle_cores,
             machine: measured.machine,
-            cpus: std::thread::available_parallelism().map_or(1, usize::from),
+            cpus: rtvirtio_testbed::cpu::available(),
         }
     }
 }

@@ -6,16 +6,12 @@
 //! policies take turns on each seed. Every read is compared with what was written.
 //!
 //! - `cell`: what a cell holds, and what a campaign is made of.
-//! - `machine`: where it runs, and the same for the simulator.
-//! - `content`, `client`: requests that are verified; a disk that comes and goes.
-//! - `vcpus`: where clients and what computes run, and what they had of the CPUs.
-//! - `watch`: IOThreads and moves, by the server's events.
-//! - `trial`: one server with its VMs for one scenario.
+//! - `trial`: one server with its VMs for one scenario ([`rtvirtio_testbed::scenario`]), as figures of each phase.
 //! - `judge`: medians, utilities, marks. `table`: for a terminal, and as plots.
-//! - `load`: one VM on one IOThread, by which the simulator is calibrated. [`costs`]: how.
+//! - [`costs`]: how the simulator is calibrated.
 //! - `simulated`: the same in the simulator, beside.
 //! - [`disturb`]: what a monitor that ends, a reader that does not read and hostile requests do to the
-//!   data path. `awake`: CPUs that do not halt meanwhile.
+//!   data path.
 //!
 //! Where policies have the same IOThreads, p99s of two runs differ by more than the 5 % that are to be told: cells of one
 //! phase *alone* repeat it, and its p99 is judged by them and the traces together.
@@ -24,20 +20,13 @@
 //! most; seven of ten requests read, and clients make and compare content; a queue's streams are drained
 //! one before the next.
 
-mod awake;
 mod cell;
-mod client;
-mod content;
 pub mod costs;
 pub mod disturb;
 mod judge;
-mod load;
-mod machine;
 mod simulated;
 mod table;
 mod trial;
-mod vcpus;
-mod watch;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -46,18 +35,18 @@ use anyhow::{Result, bail, ensure};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_sim::scenario::PhaseKind;
 use rtvirtio_spec::run::Machine;
+use rtvirtio_testbed::scenario::{Unverified, cpus};
+use rtvirtio_testbed::server::rtvirtio;
 use rtvirtio_units::Nanos;
 use serde_json::json;
 
 use crate::cell::{CANARY_LIMIT, canary_of};
-use crate::dataplane::server::rtvirtio;
 use crate::experiment::{self, Experiment, Report};
 use crate::lines::Lines;
 use crate::qos::cell::disturbance;
 use cell::{Cell, CellKey, PolicyConfig, SEEDS, Settings, Timeline};
-use content::Unverified;
 use costs::Round;
-use trial::{LEAD, Measured, Trial, duration};
+use trial::{Measured, duration, trial};
 
 /// Phases that are repeated alone, and the fixed number beside which: the one that is worth most there.
 const ALONE: [(PhaseKind, PolicyConfig); 2] =
@@ -224,16 +213,9 @@ impl Experiment for Benchmark {
         }
         let settings = self.settings(key.alone);
         let scenario = settings.scenario(key.seed)?;
-        let trial = Trial {
-            program: &program,
-            settings: &settings,
-            scenario: &scenario,
-            policy: key.policy.kind().name(),
-            threads: key.policy.threads(),
-            vcpus: None,
-            lead: LEAD,
-        };
-        match trial.run(interrupted) {
+        let (policy, threads) = (key.policy.kind().name(), key.policy.threads());
+        let trial = trial(&program, &settings, &scenario, (policy, threads));
+        match Measured::of(&trial, interrupted, |_, _| Ok(())) {
             Ok(measured) => Ok(self.made(*key, Ok(measured))),
             Err(error) => error.downcast::<Unverified>().map(|error| {
                 eprintln!("{}: {error}", key.label());
@@ -278,7 +260,7 @@ impl Experiment for Benchmark {
 
     fn run(&self, out: &Path, interrupted: &Interrupted) -> Result<Vec<Cell>> {
         // What is refused leaves no file.
-        machine::cpus()?;
+        cpus()?;
         self.settings.scenario(1)?;
         let before = rounds(out)?.len();
         let cells = experiment::run(self, out, interrupted)?;

@@ -23,23 +23,23 @@ use anyhow::{Context, Result, bail, ensure};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_pcg::Pcg64Mcg;
+use rtvirtio_calibrate::load::MachineSample;
+use rtvirtio_calibrate::testbed::{GUEST_FILES, take_host};
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_host::qemu::{MappedQueues, Monitor};
 use rtvirtio_planner::iothreads::{REQUESTS_PER_IOTHREAD, assign};
 use rtvirtio_spec::plan::{VmIoThreads, qemu};
 use rtvirtio_spec::run::Machine;
 use rtvirtio_spec::specification::parse;
+use rtvirtio_testbed::cpu::ProcessCpu;
+use rtvirtio_testbed::guests::{Accelerator, COMMAND, Guest, GuestImage, Start};
 use rtvirtio_units::CpuId;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::dataplane::cpu::ProcessCpu;
 use crate::experiment::Experiment;
-use crate::guests::{Accelerator, COMMAND, Guest, GuestImage, Start};
 use crate::stats::{self, Runs};
 use crate::table::Table;
-use rtvirtio_calibrate::load::MachineSample;
-use rtvirtio_calibrate::testbed::{GUEST_FILES, take_host};
 
 /// The guest's virtual CPUs, and so its disk's queues and fio's jobs.
 pub const VCPUS: u32 = 4;

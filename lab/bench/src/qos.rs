@@ -12,11 +12,6 @@
 //! that the requests which VMs had delivered need.
 //!
 //! - `cell`: what a cell holds.
-//! - `clients`, `neighbour`: the VMs.
-//! - `configuration`: the server's.
-//! - [`curve`]: what its schedule is told of the device.
-//! - `disk`: the device.
-//! - `trial`: one server with its clients for one window.
 //! - `rows`, `table`: what it comes to, for a terminal and as a plot.
 //!
 //! Benchmarks of their own: [`cost`], what a schedule costs; [`changes`], how soon targets are met
@@ -27,16 +22,10 @@ pub mod admission;
 mod bounds;
 pub(crate) mod cell;
 pub mod changes;
-pub(crate) mod clients;
-pub(crate) mod configuration;
 pub mod cost;
-pub mod curve;
-mod disk;
 pub mod guests;
-pub(crate) mod neighbour;
 mod rows;
 mod table;
-pub(crate) mod trial;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -47,20 +36,19 @@ use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use rtvirtio_cases::{Case, Tier};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
+use rtvirtio_testbed::curve::Curve;
+use rtvirtio_testbed::neighbour::Neighbour;
+use rtvirtio_testbed::scratch::{Backing, Disk};
+use rtvirtio_testbed::server::{qsd_version, rtvirtio};
+use rtvirtio_testbed::tasks::{Between, Plan, tasks};
+use rtvirtio_testbed::trial::{DISK, Sharing, Trial, WARM_UP, measured_curve};
+use rtvirtio_units::Bytes;
 
 use crate::campaign;
 use crate::cell::CANARY_LIMIT;
-use crate::dataplane::server::{qsd_version, rtvirtio};
 use crate::experiment::{Experiment, Report, seconds};
-use crate::scratch::Backing;
 use bounds::Bounds;
-use cell::{Cell, CellKey, NoiseFloor, Scheme, disturbance};
-use clients::{Between, Plan, tasks};
-use configuration::Sharing;
-use curve::Curve;
-use disk::Disk;
-use neighbour::Neighbour;
-use trial::{Measured, Trial, WARM_UP, measured_curve};
+use cell::{Cell, CellKey, Measured, NoiseFloor, Scheme, disturbance};
 
 /// Length of a look at the most urgent VM alone.
 const FLOOR: Duration = Duration::from_secs(5);
@@ -192,7 +180,7 @@ impl Experiment for Benchmark {
         if missing.iter().any(|key| key.scheme == Scheme::Throttle) {
             qsd_version()?;
         }
-        let disk = Disk::make(&self.on)?;
+        let disk = Disk::make(&self.on, Bytes::new(DISK * 5))?;
         let curve = match (&self.on, &self.profile) {
             (_, Some(profile)) => Curve::of_profile(&profile.capacity),
             (Backing::Ssd(name), None) => Curve::of_ssd(name.parse()?),
@@ -272,7 +260,7 @@ impl Benchmark {
             window: FLOOR,
             seed: seed(key),
         };
-        Ok(NoiseFloor::of(&trial.run(interrupted)?.tasks))
+        Ok(NoiseFloor::of(&Measured::of(&trial, interrupted)?.tasks))
     }
 
     fn cell(
@@ -297,7 +285,8 @@ impl Benchmark {
             window: self.window(key),
             seed: seed(key),
         };
-        let Measured { mut tasks, background, seconds, canary, busy } = trial.run(interrupted)?;
+        let Measured { mut tasks, background, seconds, canary, busy } =
+            Measured::of(&trial, interrupted)?;
         if let (Some(profile), Scheme::Qos) = (&self.profile, key.scheme) {
             let (case, tier) = (key.case.parse()?, key.tier.parse()?);
             let bounds = Bounds::of(case, tier, self.window, profile)?;

@@ -13,19 +13,19 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
+use rtvirtio_calibrate::load::MachineSample;
 use rtvirtio_completion::{Costs, Tokens};
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::run::Machine;
+use rtvirtio_testbed::cpu::usable;
+use rtvirtio_testbed::readers::{Ended, Stage, WARM_UP, compute, read, requesters, spawn};
+use rtvirtio_testbed::readers::{Io, Mode, Target};
+use rtvirtio_testbed::window::Count;
 use serde::{Deserialize, Serialize};
 
-use super::requester::Ended;
-use super::window::{Stage, WARM_UP, compute, read, requesters, spawn};
-use super::{Io, Mode, Target, usable_cpus};
 use crate::experiment::Experiment;
 use crate::stats::Spread;
 use crate::verdict::Verdict;
-use crate::window::{COUNTING, Count, EndPhase};
-use rtvirtio_calibrate::load::MachineSample;
 
 /// Time with a load, and without.
 const PHASE: Duration = Duration::from_secs(1);
@@ -155,7 +155,7 @@ impl Experiment for Benchmark {
         &repetition: &u32,
         interrupted: &Interrupted,
     ) -> Result<Run> {
-        let cpus = usable_cpus()?;
+        let cpus = usable()?.len();
         let io = Io { target: Target::Emulated, mode: Mode::Adaptive, threads: 1 };
         let requester = requesters(io, None)?.pop().context("one thread has one ring")?;
         let tokens = Arc::new(Tokens::new().context("no tokens without /proc (mount it)")?);
@@ -166,7 +166,7 @@ impl Experiment for Benchmark {
         let length = WARM_UP + PHASE * (2 * self.cycles + 1);
         let bins = (length.as_nanos() / BIN.as_nanos()) as usize;
         std::thread::scope(|scope| {
-            let end = EndPhase(&stage.phase);
+            let end = stage.phase.ended_by_drop();
             let gate = stage.gate.write();
             let (there, arrived) = channel();
             let (tokens, stage, reads, mine) = (&tokens, &stage, &reads, there.clone());
@@ -196,12 +196,12 @@ impl Experiment for Benchmark {
             wait(WARM_UP, interrupted)?;
             let machine = MachineSample::now()?;
             let begin = *origin.get_or_init(Instant::now);
-            stage.phase.store(COUNTING, Ordering::Relaxed);
+            stage.phase.count();
             let mut switches = Vec::new();
             for number in 1..=2 * self.cycles {
                 let until = begin + PHASE * number;
                 wait(until.saturating_duration_since(Instant::now()), interrupted)?;
-                ensure!(!stage.is_over(), "the I/O thread ended early");
+                ensure!(!stage.phase.is_over(), "the I/O thread ended early");
                 let load = number % 2 == 1;
                 stage.load.store(load, Ordering::Relaxed);
                 switches.push(Switch { at_s: begin.elapsed().as_secs_f64(), load });

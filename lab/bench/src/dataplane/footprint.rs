@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_host::interrupt::{Interrupted, wait};
+use rtvirtio_testbed::client::{Client, Endpoint, Queue, Shape};
+use rtvirtio_testbed::cpu::ProcessCpu;
+use rtvirtio_testbed::load::BLOCK;
+use rtvirtio_testbed::server::{Configuration, Server};
 use serde::Serialize;
 
-use super::BLOCK;
-use super::client::{Client, Endpoint, Queue, Shape};
-use super::cpu::ProcessCpu;
-use super::server::{Configuration, Server};
 use crate::table::Table;
 
 /// What a daemon may have resident, MiB: itself, and each idle queue.

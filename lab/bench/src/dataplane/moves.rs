@@ -1,20 +1,14 @@
 //! Queues moved between IOThreads while a load runs whose content is checked.
 //!
 //! A *stage* is a server of its own (4 queues, 2 IOThreads), a load by the
-//! [verifier](super::verify), and threads that move random queues to the other
+//! [verifier](rtvirtio_testbed::verify), and threads that move random queues to the other
 //! IOThread by the control API, paced. A *pause* is what the server says: from
 //! letting a queue go to taking it up. A queue that is not started does not move
 //! in this sense (its pause is 0), and does not count.
 //!
-//! - `wake`: how late a thread wakes that another one wakes, in the same time.
-//! - `resets`: a front end that stops and starts rings.
-//!
 //! A stage passes when no completion was lost, repeated or misplaced, moves were as
 //! many as asked for, and the p99 of pauses is at most [`LIMIT`] if a core was idle,
 //! else at most `FACTOR` times the p99 of wake-ups.
-
-mod resets;
-mod wake;
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -22,22 +16,23 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use hdrhistogram::Histogram;
+use rtvirtio_calibrate::load::MachineSample;
 use rtvirtio_host::dataplane::{ControlClient, ControlFault};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::control::{MoveQueue, Moved};
 use rtvirtio_spec::run::Machine;
+use rtvirtio_testbed::named;
+use rtvirtio_testbed::random::Random;
+use rtvirtio_testbed::resets::Resets;
+use rtvirtio_testbed::scratch::{open_raw, path_of};
+use rtvirtio_testbed::server::{Configuration, rtvirtio, serve, whole};
+use rtvirtio_testbed::verify::{Options, Report, Verifier, unique};
+use rtvirtio_testbed::wakes::Wakes;
+use rtvirtio_testbed::window::{durations, p99_us};
 use rtvirtio_units::{Bytes, IoThreadName, Nanos};
 use serde::Serialize;
 
-use super::load::Random;
-use super::server::{Configuration, rtvirtio, serve, whole};
-use super::verify::{Options, Report, Verifier, unique};
 use crate::experiment::seconds;
-use crate::scratch::{open_raw, path_of};
-use crate::window::p99_us;
-use resets::Resets;
-use rtvirtio_calibrate::load::MachineSample;
-use wake::Wakes;
 
 /// Pause at p99 while a core is idle.
 pub const LIMIT: Duration = Duration::from_millis(1);
@@ -324,7 +319,7 @@ impl Moves {
             pause: Lateness::of(&all.pauses),
             wake: Lateness::of(&wake),
             machine,
-            cpus: std::thread::available_parallelism().map_or(1, usize::from),
+            cpus: rtvirtio_testbed::cpu::available(),
             load: verifier.report().clone(),
         })
     }
@@ -335,11 +330,6 @@ fn configuration(socket: &Path, control: &Path, engine: &str) -> String {
     Configuration::new(Some(control), IOTHREADS.map(|_| None))
         .disk(disk, socket, QUEUES, engine)
         .text()
-}
-
-/// Durations from 1 ns to 10 s, to 1 %.
-fn durations() -> Result<Histogram<u64>> {
-    Ok(Histogram::new_with_bounds(1, 10_000_000_000, 2)?)
 }
 
 /// What a mover was answered.

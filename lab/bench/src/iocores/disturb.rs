@@ -32,20 +32,20 @@ use rtvirtio_sim::scenario::{Load, Phase, PhaseKind, Scenario, Span, Stream, Vm}
 use rtvirtio_spec::control::{MoveQueue, SetPolicy};
 use rtvirtio_spec::run::{Canary, Machine};
 use rtvirtio_spec::serve::{Policy, wire};
+use rtvirtio_testbed::awake::Awake;
+use rtvirtio_testbed::client::MAX_DEPTH;
+use rtvirtio_testbed::named;
+use rtvirtio_testbed::scenario::{AREA, Clock, Tally, cpus};
+use rtvirtio_testbed::server::rtvirtio;
+use rtvirtio_testbed::window::us;
 use rtvirtio_units::{Bytes, IoThreadName, Iops, Nanos};
 use rustix::process::setpriority_process;
 use rustix::thread::gettid;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::awake::Awake;
 use super::cell::Settings;
-use super::client::{AREA, Tally};
-use super::machine::cpus;
-use super::trial::{LEAD, Trial, duration};
-use super::vcpus::Clock;
-use crate::dataplane::client::MAX_DEPTH;
-use crate::dataplane::server::rtvirtio;
+use super::trial::{Measured, duration, trial};
 use crate::experiment::{Experiment, Report};
 use crate::stats::{Runs, Spread, median, runs};
 use crate::table::Table;
@@ -107,14 +107,14 @@ pub struct Side {
 
 impl Side {
     fn of<'a>(seconds: impl Iterator<Item = &'a Tally>) -> Result<Self> {
-        let us = |of: &Tally, quantile| of.latencies.value_at_quantile(quantile) as f64 / 1e3;
         let mut all = Tally::new()?;
         let mut seconds_p99_us = Vec::new();
         for second in seconds {
-            all.latencies.add(&second.latencies)?;
-            seconds_p99_us.push(us(second, 0.99));
+            all.add(second)?;
+            seconds_p99_us.push(us(&second.latencies, 0.99));
         }
-        let [p50_us, p99_us, p999_us] = [0.5, 0.99, 0.999].map(|quantile| us(&all, quantile));
+        let [p50_us, p99_us, p999_us] =
+            [0.5, 0.99, 0.999].map(|quantile| us(&all.latencies, quantile));
         Ok(Self { seconds_p99_us, n: all.latencies.len(), p50_us, p99_us, p999_us })
     }
 
@@ -226,18 +226,11 @@ impl Benchmark {
         let settings =
             Settings { queues: QUEUES, cpu_us: self.cpu_us, kib_ns: 0, ..Settings::default() };
         let policy = Policy::Advise.name();
-        let trial = Trial {
-            program: &rtvirtio()?,
-            settings: &settings,
-            scenario,
-            policy,
-            threads: 2,
-            vcpus: None,
-            lead: LEAD,
-        };
+        let program = rtvirtio()?;
+        let trial = trial(&program, &settings, scenario, (policy, 2));
         let done = AtomicU64::new(0);
         let awake = Awake::keep(&cpus()?)?;
-        let measured = trial.run_beside(interrupted, |control, clock| {
+        let measured = Measured::of(&trial, interrupted, |control, clock| {
             setpriority_process(Some(gettid()), NICE).context("be nice")?;
             let who = Disturber { control, clock, done: &done };
             let mut readers = Vec::new();

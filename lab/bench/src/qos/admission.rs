@@ -18,24 +18,24 @@ use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_qos::admission::{self, Wish};
 use rtvirtio_qos::{Device, Promise, Rate};
 use rtvirtio_spec::run::Canary;
+use rtvirtio_testbed::curve::Curve;
+use rtvirtio_testbed::neighbour::Neighbour;
+use rtvirtio_testbed::scratch::{Backing, ScratchDisk, SsdConfig};
+use rtvirtio_testbed::server::rtvirtio;
+use rtvirtio_testbed::tasks::{Between, Plan};
+use rtvirtio_testbed::trial::{DISK, Sharing};
+use rtvirtio_testbed::trial::{Trial, WARM_UP};
 use rtvirtio_units::{Bytes, BytesPerSecond, Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
-pub use sets::Task;
-use sets::{MAX_TASKS, SETS, Set, sets, utilisation};
-
-use super::cell::{self, disturbance};
-use super::clients::{Between, Plan};
-use super::configuration::{DISK, Sharing};
-use super::curve::Curve;
-use super::neighbour::Neighbour;
-use super::trial::{Measured, Trial, WARM_UP};
-use crate::dataplane::server::rtvirtio;
+use super::cell::{self, Measured, disturbance};
 use crate::experiment::{Experiment, Report, seconds};
-use crate::scratch::{Backing, ScratchDisk, SsdConfig};
 use crate::stats::rate;
 use crate::table::{NOTHING, Table};
 use crate::verdict::{self, Verdict};
+use sets::{MAX_TASKS, SETS, Set, sets, utilisation};
+
+pub use sets::Task;
 
 /// Of the sets that are admitted, those that must be met: the mark.
 const ADMITTED_MET: f64 = 0.95;
@@ -233,7 +233,7 @@ impl Experiment for Benchmark {
         };
         let used = utilisation(&curve.device, &set.tasks);
         let refused = refusal(&curve, &set.tasks);
-        Ok(cell(set.clone(), used, refused, trial.run(interrupted)?))
+        Ok(cell(set.clone(), used, refused, Measured::of(&trial, interrupted)?))
     }
 
     fn discarded(cell: &Cell) -> Option<&str> {

@@ -23,15 +23,16 @@ use rtvirtio_calibrate::testbed::DeviceUnderTest as _;
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::run::{Cell, CellKey};
+use rtvirtio_testbed::curve::Curve;
+use rtvirtio_testbed::device::Testbed;
+use rtvirtio_testbed::guests::{Accelerator, GuestImage};
+use rtvirtio_testbed::scratch::{Backing, ScratchDisk};
+use rtvirtio_testbed::server::rtvirtio;
 use rtvirtio_units::{Bytes, Iops, Nanos};
 
-use super::curve::Curve;
 use crate::campaign::DATA_PLANE;
-use crate::cell::{CellContext, Testbed};
-use crate::dataplane::server::rtvirtio;
+use crate::cell::CellContext;
 use crate::experiment::{Experiment, Report};
-use crate::guests::{Accelerator, GuestImage};
-use crate::scratch::{Backing, ScratchDisk};
 use crate::stats::median;
 use crate::verdict::{self, Outcome, Verdict};
 

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use rtvirtio_bench::guests::{Accelerator, GuestImage};
 use rtvirtio_host::interrupt::{Interrupted, InterruptedError};
+use rtvirtio_testbed::guests::{Accelerator, GuestImage};
 
 /// What a benchmark's VMs are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]

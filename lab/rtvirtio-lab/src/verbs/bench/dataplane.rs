@@ -7,10 +7,10 @@ use anyhow::{Context, Result};
 use rtvirtio_bench::dataplane::Benchmark;
 use rtvirtio_bench::dataplane::footprint::{self, Footprint};
 use rtvirtio_bench::dataplane::moves::{Moves, Shown, Stage};
-use rtvirtio_bench::dataplane::server::rtvirtio;
-use rtvirtio_bench::dataplane::verify::{self, Options, Report};
 use rtvirtio_bench::experiment::seconds;
 use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_testbed::server::rtvirtio;
+use rtvirtio_testbed::verify::{self, Options, Report};
 
 use super::Of;
 use crate::{Outcome, input};

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rtvirtio_bench::experiment::Experiment as _;
-use rtvirtio_bench::guests::Accelerator;
 use rtvirtio_bench::iothreads::{Benchmark, Service, VCPUS, backend, rows, table};
 use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_testbed::guests::Accelerator;
 use serde_json::json;
 
 use crate::verbs::guests::ImageArgs;
@@ -92,7 +92,7 @@ fn notes(accelerator: Accelerator) -> Vec<String> {
     if accelerator == Accelerator::Tcg {
         notes.extend([GUEST_BOUND.to_owned(), NO_KVM.to_owned()]);
     }
-    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let cpus = rtvirtio_testbed::cpu::available();
     // The most that want a CPU: vCPUs, two IOThreads, the main loop.
     if cpus < VCPUS as usize + 3 {
         notes.push(format!(
