@@ -60,21 +60,20 @@ mod table;
 mod tests;
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use rtvirtio_completion::Costs;
-use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::run::{Canary, Machine};
 use rtvirtio_testbed::cpu::usable;
 use rtvirtio_testbed::readers::{
-    self, AROUND, CpuSeconds, Io, Measured, Mode, Target, TestFile, WARM_UP,
+    AROUND, CpuSeconds, Io, Measured, Mode, Target, TestFile, Threads, WARM_UP,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use crate::experiment::{self, Experiment, Report, seconds};
+use crate::experiment::{self, Experiment, Report, Run, seconds};
 use crate::lines::Lines;
 use matrix::{Extent, Matrix};
 
@@ -293,21 +292,14 @@ impl Experiment for Benchmark {
         WARM_UP + self.window + AROUND
     }
 
-    fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
-        let (cpus, window_s) = (usable()?.len(), self.window.as_secs_f64());
+    fn foreign(&self, cell: &Cell) -> Option<&'static str> {
+        let (cpus, window_s) = (usable().ok()?.len(), self.window.as_secs_f64());
+        let is_same = cell.cpus == cpus && (cell.window_s - window_s).abs() < 1e-6;
         // Where nothing is measured, what is there may be of any window.
-        ensure!(
-            self.live
-                || cells
-                    .iter()
-                    .all(|cell| cell.cpus == cpus && (cell.window_s - window_s).abs() < 1e-6),
-            "{} holds cells of another window or number of CPUs (use another --out)",
-            out.display()
-        );
-        Ok(())
+        (!is_same && !self.live).then_some("another window or number of CPUs")
     }
 
-    fn set_up(&self, missing: &[CellKey], _: &Path, _: &Interrupted) -> Result<Self::Setup> {
+    fn set_up(&self, missing: &[CellKey], _: &Run<'_>) -> Result<Self::Setup> {
         let reads_file = missing.iter().any(|key| key.io.is_some_and(|io| io.target.is_file()));
         let file = reads_file.then(|| TestFile::make(&self.directory)).transpose()?;
         Ok((file, Costs::calibrate()))
@@ -317,17 +309,18 @@ impl Experiment for Benchmark {
         &self,
         (file, costs): &mut Self::Setup,
         key: &CellKey,
-        interrupted: &Interrupted,
+        run: &Run<'_>,
     ) -> Result<Cell> {
-        let threads = (key.io, key.compute, key.repetition.into());
-        let measured = readers::measure(threads, file.as_ref(), *costs, self.window, interrupted)?;
+        let (seed, file) = (key.repetition.into(), file.as_ref());
+        let threads = Threads { io: key.io, compute: key.compute, seed, file, costs: *costs };
+        let measured = threads.measure(self.window, run.interrupted)?;
         Ok(Cell::new(*key, self.window, usable()?.len(), &measured))
     }
 
     /// Also what an earlier command left of the other kind.
-    fn report(&self, cells: &[Cell], out: &Path, _: &Interrupted) -> Result<Report> {
-        let live = Lines::open(&out.join(live::Benchmark::FILE))?.into_all();
-        let commands = std::fs::read_to_string(out.join("commands.txt")).unwrap_or_default();
+    fn report(&self, cells: &[Cell], run: &Run<'_>) -> Result<Report> {
+        let live = Lines::open(&run.out.join(live::Benchmark::FILE))?.into_all();
+        let commands = std::fs::read_to_string(run.out.join("commands.txt")).unwrap_or_default();
         let verdicts = judge::verdicts(cells, (!live.is_empty()).then(|| live::verdict(&live)));
         let page = page::render(cells, &live, &verdicts, commands.lines());
         let text = table::render(cells, &verdicts);
@@ -335,11 +328,10 @@ impl Experiment for Benchmark {
         Ok(Report::of(text, json).with("report.html", page))
     }
 
-    fn run(&self, out: &Path, interrupted: &Interrupted) -> Result<Vec<Cell>> {
+    fn run(&self, run: &Run<'_>) -> Result<Vec<Cell>> {
         if self.live {
-            live::Benchmark { repetitions: self.repetitions, cycles: CYCLES }
-                .run(out, interrupted)?;
+            live::Benchmark { repetitions: self.repetitions, cycles: CYCLES }.run(run)?;
         }
-        experiment::run(self, out, interrupted)
+        experiment::complete(self, run)
     }
 }

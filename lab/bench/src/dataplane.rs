@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
-use rtvirtio_host::interrupt::{Interrupted, wait};
+use rtvirtio_host::interrupt::wait;
 use rtvirtio_spec::run::Machine;
 use rtvirtio_testbed::client::Endpoint;
 use rtvirtio_testbed::load::{self, Load, Measured, Operation};
@@ -32,7 +32,7 @@ use rtvirtio_testbed::server::{Backing, ServerKind, Setup, listener, qsd_version
 use rtvirtio_units::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::experiment::{Experiment, Report, seconds};
+use crate::experiment::{Experiment, Report, Run, seconds};
 
 /// Requests behind a p99.99 that is judged.
 pub(crate) const MIN_FOR_TAIL: u64 = 1_000_000;
@@ -266,14 +266,14 @@ impl Experiment for Benchmark {
         self.seconds.max(tail) + AROUND + idle
     }
 
-    fn set_up(&self, missing: &[CellKey], _: &Path, _: &Interrupted) -> Result<Disks> {
+    fn set_up(&self, missing: &[CellKey], _: &Run<'_>) -> Result<Disks> {
         if missing.iter().any(|key| key.server == ServerKind::Qsd) {
             eprintln!("qemu-storage-daemon {}", qsd_version()?);
         }
         Disks::make(missing, &self.disk_directory)
     }
 
-    fn measure(&self, disks: &mut Disks, key: &CellKey, interrupted: &Interrupted) -> Result<Cell> {
+    fn measure(&self, disks: &mut Disks, key: &CellKey, run: &Run<'_>) -> Result<Cell> {
         let Case { medium, operation, queues, depth } = key.case;
         let load = Load {
             operation,
@@ -287,10 +287,10 @@ impl Experiment for Benchmark {
         let measured = match (key.server, self.servers()?.1) {
             (ServerKind::Socket, Some(socket)) => {
                 let server = listener(&socket)?;
-                load::run(Endpoint::Socket(&socket), Some(server), &load, interrupted)?
+                load::run(Endpoint::Socket(&socket), Some(server), &load, run.interrupted)?
             }
             (ServerKind::File, _) => {
-                load::run(Endpoint::File(&disks.file(medium)?), None, &load, interrupted)?
+                load::run(Endpoint::File(&disks.file(medium)?), None, &load, run.interrupted)?
             }
             _ => {
                 let directory = tempfile::Builder::new().prefix("rtvirtio-bench-").tempdir()?;
@@ -302,18 +302,18 @@ impl Experiment for Benchmark {
                     program: &self.program.clone().map_or_else(rtvirtio, Ok)?,
                     directory: directory.path(),
                 };
-                setup.start(interrupted)?.during(|server| {
+                setup.start(run.interrupted)?.during(|server| {
                     let endpoint = Endpoint::Socket(server.socket());
-                    load::run(endpoint, Some(server.id()), &load, interrupted)
+                    load::run(endpoint, Some(server.id()), &load, run.interrupted)
                 })?
             }
         };
         // What the last cell left to the kernel is not the next one's.
-        wait(Duration::from_millis(100), interrupted)?;
+        wait(Duration::from_millis(100), run.interrupted)?;
         Ok(Cell::new(*key, &measured))
     }
 
-    fn report(&self, cells: &[Cell], _: &Path, _: &Interrupted) -> Result<Report> {
+    fn report(&self, cells: &[Cell], _: &Run<'_>) -> Result<Report> {
         ensure!(!cells.is_empty(), "no cell was measured");
         let rows = marks::rows(cells);
         let (text, json) = (marks::text(&rows), marks::table(&rows).json());

@@ -31,7 +31,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use rtvirtio_cases::{Case, Tier};
 use rtvirtio_host::interrupt::Interrupted;
@@ -41,12 +41,12 @@ use rtvirtio_testbed::neighbour::Neighbour;
 use rtvirtio_testbed::scratch::{Backing, Disk};
 use rtvirtio_testbed::server::{qsd_version, rtvirtio};
 use rtvirtio_testbed::tasks::{Between, Plan, tasks};
-use rtvirtio_testbed::trial::{DISK, Sharing, Trial, WARM_UP, measured_curve};
+use rtvirtio_testbed::trial::{DISK, Sharing, Trial, measured_curve};
 use rtvirtio_units::Bytes;
 
 use crate::campaign;
 use crate::cell::CANARY_LIMIT;
-use crate::experiment::{Experiment, Report, seconds};
+use crate::experiment::{Experiment, Report, Run, seconds};
 use bounds::Bounds;
 use cell::{Cell, CellKey, Measured, NoiseFloor, Scheme, disturbance};
 
@@ -164,19 +164,11 @@ impl Experiment for Benchmark {
         Trial::duration(self.window(key)) + floors
     }
 
-    fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
-        if let Some(other) = cells.iter().find(|cell| cell.device != self.device()) {
-            bail!("{} has cells on {}: name another OUT", out.display(), other.device);
-        }
-        Ok(())
+    fn foreign(&self, cell: &Cell) -> Option<&'static str> {
+        (cell.device != self.device()).then_some("another device")
     }
 
-    fn set_up(
-        &self,
-        missing: &[CellKey],
-        _: &Path,
-        interrupted: &Interrupted,
-    ) -> Result<(Disk, Curve)> {
+    fn set_up(&self, missing: &[CellKey], run: &Run<'_>) -> Result<(Disk, Curve)> {
         if missing.iter().any(|key| key.scheme == Scheme::Throttle) {
             qsd_version()?;
         }
@@ -184,7 +176,7 @@ impl Experiment for Benchmark {
         let curve = match (&self.on, &self.profile) {
             (_, Some(profile)) => Curve::of_profile(&profile.capacity),
             (Backing::Ssd(name), None) => Curve::of_ssd(name.parse()?),
-            (Backing::Raw(_), None) => measured_curve(&rtvirtio()?, &disk.path(), interrupted)?,
+            (Backing::Raw(_), None) => measured_curve(&rtvirtio()?, &disk.path(), run.interrupted)?,
         };
         Ok((disk, curve))
     }
@@ -193,16 +185,16 @@ impl Experiment for Benchmark {
         &self,
         (disk, curve): &mut (Disk, Curve),
         key: &CellKey,
-        interrupted: &Interrupted,
+        run: &Run<'_>,
     ) -> Result<Cell> {
-        self.floored_cell(key, *curve, &disk.path(), interrupted)
+        self.floored_cell(key, *curve, &disk.path(), run.interrupted)
     }
 
     fn discarded(cell: &Cell) -> Option<&str> {
         cell.discarded.as_deref()
     }
 
-    fn report(&self, cells: &[Cell], _: &Path, _: &Interrupted) -> Result<Report> {
+    fn report(&self, cells: &[Cell], _: &Run<'_>) -> Result<Report> {
         let kernel = self.beside.as_deref().map(campaign::read).transpose()?.unwrap_or_default();
         let report = Report::new(table::table(cells, &kernel), cells)?;
         Ok(report.with("plot.svg", table::plot(cells, &kernel)))
@@ -250,16 +242,9 @@ impl Benchmark {
 
     /// The most urgent VM alone.
     fn floor(&self, key: &CellKey, device: &Path, interrupted: &Interrupted) -> Result<NoiseFloor> {
-        let trial = Trial {
-            program: &rtvirtio()?,
-            device,
-            sharing: Sharing::Free,
-            vms: &vms(key)?[..1],
-            background: None,
-            warm_up: WARM_UP,
-            window: FLOOR,
-            seed: seed(key),
-        };
+        let (program, vms) = (rtvirtio()?, vms(key)?);
+        let trial = Trial::new(&program, device, Sharing::Free, FLOOR);
+        let trial = Trial { vms: &vms[..1], seed: seed(key), ..trial };
         Ok(NoiseFloor::of(&Measured::of(&trial, interrupted)?.tasks))
     }
 
@@ -271,20 +256,14 @@ impl Benchmark {
         interrupted: &Interrupted,
     ) -> Result<Cell> {
         let vms = if key.scheme == Scheme::Alone { Vec::new() } else { vms(key)? };
-        let trial = Trial {
-            program: &rtvirtio()?,
-            device,
-            sharing: match key.scheme {
-                Scheme::Alone | Scheme::None => Sharing::Free,
-                Scheme::Qos => Sharing::Schedule(curve),
-                Scheme::Throttle => Sharing::Throttle,
-            },
-            vms: &vms,
-            background: Some(key.neighbour.background()),
-            warm_up: WARM_UP,
-            window: self.window(key),
-            seed: seed(key),
+        let sharing = match key.scheme {
+            Scheme::Alone | Scheme::None => Sharing::Free,
+            Scheme::Qos => Sharing::Schedule(curve),
+            Scheme::Throttle => Sharing::Throttle,
         };
+        let (program, background) = (rtvirtio()?, Some(key.neighbour.background()));
+        let trial = Trial::new(&program, device, sharing, self.window(key));
+        let trial = Trial { vms: &vms, background, seed: seed(key), ..trial };
         let Measured { mut tasks, background, seconds, canary, busy } =
             Measured::of(&trial, interrupted)?;
         if let (Some(profile), Scheme::Qos) = (&self.profile, key.scheme) {

@@ -1,4 +1,4 @@
-//! The CPUs that this process may use, and CPU time of a process: the nanoseconds of `/proc/PID/task/*/schedstat`, summed.
+//! The CPUs that this process may use; memory, threads and CPU time of a process: the nanoseconds of `/proc/PID/task/*/schedstat`, summed.
 //!
 //! `stat` counts ticks of 10 ms, too coarse for an idle server. A thread that has
 //! gone is in no `schedstat`; what it used is lost, so threads are held one by one
@@ -34,6 +34,35 @@ pub fn run_on(cpus: &[CpuId]) -> Result<()> {
 #[must_use]
 pub fn available() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Threads (`task`) or descriptors (`fd`) of a process.
+///
+/// # Errors
+/// If it has gone.
+pub fn entries(process: u32, of: &str) -> Result<usize> {
+    Ok(std::fs::read_dir(format!("/proc/{process}/{of}"))?.count())
+}
+
+/// What a process has in memory that it does not share, MiB.
+///
+/// # Errors
+/// If it has gone.
+pub fn resident_mib(process: u32) -> Result<f64> {
+    let text = std::fs::read_to_string(format!("/proc/{process}/status"))?;
+    let kib = |key: &str| {
+        let value = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+        let number = value.and_then(|v| v.trim().trim_end_matches(" kB").parse::<f64>().ok());
+        number.with_context(|| format!("no {key} in a process's status"))
+    };
+    Ok((kib("VmRSS")? - kib("RssShmem")?) / 1024.0)
+}
+
+/// Has this process have as many descriptors as it may: a client takes some ten for each queue.
+pub fn raise_descriptors() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
 }
 
 /// CPU time of each thread, ns.

@@ -192,15 +192,12 @@ impl Testbed {
             specification.vms.iter().partition(|vm| vm.is_background());
         let plans: Vec<Vec<Plan>> =
             vms.iter().map(|vm| vm.tasks.iter().filter_map(Plan::of_task).collect()).collect();
+        let device = &self.device().path;
         let trial = Trial {
-            program,
-            device: &self.device().path,
-            sharing: Sharing::Schedule(curve),
             vms: &plans,
             background: background.first().map(|_| DeepWriter.background()),
             warm_up: RAMP,
-            window,
-            seed: 0,
+            ..Trial::new(program, device, Sharing::Schedule(curve), window)
         };
         let recorded = trial.record(interrupted)?;
         let tasks = vms.iter().zip(recorded.tasks).flat_map(|(vm, records)| {

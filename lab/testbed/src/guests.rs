@@ -77,6 +77,26 @@ impl GuestImage {
     }
 }
 
+/// Where the guests' kernel is, as an argument.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ImageArgs {
+    /// What guests boot from: the directory that scripts/guest wrote
+    #[arg(long, value_name = "DIR", default_value = "target/guest")]
+    pub guest_image: PathBuf,
+}
+
+impl ImageArgs {
+    /// The image and what runs it.
+    ///
+    /// # Errors
+    /// If it is not there, or QEMU cannot be started at all.
+    pub fn find(&self, interrupted: &Interrupted) -> Result<(GuestImage, Accelerator)> {
+        let image = GuestImage::find(&self.guest_image)?;
+        let accelerator = Accelerator::probe(&image, interrupted)?;
+        Ok((image, accelerator))
+    }
+}
+
 named! {
     /// What runs a guest's instructions.
     pub enum Accelerator {

@@ -7,6 +7,7 @@
 //!   shares the device with them; [`trial`]: one server with such VMs for one window.
 //! - [`scenario`]: scenarios of the simulator, played for real.
 //! - [`verify`]: a load whose content tells where and when it was written. [`resets`]: a front end that stops its rings.
+//! - [`control`]: clients of the control API that ask for much. [`watcher`]: `rtvirtio watch`.
 //! - [`readers`]: threads that read beside threads that compute.
 //! - [`window`], [`cpu`], [`wakes`], [`awake`], [`random`]: what threads of a measurement look at, who used which CPU, how late
 //!   threads wake, CPUs that do not halt, numbers.
@@ -17,6 +18,7 @@ mod named;
 
 pub mod awake;
 pub mod client;
+pub mod control;
 pub mod cpu;
 pub mod curve;
 pub mod device;
@@ -33,4 +35,5 @@ pub mod tasks;
 pub mod trial;
 pub mod verify;
 pub mod wakes;
+pub mod watcher;
 pub mod window;

@@ -7,6 +7,7 @@
 //! allocation. A latency runs from the submission of its batch to the look at
 //! the clock when its end is seen.
 
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -15,9 +16,10 @@ use hdrhistogram::Histogram;
 use rtvirtio_calibrate::load::MachineSample;
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::run::Machine;
+use rtvirtio_units::CpuId;
 
 use crate::client::{Client, Endpoint, Queue, Shape};
-use crate::cpu::ProcessCpu;
+use crate::cpu::{ProcessCpu, run_on};
 use crate::random::Random;
 use crate::window::{Count, Phase, latencies};
 
@@ -222,4 +224,81 @@ fn worker(
         done.store(counted, Ordering::Relaxed);
     }
     Ok(latencies)
+}
+
+/// Keeps the queues of some disks full until the phase is over, on one CPU, and never sleeps: no server calls.
+///
+/// # Errors
+/// If a server refuses the client, fails a request, or completes nothing for 20 s.
+pub fn drive(
+    sockets: &[PathBuf],
+    cpu: Option<CpuId>,
+    depth: usize,
+    phase: &Phase,
+    done: &AtomicU64,
+) -> Result<()> {
+    let _end = phase.ended_by_drop();
+    if let Some(cpu) = cpu {
+        run_on(&[cpu])?;
+    }
+    let shape = Shape { queues: 1, depth, buffer: BLOCK };
+    let connect = |socket: &PathBuf| Client::connect(Endpoint::Socket(socket), shape);
+    let mut clients = sockets.iter().map(connect).collect::<Result<Vec<_>, _>>()?;
+    let blocks = clients.iter().map(Client::capacity).min().unwrap_or(0) / BLOCK as u64;
+    let mut random = Random::new(7);
+    let mut submit = |queue: &mut Queue, slot| {
+        let offset = random.below(blocks) * BLOCK as u64;
+        // 70 % reads, as the cases' tasks.
+        queue.transfer(random.below(10) < 7, slot, offset, BLOCK);
+    };
+    let mut queues: Vec<&mut Queue> = clients.iter_mut().flat_map(Client::queues).collect();
+    for queue in &mut queues {
+        (0..depth).for_each(|slot| submit(queue, slot));
+    }
+    let mut failed = 0;
+    let mut completed_at = Instant::now();
+    let mut rounds = 0_u32;
+    while !phase.is_over() {
+        let mut ended = 0;
+        for queue in &mut queues {
+            ended += queue.poll(|queue, request| {
+                failed = failed.min(request.result);
+                submit(queue, request.slot);
+            })?;
+        }
+        ensure!(failed == 0, "a request failed: errno {}", -failed);
+        done.fetch_add(ended as u64, Ordering::Relaxed);
+        // A look at the clock costs as much as a request.
+        rounds = rounds.wrapping_add(1);
+        if rounds.is_multiple_of(1024) {
+            if ended > 0 {
+                completed_at = Instant::now();
+            }
+            let silent = completed_at.elapsed();
+            ensure!(silent < PATIENCE, "no request completed for {} s", PATIENCE.as_secs());
+        }
+    }
+    for queue in queues {
+        while queue.flying() > 0 && queue.wait(PATIENCE, |_, _| ())? > 0 {}
+    }
+    Ok(())
+}
+
+/// Writes a block of `mark` at a place of the disk, and reads it.
+///
+/// # Errors
+/// If a request fails, or the block holds something else.
+pub fn write_and_read(queue: &mut Queue, at: u64, mark: u8) -> Result<()> {
+    for is_write in [true, false] {
+        queue.buffer(0).fill(if is_write { mark } else { 0 });
+        queue.transfer(!is_write, 0, at, BLOCK);
+        let (mut result, deadline) = (None, Instant::now() + PATIENCE);
+        // It may come back early, with nothing.
+        while result.is_none() && Instant::now() < deadline {
+            queue.wait(PATIENCE, |_, ended| result = Some(ended.result))?;
+        }
+        ensure!(result == Some(0), "a request ended with {result:?}");
+    }
+    ensure!(queue.buffer(0).iter().all(|byte| *byte == mark), "a write is lost");
+    Ok(())
 }

@@ -136,7 +136,7 @@ pub struct Stage {
     /// Whether compute threads compute.
     pub load: AtomicBool,
     /// Held for writing until all threads are to begin.
-    pub gate: RwLock<()>,
+    gate: RwLock<()>,
 }
 
 impl Stage {
@@ -157,10 +157,7 @@ impl Stage {
 }
 
 /// Every I/O thread's ring and memory.
-///
-/// # Errors
-/// With a remedy, if they cannot be had.
-pub fn requesters<'a>(io: Io, file: Option<&'a TestFile>) -> Result<Vec<Requester<'a>>> {
+fn requesters<'a>(io: Io, file: Option<&'a TestFile>) -> Result<Vec<Requester<'a>>> {
     let file = file.filter(|_| io.target.is_file()).map(TestFile::file);
     ensure!(file.is_some() || !io.target.is_file(), "there is no file to read");
     let mut all: Vec<Requester<'a>> = Vec::new();
@@ -177,7 +174,7 @@ pub fn requesters<'a>(io: Io, file: Option<&'a TestFile>) -> Result<Vec<Requeste
 
 /// Reads until the phase is over; `record` is told of each request of the window: when it ended, what
 /// it took, and how its end was seen.
-pub fn read(
+fn read(
     requester: &Requester<'_>,
     (io, seed): (Io, u64),
     (tokens, costs): (&Arc<Tokens>, Costs),
@@ -213,7 +210,7 @@ pub fn read(
 }
 
 /// Counts until the phase is over, and rests while there is to be no load.
-pub fn compute(stage: &Stage, there: Sender<u32>, done: &Count) {
+fn compute(stage: &Stage, there: Sender<u32>, done: &Count) {
     stage.enter(there);
     let mut iterations = 0_u64;
     while !stage.phase.is_over() {
@@ -228,74 +225,117 @@ pub fn compute(stage: &Stage, there: Sender<u32>, done: &Count) {
     }
 }
 
-/// Runs a cell.
-///
-/// # Errors
-/// If a ring or thread cannot be had, if a request fails; if interrupted.
-pub fn measure(
-    (io, compute_threads, seed): (Option<Io>, usize, u64),
-    file: Option<&TestFile>,
-    costs: Costs,
-    window: Duration,
-    interrupted: &Interrupted,
-) -> Result<Measured> {
-    let requesters = io.map(|io| requesters(io, file)).transpose()?.unwrap_or_default();
-    let tokens = Arc::new(Tokens::new().context("no tokens without /proc (mount it)")?);
-    let (reads, counts) = (Count::some(requesters.len()), Count::some(compute_threads));
-    let stage = Stage::new(true);
-    std::thread::scope(|scope| {
-        // Whatever happens, the threads are let go (the gate, which is dropped first) and end.
-        let end = stage.phase.ended_by_drop();
-        let gate = stage.gate.write();
-        let mut readers = Vec::new();
-        let (there, readers_there) = channel();
-        for (index, (requester, done)) in requesters.into_iter().zip(&reads).enumerate() {
-            let Some(io) = io else { break };
-            let seed = seed << 32 | index as u64;
-            let (tokens, stage, there) = (&tokens, &stage, there.clone());
-            let body = move || -> Result<(Histogram<u64>, u64)> {
-                let mut latencies = latencies()?;
-                let mut spun = 0;
-                let record = |_: Instant, took: Duration, ended: Ended| {
-                    latencies.saturating_record(took.as_nanos() as u64);
-                    spun += u64::from(ended == Ended::Spun);
+/// What is to run.
+#[derive(Debug, Clone, Copy)]
+pub struct Threads<'a> {
+    /// Those that read; none: there are none.
+    pub io: Option<Io>,
+    /// How many compute.
+    pub compute: usize,
+    /// Of what is read.
+    pub seed: u64,
+    /// What is read, if it is of a file.
+    pub file: Option<&'a TestFile>,
+    /// Of waits.
+    pub costs: Costs,
+}
+
+/// Threads that run.
+pub struct Running<'a, 'scope> {
+    reads: &'a [Count],
+    counts: &'a [Count],
+    io: BTreeSet<u32>,
+    compute: BTreeSet<u32>,
+    computers: Vec<ScopedJoinHandle<'scope, ()>>,
+}
+
+impl Running<'_, '_> {
+    /// Has compute threads see what has changed for them.
+    pub fn wake(&self) {
+        self.computers.iter().for_each(|computer| computer.thread().unpark());
+    }
+}
+
+impl Threads<'_> {
+    /// Runs them while `observe` looks at them, and returns what it found and the readers' records: each has an `empty` one, in
+    /// which `record` notes requests of the window.
+    ///
+    /// # Errors
+    /// If a ring or thread cannot be had, if a request fails; those of `observe`.
+    pub fn run<R: Send, T>(
+        &self,
+        stage: &Stage,
+        empty: impl Fn() -> Result<R> + Sync,
+        record: impl Fn(&mut R, Instant, Duration, Ended) + Sync,
+        observe: impl FnOnce(&Running<'_, '_>) -> Result<T>,
+    ) -> Result<(Vec<R>, T)> {
+        let requesters = self.io.map(|io| requesters(io, self.file)).transpose()?;
+        let requesters = requesters.unwrap_or_default();
+        let tokens = Arc::new(Tokens::new().context("no tokens without /proc (mount it)")?);
+        let (reads, counts) = (Count::some(requesters.len()), Count::some(self.compute));
+        std::thread::scope(|scope| {
+            // Whatever happens, the threads are let go (the gate, which is dropped first) and end.
+            let end = stage.phase.ended_by_drop();
+            let gate = stage.gate.write();
+            let mut readers = Vec::new();
+            let (there, readers_there) = channel();
+            for (index, (requester, done)) in requesters.into_iter().zip(&reads).enumerate() {
+                let Some(io) = self.io else { break };
+                let seed = self.seed << 32 | index as u64;
+                let (tokens, costs, there) = (&tokens, self.costs, there.clone());
+                let (empty, record) = (&empty, &record);
+                let body = move || -> Result<R> {
+                    let mut into = empty()?;
+                    let record = |now, took, ended| record(&mut into, now, took, ended);
+                    read(&requester, (io, seed), (tokens, costs), (stage, there), done, record)?;
+                    Ok(into)
                 };
-                read(&requester, (io, seed), (tokens, costs), (stage, there), done, record)?;
-                Ok((latencies, spun))
-            };
-            readers.push(spawn(scope, format!("read-{index}"), body)?);
-        }
-        drop(there);
-        let (there, computers_there) = channel();
-        for (index, done) in counts.iter().enumerate() {
-            let (stage, there) = (&stage, there.clone());
-            spawn(scope, format!("compute-{index}"), move || compute(stage, there, done))?;
-        }
-        drop(there);
-        let io_threads: BTreeSet<u32> = readers_there.iter().collect();
-        let computing: BTreeSet<u32> = computers_there.iter().collect();
-        drop(gate);
-        let mut observed =
-            observe(&stage, (&reads, &counts), (&io_threads, &computing), window, interrupted);
-        drop(end);
-        for reader in readers {
-            // What a thread says of its end tells more than that it has ended.
-            let (latencies, spun) =
-                reader.join().map_err(|_| anyhow!("an I/O thread failed"))??;
-            if let Ok(observed) = &mut observed {
-                observed.latencies.add(&latencies)?;
-                observed.spun += spun;
+                readers.push(spawn(scope, format!("read-{index}"), body)?);
             }
+            drop(there);
+            let (mut computers, (there, computers_there)) = (Vec::new(), channel());
+            for (index, done) in counts.iter().enumerate() {
+                let there = there.clone();
+                let body = move || compute(stage, there, done);
+                computers.push(spawn(scope, format!("compute-{index}"), body)?);
+            }
+            drop(there);
+            let (io, compute) = (readers_there.iter().collect(), computers_there.iter().collect());
+            let running = Running { reads: &reads, counts: &counts, io, compute, computers };
+            drop(gate);
+            let observed = observe(&running);
+            drop(end);
+            // What a thread says of its end tells more than that it has ended.
+            let records = readers
+                .into_iter()
+                .map(|reader| reader.join().map_err(|_| anyhow!("an I/O thread failed"))?);
+            Ok((records.collect::<Result<_>>()?, observed?))
+        })
+    }
+
+    /// Runs them for one window.
+    ///
+    /// # Errors
+    /// As [`Threads::run`]; if interrupted.
+    pub fn measure(&self, window: Duration, interrupted: &Interrupted) -> Result<Measured> {
+        let record = |(latencies, spun): &mut (Histogram<u64>, u64), _, took: Duration, ended| {
+            latencies.saturating_record(took.as_nanos() as u64);
+            *spun += u64::from(ended == Ended::Spun);
+        };
+        let stage = Stage::new(true);
+        let observe = |running: &Running<'_, '_>| observe(&stage, running, window, interrupted);
+        let (records, mut measured) =
+            self.run(&stage, || Ok((latencies()?, 0)), record, observe)?;
+        for (latencies, spun) in records {
+            measured.latencies.add(&latencies)?;
+            measured.spun += spun;
         }
-        observed
-    })
+        Ok(measured)
+    }
 }
 
 /// A thread of a scope.
-///
-/// # Errors
-/// If the kernel has none left.
-pub fn spawn<'scope, T: Send + 'scope>(
+fn spawn<'scope, T: Send + 'scope>(
     scope: &'scope std::thread::Scope<'scope, '_>,
     name: String,
     body: impl FnOnce() -> T + Send + 'scope,
@@ -309,8 +349,7 @@ pub fn spawn<'scope, T: Send + 'scope>(
 /// Warms up, and sees what happens in the window. Latencies are the threads' to add.
 fn observe(
     stage: &Stage,
-    (reads, counts): (&[Count], &[Count]),
-    (io_threads, compute_threads): (&BTreeSet<u32>, &BTreeSet<u32>),
+    running: &Running<'_, '_>,
     window: Duration,
     interrupted: &Interrupted,
 ) -> Result<Measured> {
@@ -318,9 +357,10 @@ fn observe(
     let me = std::process::id();
     let (watch, cpu) = (Watch::start()?, ProcessCpu::of(me)?);
     stage.phase.count();
-    let before = (Count::sum(reads), Count::sum(counts));
+    let sums = || (Count::sum(running.reads), Count::sum(running.counts));
+    let before = sums();
     let counted = stage.phase.counted(window, interrupted);
-    let after = (Count::sum(reads), Count::sum(counts));
+    let after = sums();
     stage.phase.close();
     let now = ProcessCpu::of(me)?;
     let Watched { seconds, machine, canary } = watch.stop()?;
@@ -334,8 +374,8 @@ fn observe(
         spun: 0,
         iterations: after.1 - before.1,
         cpu: CpuSeconds {
-            io: cpu_seconds(io_threads),
-            compute: cpu_seconds(compute_threads),
+            io: cpu_seconds(&running.io),
+            compute: cpu_seconds(&running.compute),
             process: now.since(&cpu) as f64 / 1e9,
         },
         machine,

@@ -1,7 +1,7 @@
 //! Servers under test, as child processes that never outlive the benchmark.
 
 use std::fs::File;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -14,6 +14,8 @@ use crate::curve::Curve;
 
 /// How long a server may take to listen.
 const START: Duration = Duration::from_secs(10);
+/// How long one may take to say that it serves.
+const NOTIFY: Duration = Duration::from_secs(30);
 /// How long a server may take to end.
 const END: Duration = Duration::from_secs(10);
 
@@ -335,6 +337,46 @@ impl Server {
             wait(Duration::from_millis(5), interrupted)?;
         }
         Ok(server)
+    }
+
+    /// As [`Server::serving`], and how long it took until it said that it serves (`sd_notify(3)`).
+    ///
+    /// # Errors
+    /// The same, and if it does not say so.
+    pub fn timed(
+        program: &Path,
+        toml: &str,
+        directory: &Path,
+        socket: &Path,
+        interrupted: &Interrupted,
+    ) -> Result<(Self, Duration)> {
+        let notify = directory.join("notify");
+        let listener = UnixDatagram::bind(&notify)?;
+        // It may write as another user.
+        let all = std::os::unix::fs::PermissionsExt::from_mode(0o666);
+        std::fs::set_permissions(&notify, all)?;
+        listener.set_read_timeout(Some(NOTIFY))?;
+        let configuration = directory.join("serve.toml");
+        std::fs::write(&configuration, toml)?;
+        let command = [
+            "env".to_owned(),
+            format!("NOTIFY_SOCKET={}", notify.display()),
+            program.display().to_string(),
+            "serve".to_owned(),
+            configuration.display().to_string(),
+        ];
+        let began = Instant::now();
+        let listener = std::thread::spawn(move || -> Result<(String, Instant)> {
+            let mut text = [0; 256];
+            let read = listener.recv(&mut text).context("the daemon says no word")?;
+            Ok((String::from_utf8_lossy(&text[..read]).into_owned(), Instant::now()))
+        });
+        let server = Self::start(&command, socket, directory, interrupted)?;
+        let Ok(heard) = listener.join() else { bail!("the listener for the daemon's word failed") };
+        let (word, at) = heard?;
+        ensure!(word.contains("READY=1"), "it said {word:?} instead of READY=1");
+        std::fs::remove_file(notify)?;
+        Ok((server, at - began))
     }
 
     /// Does `work`, and ends the server.

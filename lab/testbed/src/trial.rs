@@ -91,7 +91,19 @@ impl TaskRecord {
     }
 }
 
-impl Trial<'_> {
+impl<'a> Trial<'a> {
+    /// One without VMs yet.
+    #[must_use]
+    pub const fn new(
+        program: &'a Path,
+        device: &'a Path,
+        sharing: Sharing,
+        window: Duration,
+    ) -> Self {
+        let (vms, background, warm_up, seed) = (&[], None, WARM_UP, 0);
+        Self { program, device, sharing, vms, background, warm_up, window, seed }
+    }
+
     /// How long one with such a window takes.
     pub fn duration(window: Duration) -> Duration {
         WARM_UP + window + AROUND
@@ -212,16 +224,8 @@ impl<'scope, 'env, R: Clone + Send + 'scope> Clients<'scope, 'env, R> {
 pub fn measured_curve(program: &Path, device: &Path, interrupted: &Interrupted) -> Result<Curve> {
     let bandwidth = |block, depth, read_fraction, seconds| {
         let work = Work::Flood { block, depth, read_fraction };
-        let trial = Trial {
-            program,
-            device,
-            sharing: Sharing::Free,
-            vms: &[],
-            background: Some(Background { work, promise: None }),
-            warm_up: WARM_UP,
-            window: Duration::from_secs(seconds),
-            seed: 0,
-        };
+        let trial = Trial::new(program, device, Sharing::Free, Duration::from_secs(seconds));
+        let trial = Trial { background: Some(Background { work, promise: None }), ..trial };
         let bandwidth = trial.record(interrupted)?.background;
         ensure!(bandwidth > 0.0, "no request of {block} bytes ended within {seconds} s");
         Ok(bandwidth)

@@ -33,7 +33,7 @@ use rtvirtio_units::{Bytes, Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
 use super::cell::Scheme;
-use crate::experiment::{Experiment, Report, seconds};
+use crate::experiment::{self, Experiment, Report, seconds};
 use crate::plot::{Chart, Weight, sheet};
 use crate::stats::range;
 use crate::table::Table;
@@ -156,7 +156,7 @@ impl Experiment for Benchmark {
         WARM_UP + 4 * self.phase + AROUND
     }
 
-    fn set_up(&self, _: &[RunKey], _: &Path, _: &Interrupted) -> Result<ScratchDisk> {
+    fn set_up(&self, _: &[RunKey], _: &experiment::Run<'_>) -> Result<ScratchDisk> {
         let size = Bytes::new(DISK * (u64::from(VMS) + 1));
         ScratchDisk::start(&Backing::Ssd(self.ssd.clone()), size, 1)
     }
@@ -165,14 +165,14 @@ impl Experiment for Benchmark {
         &self,
         disk: &mut ScratchDisk,
         key: &RunKey,
-        interrupted: &Interrupted,
+        run: &experiment::Run<'_>,
     ) -> Result<Run> {
-        let run = self.one(*key, disk, interrupted)?;
+        let changed = self.one(*key, disk, run.interrupted)?;
         disk.slow_down(1)?;
-        Ok(run)
+        Ok(changed)
     }
 
-    fn report(&self, runs: &[Run], _: &Path, _: &Interrupted) -> Result<Report> {
+    fn report(&self, runs: &[Run], _: &experiment::Run<'_>) -> Result<Report> {
         Ok(Report::new(table(runs), runs)?.with("plot.svg", plot(runs)))
     }
 }

@@ -12,32 +12,27 @@
 //! which they waited for another one to leave it.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use rtvirtio_host::dataplane::ControlClient;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::control::IoThreadState;
 use rtvirtio_spec::run::Machine;
-use rtvirtio_testbed::client::{Client, Endpoint, Queue, Shape};
-use rtvirtio_testbed::cpu::{available, run_on, usable};
+use rtvirtio_testbed::cpu::{available, usable};
 use rtvirtio_testbed::curve::Curve;
 use rtvirtio_testbed::load;
-use rtvirtio_testbed::random::Random;
 use rtvirtio_testbed::server::{Configuration, rtvirtio, serve};
-use rtvirtio_testbed::tasks::PATIENCE;
 use rtvirtio_testbed::trial::socket;
 use rtvirtio_testbed::window::{Count, Phase};
 use rtvirtio_units::{CpuId, Nanos};
 use serde::{Deserialize, Serialize};
 
-use crate::experiment::{Experiment, Report, seconds};
+use crate::experiment::{Experiment, Report, Run, seconds};
 use crate::stats::{Runs, Spread, runs};
 use crate::table::Table;
 use crate::verdict::{self, Verdict};
 
-const BLOCK: usize = 4096;
 /// Requests in flight of each VM.
 const DEPTH: usize = 32;
 /// VMs, each with a disk and a queue.
@@ -127,23 +122,23 @@ impl Experiment for Benchmark {
         self.window + AROUND
     }
 
-    fn set_up(&self, _: &[CellKey], _: &Path, _: &Interrupted) -> Result<()> {
+    fn set_up(&self, _: &[CellKey], _: &Run<'_>) -> Result<()> {
         Ok(())
     }
 
-    fn measure(&self, (): &mut (), key: &CellKey, interrupted: &Interrupted) -> Result<Cell> {
+    fn measure(&self, (): &mut (), key: &CellKey, run: &Run<'_>) -> Result<Cell> {
         let directory = tempfile::Builder::new().prefix("rtvirtio-qos-").tempdir()?;
         let directory = directory.path();
         let places = Places::of(key.iothreads, &usable()?);
         let toml = configured(*key, &places, directory);
         // Sockets are made in the order of the file.
         let last = socket(directory, VMS - 1);
-        serve(&rtvirtio()?, &toml, directory, &last, interrupted, |server| {
-            self.window(*key, &places, server.id(), directory, interrupted)
+        serve(&rtvirtio()?, &toml, directory, &last, run.interrupted, |server| {
+            self.window(*key, &places, server.id(), directory, run.interrupted)
         })
     }
 
-    fn report(&self, cells: &[Cell], _: &Path, _: &Interrupted) -> Result<Report> {
+    fn report(&self, cells: &[Cell], _: &Run<'_>) -> Result<Report> {
         Report::new(table(cells), cells)
     }
 }
@@ -167,7 +162,7 @@ impl Benchmark {
                     let disks = (index..VMS).step_by(places.clients.len());
                     let sockets: Vec<PathBuf> = disks.map(|vm| socket(directory, vm)).collect();
                     let phase = &phase;
-                    scope.spawn(move || drive(&sockets, *cpu, phase, &done.0))
+                    scope.spawn(move || load::drive(&sockets, *cpu, DEPTH, phase, &done.0))
                 })
                 .collect();
             let times = Times::now(directory)?;
@@ -259,55 +254,6 @@ fn configured(key: CellKey, places: &Places, directory: &Path) -> String {
         }
     }
     all.text()
-}
-
-/// Keeps the queues of some VMs full until the phase is over, on one CPU.
-fn drive(sockets: &[PathBuf], cpu: Option<CpuId>, phase: &Phase, done: &AtomicU64) -> Result<()> {
-    let _end = phase.ended_by_drop();
-    if let Some(cpu) = cpu {
-        run_on(&[cpu])?;
-    }
-    let shape = Shape { queues: 1, depth: DEPTH, buffer: BLOCK };
-    let connect = |socket: &PathBuf| Client::connect(Endpoint::Socket(socket), shape);
-    let mut clients = sockets.iter().map(connect).collect::<Result<Vec<_>, _>>()?;
-    let blocks = DISK_MIB * (1 << 20) / BLOCK as u64;
-    let mut random = Random::new(7);
-    let mut submit = |queue: &mut Queue, slot| {
-        let offset = random.below(blocks) * BLOCK as u64;
-        // 70 % reads, as the cases' tasks.
-        queue.transfer(random.below(10) < 7, slot, offset, BLOCK);
-    };
-    let mut queues: Vec<&mut Queue> = clients.iter_mut().flat_map(Client::queues).collect();
-    for queue in &mut queues {
-        (0..DEPTH).for_each(|slot| submit(queue, slot));
-    }
-    let mut failed = 0;
-    let mut completed_at = Instant::now();
-    let mut rounds = 0_u32;
-    while !phase.is_over() {
-        let mut ended = 0;
-        for queue in &mut queues {
-            ended += queue.poll(|queue, request| {
-                failed = failed.min(request.result);
-                submit(queue, request.slot);
-            })?;
-        }
-        ensure!(failed == 0, "a request failed: errno {}", -failed);
-        done.fetch_add(ended as u64, Ordering::Relaxed);
-        // A look at the clock costs as much as a request.
-        rounds = rounds.wrapping_add(1);
-        if rounds.is_multiple_of(1024) {
-            if ended > 0 {
-                completed_at = Instant::now();
-            }
-            let silent = completed_at.elapsed();
-            ensure!(silent < PATIENCE, "no request completed for {} s", PATIENCE.as_secs());
-        }
-    }
-    for queue in queues {
-        while queue.flying() > 0 && queue.wait(PATIENCE, |_, _| ())? > 0 {}
-    }
-    Ok(())
 }
 
 const fn name(qos: bool) -> &'static str {

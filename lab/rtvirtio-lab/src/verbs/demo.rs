@@ -24,12 +24,12 @@ use rtvirtio_spec::run::Cell;
 use rtvirtio_spec::specification::to_toml;
 use rtvirtio_testbed::curve::Curve;
 use rtvirtio_testbed::device::Testbed;
-use rtvirtio_testbed::guests::{Accelerator, GuestImage, Served};
+use rtvirtio_testbed::guests::{Accelerator, GuestImage, ImageArgs, Served};
 use rtvirtio_testbed::scratch::{Backing, ScratchDisk};
 use rtvirtio_testbed::server::rtvirtio;
 
 use super::bench::DISK;
-use super::guests::{ImageArgs, VmKind};
+use super::guests::{VmKind, for_demo};
 use crate::{Outcome, input};
 use verdict::Verdict;
 
@@ -104,7 +104,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         name => Backing::ssd(name)?,
     };
     check_host(&backing)?;
-    let guests = args.image.for_demo(args.guests, interrupted)?;
+    let guests = for_demo(&args.image, args.guests, interrupted)?;
     prepare_directory(&args.out)?;
     let case = Case::new(4, Mix::LightMediumHeavy)?;
     let program = rtvirtio()?;
