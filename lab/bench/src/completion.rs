@@ -12,16 +12,6 @@
 //!   device's own takes CPU time from those that are measured. It has no queue: any number of requests
 //!   are served at once. For `sqpoll` it is `IORING_OP_TIMEOUT`: a kernel thread has to find something.
 //!
-//! What was found about rings. The interrupt does not write the completion but leaves it to the thread
-//! that submitted, as task work: a timer's and a file's. A ring without flags interrupts that thread for
-//! it even while it runs in user mode, so one that only looks at the completion queue sees it. With
-//! `IORING_SETUP_DEFER_TASKRUN` it never does: that waits for a system call that asks for completions.
-//! With `IORING_SETUP_COOP_TASKRUN` it is late (p90 13 µs more). Hence rings without flags; the test
-//! `peeking_sees_completions_of_a_ring_without_flags` holds both ends. `IORING_OP_TIMEOUT` on the
-//! thread's own ring is no device of 8 µs for one that spins, though: in a VM arming a timer costs exits,
-//! and on 2 vCPUs the submission alone took 20.8 µs (median), with the completion there when it
-//! returned, where an empty request took 0.43 µs. Spinning could save nothing there.
-//!
 //! # Modes
 //! | mode | submits by | learns by |
 //! | --- | --- | --- |
@@ -42,13 +32,13 @@
 //! of two cells of one place and repetition. What C threads compute alone is measured once in each
 //! repetition. All threads of a cell start together.
 //!
-//! - `target`, `requester`: the file, and one thread's way to read it.
-//! - `window`: a cell's threads, and what they did.
+//! What the threads do is [`rtvirtio_testbed::readers`]'s.
+//!
 //! - `live`: whether `adaptive` follows a load that comes and goes.
 //! - `judge`, `table`, `page`: what it comes to, for a terminal, for a page.
 //!
 //! Properties (tests of the same name): `every_mode_reads_on_both_targets_and_leaves_nothing`,
-//! `order_is_the_seeds_and_keeps_modes_together`, `peeking_sees_completions_of_a_ring_without_flags`.
+//! `order_is_the_seeds_and_keeps_modes_together`.
 
 mod judge;
 mod live;

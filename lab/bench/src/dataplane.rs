@@ -4,6 +4,7 @@
 //! - `marks`: the table and the plot, and the four marks, judged row by row.
 //! - [`footprint`]: what many disks cost.
 //! - [`moves`]: queues that change their IOThread under a load.
+//! - [`verify`]: whether it keeps what it acknowledged.
 //!
 //! A *case* is a medium, an operation, a depth, and a number of queues; a *cell* is
 //! a case under one server, once. A repetition goes through the cases, and through
@@ -15,6 +16,7 @@
 pub mod footprint;
 mod marks;
 pub mod moves;
+pub mod verify;
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

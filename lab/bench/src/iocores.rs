@@ -2,8 +2,9 @@
 //!
 //! A *trial* is one `rtvirtio serve` with a disk a VM, whose requests cost CPU, under one policy; VMs are
 //! libblkio clients of this process with a thread for each queue, and threads that compute. All share two
-//! CPUs (`machine` says how). A seed gives the order of phases, the bursts and the times of requests;
-//! policies take turns on each seed. Every read is compared with what was written.
+//! CPUs: vCPUs (clients and what computes) may run on both, and every policy may borrow either from them (the data plane's
+//! `vcpus`), so what its IOThreads cost the vCPUs counts in the utility. A seed gives the order of phases, the bursts and the
+//! times of requests; policies take turns on each seed. Every read is compared with what was written.
 //!
 //! - `cell`: what a cell holds, and what a campaign is made of.
 //! - `trial`: one server with its VMs for one scenario ([`rtvirtio_testbed::scenario`]), as figures of each phase.

@@ -1,12 +1,13 @@
 //! Experiments, and the harness that all of them share; what they run on is `rtvirtio_testbed`'s.
 //!
-//! - [`cell`]: how one case under one scheme is judged.
+//! - [`campaign`]: cases under schemes of the kernel path and the data plane. [`cell`]: how one is judged.
+//! - [`qos`]: what the data plane promises, kept or not.
 //! - [`iocores`]: the data plane's number of IOThreads on trial, beside the simulator.
 //! - [`iothreads`]: what a queue mapping costs and carries.
-//! - [`campaign`]: cells in random order, resumable, as JSONL.
 //! - [`closed_loop`]: `watch --control` on trial.
 //! - [`completion`]: how threads learn that their I/O has ended, beside threads that compute.
 //! - [`dataplane`]: a vhost-user-blk server beside its peers, and whether it loses data.
+//! - [`path`]: the simulated two-tier path beside cells that were measured.
 //! - [`report`]: a page of cells.
 //!
 //! What all of them share:

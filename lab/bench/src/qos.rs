@@ -34,7 +34,6 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use rtvirtio_cases::{Case, Tier};
-use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_testbed::curve::Curve;
 use rtvirtio_testbed::neighbour::Neighbour;
@@ -181,13 +180,17 @@ impl Experiment for Benchmark {
         Ok((disk, curve))
     }
 
-    fn measure(
-        &self,
-        (disk, curve): &mut (Disk, Curve),
-        key: &CellKey,
-        run: &Run<'_>,
-    ) -> Result<Cell> {
-        self.floored_cell(key, *curve, &disk.path(), run.interrupted)
+    /// Between two looks at the noise if the disk is the machine's.
+    fn measure(&self, on: &mut (Disk, Curve), key: &CellKey, run: &Run<'_>) -> Result<Cell> {
+        let floor = || match self.on {
+            Backing::Ssd(_) => Ok(None),
+            Backing::Raw(_) => self.floor(&on.0, key, run).map(Some),
+        };
+        let before = floor()?;
+        let mut cell = self.cell(on, key, run)?;
+        cell.floors = before.zip(floor()?).map(|(before, after)| [before, after]);
+        cell.discarded = disturbance(CANARY_LIMIT, &cell.canary, cell.floors.as_ref());
+        Ok(cell)
     }
 
     fn discarded(cell: &Cell) -> Option<&str> {
@@ -219,53 +222,27 @@ impl Benchmark {
         self.tiers.iter().flat_map(|&tier| self.cases.iter().map(move |&case| (tier, case)))
     }
 
-    /// A cell, between two looks at the noise if the disk is the machine's.
-    fn floored_cell(
-        &self,
-        key: &CellKey,
-        curve: Curve,
-        device: &Path,
-        interrupted: &Interrupted,
-    ) -> Result<Cell> {
-        if let Backing::Ssd(_) = self.on {
-            let mut cell = self.cell(key, curve, device, interrupted)?;
-            cell.discarded = disturbance(CANARY_LIMIT, &cell.canary, None);
-            return Ok(cell);
-        }
-        let before = self.floor(key, device, interrupted)?;
-        let mut cell = self.cell(key, curve, device, interrupted)?;
-        let floors = [before, self.floor(key, device, interrupted)?];
-        cell.discarded = disturbance(CANARY_LIMIT, &cell.canary, Some(&floors));
-        cell.floors = Some(floors);
-        Ok(cell)
-    }
-
     /// The most urgent VM alone.
-    fn floor(&self, key: &CellKey, device: &Path, interrupted: &Interrupted) -> Result<NoiseFloor> {
-        let (program, vms) = (rtvirtio()?, vms(key)?);
-        let trial = Trial::new(&program, device, Sharing::Free, FLOOR);
+    fn floor(&self, disk: &Disk, key: &CellKey, run: &Run<'_>) -> Result<NoiseFloor> {
+        let (program, vms, device) = (rtvirtio()?, vms(key)?, disk.path());
+        let trial = Trial::new(&program, &device, Sharing::Free, FLOOR);
         let trial = Trial { vms: &vms[..1], seed: seed(key), ..trial };
-        Ok(NoiseFloor::of(&Measured::of(&trial, interrupted)?.tasks))
+        Ok(NoiseFloor::of(&Measured::of(&trial, run.interrupted)?.tasks))
     }
 
-    fn cell(
-        &self,
-        key: &CellKey,
-        curve: Curve,
-        device: &Path,
-        interrupted: &Interrupted,
-    ) -> Result<Cell> {
+    fn cell(&self, (disk, curve): &(Disk, Curve), key: &CellKey, run: &Run<'_>) -> Result<Cell> {
         let vms = if key.scheme == Scheme::Alone { Vec::new() } else { vms(key)? };
         let sharing = match key.scheme {
             Scheme::Alone | Scheme::None => Sharing::Free,
-            Scheme::Qos => Sharing::Schedule(curve),
+            Scheme::Qos => Sharing::Schedule(*curve),
             Scheme::Throttle => Sharing::Throttle,
         };
-        let (program, background) = (rtvirtio()?, Some(key.neighbour.background()));
-        let trial = Trial::new(&program, device, sharing, self.window(key));
+        let (program, device) = (rtvirtio()?, disk.path());
+        let background = Some(key.neighbour.background());
+        let trial = Trial::new(&program, &device, sharing, self.window(key));
         let trial = Trial { vms: &vms, background, seed: seed(key), ..trial };
         let Measured { mut tasks, background, seconds, canary, busy } =
-            Measured::of(&trial, interrupted)?;
+            Measured::of(&trial, run.interrupted)?;
         if let (Some(profile), Scheme::Qos) = (&self.profile, key.scheme) {
             let (case, tier) = (key.case.parse()?, key.tier.parse()?);
             let bounds = Bounds::of(case, tier, self.window, profile)?;
@@ -282,7 +259,7 @@ impl Benchmark {
             canary,
             busy,
             at: jiff::Timestamp::now().to_string(),
-            curve: Some(curve),
+            curve: Some(*curve),
             floors: None,
             discarded: None,
         })

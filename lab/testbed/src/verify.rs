@@ -17,7 +17,7 @@
 mod block;
 mod model;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
@@ -509,45 +509,6 @@ const fn name(change: Change) -> &'static str {
         Change::Discard => "discard",
         Change::Flush => "flush",
     }
-}
-
-/// Loads a server for some seconds and checks all at the end.
-///
-/// # Errors
-/// If a promise is broken; if interrupted.
-pub fn verify(options: Options, time: Duration, interrupted: &Interrupted) -> Result<Report> {
-    let mut verifier = Verifier::new(options)?;
-    verifier.load(time, interrupted)?;
-    verifier.check()?;
-    Ok(verifier.report)
-}
-
-/// Disconnects in mid-I/O, see [`Verifier::disconnects`].
-///
-/// # Errors
-/// If a promise is broken; if interrupted.
-pub fn disconnects(options: Options, count: u32, interrupted: &Interrupted) -> Result<Report> {
-    let mut verifier = Verifier::new(options)?;
-    verifier.disconnects(count, interrupted)?;
-    Ok(verifier.report)
-}
-
-/// Kills the server that `command` starts, see [`Verifier::kills`].
-///
-/// # Errors
-/// If a promise is broken, the server fails or ends by itself; if interrupted.
-pub fn kills(
-    options: Options,
-    command: &[String],
-    count: u32,
-    interrupted: &Interrupted,
-) -> Result<Report> {
-    let directory = tempfile::Builder::new().prefix("rtvirtio-verify-").tempdir()?;
-    let socket = options.socket.clone();
-    let start = || Server::start(command, Path::new(&socket), directory.path(), interrupted);
-    let mut verifier = Verifier::new(options)?;
-    verifier.kills(start, count, interrupted)?;
-    Ok(verifier.report)
 }
 
 #[cfg(test)]

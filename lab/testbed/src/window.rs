@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use hdrhistogram::Histogram;
 use rtvirtio_calibrate::load::{CanaryThread, MachineSample};
 use rtvirtio_host::interrupt::{Interrupted, wait};
@@ -61,9 +61,9 @@ impl Phase {
         Ok(())
     }
 
-    /// Begins the window.
+    /// Begins the window, unless a thread has ended.
     pub fn count(&self) {
-        self.0.store(COUNTING, Relaxed);
+        let _ = self.0.compare_exchange(WARMING, COUNTING, Relaxed, Relaxed);
     }
 
     /// Lets the window be open for so long.
@@ -93,8 +93,8 @@ impl Drop for EndPhase<'_> {
 
 /// Looks at the machine while a window is open.
 pub struct Watch {
-    canary: CanaryThread,
-    machine: MachineSample,
+    /// Until it is stopped.
+    running: Option<(CanaryThread, MachineSample)>,
     begin: Instant,
 }
 
@@ -115,8 +115,8 @@ impl Watch {
     /// # Errors
     /// If the kernel does not say how the machine is.
     pub fn start() -> Result<Self> {
-        let (canary, machine) = (CanaryThread::start(), MachineSample::now()?);
-        Ok(Self { canary, machine, begin: Instant::now() })
+        let machine = MachineSample::now()?;
+        Ok(Self { running: Some((CanaryThread::start(), machine)), begin: Instant::now() })
     }
 
     /// When it began.
@@ -129,10 +129,20 @@ impl Watch {
     ///
     /// # Errors
     /// If the kernel does not say how the machine is.
-    pub fn stop(self) -> Result<Watched> {
+    pub fn stop(mut self) -> Result<Watched> {
         let seconds = self.begin.elapsed().as_secs_f64();
-        let machine = self.machine.since()?;
-        Ok(Watched { seconds, machine, canary: self.canary.lateness() })
+        let (canary, machine) = self.running.take().context("it was stopped")?;
+        let (machine, canary) = (machine.since(), canary.lateness());
+        Ok(Watched { seconds, machine: machine?, canary })
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        // Else its thread would go on.
+        if let Some((canary, _)) = self.running.take() {
+            let _ = canary.lateness();
+        }
     }
 }
 

@@ -167,18 +167,6 @@ impl Experiment for Benchmark {
         key: &RunKey,
         run: &experiment::Run<'_>,
     ) -> Result<Run> {
-        let changed = self.one(*key, disk, run.interrupted)?;
-        disk.slow_down(1)?;
-        Ok(changed)
-    }
-
-    fn report(&self, runs: &[Run], _: &experiment::Run<'_>) -> Result<Report> {
-        Ok(Report::new(table(runs), runs)?.with("plot.svg", plot(runs)))
-    }
-}
-
-impl Benchmark {
-    fn one(&self, key: RunKey, disk: &mut ScratchDisk, interrupted: &Interrupted) -> Result<Run> {
         let curve = Curve::of_ssd(self.ssd.parse()?);
         let (vms, writer) = (vms()?, Neighbour::DeepWriter.background());
         let directory = tempfile::Builder::new().prefix("rtvirtio-qos-").tempdir()?;
@@ -193,11 +181,19 @@ impl Benchmark {
             vms: &vms,
             background: Some(&writer),
         };
-        layout.serve(&rtvirtio()?, interrupted, || {
-            self.play(key, (&vms, &writer), disk, directory, interrupted)
-        })
+        let changed = layout.serve(&rtvirtio()?, run.interrupted, || {
+            self.play(*key, (&vms, &writer), disk, directory, run.interrupted)
+        })?;
+        disk.slow_down(1)?;
+        Ok(changed)
     }
 
+    fn report(&self, runs: &[Run], _: &experiment::Run<'_>) -> Result<Report> {
+        Ok(Report::new(table(runs), runs)?.with("plot.svg", plot(runs)))
+    }
+}
+
+impl Benchmark {
     fn play(
         &self,
         key: RunKey,

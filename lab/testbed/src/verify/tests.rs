@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::Write as _;
 use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 
 use super::*;
 use crate::server::{Backing, ServerKind, Setup, qsd_version};
@@ -86,7 +87,10 @@ fn violation(error: &anyhow::Error) -> &Violation {
 fn sound_server_passes_with_every_kind_of_request() {
     let Some(bed) = Bed::new("sound_server_passes_with_every_kind_of_request") else { return };
     let server = bed.server();
-    let report = verify(bed.options(), Duration::from_secs(1), &bed.interrupted).unwrap();
+    let mut verifier = Verifier::new(bed.options()).unwrap();
+    verifier.load(Duration::from_secs(1), &bed.interrupted).unwrap();
+    verifier.check().unwrap();
+    let report = verifier.report().clone();
     let Report { reads, writes, zeroes, discards, flushes, .. } = report;
     assert!([reads, writes, zeroes, discards, flushes].iter().all(|&n| n > 0), "{report:?}");
     assert!(report.checked >= 2 * BYTES / BLOCK as u64, "{report:?}");
@@ -158,7 +162,12 @@ fn disconnects_in_mid_io_lose_nothing() {
 fn kills_under_load_lose_nothing_acknowledged() {
     let Some(bed) = Bed::new("kills_under_load_lose_nothing_acknowledged") else { return };
     let (command, _) = bed.setup().command().unwrap();
-    let report = kills(bed.options(), &command, 5, &bed.interrupted).unwrap();
+    let (options, directory) = (bed.options(), bed.directory.path());
+    let socket = options.socket.clone();
+    let start = || Server::start(&command, &socket, directory, &bed.interrupted);
+    let mut verifier = Verifier::new(options).unwrap();
+    verifier.kills(start, 5, &bed.interrupted).unwrap();
+    let report = verifier.report();
     assert!(report.abandoned > 0, "{report:?}");
     assert!(report.longest_pause < Duration::from_secs(2), "{report:?}");
 }
@@ -186,5 +195,6 @@ fn server_that_is_away_is_an_error() {
         mebibytes: 4,
         seed: 1,
     };
-    assert!(verify(options, Duration::ZERO, &Interrupted::new(false)).is_err());
+    let mut verifier = Verifier::new(options).unwrap();
+    assert!(verifier.load(Duration::ZERO, &Interrupted::new(false)).is_err());
 }
