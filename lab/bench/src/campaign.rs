@@ -8,7 +8,7 @@
 //! at the block's end. With one, a cell that was disturbed runs once more.
 //! A disturbed cell is kept and marked: noise never empties a table.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 use std::path::Path;
 use std::time::Duration;
@@ -17,7 +17,10 @@ use anyhow::{Context, Result, bail};
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
+use rtvirtio_calibrate::load::{CellLoad, Measurement};
+use rtvirtio_calibrate::testbed::{DeviceUnderTest, plain};
 use rtvirtio_cases::{Case, Neighbour, Scheme, SchemeSettings, Tier, judged_percentile};
+use rtvirtio_cli::progress::Progress;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_planner::{FoundDevice, Model};
 use rtvirtio_spec::plan::Plan;
@@ -27,14 +30,13 @@ use rtvirtio_spec::settings::{
     Bfq, DeviceSettings, IoCost, Knobs, Limits, Scheduler, Settings, VmSettings,
 };
 use rtvirtio_spec::specification::{Specification, Vm};
+use rtvirtio_testbed::curve::Curve;
+use rtvirtio_testbed::device::Testbed;
 use rtvirtio_units::{BytesPerSecond, Iops, Nanos, VmName, Weight};
 
-use crate::cell::{CellContext, Testbed};
+use crate::cell::CellContext;
+use crate::experiment::{Experiment, Run};
 use crate::lines::{self, Lines};
-use crate::qos::curve::Curve;
-use rtvirtio_calibrate::load::{CellLoad, Measurement};
-use rtvirtio_calibrate::testbed::{DeviceUnderTest, plain};
-use rtvirtio_cli::progress::Progress;
 
 /// The file of a campaign's directory that holds its cells.
 pub const CELLS: &str = "cells.jsonl";
@@ -234,31 +236,41 @@ impl Campaign<'_> {
         Ok([(self.testbed.device().name.clone(), found)].into())
     }
 
+    /// A baseline's settings; none for the planner.
+    fn baseline(
+        &self,
+        scheme: Scheme,
+        specification: &Specification,
+    ) -> Result<Option<SchemeSettings>> {
+        let capacity = Iops::new(self.profile.capacity.iops_4k)?;
+        Ok(scheme.baseline_settings(specification, capacity, self.testbed.scale()))
+    }
+
     fn settings(&self, job: &Job) -> Result<SchemeSettings> {
         let specification = &job.specification;
-        let planned = || -> Result<Settings> {
+        let planned = |profile: &Profile| -> Result<Settings> {
             let observed = self.testbed.prepare(specification)?;
-            Ok(self.plan(specification, &observed)?.settings)
+            let found = self.found(profile)?;
+            Ok(rtvirtio_planner::plan(specification, &found, &observed)?.settings)
         };
-        match &job.source {
-            Source::Scheme(scheme) => {
-                let capacity = Iops::new(self.profile.capacity.iops_4k)?;
-                match scheme.baseline_settings(specification, capacity, self.testbed.scale()) {
-                    Some(settings) => Ok(settings),
-                    None => Ok(plain(planned()?)),
-                }
-            }
+        let each = |scheduler, of: &dyn Fn(usize, &Vm) -> VmSettings| {
+            let vms = specification.vms.iter().enumerate();
+            let vms = vms.map(|(index, vm)| (vm.name.clone(), of(index, vm))).collect();
+            let name = self.testbed.device().name.clone();
+            Settings([(name, DeviceSettings { scheduler, vms })].into())
+        };
+        Ok(plain(match &job.source {
+            Source::Scheme(scheme) => match self.baseline(*scheme, specification)? {
+                Some(settings) => return Ok(settings),
+                None => planned(self.profile)?,
+            },
             Source::DataPlane => {
-                let (none, capacity) = (Scheme::None, Iops::new(self.profile.capacity.iops_4k)?);
-                let scale = self.testbed.scale();
-                Ok(none.baseline_settings(specification, capacity, scale).unwrap_or_default())
+                return Ok(self.baseline(Scheme::None, specification)?.unwrap_or_default());
             }
             Source::PlannedWithoutIoCost => {
-                let observed = self.testbed.prepare(specification)?;
                 let mut profile = self.profile.clone();
                 profile.structural.iocost.clear();
-                let found = self.found(&profile)?;
-                Ok(plain(rtvirtio_planner::plan(specification, &found, &observed)?.settings))
+                planned(&profile)?
             }
             Source::FixedVrate(percent) => {
                 let capacity = &self.profile.capacity;
@@ -270,98 +282,67 @@ impl Campaign<'_> {
                     write_latency_us: 1_000,
                     vrate: (*percent, *percent),
                 };
-                let vms = specification.vms.iter().map(|vm| {
+                each(Scheduler::IoCost(cost), &|_, vm| {
                     let weight = if vm.is_background() { Weight::BACKGROUND } else { Weight::MAX };
-                    (vm.name.clone(), VmSettings { weight, limits: Limits::default() })
-                });
-                let scheduler = Scheduler::IoCost(cost);
-                let device = DeviceSettings { scheduler, vms: vms.collect() };
-                Ok(plain(Settings([(self.testbed.device().name.clone(), device)].into())))
+                    VmSettings { weight, limits: Limits::default() }
+                })
             }
             Source::PlannedWithCap(cap) => {
-                let mut settings = planned()?;
-                let background = background(specification);
-                for device in settings.0.values_mut() {
-                    for (vm, s) in &mut device.vms {
-                        if background.contains(vm) {
-                            s.limits = Limits::bps(*cap);
-                        }
-                    }
+                let mut settings = planned(self.profile)?;
+                let vms = settings.0.values_mut().flat_map(|device| &mut device.vms);
+                let is_background = |name: &VmName| {
+                    specification.vms.iter().any(|vm| vm.is_background() && vm.name == *name)
+                };
+                for (_, settings) in vms.filter(|(name, _)| is_background(name)) {
+                    settings.limits = Limits::bps(*cap);
                 }
-                Ok(plain(settings))
+                settings
             }
-            Source::Drawn(Drawn { scheduler, weights, cap }) => {
-                let background = background(specification);
-                let vms = specification.vms.iter().enumerate().map(|(index, vm)| {
-                    let cap = cap.filter(|_| background.contains(&vm.name));
-                    let limits = cap.map(Limits::bps).unwrap_or_default();
-                    let weight = weights.get(index).copied().unwrap_or(Weight::DEFAULT);
-                    (vm.name.clone(), VmSettings { weight, limits })
-                });
-                let device = DeviceSettings { scheduler: *scheduler, vms: vms.collect() };
-                let name = self.testbed.device().name.clone();
-                Ok(plain(Settings([(name, device)].into())))
-            }
-        }
+            Source::Drawn(Drawn { scheduler, weights, cap }) => each(*scheduler, &|index, vm| {
+                let cap = cap.filter(|_| vm.is_background());
+                let limits = cap.map(Limits::bps).unwrap_or_default();
+                let weight = weights.get(index).copied().unwrap_or(Weight::DEFAULT);
+                VmSettings { weight, limits }
+            }),
+        }))
     }
 
-    /// Runs the jobs that the directory does not hold yet and returns all cells of it.
+    /// Runs the jobs that the directory does not hold yet and returns all cells of it; with more than one round, all jobs.
     ///
     /// # Errors
     /// As [`Testbed::measure`]; what was measured until then is kept.
-    pub fn run(&self, jobs: Vec<Job>, interrupted: &Interrupted) -> Result<Vec<Cell>> {
-        let path = self.directory.join(CELLS);
-        let mut cells: Lines<Cell> = Lines::open(&path)?;
-        check_versions(&cells, &path)?;
-        let there: BTreeSet<CellKey> = cells.iter().map(|c| c.key.clone()).collect();
-        let mut jobs: Vec<Job> = jobs.into_iter().filter(|j| !there.contains(&j.key)).collect();
-        let mut rng = Pcg64Mcg::seed_from_u64(self.seed);
-        jobs.shuffle(&mut rng);
+    pub fn run(&self, mut jobs: Vec<Job>, interrupted: &Interrupted) -> Result<Vec<Cell>> {
+        jobs.shuffle(&mut Pcg64Mcg::seed_from_u64(self.seed));
         jobs.sort_by_key(|j| j.key.repetition);
-        let floors = if self.noise_floor { 2 * CellLoad::duration(FLOOR) } else { Duration::ZERO };
-        let expected = CellLoad::duration(self.window) + floors;
-        let windows = jobs.len() * self.rounds.max(1) as usize;
-        let mut progress = Progress::new(windows, expected * windows as u32);
-        // With one round, each cell is a block of its own and kept at once.
-        let repetition = |a: &Job, b: &Job| self.rounds > 1 && a.key.repetition == b.key.repetition;
-        for block in jobs.chunk_by(repetition) {
-            for cell in self.block(block, expected, &mut progress, interrupted)? {
+        if self.rounds <= 1 {
+            let run = Run { out: self.directory, interrupted };
+            return Jobs { campaign: self, jobs }.run(&run);
+        }
+        let mut cells = Lines::open(&self.directory.join(CELLS))?;
+        let (windows, expected) = (jobs.len() as u32 * self.rounds, self.expected());
+        let mut progress = Progress::new(windows as usize, expected * windows);
+        for block in jobs.chunk_by(|a, b| a.key.repetition == b.key.repetition) {
+            for cell in self.block(block, &mut progress, interrupted)? {
                 cells.push(cell)?;
             }
         }
         Ok(cells.into_all())
     }
 
+    /// How long a window takes, about.
+    fn expected(&self) -> Duration {
+        let floors = if self.noise_floor { 2 * CellLoad::duration(FLOOR) } else { Duration::ZERO };
+        CellLoad::duration(self.window) + floors
+    }
+
     /// The cells of `jobs`, which take turns.
     fn block(
         &self,
         jobs: &[Job],
-        expected: Duration,
         progress: &mut Progress,
         interrupted: &Interrupted,
     ) -> Result<Vec<Cell>> {
-        let label = |job: &Job| format!("{} {}", job.key.case, job.key.scheme);
-        if self.rounds <= 1 {
-            let mut cells = Vec::new();
-            for job in jobs {
-                let label = format!("{} {}", label(job), job.key.repetition);
-                progress.start(&label, expected);
-                let mut cell =
-                    self.floored_cell(job, interrupted).with_context(|| label.clone())?;
-                progress.finish(expected);
-                if let Some(reason) = &cell.disturbed {
-                    progress.note(&format!("{label}: {reason}; once more"));
-                    progress.extend(expected);
-                    progress.start(&label, expected);
-                    cell = self.floored_cell(job, interrupted).with_context(|| label.clone())?;
-                    cell.attempts = 2;
-                    progress.finish(expected);
-                }
-                cells.push(cell);
-            }
-            return Ok(cells);
-        }
-        let mut open = Vec::new();
+        let (expected, mut open) = (self.expected(), Vec::new());
         for job in jobs {
             open.push((job, self.settings(job)?, jiff::Timestamp::now().to_string(), Vec::new()));
         }
@@ -370,7 +351,8 @@ impl Campaign<'_> {
             let turn = round * 2 % open.len().max(1);
             open.rotate_left(turn);
             for (job, scheme, _, windows) in &mut open {
-                let label = format!("{}, round {} of {}", label(job), round + 1, self.rounds);
+                let CellKey { case, scheme: name, .. } = &job.key;
+                let label = format!("{case} {name}, round {} of {}", round + 1, self.rounds);
                 progress.start(&label, expected);
                 let window =
                     self.window(job, scheme, interrupted).with_context(|| label.clone())?;
@@ -413,10 +395,7 @@ impl Campaign<'_> {
         specification.vms.retain(|vm| !vm.is_background());
         specification.vms.sort_by_key(strictest);
         specification.vms.truncate(1);
-        let capacity = Iops::new(self.profile.capacity.iops_4k)?;
-        let scale = self.testbed.scale();
-        let scheme =
-            Scheme::None.baseline_settings(&specification, capacity, scale).unwrap_or_default();
+        let scheme = self.baseline(Scheme::None, &specification)?.unwrap_or_default();
         let measured = self.testbed.measure(&specification, &scheme, FLOOR, interrupted)?;
         let worst = specification.vms.iter().flat_map(|vm| &vm.tasks).map(|task| {
             let histogram = &measured.tasks.iter().find(|m| m.task == task.name)?.histogram;
@@ -480,6 +459,49 @@ impl Campaign<'_> {
     }
 }
 
+/// Cells of one round each.
+struct Jobs<'a> {
+    campaign: &'a Campaign<'a>,
+    jobs: Vec<Job>,
+}
+
+impl Experiment for Jobs<'_> {
+    type Key = Job;
+    type Cell = Cell;
+    type Setup = ();
+
+    fn keys(&self) -> Result<Vec<Job>> {
+        Ok(self.jobs.clone())
+    }
+
+    fn is_of(cell: &Cell, job: &Job) -> bool {
+        cell.key == job.key
+    }
+
+    fn label(&self, Job { key, .. }: &Job) -> String {
+        format!("{} {} {}", key.case, key.scheme, key.repetition)
+    }
+
+    fn expected(&self, _: &Job) -> Duration {
+        self.campaign.expected()
+    }
+
+    fn foreign(&self, cell: &Cell) -> Option<&'static str> {
+        (cell.version != RUN_VERSION).then_some("another version of this program")
+    }
+
+    fn set_up(&self, _: &[Job], _: &Run<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    fn measure(&self, (): &mut (), job: &Job, run: &Run<'_>) -> Result<Cell> {
+        let cell = self.campaign.floored_cell(job, run.interrupted)?;
+        let Some(reason) = &cell.disturbed else { return Ok(cell) };
+        eprintln!("{}: {reason}; once more", self.label(job));
+        Ok(Cell { attempts: 2, ..self.campaign.floored_cell(job, run.interrupted)? })
+    }
+}
+
 fn key(case: Case, tier: Tier, neighbour: Neighbour, scheme: &str, repetition: u32) -> CellKey {
     CellKey {
         case: case.to_string(),
@@ -490,10 +512,6 @@ fn key(case: Case, tier: Tier, neighbour: Neighbour, scheme: &str, repetition: u
     }
 }
 
-fn background(specification: &Specification) -> BTreeSet<&VmName> {
-    specification.vms.iter().filter(|vm| vm.is_background()).map(|vm| &vm.name).collect()
-}
-
 /// All cells of a campaign's directory, which is not changed. A last line that is not whole (yet) is left out.
 ///
 /// # Errors
@@ -502,18 +520,11 @@ pub fn read(directory: &Path) -> Result<Vec<Cell>> {
     let path = directory.join(CELLS);
     let text =
         std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
-    let cells = lines::parse(&text, &path)?.0;
-    check_versions(&cells, &path)?;
-    Ok(cells)
-}
-
-fn check_versions(cells: &[Cell], path: &Path) -> Result<()> {
-    match cells.iter().position(|cell| cell.version != RUN_VERSION) {
-        None => Ok(()),
-        Some(at) => {
-            bail!("{}:{}: record version {}", path.display(), at + 1, cells[at].version)
-        }
+    let cells: Vec<Cell> = lines::parse(&text, &path)?.0;
+    if let Some(at) = cells.iter().position(|cell| cell.version != RUN_VERSION) {
+        bail!("{}:{}: record version {}", path.display(), at + 1, cells[at].version);
     }
+    Ok(cells)
 }
 
 #[cfg(test)]

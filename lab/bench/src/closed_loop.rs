@@ -7,24 +7,21 @@
 //! fio's, taken in the guests; misses are watch's, taken at QEMU.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead as _, BufReader};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_calibrate::load::{FIO_FILES, Job, Place, fio, streams};
 use rtvirtio_calibrate::testbed::{DeviceUnderTest as _, GUEST_FILES};
+use rtvirtio_cli::progress::Progress;
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::specification::{Specification, Vm};
+use rtvirtio_testbed::device::Testbed;
+use rtvirtio_testbed::guests::{BOOT, Guest};
+use rtvirtio_testbed::watcher::Watcher;
 use rtvirtio_units::{BytesPerSecond, Nanos, TaskName, VmName};
 use serde::{Deserialize, Serialize};
-
-use crate::cell::Testbed;
-use crate::guests::{BOOT, Guest};
-use rtvirtio_calibrate::confine::confine;
-use rtvirtio_cli::progress::Progress;
 
 /// The background VM starts this long after the load; `watch` has planned for the others by then.
 const VM_STARTS: Duration = Duration::from_secs(20);
@@ -168,51 +165,6 @@ impl Record {
     }
 }
 
-/// A process that is killed with its owner.
-struct Watch {
-    child: Child,
-    looks: Arc<Mutex<Vec<(Instant, Look)>>>,
-}
-
-impl Watch {
-    fn start(program: &Path, specification: &Path, state: &Path) -> Result<Self> {
-        let mut command = Command::new(program);
-        command
-            .arg("watch")
-            .arg(specification)
-            .args(["--control", "--json"])
-            .env("RTVIRTIO_STATE_DIR", state)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped());
-        confine(&mut command, None)?;
-        let mut child = command.spawn().context("start rtvirtio watch")?;
-        let output = child.stdout.take().context("watch has an output")?;
-        let looks = Arc::new(Mutex::new(Vec::new()));
-        let seen = looks.clone();
-        // Ends with the pipe.
-        std::thread::spawn(move || {
-            for line in BufReader::new(output).lines().map_while(Result::ok) {
-                if let (Ok(look), Ok(mut seen)) = (serde_json::from_str(&line), seen.lock()) {
-                    seen.push((Instant::now(), look));
-                }
-            }
-        });
-        Ok(Self { child, looks })
-    }
-
-    fn looks(&self) -> Result<Vec<(Instant, Look)>> {
-        Ok(self.looks.lock().map_err(|_| anyhow!("a lock is poisoned"))?.clone())
-    }
-}
-
-impl Drop for Watch {
-    fn drop(&mut self) {
-        // SIGKILL.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 /// Runs the trial on a testbed with guests. `program` is rtvirtio; `specification` is what
 /// `file` holds, with all VMs and the device's profile.
 ///
@@ -246,7 +198,7 @@ pub fn run(
         let began = epoch(&worker, start)?;
         workers.push((*vm, worker, began));
     }
-    let watch = Watch::start(program, file, &state)?;
+    let watch = Watcher::<Look>::start(program, file, &state)?;
     until(VM_STARTS)?;
     progress.finish(VM_STARTS);
 
@@ -263,8 +215,7 @@ pub fn run(
     progress.finish(KILLED - VM_STARTS);
 
     progress.start("watch is killed, its changes are rolled back", ENDS - KILLED);
-    let looks = watch.looks()?;
-    drop(watch);
+    let looks = watch.stop();
     let killed = at(Instant::now());
     let rollback =
         Command::new(program).arg("rollback").env("RTVIRTIO_STATE_DIR", &state).output()?;

@@ -12,16 +12,6 @@
 //!   device's own takes CPU time from those that are measured. It has no queue: any number of requests
 //!   are served at once. For `sqpoll` it is `IORING_OP_TIMEOUT`: a kernel thread has to find something.
 //!
-//! What was found about rings. The interrupt does not write the completion but leaves it to the thread
-//! that submitted, as task work: a timer's and a file's. A ring without flags interrupts that thread for
-//! it even while it runs in user mode, so one that only looks at the completion queue sees it. With
-//! `IORING_SETUP_DEFER_TASKRUN` it never does: that waits for a system call that asks for completions.
-//! With `IORING_SETUP_COOP_TASKRUN` it is late (p90 13 µs more). Hence rings without flags; the test
-//! `peeking_sees_completions_of_a_ring_without_flags` holds both ends. `IORING_OP_TIMEOUT` on the
-//! thread's own ring is no device of 8 µs for one that spins, though: in a VM arming a timer costs exits,
-//! and on 2 vCPUs the submission alone took 20.8 µs (median), with the completion there when it
-//! returned, where an empty request took 0.43 µs. Spinning could save nothing there.
-//!
 //! # Modes
 //! | mode | submits by | learns by |
 //! | --- | --- | --- |
@@ -42,104 +32,40 @@
 //! of two cells of one place and repetition. What C threads compute alone is measured once in each
 //! repetition. All threads of a cell start together.
 //!
-//! - `target`, `requester`: the file, and one thread's way to read it.
-//! - `window`: a cell's threads, and what they did.
+//! What the threads do is [`rtvirtio_testbed::readers`]'s.
+//!
 //! - `live`: whether `adaptive` follows a load that comes and goes.
 //! - `judge`, `table`, `page`: what it comes to, for a terminal, for a page.
 //!
 //! Properties (tests of the same name): `every_mode_reads_on_both_targets_and_leaves_nothing`,
-//! `order_is_the_seeds_and_keeps_modes_together`, `peeking_sees_completions_of_a_ring_without_flags`.
+//! `order_is_the_seeds_and_keeps_modes_together`.
 
 mod judge;
 mod live;
 mod matrix;
 mod page;
-mod requester;
 mod table;
-mod target;
-mod window;
 
 #[cfg(test)]
 mod tests;
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use rtvirtio_completion::Costs;
-use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::run::{Canary, Machine};
+use rtvirtio_testbed::cpu::usable;
+use rtvirtio_testbed::readers::{
+    AROUND, CpuSeconds, Io, Measured, Mode, Target, TestFile, Threads, WARM_UP,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use crate::experiment::{self, Experiment, Report, seconds};
+use crate::experiment::{self, Experiment, Report, Run, seconds};
 use crate::lines::Lines;
-use target::TestFile;
-use window::{AROUND, Measured, WARM_UP};
-
 use matrix::{Extent, Matrix};
-
-named! {
-    /// What is read.
-    pub enum Target {
-        /// A request of 8 µs that moves no data.
-        Emulated = "emulated",
-        /// 4 KiB of a file.
-        File4k = "file-4k",
-        /// 128 KiB of a file.
-        File128k = "file-128k",
-    }
-}
-
-impl Target {
-    /// Bytes of a request.
-    #[must_use]
-    pub const fn block(self) -> usize {
-        match self {
-            Self::Emulated => 0,
-            Self::File4k => 4 << 10,
-            Self::File128k => 128 << 10,
-        }
-    }
-
-    /// Whether it is of a file.
-    #[must_use]
-    pub const fn is_file(self) -> bool {
-        self.block() > 0
-    }
-}
-
-named! {
-    /// How threads learn that their requests have ended.
-    pub enum Mode {
-        /// They sleep in a plain call.
-        Pread = "pread",
-        /// They look at a completion queue for ever.
-        PeekSpin = "peek-spin",
-        /// A kernel thread for each ring polls for submissions; they sleep.
-        Sqpoll = "sqpoll",
-        /// One kernel thread for all rings does.
-        SqpollShared = "sqpoll-shared",
-        /// The project's: they sleep.
-        Interrupt = "interrupt",
-        /// The project's: they look for ever.
-        Poll = "poll",
-        /// The project's: they look while that pays and a CPU is idle.
-        Adaptive = "adaptive",
-    }
-}
-
-/// The I/O side of a cell.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Io {
-    /// What is read.
-    pub target: Target,
-    /// How threads learn of the end.
-    pub mode: Mode,
-    /// I/O threads, at least one.
-    pub threads: usize,
-}
 
 /// Names a cell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -193,17 +119,6 @@ pub struct IoResult {
     pub judged: Option<Judged>,
     /// Of all requests, the share whose end was seen by looking.
     pub spun: f64,
-}
-
-/// CPU time in the window, s.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct CpuSeconds {
-    /// Of the I/O threads.
-    pub io: f64,
-    /// Of the compute threads.
-    pub compute: f64,
-    /// Of the process: kernel threads that poll its rings among it.
-    pub process: f64,
 }
 
 /// What a cell measured.
@@ -274,15 +189,6 @@ impl Cell {
 /// Seconds with a load in a run of `--live`, and as many without.
 const CYCLES: u32 = 5;
 
-/// The CPUs that this process may use.
-///
-/// # Errors
-/// If the kernel does not say.
-fn usable_cpus() -> Result<usize> {
-    let set = rustix::thread::sched_getaffinity(None)?;
-    Ok(set.count() as usize)
-}
-
 /// Arguments of `bench completion`.
 #[derive(Debug, clap::Args)]
 #[command(
@@ -334,7 +240,7 @@ impl Benchmark {
     /// The cells that the arguments ask for, if not for a live load.
     fn matrix(&self) -> Result<Matrix> {
         let extent = if self.full { Extent::Full } else { Extent::Acceptance };
-        let mut matrix = Matrix::new(extent, usable_cpus()?);
+        let mut matrix = Matrix::new(extent, usable()?.len());
         let is_asked = |io: &Io, compute: usize| {
             (self.on.is_empty() || self.on.contains(&io.target))
                 && (self.modes.is_empty() || self.modes.contains(&io.mode))
@@ -376,21 +282,14 @@ impl Experiment for Benchmark {
         WARM_UP + self.window + AROUND
     }
 
-    fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
-        let (cpus, window_s) = (usable_cpus()?, self.window.as_secs_f64());
+    fn foreign(&self, cell: &Cell) -> Option<&'static str> {
+        let (cpus, window_s) = (usable().ok()?.len(), self.window.as_secs_f64());
+        let is_same = cell.cpus == cpus && (cell.window_s - window_s).abs() < 1e-6;
         // Where nothing is measured, what is there may be of any window.
-        ensure!(
-            self.live
-                || cells
-                    .iter()
-                    .all(|cell| cell.cpus == cpus && (cell.window_s - window_s).abs() < 1e-6),
-            "{} holds cells of another window or number of CPUs (use another --out)",
-            out.display()
-        );
-        Ok(())
+        (!is_same && !self.live).then_some("another window or number of CPUs")
     }
 
-    fn set_up(&self, missing: &[CellKey], _: &Path, _: &Interrupted) -> Result<Self::Setup> {
+    fn set_up(&self, missing: &[CellKey], _: &Run<'_>) -> Result<Self::Setup> {
         let reads_file = missing.iter().any(|key| key.io.is_some_and(|io| io.target.is_file()));
         let file = reads_file.then(|| TestFile::make(&self.directory)).transpose()?;
         Ok((file, Costs::calibrate()))
@@ -400,16 +299,18 @@ impl Experiment for Benchmark {
         &self,
         (file, costs): &mut Self::Setup,
         key: &CellKey,
-        interrupted: &Interrupted,
+        run: &Run<'_>,
     ) -> Result<Cell> {
-        let measured = window::measure(*key, file.as_ref(), *costs, self.window, interrupted)?;
-        Ok(Cell::new(*key, self.window, usable_cpus()?, &measured))
+        let (seed, file) = (key.repetition.into(), file.as_ref());
+        let threads = Threads { io: key.io, compute: key.compute, seed, file, costs: *costs };
+        let measured = threads.measure(self.window, run.interrupted)?;
+        Ok(Cell::new(*key, self.window, usable()?.len(), &measured))
     }
 
     /// Also what an earlier command left of the other kind.
-    fn report(&self, cells: &[Cell], out: &Path, _: &Interrupted) -> Result<Report> {
-        let live = Lines::open(&out.join(live::Benchmark::FILE))?.into_all();
-        let commands = std::fs::read_to_string(out.join("commands.txt")).unwrap_or_default();
+    fn report(&self, cells: &[Cell], run: &Run<'_>) -> Result<Report> {
+        let live = Lines::open(&run.out.join(live::Benchmark::FILE))?.into_all();
+        let commands = std::fs::read_to_string(run.out.join("commands.txt")).unwrap_or_default();
         let verdicts = judge::verdicts(cells, (!live.is_empty()).then(|| live::verdict(&live)));
         let page = page::render(cells, &live, &verdicts, commands.lines());
         let text = table::render(cells, &verdicts);
@@ -417,11 +318,10 @@ impl Experiment for Benchmark {
         Ok(Report::of(text, json).with("report.html", page))
     }
 
-    fn run(&self, out: &Path, interrupted: &Interrupted) -> Result<Vec<Cell>> {
+    fn run(&self, run: &Run<'_>) -> Result<Vec<Cell>> {
         if self.live {
-            live::Benchmark { repetitions: self.repetitions, cycles: CYCLES }
-                .run(out, interrupted)?;
+            live::Benchmark { repetitions: self.repetitions, cycles: CYCLES }.run(run)?;
         }
-        experiment::run(self, out, interrupted)
+        experiment::complete(self, run)
     }
 }

@@ -1,14 +1,10 @@
 //! A vhost-user-blk server beside its peers: throughput, latency, CPU per request,
 //! and whether it keeps what it acknowledged.
 //!
-//! - [`client`]: the client, libblkio without a VM.
-//! - `load`: random 4 KiB requests and what they take.
-//! - [`server`]: `rtvirtio serve` and `qemu-storage-daemon`, started with the same
-//!   disk, nice and affinity.
 //! - `marks`: the table and the plot, and the four marks, judged row by row.
 //! - [`footprint`]: what many disks cost.
 //! - [`moves`]: queues that change their IOThread under a load.
-//! - [`verify`]: content that tells where and when it was written.
+//! - [`verify`]: whether it keeps what it acknowledged.
 //!
 //! A *case* is a medium, an operation, a depth, and a number of queues; a *cell* is
 //! a case under one server, once. A repetition goes through the cases, and through
@@ -17,13 +13,9 @@
 //! server. Cells go to a JSONL file as they end; a cell that is there is not
 //! repeated.
 
-pub mod client;
-pub(crate) mod cpu;
 pub mod footprint;
-pub(crate) mod load;
 mod marks;
 pub mod moves;
-pub mod server;
 pub mod verify;
 
 use std::fs::File;
@@ -32,19 +24,18 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
-use rtvirtio_host::interrupt::{Interrupted, wait};
+use rtvirtio_host::interrupt::wait;
 use rtvirtio_spec::run::Machine;
+use rtvirtio_testbed::client::Endpoint;
+use rtvirtio_testbed::load::{self, Load, Measured, Operation};
+use rtvirtio_testbed::named;
+use rtvirtio_testbed::scratch::{open_raw, path_of};
+use rtvirtio_testbed::server::{Backing, ServerKind, Setup, listener, qsd_version, rtvirtio};
 use rtvirtio_units::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::experiment::{Experiment, Report, seconds};
-use crate::scratch::{open_raw, path_of};
-use client::Endpoint;
-use load::{Load, Measured};
-use server::{Backing, ServerKind, Setup, listener, qsd_version, rtvirtio};
+use crate::experiment::{Experiment, Report, Run, seconds};
 
-/// Bytes of a request.
-pub const BLOCK: usize = 4096;
 /// Requests behind a p99.99 that is judged.
 pub(crate) const MIN_FOR_TAIL: u64 = 1_000_000;
 /// A window is never longer.
@@ -72,16 +63,6 @@ named! {
         Burn = "burn",
         /// Whatever serves a socket that was there before.
         Socket = "socket",
-    }
-}
-
-named! {
-    /// What is asked of the disk.
-    pub enum Operation {
-        /// Random reads.
-        Read = "read",
-        /// Random writes.
-        Write = "write",
     }
 }
 
@@ -198,7 +179,7 @@ impl Cell {
             client_us: each(measured.client_ns),
             idle_cores: measured.idle_cores,
             machine: measured.machine,
-            cpus: std::thread::available_parallelism().map_or(1, usize::from),
+            cpus: rtvirtio_testbed::cpu::available(),
         }
     }
 }
@@ -287,14 +268,14 @@ impl Experiment for Benchmark {
         self.seconds.max(tail) + AROUND + idle
     }
 
-    fn set_up(&self, missing: &[CellKey], _: &Path, _: &Interrupted) -> Result<Disks> {
+    fn set_up(&self, missing: &[CellKey], _: &Run<'_>) -> Result<Disks> {
         if missing.iter().any(|key| key.server == ServerKind::Qsd) {
             eprintln!("qemu-storage-daemon {}", qsd_version()?);
         }
         Disks::make(missing, &self.disk_directory)
     }
 
-    fn measure(&self, disks: &mut Disks, key: &CellKey, interrupted: &Interrupted) -> Result<Cell> {
+    fn measure(&self, disks: &mut Disks, key: &CellKey, run: &Run<'_>) -> Result<Cell> {
         let Case { medium, operation, queues, depth } = key.case;
         let load = Load {
             operation,
@@ -308,10 +289,10 @@ impl Experiment for Benchmark {
         let measured = match (key.server, self.servers()?.1) {
             (ServerKind::Socket, Some(socket)) => {
                 let server = listener(&socket)?;
-                load::run(Endpoint::Socket(&socket), Some(server), &load, interrupted)?
+                load::run(Endpoint::Socket(&socket), Some(server), &load, run.interrupted)?
             }
             (ServerKind::File, _) => {
-                load::run(Endpoint::File(&disks.file(medium)?), None, &load, interrupted)?
+                load::run(Endpoint::File(&disks.file(medium)?), None, &load, run.interrupted)?
             }
             _ => {
                 let directory = tempfile::Builder::new().prefix("rtvirtio-bench-").tempdir()?;
@@ -323,18 +304,18 @@ impl Experiment for Benchmark {
                     program: &self.program.clone().map_or_else(rtvirtio, Ok)?,
                     directory: directory.path(),
                 };
-                setup.start(interrupted)?.during(|server| {
+                setup.start(run.interrupted)?.during(|server| {
                     let endpoint = Endpoint::Socket(server.socket());
-                    load::run(endpoint, Some(server.id()), &load, interrupted)
+                    load::run(endpoint, Some(server.id()), &load, run.interrupted)
                 })?
             }
         };
         // What the last cell left to the kernel is not the next one's.
-        wait(Duration::from_millis(100), interrupted)?;
+        wait(Duration::from_millis(100), run.interrupted)?;
         Ok(Cell::new(*key, &measured))
     }
 
-    fn report(&self, cells: &[Cell], _: &Path, _: &Interrupted) -> Result<Report> {
+    fn report(&self, cells: &[Cell], _: &Run<'_>) -> Result<Report> {
         ensure!(!cells.is_empty(), "no cell was measured");
         let rows = marks::rows(cells);
         let (text, json) = (marks::text(&rows), marks::table(&rows).json());

@@ -10,7 +10,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_cli::progress::Progress;
 use rtvirtio_host::interrupt::Interrupted;
 use serde::Serialize;
@@ -70,6 +70,15 @@ impl Report {
     }
 }
 
+/// Where an experiment is run.
+#[derive(Debug, Clone, Copy)]
+pub struct Run<'a> {
+    /// Its directory.
+    pub out: &'a Path,
+    /// Whether the user wants it to end.
+    pub interrupted: &'a Interrupted,
+}
+
 /// An experiment that is made of cells.
 pub trait Experiment: Sized {
     /// Names a cell.
@@ -101,25 +110,17 @@ pub trait Experiment: Sized {
     /// How long it takes, about.
     fn expected(&self, key: &Self::Key) -> Duration;
 
-    /// Refuses to add to cells of another experiment; `out` is their directory.
-    ///
-    /// # Errors
-    /// They are.
-    fn check(&self, cells: &[Self::Cell], out: &Path) -> Result<()> {
-        let _ = (cells, out);
-        Ok(())
+    /// Of what else a cell is than this experiment, to whose cells none can be added then; `None`: it is one of these.
+    fn foreign(&self, cell: &Self::Cell) -> Option<&'static str> {
+        let _ = cell;
+        None
     }
 
-    /// Makes what the cells of these names need; they are kept in `out`.
+    /// Makes what the cells of these names need.
     ///
     /// # Errors
     /// It is not to be had, or the user interrupts.
-    fn set_up(
-        &self,
-        missing: &[Self::Key],
-        out: &Path,
-        interrupted: &Interrupted,
-    ) -> Result<Self::Setup>;
+    fn set_up(&self, missing: &[Self::Key], run: &Run<'_>) -> Result<Self::Setup>;
 
     /// Measures one.
     ///
@@ -129,7 +130,7 @@ pub trait Experiment: Sized {
         &self,
         setup: &mut Self::Setup,
         key: &Self::Key,
-        interrupted: &Interrupted,
+        run: &Run<'_>,
     ) -> Result<Self::Cell>;
 
     /// Why a cell does not count; `None`: it does.
@@ -142,22 +143,17 @@ pub trait Experiment: Sized {
     ///
     /// # Errors
     /// There is nothing to show, or what it is to be shown beside cannot be read or made; the user interrupts.
-    fn report(
-        &self,
-        cells: &[Self::Cell],
-        out: &Path,
-        interrupted: &Interrupted,
-    ) -> Result<Report> {
-        let _ = (out, interrupted);
+    fn report(&self, cells: &[Self::Cell], run: &Run<'_>) -> Result<Report> {
+        let _ = run;
         Report::new(String::new(), cells)
     }
 
-    /// Measures the cells that are not in `out` yet, and returns all that are there.
+    /// Measures the cells that are not there yet, and returns all that are.
     ///
     /// # Errors
     /// As the other functions; what was measured until then is kept.
-    fn run(&self, out: &Path, interrupted: &Interrupted) -> Result<Vec<Self::Cell>> {
-        run(self, out, interrupted)
+    fn run(&self, run: &Run<'_>) -> Result<Vec<Self::Cell>> {
+        complete(self, run)
     }
 }
 
@@ -183,27 +179,25 @@ fn is_done<E: Experiment>(cells: &[E::Cell], key: &E::Key) -> bool {
 }
 
 /// [`Experiment::run`], for those that do more.
-pub(crate) fn run<E: Experiment>(
-    experiment: &E,
-    out: &Path,
-    interrupted: &Interrupted,
-) -> Result<Vec<E::Cell>> {
+pub(crate) fn complete<E: Experiment>(experiment: &E, run: &Run<'_>) -> Result<Vec<E::Cell>> {
     // What is refused leaves no file.
     let mut missing = experiment.keys()?;
-    let mut cells = Lines::<E::Cell>::open(&out.join(E::FILE))?;
-    experiment.check(&cells, out)?;
+    let mut cells = Lines::<E::Cell>::open(&run.out.join(E::FILE))?;
+    if let Some(what) = cells.iter().find_map(|cell| experiment.foreign(cell)) {
+        bail!("{} has cells of {what}: name another --out", run.out.display());
+    }
     missing.retain(|key| !is_done::<E>(&cells, key));
     if missing.is_empty() {
         return Ok(cells.into_all());
     }
-    let mut setup = experiment.set_up(&missing, out, interrupted)?;
+    let mut setup = experiment.set_up(&missing, run)?;
     let whole = missing.iter().map(|key| experiment.expected(key)).sum();
     let mut progress = Progress::new(missing.len(), whole);
     for key in &missing {
         let (label, expected) = (experiment.label(key), experiment.expected(key));
         while !is_done::<E>(&cells, key) {
             progress.start(&label, expected);
-            let cell = experiment.measure(&mut setup, key, interrupted);
+            let cell = experiment.measure(&mut setup, key, run);
             cells.push(cell.with_context(|| label.clone())?)?;
             progress.finish(expected);
             let why = cells.last().and_then(E::discarded);
@@ -226,8 +220,6 @@ pub(crate) fn of<E: clap::Args>(arguments: &[&str]) -> E {
 #[cfg(test)]
 mod tests {
     use std::cell::Cell as Counter;
-
-    use anyhow::bail;
 
     use super::*;
 
@@ -262,19 +254,16 @@ mod tests {
             Duration::ZERO
         }
 
-        fn check(&self, cells: &[(u32, u32)], out: &Path) -> Result<()> {
-            match cells.iter().find(|(name, _)| *name >= 100) {
-                Some(_) => bail!("{} has other cells", out.display()),
-                None => Ok(()),
-            }
+        fn foreign(&self, (name, _): &(u32, u32)) -> Option<&'static str> {
+            (*name >= 100).then_some("larger numbers")
         }
 
-        fn set_up(&self, missing: &[u32], _: &Path, _: &Interrupted) -> Result<()> {
+        fn set_up(&self, missing: &[u32], _: &Run<'_>) -> Result<()> {
             assert!(!missing.is_empty());
             Ok(())
         }
 
-        fn measure(&self, (): &mut (), key: &u32, _: &Interrupted) -> Result<(u32, u32)> {
+        fn measure(&self, (): &mut (), key: &u32, _: &Run<'_>) -> Result<(u32, u32)> {
             let value = self.next.replace(self.next.get() + 1);
             if value == self.fails_at {
                 bail!("it fails");
@@ -295,7 +284,8 @@ mod tests {
     fn experiment_goes_on_where_it_was_and_repeats_what_does_not_count() {
         let directory = tempfile::tempdir().unwrap();
         let out = directory.path();
-        let run = |numbers: &Numbers| numbers.run(out, &Interrupted::new(false));
+        let run =
+            |numbers: &Numbers| numbers.run(&Run { out, interrupted: &Interrupted::new(false) });
         let error = run(&numbers(3, 0, 3)).unwrap_err();
         assert_eq!(format!("{error:#}"), "2: it fails");
         // 0 at once; 1 at the second attempt; 2 not at all yet.
@@ -323,7 +313,8 @@ mod tests {
     fn cells_of_another_experiment_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         std::fs::write(directory.path().join("cells.jsonl"), "[100,0]\n").unwrap();
-        let error = numbers(1, 0, 99).run(directory.path(), &Interrupted::new(false));
-        assert!(error.unwrap_err().to_string().ends_with("has other cells"));
+        let run = Run { out: directory.path(), interrupted: &Interrupted::new(false) };
+        let error = numbers(1, 0, 99).run(&run).unwrap_err().to_string();
+        assert!(error.ends_with("has cells of larger numbers: name another --out"), "{error}");
     }
 }

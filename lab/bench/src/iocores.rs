@@ -2,20 +2,17 @@
 //!
 //! A *trial* is one `rtvirtio serve` with a disk a VM, whose requests cost CPU, under one policy; VMs are
 //! libblkio clients of this process with a thread for each queue, and threads that compute. All share two
-//! CPUs (`machine` says how). A seed gives the order of phases, the bursts and the times of requests;
-//! policies take turns on each seed. Every read is compared with what was written.
+//! CPUs: vCPUs (clients and what computes) may run on both, and every policy may borrow either from them (the data plane's
+//! `vcpus`), so what its IOThreads cost the vCPUs counts in the utility. A seed gives the order of phases, the bursts and the
+//! times of requests; policies take turns on each seed. Every read is compared with what was written.
 //!
 //! - `cell`: what a cell holds, and what a campaign is made of.
-//! - `machine`: where it runs, and the same for the simulator.
-//! - `content`, `client`: requests that are verified; a disk that comes and goes.
-//! - `vcpus`: where clients and what computes run, and what they had of the CPUs.
-//! - `watch`: IOThreads and moves, by the server's events.
-//! - `trial`: one server with its VMs for one scenario.
+//! - `trial`: one server with its VMs for one scenario ([`rtvirtio_testbed::scenario`]), as figures of each phase.
 //! - `judge`: medians, utilities, marks. `table`: for a terminal, and as plots.
-//! - `load`: one VM on one IOThread, by which the simulator is calibrated. [`costs`]: how.
+//! - [`costs`]: how the simulator is calibrated.
 //! - `simulated`: the same in the simulator, beside.
 //! - [`disturb`]: what a monitor that ends, a reader that does not read and hostile requests do to the
-//!   data path. `awake`: CPUs that do not halt meanwhile.
+//!   data path.
 //!
 //! Where policies have the same IOThreads, p99s of two runs differ by more than the 5 % that are to be told: cells of one
 //! phase *alone* repeat it, and its p99 is judged by them and the traces together.
@@ -24,40 +21,32 @@
 //! most; seven of ten requests read, and clients make and compare content; a queue's streams are drained
 //! one before the next.
 
-mod awake;
 mod cell;
-mod client;
-mod content;
 pub mod costs;
 pub mod disturb;
 mod judge;
-mod load;
-mod machine;
 mod simulated;
 mod table;
 mod trial;
-mod vcpus;
-mod watch;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Result, bail, ensure};
-use rtvirtio_host::interrupt::Interrupted;
+use anyhow::{Result, ensure};
 use rtvirtio_sim::scenario::PhaseKind;
 use rtvirtio_spec::run::Machine;
+use rtvirtio_testbed::scenario::{Unverified, cpus};
+use rtvirtio_testbed::server::rtvirtio;
 use rtvirtio_units::Nanos;
 use serde_json::json;
 
 use crate::cell::{CANARY_LIMIT, canary_of};
-use crate::dataplane::server::rtvirtio;
-use crate::experiment::{self, Experiment, Report};
+use crate::experiment::{self, Experiment, Report, Run};
 use crate::lines::Lines;
 use crate::qos::cell::disturbance;
 use cell::{Cell, CellKey, PolicyConfig, SEEDS, Settings, Timeline};
-use content::Unverified;
 use costs::Round;
-use trial::{LEAD, Measured, Trial, duration};
+use trial::{Measured, duration, trial};
 
 /// Phases that are repeated alone, and the fixed number beside which: the one that is worth most there.
 const ALONE: [(PhaseKind, PolicyConfig); 2] =
@@ -193,47 +182,30 @@ impl Experiment for Benchmark {
         scenario.map_or(Duration::ZERO, |scenario| duration(&scenario)) + round
     }
 
-    fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
-        let out = out.display();
-        ensure!(
-            cells.iter().all(|cell| cell.settings == self.settings),
-            "{out} has cells of other settings, such as another --seconds: name another --out"
-        );
-        // They would be in the medians.
-        if let Some(other) = cells.iter().find(|cell| !self.seeds().contains(&cell.key.seed)) {
-            let seed = other.key.seed;
-            bail!("{out} has cells of seed {seed}, which is not asked for: name another --out");
+    fn foreign(&self, cell: &Cell) -> Option<&'static str> {
+        match (cell.settings == self.settings, self.seeds().contains(&cell.key.seed)) {
+            (true, true) => None,
+            // They would be in the medians.
+            (true, false) => Some("seeds that are not asked for"),
+            (false, _) => Some("other settings, such as another --seconds"),
         }
-        Ok(())
     }
 
-    fn set_up(&self, _: &[CellKey], out: &Path, _: &Interrupted) -> Result<Self::Setup> {
-        self.calibrates().then(|| rounds(out)).transpose()
+    fn set_up(&self, _: &[CellKey], run: &Run<'_>) -> Result<Self::Setup> {
+        self.calibrates().then(|| rounds(run.out)).transpose()
     }
 
     /// A cell that fails its verification is kept as such, and the campaign goes on.
-    fn measure(
-        &self,
-        rounds: &mut Self::Setup,
-        key: &CellKey,
-        interrupted: &Interrupted,
-    ) -> Result<Cell> {
+    fn measure(&self, rounds: &mut Self::Setup, key: &CellKey, run: &Run<'_>) -> Result<Cell> {
         let program = rtvirtio()?;
         if let (Some(rounds), None) = (rounds, key.alone) {
-            rounds.push(Round::measure(&program, interrupted)?)?;
+            rounds.push(Round::measure(&program, run.interrupted)?)?;
         }
         let settings = self.settings(key.alone);
         let scenario = settings.scenario(key.seed)?;
-        let trial = Trial {
-            program: &program,
-            settings: &settings,
-            scenario: &scenario,
-            policy: key.policy.kind().name(),
-            threads: key.policy.threads(),
-            vcpus: None,
-            lead: LEAD,
-        };
-        match trial.run(interrupted) {
+        let (policy, threads) = (key.policy.kind().name(), key.policy.threads());
+        let trial = trial(&program, &settings, &scenario, (policy, threads));
+        match Measured::of(&trial, run.interrupted, |_, _| Ok(())) {
             Ok(measured) => Ok(self.made(*key, Ok(measured))),
             Err(error) => error.downcast::<Unverified>().map(|error| {
                 eprintln!("{}: {error}", key.label());
@@ -243,7 +215,7 @@ impl Experiment for Benchmark {
     }
 
     /// A table of a campaign, and its plots.
-    fn report(&self, cells: &[Cell], out: &Path, interrupted: &Interrupted) -> Result<Report> {
+    fn report(&self, cells: &[Cell], run: &Run<'_>) -> Result<Report> {
         let is_good = cells.iter().all(Cell::is_good);
         let (alone, cells) = cells.iter().cloned().partition(|cell| cell.key.alone.is_some());
         let campaign = Campaign { cells, alone };
@@ -251,9 +223,9 @@ impl Experiment for Benchmark {
         let costs = match (self.compare_simulator, &self.costs) {
             (false, _) => None,
             (true, Some(path)) => Some(costs::read(path)?),
-            (true, None) => Some(found.insert(costs::find(&rounds(out)?)?).0),
+            (true, None) => Some(found.insert(costs::find(&rounds(run.out)?)?).0),
         };
-        let compare = |costs| simulated::compare(&campaign.cells, costs, interrupted);
+        let compare = |costs| simulated::compare(&campaign.cells, costs, run.interrupted);
         let compared = costs.map(compare).transpose()?;
         let rows = judge::rows(&campaign.cells);
         let mut verdicts = judge::judge(&campaign);
@@ -276,15 +248,15 @@ impl Experiment for Benchmark {
         Ok(report)
     }
 
-    fn run(&self, out: &Path, interrupted: &Interrupted) -> Result<Vec<Cell>> {
+    fn run(&self, run: &Run<'_>) -> Result<Vec<Cell>> {
         // What is refused leaves no file.
-        machine::cpus()?;
+        cpus()?;
         self.settings.scenario(1)?;
-        let before = rounds(out)?.len();
-        let cells = experiment::run(self, out, interrupted)?;
-        let mut rounds = rounds(out)?;
+        let before = rounds(run.out)?.len();
+        let cells = experiment::complete(self, run)?;
+        let mut rounds = rounds(run.out)?;
         if self.calibrates() && (rounds.is_empty() || rounds.len() > before) {
-            rounds.push(Round::measure(&rtvirtio()?, interrupted)?)?;
+            rounds.push(Round::measure(&rtvirtio()?, run.interrupted)?)?;
         }
         Ok(cells)
     }

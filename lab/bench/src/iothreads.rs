@@ -16,30 +16,30 @@
 //! `cpu_time_is_shared_out_over_requests`, `table_has_medians_and_ranges`.
 
 use std::fs::{File, read_to_string};
-use std::path::Path;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_pcg::Pcg64Mcg;
+use rtvirtio_calibrate::load::MachineSample;
+use rtvirtio_calibrate::testbed::{GUEST_FILES, take_host};
 use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_host::qemu::{MappedQueues, Monitor};
 use rtvirtio_planner::iothreads::{REQUESTS_PER_IOTHREAD, assign};
 use rtvirtio_spec::plan::{VmIoThreads, qemu};
 use rtvirtio_spec::run::Machine;
 use rtvirtio_spec::specification::parse;
+use rtvirtio_testbed::cpu::{ProcessCpu, available};
+use rtvirtio_testbed::guests::{Accelerator, COMMAND, Guest, GuestImage, ImageArgs, Start};
 use rtvirtio_units::CpuId;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::dataplane::cpu::ProcessCpu;
-use crate::experiment::Experiment;
-use crate::guests::{Accelerator, COMMAND, Guest, GuestImage, Start};
+use crate::experiment::{self, Experiment, Report, seconds};
 use crate::stats::{self, Runs};
 use crate::table::Table;
-use rtvirtio_calibrate::load::MachineSample;
-use rtvirtio_calibrate::testbed::{GUEST_FILES, take_host};
 
 /// The guest's virtual CPUs, and so its disk's queues and fio's jobs.
 pub const VCPUS: u32 = 4;
@@ -55,6 +55,10 @@ const FIO: Duration = Duration::from_secs(30);
 const RAMP: Duration = Duration::from_secs(1);
 /// How long QEMU may take for an answer.
 const ANSWER: Duration = Duration::from_secs(10);
+
+const GUEST_BOUND: &str = "guest-bound: TCG translates the vCPUs' instructions, which sets the \
+                           IOPS; they say nothing of IOThreads";
+const NO_KVM: &str = "skipped: KVM lane (no guest boots under KVM on this machine)";
 
 /// What serves the disk's queues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -153,12 +157,9 @@ pub struct CpuMicros {
 /// What one cell measured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Run {
-    /// What served the disk.
-    pub service: Service,
-    /// Requests in flight of each of fio's jobs.
-    pub depth: u32,
-    /// From 0.
-    pub repetition: u32,
+    /// Which cell.
+    #[serde(flatten)]
+    pub key: Key,
     /// Requests in the window.
     pub requests: u64,
     /// Requests per second.
@@ -173,26 +174,38 @@ pub struct Run {
     pub machine: Machine,
 }
 
-/// What to run.
-pub struct Benchmark<'a> {
-    /// What guests boot from.
-    pub image: &'a GuestImage,
-    /// What runs them.
-    pub accelerator: Accelerator,
-    /// Length of a cell's window.
-    pub window: Duration,
-    /// How often each cell runs.
-    pub repetitions: u32,
-    /// Seed of the order.
-    pub seed: u64,
+/// Arguments of `bench iothreads`.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "The disk is QEMU's null-co: no disk of yours is touched. Results go to OUT as JSON lines (cells.jsonl), \
+    result.json and table.txt."
+)]
+pub struct Benchmark {
+    /// Repetitions; each boots every guest anew
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repetitions: u32,
+    /// Length of a cell's window in seconds
+    #[arg(long, default_value = "5", value_parser = seconds::<1_000, 3_600_000>)]
+    window: Duration,
+    #[command(flatten)]
+    image: ImageArgs,
+    /// Seed of the order
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// The image and what runs it, once they are found.
+    #[arg(skip)]
+    guests: OnceLock<(GuestImage, Accelerator)>,
 }
 
 /// Names a cell.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Key {
-    service: Service,
-    depth: u32,
-    repetition: u32,
+    /// What served the disk.
+    pub service: Service,
+    /// Requests in flight of each of fio's jobs.
+    pub depth: u32,
+    /// From 0.
+    pub repetition: u32,
 }
 
 /// The host, taken, and the guest that runs: each service has one for all depths of a repetition.
@@ -202,10 +215,23 @@ pub struct Taken {
     _lock: File,
 }
 
-impl Experiment for Benchmark<'_> {
+impl Benchmark {
+    fn guests(&self, interrupted: &Interrupted) -> Result<&(GuestImage, Accelerator)> {
+        if let Some(guests) = self.guests.get() {
+            return Ok(guests);
+        }
+        let found = self.image.find(interrupted).context("this benchmark needs guests")?;
+        notes(found.1).iter().for_each(|note| eprintln!("{note}"));
+        Ok(self.guests.get_or_init(|| found))
+    }
+}
+
+impl Experiment for Benchmark {
     type Key = Key;
     type Cell = Run;
     type Setup = Taken;
+
+    const OUT: &'static str = "rtvirtio-bench-iothreads";
 
     fn keys(&self) -> Result<Vec<Key>> {
         let mut rng = Pcg64Mcg::seed_from_u64(self.seed);
@@ -223,7 +249,7 @@ impl Experiment for Benchmark<'_> {
     }
 
     fn is_of(run: &Run, key: &Key) -> bool {
-        (run.service, run.depth, run.repetition) == (key.service, key.depth, key.repetition)
+        run.key == *key
     }
 
     fn label(&self, Key { service, depth, repetition }: &Key) -> String {
@@ -234,29 +260,57 @@ impl Experiment for Benchmark<'_> {
         BOOT / DEPTHS.len() as u32 + self.window + 3 * RAMP
     }
 
-    fn set_up(&self, _: &[Key], _: &Path, _: &Interrupted) -> Result<Taken> {
+    fn set_up(&self, _: &[Key], run: &experiment::Run<'_>) -> Result<Taken> {
+        self.guests(run.interrupted)?;
         let (_, lock) = take_host()?;
         std::fs::create_dir_all(GUEST_FILES)?;
         Ok(Taken { guest: None, _lock: lock })
     }
 
-    fn measure(&self, taken: &mut Taken, key: &Key, interrupted: &Interrupted) -> Result<Run> {
-        let Key { service, depth, repetition } = *key;
+    fn measure(&self, taken: &mut Taken, key: &Key, run: &experiment::Run<'_>) -> Result<Run> {
+        let Key { service, repetition, .. } = *key;
         let booted = taken.guest.take_if(|(of, when, _)| (*of, *when) == (service, repetition));
         // One at a time: another one ends before the next boots.
         taken.guest = None;
         let served = match booted {
             Some((.., served)) => served,
-            None => Served::boot(self, service, interrupted)?,
+            None => Served::boot(self.guests(run.interrupted)?, service, run.interrupted)?,
         };
         let (.., served) = taken.guest.insert((service, repetition, served));
-        served.cell(self.window, depth, repetition, interrupted)
+        served.cell(self.window, *key, run.interrupted)
+    }
+
+    fn report(&self, runs: &[Run], run: &experiment::Run<'_>) -> Result<Report> {
+        let (_, accelerator) = *self.guests(run.interrupted)?;
+        let (rows, notes) = (rows(runs), notes(accelerator));
+        let table = table(&rows, iops(accelerator));
+        let commands = std::fs::read_to_string(run.out.join("commands.txt")).unwrap_or_default();
+        let services = Service::ALL.map(|s| Ok(json!({"service": s, "arguments": s.arguments()?})));
+        let result = json!({
+            "command": commands.lines().last(),
+            "accelerator": accelerator.name(),
+            "guest_bound": accelerator == Accelerator::Tcg,
+            "notes": notes,
+            "window_s": self.window.as_secs_f64(),
+            "seed": self.seed,
+            "vcpus": VCPUS,
+            "backend": backend(),
+            "services": services.into_iter().collect::<Result<Vec<_>>>()?,
+            "summary": table.json(),
+            "runs": runs,
+        });
+        let text = format!(
+            "{table}Medians and ranges. CPU: of QEMU for each request, µs, then by thread; elsewhere: other CPU use \
+             of the machine, cores.\n{}\n",
+            notes.join("\n")
+        );
+        let file = serde_json::to_string_pretty(&result)?;
+        Ok(Report::of(text, result).with("result.json", file))
     }
 }
 
 /// A guest whose disk is served.
 pub(crate) struct Served {
-    service: Service,
     monitor: Monitor,
     guest: Guest,
     threads: Threads,
@@ -266,11 +320,15 @@ pub(crate) struct Served {
 }
 
 impl Served {
-    fn boot(what: &Benchmark<'_>, service: Service, interrupted: &Interrupted) -> Result<Self> {
+    fn boot(
+        (image, accelerator): &(GuestImage, Accelerator),
+        service: Service,
+        interrupted: &Interrupted,
+    ) -> Result<Self> {
         let directory = tempfile::tempdir_in(GUEST_FILES)?;
         let mut arguments = vec!["-blockdev".to_owned(), backend().to_string()];
         arguments.extend(service.arguments()?);
-        let start = Start::new(what.image, what.accelerator, directory.path(), "guest");
+        let start = Start::new(image, *accelerator, directory.path(), "guest");
         let start = Start { vcpus: VCPUS, arguments, ..start };
         let guest = Guest::boot_as(&start, interrupted)?;
         let mut monitor = guest.monitor()?;
@@ -282,16 +340,11 @@ impl Served {
         let iothreads = monitor.iothreads(ANSWER)?.into_iter().map(|t| t.thread_id).collect();
         let vcpus = monitor.vcpu_threads(ANSWER)?;
         let threads = Threads { process: guest.process_id()?, iothreads, vcpus };
-        Ok(Self { service, monitor, guest, threads, disk, directory })
+        Ok(Self { monitor, guest, threads, disk, directory })
     }
 
-    fn cell(
-        &mut self,
-        window: Duration,
-        depth: u32,
-        repetition: u32,
-        interrupted: &Interrupted,
-    ) -> Result<Run> {
+    fn cell(&mut self, window: Duration, key: Key, interrupted: &Interrupted) -> Result<Run> {
+        let depth = key.depth;
         let last = VCPUS - 1;
         let engine = if depth == 1 { "psync" } else { "libaio" };
         let runtime = (FIO + RAMP + window).as_secs() + 1;
@@ -329,9 +382,7 @@ impl Served {
         ensure!(cpu.iothreads.iter().all(|&t| t > 0), "an IOThread did nothing: {cpu:?}");
         let cores = |ns: u64| ns as f64 / 1e9 / seconds;
         Ok(Run {
-            service: self.service,
-            depth,
-            repetition,
+            key,
             requests,
             iops: requests as f64 / seconds,
             cpu_us: cpu.for_each(requests),
@@ -405,7 +456,7 @@ pub type Row<'a> = Runs<'a, (u32, Service), Run>;
 /// The runs by depth and service.
 #[must_use]
 pub fn rows(runs: &[Run]) -> Vec<Row<'_>> {
-    let mut rows = stats::runs(runs, |run| (run.depth, run.service));
+    let mut rows = stats::runs(runs, |run| (run.key.depth, run.key.service));
     rows.sort_by_key(|row| (row.key.0, Service::ALL.iter().position(|of| *of == row.key.1)));
     rows
 }
@@ -426,6 +477,27 @@ pub fn table<'a>(rows: &'a [Row<'a>], iops: &str) -> Table<'a, Row<'a>> {
         .shown("main loop", shown(1, |run| run.cpu_us.main_loop))
         .shown("vCPUs", shown(1, |run| run.cpu_us.vcpus))
         .shown("elsewhere", shown(2, |run| run.elsewhere_cores))
+}
+
+/// What must be read beside the numbers.
+fn notes(accelerator: Accelerator) -> Vec<String> {
+    let mut notes = Vec::new();
+    if accelerator == Accelerator::Tcg {
+        notes.extend([GUEST_BOUND.to_owned(), NO_KVM.to_owned()]);
+    }
+    let cpus = available();
+    // The most that want a CPU: vCPUs, two IOThreads, the main loop.
+    if cpus < VCPUS as usize + 3 {
+        notes.push(format!(
+            "{VCPUS} vCPUs, the IOThreads and QEMU's main loop share {cpus} CPUs, unpinned"
+        ));
+    }
+    notes
+}
+
+/// What requests a second are called.
+fn iops(accelerator: Accelerator) -> &'static str {
+    if accelerator == Accelerator::Tcg { "IOPS, guest-bound" } else { "IOPS" }
 }
 
 #[cfg(test)]

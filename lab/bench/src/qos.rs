@@ -12,11 +12,6 @@
 //! that the requests which VMs had delivered need.
 //!
 //! - `cell`: what a cell holds.
-//! - `clients`, `neighbour`: the VMs.
-//! - `configuration`: the server's.
-//! - [`curve`]: what its schedule is told of the device.
-//! - `disk`: the device.
-//! - `trial`: one server with its clients for one window.
 //! - `rows`, `table`: what it comes to, for a terminal and as a plot.
 //!
 //! Benchmarks of their own: [`cost`], what a schedule costs; [`changes`], how soon targets are met
@@ -27,40 +22,32 @@ pub mod admission;
 mod bounds;
 pub(crate) mod cell;
 pub mod changes;
-pub(crate) mod clients;
-pub(crate) mod configuration;
 pub mod cost;
-pub mod curve;
-mod disk;
 pub mod guests;
-pub(crate) mod neighbour;
 mod rows;
 mod table;
-pub(crate) mod trial;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use rtvirtio_cases::{Case, Tier};
-use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
+use rtvirtio_testbed::curve::Curve;
+use rtvirtio_testbed::neighbour::Neighbour;
+use rtvirtio_testbed::scratch::{Backing, Disk};
+use rtvirtio_testbed::server::{qsd_version, rtvirtio};
+use rtvirtio_testbed::tasks::{Between, Plan, tasks};
+use rtvirtio_testbed::trial::{DISK, Sharing, Trial, measured_curve};
+use rtvirtio_units::Bytes;
 
 use crate::campaign;
 use crate::cell::CANARY_LIMIT;
-use crate::dataplane::server::{qsd_version, rtvirtio};
-use crate::experiment::{Experiment, Report, seconds};
-use crate::scratch::Backing;
+use crate::experiment::{Experiment, Report, Run, seconds};
 use bounds::Bounds;
-use cell::{Cell, CellKey, NoiseFloor, Scheme, disturbance};
-use clients::{Between, Plan, tasks};
-use configuration::Sharing;
-use curve::Curve;
-use disk::Disk;
-use neighbour::Neighbour;
-use trial::{Measured, Trial, WARM_UP, measured_curve};
+use cell::{Cell, CellKey, Measured, NoiseFloor, Scheme, disturbance};
 
 /// Length of a look at the most urgent VM alone.
 const FLOOR: Duration = Duration::from_secs(5);
@@ -176,45 +163,41 @@ impl Experiment for Benchmark {
         Trial::duration(self.window(key)) + floors
     }
 
-    fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
-        if let Some(other) = cells.iter().find(|cell| cell.device != self.device()) {
-            bail!("{} has cells on {}: name another OUT", out.display(), other.device);
-        }
-        Ok(())
+    fn foreign(&self, cell: &Cell) -> Option<&'static str> {
+        (cell.device != self.device()).then_some("another device")
     }
 
-    fn set_up(
-        &self,
-        missing: &[CellKey],
-        _: &Path,
-        interrupted: &Interrupted,
-    ) -> Result<(Disk, Curve)> {
+    fn set_up(&self, missing: &[CellKey], run: &Run<'_>) -> Result<(Disk, Curve)> {
         if missing.iter().any(|key| key.scheme == Scheme::Throttle) {
             qsd_version()?;
         }
-        let disk = Disk::make(&self.on)?;
+        let disk = Disk::make(&self.on, Bytes::new(DISK * 5))?;
         let curve = match (&self.on, &self.profile) {
             (_, Some(profile)) => Curve::of_profile(&profile.capacity),
             (Backing::Ssd(name), None) => Curve::of_ssd(name.parse()?),
-            (Backing::Raw(_), None) => measured_curve(&rtvirtio()?, &disk.path(), interrupted)?,
+            (Backing::Raw(_), None) => measured_curve(&rtvirtio()?, &disk.path(), run.interrupted)?,
         };
         Ok((disk, curve))
     }
 
-    fn measure(
-        &self,
-        (disk, curve): &mut (Disk, Curve),
-        key: &CellKey,
-        interrupted: &Interrupted,
-    ) -> Result<Cell> {
-        self.floored_cell(key, *curve, &disk.path(), interrupted)
+    /// Between two looks at the noise if the disk is the machine's.
+    fn measure(&self, on: &mut (Disk, Curve), key: &CellKey, run: &Run<'_>) -> Result<Cell> {
+        let floor = || match self.on {
+            Backing::Ssd(_) => Ok(None),
+            Backing::Raw(_) => self.floor(&on.0, key, run).map(Some),
+        };
+        let before = floor()?;
+        let mut cell = self.cell(on, key, run)?;
+        cell.floors = before.zip(floor()?).map(|(before, after)| [before, after]);
+        cell.discarded = disturbance(CANARY_LIMIT, &cell.canary, cell.floors.as_ref());
+        Ok(cell)
     }
 
     fn discarded(cell: &Cell) -> Option<&str> {
         cell.discarded.as_deref()
     }
 
-    fn report(&self, cells: &[Cell], _: &Path, _: &Interrupted) -> Result<Report> {
+    fn report(&self, cells: &[Cell], _: &Run<'_>) -> Result<Report> {
         let kernel = self.beside.as_deref().map(campaign::read).transpose()?.unwrap_or_default();
         let report = Report::new(table::table(cells, &kernel), cells)?;
         Ok(report.with("plot.svg", table::plot(cells, &kernel)))
@@ -239,65 +222,27 @@ impl Benchmark {
         self.tiers.iter().flat_map(|&tier| self.cases.iter().map(move |&case| (tier, case)))
     }
 
-    /// A cell, between two looks at the noise if the disk is the machine's.
-    fn floored_cell(
-        &self,
-        key: &CellKey,
-        curve: Curve,
-        device: &Path,
-        interrupted: &Interrupted,
-    ) -> Result<Cell> {
-        if let Backing::Ssd(_) = self.on {
-            let mut cell = self.cell(key, curve, device, interrupted)?;
-            cell.discarded = disturbance(CANARY_LIMIT, &cell.canary, None);
-            return Ok(cell);
-        }
-        let before = self.floor(key, device, interrupted)?;
-        let mut cell = self.cell(key, curve, device, interrupted)?;
-        let floors = [before, self.floor(key, device, interrupted)?];
-        cell.discarded = disturbance(CANARY_LIMIT, &cell.canary, Some(&floors));
-        cell.floors = Some(floors);
-        Ok(cell)
-    }
-
     /// The most urgent VM alone.
-    fn floor(&self, key: &CellKey, device: &Path, interrupted: &Interrupted) -> Result<NoiseFloor> {
-        let trial = Trial {
-            program: &rtvirtio()?,
-            device,
-            sharing: Sharing::Free,
-            vms: &vms(key)?[..1],
-            background: None,
-            warm_up: WARM_UP,
-            window: FLOOR,
-            seed: seed(key),
-        };
-        Ok(NoiseFloor::of(&trial.run(interrupted)?.tasks))
+    fn floor(&self, disk: &Disk, key: &CellKey, run: &Run<'_>) -> Result<NoiseFloor> {
+        let (program, vms, device) = (rtvirtio()?, vms(key)?, disk.path());
+        let trial = Trial::new(&program, &device, Sharing::Free, FLOOR);
+        let trial = Trial { vms: &vms[..1], seed: seed(key), ..trial };
+        Ok(NoiseFloor::of(&Measured::of(&trial, run.interrupted)?.tasks))
     }
 
-    fn cell(
-        &self,
-        key: &CellKey,
-        curve: Curve,
-        device: &Path,
-        interrupted: &Interrupted,
-    ) -> Result<Cell> {
+    fn cell(&self, (disk, curve): &(Disk, Curve), key: &CellKey, run: &Run<'_>) -> Result<Cell> {
         let vms = if key.scheme == Scheme::Alone { Vec::new() } else { vms(key)? };
-        let trial = Trial {
-            program: &rtvirtio()?,
-            device,
-            sharing: match key.scheme {
-                Scheme::Alone | Scheme::None => Sharing::Free,
-                Scheme::Qos => Sharing::Schedule(curve),
-                Scheme::Throttle => Sharing::Throttle,
-            },
-            vms: &vms,
-            background: Some(key.neighbour.background()),
-            warm_up: WARM_UP,
-            window: self.window(key),
-            seed: seed(key),
+        let sharing = match key.scheme {
+            Scheme::Alone | Scheme::None => Sharing::Free,
+            Scheme::Qos => Sharing::Schedule(*curve),
+            Scheme::Throttle => Sharing::Throttle,
         };
-        let Measured { mut tasks, background, seconds, canary, busy } = trial.run(interrupted)?;
+        let (program, device) = (rtvirtio()?, disk.path());
+        let background = Some(key.neighbour.background());
+        let trial = Trial::new(&program, &device, sharing, self.window(key));
+        let trial = Trial { vms: &vms, background, seed: seed(key), ..trial };
+        let Measured { mut tasks, background, seconds, canary, busy } =
+            Measured::of(&trial, run.interrupted)?;
         if let (Some(profile), Scheme::Qos) = (&self.profile, key.scheme) {
             let (case, tier) = (key.case.parse()?, key.tier.parse()?);
             let bounds = Bounds::of(case, tier, self.window, profile)?;
@@ -314,7 +259,7 @@ impl Benchmark {
             canary,
             busy,
             at: jiff::Timestamp::now().to_string(),
-            curve: Some(curve),
+            curve: Some(*curve),
             floors: None,
             discarded: None,
         })

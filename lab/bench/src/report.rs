@@ -34,6 +34,7 @@ use rtvirtio_spec::run::Cell;
 
 use crate::plot;
 use group::Group;
+
 pub use predictions::{Agreement, agreement};
 pub use tables::table;
 

@@ -2,10 +2,9 @@
 
 use std::fmt;
 
+pub(crate) use rtvirtio_cases::wilson_interval as wilson;
 use rtvirtio_units::Nanos;
 use serde::Serialize;
-
-pub(crate) use rtvirtio_cases::wilson_interval as wilson;
 
 /// The median: of an even number the mean of the two in the middle, not a number of none.
 #[must_use]

@@ -5,7 +5,7 @@
 //! a copy.
 //!
 //! Terms. A *scenario* says what VMs do ([`scenario`]), a *machine* where ([`Machine`]), *costs* how much
-//! CPU time it takes ([`Costs`]). A *burst* is CPU time that a thread needs before others see what it did.
+//! CPU time it takes ([`Costs`]; [`calibration`]: of a real machine). A *burst* is CPU time that a thread needs before others see what it did.
 //!
 //! Model. IOThreads loop as the data plane's do: batches, shares, adaptive polling, sleep, messages
 //! (`world::iothread`). Each queue has a client that sleeps until it is called (`world::client`). Both, and
@@ -29,6 +29,7 @@
 //! `no_queue_waits_longer_than_the_shares_of_the_others`, `nothing_is_used_more_than_there_is`,
 //! `frames_of_both_directions_take_what_they_cost`.
 
+pub mod calibration;
 mod costs;
 mod cpus;
 mod events;

@@ -6,13 +6,13 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use rtvirtio_bench::cell::Testbed;
-use rtvirtio_bench::guests::Accelerator;
-use rtvirtio_bench::qos::curve::Curve;
 use rtvirtio_calibrate::testbed::{DeviceUnderTest as _, plain};
 use rtvirtio_cases::{Neighbour, Scheme, Tier};
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::specification::to_toml;
+use rtvirtio_testbed::curve::Curve;
+use rtvirtio_testbed::device::Testbed;
+use rtvirtio_testbed::guests::Accelerator;
 use rtvirtio_units::{Iops, Nanos};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};

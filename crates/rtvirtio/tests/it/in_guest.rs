@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use cargo_metadata::Message;
-use rtvirtio_bench::guests::{Accelerator, Guest, GuestImage};
+use rtvirtio_testbed::guests::{Accelerator, Guest, GuestImage};
 use tempfile::TempDir;
 
 use crate::archive::{self, GuestFile};

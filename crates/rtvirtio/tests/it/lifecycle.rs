@@ -7,11 +7,11 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use rtvirtio_bench::dataplane::client::{Client, Endpoint, Queue, Shape};
 use rtvirtio_calibrate::observed::{disk_of, observe};
 use rtvirtio_host::Host;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
+use rtvirtio_testbed::client::{Client, Endpoint, Queue, Shape};
 use serde_json::Value;
 
 use crate::scratch_disk::{

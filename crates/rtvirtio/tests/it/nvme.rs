@@ -9,7 +9,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rtvirtio_bench::guests::COMMAND_LINE;
+use rtvirtio_testbed::guests::COMMAND_LINE;
 use serde_json::Value;
 
 use crate::archive::GuestFile;

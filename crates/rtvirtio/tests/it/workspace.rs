@@ -57,6 +57,22 @@ const MEMBERS: &[Member] = &[
     member("sim", &["units", "spec", "ssd", "qos", "iocores"], true),
     member("py", &["units", "spec", "cases", "model", "planner", "ssd", "sim"], false),
     member(
+        "testbed",
+        &[
+            "units",
+            "spec",
+            "cases",
+            "iocores",
+            "sim",
+            "planner",
+            "host",
+            "completion",
+            "engine",
+            "calibrate",
+        ],
+        false,
+    ),
+    member(
         "bench",
         &[
             "units",
@@ -71,12 +87,25 @@ const MEMBERS: &[Member] = &[
             "engine",
             "cli",
             "calibrate",
+            "testbed",
         ],
         false,
     ),
     member(
         "lab",
-        &["units", "spec", "cases", "iocores", "host", "ssd", "sim", "cli", "calibrate", "bench"],
+        &[
+            "units",
+            "spec",
+            "cases",
+            "iocores",
+            "host",
+            "ssd",
+            "sim",
+            "cli",
+            "calibrate",
+            "testbed",
+            "bench",
+        ],
         false,
     ),
     // The product's binary.
@@ -237,7 +266,15 @@ fn binary_of_the_operator_links_no_fuse_libblkio_or_report() {
     let linked: BTreeSet<&str> =
         tree.lines().filter_map(|line| line.split_whitespace().next()).collect();
     assert!(linked.contains("rtvirtio-dataplane"), "{tree}");
-    for foreign in ["blkio", "virtio-driver", "fuser", "maud", "rtvirtio-bench", "rtvirtio-sim"] {
+    for foreign in [
+        "blkio",
+        "virtio-driver",
+        "fuser",
+        "maud",
+        "rtvirtio-bench",
+        "rtvirtio-testbed",
+        "rtvirtio-sim",
+    ] {
         assert!(!linked.contains(foreign), "{foreign} is linked");
     }
 }

@@ -6,26 +6,21 @@
 //! only under load, where the thread may have had no CPU. The mode has *followed* a switch at the first
 //! bin from which on 5 are right.
 
-use std::path::Path;
+use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::channel;
-use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, ensure};
-use rtvirtio_completion::{Costs, Tokens};
-use rtvirtio_host::interrupt::{Interrupted, wait};
+use anyhow::{Context, Result};
+use rtvirtio_calibrate::load::MachineSample;
+use rtvirtio_completion::Costs;
 use rtvirtio_spec::run::Machine;
+use rtvirtio_testbed::cpu::usable;
+use rtvirtio_testbed::readers::{Ended, Io, Mode, Running, Stage, Target, Threads, WARM_UP};
 use serde::{Deserialize, Serialize};
 
-use super::requester::Ended;
-use super::window::{Stage, WARM_UP, compute, read, requesters, spawn};
-use super::{Io, Mode, Target, usable_cpus};
-use crate::experiment::Experiment;
+use crate::experiment::{self, Experiment};
 use crate::stats::Spread;
 use crate::verdict::Verdict;
-use crate::window::{COUNTING, Count, EndPhase};
-use rtvirtio_calibrate::load::MachineSample;
 
 /// Time with a load, and without.
 const PHASE: Duration = Duration::from_secs(1);
@@ -145,7 +140,7 @@ impl Experiment for Benchmark {
         WARM_UP + PHASE * (2 * self.cycles + 1)
     }
 
-    fn set_up(&self, _: &[u32], _: &Path, _: &Interrupted) -> Result<Costs> {
+    fn set_up(&self, _: &[u32], _: &experiment::Run<'_>) -> Result<Costs> {
         Ok(Costs::calibrate())
     }
 
@@ -153,76 +148,47 @@ impl Experiment for Benchmark {
         &self,
         &mut costs: &mut Costs,
         &repetition: &u32,
-        interrupted: &Interrupted,
+        run: &experiment::Run<'_>,
     ) -> Result<Run> {
-        let cpus = usable_cpus()?;
+        let cpus = usable()?.len();
         let io = Io { target: Target::Emulated, mode: Mode::Adaptive, threads: 1 };
-        let requester = requesters(io, None)?.pop().context("one thread has one ring")?;
-        let tokens = Arc::new(Tokens::new().context("no tokens without /proc (mount it)")?);
-        let (reads, counts) = (Count::default(), Count::some(cpus));
+        let threads = Threads { io: Some(io), compute: cpus, seed: 7, file: None, costs };
         let stage = Stage::new(false);
         // Of the bins: the window's begin.
         let origin = OnceLock::new();
-        let length = WARM_UP + PHASE * (2 * self.cycles + 1);
-        let bins = (length.as_nanos() / BIN.as_nanos()) as usize;
-        std::thread::scope(|scope| {
-            let end = EndPhase(&stage.phase);
-            let gate = stage.gate.write();
-            let (there, arrived) = channel();
-            let (tokens, stage, reads, mine) = (&tokens, &stage, &reads, there.clone());
-            let origin = &origin;
-            let reader = move || -> Result<Vec<Bin>> {
-                let mut bins = vec![Bin::default(); bins];
-                let record = |now: Instant, _: Duration, ended: Ended| {
-                    let since = origin.get().map(|&origin| now.saturating_duration_since(origin));
-                    let bin = since.map(|since| (since.as_nanos() / BIN.as_nanos()) as usize);
-                    if let Some(bin) = bin.and_then(|bin| bins.get_mut(bin)) {
-                        bin.add(ended);
-                    }
-                };
-                read(&requester, (io, 7), (tokens, costs), (stage, mine), reads, record)?;
-                Ok(bins)
-            };
-            let reader = spawn(scope, "read".to_owned(), reader)?;
-            let mut computers = Vec::new();
-            for (index, count) in counts.iter().enumerate() {
-                let there = there.clone();
-                let body = move || compute(stage, there, count);
-                computers.push(spawn(scope, format!("compute-{index}"), body)?);
+        let bin = |since: Duration| (since.as_nanos() / BIN.as_nanos()) as usize;
+        let all = bin(WARM_UP + PHASE * (2 * self.cycles + 1));
+        let record = |bins: &mut Vec<Bin>, now: Instant, _: Duration, ended: Ended| {
+            let since = origin.get().map(|&origin| now.saturating_duration_since(origin));
+            if let Some(bin) = since.and_then(|since| bins.get_mut(bin(since))) {
+                bin.add(ended);
             }
-            drop(there);
-            arrived.iter().for_each(drop);
-            drop(gate);
-            wait(WARM_UP, interrupted)?;
+        };
+        let observe = |running: &Running<'_, '_>| {
+            stage.phase.warm_up(WARM_UP, run.interrupted)?;
             let machine = MachineSample::now()?;
             let begin = *origin.get_or_init(Instant::now);
-            stage.phase.store(COUNTING, Ordering::Relaxed);
+            stage.phase.count();
             let mut switches = Vec::new();
             for number in 1..=2 * self.cycles {
                 let until = begin + PHASE * number;
-                wait(until.saturating_duration_since(Instant::now()), interrupted)?;
-                ensure!(!stage.is_over(), "the I/O thread ended early");
+                let left = until.saturating_duration_since(Instant::now());
+                stage.phase.counted(left, run.interrupted)?;
                 let load = number % 2 == 1;
                 stage.load.store(load, Ordering::Relaxed);
                 switches.push(Switch { at_s: begin.elapsed().as_secs_f64(), load });
-                computers.iter().for_each(|computer| computer.thread().unpark());
+                running.wake();
             }
-            wait(PHASE, interrupted)?;
-            let whole = (begin.elapsed().as_nanos() / BIN.as_nanos()) as usize;
-            let machine = machine.since()?;
-            drop(end);
-            let mut bins = reader.join().map_err(|_| anyhow!("the I/O thread failed"))??;
-            bins.truncate(whole);
-            Ok(Run {
-                repetition,
-                compute: cpus,
-                cpus,
-                switches,
-                bins,
-                machine,
-                at: jiff::Timestamp::now().to_string(),
-            })
-        })
+            stage.phase.counted(PHASE, run.interrupted)?;
+            Ok((switches, bin(begin.elapsed()), machine.since()?))
+        };
+        let empty = || Ok(vec![Bin::default(); all]);
+        let (mut records, (switches, whole, machine)) =
+            threads.run(&stage, empty, record, observe)?;
+        let mut bins = records.pop().context("there was one reader")?;
+        bins.truncate(whole);
+        let at = jiff::Timestamp::now().to_string();
+        Ok(Run { repetition, compute: cpus, cpus, switches, bins, machine, at })
     }
 }
 

@@ -235,12 +235,12 @@ fn left() -> Vec<String> {
 fn every_mode_reads_on_both_targets_and_leaves_nothing() {
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();
     let out = directory.path().join("out");
-    let (cpus, at) = (usable_cpus().unwrap().to_string(), directory.path().to_str().unwrap());
+    let (cpus, at) = (usable().unwrap().len().to_string(), directory.path().to_str().unwrap());
     let arguments = ["--full", "--on=emulated,file-4k", "--threads=2", "--repetitions=1"];
     let more = ["--compute", &cpus, "--window=0.2", "--directory", at];
     let benchmark: Benchmark = of(&[&arguments[..], &more].concat());
-    let interrupted = AtomicBool::new(false);
-    let cells = benchmark.run(&out, &interrupted).unwrap();
+    let run = Run { out: &out, interrupted: &AtomicBool::new(false) };
+    let cells = benchmark.run(&run).unwrap();
     assert_eq!(cells.len(), 2 * 7 + 1);
     for cell in &cells {
         let rate = cell.compute_rate.unwrap();
@@ -258,10 +258,10 @@ fn every_mode_reads_on_both_targets_and_leaves_nothing() {
     }
     // Run again, it adds nothing; with another window it refuses.
     let keys = |cells: &[Cell]| cells.iter().map(|cell| cell.key).collect::<Vec<_>>();
-    assert_eq!(keys(&benchmark.run(&out, &interrupted).unwrap()), keys(&cells));
+    assert_eq!(keys(&benchmark.run(&run).unwrap()), keys(&cells));
     let other = Benchmark { window: Duration::from_millis(300), ..benchmark };
-    let refused = other.run(&out, &interrupted).unwrap_err().to_string();
-    assert!(refused.contains("use another --out"), "{refused}");
+    let refused = other.run(&run).unwrap_err().to_string();
+    assert!(refused.contains("another window"), "{refused}");
     let files: Vec<_> = std::fs::read_dir(directory.path()).unwrap().collect();
     assert_eq!(files.len(), 1, "only the results: {files:?}");
     // The kernel ends a ring's poller a little after the ring.
@@ -278,17 +278,18 @@ fn interrupted_run_ends_and_directory_in_memory_is_refused() {
     let emulated = ["--full", "--on=emulated", "--threads=1", "--window=600"];
     let mut benchmark: Benchmark = of(&emulated);
     let interrupted = AtomicBool::new(false);
+    let run = Run { out: directory.path(), interrupted: &interrupted };
     let error = std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(Duration::from_millis(400));
             interrupted.store(true, Ordering::Relaxed);
         });
-        benchmark.run(directory.path(), &interrupted).unwrap_err()
+        benchmark.run(&run).unwrap_err()
     });
     assert!(error.is::<rtvirtio_host::interrupt::InterruptedError>(), "{error:#}");
     interrupted.store(false, Ordering::Relaxed);
     benchmark = of(&["--full", "--window=600", "--directory=/dev/shm"]);
-    let refused = format!("{:#}", benchmark.run(directory.path(), &interrupted).unwrap_err());
+    let refused = format!("{:#}", benchmark.run(&run).unwrap_err());
     assert!(refused.contains("--directory"), "{refused}");
 }
 
@@ -296,12 +297,13 @@ fn interrupted_run_ends_and_directory_in_memory_is_refused() {
 fn switched_load_has_a_timeline_and_switches() {
     let directory = tempfile::tempdir().unwrap();
     let benchmark = live::Benchmark { repetitions: 1, cycles: 1 };
-    let runs = benchmark.run(directory.path(), &AtomicBool::new(false)).unwrap();
+    let out = Run { out: directory.path(), interrupted: &AtomicBool::new(false) };
+    let runs = benchmark.run(&out).unwrap();
     let run = &runs[0];
     assert_eq!(run.switches.iter().map(|switch| switch.load).collect::<Vec<_>>(), [true, false]);
     assert!((290..320).contains(&run.bins.len()), "{}", run.bins.len());
     let waits: u64 = run.bins.iter().map(|bin| u64::from(bin.spun + bin.parked)).sum();
     assert!(waits > 1_000, "{waits}");
-    let again = benchmark.run(directory.path(), &AtomicBool::new(false)).unwrap();
+    let again = benchmark.run(&out).unwrap();
     assert!(again.len() == 1 && again[0].bins == run.bins);
 }

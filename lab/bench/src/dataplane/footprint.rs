@@ -5,18 +5,17 @@
 //! to its word to systemd that it serves. Memory is what is resident without shared memory, which
 //! is the clients'; CPU is that of all threads.
 
-use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result};
 use rtvirtio_host::interrupt::{Interrupted, wait};
+use rtvirtio_testbed::client::{Client, Endpoint, Shape};
+use rtvirtio_testbed::cpu::{ProcessCpu, entries, raise_descriptors, resident_mib};
+use rtvirtio_testbed::load::{self, BLOCK};
+use rtvirtio_testbed::server::{Configuration, Server};
 use serde::Serialize;
 
-use super::BLOCK;
-use super::client::{Client, Endpoint, Queue, Shape};
-use super::cpu::ProcessCpu;
-use super::server::{Configuration, Server};
 use crate::table::Table;
 
 /// What a daemon may have resident, MiB: itself, and each idle queue.
@@ -26,8 +25,6 @@ pub(crate) const LIMIT_START: Duration = Duration::from_secs(2);
 /// What it may use when idle, of a core.
 pub(crate) const LIMIT_IDLE: f64 = 0.02;
 
-/// How long a start may take before it is given up.
-const PATIENCE: Duration = Duration::from_secs(30);
 /// From the last request to the idle window.
 const SETTLE: Duration = Duration::from_millis(500);
 const IDLE: Duration = Duration::from_secs(3);
@@ -74,54 +71,6 @@ impl Footprint {
     }
 }
 
-/// Starts a server; how long it took to say that it serves.
-fn start(
-    program: &Path,
-    directory: &Path,
-    last: &Path,
-    interrupted: &Interrupted,
-) -> Result<(Server, Duration)> {
-    let notify = directory.join("notify");
-    let socket = UnixDatagram::bind(&notify)?;
-    // It may write as another user.
-    let all = std::os::unix::fs::PermissionsExt::from_mode(0o666);
-    std::fs::set_permissions(&notify, all)?;
-    socket.set_read_timeout(Some(PATIENCE))?;
-    let command = [
-        "env".to_owned(),
-        format!("NOTIFY_SOCKET={}", notify.display()),
-        program.display().to_string(),
-        "serve".to_owned(),
-        directory.join("serve.toml").display().to_string(),
-    ];
-    let began = Instant::now();
-    let listener = std::thread::spawn(move || -> Result<(String, Instant)> {
-        let mut text = [0; 256];
-        let read = socket.recv(&mut text).context("the daemon says no word")?;
-        Ok((String::from_utf8_lossy(&text[..read]).into_owned(), Instant::now()))
-    });
-    let server = Server::start(&command, last, directory, interrupted)?;
-    let Ok(heard) = listener.join() else { bail!("the listener for the daemon's word failed") };
-    let (word, at) = heard?;
-    ensure!(word.contains("READY=1"), "it said {word:?} instead of READY=1");
-    std::fs::remove_file(notify)?;
-    Ok((server, at - began))
-}
-
-fn entries(process: u32, of: &str) -> Result<usize> {
-    Ok(std::fs::read_dir(format!("/proc/{process}/{of}"))?.count())
-}
-
-fn resident_mib(process: u32) -> Result<f64> {
-    let text = std::fs::read_to_string(format!("/proc/{process}/status"))?;
-    let kib = |key: &str| {
-        let value = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
-        let number = value.and_then(|v| v.trim().trim_end_matches(" kB").parse::<f64>().ok());
-        number.with_context(|| format!("no {key} in the daemon's status"))
-    };
-    Ok((kib("VmRSS")? - kib("RssShmem")?) / 1024.0)
-}
-
 /// Measures so many devices on 2 IOThreads.
 ///
 /// # Errors
@@ -143,9 +92,9 @@ pub fn measure(
         let engine = format!("type = \"file\", path = {}", serde_json::to_string(&disk)?);
         all = all.disk((&name, &name), &socket(device), queues, engine);
     }
-    std::fs::write(directory.path().join("serve.toml"), all.text())?;
     let last = socket(devices.saturating_sub(1));
-    let (server, start) = start(program, directory.path(), &last, interrupted)?;
+    let (server, start) =
+        Server::timed(program, &all.text(), directory.path(), &last, interrupted)?;
     server.during(|server| {
         let process = server.id();
         let alone_mib = resident_mib(process)?;
@@ -177,33 +126,13 @@ pub fn measure(
 /// A write and a read of what was written on each queue.
 fn serve_all(clients: &mut [Client]) -> Result<()> {
     for (device, client) in clients.iter_mut().enumerate() {
-        let all = client.run(0_usize.., |queue, index| serve(queue, index, device as u8));
+        let all = client.run(0_usize.., |queue, index| {
+            let (at, mark) = ((index * BLOCK) as u64, (device as u8).wrapping_add(index as u8) | 1);
+            load::write_and_read(queue, at, mark).with_context(|| format!("queue {index}"))
+        });
         all.into_iter().collect::<Result<Vec<()>>>().with_context(|| format!("device {device}"))?;
     }
     Ok(())
-}
-
-fn serve(queue: &mut Queue, index: usize, device: u8) -> Result<()> {
-    let (at, mark) = ((index * BLOCK) as u64, device.wrapping_add(index as u8) | 1);
-    for is_write in [true, false] {
-        queue.buffer(0).fill(if is_write { mark } else { 0 });
-        queue.transfer(!is_write, 0, at, BLOCK);
-        let (mut result, deadline) = (None, Instant::now() + PATIENCE);
-        // It may come back early, with nothing.
-        while result.is_none() && Instant::now() < deadline {
-            queue.wait(PATIENCE, |_, ended| result = Some(ended.result))?;
-        }
-        ensure!(result == Some(0), "a request of queue {index} ended with {result:?}");
-    }
-    ensure!(queue.buffer(0).iter().all(|byte| *byte == mark), "queue {index} lost a write");
-    Ok(())
-}
-
-/// Clients have descriptors too: some ten for each queue.
-fn raise_descriptors() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
-    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
 }
 
 /// For a terminal.

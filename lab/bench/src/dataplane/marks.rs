@@ -10,7 +10,8 @@
 //! server. *CPUs are idle* when, while qemu-storage-daemon serves, a quarter of
 //! the machine does nothing: a row without is *not judged*.
 
-use super::server::ServerKind;
+use rtvirtio_testbed::server::ServerKind;
+
 use super::{Case, Cell, MIN_FOR_TAIL, Medium};
 use crate::plot::{Bar, Bars, sheet};
 use crate::stats::{Runs, Spread, distinct, runs};

@@ -1,43 +1,36 @@
 //! Queues moved between IOThreads while a load runs whose content is checked.
 //!
 //! A *stage* is a server of its own (4 queues, 2 IOThreads), a load by the
-//! [verifier](super::verify), and threads that move random queues to the other
+//! [verifier](rtvirtio_testbed::verify), and threads that move random queues to the other
 //! IOThread by the control API, paced. A *pause* is what the server says: from
 //! letting a queue go to taking it up. A queue that is not started does not move
 //! in this sense (its pause is 0), and does not count.
-//!
-//! - `wake`: how late a thread wakes that another one wakes, in the same time.
-//! - `resets`: a front end that stops and starts rings.
 //!
 //! A stage passes when no completion was lost, repeated or misplaced, moves were as
 //! many as asked for, and the p99 of pauses is at most [`LIMIT`] if a core was idle,
 //! else at most `FACTOR` times the p99 of wake-ups.
 
-mod resets;
-mod wake;
-
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use hdrhistogram::Histogram;
-use rtvirtio_host::dataplane::{ControlClient, ControlFault};
+use rtvirtio_calibrate::load::MachineSample;
+use rtvirtio_host::dataplane::ControlClient;
 use rtvirtio_host::interrupt::Interrupted;
-use rtvirtio_spec::control::{MoveQueue, Moved};
 use rtvirtio_spec::run::Machine;
-use rtvirtio_units::{Bytes, IoThreadName, Nanos};
+use rtvirtio_testbed::control::{Asked, Movers, QUEUES};
+use rtvirtio_testbed::named;
+use rtvirtio_testbed::resets::Resets;
+use rtvirtio_testbed::scratch::{open_raw, path_of};
+use rtvirtio_testbed::server::{Configuration, rtvirtio, serve, whole};
+use rtvirtio_testbed::verify::{Options, Report, Verifier, unique};
+use rtvirtio_testbed::wakes::Wakes;
+use rtvirtio_testbed::window::{p99_us, us};
+use rtvirtio_units::Bytes;
 use serde::Serialize;
 
-use super::load::Random;
-use super::server::{Configuration, rtvirtio, serve, whole};
-use super::verify::{Options, Report, Verifier, unique};
 use crate::experiment::seconds;
-use crate::scratch::{open_raw, path_of};
-use crate::window::p99_us;
-use resets::Resets;
-use rtvirtio_calibrate::load::MachineSample;
-use wake::Wakes;
 
 /// Pause at p99 while a core is idle.
 pub const LIMIT: Duration = Duration::from_millis(1);
@@ -45,12 +38,6 @@ pub const LIMIT: Duration = Duration::from_millis(1);
 pub(crate) const FACTOR: f64 = 3.0;
 /// Moves per second that a stage is to see.
 pub(crate) const MIN_RATE: f64 = 1000.0;
-/// Queues of the disk.
-const QUEUES: usize = 4;
-/// Its IOThreads.
-const IOTHREADS: [&str; 2] = ["iot0", "iot1"];
-/// Threads that ask for moves.
-const MOVERS: usize = 4;
 /// Size of the disk, and how much of it the load uses.
 const SIZE: u64 = 64 << 20;
 const USED_MIB: u32 = 16;
@@ -99,7 +86,7 @@ impl Lateness {
         let [p99_us, p99_low_us, p99_high_us] = p99_us(histogram);
         Self {
             n: histogram.len(),
-            p50_us: histogram.value_at_quantile(0.5) as f64 / 1e3,
+            p50_us: us(histogram, 0.5),
             p99_us,
             p99_low_us,
             p99_high_us,
@@ -268,33 +255,18 @@ impl Moves {
             churn: stage == Stage::Memory,
             seed: self.seed,
         })?;
-        let movers = Movers {
-            control,
-            at: [const { AtomicUsize::new(0) }; QUEUES],
-            stop: AtomicBool::new(false),
-            every: Duration::from_secs_f64(MOVERS as f64 / self.rate),
-        };
+        let movers = Movers::new(control, self.rate);
         let begun = Instant::now();
         let machine = MachineSample::now()?;
         let wakes = Wakes::start()?;
-        let (asked, loaded) = std::thread::scope(|scope| {
-            let movers = &movers;
-            let threads: Vec<_> = (1..=MOVERS as u64)
-                .map(|mover| scope.spawn(move || movers.run(Random::new(self.seed ^ mover))))
-                .collect();
-            let loaded = match stage {
-                Stage::Disconnects => loop {
-                    let round = verifier.disconnects(ROUND, interrupted);
-                    if round.is_err() || begun.elapsed() >= self.time {
-                        break round;
-                    }
-                },
-                _ => verifier.load(self.time, interrupted),
-            };
-            movers.stop.store(true, Ordering::Relaxed);
-            let asked: Vec<_> =
-                threads.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
-            (asked, loaded)
+        let (asked, loaded) = movers.during(self.seed, || match stage {
+            Stage::Disconnects => loop {
+                let round = verifier.disconnects(ROUND, interrupted);
+                if round.is_err() || begun.elapsed() >= self.time {
+                    break round;
+                }
+            },
+            _ => verifier.load(self.time, interrupted),
         });
         let wake = wakes.stop();
         let seconds = begun.elapsed().as_secs_f64();
@@ -303,28 +275,21 @@ impl Moves {
         // Why it failed says more than that libblkio lost its server.
         let resets = resets.map(Resets::stop).transpose().context("reset rings")?.unwrap_or(0);
         checked?;
-        let mut all = Asked::new()?;
-        for asked in asked {
-            let Ok(asked) = asked else { bail!("a thread that asks for moves failed") };
-            let asked = asked.context("move a queue")?;
-            all.pauses.add(asked.pauses)?;
-            all.idle += asked.idle;
-            all.busy += asked.busy;
-        }
-        let moves = all.pauses.len();
+        let Asked { pauses, idle: idle_moves, busy } = asked?;
+        let moves = pauses.len();
         Ok(Shown {
             stage,
             seconds,
             moves,
             rate: moves as f64 / seconds,
-            idle_moves: all.idle,
-            busy: all.busy,
+            idle_moves,
+            busy,
             resets,
             churns: verifier.report().churns,
-            pause: Lateness::of(&all.pauses),
+            pause: Lateness::of(&pauses),
             wake: Lateness::of(&wake),
             machine,
-            cpus: std::thread::available_parallelism().map_or(1, usize::from),
+            cpus: rtvirtio_testbed::cpu::available(),
             load: verifier.report().clone(),
         })
     }
@@ -332,72 +297,7 @@ impl Moves {
 
 fn configuration(socket: &Path, control: &Path, engine: &str) -> String {
     let disk = ("disk", "bench");
-    Configuration::new(Some(control), IOTHREADS.map(|_| None))
-        .disk(disk, socket, QUEUES, engine)
-        .text()
-}
-
-/// Durations from 1 ns to 10 s, to 1 %.
-fn durations() -> Result<Histogram<u64>> {
-    Ok(Histogram::new_with_bounds(1, 10_000_000_000, 2)?)
-}
-
-/// What a mover was answered.
-struct Asked {
-    pauses: Histogram<u64>,
-    idle: u64,
-    busy: u64,
-}
-
-impl Asked {
-    fn new() -> Result<Self> {
-        Ok(Self { pauses: durations()?, idle: 0, busy: 0 })
-    }
-}
-
-/// Threads that ask for moves.
-struct Movers<'a> {
-    control: &'a ControlClient,
-    /// Where each queue is, or is being sent, or was sent last while it was stopped.
-    at: [AtomicUsize; QUEUES],
-    stop: AtomicBool,
-    every: Duration,
-}
-
-impl Movers<'_> {
-    fn run(&self, mut random: Random) -> Result<Asked> {
-        let names = IOTHREADS.map(IoThreadName::new);
-        let [Ok(first), Ok(second)] = names else { bail!("a bad name of an iothread") };
-        let bodies = [first, second].map(|iothread| MoveQueue { iothread });
-        let mut asked = Asked::new()?;
-        let mut next = Instant::now();
-        while !self.stop.load(Ordering::Relaxed) {
-            let first = random.below(QUEUES as u64) as usize;
-            // One that is being stopped or edited is passed over: the others may move meanwhile.
-            for queue in (first..first + QUEUES).map(|queue| queue % QUEUES) {
-                // Said before it is asked, so that two movers of a queue ask for there and back.
-                let to = self.at[queue].fetch_xor(1, Ordering::Relaxed) ^ 1;
-                let path = format!("/v1/mapping/disk/{queue}");
-                match self.control.ask::<_, Moved>("PUT", &path, &bodies[to]) {
-                    Ok(Moved { pause_ns: Nanos::ZERO }) => asked.idle += 1,
-                    Ok(Moved { pause_ns }) => asked.pauses.saturating_record(pause_ns.get()),
-                    Err(ControlFault::Refused { status: 409, .. }) => {
-                        asked.busy += 1;
-                        self.at[queue].fetch_xor(1, Ordering::Relaxed);
-                        continue;
-                    }
-                    Err(error) => return Err(error.into()),
-                }
-                break;
-            }
-            // What was missed is made up for, but for a tenth of a second only.
-            let now = Instant::now();
-            next =
-                (next + self.every).max(now.checked_sub(Duration::from_millis(100)).unwrap_or(now));
-            std::thread::sleep(next.saturating_duration_since(now));
-        }
-        Ok(asked)
-    }
+    Configuration::new(Some(control), [None, None]).disk(disk, socket, QUEUES, engine).text()
 }
 
 #[cfg(test)]

@@ -1,18 +1,15 @@
 //! Cells: a policy on a seed's scenario, once; a line of JSON each.
 
-use std::fmt;
-use std::str::FromStr;
-
 use anyhow::{Result, bail, ensure};
-use rtvirtio_engine::SsdConfig;
 use rtvirtio_iocores::utility::{self, Progress};
 use rtvirtio_iocores::{Kind, QueueKind};
 use rtvirtio_sim::scenario::{MAX_QUEUES, PhaseKind, Scenario, Size};
 use rtvirtio_spec::run::{Canary, Machine};
+use rtvirtio_testbed::client::MAX_DEPTH;
+use rtvirtio_testbed::named;
+use rtvirtio_testbed::scenario::Disk;
 use rtvirtio_units::{Iops, Nanos};
 use serde::{Deserialize, Serialize};
-
-use crate::dataplane::client::MAX_DEPTH;
 
 /// Seeds of scenarios, fixed before the first result: a change of one makes earlier results void.
 pub(crate) const SEEDS: [u64; 3] = [20_261_201, 20_261_202, 20_261_203];
@@ -59,53 +56,6 @@ impl PolicyConfig {
             Self::Static2 => 2,
             _ => 1,
         }
-    }
-}
-
-/// What the disks are.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub enum Disk {
-    /// Memory: a request ends when its IOThread has done its part.
-    Null,
-    /// Emulated SSDs of this reference name, one for each VM.
-    Ssd(String),
-}
-
-impl FromStr for Disk {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "null" => Ok(Self::Null),
-            name => match name.parse::<SsdConfig>() {
-                Ok(_) => Ok(Self::Ssd(name.to_owned())),
-                Err(error) => Err(format!("{error}; or null")),
-            },
-        }
-    }
-}
-
-impl TryFrom<String> for Disk {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
-    }
-}
-
-impl From<Disk> for String {
-    fn from(disk: Disk) -> Self {
-        disk.to_string()
-    }
-}
-
-impl fmt::Display for Disk {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Null => "null",
-            Self::Ssd(name) => name,
-        })
     }
 }
 

@@ -19,34 +19,30 @@
 //!
 //! Who disturbs is nice: looked for is what the server makes of it, not what its peer takes of two CPUs.
 
-use std::io::{ErrorKind, Read, Write};
-use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use rtvirtio_host::dataplane::ControlClient;
-use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_sim::scenario::{Load, Phase, PhaseKind, Scenario, Span, Stream, Vm};
-use rtvirtio_spec::control::{MoveQueue, SetPolicy};
 use rtvirtio_spec::run::{Canary, Machine};
-use rtvirtio_spec::serve::{Policy, wire};
-use rtvirtio_units::{Bytes, IoThreadName, Iops, Nanos};
+use rtvirtio_spec::serve::Policy;
+use rtvirtio_testbed::awake::Awake;
+use rtvirtio_testbed::client::MAX_DEPTH;
+use rtvirtio_testbed::control::{ask_malformed, never_read, send_queue, switch_monitor};
+use rtvirtio_testbed::named;
+use rtvirtio_testbed::scenario::{AREA, Clock, Tally, cpus};
+use rtvirtio_testbed::server::rtvirtio;
+use rtvirtio_testbed::window::us;
+use rtvirtio_units::{Bytes, Iops, Nanos};
 use rustix::process::setpriority_process;
 use rustix::thread::gettid;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::awake::Awake;
 use super::cell::Settings;
-use super::client::{AREA, Tally};
-use super::machine::cpus;
-use super::trial::{LEAD, Trial, duration};
-use super::vcpus::Clock;
-use crate::dataplane::client::MAX_DEPTH;
-use crate::dataplane::server::rtvirtio;
-use crate::experiment::{Experiment, Report};
+use super::trial::{Measured, duration, trial};
+use crate::experiment::{Experiment, Report, Run};
 use crate::stats::{Runs, Spread, median, runs};
 use crate::table::Table;
 use crate::verdict::{self, Verdict};
@@ -70,8 +66,6 @@ const EVENTS: f64 = 200.0;
 const NICE: i32 = 19;
 /// How long the monitor runs, and how long it does not.
 const HALF: Duration = Duration::from_millis(125);
-/// How long an answer to a request that is none may take.
-const PATIENCE: Duration = Duration::from_secs(2);
 /// Fewest repetitions that are judged, and what the p99 may grow by.
 const MIN_RUNS: usize = 3;
 const MARGIN: f64 = 0.1;
@@ -107,14 +101,14 @@ pub struct Side {
 
 impl Side {
     fn of<'a>(seconds: impl Iterator<Item = &'a Tally>) -> Result<Self> {
-        let us = |of: &Tally, quantile| of.latencies.value_at_quantile(quantile) as f64 / 1e3;
         let mut all = Tally::new()?;
         let mut seconds_p99_us = Vec::new();
         for second in seconds {
-            all.latencies.add(&second.latencies)?;
-            seconds_p99_us.push(us(second, 0.99));
+            all.add(second)?;
+            seconds_p99_us.push(us(&second.latencies, 0.99));
         }
-        let [p50_us, p99_us, p999_us] = [0.5, 0.99, 0.999].map(|quantile| us(&all, quantile));
+        let [p50_us, p99_us, p999_us] =
+            [0.5, 0.99, 0.999].map(|quantile| us(&all.latencies, quantile));
         Ok(Self { seconds_p99_us, n: all.latencies.len(), p50_us, p99_us, p999_us })
     }
 
@@ -189,14 +183,12 @@ impl Experiment for Benchmark {
         scenario(self.seconds).map_or(Duration::ZERO, |scenario| duration(&scenario))
     }
 
-    fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
-        if cells.iter().any(|cell| cell.disturbed.seconds_p99_us.len() != self.seconds as usize) {
-            bail!("{} has cells of another length: name another --out", out.display());
-        }
-        Ok(())
+    fn foreign(&self, cell: &Cell) -> Option<&'static str> {
+        let is_same = cell.disturbed.seconds_p99_us.len() == self.seconds as usize;
+        (!is_same).then_some("another length")
     }
 
-    fn set_up(&self, _: &[(Disturbance, u32)], _: &Path, _: &Interrupted) -> Result<Scenario> {
+    fn set_up(&self, _: &[(Disturbance, u32)], _: &Run<'_>) -> Result<Scenario> {
         scenario(self.seconds)
     }
 
@@ -204,40 +196,16 @@ impl Experiment for Benchmark {
         &self,
         scenario: &mut Scenario,
         &(disturbance, repetition): &(Disturbance, u32),
-        interrupted: &Interrupted,
-    ) -> Result<Cell> {
-        self.cell(scenario, disturbance, repetition, interrupted)
-    }
-
-    fn report(&self, cells: &[Cell], _: &Path, _: &Interrupted) -> Result<Report> {
-        let json = json!({ "cells": cells, "verdicts": judge(cells) });
-        Ok(Report { table: "disturb.txt", ..Report::of(table(cells), json) })
-    }
-}
-
-impl Benchmark {
-    fn cell(
-        &self,
-        scenario: &Scenario,
-        disturbance: Disturbance,
-        repetition: u32,
-        interrupted: &Interrupted,
+        run: &Run<'_>,
     ) -> Result<Cell> {
         let settings =
             Settings { queues: QUEUES, cpu_us: self.cpu_us, kib_ns: 0, ..Settings::default() };
         let policy = Policy::Advise.name();
-        let trial = Trial {
-            program: &rtvirtio()?,
-            settings: &settings,
-            scenario,
-            policy,
-            threads: 2,
-            vcpus: None,
-            lead: LEAD,
-        };
+        let program = rtvirtio()?;
+        let trial = trial(&program, &settings, scenario, (policy, 2));
         let done = AtomicU64::new(0);
         let awake = Awake::keep(&cpus()?)?;
-        let measured = trial.run_beside(interrupted, |control, clock| {
+        let measured = Measured::of(&trial, run.interrupted, |control, clock| {
             setpriority_process(Some(gettid()), NICE).context("be nice")?;
             let who = Disturber { control, clock, done: &done };
             let mut readers = Vec::new();
@@ -250,7 +218,10 @@ impl Benchmark {
                 match (disturbance, is_disturbed(second)) {
                     (Disturbance::Reader, disturbed) => {
                         let wanted = if disturbed { READERS } else { 0 };
-                        never_read(control, &mut readers, wanted)?;
+                        readers.truncate(wanted);
+                        while readers.len() < wanted {
+                            readers.push(never_read(control)?);
+                        }
                         who.cause_events(end)?;
                     }
                     (Disturbance::None, _) | (_, false) => {}
@@ -279,6 +250,11 @@ impl Benchmark {
             machine: measured.machine,
             at: jiff::Timestamp::now().to_string(),
         })
+    }
+
+    fn report(&self, cells: &[Cell], _: &Run<'_>) -> Result<Report> {
+        let json = json!({ "cells": cells, "verdicts": judge(cells) });
+        Ok(Report { table: "disturb.txt", ..Report::of(table(cells), json) })
     }
 }
 
@@ -343,20 +319,16 @@ impl Disturber<'_> {
 
     fn end_the_monitor(&self, end: Nanos) -> Result<()> {
         self.pace(HALF, end, |number| {
-            let policy = if number % 2 == 0 { Policy::Static } else { Policy::Advise };
-            let settings = wire::IoCores { policy: Some(policy), ..wire::IoCores::default() };
-            self.control.change("PUT", "/v1/policy", &SetPolicy(settings), &[])?;
-            Ok(policy == Policy::Static)
+            let ends = number % 2 == 0;
+            switch_monitor(self.control, !ends)?;
+            Ok(ends)
         })
     }
 
     fn cause_events(&self, end: Nanos) -> Result<()> {
-        let names = ["iot1", "iot0"].map(IoThreadName::new);
-        let [Ok(first), Ok(second)] = names else { bail!("a bad name of an iothread") };
-        let bodies = [first, second].map(|iothread| MoveQueue { iothread });
-        let path = format!("/v1/mapping/vm{VMS}/0");
+        let absent = format!("vm{VMS}");
         self.pace(Duration::from_secs_f64(1.0 / EVENTS), end, |number| {
-            self.control.change("PUT", &path, &bodies[number as usize % 2], &[])?;
+            send_queue(self.control, &absent, number)?;
             Ok(true)
         })
     }
@@ -369,7 +341,7 @@ impl Disturber<'_> {
         self.pace(every, end, |number| {
             let is_one = sent < requests;
             if is_one {
-                ask(self.control.socket(), MALFORMED[number as usize % MALFORMED.len()])?;
+                ask_malformed(self.control.socket(), number)?;
                 sent += 1;
             }
             Ok(is_one)
@@ -381,57 +353,6 @@ impl Disturber<'_> {
         self.control.snapshot().context("ask for a snapshot after malformed requests")?;
         Ok(())
     }
-}
-
-/// Has so many clients follow the events, and read none.
-fn never_read(control: &ControlClient, readers: &mut Vec<UnixStream>, wanted: usize) -> Result<()> {
-    readers.truncate(wanted);
-    while readers.len() < wanted {
-        let mut reader = UnixStream::connect(control.socket()).context("follow events")?;
-        reader.write_all(b"GET /v1/events HTTP/1.1\r\nHost: rtvirtio\r\n\r\n")?;
-        readers.push(reader);
-    }
-    Ok(())
-}
-
-/// Requests that no server should take, by turns.
-const MALFORMED: [&[u8]; 8] = [
-    b"\x00\xff\xfe\x16\x03\x01 not HTTP at all\r\n\r\n",
-    b"GET / HTTP/9.9\r\n\r\n",
-    b"GET /v1/nothing HTTP/1.0\r\n\r\n",
-    b"DELETE /v1/snapshot HTTP/1.0\r\n\r\n",
-    b"PUT /v1/policy HTTP/1.0\r\nContent-Length: 20\r\n\r\n{\"policy\":\"fastest\"}",
-    b"PUT /v1/policy HTTP/1.0\r\nContent-Length: 1000000\r\n\r\n{",
-    b"POST /v1/devices HTTP/1.0\r\nContent-Length: 9\r\n\r\n{\"a\":[[[[",
-    b"PUT /v1/mapping/vm0/99 HTTP/1.0\r\nContent-Length: 20\r\n\r\n{\"iothread\":\"iot99\"}",
-];
-
-/// Sends it, and waits for what is said, which is no success.
-fn ask(socket: &Path, request: &[u8]) -> Result<()> {
-    let mut stream = UnixStream::connect(socket).context("connect to the control socket")?;
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
-    // A server that refuses before it has read all closes at once.
-    let is_closed = |error: &std::io::Error| {
-        matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset)
-    };
-    match stream.write_all(request).and_then(|()| stream.shutdown(std::net::Shutdown::Write)) {
-        Err(error) if !is_closed(&error) && error.kind() != ErrorKind::NotConnected => {
-            return Err(error).context("send a malformed request");
-        }
-        _ => {}
-    }
-    let mut answer = Vec::new();
-    match stream.read_to_end(&mut answer) {
-        Err(error) if !is_closed(&error) => {
-            return Err(error).context("wait for the answer to a malformed request");
-        }
-        _ => {}
-    }
-    let text = String::from_utf8_lossy(&answer);
-    let status = text.split_whitespace().nth(1).unwrap_or_default();
-    ensure!(!status.starts_with('2'), "a malformed request had success: {text}");
-    Ok(())
 }
 
 /// By how much the p99 of a second grows in a run; none without a request.

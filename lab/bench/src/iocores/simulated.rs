@@ -2,23 +2,25 @@
 
 use std::collections::BTreeMap;
 
+use anyhow::Result;
 use rand::{RngExt, SeedableRng};
 use rand_pcg::Pcg64Mcg;
+use rtvirtio_cli::progress::Progress;
+use rtvirtio_engine::SsdConfig;
 use rtvirtio_host::interrupt::{Interrupted, InterruptedError};
+use rtvirtio_iocores::{Kind, Limits, Policy, policy};
+use rtvirtio_sim::calibration::CPUS;
 use rtvirtio_sim::scenario::PhaseKind;
-use rtvirtio_sim::{Costs, Outcome as Simulated, PhaseOutcome, Simulation};
-use rtvirtio_units::Nanos;
+use rtvirtio_sim::{Backend, Costs, Machine, Outcome as Simulated, PhaseOutcome, Simulation};
+use rtvirtio_testbed::scenario::Disk;
+use rtvirtio_units::{CpuId, Nanos};
 use serde::Serialize;
-
-use anyhow::Result;
 
 use super::cell::{Cell, CellKey, Phase, PolicyConfig, Settings};
 use super::judge::{kinds, name};
-use super::machine::{borrowing, simulated};
 use crate::stats::median;
 use crate::table::Table;
 use crate::verdict::Verdict;
-use rtvirtio_cli::progress::Progress;
 
 /// What throughput and cores may differ by, of the real ones.
 const MARGIN: f64 = 0.15;
@@ -84,6 +86,24 @@ fn varied(of: Costs, seed: u64, run: u64) -> Costs {
     of.scaled(|| rng.random_range(1.0 - SPREAD..=1.0 + SPREAD))
 }
 
+/// The same machine for the simulator.
+fn machine(policy_config: PolicyConfig, disk: &Disk, vms: u16, costs: Costs) -> Result<Machine> {
+    let mut machine = Machine::new(CPUS, policy_config.threads());
+    machine.vcpus = (0..u32::from(CPUS)).map(CpuId::new).collect();
+    machine.costs = costs;
+    if let Disk::Ssd(name) = disk {
+        let config = name.parse::<SsdConfig>()?;
+        machine.backend = Backend::Ssd { config, devices: vms, schedule: false };
+    }
+    Ok(machine)
+}
+
+/// The same policy for the simulator.
+fn borrowing(kind: Kind, machine: &Machine) -> Box<dyn Policy + Send> {
+    let (min_iothreads, max_iothreads) = (1, CPUS.into());
+    policy(kind, Limits { cpus: machine.io_cpus(), min_iothreads, max_iothreads, borrow: true })
+}
+
 /// Simulates what a cell ran.
 ///
 /// # Errors
@@ -97,7 +117,7 @@ fn simulate(
     let scenario = settings.scenario(key.seed)?;
     let request = Nanos::from_micros(settings.cpu_us.into());
     let of = of.with_work(request, Nanos::new(settings.kib_ns.into()));
-    let machine = simulated(key.policy, &settings.disk, settings.vms, of)?;
+    let machine = machine(key.policy, &settings.disk, settings.vms, of)?;
     let mut policy = borrowing(key.policy.kind(), &machine);
     let mut simulation = Simulation::new(&machine, &scenario, &mut *policy)?;
     while simulation.now() < scenario.length() {
@@ -260,6 +280,17 @@ mod tests {
         assert!(one != own && one != varied(own, 1, 2) && one != varied(own, 2, 1));
         let ratio = one.busy.delay.get() as f64 / own.busy.delay.get() as f64;
         assert!((0.95..=1.05).contains(&ratio) && (ratio - 1.0).abs() > 1e-4, "{ratio}");
+    }
+
+    #[test]
+    fn simulated_machine_shares_both_cpus_and_adds_costs_to_the_data_planes_own() {
+        let own = Costs { request: Nanos::new(200), kib: Nanos::new(30), ..Costs::default() };
+        let costs = own.with_work(Nanos::from_micros(20), Nanos::new(40));
+        assert_eq!((costs.request.get(), costs.kib.get()), (20_200, 70));
+        let two = machine(PolicyConfig::Static2, &Disk::Null, 4, costs).unwrap();
+        assert_eq!((two.cpus, two.threads.len(), two.vcpus.len()), (2, 2, 2));
+        let own = machine(PolicyConfig::Dynamic, &Disk::Null, 4, costs).unwrap();
+        assert_eq!(own.threads, [CpuId::new(1)]);
     }
 
     #[test]

@@ -54,9 +54,7 @@ fn cpu_time_is_shared_out_over_requests() {
 #[test]
 fn table_has_medians_and_ranges() {
     let run = |service, depth, iops, total| Run {
-        service,
-        depth,
-        repetition: 0,
+        key: Key { service, depth, repetition: 0 },
         requests: 1,
         iops,
         cpu_us: CpuMicros { iothreads: 1.0, vcpus: 2.0, main_loop: 3.0, other: 4.0, total },
@@ -85,4 +83,14 @@ fn table_has_medians_and_ranges() {
              0.50 (0.50–0.50)",
         ]
     );
+}
+
+#[test]
+fn tcg_is_labelled_and_names_the_lane_it_skips() {
+    let labelled =
+        |notes: &[String]| [GUEST_BOUND, NO_KVM].map(|text| notes.iter().any(|n| n == text));
+    assert_eq!(labelled(&notes(Accelerator::Tcg)), [true, true]);
+    assert_eq!(labelled(&notes(Accelerator::Kvm)), [false, false]);
+    assert!(GUEST_BOUND.starts_with("guest-bound") && NO_KVM.contains("KVM lane"));
+    assert_eq!([Accelerator::Tcg, Accelerator::Kvm].map(iops), ["IOPS, guest-bound", "IOPS"]);
 }

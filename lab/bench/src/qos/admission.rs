@@ -10,32 +10,30 @@
 
 mod sets;
 
-use std::path::Path;
+use std::sync::OnceLock;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
-use rtvirtio_host::interrupt::Interrupted;
+use anyhow::Result;
 use rtvirtio_qos::admission::{self, Wish};
 use rtvirtio_qos::{Device, Promise, Rate};
 use rtvirtio_spec::run::Canary;
+use rtvirtio_testbed::curve::Curve;
+use rtvirtio_testbed::neighbour::Neighbour;
+use rtvirtio_testbed::scratch::{Backing, ScratchDisk, SsdConfig};
+use rtvirtio_testbed::server::rtvirtio;
+use rtvirtio_testbed::tasks::{Between, Plan};
+use rtvirtio_testbed::trial::{DISK, Sharing, Trial};
 use rtvirtio_units::{Bytes, BytesPerSecond, Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
-pub use sets::Task;
-use sets::{MAX_TASKS, SETS, Set, sets, utilisation};
-
-use super::cell::{self, disturbance};
-use super::clients::{Between, Plan};
-use super::configuration::{DISK, Sharing};
-use super::curve::Curve;
-use super::neighbour::Neighbour;
-use super::trial::{Measured, Trial, WARM_UP};
-use crate::dataplane::server::rtvirtio;
-use crate::experiment::{Experiment, Report, seconds};
-use crate::scratch::{Backing, ScratchDisk, SsdConfig};
+use super::cell::{self, Measured, disturbance};
+use crate::experiment::{Experiment, Report, Run, seconds};
 use crate::stats::rate;
 use crate::table::{NOTHING, Table};
 use crate::verdict::{self, Verdict};
+use sets::{MAX_TASKS, SETS, Set, sets, utilisation};
+
+pub use sets::Task;
 
 /// Of the sets that are admitted, those that must be met: the mark.
 const ADMITTED_MET: f64 = 0.95;
@@ -165,6 +163,9 @@ pub struct Benchmark {
     /// Emulated SSD: ref-4x250 or ref-8x80
     #[arg(long, default_value = "ref-4x250")]
     ssd: String,
+    /// What these make.
+    #[arg(skip)]
+    made: OnceLock<Vec<Set>>,
 }
 
 impl Experiment for Benchmark {
@@ -194,53 +195,36 @@ impl Experiment for Benchmark {
         Trial::duration(self.window)
     }
 
-    fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
-        let sets = self.keys()?;
-        for cell in cells {
-            let same = sets.iter().any(|set| set.number == cell.set && set.tasks == cell.tasks);
-            let is_beyond = cell.set >= self.sets;
-            ensure!(
-                same || is_beyond,
-                "{} has other sets than this program makes (use another --out)",
-                out.display()
-            );
-        }
-        Ok(())
+    fn foreign(&self, cell: &Cell) -> Option<&'static str> {
+        let keys = self.made.get_or_init(|| self.keys().unwrap_or_default());
+        let is_same = |set: &Set| set.number == cell.set && set.tasks == cell.tasks;
+        let is_known = keys.iter().any(is_same) || cell.set >= self.sets;
+        (!is_known).then_some("other sets than this program makes")
     }
 
-    fn set_up(&self, _: &[Set], _: &Path, _: &Interrupted) -> Result<ScratchDisk> {
+    fn set_up(&self, _: &[Set], _: &Run<'_>) -> Result<ScratchDisk> {
         let size = Bytes::new(DISK * (MAX_TASKS as u64 + 1));
         ScratchDisk::start(&Backing::Ssd(self.ssd.clone()), size, 1)
     }
 
-    fn measure(
-        &self,
-        disk: &mut ScratchDisk,
-        set: &Set,
-        interrupted: &Interrupted,
-    ) -> Result<Cell> {
+    fn measure(&self, disk: &mut ScratchDisk, set: &Set, run: &Run<'_>) -> Result<Cell> {
         let model: SsdConfig = self.ssd.parse()?;
         let curve = curve(model);
-        let trial = Trial {
-            program: &rtvirtio()?,
-            device: disk.device(),
-            sharing: Sharing::Schedule(Curve::of_ssd(model)),
-            vms: &plans(&set.tasks)?,
-            background: Some(Neighbour::DeepWriter.background()),
-            warm_up: WARM_UP,
-            window: self.window,
-            seed: u64::from(set.number) << 8,
-        };
+        let (program, vms) = (rtvirtio()?, plans(&set.tasks)?);
+        let (sharing, seed) = (Sharing::Schedule(Curve::of_ssd(model)), u64::from(set.number) << 8);
+        let background = Some(Neighbour::DeepWriter.background());
+        let trial = Trial::new(&program, disk.device(), sharing, self.window);
+        let trial = Trial { vms: &vms, background, seed, ..trial };
         let used = utilisation(&curve.device, &set.tasks);
         let refused = refusal(&curve, &set.tasks);
-        Ok(cell(set.clone(), used, refused, trial.run(interrupted)?))
+        Ok(cell(set.clone(), used, refused, Measured::of(&trial, run.interrupted)?))
     }
 
     fn discarded(cell: &Cell) -> Option<&str> {
         cell.discarded.as_deref()
     }
 
-    fn report(&self, cells: &[Cell], _: &Path, _: &Interrupted) -> Result<Report> {
+    fn report(&self, cells: &[Cell], _: &Run<'_>) -> Result<Report> {
         Report::new(table(cells), cells)
     }
 }

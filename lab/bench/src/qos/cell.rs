@@ -1,15 +1,19 @@
 //! Cells: what was measured, a line of JSON each.
 
 use anyhow::Result;
-use rtvirtio_cases::Tier;
+use rtvirtio_calibrate::load::canary_summary;
 use rtvirtio_cases::judge::MIN_DELIVERED;
+use rtvirtio_cases::{Tier, judge};
+use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::run::Canary;
-use rtvirtio_units::Nanos;
+use rtvirtio_testbed::curve::Curve;
+use rtvirtio_testbed::named;
+use rtvirtio_testbed::neighbour::Neighbour;
+use rtvirtio_testbed::tasks::{Between, Plan};
+use rtvirtio_testbed::trial::Trial;
+use rtvirtio_units::{Nanos, Percentile};
 use serde::{Deserialize, Serialize};
-
-use super::clients::Between;
-use super::curve::Curve;
-use super::neighbour::Neighbour;
 
 named! {
     /// How the device is shared.
@@ -88,6 +92,61 @@ pub struct Task {
     pub delivered: f64,
     /// Whether both hold.
     pub passed: bool,
+}
+
+impl Task {
+    /// What came of a VM's task in a window of `seconds`.
+    fn of(vm: usize, plan: &Plan, histogram: &Histogram, seconds: f64) -> Self {
+        let us = |time: Nanos| time.get() as f64 / 1e3;
+        let p99 = Percentile::new(99.0).expect("99 is a percentile");
+        let judgement = judge(histogram, seconds, plan.iops, plan.target);
+        let (percentile, tail) =
+            judgement.judged.map_or((0.0, Nanos::ZERO), |q| (q.percentile.get(), q.value));
+        Self {
+            name: format!("vm{vm}.{}", plan.name),
+            n: histogram.count(),
+            percentile,
+            tail_us: us(tail),
+            tail_interval_us: judgement.judged.map(|q| [us(q.low), us(q.high)]),
+            p99_us: histogram.quantile(p99).map(|q| [us(q.value), us(q.low), us(q.high)]),
+            target_us: us(plan.target),
+            bound_us: None,
+            delivered: judgement.delivered_fraction,
+            passed: judgement.passed(),
+        }
+    }
+}
+
+/// What came of a trial.
+pub(crate) struct Measured {
+    pub(crate) tasks: Vec<Task>,
+    /// Of the background VM, bytes a second.
+    pub(crate) background: f64,
+    /// Length of the window.
+    pub(crate) seconds: f64,
+    pub(crate) canary: Canary,
+    /// CPUs busy, of the machine.
+    pub(crate) busy: f64,
+}
+
+impl Measured {
+    /// Runs it, and judges its tasks.
+    pub(crate) fn of(trial: &Trial<'_>, interrupted: &Interrupted) -> Result<Self> {
+        let recorded = trial.record(interrupted)?;
+        let seconds = recorded.seconds;
+        let vms = trial.vms.iter().zip(&recorded.tasks).enumerate();
+        let tasks = vms.flat_map(|(vm, (plans, records))| {
+            let tasks = plans.iter().zip(records);
+            tasks.map(move |(plan, record)| Task::of(vm, plan, &record.histogram, seconds))
+        });
+        Ok(Self {
+            tasks: tasks.collect(),
+            background: recorded.background,
+            seconds,
+            canary: canary_summary(&recorded.canary),
+            busy: recorded.machine.busy_cores,
+        })
+    }
 }
 
 /// A cell.

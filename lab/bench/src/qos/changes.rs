@@ -13,31 +13,30 @@
 //! few requests to judge one.
 
 use std::path::Path;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result};
+use rtvirtio_calibrate::load::canary_summary;
 use rtvirtio_cases::judge::MIN_DELIVERED;
 use rtvirtio_cases::{Case, Mix, TaskKind, Tier, judged_percentile};
-use rtvirtio_host::interrupt::{Interrupted, wait};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::run::Canary;
+use rtvirtio_testbed::curve::Curve;
+use rtvirtio_testbed::neighbour::{Background, Neighbour};
+use rtvirtio_testbed::scratch::{Backing, ScratchDisk};
+use rtvirtio_testbed::server::rtvirtio;
+use rtvirtio_testbed::tasks::{Between, Plan, tasks};
+use rtvirtio_testbed::trial::{Clients, DISK, Layout, Sharing, WARM_UP};
+use rtvirtio_testbed::window::{Phase, Watch, Watched};
 use rtvirtio_units::{Bytes, Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
 use super::cell::Scheme;
-use super::clients::{Between, Plan, run_tasks_into, tasks};
-use super::configuration::{DISK, Layout, Sharing, socket};
-use super::curve::Curve;
-use super::neighbour::{Background, Neighbour};
-use super::trial::WARM_UP;
-use crate::dataplane::server::{Server, rtvirtio};
-use crate::experiment::{Experiment, Report, seconds};
+use crate::experiment::{self, Experiment, Report, seconds};
 use crate::plot::{Chart, Weight, sheet};
-use crate::scratch::{Backing, ScratchDisk};
 use crate::stats::range;
 use crate::table::Table;
-use crate::window::{COUNTING, EndPhase, WARMING};
-use rtvirtio_calibrate::load::{CanaryThread, MachineSample};
 
 /// VMs with targets; the last one appears later.
 const VMS: u8 = 3;
@@ -157,7 +156,7 @@ impl Experiment for Benchmark {
         WARM_UP + 4 * self.phase + AROUND
     }
 
-    fn set_up(&self, _: &[RunKey], _: &Path, _: &Interrupted) -> Result<ScratchDisk> {
+    fn set_up(&self, _: &[RunKey], _: &experiment::Run<'_>) -> Result<ScratchDisk> {
         let size = Bytes::new(DISK * (u64::from(VMS) + 1));
         ScratchDisk::start(&Backing::Ssd(self.ssd.clone()), size, 1)
     }
@@ -166,26 +165,14 @@ impl Experiment for Benchmark {
         &self,
         disk: &mut ScratchDisk,
         key: &RunKey,
-        interrupted: &Interrupted,
+        run: &experiment::Run<'_>,
     ) -> Result<Run> {
-        let run = self.one(*key, disk, interrupted)?;
-        disk.slow_down(1)?;
-        Ok(run)
-    }
-
-    fn report(&self, runs: &[Run], _: &Path, _: &Interrupted) -> Result<Report> {
-        Ok(Report::new(table(runs), runs)?.with("plot.svg", plot(runs)))
-    }
-}
-
-impl Benchmark {
-    fn one(&self, key: RunKey, disk: &mut ScratchDisk, interrupted: &Interrupted) -> Result<Run> {
         let curve = Curve::of_ssd(self.ssd.parse()?);
         let (vms, writer) = (vms()?, Neighbour::DeepWriter.background());
         let directory = tempfile::Builder::new().prefix("rtvirtio-qos-").tempdir()?;
-        let directory = directory.path();
+        let (directory, device) = (directory.path(), disk.device().to_owned());
         let layout = Layout {
-            device: disk.device(),
+            device: &device,
             directory,
             sharing: match key.scheme {
                 Scheme::Qos => Sharing::Schedule(curve),
@@ -194,11 +181,19 @@ impl Benchmark {
             vms: &vms,
             background: Some(&writer),
         };
-        let command = layout.command(&rtvirtio()?)?;
-        let server = Server::start(&command, &layout.last_socket(), directory, interrupted)?;
-        server.during(|_| self.play(key, (&vms, &writer), disk, directory, interrupted))
+        let changed = layout.serve(&rtvirtio()?, run.interrupted, || {
+            self.play(*key, (&vms, &writer), disk, directory, run.interrupted)
+        })?;
+        disk.slow_down(1)?;
+        Ok(changed)
     }
 
+    fn report(&self, runs: &[Run], _: &experiment::Run<'_>) -> Result<Report> {
+        Ok(Report::new(table(runs), runs)?.with("plot.svg", plot(runs)))
+    }
+}
+
+impl Benchmark {
     fn play(
         &self,
         key: RunKey,
@@ -207,74 +202,54 @@ impl Benchmark {
         directory: &Path,
         interrupted: &Interrupted,
     ) -> Result<Run> {
-        let phase = AtomicU8::new(WARMING);
-        let writes = AtomicU64::new(0);
-        let origin = Instant::now();
+        let (phase, writes) = (Phase::new(), AtomicU64::new(0));
+        let (origin, seed) = (Instant::now(), u64::from(key.repetition) << 8);
+        let record = move |into: &mut Vec<Ended>, ended: Instant, latency| {
+            into.push(Ended { at: Nanos::from(ended - origin), latency });
+        };
         std::thread::scope(|scope| {
-            let end = EndPhase(&phase);
-            let client = |vm: usize| {
-                let (socket, plans, phase) = (socket(directory, vm), &vms[vm], &phase);
-                let seed = u64::from(key.repetition) << 8 | vm as u64;
-                scope.spawn(move || -> Result<Vec<Vec<Ended>>> {
-                    let mut records = vec![Vec::new(); plans.len()];
-                    let note = |record: &mut Vec<Ended>, ended: Instant, latency| {
-                        record.push(Ended { at: Nanos::from(ended - origin), latency });
-                    };
-                    run_tasks_into(&socket, plans, seed, phase, &mut records, note)?;
-                    Ok(records)
-                })
-            };
+            let end = phase.ended_by_drop();
+            let mut clients = Clients::new(scope, directory, &phase);
             let late = vms.len() - 1;
-            let mut clients: Vec<_> = (0..late).map(client).collect();
-            let mut writer = None;
-            wait(WARM_UP, interrupted)?;
-            ensure!(phase.load(Ordering::Relaxed) == WARMING, "a VM ended in the warm-up");
-            let (canary, machine) = (CanaryThread::start(), MachineSample::now()?);
-            let begin = Instant::now();
-            phase.store(COUNTING, Ordering::Relaxed);
-            let mut happened = Vec::new();
-            let mut written = Vec::new();
-            let mut so_far = 0;
+            for plans in &vms[..late] {
+                clients.start(plans, seed, Vec::new(), record);
+            }
+            phase.warm_up(WARM_UP, interrupted)?;
+            let watch = Watch::start()?;
+            let begin = watch.begin();
+            phase.count();
+            let (mut happened, mut written, mut so_far) = (Vec::new(), Vec::new(), 0);
             let steps = (self.phase.as_secs_f64() / STEP.as_secs_f64()).round() as u32;
             for step in 0..4 * steps {
                 let now = Nanos::from(begin.elapsed());
                 if step == steps {
                     happened.push(("a third VM starts", now));
-                    clients.push(client(late));
+                    clients.start(&vms[late], seed, Vec::new(), record);
                 } else if step == 2 * steps {
                     happened.push(("a deep writer starts", now));
-                    let (socket, phase, writes) = (socket(directory, vms.len()), &phase, &writes);
-                    let work = background.work;
-                    writer = Some(scope.spawn(move || work.run(&socket, phase, writes)));
+                    clients.start_background(vms.len(), background.work, &writes);
                 } else if step == 3 * steps {
                     happened.push(("the device is half as fast", now));
                     disk.slow_down(SLOWER)?;
                 }
                 let until = begin + STEP * (step + 1);
-                wait(until.saturating_duration_since(Instant::now()), interrupted)?;
-                ensure!(phase.load(Ordering::Relaxed) == COUNTING, "a VM ended in the run");
+                phase.counted(until.saturating_duration_since(Instant::now()), interrupted)?;
                 let all = writes.load(Ordering::Relaxed);
                 written.push(all - so_far);
                 so_far = all;
             }
             let length = Nanos::from(begin.elapsed());
-            let busy = machine.since()?.busy_cores;
-            let canary = canary.stop();
+            let Watched { machine, canary, .. } = watch.stop()?;
             drop(end);
+            // From the origin of the clients to the run's.
+            let offset = Nanos::from(begin - origin);
             let mut records = Vec::new();
-            for (vm, client) in clients.into_iter().enumerate() {
-                let Ok(ended) = client.join() else { bail!("a client failed") };
+            for (vm, ended) in clients.join()?.into_iter().enumerate() {
                 let from = if vm == late { happened[0].1 } else { Nanos::ZERO };
-                for (plan, mut ended) in vms[vm].iter().zip(ended?) {
-                    // From the origin of the clients to the run's.
-                    let offset = Nanos::from(begin - origin);
+                for (plan, mut ended) in vms[vm].iter().zip(ended) {
                     ended.iter_mut().for_each(|e| e.at = e.at.saturating_sub(offset));
                     records.push(Record { vm, plan, from, ended });
                 }
-            }
-            if let Some(writer) = writer {
-                let Ok(ended) = writer.join() else { bail!("the background client failed") };
-                ended?;
             }
             let ends = happened.iter().skip(1).map(|event| event.1).chain([length]);
             let event = |(&(name, at), end): (&(&str, Nanos), Nanos)| Event {
@@ -289,8 +264,8 @@ impl Benchmark {
                 tasks: records.iter().map(|record| record.task(4 * steps as usize)).collect(),
                 written,
                 events: happened.iter().zip(ends).map(event).collect(),
-                canary,
-                busy,
+                canary: canary_summary(&canary),
+                busy: machine.busy_cores,
                 at: jiff::Timestamp::now().to_string(),
             })
         })
@@ -528,7 +503,7 @@ mod tests {
 
     #[test]
     fn tasks_fit_the_device_when_it_takes_twice_as_long() {
-        let model: crate::scratch::SsdConfig = "ref-4x250".parse().unwrap();
+        let model: rtvirtio_testbed::scratch::SsdConfig = "ref-4x250".parse().unwrap();
         let service = model.mean_service.as_secs_f64() * f64::from(SLOWER);
         let iops: Vec<f64> = vms().unwrap().iter().flatten().map(|plan| plan.iops.get()).collect();
         assert_eq!(iops.len(), 9);

@@ -12,31 +12,27 @@
 //! which they waited for another one to leave it.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use rtvirtio_host::dataplane::ControlClient;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::control::IoThreadState;
 use rtvirtio_spec::run::Machine;
-use rtvirtio_units::Nanos;
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use rtvirtio_testbed::cpu::{available, usable};
+use rtvirtio_testbed::curve::Curve;
+use rtvirtio_testbed::load;
+use rtvirtio_testbed::server::{Configuration, rtvirtio, serve};
+use rtvirtio_testbed::trial::socket;
+use rtvirtio_testbed::window::{Count, Phase};
+use rtvirtio_units::{CpuId, Nanos};
 use serde::{Deserialize, Serialize};
 
-use super::clients::PATIENCE;
-use super::configuration::socket;
-use super::curve::Curve;
-use crate::dataplane::client::{Client, Endpoint, Queue, Shape};
-use crate::dataplane::load::{self, Random};
-use crate::dataplane::server::{Configuration, rtvirtio, serve};
-use crate::experiment::{Experiment, Report, seconds};
+use crate::experiment::{Experiment, Report, Run, seconds};
 use crate::stats::{Runs, Spread, runs};
 use crate::table::Table;
 use crate::verdict::{self, Verdict};
-use crate::window::{Count, EndPhase, OVER, WARMING};
 
-const BLOCK: usize = 4096;
 /// Requests in flight of each VM.
 const DEPTH: usize = 32;
 /// VMs, each with a disk and a queue.
@@ -126,23 +122,23 @@ impl Experiment for Benchmark {
         self.window + AROUND
     }
 
-    fn set_up(&self, _: &[CellKey], _: &Path, _: &Interrupted) -> Result<()> {
+    fn set_up(&self, _: &[CellKey], _: &Run<'_>) -> Result<()> {
         Ok(())
     }
 
-    fn measure(&self, (): &mut (), key: &CellKey, interrupted: &Interrupted) -> Result<Cell> {
+    fn measure(&self, (): &mut (), key: &CellKey, run: &Run<'_>) -> Result<Cell> {
         let directory = tempfile::Builder::new().prefix("rtvirtio-qos-").tempdir()?;
         let directory = directory.path();
-        let places = Places::of(key.iothreads, &available_cpus()?);
+        let places = Places::of(key.iothreads, &usable()?);
         let toml = configured(*key, &places, directory);
         // Sockets are made in the order of the file.
         let last = socket(directory, VMS - 1);
-        serve(&rtvirtio()?, &toml, directory, &last, interrupted, |server| {
-            self.window(*key, &places, server.id(), directory, interrupted)
+        serve(&rtvirtio()?, &toml, directory, &last, run.interrupted, |server| {
+            self.window(*key, &places, server.id(), directory, run.interrupted)
         })
     }
 
-    fn report(&self, cells: &[Cell], _: &Path, _: &Interrupted) -> Result<Report> {
+    fn report(&self, cells: &[Cell], _: &Run<'_>) -> Result<Report> {
         Report::new(table(cells), cells)
     }
 }
@@ -156,17 +152,17 @@ impl Benchmark {
         directory: &Path,
         interrupted: &Interrupted,
     ) -> Result<Cell> {
-        let phase = AtomicU8::new(WARMING);
+        let phase = Phase::new();
         let done = Count::some(places.clients.len());
         std::thread::scope(|scope| {
-            let end = EndPhase(&phase);
+            let end = phase.ended_by_drop();
             let clients = places.clients.iter().zip(&done).enumerate();
             let clients: Vec<_> = clients
                 .map(|(index, (cpu, done))| {
                     let disks = (index..VMS).step_by(places.clients.len());
                     let sockets: Vec<PathBuf> = disks.map(|vm| socket(directory, vm)).collect();
                     let phase = &phase;
-                    scope.spawn(move || drive(&sockets, *cpu, phase, &done.0))
+                    scope.spawn(move || load::drive(&sockets, *cpu, DEPTH, phase, &done.0))
                 })
                 .collect();
             let times = Times::now(directory)?;
@@ -187,7 +183,7 @@ impl Benchmark {
                 cpu_us: us(window.server_ns),
                 client_us: us(window.client_ns),
                 lock,
-                cpus: std::thread::available_parallelism().map_or(1, usize::from),
+                cpus: available(),
                 machine: window.machine,
             })
         })
@@ -221,14 +217,14 @@ fn control(directory: &Path) -> PathBuf {
 #[derive(Debug, PartialEq, Eq)]
 struct Places {
     /// Each IOThread's CPU.
-    iothreads: Vec<usize>,
+    iothreads: Vec<CpuId>,
     /// Each client's; none: any.
-    clients: Vec<Option<usize>>,
+    clients: Vec<Option<CpuId>>,
 }
 
 impl Places {
     /// As many clients as IOThreads.
-    fn of(iothreads: usize, cpus: &[usize]) -> Self {
+    fn of(iothreads: usize, cpus: &[CpuId]) -> Self {
         let enough = cpus.len() >= 2 * iothreads;
         Self {
             iothreads: (0..iothreads).map(|at| cpus[at % cpus.len()]).collect(),
@@ -237,15 +233,9 @@ impl Places {
     }
 }
 
-/// The CPUs that this process may use.
-fn available_cpus() -> Result<Vec<usize>> {
-    let set = sched_getaffinity(None)?;
-    Ok((0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect())
-}
-
 /// A disk in memory for each VM, the IOThreads in turn; with a schedule that holds nothing back.
 fn configured(key: CellKey, places: &Places, directory: &Path) -> String {
-    let cpus = places.iothreads.iter().map(|&cpu| Some(cpu as u32));
+    let cpus = places.iothreads.iter().map(|cpu| Some(cpu.get()));
     let mut all = Configuration::new(Some(&control(directory)), cpus);
     if key.qos {
         all = all.schedule(&Curve { channels: 1024, request_ns: 1000, kib_ns: 0, flush_ns: 1000 });
@@ -264,62 +254,6 @@ fn configured(key: CellKey, places: &Places, directory: &Path) -> String {
         }
     }
     all.text()
-}
-
-/// Keeps the queues of some VMs full until the phase is over, on one CPU.
-fn drive(
-    sockets: &[PathBuf],
-    cpu: Option<usize>,
-    phase: &AtomicU8,
-    done: &AtomicU64,
-) -> Result<()> {
-    let _end = EndPhase(phase);
-    if let Some(cpu) = cpu {
-        let mut set = CpuSet::new();
-        set.set(cpu);
-        sched_setaffinity(None, &set)?;
-    }
-    let shape = Shape { queues: 1, depth: DEPTH, buffer: BLOCK };
-    let connect = |socket: &PathBuf| Client::connect(Endpoint::Socket(socket), shape);
-    let mut clients = sockets.iter().map(connect).collect::<Result<Vec<_>, _>>()?;
-    let blocks = DISK_MIB * (1 << 20) / BLOCK as u64;
-    let mut random = Random::new(7);
-    let mut submit = |queue: &mut Queue, slot| {
-        let offset = random.below(blocks) * BLOCK as u64;
-        // 70 % reads, as the cases' tasks.
-        queue.transfer(random.below(10) < 7, slot, offset, BLOCK);
-    };
-    let mut queues: Vec<&mut Queue> = clients.iter_mut().flat_map(Client::queues).collect();
-    for queue in &mut queues {
-        (0..DEPTH).for_each(|slot| submit(queue, slot));
-    }
-    let mut failed = 0;
-    let mut completed_at = Instant::now();
-    let mut rounds = 0_u32;
-    while phase.load(Ordering::Relaxed) != OVER {
-        let mut ended = 0;
-        for queue in &mut queues {
-            ended += queue.poll(|queue, request| {
-                failed = failed.min(request.result);
-                submit(queue, request.slot);
-            })?;
-        }
-        ensure!(failed == 0, "a request failed: errno {}", -failed);
-        done.fetch_add(ended as u64, Ordering::Relaxed);
-        // A look at the clock costs as much as a request.
-        rounds = rounds.wrapping_add(1);
-        if rounds.is_multiple_of(1024) {
-            if ended > 0 {
-                completed_at = Instant::now();
-            }
-            let silent = completed_at.elapsed();
-            ensure!(silent < PATIENCE, "no request completed for {} s", PATIENCE.as_secs());
-        }
-    }
-    for queue in queues {
-        while queue.flying() > 0 && queue.wait(PATIENCE, |_, _| ())? > 0 {}
-    }
-    Ok(())
 }
 
 const fn name(qos: bool) -> &'static str {
@@ -394,27 +328,37 @@ mod tests {
         assert!(text.contains("(0.500 to 0.950, 3 pairs; >= 0.9)"), "{text}");
     }
 
+    fn cpus<const N: usize>(numbers: [u32; N]) -> Vec<CpuId> {
+        numbers.map(CpuId::new).into()
+    }
+
     #[test]
     fn clients_have_cpus_of_their_own_if_there_are_enough() {
-        let places = Places::of(1, &[4, 6]);
-        assert_eq!(places, Places { iothreads: vec![4], clients: vec![Some(6)] });
-        let places = Places::of(2, &[4, 6]);
-        assert_eq!(places, Places { iothreads: vec![4, 6], clients: vec![None, None] });
-        let places = Places::of(2, &[0, 1, 2, 3]);
-        assert_eq!(places, Places { iothreads: vec![0, 1], clients: vec![Some(2), Some(3)] });
+        let places = Places::of(1, &cpus([4, 6]));
+        assert_eq!(places, Places { iothreads: cpus([4]), clients: vec![Some(CpuId::new(6))] });
+        let places = Places::of(2, &cpus([4, 6]));
+        assert_eq!(places, Places { iothreads: cpus([4, 6]), clients: vec![None, None] });
+        let places = Places::of(2, &cpus([0, 1, 2, 3]));
+        assert_eq!(
+            places,
+            Places { iothreads: cpus([0, 1]), clients: [2, 3].map(|n| Some(CpuId::new(n))).into() }
+        );
     }
 
     #[test]
     fn configuration_spreads_disks_and_promises_each_its_rate() {
         let key = CellKey { iothreads: 2, qos: true, repetition: 0 };
-        let text = configured(key, &Places::of(2, &[0, 1]), Path::new("/tmp/x"));
+        let text = configured(key, &Places::of(2, &cpus([0, 1])), Path::new("/tmp/x"));
         let found = serve::parse("test", &text).unwrap();
         assert_eq!((found.iothreads.len(), found.devices.len()), (2, VMS));
         assert!(found.devices.iter().all(|device| device.qos.is_some()));
         let on = |vm: usize| found.devices[vm].mapping.by_queue()[0].as_str();
         assert_eq!([on(0), on(1), on(7)], ["iot0", "iot1", "iot1"]);
-        let text =
-            configured(CellKey { qos: false, ..key }, &Places::of(2, &[0, 1]), Path::new("/"));
+        let text = configured(
+            CellKey { qos: false, ..key },
+            &Places::of(2, &cpus([0, 1])),
+            Path::new("/"),
+        );
         assert!(serve::parse("test", &text).unwrap().schedules.is_empty());
     }
 }

@@ -13,25 +13,25 @@
 //! `scale_is_that_of_the_cells_that_are_there`.
 
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use rtvirtio_calibrate::load::CellLoad;
 use rtvirtio_calibrate::testbed::DeviceUnderTest as _;
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier};
-use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::run::{Cell, CellKey};
+use rtvirtio_testbed::curve::Curve;
+use rtvirtio_testbed::device::Testbed;
+use rtvirtio_testbed::guests::{Accelerator, GuestImage, ImageArgs};
+use rtvirtio_testbed::scratch::{Backing, ScratchDisk};
+use rtvirtio_testbed::server::rtvirtio;
 use rtvirtio_units::{Bytes, Iops, Nanos};
 
-use super::curve::Curve;
 use crate::campaign::DATA_PLANE;
-use crate::cell::{CellContext, Testbed};
-use crate::dataplane::server::rtvirtio;
-use crate::experiment::{Experiment, Report};
-use crate::guests::{Accelerator, GuestImage};
-use crate::scratch::{Backing, ScratchDisk};
+use crate::cell::CellContext;
+use crate::experiment::{Experiment, Report, Run};
 use crate::stats::median;
 use crate::verdict::{self, Outcome, Verdict};
 
@@ -60,9 +60,8 @@ pub struct Benchmark {
     /// An earlier build's `rtvirtio`, which takes turns with the one beside this program
     #[arg(long, value_name = "PROGRAM")]
     before: Option<PathBuf>,
-    /// What guests boot from: the directory that scripts/guest wrote
-    #[arg(long, value_name = "DIR", default_value = "target/guest")]
-    guest_image: PathBuf,
+    #[command(flatten)]
+    image: ImageArgs,
     /// Of the cells that are there.
     #[arg(skip)]
     scale: OnceLock<Scale>,
@@ -117,27 +116,22 @@ impl Experiment for Benchmark {
         BOOT + CellLoad::duration(WINDOW * scale)
     }
 
-    fn check(&self, cells: &[Cell], out: &Path) -> Result<()> {
-        let Some(first) = cells.first() else { return Ok(()) };
-        let scale = scale_of(&first.device).filter(|scale| {
+    /// The first one says the scale of all.
+    fn foreign(&self, cell: &Cell) -> Option<&'static str> {
+        let is_one = |scale: Scale| {
             let window = (WINDOW * scale.get()).as_secs_f64();
-            cells.iter().all(|cell| cell.device == first.device && cell.window_s == window)
-        });
-        let scale = scale.with_context(|| {
-            format!("{} holds cells of another experiment (use another --out)", out.display())
-        })?;
-        self.scale.get_or_init(|| scale);
-        Ok(())
+            *self.scale.get_or_init(|| scale) == scale && cell.window_s == window
+        };
+        (!scale_of(&cell.device).is_some_and(is_one)).then_some("another experiment")
     }
 
-    fn set_up(&self, _: &[CellKey], _: &Path, interrupted: &Interrupted) -> Result<Setup> {
+    fn set_up(&self, _: &[CellKey], run: &Run<'_>) -> Result<Setup> {
+        let interrupted = run.interrupted;
         if let Some(before) = &self.before {
             ensure!(before.is_file(), "{} is not there", before.display());
         }
         let program = rtvirtio()?;
-        let image = GuestImage::find(&self.guest_image)?;
-        let accelerator = Accelerator::probe(&image, interrupted)?;
-        let guests = (image, accelerator);
+        let guests = self.image.find(interrupted)?;
         let backing = Backing::Ssd(DEVICE.to_owned());
         let mut disk = ScratchDisk::start(&backing, DISK, 1)?;
         let mut testbed = Testbed::new(disk.device(), disk.label())?;
@@ -154,17 +148,17 @@ impl Experiment for Benchmark {
         let backing = backing.slower(scale);
         testbed.set_label(backing.label());
         let curve = Curve::of_ssd(backing.label().parse()?);
-        eprintln!("Guests under {}; s = {scale}", accelerator.name());
+        eprintln!("Guests under {}; s = {scale}", guests.1);
         Ok(Setup { testbed, _disk: disk, guests, curve, program })
     }
 
-    fn measure(&self, setup: &mut Setup, key: &CellKey, interrupted: &Interrupted) -> Result<Cell> {
+    fn measure(&self, setup: &mut Setup, key: &CellKey, run: &Run<'_>) -> Result<Cell> {
         let Setup { testbed, guests, curve, program, .. } = setup;
         let started = jiff::Timestamp::now().to_string();
         let (hand, case) = (key.scheme == Scheme::Hand.to_string(), case()?);
         let before = self.before.as_ref().filter(|_| key.scheme == BEFORE);
         let served = (before.unwrap_or(program).as_path(), *curve);
-        testbed.boot_guests(guests, case, (!hand).then_some(served), interrupted)?;
+        testbed.boot_guests(guests, case, (!hand).then_some(served), run.interrupted)?;
         let scale = testbed.scale();
         let window = WINDOW * scale.get();
         let specification =
@@ -173,7 +167,7 @@ impl Experiment for Benchmark {
         // These two make nothing of the capacity.
         let settings = scheme.baseline_settings(&specification, Iops::new(1000.0)?, scale);
         let settings = settings.unwrap_or_default();
-        let measured = testbed.measure(&specification, &settings, window, interrupted)?;
+        let measured = testbed.measure(&specification, &settings, window, run.interrupted)?;
         let context = CellContext {
             key: key.clone(),
             specification: &specification,
@@ -188,7 +182,7 @@ impl Experiment for Benchmark {
         Ok(context.judge(vec![measured]))
     }
 
-    fn report(&self, cells: &[Cell], _: &Path, _: &Interrupted) -> Result<Report> {
+    fn report(&self, cells: &[Cell], _: &Run<'_>) -> Result<Report> {
         Report::new(text(cells), cells)
     }
 }
@@ -329,8 +323,9 @@ mod tests {
     use crate::cell::canary_of;
 
     fn benchmark(rounds: u32, before: Option<&str>) -> Benchmark {
-        let (before, guest_image) = (before.map(PathBuf::from), PathBuf::new());
-        Benchmark { rounds, before, guest_image, scale: OnceLock::new() }
+        let (before, image) =
+            (before.map(PathBuf::from), ImageArgs { guest_image: PathBuf::new() });
+        Benchmark { rounds, before, image, scale: OnceLock::new() }
     }
 
     /// A run whose writer moved so many MB/s; the hand setting's cap is 1 MB/s.
@@ -415,14 +410,12 @@ mod tests {
     #[test]
     fn scale_is_that_of_the_cells_that_are_there() {
         let benchmark = benchmark(1, None);
-        let out = Path::new("out");
-        benchmark.check(&[], out).unwrap();
         assert_eq!(benchmark.scale.get(), None);
         let there = cell("hand", 0, true, 1);
         let mut other = there.clone();
         other.device = "ref-4x250*20".to_owned();
-        assert!(benchmark.check(&[there.clone(), other], out).is_err());
-        benchmark.check(&[there], out).unwrap();
+        assert_eq!(benchmark.foreign(&there), None);
+        assert_eq!(benchmark.foreign(&other), Some("another experiment"));
         assert_eq!(benchmark.scale.get().map(|scale| scale.get()), Some(10));
         assert_eq!(scale_of("ref-4x250").map(Scale::get), Some(1));
         for wrong in ["raw", "ref-4x250*", "ref-4x250*0", "ref-4x2500", "ref-8x80*10"] {

@@ -6,11 +6,11 @@
 
 use rtvirtio_spec::latency::Quantile;
 use rtvirtio_spec::run::{Cell as KernelCell, TaskResult};
+use rtvirtio_testbed::neighbour::Neighbour;
+use rtvirtio_testbed::tasks::Between;
 use rtvirtio_units::{Nanos, Percentile};
 
 use super::cell::{Cell, CellKey, Scheme, Task};
-use super::clients::Between;
-use super::neighbour::Neighbour;
 use crate::stats::{Runs, Spread, distinct, runs};
 
 /// Whose disk it is that cells are beside.

@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 
 use rtvirtio_cases::wilson_interval;
 use rtvirtio_spec::run::Cell as KernelCell;
+use rtvirtio_testbed::neighbour::Neighbour;
 
 use super::cell::{Cell, Scheme};
-use super::neighbour::Neighbour;
 use super::rows::{Row, alone, rows, worse_with_a_schedule};
 use crate::plot::{Bar, Bars, Shape, sheet};
 use crate::stats::{Runs, distinct, median, range, rate, runs};

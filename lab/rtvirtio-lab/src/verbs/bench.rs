@@ -2,7 +2,6 @@
 
 mod closed_loop;
 mod dataplane;
-mod iothreads;
 mod path;
 
 use std::num::NonZeroU32;
@@ -11,15 +10,12 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_bench::campaign::{Campaign, DATA_PLANE, Job, Source};
-use rtvirtio_bench::cell::Testbed;
 use rtvirtio_bench::completion;
-use rtvirtio_bench::dataplane::server::rtvirtio;
-use rtvirtio_bench::experiment::{Experiment, Report};
+use rtvirtio_bench::experiment::{Experiment, Report, Run};
 use rtvirtio_bench::iocores;
-use rtvirtio_bench::qos::curve::Curve;
+use rtvirtio_bench::iothreads;
 use rtvirtio_bench::qos::{self, Cases, cases};
 use rtvirtio_bench::report;
-use rtvirtio_bench::scratch::{Backing, ScratchDisk};
 use rtvirtio_calibrate::calibration::{FULL, calibrate_to};
 use rtvirtio_calibrate::testbed::{CGROUP_ROOT, DeviceUnderTest as _};
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier};
@@ -27,11 +23,16 @@ use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::run::CellKey;
 use rtvirtio_spec::specification::Specification;
+use rtvirtio_testbed::curve::Curve;
+use rtvirtio_testbed::device::Testbed;
+use rtvirtio_testbed::guests::ImageArgs;
+use rtvirtio_testbed::scratch::{Backing, ScratchDisk};
+use rtvirtio_testbed::server::rtvirtio;
 use rtvirtio_units::{Bytes, BytesPerSecond};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::guests::{ImageArgs, VmKind};
+use super::guests::{VmKind, choose};
 use super::scratch::BackingArgs;
 use crate::{Outcome, input};
 
@@ -128,7 +129,7 @@ enum Other {
     /// How threads learn that their I/O has ended, beside threads that compute: 7 ways
     Completion(Box<Of<completion::Benchmark>>),
     /// One guest with 4 queues: main loop, 1 IOThread and a mapping over 2, CPU per I/O and IOPS
-    Iothreads(iothreads::Args),
+    Iothreads(Of<iothreads::Benchmark>),
     /// A vhost-user-blk server beside qemu-storage-daemon: IOPS, latency, CPU per request
     #[command(
         args_conflicts_with_subcommands = true,
@@ -191,9 +192,10 @@ impl<E: Experiment + clap::Args> Of<E> {
 
     /// Another experiment with the same arguments.
     fn run_instead(&self, other: &impl Experiment, interrupted: &Interrupted) -> Result<Outcome> {
-        let cells = other.run(&self.out, interrupted)?;
+        let run = Run { out: &self.out, interrupted };
+        let cells = other.run(&run)?;
         note_command(&self.out)?;
-        told(&other.report(&cells, &self.out, interrupted)?, &self.out, self.json)
+        told(&other.report(&cells, &run)?, &self.out, self.json)
     }
 }
 
@@ -212,7 +214,7 @@ fn told(report: &Report, out: &Path, json: bool) -> Result<Outcome> {
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     match &args.other {
         Some(Other::Completion(args)) => return args.run(interrupted),
-        Some(Other::Iothreads(args)) => return iothreads::run(args, interrupted),
+        Some(Other::Iothreads(args)) => return args.run(interrupted),
         Some(Other::Dataplane(args)) => return dataplane::run(args, interrupted),
         Some(Other::Iocores(args)) => {
             return match args.experiment.disturbed()? {
@@ -230,7 +232,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     }
     let specification = args.spec.as_deref().map(input::specification).transpose()?;
     std::fs::create_dir_all(&args.out).with_context(|| format!("create {}", args.out.display()))?;
-    let guests = args.image.choose(args.guests, interrupted)?;
+    let guests = choose(&args.image, args.guests, interrupted)?;
     let scale = guests.as_ref().map_or(Scale::ONE, |(_, accelerator)| accelerator.scale());
     let backing = args.backing.backing()?.slower(scale);
     let disk = ScratchDisk::start(&backing, DISK, args.seed)?;

@@ -11,12 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_bench::campaign::{CELLS, Campaign, DATA_PLANE, Source};
-use rtvirtio_bench::cell::Testbed;
-use rtvirtio_bench::dataplane::server::rtvirtio;
-use rtvirtio_bench::guests::{Accelerator, GuestImage, Served};
-use rtvirtio_bench::qos::curve::Curve;
 use rtvirtio_bench::report;
-use rtvirtio_bench::scratch::{Backing, ScratchDisk};
 use rtvirtio_calibrate::calibration::{self, Depth, FULL, calibrate_to, summary};
 use rtvirtio_calibrate::load::CellLoad;
 use rtvirtio_calibrate::testbed::DeviceUnderTest as _;
@@ -27,9 +22,14 @@ use rtvirtio_host::interrupt::{Interrupted, InterruptedError};
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::run::Cell;
 use rtvirtio_spec::specification::to_toml;
+use rtvirtio_testbed::curve::Curve;
+use rtvirtio_testbed::device::Testbed;
+use rtvirtio_testbed::guests::{Accelerator, GuestImage, ImageArgs, Served};
+use rtvirtio_testbed::scratch::{Backing, ScratchDisk};
+use rtvirtio_testbed::server::rtvirtio;
 
 use super::bench::DISK;
-use super::guests::{ImageArgs, VmKind};
+use super::guests::{VmKind, for_demo};
 use crate::{Outcome, input};
 use verdict::Verdict;
 
@@ -104,7 +104,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         name => Backing::ssd(name)?,
     };
     check_host(&backing)?;
-    let guests = args.image.for_demo(args.guests, interrupted)?;
+    let guests = for_demo(&args.image, args.guests, interrupted)?;
     prepare_directory(&args.out)?;
     let case = Case::new(4, Mix::LightMediumHeavy)?;
     let program = rtvirtio()?;
@@ -114,7 +114,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     if let Some(guests) = &guests {
         testbed.boot_guests(guests, case, None, interrupted)?;
         let scale = testbed.find_scale(case, interrupted)?;
-        let percent = rtvirtio_bench::cell::GUESTS_CPU * 100.0;
+        let percent = rtvirtio_testbed::device::GUESTS_CPU * 100.0;
         eprintln!(
             "Guests under {}: at s = {scale} the load takes no more than {percent:.0} % of this host's \
              CPUs. Rates and the disk are {scale} times slower than written, targets as much longer.",

@@ -1,10 +1,8 @@
 //! Options of the verbs that may run their load in guests.
 
-use std::path::PathBuf;
-
 use anyhow::{Context, Result};
-use rtvirtio_bench::guests::{Accelerator, GuestImage};
 use rtvirtio_host::interrupt::{Interrupted, InterruptedError};
+use rtvirtio_testbed::guests::{Accelerator, GuestImage, ImageArgs};
 
 /// What a benchmark's VMs are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -17,68 +15,51 @@ pub(crate) enum VmKind {
     Cgroup,
 }
 
-/// Where the guests' kernel is.
-#[derive(clap::Args)]
-pub(crate) struct ImageArgs {
-    /// What guests boot from: the directory that scripts/guest wrote
-    #[arg(long, value_name = "DIR", default_value = "target/guest")]
-    guest_image: PathBuf,
+/// For the demo: guests where they are asked for or one boots under KVM; `None` for cgroups.
+pub(crate) fn for_demo(
+    image: &ImageArgs,
+    kind: VmKind,
+    interrupted: &Interrupted,
+) -> Result<Option<(GuestImage, Accelerator)>> {
+    let others = "VMs are cgroups on the kernel path and vhost-user clients on the data plane";
+    match find_if(image, kind, others, interrupted)? {
+        Some((_, Accelerator::Tcg)) if kind == VmKind::Auto => {
+            eprintln!("{others}: no guest boots under KVM here");
+            Ok(None)
+        }
+        found => Ok(found),
+    }
 }
 
-impl ImageArgs {
-    /// The image and what runs it.
-    pub(crate) fn find(&self, interrupted: &Interrupted) -> Result<(GuestImage, Accelerator)> {
-        let image = GuestImage::find(&self.guest_image)?;
-        let accelerator = Accelerator::probe(&image, interrupted)?;
-        Ok((image, accelerator))
+/// The image and what runs it; `None` for cgroups.
+pub(crate) fn choose(
+    image: &ImageArgs,
+    kind: VmKind,
+    interrupted: &Interrupted,
+) -> Result<Option<(GuestImage, Accelerator)>> {
+    let found = find_if(image, kind, "VMs are cgroups, not guests", interrupted)?;
+    if let Some((_, accelerator)) = &found {
+        let (name, scale) = (accelerator.name(), accelerator.scale());
+        eprintln!("VMs are QEMU guests under {name}; scale factor s = {scale}");
     }
+    Ok(found)
+}
 
-    /// For the demo: guests where they are asked for or one boots under KVM; `None` for cgroups.
-    pub(crate) fn for_demo(
-        &self,
-        kind: VmKind,
-        interrupted: &Interrupted,
-    ) -> Result<Option<(GuestImage, Accelerator)>> {
-        let others = "VMs are cgroups on the kernel path and vhost-user clients on the data plane";
-        match self.find_if(kind, others, interrupted)? {
-            Some((_, Accelerator::Tcg)) if kind == VmKind::Auto => {
-                eprintln!("{others}: no guest boots under KVM here");
-                Ok(None)
-            }
-            found => Ok(found),
-        }
+/// What is there, if guests are asked for, or may be and can; else what the `others` are is said.
+fn find_if(
+    image: &ImageArgs,
+    kind: VmKind,
+    others: &str,
+    interrupted: &Interrupted,
+) -> Result<Option<(GuestImage, Accelerator)>> {
+    if kind == VmKind::Cgroup {
+        return Ok(None);
     }
-
-    /// The image and what runs it; `None` for cgroups.
-    pub(crate) fn choose(
-        &self,
-        kind: VmKind,
-        interrupted: &Interrupted,
-    ) -> Result<Option<(GuestImage, Accelerator)>> {
-        let found = self.find_if(kind, "VMs are cgroups, not guests", interrupted)?;
-        if let Some((_, accelerator)) = &found {
-            let (name, scale) = (accelerator.name(), accelerator.scale());
-            eprintln!("VMs are QEMU guests under {name}; scale factor s = {scale}");
+    match (kind, image.find(interrupted)) {
+        (VmKind::Auto, Err(error)) if !error.is::<InterruptedError>() => {
+            eprintln!("{others}: {error:#}");
+            Ok(None)
         }
-        Ok(found)
-    }
-
-    /// What is there, if guests are asked for, or may be and can; else what the `others` are is said.
-    fn find_if(
-        &self,
-        kind: VmKind,
-        others: &str,
-        interrupted: &Interrupted,
-    ) -> Result<Option<(GuestImage, Accelerator)>> {
-        if kind == VmKind::Cgroup {
-            return Ok(None);
-        }
-        match (kind, self.find(interrupted)) {
-            (VmKind::Auto, Err(error)) if !error.is::<InterruptedError>() => {
-                eprintln!("{others}: {error:#}");
-                Ok(None)
-            }
-            (_, found) => found.context("guests cannot run here").map(Some),
-        }
+        (_, found) => found.context("guests cannot run here").map(Some),
     }
 }

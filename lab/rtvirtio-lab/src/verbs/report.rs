@@ -59,7 +59,7 @@ pub(crate) fn machine() -> String {
         .lines()
         .find_map(|l| l.strip_prefix("model name")?.split_once(": ").map(|(_, m)| m))
         .unwrap_or("unknown CPU");
-    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let cpus = rtvirtio_testbed::cpu::available();
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     format!("{cpus} × {model}, Linux {}", release.trim())
 }

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
-use rtvirtio_bench::scratch::{Backing, serve};
 use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_testbed::scratch::{Backing, serve};
 use rtvirtio_units::Bytes;
 
 use crate::Outcome;

@@ -16,7 +16,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use rtvirtio_bench::dataplane::client::{Client, Endpoint, Queue, Shape};
+use rtvirtio_testbed::client::{Client, Endpoint, Queue, Shape};
 use rustix::process::setpriority_process;
 use rustix::thread::{CpuSet, gettid, sched_setaffinity};
 

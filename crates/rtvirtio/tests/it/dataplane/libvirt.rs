@@ -5,8 +5,8 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use rtvirtio_bench::guests::Restarts;
 use rtvirtio_host::qemu::Agent;
+use rtvirtio_testbed::guests::Restarts;
 
 use super::counts::{Record, endurance};
 use super::server::{Image, Kind, Server};

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rtvirtio_bench::guests::GuestImage;
+use rtvirtio_testbed::guests::GuestImage;
 
 use super::counts::{Counts, Record, middle_and_longest};
 use super::server::{Image, Server};

@@ -5,8 +5,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 
-use rtvirtio_bench::guests::Restarts;
 use rtvirtio_host::qemu::Agent;
+use rtvirtio_testbed::guests::Restarts;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 

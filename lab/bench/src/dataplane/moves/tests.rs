@@ -37,7 +37,7 @@ fn too_few_moves_do_not_pass() {
 
 #[test]
 fn percentile_has_the_interval_of_its_rank() {
-    let mut histogram = durations().unwrap();
+    let mut histogram = rtvirtio_testbed::window::durations().unwrap();
     (1..=10_000).for_each(|us| histogram.record(us * 1000).unwrap());
     let shown = Lateness::of(&histogram);
     // Rank 9,900 +- 1.96 * sqrt(10,000 * 0.99 * 0.01) = 19.5, each to 1 %.

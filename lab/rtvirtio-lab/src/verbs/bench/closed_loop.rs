@@ -3,14 +3,14 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use rtvirtio_bench::cell::Testbed;
 use rtvirtio_bench::closed_loop;
-use rtvirtio_bench::dataplane::server::rtvirtio;
 use rtvirtio_bench::report::closed_loop::page;
 use rtvirtio_calibrate::testbed::DeviceUnderTest as _;
 use rtvirtio_cases::{Case, Mix, Neighbour, Tier};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::specification::to_toml;
+use rtvirtio_testbed::device::Testbed;
+use rtvirtio_testbed::server::rtvirtio;
 use rtvirtio_units::Nanos;
 
 use super::Args;

@@ -1,16 +1,14 @@
 //! `rtvirtio-lab bench dataplane`.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rtvirtio_bench::dataplane::Benchmark;
 use rtvirtio_bench::dataplane::footprint::{self, Footprint};
 use rtvirtio_bench::dataplane::moves::{Moves, Shown, Stage};
-use rtvirtio_bench::dataplane::server::rtvirtio;
-use rtvirtio_bench::dataplane::verify::{self, Options, Report};
-use rtvirtio_bench::experiment::seconds;
+use rtvirtio_bench::dataplane::verify::Verify;
 use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_testbed::server::rtvirtio;
 
 use super::Of;
 use crate::{Outcome, input};
@@ -28,7 +26,7 @@ pub(crate) struct Args {
 enum Other {
     /// Random writes, reads, write-zeroes, discards and flushes whose content is checked. The
     /// disk's content is lost
-    Verify(VerifyArgs),
+    Verify(Verify),
     /// Random queues change their IOThread all the time, under a load whose content is checked
     Moves(MovesArgs),
     /// Time to start, memory, and CPU when idle, of `rtvirtio serve` with many disks
@@ -65,28 +63,10 @@ struct FootprintArgs {
     program: Option<PathBuf>,
 }
 
-#[derive(clap::Args)]
-struct VerifyArgs {
-    #[command(flatten)]
-    options: Options,
-    /// How long
-    #[arg(long, default_value = "10", value_parser = seconds::<0, 86_400_000>)]
-    seconds: Duration,
-    /// Instead: drop the connection in mid-I/O so many times
-    #[arg(long, conflicts_with = "kills")]
-    disconnects: Option<u32>,
-    /// Instead: kill the server (SIGKILL) so many times; COMMAND starts it
-    #[arg(long, requires = "command")]
-    kills: Option<u32>,
-    /// The server's command line, which must make it listen at the socket
-    #[arg(last = true)]
-    command: Vec<String>,
-}
-
 pub(super) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     match &args.other {
         Some(Other::Verify(args)) => {
-            input::print_json(&verified(args, interrupted)?)?;
+            input::print_json(&args.run(interrupted)?)?;
             Ok(Outcome::Done)
         }
         Some(Other::Footprint(args)) => footprint(args, interrupted),
@@ -118,14 +98,4 @@ fn footprint(args: &FootprintArgs, interrupted: &Interrupted) -> Result<Outcome>
     let rows: Vec<_> = args.devices.iter().map(measure).collect::<Result<_>>()?;
     print!("{}", footprint::render(&rows));
     Ok(if rows.iter().all(Footprint::is_within) { Outcome::Done } else { Outcome::Unmet })
-}
-
-fn verified(args: &VerifyArgs, interrupted: &Interrupted) -> Result<Report> {
-    let options = args.options.clone();
-    eprintln!("seed {}", options.seed);
-    match (args.disconnects, args.kills) {
-        (Some(count), _) => verify::disconnects(options, count, interrupted),
-        (_, Some(count)) => verify::kills(options, &args.command, count, interrupted),
-        _ => verify::verify(options, args.seconds, interrupted),
-    }
 }

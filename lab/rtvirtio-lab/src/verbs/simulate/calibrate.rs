@@ -3,9 +3,9 @@
 use std::path::Path;
 
 use anyhow::Result;
-use rtvirtio_bench::dataplane::server::rtvirtio;
 use rtvirtio_bench::iocores::costs;
 use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_testbed::server::rtvirtio;
 
 use crate::input;
 

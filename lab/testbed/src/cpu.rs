@@ -1,0 +1,130 @@
+//! The CPUs that this process may use; memory, threads and CPU time of a process: the nanoseconds of `/proc/PID/task/*/schedstat`, summed.
+//!
+//! `stat` counts ticks of 10 ms, too coarse for an idle server. A thread that has
+//! gone is in no `schedstat`; what it used is lost, so threads are held one by one
+//! and a sum never goes down. io_uring's workers are threads of the process.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, ensure};
+use rtvirtio_units::CpuId;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+/// The CPUs that this process may use.
+///
+/// # Errors
+/// If the kernel does not say.
+pub fn usable() -> Result<Vec<CpuId>> {
+    let set = sched_getaffinity(None)?;
+    let cpus = (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu));
+    Ok(cpus.map(|cpu| CpuId::new(cpu as u32)).collect())
+}
+
+/// Has this thread run on these CPUs.
+///
+/// # Errors
+/// If it may not.
+pub fn run_on(cpus: &[CpuId]) -> Result<()> {
+    let mut set = CpuSet::new();
+    cpus.iter().for_each(|cpu| set.set(cpu.get() as usize));
+    Ok(sched_setaffinity(None, &set)?)
+}
+
+/// CPUs of the machine that this process may use.
+#[must_use]
+pub fn available() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Threads (`task`) or descriptors (`fd`) of a process.
+///
+/// # Errors
+/// If it has gone.
+pub fn entries(process: u32, of: &str) -> Result<usize> {
+    Ok(std::fs::read_dir(format!("/proc/{process}/{of}"))?.count())
+}
+
+/// What a process has in memory that it does not share, MiB.
+///
+/// # Errors
+/// If it has gone.
+pub fn resident_mib(process: u32) -> Result<f64> {
+    let text = std::fs::read_to_string(format!("/proc/{process}/status"))?;
+    let kib = |key: &str| {
+        let value = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+        let number = value.and_then(|v| v.trim().trim_end_matches(" kB").parse::<f64>().ok());
+        number.with_context(|| format!("no {key} in a process's status"))
+    };
+    Ok((kib("VmRSS")? - kib("RssShmem")?) / 1024.0)
+}
+
+/// Has this process have as many descriptors as it may: a client takes some ten for each queue.
+pub fn raise_descriptors() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { maximum, .. } = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+}
+
+/// CPU time of each thread, ns.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ProcessCpu(BTreeMap<u32, u64>);
+
+impl ProcessCpu {
+    /// Of a process.
+    ///
+    /// # Errors
+    /// If it has gone, or the kernel does not say.
+    pub fn of(process: u32) -> Result<Self> {
+        let directory = format!("/proc/{process}/task");
+        let tasks = std::fs::read_dir(&directory).with_context(|| format!("read {directory}"))?;
+        let mut threads = BTreeMap::new();
+        for task in tasks {
+            let task = task?;
+            let Ok(id) = task.file_name().to_string_lossy().parse() else { continue };
+            // A thread may go between the list and the look.
+            let Ok(text) = std::fs::read_to_string(task.path().join("schedstat")) else { continue };
+            let on_cpu = text.split_whitespace().next().and_then(|ns| ns.parse().ok());
+            threads.insert(id, on_cpu.with_context(|| format!("schedstat is odd: {text}"))?);
+        }
+        ensure!(!threads.is_empty(), "process {process} has no threads");
+        Ok(Self(threads))
+    }
+
+    /// By threads' ids, ns: of what was measured otherwise.
+    pub fn of_threads(threads: impl IntoIterator<Item = (u32, u64)>) -> Self {
+        Self(threads.into_iter().collect())
+    }
+
+    /// CPU time since `earlier`, ns.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> u64 {
+        self.since_of(earlier, |_| true)
+    }
+
+    /// CPU time since `earlier` of the threads that `counts` says, ns.
+    #[must_use]
+    pub fn since_of(&self, earlier: &Self, counts: impl Fn(u32) -> bool) -> u64 {
+        let before = |id| earlier.0.get(id).copied().unwrap_or(0);
+        let counted = self.0.iter().filter(|(id, _)| counts(**id));
+        counted.map(|(id, &now)| now.saturating_sub(before(id))).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn new_thread_counts_and_one_that_went_does_not_subtract() {
+        let earlier = ProcessCpu(BTreeMap::from([(1, 100), (2, 5_000)]));
+        let later = ProcessCpu(BTreeMap::from([(1, 160), (3, 40)]));
+        assert_eq!(later.since(&earlier), 100);
+        assert_eq!(later.since_of(&earlier, |id| id == 1), 60);
+    }
+
+    #[test]
+    fn own_process_used_cpu() {
+        let now = ProcessCpu::of(std::process::id()).unwrap();
+        assert!(now.0.values().sum::<u64>() > 0);
+    }
+}
