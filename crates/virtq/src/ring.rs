@@ -70,6 +70,14 @@ pub struct RingConfig {
     pub log: Option<u64>,
 }
 
+impl RingConfig {
+    /// Whether all of the ring lies in this memory.
+    #[must_use]
+    pub fn lies_in(&self, memory: &Memory) -> bool {
+        if self.packed { Packed::lies_in(self, memory) } else { Split::lies_in(self, memory) }
+    }
+}
+
 /// Why a ring is broken. It stays so until it is set up anew.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum RingError {

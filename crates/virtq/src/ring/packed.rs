@@ -71,6 +71,10 @@ impl Parts {
 }
 
 impl Packed {
+    pub(super) fn lies_in(config: &RingConfig, memory: &Memory) -> bool {
+        Parts::translate(config, memory).is_ok()
+    }
+
     pub(super) fn new(config: &RingConfig, memory: &Memory, kept: Kept) -> Result<Self, RingError> {
         let Parts { descriptors, driver, device } = Parts::translate(config, memory)?;
         let size = config.size;
