@@ -153,7 +153,7 @@ impl QueueHost for Host {
         let (ring, _) = rings.get_mut(&key).expect("it was started");
         match change {
             Change::Enabled(true) => work(ring),
-            Change::Memory(memory) => {
+            Change::Memory(memory) | Change::Replaced(memory) => {
                 let _ = ring.set_memory(memory);
                 work(ring);
             }

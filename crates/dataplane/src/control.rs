@@ -3,7 +3,8 @@
 //! Who may: root, the service's own user, and one group if it is configured; all others are
 //! disconnected unread. What a connection may cost: one request, a body of [`MAX_BODY`], at most
 //! [`MAX_FDS`] descriptors (the rest is closed by the kernel), [`REQUEST_TIME`], and one of
-//! [`MAX_CONNECTIONS`] places; a reader that does not read is dropped.
+//! [`MAX_CONNECTIONS`] places; a reader that does not read is dropped. Where all places are taken, a newcomer gets that of the
+//! connection whose request has been incomplete for longest, once that is [`INCOMPLETE_TIME`].
 //!
 //! The changes of a device are made one at a time, on threads of their own, so that one that waits for the
 //! disk keeps nobody from looking, nor from changing another device. The thread that hears requests is nice: 1,000 malformed ones a
@@ -11,7 +12,7 @@
 //!
 //! Properties (tests of the same name): `socket_is_private_and_gone_at_the_end`,
 //! `stale_socket_is_replaced_and_a_served_one_is_not`, `surplus_descriptors_are_closed`,
-//! `large_body_is_refused`, `wrong_requests_get_an_error_body`,
+//! `large_body_is_refused`, `half_sent_requests_keep_nobody_from_being_answered`, `wrong_requests_get_an_error_body`,
 //! `requests_are_heard_by_a_nice_thread_and_changes_made_by_another`.
 
 mod connection;
@@ -25,6 +26,7 @@ mod tests;
 use std::io;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::sync::{Arc, Barrier};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -33,11 +35,12 @@ use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use rtvirtio_spec::serve::Control;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::plane::Plane;
 use crate::sandbox::{Identity, give};
-use connection::{Connection, Fds};
+use connection::{Connection, Fds, Incomplete};
 use rtvirtio_vhost::server::give_way;
 
 /// The most bytes of a request's body.
@@ -52,6 +55,8 @@ pub const MAX_FDS: usize = 1 + rtvirtio_spec::serve::MAX_PAIRS as usize;
 pub const REQUEST_TIME: Duration = Duration::from_secs(30);
 /// How long a header may take.
 const HEADER_TIME: Duration = Duration::from_secs(5);
+/// How long a request may be incomplete while others wait for its place. A peer writes it at once.
+const INCOMPLETE_TIME: Duration = Duration::from_millis(100);
 /// How long a change that is under way is waited for at the end.
 const SHUTDOWN_TIME: Duration = Duration::from_secs(2);
 
@@ -183,25 +188,29 @@ async fn accept(listener: UnixListener, plane: Arc<dyn Plane>, group: Option<u32
     let Ok(listener) = tokio::net::UnixListener::from_std(listener) else { return };
     let routes = TowerToHyperService::new(routes::router(plane));
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    loop {
-        // A place first: whoever finds none waits in the backlog.
-        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+    let incomplete = Incomplete::default();
+    for number in 0.. {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(_) => {
                 // Out of descriptors, most likely: they come back.
-                tokio::time::sleep(Duration::from_millis(100)).await;
+                sleep(Duration::from_millis(100)).await;
                 continue;
             }
         };
         if !socket::may_use(&stream, group) {
             continue;
         }
+        // Those behind it wait in the backlog meanwhile.
+        let Some(place) = find_place(&places, &incomplete).await else { return };
         let fds = Fds::default();
         let (routes, of) = (routes.clone(), fds.clone());
+        let (coming, end) = incomplete.add(number);
+        let whose = coming.clone();
         // A layer of the router would make all routes anew for each connection.
         let service = service_fn(move |mut request| {
             request.extensions_mut().insert(of.clone());
+            request.extensions_mut().insert(whose.clone());
             routes.call(request)
         });
         tokio::spawn(async move {
@@ -209,9 +218,34 @@ async fn accept(listener: UnixListener, plane: Arc<dyn Plane>, group: Option<u32
             // One request a connection: its descriptors are then that request's.
             http.keep_alive(false).timer(TokioTimer::new()).header_read_timeout(HEADER_TIME);
             let io = TokioIo::new(Connection::new(stream, fds));
-            // An error is the peer's: it has been told, or is gone.
-            let _ = http.serve_connection(io, service).await;
+            tokio::select! {
+                // Before its request is read, which may then come whole and be begun.
+                biased;
+                () = end.notified() => {}
+                // An error is the peer's: it has been told, or is gone.
+                _ = http.serve_connection(io, service) => {}
+            }
+            coming.has_come();
             drop(place);
         });
+    }
+}
+
+/// A place for a connection: a free one, or that of the request that has been incomplete for longest.
+async fn find_place(
+    places: &Arc<Semaphore>,
+    incomplete: &Incomplete,
+) -> Option<OwnedSemaphorePermit> {
+    let mut place = pin!(Arc::clone(places).acquire_owned());
+    loop {
+        // Where all are whole, a place becomes free by itself.
+        let ends = incomplete.since().unwrap_or_else(Instant::now) + INCOMPLETE_TIME;
+        if let Ok(place) = timeout_at(ends, &mut place).await {
+            return place.ok();
+        }
+        if incomplete.since().is_some_and(|since| since + INCOMPLETE_TIME <= Instant::now()) {
+            incomplete.end_longest();
+            return place.await.ok();
+        }
     }
 }

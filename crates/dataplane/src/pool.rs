@@ -317,7 +317,8 @@ impl Pool {
         let on = thread.ok_or(PoolError::NoQueue)?;
         let (back, answer) = mpsc::channel();
         self.post(on, ThreadMessage::Stop { key: key.table(), back })?;
-        let queue = answer.recv().map_err(|_| PoolError::NoThread)?;
+        let mut queue = answer.recv().map_err(|_| PoolError::NoThread)?;
+        queue.end();
         queue.stats().see(0);
         *thread = None;
         drop(thread);
@@ -353,7 +354,7 @@ impl Pool {
     }
 
     /// Changes something about a queue while nothing of it is in flight: its IOThread fetches no
-    /// more from it until what it has has ended, and goes on after the change.
+    /// more from it until what it has has ended, and goes on after the change. Frames for it wait.
     ///
     /// # Errors
     /// [`PoolError::NoQueue`].

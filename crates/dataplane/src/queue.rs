@@ -355,15 +355,14 @@ impl Queue {
     }
 
     /// Buffers that were taken for frames that have not come go back to the ring.
-    fn give_back(&mut self) {
+    pub(crate) fn give_back(&mut self) {
         if let (Work::Frames(frames), Some(ring)) = (&mut self.work, self.source.ring()) {
             frames.give_back(ring);
         }
     }
 
-    /// It has stopped: what was taken and has not come goes back.
+    /// It has stopped: frames for it are taken no longer.
     pub(crate) fn end(&mut self) {
-        self.give_back();
         if let Work::Frames(frames) = &mut self.work {
             frames.set_open(false);
         }

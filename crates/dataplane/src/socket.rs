@@ -10,6 +10,7 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use rtvirtio_frames::ethernet::HEADER_BYTES;
 use rtvirtio_frames::header::MAX_FRAME_BYTES;
@@ -21,6 +22,7 @@ use rustix::net::{
 };
 
 use crate::stats::Dropped;
+use crate::tap::{ATTACH_PAUSE, ATTACH_TIME};
 
 /// Bytes of a length.
 const LENGTH: usize = 4;
@@ -100,7 +102,16 @@ impl Socket {
     pub(crate) fn bind(local: &Path, remote: &Path, mode: u32) -> Result<Self, ListenError> {
         let address = SocketAddrUnix::new(remote);
         let remote = address.map_err(|_| ListenError::Path(PathBuf::from(remote)))?;
-        let (fd, local) = bind(local, mode, SocketType::DGRAM)?;
+        let begun = Instant::now();
+        let (fd, local) = loop {
+            match bind(local, mode, SocketType::DGRAM) {
+                // Of a process that was killed: the kernel lets go of what io_uring waited for a little later.
+                Err(ListenError::InUse(_)) if begun.elapsed() < ATTACH_TIME => {
+                    std::thread::sleep(ATTACH_PAUSE);
+                }
+                bound => break bound?,
+            }
+        };
         Ok(Self::with(fd, Framing::Dgram { remote: remote.into(), _local: local }))
     }
 

@@ -17,8 +17,8 @@ use rustix::io::Errno;
 pub(crate) const MAX_NAME: usize = 15;
 
 /// How long to try to attach, and how often.
-const ATTACH_TIME: Duration = Duration::from_secs(2);
-const ATTACH_PAUSE: Duration = Duration::from_millis(10);
+pub(crate) const ATTACH_TIME: Duration = Duration::from_secs(2);
+pub(crate) const ATTACH_PAUSE: Duration = Duration::from_millis(10);
 
 // linux/if_tun.h
 const TUNSETIFF: libc::Ioctl = 0x4004_54ca;

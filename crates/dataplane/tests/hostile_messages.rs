@@ -65,7 +65,7 @@ impl QueueHost for Host {
     }
 
     fn update(&self, index: u16, change: Change) -> Result<(), StartError> {
-        if let Change::Memory(memory) = change {
+        if let Change::Memory(memory) | Change::Replaced(memory) = change {
             let _ = self.0.lock().unwrap().get_mut(&index).unwrap().0.set_memory(memory);
         }
         Ok(())

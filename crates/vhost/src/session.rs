@@ -10,18 +10,18 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use rtvirtio_units::Bytes;
 use rustix::fs::FileType;
 use rustix::io::Errno;
 
 use crate::backend::{Backend, Channel, RingsTurn};
 use crate::protocol::{InflightArea, Message, VringAddress, VringFd, VringState, features};
-use rtvirtio_virtq::memory::{DirtyLog, MAX_REGIONS, Memory, MemoryError, Region, RegionSpec};
+use rtvirtio_virtq::memory::{DirtyLog, MAX_REGIONS, Memory, MemoryError, Region};
 use rtvirtio_virtq::ring::{Inflight, InflightError, MAX_SIZE, Ring, RingConfig, RingError};
 
 /// DEVICE_NEEDS_RESET of the device status.
 const NEEDS_RESET: u8 = 64;
 
+mod memory;
 mod serve;
 
 pub use serve::{Ended, SessionError, serve};
@@ -56,6 +56,8 @@ pub enum Change {
     Error(Option<OwnedFd>),
     /// The same memory and possibly more, or another log.
     Memory(Arc<Memory>),
+    /// Other memory, in which the ring lies too. Nothing is in flight while it changes, and nothing is in the old one then.
+    Replaced(Arc<Memory>),
     /// Guest address at which writes to the used ring are logged.
     Log(Option<u64>),
 }
@@ -583,6 +585,20 @@ impl<H: QueueHost> Session<H> {
         self.host.update(key, change).map_err(|source| Refused::Start { index, source })
     }
 
+    const fn config(&self, size: u16, address: VringAddress, base: u32) -> RingConfig {
+        RingConfig {
+            size,
+            packed: self.packed(),
+            event_idx: self.features & features::RING_EVENT_IDX != 0,
+            indirect: self.features & features::RING_INDIRECT_DESC != 0,
+            descriptors: address.descriptors,
+            driver: address.available,
+            device: address.used,
+            base,
+            log: address.log,
+        }
+    }
+
     /// Serves a ring, if all of it is there and it is not served yet.
     fn start(&mut self, position: usize) -> Result<(), Refused> {
         let index = position as u16;
@@ -608,17 +624,7 @@ impl<H: QueueHost> Session<H> {
         if self.turn.is_none() {
             self.turn = Some(self.device.link().take_turn());
         }
-        let config = RingConfig {
-            size,
-            packed,
-            event_idx: self.features & features::RING_EVENT_IDX != 0,
-            indirect: self.features & features::RING_INDIRECT_DESC != 0,
-            descriptors: address.descriptors,
-            driver: address.available,
-            device: address.used,
-            base,
-            log: address.log,
-        };
+        let config = self.config(size, address, base);
         let inflight = match &self.inflight {
             Some(area) if index < area.queues && size > area.queue_size => {
                 return Err(Refused::QueueSize { index: index.into(), size: size.into() });
@@ -704,37 +710,6 @@ impl<H: QueueHost> Session<H> {
     }
 
     /// Whether the device allows so much memory, which is looked at before any of it is mapped.
-    fn fits_memory(&self, regions: &[RegionSpec]) -> Result<(), MemoryError> {
-        let limit = self.device.memory_limit();
-        let sizes = regions.iter().map(|region| region.size);
-        let total = sizes.fold(0_u64, u64::saturating_add);
-        if total <= limit.get() {
-            Ok(())
-        } else {
-            Err(MemoryError::TooMuch { total: Bytes::new(total), limit })
-        }
-    }
-
-    /// Memory of which nothing is missing that rings use.
-    fn share_memory(&mut self, memory: Memory) -> Result<(), Refused> {
-        let logs = self.features & features::LOG_ALL != 0;
-        let log = self.log.as_ref().filter(|_| logs).cloned();
-        let memory = Arc::new(memory.with_log(log));
-        // It is registered for the first of them, and refused there if at all.
-        for index in 0..self.vrings.len() {
-            self.update(index, Change::Memory(Arc::clone(&memory)))?;
-        }
-        self.memory = memory;
-        Ok(())
-    }
-
-    /// Other memory: rings that run are drained, and go on in it if they can.
-    fn replace_memory(&mut self, memory: Memory) -> Result<(), Refused> {
-        self.stop_all();
-        self.share_memory(memory)?;
-        self.start_all()
-    }
-
     fn check_inflight(&self, area: &InflightArea) -> Result<(), Refused> {
         let InflightArea { queues, queue_size: size, .. } = *area;
         let possible = (1..=self.device.queues()).contains(&queues);

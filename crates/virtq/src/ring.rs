@@ -70,6 +70,14 @@ pub struct RingConfig {
     pub log: Option<u64>,
 }
 
+impl RingConfig {
+    /// Whether all of the ring lies in this memory.
+    #[must_use]
+    pub fn lies_in(&self, memory: &Memory) -> bool {
+        if self.packed { Packed::lies_in(self, memory) } else { Split::lies_in(self, memory) }
+    }
+}
+
 /// Why a ring is broken. It stays so until it is set up anew.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum RingError {
@@ -310,9 +318,22 @@ impl Ring {
     /// the next [`Ring::publish`]. An ID that is not in flight is ignored.
     #[inline]
     pub fn finish(&mut self, id: u16, written: u32) {
+        self.finish_one(id, written, true);
+    }
+
+    /// The same of a request that is one with those which finish next, up to the first by [`Ring::finish`]: the buffers of a
+    /// frame. A server that comes after a crash shows the driver all of them or none.
+    #[inline]
+    pub fn finish_with_next(&mut self, id: u16, written: u32) {
+        self.finish_one(id, written, false);
+    }
+
+    #[inline]
+    fn finish_one(&mut self, id: u16, written: u32, is_last: bool) {
         let known = match &mut self.layout {
+            // It shows nothing before all have finished.
             Layout::Split(ring) => ring.finish(&self.memory, id, written),
-            Layout::Packed(ring) => ring.finish(id, written),
+            Layout::Packed(ring) => ring.finish(id, written, is_last),
         };
         debug_assert!(known, "{id} is not in flight");
         self.in_flight -= u16::from(known);

@@ -1,17 +1,19 @@
 //! A connection whose bytes may come with file descriptors (SCM_RIGHTS).
 
+use std::collections::BTreeMap;
 use std::future::Future;
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::UnixStream;
+use tokio::sync::Notify;
 use tokio::time::{Instant, Sleep};
 
 use super::MAX_FDS;
@@ -35,6 +37,52 @@ impl Fds {
     /// Takes all, in the order in which they came.
     pub(super) fn take(&self) -> Vec<OwnedFd> {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// Connections whose requests have not come whole, by number: those that were accepted first come first.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Incomplete(Arc<Mutex<ByNumber>>);
+
+/// Since when each is incomplete, and what tells it to end.
+type ByNumber = BTreeMap<u64, (Instant, Arc<Notify>)>;
+
+/// One of these.
+#[derive(Debug, Clone)]
+pub(super) struct Coming {
+    among: Incomplete,
+    number: u64,
+}
+
+impl Incomplete {
+    fn all(&self) -> MutexGuard<'_, ByNumber> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A connection with a number above all earlier ones, and what tells it to end.
+    pub(super) fn add(&self, number: u64) -> (Coming, Arc<Notify>) {
+        let end = Arc::new(Notify::new());
+        self.all().insert(number, (Instant::now(), Arc::clone(&end)));
+        (Coming { among: self.clone(), number }, end)
+    }
+
+    /// When the one began that has been incomplete for longest.
+    pub(super) fn since(&self) -> Option<Instant> {
+        self.all().first_key_value().map(|(_, (since, _))| *since)
+    }
+
+    /// Tells that one to end.
+    pub(super) fn end_longest(&self) {
+        if let Some((_, (_, end))) = self.all().pop_first() {
+            end.notify_one();
+        }
+    }
+}
+
+impl Coming {
+    /// The request is whole, or has ended.
+    pub(super) fn has_come(&self) {
+        self.among.all().remove(&self.number);
     }
 }
 

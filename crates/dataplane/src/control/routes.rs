@@ -28,7 +28,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::connection::Fds;
+use super::connection::{Coming, Fds};
 use super::{MAX_BODY, MAX_EVENT_READERS, REQUEST_TIME, metrics};
 use crate::plane::{Admission, HandedFds, Plane, PlaneError};
 
@@ -170,6 +170,9 @@ async fn in_time(request: Request, next: Next) -> Response {
             return Failure::new(StatusCode::REQUEST_TIMEOUT, text).into_response();
         }
     };
+    if let Some(coming) = head.extensions.get::<Coming>() {
+        coming.has_come();
+    }
     let request = Request::from_parts(head, body.into());
     match tokio::time::timeout(REQUEST_TIME - BODY_TIME, next.run(request)).await {
         Ok(response) => response,
@@ -569,10 +572,12 @@ async fn metrics_text(State(api): State<Api>) -> Response {
 
 async fn events(
     State(api): State<Api>,
+    Extension(coming): Extension<Coming>,
 ) -> Result<Sse<impl Stream<Item = Result<Message, Infallible>>>, Failure> {
     let place = api.event_readers.try_acquire_owned().map_err(|_| {
         Failure::new(StatusCode::SERVICE_UNAVAILABLE, "too many readers of events already")
     })?;
+    coming.has_come();
     let receiver = api.plane.events();
     // First a comment: whoever has read it misses nothing that happens later.
     let first = Message::default().comment("ready");

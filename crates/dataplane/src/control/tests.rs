@@ -427,6 +427,57 @@ fn large_body_is_refused() {
     assert_eq!(status, 413);
 }
 
+/// Its length is enough: no byte of the body is sent.
+#[test]
+fn large_body_is_refused_before_it_comes() {
+    let served = Served::new();
+    for length in [MAX_BODY + 1, 1 << 40] {
+        let head =
+            format!("POST /v1/devices HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n");
+        let answer = served.raw(head.as_bytes(), &[]);
+        assert!(answer.starts_with("HTTP/1.1 413 "), "{answer}");
+        assert!(answer.contains("of which 65536 bytes are read at most"), "{answer}");
+    }
+}
+
+/// More than there are places for, in their bodies and in their heads. A reader of events, whose request is whole, stays.
+#[test]
+fn half_sent_requests_keep_nobody_from_being_answered() {
+    let served = Served::new();
+    let connect = |bytes: &[u8]| {
+        let mut stream = UnixStream::connect(served.server.path()).unwrap();
+        stream.write_all(bytes).unwrap();
+        stream
+    };
+    let mut events = connect(b"GET /v1/events HTTP/1.0\r\n\r\n");
+    let mut read_events = |words: &str| {
+        let mut text = String::new();
+        while !text.contains(words) {
+            let mut chunk = [0; 4096];
+            let n = events.read(&mut chunk).unwrap();
+            assert!(n > 0, "{text}");
+            text.push_str(std::str::from_utf8(&chunk[..n]).unwrap());
+        }
+    };
+    read_events("ready");
+    let body = b"POST /v1/devices HTTP/1.0\r\nContent-Length: 10\r\n\r\n{";
+    let head = b"GET /v1/snapshot HTTP/1.0\r\nX: ";
+    let in_body: Vec<UnixStream> = (0..MAX_CONNECTIONS).map(|_| connect(body)).collect();
+    let in_head: Vec<UnixStream> = (0..MAX_CONNECTIONS).map(|_| connect(head)).collect();
+    for _ in 0..3 {
+        assert_eq!(served.ask("GET", "/v1/snapshot", &Value::Null).0, 200);
+    }
+    served.add("d0");
+    read_events("device_added");
+    // Those that have waited for longest gave way, and were not waited for: whose time is up is told so.
+    let gave_way = in_body.iter().filter(|stream| {
+        stream.set_nonblocking(true).unwrap();
+        (&**stream).read(&mut [0]).is_ok_and(|length| length == 0)
+    });
+    assert!(gave_way.count() > 0);
+    drop(in_head);
+}
+
 #[test]
 fn body_that_does_not_come_is_not_waited_for_and_nothing_is_changed() {
     let served = Served::new();

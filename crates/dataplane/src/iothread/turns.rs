@@ -172,7 +172,7 @@ impl IoThread {
             if let Some(back) = done
                 && let Some(mut queue) = self.detach_queue(key)
             {
-                queue.end();
+                queue.give_back();
                 let _ = back.send(queue);
             }
         }

@@ -477,6 +477,12 @@ pub(super) fn change(
                 let _ = q.set_memory(memory, buffers);
             })
         }
+        Change::Replaced(memory) => {
+            let buffers = register(&memory)?;
+            pool.edit_drained(key, |q| {
+                let _ = q.set_memory(memory, buffers);
+            })
+        }
         Change::Log(log) => pool.edit(key, move |q| q.set_log(log)),
     };
     // It stopped in the meantime: there is nothing to change.

@@ -11,6 +11,7 @@ mod floods;
 mod guest;
 mod guest_knobs;
 mod in_guest;
+mod integrity;
 mod libvirt;
 mod lifecycle;
 mod mapping;

@@ -48,6 +48,23 @@ fn simulation_prints_a_row_for_each_phase_and_policy_and_one_for_all() {
     }
 }
 
+/// As many as 64 bits hold, and no more: one that is too large is not another one.
+#[test]
+fn seed_is_refused_that_no_64_bits_hold() {
+    let largest = simulate(&["--policy", "static:1", "--seed", "18446744073709551615"]);
+    assert!(largest.status.success(), "{}", said(&largest));
+    for verb in [&SMALL[..], &["scratch"], &["bench", "iothreads"]] {
+        for seed in ["18446744073709551616", "-1", "1e3"] {
+            let seed = format!("--seed={seed}");
+            let arguments = [verb, &[&seed]].concat();
+            let output = output(&lab(), Path::new("/nonexistent"), &arguments);
+            let said = said(&output);
+            assert_eq!(output.status.code(), Some(1), "{said}");
+            assert!(said.contains("--seed"), "{said}");
+        }
+    }
+}
+
 #[test]
 fn simulation_that_cannot_be_is_refused_with_1() {
     for (wrong, word) in [

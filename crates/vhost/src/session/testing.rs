@@ -165,7 +165,7 @@ impl QueueHost for Host {
     fn update(&self, index: u16, change: Change) -> Result<(), StartError> {
         self.with(|state| {
             let setup = state.queues.get_mut(&index).expect("it was started");
-            if state.scarce && matches!(change, Change::Memory(_)) {
+            if state.scarce && matches!(change, Change::Memory(_) | Change::Replaced(_)) {
                 return Err(StartError::System(Errno::NOMEM));
             }
             let line = match change {
@@ -181,14 +181,16 @@ impl QueueHost for Host {
                     setup.error = error;
                     format!("error={}", setup.error.is_some())
                 }
-                Change::Memory(memory) => {
-                    setup.ring.set_memory(Arc::clone(&memory)).unwrap();
+                Change::Memory(ref memory) | Change::Replaced(ref memory) => {
+                    setup.ring.set_memory(Arc::clone(memory)).unwrap();
+                    let is_replaced = matches!(change, Change::Replaced(_));
                     let line = format!(
-                        "regions={} log={}",
+                        "{}regions={} log={}",
+                        if is_replaced { "drained " } else { "" },
                         memory.regions().len(),
                         memory.log().is_some()
                     );
-                    setup.memory = memory;
+                    setup.memory = Arc::clone(memory);
                     line
                 }
                 Change::Log(log) => format!("log={log:?}"),

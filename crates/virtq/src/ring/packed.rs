@@ -71,6 +71,10 @@ impl Parts {
 }
 
 impl Packed {
+    pub(super) fn lies_in(config: &RingConfig, memory: &Memory) -> bool {
+        Parts::translate(config, memory).is_ok()
+    }
+
     pub(super) fn new(config: &RingConfig, memory: &Memory, kept: Kept) -> Result<Self, RingError> {
         let Parts { descriptors, driver, device } = Parts::translate(config, memory)?;
         let size = config.size;
@@ -302,14 +306,14 @@ impl Packed {
     }
 
     #[inline]
-    pub(super) fn finish(&mut self, id: u16, written: u32) -> bool {
+    pub(super) fn finish(&mut self, id: u16, written: u32, is_last: bool) -> bool {
         let count = match self.busy.get_mut(usize::from(id)) {
             Some(count) if *count != 0 => std::mem::take(count),
             _ => return false,
         };
         let request = Finished { written, id, count };
         if let Some(position) = &mut self.position {
-            position.finish(self.first, request);
+            position.finish(self.first, request, is_last);
         }
         self.finished.push(request);
         if let Some(inflight) = &mut self.inflight {

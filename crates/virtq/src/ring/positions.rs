@@ -196,14 +196,16 @@ impl QueuePosition {
     }
 
     /// A request has finished; the first that the driver has not been shown is at `first`. Before
-    /// the ring knows.
+    /// the ring knows. If it is not the last of those that are one, it does not count until that has.
     #[inline]
-    pub(super) fn finish(&mut self, first: Position, request: Finished) {
+    pub(super) fn finish(&mut self, first: Position, request: Finished, is_last: bool) {
         let Finished { written, id, count } = request;
         let word = u64::from(written) | u64::from(id) << 32 | u64::from(count) << 48;
         self.part.store_u64(LIST + 8 * usize::from(self.finished), word, Release);
         self.finished += 1;
-        self.store_state(first);
+        if is_last {
+            self.store_state(first);
+        }
     }
 
     /// The driver has been shown all that has finished; the next request is used at `position`.

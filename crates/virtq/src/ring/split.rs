@@ -89,6 +89,10 @@ impl Parts {
 }
 
 impl Split {
+    pub(super) fn lies_in(config: &RingConfig, memory: &Memory) -> bool {
+        Parts::translate(config, memory).is_ok()
+    }
+
     pub(super) fn new(
         config: &RingConfig,
         memory: &Memory,

@@ -241,6 +241,15 @@ fn socket_is_removed_with_its_device_and_one_that_was_left_is_replaced() {
     // A server that was killed.
     drop(UnixDatagram::bind(&local).unwrap());
     let socket = bind().unwrap();
+    drop(socket);
+    // Of one that was killed just now the kernel lets go a little later.
+    let dying = UnixDatagram::bind(&local).unwrap();
+    let socket = std::thread::scope(|scope| {
+        let socket = scope.spawn(bind);
+        std::thread::sleep(Duration::from_millis(50));
+        drop(dying);
+        socket.join().unwrap().unwrap()
+    });
     let mode = std::fs::metadata(&local).unwrap();
     assert_eq!(std::os::unix::fs::PermissionsExt::mode(&mode.permissions()) & 0o777, 0o620);
     drop(socket);

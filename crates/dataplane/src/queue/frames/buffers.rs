@@ -170,7 +170,7 @@ impl Buffers {
             }
         }
         let mut left = length;
-        for _ in 0..buffers {
+        for buffer in 1..=buffers {
             let Some(Held { chain, bytes }) = self.held.pop_front() else { break };
             let used = bytes.min(left);
             left -= used;
@@ -179,7 +179,12 @@ impl Buffers {
             if memory.log().is_some() {
                 log(&chain, used, memory);
             }
-            ring.finish(chain.id, used as u32);
+            // A server that comes after a kill shows all of a frame or nothing of it.
+            if buffer < buffers {
+                ring.finish_with_next(chain.id, used as u32);
+            } else {
+                ring.finish(chain.id, used as u32);
+            }
             self.spare.push(chain);
         }
     }

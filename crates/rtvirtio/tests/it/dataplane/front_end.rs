@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
+use rtvirtio_virtq::ring::RingConfig;
 use rtvirtio_virtq::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -235,7 +236,7 @@ pub(crate) fn send(
 }
 
 /// 64-bit words as the protocol has them.
-fn words(words: &[u64]) -> Vec<u8> {
+pub(crate) fn words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
@@ -274,9 +275,18 @@ pub(crate) fn start(
     stream: &UnixStream,
     index: u64,
     driver: &Driver,
+    events: [BorrowedFd<'_>; 3],
+) -> bool {
+    start_at(stream, index, &driver.config(), events)
+}
+
+/// The same from the base of a configuration.
+pub(crate) fn start_at(
+    stream: &UnixStream,
+    index: u64,
+    config: &RingConfig,
     [kick, call, error]: [BorrowedFd<'_>; 3],
 ) -> bool {
-    let config = driver.config();
     let ask = |request, of: &[u64], fds: &[BorrowedFd<'_>]| ask(stream, request, &words(of), fds);
     ask(8, &[index | u64::from(config.size) << 32], &[]);
     ask(10, &[index | u64::from(config.base) << 32], &[]);

@@ -270,6 +270,50 @@ fn kill_of_a_device_that_keeps_its_position_loses_no_request() {
     }
 }
 
+/// A frame lies in several buffers: one that is cut off would be taken for another's beginning.
+#[test]
+fn kill_shows_all_requests_that_are_one_or_none_of_them() {
+    for (stores, publishes_each) in (1..).flat_map(|stores| [(stores, false), (stores, true)]) {
+        let mut driver = driver(PACKED);
+        let (positions, config) = (positions(), driver.config());
+        let with = |driver: &Driver| {
+            let position = positions.queue(0, TOLD).unwrap();
+            Ring::with_position(config, driver.guest().memory(), position).unwrap()
+        };
+        for tag in 0..6 {
+            driver.add(&request(tag, 1), false).unwrap();
+        }
+        driver.publish();
+        let mut ring = with(&driver);
+        let mut chain = Chain::default();
+        kill::after(Some(stores));
+        for buffer in 1..=6 {
+            assert_eq!(ring.next(&mut chain), Ok(true));
+            if buffer % 3 > 0 {
+                ring.finish_with_next(chain.id, 1);
+            } else {
+                ring.finish(chain.id, 1);
+            }
+            if publishes_each && buffer == 3 {
+                let _ = ring.publish();
+            }
+        }
+        let _ = ring.publish();
+        let is_dead = kill::dead();
+        kill::after(None);
+        drop(ring);
+        let mut ring = with(&driver);
+        let shown = std::iter::from_fn(|| driver.take()).count();
+        assert_eq!(shown % 3, 0, "{shown} of 6 are shown after {stores} stores");
+        let left = std::iter::from_fn(|| ring.next(&mut chain).unwrap().then_some(())).count();
+        assert_eq!(shown + left, 6, "after {stores} stores");
+        if !is_dead {
+            assert!(stores > 12 && shown == 6);
+            break;
+        }
+    }
+}
+
 /// What is kept is of one ring: another one begins at its base.
 #[test]
 fn position_of_another_ring_is_not_taken() {
