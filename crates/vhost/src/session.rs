@@ -709,7 +709,6 @@ impl<H: QueueHost> Session<H> {
         }
     }
 
-    /// Whether the device allows so much memory, which is looked at before any of it is mapped.
     fn check_inflight(&self, area: &InflightArea) -> Result<(), Refused> {
         let InflightArea { queues, queue_size: size, .. } = *area;
         let possible = (1..=self.device.queues()).contains(&queues);

@@ -9,6 +9,7 @@ use super::{Change, QueueHost, Refused, Session};
 use crate::protocol::features;
 
 impl<H: QueueHost> Session<H> {
+    /// Whether the device allows so much memory, which is looked at before any of it is mapped.
     pub(super) fn fits_memory(&self, regions: &[RegionSpec]) -> Result<(), MemoryError> {
         let limit = self.device.memory_limit();
         let sizes = regions.iter().map(|region| region.size);
