@@ -181,7 +181,8 @@ impl Backend for Nic {
             Link::Taps(_) | Link::Port { .. } => 0,
             Link::Socket(_) => features::OFFLOADS,
         };
-        (common::ALWAYS | features::ALWAYS | several) & !declined
+        // A driver that knows the order keeps no list of descriptors that are free, and has them one behind the other.
+        (common::ALWAYS | common::IN_ORDER | features::ALWAYS | several) & !declined
     }
 
     /// No in-flight region: frames that a dead server had taken are lost, as on a wire.
@@ -281,6 +282,7 @@ mod tests {
         assert_ne!(offered & common::PROTOCOL_NET_MTU, 0);
         assert_eq!(offered & common::PROTOCOL_INFLIGHT_SHMFD, 0);
         assert_ne!(nic().features() & common::VERSION_1, 0);
+        assert_ne!(nic().features() & common::IN_ORDER, 0);
         assert!(nic().set_mtu(1500) && nic().set_mtu(9000) && !nic().set_mtu(9001));
     }
 }

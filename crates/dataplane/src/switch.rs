@@ -31,84 +31,78 @@ use rtvirtio_frames::ethernet::Head;
 use rtvirtio_frames::forwarding::{Destination, Egress, Forwarding, MAX_PORTS, Origin, Port};
 use rtvirtio_frames::header::Header;
 use rtvirtio_spec::serve::MAX_PAIRS;
+use rtvirtio_virtq::Segment;
 use rtvirtio_virtq::ring::Chain;
-use rustix::event::{EventfdFlags, eventfd};
-use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::fd::{AsFd, BorrowedFd};
+
+mod wakeup;
+
+use wakeup::Wakeup;
 
 /// Batches that wait for a receive queue.
 const INBOX_BATCHES: usize = 256;
 /// Frames of a transmit queue that are on their way: more than a turn has, and few enough for a CPU's cache.
 const OUTBOX_FRAMES: usize = 256;
 
-/// Wakes the IOThread of a queue that waits for somebody else's queue, and costs nothing while it does not
-/// wait.
-#[derive(Debug)]
-struct Wakeup {
-    fd: OwnedFd,
-    is_awaited: AtomicBool,
-}
-
-impl Wakeup {
-    fn new() -> rustix::io::Result<Self> {
-        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { fd, is_awaited: AtomicBool::new(false) })
-    }
-
-    /// Something is there to be found. The fence is that of [`Self::wait`]: one of the two sides sees what the
-    /// other has done before it.
-    fn wake(&self) {
-        fence(SeqCst);
-        if self.is_awaited.load(Relaxed) && self.is_awaited.swap(false, Relaxed) {
-            let _ = rustix::io::write(&self.fd, &1_u64.to_ne_bytes());
-        }
-    }
-
-    /// From now on whoever leaves something wakes; what is there already is to be looked for after this.
-    fn wait(&self) {
-        self.is_awaited.store(true, Relaxed);
-        fence(SeqCst);
-    }
-
-    fn stop_waiting(&self) {
-        self.is_awaited.store(false, Relaxed);
-    }
-
-    /// It has woken.
-    fn answer(&self) {
-        let _ = rustix::io::read(&self.fd, &mut [0; 8]);
-    }
-}
-
-/// A frame on its way.
+/// A frame on its way. With its slot's counter, what comes before `head` lies in one cache line, which is all that is
+/// looked at when it goes back to its ring.
 #[derive(Debug, Default)]
+#[repr(C)]
 pub(crate) struct Frame {
-    /// What its driver leaves to the device, checked.
-    pub(crate) header: Header,
-    /// Its beginning, without the tag that was taken out.
-    pub(crate) head: Head,
-    /// Where it comes from.
-    pub(crate) origin: Origin,
-    /// The chain that it lies in: what follows header and head in the guest's memory is what is readable.
-    pub(crate) chain: Chain,
-    /// Bytes, without the virtio header.
-    pub(crate) length: usize,
     /// When it was posted, ns of [`crate::clock::now`].
     pub(crate) posted: u64,
+    /// Bytes, without the virtio header.
+    pub(crate) length: usize,
+    /// What follows header and head in the guest's memory, if that is in one piece.
+    pub(crate) rest: Segment,
+    /// What its driver leaves to the device, checked.
+    pub(crate) header: Header,
+    /// Where it comes from.
+    pub(crate) origin: Origin,
+    /// What its ring wants back.
+    pub(crate) id: u16,
+    /// Its beginning, without the tag that was taken out.
+    pub(crate) head: Head,
+    /// The chain that it lies in, unless that is a single descriptor: of what is readable, what follows header and head.
+    pub(crate) chain: Chain,
+}
+
+impl Frame {
+    /// What follows header and head in the guest's memory.
+    #[inline]
+    pub(crate) fn rest(&self) -> &[Segment] {
+        if self.rest.is_empty() { &self.chain.readable } else { std::slice::from_ref(&self.rest) }
+    }
 }
 
 /// A place for a frame of one transmit queue.
 #[derive(Debug, Default)]
+#[repr(C, align(64))]
 struct Slot {
-    frame: UnsafeCell<Frame>,
     /// Deliveries that have not been released. While there is none the frame is its queue's own.
     deliveries: AtomicU32,
     /// The slot of the next frame of its batch.
     next: AtomicU16,
+    frame: UnsafeCell<Frame>,
 }
 
 // SAFETY: the frame is written by its transmit queue while `deliveries` is 0, and read by those who have a delivery
 // of it, which is what `deliveries` counts.
 unsafe impl Sync for Slot {}
+
+impl Slot {
+    /// A delivery is done with.
+    #[inline]
+    fn release(&self) {
+        // What was read of the frame was read before its queue sees this, by those too that have released it before.
+        if self.deliveries.load(Acquire) == 1 {
+            // The only one: nobody else writes here.
+            self.deliveries.store(0, Release);
+        } else {
+            self.deliveries.fetch_sub(1, AcqRel);
+        }
+    }
+}
 
 /// Frames of a transmit queue that are on their way.
 #[derive(Debug)]
@@ -410,13 +404,8 @@ impl Switch {
 
     /// A delivery is done with, of which its sender is to be told ([`Self::wake_senders`]).
     fn release(&self, delivery: Delivery) {
-        let Some(slot) = self.slot(&delivery) else { return };
-        // What was read of the frame was read before its queue sees this, by those too that have released it before.
-        if slot.deliveries.load(Acquire) == 1 {
-            // The only one: nobody else writes here.
-            slot.deliveries.store(0, Release);
-        } else {
-            slot.deliveries.fetch_sub(1, AcqRel);
+        if let Some(slot) = self.slot(&delivery) {
+            slot.release();
         }
     }
 }
@@ -595,6 +584,11 @@ impl PortSender {
         Some(unsafe { &*slot.frame.get() })
     }
 
+    /// How many frames may be sent before another one has arrived.
+    pub(crate) const fn room(&self) -> usize {
+        OUTBOX_FRAMES - self.count
+    }
+
     /// Whether no frame is taken before another one has arrived.
     pub(crate) const fn is_full(&self) -> bool {
         self.count == OUTBOX_FRAMES
@@ -689,27 +683,52 @@ impl PortReceiver {
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.batch.is_none() && self.own.inbox.batches.is_empty()
+        self.batch.as_ref().is_none_or(|batch| batch.frames == 0)
+            && self.own.inbox.batches.is_empty()
+    }
+
+    /// Whether frames leave with tags here.
+    pub(crate) const fn is_trunk(&self) -> bool {
+        self.is_trunk
+    }
+
+    /// How many frames of one sender are next, if any are.
+    pub(crate) fn waiting(&mut self) -> usize {
+        while self.batch.as_ref().is_none_or(|batch| batch.frames == 0) {
+            self.batch = None;
+            let Some(batch) = self.own.inbox.batches.pop() else { return 0 };
+            if batch.version < self.since {
+                self.switch.release_all(batch);
+            } else {
+                self.batch = Some(batch);
+            }
+        }
+        self.batch.as_ref().map_or(0, |batch| batch.frames.into())
     }
 
     /// The next frame.
     pub(crate) fn take(&mut self) -> Option<Delivery> {
-        loop {
-            if let Some(batch) = &mut self.batch {
-                if let Some(delivery) = self.switch.next(batch) {
-                    if batch.frames == 0 {
-                        self.batch = None;
-                    }
-                    return Some(delivery);
-                }
-                self.batch = None;
+        self.waiting();
+        self.switch.next(self.batch.as_mut()?)
+    }
+
+    /// Gives frames of the next sender to `deliver`, each of which is released, until that does not take one, which then is
+    /// the next frame; [`Self::wake`] has to follow.
+    #[inline]
+    pub(crate) fn deliver(&mut self, mut deliver: impl FnMut(&Frame) -> bool) {
+        self.waiting();
+        let Some(batch) = &mut self.batch else { return };
+        let Some(pair) = self.switch.pair(batch.port, batch.pair) else { return };
+        self.to_wake.note(batch.port);
+        while batch.frames > 0 {
+            let Some(slot) = pair.outbox.slots.get(usize::from(batch.slot)) else { return };
+            // SAFETY: the batch has a delivery of it, which is released after this borrow.
+            if !deliver(unsafe { &*slot.frame.get() }) {
+                return;
             }
-            let batch = self.own.inbox.batches.pop()?;
-            if batch.version < self.since {
-                self.switch.release_all(batch);
-                continue;
-            }
-            self.batch = Some(batch);
+            batch.slot = slot.next.load(Relaxed);
+            batch.frames -= 1;
+            slot.release();
         }
     }
 

@@ -70,7 +70,11 @@ impl Head {
     pub fn set_length(&mut self, length: usize) -> bool {
         let length = length.min(MAX_HEAD_BYTES);
         self.length = length as u8;
-        self.bytes[length..].fill(0);
+        // Not called for nothing: a call of memset is a store whatever its length is, and loads of what lies behind it wait
+        // until that is in the cache.
+        if length < MAX_HEAD_BYTES {
+            self.bytes[length..].fill(0);
+        }
         length >= HEADER_BYTES
     }
 

@@ -52,6 +52,14 @@ impl Header {
     /// A frame that is complete.
     pub const COMPLETE: Self = Self([0; BYTES]);
 
+    /// Whether its driver leaves nothing to the device, whatever was negotiated: how many buffers it says, and where a
+    /// checksum would be, means nothing then.
+    #[must_use]
+    #[inline]
+    pub const fn is_complete(&self) -> bool {
+        self.0[0] & NEEDS_CSUM == 0 && self.0[1] == GSO_NONE
+    }
+
     /// The header of a driver's frame, of what it has `negotiated` alone.
     ///
     /// # Errors
@@ -291,6 +299,24 @@ mod tests {
                 prop_assert!([0, 1, 4, 0x81, 0x84].contains(&found[1]));
                 prop_assert!(found[1] & 0x7f != 1 || negotiated & features::HOST_TSO4 != 0);
                 prop_assert!(found[1] & 0x7f != 4 || negotiated & features::HOST_TSO6 != 0);
+            }
+        }
+    }
+
+    proptest! {
+        /// A complete frame's header is looked at no further, which must not say anything else.
+        #[test]
+        fn complete_header_is_what_the_checks_make_of_it(
+            bytes: [u8; BYTES], flags: u8, segmentation in 0..2_u8, negotiated: u64,
+        ) {
+            let mut header = Header(bytes);
+            (header.0[0], header.0[1]) = (flags, segmentation);
+            let checked = header.from_driver(negotiated);
+            let fitting = checked.and_then(|header| header.fitting(&tcp(64), 64));
+            if header.is_complete() {
+                prop_assert_eq!(fitting, Ok(Header::COMPLETE));
+            } else {
+                prop_assert_ne!(fitting, Ok(Header::COMPLETE));
             }
         }
     }

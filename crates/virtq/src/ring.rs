@@ -7,6 +7,10 @@
 //! Finished requests are written to the ring at once and shown to the driver together, by one
 //! store, so that a batch costs one notification and no driver sees half of it.
 //!
+//! A driver on another CPU has written what a request lies in, and each of its cache lines takes as long to come over as
+//! a small frame takes in all. [`Ring::next_singles`] therefore takes several requests at once: its loads do not depend on
+//! each other, so the lines come together, and the caller prefetches the buffers of all before it looks into the first.
+//!
 //! - [`chain`]: a request's descriptors, checked and translated
 //! - `split`, `packed`: the two layouts
 //! - [`inflight`]: what a successor needs to go on after a crash
@@ -31,7 +35,7 @@ mod kill;
 #[cfg(test)]
 mod tests;
 
-pub use chain::Chain;
+pub use chain::{Chain, Single};
 pub use inflight::{Inflight, InflightError, InflightQueue};
 pub use positions::{Positions, QueuePosition};
 
@@ -295,6 +299,20 @@ impl Ring {
         }
     }
 
+    /// Takes the next requests as long as each has a single descriptor whose buffer lies in one piece, as nearly all
+    /// frames do; how many. If those are fewer than there is room for, the next request is of another kind, is not valid, or
+    /// is not there yet: [`Ring::next`] says which.
+    #[inline]
+    pub fn next_singles(&mut self, singles: &mut [Single]) -> usize {
+        if self.error.is_some() || sigbus::broken_count() != self.broken {
+            return 0;
+        }
+        let (memory, near) = (&*self.memory, &mut self.near);
+        let taken = either!(&mut self.layout, ring => ring.next_singles(memory, near, singles));
+        self.in_flight += taken as u16;
+        taken
+    }
+
     /// Has the CPU fetch what the chains after the next one lie in. A driver on another CPU has written them last: each would
     /// be waited for otherwise. Nothing is taken, and nothing that is read here is relied on.
     #[inline]
@@ -346,6 +364,13 @@ impl Ring {
         let known = either!(&mut self.layout, ring => ring.untake(id));
         debug_assert!(known, "{id} is not in flight, or in an in-flight region");
         self.in_flight -= u16::from(known);
+    }
+
+    /// Shows the driver what has finished, and does not look whether it wants to be called: what it wants is said by the
+    /// next [`Ring::publish`], which has to follow.
+    #[inline]
+    pub fn flush(&mut self) {
+        either!(&mut self.layout, ring => ring.flush(&self.memory));
     }
 
     /// Shows the driver what has finished. Whether it wants to be called.

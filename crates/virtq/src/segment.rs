@@ -49,11 +49,51 @@ impl Segment {
         }
     }
 
+    /// Has the CPU fetch the cache lines of its first `bytes` to read them, where it can be asked to.
+    #[inline]
+    pub fn prefetch_start(&self, bytes: usize) {
+        for line in self.lines(bytes) {
+            Self::new(line, 1).prefetch();
+        }
+    }
+
+    /// The same to write them: a line that another CPU has is taken from it at once, and not when it is written.
+    #[inline]
+    pub fn prefetch_start_to_write(&self, bytes: usize) {
+        for line in self.lines(bytes) {
+            // As an instruction of its own: the intrinsic prefetches to read unless the whole program may use PRFCHW.
+            // Every CPU of 64 bits knows it, or does nothing.
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: a hint, which no address makes fault.
+            unsafe {
+                std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags, readonly));
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            let _ = line;
+        }
+    }
+
+    /// A byte of each cache line that its first `bytes` lie in.
+    #[inline]
+    fn lines(&self, bytes: usize) -> impl Iterator<Item = *mut u8> {
+        const LINE: usize = 64;
+        let within = self.base() as usize % LINE;
+        let base = self.base().wrapping_sub(within);
+        let end = within + bytes.min(self.len());
+        (0..end).step_by(LINE).map(move |at| base.wrapping_add(at))
+    }
+
     /// Drops the first `bytes`; all of them if there are fewer.
     #[inline]
     pub fn advance(&mut self, bytes: usize) {
         let bytes = bytes.min(self.len());
         *self = Self::new(self.base().wrapping_add(bytes), self.len() - bytes);
+    }
+}
+
+impl Default for Segment {
+    fn default() -> Self {
+        Self::EMPTY
     }
 }
 

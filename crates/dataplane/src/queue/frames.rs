@@ -318,6 +318,13 @@ impl Gate<'_> {
         self.closed.is_none()
     }
 
+    /// How many frames may pass, as far as is known, that cost so much each.
+    fn most(&self, share: &TurnBudget, frame_ns: i64) -> usize {
+        // The limit may close behind each.
+        let frames = if self.limit.is_some() { 1 } else { share.ns / frame_ns + 1 };
+        (frames as usize).min(share.requests as usize)
+    }
+
     /// Closes it for so many ns.
     fn close(&mut self, ns: u64) {
         self.time = now();

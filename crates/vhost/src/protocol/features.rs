@@ -12,6 +12,8 @@ pub const PROTOCOL_FEATURES: u64 = 1 << 30;
 pub const VERSION_1: u64 = 1 << 32;
 /// VIRTIO_F_RING_PACKED
 pub const RING_PACKED: u64 = 1 << 34;
+/// VIRTIO_F_IN_ORDER: buffers are used in the order in which they were made available; of network devices.
+pub const IN_ORDER: u64 = 1 << 35;
 
 /// Offered by every device, whatever it is; what else is offered says its
 /// [`Backend`](crate::Backend).
@@ -69,12 +71,16 @@ pub const fn declined(bit: u8, name: &'static str, reason: &'static str) -> Decl
     Declined { bit, name, reason }
 }
 
-/// The virtio features of any device that are not offered.
+/// The virtio features of any device that are not offered, but for those of network devices, which say so themselves.
 pub const DECLINED: &[Declined] = &[
     declined(24, "VIRTIO_F_NOTIFY_ON_EMPTY", "legacy: EVENT_IDX has replaced it"),
     declined(27, "VIRTIO_F_ANY_LAYOUT", "legacy: part of VERSION_1"),
     declined(33, "VIRTIO_F_ACCESS_PLATFORM", "no IOTLB: the guest's physical addresses are used"),
-    declined(35, "VIRTIO_F_IN_ORDER", "requests complete out of order; waiting would cost latency"),
+    declined(
+        35,
+        "VIRTIO_F_IN_ORDER",
+        "of network devices, which offer it; requests complete out of order, and waiting would cost latency",
+    ),
     declined(36, "VIRTIO_F_ORDER_PLATFORM", "for hardware: CPUs share coherent memory with us"),
     declined(37, "VIRTIO_F_SR_IOV", "no PCI functions of its own"),
     declined(38, "VIRTIO_F_NOTIFICATION_DATA", "a kick through an eventfd carries no data"),

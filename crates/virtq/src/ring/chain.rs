@@ -36,6 +36,38 @@ pub struct Chain {
     pub writable: Vec<Segment>,
 }
 
+/// A request of one descriptor, whose buffer lies in one piece.
+#[derive(Debug, Clone, Copy)]
+pub struct Single {
+    /// As [`Chain::id`].
+    pub id: u16,
+    /// Whether the device writes it.
+    pub is_writable: bool,
+    /// The buffer.
+    pub segment: Segment,
+}
+
+impl Single {
+    /// None: a place for one.
+    pub const EMPTY: Self = Self { id: 0, is_writable: false, segment: Segment::EMPTY };
+
+    /// `None`: it goes on in another descriptor, table or region, or is not valid, which [`Builder::add`] tells apart.
+    #[inline]
+    pub(super) fn new(
+        memory: &Memory,
+        near: &mut usize,
+        id: u16,
+        (address, length, flags): (u64, u32, u16),
+    ) -> Option<Self> {
+        if flags & (NEXT | INDIRECT) != 0 || length == 0 {
+            return None;
+        }
+        let segment = memory.guest_near(near, address, length.into())?;
+        let is_whole = segment.len() == length as usize;
+        is_whole.then_some(Self { id, is_writable: flags & WRITE != 0, segment })
+    }
+}
+
 /// Builds a chain, descriptor by descriptor.
 pub(super) struct Builder<'a> {
     pub(super) memory: &'a Memory,

@@ -8,7 +8,7 @@ use super::chain::{Builder, DESCRIPTOR, INDIRECT, NEXT, WRITE};
 use super::descriptor::{AVAILABLE, Descriptor, Position, USED};
 use super::inflight::PackedInflight;
 use super::positions::{Finished, Identity, QueuePosition};
-use super::{BUFFERS_AHEAD, Chain, Kept, Part, RingConfig, RingError, need_event};
+use super::{BUFFERS_AHEAD, Chain, Kept, Part, RingConfig, RingError, Single, need_event};
 
 mod recovery;
 
@@ -39,6 +39,8 @@ pub(super) struct Packed {
     finished: Vec<Finished>,
     /// Their descriptors.
     batch: u16,
+    /// Descriptors that were shown since it was last looked whether the driver wants to be called; at most the ring's size.
+    shown: u16,
     /// Descriptors taken and not yet used.
     taken: u16,
     /// By buffer ID: the descriptors of the request that is in flight under it, or 0.
@@ -157,6 +159,7 @@ impl Packed {
             first: used,
             finished: Vec::with_capacity(usize::from(size)),
             batch: 0,
+            shown: 0,
             taken,
             busy: vec![0; usize::from(size)],
             resubmit,
@@ -226,6 +229,42 @@ impl Packed {
         self.taken += count;
         chain.id = id;
         Ok(true)
+    }
+
+    /// As [`super::Ring::next_singles`]. With an in-flight region there are none: each request is noted in it.
+    #[inline]
+    pub(super) fn next_singles(
+        &mut self,
+        memory: &Memory,
+        near: &mut usize,
+        singles: &mut [Single],
+    ) -> usize {
+        if !self.resubmit.is_empty() || self.inflight.is_some() {
+            return 0;
+        }
+        let room = self.size.saturating_sub(self.taken + self.batch);
+        let mut taken = 0;
+        for single in singles.iter_mut().take(room.into()) {
+            // Acquire: the rest of the descriptor and its data are visible with its flags, which the driver writes last.
+            let offset = self.available.offset();
+            let word = self.descriptors.load_u64(offset + 8, Ordering::Acquire);
+            if !self.is_available((word >> 48) as u16) {
+                break;
+            }
+            let address = self.descriptors.load_u64(offset, Ordering::Relaxed);
+            let Descriptor { address, length, id, flags } = Descriptor::new(address, word);
+            let Some(busy) = self.busy.get_mut(usize::from(id)).filter(|count| **count == 0) else {
+                break;
+            };
+            let Some(found) = Single::new(memory, near, id, (address, length, flags)) else {
+                break;
+            };
+            (*busy, *single) = (1, found);
+            self.available = self.available.after(1, self.size);
+            taken += 1;
+        }
+        self.taken += taken as u16;
+        taken
     }
 
     /// The address of a buffer further on, if each chain until there has one descriptor.
@@ -334,9 +373,10 @@ impl Packed {
         }
     }
 
+    /// Shows the driver what has finished.
     #[inline]
-    pub(super) fn publish(&mut self, memory: &Memory) -> bool {
-        let Some(&Finished { id, written, count }) = self.finished.first() else { return false };
+    pub(super) fn flush(&mut self, memory: &Memory) {
+        let Some(&Finished { id, written, count }) = self.finished.first() else { return };
         let mut at = self.first.after(count, self.size);
         for &Finished { id, written, count } in &self.finished[1..] {
             // Not seen before the first one is.
@@ -357,7 +397,16 @@ impl Packed {
         if let Some(position) = &mut self.position {
             position.publish(self.used);
         }
-        let batch = std::mem::take(&mut self.batch);
+        self.shown = (self.shown + std::mem::take(&mut self.batch)).min(self.size);
+    }
+
+    #[inline]
+    pub(super) fn publish(&mut self, memory: &Memory) -> bool {
+        self.flush(memory);
+        let shown = std::mem::take(&mut self.shown);
+        if shown == 0 {
+            return false;
+        }
 
         // Between the store of the used descriptor and the load of what the driver wants to be
         // told: a driver that stores its wish, fences and then looks at the descriptor sees it
@@ -373,7 +422,7 @@ impl Packed {
                     // In the lap before.
                     index = index.wrapping_sub(self.size);
                 }
-                need_event(index, self.used.index, self.used.index.wrapping_sub(batch))
+                need_event(index, self.used.index, self.used.index.wrapping_sub(shown))
             }
             _ => false,
         }

@@ -100,8 +100,9 @@ impl Positions {
 pub struct QueuePosition {
     part: Part,
     told: u32,
-    /// Requests in the list.
-    finished: u16,
+    /// Requests in the list. Of the width in which it is loaded to be shifted: a load that is wider than the store before it
+    /// waits until that is in the cache, behind all that was stored before.
+    finished: u64,
     // Keeps the mapping.
     _file: Arc<Positions>,
 }
@@ -191,7 +192,7 @@ impl QueuePosition {
     }
 
     fn store_state(&self, position: Position) {
-        let state = u64::from(position.bits()) | u64::from(self.finished) << 16;
+        let state = u64::from(position.bits()) | self.finished << 16;
         self.part.store_u64(STATE, state, Release);
     }
 
@@ -201,7 +202,7 @@ impl QueuePosition {
     pub(super) fn finish(&mut self, first: Position, request: Finished, is_last: bool) {
         let Finished { written, id, count } = request;
         let word = u64::from(written) | u64::from(id) << 32 | u64::from(count) << 48;
-        self.part.store_u64(LIST + 8 * usize::from(self.finished), word, Release);
+        self.part.store_u64(LIST + 8 * self.finished as usize, word, Release);
         self.finished += 1;
         if is_last {
             self.store_state(first);

@@ -6,7 +6,9 @@ use crate::memory::Memory;
 
 use super::chain::{Builder, DESCRIPTOR, INDIRECT, NEXT};
 use super::inflight::{InflightQueue, SplitInflight};
-use super::{BUFFERS_AHEAD, Chain, DESCRIPTORS_AHEAD, Part, RingConfig, RingError, need_event};
+use super::{
+    BUFFERS_AHEAD, Chain, DESCRIPTORS_AHEAD, Part, RingConfig, RingError, Single, need_event,
+};
 
 // Offsets in the available ring and in the used ring.
 const FLAGS: usize = 0;
@@ -39,6 +41,8 @@ pub(super) struct Split {
     next_used: u16,
     /// The used ring's index as the driver knows it.
     published: u16,
+    /// What it was when it was last looked whether the driver wants to be called.
+    called: u16,
     /// By head: given out and not finished.
     busy: Vec<bool>,
     /// Heads that an earlier server had begun, the next one last.
@@ -129,6 +133,7 @@ impl Split {
             heads: Heads { from: next_available, count: 0, heads: [0; HEADS] },
             next_used: published,
             published,
+            called: published,
             busy: vec![false; usize::from(config.size)],
             resubmit,
             inflight,
@@ -184,6 +189,37 @@ impl Split {
             }
         }
         Ok(true)
+    }
+
+    /// As [`super::Ring::next_singles`]. With an in-flight region there are none: each request is noted in it.
+    #[inline]
+    pub(super) fn next_singles(
+        &mut self,
+        memory: &Memory,
+        near: &mut usize,
+        singles: &mut [Single],
+    ) -> usize {
+        if !self.resubmit.is_empty() || self.inflight.is_some() {
+            return 0;
+        }
+        let mut taken = 0;
+        for single in singles {
+            let Ok(Some(head)) = self.available_head() else { break };
+            let Some(busy) = self.busy.get_mut(usize::from(head)).filter(|busy| !**busy) else {
+                break;
+            };
+            let offset = usize::from(head) * DESCRIPTOR;
+            let (length, flags, _) =
+                fields(self.descriptors.load_u64(offset + 8, Ordering::Relaxed));
+            let address = self.descriptors.load_u64(offset, Ordering::Relaxed);
+            let Some(found) = Single::new(memory, near, head, (address, length, flags)) else {
+                break;
+            };
+            (*busy, *single) = (true, found);
+            self.next_available = self.next_available.wrapping_add(1);
+            taken += 1;
+        }
+        taken
     }
 
     /// Fetches a descriptor further on; the address of the buffer of one that is nearer.
@@ -293,10 +329,11 @@ impl Split {
         true
     }
 
+    /// Shows the driver what has finished.
     #[inline]
-    pub(super) fn publish(&mut self, memory: &Memory) -> bool {
+    pub(super) fn flush(&mut self, memory: &Memory) {
         if self.next_used == self.published {
-            return false;
+            return;
         }
         if let Some(inflight) = &mut self.inflight {
             inflight.before_publish();
@@ -307,7 +344,16 @@ impl Split {
             inflight.after_publish(self.next_used);
         }
         self.log(memory, INDEX, 2);
-        let old = std::mem::replace(&mut self.published, self.next_used);
+        self.published = self.next_used;
+    }
+
+    #[inline]
+    pub(super) fn publish(&mut self, memory: &Memory) -> bool {
+        self.flush(memory);
+        if self.called == self.published {
+            return false;
+        }
+        let old = std::mem::replace(&mut self.called, self.published);
 
         // Between the store of the index and the load of what the driver wants to be told: a
         // driver that stores its wish, fences and then looks at the index sees ours, or we see
@@ -316,7 +362,7 @@ impl Split {
         if self.event_idx {
             let offset = ENTRIES + AVAILABLE_ENTRY * usize::from(self.size);
             let event = self.available.load_u16(offset, Ordering::Relaxed);
-            need_event(event, self.next_used, old)
+            need_event(event, self.published, old)
         } else {
             self.available.load_u16(FLAGS, Ordering::Relaxed) & NO_INTERRUPT == 0
         }

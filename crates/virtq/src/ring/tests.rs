@@ -191,6 +191,63 @@ fn publish_event_index_calls_once_it_is_passed() {
 }
 
 #[test]
+fn what_was_flushed_is_called_for_by_the_next_publication() {
+    for packed in [false, true] {
+        let mut driver = driver(Options { packed, event_idx: true, ..SPLIT });
+        let mut ring = ring(&driver);
+        let mut singles = [Single::EMPTY; 8];
+        // Twice the ring, so that an index in the lap before is passed, too.
+        for round in 0..4 {
+            for tag in 0..5 {
+                driver.add(&request(tag, 1), false).unwrap();
+            }
+            driver.publish();
+            assert!(!driver.enable_calls(), "wants to know of the first");
+            assert_eq!(ring.next_singles(&mut singles), 5);
+            for (at, single) in singles[..5].iter().enumerate() {
+                ring.finish(single.id, 1);
+                ring.flush();
+                assert_eq!(driver.take(), Some((single.id, 1)), "round {round}: {at} is shown");
+            }
+            assert!(ring.publish(), "round {round}");
+            assert!(!ring.publish(), "round {round}: already told");
+        }
+    }
+}
+
+#[test]
+fn singles_end_before_what_is_none_which_next_takes() {
+    for options in [SPLIT, PACKED] {
+        let mut driver = driver(options);
+        let mut ring = ring(&driver);
+        let (mut singles, mut chain) = ([Single::EMPTY; 8], Chain::default());
+        let readable = Buffer { address: DATA, length: 100, writable: false };
+        let ids = [
+            driver.add(&[readable], false).unwrap(),
+            driver.add(&request(7, 2), false).unwrap(),
+            driver.add(&request(8, 1), true).unwrap(),
+            driver.add(&request(9, 1), false).unwrap(),
+        ];
+        assert_eq!(ring.next_singles(&mut singles), 0, "not published");
+        driver.publish();
+        assert_eq!(ring.next_singles(&mut singles), 1);
+        assert_eq!((singles[0].id, singles[0].is_writable), (ids[0], false));
+        assert_eq!(singles[0].segment.base(), host(&driver, DATA));
+        for id in &ids[1..3] {
+            assert_eq!(ring.next_singles(&mut singles), 0);
+            assert_eq!(ring.next(&mut chain), Ok(true));
+            assert_eq!(chain.id, *id);
+        }
+        assert_eq!(ring.next_singles(&mut singles), 1);
+        assert_eq!((ring.in_flight(), singles[0].segment.len()), (4, 10));
+        // They go back as others do.
+        ring.untake(ids[3]);
+        assert_eq!(ring.next_singles(&mut singles[..1]), 1);
+        assert_eq!(singles[0].id, ids[3]);
+    }
+}
+
+#[test]
 fn publish_calls_disabled_is_silent() {
     for packed in [false, true] {
         let mut driver = driver(Options { packed, ..SPLIT });
@@ -242,7 +299,9 @@ enum Step {
     Add { buffers: usize, indirect: bool },
     Available,
     Next,
+    Singles(usize),
     Finish(usize),
+    Flush,
     Publish,
     Take,
 }
@@ -252,6 +311,8 @@ fn step() -> impl Strategy<Value = Step> {
         3 => (1..5_usize, any::<bool>()).prop_map(|(buffers, indirect)| Step::Add { buffers, indirect }),
         2 => Just(Step::Available),
         3 => Just(Step::Next),
+        2 => (1..40_usize).prop_map(Step::Singles),
+        1 => Just(Step::Flush),
         3 => any::<usize>().prop_map(Step::Finish),
         2 => Just(Step::Publish),
         3 => Just(Step::Take),
@@ -299,7 +360,7 @@ proptest! {
             match step {
                 Step::Add { buffers, indirect } => {
                     if let Some(id) = driver.add(&request(tag, buffers), indirect) {
-                        added.push_back((id, tag, buffers));
+                        added.push_back((id, tag, buffers, indirect));
                         tag = (tag + 1) % 1000;
                     }
                 }
@@ -311,11 +372,23 @@ proptest! {
                     prop_assert_eq!(ring.is_pending(), !available.is_empty());
                     let taken = ring.next(&mut chain).unwrap();
                     prop_assert_eq!(taken, !available.is_empty());
-                    if let Some((id, tag, buffers)) = available.pop_front() {
+                    if let Some((id, tag, buffers, _)) = available.pop_front() {
                         prop_assert_eq!(chain.id, id);
                         prop_assert_eq!(chain.readable.len(), buffers - 1);
                         prop_assert_eq!(chain.writable.len(), 1);
                         prop_assert_eq!(chain.writable[0].len(), tag as usize + 1);
+                        begun.push((id, tag));
+                    }
+                }
+                Step::Singles(most) => {
+                    let mut singles = [Single::EMPTY; 40];
+                    let taken = ring.next_singles(&mut singles[..most]);
+                    let is_single = |&&(_, _, buffers, indirect): &&(_, _, usize, bool)| buffers == 1 && !indirect;
+                    let expected = available.iter().take(most).take_while(is_single).count();
+                    prop_assert_eq!(taken, if inflight { 0 } else { expected });
+                    for (single, (id, tag, ..)) in singles[..taken].iter().zip(available.drain(..taken)) {
+                        prop_assert_eq!((single.id, single.is_writable), (id, true));
+                        prop_assert_eq!(single.segment.len(), tag as usize + 1);
                         begun.push((id, tag));
                     }
                 }
@@ -325,6 +398,10 @@ proptest! {
                     finished.push_back((id, tag));
                 }
                 Step::Finish(_) => {}
+                Step::Flush => {
+                    ring.flush();
+                    used.append(&mut finished);
+                }
                 Step::Publish => {
                     let _ = ring.publish();
                     used.append(&mut finished);

@@ -5,13 +5,68 @@ use std::collections::VecDeque;
 use rtvirtio_frames::header::{BYTES, Header};
 use rtvirtio_virtq::Segment;
 use rtvirtio_virtq::memory::Memory;
-use rtvirtio_virtq::ring::{Chain, Ring, RingError};
+use rtvirtio_virtq::ring::{Chain, Ring, RingError, Single};
 
 use super::{MAX_PARTS, copy};
 use crate::stats::{Dropped, Op, QueueStats};
 
 /// Buffers that are held.
 const MAX_HELD: usize = 256;
+
+/// Requests that are taken from a ring together.
+const TOGETHER: usize = 16;
+
+/// Requests of one descriptor that were taken ahead of their use: while the CPU fetches what they lie in from the driver's
+/// CPU, it does what was taken before.
+pub(super) struct Ahead {
+    /// Round and round. They stay where they were written: what is copied right after it was written has to be in the cache
+    /// first, behind all that was stored before.
+    singles: [Single; 2 * TOGETHER],
+    first: usize,
+    count: usize,
+}
+
+impl Ahead {
+    pub(super) const fn new() -> Self {
+        Self { singles: [Single::EMPTY; 2 * TOGETHER], first: 0, count: 0 }
+    }
+
+    /// Takes more if few are left, `most` in all; each is given to `prefetch`.
+    #[inline]
+    pub(super) fn fill(&mut self, ring: &mut Ring, most: usize, prefetch: impl Fn(&Single)) {
+        if self.count > TOGETHER {
+            return;
+        }
+        let wanted = most.saturating_sub(self.count).min(TOGETHER);
+        let from = (self.first + self.count) % (2 * TOGETHER);
+        let to = (from + wanted).min(2 * TOGETHER);
+        let singles = &mut self.singles[from..to];
+        let taken = ring.next_singles(singles);
+        singles.iter().take(taken).for_each(prefetch);
+        self.count += taken;
+    }
+
+    /// The next one.
+    #[inline]
+    pub(super) fn front(&self) -> Option<&Single> {
+        if self.count > 0 { self.singles.get(self.first) } else { None }
+    }
+
+    /// It is used.
+    #[inline]
+    pub(super) const fn pop(&mut self) {
+        self.first = (self.first + 1) % (2 * TOGETHER);
+        self.count -= 1;
+    }
+
+    /// All go back to the ring.
+    pub(super) fn give_back(&mut self, ring: &mut Ring) {
+        while let Some(count) = self.count.checked_sub(1) {
+            self.count = count;
+            ring.untake(self.singles[(self.first + count) % (2 * TOGETHER)].id);
+        }
+    }
+}
 
 /// A buffer of the driver's.
 struct Held {
@@ -94,6 +149,12 @@ impl Buffers {
             let bytes = chain.writable.iter().map(Segment::len).sum();
             if bytes < BYTES || self.pieces + chain.writable.len() > MAX_PARTS {
                 // No header fits, or no system call takes so many.
+                if !self.held.is_empty() {
+                    // Buffers are used in their order: those before it come first.
+                    ring.untake(chain.id);
+                    self.spare.push(chain);
+                    return Ok(Gathered::NeverEnough);
+                }
                 ring.finish(chain.id, 0);
                 stats.start(1);
                 stats.drop_frame(Op::Read, Dropped::Malformed);
@@ -101,10 +162,9 @@ impl Buffers {
                 *is_unpublished = true;
                 // A driver that has nothing else is looked at again in another turn.
                 useless += 1;
-                match self.held.is_empty() {
-                    true if useless < MAX_HELD => continue,
-                    true => return Ok(Gathered::TooFew),
-                    false => return Ok(Gathered::NeverEnough),
+                match useless < MAX_HELD {
+                    true => continue,
+                    false => return Ok(Gathered::TooFew),
                 }
             }
             self.bytes += bytes;

@@ -10,11 +10,11 @@ use rtvirtio_frames::limit::{Limit, Rate};
 use rtvirtio_frames::offload::{MAX_HEADERS, Segments, complete_checksum};
 use rtvirtio_virtq::Segment;
 use rtvirtio_virtq::memory::Memory;
-use rtvirtio_virtq::ring::{Chain, Ring, RingError};
+use rtvirtio_virtq::ring::Ring;
 use rustix::fd::BorrowedFd;
 
-use super::buffers::{Buffers, Gathered, log};
-use super::{Gate, Pass, Served, copy, read_header};
+use super::buffers::{Ahead, Buffers, Gathered};
+use super::{Gate, Pass, Served, copy, copy_ends, read_header};
 use crate::clock::now;
 use crate::drr::{TurnBudget, cost};
 use crate::nic::Nic;
@@ -27,6 +27,11 @@ const MAX_WAIT_NS: u64 = 1_000_000;
 /// How far ahead of its rate a sender of broadcasts may be, ns: what a guest sends that starts.
 const BROADCAST_BURST_NS: u64 = 100_000_000;
 
+/// Frames that a receiver's driver sees together: it goes on with these while others are delivered.
+const BATCH: u64 = 32;
+/// Of a frame, what is prefetched: what is read first of it is also all of a small one.
+const START_BYTES: usize = BYTES + MAX_HEAD_BYTES;
+
 const fn seconds(ns: u64) -> u32 {
     (ns / 1_000_000_000) as u32
 }
@@ -36,13 +41,15 @@ pub(super) struct PortTransmit {
     nic: Arc<Nic>,
     port: PortSender,
     broadcast: Limit,
+    /// Frames that are next in the ring, during a turn.
+    ahead: Ahead,
 }
 
 impl PortTransmit {
     pub(super) fn new(nic: &Arc<Nic>, port: PortSender) -> Self {
         let frames = Some(port.max_broadcast());
         let broadcast = Limit::new(Rate { frames, bits: None, burst: BROADCAST_BURST_NS });
-        Self { nic: Arc::clone(nic), port, broadcast }
+        Self { nic: Arc::clone(nic), port, broadcast, ahead: Ahead::new() }
     }
 
     pub(super) fn has_ended(&self) -> bool {
@@ -83,7 +90,7 @@ impl PortTransmit {
                 (ended, posted) = (0, frame.posted);
             }
             ended += 1;
-            ring.finish(frame.chain.id, 0);
+            ring.finish(frame.id, 0);
             has_ended = true;
         }
         if has_ended {
@@ -103,17 +110,29 @@ impl PortTransmit {
     ) -> Served {
         let mut is_unpublished = self.reap(ring, stats, time);
         self.port.look();
-        let negotiated = self.nic.driver_features();
         let (mut pass, mut last) = (Pass::More, LastFrame::default());
         while share.is_left() {
-            let is_open = gate.is_open();
-            let Some(frame) = self.port.next().filter(|_| is_open) else {
+            if !gate.is_open() || self.port.is_full() {
                 pass = Pass::Empty;
                 break;
-            };
-            ring.prefetch();
+            }
+            let most = gate.most(share, cost::PORT_FRAME_NS).min(self.port.room());
+            self.ahead.fill(ring, most, |frame| frame.segment.prefetch_start(START_BYTES));
+            let Some(frame) = self.port.next() else { continue };
+            if let Some(single) = self.ahead.front() {
+                frame.id = single.id;
+                frame.rest = if single.is_writable { Segment::EMPTY } else { single.segment };
+                frame.chain.readable.clear();
+                self.ahead.pop();
+                self.send(share, stats, gate, time, &mut last);
+                continue;
+            }
             match ring.next(&mut frame.chain) {
-                Ok(true) => {}
+                Ok(true) => {
+                    (frame.id, frame.rest) = (frame.chain.id, Segment::EMPTY);
+                    share.ns -= cost::pieces_ns(frame.chain.readable.len());
+                    self.send(share, stats, gate, time, &mut last);
+                }
                 Ok(false) => {
                     pass = Pass::Empty;
                     break;
@@ -123,28 +142,8 @@ impl PortTransmit {
                     return Err(error);
                 }
             }
-            stats.start(1);
-            frame.posted = time;
-            share.ns -= cost::pieces_ns(frame.chain.readable.len());
-            let (bytes, destination) = match self.forward(negotiated, time, &mut last) {
-                Ok((bytes, destination)) => (bytes, Some(destination)),
-                Err(reason) => {
-                    stats.drop_frame(Op::Write, reason);
-                    (0, None)
-                }
-            };
-            let (taken, refused) = self.port.send(destination);
-            gate.pass(bytes);
-            match (taken, refused) {
-                _ if destination.is_none() => {}
-                (0, 0) => stats.drop_frame(Op::Write, Dropped::NoReceiver),
-                (0, _) => stats.drop_frame(Op::Write, Dropped::NoBuffers),
-                (_, refused) => stats.lose(Dropped::NoBuffers, refused),
-            }
-            share.requests -= 1;
-            // Its bytes are copied by its receivers.
-            share.ns -= cost::PORT_FRAME_NS + i64::from(taken + refused) * cost::NOTE_NS;
         }
+        self.ahead.give_back(ring);
         stats.lose(Dropped::NoBuffers, self.port.post());
         if self.has_ended() {
             is_unpublished |= self.reap(ring, stats, now());
@@ -152,24 +151,62 @@ impl PortTransmit {
         Ok((pass, is_unpublished))
     }
 
+    /// Sends the frame whose chain the next slot has, or counts why it goes nowhere.
+    #[inline]
+    fn send(
+        &mut self,
+        share: &mut TurnBudget,
+        stats: &QueueStats,
+        gate: &mut Gate<'_>,
+        time: u64,
+        last: &mut LastFrame,
+    ) {
+        stats.start(1);
+        let (bytes, destination) = match self.forward(time, last) {
+            Ok((bytes, destination)) => (bytes, Some(destination)),
+            Err(reason) => {
+                stats.drop_frame(Op::Write, reason);
+                (0, None)
+            }
+        };
+        let (taken, refused) = self.port.send(destination);
+        gate.pass(bytes);
+        match (taken, refused) {
+            _ if destination.is_none() => {}
+            (0, 0) => stats.drop_frame(Op::Write, Dropped::NoReceiver),
+            (0, _) => stats.drop_frame(Op::Write, Dropped::NoBuffers),
+            (_, 0) => {}
+            (_, refused) => stats.lose(Dropped::NoBuffers, refused),
+        }
+        share.requests -= 1;
+        // Its bytes are copied by its receivers.
+        share.ns -= cost::PORT_FRAME_NS + i64::from(taken + refused) * cost::NOTE_NS;
+    }
+
     /// Says where the next frame goes; its length.
+    #[inline]
     fn forward(
         &mut self,
-        negotiated: u64,
         time: u64,
         last: &mut LastFrame,
     ) -> Result<(usize, Destination), Dropped> {
         let next = self.port.next_with_ports();
         let (number, forwarding, frame) = next.ok_or(Dropped::Malformed)?;
+        frame.posted = time;
         let header = read_start(frame).ok_or(Dropped::Malformed)?;
-        let rest: usize = frame.chain.readable.iter().map(Segment::len).sum();
+        let rest: usize = frame.rest().iter().map(Segment::len).sum();
         let length = frame.head.bytes().len() + rest;
         if length > MAX_FRAME_BYTES {
             return Err(Dropped::Malformed);
         }
-        let header = Header(header).from_driver(negotiated);
-        let fitting = header.and_then(|header| header.fitting(&frame.head, length));
-        frame.header = fitting.map_err(|_| Dropped::Malformed)?;
+        frame.header = match Header(header) {
+            header if header.is_complete() => Header::COMPLETE,
+            header => {
+                let header = header.from_driver(self.nic.driver_features());
+                let fitting = header.and_then(|header| header.fitting(&frame.head, length));
+                fitting.map_err(|_| Dropped::Malformed)?
+            }
+        };
         frame.length = length;
         let way = forwarding.forward(number, &mut frame.head, seconds(time), last);
         let (origin, destination) = way.map_err(dropped)?;
@@ -200,22 +237,25 @@ const fn dropped(refused: Refused) -> Dropped {
 #[inline]
 fn read_start(frame: &mut Frame) -> Option<[u8; BYTES]> {
     let mut header = [0; BYTES];
-    let segments = &mut frame.chain.readable;
-    let Some(first) = segments.first_mut().filter(|first| first.len() >= BYTES + MAX_HEAD_BYTES)
-    else {
-        return (read_header(segments, &mut header) && read_head(frame)).then_some(header);
-    };
-    // Nearly all lie so.
-    // SAFETY: guest memory, which the ring's memory keeps mapped. It is read once.
-    unsafe { copy(first.base(), header.as_mut_ptr(), BYTES) };
-    first.advance(BYTES);
-    // SAFETY: as above.
-    unsafe { copy(first.base(), frame.head.buffer().as_mut_ptr(), MAX_HEAD_BYTES) };
-    first.advance(MAX_HEAD_BYTES);
-    if first.is_empty() {
-        segments.remove(0);
+    if frame.rest.is_empty() {
+        let is_frame = read_header(&mut frame.chain.readable, &mut header) && read_head(frame);
+        return is_frame.then_some(header);
     }
-    frame.head.set_length(MAX_HEAD_BYTES).then_some(header)
+    // Nearly all lie so.
+    let length = frame.rest.len().checked_sub(BYTES)?.min(MAX_HEAD_BYTES);
+    // SAFETY: guest memory, which the ring's memory keeps mapped. It is read once.
+    unsafe { copy(frame.rest.base(), header.as_mut_ptr(), BYTES) };
+    frame.rest.advance(BYTES);
+    let (from, to) = (frame.rest.base(), frame.head.buffer().as_mut_ptr());
+    if length == MAX_HEAD_BYTES {
+        // SAFETY: as above.
+        unsafe { copy_ends::<{ MAX_HEAD_BYTES / 2 }>(from, to, MAX_HEAD_BYTES) };
+    } else {
+        // SAFETY: as above.
+        unsafe { copy(from, to, length) };
+    }
+    frame.rest.advance(length);
+    frame.head.set_length(length).then_some(header)
 }
 
 /// Reads the beginning of a frame off its chain; false: it is no frame.
@@ -249,18 +289,18 @@ pub(super) struct PortReceive {
     current: Option<Current>,
     /// Where a frame is made complete that the driver cannot take as it is.
     scratch: Box<[u8]>,
+    /// Buffers that are next in the ring, unless some of [`Self::buffers`] are.
+    ahead: Ahead,
     /// Until when the next frame waits for the driver to have buffers, if it does.
     starved_until: Option<u64>,
-    /// A buffer, of which the memory is used again.
-    chain: Chain,
     /// When the first frame was sent that the last turn gave to the driver, if it gave it any.
     first_posted: Option<u64>,
 }
 
 /// What came of [`PortReceive::deliver_plain`].
 enum Plain {
-    /// A frame of so many bytes, of so many pieces, is the driver's.
-    Delivered { bytes: usize, pieces: usize },
+    /// Frames are the driver's.
+    Delivered,
     /// Nothing waits.
     Nothing,
     /// The next frame is not that simple.
@@ -293,8 +333,8 @@ impl PortReceive {
             buffers: Buffers::new(),
             current: None,
             scratch: vec![0; MAX_FRAME_BYTES].into(),
+            ahead: Ahead::new(),
             starved_until: None,
-            chain: Chain::default(),
             first_posted: None,
         }
     }
@@ -346,6 +386,7 @@ impl PortReceive {
 
     pub(super) fn give_back(&mut self, ring: &mut Ring) {
         self.buffers.give_back(ring);
+        self.ahead.give_back(ring);
     }
 
     pub(super) fn serve(
@@ -380,12 +421,9 @@ impl PortReceive {
         let is_mergeable = negotiated & features::MRG_RXBUF != 0;
         let mut is_unpublished = false;
         while share.is_left() {
-            match self.deliver_plain(ring, memory, negotiated, share, stats, gate)? {
-                Plain::Delivered { bytes, pieces } => {
+            match self.deliver_plain(ring, memory, share, stats, gate) {
+                Plain::Delivered => {
                     is_unpublished = true;
-                    gate.pass(bytes);
-                    share.requests -= 1;
-                    share.ns -= cost::port_ns(bytes) + cost::pieces_ns(pieces);
                     continue;
                 }
                 Plain::Nothing => return Ok((Pass::Empty, is_unpublished)),
@@ -394,6 +432,7 @@ impl PortReceive {
             let Some(piece) = self.next_piece(negotiated, share, stats) else {
                 return Ok((Pass::Empty, is_unpublished));
             };
+            self.ahead.give_back(ring);
             let gathered =
                 self.buffers.gather(ring, piece.bytes, is_mergeable, stats, &mut is_unpublished);
             let is_open = gate.is_open();
@@ -431,53 +470,66 @@ impl PortReceive {
         Ok((Pass::More, is_unpublished))
     }
 
-    /// Delivers the next frame if it is as nearly all are: complete, without a tag to be put in, and no longer than the
-    /// next buffer, which is in one piece. A frame that is not becomes the current one.
+    /// Delivers the next frames as long as each is as nearly all are: complete, without a tag to be put in, and no longer than
+    /// the next buffer, which is a single descriptor's.
     fn deliver_plain(
         &mut self,
         ring: &mut Ring,
         memory: &Memory,
-        negotiated: u64,
         share: &mut TurnBudget,
         stats: &QueueStats,
         gate: &mut Gate<'_>,
-    ) -> Result<Plain, RingError> {
+    ) -> Plain {
         if self.current.is_some() || !self.buffers.is_empty() {
-            return Ok(Plain::Other);
+            return Plain::Other;
         }
-        let Some(delivery) = self.port.take() else { return Ok(Plain::Nothing) };
-        let Some(frame) = self.port.frame(&delivery) else { return Ok(Plain::Other) };
-        let (bytes, pieces, posted) = (frame.length, frame.chain.readable.len(), frame.posted);
-        let is_plain = frame.header == Header::COMPLETE
-            && bytes <= self.longest()
-            && self.egress(frame) == Egress::Untagged
-            && gate.is_open();
-        if !is_plain {
-            self.start(delivery, negotiated, share, stats);
-            return Ok(Plain::Other);
+        if self.port.waiting() == 0 {
+            return Plain::Nothing;
         }
-        ring.prefetch();
-        let taken = ring.next(&mut self.chain);
-        let buffer = match self.chain.writable[..] {
-            [buffer] if taken == Ok(true) && buffer.len() >= BYTES + bytes => buffer,
-            _ => {
-                if taken == Ok(true) {
-                    ring.untake(self.chain.id);
-                }
-                self.current = Some(Current::Whole(delivery));
-                return taken.map(|_| Plain::Other);
+        if self.port.is_trunk() || !gate.is_open() {
+            return Plain::Other;
+        }
+        let longest = self.longest();
+        let (mut frames, mut total) = (0_u64, 0);
+        let Self { port, first_posted, ahead, .. } = self;
+        port.deliver(|frame| {
+            // Those beyond this turn's frames are fetched for the next one.
+            ahead.fill(ring, usize::MAX, |buffer| {
+                buffer.segment.prefetch_start_to_write(START_BYTES);
+            });
+            let bytes = frame.length;
+            let Some(buffer) = ahead.front() else { return false };
+            let is_plain = frame.header == Header::COMPLETE
+                && bytes <= longest
+                && buffer.is_writable
+                && buffer.segment.len() >= BYTES + bytes;
+            // How long the others have taken is known by now.
+            if !is_plain || frames > 0 && !(share.is_left() && gate.is_open()) {
+                return false;
             }
-        };
-        write_plain(buffer, frame);
-        self.first_posted.get_or_insert(posted);
-        self.port.release(delivery);
-        if memory.log().is_some() {
-            log(&self.chain, BYTES + bytes, memory);
+            write_plain(buffer.segment, frame);
+            first_posted.get_or_insert(frame.posted);
+            if memory.log().is_some() {
+                memory.log_write(Segment::new(buffer.segment.base(), BYTES + bytes));
+            }
+            ring.finish(buffer.id, (BYTES + bytes) as u32);
+            ahead.pop();
+            (frames, total) = (frames + 1, total + bytes as u64);
+            if frames.is_multiple_of(BATCH) {
+                ring.flush();
+            }
+            gate.pass(bytes);
+            share.requests -= 1;
+            share.ns -= cost::port_ns(bytes) + cost::pieces_ns(frame.rest().len());
+            true
+        });
+        if frames == 0 {
+            return Plain::Other;
         }
-        ring.finish(self.chain.id, (BYTES + bytes) as u32);
-        stats.start(1);
-        stats.count(Op::Read, bytes as u64);
-        Ok(Plain::Delivered { bytes, pieces })
+        ring.flush();
+        stats.start(frames);
+        stats.count_frames(Op::Read, frames, total);
+        Plain::Delivered
     }
 
     /// The longest frame that is not to be cut, its virtio header not counted.
@@ -516,7 +568,7 @@ impl PortReceive {
                     let frame = self.port.frame(delivery)?;
                     let (egress, posted) = (self.egress(frame), frame.posted);
                     let bytes = BYTES + tagged_bytes(frame, egress);
-                    let pieces = frame.chain.readable.len();
+                    let pieces = frame.rest().len();
                     return Some(Piece { bytes, pieces, posted });
                 }
                 Some(Current::Completed { length, posted }) => {
@@ -659,11 +711,21 @@ impl WithTagOf for Header {
 #[inline]
 fn write_plain(mut buffer: Segment, frame: &Frame) {
     let header = Header::COMPLETE.in_buffers(1);
-    let start = [part(&header.0), part(frame.head.bytes())];
-    for part in start.iter().chain(&frame.chain.readable) {
+    // SAFETY: guest memory, which the ring's memory keeps mapped.
+    unsafe { copy(header.0.as_ptr(), buffer.base(), BYTES) };
+    buffer.advance(BYTES);
+    let head = frame.head.bytes();
+    if head.len() == MAX_HEAD_BYTES {
+        // SAFETY: as above.
+        unsafe { copy_ends::<{ MAX_HEAD_BYTES / 2 }>(head.as_ptr(), buffer.base(), head.len()) };
+    } else {
+        // SAFETY: as above.
+        unsafe { copy(head.as_ptr(), buffer.base(), head.len()) };
+    }
+    buffer.advance(head.len());
+    for part in frame.rest() {
         let length = part.len().min(buffer.len());
-        // SAFETY: the buffer is guest memory, which the ring's memory keeps mapped; the part is the frame's or its
-        // sender's memory, which is mapped while it is not released.
+        // SAFETY: as above; the part is its sender's memory, which is mapped while the frame is not released.
         unsafe { copy(part.base(), buffer.base(), length) };
         buffer.advance(length);
     }
@@ -688,5 +750,5 @@ fn parts<'a>(
             (part(tagged), part(second))
         }
     };
-    [first, second].into_iter().chain(frame.chain.readable.iter().copied())
+    [first, second].into_iter().chain(frame.rest().iter().copied())
 }

@@ -4,10 +4,12 @@ use std::os::unix::net::UnixDatagram;
 
 use rtvirtio_frames::ethernet::IPV4;
 use rtvirtio_frames::forwarding::{Port, Vlans};
+use rtvirtio_frames::header::Header;
 use rtvirtio_units::Bytes;
 use rtvirtio_vhost::Backend as _;
 use rtvirtio_virtq::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
 
+use super::buffers::{Buffers, Gathered};
 use super::*;
 use crate::drr::{QUANTUM_NS, cost};
 use crate::nic::NicConfig;
@@ -100,6 +102,105 @@ fn buffers_without_room_for_a_header_end_a_turn() {
     assert_eq!(queue.stats.drops().malformed, 1023);
     assert_eq!(queue.stats.snapshot().operations.reads, 1023 + 1);
     assert!(!queue.is_pending());
+}
+
+#[test]
+fn useless_buffer_is_used_behind_those_before_it() {
+    let options = Options { size: 4, packed: false, event_idx: true, indirect: false };
+    let mut driver = Driver::new(Guest::new(4 << 20), GUEST, options);
+    let memory = driver.guest().memory();
+    let mut ring = Ring::new(driver.config(), Arc::clone(&memory), None).unwrap();
+    let ids = [100, 4, 60].map(|length| {
+        let buffer = Buffer { address: BUFFERS, length, writable: true };
+        driver.add(&[buffer], false).unwrap()
+    });
+    driver.publish();
+    let (mut buffers, stats, mut is_unpublished) = (Buffers::new(), QueueStats::new(), false);
+    let mut gather = |buffers: &mut Buffers, ring: &mut Ring, wanted| {
+        buffers.gather(ring, wanted, true, &stats, &mut is_unpublished).unwrap()
+    };
+    assert_eq!(gather(&mut buffers, &mut ring, 150), Gathered::NeverEnough);
+    assert_eq!(gather(&mut buffers, &mut ring, 90), Gathered::Enough);
+    buffers.deliver(90, Header::COMPLETE, &mut ring, &memory);
+    assert_eq!(gather(&mut buffers, &mut ring, 50), Gathered::Enough);
+    buffers.deliver(50, Header::COMPLETE, &mut ring, &memory);
+    let _ = ring.publish();
+    let used = [(); 3].map(|()| driver.take().unwrap());
+    assert_eq!(used, [(ids[0], 90), (ids[1], 0), (ids[2], 50)]);
+    assert_eq!(stats.drops().malformed, 1);
+}
+
+#[test]
+fn frame_in_singles_and_in_chains_arrives_in_order_and_whole() {
+    let mac = |number| [2, 0, 0, 0, 2, number];
+    let switch = Switch::new(1e6);
+    for number in [0, 1] {
+        let port = Port { mac: mac(number), vlans: Vlans::Untagged, anti_spoofing: true };
+        switch.add_port(port, 1).unwrap();
+    }
+    let at = |number: u8| {
+        let link = Link::Port { switch: Arc::clone(&switch), number: number.into(), pairs: 1 };
+        nic(mac(number), link)
+    };
+    let (sender, receiver) = (at(0), at(1));
+    let (mut transmit, mut receive) =
+        (ByHand::new(&sender, 1, 256), ByHand::new(&receiver, 0, 256));
+    // So many that they are taken ahead more than once, of lengths about that of a head.
+    let lengths: Vec<usize> = (0..100).map(|at| 14 + at * 7 % 130).collect();
+    let (mut frames, mut addresses) = (Vec::new(), Vec::new());
+    let places = |at: usize| BUFFERS + 256 * at as u64;
+    for (at, &length) in lengths.iter().enumerate() {
+        let mut frame = vec![at as u8; BYTES + length];
+        frame[..BYTES].fill(0);
+        frame[BYTES..BYTES + 6].copy_from_slice(&mac(1));
+        frame[BYTES + 6..BYTES + 12].copy_from_slice(&mac(0));
+        frame[BYTES + 12..BYTES + 14].copy_from_slice(&IPV4.to_be_bytes());
+        transmit.driver.guest().write(places(at), &frame);
+        let whole = Buffer { address: places(at), length: frame.len() as u32, writable: false };
+        let header = Buffer { length: BYTES as u32, ..whole };
+        let rest = Buffer {
+            address: whole.address + BYTES as u64,
+            length: length as u32,
+            writable: false,
+        };
+        let chain = if at % 9 == 5 { vec![header, rest] } else { vec![whole] };
+        transmit.driver.add(&chain, false).unwrap();
+        frames.push(frame);
+        // Before some there are shorter ones: a frame may lie in several.
+        let short = if at % 11 == 3 { &[40, 40][..] } else { &[] };
+        let mut address = places(at);
+        for &length in short.iter().chain(&[176]) {
+            let buffer = Buffer { address, length, writable: true };
+            addresses.push((receive.driver.add(&[buffer], false).unwrap(), address));
+            address += u64::from(length);
+        }
+    }
+    transmit.driver.publish();
+    receive.driver.publish();
+    while transmit.is_pending() || receive.is_pending() {
+        transmit.turn(u32::MAX, QUANTUM_NS);
+        receive.turn(u32::MAX, QUANTUM_NS);
+    }
+    assert_eq!((transmit.stats.drops().total(), receive.stats.drops().total()), (0, 0));
+    assert_eq!(receive.stats.snapshot().operations.reads, 100);
+    let mut received = Vec::new();
+    while let Some((id, written)) = receive.driver.take() {
+        let (_, address) = addresses.iter().find(|(buffer, _)| *buffer == id).unwrap();
+        received.extend(receive.driver.guest().read(*address, written as usize));
+    }
+    let mut rest = &received[..];
+    for frame in frames {
+        let (arrived, others) = rest.split_at(frame.len());
+        assert_eq!(arrived[BYTES..], frame[BYTES..]);
+        rest = others;
+    }
+    assert!(rest.is_empty());
+    assert_eq!(std::iter::from_fn(|| transmit.driver.take()).count(), 100);
+    // What is taken ahead goes back when the queue stops.
+    let taken = receive.ring.base();
+    receive.frames.give_back(&mut receive.ring);
+    assert_eq!(receive.ring.in_flight(), 0);
+    assert!(receive.ring.base() <= taken);
 }
 
 #[test]

@@ -35,6 +35,7 @@ fn refused(descriptors: &[Raw]) -> RingError {
 /// The error that a ring breaks with, and that it stays so.
 fn broken(ring: &mut Ring) -> RingError {
     let mut chain = Chain::default();
+    assert_eq!(ring.next_singles(&mut [Single::EMPTY; 4]), 0, "that it is not valid says `next`");
     let error = ring.next(&mut chain).unwrap_err();
     assert_eq!(ring.next(&mut chain), Err(error), "it stays broken");
     assert_eq!(ring.error(), Some(error));
