@@ -22,7 +22,7 @@ pub struct TestFile {
 }
 
 impl TestFile {
-    /// Writes one of [`FILE_MIB`] to a directory's disk.
+    /// Writes one of `FILE_MIB` to a directory's disk.
     ///
     /// # Errors
     /// If the directory is in memory, has no room, or does not do direct I/O.
