@@ -4,7 +4,7 @@
 //! disconnected unread. What a connection may cost: one request, a body of [`MAX_BODY`], at most
 //! [`MAX_FDS`] descriptors (the rest is closed by the kernel), [`REQUEST_TIME`], and one of
 //! [`MAX_CONNECTIONS`] places; a reader that does not read is dropped. Where all places are taken, a newcomer gets that of the
-//! connection whose request has been incomplete for longest, once that is [`INCOMPLETE_TIME`].
+//! connection whose request has been incomplete for longest, once that is 100 ms.
 //!
 //! The changes of a device are made one at a time, on threads of their own, so that one that waits for the
 //! disk keeps nobody from looking, nor from changing another device. The thread that hears requests is nice: 1,000 malformed ones a
