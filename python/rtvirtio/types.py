@@ -226,5 +226,7 @@ class PaperFit(TypedDict):
 
 # A calibrated device, as `rtvirtio calibrate` writes it (JSON).
 Profile = dict[str, object]
-Regime = Literal["flowing", "bursting", "flooded", "idling", "idling-flooded", "controlled"]
+Regime = Literal[
+    "flowing", "bursting", "flooded", "idling", "idling-flooded", "controlled", "controlled-within"
+]
 Reading = Literal["corrected", "printed"]

@@ -170,12 +170,18 @@ impl<'a> Structural<'a> {
             blockings.push(Blocking { per_second: stalls.per_second, seconds, drain: 1.0 });
         }
         let is_flooded = flood > 0.0;
-        let is_controlled = is_flooded && matches!(load.scheduler, Scheduler::IoCost(_));
+        // Without a fit nothing is known of it: as if nobody held the queue back.
+        let (is_controlled, fit) = match load.scheduler {
+            Scheduler::IoCost(setting) if is_flooded => {
+                (true, self.fit.iocost(setting, utilisation))
+            }
+            _ => (false, None),
+        };
         let slice = self.idle_slice(load.scheduler);
         let regime = match (slice, is_flooded) {
             (None, false) if bursts > 0.0 => Regime::Bursting,
             (None, false) => Regime::Flowing,
-            (None, true) if is_controlled => Regime::Controlled,
+            (None, true) if is_controlled => fit.map_or(Regime::Controlled, |fit| fit.regime),
             (None, true) => Regime::Flooded,
             (Some(_), false) => Regime::Idling,
             (Some(_), true) => Regime::IdlingFlooded,
@@ -190,11 +196,7 @@ impl<'a> Structural<'a> {
             flood = 0.0;
         }
         let mut wait = 0.0;
-        // Without a fit nothing is known of it: as if nobody held the queue back.
-        if is_flooded
-            && let Scheduler::IoCost(setting) = load.scheduler
-            && let Some(fit) = self.fit.iocost(setting, utilisation)
-        {
+        if let Some(fit) = fit {
             (flood, wait) = (0.0, fit.wait.as_secs_f64());
         }
         let name = load.scheduler.name();

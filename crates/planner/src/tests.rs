@@ -180,7 +180,9 @@ fn iocost_is_chosen_where_its_bound_is_within_the_targets_and_it_leaves_more() {
         vrate: IoCost::ANY_SCALE,
     };
     let wait = Nanos::from_millis(17);
-    profile.structural.iocost = vec![IoCostFit { setting, utilisation: 0.9, wait, left: 0.9 }];
+    let regime = Regime::Controlled;
+    profile.structural.iocost =
+        vec![IoCostFit { setting, regime, utilisation: 0.9, wait, left: 0.9 }];
     profile.residuals.structural.insert(Regime::Controlled, vec![0.1; 60]);
     let off = |device: &DeviceName| {
         Knobs::from([(Knob::CostQos { device: device.clone() }, "off".to_owned())])
@@ -220,7 +222,8 @@ fn iocost_is_chosen_by_what_was_measured_beside_as_much_or_more() {
         let bps = BytesPerSecond::from_megabytes(371);
         let (read_latency_us, write_latency_us, vrate) = (930, 2_000, IoCost::ANY_SCALE);
         let setting = IoCost { bps, iops: 16_000, read_latency_us, write_latency_us, vrate };
-        IoCostFit { setting, utilisation, wait: Nanos::from_millis(ms), left: 0.6 }
+        let (regime, wait) = (Regime::Controlled, Nanos::from_millis(ms));
+        IoCostFit { setting, regime, utilisation, wait, left: 0.6 }
     };
     profile.structural.iocost = vec![fit(0.26, 2), fit(0.5, 15)];
     profile.residuals.structural.insert(Regime::Controlled, vec![0.1; 60]);

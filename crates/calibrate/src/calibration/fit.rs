@@ -15,7 +15,7 @@ use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::{IoCost, Limits, Scheduler, VmSettings};
 use rtvirtio_units::{Bytes, Nanos, Percentile};
 
-use super::{ProbeRun, Writer};
+use super::{ProbeRun, Writer, controlled};
 
 /// The percentile that a probe of `n` samples shows: the highest with 5 beyond it, which keeps the
 /// luck of one sample out of it, else p99 with 2 (a flooded task issues no more).
@@ -151,7 +151,8 @@ fn iocost(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Vec<Io
         .into_iter()
         .filter(|((setting, vms), _)| starved.get(setting).is_none_or(|fewest| vms < fewest));
     kept.filter_map(|((setting, _), runs)| {
-        let none = IoCostFit { setting, utilisation: 1.0, wait: Nanos::ZERO, left: 1.0 };
+        let regime = controlled::regime(setting, capacity)?;
+        let none = IoCostFit { setting, regime, utilisation: 1.0, wait: Nanos::ZERO, left: 1.0 };
         let none = StructuralFit { iocost: vec![none], ..fit.clone() };
         let (mut waits, mut left, mut utilisation) = (Vec::new(), Vec::new(), 0.0_f64);
         for run in runs {
@@ -167,7 +168,7 @@ fn iocost(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Vec<Io
         left.sort_by(f64::total_cmp);
         // Tails vary by how much was let through at once: the longest one counts, and a large request that takes as long as any.
         let wait = waits.into_iter().max()?.max(capacity.response_128k.p999);
-        Some(IoCostFit { setting, utilisation, wait, left: left[left.len() / 2] })
+        Some(IoCostFit { setting, regime, utilisation, wait, left: left[left.len() / 2] })
     })
     .collect()
 }
@@ -389,7 +390,7 @@ fn regime_factors(
     }
     scores
         .into_iter()
-        .filter(|(regime, _)| ![Regime::Bursting, Regime::Controlled].contains(regime))
+        .filter(|(regime, _)| *regime != Regime::Bursting && !regime.is_controlled())
         .map(|(regime, mut scores)| {
             scores.sort_by(f64::total_cmp);
             (regime, scores[scores.len() / 2].exp())

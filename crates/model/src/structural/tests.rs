@@ -204,7 +204,8 @@ fn iocost_adds_its_wait_and_keeps_the_flood_out() {
     let load = |writer| four(Scheduler::IoCost(setting), writer);
     let capacity = capacity();
     let wait = Nanos::from_millis(17);
-    let measured = IoCostFit { setting, utilisation: 0.9, wait, left: 0.9 };
+    let regime = Regime::ControlledWithin;
+    let measured = IoCostFit { setting, regime, utilisation: 0.9, wait, left: 0.9 };
     let known = StructuralFit { iocost: vec![measured], ..fit() };
     let tail = |fit: &StructuralFit, load: &DeviceLoad| {
         let model = Structural::new(fit, &capacity);
@@ -215,7 +216,7 @@ fn iocost_adds_its_wait_and_keeps_the_flood_out() {
     };
     let (regime, with, delivered) = tail(&known, &load(Some(Limits::default())));
     let (alone, base, _) = tail(&known, &load(None));
-    assert_eq!((regime, alone), (Regime::Controlled, Regime::Flowing));
+    assert_eq!((regime, alone), (Regime::ControlledWithin, Regime::Flowing));
     assert!((with - base - 17.0).abs() < 0.01 && delivered == 1.0, "{with} {base} {delivered}");
     // Without a fit it is as if nobody held the writer back.
     let (_, unknown, _) = tail(&fit(), &load(Some(Limits::default())));
