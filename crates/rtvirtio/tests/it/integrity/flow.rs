@@ -78,6 +78,8 @@ pub(super) struct Flow {
     high: u64,
     /// The lowest that may come next.
     low: u64,
+    /// After a kill, until they have begun to come again: the lowest of those that may.
+    repeats_from: Option<u64>,
     /// Those below were on their way at the last kill, or before.
     doubtful: u64,
     /// Have not come, and others behind them have.
@@ -112,7 +114,7 @@ impl Flow {
         if number >= sent {
             return Err(format!("{number} comes, and {sent} were sent"));
         }
-        if number < low {
+        if number < low && self.repeats_from.take_if(|from| *from <= number).is_none() {
             return Err(format!(
                 "{number} comes twice or late: {low} is next, the highest was {high}, {returned} were back"
             ));
@@ -132,12 +134,13 @@ impl Flow {
         Ok(())
     }
 
-    /// Whoever carried them has been killed, and all that it had delivered has come. What was on its way may be lost. It may come
-    /// again if its chain was not back: the driver cannot know, nor can a successor.
+    /// Whoever carried them has been killed, and all that it had shown has come. What was on its way may be lost. It may come
+    /// again if its chain was not back: the driver cannot know, nor can a successor. What the dead one had delivered, and not shown,
+    /// the successor shows first.
     pub(super) fn kill(&mut self) {
         self.max_doubtful = self.max_doubtful.max(self.sent - self.high);
         self.doubtful = self.sent;
-        self.low = self.returned.min(self.high);
+        self.repeats_from = Some(self.returned.min(self.high));
     }
 }
 
@@ -193,6 +196,17 @@ fn flow_takes_no_frame_twice_late_or_missing() {
     of.receive(11).unwrap();
     assert_eq!((of.lost(), of.again, of.max_doubtful), (3, 1, 5));
     assert!(!of.is_over(), "2 and above may come again");
+    // What was delivered before a kill and shown after it comes before what comes again, and that comes again once.
+    of.sent = 16;
+    of.kill();
+    of.receive(12).unwrap();
+    of.receive(13).unwrap();
+    of.receive(1).unwrap_err();
+    of.receive(2).unwrap();
+    of.receive(13).unwrap();
+    of.receive(2).unwrap_err();
+    of.receive(14).unwrap();
+    of.receive(15).unwrap();
     of.returned = of.sent;
     assert!(of.is_over());
 }
