@@ -11,6 +11,10 @@
 //! MB/s (single windows of 21 s). So it is tried with any scale and with one of at most 100 %. Each is a regime of its own, since its
 //! waits vary by their own law, and a plan takes the one that its targets allow.
 //!
+//! Whether a probe of a few seconds meets the longest wait is chance: in one calibration nine probes with any scale had tails below 3 ms, and a
+//! window of 21 s after it 16 ms. So no wait is taken for shorter than [`shortest_wait`], whatever was seen, and no run of shorter ones
+//! makes a bound shorter.
+//!
 //! Shorter latencies are no way to shorter tails: with 2.5 times the mean response for reads, tails were below 2 ms in windows of 5 s, and
 //! 20 ms in one of 21 s.
 
@@ -25,12 +29,26 @@ struct Trial {
     regime: Regime,
     /// Of what the model says that the device can do: the least and the most that is let through, %.
     vrate: (u32, u32),
+    /// Periods of iocost that a request is taken to wait for at least.
+    periods: f64,
     vms: &'static [u8],
 }
 
 const TRIALS: [Trial; 2] = [
-    Trial { regime: Regime::Controlled, vrate: IoCost::ANY_SCALE, vms: &[4, 2, 3, 1] },
-    Trial { regime: Regime::ControlledWithin, vrate: (IoCost::ANY_SCALE.0, 100), vms: &[4, 1, 2] },
+    Trial {
+        regime: Regime::Controlled,
+        vrate: IoCost::ANY_SCALE,
+        // Until too much is noticed and has drained: 16 to 24 ms were seen, of 4 ms each.
+        periods: 6.0,
+        vms: &[4, 2, 3, 1],
+    },
+    Trial {
+        regime: Regime::ControlledWithin,
+        vrate: (IoCost::ANY_SCALE.0, 100),
+        // What one lets through may all come first, and what of the one before is there still.
+        periods: 1.5,
+        vms: &[4, 1, 2],
+    },
 ];
 /// What reads may take, times the mean response of 4 KiB, and writes, times that of 128 KiB.
 const READ_TIMES: f64 = 3.0;
@@ -45,6 +63,13 @@ fn of(regime: Regime) -> Option<&'static Trial> {
 /// How many probes a regime under iocost takes.
 pub(super) fn probes(regime: Regime) -> usize {
     of(regime).map_or(0, |trial| TIMES * trial.vms.len())
+}
+
+/// The shortest wait that is taken for the longest under a setting. A period is twice the larger latency where that is one of 99 %
+/// (`ioc_refresh_period_us` in block/blk-iocost.c).
+pub(super) fn shortest_wait(setting: IoCost, regime: Regime) -> Nanos {
+    let latency = Nanos::from_micros(setting.read_latency_us.max(setting.write_latency_us).into());
+    of(regime).map_or(Nanos::ZERO, |trial| latency.scale(2.0 * trial.periods))
 }
 
 /// The regime that a setting was tried for; `None`: none of the device as it is known now.

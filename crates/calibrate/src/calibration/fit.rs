@@ -46,7 +46,11 @@ pub(super) fn fit(
         let mut of_vms: BTreeMap<(Regime, usize), f64> = BTreeMap::new();
         for observation in observations(std::slice::from_ref(run)) {
             let (regime, predicted) = observation.predicted(&structural, &capacity);
-            let score = ln_ratio(observation.disturbed_tail(), predicted);
+            let mut score = ln_ratio(observation.disturbed_tail(), predicted);
+            if regime.is_controlled() {
+                // The longest wait was predicted. That a run had shorter ones says nothing of it.
+                score = score.max(0.0);
+            }
             residuals.structural.entry(regime).or_default().push(score);
             let of_vm = of_vms.entry((regime, observation.vm)).or_insert(score);
             *of_vm = of_vm.max(score);
@@ -167,7 +171,8 @@ fn iocost(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Vec<Io
         }
         left.sort_by(f64::total_cmp);
         // Tails vary by how much was let through at once: the longest one counts, and a large request that takes as long as any.
-        let wait = waits.into_iter().max()?.max(capacity.response_128k.p999);
+        let shortest = controlled::shortest_wait(setting, regime).max(capacity.response_128k.p999);
+        let wait = waits.into_iter().max()?.max(shortest);
         Some(IoCostFit { setting, regime, utilisation, wait, left: left[left.len() / 2] })
     })
     .collect()
