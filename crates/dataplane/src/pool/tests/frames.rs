@@ -2,7 +2,8 @@
 
 use std::io::Write as _;
 use std::os::fd::{AsFd as _, AsRawFd, FromRawFd};
-use std::sync::atomic::Ordering::{Acquire, Release};
+use std::sync::atomic::Ordering::{Acquire, Release, SeqCst};
+use std::sync::atomic::fence;
 
 use rtvirtio_frames::features;
 use rtvirtio_frames::limit::Rate;
@@ -263,8 +264,9 @@ impl Flood {
         let next = used.wrapping_add(Self::SIZE);
         if next != before {
             available.store(next, Release);
-            if used == before {
-                // The device may have found nothing, and wait.
+            // Before the used index is read again: the device writes it before it looks for the last time and waits.
+            fence(SeqCst);
+            if guest.u16(self.used).load(Acquire) == before {
                 rustix::io::write(&port.kick, &1_u64.to_ne_bytes()).unwrap();
             }
         }
