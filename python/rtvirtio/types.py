@@ -226,7 +226,5 @@ class PaperFit(TypedDict):
 
 # A calibrated device, as `rtvirtio calibrate` writes it (JSON).
 Profile = dict[str, object]
-Regime = Literal[
-    "flowing", "bursting", "flooded", "idling", "idling-flooded", "controlled", "controlled-within"
-]
+Regime = Literal["flowing", "bursting", "flooded", "idling", "idling-flooded", "controlled"]
 Reading = Literal["corrected", "printed"]

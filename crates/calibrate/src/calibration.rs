@@ -147,7 +147,6 @@ const FLOODED: Stage = Stage {
 
 /// iocost in the place of a cap, where the host has it: which probes, [`controlled`] says.
 const CONTROLLED: Stage = Stage { regime: Some(Regime::Controlled), settings: &[] };
-const CONTROLLED_WITHIN: Stage = Stage { regime: Some(Regime::ControlledWithin), settings: &[] };
 
 /// bfq that idles, which no plan needs; the paper's model speaks of it.
 const IDLING: Stage = Stage {
@@ -169,12 +168,14 @@ const SCHEDULERS: Stage =
 const fn stages(depth: Depth) -> &'static [Stage] {
     match depth {
         Depth::Quick => &[BASE, BURSTING, SCHEDULERS],
-        Depth::Full => &[BASE, BURSTING, FLOWING, CONTROLLED, CONTROLLED_WITHIN, FLOODED, IDLING],
+        Depth::Full => &[BASE, BURSTING, FLOWING, CONTROLLED, FLOODED, IDLING],
     }
 }
 
 /// How many probes a regime takes whose tasks deliver what they should: each has twelve task-runs.
 const PROBES_OF_A_REGIME: usize = 5;
+/// The same of iocost.
+const PROBES_OF_IOCOST: usize = 12;
 
 /// What a regime still lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -210,9 +211,6 @@ const fn name(regime: Regime) -> &'static str {
         Regime::Idling => "bfq that idles",
         Regime::IdlingFlooded => "bfq that idles, a background VM without a cap",
         Regime::Controlled => "a background VM without a cap under iocost",
-        Regime::ControlledWithin => {
-            "a background VM without a cap under iocost within the modelled rates"
-        }
     }
 }
 
@@ -223,8 +221,7 @@ pub fn missing(profile: &Profile, depth: Depth) -> Vec<Missing> {
     let lacking = |stage: &Stage| {
         // Where iocost keeps no rate, or is not there, nothing is lacking.
         let may_be_chosen = |regime: &Regime| {
-            let mut fits = profile.structural.iocost.iter();
-            !regime.is_controlled() || fits.any(|fit| fit.regime == *regime)
+            *regime != Regime::Controlled || !profile.structural.iocost.is_empty()
         };
         let regime = stage.regime.filter(may_be_chosen)?;
         let of = |by: &BTreeMap<Regime, Vec<f64>>| by.get(&regime).cloned().unwrap_or_default();
@@ -304,8 +301,8 @@ pub fn duration(device: &dyn DeviceUnderTest, depth: Depth) -> Duration {
     let scale = device.scale();
     let has_iocost = device.has_iocost();
     let probes = |stage: &Stage| match stage.regime {
-        Some(regime) if regime.is_controlled() && !has_iocost => 0,
-        Some(regime) if regime.is_controlled() => controlled::probes(regime),
+        Some(Regime::Controlled) if !has_iocost => 0,
+        Some(Regime::Controlled) => PROBES_OF_IOCOST,
         Some(_) => PROBES_OF_A_REGIME,
         None => stage.settings.len(),
     };
@@ -552,8 +549,8 @@ fn of_stage(
     runs: &[ProbeRun],
     capacity: &Capacity,
 ) -> Option<ProbeSetting> {
-    if let Some(regime) = stage.regime.filter(|regime| regime.is_controlled()) {
-        return controlled::next((regime, together), room, runs, capacity);
+    if stage.regime == Some(Regime::Controlled) {
+        return controlled::next(together, room, runs, capacity);
     }
     let times = |setting: &ProbeSetting| runs.iter().filter(|r| r.setting == *setting).count();
     let mut settings = stage.settings.iter().filter_map(|&setting| room.fit(setting));

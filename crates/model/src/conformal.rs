@@ -69,6 +69,9 @@ pub fn shared(scores: &[f64], confidence: Confidence, tasks: usize) -> Option<f6
 /// `confidence` ([`shared`]). With too few scores of tasks, those of whole VMs
 /// serve, each the largest of its tasks', of which the confidence itself is
 /// asked. `None` with too few of either.
+///
+/// Under iocost the prediction is the longest wait that there may be, not a typical
+/// one: scores of runs that did not meet it never make a bound shorter.
 #[must_use]
 pub fn bound(
     residuals: &Residuals,
@@ -79,7 +82,9 @@ pub fn bound(
 ) -> Option<Nanos> {
     let of_tasks = || shared(residuals.structural.get(&regime)?, confidence, tasks);
     let of_vms = || factor(residuals.structural_vms.get(&regime)?, confidence);
-    Some(predicted.scale(of_tasks().or_else(of_vms)?))
+    let factor = of_tasks().or_else(of_vms)?;
+    let least = if regime == Regime::Controlled { 1.0 } else { 0.0 };
+    Some(predicted.scale(factor.max(least)))
 }
 
 #[cfg(test)]
@@ -110,6 +115,19 @@ mod tests {
     fn factor_with_too_few_scores_is_none() {
         assert_eq!(factor(&[0.0; 18], confidence(0.95)), None);
         assert_eq!(factor(&[], confidence(0.5)), None);
+    }
+
+    #[test]
+    fn bound_under_iocost_is_no_shorter_than_the_prediction() {
+        let bound_in = |regime, score: f64| {
+            let structural = [(regime, vec![score; 19])].into();
+            let residuals = Residuals { structural, ..Residuals::default() };
+            let predicted = Nanos::from_millis(20);
+            bound(&residuals, regime, predicted, confidence(0.95), 1).unwrap().as_millis_f64()
+        };
+        assert!(bound_in(Regime::Flowing, -2.0) < 3.0);
+        assert_eq!(bound_in(Regime::Controlled, -2.0), 20.0);
+        assert!(bound_in(Regime::Controlled, 0.1) > 22.0);
     }
 
     #[test]

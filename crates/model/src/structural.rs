@@ -87,6 +87,12 @@ impl Situation {
     pub const fn regime(&self) -> Regime {
         self.regime
     }
+
+    /// The same if nobody waited for a queue without a limit: to find what such waits add.
+    #[must_use]
+    pub fn without_queue(self) -> Self {
+        Self { flood: 0.0, wait: 0.0, ..self }
+    }
 }
 
 impl<'a> Structural<'a> {
@@ -170,18 +176,12 @@ impl<'a> Structural<'a> {
             blockings.push(Blocking { per_second: stalls.per_second, seconds, drain: 1.0 });
         }
         let is_flooded = flood > 0.0;
-        // Without a fit nothing is known of it: as if nobody held the queue back.
-        let (is_controlled, fit) = match load.scheduler {
-            Scheduler::IoCost(setting) if is_flooded => {
-                (true, self.fit.iocost(setting, utilisation))
-            }
-            _ => (false, None),
-        };
+        let is_controlled = is_flooded && matches!(load.scheduler, Scheduler::IoCost(_));
         let slice = self.idle_slice(load.scheduler);
         let regime = match (slice, is_flooded) {
             (None, false) if bursts > 0.0 => Regime::Bursting,
             (None, false) => Regime::Flowing,
-            (None, true) if is_controlled => fit.map_or(Regime::Controlled, |fit| fit.regime),
+            (None, true) if is_controlled => Regime::Controlled,
             (None, true) => Regime::Flooded,
             (Some(_), false) => Regime::Idling,
             (Some(_), true) => Regime::IdlingFlooded,
@@ -196,8 +196,15 @@ impl<'a> Structural<'a> {
             flood = 0.0;
         }
         let mut wait = 0.0;
-        if let Some(fit) = fit {
-            (flood, wait) = (0.0, fit.wait.as_secs_f64());
+        // Without a fit nothing is known of it: as if nobody held the queue back.
+        if is_flooded
+            && let Scheduler::IoCost(setting) = load.scheduler
+            && let Some(fit) = self.fit.iocost(setting, utilisation)
+        {
+            // iocost lets a whole queue through now and then, while its scale is high: such a wait is rarer than a probe
+            // is long, so that it counts whether one was seen or not.
+            wait = fit.wait.as_secs_f64().max(flood);
+            flood = 0.0;
         }
         let name = load.scheduler.name();
         // Of a scheduler that was not measured no more is known than that the worst may be like it: a disk in use

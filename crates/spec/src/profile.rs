@@ -189,7 +189,6 @@ impl Profile {
             let is_range = 1 <= min && min <= max && max <= IoCost::ANY_SCALE.1;
             has_rates
                 && is_range
-                && f.regime.is_controlled()
                 && (0.0..=1.0).contains(&f.utilisation)
                 && f.setting.read_latency_us > 0
                 && f.setting.write_latency_us > 0
@@ -308,9 +307,6 @@ impl StructuralFit {
 pub struct IoCostFit {
     /// How it was set.
     pub setting: IoCost,
-    /// Whose residuals bound its tails.
-    #[serde(default = "Regime::controlled")]
-    pub regime: Regime,
     /// The part of the device that declared loads used meanwhile, 0 to 1.
     pub utilisation: f64,
     /// What a tail has beyond the base response.
@@ -373,32 +369,18 @@ pub enum Regime {
     IdlingFlooded,
     /// iocost holds a queue without a limit back.
     Controlled,
-    /// The same, where iocost lets through no more than its model says the device can do.
-    ControlledWithin,
 }
 
 impl Regime {
     /// All.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 6] = [
         Self::Flowing,
         Self::Bursting,
         Self::Flooded,
         Self::Idling,
         Self::IdlingFlooded,
         Self::Controlled,
-        Self::ControlledWithin,
     ];
-
-    /// Whether iocost holds a queue without a limit back.
-    #[must_use]
-    pub const fn is_controlled(self) -> bool {
-        matches!(self, Self::Controlled | Self::ControlledWithin)
-    }
-
-    /// What profiles mean that name none, which knew one setting of iocost.
-    const fn controlled() -> Self {
-        Self::Controlled
-    }
 }
 
 /// λ of the paper's model (Table III), host part.

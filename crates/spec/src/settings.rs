@@ -127,14 +127,8 @@ impl fmt::Display for Scheduler {
             Self::IoCost(IoCost { vrate: (min, max), .. }) if min == max => {
                 write!(f, "iocost vrate={max}%")
             }
-            Self::IoCost(IoCost {
-                read_latency_us: read, write_latency_us: write, vrate, ..
-            }) => {
-                write!(f, "iocost read={read}us write={write}us")?;
-                if IoCost::is_any_scale(vrate) {
-                    return Ok(());
-                }
-                write!(f, " vrate={}-{}%", vrate.0, vrate.1)
+            Self::IoCost(IoCost { read_latency_us: read, write_latency_us: write, .. }) => {
+                write!(f, "iocost read={read}us write={write}us")
             }
             other => f.write_str(other.name()),
         }

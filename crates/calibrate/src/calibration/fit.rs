@@ -15,7 +15,7 @@ use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::{IoCost, Limits, Scheduler, VmSettings};
 use rtvirtio_units::{Bytes, Nanos, Percentile};
 
-use super::{ProbeRun, Writer, controlled};
+use super::{ProbeRun, Writer};
 
 /// The percentile that a probe of `n` samples shows: the highest with 5 beyond it, which keeps the
 /// luck of one sample out of it, else p99 with 2 (a flooded task issues no more).
@@ -46,11 +46,7 @@ pub(super) fn fit(
         let mut of_vms: BTreeMap<(Regime, usize), f64> = BTreeMap::new();
         for observation in observations(std::slice::from_ref(run)) {
             let (regime, predicted) = observation.predicted(&structural, &capacity);
-            let mut score = ln_ratio(observation.disturbed_tail(), predicted);
-            if regime.is_controlled() {
-                // The longest wait was predicted. That a run had shorter ones says nothing of it.
-                score = score.max(0.0);
-            }
+            let score = ln_ratio(observation.disturbed_tail(), predicted);
             residuals.structural.entry(regime).or_default().push(score);
             let of_vm = of_vms.entry((regime, observation.vm)).or_insert(score);
             *of_vm = of_vm.max(score);
@@ -155,25 +151,24 @@ fn iocost(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Vec<Io
         .into_iter()
         .filter(|((setting, vms), _)| starved.get(setting).is_none_or(|fewest| vms < fewest));
     kept.filter_map(|((setting, _), runs)| {
-        let regime = controlled::regime(setting, capacity)?;
-        let none = IoCostFit { setting, regime, utilisation: 1.0, wait: Nanos::ZERO, left: 1.0 };
-        let none = StructuralFit { iocost: vec![none], ..fit.clone() };
+        let model = Structural::new(fit, capacity);
         let (mut waits, mut left, mut utilisation) = (Vec::new(), Vec::new(), 0.0_f64);
         for run in runs {
+            let situation = model.situation(&load(run)).without_queue();
+            let used = situation.utilisation;
             for observation in observations(std::slice::from_ref(run)) {
-                let (_, base) = observation.predicted(&none, capacity);
-                waits.push(observation.tail.saturating_sub(base));
+                let estimate =
+                    model.estimate(&situation, &observation.stream, observation.percentile);
+                waits.push(observation.tail.saturating_sub(estimate.tail));
             }
-            let used = Structural::new(&none, capacity).situation(&load(run)).utilisation;
             let free = capacity.write_throughput.get() as f64 * (1.0 - used).max(1e-3);
             left.push((run.writer_throughput.get() as f64 / free).clamp(0.0, 1.0));
             utilisation = utilisation.max(used).min(1.0);
         }
         left.sort_by(f64::total_cmp);
         // Tails vary by how much was let through at once: the longest one counts, and a large request that takes as long as any.
-        let shortest = controlled::shortest_wait(setting, regime).max(capacity.response_128k.p999);
-        let wait = waits.into_iter().max()?.max(shortest);
-        Some(IoCostFit { setting, regime, utilisation, wait, left: left[left.len() / 2] })
+        let wait = waits.into_iter().max()?.max(capacity.response_128k.p999);
+        Some(IoCostFit { setting, utilisation, wait, left: left[left.len() / 2] })
     })
     .collect()
 }
@@ -395,7 +390,7 @@ fn regime_factors(
     }
     scores
         .into_iter()
-        .filter(|(regime, _)| *regime != Regime::Bursting && !regime.is_controlled())
+        .filter(|(regime, _)| ![Regime::Bursting, Regime::Controlled].contains(regime))
         .map(|(regime, mut scores)| {
             scores.sort_by(f64::total_cmp);
             (regime, scores[scores.len() / 2].exp())

@@ -192,9 +192,6 @@ const fn regime_name(regime: Regime) -> &'static str {
         Regime::Idling => "bfq that idles",
         Regime::IdlingFlooded => "bfq that idles beside a background VM without a cap",
         Regime::Controlled => "a background VM without a cap under iocost",
-        Regime::ControlledWithin => {
-            "a background VM without a cap under iocost within the modelled rates"
-        }
     }
 }
 
