@@ -75,10 +75,14 @@ pub struct RingConfig {
 }
 
 impl RingConfig {
-    /// Whether all of the ring lies in this memory.
+    /// Whether a ring of one memory is still there in another: all of it, and in the same file, by
+    /// which a server that comes after a crash knows it.
     #[must_use]
-    pub fn lies_in(&self, memory: &Memory) -> bool {
-        if self.packed { Packed::lies_in(self, memory) } else { Split::lies_in(self, memory) }
+    pub fn stays(&self, before: &Memory, after: &Memory) -> bool {
+        let file = |memory: &Memory| memory.front_end_file(self.descriptors);
+        let is_whole =
+            if self.packed { Packed::lies_in(self, after) } else { Split::lies_in(self, after) };
+        is_whole && file(before) == file(after)
     }
 }
 
@@ -224,8 +228,9 @@ impl Ring {
 
     /// Sets up a ring of a device that uses its buffers in the order in which they were made
     /// available. A packed one goes on where an earlier server was when it crashed; what that one
-    /// had taken and not finished comes again. A split one needs no position: it begins at the
-    /// base.
+    /// had taken and not finished comes again. A split one needs no position: it begins behind
+    /// what its used index says was used, whatever base the front end believes in (Cloud
+    /// Hypervisor's is the available index), so that no buffer is passed over.
     ///
     /// # Errors
     /// As [`Ring::new`].
@@ -252,11 +257,7 @@ impl Ring {
         let layout = if config.packed {
             Layout::Packed(Packed::new(&config, &memory, kept)?)
         } else {
-            let inflight = match kept {
-                Kept::Inflight(queue) => Some(queue),
-                Kept::Nothing | Kept::Position(_) => None,
-            };
-            Layout::Split(Split::new(&config, &memory, inflight)?)
+            Layout::Split(Split::new(&config, &memory, kept)?)
         };
         Ok(Self { config, memory, layout, error: None, near: 0, broken, in_flight: 0, call })
     }

@@ -38,14 +38,15 @@ impl<H: QueueHost> Session<H> {
         self.start_all()
     }
 
-    /// Whether a ring runs and is whole in this memory.
+    /// Whether a ring runs and stays what it is in this memory.
     fn goes_on_in(&self, memory: &Memory, index: usize) -> bool {
         let vring = &self.vrings[index];
         let (Some(key), Some(size), Some(address)) = (vring.running, vring.size, vring.address)
         else {
             return false;
         };
-        self.config(size, address, vring.base).lies_in(memory) && !self.host.is_broken(key)
+        let config = self.config(size, address, vring.base);
+        config.stays(&self.memory, memory) && !self.host.is_broken(key)
     }
 
     fn set_memory(

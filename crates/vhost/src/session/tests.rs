@@ -66,19 +66,25 @@ fn get_vring_base_stops_the_ring_until_the_next_kick() {
 #[test]
 fn memory_table_replaced_drains_rings_that_lie_in_it_and_they_go_on() {
     let mut front = Front::ready(device());
+    let file = memory(0x1_0000);
+    let same = || file.try_clone().unwrap();
+    front.with_fd(Message::SetMemTable(vec![region(0)]), same()).unwrap();
     front.set_up(0);
     front.host.log();
     let table = Message::SetMemTable(vec![region(0), region(0x1_0000)]);
-    front.session.handle(table, vec![memory(0x1_0000), memory(0x1_0000)]).unwrap();
+    front.session.handle(table, vec![same(), memory(0x1_0000)]).unwrap();
     assert_eq!(front.host.log(), ["update 0 drained regions=2 log=false"]);
     assert_eq!(front.host.queue(0, |queue| queue.memory.regions().len()), 2);
     front.send(Message::RemMemReg(region(0x1_0000))).unwrap();
     assert_eq!(front.host.log(), ["update 0 drained regions=1 log=false"]);
     // What the driver has broken begins anew, and its driver is told.
     front.host.set_broken(Some(0));
-    front.with_fd(Message::SetMemTable(vec![region(0)]), memory(0x1_0000)).unwrap();
+    front.with_fd(Message::SetMemTable(vec![region(0)]), same()).unwrap();
     assert_eq!(front.host.log(), ["stop 0", "start 0 enabled=false base=2"]);
     front.host.set_broken(None);
+    // What another file has there is another ring to whoever comes after a kill.
+    front.with_fd(Message::SetMemTable(vec![region(0)]), memory(0x1_0000)).unwrap();
+    assert_eq!(front.host.log(), ["stop 0", "start 0 enabled=false base=4"]);
     // Nor does it go on where it does not lie.
     front.with_fd(Message::SetMemTable(vec![region(0x1_0000)]), memory(0x1_0000)).unwrap();
     assert_eq!(front.host.log(), ["stop 0"]);

@@ -5,9 +5,9 @@ use std::sync::atomic::{Ordering, fence};
 use crate::memory::Memory;
 
 use super::chain::{Builder, DESCRIPTOR, INDIRECT, NEXT};
-use super::inflight::{InflightQueue, SplitInflight};
+use super::inflight::SplitInflight;
 use super::{
-    BUFFERS_AHEAD, Chain, DESCRIPTORS_AHEAD, Part, RingConfig, RingError, Single, need_event,
+    BUFFERS_AHEAD, Chain, DESCRIPTORS_AHEAD, Kept, Part, RingConfig, RingError, Single, need_event,
 };
 
 // Offsets in the available ring and in the used ring.
@@ -97,19 +97,19 @@ impl Split {
         Parts::translate(config, memory).is_ok()
     }
 
-    pub(super) fn new(
-        config: &RingConfig,
-        memory: &Memory,
-        inflight: Option<InflightQueue>,
-    ) -> Result<Self, RingError> {
+    pub(super) fn new(config: &RingConfig, memory: &Memory, kept: Kept) -> Result<Self, RingError> {
         let Parts { descriptors, available, used } = Parts::translate(config, memory)?;
         // The device's own field, but the only record of what an earlier server has published.
         let published = used.load_u16(INDEX, Ordering::Acquire);
         let mut next_available = config.base as u16;
         let mut resubmit = Vec::new();
-        let inflight = match inflight {
-            None => None,
-            Some(queue) => {
+        let inflight = match kept {
+            Kept::Nothing => None,
+            Kept::Position(_) => {
+                next_available = published;
+                None
+            }
+            Kept::Inflight(queue) => {
                 let mut inflight = SplitInflight::new(queue, config.size)?;
                 if let Some(heads) = inflight.recover(published)? {
                     // Whatever the front end believes: what has been taken from the available

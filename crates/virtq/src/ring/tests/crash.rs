@@ -314,6 +314,33 @@ fn kill_shows_all_requests_that_are_one_or_none_of_them() {
     }
 }
 
+/// Some front ends that connect again set the available index as the base: what is between is not passed over.
+#[test]
+fn split_ring_with_a_position_begins_behind_what_is_used() {
+    let mut driver = driver(SPLIT);
+    let positions = positions();
+    let with = |driver: &Driver, base| {
+        let config = RingConfig { base, ..driver.config() };
+        let position = positions.queue(0, TOLD).unwrap();
+        Ring::with_position(config, driver.guest().memory(), position).unwrap()
+    };
+    let mut ring = with(&driver, 0);
+    let ids = [0, 1, 2].map(|tag| driver.add(&request(tag, 1), false).unwrap());
+    driver.publish();
+    let mut chain = Chain::default();
+    assert_eq!(ring.next(&mut chain), Ok(true));
+    ring.finish(ids[0], 1);
+    let _ = ring.publish();
+    assert_eq!(ring.next(&mut chain), Ok(true));
+    drop(ring);
+    let mut ring = with(&driver, 3);
+    for id in &ids[1..] {
+        assert_eq!(ring.next(&mut chain), Ok(true));
+        assert_eq!(chain.id, *id);
+    }
+    assert_eq!(ring.next(&mut chain), Ok(false));
+}
+
 /// What is kept is of one ring: another one begins at its base.
 #[test]
 fn position_of_another_ring_is_not_taken() {
