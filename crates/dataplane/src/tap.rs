@@ -13,6 +13,10 @@ use rtvirtio_virtq::Segment;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
+mod batch;
+
+pub(crate) use batch::Batch;
+
 /// Longest name of a network device (`IFNAMSIZ` less its terminator).
 pub(crate) const MAX_NAME: usize = 15;
 

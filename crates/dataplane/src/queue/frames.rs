@@ -19,7 +19,7 @@ use rustix::fd::BorrowedFd;
 
 use super::Pass;
 use crate::clock::now;
-use crate::drr::TurnBudget;
+use crate::drr::{TurnBudget, cost};
 use crate::nic::{Link, Nic, Terms};
 use crate::stats::QueueStats;
 use crate::switch::{PortReceiver, PortSender};
@@ -336,6 +336,15 @@ impl Gate<'_> {
             limit.pass(self.time, bytes);
         }
     }
+}
+
+/// Takes the next chain from the ring, and charges the turn with what following its pieces took, whatever comes of it.
+fn take(ring: &mut Ring, chain: &mut Chain, share: &mut TurnBudget) -> Result<bool, RingError> {
+    let is_taken = ring.next(chain)?;
+    if is_taken {
+        share.ns -= cost::pieces_ns(chain.readable.len() + chain.writable.len());
+    }
+    Ok(is_taken)
 }
 
 /// Reads the virtio header off a chain's beginning; false: it is shorter.

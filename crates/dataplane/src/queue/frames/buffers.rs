@@ -7,7 +7,8 @@ use rtvirtio_virtq::Segment;
 use rtvirtio_virtq::memory::Memory;
 use rtvirtio_virtq::ring::{Chain, Ring, RingError, Single};
 
-use super::{MAX_PARTS, copy};
+use super::{MAX_PARTS, copy, take};
+use crate::drr::{TurnBudget, cost};
 use crate::stats::{Dropped, Op, QueueStats};
 
 /// Buffers that are held.
@@ -44,6 +45,10 @@ impl Ahead {
         let taken = ring.next_singles(singles);
         singles.iter().take(taken).for_each(prefetch);
         self.count += taken;
+    }
+
+    pub(super) const fn is_empty(&self) -> bool {
+        self.count == 0
     }
 
     /// The next one.
@@ -95,6 +100,8 @@ pub(super) enum Gathered {
     TooFew,
     /// However many it made available, the frame would not fit.
     NeverEnough,
+    /// Following what it made available has taken all of the turn.
+    TurnOver,
 }
 
 impl Buffers {
@@ -126,23 +133,27 @@ impl Buffers {
     }
 
     /// Takes buffers until a frame of `wanted` bytes, virtio header among them, fits. Of one that is not mergeable
-    /// there is one. `is_unpublished` is set if a useless one went back.
+    /// there is one. What following them takes is of the turn's `share`, of which something is left. `is_unpublished` is set
+    /// if a useless one went back.
     pub(super) fn gather(
         &mut self,
         ring: &mut Ring,
         wanted: usize,
         is_mergeable: bool,
+        share: &mut TurnBudget,
         stats: &QueueStats,
         is_unpublished: &mut bool,
     ) -> Result<Gathered, RingError> {
-        let mut useless = 0;
         while self.bytes < wanted {
             if !self.held.is_empty() && !is_mergeable || self.held.len() == MAX_HELD {
                 return Ok(Gathered::NeverEnough);
             }
+            if share.ns <= 0 {
+                return Ok(Gathered::TurnOver);
+            }
             ring.prefetch();
             let mut chain = self.spare.pop().unwrap_or_default();
-            if !ring.next(&mut chain)? {
+            if !take(ring, &mut chain, share)? {
                 self.spare.push(chain);
                 return Ok(Gathered::TooFew);
             }
@@ -160,12 +171,8 @@ impl Buffers {
                 stats.drop_frame(Op::Read, Dropped::Malformed);
                 self.spare.push(chain);
                 *is_unpublished = true;
-                // A driver that has nothing else is looked at again in another turn.
-                useless += 1;
-                match useless < MAX_HELD {
-                    true => continue,
-                    false => return Ok(Gathered::TooFew),
-                }
+                share.ns -= cost::NOTE_NS;
+                continue;
             }
             self.bytes += bytes;
             self.pieces += chain.writable.len();

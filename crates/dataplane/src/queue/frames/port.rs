@@ -14,7 +14,7 @@ use rtvirtio_virtq::ring::Ring;
 use rustix::fd::BorrowedFd;
 
 use super::buffers::{Ahead, Buffers, Gathered};
-use super::{Gate, Pass, Served, copy, copy_ends, read_header};
+use super::{Gate, Pass, Served, copy, copy_ends, read_header, take};
 use crate::clock::now;
 use crate::drr::{TurnBudget, cost};
 use crate::nic::Nic;
@@ -127,10 +127,9 @@ impl PortTransmit {
                 self.send(share, stats, gate, time, &mut last);
                 continue;
             }
-            match ring.next(&mut frame.chain) {
+            match take(ring, &mut frame.chain, share) {
                 Ok(true) => {
                     (frame.id, frame.rest) = (frame.chain.id, Segment::EMPTY);
-                    share.ns -= cost::pieces_ns(frame.chain.readable.len());
                     self.send(share, stats, gate, time, &mut last);
                 }
                 Ok(false) => {
@@ -399,6 +398,10 @@ impl PortReceive {
         time: u64,
     ) -> Served {
         let served = self.serve_frames(ring, memory, share, stats, gate, time);
+        // A driver whose buffers are all held here has no more to offer, and would not be looked at again.
+        if self.port.is_starved() && !(self.buffers.is_empty() && self.ahead.is_empty()) {
+            self.port.set_starved(false);
+        }
         self.port.wake();
         served
     }
@@ -433,12 +436,18 @@ impl PortReceive {
                 return Ok((Pass::Empty, is_unpublished));
             };
             self.ahead.give_back(ring);
-            let gathered =
-                self.buffers.gather(ring, piece.bytes, is_mergeable, stats, &mut is_unpublished);
+            let gathered = self.buffers.gather(
+                ring,
+                piece.bytes,
+                is_mergeable,
+                share,
+                stats,
+                &mut is_unpublished,
+            );
             let is_open = gate.is_open();
             match gathered? {
                 Gathered::NeverEnough => {
-                    self.drop_current(Dropped::TooLong, stats);
+                    self.drop_current(Dropped::TooLong, share, stats);
                     continue;
                 }
                 Gathered::Enough if is_open => {}
@@ -446,10 +455,10 @@ impl PortReceive {
                     let reason = if is_open { Dropped::NoBuffers } else { Dropped::Limit };
                     // Until there are buffers, nobody waits for them again.
                     self.port.set_starved(is_open);
-                    self.drop_current(reason, stats);
-                    share.ns -= cost::NOTE_NS;
+                    self.drop_current(reason, share, stats);
                     continue;
                 }
+                Gathered::TurnOver => break,
                 Gathered::Enough => return Ok((Pass::Empty, is_unpublished)),
                 Gathered::TooFew => {
                     self.starved_until = Some(piece.posted.saturating_add(MAX_WAIT_NS));
@@ -668,12 +677,13 @@ impl PortReceive {
     }
 
     /// The current frame, or what is left of it, is lost.
-    fn drop_current(&mut self, reason: Dropped, stats: &QueueStats) {
+    fn drop_current(&mut self, reason: Dropped, share: &mut TurnBudget, stats: &QueueStats) {
         if let Some(Current::Whole(delivery)) = self.current.take() {
             self.port.release(delivery);
         }
         stats.start(1);
         stats.drop_frame(Op::Read, reason);
+        share.ns -= cost::NOTE_NS;
     }
 }
 

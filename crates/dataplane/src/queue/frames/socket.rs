@@ -13,7 +13,7 @@ use rustix::fd::BorrowedFd;
 use rustix::io::Errno;
 
 use super::buffers::{Buffers, Gathered};
-use super::{Gate, MAX_PARTS, Pass, Served, read_header};
+use super::{Gate, MAX_PARTS, Pass, Served, read_header, take};
 use crate::drr::{TurnBudget, cost};
 use crate::nic::Nic;
 use crate::socket::{Next, Outgoing, Socket};
@@ -104,7 +104,7 @@ impl SocketTransmit {
                 // There is nobody any more to have the rest.
                 Err(_) => outgoing.discard(),
             }
-            if !gate.is_open() || !ring.next(chain)? {
+            if !gate.is_open() || !take(ring, chain, share)? {
                 return Ok((Pass::Empty, is_unpublished));
             }
             let sent = self.send(outgoing, chain, negotiated);
@@ -130,7 +130,7 @@ impl SocketTransmit {
             let sent = sent.unwrap_or(0);
             gate.pass(sent);
             share.requests -= 1;
-            share.ns -= cost::tap_ns(sent) + cost::pieces_ns(chain.readable.len());
+            share.ns -= cost::tap_ns(sent);
         }
         Ok((Pass::More, is_unpublished))
     }
@@ -240,8 +240,17 @@ impl SocketReceive {
                 }
             };
             let wanted = BYTES + length;
-            let gathered =
-                self.buffers.gather(ring, wanted, is_mergeable, stats, &mut is_unpublished)?;
+            let gathered = self.buffers.gather(
+                ring,
+                wanted,
+                is_mergeable,
+                share,
+                stats,
+                &mut is_unpublished,
+            )?;
+            if gathered == Gathered::TurnOver {
+                break;
+            }
             if gathered == Gathered::TooFew || !gate.is_open() {
                 return Ok((Pass::Empty, is_unpublished));
             }

@@ -13,23 +13,22 @@ use rustix::fd::BorrowedFd;
 use rustix::io::Errno;
 
 use super::buffers::{Buffers, Gathered};
-use super::{Gate, MAX_PARTS, Pass, Served, read_header};
+use super::{Gate, MAX_PARTS, Pass, Served, read_header, take};
 use crate::drr::{TurnBudget, cost};
 use crate::nic::Nic;
 use crate::stats::{Dropped, Op, QueueStats};
-use crate::tap::Tap;
+use crate::tap::{Batch, Tap};
 
 /// To the TAP.
 pub(super) struct TapTransmit {
     nic: Arc<Nic>,
     tap: Arc<Tap>,
-    /// Scratch.
-    parts: Vec<Segment>,
+    batch: Batch,
 }
 
 impl TapTransmit {
     pub(super) fn new(nic: &Arc<Nic>, tap: Arc<Tap>) -> Self {
-        Self { nic: Arc::clone(nic), tap, parts: Vec::with_capacity(MAX_PARTS + 2) }
+        Self { nic: Arc::clone(nic), tap, batch: Batch::new(MAX_PARTS) }
     }
 
     pub(super) fn serve(
@@ -42,45 +41,63 @@ impl TapTransmit {
     ) -> Served {
         let negotiated = self.nic.driver_features();
         let mut is_unpublished = false;
-        while share.is_left() {
-            if !gate.is_open() || !ring.next(chain)? {
-                return Ok((Pass::Empty, is_unpublished));
+        let pass = loop {
+            if !share.is_left() {
+                break Ok(Pass::More);
+            }
+            if !gate.is_open() {
+                break Ok(Pass::Empty);
+            }
+            match take(ring, chain, share) {
+                Ok(true) => {}
+                Ok(false) => break Ok(Pass::Empty),
+                Err(error) => break Err(error),
             }
             is_unpublished = true;
             stats.start(1);
-            let sent = self.send(chain, negotiated);
-            match sent {
-                Ok(bytes) => stats.count(Op::Write, bytes as u64),
+            if !self.batch.has_room(chain.readable.len()) {
+                self.send(ring, stats);
+            }
+            let bytes = self.add(chain, negotiated);
+            gate.pass(bytes);
+            share.requests -= 1;
+            share.ns -= cost::tap_ns(bytes);
+        };
+        // Also if the driver has broken the ring behind them.
+        self.send(ring, stats);
+        Ok((pass?, is_unpublished))
+    }
+
+    /// Adds a frame to those that are sent next; its length without the header, 0 of one that is malformed.
+    fn add(&mut self, chain: &mut Chain, negotiated: u64) -> usize {
+        let mut header = [0; BYTES];
+        let has_header = read_header(&mut chain.readable, &mut header);
+        let length: usize = chain.readable.iter().map(Segment::len).sum();
+        let fits = (HEADER_BYTES..=MAX_FRAME_BYTES).contains(&length);
+        match Header(header).from_driver(negotiated) {
+            Ok(header) if has_header && fits && chain.readable.len() <= MAX_PARTS => {
+                self.batch.add(chain.id, &header, &chain.readable, length);
+                length
+            }
+            _ => {
+                self.batch.add_malformed(chain.id);
+                0
+            }
+        }
+    }
+
+    /// Sends what has been added, and gives it back to the ring in the order in which it was taken.
+    fn send(&mut self, ring: &mut Ring, stats: &QueueStats) {
+        // SAFETY: guest memory, which the ring's memory keeps mapped.
+        for frame in unsafe { self.batch.write(&self.tap) } {
+            match frame.outcome {
+                Ok(()) => stats.count(Op::Write, frame.bytes as u64),
                 // As on a wire: it is gone, and counted.
                 Err(reason) => stats.drop_frame(Op::Write, reason),
             }
-            ring.finish(chain.id, 0);
-            let sent = sent.unwrap_or(0);
-            gate.pass(sent);
-            share.requests -= 1;
-            share.ns -= cost::tap_ns(sent) + cost::pieces_ns(chain.readable.len());
+            ring.finish(frame.id, 0);
         }
-        Ok((Pass::More, is_unpublished))
-    }
-
-    /// Sends a frame; its length without the header.
-    fn send(&mut self, chain: &mut Chain, negotiated: u64) -> Result<usize, Dropped> {
-        let mut header = [0; BYTES];
-        if !read_header(&mut chain.readable, &mut header) {
-            return Err(Dropped::Malformed);
-        }
-        let length: usize = chain.readable.iter().map(Segment::len).sum();
-        let fits = (HEADER_BYTES..=MAX_FRAME_BYTES).contains(&length);
-        if !fits || chain.readable.len() > MAX_PARTS {
-            return Err(Dropped::Malformed);
-        }
-        let header = Header(header).from_driver(negotiated);
-        let mut header = header.map_err(|_| Dropped::Malformed)?;
-        self.parts.clear();
-        self.parts.push(Segment::new(header.0.as_mut_ptr(), BYTES));
-        self.parts.extend_from_slice(&chain.readable);
-        // SAFETY: the header is on the stack, the rest is guest memory that the ring's memory keeps mapped.
-        unsafe { self.tap.send(&self.parts) }.map_or(Err(Dropped::Link), |_| Ok(length))
+        self.batch.clear();
     }
 }
 
@@ -152,8 +169,14 @@ impl TapReceive {
         while share.is_left() {
             // A frame that needs less than the longest one has may fit all the same.
             let wanted = BYTES + longest;
-            let _: Gathered =
-                self.buffers.gather(ring, wanted, is_mergeable, stats, &mut is_unpublished)?;
+            let _: Gathered = self.buffers.gather(
+                ring,
+                wanted,
+                is_mergeable,
+                share,
+                stats,
+                &mut is_unpublished,
+            )?;
             if self.buffers.is_empty() || !gate.is_open() {
                 return Ok((Pass::Empty, is_unpublished));
             }

@@ -93,9 +93,9 @@ fn buffers_without_room_for_a_header_end_a_turn() {
     queue.add(1023, BYTES as u32 - 1, true);
     queue.add(1, 1526, true);
     peer.send(&[1; 60]).unwrap();
-    for turn in 1..=3 {
-        queue.turn(64, QUANTUM_NS);
-        assert_eq!(queue.stats.drops().malformed, 256 * turn);
+    for turn in 1..=4 {
+        queue.turn(64, 250 * cost::NOTE_NS);
+        assert_eq!(queue.stats.drops().malformed, 250 * turn);
         assert!(queue.is_pending(), "the rest is looked at in other turns");
     }
     queue.turn(64, QUANTUM_NS);
@@ -117,7 +117,8 @@ fn useless_buffer_is_used_behind_those_before_it() {
     driver.publish();
     let (mut buffers, stats, mut is_unpublished) = (Buffers::new(), QueueStats::new(), false);
     let mut gather = |buffers: &mut Buffers, ring: &mut Ring, wanted| {
-        buffers.gather(ring, wanted, true, &stats, &mut is_unpublished).unwrap()
+        let mut share = TurnBudget { requests: 1, ns: QUANTUM_NS };
+        buffers.gather(ring, wanted, true, &mut share, &stats, &mut is_unpublished).unwrap()
     };
     assert_eq!(gather(&mut buffers, &mut ring, 150), Gathered::NeverEnough);
     assert_eq!(gather(&mut buffers, &mut ring, 90), Gathered::Enough);
@@ -130,19 +131,106 @@ fn useless_buffer_is_used_behind_those_before_it() {
     assert_eq!(stats.drops().malformed, 1);
 }
 
-#[test]
-fn frame_in_singles_and_in_chains_arrives_in_order_and_whole() {
-    let mac = |number| [2, 0, 0, 0, 2, number];
+/// The address of a device in [`on_switch`].
+const fn mac(number: u8) -> [u8; 6] {
+    [2, 0, 0, 0, 2, number]
+}
+
+/// Two devices of a network.
+fn on_switch() -> [Arc<Nic>; 2] {
     let switch = Switch::new(1e6);
     for number in [0, 1] {
         let port = Port { mac: mac(number), vlans: Vlans::Untagged, anti_spoofing: true };
         switch.add_port(port, 1).unwrap();
     }
-    let at = |number: u8| {
+    [0, 1].map(|number| {
         let link = Link::Port { switch: Arc::clone(&switch), number: number.into(), pairs: 1 };
         nic(mac(number), link)
-    };
-    let (sender, receiver) = (at(0), at(1));
+    })
+}
+
+/// A frame with its virtio header from the first of [`on_switch`] to the second.
+fn frame(length: usize) -> Vec<u8> {
+    let mut frame = vec![0; BYTES + length];
+    frame[BYTES..BYTES + 6].copy_from_slice(&mac(1));
+    frame[BYTES + 6..BYTES + 12].copy_from_slice(&mac(0));
+    frame[BYTES + 12..BYTES + 14].copy_from_slice(&IPV4.to_be_bytes());
+    frame
+}
+
+/// The first sends so many of this length.
+fn send(transmit: &mut ByHand, count: u16, length: usize) {
+    let frame = frame(length);
+    transmit.driver.guest().write(BUFFERS, &frame);
+    transmit.add(count, frame.len() as u32, false);
+    transmit.turn(u32::MAX, 1 << 30);
+}
+
+#[test]
+fn chain_that_no_frame_fits_before_is_followed_for_a_turn_and_no_longer() {
+    let [sender, receiver] = on_switch();
+    receiver.negotiated(rtvirtio_frames::features::MRG_RXBUF);
+    let (mut transmit, mut receive) =
+        (ByHand::new(&sender, 1, 256), ByHand::new(&receiver, 0, 1024));
+    let piece = |length| Buffer { address: BUFFERS, length, writable: true };
+    // A buffer that is too short for the frames, and one that may not be held beside it.
+    receive.driver.add(&[piece(20)], false).unwrap();
+    receive.driver.add(&[piece(1); MAX_PARTS], false).unwrap();
+    receive.driver.publish();
+    send(&mut transmit, 200, 60);
+    for turn in 1..10 {
+        receive.turn(u32::MAX, QUANTUM_NS);
+        let dropped = receive.stats.drops().too_long;
+        assert!((turn..=2 * turn).contains(&dropped), "{dropped} in {turn} turns");
+        assert!(receive.is_pending(), "the rest is looked at in other turns");
+    }
+    while receive.is_pending() {
+        receive.turn(u32::MAX, QUANTUM_NS);
+    }
+    assert_eq!(receive.stats.drops().too_long, 200);
+    transmit.turn(0, 0);
+}
+
+#[test]
+fn pieces_of_buffers_are_charged_to_whoever_receives() {
+    let [sender, receiver] = on_switch();
+    let (mut transmit, mut receive) =
+        (ByHand::new(&sender, 1, 256), ByHand::new(&receiver, 0, 1024));
+    send(&mut transmit, 3, 60);
+    let piece = Buffer { address: BUFFERS, length: 1, writable: true };
+    (0..3).for_each(|_| _ = receive.driver.add(&[piece; 300], false).unwrap());
+    receive.driver.publish();
+    for turn in 1..=3 {
+        // Less than what following one takes.
+        receive.turn(u32::MAX, cost::pieces_ns(300) / 2);
+        assert_eq!(receive.stats.snapshot().operations.reads, turn);
+    }
+    transmit.turn(0, 0);
+}
+
+/// Buffers that are held here are the driver's all the same: it need not offer others.
+#[test]
+fn driver_whose_buffers_are_all_held_is_not_taken_for_one_without() {
+    let [sender, receiver] = on_switch();
+    receiver.negotiated(rtvirtio_frames::features::MRG_RXBUF);
+    let (mut transmit, mut receive) = (ByHand::new(&sender, 1, 256), ByHand::new(&receiver, 0, 16));
+    receive.add(1, 100, true);
+    send(&mut transmit, 1, 200);
+    receive.turn(u32::MAX, QUANTUM_NS);
+    std::thread::sleep(std::time::Duration::from_millis(2));
+    receive.turn(u32::MAX, QUANTUM_NS);
+    assert_eq!(receive.stats.drops().no_buffers, 1);
+    // The next one is short enough.
+    send(&mut transmit, 1, 60);
+    receive.turn(u32::MAX, QUANTUM_NS);
+    assert_eq!((receive.stats.drops().no_buffers, transmit.stats.drops().total()), (1, 0));
+    assert_eq!(receive.driver.take().map(|(_, length)| length), Some((BYTES + 60) as u32));
+    transmit.turn(0, 0);
+}
+
+#[test]
+fn frame_in_singles_and_in_chains_arrives_in_order_and_whole() {
+    let [sender, receiver] = on_switch();
     let (mut transmit, mut receive) =
         (ByHand::new(&sender, 1, 256), ByHand::new(&receiver, 0, 256));
     // So many that they are taken ahead more than once, of lengths about that of a head.
@@ -150,11 +238,8 @@ fn frame_in_singles_and_in_chains_arrives_in_order_and_whole() {
     let (mut frames, mut addresses) = (Vec::new(), Vec::new());
     let places = |at: usize| BUFFERS + 256 * at as u64;
     for (at, &length) in lengths.iter().enumerate() {
-        let mut frame = vec![at as u8; BYTES + length];
-        frame[..BYTES].fill(0);
-        frame[BYTES..BYTES + 6].copy_from_slice(&mac(1));
-        frame[BYTES + 6..BYTES + 12].copy_from_slice(&mac(0));
-        frame[BYTES + 12..BYTES + 14].copy_from_slice(&IPV4.to_be_bytes());
+        let mut frame = frame(length);
+        frame[BYTES + 14..].fill(at as u8);
         transmit.driver.guest().write(places(at), &frame);
         let whole = Buffer { address: places(at), length: frame.len() as u32, writable: false };
         let header = Buffer { length: BYTES as u32, ..whole };
@@ -205,27 +290,14 @@ fn frame_in_singles_and_in_chains_arrives_in_order_and_whole() {
 
 #[test]
 fn segments_that_cannot_be_cut_end_a_turn() {
-    let mac = |number| [2, 0, 0, 0, 1, number];
-    let port = |number| Port { mac: mac(number), vlans: Vlans::Untagged, anti_spoofing: true };
-    let switch = Switch::new(1e6);
-    for number in [0, 1] {
-        switch.add_port(port(number), 1).unwrap();
-    }
-    let at = |number: u8| {
-        let link = Link::Port { switch: Arc::clone(&switch), number: number.into(), pairs: 1 };
-        nic(mac(number), link)
-    };
-    let (sender, receiver) = (at(0), at(1));
+    let [sender, receiver] = on_switch();
     // The receiver's driver has negotiated no offload.
     receiver.negotiated(rtvirtio_frames::features::MRG_RXBUF);
     let (mut transmit, mut receive) =
         (ByHand::new(&sender, 1, 256), ByHand::new(&receiver, 0, 256));
     // TCP, in segments of a byte, which nobody cuts.
-    let mut frame = vec![0; BYTES + 1054];
+    let mut frame = frame(1054);
     (frame[0], frame[1], frame[4], frame[6], frame[8]) = (1, 1, 1, 34, 16);
-    frame[BYTES..BYTES + 6].copy_from_slice(&mac(1));
-    frame[BYTES + 6..BYTES + 12].copy_from_slice(&mac(0));
-    frame[BYTES + 12..BYTES + 14].copy_from_slice(&IPV4.to_be_bytes());
     (frame[BYTES + 14], frame[BYTES + 23], frame[BYTES + 46]) = (0x45, 6, 0x50);
     transmit.driver.guest().write(BUFFERS, &frame);
     transmit.add(200, frame.len() as u32, false);
