@@ -331,6 +331,51 @@ fn frames_go_to_the_tap_as_they_are() {
     }
 }
 
+/// Frames that are there when the turn begins are written together: each is told apart all the same.
+#[test]
+fn frames_that_go_to_the_tap_together_keep_their_order_and_their_outcomes() {
+    const TEST: &str = "frames_that_go_to_the_tap_together_keep_their_order_and_their_outcomes";
+    let Wire { taps, socket } = match Wire::new(1) {
+        Ok(wire) => wire,
+        Err(why) => return skipped(TEST, why),
+    };
+    let (nic, wire) = (nic(taps, ALL), Wire { taps: Vec::new(), socket });
+    let pool = Pool::default();
+    let [thread, _] = threads(&pool);
+    // The checksum is to be put where the frame is not, which the kernel refuses.
+    let refused = [1, 0, 0, 0, 0, 0, 0xd0, 7, 16, 0, 0, 0];
+    for packed in [false, true] {
+        let mut port = Port::with_size(256, packed);
+        let mut expected = Vec::new();
+        // Short ones are copied, and the longest of these has 256 bytes.
+        for (slot, length) in [60, 10, 255, 256, 257, 1514, 100, 9014, 14].into_iter().enumerate() {
+            let header = if length == 100 { refused } else { [0; HEADER] };
+            let sent = if length < 14 { vec![1; length] } else { frame(slot as u8, length) };
+            port.send(slot as u64, header, &sent);
+            if ![10, 100].contains(&length) {
+                expected.push(sent);
+            }
+        }
+        // More than there is room for in one batch.
+        for number in 0..80 {
+            port.send(9 + u64::from(number) % 40, [0; HEADER], &frame(number % 40, 300));
+            expected.push(frame(number % 40, 300));
+        }
+        let setup = port.setup(&nic, 1);
+        let stats = Arc::clone(&setup.stats);
+        let key = pool.start_nic(setup, thread).unwrap();
+        for sent in expected {
+            assert!(wire.receive() == sent, "not the frame of {} bytes", sent.len());
+        }
+        (0..89).for_each(|_| assert_eq!(port.take().1, 0));
+        let seen = stats.snapshot();
+        assert_eq!((seen.operations.writes, seen.errors), (89, 2));
+        let drops = stats.drops();
+        assert_eq!((drops.malformed, drops.link), (1, 1));
+        pool.stop(key).unwrap();
+    }
+}
+
 /// Numbered frames that go out and are sent back from outside, while both queues go from thread to thread: each comes once, in
 /// order, as it was sent. `RTVIRTIO_TEST_FRAMES=10000000` of them, with a move each 20 ms.
 #[test]

@@ -1,4 +1,4 @@
-//! Frames to a TAP of the host and from it, each by a system call.
+//! Frames to a TAP of the host, those of a turn by one system call, and from it, each by one.
 
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
@@ -76,7 +76,8 @@ impl TapTransmit {
         let fits = (HEADER_BYTES..=MAX_FRAME_BYTES).contains(&length);
         match Header(header).from_driver(negotiated) {
             Ok(header) if has_header && fits && chain.readable.len() <= MAX_PARTS => {
-                self.batch.add(chain.id, &header, &chain.readable, length);
+                // SAFETY: guest memory, which the ring's memory keeps mapped.
+                unsafe { self.batch.add(chain.id, &header, &chain.readable, length) };
                 length
             }
             _ => {
