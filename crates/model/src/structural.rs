@@ -196,7 +196,7 @@ impl<'a> Structural<'a> {
             flood = 0.0;
         }
         let mut wait = 0.0;
-        // Without a fit nothing is known of it: as if nobody held the queue back.
+        // Without a fit, iocost is taken not to hold the queue back.
         if is_flooded
             && let Scheduler::IoCost(setting) = load.scheduler
             && let Some(fit) = self.fit.iocost(setting, utilisation)

@@ -16,7 +16,7 @@ const WARMING: u8 = 0;
 const COUNTING: u8 = 1;
 const OVER: u8 = 2;
 
-/// Where a measurement is.
+/// The phase of a measurement.
 #[derive(Debug)]
 pub struct Phase(AtomicU8);
 
@@ -152,7 +152,7 @@ impl Drop for Watch {
 pub struct Count(pub AtomicU64);
 
 impl Count {
-    /// So many of them.
+    /// `number` counters, all 0.
     #[must_use]
     pub fn some(number: usize) -> Vec<Self> {
         (0..number).map(|_| Self::default()).collect()

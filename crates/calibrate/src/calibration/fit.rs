@@ -133,7 +133,7 @@ fn structural(runs: &[ProbeRun], capacity: &Capacity) -> StructuralFit {
 }
 
 /// What runs under iocost had on top of the base response, and what they left the writer, for each number of VMs that came to
-/// their rates, as fewer did: what starves one VM starves one of many while the others are idle.
+/// their rates, as fewer did: a setting that starves a lone VM also starves one of many when the others are idle.
 fn iocost(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Vec<IoCostFit> {
     let mut of: BTreeMap<(IoCost, u8), Vec<&ProbeRun>> = BTreeMap::new();
     for run in runs {
@@ -166,7 +166,7 @@ fn iocost(runs: &[ProbeRun], fit: &StructuralFit, capacity: &Capacity) -> Vec<Io
             utilisation = utilisation.max(used).min(1.0);
         }
         left.sort_by(f64::total_cmp);
-        // Tails vary by how much was let through at once: the longest one counts, and a large request that takes as long as any.
+        // Tails vary by how much was let through at once: the longest one counts, and it is no shorter than a large request.
         let wait = waits.into_iter().max()?.max(capacity.response_128k.p999);
         Some(IoCostFit { setting, utilisation, wait, left: left[left.len() / 2] })
     })
