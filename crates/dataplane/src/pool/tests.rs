@@ -35,6 +35,7 @@ mod slots;
 mod stream;
 mod switch;
 mod tricky;
+mod turns;
 mod waits;
 
 /// A block of the tests' requests.

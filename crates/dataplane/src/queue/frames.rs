@@ -49,7 +49,7 @@ pub(super) struct Frames {
 }
 
 enum Direction {
-    TapTransmit(TapTransmit),
+    TapTransmit(Box<TapTransmit>),
     TapReceive(Box<TapReceive>),
     SocketTransmit(SocketTransmit),
     SocketReceive(SocketReceive),
@@ -69,7 +69,7 @@ impl Frames {
                 let tap = Arc::clone(taps.get(usize::from(pair))?);
                 match is_receive {
                     true => Direction::TapReceive(Box::new(TapReceive::new(nic, tap))),
-                    false => Direction::TapTransmit(TapTransmit::new(nic, tap)),
+                    false => Direction::TapTransmit(Box::new(TapTransmit::new(nic, tap))),
                 }
             }
             Link::Socket(_) if pair > 0 => return None,
@@ -342,7 +342,7 @@ impl Gate<'_> {
 fn take(ring: &mut Ring, chain: &mut Chain, share: &mut TurnBudget) -> Result<bool, RingError> {
     let is_taken = ring.next(chain)?;
     if is_taken {
-        share.ns -= cost::pieces_ns(chain.readable.len() + chain.writable.len());
+        share.ns -= cost::pieces_ns(chain.pieces());
     }
     Ok(is_taken)
 }

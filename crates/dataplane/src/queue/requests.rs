@@ -90,6 +90,7 @@ impl Queue {
                     return Pass::Empty;
                 }
             };
+            share.ns -= cost::REQUEST_NS + cost::pieces_ns(self.source.pieces());
             let Work::Requests(device) = &self.work else { return Pass::Empty };
             let limits = limits.get_or_insert_with(|| Limits {
                 geometry: device.engine().geometry(),
@@ -104,10 +105,8 @@ impl Queue {
                 return Pass::Empty;
             };
             share.requests -= 1;
-            share.ns -= cost::REQUEST_NS;
             self.in_flight += 1;
             self.stats.start(1);
-            share.ns -= cost::pieces_ns(slot.segments.len());
             slot.status = parsed.status;
             slot.written = parsed.written;
             slot.ioprio = parsed.ioprio;

@@ -137,6 +137,14 @@ impl Source {
         }
     }
 
+    /// Pieces of memory of the request that was taken last.
+    pub(super) fn pieces(&self) -> usize {
+        match self {
+            Self::Ring { chain, .. } => chain.pieces(),
+            Self::Slots(_) => 1,
+        }
+    }
+
     /// What the request that was taken last asks for. `None`: its driver cannot be told anything.
     pub(super) fn parse(&mut self, limits: &Limits, data: &mut Vec<Segment>) -> Option<Parsed> {
         match self {

@@ -36,6 +36,14 @@ pub struct Chain {
     pub writable: Vec<Segment>,
 }
 
+impl Chain {
+    /// How many pieces of memory it has, which is what following it takes time for.
+    #[must_use]
+    pub fn pieces(&self) -> usize {
+        self.readable.len() + self.writable.len()
+    }
+}
+
 /// A request of one descriptor, whose buffer lies in one piece.
 #[derive(Debug, Clone, Copy)]
 pub struct Single {
