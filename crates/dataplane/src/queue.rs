@@ -79,6 +79,9 @@ pub struct Queue {
     unpublished: bool,
     /// The driver is called in any case.
     call_due: bool,
+    /// When the driver of a device that transmits is to be asked whether it wants to be called for frames that it has back, if it
+    /// is to be, ns of [`now`].
+    call_at: Option<u64>,
     /// The front end is to be told that the ring is broken.
     error_due: bool,
     /// What has finished since the ring was last published: one look at the clock does for all.
@@ -93,6 +96,13 @@ pub struct Queue {
     /// Its disk's place in that.
     member: Option<Arc<Member>>,
 }
+
+/// How long a driver is not asked whether it wants to be called for frames that it has back, ns. A driver that sends is in no hurry for
+/// them: Linux's TCP lets 1 ms of data wait for that (`tcp_small_queue_check` in net/ipv4/tcp_output.c). One that is called for
+/// what it receives looks for them too, as Linux's does, and then need not be called.
+const CALL_AFTER_NS: u64 = 500_000;
+/// Unless these are so many descriptors, or an eighth of the ring.
+const CALL_DESCRIPTORS: u16 = 32;
 
 /// What its chains are.
 enum Work {
@@ -290,6 +300,7 @@ impl Queue {
             waiting: Vec::new(),
             unpublished: false,
             call_due: false,
+            call_at: None,
             error_due: false,
             finished: Vec::with_capacity(usize::from(size)),
             finished_bytes: 0,
@@ -316,12 +327,14 @@ impl Queue {
         }
     }
 
-    /// When a limit on its rate lets the next frame pass, if none may pass now, ns of [`now`].
+    /// When it is to be looked at though nothing happens: when a limit on its rate lets the next frame pass, if none may pass
+    /// now, or when its driver may have to be called; ns of [`now`].
     pub(crate) fn held_until(&self) -> Option<u64> {
-        match &self.work {
+        let frames = match &self.work {
             Work::Frames(frames) if self.is_served() => frames.held_until(),
             _ => None,
-        }
+        };
+        [frames, self.call_at].into_iter().flatten().min()
     }
 
     /// What of its IOThread's time is promised to it.
@@ -340,11 +353,44 @@ impl Queue {
         }
     }
 
-    /// The next frame may pass.
-    pub(crate) fn release(&mut self) {
-        if let Work::Frames(frames) = &mut self.work {
-            frames.release();
+    /// It is looked at though nothing has happened, at `time`, ns of [`now`]: its driver may have to be called. Whether the next
+    /// frame may pass.
+    pub(crate) fn release(&mut self, time: u64) -> bool {
+        let has_come = |at: Option<u64>| at.is_some_and(|at| at <= time);
+        self.unpublished |= has_come(self.call_at);
+        match &mut self.work {
+            Work::Frames(frames) if has_come(frames.held_until()) => {
+                frames.release();
+                true
+            }
+            _ => false,
         }
+    }
+
+    /// It leaves its IOThread: whatever its driver may have to be told is told now.
+    pub(crate) fn call_now(&mut self) {
+        if self.call_at.is_some() {
+            (self.call_at, self.unpublished) = (Some(0), true);
+        }
+    }
+
+    /// Shows the driver frames that it has sent, which it need not be called for at once. Whether it is to be asked now if it wants
+    /// to be.
+    fn is_to_be_asked(&mut self) -> bool {
+        let (Work::Frames(frames), Source::Ring { ring, .. }) = (&self.work, &mut self.source)
+        else {
+            return true;
+        };
+        if !frames.is_transmit() || self.call_due || self.error_due {
+            return true;
+        }
+        ring.flush();
+        let many = CALL_DESCRIPTORS.min(ring.config().size / 8);
+        if ring.shown() >= many {
+            return true;
+        }
+        let now = now();
+        *self.call_at.get_or_insert(now + CALL_AFTER_NS) <= now
     }
 
     /// The link has something, or has failed.
@@ -646,6 +692,10 @@ impl Queue {
             return None;
         }
         let at = self.count();
+        if !self.is_to_be_asked() {
+            return at;
+        }
+        self.call_at = None;
         let (call, woken) = self.source.publish();
         if woken {
             self.stats.call();

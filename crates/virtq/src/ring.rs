@@ -374,6 +374,13 @@ impl Ring {
         either!(&mut self.layout, ring => ring.flush(&self.memory));
     }
 
+    /// Descriptors that the driver has been shown since [`Ring::publish`] last looked whether it wants to be called, or chains of
+    /// a split ring.
+    #[must_use]
+    pub fn shown(&self) -> u16 {
+        either!(&self.layout, ring => ring.shown())
+    }
+
     /// Shows the driver what has finished. Whether it wants to be called.
     ///
     /// With an in-flight region the first call says so even if nothing has finished: an earlier

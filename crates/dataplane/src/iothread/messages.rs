@@ -179,7 +179,7 @@ impl IoThread {
     fn adopt(&mut self, mut queue: Box<Queue>) {
         let key = queue.key.table();
         // Its first turn looks at the limit again.
-        queue.release();
+        queue.release(u64::MAX);
         if let Some(forward) = self.forwards.remove(&key) {
             queue.started_here = forward.outstanding;
         }
@@ -223,6 +223,8 @@ impl IoThread {
 
     /// The queue is no longer this thread's.
     pub(super) fn detach_queue(&mut self, key: TableKey) -> Option<Box<Queue>> {
+        get_mut(&mut self.served, key)?.queue.call_now();
+        self.show(key);
         let entry = get(&self.served, key)?;
         let (kick, link) = (entry.listening, entry.listening_to_link);
         let stay = entry.stay;

@@ -99,28 +99,37 @@ impl IoThread {
             self.with_queue(key, |queue, turn| queue.serve(turn, &mut share, time, begun));
         }
         self.listen_to_link(key);
+        self.hold(key);
+        (share, most - share.requests)
+    }
+
+    /// A queue is looked at when its time comes, if it waits for one.
+    fn hold(&mut self, key: TableKey) {
         if get(&self.served, key).is_some_and(|entry| entry.queue.held_until().is_some())
             && !self.held.contains(&key)
         {
             self.held.push(key);
         }
-        (share, most - share.requests)
     }
 
-    /// Queues whose next frame may pass by now are looked at again; those that have left are nobody's.
+    /// Queues whose time has come are looked at again; those that wait for none, or have left, are held no longer.
     pub(super) fn release(&mut self, time: u64) {
         let mut at = 0;
         while let Some(&key) = self.held.get(at) {
             let until = get(&self.served, key).and_then(|entry| entry.queue.held_until());
-            if until.is_some_and(|until| until > time) {
-                at += 1;
+            let Some(until) = until else {
+                self.held.swap_remove(at);
                 continue;
+            };
+            if until <= time
+                && let Some(entry) = get_mut(&mut self.served, key)
+            {
+                if entry.queue.release(time) {
+                    self.wake(key);
+                }
+                self.show(key);
             }
-            self.held.swap_remove(at);
-            if let Some(entry) = get_mut(&mut self.served, key) {
-                entry.queue.release();
-                self.wake(key);
-            }
+            at += 1;
         }
     }
 
@@ -158,9 +167,11 @@ impl IoThread {
     pub(super) fn show(&mut self, key: TableKey) {
         if let Some(entry) = get_mut(&mut self.served, key)
             && entry.queue.is_unpublished()
-            && let Some(at) = entry.queue.publish(&self.stats)
         {
-            self.after_show(key, at);
+            if let Some(at) = entry.queue.publish(&self.stats) {
+                self.after_show(key, at);
+            }
+            self.hold(key);
         }
     }
 

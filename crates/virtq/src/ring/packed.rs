@@ -400,6 +400,10 @@ impl Packed {
         self.shown = (self.shown + std::mem::take(&mut self.batch)).min(self.size);
     }
 
+    pub(super) const fn shown(&self) -> u16 {
+        self.shown
+    }
+
     #[inline]
     pub(super) fn publish(&mut self, memory: &Memory) -> bool {
         self.flush(memory);

@@ -347,6 +347,10 @@ impl Split {
         self.published = self.next_used;
     }
 
+    pub(super) const fn shown(&self) -> u16 {
+        self.published.wrapping_sub(self.called)
+    }
+
     #[inline]
     pub(super) fn publish(&mut self, memory: &Memory) -> bool {
         self.flush(memory);
