@@ -20,7 +20,7 @@ use crate::{Outcome, input};
 /// Arguments of `calibrate`.
 #[derive(clap::Args)]
 #[command(
-    after_help = "Takes about 3 minutes, 5 with --in, 6 where the host has iocost: probes go on until there are enough runs for the bounds \
+    after_help = "Takes about 3 minutes, 5 with --in or where the host has iocost: probes go on until there are enough runs for the bounds \
     of a plan, or the limit is reached; what is missing then is said. A busy machine makes bounds wider. An \
     interrupted calibration of a DEVICE goes on where it was when it is started again with the same -o.\n\
     --in measures the disk that LOCATION lies on beside those who use it: for a directory, or a file, which is not \
