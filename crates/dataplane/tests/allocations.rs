@@ -144,7 +144,7 @@ fn allocations(engine: Arc<dyn Engine>, packed: bool, fixed: bool) -> u64 {
         schedule: None,
     });
     let guest = Guest::new(4 << 20);
-    let options = Options { size: 128, packed, event_idx: true, indirect: true };
+    let options = Options { size: 128, packed, event_idx: true, indirect: true, in_order: false };
     let driver = Driver::new(Arc::clone(&guest), RING, options);
     let ring = Ring::new(driver.config(), guest.memory(), None).unwrap();
     let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();

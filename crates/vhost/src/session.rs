@@ -591,6 +591,7 @@ impl<H: QueueHost> Session<H> {
             packed: self.packed(),
             event_idx: self.features & features::RING_EVENT_IDX != 0,
             indirect: self.features & features::RING_INDIRECT_DESC != 0,
+            in_order: self.features & features::IN_ORDER != 0,
             descriptors: address.descriptors,
             driver: address.available,
             device: address.used,

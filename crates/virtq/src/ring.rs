@@ -61,6 +61,8 @@ pub struct RingConfig {
     pub event_idx: bool,
     /// VIRTIO_F_INDIRECT_DESC.
     pub indirect: bool,
+    /// VIRTIO_F_IN_ORDER: requests finish in the order in which they were made available.
+    pub in_order: bool,
     /// Descriptor table (packed: descriptor ring), a front end's virtual address.
     pub descriptors: u64,
     /// Available ring (packed: driver event suppression).

@@ -138,7 +138,7 @@ impl Guarded {
         let guest = Guest::new(4 << 20);
         let size = (shape.depth as u16 * 4).next_power_of_two();
         let Shape { packed, indirect, .. } = shape;
-        let options = Options { size, packed, event_idx: true, indirect };
+        let options = Options { size, packed, event_idx: true, indirect, in_order: false };
         let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         assert!(Driver::bytes(size) < BUFFERS - GUEST);
         Self {

@@ -2,7 +2,7 @@
 //!
 //! It is simple rather than fast, and panics where a guest would be at fault.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
@@ -131,6 +131,8 @@ pub struct Options {
     pub event_idx: bool,
     /// VIRTIO_F_INDIRECT_DESC.
     pub indirect: bool,
+    /// VIRTIO_F_IN_ORDER.
+    pub in_order: bool,
 }
 
 /// A piece of a request.
@@ -157,6 +159,10 @@ pub struct Driver {
     free: Vec<u16>,
     /// Requests by ID: their descriptors.
     outstanding: BTreeMap<u16, Vec<u16>>,
+    /// Their IDs in the order in which they were added.
+    order: VecDeque<u16>,
+    /// In order: the ID of the last request of those that the last used descriptor stands for, unless that was taken.
+    until: Option<(u16, u32)>,
     /// Split: the available index, with what is not published.
     available: Position,
     published: Position,
@@ -190,7 +196,7 @@ impl Driver {
         let device = (driver + 6 + 2 * size).next_multiple_of(64);
         let tables = (device + 6 + 8 * size).next_multiple_of(64);
         guest.write(descriptors, &vec![0; (tables - descriptors) as usize]);
-        let start = Position { index: 0, wrap: true };
+        let start = Position::new(0, true);
         Self {
             guest,
             options,
@@ -200,6 +206,8 @@ impl Driver {
             tables,
             free: (0..options.size).rev().collect(),
             outstanding: BTreeMap::new(),
+            order: VecDeque::new(),
+            until: None,
             available: start,
             published: start,
             added: 0,
@@ -214,7 +222,7 @@ impl Driver {
     pub fn starting_at(mut self, index: u16) -> Self {
         assert!(!self.options.packed);
         for position in [&mut self.available, &mut self.published, &mut self.used] {
-            position.index = index;
+            *position = Position::new(index, true);
         }
         self.guest.u16(self.driver + 2).store(index, Ordering::Relaxed);
         self.guest.u16(self.device + 2).store(index, Ordering::Relaxed);
@@ -224,18 +232,19 @@ impl Driver {
     /// What the device is told about the ring, with the base of one that has just begun.
     #[must_use]
     pub fn config(&self) -> RingConfig {
-        let Options { size, packed, event_idx, indirect } = self.options;
+        let Options { size, packed, event_idx, indirect, in_order } = self.options;
         let place = |address| address - GUEST + FRONT_END;
         let base = if packed {
             u32::from(self.used.bits()) * 0x1_0001
         } else {
-            u32::from(self.used.index)
+            u32::from(self.used.index())
         };
         RingConfig {
             size,
             packed,
             event_idx,
             indirect,
+            in_order,
             descriptors: place(self.descriptors),
             driver: place(self.driver),
             device: place(self.device),
@@ -276,7 +285,13 @@ impl Driver {
             .collect();
         let id = *self.free.last()?;
         let entries = if indirect { vec![self.table(id, &entries)] } else { entries };
-        if self.options.packed { self.add_packed(&entries) } else { self.add_split(&entries) }
+        let id = if self.options.packed {
+            self.add_packed(&entries)
+        } else {
+            self.add_split(&entries)
+        };
+        self.order.extend(id);
+        id
     }
 
     /// Writes a request's indirect table; the descriptor of it.
@@ -305,9 +320,9 @@ impl Driver {
             self.set_descriptor(taken[index], address, length, flags, next.unwrap_or(0));
         }
         let head = taken[0];
-        let slot = u64::from(self.available.index % self.options.size);
+        let slot = u64::from(self.available.index() % self.options.size);
         self.guest.u16(self.driver + 4 + 2 * slot).store(head, Ordering::Relaxed);
-        self.available.index = self.available.index.wrapping_add(1);
+        self.available = Position::new(self.available.index().wrapping_add(1), true);
         self.added += 1;
         self.outstanding.insert(head, taken);
         Some(head)
@@ -324,7 +339,7 @@ impl Driver {
     fn add_packed(&mut self, entries: &[(u64, u32, u16)]) -> Option<u16> {
         let id = self.free.pop()?;
         for (index, &(address, length, flags)) in entries.iter().enumerate() {
-            let at = self.descriptors + 16 * u64::from(self.available.index);
+            let at = self.descriptors + 16 * u64::from(self.available.index());
             let more = if index + 1 < entries.len() { NEXT } else { 0 };
             let flags = flags | more | self.available.available_flags();
             self.guest.u64(at).store(address, Ordering::Relaxed);
@@ -350,15 +365,15 @@ impl Driver {
             return false;
         }
         if let Some((position, flags)) = self.first.take() {
-            let at = self.descriptors + 16 * u64::from(position.index) + 14;
+            let at = self.descriptors + 16 * u64::from(position.index()) + 14;
             self.guest.u16(at).store(flags, Ordering::Release);
         } else {
-            self.guest.u16(self.driver + 2).store(self.available.index, Ordering::Release);
+            self.guest.u16(self.driver + 2).store(self.available.index(), Ordering::Release);
         }
         self.published = self.available;
         // Store what is available, fence, load what the device wants: see the ring's other half.
         fence(Ordering::SeqCst);
-        let new = self.published.index;
+        let new = self.published.index();
         if self.options.packed {
             let event = self.guest.u32(self.device).load(Ordering::Relaxed);
             let wanted = Position::from_bits(event as u16);
@@ -366,8 +381,8 @@ impl Driver {
                 0 => true,
                 2 => {
                     let lap =
-                        if wanted.wrap == self.published.wrap { 0 } else { self.options.size };
-                    need_event(wanted.index.wrapping_sub(lap), new, new.wrapping_sub(added))
+                        if wanted.wrap() == self.published.wrap() { 0 } else { self.options.size };
+                    need_event(wanted.index().wrapping_sub(lap), new, new.wrapping_sub(added))
                 }
                 _ => false,
             }
@@ -382,17 +397,17 @@ impl Driver {
 
     fn next_used(&self) -> Option<(u16, u32)> {
         if self.options.packed {
-            let at = self.descriptors + 16 * u64::from(self.used.index);
+            let at = self.descriptors + 16 * u64::from(self.used.index());
             let word = self.guest.u64(at + 8).load(Ordering::Acquire);
             let flags = (word >> 48) as u16 & (1 << 7 | 1 << 15);
-            let used = if self.used.wrap { 1 << 7 | 1 << 15 } else { 0 };
+            let used = if self.used.wrap() { 1 << 7 | 1 << 15 } else { 0 };
             (flags == used).then_some(((word >> 32) as u16, word as u32))
         } else {
             let index = self.guest.u16(self.device + 2).load(Ordering::Acquire);
-            if index == self.used.index {
+            if index == self.used.index() {
                 return None;
             }
-            let at = self.device + 4 + 8 * u64::from(self.used.index % self.options.size);
+            let at = self.device + 4 + 8 * u64::from(self.used.index() % self.options.size);
             let id = self.guest.u32(at).load(Ordering::Relaxed);
             Some((id as u16, self.guest.u32(at + 4).load(Ordering::Relaxed)))
         }
@@ -403,7 +418,7 @@ impl Driver {
     /// # Panics
     /// It had not been asked for.
     pub fn take(&mut self) -> Option<(u16, u32)> {
-        let (id, written) = self.next_used()?;
+        let (id, written) = if self.options.in_order { self.take_next() } else { self.next_used() }?;
         let taken = self.outstanding.remove(&id);
         let taken = taken.unwrap_or_else(|| panic!("{id} comes back, and was not away"));
         if self.options.packed {
@@ -412,10 +427,19 @@ impl Driver {
             self.room += count;
             self.free.push(id);
         } else {
-            self.used.index = self.used.index.wrapping_add(1);
+            self.used = Position::new(self.used.index().wrapping_add(1), true);
             self.free.extend(taken);
         }
         Some((id, written))
+    }
+
+    /// In order: the oldest request, if a used descriptor stands for it.
+    fn take_next(&mut self) -> Option<(u16, u32)> {
+        let (last, written) = self.until.or_else(|| self.next_used())?;
+        let id = self.order.pop_front().expect("a used descriptor, and nothing is away");
+        self.until = (id != last).then_some((last, written));
+        // What the others had written is not said.
+        Some((id, if id == last { written } else { 0 }))
     }
 
     /// Asks to be called; whether something has finished in the meantime.
@@ -426,12 +450,12 @@ impl Driver {
             self.guest.u32(self.driver).store(event, Ordering::Relaxed);
         } else if self.options.event_idx {
             let at = self.driver + 4 + 2 * u64::from(self.options.size);
-            self.guest.u16(at).store(self.used.index, Ordering::Relaxed);
+            self.guest.u16(at).store(self.used.index(), Ordering::Relaxed);
         } else {
             self.guest.u16(self.driver).store(0, Ordering::Relaxed);
         }
         fence(Ordering::SeqCst);
-        self.next_used().is_some()
+        self.until.is_some() || self.next_used().is_some()
     }
 
     /// Asks not to be called.

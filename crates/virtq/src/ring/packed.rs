@@ -28,6 +28,7 @@ pub(super) struct Packed {
     size: u16,
     event_idx: bool,
     indirect: bool,
+    in_order: bool,
     /// The next descriptor to take.
     available: Position,
     /// Where the next request is used.
@@ -37,12 +38,13 @@ pub(super) struct Packed {
     /// These requests. They are written to the ring together, so that a driver that looks at it meanwhile does not take
     /// its cache lines away each time.
     finished: Vec<Finished>,
-    /// Their descriptors.
-    batch: u16,
+    /// Their descriptors. Of a width of its own, as the next two are: beside `size` a compiler loads both as one word, which
+    /// waits for the store before it ([`Position`]).
+    batch: u32,
     /// Descriptors that were shown since it was last looked whether the driver wants to be called; at most the ring's size.
-    shown: u16,
+    shown: u32,
     /// Descriptors taken and not yet used.
-    taken: u16,
+    taken: u32,
     /// By buffer ID: the descriptors of the request that is in flight under it, or 0.
     busy: Vec<u16>,
     /// Requests that an earlier server had begun, the next one last.
@@ -83,14 +85,14 @@ impl Packed {
         // A server drains its ring before it gives the base away, so that both halves are the
         // same; and some front ends know the first only.
         let mut available = Position::from_bits(config.base as u16);
-        if available.index >= size {
+        if available.index() >= size {
             return Err(RingError::Base);
         }
         // Some say 0 for a ring that has just begun, as if it were split (User Mode Linux). Where a
         // ring is at 0 in its second lap, the first has left marks.
         let first = descriptors.load_u16(14, Ordering::Acquire);
         if config.base == 0 && first & (AVAILABLE | USED) == 0 {
-            available.wrap = true;
+            available = Position::new(0, true);
         }
         let mut used = available;
         let mut taken = 0;
@@ -127,8 +129,9 @@ impl Packed {
                     flags(&descriptors, position)
                 })?;
                 used = inflight.used();
-                taken = found.iter().map(|request| request.len() as u16).sum();
-                available = used.after(taken, size);
+                let descriptors = found.iter().map(|request| request.len() as u16).sum();
+                available = used.after(descriptors, size);
+                taken = descriptors.into();
                 resubmit = found;
                 resubmit.reverse();
                 Some(inflight)
@@ -154,6 +157,7 @@ impl Packed {
             size,
             event_idx: config.event_idx,
             indirect: config.indirect,
+            in_order: config.in_order,
             available,
             used,
             first: used,
@@ -208,7 +212,7 @@ impl Packed {
             let address = self.descriptors.load_u64(position.offset(), Ordering::Relaxed);
             let descriptor = Descriptor::new(address, word);
             // What is in flight, or finished and not published, has not been given back.
-            if self.taken + self.batch + count == self.size {
+            if self.taken + self.batch + u32::from(count) == u32::from(self.size) {
                 return Err(RingError::Overrun);
             }
             if let Some(inflight) = &mut self.inflight {
@@ -226,7 +230,7 @@ impl Packed {
             inflight.begin(id);
         }
         self.available = self.available.after(count, self.size);
-        self.taken += count;
+        self.taken += u32::from(count);
         chain.id = id;
         Ok(true)
     }
@@ -242,9 +246,9 @@ impl Packed {
         if !self.resubmit.is_empty() || self.inflight.is_some() {
             return 0;
         }
-        let room = self.size.saturating_sub(self.taken + self.batch);
+        let room = u32::from(self.size).saturating_sub(self.taken + self.batch) as usize;
         let mut taken = 0;
-        for single in singles.iter_mut().take(room.into()) {
+        for single in singles.iter_mut().take(room) {
             // Acquire: the rest of the descriptor and its data are visible with its flags, which the driver writes last.
             let offset = self.available.offset();
             let word = self.descriptors.load_u64(offset + 8, Ordering::Acquire);
@@ -263,7 +267,7 @@ impl Packed {
             self.available = self.available.after(1, self.size);
             taken += 1;
         }
-        self.taken += taken as u16;
+        self.taken += taken as u32;
         taken
     }
 
@@ -281,7 +285,7 @@ impl Packed {
             _ => return false,
         };
         self.available = self.available.before(count, self.size);
-        self.taken -= count;
+        self.taken -= u32::from(count);
         true
     }
 
@@ -359,8 +363,8 @@ impl Packed {
             inflight.finish(id);
         }
         self.used = self.used.after(count, self.size);
-        self.batch += count;
-        self.taken -= count;
+        self.batch += u32::from(count);
+        self.taken -= u32::from(count);
         true
     }
 
@@ -376,19 +380,26 @@ impl Packed {
     /// Shows the driver what has finished.
     #[inline]
     pub(super) fn flush(&mut self, memory: &Memory) {
-        let Some(&Finished { id, written, count }) = self.finished.first() else { return };
-        let mut at = self.first.after(count, self.size);
-        for &Finished { id, written, count } in &self.finished[1..] {
-            // Not seen before the first one is.
-            self.store(memory, at, used_word(at, id, written), Ordering::Relaxed);
-            at = at.after(count, self.size);
+        let Some((&first, rest)) = self.finished.split_first() else { return };
+        let mut shown = first;
+        if self.in_order && self.finished.iter().all(|request| request.written == 0) {
+            // One used descriptor, with the last one's ID, stands for all of them (virtio 1.2, section 2.8.9). The driver's cache
+            // lines with the others are left to it.
+            shown = *rest.last().unwrap_or(&first);
+        } else {
+            let mut at = self.first.after(first.count, self.size);
+            for &Finished { id, written, count } in rest {
+                // Not seen before the first one is.
+                self.store(memory, at, used_word(at, id, written), Ordering::Relaxed);
+                at = at.after(count, self.size);
+            }
         }
         self.finished.clear();
         if let Some(inflight) = &mut self.inflight {
             inflight.before_publish(self.used);
         }
         // Release: the batch's other entries and the data read are visible before.
-        let word = used_word(self.first, id, written);
+        let word = used_word(self.first, shown.id, shown.written);
         self.store(memory, self.first, word, Ordering::Release);
         self.first = self.used;
         if let Some(inflight) = &mut self.inflight {
@@ -397,17 +408,17 @@ impl Packed {
         if let Some(position) = &mut self.position {
             position.publish(self.used);
         }
-        self.shown = (self.shown + std::mem::take(&mut self.batch)).min(self.size);
+        self.shown = (self.shown + std::mem::take(&mut self.batch)).min(self.size.into());
     }
 
     pub(super) const fn shown(&self) -> u16 {
-        self.shown
+        self.shown as u16
     }
 
     #[inline]
     pub(super) fn publish(&mut self, memory: &Memory) -> bool {
         self.flush(memory);
-        let shown = std::mem::take(&mut self.shown);
+        let shown = std::mem::take(&mut self.shown) as u16;
         if shown == 0 {
             return false;
         }
@@ -421,12 +432,12 @@ impl Packed {
             EVENT_ENABLE => true,
             EVENT_DESCRIPTOR if self.event_idx => {
                 let event = Position::from_bits(event as u16);
-                let mut index = event.index;
-                if event.wrap != self.used.wrap {
+                let mut index = event.index();
+                if event.wrap() != self.used.wrap() {
                     // In the lap before.
                     index = index.wrapping_sub(self.size);
                 }
-                need_event(index, self.used.index, self.used.index.wrapping_sub(shown))
+                need_event(index, self.used.index(), self.used.index().wrapping_sub(shown))
             }
             _ => false,
         }

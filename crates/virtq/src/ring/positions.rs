@@ -163,7 +163,7 @@ impl QueuePosition {
         }
         let state = load(STATE);
         let (position, length) = (Position::from_bits(state as u16), (state >> 16) as u16);
-        if position.index >= ring.size || length > ring.size {
+        if position.index() >= ring.size || length > ring.size {
             return None;
         }
         let entry = |index: u16| {

@@ -41,7 +41,7 @@ fn host(driver: &Driver, address: u64) -> *mut u8 {
     driver.guest().memory().guest(address, 1).unwrap().base()
 }
 
-const SPLIT: Options = Options { size: 8, packed: false, event_idx: false, indirect: true };
+const SPLIT: Options = Options { size: 8, packed: false, event_idx: false, indirect: true, in_order: false };
 const PACKED: Options = Options { packed: true, ..SPLIT };
 
 /// A device that gathers buffers gives those back that it does not need.
@@ -323,7 +323,7 @@ fn options() -> impl Strategy<Value = Options> {
     let size = prop_oneof![Just(2_u16), Just(4), Just(8), Just(256), Just(1024)];
     (size, 2..=1024_u16, any::<(bool, bool)>()).prop_map(|(split, odd, (packed, event_idx))| {
         let size = if packed { odd } else { split };
-        Options { size, packed, event_idx, indirect: true }
+        Options { size, packed, event_idx, indirect: true, in_order: false }
     })
 }
 

@@ -149,7 +149,7 @@ impl Port {
 
     pub(super) fn with_size(size: u16, packed: bool) -> Self {
         let guest = Guest::new(4 << 20);
-        let options = Options { size, packed, event_idx: true, indirect: true };
+        let options = Options { size, packed, event_idx: true, indirect: true, in_order: packed };
         let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         Self { driver: Driver::new(guest, GUEST, options), kick: event(), call: event() }
     }

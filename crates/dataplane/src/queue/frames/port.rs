@@ -235,15 +235,15 @@ const fn dropped(refused: Refused) -> Dropped {
 /// Reads the virtio header and the beginning of a frame off its chain; `None`: it is no frame.
 #[inline]
 fn read_start(frame: &mut Frame) -> Option<[u8; BYTES]> {
-    let mut header = [0; BYTES];
     if frame.rest.is_empty() {
+        let mut header = [0; BYTES];
         let is_frame = read_header(&mut frame.chain.readable, &mut header) && read_head(frame);
         return is_frame.then_some(header);
     }
     // Nearly all lie so.
     let length = frame.rest.len().checked_sub(BYTES)?.min(MAX_HEAD_BYTES);
     // SAFETY: guest memory, which the ring's memory keeps mapped. It is read once.
-    unsafe { copy(frame.rest.base(), header.as_mut_ptr(), BYTES) };
+    let header = unsafe { frame.rest.base().cast::<[u8; BYTES]>().read_unaligned() };
     frame.rest.advance(BYTES);
     let (from, to) = (frame.rest.base(), frame.head.buffer().as_mut_ptr());
     if length == MAX_HEAD_BYTES {

@@ -342,7 +342,7 @@ impl FrontEnd {
         const INFLIGHT: u64 = 1 << 12;
         let Setup { packed, size, memory, call, inflight } = setup;
         let guest = Guest::new(memory);
-        let options = Options { size, packed, event_idx: false, indirect: true };
+        let options = Options { size, packed, event_idx: false, indirect: true, in_order: false };
         let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         let stream = open(socket, if packed { PACKED } else { 0 }, INFLIGHT, &guest);
         let driver = Driver::new(guest, GUEST, options);

@@ -39,6 +39,7 @@ const UNCHANGED: u64 = 1000;
 const MRG_RXBUF: u64 = 1 << 15;
 const EVENT_IDX: u64 = 1 << 29;
 const PACKED: u64 = 1 << 34;
+const IN_ORDER: u64 = 1 << 35;
 const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
 const ADD_MEM_REG: u32 = 37;
 const REM_MEM_REG: u32 = 38;
@@ -62,7 +63,7 @@ struct Ring {
 
 impl Ring {
     fn new(guest: &Arc<Guest>, index: u64, packed: bool) -> Self {
-        let options = Options { size: SIZE, packed, event_idx: true, indirect: true };
+        let options = Options { size: SIZE, packed, event_idx: true, indirect: true, in_order: packed };
         let driver = Driver::new(Arc::clone(guest), GUEST + index * RING, options);
         let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         let (first, places) = (driver.config(), vec![Place::default(); usize::from(SIZE)]);
@@ -226,7 +227,7 @@ impl Port {
 impl End for Port {
     fn connect(&mut self) {
         assert_eq!((self.plug, self.rest), (Plug::Out, 0), "a kill has cut a frame");
-        let packed = if self.receive.first.packed { PACKED } else { 0 };
+        let packed = if self.receive.first.packed { PACKED | IN_ORDER } else { 0 };
         let features = MRG_RXBUF | EVENT_IDX | packed;
         let stream = front_end::open(&self.socket, features, CONFIGURE_MEM_SLOTS, &self.guest);
         self.receive.publish();

@@ -98,12 +98,11 @@ impl PackedInflight {
     ) -> Result<Vec<Vec<Descriptor>>, RingError> {
         let part = self.queue.part;
         let word = part.load_u64(USED, Acquire).to_le_bytes();
-        let position = |index: usize, wrap: usize| Position {
-            index: u16::from_le_bytes([word[index], word[index + 1]]),
-            wrap: word[wrap] != 0,
+        let position = |index: usize, wrap: usize| {
+            Position::new(u16::from_le_bytes([word[index], word[index + 1]]), word[wrap] != 0)
         };
         let (new, mut old) = (position(0, 4), position(2, 5));
-        if new.index >= size || old.index >= size {
+        if new.index() >= size || old.index() >= size {
             return Err(RingError::InflightIndex);
         }
         // The driver has been shown the batch: its book-keeping is to be finished. Whatever else was under
@@ -193,10 +192,10 @@ impl PackedInflight {
     }
 
     fn store_used(&self, new: Position, old: Position) {
-        let [new_low, new_high] = new.index.to_le_bytes();
-        let [old_low, old_high] = old.index.to_le_bytes();
+        let [new_low, new_high] = new.index().to_le_bytes();
+        let [old_low, old_high] = old.index().to_le_bytes();
         let bytes =
-            [new_low, new_high, old_low, old_high, u8::from(new.wrap), u8::from(old.wrap), 0, 0];
+            [new_low, new_high, old_low, old_high, u8::from(new.wrap()), u8::from(old.wrap()), 0, 0];
         self.queue.part.store_u64(USED, u64::from_le_bytes(bytes), Release);
     }
 

@@ -13,7 +13,7 @@ use super::{NEXT, Part, flags, used_word};
 /// that the driver had written. At the end of an even lap, when the driver has made all of the ring
 /// available again, there is no telling: a new ring looks like that, and begins there.
 fn is_in_use(descriptors: &Part, size: u16) -> bool {
-    (0..size).map(|index| Position { index, wrap: true }).any(|place| {
+    (0..size).map(|index| Position::new(index, true)).any(|place| {
         let flags = flags(descriptors, place);
         let address = descriptors.load_u64(place.offset(), Ordering::Relaxed);
         flags & USED != 0 || flags & AVAILABLE == 0 && address != 0
