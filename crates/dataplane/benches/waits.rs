@@ -125,7 +125,8 @@ fn window(
         schedule: None,
     });
     let guest = Guest::new(1 << 20);
-    let options = Options { size: 64, packed: false, event_idx: true, indirect: true, in_order: false };
+    let options =
+        Options { size: 64, packed: false, event_idx: true, indirect: true, in_order: false };
     let driver = Driver::new(Arc::clone(&guest), RING, options);
     let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");
     let (kick, call) = (event(), event());

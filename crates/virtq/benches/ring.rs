@@ -68,7 +68,8 @@ fn requests(options: Options, indirect: bool, kept: Kept, count: u64) -> Duratio
 }
 
 fn bench(criterion: &mut Criterion) {
-    let split = Options { size: 256, packed: false, event_idx: true, indirect: true, in_order: false };
+    let split =
+        Options { size: 256, packed: false, event_idx: true, indirect: true, in_order: false };
     let packed = Options { packed: true, ..split };
     let cases = [
         ("split", split, false, Kept::Nothing),

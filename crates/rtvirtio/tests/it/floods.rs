@@ -120,7 +120,13 @@ impl Ring {
     /// Has a ring served, with as many entries and bytes as [`RING`] has room for.
     pub(crate) fn start(stream: &UnixStream, guest: &Arc<Guest>, index: u64) -> Self {
         let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-        let options = Options { size: SIZE, packed: false, event_idx: true, indirect: false, in_order: false };
+        let options = Options {
+            size: SIZE,
+            packed: false,
+            event_idx: true,
+            indirect: false,
+            in_order: false,
+        };
         let driver = Driver::new(Arc::clone(guest), GUEST + index * RING, options);
         let places = vec![0; usize::from(SIZE)];
         let ring = Self { driver, kick: event(), call: event(), places };

@@ -285,11 +285,8 @@ impl Driver {
             .collect();
         let id = *self.free.last()?;
         let entries = if indirect { vec![self.table(id, &entries)] } else { entries };
-        let id = if self.options.packed {
-            self.add_packed(&entries)
-        } else {
-            self.add_split(&entries)
-        };
+        let id =
+            if self.options.packed { self.add_packed(&entries) } else { self.add_split(&entries) };
         self.order.extend(id);
         id
     }
@@ -418,7 +415,8 @@ impl Driver {
     /// # Panics
     /// It had not been asked for.
     pub fn take(&mut self) -> Option<(u16, u32)> {
-        let (id, written) = if self.options.in_order { self.take_next() } else { self.next_used() }?;
+        let (id, written) =
+            if self.options.in_order { self.take_next() } else { self.next_used() }?;
         let taken = self.outstanding.remove(&id);
         let taken = taken.unwrap_or_else(|| panic!("{id} comes back, and was not away"));
         if self.options.packed {

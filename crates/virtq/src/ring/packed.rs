@@ -12,7 +12,7 @@ use super::{BUFFERS_AHEAD, Chain, Kept, Part, RingConfig, RingError, Single, nee
 
 mod recovery;
 
-use recovery::go_on;
+use recovery::{crosses_into_odd_lap, go_on, mark};
 
 // Event suppression structure: the descriptor's offset and wrap counter, then the flags.
 const EVENT: usize = 4;
@@ -381,9 +381,16 @@ impl Packed {
     #[inline]
     pub(super) fn flush(&mut self, memory: &Memory) {
         let Some((&first, rest)) = self.finished.split_first() else { return };
+        if self.position.is_some() && crosses_into_odd_lap(self.first, self.used) {
+            mark(&self.descriptors, |segment| {
+                if self.log {
+                    memory.log_write(segment);
+                }
+            });
+        }
         let mut shown = first;
         if self.in_order && self.finished.iter().all(|request| request.written == 0) {
-            // One used descriptor, with the last one's ID, stands for all of them (virtio 1.2, section 2.8.9). The driver's cache
+            // One used descriptor, with the last one's ID, stands for all of them (virtio 1.2, section 2.8.8). The driver's cache
             // lines with the others are left to it.
             shown = *rest.last().unwrap_or(&first);
         } else {

@@ -41,7 +41,8 @@ fn host(driver: &Driver, address: u64) -> *mut u8 {
     driver.guest().memory().guest(address, 1).unwrap().base()
 }
 
-const SPLIT: Options = Options { size: 8, packed: false, event_idx: false, indirect: true, in_order: false };
+const SPLIT: Options =
+    Options { size: 8, packed: false, event_idx: false, indirect: true, in_order: false };
 const PACKED: Options = Options { packed: true, ..SPLIT };
 
 /// A device that gathers buffers gives those back that it does not need.

@@ -45,7 +45,8 @@ struct ByHand {
 
 impl ByHand {
     fn new(nic: &Arc<Nic>, index: u16, size: u16) -> Self {
-        let options = Options { size, packed: false, event_idx: true, indirect: false, in_order: false };
+        let options =
+            Options { size, packed: false, event_idx: true, indirect: false, in_order: false };
         let driver = Driver::new(Guest::new(4 << 20), GUEST, options);
         let memory = driver.guest().memory();
         let ring = Ring::new(driver.config(), Arc::clone(&memory), None).unwrap();
@@ -106,7 +107,8 @@ fn buffers_without_room_for_a_header_end_a_turn() {
 
 #[test]
 fn useless_buffer_is_used_behind_those_before_it() {
-    let options = Options { size: 4, packed: false, event_idx: true, indirect: false, in_order: false };
+    let options =
+        Options { size: 4, packed: false, event_idx: true, indirect: false, in_order: false };
     let mut driver = Driver::new(Guest::new(4 << 20), GUEST, options);
     let memory = driver.guest().memory();
     let mut ring = Ring::new(driver.config(), Arc::clone(&memory), None).unwrap();

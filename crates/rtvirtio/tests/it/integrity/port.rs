@@ -63,7 +63,8 @@ struct Ring {
 
 impl Ring {
     fn new(guest: &Arc<Guest>, index: u64, packed: bool) -> Self {
-        let options = Options { size: SIZE, packed, event_idx: true, indirect: true, in_order: packed };
+        let options =
+            Options { size: SIZE, packed, event_idx: true, indirect: true, in_order: packed };
         let driver = Driver::new(Arc::clone(guest), GUEST + index * RING, options);
         let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         let (first, places) = (driver.config(), vec![Place::default(); usize::from(SIZE)]);

@@ -194,8 +194,16 @@ impl PackedInflight {
     fn store_used(&self, new: Position, old: Position) {
         let [new_low, new_high] = new.index().to_le_bytes();
         let [old_low, old_high] = old.index().to_le_bytes();
-        let bytes =
-            [new_low, new_high, old_low, old_high, u8::from(new.wrap()), u8::from(old.wrap()), 0, 0];
+        let bytes = [
+            new_low,
+            new_high,
+            old_low,
+            old_high,
+            u8::from(new.wrap()),
+            u8::from(old.wrap()),
+            0,
+            0,
+        ];
         self.queue.part.store_u64(USED, u64::from_le_bytes(bytes), Release);
     }
 

@@ -20,6 +20,20 @@ fn is_in_use(descriptors: &Part, size: u16) -> bool {
     })
 }
 
+/// Whether what is used from one place to another goes on behind the ring's first descriptor in an odd lap.
+pub(super) const fn crosses_into_odd_lap(from: Position, to: Position) -> bool {
+    !from.wrap() && to.wrap() && to.index() > 0
+}
+
+/// Marks the first descriptor as used in an odd lap, before the driver is shown what was used up to behind it. It may have no mark
+/// of its own there: it goes on a chain that begins in the lap before, or is shown by another one's ID. The driver passes
+/// over it, and without the mark a ring all of which is available again would look like a new one ([`is_in_use`]).
+pub(super) fn mark(descriptors: &Part, log: impl Fn(Segment)) {
+    let at = Position::new(0, true);
+    descriptors.store_u16(at.offset() + 14, at.used_flags(), Ordering::Release);
+    log(descriptors.segment(at.offset() + 14, 2));
+}
+
 /// Goes on from what an earlier server has left: where, and whether the entry is still right. `None`:
 /// the ring has been set up anew since, or is another.
 pub(super) fn go_on(
@@ -104,6 +118,9 @@ fn resume(
         at = at.after(count, size);
     }
     if flags(descriptors, first) & (AVAILABLE | USED) == first.available_flags() {
+        if crosses_into_odd_lap(first, at) {
+            mark(descriptors, &log);
+        }
         // The first one last, as when a batch is published.
         for (position, word) in words.into_iter().rev() {
             let offset = position.offset() + 8;

@@ -289,6 +289,49 @@ fn kill_of_a_device_that_keeps_its_position_loses_no_request() {
     }
 }
 
+/// What was used last begins in an even lap and ends in an odd one, and behind it all is available: the ring would look new but
+/// for a mark.
+#[test]
+fn ring_that_is_available_up_to_its_end_goes_on_after_a_kill() {
+    // A chain of two, and two requests that a single used descriptor stands for.
+    for (in_order, last) in [(false, &[2][..]), (true, &[2]), (true, &[1, 1])] {
+        let mut driver = driver(Options { size: 4, in_order, ..PACKED });
+        let (positions, config) = (positions(), driver.config());
+        let with = |driver: &Driver| {
+            let position = positions.queue(0, TOLD).unwrap();
+            Ring::with_position(config, driver.guest().memory(), position).unwrap()
+        };
+        let mut ring = with(&driver);
+        let mut chain = Chain::default();
+        for turn in [&[1; 4][..], &[1; 3], last] {
+            for &buffers in turn {
+                driver.add(&request(0, buffers), false).unwrap();
+            }
+            driver.publish();
+            while ring.next(&mut chain).unwrap() {
+                ring.finish(chain.id, 0);
+            }
+            let _ = ring.publish();
+            assert_eq!(std::iter::from_fn(|| driver.take()).count(), turn.len());
+        }
+        // Up to the ring's end.
+        for _ in 0..3 {
+            driver.add(&request(0, 1), false).unwrap();
+        }
+        driver.publish();
+        drop(ring);
+        let mut ring = with(&driver);
+        let mut served = 0;
+        while ring.next(&mut chain).unwrap() {
+            ring.finish(chain.id, 0);
+            served += 1;
+        }
+        let _ = ring.publish();
+        let back = std::iter::from_fn(|| driver.take()).count();
+        assert_eq!((served, back), (3, 3), "in order: {in_order}, {last:?}");
+    }
+}
+
 /// A frame lies in several buffers: one that is cut off would be taken for another's beginning.
 #[test]
 fn kill_shows_all_requests_that_are_one_or_none_of_them() {
