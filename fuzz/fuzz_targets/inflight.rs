@@ -69,7 +69,7 @@ fuzz_target!(|input: Input| {
     };
     let before = others();
     let guest = Guest::new(MEMORY);
-    let options = Options { size, packed, event_idx: true, indirect: true };
+    let options = Options { size, packed, event_idx: true, indirect: true, in_order: false };
     let mut driver = Driver::new(Arc::clone(&guest), GUEST, options);
     let open = |driver: &Driver, base| {
         let config = rtvirtio_virtq::ring::RingConfig { base, ..driver.config() };
