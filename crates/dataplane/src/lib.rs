@@ -4,6 +4,7 @@
 mod call;
 mod clock;
 pub mod control;
+mod copy;
 pub mod device;
 mod drr;
 mod fixed;

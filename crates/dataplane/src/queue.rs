@@ -100,7 +100,7 @@ pub struct Queue {
 /// How long a driver is not asked whether it wants to be called for frames that it has back, ns. A driver that sends is in no hurry for
 /// them: Linux's TCP lets 1 ms of data wait for that (`tcp_small_queue_check` in net/ipv4/tcp_output.c). One that is called for
 /// what it receives looks for them too, as Linux's does, and then need not be called.
-const CALL_AFTER_NS: u64 = 500_000;
+const CALL_AFTER_NS: u64 = 1_000_000;
 /// Unless these are so many descriptors, or an eighth of the ring.
 const CALL_DESCRIPTORS: u16 = 32;
 

@@ -21,6 +21,7 @@ use rustix::net::{
     AddressFamily, RecvFlags, SocketAddrAny, SocketAddrUnix, SocketFlags, SocketType,
 };
 
+use crate::copy::copy;
 use crate::stats::Dropped;
 use crate::tap::{ATTACH_PAUSE, ATTACH_TIME};
 
@@ -196,9 +197,7 @@ impl Socket {
             let at = outgoing.rest.len();
             outgoing.rest.resize(at + part.len(), 0);
             // SAFETY: as above. A guest that changes it meanwhile changes its own frame.
-            unsafe {
-                std::ptr::copy(part.base(), outgoing.rest[at..].as_mut_ptr(), part.len());
-            }
+            unsafe { copy(part.base(), outgoing.rest[at..].as_mut_ptr(), part.len()) };
         }
         Ok(())
     }

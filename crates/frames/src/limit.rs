@@ -46,7 +46,7 @@ impl Limit {
     }
 
     /// A frame of so many bytes has passed at `now`, ns.
-    #[inline]
+    #[inline(never)]
     pub fn pass(&self, now: u64, bytes: usize) {
         let costs = [
             self.rate.frames.map_or(0.0, |rate| 1e9 / rate),

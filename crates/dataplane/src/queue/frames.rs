@@ -19,6 +19,7 @@ use rustix::fd::BorrowedFd;
 
 use super::Pass;
 use crate::clock::now;
+use crate::copy::copy;
 use crate::drr::{TurnBudget, cost};
 use crate::nic::{Link, Nic, Terms};
 use crate::stats::QueueStats;
@@ -307,8 +308,13 @@ struct Gate<'a> {
 
 impl Gate<'_> {
     /// Whether another frame may pass.
+    #[inline]
     fn is_open(&mut self) -> bool {
-        let Some(limit) = self.limit else { return true };
+        self.limit.is_none_or(|limit| self.is_open_for(limit))
+    }
+
+    #[inline(never)]
+    fn is_open_for(&mut self, limit: &Limit) -> bool {
         let ready_at = limit.ready_at();
         // Also of a limit that nothing has passed: its first frames are charged as of now.
         if ready_at >= self.time {
@@ -331,6 +337,7 @@ impl Gate<'_> {
         self.closed = Some(self.time + ns);
     }
 
+    #[inline]
     fn pass(&mut self, bytes: usize) {
         if let Some(limit) = self.limit {
             limit.pass(self.time, bytes);
@@ -367,75 +374,4 @@ fn read_header(segments: &mut Vec<Segment>, header: &mut [u8; BYTES]) -> bool {
     }
     segments.drain(..used);
     read == BYTES
-}
-
-/// Copies bytes of which the driver may change those that are its own at any time.
-///
-/// # Safety
-/// Both places are mapped, and one of them at least is this process's own or another guest's.
-#[inline]
-unsafe fn copy(from: *const u8, to: *mut u8, length: usize) {
-    // Guests overlap with themselves only, and what comes of that is theirs. A call of memmove takes longer than a
-    // short copy, which is read whole before any of it is written, as by memmove.
-    match length {
-        // SAFETY: the caller's promise.
-        8..=16 => unsafe { copy_ends::<8>(from, to, length) },
-        // SAFETY: the caller's promise.
-        17..=32 => unsafe { copy_ends::<16>(from, to, length) },
-        // SAFETY: the caller's promise.
-        33..=64 => unsafe { copy_ends::<32>(from, to, length) },
-        // SAFETY: the caller's promise.
-        _ => unsafe { std::ptr::copy(from, to, length) },
-    }
-}
-
-/// Copies the first and the last `N` of between `N` and 2 `N` bytes.
-///
-/// # Safety
-/// As [`copy`].
-#[inline]
-unsafe fn copy_ends<const N: usize>(from: *const u8, to: *mut u8, length: usize) {
-    let rest = length - N;
-    let from = [from, from.wrapping_add(rest)].map(<*const u8>::cast::<[u8; N]>);
-    let to = [to, to.wrapping_add(rest)].map(<*mut u8>::cast::<[u8; N]>);
-    // SAFETY: the first bytes of what the caller promises.
-    let first = unsafe { from[0].read_unaligned() };
-    // SAFETY: the last bytes of it.
-    let last = unsafe { from[1].read_unaligned() };
-    // SAFETY: the first bytes of where the caller promises that they may go.
-    unsafe { to[0].write_unaligned(first) };
-    // SAFETY: the last bytes of that.
-    unsafe { to[1].write_unaligned(last) };
-}
-
-#[cfg(test)]
-mod tests {
-    use super::copy;
-
-    #[test]
-    fn copies_of_any_length_are_whole_and_touch_nothing_else() {
-        let from: Vec<u8> = (1..=200).collect();
-        for length in 0..=130 {
-            let mut to = [0; 200];
-            // SAFETY: both are longer.
-            unsafe { copy(from.as_ptr(), to[10..].as_mut_ptr(), length) };
-            assert_eq!(to[10..10 + length], from[..length], "{length}");
-            assert!(to[..10].iter().chain(&to[10 + length..]).all(|&byte| byte == 0), "{length}");
-        }
-    }
-
-    #[test]
-    fn copies_within_a_buffer_read_before_they_write() {
-        for length in 0..=130 {
-            for moved in 1..=40 {
-                let mut bytes: Vec<u8> = (0..=255).collect();
-                let mut expected = bytes.clone();
-                expected.copy_within(20..20 + length, 20 + moved);
-                let base = bytes.as_mut_ptr().wrapping_add(20);
-                // SAFETY: both places are within the buffer.
-                unsafe { copy(base, base.wrapping_add(moved), length) };
-                assert_eq!(bytes, expected, "{length} {moved}");
-            }
-        }
-    }
 }

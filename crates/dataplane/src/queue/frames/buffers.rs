@@ -7,7 +7,8 @@ use rtvirtio_virtq::Segment;
 use rtvirtio_virtq::memory::Memory;
 use rtvirtio_virtq::ring::{Chain, Ring, RingError, Single};
 
-use super::{MAX_PARTS, copy, take};
+use super::{MAX_PARTS, take};
+use crate::copy::copy;
 use crate::drr::{TurnBudget, cost};
 use crate::stats::{Dropped, Op, QueueStats};
 

@@ -14,8 +14,9 @@ use rtvirtio_virtq::ring::Ring;
 use rustix::fd::BorrowedFd;
 
 use super::buffers::{Ahead, Buffers, Gathered};
-use super::{Gate, Pass, Served, copy, copy_ends, read_header, take};
+use super::{Gate, Pass, Served, read_header, take};
 use crate::clock::now;
+use crate::copy::copy;
 use crate::drr::{TurnBudget, cost};
 use crate::nic::Nic;
 use crate::stats::{Dropped, Op, QueueStats};
@@ -247,8 +248,8 @@ fn read_start(frame: &mut Frame) -> Option<[u8; BYTES]> {
     frame.rest.advance(BYTES);
     let (from, to) = (frame.rest.base(), frame.head.buffer().as_mut_ptr());
     if length == MAX_HEAD_BYTES {
-        // SAFETY: as above.
-        unsafe { copy_ends::<{ MAX_HEAD_BYTES / 2 }>(from, to, MAX_HEAD_BYTES) };
+        // SAFETY: as above. Of a length that the compiler knows: it takes four registers.
+        unsafe { std::ptr::copy(from, to, MAX_HEAD_BYTES) };
     } else {
         // SAFETY: as above.
         unsafe { copy(from, to, length) };
@@ -726,8 +727,8 @@ fn write_plain(mut buffer: Segment, frame: &Frame) {
     buffer.advance(BYTES);
     let head = frame.head.bytes();
     if head.len() == MAX_HEAD_BYTES {
-        // SAFETY: as above.
-        unsafe { copy_ends::<{ MAX_HEAD_BYTES / 2 }>(head.as_ptr(), buffer.base(), head.len()) };
+        // SAFETY: as above, of a length that the compiler knows.
+        unsafe { std::ptr::copy(head.as_ptr(), buffer.base(), MAX_HEAD_BYTES) };
     } else {
         // SAFETY: as above.
         unsafe { copy(head.as_ptr(), buffer.base(), head.len()) };
